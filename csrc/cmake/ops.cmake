@@ -1,0 +1,35 @@
+# Every op is a folder of kernels/ and one file each of cpu/, torch/ and host/, all of the same name: nothing lists them.
+file(GLOB warpsmith_op_bindings CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/torch/*.cpp)
+file(GLOB warpsmith_op_cpu CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/cpu/*.cpp)
+file(GLOB warpsmith_op_cuda CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/kernels/*/*.cu)
+file(GLOB warpsmith_host CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/host/*.cpp)
+
+function(add_op_library target)
+  add_library(${target} MODULE ${warpsmith_op_bindings} ${warpsmith_op_cpu})
+  target_include_directories(${target} PRIVATE csrc)
+  target_link_libraries(${target} PRIVATE torch_stable)
+  set_source_files_properties(${warpsmith_op_cpu} PROPERTIES COMPILE_OPTIONS "${warpsmith_cpu_kernel_options}")
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${warpsmith_warnings}>)
+  # No run path: torch's library is in the process before this one is loaded, and a stored path would name the build machine.
+  set_target_properties(${target} PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "")
+  if(warpsmith_cuda)
+    target_sources(${target} PRIVATE ${warpsmith_op_cuda})
+    target_compile_definitions(${target} PRIVATE WARPSMITH_CUDA)
+    target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>")
+    set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+  endif()
+endfunction()
+
+function(add_host_module target)
+  find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
+  find_package(pybind11 CONFIG REQUIRED)
+  pybind11_add_module(${target} ${warpsmith_host})
+  target_include_directories(${target} PRIVATE csrc)
+  target_compile_options(${target} PRIVATE ${warpsmith_warnings})
+  string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")
+  target_compile_definitions(${target} PRIVATE
+    WARPSMITH_VERSION="${SKBUILD_PROJECT_VERSION}"
+    WARPSMITH_HOST_COMPILER="${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}"
+    WARPSMITH_CUDA_COMPILER="$<IF:$<BOOL:${warpsmith_cuda}>,${CMAKE_CUDA_COMPILER_VERSION},>"
+    WARPSMITH_CUDA_ARCHITECTURES="$<IF:$<BOOL:${warpsmith_cuda}>,${architectures},>")
+endfunction()

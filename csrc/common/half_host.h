@@ -1,0 +1,27 @@
+#pragma once
+#include <bit>
+#include <cstdint>
+
+#include "common/half.h"
+
+// Conversions of the CPU kernels. Plain C++ that the compiler vectorises; NaN stays NaN, rounding is to nearest even.
+namespace warpsmith {
+
+inline float to_float(float x) { return x; }
+inline double to_float(double x) { return x; }
+inline float to_float(bfloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+inline float to_float(float16 x) { return static_cast<float>(std::bit_cast<_Float16>(x.bits)); }
+
+template <class T> T from_float(float x);
+template <> inline float from_float<float>(float x) { return x; }
+template <> inline float16 from_float<float16>(float x) { return {std::bit_cast<uint16_t>(static_cast<_Float16>(x))}; }
+template <> inline bfloat16 from_float<bfloat16>(float x) {
+  const uint32_t u = std::bit_cast<uint32_t>(x);
+  const uint32_t nearest_even = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  // On bits, not `x != x`: -ffast-math style flags must not be able to fold it away.
+  return {static_cast<uint16_t>((u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : nearest_even)};
+}
+template <class T> T from_float(double x);
+template <> inline double from_float<double>(double x) { return x; }
+
+}  // namespace warpsmith

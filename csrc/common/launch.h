@@ -1,0 +1,95 @@
+#pragma once
+#include <cstddef>
+#include <string>
+#include <utility>
+
+#include "common/status.h"
+#include "device/platform.h"
+
+// The one way to a kernel: never a bare <<<>>>, so that the host execution layer compiles launchers unchanged.
+namespace warpsmith {
+
+struct LaunchConfig {
+  dim3 grid{1, 1, 1};
+  dim3 block{1, 1, 1};
+  size_t dynamic_shared_bytes = 0;
+  unsigned cluster = 1;                 // blocks along x that form a cluster (sm_90 and newer); must divide grid.x
+  bool programmatic_dependent = false;  // may start before the stream's previous kernel ends; the kernel must then call
+                                        // device::wait_for_previous_kernel() before it reads what that one wrote
+  bool cooperative = false;             // every block resident at once, or the launch fails
+};
+
+struct DeviceProperties {
+  int multiprocessors = 0;
+  int compute_capability = 0;        // 10 * major + minor
+  int max_dynamic_shared_bytes = 0;  // a block's limit after opting in
+};
+
+#ifdef WARPSMITH_SIM
+
+Status device_properties(DeviceProperties& out);
+
+template <class... P, class... A>
+Status launch(void (*kernel)(P...), const LaunchConfig& config, void* stream, A&&... arguments) {
+  return sim::launch(config, stream, [&] { return [=] { kernel(P(arguments)...); }; }());
+}
+
+#else
+
+inline Status cuda_status(cudaError_t error) {
+  if (error == cudaSuccess) return {};
+  const auto kind = error == cudaErrorMemoryAllocation ? Status::Kind::out_of_memory : Status::Kind::device;
+  return Status::failure(kind, std::string(cudaGetErrorName(error)) + ": " + cudaGetErrorString(error));
+}
+
+// Of the current device. Three attribute queries, about 10 ns each: not worth a cache that must know about devices.
+inline Status device_properties(DeviceProperties& out) {
+  int device = 0, major = 0, minor = 0;
+  WARPSMITH_RETURN_IF_FAILED(cuda_status(cudaGetDevice(&device)));
+  WARPSMITH_RETURN_IF_FAILED(
+      cuda_status(cudaDeviceGetAttribute(&out.multiprocessors, cudaDevAttrMultiProcessorCount, device)));
+  WARPSMITH_RETURN_IF_FAILED(cuda_status(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)));
+  WARPSMITH_RETURN_IF_FAILED(cuda_status(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)));
+  out.compute_capability = 10 * major + minor;
+  return cuda_status(
+      cudaDeviceGetAttribute(&out.max_dynamic_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+}
+
+template <class... P, class... A>
+Status launch(void (*kernel)(P...), const LaunchConfig& config, void* stream, A&&... arguments) {
+  constexpr size_t kSharedWithoutOptIn = 48 * 1024;
+  if (config.dynamic_shared_bytes > kSharedWithoutOptIn)
+    WARPSMITH_RETURN_IF_FAILED(cuda_status(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                                cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                                static_cast<int>(config.dynamic_shared_bytes))));
+
+  cudaLaunchAttribute attributes[3];
+  unsigned count = 0;
+  if (config.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {config.cluster, 1, 1};
+  }
+  if (config.programmatic_dependent) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (config.cooperative) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
+  }
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = config.grid;
+  launch.blockDim = config.block;
+  launch.dynamicSmemBytes = config.dynamic_shared_bytes;
+  launch.stream = static_cast<cudaStream_t>(stream);
+  launch.attrs = attributes;
+  launch.numAttrs = count;
+  const cudaError_t error = cudaLaunchKernelEx(&launch, kernel, P(std::forward<A>(arguments))...);
+  if (error != cudaSuccess)
+    (void)cudaGetLastError();  // a failed launch must not be reported again by a later, good one
+  return cuda_status(error);
+}
+
+#endif
+
+}  // namespace warpsmith

@@ -1,0 +1,164 @@
+#include "kernels/rms_norm/rms_norm.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "common/half_host.h"
+#include "common/vectorize.h"
+
+namespace warpsmith {
+namespace {
+
+constexpr int kLanes = 16;  // independent partial sums: one AVX-512 register of floats
+constexpr int64_t kGrainElems =
+    16 * 1024;  // elements a thread takes at least: below this a thread costs more than it saves
+constexpr int64_t kMaxPartialRows = 64;  // row chunks of dweight, whatever the number of threads
+
+template <class Math> Math add_lanes(const Math* lane) {
+  Math total = 0;
+  for (int k = 0; k < kLanes; ++k) total += lane[k];
+  return total;
+}
+
+// Free functions, one a dtype: target_clones reaches neither lambdas nor templates. T, W: storage of x and of the
+// weight.
+#define WARPSMITH_RMS_NORM(T, W, Math)                                                                                 \
+  WARPSMITH_VECTORIZE Math sum_of_squares(const T* x, const W*, int64_t columns) {                                     \
+    Math lane[kLanes] = {};                                                                                            \
+    int64_t c = 0;                                                                                                     \
+    for (; c + kLanes <= columns; c += kLanes)                                                                         \
+      for (int k = 0; k < kLanes; ++k) lane[k] += Math(to_float(x[c + k])) * Math(to_float(x[c + k]));                 \
+    for (; c < columns; ++c) lane[c % kLanes] += Math(to_float(x[c])) * Math(to_float(x[c]));                          \
+    return add_lanes(lane);                                                                                            \
+  }                                                                                                                    \
+  WARPSMITH_VECTORIZE void scale(const T* x, const W* weight, T* y, int64_t columns, Math rstd, Math offset) {         \
+    if (weight)                                                                                                        \
+      for (int64_t c = 0; c < columns; ++c)                                                                            \
+        y[c] = from_float<T>(to_float(x[c]) * rstd * (Math(to_float(weight[c])) + offset));                            \
+    else                                                                                                               \
+      for (int64_t c = 0; c < columns; ++c) y[c] = from_float<T>(to_float(x[c]) * rstd);                               \
+  }                                                                                                                    \
+  /* sum of dy * (weight + offset) * x */                                                                              \
+  WARPSMITH_VECTORIZE Math dot(const T* dy, const T* x, const W* weight, int64_t columns, Math offset) {               \
+    Math lane[kLanes] = {};                                                                                            \
+    int64_t c = 0;                                                                                                     \
+    if (weight) {                                                                                                      \
+      for (; c + kLanes <= columns; c += kLanes)                                                                       \
+        for (int k = 0; k < kLanes; ++k)                                                                               \
+          lane[k] += Math(to_float(dy[c + k])) * (Math(to_float(weight[c + k])) + offset) * Math(to_float(x[c + k]));  \
+      for (; c < columns; ++c)                                                                                         \
+        lane[c % kLanes] += Math(to_float(dy[c])) * (Math(to_float(weight[c])) + offset) * Math(to_float(x[c]));       \
+    } else {                                                                                                           \
+      for (; c + kLanes <= columns; c += kLanes)                                                                       \
+        for (int k = 0; k < kLanes; ++k) lane[k] += Math(to_float(dy[c + k])) * Math(to_float(x[c + k]));              \
+      for (; c < columns; ++c) lane[c % kLanes] += Math(to_float(dy[c])) * Math(to_float(x[c]));                       \
+    }                                                                                                                  \
+    return add_lanes(lane);                                                                                            \
+  }                                                                                                                    \
+  /* dx = rstd * dy * (weight + offset) - x * correction */                                                            \
+  WARPSMITH_VECTORIZE void input_gradient(const T* dy, const T* x, const W* weight, T* dx, int64_t columns, Math rstd, \
+                                          Math correction, Math offset) {                                              \
+    if (weight)                                                                                                        \
+      for (int64_t c = 0; c < columns; ++c)                                                                            \
+        dx[c] = from_float<T>(rstd * Math(to_float(dy[c])) * (Math(to_float(weight[c])) + offset) -                    \
+                              Math(to_float(x[c])) * correction);                                                      \
+    else                                                                                                               \
+      for (int64_t c = 0; c < columns; ++c)                                                                            \
+        dx[c] = from_float<T>(rstd * Math(to_float(dy[c])) - Math(to_float(x[c])) * correction);                       \
+  }                                                                                                                    \
+  WARPSMITH_VECTORIZE void add_weight_gradient(const T* dy, const T* x, const W*, Math* partial, int64_t columns,      \
+                                               Math rstd) {                                                            \
+    for (int64_t c = 0; c < columns; ++c) partial[c] += Math(to_float(dy[c])) * (Math(to_float(x[c])) * rstd);         \
+  }
+WARPSMITH_RMS_NORM(float, float, float)
+WARPSMITH_RMS_NORM(double, double, double)
+WARPSMITH_RMS_NORM(float16, float16, float)
+WARPSMITH_RMS_NORM(float16, float, float)
+WARPSMITH_RMS_NORM(bfloat16, bfloat16, float)
+WARPSMITH_RMS_NORM(bfloat16, float, float)
+#undef WARPSMITH_RMS_NORM
+
+int64_t rows_per_task(int64_t columns) { return std::max<int64_t>(1, kGrainElems / columns); }
+
+template <class T, class W, class Math> void forward(const RmsNormFwdParams& p, const Parallel& parallel) {
+  const T* x = static_cast<const T*>(p.x);
+  const W* weight = static_cast<const W*>(p.weight);
+  T* y = static_cast<T*>(p.y);
+  Math* rstd = static_cast<Math*>(p.rstd);
+  parallel(p.rows, rows_per_task(p.columns), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const T* row = x + r * p.x_stride;
+      const Math mean = sum_of_squares(row, weight, p.columns) / Math(p.columns);
+      const Math s = Math(1) / std::sqrt(mean + Math(p.eps));
+      if (rstd) rstd[r] = s;
+      scale(row, weight, y + r * p.columns, p.columns, s, Math(p.weight_offset));
+    }
+  });
+}
+
+template <class T, class W, class Math> void backward(const RmsNormBwdParams& p, const Parallel& parallel) {
+  const T* dy = static_cast<const T*>(p.dy);
+  const T* x = static_cast<const T*>(p.x);
+  const W* weight = static_cast<const W*>(p.weight);
+  const Math* rstd = static_cast<const Math*>(p.rstd);
+  T* dx = static_cast<T*>(p.dx);
+  Math* partials = static_cast<Math*>(p.partials);
+  const int64_t chunks = rms_norm_partial_rows_cpu(p.rows);
+  parallel(chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      Math* partial = partials ? partials + chunk * p.columns : nullptr;
+      if (partial) std::fill_n(partial, p.columns, Math(0));
+      for (int64_t r = p.rows * chunk / chunks; r < p.rows * (chunk + 1) / chunks; ++r) {
+        const T* dy_row = dy + r * p.dy_stride;
+        const T* x_row = x + r * p.x_stride;
+        if (dx) {
+          const Math mean = dot(dy_row, x_row, weight, p.columns, Math(p.weight_offset)) * rstd[r] / Math(p.columns);
+          input_gradient(dy_row, x_row, weight, dx + r * p.columns, p.columns, rstd[r], mean * rstd[r] * rstd[r],
+                         Math(p.weight_offset));
+        }
+        if (partial) add_weight_gradient(dy_row, x_row, weight, partial, p.columns, rstd[r]);
+      }
+    }
+  });
+  if (!partials) return;
+  W* dweight = static_cast<W*>(p.dweight);
+  parallel(p.columns, kGrainElems / kMaxPartialRows, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      Math total = 0;
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) total += partials[chunk * p.columns + c];
+      dweight[c] = from_float<W>(total);
+    }
+  });
+}
+
+// Calls `visit` with the storage types of the activation and the weight, and the type of the arithmetic.
+template <class Visit> Status dispatch(Dtype dtype, Dtype weight_dtype, Visit&& visit) {
+  const bool fp32_weight = weight_dtype == Dtype::float32;
+  switch (dtype) {
+    case Dtype::float32: visit(float{}, float{}, float{}); return {};
+    case Dtype::float64: visit(double{}, double{}, double{}); return {};
+    case Dtype::float16:
+      fp32_weight ? visit(float16{}, float{}, float{}) : visit(float16{}, float16{}, float{});
+      return {};
+    case Dtype::bfloat16:
+      fp32_weight ? visit(bfloat16{}, float{}, float{}) : visit(bfloat16{}, bfloat16{}, float{});
+      return {};
+  }
+  return Status::unsupported("no CPU kernel for this dtype");
+}
+
+}  // namespace
+
+int64_t rms_norm_partial_rows_cpu(int64_t rows) { return std::min(rows, kMaxPartialRows); }
+
+Status rms_norm_forward_cpu(const RmsNormFwdParams& p, const Parallel& parallel) {
+  return dispatch(p.dtype, p.weight_dtype,
+                  [&]<class T, class W, class Math>(T, W, Math) { forward<T, W, Math>(p, parallel); });
+}
+
+Status rms_norm_backward_cpu(const RmsNormBwdParams& p, const Parallel& parallel) {
+  return dispatch(p.dtype, p.weight_dtype,
+                  [&]<class T, class W, class Math>(T, W, Math) { backward<T, W, Math>(p, parallel); });
+}
+
+}  // namespace warpsmith

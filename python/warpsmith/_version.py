@@ -1,0 +1,3 @@
+from warpsmith import _C
+
+__version__: str = _C.build()["version"]

@@ -1,0 +1,158 @@
+"""The one way in which a raw op becomes a differentiable function, in eager mode and under tracing.
+
+Cost of an eager call was measured for every form (`docs/design/2026-11-20-eager-call.md`): a raw op costs what a native torch op
+does, an ``autograd.Function`` with the combined ``forward(ctx, ...)`` less than any registered formula. So eager takes those two,
+and ``torch.compile`` and ``torch.export`` see a second op of the public name that has a fake and a formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from warpsmith._load import load_library
+
+load_library()
+
+raw = torch.ops.warpsmith
+_fragment = torch.library.Library("warpsmith", "FRAGMENT")
+
+OUT_OF_MEMORY = "out of memory: "  # how csrc/torch/support/errors.h marks a failed allocation
+
+
+class Saved(NamedTuple):
+    """What a forward keeps for its backward: tensors, and any other values."""
+
+    tensors: tuple[Tensor | None, ...]
+    values: tuple[Any, ...] = ()
+
+
+def register_fake(name: str, fake: Callable) -> None:
+    """Gives the op ``warpsmith::name`` its outputs' shapes, dtypes, devices and strides, for fake and meta tensors.
+
+    The kernel of the Meta key does what ``torch.library.register_fake`` does for an op that creates no unbacked sizes, at a
+    quarter of its cost at import (0.025 ms against 0.11 ms).
+    """
+    _fragment.impl(name, fake, "Meta")
+
+
+def call_raw(op: Callable, *inputs: Any) -> Any:
+    """Calls a raw op; a failed allocation on a GPU is ``torch.OutOfMemoryError``, as for torch's own ops."""
+    try:
+        return op(*inputs)
+    except RuntimeError as error:
+        if OUT_OF_MEMORY in str(error) and "cuda" in str(error):
+            raise torch.OutOfMemoryError(str(error).splitlines()[0]) from None
+        raise
+
+
+def _register_formula(name: str, save: Callable, formula: Callable) -> None:
+    # make_autograd_impl inspects classes for 0.5 ms an op: done at the first traced call, not at import.
+    kernel: Callable | None = None
+
+    def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal kernel
+        if kernel is None:
+            from torch._library.autograd import Info, make_autograd_impl
+
+            def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+                saved = save(inputs, output)
+                ctx.save_for_backward(*saved.tensors)
+                ctx.values = saved.values
+
+            kernel = make_autograd_impl(getattr(raw, name).default, Info(formula, setup_context))
+        return kernel(keyset, *args, **kwargs)
+
+    _fragment.impl(name, autograd, "Autograd", with_keyset=True)
+
+
+def differentiable(
+    name: str,
+    *,
+    forward: Callable,
+    inference: Callable | None = None,
+    public: int = 1,
+    save: Callable[[Sequence[Any], Any], Saved],
+    backward: Callable[..., Sequence[Tensor | None]],
+    differentiable_backward: Callable[..., Sequence[Tensor | None]] | None = None,
+) -> Callable:
+    """Builds the eager and traced function of an op.
+
+    name: of the traced op, whose schema and kernel live in C++ and equal those of ``forward``.
+    forward(*inputs): the raw op; its first ``public`` outputs are the function's, the others are only kept for backward.
+    inference(*inputs): the raw op to call when no gradient is needed; gives the public outputs alone. Default: ``forward``.
+    save(inputs, outputs): what backward needs, as ``Saved``.
+    backward(needs, tensors, values, *grads): a gradient or None for each input; ``needs[i]`` says whether input i wants one.
+        ``grads`` has one entry for each public output, None where that output was not used.
+    differentiable_backward: the same in plain torch operations, used only when a derivative of the gradient may be taken
+        (``create_graph=True``). Without it a second derivative is refused: a raw op has none, and silence would mean zero.
+    """
+    traced = getattr(raw, name).default
+    tensor_arguments = [i for i, a in enumerate(traced._schema.arguments) if "Tensor" in str(a.type)]
+
+    def public_part(outputs: Any) -> Any:
+        if not isinstance(outputs, tuple):
+            return outputs
+        return outputs[0] if public == 1 else outputs[:public]
+
+    def formula(ctx: Any, *grads: Tensor | None) -> Any:
+        grads = grads[:public]
+        if all(g is None for g in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        use = differentiable_backward if differentiable_backward is not None and torch.is_grad_enabled() else backward
+        return tuple(use(ctx.needs_input_grad, ctx.saved_tensors, ctx.values, *grads))
+
+    if differentiable_backward is None:
+        formula = once_differentiable(formula)
+
+    class Apply(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            outputs = call_raw(forward, *inputs)
+            tensors, ctx.values = save(inputs, outputs)
+            ctx.save_for_backward(*tensors)
+            ctx.set_materialize_grads(False)
+            return public_part(outputs)
+
+        backward = staticmethod(formula)
+
+    class ApplyInTransform(torch.autograd.Function):
+        # torch.func wants forward and setup_context apart (17 us a call dearer); every output is then an output of the function.
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*inputs: Any) -> Any:
+            return forward(*inputs)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            tensors, ctx.values = save(inputs, output)
+            ctx.save_for_backward(*tensors)
+            ctx.set_materialize_grads(False)
+
+        backward = staticmethod(formula)
+
+    Apply.__name__ = Apply.__qualname__ = name
+    _register_formula(name, save, formula)
+    without_gradient = inference or forward
+
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return public_part(traced(*inputs))
+        if torch._C._are_functorch_transforms_active():
+            return public_part(ApplyInTransform.apply(*inputs))
+        if torch.is_grad_enabled():
+            for i in tensor_arguments:
+                x = inputs[i]
+                if x is not None and x.requires_grad:
+                    return Apply.apply(*inputs)
+        if forward_ad._current_level >= 0:  # torch refuses dual tensors in a Function without jvp; a raw op would drop them
+            return Apply.apply(*inputs)
+        return public_part(call_raw(without_gradient, *inputs))
+
+    return call

@@ -1,0 +1,1 @@
+"""Optimizers with the constructors and state of their counterparts in ``torch.optim``."""
