@@ -1,0 +1,86 @@
+"""What only a CUDA device can show: no synchronisation, graph capture, streams."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from warpsmith.testing.inputs import make_inputs
+from warpsmith.testing.run import Result, as_leaves, assert_same_bits, flatten, run, upstream, wanted_inputs
+from warpsmith.testing.spec import Case, Inputs, OpSpec
+
+DELAY_CYCLES = 20_000_000  # about 10 ms: long enough that work on a wrong stream overtakes
+
+
+def check_no_sync(spec: OpSpec) -> None:
+    """Forward and backward run with torch's synchronisation check set to raise."""
+    case = spec.base_case()
+    inputs = make_inputs(spec, case, "cuda")
+    grads = upstream(spec, case, run(spec.op, spec, case, inputs).outputs)
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(spec.op, spec, case, inputs, grads=grads)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def check_graph_capture(spec: OpSpec) -> None:
+    """Forward and backward are captured in one CUDA graph; each replay, with other inputs, gives the bits of eager mode."""
+    case = spec.base_case()
+    static = make_inputs(spec, case, "cuda")
+    grads = upstream(spec, case, run(spec.op, spec, case, static).outputs)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run(spec.op, spec, case, static, grads=grads)
+    torch.cuda.current_stream().wait_stream(side)
+
+    graph = torch.cuda.CUDAGraph()
+    leaves = as_leaves(static, wanted_inputs(spec, static))
+    with torch.cuda.graph(graph):
+        captured = _forward_backward(spec, leaves, grads)
+    for step in range(3):
+        for name, value in static.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                leaves[name].detach().copy_(value.roll(step + 1, 0))
+        graph.replay()
+        replayed = {k: v.clone() for k, v in captured.all().items()}
+        eager = run(spec.op, spec, case, {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in leaves.items()}, grads=grads)
+        assert_same_bits(f"{spec.name}: graph replay {step}", eager.all(), replayed)
+
+
+def _forward_backward(spec: OpSpec, leaves: Inputs, grads: dict[str, Tensor]) -> Result:
+    names = wanted_inputs(spec, leaves)
+    outputs = flatten(spec.op(**leaves), spec.outputs)
+    with_graph = {n: y for n, y in outputs.items() if y.requires_grad}
+    found: tuple[Tensor | None, ...] = ()
+    if names:
+        found = torch.autograd.grad(
+            list(with_graph.values()), [leaves[n] for n in names], [grads[n] for n in with_graph], allow_unused=True
+        )
+    gradients = {f"grad_{n}": g for n, g in zip(names, found, strict=bool(names)) if g is not None}
+    return Result({n: y.detach() for n, y in outputs.items()}, gradients)
+
+
+def check_side_streams(spec: OpSpec, streams: int = 4) -> None:
+    """On a side stream the op waits for that stream's earlier work: its inputs are written there late, behind a long kernel."""
+    case: Case = spec.base_case()
+    inputs = make_inputs(spec, case, "cuda")
+    expected = run(spec.op, spec, case, inputs)
+    grads = upstream(spec, case, expected.outputs)
+    torch.cuda.synchronize()
+    results = []
+    for stream in [torch.cuda.Stream() for _ in range(streams)]:
+        with torch.cuda.stream(stream):
+            late = {k: torch.zeros_like(v) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+            torch.cuda._sleep(DELAY_CYCLES)
+            for name, value in inputs.items():
+                if isinstance(value, Tensor):
+                    late[name].copy_(value)
+            results.append((run(spec.op, spec, case, late, grads=grads), late))
+    torch.cuda.synchronize()
+    for i, (result, _) in enumerate(results):
+        assert_same_bits(f"{spec.name}: side stream {i}", expected.all(), result.all())

@@ -1,0 +1,184 @@
+"""Values and gradients: the error law, layouts, sizes, edge values, gradcheck, repeatability."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from warpsmith.testing.inputs import LAYOUTS, edge_values, make_inputs
+from warpsmith.testing.law import MEDIAN_LIMIT, Error, measure
+from warpsmith.testing.run import (
+    Unchanged,
+    as_leaves,
+    assert_same_bits,
+    exact_result,
+    flatten,
+    measure_case,
+    run,
+    wanted_inputs,
+)
+from warpsmith.testing.spec import Case, OpSpec
+
+
+def check_error_law(spec: OpSpec, case: Case, device: str = "cpu") -> list[Error]:
+    """Every output and gradient of a case obeys the law, and the inputs are left as they were."""
+    inputs = make_inputs(spec, case, device)
+    with Unchanged(f"{spec.name} {case}", inputs):
+        errors = measure_case(spec, case, inputs)
+    wrong = [str(e) for e in errors if not e.ok]
+    assert not wrong, f"{spec.name} {case} on {device}: " + "; ".join(wrong)
+    return errors
+
+
+def check_median(spec: OpSpec, device: str = "cpu", errors: Iterable[list[Error]] | None = None) -> dict[str, float]:
+    """Over the case table, the median ratio to PyTorch's error is at most 1.1 for each output and gradient."""
+    if errors is None:
+        errors = [measure_case(spec, case, make_inputs(spec, case, device)) for case in spec.cases_on(device)]
+    ratios: dict[str, list[float]] = {}
+    for case_errors in errors:
+        for e in case_errors:
+            ratios.setdefault(e.name, []).append(e.ratio)
+    medians = {name: float(torch.tensor(r, dtype=torch.float64).quantile(0.5)) for name, r in ratios.items()}
+    wrong = {name: m for name, m in medians.items() if not m <= MEDIAN_LIMIT}
+    assert not wrong, f"{spec.name} on {device}: median error over PyTorch's, expected <= {MEDIAN_LIMIT}, got {wrong}"
+    return medians
+
+
+def layout_cases(spec: OpSpec) -> list[Case]:
+    """The table's first ordinary case of each dtype in each layout."""
+    dtypes = dict.fromkeys(c.dtype for c in spec.cases if c.dtype != torch.float64)
+    cases = []
+    for dtype in dtypes:
+        try:
+            base = spec.base_case(dtype)
+        except ValueError:
+            continue
+        cases += [base.but(layout=layout) for layout in spec.layouts or LAYOUTS if layout != "contiguous"]
+    return cases
+
+
+def size_cases(spec: OpSpec) -> list[Case]:
+    """The first ordinary case with each dimension zero in turn, and with all of them one."""
+    base = spec.base_case()
+    cases = []
+    if spec.zero_sizes:
+        cases += [base.but(shape=(*base.shape[:i], 0, *base.shape[i + 1 :])) for i in range(len(base.shape))]
+    if spec.one_element:
+        cases.append(base.but(shape=(1,) * len(base.shape)))
+    return cases
+
+
+def edge_cases(spec: OpSpec) -> list[tuple[str, str]]:
+    """(input, name of an edge value) for each input and value to try."""
+    base = spec.base_case()
+    inputs = make_inputs(spec, base)
+    names = wanted_inputs(spec, inputs) if spec.edge_inputs is None else spec.edge_inputs
+    return [(name, value) for name in names for value in edge_values(inputs[name].dtype)]
+
+
+def check_edge_value(spec: OpSpec, name: str, value: str, device: str = "cpu") -> None:
+    """With one element 0, subnormal, huge, infinite or NaN, each result is right, or what PyTorch gives where that differs.
+
+    Right is the rounded float64 oracle within the law's bound; the bound is taken without the edge value, whose magnitude
+    would widen it.
+    """
+    for dtype in dict.fromkeys(c.dtype for c in spec.cases_on(device) if c.dtype != torch.float64):
+        try:
+            case = spec.base_case(dtype)
+        except ValueError:
+            continue
+        bounds = {e.name: e.bound for e in measure_case(spec, case, make_inputs(spec, case, device))}
+        inputs = make_inputs(spec, case, device, edge=(name, edge_values(dtype)[value]))
+        ours = run(spec.op, spec, case, inputs)
+        plain = run(spec.baseline or spec.reference, spec, case, inputs).all()
+        exact = exact_result(spec, case, inputs, ours)
+        for what, actual in ours.all().items():
+            error = measure(what, actual, exact[what], plain[what])
+            good = _as_expected(actual, exact[what], bounds[what]) | _as_expected(actual, plain[what], bounds[what])
+            assert error.ok or bool(good.all()), (
+                f"{spec.name} {case} with {name} = {value} on {device}: {error}; {int((~good).sum())} elements are neither the oracle's "
+                f"nor PyTorch's"
+            )
+
+
+def _as_expected(actual: Tensor, expected: Tensor, bound: float) -> Tensor:
+    if not actual.is_floating_point():
+        return actual.cpu() == expected.cpu()
+    a, e = actual.cpu().double(), expected.cpu().to(actual.dtype).double()
+    close = (a - e).abs() <= bound + 2 * torch.finfo(actual.dtype).eps * e.abs()
+    return (a.isnan() & e.isnan()) | (a == e) | (close & e.isfinite())
+
+
+def check_gradcheck(spec: OpSpec) -> None:
+    """Numerical derivatives in float64 on the CPU agree, second ones too where they are claimed."""
+    cases = spec.gradcheck_cases or [spec.smallest_case().but(dtype=torch.float64, dtypes={})]
+    for case in cases:
+        inputs = make_inputs(spec, case.but(dtype=torch.float64, dtypes={}))
+        names = wanted_inputs(spec, inputs)
+        leaves = as_leaves(inputs, names)
+
+        def call(*tensors: Tensor, _inputs: dict = inputs, _names: tuple = names) -> tuple[Tensor, ...]:
+            outputs = flatten(spec.op(**{**_inputs, **dict(zip(_names, tensors, strict=True))}), spec.outputs)
+            return tuple(y for y in outputs.values() if y.requires_grad)
+
+        tensors = [leaves[n] for n in names]
+        assert torch.autograd.gradcheck(call, tensors), f"{spec.name} {case}: gradcheck"
+        if spec.double_backward:
+            assert torch.autograd.gradgradcheck(call, tensors), f"{spec.name} {case}: gradgradcheck"
+
+
+def check_second_derivative_is_refused(spec: OpSpec, device: str = "cpu") -> None:
+    """Without a claimed second derivative, asking for one raises: it is never silently zero."""
+    case = spec.base_case()
+    leaves = as_leaves(make_inputs(spec, case, device), spec.differentiable)
+    names = wanted_inputs(spec, leaves)
+    outputs = [y for y in flatten(spec.op(**leaves), spec.outputs).values() if y.requires_grad]
+    total = sum((y.float().square().sum() for y in outputs), torch.zeros((), device=device))
+    try:
+        grads = torch.autograd.grad(total, [leaves[n] for n in names], create_graph=True, allow_unused=True)
+        # Not autograd.grad with allow_unused: it would not visit the node by which once_differentiable refuses.
+        sum((g.float().sum() for g in grads if g is not None), torch.zeros((), device=device)).backward()
+    except RuntimeError as error:
+        # The words of a gradient that does not require one would mean that the derivative was dropped, not refused.
+        assert "does not require grad" not in str(error), f"{spec.name}: the gradient is cut from the graph: {error}"
+        return
+    raise AssertionError(f"{spec.name}: a second derivative was given though none is claimed")
+
+
+def check_repeats_bitwise(spec: OpSpec, case: Case, device: str = "cpu", times: int = 5) -> None:
+    """The same inputs give the same bits, time after time and, on the CPU, with 1, 2 and 3 threads."""
+    inputs = make_inputs(spec, case, device)
+    first = run(spec.op, spec, case, inputs).all()
+    for i in range(times):
+        assert_same_bits(f"{spec.name} {case}: repeat {i + 1}", first, run(spec.op, spec, case, inputs).all())
+    if device != "cpu":
+        return
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert_same_bits(f"{spec.name} {case}: {count} threads", first, run(spec.op, spec, case, inputs).all())
+    finally:
+        torch.set_num_threads(threads)
+
+
+def check_needs_input_grad(spec: OpSpec, device: str = "cpu") -> None:
+    """Each gradient alone equals the one computed with all others, and nothing requires a gradient that need not."""
+    case = spec.base_case()
+    inputs = make_inputs(spec, case, device)
+    names = wanted_inputs(spec, inputs)
+    together = run(spec.op, spec, case, inputs)
+    for name in names:
+        alone = run(spec.op, spec, case, inputs, wanted=(name,))
+        expected = {k: g for k, g in together.grads.items() if k == f"grad_{name}"}
+        assert_same_bits(f"{spec.name}: gradient of {name} alone", expected, alone.grads)
+        assert_same_bits(f"{spec.name}: outputs with a gradient of {name} alone", together.outputs, alone.outputs)
+    plain = flatten(spec.op(**as_leaves(inputs, ())), spec.outputs)
+    with torch.no_grad():
+        silent = flatten(spec.op(**as_leaves(inputs, names)), spec.outputs)
+    for how, outputs in (("without gradients", plain), ("under no_grad", silent)):
+        graph = [n for n, y in outputs.items() if y.requires_grad]
+        assert not graph, f"{spec.name} {how}: {', '.join(graph)} requires a gradient"
+        assert_same_bits(f"{spec.name} {how}", together.outputs, outputs)

@@ -1,0 +1,127 @@
+"""From one spec, all tests of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from warpsmith.testing.checks import cuda, integration, numerics
+from warpsmith.testing.law import Error
+from warpsmith.testing.spec import OpSpec
+
+Check = tuple[str, Callable[[], Any]]
+
+
+def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
+    """Every check of an op on a device type, as (id, function without arguments), in the order of their cost."""
+    errors: dict[str, list[Error]] = {}
+
+    def law(case: Any) -> None:
+        errors[str(case)] = numerics.check_error_law(spec, case, device)
+
+    def median() -> None:
+        missing = [c for c in spec.cases_on(device) if str(c) not in errors]
+        for case in missing:
+            law(case)
+        numerics.check_median(spec, device, errors.values())
+
+    checks: list[Check] = [(f"error_law[{c}]", lambda c=c: law(c)) for c in spec.cases_on(device)]  # type: ignore[misc]
+    checks.append(("median_error", median))
+
+    def add(name: str, fn: Callable[..., Any], *arguments: Any) -> None:
+        checks.append((name, lambda: fn(*arguments)))
+
+    for case in numerics.layout_cases(spec):
+        add(f"layout[{case}]", numerics.check_error_law, spec, case, device)
+    for case in numerics.size_cases(spec):
+        add(f"size[{case}]", numerics.check_error_law, spec, case, device)
+    for name, value in numerics.edge_cases(spec):
+        add(f"edge_value[{name}-{value}]", numerics.check_edge_value, spec, name, value, device)
+    for case in _one_per_dtype(spec, device):
+        add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
+    for bad in spec.bad_inputs:
+        if device in bad.devices:
+            add(f"bad_input[{bad.label}]", integration.check_bad_input, spec, bad, device)
+    for op in spec.opcheck:
+        add(f"opcheck[{op}]", integration.check_opcheck, spec, op, device)
+    add("fake_and_meta", integration.check_fake_and_meta, spec, device)
+    add("autocast", integration.check_autocast, spec, device)
+    add("exported", integration.check_exported, spec, device)
+    if spec.differentiable:
+        add("needs_input_grad", numerics.check_needs_input_grad, spec, device)
+        add("forward_mode", integration.check_forward_mode, spec, device)
+        if not spec.double_backward:
+            add("second_derivative_is_refused", numerics.check_second_derivative_is_refused, spec, device)
+        if device == "cpu" and "cpu" in spec.float64_devices:
+            add("gradcheck", numerics.check_gradcheck, spec)
+    if spec.func_transforms:
+        add("func_transforms", integration.check_func_transforms, spec, device)
+    add("compiled[aot_eager]", integration.check_compiled, spec, device, "aot_eager")
+    add("compiled[aot_eager-dynamic]", integration.check_compiled, spec, device, "aot_eager", True)
+    add("compiled[inductor]", integration.check_compiled, spec, device, "inductor")
+    if device == "cuda":
+        add("no_sync", cuda.check_no_sync, spec)
+        add("graph_capture", cuda.check_graph_capture, spec)
+        add("side_streams", cuda.check_side_streams, spec)
+    return checks
+
+
+def _one_per_dtype(spec: OpSpec, device: str) -> list[Any]:
+    """The largest case of each dtype: the one with the most to go wrong between threads."""
+    largest: dict[torch.dtype, Any] = {}
+    for case in spec.cases_on(device):
+        kept = largest.get(case.dtype)
+        if kept is None or _size(case) > _size(kept):
+            largest[case.dtype] = case
+    return list(largest.values())
+
+
+def _size(case: Any) -> int:
+    size = 1
+    for s in case.shape:
+        size *= s
+    return size
+
+
+def check_op(spec: OpSpec, device: str = "cpu") -> dict[str, str]:
+    """Runs all checks of an op on a device and returns those that failed: ``{check: message}``, empty if all hold.
+
+    Example:
+        >>> import torch
+        >>> from warpsmith.testing import Case, OpSpec, check_op
+        >>> spec = OpSpec("double", op=lambda x: x + x, reference=lambda x: 2 * x, differentiable=("x",), double_backward=True,
+        ...               inputs=lambda case, rng: {"x": rng.normal(case.shape)}, cases=[Case((5, 3))])
+        >>> check_op(spec)
+        {}
+    """
+    failed = {}
+    for name, check in checks_of(spec, device):
+        try:
+            check()
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    return failed
+
+
+def op_tests(spec: OpSpec) -> type:
+    """A pytest class with all checks of an op: one test for each on the CPU, and each on CUDA under the marker ``gpu``.
+
+    Bind it to a name that begins with ``Test`` in a test module: ``TestRmsNorm = op_tests(SPEC)``.
+    """
+    import pytest
+
+    parameters = []
+    for device in spec.devices:
+        absent = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+        marks = [pytest.mark.gpu, absent] if device == "cuda" else []
+        parameters += [pytest.param(check, id=f"{device}-{name}", marks=marks) for name, check in checks_of(spec, device)]
+
+    class Tests:
+        @pytest.mark.parametrize("check", parameters)
+        def test(self, check: Callable[[], Any]) -> None:
+            check()
+
+    Tests.__name__ = Tests.__qualname__ = "Test_" + spec.name
+    return Tests

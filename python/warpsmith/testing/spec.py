@@ -1,0 +1,159 @@
+"""The declaration of an op from which its tests are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from warpsmith.testing.inputs import Random
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of an op's case table.
+
+    Args:
+        shape: of the op's main input; the spec's ``inputs`` derives the other shapes from it.
+        dtype: of every floating input that ``dtypes`` does not name.
+        layout: how inputs lie in memory, one of ``warpsmith.testing.LAYOUTS``.
+        dtypes: dtypes of single inputs, by name, e.g. ``{"weight": torch.float32}``.
+        options: anything else that the spec's ``inputs`` reads.
+
+    Example:
+        >>> import torch
+        >>> str(Case((4, 8), torch.bfloat16, "transposed"))
+        '4x8-bfloat16-transposed'
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = ["x".join(map(str, self.shape)) or "scalar", str(self.dtype).removeprefix("torch.")]
+        parts += [self.layout] if self.layout != "contiguous" else []
+        parts += [f"{name}_{str(dtype).removeprefix('torch.')}" for name, dtype in self.dtypes.items()]
+        parts += [f"{name}_{value}" for name, value in self.options.items()]
+        return "-".join(parts)
+
+    def but(self, **changes: Any) -> Case:
+        """This case with some fields changed."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """An input that must be refused.
+
+    Args:
+        label: names the test.
+        change: takes the good inputs (a dict, tensors on the device) and returns the bad ones.
+        match: regular expression that the message must contain.
+        error: type of the exception. A ValueError must also have the form ``op: argument: expected X, got Y``.
+        fake: whether fake and meta tensors must be refused with the same words (not so for conditions on values).
+        devices: where this is bad.
+    """
+
+    label: str
+    change: Callable[[Inputs], Inputs]
+    match: str
+    error: type[BaseException] = ValueError
+    fake: bool = True
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """Everything the tests need to know about an op.
+
+    Args:
+        name: the op's snake_case name, as its error messages begin.
+        op: the public function.
+        reference: its definition in plain PyTorch, with the same parameter names; differentiable.
+        inputs: ``inputs(case, rng)`` returns the arguments by name: float64 tensors (rounded to the case's dtypes by the harness),
+            integer and boolean tensors and other values as they are. ``rng`` is a :class:`warpsmith.testing.Random`.
+        cases: the case table of the error law. Sizes below, at and above vector, warp and block widths, and odd ones, belong here.
+        differentiable: names of the inputs that have gradients.
+        outputs: names of the outputs.
+        baseline: plain PyTorch in the same dtype, whose error is the measure; default: ``reference``.
+        oracle: ``oracle(case, **inputs)`` on float64 inputs; default: ``reference``. Needed where an argument's default depends on
+            the dtype.
+        laid_out: inputs to which a case's layout applies; default: all floating tensors with a dimension.
+        layouts: the layouts every dtype is tried with; default: all.
+        zero_sizes: whether each dimension may be zero. If not, ``bad_inputs`` must say what is refused.
+        one_element: whether a shape of ones is a valid problem.
+        edge_inputs: inputs in which single elements become 0, subnormal, huge, inf and nan; default: the differentiable ones.
+        gradcheck_cases: small float64 cases; default: the smallest nonempty case of the table.
+        double_backward: whether second derivatives are claimed. If not, they must be refused.
+        func_transforms: whether ``torch.func.grad`` and ``vmap`` are claimed.
+        opcheck: ops of the dispatcher to check, each with ``args(inputs)`` giving its positional arguments.
+        traced: qualified name of the op that must appear in exported graphs, e.g. ``"warpsmith::rms_norm"``.
+        autocast: ``autocast(inputs, dtype)`` returns the outputs' dtypes under autocast to ``dtype``; default: nothing is cast.
+        bad_inputs: what must be refused.
+        floor_bytes: ``floor_bytes(case)`` returns the least bytes moved, by direction: ``{"forward": n, "backward": n}``.
+        devices: device types on which the op exists.
+        float64_devices: devices on which it takes float64.
+    """
+
+    name: str
+    op: Callable[..., Any]
+    reference: Callable[..., Any]
+    inputs: Callable[[Case, Random], Inputs]
+    cases: Sequence[Case]
+    differentiable: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ("output",)
+    baseline: Callable[..., Any] | None = None
+    oracle: Callable[..., Any] | None = None
+    laid_out: tuple[str, ...] | None = None
+    layouts: tuple[str, ...] | None = None
+    zero_sizes: bool = True
+    one_element: bool = True
+    edge_inputs: tuple[str, ...] | None = None
+    gradcheck_cases: Sequence[Case] | None = None
+    double_backward: bool = False
+    func_transforms: bool = False
+    opcheck: Mapping[Any, Callable[[Inputs], tuple[Any, ...]]] = field(default_factory=dict)
+    traced: str | None = None
+    autocast: Callable[[Inputs, torch.dtype], tuple[torch.dtype, ...]] | None = None
+    bad_inputs: Sequence[BadInput] = ()
+    floor_bytes: Callable[[Case], Mapping[str, int]] | None = None
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    float64_devices: tuple[str, ...] = ("cpu",)
+
+    def __post_init__(self) -> None:
+        if not self.cases:
+            raise ValueError(f"{self.name}: cases: expected at least one Case, got none")
+
+    def cases_on(self, device: str) -> list[Case]:
+        """The table's cases whose dtypes the op takes on a device."""
+        wide_allowed = device in self.float64_devices
+        return [c for c in self.cases if wide_allowed or torch.float64 not in (c.dtype, *c.dtypes.values())]
+
+    def base_case(self, dtype: torch.dtype | None = None) -> Case:
+        """The first contiguous case without a zero size and with more than one element (of a dtype): what single-case checks use."""
+        for case in self.cases:
+            if case.layout == "contiguous" and 0 not in case.shape and any(s > 1 for s in case.shape):
+                if dtype is None or (case.dtype == dtype and not case.dtypes):
+                    return case
+        wanted = "" if dtype is None else f" {dtype}"
+        raise ValueError(f"{self.name}: cases: expected a contiguous{wanted} case with more than one element, got none")
+
+    def smallest_case(self) -> Case:
+        """The case with the fewest elements that still has more than one."""
+        many = [c for c in self.cases if 0 not in c.shape and _elements(c) > 1 and c.layout == "contiguous"]
+        return min(many or [self.base_case()], key=_elements)
+
+
+def _elements(case: Case) -> int:
+    count = 1
+    for size in case.shape:
+        count *= size
+    return count
