@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "common/status.h"
@@ -29,9 +30,23 @@ struct DeviceProperties {
 
 Status device_properties(DeviceProperties& out);
 
-template <class... P, class... A>
-Status launch(void (*kernel)(P...), const LaunchConfig& config, void* stream, A&&... arguments) {
-  return sim::launch(config, stream, [&] { return [=] { kernel(P(arguments)...); }; }());
+namespace sim {
+// Runs every thread of the grid before it returns; defined by csrc/sim.
+Status run_grid(const LaunchConfig& config, const void* kernel, void (*run_thread)(const void* arguments), const void* arguments);
+}  // namespace sim
+
+template <class... P, class... A> Status launch(void (*kernel)(P...), const LaunchConfig& config, void*, A&&... arguments) {
+  struct Call {
+    void (*kernel)(P...);
+    std::tuple<P...> arguments;
+  } call{kernel, std::tuple<P...>(P(std::forward<A>(arguments))...)};
+  return sim::run_grid(
+      config, reinterpret_cast<const void*>(kernel),
+      [](const void* p) {
+        const auto& c = *static_cast<const Call*>(p);
+        std::apply(c.kernel, c.arguments);
+      },
+      &call);
 }
 
 #else

@@ -1,0 +1,73 @@
+#pragma once
+#include <cstdint>
+
+#include "common/half.h"
+#include "device/platform.h"
+
+// Conversions between storage types and float. Rounding is to nearest even; a NaN becomes the device's canonical NaN
+// (0x7fff for both 16-bit types). Any thread may call, no ordering. PTX ISA 9.7.9 "cvt".
+namespace warpsmith::device {
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+
+__device__ __forceinline__ float to_float(bfloat16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+__device__ __forceinline__ float to_float(float16 x) {
+#ifdef WARPSMITH_SIM
+  return static_cast<float>(std::bit_cast<_Float16>(x.bits));
+#else
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+#endif
+}
+
+template <class T> __device__ __forceinline__ T from_float(float x);
+
+template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
+
+template <> __device__ __forceinline__ float16 from_float<float16>(float x) {
+#ifdef WARPSMITH_SIM
+  return {x != x ? uint16_t{0x7fff} : std::bit_cast<uint16_t>(static_cast<_Float16>(x))};
+#else
+  float16 y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+#endif
+}
+
+template <> __device__ __forceinline__ bfloat16 from_float<bfloat16>(float x) {
+#ifdef WARPSMITH_SIM
+  const uint32_t u = std::bit_cast<uint32_t>(x);
+  return {x != x ? uint16_t{0x7fff} : static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
+#else
+  bfloat16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+#endif
+}
+
+// Two values in one register, `low` in the low half: the operand layout of mma and wgmma. One instruction on the device.
+template <class T> __device__ __forceinline__ uint32_t pack(float low, float high);
+
+template <> __device__ __forceinline__ uint32_t pack<bfloat16>(float low, float high) {
+#ifdef WARPSMITH_SIM
+  return from_float<bfloat16>(low).bits | static_cast<uint32_t>(from_float<bfloat16>(high).bits) << 16;
+#else
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+#endif
+}
+
+template <> __device__ __forceinline__ uint32_t pack<float16>(float low, float high) {
+#ifdef WARPSMITH_SIM
+  return from_float<float16>(low).bits | static_cast<uint32_t>(from_float<float16>(high).bits) << 16;
+#else
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+#endif
+}
+
+}  // namespace warpsmith::device

@@ -1,0 +1,142 @@
+#pragma once
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+// CUDA's built-in variables and functions, in their own names, for kernels that run on the host. Included by
+// device/host_hooks.h only.
+
+#define threadIdx (::warpsmith::sim::current_thread->index)
+#define blockIdx (::warpsmith::sim::current_thread->block_view->index)
+#define blockDim (::warpsmith::sim::current_thread->block_view->threads)
+#define gridDim (::warpsmith::sim::current_thread->block_view->grid)
+
+using std::isfinite;
+using std::isinf;
+using std::isnan;
+
+// Barriers and warp operations. Masks are required, as everywhere in this project.
+inline void __syncthreads(WARPSMITH_ONLY_SITE) { ::warpsmith::sim::block_barrier(site); }
+inline int __syncthreads_count(int p WARPSMITH_SITE) { return ::warpsmith::sim::block_barrier_reduce(p != 0, 0, site); }
+inline int __syncthreads_and(int p WARPSMITH_SITE) { return ::warpsmith::sim::block_barrier_reduce(p != 0, 1, site); }
+inline int __syncthreads_or(int p WARPSMITH_SITE) { return ::warpsmith::sim::block_barrier_reduce(p != 0, 2, site); }
+inline void __syncwarp(unsigned mask WARPSMITH_SITE) { ::warpsmith::sim::warp_barrier(mask, site); }
+inline unsigned __activemask() { return ::warpsmith::sim::active_mask(); }
+
+template <class T> T __shfl_sync(unsigned mask, T value, int source, int width = 32 WARPSMITH_SITE) {
+  const int lane = ::warpsmith::sim::current_thread->linear_index & 31;
+  ::warpsmith::sim::warp_shuffle(mask, &value, sizeof(T), (lane & ~(width - 1)) | (source & (width - 1)), site);
+  return value;
+}
+template <class T> T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32 WARPSMITH_SITE) {
+  const int lane = ::warpsmith::sim::current_thread->linear_index & 31, source = lane ^ lane_mask;
+  const bool outside = (source & ~(width - 1)) > (lane & ~(width - 1));  // PTX ISA "shfl": a later segment gives the own value
+  ::warpsmith::sim::warp_shuffle(mask, &value, sizeof(T), outside ? -1 : source, site);
+  return value;
+}
+template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32 WARPSMITH_SITE) {
+  const int lane = ::warpsmith::sim::current_thread->linear_index & 31, in_segment = lane & (width - 1);
+  const bool outside = in_segment + static_cast<int>(delta) >= width;
+  ::warpsmith::sim::warp_shuffle(mask, &value, sizeof(T), outside ? -1 : lane + static_cast<int>(delta), site);
+  return value;
+}
+template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32 WARPSMITH_SITE) {
+  const int lane = ::warpsmith::sim::current_thread->linear_index & 31, in_segment = lane & (width - 1);
+  const bool outside = in_segment < static_cast<int>(delta);
+  ::warpsmith::sim::warp_shuffle(mask, &value, sizeof(T), outside ? -1 : lane - static_cast<int>(delta), site);
+  return value;
+}
+inline unsigned __ballot_sync(unsigned mask, int p WARPSMITH_SITE) { return ::warpsmith::sim::warp_ballot(mask, p, site); }
+inline int __any_sync(unsigned mask, int p WARPSMITH_SITE) { return ::warpsmith::sim::warp_ballot(mask, p, site) != 0; }
+inline int __all_sync(unsigned mask, int p WARPSMITH_SITE) { return ::warpsmith::sim::warp_ballot(mask, !p, site) == 0; }
+inline unsigned __reduce_add_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
+  return ::warpsmith::sim::warp_reduce(mask, v, 0, site);
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
+  return ::warpsmith::sim::warp_reduce(mask, v, 1, site);
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
+  return ::warpsmith::sim::warp_reduce(mask, v, 2, site);
+}
+inline unsigned __reduce_and_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
+  return ::warpsmith::sim::warp_reduce(mask, v, 3, site);
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
+  return ::warpsmith::sim::warp_reduce(mask, v, 4, site);
+}
+inline unsigned __reduce_xor_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
+  return ::warpsmith::sim::warp_reduce(mask, v, 5, site);
+}
+
+// Fences and atomics: relaxed, as on the device; ordering comes from fences and barriers.
+inline void __threadfence(WARPSMITH_ONLY_SITE) { ::warpsmith::sim::memory_fence(site); }
+inline void __threadfence_block(WARPSMITH_ONLY_SITE) { ::warpsmith::sim::memory_fence(site); }
+
+namespace warpsmith::sim {
+template <class T, class F> T atomic_update(T* p, F&& next, Site site) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomics exist for 4 and 8 bytes");
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+  on_atomic(p, sizeof(T), site);
+  Bits* word = reinterpret_cast<Bits*>(p);
+  Bits old = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(word, &old, std::bit_cast<Bits>(static_cast<T>(next(std::bit_cast<T>(old)))), true,
+                                      __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return std::bit_cast<T>(old);
+}
+}  // namespace warpsmith::sim
+
+template <class T> T atomicAdd(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
+  return ::warpsmith::sim::atomic_update(p, [&](T old) { return old + v; }, site);
+}
+template <class T> T atomicMax(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
+  return ::warpsmith::sim::atomic_update(p, [&](T old) { return old < v ? v : old; }, site);
+}
+template <class T> T atomicMin(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
+  return ::warpsmith::sim::atomic_update(p, [&](T old) { return v < old ? v : old; }, site);
+}
+template <class T> T atomicOr(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
+  return ::warpsmith::sim::atomic_update(p, [&](T old) { return old | v; }, site);
+}
+template <class T> T atomicAnd(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
+  return ::warpsmith::sim::atomic_update(p, [&](T old) { return old & v; }, site);
+}
+template <class T> T atomicExch(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
+  return ::warpsmith::sim::atomic_update(p, [&](T) { return v; }, site);
+}
+template <class T> T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> v WARPSMITH_SITE) {
+  return ::warpsmith::sim::atomic_update(p, [&](T old) { return old == expected ? v : old; }, site);
+}
+
+// Bits.
+inline float __uint_as_float(uint32_t u) { return std::bit_cast<float>(u); }
+inline uint32_t __float_as_uint(float f) { return std::bit_cast<uint32_t>(f); }
+inline float __int_as_float(int i) { return std::bit_cast<float>(i); }
+inline int __float_as_int(float f) { return std::bit_cast<int>(f); }
+inline int __popc(unsigned v) { return std::popcount(v); }
+inline int __clz(int v) { return std::countl_zero(static_cast<unsigned>(v)); }
+inline int __ffs(int v) { return v ? std::countr_zero(static_cast<unsigned>(v)) + 1 : 0; }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
+
+// Arithmetic. What the device approximates (rsqrtf, __expf and the like) is exact to rounding here.
+template <class T> constexpr T min(T a, std::type_identity_t<T> b) { return b < a ? b : a; }
+template <class T> constexpr T max(T a, std::type_identity_t<T> b) { return a < b ? b : a; }
+inline float rsqrtf(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fsqrt_rn(float x) { return sqrtf(x); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
+template <class T> T __ldg(const T* p WARPSMITH_SITE) {
+  ::warpsmith::sim::on_load(p, sizeof(T), site);
+  return *p;
+}
+inline void __trap(WARPSMITH_ONLY_SITE) { ::warpsmith::sim::fail("__trap()", site); }

@@ -1,0 +1,109 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+// What device code needs from the machine when it runs on the host: declared here, defined by csrc/sim. Only the bodies of
+// csrc/device call these; kernels see CUDA's own names (device/host_builtins.h) and the vocabulary.
+//
+// A kernel that needs a CUDA built-in or a primitive that is not there does not compile on the host: add the built-in to
+// device/host_builtins.h, or the primitive to a header of csrc/device with a device body, a host body and a hook here.
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __forceinline__ inline __attribute__((always_inline))
+
+struct uint3 {
+  unsigned x, y, z;
+};
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+namespace warpsmith {
+struct float16;
+struct bfloat16;
+}  // namespace warpsmith
+
+namespace warpsmith::sim {
+
+// Source line of the primitive's caller, for reports. Used as a defaulted parameter through WARPSMITH_SITE.
+struct Site {
+  const char* file;
+  int line;
+  static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+};
+
+struct BlockView {
+  uint3 index;
+  dim3 threads, grid;
+  unsigned cluster_rank, cluster_size;
+  unsigned char* dynamic_shared;
+};
+
+struct ThreadView {
+  uint3 index;
+  BlockView* block_view;
+  int linear_index;
+};
+
+// The CUDA thread that runs now. One OS thread runs the whole machine, so this is an ordinary global.
+extern ThreadView* current_thread;
+
+[[noreturn]] void fail(const char* message, Site site);
+
+// Shared memory.
+void* shared_array(const void* key, size_t bytes, size_t alignment, Site site);
+uint32_t shared_address(const void* pointer, Site site);
+
+// Memory access through the vocabulary: alignment check, byte counters, a point where the scheduler may switch threads.
+void on_load(const void* pointer, int bytes, Site site);
+void on_store(void* pointer, int bytes, Site site);
+void on_atomic(void* pointer, int bytes, Site site);
+void memory_fence(Site site);
+
+// Barriers of a block.
+void block_barrier(Site site);
+int block_barrier_reduce(int value, int operation, Site site);  // operation: 0 count, 1 and, 2 or
+void named_barrier(int id, int threads, bool wait, Site site);
+
+// Warp operations: every lane of `mask` must call, at the same line; the last one to arrive computes for all.
+void warp_barrier(unsigned mask, Site site);
+void warp_shuffle(unsigned mask, void* value, int bytes, int source_lane, Site site);  // source_lane < 0: own value
+unsigned warp_ballot(unsigned mask, bool predicate, Site site);
+unsigned warp_reduce(unsigned mask, unsigned value, int operation, Site site);  // 0 add, 1 min, 2 max, 3 and, 4 or, 5 xor
+unsigned active_mask();
+
+// Asynchronous copies of a thread (cp.async).
+void copy_async(void* shared, const void* global, int bytes, int valid_bytes, Site site);
+void copy_async_commit();
+void copy_async_wait(int groups_in_flight, Site site);
+
+// Programmatic dependent launch.
+void wait_for_previous_kernel();
+void launch_dependents();
+
+// Work that is counted.
+void count_flops(int64_t flops);
+
+}  // namespace warpsmith::sim
+
+#define WARPSMITH_SITE , ::warpsmith::sim::Site site = ::warpsmith::sim::Site::here()
+#define WARPSMITH_ONLY_SITE ::warpsmith::sim::Site site = ::warpsmith::sim::Site::here()
+#define WARPSMITH_PASS_SITE , site
+#define WARPSMITH_PASS_ONLY_SITE site
+
+#define WARPSMITH_SHARED(T, name, count)                                                                       \
+  static const char name##_key = 0;                                                                            \
+  T(&name)[count] = *static_cast<T(*)[count]>(::warpsmith::sim::shared_array(                                  \
+      &name##_key, sizeof(T[count]), alignof(T), ::warpsmith::sim::Site::here()))
+#define WARPSMITH_DYNAMIC_SHARED(name) \
+  unsigned char* name = ::warpsmith::sim::current_thread->block_view->dynamic_shared
+
+#include "device/host_builtins.h"

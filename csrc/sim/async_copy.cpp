@@ -1,0 +1,63 @@
+#include <cstdio>
+#include <cstring>
+
+#include "sim/machine.h"
+
+// cp.async. The copy happens at the wait (late), at issue (early) or at either by seed; until it has happened the destination
+// holds NaN bytes, so that a missing or too weak wait is visible.
+namespace warpsmith::sim {
+namespace {
+
+void execute(const AsyncCopy& c) {
+  note_read(c.from, static_cast<size_t>(c.valid_bytes));
+  note_write(c.to, static_cast<size_t>(c.bytes));
+  Untracked scope;
+  for (int i = 0; i < c.valid_bytes; ++i) c.to[i] = c.from[i];
+  for (int i = c.valid_bytes; i < c.bytes; ++i) c.to[i] = 0;
+}
+
+}  // namespace
+
+void copy_async(void* shared, const void* global, int bytes, int valid_bytes, Site site) {
+  const auto alignment = static_cast<unsigned>(bytes);
+  if (reinterpret_cast<uintptr_t>(shared) % alignment || (valid_bytes && reinterpret_cast<uintptr_t>(global) % alignment))
+    fail("cudaErrorMisalignedAddress: misaligned address: copy_async of " + std::to_string(bytes) + " bytes", site);
+  if (owner_of_shared(shared) != self().block) fail("copy_async: the destination is not in this block's shared memory", site);
+  if (in_shared(global)) fail("copy_async: the source is not in global memory", site);
+  machine.counters.global_bytes_read += valid_bytes;
+  machine.counters.shared_bytes_written += bytes;
+  const AsyncCopy copy{static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global), bytes, valid_bytes};
+  const Timing timing = async_timing();
+  if (timing == Timing::early || (timing == Timing::random && random_bits() % 2)) {
+    execute(copy);
+    self().open_copies.push_back({copy.to, copy.from, 0, 0});
+  } else {
+    note_write(shared, static_cast<size_t>(bytes));
+    for (int i = 0; i < bytes; ++i) copy.to[i] = 0xff;
+    self().open_copies.push_back(copy);
+  }
+  maybe_preempt();
+}
+
+void copy_async_commit() {
+  Thread& me = self();
+  me.copy_groups.push_back(std::move(me.open_copies));
+  me.open_copies.clear();
+}
+
+void copy_async_wait(int groups_in_flight, Site) {
+  auto& groups = self().copy_groups;
+  while (static_cast<int>(groups.size()) > groups_in_flight) {
+    for (const AsyncCopy& c : groups.front()) execute(c);
+    groups.pop_front();
+  }
+}
+
+bool has_unfinished_copies(const Thread& thread) {
+  if (!thread.open_copies.empty()) return true;
+  for (const auto& group : thread.copy_groups)
+    if (!group.empty()) return true;
+  return false;
+}
+
+}  // namespace warpsmith::sim

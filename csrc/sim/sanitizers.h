@@ -1,0 +1,67 @@
+#pragma once
+#include <cstddef>
+
+// What the sanitizers are told about fibers, shared memory and ordering. csrc/sim is compiled without thread sanitizer
+// instrumentation, so that its own bookkeeping is invisible; WARPSMITH_SIM_TSAN says that kernels are instrumented.
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#ifdef WARPSMITH_SIM_TSAN
+#include <sanitizer/tsan_interface.h>
+extern "C" {
+void AnnotateIgnoreReadsBegin(const char*, int);
+void AnnotateIgnoreReadsEnd(const char*, int);
+void AnnotateIgnoreWritesBegin(const char*, int);
+void AnnotateIgnoreWritesEnd(const char*, int);
+void __tsan_read_range(void*, unsigned long);
+void __tsan_write_range(void*, unsigned long);
+}
+#endif
+
+namespace warpsmith::sim {
+
+#ifdef WARPSMITH_SIM_TSAN
+constexpr bool kThreadSanitizer = true;
+// An ordering object: what happened before release() happens before what follows a later acquire() of the same object.
+inline void order_release(void* object) { __tsan_release(object); }
+inline void order_acquire(void* object) { __tsan_acquire(object); }
+inline void note_read(const void* p, size_t bytes) { __tsan_read_range(const_cast<void*>(p), bytes); }
+inline void note_write(void* p, size_t bytes) { __tsan_write_range(p, bytes); }
+
+// Intercepted library calls (memcpy, malloc) inside the scope are not accesses of the kernel.
+struct Untracked {
+  Untracked() {
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+  }
+  ~Untracked() {
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  }
+};
+#else
+constexpr bool kThreadSanitizer = false;
+inline void order_release(void*) {}
+inline void order_acquire(void*) {}
+inline void note_read(const void*, size_t) {}
+inline void note_write(void*, size_t) {}
+struct Untracked {
+  Untracked() {}
+  ~Untracked() {}
+};
+#endif
+
+inline void forbid_memory([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_poison_memory_region(p, bytes);
+#endif
+}
+inline void allow_memory([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_unpoison_memory_region(p, bytes);
+#endif
+}
+
+}  // namespace warpsmith::sim

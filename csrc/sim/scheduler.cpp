@@ -1,0 +1,163 @@
+#include <cstdio>
+#include <map>
+#include <tuple>
+
+#include "sim/machine.h"
+
+namespace warpsmith::sim {
+
+Machine machine;
+ThreadView* current_thread = nullptr;
+
+Options& options() { return machine.options; }
+Counters& counters() { return machine.counters; }
+
+uint64_t random_bits() {  // xorshift64
+  uint64_t& x = machine.random_state;
+  x ^= x << 13;
+  x ^= x >> 7;
+  x ^= x << 17;
+  return x;
+}
+
+Timing async_timing() {
+  const uint64_t seed = machine.options.seed;
+  return seed == 0 || seed % 3 == 0 ? Timing::late : seed % 3 == 1 ? Timing::early : Timing::random;
+}
+
+void make_ready(Thread& thread) {
+  thread.state = Thread::State::ready;
+  machine.ready.push_back(&thread);
+}
+
+namespace {
+
+Thread* next_ready() {
+  auto& queue = machine.ready;
+  size_t& head = machine.ready_head;
+  if (head == queue.size()) return nullptr;
+  if (machine.options.seed) std::swap(queue[head], queue[head + random_bits() % (queue.size() - head)]);
+  Thread* thread = queue[head++];
+  if (head >= 4096 && 2 * head >= queue.size()) {  // the queue stays within the capacity reserved at the wave's start
+    std::copy(queue.begin() + static_cast<ptrdiff_t>(head), queue.end(), queue.begin());
+    queue.resize(queue.size() - head);
+    head = 0;
+  }
+  return thread;
+}
+
+// Leaves the running thread, for another one or, when none can run, for the host.
+void switch_away() {
+  Thread& me = self();
+  Thread* next = next_ready();
+  if (next == &me) return;
+  ++machine.counters.switches;
+  current_thread = next;
+  switch_fiber(me.fiber, next ? next->fiber : machine.host);
+}
+
+std::string where(const ThreadView& t) {
+  char text[120];
+  std::snprintf(text, sizeof text, "block (%u,%u,%u) thread (%u,%u,%u)", t.block_view->index.x, t.block_view->index.y,
+                t.block_view->index.z, t.index.x, t.index.y, t.index.z);
+  return text;
+}
+
+std::string line_of(Site site) {
+  const std::string path = site.file ? site.file : "?";
+  return path.substr(path.rfind('/') + 1) + ":" + std::to_string(site.line);
+}
+
+void thread_entry() {
+  finish_first_switch();
+  Thread& me = self();
+  if (!machine.programmatic_dependent) me.waited_for_previous_kernel = true;
+  order_acquire(&machine.launch_begins);
+  machine.run_thread(machine.kernel_arguments);
+  order_release(&machine.launch_ends);
+  if (has_unfinished_copies(me)) fail("thread exits with asynchronous copies that were not waited for", {});
+  if (!me.waited_for_previous_kernel)
+    fail("launched as a programmatic dependent, but ends without wait_for_previous_kernel()", {});
+  me.state = Thread::State::exited;
+  thread_left_barriers(*me.block);
+  switch_away();
+  std::abort();  // an exited thread never runs again
+}
+
+// Every group of threads that waits at the same place, with its first member.
+std::string deadlock_report() {
+  std::map<std::tuple<std::string, int, std::string>, std::pair<const Thread*, int>> groups;
+  for (const Block& block : machine.blocks)
+    for (const Thread& t : block.thread)
+      if (t.state == Thread::State::waiting) {
+        auto& group = groups[{t.wait.what, t.wait.id, line_of(t.wait.site)}];
+        if (!group.first) group.first = &t;
+        ++group.second;
+      }
+  std::string report = "deadlock:";
+  for (const auto& [key, group] : groups) {
+    const auto& [what, id, line] = key;
+    report += "\n  " + where(*group.first);
+    if (group.second > 1) report += " and " + std::to_string(group.second - 1) + " more";
+    report += " wait at " + what + (id >= 0 ? " " + std::to_string(id) : "") + " (" + line + ")";
+  }
+  return report;
+}
+
+}  // namespace
+
+void block_until_ready(Wait wait) {
+  Thread& me = self();
+  me.state = Thread::State::waiting;
+  me.wait = wait;
+  switch_away();
+}
+
+void maybe_preempt() {
+  if (machine.options.seed == 0 || random_bits() % 64) return;
+  make_ready(self());
+  switch_away();
+}
+
+void fail(const std::string& message, Site site) {
+  Untracked scope;
+  machine.error = where(*current_thread) + ": " + message;
+  if (site.file) machine.error += " (" + line_of(site) + ")";
+  Thread& me = self();
+  current_thread = nullptr;
+  switch_fiber(me.fiber, machine.host);
+  std::abort();  // the frames of a failed launch are abandoned
+}
+
+void fail(const char* message, Site site) { fail(std::string(message), site); }
+
+void run_wave() {
+  machine.ready.clear();
+  machine.ready_head = 0;
+  size_t threads = 0;
+  for (const Block& block : machine.blocks) threads += block.thread.size();
+  machine.ready.reserve(4096 + 8 * threads);
+  size_t number = 0;
+  const size_t rotation = machine.options.seed ? random_bits() % threads : 0;
+  for (Block& block : machine.blocks)
+    for (Thread& t : block.thread) {
+      // Rotated, so that the same thread of consecutive blocks is not one and the same to the thread sanitizer.
+      prepare(t.fiber, pooled_stack((number++ + rotation) % threads), thread_entry, static_cast<unsigned>(t.linear_index));
+      make_ready(t);
+    }
+  adopt_host_stack(machine.host);
+  if (Thread* first = next_ready()) {
+    current_thread = first;
+    switch_fiber(machine.host, first->fiber);
+  }
+  current_thread = nullptr;
+  if (machine.error.empty())
+    for (const Block& block : machine.blocks)
+      if (block.live_threads > 0) {
+        machine.error = deadlock_report();
+        break;
+      }
+  if (!machine.error.empty()) forget_pooled_stacks();
+}
+
+}  // namespace warpsmith::sim
