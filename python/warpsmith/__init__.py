@@ -1,7 +1,8 @@
 """Fused operators for PyTorch training: forward and backward, CPU and CUDA, compiled ahead of time."""
 
 from warpsmith import nn, optim
+from warpsmith._plan import plan
 from warpsmith.ops.rms_norm import rms_norm
 from warpsmith._version import __version__
 
-__all__ = ["__version__", "nn", "optim", "rms_norm"]
+__all__ = ["__version__", "nn", "optim", "plan", "rms_norm"]

@@ -43,6 +43,12 @@ Status rms_norm_partial_rows_cuda(const RmsNormBwdParams& params, int64_t* parti
 int64_t rms_norm_partial_rows_cpu(int64_t rows);
 
 Status rms_norm_backward_cuda(const RmsNormBwdParams& params, void* stream);
+
+// With a configuration of the caller's choice (tuning and tests); `partials` must have its rms_norm_partial_rows.
+struct RmsNormConfig;
+Status rms_norm_forward_cuda_with(const RmsNormConfig& config, const RmsNormFwdParams& params, void* stream);
+Status rms_norm_backward_cuda_with(const RmsNormConfig& config, const RmsNormBwdParams& params, void* stream);
+
 Status rms_norm_backward_cpu(const RmsNormBwdParams& params, const Parallel& parallel);
 
 }  // namespace warpsmith

@@ -1,0 +1,74 @@
+#pragma once
+#include <optional>
+#include <set>
+#include <string>
+
+#include "host/plan.h"
+
+namespace warpsmith::host {
+
+// The keyword arguments of warpsmith.plan, read one by one; what is missing, of the wrong kind or unknown is refused by
+// name.
+class Problem {
+ public:
+  Problem(const char* op, const pybind11::kwargs& given) : op_(op), given_(given) {}
+
+  int64_t integer(const char* key, int64_t least, std::optional<int64_t> otherwise = std::nullopt) {
+    if (!has(key)) return otherwise ? *otherwise : missing(key);
+    if (!pybind11::isinstance<pybind11::int_>(given_[key])) refuse(key, "an integer");
+    const auto value = given_[key].cast<int64_t>();
+    if (value < least) refuse(key, "an integer >= " + std::to_string(least));
+    return value;
+  }
+
+  bool flag(const char* key, bool otherwise) {
+    if (!has(key)) return otherwise;
+    if (!pybind11::isinstance<pybind11::bool_>(given_[key])) refuse(key, "True or False");
+    return given_[key].cast<bool>();
+  }
+
+  std::string text(const char* key, const std::string& otherwise) {
+    if (!has(key) || given_[key].is_none()) return otherwise;
+    const std::string value = pybind11::str(given_[key]);
+    return value.rfind("torch.", 0) == 0 ? value.substr(6) : value;
+  }
+
+  // Of a CUDA floating dtype, by name or as torch.dtype.
+  int dtype_bytes(const char* key, const std::string& otherwise) {
+    const std::string value = text(key, otherwise);
+    if (value == "float32") return 4;
+    if (value == "float16" || value == "bfloat16") return 2;
+    refuse(key, "float32, float16 or bfloat16");
+  }
+
+  void refuse_unknown() const {
+    for (const auto& [key, value] : given_)
+      if (!asked_.count(key.cast<std::string>())) {
+        std::string known;
+        for (const auto& name : asked_) known += (known.empty() ? "" : ", ") + name;
+        throw pybind11::value_error("plan: " + op_ + ": expected arguments among " + known + ", got " +
+                                    key.cast<std::string>());
+      }
+  }
+
+ private:
+  bool has(const char* key) {
+    asked_.insert(key);
+    return given_.contains(key);
+  }
+
+  [[noreturn]] int64_t missing(const char* key) const {
+    throw pybind11::value_error("plan: " + op_ + ": " + key + ": expected a value, got none");
+  }
+
+  [[noreturn]] void refuse(const char* key, const std::string& expected) const {
+    throw pybind11::value_error("plan: " + op_ + ": " + key + ": expected " + expected + ", got " +
+                                pybind11::repr(given_[key]).cast<std::string>());
+  }
+
+  std::string op_;
+  const pybind11::kwargs& given_;
+  std::set<std::string> asked_;
+};
+
+}  // namespace warpsmith::host
