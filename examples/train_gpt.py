@@ -53,10 +53,11 @@ RECIPE: dict[str, tuple[Any, Any, str]] = {  # name: (nano, gpt2-124m, help)
     "norm": ("rms", "layer", "RMSNorm or LayerNorm"),
     "bias": (False, True, "biases in linear layers and in LayerNorm"),
     "batch": (32, 64, "sequences a step, over all ranks"),
-    "steps": (750, 500, "length of the run and of its learning rate schedule"),
+    "steps": (700, 500, "length of the run and of its learning rate schedule"),
     "lr": (4e-3, 6e-4, "peak learning rate"),
     "warmup": (40, 50, "steps until the peak; then it falls linearly to 0"),
     "weight_decay": (0.1, 0.1, "AdamW's decay of matrices"),
+    "init_std": (0.08, 0.02, "of the initial weights, but for those that feed the residual stream"),
     "clip": (1.0, 1.0, "largest norm of the gradient"),
     "dtype": ("float32", "bfloat16", "bfloat16 is autocast"),
     "seed": (1, 1, "of weights and data order"),
@@ -150,7 +151,7 @@ class GPT(nn.Module):
             if p.dim() == 2:
                 # GPT-2's initialisation: what feeds the residual stream is scaled by its 2 additions a layer.
                 depth = 2 * s.layers if name.endswith("_out.weight") else 1
-                nn.init.normal_(p, std=0.02 / math.sqrt(depth))
+                nn.init.normal_(p, std=s.init_std / math.sqrt(depth))
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
         self.head.weight = self.embedding.weight
@@ -469,34 +470,38 @@ class Training:
         """Train until the last step or a reason to stop; returns the process's exit code."""
         run, args, reason = self.run, self.args, 0
         quick = self.data.validation_batches(8)
-        while run.done < self.s.steps:
-            reason = self.reason_to_stop()
-            if reason:
-                break
-            self.pending.append((run.learning_rate(), run.step(self.data.batch(run.done))))
-            self.bar.update()
-            if run.done % args.log_every == 0:
-                self.flush()
-            if run.done % args.eval_every == 0 and run.done < self.s.steps:
-                text = f"step {run.done}: validation loss {self.validate(quick):.4f}"
-                self.bar.write(text, file=sys.stderr) if self.ranks.first else None
-            if run.done % args.save_every == 0:
-                self.save()
-        self.save()
-        self.bar.close()
-        killed = 0 < reason < TIME_IS_UP
+        with self.bar:
+            while run.done < self.s.steps:
+                reason = self.reason_to_stop()
+                if reason:
+                    break
+                self.pending.append((run.learning_rate(), run.step(self.data.batch(run.done))))
+                self.bar.update()
+                if run.done % args.log_every == 0:
+                    self.flush()
+                if run.done % args.eval_every == 0 and run.done < self.s.steps:
+                    text = f"step {run.done}: validation loss {self.validate(quick):.4f}"
+                    self.bar.write(text, file=sys.stderr) if self.ranks.first else None
+                if run.done % args.save_every == 0:
+                    self.save()
+            self.save()
+        return self.finish(reason)
+
+    def finish(self, reason: int) -> int:
+        """Say what came out; after a signal quickly."""
+        run, killed = self.run, 0 < reason < TIME_IS_UP
         if not killed:
             loss = self.validate(self.data.validation_batches(40))
             if self.ranks.first and self.s.tokens == "bytes":
                 self.say(f"sample:\n{run.sample('def ', 400)}\n")
             self.say(f"validation loss {loss:.4f} {NATS} after {run.done} steps, {self.seconds:.0f} s of training")
-        image = args.out / "loss.png"
-        title = f"{args.preset}: {run.done} steps in {self.seconds:.0f} s"
+        image = self.args.out / "loss.png"
+        title = f"{self.args.preset}: {run.done} steps in {self.seconds:.0f} s"
         self.ranks.on_first(lambda: plot_losses(read_log(self.log), title).savefig(image, dpi=120))
-        self.say(f"written: {self.log}, {image}, {checkpoint.found(self.checkpoints)[-1]}" if self.ranks.first else "")
+        self.say(f"written: {self.log}, {image}, {self.checkpoints}")
         if reason:
             cause = signal.Signals(reason).name if killed else "--seconds"
-            self.say(f"stopped by {cause} at step {run.done}; to go on: --resume --out {args.out}")
+            self.say(f"stopped by {cause} at step {run.done}; to go on: --resume --out {self.args.out}")
         return 128 + reason if killed else 0
 
 
@@ -624,7 +629,7 @@ def recipe_of(args: argparse.Namespace, ranks: Ranks, stored: dict[str, Any] | N
 
     for name, value in given.items():
         expect(stored is None or stored[name] == value, name, f"{(stored or {}).get(name)} (the checkpoint's)")
-    for name in ("layers", "heads", "width", "context", "vocab", "batch", "steps", "lr", "clip"):
+    for name in ("layers", "heads", "width", "context", "vocab", "batch", "steps", "lr", "clip", "init_std"):
         expect(getattr(s, name) > 0, name, "more than 0")
     for name in ("save_every", "eval_every", "log_every", "seconds"):
         expect(getattr(args, name) > 0, name, "more than 0", args)

@@ -1,0 +1,538 @@
+"""The training example: learns, resumes bit for bit, agrees with itself under torchrun, and loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPT = EXAMPLES / "train_gpt.py"
+sys.path.insert(0, str(EXAMPLES))
+
+import checkpoint  # noqa: E402
+import train_gpt  # noqa: E402
+
+TINY = [
+    *("--device", "cpu", "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch", "4"),
+    *("--warmup", "5", "--save-every", "10", "--eval-every", "20"),
+]
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty small files."""
+    folder = tmp_path_factory.mktemp("data")
+    words = ["def", "return", "for", "in", "if", "else", "while", "not", "import", "class", "self", "value", "index"]
+    source = random.Random(0)
+    for i in range(20):
+        text = "\n".join(" ".join(source.choices(words, k=8)) for _ in range(40))
+        (folder / f"file_{i:02}.txt").write_text(text)
+    return folder
+
+
+def tiny(data: Path, out: Path, *flags: object) -> list[str]:
+    return [*TINY, "--data", str(data), "--out", str(out), *map(str, flags)]
+
+
+def losses(out: Path) -> dict[int, float]:
+    """Training loss by step; a step logged twice must have the same loss both times."""
+    result: dict[int, float] = {}
+    for line in train_gpt.read_log(out / "log.jsonl"):
+        if "loss" in line:
+            assert result.setdefault(line["step"], line["loss"]) == line["loss"]
+    return result
+
+
+def checkpoint_names(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train_gpt: error: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, f"ended before {what}: {process.communicate()[0]}"
+        assert time.monotonic() < deadline, f"no {what} within 60 s"
+        time.sleep(0.005)
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def torchrun(program: Path, flags: list[str]) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*launcher, str(program), *flags]
+
+
+# ------------------------------------------------------------------------------------------------ a run as a whole
+
+
+def test_a_run_learns_and_writes_log_plot_and_checkpoints(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_gpt.main(tiny(data, tmp_path, "--steps", 60)) == 0
+    shown = capsys.readouterr()
+    by_step = losses(tmp_path)
+    assert list(by_step) == list(range(1, 61))
+    assert by_step[1] > 5 and by_step[60] < 3.3  # ln 256 = 5.5 at the start
+    lines = train_gpt.read_log(tmp_path / "log.jsonl")
+    assert [line["step"] for line in lines if "validation_loss" in line] == [20, 40, 60]
+    assert all(line["tokens_per_s"] > 0 and line["lr"] > 0 for line in lines if "loss" in line)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert checkpoint_names(tmp_path) == ["step-00000050", "step-00000060"]
+    assert "sample:\ndef " in shown.out and "validation loss" in shown.out
+    assert re.search(r"60/60 .*step/s, loss \d\.\d+, [\d,]+ tokens/s", shown.err)
+
+
+def test_compare_prints_both_rates_and_losses(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_gpt.main(tiny(data, tmp_path, "--compare", "--steps", 20)) == 0
+    out = capsys.readouterr().out
+    for kind in ("warpsmith", "torch"):
+        assert re.search(rf"^{kind} +[\d,]+ +[\d.]+ +[\d.]+ +[\d.]+$", out, re.MULTILINE), out
+    result = json.loads((tmp_path / "compare.json").read_text())
+    assert len(result["warpsmith"]["losses"]) == len(result["torch"]["losses"]) == 20
+    assert 0 < result["largest_loss_gap"] < 1e-3  # zero would mean that the same modules ran twice
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_gpt2_preset_is_gpt2_small() -> None:
+    s = train_gpt.recipe_of(train_gpt.parse(["--preset", "gpt2-124m"]), train_gpt.Ranks("cpu"))
+    assert (s.batch, s.context, s.dtype, s.clip) == (64, 1024, "bfloat16", 1.0)
+    with torch.device("meta"):
+        model = train_gpt.GPT(s, train_gpt.modules_of("torch"))
+    # Embeddings, 12 blocks of 12 * 768^2 weights and 13 * 768 biases and norms, the last norm; the head is tied.
+    assert sum(p.numel() for p in model.parameters()) == (50304 + 1024 + 12 * (12 * 768 + 13) + 2) * 768
+
+
+def test_gpt2_preset_runs_with_random_tokens(tmp_path: Path) -> None:
+    flags = [
+        "--preset",
+        "gpt2-124m",
+        *TINY,
+        "--vocab",
+        "300",
+        "--tokens",
+        "random",
+        "--steps",
+        "3",
+        "--out",
+        str(tmp_path),
+    ]
+    assert train_gpt.main(flags) == 0
+    assert all(abs(loss - 5.7) < 0.1 for loss in losses(tmp_path).values())  # ln 300: nothing to learn
+
+
+@pytest.mark.parametrize("preset", ["nano", "gpt2-124m"])
+def test_the_model_does_not_see_the_future_and_knows_positions(preset: str) -> None:
+    args = train_gpt.parse(["--preset", preset, *TINY, "--vocab", "256"])
+    s = train_gpt.recipe_of(args, train_gpt.Ranks("cpu"))
+    torch.manual_seed(0)
+    model = train_gpt.GPT(s, train_gpt.modules_of("torch"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+        tokens = torch.randint(256, (1, 32))
+        changed = tokens.clone()
+        changed[0, 20] += 1 if changed[0, 20] < 255 else -1
+        before, after = model.logits(tokens)[0], model.logits(changed)[0]
+        swapped = tokens.clone()
+        swapped[0, [3, 4]] = swapped[0, [4, 3]]
+        assert tokens[0, 3] != tokens[0, 4]
+        moved = model.logits(swapped)[0]
+    assert torch.equal(before[:20], after[:20])
+    assert (before[20:] != after[20:]).any(dim=-1).all()
+    assert not torch.allclose(before[10:], moved[10:])
+
+
+@pytest.mark.slow
+def test_nano_reaches_its_loss_within_three_minutes(tmp_path: Path) -> None:
+    flags = ["--preset", "nano", "--device", "cpu", "--seconds", "180", "--out", str(tmp_path)]
+    assert train_gpt.main(flags) == 0
+    final = [line for line in train_gpt.read_log(tmp_path / "log.jsonl") if "validation_loss" in line][-1]
+    assert final["validation_loss"] < 1.75
+
+
+# -------------------------------------------------------------------------------------------------------- resuming
+
+
+def test_killed_at_random_points_it_resumes_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    steps = 400
+    assert train_gpt.main(tiny(data, tmp_path / "whole", "--steps", steps)) == 0
+    whole = losses(tmp_path / "whole")
+
+    seed = random.SystemRandom().randrange(2**32)
+    print("seed of the kills:", seed)
+    choice = random.Random(seed)
+    out = tmp_path / "killed"
+    ways = [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT]
+    choice.shuffle(ways)
+    flags = tiny(data, out, "--steps", steps, "--save-every", 7)
+    resume: list[str] = []
+    for part, way in enumerate(ways):
+        process = start([sys.executable, str(SCRIPT), *flags, *resume])
+        target = choice.randrange(10 + 90 * part, 80 + 90 * part)
+        wait_for(lambda at=target: max(losses(out), default=0) >= at, process, f"step {target}")  # type: ignore[misc]
+        time.sleep(choice.uniform(0, 0.02))
+        process.send_signal(way)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == (-way if way == signal.SIGKILL else 128 + way), output
+        if way != signal.SIGKILL:
+            step = max(losses(out))
+            assert f"stopped by {way.name} at step {step}" in output
+            assert checkpoint.step_of(checkpoint.found(out / "checkpoints")[-1]) == step
+        assert losses(out).items() <= whole.items()
+        resume = ["--resume"]
+    assert train_gpt.main([*flags, "--resume"]) == 0
+    assert losses(out) == whole
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        last = f"checkpoints/step-{steps:08d}/{name}"
+        assert (out / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
+
+
+def test_a_time_limit_leaves_a_checkpoint(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_gpt.main(tiny(data, tmp_path, "--steps", 100_000, "--seconds", 0.3)) == 0
+    step = max(losses(tmp_path))
+    assert f"stopped by --seconds at step {step}" in capsys.readouterr().out
+    assert checkpoint_names(tmp_path)[-1] == f"step-{step:08d}"
+    assert train_gpt.main([*tiny(data, tmp_path, "--seconds", 0.2), "--resume"]) == 0
+    assert f"resumed at step {step}" in capsys.readouterr().out
+    assert max(losses(tmp_path)) > step
+
+
+def test_a_resume_changes_neither_recipe_nor_data(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy, out = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(data, copy)
+    assert train_gpt.main(tiny(copy, out, "--steps", 10)) == 0
+    before = (out / "log.jsonl").read_bytes()
+    capsys.readouterr()
+    assert train_gpt.main([*tiny(copy, out, "--lr", 1.0), "--resume"]) == 2
+    assert one_error_line(capsys).endswith("--lr: expected 0.004 (the checkpoint's), got 1.0")
+    with open(copy / "file_00.txt", "a") as file:
+        file.write("more")
+    assert train_gpt.main([*tiny(copy, out), "--resume"]) == 2
+    assert "--data: expected the data that" in one_error_line(capsys)
+    assert train_gpt.main(tiny(copy, out)) == 2
+    assert "holds checkpoints: add --resume" in one_error_line(capsys)
+    assert (out / "log.jsonl").read_bytes() == before
+
+
+def test_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = [train_gpt.default_out("nano", resume).as_posix() for resume in (False, True)]
+    assert names == ["runs/nano", "runs/nano"]
+    (tmp_path / "runs/nano").mkdir(parents=True)
+    (tmp_path / "runs/nano-2").mkdir()
+    names = [train_gpt.default_out("nano", resume).as_posix() for resume in (False, True)]
+    assert names == ["runs/nano-3", "runs/nano-2"]
+
+
+# ----------------------------------------------------------------------------------------------------- checkpoints
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 30 steps, with the checkpoints of steps 20 and 30."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    out = tmp_path_factory.mktemp("finished")
+    assert train_gpt.main(tiny(data, out, "--steps", 30)) == 0
+    for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
+        signal.signal(number, handler)
+    return out
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink], ids=["truncated", "flipped bit", "missing"])
+@pytest.mark.parametrize("name", [*checkpoint.NAMES, "manifest.json"])
+def test_a_corrupt_checkpoint_is_passed_over(
+    finished: Path, tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(finished / "checkpoints", folder)
+    damage(folder / "step-00000030" / name)
+    said: list[str] = []
+    files = checkpoint.read(folder, said.append)
+    assert json.loads(files["state.json"])["step"] == 20
+    assert len(said) == 1 and said[0].startswith("checkpoint step-00000030 is corrupt (")
+    assert said[0].endswith(": using step-00000020")
+    damage(folder / "step-00000020" / name)
+    with pytest.raises(checkpoint.CheckpointError, match=r"step-00000030 is corrupt .*step-00000020 is corrupt"):
+        checkpoint.read(folder, said.append)
+
+
+def test_from_an_older_checkpoint_the_run_is_the_same(
+    data: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    newest = out / "checkpoints/step-00000030/model.safetensors"
+    flip_a_bit(newest)
+    with open(out / "log.jsonl", "a") as log:
+        log.write('{"step": 31, "los')  # cut short by a kill
+    assert train_gpt.main([*tiny(data, out), "--resume"]) == 0
+    assert "step-00000030 is corrupt" in capsys.readouterr().out
+    assert losses(out) == losses(finished)
+    assert newest.read_bytes() == (finished / "checkpoints/step-00000030/model.safetensors").read_bytes()
+    assert checkpoint_names(out) == ["step-00000020", "step-00000030"]
+
+
+def test_no_checkpoint_to_resume(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_gpt.main([*tiny(data, tmp_path / "none"), "--resume"]) == 2
+    assert "no usable checkpoint in" in one_error_line(capsys)
+    assert not (tmp_path / "none").exists()
+
+
+def test_tied_weights_are_saved_once(finished: Path) -> None:
+    files = checkpoint.read(finished / "checkpoints", print)
+    weights = safetensors.torch.load(files["model.safetensors"])
+    assert "embedding.weight" in weights and "head.weight" not in weights
+    assert json.loads(files["state.json"])["ties"] == {"head.weight": "embedding.weight"}
+    s = train_gpt.SimpleNamespace(**json.loads(files["state.json"])["recipe"])
+    run = train_gpt.Run(s, "torch", train_gpt.Ranks("cpu"))
+    checkpoint.unpack(files, run.model, run.optimizer)
+    assert run.model.head.weight is run.model.embedding.weight
+    assert torch.equal(run.model.head.weight, weights["embedding.weight"])
+
+
+def test_writing_keeps_two_and_forgets_an_abandoned_future(tmp_path: Path) -> None:
+    files = dict.fromkeys(checkpoint.NAMES, b"{}")
+    (tmp_path / ".unfinished").mkdir()
+    (tmp_path / ".unfinished/left").write_bytes(b"by a killed process")
+    for step in (1, 2, 30):
+        checkpoint.write(tmp_path, step, files)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000030"]
+    checkpoint.write(tmp_path, 4, files)  # resumed from step 2, as step 30 was corrupt
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_a_write_that_fails_at_any_sync_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    files = dict.fromkeys(checkpoint.NAMES, b"{}")
+    checkpoint.write(tmp_path, 1, files)
+    checkpoint.write(tmp_path, 2, files)
+    sync, count = os.fsync, iter(range(100))
+
+    def full(handle: int) -> None:
+        if next(count) == call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(checkpoint.CheckpointError, match=r"checkpoint of step 3: .*No space left on device"):
+        checkpoint.write(tmp_path, 3, files)
+    assert {"step-00000001", "step-00000002"} <= {p.name for p in tmp_path.iterdir()}
+    assert not (tmp_path / ".unfinished").exists()
+    assert json.loads(checkpoint.read(tmp_path, print)["state.json"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(50_000, r"checkpoint of step 10: .* \(there already: none\)"), (500, "")]
+)
+def test_on_a_full_disk_a_run_ends_with_one_line_and_can_go_on(
+    data: Path, finished: Path, tmp_path: Path, limit: int, expected: str
+) -> None:
+    """A limit on the size of files makes the kernel refuse a write to the checkpoint (or, at 500 bytes, to the log)."""
+    out = tmp_path / "run"
+    flags = tiny(data, out, "--steps", 30)
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), *flags],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith("train_gpt: error: ") and "File too large" in message
+    assert re.search(expected, message)
+    assert not checkpoint.found(out / "checkpoints")
+    assert losses(out).items() <= losses(finished).items()
+    assert train_gpt.main(flags) == 0
+    assert losses(out) == losses(finished)
+
+
+def test_nothing_is_pickled() -> None:
+    for path in (SCRIPT, EXAMPLES / "checkpoint.py"):
+        assert not re.search(r"import pickle|torch\.(load|save)\(|_object_list", path.read_text())
+
+
+# ------------------------------------------------------------------------------------------------------------ data
+
+
+def test_a_folder_is_split_by_file(data: Path) -> None:
+    train, validation, description = train_gpt.read_data(data)
+    parts = [bytes(part.tolist()).split(b"\0") for part in (train, validation)]
+    assert [len(part) for part in parts] == [18, 2]
+    assert sorted(parts[0] + parts[1]) == sorted(path.read_bytes() for path in data.iterdir())
+    assert description.startswith("20 file(s) of ")
+
+
+def test_a_single_file_is_cut(data: Path) -> None:
+    file = data / "file_00.txt"
+    train, validation, _ = train_gpt.read_data(file)
+    assert bytes(train.tolist()) + bytes(validation.tolist()) == file.read_bytes()
+    assert len(train) == file.stat().st_size * 9 // 10
+
+
+def test_the_default_data_is_the_standard_library() -> None:
+    train, validation, description = train_gpt.read_data(None)
+    assert len(train) > 5e6 and len(validation) > 5e5
+    assert "python" in description
+
+
+def test_rank_batches_are_rows_of_the_global_batch(data: Path) -> None:
+    args = train_gpt.parse(tiny(data, Path("unused")))
+    ranks = train_gpt.Ranks("cpu")
+    s = train_gpt.recipe_of(args, ranks)
+    whole = train_gpt.Data(s, data, ranks).batch(5)
+    ranks.world = 2
+    parts = []
+    for ranks.rank in range(2):
+        parts.append(train_gpt.Data(s, data, ranks).batch(5))
+    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(train_gpt.Data(s, data, ranks).batch(6), parts[1])
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--data", "{tmp}/absent"], "--data: expected a file or a folder, got .*absent"),
+        (["--data", "{tmp}/empty"], "--data: expected text, got .*empty with no file that holds any"),
+        (["--data", "{tmp}/short"], "--data: expected more than --context 32 bytes to .* on, got"),
+        (["--vocab", "100"], "--vocab: expected at least 256 for bytes, got 100"),
+        (["--heads", "3"], "--heads: expected a divisor of --width 32, got 3"),
+        (["--heads", "32"], "--heads: expected an even --width 32 / heads for rope, got 32"),
+        (["--steps", "0"], "--steps: expected more than 0, got 0"),
+        (["--lr", "-1"], "--lr: expected more than 0, got -1.0"),
+        (["--warmup", "-1"], "--warmup: expected 0 or more, got -1"),
+        (["--save-every", "0"], "--save-every: expected more than 0, got 0"),
+        (["--seconds", "0"], "--seconds: expected more than 0, got 0.0"),
+        (["--out", "/dev/null/run"], "/dev/null/run.*: Not a directory"),
+        (["--out", "/proc/run"], "/proc/run: "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_clear_line(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], expected: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/nothing.txt").touch()
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short/text.txt").write_text("short")
+    out = tmp_path / "run"
+    assert train_gpt.main([*tiny(data, out), *(flag.format(tmp=tmp_path) for flag in flags)]) == 2
+    assert re.search(f"^train_gpt: error: {expected}", one_error_line(capsys))
+    assert not out.exists()
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_checkpoint(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_gpt.main(tiny(data, tmp_path, "--steps", 100, "--lr", 1e30)) == 2
+    assert re.search(r"the loss became (nan|inf) by step \d+: lower --lr \(no checkpoint yet\)", one_error_line(capsys))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- two processes
+
+RANKS_PROGRAM = f"""
+import hashlib, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import train_gpt
+ranks = train_gpt.Ranks("cpu")
+training = train_gpt.Training(train_gpt.parse(None), ranks)
+code = training.loop()
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in training.run.model.parameters()))
+(training.args.out / f"rank_{{ranks.rank}}.sha256").write_text(digest.hexdigest())
+train_gpt.dist.destroy_process_group()
+sys.exit(code)
+"""
+
+
+def test_two_ranks_train_as_one_and_resume_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    steps = 300
+    program = tmp_path / "program.py"
+    program.write_text(RANKS_PROGRAM)
+    whole, parts, single = (tmp_path / name for name in ("whole", "parts", "single"))
+    flags = ["--steps", str(steps), "--save-every", "1000", "--eval-every", "150"]
+    result = subprocess.run(
+        torchrun(program, tiny(data, whole, *flags)), capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("validation loss") == 1  # rank 0 alone speaks
+    hashes = [(whole / f"rank_{rank}.sha256").read_text() for rank in range(2)]
+    assert hashes[0] == hashes[1]
+
+    assert train_gpt.main(tiny(data, single, *flags)) == 0
+    two, one = losses(whole), losses(single)
+    assert list(two) == list(one) == list(range(1, steps + 1))
+    # Summation order differs, and training amplifies that: one rounding at first, 1e-3 after 50 steps.
+    assert two[1] == pytest.approx(one[1], rel=1e-6)
+    assert [two[step] for step in range(1, 51)] == pytest.approx([one[step] for step in range(1, 51)], rel=1e-3)
+
+    process = start(torchrun(SCRIPT, tiny(data, parts, *flags)))
+    wait_for(lambda: max(losses(parts), default=0) >= 60, process, "step 60")
+    process.terminate()
+    process.communicate(timeout=60)
+    stopped_at = checkpoint.step_of(checkpoint.found(parts / "checkpoints")[-1])
+    assert 60 <= stopped_at < steps
+    result = subprocess.run(
+        torchrun(SCRIPT, [*tiny(data, parts), "--resume"]), capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"resumed at step {stopped_at}" in result.stdout
+    assert losses(parts) == two
+
+
+def test_an_error_on_the_first_rank_stops_all(data: Path) -> None:
+    result = subprocess.run(
+        torchrun(SCRIPT, tiny(data, Path("/proc/run"))), capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode != 0
+    assert result.stderr.count("train_gpt: error: /proc/run: ") == 1
+    assert 'train_gpt.py", line' not in result.stderr  # no traceback of ours
