@@ -76,6 +76,16 @@ constexpr RmsNormConfig looped(const RmsNormProblem& p, int64_t most_blocks, con
   return c;
 }
 
+// dy and x of the rows that a block has in one stage.
+constexpr int64_t ring_stage_bytes(const RmsNormConfig& c) { return int64_t{2} * 16 * c.vectors * c.threads; }
+
+// Stages that fit beside the weight when `together` blocks share a multiprocessor, at most 4. A multiprocessor has 1 KiB
+// more than a block may take, and every block costs 1 KiB and its static shared memory.
+constexpr int ring_stages(const RmsNormProblem& p, const RmsNormConfig& c, int together) {
+  const int64_t room = (int64_t{p.max_shared_bytes} + 1024) / together - 1024 - 512 - p.columns * p.weight_bytes;
+  return static_cast<int>(std::clamp<int64_t>(room / ring_stage_bytes(c), 0, 4));
+}
+
 }  // namespace rms_norm_detail
 
 constexpr const char* kRmsNormNotVectors =
@@ -117,29 +127,26 @@ constexpr RmsNormConfig choose_rms_norm_backward(const RmsNormProblem& p) {
   RmsNormConfig c;
   c.kernel = RmsNormKernel::ring;
   c.vector_elems = 16 / p.element_bytes;
-  int blocks_a_multiprocessor = 1;
+  int together = 1;  // blocks of a multiprocessor
   if (vectors <= 32 * kMaxVectors) {
     c.lanes = lanes_of(vectors);
     c.vectors = static_cast<int>(ceil_div(vectors, c.lanes));
-    blocks_a_multiprocessor = 3;
+    together = 3;
     c.why = "a row fits in one warp: dy and x stream through shared memory without a barrier";
   } else {
     c.vectors = vectors <= 512 ? 1 : vectors <= 1024 ? 2 : vectors <= 1024 * 3 ? 3 : 4;
     c.threads = c.lanes = threads_of(vectors, c.vectors);
-    blocks_a_multiprocessor = c.threads <= 512 ? 2 : 1;
+    together = c.threads <= 512 ? 2 : 1;
     c.why = "one block a row: dy and x stream through shared memory";
   }
-  const int64_t stage_bytes = int64_t{2} * 16 * c.vectors * c.threads;
-  const int64_t weight_bytes = p.columns * p.weight_bytes;
-  // A multiprocessor has 1 KiB more than a block may take, and every block costs 1 KiB.
-  const int64_t room = (int64_t{p.max_shared_bytes} + 1024) / blocks_a_multiprocessor - 1024 - 512 - weight_bytes;
-  const int64_t stages = std::min<int64_t>(4, room / stage_bytes);
-  if (c.threads > 1024 || stages < 2)
+  // Two rows ahead where they fit, if need be with fewer blocks.
+  while (together > 1 && ring_stages(p, c, together) < 3) --together;
+  c.stages = c.threads > 1024 ? 0 : ring_stages(p, c, together);
+  if (c.stages < 2)
     return looped(p, looped_blocks,
                   "two rows of dy and x do not fit in a block's shared memory: each row is read twice");
-  c.stages = static_cast<int>(stages);
-  c.shared_bytes = stages * stage_bytes + weight_bytes;
-  c.blocks = std::min(ceil_div(p.rows, c.groups()), int64_t{blocks_a_multiprocessor} * p.multiprocessors);
+  c.shared_bytes = c.stages * ring_stage_bytes(c) + p.columns * p.weight_bytes;
+  c.blocks = std::min(ceil_div(p.rows, c.groups()), int64_t{together} * p.multiprocessors);
   return c;
 }
 

@@ -148,8 +148,7 @@ def differentiable(
             return public_part(ApplyInTransform.apply(*inputs))
         if torch.is_grad_enabled():
             for i in tensor_arguments:
-                x = inputs[i]
-                if x is not None and x.requires_grad:
+                if getattr(inputs[i], "requires_grad", False):
                     return Apply.apply(*inputs)
         if forward_ad._current_level >= 0:  # torch refuses dual tensors in a Function without jvp; a raw op would drop them
             return Apply.apply(*inputs)
