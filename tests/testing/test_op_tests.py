@@ -1,7 +1,6 @@
 """A right op passes every check made from its spec."""
 
-from warpsmith.testing import op_tests
-
 from toy_op import SPEC
+from warpsmith.testing import op_tests
 
 TestToy = op_tests(SPEC)

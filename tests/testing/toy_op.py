@@ -4,7 +4,6 @@ import re
 
 import torch
 from torch.autograd.function import once_differentiable
-
 from warpsmith.testing import BadInput, Case, OpSpec
 
 library = torch.library.Library("warpsmith_toy", "FRAGMENT")
@@ -39,7 +38,9 @@ def fake_forward(x, scale):
 
 
 def fake_backward(dy, x, scale):
-    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(scale, memory_format=torch.contiguous_format)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(
+        scale, memory_format=torch.contiguous_format
+    )
 
 
 def formula(ctx, dy):
@@ -108,7 +109,11 @@ SPEC = OpSpec(
     },
     bad_inputs=[
         BadInput("x of integers", lambda i: {**i, "x": i["x"].int()}, "expected a floating dtype, got torch.int32"),
-        BadInput("long scale", lambda i: {**i, "scale": i["scale"].repeat(2)}, re.escape("scale: scale: expected shape (3,), got (6,)")),
+        BadInput(
+            "long scale",
+            lambda i: {**i, "scale": i["scale"].repeat(2)},
+            re.escape("scale: scale: expected shape (3,), got (6,)"),
+        ),
     ],
     devices=("cpu",),
 )

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from warpsmith.testing.gpu_timer import GpuTimer, copy_yardstick_ms
     from warpsmith.testing.inputs import LAYOUTS, Random, bitwise_equal, edge_values, lay_out, make_inputs
     from warpsmith.testing.law import Error, measure, ulp
-    from warpsmith.testing.op_tests import check_op, op_tests
     from warpsmith.testing.ranks import run_ranks
     from warpsmith.testing.rows import Row, environment, format_table, write_json
     from warpsmith.testing.spec import BadInput, Case, OpSpec
+    from warpsmith.testing.suite import check_op, op_tests
 
 _HOME = {
     "cpu_timer": ("host_time_us", "time_cpu"),
     "gpu_timer": ("GpuTimer", "copy_yardstick_ms"),
     "inputs": ("LAYOUTS", "Random", "bitwise_equal", "edge_values", "lay_out", "make_inputs"),
     "law": ("Error", "measure", "ulp"),
-    "op_tests": ("check_op", "op_tests"),
+    "suite": ("check_op", "op_tests"),
     "ranks": ("run_ranks",),
     "rows": ("Row", "environment", "format_table", "write_json"),
     "spec": ("BadInput", "Case", "OpSpec"),

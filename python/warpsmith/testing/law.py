@@ -20,7 +20,8 @@ from torch import Tensor
 LIMIT = 2.0
 ROUNDING_STEPS = 2
 MEDIAN_LIMIT = 1.1
-# A float64 oracle is itself rounded in float64, so float64 results are held to this many ulp instead of two rounding steps.
+# A float64 oracle is itself rounded in float64, so float64 results are held to this many ulp of the largest value, or of 1 where
+# that is more: cancellation leaves both sides of the comparison equally wrong.
 FLOAT64_ULPS = 64
 
 
@@ -32,7 +33,7 @@ class Error:
         name: of the output or gradient.
         error: max|op - oracle|; infinite where NaNs or infinities, shape or dtype are not as they must be.
         baseline: max|PyTorch - oracle|.
-        floor: the ulp of the largest value (times 64 for float64).
+        floor: the ulp of the largest value (float64: 64 times that, and of a value of at least 1).
         reason: why ``error`` is infinite.
     """
 
@@ -99,7 +100,7 @@ def measure(name: str, actual: Tensor, oracle: Tensor, baseline: Tensor) -> Erro
     special_ok = _same_special(actual, rounded) | as_pytorch
     compared = rounded.isfinite() & ~as_pytorch
     largest = float(oracle[rounded.isfinite()].abs().max()) if bool(rounded.isfinite().any()) else 0.0
-    floor = ulp(largest, dtype) * (FLOAT64_ULPS if dtype == torch.float64 else 1)
+    floor = FLOAT64_ULPS * ulp(max(largest, 1.0), dtype) if dtype == torch.float64 else ulp(largest, dtype)
     base = _largest_difference(baseline, oracle, compared & baseline.isfinite())
     if not bool(special_ok[must_match].all()):
         return Error(name, math.inf, base, floor, "inf or nan is not where it must be")

@@ -48,7 +48,13 @@ def check_graph_capture(spec: OpSpec) -> None:
                 leaves[name].detach().copy_(value.roll(step + 1, 0))
         graph.replay()
         replayed = {k: v.clone() for k, v in captured.all().items()}
-        eager = run(spec.op, spec, case, {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in leaves.items()}, grads=grads)
+        eager = run(
+            spec.op,
+            spec,
+            case,
+            {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in leaves.items()},
+            grads=grads,
+        )
         assert_same_bits(f"{spec.name}: graph replay {step}", eager.all(), replayed)
 
 

@@ -21,6 +21,9 @@ from warpsmith.testing.run import (
 )
 from warpsmith.testing.spec import Case, OpSpec
 
+# torch's own 1e-3 would let a factor of 1.001 pass; central differences in float64 are good to about 1e-9.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
+
 
 def check_error_law(spec: OpSpec, case: Case, device: str = "cpu") -> list[Error]:
     """Every output and gradient of a case obeys the law, and the inputs are left as they were."""
@@ -82,7 +85,7 @@ def check_edge_value(spec: OpSpec, name: str, value: str, device: str = "cpu") -
     """With one element 0, subnormal, huge, infinite or NaN, each result is right, or what PyTorch gives where that differs.
 
     Right is the rounded float64 oracle within the law's bound; the bound is taken without the edge value, whose magnitude
-    would widen it.
+    would widen it. Where PyTorch overflows on its way to a finite result, an infinity and a NaN are as good as each other.
     """
     for dtype in dict.fromkeys(c.dtype for c in spec.cases_on(device) if c.dtype != torch.float64):
         try:
@@ -96,19 +99,28 @@ def check_edge_value(spec: OpSpec, name: str, value: str, device: str = "cpu") -
         exact = exact_result(spec, case, inputs, ours)
         for what, actual in ours.all().items():
             error = measure(what, actual, exact[what], plain[what])
-            good = _as_expected(actual, exact[what], bounds[what]) | _as_expected(actual, plain[what], bounds[what])
-            assert error.ok or bool(good.all()), (
-                f"{spec.name} {case} with {name} = {value} on {device}: {error}; {int((~good).sum())} elements are neither the oracle's "
-                f"nor PyTorch's"
+            bad = _unexpected(actual.cpu(), exact[what], plain[what].cpu(), bounds[what])
+            assert error.ok or not bad, (
+                f"{spec.name} {case} with {name} = {value} on {device}: {error}; {bad} elements are neither the oracle's nor PyTorch's"
             )
 
 
-def _as_expected(actual: Tensor, expected: Tensor, bound: float) -> Tensor:
+def _unexpected(actual: Tensor, exact: Tensor, plain: Tensor, bound: float) -> int:
+    """How many elements are neither the oracle's nor PyTorch's. The law's bound is taken for each row (the last dimension), so that
+    the rows without the edge value are held to the ordinary one."""
     if not actual.is_floating_point():
-        return actual.cpu() == expected.cpu()
-    a, e = actual.cpu().double(), expected.cpu().to(actual.dtype).double()
-    close = (a - e).abs() <= bound + 2 * torch.finfo(actual.dtype).eps * e.abs()
-    return (a.isnan() & e.isnan()) | (a == e) | (close & e.isfinite())
+        return int((actual != exact).sum())
+    a, p, rounded = actual.double(), plain.double(), exact.to(actual.dtype).double()
+    finite = p.isfinite() & rounded.isfinite()
+    size = exact.abs().where(finite, 0).amax(-1, keepdim=True)
+    steps = torch.finfo(actual.dtype).eps * size
+    rows = (2 * (p - exact).abs().where(finite, 0).amax(-1, keepdim=True) + steps).clamp(min=bound)
+    good = ~a.isfinite() & ~p.isfinite() & exact.isfinite()
+    for expected in (rounded, p):
+        good |= (
+            (a.isnan() & expected.isnan()) | (a == expected) | (expected.isfinite() & ((a - expected).abs() <= rows))
+        )
+    return int((~good).sum())
 
 
 def check_gradcheck(spec: OpSpec) -> None:
@@ -124,9 +136,9 @@ def check_gradcheck(spec: OpSpec) -> None:
             return tuple(y for y in outputs.values() if y.requires_grad)
 
         tensors = [leaves[n] for n in names]
-        assert torch.autograd.gradcheck(call, tensors), f"{spec.name} {case}: gradcheck"
+        assert torch.autograd.gradcheck(call, tensors, **TOLERANCE), f"{spec.name} {case}: gradcheck"
         if spec.double_backward:
-            assert torch.autograd.gradgradcheck(call, tensors), f"{spec.name} {case}: gradgradcheck"
+            assert torch.autograd.gradgradcheck(call, tensors, **TOLERANCE), f"{spec.name} {case}: gradgradcheck"
 
 
 def check_second_derivative_is_refused(spec: OpSpec, device: str = "cpu") -> None:

@@ -116,7 +116,9 @@ def op_tests(spec: OpSpec) -> type:
     for device in spec.devices:
         absent = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
         marks = [pytest.mark.gpu, absent] if device == "cuda" else []
-        parameters += [pytest.param(check, id=f"{device}-{name}", marks=marks) for name, check in checks_of(spec, device)]
+        parameters += [
+            pytest.param(check, id=f"{device}-{name}", marks=marks) for name, check in checks_of(spec, device)
+        ]
 
     class Tests:
         @pytest.mark.parametrize("check", parameters)

@@ -1,0 +1,361 @@
+"""Each check must fail on an op with the fault it is there for: a planted wrong op, one fault at a time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from toy_op import SPEC, Apply, raw, reference, scale
+from warpsmith.testing import BadInput, Case
+from warpsmith.testing.checks import integration, numerics
+from warpsmith.testing.law import measure
+from warpsmith.testing.suite import check_op, checks_of
+
+BF16 = Case((4, 17, 33), torch.bfloat16)
+FP32 = Case((5, 3), torch.float32)
+
+
+def caught(check, *arguments, match):
+    with pytest.raises((AssertionError, RuntimeError), match=match):
+        check(*arguments)
+
+
+def with_op(op, **changes):
+    return replace(SPEC, op=op, **changes)
+
+
+class Detached(torch.autograd.Function):
+    """Adds to the output, or multiplies the gradients, by constants: a wrong op made from the right one."""
+
+    @staticmethod
+    def forward(ctx, y, factor, error):
+        ctx.factor = factor
+        return y + error
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.factor, None, None
+
+
+def test_the_right_op_passes_everything():
+    assert check_op(replace(SPEC, opcheck={})) == {}
+
+
+def test_a_wrong_value_is_caught():
+    caught(numerics.check_error_law, with_op(lambda x, scale: reference(x, scale) * 1.02), BF16, match="y: error")
+
+
+def test_a_wrong_gradient_is_caught():
+    op = with_op(lambda x, scale: Detached.apply(reference(x, scale), 1.02, 0.0))
+    caught(numerics.check_error_law, op, BF16, match="grad_x: error")
+
+
+def test_accumulation_in_16_bit_is_caught():
+    class Half(Apply):
+        @staticmethod
+        def backward(ctx, dy):
+            x, scale = ctx.saved_tensors
+            total = torch.zeros_like(scale)
+            for row in (dy * x).reshape(-1, x.shape[-1]):
+                total = total + row
+            return dy * scale, total
+
+    caught(
+        numerics.check_error_law,
+        with_op(Half.apply_by_name),
+        Case((2048, 33), torch.bfloat16),
+        match="grad_scale: error",
+    )
+
+
+Apply.apply_by_name = classmethod(lambda cls, x, scale: cls.apply(x, scale))
+
+
+def test_a_bias_inside_the_bound_is_caught_by_the_median():
+    def op(x, scale):
+        y = reference(x, scale)
+        largest = float(y.detach().double().abs().max())
+        step = 2.0 ** torch.tensor(largest).log2().floor().item() * torch.finfo(y.dtype).eps
+        return Detached.apply(y, 1.0, torch.full_like(y, 1.4 * step) * (y.detach().abs() < largest / 8))
+
+    spec = with_op(op, cases=[Case((64, 33), torch.bfloat16)], differentiable=())
+    numerics.check_error_law(spec, spec.cases[0])
+    caught(numerics.check_median, spec, match="median error")
+
+
+def test_a_wrong_dtype_is_caught():
+    caught(
+        numerics.check_error_law,
+        with_op(lambda x, scale: x.float() * scale),
+        BF16,
+        match="expected bfloat16 .*, got float32",
+    )
+
+
+@pytest.mark.parametrize("layout", ["padded_rows", "every_second", "transposed", "expanded"])
+def test_ignored_strides_are_caught(layout):
+    def op(x, scale):
+        dense = (
+            x.as_strided(x.shape, torch.empty(x.shape).stride())
+            if x.numel() <= x.untyped_storage().size() // 4
+            else x * 0
+        )
+        return reference(dense, scale)
+
+    caught(numerics.check_error_law, with_op(op), Case((7, 33), torch.float32, layout), match="y: error")
+
+
+def test_ignored_storage_offset_is_caught():
+    op = with_op(lambda x, scale: reference(x.as_strided(x.shape, x.stride(), 0), scale))
+    caught(numerics.check_error_law, op, Case((7, 33), torch.float32, "misaligned"), match="y: error")
+
+
+def test_a_crash_on_zero_sizes_is_caught():
+    op = with_op(lambda x, scale: reference(x, scale) + 0 * x.detach().max())
+    for case in numerics.size_cases(SPEC)[:2]:
+        caught(numerics.check_error_law, op, case, match="numel")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "minus_inf"])
+def test_swallowed_special_values_are_caught(value):
+    op = with_op(lambda x, scale: reference(x.nan_to_num(0.0, 0.0, 0.0), scale))
+    caught(numerics.check_edge_value, op, "x", value, match="neither the oracle's nor PyTorch's")
+
+
+def test_an_overflow_that_pytorch_does_not_have_is_caught():
+    half = lambda case, rng: {"x": rng.normal(case.shape), "scale": torch.full((3,), 0.5, dtype=torch.float64)}  # noqa: E731
+    spec = with_op(lambda x, scale: reference(x * 2, scale) / 2, inputs=half, cases=[FP32])
+    caught(numerics.check_edge_value, spec, "x", "max", match="neither")
+
+
+def test_a_slightly_wrong_derivative_is_caught_by_gradcheck():
+    caught(
+        numerics.check_gradcheck,
+        with_op(lambda x, scale: Detached.apply(reference(x, scale), 1.001, 0.0)),
+        match="Jacobian",
+    )
+
+
+def test_a_wrong_second_derivative_is_caught_by_gradgradcheck():
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            ctx.save_for_backward(x, scale)
+            return x * scale
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, scale = ctx.saved_tensors
+            return dy * scale.detach(), (dy * x.detach()).sum_to_size(scale.shape)
+
+    caught(numerics.check_gradcheck, with_op(Once.apply_named, double_backward=True), match="Jacobian|backward")
+
+
+def test_a_silent_second_derivative_is_caught():
+    caught(numerics.check_second_derivative_is_refused, with_op(reference), match="a second derivative was given")
+
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            ctx.save_for_backward(x, scale)
+            return x * scale
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, scale = ctx.saved_tensors
+            return raw.scale_backward.default(dy.detach(), x.detach(), scale.detach())
+
+    caught(numerics.check_second_derivative_is_refused, with_op(Cut.apply_named), match="cut from the graph")
+
+
+torch.autograd.Function.apply_named = classmethod(lambda cls, x, scale: cls.apply(x, scale))
+
+
+def test_a_result_that_changes_is_caught():
+    calls = []
+
+    def op(x, scale):
+        calls.append(None)
+        return reference(x, scale) + (1e-6 if len(calls) == 4 else 0.0)
+
+    caught(numerics.check_repeats_bitwise, with_op(op), FP32, match="repeat 3")
+
+
+def test_a_result_that_depends_on_the_threads_is_caught():
+    threads = torch.get_num_threads()
+    op = with_op(lambda x, scale: reference(x, scale) + 1e-6 * (torch.get_num_threads() != threads))
+    caught(numerics.check_repeats_bitwise, op, FP32, match="threads")
+
+
+def test_a_gradient_that_depends_on_the_others_is_caught():
+    def op(x, scale):
+        return Detached.apply(reference(x, scale), 1.0 if x.requires_grad else 0.5, 0.0)
+
+    caught(numerics.check_needs_input_grad, with_op(op), match="gradient of scale alone")
+
+
+def test_a_graph_under_no_grad_is_caught():
+    class Always(torch.nn.Module):
+        def forward(self, x, scale):
+            with torch.enable_grad():
+                return reference(x, scale)
+
+    caught(numerics.check_needs_input_grad, with_op(Always()), match="under no_grad: y requires a gradient")
+
+
+def test_a_changed_input_is_caught():
+    def op(x, scale):
+        x.detach().add_(0)
+        return reference(x.clone(), scale)
+
+    caught(numerics.check_error_law, with_op(op, differentiable=()), FP32, match="x was changed")
+
+
+def test_a_false_schema_is_caught_by_opcheck():
+    lib = torch.library.Library("warpsmith_planted", "FRAGMENT")
+    lib.define("quietly_mutates(Tensor x, Tensor scale) -> Tensor")
+    lib.impl("quietly_mutates", lambda x, scale: x.mul_(2).clone(), "CPU")
+    torch.library.register_fake("warpsmith_planted::quietly_mutates", lambda x, scale: torch.empty_like(x), lib=lib)
+    op = torch.ops.warpsmith_planted.quietly_mutates.default
+    spec = replace(SPEC, opcheck={op: lambda i: (i["x"], i["scale"])})
+    with pytest.raises(Exception, match="mutat|opcheck"):
+        integration.check_opcheck(spec, op)
+
+
+def test_a_compiled_op_that_differs_is_caught():
+    op = with_op(lambda x, scale: reference(x, scale) * (1.001 if torch.compiler.is_compiling() else 1.0))
+    caught(integration.check_compiled, op, match=r"compiled \(aot_eager\): y")
+
+
+def test_a_graph_break_is_caught():
+    def op(x, scale):
+        torch._dynamo.graph_break()
+        return reference(x, scale)
+
+    with pytest.raises(Exception, match="graph_break"):
+        integration.check_compiled(with_op(op))
+
+
+def test_an_op_that_dissolves_on_export_is_caught():
+    caught(
+        integration.check_exported,
+        with_op(reference),
+        match="expected warpsmith_toy.scale.default in the exported graph",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fake", "words"),
+    [
+        (lambda x, scale: torch.empty_like(x), "strides"),
+        (lambda x, scale: torch.empty(x.shape, dtype=torch.float64, device=x.device), "dtype"),
+    ],
+    ids=["strides", "dtype"],
+)
+def test_a_false_fake_is_caught(fake, words):
+    name = f"false_{words}"
+    lib = torch.library.Library("warpsmith_planted", "FRAGMENT")
+    lib.define(f"{name}(Tensor x, Tensor scale) -> Tensor")
+    lib.impl(name, lambda x, scale: (x * scale).contiguous(), "CPU")
+    torch.library.register_fake(f"warpsmith_planted::{name}", fake, lib=lib)
+    op = getattr(torch.ops.warpsmith_planted, name).default
+    spec = with_op(lambda x, scale: op(x, scale), differentiable=(), layouts=("transposed",))
+    caught(integration.check_fake_and_meta, spec, match="meta tensor: expected")
+
+
+def test_dropped_tangents_are_caught():
+    def op(x, scale):
+        with torch._C._AutoDispatchBelowAutograd():
+            return reference(x, scale)
+
+    caught(integration.check_forward_mode, with_op(op), match="tangent of x is dropped")
+
+
+def test_a_wrong_tangent_is_caught():
+    def op(x, scale):
+        return reference(x, scale) + 0.1 * (x - x.detach())
+
+    caught(integration.check_forward_mode, with_op(op), match="not close")
+
+
+def test_missing_func_transforms_are_caught():
+    caught(integration.check_func_transforms, with_op(Apply.apply_by_name), match="setup_context")
+    integration.check_func_transforms(with_op(reference))
+
+
+def test_a_wrong_vmap_is_caught():
+    def op(x, scale):
+        batched = torch._C._functorch.is_batchedtensor(x) and x.dim() == 2
+        return reference(x, scale) * (1.01 if batched else 1.0)
+
+    caught(integration.check_func_transforms, with_op(op), match="vmap")
+
+
+def test_a_cast_under_autocast_is_caught():
+    def op(x, scale):
+        y = reference(x, scale)
+        return y.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else y
+
+    caught(integration.check_autocast, with_op(op), match="under autocast: expected")
+    integration.check_autocast(with_op(op, autocast=lambda inputs, dtype: (dtype,)))
+
+
+def bad(match="expected shape", error=ValueError):
+    return BadInput("long scale", lambda i: {**i, "scale": i["scale"].repeat(2)}, match, error)
+
+
+def refusing(message, error=ValueError, before=lambda x: None):
+    def op(x, scale):
+        if scale.shape != x.shape[-1:]:
+            before(x)
+            raise error(message)
+        return reference(x, scale)
+
+    return with_op(op)
+
+
+RIGHT_WORDS = "scale: scale: expected shape (3), got (6)"
+
+
+@pytest.mark.parametrize(
+    ("spec", "item", "words"),
+    [
+        (with_op(lambda x, scale: reference(x, scale[: x.shape[-1]])), bad(), "the call went through"),
+        (refusing("scale: x: expected one thing, got another"), bad(), "expected a message with"),
+        (refusing("expected shape (3)"), bad(), "expected 'op: argument: expected X, got Y'"),
+        (refusing("other: scale: expected shape (3), got (6)"), bad(), "begin with 'scale'"),
+        (refusing(RIGHT_WORDS, TypeError), bad(), "expected ValueError, got TypeError"),
+        (refusing(RIGHT_WORDS, before=lambda x: x.detach().zero_()), bad(), "x was changed"),
+        (refusing(RIGHT_WORDS, before=lambda x: torch.rand(())), bad(), "random state was changed"),
+    ],
+    ids=["accepted", "wrong argument", "form", "wrong op", "wrong type", "changed input", "used randomness"],
+)
+def test_bad_refusals_are_caught(spec, item, words):
+    integration.check_bad_input(refusing(RIGHT_WORDS), bad())
+    caught(integration.check_bad_input, spec, item, match=words)
+
+
+def test_a_fake_that_accepts_what_the_kernel_refuses_is_caught():
+    lib = torch.library.Library("warpsmith_planted", "FRAGMENT")
+    lib.define("lenient(Tensor x, Tensor scale) -> Tensor")
+    lib.impl("lenient", lambda x, s: SPEC.op(x, s).detach().clone(), "CPU")
+    torch.library.register_fake("warpsmith_planted::lenient", lambda x, s: torch.empty_like(x), lib=lib)
+    op = torch.ops.warpsmith_planted.lenient.default
+    caught(
+        integration.check_bad_input, with_op(lambda x, scale: op(x, scale)), bad(), match="fake tensors.*went through"
+    )
+
+
+def test_the_bound_is_twice_pytorch_and_two_rounding_steps():
+    exact = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    eps = torch.finfo(torch.float32).eps
+    plain = torch.tensor([1.0 + 2 * eps, 0.5])
+    for ulps, ok in ((5, True), (6, False)):
+        error = measure("y", torch.tensor([1.0 + ulps * eps, 0.5]), exact, plain)
+        assert error.ok is ok
+        assert error.ratio == pytest.approx(ulps / 2)
+
+
+def test_every_check_of_a_spec_has_a_name_of_its_own():
+    names = [name for name, _ in checks_of(SPEC)]
+    assert len(names) == len(set(names)) > 60
+    assert scale is SPEC.op
