@@ -1,4 +1,5 @@
-"""Markers: ``gpu`` tests are skipped without a CUDA device, ``slow`` ones unless ``--slow`` asks for them; both say so."""
+"""Markers: ``gpu`` tests are skipped without a CUDA device, ``slow`` ones unless ``--slow`` asks for them; both say
+so."""
 
 import os
 

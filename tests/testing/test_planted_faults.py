@@ -217,7 +217,7 @@ def test_a_false_schema_is_caught_by_opcheck():
     torch.library.register_fake("warpsmith_planted::quietly_mutates", lambda x, scale: torch.empty_like(x), lib=lib)
     op = torch.ops.warpsmith_planted.quietly_mutates.default
     spec = replace(SPEC, opcheck={op: lambda i: (i["x"], i["scale"])})
-    with pytest.raises(Exception, match="mutat|opcheck"):
+    with pytest.raises(Exception, match=r"mutat|opcheck"):
         integration.check_opcheck(spec, op)
 
 

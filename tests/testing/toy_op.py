@@ -1,4 +1,5 @@
-"""A small op in all the forms the checks look at: y = x * scale, differentiable once in eager, traced under a name of its own."""
+"""A small op in all the forms the checks look at: y = x * scale, differentiable once in eager, traced under a name of
+its own."""
 
 import re
 

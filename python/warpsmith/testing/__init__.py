@@ -1,4 +1,5 @@
-"""The law as code: one declaration of an op gives the tests that every op must pass, and the timers its speed is stated with.
+"""The law as code: one declaration of an op gives the tests that every op must pass, and the timers its speed is
+stated with.
 
 Declare an op once and get its tests:
 
@@ -12,7 +13,8 @@ Declare an op once and get its tests:
     )
     TestScale = op_tests(SPEC)          # in a pytest module
 
-or, without pytest, ``check_op(SPEC)``. Nothing here is imported by ``import warpsmith``; pytest is needed by ``op_tests`` alone.
+or, without pytest, ``check_op(SPEC)``. Nothing here is imported by ``import warpsmith``; pytest is needed by
+``op_tests`` alone.
 """
 
 from __future__ import annotations

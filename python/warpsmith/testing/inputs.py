@@ -124,10 +124,12 @@ def edge_values(dtype: torch.dtype) -> dict[str, float]:
 
 
 def bitwise_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one shape, one dtype and the same bits: NaNs are compared by their bits, and 0 is not -0.
+    """Whether two tensors have one shape, one dtype and the same bits: NaNs are compared by their bits, and 0 is not
+    -0.
 
     Example:
-        >>> bitwise_equal(torch.tensor(float("nan")), torch.tensor(float("nan"))), bitwise_equal(torch.zeros(1), -torch.zeros(1))
+        >>> nan, zero = torch.tensor(float("nan")), torch.tensor(0.0)
+        >>> bitwise_equal(nan, nan), bitwise_equal(zero, -zero)
         (True, False)
     """
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -4,9 +4,9 @@ Both are measured against a float64 oracle on the same rounded inputs. For each 
 
     max|op - oracle| <= 2 max|PyTorch - oracle| + 2 rounding steps,
 
-where a rounding step is half a unit in the last place (ulp) of the largest value of the oracle, in the output's dtype; and over the
-case table the median of max|op - oracle| / max(max|PyTorch - oracle|, 1 ulp) is at most 1.1. The form of the rule is
-FlashAttention's (https://github.com/Dao-AILab/flash-attention, tests/test_flash_attn.py).
+where a rounding step is half a unit in the last place (ulp) of the largest value of the oracle, in the output's
+dtype; and over the case table the median of max|op - oracle| / max(max|PyTorch - oracle|, 1 ulp) is at most 1.1. The
+form of the rule is FlashAttention's (https://github.com/Dao-AILab/flash-attention, tests/test_flash_attn.py).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 LIMIT = 2.0
 ROUNDING_STEPS = 2
 MEDIAN_LIMIT = 1.1
-# A float64 oracle is itself rounded in float64, so float64 results are held to this many ulp of the largest value, or of 1 where
-# that is more: cancellation leaves both sides of the comparison equally wrong.
+# A float64 oracle is itself rounded in float64, so float64 results are held to this many ulp of the largest value, or
+# of 1 where that is more: cancellation leaves both sides of the comparison equally wrong.
 FLOAT64_ULPS = 64
 
 
@@ -80,8 +80,9 @@ def ulp(value: float, dtype: torch.dtype) -> float:
 def measure(name: str, actual: Tensor, oracle: Tensor, baseline: Tensor) -> Error:
     """Compares an op's result with the float64 oracle and with plain PyTorch's result in the same dtype.
 
-    Where the oracle, rounded, is not finite, ``actual`` must be the same infinity or NaN. Where PyTorch is not finite though the oracle
-    is (an overflow on its way), ``actual`` may be what PyTorch gives. Integers and booleans must be equal.
+    Where the oracle, rounded, is not finite, ``actual`` must be the same infinity or NaN. Where PyTorch is not finite
+    though the oracle is (an overflow on its way), ``actual`` may be what PyTorch gives. Integers and booleans must be
+    equal.
     """
     if actual.shape != baseline.shape or actual.dtype != baseline.dtype:
         got, want = (f"{t.dtype} {tuple(t.shape)}".removeprefix("torch.") for t in (actual, baseline))

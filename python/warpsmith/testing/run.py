@@ -43,7 +43,8 @@ def wanted_inputs(spec: OpSpec, inputs: Inputs) -> tuple[str, ...]:
 
 
 def upstream(spec: OpSpec, case: Case, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Random gradients of all floating outputs: one draw for a case, rounded to the output's dtype, laid out as the case says."""
+    """Random gradients of all floating outputs: one draw for a case, rounded to the output's dtype, laid out as the
+    case says."""
     grads = {}
     for name, y in outputs.items():
         if y.is_floating_point():
@@ -96,7 +97,8 @@ def measure_case(spec: OpSpec, case: Case, inputs: Inputs) -> list[Error]:
 def exact_result(
     spec: OpSpec, case: Case, inputs: Inputs, like: Result, grads: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The oracle's outputs and gradients: float64 on the CPU, from the rounded inputs and the rounded upstream gradients."""
+    """The oracle's outputs and gradients: float64 on the CPU, from the rounded inputs and the rounded upstream
+    gradients."""
     wide = {k: _widen(v) for k, v in inputs.items()}
     grads = upstream(spec, case, like.outputs) if grads is None else grads
     grads = {n: _widen(g) for n, g in grads.items()}

@@ -78,27 +78,32 @@ class OpSpec:
         name: the op's snake_case name, as its error messages begin.
         op: the public function.
         reference: its definition in plain PyTorch, with the same parameter names; differentiable.
-        inputs: ``inputs(case, rng)`` returns the arguments by name: float64 tensors (rounded to the case's dtypes by the harness),
-            integer and boolean tensors and other values as they are. ``rng`` is a :class:`warpsmith.testing.Random`.
-        cases: the case table of the error law. Sizes below, at and above vector, warp and block widths, and odd ones, belong here.
+        inputs: ``inputs(case, rng)`` returns the arguments by name: float64 tensors (rounded to the case's dtypes by
+            the harness), integer and boolean tensors and other values as they are. ``rng`` is a
+            :class:`warpsmith.testing.Random`.
+        cases: the case table of the error law. Sizes below, at and above vector, warp and block widths, and odd ones,
+            belong here.
         differentiable: names of the inputs that have gradients.
         outputs: names of the outputs.
         baseline: plain PyTorch in the same dtype, whose error is the measure; default: ``reference``.
-        oracle: ``oracle(case, **inputs)`` on float64 inputs; default: ``reference``. Needed where an argument's default depends on
-            the dtype.
+        oracle: ``oracle(case, **inputs)`` on float64 inputs; default: ``reference``. Needed where an argument's
+            default depends on the dtype.
         laid_out: inputs to which a case's layout applies; default: all floating tensors with a dimension.
         layouts: the layouts every dtype is tried with; default: all.
         zero_sizes: whether each dimension may be zero. If not, ``bad_inputs`` must say what is refused.
         one_element: whether a shape of ones is a valid problem.
-        edge_inputs: inputs in which single elements become 0, subnormal, huge, inf and nan; default: the differentiable ones.
+        edge_inputs: inputs in which single elements become 0, subnormal, huge, inf and nan; default: the
+            differentiable ones.
         gradcheck_cases: small float64 cases; default: the smallest nonempty case of the table.
         double_backward: whether second derivatives are claimed. If not, they must be refused.
         func_transforms: whether ``torch.func.grad`` and ``vmap`` are claimed.
         opcheck: ops of the dispatcher to check, each with ``args(inputs)`` giving its positional arguments.
         traced: qualified name of the op that must appear in exported graphs, e.g. ``"warpsmith::rms_norm"``.
-        autocast: ``autocast(inputs, dtype)`` returns the outputs' dtypes under autocast to ``dtype``; default: nothing is cast.
+        autocast: ``autocast(inputs, dtype)`` returns the outputs' dtypes under autocast to ``dtype``; default:
+            nothing is cast.
         bad_inputs: what must be refused.
-        floor_bytes: ``floor_bytes(case)`` returns the least bytes moved, by direction: ``{"forward": n, "backward": n}``.
+        floor_bytes: ``floor_bytes(case)`` returns the least bytes moved, by direction: ``{"forward": n, "backward":
+            n}``.
         devices: device types on which the op exists.
         float64_devices: devices on which it takes float64.
     """
@@ -138,11 +143,12 @@ class OpSpec:
         return [c for c in self.cases if wide_allowed or torch.float64 not in (c.dtype, *c.dtypes.values())]
 
     def base_case(self, dtype: torch.dtype | None = None) -> Case:
-        """The first contiguous case without a zero size and with more than one element (of a dtype): what single-case checks use."""
+        """The first contiguous case without a zero size and with more than one element (of a dtype): what single-case
+        checks use."""
         for case in self.cases:
-            if case.layout == "contiguous" and 0 not in case.shape and any(s > 1 for s in case.shape):
-                if dtype is None or (case.dtype == dtype and not case.dtypes):
-                    return case
+            ordinary = case.layout == "contiguous" and 0 not in case.shape and any(s > 1 for s in case.shape)
+            if ordinary and (dtype is None or (case.dtype == dtype and not case.dtypes)):
+                return case
         wanted = "" if dtype is None else f" {dtype}"
         raise ValueError(f"{self.name}: cases: expected a contiguous{wanted} case with more than one element, got none")
 

@@ -91,8 +91,10 @@ def check_op(spec: OpSpec, device: str = "cpu") -> dict[str, str]:
     Example:
         >>> import torch
         >>> from warpsmith.testing import Case, OpSpec, check_op
-        >>> spec = OpSpec("double", op=lambda x: x + x, reference=lambda x: 2 * x, differentiable=("x",), double_backward=True,
-        ...               inputs=lambda case, rng: {"x": rng.normal(case.shape)}, cases=[Case((5, 3))])
+        >>> spec = OpSpec(
+        ...     "double", op=lambda x: x + x, reference=lambda x: 2 * x, cases=[Case((5, 3))],
+        ...     inputs=lambda case, rng: {"x": rng.normal(case.shape)}, differentiable=("x",), double_backward=True,
+        ... )
         >>> check_op(spec)
         {}
     """

@@ -27,7 +27,8 @@ def check_no_sync(spec: OpSpec) -> None:
 
 
 def check_graph_capture(spec: OpSpec) -> None:
-    """Forward and backward are captured in one CUDA graph; each replay, with other inputs, gives the bits of eager mode."""
+    """Forward and backward are captured in one CUDA graph; each replay, with other inputs, gives the bits of eager
+    mode."""
     case = spec.base_case()
     static = make_inputs(spec, case, "cuda")
     grads = upstream(spec, case, run(spec.op, spec, case, static).outputs)
@@ -72,7 +73,8 @@ def _forward_backward(spec: OpSpec, leaves: Inputs, grads: dict[str, Tensor]) ->
 
 
 def check_side_streams(spec: OpSpec, streams: int = 4) -> None:
-    """On a side stream the op waits for that stream's earlier work: its inputs are written there late, behind a long kernel."""
+    """On a side stream the op waits for that stream's earlier work: its inputs are written there late, behind a long
+    kernel."""
     case: Case = spec.base_case()
     inputs = make_inputs(spec, case, "cuda")
     expected = run(spec.op, spec, case, inputs)

@@ -28,7 +28,8 @@ MESSAGE_FORM = re.compile(r"^\w+: \w+: expected .+, got .+", re.DOTALL)
 
 
 def check_opcheck(spec: OpSpec, op: Any, device: str = "cpu") -> None:
-    """torch.library.opcheck of a dispatcher op: schema and mutation, autograd registration, fake tensors, AOT dispatch."""
+    """torch.library.opcheck of a dispatcher op: schema and mutation, autograd registration, fake tensors, AOT
+    dispatch."""
     case = spec.base_case()
     inputs = make_inputs(spec, case, device)
     arguments = spec.opcheck[op]
@@ -60,7 +61,8 @@ def check_compiled(spec: OpSpec, device: str = "cpu", backend: str = "aot_eager"
 
 
 def check_exported(spec: OpSpec, device: str = "cpu") -> None:
-    """torch.export keeps the op as one node (where ``traced`` names it), and the exported program gives the same bits."""
+    """torch.export keeps the op as one node (where ``traced`` names it), and the exported program gives the same
+    bits."""
     case = spec.base_case()
     inputs = make_inputs(spec, case, device)
     tensors = {k: v for k, v in inputs.items() if isinstance(v, Tensor)}
@@ -111,7 +113,8 @@ def check_fake_and_meta(spec: OpSpec, device: str = "cpu") -> None:
             for name, t in real.all().items():
                 got = imagined.all()[name]
                 assert _layout_of(t) == _layout_of(got), (
-                    f"{spec.name} {case}: {name}: {kind} tensor: expected (shape, strides, dtype) {_layout_of(t)}, got {_layout_of(got)}"
+                    f"{spec.name} {case}: {name}: {kind} tensor: expected (shape, strides, dtype) {_layout_of(t)}, "
+                    f"got {_layout_of(got)}"
                 )
                 device_type = "meta" if kind == "meta" else t.device.type
                 assert got.device.type == device_type, f"{spec.name}: {name}: {kind} tensor on {got.device}"
@@ -144,7 +147,8 @@ def check_forward_mode(spec: OpSpec, device: str = "cpu") -> None:
 
 
 def check_func_transforms(spec: OpSpec, device: str = "cpu") -> None:
-    """torch.func.grad obeys the error law; vmap equals a loop within a rounding, alone and over grad (per-sample gradients)."""
+    """torch.func.grad obeys the error law; vmap equals a loop within a rounding, alone and over grad (per-sample
+    gradients)."""
     case = spec.base_case()
     inputs = make_inputs(spec, case, device)
     names = wanted_inputs(spec, inputs)

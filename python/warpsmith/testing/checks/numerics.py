@@ -22,7 +22,7 @@ from warpsmith.testing.run import (
 from warpsmith.testing.spec import Case, OpSpec
 
 # torch's own 1e-3 would let a factor of 1.001 pass; central differences in float64 are good to about 1e-9.
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}
+RTOL, ATOL = 1e-5, 1e-7
 
 
 def check_error_law(spec: OpSpec, case: Case, device: str = "cpu") -> list[Error]:
@@ -82,10 +82,12 @@ def edge_cases(spec: OpSpec) -> list[tuple[str, str]]:
 
 
 def check_edge_value(spec: OpSpec, name: str, value: str, device: str = "cpu") -> None:
-    """With one element 0, subnormal, huge, infinite or NaN, each result is right, or what PyTorch gives where that differs.
+    """With one element 0, subnormal, huge, infinite or NaN, each result is right, or what PyTorch gives where that
+    differs.
 
-    Right is the rounded float64 oracle within the law's bound; the bound is taken without the edge value, whose magnitude
-    would widen it. Where PyTorch overflows on its way to a finite result, an infinity and a NaN are as good as each other.
+    Right is the rounded float64 oracle within the law's bound; the bound is taken without the edge value, whose
+    magnitude would widen it. Where PyTorch overflows on its way to a finite result, an infinity and a NaN are as good
+    as each other.
     """
     for dtype in dict.fromkeys(c.dtype for c in spec.cases_on(device) if c.dtype != torch.float64):
         try:
@@ -101,13 +103,14 @@ def check_edge_value(spec: OpSpec, name: str, value: str, device: str = "cpu") -
             error = measure(what, actual, exact[what], plain[what])
             bad = _unexpected(actual.cpu(), exact[what], plain[what].cpu(), bounds[what])
             assert error.ok or not bad, (
-                f"{spec.name} {case} with {name} = {value} on {device}: {error}; {bad} elements are neither the oracle's nor PyTorch's"
+                f"{spec.name} {case} with {name} = {value} on {device}: {error}; {bad} elements are "
+                f"neither the oracle's nor PyTorch's"
             )
 
 
 def _unexpected(actual: Tensor, exact: Tensor, plain: Tensor, bound: float) -> int:
-    """How many elements are neither the oracle's nor PyTorch's. The law's bound is taken for each row (the last dimension), so that
-    the rows without the edge value are held to the ordinary one."""
+    """How many elements are neither the oracle's nor PyTorch's. The law's bound is taken for each row (the last
+    dimension), so that the rows without the edge value are held to the ordinary one."""
     if not actual.is_floating_point():
         return int((actual != exact).sum())
     a, p, rounded = actual.double(), plain.double(), exact.to(actual.dtype).double()
@@ -136,9 +139,10 @@ def check_gradcheck(spec: OpSpec) -> None:
             return tuple(y for y in outputs.values() if y.requires_grad)
 
         tensors = [leaves[n] for n in names]
-        assert torch.autograd.gradcheck(call, tensors, **TOLERANCE), f"{spec.name} {case}: gradcheck"
+        assert torch.autograd.gradcheck(call, tensors, rtol=RTOL, atol=ATOL), f"{spec.name} {case}: gradcheck"
         if spec.double_backward:
-            assert torch.autograd.gradgradcheck(call, tensors, **TOLERANCE), f"{spec.name} {case}: gradgradcheck"
+            good = torch.autograd.gradgradcheck(call, tensors, rtol=RTOL, atol=ATOL)
+            assert good, f"{spec.name} {case}: gradgradcheck"
 
 
 def check_second_derivative_is_refused(spec: OpSpec, device: str = "cpu") -> None:
