@@ -8,8 +8,10 @@
 // follows the wait. Until then the destination must be neither read nor written, and the source not written.
 namespace warpsmith::device {
 
-// Any thread. Copies `Bytes` (4, 8 or 16; both addresses aligned to it); with valid == false writes zeros and reads nothing.
-template <int Bytes> __device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid = true WARPSMITH_SITE) {
+// Any thread. Copies `Bytes` (4, 8 or 16; both addresses aligned to it); with valid == false writes zeros and reads
+// nothing.
+template <int Bytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid = true WARPSMITH_SITE) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "cp.async moves 4, 8 or 16 bytes");
 #ifdef WARPSMITH_SIM
   sim::copy_async(shared, global, Bytes, valid ? Bytes : 0, site);
@@ -19,7 +21,8 @@ template <int Bytes> __device__ __forceinline__ void copy_async(void* shared, co
   if constexpr (Bytes == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(read_bytes) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(global), "r"(read_bytes), "n"(Bytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(global), "r"(read_bytes), "n"(Bytes)
+                 : "memory");
 #endif
 }
 

@@ -47,7 +47,8 @@ template <> __device__ __forceinline__ bfloat16 from_float<bfloat16>(float x) {
 #endif
 }
 
-// Two values in one register, `low` in the low half: the operand layout of mma and wgmma. One instruction on the device.
+// Two values in one register, `low` in the low half: the operand layout of mma and wgmma. One instruction on the
+// device.
 template <class T> __device__ __forceinline__ uint32_t pack(float low, float high);
 
 template <> __device__ __forceinline__ uint32_t pack<bfloat16>(float low, float high) {

@@ -32,7 +32,8 @@ template <class T> T __shfl_sync(unsigned mask, T value, int source, int width =
 }
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32 WARPSMITH_SITE) {
   const int lane = ::warpsmith::sim::current_thread->linear_index & 31, source = lane ^ lane_mask;
-  const bool outside = (source & ~(width - 1)) > (lane & ~(width - 1));  // PTX ISA "shfl": a later segment gives the own value
+  const bool outside =
+      (source & ~(width - 1)) > (lane & ~(width - 1));  // PTX ISA "shfl": a later segment gives the own value
   ::warpsmith::sim::warp_shuffle(mask, &value, sizeof(T), outside ? -1 : source, site);
   return value;
 }
@@ -48,9 +49,13 @@ template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned delta, int 
   ::warpsmith::sim::warp_shuffle(mask, &value, sizeof(T), outside ? -1 : lane - static_cast<int>(delta), site);
   return value;
 }
-inline unsigned __ballot_sync(unsigned mask, int p WARPSMITH_SITE) { return ::warpsmith::sim::warp_ballot(mask, p, site); }
+inline unsigned __ballot_sync(unsigned mask, int p WARPSMITH_SITE) {
+  return ::warpsmith::sim::warp_ballot(mask, p, site);
+}
 inline int __any_sync(unsigned mask, int p WARPSMITH_SITE) { return ::warpsmith::sim::warp_ballot(mask, p, site) != 0; }
-inline int __all_sync(unsigned mask, int p WARPSMITH_SITE) { return ::warpsmith::sim::warp_ballot(mask, !p, site) == 0; }
+inline int __all_sync(unsigned mask, int p WARPSMITH_SITE) {
+  return ::warpsmith::sim::warp_ballot(mask, !p, site) == 0;
+}
 inline unsigned __reduce_add_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
   return ::warpsmith::sim::warp_reduce(mask, v, 0, site);
 }
@@ -81,9 +86,8 @@ template <class T, class F> T atomic_update(T* p, F&& next, Site site) {
   on_atomic(p, sizeof(T), site);
   Bits* word = reinterpret_cast<Bits*>(p);
   Bits old = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(word, &old, std::bit_cast<Bits>(static_cast<T>(next(std::bit_cast<T>(old)))), true,
-                                      __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
+  while (!__atomic_compare_exchange_n(word, &old, std::bit_cast<Bits>(static_cast<T>(next(std::bit_cast<T>(old)))),
+                                      true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
   return std::bit_cast<T>(old);
 }
 }  // namespace warpsmith::sim

@@ -2,11 +2,12 @@
 #include <cstddef>
 #include <cstdint>
 
-// What device code needs from the machine when it runs on the host: declared here, defined by csrc/sim. Only the bodies of
-// csrc/device call these; kernels see CUDA's own names (device/host_builtins.h) and the vocabulary.
+// What device code needs from the machine when it runs on the host: declared here, defined by csrc/sim. Only the bodies
+// of csrc/device call these; kernels see CUDA's own names (device/host_builtins.h) and the vocabulary.
 //
-// A kernel that needs a CUDA built-in or a primitive that is not there does not compile on the host: add the built-in to
-// device/host_builtins.h, or the primitive to a header of csrc/device with a device body, a host body and a hook here.
+// A kernel that needs a CUDA built-in or a primitive that is not there does not compile on the host: add the built-in
+// to device/host_builtins.h, or the primitive to a header of csrc/device with a device body, a host body and a hook
+// here.
 
 #define __global__
 #define __device__
@@ -77,7 +78,8 @@ void named_barrier(int id, int threads, bool wait, Site site);
 void warp_barrier(unsigned mask, Site site);
 void warp_shuffle(unsigned mask, void* value, int bytes, int source_lane, Site site);  // source_lane < 0: own value
 unsigned warp_ballot(unsigned mask, bool predicate, Site site);
-unsigned warp_reduce(unsigned mask, unsigned value, int operation, Site site);  // 0 add, 1 min, 2 max, 3 and, 4 or, 5 xor
+unsigned warp_reduce(unsigned mask, unsigned value, int operation,
+                     Site site);  // 0 add, 1 min, 2 max, 3 and, 4 or, 5 xor
 unsigned active_mask();
 
 // Asynchronous copies of a thread (cp.async).
@@ -99,10 +101,11 @@ void count_flops(int64_t flops);
 #define WARPSMITH_PASS_SITE , site
 #define WARPSMITH_PASS_ONLY_SITE site
 
-#define WARPSMITH_SHARED(T, name, count)                                                                       \
-  static const char name##_key = 0;                                                                            \
-  T(&name)[count] = *static_cast<T(*)[count]>(::warpsmith::sim::shared_array(                                  \
-      &name##_key, sizeof(T[count]), alignof(T), ::warpsmith::sim::Site::here()))
+#define WARPSMITH_SHARED(T, name, count) \
+  static const char name##_key = 0;      \
+  T(&name)                               \
+  [count] = *static_cast<T(*)[count]>(   \
+      ::warpsmith::sim::shared_array(&name##_key, sizeof(T[count]), alignof(T), ::warpsmith::sim::Site::here()))
 #define WARPSMITH_DYNAMIC_SHARED(name) \
   unsigned char* name = ::warpsmith::sim::current_thread->block_view->dynamic_shared
 

@@ -1,8 +1,8 @@
 #pragma once
 #include "device/platform.h"
 
-// Fast arithmetic with stated error. Any thread, no ordering. The host bodies are exact to rounding, so tests that run there
-// see the algorithm and not the approximation. Error bounds: PTX ISA 9.7.3 "ex2", "lg2", "rcp", "rsqrt", "tanh".
+// Fast arithmetic with stated error. Any thread, no ordering. The host bodies are exact to rounding, so tests that run
+// there see the algorithm and not the approximation. Error bounds: PTX ISA 9.7.3 "ex2", "lg2", "rcp", "rsqrt", "tanh".
 namespace warpsmith::device {
 
 // 2^x, subnormal results flushed to 0; max relative error 2^-22.

@@ -1,9 +1,9 @@
 #pragma once
 
-// Where device code meets its machine. nvcc builds take CUDA's keywords and built-ins from the toolkit; the host execution
-// layer (WARPSMITH_SIM) supplies its own through device/host_hooks.h, and needs no CUDA headers. Shared memory is declared
-// only through these macros, because on the host it must belong to the running block. WARPSMITH_SITE adds the caller's
-// source line to a primitive's parameters on the host, and nothing on the device.
+// Where device code meets its machine. nvcc builds take CUDA's keywords and built-ins from the toolkit; the host
+// execution layer (WARPSMITH_SIM) supplies its own through device/host_hooks.h, and needs no CUDA headers. Shared
+// memory is declared only through these macros, because on the host it must belong to the running block. WARPSMITH_SITE
+// adds the caller's source line to a primitive's parameters on the host, and nothing on the device.
 #ifdef WARPSMITH_SIM
 #include "device/host_hooks.h"
 #else

@@ -1,7 +1,8 @@
 #pragma once
 #include "device/platform.h"
 
-// Reductions in a fixed order: the same inputs give the same bits on every run. Every result is in all participating lanes.
+// Reductions in a fixed order: the same inputs give the same bits on every run. Every result is in all participating
+// lanes.
 namespace warpsmith::device {
 
 struct Sum {
@@ -15,8 +16,9 @@ struct Max {
   static constexpr float identity = -__builtin_huge_valf();
 };
 
-// Over aligned groups of `Lanes` consecutive lanes. Called by the whole warp, converged. A butterfly: every lane combines the
-// same pairs, so all lanes of a group hold the same bits. Bits 0..log2(Lanes) from the widest distance down.
+// Over aligned groups of `Lanes` consecutive lanes. Called by the whole warp, converged. A butterfly: every lane
+// combines the same pairs, so all lanes of a group hold the same bits. Bits 0..log2(Lanes) from the widest distance
+// down.
 template <int Lanes, class Op> __device__ __forceinline__ float group_reduce(float v, Op op WARPSMITH_SITE) {
   static_assert(Lanes >= 1 && Lanes <= 32 && (Lanes & (Lanes - 1)) == 0, "a power of two of lanes");
 #pragma unroll
@@ -34,9 +36,10 @@ template <int Lanes> __device__ __forceinline__ float group_max(float v WARPSMIT
 __device__ __forceinline__ float warp_sum(float v WARPSMITH_SITE) { return group_sum<32>(v WARPSMITH_PASS_SITE); }
 __device__ __forceinline__ float warp_max(float v WARPSMITH_SITE) { return group_max<32>(v WARPSMITH_PASS_SITE); }
 
-// Over all `Threads` threads of a one-dimensional block (a multiple of 32), `N` values at once. `scratch` is shared memory of
-// N * Threads / 32 floats. One barrier inside: what was written before the call is visible after it. The same scratch must not
-// serve two calls in a row: loops alternate between two (the barrier of the call in between protects the first).
+// Over all `Threads` threads of a one-dimensional block (a multiple of 32), `N` values at once. `scratch` is shared
+// memory of N * Threads / 32 floats. One barrier inside: what was written before the call is visible after it. The same
+// scratch must not serve two calls in a row: loops alternate between two (the barrier of the call in between protects
+// the first).
 template <int Threads, int N, class Op>
 __device__ __forceinline__ void block_reduce(float (&values)[N], float* scratch, Op op WARPSMITH_SITE) {
   static_assert(Threads % 32 == 0 && Threads <= 1024, "whole warps");
@@ -73,15 +76,16 @@ template <int Threads> __device__ __forceinline__ float block_max(float v, float
   return values[0];
 }
 
-// The same where the number of lanes is known only at run time; `lanes` is a power of two up to 32, the same in the warp.
+// The same where the number of lanes is known only at run time; `lanes` is a power of two up to 32, the same in the
+// warp.
 __device__ __forceinline__ float group_sum(float v, int lanes WARPSMITH_SITE) {
   for (int distance = lanes / 2; distance > 0; distance /= 2)
     v += __shfl_xor_sync(0xffffffffu, v, distance, 32 WARPSMITH_PASS_SITE);
   return v;
 }
 
-// Over a one-dimensional block of any number of whole warps. `scratch` is shared memory of 32 floats; barrier and reuse as
-// for block_reduce.
+// Over a one-dimensional block of any number of whole warps. `scratch` is shared memory of 32 floats; barrier and reuse
+// as for block_reduce.
 __device__ __forceinline__ float block_sum(float v, float* scratch WARPSMITH_SITE) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   v = warp_sum(v WARPSMITH_PASS_SITE);

@@ -4,8 +4,8 @@
 #include "device/convert.h"
 #include "device/platform.h"
 
-// Memory access of 1 to 16 bytes by one instruction. Addresses must be aligned to the size of what is moved. Any thread may
-// call; loads and stores have no ordering beyond program order. PTX ISA 9.7.9 "ld", "st".
+// Memory access of 1 to 16 bytes by one instruction. Addresses must be aligned to the size of what is moved. Any thread
+// may call; loads and stores have no ordering beyond program order. PTX ISA 9.7.9 "ld", "st".
 namespace warpsmith::device {
 
 template <class T, int N> struct alignas(sizeof(T) * N) Vector {
@@ -14,19 +14,29 @@ template <class T, int N> struct alignas(sizeof(T) * N) Vector {
 
 template <class T> constexpr int kElementsPer16Bytes = 16 / sizeof(T);
 
-// How long data is worth keeping: `streaming` marks global memory that is read or written once (evict first), `keep` is the
-// default and works for shared memory too.
+// How long data is worth keeping: `streaming` marks global memory that is read or written once (evict first), `keep` is
+// the default and works for shared memory too.
 enum class Cache { keep, streaming };
 
 namespace detail {
 
 template <int Bytes> struct Word;
-template <> struct Word<1> { using type = unsigned char; };
-template <> struct Word<2> { using type = unsigned short; };
+template <> struct Word<1> {
+  using type = unsigned char;
+};
+template <> struct Word<2> {
+  using type = unsigned short;
+};
 #ifndef WARPSMITH_SIM
-template <> struct Word<4> { using type = unsigned; };
-template <> struct Word<8> { using type = uint2; };
-template <> struct Word<16> { using type = uint4; };
+template <> struct Word<4> {
+  using type = unsigned;
+};
+template <> struct Word<8> {
+  using type = uint2;
+};
+template <> struct Word<16> {
+  using type = uint4;
+};
 #endif
 
 }  // namespace detail
@@ -44,8 +54,10 @@ template <Cache cache = Cache::keep, class V> __device__ __forceinline__ V load(
     Word word;
     V value;
   } u;
-  if constexpr (cache == Cache::streaming) u.word = __ldcs(from);
-  else u.word = *from;
+  if constexpr (cache == Cache::streaming)
+    u.word = __ldcs(from);
+  else
+    u.word = *from;
   return u.value;
 #endif
 }
@@ -61,8 +73,10 @@ template <Cache cache = Cache::keep, class V> __device__ __forceinline__ void st
     V value;
     Word word;
   } u{v};
-  if constexpr (cache == Cache::streaming) __stcs(reinterpret_cast<Word*>(p), u.word);
-  else *reinterpret_cast<Word*>(p) = u.word;
+  if constexpr (cache == Cache::streaming)
+    __stcs(reinterpret_cast<Word*>(p), u.word);
+  else
+    *reinterpret_cast<Word*>(p) = u.word;
 #endif
 }
 

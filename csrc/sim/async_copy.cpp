@@ -3,8 +3,8 @@
 
 #include "sim/machine.h"
 
-// cp.async. The copy happens at the wait (late), at issue (early) or at either by seed; until it has happened the destination
-// holds NaN bytes, so that a missing or too weak wait is visible.
+// cp.async. The copy happens at the wait (late), at issue (early) or at either by seed; until it has happened the
+// destination holds NaN bytes, so that a missing or too weak wait is visible.
 namespace warpsmith::sim {
 namespace {
 
@@ -20,13 +20,16 @@ void execute(const AsyncCopy& c) {
 
 void copy_async(void* shared, const void* global, int bytes, int valid_bytes, Site site) {
   const auto alignment = static_cast<unsigned>(bytes);
-  if (reinterpret_cast<uintptr_t>(shared) % alignment || (valid_bytes && reinterpret_cast<uintptr_t>(global) % alignment))
+  if (reinterpret_cast<uintptr_t>(shared) % alignment ||
+      (valid_bytes && reinterpret_cast<uintptr_t>(global) % alignment))
     fail("cudaErrorMisalignedAddress: misaligned address: copy_async of " + std::to_string(bytes) + " bytes", site);
-  if (owner_of_shared(shared) != self().block) fail("copy_async: the destination is not in this block's shared memory", site);
+  if (owner_of_shared(shared) != self().block)
+    fail("copy_async: the destination is not in this block's shared memory", site);
   if (in_shared(global)) fail("copy_async: the source is not in global memory", site);
   machine.counters.global_bytes_read += valid_bytes;
   machine.counters.shared_bytes_written += bytes;
-  const AsyncCopy copy{static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global), bytes, valid_bytes};
+  const AsyncCopy copy{static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global), bytes,
+                       valid_bytes};
   const Timing timing = async_timing();
   if (timing == Timing::early || (timing == Timing::random && random_bits() % 2)) {
     execute(copy);
@@ -47,10 +50,11 @@ void copy_async_commit() {
 
 void copy_async_wait(int groups_in_flight, Site) {
   auto& groups = self().copy_groups;
-  while (static_cast<int>(groups.size()) > groups_in_flight) {
-    for (const AsyncCopy& c : groups.front()) execute(c);
-    groups.pop_front();
-  }
+  const int complete = static_cast<int>(groups.size()) - groups_in_flight;
+  if (complete <= 0) return;
+  for (int i = 0; i < complete; ++i)
+    for (const AsyncCopy& c : groups[static_cast<size_t>(i)]) execute(c);
+  groups.erase(groups.begin(), groups.begin() + complete);
 }
 
 bool has_unfinished_copies(const Thread& thread) {

@@ -18,11 +18,13 @@ void arrive_at_block_barrier(Site site) {
   Barrier& barrier = block.barriers[0];
   if (barrier.arrived == 0) barrier.site = site;
   if (barrier.site.line != site.line || barrier.site.file != site.file)
-    fail("divergent barrier: threads of one block wait at different __syncthreads (" + lines(barrier.site, site) + ")", site);
+    fail("divergent barrier: threads of one block wait at different __syncthreads (" + lines(barrier.site, site) + ")",
+         site);
   if (barrier.expected) fail("__syncthreads while named barrier 0 is in use", site);
   ++machine.counters.barriers;
   order_release(&barrier);
-  if (++barrier.arrived >= block.live_threads) release_all(barrier);
+  if (++barrier.arrived >= block.live_threads)
+    release_all(barrier);
   else {
     barrier.waiting.push_back(&self());
     block_until_ready({"__syncthreads", -1, site});
@@ -54,13 +56,14 @@ void named_barrier(int id, int threads, bool wait, Site site) {
   if (threads > self().block->thread_count)
     fail("named barrier " + std::to_string(id) + " waits for more threads than the block has", site);
   if (barrier.arrived && barrier.expected != threads)
-    fail("named barrier " + std::to_string(id) + ": threads disagree on the count (" + std::to_string(barrier.expected) +
-             " and " + std::to_string(threads) + ")",
+    fail("named barrier " + std::to_string(id) + ": threads disagree on the count (" +
+             std::to_string(barrier.expected) + " and " + std::to_string(threads) + ")",
          site);
   barrier.expected = threads;
   ++machine.counters.barriers;
   order_release(&barrier);
-  if (++barrier.arrived == threads) release_all(barrier);
+  if (++barrier.arrived == threads)
+    release_all(barrier);
   else if (wait) {
     barrier.waiting.push_back(&self());
     block_until_ready({"named barrier", id, site});

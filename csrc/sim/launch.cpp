@@ -1,8 +1,10 @@
+#include <cxxabi.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdlib>
-#include <cxxabi.h>
 #include <numeric>
+#include <optional>
 
 #include "sim/machine.h"
 
@@ -28,10 +30,12 @@ int resident_blocks_per_multiprocessor(const LaunchConfig& c) {
   return std::min({32, by_threads, by_shared});
 }
 
-// What the driver refuses, with its error. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+// What the driver refuses, with its error. CUDA C++ Programming Guide, "Technical Specifications per Compute
+// Capability".
 Status validate(const LaunchConfig& c) {
   const uint64_t threads = uint64_t{c.block.x} * c.block.y * c.block.z;
-  if (threads == 0 || threads > 1024 || c.block.x > 1024 || c.block.y > 1024 || c.block.z > 64) return invalid_configuration();
+  if (threads == 0 || threads > 1024 || c.block.x > 1024 || c.block.y > 1024 || c.block.z > 64)
+    return invalid_configuration();
   if (c.grid.x == 0 || c.grid.x > 0x7fffffffu || c.grid.y == 0 || c.grid.y > 65535 || c.grid.z == 0 || c.grid.z > 65535)
     return invalid_configuration();
   if (c.dynamic_shared_bytes > static_cast<size_t>(machine.options.properties.max_dynamic_shared_bytes))
@@ -41,12 +45,14 @@ Status validate(const LaunchConfig& c) {
     if (machine.options.properties.compute_capability < 90)
       return driver_error("cudaErrorNotSupported: operation not supported");
     if (c.cluster > 8)  // 16 needs an attribute that no kernel here sets
-      return driver_error("cudaErrorInvalidClusterSize: a kernel launch error has occurred due to cluster misconfiguration");
+      return driver_error(
+          "cudaErrorInvalidClusterSize: a kernel launch error has occurred due to cluster misconfiguration");
     if (c.grid.x % c.cluster) return invalid_configuration();
   }
   if (c.cooperative) {
     const uint64_t blocks = uint64_t{c.grid.x} * c.grid.y * c.grid.z;
-    if (blocks > static_cast<uint64_t>(machine.options.properties.multiprocessors * resident_blocks_per_multiprocessor(c)))
+    if (blocks >
+        static_cast<uint64_t>(machine.options.properties.multiprocessors * resident_blocks_per_multiprocessor(c)))
       return driver_error("cudaErrorCooperativeLaunchTooLarge: too many blocks in cooperative launch");
   }
   return {};
@@ -62,8 +68,24 @@ std::string kernel_name(const void* kernel) {
   return name.substr(0, name.rfind('('));
 }
 
-void add_block(const LaunchConfig& c, uint3 index, Cluster& cluster) {
-  Block& b = machine.blocks.emplace_back();
+void begin_thread(Block& b, Thread& t, int number) {
+  const auto n = static_cast<unsigned>(number);
+  t.index = {n % b.threads.x, n / b.threads.x % b.threads.y, n / (b.threads.x * b.threads.y)};
+  t.block_view = &b;
+  t.block = &b;
+  t.linear_index = number;
+  t.lane = number % 32;
+  t.warp = &b.warps[n / 32];
+  t.warp->lanes[t.warp->count++] = &t;
+  t.operation = nullptr;
+  t.open_copies.clear();
+  t.copy_groups.clear();
+  t.fenced = false;
+  t.last_atomic = nullptr;
+  t.waited_for_previous_kernel = !machine.programmatic_dependent;
+}
+
+void begin_block(const LaunchConfig& c, uint3 index, Block& b, size_t number, Cluster& cluster) {
   b.index = index;
   b.threads = c.block;
   b.grid = c.grid;
@@ -73,24 +95,16 @@ void add_block(const LaunchConfig& c, uint3 index, Cluster& cluster) {
   b.cluster = &cluster;
   cluster.blocks.push_back(&b);
   cluster.live_threads += b.thread_count;
-  b.warps.resize(static_cast<size_t>(b.thread_count + 31) / 32);
-  b.thread = std::vector<Thread>(static_cast<size_t>(b.thread_count));
-  for (Barrier& barrier : b.barriers) barrier.waiting.reserve(static_cast<size_t>(b.thread_count));
-  for (int i = 0; i < b.thread_count; ++i) {
-    Thread& t = b.thread[static_cast<size_t>(i)];
-    const auto n = static_cast<unsigned>(i);
-    t.index = {n % c.block.x, n / c.block.x % c.block.y, n / (c.block.x * c.block.y)};
-    t.block_view = &b;
-    t.block = &b;
-    t.linear_index = i;
-    t.lane = i % 32;
-    t.warp = &b.warps[n / 32];
-    t.warp->lanes[t.warp->count++] = &t;
+  b.warps.assign(static_cast<size_t>(b.thread_count + 31) / 32, {});
+  b.thread.resize(static_cast<size_t>(b.thread_count));
+  for (Barrier& barrier : b.barriers) {
+    barrier.arrived = barrier.expected = 0;
+    barrier.waiting.clear();
   }
-  begin_shared(b, machine.blocks.size() - 1, c.dynamic_shared_bytes);
+  for (Barrier& barrier : b.barriers) barrier.waiting.reserve(static_cast<size_t>(b.thread_count));
+  for (int i = 0; i < b.thread_count; ++i) begin_thread(b, b.thread[static_cast<size_t>(i)], i);
+  begin_shared(b, number, c.dynamic_shared_bytes);
 }
-
-bool accepted(uint3 index) { return !machine.options.block_filter || machine.options.block_filter(index); }
 
 }  // namespace
 
@@ -113,22 +127,27 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
     step = 1 + random_bits() % clusters;
     while (std::gcd(step, clusters) != 1) step = step % clusters + 1;
   }
-  for (uint64_t done = 0; done < clusters;) {
-    machine.blocks.clear();
+  for (uint64_t done = 0; done < clusters && machine.error.empty();) {
+    size_t blocks = 0;
+    std::optional<Untracked> scope(std::in_place);
     machine.clusters.clear();
-    for (uint64_t n = 0; n < at_once && done < clusters; ++done, position = (position + step) % clusters) {
+    while (machine.clusters.size() < at_once && done < clusters) {
       const auto x = static_cast<unsigned>(position % clusters_x) * c.cluster;
       const auto y = static_cast<unsigned>(position / clusters_x % c.grid.y);
       const auto z = static_cast<unsigned>(position / clusters_x / c.grid.y);
-      if (!accepted({x, y, z})) continue;
+      ++done;
+      position = (position + step) % clusters;
+      if (machine.options.block_filter && !machine.options.block_filter({x, y, z})) continue;
       Cluster& cluster = machine.clusters.emplace_back();
-      for (unsigned rank = 0; rank < c.cluster; ++rank) add_block(c, {x + rank, y, z}, cluster);
-      ++n;
+      for (unsigned rank = 0; rank < c.cluster; ++rank, ++blocks) {
+        if (machine.blocks.size() == blocks) machine.blocks.emplace_back();
+        begin_block(c, {x + rank, y, z}, machine.blocks[blocks], blocks, cluster);
+      }
     }
-    if (machine.blocks.empty()) continue;
-    machine.counters.blocks += static_cast<int64_t>(machine.blocks.size());
-    run_wave();
-    if (!machine.error.empty()) break;
+    machine.blocks.resize(blocks);
+    machine.counters.blocks += static_cast<int64_t>(blocks);
+    scope.reset();
+    if (blocks) run_wave();
   }
   order_acquire(&machine.launch_ends);
   if (machine.error.empty()) return {};

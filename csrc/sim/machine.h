@@ -42,7 +42,7 @@ struct Thread : ThreadView {
   unsigned mask = 0;
   // Copies since the last commit, and committed groups, oldest first.
   std::vector<AsyncCopy> open_copies;
-  std::deque<std::vector<AsyncCopy>> copy_groups;
+  std::vector<std::vector<AsyncCopy>> copy_groups;
   // Fence and atomic seen last: a fence before an atomic releases, an atomic before a fence acquires.
   bool fenced = false;
   void* last_atomic = nullptr;
@@ -73,6 +73,7 @@ struct Cluster {
   int live_threads = 0;
 };
 
+// Blocks are kept from wave to wave, so that a large grid allocates nothing after its first blocks.
 struct Block : BlockView {
   int thread_count = 0, live_threads = 0;
   std::vector<Thread> thread;
@@ -125,7 +126,8 @@ void thread_left_barriers(Block& block);
 
 // warp_operations.cpp. `compute` runs once, in the last lane to arrive, with the arguments of every lane of the mask.
 using WarpOperation = void (*)(void* const* arguments, unsigned mask);
-void warp_operation(unsigned mask, WarpOperation compute, const void* identity, void* arguments, const char* what, Site site);
+void warp_operation(unsigned mask, WarpOperation compute, const void* identity, void* arguments, const char* what,
+                    Site site);
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
 // async_copy.cpp

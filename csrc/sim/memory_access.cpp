@@ -35,8 +35,8 @@ void on_atomic(void* pointer, int bytes, Site site) {
   me.last_atomic = pointer;
 }
 
-// Message passing as CUDA defines it: a fence before an atomic publishes what the thread did, a fence after an atomic makes
-// visible what others published there.
+// Message passing as CUDA defines it: a fence before an atomic publishes what the thread did, a fence after an atomic
+// makes visible what others published there.
 void memory_fence(Site) {
   Thread& me = self();
   if (me.last_atomic) order_acquire(me.last_atomic);

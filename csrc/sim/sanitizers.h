@@ -30,15 +30,24 @@ inline void order_acquire(void* object) { __tsan_acquire(object); }
 inline void note_read(const void* p, size_t bytes) { __tsan_read_range(const_cast<void*>(p), bytes); }
 inline void note_write(void* p, size_t bytes) { __tsan_write_range(p, bytes); }
 
-// Intercepted library calls (memcpy, malloc) inside the scope are not accesses of the kernel.
+// Intercepted library calls (memcpy, malloc) inside the scope are not accesses of the kernel. No fiber switch inside.
 struct Untracked {
-  Untracked() {
+  static inline int depth = 0;
+  Untracked() { begin(); }
+  ~Untracked() { end(); }
+  static void begin() {
+    ++depth;
     AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
     AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
   }
-  ~Untracked() {
+  static void end() {
+    --depth;
     AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
     AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  }
+  // For a thread whose frames are abandoned.
+  static void end_all() {
+    while (depth > 0) end();
   }
 };
 #else
@@ -50,6 +59,7 @@ inline void note_write(void*, size_t) {}
 struct Untracked {
   Untracked() {}
   ~Untracked() {}
+  static void end_all() {}
 };
 #endif
 

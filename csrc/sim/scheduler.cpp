@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <tuple>
 
@@ -71,7 +73,6 @@ std::string line_of(Site site) {
 void thread_entry() {
   finish_first_switch();
   Thread& me = self();
-  if (!machine.programmatic_dependent) me.waited_for_previous_kernel = true;
   order_acquire(&machine.launch_begins);
   machine.run_thread(machine.kernel_arguments);
   order_release(&machine.launch_ends);
@@ -120,9 +121,12 @@ void maybe_preempt() {
 }
 
 void fail(const std::string& message, Site site) {
-  Untracked scope;
-  machine.error = where(*current_thread) + ": " + message;
-  if (site.file) machine.error += " (" + line_of(site) + ")";
+  {
+    Untracked scope;
+    machine.error = where(*current_thread) + ": " + message;
+    if (site.file) machine.error += " (" + line_of(site) + ")";
+  }
+  Untracked::end_all();
   Thread& me = self();
   current_thread = nullptr;
   switch_fiber(me.fiber, machine.host);
@@ -142,7 +146,8 @@ void run_wave() {
   for (Block& block : machine.blocks)
     for (Thread& t : block.thread) {
       // Rotated, so that the same thread of consecutive blocks is not one and the same to the thread sanitizer.
-      prepare(t.fiber, pooled_stack((number++ + rotation) % threads), thread_entry, static_cast<unsigned>(t.linear_index));
+      prepare(t.fiber, pooled_stack((number++ + rotation) % threads), thread_entry,
+              static_cast<unsigned>(t.linear_index));
       make_ready(t);
     }
   adopt_host_stack(machine.host);

@@ -6,8 +6,9 @@
 
 #include "sim/machine.h"
 
-// Each resident block owns one arena of a single reserved range, so "is this shared memory, and whose" is two comparisons.
-// Dynamic shared memory is at offset 0 and static arrays follow with gaps, all of exact size and filled with NaN bytes.
+// Each resident block owns one arena of a single reserved range, so "is this shared memory, and whose" is two
+// comparisons. Dynamic shared memory is at offset 0 and static arrays follow with gaps, all of exact size and filled
+// with NaN bytes.
 namespace warpsmith::sim {
 namespace {
 
@@ -45,7 +46,8 @@ Block* owner_of_shared(const void* pointer) {
 }
 
 uint32_t window_offset(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<size_t>(static_cast<const unsigned char*>(pointer) - region()) % kArenaBytes);
+  return static_cast<uint32_t>(static_cast<size_t>(static_cast<const unsigned char*>(pointer) - region()) %
+                               kArenaBytes);
 }
 
 void begin_shared(Block& block, size_t number, size_t dynamic_bytes) {
@@ -54,7 +56,8 @@ void begin_shared(Block& block, size_t number, size_t dynamic_bytes) {
   if constexpr (kThreadSanitizer) {
     // A fresh mapping: accesses of an earlier block to the same addresses are forgotten.
     Untracked scope;
-    mmap(block.arena, kArenaBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    mmap(block.arena, kArenaBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+         0);
   }
   forbid_memory(block.arena, kArenaBytes);
   allow_memory(block.arena, dynamic_bytes);

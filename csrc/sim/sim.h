@@ -8,9 +8,9 @@
 namespace warpsmith::sim {
 
 struct Options {
-  // 0: threads run in index order and asynchronous work happens as late as the memory model allows. Other seeds: random order
-  // of threads, warps and blocks, several blocks at once, and asynchronous work early (seed % 3 == 1), at random moments
-  // (seed % 3 == 2) or late.
+  // 0: threads run in index order and asynchronous work happens as late as the memory model allows. Other seeds: random
+  // order of threads, warps and blocks, several blocks at once, and asynchronous work early (seed % 3 == 1), at random
+  // moments (seed % 3 == 2) or late.
   uint64_t seed = 0;
   // What device_properties() reports. The default is an H200.
   DeviceProperties properties{132, 90, 227 * 1024};

@@ -5,7 +5,8 @@
 
 namespace warpsmith::sim {
 
-void warp_operation(unsigned mask, WarpOperation compute, const void* identity, void* arguments, const char* what, Site site) {
+void warp_operation(unsigned mask, WarpOperation compute, const void* identity, void* arguments, const char* what,
+                    Site site) {
   Thread& me = self();
   Warp& warp = *me.warp;
   const std::string name = what;
@@ -29,8 +30,8 @@ void warp_operation(unsigned mask, WarpOperation compute, const void* identity, 
       return;
     }
     if (other.operation != identity || other.wait.site.line != site.line || other.wait.site.file != site.file)
-      fail(name + ": lanes of one mask are at different operations (lines " + std::to_string(other.wait.site.line) + " and " +
-               std::to_string(site.line) + ")",
+      fail(name + ": lanes of one mask are at different operations (lines " + std::to_string(other.wait.site.line) +
+               " and " + std::to_string(site.line) + ")",
            site);
     if (other.mask != mask) fail(name + ": lanes pass different masks", site);
   }
@@ -58,10 +59,12 @@ struct Shuffle {
 void shuffle_all(void* const* arguments, unsigned mask) {
   for (unsigned left = mask; left; left &= left - 1) {
     auto& a = *static_cast<Shuffle*>(arguments[std::countr_zero(left)]);
-    if (a.source < 0) std::memcpy(a.result, a.value, sizeof a.value);
+    if (a.source < 0)
+      std::memcpy(a.result, a.value, sizeof a.value);
     else if (const auto* from = static_cast<const Shuffle*>(arguments[a.source]))
       std::memcpy(a.result, from->value, sizeof a.value);
-    else std::memset(a.result, 0xff, sizeof a.result);  // undefined: the source lane takes no part
+    else
+      std::memset(a.result, 0xff, sizeof a.result);  // undefined: the source lane takes no part
   }
 }
 
@@ -90,8 +93,10 @@ void reduce_all(void* const* arguments, unsigned mask) {
   bool first = true;
   for (unsigned left = mask; left; left &= left - 1) {
     const auto& a = *static_cast<const Reduction*>(arguments[std::countr_zero(left)]);
-    if (first) result = a.value;
-    else switch (a.operation) {
+    if (first)
+      result = a.value;
+    else
+      switch (a.operation) {
         case 0: result += a.value; break;
         case 1: result = std::min(result, a.value); break;
         case 2: result = std::max(result, a.value); break;

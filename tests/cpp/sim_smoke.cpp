@@ -1,20 +1,17 @@
-// The smallest proof that a kernel runs on the host: vector access, a block reduction, an asynchronous copy, launch errors.
-#include <cstdio>
-#include <string>
-#include <vector>
-
+// The smallest proof that a kernel runs on the host: vector access, a block reduction, an asynchronous copy, launch
+// errors.
 #include "common/launch.h"
 #include "device/async_copy.h"
 #include "device/programmatic_launch.h"
 #include "device/reduce.h"
 #include "device/vector.h"
-#include "sim/sim.h"
+#include "harness.h"
 
-using namespace warpsmith;
-
+namespace warpsmith::test {
 namespace {
 
-template <int Threads> __global__ void __launch_bounds__(Threads) row_sums(const bfloat16* x, float* sums, int64_t columns) {
+template <int Threads> __global__ void __launch_bounds__(Threads)
+    row_sums(const bfloat16* x, float* sums, int64_t columns) {
   WARPSMITH_SHARED(float, scratch, Threads / 32);
   WARPSMITH_DYNAMIC_SHARED(tile);
   device::wait_for_previous_kernel();
@@ -32,38 +29,54 @@ template <int Threads> __global__ void __launch_bounds__(Threads) row_sums(const
   if (threadIdx.x == 0) device::store<device::Cache::streaming>(sums + blockIdx.x, sum);
 }
 
-int failures = 0;
-void expect(bool ok, const std::string& what) {
-  if (!ok) std::printf("FAIL %s\n", what.c_str());
-  failures += !ok;
+constexpr int64_t kRows = 5, kColumns = 1000;
+
+struct Problem {
+  Buffer<bfloat16> x{kRows * kColumns};
+  Buffer<float> sums{kRows};
+  std::vector<double> expected = std::vector<double>(kRows, 0.0);
+  LaunchConfig config{.grid = kRows, .block = 128, .dynamic_shared_bytes = kColumns * 2};
+
+  Problem() {
+    for (int64_t i = 0; i < kRows * kColumns; ++i) {
+      x[i] = from_float<bfloat16>(static_cast<float>(i % 7 - 3));  // small integers: every order gives the same sum
+      expected[i / kColumns] += static_cast<double>(i % 7 - 3);
+    }
+  }
+  Status run() { return launch(row_sums<128>, config, nullptr, x.data(), sums.data(), kColumns); }
+};
+
+TEST(row_sums_are_right_under_every_schedule) {
+  Problem p;
+  for (bool programmatic : {false, true}) {
+    p.config.programmatic_dependent = programmatic;
+    under_every_seed([&] {
+      p.sums.poison();
+      expect_ok(p.run());
+      expect_close("sums", p.sums, p.expected, {});
+      same_bits_for_every_seed("sums", p.sums);
+      expect_bytes({.read = kRows * kColumns * 2, .written = kRows * 4});
+    });
+  }
+}
+
+TEST(launches_the_driver_refuses) {
+  const auto refused = [](void (*change)(LaunchConfig&), const char* error) {
+    Problem p;
+    change(p.config);
+    expect_refused(p.run(), error);
+  };
+  refused([](LaunchConfig& c) { c.grid.x = 0; }, "cudaErrorInvalidConfiguration");
+  refused([](LaunchConfig& c) { c.grid.y = 65536; }, "cudaErrorInvalidConfiguration");
+  refused([](LaunchConfig& c) { c.grid.z = 65536; }, "cudaErrorInvalidConfiguration");
+  refused([](LaunchConfig& c) { c.block.x = 1025; }, "cudaErrorInvalidConfiguration");
+  refused([](LaunchConfig& c) { c.block = dim3(1, 1, 65); }, "cudaErrorInvalidConfiguration");
+  refused([](LaunchConfig& c) { c.cluster = 2; }, "cudaErrorInvalidConfiguration");  // does not divide five blocks
+  refused([](LaunchConfig& c) { c.cluster = 16; }, "cudaErrorInvalidClusterSize");
+  refused([](LaunchConfig& c) { c.dynamic_shared_bytes = 227 * 1024 + 1; }, "cudaErrorInvalidValue");
+  refused([](LaunchConfig& c) { c.grid.x = 132 * 16 + 1, c.cooperative = true; }, "cudaErrorCooperativeLaunchTooLarge");
+  refused([](LaunchConfig& c) { c.dynamic_shared_bytes = 227 * 1024; }, "bytes of shared memory, a block may have");
 }
 
 }  // namespace
-
-int main() {
-  constexpr int64_t kRows = 3, kColumns = 1000;
-  std::vector<device::Vector<bfloat16, 8>> x(kRows * kColumns / 8);
-  std::vector<float> expected(kRows, 0.0f);
-  for (int64_t i = 0; i < kRows * kColumns; ++i) {
-    const float value = static_cast<float>(i % 7 - 3);
-    x[i / 8].at[i % 8] = device::from_float<bfloat16>(value);
-    expected[i / kColumns] += value;
-  }
-  LaunchConfig config{.grid = kRows, .block = 128, .dynamic_shared_bytes = kColumns * 2};
-  for (uint64_t seed = 0; seed < 8; ++seed) {
-    sim::options().seed = seed;
-    sim::counters() = {};
-    config.programmatic_dependent = seed % 2;
-    std::vector<float> sums(kRows, -1.0f);
-    const Status status = launch(row_sums<128>, config, nullptr, x[0].at, sums.data(), kColumns);
-    expect(status.ok(), status.what());
-    expect(sums == expected, "row sums, seed " + std::to_string(seed));
-    expect(sim::counters().global_bytes_read == kRows * kColumns * 2, "bytes read");
-    expect(sim::counters().global_bytes_written == kRows * 4, "bytes written");
-  }
-  config.dynamic_shared_bytes = 300 * 1024;
-  Status refused = launch(row_sums<128>, config, nullptr, x[0].at, expected.data(), kColumns);
-  expect(refused.kind() == Status::Kind::device && refused.what().starts_with("cudaErrorInvalidValue"), refused.what());
-  std::puts(failures ? "failed" : "ok");
-  return failures != 0;
-}
+}  // namespace warpsmith::test

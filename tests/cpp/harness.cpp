@@ -1,0 +1,249 @@
+#include "harness.h"
+
+#include <cstdio>
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+extern "C" void __sanitizer_set_death_callback(void (*callback)());
+#endif
+
+namespace warpsmith::test {
+namespace {
+
+struct Test {
+  const char* name;
+  void (*body)(Random*);
+  bool random;
+};
+
+std::vector<Test>& tests() {
+  static std::vector<Test> all;
+  return all;
+}
+
+struct State {
+  int seeds = 8;
+  int random_cases = 20;
+  int64_t first_case = 1;
+  std::string current;  // what runs, for reports
+  int failures = 0;     // of the current case
+  bool quiet = false;   // while a failing case is made smaller
+  uint64_t schedule_seed = 0;
+  std::vector<std::pair<std::string, std::vector<unsigned char>>> first_outputs;
+} state;
+
+[[maybe_unused]] void print_current() {
+  std::fprintf(stderr, "died in: %s, schedule seed %ld\n", state.current.c_str(),
+               static_cast<long>(state.schedule_seed));
+}
+
+std::string describe(const Random& random) {
+  std::string text;
+  for (const auto& [value, low] : random.drawn) text += (text.empty() ? "" : " ") + std::to_string(value);
+  return text;
+}
+
+bool fails_with(const Test& test, const std::vector<int64_t>& draws, uint64_t seed, Random& used) {
+  used = Random(seed);
+  used.replay = draws;
+  state.failures = 0;
+  test.body(&used);
+  return state.failures > 0;
+}
+
+// Lowers one draw at a time, first to its lowest value, then by halves, until nothing can be lowered.
+void shrink_and_report(const Test& test, const Random& failing, uint64_t seed) {
+  std::vector<int64_t> draws;
+  for (const auto& [value, low] : failing.drawn) draws.push_back(value);
+  std::vector<std::pair<int64_t, int64_t>> bounds = failing.drawn;
+  state.quiet = true;
+  Random used(seed);
+  bool changed = true;
+  for (int attempts = 0; changed && attempts < 200;) {
+    changed = false;
+    for (size_t i = 0; i < draws.size() && i < bounds.size(); ++i) {
+      const int64_t low = bounds[i].second;
+      for (int64_t step = draws[i] - low; step > 0 && attempts < 200; step /= 2, ++attempts) {
+        std::vector<int64_t> smaller = draws;
+        smaller[i] -= step;
+        if (!fails_with(test, smaller, seed, used)) continue;
+        draws.clear();
+        bounds = used.drawn;
+        for (const auto& [value, lowest] : used.drawn) draws.push_back(value);
+        changed = true;
+        break;
+      }
+    }
+  }
+  state.quiet = false;
+  fails_with(test, draws, seed, used);
+  std::printf("  smallest failing draws of case %ld: %s\n", static_cast<long>(seed), describe(used).c_str());
+}
+
+int run_random(const Test& test) {
+  for (int64_t i = 0; i < state.random_cases; ++i) {
+    const auto seed = static_cast<uint64_t>(state.first_case + i);
+    state.current = std::string(test.name) + ", case " + std::to_string(seed);
+    state.failures = 0;
+    Random random(seed);
+    test.body(&random);
+    if (!state.failures) continue;
+    shrink_and_report(test, random, seed);
+    return 1;
+  }
+  return 0;
+}
+
+int run_fixed(const Test& test) {
+  state.current = test.name;
+  state.failures = 0;
+  test.body(nullptr);
+  return state.failures > 0;
+}
+
+}  // namespace
+
+Registration::Registration(const char* name, void (*body)(Random*), bool random) {
+  tests().push_back({name, body, random});
+}
+
+void fail(const std::string& what) {
+  if (!state.quiet && state.failures < 20)
+    std::printf("  FAIL %s (schedule seed %ld): %s\n", state.current.c_str(), static_cast<long>(state.schedule_seed),
+                what.c_str());
+  ++state.failures;
+}
+
+void expect_ok(const Status& status) {
+  if (!status.ok()) fail(status.what());
+}
+
+void expect_refused(const Status& status, const std::string& part) {
+  if (status.ok())
+    fail("expected a failure with '" + part + "', got success");
+  else if (status.what().find(part) == std::string::npos)
+    fail("expected a failure with '" + part + "', got: " + status.what());
+}
+
+uint64_t Random::bits() {  // splitmix64
+  uint64_t z = state_ += 0x9e3779b97f4a7c15ull;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+  return z ^ (z >> 31);
+}
+
+int64_t Random::integer(int64_t low, int64_t high) {
+  int64_t value = low + static_cast<int64_t>(bits() % static_cast<uint64_t>(high - low + 1));
+  if (drawn.size() < replay.size()) value = std::min(std::max(replay[drawn.size()], low), high);
+  drawn.emplace_back(value, low);
+  return value;
+}
+
+int64_t Random::size(int64_t low, int64_t high) {
+  int64_t value = low;
+  switch (bits() % 3) {
+    case 0: value = low + static_cast<int64_t>(bits() % 9); break;
+    case 1: {
+      int64_t power = 1;
+      for (uint64_t n = bits() % 20; n > 0 && power < high; --n) power *= 2;
+      value = power + static_cast<int64_t>(bits() % 3) - 1;
+      break;
+    }
+    default: value = low + static_cast<int64_t>(bits() % static_cast<uint64_t>(high - low + 1)); break;
+  }
+  value = std::min(std::max(value, low), high);
+  if (drawn.size() < replay.size()) value = std::min(std::max(replay[drawn.size()], low), high);
+  drawn.emplace_back(value, low);
+  return value;
+}
+
+void under_every_seed(const std::function<void()>& body) {
+  state.first_outputs.clear();
+  for (int seed = 0; seed < state.seeds; ++seed) {
+    state.schedule_seed = static_cast<uint64_t>(seed);
+    sim::options().seed = static_cast<uint64_t>(seed);
+    sim::counters() = {};
+    body();
+  }
+  state.schedule_seed = 0;
+  sim::options().seed = 0;
+  state.first_outputs.clear();
+}
+
+void same_bits_for_every_seed(const std::string& name, const void* data, size_t bytes) {
+  const auto* from = static_cast<const unsigned char*>(data);
+  for (const auto& [first_name, first] : state.first_outputs) {
+    if (first_name != name) continue;
+    if (first.size() != bytes || (bytes && std::memcmp(first.data(), from, bytes) != 0))
+      fail(name + ": the schedule changes the bits of the result");
+    return;
+  }
+  state.first_outputs.emplace_back(name, std::vector<unsigned char>(from, from + bytes));
+}
+
+void expect_close_element(const std::string& name, size_t index, double actual, double expected, int mantissa_bits,
+                          const Tolerance& tolerance, int& reported) {
+  if (std::isnan(expected) && std::isnan(actual)) return;
+  if (actual == expected) return;
+  const double magnitude = std::fabs(expected);
+  const int exponent = magnitude > 0 && std::isfinite(magnitude) ? std::ilogb(magnitude) : -126;
+  const double spacing = std::ldexp(1.0, std::max(exponent, -126) - mantissa_bits);
+  const double allowed = tolerance.ulps * spacing + tolerance.relative * magnitude + tolerance.absolute;
+  if (std::fabs(actual - expected) <= allowed) return;
+  if (++reported > 3) {
+    if (reported == 4) fail(name + ": more elements differ");
+    return;
+  }
+  char text[200];
+  std::snprintf(text, sizeof text, "%s[%zu]: expected %.9g, got %.9g (allowed error %.3g)", name.c_str(), index,
+                expected, actual, allowed);
+  fail(text);
+}
+
+void expect_bytes(const Bytes& formula) {
+  expect_equal("global bytes read", sim::counters().global_bytes_read, formula.read);
+  expect_equal("global bytes written", sim::counters().global_bytes_written, formula.written);
+}
+
+}  // namespace warpsmith::test
+
+int main(int argc, char** argv) {
+  using namespace warpsmith::test;
+  std::string only;
+  bool list = false;
+  for (int i = 1; i < argc; ++i) {
+    const std::string flag = argv[i];
+    const char* value = i + 1 < argc ? argv[i + 1] : "";
+    if (flag == "--list")
+      list = true;
+    else if (flag == "--seeds")
+      state.seeds = std::atoi(value), ++i;
+    else if (flag == "--random")
+      state.random_cases = std::atoi(value), ++i;
+    else if (flag == "--first-case")
+      state.first_case = std::atoll(value), ++i;
+    else if (flag == "--only")
+      only = value, ++i;
+    else {
+      std::printf("usage: %s [--seeds N] [--random N] [--first-case N] [--only PART] [--list]\n", argv[0]);
+      return 2;
+    }
+  }
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  __sanitizer_set_death_callback(print_current);
+#endif
+  int failed = 0, run = 0;
+  for (const Test& test : tests()) {
+    if (std::string(test.name).find(only) == std::string::npos) continue;
+    if (list) {
+      std::puts(test.name);
+      continue;
+    }
+    const int result = test.random ? run_random(test) : run_fixed(test);
+    std::printf("%s %s\n", result ? "FAILED" : "passed", test.name);
+    std::fflush(stdout);
+    failed += result;
+    ++run;
+  }
+  if (!list) std::printf("%d of %d tests failed\n", failed, run);
+  return failed || (!run && !list);
+}
