@@ -1,0 +1,116 @@
+"""The laws of the house, on the project itself."""
+
+import doctest
+import importlib
+import pkgutil
+import statistics
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import arrows
+import docstrings
+import pytest
+import rules
+import warpsmith
+from files import ROOT
+
+HERE = Path(__file__).parent
+IMPORT_LIMIT_MS = 50
+
+
+def none(violations):
+    assert not violations, "\n" + "\n".join(violations)
+
+
+def test_includes_follow_the_table_of_arrows():
+    none(arrows.include_violations(ROOT))
+
+
+def test_imports_follow_the_table_of_arrows():
+    none(arrows.import_violations(ROOT, rules.read_exceptions(HERE / "private_uses.txt")))
+
+
+def test_every_op_is_in_every_room():
+    assert rules.ops(ROOT), "no op found: the rule would check nothing"
+    none(rules.missing_rooms(ROOT))
+
+
+def test_every_kernel_belongs_to_an_op():
+    none(rules.kernels_without_an_op(ROOT))
+
+
+def test_files_are_short():
+    exceptions = rules.read_exceptions(HERE / "exceptions.txt")
+    none(rules.too_long(ROOT, exceptions) + rules.stale_exceptions(ROOT, exceptions))
+    long = [f"{path} ({n})" for n, path in rules.line_counts(ROOT) if n > rules.SOFT_LINES]
+    if long:
+        warnings.warn(f"files above {rules.SOFT_LINES} lines: {', '.join(long)}", stacklevel=1)
+
+
+def test_inline_assembly_stays_in_device():
+    none(rules.inline_assembly(ROOT))
+
+
+def test_kernels_are_launched_through_the_wrapper():
+    none(rules.bare_launches(ROOT))
+
+
+def test_no_unfinished_work():
+    none(rules.notes_to_self(ROOT))
+
+
+def test_no_pickle():
+    none(rules.pickling(ROOT))
+
+
+def test_cited_paths_exist():
+    none(rules.dead_citations(ROOT))
+
+
+def test_public_names_are_documented():
+    modules = [warpsmith] + [importlib.import_module(f"warpsmith.{name}") for name in ("nn", "optim")]
+    none(docstrings.undocumented(modules))
+
+
+def modules_of_the_package():
+    # __main__ runs something at import; the compiled modules have no examples.
+    return [
+        m.name
+        for m in pkgutil.walk_packages(warpsmith.__path__, "warpsmith.")
+        if not m.name.endswith(("__main__", "._C"))
+    ]
+
+
+@pytest.mark.parametrize("name", modules_of_the_package())
+def test_examples_in_docstrings_run(name):
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("warpsmith"):
+            raise
+        pytest.skip(f"optional package {error.name} is not installed")
+    results = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    assert results.failed == 0
+
+
+IMPORT_CODE = """
+import sys, time
+import torch
+start = time.perf_counter()
+import warpsmith
+elapsed = time.perf_counter() - start
+assert not [m for m in sys.modules if m.startswith("warpsmith.testing")], "warpsmith.testing was imported"
+print(1e3 * elapsed)
+"""
+
+
+def test_import_is_quick():
+    times = []
+    for _ in range(5):
+        run = subprocess.run(
+            [sys.executable, "-c", IMPORT_CODE], capture_output=True, text=True, timeout=120, check=True
+        )
+        times.append(float(run.stdout.split()[-1]))
+    assert statistics.median(times) <= IMPORT_LIMIT_MS, f"milliseconds beyond torch: {times}"

@@ -1,0 +1,266 @@
+"""Each house rule must find a planted violation, and must not cry over the clean form of the same file."""
+
+import arrows
+import docstrings
+import pytest
+import rules
+from files import code_of
+
+
+@pytest.fixture
+def plant(tmp_path):
+    def write(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return write
+
+
+HEADERS = {
+    "csrc/common/status.h": "#pragma once\n#include <string>\n",
+    "csrc/device/vector.h": '#include <cuda_runtime.h>\n#include "common/status.h"\n',
+    "csrc/sim/sim.h": '#include "device/vector.h"\n',
+    "csrc/kernels/scale/scale.h": '#include "common/status.h"\n',
+    "csrc/kernels/scale/scale_kernel.cuh": '#include "device/vector.h"\n#include "kernels/scale/scale.h"\n',
+    "csrc/kernels/norm/norm.h": "#pragma once\n",
+    "csrc/torch/support/tensor.h": "#include <torch/csrc/stable/tensor.h>\n",
+    "csrc/torch/scale.cpp": '#include "kernels/scale/scale.h"\n#include "torch/support/tensor.h"\n',
+    "csrc/cpu/scale.cpp": '#include "kernels/scale/scale.h"\n',
+    "csrc/host/module.cpp": "#include <pybind11/pybind11.h>\n",
+    "csrc/include/warpsmith/scale.h": "#include <torch/torch.h>\n",
+}
+
+
+def test_clean_includes_pass(plant):
+    assert arrows.include_violations(plant(HEADERS)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "include", "words"),
+    [
+        ("csrc/device/a.h", '"kernels/scale/scale.h"', "device must not use kernels"),
+        ("csrc/common/a.h", '"kernels/scale/scale.h"', "common must not use kernels"),
+        ("csrc/common/a.h", "<torch/csrc/stable/tensor.h>", "common must not use torch"),
+        ("csrc/sim/a.h", '"torch/support/tensor.h"', "sim must not use torch"),
+        ("csrc/kernels/scale/a.cuh", '"kernels/norm/norm.h"', "another family's folder"),
+        ("csrc/kernels/scale/a.cuh", "<ATen/ATen.h>", "kernels must not use torch"),
+        ("csrc/kernels/scale/a.cuh", "<cub/cub.cuh>", "no CUTLASS, CUB"),
+        ("csrc/kernels/scale/a.cuh", "<cute/tensor.hpp>", "no CUTLASS, CUB"),
+        ("csrc/kernels/scale/a.cuh", "<cooperative_groups.h>", "no CUTLASS, CUB"),
+        ("csrc/kernels/scale/a.cuh", '"sim/sim.h"', "kernels must not use sim"),
+        ("csrc/cpu/a.cpp", '"kernels/scale/scale_kernel.cuh"', "plain header alone"),
+        ("csrc/cpu/a.cpp", "<cuda_runtime.h>", "cpu must not use the CUDA runtime"),
+        ("csrc/cpu/a.cpp", '"device/vector.h"', "cpu must not use device"),
+        ("csrc/torch/a.cpp", "<torch/extension.h>", "stable ABI"),
+        ("csrc/torch/a.cpp", "<c10/cuda/CUDAStream.h>", "stable ABI"),
+        ("csrc/torch/a.cpp", '"device/vector.h"', "torch must not use device"),
+        ("csrc/torch/a.cpp", '"kernels/scale/scale_kernel.cuh"', "plain header alone"),
+        ("csrc/host/a.cpp", "<torch/torch.h>", "host must not use torch"),
+        ("csrc/kernels/scale/a.cuh", "<pybind11/pybind11.h>", "belongs to host"),
+        ("csrc/attic/a.h", "<string>", "not a room"),
+    ],
+)
+def test_a_wrong_include_is_found(plant, path, include, words):
+    (found,) = arrows.include_violations(plant({**HEADERS, path: f"#include {include}\n"}))
+    assert path in found
+    assert words in found
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "words"),
+    [
+        ("python/warpsmith/reference/a.py", "from warpsmith.ops.scale import scale", "torch alone"),
+        ("python/warpsmith/reference/a.py", "import warpsmith", "torch alone"),
+        ("python/warpsmith/ops/a.py", "from warpsmith.nn import RMSNorm", "must not use nn"),
+        ("python/warpsmith/ops/a.py", "from warpsmith import optim", "must not use optim"),
+        ("python/warpsmith/ops/a.py", "from ..reference import a", "must not use reference"),
+        ("python/warpsmith/ops/a.py", "def f():\n    import warpsmith.testing", "must not use testing"),
+        ("python/warpsmith/nn/a.py", "import torch\ny = torch.ops.warpsmith.scale", "uses torch.ops"),
+        ("python/warpsmith/optim/a.py", "import torch\nf = lambda: torch.ops.warpsmith.adamw()", "uses torch.ops"),
+        ("tests/ops/test_a.py", "from warpsmith.ops._library import raw", "private name"),
+        ("benchmarks/a.py", "import warpsmith._load", "private name"),
+        ("examples/a.py", "import warpsmith\nwarpsmith.ops.scale._check(1)", "private name"),
+        ("tests/test_a.py", "from warpsmith.nn import _hidden", "private name"),
+    ],
+)
+def test_a_wrong_import_is_found(plant, path, text, words):
+    found = arrows.import_violations(plant({path: text}))
+    assert len(found) >= 1
+    assert all(path in f for f in found)
+    assert words in found[0]
+    if path.startswith("tests"):
+        assert arrows.import_violations(plant({path: text}), exceptions=(path,)) == []
+
+
+def test_clean_imports_pass(plant):
+    clean = {
+        "python/warpsmith/reference/a.py": "import torch\nfrom warpsmith.reference.b import b",
+        "python/warpsmith/ops/a.py": "from warpsmith.ops._library import raw\nimport torch\nx = torch.ops.warpsmith.a",
+        "python/warpsmith/nn/a.py": "from warpsmith.ops.a import a",
+        "tests/test_a.py": "import warpsmith\nfrom warpsmith.testing import op_tests\nprint(warpsmith.__version__)",
+    }
+    assert arrows.import_violations(plant(clean)) == []
+
+
+def complete(op, family):
+    return dict.fromkeys(
+        [
+            f"csrc/kernels/{family}/{op}.h",
+            f"csrc/kernels/{family}/{op}_kernel.cuh",
+            f"csrc/kernels/{family}/{op}.cu",
+            f"csrc/cpu/{op}.cpp",
+            f"csrc/torch/{op}.cpp",
+            f"python/warpsmith/ops/{op}.py",
+            f"python/warpsmith/reference/{op}.py",
+            f"tests/ops/test_{op}.py",
+            f"tests/cpp/sim_{op}.cpp",
+            f"benchmarks/bench_{op}.py",
+            f"docs/ops/{op}.md",
+        ],
+        "",
+    )
+
+
+@pytest.mark.parametrize("left_out", list(complete("scale", "norm")))
+def test_a_missing_room_is_found(plant, left_out):
+    files = {**complete("scale", "norm"), **complete("shift", "shift")}
+    del files[left_out]
+    (found,) = rules.missing_rooms(plant(files))
+    assert found.startswith("scale: ")
+    assert found.removeprefix("scale: ").split("scale")[0].split("*")[0] in left_out
+
+
+def test_complete_ops_pass_and_a_stray_kernel_is_found(plant):
+    root = plant({**complete("scale", "norm"), "csrc/kernels/norm/scale_hopper.cu": ""})
+    assert rules.missing_rooms(root) == []
+    assert rules.kernels_without_an_op(root) == []
+    assert rules.kernels_without_an_op(plant({"csrc/kernels/norm/shift.cu": ""})) == [
+        "csrc/kernels/norm/shift.cu: belongs to no op"
+    ]
+
+
+def test_a_long_file_is_found_unless_it_is_on_the_list(plant):
+    root = plant({"python/a.py": "x = 1\n" * 801, "python/b.py": "x = 1\n" * 800})
+    (found,) = rules.too_long(root, {})
+    assert found == "python/a.py: 801 lines (limit 800)"
+    assert rules.too_long(root, {"python/a.py": "why"}) == []
+    assert rules.stale_exceptions(root, {"python/b.py": "why", "python/a.py": "why"}) == [
+        "python/b.py: needs no exception"
+    ]
+
+
+def test_exceptions_carry_a_date_and_a_reason(tmp_path):
+    path = tmp_path / "list.txt"
+    path.write_text("# comment\n\n2026-11-20 python/a.py: one table that reads best whole\n")
+    assert rules.read_exceptions(path) == {"python/a.py": "one table that reads best whole"}
+    path.write_text("python/a.py: no date here\n")
+    with pytest.raises(ValueError, match="expected 'YYYY-MM-DD path: reason'"):
+        rules.read_exceptions(path)
+
+
+def test_inline_assembly_is_found(plant):
+    root = plant(
+        {
+            "csrc/kernels/scale/a.cuh": '// asm( in a comment\nint x;\nasm volatile("mov;");\n',
+            "csrc/device/a.h": 'asm volatile("mov;");',
+            "csrc/sim/a.cpp": 'asm("switch");',
+            "csrc/common/b.h": 'const char* s = "asm(";\nvoid asm_like(); int asmx(int);\n',
+        }
+    )
+    assert rules.inline_assembly(root) == ["csrc/kernels/scale/a.cuh:3: inline assembly"]
+
+
+def test_a_bare_launch_is_found(plant):
+    root = plant(
+        {
+            "csrc/kernels/scale/a.cu": "// never <<<>>>\nvoid f() {\n  kernel<<<1, 2>>>();\n}\n",
+            "csrc/common/launch.h": "kernel<<<1, 2>>>();\n",
+        }
+    )
+    assert rules.bare_launches(root) == ["csrc/kernels/scale/a.cu:3: bare launch"]
+
+
+@pytest.mark.parametrize("word", ["TO" + "DO", "FIX" + "ME"])
+def test_unfinished_work_is_found(plant, word):
+    root = plant(
+        {"python/a.py": f"x = 1  # {word}: later\n", "docs/a.md": f"{word}\n", "python/b.py": "# todos are a list\n"}
+    )
+    assert rules.notes_to_self(root) == ["docs/a.md:1: unfinished work", "python/a.py:1: unfinished work"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "import torch\ntorch.save({}, 'x')",
+        "def f():\n    import dill",
+        "import torch.distributed as dist\ndist.broadcast_object_list([])",
+        "import torch\ntorch.distributed.all_gather_object([], 1)",
+    ],
+)
+def test_pickle_is_found(plant, text):
+    assert len(rules.pickling(plant({"python/warpsmith/a.py": text}))) == 1
+    assert rules.pickling(plant({"python/warpsmith/a.py": "import json\njson.load(open('x'))"})) == []
+
+
+def test_a_dead_citation_is_found(plant):
+    root = plant(
+        {
+            "README.md": "See `csrc/gone.h`, `csrc/here.h`, [a](docs/gone.md), [b](docs/here.md#part), [c](https://x.org/y), `csrc/<op>.h`",
+            "csrc/here.h": "// measured: docs/design/gone.md and docs/here.md\n",
+            "docs/here.md": "[up](../README.md)",
+        }
+    )
+    assert rules.dead_citations(root) == [
+        "README.md: cites csrc/gone.h, which does not exist",
+        "README.md: cites docs/gone.md, which does not exist",
+        "csrc/here.h: cites docs/design/gone.md, which does not exist",
+    ]
+
+
+def good_op():
+    """Scales.
+
+    ``y = a x``. Shape (..., D), float32. Deterministic.
+
+    Raises:
+        ValueError: never.
+
+    Source: folklore.
+
+    >>> 1
+    1
+    """
+
+
+@pytest.mark.parametrize(
+    ("piece", "section"),
+    [
+        ("``y = a x``.", "formula"),
+        ("Shape (..., D),", "shapes"),
+        ("float32", "dtypes"),
+        ("Raises:", "errors"),
+        ("Deterministic.", "determinism"),
+        ("Source", "source"),
+        (">>>", "example"),
+    ],
+)
+def test_a_missing_docstring_section_is_found(piece, section):
+    def op():
+        pass
+
+    op.__doc__ = good_op.__doc__
+    assert docstrings.missing_sections("op", op, is_op=True) == []
+    op.__doc__ = good_op.__doc__.replace(piece, "")
+    assert docstrings.missing_sections("op", op, is_op=True) == [f"op: docstring: {section} is missing"]
+    op.__doc__ = None
+    assert docstrings.missing_sections("op", op, is_op=True) == ["op: no docstring"]
+
+
+def test_comments_and_strings_are_not_code():
+    assert code_of('a; // asm(\nb; /* <<< \n */ c("<<<");').split() == ["a;", "b;", "c(", ");"]
