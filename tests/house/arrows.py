@@ -5,7 +5,8 @@ import re
 
 from files import CPP, files, read
 
-# What each room of csrc may include, as the first part of the include's path; kernels and torch have rules of their own below.
+# What each room of csrc may include, as the first part of the include's path; kernels and
+# torch have rules of their own below.
 ROOMS = {
     "device": {"device", "common"},
     "common": {"common", "device"},
@@ -44,17 +45,15 @@ def _refused(root, path, room, name):
     target = name.split("/")[0]
     if target not in ROOMS[room]:
         return f"{room} must not use {target}"
+    if room == "torch" and target == "torch" and not name.startswith("torch/support/"):
+        return "torch may use torch/support alone"
     if target != "kernels":
-        return (
-            "torch may use torch/support alone"
-            if room == "torch" and target == "torch" and "support" not in name
-            else None
-        )
+        return None
     if room == "kernels" and name.split("/")[1] != path.parts[2]:
         return "another family's folder"
     if room in ("cpu", "torch") and not re.fullmatch(r"kernels/\w+/\w+\.h", name):
         return f"{room} may use an op's plain header alone"
-    if room == "host" and not name.endswith((".h",)):
+    if room == "host" and not name.endswith(".h"):
         return "host may use config choosers alone"
     return None
 

@@ -76,11 +76,8 @@ def test_public_names_are_documented():
 
 def modules_of_the_package():
     # __main__ runs something at import; the compiled modules have no examples.
-    return [
-        m.name
-        for m in pkgutil.walk_packages(warpsmith.__path__, "warpsmith.")
-        if not m.name.endswith(("__main__", "._C"))
-    ]
+    names = [m.name for m in pkgutil.walk_packages(warpsmith.__path__, "warpsmith.")]
+    return [n for n in names if not n.endswith(("__main__", "._C", "libwarpsmith_ops"))]
 
 
 @pytest.mark.parametrize("name", modules_of_the_package())
@@ -95,12 +92,13 @@ def test_examples_in_docstrings_run(name):
     assert results.failed == 0
 
 
+# Processor time, not the clock's: the test must not depend on what else the machine does.
 IMPORT_CODE = """
 import sys, time
 import torch
-start = time.perf_counter()
+start = time.process_time()
 import warpsmith
-elapsed = time.perf_counter() - start
+elapsed = time.process_time() - start
 assert not [m for m in sys.modules if m.startswith("warpsmith.testing")], "warpsmith.testing was imported"
 print(1e3 * elapsed)
 """
@@ -109,8 +107,7 @@ print(1e3 * elapsed)
 def test_import_is_quick():
     times = []
     for _ in range(5):
-        run = subprocess.run(
-            [sys.executable, "-c", IMPORT_CODE], capture_output=True, text=True, timeout=120, check=True
-        )
+        command = [sys.executable, "-c", IMPORT_CODE]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         times.append(float(run.stdout.split()[-1]))
     assert statistics.median(times) <= IMPORT_LIMIT_MS, f"milliseconds beyond torch: {times}"

@@ -211,7 +211,8 @@ def test_pickle_is_found(plant, text):
 def test_a_dead_citation_is_found(plant):
     root = plant(
         {
-            "README.md": "See `csrc/gone.h`, `csrc/here.h`, [a](docs/gone.md), [b](docs/here.md#part), [c](https://x.org/y), `csrc/<op>.h`",
+            "README.md": "See `csrc/gone.h`, `csrc/here.h`, [a](docs/gone.md), [b](docs/here.md#part), "
+            "[c](https://x.org/y), `csrc/<op>.h`",
             "csrc/here.h": "// measured: docs/design/gone.md and docs/here.md\n",
             "docs/here.md": "[up](../README.md)",
         }
