@@ -1,0 +1,1 @@
+"""Speed of each op beside torch, torch.compile, installed rivals and its floor: `python -m benchmarks --help`."""

@@ -1,0 +1,68 @@
+"""rms_norm: forward and backward, beside torch, torch.compile, Liger, QuACK, cuDNN's frontend and Apex where installed.
+
+Floor: each element of x read and of y written once forward (2 elements); x and dy read and dx written once backward (3). The weight,
+its gradient and the row statistics are not counted.
+"""
+
+import torch
+import torch.nn.functional as F
+import warpsmith
+
+from benchmarks.cells import CPU_THREADS, forward_and_backward, torch_contenders
+
+EPS = 1e-6
+GPU_SHAPES = ((16384, 4096), (4096, 8192), (1024, 12288), (65536, 768), (131072, 128))
+CPU_SHAPES = ((4096, 1024),)
+
+
+def rivals():
+    """Installed rivals, each a function of (x, weight)."""
+    found = {}
+    try:
+        from liger_kernel.transformers.functional import liger_rms_norm
+
+        found["liger"] = lambda x, w: liger_rms_norm(x, w, EPS)
+    except ImportError:
+        pass
+    try:
+        from quack.rmsnorm import rmsnorm
+
+        found["quack"] = lambda x, w: rmsnorm(x, w, eps=EPS)
+    except ImportError:
+        pass
+    try:
+        from cudnn.ops.norm import rms_norm
+
+        found["cudnn"] = lambda x, w: rms_norm(x, w, None, EPS)
+    except ImportError:
+        pass
+    try:
+        from apex.normalization.fused_layer_norm import fused_rms_norm_affine
+
+        found["apex"] = lambda x, w: fused_rms_norm_affine(x, w, w.shape, EPS)
+    except ImportError:
+        pass
+    return found
+
+
+def run(device, options):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shapes = ((64, 128),) if options.quick else GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    threads = torch.get_num_threads()
+    torch.set_num_threads(CPU_THREADS)
+    rows = []
+    try:
+        for shape in shapes:
+            x = torch.randn(shape, device=device).to(dtype).requires_grad_()
+            w = torch.randn(shape[-1], device=device).to(dtype).requires_grad_()
+            contenders = torch_contenders(
+                lambda x, w: warpsmith.rms_norm(x, w, EPS), lambda x, w: F.rms_norm(x, w.shape, w, EPS), options
+            )
+            if device == "cuda":
+                contenders.update(rivals())
+            unit = x.numel() * x.element_size()
+            floor = {"forward": 2 * unit, "backward": 3 * unit}
+            rows += forward_and_backward("rms_norm", shape, dtype, contenders, (x, w), floor, device, options)
+    finally:
+        torch.set_num_threads(threads)
+    return rows
