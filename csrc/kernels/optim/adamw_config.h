@@ -1,0 +1,35 @@
+#pragma once
+#include <cstdint>
+
+// How an adamw launch is cut: pure functions of the problem, printable through warpsmith.plan("adamw", ...). The
+// arithmetic behind the numbers is in docs/design/2026-11-20-adamw.md.
+namespace warpsmith {
+
+struct AdamWConfig {
+  int threads = 0;      // of a block
+  int vectors = 0;      // 16-byte vectors of each array that a thread has in flight
+  int chunk_elems = 0;  // elements of one block, at most
+  const char* why = "";
+};
+
+constexpr int kAdamWThreads = 256;
+constexpr int kAdamWBlocksAMultiprocessor =
+    3;  // that registers must leave room for: 85 a thread; at 64 the kernel spills
+constexpr int kAdamWVectors = 2;
+constexpr int kAdamWTileElems = kAdamWThreads * kAdamWVectors * 4;  // that a block reads at once
+constexpr int kAdamWMaxChunkElems = 8 * kAdamWTileElems;
+
+// The longest chunk, in powers of two of a tile, that still gives every resident block three chunks in turn.
+// `total_elems`: of all tensors together.
+constexpr AdamWConfig choose_adamw(int64_t total_elems, int multiprocessors) {
+  const int64_t wanted_blocks = int64_t{3} * kAdamWBlocksAMultiprocessor * multiprocessors;
+  AdamWConfig c{kAdamWThreads, kAdamWVectors, kAdamWMaxChunkElems,
+                "long chunks: a block's start is a few percent of its life"};
+  while (c.chunk_elems > kAdamWTileElems && total_elems / c.chunk_elems < wanted_blocks) {
+    c.chunk_elems /= 2;
+    c.why = "short chunks: the work is little, and every multiprocessor should have an equal part of it";
+  }
+  return c;
+}
+
+}  // namespace warpsmith
