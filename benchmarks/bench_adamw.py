@@ -1,7 +1,7 @@
 """AdamW: one step on a large model's tensors and on many small ones, beside torch's fused and foreach optimizers.
 
-Floor: parameter, gradient and both moments read, parameter and moments written: 7 elements, 28 bytes a float32 parameter.
-The host's time is that of a step from an idle device, without waiting for it.
+Floor: parameter, gradient and both moments read, parameter and moments written: 7 elements, 28 bytes a float32
+parameter. The host's time is that of a step from an idle device, without waiting for it.
 """
 
 import gc
@@ -21,14 +21,8 @@ SPIN_CYCLES = 60_000_000
 
 def gpt_shapes(layers, width, vocabulary, context):
     """The parameter shapes of a GPT-2 with biases and a tied head."""
-    layer = [(width,)] * 6 + [
-        (3 * width, width),
-        (3 * width,),
-        (width, width),
-        (4 * width, width),
-        (4 * width,),
-        (width, 4 * width),
-    ]
+    matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    layer = [*matrices, (3 * width,), (4 * width,)] + [(width,)] * 6
     return [(vocabulary, width), (context, width), *layer * layers, (width,), (width,)]
 
 

@@ -1,7 +1,7 @@
-"""Host cost of one eager call of a small op: what the dispatcher, autograd and our own Python take, beside torch's native ops.
+"""Host cost of one eager call of a small op: dispatcher, autograd and our own Python, beside torch's native ops.
 
-On a GPU this is the host's part alone; on the CPU the (tiny) computation is part of it. `layer_norm` is the yardstick of the goals:
-rows of ours state its time over ours under "vs best rival".
+On a GPU this is the host's part alone; on the CPU the (tiny) computation is part of it. The goals are set against
+`layer_norm`: our rows state its time over ours under "vs best rival".
 """
 
 import torch
@@ -30,23 +30,19 @@ def run(device, options):
         label = "grad" if grad else "no grad"
         rows += _host_rows(f"forward, {label}", dtype, forward, calls, rounds)
         if grad:
-            both = {
-                name: (lambda fn=fn, x=x, w=w, dy=dy: torch.autograd.grad(fn(), (x, w), dy))
-                for name, fn in forward.items()
-            }
+            both = {name: _backward(fn, (x, w), dy) for name, fn in forward.items()}
             rows += _host_rows("forward + backward", dtype, both, calls, rounds)
     return rows
 
 
+def _backward(forward, inputs, grad):
+    return lambda: torch.autograd.grad(forward(), inputs, grad)
+
+
 def _host_rows(direction, dtype, contenders, calls, rounds):
     timings = host_time_us(contenders, calls=calls, rounds=rounds)
-    shape = "x".join(map(str, SHAPE))
+    names = {"shape": "x".join(map(str, SHAPE)), "dtype": str(dtype).removeprefix("torch.")}
+    not_rivals = ("torch rms_norm",)
     return make_rows(
-        "rms_norm",
-        shape,
-        str(dtype).removeprefix("torch."),
-        f"host {direction}",
-        timings,
-        unit="us",
-        not_rivals=("torch rms_norm",),
+        "rms_norm", **names, direction=f"host {direction}", timings=timings, unit="us", not_rivals=not_rivals
     )

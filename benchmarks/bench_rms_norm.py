@@ -1,7 +1,7 @@
 """rms_norm: forward and backward, beside torch, torch.compile, Liger, QuACK, cuDNN's frontend and Apex where installed.
 
-Floor: each element of x read and of y written once forward (2 elements); x and dy read and dx written once backward (3). The weight,
-its gradient and the row statistics are not counted.
+Floor: x read and y written once forward (2 elements for each of x); x and dy read and dx written once backward (3). The
+weight, its gradient and the row statistics are not counted.
 """
 
 import torch
@@ -19,7 +19,7 @@ def rivals():
     """Installed rivals, each a function of (x, weight)."""
     found = {}
     try:
-        from liger_kernel.transformers.functional import liger_rms_norm
+        from liger_kernel.transformers.functional import liger_rms_norm  # the Triton kernels
 
         found["liger"] = lambda x, w: liger_rms_norm(x, w, EPS)
     except ImportError:

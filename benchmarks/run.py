@@ -3,8 +3,8 @@
     python -m benchmarks                                    all ops, on the CPU and (if there is one) the GPU
     python benchmarks/run.py --op rms_norm --json out.json  one op
 
-Each `bench_<op>.py` has `run(device, options)`, which returns the rows of one device. How a time is taken, and what the columns
-mean, is in `warpsmith.testing` (GpuTimer, time_cpu, Row).
+Each `bench_<op>.py` has `run(device, options)`, which returns the rows of one device. How a time is taken, and what the
+columns mean, is in `warpsmith.testing` (GpuTimer, time_cpu, Row).
 """
 
 import argparse
