@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Builds, tests, sanitizes and measures on this machine's GPU, without a network, in under 10 minutes. One table at the end.
+#
+#   tools/gpu/run.sh                     all stages
+#   tools/gpu/run.sh build test          some of: build test sanitize bench
+#
+# A failing stage does not stop the later ones, but makes the exit code non-zero. Results go to $OUT (default
+# benchmarks/results), logs to $OUT too (default build/gpu-logs). PYTHON names the interpreter that holds torch.
+set -eu
+cd "$(dirname "$0")/../.."
+exec "${PYTHON:-python3}" tools/gpu/stages.py "$@"

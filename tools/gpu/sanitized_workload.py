@@ -1,0 +1,70 @@
+"""Every op forward and backward at small shapes, for compute-sanitizer: the small cases of the ops' own case tables.
+
+A spec is any `OpSpec` in a module tests/ops/test_<op>.py. Inputs are made on the CPU and copied, so that the tools see
+few kernels but ours. The optimizers, which have no spec, come first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+import warpsmith
+from warpsmith.testing import LAYOUTS, OpSpec
+from warpsmith.testing.inputs import make_inputs
+from warpsmith.testing.run import run
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_ELEMENTS = 40_000
+MOST_CASES = 40  # of one op: spread evenly over its table
+
+
+def specs() -> list[OpSpec]:
+    """The specs of the ops' test modules."""
+    found: dict[str, OpSpec] = {}
+    for path in sorted((ROOT / "tests/ops").glob("test_*.py")):
+        sys.path.insert(0, str(path.parent))
+        module_spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert module_spec is not None and module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+        for value in vars(module).values():
+            if isinstance(value, OpSpec):
+                found[value.name] = value
+    return list(found.values())
+
+
+def run_spec(spec: OpSpec) -> int:
+    """Small cases of the table, and the first of them in every layout."""
+    small = [c for c in spec.cases_on("cuda") if torch.Size(c.shape).numel() <= MOST_ELEMENTS]
+    step = max(1, -(-len(small) // MOST_CASES))
+    cases = small[::step] + [spec.base_case().but(layout=layout) for layout in spec.layouts or LAYOUTS]
+    for case in cases:
+        run(spec.op, spec, case, make_inputs(spec, case, "cuda"))
+    return 2 * len(cases)
+
+
+def run_optimizers() -> int:
+    """Two steps over tensors of odd sizes, one of them misaligned."""
+    sizes = (1, 3, 127, 1024, 4097, 20_000)
+    params = [torch.ones(n).cuda().requires_grad_() for n in sizes]
+    params.append(torch.ones(514).cuda()[1:].detach().requires_grad_())
+    for p in params:
+        p.grad = torch.full(p.shape, 0.5).cuda()
+    optimizer = warpsmith.optim.AdamW(params, lr=1e-3)
+    for _ in range(2):
+        optimizer.step()
+    return 2
+
+
+def main() -> None:
+    """Prints the number of calls last, as the stage expects."""
+    calls = run_optimizers() + sum(run_spec(spec) for spec in specs())
+    torch.cuda.synchronize()
+    print(f"workload: {calls} op calls", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""The stages of tools/gpu/run.sh, each with a time limit, a log and a verdict, and the table that ends them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 570.0  # of all stages together
+LOG_LINES = 40  # of a failed stage's log that are printed
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# What each tool must say itself: a tool that is missing, or saw no kernel, must not pass.
+CLEAN = r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed \(0 errors, 0 warnings\)"
+WORKLOAD_DONE = r"workload: (\d+) op calls"
+CPU_TESTS = ("testing", "ops", "optim", "nn", "host")
+
+
+@dataclass
+class Verdict:
+    """How a command ended."""
+
+    stage: str
+    ok: bool
+    seconds: float
+    detail: str
+
+
+def run_command(
+    command: list[str], log: Path, limit_s: float, env: dict[str, str] | None = None
+) -> tuple[int, str, float]:
+    """Runs a command in a process group of its own; at the limit all of it is killed and the exit code is 124."""
+    start = time.monotonic()
+    with log.open("wb") as file:
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        except OSError as error:
+            file.write(f"{command[0]}: {error}\n".encode())
+            code = 127
+        else:
+            try:
+                code = process.wait(max(limit_s, 1.0))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                code = 124
+    return code, log.read_text(errors="replace"), time.monotonic() - start
+
+
+def why(code: int, limit_s: float) -> str:
+    """An exit code in words."""
+    return f"stopped after {limit_s:.0f} s" if code == 124 else f"exit code {code}"
+
+
+def build(logs: Path, limit_s: float) -> list[Verdict]:
+    """Builds and installs the package against this machine's torch, for its architecture."""
+    env = {"WARPSMITH_REQUIRE_CUDA": "1", "CMAKE_BUILD_PARALLEL_LEVEL": "16"}
+    if not os.environ.get("CMAKE_ARGS") and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        env["TORCH_CUDA_ARCH_LIST"] = "9.0a"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-build-isolation",
+        "--no-deps",
+        "--force-reinstall",
+        "-v",
+        ".",
+    ]
+    code, output, seconds = run_command(command, logs / "build.log", limit_s, env)
+    found = re.findall(r"warpsmith: CUDA [^\n]*", output)
+    return [Verdict("build", code == 0, seconds, found[-1] if code == 0 and found else why(code, limit_s))]
+
+
+def pytest_verdict(name: str, code: int, output: str, seconds: float, limit_s: float) -> Verdict:
+    """Reads pytest's closing line. No test run is a failure too."""
+    closing = re.findall(r"^=* ?(\d+ (?:passed|failed|skipped|error)[^\n=]*?) in [\d.:]+", output, re.MULTILINE)
+    detail = closing[-1] if closing else why(code, limit_s)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    detail += "".join(f"\n  {name}" for name in failed[:12])
+    return Verdict(name, code == 0 and "passed" in detail, seconds, detail)
+
+
+def test(logs: Path, limit_s: float) -> list[Verdict]:
+    """The tests that need a GPU, and the CPU tests of ops, here on another torch and Python than in development."""
+    verdicts = []
+    start = time.monotonic()
+    folders = [f"tests/{name}" for name in CPU_TESTS if (ROOT / "tests" / name).is_dir()]
+    base = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    for name, arguments in (
+        ("test gpu", ["-m", "gpu", "tests"]),
+        ("test cpu", ["-m", "not gpu and not slow", *folders]),
+    ):
+        left = limit_s - (time.monotonic() - start)
+        code, output, seconds = run_command([*base, *arguments], logs / f"{name.replace(' ', '_')}.log", left)
+        verdicts.append(pytest_verdict(name, code, output, seconds, left))
+    return verdicts
+
+
+def sanitizer_verdict(tool: str, code: int, output: str, seconds: float, limit_s: float) -> Verdict:
+    """A clean tool says so itself, after the workload said how much it ran."""
+    summary = re.findall(r"[^\n]*SUMMARY: [^\n]*", output)
+    done = re.search(WORKLOAD_DONE, output)
+    clean = code == 0 and bool(summary) and all(re.search(CLEAN, line) for line in summary)
+    worked = done is not None and int(done[1]) > 0
+    parts = [summary[-1].strip("= ") if summary else f"no summary line, {why(code, limit_s)}"]
+    parts.append(f"{done[1]} op calls" if done and worked else "the workload did not finish")
+    return Verdict(f"sanitize {tool}", clean and worked, seconds, "; ".join(parts))
+
+
+def sanitize(logs: Path, limit_s: float) -> list[Verdict]:
+    """Every op at small shapes under compute-sanitizer's four tools, at the same time."""
+    env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # the caching allocator would hide overruns
+
+    def one(tool: str) -> Verdict:
+        options = ["--padding", "256"] if tool == "memcheck" else []
+        command = ["compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "9", "--print-limit", "20"]
+        command += [sys.executable, "tools/gpu/sanitized_workload.py"]
+        code, output, seconds = run_command(command, logs / f"sanitize_{tool}.log", limit_s, env)
+        return sanitizer_verdict(tool, code, output, seconds, limit_s)
+
+    with ThreadPoolExecutor(len(SANITIZERS)) as pool:
+        return list(pool.map(one, SANITIZERS))
+
+
+def bench(logs: Path, limit_s: float) -> list[Verdict]:
+    """The benchmarks; their rows are kept beside the log."""
+    rows = logs / "bench_rows.json"
+    rows.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks", "--json", str(rows)]
+    code, _, seconds = run_command(command, logs / "bench.log", limit_s)
+    count = len(json.loads(rows.read_text())["rows"]) if rows.exists() else 0
+    detail = f"{count} rows" + ("" if code == 0 else f", {why(code, limit_s)}")
+    return [Verdict("bench", code == 0 and count > 0, seconds, detail)]
+
+
+# In order. Seconds: a stage's own limit; together they may not pass the deadline either.
+STAGES = {"build": (build, 180.0), "test": (test, 240.0), "sanitize": (sanitize, 120.0), "bench": (bench, 300.0)}
+
+
+def stage_table(verdicts: list[Verdict]) -> str:
+    """One line a verdict."""
+    width = max(len(v.stage) for v in verdicts)
+    return "\n".join(
+        f"{v.stage.ljust(width)}  {'ok    ' if v.ok else 'FAILED'}  {v.seconds:5.0f} s  {v.detail}" for v in verdicts
+    )
+
+
+def merge_logs(logs: Path) -> None:
+    """The four tools' logs as one file."""
+    parts = sorted(logs.glob("sanitize_*.log"))
+    if parts:
+        (logs / "sanitize.log").write_text("".join(f"==== {p.stem}\n{p.read_text(errors='replace')}\n" for p in parts))
+    for path in parts:
+        path.unlink()
+
+
+def finish(verdicts: list[Verdict], logs: Path, results: Path) -> None:
+    """Prints the benchmark's table and the stages', and writes both as one JSON file named by date and GPU."""
+    kept = {"environment": {}, "rows": []}
+    rows = logs / "bench_rows.json"
+    if any(v.stage == "bench" for v in verdicts) and rows.exists():
+        kept = json.loads(rows.read_text())
+        rows.unlink()
+        table = (logs / "bench.log").read_text(errors="replace")
+        print(table[table.rfind("\nop ") + 1 :] if "\nop " in table else "the benchmarks printed no table")
+    merge_logs(logs)
+    gpu = re.sub(r"\W+", "-", str(kept["environment"].get("gpu", "gpu"))).lower()
+    results.mkdir(parents=True, exist_ok=True)
+    target = results / f"{time.strftime('%Y-%m-%d-%H%M', time.gmtime())}-{gpu}.json"
+    target.write_text(json.dumps({"stages": [asdict(v) for v in verdicts], **kept}, indent=1) + "\n")
+    print("\n".join(f"{name}: {value}" for name, value in kept["environment"].items()))
+    print(stage_table(verdicts))
+    print(f"written: {target}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the stages asked for and returns 0 if all are ok."""
+    parser = argparse.ArgumentParser(
+        prog="tools/gpu/run.sh", description="Build, test, sanitize and measure on this GPU."
+    )
+    parser.add_argument("stages", nargs="*", metavar="stage", help=f"of {', '.join(STAGES)}; default: all")
+    chosen = parser.parse_args(arguments).stages or list(STAGES)
+    for stage in chosen:
+        if stage not in STAGES:
+            parser.error(f"stage: expected one of {', '.join(STAGES)}, got {stage}")
+    out = os.environ.get("OUT")
+    results = Path(out) if out else ROOT / "benchmarks/results"
+    logs = Path(out) if out else ROOT / "build/gpu-logs"
+    logs.mkdir(parents=True, exist_ok=True)
+
+    start = time.monotonic()
+    verdicts: list[Verdict] = []
+    for stage in (name for name in STAGES if name in chosen):
+        function, limit_s = STAGES[stage]
+        print(f"== {stage}", flush=True)
+        left = DEADLINE_S - (time.monotonic() - start)
+        new = function(logs, min(limit_s, left)) if left > 5 else [Verdict(stage, False, 0.0, "no time left")]
+        verdicts += new
+        print(stage_table(new), flush=True)
+        for verdict in new:
+            log = logs / f"{verdict.stage.replace(' ', '_')}.log"
+            if not verdict.ok and log.exists():
+                tail = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                print("\n".join(f"  | {line[:200]}" for line in tail), flush=True)
+    finish(verdicts, logs, results)
+    return 0 if all(v.ok for v in verdicts) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
