@@ -5,7 +5,6 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels/optim/table_upload.h"
 #include "torch/support/device.h"
 #include "torch/support/library.h"
 #include "torch/support/tensor.h"
@@ -94,7 +93,7 @@ void write_words(const char* op, const int64_t* host, const Tensor& to) {
   const int64_t count = to.numel();
   int64_t* words = static_cast<int64_t*>(to.mutable_data_ptr());
   run_on(
-      op, to, [&](void* stream) { return table_upload_cuda(host, words, count, stream); },
+      op, to, [&](void* stream) { return adamw_upload_cuda(host, words, count, stream); },
       [&](const Parallel&) {
         std::copy_n(host, count, words);
         return Status();

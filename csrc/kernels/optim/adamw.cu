@@ -3,8 +3,13 @@
 #include "common/launch.h"
 #include "kernels/optim/adamw_config.h"
 #include "kernels/optim/adamw_kernel.cuh"
+#include "kernels/optim/table_upload.cuh"
 
 namespace warpsmith {
+
+Status adamw_upload_cuda(const int64_t* host, int64_t* device, int64_t words, void* stream) {
+  return table_upload::upload(host, device, words, stream);
+}
 
 Status adamw_chunk_elems_cuda(int64_t total_elems, int32_t* chunk_elems) {
   DeviceProperties device;

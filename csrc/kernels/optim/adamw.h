@@ -55,6 +55,10 @@ struct AdamWParams {
 Status adamw_cuda(const AdamWParams& params, void* stream);
 Status adamw_cpu(const AdamWParams& params, const Parallel& parallel);
 
+// Writes words of a table or of a column of addresses; `host` is free again when the call returns, which waits for
+// nothing.
+Status adamw_upload_cuda(const int64_t* host, int64_t* device, int64_t words, void* stream);
+
 // Elements of a chunk for tensors of these sizes in all. The CUDA answer depends on the current device.
 Status adamw_chunk_elems_cuda(int64_t total_elems, int32_t* chunk_elems);
 int32_t adamw_chunk_elems_cpu();

@@ -116,7 +116,7 @@ template <int N, int kVectors, bool kMax> __device__ __forceinline__ void update
     tile.update_and_store(s, c, begin, whole);
   }
   if constexpr (N > 1) {
-    Tile<1, 1, kMax> rest;
+    Tile<1, 1, kMax> rest{};
     rest.load(c, whole, c.elems);
     rest.update_and_store(s, c, whole, c.elems);
   }

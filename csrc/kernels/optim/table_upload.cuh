@@ -1,30 +1,30 @@
-#include "kernels/optim/table_upload.h"
-
+#pragma once
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 
 #include "common/launch.h"
 #include "device/vector.h"
 
-namespace warpsmith {
-namespace {
+// Writes 64-bit words of host memory to device memory inside the arguments of launches: the host memory is free again
+// when the call returns, nothing waits, no staging buffer has to outlive a copy, and a captured graph carries the words
+// in its nodes.
+namespace warpsmith::table_upload {
 
-// 16 KiB of a launch's 32 KiB of arguments (CUDA 12.1 and newer, sm_70 and newer): the addresses of 2,000 gradients go
-// in one.
+// Half of the 32 KiB of arguments that a launch may have (CUDA 12.1 and newer, sm_70 and newer): the addresses of 2,000
+// gradients go in one.
 struct Words {
   int64_t at[2040];
 };
 constexpr int64_t kWords = sizeof(Words) / sizeof(int64_t);
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads)
+static __global__ void __launch_bounds__(kThreads)
     write_words(const __grid_constant__ Words words, int64_t* device, int count) {
   for (int i = threadIdx.x; i < count; i += kThreads) device::store(device + i, words.at[i]);
 }
 
-}  // namespace
-
-Status table_upload_cuda(const int64_t* host, int64_t* device, int64_t words, void* stream) {
+inline Status upload(const int64_t* host, int64_t* device, int64_t words, void* stream) {
   LaunchConfig config;
   config.block.x = kThreads;
   for (int64_t begin = 0; begin < words; begin += kWords) {
@@ -37,4 +37,4 @@ Status table_upload_cuda(const int64_t* host, int64_t* device, int64_t words, vo
   return {};
 }
 
-}  // namespace warpsmith
+}  // namespace warpsmith::table_upload
