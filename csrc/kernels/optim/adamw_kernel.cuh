@@ -85,18 +85,18 @@ template <int N, int kVectors, bool kMax> struct Tile {
 // The tensor's constants of this step, from device memory; and the step is counted. Called by warp 0, converged.
 __device__ __forceinline__ void prepare(const AdamWParams& p, AdamWTensor* t, AdamWScalars<float>* shared) {
   const AdamWGroup& group = p.groups[t->group - p.first_group];
-  const float taken = *t->step;
+  // Lane 0 alone reads the counter: its fences then order all reads of it before the write.
+  const float taken = __shfl_sync(0xffffffffu, threadIdx.x == 0 ? *t->step : 0.0f, 0);
   const double correction = adamw_bias_correction(threadIdx.x == 1 ? group.beta2 : group.beta1, taken);
   const double correction1 = __shfl_sync(0xffffffffu, correction, 0);
   const double correction2 = __shfl_sync(0xffffffffu, correction, 1);
   if (threadIdx.x != 0) return;
   *shared = adamw_scalars<float>(group, p.grad_scale, correction1, correction2);
-  bool last = true;
   if (t->chunks > 1) {
     __threadfence();  // the counter is read before this block is counted
-    last = atomicAdd(&t->chunks_done, 1u) + 1 == static_cast<uint32_t>(t->chunks);
+    if (atomicAdd(&t->chunks_done, 1u) + 1 != static_cast<uint32_t>(t->chunks)) return;
+    __threadfence();  // and written after every block has been
   }
-  if (!last) return;
   t->chunks_done = 0;
   *t->step = taken + 1;
 }
