@@ -16,7 +16,6 @@ py::dict describe(const RmsNormConfig& c) {
   d["blocks"] = c.blocks;
   d["vector_elems"] = c.vector_elems;
   d["vectors_a_thread"] = c.vectors;
-  d["rows_at_once"] = c.rows_at_once;
   d["stages"] = c.stages;
   d["shared_bytes"] = c.shared_bytes;
   d["why"] = c.why;
@@ -29,7 +28,6 @@ py::dict plan(const py::kwargs& given) {
   p.rows = problem.integer("rows", 1);
   p.columns = problem.integer("columns", 1);
   p.element_bytes = problem.dtype_bytes("dtype", "bfloat16");
-  p.weight_bytes = problem.dtype_bytes("weight_dtype", problem.text("dtype", "bfloat16"));
   p.aligned = problem.flag("aligned", true);
   p.multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
   p.max_shared_bytes = static_cast<int>(problem.integer("max_shared_bytes", 0, 227 * 1024));

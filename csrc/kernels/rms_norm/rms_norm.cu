@@ -20,30 +20,23 @@ bool rows_on_16_bytes(const void* base, int64_t stride, int64_t rows, Dtype dtyp
   return on_16_bytes(base) && (rows == 1 || stride * size_bytes(dtype) % 16 == 0);
 }
 
-Status problem_of(int64_t rows, int64_t columns, Dtype dtype, bool has_weight, Dtype weight_dtype, bool aligned,
-                  RmsNormProblem* out) {
+Status problem_of(int64_t rows, int64_t columns, Dtype dtype, bool aligned, RmsNormProblem* out) {
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
-  *out = {rows,
-          columns,
-          size_bytes(dtype),
-          has_weight ? size_bytes(weight_dtype) : 0,
-          aligned,
-          device.multiprocessors,
-          device.max_dynamic_shared_bytes};
+  *out = {rows, columns, size_bytes(dtype), aligned, device.multiprocessors, device.max_dynamic_shared_bytes};
   return {};
 }
 
 Status problem_of(const RmsNormFwdParams& p, RmsNormProblem* out) {
   const bool aligned = rows_on_16_bytes(p.x, p.x_stride, p.rows, p.dtype) && on_16_bytes(p.y) && on_16_bytes(p.weight);
-  return problem_of(p.rows, p.columns, p.dtype, p.weight != nullptr, p.weight_dtype, aligned, out);
+  return problem_of(p.rows, p.columns, p.dtype, aligned, out);
 }
 
 Status problem_of(const RmsNormBwdParams& p, RmsNormProblem* out) {
   const bool aligned = rows_on_16_bytes(p.x, p.x_stride, p.rows, p.dtype) &&
                        rows_on_16_bytes(p.dy, p.dy_stride, p.rows, p.dtype) && on_16_bytes(p.dx) &&
                        on_16_bytes(p.weight);
-  return problem_of(p.rows, p.columns, p.dtype, p.weight != nullptr, p.weight_dtype, aligned, out);
+  return problem_of(p.rows, p.columns, p.dtype, aligned, out);
 }
 
 // Runs `visit.template operator()<T, W>()` for the storage types of activation and weight.
@@ -61,9 +54,31 @@ template <class Visit> Status dispatch(Dtype dtype, Dtype weight_dtype, Visit&& 
   return Status::unsupported(std::string("no CUDA kernel for ") + name(dtype));
 }
 
+Status no_kernel(const char* direction, const RmsNormConfig& c) {
+  return Status::unsupported(std::string("no ") + direction + " kernel " + name(c.kernel) + " with " +
+                             std::to_string(c.vectors) + " vectors a thread and " + std::to_string(c.lanes) +
+                             " threads a row");
+}
+
 template <class T, class W> Status launch_forward(const RmsNormFwdParams& p, const RmsNormConfig& c, void* stream) {
   using namespace rms_norm;
   constexpr int N = kVector<T>;
+  if (c.kernel == RmsNormKernel::ring) {
+    void (*kernel)(RmsNormFwdParams, int, int) = nullptr;
+    if (c.block_a_row()) {
+      switch (c.vectors) {
+        case 3: kernel = forward_ring<T, W, 3, true>; break;
+        case 4: kernel = forward_ring<T, W, 4, true>; break;
+      }
+    } else {
+      switch (c.vectors) {
+        case 1: kernel = forward_ring<T, W, 1, false>; break;
+        case 2: kernel = forward_ring<T, W, 2, false>; break;
+      }
+    }
+    if (!kernel) return no_kernel("forward", c);
+    return launch(kernel, grid_of(c), stream, p, c.lanes, c.stages);
+  }
   void (*kernel)(RmsNormFwdParams, int) = nullptr;
   if (c.kernel == RmsNormKernel::looped) {
     if (c.vector_elems == 1)
@@ -71,20 +86,15 @@ template <class T, class W> Status launch_forward(const RmsNormFwdParams& p, con
     else
       kernel = c.block_a_row() ? forward_looped<T, W, N, true> : forward_looped<T, W, N, false>;
   } else if (c.block_a_row()) {
-    switch (c.vectors) {
-      case 2: kernel = forward_registers<T, W, N, 2, 1, true>; break;
-      case 4: kernel = forward_registers<T, W, N, 4, 1, true>; break;
-      case 6: kernel = forward_registers<T, W, N, 6, 1, true>; break;
-    }
+    if (c.vectors == 4) kernel = forward_registers<T, W, N, 4, true>;
   } else {
     switch (c.vectors) {
-      case 1: kernel = forward_registers<T, W, N, 1, 4, false>; break;
-      case 2: kernel = forward_registers<T, W, N, 2, 2, false>; break;
-      case 3: kernel = forward_registers<T, W, N, 3, 1, false>; break;
-      case 4: kernel = forward_registers<T, W, N, 4, 1, false>; break;
+      case 2: kernel = forward_registers<T, W, N, 2, false>; break;
+      case 3: kernel = forward_registers<T, W, N, 3, false>; break;
+      case 4: kernel = forward_registers<T, W, N, 4, false>; break;
     }
   }
-  if (!kernel) return Status::device("no forward kernel for " + std::to_string(c.vectors) + " vectors a thread");
+  if (!kernel) return no_kernel("forward", c);
   return launch(kernel, grid_of(c), stream, p, c.lanes);
 }
 
@@ -100,13 +110,21 @@ template <class T, class W> Status launch_backward(const RmsNormBwdParams& p, co
     WARPSMITH_RETURN_IF_FAILED(launch(kernel, grid_of(c), stream, p, c.lanes));
   } else {
     void (*kernel)(RmsNormBwdParams, int, int) = nullptr;
-    switch (c.vectors) {
-      case 1: kernel = c.block_a_row() ? backward_ring<T, W, 1, true> : backward_ring<T, W, 1, false>; break;
-      case 2: kernel = c.block_a_row() ? backward_ring<T, W, 2, true> : backward_ring<T, W, 2, false>; break;
-      case 3: kernel = c.block_a_row() ? backward_ring<T, W, 3, true> : backward_ring<T, W, 3, false>; break;
-      case 4: kernel = c.block_a_row() ? backward_ring<T, W, 4, true> : backward_ring<T, W, 4, false>; break;
+    if (c.block_a_row()) {
+      switch (c.vectors) {
+        case 1: kernel = backward_ring<T, W, 1, true>; break;
+        case 3: kernel = backward_ring<T, W, 3, true>; break;
+        case 4: kernel = backward_ring<T, W, 4, true>; break;
+      }
+    } else {
+      switch (c.vectors) {
+        case 1: kernel = backward_ring<T, W, 1, false>; break;
+        case 2: kernel = backward_ring<T, W, 2, false>; break;
+        case 3: kernel = backward_ring<T, W, 3, false>; break;
+        case 4: kernel = backward_ring<T, W, 4, false>; break;
+      }
     }
-    if (!kernel) return Status::device("no backward kernel for " + std::to_string(c.vectors) + " vectors a thread");
+    if (!kernel) return no_kernel("backward", c);
     WARPSMITH_RETURN_IF_FAILED(launch(kernel, grid_of(c), stream, p, c.lanes, c.stages));
   }
   if (!p.partials) return {};

@@ -10,8 +10,7 @@ struct RmsNormProblem {
   int64_t rows = 0;
   int64_t columns = 0;
   int element_bytes = 2;
-  int weight_bytes = 0;  // 0: no weight
-  bool aligned = true;   // every pointer and row start lies on 16 bytes
+  bool aligned = true;  // every pointer and row start lies on 16 bytes
   int multiprocessors = 132;
   int max_shared_bytes = 227 * 1024;  // dynamic shared memory that a block may have
 };
@@ -33,7 +32,6 @@ struct RmsNormConfig {
   RmsNormKernel kernel = RmsNormKernel::looped;
   int vector_elems = 1;  // elements of one memory access
   int vectors = 1;       // vectors of a row that one thread holds
-  int rows_at_once = 1;  // rows that one thread has in flight (registers)
   int stages = 0;        // rows in the ring, the one in use included (ring)
   int lanes = 32;        // threads of a row: a power of two up to 32, or the whole block
   int threads = 256;     // of a block
@@ -45,19 +43,24 @@ struct RmsNormConfig {
   constexpr int groups() const { return threads / lanes; }  // rows that a block works on side by side
 };
 
+// Threads that a block of the ring may have with `vectors` vectors each: what their registers allow without spilling.
+constexpr int ring_threads(int vectors) { return vectors == 1 ? 1024 : vectors == 2 ? 768 : 512; }
+
 namespace rms_norm_detail {
 
 constexpr int64_t kMaxBlocks = 0x7fffffff;
-constexpr int kMaxVectors = 4;  // of a thread in a block of 1,024: what fits in its 64 registers
+constexpr int kVectorBytes = 16;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr bool vectors_fit(const RmsNormProblem& p) { return p.aligned && p.columns % (16 / p.element_bytes) == 0; }
+constexpr bool vectors_fit(const RmsNormProblem& p) {
+  return p.aligned && p.columns % (kVectorBytes / p.element_bytes) == 0;
+}
 
-// The threads of a row that fits in one warp: the least power of two that leaves one vector a thread, at most 32.
-constexpr int lanes_of(int64_t vectors) {
+// The least power of two that leaves at most `most` vectors a thread, at most 32.
+constexpr int lanes_of(int64_t vectors, int most) {
   int lanes = 1;
-  while (lanes < 32 && lanes < vectors) lanes *= 2;
+  while (lanes < 32 && int64_t{lanes} * most < vectors) lanes *= 2;
   return lanes;
 }
 
@@ -67,7 +70,7 @@ constexpr int threads_of(int64_t vectors, int vectors_a_thread) {
 
 constexpr RmsNormConfig looped(const RmsNormProblem& p, int64_t most_blocks, const char* why) {
   RmsNormConfig c;
-  c.vector_elems = vectors_fit(p) ? 16 / p.element_bytes : 1;
+  c.vector_elems = vectors_fit(p) ? kVectorBytes / p.element_bytes : 1;
   const int64_t accesses = p.columns / c.vector_elems;
   c.lanes = accesses <= 1024 ? 32 : accesses <= 4096 ? 512 : 1024;
   c.threads = c.lanes == 32 ? 256 : c.lanes;
@@ -76,14 +79,30 @@ constexpr RmsNormConfig looped(const RmsNormProblem& p, int64_t most_blocks, con
   return c;
 }
 
-// dy and x of the rows that a block has in one stage.
-constexpr int64_t ring_stage_bytes(const RmsNormConfig& c) { return int64_t{2} * 16 * c.vectors * c.threads; }
+// A multiprocessor has 1 KiB of shared memory more than a block may take, and every block costs 1 KiB and its static
+// part.
+constexpr int64_t shared_bytes_a_block(const RmsNormProblem& p, int together) {
+  return (int64_t{p.max_shared_bytes} + 1024) / together - 1024 - 512;
+}
 
-// Stages that fit beside the weight when `together` blocks share a multiprocessor, at most 4. A multiprocessor has 1 KiB
-// more than a block may take, and every block costs 1 KiB and its static shared memory.
-constexpr int ring_stages(const RmsNormProblem& p, const RmsNormConfig& c, int together) {
-  const int64_t room = (int64_t{p.max_shared_bytes} + 1024) / together - 1024 - 512 - p.columns * p.weight_bytes;
-  return static_cast<int>(std::clamp<int64_t>(room / ring_stage_bytes(c), 0, 4));
+// A ring of `tensors` rows a stage, `together` blocks a multiprocessor or fewer, at most `stages` deep; 0 stages if
+// even two do not fit.
+constexpr RmsNormConfig ring(const RmsNormProblem& p, int tensors, int lanes, int vectors, int threads, int together,
+                             int stages, const char* why) {
+  RmsNormConfig c;
+  c.kernel = RmsNormKernel::ring;
+  c.vector_elems = kVectorBytes / p.element_bytes;
+  c.lanes = lanes;
+  c.vectors = vectors;
+  c.threads = threads;
+  const int64_t stage_bytes = int64_t{tensors} * kVectorBytes * vectors * threads;
+  while (together > 1 && shared_bytes_a_block(p, together) / stage_bytes < 2) --together;
+  c.stages = static_cast<int>(std::min<int64_t>(stages, shared_bytes_a_block(p, together) / stage_bytes));
+  if (c.stages < 2) c.stages = 0;
+  c.shared_bytes = c.stages * stage_bytes;
+  c.blocks = std::min(ceil_div(p.rows, c.groups()), int64_t{together} * p.multiprocessors);
+  c.why = why;
+  return c;
 }
 
 }  // namespace rms_norm_detail
@@ -91,63 +110,67 @@ constexpr int ring_stages(const RmsNormProblem& p, const RmsNormConfig& c, int t
 constexpr const char* kRmsNormNotVectors =
     "rows are not made of aligned 16-byte vectors: each is read twice, element by element";
 
-// Forward: a row stays in registers and is read once. Enough warps are resident to hide latency without a ring.
+// Forward. Measured on one H200 (2026-11-20, bf16, tools/gpu/sweep), fractions of a copy of the same bytes, best of
+// each kernel:
+//   columns      128   768   2048  4096  8192  12288
+//   registers    0.81  0.94  0.96  0.95  0.95  0.80
+//   ring         0.90  0.90  0.93  0.93  0.89  0.87
+// More than 4 vectors a thread lost everywhere (4096 columns, 8 vectors: below 0.90), loading the weight before the
+// row's sum too (0.72 to 0.84).
 constexpr RmsNormConfig choose_rms_norm_forward(const RmsNormProblem& p) {
   using namespace rms_norm_detail;
   if (!vectors_fit(p)) return looped(p, kMaxBlocks, kRmsNormNotVectors);
-  const int64_t vectors = p.columns / (16 / p.element_bytes);
-  if (vectors > 1024 * kMaxVectors)
-    return looped(p, kMaxBlocks, "a row is longer than a block's registers: it is read twice");
+  const int64_t vectors = p.columns / (kVectorBytes / p.element_bytes);
+  if (vectors <= 32) {
+    const int lanes = lanes_of(vectors, 2);
+    return ring(p, 1, lanes, static_cast<int>(ceil_div(vectors, lanes)), 256, 8, 2,
+                "several short rows a warp, streamed through shared memory");
+  }
+  if (vectors > 1024 && vectors <= 2048) {
+    const int each = vectors <= 1536 ? 3 : 4, threads = threads_of(vectors, each);
+    const RmsNormConfig c = ring(p, 1, threads, each, threads, 2, 2, "one block a row, streamed through shared memory");
+    if (c.stages) return c;
+  }
+  if (vectors > 1024 * 4) return looped(p, kMaxBlocks, "a row is longer than a block's registers: it is read twice");
 
   RmsNormConfig c;
   c.kernel = RmsNormKernel::registers;
-  c.vector_elems = 16 / p.element_bytes;
-  if (vectors <= 32 * 4) {
-    c.lanes = lanes_of(vectors);
-    c.vectors = static_cast<int>(ceil_div(vectors, c.lanes));
-    c.rows_at_once = c.vectors == 1 ? 4 : c.vectors == 2 ? 2 : 1;
-    c.why = "a row fits in one warp: no barrier, and several rows a warp are in flight";
+  c.vector_elems = kVectorBytes / p.element_bytes;
+  if (vectors <= 128) {
+    c.vectors = static_cast<int>(ceil_div(vectors, 32));
+    c.threads = 64;
+    c.why = "a row fits in the registers of one warp: no barrier";
   } else {
-    c.vectors = vectors <= 256 ? 2 : 4;
-    c.threads = c.lanes = threads_of(vectors, c.vectors);
+    c.vectors = 4;
+    c.threads = c.lanes = std::max(64, threads_of(vectors, c.vectors));
     c.why = "a row fits in the registers of one block";
   }
-  c.blocks = std::min(ceil_div(p.rows, int64_t{c.groups()} * c.rows_at_once), kMaxBlocks);
+  c.blocks = std::min(ceil_div(p.rows, c.groups()), kMaxBlocks);
   return c;
 }
 
-// Backward: persistent blocks, contiguous rows each, so that the weight gradient is summed in registers and leaves the
-// block once. dy and x stream through a ring of shared memory filled by asynchronous copies, `stages - 1` rows ahead.
+// Backward: persistent blocks, so that the weight gradient is summed in registers and leaves the block once. Measured
+// as above: 0.86 (128 columns), 0.92, 0.96, 0.96, 0.88, 0.71 (12288); with the weight and both rows in shared memory
+// only, and without registers for them, 0.75 and less.
 constexpr RmsNormConfig choose_rms_norm_backward(const RmsNormProblem& p) {
   using namespace rms_norm_detail;
   const int64_t looped_blocks = int64_t{4} * p.multiprocessors;
   if (!vectors_fit(p)) return looped(p, looped_blocks, kRmsNormNotVectors);
-  const int64_t vectors = p.columns / (16 / p.element_bytes);
-
-  RmsNormConfig c;
-  c.kernel = RmsNormKernel::ring;
-  c.vector_elems = 16 / p.element_bytes;
-  int together = 1;  // blocks of a multiprocessor
-  if (vectors <= 32 * kMaxVectors) {
-    c.lanes = lanes_of(vectors);
-    c.vectors = static_cast<int>(ceil_div(vectors, c.lanes));
-    together = 3;
-    c.why = "a row fits in one warp: dy and x stream through shared memory without a barrier";
-  } else {
-    c.vectors = vectors <= 512 ? 1 : vectors <= 1024 ? 2 : vectors <= 1024 * 3 ? 3 : 4;
-    c.threads = c.lanes = threads_of(vectors, c.vectors);
-    together = c.threads <= 512 ? 2 : 1;
-    c.why = "one block a row: dy and x stream through shared memory";
+  const int64_t vectors = p.columns / (kVectorBytes / p.element_bytes);
+  if (vectors <= 128) {
+    const bool narrow = vectors <= 32;
+    const int lanes = narrow ? lanes_of(vectors, 2) : 32;
+    return ring(p, 2, lanes, static_cast<int>(ceil_div(vectors, lanes)), narrow ? 256 : 128, narrow ? 2 : 3,
+                narrow ? 2 : 3, "a row fits in one warp: dy and x stream through shared memory without a barrier");
   }
-  // Two rows ahead where they fit, if need be with fewer blocks.
-  while (together > 1 && ring_stages(p, c, together) < 3) --together;
-  c.stages = c.threads > 1024 ? 0 : ring_stages(p, c, together);
-  if (c.stages < 2)
-    return looped(p, looped_blocks,
-                  "two rows of dy and x do not fit in a block's shared memory: each row is read twice");
-  c.shared_bytes = c.stages * ring_stage_bytes(c) + p.columns * p.weight_bytes;
-  c.blocks = std::min(ceil_div(p.rows, c.groups()), int64_t{together} * p.multiprocessors);
-  return c;
+  if (vectors <= 2048) {
+    const int each = vectors <= 1024 ? 1 : vectors <= 1536 ? 3 : 4, threads = threads_of(vectors, each);
+    const int together = each == 1 ? std::max(1, std::min(4, 1024 / threads)) : 1;
+    const RmsNormConfig c = ring(p, 2, threads, each, threads, together, each == 1 ? 3 : 2,
+                                 "one block a row: dy and x stream through shared memory");
+    if (c.stages) return c;
+  }
+  return looped(p, looped_blocks, "a row of dy and x does not fit on the chip: each is read twice");
 }
 
 // Rows of partial sums that a backward writes: one a block, or one a group where groups do not share theirs.

@@ -8,6 +8,7 @@
 #include "device/reduce.h"
 #include "device/vector.h"
 #include "kernels/rms_norm/rms_norm.h"
+#include "kernels/rms_norm/rms_norm_config.h"
 
 // Kernels of rms_norm. T: storage of the activations, W: of the weight; statistics and sums are float, in a fixed
 // order. N elements make one memory access, whose address is a multiple of N * sizeof(T). A row belongs to `lanes`
@@ -15,7 +16,6 @@
 // lanes rows side by side.
 namespace warpsmith::rms_norm {
 
-using device::Cache;
 using device::Vector;
 
 constexpr int kMaxWarps = 32;
@@ -89,38 +89,31 @@ __device__ __forceinline__ Vector<T, N> normalised(const Vector<T, N>& x, float 
   return y;
 }
 
-template <class T, int N>
-__device__ __forceinline__ float dot(const Vector<T, N>& dy, const Vector<T, N>& x, const Vector<float, N>& w) {
-  float sum = 0;
-#pragma unroll
-  for (int k = 0; k < N; ++k) sum += device::to_float(dy.at[k]) * w.at[k] * device::to_float(x.at[k]);
-  return sum;
-}
-
-// dx = rstd * dy * w - x * correction, correction = rstd^3 * mean(dy * w * x)
-template <class T, int N>
-__device__ __forceinline__ Vector<T, N> input_gradient(const Vector<T, N>& dy, const Vector<T, N>& x,
-                                                       const Vector<float, N>& w, float rstd, float correction) {
+// dx = rstd * (g - x_hat * mean), with g = dy * w and mean = mean(g * x_hat) of the row
+template <class T, int N> __device__ __forceinline__ Vector<T, N> input_gradient(const Vector<float, N>& g,
+                                                                                 const Vector<float, N>& x_hat,
+                                                                                 float rstd, float mean) {
   Vector<T, N> dx;
 #pragma unroll
-  for (int k = 0; k < N; ++k)
-    dx.at[k] =
-        device::from_float<T>(rstd * device::to_float(dy.at[k]) * w.at[k] - device::to_float(x.at[k]) * correction);
+  for (int k = 0; k < N; ++k) dx.at[k] = device::from_float<T>(rstd * (g.at[k] - x_hat.at[k] * mean));
   return dx;
 }
 
-template <class T, int N> __device__ __forceinline__ void add_weight_gradient(float (&sum)[N], const Vector<T, N>& dy,
-                                                                              const Vector<T, N>& x, float rstd) {
+// Stores N sums in pieces of at most 16 bytes.
+template <int N> __device__ __forceinline__ void store_sums(float* to, const float (&sums)[N]) {
+  constexpr int kPiece = N > 4 ? 4 : N;
 #pragma unroll
-  for (int k = 0; k < N; ++k) sum[k] += device::to_float(dy.at[k]) * (device::to_float(x.at[k]) * rstd);
+  for (int first = 0; first < N; first += kPiece) {
+    Vector<float, kPiece> piece;
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) piece.at[k] = sums[first + k];
+    device::store(vector_at<float, kPiece>(to, first), piece);
+  }
 }
 
 // Reads x once and writes y once: 2 * sizeof(T) bytes an element, and the weight once a row from the L2. A row has at
-// most lanes * V * N columns and lies in registers; R rows of a group are in flight together.
-template <class T, class W, int N, int V, int R, bool kBlock> __global__ void __launch_bounds__(!kBlock ? 256
-                                                                                                : V > 4 ? 512
-                                                                                                        : 1024,
-                                                                                                1)
+// most lanes * V * N columns and lies in registers.
+template <class T, class W, int N, int V, bool kBlock> __global__ void __launch_bounds__(kBlock ? 1024 : 64, 1)
     forward_registers(RmsNormFwdParams p, int lanes) {
   WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
   const Place<kBlock> at(lanes);
@@ -128,39 +121,26 @@ template <class T, class W, int N, int V, int R, bool kBlock> __global__ void __
   const float offset = static_cast<float>(p.weight_offset), eps = static_cast<float>(p.eps);
   const float columns = static_cast<float>(p.columns);
   const W* weight = static_cast<const W*>(p.weight);
-  const int64_t stride = int64_t{gridDim.x} * at.units * at.side_by_side * R;
 
-  for (int64_t base = (int64_t{blockIdx.x} * at.units + at.unit) * at.side_by_side * R; base < p.rows; base += stride) {
-    const int64_t first = base + at.side * R;
-    Vector<T, N> x[R][V];
-#pragma unroll
-    for (int r = 0; r < R; ++r)
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const int64_t column = (int64_t{v} * lanes + at.lane) * N;
-        x[r][v] = {};
-        if (first + r < p.rows && column < p.columns)
-          x[r][v] = device::load<Cache::streaming>(vector_at<T, N>(p.x, (first + r) * p.x_stride + column));
-      }
-    float rstd[R];
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      float sum = 0;
-#pragma unroll
-      for (int v = 0; v < V; ++v) sum += sum_of_squares(x[r][v]);
-      rstd[r] = device::rsqrt(row_sum(sum) / columns + eps);
-      if (p.rstd && at.lane == 0 && first + r < p.rows) static_cast<float*>(p.rstd)[first + r] = rstd[r];
-    }
+  for (int64_t r = int64_t{blockIdx.x} * at.units + at.unit; r < p.rows; r += int64_t{gridDim.x} * at.units) {
+    Vector<T, N> x[V];
+    float sum = 0;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int64_t column = (int64_t{v} * lanes + at.lane) * N;
-      if (column >= p.columns) continue;
-      const Vector<float, N> w = load_weight<W, N>(weight, column, offset);
+      x[v] = {};
+      if (column < p.columns) x[v] = device::load(vector_at<T, N>(p.x, r * p.x_stride + column));
+    }
 #pragma unroll
-      for (int r = 0; r < R; ++r)
-        if (first + r < p.rows)
-          device::store<Cache::streaming>(vector_at<T, N>(p.y, (first + r) * p.columns + column),
-                                          normalised(x[r][v], rstd[r], w));
+    for (int v = 0; v < V; ++v) sum += sum_of_squares(x[v]);
+    const float rstd = device::rsqrt(row_sum(sum) / columns + eps);
+    if (p.rstd && at.lane == 0) static_cast<float*>(p.rstd)[r] = rstd;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const int64_t column = (int64_t{v} * lanes + at.lane) * N;
+      if (column < p.columns)
+        device::store(vector_at<T, N>(p.y, r * p.columns + column),
+                      normalised(x[v], rstd, load_weight<W, N>(weight, column, offset)));
     }
   }
 }
@@ -176,111 +156,180 @@ template <class T, class W, int N, bool kBlock> __global__ void __launch_bounds_
   for (int64_t r = int64_t{blockIdx.x} * at.units + at.unit; r < p.rows; r += int64_t{gridDim.x} * at.units) {
     float sum = 0;
     for (int64_t c = int64_t{at.lane} * N; c < p.columns; c += step)
-      sum += sum_of_squares(device::load<Cache::keep>(vector_at<T, N>(p.x, r * p.x_stride + c)));
+      sum += sum_of_squares(device::load(vector_at<T, N>(p.x, r * p.x_stride + c)));
     const float rstd = device::rsqrt(row_sum(sum) / static_cast<float>(p.columns) + static_cast<float>(p.eps));
     if (p.rstd && at.lane == 0) static_cast<float*>(p.rstd)[r] = rstd;
     for (int64_t c = int64_t{at.lane} * N; c < p.columns; c += step) {
       const auto w = load_weight<W, N>(static_cast<const W*>(p.weight), c, static_cast<float>(p.weight_offset));
-      const auto x = device::load<Cache::keep>(vector_at<T, N>(p.x, r * p.x_stride + c));
-      device::store<Cache::streaming>(vector_at<T, N>(p.y, r * p.columns + c), normalised(x, rstd, w));
+      const auto x = device::load(vector_at<T, N>(p.x, r * p.x_stride + c));
+      device::store(vector_at<T, N>(p.y, r * p.columns + c), normalised(x, rstd, w));
     }
   }
 }
 
-// Waits for the oldest of the `stages` groups of copies that are in flight.
-__device__ __forceinline__ void wait_for_oldest(int stages) {
-  if (stages == 2)
-    device::copy_async_wait<1>();
-  else if (stages == 3)
-    device::copy_async_wait<2>();
-  else
-    device::copy_async_wait<3>();
+// Rows on their way through shared memory, in slots of 16 bytes: each thread copies its own pieces of a row
+// asynchronously, stages - 1 steps ahead (2 to 4 stages), and reads back only those, so that no barrier is needed.
+template <class T, int V, int kTensors> struct Ring {
+  static constexpr int N = 16 / sizeof(T);
+  Vector<T, N>* slots;  // [stages, kTensors, V, threads of the block]
+  int stages;
+  int stage = 0;  // of the step in hand
+
+  __device__ __forceinline__ Vector<T, N>* slot(int of_stage, int tensor, int v) const {
+    return slots + ((of_stage * kTensors + tensor) * V + v) * blockDim.x + threadIdx.x;
+  }
+
+  // Asks for this thread's pieces of the row that begins at element `row_at`; zeros where there is no row or no column.
+  __device__ __forceinline__ void request(int of_stage, int tensor, const void* base, int64_t row_at, bool valid,
+                                          int lane, int lanes, int64_t columns) const {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const int64_t column = (int64_t{v} * lanes + lane) * N;
+      const bool here = valid && column < columns;
+      device::copy_async<16>(slot(of_stage, tensor, v), vector_at<T, N>(base, here ? row_at + column : 0), here);
+    }
+  }
+
+  __device__ __forceinline__ int last_stage() const { return stage == 0 ? stages - 1 : stage - 1; }
+  __device__ __forceinline__ void advance() { stage = stage + 1 == stages ? 0 : stage + 1; }
+
+  __device__ __forceinline__ void wait_for_oldest() const {
+    if (stages == 2)
+      device::copy_async_wait<1>();
+    else if (stages == 3)
+      device::copy_async_wait<2>();
+    else
+      device::copy_async_wait<3>();
+  }
+};
+
+// The weight of this thread's columns, kept in registers for every row that it will see.
+template <class T, class W, int V> __device__ __forceinline__ void load_weights(Vector<float, 16 / sizeof(T)> (&w)[V],
+                                                                                const void* weight, int lane, int lanes,
+                                                                                int64_t columns, float offset) {
+  constexpr int N = 16 / sizeof(T);
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    const int64_t column = (int64_t{v} * lanes + lane) * N;
+    w[v] = {};
+    if (column < columns) w[v] = load_weight<W, N>(static_cast<const W*>(weight), column, offset);
+  }
 }
 
-// Reads dy and x once and writes dx once: 3 * sizeof(T) bytes an element, and gridDim.x rows of partial sums.
-//
-// A block takes contiguous rows. Each thread copies its own 16-byte pieces of dy and x asynchronously into slots of its
-// own, stages - 1 rows ahead (2 to 4 stages), and reads back only those: the ring needs no barrier. The weight lies in
-// shared memory, the weight gradient in registers until the block's last row. A row has at most lanes * V * 16 /
-// sizeof(T) columns.
-//
-// Shared memory: stages * 2 * V slots of 16 bytes a thread, then the weight; at the end the slots take the sums of the
-// block's groups (4 bytes a column and group, never more than the slots).
-template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds__(kBlock ? 1024 : 256, 1)
-    backward_ring(RmsNormBwdParams p, int lanes, int stages) {
+// Reads x once and writes y once: 2 * sizeof(T) bytes an element. Persistent blocks step through the rows side by side;
+// the weight stays in registers. A row has at most lanes * V * 16 / sizeof(T) columns. Shared memory: a Ring of x.
+template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds__(kBlock ? ring_threads(V) : 256, 1)
+    forward_ring(RmsNormFwdParams p, int lanes, int stages) {
   constexpr int N = 16 / sizeof(T);
   WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
   WARPSMITH_DYNAMIC_SHARED(shared);
   const Place<kBlock> at(lanes);
   RowSum<kBlock> row_sum{scratch, lanes};
-  const float offset = static_cast<float>(p.weight_offset), columns = static_cast<float>(p.columns);
-  Vector<T, N>* slots = reinterpret_cast<Vector<T, N>*>(shared);
-  W* shared_weight = reinterpret_cast<W*>(slots + stages * 2 * V * blockDim.x);
-  const auto slot = [&](int stage, int tensor, int v) {
-    return slots + ((stage * 2 + tensor) * V + v) * blockDim.x + threadIdx.x;
-  };
-
-  if (p.weight) {
-    constexpr int kPiece = 16 / sizeof(W);
-    for (int64_t c = int64_t{threadIdx.x} * kPiece; c < p.columns; c += int64_t{blockDim.x} * kPiece)
-      device::store(vector_at<W, kPiece>(static_cast<void*>(shared_weight), c),
-                    device::load(vector_at<W, kPiece>(p.weight, c)));
-    __syncthreads();
-  }
-  const W* weight = p.weight ? shared_weight : nullptr;
-
-  const int64_t begin = p.rows * blockIdx.x / gridDim.x, end = p.rows * (blockIdx.x + 1) / gridDim.x;
-  const int64_t base = begin + at.unit * at.side_by_side, step = int64_t{at.units} * at.side_by_side;
+  const float eps = static_cast<float>(p.eps), columns = static_cast<float>(p.columns);
+  const int64_t base = (int64_t{blockIdx.x} * at.units + at.unit) * at.side_by_side;
+  const int64_t step = int64_t{gridDim.x} * at.units * at.side_by_side;
+  Ring<T, V, 1> ring{reinterpret_cast<Vector<T, N>*>(shared), stages};
   const auto request = [&](int64_t unit_row, int stage) {
     const int64_t row = unit_row + at.side;
+    ring.request(stage, 0, p.x, row * p.x_stride, row < p.rows, at.lane, lanes, p.columns);
+    device::copy_async_commit();
+  };
+
+  for (int s = 0; s < stages - 1; ++s) request(base + s * step, s);
+  Vector<float, N> w[V];
+  load_weights<T, W>(w, p.weight, at.lane, lanes, p.columns, static_cast<float>(p.weight_offset));
+  for (int64_t unit_row = base; unit_row < p.rows; unit_row += step) {
+    request(unit_row + (stages - 1) * step, ring.last_stage());
+    ring.wait_for_oldest();
+    const int64_t row = unit_row + at.side;
+    float sum = 0;
+#pragma unroll
+    for (int v = 0; v < V; ++v) sum += sum_of_squares(*ring.slot(ring.stage, 0, v));
+    const float rstd = device::rsqrt(row_sum(sum) / columns + eps);
+    if (p.rstd && at.lane == 0 && row < p.rows) static_cast<float*>(p.rstd)[row] = rstd;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int64_t column = (int64_t{v} * lanes + at.lane) * N;
-      const bool valid = row < end && column < p.columns;
-      const int64_t dy_at = valid ? row * p.dy_stride + column : 0, x_at = valid ? row * p.x_stride + column : 0;
-      device::copy_async<16>(slot(stage, 0, v), vector_at<T, N>(p.dy, dy_at), valid);
-      device::copy_async<16>(slot(stage, 1, v), vector_at<T, N>(p.x, x_at), valid);
+      if (row < p.rows && column < p.columns)
+        device::store<device::Cache::streaming>(vector_at<T, N>(p.y, row * p.columns + column),
+                                                normalised(*ring.slot(ring.stage, 0, v), rstd, w[v]));
     }
+    ring.advance();
+  }
+  device::copy_async_wait<0>();
+}
+
+// Reads dy and x once and writes dx once: 3 * sizeof(T) bytes an element, and gridDim.x rows of partial sums. As
+// forward_ring, with the weight gradient in registers until the block's last row. In contiguous pieces of rows a block,
+// instead of side by side, the same kernel ran 3 to 8 % slower on an H200.
+//
+// Shared memory: a Ring of dy and x; at the end it takes the sums of the block's groups (4 bytes a column and group,
+// never more than the ring).
+template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds__(kBlock ? ring_threads(V) : 256, 1)
+    backward_ring(RmsNormBwdParams p, int lanes, int stages) {
+  constexpr int N = 16 / sizeof(T);
+  constexpr bool kKeep = V == 1;  // g and x_hat stay in registers over the row's sum; else the row is unpacked again
+  WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
+  WARPSMITH_DYNAMIC_SHARED(shared);
+  const Place<kBlock> at(lanes);
+  RowSum<kBlock> row_sum{scratch, lanes};
+  const float columns = static_cast<float>(p.columns);
+  const int64_t base = (int64_t{blockIdx.x} * at.units + at.unit) * at.side_by_side;
+  const int64_t step = int64_t{gridDim.x} * at.units * at.side_by_side;
+  Ring<T, V, 2> ring{reinterpret_cast<Vector<T, N>*>(shared), stages};
+  const auto request = [&](int64_t unit_row, int stage) {
+    const int64_t row = unit_row + at.side;
+    ring.request(stage, 0, p.dy, row * p.dy_stride, row < p.rows, at.lane, lanes, p.columns);
+    ring.request(stage, 1, p.x, row * p.x_stride, row < p.rows, at.lane, lanes, p.columns);
     device::copy_async_commit();
   };
   const auto rstd_of = [&](int64_t unit_row) {
     const int64_t row = unit_row + at.side;
-    return row < end ? static_cast<const float*>(p.rstd)[row] : 0.f;
+    return row < p.rows ? static_cast<const float*>(p.rstd)[row] : 0.f;
   };
 
   for (int s = 0; s < stages - 1; ++s) request(base + s * step, s);
   float next_rstd = rstd_of(base);
   float gradient[V][N] = {};
-  int stage = 0;
-  for (int64_t unit_row = base; unit_row < end; unit_row += step) {
-    request(unit_row + (stages - 1) * step, stage == 0 ? stages - 1 : stage - 1);
-    wait_for_oldest(stages);
+  Vector<float, N> w[V];
+  load_weights<T, W>(w, p.weight, at.lane, lanes, p.columns, static_cast<float>(p.weight_offset));
+  for (int64_t unit_row = base; unit_row < p.rows; unit_row += step) {
+    request(unit_row + (stages - 1) * step, ring.last_stage());
+    ring.wait_for_oldest();
     const float rstd = next_rstd;
     next_rstd = rstd_of(unit_row + step);
     const int64_t row = unit_row + at.side;
-    const auto weight_at = [&](int64_t column) { return load_weight<W, N>(weight, column, offset); };
-
-    if (p.dx) {
-      float sum = 0;
+    Vector<float, N> g[V], x_hat[V];
+    const auto unpack = [&](int v) {  // fills g and x_hat of vector v, gives dy
+      const Vector<T, N> dy = *ring.slot(ring.stage, 0, v), x = *ring.slot(ring.stage, 1, v);
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const int64_t column = (int64_t{v} * lanes + at.lane) * N;
-        if (column < p.columns) sum += dot(*slot(stage, 0, v), *slot(stage, 1, v), weight_at(column));
+      for (int k = 0; k < N; ++k) {
+        x_hat[v].at[k] = device::to_float(x.at[k]) * rstd;
+        g[v].at[k] = device::to_float(dy.at[k]) * w[v].at[k];
       }
-      const float correction = row_sum(sum) / columns * rstd * rstd * rstd;
+      return dy;
+    };
+    float sum = 0;
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const int64_t column = (int64_t{v} * lanes + at.lane) * N;
-        if (row < end && column < p.columns)
-          device::store<Cache::streaming>(
-              vector_at<T, N>(p.dx, row * p.columns + column),
-              input_gradient(*slot(stage, 0, v), *slot(stage, 1, v), weight_at(column), rstd, correction));
+    for (int v = 0; v < V; ++v) {
+      const Vector<T, N> dy = unpack(v);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        sum += g[v].at[k] * x_hat[v].at[k];
+        gradient[v][k] += device::to_float(dy.at[k]) * x_hat[v].at[k];
       }
     }
-    if (p.partials)
+    if (p.dx) {
+      const float mean = row_sum(sum) / columns;
 #pragma unroll
-      for (int v = 0; v < V; ++v) add_weight_gradient(gradient[v], *slot(stage, 0, v), *slot(stage, 1, v), rstd);
-    stage = stage + 1 == stages ? 0 : stage + 1;
+      for (int v = 0; v < V; ++v) {
+        if (!kKeep) unpack(v);
+        const int64_t column = (int64_t{v} * lanes + at.lane) * N;
+        if (row < p.rows && column < p.columns)
+          device::store(vector_at<T, N>(p.dx, row * p.columns + column), input_gradient<T>(g[v], x_hat[v], rstd, mean));
+      }
+    }
+    ring.advance();
   }
   device::copy_async_wait<0>();
   device::launch_dependents();
@@ -291,9 +340,7 @@ template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds_
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int64_t column = (int64_t{v} * lanes + at.lane) * N;
-      if (column < p.columns)
-#pragma unroll
-        for (int k = 0; k < N; ++k) partial[column + k] = gradient[v][k];
+      if (column < p.columns) store_sums(partial + column, gradient[v]);
     }
   } else {
     float* sums = reinterpret_cast<float*>(shared);
@@ -302,9 +349,7 @@ template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds_
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int64_t column = (int64_t{v} * lanes + at.lane) * N;
-      if (column < p.columns)
-#pragma unroll
-        for (int k = 0; k < N; ++k) sums[group * p.columns + column + k] = gradient[v][k];
+      if (column < p.columns) store_sums(sums + group * p.columns + column, gradient[v]);
     }
     __syncthreads();
     for (int64_t c = threadIdx.x; c < p.columns; c += blockDim.x) {
@@ -332,26 +377,32 @@ template <class T, class W, int N, bool kBlock> __global__ void __launch_bounds_
 
   for (int64_t r = group; r < p.rows; r += groups) {
     const float rstd = static_cast<const float*>(p.rstd)[r];
-    const auto dy_at = [&](int64_t c) { return device::load<Cache::keep>(vector_at<T, N>(p.dy, r * p.dy_stride + c)); };
-    const auto x_at = [&](int64_t c) { return device::load<Cache::keep>(vector_at<T, N>(p.x, r * p.x_stride + c)); };
-    const auto weight_at = [&](int64_t c) {
-      return load_weight<W, N>(static_cast<const W*>(p.weight), c, static_cast<float>(p.weight_offset));
+    Vector<float, N> g, x_hat;
+    const auto read = [&](int64_t c) {  // fills g and x_hat, gives dy
+      const auto dy = device::load(vector_at<T, N>(p.dy, r * p.dy_stride + c));
+      const auto x = device::load(vector_at<T, N>(p.x, r * p.x_stride + c));
+      const auto w = load_weight<W, N>(static_cast<const W*>(p.weight), c, static_cast<float>(p.weight_offset));
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        g.at[k] = device::to_float(dy.at[k]) * w.at[k];
+        x_hat.at[k] = device::to_float(x.at[k]) * rstd;
+      }
+      return dy;
     };
     float sum = 0;
     if (p.dx)
-      for (int64_t c = first; c < p.columns; c += step) sum += dot(dy_at(c), x_at(c), weight_at(c));
-    const float correction = row_sum(sum) / static_cast<float>(p.columns) * rstd * rstd * rstd;
-    for (int64_t c = first; c < p.columns; c += step) {
-      const auto dy = dy_at(c), x = x_at(c);
-      if (p.dx)
-        device::store<Cache::streaming>(vector_at<T, N>(p.dx, r * p.columns + c),
-                                        input_gradient(dy, x, weight_at(c), rstd, correction));
-      if (partial) {
-        float gradient[N] = {};
-        add_weight_gradient(gradient, dy, x, rstd);
+      for (int64_t c = first; c < p.columns; c += step) {
+        read(c);
 #pragma unroll
-        for (int k = 0; k < N; ++k) partial[c + k] += gradient[k];
+        for (int k = 0; k < N; ++k) sum += g.at[k] * x_hat.at[k];
       }
+    const float mean = row_sum(sum) / static_cast<float>(p.columns);
+    for (int64_t c = first; c < p.columns; c += step) {
+      const auto dy = read(c);
+      if (p.dx) device::store(vector_at<T, N>(p.dx, r * p.columns + c), input_gradient<T>(g, x_hat, rstd, mean));
+      if (partial)
+#pragma unroll
+        for (int k = 0; k < N; ++k) partial[c + k] += device::to_float(dy.at[k]) * x_hat.at[k];
     }
   }
   device::launch_dependents();

@@ -73,21 +73,48 @@ struct Row {
 
 void print(const char* direction, int64_t rows, int64_t columns, double bytes, double copy_us, std::vector<Row> all) {
   std::sort(all.begin(), all.end(), [](const Row& a, const Row& b) { return a.us < b.us; });
-  std::printf("%s %lldx%lld: copy of the same bytes %.1f us (%.2f TB/s)\n", direction, (long long)rows, (long long)columns, copy_us,
-              bytes / copy_us * 1e-6);
+  std::printf("%s %lldx%lld: copy of the same bytes %.1f us (%.2f TB/s)\n", direction, (long long)rows,
+              (long long)columns, copy_us, bytes / copy_us * 1e-6);
   for (size_t i = 0; i < all.size(); ++i)
     if (i < 5 || all[i].text.find("chosen") != std::string::npos)
-      std::printf("  %7.1f us  %.2f TB/s  %.3f of copy  %s\n", all[i].us, bytes / all[i].us * 1e-6, copy_us / all[i].us, all[i].text.c_str());
+      std::printf("  %7.1f us  %.2f TB/s  %.3f of copy  %s\n", all[i].us, bytes / all[i].us * 1e-6, copy_us / all[i].us,
+                  all[i].text.c_str());
 }
 
 std::string text_of(const RmsNormConfig& c, bool chosen) {
   char s[160];
-  std::snprintf(s, sizeof s, "%s lanes %d vectors %d rows %d threads %d blocks %lld stages %d%s", name(c.kernel), c.lanes, c.vectors,
-                c.rows_at_once, c.threads, (long long)c.blocks, c.stages, chosen ? "  <- chosen" : "");
+  std::snprintf(s, sizeof s, "%s lanes %d vectors %d threads %d blocks %lld stages %d%s", name(c.kernel), c.lanes,
+                c.vectors, c.threads, (long long)c.blocks, c.stages, chosen ? "  <- chosen" : "");
   return s;
 }
 
 int round_up(int64_t a, int to) { return static_cast<int>((a + to - 1) / to * to); }
+
+// Every ring of `tensors` rows a stage that fits.
+template <class Visit> void for_rings(const RmsNormProblem& p, int tensors, Visit&& visit) {
+  const int64_t vectors = p.columns / 8;
+  for (int v : {1, 2, 3, 4})
+    for (int narrow : {0, 1})
+      for (int threads : {128, 256})
+        for (int stages : {2, 3, 4})
+          for (int together : {1, 2, 3, 4, 6, 8}) {
+            RmsNormConfig c;
+            c.kernel = RmsNormKernel::ring, c.vector_elems = 8, c.vectors = v, c.stages = stages;
+            if (narrow) {
+              c.lanes = 1;
+              while (c.lanes * v < vectors) c.lanes *= 2;
+              if (c.lanes > 32 || (c.lanes / 2) * v >= vectors) continue;
+              c.threads = threads;
+            } else {
+              c.threads = c.lanes = round_up((vectors + v - 1) / v, 32);
+              if (c.lanes <= 32 || c.lanes > ring_threads(v) || threads == 128) continue;
+            }
+            c.shared_bytes = int64_t{stages} * tensors * 16 * v * c.threads;
+            if ((c.shared_bytes + 1536) * together > 228 * 1024 || together * c.threads > 2048) continue;
+            c.blocks = std::min<int64_t>(int64_t{together} * p.multiprocessors, (p.rows + c.groups() - 1) / c.groups());
+            visit(c);
+          }
+}
 
 }  // namespace
 
@@ -95,7 +122,8 @@ int main() {
   const int64_t shapes[][2] = {{16384, 4096}, {4096, 8192}, {1024, 12288}, {65536, 768}, {131072, 128}, {32768, 2048}};
   for (const auto& [rows, columns] : shapes) {
     const int64_t count = rows * columns, vectors = columns / 8;
-    void *x = random_bfloat16(count, 1), *dy = random_bfloat16(count, 2), *w = random_bfloat16(columns, 3), *y = allocate(count * 2);
+    void *x = random_bfloat16(count, 1), *dy = random_bfloat16(count, 2), *w = random_bfloat16(columns, 3),
+         *y = allocate(count * 2);
     void *rstd = allocate(rows * 4), *dw = allocate(columns * 2), *partials = allocate(size_t{2048} * columns * 4);
     const auto copy = [&](int64_t bytes) {
       static char* from = static_cast<char*>(allocate(1 << 30));
@@ -103,8 +131,9 @@ int main() {
       return time_of([&, bytes] { check(cudaMemcpyAsync(to, from, bytes / 2, cudaMemcpyDeviceToDevice)); });
     };
     RmsNormFwdParams f{x, w, y, rstd, rows, columns, columns, 1e-6, 0, Dtype::bfloat16, Dtype::bfloat16};
-    RmsNormBwdParams b{dy, x, w, rstd, y, dw, partials, rows, columns, columns, columns, 0, Dtype::bfloat16, Dtype::bfloat16};
-    RmsNormProblem problem{rows, columns, 2, 2, true, 132, 227 * 1024};
+    RmsNormBwdParams b{
+        dy, x, w, rstd, y, dw, partials, rows, columns, columns, columns, 0, Dtype::bfloat16, Dtype::bfloat16};
+    RmsNormProblem problem{rows, columns, 2, true, 132, 227 * 1024};
 
     std::vector<Row> all;
     const auto forward = [&](RmsNormConfig c, bool chosen) {
@@ -113,24 +142,18 @@ int main() {
       if (status.ok()) all.push_back({us, text_of(c, chosen)});
     };
     forward(choose_rms_norm_forward(problem), true);
-    RmsNormConfig c = choose_rms_norm_forward(problem);
-    if (c.lanes <= 32) {
-      for (int threads : {64, 128, 256})
-        for (int lanes : {8, 16, 32}) {
-          c.threads = threads, c.lanes = lanes, c.vectors = static_cast<int>((vectors + lanes - 1) / lanes);
-          if (c.vectors > 4) continue;
-          c.rows_at_once = c.vectors == 1 ? 4 : c.vectors == 2 ? 2 : 1;
-          c.blocks = (rows + c.groups() * c.rows_at_once - 1) / (c.groups() * c.rows_at_once);
-          forward(c, false);
-        }
+    for (int threads : {64, 128, 256, 512, 1024}) {
+      RmsNormConfig c = choose_rms_norm_forward(problem);
+      c.kernel = RmsNormKernel::registers, c.stages = 0, c.shared_bytes = 0;
+      for (bool warp : {true, false}) {
+        c.lanes = warp ? 32 : threads, c.threads = threads,
+        c.vectors = static_cast<int>((vectors + c.lanes - 1) / c.lanes);
+        if (c.vectors > 4 || (warp && threads != 64)) continue;
+        c.blocks = (rows + c.groups() - 1) / c.groups();
+        forward(c, false);
+      }
     }
-    c = choose_rms_norm_forward(problem), c.rows_at_once = 1;
-    for (int v : {2, 4, 6}) {
-      c.vectors = v, c.threads = c.lanes = round_up((vectors + v - 1) / v, 32);
-      if (c.lanes <= 32 || c.lanes > (v > 4 ? 512 : 1024)) continue;
-      for (int64_t blocks : {rows, int64_t{132}, int64_t{264}, int64_t{396}, int64_t{528}, int64_t{792}, int64_t{1056}})
-        if (blocks <= rows) c.blocks = blocks, forward(c, false);
-    }
+    for_rings(problem, 1, [&](const RmsNormConfig& ring) { forward(ring, false); });
     print("forward", rows, columns, count * 4.0, copy(count * 4), all);
 
     all.clear();
@@ -141,27 +164,7 @@ int main() {
       if (status.ok()) all.push_back({us, text_of(c, chosen)});
     };
     backward(choose_rms_norm_backward(problem), true);
-    for (int v : {1, 2, 3, 4})
-      for (int narrow : {0, 1})
-        for (int threads : {128, 256})
-          for (int stages : {2, 3, 4})
-            for (int together : {1, 2, 3, 4, 6, 8}) {
-              RmsNormConfig c = choose_rms_norm_backward(problem);
-              c.kernel = RmsNormKernel::ring, c.vector_elems = 8, c.vectors = v, c.stages = stages;
-              if (narrow) {
-                c.lanes = 1;
-                while (c.lanes * v < vectors) c.lanes *= 2;
-                if (c.lanes > 32 || (c.lanes / 2) * v >= vectors) continue;
-                c.threads = threads;
-              } else {
-                c.threads = c.lanes = round_up((vectors + v - 1) / v, 32);
-                if (c.lanes <= 32 || c.lanes > 1024 || threads == 128) continue;
-              }
-              c.shared_bytes = stages * rms_norm_detail::ring_stage_bytes(c) + columns * 2;
-              if ((c.shared_bytes + 1536) * together > 228 * 1024 || together * c.threads > 2048) continue;
-              c.blocks = std::min<int64_t>(int64_t{together} * 132, (rows + c.groups() - 1) / c.groups());
-              backward(c, false);
-            }
+    for_rings(problem, 2, [&](const RmsNormConfig& ring) { backward(ring, false); });
     print("backward", rows, columns, count * 6.0, copy(count * 6), all);
     for (void* p : {x, dy, w, y, rstd, dw, partials}) check(cudaFree(p));
   }
