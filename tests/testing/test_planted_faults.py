@@ -186,6 +186,39 @@ def test_a_result_that_depends_on_the_threads_is_caught():
     caught(numerics.check_repeats_bitwise, op, FP32, match="threads")
 
 
+@pytest.mark.parametrize("fault", ["rows", "sum"])
+def test_an_index_that_wraps_is_caught(fault):
+    limit = 2**16 if fault == "rows" else 0
+
+    class Wraps(Apply):
+        @staticmethod
+        def forward(ctx, x, scale):
+            y = Apply.forward(ctx, x, scale)
+            if limit:
+                y[limit:] = 0
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            dx, dscale = raw.scale_backward.default(dy, *ctx.saved_tensors)
+            return dx, dscale if limit else dscale * (0.98 if len(dy) > 2**16 else 1)
+
+    spec = with_op(Wraps.apply_by_name, batched=("x",))
+    numerics.check_batch(spec, 2**15, "cpu")
+    caught(numerics.check_batch, spec, 3 * 2**16, "cpu", match=r"y: \d+ of" if limit else "grad_scale over")
+    numerics.check_batch(replace(SPEC, batched=("x",)), 3 * 2**16, "cpu")
+
+
+def test_uninitialised_memory_is_caught():
+    def op(x, scale):
+        y = torch.empty_like(x)
+        y[1:] = x[1:] * scale
+        return y
+
+    spec = with_op(op, differentiable=())
+    caught(numerics.check_no_uninitialised_memory, spec, FP32, match="new memory filled: y: [1-3] of 15")
+
+
 def test_a_gradient_that_depends_on_the_others_is_caught():
     def op(x, scale):
         return Detached.apply(reference(x, scale), 1.0 if x.requires_grad else 0.5, 0.0)

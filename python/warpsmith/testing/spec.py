@@ -92,6 +92,9 @@ class OpSpec:
         layouts: the layouts every dtype is tried with; default: all.
         zero_sizes: whether each dimension may be zero. If not, ``bad_inputs`` must say what is refused.
         one_element: whether a shape of ones is a valid problem.
+        batched: inputs whose first dimension is a batch of independent problems, as all outputs' is then; gradients
+            of the other inputs are sums over it. Gives tests with more than 65,535 rows, and on CUDA with more than
+            2^31 elements.
         edge_inputs: inputs in which single elements become 0, subnormal, huge, inf and nan; default: the
             differentiable ones.
         gradcheck_cases: small float64 cases; default: the smallest nonempty case of the table.
@@ -121,6 +124,7 @@ class OpSpec:
     layouts: tuple[str, ...] | None = None
     zero_sizes: bool = True
     one_element: bool = True
+    batched: tuple[str, ...] = ()
     edge_inputs: tuple[str, ...] | None = None
     gradcheck_cases: Sequence[Case] | None = None
     double_backward: bool = False

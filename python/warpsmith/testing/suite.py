@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from warpsmith.testing.checks import cuda, integration, numerics
+from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.law import Error
 from warpsmith.testing.spec import OpSpec
 
@@ -41,6 +42,11 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
         add(f"edge_value[{name}-{value}]", numerics.check_edge_value, spec, name, value, device)
     for case in _one_per_dtype(spec, device):
         add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
+        add(f"no_uninitialised_memory[{case}]", numerics.check_no_uninitialised_memory, spec, case, device)
+    if spec.batched:
+        add("more_than_65535_rows", numerics.check_batch, spec, _rows_to_elements(spec, 65_536), device)
+        if device == "cuda":
+            add("more_than_2^31_elements", numerics.check_batch, spec, 2**31, device, _smallest_dtype(spec))
     for bad in spec.bad_inputs:
         if device in bad.devices:
             add(f"bad_input[{bad.label}]", integration.check_bad_input, spec, bad, device)
@@ -66,6 +72,18 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
         add("graph_capture", cuda.check_graph_capture, spec)
         add("side_streams", cuda.check_side_streams, spec)
     return checks
+
+
+def _rows_to_elements(spec: OpSpec, rows: int) -> int:
+    shape = make_inputs(spec, spec.base_case())[spec.batched[0]].shape
+    return rows * int(shape[1:].numel())
+
+
+def _smallest_dtype(spec: OpSpec) -> torch.dtype:
+    """Of those with an ordinary case: 2^31 elements shall take little memory. bfloat16 first: sums over them overflow
+    float16."""
+    ordinary = [c.dtype for c in spec.cases if c.layout == "contiguous" and not c.dtypes and 0 not in c.shape]
+    return min(ordinary or [spec.base_case().dtype], key=lambda d: (d.itemsize, d != torch.bfloat16))
 
 
 def _one_per_dtype(spec: OpSpec, device: str) -> list[Any]:

@@ -17,6 +17,7 @@ from warpsmith.testing.run import (
     flatten,
     measure_case,
     run,
+    upstream,
     wanted_inputs,
 )
 from warpsmith.testing.spec import Case, OpSpec
@@ -163,8 +164,9 @@ def check_second_derivative_is_refused(spec: OpSpec, device: str = "cpu") -> Non
     raise AssertionError(f"{spec.name}: a second derivative was given though none is claimed")
 
 
-def check_repeats_bitwise(spec: OpSpec, case: Case, device: str = "cpu", times: int = 5) -> None:
+def check_repeats_bitwise(spec: OpSpec, case: Case, device: str = "cpu") -> None:
     """The same inputs give the same bits, time after time and, on the CPU, with 1, 2 and 3 threads."""
+    times = 5 if device == "cpu" else 50  # on a GPU races need repetition
     inputs = make_inputs(spec, case, device)
     first = run(spec.op, spec, case, inputs).all()
     for i in range(times):
@@ -178,6 +180,55 @@ def check_repeats_bitwise(spec: OpSpec, case: Case, device: str = "cpu", times: 
             assert_same_bits(f"{spec.name} {case}: {count} threads", first, run(spec.op, spec, case, inputs).all())
     finally:
         torch.set_num_threads(threads)
+
+
+def check_batch(spec: OpSpec, elements: int, device: str = "cpu", dtype: torch.dtype | None = None) -> None:
+    """A batch repeated until the first batched input has more than ``elements`` elements gives the batch's bits,
+    repeated.
+
+    Gradients of inputs that are not batched are sums over the batch: theirs must be the multiple within a percent.
+    """
+    case = spec.base_case(dtype)
+    few = make_inputs(spec, case, device)
+    times = elements // few[spec.batched[0]].numel() + 1
+    many = {k: _repeat(v, times) if k in spec.batched else v for k, v in few.items()}
+    one = run(spec.op, spec, case, few)
+    grads = upstream(spec, case, one.outputs)
+    all_together = run(spec.op, spec, case, many, grads={k: _repeat(g, times) for k, g in grads.items()})
+    single = {f"grad_{n}" for n in spec.differentiable if n not in spec.batched}
+    for name, expected in one.all().items():
+        got = all_together.all()[name]
+        if name in single:
+            limit = 0.01 * times * float(expected.double().abs().max())
+            error = float((got.double() - times * expected.double()).abs().max())
+            assert error <= limit, f"{spec.name}: {name} over {times} batches: error {error:.3e}, limit {limit:.3e}"
+            continue
+        parts = got.view(times, *expected.shape)
+        bits = torch.int16 if got.element_size() == 2 else torch.int32 if got.element_size() == 4 else torch.int64
+        wrong = sum(
+            int((p.view(bits) != expected.view(bits)).sum()) for p in parts.split(max(1, 2**28 // expected.numel()))
+        )
+        assert wrong == 0, (
+            f"{spec.name}: {name}: {wrong} of {got.numel()} elements differ in a batch repeated {times} times"
+        )
+
+
+def _repeat(t: Tensor, times: int) -> Tensor:
+    return t.repeat(times, *(1 for _ in t.shape[1:]))
+
+
+def check_no_uninitialised_memory(spec: OpSpec, case: Case, device: str = "cpu") -> None:
+    """With every new tensor filled with NaN (torch's deterministic mode does that), outputs and gradients keep their
+    bits."""
+    inputs = make_inputs(spec, case, device)
+    expected = run(spec.op, spec, case, inputs).all()
+    mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        filled = run(spec.op, spec, case, inputs).all()
+    finally:
+        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+    assert_same_bits(f"{spec.name} {case} with new memory filled", expected, filled)
 
 
 def check_needs_input_grad(spec: OpSpec, device: str = "cpu") -> None:
