@@ -62,7 +62,7 @@ RECIPE: dict[str, tuple[Any, Any, str]] = {  # name: (nano, gpt2-124m, help)
     "dtype": ("float32", "bfloat16", "bfloat16 is autocast"),
     "seed": (1, 1, "of weights and data order"),
     "tokens": ("bytes", "bytes", "the data's bytes, or random ones for a benchmark"),
-    "modules": ("torch", "torch", "whose norms and optimizer"),
+    "modules": ("warpsmith", "warpsmith", "whose norms and optimizer"),
 }
 PRESETS = {preset: {name: row[i] for name, row in RECIPE.items()} for i, preset in enumerate(("nano", "gpt2-124m"))}
 CHOICES = {
