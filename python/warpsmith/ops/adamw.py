@@ -101,7 +101,7 @@ def adamw(
     Example:
         >>> import torch, warpsmith
         >>> p, m, v, step = torch.ones(1), torch.zeros(1), torch.zeros(1), torch.zeros(())
-        >>> warpsmith.ops.adamw.adamw([p], [torch.ones(1)], [m], [v], [], [step], lr=0.1, weight_decay=0.0)
+        >>> warpsmith.adamw([p], [torch.ones(1)], [m], [v], [], [step], lr=0.1, weight_decay=0.0)
         >>> p, step
         (tensor([0.9000]), tensor(1.))
     """

@@ -29,10 +29,10 @@ def adamw(
         g = grad if grad_scale is None else grad / grad_scale.to(grad.dtype)
         g = -g if maximize else g
         p.mul_(1 - lr * weight_decay)
-        m.copy_(beta1 * m + (1 - beta1) * g)
-        v.copy_(beta2 * v + (1 - beta2) * g * g)
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         second = v
         if max_exp_avg_sqs:
             second = max_exp_avg_sqs[i].copy_(torch.maximum(max_exp_avg_sqs[i], v))
         t = step.item()
-        p.sub_(lr / (1 - beta1**t) * m / ((second / (1 - beta2**t)).sqrt() + eps))
+        p.sub_(lr / (1 - beta1**t) * m / (second.sqrt() / (1 - beta2**t) ** 0.5 + eps))
