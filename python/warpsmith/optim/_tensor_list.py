@@ -18,6 +18,7 @@ _group_params = itemgetter("params")
 
 NO_GRADIENT = 0
 NO_ELEMENTS = 16  # torch gives an empty tensor the address 0, which stands for no gradient here
+_ABSENT = -1  # in a list of addresses as torch gives them
 
 
 def local(t: Tensor) -> Tensor:
@@ -97,23 +98,23 @@ class Gradients:
             for i, g in enumerate(grads):
                 if g is not None and g.layout != torch.strided:
                     self._check(i, g)
-            seen = [NO_GRADIENT if g is None else g.data_ptr() for g in grads]
+            seen = [_ABSENT if g is None else g.data_ptr() for g in grads]
             usual = self._usual_strides(grads)
         if usual and seen == self._seen:
             return False
         known = self._seen if usual and self._seen else [None] * len(seen)
-        addresses, copies = list(seen), []
+        addresses, copies = [], []
         for i, grad in enumerate(grads):
-            if grad is None:
-                continue
             if seen[i] == known[i]:
-                addresses[i] = self.addresses[i]
-                continue
-            self._check(i, grad)
-            if not same_layout(grad, self._locals[i]):
-                grad = torch.empty_like(self._locals[i]).copy_(grad)
-                copies.append(grad)
-            addresses[i] = grad.data_ptr() if grad.numel() else NO_ELEMENTS
+                addresses.append(self.addresses[i])
+            elif grad is None:
+                addresses.append(NO_GRADIENT)
+            else:
+                self._check(i, grad)
+                if not same_layout(grad, self._locals[i]):
+                    grad = torch.empty_like(self._locals[i]).copy_(grad)
+                    copies.append(grad)
+                addresses.append(grad.data_ptr() if grad.numel() else NO_ELEMENTS)
         changed = addresses != self.addresses
         self._seen, self.addresses, self._copies = seen if usual else [], addresses, copies
         return changed
