@@ -1,6 +1,7 @@
 """The table of arrows: which room may include or import which."""
 
 import ast
+import json
 import re
 
 from files import CPP, files, read
@@ -84,7 +85,7 @@ PYTHON_ROOMS = {
     "distributed": {"reference", "integrations", "testing", "tools"},
     "integrations": {"reference", "testing", "tools"},
 }
-USERS = ("tests", "benchmarks", "examples")
+USERS = ("tests", "benchmarks", "examples", "notebooks")
 
 
 def import_violations(root, exceptions=()):
@@ -105,12 +106,19 @@ def import_violations(root, exceptions=()):
         if room in ("nn", "optim", "amp", "train") and _uses_torch_ops(tree):
             found.append(f"{path}: uses torch.ops: {room} is built on the public functions of ops")
     for folder in USERS:
-        for path in files(root, ".py", under=folder):
+        for path in files(root, ".py", ".ipynb", under=folder):
             if str(path) not in exceptions:
-                found += [
-                    f"{path}: uses the private name {name}" for name in _private_names(ast.parse(read(root, path)))
-                ]
+                found += [f"{path}: uses the private name {name}" for name in _private_names(_tree(root, path))]
     return found
+
+
+def _tree(root, path):
+    text = read(root, path)
+    if path.suffix == ".ipynb":
+        cells = [c["source"] for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
+        lines = "\n".join("".join(source) for source in cells).splitlines()
+        text = "\n".join("pass" if line.startswith(("%", "!")) else line for line in lines)
+    return ast.parse(text)
 
 
 def _imports(tree, path):

@@ -1,5 +1,7 @@
 """Each house rule must find a planted violation, and must not cry over the clean form of the same file."""
 
+import json
+
 import arrows
 import docstrings
 import pytest
@@ -69,6 +71,16 @@ def test_a_wrong_include_is_found(plant, path, include, words):
     assert words in found
 
 
+NOTEBOOK = json.dumps(
+    {
+        "cells": [
+            {"cell_type": "markdown", "source": ["not python"]},
+            {"cell_type": "code", "source": ["%matplotlib inline\n", "import warpsmith\n", "warpsmith._load\n"]},
+        ]
+    }
+)
+
+
 @pytest.mark.parametrize(
     ("path", "text", "words"),
     [
@@ -84,6 +96,7 @@ def test_a_wrong_include_is_found(plant, path, include, words):
         ("benchmarks/a.py", "import warpsmith._load", "private name"),
         ("examples/a.py", "import warpsmith\nwarpsmith.ops.scale._check(1)", "private name"),
         ("tests/test_a.py", "from warpsmith.nn import _hidden", "private name"),
+        ("notebooks/01_a.ipynb", NOTEBOOK, "private name"),
     ],
 )
 def test_a_wrong_import_is_found(plant, path, text, words):

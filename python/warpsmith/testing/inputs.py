@@ -102,6 +102,11 @@ def make_inputs(spec: OpSpec, case: Case, device: str = "cpu", *, edge: tuple[st
     return ready
 
 
+def repeat_batch(t: Tensor, times: int) -> Tensor:
+    """``t`` repeated along its first dimension."""
+    return t.repeat(times, *(1 for _ in t.shape[1:]))
+
+
 def edge_values(dtype: torch.dtype) -> dict[str, float]:
     """Values at the borders of a floating dtype, by name.
 

@@ -137,6 +137,7 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpu_threads": torch.get_num_threads(),
         "cpu_count": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
     }
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()

@@ -71,6 +71,8 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
         add("no_sync", cuda.check_no_sync, spec)
         add("graph_capture", cuda.check_graph_capture, spec)
         add("side_streams", cuda.check_side_streams, spec)
+        if spec.batched:
+            add("out_of_memory", cuda.check_out_of_memory, spec)
     return checks
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from warpsmith.testing.inputs import make_inputs
+from warpsmith.testing.inputs import make_inputs, repeat_batch
 from warpsmith.testing.run import Result, as_leaves, assert_same_bits, flatten, run, upstream, wanted_inputs
 from warpsmith.testing.spec import Case, Inputs, OpSpec
 
@@ -92,3 +95,40 @@ def check_side_streams(spec: OpSpec, streams: int = 4) -> None:
     torch.cuda.synchronize()
     for i, (result, _) in enumerate(results):
         assert_same_bits(f"{spec.name}: side stream {i}", expected.all(), result.all())
+
+
+def check_out_of_memory(spec: OpSpec) -> None:
+    """An output that does not fit is torch.OutOfMemoryError, forward and backward; with memory again, the op works."""
+    case = spec.base_case()
+    few = make_inputs(spec, case, "cuda")
+    times = 2**26 // few[spec.batched[0]].numel() + 1  # outputs far larger than what a cached block may have free
+    inputs = {k: repeat_batch(v, times) if k in spec.batched else v for k, v in few.items()}
+    expected = run(spec.op, spec, case, inputs)
+    grads = upstream(spec, case, expected.outputs)
+    leaves = as_leaves(inputs, wanted_inputs(spec, inputs))
+    outputs = flatten(spec.op(**leaves), spec.outputs)
+    graph = {n: y for n, y in outputs.items() if y.requires_grad}
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties("cuda").total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+    try:
+        _expect_out_of_memory(spec, "forward", lambda: spec.op(**inputs))
+        if graph:
+            wanted = [leaves[n] for n in wanted_inputs(spec, inputs)]
+            given = [grads[n] for n in graph]
+            _expect_out_of_memory(spec, "backward", lambda: torch.autograd.grad(list(graph.values()), wanted, given))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert_same_bits(f"{spec.name} after OutOfMemoryError", expected.all(), run(spec.op, spec, case, inputs).all())
+
+
+def _expect_out_of_memory(spec: OpSpec, direction: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        return
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+        raise AssertionError(f"{spec.name} {direction}: expected torch.OutOfMemoryError, got {got}") from error
+    raise AssertionError(f"{spec.name} {direction}: expected torch.OutOfMemoryError, but there was memory")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from warpsmith.testing.inputs import LAYOUTS, edge_values, make_inputs
+from warpsmith.testing.inputs import LAYOUTS, edge_values, make_inputs, repeat_batch
 from warpsmith.testing.law import MEDIAN_LIMIT, Error, measure
 from warpsmith.testing.run import (
     Unchanged,
@@ -191,10 +191,10 @@ def check_batch(spec: OpSpec, elements: int, device: str = "cpu", dtype: torch.d
     case = spec.base_case(dtype)
     few = make_inputs(spec, case, device)
     times = elements // few[spec.batched[0]].numel() + 1
-    many = {k: _repeat(v, times) if k in spec.batched else v for k, v in few.items()}
+    many = {k: repeat_batch(v, times) if k in spec.batched else v for k, v in few.items()}
     one = run(spec.op, spec, case, few)
     grads = upstream(spec, case, one.outputs)
-    all_together = run(spec.op, spec, case, many, grads={k: _repeat(g, times) for k, g in grads.items()})
+    all_together = run(spec.op, spec, case, many, grads={k: repeat_batch(g, times) for k, g in grads.items()})
     single = {f"grad_{n}" for n in spec.differentiable if n not in spec.batched}
     for name, expected in one.all().items():
         got = all_together.all()[name]
@@ -211,10 +211,6 @@ def check_batch(spec: OpSpec, elements: int, device: str = "cpu", dtype: torch.d
         assert wrong == 0, (
             f"{spec.name}: {name}: {wrong} of {got.numel()} elements differ in a batch repeated {times} times"
         )
-
-
-def _repeat(t: Tensor, times: int) -> Tensor:
-    return t.repeat(times, *(1 for _ in t.shape[1:]))
 
 
 def check_no_uninitialised_memory(spec: OpSpec, case: Case, device: str = "cpu") -> None:
