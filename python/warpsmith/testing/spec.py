@@ -147,14 +147,19 @@ class OpSpec:
         return [c for c in self.cases if wide_allowed or torch.float64 not in (c.dtype, *c.dtypes.values())]
 
     def base_case(self, dtype: torch.dtype | None = None) -> Case:
-        """The first contiguous case without a zero size and with more than one element (of a dtype): what single-case
-        checks use."""
-        for case in self.cases:
-            ordinary = case.layout == "contiguous" and 0 not in case.shape and any(s > 1 for s in case.shape)
-            if ordinary and (dtype is None or (case.dtype == dtype and not case.dtypes)):
-                return case
-        wanted = "" if dtype is None else f" {dtype}"
-        raise ValueError(f"{self.name}: cases: expected a contiguous{wanted} case with more than one element, got none")
+        """The ordinary case (of a dtype) that checks of a single case use: the first that is contiguous, has more than
+        one element and no zero size. Without ``dtype``, float64 comes last: not every device has it."""
+        ordinary = [
+            c for c in self.cases if c.layout == "contiguous" and 0 not in c.shape and any(s > 1 for s in c.shape)
+        ]
+        if dtype is not None:
+            ordinary = [c for c in ordinary if c.dtype == dtype and not c.dtypes]
+        if not ordinary:
+            wanted = "" if dtype is None else f" {dtype}"
+            raise ValueError(
+                f"{self.name}: cases: expected a contiguous{wanted} case with more than one element, got none"
+            )
+        return min(ordinary, key=lambda c: c.dtype == torch.float64)
 
     def smallest_case(self) -> Case:
         """The case with the fewest elements that still has more than one."""

@@ -130,6 +130,7 @@ def check_op(spec: OpSpec, device: str = "cpu") -> dict[str, str]:
 def op_tests(spec: OpSpec) -> type:
     """A pytest class with all checks of an op: one test for each on the CPU, and each on CUDA under the marker ``gpu``.
 
+    Without a CUDA device those are skipped and say so. A project that runs pytest with strict markers declares ``gpu``.
     Bind it to a name that begins with ``Test`` in a test module: ``TestRmsNorm = op_tests(SPEC)``.
     """
     import pytest

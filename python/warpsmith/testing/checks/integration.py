@@ -97,13 +97,10 @@ def check_fake_and_meta(spec: OpSpec, device: str = "cpu") -> None:
         grads = upstream(spec, case, real.outputs)
         mode = FakeTensorMode()
 
-        def to_meta(t: Tensor) -> Tensor:
-            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-
         def to_fake(t: Tensor, mode: FakeTensorMode = mode) -> Tensor:
             return mode.from_tensor(t)
 
-        conversions: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("meta", to_meta), ("fake", to_fake))
+        conversions: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("meta", _to_meta), ("fake", to_fake))
         for kind, convert in conversions:
             converted = _convert(inputs, convert)
             context = mode if kind == "fake" else torch.no_grad()
@@ -118,6 +115,10 @@ def check_fake_and_meta(spec: OpSpec, device: str = "cpu") -> None:
                 )
                 device_type = "meta" if kind == "meta" else t.device.type
                 assert got.device.type == device_type, f"{spec.name}: {name}: {kind} tensor on {got.device}"
+
+
+def _to_meta(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 def _convert(inputs: Inputs, convert: Callable[[Tensor], Tensor]) -> Inputs:
@@ -217,10 +218,13 @@ def check_bad_input(spec: OpSpec, bad: BadInput, device: str = "cpu") -> None:
     if bad.fake:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
+        inputs = bad.change(dict(good))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
-            fakes = _convert(bad.change(dict(good)), mode.from_tensor)
+            fakes = _convert(inputs, mode.from_tensor)
             _expect_refusal(spec, bad, fakes, "fake tensors")
+        if len({v.device for v in inputs.values() if isinstance(v, Tensor)}) == 1:
+            _expect_refusal(spec, bad, _convert(inputs, _to_meta), "meta tensors")
 
 
 def _expect_refusal(spec: OpSpec, bad: BadInput, inputs: Inputs, kind: str) -> None:
