@@ -31,19 +31,23 @@ void copy_async(void* shared, const void* global, int bytes, int valid_bytes, Si
   const AsyncCopy copy{static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global), bytes,
                        valid_bytes};
   const Timing timing = async_timing();
+  Thread& me = self();
   if (timing == Timing::early || (timing == Timing::random && random_bits() % 2)) {
     execute(copy);
-    self().open_copies.push_back({copy.to, copy.from, 0, 0});
+    Untracked scope;
+    me.open_copies.push_back({copy.to, copy.from, 0, 0});
   } else {
     note_write(shared, static_cast<size_t>(bytes));
     for (int i = 0; i < bytes; ++i) copy.to[i] = 0xff;
-    self().open_copies.push_back(copy);
+    Untracked scope;
+    me.open_copies.push_back(copy);
   }
   maybe_preempt();
 }
 
 void copy_async_commit() {
   Thread& me = self();
+  Untracked scope;
   me.copy_groups.push_back(std::move(me.open_copies));
   me.open_copies.clear();
 }
@@ -54,6 +58,7 @@ void copy_async_wait(int groups_in_flight, Site) {
   if (complete <= 0) return;
   for (int i = 0; i < complete; ++i)
     for (const AsyncCopy& c : groups[static_cast<size_t>(i)]) execute(c);
+  Untracked scope;
   groups.erase(groups.begin(), groups.begin() + complete);
 }
 

@@ -83,6 +83,14 @@ void begin_thread(Block& b, Thread& t, int number) {
   t.fenced = false;
   t.last_atomic = nullptr;
   t.waited_for_previous_kernel = !machine.programmatic_dependent;
+  t.open_bulk.clear();
+  t.bulk_groups.clear();
+  t.open_wgmmas.clear();
+  t.wgmma_groups.clear();
+  t.hidden.clear();
+  t.wgmma_fenced = false;
+  t.cluster_phase = 0;
+  t.cluster_arrived = false;
 }
 
 void begin_block(const LaunchConfig& c, uint3 index, Block& b, size_t number, Cluster& cluster) {
@@ -100,9 +108,14 @@ void begin_block(const LaunchConfig& c, uint3 index, Block& b, size_t number, Cl
   for (Barrier& barrier : b.barriers) {
     barrier.arrived = barrier.expected = 0;
     barrier.waiting.clear();
+    barrier.waiting.reserve(static_cast<size_t>(b.thread_count));
   }
-  for (Barrier& barrier : b.barriers) barrier.waiting.reserve(static_cast<size_t>(b.thread_count));
   for (int i = 0; i < b.thread_count; ++i) begin_thread(b, b.thread[static_cast<size_t>(i)], i);
+  b.started = false;
+  b.mbarriers.clear();
+  b.mbarriers_published = false;
+  b.proxy_view.reset();
+  begin_registers(b);
   begin_shared(b, number, c.dynamic_shared_bytes);
 }
 
@@ -116,6 +129,7 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
   machine.programmatic_dependent = c.programmatic_dependent;
   machine.random_state = 0x9e3779b97f4a7c15ull * (machine.options.seed + 1);
   machine.error.clear();
+  machine.spins = 0;
   order_release(&machine.launch_begins);
 
   const uint64_t clusters_x = c.grid.x / c.cluster, clusters = clusters_x * c.grid.y * c.grid.z;
@@ -131,6 +145,7 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
     size_t blocks = 0;
     std::optional<Untracked> scope(std::in_place);
     machine.clusters.clear();
+    begin_async_work();
     while (machine.clusters.size() < at_once && done < clusters) {
       const auto x = static_cast<unsigned>(position % clusters_x) * c.cluster;
       const auto y = static_cast<unsigned>(position / clusters_x % c.grid.y);
@@ -139,6 +154,7 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
       position = (position + step) % clusters;
       if (machine.options.block_filter && !machine.options.block_filter({x, y, z})) continue;
       Cluster& cluster = machine.clusters.emplace_back();
+      cluster.barrier.waiting.reserve(c.cluster * c.block.x * c.block.y * c.block.z);
       for (unsigned rank = 0; rank < c.cluster; ++rank, ++blocks) {
         if (machine.blocks.size() == blocks) machine.blocks.emplace_back();
         begin_block(c, {x + rank, y, z}, machine.blocks[blocks], blocks, cluster);

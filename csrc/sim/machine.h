@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "device/host_hooks.h"
+#include "sim/async_proxy.h"
 #include "sim/fiber.h"
 #include "sim/sanitizers.h"
 #include "sim/sim.h"
@@ -28,6 +29,19 @@ struct AsyncCopy {
   int bytes, valid_bytes;
 };
 
+struct PendingWgmma {
+  WgmmaOperands operands;
+  Site site;
+  bool executed = false;
+};
+
+// Accumulators of wgmmas in flight: the registers hold NaN until the last of them has executed, these are the real
+// values.
+struct HiddenAccumulators {
+  float* d;
+  std::vector<float> values;
+};
+
 struct Thread : ThreadView {
   enum class State : uint8_t { ready, waiting, exited };
   Fiber fiber;
@@ -47,6 +61,16 @@ struct Thread : ThreadView {
   bool fenced = false;
   void* last_atomic = nullptr;
   bool waited_for_previous_kernel = false;
+  // Bulk stores since the last commit, and committed groups, oldest first.
+  std::vector<BulkOperation*> open_bulk;
+  std::vector<std::vector<BulkOperation*>> bulk_groups;
+  // wgmmas since the last commit, and committed groups, oldest first.
+  std::vector<PendingWgmma> open_wgmmas;
+  std::vector<std::vector<PendingWgmma>> wgmma_groups;
+  std::vector<HiddenAccumulators> hidden;
+  bool wgmma_fenced = false;
+  uint64_t cluster_phase = 0;
+  bool cluster_arrived = false;
 };
 
 struct Warp {
@@ -70,6 +94,7 @@ struct SharedArray {
 struct Cluster {
   std::vector<Block*> blocks;
   Barrier barrier;
+  uint64_t phase = 0;
   int live_threads = 0;
 };
 
@@ -80,9 +105,16 @@ struct Block : BlockView {
   std::vector<Warp> warps;
   Barrier barriers[16];
   unsigned char* arena = nullptr;
-  size_t arena_used = 0, shared_bytes = 0;
+  size_t arena_used = 0, shared_bytes = 0, dynamic_shared_bytes = 0;
   std::vector<SharedArray> shared_arrays;
   Cluster* cluster = nullptr;
+  bool started = false;                                   // some thread has run
+  std::unordered_map<uint32_t, MbarrierState> mbarriers;  // by offset in shared memory
+  bool mbarriers_published = false;
+  ProxyView proxy_view;
+  char proxy_fences = 0, operand_reads = 0;  // ordering objects
+  std::vector<int> warpgroup_registers;      // a thread's, by warpgroup
+  std::vector<Thread*> waiting_for_registers;
 };
 
 struct Machine {
@@ -98,7 +130,11 @@ struct Machine {
   void (*run_thread)(const void*) = nullptr;
   const void* kernel_arguments = nullptr;
   bool programmatic_dependent = false;
-  char launch_begins = 0, launch_ends = 0;  // ordering objects
+  std::deque<BulkOperation> bulk_operations;  // of the wave
+  std::vector<BulkOperation*> in_flight;
+  int64_t tensor_bytes = 0;  // of the tensor copy being issued, without what lies outside the tensor
+  int64_t spins = 0;         // since the last release
+  char launch_begins = 0, launch_ends = 0, engine_wrote = 0;  // ordering objects
 };
 extern Machine machine;
 
@@ -109,6 +145,7 @@ uint64_t random_bits();
 void make_ready(Thread& thread);
 void block_until_ready(Wait wait);  // the running thread waits until make_ready() is called for it
 void maybe_preempt();               // by seed, lets another thread run
+void yield();                       // lets other threads run
 void run_wave();
 [[noreturn]] void fail(const std::string& message, Site site);
 
@@ -121,8 +158,17 @@ void begin_shared(Block& block, size_t number, size_t dynamic_bytes);
 Block* owner_of_shared(const void* pointer);
 uint32_t window_offset(const void* pointer);
 
-// barriers.cpp
+// barriers.cpp and cluster.cpp
 void thread_left_barriers(Block& block);
+void thread_left_cluster(Cluster& cluster);
+
+// matrix.cpp
+float half_to_float(uint16_t bits, bool bfloat);
+int64_t bank_conflicts_of_rows(const void* const* rows);
+
+// wgmma.cpp
+const char* unfinished_wgmma(const Thread& thread);
+void begin_registers(Block& block);
 
 // warp_operations.cpp. `compute` runs once, in the last lane to arrive, with the arguments of every lane of the mask.
 using WarpOperation = void (*)(void* const* arguments, unsigned mask);

@@ -29,6 +29,7 @@ void on_store(void* pointer, int bytes, Site site) {
 void on_atomic(void* pointer, int bytes, Site site) {
   check_alignment(pointer, bytes, site);
   ++machine.counters.atomics;
+  machine.spins = 0;
   maybe_preempt();
   Thread& me = self();
   if (me.fenced) order_release(pointer);

@@ -41,6 +41,7 @@ Thread* next_ready() {
   if (machine.options.seed) std::swap(queue[head], queue[head + random_bits() % (queue.size() - head)]);
   Thread* thread = queue[head++];
   if (head >= 4096 && 2 * head >= queue.size()) {  // the queue stays within the capacity reserved at the wave's start
+    Untracked scope;
     std::copy(queue.begin() + static_cast<ptrdiff_t>(head), queue.end(), queue.begin());
     queue.resize(queue.size() - head);
     head = 0;
@@ -51,7 +52,9 @@ Thread* next_ready() {
 // Leaves the running thread, for another one or, when none can run, for the host.
 void switch_away() {
   Thread& me = self();
+  if (async_timing() == Timing::random && !machine.in_flight.empty() && random_bits() % 8 == 0) run_some_async_work();
   Thread* next = next_ready();
+  while (!next && run_some_async_work()) next = next_ready();
   if (next == &me) return;
   ++machine.counters.switches;
   current_thread = next;
@@ -73,14 +76,18 @@ std::string line_of(Site site) {
 void thread_entry() {
   finish_first_switch();
   Thread& me = self();
+  me.block->started = true;
   order_acquire(&machine.launch_begins);
   machine.run_thread(machine.kernel_arguments);
   order_release(&machine.launch_ends);
+  if (const char* unfinished = unfinished_bulk_work(me)) fail(unfinished, {});
+  if (const char* unfinished = unfinished_wgmma(me)) fail(unfinished, {});
   if (has_unfinished_copies(me)) fail("thread exits with asynchronous copies that were not waited for", {});
   if (!me.waited_for_previous_kernel)
     fail("launched as a programmatic dependent, but ends without wait_for_previous_kernel()", {});
   me.state = Thread::State::exited;
   thread_left_barriers(*me.block);
+  thread_left_cluster(*me.block->cluster);
   switch_away();
   std::abort();  // an exited thread never runs again
 }
@@ -100,7 +107,8 @@ std::string deadlock_report() {
     const auto& [what, id, line] = key;
     report += "\n  " + where(*group.first);
     if (group.second > 1) report += " and " + std::to_string(group.second - 1) + " more";
-    report += " wait at " + what + (id >= 0 ? " " + std::to_string(id) : "") + " (" + line + ")";
+    report += (group.second > 1 ? " wait at " : " waits at ") + what + (id >= 0 ? " " + std::to_string(id) : "") + " (" + line + ")";
+    if (what == "mbarrier") report += describe_mbarrier(*group.first->block, id);
   }
   return report;
 }
@@ -114,10 +122,13 @@ void block_until_ready(Wait wait) {
   switch_away();
 }
 
-void maybe_preempt() {
-  if (machine.options.seed == 0 || random_bits() % 64) return;
+void yield() {
   make_ready(self());
   switch_away();
+}
+
+void maybe_preempt() {
+  if (machine.options.seed && random_bits() % 64 == 0) yield();
 }
 
 void fail(const std::string& message, Site site) {
@@ -155,6 +166,7 @@ void run_wave() {
     current_thread = first;
     switch_fiber(machine.host, first->fiber);
   }
+  if (machine.error.empty()) finish_async_work();
   current_thread = nullptr;
   if (machine.error.empty())
     for (const Block& block : machine.blocks)

@@ -63,7 +63,7 @@ void begin_shared(Block& block, size_t number, size_t dynamic_bytes) {
   allow_memory(block.arena, dynamic_bytes);
   fill_with_nan(block.arena, dynamic_bytes);
   block.dynamic_shared = block.arena;
-  block.shared_bytes = dynamic_bytes;
+  block.shared_bytes = block.dynamic_shared_bytes = dynamic_bytes;
   block.arena_used = dynamic_bytes;
 }
 

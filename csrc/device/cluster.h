@@ -1,0 +1,75 @@
+#pragma once
+#include <cstdint>
+
+#include "device/platform.h"
+#ifdef WARPSMITH_SIM
+#include "device/host_hooks_sm90.h"
+#endif
+
+// Clusters of blocks (LaunchConfig::cluster, sm_90 and newer). Any thread may ask for rank and size. PTX ISA 10
+// "%cluster_ctarank", 9.7.13.3 "barrier.cluster", 9.7.9.23 "mapa".
+namespace warpsmith::device {
+
+__device__ __forceinline__ unsigned cluster_rank() {
+#ifdef WARPSMITH_SIM
+  return sim::current_thread->block_view->cluster_rank;
+#elif __CUDA_ARCH__ >= 900
+  unsigned r;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+#else
+  return 0;
+#endif
+}
+
+__device__ __forceinline__ unsigned cluster_size() {
+#ifdef WARPSMITH_SIM
+  return sim::current_thread->block_view->cluster_size;
+#elif __CUDA_ARCH__ >= 900
+  unsigned n;
+  asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(n));
+  return n;
+#else
+  return 1;
+#endif
+}
+
+// Every thread of every block of the cluster arrives once, then waits once; what was done before the arrival is visible
+// after the wait. Shared memory of another block may be accessed between a first such barrier (it has started) and a
+// last (it has not exited).
+__device__ __forceinline__ void cluster_arrive(WARPSMITH_ONLY_SITE) {
+#ifdef WARPSMITH_SIM
+  sim::cluster_arrive(site);
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait(WARPSMITH_ONLY_SITE) {
+#ifdef WARPSMITH_SIM
+  sim::cluster_wait(site);
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_barrier(WARPSMITH_ONLY_SITE) {
+  device::cluster_arrive(WARPSMITH_PASS_ONLY_SITE);
+  device::cluster_wait(WARPSMITH_PASS_ONLY_SITE);
+}
+
+// The same variable in the shared memory of the block with this rank (distributed shared memory), for ordinary
+// accesses.
+template <class T> __device__ __forceinline__ T* cluster_shared(T* shared, unsigned rank WARPSMITH_SITE) {
+#ifdef WARPSMITH_SIM
+  return static_cast<T*>(sim::cluster_shared(shared, rank, site));
+#elif __CUDA_ARCH__ >= 900
+  uint64_t remote;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(reinterpret_cast<uint64_t>(shared)), "r"(rank));
+  return reinterpret_cast<T*>(remote);
+#else
+  return shared;
+#endif
+}
+
+}  // namespace warpsmith::device

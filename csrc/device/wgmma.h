@@ -1,0 +1,126 @@
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
+#include "common/half.h"
+#include "device/platform.h"
+#include "device/swizzle.h"
+#ifdef WARPSMITH_SIM
+#include "device/host_hooks_sm90.h"
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#include "device/wgmma_instruction.h"
+#endif
+
+// Asynchronous matrix multiply-accumulate by a warpgroup: four consecutive warps, the first a multiple of four,
+// converged (sm_90a only). PTX ISA 9.7.15 "wgmma".
+//   d[64 x N] (+)= a[64 x 16] * b[16 x N], 16-bit inputs, fp32 accumulation. Warp w of the group holds rows
+//   16w..16w+15; its lane l holds d[j] = D[16w + l/4 + 8*((j>>1)&1)][8*(j>>2) + 2*(l%4) + (j&1)].
+// Order of calls: wgmma_fence, wgmma..., wgmma_commit, wgmma_wait. Between issue and wait the accumulators and register
+// operands must not be touched and operands in shared memory not overwritten.
+namespace warpsmith::device {
+
+enum class Major : int { k = 0, mn = 1 };  // which dimension of an operand in shared memory is contiguous
+
+// Describes an operand tile in shared memory. `start` is aligned to the swizzle's period, then moved inside by
+// advance().
+//   K-major:  rows (along M or N) of `span` bytes along K; stride = bytes between groups of 8 rows; leading unused (16
+//   for none:
+//             bytes between the two 16-byte halves along K). The next 16 elements of K are 32 bytes on.
+//   MN-major: rows (along K) of `span` bytes along M or N; stride = bytes between groups of 8 rows along K; leading =
+//   bytes
+//             between panels of `span` bytes along M or N. Without swizzle leading is along K and stride along M or N.
+__device__ __forceinline__ uint64_t wgmma_descriptor(Swizzle swizzle, const void* start, uint32_t leading_bytes,
+                                                     uint32_t stride_bytes WARPSMITH_SITE) {
+#ifdef WARPSMITH_SIM
+  const uint32_t address = sim::shared_address(start, site);
+  if (address >= 1u << 18)
+    sim::fail("wgmma_descriptor: the operand is beyond the first 256 KiB of shared memory", site);
+#else
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(start));
+#endif
+  const uint64_t mode = swizzle == Swizzle::bytes128  ? 1
+                        : swizzle == Swizzle::bytes64 ? 2
+                        : swizzle == Swizzle::bytes32 ? 3
+                                                      : 0;
+  return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
+         static_cast<uint64_t>(stride_bytes >> 4) << 32 | mode << 62;
+}
+
+__device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+
+// Before the first wgmma of a group: orders it after ordinary accesses to its registers.
+__device__ __forceinline__ void wgmma_fence(WARPSMITH_ONLY_SITE) {
+#ifdef WARPSMITH_SIM
+  sim::wgmma_fence(site);
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+// Both operands in shared memory. accumulate == false overwrites d.
+template <class T, int N, Major AMajor = Major::k, Major BMajor = Major::k, int Registers>
+__device__ __forceinline__ void wgmma(float (&d)[Registers], uint64_t a, uint64_t b, bool accumulate WARPSMITH_SITE) {
+  static_assert(N == 2 * Registers, "a thread holds N / 2 accumulators");
+#ifdef WARPSMITH_SIM
+  sim::wgmma({d, N, nullptr, a, b, AMajor == Major::mn, BMajor == Major::mn, accumulate, std::is_same_v<T, bfloat16>},
+             site);
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256,
+                "add this N to device/wgmma_instruction.h");
+  if constexpr (std::is_same_v<T, bfloat16>)
+    detail::wgmma_bf16<N, static_cast<int>(AMajor), static_cast<int>(BMajor)>(d, a, b, accumulate);
+  else
+    detail::wgmma_f16<N, static_cast<int>(AMajor), static_cast<int>(BMajor)>(d, a, b, accumulate);
+#endif
+}
+
+// a in registers, as in mma_m16n8k16 for the 16 rows of each warp.
+template <class T, int N, Major BMajor = Major::k, int Registers>
+__device__ __forceinline__ void wgmma(float (&d)[Registers], const uint32_t (&a)[4], uint64_t b,
+                                      bool accumulate WARPSMITH_SITE) {
+  static_assert(N == 2 * Registers, "a thread holds N / 2 accumulators");
+#ifdef WARPSMITH_SIM
+  sim::wgmma({d, N, a, 0, b, false, BMajor == Major::mn, accumulate, std::is_same_v<T, bfloat16>}, site);
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256,
+                "add this N to device/wgmma_instruction.h");
+  if constexpr (std::is_same_v<T, bfloat16>)
+    detail::wgmma_bf16<N, static_cast<int>(BMajor)>(d, a, b, accumulate);
+  else
+    detail::wgmma_f16<N, static_cast<int>(BMajor)>(d, a, b, accumulate);
+#endif
+}
+
+// Closes the group of wgmmas since the last commit.
+__device__ __forceinline__ void wgmma_commit(WARPSMITH_ONLY_SITE) {
+#ifdef WARPSMITH_SIM
+  sim::wgmma_commit(site);
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+// Waits until at most `GroupsInFlight` of the latest groups are incomplete. Follow with hold() on what the finished
+// ones wrote.
+template <int GroupsInFlight> __device__ __forceinline__ void wgmma_wait(WARPSMITH_ONLY_SITE) {
+#ifdef WARPSMITH_SIM
+  sim::wgmma_wait(GroupsInFlight, site);
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GroupsInFlight) : "memory");
+#endif
+}
+
+// The compiler sees an asynchronous result as ready at issue: this keeps arithmetic on these registers behind the wait.
+template <class T, int N> __device__ __forceinline__ void hold([[maybe_unused]] T (&r)[N]) {
+#ifndef WARPSMITH_SIM
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (std::is_same_v<T, float>)
+      asm volatile("" : "+f"(r[i])::"memory");
+    else
+      asm volatile("" : "+r"(r[i])::"memory");
+  }
+#endif
+}
+
+}  // namespace warpsmith::device

@@ -1,0 +1,389 @@
+#include <cstring>
+
+#include "device/convert.h"
+#include "sim/machine.h"
+
+namespace warpsmith::sim {
+namespace {
+
+// The copy engine's own place in the thread sanitizer's order of events: loads and global writes follow their issuer;
+// reads of shared memory follow proxy fences and the engine's own writes only.
+class EngineScope {
+ public:
+  explicit EngineScope([[maybe_unused]] int engine) {
+#ifdef WARPSMITH_SIM_TSAN
+    static void* engines[2] = {__tsan_create_fiber(0), __tsan_create_fiber(0)};
+    before_ = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(engines[engine], __tsan_switch_to_fiber_no_sync);
+#endif
+  }
+  ~EngineScope() {
+#ifdef WARPSMITH_SIM_TSAN
+    __tsan_switch_to_fiber(before_, __tsan_switch_to_fiber_no_sync);
+#endif
+  }
+
+ private:
+  [[maybe_unused]] void* before_ = nullptr;
+};
+constexpr int kWriter = 0, kReader = 1;
+constexpr int64_t kSpinLimit = 1 << 22;
+
+void copy_chunk(unsigned char* to, const unsigned char* from, int bytes) {
+  for (int i = 0; i < bytes; ++i) to[i] = from[i];
+}
+
+void add_chunk(unsigned char* to, const unsigned char* from, int bytes, Dtype dtype) {
+  const auto apply = [&]<class T>(T) {
+    for (int i = 0; i < bytes; i += static_cast<int>(sizeof(T))) {
+      T a, b;
+      std::memcpy(&a, to + i, sizeof(T));
+      std::memcpy(&b, from + i, sizeof(T));
+      const T sum = device::from_float<T>(device::to_float(a) + device::to_float(b));
+      std::memcpy(to + i, &sum, sizeof(T));
+    }
+  };
+  if (dtype == Dtype::float32)
+    apply(float{});
+  else if (dtype == Dtype::float16)
+    apply(float16{});
+  else
+    apply(bfloat16{});
+}
+
+// Calls f(shared offset, global address or null outside the tensor, bytes) for pieces of at most 16 bytes of a copy's
+// box.
+template <class F> void for_each_piece(const BulkOperation& op, F&& f) {
+  if (!op.tensor) {
+    for (int i = 0; i < op.bytes; i += 16) f(static_cast<uint32_t>(i), op.global + i, 16);
+    return;
+  }
+  const TensorMapContent m = content_of(op.map, op.site);
+  const int element = size_bytes(m.dtype), per_piece = 16 / element;
+  int64_t index[5] = {};
+  uint32_t offset = 0;
+  for (bool more = true; more;) {
+    bool row_inside = true;
+    unsigned char* row = m.base;
+    for (int d = 1; d < m.rank; ++d) {
+      const int64_t at = op.coordinates[d] + index[d];
+      row_inside = row_inside && at >= 0 && at < m.sizes[d];
+      row += at * m.strides_bytes[d - 1];
+    }
+    for (int i = 0; i <= m.box_minus_one[0]; i += per_piece, offset += 16) {
+      const int64_t first = int64_t{op.coordinates[0]} + i;
+      if (row_inside && first >= 0 && first + per_piece <= m.sizes[0])
+        f(offset, row + first * element, 16);
+      else
+        for (int k = 0; k < per_piece; ++k) {
+          const bool inside = row_inside && first + k >= 0 && first + k < m.sizes[0];
+          f(offset + static_cast<uint32_t>(k * element), inside ? row + (first + k) * element : nullptr, element);
+        }
+    }
+    more = false;
+    for (int d = 1; d < m.rank && !more; ++d) {
+      more = ++index[d] <= m.box_minus_one[d];
+      if (!more) index[d] = 0;
+    }
+  }
+}
+
+uint32_t permuted(const BulkOperation& op, uint32_t offset) {
+  return op.tensor ? device::swizzled(content_of(op.map, op.site).swizzle, offset) : offset;
+}
+
+void execute_load(BulkOperation& op) {
+  Untracked allocation;
+  std::vector<Block*> targets;
+  if (op.cluster_mask == 0) targets.push_back(op.block);
+  for (unsigned rank = 0; rank < op.block->cluster_size; ++rank)
+    if (op.cluster_mask >> rank & 1) targets.push_back(op.block->cluster->blocks[rank]);
+  const uint32_t at = window_offset(op.shared), barrier_at = window_offset(op.barrier);
+  for (Block* target : targets) {
+    if (target->live_threads == 0) fail("bulk copy arrives in a block that has exited", op.site);
+    MbarrierState& barrier = mbarrier_of(*target, barrier_at, "bulk copy", op.site);
+    unsigned char* to = target->arena + at;
+    {
+      EngineScope engine(kWriter);
+      order_acquire(&op.issued);
+      for_each_piece(op, [&](uint32_t offset, unsigned char* from, int bytes) {
+        unsigned char* piece = to + permuted(op, offset);
+        note_write(piece, static_cast<size_t>(bytes));
+        if (from) {
+          note_read(from, static_cast<size_t>(bytes));
+          copy_chunk(piece, from, bytes);
+        } else {
+          for (int i = 0; i < bytes; ++i) piece[i] = 0;
+        }
+      });
+      order_release(&machine.engine_wrote);
+      order_release(&machine.launch_ends);
+      order_release(&barrier);
+    }
+    target->proxy_view.wrote(*target, to, static_cast<size_t>(op.bytes));
+    complete_bytes(barrier, op.bytes, op.site);
+  }
+  op.read = op.done = true;
+}
+
+void execute_read(BulkOperation& op) {
+  Untracked allocation;
+  op.block->proxy_view.reads(*op.block, op.shared, static_cast<size_t>(op.bytes), "bulk store", op.site);
+  op.staged.resize(static_cast<size_t>(op.bytes));
+  EngineScope engine(kReader);
+  order_acquire(&op.block->proxy_fences);
+  order_acquire(&machine.engine_wrote);
+  for_each_piece(op, [&](uint32_t offset, unsigned char*, int bytes) {
+    const unsigned char* piece = op.shared + permuted(op, offset);
+    note_read(piece, static_cast<size_t>(bytes));
+    copy_chunk(op.staged.data() + offset, piece, bytes);
+  });
+  order_release(&op.read_order);
+  op.read = true;
+}
+
+void execute_write(BulkOperation& op) {
+  Untracked allocation;
+  const Dtype dtype = op.tensor ? content_of(op.map, op.site).dtype : Dtype::float32;
+  EngineScope engine(kWriter);
+  order_acquire(&op.issued);
+  for_each_piece(op, [&](uint32_t offset, unsigned char* to, int bytes) {
+    if (!to) return;
+    // Additions are atomic: they do not race with each other, so the sanitizer hears of plain writes only.
+    if (op.add) {
+      add_chunk(to, op.staged.data() + offset, bytes, dtype);
+    } else {
+      note_write(to, static_cast<size_t>(bytes));
+      copy_chunk(to, op.staged.data() + offset, bytes);
+    }
+  });
+  order_release(&op.written_order);
+  order_release(&machine.launch_ends);
+  op.done = true;
+}
+
+// One step of one copy.
+void advance(BulkOperation& op) {
+  if (op.load)
+    execute_load(op);
+  else if (!op.read)
+    execute_read(op);
+  else
+    execute_write(op);
+}
+
+void issue(BulkOperation&& operation) {
+  Thread& me = self();
+  Untracked scope;
+  BulkOperation& op = machine.bulk_operations.emplace_back(std::move(operation));
+  op.block = me.block;
+  if (!op.load) me.open_bulk.push_back(&op);
+  order_release(&op.issued);
+  const Timing timing = async_timing();
+  if (timing == Timing::early || (timing == Timing::random && random_bits() % 2)) {
+    while (!op.done) advance(op);
+    return;
+  }
+  machine.in_flight.push_back(&op);
+  if (!op.load) return;
+  // Until it arrives, the destination holds NaN bytes in every receiving block.
+  for (unsigned rank = 0; rank < me.block->cluster_size; ++rank) {
+    Block* target = op.cluster_mask == 0 ? me.block : me.block->cluster->blocks[rank];
+    if (op.cluster_mask && !(op.cluster_mask >> rank & 1)) continue;
+    unsigned char* to = target->arena + window_offset(op.shared);
+    for (int i = 0; i < op.bytes; ++i) to[i] = 0xff;
+    if (op.cluster_mask == 0) break;
+  }
+}
+
+void check_shared(const void* shared, unsigned alignment, const char* what, Site site) {
+  if (owner_of_shared(shared) != self().block)
+    fail(std::string(what) + ": the buffer is not in this block's shared memory", site);
+  if (window_offset(shared) % alignment)
+    fail("cudaErrorMisalignedAddress: misaligned address: " + std::string(what) + " needs a buffer aligned to " +
+             std::to_string(alignment) + " bytes",
+         site);
+}
+
+// The engine sees an mbarrier only behind mbarrier_init_fence().
+void check_barrier(void* barrier, const char* what, Site site) {
+  mbarrier_at(barrier, what, site);
+  if (owner_of_shared(barrier) != self().block)
+    fail(std::string(what) + ": the mbarrier must be this block's own", site);
+  if (!self().block->mbarriers_published) fail(std::string(what) + ": mbarrier_init_fence() is missing", site);
+}
+
+void check_linear(const void* global, const void* shared, int bytes, const char* what, Site site) {
+  check_shared(shared, 16, what, site);
+  if (bytes <= 0 || bytes % 16) fail(std::string(what) + ": the size must be a positive multiple of 16 bytes", site);
+  if (reinterpret_cast<uintptr_t>(global) % 16)
+    fail("cudaErrorMisalignedAddress: misaligned address: " + std::string(what) + " in global memory", site);
+  if (in_shared(global)) fail(std::string(what) + ": expected global memory, got shared", site);
+}
+
+BulkOperation tensor_operation(const void* map, const int* coordinates, int rank, const void* shared, const char* what,
+                               Site site) {
+  BulkOperation op;
+  op.tensor = true;
+  op.map = *static_cast<const TensorMap*>(map);
+  op.rank = rank;
+  op.site = site;
+  for (int i = 0; i < rank; ++i) op.coordinates[i] = coordinates[i];
+  if (rank < 1 || rank > 5) fail(std::string(what) + ": one to five coordinates", site);
+  const TensorMapContent m = content_of(op.map, site);
+  if (m.rank != rank)
+    fail(std::string(what) + ": the tensor map has rank " + std::to_string(m.rank) + ", the copy " +
+             std::to_string(rank),
+         site);
+  check_shared(shared, static_cast<unsigned>(device::swizzle_alignment_bytes(m.swizzle)), what, site);
+  op.shared = static_cast<unsigned char*>(const_cast<void*>(shared));
+  op.bytes = size_bytes(m.dtype);
+  for (int i = 0; i < rank; ++i) op.bytes *= m.box_minus_one[i] + 1;
+  int64_t inside = 0;
+  for_each_piece(op, [&](uint32_t, unsigned char* p, int bytes) { inside += p ? bytes : 0; });
+  machine.tensor_bytes = inside;
+  return op;
+}
+
+}  // namespace
+
+bool run_some_async_work() {
+  auto& flight = machine.in_flight;
+  if (flight.empty()) return false;
+  const size_t i = machine.options.seed ? random_bits() % flight.size() : 0;
+  BulkOperation& op = *flight[i];
+  if (!op.done) advance(op);
+  if (op.done) flight.erase(flight.begin() + static_cast<ptrdiff_t>(i));
+  return true;
+}
+
+void begin_async_work() {
+  machine.bulk_operations.clear();
+  machine.in_flight.clear();
+}
+
+// Writes to global memory outlive their block. Loads do not: see unfinished_bulk_work().
+void finish_async_work() {
+  while (machine.error.empty() && run_some_async_work()) {}
+}
+
+const char* unfinished_bulk_work(const Thread& thread) {
+  for (const auto& group : thread.bulk_groups)
+    for (const BulkOperation* op : group)
+      if (!op->read) return "thread exits before its bulk stores have read their source: bulk_wait_read() is missing";
+  for (const BulkOperation* op : thread.open_bulk)
+    if (!op->done) return "thread exits with bulk stores that were not committed";
+  if (thread.block->live_threads == 1)
+    for (const BulkOperation* op : machine.in_flight)
+      if (op->load && op->block == thread.block)
+        return "block exits while a bulk copy into its shared memory is in flight";
+  return nullptr;
+}
+
+void bulk_load(void* shared, const void* global, int bytes, void* barrier, Site site) {
+  check_linear(global, shared, bytes, "bulk_load", site);
+  check_barrier(barrier, "bulk_load", site);
+  machine.counters.global_bytes_read += bytes;
+  machine.counters.shared_bytes_written += bytes;
+  BulkOperation op;
+  op.shared = static_cast<unsigned char*>(shared);
+  op.global = static_cast<unsigned char*>(const_cast<void*>(global));
+  op.bytes = bytes;
+  op.barrier = barrier;
+  op.site = site;
+  issue(std::move(op));
+}
+
+void bulk_store(void* global, const void* shared, int bytes, BulkKind kind, Site site) {
+  check_linear(global, shared, bytes, "bulk_store", site);
+  machine.counters.global_bytes_written += bytes;
+  machine.counters.shared_bytes_read += bytes;
+  BulkOperation op;
+  op.load = false;
+  op.add = kind == BulkKind::add_f32;
+  op.shared = static_cast<unsigned char*>(const_cast<void*>(shared));
+  op.global = static_cast<unsigned char*>(global);
+  op.bytes = bytes;
+  op.site = site;
+  issue(std::move(op));
+}
+
+void tensor_load(void* shared, const void* map, const int* coordinates, int rank, void* barrier, unsigned cluster_mask,
+                 Site site) {
+  BulkOperation op = tensor_operation(map, coordinates, rank, shared, "tensor_load", site);
+  op.barrier = barrier;
+  op.cluster_mask = cluster_mask;
+  check_barrier(barrier, "tensor_load", site);
+  if (cluster_mask >> self().block->cluster_size)
+    fail("tensor_load_multicast: the mask names blocks outside the cluster", site);
+  machine.counters.global_bytes_read += machine.tensor_bytes;
+  machine.counters.shared_bytes_written += op.bytes;
+  issue(std::move(op));
+}
+
+void tensor_store(const void* map, const int* coordinates, int rank, const void* shared, bool add, Site site) {
+  BulkOperation op = tensor_operation(map, coordinates, rank, shared, "tensor_store", site);
+  op.load = false;
+  op.add = add;
+  machine.counters.global_bytes_written += machine.tensor_bytes;
+  machine.counters.shared_bytes_read += op.bytes;
+  issue(std::move(op));
+}
+
+void bulk_commit() {
+  Thread& me = self();
+  Untracked scope;
+  me.bulk_groups.push_back(std::move(me.open_bulk));
+  me.open_bulk.clear();
+}
+
+void bulk_wait(int groups_in_flight, bool reads_only, Site) {
+  auto& groups = self().bulk_groups;
+  const int complete = static_cast<int>(groups.size()) - groups_in_flight;
+  for (int i = 0; i < complete; ++i)
+    for (BulkOperation* op : groups[static_cast<size_t>(i)]) {
+      if (!op->read) execute_read(*op);
+      order_acquire(&op->read_order);
+      if (reads_only) continue;
+      if (!op->done) execute_write(*op);
+      order_acquire(&op->written_order);
+    }
+  if (reads_only || complete <= 0) return;
+  Untracked scope;
+  groups.erase(groups.begin(), groups.begin() + complete);
+}
+
+void proxy_fence() {
+  Block& block = *self().block;
+  order_release(&block.proxy_fences);
+  block.proxy_view.fence();
+}
+
+void proxy_reads_chunks(Block& block, const uint32_t* offsets, size_t count, const char* what, Site site) {
+  uint32_t last = ~0u;
+  for (size_t i = 0; i < count; ++i)
+    if (offsets[i] / 128 != last) {
+      last = offsets[i] / 128;
+      block.proxy_view.reads(block, block.arena + offsets[i], 16, what, site);
+    }
+  if constexpr (!kThreadSanitizer) return;
+  EngineScope engine(kReader);
+  order_acquire(&block.proxy_fences);
+  order_acquire(&machine.engine_wrote);
+  for (size_t i = 0; i < count; ++i) note_read(block.arena + offsets[i], 16);
+  order_release(&block.operand_reads);
+}
+
+void spin_pause() {
+  if (++machine.spins > kSpinLimit) fail("spins without end: what it waits for never happens", {});
+  if (machine.options.seed == 0 || random_bits() % 4 == 0) run_some_async_work();
+  yield();
+}
+
+void acquire_access(const void* pointer) { order_acquire(const_cast<void*>(pointer)); }
+void release_access(void* pointer) {
+  machine.spins = 0;
+  order_release(pointer);
+}
+
+}  // namespace warpsmith::sim
