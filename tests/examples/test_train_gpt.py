@@ -58,12 +58,10 @@ def tiny(data: Path, out: Path, *flags: object) -> list[str]:
 
 
 def losses(out: Path) -> dict[int, float]:
-    """Training loss by step; a step logged twice must have the same loss both times."""
-    result: dict[int, float] = {}
-    for line in train_gpt.read_log(out / "log.jsonl"):
-        if "loss" in line:
-            assert result.setdefault(line["step"], line["loss"]) == line["loss"]
-    return result
+    """Training loss by step; each step is logged once, in order."""
+    lines = [line for line in train_gpt.read_log(out / "log.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return {line["step"]: line["loss"] for line in lines}
 
 
 def checkpoint_names(out: Path) -> list[str]:
@@ -170,7 +168,7 @@ def test_the_model_does_not_see_the_future_and_knows_positions(preset: str) -> N
         moved = model.logits(swapped)[0]
     assert torch.equal(before[:20], after[:20])
     assert (before[20:] != after[20:]).any(dim=-1).all()
-    assert not torch.allclose(before[10:], moved[10:])
+    assert (before[10:] - moved[10:]).abs().max() > 1e-3  # without positions: rounding, some 1e-6
 
 
 @pytest.mark.slow
