@@ -147,8 +147,9 @@ class OpSpec:
         return [c for c in self.cases if wide_allowed or torch.float64 not in (c.dtype, *c.dtypes.values())]
 
     def base_case(self, dtype: torch.dtype | None = None) -> Case:
-        """The ordinary case (of a dtype) that checks of a single case use: the first that is contiguous, has more than
-        one element and no zero size. Without ``dtype``, float64 comes last: not every device has it."""
+        """The ordinary case (of a dtype) that checks of a single case use: the first that is contiguous and has more than
+        one element and no zero size, sizes of one coming late. Without ``dtype``, float64 comes last: not every device
+        has it."""
         ordinary = [
             c for c in self.cases if c.layout == "contiguous" and 0 not in c.shape and any(s > 1 for s in c.shape)
         ]
@@ -159,7 +160,7 @@ class OpSpec:
             raise ValueError(
                 f"{self.name}: cases: expected a contiguous{wanted} case with more than one element, got none"
             )
-        return min(ordinary, key=lambda c: c.dtype == torch.float64)
+        return min(ordinary, key=lambda c: (c.dtype == torch.float64, len(c.shape) < 2, 1 in c.shape))
 
     def smallest_case(self) -> Case:
         """The case with the fewest elements that still has more than one."""
