@@ -38,33 +38,36 @@ template <class Math> Math add_lanes(const Math* lane) {
     else                                                                                                               \
       for (int64_t c = 0; c < columns; ++c) y[c] = from_float<T>(to_float(x[c]) * rstd);                               \
   }                                                                                                                    \
-  /* sum of dy * (weight + offset) * x */                                                                              \
-  WARPSMITH_VECTORIZE Math dot(const T* dy, const T* x, const W* weight, int64_t columns, Math offset) {               \
+  /* sum of g * x_hat, g = dy * (weight + offset) */                                                                   \
+  WARPSMITH_VECTORIZE Math dot(const T* dy, const T* x, const W* weight, int64_t columns, Math rstd, Math offset) {    \
     Math lane[kLanes] = {};                                                                                            \
     int64_t c = 0;                                                                                                     \
     if (weight) {                                                                                                      \
       for (; c + kLanes <= columns; c += kLanes)                                                                       \
         for (int k = 0; k < kLanes; ++k)                                                                               \
-          lane[k] += Math(to_float(dy[c + k])) * (Math(to_float(weight[c + k])) + offset) * Math(to_float(x[c + k]));  \
+          lane[k] += Math(to_float(dy[c + k])) * (Math(to_float(weight[c + k])) + offset) *                            \
+                     (Math(to_float(x[c + k])) * rstd);                                                                \
       for (; c < columns; ++c)                                                                                         \
-        lane[c % kLanes] += Math(to_float(dy[c])) * (Math(to_float(weight[c])) + offset) * Math(to_float(x[c]));       \
+        lane[c % kLanes] +=                                                                                            \
+            Math(to_float(dy[c])) * (Math(to_float(weight[c])) + offset) * (Math(to_float(x[c])) * rstd);              \
     } else {                                                                                                           \
       for (; c + kLanes <= columns; c += kLanes)                                                                       \
-        for (int k = 0; k < kLanes; ++k) lane[k] += Math(to_float(dy[c + k])) * Math(to_float(x[c + k]));              \
-      for (; c < columns; ++c) lane[c % kLanes] += Math(to_float(dy[c])) * Math(to_float(x[c]));                       \
+        for (int k = 0; k < kLanes; ++k) lane[k] += Math(to_float(dy[c + k])) * (Math(to_float(x[c + k])) * rstd);     \
+      for (; c < columns; ++c) lane[c % kLanes] += Math(to_float(dy[c])) * (Math(to_float(x[c])) * rstd);              \
     }                                                                                                                  \
     return add_lanes(lane);                                                                                            \
   }                                                                                                                    \
-  /* dx = rstd * dy * (weight + offset) - x * correction */                                                            \
+  /* dx = rstd * (g - x_hat * mean), g = dy * (weight + offset): of terms that cancel, none is larger than it must be  \
+   */                                                                                                                  \
   WARPSMITH_VECTORIZE void input_gradient(const T* dy, const T* x, const W* weight, T* dx, int64_t columns, Math rstd, \
-                                          Math correction, Math offset) {                                              \
+                                          Math mean, Math offset) {                                                    \
     if (weight)                                                                                                        \
       for (int64_t c = 0; c < columns; ++c)                                                                            \
-        dx[c] = from_float<T>(rstd * Math(to_float(dy[c])) * (Math(to_float(weight[c])) + offset) -                    \
-                              Math(to_float(x[c])) * correction);                                                      \
+        dx[c] = from_float<T>(rstd * (Math(to_float(dy[c])) * (Math(to_float(weight[c])) + offset) -                   \
+                                      Math(to_float(x[c])) * rstd * mean));                                            \
     else                                                                                                               \
       for (int64_t c = 0; c < columns; ++c)                                                                            \
-        dx[c] = from_float<T>(rstd * Math(to_float(dy[c])) - Math(to_float(x[c])) * correction);                       \
+        dx[c] = from_float<T>(rstd * (Math(to_float(dy[c])) - Math(to_float(x[c])) * rstd * mean));                    \
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void add_weight_gradient(const T* dy, const T* x, const W*, Math* partial, int64_t columns,      \
                                                Math rstd) {                                                            \
@@ -112,9 +115,8 @@ template <class T, class W, class Math> void backward(const RmsNormBwdParams& p,
         const T* dy_row = dy + r * p.dy_stride;
         const T* x_row = x + r * p.x_stride;
         if (dx) {
-          const Math mean = dot(dy_row, x_row, weight, p.columns, Math(p.weight_offset)) * rstd[r] / Math(p.columns);
-          input_gradient(dy_row, x_row, weight, dx + r * p.columns, p.columns, rstd[r], mean * rstd[r] * rstd[r],
-                         Math(p.weight_offset));
+          const Math mean = dot(dy_row, x_row, weight, p.columns, rstd[r], Math(p.weight_offset)) / Math(p.columns);
+          input_gradient(dy_row, x_row, weight, dx + r * p.columns, p.columns, rstd[r], mean, Math(p.weight_offset));
         }
         if (partial) add_weight_gradient(dy_row, x_row, weight, partial, p.columns, rstd[r]);
       }

@@ -131,7 +131,7 @@ template <class T, class W> Status launch_backward(const RmsNormBwdParams& p, co
 
   LaunchConfig sum;
   sum.grid.x = static_cast<unsigned>(rms_norm_detail::ceil_div(p.columns, kSumColumns));
-  sum.block.x = kSumColumns * kSumSlices;
+  sum.block.x = kSumColumns * static_cast<unsigned>(std::min<int64_t>(kMaxSumSlices, rms_norm_partial_rows(c)));
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   sum.programmatic_dependent = device.compute_capability >= 90;

@@ -134,7 +134,7 @@ template <class T, class W, int N, int V, bool kBlock> __global__ void __launch_
 #pragma unroll
     for (int v = 0; v < V; ++v) sum += sum_of_squares(x[v]);
     const float rstd = device::rsqrt(row_sum(sum) / columns + eps);
-    if (p.rstd && at.lane == 0) static_cast<float*>(p.rstd)[r] = rstd;
+    if (p.rstd && at.lane == 0) device::store(static_cast<float*>(p.rstd) + r, rstd);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int64_t column = (int64_t{v} * lanes + at.lane) * N;
@@ -158,7 +158,7 @@ template <class T, class W, int N, bool kBlock> __global__ void __launch_bounds_
     for (int64_t c = int64_t{at.lane} * N; c < p.columns; c += step)
       sum += sum_of_squares(device::load(vector_at<T, N>(p.x, r * p.x_stride + c)));
     const float rstd = device::rsqrt(row_sum(sum) / static_cast<float>(p.columns) + static_cast<float>(p.eps));
-    if (p.rstd && at.lane == 0) static_cast<float*>(p.rstd)[r] = rstd;
+    if (p.rstd && at.lane == 0) device::store(static_cast<float*>(p.rstd) + r, rstd);
     for (int64_t c = int64_t{at.lane} * N; c < p.columns; c += step) {
       const auto w = load_weight<W, N>(static_cast<const W*>(p.weight), c, static_cast<float>(p.weight_offset));
       const auto x = device::load(vector_at<T, N>(p.x, r * p.x_stride + c));
@@ -246,7 +246,7 @@ template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds_
 #pragma unroll
     for (int v = 0; v < V; ++v) sum += sum_of_squares(*ring.slot(ring.stage, 0, v));
     const float rstd = device::rsqrt(row_sum(sum) / columns + eps);
-    if (p.rstd && at.lane == 0 && row < p.rows) static_cast<float*>(p.rstd)[row] = rstd;
+    if (p.rstd && at.lane == 0 && row < p.rows) device::store(static_cast<float*>(p.rstd) + row, rstd);
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int64_t column = (int64_t{v} * lanes + at.lane) * N;
@@ -285,7 +285,7 @@ template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds_
   };
   const auto rstd_of = [&](int64_t unit_row) {
     const int64_t row = unit_row + at.side;
-    return row < p.rows ? static_cast<const float*>(p.rstd)[row] : 0.f;
+    return row < p.rows ? device::load(static_cast<const float*>(p.rstd) + row) : 0.f;
   };
 
   for (int s = 0; s < stages - 1; ++s) request(base + s * step, s);
@@ -355,7 +355,7 @@ template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds_
     for (int64_t c = threadIdx.x; c < p.columns; c += blockDim.x) {
       float sum = 0;
       for (int g = 0; g < groups; ++g) sum += sums[g * p.columns + c];
-      partial[c] = sum;
+      device::store(partial + c, sum);
     }
   }
 }
@@ -376,7 +376,7 @@ template <class T, class W, int N, bool kBlock> __global__ void __launch_bounds_
       for (int k = 0; k < N; ++k) partial[c + k] = 0.f;
 
   for (int64_t r = group; r < p.rows; r += groups) {
-    const float rstd = static_cast<const float*>(p.rstd)[r];
+    const float rstd = device::load(static_cast<const float*>(p.rstd) + r);
     Vector<float, N> g, x_hat;
     const auto read = [&](int64_t c) {  // fills g and x_hat, gives dy
       const auto dy = device::load(vector_at<T, N>(p.dy, r * p.dy_stride + c));
@@ -408,27 +408,27 @@ template <class T, class W, int N, bool kBlock> __global__ void __launch_bounds_
   device::launch_dependents();
 }
 
-constexpr int kSumColumns = 32, kSumSlices = 32;
+constexpr int kSumColumns = 32, kMaxSumSlices = 32;
 
-// dweight[c] = sum over the partial rows, in two fixed steps: kSumSlices interleaved sums, then those in order.
-template <class W> __global__ void __launch_bounds__(kSumColumns* kSumSlices)
+// dweight[c] = sum over the partial rows, in two fixed steps: blockDim.x / kSumColumns interleaved sums, then those in
+// order.
+template <class W> __global__ void __launch_bounds__(kSumColumns* kMaxSumSlices)
     sum_partials(RmsNormBwdParams p, int64_t partial_rows) {
-  WARPSMITH_SHARED(float, sums, kSumColumns* kSumSlices);
+  WARPSMITH_SHARED(float, sums, kSumColumns* kMaxSumSlices);
   device::wait_for_previous_kernel();
-  const int slice = threadIdx.x / kSumColumns;
+  const int slice = threadIdx.x / kSumColumns, slices = blockDim.x / kSumColumns;
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x % kSumColumns;
   const float* partials = static_cast<const float*>(p.partials);
   float sum = 0;
   if (column < p.columns)
 #pragma unroll 4
-    for (int64_t r = slice; r < partial_rows; r += kSumSlices) sum += partials[r * p.columns + column];
+    for (int64_t r = slice; r < partial_rows; r += slices) sum += device::load(partials + r * p.columns + column);
   sums[threadIdx.x] = sum;
   __syncthreads();
   if (slice != 0 || column >= p.columns) return;
   float total = 0;
-#pragma unroll
-  for (int s = 0; s < kSumSlices; ++s) total += sums[s * kSumColumns + threadIdx.x];
-  static_cast<W*>(p.dweight)[column] = device::from_float<W>(total);
+  for (int s = 0; s < slices; ++s) total += sums[s * kSumColumns + threadIdx.x];
+  device::store(static_cast<W*>(p.dweight) + column, device::from_float<W>(total));
 }
 
 }  // namespace warpsmith::rms_norm

@@ -1,0 +1,266 @@
+// The rms_norm kernels on the host: every kernel of the chooser, against the formula in double precision.
+#include "harness.h"
+#include "kernels/rms_norm/rms_norm.h"
+#include "kernels/rms_norm/rms_norm_config.h"
+#include "sim/sparse_memory.h"
+
+namespace warpsmith::test {
+namespace {
+
+template <class T> constexpr Dtype kDtype = Dtype::float32;
+template <> constexpr Dtype kDtype<float16> = Dtype::float16;
+template <> constexpr Dtype kDtype<bfloat16> = Dtype::bfloat16;
+
+struct Shape {
+  int64_t rows, columns;
+  int64_t padding = 0;  // elements between rows
+  size_t offset = 0;    // elements past an aligned address
+  bool weight = true;
+  double weight_offset = 0;
+};
+
+// A problem with its inputs, outputs and oracle.
+template <class T, class W> struct Problem {
+  static constexpr double kEps = 1e-5;
+  Shape s;
+  Buffer<T> x, dy, y, dx;
+  Buffer<W> weight, dweight;
+  Buffer<float> rstd, partials;
+  std::vector<double> want_y, want_rstd, want_dx, want_dweight;
+  RmsNormFwdParams forward{};
+  RmsNormBwdParams backward{};
+
+  int64_t stride() const { return s.columns + s.padding; }
+  size_t count() const { return static_cast<size_t>(s.rows * s.columns); }
+
+  explicit Problem(const Shape& shape, uint64_t seed = 1)
+      : s(shape),
+        x(static_cast<size_t>(shape.rows * (shape.columns + shape.padding)), shape.offset),
+        dy(x.size(), shape.offset),
+        y(static_cast<size_t>(shape.rows * shape.columns)),
+        dx(y.size()),
+        weight(static_cast<size_t>(shape.columns), shape.offset),
+        dweight(weight.size()),
+        rstd(static_cast<size_t>(shape.rows)),
+        partials(0) {
+    fill_normal(x, seed);
+    fill_normal(dy, seed + 1);
+    fill_normal(weight, seed + 2, 0.3f, 1.0f);
+    const Dtype weight_dtype = s.weight ? kDtype<W> : kDtype<T>;
+    forward = {x.data(),        s.weight ? weight.data() : nullptr,
+               y.data(),        rstd.data(),
+               s.rows,          s.columns,
+               stride(),        kEps,
+               s.weight_offset, kDtype<T>,
+               weight_dtype};
+    backward = {dy.data(), x.data(),    forward.weight, rstd.data(), dx.data(), s.weight ? dweight.data() : nullptr,
+                nullptr,   s.rows,      s.columns,      stride(),    stride(),  s.weight_offset,
+                kDtype<T>, weight_dtype};
+    compute_oracle();
+  }
+
+  void compute_oracle() {
+    want_y.resize(count());
+    want_dx.resize(count());
+    want_rstd.resize(static_cast<size_t>(s.rows));
+    want_dweight.assign(static_cast<size_t>(s.columns), 0);
+    for (int64_t r = 0; r < s.rows; ++r) {
+      const auto x_at = [&](int64_t c) {
+        return static_cast<double>(to_float(x[static_cast<size_t>(r * stride() + c)]));
+      };
+      const auto dy_at = [&](int64_t c) {
+        return static_cast<double>(to_float(dy[static_cast<size_t>(r * stride() + c)]));
+      };
+      const auto w_at = [&](int64_t c) {
+        return s.weight ? static_cast<double>(to_float(weight[static_cast<size_t>(c)])) + s.weight_offset : 1.0;
+      };
+      double squares = 0, dot = 0;
+      for (int64_t c = 0; c < s.columns; ++c) squares += x_at(c) * x_at(c);
+      const double scale = 1 / std::sqrt(squares / static_cast<double>(s.columns) + kEps);
+      for (int64_t c = 0; c < s.columns; ++c) dot += dy_at(c) * w_at(c) * x_at(c) * scale;
+      want_rstd[static_cast<size_t>(r)] = scale;
+      for (int64_t c = 0; c < s.columns; ++c) {
+        const size_t at = static_cast<size_t>(r * s.columns + c);
+        want_y[at] = x_at(c) * scale * w_at(c);
+        want_dx[at] = scale * (dy_at(c) * w_at(c) - x_at(c) * scale * dot / static_cast<double>(s.columns));
+        want_dweight[static_cast<size_t>(c)] += dy_at(c) * x_at(c) * scale;
+      }
+    }
+  }
+
+  // Half a rounding step of the storage type, and a few of float for the arithmetic; sums of terms of size one may
+  // cancel.
+  Tolerance rounding(double terms) const {
+    return {.ulps = 0.51, .relative = 4e-6, .absolute = 1e-6 * std::sqrt(terms)};
+  }
+
+  void check_forward() {
+    expect_close("rstd", rstd, want_rstd, {.relative = 1e-6});
+    expect_close("y", y, want_y, rounding(1));
+    same_bits_for_every_seed("y", y);
+  }
+
+  void check_backward() {
+    expect_close("dx", dx, want_dx, rounding(4));
+    same_bits_for_every_seed("dx", dx);
+    if (!s.weight) return;
+    expect_close("dweight", dweight, want_dweight, rounding(4.0 * static_cast<double>(s.rows)));
+    same_bits_for_every_seed("dweight", dweight);
+  }
+
+  void make_room(int64_t partial_rows) {
+    partials = Buffer<float>(static_cast<size_t>(partial_rows * s.columns));
+    backward.partials = s.weight ? partials.data() : nullptr;
+  }
+
+  void run() {
+    int64_t partial_rows = 0;
+    expect_ok(rms_norm_partial_rows_cuda(backward, &partial_rows));
+    make_room(partial_rows);
+    under_every_seed([&] {
+      y.poison(), rstd.poison(), dx.poison(), dweight.poison(), partials.poison();
+      expect_ok(rms_norm_forward_cuda(forward, nullptr));
+      check_forward();
+      expect_ok(rms_norm_backward_cuda(backward, nullptr));
+      check_backward();
+    });
+  }
+};
+
+RmsNormProblem planned(int64_t rows, int64_t columns, int element_bytes) {
+  RmsNormProblem p;
+  p.rows = rows, p.columns = columns, p.element_bytes = element_bytes;
+  return p;
+}
+
+// One row length for each kernel and vector count of the chooser, in 16-bit elements.
+TEST(every_kernel_bfloat16) {
+  for (int64_t columns : {8, 16, 128, 256, 264, 512, 768, 1024, 1032, 2048, 4096, 8192, 8200, 12288, 16384})
+    Problem<bfloat16, bfloat16>({.rows = 2, .columns = columns}).run();
+}
+
+TEST(every_kernel_float) {
+  for (int64_t columns : {4, 8, 128, 132, 256, 384, 512, 516, 2048, 4096, 4100, 6144, 8192})
+    Problem<float, float>({.rows = 2, .columns = columns}).run();
+}
+
+TEST(float16_and_mixed_weights) {
+  for (int64_t columns : {64, 768, 2048, 12288}) {
+    Problem<float16, float16>({.rows = 2, .columns = columns}).run();
+    Problem<float16, float>({.rows = 2, .columns = columns}).run();
+    Problem<bfloat16, float>({.rows = 2, .columns = columns, .weight_offset = 1}).run();
+  }
+}
+
+TEST(rows_that_are_not_vectors) {
+  for (int64_t columns : {1, 2, 3, 7, 33, 257, 1023, 1025, 4097, 5000})
+    Problem<bfloat16, bfloat16>({.rows = 3, .columns = columns}).run();
+}
+
+TEST(misaligned_and_strided_rows) {
+  Problem<bfloat16, bfloat16>({.rows = 5, .columns = 768, .offset = 1}).run();
+  Problem<bfloat16, bfloat16>({.rows = 5, .columns = 768, .padding = 3}).run();
+  Problem<bfloat16, bfloat16>({.rows = 5, .columns = 768, .padding = 8}).run();
+  Problem<float, float>({.rows = 5, .columns = 260, .padding = 4, .offset = 3}).run();
+}
+
+TEST(rows_too_long_for_the_chip) {
+  Problem<bfloat16, bfloat16>({.rows = 2, .columns = 32768 + 8}).run();
+  Problem<bfloat16, bfloat16>({.rows = 2, .columns = 16384 + 8}).run();
+  Problem<float, float>({.rows = 1, .columns = 40001}).run();
+}
+
+TEST(more_rows_than_groups) {
+  for (int64_t rows : {1, 33, 265}) Problem<bfloat16, bfloat16>({.rows = rows, .columns = 16}).run();
+  Problem<bfloat16, bfloat16>({.rows = 397, .columns = 264}).run();
+  Problem<bfloat16, bfloat16>({.rows = 140, .columns = 1032}).run();
+}
+
+TEST(no_weight) {
+  for (int64_t columns : {24, 1032, 4096, 4097})
+    Problem<bfloat16, bfloat16>({.rows = 2, .columns = columns, .weight = false}).run();
+}
+
+TEST(only_one_gradient) {
+  Problem<bfloat16, bfloat16> p({.rows = 9, .columns = 1032});
+  p.make_room(1000);
+  under_every_seed([&] {
+    expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
+    for (const bool dx : {true, false}) {
+      p.dx.poison(), p.dweight.poison();
+      RmsNormBwdParams one = p.backward;
+      if (dx)
+        one.dweight = one.partials = nullptr;
+      else
+        one.dx = nullptr;
+      expect_ok(rms_norm_backward_cuda(one, nullptr));
+      if (dx)
+        expect_close("dx", p.dx, p.want_dx, p.rounding(4));
+      else
+        expect_close("dweight", p.dweight, p.want_dweight, p.rounding(36));
+    }
+  });
+}
+
+// The floor, and what each kernel adds to it: the weight once a row (registers) or once a block (ring), rstd, partial
+// sums.
+TEST(bytes_moved) {
+  constexpr int64_t kRows = 140, kColumns = 1032, kRow = kColumns * 2;
+  Problem<bfloat16, bfloat16> p({.rows = kRows, .columns = kColumns});
+  const RmsNormConfig backward = choose_rms_norm_backward(planned(kRows, kColumns, 2));
+  p.make_room(rms_norm_partial_rows(backward));
+  under_every_seed([&] {
+    expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
+    expect_bytes({.read = 2 * kRows * kRow, .written = kRows * kRow + kRows * 4});  // the weight once a row
+    sim::counters() = {};
+    expect_ok(rms_norm_backward_cuda(p.backward, nullptr));
+    const int64_t partials = backward.blocks * kColumns * 4;
+    expect_bytes({.read = 2 * kRows * kRow + backward.blocks * kRow + partials +
+                          kRows * 4 * backward.lanes,  // rstd by every thread
+                  .written = kRows * kRow + partials + kRow});
+  });
+}
+
+TEST(unknown_dtype_is_refused) {
+  Problem<float, float> p({.rows = 1, .columns = 4});
+  p.forward.dtype = p.forward.weight_dtype = Dtype::float64;
+  expect_refused(rms_norm_forward_cuda(p.forward, nullptr), "float64");
+}
+
+// 2^31 elements and more, in memory that is never touched but for the rows under test: row starts need 64 bits.
+TEST(beyond_2_31_elements) {
+  constexpr int64_t kRows = 3, kColumns = 768, kStride = int64_t{1} << 31;
+  sim::SparseMemory<bfloat16> x(kRows * kStride);
+  Problem<bfloat16, bfloat16> near({.rows = kRows, .columns = kColumns});
+  for (int64_t r = 0; r < kRows; ++r) std::memcpy(x.data() + r * kStride, near.x.data() + r * kColumns, kColumns * 2);
+  near.forward.x = x.data();
+  near.forward.x_stride = kStride;
+  under_every_seed([&] {
+    near.y.poison();
+    expect_ok(rms_norm_forward_cuda(near.forward, nullptr));
+    near.check_forward();
+  });
+}
+
+template <class T, class W> void run_random(Random& random) {
+  Shape s{.rows = random.size(1, 40), .columns = random.size(1, 2100)};
+  if (random.coin()) s.columns = (s.columns + 7) / 8 * 8;
+  s.padding = random.choice<int64_t>({0, 8, 1});
+  s.offset = static_cast<size_t>(random.choice<int64_t>({0, 0, 0, 1}));
+  s.weight = random.integer(0, 4) > 0;
+  s.weight_offset = random.coin() ? 1 : 0;
+  Problem<T, W>(s, random.bits() % 1000).run();
+}
+
+RANDOM_TEST(random_problems) {
+  switch (random.integer(0, 4)) {
+    case 0: return run_random<bfloat16, bfloat16>(random);
+    case 1: return run_random<float, float>(random);
+    case 2: return run_random<float16, float16>(random);
+    case 3: return run_random<bfloat16, float>(random);
+    default: return run_random<float16, float>(random);
+  }
+}
+
+}  // namespace
+}  // namespace warpsmith::test
