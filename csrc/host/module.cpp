@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "host/bindings.h"
 #include "host/plan.h"
 
 namespace py = pybind11;
@@ -36,4 +37,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("build", &build, "Facts about this build: version, compilers, CUDA architectures.");
   m.def("plan", &plan, py::arg("op"),
         "The configuration an op's kernel would run with for a problem, as plain values.");
+  for (const auto bind : warpsmith::host::binders()) bind(m);
 }

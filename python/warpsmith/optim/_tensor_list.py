@@ -14,6 +14,7 @@ from torch import Tensor
 from warpsmith.ops import _check
 
 _gradient = attrgetter("grad")
+_kind = attrgetter("dtype", "device", "shape")
 _group_params = itemgetter("params")
 
 NO_GRADIENT = 0
@@ -37,6 +38,11 @@ def all_params(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
 def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether two sequences hold the very same objects; tensors must not be compared by ``==``."""
     return len(a) == len(b) and all(map(is_, a, b))
+
+
+def without_gradients(params: Sequence[Tensor]) -> bool:
+    """Whether no parameter has a gradient."""
+    return {type(None)}.issuperset(map(type, map(_gradient, params)))
 
 
 def describe(groups: Sequence[dict[str, Any]], index: int) -> str:
@@ -81,6 +87,7 @@ class Gradients:
         self._locals = [local(p) for p in self._params]
         self._distributed = not same_objects(self._params, self._locals)
         self._strides = list(map(Tensor.stride, self._locals))
+        self._kinds = list(map(_kind, self._locals))
         self._contiguous = all(map(Tensor.is_contiguous, self._locals))
         self._seen: list[int] = []
         self._copies: list[Tensor] = []
@@ -102,22 +109,29 @@ class Gradients:
             usual = self._usual_strides(grads)
         if usual and seen == self._seen:
             return False
-        known = self._seen if usual and self._seen else [None] * len(seen)
         addresses, copies = [], []
-        for i, grad in enumerate(grads):
-            if seen[i] == known[i]:
-                addresses.append(self.addresses[i])
-            elif grad is None:
-                addresses.append(NO_GRADIENT)
-            else:
-                self._check(i, grad)
-                if not same_layout(grad, self._locals[i]):
-                    grad = torch.empty_like(self._locals[i]).copy_(grad)
-                    copies.append(grad)
-                addresses.append(grad.data_ptr() if grad.numel() else NO_ELEMENTS)
+        if usual and self._alike(grads, seen):
+            addresses = [a or NO_ELEMENTS for a in seen]
+        else:
+            known = self._seen if usual and self._seen else [None] * len(seen)
+            for i, grad in enumerate(grads):
+                if seen[i] == known[i]:
+                    addresses.append(self.addresses[i])
+                elif grad is None:
+                    addresses.append(NO_GRADIENT)
+                else:
+                    self._check(i, grad)
+                    if not same_layout(grad, self._locals[i]):
+                        grad = torch.empty_like(self._locals[i]).copy_(grad)
+                        copies.append(grad)
+                    addresses.append(grad.data_ptr() or NO_ELEMENTS)
         changed = addresses != self.addresses
         self._seen, self.addresses, self._copies = seen if usual else [], addresses, copies
         return changed
+
+    def _alike(self, grads: Sequence[Tensor | None], seen: Sequence[int]) -> bool:
+        """Whether all are there with the dtype, device and shape of their parameters: the quick way to see it."""
+        return not self._distributed and _ABSENT not in seen and list(map(_kind, grads)) == self._kinds
 
     def _usual_strides(self, grads: Sequence[Tensor | None]) -> bool:
         if self._contiguous:

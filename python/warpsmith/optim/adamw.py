@@ -1,19 +1,19 @@
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
-from itertools import chain
-from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from warpsmith import _C
 from warpsmith.ops import _check
 from warpsmith.ops.adamw import adamw_pointers, adamw_step, adamw_table
 from warpsmith.optim import _tensor_list as lists
 
 _OP = "AdamW"
-_moments = itemgetter("exp_avg", "exp_avg_sq", "step")
+_STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
 def _refuse(argument: str, expected: str, got: Any) -> NoReturn:
@@ -93,34 +93,28 @@ class _Plan:
         active_set = set(active)
         self.idle = [p for i, p in enumerate(self.params) if i not in active_set]
         self.distributed = any(hasattr(p, "to_local") for p in self.params)
-        self.addresses = self._addresses(self.params)
+        self.addresses = array("q", [lists.local(p).data_ptr() for p in self.params])
         self.amsgrad = [g["amsgrad"] for g in groups]
         self.states = list(state.values())
         self.active_states = [state[self.params[i]] for i in active]
-        self.state_tensors = self._state_tensors()
+        self.state_names = _STATE + ("max_exp_avg_sq",) * any(self.amsgrad)
+        self.state_tensors = [s.get(name) for s in self.active_states for name in self.state_names]
         by_kind: dict[Any, list[int]] = {}
         for i in active:
             by_kind.setdefault((self.params[i].device, self.params[i].dtype), []).append(i)
         self.buckets = [_Bucket(groups, state, indices, owners) for indices in by_kind.values()]
 
-    def _addresses(self, params: list[Tensor]) -> list[int]:
-        return list(map(Tensor.data_ptr, map(lists.local, params) if self.distributed else params))
-
-    def _state_tensors(self) -> list[Tensor | None]:
-        tensors: list[Tensor | None] = list(chain.from_iterable(map(_moments, self.active_states)))
-        if any(self.amsgrad):
-            tensors += [s.get("max_exp_avg_sq") for s in self.active_states]
-        return tensors
-
     def holds(self, optimizer: AdamW) -> bool:
-        params = lists.all_params(optimizer.param_groups)
+        groups = optimizer.param_groups
+        params = lists.all_params(groups)
+        parts = [lists.local(p) for p in params] if self.distributed else params
         return (
             lists.same_objects(params, self.params)
-            and self._addresses(params) == self.addresses
-            and [g["amsgrad"] for g in optimizer.param_groups] == self.amsgrad
+            and _C.same_tensors(parts, parts if self.distributed else self.params, self.addresses, Tensor.data_ptr)
+            and [g["amsgrad"] for g in groups] == self.amsgrad
             and lists.same_objects(list(optimizer.state.values()), self.states)
-            and lists.same_objects(self._state_tensors(), self.state_tensors)
-            and all(p.grad is None for p in self.idle)
+            and _C.same_values(self.active_states, self.state_names, self.state_tensors)
+            and lists.without_gradients(self.idle)
         )
 
 
