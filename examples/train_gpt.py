@@ -64,7 +64,10 @@ RECIPE: dict[str, tuple[Any, Any, str]] = {  # name: (nano, gpt2-124m, help)
     "tokens": ("bytes", "bytes", "the data's bytes, or random ones for a benchmark"),
     "modules": ("warpsmith", "warpsmith", "whose norms and optimizer"),
 }
-PRESETS = {preset: {name: row[i] for name, row in RECIPE.items()} for i, preset in enumerate(("nano", "gpt2-124m"))}
+PRESETS = {
+    preset: {"preset": preset} | {name: row[i] for name, row in RECIPE.items()}
+    for i, preset in enumerate(("nano", "gpt2-124m"))
+}
 CHOICES = {
     "positions": ("rope", "learned"),
     "norm": ("rms", "layer"),
@@ -180,7 +183,7 @@ class GPT(nn.Module):
 # ----------------------------------------------------------------------------------------------------------- data
 
 
-def read_data(path: Path | None) -> tuple[Tensor, Tensor, str]:
+def read_data(path: Path | None) -> tuple[bytes, bytes, str]:
     """(train, validation, description): bytes of the files under `path`, a tenth of the files held out for validation.
 
     Which files are held out depends on their relative names alone. A single file is cut at nine tenths.
@@ -207,8 +210,7 @@ def read_data(path: Path | None) -> tuple[Tensor, Tensor, str]:
     # A zero byte marks the end of a file.
     validation, train = (b"\0".join(part) for part in (texts[:held_out], texts[held_out:]))
     sizes = f"{len(train) / 1e6:.2f} MB to train, {len(validation) / 1e6:.2f} MB to validate"
-    as_tokens = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, validation))
-    return *as_tokens, f"{len(files):,} file(s) of {root}: {sizes}"
+    return train, validation, f"{len(files):,} file(s) of {root}: {sizes}"
 
 
 class Data:
@@ -220,15 +222,14 @@ class Data:
         if self.random:
             self.description, self.sha256 = f"random tokens below {s.vocab:,}", "random"
             return
-        self.train, self.validation, self.description = read_data(path)
-        for name, part in (("train", self.train), ("validation", self.validation)):
+        train, validation, self.description = read_data(path)
+        for name, part in (("train", train), ("validate", validation)):
             if len(part) <= s.context:
                 raise UserError(f"--data: expected more than --context {s.context} bytes to {name} on, got {len(part)}")
-        if int(max(self.train.max(), self.validation.max())) >= s.vocab:
+        if s.vocab < 256:
             raise UserError(f"--vocab: expected at least 256 for bytes, got {s.vocab}")
-        digest = hashlib.sha256(self.train.numpy())
-        digest.update(self.validation.numpy())
-        self.sha256 = digest.hexdigest()
+        self.sha256 = hashlib.sha256(train + validation).hexdigest()
+        self.train, self.validation = (torch.frombuffer(bytearray(t), dtype=torch.uint8) for t in (train, validation))
 
     def batch(self, step: int) -> Tensor:
         """The rows [batch / ranks, context + 1] of this rank in training step `step`."""
@@ -244,7 +245,8 @@ class Data:
         """`count` batches, spread evenly over the validation text, the same at every call."""
         if self.random:
             return [self.batch(-1 - i) for i in range(count)]
-        starts = torch.linspace(0, len(self.validation) - self.s.context - 1, count * self.s.batch).long()
+        last = len(self.validation) - self.s.context - 1
+        starts = torch.linspace(0, last, count * self.s.batch, dtype=torch.float64).long()
         return [self.place(self.rows(self.validation, part)) for part in starts.split(self.s.batch)]
 
     def rows(self, text: Tensor, starts: Tensor) -> Tensor:
@@ -398,7 +400,7 @@ class Training:
         self.lap_began = time.perf_counter()
         ranks.on_first(self.prepare_folder)
         parameters = sum(p.numel() for p in self.run.model.parameters())
-        self.say(f"model: {args.preset}, {parameters:,} parameters, modules of {s.modules}")
+        self.say(f"model: {s.preset}, {parameters:,} parameters, modules of {s.modules}")
         self.say(f"data: {self.data.description}")
         where = f"{ranks.world} x {ranks.device.type}"
         self.say(f"run: {s.steps} steps of {s.batch} x {s.context} tokens on {where}, into {args.out}")
@@ -494,9 +496,12 @@ class Training:
             loss = self.validate(self.data.validation_batches(40))
             if self.ranks.first and self.s.tokens == "bytes":
                 self.say(f"sample:\n{run.sample('def ', 400)}\n")
-            self.say(f"validation loss {loss:.4f} {NATS} after {run.done} steps, {self.seconds:.0f} s of training")
+            rate = run.done * self.s.batch * self.s.context / self.seconds
+            self.say(
+                f"validation loss {loss:.4f} {NATS}: {run.done} steps in {self.seconds:.0f} s, {rate:,.0f} tokens/s"
+            )
         image = self.args.out / "loss.png"
-        title = f"{self.args.preset}: {run.done} steps in {self.seconds:.0f} s"
+        title = f"{self.s.preset}: {run.done} steps in {self.seconds:.0f} s"
         self.ranks.on_first(lambda: plot_losses(read_log(self.log), title).savefig(image, dpi=120))
         self.say(f"written: {self.log}, {image}, {self.checkpoints}")
         if reason:
@@ -546,7 +551,7 @@ def compare(args: argparse.Namespace, ranks: Ranks) -> None:
     seconds = dict.fromkeys(kinds, 0.0)
     turn = max(1, min(10, s.steps // 4))
     timed = s.steps - turn if s.steps > turn else s.steps  # the first turn warms up
-    ranks.say(f"model: {args.preset}; data: {data.description}; {ranks.world} x {ranks.device.type}")
+    ranks.say(f"model: {s.preset}; data: {data.description}; {ranks.world} x {ranks.device.type}")
     bar = ranks.bar(s.steps)
     for first in range(0, s.steps, turn):
         batches = [data.batch(step) for step in range(first, min(first + turn, s.steps))]
@@ -558,7 +563,7 @@ def compare(args: argparse.Namespace, ranks: Ranks) -> None:
                 seconds[kind] += time.perf_counter() - began
         bar.update(len(batches))
     bar.close()
-    result: dict[str, Any] = {"preset": args.preset, "recipe": vars(s), "timed_steps": timed}
+    result: dict[str, Any] = {"recipe": vars(s), "timed_steps": timed}
     validation = data.validation_batches(8)
     ranks.say(f"{'':10}{'tokens/s':>12}{'ms/step':>10}{'last loss':>11}{'validation':>12}")
     for kind in kinds:
@@ -603,9 +608,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.log_every = args.log_every if args.log_every is not None else 10 if args.device == "cuda" else 1
-    args.preset = args.preset or ("gpt2-124m" if args.device == "cuda" else "nano")
-    args.out = args.out or default_out(args.preset, args.resume)
+    args.out = args.out or default_out(preset_of(args), args.resume)
     return args
+
+
+def preset_of(args: argparse.Namespace) -> str:
+    return args.preset or ("gpt2-124m" if args.device == "cuda" else "nano")
 
 
 def default_out(preset: str, resume: bool) -> Path:
@@ -620,15 +628,16 @@ def default_out(preset: str, resume: bool) -> Path:
 
 def recipe_of(args: argparse.Namespace, ranks: Ranks, stored: dict[str, Any] | None = None) -> SimpleNamespace:
     """The preset with the flags given, checked; on a resume the checkpoint's recipe, which no flag may change."""
-    given = {name: getattr(args, name) for name in RECIPE if getattr(args, name) is not None}
-    s = SimpleNamespace(**(stored or PRESETS[args.preset]) | given)
+    base = stored or PRESETS[preset_of(args)]
+    given = {name: getattr(args, name) for name in base if getattr(args, name) is not None}
+    s = SimpleNamespace(**base | given)
 
     def expect(good: bool, name: str, expected: str, values: Any = s) -> None:
         if not good:
             raise UserError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(values, name)}")
 
     for name, value in given.items():
-        expect(stored is None or stored[name] == value, name, f"{(stored or {}).get(name)} (the checkpoint's)")
+        expect(stored is None or base[name] == value, name, f"{base[name]} (the checkpoint's)")
     for name in ("layers", "heads", "width", "context", "vocab", "batch", "steps", "lr", "clip", "init_std"):
         expect(getattr(s, name) > 0, name, "more than 0")
     for name in ("save_every", "eval_every", "log_every", "seconds"):

@@ -234,6 +234,8 @@ def test_a_resume_changes_neither_recipe_nor_data(
     assert train_gpt.main(tiny(copy, out, "--steps", 10)) == 0
     before = (out / "log.jsonl").read_bytes()
     capsys.readouterr()
+    assert train_gpt.main([*tiny(copy, out, "--preset", "gpt2-124m"), "--resume"]) == 2
+    assert one_error_line(capsys).endswith("--preset: expected nano (the checkpoint's), got gpt2-124m")
     assert train_gpt.main([*tiny(copy, out, "--lr", 1.0), "--resume"]) == 2
     assert one_error_line(capsys).endswith("--lr: expected 0.004 (the checkpoint's), got 1.0")
     with open(copy / "file_00.txt", "a") as file:
@@ -401,7 +403,7 @@ def test_nothing_is_pickled() -> None:
 
 def test_a_folder_is_split_by_file(data: Path) -> None:
     train, validation, description = train_gpt.read_data(data)
-    parts = [bytes(part.tolist()).split(b"\0") for part in (train, validation)]
+    parts = [part.split(b"\0") for part in (train, validation)]
     assert [len(part) for part in parts] == [18, 2]
     assert sorted(parts[0] + parts[1]) == sorted(path.read_bytes() for path in data.iterdir())
     assert description.startswith("20 file(s) of ")
@@ -410,7 +412,7 @@ def test_a_folder_is_split_by_file(data: Path) -> None:
 def test_a_single_file_is_cut(data: Path) -> None:
     file = data / "file_00.txt"
     train, validation, _ = train_gpt.read_data(file)
-    assert bytes(train.tolist()) + bytes(validation.tolist()) == file.read_bytes()
+    assert train + validation == file.read_bytes()
     assert len(train) == file.stat().st_size * 9 // 10
 
 
@@ -441,6 +443,7 @@ def test_rank_batches_are_rows_of_the_global_batch(data: Path) -> None:
     [
         (["--data", "{tmp}/absent"], "--data: expected a file or a folder, got .*absent"),
         (["--data", "{tmp}/empty"], "--data: expected text, got .*empty with no file that holds any"),
+        (["--data", "{tmp}/short/a_byte.txt"], "--data: expected more than --context 32 bytes to train on, got 0"),
         (["--data", "{tmp}/short"], "--data: expected more than --context 32 bytes to .* on, got"),
         (["--vocab", "100"], "--vocab: expected at least 256 for bytes, got 100"),
         (["--heads", "3"], "--heads: expected a divisor of --width 32, got 3"),
@@ -462,6 +465,7 @@ def test_bad_input_is_one_clear_line(
     (tmp_path / "empty/nothing.txt").touch()
     (tmp_path / "short").mkdir()
     (tmp_path / "short/text.txt").write_text("short")
+    (tmp_path / "short/a_byte.txt").write_text("a")
     out = tmp_path / "run"
     assert train_gpt.main([*tiny(data, out), *(flag.format(tmp=tmp_path) for flag in flags)]) == 2
     assert re.search(f"^train_gpt: error: {expected}", one_error_line(capsys))
