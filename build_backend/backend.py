@@ -1,7 +1,7 @@
 """In-tree PEP 517 backend: scikit-build-core, told where torch is.
 
-The op library needs torch's stable headers and ``libtorch.so``, not an importable torch. They are looked for in this order,
-and what was found is printed:
+The op library needs torch's stable headers and ``libtorch.so``, not an importable torch. They are looked for in this
+order, and what was found is printed:
 
 1. ``WARPSMITH_TORCH_DIR``, the directory of a torch package;
 2. the torch that this interpreter can import (no build isolation);
@@ -50,7 +50,9 @@ def find_torch() -> Path | None:
     if named:
         torch = Path(named)
         if not (torch / _HEADER).exists():
-            raise RuntimeError(f"warpsmith: WARPSMITH_TORCH_DIR={named}: expected a torch >= 2.11 package with {_HEADER}")
+            raise RuntimeError(
+                f"warpsmith: WARPSMITH_TORCH_DIR={named}: expected a torch >= 2.11 package with {_HEADER}"
+            )
         return torch
     for torch in _candidates():
         version = _version(torch)

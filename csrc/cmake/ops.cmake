@@ -5,7 +5,7 @@ file(GLOB warpsmith_op_cuda CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/kernels/*
 file(GLOB warpsmith_host CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/host/*.cpp)
 
 function(add_op_library target)
-  add_library(${target} MODULE ${warpsmith_op_bindings} ${warpsmith_op_cpu})
+  add_library(${target} SHARED ${warpsmith_op_bindings} ${warpsmith_op_cpu})
   target_include_directories(${target} PRIVATE csrc)
   target_link_libraries(${target} PRIVATE torch_stable)
   set_source_files_properties(${warpsmith_op_cpu} PROPERTIES COMPILE_OPTIONS "${warpsmith_cpu_kernel_options}")

@@ -2,8 +2,8 @@
 
 from warpsmith import nn, optim
 from warpsmith._plan import plan
+from warpsmith._version import __version__
 from warpsmith.ops.adamw import adamw
 from warpsmith.ops.rms_norm import rms_norm
-from warpsmith._version import __version__
 
 __all__ = ["__version__", "adamw", "nn", "optim", "plan", "rms_norm"]

@@ -21,7 +21,7 @@ def _require_torch() -> None:
 
 
 def library_path() -> Path:
-    """Path of the op library. It lies beside the compiled ``_C``, which in an editable install is not the source folder."""
+    """Path of the op library, beside the compiled ``_C``. In an editable install that is not the source folder."""
     spec = importlib.util.find_spec("warpsmith._C")
     if spec is None or spec.origin is None:
         raise ImportError(f"warpsmith: the compiled module _C is missing; {REINSTALL}")
@@ -30,8 +30,8 @@ def library_path() -> Path:
 
 
 def load_library() -> None:
-    """Loads the op library unless a program (a LibTorch host, a reloaded module) has loaded it already: a second copy of the
-    same schemas would end the process in a static initialiser."""
+    """Loads the op library unless a program (a LibTorch host, a reloaded module) has loaded it already: a second copy
+    of the same schemas would end the process in a static initialiser."""
     _require_torch()
     import torch
 
@@ -43,4 +43,6 @@ def load_library() -> None:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        raise ImportError(f"warpsmith: {path.name} does not load into torch {torch.__version__}: {error}; {REINSTALL}") from error
+        raise ImportError(
+            f"warpsmith: {path.name} does not load into torch {torch.__version__}: {error}; {REINSTALL}"
+        ) from error

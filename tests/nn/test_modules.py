@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-
 import warpsmith
 
 

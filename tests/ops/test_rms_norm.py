@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 import warpsmith
 from warpsmith.reference.rms_norm import rms_norm as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
@@ -87,7 +86,8 @@ SPEC = OpSpec(
         BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
         BadInput("short weight", but(weight=lambda g: g["weight"][:-1]), r"weight: expected shape \(\d+\), got"),
         BadInput("matrix weight", but(weight=lambda g: g["weight"][None]), r"weight: expected shape \(\d+\), got"),
-        BadInput("weight dtype", but(weight=lambda g: g["weight"].half()), "weight: expected bfloat16 or float32, got float16"),
+        BadInput("weight dtype", but(weight=lambda g: g["weight"].half()),
+                 "weight: expected bfloat16 or float32, got float16"),
         BadInput("meta weight", but(weight=lambda g: g["weight"].to("meta")), "weight: expected a", fake=False),
         BadInput("negative eps", but(eps=lambda g: -1.0), r"eps: expected a number >= 0, got -1", fake=False),
         BadInput("nan eps", but(eps=lambda g: float("nan")), r"eps: expected a number >= 0, got nan", fake=False),

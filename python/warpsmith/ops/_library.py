@@ -1,8 +1,9 @@
 """The one way in which a raw op becomes a differentiable function, in eager mode and under tracing.
 
-Cost of an eager call was measured for every form (`docs/design/2026-11-20-eager-call.md`): a raw op costs what a native torch op
-does, an ``autograd.Function`` with the combined ``forward(ctx, ...)`` less than any registered formula. So eager takes those two,
-and ``torch.compile`` and ``torch.export`` see a second op of the public name that has a fake and a formula.
+Cost of an eager call was measured for every form (`docs/design/2026-11-20-eager-call.md`): a raw op costs what a native
+torch op does, an ``autograd.Function`` with the combined ``forward(ctx, ...)`` less than any registered formula. So
+eager takes those two, and ``torch.compile`` and ``torch.export`` see a second op of the public name that has a fake and
+a formula.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Saved(NamedTuple):
 def register_fake(name: str, fake: Callable) -> None:
     """Gives the op ``warpsmith::name`` its outputs' shapes, dtypes, devices and strides, for fake and meta tensors.
 
-    The kernel of the Meta key does what ``torch.library.register_fake`` does for an op that creates no unbacked sizes, at a
-    quarter of its cost at import (0.025 ms against 0.11 ms).
+    The kernel of the Meta key does what ``torch.library.register_fake`` does for an op that creates no unbacked sizes,
+    at a quarter of its cost at import (0.025 ms against 0.11 ms).
     """
     _fragment.impl(name, fake, "Meta")
 
@@ -84,13 +85,15 @@ def differentiable(
     """Builds the eager and traced function of an op.
 
     name: of the traced op, whose schema and kernel live in C++ and equal those of ``forward``.
-    forward(*inputs): the raw op; its first ``public`` outputs are the function's, the others are only kept for backward.
-    inference(*inputs): the raw op to call when no gradient is needed; gives the public outputs alone. Default: ``forward``.
+    forward(*inputs): the raw op; its first ``public`` outputs are the function's, the others are kept for backward.
+    inference(*inputs): the raw op to call when no gradient is needed; gives the public outputs alone. Default:
+        ``forward``.
     save(inputs, outputs): what backward needs, as ``Saved``.
-    backward(needs, tensors, values, *grads): a gradient or None for each input; ``needs[i]`` says whether input i wants one.
-        ``grads`` has one entry for each public output, None where that output was not used.
-    differentiable_backward: the same in plain torch operations, used only when a derivative of the gradient may be taken
-        (``create_graph=True``). Without it a second derivative is refused: a raw op has none, and silence would mean zero.
+    backward(needs, tensors, values, *grads): a gradient or None for each input; ``needs[i]`` says whether input i wants
+        one. ``grads`` has one entry for each public output, None where that output was not used.
+    differentiable_backward: the same in plain torch operations, used only when a derivative of the gradient may be
+        taken (``create_graph=True``). Without it a second derivative is refused: a raw op has none, and silence would
+        mean zero.
     """
     traced = getattr(raw, name).default
     tensor_arguments = [i for i, a in enumerate(traced._schema.arguments) if "Tensor" in str(a.type)]
@@ -107,8 +110,7 @@ def differentiable(
         use = differentiable_backward if differentiable_backward is not None and torch.is_grad_enabled() else backward
         return tuple(use(ctx.needs_input_grad, ctx.saved_tensors, ctx.values, *grads))
 
-    if differentiable_backward is None:
-        formula = once_differentiable(formula)
+    formula_of_grads: Callable = formula if differentiable_backward is not None else once_differentiable(formula)
 
     class Apply(torch.autograd.Function):
         @staticmethod
@@ -119,10 +121,10 @@ def differentiable(
             ctx.set_materialize_grads(False)
             return public_part(outputs)
 
-        backward = staticmethod(formula)
+        backward = staticmethod(formula_of_grads)
 
     class ApplyInTransform(torch.autograd.Function):
-        # torch.func wants forward and setup_context apart (17 us a call dearer); every output is then an output of the function.
+        # torch.func wants forward and setup_context apart (17 us a call dearer); then every output is the function's.
         generate_vmap_rule = True
 
         @staticmethod
@@ -135,10 +137,10 @@ def differentiable(
             ctx.save_for_backward(*tensors)
             ctx.set_materialize_grads(False)
 
-        backward = staticmethod(formula)
+        backward = staticmethod(formula_of_grads)
 
     Apply.__name__ = Apply.__qualname__ = name
-    _register_formula(name, save, formula)
+    _register_formula(name, save, formula_of_grads)
     without_gradient = inference or forward
 
     def call(*inputs: Any) -> Any:
@@ -150,7 +152,8 @@ def differentiable(
             for i in tensor_arguments:
                 if getattr(inputs[i], "requires_grad", False):
                     return Apply.apply(*inputs)
-        if forward_ad._current_level >= 0:  # torch refuses dual tensors in a Function without jvp; a raw op would drop them
+        # torch refuses dual tensors in a Function without jvp; a raw op would drop them without a word.
+        if forward_ad._current_level >= 0:
             return Apply.apply(*inputs)
         return public_part(call_raw(without_gradient, *inputs))
 
