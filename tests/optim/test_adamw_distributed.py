@@ -1,0 +1,106 @@
+"""warpsmith.optim.AdamW on DTensor parameters: each rank updates its own shards, as torch's does."""
+
+import warnings
+
+import pytest
+import torch
+import warpsmith
+from torch import nn
+from warpsmith.testing import run_ranks
+
+STEPS = 4
+
+
+def sharded_model(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    generator = torch.Generator().manual_seed(0)
+    # The bias of three elements is shared out unevenly; of the single element one rank has nothing.
+    placements = [((6, 4), Shard(0)), ((3,), Shard(0)), ((1,), Shard(0)), ((5,), Replicate())]
+    whole = [torch.randn(shape, generator=generator) for shape, _ in placements]
+    params = [
+        nn.Parameter(distribute_tensor(t, mesh, [placement]))
+        for t, (_, placement) in zip(whole, placements, strict=True)
+    ]
+    return mesh, params, [nn.Parameter(t.clone()) for t in whole]
+
+
+def set_grads(params, whole, mesh, seed):
+    from torch.distributed.tensor import distribute_tensor
+
+    generator = torch.Generator().manual_seed(seed)
+    for p, w in zip(params, whole, strict=True):
+        w.grad = torch.randn(w.shape, generator=generator)
+        p.grad = distribute_tensor(w.grad, mesh, p.placements)
+
+
+def train_sharded(rank, world_size):
+    warnings.simplefilter("ignore")
+    mesh, params, whole = sharded_model(rank, world_size)
+    ours, plain = warpsmith.optim.AdamW(params, lr=1e-2), warpsmith.optim.AdamW(whole, lr=1e-2)
+    for step in range(STEPS):
+        set_grads(params, whole, mesh, step)
+        ours.step()
+        plain.step()
+    same = all(torch.equal(p.full_tensor(), w) for p, w in zip(params, whole, strict=True))
+    moments = [ours.state[p]["exp_avg"] for p in params]
+    sharded = all(m.placements == p.placements for m, p in zip(moments, params, strict=True))
+    steps = [float(ours.state[p]["step"]) for p in params]
+    return same, sharded, steps
+
+
+def refuse_other_placements(rank, world_size):
+    from torch.distributed.tensor import Replicate
+
+    mesh, params, whole = sharded_model(rank, world_size)
+    optimizer = warpsmith.optim.AdamW(params, lr=1e-2)
+    set_grads(params, whole, mesh, 0)
+    params[0].grad = params[0].grad.redistribute(mesh, [Replicate()])
+    with pytest.raises(ValueError, match=r"params'\]\[0\]\.grad: expected placements .*Shard.*, got .*Replicate"):
+        optimizer.step()
+    return not optimizer.state
+
+
+def train_fsdp(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def trained(optim, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, **options)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.ones(4, 6) * (rank + 1)).square().sum().backward()
+            optimizer.step()
+        return [p.full_tensor().detach() for p in model.parameters()]
+
+    ours, theirs = trained(warpsmith.optim), trained(torch.optim, foreach=False)
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def all_parts(rank, world_size):
+    return train_sharded(rank, world_size), refuse_other_placements(rank, world_size), train_fsdp(rank, world_size)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(all_parts, 2, timeout_s=120)
+
+
+def test_shards_are_updated_like_whole_tensors(results):
+    for (same, sharded, steps), _, _ in results:
+        assert same
+        assert sharded
+        assert steps == [STEPS] * 4
+
+
+def test_gradients_must_be_sharded_like_their_parameters(results):
+    assert [refused for _, refused, _ in results] == [True, True]
+
+
+def test_fsdp_trains_as_with_torch(results):
+    assert max(difference for _, _, difference in results) < 1e-6

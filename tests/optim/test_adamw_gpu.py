@@ -1,0 +1,224 @@
+"""warpsmith.optim.AdamW on CUDA: one launch, no synchronisation, graph capture and replay."""
+
+import copy
+
+import pytest
+import torch
+import warpsmith
+from torch import nn
+from torch.testing import assert_close
+from warpsmith.testing import bitwise_equal
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(7, 5), (), (0,), (3,), (2049,), (300, 129), (100_003,)]
+
+
+def make_params(shapes=SHAPES):
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(s, generator=generator).cuda()) for s in shapes]
+
+
+def set_grads(params, seed, keep=False):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        new = torch.randn(p.shape, generator=generator).cuda()
+        if keep and p.grad is not None:
+            p.grad.copy_(new)
+        else:
+            p.grad = new
+
+
+def run(optimizer, params, steps, first=0):
+    for i in range(first, first + steps):
+        set_grads(params, i)
+        optimizer.step()
+
+
+def groups(params):
+    return [
+        {"params": params[:2], "lr": 0.1},
+        {"params": params[2:4], "weight_decay": 0.0, "amsgrad": True},
+        {"params": params[4:], "betas": (0.5, 0.9), "maximize": True},
+    ]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_follows_torch(amsgrad, grouped):
+    ours, theirs = make_params(), make_params()
+    arrange = groups if grouped else list
+    a = warpsmith.optim.AdamW(arrange(ours), lr=1e-2, amsgrad=amsgrad)
+    b = torch.optim.AdamW(arrange(theirs), lr=1e-2, amsgrad=amsgrad, fused=True)
+    run(a, ours, 30)
+    run(b, theirs, 30)
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_close([a.state[p] for p in ours], [b.state[p] for p in theirs], rtol=1e-5, atol=1e-5)
+
+
+def test_same_bits_run_to_run():
+    results = []
+    for _ in range(2):
+        params = make_params()
+        run(warpsmith.optim.AdamW(params, lr=1e-2), params, 10)
+        results.append(params)
+    assert all(bitwise_equal(a.detach(), b.detach()) for a, b in zip(*results, strict=True))
+
+
+def kernels_of(step):
+    from torch.profiler import ProfilerActivity, profile
+
+    step()  # the profiler starts lazily
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    return [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def test_one_launch_for_all_parameters_of_all_groups():
+    params = make_params([(4096,)] * 2000)
+    set_grads(params, 0)
+    optimizer = warpsmith.optim.AdamW([{"params": params[:1000]}, {"params": params[1000:], "lr": 0.1}])
+    optimizer.step()
+    assert len(kernels_of(optimizer.step)) == 1
+
+
+def test_the_host_never_waits():
+    params = make_params()
+    optimizer = warpsmith.optim.AdamW(params, lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    gradients = []
+    for i in range(4):
+        set_grads(params, i)
+        gradients.append([p.grad for p in params])
+    optimizer.grad_scale, optimizer.found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in gradients:
+            for p, g in zip(params, step, strict=True):
+                p.grad = g
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_captured_steps_go_on_in_a_graph(tensor_lr):
+    def lr():
+        return torch.tensor(1e-2, device="cuda") if tensor_lr else 1e-2
+
+    eager_params, params = make_params(), make_params()
+    eager, optimizer = warpsmith.optim.AdamW(eager_params, lr=lr()), warpsmith.optim.AdamW(params, lr=lr())
+    run(eager, eager_params, 2)
+    run(optimizer, params, 2)
+
+    set_grads(params, 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for i in range(2, 5):
+        set_grads(params, i, keep=True)
+        graph.replay()
+    held = [p.grad for p in params]
+    run(optimizer, params, 1, first=5)  # an eager step with gradients elsewhere
+    for p, g in zip(params, held, strict=True):
+        p.grad = g
+    set_grads(params, 6, keep=True)
+    if tensor_lr:
+        optimizer.param_groups[0]["lr"].fill_(0.5)
+    graph.replay()
+
+    run(eager, eager_params, 4, first=2)
+    if tensor_lr:
+        eager.param_groups[0]["lr"].fill_(0.5)
+    run(eager, eager_params, 1, first=6)
+    assert all(bitwise_equal(a.detach(), b.detach()) for a, b in zip(params, eager_params, strict=True))
+    assert float(optimizer.state[params[0]]["step"]) == 7
+
+
+def test_a_graph_survives_a_new_table():
+    params = make_params()
+    optimizer = warpsmith.optim.AdamW(params, lr=1e-2)
+    run(optimizer, params, 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, device="cuda"))]})
+    optimizer.param_groups[1]["params"][0].grad = torch.ones(4, device="cuda")
+    optimizer.step()  # a table that the graph does not know
+    torch.cuda.empty_cache()
+    before = params[4].detach().clone()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not torch.equal(before, params[4])
+    assert float(optimizer.state[params[4]]["step"]) == 3
+
+
+def test_a_first_step_cannot_be_captured():
+    params = make_params()
+    optimizer = warpsmith.optim.AdamW(params)
+    set_grads(params, 0)
+    with pytest.raises(RuntimeError, match="take one step before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+    assert not optimizer.state
+
+
+def test_grad_scaler_skips_on_the_device():
+    ours, theirs = make_params(), make_params()
+    results = []
+    for optim, extra, params in ((warpsmith.optim, {}, ours), (torch.optim, {"fused": True}, theirs)):
+        optimizer = optim.AdamW(params, lr=1e-2, **extra)
+        scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+        scaler.scale(torch.zeros((), device="cuda"))
+        for i in range(5):
+            set_grads(params, i)
+            for p in params:
+                p.grad.mul_(scaler.get_scale())
+            if i == 2:
+                params[4].grad[7] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(float(optimizer.state[params[0]]["step"]))
+    assert results == [4, 4]
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_on_cpu_and_cuda():
+    params = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5, device="cuda"))]
+    optimizer = warpsmith.optim.AdamW(params, lr=1e-2)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert_close(params[0].detach(), params[1].detach().cpu())
+
+
+def test_state_of_an_unfused_torch_optimizer_moves_to_the_device():
+    params = make_params()
+    theirs = torch.optim.AdamW(params, foreach=True)
+    run(theirs, params, 2)
+    ours_params = copy.deepcopy(params)
+    ours = warpsmith.optim.AdamW(ours_params)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    run(ours, ours_params, 1, first=2)
+    assert all(ours.state[p]["step"].is_cuda and float(ours.state[p]["step"]) == 3 for p in ours_params)
+
+
+def test_float64_is_refused_by_name():
+    p = nn.Parameter(torch.ones(3, dtype=torch.float64, device="cuda"))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['params'\]\[0\]: expected float32, .*got float64"):
+        warpsmith.optim.AdamW([p]).step()
+
+
+def test_more_than_2_to_the_31_elements():
+    elems = 2**31 + 5000
+    if torch.cuda.mem_get_info()[0] < 5 * 4 * elems:
+        pytest.skip("needs 43 GB of GPU memory")
+    p = nn.Parameter(torch.zeros(elems, device="cuda"))
+    p.grad = torch.ones_like(p)
+    warpsmith.optim.AdamW([p], lr=0.5).step()
+    assert_close(p.detach()[[0, 2**31 - 1, 2**31, -1]].cpu(), torch.full((4,), -0.5))
