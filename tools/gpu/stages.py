@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -46,7 +47,7 @@ def run_command(
                 cwd=ROOT,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
+                env=environment_of(env),
                 start_new_session=True,
             )
         except OSError as error:
@@ -60,6 +61,17 @@ def run_command(
                 process.wait()
                 code = 124
     return code, log.read_text(errors="replace"), time.monotonic() - start
+
+
+def environment_of(extra: dict[str, str] | None) -> dict[str, str]:
+    """This process's environment with the CUDA tools on PATH, which a login shell may have left out."""
+    tools = str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin")
+    path = os.environ.get("PATH", os.defpath)
+    return {
+        **os.environ,
+        "PATH": path if tools in path.split(os.pathsep) else path + os.pathsep + tools,
+        **(extra or {}),
+    }
 
 
 def why(code: int, limit_s: float) -> str:
@@ -102,10 +114,11 @@ def test(logs: Path, limit_s: float) -> list[Verdict]:
     verdicts = []
     start = time.monotonic()
     folders = [f"tests/{name}" for name in CPU_TESTS if (ROOT / "tests" / name).is_dir()]
-    base = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    base = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    spread = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     for name, arguments in (
         ("test gpu", ["-m", "gpu", "tests"]),
-        ("test cpu", ["-m", "not gpu and not slow", *folders]),
+        ("test cpu", [*spread, "-m", "not gpu and not slow", *folders]),
     ):
         left = limit_s - (time.monotonic() - start)
         code, output, seconds = run_command([*base, *arguments], logs / f"{name.replace(' ', '_')}.log", left)
