@@ -7,14 +7,21 @@
 // Conversions of the CPU kernels. Plain C++ that the compiler vectorises; NaN stays NaN, rounding is to nearest even.
 namespace warpsmith {
 
+// g++ 12 knows _Float16 on x86 but not, in C++, on aarch64, whose own name for it is __fp16.
+#ifdef __aarch64__
+using HostHalf = __fp16;
+#else
+using HostHalf = _Float16;
+#endif
+
 inline float to_float(float x) { return x; }
 inline double to_float(double x) { return x; }
 inline float to_float(bfloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
-inline float to_float(float16 x) { return static_cast<float>(std::bit_cast<_Float16>(x.bits)); }
+inline float to_float(float16 x) { return static_cast<float>(std::bit_cast<HostHalf>(x.bits)); }
 
 template <class T> T from_float(float x);
 template <> inline float from_float<float>(float x) { return x; }
-template <> inline float16 from_float<float16>(float x) { return {std::bit_cast<uint16_t>(static_cast<_Float16>(x))}; }
+template <> inline float16 from_float<float16>(float x) { return {std::bit_cast<uint16_t>(static_cast<HostHalf>(x))}; }
 template <> inline bfloat16 from_float<bfloat16>(float x) {
   const uint32_t u = std::bit_cast<uint32_t>(x);
   const uint32_t nearest_even = (u + 0x7fff + ((u >> 16) & 1)) >> 16;

@@ -5,16 +5,20 @@
 #include "common/parallel.h"
 #include "torch/support/tensor.h"
 
+#ifdef WARPSMITH_CUDA
 // Absent in CPU builds of torch; reached only with a CUDA tensor in hand.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+#endif
 
 namespace warpsmith {
 
+#ifdef WARPSMITH_CUDA
 inline void* current_stream(const Tensor& t) {
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
   return stream;
 }
+#endif
 
 inline const Parallel& torch_threads() {
   static constexpr Parallel pool{[](int64_t count, int64_t grain, Parallel::Body body, void* context) {
