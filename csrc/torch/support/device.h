@@ -15,14 +15,14 @@ namespace warpsmith {
 #ifdef WARPSMITH_CUDA
 inline void* current_stream(const Tensor& t) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
   return stream;
 }
 #endif
 
 inline const Parallel& torch_threads() {
   static constexpr Parallel pool{[](int64_t count, int64_t grain, Parallel::Body body, void* context) {
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, grain, body, context));
+    TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, grain, body, context));
   }};
   return pool;
 }

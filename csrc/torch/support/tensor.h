@@ -101,7 +101,7 @@ inline Tensor allocate(const char* op, const char* argument, const int64_t* size
     stride *= sizes[i] > 0 ? sizes[i] : 1;
   }
   int32_t device_type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle = nullptr;
   if (aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, like.get_device_index(), &handle) !=
       AOTI_TORCH_SUCCESS) {
@@ -115,7 +115,7 @@ inline Tensor allocate(const char* op, const char* argument, const int64_t* size
 
 inline int32_t dtype_code(const Tensor& t) {
   int32_t code = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &code));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &code));
   return code;
 }
 
