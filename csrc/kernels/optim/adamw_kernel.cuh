@@ -96,8 +96,8 @@ __device__ __forceinline__ void prepare(const AdamWParams& p, AdamWTensor* t, Ad
     __threadfence();  // the counter is read before this block is counted
     if (atomicAdd(&t->chunks_done, 1u) + 1 != static_cast<uint32_t>(t->chunks)) return;
     __threadfence();  // and written after every block has been
+    atomicExch(&t->chunks_done, 0u);
   }
-  t->chunks_done = 0;
   *t->step = taken + 1;
 }
 
