@@ -452,14 +452,16 @@ class Training:
     def save(self) -> None:
         self.flush()
         if self.saved_at != self.run.done:
-            state = {"step": self.run.done, "seconds": self.seconds, "data": self.data.sha256, "recipe": vars(self.s)}
-            self.ranks.on_first(
-                lambda: checkpoint.write(
-                    self.checkpoints, self.run.done, checkpoint.pack(self.run.model, self.run.optimizer, state)
-                )
-            )
+            self.ranks.on_first(self.write_checkpoint)
             self.saved_at = self.run.done
         self.lap_began = time.perf_counter()
+
+    def write_checkpoint(self) -> None:
+        with open(self.log, "ab") as log:
+            os.fsync(log.fileno())  # on disk before the checkpoint that will not repeat its steps
+        done = self.run.done
+        state = {"step": done, "seconds": self.seconds, "data": self.data.sha256, "recipe": vars(self.s)}
+        checkpoint.write(self.checkpoints, done, checkpoint.pack(self.run.model, self.run.optimizer, state))
 
     def reason_to_stop(self) -> int:
         """0, a signal's number or TIME_IS_UP, the same on all ranks."""
