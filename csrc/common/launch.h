@@ -72,7 +72,8 @@ inline Status device_properties(DeviceProperties& out) {
 
 template <class... P, class... A>
 Status launch(void (*kernel)(P...), const LaunchConfig& config, void* stream, A&&... arguments) {
-  constexpr size_t kSharedWithoutOptIn = 48 * 1024;
+  // 48 KiB need no opt-in, but a kernel's static shared memory counts too.
+  constexpr size_t kSharedWithoutOptIn = 32 * 1024;
   if (config.dynamic_shared_bytes > kSharedWithoutOptIn)
     WARPSMITH_RETURN_IF_FAILED(cuda_status(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                                 cudaFuncAttributeMaxDynamicSharedMemorySize,

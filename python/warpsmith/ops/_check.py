@@ -23,17 +23,22 @@ def refuse(op: str, argument: str, expected: str, got: str) -> None:
     raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
 
 
+def device_of(t: Tensor) -> torch.device:
+    """The device of a tensor; inside a kernel of the Meta key a fake tensor says "meta" and keeps its own aside."""
+    return getattr(t, "fake_device", None) or t.device
+
+
 def float_dtype(op: str, argument: str, t: Tensor) -> torch.dtype:
     if t.dtype not in FLOAT_DTYPES:
         refuse(op, argument, "float32, float16, bfloat16 or (on the CPU) float64", dtype_text(t.dtype))
-    if t.dtype == torch.float64 and t.device.type == "cuda":
+    if t.dtype == torch.float64 and device_of(t).type == "cuda":
         refuse(op, argument, "float32, float16 or bfloat16 on CUDA", "float64")
     return t.dtype
 
 
 def same_device(op: str, argument: str, t: Tensor, like: Tensor) -> None:
-    if t.device != like.device:
-        refuse(op, argument, f"a tensor on {like.device}", f"a tensor on {t.device}")
+    if device_of(t) != device_of(like):
+        refuse(op, argument, f"a tensor on {device_of(like)}", f"a tensor on {device_of(t)}")
 
 
 def same_dtype(op: str, argument: str, t: Tensor, like: Tensor) -> None:
