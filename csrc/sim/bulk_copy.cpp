@@ -253,7 +253,10 @@ bool run_some_async_work() {
   const size_t i = machine.options.seed ? random_bits() % flight.size() : 0;
   BulkOperation& op = *flight[i];
   if (!op.done) advance(op);
-  if (op.done) flight.erase(flight.begin() + static_cast<ptrdiff_t>(i));
+  if (op.done) {
+    Untracked scope;
+    flight.erase(flight.begin() + static_cast<ptrdiff_t>(i));
+  }
   return true;
 }
 

@@ -77,10 +77,15 @@ Stack& pooled_stack(size_t number) {
   return stacks[number];
 }
 
-void forget_pooled_stacks() {
-  for ([[maybe_unused]] Stack& s : stacks) {
+void forget_pooled_stacks(size_t count, [[maybe_unused]] void* order) {
+  for (size_t i = 0; i < count && i < stacks.size(); ++i) {
+    [[maybe_unused]] Stack& s = stacks[i];
     allow_memory(s.bottom, s.bytes);
 #ifdef WARPSMITH_SIM_TSAN
+    void* host = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(s.sanitizer_fiber, __tsan_switch_to_fiber_no_sync);
+    order_release(order);
+    __tsan_switch_to_fiber(host, __tsan_switch_to_fiber_no_sync);
     __tsan_destroy_fiber(s.sanitizer_fiber);
     s.sanitizer_fiber = __tsan_create_fiber(0);
 #endif

@@ -19,8 +19,9 @@ struct Fiber {
 // Stacks are kept for the life of the process and handed out by number.
 Stack& pooled_stack(size_t number);
 
-// After a failed launch: the frames on all pooled stacks are abandoned, so what sanitizers know of them is dropped.
-void forget_pooled_stacks();
+// After a failed launch: the frames on the first `count` pooled stacks are abandoned, so what sanitizers know of them
+// is dropped. What ran on them happened before a later acquire of `order`.
+void forget_pooled_stacks(size_t count, void* order);
 
 // `entry` must not return. `colour` shifts the start of the stack, so that fibers do not share cache sets.
 void prepare(Fiber& fiber, Stack& stack, void (*entry)(), unsigned colour);

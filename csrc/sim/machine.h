@@ -174,6 +174,7 @@ void begin_registers(Block& block);
 using WarpOperation = void (*)(void* const* arguments, unsigned mask);
 void warp_operation(unsigned mask, WarpOperation compute, const void* identity, void* arguments, const char* what,
                     Site site);
+void check_nobody_waits_for(const Thread& leaving);
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
 // async_copy.cpp

@@ -85,6 +85,7 @@ void thread_entry() {
   if (has_unfinished_copies(me)) fail("thread exits with asynchronous copies that were not waited for", {});
   if (!me.waited_for_previous_kernel)
     fail("launched as a programmatic dependent, but ends without wait_for_previous_kernel()", {});
+  check_nobody_waits_for(me);
   me.state = Thread::State::exited;
   thread_left_barriers(*me.block);
   thread_left_cluster(*me.block->cluster);
@@ -107,7 +108,8 @@ std::string deadlock_report() {
     const auto& [what, id, line] = key;
     report += "\n  " + where(*group.first);
     if (group.second > 1) report += " and " + std::to_string(group.second - 1) + " more";
-    report += (group.second > 1 ? " wait at " : " waits at ") + what + (id >= 0 ? " " + std::to_string(id) : "") + " (" + line + ")";
+    report += (group.second > 1 ? " wait at " : " waits at ") + what + (id >= 0 ? " " + std::to_string(id) : "") +
+              " (" + line + ")";
     if (what == "mbarrier") report += describe_mbarrier(*group.first->block, id);
   }
   return report;
@@ -174,7 +176,7 @@ void run_wave() {
         machine.error = deadlock_report();
         break;
       }
-  if (!machine.error.empty()) forget_pooled_stacks();
+  if (!machine.error.empty()) forget_pooled_stacks(threads, &machine.launch_ends);
 }
 
 }  // namespace warpsmith::sim

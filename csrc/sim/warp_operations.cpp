@@ -49,6 +49,14 @@ void warp_operation(unsigned mask, WarpOperation compute, const void* identity, 
   me.state = Thread::State::ready;
 }
 
+void check_nobody_waits_for(const Thread& leaving) {
+  for (const Thread* other : leaving.warp->lanes)
+    if (other && other != &leaving && other->operation && other->mask >> leaving.lane & 1)
+      fail(std::string(other->wait.what) + ": the mask of lane " + std::to_string(other->lane) +
+               " names a lane that has exited: this one",
+           other->wait.site);
+}
+
 namespace {
 
 struct Shuffle {
