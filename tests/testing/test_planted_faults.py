@@ -122,9 +122,8 @@ def test_swallowed_special_values_are_caught(value):
 
 
 def test_an_overflow_that_pytorch_does_not_have_is_caught():
-    half = lambda case, rng: {"x": rng.normal(case.shape), "scale": torch.full((3,), 0.5, dtype=torch.float64)}  # noqa: E731
-    spec = with_op(lambda x, scale: reference(x * 2, scale) / 2, inputs=half, cases=[FP32])
-    caught(numerics.check_edge_value, spec, "x", "max", match="neither")
+    op = with_op(lambda x, scale: reference(x * 1e30, scale) / 1e30)
+    caught(numerics.check_edge_value, replace(op, cases=[FP32]), "x", "large", match="neither")
 
 
 def test_a_slightly_wrong_derivative_is_caught_by_gradcheck():
@@ -201,12 +200,12 @@ def test_an_index_that_wraps_is_caught(fault):
         @staticmethod
         def backward(ctx, dy):
             dx, dscale = raw.scale_backward.default(dy, *ctx.saved_tensors)
-            return dx, dscale if limit else dscale * (0.98 if len(dy) > 2**16 else 1)
+            return dx, dscale if limit else dscale * (0.96 if len(dy) > 2**16 else 1)
 
     spec = with_op(Wraps.apply_by_name, batched=("x",))
-    numerics.check_batch(spec, 2**15, "cpu")
-    caught(numerics.check_batch, spec, 3 * 2**16, "cpu", match=r"y: \d+ of" if limit else "grad_scale over")
-    numerics.check_batch(replace(SPEC, batched=("x",)), 3 * 2**16, "cpu")
+    numerics.check_batch(spec, FP32, 2**15)
+    caught(numerics.check_batch, spec, FP32, 3 * 2**16, match=r"y: \d+ of" if limit else "grad_scale over")
+    numerics.check_batch(replace(SPEC, batched=("x",)), FP32, 3 * 2**16)
 
 
 def test_uninitialised_memory_is_caught():

@@ -120,6 +120,7 @@ def edge_values(dtype: torch.dtype) -> dict[str, float]:
         "minus_zero": -0.0,
         "subnormal": info.smallest_normal * info.eps,
         "smallest_normal": info.smallest_normal,
+        "large": info.max**0.5 / 2,
         "max": info.max,
         "lowest": info.min,
         "inf": float("inf"),

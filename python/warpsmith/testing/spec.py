@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from warpsmith.testing.inputs import Random
 
 Inputs = dict[str, Any]
+FEW_ELEMENTS = 12
 
 
 @dataclass(frozen=True)
@@ -147,24 +148,23 @@ class OpSpec:
         return [c for c in self.cases if wide_allowed or torch.float64 not in (c.dtype, *c.dtypes.values())]
 
     def base_case(self, dtype: torch.dtype | None = None) -> Case:
-        """The ordinary case (of a dtype) that checks of a single case use: the first that is contiguous and has more than
-        one element and no zero size, sizes of one coming late. Without ``dtype``, float64 comes last: not every device
-        has it."""
-        ordinary = [
-            c for c in self.cases if c.layout == "contiguous" and 0 not in c.shape and any(s > 1 for s in c.shape)
-        ]
+        """The ordinary case (of a dtype) that checks of a single case use: the first that is contiguous and has no zero
+        size. Cases of few elements or with sizes of one come late, and without ``dtype`` those of float64 too: not
+        every device has it."""
+        ordinary = [c for c in self.cases if c.layout == "contiguous" and _elements(c) > 1]
         if dtype is not None:
             ordinary = [c for c in ordinary if c.dtype == dtype and not c.dtypes]
         if not ordinary:
             wanted = "" if dtype is None else f" {dtype}"
-            raise ValueError(
-                f"{self.name}: cases: expected a contiguous{wanted} case with more than one element, got none"
-            )
-        return min(ordinary, key=lambda c: (c.dtype == torch.float64, len(c.shape) < 2, 1 in c.shape))
+            raise ValueError(f"{self.name}: cases: expected a contiguous{wanted} case with elements, got none")
+        return min(
+            ordinary,
+            key=lambda c: (c.dtype == torch.float64, len(c.shape) < 2, 1 in c.shape, _elements(c) < FEW_ELEMENTS),
+        )
 
     def smallest_case(self) -> Case:
         """The case with the fewest elements that still has more than one."""
-        many = [c for c in self.cases if 0 not in c.shape and _elements(c) > 1 and c.layout == "contiguous"]
+        many = [c for c in self.cases if _elements(c) > 1 and c.layout == "contiguous"]
         return min(many or [self.base_case()], key=_elements)
 
 

@@ -10,7 +10,7 @@ import torch
 from warpsmith.testing.checks import cuda, integration, numerics
 from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.law import Error
-from warpsmith.testing.spec import OpSpec
+from warpsmith.testing.spec import Case, OpSpec
 
 Check = tuple[str, Callable[[], Any]]
 
@@ -44,9 +44,11 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
         add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
         add(f"no_uninitialised_memory[{case}]", numerics.check_no_uninitialised_memory, spec, case, device)
     if spec.batched:
-        add("more_than_65535_rows", numerics.check_batch, spec, _rows_to_elements(spec, 65_536), device)
+        base = spec.base_case()
+        rows = make_inputs(spec, base)[spec.batched[0]].shape
+        add("more_than_65535_rows", numerics.check_batch, spec, base, 65_536 * int(rows[1:].numel()), device)
         if device == "cuda":
-            add("more_than_2^31_elements", numerics.check_batch, spec, 2**31, device, _smallest_dtype(spec))
+            add("more_elements_than_int32", numerics.check_batch, spec, _wide_case(spec), 2**31, device)
     for bad in spec.bad_inputs:
         if device in bad.devices:
             add(f"bad_input[{bad.label}]", integration.check_bad_input, spec, bad, device)
@@ -76,16 +78,12 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
     return checks
 
 
-def _rows_to_elements(spec: OpSpec, rows: int) -> int:
-    shape = make_inputs(spec, spec.base_case())[spec.batched[0]].shape
-    return rows * int(shape[1:].numel())
-
-
-def _smallest_dtype(spec: OpSpec) -> torch.dtype:
-    """Of those with an ordinary case: 2^31 elements shall take little memory. bfloat16 first: sums over them overflow
-    float16."""
-    ordinary = [c.dtype for c in spec.cases if c.layout == "contiguous" and not c.dtypes and 0 not in c.shape]
-    return min(ordinary or [spec.base_case().dtype], key=lambda d: (d.itemsize, d != torch.bfloat16))
+def _wide_case(spec: OpSpec) -> Case:
+    """The ordinary case to reach 2^31 elements with: bfloat16 where there is one, for its size (and sums over so many
+    elements overflow float16), and as wide as can be, since float32 sums over 10^9 rows mean nothing."""
+    ordinary = [c for c in spec.cases if c.layout == "contiguous" and not c.dtypes and 0 not in c.shape]
+    small = [c for c in ordinary if torch.Size(c.shape).numel() <= 2**16] or [spec.base_case()]
+    return min(small, key=lambda c: (c.dtype != torch.bfloat16, c.dtype.itemsize, -torch.Size(c.shape[1:]).numel()))
 
 
 def _one_per_dtype(spec: OpSpec, device: str) -> list[Any]:

@@ -87,8 +87,8 @@ def check_edge_value(spec: OpSpec, name: str, value: str, device: str = "cpu") -
     differs.
 
     Right is the rounded float64 oracle within the law's bound; the bound is taken without the edge value, whose
-    magnitude would widen it. Where PyTorch overflows on its way to a finite result, an infinity and a NaN are as good
-    as each other.
+    magnitude would widen it. Where PyTorch overflows on its way to a finite result, or the row's largest result is
+    within a factor of 64 of overflow, an infinity or a NaN passes: the order of operations decides there.
     """
     for dtype in dict.fromkeys(c.dtype for c in spec.cases_on(device) if c.dtype != torch.float64):
         try:
@@ -119,7 +119,8 @@ def _unexpected(actual: Tensor, exact: Tensor, plain: Tensor, bound: float) -> i
     size = exact.abs().where(finite, 0).amax(-1, keepdim=True)
     steps = torch.finfo(actual.dtype).eps * size
     rows = (2 * (p - exact).abs().where(finite, 0).amax(-1, keepdim=True) + steps).clamp(min=bound)
-    good = ~a.isfinite() & ~p.isfinite() & exact.isfinite()
+    near_overflow = exact.abs().amax(-1, keepdim=True) > torch.finfo(actual.dtype).max / 64
+    good = ~a.isfinite() & exact.isfinite() & (~p.isfinite() | near_overflow)
     for expected in (rounded, p):
         good |= (
             (a.isnan() & expected.isnan()) | (a == expected) | (expected.isfinite() & ((a - expected).abs() <= rows))
@@ -182,13 +183,13 @@ def check_repeats_bitwise(spec: OpSpec, case: Case, device: str = "cpu") -> None
         torch.set_num_threads(threads)
 
 
-def check_batch(spec: OpSpec, elements: int, device: str = "cpu", dtype: torch.dtype | None = None) -> None:
+def check_batch(spec: OpSpec, case: Case, elements: int, device: str = "cpu") -> None:
     """A batch repeated until the first batched input has more than ``elements`` elements gives the batch's bits,
     repeated.
 
-    Gradients of inputs that are not batched are sums over the batch: theirs must be the multiple within a percent.
+    Gradients of inputs that are not batched are sums over the batch: theirs must be the multiple within two percent,
+    of which a 16-bit gradient's own rounding takes nearly one.
     """
-    case = spec.base_case(dtype)
     few = make_inputs(spec, case, device)
     times = elements // few[spec.batched[0]].numel() + 1
     many = {k: repeat_batch(v, times) if k in spec.batched else v for k, v in few.items()}
@@ -199,7 +200,7 @@ def check_batch(spec: OpSpec, elements: int, device: str = "cpu", dtype: torch.d
     for name, expected in one.all().items():
         got = all_together.all()[name]
         if name in single:
-            limit = 0.01 * times * float(expected.double().abs().max())
+            limit = 0.02 * times * float(expected.double().abs().max())
             error = float((got.double() - times * expected.double()).abs().max())
             assert error <= limit, f"{spec.name}: {name} over {times} batches: error {error:.3e}, limit {limit:.3e}"
             continue
