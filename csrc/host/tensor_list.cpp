@@ -32,16 +32,33 @@ bool same_tensors(const py::list& tensors, const py::list& known, const py::buff
   return true;
 }
 
-bool same_values(const py::list& dicts, const py::tuple& keys, const py::list& known) {
-  const size_t count = dicts.size(), each = keys.size();
-  if (known.size() != count * each) return false;
-  for (size_t i = 0; i < count; ++i) {
-    PyObject* dict = PyList_GET_ITEM(dicts.ptr(), static_cast<Py_ssize_t>(i));
+PyObject* target_of(PyObject* weak_or_none) {  // borrowed: its owner is alive, or it is None
+  if (weak_or_none == Py_None) return Py_None;
+#if PY_VERSION_HEX >= 0x030d0000
+  PyObject* target = nullptr;
+  if (PyWeakref_GetRef(weak_or_none, &target) < 0) throw py::error_already_set();
+  Py_XDECREF(target);
+  return target;
+#else
+  return PyWeakref_GetObject(weak_or_none);
+#endif
+}
+
+bool same_values(const py::list& dicts, const py::tuple& keys, const py::list& known, const py::buffer& addresses_in,
+                 const py::object& data_ptr) {
+  const auto count = static_cast<Py_ssize_t>(dicts.size()), each = static_cast<Py_ssize_t>(keys.size());
+  const py::buffer_info info = addresses_in.request();
+  if (info.itemsize != 8 || info.ndim != 1) throw py::value_error("same_values: addresses: expected 64-bit integers");
+  const auto* addresses = static_cast<const int64_t*>(info.ptr);
+  if (static_cast<Py_ssize_t>(known.size()) != count * each || (info.size && info.size != count)) return false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* dict = PyList_GET_ITEM(dicts.ptr(), i);
     if (!PyDict_Check(dict)) return false;
-    for (size_t k = 0; k < each; ++k) {
-      PyObject* value = PyDict_GetItem(dict, PyTuple_GET_ITEM(keys.ptr(), static_cast<Py_ssize_t>(k)));
-      if ((value ? value : Py_None) != PyList_GET_ITEM(known.ptr(), static_cast<Py_ssize_t>(i * each + k)))
-        return false;
+    for (Py_ssize_t k = 0; k < each; ++k) {
+      PyObject* value = PyDict_GetItem(dict, PyTuple_GET_ITEM(keys.ptr(), k));
+      if (!value) value = Py_None;
+      if (value != target_of(PyList_GET_ITEM(known.ptr(), i * each + k))) return false;
+      if (k == 0 && info.size && address_of(value, data_ptr) != addresses[i]) return false;
     }
   }
   return true;
@@ -50,8 +67,10 @@ bool same_values(const py::list& dicts, const py::tuple& keys, const py::list& k
 const RegisterBinder registered([](py::module_& m) {
   m.def("same_tensors", &same_tensors, py::arg("tensors"), py::arg("known"), py::arg("addresses"), py::arg("data_ptr"),
         "Whether `tensors` are the very objects of `known`, at these addresses.");
-  m.def("same_values", &same_values, py::arg("dicts"), py::arg("keys"), py::arg("known"),
-        "Whether the dicts hold the very objects of `known` under these keys; a missing key counts as None.");
+  m.def("same_values", &same_values, py::arg("dicts"), py::arg("keys"), py::arg("known"), py::arg("addresses"),
+        py::arg("data_ptr"),
+        "Whether the dicts hold the objects that the weak references `known` stand for (None: no such key), those of "
+        "the first key at these addresses; an empty array of addresses means any.");
 });
 
 }  // namespace

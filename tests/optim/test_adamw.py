@@ -1,7 +1,9 @@
-"""warpsmith.optim.AdamW beside torch.optim.AdamW: many steps, states both ways, what makes the table anew, bad input."""
+"""warpsmith.optim.AdamW beside torch.optim.AdamW: many steps, states both ways, changes between steps, bad input."""
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -171,6 +173,12 @@ def new_state_tensor(optimizer, params):
     optimizer.state[params[0]]["exp_avg"] = optimizer.state[params[0]]["exp_avg"] * 2
 
 
+def states_moved_by_data(optimizer, params):
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].data = state[name].data * 2
+
+
 def new_equal_step(optimizer, params):
     old = optimizer.state[params[3]]["step"]
     optimizer.state[params[3]]["step"] = old.clone()
@@ -213,6 +221,7 @@ CHANGES = [
     new_data,
     new_data_of_another_order,
     new_state_tensor,
+    states_moved_by_data,
     new_equal_step,
     new_state_dict_of_a_parameter,
     state_forgotten,
@@ -257,6 +266,16 @@ def test_frozen_parameters_have_no_state():
     set_grads(params[:2], 0)
     optimizer.step()
     assert list(optimizer.state) == params[:2]
+
+
+def test_states_taken_away_between_steps_are_freed():
+    params = make_params(shapes=[(1000,)])
+    optimizer = warpsmith.optim.AdamW(params)
+    run(optimizer, params, 2)
+    watched = weakref.ref(optimizer.state[params[0]]["exp_avg"])
+    optimizer.state[params[0]]["exp_avg"] = torch.zeros(1000)
+    gc.collect()
+    assert watched() is None
 
 
 def test_a_step_without_gradients_is_nothing():
@@ -419,6 +438,14 @@ def test_bad_options_are_refused(options, message):
     assert optimizer.state_dict() == before
 
 
+def in_dtype(dtype):
+    def change(p):
+        p.data = p.data.to(dtype)
+        p.grad = p.data.clone()
+
+    return change
+
+
 def sparse(p):
     p.grad = torch.randn(p.shape).to_sparse()
 
@@ -429,9 +456,9 @@ def with_gaps(p):
 
 
 BAD_PARAMS = {
-    "half": (lambda p: (setattr(p, "data", p.data.half()), setattr(p, "grad", p.data)), "expected float32.*got float16"),
-    "bfloat16": (lambda p: (setattr(p, "data", p.data.bfloat16()), setattr(p, "grad", p.data)), "got bfloat16"),
-    "complex": (lambda p: (setattr(p, "data", p.data.cfloat()), setattr(p, "grad", p.data)), "got complex64"),
+    "half": (in_dtype(torch.float16), "expected float32.*got float16"),
+    "bfloat16": (in_dtype(torch.bfloat16), "expected float32.*got bfloat16"),
+    "complex": (in_dtype(torch.complex64), "expected float32.*got complex64"),
     "sparse gradient": (sparse, r"\.grad: expected a dense gradient, got sparse_coo"),
     "gaps": (with_gaps, "expected elements without gaps or overlap, got strides"),
 }

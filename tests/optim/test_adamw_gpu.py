@@ -162,7 +162,8 @@ def test_a_first_step_cannot_be_captured():
     params = make_params()
     optimizer = warpsmith.optim.AdamW(params)
     set_grads(params, 0)
-    with pytest.raises(RuntimeError, match="take one step before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="take one step before the capture"), torch.cuda.graph(graph):
         optimizer.step()
     assert not optimizer.state
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ _OP = "adamw"
 _WORDS_A_TENSOR = 8
 
 
-def _check_lists(op: str, params: Sequence[Tensor], lists: dict[str, Sequence[Tensor]]) -> None:
+def _check_lists(op: str, params: Sequence[Tensor], lists: Mapping[str, Sequence[Tensor]]) -> None:
     if not params:
         _check.refuse(op, "params", "at least one tensor", "none")
     for name, tensors in lists.items():
@@ -70,19 +70,21 @@ def adamw(
 ) -> None:
     r"""One step of Adam with decoupled weight decay over lists of tensors, in place.
 
-    With :math:`t` the new value of ``steps[i]`` and :math:`g` the gradient divided by ``grad_scale`` (negated by ``maximize``):
+    With :math:`t` the new value of ``steps[i]`` and :math:`g` the gradient divided by ``grad_scale`` (negated by
+    ``maximize``):
 
     .. math::
         p &\leftarrow p \, (1 - \gamma \lambda) \\
         m &\leftarrow \beta_1 m + (1 - \beta_1) g, \qquad v \leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
         p &\leftarrow p - \frac{\gamma}{1 - \beta_1^t} \, \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
 
-    :class:`warpsmith.optim.AdamW` is made of this and keeps the addresses between steps; a call of this function hands over six
-    lists, at about 0.12 us a tensor.
+    :class:`warpsmith.optim.AdamW` is made of this and keeps the addresses between steps; a call of this function hands
+    over six lists, at about 0.12 us a tensor.
 
     Args:
-        params, exp_avgs, exp_avg_sqs: of one device and dtype, float32, or float64 on the CPU. All tensors of one parameter have
-            its shape and strides, and its elements fill their memory without gaps or overlap. Written to.
+        params, exp_avgs, exp_avg_sqs: of one device and dtype, float32, or float64 on the CPU. All tensors of one
+            parameter have its shape and strides, and its elements fill their memory without gaps or overlap. Written
+            to.
         grads: like ``params``; only read, so they stay scaled.
         max_exp_avg_sqs: like ``params`` for amsgrad (the maximum of ``v`` so far takes its place), or empty.
         steps: one float32 element each, the number of steps taken. Written to.
@@ -94,9 +96,11 @@ def adamw(
     Not differentiable. Deterministic. Moves 28 bytes a float32 parameter, 36 with amsgrad. The host does not wait.
 
     Raises:
-        ValueError: lists of different lengths, a dtype, device, shape, strides or number that does not fit. Nothing has changed.
+        ValueError: lists of different lengths, a dtype, device, shape, strides or number that does not fit. Nothing has
+            changed.
 
-    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019; formula and order of operations as torch.optim.AdamW.
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019; formula and order of operations as
+    torch.optim.AdamW.
 
     Example:
         >>> import torch, warpsmith
@@ -138,8 +142,8 @@ def adamw_table(
 ) -> Tensor:
     """The table of addresses and sizes of :func:`adamw_step`, on the device of the parameters.
 
-    ``max_exp_avg_sqs`` is empty, or has an empty tensor where there is no amsgrad; ``groups[i]`` is the row of hyperparameters that
-    tensor ``i`` takes. The table refers to the tensors without keeping them alive.
+    ``max_exp_avg_sqs`` is empty, or has an empty tensor where there is no amsgrad; ``groups[i]`` is the row of
+    hyperparameters that tensor ``i`` takes. The table refers to the tensors without keeping them alive.
     """
     lists = [list(t) for t in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)]
     return call_raw(raw.adamw_table.default, *lists, list(groups))

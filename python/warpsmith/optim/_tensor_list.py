@@ -1,4 +1,5 @@
-"""What multi-tensor optimizers share: which tensors take part in a step, and whether the addresses known of them still hold."""
+"""What multi-tensor optimizers share: which tensors take part in a step, and whether the addresses known of them still
+hold."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _ABSENT = -1  # in a list of addresses as torch gives them
 
 
 def local(t: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself. Gradients must be off, or the result is a new autograd node."""
+    """This rank's part of a DTensor; any other tensor itself. For code without autograd."""
     if not hasattr(t, "to_local"):
         return t
     part = t.to_local()
@@ -74,8 +75,8 @@ def is_dense(t: Tensor) -> bool:
 class Gradients:
     """The addresses of the gradients of some parameters, as they were at the last look.
 
-    A look costs about 0.2 us a parameter, so a gradient is examined only where its address is new or its strides are unusual. One
-    with other strides than its parameter is copied; the copy lives until the next look.
+    A look costs about 0.2 us a parameter, so a gradient is examined only where its address is new or its strides are
+    unusual. One with other strides than its parameter is copied; the copy lives until the next look.
     """
 
     def __init__(self, op: str, groups: Sequence[dict[str, Any]], indices: Sequence[int]) -> None:

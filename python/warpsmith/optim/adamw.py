@@ -3,6 +3,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -72,8 +73,8 @@ class _Bucket:
             return self.pointers
         values = lists.words(self.gradients.addresses)
         if capturing:
-            # A column of the graph's own: an eager step in between must not change what a replay reads. It is written by a node of
-            # the graph, so its memory may be used again by later nodes.
+            # A column of the graph's own: an eager step in between must not change what a replay reads. It is written
+            # by a node of the graph, so its memory may be used again by later nodes.
             pointers = torch.empty(values.shape, dtype=torch.int64, device=self.device)
         else:
             if self.pointers is None:
@@ -98,22 +99,33 @@ class _Plan:
         self.states = list(state.values())
         self.active_states = [state[self.params[i]] for i in active]
         self.state_names = _STATE + ("max_exp_avg_sq",) * any(self.amsgrad)
-        self.state_tensors = [s.get(name) for s in self.active_states for name in self.state_names]
+        tensors = [s.get(name) for s in self.active_states for name in self.state_names]
+        # Weak: whoever takes states off the device between two steps wants their memory back.
+        self.state_tensors = [None if t is None else ref(t) for t in tensors]
+        moments = [] if self.distributed else [s["exp_avg"].data_ptr() for s in self.active_states]
+        self.moment_addresses = array("q", moments)
+        self.held: list[Any] = []
         by_kind: dict[Any, list[int]] = {}
         for i in active:
             by_kind.setdefault((self.params[i].device, self.params[i].dtype), []).append(i)
         self.buckets = [_Bucket(groups, state, indices, owners) for indices in by_kind.values()]
 
-    def holds(self, optimizer: AdamW) -> bool:
+    def hold(self) -> None:
+        """Keeps the states alive, for a CUDA graph that points to them."""
+        self.held = [s.get(name) for s in self.active_states for name in self.state_names]
+
+    def is_current(self, optimizer: AdamW) -> bool:
         groups = optimizer.param_groups
         params = lists.all_params(groups)
         parts = [lists.local(p) for p in params] if self.distributed else params
         return (
-            lists.same_objects(params, self.params)
+            (not self.distributed or lists.same_objects(params, self.params))
             and _C.same_tensors(parts, parts if self.distributed else self.params, self.addresses, Tensor.data_ptr)
             and [g["amsgrad"] for g in groups] == self.amsgrad
             and lists.same_objects(list(optimizer.state.values()), self.states)
-            and _C.same_values(self.active_states, self.state_names, self.state_tensors)
+            and _C.same_values(
+                self.active_states, self.state_names, self.state_tensors, self.moment_addresses, Tensor.data_ptr
+            )
             and lists.without_gradients(self.idle)
         )
 
@@ -126,36 +138,42 @@ class AdamW(torch.optim.Optimizer):
         m &\leftarrow \beta_1 m + (1 - \beta_1) g, \qquad v \leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
         p &\leftarrow p - \frac{\gamma}{1 - \beta_1^t} \, \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
 
-    Constructor, ``param_groups`` and ``state_dict`` are those of ``torch.optim.AdamW``; each loads the other's state. Learning rate
-    schedulers, closures, hooks, ``zero_grad`` and parameter groups work as in torch. The addresses of all tensors lie in a table on
-    the device that is made anew when one changes: ``load_state_dict``, ``add_param_group``, ``p.data = ...``, a replaced state tensor
-    and a new gradient are all seen. (The one thing not seen is ``state[p][...].data = ...``: replace the tensor instead.)
+    Constructor, ``param_groups`` and ``state_dict`` are those of ``torch.optim.AdamW``; each loads the other's state.
+    Learning rate schedulers, closures, hooks, ``zero_grad`` and parameter groups work as in torch. The addresses of all
+    tensors lie in a table on the device that is made anew when one changes: ``load_state_dict``, ``add_param_group``,
+    ``p.data = ...``, a replaced state tensor, states moved off the device and back, and a new gradient are all seen.
+    (Not seen is a ``.data = ...`` of ``exp_avg_sq`` or ``step`` alone: replace the tensor instead.)
 
     Args:
-        params: tensors, (name, tensor) pairs or dicts of groups. float32, or float64 on the CPU; gradients alike. Any number of
-            devices, one launch each. DTensor parameters (FSDP2) are updated shard by shard. Elements must fill their memory
-            without gaps or overlap, in any order of dimensions.
-        lr: a number, or a tensor of one float32 or float64 element. A number goes along in the launch, so a scheduler costs no
-            copy; captured in a CUDA graph it is fixed. A tensor on the parameters' device is read by the kernel, at each replay too.
+        params: tensors, (name, tensor) pairs or dicts of groups. float32, or float64 on the CPU; gradients alike. Any
+            number of devices, one launch each. DTensor parameters (FSDP2) are updated shard by shard. Elements must
+            fill their memory without gaps or overlap, in any order of dimensions.
+        lr: a number, or a tensor of one float32 or float64 element. A number goes along in the launch, so a scheduler
+            costs no copy; captured in a CUDA graph it is fixed. A tensor on the parameters' device is read by the
+            kernel, at each replay too.
         betas: two numbers in [0, 1). eps, weight_decay: numbers >= 0.
         amsgrad: divide by the root of the largest ``v`` so far.
         maximize: go up the gradient.
         foreach, fused: choose among torch's implementations; accepted, without effect. Not both may be True.
-        capturable: accepted, without effect: every step can be captured. Take one step before the capture, so that states exist.
+        capturable: accepted, without effect: every step can be captured. Take one step before the capture, so that
+            states exist.
         differentiable: only False.
 
-    ``grad_scale`` and ``found_inf``, which ``torch.amp.GradScaler`` sets, are read on the device: gradients are divided by the scale,
-    and where ``found_inf`` is not zero nothing changes, step counters neither. Other than torch's, the step does not write the
-    divided gradients back (4 bytes a parameter): after it ``p.grad`` still holds the scaled ones.
+    ``grad_scale`` and ``found_inf``, which ``torch.amp.GradScaler`` sets, are read on the device: gradients are divided
+    by the scale, and where ``found_inf`` is not zero nothing changes, step counters neither. Other than torch's, the
+    step does not write the divided gradients back (4 bytes a parameter): after it ``p.grad`` still holds the scaled
+    ones.
 
-    Deterministic. The host never waits for the device. Moves 28 bytes of memory a float32 parameter, 36 with amsgrad. More than
-    32 parameter groups take one launch for each 32. Under ``torch.compile`` a step is a graph break and runs as it is.
+    Deterministic. The host never waits for the device. Moves 28 bytes of memory a float32 parameter, 36 with amsgrad.
+    More than 32 parameter groups take one launch for each 32. Under ``torch.compile`` a step is a graph break and runs
+    as it is.
 
     Raises:
-        ValueError: a hyperparameter out of range; at ``step``, a parameter or gradient that does not fit (dtype, device, sparse,
-            strides), named with its group and index. Nothing has changed then.
+        ValueError: a hyperparameter out of range; at ``step``, a parameter or gradient that does not fit (dtype,
+            device, sparse, strides), named with its group and index. Nothing has changed then.
 
-    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019; order of operations as torch's fused step.
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019; order of operations as torch's fused
+    step.
 
     Example:
         >>> import torch, warpsmith
@@ -243,13 +261,13 @@ class AdamW(torch.optim.Optimizer):
         self._update()
         return loss
 
-    @torch._disable_dynamo  # addresses cannot be traced
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # addresses cannot be traced
     @torch.no_grad()
     def _update(self) -> None:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         plan = self._plan
         changed = [True]
-        if plan is not None and plan.holds(self):
+        if plan is not None and plan.is_current(self):
             changed = [b.gradients.look() for b in plan.buckets]
         else:
             plan = self._make_plan(capturing)
@@ -257,6 +275,7 @@ class AdamW(torch.optim.Optimizer):
                 return
             changed = [True] * len(plan.buckets)
         if capturing and plan not in self._captured:
+            plan.hold()
             self._captured.append(plan)
         constants = self._constants_of_groups()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
