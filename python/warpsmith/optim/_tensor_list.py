@@ -94,8 +94,9 @@ class Gradients:
         self._copies: list[Tensor] = []
         self.addresses: list[int] = []
 
-    def look(self) -> bool:
-        """Reads the addresses again and says whether one has changed. Nothing has changed when it raises."""
+    def look(self) -> None:
+        """Reads the addresses again: `addresses` stays the same list where none has changed. When this raises, nothing
+        has changed."""
         grads = list(map(_gradient, self._params))
         if self._distributed:
             grads = [None if g is None else local(g) for g in grads]
@@ -109,7 +110,7 @@ class Gradients:
             seen = [_ABSENT if g is None else g.data_ptr() for g in grads]
             usual = self._usual_strides(grads)
         if usual and seen == self._seen:
-            return False
+            return
         addresses, copies = [], []
         if usual and self._alike(grads, seen):
             addresses = [a or NO_ELEMENTS for a in seen]
@@ -126,9 +127,9 @@ class Gradients:
                         grad = torch.empty_like(self._locals[i]).copy_(grad)
                         copies.append(grad)
                     addresses.append(grad.data_ptr() or NO_ELEMENTS)
-        changed = addresses != self.addresses
-        self._seen, self.addresses, self._copies = seen if usual else [], addresses, copies
-        return changed
+        if addresses != self.addresses:
+            self.addresses = addresses
+        self._seen, self._copies = seen if usual else [], copies
 
     def _alike(self, grads: Sequence[Tensor | None], seen: Sequence[int]) -> bool:
         """Whether all are there with the dtype, device and shape of their parameters: the quick way to see it."""

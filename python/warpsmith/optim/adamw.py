@@ -65,23 +65,22 @@ class _Bucket:
             [owners[i] for i in indices],
         )
         self.gradients = lists.Gradients(_OP, groups, indices)
-        self.pointers: Tensor | None = None
+        self.pointers = torch.empty(len(indices), dtype=torch.int64, device=self.device)
+        self.written: list[int] | None = None  # the addresses that `pointers` holds
 
-    def gradient_pointers(self, changed: bool, capturing: bool) -> Tensor:
-        """The column of gradient addresses on the device."""
-        if self.pointers is not None and not changed and not capturing:
-            return self.pointers
-        values = lists.words(self.gradients.addresses)
+    def gradient_pointers(self, capturing: bool) -> Tensor:
+        """The column of gradient addresses on the device, as of the last look."""
+        addresses = self.gradients.addresses
         if capturing:
-            # A column of the graph's own: an eager step in between must not change what a replay reads. It is written
-            # by a node of the graph, so its memory may be used again by later nodes.
-            pointers = torch.empty(values.shape, dtype=torch.int64, device=self.device)
-        else:
-            if self.pointers is None:
-                self.pointers = torch.empty(values.shape, dtype=torch.int64, device=self.device)
-            pointers = self.pointers
-        adamw_pointers(pointers, values)
-        return pointers
+            # A column of the graph's own: an eager step in between must not change what a replay reads. A node of the
+            # graph writes it, so later nodes may use its memory again.
+            pointers = torch.empty_like(self.pointers)
+            adamw_pointers(pointers, lists.words(addresses))
+            return pointers
+        if self.written is not addresses:
+            adamw_pointers(self.pointers, lists.words(addresses))
+            self.written = addresses
+        return self.pointers
 
 
 class _Plan:
@@ -264,25 +263,23 @@ class AdamW(torch.optim.Optimizer):
     @torch._disable_dynamo  # type: ignore[attr-defined]  # addresses cannot be traced
     @torch.no_grad()
     def _update(self) -> None:
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         plan = self._plan
-        changed = [True]
-        if plan is not None and plan.is_current(self):
-            changed = [b.gradients.look() for b in plan.buckets]
-        else:
+        if plan is None or not plan.is_current(self):
             plan = self._make_plan(capturing)
-            if plan is None:
-                return
-            changed = [True] * len(plan.buckets)
+        if plan is None:
+            return
+        for bucket in plan.buckets:
+            bucket.gradients.look()
         if capturing and plan not in self._captured:
             plan.hold()
             self._captured.append(plan)
         constants = self._constants_of_groups()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for bucket, new in zip(plan.buckets, changed, strict=True):
+        for bucket in plan.buckets:
             adamw_step(
                 bucket.table,
-                bucket.gradient_pointers(new, capturing),
+                bucket.gradient_pointers(capturing),
                 [self._lr(group["lr"], bucket.device) for group in self.param_groups],
                 constants,
                 bucket.wide,
@@ -305,8 +302,6 @@ class AdamW(torch.optim.Optimizer):
         for i in active:
             self._prepare_state(params[i], owners[i]["amsgrad"])
         plan = _Plan(self, active)
-        for bucket in plan.buckets:
-            bucket.gradients.look()
         if not capturing:  # a table made in a capture has its contents only once the graph has run
             self._plan = plan
         return plan
