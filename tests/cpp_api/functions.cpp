@@ -1,0 +1,32 @@
+// The C++ functions as ops of a test library, so that Python can hand them tensors and look at values, gradients and
+// errors.
+#include <torch/library.h>
+#include <warpsmith/adamw.h>
+#include <warpsmith/rms_norm.h>
+
+namespace {
+
+at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, std::optional<double> eps,
+                    double weight_offset) {
+  return warpsmith::rms_norm(x, weight, eps, weight_offset);
+}
+
+void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+           at::TensorList max_exp_avg_sqs, at::TensorList steps, double lr, double weight_decay, bool maximize,
+           const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf,
+           const std::optional<at::Tensor>& lr_tensor) {
+  const warpsmith::AdamWOptions options{.lr = lr, .weight_decay = weight_decay, .maximize = maximize};
+  warpsmith::adamw(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, options, grad_scale, found_inf,
+                   lr_tensor);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(warpsmith_cpp_api, m) {
+  m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", &rms_norm);
+  m.def(
+      "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] "
+      "max_exp_avg_sqs, Tensor(e!)[] steps, float lr, float weight_decay, bool maximize, Tensor? grad_scale, Tensor? "
+      "found_inf, Tensor? lr_tensor) -> ()",
+      &adamw);
+}

@@ -1,0 +1,180 @@
+"""The C++ side: the example builds and learns; its functions equal Python's in values, gradients and errors."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import warpsmith
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCH_CMAKE = Path(torch.utils.cmake_prefix_path) / "Torch"
+# The environment's own CMake first, which need not be active.
+CMAKE = shutil.which("cmake", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])) or "cmake"
+
+
+def run(*command, **options):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """Configures and builds a CMake project that uses find_package(warpsmith), with one compiler at a time."""
+    cmake_dir = run(sys.executable, "-m", "warpsmith", "info", "--cmake-dir").strip()
+
+    def build(source):
+        folder = tmp_path_factory.mktemp(source.name)
+        start = time.perf_counter()
+        run(CMAKE, "-S", source, "-B", folder, f"-Dwarpsmith_DIR={cmake_dir}", f"-DTorch_DIR={TORCH_CMAKE}")
+        run(CMAKE, "--build", folder, "--parallel", "1")
+        print(f"{source.name}: configured and built in {time.perf_counter() - start:.0f} s")
+        return folder
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def cpp(build):
+    """The C++ functions as torch ops."""
+    torch.ops.load_library(str(next(build(ROOT / "tests/cpp_api").glob("libcpp_api.*"))))
+    return torch.ops.warpsmith_cpp_api
+
+
+def test_the_example_learns(build):
+    program = build(ROOT / "examples/cpp") / "train"
+    # The program brings its libraries by itself.
+    environment = {k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "LD_PRELOAD")}
+    output = run(program, env=environment)
+    assert "step 50" in output
+    assert "the loss fell from" in output
+
+
+def inputs(dtype, weight_dtype=None, shape=(3, 5, 40)):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(shape[-1], generator=g, dtype=torch.float64).to(weight_dtype or dtype).requires_grad_()
+    return x, weight, torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [(torch.float32, None), (torch.float64, None), (torch.bfloat16, None), (torch.float16, torch.float32)],
+)
+@pytest.mark.parametrize(("eps", "offset"), [(None, 0.0), (1e-3, 1.0)])
+def test_rms_norm_has_the_values_and_gradients_of_python(cpp, dtype, weight_dtype, eps, offset):
+    x, weight, dy = inputs(dtype, weight_dtype)
+    y = cpp.rms_norm(x, weight, eps, offset)
+    expected = warpsmith.rms_norm(x, weight, eps, offset)
+    assert torch.equal(y, expected)
+    found = torch.autograd.grad(y, (x, weight), dy)
+    wanted = torch.autograd.grad(expected, (x, weight), dy)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "no weight"])
+def test_only_wanted_gradients_are_computed(cpp, which):
+    x, weight, dy = inputs(torch.float32)
+    x.requires_grad_(which != "weight")
+    weight.requires_grad_(which == "weight")
+    w = None if which == "no weight" else weight
+    wanted = weight if which == "weight" else x
+    (expected,) = torch.autograd.grad(warpsmith.rms_norm(x, w), wanted, dy)
+    cpp.rms_norm(x, w, None, 0.0).backward(dy)
+    assert torch.equal(wanted.grad, expected)
+    assert (x if wanted is weight else weight).grad is None
+
+
+def test_without_gradients_nothing_is_kept(cpp):
+    x, weight, _ = inputs(torch.float32)
+    with torch.no_grad():
+        y = cpp.rms_norm(x, weight, None, 0.0)
+    assert y.grad_fn is None
+    assert torch.equal(y, warpsmith.rms_norm(x, weight))
+
+
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_a_second_derivative_is_refused(cpp, which):
+    x, weight, _ = inputs(torch.float32)
+    wanted = x if which == "x" else weight
+    (gradient,) = torch.autograd.grad(cpp.rms_norm(x, weight, None, 0.0).square().sum(), wanted, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^rms_norm: second derivatives are not available in C\+\+"):
+        gradient.sum().backward()
+
+
+def test_forward_mode_is_refused(cpp):
+    x, weight, tangent = inputs(torch.float32)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), tangent)
+        with pytest.raises(RuntimeError, match="jvp is not implemented"):
+            cpp.rms_norm(dual, weight.detach(), None, 0.0)
+
+
+@pytest.mark.parametrize("graded", [True, False])
+def test_bad_input_of_rms_norm_is_named(cpp, graded):
+    x, weight, _ = inputs(torch.float32)
+    if not graded:
+        x, weight = x.detach(), weight.detach()
+    with pytest.raises(ValueError, match=r"^rms_norm: weight: expected shape \(40\), got \(3\)$"):
+        cpp.rms_norm(x, weight[:3], None, 0.0)
+    with pytest.raises(ValueError, match=r"^rms_norm: eps: expected a number >= 0, got -1"):
+        cpp.rms_norm(x, weight, -1.0, 0.0)
+
+
+def adamw_state(count=3):
+    g = torch.Generator().manual_seed(2)
+    lists = [[torch.randn(7 + i, 3, generator=g) for i in range(count)] for _ in range(4)]
+    lists[3] = [v.square() for v in lists[3]]
+    return [*lists, [], [torch.tensor(4.0) for _ in range(count)]]
+
+
+def clone(state):
+    return [[t.clone() for t in tensors] for tensors in state]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("lr_tensor", [None, torch.tensor(0.03)])
+def test_adamw_writes_what_python_writes(cpp, maximize, lr_tensor):
+    state = adamw_state()
+    ours, expected = clone(state), clone(state)
+    scale = torch.tensor(2.0)
+    cpp.adamw(*ours, 0.01, 0.1, maximize, scale, None, lr_tensor)
+    lr = 0.01 if lr_tensor is None else lr_tensor
+    warpsmith.adamw(*expected, lr=lr, weight_decay=0.1, maximize=maximize, grad_scale=scale)
+    for a, b in zip(ours, expected, strict=True):
+        assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+    assert not torch.equal(ours[0][0], state[0][0])
+
+
+def test_adamw_skips_a_step_with_overflow(cpp):
+    state = adamw_state()
+    ours = clone(state)
+    cpp.adamw(*ours, 0.01, 0.1, False, None, torch.tensor(1.0), None)
+    for a, b in zip(ours, state, strict=True):
+        assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+def test_adamw_writes_to_parameters_that_require_gradients(cpp):
+    state = adamw_state()
+    leaves = [p.requires_grad_() for p in state[0]]
+    loss = sum(p.square().sum() for p in leaves)
+    cpp.adamw(*state, 0.01, 0.1, False, None, None, None)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_bad_input_of_adamw_is_named_and_changes_nothing(cpp):
+    state = adamw_state()
+    ours = clone(state)
+    with pytest.raises(ValueError, match=r"^adamw: lr: expected a number >= 0, got -0\.1"):
+        cpp.adamw(*ours, -0.1, 0.0, False, None, None, None)
+    ours[1][2] = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"^adamw: grads\[2\]: expected shape \(9, 3\), got \(2\)$"):
+        cpp.adamw(*ours, 0.1, 0.0, False, None, None, None)
+    assert all(torch.equal(a, b) for a, b in zip(ours[0], state[0], strict=True))
