@@ -8,11 +8,11 @@ import gc
 
 import torch
 import warpsmith
-from warpsmith.testing import host_time_us
+from warpsmith.testing import host_time_us, timer_of
 from warpsmith.testing.gpu_timer import copy_call
 from warpsmith.testing.rows import OURS, YARDSTICK, make_rows
 
-from benchmarks.cells import CPU_THREADS, timer
+from benchmarks.cells import CPU_THREADS
 
 LR = 1e-6
 # A step of many small tensors keeps the host busy for milliseconds: the spin must be longer than torch's foreach takes.
@@ -61,9 +61,10 @@ def case_rows(shape, sizes, device, options):
     }
     floor = 28 * sum(p.numel() for p in params)
     contenders = {**steps, YARDSTICK: copy_call(floor)} if device == "cuda" else steps
-    timings = timer(device, options, **({"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}))(contenders)
+    gpu = {"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}
+    timings = timer_of(device, options.samples, **gpu)(contenders)
     rows = make_rows("adamw", shape, "float32", "step", timings, floor_bytes=floor)
     if device == "cuda":
-        host = host_time_us(steps, calls=1, rounds=3 if options.quick else options.rounds)
+        host = host_time_us(steps, calls=1, rounds=options.samples)
         rows += make_rows("adamw", shape, "float32", "host", host, unit="us")
     return rows

@@ -7,8 +7,9 @@ weight, its gradient and the row statistics are not counted.
 import torch
 import torch.nn.functional as F
 import warpsmith
+from warpsmith.testing import time_forward_backward
 
-from benchmarks.cells import CPU_THREADS, forward_and_backward, torch_contenders
+from benchmarks.cells import CPU_THREADS, torch_contenders
 
 EPS = 1e-6
 GPU_SHAPES = ((16384, 4096), (4096, 8192), (1024, 12288), (65536, 768), (131072, 128))
@@ -62,7 +63,7 @@ def run(device, options):
                 contenders.update(rivals())
             unit = x.numel() * x.element_size()
             floor = {"forward": 2 * unit, "backward": 3 * unit}
-            rows += forward_and_backward("rms_norm", shape, dtype, contenders, (x, w), floor, device, options)
+            rows += time_forward_backward("rms_norm", contenders, (x, w), floor, rounds=options.samples)
     finally:
         torch.set_num_threads(threads)
     return rows

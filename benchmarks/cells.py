@@ -1,11 +1,9 @@
-"""What the benchmarks share: options, contenders, and one cell's forward and backward."""
+"""What the benchmarks share: options and the contenders that every op has."""
 
 from dataclasses import dataclass
 
 import torch
-from warpsmith.testing import GpuTimer, time_cpu
-from warpsmith.testing.gpu_timer import copy_call
-from warpsmith.testing.rows import OURS, YARDSTICK, make_rows
+from warpsmith.testing.rows import OURS
 
 CPU_THREADS = 2
 
@@ -16,13 +14,9 @@ class Options:
     quick: bool = False
     compile: bool = True
 
-
-def timer(device, options, **gpu):
-    """The function that times ``{name: callable}`` on a device."""
-    rounds = 3 if options.quick else options.rounds
-    if device == "cuda":
-        return GpuTimer(rounds=rounds, **gpu).time
-    return lambda contenders: time_cpu(contenders, rounds=rounds)
+    @property
+    def samples(self):
+        return 3 if self.quick else self.rounds
 
 
 def compiled(fn):
@@ -31,35 +25,6 @@ def compiled(fn):
 
     torch._functorch.config.donated_buffer = False  # with donated buffers retain_graph=True is refused
     return torch.compile(fn, dynamic=False)
-
-
-def forward_and_backward(op, shape, dtype, contenders, inputs, floor, device, options):
-    """Rows of a cell: forward with gradients recorded, then backward alone (of all inputs, on a retained graph).
-
-    contenders: {name: function of the inputs}. floor: least bytes moved, {"forward": n, "backward": n}.
-    """
-    measure = timer(device, options)
-    names = {"shape": "x".join(map(str, shape)), "dtype": str(dtype).removeprefix("torch.")}
-    rows = []
-    forward = {name: (lambda fn=fn: fn(*inputs)) for name, fn in contenders.items()}
-    rows += _rows(op, names, "forward", forward, floor, device, measure)
-
-    backward = {}
-    grad = torch.randn(shape, device=device).to(dtype)
-    for name, fn in contenders.items():
-        try:
-            y = fn(*inputs)
-        except Exception:
-            continue  # its forward row says why
-        backward[name] = lambda y=y: torch.autograd.grad(y, inputs, grad, retain_graph=True)
-    rows += _rows(op, names, "backward", backward, floor, device, measure)
-    return rows
-
-
-def _rows(op, names, direction, contenders, floor, device, measure):
-    if device == "cuda":
-        contenders = {**contenders, YARDSTICK: copy_call(floor[direction])}
-    return make_rows(op, **names, direction=direction, timings=measure(contenders), floor_bytes=floor[direction])
 
 
 def torch_contenders(ours, eager, options):

@@ -1,9 +1,12 @@
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+from toy_op import SPEC
 from warpsmith.testing import (
+    Case,
     GpuTimer,
     Row,
     copy_yardstick_ms,
@@ -11,6 +14,7 @@ from warpsmith.testing import (
     format_table,
     host_time_us,
     time_cpu,
+    time_op,
     write_json,
 )
 from warpsmith.testing.gpu_timer import Timing, copy_call
@@ -56,6 +60,23 @@ def test_json_has_rows_and_the_environment(tmp_path):
     assert read["environment"]["torch"] == torch.__version__ == environment()["torch"]
     assert {"date", "command", "cpu", "cuda"} <= read["environment"].keys()
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["rows.json"]
+
+
+def test_a_declared_op_is_timed_beside_torch_and_rivals():
+    spec = replace(SPEC, floor_bytes=lambda case: {"forward": 1000, "backward": 2000})
+    rows = time_op(spec, Case((64, 33)), rivals={"slow": slow}, rounds=3)
+    assert [(r.direction, r.contender) for r in rows] == [
+        (direction, name) for direction in ("forward", "backward") for name in ("warpsmith", "torch", "slow")
+    ]
+    assert rows[2].value > 20
+    assert all(r.value and r.shape == "64x33" and r.tb_s for r in rows)
+    with pytest.raises(ValueError, match="scale: floor_bytes: expected a function"):
+        time_op(SPEC, Case((64, 33)))
+
+
+def slow(x, scale):
+    time.sleep(0.02)
+    return x * scale
 
 
 def test_without_a_gpu_the_timer_says_so():

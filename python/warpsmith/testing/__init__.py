@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from warpsmith.testing.gpu_timer import GpuTimer, copy_yardstick_ms
     from warpsmith.testing.inputs import LAYOUTS, Random, bitwise_equal, edge_values, lay_out, make_inputs
     from warpsmith.testing.law import Error, measure, ulp
+    from warpsmith.testing.op_timing import time_forward_backward, time_op, timer_of
     from warpsmith.testing.ranks import run_ranks
     from warpsmith.testing.rows import Row, environment, format_table, write_json
     from warpsmith.testing.spec import BadInput, Case, OpSpec
@@ -38,6 +39,7 @@ _HOME = {
     "inputs": ("LAYOUTS", "Random", "bitwise_equal", "edge_values", "lay_out", "make_inputs"),
     "law": ("Error", "measure", "ulp"),
     "suite": ("check_op", "op_tests"),
+    "op_timing": ("time_forward_backward", "time_op", "timer_of"),
     "ranks": ("run_ranks",),
     "rows": ("Row", "environment", "format_table", "write_json"),
     "spec": ("BadInput", "Case", "OpSpec"),
@@ -66,6 +68,9 @@ __all__ = [
     "op_tests",
     "run_ranks",
     "time_cpu",
+    "time_forward_backward",
+    "time_op",
+    "timer_of",
     "ulp",
     "write_json",
 ]
