@@ -92,7 +92,7 @@ SPEC = OpSpec(
         BadInput("negative eps", but(eps=lambda g: -1.0), r"eps: expected a number >= 0, got -1", fake=False),
         BadInput("nan eps", but(eps=lambda g: float("nan")), r"eps: expected a number >= 0, got nan", fake=False),
         BadInput("float64", but(x=lambda g: g["x"].double(), weight=lambda g: g["weight"].double()),
-                 "x: expected float32, float16 or bfloat16 on CUDA, got float64", devices=("cuda",)),
+                 "x: expected float32, float16 or bfloat16 on CUDA, got float64", fake=False, devices=("cuda",)),
         BadInput("string", but(x=lambda g: "x"), "", error=RuntimeError, fake=False),
     ],
     floor_bytes=lambda case: {

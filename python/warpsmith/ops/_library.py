@@ -9,7 +9,7 @@ a formula.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,8 @@ _fragment = torch.library.Library("warpsmith", "FRAGMENT")
 OUT_OF_MEMORY = "out of memory: "  # how csrc/torch/support/errors.h marks a failed allocation
 
 
-class Saved(NamedTuple):
-    """What a forward keeps for its backward: tensors, and any other values."""
-
-    tensors: tuple[Tensor | None, ...]
-    values: tuple[Any, ...] = ()
+# What a forward keeps for its backward: tensors, and any other values.
+Saved = tuple[tuple[Tensor | None, ...], tuple[Any, ...]]
 
 
 def register_fake(name: str, fake: Callable) -> None:
@@ -62,9 +59,8 @@ def _register_formula(name: str, save: Callable, formula: Callable) -> None:
             from torch._library.autograd import Info, make_autograd_impl
 
             def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-                saved = save(inputs, output)
-                ctx.save_for_backward(*saved.tensors)
-                ctx.values = saved.values
+                tensors, ctx.values = save(inputs, output)
+                ctx.save_for_backward(*tensors)
 
             kernel = make_autograd_impl(getattr(raw, name).default, Info(formula, setup_context))
         return kernel(keyset, *args, **kwargs)
@@ -88,7 +84,7 @@ def differentiable(
     forward(*inputs): the raw op; its first ``public`` outputs are the function's, the others are kept for backward.
     inference(*inputs): the raw op to call when no gradient is needed; gives the public outputs alone. Default:
         ``forward``.
-    save(inputs, outputs): what backward needs, as ``Saved``.
+    save(inputs, outputs): what backward needs: a tuple of tensors, and one of any other values.
     backward(needs, tensors, values, *grads): a gradient or None for each input; ``needs[i]`` says whether input i wants
         one. ``grads`` has one entry for each public output, None where that output was not used.
     differentiable_backward: the same in plain torch operations, used only when a derivative of the gradient may be
@@ -97,6 +93,8 @@ def differentiable(
     """
     traced = getattr(raw, name).default
     tensor_arguments = [i for i, a in enumerate(traced._schema.arguments) if "Tensor" in str(a.type)]
+
+    one_of_several = public == 1 and len(traced._schema.returns) > 1
 
     def public_part(outputs: Any) -> Any:
         if not isinstance(outputs, tuple):
@@ -119,7 +117,7 @@ def differentiable(
             tensors, ctx.values = save(inputs, outputs)
             ctx.save_for_backward(*tensors)
             ctx.set_materialize_grads(False)
-            return public_part(outputs)
+            return outputs[0] if one_of_several else public_part(outputs)
 
         backward = staticmethod(formula_of_grads)
 
@@ -142,6 +140,8 @@ def differentiable(
     Apply.__name__ = Apply.__qualname__ = name
     _register_formula(name, save, formula_of_grads)
     without_gradient = inference or forward
+    # Function.apply without its Python wrapper, which looks for torch.func transforms: `call` has done that (1.5 us).
+    apply = super(torch.autograd.Function, Apply).apply
 
     def call(*inputs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -151,10 +151,10 @@ def differentiable(
         if torch.is_grad_enabled():
             for i in tensor_arguments:
                 if getattr(inputs[i], "requires_grad", False):
-                    return Apply.apply(*inputs)
+                    return apply(*inputs)
         # torch refuses dual tensors in a Function without jvp; a raw op would drop them without a word.
         if forward_ad._current_level >= 0:
-            return Apply.apply(*inputs)
+            return apply(*inputs)
         return public_part(call_raw(without_gradient, *inputs))
 
     return call

@@ -72,7 +72,7 @@ _raw_backward = raw.rms_norm_backward.default
 
 def _save(inputs: Sequence[Any], outputs: Any) -> Saved:
     x, weight, eps, weight_offset = inputs
-    return Saved((x, weight, outputs[1]), (eps, weight_offset))
+    return (x, weight, outputs[1]), (eps, weight_offset)
 
 
 def _backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
