@@ -14,6 +14,16 @@ constexpr int64_t kGrainElems =
     16 * 1024;  // elements a thread takes at least: below this a thread costs more than it saves
 constexpr int64_t kMaxPartialRows = 64;  // row chunks of dweight, whatever the number of threads
 
+// Columns that are summed in one go: a long row is a sum of pieces, because rounding errors grow with the terms of a
+// lane.
+constexpr int64_t kPieceColumns = 4096;
+
+template <class Math, class Piece> Math sum_of_pieces(int64_t columns, Piece&& piece) {
+  Math total = 0;
+  for (int64_t c = 0; c < columns; c += kPieceColumns) total += piece(c, std::min(kPieceColumns, columns - c));
+  return total;
+}
+
 template <class Math> Math add_lanes(const Math* lane) {
   Math total = 0;
   for (int k = 0; k < kLanes; ++k) total += lane[k];
@@ -91,7 +101,9 @@ template <class T, class W, class Math> void forward(const RmsNormFwdParams& p, 
   parallel(p.rows, rows_per_task(p.columns), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T* row = x + r * p.x_stride;
-      const Math mean = sum_of_squares(row, weight, p.columns) / Math(p.columns);
+      const Math sum = sum_of_pieces<Math>(
+          p.columns, [&](int64_t c, int64_t count) { return sum_of_squares(row + c, weight, count); });
+      const Math mean = sum / Math(p.columns);
       const Math s = Math(1) / std::sqrt(mean + Math(p.eps));
       if (rstd) rstd[r] = s;
       scale(row, weight, y + r * p.columns, p.columns, s, Math(p.weight_offset));
@@ -115,7 +127,10 @@ template <class T, class W, class Math> void backward(const RmsNormBwdParams& p,
         const T* dy_row = dy + r * p.dy_stride;
         const T* x_row = x + r * p.x_stride;
         if (dx) {
-          const Math mean = dot(dy_row, x_row, weight, p.columns, rstd[r], Math(p.weight_offset)) / Math(p.columns);
+          const Math sum = sum_of_pieces<Math>(p.columns, [&](int64_t c, int64_t count) {
+            return dot(dy_row + c, x_row + c, weight ? weight + c : nullptr, count, rstd[r], Math(p.weight_offset));
+          });
+          const Math mean = sum / Math(p.columns);
           input_gradient(dy_row, x_row, weight, dx + r * p.columns, p.columns, rstd[r], mean, Math(p.weight_offset));
         }
         if (partial) add_weight_gradient(dy_row, x_row, weight, partial, p.columns, rstd[r]);

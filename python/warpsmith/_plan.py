@@ -21,6 +21,6 @@ def plan(op: str, **problem: Any) -> dict[str, Any]:
     Example:
         >>> import warpsmith
         >>> warpsmith.plan("rms_norm", rows=16384, columns=4096, dtype="bfloat16")["forward"]["kernel"]
-        'block'
+        'registers'
     """
     return _C.plan(op, **problem)

@@ -50,6 +50,7 @@ CASES = [
     Case((2, 12288), BF16),
     Case((1, 32776), FP32),
     Case((1, 262144), BF16),
+    Case((2, 100001), FP32),
 ]
 
 SPEC = OpSpec(

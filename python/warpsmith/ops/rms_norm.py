@@ -91,7 +91,7 @@ def _differentiable_backward(needs: Sequence[bool], tensors: Any, values: Any, d
     x_hat = x_math * rstd
     g = dy_math if weight is None else dy_math * (weight.to(math) + weight_offset)
     dx = (rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))).to(x.dtype) if needs[0] else None
-    dweight = (dy_math * x_hat).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype) if needs[1] else None
+    dweight = (dy_math * x_hat).sum_to_size(weight.shape).to(weight.dtype) if needs[1] else None
     return dx, dweight, None, None
 
 
