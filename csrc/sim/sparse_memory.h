@@ -2,7 +2,8 @@
 #include <sys/mman.h>
 
 #include <cstddef>
-#include <new>
+#include <cstdio>
+#include <cstdlib>
 
 namespace warpsmith::sim {
 
@@ -11,7 +12,10 @@ template <class T> class SparseMemory {
  public:
   explicit SparseMemory(size_t count) : bytes_(count * sizeof(T)) {
     void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) throw std::bad_alloc();
+    if (p == MAP_FAILED) {
+      std::perror("sparse memory");
+      std::abort();
+    }
     data_ = static_cast<T*>(p);
   }
   ~SparseMemory() { munmap(data_, bytes_); }

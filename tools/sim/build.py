@@ -52,7 +52,7 @@ VARIANTS = {
             "-O2 -g -DWARPSMITH_SIM_TSAN",
             "-fsanitize=thread",
         ),
-        _variant("coverage", "-O0 -g --coverage -fno-inline", "-O2", "--coverage"),
+        _variant("coverage", "-O0 -g --coverage -fno-inline -fno-exceptions", "-O2", "--coverage"),
     )
 }
 ENVIRONMENT = {
