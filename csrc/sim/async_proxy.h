@@ -66,14 +66,14 @@ class ProxyView {
   void reads(const Block& block, const unsigned char* p, size_t bytes, const char* what, Site site);
 
  private:
-  static constexpr size_t kGranuleBytes = 128;
-  struct Granule {
+  static constexpr size_t kChunkBytes = 16;  // the least that the proxy moves
+  struct Chunk {
     uint64_t hash = 0;
     uint32_t fences = 0;
     bool known = false;
   };
-  Granule& granule(size_t index);
-  std::vector<Granule> granules_;
+  Chunk& chunk(size_t index);
+  std::vector<Chunk> chunks_;
   std::vector<size_t> touched_;
   uint32_t fences_ = 0;
 };

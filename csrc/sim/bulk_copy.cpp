@@ -363,12 +363,7 @@ void proxy_fence() {
 }
 
 void proxy_reads_chunks(Block& block, const uint32_t* offsets, size_t count, const char* what, Site site) {
-  uint32_t last = ~0u;
-  for (size_t i = 0; i < count; ++i)
-    if (offsets[i] / 128 != last) {
-      last = offsets[i] / 128;
-      block.proxy_view.reads(block, block.arena + offsets[i], 16, what, site);
-    }
+  for (size_t i = 0; i < count; ++i) block.proxy_view.reads(block, block.arena + offsets[i], 16, what, site);
   if constexpr (!kThreadSanitizer) return;
   EngineScope engine(kReader);
   order_acquire(&block.proxy_fences);

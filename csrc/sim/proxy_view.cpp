@@ -1,49 +1,53 @@
 #include "sim/machine.h"
 
 namespace warpsmith::sim {
+namespace {
+
+uint64_t hash_of(const unsigned char* chunk) {
+  uint64_t words[2];
+  __builtin_memcpy(words, chunk, 16);
+  uint64_t h = (words[0] ^ 0x9e3779b97f4a7c15ull) * 0xff51afd7ed558ccdull;
+  h ^= h >> 32;
+  h = (h ^ words[1]) * 0xc4ceb9fe1a85ec53ull;
+  return h ^ h >> 32;
+}
+
+}  // namespace
+
 void ProxyView::reset() {
-  for (size_t index : touched_) granules_[index] = {};
+  for (size_t index : touched_) chunks_[index] = {};
   touched_.clear();
   fences_ = 0;
 }
 
-ProxyView::Granule& ProxyView::granule(size_t index) {
-  if (granules_.empty()) granules_.resize(kArenaBytes / kGranuleBytes);
-  Granule& g = granules_[index];
-  if (!g.known) touched_.push_back(index);
-  return g;
-}
-
-// A granule may reach into the guarded gap behind an array.
-__attribute__((no_sanitize("address"))) static uint64_t granule_hash(const unsigned char* p) {
-  uint64_t h = 0x9e3779b97f4a7c15ull;
-  const auto* words = reinterpret_cast<const uint64_t*>(p);
-  for (int i = 0; i < 16; ++i) {
-    h = (h ^ words[i]) * 0xff51afd7ed558ccdull;
-    h ^= h >> 32;
+ProxyView::Chunk& ProxyView::chunk(size_t index) {
+  if (chunks_.empty()) {
+    Untracked scope;
+    chunks_.resize(kArenaBytes / kChunkBytes);
+    touched_.reserve(chunks_.size());
   }
-  return h;
+  Chunk& c = chunks_[index];
+  if (!c.known) touched_.push_back(index);
+  return c;
 }
 
 void ProxyView::wrote(const Block& block, const unsigned char* p, size_t bytes) {
   const auto offset = static_cast<size_t>(p - block.arena);
-  for (size_t i = offset / kGranuleBytes; i * kGranuleBytes < offset + bytes; ++i) {
-    Granule& g = granule(i);
-    g = {granule_hash(block.arena + i * kGranuleBytes), fences_, true};
-  }
+  for (size_t i = offset / kChunkBytes; i * kChunkBytes < offset + bytes; ++i)
+    chunk(i) = {hash_of(block.arena + i * kChunkBytes), fences_, true};
 }
 
 void ProxyView::reads(const Block& block, const unsigned char* p, size_t bytes, const char* what, Site site) {
   const auto offset = static_cast<size_t>(p - block.arena);
-  for (size_t i = offset / kGranuleBytes; i * kGranuleBytes < offset + bytes; ++i) {
-    Granule& g = granule(i);
-    const uint64_t hash = granule_hash(block.arena + i * kGranuleBytes);
-    if (g.known && g.hash == hash) continue;
-    if (fences_ == g.fences)
+  for (size_t i = offset / kChunkBytes; i * kChunkBytes < offset + bytes; ++i) {
+    Chunk& c = chunk(i);
+    const uint64_t hash = hash_of(block.arena + i * kChunkBytes);
+    if (c.known && c.hash == hash) continue;
+    if (fences_ == c.fences)
       fail(std::string(what) +
                ": reads shared memory that ordinary stores wrote without fence_async_shared() behind them",
            site);
-    g = {hash, fences_, true};
+    c = {hash, fences_, true};
   }
 }
 

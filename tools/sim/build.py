@@ -107,28 +107,40 @@ def _shadowed(source: Path, include_first: Path | None) -> Path:
     return mutant if mutant.exists() else source
 
 
-def build(test: Path, variant: str, defines: tuple[str, ...] = (), include_first: Path | None = None) -> Path:
-    """Returns the program. `include_first` shadows csrc (for mutants); then objects go beside it."""
-    v = VARIANTS[variant]
-    folder = include_first / "objects" if include_first else BUILD / variant
-    includes = ([f"-I{include_first}"] if include_first else []) + [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'cpp'}"]
-    machine_flags = [*v.machine, f"-I{ROOT / 'csrc'}"]
-    machine = [compile_object(f, machine_flags, BUILD / variant) for f in sorted((ROOT / "csrc" / "sim").glob("*.cpp"))]
-    harness_flags = [*v.kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'cpp'}"]
-    main = ROOT / "tests" / "cpp" / ("planted_main.cpp" if test.stem.startswith("planted_") else "harness.cpp")
-    objects = [compile_object(main, harness_flags, BUILD / variant)]
-    sources = [_shadowed(s, include_first) for s in kernel_sources(test)] + [test]
-    flags = [*v.kernel, *defines, *includes]
-    suffix = "".join(d.removeprefix("-D") for d in defines)
-    objects += [compile_object(s, flags, folder / suffix if suffix else folder) for s in sources]
-    program = folder / (test.stem + (f"-{suffix}" if suffix else ""))
-    inputs = [*machine, *objects]
-    if not program.exists() or any(o.stat().st_mtime_ns > program.stat().st_mtime_ns for o in inputs):
-        command = [compiler(), *v.link, "-rdynamic", *map(str, inputs), "-ldl", "-o", str(program)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            raise BuildError(result.stderr)
+def machine_objects(variant: str) -> list[Path]:
+    flags = [*VARIANTS[variant].machine, f"-I{ROOT / 'csrc'}"]
+    return [compile_object(f, flags, BUILD / variant) for f in sorted((ROOT / "csrc" / "sim").glob("*.cpp"))]
+
+
+def link(objects: list[Path], variant: str, program: Path) -> Path:
+    if program.exists() and all(o.stat().st_mtime_ns <= program.stat().st_mtime_ns for o in objects):
+        return program
+    command = [compiler(), *VARIANTS[variant].link, "-rdynamic", *map(str, objects), "-ldl", "-o", str(program)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise BuildError(result.stderr)
     return program
+
+
+def build(test: Path, variant: str, include_first: Path | None = None) -> Path:
+    """Returns the test's program. `include_first` shadows csrc (for mutants); then its objects go there."""
+    folder = include_first / "objects" if include_first else BUILD / variant
+    includes = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'cpp'}"]
+    flags = [*VARIANTS[variant].kernel, *includes]
+    main = ROOT / "tests" / "cpp" / ("planted_main.cpp" if test.stem.startswith("planted_") else "harness.cpp")
+    objects = [*machine_objects(variant), compile_object(main, flags, BUILD / variant)]
+    if include_first:
+        flags = [*VARIANTS[variant].kernel, f"-I{include_first}", *includes]
+    sources = [_shadowed(s, include_first) for s in kernel_sources(test)] + [test]
+    objects += [compile_object(s, flags, folder) for s in sources]
+    return link(objects, variant, folder / test.stem)
+
+
+def build_program(source: Path, variant: str = "plain") -> Path:
+    """A program with its own main() on the host execution layer, without the test harness."""
+    flags = [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}"]
+    objects = [*machine_objects(variant), compile_object(source, flags, BUILD / variant)]
+    return link(objects, variant, BUILD / variant / source.stem)
 
 
 def run(program: Path, arguments: list[str], timeout: float | None = None) -> subprocess.CompletedProcess[str]:
