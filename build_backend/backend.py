@@ -17,7 +17,7 @@ import os
 import re
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from scikit_build_core import build as _build
 
@@ -44,15 +44,20 @@ def _candidates() -> list[Path]:
     return found
 
 
+def _refuse(message: str) -> NoReturn:
+    # SystemExit, not an exception: pip shows its one line, which a traceback through pip's hooks would bury.
+    raise SystemExit(f"warpsmith: {message}")
+
+
 def find_torch() -> Path | None:
     """The torch package to build against, or None."""
     named = os.environ.get("WARPSMITH_TORCH_DIR")
     if named:
-        torch = Path(named)
+        torch, version = Path(named), _version(Path(named))
+        if version is not None and version < MINIMUM_TORCH:
+            _refuse(f"WARPSMITH_TORCH_DIR: expected torch >= 2.11, got {version[0]}.{version[1]} in {named}")
         if not (torch / _HEADER).exists():
-            raise RuntimeError(
-                f"warpsmith: WARPSMITH_TORCH_DIR={named}: expected a torch >= 2.11 package with {_HEADER}"
-            )
+            _refuse(f"WARPSMITH_TORCH_DIR: expected the directory of a torch package with {_HEADER}, got {named}")
         return torch
     for torch in _candidates():
         version = _version(torch)
@@ -74,7 +79,7 @@ def _memory_gib() -> float:
 def _configure() -> None:
     torch = find_torch()
     if torch is None:
-        raise RuntimeError("warpsmith: no torch >= 2.11 found; install torch first or set WARPSMITH_TORCH_DIR")
+        _refuse("no torch >= 2.11 found; install torch first or set WARPSMITH_TORCH_DIR")
     print(f"warpsmith: building against {torch}")
     os.environ["WARPSMITH_TORCH_DIR"] = str(torch)
     # A kernel file takes at most about 2 GiB to compile for two architectures.

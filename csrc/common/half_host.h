@@ -7,8 +7,8 @@
 // Conversions of the CPU kernels. Plain C++ that the compiler vectorises; NaN stays NaN, rounding is to nearest even.
 namespace warpsmith {
 
-// g++ 12 knows _Float16 on x86 but not, in C++, on aarch64, whose own name for it is __fp16.
-#ifdef __aarch64__
+// Before 13, g++ knows _Float16 on x86 but not on aarch64, whose own name for it is __fp16.
+#if defined(__aarch64__) && !defined(__clang__) && __GNUC__ < 13
 using HostHalf = __fp16;
 #else
 using HostHalf = _Float16;

@@ -1,0 +1,63 @@
+"""The package, built once for these tests: a wheel, an sdist, and a fresh environment with the wheel."""
+
+import resource
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from environments import ROOT, Environment, cpu_only, succeed
+
+
+def processor_seconds():
+    """What child processes have used so far; the clock would measure what else the machine does."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+class Built(NamedTuple):
+    """A wheel, the processor seconds that building it took, and the folder in which it was compiled."""
+
+    path: Path
+    seconds: float
+    build_dir: Path
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """A CPU wheel of the source tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    before = processor_seconds()
+    succeed(
+        sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-index", "--no-deps",
+        "--no-build-isolation", *cpu_only(folder / "build"), "-w", folder, ROOT,
+    )  # fmt: skip
+    seconds = processor_seconds() - before
+    (path,) = folder.glob("*.whl")
+    return Built(path, seconds, folder / "build")
+
+
+@pytest.fixture(scope="session")
+def sdist(tmp_path_factory):
+    """The sdist of the source tree."""
+    folder = tmp_path_factory.mktemp("sdist")
+    code = "import sys; sys.path.insert(0, 'build_backend'); import backend; backend.build_sdist(sys.argv[1])"
+    succeed("sh", "-c", f"cd '{ROOT}' && '{sys.executable}' -c \"{code}\" '{folder}'")
+    (path,) = folder.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="session")
+def installed(wheel, tmp_path_factory):
+    """A fresh environment with the wheel."""
+    made = Environment.create(tmp_path_factory.mktemp("from_wheel") / "venv")
+    made.install(wheel.path)
+    return made
+
+
+@pytest.fixture
+def package_copy(installed, tmp_path):
+    """A copy of the installed package to damage: its parent goes first on PYTHONPATH."""
+    shutil.copytree(installed.site_packages / "warpsmith", tmp_path / "warpsmith")
+    return tmp_path / "warpsmith"

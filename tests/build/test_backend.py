@@ -1,0 +1,161 @@
+"""The build backend and the CMake files: which torch, which compilers, which GPUs."""
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from environments import ROOT, cpu_only, environment, run
+
+HEADER = "include/torch/csrc/stable/library.h"
+TORCH = Path(torch.__path__[0])
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    monkeypatch.delenv("WARPSMITH_TORCH_DIR", raising=False)
+    spec = importlib.util.spec_from_file_location("backend", ROOT / "build_backend/backend.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fake_torch(folder, version="2.11.0", header=True):
+    folder.mkdir(parents=True)
+    if version:
+        (folder / "version.py").write_text(f"__version__ = '{version}'\n")
+    if header:
+        (folder / HEADER).parent.mkdir(parents=True)
+        (folder / HEADER).write_text("")
+    return folder
+
+
+def test_the_torch_of_the_environment_is_found(backend):
+    assert backend.find_torch() == TORCH
+    assert not [r for r in backend.get_requires_for_build_wheel() if r.startswith("torch")]
+    assert not [r for r in backend.get_requires_for_build_editable() if r.startswith("torch")]
+
+
+def test_the_named_torch_comes_first(backend, tmp_path, monkeypatch):
+    named = fake_torch(tmp_path / "named")
+    monkeypatch.setenv("WARPSMITH_TORCH_DIR", str(named))
+    assert backend.find_torch() == named
+
+
+@pytest.mark.parametrize(
+    ("version", "header", "message"),
+    [
+        ("2.10.0", True, "warpsmith: WARPSMITH_TORCH_DIR: expected torch >= 2.11, got 2.10 in "),
+        ("2.13.0", False, "warpsmith: WARPSMITH_TORCH_DIR: expected the directory of a torch package with include/"),
+        (None, False, "warpsmith: WARPSMITH_TORCH_DIR: expected the directory of a torch package with include/"),
+    ],
+)
+def test_a_wrong_named_torch_is_refused(backend, tmp_path, monkeypatch, version, header, message):
+    monkeypatch.setenv("WARPSMITH_TORCH_DIR", str(fake_torch(tmp_path / "named", version, header)))
+    with pytest.raises(SystemExit) as refused:
+        backend.find_torch()
+    assert str(refused.value).startswith(message)
+
+
+def test_under_isolation_the_site_packages_of_the_outer_environment_are_searched(backend, tmp_path, monkeypatch):
+    outer = fake_torch(tmp_path / "torch", "2.12.1")
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend.sysconfig, "get_paths", lambda: {"platlib": str(tmp_path), "purelib": str(tmp_path)})
+    assert backend.find_torch() == outer
+
+
+def test_an_old_torch_is_passed_over_and_a_new_one_required(backend, tmp_path, monkeypatch, capsys):
+    old = fake_torch(tmp_path / "torch", "2.9.1")
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend.sysconfig, "get_paths", lambda: {"platlib": str(tmp_path), "purelib": str(tmp_path)})
+    assert backend.find_torch() is None
+    assert f"warpsmith: ignoring torch 2.9 at {old}: expected 2.11 or newer" in capsys.readouterr().out
+    assert "torch>=2.11" in backend.get_requires_for_build_wheel()
+    with pytest.raises(SystemExit, match=r"no torch >= 2\.11 found; install torch first or set WARPSMITH_TORCH_DIR"):
+        backend.build_wheel(str(tmp_path))
+
+
+def test_pip_shows_one_message_for_a_wrong_torch_directory(tmp_path):
+    done = run(
+        sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation",
+        *cpu_only(tmp_path / "build"), "-w", tmp_path, ROOT, WARPSMITH_TORCH_DIR=str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode != 0
+    output = done.stdout + done.stderr
+    message = f"warpsmith: WARPSMITH_TORCH_DIR: expected the directory of a torch package with {HEADER}, got {tmp_path}"
+    assert output.count(message) == 1
+    assert "Traceback" not in output
+
+
+def configure(folder, *options, torch=TORCH, **changes):
+    """CMake's output for the project without pip, and whether it succeeded."""
+    if not shutil.which("cmake", path=environment()["PATH"]):
+        pytest.skip("no cmake on PATH")
+    pybind11 = pytest.importorskip("pybind11")
+    done = run(
+        "cmake", "-S", ROOT, "-B", folder, f"-DWARPSMITH_TORCH_DIR={torch}", "-DSKBUILD_PROJECT_VERSION=0",
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}", *options, **changes,
+    )  # fmt: skip
+    # CMake breaks long messages into lines.
+    return " ".join((done.stdout + done.stderr).split()), done.returncode == 0
+
+
+NO_NVCC = {"CUDACXX": "/nonexistent/nvcc"}
+
+
+def test_without_a_cuda_compiler_the_build_is_for_the_cpu_and_says_so(tmp_path):
+    output, ok = configure(tmp_path, **NO_NVCC)
+    assert ok, output
+    assert "warpsmith: no CUDA compiler found (PATH, CUDACXX): building for the CPU only" in output
+
+
+def test_a_required_cuda_compiler_that_is_missing_is_an_error(tmp_path):
+    output, ok = configure(tmp_path, WARPSMITH_REQUIRE_CUDA="1", **NO_NVCC)
+    assert not ok
+    assert (
+        "warpsmith: WARPSMITH_REQUIRE_CUDA=1, but no CUDA compiler was found. Put nvcc on PATH or set CUDACXX."
+        in output
+    )
+
+
+def test_cmake_refuses_a_wrong_torch_directory(tmp_path):
+    output, ok = configure(tmp_path / "build", torch=tmp_path, **NO_NVCC)
+    assert not ok
+    assert f"warpsmith: WARPSMITH_TORCH_DIR: expected a torch >= 2.11 package, got '{tmp_path}'" in output
+
+
+def parse_architectures(tmp_path, text):
+    script = tmp_path / "parse.cmake"
+    script.write_text(
+        f'include("{ROOT}/csrc/cmake/torch_cuda_arch_list.cmake")\n'
+        f'torch_cuda_arch_list("{text}" found)\nmessage("found=${{found}}")\n'
+    )
+    done = run("cmake", "-P", script)
+    return " ".join(done.stderr.split()), done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8.0", "80-real"),
+        ("8.0;9.0a", "80-real;90a-real"),
+        ("8.0 8.6, 9.0a+PTX", "80-real;86-real;90a"),
+        ("8.0+PTX", "80"),
+        ("10.0f 12.0", "100f-real;120-real"),
+        (" 8.0 8.0 ", "80-real"),
+    ],
+)
+def test_torch_cuda_arch_list_is_understood(tmp_path, text, expected):
+    output, ok = parse_architectures(tmp_path, text)
+    assert ok
+    assert output == f"found={expected}"
+
+
+@pytest.mark.parametrize("text", ["Hopper", "90", "9.0b", "8.0+ptx", "sm_80", "8.0 9"])
+def test_other_words_in_torch_cuda_arch_list_are_refused(tmp_path, text):
+    output, ok = parse_architectures(tmp_path, text)
+    assert not ok
+    wrong = text.split()[-1]
+    assert f"warpsmith: TORCH_CUDA_ARCH_LIST: expected entries like 8.0 or 9.0a+PTX, got {wrong}" in output
