@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
         device, dtype: of the weight. float32 beside 16-bit activations is fine and gives the activation's dtype.
         weight_offset: added to the weight; the weight then starts at ``1 - weight_offset``.
 
-    Shapes: x (..., *normalized_shape) to the same. Dtypes, determinism and errors: as :func:`warpsmith.rms_norm`.
+    Shapes: x ``(..., *normalized_shape)`` to the same. Dtypes, determinism and errors: as :func:`warpsmith.rms_norm`.
 
     Example:
         >>> import torch, warpsmith

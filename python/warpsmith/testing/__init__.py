@@ -1,7 +1,7 @@
 """The law as code: one declaration of an op gives the tests that every op must pass, and the timers its speed is
 stated with.
 
-Declare an op once and get its tests:
+Declare an op once and get its tests::
 
     from warpsmith.testing import Case, OpSpec, op_tests
 
