@@ -83,6 +83,7 @@ void begin_thread(Block& b, Thread& t, int number) {
   t.fenced = false;
   t.last_atomic = nullptr;
   t.waited_for_previous_kernel = !machine.programmatic_dependent;
+  t.shared_accesses.clear();
   t.open_bulk.clear();
   t.bulk_groups.clear();
   t.open_wgmmas.clear();
@@ -124,6 +125,7 @@ void begin_block(const LaunchConfig& c, uint3 index, Block& b, size_t number, Cl
 Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(const void*), const void* arguments) {
   WARPSMITH_RETURN_IF_FAILED(validate(c));
   ++machine.counters.launches;
+  ++machine.launch_number;
   machine.run_thread = run_thread;
   machine.kernel_arguments = arguments;
   machine.programmatic_dependent = c.programmatic_dependent;
@@ -164,6 +166,9 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
     machine.counters.blocks += static_cast<int64_t>(blocks);
     scope.reset();
     if (blocks) run_wave();
+    if (machine.options.count_bank_conflicts)
+      for (const Block& b : machine.blocks)
+        for (const Warp& warp : b.warps) count_bank_conflicts(warp);
   }
   order_acquire(&machine.launch_ends);
   if (machine.error.empty()) return {};

@@ -29,6 +29,10 @@ struct AsyncCopy {
   int bytes, valid_bytes;
 };
 
+struct SharedAccess {
+  uint32_t offset, bytes;
+};
+
 struct PendingWgmma {
   WgmmaOperands operands;
   Site site;
@@ -61,6 +65,7 @@ struct Thread : ThreadView {
   bool fenced = false;
   void* last_atomic = nullptr;
   bool waited_for_previous_kernel = false;
+  std::vector<SharedAccess> shared_accesses;  // with Options::count_bank_conflicts
   // Bulk stores since the last commit, and committed groups, oldest first.
   std::vector<BulkOperation*> open_bulk;
   std::vector<std::vector<BulkOperation*>> bulk_groups;
@@ -130,6 +135,7 @@ struct Machine {
   void (*run_thread)(const void*) = nullptr;
   const void* kernel_arguments = nullptr;
   bool programmatic_dependent = false;
+  int64_t launch_number = 0;                  // never reset
   std::deque<BulkOperation> bulk_operations;  // of the wave
   std::vector<BulkOperation*> in_flight;
   int64_t tensor_bytes = 0;  // of the tensor copy being issued, without what lies outside the tensor
@@ -148,6 +154,9 @@ void maybe_preempt();               // by seed, lets another thread run
 void yield();                       // lets other threads run
 void run_wave();
 [[noreturn]] void fail(const std::string& message, Site site);
+
+// memory_access.cpp
+void count_bank_conflicts(const Warp& warp);
 
 // shared_memory.cpp
 constexpr size_t kArenaBytes = 512 << 10;

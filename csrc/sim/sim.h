@@ -16,7 +16,8 @@ struct Options {
   DeviceProperties properties{132, 90, 227 * 1024};
   // Runs only the blocks it accepts: for grids too large to run whole.
   std::function<bool(uint3 block)> block_filter;
-  // Shared-memory accesses through the vocabulary are compared across a warp's lanes (slower).
+  // Loads and stores of shared memory through the vocabulary are compared across a warp's lanes, as matrix accesses
+  // always are.
   bool count_bank_conflicts = false;
 };
 

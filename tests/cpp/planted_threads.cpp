@@ -328,6 +328,23 @@ PLANTED(dependent_launch_without_wait, "plain", "without wait_for_previous_kerne
   return outcome(LAUNCH_PLANTED(bug, dependent, config, x.data()), x, std::vector<int>(32, 2));
 }
 
+static __global__ void produce(int* x) { device::store(x + threadIdx.x, static_cast<int>(threadIdx.x)); }
+template <bool bug> __global__ void consume(const int* x, int* y) {
+  if (!bug) device::wait_for_previous_kernel();
+  const int v = device::load(x + threadIdx.x);
+  if (bug) device::wait_for_previous_kernel();
+  y[threadIdx.x] = v;
+}
+PLANTED(dependent_launch_reads_too_early, "plain", "what the previous kernel wrote before wait_for_previous_kernel()") {
+  Buffer<int> x(32), y(32);
+  const Status produced = launch(produce, {.block = 32}, nullptr, x.data());
+  if (!produced.ok()) return produced.what();
+  std::vector<int> expected(32);
+  for (int i = 0; i < 32; ++i) expected[static_cast<size_t>(i)] = i;
+  const LaunchConfig config{.block = 32, .programmatic_dependent = true};
+  return outcome(LAUNCH_PLANTED(bug, consume, config, x.data(), y.data()), y, expected);
+}
+
 // The scratch of one reduction serves the next without a barrier in between: against block_reduce's contract.
 template <bool bug> __global__ void two_sums(float* out) {
   WARPSMITH_SHARED(float, scratch, 2 * kThreads / 32);

@@ -138,6 +138,32 @@ TEST(bank_conflicts_are_counted) {
   expect_equal("conflicts of eight rows in one bank group", sim::counters().bank_conflicts, int64_t{7});
 }
 
+template <int Stride, int N> __global__ void strided_reads(float* out) {
+  WARPSMITH_DYNAMIC_SHARED(memory);
+  auto* s = reinterpret_cast<float*>(memory);
+  for (int i = threadIdx.x; i < 32 * Stride; i += 32) s[i] = static_cast<float>(i);
+  __syncwarp(kWarp);
+  out[threadIdx.x] = device::load_vector<N>(s + threadIdx.x * Stride).at[0];
+}
+
+TEST(bank_conflicts_of_strided_reads) {
+  const auto conflicts = [](auto kernel, int stride) {
+    Buffer<float> out(32);
+    sim::options().count_bank_conflicts = true;
+    sim::counters() = {};
+    expect_ok(launch(kernel, {.block = 32, .dynamic_shared_bytes = static_cast<size_t>(32 * stride * 4)}, nullptr,
+                     out.data()));
+    sim::options().count_bank_conflicts = false;
+    for (int t = 0; t < 32; ++t) expect_equal("read", static_cast<int>(out[t]), t * stride);
+    return sim::counters().bank_conflicts;
+  };
+  expect_equal("stride 32", conflicts(strided_reads<32, 1>, 32), int64_t{31});
+  expect_equal("stride 33", conflicts(strided_reads<33, 1>, 33), int64_t{0});
+  expect_equal("stride 2", conflicts(strided_reads<2, 1>, 2), int64_t{1});
+  expect_equal("16 bytes, contiguous", conflicts(strided_reads<4, 4>, 4), int64_t{0});
+  expect_equal("16 bytes, every other", conflicts(strided_reads<8, 4>, 8), int64_t{4});
+}
+
 template <int Threads> __global__ void block_reductions(const float* x, float* out) {
   WARPSMITH_SHARED(float, sums, 2 * Threads / 32);
   WARPSMITH_SHARED(float, maxima, Threads / 32);
