@@ -32,10 +32,12 @@ Status device_properties(DeviceProperties& out);
 
 namespace sim {
 // Runs every thread of the grid before it returns; defined by csrc/sim.
-Status run_grid(const LaunchConfig& config, const void* kernel, void (*run_thread)(const void* arguments), const void* arguments);
+Status run_grid(const LaunchConfig& config, const void* kernel, void (*run_thread)(const void* arguments),
+                const void* arguments);
 }  // namespace sim
 
-template <class... P, class... A> Status launch(void (*kernel)(P...), const LaunchConfig& config, void*, A&&... arguments) {
+template <class... P, class... A>
+Status launch(void (*kernel)(P...), const LaunchConfig& config, void*, A&&... arguments) {
   struct Call {
     void (*kernel)(P...);
     std::tuple<P...> arguments;
