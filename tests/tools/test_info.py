@@ -51,6 +51,7 @@ def test_cmake_dir_holds_the_package_config():
     assert done.returncode == 0, done.stderr
     directory = Path(done.stdout.strip())
     assert (directory / "warpsmithConfig.cmake").is_file()
+    assert (directory / "warpsmithConfigVersion.cmake").is_file()
     assert (directory.parent / "include/warpsmith/rms_norm.h").is_file()
 
 
