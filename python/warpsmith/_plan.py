@@ -13,7 +13,7 @@ def plan(op: str, **problem: Any) -> dict[str, Any]:
         problem: sizes and dtypes of the op; a missing or unknown one is named in the error.
 
     Returns:
-        A dict of plain values: the kernel's name, its launch configuration, and ``why``, a sentence.
+        A dict of plain values, the kernel's name, its launch configuration, and ``why``, a sentence.
 
     Raises:
         ValueError: an op without a chooser, or a problem that does not fit it.

@@ -119,7 +119,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float | None = None, 
         weight_offset: :math:`w_0`, added to the weight; 1.0 for weights stored around zero. Not used without a weight.
 
     Returns:
-        A contiguous tensor of the shape and dtype of ``x``. Under autocast nothing is cast: the activation's dtype
+        A contiguous tensor of the shape and dtype of ``x``. Under autocast nothing is cast; the activation's dtype
         comes out, whatever the torch version. Sums and the reciprocal root are float32 (float64 for float64).
 
     Gradients for ``x`` and ``weight``, and theirs in turn. The second derivative is composed of plain torch operations.
