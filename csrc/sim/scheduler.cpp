@@ -34,11 +34,24 @@ void make_ready(Thread& thread) {
 
 namespace {
 
+uint64_t favour(const Thread& t) {
+  const uint64_t warp = static_cast<uint64_t>(t.linear_index) / 32 + 64 * t.block_view->index.x;
+  return (warp + machine.options.seed) * 0x9e3779b97f4a7c15ull;
+}
+
 Thread* next_ready() {
   auto& queue = machine.ready;
   size_t& head = machine.ready_head;
   if (head == queue.size()) return nullptr;
-  if (machine.options.seed) std::swap(queue[head], queue[head + random_bits() % (queue.size() - head)]);
+  if (machine.options.seed) {
+    const auto any = [&] { return head + random_bits() % (queue.size() - head); };
+    size_t chosen = any();
+    // Even seeds let some warps run far ahead of others: the favoured of a few candidates.
+    if (machine.options.seed % 2 == 0)
+      for (int candidate = 0; candidate < 7; ++candidate)
+        if (const size_t other = any(); favour(*queue[other]) > favour(*queue[chosen])) chosen = other;
+    std::swap(queue[head], queue[chosen]);
+  }
   Thread* thread = queue[head++];
   if (head >= 4096 && 2 * head >= queue.size()) {  // the queue stays within the capacity reserved at the wave's start
     Untracked scope;
