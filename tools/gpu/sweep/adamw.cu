@@ -1,0 +1,321 @@
+// Times AdamW's step over configurations, beside a copy of the same bytes: 1e9 parameters in 256 tensors and 2,000 x
+// 4,096. Build and run on a GPU machine (45 GB of memory, under a minute):
+//   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
+//     tools/gpu/sweep/adamw.cu csrc/kernels/optim/adamw.cu -o sweep && ./sweep
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/optim/adamw.h"
+#include "kernels/optim/adamw_config.h"
+#include "kernels/optim/adamw_kernel.cuh"
+
+using namespace warpsmith;
+
+namespace {
+
+using device::Cache;
+using device::Vector;
+
+void check(cudaError_t e) {
+  if (e != cudaSuccess) std::printf("CUDA error: %s\n", cudaGetErrorString(e)), std::exit(1);
+}
+
+template <class T> T* allocate(size_t count) {
+  void* p = nullptr;
+  check(cudaMalloc(&p, count * sizeof(T)));
+  return static_cast<T*>(p);
+}
+
+// Scattered values in (0, 1): what the memory and the divisions see in training, unlike zeros.
+__global__ void fill(float* x, int64_t count, uint32_t seed) {
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
+    uint32_t h = static_cast<uint32_t>(i) * 2654435761u + seed;
+    h = (h ^ (h >> 15)) * 2246822519u;
+    x[i] = (static_cast<float>((h ^ (h >> 13)) >> 8) + 0.5f) * 0x1p-24f;
+  }
+}
+
+struct Knobs {
+  int threads, blocks, vectors;
+  Cache load, store;   // of the gradient and the moments; the parameter is kept
+  bool approximate;    // division and root, to see what the exact ones cost
+  bool all_streaming;  // the parameter too
+};
+
+template <Knobs k> struct Body {
+  using V = Vector<float, 4>;
+  static constexpr Cache kParamLoad = k.all_streaming ? k.load : Cache::keep;
+  static constexpr Cache kParamStore = k.all_streaming ? k.store : Cache::keep;
+  V grad[k.vectors], param[k.vectors], exp_avg[k.vectors], exp_avg_sq[k.vectors];
+
+  __device__ __forceinline__ static int place(int begin, int v) {
+    return begin + (v * k.threads + static_cast<int>(threadIdx.x)) * 4;
+  }
+
+  __device__ __forceinline__ void load(const adamw::Chunk& c, int begin, int end) {
+#pragma unroll
+    for (int v = 0; v < k.vectors; ++v) {
+      const int i = place(begin, v);
+      if (i >= end) continue;
+      grad[v] = device::load_vector<4, k.load>(c.grad + i);
+      param[v] = device::load_vector<4, kParamLoad>(c.param + i);
+      exp_avg[v] = device::load_vector<4, k.load>(c.exp_avg + i);
+      exp_avg_sq[v] = device::load_vector<4, k.load>(c.exp_avg_sq + i);
+    }
+  }
+
+  __device__ __forceinline__ static void element(const AdamWScalars<float>& s, float g, float& p, float& m, float& v) {
+    if constexpr (!k.approximate) {
+      adamw_element<float>(s, g, p, m, v, nullptr);
+    } else {
+      g *= s.grad_factor;
+      p *= s.decay;
+      m += s.weight1 * (g - m);
+      v = v * s.beta2 + s.weight2 * g * g;
+      p -= __fdividef(s.step_size * m, __fdividef(__fsqrt_rn(v), s.bias2_sqrt) + s.eps);
+    }
+  }
+
+  __device__ __forceinline__ void update_and_store(const AdamWScalars<float>& s, const adamw::Chunk& c, int begin,
+                                                   int end) {
+#pragma unroll
+    for (int v = 0; v < k.vectors; ++v) {
+      const int i = place(begin, v);
+      if (i >= end) continue;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) element(s, grad[v].at[e], param[v].at[e], exp_avg[v].at[e], exp_avg_sq[v].at[e]);
+      device::store_vector<kParamStore>(c.param + i, param[v]);
+      device::store_vector<k.store>(c.exp_avg + i, exp_avg[v]);
+      device::store_vector<k.store>(c.exp_avg_sq + i, exp_avg_sq[v]);
+    }
+  }
+};
+
+// adamw::step for aligned tensors whose sizes are multiples of 4, without amsgrad.
+template <int threads, int blocks, int vectors, Cache load, Cache store, bool approximate, bool all_streaming>
+__global__ void __launch_bounds__(threads, blocks) step(const __grid_constant__ AdamWParams p) {
+  constexpr Knobs k{threads, blocks, vectors, load, store, approximate, all_streaming};
+  __shared__ AdamWScalars<float> scalars;
+  const ListChunk at = p.chunks[blockIdx.x];
+  AdamWTensor* t = p.tensors + at.tensor;
+  const adamw::Chunk c(*t, static_cast<const float*>(p.grads[at.tensor]), int64_t{at.chunk} * t->chunk_elems);
+  Body<k> body;
+  body.load(c, 0, c.elems);
+  if (threadIdx.x < 32) adamw::prepare(p, t, &scalars);
+  __syncthreads();
+  const AdamWScalars<float> s = scalars;
+  for (int begin = 0; begin < c.elems; begin += k.threads * k.vectors * 4) {
+    if (begin != 0) body.load(c, begin, c.elems);
+    body.update_and_store(s, c, begin, c.elems);
+  }
+}
+
+struct Variant {
+  Knobs knobs;
+  void (*kernel)(AdamWParams);
+};
+
+template <int threads, int blocks, int vectors> void add_caches(std::vector<Variant>& all) {
+  constexpr Cache keep = Cache::keep, streaming = Cache::streaming;
+#define VARIANT(load, store, approximate, all_streaming)                              \
+  all.push_back({{threads, blocks, vectors, load, store, approximate, all_streaming}, \
+                 &step<threads, blocks, vectors, load, store, approximate, all_streaming>});
+  VARIANT(keep, keep, false, false)
+  VARIANT(streaming, streaming, false, false)
+  VARIANT(streaming, streaming, false, true)
+  VARIANT(keep, streaming, false, false)
+  VARIANT(keep, streaming, false, true)
+  VARIANT(streaming, keep, false, false)
+  VARIANT(keep, keep, true, false)
+#undef VARIANT
+}
+
+std::vector<Variant> variants() {
+  std::vector<Variant> all;
+  add_caches<128, 4, 1>(all);
+  add_caches<128, 8, 1>(all);
+  add_caches<128, 6, 2>(all);
+  add_caches<256, 2, 2>(all);
+  add_caches<256, 3, 2>(all);
+  add_caches<256, 4, 1>(all);
+  add_caches<256, 5, 1>(all);
+  add_caches<256, 3, 1>(all);
+  add_caches<512, 1, 2>(all);
+  add_caches<512, 2, 1>(all);
+  add_caches<256, 1, 4>(all);
+  return all;
+}
+
+// Median microseconds, the L2 flushed by a 256 MB write before each call, which also hides the launch.
+double time_of(int samples, const std::function<void()>& call) {
+  constexpr size_t kFlushBytes = 256 << 20;
+  static char* flush = allocate<char>(kFlushBytes);
+  static cudaEvent_t start = nullptr, stop = nullptr;
+  if (!start) {
+    check(cudaEventCreate(&start));
+    check(cudaEventCreate(&stop));
+  }
+  std::vector<float> times;
+  for (int i = 0; i < samples + 1; ++i) {
+    check(cudaMemsetAsync(flush, i, kFlushBytes));
+    check(cudaEventRecord(start));
+    call();
+    check(cudaEventRecord(stop));
+    check(cudaEventSynchronize(stop));
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, start, stop));
+    if (i > 0) times.push_back(ms);
+  }
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  return times[times.size() / 2] * 1e3;
+}
+
+// Tensors of equal size side by side, and their table for one length of chunks.
+class Tensors {
+ public:
+  Tensors(int64_t count, int64_t elems) : count_(count), elems_(elems) {
+    for (int i = 0; i < 4; ++i) {
+      arrays_[i] = allocate<float>(count * elems);
+      fill<<<2048, 256>>>(arrays_[i], count * elems, 17 * i + 1);
+    }
+    steps_ = allocate<float>(count);
+    check(cudaMemset(steps_, 0, count * sizeof(float)));
+    std::vector<float*> grads;
+    for (int64_t t = 0; t < count; ++t) grads.push_back(arrays_[3] + t * elems);
+    grads_ = allocate<float*>(count);
+    check(cudaMemcpy(grads_, grads.data(), count * sizeof(float*), cudaMemcpyHostToDevice));
+  }
+
+  Tensors(const Tensors&) = delete;
+
+  ~Tensors() {
+    for (float* a : arrays_) check(cudaFree(a));
+    for (void* a : {static_cast<void*>(steps_), static_cast<void*>(grads_), static_cast<void*>(table_)})
+      check(cudaFree(a));
+  }
+
+  int64_t total() const { return count_ * elems_; }
+  double bytes() const { return 28.0 * static_cast<double>(total()); }
+
+  AdamWParams with_chunks(int chunk_elems) {
+    std::vector<AdamWTensor> records;
+    for (int64_t t = 0; t < count_; ++t)
+      records.push_back({arrays_[0] + t * elems_, arrays_[1] + t * elems_, arrays_[2] + t * elems_, nullptr, steps_ + t,
+                         elems_, 0, 0, 0, 0});
+    const std::vector<int64_t> words = tensor_list_words(records, chunk_elems);
+    check(cudaFree(table_));
+    table_ = allocate<int64_t>(words.size());
+    check(cudaMemcpy(table_, words.data(), words.size() * sizeof(int64_t), cudaMemcpyHostToDevice));
+    AdamWParams p{};
+    p.tensors = reinterpret_cast<AdamWTensor*>(table_);
+    const int64_t record_words = count_ * static_cast<int64_t>(sizeof(AdamWTensor) / sizeof(int64_t));
+    p.chunks = reinterpret_cast<const ListChunk*>(table_ + record_words);
+    p.grads = reinterpret_cast<const void* const*>(grads_);
+    p.tensor_count = count_;
+    p.chunk_count = static_cast<int64_t>(words.size()) - record_words;
+    p.group_count = 1;
+    p.dtype = Dtype::float32;
+    p.groups[0] = {nullptr, 1e-6, 0.9, 0.999, 1e-8, 1e-2, false, false};
+    return p;
+  }
+
+ private:
+  int64_t count_, elems_;
+  float *arrays_[4], *steps_;
+  float** grads_;
+  int64_t* table_ = nullptr;
+};
+
+struct Row {
+  double us;
+  std::string name;
+  int chunk_elems;
+};
+
+std::string text_of(const Knobs& k) {
+  const auto cache = [](Cache c) { return c == Cache::keep ? "keep" : "streaming"; };
+  char s[160];
+  std::snprintf(s, sizeof s, "threads %d blocks %d vectors %d load %s store %s%s%s", k.threads, k.blocks, k.vectors,
+                cache(k.load), cache(k.store), k.all_streaming ? " param too" : "",
+                k.approximate ? " APPROXIMATE" : "");
+  return s;
+}
+
+const char* const kChosen = "the library's kernel and chunks  <- chosen";
+
+// The best chunk of each variant, fastest first; `of_copy` collects each one's share of the copy rate.
+void sweep(const char* title, int64_t count, int64_t elems, int samples,
+           std::map<std::string, std::vector<double>>& of_copy) {
+  Tensors tensors(count, elems);
+  cudaDeviceProp device;
+  check(cudaGetDeviceProperties(&device, 0));
+  const size_t half = static_cast<size_t>(tensors.bytes() / 2);
+  char *from = allocate<char>(half), *to = allocate<char>(half);
+  const double copy_us = time_of(samples, [&] { check(cudaMemcpyAsync(to, from, half, cudaMemcpyDeviceToDevice)); });
+  check(cudaFree(from));
+  check(cudaFree(to));
+
+  std::map<std::string, Row> best;
+  const auto note = [&](double us, const std::string& name, int chunk) {
+    const auto [at, first] = best.try_emplace(name, Row{us, name, chunk});
+    if (!first && us < at->second.us) at->second = {us, name, chunk};
+  };
+  const int chosen_chunk = choose_adamw(tensors.total(), device.multiProcessorCount).chunk_elems;
+  {
+    const AdamWParams p = tensors.with_chunks(chosen_chunk);
+    bool ok = true;
+    const double us = time_of(2 * samples, [&] { ok = ok && adamw_cuda(p, nullptr).ok(); });
+    if (!ok) std::printf("the library's kernel failed\n"), std::exit(1);
+    note(us, kChosen, chosen_chunk);
+  }
+  const std::vector<Variant> all = variants();
+  for (int chunk = 1024; chunk <= 65536; chunk *= 2) {
+    if (chunk > elems && chunk / 2 >= elems) break;
+    if (tensors.total() / chunk > 1 << 19) continue;
+    const AdamWParams p = tensors.with_chunks(chunk);
+    for (const Variant& v : all) {
+      if (v.knobs.threads * v.knobs.vectors * 4 > chunk) continue;
+      const auto run = [&] { v.kernel<<<static_cast<unsigned>(p.chunk_count), v.knobs.threads>>>(p); };
+      note(time_of(samples, run), text_of(v.knobs), chunk);
+      check(cudaGetLastError());
+    }
+  }
+
+  std::vector<Row> rows;
+  for (const auto& [name, row] : best) {
+    rows.push_back(row);
+    of_copy[name].push_back(copy_us / row.us);
+  }
+  std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.us < b.us; });
+  std::printf("%s: copy of the same bytes %.1f us (%.2f TB/s)\n", title, copy_us, tensors.bytes() / copy_us * 1e-6);
+  for (size_t i = 0; i < rows.size(); ++i)
+    if (i < 12 || rows[i].name == kChosen)
+      std::printf("  %2zu of %zu  %8.1f us  %.3f of copy  chunk %5d  %s\n", i + 1, rows.size(), rows[i].us,
+                  copy_us / rows[i].us, rows[i].chunk_elems, rows[i].name.c_str());
+}
+
+}  // namespace
+
+int main() {
+  std::map<std::string, std::vector<double>> of_copy;
+  sweep("1.0e9 in 256", 256, 3932160, 5, of_copy);
+  sweep("2000 x 4096", 2000, 4096, 15, of_copy);
+
+  std::vector<std::pair<double, std::string>> both;
+  for (const auto& [name, shares] : of_copy)
+    if (shares.size() == 2) both.emplace_back(std::sqrt(shares[0] * shares[1]), name);
+  std::sort(both.rbegin(), both.rend());
+  std::printf("both, geometric mean of the shares of the copy rate\n");
+  for (size_t i = 0; i < both.size(); ++i)
+    if (i < 12 || both[i].second == kChosen)
+      std::printf("  %2zu of %zu  %.3f  %s\n", i + 1, both.size(), both[i].first, both[i].second.c_str());
+}
