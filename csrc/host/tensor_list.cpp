@@ -1,76 +1,273 @@
+#include <pybind11/stl.h>
+
 #include <cstdint>
+#include <unordered_set>
+#include <vector>
 
 #include "host/bindings.h"
+#include "host/dlpack.h"
 
-// The per-step bookkeeping of multi-tensor optimizers: whether thousands of tensors are still where they were. Each
-// function is a loop over Python objects that calls torch's own methods, handed in, at about half the cost of the same
-// loop in Python.
+// The per-step bookkeeping of multi-tensor optimizers: whether thousands of tensors are still where they were, and
+// where their gradients are. One pass of C calls, without knowing torch: 0.02 us a tensor by DLPack's exchange
+// interface, where a call of Tensor.data_ptr costs 0.06 us and a Tensor[] argument of an op 0.12 us.
 namespace py = pybind11;
 
 namespace warpsmith::host {
 namespace {
 
-int64_t address_of(PyObject* tensor, const py::handle& data_ptr) {
-  const py::object result = py::reinterpret_steal<py::object>(PyObject_Vectorcall(data_ptr.ptr(), &tensor, 1, nullptr));
-  if (!result) throw py::error_already_set();
-  const long long address = PyLong_AsLongLong(result.ptr());
-  if (address == -1 && PyErr_Occurred()) throw py::error_already_set();
-  return address;
-}
+using Address = int64_t;
 
-bool same_tensors(const py::list& tensors, const py::list& known, const py::buffer& addresses_in,
-                  const py::object& data_ptr) {
-  const py::buffer_info info = addresses_in.request();
-  if (info.itemsize != 8 || info.ndim != 1) throw py::value_error("same_tensors: addresses: expected 64-bit integers");
-  const auto* addresses = static_cast<const int64_t*>(info.ptr);
-  const auto count = static_cast<Py_ssize_t>(tensors.size());
-  if (count != static_cast<Py_ssize_t>(known.size()) || count != info.size) return false;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* t = PyList_GET_ITEM(tensors.ptr(), i);
-    if (t != PyList_GET_ITEM(known.ptr(), i) || address_of(t, data_ptr) != addresses[i]) return false;
+constexpr Address kNoGradient = 0;
+constexpr Address kNoElements =
+    16;  // torch gives a tensor without elements the address 0, which stands for no gradient
+
+// Where a tensor's elements lie. Sizes, then strides, are in a vector shared by all.
+struct Place {
+  Address address = 0;
+  dlpack::Device device{};
+  dlpack::DataType dtype{};
+  int32_t dims = 0;
+  uint32_t sizes_at = 0;
+  bool sharded = false;  // a distributed tensor: its local part is meant
+};
+
+// A tensor, or the local part of a distributed one.
+class View {
+ public:
+  View(const dlpack::ExchangeApi& api, const py::object& local, PyObject* tensor, bool sharded) {
+    if (sharded) {
+      part_ = py::reinterpret_steal<py::object>(PyObject_Vectorcall(local.ptr(), &tensor, 1, nullptr));
+      tensor = part_.ptr();
+    }
+    readable_ = tensor && api.tensor_from_object(tensor, &at_) == 0;
+    if (!readable_) PyErr_Clear();
   }
-  return true;
-}
 
-PyObject* target_of(PyObject* weak_or_none) {  // borrowed: its owner is alive, or it is None
-  if (weak_or_none == Py_None) return Py_None;
-#if PY_VERSION_HEX >= 0x030d0000
-  PyObject* target = nullptr;
-  if (PyWeakref_GetRef(weak_or_none, &target) < 0) throw py::error_already_set();
-  Py_XDECREF(target);
-  return target;
-#else
-  return PyWeakref_GetObject(weak_or_none);
-#endif
-}
+  bool readable() const { return readable_; }  // false for a sparse tensor, or no tensor
+  const dlpack::Tensor& at() const { return at_; }
+  Address address() const { return reinterpret_cast<Address>(at_.data) + static_cast<Address>(at_.byte_offset); }
 
-bool same_values(const py::list& dicts, const py::tuple& keys, const py::list& known, const py::buffer& addresses_in,
-                 const py::object& data_ptr) {
-  const auto count = static_cast<Py_ssize_t>(dicts.size()), each = static_cast<Py_ssize_t>(keys.size());
-  const py::buffer_info info = addresses_in.request();
-  if (info.itemsize != 8 || info.ndim != 1) throw py::value_error("same_values: addresses: expected 64-bit integers");
-  const auto* addresses = static_cast<const int64_t*>(info.ptr);
-  if (static_cast<Py_ssize_t>(known.size()) != count * each || (info.size && info.size != count)) return false;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* dict = PyList_GET_ITEM(dicts.ptr(), i);
-    if (!PyDict_Check(dict)) return false;
-    for (Py_ssize_t k = 0; k < each; ++k) {
-      PyObject* value = PyDict_GetItem(dict, PyTuple_GET_ITEM(keys.ptr(), k));
-      if (!value) value = Py_None;
-      if (value != target_of(PyList_GET_ITEM(known.ptr(), i * each + k))) return false;
-      if (k == 0 && info.size && address_of(value, data_ptr) != addresses[i]) return false;
+  bool empty() const {
+    for (int32_t i = 0; i < at_.ndim; ++i)
+      if (at_.shape[i] == 0) return true;
+    return false;
+  }
+
+ private:
+  py::object part_;
+  dlpack::Tensor at_{};
+  bool readable_ = false;
+};
+
+class TensorWatch {
+ public:
+  // params: the lists of all groups. buckets: for each parameter the column that its gradient's address belongs to,
+  // -1: it has no gradient. state, names: the tensors by name of each parameter with a bucket.
+  TensorWatch(const py::capsule& exchange_api, py::object local, const py::list& params, const py::dict& state,
+              const py::tuple& names, const std::vector<int>& buckets)
+      : api_(find(exchange_api)), local_(std::move(local)) {
+    for (const auto& group : params) {
+      const auto list = py::cast<py::list>(group);
+      group_sizes_.push_back(static_cast<Py_ssize_t>(list.size()));
+      for (const auto& p : list) params_.push_back(py::reinterpret_borrow<py::object>(p));
+    }
+    if (buckets.size() != params_.size())
+      throw py::value_error("TensorWatch: buckets: expected one for each parameter");
+    seen_.resize(params_.size(), kNoGradient);
+    param_places_.resize(params_.size());
+    std::unordered_set<const PyObject*> active;
+    for (size_t i = 0; i < params_.size(); ++i) {
+      slots_.push_back({buckets[i], 0});
+      if (buckets[i] < 0) continue;
+      param_places_[i] = place_of(params_[i].ptr());
+      active.insert(params_[i].ptr());
+      const auto bucket = static_cast<size_t>(buckets[i]);
+      if (bucket >= columns_.size()) columns_.resize(bucket + 1);
+      slots_[i].at = columns_[bucket].addresses.size();
+      columns_[bucket].addresses.push_back(kNoGradient);
+    }
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &key, &value);) {
+      const bool watched = active.count(key) > 0;
+      owners_.push_back({key, watched ? PyDict_Size(value) : -1});
+      if (owners_.back().entries < 0) PyErr_Clear();
+      PyObject *name, *tensor;
+      for (Py_ssize_t k = 0; watched && PyDict_Next(value, &k, &name, &tensor);) {
+        const bool counts = PySequence_Contains(names.ptr(), name) == 1;
+        entries_.push_back({py::reinterpret_borrow<py::object>(name), counts, counts ? place_of(tensor) : Place()});
+      }
     }
   }
-  return true;
-}
+
+  // Whether all parameters and states are where they were. Then the columns hold the addresses of the gradients as they
+  // are now, but for the `unusual` ones.
+  bool look(const py::list& params, const py::dict& state) {
+    unusual_.clear();
+    return look_at_params(params) && look_at_states(state);
+  }
+
+  const std::vector<size_t>& unusual() const { return unusual_; }
+
+  // `like_param`: the gradient itself lies there, and need not be examined again while it does.
+  void set_gradient(size_t index, Address address, bool like_param) {
+    seen_.at(index) = like_param ? address : kNoGradient;
+    write(slots_.at(index), address);
+  }
+
+  py::bytearray column(size_t bucket) const {
+    const auto& a = columns_.at(bucket).addresses;
+    return py::bytearray(reinterpret_cast<const char*>(a.data()), a.size() * sizeof(Address));
+  }
+
+  int64_t version(size_t bucket) const { return columns_.at(bucket).version; }
+
+ private:
+  struct Slot {
+    int bucket;
+    size_t at;
+  };
+  struct Column {
+    std::vector<Address> addresses;
+    int64_t version = 0;  // grows with every change
+  };
+  struct Owner {            // of states
+    const PyObject* param;  // only compared; one that counts is kept by params_
+    Py_ssize_t entries;     // of its dict; -1: not looked at
+  };
+  struct Entry {
+    py::object name;
+    bool watched;
+    Place place;
+  };
+
+  static const dlpack::ExchangeApi& find(const py::capsule& capsule) {
+    auto* api = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
+    if (!api) throw py::error_already_set();
+    while (api && api->version.major != dlpack::kMajorVersion) api = api->previous;
+    if (!api || !api->tensor_from_object)
+      throw py::value_error("TensorWatch: exchange_api: expected DLPack 1 with tensor_from_object");
+    return *api;
+  }
+
+  Place place_of(PyObject* tensor) {
+    Place place;
+    place.sharded = PyObject_HasAttrString(tensor, "to_local");
+    const View view(api_, local_, tensor, place.sharded);
+    if (!view.readable()) throw py::value_error("TensorWatch: expected strided tensors");
+    place.address = view.address();
+    place.device = view.at().device;
+    place.dtype = view.at().dtype;
+    place.dims = view.at().ndim;
+    place.sizes_at = static_cast<uint32_t>(sizes_.size());
+    sizes_.insert(sizes_.end(), view.at().shape, view.at().shape + place.dims);
+    sizes_.insert(sizes_.end(), view.at().strides, view.at().strides + place.dims);
+    return place;
+  }
+
+  // dtype, device, sizes and strides; strides of dimensions of one element mean nothing.
+  bool same_kind(const Place& place, const View& view) const {
+    const dlpack::Tensor& at = view.at();
+    if (!view.readable() || at.ndim != place.dims || !(at.device == place.device) || !(at.dtype == place.dtype))
+      return false;
+    const int64_t *sizes = sizes_.data() + place.sizes_at, *strides = sizes + place.dims;
+    for (int32_t i = 0; i < place.dims; ++i)
+      if (at.shape[i] != sizes[i] || (sizes[i] > 1 && at.strides[i] != strides[i])) return false;
+    return true;
+  }
+
+  bool is_at(const Place& place, PyObject* tensor) const {
+    const View view(api_, local_, tensor, place.sharded);
+    return same_kind(place, view) && view.address() == place.address;
+  }
+
+  bool look_at_params(const py::list& params) {
+    if (params.size() != group_sizes_.size()) return false;
+    size_t i = 0;
+    for (size_t g = 0; g < group_sizes_.size(); ++g) {
+      PyObject* group = PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(g));
+      if (!PyList_Check(group) || PyList_GET_SIZE(group) != group_sizes_[g]) return false;
+      for (Py_ssize_t k = 0; k < group_sizes_[g]; ++k, ++i) {
+        if (PyList_GET_ITEM(group, k) != params_[i].ptr()) return false;
+        if (slots_[i].bucket >= 0 && !is_at(param_places_[i], params_[i].ptr())) return false;
+        if (!look_at_gradient(i)) return false;
+      }
+    }
+    return true;
+  }
+
+  bool look_at_gradient(size_t i) {
+    const auto grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(params_[i].ptr(), grad_name_.ptr()));
+    if (!grad) throw py::error_already_set();
+    const Slot slot = slots_[i];
+    if (slot.bucket < 0) return grad.is_none();
+    if (grad.is_none()) {
+      write(slot, kNoGradient);
+      return true;
+    }
+    const Place& param = param_places_[i];
+    const View view(api_, local_, grad.ptr(), param.sharded);
+    const Address address = view.readable() && view.address() == 0 && view.empty() ? kNoElements : view.address();
+    // An address alone does not tell how a distributed gradient is placed.
+    const bool usual = same_kind(param, view) && address != 0 && (!param.sharded || address == seen_[i]);
+    if (usual)
+      write(slot, address);
+    else
+      unusual_.push_back(i);
+    return true;
+  }
+
+  // The dicts are walked in their order, which is cheaper than looking names up.
+  bool look_at_states(const py::dict& state) const {
+    if (state.size() != owners_.size()) return false;
+    auto owner = owners_.begin();
+    auto entry = entries_.begin();
+    PyObject *param, *dict, *name, *tensor;
+    for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &param, &dict); ++owner) {
+      if (owner == owners_.end() || param != owner->param) return false;
+      if (owner->entries < 0) continue;
+      if (!PyDict_Check(dict) || PyDict_Size(dict) != owner->entries) return false;
+      for (Py_ssize_t k = 0; PyDict_Next(dict, &k, &name, &tensor); ++entry)
+        if (name != entry->name.ptr() || (entry->watched && !is_at(entry->place, tensor))) return false;
+    }
+    return owner == owners_.end();
+  }
+
+  void write(const Slot& slot, Address address) {
+    Column& column = columns_[static_cast<size_t>(slot.bucket)];
+    if (column.addresses[slot.at] == address) return;
+    column.addresses[slot.at] = address;
+    ++column.version;
+  }
+
+  const dlpack::ExchangeApi& api_;
+  py::object local_;
+  py::str grad_name_ = py::reinterpret_steal<py::str>(PyUnicode_InternFromString("grad"));
+  std::vector<py::object> params_;
+  std::vector<Py_ssize_t> group_sizes_;
+  std::vector<Place> param_places_;
+  std::vector<int64_t> sizes_;
+  std::vector<Owner> owners_;
+  std::vector<Entry> entries_;
+  std::vector<Slot> slots_;
+  std::vector<Column> columns_;
+  std::vector<Address> seen_;  // where a gradient was that set_gradient found like its parameter
+  std::vector<size_t> unusual_;
+};
 
 const RegisterBinder registered([](py::module_& m) {
-  m.def("same_tensors", &same_tensors, py::arg("tensors"), py::arg("known"), py::arg("addresses"), py::arg("data_ptr"),
-        "Whether `tensors` are the very objects of `known`, at these addresses.");
-  m.def("same_values", &same_values, py::arg("dicts"), py::arg("keys"), py::arg("known"), py::arg("addresses"),
-        py::arg("data_ptr"),
-        "Whether the dicts hold the objects that the weak references `known` stand for (None: no such key), those of "
-        "the first key at these addresses; an empty array of addresses means any.");
+  py::class_<TensorWatch>(m, "TensorWatch",
+                          "The places of parameters and states, and the addresses of gradients in columns.")
+      .def(py::init<const py::capsule&, py::object, const py::list&, const py::dict&, const py::tuple&,
+                    const std::vector<int>&>(),
+           py::arg("exchange_api"), py::arg("local"), py::arg("params"), py::arg("state"), py::arg("names"),
+           py::arg("buckets"))
+      .def("look", &TensorWatch::look, py::arg("params"), py::arg("state"),
+           "Whether all are where they were; then the columns are those of now, but for the unusual gradients.")
+      .def_property_readonly("unusual", &TensorWatch::unusual,
+                             "Parameters whose gradient must be examined: other strides, dtype, device or layout.")
+      .def("set_gradient", &TensorWatch::set_gradient, py::arg("index"), py::arg("address"), py::arg("like_param"))
+      .def("column", &TensorWatch::column, py::arg("bucket"), "Addresses of a bucket's gradients, 64 bits each.")
+      .def("version", &TensorWatch::version, py::arg("bucket"), "Another number for every change of a column.");
 });
 
 }  // namespace

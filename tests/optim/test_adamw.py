@@ -179,6 +179,32 @@ def states_moved_by_data(optimizer, params):
             state[name].data = state[name].data * 2
 
 
+def one_state_moved_by_data(name):
+    def change(optimizer, params):
+        state = optimizer.state[params[5]]
+        old = state[name].data
+        state[name].data = old + 1
+        old.fill_(torch.nan)  # whoever still reads or writes the old memory is seen
+
+    change.__name__ = f"{name}_moved_by_data"
+    return change
+
+
+def a_state_of_another_order(optimizer, params):
+    state = optimizer.state[params[5]]
+    state["exp_avg_sq"].data = state["exp_avg_sq"].data.t().contiguous().t()
+
+
+def a_parameter_joins_the_group_before(optimizer, params):
+    first, second = optimizer.param_groups[0], {**optimizer.param_groups[0], "lr": 0.3}
+    second["params"], first["params"] = first["params"][3:], first["params"][:3]
+    optimizer.param_groups.append(second)
+    for i in range(2):
+        set_grads(params, 50 + i)
+        optimizer.step()
+        first["params"].append(second["params"].pop(0))
+
+
 def new_equal_step(optimizer, params):
     old = optimizer.state[params[3]]["step"]
     optimizer.state[params[3]]["step"] = old.clone()
@@ -222,6 +248,11 @@ CHANGES = [
     new_data_of_another_order,
     new_state_tensor,
     states_moved_by_data,
+    one_state_moved_by_data("exp_avg"),
+    one_state_moved_by_data("exp_avg_sq"),
+    one_state_moved_by_data("step"),
+    a_state_of_another_order,
+    a_parameter_joins_the_group_before,
     new_equal_step,
     new_state_dict_of_a_parameter,
     state_forgotten,
@@ -276,6 +307,18 @@ def test_states_taken_away_between_steps_are_freed():
     optimizer.state[params[0]]["exp_avg"] = torch.zeros(1000)
     gc.collect()
     assert watched() is None
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+def test_memory_of_states_moved_by_data_is_free_at_once(name):
+    params = make_params(shapes=[(1000,)])
+    optimizer = warpsmith.optim.AdamW(params)
+    run(optimizer, params, 2)
+    state = optimizer.state[params[0]][name]
+    watched = torch.multiprocessing.reductions.StorageWeakRef(state.untyped_storage())
+    state.data = state.data.clone()
+    gc.collect()
+    assert watched.expired()
 
 
 def test_a_step_without_gradients_is_nothing():

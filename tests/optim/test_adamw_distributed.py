@@ -51,6 +51,25 @@ def train_sharded(rank, world_size):
     return same, sharded, steps
 
 
+def moved_local_states(rank, world_size):
+    mesh, params, whole = sharded_model(rank, world_size)
+    ours, plain = warpsmith.optim.AdamW(params, lr=1e-2), warpsmith.optim.AdamW(whole, lr=1e-2)
+    for step, name in enumerate(["exp_avg", "exp_avg_sq", "step"]):
+        set_grads(params, whole, mesh, step)
+        ours.step()
+        plain.step()
+        moved = ours.state[params[0]][name]
+        with torch.no_grad():  # otherwise it is a view of the local part
+            part = moved.to_local() if hasattr(moved, "to_local") else moved
+        old = part.data
+        part.data = old.clone()
+        old.fill_(torch.nan)
+    set_grads(params, whole, mesh, STEPS)
+    ours.step()
+    plain.step()
+    return all(torch.equal(p.full_tensor(), w) for p, w in zip(params, whole, strict=True))
+
+
 def refuse_other_placements(rank, world_size):
     from torch.distributed.tensor import Replicate
 
@@ -83,7 +102,8 @@ def train_fsdp(rank, world_size):
 
 
 def all_parts(rank, world_size):
-    return train_sharded(rank, world_size), refuse_other_placements(rank, world_size), train_fsdp(rank, world_size)
+    parts = (train_sharded, refuse_other_placements, train_fsdp, moved_local_states)
+    return tuple(part(rank, world_size) for part in parts)
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +112,19 @@ def results():
 
 
 def test_shards_are_updated_like_whole_tensors(results):
-    for (same, sharded, steps), _, _ in results:
+    for (same, sharded, steps), *_ in results:
         assert same
         assert sharded
         assert steps == [STEPS] * 4
 
 
+def test_local_states_moved_by_data_are_seen(results):
+    assert [same for *_, same in results] == [True, True]
+
+
 def test_gradients_must_be_sharded_like_their_parameters(results):
-    assert [refused for _, refused, _ in results] == [True, True]
+    assert [refused for _, refused, *_ in results] == [True, True]
 
 
 def test_fsdp_trains_as_with_torch(results):
-    assert max(difference for _, _, difference in results) < 1e-6
+    assert max(difference for _, _, difference, _ in results) < 1e-6

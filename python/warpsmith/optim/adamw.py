@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Any, NoReturn
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -61,72 +59,81 @@ class _Bucket:
                 lists.local(s["max_exp_avg_sq"]) if groups[owners[i]]["amsgrad"] else none
                 for i, s in zip(indices, states, strict=True)
             ],
-            [s["step"] for s in states],
+            [lists.local(s["step"]) for s in states],
             [owners[i] for i in indices],
         )
-        self.gradients = lists.Gradients(_OP, groups, indices)
         self.pointers = torch.empty(len(indices), dtype=torch.int64, device=self.device)
-        self.written: list[int] | None = None  # the addresses that `pointers` holds
+        self.written = -1  # the version of the column that `pointers` holds
 
-    def gradient_pointers(self, capturing: bool) -> Tensor:
-        """The column of gradient addresses on the device, as of the last look."""
-        addresses = self.gradients.addresses
+    def gradient_pointers(self, watch: _C.TensorWatch, number: int, capturing: bool) -> Tensor:
+        """The column of gradient addresses on the device, as of the last look. `number`: of this bucket."""
         if capturing:
             # A column of the graph's own: an eager step in between must not change what a replay reads. A node of the
             # graph writes it, so later nodes may use its memory again.
             pointers = torch.empty_like(self.pointers)
-            adamw_pointers(pointers, lists.words(addresses))
+            adamw_pointers(pointers, lists.words(watch.column(number)))
             return pointers
-        if self.written is not addresses:
-            adamw_pointers(self.pointers, lists.words(addresses))
-            self.written = addresses
+        version = watch.version(number)
+        if self.written != version:
+            adamw_pointers(self.pointers, lists.words(watch.column(number)))
+            self.written = version
         return self.pointers
 
 
 class _Plan:
-    """The tables of an optimizer, and whether the tensors and addresses in them are still those of the optimizer."""
+    """The tables of an optimizer, and whether the addresses in them are still those of its tensors.
+
+    The tables hold addresses, not references, so that memory which is taken from a parameter or state between two steps
+    is free at once. Every step compares all addresses with those of the tensors that the optimizer has then; the memory
+    that it touches is therefore that of living tensors.
+    """
 
     def __init__(self, optimizer: AdamW, active: list[int]) -> None:
         groups, state = optimizer.param_groups, optimizer.state
-        self.params = lists.all_params(groups)
+        params = lists.all_params(groups)
         owners = [g for g, group in enumerate(groups) for _ in group["params"]]
-        active_set = set(active)
-        self.idle = [p for i, p in enumerate(self.params) if i not in active_set]
-        self.distributed = any(hasattr(p, "to_local") for p in self.params)
-        self.addresses = array("q", [lists.local(p).data_ptr() for p in self.params])
         self.amsgrad = [g["amsgrad"] for g in groups]
-        self.states = list(state.values())
-        self.active_states = [state[self.params[i]] for i in active]
-        self.state_names = _STATE + ("max_exp_avg_sq",) * any(self.amsgrad)
-        tensors = [s.get(name) for s in self.active_states for name in self.state_names]
-        # Weak: whoever takes states off the device between two steps wants their memory back.
-        self.state_tensors = [None if t is None else ref(t) for t in tensors]
-        moments = [] if self.distributed else [s["exp_avg"].data_ptr() for s in self.active_states]
-        self.moment_addresses = array("q", moments)
-        self.held: list[Any] = []
+        self.active_params = [params[i] for i in active]
         by_kind: dict[Any, list[int]] = {}
         for i in active:
-            by_kind.setdefault((self.params[i].device, self.params[i].dtype), []).append(i)
+            by_kind.setdefault((params[i].device, params[i].dtype), []).append(i)
+        numbers = [-1] * len(params)
+        for number, indices in enumerate(by_kind.values()):
+            for i in indices:
+                numbers[i] = number
+        self.state_names = _STATE + ("max_exp_avg_sq",) * any(self.amsgrad)
+        group_params = [g["params"] for g in groups]
+        api = Tensor.__dlpack_c_exchange_api__
+        self.watch = _C.TensorWatch(api, lists.local, group_params, state, self.state_names, numbers)
         self.buckets = [_Bucket(groups, state, indices, owners) for indices in by_kind.values()]
+        self.copies: list[Tensor] = []  # of gradients with other strides than their parameters, until the next look
+        self.held: list[Tensor] = []
 
-    def hold(self) -> None:
-        """Keeps the states alive, for a CUDA graph that points to them."""
-        self.held = [s.get(name) for s in self.active_states for name in self.state_names]
+    def hold(self, state: dict[Tensor, Any]) -> None:
+        """Keeps the memory of parameters and states, for a CUDA graph that points to it."""
+        tensors = [s[name] for s in (state[p] for p in self.active_params) for name in self.state_names if name in s]
+        self.held = [lists.local(t).detach() for t in [*self.active_params, *tensors]]
 
-    def is_current(self, optimizer: AdamW) -> bool:
+    def look(self, optimizer: AdamW) -> bool:
+        """Whether the tables hold. Then the columns of gradient addresses are those of now. Raises if a gradient does
+        not fit."""
         groups = optimizer.param_groups
-        params = lists.all_params(groups)
-        parts = [lists.local(p) for p in params] if self.distributed else params
-        return (
-            (not self.distributed or lists.same_objects(params, self.params))
-            and _C.same_tensors(parts, parts if self.distributed else self.params, self.addresses, Tensor.data_ptr)
-            and [g["amsgrad"] for g in groups] == self.amsgrad
-            and lists.same_objects(list(optimizer.state.values()), self.states)
-            and _C.same_values(
-                self.active_states, self.state_names, self.state_tensors, self.moment_addresses, Tensor.data_ptr
-            )
-            and lists.without_gradients(self.idle)
-        )
+        if [g["amsgrad"] for g in groups] != self.amsgrad:
+            return False
+        if not self.watch.look([g["params"] for g in groups], optimizer.state):
+            return False
+        copies = []
+        unusual = self.watch.unusual
+        params = lists.all_params(groups) if unusual else []
+        for i in unusual:
+            grad = lists.checked_gradient(_OP, groups, i, params[i])
+            like_param = lists.same_layout(grad, lists.local(params[i]))
+            if not like_param:
+                grad = torch.empty_like(lists.local(params[i])).copy_(grad)
+                copies.append(grad)
+            self.watch.set_gradient(i, grad.data_ptr() or lists.NO_ELEMENTS, like_param)
+        self.copies = copies
+        return True
 
 
 class AdamW(torch.optim.Optimizer):
@@ -139,9 +146,11 @@ class AdamW(torch.optim.Optimizer):
 
     Constructor, ``param_groups`` and ``state_dict`` are those of ``torch.optim.AdamW``; each loads the other's state.
     Learning rate schedulers, closures, hooks, ``zero_grad`` and parameter groups work as in torch. The addresses of all
-    tensors lie in a table on the device that is made anew when one changes: ``load_state_dict``, ``add_param_group``,
-    ``p.data = ...``, a replaced state tensor, states moved off the device and back, and a new gradient are all seen.
-    (Not seen is a ``.data = ...`` of ``exp_avg_sq`` or ``step`` alone: replace the tensor instead.)
+    tensors lie in a table on the device. Each step compares them with those of the tensors as they are then and makes
+    the table anew when one differs: ``load_state_dict``, ``add_param_group``, ``.data = ...`` of a parameter or of any
+    state, a replaced state tensor, states moved off the device and back, and a new gradient are all seen. The table
+    keeps no memory alive, a captured CUDA graph does (parameters and states; the gradients are to be kept as for any
+    graph).
 
     Args:
         params: tensors, (name, tensor) pairs or dicts of groups. float32, or float64 on the CPU; gradients alike. Any
@@ -265,21 +274,21 @@ class AdamW(torch.optim.Optimizer):
     def _update(self) -> None:
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         plan = self._plan
-        if plan is None or not plan.is_current(self):
+        if plan is None or not plan.look(self):
             plan = self._make_plan(capturing)
-        if plan is None:
-            return
-        for bucket in plan.buckets:
-            bucket.gradients.look()
+            if plan is None:
+                return
+            if not plan.look(self):
+                raise RuntimeError(f"{_OP}: a parameter or state has another address at every look")
         if capturing and plan not in self._captured:
-            plan.hold()
+            plan.hold(self.state)
             self._captured.append(plan)
         constants = self._constants_of_groups()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for bucket in plan.buckets:
+        for number, bucket in enumerate(plan.buckets):
             adamw_step(
                 bucket.table,
-                bucket.gradient_pointers(capturing),
+                bucket.gradient_pointers(plan.watch, number, capturing),
                 [self._lr(group["lr"], bucket.device) for group in self.param_groups],
                 constants,
                 bucket.wide,
@@ -294,7 +303,9 @@ class AdamW(torch.optim.Optimizer):
             return None
         for i in active:
             self._check_param(i, params[i])
-        lists.Gradients(_OP, self.param_groups, active).look()  # may refuse a gradient, before any state is made
+        for i in active:  # a gradient is refused before any state is made
+            if params[i].grad is not None:
+                lists.checked_gradient(_OP, self.param_groups, i, params[i])
         new = [i for i in active if not self.state.get(params[i])]
         if new and capturing:
             raise RuntimeError(f"{_OP}: take one step before the capture: a replay would make the states anew")
