@@ -39,7 +39,8 @@ def _variant(name: str, kernel: str, machine: str | None = None, link: str = "")
     return Variant(name, tuple(kernel.split()), tuple((machine or kernel).split()), tuple(link.split()))
 
 
-_ASAN = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+# Optimising instrumented code costs more than it saves: rms_norm.cu compiles in 31 s at -O1, in 7 s at -O0.
+_ASAN = "-O0 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 VARIANTS = {
     v.name: v
     for v in (
@@ -48,7 +49,7 @@ VARIANTS = {
         # The machine is not instrumented: its own bookkeeping is not part of the kernel.
         _variant(
             "tsan",
-            "-O1 -g -fsanitize=thread -DWARPSMITH_SIM_TSAN",
+            "-O1 -g1 -fsanitize=thread -DWARPSMITH_SIM_TSAN",
             "-O2 -g -DWARPSMITH_SIM_TSAN",
             "-fsanitize=thread",
         ),
