@@ -235,6 +235,10 @@ BulkOperation tensor_operation(const void* map, const int* coordinates, int rank
     fail(std::string(what) + ": the tensor map has rank " + std::to_string(m.rank) + ", the copy " +
              std::to_string(rank),
          site);
+  if (coordinates[0] * size_bytes(m.dtype) % 16)
+    fail(std::string("cudaErrorIllegalInstruction: ") + what +
+             ": the innermost coordinate must be a multiple of 16 bytes",
+         site);
   check_shared(shared, static_cast<unsigned>(device::swizzle_alignment_bytes(m.swizzle)), what, site);
   op.shared = static_cast<unsigned char*>(const_cast<void*>(shared));
   op.bytes = size_bytes(m.dtype);

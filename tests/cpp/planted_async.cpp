@@ -230,6 +230,33 @@ template <bool bug> __global__ void swizzled_load(const __grid_constant__ Tensor
   for (uint32_t i = 0; i < 256; ++i)
     out[i] = *reinterpret_cast<const float*>(memory + device::swizzled(device::Swizzle::bytes128, i * 4));
 }
+template <bool bug> __global__ void box_at_column(const __grid_constant__ TensorMap map, float* out) {
+  WARPSMITH_DYNAMIC_SHARED(memory);
+  WARPSMITH_SHARED(Mbarrier, full, 1);
+  if (threadIdx.x) return;
+  device::mbarrier_init(full, 1);
+  device::mbarrier_init_fence();
+  device::mbarrier_arrive_expect(full, 64);
+  device::tensor_load(memory, &map, full, {bug ? 6 : 8, 0});
+  device::mbarrier_wait(full, 0);
+  for (int i = 0; i < 16; ++i) out[i] = reinterpret_cast<const float*>(memory)[i];
+}
+PLANTED(box_not_on_16_bytes, "plain", "innermost coordinate must be a multiple of 16 bytes") {
+  Buffer<float> x(32), out(16);
+  std::vector<int> expected(16);
+  for (int i = 0; i < 32; ++i) x[i] = static_cast<float>(i);
+  for (int i = 0; i < 16; ++i) expected[static_cast<size_t>(i)] = 8 + i;
+  TensorMap map;
+  const Status made = make_tensor_map(map, {.base = x.data(),
+                                            .dtype = Dtype::float32,
+                                            .rank = 2,
+                                            .sizes = {32, 1},
+                                            .strides_bytes = {0, 128},
+                                            .box = {16, 1}});
+  if (!made.ok()) return made.what();
+  const LaunchConfig config{.block = 32, .dynamic_shared_bytes = 64};
+  return outcome(LAUNCH_PLANTED(bug, box_at_column, config, map, out.data()), out, expected);
+}
 PLANTED(swizzled_buffer_misaligned, "plain", "aligned to 1024 bytes") {
   Buffer<float> x(256), out(256);
   std::vector<int> expected(256);

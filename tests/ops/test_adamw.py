@@ -250,7 +250,7 @@ def test_compiled_and_checked_by_torch():
 def test_plan_tells_the_chunks():
     small = warpsmith.plan("adamw", total_elems=8_192_000)
     large = warpsmith.plan("adamw", total_elems=10**9)
-    assert (small["chunk_elems"], large["chunk_elems"]) == (4096, 16384)
+    assert (small["chunk_elems"], large["chunk_elems"]) == (1024, 4096)
     assert small["why"] != large["why"]
     with pytest.raises(ValueError, match="total_elems"):
         warpsmith.plan("adamw")

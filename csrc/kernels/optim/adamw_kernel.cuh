@@ -11,7 +11,6 @@
 // step counter advances it.
 namespace warpsmith::adamw {
 
-using device::Cache;
 using device::Vector;
 
 constexpr int kLanes = 4;    // floats of a 16-byte vector
@@ -57,11 +56,11 @@ template <int N, int kVectors, bool kMax> struct Tile {
     for (int k = 0; k < kVectors; ++k) {
       const int i = place(begin, k);
       if (i >= end) continue;
-      grad[k] = device::load_vector<N, Cache::streaming>(c.grad + i);
+      grad[k] = device::load_vector<N>(c.grad + i);
       param[k] = device::load_vector<N>(c.param + i);
-      exp_avg[k] = device::load_vector<N, Cache::streaming>(c.exp_avg + i);
-      exp_avg_sq[k] = device::load_vector<N, Cache::streaming>(c.exp_avg_sq + i);
-      if constexpr (kMax) max_exp_avg_sq[k] = device::load_vector<N, Cache::streaming>(c.max_exp_avg_sq + i);
+      exp_avg[k] = device::load_vector<N>(c.exp_avg + i);
+      exp_avg_sq[k] = device::load_vector<N>(c.exp_avg_sq + i);
+      if constexpr (kMax) max_exp_avg_sq[k] = device::load_vector<N>(c.max_exp_avg_sq + i);
     }
   }
 
@@ -75,9 +74,9 @@ template <int N, int kVectors, bool kMax> struct Tile {
         adamw_element<float>(s, grad[k].at[e], param[k].at[e], exp_avg[k].at[e], exp_avg_sq[k].at[e],
                              kMax ? &max_exp_avg_sq[kMax ? k : 0].at[e] : nullptr);
       device::store_vector(c.param + i, param[k]);
-      device::store_vector<Cache::streaming>(c.exp_avg + i, exp_avg[k]);
-      device::store_vector<Cache::streaming>(c.exp_avg_sq + i, exp_avg_sq[k]);
-      if constexpr (kMax) device::store_vector<Cache::streaming>(c.max_exp_avg_sq + i, max_exp_avg_sq[k]);
+      device::store_vector(c.exp_avg + i, exp_avg[k]);
+      device::store_vector(c.exp_avg_sq + i, exp_avg_sq[k]);
+      if constexpr (kMax) device::store_vector(c.max_exp_avg_sq + i, max_exp_avg_sq[k]);
     }
   }
 };
@@ -123,7 +122,7 @@ template <int N, int kVectors, bool kMax> __device__ __forceinline__ void update
 }
 
 // kAnyMax: some tensor may have max_exp_avg_sq.
-template <bool kAnyMax> __global__ void __launch_bounds__(kAdamWThreads, kAdamWBlocksAMultiprocessor)
+template <bool kAnyMax> __global__ void __launch_bounds__(kAdamWThreads, kAdamWBlocksAMultiprocessor - kAnyMax)
     step(const __grid_constant__ AdamWParams p) {
   WARPSMITH_SHARED(AdamWScalars<float>, scalars, 1);
   if (p.found_inf && *p.found_inf != 0.0f) return;

@@ -1,6 +1,8 @@
 #include "conformance.h"
 
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <map>
 #include <sstream>
@@ -88,21 +90,50 @@ std::string machine() {
 #endif
 }
 
-int record(const char* path) {
-  std::ofstream file(path);
-  file << "# " << machine() << "\n";
-  int vectors = 0, failures = 0;
-  for (const Case& c : cases())
+// One primitive's vectors to standard output; anything else that it prints begins with "error".
+int vectors_of(const std::string& primitive) {
+  for (const Case& c : cases()) {
+    if (primitive != c.primitive) continue;
     for (int seed = 0; seed < c.seeds; ++seed) {
       const Output out = run(c, seed);
       if (!out.error.empty()) {
-        std::printf("%s seed %d: %s\n", c.primitive, seed, out.error.c_str());
-        ++failures;
-        break;
+        std::printf("error %s seed %d: %s\n", c.primitive, seed, out.error.c_str());
+        return 1;
       }
-      file << c.primitive << ' ' << seed << ' ' << text_of(out) << '\n';
-      ++vectors;
+      std::printf("%s %d %s\n", c.primitive, seed, text_of(out).c_str());
     }
+    return 0;
+  }
+  std::printf("error: no primitive %s\n", primitive.c_str());
+  return 2;
+}
+
+// Each primitive in a process of its own: a fault on the card takes the process's context with it. What fails gets no
+// vector, and is reported as unproven from then on.
+int record(const char* program, const char* path) {
+  std::ofstream file(path);
+  file << "# " << machine() << "\n";
+  int vectors = 0, failures = 0;
+  for (const Case& c : cases()) {
+    const std::string command = std::string("'") + program + "' vectors " + c.primitive + " 2>&1";
+    FILE* child = popen(command.c_str(), "r");
+    if (!child) return 2;
+    std::string text, error;
+    int lines = 0;
+    for (char buffer[1 << 14]; std::fgets(buffer, sizeof buffer, child);) {
+      const bool whole =
+          std::strncmp(buffer, c.primitive, std::strlen(c.primitive)) == 0 || (!text.empty() && text.back() != '\n');
+      (whole ? text : error) += buffer;
+      lines += text.ends_with('\n') && whole;
+    }
+    if (pclose(child) == 0) {
+      file << text;
+      vectors += lines;
+    } else {
+      std::printf("failed %s: %s", c.primitive, error.c_str());
+      ++failures;
+    }
+  }
   std::printf("%d vectors recorded on %s, %d primitives failed\n", vectors, machine().c_str(), failures);
   return failures != 0;
 }
@@ -148,7 +179,8 @@ int check(const char* path, int stride) {
 int main(int argc, char** argv) {
   using namespace warpsmith::conformance;
   const std::string mode = argc > 1 ? argv[1] : "";
-  if (mode == "record" && argc == 3) return record(argv[2]);
+  if (mode == "record" && argc == 3) return record(argv[0], argv[2]);
+  if (mode == "vectors" && argc == 3) return vectors_of(argv[2]);
   if (mode == "check" && argc >= 3) return check(argv[2], argc > 3 ? std::atoi(argv[3]) : 1);
   if (mode == "list") {
     for (const Case& c : cases()) std::printf("%s %d\n", c.primitive, c.seeds);

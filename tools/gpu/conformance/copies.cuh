@@ -91,6 +91,9 @@ template <int Rank> __global__ void move_box(const __grid_constant__ TensorMap f
   if (threadIdx.x == 0) {
     device::mbarrier_init(full, 1);
     device::mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
     device::mbarrier_arrive_expect(full, bytes);
     int a[Rank], b[Rank];
     for (int i = 0; i < Rank; ++i) {
@@ -139,8 +142,9 @@ template <class T, int Rank, Swizzle kSwizzle> void box_case(Inputs& in, Output&
                                               : device::swizzle_span_bytes(kSwizzle) / static_cast<int>(sizeof(T));
     count *= static_cast<size_t>(spec.sizes[i]);
     bytes *= static_cast<size_t>(spec.box[i]);
-    source.at[i] = in.integer(-3, static_cast<int>(spec.sizes[i]));
-    target.at[i] = in.integer(-3, static_cast<int>(spec.sizes[i]));
+    const int step = i == 0 ? kPer16 : 1;  // the innermost coordinate is a multiple of 16 bytes
+    source.at[i] = step * in.integer(-3, static_cast<int>(spec.sizes[i]) / step);
+    target.at[i] = step * in.integer(-3, static_cast<int>(spec.sizes[i]) / step);
   }
   Array<T> x(count), y(count);
   Array<unsigned char> image(bytes);
