@@ -5,10 +5,13 @@ set(warpsmith_default_architectures "80;90a-real")
 
 include(CheckLanguage)
 if(WARPSMITH_CUDA)
+  if(NOT CMAKE_CUDA_COMPILER)
+    unset(CMAKE_CUDA_COMPILER CACHE)  # an earlier search that found nothing must not hide a compiler that came since
+  endif()
   check_language(CUDA)
 endif()
 
-if(NOT CMAKE_CUDA_COMPILER)
+if(NOT WARPSMITH_CUDA OR NOT CMAKE_CUDA_COMPILER)
   if("$ENV{WARPSMITH_REQUIRE_CUDA}" STREQUAL "1")
     message(FATAL_ERROR "warpsmith: WARPSMITH_REQUIRE_CUDA=1, but no CUDA compiler was found. Put nvcc on PATH or set CUDACXX.")
   endif()
@@ -38,7 +41,7 @@ if(NOT CMAKE_CUDA_ARCHITECTURES)
   endif()
 endif()
 
-set(CMAKE_CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}" CACHE STRING "GPU architectures of the kernels" FORCE)
+# An ordinary variable: the next configuration looks at the environment and the GPU again.
 enable_language(CUDA)
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)

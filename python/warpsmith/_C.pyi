@@ -3,6 +3,7 @@ from typing import Any
 
 def build() -> dict[str, Any]: ...
 def plan(op: str, **problem: Any) -> dict[str, Any]: ...
+
 class TensorWatch:
     def __init__(
         self,

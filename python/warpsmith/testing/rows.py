@@ -129,7 +129,7 @@ def environment() -> dict[str, Any]:
 
     facts: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(Path(a).name for a in sys.argv),
         "warpsmith": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
