@@ -53,6 +53,7 @@ $(STAMPS)/tools: requirements-dev.txt | $(STAMPS)/torch
 
 # Built against the torch of the environment, without isolation: nothing is downloaded and nothing is compiled twice.
 $(STAMPS)/package: $(STAMPS)/tools $(SOURCES)
+	@echo "building and installing warpsmith (up to 3 minutes the first time with a CUDA compiler)"
 	$(PIP) install -q --no-build-isolation --no-deps --force-reinstall .
 	touch $@
 
