@@ -75,7 +75,9 @@ template <int Rank> __device__ __forceinline__ void tensor_load_multicast(void* 
 #endif
 }
 
-// Shared to global; elements outside the tensor are not written. Source, commit and waits as for bulk_store().
+// Shared to global; elements beyond the tensor's end are not written, negative coordinates are refused (an H200 ends
+// the kernel with "illegal instruction", though loads may begin before the tensor). Source, commit and waits as for
+// bulk_store().
 template <int Rank> __device__ __forceinline__ void tensor_store(const TensorMap* map, const void* shared,
                                                                  const int (&c)[Rank] WARPSMITH_SITE) {
 #ifdef WARPSMITH_SIM

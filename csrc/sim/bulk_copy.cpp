@@ -330,6 +330,9 @@ void tensor_load(void* shared, const void* map, const int* coordinates, int rank
 
 void tensor_store(const void* map, const int* coordinates, int rank, const void* shared, bool add, Site site) {
   BulkOperation op = tensor_operation(map, coordinates, rank, shared, "tensor_store", site);
+  for (int i = 0; i < rank; ++i)
+    if (coordinates[i] < 0)
+      fail("cudaErrorIllegalInstruction: tensor_store and tensor_add: coordinates must not be negative", site);
   op.load = false;
   op.add = add;
   machine.counters.global_bytes_written += machine.tensor_bytes;

@@ -257,6 +257,31 @@ PLANTED(box_not_on_16_bytes, "plain", "innermost coordinate must be a multiple o
   const LaunchConfig config{.block = 32, .dynamic_shared_bytes = 64};
   return outcome(LAUNCH_PLANTED(bug, box_at_column, config, map, out.data()), out, expected);
 }
+template <bool bug> __global__ void store_before_the_tensor(const __grid_constant__ TensorMap map) {
+  WARPSMITH_DYNAMIC_SHARED(memory);
+  if (threadIdx.x) return;
+  for (int i = 0; i < 16; ++i) reinterpret_cast<float*>(memory)[i] = static_cast<float>(i);
+  device::fence_async_shared();
+  device::tensor_store(&map, memory, {bug ? -4 : 4, 0});
+  device::bulk_commit();
+  device::bulk_wait<0>();
+}
+PLANTED(store_at_negative_coordinates, "plain", "coordinates must not be negative") {
+  Buffer<float> out(32);
+  std::vector<int> expected(32);
+  for (int i = 0; i < 32; ++i) out[i] = 0;
+  for (int i = 0; i < 16; ++i) expected[static_cast<size_t>(4 + i)] = i;
+  TensorMap map;
+  const Status made = make_tensor_map(map, {.base = out.data(),
+                                            .dtype = Dtype::float32,
+                                            .rank = 2,
+                                            .sizes = {32, 1},
+                                            .strides_bytes = {0, 128},
+                                            .box = {16, 1}});
+  if (!made.ok()) return made.what();
+  const LaunchConfig config{.block = 32, .dynamic_shared_bytes = 64};
+  return outcome(LAUNCH_PLANTED(bug, store_before_the_tensor, config, map), out, expected);
+}
 PLANTED(swizzled_buffer_misaligned, "plain", "aligned to 1024 bytes") {
   Buffer<float> x(256), out(256);
   std::vector<int> expected(256);

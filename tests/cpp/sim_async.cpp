@@ -176,8 +176,8 @@ template <class T> void box_is_copied(Random& random, Swizzle swizzle) {
                                             : device::swizzle_span_bytes(swizzle) / static_cast<int>(sizeof(T));
   const int box_rows = static_cast<int>(random.integer(1, 20)), rows = static_cast<int>(random.integer(1, 40)),
             columns = per_16 * static_cast<int>(random.integer(1, 20));
-  const int row = static_cast<int>(random.integer(-5, rows)),
-            column = per_16 * static_cast<int>(random.integer(-2, columns / per_16));
+  const int row = static_cast<int>(random.integer(0, rows)),
+            column = per_16 * static_cast<int>(random.integer(0, columns / per_16));
   const bool add = random.coin();
   Buffer<T> x(rows * columns), y(rows * columns), raw(box_rows * span);
   for (size_t i = 0; i < x.size(); ++i) x[i] = from_float<T>(static_cast<float>(i % 63));

@@ -144,7 +144,8 @@ template <class T, int Rank, Swizzle kSwizzle> void box_case(Inputs& in, Output&
     bytes *= static_cast<size_t>(spec.box[i]);
     const int step = i == 0 ? kPer16 : 1;  // the innermost coordinate is a multiple of 16 bytes
     source.at[i] = step * in.integer(-3, static_cast<int>(spec.sizes[i]) / step);
-    target.at[i] = step * in.integer(-3, static_cast<int>(spec.sizes[i]) / step);
+    target.at[i] =
+        step * in.integer(0, static_cast<int>(spec.sizes[i]) / step);  // stores may not begin before the tensor
   }
   Array<T> x(count), y(count);
   Array<unsigned char> image(bytes);
