@@ -13,10 +13,10 @@ struct AdamWConfig {
 };
 
 constexpr int kAdamWThreads = 256;
-// Measured on one H200 (2026-11-20, tools/gpu/sweep), 1e9 parameters, fractions of a copy of the same bytes: one
-// vector, 4 or 5 blocks a multiprocessor, chunks of 4,096 elements and plain loads and stores 0.98; two vectors 0.98
-// with 8,192; chunks of 16,384 with streaming hints 0.83.
-constexpr int kAdamWBlocksAMultiprocessor = 4;  // that registers must leave room for, one less with amsgrad
+// Measured on one H200 (2026-11-20, benchmarks/results and tools/gpu/sweep), 1e9 parameters, fractions of a copy of the
+// same bytes: one vector, 4 blocks a multiprocessor, chunks of 4,096 elements, plain loads and stores 0.97; the same
+// with registers for 3 blocks 0.92; two vectors, 3 blocks, chunks of 16,384, streaming hints 0.91.
+constexpr int kAdamWBlocksAMultiprocessor = 4;  // that registers should leave room for: 64 a thread
 constexpr int kAdamWVectors = 1;
 constexpr int kAdamWTileElems = kAdamWThreads * kAdamWVectors * 4;  // that a block reads at once
 constexpr int kAdamWMaxChunkElems = 4 * kAdamWTileElems;

@@ -121,8 +121,16 @@ template <int N, int kVectors, bool kMax> __device__ __forceinline__ void update
   }
 }
 
+// Blocks for which registers are kept free: one less where 64 registers a thread would spill, on sm_80 and with
+// amsgrad.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <bool kAnyMax> constexpr int kResidentBlocks = kAdamWBlocksAMultiprocessor - 1;
+#else
+template <bool kAnyMax> constexpr int kResidentBlocks = kAdamWBlocksAMultiprocessor - kAnyMax;
+#endif
+
 // kAnyMax: some tensor may have max_exp_avg_sq.
-template <bool kAnyMax> __global__ void __launch_bounds__(kAdamWThreads, kAdamWBlocksAMultiprocessor - kAnyMax)
+template <bool kAnyMax> __global__ void __launch_bounds__(kAdamWThreads, kResidentBlocks<kAnyMax>)
     step(const __grid_constant__ AdamWParams p) {
   WARPSMITH_SHARED(AdamWScalars<float>, scalars, 1);
   if (p.found_inf && *p.found_inf != 0.0f) return;
