@@ -1,7 +1,7 @@
 #include <string>
 
 #include "host/problem.h"
-#include "kernels/rms_norm/rms_norm_config.h"
+#include "kernels/norm/rms_norm_config.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-#include "kernels/rms_norm/rms_norm.h"
+#include "kernels/norm/rms_norm.h"
 
 #include "torch/support/device.h"
 #include "torch/support/library.h"

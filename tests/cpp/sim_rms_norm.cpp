@@ -1,7 +1,7 @@
 // The rms_norm kernels on the host: every kernel of the chooser, against the formula in double precision.
 #include "harness.h"
-#include "kernels/rms_norm/rms_norm.h"
-#include "kernels/rms_norm/rms_norm_config.h"
+#include "kernels/norm/rms_norm.h"
+#include "kernels/norm/rms_norm_config.h"
 #include "sim/sparse_memory.h"
 
 namespace warpsmith::test {

@@ -1,6 +1,6 @@
 // Times rms_norm's kernels over their configurations, beside a copy of the same bytes. Build and run on a GPU machine:
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
-//     tools/gpu/sweep/rms_norm.cu csrc/kernels/rms_norm/rms_norm.cu -o sweep && ./sweep
+//     tools/gpu/sweep/rms_norm.cu csrc/kernels/norm/rms_norm.cu -o sweep && ./sweep
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/rms_norm/rms_norm.h"
-#include "kernels/rms_norm/rms_norm_config.h"
+#include "kernels/norm/rms_norm.h"
+#include "kernels/norm/rms_norm_config.h"
 
 using namespace warpsmith;
 

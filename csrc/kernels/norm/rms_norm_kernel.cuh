@@ -7,8 +7,8 @@
 #include "device/programmatic_launch.h"
 #include "device/reduce.h"
 #include "device/vector.h"
-#include "kernels/rms_norm/rms_norm.h"
-#include "kernels/rms_norm/rms_norm_config.h"
+#include "kernels/norm/rms_norm.h"
+#include "kernels/norm/rms_norm_config.h"
 
 // Kernels of rms_norm. T: storage of the activations, W: of the weight; statistics and sums are float, in a fixed
 // order. N elements make one memory access, whose address is a multiple of N * sizeof(T). A row belongs to `lanes`

@@ -1,6 +1,6 @@
 #include "common/launch.h"
-#include "kernels/rms_norm/rms_norm_config.h"
-#include "kernels/rms_norm/rms_norm_kernel.cuh"
+#include "kernels/norm/rms_norm_config.h"
+#include "kernels/norm/rms_norm_kernel.cuh"
 
 namespace warpsmith {
 namespace {
