@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <exception>
 #include <unordered_set>
 #include <vector>
 
@@ -8,14 +9,16 @@
 #include "host/dlpack.h"
 
 // The per-step bookkeeping of multi-tensor optimizers: whether thousands of tensors are still where they were, and
-// where their gradients are. One pass of C calls, without knowing torch: 0.02 us a tensor by DLPack's exchange
-// interface, where a call of Tensor.data_ptr costs 0.06 us and a Tensor[] argument of an op 0.12 us.
+// where their gradients are. One pass of C calls, without knowing torch: 0.06 us a tensor by DLPack's exchange
+// interface, which takes the interpreter's lock each time, where a Tensor[] argument of an op costs 0.12 us. States are
+// most of the tensors; for one that is the object it was, torch's own reader of an address (0.01 us) is enough.
 namespace py = pybind11;
 
 namespace warpsmith::host {
 namespace {
 
 using Address = int64_t;
+using ReadAddress = void* (*)(PyObject*);  // of a tensor object; throws for a tensor without memory
 
 constexpr Address kNoGradient = 0;
 constexpr Address kNoElements =
@@ -63,9 +66,10 @@ class TensorWatch {
  public:
   // params: the lists of all groups. buckets: for each parameter the column that its gradient's address belongs to,
   // -1: it has no gradient. state, names: the tensors by name of each parameter with a bucket.
+  // read_address: a ReadAddress as a number, 0: there is none.
   TensorWatch(const py::capsule& exchange_api, py::object local, const py::list& params, const py::dict& state,
-              const py::tuple& names, const std::vector<int>& buckets)
-      : api_(find(exchange_api)), local_(std::move(local)) {
+              const py::tuple& names, const std::vector<int>& buckets, uintptr_t read_address)
+      : api_(find(exchange_api)), local_(std::move(local)), read_address_(reinterpret_cast<ReadAddress>(read_address)) {
     for (const auto& group : params) {
       const auto list = py::cast<py::list>(group);
       group_sizes_.push_back(static_cast<Py_ssize_t>(list.size()));
@@ -94,7 +98,8 @@ class TensorWatch {
       PyObject *name, *tensor;
       for (Py_ssize_t k = 0; watched && PyDict_Next(value, &k, &name, &tensor);) {
         const bool counts = PySequence_Contains(names.ptr(), name) == 1;
-        entries_.push_back({py::reinterpret_borrow<py::object>(name), counts, counts ? place_of(tensor) : Place()});
+        entries_.push_back(
+            {py::reinterpret_borrow<py::object>(name), tensor, counts, counts ? place_of(tensor) : Place()});
       }
     }
   }
@@ -136,6 +141,7 @@ class TensorWatch {
   };
   struct Entry {
     py::object name;
+    const PyObject* tensor;  // only compared
     bool watched;
     Place place;
   };
@@ -178,6 +184,16 @@ class TensorWatch {
   bool is_at(const Place& place, PyObject* tensor) const {
     const View view(api_, local_, tensor, place.sharded);
     return same_kind(place, view) && view.address() == place.address;
+  }
+
+  // A state that is another object is examined like a parameter. Of the same object the address is compared alone.
+  bool is_still(const Entry& entry, PyObject* tensor) const {
+    if (!read_address_ || tensor != entry.tensor || entry.place.sharded) return is_at(entry.place, tensor);
+    try {
+      return reinterpret_cast<Address>(read_address_(tensor)) == entry.place.address;
+    } catch (const std::exception&) {  // it has become sparse, or meta
+      return false;
+    }
   }
 
   bool look_at_params(const py::list& params) {
@@ -227,7 +243,7 @@ class TensorWatch {
       if (owner->entries < 0) continue;
       if (!PyDict_Check(dict) || PyDict_Size(dict) != owner->entries) return false;
       for (Py_ssize_t k = 0; PyDict_Next(dict, &k, &name, &tensor); ++entry)
-        if (name != entry->name.ptr() || (entry->watched && !is_at(entry->place, tensor))) return false;
+        if (name != entry->name.ptr() || (entry->watched && !is_still(*entry, tensor))) return false;
     }
     return owner == owners_.end();
   }
@@ -241,6 +257,7 @@ class TensorWatch {
 
   const dlpack::ExchangeApi& api_;
   py::object local_;
+  ReadAddress read_address_;
   py::str grad_name_ = py::reinterpret_steal<py::str>(PyUnicode_InternFromString("grad"));
   std::vector<py::object> params_;
   std::vector<Py_ssize_t> group_sizes_;
@@ -258,9 +275,9 @@ const RegisterBinder registered([](py::module_& m) {
   py::class_<TensorWatch>(m, "TensorWatch",
                           "The places of parameters and states, and the addresses of gradients in columns.")
       .def(py::init<const py::capsule&, py::object, const py::list&, const py::dict&, const py::tuple&,
-                    const std::vector<int>&>(),
+                    const std::vector<int>&, uintptr_t>(),
            py::arg("exchange_api"), py::arg("local"), py::arg("params"), py::arg("state"), py::arg("names"),
-           py::arg("buckets"))
+           py::arg("buckets"), py::arg("read_address") = 0)
       .def("look", &TensorWatch::look, py::arg("params"), py::arg("state"),
            "Whether all are where they were; then the columns are those of now, but for the unusual gradients.")
       .def_property_readonly("unusual", &TensorWatch::unusual,

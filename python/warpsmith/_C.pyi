@@ -13,6 +13,7 @@ class TensorWatch:
         state: dict[Any, Any],
         names: tuple[str, ...],
         buckets: list[int],
+        read_address: int = 0,
     ) -> None: ...
     def look(self, params: list[list[Any]], state: dict[Any, Any]) -> bool: ...
     @property

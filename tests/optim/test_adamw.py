@@ -10,6 +10,7 @@ import torch
 import warpsmith
 from torch import nn
 from torch.testing import assert_close
+from warpsmith.optim import _tensor_list
 from warpsmith.testing import bitwise_equal
 
 SHAPES = [(7, 5), (), (0,), (3,), (2049,), (33, 129)]
@@ -264,8 +265,14 @@ CHANGES = [
 ]
 
 
+READERS = {"torchs_reader": _tensor_list.ADDRESS_READER, "dlpack_alone": 0}
+
+
+@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-def test_changes_between_steps_are_seen(change):
+def test_changes_between_steps_are_seen(change, reader, monkeypatch):
+    assert READERS["torchs_reader"], "torch has lost its reader of addresses: both rows would be the same"
+    monkeypatch.setattr(_tensor_list, "ADDRESS_READER", READERS[reader])
     ours, theirs = make_params(), make_params()
     a = warpsmith.optim.AdamW(ours, lr=1e-2)
     b = torch.optim.AdamW(theirs, lr=1e-2)
@@ -297,6 +304,18 @@ def test_frozen_parameters_have_no_state():
     set_grads(params[:2], 0)
     optimizer.step()
     assert list(optimizer.state) == params[:2]
+
+
+def test_a_state_without_strided_memory_is_refused():
+    params = make_params(shapes=[(8, 8)])
+    optimizer = warpsmith.optim.AdamW(params)
+    run(optimizer, params, 2)
+    state = optimizer.state[params[0]]
+    before = params[0].detach().clone()
+    state["exp_avg_sq"] = state["exp_avg_sq"].to_sparse()
+    with pytest.raises(ValueError, match="exp_avg_sq: expected a dense tensor"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
 
 
 def test_states_taken_away_between_steps_are_freed():

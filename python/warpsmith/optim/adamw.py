@@ -104,7 +104,9 @@ class _Plan:
         self.state_names = _STATE + ("max_exp_avg_sq",) * any(self.amsgrad)
         group_params = [g["params"] for g in groups]
         api = Tensor.__dlpack_c_exchange_api__
-        self.watch = _C.TensorWatch(api, lists.local, group_params, state, self.state_names, numbers)
+        self.watch = _C.TensorWatch(
+            api, lists.local, group_params, state, self.state_names, numbers, lists.ADDRESS_READER
+        )
         self.buckets = [_Bucket(groups, state, indices, owners) for indices in by_kind.values()]
         self.copies: list[Tensor] = []  # of gradients with other strides than their parameters, until the next look
         self.held: list[Tensor] = []
@@ -148,7 +150,8 @@ class AdamW(torch.optim.Optimizer):
     Learning rate schedulers, closures, hooks, ``zero_grad`` and parameter groups work as in torch. The addresses of all
     tensors lie in a table on the device. Each step compares them with those of the tensors as they are then and makes
     the table anew when one differs: ``load_state_dict``, ``add_param_group``, ``.data = ...`` of a parameter or of any
-    state, a replaced state tensor, states moved off the device and back, and a new gradient are all seen. The table
+    state, a replaced state tensor, states moved off the device and back, and a new gradient are all seen. (Only a state
+    that is made another view of the very memory it has, by ``.data`` or ``t_()``, is not.) The table
     keeps no memory alive, a captured CUDA graph does (parameters and states; the gradients are to be kept as for any
     graph).
 
@@ -335,6 +338,8 @@ class AdamW(torch.optim.Optimizer):
         for name in names:
             if name not in state:
                 state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            elif state[name].layout != torch.strided:
+                _refuse(f"state {name}", "a dense tensor", str(state[name].layout).removeprefix("torch."))
             elif state[name].shape == param.shape and not lists.same_layout(
                 lists.local(state[name]), lists.local(param)
             ):
