@@ -1,30 +1,14 @@
 #pragma once
 #include <cstdint>
 
+#include "common/philox.h"
 #include "device/platform.h"
 
-// Philox4x32-10: four random words as a pure function of a 128-bit counter and a 64-bit key, so that any thread makes
-// any element's numbers, forward and backward alike. Any thread, no state. Source: Salmon, Moraes, Dror, Shaw,
-// "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
+// Random numbers in kernels: the shared generator, and floats from its words. Any thread, no state.
 namespace warpsmith::device {
 
-struct PhiloxCounter {
-  uint32_t word[4];
-};
-
-__host__ __device__ __forceinline__ PhiloxCounter philox(PhiloxCounter c, uint64_t key) {
-  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = static_cast<uint64_t>(0xd2511f53u) * c.word[0],
-                   p1 = static_cast<uint64_t>(0xcd9e8d57u) * c.word[2];
-    c = {{static_cast<uint32_t>(p1 >> 32) ^ c.word[1] ^ k0, static_cast<uint32_t>(p1),
-          static_cast<uint32_t>(p0 >> 32) ^ c.word[3] ^ k1, static_cast<uint32_t>(p0)}};
-    k0 += 0x9e3779b9u;
-    k1 += 0xbb67ae85u;
-  }
-  return c;
-}
+using warpsmith::philox;
+using warpsmith::PhiloxCounter;
 
 // Uniform in (0, 1]: never 0, so that its logarithm exists.
 __host__ __device__ __forceinline__ float uniform(uint32_t bits) {

@@ -1,0 +1,160 @@
+// The elementary functions of CPU kernels and of device code against the standard library in double precision, and the
+// lanes of the dropout mask against known answers.
+#include "common/dropout.h"
+#include "common/vectorize.h"
+#include "cpu/vector_math.h"
+#include "device/math.h"
+#include "harness.h"
+
+namespace warpsmith::test {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity(), kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kTiny = std::numeric_limits<float>::denorm_min(), kSmall = std::numeric_limits<float>::min();
+
+// Every 4096th float (every bit pattern family: both signs, subnormals, infinities, NaN), and many near the places
+// where the functions change their formula.
+std::vector<float> dense() {
+  std::vector<float> x = {0.0f, -0.0f, kTiny, -kTiny, kSmall, -kSmall, kInf, -kInf, kNaN};
+  for (uint64_t bits = 0; bits < uint64_t{1} << 32; bits += 4093)
+    x.push_back(std::bit_cast<float>(static_cast<uint32_t>(bits)));
+  for (float a = -20.0f; a < 20.0f; a += 0.00137f) x.push_back(a);
+  for (float a = -110.0f; a < 100.0f; a += 0.0173f) x.push_back(a);
+  for (float center : {0.625f, 1.0f, 0.70710678f, 1.41421356f, 88.72283f, -87.33654f, -103.97208f})
+    for (int k = -200; k <= 200; ++k)
+      for (float sign : {1.0f, -1.0f}) x.push_back(sign * (center + static_cast<float>(k) * 6e-8f * std::fabs(center)));
+  return x;
+}
+
+double ulp_of(double value) {
+  if (!std::isfinite(value)) return 0;
+  const int exponent = std::max(std::ilogb(std::max(std::fabs(value), 1e-300)), -126);
+  return std::ldexp(1.0, exponent - 23);
+}
+
+// `allowed(x, exact)` is the largest error at x.
+template <class Exact, class Allowed> void compare(const std::string& what, const std::vector<float>& x,
+                                                   const std::vector<float>& y, Exact&& exact, Allowed&& allowed) {
+  int reported = 0;
+  for (size_t i = 0; i < x.size() && reported < 5; ++i) {
+    const double want = exact(static_cast<double>(x[i])), got = y[i];
+    const float rounded = static_cast<float>(want);
+    const bool special = !std::isfinite(rounded) || !std::isfinite(got);
+    const bool ok = special ? (std::isnan(rounded) && std::isnan(got)) || rounded == y[i] ||
+                                  (std::isinf(rounded) && std::fabs(got) >= 0x1.fffffcp127)
+                            : got == want || std::fabs(got - want) <= allowed(static_cast<double>(x[i]), want);
+    if (ok) continue;
+    ++reported;
+    fail(what + "(" + std::to_string(x[i]) + "): expected " + std::to_string(want) + ", got " + std::to_string(got) +
+         ", error in ulp " + std::to_string(std::fabs(got - want) / ulp_of(want)));
+  }
+}
+
+auto ulps(double count) {
+  return [count](double, double want) { return count * ulp_of(want); };
+}
+
+#define VECTOR_LOOP(name)                                                                             \
+  WARPSMITH_VECTORIZE __attribute__((optimize("O3,no-math-errno,no-trapping-math"))) void all_##name( \
+      const float* x, float* y, size_t count) {                                                       \
+    for (size_t i = 0; i < count; ++i) y[i] = math::name(x[i]);                                       \
+  }                                                                                                   \
+  std::vector<float> apply_##name(const std::vector<float>& x) {                                      \
+    std::vector<float> y(x.size());                                                                   \
+    all_##name(x.data(), y.data(), x.size());                                                         \
+    return y;                                                                                         \
+  }
+VECTOR_LOOP(exp)
+VECTOR_LOOP(log)
+VECTOR_LOOP(tanh)
+VECTOR_LOOP(erf)
+VECTOR_LOOP(sigmoid)
+VECTOR_LOOP(normal_cdf)
+#undef VECTOR_LOOP
+
+double exact_sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+double exact_cdf(double x) { return 0.5 * std::erfc(-x / std::sqrt(2.0)); }
+double (*const exact_exp)(double) = std::exp;
+double (*const exact_log)(double) = std::log;
+double (*const exact_tanh)(double) = std::tanh;
+double (*const exact_erf)(double) = std::erf;
+
+TEST(vector_math_against_the_standard_library) {
+  const std::vector<float> x = dense();
+  compare("exp", x, apply_exp(x), exact_exp, ulps(1));
+  compare("log", x, apply_log(x), exact_log, ulps(1));
+  compare("tanh", x, apply_tanh(x), exact_tanh, ulps(2));
+  compare("erf", x, apply_erf(x), exact_erf, ulps(2));
+  compare("sigmoid", x, apply_sigmoid(x), exact_sigmoid, ulps(2.5));
+  compare("normal_cdf", x, apply_normal_cdf(x), exact_cdf, [](double at, double want) {
+    return at > -1 ? 4 * ulp_of(want) : want * (20 + at * at / 2) * 0x1p-24 + ulp_of(0);
+  });
+}
+
+TEST(vector_math_in_double_is_that_of_the_standard_library) {
+  for (double x : {-3.0, -0.1, 0.0, 1e-9, 0.7, 40.0}) {
+    expect_equal("exp", math::exp(x), std::exp(x));
+    expect_equal("log", math::log(x + 4), std::log(x + 4));
+    expect_equal("tanh", math::tanh(x), std::tanh(x));
+    expect_equal("erf", math::erf(x), std::erf(x));
+    expect(std::fabs(math::sigmoid(x) - exact_sigmoid(x)) <= 1e-15, "sigmoid");
+    expect(std::fabs(math::normal_cdf(x) - exact_cdf(x)) <= 1e-15, "normal_cdf");
+  }
+}
+
+template <class F> std::vector<float> apply(const std::vector<float>& x, F&& f) {
+  std::vector<float> y;
+  for (float v : x) y.push_back(f(v));
+  return y;
+}
+
+// The host bodies of the primitives are exact to rounding, so the bounds here are those of the composition.
+TEST(device_math_against_the_standard_library) {
+  const std::vector<float> x = dense();
+  const double flushed = static_cast<double>(kSmall);
+  const auto relative = [&](double constant, double slope) {
+    return [=](double at, double want) { return std::fabs(want) * (constant + slope * std::fabs(at)) + flushed; };
+  };
+  compare("exp", x, apply(x, device::exp), exact_exp, relative(0x1p-23, 0x1p-23));
+  compare("sigmoid", x, apply(x, device::sigmoid), exact_sigmoid,
+          [&](double at, double want) { return want * (0x1p-22 + (at < 0 ? -at * 0x1p-23 : 0)) + flushed; });
+  compare("tanh", x, apply(x, device::tanh), exact_tanh, relative(0x1p-22, 0));
+  const auto below_zero = [&](double at, double want) { return want * (0x1p-20 + at * at * 0x1p-23) + flushed; };
+  compare("fast_normal_cdf", x, apply(x, [](float v) { return device::fast_normal_cdf(v, device::normal_bell(v)); }),
+          exact_cdf, [&](double at, double want) { return at > 0 ? 0x1p-21 : below_zero(at, want); });
+  compare("normal_cdf", x, apply(x, [](float v) { return device::normal_cdf(v, device::normal_bell(v)); }), exact_cdf,
+          [&](double at, double want) { return at > -1 ? want * 0x1p-21 : below_zero(at, want); });
+}
+
+// Philox's known answer for a counter and a key of zeros, 6627e8d5 e169c58d bc57ac4c 9b00dbd8 (Random123, kat_vectors),
+// as lanes: low halves first.
+TEST(dropout_lanes_are_halves_of_philox_words) {
+  const PhiloxCounter lanes = dropout_lanes(0, 0, 0);
+  const uint32_t expected[kDropoutLanes] = {0xe8d5, 0x6627, 0xc58d, 0xe169, 0xac4c, 0xbc57, 0xdbd8, 0x9b00};
+  for (int lane = 0; lane < kDropoutLanes; ++lane) {
+    expect(dropout_keeps(lanes, lane, expected[lane]), "a lane at the threshold is kept");
+    expect(!dropout_keeps(lanes, lane, expected[lane] + 1), "a lane below the threshold is dropped");
+  }
+}
+
+// The known answer for the counter 243f6a88 85a308d3 13198a2e 03707344 and the key a4093822 299f31d0: the call is the
+// low half of the counter and the offset the high one.
+TEST(dropout_counter_is_call_then_offset) {
+  const PhiloxCounter lanes = dropout_lanes(0x299f31d0a4093822u, 0x0370734413198a2eu, 0x85a308d3243f6a88u);
+  const uint32_t expected[4] = {0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u};
+  for (int i = 0; i < 4; ++i) expect_equal("word", lanes.word[i], expected[i]);
+}
+
+TEST(dropout_thresholds) {
+  expect_equal("p = 0", make_dropout(nullptr, 0).threshold, 0u);
+  expect_equal("p = 0.5", make_dropout(nullptr, 0.5).threshold, 32768u);
+  expect_equal("p = 1", make_dropout(nullptr, 1).threshold, 65536u);
+  expect_equal("scale of 0.5", make_dropout(nullptr, 0.5).scale, 2.0);
+  expect_equal("scale of 1", make_dropout(nullptr, 1).scale, 0.0);
+  const PhiloxCounter lanes = {{~0u, ~0u, ~0u, ~0u}};
+  expect(!dropout_keeps(lanes, 7, 65536), "p = 1 drops the largest lane");
+  expect(dropout_keeps({{0, 0, 0, 0}}, 0, 0), "p = 0 keeps the smallest lane");
+}
+
+}  // namespace
+}  // namespace warpsmith::test
