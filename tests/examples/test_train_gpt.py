@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -391,6 +392,48 @@ def test_on_a_full_disk_a_run_ends_with_one_line_and_can_go_on(
     assert losses(out).items() <= losses(finished).items()
     assert train_gpt.main(flags) == 0
     assert losses(out) == losses(finished)
+
+
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+def cannot_mount() -> str:
+    """Why this machine cannot give a test a file system of its own, or nothing."""
+    if shutil.which("unshare") is None:
+        return "unshare (util-linux) is not installed"
+    tried = subprocess.run(
+        [*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True, check=False
+    )
+    return f"mounting in a namespace of one's own: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def test_on_a_full_file_system_nothing_is_lost(data: Path, finished: Path, tmp_path: Path) -> None:
+    """A real file system of 600 KB with room for one checkpoint; made larger, the run goes on with the same losses."""
+    if reason := cannot_mount():
+        pytest.skip(reason)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    train = shlex.join([sys.executable, str(SCRIPT), *tiny(data, disk / "run", "--steps", 30)])
+    script = f"""
+        set -e
+        mount -t tmpfs -o size=600k none {disk}
+        head -c 200K /dev/zero > {disk}/filler
+        code=0; {train} 2> {tmp_path}/errors || code=$?
+        ls {disk}/run/checkpoints > {tmp_path}/kept
+        mount -o remount,size=64m {disk}
+        {train} --resume
+        cp -r {disk}/run {tmp_path}/run
+        exit $code
+    """
+    result = subprocess.run([*NAMESPACE, "sh", "-c", script], capture_output=True, text=True, check=False)
+    errors = (tmp_path / "errors").read_text()
+    assert result.returncode == 2, result.stdout + result.stderr + errors
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("train_gpt: error: ") and "No space left on device" in errors
+    kept = (tmp_path / "kept").read_text().split()
+    assert kept, "the full disk came before the first checkpoint: the test shows nothing"
+    assert f"there already: {', '.join(kept)}" in errors
+    assert losses(tmp_path / "run") == losses(finished)
 
 
 def test_nothing_is_pickled() -> None:
