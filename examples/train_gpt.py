@@ -652,14 +652,18 @@ def recipe_of(args: argparse.Namespace, ranks: Ranks, stored: dict[str, Any] | N
     return s
 
 
+def set_determinism(args: argparse.Namespace) -> None:
+    if args.device == "cuda" and args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(True)
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
         if args.device == "cuda" and not torch.cuda.is_available():
             raise UserError("--device: expected cpu, got cuda, but torch finds no GPU")
-        if args.device == "cuda" and args.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-            torch.use_deterministic_algorithms(True)
+        set_determinism(args)
         ranks = Ranks(args.device)
         if args.compare:
             compare(args, ranks)

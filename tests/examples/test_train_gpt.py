@@ -38,6 +38,7 @@ TINY = [
 def keep_signal_handlers() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
+    torch.use_deterministic_algorithms(False)  # which a run on a GPU asks for
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -183,9 +184,14 @@ def test_nano_reaches_its_loss_within_three_minutes(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- resuming
 
 
-def test_killed_at_random_points_it_resumes_bit_for_bit(data: Path, tmp_path: Path) -> None:
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_killed_at_random_points_it_resumes_bit_for_bit(data: Path, tmp_path: Path, device: str) -> None:
     steps = 300
-    assert train_gpt.main(tiny(data, tmp_path / "whole", "--steps", steps)) == 0
+    common = ["--steps", steps, "--device", device, "--log-every", 1]
+    assert train_gpt.main(tiny(data, tmp_path / "whole", *common)) == 0
     whole = losses(tmp_path / "whole")
 
     seed = random.SystemRandom().randrange(2**32)
@@ -194,7 +200,7 @@ def test_killed_at_random_points_it_resumes_bit_for_bit(data: Path, tmp_path: Pa
     out = tmp_path / "killed"
     ways = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
     choice.shuffle(ways)
-    flags = tiny(data, out, "--steps", steps, "--save-every", 7)
+    flags = tiny(data, out, *common, "--save-every", 7)
     resume: list[str] = []
     for part, way in enumerate(ways):
         process = start([sys.executable, str(SCRIPT), *flags, *resume])
@@ -529,22 +535,28 @@ RANKS_PROGRAM = f"""
 import hashlib, sys
 sys.path.insert(0, {str(EXAMPLES)!r})
 import train_gpt
-ranks = train_gpt.Ranks("cpu")
-training = train_gpt.Training(train_gpt.parse(None), ranks)
+args = train_gpt.parse(None)
+train_gpt.set_determinism(args)
+ranks = train_gpt.Ranks(args.device)
+training = train_gpt.Training(args, ranks)
 code = training.loop()
-digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in training.run.model.parameters()))
+digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in training.run.model.parameters()))
 (training.args.out / f"rank_{{ranks.rank}}.sha256").write_text(digest.hexdigest())
 train_gpt.dist.destroy_process_group()
 sys.exit(code)
 """
 
 
-def test_two_ranks_train_as_one_and_resume_bit_for_bit(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_ranks_train_as_one_and_resume_bit_for_bit(data: Path, tmp_path: Path, device: str) -> None:
+    """gloo on the CPU, NCCL on GPUs."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, there is {torch.cuda.device_count()}")
     steps = 300
     program = tmp_path / "program.py"
     program.write_text(RANKS_PROGRAM)
     whole, parts, single = (tmp_path / name for name in ("whole", "parts", "single"))
-    flags = ["--steps", str(steps), "--save-every", "1000", "--eval-every", "150"]
+    flags = ["--steps", str(steps), "--save-every", "1000", "--eval-every", "150", "--device", device]
     result = subprocess.run(
         torchrun(program, tiny(data, whole, *flags)), capture_output=True, text=True, check=False, timeout=120
     )
@@ -567,7 +579,11 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(data: Path, tmp_path: Pat
     stopped_at = checkpoint.step_of(checkpoint.found(parts / "checkpoints")[-1])
     assert 60 <= stopped_at < steps
     result = subprocess.run(
-        torchrun(SCRIPT, [*tiny(data, parts), "--resume"]), capture_output=True, text=True, check=False, timeout=120
+        torchrun(SCRIPT, [*tiny(data, parts), "--device", device, "--resume"]),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     assert f"resumed at step {stopped_at}" in result.stdout
