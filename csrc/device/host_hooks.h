@@ -97,6 +97,7 @@ void launch_dependents();
 
 // Work that is counted.
 void count_flops(int64_t flops);
+int64_t switches_so_far();
 
 }  // namespace warpsmith::sim
 

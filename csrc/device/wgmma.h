@@ -123,4 +123,15 @@ template <class T, int N> __device__ __forceinline__ void hold([[maybe_unused]] 
 #endif
 }
 
+// hold() stops the compiler's front end; ptxas itself may still move a wait up, past arithmetic that does not depend on
+// the products in flight, and end their overlap. Before the wait: keeps the computation of `x` >= 0 in front of it.
+// `shared` is never written. Costs two instructions.
+__device__ __forceinline__ void keep_before_wait([[maybe_unused]] float x, [[maybe_unused]] float* shared) {
+#ifndef WARPSMITH_SIM
+  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(x),
+               "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared)))
+               : "memory");
+#endif
+}
+
 }  // namespace warpsmith::device

@@ -110,6 +110,7 @@ void count_bank_conflicts(const Warp& warp) {
 }
 
 void count_flops(int64_t flops) { machine.counters.flops += flops; }
+int64_t switches_so_far() { return machine.counters.switches; }
 
 void wait_for_previous_kernel() { self().waited_for_previous_kernel = true; }
 void launch_dependents() {}

@@ -124,13 +124,6 @@ void expect_refused(const Status& status, const std::string& part) {
     fail("expected a failure with '" + part + "', got: " + status.what());
 }
 
-uint64_t Random::bits() {  // splitmix64
-  uint64_t z = state_ += 0x9e3779b97f4a7c15ull;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-  return z ^ (z >> 31);
-}
-
 int64_t Random::integer(int64_t low, int64_t high) {
   int64_t value = low + static_cast<int64_t>(bits() % static_cast<uint64_t>(high - low + 1));
   if (drawn.size() < replay.size()) value = std::min(std::max(replay[drawn.size()], low), high);

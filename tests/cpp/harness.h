@@ -86,7 +86,12 @@ class Random {
   }
   // Small sizes, and sizes next to powers of two and tiles, more often than a uniform draw would give.
   int64_t size(int64_t low, int64_t high);
-  uint64_t bits();  // not remembered: for data
+  uint64_t bits() {  // splitmix64; not remembered: for data
+    uint64_t z = state_ += 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+  }
 
   std::vector<int64_t> replay;                     // used instead of drawing, as far as they go
   std::vector<std::pair<int64_t, int64_t>> drawn;  // (value, low)
