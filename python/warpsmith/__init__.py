@@ -6,5 +6,6 @@ from warpsmith._plan import plan
 from warpsmith._version import __version__
 from warpsmith.ops.adamw import adamw
 from warpsmith.ops.rms_norm import rms_norm
+from warpsmith.ops.rope import rope
 
-__all__ = ["__version__", "adamw", "nn", "optim", "plan", "rms_norm"]
+__all__ = ["__version__", "adamw", "nn", "optim", "plan", "rms_norm", "rope"]

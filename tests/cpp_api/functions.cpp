@@ -3,12 +3,20 @@
 #include <torch/library.h>
 #include <warpsmith/adamw.h>
 #include <warpsmith/rms_norm.h>
+#include <warpsmith/rope.h>
 
 namespace {
 
 at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, std::optional<double> eps,
                     double weight_offset) {
   return warpsmith::rms_norm(x, weight, eps, weight_offset);
+}
+
+std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos,
+                                        const at::Tensor& sin, bool interleaved,
+                                        const std::optional<at::Tensor>& cu_seqlens, int64_t position_offset,
+                                        const std::optional<at::Tensor>& position_offsets) {
+  return warpsmith::rope(q, k, cos, sin, {interleaved, cu_seqlens, position_offset, position_offsets});
 }
 
 void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
@@ -24,6 +32,10 @@ void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
 
 TORCH_LIBRARY(warpsmith_cpp_api, m) {
   m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", &rms_norm);
+  m.def(
+      "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, Tensor? cu_seqlens, int position_offset, "
+      "Tensor? position_offsets) -> (Tensor, Tensor)",
+      &rope);
   m.def(
       "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] "
       "max_exp_avg_sqs, Tensor(e!)[] steps, float lr, float weight_decay, bool maximize, Tensor? grad_scale, Tensor? "

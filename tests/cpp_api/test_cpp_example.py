@@ -1,11 +1,6 @@
 """The C++ side: the example builds and learns; its functions equal Python's in values, gradients and errors."""
 
 import os
-import shutil
-import subprocess
-import sys
-import sysconfig
-import time
 from pathlib import Path
 
 import pytest
@@ -13,44 +8,9 @@ import torch
 import warpsmith
 
 ROOT = Path(__file__).resolve().parents[2]
-# The environment's own CMake first, which need not be active.
-CMAKE = shutil.which("cmake", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])) or "cmake"
 
 
-def run(*command, **options):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def build(tmp_path_factory):
-    """Configures and builds a CMake project that uses find_package(warpsmith), with one compiler at a time.
-
-    Torch is not named: the package's config finds the one of the same Python.
-    """
-    cmake_dir = run(sys.executable, "-m", "warpsmith", "info", "--cmake-dir").strip()
-
-    def build(source):
-        folder = tmp_path_factory.mktemp(source.name)
-        start = time.perf_counter()
-        version = f"-DEXPECTED_VERSION={warpsmith.__version__}"
-        run(CMAKE, "-S", source, "-B", folder, f"-Dwarpsmith_DIR={cmake_dir}", version)
-        run(CMAKE, "--build", folder, "--parallel", "1")
-        print(f"{source.name}: configured and built in {time.perf_counter() - start:.0f} s")
-        return folder
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def cpp(build):
-    """The C++ functions as torch ops."""
-    torch.ops.load_library(str(next(build(ROOT / "tests/cpp_api").glob("libcpp_api.*"))))
-    return torch.ops.warpsmith_cpp_api
-
-
-def test_the_example_learns(build):
+def test_the_example_learns(build, run):
     program = build(ROOT / "examples/cpp") / "train"
     # The program brings its libraries by itself.
     environment = {k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "LD_PRELOAD")}

@@ -71,11 +71,6 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
   }
 };
 
-// Forward-mode derivatives take this way too: torch refuses them there, where a raw op would drop them.
-inline bool has_derivative(const at::Tensor& t) {
-  return (at::GradMode::is_enabled() && t.requires_grad()) || t._fw_grad(/*level=*/0).defined();
-}
-
 }  // namespace detail
 
 // y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over the last dimension, with gradients for x and weight.

@@ -88,18 +88,10 @@ inline void check_same_device(const char* op, const char* argument, const Tensor
   if (a.type() != b.type() || a.index() != b.index()) refuse(op, argument, device_text(like), device_text(t));
 }
 
-// A new contiguous tensor on the device of `like`, from torch's allocator. Straight through the C shim:
-// torch::stable::empty goes through the boxed dispatcher and costs about 1 us more.
-inline Tensor allocate(const char* op, const char* argument, const int64_t* sizes, int64_t dim, int32_t dtype,
-                       const Tensor& like) {
-  constexpr int64_t kMaxDim = 64;
-  if (dim > kMaxDim) refuse(op, argument, "at most 64 dimensions", std::to_string(dim));
-  int64_t strides[kMaxDim];
-  int64_t stride = 1;
-  for (int64_t i = dim - 1; i >= 0; --i) {
-    strides[i] = stride;
-    stride *= sizes[i] > 0 ? sizes[i] : 1;
-  }
+// A new tensor on the device of `like`, from torch's allocator. Straight through the C shim: torch::stable::empty goes
+// through the boxed dispatcher and costs about 1 us more.
+inline Tensor allocate_strided(const char* op, const char* argument, const int64_t* sizes, const int64_t* strides,
+                               int64_t dim, int32_t dtype, const Tensor& like) {
   int32_t device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle = nullptr;
@@ -111,6 +103,20 @@ inline Tensor allocate(const char* op, const char* argument, const int64_t* size
                              device_text(like));
   }
   return Tensor(handle);
+}
+
+// The same, contiguous.
+inline Tensor allocate(const char* op, const char* argument, const int64_t* sizes, int64_t dim, int32_t dtype,
+                       const Tensor& like) {
+  constexpr int64_t kMaxDim = 64;
+  if (dim > kMaxDim) refuse(op, argument, "at most 64 dimensions", std::to_string(dim));
+  int64_t strides[kMaxDim];
+  int64_t stride = 1;
+  for (int64_t i = dim - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= sizes[i] > 0 ? sizes[i] : 1;
+  }
+  return allocate_strided(op, argument, sizes, strides, dim, dtype, like);
 }
 
 inline int32_t dtype_code(const Tensor& t) {

@@ -1,0 +1,78 @@
+"""rope: forward and backward, beside torch, torch.compile, Liger and QuACK where installed.
+
+Floor: q and k read and written once in each direction (2 elements for each of theirs). cos and sin are not counted.
+"""
+
+import torch
+import warpsmith
+from warpsmith.testing import time_forward_backward
+
+from benchmarks.cells import CPU_THREADS, torch_contenders
+
+# batch, tokens, heads of q and k, head dimension
+GPU_SHAPES = ((4, 4096, 32, 8, 128), (1, 8192, 64, 8, 128), (8, 2048, 16, 16, 64), (8, 1024, 12, 12, 64))
+CPU_SHAPES = ((1, 1024, 16, 4, 64),)
+
+
+def rotate_half(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def ours(cos, sin):
+    return lambda q, k: warpsmith.rope(q, k, cos, sin)
+
+
+def eager(cos, sin):
+    """As transformers writes it, in the dtype of the activations."""
+    cos, sin = (torch.cat((t, t), -1)[None, :, None] for t in (cos, sin))
+    return lambda q, k: (q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin)
+
+
+def rivals(cos, sin):
+    """Installed rivals, each a function of (q, k)."""
+    found = {}
+    try:
+        from liger_kernel.transformers.functional import liger_rope
+
+        wide_cos, wide_sin = (torch.cat((t, t), -1)[None] for t in (cos, sin))
+
+        def liger(q, k):
+            q, k = liger_rope(q.transpose(1, 2), k.transpose(1, 2), wide_cos, wide_sin)
+            return q.transpose(1, 2), k.transpose(1, 2)
+
+        found["liger"] = liger
+    except ImportError:
+        pass
+    try:
+        from quack.rotary import apply_rotary_emb
+
+        found["quack"] = lambda q, k: (apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin))
+    except ImportError:
+        pass
+    return found
+
+
+def run(device, options):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shapes = ((1, 16, 4, 2, 32),) if options.quick else GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    threads = torch.get_num_threads()
+    torch.set_num_threads(CPU_THREADS)
+    rows = []
+    try:
+        for batch, tokens, q_heads, k_heads, dim in shapes:
+            q, k = (
+                torch.randn(batch, tokens, heads, dim, device=device).to(dtype).requires_grad_()
+                for heads in (q_heads, k_heads)
+            )
+            angles = torch.outer(torch.arange(tokens), 10000.0 ** (-torch.arange(0, dim, 2) / dim)).to(device)
+            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+            contenders = torch_contenders(ours(cos, sin), eager(cos, sin), options)
+            if device == "cuda":
+                contenders.update(rivals(cos, sin))
+            moved = 2 * (q.numel() + k.numel()) * q.element_size()
+            floor = {"forward": moved, "backward": moved}
+            rows += time_forward_backward("rope", contenders, (q, k), floor, rounds=options.samples)
+    finally:
+        torch.set_num_threads(threads)
+    return rows

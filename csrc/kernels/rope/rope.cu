@@ -1,0 +1,71 @@
+#include "common/launch.h"
+#include "kernels/rope/rope_config.h"
+#include "kernels/rope/rope_kernel.cuh"
+
+namespace warpsmith {
+namespace {
+
+bool on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+bool heads_on_16_bytes(const void* base, const RotaryHeads& h, Dtype dtype) {
+  const int64_t bytes = size_bytes(dtype);
+  return h.heads == 0 || (on_16_bytes(base) && h.batch_stride * bytes % 16 == 0 && h.token_stride * bytes % 16 == 0 &&
+                          h.head_stride * bytes % 16 == 0);
+}
+
+bool angles_on_16_bytes(const RotaryAngles& a) {
+  const int64_t bytes = size_bytes(a.dtype);
+  return on_16_bytes(a.cos) && on_16_bytes(a.sin) && a.batch_stride * bytes % 16 == 0 && a.row_stride * bytes % 16 == 0;
+}
+
+RopeProblem problem_of(const RopeParams& p) {
+  const bool aligned = heads_on_16_bytes(p.q, p.q_in_layout, p.dtype) &&
+                       heads_on_16_bytes(p.k, p.k_in_layout, p.dtype) &&
+                       heads_on_16_bytes(p.q_out, p.q_out_layout, p.dtype) &&
+                       heads_on_16_bytes(p.k_out, p.k_out_layout, p.dtype) && angles_on_16_bytes(p.angles);
+  return {p.shape.batch * p.shape.tokens,
+          p.q_in_layout.heads,
+          p.k_in_layout.heads,
+          p.shape.head_dim,
+          p.shape.rotary_dim,
+          size_bytes(p.dtype),
+          aligned,
+          p.inplace};
+}
+
+template <class T, class C> Status launch_rope(const RopeParams& p, const RopeConfig& c, void* stream) {
+  using namespace rope;
+  constexpr int N = 16 / sizeof(T), U = kRopeHeadsAThread, B = kRopeBlocks;
+  if (c.heads_a_thread != U)
+    return Status::unsupported("no kernel with " + std::to_string(c.heads_a_thread) + " heads a thread");
+  if (c.blocks > 0x7fffffff || c.parts > 0xffff)
+    return Status::unsupported(std::to_string(c.blocks) + " x " + std::to_string(c.parts) +
+                               " blocks are more than a grid may have");
+  void (*kernel)(RopeParams, RopeConfig) = c.vector_elems == 1   ? rotate_heads<T, C, 1, false, U, B>
+                                           : p.shape.interleaved ? rotate_heads<T, C, N, true, U, B>
+                                                                 : rotate_heads<T, C, N, false, U, B>;
+  LaunchConfig launch_config;
+  launch_config.grid.x = static_cast<unsigned>(c.blocks);
+  launch_config.grid.y = static_cast<unsigned>(c.parts);
+  launch_config.block.x = static_cast<unsigned>(c.threads);
+  return launch(kernel, launch_config, stream, p, c);
+}
+
+}  // namespace
+
+Status rope_cuda(const RopeParams& p, void* stream) { return rope_cuda_with(choose_rope(problem_of(p)), p, stream); }
+
+Status rope_cuda_with(const RopeConfig& c, const RopeParams& p, void* stream) {
+  const bool wide = p.angles.dtype == Dtype::float32;
+  switch (p.dtype) {
+    case Dtype::float32: return launch_rope<float, float>(p, c, stream);
+    case Dtype::float16:
+      return wide ? launch_rope<float16, float>(p, c, stream) : launch_rope<float16, float16>(p, c, stream);
+    case Dtype::bfloat16:
+      return wide ? launch_rope<bfloat16, float>(p, c, stream) : launch_rope<bfloat16, bfloat16>(p, c, stream);
+    case Dtype::float64: break;
+  }
+  return Status::unsupported(std::string("no CUDA kernel for ") + name(p.dtype));
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,71 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+// How a rope problem is laid out on threads: a pure function, printable through warpsmith.plan("rope", ...).
+namespace warpsmith {
+
+struct RopeProblem {
+  int64_t tokens = 0;  // of all batch entries
+  int64_t q_heads = 0, k_heads = 0;
+  int64_t head_dim = 0, rotary_dim = 0;
+  int element_bytes = 2;
+  bool aligned = true;   // every pointer, token and head begins on 16 bytes, rows of cos and sin too
+  bool inplace = false;  // what is not rotated is not copied
+};
+
+// A thread holds two vectors of a head (both members of its pairs), of `heads_a_thread` heads of one token, and loads
+// their angles once. A token of more than a block's threads is cut into `parts` blocks.
+struct RopeConfig {
+  int vector_elems = 1;  // of one memory access
+  int heads_a_thread = 1;
+  int rotating = 0;         // pairs of vectors of a head that are rotated
+  int columns = 1;          // and those that are copied besides
+  int threads_a_token = 1;  // of one block
+  int tokens_a_block = 1;
+  int threads = 32;
+  int64_t blocks = 1;  // along the tokens
+  int64_t parts = 1;
+  const char* why = "";
+};
+
+namespace rope_detail {
+constexpr int kMaxThreads = 256, kVectorBytes = 16;
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Groups of heads of a token: a group's heads are all of q or all of k.
+constexpr int64_t head_groups(const RopeProblem& p, int heads_a_thread) {
+  return ceil_div(p.q_heads, heads_a_thread) + ceil_div(p.k_heads, heads_a_thread);
+}
+}  // namespace rope_detail
+
+// Of the kernels that are compiled: blocks of kMaxThreads that fit a multiprocessor, 80 registers a thread.
+constexpr int kRopeHeadsAThread = 2, kRopeBlocks = 3;
+
+constexpr RopeConfig rope_config_of(const RopeProblem& p, int heads_a_thread, int threads) {
+  using namespace rope_detail;
+  RopeConfig c;
+  const int vector = kVectorBytes / p.element_bytes;
+  const bool vectors = p.aligned && p.head_dim % vector == 0 && p.rotary_dim % (2 * vector) == 0;
+  c.vector_elems = vectors ? vector : 1;
+  c.heads_a_thread = heads_a_thread;
+  c.rotating = static_cast<int>(p.rotary_dim / 2 / c.vector_elems);
+  c.columns =
+      c.rotating + (p.inplace ? 0 : static_cast<int>(ceil_div((p.head_dim - p.rotary_dim) / c.vector_elems, 2)));
+  const int64_t a_token = std::max<int64_t>(1, c.columns * head_groups(p, heads_a_thread));
+  c.parts = ceil_div(a_token, threads);
+  c.threads_a_token = static_cast<int>(ceil_div(a_token, c.parts));
+  if (c.parts > 1) c.threads_a_token = static_cast<int>(ceil_div(c.threads_a_token, 32) * 32);
+  c.tokens_a_block = static_cast<int>(std::clamp<int64_t>(p.tokens, 1, threads / c.threads_a_token));
+  c.threads = static_cast<int>(ceil_div(int64_t{c.threads_a_token} * c.tokens_a_block, 32) * 32);
+  c.blocks = ceil_div(p.tokens, c.tokens_a_block);
+  c.why = vectors ? "16-byte vectors of both halves of a head, angles loaded once for several heads"
+                  : "heads or rows of cos are not made of aligned 16-byte vectors: pair by pair";
+  return c;
+}
+
+constexpr RopeConfig choose_rope(const RopeProblem& p) {
+  return rope_config_of(p, kRopeHeadsAThread, rope_detail::kMaxThreads);
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,78 @@
+#pragma once
+#include <cstdint>
+
+#include "device/vector.h"
+#include "kernels/rope/rope.h"
+#include "kernels/rope/rope_config.h"
+#include "kernels/rope/rotary.cuh"
+
+// The kernel of rope, both directions. Reads each element of q and k once and writes it once: 2 * sizeof(T) bytes an
+// element (in place: of the rotated ones). Extras: cos and sin of a token are read once by each of its groups of heads,
+// 2 * sizeof(C) bytes a pair of rotated elements, from the L1 or L2 cache; with packed sequences or offsets 4 or 8
+// bytes for each step of the search, by every thread.
+namespace warpsmith::rope {
+
+using device::Vector;
+
+// One group's heads of one token.
+struct Heads {
+  const void* in;  // at the first head
+  void* out;
+  int64_t in_step, out_step;  // elements from head to head
+  int count;
+};
+
+template <class T> __device__ __forceinline__ Heads heads_of(const RopeParams& p, const rotary::Token& t, int group,
+                                                             int q_groups, int heads_a_thread) {
+  const bool k = group >= q_groups;
+  const RotaryHeads &in = k ? p.k_in_layout : p.q_in_layout, &out = k ? p.k_out_layout : p.q_out_layout;
+  const int first = (k ? group - q_groups : group) * heads_a_thread;
+  const int64_t from = t.batch * in.batch_stride + t.index * in.token_stride + first * in.head_stride;
+  const int64_t to = t.batch * out.batch_stride + t.index * out.token_stride + first * out.head_stride;
+  return {static_cast<const T*>(k ? p.k : p.q) + from, static_cast<T*>(k ? p.k_out : p.q_out) + to, in.head_stride,
+          out.head_stride, static_cast<int>(in.heads) - first};
+}
+
+// N elements make one memory access. A thread holds two vectors of U heads of one token. No barrier, nothing shared:
+// threads without work leave. kBlocks: of kMaxThreads, for which a multiprocessor must have the registers.
+template <class T, class C, int N, bool kInterleaved, int U, int kBlocks>
+__global__ void __launch_bounds__(rope_detail::kMaxThreads, kBlocks) rotate_heads(RopeParams p, RopeConfig c) {
+  const int slot = threadIdx.x / c.threads_a_token;
+  const int rest = blockIdx.y * blockDim.x + threadIdx.x - slot * c.threads_a_token;
+  const int column = rest % c.columns, group = rest / c.columns;
+  const int q_groups = (static_cast<int>(p.q_in_layout.heads) + U - 1) / U;
+  const int groups = q_groups + (static_cast<int>(p.k_in_layout.heads) + U - 1) / U;
+  const int64_t token = int64_t{blockIdx.x} * c.tokens_a_block + slot;
+  if (slot >= c.tokens_a_block || group >= groups || token >= p.shape.batch * p.shape.tokens) return;
+
+  const rotary::Token at = rotary::find_token(p.shape, p.angles, p.positions, token);
+  const rotary::Columns of = rotary::columns_of<N>(p.shape, c.rotating, c.columns, column);
+  const Heads h = heads_of<T>(p, at, group, q_groups, U);
+  Vector<T, N> x[U][2] = {};
+#pragma unroll
+  for (int u = 0; u < U; ++u)
+    if (u < h.count) {
+      x[u][0] = device::load(rotary::vector_at<T, N>(h.in, u * h.in_step + of.first));
+      if (of.has_second) x[u][1] = device::load(rotary::vector_at<T, N>(h.in, u * h.in_step + of.second));
+    }
+  if (of.rotates) {
+    const rotary::Angles<C, N, kInterleaved> by(p.shape, p.angles, at, of);
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      float a[N], b[N];
+      rotary::unpack(a, x[u][0]);
+      rotary::unpack(b, x[u][1]);
+      rotary::rotate(a, b, by);
+      x[u][0] = rotary::rounded<T>(a);
+      x[u][1] = rotary::rounded<T>(b);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < U; ++u)
+    if (u < h.count) {
+      device::store(rotary::vector_at<T, N>(h.out, u * h.out_step + of.first), x[u][0]);
+      if (of.has_second) device::store(rotary::vector_at<T, N>(h.out, u * h.out_step + of.second), x[u][1]);
+    }
+}
+
+}  // namespace warpsmith::rope

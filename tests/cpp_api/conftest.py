@@ -1,0 +1,56 @@
+"""Builds the C++ example and the test library, once a session."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import warpsmith
+
+ROOT = Path(__file__).resolve().parents[2]
+# The environment's own CMake first, which need not be active.
+CMAKE = shutil.which("cmake", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])) or "cmake"
+
+
+def run_command(*command, **options):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def run():
+    """Runs a command and returns what it prints; fails with all of its output."""
+    return run_command
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory):
+    """Configures and builds a CMake project that uses find_package(warpsmith), with one compiler at a time.
+
+    Torch is not named: the package's config finds the one of the same Python.
+    """
+    cmake_dir = run_command(sys.executable, "-m", "warpsmith", "info", "--cmake-dir").strip()
+
+    def build(source):
+        folder = tmp_path_factory.mktemp(source.name)
+        start = time.perf_counter()
+        version = f"-DEXPECTED_VERSION={warpsmith.__version__}"
+        run_command(CMAKE, "-S", source, "-B", folder, f"-Dwarpsmith_DIR={cmake_dir}", version)
+        run_command(CMAKE, "--build", folder, "--parallel", "1")
+        print(f"{source.name}: configured and built in {time.perf_counter() - start:.0f} s")
+        return folder
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def cpp(build):
+    """The C++ functions as torch ops."""
+    torch.ops.load_library(str(next(build(ROOT / "tests/cpp_api").glob("libcpp_api.*"))))
+    return torch.ops.warpsmith_cpp_api

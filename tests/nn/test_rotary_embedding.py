@@ -1,0 +1,79 @@
+"""warpsmith.nn.RotaryEmbedding: its tables, and what becomes of them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import warpsmith
+
+
+def transformers_tables(positions, dim, base):
+    """As the rotary embedding of transformers' Llama computes them (modeling_rope_utils), in float32."""
+    frequencies = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
+    angles = torch.outer(torch.arange(positions).float(), frequencies)
+    return torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
+
+
+def rotate_half(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def test_equals_what_llama_does_in_the_layout_of_transformers():
+    rotary = warpsmith.nn.RotaryEmbedding(32, max_positions=64, base=500000.0)
+    cos, sin = transformers_tables(64, 32, 500000.0)
+    q, k = torch.randn(2, 4, 20, 32), torch.randn(2, 1, 20, 32)  # (batch, heads, tokens, head_dim)
+    got = rotary(q.transpose(1, 2), k.transpose(1, 2))
+    for x, y in zip((q, k), got, strict=True):
+        torch.testing.assert_close(y.transpose(1, 2), x * cos[:20] + rotate_half(x) * sin[:20], rtol=1e-4, atol=1e-5)
+
+
+def test_tables_of_far_positions_are_exact_to_rounding():
+    rotary = warpsmith.nn.RotaryEmbedding(64, max_positions=1_000_000)
+    angle = 999_999 / 10000.0 ** (torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    torch.testing.assert_close(rotary.cos[-1].double(), angle.cos(), rtol=0, atol=1e-7)
+
+
+def test_tables_are_no_state_and_follow_the_module():
+    rotary = warpsmith.nn.RotaryEmbedding(8, max_positions=16)
+    assert not rotary.state_dict()
+    assert rotary.to(torch.bfloat16).cos.dtype == torch.bfloat16
+    assert "max_positions=16" in repr(copy.deepcopy(rotary))
+
+
+def test_meta_device():
+    rotary = warpsmith.nn.RotaryEmbedding(8, max_positions=16, device="meta")
+    q, k = rotary(torch.empty(2, 3, 4, 8, device="meta"), None)
+    assert q.shape == (2, 3, 4, 8)
+    assert k is None
+    rotary = rotary.to_empty(device="cpu")
+    rotary.reset_parameters()
+    assert torch.equal(rotary.cos, warpsmith.nn.RotaryEmbedding(8, max_positions=16).cos)
+
+
+def test_decoding_continues_a_prefix():
+    rotary = warpsmith.nn.RotaryEmbedding(16, max_positions=32, interleaved=True)
+    q, k = torch.randn(2, 9, 4, 24), torch.randn(2, 9, 2, 24)
+    whole = rotary(q, k)
+    lengths = torch.tensor([8, 8])
+    step = rotary(q[:, 8:], k[:, 8:], position_offset=lengths)
+    assert all(torch.equal(a[:, 8:], b) for a, b in zip(whole, step, strict=True))
+    written = rotary(q, k, inplace=True)
+    assert written[0] is q
+    assert torch.equal(q, whole[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dim": 7}, "dim: expected an even number >= 2, got 7"),
+        ({"dim": 0}, "dim: expected an even number >= 2, got 0"),
+        ({"dim": 8, "max_positions": 0}, "max_positions: expected a number >= 1, got 0"),
+        ({"dim": 8, "base": -1.0}, "base: expected a number > 0, got -1.0"),
+    ],
+)
+def test_bad_sizes_are_named(arguments, message):
+    with pytest.raises(ValueError, match=f"^RotaryEmbedding: {message}"):
+        warpsmith.nn.RotaryEmbedding(**arguments)
