@@ -123,6 +123,9 @@ inline int __popc(unsigned v) { return std::popcount(v); }
 inline int __clz(int v) { return std::countl_zero(static_cast<unsigned>(v)); }
 inline int __ffs(int v) { return v ? std::countr_zero(static_cast<unsigned>(v)) + 1 : 0; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
+  return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 
 // Arithmetic. What the device approximates (rsqrtf, __expf and the like) is exact to rounding here.
 template <class T> constexpr T min(T a, std::type_identity_t<T> b) { return b < a ? b : a; }

@@ -7,5 +7,6 @@ from warpsmith._version import __version__
 from warpsmith.ops.adamw import adamw
 from warpsmith.ops.rms_norm import rms_norm
 from warpsmith.ops.rope import rope
+from warpsmith.ops.swiglu import swiglu
 
-__all__ = ["__version__", "adamw", "nn", "optim", "plan", "rms_norm", "rope"]
+__all__ = ["__version__", "adamw", "nn", "optim", "plan", "rms_norm", "rope", "swiglu"]

@@ -3,6 +3,7 @@
 #include "common/dropout.h"
 #include "common/vectorize.h"
 #include "cpu/vector_math.h"
+#include "device/fast_divide.h"
 #include "device/math.h"
 #include "harness.h"
 
@@ -54,22 +55,25 @@ auto ulps(double count) {
   return [count](double, double want) { return count * ulp_of(want); };
 }
 
-#define VECTOR_LOOP(name)                                                                             \
+#define VECTOR_LOOP(name, expression)                                                                 \
   WARPSMITH_VECTORIZE __attribute__((optimize("O3,no-math-errno,no-trapping-math"))) void all_##name( \
-      const float* x, float* y, size_t count) {                                                       \
-    for (size_t i = 0; i < count; ++i) y[i] = math::name(x[i]);                                       \
+      const float* from, float* to, size_t count) {                                                   \
+    for (size_t i = 0; i < count; ++i) {                                                              \
+      const float x = from[i];                                                                        \
+      to[i] = expression;                                                                             \
+    }                                                                                                 \
   }                                                                                                   \
   std::vector<float> apply_##name(const std::vector<float>& x) {                                      \
     std::vector<float> y(x.size());                                                                   \
     all_##name(x.data(), y.data(), x.size());                                                         \
     return y;                                                                                         \
   }
-VECTOR_LOOP(exp)
-VECTOR_LOOP(log)
-VECTOR_LOOP(tanh)
-VECTOR_LOOP(erf)
-VECTOR_LOOP(sigmoid)
-VECTOR_LOOP(normal_cdf)
+VECTOR_LOOP(exp, math::exp(x))
+VECTOR_LOOP(log, math::log(x))
+VECTOR_LOOP(tanh, math::tanh(x))
+VECTOR_LOOP(erf, math::erf(x))
+VECTOR_LOOP(sigmoid, math::sigmoid(x))
+VECTOR_LOOP(normal_cdf, math::normal_cdf(x, math::normal_bell(x)))
 #undef VECTOR_LOOP
 
 double exact_sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
@@ -98,7 +102,7 @@ TEST(vector_math_in_double_is_that_of_the_standard_library) {
     expect_equal("tanh", math::tanh(x), std::tanh(x));
     expect_equal("erf", math::erf(x), std::erf(x));
     expect(std::fabs(math::sigmoid(x) - exact_sigmoid(x)) <= 1e-15, "sigmoid");
-    expect(std::fabs(math::normal_cdf(x) - exact_cdf(x)) <= 1e-15, "normal_cdf");
+    expect(std::fabs(math::normal_cdf(x, math::normal_bell(x)) - exact_cdf(x)) <= 1e-15, "normal_cdf");
   }
 }
 
@@ -124,6 +128,22 @@ TEST(device_math_against_the_standard_library) {
           exact_cdf, [&](double at, double want) { return at > 0 ? 0x1p-21 : below_zero(at, want); });
   compare("normal_cdf", x, apply(x, [](float v) { return device::normal_cdf(v, device::normal_bell(v)); }), exact_cdf,
           [&](double at, double want) { return at > -1 ? want * 0x1p-21 : below_zero(at, want); });
+}
+
+TEST(fast_division_is_division) {
+  Random random(1);
+  for (int64_t divisor : {int64_t{1}, int64_t{2}, int64_t{3}, int64_t{7}, int64_t{96}, int64_t{641}, int64_t{4096},
+                          (int64_t{1} << 31) - 1, (int64_t{1} << 31) + 1, int64_t{1} << 40, (int64_t{1} << 62) - 1}) {
+    const device::FastDivide divide(divisor);
+    std::vector<int64_t> dividends = {0, 1, divisor - 1, divisor, divisor + 1, std::numeric_limits<int64_t>::max()};
+    for (int i = 0; i < 1000; ++i) {
+      const int64_t any = static_cast<int64_t>(random.bits() >> (1 + random.bits() % 60));
+      dividends.push_back(any);
+      dividends.push_back(any / divisor * divisor);
+      dividends.push_back(std::max<int64_t>(0, any / divisor * divisor - 1));
+    }
+    for (int64_t n : dividends) expect_equal("quotient", divide.quotient(n), n / divisor);
+  }
 }
 
 // Philox's known answer for a counter and a key of zeros, 6627e8d5 e169c58d bc57ac4c 9b00dbd8 (Random123, kat_vectors),

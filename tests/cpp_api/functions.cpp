@@ -4,6 +4,7 @@
 #include <warpsmith/adamw.h>
 #include <warpsmith/rms_norm.h>
 #include <warpsmith/rope.h>
+#include <warpsmith/swiglu.h>
 
 namespace {
 
@@ -28,10 +29,15 @@ void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
                    lr_tensor);
 }
 
+at::Tensor swiglu(const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) {
+  return warpsmith::swiglu(gate, up, inplace_backward);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(warpsmith_cpp_api, m) {
   m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", &rms_norm);
+  m.def("swiglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &swiglu);
   m.def(
       "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, Tensor? cu_seqlens, int position_offset, "
       "Tensor? position_offsets) -> (Tensor, Tensor)",

@@ -141,3 +141,42 @@ def test_bad_input_of_adamw_is_named_and_changes_nothing(cpp):
     with pytest.raises(ValueError, match=r"^adamw: grads\[2\]: expected shape \(9, 3\), got \(2\)$"):
         cpp.adamw(*ours, 0.1, 0.0, False, None, None, None)
     assert all(torch.equal(a, b) for a, b in zip(ours[0], state[0], strict=True))
+
+
+def gated_inputs(packed, dtype=torch.float32):
+    g = torch.Generator().manual_seed(3)
+    shape = (3, 5, 48 if packed else 24)
+    inputs = [torch.randn(shape, generator=g).to(dtype).requires_grad_() for _ in range(1 if packed else 2)]
+    return inputs, torch.randn((3, 5, 24), generator=g).to(dtype)
+
+
+def call_gated(fn, tensors, *rest):
+    return fn(tensors[0], tensors[1] if len(tensors) > 1 else None, *rest)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_swiglu_has_the_values_and_gradients_of_python(cpp, packed, inplace):
+    inputs, dy = gated_inputs(packed, torch.bfloat16)
+    expected = call_gated(warpsmith.swiglu, inputs)
+    wanted = torch.autograd.grad(expected, inputs, dy)
+    computed = [t * 1 for t in inputs]
+    y = call_gated(cpp.swiglu, computed, inplace)
+    assert torch.equal(y, expected)
+    found = torch.autograd.grad(y, computed, dy, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert [a.data_ptr() == b.data_ptr() for a, b in zip(found, computed, strict=True)] == [inplace] * len(inputs)
+    if inplace:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(dy)
+
+
+def test_what_gated_activations_refuse_in_cpp(cpp):
+    inputs, _ = gated_inputs(False)
+    with pytest.raises(ValueError, match="^swiglu: gate: expected a computed tensor for inplace_backward, got a leaf"):
+        cpp.swiglu(*inputs, True)
+    with pytest.raises(ValueError, match="^swiglu: gate: expected an even last dimension when there is no up"):
+        cpp.swiglu(inputs[0][..., :3], None, False)
+    (gradient,) = torch.autograd.grad(cpp.swiglu(*inputs, False).square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^swiglu: second derivatives are not available in C\+\+"):
+        gradient.sum().backward()

@@ -1,0 +1,93 @@
+#pragma once
+#include "cpu/elementwise.h"
+#include "kernels/activation/functions.h"
+#include "kernels/activation/gated.h"
+
+// The CPU body of the gated activations. WARPSMITH_GATED_CPU(name, F), inside an anonymous namespace, defines the
+// struct `name`, whose gated_forward_cpu and gated_backward_cpu run it, for F of functions.h.
+namespace warpsmith::cpu {
+
+// Loops of one function and storage type: free functions, because target_clones reaches neither lambdas nor templates.
+// Outputs may be the inputs, element for element, hence ivdep.
+#define WARPSMITH_GATED_LOOPS_(name, F, T)                                                                             \
+  WARPSMITH_VECTORIZE void name##_forward(const T* gate, const T* up, T* y, int64_t count) {                           \
+    using Math = HostMath<Arithmetic<T>>;                                                                              \
+    for (int64_t i = 0; i < count; ++i)                                                                                \
+      y[i] = from_float<T>(activation::F<Math>(to_float(gate[i])).value() * to_float(up[i]));                          \
+  }                                                                                                                    \
+  WARPSMITH_VECTORIZE void name##_backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup, int64_t count) { \
+    using Math = HostMath<Arithmetic<T>>;                                                                              \
+    _Pragma("GCC ivdep") for (int64_t i = 0; i < count; ++i) {                                                         \
+      const auto d = to_float(dy[i]), u = to_float(up[i]);                                                             \
+      const activation::F<Math> f(to_float(gate[i]));                                                                  \
+      dgate[i] = from_float<T>(f.times_derivative(d * u));                                                             \
+      dup[i] = from_float<T>(d * f.value());                                                                           \
+    }                                                                                                                  \
+  }                                                                                                                    \
+  WARPSMITH_VECTORIZE void name##_dgate(const T* dy, const T* gate, const T* up, T* dgate, int64_t count) {            \
+    using Math = HostMath<Arithmetic<T>>;                                                                              \
+    _Pragma("GCC ivdep") for (int64_t i = 0; i < count; ++i) dgate[i] =                                                \
+        from_float<T>(activation::F<Math>(to_float(gate[i])).times_derivative(to_float(dy[i]) * to_float(up[i])));     \
+  }                                                                                                                    \
+  WARPSMITH_VECTORIZE void name##_dup(const T* dy, const T* gate, T* dup, int64_t count) {                             \
+    using Math = HostMath<Arithmetic<T>>;                                                                              \
+    _Pragma("GCC ivdep") for (int64_t i = 0; i < count; ++i) dup[i] =                                                  \
+        from_float<T>(to_float(dy[i]) * activation::F<Math>(to_float(gate[i])).value());                               \
+  }
+
+#define WARPSMITH_GATED_CPU(name, F)                                                                                \
+  WARPSMITH_GATED_LOOPS_(name, F, float)                                                                            \
+  WARPSMITH_GATED_LOOPS_(name, F, double)                                                                           \
+  WARPSMITH_GATED_LOOPS_(name, F, float16)                                                                          \
+  WARPSMITH_GATED_LOOPS_(name, F, bfloat16)                                                                         \
+  struct name {                                                                                                     \
+    template <class T> static void forward(const T* gate, const T* up, T* y, int64_t n) {                           \
+      name##_forward(gate, up, y, n);                                                                               \
+    }                                                                                                               \
+    template <class T> static void backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup, int64_t n) { \
+      if (dgate && dup)                                                                                             \
+        name##_backward(dy, gate, up, dgate, dup, n);                                                               \
+      else if (dgate)                                                                                               \
+        name##_dgate(dy, gate, up, dgate, n);                                                                       \
+      else if (dup)                                                                                                 \
+        name##_dup(dy, gate, dup, n);                                                                               \
+    }                                                                                                               \
+  };
+
+template <class Visit> Status for_dtype(Dtype dtype, Visit&& visit) {
+  switch (dtype) {
+    case Dtype::float32: visit(float{}); return {};
+    case Dtype::float64: visit(double{}); return {};
+    case Dtype::float16: visit(float16{}); return {};
+    case Dtype::bfloat16: visit(bfloat16{}); return {};
+  }
+  return Status::unsupported("no CPU kernel for this dtype");
+}
+
+template <class T> T* offset(const void* base, int64_t elements) {
+  return base ? static_cast<T*>(const_cast<void*>(base)) + elements : nullptr;
+}
+
+template <class Loops> Status gated_forward_cpu(const GatedFwdParams& p, const Parallel& parallel) {
+  const bool contiguous = p.gate_stride == p.columns && p.up_stride == p.columns;
+  return for_dtype(p.dtype, [&]<class T>(T) {
+    for_pieces(p.rows, p.columns, contiguous, parallel, [&](int64_t r, int64_t c, int64_t count) {
+      Loops::forward(offset<const T>(p.gate, r * p.gate_stride + c), offset<const T>(p.up, r * p.up_stride + c),
+                     offset<T>(p.y, r * p.columns + c), count);
+    });
+  });
+}
+
+template <class Loops> Status gated_backward_cpu(const GatedBwdParams& p, const Parallel& parallel) {
+  const bool contiguous = p.dy_stride == p.columns && p.gate_stride == p.columns && p.up_stride == p.columns &&
+                          p.dgate_stride == p.columns && p.dup_stride == p.columns;
+  return for_dtype(p.dtype, [&]<class T>(T) {
+    for_pieces(p.rows, p.columns, contiguous, parallel, [&](int64_t r, int64_t c, int64_t count) {
+      Loops::backward(offset<const T>(p.dy, r * p.dy_stride + c), offset<const T>(p.gate, r * p.gate_stride + c),
+                      offset<const T>(p.up, r * p.up_stride + c), offset<T>(p.dgate, r * p.dgate_stride + c),
+                      offset<T>(p.dup, r * p.dup_stride + c), count);
+    });
+  });
+}
+
+}  // namespace warpsmith::cpu

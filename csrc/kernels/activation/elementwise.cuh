@@ -1,0 +1,156 @@
+#pragma once
+#include <cstdint>
+#include <utility>
+
+#include "common/dtype.h"
+#include "common/half.h"
+#include "common/launch.h"
+#include "device/convert.h"
+#include "device/fast_divide.h"
+#include "device/math.h"
+#include "device/vector.h"
+#include "kernels/activation/elementwise_config.h"
+
+// The body of every op that makes outputs element by element from inputs of the same shape. Reads each input once and
+// writes each output once, in accesses of 16 bytes where they fit. An output may be one of the inputs: a thread reads
+// all of its elements before it writes any.
+namespace warpsmith::activation {
+
+using device::Vector;
+
+// The elementary functions of device code, accurate enough for results that are stored as T.
+template <class T> struct DeviceMath {
+  using Float = float;
+  __device__ static __forceinline__ float sigmoid(float x) { return device::sigmoid(x); }
+  __device__ static __forceinline__ float normal_bell(float x) { return device::normal_bell(x); }
+  __device__ static __forceinline__ float normal_cdf(float x, float bell) {
+    if constexpr (sizeof(T) == 2) return device::fast_normal_cdf(x, bell);
+    return device::normal_cdf(x, bell);
+  }
+};
+
+// A tensor that is read or written by rows: `stride` elements from row to row.
+struct Strided {
+  const void* data;
+  int64_t stride;
+};
+
+template <int I, int O> struct ElementwiseParams {
+  Strided in[I];
+  Strided out[O];  // null: not wanted
+  int64_t rows, columns;
+  Dtype dtype;
+};
+
+struct ElementwiseIndex {
+  bool flat;
+  int64_t elements, vectors;
+  int64_t row_vectors;
+  device::FastDivide divide;  // by row_vectors
+};
+
+template <class T, int N> __device__ __forceinline__ Vector<T, N> load_at(const Strided& t, int64_t offset) {
+  return device::load(reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(t.data) + offset));
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store_at(const Strided& t, int64_t offset, const Vector<T, N>& v) {
+  device::store(reinterpret_cast<Vector<T, N>*>(static_cast<T*>(const_cast<void*>(t.data)) + offset), v);
+}
+
+// Op: I and O, the numbers of inputs and outputs, and `template <class T, int N> apply(x, y, element)`, which fills the
+// floats y[O][N] from x[I][N]; `element` is the linear index of the first one.
+template <class Op, class T, int N, int I = Op::I, int O = Op::O>
+__device__ __forceinline__ void elementwise_at(const Op& op, const ElementwiseParams<I, O>& p,
+                                               const int64_t (&in_offset)[I], const int64_t (&out_offset)[O],
+                                               int64_t element) {
+  Vector<T, N> in[I];
+#pragma unroll
+  for (int i = 0; i < I; ++i) in[i] = load_at<T, N>(p.in[i], in_offset[i]);
+  float x[I][N], y[O][N];
+#pragma unroll
+  for (int i = 0; i < I; ++i)
+#pragma unroll
+    for (int k = 0; k < N; ++k) x[i][k] = device::to_float(in[i].at[k]);
+  op.template apply<T, N>(x, y, element);
+#pragma unroll
+  for (int o = 0; o < O; ++o) {
+    if (!p.out[o].data) continue;
+    Vector<T, N> out;
+#pragma unroll
+    for (int k = 0; k < N; ++k) out.at[k] = device::from_float<T>(y[o][k]);
+    store_at<T, N>(p.out[o], out_offset[o], out);
+  }
+}
+
+template <class Op, class T, int N> __global__ void __launch_bounds__(256)
+    elementwise(Op op, ElementwiseParams<Op::I, Op::O> p, ElementwiseIndex index) {
+  const int64_t v = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (v >= index.vectors) return;
+  const int64_t element = v * N;
+  int64_t in[Op::I], out[Op::O];
+  if (index.flat) {
+#pragma unroll
+    for (int i = 0; i < Op::I; ++i) in[i] = element;
+#pragma unroll
+    for (int o = 0; o < Op::O; ++o) out[o] = element;
+    if (N > 1 && element + N > index.elements) {  // the last vector of a tensor whose size is no multiple of it
+      for (int64_t e = element; e < index.elements; ++e) {
+        for (int64_t& offset : in) offset = e;
+        for (int64_t& offset : out) offset = e;
+        elementwise_at<Op, T, 1>(op, p, in, out, e);
+      }
+      return;
+    }
+  } else {
+    const int64_t row = index.divide.quotient(v), column = (v - row * index.row_vectors) * N;
+#pragma unroll
+    for (int i = 0; i < Op::I; ++i) in[i] = row * p.in[i].stride + column;
+#pragma unroll
+    for (int o = 0; o < Op::O; ++o) out[o] = row * p.out[o].stride + column;
+  }
+  elementwise_at<Op, T, N>(op, p, in, out, element);
+}
+
+template <int I, int O> ElementwiseProblem problem_of(const ElementwiseParams<I, O>& p) {
+  ElementwiseProblem problem{p.rows, p.columns, size_bytes(p.dtype), true, true};
+  const auto look = [&](const Strided& t) {
+    if (!t.data || p.rows == 1) return;
+    problem.contiguous = problem.contiguous && t.stride == p.columns;
+  };
+  for (const Strided& t : p.in) look(t);
+  for (const Strided& t : p.out) look(t);
+  const auto align = [&](const Strided& t) {
+    const bool rows_too = !problem.contiguous && p.rows > 1;
+    problem.aligned = problem.aligned && reinterpret_cast<uintptr_t>(t.data) % 16 == 0 &&
+                      (!rows_too || t.stride * size_bytes(p.dtype) % 16 == 0 || !t.data);
+  };
+  for (const Strided& t : p.in) align(t);
+  for (const Strided& t : p.out) align(t);
+  return problem;
+}
+
+template <class Op, class T>
+Status launch_elementwise_as(const Op& op, const ElementwiseParams<Op::I, Op::O>& p, void* stream) {
+  const ElementwiseConfig c = choose_elementwise(problem_of(p));
+  constexpr int kVector = 16 / sizeof(T);
+  const int64_t row_vectors = c.flat ? c.vectors : p.columns / c.vector_elems;
+  const ElementwiseIndex index{c.flat, p.rows * p.columns, c.vectors, row_vectors, device::FastDivide(row_vectors)};
+  LaunchConfig launch_config;
+  launch_config.grid.x = static_cast<unsigned>(c.blocks);
+  launch_config.block.x = static_cast<unsigned>(c.threads);
+  return launch(c.vector_elems == 1 ? elementwise<Op, T, 1> : elementwise<Op, T, kVector>, launch_config, stream, op, p,
+                index);
+}
+
+template <class Op> Status launch_elementwise(const Op& op, const ElementwiseParams<Op::I, Op::O>& p, void* stream) {
+  switch (p.dtype) {
+    case Dtype::float32: return launch_elementwise_as<Op, float>(op, p, stream);
+    case Dtype::float16: return launch_elementwise_as<Op, float16>(op, p, stream);
+    case Dtype::bfloat16: return launch_elementwise_as<Op, bfloat16>(op, p, stream);
+    case Dtype::float64: break;
+  }
+  return Status::unsupported(std::string("no CUDA kernel for ") + name(p.dtype));
+}
+
+}  // namespace warpsmith::activation

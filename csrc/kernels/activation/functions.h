@@ -1,0 +1,60 @@
+#pragma once
+#include "common/host_device.h"
+
+// The activation functions, for the CPU and for kernels: built for one x, they give the value and a multiple of the
+// derivative, sharing what both need. Math has Float and the elementary functions of that place and precision.
+namespace warpsmith::activation {
+
+// x sigmoid(x)
+template <class Math> struct Silu {
+  using Float = typename Math::Float;
+  Float x, s;
+  WARPSMITH_HOST_DEVICE explicit Silu(Float at) : x(at), s(Math::sigmoid(at)) {}
+  WARPSMITH_HOST_DEVICE Float value() const { return x * s; }
+  WARPSMITH_HOST_DEVICE Float times_derivative(Float g) const { return g * (s + x * s * (Float(1) - s)); }
+};
+
+// x Phi(x), Phi the standard normal distribution function
+template <class Math> struct Gelu {
+  using Float = typename Math::Float;
+  Float x, bell, cdf;
+  WARPSMITH_HOST_DEVICE explicit Gelu(Float at) : x(at), bell(Math::normal_bell(at)), cdf(Math::normal_cdf(at, bell)) {}
+  WARPSMITH_HOST_DEVICE Float value() const { return x * cdf; }
+  WARPSMITH_HOST_DEVICE Float times_derivative(Float g) const {
+    return g * (cdf + x * (Float(0.39894228040143267794) * bell));
+  }
+};
+
+// x (1 + tanh u) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): without the tanh no digit is lost below 0.
+template <class Math> struct GeluTanh {
+  using Float = typename Math::Float;
+  static constexpr Float kTwice = Float(1.5957691216057307117), kCubic = Float(0.044715);  // 2 sqrt(2 / pi)
+  Float x, square, s;
+  WARPSMITH_HOST_DEVICE explicit GeluTanh(Float at)
+      : x(at), square(at * at), s(Math::sigmoid(kTwice * at * (Float(1) + kCubic * square))) {}
+  WARPSMITH_HOST_DEVICE Float value() const { return x * s; }
+  WARPSMITH_HOST_DEVICE Float times_derivative(Float g) const {
+    return g * (s + x * s * (Float(1) - s) * (kTwice + Float(3) * kTwice * kCubic * square));
+  }
+};
+
+// max(x, 0); the derivative is 0 at 0 and takes what it is multiplied by with it, inf and NaN too, as in torch. A NaN
+// stays.
+template <class Math> struct Relu {
+  using Float = typename Math::Float;
+  Float x;
+  WARPSMITH_HOST_DEVICE explicit Relu(Float at) : x(at) {}
+  WARPSMITH_HOST_DEVICE Float value() const { return x <= Float(0) ? Float(0) : x; }
+  WARPSMITH_HOST_DEVICE Float times_derivative(Float g) const { return x <= Float(0) ? Float(0) : g; }
+};
+
+// max(x, 0)^2
+template <class Math> struct ReluSquared {
+  using Float = typename Math::Float;
+  Float x;
+  WARPSMITH_HOST_DEVICE explicit ReluSquared(Float at) : x(at) {}
+  WARPSMITH_HOST_DEVICE Float value() const { return x <= Float(0) ? Float(0) : x * x; }
+  WARPSMITH_HOST_DEVICE Float times_derivative(Float g) const { return x <= Float(0) ? Float(0) : g * (x + x); }
+};
+
+}  // namespace warpsmith::activation

@@ -1,0 +1,137 @@
+"""What the gated activations share: fakes, autograd and the in-place backward of ``y = f(gate) * up``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpsmith.ops import _check
+from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
+
+# f and its derivative in plain torch operations, for second derivatives: (x, *extra) -> (f(x), f'(x)).
+Function = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _check_inputs(op: str, gate: Tensor, up: Tensor | None) -> None:
+    _check.float_dtype(op, "gate", gate)
+    if up is not None:
+        _check.float_dtype(op, "up", up)
+        _check.same_dtype(op, "up", up, gate)
+        _check.same_shape(op, "up", up, gate.shape)
+        _check.same_device(op, "up", up, gate)
+    _check.at_least_one_dimension(op, "gate", gate)
+    if up is None and gate.shape[-1] % 2:
+        expected = "an even last dimension when there is no up"
+        _check.refuse(op, "gate", expected, f"shape {_check.shape_text(gate.shape)}")
+
+
+def _output_shape(gate: Tensor, up: Tensor | None) -> tuple[int, ...]:
+    return tuple(gate.shape) if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
+
+
+def _check_backward(op: str, dy: Tensor, gate: Tensor, up: Tensor | None) -> None:
+    _check_inputs(op, gate, up)
+    _check.float_dtype(op, "dy", dy)
+    _check.same_dtype(op, "dy", dy, gate)
+    _check.same_shape(op, "dy", dy, _output_shape(gate, up))
+    _check.same_device(op, "dy", dy, gate)
+
+
+def _is_plain_and_contiguous(t: Tensor) -> bool:
+    # Fake, functional and batched tensors are not plain: a traced backward overwrites nothing.
+    return type(t) is Tensor and t.is_contiguous()
+
+
+def _may_overwrite(gate: Tensor, up: Tensor | None) -> bool:
+    if not _is_plain_and_contiguous(gate):
+        return False
+    if up is None:
+        return True
+    if not _is_plain_and_contiguous(up):
+        return False
+    size = gate.numel() * gate.element_size()
+    return abs(gate.data_ptr() - up.data_ptr()) >= size
+
+
+def _gradient_in_place_of(t: Tensor) -> Tensor:
+    # The new version number makes a second backward that would read the old values an error, as after torch's own
+    # in-place operations.
+    torch.autograd.graph.increment_version(t)
+    return t.detach()
+
+
+def gated(name: str, function: Function) -> Callable[..., Tensor]:
+    """The function ``(gate, up, inplace_backward, *extra) -> y`` of an op whose raw ops ``name``, ``name_forward``,
+    ``name_backward`` and ``name_backward_`` take ``extra`` last."""
+    raw_backward = getattr(raw, name + "_backward").default
+    raw_backward_inplace = getattr(raw, name + "_backward_").default
+
+    def fake_forward(gate: Tensor, up: Tensor | None, inplace_backward: bool, *extra: Any) -> Tensor:
+        _check_inputs(name, gate, up)
+        return gate.new_empty(_output_shape(gate, up))
+
+    def fake_backward(
+        dy: Tensor, gate: Tensor, up: Tensor | None, want_dgate: bool, want_dup: bool, *extra: Any
+    ) -> tuple[Tensor, Tensor]:
+        _check_backward(name + "_backward", dy, gate, up)
+        dgate = gate.new_empty(gate.shape if want_dgate else (0,))
+        dup = gate.new_empty(up.shape if up is not None and want_dup else (0,))
+        return dgate, dup
+
+    def fake_backward_inplace(dy: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> None:
+        _check_backward(name + "_backward", dy, gate, up)
+
+    register_fake(name, fake_forward)
+    register_fake(name + "_forward", fake_forward)
+    register_fake(name + "_backward", fake_backward)
+    register_fake(name + "_backward_", fake_backward_inplace)
+
+    def save(inputs: Sequence[Any], outputs: Any) -> Saved:
+        gate, up, inplace_backward, *extra = inputs
+        return (gate, up), (inplace_backward, *extra)
+
+    def backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = tensors
+        inplace_backward, *extra = values
+        want_dgate, want_dup = needs[0], needs[1]
+        rest = (None,) * (1 + len(extra))
+        if inplace_backward and _may_overwrite(gate, up):
+            call_raw(raw_backward_inplace, dy, gate, up, want_dgate, want_dup, *extra)
+            dgate = _gradient_in_place_of(gate) if want_dgate else None
+            return dgate, _gradient_in_place_of(up) if want_dup else None, *rest
+        dgate, dup = call_raw(raw_backward, dy, gate, up, want_dgate, want_dup, *extra)
+        return dgate if want_dgate else None, dup if want_dup else None, *rest
+
+    def differentiable_backward(
+        needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        gate, up = tensors
+        extra = values[1:]
+        math = torch.float64 if gate.dtype == torch.float64 else torch.float32
+        g, u = gate.chunk(2, -1) if up is None else (gate, up)
+        value, derivative = function(g.to(math), *extra)
+        dgate = (dy.to(math) * u.to(math) * derivative).to(gate.dtype)
+        dup = (dy.to(math) * value).to(gate.dtype)
+        if up is None:
+            return torch.cat([dgate, dup], -1), None, *(None,) * len(values)
+        return dgate if needs[0] else None, dup if needs[1] else None, *(None,) * len(values)
+
+    call = differentiable(
+        name,
+        forward=getattr(raw, name + "_forward").default,
+        save=save,
+        backward=backward,
+        differentiable_backward=differentiable_backward,
+    )
+
+    def checked(gate: Tensor, up: Tensor | None, inplace_backward: bool, *extra: Any) -> Tensor:
+        if inplace_backward:
+            for argument, t in (("gate", gate), ("up", up)):
+                if isinstance(t, Tensor) and t.requires_grad and t.is_leaf:
+                    _check.refuse(name, argument, "a computed tensor for inplace_backward", "a leaf that requires grad")
+        return call(gate, up, inplace_backward, *extra)
+
+    return checked

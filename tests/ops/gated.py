@@ -1,0 +1,173 @@
+"""What the tests of the gated activations share: the spec, and the in-place backward."""
+
+import pytest
+import torch
+import warpsmith
+from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+PACKED = {"packed": True}
+
+# Below, at and above a vector of 16 bytes and a block of 256 of them, and odd sizes; one tensor and two.
+CASES = [
+    *(Case((5, width), dtype) for width in (1, 7, 8, 33, 256) for dtype in (BF16, FP32)),
+    *(Case((5, 2 * width), dtype, options=PACKED) for width in (1, 8, 33, 256) for dtype in (BF16, FP32)),
+    *(Case((3, 2, 96), dtype) for dtype in (FP16, FP64)),
+    *(Case((3, 2, 96), dtype, options=PACKED) for dtype in (FP16, FP64)),
+    Case((2, 2047), BF16),
+    Case((2, 2049), BF16),
+    Case((40, 1000), BF16),
+    Case((40, 1000), FP32, options=PACKED),
+    Case((768,), FP32),
+]
+
+
+def inputs(case, rng):
+    if case.options.get("packed"):
+        return {"gate": rng.normal(case.shape, std=2.0), "up": None}
+    return {"gate": rng.normal(case.shape, std=2.0), "up": rng.normal(case.shape)}
+
+
+def but(**changes):
+    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
+
+
+BAD_INPUTS = [
+    BadInput("integers", but(gate=lambda g: g["gate"].int()), r"gate: expected float32.*got int32"),
+    BadInput("integer up", but(up=lambda g: g["up"].int()), r"up: expected float32.*got int32"),
+    BadInput("up dtype", but(up=lambda g: g["up"].half()), "up: expected bfloat16, got float16"),
+    BadInput("up shape", but(up=lambda g: g["up"][:1]), r"up: expected shape \(\d+, \d+\), got \(1"),
+    BadInput("scalar", but(gate=lambda g: g["gate"].sum(), up=lambda g: None), "gate: expected at least one dimension"),
+    BadInput("odd", but(gate=lambda g: g["gate"][:, :7], up=lambda g: None), "gate: expected an even last dimension"),
+    BadInput("meta up", but(up=lambda g: g["up"].to("meta")), "up: expected a", fake=False),
+    BadInput("float64", but(gate=lambda g: g["gate"].double(), up=lambda g: g["up"].double()),
+             "gate: expected float32, float16 or bfloat16 on CUDA, got float64", fake=False, devices=("cuda",)),
+]  # fmt: skip
+
+
+def gated_spec(name, reference, baseline, extra=None, cases=CASES, bad_inputs=BAD_INPUTS):
+    """``extra``: the op's further argument by name, and what its raw ops take for it."""
+    argument, raw_value = extra or (None, None)
+    op = getattr(warpsmith, name)
+    raw = {suffix: getattr(torch.ops.warpsmith, name + suffix).default for suffix in ("", "_forward", "_backward")}
+
+    def with_extra(case, rng):
+        made = inputs(case, rng)
+        return made if argument is None else {**made, argument: case.options.get(argument, "none")}
+
+    def raw_extra(good):
+        return () if argument is None else (raw_value(good[argument]),)
+
+    def forward(good):
+        return good["gate"], good["up"], False, *raw_extra(good)
+
+    def backward(good):
+        return torch.ones_like(good["gate"]), good["gate"], good["up"], True, True, *raw_extra(good)
+
+    def floor_bytes(case):
+        elements = torch.Size(case.shape).numel() // (2 if case.options.get("packed") else 1)
+        return {"forward": 3 * elements * case.dtype.itemsize, "backward": 5 * elements * case.dtype.itemsize}
+
+    return OpSpec(
+        name=name,
+        op=op,
+        reference=reference,
+        baseline=baseline,
+        inputs=with_extra,
+        cases=cases,
+        differentiable=("gate", "up"),
+        outputs=("y",),
+        batched=("gate", "up"),
+        gradcheck_cases=[Case((3, 5), FP64), Case((2, 6), FP64, options=PACKED)],
+        double_backward=True,
+        func_transforms=True,
+        traced=f"warpsmith::{name}",
+        opcheck={raw[""]: forward, raw["_forward"]: forward, raw["_backward"]: backward},
+        bad_inputs=bad_inputs,
+        floor_bytes=floor_bytes,
+    )
+
+
+def leaves(packed, dtype=FP32, shape=(4, 24)):
+    torch.manual_seed(0)
+    count = 1 if packed else 2
+    return [torch.randn(shape).to(dtype).requires_grad_() for _ in range(count)]
+
+
+class InPlace:
+    """Tests of ``inplace_backward``: subclass with ``op``, a static function."""
+
+    op = None
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_gradients_lie_over_the_inputs(self, packed):
+        inputs = leaves(packed)
+        expected = torch.autograd.grad(self.op(*inputs).sum(), inputs)
+        computed = [t * 1 for t in inputs]
+        found = torch.autograd.grad(self.op(*computed, inplace_backward=True).sum(), computed)
+        assert all(bitwise_equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert [t.data_ptr() for t in found] == [t.data_ptr() for t in computed]
+
+    def test_only_what_has_a_gradient_is_overwritten(self):
+        gate, up = leaves(False)
+        computed, frozen = gate * 1, up.detach()
+        before = frozen.clone()
+        (expected,) = torch.autograd.grad(self.op(gate, frozen).sum(), gate)
+        (found,) = torch.autograd.grad(self.op(computed, frozen, inplace_backward=True).sum(), computed)
+        assert bitwise_equal(found, expected)
+        assert bitwise_equal(frozen, before)
+
+    def test_a_second_backward_is_refused(self):
+        (x,) = leaves(True)
+        y = self.op(x * 1, inplace_backward=True)
+        y.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    def test_another_operation_that_kept_an_input_is_refused(self):
+        (x,) = leaves(True)
+        hidden = x.sigmoid()  # keeps its result for its backward
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            self.op(hidden, inplace_backward=True).sum().backward()
+
+    @pytest.mark.parametrize("shared", ["one tensor twice", "overlapping", "halves of one tensor"])
+    def test_shared_memory_is_not_overwritten(self, shared):
+        (x,) = leaves(True)
+
+        def run(**options):
+            hidden = x * 1
+            flat = hidden.flatten()
+            pairs = {
+                "one tensor twice": (hidden, hidden),
+                "overlapping": (flat[:60], flat[5:65]),
+                "halves of one tensor": hidden.chunk(2, -1),
+            }
+            (gradient,) = torch.autograd.grad(self.op(*pairs[shared], **options).square().sum(), x)
+            return gradient
+
+        assert bitwise_equal(run(inplace_backward=True), run())
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_a_leaf_is_refused(self, packed):
+        with pytest.raises(ValueError, match=r"gate: expected a computed tensor for inplace_backward, got a leaf"):
+            self.op(*leaves(packed), inplace_backward=True)
+
+    def test_without_gradients_nothing_is_overwritten(self):
+        x = torch.randn(4, 24)
+        before = x.clone()
+        self.op(x, inplace_backward=True)
+        assert bitwise_equal(x, before)
+
+    def test_second_derivatives_do_not_overwrite(self):
+        (x,) = leaves(True, FP64)
+        assert torch.autograd.gradgradcheck(lambda t: self.op(t * 1, inplace_backward=True), (x,))
+
+    def test_compiled_code_overwrites_nothing_and_agrees(self):
+        (x,) = leaves(True)
+
+        def loss(x):
+            return self.op(x * 2, inplace_backward=True).sum()
+
+        (expected,) = torch.autograd.grad(loss(x), x)
+        (found,) = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x), x)
+        assert bitwise_equal(found, expected)
