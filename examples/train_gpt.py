@@ -62,7 +62,7 @@ RECIPE: dict[str, tuple[Any, Any, str]] = {  # name: (nano, gpt2-124m, help)
     "dtype": ("float32", "bfloat16", "bfloat16 is autocast"),
     "seed": (1, 1, "of weights and data order"),
     "tokens": ("bytes", "bytes", "the data's bytes, or random ones for a benchmark"),
-    "modules": ("warpsmith", "warpsmith", "whose norms and optimizer"),
+    "modules": ("warpsmith", "warpsmith", "whose norms, positions, activation, loss and optimizer"),
 }
 PRESETS = {
     preset: {"preset": preset} | {name: row[i] for name, row in RECIPE.items()}
@@ -93,62 +93,89 @@ class FailedElsewhere(Exception):
 # ---------------------------------------------------------------------------------------------------------- model
 
 
-def modules_of(kind: str) -> SimpleNamespace:
-    """The building blocks that differ between `--modules warpsmith` and `--modules torch`."""
-    blocks = SimpleNamespace(LayerNorm=nn.LayerNorm, RMSNorm=nn.RMSNorm)
-    blocks.AdamW = functools.partial(torch.optim.AdamW, fused=True)
-    if kind == "warpsmith":
-        import warpsmith.nn
-        import warpsmith.optim
-
-        blocks.RMSNorm, blocks.AdamW = warpsmith.nn.RMSNorm, warpsmith.optim.AdamW
-    return blocks
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (Su et al., 2021). x: [batch, heads, time, head_dim]; cos, sin: [time, head_dim / 2]."""
-    a, b = x.chunk(2, dim=-1)
+    """Rotary positions (Su et al., 2021). x: [batch, time, heads, head_dim]; cos, sin: [time, head_dim / 2]."""
+    (a, b), cos, sin = x.chunk(2, dim=-1), cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+class AddLayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual = residual + x
+        return super().forward(residual), residual
 
-    def __init__(self, s: SimpleNamespace, blocks: SimpleNamespace) -> None:
+
+class AddRMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual = residual + x
+        return super().forward(residual), residual
+
+
+def modules_of(kind: str) -> SimpleNamespace:
+    """The building blocks that differ between `--modules warpsmith` and `--modules torch`, of equal meaning and equal
+    parameter names."""
+    if kind == "torch":
+        return SimpleNamespace(
+            norms={"layer": (nn.LayerNorm, AddLayerNorm), "rms": (nn.RMSNorm, AddRMSNorm)},
+            rope=lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin)),
+            linear_gelu=lambda x, linear: F.gelu(linear(x), approximate="tanh"),
+            linear_cross_entropy=lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),
+            AdamW=functools.partial(torch.optim.AdamW, fused=True),
+        )
+    import warpsmith
+    from warpsmith import nn as ours
+
+    def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
+        if linear.bias is None:
+            return F.gelu(linear(x), approximate="tanh")
+        return warpsmith.bias_gelu(F.linear(x, linear.weight), linear.bias, approximate="tanh")
+
+    return SimpleNamespace(
+        norms={"layer": (ours.LayerNorm, ours.AddLayerNorm), "rms": (ours.RMSNorm, ours.AddRMSNorm)},
+        rope=warpsmith.rope,
+        linear_gelu=linear_gelu,
+        linear_cross_entropy=warpsmith.linear_cross_entropy,
+        AdamW=warpsmith.optim.AdamW,
+    )
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each added to the residual stream. What a block is given and gives is normed already:
+    adding to the stream and norming the sum are one step."""
+
+    def __init__(self, s: SimpleNamespace, modules: SimpleNamespace) -> None:
         super().__init__()
-        self.heads = s.heads
-        self.attention_norm = make_norm(s, blocks)
+        self.heads, self.modules_ = s.heads, modules
         self.qkv = nn.Linear(s.width, 3 * s.width, bias=s.bias)
         self.attention_out = nn.Linear(s.width, s.width, bias=s.bias)
-        self.mlp_norm = make_norm(s, blocks)
+        self.attention_norm = make_norm(s, modules.norms[s.norm][1])
         self.mlp_in = nn.Linear(s.width, 4 * s.width, bias=s.bias)
         self.mlp_out = nn.Linear(4 * s.width, s.width, bias=s.bias)
+        self.mlp_norm = make_norm(s, modules.norms[s.norm][1])
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [batch, heads, time, head_dim]
-            for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
-        )
+    def forward(self, x: Tensor, stream: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)  # [batch, time, heads, head_dim]
         if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh"))
+            q, k = self.modules_.rope(q, k, *rope)
+        attended = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        x, stream = self.attention_norm(self.attention_out(attended.transpose(1, 2).flatten(2)), stream)
+        return self.mlp_norm(self.mlp_out(self.modules_.linear_gelu(x, self.mlp_in)), stream)
 
 
-def make_norm(s: SimpleNamespace, blocks: SimpleNamespace) -> nn.Module:
-    return blocks.RMSNorm(s.width) if s.norm == "rms" else blocks.LayerNorm(s.width, bias=s.bias)
+def make_norm(s: SimpleNamespace, norm: type[nn.Module]) -> nn.Module:
+    return norm(s.width) if s.norm == "rms" else norm(s.width, bias=s.bias)
 
 
 class GPT(nn.Module):
     """A decoder-only transformer whose head shares the embedding's weight."""
 
-    def __init__(self, s: SimpleNamespace, blocks: SimpleNamespace) -> None:
+    def __init__(self, s: SimpleNamespace, modules: SimpleNamespace) -> None:
         super().__init__()
+        self.modules_ = modules
         self.embedding = nn.Embedding(s.vocab, s.width)
         self.positions = nn.Embedding(s.context, s.width) if s.positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(s, blocks) for _ in range(s.layers))
-        self.norm = make_norm(s, blocks)
+        self.norm = make_norm(s, modules.norms[s.norm][0])
+        self.blocks = nn.ModuleList(Block(s, modules) for _ in range(s.layers))
         self.head = nn.Linear(s.width, s.vocab, bias=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:
@@ -163,21 +190,27 @@ class GPT(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the head reads. [batch, time] to [batch, time, width]."""
         time_ = tokens.shape[1]
-        x = self.embedding(tokens)
+        stream = self.embedding(tokens)
         rope = None
         if self.positions is None:
             rope = (self.cos[:time_], self.sin[:time_])
         else:
-            x = x + self.positions.weight[:time_]
+            stream = stream + self.positions.weight[:time_]
+        x = self.norm(stream)
         for block in self.blocks:
-            x = block(x, rope)
-        return self.head(self.norm(x))
+            x, stream = block(x, stream, rope)
+        return x
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.head(self.hidden(tokens))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean loss in nats of predicting tokens[:, 1:] from what stands before each. tokens: [batch, context + 1]."""
-        return F.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        x, target = self.hidden(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        return self.modules_.linear_cross_entropy(x, self.head.weight, target)
 
 
 # ----------------------------------------------------------------------------------------------------------- data
@@ -318,13 +351,13 @@ class Run:
 
     def __init__(self, s: SimpleNamespace, kind: str, ranks: Ranks) -> None:
         self.s, self.ranks, self.done = s, ranks, 0
-        blocks = modules_of(kind)
+        modules = modules_of(kind)
         torch.manual_seed(s.seed)
-        self.model = GPT(s, blocks).to(ranks.device)
+        self.model = GPT(s, modules).to(ranks.device)
         matrices = [p for p in self.model.parameters() if p.dim() >= 2]
         vectors = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = blocks.AdamW([g for g in groups if g["params"]], lr=s.lr, betas=(0.9, 0.95))
+        self.optimizer = modules.AdamW([g for g in groups if g["params"]], lr=s.lr, betas=(0.9, 0.95))
         self.loss: nn.Module = self.model
         if ranks.world > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None

@@ -24,6 +24,12 @@ constexpr Address kNoGradient = 0;
 constexpr Address kNoElements =
     16;  // torch gives a tensor without elements the address 0, which stands for no gradient
 
+// Where a tensor object and what torch keeps of it were, to be prefetched and nothing else.
+struct Seen {
+  const void* object = nullptr;
+  const char* sizes = nullptr;
+};
+
 // Where a tensor's elements lie. Sizes, then strides, are in a vector shared by all.
 struct Place {
   Address address = 0;
@@ -32,7 +38,16 @@ struct Place {
   int32_t dims = 0;
   uint32_t sizes_at = 0;
   bool sharded = false;  // a distributed tensor: its local part is meant
+  Seen seen;
 };
+
+// Between two steps all of these leave the caches: what will be looked at soon is requested early. The sizes lie in the
+// middle of what torch keeps of a tensor.
+constexpr size_t kAhead = 12;
+inline void prefetch(const Seen& seen) {
+  __builtin_prefetch(seen.object);
+  for (int line = -1; line <= 2; ++line) __builtin_prefetch(seen.sizes + 64 * line);
+}
 
 // A tensor, or the local part of a distributed one.
 class View {
@@ -79,6 +94,7 @@ class TensorWatch {
       throw py::value_error("TensorWatch: buckets: expected one for each parameter");
     seen_.resize(params_.size(), kNoGradient);
     param_places_.resize(params_.size());
+    grads_.resize(params_.size());
     std::unordered_set<const PyObject*> active;
     for (size_t i = 0; i < params_.size(); ++i) {
       slots_.push_back({buckets[i], 0});
@@ -93,7 +109,7 @@ class TensorWatch {
     PyObject *key, *value;
     for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &key, &value);) {
       const bool watched = active.count(key) > 0;
-      owners_.push_back({key, watched ? PyDict_Size(value) : -1});
+      owners_.push_back({key, watched ? PyDict_Size(value) : -1, seen_dict(value)});
       if (owners_.back().entries < 0) PyErr_Clear();
       PyObject *name, *tensor;
       for (Py_ssize_t k = 0; watched && PyDict_Next(value, &k, &name, &tensor);) {
@@ -138,6 +154,7 @@ class TensorWatch {
   struct Owner {            // of states
     const PyObject* param;  // only compared; one that counts is kept by params_
     Py_ssize_t entries;     // of its dict; -1: not looked at
+    Seen dict;              // and its keys
   };
   struct Entry {
     py::object name;
@@ -155,6 +172,11 @@ class TensorWatch {
     return *api;
   }
 
+  static Seen seen_dict(PyObject* dict) {
+    if (!PyDict_Check(dict)) return {dict, nullptr};
+    return {dict, reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(dict)->ma_keys)};
+  }
+
   Place place_of(PyObject* tensor) {
     Place place;
     place.sharded = PyObject_HasAttrString(tensor, "to_local");
@@ -164,6 +186,7 @@ class TensorWatch {
     place.device = view.at().device;
     place.dtype = view.at().dtype;
     place.dims = view.at().ndim;
+    place.seen = {tensor, reinterpret_cast<const char*>(view.at().shape)};
     place.sizes_at = static_cast<uint32_t>(sizes_.size());
     sizes_.insert(sizes_.end(), view.at().shape, view.at().shape + place.dims);
     sizes_.insert(sizes_.end(), view.at().strides, view.at().strides + place.dims);
@@ -203,6 +226,10 @@ class TensorWatch {
       PyObject* group = PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(g));
       if (!PyList_Check(group) || PyList_GET_SIZE(group) != group_sizes_[g]) return false;
       for (Py_ssize_t k = 0; k < group_sizes_[g]; ++k, ++i) {
+        if (i + kAhead < params_.size()) {
+          prefetch(param_places_[i + kAhead].seen);
+          prefetch(grads_[i + kAhead]);
+        }
         if (PyList_GET_ITEM(group, k) != params_[i].ptr()) return false;
         if (slots_[i].bucket >= 0 && !is_at(param_places_[i], params_[i].ptr())) return false;
         if (!look_at_gradient(i)) return false;
@@ -224,6 +251,7 @@ class TensorWatch {
     const View view(api_, local_, grad.ptr(), param.sharded);
     const Address address = view.readable() && view.address() == 0 && view.empty() ? kNoElements : view.address();
     // An address alone does not tell how a distributed gradient is placed.
+    grads_[i] = {grad.ptr(), reinterpret_cast<const char*>(view.at().shape)};
     const bool usual = same_kind(param, view) && address != 0 && (!param.sharded || address == seen_[i]);
     if (usual)
       write(slot, address);
@@ -240,10 +268,13 @@ class TensorWatch {
     PyObject *param, *dict, *name, *tensor;
     for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &param, &dict); ++owner) {
       if (owner == owners_.end() || param != owner->param) return false;
+      if (owners_.end() - owner > 4) prefetch((owner + 4)->dict);
       if (owner->entries < 0) continue;
       if (!PyDict_Check(dict) || PyDict_Size(dict) != owner->entries) return false;
-      for (Py_ssize_t k = 0; PyDict_Next(dict, &k, &name, &tensor); ++entry)
+      for (Py_ssize_t k = 0; PyDict_Next(dict, &k, &name, &tensor); ++entry) {
+        if (static_cast<size_t>(entries_.end() - entry) > kAhead) prefetch((entry + kAhead)->place.seen);
         if (name != entry->name.ptr() || (entry->watched && !is_still(*entry, tensor))) return false;
+      }
     }
     return owner == owners_.end();
   }
@@ -262,6 +293,7 @@ class TensorWatch {
   std::vector<py::object> params_;
   std::vector<Py_ssize_t> group_sizes_;
   std::vector<Place> param_places_;
+  std::vector<Seen> grads_;  // at the last look
   std::vector<int64_t> sizes_;
   std::vector<Owner> owners_;
   std::vector<Entry> entries_;
