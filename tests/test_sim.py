@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import build  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and "CXX" not in build.os.environ, reason="no C++ compiler")
-SEEDS = {"plain": 8, "asan": 3, "tsan": 3}
+SEEDS = {"plain": 8, "asan": 2, "tsan": 2}
 RANDOM_CASES = {"plain": 60, "asan": 10, "tsan": 5}
 
 

@@ -26,12 +26,20 @@ struct DeviceProperties {
   int max_dynamic_shared_bytes = 0;  // a block's limit after opting in
 };
 
+// What a block gets without cudaFuncAttributeMaxDynamicSharedMemorySize; static and dynamic shared memory count.
+constexpr size_t kSharedWithoutOptIn = 48 * 1024;
+// A launch opts in above this much dynamic shared memory. The rest of the 48 KiB is for static shared memory, whose
+// size only a query of the kernel would tell.
+constexpr size_t kDynamicWithoutOptIn = 32 * 1024;
+
 #ifdef WARPSMITH_SIM
 
 Status device_properties(DeviceProperties& out);
 
 namespace sim {
-// Runs every thread of the grid before it returns; defined by csrc/sim.
+// cudaFuncSetAttribute with cudaFuncAttributeMaxDynamicSharedMemorySize.
+Status set_max_dynamic_shared(const void* kernel, size_t bytes);
+// Runs every thread of the grid before it returns; both are defined by csrc/sim.
 Status run_grid(const LaunchConfig& config, const void* kernel, void (*run_thread)(const void* arguments),
                 const void* arguments);
 }  // namespace sim
@@ -42,6 +50,9 @@ Status launch(void (*kernel)(P...), const LaunchConfig& config, void*, A&&... ar
     void (*kernel)(P...);
     std::tuple<P...> arguments;
   } call{kernel, std::tuple<P...>(P(std::forward<A>(arguments))...)};
+  if (config.dynamic_shared_bytes > kDynamicWithoutOptIn)
+    WARPSMITH_RETURN_IF_FAILED(
+        sim::set_max_dynamic_shared(reinterpret_cast<const void*>(kernel), config.dynamic_shared_bytes));
   return sim::run_grid(
       config, reinterpret_cast<const void*>(kernel),
       [](const void* p) {
@@ -74,9 +85,7 @@ inline Status device_properties(DeviceProperties& out) {
 
 template <class... P, class... A>
 Status launch(void (*kernel)(P...), const LaunchConfig& config, void* stream, A&&... arguments) {
-  // 48 KiB need no opt-in, but a kernel's static shared memory counts too.
-  constexpr size_t kSharedWithoutOptIn = 32 * 1024;
-  if (config.dynamic_shared_bytes > kSharedWithoutOptIn)
+  if (config.dynamic_shared_bytes > kDynamicWithoutOptIn)
     WARPSMITH_RETURN_IF_FAILED(cuda_status(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                                 static_cast<int>(config.dynamic_shared_bytes))));

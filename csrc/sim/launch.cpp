@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <numeric>
 #include <optional>
+#include <utility>
 
 #include "sim/machine.h"
 
@@ -23,8 +24,12 @@ namespace {
 Status driver_error(const char* text) { return Status::device(text); }
 Status invalid_configuration() { return driver_error("cudaErrorInvalidConfiguration: invalid configuration argument"); }
 
+Status invalid_value() { return driver_error("cudaErrorInvalidValue: invalid argument"); }
+
+uint64_t threads_of(const LaunchConfig& c) { return uint64_t{c.block.x} * c.block.y * c.block.z; }
+
 int resident_blocks_per_multiprocessor(const LaunchConfig& c) {
-  const int threads = static_cast<int>(c.block.x * c.block.y * c.block.z);
+  const int threads = static_cast<int>(threads_of(c));
   const int by_threads = 2048 / ((threads + 31) / 32 * 32);
   const auto by_shared = static_cast<int>(228 * 1024 / (c.dynamic_shared_bytes + 1024));
   return std::min({32, by_threads, by_shared});
@@ -33,13 +38,12 @@ int resident_blocks_per_multiprocessor(const LaunchConfig& c) {
 // What the driver refuses, with its error. CUDA C++ Programming Guide, "Technical Specifications per Compute
 // Capability".
 Status validate(const LaunchConfig& c) {
-  const uint64_t threads = uint64_t{c.block.x} * c.block.y * c.block.z;
+  const uint64_t threads = threads_of(c);
   if (threads == 0 || threads > 1024 || c.block.x > 1024 || c.block.y > 1024 || c.block.z > 64)
     return invalid_configuration();
   if (c.grid.x == 0 || c.grid.x > 0x7fffffffu || c.grid.y == 0 || c.grid.y > 65535 || c.grid.z == 0 || c.grid.z > 65535)
     return invalid_configuration();
-  if (c.dynamic_shared_bytes > static_cast<size_t>(machine.options.properties.max_dynamic_shared_bytes))
-    return driver_error("cudaErrorInvalidValue: invalid argument");  // of cudaFuncSetAttribute
+  if (c.dynamic_shared_bytes > machine.shared_limit_bytes) return invalid_value();
   if (c.cluster == 0) return invalid_configuration();
   if (c.cluster > 1) {
     if (machine.options.properties.compute_capability < 90)
@@ -122,7 +126,19 @@ void begin_block(const LaunchConfig& c, uint3 index, Block& b, size_t number, Cl
 
 }  // namespace
 
+Status set_max_dynamic_shared(const void* kernel, size_t bytes) {
+  if (bytes > static_cast<size_t>(machine.options.properties.max_dynamic_shared_bytes)) return invalid_value();
+  machine.opted_in = kernel;
+  machine.opted_in_bytes = bytes;
+  return {};
+}
+
 Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(const void*), const void* arguments) {
+  // On the device an opt-in stays with its kernel; here it serves one launch, so that none leans on an earlier one's.
+  const bool opted_in = std::exchange(machine.opted_in, nullptr) == kernel;
+  machine.shared_limit_bytes = opted_in && c.dynamic_shared_bytes <= machine.opted_in_bytes
+                                   ? static_cast<size_t>(machine.options.properties.max_dynamic_shared_bytes)
+                                   : kSharedWithoutOptIn;
   WARPSMITH_RETURN_IF_FAILED(validate(c));
   ++machine.counters.launches;
   ++machine.launch_number;
@@ -135,7 +151,9 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
   order_release(&machine.launch_begins);
 
   const uint64_t clusters_x = c.grid.x / c.cluster, clusters = clusters_x * c.grid.y * c.grid.z;
-  const uint64_t at_once = c.cooperative ? clusters : machine.options.seed ? 1 + random_bits() % 3 : 1;
+  // The thread sanitizer's barriers cost the square of the threads at once: large blocks run in turn, on other stacks.
+  const bool several = machine.options.seed && (!kThreadSanitizer || threads_of(c) < 256);
+  const uint64_t at_once = c.cooperative ? clusters : several ? 1 + random_bits() % 3 : 1;
   // By seed, another order of the clusters: start anywhere and step by a number without common factor.
   uint64_t step = 1, position = 0;
   if (machine.options.seed) {

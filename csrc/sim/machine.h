@@ -110,7 +110,7 @@ struct Block : BlockView {
   std::vector<Warp> warps;
   Barrier barriers[16];
   unsigned char* arena = nullptr;
-  size_t arena_used = 0, shared_bytes = 0, dynamic_shared_bytes = 0;
+  size_t arena_number = 0, arena_used = 0, shared_bytes = 0, dynamic_shared_bytes = 0;
   std::vector<SharedArray> shared_arrays;
   Cluster* cluster = nullptr;
   bool started = false;                                   // some thread has run
@@ -135,6 +135,9 @@ struct Machine {
   void (*run_thread)(const void*) = nullptr;
   const void* kernel_arguments = nullptr;
   bool programmatic_dependent = false;
+  const void* opted_in = nullptr;  // the kernel that may have more than 48 KiB of shared memory, and how much dynamic
+  size_t opted_in_bytes = 0;
+  size_t shared_limit_bytes = 0;              // static and dynamic, of the running kernel
   int64_t launch_number = 0;                  // never reset
   std::deque<BulkOperation> bulk_operations;  // of the wave
   std::vector<BulkOperation*> in_flight;
@@ -159,8 +162,7 @@ void run_wave();
 void count_bank_conflicts(const Warp& warp);
 
 // shared_memory.cpp
-constexpr size_t kArenaBytes = 512 << 10;
-constexpr size_t kSharedLimitBytes = 227 * 1024;
+constexpr size_t kArenaBytes = 512 << 10, kPageBytes = 4096;
 constexpr size_t kMaxResidentBlocks = 4096;
 bool in_shared(const void* pointer);
 void begin_shared(Block& block, size_t number, size_t dynamic_bytes);

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "sim/machine.h"
 
@@ -33,6 +34,12 @@ void fill_with_nan(unsigned char* p, size_t bytes) {
 
 constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
+// Bytes of each arena that some block has used, from its begin on: the rest is as it was mapped.
+std::vector<size_t>& touched_bytes() {
+  static std::vector<size_t> bytes(kMaxResidentBlocks, kArenaBytes);
+  return bytes;
+}
+
 }  // namespace
 
 bool in_shared(const void* pointer) {
@@ -52,14 +59,18 @@ uint32_t window_offset(const void* pointer) {
 
 void begin_shared(Block& block, size_t number, size_t dynamic_bytes) {
   block.arena = region() + number * kArenaBytes;
+  block.arena_number = number;
   block.shared_arrays.clear();
+  size_t& touched = touched_bytes()[number];
   if constexpr (kThreadSanitizer) {
     // A fresh mapping: accesses of an earlier block to the same addresses are forgotten.
     Untracked scope;
-    mmap(block.arena, kArenaBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
-         0);
+    if (touched)
+      mmap(block.arena, round_up(touched, kPageBytes), PROT_READ | PROT_WRITE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   }
-  forbid_memory(block.arena, kArenaBytes);
+  forbid_memory(block.arena, round_up(touched, 16));
+  touched = dynamic_bytes;
   allow_memory(block.arena, dynamic_bytes);
   fill_with_nan(block.arena, dynamic_bytes);
   block.dynamic_shared = block.arena;
@@ -73,9 +84,10 @@ void* shared_array(const void* key, size_t bytes, size_t alignment, Site site) {
     if (a.key == key) return a.memory;
   Untracked scope;
   block.shared_bytes += bytes;
-  if (block.shared_bytes > kSharedLimitBytes)
-    fail("uses " + std::to_string(block.shared_bytes) + " bytes of shared memory, a block may have " +
-             std::to_string(kSharedLimitBytes),
+  if (block.shared_bytes > machine.shared_limit_bytes)
+    fail("cudaErrorInvalidValue: the kernel uses " + std::to_string(block.shared_bytes) +
+             " bytes of static and dynamic shared memory, this launch may have " +
+             std::to_string(machine.shared_limit_bytes),
          site);
   // An array is aligned to its element and no better, and is followed by a gap that the address sanitizer guards.
   size_t offset = round_up(block.arena_used + 32, alignment < 16 ? 16 : alignment);
@@ -83,7 +95,7 @@ void* shared_array(const void* key, size_t bytes, size_t alignment, Site site) {
   unsigned char* memory = block.arena + offset;
   allow_memory(memory, bytes);
   fill_with_nan(memory, bytes);
-  block.arena_used = offset + bytes;
+  block.arena_used = touched_bytes()[block.arena_number] = offset + bytes;
   block.shared_arrays.push_back({key, memory, bytes});
   return memory;
 }

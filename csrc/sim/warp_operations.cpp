@@ -9,11 +9,11 @@ void warp_operation(unsigned mask, WarpOperation compute, const void* identity, 
                     Site site) {
   Thread& me = self();
   Warp& warp = *me.warp;
-  const std::string name = what;
-  if (!(mask >> me.lane & 1)) fail(name + ": the calling lane is not in its own mask", site);
+  const auto refuse = [&](const std::string& why) { fail(what + (": " + why), site); };
+  if (!(mask >> me.lane & 1)) refuse("the calling lane is not in its own mask");
   const unsigned existing = warp.count == 32 ? kWholeWarp : (1u << warp.count) - 1;
   if (mask & ~existing) {
-    if (mask != kWholeWarp) fail(name + ": the mask names lanes that do not exist", site);
+    if (mask != kWholeWarp) refuse("the mask names lanes that do not exist");
     mask = existing;
   }
   ++machine.counters.warp_operations;
@@ -22,18 +22,19 @@ void warp_operation(unsigned mask, WarpOperation compute, const void* identity, 
   me.mask = mask;
   me.wait = {what, -1, site};
   me.state = Thread::State::waiting;
-  for (unsigned left = mask; left; left &= left - 1) {
-    const Thread& other = *warp.lanes[std::countr_zero(left)];
-    if (other.state == Thread::State::exited) fail(name + ": the mask names a lane that has exited", site);
+  for (unsigned left = mask; left;) {  // the last lanes are the likeliest to be missing
+    const int lane = 31 - std::countl_zero(left);
+    left &= ~(1u << lane);
+    const Thread& other = *warp.lanes[lane];
+    if (other.state == Thread::State::exited) refuse("the mask names a lane that has exited");
     if (other.state != Thread::State::waiting || !other.operation) {  // not all are here yet
       block_until_ready(me.wait);
       return;
     }
     if (other.operation != identity || other.wait.site.line != site.line || other.wait.site.file != site.file)
-      fail(name + ": lanes of one mask are at different operations (lines " + std::to_string(other.wait.site.line) +
-               " and " + std::to_string(site.line) + ")",
-           site);
-    if (other.mask != mask) fail(name + ": lanes pass different masks", site);
+      refuse("lanes of one mask are at different operations (lines " + std::to_string(other.wait.site.line) + " and " +
+             std::to_string(site.line) + ")");
+    if (other.mask != mask) refuse("lanes pass different masks");
   }
   void* all[32] = {};
   for (unsigned left = mask; left; left &= left - 1) {

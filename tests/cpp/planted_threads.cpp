@@ -275,6 +275,30 @@ PLANTED(two_blocks_write_one_element, "tsan", "data race") {
                  std::vector<int>(), std::vector<int>());
 }
 
+template <bool bug> __global__ void large_blocks_one_row(float* out) {
+  const int row = bug ? blockIdx.x / 2 : blockIdx.x;
+  if (threadIdx.x == 7) out[row] = static_cast<float>(row);
+}
+PLANTED(two_large_blocks_write_one_element, "tsan", "data race") {
+  Buffer<float> out(8);
+  return outcome(LAUNCH_PLANTED(bug, large_blocks_one_row, (LaunchConfig{.grid = 8, .block = 512}), out.data()),
+                 std::vector<int>(), std::vector<int>());
+}
+
+// Static shared memory leaves less than 48 KiB for the dynamic part of a launch that does not opt in to more.
+template <bool bug> __global__ void two_kinds_of_shared(float* out) {
+  WARPSMITH_SHARED(float, fixed, bug ? 5120 : 64);
+  WARPSMITH_DYNAMIC_SHARED(rest);
+  fixed[threadIdx.x] = 1;
+  *out = fixed[threadIdx.x] + static_cast<float>(rest != nullptr);
+}
+PLANTED(static_shared_memory_that_the_opt_in_forgets, "plain", "cudaErrorInvalidValue") {
+  Buffer<float> out(1);
+  return outcome(LAUNCH_PLANTED(bug, two_kinds_of_shared, (LaunchConfig{.block = 1, .dynamic_shared_bytes = 31 << 10}),
+                                out.data()),
+                 out, std::vector<int>{2});
+}
+
 template <bool bug> __global__ void wait_for_later_block(int* flag, int* out) {
   if (blockIdx.x == 0) {
     while (device::load_acquire(flag) == 0) {}

@@ -1,4 +1,6 @@
 // The rms_norm kernels on the host: every kernel of the chooser, against the formula in double precision.
+#include <algorithm>
+
 #include "harness.h"
 #include "kernels/norm/rms_norm.h"
 #include "kernels/norm/rms_norm_config.h"
@@ -101,7 +103,10 @@ template <class T, class W> struct Problem {
   }
 
   void check_backward() {
-    expect_close("dx", dx, want_dx, rounding(4));
+    // dx = rstd (g - x_hat mean): what the bracket loses where it cancels (a row of one column) grows with rstd.
+    Tolerance dx_rounding = rounding(4);
+    dx_rounding.absolute *= std::max(1.0, *std::max_element(want_rstd.begin(), want_rstd.end()));
+    expect_close("dx", dx, want_dx, dx_rounding);
     same_bits_for_every_seed("dx", dx);
     if (!s.weight) return;
     expect_close("dweight", dweight, want_dweight, rounding(4.0 * static_cast<double>(s.rows)));

@@ -75,7 +75,7 @@ TEST(launches_the_driver_refuses) {
   refused([](LaunchConfig& c) { c.cluster = 16; }, "cudaErrorInvalidClusterSize");
   refused([](LaunchConfig& c) { c.dynamic_shared_bytes = 227 * 1024 + 1; }, "cudaErrorInvalidValue");
   refused([](LaunchConfig& c) { c.grid.x = 132 * 16 + 1, c.cooperative = true; }, "cudaErrorCooperativeLaunchTooLarge");
-  refused([](LaunchConfig& c) { c.dynamic_shared_bytes = 227 * 1024; }, "bytes of shared memory, a block may have");
+  refused([](LaunchConfig& c) { c.dynamic_shared_bytes = 227 * 1024; }, "bytes of static and dynamic shared memory");
 }
 
 }  // namespace
