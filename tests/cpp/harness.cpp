@@ -1,5 +1,6 @@
 #include "harness.h"
 
+#include <algorithm>
 #include <cstdio>
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -21,12 +22,13 @@ std::vector<Test>& tests() {
 }
 
 struct State {
-  int seeds = 8;
+  int first_seed = 0, seeds = 8;
   int random_cases = 20;
   int64_t first_case = 1;
   std::string current;  // what runs, for reports
   int failures = 0;     // of the current case
-  bool quiet = false;   // while a failing case is made smaller
+  std::string failed;   // under --ask, what failed first in the current case
+  bool asks = false;
   uint64_t schedule_seed = 0;
   std::vector<std::pair<std::string, std::vector<unsigned char>>> first_outputs;
 } state;
@@ -38,45 +40,8 @@ struct State {
 
 std::string describe(const Random& random) {
   std::string text;
-  for (const auto& [value, low] : random.drawn) text += (text.empty() ? "" : " ") + std::to_string(value);
+  for (const int64_t value : random.drawn) text += (text.empty() ? "" : " ") + std::to_string(value);
   return text;
-}
-
-bool fails_with(const Test& test, const std::vector<int64_t>& draws, uint64_t seed, Random& used) {
-  used = Random(seed);
-  used.replay = draws;
-  state.failures = 0;
-  test.body(&used);
-  return state.failures > 0;
-}
-
-// Lowers one draw at a time, first to its lowest value, then by halves, until nothing can be lowered.
-void shrink_and_report(const Test& test, const Random& failing, uint64_t seed) {
-  std::vector<int64_t> draws;
-  for (const auto& [value, low] : failing.drawn) draws.push_back(value);
-  std::vector<std::pair<int64_t, int64_t>> bounds = failing.drawn;
-  state.quiet = true;
-  Random used(seed);
-  bool changed = true;
-  for (int attempts = 0; changed && attempts < 200;) {
-    changed = false;
-    for (size_t i = 0; i < draws.size() && i < bounds.size(); ++i) {
-      const int64_t low = bounds[i].second;
-      for (int64_t step = draws[i] - low; step > 0 && attempts < 200; step /= 2, ++attempts) {
-        std::vector<int64_t> smaller = draws;
-        smaller[i] -= step;
-        if (!fails_with(test, smaller, seed, used)) continue;
-        draws.clear();
-        bounds = used.drawn;
-        for (const auto& [value, lowest] : used.drawn) draws.push_back(value);
-        changed = true;
-        break;
-      }
-    }
-  }
-  state.quiet = false;
-  fails_with(test, draws, seed, used);
-  std::printf("  smallest failing draws of case %ld: %s\n", static_cast<long>(seed), describe(used).c_str());
 }
 
 int run_random(const Test& test) {
@@ -87,10 +52,32 @@ int run_random(const Test& test) {
     Random random(seed);
     test.body(&random);
     if (!state.failures) continue;
-    shrink_and_report(test, random, seed);
+    std::printf("  draws of case %ld: %s\n", static_cast<long>(seed), describe(random).c_str());
     return 1;
   }
   return 0;
+}
+
+// One line of stdin, a whole number.
+int64_t answer() {
+  char text[64];
+  if (!std::fgets(text, sizeof text, stdin)) std::exit(0);
+  return std::atoll(text);
+}
+
+// Cases for tools/sim/fuzz.py, until stdin ends. Each begins with the seed of its data and its schedule seed; then
+// every draw is asked for ("draw LOW HIGH" or "size LOW HIGH"), and "passed" or "failed WHAT" ends the case.
+int answer_cases(const Test& test) {
+  state.asks = true;
+  for (std::puts("ready"), std::fflush(stdout);; std::fflush(stdout)) {
+    Random random(static_cast<uint64_t>(answer()));
+    random.asks = true;
+    state.first_seed = static_cast<int>(answer());
+    state.failures = 0;
+    state.current = test.name;
+    test.body(&random);
+    std::puts(state.failures ? ("failed " + state.failed).c_str() : "passed");
+  }
 }
 
 int run_fixed(const Test& test) {
@@ -107,7 +94,9 @@ Registration::Registration(const char* name, void (*body)(Random*), bool random)
 }
 
 void fail(const std::string& what) {
-  if (!state.quiet && state.failures < 20)
+  if (state.asks && !state.failures)
+    state.failed = what.substr(0, what.find('\n'));
+  else if (!state.asks && state.failures < 20)
     std::printf("  FAIL %s (schedule seed %ld): %s\n", state.current.c_str(), static_cast<long>(state.schedule_seed),
                 what.c_str());
   ++state.failures;
@@ -124,14 +113,21 @@ void expect_refused(const Status& status, const std::string& part) {
     fail("expected a failure with '" + part + "', got: " + status.what());
 }
 
+int64_t Random::ask(const char* what, int64_t low, int64_t high) {
+  std::printf("%s %ld %ld\n", what, static_cast<long>(low), static_cast<long>(high));
+  std::fflush(stdout);
+  drawn.push_back(std::clamp(answer(), low, high));
+  return drawn.back();
+}
+
 int64_t Random::integer(int64_t low, int64_t high) {
-  int64_t value = low + static_cast<int64_t>(bits() % static_cast<uint64_t>(high - low + 1));
-  if (drawn.size() < replay.size()) value = std::min(std::max(replay[drawn.size()], low), high);
-  drawn.emplace_back(value, low);
-  return value;
+  if (asks) return ask("draw", low, high);
+  drawn.push_back(low + static_cast<int64_t>(bits() % static_cast<uint64_t>(high - low + 1)));
+  return drawn.back();
 }
 
 int64_t Random::size(int64_t low, int64_t high) {
+  if (asks) return ask("size", low, high);
   int64_t value = low;
   switch (bits() % 3) {
     case 0: value = low + static_cast<int64_t>(bits() % 9); break;
@@ -143,15 +139,13 @@ int64_t Random::size(int64_t low, int64_t high) {
     }
     default: value = low + static_cast<int64_t>(bits() % static_cast<uint64_t>(high - low + 1)); break;
   }
-  value = std::min(std::max(value, low), high);
-  if (drawn.size() < replay.size()) value = std::min(std::max(replay[drawn.size()], low), high);
-  drawn.emplace_back(value, low);
-  return value;
+  drawn.push_back(std::clamp(value, low, high));
+  return drawn.back();
 }
 
 void under_every_seed(const std::function<void()>& body) {
   state.first_outputs.clear();
-  for (int seed = 0; seed < state.seeds; ++seed) {
+  for (int seed = state.first_seed; seed < state.first_seed + state.seeds; ++seed) {
     state.schedule_seed = static_cast<uint64_t>(seed);
     sim::options().seed = static_cast<uint64_t>(seed);
     sim::counters() = {};
@@ -201,7 +195,7 @@ void expect_bytes(const Bytes& formula) {
 
 int main(int argc, char** argv) {
   using namespace warpsmith::test;
-  std::string only;
+  std::string only, asked;
   bool list = false;
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
@@ -216,19 +210,24 @@ int main(int argc, char** argv) {
       state.first_case = std::atoll(value), ++i;
     else if (flag == "--only")
       only = value, ++i;
+    else if (flag == "--ask")
+      asked = value, ++i;
     else {
-      std::printf("usage: %s [--seeds N] [--random N] [--first-case N] [--only PART] [--list]\n", argv[0]);
+      std::printf("usage: %s [--seeds N] [--random N] [--first-case N] [--only PART] [--ask RANDOM_TEST] [--list]\n",
+                  argv[0]);
       return 2;
     }
   }
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   __sanitizer_set_death_callback(print_current);
 #endif
+  for (const Test& test : tests())
+    if (test.random && test.name == asked) return answer_cases(test);
   int failed = 0, run = 0;
   for (const Test& test : tests()) {
     if (std::string(test.name).find(only) == std::string::npos) continue;
     if (list) {
-      std::puts(test.name);
+      std::printf("%s%s\n", test.name, test.random ? " random" : "");
       continue;
     }
     const int result = test.random ? run_random(test) : run_fixed(test);

@@ -30,7 +30,7 @@
 namespace warpsmith::test {
 
 // ---- expectations: a failure is recorded and the test goes on
-// -----------------------------------------------------------
+
 void fail(const std::string& what);
 inline void expect(bool ok, const std::string& what) {
   if (!ok) fail(what);
@@ -43,8 +43,8 @@ template <class A, class B> void expect_equal(const std::string& what, const A& 
 }
 
 // ---- memory
-// --------------------------------------------------------------------------------------------------------------- An
-// allocation of exactly `count` elements, aligned like torch's allocator, `offset` elements past that alignment. The
+
+// An allocation of exactly `count` elements, aligned like torch's allocator, `offset` elements past that alignment. The
 // address sanitizer sees the first byte outside it. Filled with NaN bytes.
 template <class T> class Buffer {
  public:
@@ -74,8 +74,8 @@ template <class T> class Buffer {
 };
 
 // ---- random numbers
-// --------------------------------------------------------------------------------------------------------- Draws are
-// remembered, so that a failing random case can be made smaller: every draw is lowered as far as the case still fails.
+
+// Draws come from a seed, or one by one from tools/sim/fuzz.py, which makes failing cases smaller.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 1) {}
@@ -86,32 +86,35 @@ class Random {
   }
   // Small sizes, and sizes next to powers of two and tiles, more often than a uniform draw would give.
   int64_t size(int64_t low, int64_t high);
-  uint64_t bits() {  // splitmix64; not remembered: for data
+  uint64_t bits() {  // splitmix64; for data: from the seed alone
     uint64_t z = state_ += 0x9e3779b97f4a7c15ull;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     return z ^ (z >> 31);
   }
 
-  std::vector<int64_t> replay;                     // used instead of drawing, as far as they go
-  std::vector<std::pair<int64_t, int64_t>> drawn;  // (value, low)
+  bool asks = false;           // the draws of tools/sim/fuzz.py
+  std::vector<int64_t> drawn;  // for reports
  private:
+  int64_t ask(const char* what, int64_t low, int64_t high);
   uint64_t state_;
 };
 
-// Data: normal(0, 1) * scale, rounded to T, from a seed.
+// Data: scale times a sum of four uniform numbers, of mean 0 and variance 1 (nearly normal, within 3.5 of 0), rounded
+// to T.
 template <class T> void fill_normal(Buffer<T>& buffer, uint64_t seed, float scale = 1.0f, float mean = 0.0f) {
+  constexpr float kMean = 2 * 65535.0f, kDeviation = 37837.2f;  // sqrt(4 (2^32 - 1) / 12)
   Random random(seed);
+  T* data = buffer.data();
   for (size_t i = 0; i < buffer.size(); ++i) {
-    const double u = (static_cast<double>(random.bits() >> 11) + 0.5) * 0x1p-53;
-    const double v = (static_cast<double>(random.bits() >> 11) + 0.5) * 0x1p-53;
-    buffer[i] =
-        from_float<T>(mean + scale * static_cast<float>(std::sqrt(-2 * std::log(u)) * std::cos(6.283185307179586 * v)));
+    const uint64_t r = random.bits();
+    const auto sum = static_cast<float>((r & 0xffff) + (r >> 16 & 0xffff) + (r >> 32 & 0xffff) + (r >> 48));
+    data[i] = from_float<T>(mean + scale * ((sum - kMean) / kDeviation));
   }
 }
 
 // ---- running
-// ------------------------------------------------------------------------------------------------------------------
+
 // Runs `body` once per schedule seed, with counters reset before each.
 void under_every_seed(const std::function<void()>& body);
 
@@ -122,8 +125,9 @@ template <class T> void same_bits_for_every_seed(const std::string& name, const 
 }
 
 // ---- comparison with an oracle
-// ------------------------------------------------------------------------------------------------ |actual - expected|
-// <= ulps * (spacing of T at expected) + relative * |expected| + absolute; NaN and infinities must match.
+
+// |actual - expected| <= ulps * (spacing of T at expected) + relative * |expected| + absolute; NaN and infinities must
+// match.
 struct Tolerance {
   double ulps = 0, relative = 0, absolute = 0;
 };
@@ -145,7 +149,7 @@ template <class T, class Oracle> void expect_close(const std::string& name, cons
 }
 
 // ---- counted bytes
-// ---------------------------------------------------------------------------------------------------------------
+
 // Global bytes since the seed began (or since sim::counters() was reset), through the vocabulary.
 struct Bytes {
   int64_t read, written;
@@ -153,7 +157,7 @@ struct Bytes {
 void expect_bytes(const Bytes& formula);
 
 // ---- registration
-// -----------------------------------------------------------------------------------------------------------------
+
 struct Registration {
   Registration(const char* name, void (*body)(Random*), bool random);
 };
@@ -162,7 +166,7 @@ struct Registration {
   static const ::warpsmith::test::Registration register_##name(         \
       #name, [](::warpsmith::test::Random*) { test_##name(); }, false); \
   static void test_##name()
-// Runs --random times with other draws; a failing case is made smaller and printed with its draws.
+// Runs --random times with other draws; tools/sim/fuzz.py runs it with draws of hypothesis.
 #define RANDOM_TEST(name)                                                  \
   static void test_##name(::warpsmith::test::Random& random);              \
   static const ::warpsmith::test::Registration register_##name(            \

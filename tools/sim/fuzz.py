@@ -1,0 +1,213 @@
+"""Random cases by hypothesis: draws for the RANDOM_TESTs of tests/cpp/sim_<op>.cpp, made smaller when a case fails.
+
+    python tools/sim/fuzz.py --op rms_norm --cases 2000
+    python tools/sim/fuzz.py --op rms_norm --variant asan --seed 7      # other draws, with the address sanitizer
+    python tools/sim/fuzz.py --op rms_norm --replay random_problems "0 0 1 13 1 0 0 0 1 1"
+
+The program runs once and asks for every draw (shape, stride, dtype, offset) over a pipe; a crash is a failing case like
+any other. Without --op: all ops. What a RANDOM_TEST draws is written in its body, so that a new op needs nothing here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+import build
+
+BATCH = 250  # cases between two looks at the clock
+TIMEOUT_S = 120.0  # for one answer of the program
+
+
+@cache
+def values(kind: str, low: int, high: int) -> st.SearchStrategy[int]:
+    """Whole numbers from low to high; sizes are small, or next to a power of two, more often."""
+    if kind == "draw" or high - low < 9:
+        return st.integers(low, high)
+    near = {p + d for p in (1 << n for n in range(63)) for d in (-1, 0, 1)}
+    powers = sorted(n for n in near if low <= n <= high)
+    return st.integers(low, low + 8) | (st.sampled_from(powers) if powers else st.nothing()) | st.integers(low, high)
+
+
+class Program:
+    """A sim program that answers cases of one RANDOM_TEST; started again after a crash."""
+
+    def __init__(self, path: Path, test: str) -> None:
+        self.command = [str(path), "--ask", test, "--seeds", "1"]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def _start(self) -> None:
+        self.errors = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env={**os.environ, **build.ENVIRONMENT},
+            cwd=build.ROOT,
+            bufsize=0,
+        )
+        self.pending = b""
+        if self._line() != "ready":
+            raise RuntimeError(f"{self.command} has no such RANDOM_TEST")
+
+    def close(self) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.communicate()
+            self.errors.close()
+            self.process = None
+
+    def _line(self) -> str:
+        assert self.process and self.process.stdout
+        while b"\n" not in self.pending:
+            if not select.select([self.process.stdout], [], [], TIMEOUT_S)[0]:
+                self.close()
+                raise AssertionError(f"no answer within {TIMEOUT_S:g} s")
+            read = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not read:
+                status = self.process.wait()
+                self.errors.seek(0)
+                text = self.errors.read().decode(errors="replace")[:4000]
+                self.close()
+                raise AssertionError(f"the program died (exit status {status}): {text}")
+            self.pending += read
+        line, self.pending = self.pending.split(b"\n", 1)
+        return line.decode(errors="replace")
+
+    def _answer(self, value: int) -> None:
+        assert self.process and self.process.stdin
+        os.write(self.process.stdin.fileno(), b"%d\n" % value)
+
+    def run(self, pick: Callable[[str, int, int], int]) -> None:
+        """One case, with the draws that `pick(kind, low, high)` gives; raises AssertionError where it fails."""
+        if not self.process:
+            self._start()
+        first = [pick("draw", 0, 2**32 - 1), pick("draw", 0, 7)]  # seeds of the data and of the schedule
+        for value in first:
+            self._answer(value)
+        while (line := self._line()) != "passed":
+            kind, *rest = line.split()
+            if kind == "failed":
+                raise AssertionError(line)
+            try:
+                value = pick(kind, int(rest[0]), int(rest[1]))
+            except BaseException:  # hypothesis has seen enough of this case
+                self.close()
+                raise
+            self._answer(value)
+
+
+@dataclass
+class Outcome:
+    cases: int
+    seconds: float
+    failure: str = ""  # of the smallest failing case, with its draws
+
+
+def random_tests(program: Path) -> list[str]:
+    lines = build.run(program, ["--list"]).stdout.splitlines()
+    return [line.split()[0] for line in lines if line.endswith(" random")]
+
+
+def fuzz(path: Path, test: str, cases: int, first_seed: int = 0, seconds: float = float("inf")) -> Outcome:
+    """Runs cases in batches until there are enough or the time is over."""
+    program = Program(path, test)
+    started = time.monotonic()
+    done = 0
+
+    def case(data: st.DataObject) -> None:
+        nonlocal done
+        done += 1
+        drawn: list[int] = []
+
+        def pick(kind: str, low: int, high: int) -> int:
+            drawn.append(data.draw(values(kind, low, high)))
+            return drawn[-1]
+
+        try:
+            program.run(pick)
+        except AssertionError as failed:
+            draws = " ".join(map(str, drawn))
+            raise AssertionError(f'{failed}\n  smallest failing case: --replay {test} "{draws}"') from None
+
+    config = settings(
+        max_examples=BATCH,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    try:
+        batch = 0
+        while done < cases and time.monotonic() - started < seconds:
+            wanted = settings(config, max_examples=min(BATCH, cases - done))
+            seed(first_seed * 1_000_003 + batch)(wanted(given(st.data())(case)))()
+            batch += 1
+    except AssertionError as failed:
+        return Outcome(done, time.monotonic() - started, str(failed))
+    finally:
+        program.close()
+    return Outcome(done, time.monotonic() - started)
+
+
+def fuzz_op(path: Path, cases: int, first_seed: int = 0, seconds: float = float("inf")) -> tuple[str, bool]:
+    """All RANDOM_TESTs of a program share the cases; (a line that says so, whether none failed)."""
+    tests = random_tests(path)
+    outcomes = [(name, fuzz(path, name, -(-cases // len(tests)), first_seed, seconds / len(tests))) for name in tests]
+    total = sum(o.cases for _, o in outcomes)
+    spent = sum(o.seconds for _, o in outcomes)
+    lines = [f"{name}: {o.failure}" for name, o in outcomes if o.failure]
+    summary = f"{path.name}: {total:,} random cases of {', '.join(tests) or 'no RANDOM_TEST'} in {spent:.1f} s"
+    return "\n".join([summary, *lines]), not lines
+
+
+def replay(path: Path, test: str, draws: list[int]) -> int:
+    program, left = Program(path, test), iter(draws)
+    try:
+        program.run(lambda kind, low, high: next(left, low))
+    except AssertionError as failed:
+        print(failed)
+        return 1
+    finally:
+        program.close()
+    print("passed")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", help="default: all")
+    parser.add_argument("--cases", type=int, default=2000, help="of an op (default 2000)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no new batch of cases of an op after that")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variant", choices=[*build.VARIANTS], default="plain")
+    parser.add_argument("--replay", nargs=2, metavar=("TEST", "DRAWS"), help="run one case again")
+    arguments = parser.parse_args()
+    good = True
+    for test in build.tests_of(arguments.op):
+        program = build.build(test, arguments.variant)
+        if arguments.replay:
+            return replay(program, arguments.replay[0], [int(d) for d in arguments.replay[1].split()])
+        if random_tests(program):
+            text, passed = fuzz_op(program, arguments.cases, arguments.seed, arguments.seconds)
+            print(text, flush=True)
+            good = good and passed
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
