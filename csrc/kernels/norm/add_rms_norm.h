@@ -1,0 +1,17 @@
+#pragma once
+#include "kernels/norm/norm.h"
+
+// add_rms_norm: kind rms, with a residual, without dropout and bias.
+namespace warpsmith {
+
+Status add_rms_norm_forward_cuda(const NormForwardParams& params, void* stream);
+Status add_rms_norm_forward_cpu(const NormForwardParams& params, const Parallel& parallel);
+
+// How many partial rows a backward with these params writes on the current device (the pointers of the partials are not
+// read, all others are: alignment decides).
+Status add_rms_norm_partial_rows_cuda(const NormBackwardParams& params, int64_t* partial_rows);
+
+Status add_rms_norm_backward_cuda(const NormBackwardParams& params, void* stream);
+Status add_rms_norm_backward_cpu(const NormBackwardParams& params, const Parallel& parallel);
+
+}  // namespace warpsmith

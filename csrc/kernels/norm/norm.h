@@ -1,0 +1,78 @@
+#pragma once
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/parallel.h"
+#include "common/status.h"
+
+// The params that the ops of the norm family share. An op is a kind (rms or layer), with or without a residual and
+// dropout; columns are adjacent, strides are in elements, sums and statistics are fp32 (fp64 for float64).
+namespace warpsmith {
+
+enum class NormKind : uint8_t { rms, layer };
+
+// Dropout of an op that has it: element e = row * columns + column takes 16 random bits, a function of the seed and e
+// alone, and is dropped where they are below `threshold`. The backward makes the same bits again.
+struct NormDropout {
+  const int64_t* seed = nullptr;  // [2] on the device of x: seed, offset; null: nothing is dropped
+  uint32_t threshold = 0;         // of 65536: the probability of a drop; 65536 drops everything
+  float scale = 1;                // of what is kept
+};
+
+// With s = x, or s = dropout(x) + residual rounded to residual_dtype (what residual_out holds), for each row:
+//   rms:    y = s * rstd * (weight + weight_offset) + bias,           rstd = 1 / sqrt(mean(s^2) + eps)
+//   layer:  y = (s - mean(s)) * rstd * (weight + weight_offset) + bias,    rstd = 1 / sqrt(mean((s - mean(s))^2) + eps)
+struct NormForwardParams {
+  const void* x = nullptr;         // [rows, columns], dtype; rows x_stride apart
+  const void* residual = nullptr;  // [rows, columns], residual_dtype; rows residual_stride apart; null: the op has none
+  const void* weight = nullptr;    // [columns], weight_dtype; null: all ones (weight_offset is then not used)
+  const void* bias = nullptr;      // [columns], weight_dtype; null: zeros (always so for rms)
+  void* y = nullptr;               // [rows, columns], dtype, contiguous
+  void* residual_out = nullptr;    // [rows, columns], residual_dtype, contiguous; null exactly when residual is
+  void* mean = nullptr;            // [rows], float (double for float64); null: not wanted (always so for rms)
+  void* rstd = nullptr;            // [rows], float (double for float64); null: not wanted
+  int64_t rows = 0, columns = 0, x_stride = 0, residual_stride = 0;
+  double eps = 0, weight_offset = 0;
+  NormDropout dropout;  // only with a residual
+  NormKind kind = NormKind::rms;
+  Dtype dtype = Dtype::float32;           // of x and y
+  Dtype residual_dtype = Dtype::float32;  // dtype, or float32 beside a 16-bit dtype; dtype without a residual
+  Dtype weight_dtype = Dtype::float32;    // dtype, or float32 beside a 16-bit dtype
+};
+
+// With s_hat = (s - mean) * rstd (mean = 0 for rms) and g = dy * (weight + weight_offset):
+//   ds = rstd * (g - s_hat * mean(g * s_hat) - mean(g)) + dresidual_out     (rms: without mean(g))
+//   dresidual = ds,   dx = ds, or ds * scale where the element was kept and 0 where it was dropped
+//   dweight = sum over rows of dy * s_hat,   dbias = sum over rows of dy.
+struct NormBackwardParams {
+  const void* dy = nullptr;             // [rows, columns], dtype; rows dy_stride apart
+  const void* dresidual_out = nullptr;  // [rows, columns], residual_dtype; rows dresidual_out_stride apart; null: zeros
+  const void* s = nullptr;  // [rows, columns], residual_dtype; rows s_stride apart: x, or residual_out of the forward
+  const void* weight = nullptr;  // [columns], weight_dtype, or null
+  const void* mean = nullptr;    // [rows], float (double for float64); null for rms
+  const void* rstd = nullptr;    // [rows], float (double for float64)
+  void* dx = nullptr;            // [rows, columns], dtype, contiguous; null: not wanted
+  void* dresidual = nullptr;     // [rows, columns], residual_dtype, contiguous; null: not wanted, or the same as dx (no
+                                 // dropout, residual_dtype equal to dtype: the caller hands out dx for both)
+  void* dweight = nullptr;       // [columns], weight_dtype; null: not wanted
+  void* dbias = nullptr;         // [columns], weight_dtype; null: not wanted
+  void* dweight_partials = nullptr;  // [partial rows, columns], float (double for float64); null when dweight is
+  void* dbias_partials = nullptr;    // [partial rows, columns], float (double for float64); null when dbias is
+  int64_t rows = 0, columns = 0, dy_stride = 0, dresidual_out_stride = 0, s_stride = 0;
+  double weight_offset = 0;
+  NormDropout dropout;
+  NormKind kind = NormKind::rms;
+  Dtype dtype = Dtype::float32;           // of dy and dx
+  Dtype residual_dtype = Dtype::float32;  // of s, dresidual_out and dresidual; dtype without a residual
+  Dtype weight_dtype = Dtype::float32;
+};
+
+// dweight and dbias are summed in two stages in a fixed order: into partial rows by row blocks, then over those. How
+// many partial rows a backward on the CPU writes; a CUDA op answers for itself (<op>_partial_rows_cuda).
+int64_t norm_partial_rows_cpu(int64_t rows);
+
+// The CPU's body of the whole family.
+Status norm_forward_cpu(const NormForwardParams& params, const Parallel& parallel);
+Status norm_backward_cpu(const NormBackwardParams& params, const Parallel& parallel);
+
+}  // namespace warpsmith
