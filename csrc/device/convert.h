@@ -71,4 +71,20 @@ template <> __device__ __forceinline__ uint32_t pack<float16>(float low, float h
 #endif
 }
 
+// The halves of such a register as floats. Keeping 16-bit values packed in 32-bit registers until they are used halves
+// the registers that a thread needs for them.
+template <class T> __device__ __forceinline__ float low_half(uint32_t two);
+template <class T> __device__ __forceinline__ float high_half(uint32_t two);
+
+template <> __device__ __forceinline__ float low_half<bfloat16>(uint32_t two) { return __uint_as_float(two << 16); }
+template <> __device__ __forceinline__ float high_half<bfloat16>(uint32_t two) {
+  return __uint_as_float(two & 0xffff0000u);
+}
+template <> __device__ __forceinline__ float low_half<float16>(uint32_t two) {
+  return to_float(float16{static_cast<uint16_t>(two)});
+}
+template <> __device__ __forceinline__ float high_half<float16>(uint32_t two) {
+  return to_float(float16{static_cast<uint16_t>(two >> 16)});
+}
+
 }  // namespace warpsmith::device

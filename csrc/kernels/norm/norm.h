@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "common/dropout.h"
 #include "common/dtype.h"
 #include "common/parallel.h"
 #include "common/status.h"
@@ -10,14 +11,6 @@
 namespace warpsmith {
 
 enum class NormKind : uint8_t { rms, layer };
-
-// Dropout of an op that has it: element e = row * columns + column takes 16 random bits, a function of the seed and e
-// alone, and is dropped where they are below `threshold`. The backward makes the same bits again.
-struct NormDropout {
-  const int64_t* seed = nullptr;  // [2] on the device of x: seed, offset; null: nothing is dropped
-  uint32_t threshold = 0;         // of 65536: the probability of a drop; 65536 drops everything
-  float scale = 1;                // of what is kept
-};
 
 // With s = x, or s = dropout(x) + residual rounded to residual_dtype (what residual_out holds), for each row:
 //   rms:    y = s * rstd * (weight + weight_offset) + bias,           rstd = 1 / sqrt(mean(s^2) + eps)
@@ -33,7 +26,7 @@ struct NormForwardParams {
   void* rstd = nullptr;            // [rows], float (double for float64); null: not wanted
   int64_t rows = 0, columns = 0, x_stride = 0, residual_stride = 0;
   double eps = 0, weight_offset = 0;
-  NormDropout dropout;  // only with a residual
+  Dropout dropout = {nullptr, 0, 1};  // of x, elements counted as row * columns + column; only with a residual
   NormKind kind = NormKind::rms;
   Dtype dtype = Dtype::float32;           // of x and y
   Dtype residual_dtype = Dtype::float32;  // dtype, or float32 beside a 16-bit dtype; dtype without a residual
@@ -60,7 +53,7 @@ struct NormBackwardParams {
   void* dbias_partials = nullptr;    // [partial rows, columns], float (double for float64); null when dbias is
   int64_t rows = 0, columns = 0, dy_stride = 0, dresidual_out_stride = 0, s_stride = 0;
   double weight_offset = 0;
-  NormDropout dropout;
+  Dropout dropout = {nullptr, 0, 1};  // as in the forward
   NormKind kind = NormKind::rms;
   Dtype dtype = Dtype::float32;           // of dy and dx
   Dtype residual_dtype = Dtype::float32;  // of s, dresidual_out and dresidual; dtype without a residual

@@ -1,0 +1,369 @@
+#pragma once
+#include "device/async_copy.h"
+#include "device/programmatic_launch.h"
+#include "kernels/norm/norm_row.cuh"
+
+// The backward of the norm family, as templates over the op, the storage types T (dy and dx) and R (s, dresidual_out
+// and dresidual) and the threads of a row. Sums are float, in a fixed order.
+//
+// The gradients of weight and bias are summed in two stages: each block (or cluster) adds up its rows in registers and
+// writes one partial row; sum_partials adds those.
+namespace warpsmith::norm {
+
+// Rows on their way through shared memory, in slots of 16 bytes: each thread copies its own pieces of a row
+// asynchronously, stages - 1 steps ahead (2 to 4 stages), and reads back only those, so that no barrier is needed.
+// kPieces: slots of a thread and stage.
+template <int kPieces> struct Ring {
+  static constexpr int kSlotBytes = 16;
+  unsigned char* slots;  // [stages, kPieces, threads of the block]
+  int stages;
+  int stage = 0;  // of the step in hand
+
+  __device__ __forceinline__ unsigned char* slot(int of_stage, int piece) const {
+    return slots + ((of_stage * kPieces + piece) * static_cast<int>(blockDim.x) + threadIdx.x) * kSlotBytes;
+  }
+
+  // Copies N elements to the slots from `piece` on; zeros where there is nothing.
+  template <class T, int N> __device__ __forceinline__ void request(int of_stage, int piece, const void* base,
+                                                                    int64_t element, bool valid) const {
+    constexpr int kPer = kSlotBytes / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < N / kPer; ++i)
+      device::copy_async<kSlotBytes>(slot(of_stage, piece + i),
+                                     static_cast<const T*>(base) + (valid ? element + i * kPer : 0), valid);
+  }
+
+  template <class T, int N> __device__ __forceinline__ Elements<T, N> read(int of_stage, int piece) const {
+    using Slot = Vector<uint32_t, kSlotBytes / 4>;
+    Elements<T, N> all;
+#pragma unroll
+    for (int i = 0; i < all.kWords / 4; ++i) {
+      const Slot part = *reinterpret_cast<const Slot*>(slot(of_stage, piece + i));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) all.words[i * 4 + k] = part.at[k];
+    }
+    return all;
+  }
+
+  __device__ __forceinline__ int last_stage() const { return stage == 0 ? stages - 1 : stage - 1; }
+  __device__ __forceinline__ void advance() { stage = stage + 1 == stages ? 0 : stage + 1; }
+
+  __device__ __forceinline__ void wait_for_oldest() const {
+    if (stages == 2)
+      device::copy_async_wait<1>();
+    else if (stages == 3)
+      device::copy_async_wait<2>();
+    else
+      device::copy_async_wait<3>();
+  }
+};
+
+// Stores N sums in pieces of at most 16 bytes.
+template <int N> __device__ __forceinline__ void store_sums(float* to, const float (&sums)[N]) {
+  Vector<float, N> all;
+#pragma unroll
+  for (int k = 0; k < N; ++k) all.at[k] = sums[k];
+  store_elements(to, 0, rounded<float>(all));
+}
+
+// One partial row of a block's groups: through shared memory [groups, columns], which must be free.
+template <int N, int V> __device__ __forceinline__ void store_group_sums(float* partial, const float (&sums)[V][N],
+                                                                         float* shared, const Place<Scope::group>& at,
+                                                                         int columns) {
+  __syncthreads();
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    const int column = at.template column<N>(v);
+    if (column < columns) store_sums(shared + at.group * columns + column, sums[v]);
+  }
+  __syncthreads();
+  for (int c = static_cast<int>(threadIdx.x); c < columns; c += static_cast<int>(blockDim.x)) {
+    float sum = 0;
+    for (int g = 0; g < at.groups; ++g) sum += shared[g * columns + c];
+    device::store(partial + c, sum);
+  }
+}
+
+// Reads dy, s and dresidual_out once and writes dx (and dresidual) once, mean and rstd, and a partial row a block or
+// cluster. Persistent units (a group, a block or a cluster; U rows at a time) step through the rows side by side, with
+// the weight and the sums of its gradient in registers. A row has at most row_threads * V * N columns.
+//
+// Shared memory: a Ring of dy, s and dresidual_out; at the end it takes the sums of the block's groups.
+template <class Op, class T, class R, int V, int U, Scope S, int kMaxThreads, int kMinBlocks>
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBackwardParams p, int lanes, int stages) {
+  constexpr int N = kVector<T>, kR = sizeof(R) / sizeof(T);
+  constexpr int kVectorPieces = 1 + kR + (Op::kResidual ? kR : 0), kPieces = kVectorPieces * U * V;
+  constexpr bool kKeep = U * V == 1;  // g and s_hat stay in registers over the row's sums; else they are made again
+  constexpr int kScratch = S == Scope::group ? 1 : Exchange<S, U * Op::kSums>::kFloats;
+  WARPSMITH_SHARED(float, scratch, kScratch);
+  WARPSMITH_DYNAMIC_SHARED(shared);
+  const Place<S> at(lanes);
+  Exchange<S, U * Op::kSums> exchange{scratch};
+  if constexpr (S == Scope::cluster) device::cluster_arrive();
+  const int columns = static_cast<int>(p.columns);
+  const float inverse = 1.f / static_cast<float>(columns);
+  // A warp's rows begin together: `base` is the same in all its lanes, `side` is the lane's own row among them.
+  const int side = S == Scope::group ? at.group % (32 / lanes) : 0;
+  const int64_t base = S == Scope::group ? at.unit * at.groups + at.group - side : at.unit * U;
+  const int64_t step = at.units * (S == Scope::group ? at.groups : U);
+  static_assert(S != Scope::group || U == 1);
+  Ring<kPieces> ring{shared, stages};
+
+  const auto row_at = [&](int64_t first_row, int u) { return first_row + side + u; };
+  const auto request = [&](int64_t first_row, int stage) {
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int64_t row = row_at(first_row, u);
+        const int column = at.template column<N>(v), piece = (u * V + v) * kVectorPieces;
+        const bool valid = row < p.rows && column < columns;
+        ring.template request<T, N>(stage, piece, p.dy, row * p.dy_stride + column, valid);
+        ring.template request<R, N>(stage, piece + 1, p.s, row * p.s_stride + column, valid);
+        if constexpr (Op::kResidual)
+          ring.template request<R, N>(stage, piece + 1 + kR, p.dresidual_out ? p.dresidual_out : p.s,
+                                      p.dresidual_out ? row * p.dresidual_out_stride + column : 0,
+                                      valid && p.dresidual_out);
+      }
+    device::copy_async_commit();
+  };
+  float next_rstd[U], next_mean[U] = {};
+  const auto request_moments = [&](int64_t first_row) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t row = row_at(first_row, u);
+      next_rstd[u] = row < p.rows ? device::load(static_cast<const float*>(p.rstd) + row) : 0.f;
+      if constexpr (Op::kLayer)
+        next_mean[u] = row < p.rows ? device::load(static_cast<const float*>(p.mean) + row) : 0.f;
+    }
+  };
+
+  for (int s = 0; s < stages - 1; ++s) request(base + s * step, s);
+  request_moments(base);
+  float dweight[V][N] = {}, dbias[V][N] = {};
+  Vector<float, N> w[V];
+  with_weight_type<T>(p.weight_dtype, [&]<class W>() {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const int column = at.template column<N>(v);
+      w[v] = {};
+      if (column < columns) w[v] = load_affine<W, N>(p.weight, column, static_cast<float>(p.weight_offset), 1.f);
+    }
+  });
+  if constexpr (S == Scope::cluster) device::cluster_wait();
+
+  for (int64_t first_row = base; first_row < p.rows; first_row += step) {
+    request(first_row + (stages - 1) * step, ring.last_stage());
+    ring.wait_for_oldest();
+    float rstd[U], mean[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) rstd[u] = next_rstd[u], mean[u] = next_mean[u];
+    request_moments(first_row + step);
+    Vector<float, N> g[V], s_hat[V];
+    const auto unpack = [&](int u, int v) {  // fills g and s_hat of vector v, gives dy
+      const int piece = (u * V + v) * kVectorPieces;
+      const auto dy = ring.template read<T, N>(ring.stage, piece);
+      const auto s = ring.template read<R, N>(ring.stage, piece + 1);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const float value = s[k];
+        s_hat[v].at[k] = (Op::kLayer ? value - mean[u] : value) * rstd[u];
+        g[v].at[k] = dy[k] * w[v].at[k];
+      }
+      return dy;
+    };
+    float sums[U * Op::kSums] = {};
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const auto dy = unpack(u, v);
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+          sums[u * Op::kSums] += g[v].at[k] * s_hat[v].at[k];
+          dweight[v][k] += dy[k] * s_hat[v].at[k];
+          if constexpr (Op::kLayer) {
+            sums[u * Op::kSums + 1] += g[v].at[k];
+            dbias[v][k] += dy[k];
+          }
+        }
+      }
+    if (p.dx || p.dresidual) {
+      row_sums(sums, at, exchange);
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          if (!kKeep) unpack(u, v);
+          const int64_t row = row_at(first_row, u);
+          const int column = at.template column<N>(v);
+          if (row >= p.rows || column >= columns) continue;
+          const float along = sums[u * Op::kSums] * inverse;
+          const float shift = Op::kLayer ? sums[u * Op::kSums + Op::kSums - 1] * inverse : 0.f;
+          Vector<float, N> ds;
+#pragma unroll
+          for (int k = 0; k < N; ++k)
+            ds.at[k] = rstd[u] * (g[v].at[k] - s_hat[v].at[k] * along - (Op::kLayer ? shift : 0.f));
+          const int64_t element = row * p.columns + column;
+          if constexpr (Op::kResidual) {
+            const auto passed = ring.template read<R, N>(ring.stage, (u * V + v) * kVectorPieces + 1 + kR);
+#pragma unroll
+            for (int k = 0; k < N; ++k) ds.at[k] += passed[k];
+            if (p.dresidual) store_elements(p.dresidual, element, rounded<R>(ds));
+            if constexpr (Op::kDropout) drop_out(ds, p.dropout, element);
+          }
+          if (p.dx) store_elements(p.dx, element, rounded<T>(ds));
+        }
+    }
+    ring.advance();
+  }
+  device::copy_async_wait<0>();
+  device::launch_dependents();
+
+  const auto store_partials = [&](void* partials, const float (&sums)[V][N]) {
+    if (!partials) return;
+    float* partial = static_cast<float*>(partials) + at.unit * p.columns;
+    if constexpr (S == Scope::group) {
+      store_group_sums<N, V>(partial, sums, reinterpret_cast<float*>(shared), at, columns);
+    } else {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int column = at.template column<N>(v);
+        if (column < columns) store_sums(partial + column, sums[v]);
+      }
+    }
+  };
+  store_partials(p.dweight_partials, dweight);
+  if constexpr (Op::kLayer) store_partials(p.dbias_partials, dbias);
+}
+
+// Any length, alignment and dtype, N elements at a time: reads dy and s twice. Each group (a warp, or the block) keeps
+// its sums in a partial row of its own, of which every column belongs to one thread.
+template <class Op, int N> __global__ void __launch_bounds__(1024, 1) backward_looped(NormBackwardParams p, int lanes) {
+  WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
+  LoopedSum row_sum{scratch, lanes};
+  const int lane = threadIdx.x % lanes;
+  const int64_t group = int64_t{blockIdx.x} * (blockDim.x / lanes) + threadIdx.x / lanes;
+  const int64_t groups = int64_t{gridDim.x} * (blockDim.x / lanes);
+  const int64_t step = int64_t{lanes} * N, first = int64_t{lane} * N;
+  const float inverse = 1.f / static_cast<float>(p.columns);
+  float* dweight = p.dweight_partials ? static_cast<float*>(p.dweight_partials) + group * p.columns : nullptr;
+  float* dbias = p.dbias_partials ? static_cast<float*>(p.dbias_partials) + group * p.columns : nullptr;
+  for (int64_t c = first; c < p.columns; c += step) {
+    if (dweight) store_floats<float>(dweight, c, Vector<float, N>{});
+    if (dbias) store_floats<float>(dbias, c, Vector<float, N>{});
+  }
+
+  for (int64_t r = group; r < p.rows; r += groups) {
+    const float rstd = device::load(static_cast<const float*>(p.rstd) + r);
+    const float mean = Op::kLayer ? device::load(static_cast<const float*>(p.mean) + r) : 0.f;
+    Vector<float, N> dy, g, s_hat;
+    const auto read = [&](int64_t c) {
+      dy = load_as<N>(p.dy, r * p.dy_stride + c, p.dtype);
+      s_hat = load_as<N>(p.s, r * p.s_stride + c, p.residual_dtype);
+      const auto w = load_affine_as<N>(p.weight, c, p.weight_dtype, static_cast<float>(p.weight_offset), 1.f);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        s_hat.at[k] = (s_hat.at[k] - mean) * rstd;
+        g.at[k] = dy.at[k] * w.at[k];
+      }
+    };
+    float along = 0, shift = 0;
+    if (p.dx || p.dresidual) {
+      for (int64_t c = first; c < p.columns; c += step) {
+        read(c);
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+          along += g.at[k] * s_hat.at[k];
+          if constexpr (Op::kLayer) shift += g.at[k];
+        }
+      }
+      along = row_sum(along) * inverse;
+      if constexpr (Op::kLayer) shift = row_sum(shift) * inverse;
+    }
+    for (int64_t c = first; c < p.columns; c += step) {
+      read(c);
+      const auto add_to = [&](float* partial, const Vector<float, N>& x) {
+        if (!partial) return;
+        auto sum = load_floats<float, N>(partial, c);
+#pragma unroll
+        for (int k = 0; k < N; ++k) sum.at[k] += x.at[k];
+        store_floats<float>(partial, c, sum);
+      };
+      Vector<float, N> ds, product;
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        product.at[k] = dy.at[k] * s_hat.at[k];
+        ds.at[k] = rstd * (g.at[k] - s_hat.at[k] * along - shift);
+      }
+      add_to(dweight, product);
+      add_to(dbias, dy);
+      const int64_t element = r * p.columns + c;
+      if constexpr (Op::kResidual) {
+        if (p.dresidual_out) {
+          const auto passed = load_as<N>(p.dresidual_out, r * p.dresidual_out_stride + c, p.residual_dtype);
+#pragma unroll
+          for (int k = 0; k < N; ++k) ds.at[k] += passed.at[k];
+        }
+        if (p.dresidual) store_as(p.dresidual, element, ds, p.residual_dtype);
+        if constexpr (Op::kDropout) drop_out(ds, p.dropout, element);
+      }
+      if (p.dx) store_as(p.dx, element, ds, p.dtype);
+    }
+  }
+  device::launch_dependents();
+}
+
+struct SumPartialsParams {
+  const float* partials[2];  // [rows, columns]; grid.y of them
+  void* sums[2];             // [columns], dtype
+  int64_t rows, columns;
+  Dtype dtype;
+};
+
+constexpr int kMaxSumTileVectors = 32;
+
+// Columns added up over the partial rows in a fixed order: interleaved sums by each thread (all its loads in flight
+// together), over the threads of a warp that hold the same columns, over the warps. A block takes `tile_vectors` (a
+// power of two up to 32) vectors of N columns.
+template <int N> __global__ void __launch_bounds__(1024, 1) sum_partials(SumPartialsParams p, int tile_vectors) {
+  using Part = Vector<float, N>;
+  WARPSMITH_SHARED(Part, sums, kMaxWarps * kMaxSumTileVectors);
+  device::wait_for_previous_kernel();
+  const float* partials = blockIdx.y == 0 ? p.partials[0] : p.partials[1];
+  const int in_tile = threadIdx.x % tile_vectors, tile = tile_vectors * N;
+  const int64_t slices = blockDim.x / tile_vectors, slice = threadIdx.x / tile_vectors;
+  const int64_t column = (int64_t{blockIdx.x} * tile_vectors + in_tile) * N;
+  Part sum = {};
+  if (column < p.columns) {
+    constexpr int kTogether = 4;
+    for (int64_t r = slice; r < p.rows; r += slices * kTogether) {
+      Part part[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        part[i] = {};
+        if (r + i * slices < p.rows)
+          part[i] = device::load(vector_at<float, N>(partials, (r + i * slices) * p.columns + column));
+      }
+#pragma unroll
+      for (int k = 0; k < N; ++k) sum.at[k] += (part[0].at[k] + part[1].at[k]) + (part[2].at[k] + part[3].at[k]);
+    }
+  }
+  for (int distance = tile_vectors; distance < 32; distance *= 2) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) sum.at[k] += __shfl_xor_sync(0xffffffffu, sum.at[k], distance, 32);
+  }
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  if (static_cast<int>(threadIdx.x % 32) < tile_vectors) sums[warp * tile_vectors + in_tile] = sum;
+  __syncthreads();
+  const int64_t out = int64_t{blockIdx.x} * tile + threadIdx.x;
+  if (static_cast<int>(threadIdx.x) >= tile || out >= p.columns) return;
+  const float* of_column = reinterpret_cast<const float*>(sums) + threadIdx.x;
+  float total = 0;
+#pragma unroll 8
+  for (int w = 0; w < warps; ++w) total += of_column[w * tile];
+  Vector<float, 1> one{{total}};
+  store_as(blockIdx.y == 0 ? p.sums[0] : p.sums[1], out, one, p.dtype);
+}
+
+}  // namespace warpsmith::norm

@@ -1,0 +1,237 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+// Which kernel runs a problem of the norm family: pure functions of the problem, printable through warpsmith.plan.
+namespace warpsmith {
+
+struct NormProblem {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int element_bytes = 2;   // of x and y
+  int residual_bytes = 0;  // of the residual; 0 where the op has none
+  bool layer = false;      // two sums a row and two gradients of parameters, instead of one
+  bool aligned = true;     // every pointer and row start lies on 16 bytes
+  int multiprocessors = 132;
+  int max_shared_bytes = 227 * 1024;  // dynamic shared memory that a block may have
+  bool clusters = true;               // the device has them (sm_90 and newer)
+};
+
+namespace norm {
+
+// The threads that share a row: an aligned group of 1 to 32 lanes, a block, or the blocks of a cluster.
+enum class Scope : uint8_t { group, block, cluster };
+
+constexpr int kMaxCluster = 8;
+
+}  // namespace norm
+
+// registers: a row lives in the registers of its threads (forward); ring: rows stream through shared memory and the
+// gradients of the parameters stay in registers (backward); looped: a row is read twice, for rows too long for the chip
+// or not made of vectors.
+enum class NormKernel : uint8_t { registers, ring, looped };
+
+constexpr const char* name(NormKernel k) {
+  switch (k) {
+    case NormKernel::registers: return "registers";
+    case NormKernel::ring: return "ring";
+    case NormKernel::looped: return "looped";
+  }
+  return "unknown";
+}
+
+constexpr const char* name(norm::Scope s) {
+  switch (s) {
+    case norm::Scope::group: return "group";
+    case norm::Scope::block: return "block";
+    case norm::Scope::cluster: return "cluster";
+  }
+  return "unknown";
+}
+
+struct NormConfig {
+  NormKernel kernel = NormKernel::looped;
+  norm::Scope scope = norm::Scope::group;
+  int vector_elems = 1;  // elements of one memory access
+  int vectors = 1;       // vectors of a row that one thread holds
+  int rows = 1;          // that a group, block or cluster works on together
+  int stages = 0;        // rows in the ring, the one in use included (ring)
+  int lanes = 32;        // threads of a row in a block: a power of two up to 32, or all
+  int threads = 256;     // of a block
+  int cluster = 1;       // blocks that share a row
+  int64_t blocks = 1;
+  int64_t shared_bytes = 0;
+  const char* why = "";
+
+  constexpr int groups() const { return threads / lanes; }  // rows that a block works on side by side
+};
+
+namespace norm_detail {
+
+constexpr int64_t kMaxBlocks = 0x7fffffff;
+constexpr int kVectorBytes = 16;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int vector_elems(const NormProblem& p) { return kVectorBytes / p.element_bytes; }
+
+constexpr bool vectors_fit(const NormProblem& p) { return p.aligned && p.columns % vector_elems(p) == 0; }
+
+// The least power of two that leaves at most `most` vectors a thread, at most 32.
+constexpr int lanes_of(int64_t vectors, int most) {
+  int lanes = 1;
+  while (lanes < 32 && int64_t{lanes} * most < vectors) lanes *= 2;
+  return lanes;
+}
+
+constexpr int threads_of(int64_t vectors, int vectors_a_thread) {
+  return static_cast<int>(ceil_div(ceil_div(vectors, vectors_a_thread), 32) * 32);
+}
+
+constexpr NormConfig looped(const NormProblem& p, int64_t most_blocks, const char* why) {
+  NormConfig c;
+  c.vector_elems = vectors_fit(p) ? 4 : 1;
+  const int64_t accesses = p.columns / c.vector_elems;
+  c.lanes = accesses <= 1024 ? 32 : accesses <= 4096 ? 512 : 1024;
+  c.threads = c.lanes == 32 ? 256 : c.lanes;
+  c.scope = c.lanes == 32 ? norm::Scope::group : norm::Scope::block;
+  c.blocks = std::min(ceil_div(p.rows, c.groups()), most_blocks);
+  c.why = why;
+  return c;
+}
+
+constexpr NormConfig registers(const NormProblem& p, norm::Scope scope, int lanes, int vectors, int rows, int threads,
+                               int cluster, const char* why) {
+  NormConfig c;
+  c.kernel = NormKernel::registers;
+  c.scope = scope;
+  c.vector_elems = vector_elems(p);
+  c.lanes = lanes, c.vectors = vectors, c.rows = rows, c.threads = threads, c.cluster = cluster;
+  c.blocks = ceil_div(p.rows, int64_t{rows} * c.groups()) * cluster;
+  c.why = why;
+  return c;
+}
+
+// 16-byte slots of a thread's vector in the ring: dy, s and, where there is a residual, its gradient.
+constexpr int ring_pieces(const NormProblem& p) {
+  const int residual = std::max(p.residual_bytes, p.element_bytes) / p.element_bytes;
+  return 1 + residual + (p.residual_bytes ? residual : 0);
+}
+
+// A multiprocessor has 1 KiB of shared memory more than a block may take, and every block costs 1 KiB and its static
+// part.
+constexpr int64_t shared_bytes_a_block(const NormProblem& p, int together, int64_t static_bytes) {
+  return (int64_t{p.max_shared_bytes} + 1024) / together - 1024 - static_bytes;
+}
+
+// `together` blocks a multiprocessor or fewer, at most `stages` deep; 0 stages if even two do not fit.
+constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, int vectors, int rows, int threads,
+                          int cluster, int together, int stages, const char* why) {
+  NormConfig c;
+  c.kernel = NormKernel::ring;
+  c.scope = scope;
+  c.vector_elems = vector_elems(p);
+  c.lanes = lanes, c.vectors = vectors, c.rows = rows, c.threads = threads, c.cluster = cluster;
+  const int64_t stage_bytes = int64_t{ring_pieces(p)} * kVectorBytes * vectors * rows * threads;
+  const int64_t static_bytes =
+      (scope == norm::Scope::cluster ? norm::kMaxCluster : 1) * int64_t{256} * rows * (p.layer ? 2 : 1);
+  while (together > 1 && shared_bytes_a_block(p, together, static_bytes) / stage_bytes < 2) --together;
+  c.stages = static_cast<int>(std::min<int64_t>(stages, shared_bytes_a_block(p, together, static_bytes) / stage_bytes));
+  if (c.stages < 2) c.stages = 0;
+  c.shared_bytes = c.stages * stage_bytes;
+  const int64_t units = std::max<int64_t>(1, int64_t{together} * p.multiprocessors / cluster);
+  c.blocks = std::min(ceil_div(p.rows, int64_t{rows} * c.groups()), units) * cluster;
+  c.why = why;
+  return c;
+}
+
+}  // namespace norm_detail
+
+constexpr const char* kNormNotVectors =
+    "rows are not made of aligned 16-byte vectors: each is read more than once, element by element";
+
+constexpr NormConfig choose_norm_forward(const NormProblem& p) {
+  using namespace norm_detail;
+  using norm::Scope;
+  if (!vectors_fit(p)) return looped(p, kMaxBlocks, kNormNotVectors);
+  const int64_t vectors = p.columns / vector_elems(p);
+  if (vectors <= 32) {
+    const int lanes = lanes_of(vectors, 1);
+    return registers(p, Scope::group, lanes, 1, 4, 256, 1, "several short rows a group of lanes, in registers");
+  }
+  if (vectors <= 128)
+    return registers(p, Scope::group, 32, static_cast<int>(ceil_div(vectors, 32)), 1, 64, 1,
+                     "a row fits in the registers of one warp: no barrier");
+  if (vectors <= 4096) {
+    const int threads = threads_of(vectors, 4);
+    return registers(p, Scope::block, threads, 4, 1, threads, 1, "a row fits in the registers of one block");
+  }
+  if (p.clusters && vectors <= int64_t{4096} * norm::kMaxCluster) {
+    int cluster = 2;
+    while (int64_t{4096} * cluster < vectors) cluster *= 2;
+    const int threads = threads_of(ceil_div(vectors, cluster), 4);
+    return registers(p, Scope::cluster, threads, 4, 1, threads, cluster,
+                     "a row fits in the registers of a cluster of blocks");
+  }
+  return looped(p, kMaxBlocks, "a row is longer than the registers of its blocks: it is read more than once");
+}
+
+constexpr NormConfig choose_norm_backward(const NormProblem& p) {
+  using namespace norm_detail;
+  using norm::Scope;
+  const int64_t looped_blocks = int64_t{4} * p.multiprocessors;
+  if (!vectors_fit(p)) return looped(p, looped_blocks, kNormNotVectors);
+  const int64_t vectors = p.columns / vector_elems(p);
+  if (vectors <= 128) {
+    const bool narrow = vectors <= 32;
+    const int lanes = narrow ? lanes_of(vectors, 2) : 32;
+    const NormConfig c = ring(p, Scope::group, lanes, static_cast<int>(ceil_div(vectors, lanes)), 1, narrow ? 256 : 128,
+                              1, narrow ? 2 : 3, narrow ? 2 : 3,
+                              "a row fits in one warp: rows stream through shared memory without a barrier");
+    if (c.stages) return c;
+  }
+  if (vectors > 128 && vectors <= 1024) {
+    const int threads = threads_of(vectors, 1);
+    const NormConfig c = ring(p, Scope::block, threads, 1, 1, threads, 1, std::max(1, std::min(4, 1024 / threads)), 3,
+                              "one block a row: rows stream through shared memory");
+    if (c.stages) return c;
+  }
+  if (p.clusters && vectors > 512 && vectors <= int64_t{1024} * norm::kMaxCluster) {
+    const int threads = threads_of(ceil_div(vectors, norm::kMaxCluster), vectors > 4096 ? 2 : 1);
+    const NormConfig c =
+        ring(p, Scope::cluster, threads, vectors > 4096 ? 2 : 1, 2, threads, norm::kMaxCluster,
+             std::max(1, 1024 / threads), 4, "a cluster a row: each block takes a part of the columns of several rows");
+    if (c.stages) return c;
+  }
+  if (vectors > 1024 && vectors <= 1536) {
+    const int threads = threads_of(vectors, 2);
+    const NormConfig c =
+        ring(p, Scope::block, threads, 2, 1, threads, 1, 1, 2, "one block a row: rows stream through shared memory");
+    if (c.stages) return c;
+  }
+  return looped(p, looped_blocks, "a row of the inputs does not fit on the chip: each is read twice");
+}
+
+// Rows of partial sums that a backward writes: one a block or cluster, or one a group where groups do not share theirs.
+constexpr int64_t norm_partial_rows(const NormConfig& c) {
+  return c.kernel == NormKernel::ring ? c.blocks / c.cluster : c.blocks * c.groups();
+}
+
+// The second stage: threads enough to have all loads in flight at once.
+struct NormSumConfig {
+  int vector_elems = 1;
+  int tile_vectors = 4;  // of a block's columns
+  int threads = 1024;
+};
+
+constexpr NormSumConfig choose_norm_sum(int64_t columns, int64_t partial_rows) {
+  NormSumConfig c;
+  c.vector_elems = columns % 4 == 0 ? 4 : 1;
+  const int64_t vectors = columns / c.vector_elems;
+  c.tile_vectors = vectors <= 256 ? 4 : vectors <= 1024 ? 8 : 16;
+  c.threads = 128;
+  while (c.threads < 1024 && c.threads / c.tile_vectors * 2 < partial_rows) c.threads *= 2;
+  return c;
+}
+
+}  // namespace warpsmith

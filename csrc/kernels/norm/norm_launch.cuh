@@ -1,0 +1,176 @@
+#pragma once
+#include <string>
+
+#include "common/launch.h"
+#include "kernels/norm/norm_backward.cuh"
+#include "kernels/norm/norm_config.h"
+#include "kernels/norm/norm_forward.cuh"
+
+// From the params of an op to its kernel: problem, configuration, storage types, launch.
+namespace warpsmith::norm {
+
+inline bool on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+inline bool rows_on_16_bytes(const void* base, int64_t stride, int64_t rows, Dtype dtype) {
+  return on_16_bytes(base) && (!base || rows == 1 || stride * size_bytes(dtype) % 16 == 0);
+}
+
+template <class Op, class Params> Status problem_of(const Params& p, bool aligned, NormProblem* out) {
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  out->rows = p.rows, out->columns = p.columns;
+  out->element_bytes = size_bytes(p.dtype);
+  out->residual_bytes = Op::kResidual ? size_bytes(p.residual_dtype) : 0;
+  out->layer = Op::kLayer;
+  out->aligned = aligned;
+  out->multiprocessors = device.multiprocessors;
+  out->max_shared_bytes = device.max_dynamic_shared_bytes;
+  out->clusters = device.compute_capability >= 90;
+  return {};
+}
+
+template <class Op> Status problem_of(const NormForwardParams& p, NormProblem* out) {
+  const bool aligned = rows_on_16_bytes(p.x, p.x_stride, p.rows, p.dtype) && on_16_bytes(p.y) &&
+                       rows_on_16_bytes(p.residual, p.residual_stride, p.rows, p.residual_dtype) &&
+                       on_16_bytes(p.residual_out) && on_16_bytes(p.weight) && on_16_bytes(p.bias);
+  return problem_of<Op>(p, aligned, out);
+}
+
+template <class Op> Status problem_of(const NormBackwardParams& p, NormProblem* out) {
+  const bool aligned = rows_on_16_bytes(p.dy, p.dy_stride, p.rows, p.dtype) &&
+                       rows_on_16_bytes(p.s, p.s_stride, p.rows, p.residual_dtype) &&
+                       rows_on_16_bytes(p.dresidual_out, p.dresidual_out_stride, p.rows, p.residual_dtype) &&
+                       on_16_bytes(p.dx) && on_16_bytes(p.dresidual) && on_16_bytes(p.weight);
+  return problem_of<Op>(p, aligned, out);
+}
+
+// Runs visit.operator()<T, R>() for the storage types of activation and residual.
+template <class Op, class Visit> Status dispatch(Dtype dtype, Dtype residual_dtype, Visit&& visit) {
+  const bool wide = Op::kResidual && residual_dtype == Dtype::float32;
+  if (dtype == Dtype::float32) return visit.template operator()<float, float>();
+  if constexpr (Op::kResidual) {
+    if (dtype == Dtype::float16 && wide) return visit.template operator()<float16, float>();
+    if (dtype == Dtype::bfloat16 && wide) return visit.template operator()<bfloat16, float>();
+  }
+  if (dtype == Dtype::float16) return visit.template operator()<float16, float16>();
+  if (dtype == Dtype::bfloat16) return visit.template operator()<bfloat16, bfloat16>();
+  return Status::unsupported(std::string("no CUDA kernel for ") + name(dtype));
+}
+
+inline Status no_kernel(const char* direction, const NormConfig& c) {
+  return Status::unsupported(std::string("no ") + direction + " kernel " + name(c.kernel) + " of a " + name(c.scope) +
+                             " with " + std::to_string(c.vectors) + " vectors a thread, " + std::to_string(c.rows) +
+                             " rows and " + std::to_string(c.threads) + " threads");
+}
+
+inline LaunchConfig grid_of(const NormConfig& c) {
+  LaunchConfig launch;
+  launch.grid.x = static_cast<unsigned>(c.blocks);
+  launch.block.x = static_cast<unsigned>(c.threads);
+  launch.dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes);
+  launch.cluster = static_cast<unsigned>(c.cluster);
+  return launch;
+}
+
+constexpr int instance(Scope scope, int vectors, int rows) {
+  return (static_cast<int>(scope) * 16 + vectors) * 16 + rows;
+}
+
+template <class Op, class T, class R> auto forward_kernel(const NormConfig& c) {
+  void (*kernel)(NormForwardParams, int) = nullptr;
+  switch (instance(c.scope, c.vectors, c.rows)) {
+    case instance(Scope::group, 1, 4): kernel = forward_registers<Op, T, R, 1, 4, Scope::group, 256, 1>; break;
+    case instance(Scope::group, 2, 1): kernel = forward_registers<Op, T, R, 2, 1, Scope::group, 256, 1>; break;
+    case instance(Scope::group, 3, 1): kernel = forward_registers<Op, T, R, 3, 1, Scope::group, 256, 1>; break;
+    case instance(Scope::group, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::group, 256, 1>; break;
+    case instance(Scope::block, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::block, 1024, 1>; break;
+    case instance(Scope::cluster, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::cluster, 1024, 1>; break;
+  }
+  return kernel;
+}
+
+template <class Op, class T, class R> auto backward_kernel(const NormConfig& c) {
+  void (*kernel)(NormBackwardParams, int, int) = nullptr;
+  switch (instance(c.scope, c.vectors, c.rows)) {
+    case instance(Scope::group, 1, 1): kernel = backward_ring<Op, T, R, 1, 1, Scope::group, 256, 1>; break;
+    case instance(Scope::group, 2, 1): kernel = backward_ring<Op, T, R, 2, 1, Scope::group, 256, 1>; break;
+    case instance(Scope::group, 3, 1): kernel = backward_ring<Op, T, R, 3, 1, Scope::group, 256, 1>; break;
+    case instance(Scope::group, 4, 1): kernel = backward_ring<Op, T, R, 4, 1, Scope::group, 256, 1>; break;
+    case instance(Scope::block, 1, 1): kernel = backward_ring<Op, T, R, 1, 1, Scope::block, 1024, 1>; break;
+    case instance(Scope::block, 2, 1): kernel = backward_ring<Op, T, R, 2, 1, Scope::block, 768, 1>; break;
+    case instance(Scope::cluster, 1, 2): kernel = backward_ring<Op, T, R, 1, 2, Scope::cluster, 512, 1>; break;
+    case instance(Scope::cluster, 2, 2): kernel = backward_ring<Op, T, R, 2, 2, Scope::cluster, 512, 1>; break;
+  }
+  return kernel;
+}
+
+template <class Op> Status forward_with(const NormConfig& c, const NormForwardParams& p, void* stream) {
+  if (c.kernel == NormKernel::looped) {
+    const auto kernel = c.vector_elems == 1 ? forward_looped<Op, 1> : forward_looped<Op, 4>;
+    if (p.dtype == Dtype::float64) return Status::unsupported(std::string("no CUDA kernel for ") + name(p.dtype));
+    return launch(kernel, grid_of(c), stream, p, c.lanes);
+  }
+  return dispatch<Op>(p.dtype, p.residual_dtype, [&]<class T, class R>() {
+    const auto kernel = forward_kernel<Op, T, R>(c);
+    return kernel ? launch(kernel, grid_of(c), stream, p, c.lanes) : no_kernel("forward", c);
+  });
+}
+
+template <class Op> Status forward_cuda(const NormForwardParams& p, void* stream) {
+  NormProblem problem;
+  WARPSMITH_RETURN_IF_FAILED(problem_of<Op>(p, &problem));
+  return forward_with<Op>(choose_norm_forward(problem), p, stream);
+}
+
+inline Status sum_partial_rows(const NormSumConfig& c, const NormBackwardParams& p, int64_t partial_rows,
+                               void* stream) {
+  SumPartialsParams sum{{}, {}, partial_rows, p.columns, p.weight_dtype};
+  LaunchConfig grid;
+  grid.grid.y = 0;
+  if (p.dweight_partials) {
+    sum.partials[grid.grid.y] = static_cast<const float*>(p.dweight_partials);
+    sum.sums[grid.grid.y++] = p.dweight;
+  }
+  if (p.dbias_partials) {
+    sum.partials[grid.grid.y] = static_cast<const float*>(p.dbias_partials);
+    sum.sums[grid.grid.y++] = p.dbias;
+  }
+  if (grid.grid.y == 0) return {};
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  grid.grid.x = static_cast<unsigned>(norm_detail::ceil_div(p.columns, int64_t{c.tile_vectors} * c.vector_elems));
+  grid.block.x = static_cast<unsigned>(c.threads);
+  grid.programmatic_dependent = device.compute_capability >= 90;
+  return launch(c.vector_elems == 4 ? sum_partials<4> : sum_partials<1>, grid, stream, sum, c.tile_vectors);
+}
+
+template <class Op> Status backward_with(const NormConfig& c, const NormBackwardParams& p, void* stream) {
+  const auto first_stage = [&] {
+    if (c.kernel == NormKernel::looped) {
+      if (p.dtype == Dtype::float64) return Status::unsupported(std::string("no CUDA kernel for ") + name(p.dtype));
+      return launch(c.vector_elems == 1 ? backward_looped<Op, 1> : backward_looped<Op, 4>, grid_of(c), stream, p,
+                    c.lanes);
+    }
+    return dispatch<Op>(p.dtype, p.residual_dtype, [&]<class T, class R>() {
+      const auto kernel = backward_kernel<Op, T, R>(c);
+      return kernel ? launch(kernel, grid_of(c), stream, p, c.lanes, c.stages) : no_kernel("backward", c);
+    });
+  };
+  WARPSMITH_RETURN_IF_FAILED(first_stage());
+  const int64_t partial_rows = norm_partial_rows(c);
+  return sum_partial_rows(choose_norm_sum(p.columns, partial_rows), p, partial_rows, stream);
+}
+
+template <class Op> Status partial_rows_cuda(const NormBackwardParams& p, int64_t* partial_rows) {
+  NormProblem problem;
+  WARPSMITH_RETURN_IF_FAILED(problem_of<Op>(p, &problem));
+  *partial_rows = norm_partial_rows(choose_norm_backward(problem));
+  return {};
+}
+
+template <class Op> Status backward_cuda(const NormBackwardParams& p, void* stream) {
+  NormProblem problem;
+  WARPSMITH_RETURN_IF_FAILED(problem_of<Op>(p, &problem));
+  return backward_with<Op>(choose_norm_backward(problem), p, stream);
+}
+
+}  // namespace warpsmith::norm

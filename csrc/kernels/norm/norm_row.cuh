@@ -1,0 +1,276 @@
+#pragma once
+#include <cstdint>
+
+#include "common/dropout.h"
+#include "common/dtype.h"
+#include "device/cluster.h"
+#include "device/convert.h"
+#include "device/math.h"
+#include "device/reduce.h"
+#include "device/vector.h"
+#include "kernels/norm/norm.h"
+#include "kernels/norm/norm_config.h"
+
+// What the kernels of the norm family share: which threads hold a row, how they read, convert and sum it.
+namespace warpsmith::norm {
+
+using device::Vector;
+
+constexpr int kMaxWarps = 32;
+
+// What an op is made of.
+template <bool kLayerNorm, bool kAddsResidual, bool kDropsOut> struct NormOp {
+  static constexpr bool kLayer = kLayerNorm, kResidual = kAddsResidual, kDropout = kDropsOut;
+  static constexpr int kSums = kLayer ? 2 : 1;  // of a row, in the backward
+};
+
+// Elements of one 16-byte vector of activations; a vector of N residuals of twice the size is two accesses.
+template <class T> constexpr int kVector = 16 / sizeof(T);
+
+// Where a thread stands. Rows side by side in a warp (group) move together, because a row's sums need all its threads.
+template <Scope S> struct Place {
+  int lane;         // of the row
+  int row_threads;  // threads of the row
+  int group;        // of the block's rows that are worked on side by side; 0 but for groups
+  int groups;
+  int64_t unit;   // block or cluster: its number in the grid
+  int64_t units;  // in the grid
+
+  __device__ __forceinline__ explicit Place(int lanes) {
+    if constexpr (S == Scope::cluster) {
+      const int size = static_cast<int>(device::cluster_size());
+      lane = static_cast<int>(device::cluster_rank() * blockDim.x + threadIdx.x);
+      row_threads = size * static_cast<int>(blockDim.x);
+      unit = blockIdx.x / size, units = gridDim.x / size;
+    } else {
+      lane = S == Scope::block ? threadIdx.x : threadIdx.x % lanes;
+      row_threads = S == Scope::block ? static_cast<int>(blockDim.x) : lanes;
+      unit = blockIdx.x, units = gridDim.x;
+    }
+    group = S == Scope::group ? threadIdx.x / lanes : 0;
+    groups = S == Scope::group ? static_cast<int>(blockDim.x) / lanes : 1;
+  }
+
+  // First column of the thread's vector v.
+  template <int N> __device__ __forceinline__ int column(int v) const { return (v * row_threads + lane) * N; }
+};
+
+template <class T, int N> __device__ __forceinline__ const Vector<T, N>* vector_at(const void* base, int64_t element) {
+  return reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(base) + element);
+}
+
+template <class T, int N> __device__ __forceinline__ Vector<T, N>* vector_at(void* base, int64_t element) {
+  return reinterpret_cast<Vector<T, N>*>(static_cast<T*>(base) + element);
+}
+
+// N elements as they are stored, 16-bit ones two to a register.
+template <class T, int N> struct Elements {
+  static constexpr int kWords = N * sizeof(T) / 4, kPiece = kWords > 4 ? 4 : kWords;
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ float operator[](int k) const {
+    if constexpr (sizeof(T) == 4)
+      return __uint_as_float(words[k]);
+    else
+      return k % 2 ? device::high_half<T>(words[k / 2]) : device::low_half<T>(words[k / 2]);
+  }
+};
+
+// Accesses of at most 16 bytes.
+template <class T, int N> __device__ __forceinline__ Elements<T, N> load_elements(const void* base, int64_t element) {
+  Elements<T, N> all;
+  constexpr int kPiece = Elements<T, N>::kPiece;
+  const auto* from = reinterpret_cast<const Vector<uint32_t, kPiece>*>(static_cast<const T*>(base) + element);
+#pragma unroll
+  for (int i = 0; i < all.kWords / kPiece; ++i) {
+    const auto piece = device::load(from + i);
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) all.words[i * kPiece + k] = piece.at[k];
+  }
+  return all;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store_elements(void* base, int64_t element, const Elements<T, N>& all) {
+  constexpr int kPiece = Elements<T, N>::kPiece;
+  auto* to = reinterpret_cast<Vector<uint32_t, kPiece>*>(static_cast<T*>(base) + element);
+#pragma unroll
+  for (int i = 0; i < all.kWords / kPiece; ++i) {
+    Vector<uint32_t, kPiece> piece;
+#pragma unroll
+    for (int k = 0; k < kPiece; ++k) piece.at[k] = all.words[i * kPiece + k];
+    device::store(to + i, piece);
+  }
+}
+
+// Rounds to the storage type, two values an instruction where they are 16-bit.
+template <class T, int N> __device__ __forceinline__ Elements<T, N> rounded(const Vector<float, N>& x) {
+  Elements<T, N> y;
+#pragma unroll
+  for (int i = 0; i < y.kWords; ++i) {
+    if constexpr (sizeof(T) == 4)
+      y.words[i] = __float_as_uint(x.at[i]);
+    else
+      y.words[i] = device::pack<T>(x.at[2 * i], x.at[2 * i + 1]);
+  }
+  return y;
+}
+
+// N weights (or biases) from `column` on as floats, plus `offset`; `otherwise` without a pointer.
+template <class W, int N> __device__ __forceinline__ Vector<float, N> load_affine(const void* base, int64_t column,
+                                                                                  float offset, float otherwise) {
+  Vector<float, N> w;
+  Elements<W, N> stored = {};
+  if (base) stored = load_elements<W, N>(base, column);
+#pragma unroll
+  for (int k = 0; k < N; ++k) w.at[k] = base ? stored[k] + offset : otherwise;
+  return w;
+}
+
+// Calls visit.operator()<W>() for the storage type of the weight: one branch for all of a thread's columns, so that
+// their loads are not serialised by one branch each.
+template <class T, class Visit> __device__ __forceinline__ void with_weight_type(Dtype weight_dtype, Visit&& visit) {
+  if constexpr (sizeof(T) == 4) {
+    visit.template operator()<float>();
+  } else if (weight_dtype == Dtype::float32) {
+    visit.template operator()<float>();
+  } else {
+    visit.template operator()<T>();
+  }
+}
+
+// N elements of a type known at run time, for the kernels of rows that lie nowhere on the chip.
+template <class T, int N> __device__ __forceinline__ Vector<float, N> load_floats(const void* base, int64_t element) {
+  const Vector<T, N> stored = device::load(vector_at<T, N>(base, element));
+  Vector<float, N> x;
+#pragma unroll
+  for (int k = 0; k < N; ++k) x.at[k] = device::to_float(stored.at[k]);
+  return x;
+}
+
+template <int N> __device__ __forceinline__ Vector<float, N> load_as(const void* base, int64_t element, Dtype dtype) {
+  if (dtype == Dtype::float32) return load_floats<float, N>(base, element);
+  if (dtype == Dtype::float16) return load_floats<float16, N>(base, element);
+  return load_floats<bfloat16, N>(base, element);
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store_floats(void* base, int64_t element, const Vector<float, N>& x) {
+  Vector<T, N> stored;
+#pragma unroll
+  for (int k = 0; k < N; ++k) stored.at[k] = device::from_float<T>(x.at[k]);
+  device::store(vector_at<T, N>(base, element), stored);
+}
+
+template <int N>
+__device__ __forceinline__ void store_as(void* base, int64_t element, const Vector<float, N>& x, Dtype dtype) {
+  if (dtype == Dtype::float32)
+    store_floats<float>(base, element, x);
+  else if (dtype == Dtype::float16)
+    store_floats<float16>(base, element, x);
+  else
+    store_floats<bfloat16>(base, element, x);
+}
+
+template <int N> __device__ __forceinline__ Vector<float, N> load_affine_as(const void* base, int64_t column,
+                                                                            Dtype dtype, float offset,
+                                                                            float otherwise) {
+  Vector<float, N> w;
+  if (base) w = load_as<N>(base, column, dtype);
+#pragma unroll
+  for (int k = 0; k < N; ++k) w.at[k] = base ? w.at[k] + offset : otherwise;
+  return w;
+}
+
+// Sum over a row's threads where they are a warp (lanes == 32) or the block. Two halves of `scratch` in turn.
+struct LoopedSum {
+  float* scratch;  // 2 * kMaxWarps floats
+  int lanes;
+  int turn = 0;
+
+  __device__ __forceinline__ float operator()(float x) {
+    if (lanes == 32) return device::warp_sum(x);
+    return device::block_sum(x, scratch + (turn++ % 2) * kMaxWarps);
+  }
+};
+
+// Multiplies the kept ones of the elements [element, element + N), which lie within one Philox call, and zeroes the
+// others.
+template <int N> __device__ __forceinline__ void drop_out(Vector<float, N>& x, const Dropout& d, int64_t element) {
+  if (!d.seed) return;
+  const PhiloxCounter lanes =
+      dropout_lanes(static_cast<uint64_t>(device::load(d.seed)), static_cast<uint64_t>(device::load(d.seed + 1)),
+                    static_cast<uint64_t>(element) / kDropoutLanes);
+  const float scale = static_cast<float>(d.scale);
+  const int first = N == kDropoutLanes ? 0 : static_cast<int>(element % kDropoutLanes);
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    bool keeps = dropout_keeps(lanes, k, d.threshold);
+    if constexpr (N < kDropoutLanes) {
+#pragma unroll
+      for (int from = N; from < kDropoutLanes; from += N)
+        if (first == from) keeps = dropout_keeps(lanes, from + k, d.threshold);
+    }
+    x.at[k] = keeps ? x.at[k] * scale : 0.f;
+  }
+}
+
+// Sums over aligned groups of `lanes` lanes (a power of two up to 32), several at once so that their latencies overlap.
+template <int kCount> __device__ __forceinline__ void group_sums(float (&v)[kCount], int lanes) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] += __shfl_xor_sync(0xffffffffu, v[i], distance, 32);
+  }
+}
+
+// How values of every warp of a row reach all its threads: through the block's shared memory, or that of every block of
+// the cluster. Two buffers in turn, so that one barrier a call is enough.
+template <Scope S, int kCount> struct Exchange {
+  static constexpr int kRowWarps = S == Scope::cluster ? kMaxWarps * kMaxCluster : kMaxWarps;
+  static constexpr int kFloats = 2 * kCount * kRowWarps;
+  float* scratch;  // kFloats of shared memory
+  int turn = 0;
+
+  // Takes a value per warp (the same in all its lanes), gives [kCount][kRowWarps] values, valid until the next call but
+  // one. In a cluster, a barrier of it must lie behind, so that every block has started.
+  __device__ __forceinline__ const float* operator()(const float (&v)[kCount]) {
+    float* to = scratch + (turn++ % 2) * kCount * kRowWarps;
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if constexpr (S == Scope::cluster) {
+      const unsigned at = device::cluster_rank() * (blockDim.x / 32) + warp;
+      if (lane < device::cluster_size()) {
+        float* remote = device::cluster_shared(to, lane);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) remote[i * kRowWarps + at] = v[i];
+      }
+      device::cluster_barrier();
+    } else {
+      if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) to[i * kRowWarps + warp] = v[i];
+      }
+      __syncthreads();
+    }
+    return to;
+  }
+};
+
+// Sum of a value over the warps of a row, in a fixed order; the same bits in every lane.
+__device__ __forceinline__ float sum_of_warps(const float* values, int warps) {
+  float sum = 0;
+  for (int w = threadIdx.x % 32; w < warps; w += 32) sum += values[w];
+  return device::warp_sum(sum);
+}
+
+// Sums over the threads of a row, the same bits in each of them.
+template <Scope S, int kCount>
+__device__ __forceinline__ void row_sums(float (&v)[kCount], const Place<S>& at, Exchange<S, kCount>& exchange) {
+  group_sums(v, S == Scope::group ? at.row_threads : 32);
+  if constexpr (S != Scope::group) {
+    const float* all = exchange(v);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] = sum_of_warps(all + i * Exchange<S, kCount>::kRowWarps, at.row_threads / 32);
+  }
+}
+
+}  // namespace warpsmith::norm
