@@ -63,6 +63,7 @@ class ProxyView {
   void reset();
   void fence() { ++fences_; }
   void wrote(const Block& block, const unsigned char* p, size_t bytes);
+  void will_write(const Block& block, const unsigned char* p, size_t bytes);  // a copy in flight
   void reads(const Block& block, const unsigned char* p, size_t bytes, const char* what, Site site);
 
  private:
@@ -71,6 +72,7 @@ class ProxyView {
     uint64_t hash = 0;
     uint32_t fences = 0;
     bool known = false;
+    bool awaited = false;  // the destination of a copy in flight
   };
   Chunk& chunk(size_t index);
   std::vector<Chunk> chunks_;

@@ -192,6 +192,7 @@ void issue(BulkOperation&& operation) {
     if (op.cluster_mask && !(op.cluster_mask >> rank & 1)) continue;
     unsigned char* to = target->arena + window_offset(op.shared);
     for (int i = 0; i < op.bytes; ++i) to[i] = 0xff;
+    target->proxy_view.will_write(*target, to, static_cast<size_t>(op.bytes));
     if (op.cluster_mask == 0) break;
   }
 }

@@ -12,6 +12,13 @@ uint64_t hash_of(const unsigned char* chunk) {
   return h ^ h >> 32;
 }
 
+// Shared memory is filled with these bytes before a block starts.
+bool never_written(const unsigned char* chunk) {
+  for (size_t i = 0; i < 16; ++i)
+    if (chunk[i] != 0xff) return false;
+  return true;
+}
+
 }  // namespace
 
 void ProxyView::reset() {
@@ -34,7 +41,15 @@ ProxyView::Chunk& ProxyView::chunk(size_t index) {
 void ProxyView::wrote(const Block& block, const unsigned char* p, size_t bytes) {
   const auto offset = static_cast<size_t>(p - block.arena);
   for (size_t i = offset / kChunkBytes; i * kChunkBytes < offset + bytes; ++i)
-    chunk(i) = {hash_of(block.arena + i * kChunkBytes), fences_, true};
+    chunk(i) = {hash_of(block.arena + i * kChunkBytes), fences_, true, false};
+}
+
+void ProxyView::will_write(const Block& block, const unsigned char* p, size_t bytes) {
+  const auto offset = static_cast<size_t>(p - block.arena);
+  for (size_t i = offset / kChunkBytes; i * kChunkBytes < offset + bytes; ++i) {
+    wrote(block, block.arena + i * kChunkBytes, 1);
+    chunks_[i].awaited = true;
+  }
 }
 
 void ProxyView::reads(const Block& block, const unsigned char* p, size_t bytes, const char* what, Site site) {
@@ -42,12 +57,15 @@ void ProxyView::reads(const Block& block, const unsigned char* p, size_t bytes, 
   for (size_t i = offset / kChunkBytes; i * kChunkBytes < offset + bytes; ++i) {
     Chunk& c = chunk(i);
     const uint64_t hash = hash_of(block.arena + i * kChunkBytes);
+    if (c.awaited) fail(std::string(what) + ": reads shared memory before the bulk copy into it has arrived", site);
     if (c.known && c.hash == hash) continue;
     if (fences_ == c.fences)
-      fail(std::string(what) +
-               ": reads shared memory that ordinary stores wrote without fence_async_shared() behind them",
+      fail(std::string(what) + (!c.known && never_written(block.arena + i * kChunkBytes)
+                                    ? ": reads shared memory that nothing wrote"
+                                    : ": reads shared memory that ordinary stores wrote without fence_async_shared() "
+                                      "behind them"),
            site);
-    c = {hash, fences_, true};
+    c = {hash, fences_, true, false};
   }
 }
 

@@ -51,7 +51,8 @@ template <bool causal, Bug bug> struct Consumer {
 
   // s = q k^T, asynchronously.
   __device__ __forceinline__ void multiply_keys(int stage) {
-    const uint64_t k = device::wgmma_descriptor(Swizzle::bytes128, shared.block(stage), 16, 1024);
+    constexpr Swizzle kSwizzle = bug == Bug::wrong_swizzle ? Swizzle::bytes64 : Swizzle::bytes128;
+    const uint64_t k = device::wgmma_descriptor(kSwizzle, shared.block(stage), 16, 1024);
     if (bug != Bug::no_wgmma_fence) device::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kHeadDim / 16; ++i) {  // two panels of 64 columns, four instructions each
@@ -63,8 +64,7 @@ template <bool causal, Bug bug> struct Consumer {
   }
   // o += probabilities * v, asynchronously.
   __device__ __forceinline__ void multiply_values(int stage, const Probabilities& probabilities) {
-    constexpr Swizzle kSwizzle = bug == Bug::wrong_swizzle ? Swizzle::bytes64 : Swizzle::bytes128;
-    const uint64_t v = device::wgmma_descriptor(kSwizzle, shared.block(stage), kBlockKeys * 128, 1024);
+    const uint64_t v = device::wgmma_descriptor(Swizzle::bytes128, shared.block(stage), kBlockKeys * 128, 1024);
     device::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 16; ++i)

@@ -307,6 +307,7 @@ enum class WgmmaBug {
   no_fence,
   wrong_swizzle,
   no_proxy_fence,
+  never_written,
   operand_overwritten,
   wait_too_weak
 };
@@ -316,12 +317,12 @@ template <WgmmaBug kind> __global__ void __launch_bounds__(128) product(float* d
   const int t = threadIdx.x;
   constexpr auto kSwizzle = device::Swizzle::bytes128;
   // Both operands: 64 rows of 64 elements; a[r][k] = r % 5, b[n][k] = k < 32.
-  for (int i = t; i < 64 * 64; i += 128) {
+  for (int i = t; i < (kind == WgmmaBug::never_written ? 0 : 64 * 64); i += 128) {
     const auto at = device::swizzled(kSwizzle, static_cast<uint32_t>(i) * 2);
     *reinterpret_cast<bfloat16*>(memory + at) = device::from_float<bfloat16>(static_cast<float>(i / 64 % 5));
     *reinterpret_cast<bfloat16*>(memory + 8192 + at) = device::from_float<bfloat16>(i % 64 < 32 ? 1.0f : 0.0f);
   }
-  if (kind != WgmmaBug::no_proxy_fence) device::fence_async_shared();
+  if (kind != WgmmaBug::no_proxy_fence && kind != WgmmaBug::never_written) device::fence_async_shared();
   __syncthreads();
   float acc[32] = {};
   const uint64_t a = device::wgmma_descriptor(kSwizzle, memory, 16, 1024);
@@ -367,6 +368,9 @@ PLANTED(wgmma_descriptor_of_another_swizzle, "plain", "wrong result") {
 }
 PLANTED(wgmma_operand_without_proxy_fence, "plain", "wgmma: reads shared memory that ordinary stores wrote") {
   return run_product<WgmmaBug::no_proxy_fence>(bug);
+}
+PLANTED(wgmma_operand_never_written, "plain", "wgmma: reads shared memory that nothing wrote") {
+  return run_product<WgmmaBug::never_written>(bug);
 }
 PLANTED(wgmma_operand_overwritten, "plain", "wrong result") { return run_product<WgmmaBug::operand_overwritten>(bug); }
 
