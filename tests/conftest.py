@@ -1,7 +1,10 @@
 """Markers: ``gpu`` tests are skipped without a CUDA device, ``slow`` ones unless ``--slow`` asks for them; both say
-so."""
+so. Under pytest-xdist's ``--dist loadgroup`` the tests of a file run in one process, unless they name another group.
+Figures that tests hand to ``figure``, and the coverage of device code, are printed when the session ends."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,7 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     import torch
 
@@ -23,3 +27,51 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(no_cuda)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(not_asked)
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+
+
+@pytest.fixture
+def figure(record_property):
+    """``figure(text)`` prints a line at the end of the session, also from another process."""
+    return lambda text: record_property("figure", text)
+
+
+def pytest_terminal_summary(terminalreporter):
+    passed = terminalreporter.stats.get("passed", [])
+    properties = [p for report in passed if report.when == "call" for p in report.user_properties]
+    if figures := [text for name, text in properties if name == "figure"]:
+        terminalreporter.section("figures")
+        terminalreporter.write_line("\n".join(figures))
+    if dumped := [path for name, path in properties if name == "sim coverage"]:
+        terminalreporter.section("coverage of device code and launchers on the CPU")
+        table, low = merged_coverage(dumped)
+        terminalreporter.write_line(table)
+        for line in low:
+            terminalreporter.write_line(line, red=True)
+
+
+def pytest_sessionfinish(session):
+    """A session that ran every sim test fails below the floor of coverage."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(session.config, "workerinput"):
+        return
+    passed = [r for r in reporter.stats.get("passed", []) if r.when == "call"]
+    dumped = [path for r in passed for name, path in r.user_properties if name == "sim coverage"]
+    if dumped and merged_coverage(dumped)[1]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def merged_coverage(dumped):
+    """The table of a session, and what is below the floor if the session ran all tests."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "sim"))
+    import coverage
+
+    import build
+
+    counts = coverage.Coverage()
+    for path in dumped:
+        counts.merge(Path(path))
+    table, low = counts.table()
+    all_ran = len(dumped) == len(build.tests_of(None))
+    return table, [f"{coverage.FLOOR}: {', '.join(low)}"] if low and all_ran else []

@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "sim"
 COMMON = ["-std=c++20", "-DWARPSMITH_SIM", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"]
+UNKNOWN_NAME = re.compile(r"not( been)? declared|no member named|is not a member of|undeclared identifier")
 HINT = (
     "note: a built-in or primitive that the host execution layer does not know belongs into "
     "csrc/device/host_builtins.h (CUDA built-ins) or a header of csrc/device with a device body and a host body"
@@ -94,9 +95,13 @@ def _is_fresh(target: Path, command: list[str]) -> bool:
     return all(os.path.exists(path) and os.stat(path).st_mtime_ns <= built for path in inputs)
 
 
-def compile_object(source: Path, flags: list[str], folder: Path) -> Path:
+def object_path(source: Path, folder: Path) -> Path:
     tag = hashlib.sha1(str(source).encode()).hexdigest()[:8]
-    target = folder / f"{source.stem}-{tag}.o"
+    return folder / f"{source.stem}-{tag}.o"
+
+
+def compile_object(source: Path, flags: list[str], folder: Path) -> Path:
+    target = object_path(source, folder)
     command = [compiler(), *COMMON, *flags, "-x", "c++", "-c", str(source), "-o", str(target)]
     with _locked(target):
         if _is_fresh(target, command):
@@ -104,7 +109,7 @@ def compile_object(source: Path, flags: list[str], folder: Path) -> Path:
         dependencies = ["-MMD", "-MF", str(target.with_suffix(".d"))]
         result = subprocess.run([*command, *dependencies], capture_output=True, text=True, cwd=ROOT)
         if result.returncode:
-            hint = HINT if "not declared" in result.stderr or "no member named" in result.stderr else ""
+            hint = HINT if UNKNOWN_NAME.search(result.stderr) else ""
             raise BuildError(f"{shlex.join(command)}\n{result.stderr}\n{hint}")
         target.with_suffix(".cmd").write_text(shlex.join(command))
     return target
@@ -168,10 +173,16 @@ def build_program(source: Path, variant: str = "plain") -> Path:
     return link(objects, variant, BUILD / variant / source.stem)
 
 
-def run(program: Path, arguments: list[str], timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **ENVIRONMENT}
+def run(
+    program: Path, arguments: list[str], environment: dict[str, str] | None = None, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(program), *arguments], capture_output=True, text=True, env=environment, timeout=timeout, cwd=ROOT
+        [str(program), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **ENVIRONMENT, **(environment or {})},
+        timeout=timeout,
+        cwd=ROOT,
     )
 
 

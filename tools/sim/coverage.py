@@ -4,7 +4,8 @@
     python tools/sim/coverage.py                     # all tests; exit status 1 below 95 % of lines or 85 % of branches
 
 Counts csrc/kernels and csrc/device, per file; a template's instances are one line. Device bodies (PTX) are not compiled
-here and do not count. A line with `// not covered on the host: <reason>` is left out.
+here and do not count. A line with `// not covered on the host: <reason>` is left out. The floor holds for the whole and
+for every folder of kernels and launchers. tests/test_sim.py measures the same way, and prints the same table.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -20,6 +22,7 @@ from pathlib import Path
 import build
 
 LINE_FLOOR, BRANCH_FLOOR = 95.0, 85.0
+FLOOR = f"below the floor of {LINE_FLOOR:g} % of lines and {BRANCH_FLOOR:g} % of branches"
 MARKER = "not covered on the host:"
 ONLY_RAISES = re.compile(r"WARPSMITH_RETURN_IF_FAILED|return Status::")  # the failing branch hands an error up
 
@@ -30,12 +33,33 @@ class Coverage:
         # Of each line, the counts of the instances with the most branches: in others some conditions are constants.
         self.branches: dict[str, dict[int, list[int]]] = defaultdict(dict)
 
-    def add(self, notes: Path) -> None:
-        command = ["gcov", "--json-format", "--stdout", "--branch-probabilities", notes.name]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=notes.parent, check=True)
-        for text in result.stdout.splitlines():
-            for file in json.loads(text)["files"]:
-                self._add_file(file)
+    def add(self, folder: Path) -> None:
+        """Adds what a run left in `folder`, beside the notes of its objects."""
+        for notes in sorted(folder.glob("*.gcno")):
+            command = ["gcov", "--json-format", "--stdout", "--branch-probabilities", notes.name]
+            result = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True)
+            for text in result.stdout.splitlines():
+                for file in json.loads(text)["files"]:
+                    self._add_file(file)
+
+    def dump(self, to: Path) -> None:
+        to.write_text(json.dumps({"lines": self.lines, "branches": self.branches}))
+
+    def merge(self, dumped: Path) -> None:
+        other = json.loads(dumped.read_text())
+        for name, lines in other["lines"].items():
+            for number, count in lines.items():
+                self.lines[name][int(number)] += count
+        for name, branches in other["branches"].items():
+            for number, counts in branches.items():
+                self._add_branches(name, int(number), counts)
+
+    def _add_branches(self, name: str, number: int, counts: list[int]) -> None:
+        known = self.branches[name].setdefault(number, [])
+        if len(counts) > len(known):
+            self.branches[name][number] = counts
+        elif len(counts) == len(known):
+            self.branches[name][number] = [a + b for a, b in zip(known, counts, strict=True)]
 
     def _add_file(self, file: dict) -> None:
         path = Path(file["file"])
@@ -56,46 +80,68 @@ class Coverage:
                 continue
             if len(counts) > 8:  # a lambda's instances are reported as one: does the condition go both ways?
                 counts = [sum(counts[0::2]), sum(counts[1::2])]
-            known = self.branches[name].setdefault(number, [])
-            if len(counts) > len(known):
-                self.branches[name][number] = counts
-            elif len(counts) == len(known):
-                self.branches[name][number] = [a + b for a, b in zip(known, counts, strict=True)]
+            self._add_branches(name, number, counts)
 
-    def report(self, missing: bool) -> bool:
-        total = [0, 0, 0, 0]
-        print(f"{'file':52} {'lines':>14} {'branches':>14}")
+    def counts(self, name: str) -> list[int]:
+        """Of a file: lines that ran, lines, branches that were taken, branches."""
+        lines = self.lines[name].values()
+        branches = [c for counts in self.branches[name].values() for c in counts]
+        return [sum(c > 0 for c in lines), len(lines), sum(c > 0 for c in branches), len(branches)]
+
+    def table(self, missing: bool = False) -> tuple[str, list[str]]:
+        """The printed table, and what is below the floor."""
+        rows = [f"{'file':52} {'lines':>16} {'branches':>16}"]
+        sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
         for name in sorted(self.lines):
-            hit = sum(c > 0 for c in self.lines[name].values())
-            branches = [c for counts in self.branches[name].values() for c in counts]
-            counts = [hit, len(self.lines[name]), sum(c > 0 for c in branches), len(branches)]
-            total = [a + b for a, b in zip(total, counts, strict=True)]
-            print(f"{name:52} {percent(*counts[:2]):>14} {percent(*counts[2:]):>14}")
+            counts = self.counts(name)
+            rows.append(row(name, counts))
+            folder = name.rpartition("/")[0]
+            for whole in ([folder] if folder.startswith("kernels/") else []) + ["all"]:
+                sums[whole] = [a + b for a, b in zip(sums[whole], counts, strict=True)]
             if missing:
                 lines = sorted(n for n, c in self.lines[name].items() if c == 0)
-                branches = sorted({n for (n, _), c in self.branches[name].items() if c == 0} - set(lines))
-                print(
-                    f"    lines not executed: {lines}\n    branches not taken at lines: {branches}"
-                    * bool(lines or branches)
-                )
-        print(f"{'all':52} {percent(*total[:2]):>14} {percent(*total[2:]):>14}")
-        return 100 * total[0] >= LINE_FLOOR * total[1] and 100 * total[2] >= BRANCH_FLOOR * total[3]
+                untaken = sorted({n for n, c in self.branches[name].items() if 0 in c} - set(lines))
+                if lines or untaken:
+                    rows.append(f"    lines not executed: {lines}\n    branches not taken at lines: {untaken}")
+        wholes = sorted(sums, key=lambda name: (name == "all", name))
+        rows += ["", *(row(name, sums[name]) for name in wholes)]
+        return "\n".join(rows), [name for name in wholes if below_floor(sums[name])]
+
+
+def row(name: str, counts: list[int]) -> str:
+    return f"{name:52} {percent(*counts[:2]):>16} {percent(*counts[2:]):>16}"
+
+
+def below_floor(counts: list[int]) -> bool:
+    return 100 * counts[0] < LINE_FLOOR * counts[1] or 100 * counts[2] < BRANCH_FLOOR * counts[3]
 
 
 def percent(hit: int, count: int) -> str:
     return f"{hit}/{count} {100 * hit / count:5.1f}%" if count else "-"
 
 
+def run(test: Path, arguments: list[str]) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Runs a test in the coverage build; its counts are written to a folder of its own."""
+    program = build.build(test, "coverage")
+    folder = program.parent / f"{test.stem}.data"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for source in [*build.kernel_sources(test), test]:
+        notes = build.object_path(source, program.parent).with_suffix(".gcno")
+        shutil.copy(notes, folder)
+    result = build.run(
+        program, arguments, {"GCOV_PREFIX": str(folder), "GCOV_PREFIX_STRIP": str(len(program.parent.parts) - 1)}
+    )
+    return result, folder
+
+
 def measure(op: str | None, arguments: list[str]) -> Coverage:
     coverage = Coverage()
-    for stale in (build.BUILD / "coverage").glob("*.gcda"):
-        stale.unlink()
     for test in build.tests_of(op):
-        result = build.run(build.build(test, "coverage"), arguments)
+        result, folder = run(test, arguments)
         if result.returncode:
             sys.exit(f"{test.stem} fails:\n{result.stdout}{result.stderr}")
-    for data in sorted((build.BUILD / "coverage").glob("*.gcda")):
-        coverage.add(data)
+        coverage.add(folder)
     return coverage
 
 
@@ -107,10 +153,11 @@ def main() -> int:
     parser.add_argument("--missing", action="store_true", help="list what was not executed")
     arguments = parser.parse_args()
     coverage = measure(arguments.op, ["--seeds", arguments.seeds, "--random", arguments.random])
-    enough = coverage.report(arguments.missing)
-    if not enough:
-        print(f"below the floor of {LINE_FLOOR:g} % of lines and {BRANCH_FLOOR:g} % of branches")
-    return 0 if enough else 1
+    table, low = coverage.table(arguments.missing)
+    print(table)
+    if low:
+        print(f"{FLOOR}: {', '.join(low)}")
+    return 1 if low else 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 import build
 
-BATCH = 250  # cases between two looks at the clock
+FIRST_BATCH, BATCH = 10, 250  # cases between two looks at the clock
 TIMEOUT_S = 120.0  # for one answer of the program
 
 
@@ -37,8 +37,14 @@ def values(kind: str, low: int, high: int) -> st.SearchStrategy[int]:
     if kind == "draw" or high - low < 9:
         return st.integers(low, high)
     near = {p + d for p in (1 << n for n in range(63)) for d in (-1, 0, 1)}
-    powers = sorted(n for n in near if low <= n <= high)
-    return st.integers(low, low + 8) | (st.sampled_from(powers) if powers else st.nothing()) | st.integers(low, high)
+    powers = sorted(n for n in near if low <= n <= high) or [low]
+
+    def moved(chosen: tuple[int, int]) -> int:
+        where, n = chosen
+        return (n, low + (n - low) % 9, powers[(n - low) % len(powers)])[where]
+
+    # Moved by a draw of its own, which shrinks to 0: then every number is within reach.
+    return st.tuples(st.integers(0, 2), st.integers(low, high)).map(moved)
 
 
 class Program:
@@ -144,7 +150,6 @@ def fuzz(path: Path, test: str, cases: int, first_seed: int = 0, seconds: float 
             raise AssertionError(f'{failed}\n  smallest failing case: --replay {test} "{draws}"') from None
 
     config = settings(
-        max_examples=BATCH,
         deadline=None,
         database=None,
         phases=(Phase.generate, Phase.shrink),
@@ -152,9 +157,11 @@ def fuzz(path: Path, test: str, cases: int, first_seed: int = 0, seconds: float 
         print_blob=False,
     )
     try:
-        batch = 0
-        while done < cases and time.monotonic() - started < seconds:
-            wanted = settings(config, max_examples=min(BATCH, cases - done))
+        batch, size = 0, FIRST_BATCH
+        while done < cases and (spent := time.monotonic() - started) < seconds:
+            if done:
+                size = min(BATCH, max(FIRST_BATCH, int((seconds - spent) * done / spent))) if seconds < 1e9 else BATCH
+            wanted = settings(config, max_examples=min(size, cases - done))
             seed(first_seed * 1_000_003 + batch)(wanted(given(st.data())(case)))()
             batch += 1
     except AssertionError as failed:
