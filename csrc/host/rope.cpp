@@ -24,10 +24,8 @@ py::dict plan(const py::kwargs& given) {
   py::dict d;
   d["vector_elems"] = c.vector_elems;
   d["heads_a_thread"] = c.heads_a_thread;
-  d["threads_a_token"] = c.threads_a_token;
-  d["tokens_a_block"] = c.tokens_a_block;
-  d["threads"] = c.threads;
-  d["blocks"] = c.blocks * c.parts;
+  d["threads"] = py::make_tuple(c.threads_x, c.threads_y, c.threads_z);
+  d["blocks"] = py::make_tuple(c.blocks_x, c.blocks_y, c.blocks_z);
   d["why"] = c.why;
   return d;
 }

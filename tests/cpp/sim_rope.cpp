@@ -206,7 +206,7 @@ TEST(bytes_moved) {
 
 TEST(other_configurations) {
   Problem<bfloat16, bfloat16> p({.tokens = 7, .q_heads = 6, .k_heads = 2});
-  for (const int threads : {32, 64, 128}) {
+  for (const int threads : {4, 16, 32, 64, 128}) {
     const RopeConfig c = rope_config_of(p.planned(), kRopeHeadsAThread, threads);
     under_every_seed([&] {
       p.q_out.poison(), p.k_out.poison();
@@ -218,7 +218,7 @@ TEST(other_configurations) {
   c.heads_a_thread = 3;
   expect_refused(rope_cuda_with(c, p.params, nullptr), "3 heads a thread");
   c = choose_rope(p.planned());
-  c.blocks = INT64_C(1) << 32;
+  c.blocks_x = INT64_C(1) << 32;
   expect_refused(rope_cuda_with(c, p.params, nullptr), "more than a grid may have");
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import warpsmith
@@ -319,7 +321,10 @@ def test_positions_that_the_host_does_not_know_become_nan(interleaved):
 def test_the_plan_of_a_llama_layer():
     plan = warpsmith.plan("rope", tokens=16384, q_heads=32, k_heads=8, head_dim=128, dtype=BF16)
     assert plan["vector_elems"] == 8
-    assert plan["threads_a_token"] * plan["heads_a_thread"] * 2 * plan["vector_elems"] == 40 * 128
+    columns, groups, tokens = (a * b for a, b in zip(plan["threads"], reversed(plan["blocks"]), strict=True))
+    assert columns * 2 * plan["vector_elems"] == 128
+    assert groups * plan["heads_a_thread"] == 40
+    assert tokens == 16384
     assert plan["why"]
     assert warpsmith.plan("rope", tokens=8, q_heads=2, head_dim=128, aligned=False)["vector_elems"] == 1
     assert warpsmith.plan("rope", tokens=8, q_heads=2, head_dim=128, rotary_dim=20)["vector_elems"] == 1
@@ -330,7 +335,9 @@ def test_the_plan_of_a_llama_layer():
 @pytest.mark.parametrize("head_dim", [1, 2, 64, 72, 128, 1000])
 def test_every_plan_covers_its_tokens(dtype, q_heads, head_dim):
     plan = warpsmith.plan("rope", tokens=1000, q_heads=q_heads, k_heads=1, head_dim=head_dim, dtype=dtype)
-    assert plan["threads"] % 32 == 0
-    assert 32 <= plan["threads"] <= 256
-    elements = plan["blocks"] * plan["threads"] * 2 * plan["vector_elems"] * plan["heads_a_thread"]
-    assert elements >= 1000 * (q_heads + 1) * head_dim
+    assert math.prod(plan["threads"]) <= 256
+    assert plan["threads"][2] <= 64
+    columns, groups, tokens = (a * b for a, b in zip(plan["threads"], reversed(plan["blocks"]), strict=True))
+    assert columns * 2 * plan["vector_elems"] >= head_dim
+    assert groups * plan["heads_a_thread"] >= q_heads + 1
+    assert tokens >= 1000

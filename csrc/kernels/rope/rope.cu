@@ -5,19 +5,6 @@
 namespace warpsmith {
 namespace {
 
-bool on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
-bool heads_on_16_bytes(const void* base, const RotaryHeads& h, Dtype dtype) {
-  const int64_t bytes = size_bytes(dtype);
-  return h.heads == 0 || (on_16_bytes(base) && h.batch_stride * bytes % 16 == 0 && h.token_stride * bytes % 16 == 0 &&
-                          h.head_stride * bytes % 16 == 0);
-}
-
-bool angles_on_16_bytes(const RotaryAngles& a) {
-  const int64_t bytes = size_bytes(a.dtype);
-  return on_16_bytes(a.cos) && on_16_bytes(a.sin) && a.batch_stride * bytes % 16 == 0 && a.row_stride * bytes % 16 == 0;
-}
-
 RopeProblem problem_of(const RopeParams& p) {
   const bool aligned = heads_on_16_bytes(p.q, p.q_in_layout, p.dtype) &&
                        heads_on_16_bytes(p.k, p.k_in_layout, p.dtype) &&
@@ -38,16 +25,17 @@ template <class T, class C> Status launch_rope(const RopeParams& p, const RopeCo
   constexpr int N = 16 / sizeof(T), U = kRopeHeadsAThread, B = kRopeBlocks;
   if (c.heads_a_thread != U)
     return Status::unsupported("no kernel with " + std::to_string(c.heads_a_thread) + " heads a thread");
-  if (c.blocks > 0x7fffffff || c.parts > 0xffff)
-    return Status::unsupported(std::to_string(c.blocks) + " x " + std::to_string(c.parts) +
-                               " blocks are more than a grid may have");
+  if (c.blocks_x > 0x7fffffff || c.blocks_y > 0xffff || c.blocks_z > 0xffff)
+    return Status::unsupported(std::to_string(c.blocks_x) + " x " + std::to_string(c.blocks_y) + " x " +
+                               std::to_string(c.blocks_z) + " blocks are more than a grid may have");
   void (*kernel)(RopeParams, RopeConfig) = c.vector_elems == 1   ? rotate_heads<T, C, 1, false, U, B>
                                            : p.shape.interleaved ? rotate_heads<T, C, N, true, U, B>
                                                                  : rotate_heads<T, C, N, false, U, B>;
   LaunchConfig launch_config;
-  launch_config.grid.x = static_cast<unsigned>(c.blocks);
-  launch_config.grid.y = static_cast<unsigned>(c.parts);
-  launch_config.block.x = static_cast<unsigned>(c.threads);
+  launch_config.grid =
+      dim3(static_cast<unsigned>(c.blocks_x), static_cast<unsigned>(c.blocks_y), static_cast<unsigned>(c.blocks_z));
+  launch_config.block =
+      dim3(static_cast<unsigned>(c.threads_x), static_cast<unsigned>(c.threads_y), static_cast<unsigned>(c.threads_z));
   return launch(kernel, launch_config, stream, p, c);
 }
 

@@ -15,17 +15,14 @@ struct RopeProblem {
 };
 
 // A thread holds two vectors of a head (both members of its pairs), of `heads_a_thread` heads of one token, and loads
-// their angles once. A token of more than a block's threads is cut into `parts` blocks.
+// their angles once.
 struct RopeConfig {
   int vector_elems = 1;  // of one memory access
   int heads_a_thread = 1;
-  int rotating = 0;         // pairs of vectors of a head that are rotated
-  int columns = 1;          // and those that are copied besides
-  int threads_a_token = 1;  // of one block
-  int tokens_a_block = 1;
-  int threads = 32;
-  int64_t blocks = 1;  // along the tokens
-  int64_t parts = 1;
+  int rotating = 0;                                  // pairs of vectors of a head that are rotated
+  int columns = 1;                                   // and those that are copied besides
+  int threads_x = 1, threads_y = 1, threads_z = 1;   // of a block: columns, groups of heads, tokens
+  int64_t blocks_x = 1, blocks_y = 1, blocks_z = 1;  // of the grid: tokens, groups of heads, columns
   const char* why = "";
 };
 
@@ -39,8 +36,8 @@ constexpr int64_t head_groups(const RopeProblem& p, int heads_a_thread) {
 }
 }  // namespace rope_detail
 
-// Of the kernels that are compiled: blocks of kMaxThreads that fit a multiprocessor, 80 registers a thread.
-constexpr int kRopeHeadsAThread = 2, kRopeBlocks = 3;
+// Of the kernels that are compiled: blocks of kMaxThreads that fit a multiprocessor, 64 registers a thread.
+constexpr int kRopeHeadsAThread = 2, kRopeBlocks = 4;
 
 constexpr RopeConfig rope_config_of(const RopeProblem& p, int heads_a_thread, int threads) {
   using namespace rope_detail;
@@ -52,13 +49,14 @@ constexpr RopeConfig rope_config_of(const RopeProblem& p, int heads_a_thread, in
   c.rotating = static_cast<int>(p.rotary_dim / 2 / c.vector_elems);
   c.columns =
       c.rotating + (p.inplace ? 0 : static_cast<int>(ceil_div((p.head_dim - p.rotary_dim) / c.vector_elems, 2)));
-  const int64_t a_token = std::max<int64_t>(1, c.columns * head_groups(p, heads_a_thread));
-  c.parts = ceil_div(a_token, threads);
-  c.threads_a_token = static_cast<int>(ceil_div(a_token, c.parts));
-  if (c.parts > 1) c.threads_a_token = static_cast<int>(ceil_div(c.threads_a_token, 32) * 32);
-  c.tokens_a_block = static_cast<int>(std::clamp<int64_t>(p.tokens, 1, threads / c.threads_a_token));
-  c.threads = static_cast<int>(ceil_div(int64_t{c.threads_a_token} * c.tokens_a_block, 32) * 32);
-  c.blocks = ceil_div(p.tokens, c.tokens_a_block);
+  const int64_t columns = std::max(1, c.columns), groups = std::max<int64_t>(1, head_groups(p, heads_a_thread));
+  c.blocks_z = ceil_div(columns, threads);
+  c.threads_x = static_cast<int>(ceil_div(columns, c.blocks_z));
+  c.blocks_y = ceil_div(groups, std::max(1, threads / c.threads_x));
+  c.threads_y = static_cast<int>(ceil_div(groups, c.blocks_y));
+  c.threads_z = static_cast<int>(
+      std::clamp<int64_t>(p.tokens, 1, std::min(64, std::max(1, threads / (c.threads_x * c.threads_y)))));
+  c.blocks_x = ceil_div(p.tokens, c.threads_z);
   c.why = vectors ? "16-byte vectors of both halves of a head, angles loaded once for several heads"
                   : "heads or rows of cos are not made of aligned 16-byte vectors: pair by pair";
   return c;

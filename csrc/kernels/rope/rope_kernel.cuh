@@ -12,8 +12,6 @@
 // bytes for each step of the search, by every thread.
 namespace warpsmith::rope {
 
-using device::Vector;
-
 // One group's heads of one token.
 struct Heads {
   const void* in;  // at the first head
@@ -33,36 +31,37 @@ template <class T> __device__ __forceinline__ Heads heads_of(const RopeParams& p
           out.head_stride, static_cast<int>(in.heads) - first};
 }
 
-// N elements make one memory access. A thread holds two vectors of U heads of one token. No barrier, nothing shared:
-// threads without work leave. kBlocks: of kMaxThreads, for which a multiprocessor must have the registers.
+// N elements make one memory access. A thread holds two vectors of U heads of one token; its column, group of heads and
+// token are the block's three dimensions, so that it divides only by the tokens of a batch entry. No barrier, nothing
+// shared: threads without work leave. kBlocks: of kMaxThreads, for which a multiprocessor must have the registers.
 template <class T, class C, int N, bool kInterleaved, int U, int kBlocks>
 __global__ void __launch_bounds__(rope_detail::kMaxThreads, kBlocks) rotate_heads(RopeParams p, RopeConfig c) {
-  const int slot = threadIdx.x / c.threads_a_token;
-  const int rest = blockIdx.y * blockDim.x + threadIdx.x - slot * c.threads_a_token;
-  const int column = rest % c.columns, group = rest / c.columns;
+  const int column = blockIdx.z * blockDim.x + threadIdx.x, group = blockIdx.y * blockDim.y + threadIdx.y;
   const int q_groups = (static_cast<int>(p.q_in_layout.heads) + U - 1) / U;
   const int groups = q_groups + (static_cast<int>(p.k_in_layout.heads) + U - 1) / U;
-  const int64_t token = int64_t{blockIdx.x} * c.tokens_a_block + slot;
-  if (slot >= c.tokens_a_block || group >= groups || token >= p.shape.batch * p.shape.tokens) return;
+  const int64_t token = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
+  if (column >= c.columns || group >= groups || token >= p.shape.batch * p.shape.tokens) return;
 
   const rotary::Token at = rotary::find_token(p.shape, p.angles, p.positions, token);
   const rotary::Columns of = rotary::columns_of<N>(p.shape, c.rotating, c.columns, column);
   const Heads h = heads_of<T>(p, at, group, q_groups, U);
-  Vector<T, N> x[U][2] = {};
+  rotary::PackedAngles<C, N, kInterleaved> packed = {};
+  if (of.rotates && at.valid) packed.load(p.shape, p.angles, at, of);
+  rotary::Packed<T, N> x[U][2] = {};
 #pragma unroll
   for (int u = 0; u < U; ++u)
     if (u < h.count) {
-      x[u][0] = device::load(rotary::vector_at<T, N>(h.in, u * h.in_step + of.first));
-      if (of.has_second) x[u][1] = device::load(rotary::vector_at<T, N>(h.in, u * h.in_step + of.second));
+      x[u][0] = device::load(rotary::packed_at<T, N>(h.in, u * h.in_step + of.first));
+      if (of.has_second) x[u][1] = device::load(rotary::packed_at<T, N>(h.in, u * h.in_step + of.second));
     }
   if (of.rotates) {
-    const rotary::Angles<C, N, kInterleaved> by(p.shape, p.angles, at, of);
+    const rotary::Angles<N> by = packed.unpacked(at, p.shape.inverse);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       float a[N], b[N];
-      rotary::unpack(a, x[u][0]);
-      rotary::unpack(b, x[u][1]);
-      rotary::rotate(a, b, by);
+      rotary::unpack<T>(a, x[u][0]);
+      rotary::unpack<T>(b, x[u][1]);
+      rotary::rotate<kInterleaved>(a, b, by);
       x[u][0] = rotary::rounded<T>(a);
       x[u][1] = rotary::rounded<T>(b);
     }
@@ -70,8 +69,8 @@ __global__ void __launch_bounds__(rope_detail::kMaxThreads, kBlocks) rotate_head
 #pragma unroll
   for (int u = 0; u < U; ++u)
     if (u < h.count) {
-      device::store(rotary::vector_at<T, N>(h.out, u * h.out_step + of.first), x[u][0]);
-      if (of.has_second) device::store(rotary::vector_at<T, N>(h.out, u * h.out_step + of.second), x[u][1]);
+      device::store(rotary::packed_at<T, N>(h.out, u * h.out_step + of.first), x[u][0]);
+      if (of.has_second) device::store(rotary::packed_at<T, N>(h.out, u * h.out_step + of.second), x[u][1]);
     }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "device/convert.h"
 #include "device/vector.h"
@@ -10,12 +11,47 @@ namespace warpsmith::rotary {
 
 using device::Vector;
 
-template <class T, int N> __device__ __forceinline__ const Vector<T, N>* vector_at(const void* base, int64_t element) {
-  return reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(base) + element);
+// N elements as they lie in memory; pairs of 16-bit ones as words, because the compiler takes vectors of 16-bit
+// elements apart and puts them together again, at twice the instructions.
+template <class T, int N> using Packed =
+    std::conditional_t<sizeof(T) == 2 && N % 2 == 0, Vector<uint32_t, N / 2>, Vector<T, N>>;
+
+template <class T, int N> __device__ __forceinline__ const Packed<T, N>* packed_at(const void* base, int64_t element) {
+  return reinterpret_cast<const Packed<T, N>*>(static_cast<const T*>(base) + element);
 }
 
-template <class T, int N> __device__ __forceinline__ Vector<T, N>* vector_at(void* base, int64_t element) {
-  return reinterpret_cast<Vector<T, N>*>(static_cast<T*>(base) + element);
+template <class T, int N> __device__ __forceinline__ Packed<T, N>* packed_at(void* base, int64_t element) {
+  return reinterpret_cast<Packed<T, N>*>(static_cast<T*>(base) + element);
+}
+
+template <class T, int N> __device__ __forceinline__ void unpack(float (&to)[N], const Packed<T, N>& from) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) {
+      if constexpr (std::is_same_v<T, bfloat16>) {
+        to[2 * k] = __uint_as_float(from.at[k] << 16);
+        to[2 * k + 1] = __uint_as_float(from.at[k] & 0xffff0000u);
+      } else {
+        to[2 * k] = device::to_float(T{static_cast<uint16_t>(from.at[k])});
+        to[2 * k + 1] = device::to_float(T{static_cast<uint16_t>(from.at[k] >> 16)});
+      }
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < N; ++k) to[k] = device::to_float(from.at[k]);
+  }
+}
+
+template <class T, int N> __device__ __forceinline__ Packed<T, N> rounded(const float (&x)[N]) {
+  Packed<T, N> y;
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) y.at[k] = device::pack<T>(x[2 * k], x[2 * k + 1]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < N; ++k) y.at[k] = device::from_float<T>(x[k]);
+  }
+  return y;
 }
 
 // N elements as floats, in pieces of at most 16 bytes.
@@ -23,28 +59,10 @@ template <int N, class T> __device__ __forceinline__ void load_floats(float (&to
   constexpr int kPiece = N * sizeof(T) > 16 ? 16 / sizeof(T) : N;
 #pragma unroll
   for (int first = 0; first < N; first += kPiece) {
-    const auto piece = device::load_vector<kPiece>(from + first);
+    float piece[kPiece];
+    unpack<T>(piece, device::load(packed_at<T, kPiece>(from, first)));
 #pragma unroll
-    for (int k = 0; k < kPiece; ++k) to[first + k] = device::to_float(piece.at[k]);
-  }
-}
-
-template <class T, int N> __device__ __forceinline__ void unpack(float (&to)[N], const Vector<T, N>& from) {
-#pragma unroll
-  for (int k = 0; k < N; ++k) to[k] = device::to_float(from.at[k]);
-}
-
-template <class T, int N> __device__ __forceinline__ Vector<T, N> rounded(const float (&x)[N]) {
-  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
-    Vector<uint32_t, N / 2> pairs;
-#pragma unroll
-    for (int k = 0; k < N / 2; ++k) pairs.at[k] = device::pack<T>(x[2 * k], x[2 * k + 1]);
-    return __builtin_bit_cast(Vector<T, N>, pairs);
-  } else {
-    Vector<T, N> y;
-#pragma unroll
-    for (int k = 0; k < N; ++k) y.at[k] = device::from_float<T>(x[k]);
-    return y;
+    for (int k = 0; k < kPiece; ++k) to[first + k] = piece[k];
   }
 }
 
@@ -68,13 +86,22 @@ __device__ __forceinline__ int64_t sequence_of(const RotaryPositions& p, int64_t
   return low;
 }
 
-__device__ __forceinline__ Token find_token(const RotaryShape& shape, const RotaryAngles& a, const RotaryPositions& p,
-                                            int64_t token) {
+// Without its angles.
+__device__ __forceinline__ Token place_of(const RotaryShape& shape, int64_t token) {
   Token t{0, token, 0, true};
   if (shape.batch > 1) {
-    t.batch = token / shape.tokens;
+    // Division of 64 bits costs some hundred instructions, of 32 bits twenty.
+    t.batch = token >> 32 == 0 && shape.tokens >> 32 == 0
+                  ? int64_t{static_cast<uint32_t>(token) / static_cast<uint32_t>(shape.tokens)}
+                  : token / shape.tokens;
     t.index = token - t.batch * shape.tokens;
   }
+  return t;
+}
+
+__device__ __forceinline__ Token find_token(const RotaryShape& shape, const RotaryAngles& a, const RotaryPositions& p,
+                                            int64_t token) {
+  Token t = place_of(shape, token);
   if (a.per_token) {
     t.angles = t.batch * a.batch_stride + t.index * a.row_stride;
     return t;
@@ -120,55 +147,67 @@ __device__ __forceinline__ Columns columns_of(const RotaryShape& shape, int rota
 
 // The N angles of a thread's two vectors. Half-split and single elements: of pair (first[k], second[k]). Interleaved
 // vectors: of the N / 2 pairs of the first, then those of the second.
-template <class C, int N, bool kInterleaved> struct Angles {
+template <int N> struct Angles {
   float cos[N], sin[N];
+};
 
-  __device__ __forceinline__ Angles(const RotaryShape& shape, const RotaryAngles& a, const Token& token,
-                                    const Columns& c) {
+// The same as they lie in memory. Apart from unpacking, so that their loads are under way together with others: code
+// that unpacks at once waits for them. C: storage of cos and sin.
+template <class C, int N, bool kInterleaved> struct PackedAngles {
+  static constexpr int kAdjacent = kInterleaved ? N / 2 : N, kMost = 16 / sizeof(C);
+  static constexpr int kPiece = kAdjacent < kMost ? kAdjacent : kMost, kPieces = N / kPiece;
+  Packed<C, kPiece> cos[kPieces], sin[kPieces];
+
+  // Of a token that has angles.
+  __device__ __forceinline__ void load(const RotaryShape& shape, const RotaryAngles& a, const Token& token,
+                                       const Columns& c) {
     const C *cos_row = static_cast<const C*>(a.cos) + token.angles,
             *sin_row = static_cast<const C*>(a.sin) + token.angles;
-    if (!token.valid) {
 #pragma unroll
-      for (int k = 0; k < N; ++k) cos[k] = sin[k] = __int_as_float(0x7fc00000);
-      return;
+    for (int i = 0; i < kPieces; ++i) {
+      const int k = i * kPiece;
+      const int pair = kInterleaved ? (k < N / 2 ? c.first / 2 + k : c.second / 2 + k - N / 2)
+                                    : (N == 1 && shape.interleaved ? c.first / 2 : c.first + k);
+      if ((!kInterleaved && N > 1) || a.column_stride == 1) {
+        cos[i] = device::load(packed_at<C, kPiece>(cos_row, pair));
+        sin[i] = device::load(packed_at<C, kPiece>(sin_row, pair));
+      } else {
+        cos[i] = every_second(cos_row + 2 * pair);
+        sin[i] = every_second(sin_row + 2 * pair);
+      }
     }
-    if constexpr (!kInterleaved) {
-      const int64_t pair = N == 1 && shape.interleaved ? c.first / 2 * a.column_stride : c.first;
-      load_floats(cos, cos_row + pair);
-      load_floats(sin, sin_row + pair);
-    } else {
-      load_pairs(cos, cos_row, a.column_stride, c);
-      load_pairs(sin, sin_row, a.column_stride, c);
-    }
-    if (shape.inverse)
+  }
+
+  // NaN where the token has no angles.
+  __device__ __forceinline__ Angles<N> unpacked(const Token& token, bool inverse) const {
+    Angles<N> by;
 #pragma unroll
-      for (int k = 0; k < N; ++k) sin[k] = -sin[k];
+    for (int i = 0; i < kPieces; ++i) {
+      float c[kPiece], s[kPiece];
+      unpack<C>(c, cos[i]);
+      unpack<C>(s, sin[i]);
+#pragma unroll
+      for (int k = 0; k < kPiece; ++k) {
+        by.cos[i * kPiece + k] = token.valid ? c[k] : __int_as_float(0x7fc00000);
+        by.sin[i * kPiece + k] = inverse ? -s[k] : s[k];
+      }
+    }
+    return by;
   }
 
  private:
-  __device__ __forceinline__ static void load_pairs(float (&to)[N], const C* row, int column_stride, const Columns& c) {
-    constexpr int H = N / 2;
-    float first[H], second[H];
-    if (column_stride == 1) {
-      load_floats(first, row + c.first / 2);
-      load_floats(second, row + c.second / 2);
-    } else {
-      float twice[N];
-      load_floats(twice, row + c.first);
+  // Angles that stand twice, element by element: a rare form, which must not cost the others registers.
+  __device__ __forceinline__ static Packed<C, kPiece> every_second(const C* from) {
+    float x[kPiece];
 #pragma unroll
-      for (int k = 0; k < H; ++k) first[k] = twice[2 * k];
-      load_floats(twice, row + c.second);
-#pragma unroll
-      for (int k = 0; k < H; ++k) second[k] = twice[2 * k];
-    }
-#pragma unroll
-    for (int k = 0; k < H; ++k) to[k] = first[k], to[H + k] = second[k];
+    for (int k = 0; k < kPiece; ++k) x[k] = device::to_float(device::load(from + 2 * k));
+    return rounded<C>(x);
   }
 };
 
 // (a, b) -> (a cos - b sin, b cos + a sin) for the pairs of two vectors.
-template <class C, int N, bool kInterleaved>
-__device__ __forceinline__ void rotate(float (&first)[N], float (&second)[N], const Angles<C, N, kInterleaved>& by) {
+template <bool kInterleaved, int N>
+__device__ __forceinline__ void rotate(float (&first)[N], float (&second)[N], const Angles<N>& by) {
   if constexpr (!kInterleaved) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {

@@ -46,4 +46,18 @@ struct RotaryShape {
 Status rotary_check_positions_cpu(const RotaryShape& shape, const RotaryAngles& angles,
                                   const RotaryPositions& positions);
 
+// What vectors of 16 bytes need: every token, head and row of cos begins on them.
+inline bool on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+inline bool heads_on_16_bytes(const void* base, const RotaryHeads& h, Dtype dtype) {
+  const int64_t bytes = size_bytes(dtype);
+  return h.heads == 0 || (on_16_bytes(base) && h.batch_stride * bytes % 16 == 0 && h.token_stride * bytes % 16 == 0 &&
+                          h.head_stride * bytes % 16 == 0);
+}
+
+inline bool angles_on_16_bytes(const RotaryAngles& a) {
+  const int64_t bytes = size_bytes(a.dtype);
+  return on_16_bytes(a.cos) && on_16_bytes(a.sin) && a.batch_stride * bytes % 16 == 0 && a.row_stride * bytes % 16 == 0;
+}
+
 }  // namespace warpsmith

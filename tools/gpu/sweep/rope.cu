@@ -72,17 +72,15 @@ template <bool kInterleaved, int U, int kBlocks>
 void sweep(const RopeParams& p, const RopeProblem& problem, std::vector<Row>& rows) {
   for (const int threads : {32, 64, 96, 128, 160, 192, 256}) {
     const RopeConfig c = rope_config_of(problem, U, threads);
-    LaunchConfig launch_config;
-    launch_config.grid = dim3(static_cast<unsigned>(c.blocks), static_cast<unsigned>(c.parts));
-    launch_config.block.x = static_cast<unsigned>(c.threads);
+    LaunchConfig config;
+    config.grid = dim3(static_cast<unsigned>(c.blocks_x), static_cast<unsigned>(c.blocks_y));
+    config.block = dim3(c.threads_x, c.threads_y, c.threads_z);
     Status status;
-    const double us = time_of([&] {
-      status =
-          launch(rope::rotate_heads<bfloat16, bfloat16, 8, kInterleaved, U, kBlocks>, launch_config, nullptr, p, c);
-    });
-    char text[120];
-    std::snprintf(text, sizeof text, "heads a thread %d, blocks of 256 %d, threads %d, tokens %d, parts %lld", U,
-                  kBlocks, c.threads, c.tokens_a_block, (long long)c.parts);
+    const auto kernel = rope::rotate_heads<bfloat16, bfloat16, 8, kInterleaved, U, kBlocks>;
+    const double us = time_of([&] { status = launch(kernel, config, nullptr, p, c); });
+    char text[160];
+    std::snprintf(text, sizeof text, "heads a thread %d, %d blocks of 256, threads %d x %d x %d", U, kBlocks,
+                  c.threads_x, c.threads_y, c.threads_z);
     if (status.ok()) rows.push_back({us, text});
   }
 }
@@ -109,9 +107,12 @@ template <bool kInterleaved> void run(int64_t batch, int64_t tokens, int64_t q_h
   std::vector<Row> rows;
   sweep<kInterleaved, 1, 4>(p, problem, rows);
   sweep<kInterleaved, 1, 5>(p, problem, rows);
+  sweep<kInterleaved, 1, 6>(p, problem, rows);
+  sweep<kInterleaved, 2, 2>(p, problem, rows);
   sweep<kInterleaved, 2, 3>(p, problem, rows);
   sweep<kInterleaved, 2, 4>(p, problem, rows);
   sweep<kInterleaved, 4, 2>(p, problem, rows);
+  sweep<kInterleaved, 4, 3>(p, problem, rows);
   std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.us < b.us; });
 
   const double bytes = 4.0 * (q_count + k_count);
