@@ -6,6 +6,7 @@
 #include "common/parallel.h"
 #include "common/vectorize.h"
 #include "cpu/vector_math.h"
+#include "kernels/activation/functions.h"
 
 // What elementwise CPU kernels share.
 namespace warpsmith::cpu {
@@ -13,7 +14,10 @@ namespace warpsmith::cpu {
 // The elementary functions of vector_math.h as the activation functions want them.
 template <class F> struct HostMath {
   using Float = F;
-  WARPSMITH_HOST_DEVICE static F sigmoid(F x) { return math::sigmoid(x); }
+  WARPSMITH_HOST_DEVICE static activation::Sigmoid<F> sigmoid(F x) {
+    const F e = math::exp(-std::fabs(x)), larger = F(1) / (F(1) + e), smaller = e * larger;
+    return {x >= F(0) ? larger : smaller, x >= F(0) ? smaller : larger};
+  }
   WARPSMITH_HOST_DEVICE static F normal_bell(F x) { return math::normal_bell(x); }
   WARPSMITH_HOST_DEVICE static F normal_cdf(F x, F bell) { return math::normal_cdf(x, bell); }
 };

@@ -5,8 +5,10 @@ from warpsmith import nn, optim
 from warpsmith._plan import plan
 from warpsmith._version import __version__
 from warpsmith.ops.adamw import adamw
+from warpsmith.ops.geglu import geglu
+from warpsmith.ops.reglu import reglu
 from warpsmith.ops.rms_norm import rms_norm
 from warpsmith.ops.rope import rope
 from warpsmith.ops.swiglu import swiglu
 
-__all__ = ["__version__", "adamw", "nn", "optim", "plan", "rms_norm", "rope", "swiglu"]
+__all__ = ["__version__", "adamw", "geglu", "nn", "optim", "plan", "reglu", "rms_norm", "rope", "swiglu"]

@@ -2,6 +2,8 @@
 // errors.
 #include <torch/library.h>
 #include <warpsmith/adamw.h>
+#include <warpsmith/geglu.h>
+#include <warpsmith/reglu.h>
 #include <warpsmith/rms_norm.h>
 #include <warpsmith/rope.h>
 #include <warpsmith/swiglu.h>
@@ -29,6 +31,14 @@ void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
                    lr_tensor);
 }
 
+at::Tensor geglu(const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) {
+  return warpsmith::geglu(gate, up, /*tanh=*/true, inplace_backward);
+}
+
+at::Tensor reglu(const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) {
+  return warpsmith::reglu(gate, up, inplace_backward);
+}
+
 at::Tensor swiglu(const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) {
   return warpsmith::swiglu(gate, up, inplace_backward);
 }
@@ -37,6 +47,8 @@ at::Tensor swiglu(const at::Tensor& gate, const std::optional<at::Tensor>& up, b
 
 TORCH_LIBRARY(warpsmith_cpp_api, m) {
   m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", &rms_norm);
+  m.def("geglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &geglu);
+  m.def("reglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &reglu);
   m.def("swiglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &swiglu);
   m.def(
       "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, Tensor? cu_seqlens, int position_offset, "

@@ -154,14 +154,22 @@ def call_gated(fn, tensors, *rest):
     return fn(tensors[0], tensors[1] if len(tensors) > 1 else None, *rest)
 
 
+GATED = {
+    "swiglu": warpsmith.swiglu,
+    "geglu": lambda gate, up: warpsmith.geglu(gate, up, "tanh"),
+    "reglu": warpsmith.reglu,
+}
+
+
+@pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_swiglu_has_the_values_and_gradients_of_python(cpp, packed, inplace):
+def test_gated_activations_have_the_values_and_gradients_of_python(cpp, name, packed, inplace):
     inputs, dy = gated_inputs(packed, torch.bfloat16)
-    expected = call_gated(warpsmith.swiglu, inputs)
+    expected = call_gated(GATED[name], inputs)
     wanted = torch.autograd.grad(expected, inputs, dy)
     computed = [t * 1 for t in inputs]
-    y = call_gated(cpp.swiglu, computed, inplace)
+    y = call_gated(getattr(cpp, name), computed, inplace)
     assert torch.equal(y, expected)
     found = torch.autograd.grad(y, computed, dy, retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

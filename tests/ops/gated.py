@@ -20,6 +20,14 @@ CASES = [
     Case((40, 1000), FP32, options=PACKED),
     Case((768,), FP32),
 ]
+# For ops that share the body: what their function, and the dtypes, can change.
+FEW_CASES = [
+    *(Case((5, width), dtype) for width in (7, 33, 256) for dtype in (BF16, FP32)),
+    *(Case((5, 2 * width), dtype, options=PACKED) for width in (8, 33) for dtype in (BF16, FP32)),
+    *(Case((3, 2, 96), dtype) for dtype in (FP16, FP64)),
+    Case((3, 2, 96), FP16, options=PACKED),
+    Case((20, 1000), BF16),
+]
 
 
 def inputs(case, rng):

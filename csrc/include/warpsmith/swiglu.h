@@ -6,31 +6,7 @@ namespace detail {
 
 struct Swiglu {
   static constexpr const char* kName = "swiglu";
-
-  static at::Tensor forward(const at::Tensor& gate, const std::optional<at::Tensor>& up, bool) {
-    using Signature = at::Tensor(const at::Tensor&, const std::optional<at::Tensor>&, bool);
-    static const auto op = find_op<Signature>("warpsmith::swiglu_forward");
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return op.call(gate, up, false);
-  }
-
-  static variable_list backward(const at::Tensor& dy, const at::Tensor& gate, const std::optional<at::Tensor>& up, bool,
-                                bool want_dgate, bool want_dup) {
-    using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
-                                                         const std::optional<at::Tensor>&, bool, bool);
-    static const auto op = find_op<Signature>("warpsmith::swiglu_backward");
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [dgate, dup] = op.call(dy, gate, up, want_dgate, want_dup);
-    return {std::move(dgate), std::move(dup)};
-  }
-
-  static void backward_inplace(const at::Tensor& dy, const at::Tensor& gate, const std::optional<at::Tensor>& up, bool,
-                               bool want_dgate, bool want_dup) {
-    using Signature = void(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, bool, bool);
-    static const auto op = find_op<Signature>("warpsmith::swiglu_backward_");
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    op.call(dy, gate, up, want_dgate, want_dup);
-  }
+  static constexpr bool kTanh = false;
 };
 
 }  // namespace detail

@@ -10,6 +10,7 @@
 #include "device/math.h"
 #include "device/vector.h"
 #include "kernels/activation/elementwise_config.h"
+#include "kernels/activation/functions.h"
 
 // The body of every op that makes outputs element by element from inputs of the same shape. Reads each input once and
 // writes each output once, in accesses of 16 bytes where they fit. An output may be one of the inputs: a thread reads
@@ -21,7 +22,15 @@ using device::Vector;
 // The elementary functions of device code, accurate enough for results that are stored as T.
 template <class T> struct DeviceMath {
   using Float = float;
-  __device__ static __forceinline__ float sigmoid(float x) { return device::sigmoid(x); }
+  __device__ static __forceinline__ Sigmoid<float> sigmoid(float x) {
+    if constexpr (sizeof(T) == 2) {
+      const float s = device::sigmoid(x);
+      return {s, 1.0f - s};
+    }
+    const float e = fminf(device::exp(-x), 1e38f);  // so that the product below is 1 where 1 / e has no number
+    const float s = device::reciprocal(1.0f + e);
+    return {s, e * s};
+  }
   __device__ static __forceinline__ float normal_bell(float x) { return device::normal_bell(x); }
   __device__ static __forceinline__ float normal_cdf(float x, float bell) {
     if constexpr (sizeof(T) == 2) return device::fast_normal_cdf(x, bell);
@@ -83,7 +92,7 @@ __device__ __forceinline__ void elementwise_at(const Op& op, const ElementwisePa
   }
 }
 
-template <class Op, class T, int N> __global__ void __launch_bounds__(256)
+template <class Op, class T, int N> __global__ void __launch_bounds__(256, 8)
     elementwise(Op op, ElementwiseParams<Op::I, Op::O> p, ElementwiseIndex index) {
   const int64_t v = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (v >= index.vectors) return;

@@ -5,13 +5,19 @@
 // derivative, sharing what both need. Math has Float and the elementary functions of that place and precision.
 namespace warpsmith::activation {
 
+// sigmoid(x) and 1 - sigmoid(x): the difference itself would lose the digits that x times it needs.
+template <class Float> struct Sigmoid {
+  Float value, complement;
+};
+
 // x sigmoid(x)
 template <class Math> struct Silu {
   using Float = typename Math::Float;
-  Float x, s;
+  Float x;
+  Sigmoid<Float> s;
   WARPSMITH_HOST_DEVICE explicit Silu(Float at) : x(at), s(Math::sigmoid(at)) {}
-  WARPSMITH_HOST_DEVICE Float value() const { return x * s; }
-  WARPSMITH_HOST_DEVICE Float times_derivative(Float g) const { return g * (s + x * s * (Float(1) - s)); }
+  WARPSMITH_HOST_DEVICE Float value() const { return x * s.value; }
+  WARPSMITH_HOST_DEVICE Float times_derivative(Float g) const { return g * (s.value + x * s.value * s.complement); }
 };
 
 // x Phi(x), Phi the standard normal distribution function
@@ -29,12 +35,13 @@ template <class Math> struct Gelu {
 template <class Math> struct GeluTanh {
   using Float = typename Math::Float;
   static constexpr Float kTwice = Float(1.5957691216057307117), kCubic = Float(0.044715);  // 2 sqrt(2 / pi)
-  Float x, square, s;
+  Float x, square;
+  Sigmoid<Float> s;
   WARPSMITH_HOST_DEVICE explicit GeluTanh(Float at)
       : x(at), square(at * at), s(Math::sigmoid(kTwice * at * (Float(1) + kCubic * square))) {}
-  WARPSMITH_HOST_DEVICE Float value() const { return x * s; }
+  WARPSMITH_HOST_DEVICE Float value() const { return x * s.value; }
   WARPSMITH_HOST_DEVICE Float times_derivative(Float g) const {
-    return g * (s + x * s * (Float(1) - s) * (kTwice + Float(3) * kTwice * kCubic * square));
+    return g * (s.value + x * s.value * s.complement * (kTwice + Float(3) * kTwice * kCubic * square));
   }
 };
 
