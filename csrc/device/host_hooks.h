@@ -34,6 +34,8 @@ struct dim3 {
 namespace warpsmith {
 struct float16;
 struct bfloat16;
+struct float8_e4m3;
+struct float8_e5m2;
 }  // namespace warpsmith
 
 namespace warpsmith::sim {

@@ -4,8 +4,16 @@
 // Hooks of the Hopper vocabulary and of matrix instructions; see device/host_hooks.h.
 namespace warpsmith::sim {
 
-// Matrix instructions of one warp. `bfloat` selects bf16 over fp16.
-void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, bool bfloat, Site site);
+// Types of matrix operands. 32 bytes of K are one instruction: 16 or 32 elements.
+enum class Operand : uint8_t { f16, bf16, e4m3, e5m2 };
+constexpr int operand_bytes(Operand t) { return t == Operand::f16 || t == Operand::bf16 ? 2 : 1; }
+template <class T> inline constexpr Operand kOperand = Operand::f16;
+template <> inline constexpr Operand kOperand<bfloat16> = Operand::bf16;
+template <> inline constexpr Operand kOperand<float8_e4m3> = Operand::e4m3;
+template <> inline constexpr Operand kOperand<float8_e5m2> = Operand::e5m2;
+
+// Matrix instructions of one warp.
+void mma(float* d, const uint32_t* a, const uint32_t* b, Operand a_type, Operand b_type, Site site);
 void load_matrix(uint32_t* registers, int matrices, bool transposed, const void* row, Site site);
 void store_matrix(const uint32_t* registers, int matrices, bool transposed, void* row, Site site);
 
@@ -43,7 +51,8 @@ struct WgmmaOperands {
   int n;
   const uint32_t* a_registers;  // null: A is in shared memory
   uint64_t a, b;                // descriptors
-  bool a_mn_major, b_mn_major, accumulate, bfloat;
+  bool a_mn_major, b_mn_major, accumulate;
+  Operand a_type, b_type;
 };
 void wgmma(const WgmmaOperands& operands, Site site);
 void wgmma_fence(Site site);

@@ -2,12 +2,14 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/float8.h"
 #include "common/half.h"
 #include "device/platform.h"
 #include "device/swizzle.h"
 #ifdef WARPSMITH_SIM
 #include "device/host_hooks_sm90.h"
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#include "device/wgmma_float8_instruction.h"
 #include "device/wgmma_instruction.h"
 #endif
 
@@ -62,8 +64,9 @@ template <class T, int N, Major AMajor = Major::k, Major BMajor = Major::k, int 
 __device__ __forceinline__ void wgmma(float (&d)[Registers], uint64_t a, uint64_t b, bool accumulate WARPSMITH_SITE) {
   static_assert(N == 2 * Registers, "a thread holds N / 2 accumulators");
 #ifdef WARPSMITH_SIM
-  sim::wgmma({d, N, nullptr, a, b, AMajor == Major::mn, BMajor == Major::mn, accumulate, std::is_same_v<T, bfloat16>},
-             site);
+  sim::wgmma(
+      {d, N, nullptr, a, b, AMajor == Major::mn, BMajor == Major::mn, accumulate, sim::kOperand<T>, sim::kOperand<T>},
+      site);
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
   static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256,
                 "add this N to device/wgmma_instruction.h");
@@ -80,7 +83,7 @@ __device__ __forceinline__ void wgmma(float (&d)[Registers], const uint32_t (&a)
                                       bool accumulate WARPSMITH_SITE) {
   static_assert(N == 2 * Registers, "a thread holds N / 2 accumulators");
 #ifdef WARPSMITH_SIM
-  sim::wgmma({d, N, a, 0, b, false, BMajor == Major::mn, accumulate, std::is_same_v<T, bfloat16>}, site);
+  sim::wgmma({d, N, a, 0, b, false, BMajor == Major::mn, accumulate, sim::kOperand<T>, sim::kOperand<T>}, site);
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
   static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256,
                 "add this N to device/wgmma_instruction.h");
@@ -88,6 +91,32 @@ __device__ __forceinline__ void wgmma(float (&d)[Registers], const uint32_t (&a)
     detail::wgmma_bf16<N, static_cast<int>(BMajor)>(d, a, b, accumulate);
   else
     detail::wgmma_f16<N, static_cast<int>(BMajor)>(d, a, b, accumulate);
+#endif
+}
+
+// d[64 x N] (+)= a[64 x 32] * b[32 x N] for 8-bit floats, fp32 accumulation; A and B may differ in type. Operands in
+// shared memory are K-major: 32 elements are 32 bytes. The tensor cores keep fewer bits than fp32 in the sum of one
+// instruction and of a chain of them: long sums are added up in ordinary registers from time to time.
+template <class A, class B, int N, int Registers>
+__device__ __forceinline__ void wgmma_float8(float (&d)[Registers], uint64_t a, uint64_t b,
+                                             bool accumulate WARPSMITH_SITE) {
+  static_assert(N == 2 * Registers, "a thread holds N / 2 accumulators");
+#ifdef WARPSMITH_SIM
+  sim::wgmma({d, N, nullptr, a, b, false, false, accumulate, sim::kOperand<A>, sim::kOperand<B>}, site);
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  detail::WgmmaFloat8<A, B>::template run<N>(d, a, b, accumulate);
+#endif
+}
+
+// a in registers, as in mma_m16n8k32 for the 16 rows of each warp.
+template <class A, class B, int N, int Registers>
+__device__ __forceinline__ void wgmma_float8(float (&d)[Registers], const uint32_t (&a)[4], uint64_t b,
+                                             bool accumulate WARPSMITH_SITE) {
+  static_assert(N == 2 * Registers, "a thread holds N / 2 accumulators");
+#ifdef WARPSMITH_SIM
+  sim::wgmma({d, N, a, 0, b, false, false, accumulate, sim::kOperand<A>, sim::kOperand<B>}, site);
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  detail::WgmmaFloat8<A, B>::template run<N>(d, a, b, accumulate);
 #endif
 }
 

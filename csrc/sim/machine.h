@@ -174,7 +174,10 @@ void thread_left_barriers(Block& block);
 void thread_left_cluster(Cluster& cluster);
 
 // matrix.cpp
-float half_to_float(uint16_t bits, bool bfloat);
+// `count` elements to floats that lie `stride` apart.
+void widen(const unsigned char* from, int count, Operand type, float* out, int stride);
+// A lane's registers of a 16 x 32-byte (four registers) or 8 x 32-byte operand (two), into out[row][k].
+void unpack_fragment(const uint32_t* registers, int count, Operand type, int lane, float (*out)[32]);
 int64_t bank_conflicts_of_rows(const void* const* rows);
 
 // wgmma.cpp

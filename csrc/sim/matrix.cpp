@@ -1,15 +1,41 @@
-#include <bit>
 #include <cstring>
 
 #include "device/convert.h"
+#include "device/float8.h"
 #include "sim/machine.h"
 
 // Warp-level matrix instructions and matrix loads. The layouts are stated in device/mma.h and device/matrix_access.h.
 namespace warpsmith::sim {
 
-float half_to_float(uint16_t bits, bool bfloat) {
-  return bfloat ? std::bit_cast<float>(static_cast<uint32_t>(bits) << 16)
-                : static_cast<float>(std::bit_cast<_Float16>(bits));
+namespace {
+
+template <class T> void widen_all(const unsigned char* from, int count, float* out, int stride) {
+  for (int i = 0; i < count; ++i) {
+    T element;
+    std::memcpy(&element, from + i * static_cast<int>(sizeof(T)), sizeof(T));
+    out[i * stride] = device::to_float(element);
+  }
+}
+
+}  // namespace
+
+void widen(const unsigned char* from, int count, Operand type, float* out, int stride) {
+  switch (type) {
+    case Operand::f16: return widen_all<float16>(from, count, out, stride);
+    case Operand::bf16: return widen_all<bfloat16>(from, count, out, stride);
+    case Operand::e4m3: return widen_all<float8_e4m3>(from, count, out, stride);
+    case Operand::e5m2: return widen_all<float8_e5m2>(from, count, out, stride);
+  }
+}
+
+void unpack_fragment(const uint32_t* registers, int count, Operand type, int lane, float (*out)[32]) {
+  const int per_register = 4 / operand_bytes(type);
+  for (int i = 0; i < count; ++i) {
+    // Four registers: rows in turns. Two: the operand's rows are columns of B.
+    const int row = count == 4 ? lane / 4 + 8 * (i & 1) : lane / 4, half = count == 4 ? i >> 1 : i;
+    float* first = out[row] + per_register * (lane % 4 + 4 * half);
+    widen(reinterpret_cast<const unsigned char*>(registers + i), per_register, type, first, 1);
+  }
 }
 
 // Eight lanes' 16-byte rows go through the 32 banks in one pass, unless two rows share a bank.
@@ -28,26 +54,21 @@ namespace {
 struct Mma {
   float* d;
   const uint32_t *a, *b;
-  bool bfloat;
+  Operand a_type, b_type;
 };
 
 void mma_all(void* const* arguments, unsigned) {
-  float a[16][16], b[16][8], d[16][8];
+  float a[16][32], b[8][32], d[16][8];  // by rows of A, columns of B
+  const int depth = 32 / operand_bytes(static_cast<const Mma*>(arguments[0])->a_type);
   for (int lane = 0; lane < 32; ++lane) {
     const auto& m = *static_cast<const Mma*>(arguments[lane]);
-    const int g = lane / 4, t = lane % 4;
-    for (int half = 0; half < 2; ++half) {
-      const auto element = [&](uint32_t r) {
-        return half_to_float(static_cast<uint16_t>(half ? r >> 16 : r), m.bfloat);
-      };
-      for (int i = 0; i < 4; ++i) a[g + 8 * (i & 1)][2 * t + half + 8 * (i >> 1)] = element(m.a[i]);
-      for (int i = 0; i < 2; ++i) b[2 * t + half + 8 * i][g] = element(m.b[i]);
-      for (int i = 0; i < 2; ++i) d[g + 8 * i][2 * t + half] = m.d[2 * i + half];
-    }
+    unpack_fragment(m.a, 4, m.a_type, lane, a);
+    unpack_fragment(m.b, 2, m.b_type, lane, b);
+    for (int i = 0; i < 4; ++i) d[lane / 4 + 8 * (i >> 1)][2 * (lane % 4) + (i & 1)] = m.d[i];
   }
   for (int row = 0; row < 16; ++row)
     for (int column = 0; column < 8; ++column)
-      for (int k = 0; k < 16; ++k) d[row][column] += a[row][k] * b[k][column];
+      for (int k = 0; k < depth; ++k) d[row][column] += a[row][k] * b[column][k];
   for (int lane = 0; lane < 32; ++lane) {
     const auto& m = *static_cast<const Mma*>(arguments[lane]);
     for (int i = 0; i < 4; ++i) m.d[i] = d[lane / 4 + 8 * (i >> 1)][2 * (lane % 4) + (i & 1)];
@@ -107,10 +128,10 @@ void check_row(const void* row, int matrices, const char* what, Site site) {
 
 }  // namespace
 
-void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b, bool bfloat, Site site) {
-  Mma m{d, a, b, bfloat};
+void mma(float* d, const uint32_t* a, const uint32_t* b, Operand a_type, Operand b_type, Site site) {
+  Mma m{d, a, b, a_type, b_type};
   warp_operation(kWholeWarp, mma_all, &mma_identity, &m, "mma", site);
-  if (self().lane == 0) count_flops(2 * 16 * 8 * 16);
+  if (self().lane == 0) count_flops(int64_t{2} * 16 * 8 * (32 / operand_bytes(a_type)));
 }
 
 void load_matrix(uint32_t* registers, int matrices, bool transposed, const void* row, Site site) {

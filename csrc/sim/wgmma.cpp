@@ -22,77 +22,69 @@ Descriptor decode(uint64_t bits) {
           static_cast<uint32_t>(bits >> 32 & 0x3fff) << 4, kModes[bits >> 62]};
 }
 
-// Offset in shared memory of element (row along M or N, k) of an operand. PTX ISA 9.7.15.5.1 "Shared Memory Matrix
-// Layout".
-uint32_t element_offset(const Descriptor& d, bool mn_major, int row, int k) {
-  const auto r = static_cast<uint32_t>(row), c = static_cast<uint32_t>(k);
+// Offset in shared memory of byte `at` of an operand's line: a row along M or N whose bytes are along K, or, MN-major,
+// a row of K (two-byte elements) whose bytes are along M or N. PTX ISA 9.7.15.5.1 "Shared Memory Matrix Layout".
+uint32_t byte_offset(const Descriptor& d, bool mn_major, uint32_t line, uint32_t at) {
   const auto span = static_cast<uint32_t>(device::swizzle_span_bytes(d.swizzle));
   uint32_t offset;
-  if (!mn_major) {
-    if (d.swizzle == device::Swizzle::none)
-      offset = r % 8 * 16 + r / 8 * d.stride + c / 8 * d.leading + c % 8 * 2;
-    else
-      offset = r % 8 * span + r / 8 * d.stride + c * 2;
+  if (d.swizzle == device::Swizzle::none) {
+    // Blocks of 8 lines of 16 bytes; the leading dimension is K in both cases.
+    const uint32_t along_lines = mn_major ? d.leading : d.stride, along_bytes = mn_major ? d.stride : d.leading;
+    offset = line % 8 * 16 + line / 8 * along_lines + at / 16 * along_bytes + at % 16;
   } else {
-    const uint32_t per_span = span / 2;
-    if (d.swizzle == device::Swizzle::none)
-      offset = c % 8 * 16 + c / 8 * d.leading + r / 8 * d.stride + r % 8 * 2;
-    else
-      offset = c % 8 * span + c / 8 * d.stride + r / per_span * d.leading + r % per_span * 2;
+    offset = line % 8 * span + line / 8 * d.stride;
+    offset += mn_major ? at / span * d.leading + at % span : at;
   }
   return device::swizzled(d.swizzle, d.start + offset);
 }
 
-// Reads rows [first, first + rows) of an operand, 16 elements of K each, in the 16-byte chunks the hardware reads.
-void read_operand(uint64_t bits, bool mn_major, bool bfloat, int first, int rows, float (*out)[16], Site site) {
+// Reads rows [first, first + rows) of an operand, 32 bytes of K each, in the 16-byte chunks the hardware reads.
+void read_operand(uint64_t bits, bool mn_major, Operand type, int first, int rows, float (*out)[32], Site site) {
   const Descriptor d = decode(bits);
   Block& block = *self().block;
-  constexpr int kChunk = 8;  // elements
-  const int major = mn_major ? rows : 16, minor = mn_major ? 16 : rows;
+  constexpr int kChunkBytes = 16;
+  const int element = operand_bytes(type), per_chunk = kChunkBytes / element, depth = 32 / element;
+  const int lines = mn_major ? depth : rows, line_bytes = (mn_major ? rows : depth) * element;
   static uint32_t offsets[512];
   size_t count = 0;
-  for (int i = 0; i < minor; ++i)
-    for (int j = 0; j < major; j += kChunk) {
-      const uint32_t offset = element_offset(d, mn_major, mn_major ? first + j : first + i, mn_major ? i : j);
-      if (offset + 16 > block.arena_used) fail("wgmma: an operand lies outside the block's shared memory", site);
+  for (int i = 0; i < lines; ++i)
+    for (int at = 0; at < line_bytes; at += kChunkBytes) {
+      const auto line = static_cast<uint32_t>(mn_major ? i : first + i);
+      const auto byte = static_cast<uint32_t>(mn_major ? first * element + at : at);
+      const uint32_t offset = byte_offset(d, mn_major, line, byte);
+      if (offset + kChunkBytes > block.arena_used)
+        fail("wgmma: an operand lies outside the block's shared memory", site);
       offsets[count++] = offset;
     }
   proxy_reads_chunks(block, offsets, count, "wgmma", site);
   count = 0;
-  for (int i = 0; i < minor; ++i)
-    for (int j = 0; j < major; j += kChunk) {
-      uint16_t chunk[kChunk];
-      std::memcpy(chunk, block.arena + offsets[count++], sizeof chunk);
-      for (int e = 0; e < kChunk; ++e) (mn_major ? out[j + e][i] : out[i][j + e]) = half_to_float(chunk[e], bfloat);
+  for (int i = 0; i < lines; ++i)
+    for (int j = 0; j < line_bytes / element; j += per_chunk) {
+      float* first = mn_major ? &out[j][i] : &out[i][j];
+      widen(block.arena + offsets[count++], per_chunk, type, first, mn_major ? 32 : 1);
     }
 }
 
 // One wgmma of one warp; `all` holds every lane's copy of it.
 void compute(PendingWgmma* const* all) {
   const WgmmaOperands& o = all[0]->operands;
-  const int first_row = self().linear_index / 32 % 4 * 16;
-  alignas(64) static float a[16][16], b[256][16], bt[16][256], d[16][256];
+  const int first_row = self().linear_index / 32 % 4 * 16, depth = 32 / operand_bytes(o.a_type);
+  alignas(64) static float a[16][32], b[256][32], bt[32][256], d[16][256];
   if (o.a_registers) {
-    for (int lane = 0; lane < 32; ++lane)
-      for (int i = 0; i < 4; ++i)
-        for (int half = 0; half < 2; ++half) {
-          const uint32_t r = all[lane]->operands.a_registers[i];
-          a[lane / 4 + 8 * (i & 1)][2 * (lane % 4) + half + 8 * (i >> 1)] =
-              half_to_float(static_cast<uint16_t>(half ? r >> 16 : r), o.bfloat);
-        }
+    for (int lane = 0; lane < 32; ++lane) unpack_fragment(all[lane]->operands.a_registers, 4, o.a_type, lane, a);
   } else {
-    read_operand(o.a, o.a_mn_major, o.bfloat, first_row, 16, a, all[0]->site);
+    read_operand(o.a, o.a_mn_major, o.a_type, first_row, 16, a, all[0]->site);
   }
-  read_operand(o.b, o.b_mn_major, o.bfloat, 0, o.n, b, all[0]->site);
+  read_operand(o.b, o.b_mn_major, o.b_type, 0, o.n, b, all[0]->site);
   for (int n = 0; n < o.n; ++n)
-    for (int k = 0; k < 16; ++k) bt[k][n] = b[n][k];
+    for (int k = 0; k < depth; ++k) bt[k][n] = b[n][k];
   const auto row_of = [](int lane, int j) { return lane / 4 + 8 * (j >> 1 & 1); };
   const auto column_of = [](int lane, int j) { return 8 * (j >> 2) + 2 * (lane % 4) + (j & 1); };
   for (int lane = 0; lane < 32; ++lane)
     for (int j = 0; j < o.n / 2; ++j)
       d[row_of(lane, j)][column_of(lane, j)] = o.accumulate ? all[lane]->operands.d[j] : 0.0f;
   for (int row = 0; row < 16; ++row)
-    for (int k = 0; k < 16; ++k)
+    for (int k = 0; k < depth; ++k)
       for (int n = 0; n < o.n; n += 8)  // by eight, so that -O2 vectorises
         for (int i = 0; i < 8; ++i) d[row][n + i] += a[row][k] * bt[k][n + i];
   for (int lane = 0; lane < 32; ++lane)
@@ -176,7 +168,7 @@ void wgmma(const WgmmaOperands& operands, Site site) {
     Untracked scope;
     me.open_wgmmas.push_back({operands, site, false});
   }
-  if (me.lane == 0) count_flops(int64_t{2} * 16 * 16 * operands.n);
+  if (me.lane == 0) count_flops(int64_t{2} * 16 * (32 / operand_bytes(operands.a_type)) * operands.n);
   const Timing timing = async_timing();
   // The same choice in every lane of a warp.
   const uint64_t place =

@@ -9,6 +9,7 @@
 
 #include "conversions.cuh"
 #include "copies.cuh"
+#include "float8.cuh"
 #include "products.cuh"
 #include "warps.cuh"
 #ifdef WARPSMITH_SIM
