@@ -6,6 +6,7 @@ process of pytest-xdist (`--dist loadgroup`). `figure` prints a line, and the co
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import time
@@ -63,6 +64,18 @@ def test_random_cases(test: Path, figure, request) -> None:
     text, passed = fuzz.fuzz_op(program, CASES, seconds=seconds)
     assert passed, text
     figure(text)
+
+
+@pytest.mark.xdist_group("sim_adamw")
+def test_launches_are_printed_with_their_predicted_time() -> None:
+    (test,) = build.tests_of("adamw")
+    flags = ["--seeds", "1", "--only", "bytes_are_the_floor", "--counters"]
+    text = build.run(build.build(test, "coverage"), flags).stdout
+    launch = re.search(r"adamw::step<false>, \d+ blocks: read (\d+), written (\d+) bytes;.*predicted ([\d.]+) us", text)
+    assert launch, text
+    read, written, predicted = (float(g) for g in launch.groups())
+    assert read * 12 == written * 16  # param, grad and two moments; param and two moments
+    assert predicted == pytest.approx((read + written) / 3.96e6, abs=1e-3)  # the measured rate of a copy
 
 
 FAILING = """

@@ -72,6 +72,15 @@ std::string kernel_name(const void* kernel) {
   return name.substr(0, name.rfind('('));
 }
 
+Counters difference(Counters after, const Counters& before) {
+  for (int64_t Counters::* field :
+       {&Counters::launches, &Counters::blocks, &Counters::global_bytes_read, &Counters::global_bytes_written,
+        &Counters::shared_bytes_read, &Counters::shared_bytes_written, &Counters::flops, &Counters::bank_conflicts,
+        &Counters::warp_operations, &Counters::barriers, &Counters::switches, &Counters::atomics})
+    after.*field -= before.*field;
+  return after;
+}
+
 void begin_thread(Block& b, Thread& t, int number) {
   const auto n = static_cast<unsigned>(number);
   t.index = {n % b.threads.x, n / b.threads.x % b.threads.y, n / (b.threads.x * b.threads.y)};
@@ -140,6 +149,7 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
                                    ? static_cast<size_t>(machine.options.properties.max_dynamic_shared_bytes)
                                    : kSharedWithoutOptIn;
   WARPSMITH_RETURN_IF_FAILED(validate(c));
+  const Counters before = machine.counters;
   ++machine.counters.launches;
   ++machine.launch_number;
   machine.run_thread = run_thread;
@@ -189,6 +199,8 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
         for (const Warp& warp : b.warps) count_bank_conflicts(warp);
   }
   order_acquire(&machine.launch_ends);
+  if (machine.options.after_launch)
+    machine.options.after_launch({kernel_name(kernel), c, difference(machine.counters, before)});
   if (machine.error.empty()) return {};
   return Status::device(kernel_name(kernel) + ": " + machine.error);
 }

@@ -29,6 +29,7 @@ struct State {
   int failures = 0;     // of the current case
   std::string failed;   // under --ask, what failed first in the current case
   bool asks = false;
+  bool stops = false;  // at the first failure
   uint64_t schedule_seed = 0;
   std::vector<std::pair<std::string, std::vector<unsigned char>>> first_outputs;
 } state;
@@ -42,6 +43,25 @@ std::string describe(const Random& random) {
   std::string text;
   for (const int64_t value : random.drawn) text += (text.empty() ? "" : " ") + std::to_string(value);
   return text;
+}
+
+// What one H200 was measured to do (2026-11-20): copy_ of 128 MiB, and a bfloat16 product of matrices for seconds.
+constexpr double kBytesPerSecond = 3.96e12, kFlopsPerSecond = 735e12;
+
+// What a launch moved and computed, and the time that this takes at the measured rates: the longer of the two.
+void print_launch(const sim::LaunchReport& launch) {
+  const sim::Counters& c = launch.counted;
+  const double bytes = static_cast<double>(c.global_bytes_read + c.global_bytes_written);
+  const double seconds = std::max(bytes / kBytesPerSecond, static_cast<double>(c.flops) / kFlopsPerSecond);
+  std::printf("  %s, %ld blocks: read %ld, written %ld bytes; %ld flops; %ld bank conflicts; predicted %.3f us\n",
+              launch.kernel.c_str(), static_cast<long>(c.blocks), static_cast<long>(c.global_bytes_read),
+              static_cast<long>(c.global_bytes_written), static_cast<long>(c.flops),
+              static_cast<long>(c.bank_conflicts), seconds * 1e6);
+}
+
+void print_launches() {
+  sim::options().after_launch = print_launch;
+  sim::options().count_bank_conflicts = true;
 }
 
 int run_random(const Test& test) {
@@ -100,6 +120,7 @@ void fail(const std::string& what) {
     std::printf("  FAIL %s (schedule seed %ld): %s\n", state.current.c_str(), static_cast<long>(state.schedule_seed),
                 what.c_str());
   ++state.failures;
+  if (state.stops) std::exit(1);
 }
 
 void expect_ok(const Status& status) {
@@ -210,11 +231,17 @@ int main(int argc, char** argv) {
       state.first_case = std::atoll(value), ++i;
     else if (flag == "--only")
       only = value, ++i;
+    else if (flag == "--counters")
+      print_launches();
+    else if (flag == "--stop")
+      state.stops = true;
     else if (flag == "--ask")
       asked = value, ++i;
     else {
-      std::printf("usage: %s [--seeds N] [--random N] [--first-case N] [--only PART] [--ask RANDOM_TEST] [--list]\n",
-                  argv[0]);
+      std::printf(
+          "usage: %s [--seeds N] [--random N] [--first-case N] [--only PART] [--counters] [--stop] [--ask RANDOM_TEST] "
+          "[--list]\n",
+          argv[0]);
       return 2;
     }
   }

@@ -122,11 +122,6 @@ def kernel_sources(test: Path) -> list[Path]:
     return sorted({*(ROOT / "csrc" / "kernels").rglob(f"{op}.cu"), *named})
 
 
-def _shadowed(source: Path, include_first: Path | None) -> Path:
-    mutant = include_first / source.relative_to(ROOT / "csrc") if include_first else source
-    return mutant if mutant.exists() else source
-
-
 def machine_object(variant: str) -> Path:
     """csrc/sim as one translation unit: 4 s of compilation where its files, one by one, take 18."""
     folder = BUILD / VARIANTS[variant].machine_folder
@@ -155,15 +150,13 @@ def link(objects: list[Path], variant: str, program: Path) -> Path:
     return program
 
 
-def build(test: Path, variant: str, include_first: Path | None = None) -> Path:
-    """Returns the test's program. `include_first` shadows csrc (for mutants); then its objects go there."""
-    folder = include_first / "objects" if include_first else BUILD / variant
+def build(test: Path, variant: str) -> Path:
+    """Returns the test's program."""
+    folder = BUILD / variant
     flags = [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'cpp'}"]
-    if include_first:
-        flags.insert(len(VARIANTS[variant].kernel), f"-I{include_first}")
-    sources = [_shadowed(s, include_first) for s in kernel_sources(test)] + [test]
     objects = [machine_object(variant), main_object(test, variant)]
-    return link([*objects, *(compile_object(s, flags, folder) for s in sources)], variant, folder / test.stem)
+    objects += [compile_object(s, flags, folder) for s in [*kernel_sources(test), test]]
+    return link(objects, variant, folder / test.stem)
 
 
 def build_program(source: Path, variant: str = "plain") -> Path:

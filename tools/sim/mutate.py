@@ -1,16 +1,20 @@
-"""Mutation testing of kernels and primitives: changes one thing, runs the op's test on the CPU, expects it to fail.
+"""Mutation testing of kernels and primitives: changes one thing, runs the tests on the CPU, expects one to fail.
 
-    python tools/sim/mutate.py --op rms_norm --sample 40
-    python tools/sim/mutate.py --op rms_norm --files csrc/device/reduce.h --sample 20 --asan
+    python tools/sim/mutate.py --sample 120                            # rms_norm, adamw and csrc/device, a third each
+    python tools/sim/mutate.py --op rope --sample 40                   # one op's kernel, config and launcher
+    python tools/sim/mutate.py --files csrc/device/reduce.h --sample 20
 
-Prints survivors with their line. A survivor is a missing test or an equivalent change; a line that ends with
-`// equivalent under mutation: <reason>` is not mutated. The unchanged sources must pass and a mutant whose kernels
-return at once must fail, else the run itself is wrong and says so.
+A mutant is compiled alone (without optimisation, the other objects are kept) and given to every test that includes its
+file, the op's own first, and to the vectors from a card. What the plain build lets pass goes to the thread sanitizer if
+it weakens an order, else to the address sanitizer. Prints survivors with their line. A survivor is a missing test or an
+equivalent change: those are listed, with the reason, in equivalent_mutants.txt and do not count. The unchanged sources
+must pass and a mutant whose kernels return at once must fail, else the run itself is wrong and says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import shutil
@@ -18,17 +22,28 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import build
 
+CSRC = build.ROOT / "csrc"
+CONFORMANCE = build.ROOT / "tools" / "gpu" / "conformance"
+EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
+DEFAULT = ("rms_norm", "adamw", "csrc/device")
+
 # (what it does, pattern, replacement). Patterns see code without comments.
 OPERATORS = [
-    ("drop a block barrier", r"__syncthreads\(\);", ";"),
+    ("drop a block barrier", r"__syncthreads\([A-Z_]*\);", ";"),
     ("drop a warp barrier", r"__syncwarp\([^;]*\);", ";"),
-    ("drop a fence", r"(?:device::)?(?:__threadfence|fence_async_shared|fence_async|mbarrier_init_fence)\(\);", ";"),
-    ("drop the wait for the previous kernel", r"device::wait_for_previous_kernel\(\);", ";"),
+    (
+        "drop a fence",
+        r"(?:device::)?(?:__threadfence|fence_async_shared|fence_async|mbarrier_init_fence)\([A-Z_]*\);",
+        ";",
+    ),
+    ("drop the wait for the previous kernel", r"(?:device::)?wait_for_previous_kernel\([A-Z_]*\);", ";"),
     ("weaken a wait", r"(copy_async_wait|bulk_wait|bulk_wait_read|wgmma_wait)<0>", r"\1<1>"),
     ("weaken a wait", r"(copy_async_wait|bulk_wait|bulk_wait_read|wgmma_wait)<1>", r"\1<2>"),
     ("drop a named barrier", r"device::named_barrier_wait\([^;]*\);", ";"),
@@ -55,6 +70,9 @@ OPERATORS = [
 ]
 
 
+ORDER = ("barrier", "fence", "wait", "parity", "mask")  # in what it does: a mutant for the thread sanitizer
+
+
 @dataclass(frozen=True)
 class Mutant:
     file: Path
@@ -62,13 +80,32 @@ class Mutant:
     what: str
     text: str  # of the whole file
 
+    @property
+    def code(self) -> str:
+        return self.text.splitlines()[self.line - 1].strip()
+
     def __str__(self) -> str:
-        code = self.text.splitlines()[self.line - 1].strip()
-        return f"{self.file.relative_to(build.ROOT)}:{self.line}: {self.what}: {code}"
+        return f"{self.file.relative_to(build.ROOT)}:{self.line}: {self.what}: {self.code}"
 
 
 def without_comments(line: str) -> str:
     return re.sub(r"//.*", lambda m: " " * len(m.group()), line)
+
+
+@cache
+def compiled_lines(file: Path) -> frozenset[int]:
+    """Lines of a header that the host compiles: device bodies are not among them."""
+    command = [build.compiler(), *build.COMMON[:2], "-w", f"-I{CSRC}", "-x", "c++", "-E", str(file)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found, here, number = set(), False, 0
+    for line in text.splitlines():
+        if marker := re.match(r'# (\d+) "([^"]*)"', line):
+            number, here = int(marker[1]), Path(marker[2]) == file
+        else:
+            if here and line.strip():
+                found.add(number)
+            number += 1
+    return frozenset(found)
 
 
 def mutants_of(file: Path) -> list[Mutant]:
@@ -77,7 +114,7 @@ def mutants_of(file: Path) -> list[Mutant]:
     for number, line in enumerate(lines, 1):
         code = without_comments(line)
         skip = ("#", "template", "static_assert", "using ", "namespace", "asm", "constexpr bool", '"')
-        if code.strip().startswith(skip) or "equivalent under mutation:" in line:
+        if number not in compiled_lines(file) or code.strip().startswith(skip):
             continue
         for what, pattern, replacement in OPERATORS:
             for match in re.finditer(pattern, code):
@@ -107,22 +144,92 @@ def negate(code: str, start: int) -> str | None:
     return None
 
 
-def verdict(test: Path, mutant: Mutant, folder: Path, variants: list[str], arguments: list[str], timeout: float) -> str:
+def equivalents() -> dict[tuple[str, str], str]:
+    """{(file, changed line): reason}"""
+    entries = [line.split(" | ") for line in EQUIVALENT.read_text().splitlines() if line and line[0] != "#"]
+    return {(file, code.strip()): reason for file, code, reason in entries}
+
+
+@cache
+def dependencies(source: Path) -> frozenset[Path]:
+    """What a source of the plain build includes."""
+    listing = build.object_path(source, build.BUILD / "plain").with_suffix(".d").read_text()
+    return frozenset((build.ROOT / p).resolve() for p in listing.replace("\\\n", " ").split(":", 1)[1].split())
+
+
+@dataclass(frozen=True)
+class Check:
+    """A program, with the sources of which it is made; `seconds` without a mutant."""
+
+    name: str
+    sources: tuple[Path, ...]
+    main: Callable[[str], list[Path]]  # variant -> the objects that no mutant changes
+    arguments: tuple[str, ...]
+    seconds: float = 0.0
+
+    def sees(self, file: Path) -> bool:
+        return any(file in dependencies(s) for s in self.sources)
+
+    def build(self, variant: str, mutant: Mutant | None = None, folder: Path | None = None) -> Path:
+        flags = [*build.VARIANTS[variant].kernel, f"-I{CSRC}", f"-I{build.ROOT / 'tests' / 'cpp'}"]
+        objects = self.main(variant)
+        for source in self.sources:
+            if mutant and folder and mutant.file in dependencies(source):
+                shadow = folder / source.relative_to(CSRC) if source.is_relative_to(CSRC) else source
+                changed = shadow if shadow.exists() else source
+                mutated = [*build.VARIANTS[variant].kernel, f"-I{folder}", *flags[-2:]]
+                objects.append(build.compile_object(changed, mutated, folder / variant))
+            else:
+                objects.append(build.compile_object(source, flags, build.BUILD / variant))
+        return build.link(objects, variant, (folder or build.BUILD) / variant / self.name)
+
+
+def checks() -> list[Check]:
+    """Of the vocabulary, then of the ops, then the vectors from a card."""
+    found = []
+    for test in sorted(build.tests_of(None), key=lambda t: bool(build.kernel_sources(t))):
+
+        def objects(variant: str, test: Path = test) -> list[Path]:
+            return [build.machine_object(variant), build.main_object(test, variant)]
+
+        flags = ("--stop", "--seeds", "3", "--random", "10")
+        found.append(Check(test.stem, (*build.kernel_sources(test), test), objects, flags))
+    if (CONFORMANCE / "golden.txt").exists():
+        flags = ("check", str(CONFORMANCE / "golden.txt"), "5")
+        source = CONFORMANCE / "conformance.cu"
+        found.append(Check("conformance", (source,), lambda variant: [build.machine_object(variant)], flags))
+    return found
+
+
+def measured(check: Check) -> Check:
+    program = check.build("plain")
+    started = time.perf_counter()
+    result = build.run(program, list(check.arguments))
+    if result.returncode:
+        sys.exit(f"the unchanged sources fail:\n{result.stdout}{result.stderr}")
+    return Check(check.name, check.sources, check.main, check.arguments, time.perf_counter() - started)
+
+
+def verdict(mutant: Mutant, suite: list[Check], folder: Path) -> str:
     shutil.rmtree(folder, ignore_errors=True)
-    shadow = folder / mutant.file.relative_to(build.ROOT / "csrc")
+    shadow = folder / mutant.file.relative_to(CSRC)
     shadow.parent.mkdir(parents=True)
     shadow.write_text(mutant.text)
-    for variant in variants:
-        try:
-            program = build.build(test, variant, include_first=folder)
-            if build.run(program, arguments, timeout=timeout).returncode:
-                return f"killed ({variant})"
-        except build.BuildError:
-            return "does not compile"
-        except subprocess.TimeoutExpired:
-            return "killed (timeout)"
-        finally:
-            shutil.rmtree(folder / "objects", ignore_errors=True)
+    op = mutant.file.stem.removesuffix("_kernel").removesuffix("_config")
+    seeing = sorted((c for c in suite if c.sees(mutant.file)), key=lambda c: (c.name != f"sim_{op}", c.seconds))
+    sanitizer = "tsan" if any(word in mutant.what for word in ORDER) else "asan"
+    sanitized = [c for c in seeing if c.name != "conformance"][:3]
+    for variant, chosen in (("plain", seeing), (sanitizer, sanitized)):
+        for check in chosen:
+            try:
+                program = check.build(variant, mutant, folder)
+                timeout = 10 + (5 if variant == "plain" else 60) * check.seconds
+                if build.run(program, list(check.arguments), timeout=timeout).returncode:
+                    return f"killed ({check.name}, {variant})"
+            except build.BuildError:
+                return "does not compile"
+            except subprocess.TimeoutExpired:
+                return f"killed ({check.name}, {variant}, timeout)"
     return "survived"
 
 
@@ -135,42 +242,59 @@ def fatal_mutant(file: Path) -> Mutant:
     return Mutant(file, 1, "every kernel returns at once", changed)
 
 
+def files_of(target: str) -> list[Path]:
+    """An op's kernel, config and launcher, or the headers of a folder."""
+    if (build.ROOT / target).is_dir():
+        hidden = ("host_hooks", "host_builtins", "platform")  # the machine's own side
+        return [f for f in sorted((build.ROOT / target).glob("*.h")) if not f.name.startswith(hidden)]
+    (test,) = build.tests_of(target)
+    folders = {k.parent for k in build.kernel_sources(test)}
+    found = sorted(f for folder in folders for f in folder.glob(f"{target}*") if f.suffix in (".cu", ".cuh", ".h"))
+    return found or sys.exit(f"{target}: no kernels")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", required=True)
-    parser.add_argument("--files", nargs="*", help="files to mutate; default: the op's .cuh and .cu files")
-    parser.add_argument("--sample", type=int, default=30)
+    parser.add_argument("--op", action="append", help=f"may be repeated; default: {', '.join(DEFAULT)}")
+    parser.add_argument("--files", nargs="*", default=[], help="files to mutate instead")
+    parser.add_argument("--sample", type=int, default=30, help="mutants in all, as many of each op")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
-    parser.add_argument("--asan", action="store_true", help="also run survivors in the sanitizer build")
-    parser.add_argument("--random", type=int, default=20, help="random cases a mutant")
     parser.add_argument("--floor", type=float, default=0, help="fail below this share of killed mutants, in percent")
+    parser.add_argument("--verbose", action="store_true", help="print every mutant and what noticed it")
     arguments = parser.parse_args()
 
-    (test,) = build.tests_of(arguments.op)
-    kernels = build.kernel_sources(test)
-    default = sorted({f for k in kernels for f in k.parent.glob(f"{arguments.op}*") if f.suffix in (".cu", ".cuh")})
-    files = [Path(f).resolve() for f in arguments.files] if arguments.files else default
-    flags = ["--seeds", "3", "--random", str(arguments.random)]
     started = time.perf_counter()
-    result = build.run(build.build(test, "plain"), flags)
-    if result.returncode:
-        sys.exit(f"the unchanged sources fail:\n{result.stdout}{result.stderr}")
-    timeout = 10 + 5 * (time.perf_counter() - started)
-    folder = build.BUILD / "mutants" / arguments.op
-    for file in [f for f in default if "__global__" in f.read_text()][:1]:
-        if not verdict(test, fatal_mutant(file), folder, ["plain"], flags, timeout).startswith("killed"):
+    groups = [[Path(f).resolve() for f in arguments.files]] if arguments.files else []
+    groups = groups or [files_of(t) for t in arguments.op or DEFAULT]
+    build_all = checks()
+    for check in build_all:
+        check.build("plain")
+    files = [f for group in groups for f in group]
+    suite = [measured(c) for c in build_all if any(c.sees(f) for f in files)]
+    folder = build.BUILD / f"mutant-{os.getpid()}"
+    fatal = [f for f in files if "__global__" in f.read_text()]
+    for file in fatal[:1]:
+        if not verdict(fatal_mutant(file), suite, folder).startswith("killed"):
             sys.exit("a kernel that does nothing survives: the tests or this tool do not run the mutated file")
 
-    possible = [m for f in files for m in mutants_of(f)]
-    sample = random.Random(arguments.seed).sample(possible, min(arguments.sample, len(possible)))
-    print(f"{len(possible)} possible mutants in {len(files)} files, {len(sample)} sampled", flush=True)
-    variants = ["plain", "asan"] if arguments.asan else ["plain"]
+    possible = [[m for f in group for m in mutants_of(f)] for group in groups]
+    pick = random.Random(arguments.seed)
+    each = -(-arguments.sample // len(possible))
+    sample = [m for group in possible for m in pick.sample(group, min(each, len(group)))]
+    print(f"{sum(map(len, possible))} possible mutants in {len(files)} files, {len(sample)} sampled", flush=True)
+    known = equivalents()
     verdicts: Counter[str] = Counter()
     for mutant in sample:
-        outcome = verdict(test, mutant, folder, variants, flags, timeout)
-        verdicts[outcome.split(" ")[0] if outcome.startswith("killed") else outcome] += 1
-        if outcome == "survived":
+        if (str(mutant.file.relative_to(build.ROOT)), mutant.code) in known:
+            verdicts["equivalent"] += 1
+            continue
+        outcome = verdict(mutant, suite, folder)
+        verdicts[outcome.split(" (")[0]] += 1
+        if arguments.verbose:
+            print(f"  {outcome}: {mutant}", flush=True)
+        elif outcome == "survived":
             print(f"  survived: {mutant}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
     judged = verdicts["killed"] + verdicts["survived"]
     share = 100 * verdicts["killed"] / judged if judged else 100.0
     print(f"{dict(verdicts)}: {share:.0f} % killed in {time.perf_counter() - started:.0f} s")

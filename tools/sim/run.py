@@ -4,6 +4,7 @@
     python tools/sim/run.py --op rms_norm --variant tsan       # every pair of conflicting accesses without a barrier
     python tools/sim/run.py --op rms_norm --random 2000        # that many random cases for each RANDOM_TEST
     python tools/sim/run.py --variant asan --only backward     # all ops, tests whose name contains "backward"
+    python tools/sim/run.py --op rms_norm --only bytes --counters  # bytes, FLOPs, bank conflicts, predicted time
 
 Variants: plain (fast), asan (address and undefined-behaviour sanitizers: out of bounds, misalignment, integer
 overflow), tsan (data races between CUDA threads), coverage (see tools/sim/coverage.py).
@@ -30,8 +31,11 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=20, help="random cases for each RANDOM_TEST (default 20)")
     parser.add_argument("--first-case", type=int, default=1, help="number of the first random case: reproduces one")
     parser.add_argument("--only", default="", help="runs tests whose name contains this")
+    parser.add_argument(
+        "--counters", action="store_true", help="print what every launch moves and computes, and its predicted time"
+    )
     arguments = parser.parse_args()
-    seeds = arguments.seeds or (8 if arguments.variant == "plain" else 2)
+    seeds = 1 if arguments.counters else arguments.seeds or (8 if arguments.variant == "plain" else 2)
     failed = 0
     for test in build.tests_of(arguments.op):
         started = time.perf_counter()
@@ -43,6 +47,7 @@ def main() -> int:
             continue
         built = time.perf_counter()
         flags = ["--seeds", str(seeds), "--random", str(arguments.random), "--first-case", str(arguments.first_case)]
+        flags += ["--counters"] * arguments.counters
         result = build.run(program, [*flags, "--only", arguments.only])
         print(result.stdout + result.stderr, end="")
         ran = time.perf_counter()

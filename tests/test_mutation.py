@@ -1,0 +1,69 @@
+"""tools/sim/mutate.py tells killed mutants from survivors."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools" / "sim"))
+import mutate  # noqa: E402
+
+import build  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None and "CXX" not in build.os.environ, reason="no C++ compiler"),
+    pytest.mark.xdist_group("sim_row_absmax"),
+]
+REDUCE = ROOT / "csrc" / "device" / "reduce.h"
+
+
+@pytest.fixture(scope="module")
+def suite():
+    """One check, of the example kernel: its blocks take several rows and reduce each."""
+    (check,) = [c for c in mutate.checks() if c.name == "sim_row_absmax"]
+    check.build("plain")
+    return [mutate.measured(replace(check, arguments=(*check.arguments, "--only", "several")))]
+
+
+def changed(old: str, new: str, what: str) -> mutate.Mutant:
+    text = REDUCE.read_text()
+    assert old in text
+    return mutate.Mutant(REDUCE, 1, what, text.replace(old, new))
+
+
+def test_mutants_are_killed_or_survive(suite, tmp_path: Path) -> None:
+    verdict = mutate.verdict(changed("return fmaxf(a, b);", "return fminf(a, b);", "swap"), suite, tmp_path / "a")
+    assert verdict == "killed (sim_row_absmax, plain)"
+    assert mutate.verdict(changed("return fmaxf(a, b);", "return fmaxf(a, c);", "name"), suite, tmp_path / "b") == (
+        "does not compile"
+    )
+    verdict = mutate.verdict(
+        changed("__syncthreads(WARPSMITH_PASS_ONLY_SITE);", ";", "drop a block barrier"), suite, tmp_path / "c"
+    )
+    assert verdict.startswith("killed (sim_row_absmax")
+    unseen = changed("return a + b;", "return a - b;", "swap")  # no test of the suite adds
+    assert mutate.verdict(unseen, suite, tmp_path / "d") == "survived"
+
+
+def test_a_sample_of_mutants(suite, tmp_path: Path, figure) -> None:
+    sample = random.Random(2).sample([m for m in mutate.mutants_of(REDUCE) if "off by one" in m.what], 3)
+    verdicts = [mutate.verdict(m, suite, tmp_path / str(i)) for i, m in enumerate(sample)]
+    figure(f"mutants of csrc/device/reduce.h, the example kernel's test alone: {', '.join(verdicts)}")
+    assert sum(v.startswith("killed") for v in verdicts) >= 2, list(zip(map(str, sample), verdicts, strict=True))
+
+
+def test_only_lines_that_the_host_compiles_are_mutated() -> None:
+    lines = (ROOT / "csrc" / "device" / "vector.h").read_text().splitlines()
+    compiled = mutate.compiled_lines(ROOT / "csrc" / "device" / "vector.h")
+    assert compiled and not [n for n in compiled if "asm volatile" in lines[n - 1]]
+
+
+def test_known_equivalents_are_mutants_still() -> None:
+    for file, code in mutate.equivalents():
+        assert code in {m.code for m in mutate.mutants_of(ROOT / file)}, f"{file}: no mutant gives: {code}"
