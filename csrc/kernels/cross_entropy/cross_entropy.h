@@ -7,20 +7,19 @@
 
 namespace warpsmith {
 
-// Cross-entropy and its relatives over rows of logits. With z[r, j] = cap(scale * (logits[r, j] + bias[j])), where
+// Cross-entropy and its relatives over rows of logits. With z[r, j] = cap(logits[r, j]), where
 // cap(u) = softcap * tanh(u / softcap) (u itself for softcap 0), t = target[r], w = class_weight, e = label_smoothing,
 // C = classes:
 //   lse[r]      = log sum_j exp(z[r, j]),   p[r, j] = exp(z[r, j] - lse[r])
 //   log_prob[r] = z[r, t] - lse[r],         entropy[r] = -sum_j p[r, j] * log p[r, j]
 //   loss[r]     = (1 - e) * w[t] * (lse[r] - z[r, t]) + e / C * sum_j w[j] * (lse[r] - z[r, j]) + z_loss * lse[r]^2
-// A row whose target is ignore_index has loss and log_prob 0, and a gradient of exact zeros; its lse, entropy and
-// argmax are those of its logits, or 0 where skip_ignored says that nobody wants them (the row is then not read). A
-// target outside [0, classes) gives NaN in loss, log_prob and the row's gradient; nothing is read out of bounds.
+// A row whose target is ignore_index has loss and log_prob 0 and a gradient of exact zeros; its lse, entropy and argmax
+// are those of its logits, or with skip_ignored 0, and then the row is not read. A target outside [0, classes) gives
+// NaN in loss, log_prob and the row's gradient; nothing is read out of bounds.
 // "real" is float, double for float64 logits. Strides are in elements, classes are adjacent.
 struct CrossEntropyParams {
   const void* logits;        // [rows, classes], dtype; rows logits_stride apart
-  const void* bias;          // [classes], real; null: zeros
-  const int64_t* target;     // [rows]; null: no targets (lse, entropy and argmax only)
+  const int64_t* target;     // [rows]
   const void* class_weight;  // [classes], real; null: ones
 
   // Written by the forward, each where it is not null. The backward reads lse, and entropy for grad_entropy.
@@ -28,43 +27,49 @@ struct CrossEntropyParams {
   void* log_prob;   // [rows], real
   void* lse;        // [rows], real
   void* entropy;    // [rows], real
-  int64_t* argmax;  // [rows], the first of the largest z
+  int64_t* argmax;  // [rows], the first of the largest z; 0 where all are -inf or NaN
 
-  // dlogits[r, j] = d/dlogits[r, j] of sum over rows of
-  //   loss[r] * grad_loss[r] * inverse_denominator + log_prob[r] * grad_log_prob[r] + lse[r] * grad_lse[r]
+  // The gradient, with respect to the logits, of the sum over rows of
+  //   loss[r] * grad_loss[r] / denominator + log_prob[r] * grad_log_prob[r] + lse[r] * grad_lse[r]
   //     + entropy[r] * grad_entropy[r].
-  // The forward knows the terms of grad_loss and inverse_denominator only, and writes dlogits where it is not null.
-  void* dlogits;                    // [rows, classes], dtype; rows dlogits_stride apart; may be logits, at its stride
-  const void* grad_loss;            // real; element r * grad_loss_stride; null: ones
-  const void* inverse_denominator;  // [1], real, on the device; null: 1
-  const void* grad_log_prob;        // real, [rows]; null: zeros
-  const void* grad_lse;             // real, [rows]; null: zeros
-  const void* grad_entropy;         // real, [rows]; null: zeros
+  // The forward writes it where dlogits is not null, and knows the first term alone.
+  void* dlogits;              // [rows, classes], dtype; rows dlogits_stride apart; may be logits, at its stride
+  const void* grad_loss;      // real; element r * grad_loss_stride; null: ones
+  const void* denominator;    // [1], real, on the device; null: 1
+  const void* grad_log_prob;  // [rows], real; null: zeros
+  const void* grad_lse;       // [rows], real; null: zeros
+  const void* grad_entropy;   // [rows], real; null: zeros
 
   int64_t rows, classes, logits_stride, dlogits_stride, grad_loss_stride;  // grad_loss_stride: 1, or 0 for one scalar
   int64_t ignore_index;
-  double scale, softcap, label_smoothing, z_loss;
+  double softcap, label_smoothing, z_loss;
   const void* class_weight_total;  // [1], real: sum of class_weight; read with class_weight and label_smoothing
   bool skip_ignored;
+  bool follows_denominator;  // the stream's previous kernel is cross_entropy_denominator_cuda, which may still run
   Dtype dtype;
 };
 
-// Row results, and dlogits in the same pass over the logits (the row stays on the chip where it fits).
+// Row results, and dlogits in the same pass over the logits (a row stays on the chip where it fits).
 Status cross_entropy_forward_cuda(const CrossEntropyParams& params, void* stream);
 Status cross_entropy_forward_cpu(const CrossEntropyParams& params, const Parallel& parallel);
+
+// With a configuration of the caller's choice (tuning and tests).
+struct CrossEntropyConfig;
+Status cross_entropy_forward_cuda_with(const CrossEntropyConfig& config, const CrossEntropyParams& params,
+                                       void* stream);
 
 // dlogits alone, from logits and lse (and entropy): element by element, no reduction.
 Status cross_entropy_backward_cuda(const CrossEntropyParams& params, void* stream);
 Status cross_entropy_backward_cpu(const CrossEntropyParams& params, const Parallel& parallel);
 
-// What a mean divides by, known before any logit is read: sum over the rows that are not ignored of class_weight[t], or
-// their number. All results in a fixed order.
+// What a mean divides by, known before any logit is read: the sum over the rows that are not ignored of
+// class_weight[t], or their number. A target out of range counts as 1, or with class_weight as NaN. Fixed order.
 struct CrossEntropyDenominatorParams {
-  const int64_t* target;      // [rows]
-  const void* class_weight;   // [classes], real; null: ones
-  void* inverse_denominator;  // [1], real: 1 / denominator; infinite when every row is ignored, so that 0 * it is NaN
-  void* class_weight_total;   // [1], real; null: not wanted
-  void* partials;             // [kCrossEntropyPartials], real
+  const int64_t* target;     // [rows]; null: class_weight_total alone is wanted
+  const void* class_weight;  // [classes], real; null: ones
+  void* denominator;         // [1], real
+  void* class_weight_total;  // [1], real; null: not wanted
+  void* partials;            // [kCrossEntropyPartials], real
   int64_t rows, classes, ignore_index;
   Dtype dtype;  // of the logits: says what real is
 };
@@ -73,23 +78,23 @@ inline constexpr int64_t kCrossEntropyPartials = 4096;
 Status cross_entropy_denominator_cuda(const CrossEntropyDenominatorParams& params, void* stream);
 Status cross_entropy_denominator_cpu(const CrossEntropyDenominatorParams& params, const Parallel& parallel);
 
-// The loss of all rows from the losses of each, and how many of the rows that count were predicted right.
+// The loss of all rows from the losses of each, and the share of the rows that count whose argmax is their target.
 struct CrossEntropyReduceParams {
-  const void* loss;                 // [rows], real
-  const void* inverse_denominator;  // [1], real; null: the sum itself
-  const int64_t* target;            // [rows]; read for accuracy alone
-  const int64_t* argmax;            // [rows]; null: no accuracy
-  void* total;                      // [1], real
-  void* accuracy;                   // [1], real; null: not wanted. NaN when every row is ignored
-  void* partials;                   // [kCrossEntropyPartials], real
+  const void* loss;         // [rows], real
+  const void* denominator;  // [1], real; null: 1
+  const int64_t* target;    // [rows]; read for accuracy alone
+  const int64_t* argmax;    // [rows]; null: no accuracy
+  void* total;              // [1], real: sum of loss / denominator; null: not wanted
+  void* accuracy;           // [1], real; null: not wanted. NaN when every row is ignored
+  void* partials;           // [kCrossEntropyPartials], real
   int64_t rows, ignore_index;
-  Dtype dtype;
+  Dtype dtype;  // of the logits
 };
 
 Status cross_entropy_reduce_cuda(const CrossEntropyReduceParams& params, void* stream);
 Status cross_entropy_reduce_cpu(const CrossEntropyReduceParams& params, const Parallel& parallel);
 
-// x *= factor, in place, unless factor is 1: then nothing is read but the factor (which stays on its device).
+// x *= factor in place, unless factor is 1: then nothing but the factor is read, which stays on its device.
 struct CrossEntropyScaleParams {
   void* x;             // [rows, columns], dtype; rows stride apart
   const void* factor;  // [1], real
@@ -99,5 +104,8 @@ struct CrossEntropyScaleParams {
 
 Status cross_entropy_scale_cuda(const CrossEntropyScaleParams& params, void* stream);
 Status cross_entropy_scale_cpu(const CrossEntropyScaleParams& params, const Parallel& parallel);
+
+// The first row whose target is neither a class nor ignore_index; -1: none.
+int64_t cross_entropy_first_bad_target_cpu(const int64_t* target, int64_t rows, int64_t classes, int64_t ignore_index);
 
 }  // namespace warpsmith
