@@ -27,7 +27,7 @@ struct CrossEntropyParams {
   void* log_prob;   // [rows], real
   void* lse;        // [rows], real
   void* entropy;    // [rows], real
-  int64_t* argmax;  // [rows], the first of the largest z; 0 where all are -inf or NaN
+  int64_t* argmax;  // [rows], the first of the largest logits; 0 where all are -inf or NaN
 
   // The gradient, with respect to the logits, of the sum over rows of
   //   loss[r] * grad_loss[r] / denominator + log_prob[r] * grad_log_prob[r] + lse[r] * grad_lse[r]
@@ -88,7 +88,8 @@ struct CrossEntropyReduceParams {
   void* accuracy;           // [1], real; null: not wanted. NaN when every row is ignored
   void* partials;           // [kCrossEntropyPartials], real
   int64_t rows, ignore_index;
-  Dtype dtype;  // of the logits
+  bool follows_forward;  // the stream's previous kernel is cross_entropy_forward_cuda, which may still run
+  Dtype dtype;           // of the logits
 };
 
 Status cross_entropy_reduce_cuda(const CrossEntropyReduceParams& params, void* stream);

@@ -13,23 +13,22 @@ struct CrossEntropyProblem {
   bool aligned = true;   // every row starts on 16 bytes
   bool general = false;  // softcap, label smoothing or entropy: more arithmetic and registers an element
   int compute_capability = 90;
+  int max_shared_bytes = 227 * 1024;  // dynamic shared memory that a block may have
 };
 
-// resident: a row lives in the registers of its threads, those of part of a warp, of a block or of a cluster of blocks;
-// looped: a row is read once for its sums and once more for its gradient.
+// resident: a row lives in the shared memory of its threads, those of part of a warp, of a block or of a cluster of
+// blocks; looped: a row is read once for its sums and once more for its gradient.
 enum class CrossEntropyKernel : uint8_t { resident, looped };
 
-constexpr const char* name(CrossEntropyKernel k) {
-  return k == CrossEntropyKernel::resident ? "resident" : "looped";
-}
+constexpr const char* name(CrossEntropyKernel k) { return k == CrossEntropyKernel::resident ? "resident" : "looped"; }
 
 struct CrossEntropyConfig {
   CrossEntropyKernel kernel = CrossEntropyKernel::looped;
-  int vectors = 1;    // 16-byte vectors of a row that one thread holds (resident)
   int lanes = 512;    // threads of a row in one block: a power of two up to 32, or the whole block
   int threads = 512;  // of a block
   int cluster = 1;    // blocks of a row
   int64_t blocks = 1;
+  int64_t shared_bytes = 0;
   const char* why = "";
 
   constexpr bool block_a_row() const { return lanes == threads; }
@@ -39,7 +38,11 @@ struct CrossEntropyConfig {
 namespace cross_entropy_detail {
 
 constexpr int64_t kMaxBlocks = 0x7fffffff;
-constexpr int kMaxCluster = 8;  // what every sm_90 grants without opting in
+constexpr int kMaxCluster = 8;                 // what every sm_90 grants without opting in
+constexpr int kVectorsOfThread = 8;            // about as many as keep the memory busy while the first ones arrive
+constexpr int kMaxThreads = 256;               // of a block that has a row, or a part of it
+constexpr int64_t kSharedOfBlock = 48 * 1024;  // so that several blocks share a multiprocessor
+constexpr int64_t kStaticShared = 4 * 1024;    // what a kernel declares itself, at most
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -47,6 +50,11 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t vectors_of(const CrossEntropyProblem& p) {
   const int n = 16 / p.element_bytes;
   return p.aligned ? ceil_div(p.classes, n) : (p.classes + n - 2) / n + 1;
+}
+
+// Vectors that one thread keeps.
+constexpr int64_t slots_of(const CrossEntropyConfig& c, int64_t vectors) {
+  return ceil_div(vectors, int64_t{c.cluster} * c.lanes);
 }
 
 constexpr void spread(CrossEntropyConfig& c, int64_t rows) {
@@ -60,25 +68,23 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
   const int64_t vectors = vectors_of(p);
   CrossEntropyConfig c;
   c.kernel = CrossEntropyKernel::resident;
-  if (vectors <= 128) {
-    c.vectors = vectors <= 32 ? 1 : 4;
+  if (vectors <= 4 * 32) {
     c.lanes = 1;
-    while (c.lanes < 32 && int64_t{c.lanes} * c.vectors < vectors) c.lanes *= 2;
+    while (c.lanes < 32 && c.lanes < vectors) c.lanes *= 2;
     c.threads = 128;
-    c.why = "a row fits in the registers of a warp: no barrier";
+    c.why = "a row fits in the shared memory of a warp: no barrier";
   } else {
-    constexpr int kPreferredThreads = 256;
-    const bool clusters = p.compute_capability >= 90;
-    c.vectors = p.general || vectors <= 1024 ? 4 : 8;
-    while (clusters && c.cluster < kMaxCluster && int64_t{c.cluster} * c.vectors * kPreferredThreads < vectors)
-      c.cluster *= 2;
-    const int64_t threads = ceil_div(ceil_div(vectors, int64_t{c.cluster} * c.vectors), 32) * 32;
-    c.lanes = c.threads = static_cast<int>(std::min<int64_t>(threads, 1024));
-    c.why = c.cluster > 1 ? "a row fits in the registers of a cluster of blocks" : "a row fits in a block's registers";
-    if (threads > 1024) {
-      c = {};
-      c.why = "a row is longer than the registers of a cluster: it is read twice";
-    }
+    const int most = p.compute_capability >= 90 ? kMaxCluster : 1;
+    while (c.cluster < most && vectors * 16 > c.cluster * kSharedOfBlock) c.cluster *= 2;
+    const int64_t threads = ceil_div(ceil_div(vectors, int64_t{c.cluster} * kVectorsOfThread), 32) * 32;
+    c.lanes = c.threads = static_cast<int>(std::min<int64_t>(threads, kMaxThreads));
+    c.why = c.cluster > 1 ? "a row fits in the shared memory of a cluster of blocks"
+                          : "a row fits in a block's shared memory";
+  }
+  c.shared_bytes = slots_of(c, vectors) * c.threads * 16;
+  if (c.shared_bytes > p.max_shared_bytes - kStaticShared) {
+    c = {};
+    c.why = "a row is longer than the chip's shared memory: it is read twice";
   }
   spread(c, p.rows);
   return c;
@@ -94,6 +100,13 @@ constexpr CrossEntropyConfig choose_cross_entropy_backward(const CrossEntropyPro
   c.threads = std::max(c.lanes, 256);
   c.why = "element by element";
   spread(c, p.rows);
+  return c;
+}
+
+// Multiplies a gradient by what came in, which almost always is 1: few blocks, since all they do is to end.
+constexpr CrossEntropyConfig choose_cross_entropy_scale(const CrossEntropyProblem& p) {
+  CrossEntropyConfig c = choose_cross_entropy_backward(p);
+  c.blocks = std::min<int64_t>(c.blocks, 1024);
   return c;
 }
 

@@ -1,0 +1,120 @@
+#include "common/launch.h"
+#include "kernels/cross_entropy/cross_entropy_config.h"
+#include "kernels/cross_entropy/cross_entropy_kernel.cuh"
+#include "kernels/cross_entropy/totals.cuh"
+
+namespace warpsmith {
+namespace {
+
+using namespace cross_entropy;
+
+LaunchConfig grid_of(const CrossEntropyConfig& c) {
+  LaunchConfig launch;
+  launch.grid.x = static_cast<unsigned>(c.blocks);
+  launch.block.x = static_cast<unsigned>(c.threads);
+  launch.cluster = static_cast<unsigned>(c.cluster);
+  launch.dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes);
+  return launch;
+}
+
+Status problem_of(int64_t rows, int64_t classes, const void* base, int64_t stride, bool general, Dtype dtype,
+                  CrossEntropyProblem* out) {
+  constexpr int64_t kMostClasses = (int64_t{1} << 31) - 64;
+  if (classes > kMostClasses)
+    return Status::unsupported("classes: expected at most " + std::to_string(kMostClasses) + ", got " +
+                               std::to_string(classes));
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  const bool aligned =
+      reinterpret_cast<uintptr_t>(base) % 16 == 0 && (rows == 1 || stride * size_bytes(dtype) % 16 == 0);
+  *out = {
+      rows, classes, size_bytes(dtype), aligned, general, device.compute_capability, device.max_dynamic_shared_bytes};
+  return {};
+}
+
+// Runs `visit.template operator()<T>()` for the storage type of the logits.
+template <class Visit> Status dispatch(Dtype dtype, Visit&& visit) {
+  switch (dtype) {
+    case Dtype::float32: return visit.template operator()<float>();
+    case Dtype::float16: return visit.template operator()<float16>();
+    case Dtype::bfloat16: return visit.template operator()<bfloat16>();
+    case Dtype::float64: break;
+  }
+  return Status::unsupported(std::string("no CUDA kernel for ") + name(dtype));
+}
+
+template <class T, bool kGeneral> void (*forward_kernel(const CrossEntropyConfig& c))(CrossEntropyParams, int) {
+  if (c.kernel == CrossEntropyKernel::looped) return forward_looped<T, kGeneral>;
+  return c.block_a_row() ? forward_resident<T, true, kGeneral> : forward_resident<T, false, kGeneral>;
+}
+
+bool general(const CrossEntropyParams& p) {
+  return p.softcap != 0 || p.label_smoothing != 0 || p.entropy || p.grad_entropy;
+}
+
+// A launch that may begin while the stream's previous kernel still runs; its kernel waits for that one where it must.
+Status overlapping(LaunchConfig* launch) {
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  launch->programmatic_dependent = device.compute_capability >= 90;
+  return {};
+}
+
+// `overlap`: the stream's previous kernel is one of ours that announces its dependents.
+template <class Source>
+Status launch_total(const Source& source, int64_t count, void* partials_any, bool overlap, void* stream) {
+  float* partials = static_cast<float*>(partials_any);
+  LaunchConfig first, second;
+  first.grid.x = static_cast<unsigned>(total_blocks(count));
+  first.block.x = second.block.x = kTotalThreads;
+  if (overlap) WARPSMITH_RETURN_IF_FAILED(overlapping(&first));
+  WARPSMITH_RETURN_IF_FAILED(launch(total<Source>, first, stream, source, partials, count));
+  if (first.grid.x == 1) return {};
+  return launch(total_of_partials<Source>, second, stream, source, partials, int64_t{first.grid.x});
+}
+
+}  // namespace
+
+Status cross_entropy_forward_cuda(const CrossEntropyParams& p, void* stream) {
+  CrossEntropyProblem problem;
+  WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.classes, p.logits, p.logits_stride, general(p), p.dtype, &problem));
+  return cross_entropy_forward_cuda_with(choose_cross_entropy_forward(problem), p, stream);
+}
+
+Status cross_entropy_forward_cuda_with(const CrossEntropyConfig& c, const CrossEntropyParams& p, void* stream) {
+  return dispatch(p.dtype, [&]<class T>() {
+    const auto kernel = general(p) ? forward_kernel<T, true>(c) : forward_kernel<T, false>(c);
+    LaunchConfig grid = grid_of(c);
+    if (p.follows_denominator) WARPSMITH_RETURN_IF_FAILED(overlapping(&grid));
+    return launch(kernel, grid, stream, p, c.lanes);
+  });
+}
+
+Status cross_entropy_backward_cuda(const CrossEntropyParams& p, void* stream) {
+  CrossEntropyProblem problem;
+  WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.classes, p.logits, p.logits_stride, general(p), p.dtype, &problem));
+  const CrossEntropyConfig c = choose_cross_entropy_backward(problem);
+  return dispatch(p.dtype, [&]<class T>() {
+    return launch(general(p) ? backward_streaming<T, true> : backward_streaming<T, false>, grid_of(c), stream, p,
+                  c.lanes);
+  });
+}
+
+Status cross_entropy_scale_cuda(const CrossEntropyScaleParams& p, void* stream) {
+  CrossEntropyProblem problem;
+  WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.columns, p.x, p.stride, false, p.dtype, &problem));
+  const CrossEntropyConfig c = choose_cross_entropy_scale(problem);
+  return dispatch(p.dtype, [&]<class T>() { return launch(scale_rows<T>, grid_of(c), stream, p, c.lanes); });
+}
+
+Status cross_entropy_denominator_cuda(const CrossEntropyDenominatorParams& p, void* stream) {
+  if (p.class_weight_total)
+    WARPSMITH_RETURN_IF_FAILED(launch_total(ClassWeightTotal{p}, p.classes, p.partials, false, stream));
+  return p.target ? launch_total(Denominator{p}, p.rows, p.partials, false, stream) : Status();
+}
+
+Status cross_entropy_reduce_cuda(const CrossEntropyReduceParams& p, void* stream) {
+  return launch_total(Losses{p}, p.rows, p.partials, p.follows_forward, stream);
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,309 @@
+#pragma once
+#include <cstdint>
+
+#include "device/async_copy.h"
+#include "device/cluster.h"
+#include "device/programmatic_launch.h"
+#include "kernels/cross_entropy/cross_entropy_config.h"
+#include "kernels/cross_entropy/row.cuh"
+
+// Kernels of cross_entropy. T: storage of the logits; all arithmetic is float, in a fixed order. kGeneral: softcap,
+// label smoothing or entropy are wanted. Bytes of a row of C classes: C * sizeof(T) read, as many written with a
+// gradient; looped reads twice then. Beside that a thread of a row reads its target and the scalars (8 + 4 + 4 bytes),
+// one thread of a row the target's logit, and one the vector that holds the maximum; results are 4 bytes each,
+// argmax 8.
+namespace warpsmith::cross_entropy {
+
+constexpr int kMaxWarps = 32;
+
+// The threads of a row: `lanes` of a warp, or blockDim.x * cluster of a cluster.
+template <bool kBlock> struct Team {
+  int lane, size;
+  int cluster, rank;
+  int64_t row, step;  // the first row, and how far to the next
+  int64_t unit;       // row without the place inside a warp: the same for all lanes, which stay together
+
+  __device__ __forceinline__ explicit Team(int lanes) {
+    cluster = kBlock ? static_cast<int>(device::cluster_size()) : 1;
+    rank = kBlock ? static_cast<int>(device::cluster_rank()) : 0;
+    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+    lane = kBlock ? rank * threads + thread : thread % lanes;
+    size = kBlock ? cluster * threads : lanes;
+    const int side_by_side = kBlock ? 1 : 32 / lanes, units = kBlock ? 1 : threads / 32;
+    unit = (int64_t{blockIdx.x} / cluster * units + (kBlock ? 0 : thread / 32)) * side_by_side;
+    row = unit + (kBlock ? 0 : thread % 32 / lanes);
+    step = int64_t{gridDim.x} / cluster * units * side_by_side;
+  }
+  __device__ __forceinline__ void next() { row += step, unit += step; }
+};
+
+// What the threads of a row exchange. Two sets, in turn, so that one barrier a row is enough.
+struct Exchange {
+  Sums* warps;   // [2][kMaxWarps]
+  Sums* blocks;  // [2][cluster]
+  int turn;
+  bool met;  // all blocks of the cluster have started
+
+  template <bool kBlock, bool kGeneral> __device__ __forceinline__ Sums over_row(Sums x, const Team<kBlock>& team) {
+    x = combine<kGeneral>(x, kBlock ? 32 : team.size);
+    if constexpr (!kBlock) return x;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps_of_block = blockDim.x / 32;
+    Sums* mine = warps + turn * kMaxWarps;
+    if (lane == 0) mine[warp] = x;
+    __syncthreads();
+    x = combine<kGeneral>(lane < warps_of_block ? mine[lane] : no_elements(), 32);
+    if (team.cluster > 1) {
+      if (!met) device::cluster_wait();
+      met = true;
+      Sums* slots = blocks + turn * team.cluster;
+      if (static_cast<int>(threadIdx.x) < team.cluster)
+        *device::cluster_shared(slots + team.rank, static_cast<unsigned>(threadIdx.x)) = x;
+      device::cluster_barrier();
+      x = combine<kGeneral>(lane < team.cluster ? slots[lane] : no_elements(), 32);
+    }
+    turn ^= 1;
+    return x;
+  }
+};
+
+__device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
+
+// What a thread knows of its row before it reads it.
+template <class T> struct Problem {
+  int64_t r;
+  bool exists, read;
+  int64_t target;
+  Label label;
+  Row<T> row;
+
+  __device__ __forceinline__ Problem(const CrossEntropyParams& p, int64_t r)
+      : r(r),
+        exists(r < p.rows),
+        read(exists),
+        target(exists ? device::load(p.target + r) : p.ignore_index),
+        label(label_of(target, p.classes, p.ignore_index)),
+        row(p.logits, exists ? r * p.logits_stride : 0, static_cast<int>(p.classes)) {
+    if (label == Label::ignored && p.skip_ignored) read = false;
+  }
+
+  __device__ __forceinline__ float class_weight(const CrossEntropyParams& p) const {
+    if (label == Label::bad) return not_a_number();
+    return label == Label::counts ? real_at(p.class_weight, target, 1.f) : 0.f;
+  }
+};
+
+// What follows from a row's sums: its results, which `writer` stores, and its gradient. `hot`: the target's logit,
+// known to the writer; it was read before any thread may overwrite it.
+template <class T, bool kGeneral>
+__device__ __forceinline__ Gradient finish_row(const CrossEntropyParams& p, const Options& o, const Problem<T>& at,
+                                               const Sums& x, float hot, bool writer) {
+  const float log_s = logf(x.s);
+  Gradient g;
+  g.c = reference_of(x.m);
+  const float rest = x.m == kMinusInfinity ? log_s : log_s - kLn2 * fmaf(x.m, kLog2e, -g.c);  // lse - m
+  const float lse = !at.read ? 0.f : isinf(x.m) ? x.m : x.m + rest;
+  const float weight = at.class_weight(p);
+  if (writer) {
+    float loss = at.label == Label::bad ? not_a_number() : 0.f, log_prob = loss;
+    if (at.label == Label::counts) {
+      log_prob = o.capped<T, kGeneral>(hot) - x.m - rest;
+      loss = o.z_loss * lse * lse - o.keep * weight * log_prob;
+      if constexpr (kGeneral) loss += o.spread * (x.w * rest - x.a);
+    }
+    if (p.loss) device::store(static_cast<float*>(p.loss) + at.r, loss);
+    if (p.log_prob) device::store(static_cast<float*>(p.log_prob) + at.r, log_prob);
+    if (p.lse) device::store(static_cast<float*>(p.lse) + at.r, lse);
+    if (p.argmax && x.at == kNowhere) device::store(p.argmax + at.r, int64_t{0});
+    if constexpr (kGeneral)
+      if (p.entropy) device::store(static_cast<float*>(p.entropy) + at.r, at.read ? log_s - kLn2 * x.e / x.s : 0.f);
+  }
+  const float scale = real_at(p.grad_loss, at.r * p.grad_loss_stride, 1.f) / real_at(p.denominator, 0, 1.f);
+  g.t = scale * o.keep * weight;
+  g.s = scale * o.spread;
+  g.k = (g.t + scale * 2.f * o.z_loss * lse) / x.s;
+  if constexpr (kGeneral) g.k += g.s * x.w / x.s;
+  g.q = g.log_p_offset = 0.f;
+  g.aim(at.label, at.target, at.row.phase, Row<T>::N);
+  return g;
+}
+
+// The column of a row's largest logit, stored by the thread that holds vector x.at.
+template <class T, bool kGeneral> __device__ __forceinline__ void store_argmax(const CrossEntropyParams& p,
+                                                                               const Problem<T>& at, const Packed& held,
+                                                                               const Sums& x) {
+  const float top = kGeneral ? x.top : x.m;
+  int place = 0;
+#pragma unroll
+  for (int n = Row<T>::N - 1; n >= 0; --n) place = element<T>(held, n) == top ? n : place;
+  device::store(p.argmax + at.r, int64_t{at.row.first_column(x.at)} + place);
+}
+
+template <class T> __device__ __forceinline__ float hot_logit(const Problem<T>& at, bool writer) {
+  return writer && at.label == Label::counts ? device::to_float(device::load(at.row.base + at.target)) : 0.f;
+}
+
+// A row in the shared memory of its threads, each of which copies, and later reads, only its own vectors: no barrier
+// but for the sums. Vector i belongs to thread i % size, slot i / size.
+template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock ? 2 : 8)
+    forward_resident(CrossEntropyParams p, int lanes) {
+  constexpr int N = Row<T>::N;
+  WARPSMITH_SHARED(Sums, warps, 2 * kMaxWarps);
+  WARPSMITH_SHARED(Sums, blocks, 2 * cross_entropy_detail::kMaxCluster);
+  WARPSMITH_DYNAMIC_SHARED(shared);
+  Team<kBlock> team(lanes);
+  Exchange exchange{warps, blocks, 0, false};
+  const Options o(p);
+  Packed* const slots = reinterpret_cast<Packed*>(shared) + threadIdx.x;
+  const int slot_step = static_cast<int>(blockDim.x);
+  // Calls visit(i, slot) for each vector of this thread.
+  const auto for_vectors = [&](int vectors, auto&& visit) {
+    Packed* slot = slots;
+#pragma unroll 2
+    for (int i = team.lane; i < vectors; i += team.size, slot += slot_step) visit(i, slot);
+  };
+  if (team.cluster > 1) device::cluster_arrive();
+  for (; team.unit < p.rows; team.next()) {
+    const Problem<T> at(p, team.row);
+    const int vectors = at.exists ? at.row.vectors() : 0, vectors_read = at.read ? vectors : 0;
+    const bool writer = at.exists && team.lane == 0;
+    for_vectors(vectors_read, [&](int i, Packed* slot) {
+      const int column = at.row.first_column(i);
+      if (at.row.whole(column))
+        device::copy_async<16>(slot, at.row.base + column);
+      else
+        *slot = at.row.load(i);
+    });
+    device::copy_async_commit();
+    const float hot = hot_logit<T>(at, writer);
+    device::copy_async_wait<0>();
+
+    Sums x = no_elements();
+    for_vectors(vectors_read, [&](int i, Packed* slot) {
+      const float m = max_of<T>(device::load(slot));
+      if (m > x.m) x.m = m, x.at = i;
+    });
+    if constexpr (kGeneral) {
+      x.top = x.m;
+      if (x.at != kNowhere) x.m = o.capped<T, true>(x.m);
+    }
+    for_vectors(vectors_read, [&](int i, Packed* slot) {
+      float z[N];
+      unpack<T, kGeneral>(device::load(slot), i, at.row, o, z);
+      add<T, kGeneral>(x, z, i, at.row, o, p.class_weight);
+    });
+    x = exchange.over_row<kBlock, kGeneral>(x, team);
+    device::wait_for_previous_kernel();
+    const Gradient g = finish_row<T, kGeneral>(p, o, at, x, hot, writer);
+    if (p.argmax && x.at != kNowhere && x.at % team.size == team.lane && at.exists)
+      store_argmax<T, kGeneral>(p, at, device::load(slots + x.at / team.size * slot_step), x);
+    if (!p.dlogits) continue;
+    const Row<T> out(p.dlogits, at.r * p.dlogits_stride, at.row.columns);
+    for_vectors(vectors, [&](int i, Packed* slot) {
+      float z[N];
+      if (!g.zero) unpack<T, kGeneral>(device::load(slot), i, at.row, o, z);
+      out.store(at.row.first_column(i), g.of<T, kGeneral>(z, i, at.row, o, p.class_weight));
+    });
+  }
+  device::wait_for_previous_kernel();  // of threads without a row too: whatever follows this kernel follows that one
+  device::launch_dependents();
+}
+
+// Any length: a block reads its row once for the sums, which follow the largest element seen so far, and again for the
+// gradient.
+template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
+    forward_looped(CrossEntropyParams p, int lanes) {
+  constexpr int N = Row<T>::N;
+  WARPSMITH_SHARED(Sums, warps, 2 * kMaxWarps);
+  Team<true> team(lanes);
+  Exchange exchange{warps, nullptr, 0, true};
+  const Options o(p);
+  for (; team.unit < p.rows; team.next()) {
+    const Problem<T> at(p, team.row);
+    const int vectors = at.read ? at.row.vectors() : 0;
+    const float hot = hot_logit<T>(at, team.lane == 0);
+    Sums x = no_elements();
+    for (int i = team.lane; i < vectors; i += team.size) {
+      const Packed held = at.row.load(i);
+      const float m = max_of<T>(held);
+      if (m > x.top) {
+        x.top = m, x.at = i;
+        x.rebase<kGeneral>(o.capped<T, kGeneral>(m));
+      }
+      float z[N];
+      unpack<T, kGeneral>(held, i, at.row, o, z);
+      add<T, kGeneral>(x, z, i, at.row, o, p.class_weight);
+    }
+    x = exchange.over_row<true, kGeneral>(x, team);
+    device::wait_for_previous_kernel();
+    const Gradient g = finish_row<T, kGeneral>(p, o, at, x, hot, team.lane == 0);
+    if (p.argmax && x.at != kNowhere && x.at % team.size == team.lane)
+      store_argmax<T, kGeneral>(p, at, at.row.load(x.at), x);
+    if (!p.dlogits) continue;
+    const Row<T> out(p.dlogits, at.r * p.dlogits_stride, at.row.columns);
+    for (int i = team.lane; i < at.row.vectors(); i += team.size) {
+      float z[N];
+      if (!g.zero) unpack<T, kGeneral>(at.row.load(i), i, at.row, o, z);
+      out.store(at.row.first_column(i), g.of<T, kGeneral>(z, i, at.row, o, p.class_weight));
+    }
+  }
+  device::wait_for_previous_kernel();  // of threads without a row too: whatever follows this kernel follows that one
+  device::launch_dependents();
+}
+
+// dlogits from lse: reads C * sizeof(T) a row and writes as many.
+template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
+    backward_streaming(CrossEntropyParams p, int lanes) {
+  constexpr int N = Row<T>::N;
+  const int lane = static_cast<int>(threadIdx.x) % lanes, groups = static_cast<int>(blockDim.x) / lanes;
+  const Options o(p);
+  for (int64_t r = int64_t{blockIdx.x} * groups + threadIdx.x / lanes; r < p.rows; r += int64_t{gridDim.x} * groups) {
+    const Problem<T> at(p, r);
+    const float lse = device::load(static_cast<const float*>(p.lse) + r);
+    const float scale = real_at(p.grad_loss, r * p.grad_loss_stride, 1.f) / real_at(p.denominator, 0, 1.f);
+    const float grad_log_prob = real_at(p.grad_log_prob, r, 0.f);
+    const float weight = at.class_weight(p);
+    Gradient g;
+    g.c = reference_of(lse);
+    const float to_p = lse == kMinusInfinity ? not_a_number() : device::exp2(-fmaf(lse, kLog2e, -g.c));
+    g.t = scale * o.keep * weight;
+    g.s = scale * o.spread;
+    g.k = g.t - grad_log_prob + real_at(p.grad_lse, r, 0.f) + scale * 2.f * o.z_loss * lse;
+    g.q = 0.f;
+    g.log_p_offset = lse;
+    if constexpr (kGeneral) {
+      const float grad_entropy = real_at(p.grad_entropy, r, 0.f);
+      g.k += g.s * (p.class_weight ? real_at(p.class_weight_total, 0, 0.f) : static_cast<float>(p.classes));
+      if (p.grad_entropy) g.k -= grad_entropy * real_at(p.entropy, r, 0.f);
+      g.q = -grad_entropy * to_p;
+    }
+    g.k *= to_p;
+    g.t -= grad_log_prob;
+    g.aim(at.label, at.target, at.row.phase, N);
+    const Row<T> out(p.dlogits, r * p.dlogits_stride, at.row.columns);
+    for (int i = lane; i < at.row.vectors(); i += lanes) {
+      float z[N];
+      if (!g.zero) unpack<T, kGeneral>(at.row.load(i), i, at.row, o, z);
+      out.store(at.row.first_column(i), g.of<T, kGeneral>(z, i, at.row, o, p.class_weight));
+    }
+  }
+}
+
+// x *= factor, unless it is 1.
+template <class T> __global__ void __launch_bounds__(512, 1) scale_rows(CrossEntropyScaleParams p, int lanes) {
+  constexpr int N = Row<T>::N;
+  const float factor = device::load(static_cast<const float*>(p.factor));
+  if (factor == 1.f) return;
+  const int lane = static_cast<int>(threadIdx.x) % lanes, groups = static_cast<int>(blockDim.x) / lanes;
+  for (int64_t r = int64_t{blockIdx.x} * groups + threadIdx.x / lanes; r < p.rows; r += int64_t{gridDim.x} * groups) {
+    const Row<T> row(p.x, r * p.stride, static_cast<int>(p.columns));
+    for (int i = lane; i < row.vectors(); i += lanes) {
+      const Packed x = row.load(i);
+      float y[N];
+#pragma unroll
+      for (int n = 0; n < N; ++n) y[n] = element<T>(x, n) * factor;
+      row.store(row.first_column(i), packed<T>(y));
+    }
+  }
+}
+
+}  // namespace warpsmith::cross_entropy

@@ -1,0 +1,459 @@
+// The cross_entropy kernels on the host: every kernel of the chooser, against the formula in double precision.
+#include "harness.h"
+#include "kernels/cross_entropy/cross_entropy.h"
+#include "kernels/cross_entropy/cross_entropy_config.h"
+#include "sim/sparse_memory.h"
+
+namespace warpsmith::test {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
+
+template <class T> constexpr Dtype kDtype = Dtype::float32;
+template <> constexpr Dtype kDtype<float16> = Dtype::float16;
+template <> constexpr Dtype kDtype<bfloat16> = Dtype::bfloat16;
+
+struct Shape {
+  int64_t rows, classes;
+  int64_t padding = 0;  // elements between rows
+  size_t offset = 0;    // elements past an aligned address
+  bool in_place = false;
+  bool weights = false;
+  double smoothing = 0, z_loss = 0, softcap = 0;
+  bool entropy = false;
+  float scale = 2, mean = 0;  // of the logits
+  bool skip_ignored = false;
+  bool mean_reduction = true;
+};
+
+// A problem with its inputs, outputs and oracle.
+template <class T> struct Problem {
+  static constexpr int64_t kIgnore = -100;
+  Shape s;
+  Buffer<T> logits, original, separate;
+  Buffer<int64_t> target, argmax;
+  Buffer<float> weight, weight_total, loss, log_prob, lse, entropy, denominator, total, accuracy, partials, rows_grad;
+  std::vector<double> want_loss, want_log_prob, want_lse, want_entropy, want_gradient, want_argmax;
+  double want_denominator = 0, want_right = 0, want_counted = 0;
+
+  explicit Problem(const Shape& shape, uint64_t seed = 1)
+      : s(shape),
+        logits(static_cast<size_t>(shape.rows * (shape.classes + shape.padding)), shape.offset),
+        original(logits.size(), shape.offset),
+        separate(static_cast<size_t>(shape.rows * shape.classes)),
+        target(static_cast<size_t>(shape.rows)),
+        argmax(target.size()),
+        weight(static_cast<size_t>(shape.classes)),
+        weight_total(1),
+        loss(target.size()),
+        log_prob(target.size()),
+        lse(target.size()),
+        entropy(target.size()),
+        denominator(1),
+        total(1),
+        accuracy(1),
+        partials(kCrossEntropyPartials),
+        rows_grad(target.size()) {
+    fill_normal(original, seed, s.scale, s.mean);
+    fill_normal(rows_grad, seed + 3);
+    Random random(seed + 1);
+    for (size_t r = 0; r < target.size(); ++r) {
+      const uint64_t draw = random.bits();
+      target[r] = draw % 4 == 3 ? kIgnore : static_cast<int64_t>(draw / 4 % static_cast<uint64_t>(s.classes));
+    }
+    for (size_t c = 0; c < weight.size(); ++c) weight[c] = static_cast<float>(random.bits() % 64) / 32;
+    restore();
+  }
+
+  int64_t stride() const { return s.classes + s.padding; }
+  void restore() { std::memcpy(logits.data(), original.data(), logits.size() * sizeof(T)); }
+  double w(int64_t c) const { return s.weights ? static_cast<double>(weight[static_cast<size_t>(c)]) : 1.0; }
+  double logit(int64_t r, int64_t c) const {
+    return static_cast<double>(to_float(original[static_cast<size_t>(r * stride() + c)]));
+  }
+  double capped(double u) const { return s.softcap ? s.softcap * std::tanh(u / s.softcap) : u; }
+
+  // With grad_rows, the gradient of sum over rows of loss * grad_rows[r], and of the others' products with the same.
+  void compute_oracle(bool all_gradients = false) {
+    const size_t rows = static_cast<size_t>(s.rows);
+    want_loss.assign(rows, 0), want_log_prob.assign(rows, 0), want_lse.assign(rows, 0), want_entropy.assign(rows, 0);
+    want_argmax.assign(rows, 0), want_gradient.assign(static_cast<size_t>(s.rows * s.classes), 0);
+    want_denominator = want_right = want_counted = 0;
+    double sum_w = 0;
+    for (int64_t c = 0; c < s.classes; ++c) sum_w += w(c);
+    for (size_t r = 0; r < rows; ++r)
+      if (target[r] != kIgnore) want_denominator += bad(r) ? (s.weights ? kNan : 1) : w(target[r]);
+    std::vector<double> z(static_cast<size_t>(s.classes));
+    for (size_t r = 0; r < rows; ++r) {
+      const bool ignored = target[r] == kIgnore;
+      if (ignored && s.skip_ignored) continue;
+      double m = -kInfinity, top = m, sum = 0, product = 0, smooth = 0;
+      for (size_t c = 0; c < z.size(); ++c) {
+        z[c] = capped(logit(static_cast<int64_t>(r), static_cast<int64_t>(c)));
+        const double u = logit(static_cast<int64_t>(r), static_cast<int64_t>(c));
+        if (u > top) top = u, want_argmax[r] = static_cast<double>(c);
+        m = std::max(m, z[c]);
+      }
+      for (const double v : z) sum += std::exp(v - m);
+      const double lse_r = m == -kInfinity ? m : m + std::log(sum);
+      for (size_t c = 0; c < z.size(); ++c) {
+        const double p = std::exp(z[c] - lse_r);
+        if (p > 0) product += p * (z[c] - lse_r);
+        smooth += w(static_cast<int64_t>(c)) * (lse_r - z[c]);
+      }
+      want_lse[r] = lse_r, want_entropy[r] = -product;
+      if (ignored) continue;
+      const bool is_bad = bad(r);
+      const double spread = s.smoothing / static_cast<double>(s.classes), keep = 1 - s.smoothing;
+      const double w_t = is_bad ? kNan : w(target[r]);
+      want_counted += 1, want_right += static_cast<double>(target[r]) == want_argmax[r];
+      want_log_prob[r] = is_bad ? kNan : z[static_cast<size_t>(target[r])] - lse_r;
+      want_loss[r] = -keep * w_t * want_log_prob[r] + s.z_loss * lse_r * lse_r;
+      if (s.smoothing) want_loss[r] += spread * smooth;
+      const double g = all_gradients ? static_cast<double>(rows_grad[r]) : s.mean_reduction ? 1 / want_denominator : 1;
+      const double others = all_gradients ? g : 0;  // of log_prob, lse and entropy
+      for (size_t c = 0; c < z.size(); ++c) {
+        const double p = std::exp(z[c] - lse_r), hot = static_cast<int64_t>(c) == target[r] ? 1 : 0;
+        double d = g * (p * (keep * w_t + spread * sum_w + 2 * s.z_loss * lse_r) - hot * keep * w_t -
+                        spread * w(static_cast<int64_t>(c)));
+        d += others * (hot - p) + others * p;
+        if (p > 0 && s.entropy) d -= others * p * (z[c] - lse_r - product);
+        const double h = s.softcap ? z[c] / s.softcap : 0;
+        want_gradient[r * z.size() + c] = d * (1 - h * h);
+      }
+    }
+  }
+  bool bad(size_t r) const { return target[r] != kIgnore && (target[r] < 0 || target[r] >= s.classes); }
+
+  CrossEntropyParams params(bool gradient) {
+    CrossEntropyParams p{};
+    p.logits = logits.data(), p.target = target.data(), p.class_weight = s.weights ? weight.data() : nullptr;
+    p.loss = loss.data(), p.log_prob = log_prob.data(), p.lse = lse.data(), p.argmax = argmax.data();
+    p.entropy = s.entropy ? entropy.data() : nullptr;
+    if (gradient) p.dlogits = s.in_place ? static_cast<void*>(logits.data()) : separate.data();
+    p.denominator = s.mean_reduction ? denominator.data() : nullptr;
+    p.rows = s.rows, p.classes = s.classes, p.logits_stride = stride();
+    p.dlogits_stride = s.in_place ? stride() : s.classes;
+    p.ignore_index = kIgnore;
+    p.softcap = s.softcap, p.label_smoothing = s.smoothing, p.z_loss = s.z_loss;
+    p.skip_ignored = s.skip_ignored, p.follows_denominator = true, p.dtype = kDtype<T>;
+    p.class_weight_total = weight_total.data();
+    return p;
+  }
+
+  void run_denominator() {
+    CrossEntropyDenominatorParams d{};
+    d.target = target.data(), d.class_weight = s.weights ? weight.data() : nullptr, d.denominator = denominator.data();
+    d.class_weight_total = s.weights ? weight_total.data() : nullptr;
+    d.partials = partials.data(), d.rows = s.rows, d.classes = s.classes, d.ignore_index = kIgnore;
+    d.dtype = kDtype<T>;
+    expect_ok(cross_entropy_denominator_cuda(d, nullptr));
+  }
+  void run_reduce() {
+    CrossEntropyReduceParams r{};
+    r.loss = loss.data(), r.denominator = s.mean_reduction ? denominator.data() : nullptr, r.target = target.data();
+    r.argmax = argmax.data(), r.total = total.data(), r.accuracy = accuracy.data(), r.partials = partials.data();
+    r.rows = s.rows, r.ignore_index = kIgnore, r.follows_forward = true, r.dtype = kDtype<T>;
+    expect_ok(cross_entropy_reduce_cuda(r, nullptr));
+  }
+
+  void check_rows() {
+    const double largest = std::abs(s.mean) + 6 * std::abs(static_cast<double>(s.scale));
+    const Tolerance close{.relative = 2e-6, .absolute = 4e-7 * (1 + largest / 8)};
+    expect_close(
+        "loss", loss, want_loss,
+        {.relative = 4e-6,
+         .absolute = 4e-7 * (1 + largest) * (1 + s.smoothing * largest) + 3e-7 * s.z_loss * largest * largest});
+    expect_close("log_prob", log_prob, want_log_prob, close);
+    expect_close("lse", lse, want_lse, close);
+    if (s.entropy) expect_close("entropy", entropy, want_entropy, {.relative = 4e-6, .absolute = 2e-6});
+    for (size_t r = 0; r < target.size(); ++r) expect_equal("argmax", argmax[r], static_cast<int64_t>(want_argmax[r]));
+    same_bits_for_every_seed("loss", loss), same_bits_for_every_seed("lse", lse);
+  }
+  // Half a rounding step of the storage type, and what float arithmetic loses of the largest term.
+  void check_gradient(double largest_scale) {
+    const Tolerance rounding{.ulps = 0.51, .relative = 6e-6, .absolute = 2e-6 * largest_scale};
+    if (!s.in_place) {
+      expect_close("dlogits", separate, want_gradient, rounding);
+      same_bits_for_every_seed("dlogits", separate);
+      return;
+    }
+    same_bits_for_every_seed("dlogits", logits);
+    Buffer<T> inside(separate.size());
+    for (int64_t r = 0; r < s.rows; ++r) {
+      std::memcpy(inside.data() + r * s.classes, logits.data() + r * stride(),
+                  static_cast<size_t>(s.classes) * sizeof(T));
+      for (int64_t c = s.classes; c < stride(); ++c)
+        expect(std::memcmp(logits.data() + r * stride() + c, original.data() + r * stride() + c, sizeof(T)) == 0,
+               "the padding of row " + std::to_string(r) + " was changed");
+    }
+    expect_close("dlogits in place", inside, want_gradient, rounding);
+  }
+
+  void poison() {
+    loss.poison(), log_prob.poison(), lse.poison(), entropy.poison(), argmax.poison(), separate.poison();
+    denominator.poison(), total.poison(), accuracy.poison(), partials.poison(), weight_total.poison();
+    restore();
+  }
+
+  void run() {
+    compute_oracle();
+    const double unit = s.mean_reduction ? 1 / want_denominator : 1;
+    double sum = 0;
+    for (const double l : want_loss) sum += l;
+    const std::vector<double> want_total{sum * unit}, want_accuracy{want_right / want_counted};
+    under_every_seed([&] {
+      poison();
+      run_denominator();
+      expect_close("denominator", denominator, std::vector<double>{want_denominator}, {.relative = 1e-6});
+      expect_ok(cross_entropy_forward_cuda(params(true), nullptr));
+      run_reduce();
+      check_rows();
+      check_gradient(std::isfinite(unit) ? unit : 1);
+      expect_close("total", total, want_total,
+                   {.relative = 4e-6, .absolute = 1e-6 * (1 + std::abs(s.mean) + std::abs(s.scale))});
+      expect_close("accuracy", accuracy, want_accuracy, {.relative = 1e-6});
+    });
+    compute_oracle(true);
+    under_every_seed([&] {
+      poison();
+      run_denominator();
+      CrossEntropyParams p = params(false);
+      expect_ok(cross_entropy_forward_cuda(p, nullptr));
+      check_rows();
+      p = params(true);
+      p.denominator = nullptr;
+      p.grad_loss = p.grad_log_prob = p.grad_lse = rows_grad.data();
+      p.grad_loss_stride = 1;
+      if (s.entropy) p.grad_entropy = rows_grad.data();
+      expect_ok(cross_entropy_backward_cuda(p, nullptr));
+      check_gradient(4 * (1 + s.z_loss * 40));
+    });
+  }
+};
+
+// One row length for each number of threads, slots and blocks, in 16-bit elements.
+TEST(every_kernel_bfloat16) {
+  for (int64_t classes : {8, 16, 128, 1024, 1032, 4104, 24576})
+    Problem<bfloat16>({.rows = 3, .classes = classes}).run();
+}
+
+TEST(clusters) {
+  for (int64_t classes : {24584, 50304, 128256}) Problem<bfloat16>({.rows = 2, .classes = classes}).run();
+  Problem<float>({.rows = 2, .classes = 30001, .in_place = true}).run();
+}
+
+TEST(every_kernel_float) {
+  for (int64_t classes : {4, 8, 128, 512, 520, 2048, 8196}) Problem<float>({.rows = 3, .classes = classes}).run();
+}
+
+TEST(float16_logits) {
+  for (int64_t classes : {64, 1000, 4099}) Problem<float16>({.rows = 3, .classes = classes, .in_place = true}).run();
+}
+
+TEST(rows_that_begin_anywhere) {
+  for (int64_t classes : {1, 2, 3, 7, 9, 33, 257, 1023, 1025, 5003}) {
+    Problem<bfloat16>({.rows = 9, .classes = classes}).run();
+    Problem<bfloat16>({.rows = 5, .classes = classes, .padding = 3, .in_place = true}).run();
+  }
+  Problem<bfloat16>({.rows = 5, .classes = 768, .offset = 1}).run();
+  Problem<bfloat16>({.rows = 5, .classes = 1500, .padding = 36, .offset = 3, .in_place = true}).run();
+  Problem<float>({.rows = 5, .classes = 261, .padding = 4, .offset = 3}).run();
+}
+
+TEST(options) {
+  for (int64_t classes : {37, 1160}) {
+    Problem<bfloat16>({.rows = 5, .classes = classes, .weights = true}).run();
+    Problem<bfloat16>({.rows = 5, .classes = classes, .in_place = true, .z_loss = 1e-2}).run();
+    Problem<float>({.rows = 5, .classes = classes, .smoothing = 0.1}).run();
+    Problem<float>({.rows = 5, .classes = classes, .weights = true, .smoothing = 0.2, .z_loss = 1e-3}).run();
+    Problem<bfloat16>({.rows = 5, .classes = classes, .softcap = 3, .entropy = true}).run();
+    Problem<float>({.rows = 5, .classes = classes, .softcap = 3, .scale = 8}).run();
+    Problem<float>({.rows = 5, .classes = classes, .entropy = true, .mean_reduction = false}).run();
+    Problem<bfloat16>({.rows = 7, .classes = classes, .skip_ignored = true}).run();
+  }
+}
+
+TEST(large_logits) {
+  Problem<float>({.rows = 3, .classes = 700, .scale = 1, .mean = 1e4f}).run();
+  Problem<float>({.rows = 3, .classes = 70, .scale = 1, .mean = -1e4f}).run();
+  Problem<bfloat16>({.rows = 3, .classes = 700, .scale = 1e4f}).run();
+  Problem<float>({.rows = 3, .classes = 100, .smoothing = 0.1, .scale = 1, .mean = 1e4f}).run();
+}
+
+// Read twice: rows that no cluster of a small machine holds.
+TEST(rows_too_long_for_the_chip) {
+  const int limit = sim::options().properties.max_dynamic_shared_bytes;
+  sim::options().properties.max_dynamic_shared_bytes = 6 * 1024;
+  for (int64_t classes : {16400, 17001}) {
+    Problem<bfloat16>({.rows = 2, .classes = classes}).run();
+    Problem<bfloat16>({.rows = 3, .classes = classes, .in_place = true, .smoothing = 0.1, .skip_ignored = true}).run();
+  }
+  Problem<float>({.rows = 2, .classes = 9000, .softcap = 5, .entropy = true}).run();
+  sim::options().properties.max_dynamic_shared_bytes = limit;
+}
+
+TEST(without_clusters) {
+  sim::options().properties.compute_capability = 80;
+  Problem<bfloat16>({.rows = 2, .classes = 50304}).run();
+  sim::options().properties.compute_capability = 90;
+}
+
+// Blocks take several rows each.
+TEST(persistent_blocks) {
+  for (const int64_t classes : {40, 1100, 24592}) {
+    Problem<bfloat16> p({.rows = 11, .classes = classes, .in_place = true});
+    p.compute_oracle();
+    CrossEntropyProblem problem{.rows = 11, .classes = classes};
+    CrossEntropyConfig c = choose_cross_entropy_forward(problem);
+    c.blocks = c.cluster;
+    under_every_seed([&] {
+      p.poison();
+      p.run_denominator();
+      expect_ok(cross_entropy_forward_cuda_with(c, p.params(true), nullptr));
+      p.check_rows();
+      p.check_gradient(1);
+    });
+  }
+}
+
+TEST(bad_labels_and_infinities) {
+  for (const int64_t classes : {19, 1200}) {
+    Problem<bfloat16> p({.rows = 6, .classes = classes, .scale = 1});
+    p.target[0] = classes, p.target[1] = -1, p.target[2] = int64_t{1} << 40, p.target[3] = 5, p.target[4] = 5;
+    const bfloat16 minus_infinity = from_float<bfloat16>(-std::numeric_limits<float>::infinity());
+    for (int64_t c = 0; c < classes; ++c) {
+      if (c % 3 == 1) p.original[static_cast<size_t>(3 * classes + c)] = minus_infinity;
+      p.original[static_cast<size_t>(4 * classes + c)] = minus_infinity;
+    }
+    p.run();
+    expect(std::isnan(p.want_loss[0]) && std::isnan(p.want_loss[4]), "the oracle has NaN where it must");
+  }
+}
+
+TEST(every_row_ignored) {
+  Problem<bfloat16> p({.rows = 3, .classes = 90, .skip_ignored = true});
+  for (size_t r = 0; r < 3; ++r) p.target[r] = Problem<bfloat16>::kIgnore;
+  p.run();
+  expect(std::isnan(p.total[0]) && std::isnan(p.accuracy[0]), "0 / 0 is NaN");
+}
+
+TEST(many_rows_in_two_stages) {
+  Problem<float> p({.rows = 20000, .classes = 2});
+  p.compute_oracle();
+  under_every_seed([&] {
+    p.poison();
+    p.run_denominator();
+    expect_close("denominator", p.denominator, std::vector<double>{p.want_denominator}, {.relative = 1e-6});
+    for (size_t r = 0; r < p.target.size(); ++r) p.loss[r] = 0.5f, p.argmax[r] = p.target[r];
+    p.run_reduce();
+    expect_close("total", p.total, std::vector<double>{10000 / p.want_denominator}, {.relative = 1e-6});
+    expect_equal("accuracy", p.accuracy[0], 1.0f);
+  });
+}
+
+TEST(scaling) {
+  for (const int64_t columns : {5, 700}) {
+    Problem<bfloat16> p({.rows = 3, .classes = columns, .padding = 3, .offset = 1});
+    for (const float factor : {1.0f, 0.5f})
+      under_every_seed([&] {
+        p.restore();
+        p.total[0] = factor;
+        expect_ok(cross_entropy_scale_cuda({p.logits.data(), p.total.data(), 3, columns, p.stride(), Dtype::bfloat16},
+                                           nullptr));
+        for (int64_t r = 0; r < 3; ++r)
+          for (int64_t c = 0; c < p.stride(); ++c) {
+            const size_t at = static_cast<size_t>(r * p.stride() + c);
+            const float f = c < columns ? factor : 1.0f;
+            expect_equal("x", to_float(p.logits[at]), to_float(from_float<bfloat16>(to_float(p.original[at]) * f)));
+          }
+        if (factor == 1.0f) expect(sim::counters().global_bytes_written == 0, "nothing is written for a factor of 1");
+      });
+  }
+}
+
+// The floor is every logit once and every gradient once; beside it a thread of a row reads its label and the
+// denominator, one thread the target's logit. Without a gradient nothing is written but the results.
+TEST(bytes_moved) {
+  for (const int64_t classes : {1032, 50304}) {
+    Problem<bfloat16> p({.rows = 3, .classes = classes});
+    for (size_t r = 0; r < 3; ++r) p.target[r] = 7;
+    const CrossEntropyConfig c = choose_cross_entropy_forward({.rows = 3, .classes = classes});
+    const int64_t row = classes * 2, threads = int64_t{c.cluster} * c.threads, results = 3 * 4 + 8;
+    for (const bool gradient : {true, false})
+      under_every_seed([&] {
+        p.poison();
+        p.denominator[0] = 3;
+        expect_ok(cross_entropy_forward_cuda(p.params(gradient), nullptr));
+        expect_bytes({.read = 3 * (row + threads * (8 + 4) + 2), .written = 3 * (results + (gradient ? row : 0))});
+      });
+    under_every_seed([&] {
+      CrossEntropyParams b = p.params(true);
+      b.grad_loss = p.rows_grad.data(), b.grad_loss_stride = 1, b.denominator = nullptr;
+      expect_ok(cross_entropy_backward_cuda(b, nullptr));
+      const int64_t lanes = choose_cross_entropy_backward({.rows = 3, .classes = classes}).lanes;
+      expect_bytes({.read = 3 * (row + lanes * (8 + 4 + 4)), .written = 3 * row});
+    });
+  }
+}
+
+TEST(unknown_dtype_is_refused) {
+  Problem<float> p({.rows = 1, .classes = 4});
+  CrossEntropyParams q = p.params(true);
+  q.dtype = Dtype::float64;
+  expect_refused(cross_entropy_forward_cuda(q, nullptr), "float64");
+  q.dtype = Dtype::float32, q.classes = int64_t{1} << 31;
+  expect_refused(cross_entropy_forward_cuda(q, nullptr), "classes: expected at most 2147483584, got 2147483648");
+}
+
+// More than 2^31 elements, in memory that is never touched but for the rows under test: row starts need 64 bits.
+TEST(beyond_2_31_elements) {
+  constexpr int64_t kRows = 3, kClasses = 1200, kStride = int64_t{1} << 31;
+  sim::SparseMemory<bfloat16> far(kRows * kStride);
+  Problem<bfloat16> near({.rows = kRows, .classes = kClasses});
+  near.compute_oracle();
+  under_every_seed([&] {
+    near.poison();
+    near.run_denominator();
+    CrossEntropyParams p = near.params(true);
+    for (int64_t r = 0; r < kRows; ++r)
+      std::memcpy(far.data() + r * kStride, near.original.data() + r * kClasses, kClasses * 2);
+    p.logits = p.dlogits = far.data(), p.logits_stride = p.dlogits_stride = kStride;
+    expect_ok(cross_entropy_forward_cuda(p, nullptr));
+    near.check_rows();
+    for (int64_t r = 0; r < kRows; ++r)
+      std::memcpy(near.separate.data() + r * kClasses, far.data() + r * kStride, kClasses * 2);
+    near.check_gradient(1);
+  });
+}
+
+template <class T> void run_random(Random& random) {
+  Shape s{.rows = random.size(1, 12), .classes = random.size(1, 2600)};
+  s.padding = random.choice<int64_t>({0, 8, 1});
+  s.offset = static_cast<size_t>(random.choice<int64_t>({0, 0, 1}));
+  s.in_place = random.coin();
+  s.weights = random.coin();
+  s.smoothing = random.choice<double>({0, 0, 0.1});
+  s.z_loss = random.choice<double>({0, 1e-3});
+  s.softcap = random.choice<double>({0, 0, 4});
+  s.entropy = random.integer(0, 3) == 3;
+  s.skip_ignored = random.coin();
+  s.mean_reduction = random.coin();
+  Problem<T> p(s, random.bits() % 1000);
+  bool counted = false;
+  for (size_t r = 0; r < p.target.size(); ++r)
+    counted |= p.target[r] >= 0 && (!s.weights || p.weight[static_cast<size_t>(p.target[r])] > 0);
+  if (!counted) p.target[0] = 0, p.weight[0] = 1;
+  p.run();
+}
+
+RANDOM_TEST(random_problems) {
+  switch (random.integer(0, 2)) {
+    case 0: return run_random<bfloat16>(random);
+    case 1: return run_random<float>(random);
+    default: return run_random<float16>(random);
+  }
+}
+
+}  // namespace
+}  // namespace warpsmith::test
