@@ -5,10 +5,24 @@ from warpsmith import nn, optim
 from warpsmith._plan import plan
 from warpsmith._version import __version__
 from warpsmith.ops.adamw import adamw
+from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
 from warpsmith.ops.geglu import geglu
 from warpsmith.ops.reglu import reglu
 from warpsmith.ops.rms_norm import rms_norm
 from warpsmith.ops.rope import rope
 from warpsmith.ops.swiglu import swiglu
 
-__all__ = ["__version__", "adamw", "geglu", "nn", "optim", "plan", "reglu", "rms_norm", "rope", "swiglu"]
+__all__ = [
+    "CrossEntropyStats",
+    "__version__",
+    "adamw",
+    "cross_entropy",
+    "geglu",
+    "nn",
+    "optim",
+    "plan",
+    "reglu",
+    "rms_norm",
+    "rope",
+    "swiglu",
+]

@@ -2,6 +2,7 @@
 // errors.
 #include <torch/library.h>
 #include <warpsmith/adamw.h>
+#include <warpsmith/cross_entropy.h>
 #include <warpsmith/geglu.h>
 #include <warpsmith/reglu.h>
 #include <warpsmith/rms_norm.h>
@@ -20,6 +21,12 @@ std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k
                                         const std::optional<at::Tensor>& cu_seqlens, int64_t position_offset,
                                         const std::optional<at::Tensor>& position_offsets) {
   return warpsmith::rope(q, k, cos, sin, {interleaved, cu_seqlens, position_offset, position_offsets});
+}
+
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight,
+                         int64_t ignore_index, int64_t reduction, double label_smoothing, double z_loss,
+                         double softcap) {
+  return warpsmith::cross_entropy(logits, target, weight, {ignore_index, reduction, label_smoothing, z_loss, softcap});
 }
 
 void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
@@ -54,6 +61,10 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, Tensor? cu_seqlens, int position_offset, "
       "Tensor? position_offsets) -> (Tensor, Tensor)",
       &rope);
+  m.def(
+      "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, int reduction, float "
+      "label_smoothing, float z_loss, float softcap) -> Tensor",
+      &cross_entropy);
   m.def(
       "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] "
       "max_exp_avg_sqs, Tensor(e!)[] steps, float lr, float weight_decay, bool maximize, Tensor? grad_scale, Tensor? "

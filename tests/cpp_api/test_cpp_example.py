@@ -188,3 +188,38 @@ def test_what_gated_activations_refuse_in_cpp(cpp):
     (gradient,) = torch.autograd.grad(cpp.swiglu(*inputs, False).square().sum(), inputs[0], create_graph=True)
     with pytest.raises(RuntimeError, match=r"^swiglu: second derivatives are not available in C\+\+"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "weighted": True}, {"z_loss": 1e-2, "softcap": 3.0, "ignore_index": 2}]
+)
+def test_cross_entropy_has_the_values_and_gradients_of_python(cpp, dtype, reduction, options):
+    logits, _, _ = inputs(dtype)
+    target = torch.arange(15).view(3, 5)
+    given = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0} | options
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    weight = torch.linspace(0.1, 2, 40, dtype=real) if given.pop("weighted", False) else None
+    expected = warpsmith.cross_entropy(logits, target, class_weight=weight, reduction=reduction, **given)
+    number = ("none", "mean", "sum").index(reduction)
+    numbers = (given[k] for k in ("label_smoothing", "z_loss", "softcap"))
+    loss = cpp.cross_entropy(logits, target, weight, given["ignore_index"], number, *numbers)
+    assert torch.equal(loss, expected)
+    upstream = torch.full_like(loss, 0.37)
+    (wanted,) = torch.autograd.grad(expected, logits, upstream)
+    for _ in range(2):
+        (found,) = torch.autograd.grad(loss, logits, upstream, retain_graph=True)
+        assert torch.equal(found, wanted)
+    with torch.no_grad():
+        assert cpp.cross_entropy(logits, target, weight, -100, number, 0.0, 0.0, 0.0).grad_fn is None
+
+
+def test_a_second_derivative_of_cross_entropy_is_refused(cpp):
+    logits, _, _ = inputs(torch.float32, shape=(3, 40))
+    loss = cpp.cross_entropy(logits, torch.arange(3), None, -100, 1, 0.0, 0.0, 0.0)
+    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^cross_entropy: second derivatives are not available"):
+        gradient.sum().backward()
+    with pytest.raises(ValueError, match="cross_entropy: target: expected classes from 0 to 39"):
+        cpp.cross_entropy(logits, torch.arange(3) + 38, None, -100, 1, 0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""warpsmith.nn.RMSNorm in place of torch.nn.RMSNorm."""
+"""The modules of warpsmith.nn in place of torch's."""
 
 from __future__ import annotations
 
@@ -63,3 +63,34 @@ def test_bad_shapes_are_named(shape):
 def test_input_of_another_shape_is_named():
     with pytest.raises(ValueError, match=r"RMSNorm: x: expected trailing shape \(4, 6\), got \(6, 4\)"):
         warpsmith.nn.RMSNorm((4, 6))(torch.randn(6, 4))
+
+
+def test_cross_entropy_loss_is_torchs_module():
+    weight = torch.rand(7)
+    ours = warpsmith.nn.CrossEntropyLoss(weight, None, 3, None, "sum", 0.1)
+    theirs = torch.nn.CrossEntropyLoss(weight, None, 3, None, "sum", 0.1)
+    assert list(ours.state_dict()) == list(theirs.state_dict()) == ["weight"]
+    ours.load_state_dict(theirs.state_dict())
+    logits, target = torch.randn(5, 7), torch.tensor([0, 3, 6, 1, 2])
+    torch.testing.assert_close(ours(logits, target), theirs(logits, target))
+    both = warpsmith.nn.CrossEntropyLoss(z_loss=1e-2, softcap=4.0, check_labels=True)
+    expected = warpsmith.cross_entropy(logits, target, z_loss=1e-2, softcap=4.0)
+    assert torch.equal(both(logits, target), expected)
+    assert "softcap=4.0" in repr(both)
+
+
+def test_cross_entropy_loss_in_place():
+    leaf = torch.randn(5, 7, requires_grad=True)
+    target = torch.tensor([0, 3, 6, 1, 2])
+    logits = leaf * 1
+    loss = warpsmith.nn.CrossEntropyLoss(inplace_backward=True)(logits, target)
+    (found,) = torch.autograd.grad(loss, leaf)
+    (expected,) = torch.autograd.grad(torch.nn.CrossEntropyLoss()(leaf, target), leaf)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(logits, found)
+
+
+@pytest.mark.parametrize("bad", [{"size_average": True}, {"reduce": False}, {"reduction": "average"}])
+def test_bad_arguments_of_cross_entropy_loss_are_named(bad):
+    with pytest.raises(ValueError, match=f"CrossEntropyLoss: {next(iter(bad))}: expected "):
+        warpsmith.nn.CrossEntropyLoss(**bad)

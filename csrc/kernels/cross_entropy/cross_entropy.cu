@@ -17,7 +17,7 @@ LaunchConfig grid_of(const CrossEntropyConfig& c) {
   return launch;
 }
 
-Status problem_of(int64_t rows, int64_t classes, const void* base, int64_t stride, bool general, Dtype dtype,
+Status problem_of(int64_t rows, int64_t classes, const void* base, int64_t stride, Dtype dtype,
                   CrossEntropyProblem* out) {
   constexpr int64_t kMostClasses = (int64_t{1} << 31) - 64;
   if (classes > kMostClasses)
@@ -27,8 +27,7 @@ Status problem_of(int64_t rows, int64_t classes, const void* base, int64_t strid
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   const bool aligned =
       reinterpret_cast<uintptr_t>(base) % 16 == 0 && (rows == 1 || stride * size_bytes(dtype) % 16 == 0);
-  *out = {
-      rows, classes, size_bytes(dtype), aligned, general, device.compute_capability, device.max_dynamic_shared_bytes};
+  *out = {rows, classes, size_bytes(dtype), aligned, device.compute_capability, device.max_dynamic_shared_bytes};
   return {};
 }
 
@@ -77,7 +76,7 @@ Status launch_total(const Source& source, int64_t count, void* partials_any, boo
 
 Status cross_entropy_forward_cuda(const CrossEntropyParams& p, void* stream) {
   CrossEntropyProblem problem;
-  WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.classes, p.logits, p.logits_stride, general(p), p.dtype, &problem));
+  WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.classes, p.logits, p.logits_stride, p.dtype, &problem));
   return cross_entropy_forward_cuda_with(choose_cross_entropy_forward(problem), p, stream);
 }
 
@@ -92,7 +91,7 @@ Status cross_entropy_forward_cuda_with(const CrossEntropyConfig& c, const CrossE
 
 Status cross_entropy_backward_cuda(const CrossEntropyParams& p, void* stream) {
   CrossEntropyProblem problem;
-  WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.classes, p.logits, p.logits_stride, general(p), p.dtype, &problem));
+  WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.classes, p.logits, p.logits_stride, p.dtype, &problem));
   const CrossEntropyConfig c = choose_cross_entropy_backward(problem);
   return dispatch(p.dtype, [&]<class T>() {
     return launch(general(p) ? backward_streaming<T, true> : backward_streaming<T, false>, grid_of(c), stream, p,
@@ -102,7 +101,7 @@ Status cross_entropy_backward_cuda(const CrossEntropyParams& p, void* stream) {
 
 Status cross_entropy_scale_cuda(const CrossEntropyScaleParams& p, void* stream) {
   CrossEntropyProblem problem;
-  WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.columns, p.x, p.stride, false, p.dtype, &problem));
+  WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.columns, p.x, p.stride, p.dtype, &problem));
   const CrossEntropyConfig c = choose_cross_entropy_scale(problem);
   return dispatch(p.dtype, [&]<class T>() { return launch(scale_rows<T>, grid_of(c), stream, p, c.lanes); });
 }
@@ -110,7 +109,7 @@ Status cross_entropy_scale_cuda(const CrossEntropyScaleParams& p, void* stream) 
 Status cross_entropy_denominator_cuda(const CrossEntropyDenominatorParams& p, void* stream) {
   if (p.class_weight_total)
     WARPSMITH_RETURN_IF_FAILED(launch_total(ClassWeightTotal{p}, p.classes, p.partials, false, stream));
-  return p.target ? launch_total(Denominator{p}, p.rows, p.partials, false, stream) : Status();
+  return p.denominator ? launch_total(Denominator{p}, p.rows, p.partials, false, stream) : Status();
 }
 
 Status cross_entropy_reduce_cuda(const CrossEntropyReduceParams& p, void* stream) {

@@ -22,23 +22,31 @@ struct CrossEntropyParams {
   const int64_t* target;     // [rows]
   const void* class_weight;  // [classes], real; null: ones
 
-  // Written by the forward, each where it is not null. The backward reads lse, and entropy for grad_entropy.
+  // Written by the forward, each where it is not null.
   void* loss;       // [rows], real
   void* log_prob;   // [rows], real
   void* lse;        // [rows], real
   void* entropy;    // [rows], real
   int64_t* argmax;  // [rows], the first of the largest logits; 0 where all are -inf or NaN
 
+  // What the backward needs of a row: its largest z, and the sum of the exponentials relative to that (in units of the
+  // device's own). lse would do, but for |z| in the thousands its rounding shows in the gradient.
+  void* row_max;  // [rows], real
+  void* row_sum;  // [rows], real
+
   // The gradient, with respect to the logits, of the sum over rows of
   //   loss[r] * grad_loss[r] / denominator + log_prob[r] * grad_log_prob[r] + lse[r] * grad_lse[r]
   //     + entropy[r] * grad_entropy[r].
-  // The forward writes it where dlogits is not null, and knows the first term alone.
+  // The forward writes it where dlogits is not null, and knows the first term alone. The backward reads row_max,
+  // row_sum, and entropy for grad_entropy; it multiplies the rounded gradient by late_scale, as
+  // cross_entropy_scale would: a gradient has the same bits whether it was computed early or late.
   void* dlogits;              // [rows, classes], dtype; rows dlogits_stride apart; may be logits, at its stride
   const void* grad_loss;      // real; element r * grad_loss_stride; null: ones
   const void* denominator;    // [1], real, on the device; null: 1
   const void* grad_log_prob;  // [rows], real; null: zeros
   const void* grad_lse;       // [rows], real; null: zeros
   const void* grad_entropy;   // [rows], real; null: zeros
+  const void* late_scale;     // [1], real, on the device; null: 1. The backward's alone
 
   int64_t rows, classes, logits_stride, dlogits_stride, grad_loss_stride;  // grad_loss_stride: 1, or 0 for one scalar
   int64_t ignore_index;
@@ -58,16 +66,16 @@ struct CrossEntropyConfig;
 Status cross_entropy_forward_cuda_with(const CrossEntropyConfig& config, const CrossEntropyParams& params,
                                        void* stream);
 
-// dlogits alone, from logits and lse (and entropy): element by element, no reduction.
+// dlogits alone, element by element, no reduction.
 Status cross_entropy_backward_cuda(const CrossEntropyParams& params, void* stream);
 Status cross_entropy_backward_cpu(const CrossEntropyParams& params, const Parallel& parallel);
 
 // What a mean divides by, known before any logit is read: the sum over the rows that are not ignored of
 // class_weight[t], or their number. A target out of range counts as 1, or with class_weight as NaN. Fixed order.
 struct CrossEntropyDenominatorParams {
-  const int64_t* target;     // [rows]; null: class_weight_total alone is wanted
+  const int64_t* target;     // [rows]
   const void* class_weight;  // [classes], real; null: ones
-  void* denominator;         // [1], real
+  void* denominator;         // [1], real; null: not wanted
   void* class_weight_total;  // [1], real; null: not wanted
   void* partials;            // [kCrossEntropyPartials], real
   int64_t rows, classes, ignore_index;

@@ -10,17 +10,23 @@ struct CrossEntropyProblem {
   int64_t rows = 0;
   int64_t classes = 0;
   int element_bytes = 2;
-  bool aligned = true;   // every row starts on 16 bytes
-  bool general = false;  // softcap, label smoothing or entropy: more arithmetic and registers an element
+  bool aligned = true;  // every row starts on 16 bytes
   int compute_capability = 90;
   int max_shared_bytes = 227 * 1024;  // dynamic shared memory that a block may have
 };
 
 // resident: a row lives in the shared memory of its threads, those of part of a warp, of a block or of a cluster of
-// blocks; looped: a row is read once for its sums and once more for its gradient.
-enum class CrossEntropyKernel : uint8_t { resident, looped };
+// blocks; looped: a row is read once for its sums and once more for its gradient; streaming: element by element.
+enum class CrossEntropyKernel : uint8_t { resident, looped, streaming };
 
-constexpr const char* name(CrossEntropyKernel k) { return k == CrossEntropyKernel::resident ? "resident" : "looped"; }
+constexpr const char* name(CrossEntropyKernel k) {
+  switch (k) {
+    case CrossEntropyKernel::resident: return "resident";
+    case CrossEntropyKernel::looped: return "looped";
+    case CrossEntropyKernel::streaming: return "streaming";
+  }
+  return "unknown";
+}
 
 struct CrossEntropyConfig {
   CrossEntropyKernel kernel = CrossEntropyKernel::looped;
@@ -95,6 +101,7 @@ constexpr CrossEntropyConfig choose_cross_entropy_backward(const CrossEntropyPro
   using namespace cross_entropy_detail;
   const int64_t vectors = vectors_of(p);
   CrossEntropyConfig c;
+  c.kernel = CrossEntropyKernel::streaming;
   c.lanes = 1;
   while (c.lanes < 512 && int64_t{c.lanes} * 2 < vectors) c.lanes *= 2;
   c.threads = std::max(c.lanes, 256);

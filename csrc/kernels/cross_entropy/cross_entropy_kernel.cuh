@@ -68,6 +68,10 @@ struct Exchange {
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
 
+__device__ __forceinline__ float total_weight(const CrossEntropyParams& p) {
+  return p.class_weight ? real_at(p.class_weight_total, 0, 0.f) : static_cast<float>(p.classes);
+}
+
 // What a thread knows of its row before it reads it.
 template <class T> struct Problem {
   int64_t r;
@@ -92,39 +96,48 @@ template <class T> struct Problem {
   }
 };
 
-// What follows from a row's sums: its results, which `writer` stores, and its gradient. `hot`: the target's logit,
-// known to the writer; it was read before any thread may overwrite it.
+// The gradient that follows from a row's maximum and sum; early or late, the same bits. Gives lse as well.
 template <class T, bool kGeneral>
-__device__ __forceinline__ Gradient finish_row(const CrossEntropyParams& p, const Options& o, const Problem<T>& at,
-                                               const Sums& x, float hot, bool writer) {
-  const float log_s = logf(x.s);
+__device__ __forceinline__ Gradient gradient_of(const CrossEntropyParams& p, const Options& o, const Problem<T>& at,
+                                                float m, float s, float& lse) {
   Gradient g;
-  g.c = reference_of(x.m);
-  const float rest = x.m == kMinusInfinity ? log_s : log_s - kLn2 * fmaf(x.m, kLog2e, -g.c);  // lse - m
-  const float lse = !at.read ? 0.f : isinf(x.m) ? x.m : x.m + rest;
-  const float weight = at.class_weight(p);
-  if (writer) {
-    float loss = at.label == Label::bad ? not_a_number() : 0.f, log_prob = loss;
-    if (at.label == Label::counts) {
-      log_prob = o.capped<T, kGeneral>(hot) - x.m - rest;
-      loss = o.z_loss * lse * lse - o.keep * weight * log_prob;
-      if constexpr (kGeneral) loss += o.spread * (x.w * rest - x.a);
-    }
-    if (p.loss) device::store(static_cast<float*>(p.loss) + at.r, loss);
-    if (p.log_prob) device::store(static_cast<float*>(p.log_prob) + at.r, log_prob);
-    if (p.lse) device::store(static_cast<float*>(p.lse) + at.r, lse);
-    if (p.argmax && x.at == kNowhere) device::store(p.argmax + at.r, int64_t{0});
-    if constexpr (kGeneral)
-      if (p.entropy) device::store(static_cast<float*>(p.entropy) + at.r, at.read ? log_s - kLn2 * x.e / x.s : 0.f);
-  }
+  g.c = reference_of(m);
+  g.m = m;
+  g.rest = logf(s);  // lse - m
+  if (m != kMinusInfinity) g.rest -= kLn2 * fmaf(m, kLog2e, -g.c);
+  lse = !at.read ? 0.f : isinf(m) ? m : m + g.rest;
   const float scale = real_at(p.grad_loss, at.r * p.grad_loss_stride, 1.f) / real_at(p.denominator, 0, 1.f);
-  g.t = scale * o.keep * weight;
+  g.t = scale * o.keep * at.class_weight(p);
   g.s = scale * o.spread;
-  g.k = (g.t + scale * 2.f * o.z_loss * lse) / x.s;
-  if constexpr (kGeneral) g.k += g.s * x.w / x.s;
-  g.q = g.log_p_offset = 0.f;
+  g.k = (g.t + scale * 2.f * o.z_loss * lse) / s;
+  if constexpr (kGeneral)
+    if (o.spread != 0.f) g.k += g.s * total_weight(p) / s;
+  g.q = 0.f;
   g.aim(at.label, at.target, at.row.phase, Row<T>::N);
   return g;
+}
+
+// A row's results, stored by one thread. `hot`: the target's logit, read before any thread may overwrite it.
+template <class T, bool kGeneral>
+__device__ __forceinline__ void store_results(const CrossEntropyParams& p, const Options& o, const Problem<T>& at,
+                                              const Sums& x, const Gradient& g, float lse, float hot) {
+  float loss = at.label == Label::bad ? not_a_number() : 0.f, log_prob = loss;
+  if (at.label == Label::counts) {
+    log_prob = o.capped<T, kGeneral>(hot) - x.m - g.rest;
+    loss = o.z_loss * lse * lse - o.keep * at.class_weight(p) * log_prob;
+    if constexpr (kGeneral)
+      if (o.spread != 0.f) loss += o.spread * (total_weight(p) * g.rest - x.a);
+  }
+  const auto put = [&](void* result, float value) {
+    if (result) device::store(static_cast<float*>(result) + at.r, value);
+  };
+  put(p.loss, loss);
+  put(p.log_prob, log_prob);
+  put(p.lse, lse);
+  put(p.row_max, x.m);
+  put(p.row_sum, x.s);
+  if constexpr (kGeneral) put(p.entropy, at.read ? logf(x.s) - kLn2 * x.e / x.s : 0.f);
+  if (p.argmax && x.at == kNowhere) device::store(p.argmax + at.r, int64_t{0});
 }
 
 // The column of a row's largest logit, stored by the thread that holds vector x.at.
@@ -193,7 +206,9 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
     });
     x = exchange.over_row<kBlock, kGeneral>(x, team);
     device::wait_for_previous_kernel();
-    const Gradient g = finish_row<T, kGeneral>(p, o, at, x, hot, writer);
+    float lse;
+    const Gradient g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, lse);
+    if (writer) store_results<T, kGeneral>(p, o, at, x, g, lse, hot);
     if (p.argmax && x.at != kNowhere && x.at % team.size == team.lane && at.exists)
       store_argmax<T, kGeneral>(p, at, device::load(slots + x.at / team.size * slot_step), x);
     if (!p.dlogits) continue;
@@ -235,7 +250,9 @@ template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
     }
     x = exchange.over_row<true, kGeneral>(x, team);
     device::wait_for_previous_kernel();
-    const Gradient g = finish_row<T, kGeneral>(p, o, at, x, hot, team.lane == 0);
+    float lse;
+    const Gradient g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, lse);
+    if (team.lane == 0) store_results<T, kGeneral>(p, o, at, x, g, lse, hot);
     if (p.argmax && x.at != kNowhere && x.at % team.size == team.lane)
       store_argmax<T, kGeneral>(p, at, at.row.load(x.at), x);
     if (!p.dlogits) continue;
@@ -250,58 +267,55 @@ template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
   device::launch_dependents();
 }
 
-// dlogits from lse: reads C * sizeof(T) a row and writes as many.
+// x * factor, rounded again.
+template <class T> __device__ __forceinline__ Packed times(const Packed& x, float factor) {
+  constexpr int N = Row<T>::N;
+  float y[N];
+#pragma unroll
+  for (int n = 0; n < N; ++n) y[n] = element<T>(x, n) * factor;
+  return packed<T>(y);
+}
+
+// dlogits from row_max and row_sum: reads C * sizeof(T) a row and writes as many.
 template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
     backward_streaming(CrossEntropyParams p, int lanes) {
   constexpr int N = Row<T>::N;
   const int lane = static_cast<int>(threadIdx.x) % lanes, groups = static_cast<int>(blockDim.x) / lanes;
   const Options o(p);
+  const float late = real_at(p.late_scale, 0, 1.f);
   for (int64_t r = int64_t{blockIdx.x} * groups + threadIdx.x / lanes; r < p.rows; r += int64_t{gridDim.x} * groups) {
     const Problem<T> at(p, r);
-    const float lse = device::load(static_cast<const float*>(p.lse) + r);
-    const float scale = real_at(p.grad_loss, r * p.grad_loss_stride, 1.f) / real_at(p.denominator, 0, 1.f);
+    const float m = device::load(static_cast<const float*>(p.row_max) + r);
+    const float s = device::load(static_cast<const float*>(p.row_sum) + r);
+    float lse;
+    Gradient g = gradient_of<T, kGeneral>(p, o, at, m, s, lse);
     const float grad_log_prob = real_at(p.grad_log_prob, r, 0.f);
-    const float weight = at.class_weight(p);
-    Gradient g;
-    g.c = reference_of(lse);
-    const float to_p = lse == kMinusInfinity ? not_a_number() : device::exp2(-fmaf(lse, kLog2e, -g.c));
-    g.t = scale * o.keep * weight;
-    g.s = scale * o.spread;
-    g.k = g.t - grad_log_prob + real_at(p.grad_lse, r, 0.f) + scale * 2.f * o.z_loss * lse;
-    g.q = 0.f;
-    g.log_p_offset = lse;
-    if constexpr (kGeneral) {
-      const float grad_entropy = real_at(p.grad_entropy, r, 0.f);
-      g.k += g.s * (p.class_weight ? real_at(p.class_weight_total, 0, 0.f) : static_cast<float>(p.classes));
-      if (p.grad_entropy) g.k -= grad_entropy * real_at(p.entropy, r, 0.f);
-      g.q = -grad_entropy * to_p;
-    }
-    g.k *= to_p;
     g.t -= grad_log_prob;
-    g.aim(at.label, at.target, at.row.phase, N);
+    g.k += (real_at(p.grad_lse, r, 0.f) - grad_log_prob) / s;
+    if constexpr (kGeneral)
+      if (p.grad_entropy) {
+        g.q = -real_at(p.grad_entropy, r, 0.f) / s;
+        g.k += g.q * real_at(p.entropy, r, 0.f);
+      }
     const Row<T> out(p.dlogits, r * p.dlogits_stride, at.row.columns);
     for (int i = lane; i < at.row.vectors(); i += lanes) {
       float z[N];
       if (!g.zero) unpack<T, kGeneral>(at.row.load(i), i, at.row, o, z);
-      out.store(at.row.first_column(i), g.of<T, kGeneral>(z, i, at.row, o, p.class_weight));
+      const Packed y = g.of<T, kGeneral>(z, i, at.row, o, p.class_weight);
+      out.store(at.row.first_column(i), late == 1.f ? y : times<T>(y, late));
     }
   }
 }
 
 // x *= factor, unless it is 1.
 template <class T> __global__ void __launch_bounds__(512, 1) scale_rows(CrossEntropyScaleParams p, int lanes) {
-  constexpr int N = Row<T>::N;
   const float factor = device::load(static_cast<const float*>(p.factor));
   if (factor == 1.f) return;
   const int lane = static_cast<int>(threadIdx.x) % lanes, groups = static_cast<int>(blockDim.x) / lanes;
   for (int64_t r = int64_t{blockIdx.x} * groups + threadIdx.x / lanes; r < p.rows; r += int64_t{gridDim.x} * groups) {
     const Row<T> row(p.x, r * p.stride, static_cast<int>(p.columns));
     for (int i = lane; i < row.vectors(); i += lanes) {
-      const Packed x = row.load(i);
-      float y[N];
-#pragma unroll
-      for (int n = 0; n < N; ++n) y[n] = element<T>(x, n) * factor;
-      row.store(row.first_column(i), packed<T>(y));
+      row.store(row.first_column(i), times<T>(row.load(i), factor));
     }
   }
 }

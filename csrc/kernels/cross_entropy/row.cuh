@@ -228,15 +228,15 @@ template <class T, bool kGeneral> __device__ __forceinline__ void unpack(const P
 
 // dlogits[j] = (k * e_j + q * e_j * log p_j - s * w_j - onehot_j * t) * cap'(logit_j), where e_j = 2^(z_j L - c).
 struct Gradient {
-  float c;             // reference of the exponentials
-  float k;             // factor of e_j
-  float s;             // of class weights, from label smoothing
-  float t;             // at the target
-  float q;             // of e_j * log p_j
-  float log_p_offset;  // log p_j = z_j - log_p_offset
-  int hot;             // the target's vector, or -1
-  int place;           // its element there
-  bool zero;           // the row is ignored
+  float c;        // reference of the exponentials
+  float k;        // factor of e_j
+  float s;        // of class weights, from label smoothing
+  float t;        // at the target
+  float q;        // of e_j * log p_j
+  float m, rest;  // log p_j = (z_j - m) - rest
+  int hot;        // the target's vector, or -1
+  int place;      // its element there
+  bool zero;      // the row is ignored
 
   // The gradient of vector i of a row, whose capped elements are z.
   template <class T, bool kGeneral> __device__ __forceinline__ Packed of(const float (&z)[Row<T>::N], int i,
@@ -250,7 +250,7 @@ struct Gradient {
         const float e = exp2_of(z[n], c);
         g[n] = k * e;
         if constexpr (kGeneral) {
-          if (q != 0.f && e != 0.f) g[n] += q * e * (z[n] - log_p_offset);
+          if (q != 0.f && e != 0.f) g[n] += q * e * (z[n] - m - rest);
           const int column = row.first_column(i) + n;
           if (s != 0.f && row.has(column)) g[n] -= s * real_at(class_weight, column, 1.f);
         }

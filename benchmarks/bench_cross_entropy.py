@@ -1,0 +1,89 @@
+"""cross_entropy: loss and gradient, and loss alone, beside torch, torch.compile, Liger and QuACK where installed.
+
+Floor: each logit read once, and each gradient written once ("loss + gradient", 2 elements a logit); the loss alone
+reads (1). Torch's contenders take the logits in float32, as training scripts have it; "torch, no cast" leaves them as
+they are. Liger always writes over the logits; so do rows "in place".
+"""
+
+import torch
+import torch.nn.functional as F
+import warpsmith
+from warpsmith.testing import timer_of
+from warpsmith.testing.gpu_timer import copy_call
+from warpsmith.testing.rows import OURS, YARDSTICK, make_rows
+
+from benchmarks.cells import CPU_THREADS, torch_contenders
+
+GPU_SHAPES = ((4096, 128256), (8192, 50304), (8192, 50257), (65536, 1024))
+CPU_SHAPES = ((256, 50304), (4096, 1000))
+
+
+def rivals():
+    """Installed rivals, each a function of (logits, target)."""
+    found = {}
+    try:
+        from liger_kernel.transformers.functional import liger_cross_entropy
+
+        found["liger"] = lambda x, t: liger_cross_entropy(x, t)[0]
+    except ImportError:
+        pass
+    try:
+        from quack.cross_entropy import cross_entropy
+
+        found["quack"] = lambda x, t: cross_entropy(x, t, reduction="mean")
+        found["quack in place"] = lambda x, t: cross_entropy(x, t, reduction="mean", inplace_backward=True)
+    except ImportError:
+        pass
+    return found
+
+
+OURS_IN_PLACE = OURS + " in place"
+OVERWRITING = (OURS_IN_PLACE, "liger", "quack in place")
+
+
+def in_place(logits, target):
+    return warpsmith.cross_entropy(logits.view_as(logits), target, inplace_backward=True)  # a leaf is refused
+
+
+def loss_and_gradient(contenders, logits, target):
+    """One call for each. Those that overwrite have logits of their own, which are gradients from the second call on."""
+    own = logits.detach().clone().requires_grad_()
+    inputs = {name: own if name in OVERWRITING else logits for name in contenders}
+
+    def call(fn, x):
+        return lambda: torch.autograd.grad(fn(x, target), x)
+
+    return {name: call(fn, inputs[name]) for name, fn in contenders.items()}
+
+
+def run(device, options):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shapes = ((16, 300),) if options.quick else GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    threads = torch.get_num_threads()
+    torch.set_num_threads(CPU_THREADS)
+    rows = []
+    try:
+        for count, classes in shapes:
+            logits = torch.randn(count, classes, device=device).to(dtype).requires_grad_()
+            target = torch.randint(0, classes, (count,), device=device)
+            contenders = torch_contenders(warpsmith.cross_entropy, lambda x, t: F.cross_entropy(x.float(), t), options)
+            if device == "cuda":
+                contenders["torch, no cast"] = F.cross_entropy
+                contenders.update(rivals())
+            unit = logits.numel() * logits.element_size()
+            shape, name = f"{count}x{classes}", str(dtype).removeprefix("torch.")
+            measure = timer_of(device, options.samples)
+
+            both = loss_and_gradient({**contenders, OURS_IN_PLACE: in_place}, logits, target)
+            values = logits.detach()
+            alone = {n: (lambda fn=fn: fn(values, target)) for n, fn in contenders.items()}  # noqa: B023
+            for direction, calls, floor in (("loss", alone, unit), ("loss + gradient", both, 2 * unit)):
+                if device == "cuda":
+                    calls[YARDSTICK] = copy_call(floor)
+                rows += make_rows(
+                    "cross_entropy", shape, name, direction, measure(calls), floor_bytes=floor,
+                    not_rivals=(YARDSTICK, OURS_IN_PLACE),
+                )  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+    return rows

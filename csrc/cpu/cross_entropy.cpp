@@ -1,0 +1,374 @@
+#include "kernels/cross_entropy/cross_entropy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "common/half_host.h"
+#include "common/vectorize.h"
+#include "cpu/vector_math.h"
+
+namespace warpsmith {
+namespace {
+
+constexpr int kLanes = 16;                 // independent partial results: one AVX-512 register of floats
+constexpr int64_t kGrainElems = 8 * 1024;  // elements a thread takes at least
+constexpr int64_t kPieceColumns = 4096;  // a long row is a sum of pieces: rounding errors grow with the terms of a lane
+
+// The gradient of an element z: (k * e + q * e * (z - c - rest) - s * weight) * slope, e = exp(z - c), and slope =
+// 1 - (z * inverse_cap)^2, softcap's derivative. The target's own term is added by the caller.
+template <class Math> struct Gradient {
+  Math c, k, s, q, rest, inverse_cap;
+  bool plain() const { return s == 0 && q == 0 && inverse_cap == 0; }
+};
+
+template <class Math> __attribute__((always_inline)) inline Math capped_part(const Gradient<Math>& g, Math z) {
+  return g.inverse_cap == 0 ? Math(0) : z * g.inverse_cap;
+}
+
+template <class Math>
+__attribute__((always_inline)) inline Math element_gradient(const Gradient<Math>& g, Math z, Math weight) {
+  const Math e = math::exp(z - g.c), h = capped_part(g, z);
+  const Math entropy = e > 0 ? g.q * e * (z - g.c - g.rest) : Math(0);
+  return (g.k * e + entropy - g.s * weight) * (1 - h * h);
+}
+
+// Free functions, one a dtype: target_clones reaches neither lambdas nor templates.
+#define WARPSMITH_CROSS_ENTROPY_MATH(Math)                                                               \
+  WARPSMITH_VECTORIZE Math max_of(const Math* z, int64_t count) {                                        \
+    Math lane[kLanes];                                                                                   \
+    for (int k = 0; k < kLanes; ++k) lane[k] = -std::numeric_limits<Math>::infinity();                   \
+    int64_t j = 0;                                                                                       \
+    for (; j + kLanes <= count; j += kLanes)                                                             \
+      for (int k = 0; k < kLanes; ++k) lane[k] = z[j + k] > lane[k] ? z[j + k] : lane[k];                \
+    for (; j < count; ++j) lane[0] = z[j] > lane[0] ? z[j] : lane[0];                                    \
+    return *std::max_element(lane, lane + kLanes);                                                       \
+  }                                                                                                      \
+  /* sum of exp(z - m), also stored in e where that is not null */                                       \
+  WARPSMITH_VECTORIZE Math sum_exp(const Math* z, Math* e, int64_t count, Math m) {                      \
+    Math lane[kLanes] = {};                                                                              \
+    int64_t j = 0;                                                                                       \
+    if (e) {                                                                                             \
+      for (; j + kLanes <= count; j += kLanes)                                                           \
+        for (int k = 0; k < kLanes; ++k) {                                                               \
+          e[j + k] = math::exp(z[j + k] - m);                                                            \
+          lane[k] += e[j + k];                                                                           \
+        }                                                                                                \
+      for (; j < count; ++j) lane[0] += e[j] = math::exp(z[j] - m);                                      \
+    } else {                                                                                             \
+      for (; j + kLanes <= count; j += kLanes)                                                           \
+        for (int k = 0; k < kLanes; ++k) lane[k] += math::exp(z[j + k] - m);                             \
+      for (; j < count; ++j) lane[0] += math::exp(z[j] - m);                                             \
+    }                                                                                                    \
+    Math sum = 0;                                                                                        \
+    for (int k = 0; k < kLanes; ++k) sum += lane[k];                                                     \
+    return sum;                                                                                          \
+  }                                                                                                      \
+  /* sum of exp(z - m) * (z - m) */                                                                      \
+  WARPSMITH_VECTORIZE Math sum_product(const Math* z, int64_t count, Math m) {                           \
+    Math lane[kLanes] = {};                                                                              \
+    for (int64_t j = 0; j < count; ++j) {                                                                \
+      const Math e = math::exp(z[j] - m);                                                                \
+      lane[j % kLanes] += e > 0 ? e * (z[j] - m) : Math(0);                                              \
+    }                                                                                                    \
+    Math sum = 0;                                                                                        \
+    for (int k = 0; k < kLanes; ++k) sum += lane[k];                                                     \
+    return sum;                                                                                          \
+  }                                                                                                      \
+  /* sum of weight * (z - m) */                                                                          \
+  WARPSMITH_VECTORIZE Math sum_weighted(const Math* z, const Math* weight, int64_t count, Math m) {      \
+    Math lane[kLanes] = {};                                                                              \
+    for (int64_t j = 0; j < count; ++j) lane[j % kLanes] += (weight ? weight[j] : Math(1)) * (z[j] - m); \
+    Math sum = 0;                                                                                        \
+    for (int k = 0; k < kLanes; ++k) sum += lane[k];                                                     \
+    return sum;                                                                                          \
+  }
+WARPSMITH_CROSS_ENTROPY_MATH(float)
+WARPSMITH_CROSS_ENTROPY_MATH(double)
+#undef WARPSMITH_CROSS_ENTROPY_MATH
+
+#define WARPSMITH_CROSS_ENTROPY(T, Math)                                                                          \
+  WARPSMITH_VECTORIZE void widen(const T* x, Math* z, int64_t count, Math cap) {                                  \
+    if (cap == 0)                                                                                                 \
+      for (int64_t j = 0; j < count; ++j) z[j] = Math(to_float(x[j]));                                            \
+    else                                                                                                          \
+      for (int64_t j = 0; j < count; ++j) z[j] = cap * math::tanh(Math(to_float(x[j])) / cap);                    \
+  }                                                                                                               \
+  WARPSMITH_VECTORIZE void scale(T* x, int64_t count, Math factor) {                                              \
+    for (int64_t j = 0; j < count; ++j) x[j] = from_float<T>(Math(to_float(x[j])) * factor);                      \
+  }                                                                                                               \
+  WARPSMITH_VECTORIZE void gradient(const Math* z, const Math* weight, T* out, int64_t count, Gradient<Math> g) { \
+    if (g.plain())                                                                                                \
+      for (int64_t j = 0; j < count; ++j) out[j] = from_float<T>(g.k * math::exp(z[j] - g.c));                    \
+    else                                                                                                          \
+      for (int64_t j = 0; j < count; ++j)                                                                         \
+        out[j] = from_float<T>(element_gradient(g, z[j], weight ? weight[j] : Math(1)));                          \
+  }
+WARPSMITH_CROSS_ENTROPY(float, float)
+WARPSMITH_CROSS_ENTROPY(double, double)
+WARPSMITH_CROSS_ENTROPY(float16, float)
+WARPSMITH_CROSS_ENTROPY(bfloat16, float)
+#undef WARPSMITH_CROSS_ENTROPY
+
+template <class Math, class Piece> Math sum_of_pieces(int64_t columns, Piece&& piece) {
+  Math total = 0;
+  for (int64_t c = 0; c < columns; c += kPieceColumns) total += piece(c, std::min(kPieceColumns, columns - c));
+  return total;
+}
+
+template <class Math> Math real_at(const void* p, int64_t i, Math otherwise) {
+  return p ? static_cast<const Math*>(p)[i] : otherwise;
+}
+template <class Math> void put(void* p, int64_t i, Math value) {
+  if (p) static_cast<Math*>(p)[i] = value;
+}
+
+bool is_class(int64_t target, int64_t classes) { return target >= 0 && target < classes; }
+
+// One row of a forward or backward, and the room its thread has for it.
+template <class T, class Math> struct RowWork {
+  static constexpr Math kNan = std::numeric_limits<Math>::quiet_NaN(),
+                        kInfinity = std::numeric_limits<Math>::infinity();
+  static constexpr bool kSame = sizeof(T) == sizeof(Math);
+  const CrossEntropyParams& p;
+  const Math* weights;
+  Math total_weight;
+  std::vector<Math> room;  // the row, capped, as Math
+
+  explicit RowWork(const CrossEntropyParams& params)
+      : p(params), weights(static_cast<const Math*>(params.class_weight)), total_weight(Math(params.classes)) {
+    if (weights && p.label_smoothing != 0)
+      total_weight = sum_of_pieces<Math>(p.classes, [&](int64_t c, int64_t count) {
+        Math sum = 0;
+        for (int64_t j = c; j < c + count; ++j) sum += weights[j];
+        return sum;
+      });
+  }
+
+  const T* logits(int64_t r) const { return static_cast<const T*>(p.logits) + r * p.logits_stride; }
+  T* out(int64_t r) const { return static_cast<T*>(p.dlogits) + r * p.dlogits_stride; }
+  bool ignored(int64_t r) const { return p.target[r] == p.ignore_index; }
+  Math keep() const { return Math(1 - p.label_smoothing); }
+  Math spread() const { return Math(p.label_smoothing / static_cast<double>(p.classes)); }
+  Math weight_of_target(int64_t r) const {
+    if (!is_class(p.target[r], p.classes)) return kNan;
+    return weights ? weights[p.target[r]] : Math(1);
+  }
+  const Math* piece_of_weights(int64_t c) const { return weights ? weights + c : nullptr; }
+
+  // The row's elements: the logits themselves where they need no conversion.
+  const Math* elements(int64_t r) {
+    if constexpr (kSame)
+      if (p.softcap == 0) return reinterpret_cast<const Math*>(logits(r));
+    room.resize(static_cast<size_t>(p.classes));
+    widen(logits(r), room.data(), p.classes, Math(p.softcap));
+    return room.data();
+  }
+
+  // The gradient of a row that counts.
+  Gradient<Math> gradient_of(int64_t r, Math m, Math sum, Math* at_target) const {
+    const Math reference = m == -kInfinity ? Math(0) : m, rest = std::log(sum), scale = row_scale(r);
+    *at_target = scale * keep() * weight_of_target(r);
+    Gradient<Math> g{reference, 0, scale * spread(), 0, rest, p.softcap == 0 ? Math(0) : 1 / Math(p.softcap)};
+    g.k = (*at_target + g.s * total_weight + scale * 2 * Math(p.z_loss) * lse_of(m, rest)) / sum;
+    return g;
+  }
+  static Math lse_of(Math m, Math rest) { return std::isinf(m) ? m : m + rest; }
+
+  // At the target, whose element is z.
+  Math hot_gradient(int64_t r, const Gradient<Math>& g, Math z, Math at_target) const {
+    const Math h = capped_part(g, z);
+    return element_gradient(g, z, weights ? weights[p.target[r]] : Math(1)) - at_target * (1 - h * h);
+  }
+
+  // Writes the gradient of a row, whose elements may lie where it goes.
+  void write(int64_t r, const Math* z, const Gradient<Math>& g, Math at_target) {
+    const bool counts = is_class(p.target[r], p.classes);
+    const Math hot = counts ? hot_gradient(r, g, z[p.target[r]], at_target) : Math(0);
+    gradient(z, weights, out(r), p.classes, g);
+    if (counts) out(r)[p.target[r]] = from_float<T>(hot);
+  }
+
+  void forward(int64_t r) {
+    const bool skipped = ignored(r) && p.skip_ignored;
+    T* dlogits = p.dlogits ? out(r) : nullptr;
+    if (skipped) {
+      for (void* result : {p.loss, p.log_prob, p.lse, p.entropy, p.row_max, p.row_sum}) put(result, r, Math(0));
+      if (p.argmax) p.argmax[r] = 0;
+      if (dlogits) std::fill_n(dlogits, p.classes, T{});
+      return;
+    }
+    if (p.argmax) p.argmax[r] = first_of_largest(r);
+    const Math* z = elements(r);
+    const Math m = max_of(z, p.classes);
+    const Math reference = m == -kInfinity ? Math(0) : m;
+    const bool plain = p.softcap == 0 && p.label_smoothing == 0 && !p.entropy;
+    // With nothing else to be computed from them, the exponentials themselves become the gradient.
+    Math* e = nullptr;
+    Math hot_z = is_class(p.target[r], p.classes) ? z[p.target[r]] : Math(0);
+    if constexpr (kSame)
+      if (plain && dlogits && !ignored(r)) e = reinterpret_cast<Math*>(dlogits);
+    const Math sum = sum_of_pieces<Math>(
+        p.classes, [&](int64_t c, int64_t count) { return sum_exp(z + c, e ? e + c : nullptr, count, reference); });
+    const Math rest = std::log(sum), lse = lse_of(m, rest);  // rest = lse - m
+    put(p.lse, r, lse);
+    put(p.row_max, r, m);
+    put(p.row_sum, r, sum);
+    if (p.entropy)
+      put(p.entropy, r, rest - sum_of_pieces<Math>(p.classes, [&](int64_t c, int64_t count) {
+                                 return sum_product(z + c, count, reference);
+                               }) / sum);
+    const Math w = weight_of_target(r), nothing = ignored(r) ? Math(0) : kNan;
+    Math log_prob = nothing, loss = nothing;
+    if (!ignored(r) && is_class(p.target[r], p.classes)) {
+      log_prob = (hot_z - m) - rest;
+      loss = Math(p.z_loss) * lse * lse - keep() * w * log_prob;
+      if (p.label_smoothing != 0)
+        loss += spread() * (total_weight * rest - sum_of_pieces<Math>(p.classes, [&](int64_t c, int64_t count) {
+                              return sum_weighted(z + c, piece_of_weights(c), count, m);
+                            }));
+    }
+    put(p.loss, r, loss);
+    put(p.log_prob, r, log_prob);
+    if (!dlogits) return;
+    if (ignored(r)) {
+      std::fill_n(dlogits, p.classes, T{});
+      return;
+    }
+    Math at_target;
+    const Gradient<Math> g = gradient_of(r, m, sum, &at_target);
+    if (!e) return write(r, z, g, at_target);
+    scale(dlogits, p.classes, g.k);
+    if (is_class(p.target[r], p.classes)) dlogits[p.target[r]] = from_float<T>(hot_gradient(r, g, hot_z, at_target));
+  }
+
+  void backward(int64_t r) {
+    if (ignored(r))
+      std::fill_n(out(r), p.classes, T{});
+    else
+      late_gradient(r);
+    if (const Math late = real_at(p.late_scale, 0, Math(1)); late != 1) scale(out(r), p.classes, late);
+  }
+
+  void late_gradient(int64_t r) {
+    const Math m = static_cast<const Math*>(p.row_max)[r], sum = static_cast<const Math*>(p.row_sum)[r];
+    const Math grad_log_prob = real_at(p.grad_log_prob, r, Math(0));
+    Math at_target;
+    Gradient<Math> g = gradient_of(r, m, sum, &at_target);
+    g.k += (real_at(p.grad_lse, r, Math(0)) - grad_log_prob) / sum;
+    if (p.grad_entropy) {
+      g.q = -static_cast<const Math*>(p.grad_entropy)[r] / sum;
+      g.k += g.q * static_cast<const Math*>(p.entropy)[r];
+    }
+    write(r, elements(r), g, at_target - grad_log_prob);
+  }
+
+  Math row_scale(int64_t r) const {
+    return real_at(p.grad_loss, r * p.grad_loss_stride, Math(1)) / real_at(p.denominator, 0, Math(1));
+  }
+
+  int64_t first_of_largest(int64_t r) const {
+    const T* x = logits(r);
+    int64_t at = 0;
+    Math largest = -kInfinity;
+    if constexpr (kSame) {
+      largest = max_of(reinterpret_cast<const Math*>(x), p.classes);
+      while (at < p.classes && !(Math(to_float(x[at])) == largest)) ++at;
+      return at < p.classes ? at : 0;
+    }
+    for (int64_t j = 0; j < p.classes; ++j)
+      if (const Math v = Math(to_float(x[j])); v > largest) largest = v, at = j;
+    return at;
+  }
+};
+
+// Calls `visit(T{}, Math{})` for the storage type of the logits and the type of the arithmetic.
+template <class Visit> Status dispatch(Dtype dtype, Visit&& visit) {
+  switch (dtype) {
+    case Dtype::float32: visit(float{}, float{}); return {};
+    case Dtype::float64: visit(double{}, double{}); return {};
+    case Dtype::float16: visit(float16{}, float{}); return {};
+    case Dtype::bfloat16: visit(bfloat16{}, float{}); return {};
+  }
+  return Status::unsupported("no CPU kernel for this dtype");
+}
+
+int64_t rows_per_task(int64_t columns) { return std::max<int64_t>(1, kGrainElems / std::max<int64_t>(1, columns)); }
+
+template <class Math> double denominator_of(const CrossEntropyDenominatorParams& p) {
+  double sum = 0;
+  for (int64_t r = 0; r < p.rows; ++r) {
+    const int64_t t = p.target[r];
+    if (t == p.ignore_index) continue;
+    if (!p.class_weight)
+      sum += 1;
+    else
+      sum += is_class(t, p.classes) ? double{static_cast<const Math*>(p.class_weight)[t]}
+                                    : std::numeric_limits<double>::quiet_NaN();
+  }
+  return sum;
+}
+
+}  // namespace
+
+Status cross_entropy_forward_cpu(const CrossEntropyParams& p, const Parallel& parallel) {
+  return dispatch(p.dtype, [&]<class T, class Math>(T, Math) {
+    parallel(p.rows, rows_per_task(p.classes), [&](int64_t begin, int64_t end) {
+      RowWork<T, Math> work(p);
+      for (int64_t r = begin; r < end; ++r) work.forward(r);
+    });
+  });
+}
+
+Status cross_entropy_backward_cpu(const CrossEntropyParams& p, const Parallel& parallel) {
+  return dispatch(p.dtype, [&]<class T, class Math>(T, Math) {
+    parallel(p.rows, rows_per_task(p.classes), [&](int64_t begin, int64_t end) {
+      RowWork<T, Math> work(p);
+      for (int64_t r = begin; r < end; ++r) work.backward(r);
+    });
+  });
+}
+
+// Sums over rows and classes are of small vectors: one thread, in double.
+Status cross_entropy_denominator_cpu(const CrossEntropyDenominatorParams& p, const Parallel&) {
+  return dispatch(p.dtype, [&]<class T, class Math>(T, Math) {
+    if (p.denominator) put(p.denominator, 0, static_cast<Math>(denominator_of<Math>(p)));
+    if (!p.class_weight_total) return;
+    double sum = 0;
+    for (int64_t c = 0; c < p.classes; ++c) sum += double{real_at(p.class_weight, c, Math(1))};
+    put(p.class_weight_total, 0, static_cast<Math>(sum));
+  });
+}
+
+Status cross_entropy_reduce_cpu(const CrossEntropyReduceParams& p, const Parallel&) {
+  return dispatch(p.dtype, [&]<class T, class Math>(T, Math) {
+    double sum = 0, right = 0, counted = 0;
+    for (int64_t r = 0; r < p.rows; ++r) {
+      if (p.total) sum += double{static_cast<const Math*>(p.loss)[r]};
+      if (!p.argmax || p.target[r] == p.ignore_index) continue;
+      counted += 1;
+      right += p.target[r] == p.argmax[r] ? 1 : 0;
+    }
+    put(p.total, 0, static_cast<Math>(sum / double{real_at(p.denominator, 0, Math(1))}));
+    put(p.accuracy, 0, static_cast<Math>(right / counted));
+  });
+}
+
+Status cross_entropy_scale_cpu(const CrossEntropyScaleParams& p, const Parallel& parallel) {
+  return dispatch(p.dtype, [&]<class T, class Math>(T, Math) {
+    const Math factor = *static_cast<const Math*>(p.factor);
+    if (factor == 1) return;
+    parallel(p.rows, rows_per_task(p.columns), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) scale(static_cast<T*>(p.x) + r * p.stride, p.columns, factor);
+    });
+  });
+}
+
+int64_t cross_entropy_first_bad_target_cpu(const int64_t* target, int64_t rows, int64_t classes, int64_t ignore_index) {
+  for (int64_t r = 0; r < rows; ++r)
+    if (target[r] != ignore_index && !is_class(target[r], classes)) return r;
+  return -1;
+}
+
+}  // namespace warpsmith

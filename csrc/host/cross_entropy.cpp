@@ -1,0 +1,43 @@
+#include <string>
+
+#include "host/problem.h"
+#include "kernels/cross_entropy/cross_entropy_config.h"
+
+namespace py = pybind11;
+
+namespace warpsmith::host {
+namespace {
+
+py::dict describe(const CrossEntropyConfig& c) {
+  py::dict d;
+  d["kernel"] = name(c.kernel);
+  d["cluster"] = c.cluster;
+  d["threads_a_row"] = c.lanes * c.cluster;
+  d["threads"] = c.threads;
+  d["blocks"] = c.blocks;
+  d["shared_bytes"] = c.shared_bytes;
+  d["why"] = c.why;
+  return d;
+}
+
+py::dict plan(const py::kwargs& given) {
+  Problem problem("cross_entropy", given);
+  CrossEntropyProblem p;
+  p.rows = problem.integer("rows", 1);
+  p.classes = problem.integer("classes", 1);
+  p.element_bytes = problem.dtype_bytes("dtype", "bfloat16");
+  p.aligned = problem.flag("aligned", true);
+  p.compute_capability = static_cast<int>(problem.integer("compute_capability", 80, 90));
+  p.max_shared_bytes = static_cast<int>(problem.integer("max_shared_bytes", 0, 227 * 1024));
+  problem.refuse_unknown();
+
+  py::dict d;
+  d["forward"] = describe(choose_cross_entropy_forward(p));
+  d["backward"] = describe(choose_cross_entropy_backward(p));
+  return d;
+}
+
+const RegisterPlanner registered("cross_entropy", &plan);
+
+}  // namespace
+}  // namespace warpsmith::host

@@ -1,0 +1,414 @@
+"""cross_entropy under the law, and what only it has: torch's semantics, stats, the gradient in place, labels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import warpsmith
+from warpsmith.reference.cross_entropy import cross_entropy as reference
+from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DEFAULTS = {"reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0, "ignore_index": -100}
+
+
+def inputs(case, rng):
+    classes = case.shape[-1]
+    logits = rng.normal(case.shape, std=case.options.get("std", 2.0), mean=case.options.get("offset", 0.0))
+    target = rng.integers(case.shape[:-1], 0, max(classes, 1))
+    ignored = rng.uniform(case.shape[:-1]) < 0.3
+    ignored.view(-1)[:1] = False  # one row counts
+    values = {k: case.options.get(k, v) for k, v in DEFAULTS.items()}
+    weight = rng.uniform((classes,), 0.1, 2.0).float() if case.options.get("class_weight") else None
+    if weight is not None and case.dtype == FP64:
+        weight = weight.double()
+    target = target.where(~ignored, values["ignore_index"])
+    return {"logits": logits, "target": target, "class_weight": weight, **values}
+
+
+def loss_of(**arguments):
+    return reference(**arguments)[0]
+
+
+def plain(logits, target, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap):
+    """Plain PyTorch as users have it: softcap in the dtype, the loss itself in float32."""
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    z = logits if logits.dtype == FP64 else logits.float()
+    weight = None if class_weight is None else class_weight.to(z.dtype)
+    options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    flat, labels = z.reshape(-1, z.shape[-1]), target.reshape(-1)
+    rows = F.cross_entropy(flat, labels, reduction="none", **options).view(target.shape)
+    loss = rows if reduction == "none" else F.cross_entropy(flat, labels, reduction=reduction, **options)
+    if not z_loss:
+        return loss
+    extra = (z_loss * z.logsumexp(-1).square()).where(target != ignore_index, 0)
+    if reduction == "none":
+        return loss + extra
+    if reduction == "sum":
+        return loss + extra.sum()
+    counted = target != ignore_index
+    label = target.where(counted, 0)
+    per_row = torch.ones_like(extra) if weight is None else weight[label]
+    return loss + extra.sum() / per_row.where(counted, 0).sum()
+
+
+def options(**given):
+    return {"options": given}
+
+
+WIDTHS = (1, 2, 7, 8, 33, 128, 257, 1000, 1024, 1025, 4099)
+CASES = [
+    *(Case((7, width), dtype) for width in WIDTHS for dtype in (BF16, FP32)),
+    *(Case((7, width), FP16) for width in (1, 8, 257, 1000)),
+    *(Case((3, 4, width), FP64) for width in (1, 33, 256)),
+    *(Case((6, 300), dtype, options={"reduction": "none"}) for dtype in (BF16, FP32, FP16)),
+    *(Case((6, 300), dtype, options={"reduction": "sum"}) for dtype in (BF16, FP32, FP16)),
+    *(Case((6, 300), dtype, options={"label_smoothing": 0.1}) for dtype in (BF16, FP32)),
+    *(Case((6, 300), dtype, options={"z_loss": 1e-3}) for dtype in (BF16, FP32, FP16)),
+    *(Case((6, 300), dtype, options={"softcap": 5.0}) for dtype in (BF16, FP32)),
+    *(Case((9, 65), dtype, options={"class_weight": True}) for dtype in (BF16, FP32)),
+    *(Case((9, 65), dtype, options={"class_weight": True, "label_smoothing": 0.2, "z_loss": 1e-2, "reduction": r})
+      for dtype in (BF16, FP32, FP64) for r in ("none", "mean")),
+    Case((5, 300), FP32, options={"offset": 1e4, "std": 1.0}),
+    Case((5, 300), FP32, options={"std": 1e4}),
+    Case((5, 300), BF16, options={"std": 1e4}),
+    Case((5, 300), FP32, options={"offset": -1e4, "std": 1.0, "label_smoothing": 0.1, "reduction": "none"}),
+    Case((4, 40), FP32, options={"ignore_index": 3}),
+    Case((40,), FP32),
+    Case((2, 3, 5, 64), BF16),
+    Case((600, 12), FP32),
+    Case((3, 50304), BF16),
+    Case((2, 50257), FP32),
+    Case((1, 262144), BF16),
+]  # fmt: skip
+
+
+def op(**arguments):
+    return warpsmith.cross_entropy(arguments.pop("logits"), arguments.pop("target"), **arguments)
+
+
+def but(**changes):
+    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
+
+
+def raw_arguments(g):
+    numbers = g["ignore_index"], 1, g["label_smoothing"], g["z_loss"], g["softcap"], True
+    return g["logits"], g["target"], g["class_weight"], *numbers
+
+
+def backward_arguments(g):
+    one = torch.ones((), device=g["logits"].device)
+    m = g["logits"].float().amax(-1)
+    return one, g["logits"], g["target"], g["class_weight"], m, m.exp(), one, True, g["ignore_index"], 0.0, 0.0, 0.0
+
+
+raw = torch.ops.warpsmith
+SPEC = OpSpec(
+    name="cross_entropy",
+    op=op,
+    reference=loss_of,
+    baseline=plain,
+    inputs=inputs,
+    cases=CASES,
+    differentiable=("logits",),
+    outputs=("loss",),
+    laid_out=("logits",),
+    zero_sizes=False,
+    gradcheck_cases=[
+        Case((3, 5), FP64),
+        Case((4, 3), FP64, options={"reduction": "none", "label_smoothing": 0.1, "class_weight": True}),
+        Case((4, 3), FP64, options={"reduction": "sum", "z_loss": 0.1, "softcap": 2.0}),
+    ],
+    traced="warpsmith::cross_entropy",
+    opcheck={
+        raw.cross_entropy.default: lambda g: (*raw_arguments(g), False),
+        raw.cross_entropy_forward.default: raw_arguments,
+        raw.cross_entropy_with_gradient.default: raw_arguments,
+        raw.cross_entropy_with_gradient_.default: raw_arguments,
+        raw.cross_entropy_backward.default: backward_arguments,
+        raw.cross_entropy_backward_.default: backward_arguments,
+        raw.cross_entropy_scale_.default: lambda g: (g["logits"], torch.tensor(2.0, device=g["logits"].device)),
+    },
+    bad_inputs=[
+        BadInput("integers", but(logits=lambda g: g["logits"].int()), r"logits: expected float32.*got int32"),
+        BadInput("scalar", but(logits=lambda g: g["logits"].sum()), "logits: expected at least one dimension"),
+        BadInput("int32 labels", but(target=lambda g: g["target"].int()), "target: expected int64.*, got int32"),
+        BadInput("probabilities", but(target=lambda g: g["logits"].softmax(-1).detach()), "target: expected int64"),
+        BadInput("short target", but(target=lambda g: g["target"][:-1]), r"target: expected shape \(\d+\), got"),
+        BadInput("meta target", but(target=lambda g: g["target"].to("meta")), "target: expected a", fake=False),
+        BadInput("no classes", but(logits=lambda g: g["logits"][..., :0]), "logits: expected at least one class"),
+        BadInput("label too large", but(target=lambda g: g["target"].clone().fill_(g["logits"].shape[-1])),
+                 r"target: expected classes from 0 to \d+, or ignore_index -100, got \d+ in row 0", fake=False,
+                 devices=("cpu",)),
+        BadInput("negative label", but(target=lambda g: g["target"].clone().fill_(-1)), "got -1 in row 0", fake=False,
+                 devices=("cpu",)),
+        BadInput("label too large, checked", but(target=lambda g: g["target"].clone().fill_(g["logits"].shape[-1]),
+                                                 check_labels=lambda g: True), r"got \d+ in row 0", fake=False),
+        BadInput("short weight", but(class_weight=lambda g: torch.ones(3, device=g["logits"].device)),
+                 r"class_weight: expected shape \(\d+\), got \(3\)"),
+        BadInput("weight dtype", but(class_weight=lambda g: g["logits"][0].half().detach()),
+                 "class_weight: expected .*, got float16"),
+        BadInput("weight with gradient",
+                 but(class_weight=lambda g: torch.ones(g["logits"].shape[-1]).requires_grad_()),
+                 "class_weight: expected a tensor without gradient", fake=False),
+        BadInput("reduction", but(reduction=lambda g: "average"), "reduction: expected none, mean or sum, got average"),
+        BadInput("smoothing", but(label_smoothing=lambda g: 1.5), "label_smoothing: expected a number.*, got 1.5"),
+        BadInput("z_loss", but(z_loss=lambda g: float("inf")), "z_loss: expected a finite number, got inf"),
+        BadInput("softcap", but(softcap=lambda g: -1.0), "softcap: expected a finite number >= 0, got -1"),
+        BadInput("float64", but(logits=lambda g: g["logits"].double()),
+                 "logits: expected float32, float16 or bfloat16 on CUDA, got float64", fake=False, devices=("cuda",)),
+    ],
+    floor_bytes=lambda case: {
+        "forward": case.dtype.itemsize * torch.Size(case.shape).numel(),
+        "backward": case.dtype.itemsize * torch.Size(case.shape).numel(),
+    },
+)  # fmt: skip
+
+TestCrossEntropy = op_tests(SPEC)
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("labels", ["some ignored", "all ignored", "none ignored", "no rows"])
+def test_is_torchs_loss(reduction, smoothing, weighted, labels):
+    torch.manual_seed(0)
+    x = torch.randn(0 if labels == "no rows" else 6, 9, requires_grad=True)
+    target = torch.randint(0, 9, x.shape[:1])
+    if labels == "some ignored":
+        target[::2] = -100
+    if labels == "all ignored":
+        target[:] = -100
+    weight = torch.rand(9) if weighted else None
+    ours = warpsmith.cross_entropy(x, target, class_weight=weight, reduction=reduction, label_smoothing=smoothing)
+    theirs = F.cross_entropy(x, target, weight=weight, reduction=reduction, label_smoothing=smoothing)
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+    (grad,) = torch.autograd.grad(ours.sum(), x)
+    (expected,) = torch.autograd.grad(theirs.sum(), x)
+    if labels == "all ignored":
+        assert not grad.any()
+    else:
+        torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_stats(device, dtype, softcap):
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, 700, device=device).to(dtype)
+    x[0, 0, 400] = x[0, 0, 20] = 9.0  # the first of equal logits
+    x[0, 1] = float("-inf")
+    x[1, 1, 3:] = float("-inf")
+    x.requires_grad_()
+    target = x.argmax(-1)
+    target[1:] = torch.randint(0, 700, (3, 5), device=device)
+    target[3, 2:] = -100
+    loss, stats = warpsmith.cross_entropy(x, target, softcap=softcap, return_stats=True)
+    expected_loss, lse, argmax, accuracy = reference(x, target, softcap=softcap)
+    torch.testing.assert_close(loss, expected_loss, equal_nan=True)
+    torch.testing.assert_close(stats.lse, lse, atol=1e-5, rtol=1e-6)
+    assert torch.equal(stats.argmax, argmax)
+    assert stats.argmax[0, 0] == 20
+    torch.testing.assert_close(stats.accuracy, accuracy)
+    assert not any(t.requires_grad for t in stats)
+
+
+def test_accuracy_without_rows_that_count_is_nan():
+    _, stats = warpsmith.cross_entropy(torch.zeros(2, 3), torch.full((2,), -100), return_stats=True)
+    assert stats.accuracy.isnan()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_infinite_and_equal_logits(device, reduction):
+    x = torch.zeros(3, 6, device=device)
+    x[0, 1:] = float("-inf")
+    x[1] = float("-inf")
+    x.requires_grad_()
+    target = torch.tensor([0, 2, 5], device=device)
+    ours = warpsmith.cross_entropy(x, target, reduction="none")
+    torch.testing.assert_close(ours, F.cross_entropy(x, target, reduction="none"), equal_nan=True)
+    assert ours[0] == 0
+    found, expected = (
+        torch.autograd.grad(f(x, target, reduction=reduction).sum(), x)[0]
+        for f in (warpsmith.cross_entropy, F.cross_entropy)
+    )
+    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]], equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("upstream", [1.0, 0.25])
+@pytest.mark.parametrize("classes", [17, 1100])
+def test_the_gradient_in_place_is_the_gradient(device, dtype, reduction, upstream, classes):
+    torch.manual_seed(0)
+    leaf = torch.randn(6, classes + 3, device=device).to(dtype).requires_grad_()
+    target = torch.randint(0, classes, (6,), device=device)
+    target[2] = -100
+
+    def gradient(inplace):
+        padded = leaf * 1
+        logits = padded[:, :classes]
+        loss = warpsmith.cross_entropy(logits, target, reduction=reduction, inplace_backward=inplace)
+        seen = []
+        logits_node = loss.grad_fn.next_functions[0][0]
+        logits_node.register_prehook(lambda grads: seen.append(grads[0]))
+        (grad,) = torch.autograd.grad(loss, leaf, torch.full_like(loss, upstream))
+        if inplace:
+            assert seen[0].data_ptr() == logits.data_ptr()
+            assert torch.equal(padded[:, classes:], leaf[:, classes:])
+        return loss, grad[:, :classes]
+
+    (loss, expected), (loss_inplace, found) = gradient(False), gradient(True)
+    assert torch.equal(loss, loss_inplace)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_backward_in_place_is_refused(reduction):
+    leaf = torch.randn(3, 5, requires_grad=True)
+    target = torch.tensor([0, 1, 2])
+    loss = warpsmith.cross_entropy(leaf * 1, target, reduction=reduction, inplace_backward=True).sum()
+    torch.autograd.grad(loss, leaf, retain_graph=True)
+    with pytest.raises((ValueError, RuntimeError), match="expected one backward|modified by an inplace operation"):
+        torch.autograd.grad(loss, leaf)
+
+
+@pytest.mark.parametrize("upstream", [1.0, 3.0])
+def test_a_second_backward_gives_the_same_gradient(upstream):
+    x = torch.randn(3, 5, requires_grad=True)
+    loss = warpsmith.cross_entropy(x, torch.tensor([0, 1, 2])) * upstream
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    kept = first.clone()
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, kept)
+    torch.testing.assert_close(second, first, rtol=1e-6, atol=1e-8)
+
+
+def test_logits_that_others_saved_are_not_lost_in_silence():
+    leaf = torch.randn(3, 5, requires_grad=True)
+    logits = leaf.exp()  # its backward needs the result
+    loss = warpsmith.cross_entropy(logits, torch.tensor([0, 1, 2]), inplace_backward=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_leaves_and_rows_that_overlap_are_not_overwritten():
+    x = torch.randn(3, 5, requires_grad=True)
+    before = x.detach().clone()
+    with pytest.raises(ValueError, match="cross_entropy: logits: expected the result of an operation.*got a leaf"):
+        warpsmith.cross_entropy(x, torch.tensor([0, 1, 2]), inplace_backward=True)
+    for bad in ((x * 1).T, (x * 1)[:1].expand(3, 5)):
+        with pytest.raises(ValueError, match="cross_entropy: logits: expected rows at one stride that do not overlap"):
+            warpsmith.cross_entropy(bad, torch.zeros(len(bad), dtype=torch.int64), inplace_backward=True)
+    assert torch.equal(x, before)
+    with torch.no_grad():
+        warpsmith.cross_entropy(x, torch.tensor([0, 1, 2]), inplace_backward=True)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize("classes", [30, 50304])
+def test_labels_out_of_range_on_a_gpu_give_nan(classes):
+    logits = torch.randn(5, classes, device="cuda", requires_grad=True)
+    target = torch.tensor([3, classes, -1, -100, 2**40], device="cuda")
+    loss = warpsmith.cross_entropy(logits, target, reduction="none")
+    assert loss.isnan().tolist() == [False, True, True, False, True]
+    (grad,) = torch.autograd.grad(loss.sum(), logits)
+    assert grad.isnan().all(-1).tolist() == [False, True, True, False, True]
+    assert not grad[3].any()
+    assert warpsmith.cross_entropy(logits, target).isnan()
+
+
+@pytest.mark.gpu
+@NO_GPU
+def test_a_thousand_repeats_on_a_gpu_give_the_same_bits():
+    torch.manual_seed(0)
+    logits = torch.randn(256, 50304, device="cuda", dtype=BF16, requires_grad=True)
+    target = torch.randint(0, 50304, (256,), device="cuda")
+    first = None
+    for _ in range(1000):
+        loss = warpsmith.cross_entropy(logits, target)
+        found = loss.detach(), torch.autograd.grad(loss, logits)[0]
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@NO_GPU
+def test_more_than_2_31_logits_on_a_gpu():
+    rows, classes = 17000, 128256
+    few = torch.randn(100, classes, device="cuda", dtype=BF16)
+    target = torch.randint(0, classes, (100,), device="cuda")
+    one = warpsmith.cross_entropy(few, target, reduction="none")
+    (grad_one,) = torch.autograd.grad(warpsmith.cross_entropy(few.requires_grad_(), target, reduction="sum"), few)
+    many = few.detach().repeat(rows // 100, 1).requires_grad_() * 1
+    labels = target.repeat(rows // 100)
+    loss = warpsmith.cross_entropy(many, labels, reduction="sum", inplace_backward=True)
+    torch.testing.assert_close(loss, one.sum() * (rows // 100))
+    (grad,) = torch.autograd.grad(loss, many)
+    assert torch.equal(grad[-100:], grad_one)
+    assert torch.equal(grad[8000:8100], grad_one)
+
+
+def test_many_rows():
+    x = torch.randn(70_000, 3, requires_grad=True)
+    target = torch.randint(0, 3, (70_000,))
+    torch.testing.assert_close(warpsmith.cross_entropy(x, target), F.cross_entropy(x, target))
+
+
+def test_compiled_with_permission_to_overwrite_leaves_the_logits():
+    x = torch.randn(3, 5)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def f(x):
+        logits = x * 1
+        return warpsmith.cross_entropy(logits, torch.tensor([0, 1, 2]), inplace_backward=True) + 0 * logits.sum()
+
+    leaf = x.clone().requires_grad_()
+    f(leaf).backward()
+    expected = x.clone().requires_grad_()
+    F.cross_entropy(expected, torch.tensor([0, 1, 2])).backward()
+    torch.testing.assert_close(leaf.grad, expected.grad)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "classes", [*range(1, 40), *(2**k + d for k in range(6, 22) for d in (-1, 0, 8)), 50257, 128256]
+)
+def test_every_plan_covers_its_row_and_fits_the_chip(classes, dtype):
+    vector = 16 // (2 if dtype == "bfloat16" else 4)
+    for aligned in (True, False):
+        plan = warpsmith.plan("cross_entropy", rows=1000, classes=classes, dtype=dtype, aligned=aligned)
+        for c in plan.values():
+            assert c["threads"] % 32 == 0
+            assert 32 <= c["threads"] <= 512
+            assert c["why"]
+        c = plan["forward"]
+        assert c["blocks"] % c["cluster"] == 0
+        assert c["shared_bytes"] <= 227 * 1024 - 4096
+        if c["kernel"] == "resident":
+            slots = c["shared_bytes"] // 16 // c["threads"]
+            assert slots * c["threads_a_row"] * vector >= classes + (0 if aligned else vector - 1)
+
+
+def test_plan_says_which_kernel_runs():
+    def kernel(**problem):
+        c = warpsmith.plan("cross_entropy", rows=8, **problem)["forward"]
+        return c["kernel"], c["cluster"]
+
+    assert kernel(classes=10) == ("resident", 1)
+    assert kernel(classes=128256)[0] == "resident"
+    assert kernel(classes=128256)[1] > 1
+    assert kernel(classes=128256, compute_capability=80, max_shared_bytes=163 * 1024) == ("looped", 1)
+    assert kernel(classes=50304, compute_capability=80, max_shared_bytes=163 * 1024) == ("resident", 1)
+    assert kernel(classes=4_000_000) == ("looped", 1)

@@ -1,0 +1,142 @@
+// Times cross_entropy's kernels (loss and gradient, and loss alone) over their configurations, beside a copy of the
+// same bytes. Build and run on a GPU machine:
+//   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
+//     tools/gpu/sweep/cross_entropy.cu csrc/kernels/cross_entropy/cross_entropy.cu -o sweep && ./sweep
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/cross_entropy/cross_entropy.h"
+#include "kernels/cross_entropy/cross_entropy_config.h"
+
+using namespace warpsmith;
+
+namespace {
+
+void check(cudaError_t e) {
+  if (e != cudaSuccess) std::printf("CUDA error: %s\n", cudaGetErrorString(e)), std::exit(1);
+}
+
+void* allocate(size_t bytes) {
+  void* p = nullptr;
+  check(cudaMalloc(&p, bytes));
+  return p;
+}
+
+void* random_bfloat16(int64_t count, unsigned seed) {
+  std::vector<uint16_t> host(1 << 20);
+  std::mt19937 engine(seed);
+  std::normal_distribution<float> normal;
+  for (auto& h : host) {
+    const float f = normal(engine);
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    h = static_cast<uint16_t>(u >> 16);
+  }
+  char* p = static_cast<char*>(allocate(count * 2));
+  for (int64_t at = 0; at < count * 2; at += 2 << 20)
+    check(cudaMemcpy(p + at, host.data(), std::min<int64_t>(2 << 20, count * 2 - at), cudaMemcpyHostToDevice));
+  return p;
+}
+
+// Median microseconds, the L2 flushed by a 256 MB write before each call, which also hides the launch.
+double time_of(const std::function<void()>& call) {
+  constexpr size_t kFlushBytes = 256 << 20;
+  static void* flush = allocate(kFlushBytes);
+  cudaEvent_t start, stop;
+  check(cudaEventCreate(&start));
+  check(cudaEventCreate(&stop));
+  std::vector<float> times;
+  for (int i = 0; i < 9; ++i) {
+    check(cudaMemsetAsync(flush, i, kFlushBytes));
+    check(cudaEventRecord(start));
+    call();
+    check(cudaEventRecord(stop));
+    check(cudaEventSynchronize(stop));
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, start, stop));
+    if (i >= 2) times.push_back(ms);
+  }
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  return times[times.size() / 2] * 1e3;
+}
+
+struct Timed {
+  double us;
+  std::string text;
+};
+
+}  // namespace
+
+int main() {
+  const int64_t shapes[][2] = {{4096, 128256}, {8192, 50304}, {8192, 50257},
+                               {16384, 32000}, {65536, 1024}, {262144, 128}};
+  for (const auto& [rows, classes] : shapes) {
+    const int64_t count = rows * classes;
+    void *logits = random_bfloat16(count, 1), *dlogits = allocate(count * 2);
+    std::vector<int64_t> labels(rows);
+    for (int64_t r = 0; r < rows; ++r) labels[r] = r * 7919 % classes;
+    int64_t* target = static_cast<int64_t*>(allocate(rows * 8));
+    check(cudaMemcpy(target, labels.data(), rows * 8, cudaMemcpyHostToDevice));
+    CrossEntropyParams p{};
+    p.logits = logits, p.target = target, p.rows = rows, p.classes = classes;
+    p.logits_stride = p.dlogits_stride = classes, p.ignore_index = -100, p.dtype = Dtype::bfloat16;
+    p.loss = allocate(rows * 4), p.row_max = allocate(rows * 4), p.row_sum = allocate(rows * 4);
+    CrossEntropyProblem problem{rows, classes, 2, classes % 8 == 0};
+
+    for (const bool gradient : {true, false}) {
+      p.dlogits = gradient ? dlogits : nullptr;
+      const double bytes = static_cast<double>(count) * (gradient ? 4 : 2);
+      const double copy_us = time_of(
+          [&] { check(cudaMemcpyAsync(dlogits, logits, static_cast<size_t>(bytes / 2), cudaMemcpyDeviceToDevice)); });
+      std::vector<Timed> all;
+      const auto measure = [&](const CrossEntropyConfig& c, const char* mark) {
+        Status status;
+        const double us = time_of([&] { status = cross_entropy_forward_cuda_with(c, p, nullptr); });
+        char s[200];
+        std::snprintf(s, sizeof s, "%s cluster %d threads %d lanes %d shared %lld blocks %lld%s", name(c.kernel),
+                      c.cluster, c.threads, c.lanes, (long long)c.shared_bytes, (long long)c.blocks, mark);
+        if (status.ok())
+          all.push_back({us, s});
+        else
+          std::printf("  refused: %s: %s\n", s, status.what().c_str());
+      };
+      measure(choose_cross_entropy_forward(problem), "  <- chosen");
+      const int64_t vectors = cross_entropy_detail::vectors_of(problem);
+      CrossEntropyConfig looped;
+      looped.blocks = rows;
+      measure(looped, "");
+      for (int cluster : {1, 2, 4, 8})
+        for (int threads : {64, 128, 256, 384, 512})
+          for (int waves : {0, 1}) {
+            CrossEntropyConfig c = looped;
+            c.kernel = CrossEntropyKernel::resident, c.cluster = cluster, c.lanes = c.threads = threads;
+            const int64_t slots = cross_entropy_detail::slots_of(c, vectors);
+            c.shared_bytes = slots * threads * 16;
+            if (c.shared_bytes > 220 * 1024 || slots < 2 || (slots > 64)) continue;
+            c.blocks = rows * cluster;
+            if (waves) {  // as many blocks as the card holds at once
+              const int64_t together = std::min<int64_t>(228 * 1024 / (c.shared_bytes + 4096), 1024 / threads);
+              if (together < 1) continue;
+              c.blocks = std::min(c.blocks, together * 132 / cluster * cluster);
+            }
+            measure(c, "");
+          }
+      std::sort(all.begin(), all.end(), [](const Timed& a, const Timed& b) { return a.us < b.us; });
+      std::printf("%s %lldx%lld: copy of the same bytes %.1f us (%.2f TB/s)\n", gradient ? "loss + gradient" : "loss",
+                  (long long)rows, (long long)classes, copy_us, bytes / copy_us * 1e-6);
+      for (size_t i = 0; i < all.size(); ++i)
+        if (i < 5 || all[i].text.find("chosen") != std::string::npos || all[i].text.find("looped") == 0)
+          std::printf("  %7.1f us  %.2f TB/s  %.3f of copy  %s\n", all[i].us, bytes / all[i].us * 1e-6,
+                      copy_us / all[i].us, all[i].text.c_str());
+    }
+    for (void* q : {logits, dlogits, static_cast<void*>(target), p.loss, p.row_max, p.row_sum}) check(cudaFree(q));
+  }
+}
