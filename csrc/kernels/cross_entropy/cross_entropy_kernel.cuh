@@ -46,7 +46,10 @@ struct Exchange {
 
   template <bool kBlock, bool kGeneral> __device__ __forceinline__ Sums over_row(Sums x, const Team<kBlock>& team) {
     x = combine<kGeneral>(x, kBlock ? 32 : team.size);
-    if constexpr (!kBlock) return x;
+    if constexpr (!kBlock) {
+      __syncwarp(0xffffffffu);  // as the barriers below: what was read before it may be overwritten after it
+      return x;
+    }
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps_of_block = blockDim.x / 32;
     Sums* mine = warps + turn * kMaxWarps;
     if (lane == 0) mine[warp] = x;
