@@ -174,7 +174,7 @@ template <class T, class Math> struct RowWork {
     g.k = (*at_target + g.s * total_weight + scale * 2 * Math(p.z_loss) * lse_of(m, rest)) / sum;
     return g;
   }
-  static Math lse_of(Math m, Math rest) { return std::isinf(m) ? m : m + rest; }
+  static Math lse_of(Math m, Math rest) { return m == kInfinity ? m : m + rest; }
 
   // At the target, whose element is z.
   Math hot_gradient(int64_t r, const Gradient<Math>& g, Math z, Math at_target) const {

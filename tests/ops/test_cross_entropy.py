@@ -219,6 +219,14 @@ def test_stats(device, dtype, softcap):
     assert not any(t.requires_grad for t in stats)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_lse_of_nan_and_infinities_is_torchs(device):
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([[nan, nan], [1.0, nan], [-inf, -inf], [inf, 1.0], [-inf, 1.0]], device=device)
+    _, stats = warpsmith.cross_entropy(x, torch.zeros(5, dtype=torch.int64, device=device), return_stats=True)
+    torch.testing.assert_close(stats.lse, x.logsumexp(-1), equal_nan=True)
+
+
 def test_accuracy_without_rows_that_count_is_nan():
     _, stats = warpsmith.cross_entropy(torch.zeros(2, 3), torch.full((2,), -100), return_stats=True)
     assert stats.accuracy.isnan()

@@ -108,7 +108,7 @@ __device__ __forceinline__ Gradient gradient_of(const CrossEntropyParams& p, con
   g.m = m;
   g.rest = logf(s);  // lse - m
   if (m != kMinusInfinity) g.rest -= kLn2 * fmaf(m, kLog2e, -g.c);
-  lse = !at.read ? 0.f : isinf(m) ? m : m + g.rest;
+  lse = !at.read ? 0.f : m == -kMinusInfinity ? m : m + g.rest;
   const float scale = real_at(p.grad_loss, at.r * p.grad_loss_stride, 1.f) / real_at(p.denominator, 0, 1.f);
   g.t = scale * o.keep * at.class_weight(p);
   g.s = scale * o.spread;
