@@ -7,6 +7,8 @@ from warpsmith._version import __version__
 from warpsmith.ops.adamw import adamw
 from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
 from warpsmith.ops.geglu import geglu
+from warpsmith.ops.linear_cross_entropy import linear_cross_entropy
+from warpsmith.ops.linear_log_prob import linear_log_prob
 from warpsmith.ops.reglu import reglu
 from warpsmith.ops.rms_norm import rms_norm
 from warpsmith.ops.rope import rope
@@ -18,6 +20,8 @@ __all__ = [
     "adamw",
     "cross_entropy",
     "geglu",
+    "linear_cross_entropy",
+    "linear_log_prob",
     "nn",
     "optim",
     "plan",

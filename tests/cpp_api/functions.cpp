@@ -4,6 +4,8 @@
 #include <warpsmith/adamw.h>
 #include <warpsmith/cross_entropy.h>
 #include <warpsmith/geglu.h>
+#include <warpsmith/linear_cross_entropy.h>
+#include <warpsmith/linear_log_prob.h>
 #include <warpsmith/reglu.h>
 #include <warpsmith/rms_norm.h>
 #include <warpsmith/rope.h>
@@ -50,12 +52,38 @@ at::Tensor swiglu(const at::Tensor& gate, const std::optional<at::Tensor>& up, b
   return warpsmith::swiglu(gate, up, inplace_backward);
 }
 
+at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                                const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& class_weight,
+                                c10::string_view reduction, double label_smoothing,
+                                std::optional<int64_t> max_chunk_bytes) {
+  warpsmith::LinearCrossEntropyOptions options{.class_weight = class_weight, .label_smoothing = label_smoothing};
+  options.reduction = std::string(reduction);
+  options.max_chunk_bytes = max_chunk_bytes;
+  return warpsmith::linear_cross_entropy(hidden, weight, target, bias, options);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_log_prob(const at::Tensor& hidden, const at::Tensor& weight,
+                                                               const at::Tensor& target,
+                                                               const std::optional<at::Tensor>& bias,
+                                                               double temperature, bool save_logits) {
+  return warpsmith::linear_log_prob(hidden, weight, target, bias,
+                                    {.temperature = temperature, .save_logits = save_logits});
+}
+
 }  // namespace
 
 TORCH_LIBRARY(warpsmith_cpp_api, m) {
   m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", &rms_norm);
   m.def("geglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &geglu);
   m.def("reglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &reglu);
+  m.def(
+      "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, str "
+      "reduction, float label_smoothing, int? max_chunk_bytes) -> Tensor",
+      &linear_cross_entropy);
+  m.def(
+      "linear_log_prob(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, float temperature, bool save_logits) "
+      "-> (Tensor, Tensor, Tensor)",
+      &linear_log_prob);
   m.def("swiglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &swiglu);
   m.def(
       "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, Tensor? cu_seqlens, int position_offset, "

@@ -1,0 +1,135 @@
+"""linear_cross_entropy: forward and backward together, mean reduction, beside torch, torch.compile, Liger, QuACK and
+Cut Cross-Entropy where installed; and the memory each takes.
+
+Floor: 6 MVH FLOP. Rows named "peak memory" have megabytes above the inputs in place of a time.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+import warpsmith
+from warpsmith.testing import timer_of
+from warpsmith.testing.rows import OURS, Row, make_rows
+
+from benchmarks.cells import CPU_THREADS, torch_contenders
+
+GPU_SHAPES = ((4096, 4096, 128256), (32768, 768, 50304))
+CPU_SHAPES = ((512, 256, 8192),)
+SPIN_CYCLES = 20_000_000  # torch eager launches many kernels
+
+
+def plain(hidden, weight, target):
+    return F.cross_entropy(F.linear(hidden, weight), target)
+
+
+def plain_float(hidden, weight, target):
+    return F.cross_entropy(F.linear(hidden, weight).float(), target)
+
+
+def rivals(rows):
+    """Installed rivals, each a function of (hidden, weight, target)."""
+    found = {}
+    try:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        found["liger"] = lambda h, w, t: LigerFusedLinearCrossEntropyFunction.apply(h, w, t)[0]
+    except ImportError:
+        pass
+    try:
+        from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+            liger_fused_linear_cross_entropy_sm90,
+        )
+
+        found["liger sm90"] = lambda h, w, t: first(liger_fused_linear_cross_entropy_sm90(h, w, t))
+    except ImportError:
+        pass
+    try:
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+        options = {"chunk_size": rows, "tuned": False, "use_scaled_exp": False}
+        found["quack, one chunk"] = lambda h, w, t: first(chunked_linear_cross_entropy(h, w, t, **options))
+    except ImportError:
+        pass
+    try:
+        from cut_cross_entropy import linear_cross_entropy
+
+        found["cce"] = linear_cross_entropy
+    except ImportError:
+        pass
+    return found
+
+
+def first(result):
+    return result[0] if isinstance(result, (tuple, list)) else result
+
+
+def contenders_of(shape, device, options):
+    rows, _, classes = shape
+    ours = warpsmith.linear_cross_entropy
+    contenders = torch_contenders(ours, plain, options)
+    if "torch.compile" in contenders:
+        contenders["torch.compile"] = torch.compile(plain_float, dynamic=False)
+    if device == "cuda":
+        quarter = rows // 4 * classes * 2
+        contenders["warpsmith, 4 chunks"] = functools.partial(ours, max_chunk_bytes=quarter, dw_dtype=torch.bfloat16)
+        contenders["warpsmith, 4 chunks, float32 sums"] = functools.partial(
+            ours, max_chunk_bytes=quarter, dw_dtype=torch.float32
+        )
+        contenders["warpsmith, none"] = lambda h, w, t: ours(h, w, t, reduction="none").mean()
+        contenders.update(rivals(rows))
+    return contenders
+
+
+def step_of(fn, hidden, weight, target):
+    def step():
+        hidden.grad = weight.grad = None
+        fn(hidden, weight, target).backward()
+
+    return step
+
+
+def peak_mb(step, leaves):
+    """Megabytes that a step needs above what it finds; its gradients count."""
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def rows_of(op, shape, contenders, device, options):
+    rows, width, classes = shape
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hidden = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(classes, width, device=device) / width**0.5).to(dtype).requires_grad_()
+    target = torch.randint(0, classes, (rows,), device=device)
+    steps = {name: step_of(fn, hidden, weight, target) for name, fn in contenders.items()}
+    gpu = {"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}
+    timings = timer_of(device, options.samples, **gpu)(steps)
+    text, dtype_text = f"{rows}x{width}x{classes}", str(dtype).removeprefix("torch.")
+    mine = tuple(name for name in contenders if name.startswith(OURS) and name != OURS)
+    found = make_rows(op, text, dtype_text, "forward + backward", timings, not_rivals=mine)
+    if device == "cuda":
+        for name, step in steps.items():
+            if timings[name].ms is not None:
+                megabytes = peak_mb(step, (hidden, weight))
+                found.append(Row(op, text, dtype_text, "peak memory", name, megabytes, "MB"))
+    return found
+
+
+def run(device, options):
+    shapes = ((32, 16, 64),) if options.quick else GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    threads = torch.get_num_threads()
+    torch.set_num_threads(CPU_THREADS)
+    rows = []
+    try:
+        for shape in shapes:
+            contenders = contenders_of(shape, device, options)
+            rows += rows_of("linear_cross_entropy", shape, contenders, device, options)
+    finally:
+        torch.set_num_threads(threads)
+    return rows

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from warpsmith.ops import _check
+from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
+from warpsmith.ops._linear_loss import check_inputs, new_like, real_dtype, under_autocast
+
+_OP = "linear_log_prob"
+_BACKWARD = "linear_log_prob_backward"
+
+
+def _logits_stride(hidden: Tensor, classes: Any) -> Any:
+    elems = 16 // hidden.dtype.itemsize
+    return (classes + elems - 1) // elems * elems
+
+
+def _fake_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    save_logits: bool,
+    max_chunk_bytes: int,
+) -> tuple[Tensor, ...]:
+    check_inputs(_OP, hidden, weight, target, bias)
+    of_rows = (new_like(target, True, real_dtype(hidden)) for _ in range(5))
+    rows = target.numel() if save_logits else 0
+    return *of_rows, hidden.new_empty((rows, _logits_stride(hidden, weight.shape[0])))
+
+
+def _fake_backward(
+    dlog_prob: Tensor | None,
+    dlse: Tensor | None,
+    dentropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    row_max: Tensor,
+    row_sum: Tensor,
+    entropy: Tensor,
+    logits: Tensor,
+    temperature: float,
+    max_chunk_bytes: int,
+    want_dhidden: bool,
+    want_dweight: bool,
+    want_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_inputs(_BACKWARD, hidden, weight, target, bias)
+    dbias = hidden.new_empty(weight.shape[:1] if want_dbias else (0,))
+    return new_like(hidden, want_dhidden), new_like(weight, want_dweight), dbias
+
+
+register_fake("linear_log_prob", _fake_forward)
+register_fake("linear_log_prob_forward", _fake_forward)
+register_fake("linear_log_prob_backward", _fake_backward)
+
+_raw_backward = raw.linear_log_prob_backward.default
+
+
+def _save(inputs: Sequence[Any], outputs: Any) -> Saved:
+    hidden, weight, target, bias, temperature, _, max_chunk_bytes = inputs
+    _, _, entropy, row_max, row_sum, logits = outputs
+    return (hidden, weight, target, bias, row_max, row_sum, entropy, logits), (temperature, max_chunk_bytes)
+
+
+def _backward(needs: Sequence[bool], tensors: Any, values: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    temperature, max_chunk_bytes = values
+    if temperature != 1.0:
+        grads = tuple(None if g is None else g / temperature for g in grads)
+    wants = needs[0], needs[1], needs[3]
+    found = call_raw(_raw_backward, *grads, *tensors, temperature, max_chunk_bytes, *wants)
+    dhidden, dweight, dbias = (g if want else None for g, want in zip(found, wants, strict=True))
+    return dhidden, dweight, None, dbias, None, None, None
+
+
+_linear_log_prob = differentiable(
+    "linear_log_prob",
+    forward=raw.linear_log_prob_forward.default,
+    public=3,
+    save=_save,
+    backward=_backward,
+)
+
+
+def linear_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    save_logits: bool = False,
+    max_chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Log-probabilities of tokens under a language-model head, without all logits in memory.
+
+    With :math:`z = (h W^T + b) / T`, and for each row of ``hidden`` its target :math:`t`:
+
+    .. math::
+        \mathrm{logsumexp} = \log \sum_j e^{z_j}, \quad
+        \mathrm{log\_prob} = z_t - \mathrm{logsumexp}, \quad
+        \mathrm{entropy} = -\sum_j p_j \log p_j, \; p_j = e^{z_j - \mathrm{logsumexp}}
+
+    DPO, KTO, GRPO, PPO and distillation losses are made of these; all three have gradients.
+
+    Args:
+        hidden: shape (..., H), float32, float16, bfloat16, or float64 on the CPU.
+        weight: shape (V, H), the dtype of ``hidden``.
+        target: shape (...), int64 classes in [0, V).
+        bias: shape (V,), the dtype of ``hidden``, or None.
+        temperature: :math:`T`, finite and > 0.
+        save_logits: keep all logits (V elements a row) for the backward, which makes them again otherwise: a quarter of
+            all arithmetic.
+        max_chunk_bytes: logits in memory at a time; None: 1 GiB on CUDA, 64 MiB on the CPU. One row at least.
+
+    Returns:
+        ``(log_prob, logsumexp, entropy)``, each of the shape of ``target``, float32 (float64 for float64). Under
+        autocast ``hidden``, ``weight`` and ``bias`` are cast to its dtype, as for a linear layer.
+
+    Gradients for ``hidden``, ``weight`` and ``bias``. Second derivatives are refused.
+
+    Logits are rounded to the dtype of ``hidden``; everything behind them is float32 (float64 for float64). With several
+    chunks the weight's gradient is summed in float32 and rounded once.
+
+    Deterministic: sums have a fixed order, and the matrix products are torch's, on CUDA deterministic as cuBLAS is.
+    The host does not wait.
+
+    Raises:
+        ValueError: a dtype, shape, device or number that does not fit; on the CPU a target that is not a class. On CUDA
+            such a row has log_prob NaN, and nothing is read out of bounds.
+
+    Source: the chunked, fused head is that of https://github.com/mgmalek/efficient_cross_entropy and Liger-Kernel.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> log_prob, logsumexp, entropy = warpsmith.linear_log_prob(
+        ...     torch.zeros(2, 8), torch.zeros(4, 8), torch.tensor([0, 3])
+        ... )
+        >>> log_prob
+        tensor([-1.3863, -1.3863])
+    """
+    hidden, weight, bias = under_autocast(_OP, hidden, weight, bias)
+    if max_chunk_bytes is not None and max_chunk_bytes < 1:
+        _check.refuse(_OP, "max_chunk_bytes", "an integer >= 1", str(max_chunk_bytes))
+    return _linear_log_prob(hidden, weight, target, bias, temperature, save_logits, max_chunk_bytes or 0)

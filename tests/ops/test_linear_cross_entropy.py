@@ -1,0 +1,445 @@
+"""linear_cross_entropy under the law, and what only it has: chunks, gradients made in the forward, main_grad."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import warpsmith
+from warpsmith.reference.linear_cross_entropy import linear_cross_entropy as reference
+from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, measure, op_tests
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = (BF16, FP16, FP32, FP64)
+IGNORED = -100
+
+
+def inputs(case, rng):
+    width, classes = case.shape[-1], case.options.get("classes", 37)
+    rows = torch.Size(case.shape[:-1]).numel()
+    target = rng.integers((rows,), 0, classes)
+    target[torch.arange(rows) % 4 == 3] = IGNORED
+    options = {k: v for k, v in case.options.items() if k not in ("classes", "bias", "class_weight")}
+    weighted = case.options.get("class_weight")
+    return {
+        "hidden": rng.normal(case.shape),
+        "weight": rng.normal((classes, width), std=1.5 / max(width, 1) ** 0.5),
+        "target": target.view(case.shape[:-1]),
+        "bias": rng.normal((classes,)) if case.options.get("bias", True) else None,
+        "class_weight": rng.uniform((classes,), 0.2, 2.0) if weighted else None,
+        **options,
+    }
+
+
+def but(**changes):
+    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
+
+
+SMALL_CHUNK = 16 * 64  # bytes: a few rows of logits
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0, "class_weight": True}
+REDUCED_CASES = [
+    *(Case((6, 24), dtype) for dtype in DTYPES),
+    *(Case((3, 5, 24), dtype, options={"classes": c}) for dtype in (BF16, FP32) for c in (1, 2, 8, 257)),
+    *(Case((50, 32), dtype, options={"classes": 1025, "bias": False}) for dtype in (BF16, FP32, FP16)),
+    *(Case((50, 32), dtype, options=EVERYTHING) for dtype in DTYPES),
+    *(Case((50, 32), dtype, options={"reduction": "sum"}) for dtype in DTYPES),
+    *(Case((50, 32), dtype, options={"max_chunk_bytes": SMALL_CHUNK}) for dtype in DTYPES),
+    *(Case((50, 32), dtype, options={"max_chunk_bytes": SMALL_CHUNK, **EVERYTHING}) for dtype in (BF16, FP32)),
+    *(Case((50, 32), dtype, options={"dw_dtype": FP32}) for dtype in (BF16, FP16)),
+    *(Case((50, 32), dtype, options={"dw_dtype": dtype}) for dtype in (BF16, FP16)),
+    *(Case((50, 32), FP32, options={key: EVERYTHING[key]}) for key in EVERYTHING),
+    Case((24,), FP32),
+    Case((300, 16), FP32, options={"classes": 50}),
+]
+ROWS_CASES = [
+    case.but(options={**case.options, "reduction": "none"})
+    for case in REDUCED_CASES
+    if case.options.get("reduction") is None and "dw_dtype" not in case.options
+]
+
+
+def forward_arguments(good):
+    first = (good[n] for n in ("hidden", "weight", "target", "bias", "class_weight"))
+    options = (IGNORED, good.get("reduction", "mean"), 0.0, 0.0, 0.0, False, True, 0, None, None)
+    return *first, *options, True, True, True
+
+
+def rows_backward_arguments(good):
+    rows = torch.ones(good["target"].shape, device=good["hidden"].device)
+    first = (good[n] for n in ("hidden", "weight", "target", "bias", "class_weight"))
+    return rows, *first, IGNORED, 0.0, 0.0, 0.0, 0, None, True, True, True
+
+
+def main_grad_arguments(good):
+    *first, _, _, _, _ = rows_backward_arguments(good)
+    return *first[:6], torch.zeros(good["weight"].shape, device=rows_device(good)), *first[6:], True, True
+
+
+def rows_device(good):
+    return good["hidden"].device
+
+
+def factor(good):
+    return torch.full((), 2.0, device=rows_device(good))
+
+
+OPS = torch.ops.warpsmith
+BAD = [
+    BadInput("integers", but(hidden=lambda g: g["hidden"].int()), "hidden: expected float32.*got int32"),
+    BadInput("scalar", but(hidden=lambda g: g["hidden"].sum()), "hidden: expected at least one dimension"),
+    BadInput("weight dtype", but(weight=lambda g: g["weight"].half()), "weight: expected bfloat16, got float16"),
+    BadInput("weight width", but(weight=lambda g: g["weight"][:, 1:]), r"weight: expected shape \(V, 24\)"),
+    BadInput("no classes", but(weight=lambda g: g["weight"][:0]), "weight: expected shape.*with V >= 1, got"),
+    BadInput("meta weight", but(weight=lambda g: g["weight"].to("meta")), "weight: expected a", fake=False),
+    BadInput("target dtype", but(target=lambda g: g["target"].int()), "target: expected int64, got int32"),
+    BadInput("target shape", but(target=lambda g: g["target"][1:]), r"target: expected shape \(6\), got \(5\)"),
+    BadInput("bias shape", but(bias=lambda g: g["bias"][1:]), r"bias: expected shape \(37\), got \(36\)"),
+    BadInput("bias dtype", but(bias=lambda g: g["bias"].float()), "bias: expected bfloat16, got float32"),
+    BadInput("class weight shape", but(class_weight=lambda g: g["weight"][:5, 0].float()),
+             r"class_weight: expected shape \(37\), got \(5\)"),
+    BadInput("class weight dtype", but(class_weight=lambda g: g["weight"][:, 0].int()),
+             "class_weight: expected float32.*got int32"),
+    BadInput("half class weight", but(class_weight=lambda g: g["weight"][:, 0].half()),
+             "class_weight: expected bfloat16 or float32, got float16"),
+    BadInput("learned class weight", but(class_weight=lambda g: torch.nn.Parameter(g["weight"][:, 0].float())),
+             "class_weight: expected a tensor without gradient", fake=False),
+    BadInput("label", but(target=lambda g: g["target"].clone().fill_(37)),
+             r"target: expected classes in \[0, 37\) or ignore_index -100, got 37 at position 0", fake=False,
+             devices=("cpu",)),
+    BadInput("checked label", but(target=lambda g: g["target"].clone().fill_(-7), check_labels=lambda g: True),
+             "target: expected classes.*got -7 at position 0", fake=False),
+    BadInput("reduction", but(reduction=lambda g: "avg"), "reduction: expected none, mean or sum, got avg"),
+    *(BadInput(f"label smoothing {v}", but(label_smoothing=lambda g, v=v: v),
+               r"label_smoothing: expected a number in \[0, 1\]", fake=False) for v in (-0.1, 1.1, math.nan)),
+    *(BadInput(f"{name} {v}", but(**{name: lambda g, v=v: v}), f"{name}: expected a number >= 0", fake=False)
+      for name in ("z_loss", "softcap") for v in (-1.0, math.nan)),
+    BadInput("chunk", but(max_chunk_bytes=lambda g: 0), "max_chunk_bytes: expected an integer >= 1, got 0"),
+    BadInput("dw dtype", but(dw_dtype=lambda g: FP16), "dw_dtype: expected bfloat16 or float32, got float16"),
+    BadInput("main grad dtype", but(main_grad=lambda g: g["weight"].detach().clone()),
+             "main_grad: expected float32, got bfloat16"),
+    BadInput("main grad shape", but(main_grad=lambda g: g["weight"].detach()[1:].float()),
+             r"main_grad: expected shape \(37, 24\), got \(36, 24\)"),
+    BadInput("main grad strides", but(main_grad=lambda g: g["weight"].detach().float().t().contiguous().t()),
+             "main_grad: expected a contiguous tensor"),
+    BadInput("main grad device", but(main_grad=lambda g: g["weight"].float().to("meta")), "main_grad: expected a",
+             fake=False),
+]  # fmt: skip
+
+SPEC = OpSpec(
+    name="linear_cross_entropy",
+    op=warpsmith.linear_cross_entropy,
+    reference=reference,
+    inputs=inputs,
+    cases=REDUCED_CASES,
+    differentiable=("hidden", "weight", "bias"),
+    outputs=("loss",),
+    laid_out=("hidden", "weight"),
+    gradcheck_cases=[
+        Case((5, 4), FP64, options={"classes": 5}),
+        Case((5, 3), FP64, options={"classes": 7, "max_chunk_bytes": 128, **EVERYTHING}),
+        Case((5, 4), FP64, options={"classes": 5, "bias": False, "reduction": "sum"}),
+    ],
+    traced="warpsmith::linear_cross_entropy",
+    autocast=lambda good, dtype: (torch.float32,),
+    opcheck={
+        OPS.linear_cross_entropy.default: forward_arguments,
+        OPS.linear_cross_entropy_forward.default: forward_arguments,
+        OPS.linear_cross_entropy_scaled.default: lambda good: (good["weight"].float(), factor(good), None, BF16),
+        OPS.linear_cross_entropy_scale_.default: lambda good: (good["weight"].clone(), factor(good), factor(good)),
+        OPS.linear_cross_entropy_add_.default: lambda good: (
+            *(torch.ones(good["weight"].shape, device=rows_device(good)), good["weight"].clone()),
+            *(factor(good), None),
+        ),
+    },
+    bad_inputs=BAD,
+    floor_bytes=lambda case: dict.fromkeys(("forward", "backward"), 2 * torch.Size(case.shape).numel()),
+)
+ROWS_SPEC = OpSpec(
+    name="linear_cross_entropy",
+    op=lambda **kw: warpsmith.linear_cross_entropy(**{"reduction": "none", **kw}),
+    reference=lambda **kw: reference(**{"reduction": "none", **kw}),
+    inputs=inputs,
+    cases=ROWS_CASES,
+    differentiable=("hidden", "weight", "bias"),
+    outputs=("loss",),
+    laid_out=("hidden", "weight"),
+    gradcheck_cases=[
+        Case((5, 4), FP64, options={"classes": 5}),
+        Case((5, 3), FP64, options={"classes": 7, "max_chunk_bytes": 128, **EVERYTHING}),
+    ],
+    traced="warpsmith::linear_cross_entropy_rows",
+    autocast=lambda good, dtype: (torch.float32,),
+    opcheck={
+        OPS.linear_cross_entropy_rows.default: lambda good: forward_arguments({**good, "reduction": "none"}),
+        OPS.linear_cross_entropy_rows_backward.default: rows_backward_arguments,
+        OPS.linear_cross_entropy_rows_backward_main_grad.default: main_grad_arguments,
+    },
+)
+
+TestReduced = op_tests(SPEC)
+TestRows = op_tests(ROWS_SPEC)
+
+
+def problem(dtype=FP32, rows=50, width=16, classes=33, device="cpu"):
+    g = torch.Generator().manual_seed(3)
+    hidden = torch.randn(rows, width, generator=g).to(device, dtype)
+    weight = torch.randn(classes, width, generator=g).to(device, dtype)
+    target = torch.randint(0, classes, (rows,), generator=g).to(device)
+    target[::5] = IGNORED
+    return hidden, weight, target
+
+
+def gradients(fn, hidden, weight, *args, up=1.0, **options):
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    return torch.autograd.grad((fn(*leaves, *args, **options) * up).sum(), leaves)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_ignored_rows_have_gradients_of_exact_zeros(dtype, reduction):
+    hidden, weight, target = problem(dtype)
+    found, _ = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction, z_loss=0.1)
+    assert not found[target == IGNORED].any()
+    assert found[target != IGNORED].any(-1).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_all_rows_ignored_is_as_in_torch(dtype, reduction):
+    hidden, weight, target = problem(dtype)
+    target.fill_(IGNORED)
+    plain = torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), target, reduction=reduction)
+    loss = warpsmith.linear_cross_entropy(hidden, weight, target, reduction=reduction)
+    torch.testing.assert_close(loss, plain, equal_nan=True)
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction)
+    assert not any(g.any() for g in found)
+
+
+@pytest.mark.parametrize("bias", [torch.arange(66.0)[::2] / 30, torch.ones(1).expand(33), torch.arange(34.0)[1:]])
+def test_strided_biases(bias):
+    hidden, weight, target = problem()
+    found = warpsmith.linear_cross_entropy(hidden, weight, target, bias)
+    expected = warpsmith.linear_cross_entropy(hidden, weight, target, bias.clone())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_rows(reduction):
+    hidden, weight, target = problem(rows=0)
+    plain = torch.nn.functional.cross_entropy(hidden @ weight.t(), target, reduction=reduction)
+    loss = warpsmith.linear_cross_entropy(hidden, weight, target, reduction=reduction)
+    torch.testing.assert_close(loss, plain, equal_nan=True)
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction)
+    assert found[0].shape == (0, 16)
+    assert bitwise_equal(found[1], torch.zeros(33, 16))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [1, 7 * 34 * 8, 64 * 34 * 8])
+def test_chunks_change_nothing_but_rounding(chunk, reduction):
+    hidden, weight, target = problem(FP64)
+    whole = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction)
+    options = {"reduction": reduction, "max_chunk_bytes": chunk}
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, **options)
+    torch.testing.assert_close(found, whole)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_many_16_bit_chunks_round_the_weights_gradient_once(dtype):
+    hidden, weight, target = problem(dtype, rows=512)
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, max_chunk_bytes=8 * 40 * 2)[1]
+    exact = gradients(reference, hidden.double(), weight.double(), target)[1]
+    plain = gradients(reference, hidden, weight, target)[1]
+    assert measure("grad_weight", found, exact, plain).ok
+
+
+def test_four_bf16_chunks_stay_within_two_eps():
+    hidden, weight, target = problem(BF16, rows=512)
+    options = {"max_chunk_bytes": 128 * 40 * 2, "dw_dtype": BF16}
+    assert warpsmith.plan("linear_cross_entropy", rows=512, classes=33, max_chunk_bytes=128 * 40 * 2)["chunks"] == 4
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, **options)[1]
+    exact = gradients(reference, hidden.double(), weight.double(), target)[1]
+    assert (found.double() - exact).abs().max() <= 2 * torch.finfo(BF16).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("up", [1.0, 2.5, 65536.0])
+def test_the_incoming_gradient_scales(dtype, up):
+    hidden, weight, target = problem(dtype)
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, up=up)
+    exact = gradients(reference, hidden.double(), weight.double(), target, up=up)
+    for a, b in zip(found, exact, strict=True):
+        assert (a.double() - b).abs().max() <= 4 * torch.finfo(dtype).eps * b.abs().max()
+
+
+def test_a_loss_scale_saves_float16_gradients_from_underflow():
+    hidden, weight, target = problem(FP16, rows=4000, classes=2000)
+    scale = 2.0**16
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight * 0.01, target, up=scale)
+    exact = gradients(reference, hidden.double(), (weight * 0.01).double(), target, up=scale)
+    for a, b in zip(found, exact, strict=True):
+        assert (a.double() - b).norm() <= 1e-3 * b.norm()  # a gradient divided by 4,000 first loses a third
+
+
+def test_kept_gradients_are_given_away_without_a_copy():
+    hidden, weight, target = problem(BF16)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = warpsmith.linear_cross_entropy(*leaves, target)
+    kept = [t.data_ptr() for t in loss.grad_fn.saved_tensors if t.numel()]
+    loss.backward()
+    assert [t.grad.data_ptr() for t in leaves] == kept
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_graphs_can_be_walked_twice(dtype, reduction):
+    hidden, weight, target = problem(dtype)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = warpsmith.linear_cross_entropy(*leaves, target, reduction=reduction).sum() * 3
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves, retain_graph=True)
+    last = torch.autograd.grad(loss, leaves)
+    for other in (again, last):
+        assert all(bitwise_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_two_losses_of_one_weight_add_up():
+    hidden, weight, target = problem()
+    leaf = weight.clone().requires_grad_()
+    for part in (slice(0, 20), slice(20, 50)):
+        warpsmith.linear_cross_entropy(hidden[part], leaf, target[part], reduction="sum").backward()
+    whole = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction="sum")[1]
+    torch.testing.assert_close(leaf.grad, whole)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [None, SMALL_CHUNK])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
+def test_main_grad_takes_the_weights_gradient(dtype, chunk, reduction):
+    hidden, weight, target = problem(dtype)
+    expected = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction, up=3.0)
+    exact = gradients(reference, hidden.double(), weight.double(), target, reduction=reduction, up=3.0)[1]
+    main_grad = torch.full(weight.shape, 0.5, dtype=FP64 if dtype == FP64 else FP32)
+    waited = []
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    leaves[1].register_post_accumulate_grad_hook(lambda p: waited.append(p.grad.abs().max().item()))
+    options = {"reduction": reduction, "max_chunk_bytes": chunk, "main_grad": main_grad}
+    loss = (warpsmith.linear_cross_entropy(*leaves, target, **options) * 3.0).sum()
+    assert (main_grad == 0.5).all()  # nothing before the backward
+    loss.backward()
+    assert waited == [0.0]
+    assert leaves[1].grad.dtype == dtype
+    torch.testing.assert_close(leaves[0].grad, expected[0])
+    limit = 4 * torch.finfo(dtype).eps * exact.abs().max() + 1e-6
+    assert (main_grad.double() - 0.5 - exact).abs().max() <= limit
+
+
+def test_main_grad_adds_up_over_micro_batches_and_walks():
+    hidden, weight, target = problem()
+    main_grad, leaf = torch.zeros(33, 16), weight.clone().requires_grad_()
+    loss = warpsmith.linear_cross_entropy(hidden, leaf, target, main_grad=main_grad)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    once = gradients(warpsmith.linear_cross_entropy, hidden, weight, target)[1]
+    torch.testing.assert_close(main_grad, 2 * once)
+
+
+def test_main_grad_is_refused_under_compile():
+    hidden, weight, target = problem()
+    weight.requires_grad_()
+    compiled = torch.compile(
+        lambda: warpsmith.linear_cross_entropy(hidden, weight, target, main_grad=torch.zeros(33, 16)),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    with pytest.raises(Exception, match="main_grad: expected None under torch.compile"):
+        compiled()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_frozen_inputs_cost_nothing(frozen, reduction):
+    hidden, weight, target = problem()
+    leaf = (weight if frozen == "hidden" else hidden).clone().requires_grad_()
+    given = (hidden, leaf) if frozen == "hidden" else (leaf, weight)
+    loss = warpsmith.linear_cross_entropy(*given, target, reduction=reduction)
+    if reduction == "mean":
+        assert [t.numel() for t in loss.grad_fn.saved_tensors if t.numel()] == [leaf.numel()]
+    loss.sum().backward()
+    both = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction)
+    assert bitwise_equal(leaf.grad, both[frozen == "hidden"])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_stats(reduction):
+    hidden, weight, target = problem()
+    leaf = weight.clone().requires_grad_()
+    options = {"reduction": reduction, "max_chunk_bytes": 2000}
+    loss, stats = warpsmith.linear_cross_entropy(hidden, leaf, target, return_stats=True, **options)
+    expected = reference(hidden, weight, target, reduction=reduction, return_stats=True)
+    torch.testing.assert_close((loss.detach(), *stats), expected)
+    assert loss.requires_grad
+    assert not any(t.requires_grad for t in stats)
+    plain = warpsmith.linear_cross_entropy(hidden, leaf, target, **options)
+    assert bitwise_equal(loss.detach(), plain.detach())
+
+
+def test_under_autocast_gradients_reach_float32_parameters():
+    hidden, weight, target = problem()
+    with torch.autocast("cpu", BF16):
+        found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target)
+    by_hand = gradients(warpsmith.linear_cross_entropy, hidden.bfloat16(), weight.bfloat16(), target)
+    assert all(bitwise_equal(a, b.float()) for a, b in zip(found, by_hand, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("problem", "chunk_rows", "chunks"),
+    [
+        ({"rows": 4096, "classes": 128256}, 4096, 1),
+        ({"rows": 4096, "classes": 128256, "max_chunk_bytes": 1024 * 128256 * 2}, 1024, 4),
+        ({"rows": 32768, "classes": 50304}, 8192, 4),
+        ({"rows": 5000, "classes": 128256}, 2560, 2),
+        ({"rows": 7, "classes": 128256, "max_chunk_bytes": 1}, 1, 7),
+        ({"rows": 0, "classes": 10}, 1, 0),
+        ({"rows": 1000, "classes": 50257, "dtype": "float32", "cuda": False}, 256, 4),
+    ],
+)
+def test_plan_tells_the_chunks(problem, chunk_rows, chunks):
+    plan = warpsmith.plan("linear_cross_entropy", **problem)
+    assert (plan["chunk_rows"], plan["chunks"]) == (chunk_rows, chunks)
+    assert plan["why"]
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000, 4096])
+@pytest.mark.parametrize("limit", [1, 10_000, 300_000, 10**7])
+def test_every_plan_takes_all_rows_within_the_limit(rows, limit):
+    plan = warpsmith.plan("linear_cross_entropy", rows=rows, classes=1000, max_chunk_bytes=limit)
+    assert (plan["chunks"] - 1) * plan["chunk_rows"] < rows <= plan["chunks"] * plan["chunk_rows"]
+    assert plan["logits_bytes"] <= max(limit, 2000)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("label", [33, -1, 2**40, -(2**40)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_labels_out_of_range_are_nan_on_cuda(label, reduction):
+    hidden, weight, target = problem(BF16, device="cuda")
+    target[7] = label
+    loss = warpsmith.linear_cross_entropy(hidden, weight, target, reduction=reduction)
+    assert (loss if reduction == "mean" else loss[7]).isnan()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("dw_dtype", "bytes_an_element"), [(BF16, 2), (FP32, 6)])
+def test_memory_is_bounded_by_the_chunk(dw_dtype, bytes_an_element):
+    hidden, weight, target = problem(BF16, rows=4096, width=64, classes=32768, device="cuda")
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    chunk = 2**25
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    warpsmith.linear_cross_entropy(*leaves, target, max_chunk_bytes=chunk, dw_dtype=dw_dtype).backward()
+    used = torch.cuda.max_memory_allocated() - before
+    assert used <= chunk + 2 * hidden.numel() + bytes_an_element * weight.numel() + 2**20
