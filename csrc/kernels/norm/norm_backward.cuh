@@ -11,7 +11,8 @@
 namespace warpsmith::norm {
 
 // Rows on their way through shared memory, in slots of 16 bytes: each thread copies its own pieces of a row
-// asynchronously, stages - 1 steps ahead (2 to 4 stages), and reads back only those, so that no barrier is needed.
+// asynchronously and reads back only those, so that no barrier is needed. Of the stages (2 to 4) one holds the step in
+// hand, one the step before it, whose gradients are still to be written; the others are on their way.
 // kPieces: slots of a thread and stage.
 template <int kPieces> struct Ring {
   static constexpr int kSlotBytes = 16;
@@ -48,13 +49,13 @@ template <int kPieces> struct Ring {
   __device__ __forceinline__ int last_stage() const { return stage == 0 ? stages - 1 : stage - 1; }
   __device__ __forceinline__ void advance() { stage = stage + 1 == stages ? 0 : stage + 1; }
 
-  __device__ __forceinline__ void wait_for_oldest() const {
+  __device__ __forceinline__ void wait_for_current() const {
     if (stages == 2)
-      device::copy_async_wait<1>();
+      device::copy_async_wait<0>();
     else if (stages == 3)
-      device::copy_async_wait<2>();
+      device::copy_async_wait<1>();
     else
-      device::copy_async_wait<3>();
+      device::copy_async_wait<2>();
   }
 };
 
@@ -88,28 +89,29 @@ template <int N, int V> __device__ __forceinline__ void store_group_sums(float* 
 // cluster. Persistent units (a group, a block or a cluster; U rows at a time) step through the rows side by side, with
 // the weight and the sums of its gradient in registers. A row has at most row_threads * V * N columns.
 //
+// A step sums its rows and hands the sums to the exchange, then writes the gradients of the rows of the step before it,
+// whose sums have arrived: so the latency of the exchange is covered.
+//
 // Shared memory: a Ring of dy, s and dresidual_out; at the end it takes the sums of the block's groups.
 template <class Op, class T, class R, int V, int U, Scope S, int kMaxThreads, int kMinBlocks>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBackwardParams p, int lanes, int stages) {
-  constexpr int N = kVector<T>, kR = sizeof(R) / sizeof(T);
+  constexpr int N = kVector<T>, kR = sizeof(R) / sizeof(T), kCount = U * Op::kSums;
   constexpr int kVectorPieces = 1 + kR + (Op::kResidual ? kR : 0), kPieces = kVectorPieces * U * V;
-  constexpr bool kKeep = U * V == 1;  // g and s_hat stay in registers over the row's sums; else they are made again
-  constexpr int kScratch = S == Scope::group ? 1 : Exchange<S, U * Op::kSums>::kFloats;
+  using Sums = Exchange<S, kCount, kMaxThreads, 3>;
+  constexpr int kScratch = Sums::kFloats;
   WARPSMITH_SHARED(float, scratch, kScratch);
   WARPSMITH_DYNAMIC_SHARED(shared);
   const Place<S> at(lanes);
-  Exchange<S, U * Op::kSums> exchange{scratch};
+  Sums exchange{scratch};
   if constexpr (S == Scope::cluster) device::cluster_arrive();
   const int columns = static_cast<int>(p.columns);
   const float inverse = 1.f / static_cast<float>(columns);
   // A warp's rows begin together: `base` is the same in all its lanes, `side` is the lane's own row among them.
-  const int side = S == Scope::group ? at.group % (32 / lanes) : 0;
-  const int64_t base = S == Scope::group ? at.unit * at.groups + at.group - side : at.unit * U;
-  const int64_t step = at.units * (S == Scope::group ? at.groups : U);
-  static_assert(S != Scope::group || U == 1);
+  const int span = S == Scope::group ? 32 / lanes : 1, side = S == Scope::group ? at.group % span : 0;
+  const int64_t base = (at.unit * at.groups + at.group - side) * U, step = at.units * at.groups * U;
   Ring<kPieces> ring{shared, stages};
 
-  const auto row_at = [&](int64_t first_row, int u) { return first_row + side + u; };
+  const auto row_at = [&](int64_t first_row, int u) { return first_row + u * span + side; };
   const auto request = [&](int64_t first_row, int stage) {
 #pragma unroll
     for (int u = 0; u < U; ++u)
@@ -122,19 +124,20 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBac
         ring.template request<R, N>(stage, piece + 1, p.s, row * p.s_stride + column, valid);
         if constexpr (Op::kResidual)
           ring.template request<R, N>(stage, piece + 1 + kR, p.dresidual_out ? p.dresidual_out : p.s,
-                                      p.dresidual_out ? row * p.dresidual_out_stride + column : 0,
-                                      valid && p.dresidual_out);
+                                      row * p.dresidual_out_stride + column, valid && p.dresidual_out);
       }
     device::copy_async_commit();
   };
-  float next_rstd[U], next_mean[U] = {};
+  Moments next[U], now[U] = {}, before[U];
   const auto request_moments = [&](int64_t first_row) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int64_t row = row_at(first_row, u);
-      next_rstd[u] = row < p.rows ? device::load(static_cast<const float*>(p.rstd) + row) : 0.f;
-      if constexpr (Op::kLayer)
-        next_mean[u] = row < p.rows ? device::load(static_cast<const float*>(p.mean) + row) : 0.f;
+      next[u] = {};
+      if (row < p.rows) {
+        next[u].rstd = device::load(static_cast<const float*>(p.rstd) + row);
+        if constexpr (Op::kLayer) next[u].mean = device::load(static_cast<const float*>(p.mean) + row);
+      }
     }
   };
 
@@ -142,71 +145,86 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBac
   request_moments(base);
   float dweight[V][N] = {}, dbias[V][N] = {};
   Vector<float, N> w[V];
-  with_weight_type<T>(p.weight_dtype, [&]<class W>() {
+  const float offset = static_cast<float>(p.weight_offset);
+  with_weight<T, !Op::kLayer>(p.weight_dtype, offset, [&]<class W, bool kOffset>() {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int column = at.template column<N>(v);
       w[v] = {};
-      if (column < columns) w[v] = load_affine<W, N>(p.weight, column, static_cast<float>(p.weight_offset), 1.f);
+      if (column < columns) w[v] = load_affine<W, N, kOffset>(p.weight, column, offset, 1.f);
     }
   });
   if constexpr (S == Scope::cluster) device::cluster_wait();
 
-  for (int64_t first_row = base; first_row < p.rows; first_row += step) {
-    request(first_row + (stages - 1) * step, ring.last_stage());
-    ring.wait_for_oldest();
-    float rstd[U], mean[U];
+  const bool wants_rows = p.dx || p.dresidual;
+  float sums[kCount], sums_before[kCount] = {};
+  const float *all = nullptr, *all_before = nullptr;
+  // One step more than there are rows: the last writes what the one before it summed.
+  for (int64_t first_row = base; first_row - step < p.rows; first_row += step) {
+    const bool summing = first_row < p.rows;
 #pragma unroll
-    for (int u = 0; u < U; ++u) rstd[u] = next_rstd[u], mean[u] = next_mean[u];
-    request_moments(first_row + step);
-    Vector<float, N> g[V], s_hat[V];
-    const auto unpack = [&](int u, int v) {  // fills g and s_hat of vector v, gives dy
-      const int piece = (u * V + v) * kVectorPieces;
-      const auto dy = ring.template read<T, N>(ring.stage, piece);
-      const auto s = ring.template read<R, N>(ring.stage, piece + 1);
+    for (int i = 0; i < kCount; ++i) sums_before[i] = sums[i], sums[i] = 0;
+    all_before = all;
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const float value = s[k];
-        s_hat[v].at[k] = (Op::kLayer ? value - mean[u] : value) * rstd[u];
-        g[v].at[k] = dy[k] * w[v].at[k];
-      }
-      return dy;
-    };
-    float sums[U * Op::kSums] = {};
-#pragma unroll
-    for (int u = 0; u < U; ++u)
-#pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const auto dy = unpack(u, v);
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-          sums[u * Op::kSums] += g[v].at[k] * s_hat[v].at[k];
-          dweight[v][k] += dy[k] * s_hat[v].at[k];
-          if constexpr (Op::kLayer) {
-            sums[u * Op::kSums + 1] += g[v].at[k];
-            dbias[v][k] += dy[k];
-          }
-        }
-      }
-    if (p.dx || p.dresidual) {
-      row_sums(sums, at, exchange);
+    for (int u = 0; u < U; ++u) before[u] = now[u], now[u] = next[u];
+    if (summing) {
+      request_moments(first_row + step);
+      ring.wait_for_current();
 #pragma unroll
       for (int u = 0; u < U; ++u)
 #pragma unroll
         for (int v = 0; v < V; ++v) {
-          if (!kKeep) unpack(u, v);
-          const int64_t row = row_at(first_row, u);
-          const int column = at.template column<N>(v);
+          const auto dy = ring.template read<T, N>(ring.stage, (u * V + v) * kVectorPieces);
+          const auto s = ring.template read<R, N>(ring.stage, (u * V + v) * kVectorPieces + 1);
+#pragma unroll
+          for (int k = 0; k < N; ++k) {
+            const float s_hat = (Op::kLayer ? s[k] - now[u].mean : s[k]) * now[u].rstd;
+            const float g = dy[k] * w[v].at[k];
+            sums[u * Op::kSums] += g * s_hat;
+            dweight[v][k] += dy[k] * s_hat;
+            if constexpr (Op::kLayer) {
+              sums[u * Op::kSums + 1] += g;
+              dbias[v][k] += dy[k];
+            }
+          }
+        }
+      if (wants_rows) {
+        group_sums(sums, S == Scope::group ? lanes : 32);
+        all = exchange.arrive(sums);
+      }
+    }
+    if (wants_rows && first_row != base) {
+      const int stage = ring.last_stage();
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        float mean_of[Op::kSums];  // of g * s_hat, and of g
+#pragma unroll
+        for (int i = 0; i < Op::kSums; ++i) {
+          const int value = u * Op::kSums + i;
+          if constexpr (S == Scope::group)
+            mean_of[i] = sums_before[value] * inverse;
+          else
+            mean_of[i] = sum_of_warps(at.row_threads / 32,
+                                      [&](int warp) { return all_before[value * Sums::kRowWarps + warp]; }) *
+                         inverse;
+        }
+        const int64_t row = row_at(first_row - step, u);
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          const int column = at.template column<N>(v), piece = (u * V + v) * kVectorPieces;
           if (row >= p.rows || column >= columns) continue;
-          const float along = sums[u * Op::kSums] * inverse;
-          const float shift = Op::kLayer ? sums[u * Op::kSums + Op::kSums - 1] * inverse : 0.f;
+          const auto dy = ring.template read<T, N>(stage, piece);
+          const auto s = ring.template read<R, N>(stage, piece + 1);
           Vector<float, N> ds;
 #pragma unroll
-          for (int k = 0; k < N; ++k)
-            ds.at[k] = rstd[u] * (g[v].at[k] - s_hat[v].at[k] * along - (Op::kLayer ? shift : 0.f));
+          for (int k = 0; k < N; ++k) {
+            const float s_hat = (Op::kLayer ? s[k] - before[u].mean : s[k]) * before[u].rstd;
+            const float along = Op::kLayer ? s_hat * mean_of[0] + mean_of[Op::kSums - 1] : s_hat * mean_of[0];
+            ds.at[k] = before[u].rstd * (dy[k] * w[v].at[k] - along);
+          }
           const int64_t element = row * p.columns + column;
           if constexpr (Op::kResidual) {
-            const auto passed = ring.template read<R, N>(ring.stage, (u * V + v) * kVectorPieces + 1 + kR);
+            const auto passed = ring.template read<R, N>(stage, piece + 1 + kR);
 #pragma unroll
             for (int k = 0; k < N; ++k) ds.at[k] += passed[k];
             if (p.dresidual) store_elements(p.dresidual, element, rounded<R>(ds));
@@ -214,8 +232,12 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBac
           }
           if (p.dx) store_elements(p.dx, element, rounded<T>(ds));
         }
+      }
     }
+    if (!summing) break;
+    request(first_row + (stages - 1) * step, ring.last_stage());
     ring.advance();
+    if (wants_rows) exchange.wait();
   }
   device::copy_async_wait<0>();
   device::launch_dependents();

@@ -4,9 +4,10 @@
 // The forward of the norm family, as templates over the op, the storage types T (x and y) and R (residual) and the
 // threads of a row. Statistics are float, in a fixed order.
 //
-// layer: mean and variance with one exchange between warps, and without the cancellation of mean(s^2) - mean^2: each
-// warp (or group) sums its part twice, the second time around its own mean, and the parts are put together by Chan's
-// formula (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
+// layer: mean and variance in one pass and one exchange, without the cancellation of mean(s^2) - mean^2: each thread
+// sums deviations from its own first element, which is safe because that element is one of those it sums (for n
+// elements the sum of squares is at most n times the spread); the parts are put together by Chan's formula (Chan,
+// Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
 namespace warpsmith::norm {
 
 // How many columns the row's warp `w` holds.
@@ -17,12 +18,8 @@ template <int N, int V> __device__ __forceinline__ float columns_of_warp(int w, 
   return static_cast<float>(count);
 }
 
-struct Moments {
-  float mean, rstd;
-};
-
 // Of U rows at once. `s` holds zeros where there is no column.
-template <Scope S, class R, int N, int V, int U>
+template <Scope S, int kBlockThreads, class R, int N, int V, int U>
 __device__ __forceinline__ void rms_moments(Moments (&m)[U], const Elements<R, N> (&s)[U][V], const Place<S>& at,
                                             float* scratch, int columns, float eps) {
   float sum[U] = {};
@@ -32,62 +29,97 @@ __device__ __forceinline__ void rms_moments(Moments (&m)[U], const Elements<R, N
     for (int v = 0; v < V; ++v)
 #pragma unroll
       for (int k = 0; k < N; ++k) sum[u] += s[u][v][k] * s[u][v][k];
-  Exchange<S, U> exchange{scratch};
-  row_sums(sum, at, exchange);
+  group_sums(sum, S == Scope::group ? at.row_threads : 32);
+  if constexpr (S != Scope::group) {
+    static_assert(U == 1, "a block or a cluster works on one row");
+    Exchange<S, 1, kBlockThreads, 1> exchange{scratch};
+    const float* all = exchange.arrive(sum);
+    exchange.wait();
+    sum[0] = sum_of_warps(at.row_threads / 32, [&](int w) { return all[w]; });
+  }
 #pragma unroll
   for (int u = 0; u < U; ++u) m[u] = {0.f, device::rsqrt(sum[u] / static_cast<float>(columns) + eps)};
 }
 
-template <Scope S, class R, int N, int V, int U>
-__device__ __forceinline__ void layer_moments(Moments (&m)[U], Elements<R, N> (&s)[U][V], const Place<S>& at,
+// Mean and sum of squared deviations of a part of a row.
+struct Part {
+  float mean, spread;
+};
+
+// Every lane of a group gets its parts together; the same bits in each, because both lanes of a pair compute the same.
+// kEven: all lanes hold `count` elements.
+template <bool kEven, int U> __device__ __forceinline__ void combine_lanes(Part (&part)[U], float count, int lanes) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    const float other_count = kEven ? count : __shfl_xor_sync(0xffffffffu, count, distance, 32);
+    const float total = count + other_count, inverse = kEven ? 0.f : total > 0 ? 1.f / total : 0.f;
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const Part other{__shfl_xor_sync(0xffffffffu, part[u].mean, distance, 32),
+                       __shfl_xor_sync(0xffffffffu, part[u].spread, distance, 32)};
+      const float d = part[u].mean - other.mean;
+      const float weight = kEven ? 0.5f * count : count * other_count * inverse;
+      part[u].spread = (part[u].spread + other.spread) + d * d * weight;
+      if constexpr (kEven)
+        part[u].mean = (part[u].mean + other.mean) * 0.5f;
+      else  // not contracted to an fma, whose operands would differ between the two lanes
+        part[u].mean = __fadd_rn(__fmul_rn(part[u].mean, count), __fmul_rn(other.mean, other_count)) * inverse;
+    }
+    count = total;
+  }
+}
+
+template <Scope S, int kBlockThreads, class R, int N, int V, int U>
+__device__ __forceinline__ void layer_moments(Moments (&m)[U], const Elements<R, N> (&s)[U][V], const Place<S>& at,
                                               float* scratch, int columns, float eps) {
-  const float inverse = 1.f / static_cast<float>(columns);
-  float sum[U] = {};
-#pragma unroll
-  for (int u = 0; u < U; ++u)
-#pragma unroll
-    for (int v = 0; v < V; ++v)
-#pragma unroll
-      for (int k = 0; k < N; ++k) sum[u] += s[u][v][k];
   const int lanes = S == Scope::group ? at.row_threads : 32;
-  group_sums(sum, lanes);
-  float square[U] = {}, center[U];
-  const float held =
-      S == Scope::group ? static_cast<float>(columns) : columns_of_warp<N, V>(at.lane / 32, at.row_threads, columns);
-  const float inverse_held = held > 0 ? 1.f / held : 0.f;
+  const bool even = columns == at.row_threads * V * N;
+  float count = 0;
+#pragma unroll
+  for (int v = 0; v < V; ++v)
+    if (at.template column<N>(v) < columns) count += N;
+  const float inverse_count = count > 0 ? 1.f / count : 0.f;
+  Part part[U];
 #pragma unroll
   for (int u = 0; u < U; ++u) {
-    center[u] = sum[u] * inverse_held;
+    const float pivot = s[u][0][0];
+    float sum = 0, square = 0;
 #pragma unroll
     for (int v = 0; v < V; ++v)
       if (at.template column<N>(v) < columns)
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          const float d = s[u][v][k] - center[u];
-          square[u] += d * d;
+          const float d = s[u][v][k] - pivot;
+          sum += d;
+          square += d * d;
         }
+    const float mean = sum * inverse_count;
+    part[u] = {pivot + mean, fmaxf(square - sum * mean, 0.f)};
   }
-  group_sums(square, lanes);
-  if constexpr (S == Scope::group) {
-#pragma unroll
-    for (int u = 0; u < U; ++u) m[u] = {center[u], device::rsqrt(square[u] * inverse + eps)};
-  } else {
+  if (even)
+    combine_lanes<true>(part, count, lanes);
+  else
+    combine_lanes<false>(part, count, lanes);
+
+  const float inverse = 1.f / static_cast<float>(columns);
+  if constexpr (S != Scope::group) {
     static_assert(U == 1, "a block or a cluster works on one row");
-    using Pair = Exchange<S, 2>;
+    using Pair = Exchange<S, 2, kBlockThreads, 1>;
     Pair exchange{scratch};
-    const float* all = exchange({center[0], square[0]});
+    const float* all = exchange.arrive({part[0].mean, part[0].spread});
+    exchange.wait();
     const int warps = at.row_threads / 32;
-    float total = 0;
-    for (int w = threadIdx.x % 32; w < warps; w += 32)
-      total += columns_of_warp<N, V>(w, at.row_threads, columns) * all[w];
-    const float mean = device::warp_sum(total) * inverse;
-    float spread = 0;
-    for (int w = threadIdx.x % 32; w < warps; w += 32) {
-      const float d = all[w] - mean;
-      spread += all[Pair::kRowWarps + w] + columns_of_warp<N, V>(w, at.row_threads, columns) * d * d;
-    }
-    m[0] = {mean, device::rsqrt(device::warp_sum(spread) * inverse + eps)};
+    const auto held = [&](int w) {
+      return even ? static_cast<float>(32 * V * N) : columns_of_warp<N, V>(w, at.row_threads, columns);
+    };
+    const float first = all[0];
+    part[0].mean = first + sum_of_warps(warps, [&](int w) { return held(w) * (all[w] - first); }) * inverse;
+    part[0].spread = sum_of_warps(warps, [&](int w) {
+      const float d = all[w] - part[0].mean;
+      return all[Pair::kRowWarps + w] + held(w) * d * d;
+    });
   }
+#pragma unroll
+  for (int u = 0; u < U; ++u) m[u] = {part[u].mean, device::rsqrt(part[u].spread * inverse + eps)};
 }
 
 // A row has at most row_threads * V * N columns and lies in registers; a group of lanes works on U rows. Reads x (and
@@ -96,7 +128,7 @@ __device__ __forceinline__ void layer_moments(Moments (&m)[U], Elements<R, N> (&
 template <class Op, class T, class R, int V, int U, Scope S, int kMaxThreads, int kMinBlocks>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) forward_registers(NormForwardParams p, int lanes) {
   constexpr int N = kVector<T>;
-  constexpr int kScratch = S == Scope::group ? 1 : Exchange<S, Op::kSums>::kFloats;
+  constexpr int kScratch = Exchange<S, Op::kSums, kMaxThreads, 1>::kFloats;
   WARPSMITH_SHARED(float, scratch, kScratch);
   const Place<S> at(lanes);
   if constexpr (S == Scope::cluster) device::cluster_arrive();
@@ -140,9 +172,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) forward_registers(Nor
   if constexpr (S == Scope::cluster) device::cluster_wait();
   Moments m[U];
   if constexpr (Op::kLayer)
-    layer_moments<S>(m, s, at, scratch, columns, static_cast<float>(p.eps));
+    layer_moments<S, kMaxThreads>(m, s, at, scratch, columns, static_cast<float>(p.eps));
   else
-    rms_moments<S>(m, s, at, scratch, columns, static_cast<float>(p.eps));
+    rms_moments<S, kMaxThreads>(m, s, at, scratch, columns, static_cast<float>(p.eps));
   if (at.lane == 0) {
 #pragma unroll
     for (int u = 0; u < U; ++u)
@@ -151,14 +183,15 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) forward_registers(Nor
         if (Op::kLayer && p.mean) device::store(static_cast<float*>(p.mean) + row_of(u), m[u].mean);
       }
   }
-  with_weight_type<T>(p.weight_dtype, [&]<class W>() {
+  const float offset = static_cast<float>(p.weight_offset);
+  with_weight<T, !Op::kLayer>(p.weight_dtype, offset, [&]<class W, bool kOffset>() {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int column = at.template column<N>(v);
       if (column >= columns) continue;
-      const Vector<float, N> w = load_affine<W, N>(p.weight, column, static_cast<float>(p.weight_offset), 1.f);
+      const Vector<float, N> w = load_affine<W, N, kOffset>(p.weight, column, offset, 1.f);
       Vector<float, N> b;
-      if constexpr (Op::kLayer) b = load_affine<W, N>(p.bias, column, 0.f, 0.f);
+      if constexpr (Op::kLayer) b = load_affine<W, N, false>(p.bias, column, 0.f, 0.f);
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         if (row_of(u) >= p.rows) continue;

@@ -76,14 +76,15 @@ constexpr int instance(Scope scope, int vectors, int rows) {
 }
 
 template <class Op, class T, class R> auto forward_kernel(const NormConfig& c) {
+  constexpr int kMost = max_norm_threads(Op::kResidual);
   void (*kernel)(NormForwardParams, int) = nullptr;
   switch (instance(c.scope, c.vectors, c.rows)) {
     case instance(Scope::group, 1, 4): kernel = forward_registers<Op, T, R, 1, 4, Scope::group, 256, 1>; break;
     case instance(Scope::group, 2, 1): kernel = forward_registers<Op, T, R, 2, 1, Scope::group, 256, 1>; break;
-    case instance(Scope::group, 3, 1): kernel = forward_registers<Op, T, R, 3, 1, Scope::group, 256, 1>; break;
+    case instance(Scope::group, 3, 2): kernel = forward_registers<Op, T, R, 3, 2, Scope::group, 256, 1>; break;
     case instance(Scope::group, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::group, 256, 1>; break;
-    case instance(Scope::block, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::block, 1024, 1>; break;
-    case instance(Scope::cluster, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::cluster, 1024, 1>; break;
+    case instance(Scope::block, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::block, kMost, 1>; break;
+    case instance(Scope::cluster, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::cluster, kMost, 1>; break;
   }
   return kernel;
 }
@@ -95,10 +96,9 @@ template <class Op, class T, class R> auto backward_kernel(const NormConfig& c) 
     case instance(Scope::group, 2, 1): kernel = backward_ring<Op, T, R, 2, 1, Scope::group, 256, 1>; break;
     case instance(Scope::group, 3, 1): kernel = backward_ring<Op, T, R, 3, 1, Scope::group, 256, 1>; break;
     case instance(Scope::group, 4, 1): kernel = backward_ring<Op, T, R, 4, 1, Scope::group, 256, 1>; break;
-    case instance(Scope::block, 1, 1): kernel = backward_ring<Op, T, R, 1, 1, Scope::block, 1024, 1>; break;
     case instance(Scope::block, 2, 1): kernel = backward_ring<Op, T, R, 2, 1, Scope::block, 768, 1>; break;
     case instance(Scope::cluster, 1, 2): kernel = backward_ring<Op, T, R, 1, 2, Scope::cluster, 512, 1>; break;
-    case instance(Scope::cluster, 2, 2): kernel = backward_ring<Op, T, R, 2, 2, Scope::cluster, 512, 1>; break;
+    case instance(Scope::cluster, 2, 1): kernel = backward_ring<Op, T, R, 2, 1, Scope::cluster, 512, 1>; break;
   }
   return kernel;
 }
@@ -157,7 +157,7 @@ template <class Op> Status backward_with(const NormConfig& c, const NormBackward
   };
   WARPSMITH_RETURN_IF_FAILED(first_stage());
   const int64_t partial_rows = norm_partial_rows(c);
-  return sum_partial_rows(choose_norm_sum(p.columns, partial_rows), p, partial_rows, stream);
+  return sum_partial_rows(choose_norm_sum(p.columns), p, partial_rows, stream);
 }
 
 template <class Op> Status partial_rows_cuda(const NormBackwardParams& p, int64_t* partial_rows) {

@@ -116,26 +116,32 @@ template <class T, int N> __device__ __forceinline__ Elements<T, N> rounded(cons
   return y;
 }
 
-// N weights (or biases) from `column` on as floats, plus `offset`; `otherwise` without a pointer.
-template <class W, int N> __device__ __forceinline__ Vector<float, N> load_affine(const void* base, int64_t column,
-                                                                                  float offset, float otherwise) {
+// N weights (or biases) from `column` on as floats, plus `offset` if there is one; `otherwise` without a pointer.
+template <class W, int N, bool kOffset>
+__device__ __forceinline__ Vector<float, N> load_affine(const void* base, int64_t column, float offset,
+                                                        float otherwise) {
   Vector<float, N> w;
   Elements<W, N> stored = {};
   if (base) stored = load_elements<W, N>(base, column);
 #pragma unroll
-  for (int k = 0; k < N; ++k) w.at[k] = base ? stored[k] + offset : otherwise;
+  for (int k = 0; k < N; ++k) w.at[k] = base ? (kOffset ? stored[k] + offset : stored[k]) : otherwise;
   return w;
 }
 
-// Calls visit.operator()<W>() for the storage type of the weight: one branch for all of a thread's columns, so that
-// their loads are not serialised by one branch each.
-template <class T, class Visit> __device__ __forceinline__ void with_weight_type(Dtype weight_dtype, Visit&& visit) {
-  if constexpr (sizeof(T) == 4) {
-    visit.template operator()<float>();
-  } else if (weight_dtype == Dtype::float32) {
-    visit.template operator()<float>();
-  } else {
-    visit.template operator()<T>();
+// Calls visit.operator()<W, kOffset>() for the storage type of the weight and whether something is added to it: one
+// branch for all of a thread's columns, so that their loads are not serialised by one branch each.
+template <class T, bool kMayHaveOffset, class Visit>
+__device__ __forceinline__ void with_weight(Dtype weight_dtype, float offset, Visit&& visit) {
+  if (sizeof(T) == 4 || weight_dtype == Dtype::float32) {
+    if (kMayHaveOffset && offset != 0)
+      visit.template operator()<float, kMayHaveOffset>();
+    else
+      visit.template operator()<float, false>();
+  } else if constexpr (sizeof(T) < 4) {
+    if (kMayHaveOffset && offset != 0)
+      visit.template operator()<T, kMayHaveOffset>();
+    else
+      visit.template operator()<T, false>();
   }
 }
 
@@ -215,6 +221,10 @@ template <int N> __device__ __forceinline__ void drop_out(Vector<float, N>& x, c
   }
 }
 
+struct Moments {
+  float mean, rstd;
+};
+
 // Sums over aligned groups of `lanes` lanes (a power of two up to 32), several at once so that their latencies overlap.
 template <int kCount> __device__ __forceinline__ void group_sums(float (&v)[kCount], int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
@@ -224,17 +234,19 @@ template <int kCount> __device__ __forceinline__ void group_sums(float (&v)[kCou
 }
 
 // How values of every warp of a row reach all its threads: through the block's shared memory, or that of every block of
-// the cluster. Two buffers in turn, so that one barrier a call is enough.
-template <Scope S, int kCount> struct Exchange {
-  static constexpr int kRowWarps = S == Scope::cluster ? kMaxWarps * kMaxCluster : kMaxWarps;
-  static constexpr int kFloats = 2 * kCount * kRowWarps;
+// the cluster. arrive() and wait() are one barrier, with room for other work between them; its buffers take turns, so
+// that there is no second one: three where work on the values of one exchange follows the arrival at the next.
+template <Scope S, int kCount, int kBlockThreads, int kBuffers> struct Exchange {
+  static constexpr int kRowWarps = kBlockThreads / 32 * (S == Scope::cluster ? kMaxCluster : 1);
+  static constexpr int kFloats = S == Scope::group ? 1 : kBuffers * kCount * kRowWarps;
   float* scratch;  // kFloats of shared memory
   int turn = 0;
 
-  // Takes a value per warp (the same in all its lanes), gives [kCount][kRowWarps] values, valid until the next call but
-  // one. In a cluster, a barrier of it must lie behind, so that every block has started.
-  __device__ __forceinline__ const float* operator()(const float (&v)[kCount]) {
-    float* to = scratch + (turn++ % 2) * kCount * kRowWarps;
+  // Takes values of a warp (the same in all its lanes), gives those of all warps, [kCount][kRowWarps], to be read after
+  // wait(). In a cluster, a barrier of it must lie behind, so that every block has started.
+  __device__ __forceinline__ const float* arrive(const float (&v)[kCount]) {
+    float* to = scratch + turn * kCount * kRowWarps;
+    turn = turn + 1 == kBuffers ? 0 : turn + 1;
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if constexpr (S == Scope::cluster) {
       const unsigned at = device::cluster_rank() * (blockDim.x / 32) + warp;
@@ -243,34 +255,38 @@ template <Scope S, int kCount> struct Exchange {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) remote[i * kRowWarps + at] = v[i];
       }
-      device::cluster_barrier();
-    } else {
+      device::cluster_arrive();
+    } else if constexpr (S == Scope::block) {
       if (lane == 0) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) to[i * kRowWarps + warp] = v[i];
       }
-      __syncthreads();
     }
     return to;
   }
+
+  __device__ __forceinline__ void wait() const {
+    if constexpr (S == Scope::cluster)
+      device::cluster_wait();
+    else if constexpr (S == Scope::block)
+      __syncthreads();
+  }
 };
 
-// Sum of a value over the warps of a row, in a fixed order; the same bits in every lane.
-__device__ __forceinline__ float sum_of_warps(const float* values, int warps) {
+// Sum of value(w) over the warps w of a row, in a fixed order; the same bits in every lane. Few are added by every lane
+// on its own, which takes less time than shuffles.
+template <class Value> __device__ __forceinline__ float sum_of_warps(int warps, Value&& value) {
+  constexpr int kFew = 8;
   float sum = 0;
-  for (int w = threadIdx.x % 32; w < warps; w += 32) sum += values[w];
-  return device::warp_sum(sum);
-}
-
-// Sums over the threads of a row, the same bits in each of them.
-template <Scope S, int kCount>
-__device__ __forceinline__ void row_sums(float (&v)[kCount], const Place<S>& at, Exchange<S, kCount>& exchange) {
-  group_sums(v, S == Scope::group ? at.row_threads : 32);
-  if constexpr (S != Scope::group) {
-    const float* all = exchange(v);
+  if (warps <= kFew) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) v[i] = sum_of_warps(all + i * Exchange<S, kCount>::kRowWarps, at.row_threads / 32);
+    for (int w = 0; w < kFew; ++w)
+      if (w < warps) sum += value(w);
+    return sum;
   }
+  const int lanes = warps <= 16 ? 16 : 32;
+  for (int w = threadIdx.x % lanes; w < warps; w += lanes) sum += value(w);
+  return device::group_sum(sum, lanes);
 }
 
 }  // namespace warpsmith::norm

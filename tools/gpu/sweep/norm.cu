@@ -98,34 +98,30 @@ template <int V, int U, Scope S, int kMaxThreads, int kMinBlocks> void add() {
 #endif
 }
 
-#if FORWARD
-template <int V, int U> void add_groups() { add<V, U, Scope::group, 256, 1>(); }
-template <int V> void add_blocks() {
-  add<V, 1, Scope::block, 1024, 1>(), add<V, 1, Scope::block, 512, 2>();
-  add<V, 1, Scope::block, 256, 5>(), add<V, 1, Scope::block, 512, 3>();
-}
-#endif
-
 void add_all() {
 #if FORWARD
-  add_groups<1, 1>(), add_groups<1, 2>(), add_groups<1, 4>(), add_groups<1, 8>();
-  add_groups<2, 1>(), add_groups<2, 2>(), add_groups<2, 4>(), add_groups<3, 1>(), add_groups<3, 2>();
-  add_groups<4, 1>(), add<1, 4, Scope::group, 256, 5>(), add<2, 2, Scope::group, 256, 5>();
-  add<3, 1, Scope::group, 256, 6>(), add<4, 1, Scope::group, 256, 5>();
-  add_blocks<1>(), add_blocks<2>(), add_blocks<3>(), add_blocks<4>();
-  add<6, 1, Scope::block, 512, 2>(), add<8, 1, Scope::block, 256, 4>();
-  add<1, 1, Scope::block, 1024, 2>(), add<2, 1, Scope::block, 1024, 2>();
-  add<1, 1, Scope::cluster, 512, 3>(), add<2, 1, Scope::cluster, 512, 3>();
-  add<4, 1, Scope::cluster, 512, 2>(), add<4, 1, Scope::cluster, 512, 3>();
+  add<1, 1, Scope::group, 256, 1>(), add<1, 2, Scope::group, 256, 1>(), add<1, 4, Scope::group, 256, 1>();
+  add<2, 1, Scope::group, 256, 1>(), add<2, 2, Scope::group, 256, 1>(), add<2, 4, Scope::group, 256, 1>();
+  add<3, 1, Scope::group, 256, 1>(), add<3, 2, Scope::group, 256, 1>(), add<4, 1, Scope::group, 256, 1>();
+  add<4, 2, Scope::group, 256, 1>(), add<8, 1, Scope::group, 256, 1>();
+  add<1, 1, Scope::block, 512, 2>(), add<1, 1, Scope::block, 1024, 1>();
+  add<2, 1, Scope::block, 512, 2>(), add<2, 1, Scope::block, 512, 3>(), add<2, 1, Scope::block, 1024, 1>();
+  add<3, 1, Scope::block, 512, 2>(), add<3, 1, Scope::block, 512, 3>(), add<3, 1, Scope::block, 256, 5>();
+  add<4, 1, Scope::block, 512, 2>(), add<4, 1, Scope::block, 512, 3>(), add<4, 1, Scope::block, 256, 5>();
+  add<6, 1, Scope::block, 256, 3>(), add<8, 1, Scope::block, 256, 3>(), add<8, 1, Scope::block, 256, 2>();
+  add<2, 1, Scope::cluster, 512, 2>(), add<4, 1, Scope::cluster, 512, 2>();
 #else
-  add<1, 1, Scope::group, 256, 1>(), add<2, 1, Scope::group, 256, 1>(), add<3, 1, Scope::group, 256, 1>();
-  add<3, 1, Scope::group, 256, 2>(), add<4, 1, Scope::group, 256, 1>(), add<2, 1, Scope::group, 256, 3>();
-  add<1, 1, Scope::group, 256, 4>();
-  add<1, 1, Scope::block, 1024, 1>(), add<2, 1, Scope::block, 768, 1>(), add<2, 1, Scope::block, 512, 2>();
-  add<3, 1, Scope::block, 512, 1>();
-  add<1, 1, Scope::cluster, 1024, 1>(), add<1, 2, Scope::cluster, 512, 1>(), add<1, 4, Scope::cluster, 512, 1>();
-  add<1, 2, Scope::cluster, 256, 4>(), add<2, 1, Scope::cluster, 512, 1>(), add<2, 2, Scope::cluster, 512, 1>();
-  add<2, 1, Scope::cluster, 256, 3>();
+  add<1, 1, Scope::group, 256, 1>(), add<1, 2, Scope::group, 256, 1>(), add<1, 4, Scope::group, 256, 1>();
+  add<2, 1, Scope::group, 256, 1>(), add<2, 2, Scope::group, 256, 1>(), add<3, 1, Scope::group, 256, 1>();
+  add<3, 1, Scope::group, 256, 2>(), add<3, 2, Scope::group, 256, 1>(), add<4, 1, Scope::group, 256, 1>();
+  add<1, 1, Scope::group, 256, 3>(), add<1, 2, Scope::group, 256, 3>();
+  add<1, 1, Scope::block, 1024, 1>(), add<1, 2, Scope::block, 1024, 1>(), add<1, 4, Scope::block, 512, 1>();
+  add<2, 1, Scope::block, 768, 1>(), add<2, 2, Scope::block, 768, 1>(), add<2, 4, Scope::block, 512, 1>();
+  add<3, 1, Scope::block, 512, 1>(), add<3, 2, Scope::block, 512, 1>(), add<4, 1, Scope::block, 384, 1>();
+  add<4, 2, Scope::block, 384, 1>();
+  add<1, 1, Scope::cluster, 512, 1>(), add<1, 2, Scope::cluster, 512, 1>(), add<1, 4, Scope::cluster, 512, 1>();
+  add<2, 1, Scope::cluster, 512, 1>(), add<2, 2, Scope::cluster, 512, 1>(), add<3, 1, Scope::cluster, 512, 1>();
+  add<3, 2, Scope::cluster, 512, 1>();
 #endif
 }
 
@@ -148,7 +144,7 @@ template <class K, class Visit> void for_shapes(const Candidate<K>& k, int64_t v
     for (int cluster : {1, 2, 4, 8}) {
       if ((k.scope == Scope::block) != (cluster == 1)) continue;
       const int threads = norm_detail::threads_of(norm_detail::ceil_div(vectors, cluster), k.vectors);
-      if (threads < 64 || threads > k.max_threads || int64_t{threads} * k.vectors * cluster * 3 > vectors * 4) continue;
+      if (threads < 64 || threads > k.max_threads || int64_t{threads} * k.vectors * cluster * 4 > vectors * 5) continue;
       visit(threads, threads, cluster);
     }
   }
@@ -215,7 +211,7 @@ int main(int argc, char** argv) {
     const auto measure = [&](const NormConfig& c, size_t kernel, int max_threads, int min_blocks) {
       Result r{0, text_of(c, max_threads, min_blocks), c, kernel};
       Status status;
-      const NormSumConfig sum = choose_norm_sum(columns, norm_partial_rows(c));
+      const NormSumConfig sum = choose_norm_sum(columns);
       r.us = time_of([&] { status = FORWARD ? run_forward(r, f) : run_backward(r, b, sum); });
       if (status.ok()) all.push_back(r);
     };
@@ -251,7 +247,7 @@ int main(int argc, char** argv) {
     Result best = all[0];
     NormBackwardParams without = b;
     without.dweight_partials = without.dbias_partials = nullptr;
-    NormSumConfig sum = choose_norm_sum(columns, norm_partial_rows(best.config));
+    NormSumConfig sum = choose_norm_sum(columns);
     Status status;
     const double alone = time_of([&] { status = run_backward(best, without, sum); });
     std::printf("  %7.1f us without the gradients of the parameters; their second stage:", alone);
