@@ -232,6 +232,73 @@ TEST(unknown_dtype_is_refused) {
   expect_refused(rms_norm_forward_cuda(p.forward, nullptr), "float64");
 }
 
+std::string choice(const RmsNormConfig& c) {
+  std::string text = name(c.kernel);
+  for (const int64_t n : {int64_t{c.vector_elems}, int64_t{c.vectors}, int64_t{c.lanes}, int64_t{c.threads},
+                          int64_t{c.stages}, c.shared_bytes, c.blocks})
+    text += " " + std::to_string(n);
+  return text;
+}
+
+// What is chosen for 4,096 rows of 16-bit elements on an H200, at both sides of every boundary: kernel, elements of an
+// access, vectors and lanes of a row, threads, stages, shared bytes, blocks. A choice must not change by accident.
+TEST(the_chooser) {
+  struct Choice {
+    int64_t columns;
+    const char *forward, *backward;
+  };
+  const Choice choices[] = {
+      {8, "ring 8 1 1 256 2 8192 16", "ring 8 1 1 256 2 16384 16"},
+      {16, "ring 8 2 1 256 2 16384 16", "ring 8 2 1 256 2 32768 16"},
+      {32, "ring 8 2 2 256 2 16384 32", "ring 8 2 2 256 2 32768 32"},
+      {64, "ring 8 2 4 256 2 16384 64", "ring 8 2 4 256 2 32768 64"},
+      {128, "ring 8 2 8 256 2 16384 128", "ring 8 2 8 256 2 32768 128"},
+      {136, "ring 8 2 16 256 2 16384 256", "ring 8 2 16 256 2 32768 256"},
+      {248, "ring 8 2 16 256 2 16384 256", "ring 8 2 16 256 2 32768 256"},
+      {256, "ring 8 2 16 256 2 16384 256", "ring 8 2 16 256 2 32768 256"},
+      {264, "registers 8 2 32 64 0 0 2048", "ring 8 2 32 128 3 24576 396"},
+      {512, "registers 8 2 32 64 0 0 2048", "ring 8 2 32 128 3 24576 396"},
+      {520, "registers 8 3 32 64 0 0 2048", "ring 8 3 32 128 3 36864 396"},
+      {768, "registers 8 3 32 64 0 0 2048", "ring 8 3 32 128 3 36864 396"},
+      {776, "registers 8 4 32 64 0 0 2048", "ring 8 4 32 128 3 49152 396"},
+      {1016, "registers 8 4 32 64 0 0 2048", "ring 8 4 32 128 3 49152 396"},
+      {1024, "registers 8 4 32 64 0 0 2048", "ring 8 4 32 128 3 49152 396"},
+      {1032, "registers 8 4 64 64 0 0 4096", "ring 8 1 160 160 3 15360 528"},
+      {4096, "registers 8 4 128 128 0 0 4096", "ring 8 1 512 512 3 49152 264"},
+      {8192, "registers 8 4 256 256 0 0 4096", "ring 8 1 1024 1024 3 98304 132"},
+      {8200, "ring 8 3 352 352 2 33792 264", "ring 8 3 352 352 2 67584 132"},
+      {12288, "ring 8 3 512 512 2 49152 264", "ring 8 3 512 512 2 98304 132"},
+      {12296, "ring 8 4 416 416 2 53248 264", "ring 8 4 416 416 2 106496 132"},
+      {16384, "ring 8 4 512 512 2 65536 264", "ring 8 4 512 512 2 131072 132"},
+      {16392, "registers 8 4 544 544 0 0 4096", "looped 8 1 512 512 0 0 528"},
+      {32768, "registers 8 4 1024 1024 0 0 4096", "looped 8 1 512 512 0 0 528"},
+      {32776, "looped 8 1 1024 1024 0 0 4096", "looped 8 1 1024 1024 0 0 528"},
+      {4097, "looped 1 1 1024 1024 0 0 4096", "looped 1 1 1024 1024 0 0 528"},
+  };
+  for (const Choice& expected : choices) {
+    const RmsNormProblem p = planned(4096, expected.columns, 2);
+    const auto check = [&](const char* what, const RmsNormConfig& c, const std::string& text) {
+      expect(choice(c) == text, std::string(what) + " of " + std::to_string(p.columns) + ": " + choice(c));
+      const int64_t block = c.shared_bytes + 1024 + 512,
+                    together = (c.blocks + p.multiprocessors - 1) / p.multiprocessors;
+      if (c.kernel == RmsNormKernel::ring && c.blocks < p.rows)
+        expect(together * block <= p.max_shared_bytes + 1024, "the blocks of a multiprocessor have room in it");
+    };
+    check("forward", choose_rms_norm_forward(p), expected.forward);
+    check("backward", choose_rms_norm_backward(p), expected.backward);
+  }
+  RmsNormProblem p = planned(1, 16384, 2);
+  expect_equal("one row", choose_rms_norm_backward(p).blocks, int64_t{1});
+  p.max_shared_bytes = 99 * 1024;  // compute capability 8.6: two stages of dy and x do not fit
+  expect(choice(choose_rms_norm_backward(p)) == "looped 8 1 512 512 0 0 1", choice(choose_rms_norm_backward(p)));
+  p.max_shared_bytes = 163 * 1024;  // 8.0
+  expect(choice(choose_rms_norm_backward(p)) == "ring 8 4 512 512 2 131072 1", choice(choose_rms_norm_backward(p)));
+  p.aligned = false;
+  expect(choice(choose_rms_norm_forward(p)) == "looped 1 1 1024 1024 0 0 1", choice(choose_rms_norm_forward(p)));
+  expect_equal("rows of partial sums, one a group", rms_norm_partial_rows(choose_rms_norm_backward(planned(20, 5, 2))),
+               int64_t{24});
+}
+
 // 2^31 elements and more, in memory that is never touched but for the rows under test: row starts need 64 bits.
 TEST(beyond_2_31_elements) {
   constexpr int64_t kRows = 3, kColumns = 768, kStride = int64_t{1} << 31;
