@@ -22,7 +22,7 @@ def planted(file: Path) -> list[list[str]]:
     return [line.split("|") for line in build.run(program, []).stdout.splitlines()]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", [pytest.param(f, id=f.stem, marks=pytest.mark.xdist_group(f.stem)) for f in FILES])
 def test_planted_bugs_are_noticed(file: Path) -> None:
     unnoticed = []
     for name, variant, expected in planted(file):
@@ -39,5 +39,7 @@ def test_planted_bugs_are_noticed(file: Path) -> None:
     assert not unnoticed, "\n".join(unnoticed)
 
 
-def test_there_are_enough() -> None:
-    assert sum(len(planted(file)) for file in FILES) >= 25
+def test_there_are_enough(figure) -> None:
+    count = sum(len(planted(file)) for file in FILES)
+    figure(f"{count} planted bugs, each noticed by its check")
+    assert count >= 25

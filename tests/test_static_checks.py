@@ -11,6 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import static_checks  # noqa: E402
 
+OPS = [
+    pytest.param(f, id=f.stem, marks=pytest.mark.xdist_group(f"static checks of {f.stem}"))
+    for f in static_checks.budgeted_ops()
+]
+
 
 def test_every_launcher_has_a_budget() -> None:
     launchers = sorted((ROOT / "csrc" / "kernels").rglob("*.cu"))
@@ -19,7 +24,7 @@ def test_every_launcher_has_a_budget() -> None:
 
 
 @pytest.mark.skipif(static_checks.nvcc() is None, reason="no nvcc on this machine")
-@pytest.mark.parametrize("source", static_checks.budgeted_ops(), ids=lambda p: p.stem)
+@pytest.mark.parametrize("source", OPS)
 def test_kernels_stay_within_their_budget(source: Path) -> None:
     problems = static_checks.check_op(source)
     assert not problems, "\n".join(problems)
