@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "common/half_host.h"
 #include "common/parallel.h"
+#include "common/status.h"
 #include "common/vectorize.h"
 #include "cpu/vector_math.h"
 #include "kernels/activation/functions.h"
@@ -43,6 +45,21 @@ void for_pieces(int64_t rows, int64_t columns, bool contiguous, const Parallel& 
   parallel(rows, std::max<int64_t>(1, kElementwiseGrain / columns), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) piece(r, 0, columns);
   });
+}
+
+// Calls visit(T) with the storage type.
+template <class Visit> Status for_dtype(Dtype dtype, Visit&& visit) {
+  switch (dtype) {
+    case Dtype::float32: visit(float{}); return {};
+    case Dtype::float64: visit(double{}); return {};
+    case Dtype::float16: visit(float16{}); return {};
+    case Dtype::bfloat16: visit(bfloat16{}); return {};
+  }
+  return Status::unsupported("no CPU kernel for this dtype");
+}
+
+template <class T> T* offset(const void* base, int64_t elements) {
+  return base ? static_cast<T*>(const_cast<void*>(base)) + elements : nullptr;
 }
 
 }  // namespace warpsmith::cpu

@@ -54,20 +54,6 @@ namespace warpsmith::cpu {
     }                                                                                                               \
   };
 
-template <class Visit> Status for_dtype(Dtype dtype, Visit&& visit) {
-  switch (dtype) {
-    case Dtype::float32: visit(float{}); return {};
-    case Dtype::float64: visit(double{}); return {};
-    case Dtype::float16: visit(float16{}); return {};
-    case Dtype::bfloat16: visit(bfloat16{}); return {};
-  }
-  return Status::unsupported("no CPU kernel for this dtype");
-}
-
-template <class T> T* offset(const void* base, int64_t elements) {
-  return base ? static_cast<T*>(const_cast<void*>(base)) + elements : nullptr;
-}
-
 template <class Loops> Status gated_forward_cpu(const GatedFwdParams& p, const Parallel& parallel) {
   const bool contiguous = p.gate_stride == p.columns && p.up_stride == p.columns;
   return for_dtype(p.dtype, [&]<class T>(T) {

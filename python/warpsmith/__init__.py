@@ -5,11 +5,14 @@ from warpsmith import nn, optim
 from warpsmith._plan import plan
 from warpsmith._version import __version__
 from warpsmith.ops.adamw import adamw
+from warpsmith.ops.bias_gelu import bias_gelu
+from warpsmith.ops.bias_silu import bias_silu
 from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
 from warpsmith.ops.geglu import geglu
 from warpsmith.ops.linear_cross_entropy import linear_cross_entropy
 from warpsmith.ops.linear_log_prob import linear_log_prob
 from warpsmith.ops.reglu import reglu
+from warpsmith.ops.relu_squared import relu_squared
 from warpsmith.ops.rms_norm import rms_norm
 from warpsmith.ops.rope import rope
 from warpsmith.ops.swiglu import swiglu
@@ -18,6 +21,8 @@ __all__ = [
     "CrossEntropyStats",
     "__version__",
     "adamw",
+    "bias_gelu",
+    "bias_silu",
     "cross_entropy",
     "geglu",
     "linear_cross_entropy",
@@ -26,6 +31,7 @@ __all__ = [
     "optim",
     "plan",
     "reglu",
+    "relu_squared",
     "rms_norm",
     "rope",
     "swiglu",

@@ -2,11 +2,14 @@
 // errors.
 #include <torch/library.h>
 #include <warpsmith/adamw.h>
+#include <warpsmith/bias_gelu.h>
+#include <warpsmith/bias_silu.h>
 #include <warpsmith/cross_entropy.h>
 #include <warpsmith/geglu.h>
 #include <warpsmith/linear_cross_entropy.h>
 #include <warpsmith/linear_log_prob.h>
 #include <warpsmith/reglu.h>
+#include <warpsmith/relu_squared.h>
 #include <warpsmith/rms_norm.h>
 #include <warpsmith/rope.h>
 #include <warpsmith/swiglu.h>
@@ -39,6 +42,12 @@ void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
   warpsmith::adamw(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, options, grad_scale, found_inf,
                    lr_tensor);
 }
+
+at::Tensor bias_gelu(const at::Tensor& x, const at::Tensor& bias) { return warpsmith::bias_gelu(x, bias); }
+
+at::Tensor bias_silu(const at::Tensor& x, const at::Tensor& bias) { return warpsmith::bias_silu(x, bias); }
+
+at::Tensor relu_squared(const at::Tensor& x) { return warpsmith::relu_squared(x); }
 
 at::Tensor geglu(const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) {
   return warpsmith::geglu(gate, up, /*tanh=*/true, inplace_backward);
@@ -74,6 +83,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_log_prob(const at::Tensor&
 
 TORCH_LIBRARY(warpsmith_cpp_api, m) {
   m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", &rms_norm);
+  m.def("bias_gelu(Tensor x, Tensor bias) -> Tensor", &bias_gelu);
+  m.def("bias_silu(Tensor x, Tensor bias) -> Tensor", &bias_silu);
+  m.def("relu_squared(Tensor x) -> Tensor", &relu_squared);
   m.def("geglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &geglu);
   m.def("reglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &reglu);
   m.def(

@@ -223,3 +223,31 @@ def test_a_second_derivative_of_cross_entropy_is_refused(cpp):
         gradient.sum().backward()
     with pytest.raises(ValueError, match="cross_entropy: target: expected classes from 0 to 39"):
         cpp.cross_entropy(logits, torch.arange(3) + 38, None, -100, 1, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["bias_gelu", "bias_silu"])
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32])
+def test_biased_activations_have_the_values_and_gradients_of_python(cpp, name, bias_dtype):
+    x, bias, dy = inputs(torch.bfloat16, bias_dtype)
+    y, expected = getattr(cpp, name)(x, bias), getattr(warpsmith, name)(x, bias)
+    assert torch.equal(y, expected)
+    for wanted in ((x, bias), (x,), (bias,)):
+        found = torch.autograd.grad(y, wanted, dy, retain_graph=True)
+        assert all(map(torch.equal, found, torch.autograd.grad(expected, wanted, dy, retain_graph=True)))
+    with pytest.raises(ValueError, match=f"^{name}: bias: expected shape"):
+        getattr(cpp, name)(x, bias[:3])
+    (gradient,) = torch.autograd.grad(y.float().square().sum(), bias, create_graph=True)
+    with pytest.raises(RuntimeError, match=rf"^{name}: second derivatives are not available in C\+\+"):
+        gradient.sum().backward()
+
+
+def test_relu_squared_has_the_values_and_gradients_of_python(cpp):
+    x, _, dy = inputs(torch.bfloat16)
+    y, expected = cpp.relu_squared(x), warpsmith.relu_squared(x)
+    assert torch.equal(y, expected)
+    found, wanted = (torch.autograd.grad(t, x, dy, create_graph=t is y)[0] for t in (y, expected))
+    assert torch.equal(found, wanted)
+    with pytest.raises(RuntimeError, match=r"^relu_squared: second derivatives are not available in C\+\+"):
+        found.sum().backward()
+    with pytest.raises(ValueError, match="^relu_squared: x: expected float32"):
+        cpp.relu_squared(x.int())

@@ -1,17 +1,11 @@
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from warpsmith.ops._gated import gated
+from warpsmith.ops._silu import silu
 
-
-def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
-    s = torch.sigmoid(x)
-    return x * s, s * (1 + x * (1 - s))
-
-
-_swiglu = gated("swiglu", _silu)
+_swiglu = gated("swiglu", silu)
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace_backward: bool = False) -> Tensor:

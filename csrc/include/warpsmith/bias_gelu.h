@@ -1,0 +1,25 @@
+#pragma once
+#include "warpsmith/biased.h"
+
+namespace warpsmith {
+namespace detail {
+
+struct BiasGelu {
+  static constexpr const char* kName = "bias_gelu";
+  static constexpr bool kTanh = true;
+};
+
+}  // namespace detail
+
+// y = gelu(x + bias), with gradients for both; the sum is not rounded in between.
+//
+// x: (..., F), float32, float16, bfloat16, or float64 on the CPU. bias: (F,), the dtype of x, or float32 beside a
+// 16-bit x. tanh: the approximation by tanh, or the exact function. Sums are float32 (float64 for float64) in a fixed
+// order: equal inputs give equal bits.
+//
+// Input that does not fit throws an error that names op, argument, what was expected and what came.
+inline at::Tensor bias_gelu(const at::Tensor& x, const at::Tensor& bias, bool tanh = true) {
+  return detail::biased<detail::BiasGelu>(x, bias, tanh);
+}
+
+}  // namespace warpsmith

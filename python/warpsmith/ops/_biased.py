@@ -1,0 +1,80 @@
+"""What the biased activations share: fakes and autograd of ``y = f(x + bias)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpsmith.ops import _check
+from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
+
+# f and its derivative in plain torch operations, for second derivatives: (x, *extra) -> (f(x), f'(x)).
+Function = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _check_inputs(op: str, x: Tensor, bias: Tensor) -> None:
+    dtype = _check.float_dtype(op, "x", x)
+    bias_dtype = _check.float_dtype(op, "bias", bias)
+    half = dtype.itemsize == 2
+    if bias_dtype != dtype and not (half and bias_dtype == torch.float32):
+        expected = _check.dtype_text(dtype) + (" or float32" if half else "")
+        _check.refuse(op, "bias", expected, _check.dtype_text(bias_dtype))
+    _check.at_least_one_dimension(op, "x", x)
+    _check.same_shape(op, "bias", bias, x.shape[-1:])
+    _check.same_device(op, "bias", bias, x)
+
+
+def biased(name: str, function: Function) -> Callable[..., Tensor]:
+    """The function ``(x, bias, *extra) -> y`` of an op whose raw ops ``name``, ``name_forward`` and ``name_backward``
+    take ``extra`` last."""
+    raw_backward = getattr(raw, name + "_backward").default
+
+    def fake_forward(x: Tensor, bias: Tensor, *extra: Any) -> Tensor:
+        _check_inputs(name, x, bias)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def fake_backward(
+        dy: Tensor, x: Tensor, bias: Tensor, want_dx: bool, want_dbias: bool, *extra: Any
+    ) -> tuple[Tensor, Tensor]:
+        op = name + "_backward"
+        _check_inputs(op, x, bias)
+        _check.float_dtype(op, "dy", dy)
+        _check.same_dtype(op, "dy", dy, x)
+        _check.same_shape(op, "dy", dy, x.shape)
+        _check.same_device(op, "dy", dy, x)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if want_dx else x.new_empty((0,))
+        return dx, bias.new_empty(bias.shape) if want_dbias else x.new_empty((0,))
+
+    register_fake(name, fake_forward)
+    register_fake(name + "_forward", fake_forward)
+    register_fake(name + "_backward", fake_backward)
+
+    def save(inputs: Sequence[Any], outputs: Any) -> Saved:
+        x, bias, *extra = inputs
+        return (x, bias), tuple(extra)
+
+    def backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = tensors
+        dx, dbias = call_raw(raw_backward, dy, x, bias, needs[0], needs[1], *values)
+        return dx if needs[0] else None, dbias if needs[1] else None, *(None,) * len(values)
+
+    def differentiable_backward(
+        needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, bias = tensors
+        math = torch.float64 if x.dtype == torch.float64 else torch.float32
+        g = dy.to(math) * function(x.to(math) + bias.to(math), *values)[1]
+        dx = g.to(x.dtype) if needs[0] else None
+        dbias = g.sum_to_size(bias.shape).to(bias.dtype) if needs[1] else None
+        return dx, dbias, *(None,) * len(values)
+
+    return differentiable(
+        name,
+        forward=getattr(raw, name + "_forward").default,
+        save=save,
+        backward=backward,
+        differentiable_backward=differentiable_backward,
+    )
