@@ -95,8 +95,8 @@ __device__ __forceinline__ void wgmma(float (&d)[Registers], const uint32_t (&a)
 }
 
 // d[64 x N] (+)= a[64 x 32] * b[32 x N] for 8-bit floats, fp32 accumulation; A and B may differ in type. Operands in
-// shared memory are K-major: 32 elements are 32 bytes. The tensor cores keep fewer bits than fp32 in the sum of one
-// instruction and of a chain of them: long sums are added up in ordinary registers from time to time.
+// shared memory are K-major: 32 elements are 32 bytes. The tensor cores add up with fewer bits than fp32 has (about 14
+// on an H800: DeepSeek-V3 Technical Report, 3.5.2), so long sums move to ordinary registers from time to time.
 template <class A, class B, int N, int Registers>
 __device__ __forceinline__ void wgmma_float8(float (&d)[Registers], uint64_t a, uint64_t b,
                                              bool accumulate WARPSMITH_SITE) {

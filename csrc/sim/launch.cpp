@@ -135,6 +135,15 @@ void begin_block(const LaunchConfig& c, uint3 index, Block& b, size_t number, Cl
 
 }  // namespace
 
+std::vector<std::pair<std::string, int>> launched_kernels() {
+  std::vector<std::pair<std::string, int>> all;
+  for (const auto& [kernel, threads] : machine.largest_blocks) {
+    Dl_info info{};
+    if (dladdr(kernel, &info) && info.dli_sname) all.emplace_back(info.dli_sname, threads);
+  }
+  return all;
+}
+
 Status set_max_dynamic_shared(const void* kernel, size_t bytes) {
   if (bytes > static_cast<size_t>(machine.options.properties.max_dynamic_shared_bytes)) return invalid_value();
   machine.opted_in = kernel;
@@ -149,6 +158,11 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
                                    ? static_cast<size_t>(machine.options.properties.max_dynamic_shared_bytes)
                                    : kSharedWithoutOptIn;
   WARPSMITH_RETURN_IF_FAILED(validate(c));
+  {
+    Untracked scope;
+    int& largest = machine.largest_blocks[kernel];
+    largest = std::max(largest, static_cast<int>(threads_of(c)));
+  }
   const Counters before = machine.counters;
   ++machine.counters.launches;
   ++machine.launch_number;

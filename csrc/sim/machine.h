@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -139,6 +140,7 @@ struct Machine {
   size_t opted_in_bytes = 0;
   size_t shared_limit_bytes = 0;              // static and dynamic, of the running kernel
   int64_t launch_number = 0;                  // never reset
+  std::map<const void*, int> largest_blocks;  // of kernels, in threads; never reset
   std::deque<BulkOperation> bulk_operations;  // of the wave
   std::vector<BulkOperation*> in_flight;
   int64_t tensor_bytes = 0;  // of the tensor copy being issued, without what lies outside the tensor

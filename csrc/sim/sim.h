@@ -2,6 +2,8 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "common/launch.h"
 
@@ -43,5 +45,8 @@ struct Options {
 
 Options& options();
 Counters& counters();
+
+// Every kernel launched so far, by its symbol, with the threads of its largest block.
+std::vector<std::pair<std::string, int>> launched_kernels();
 
 }  // namespace warpsmith::sim

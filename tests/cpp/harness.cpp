@@ -216,7 +216,7 @@ void expect_bytes(const Bytes& formula) {
 
 int main(int argc, char** argv) {
   using namespace warpsmith::test;
-  std::string only, asked;
+  std::string only, launches, asked;
   bool list = false;
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
@@ -229,6 +229,8 @@ int main(int argc, char** argv) {
       state.random_cases = std::atoi(value), ++i;
     else if (flag == "--first-case")
       state.first_case = std::atoll(value), ++i;
+    else if (flag == "--launches")
+      launches = value, ++i;
     else if (flag == "--only")
       only = value, ++i;
     else if (flag == "--counters")
@@ -240,7 +242,7 @@ int main(int argc, char** argv) {
     else {
       std::printf(
           "usage: %s [--seeds N] [--random N] [--first-case N] [--only PART] [--counters] [--stop] [--ask RANDOM_TEST] "
-          "[--list]\n",
+          "[--list] [--launches FILE]\n",
           argv[0]);
       return 2;
     }
@@ -264,5 +266,12 @@ int main(int argc, char** argv) {
     ++run;
   }
   if (!list) std::printf("%d of %d tests failed\n", failed, run);
+  if (!launches.empty()) {  // kernels and the threads of their largest blocks, for tools/sim/static_checks.py
+    std::FILE* file = std::fopen(launches.c_str(), "w");
+    if (!file) return 2;
+    for (const auto& [symbol, threads] : warpsmith::sim::launched_kernels())
+      std::fprintf(file, "%s %d\n", symbol.c_str(), threads);
+    std::fclose(file);
+  }
   return failed || (!run && !list);
 }
