@@ -17,7 +17,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import coverage  # noqa: E402
-import fuzz  # noqa: E402
 
 import build  # noqa: E402
 
@@ -35,6 +34,11 @@ CASES, SECONDS = 2000, 10
 
 def each(tests: list[Path]):
     return [pytest.param(t, id=t.stem, marks=pytest.mark.xdist_group(t.stem)) for t in tests]
+
+
+@pytest.fixture
+def fuzz():
+    return pytest.importorskip("fuzz")  # where hypothesis is installed
 
 
 @pytest.mark.parametrize("variant", FLAGS)
@@ -57,7 +61,7 @@ def test_kernels_on_the_host(test: Path, variant: str, figure, record_property) 
 
 
 @pytest.mark.parametrize("test", each(RANDOM))
-def test_random_cases(test: Path, figure, request) -> None:
+def test_random_cases(test: Path, fuzz, figure, request) -> None:
     seconds = float("inf") if request.config.getoption("--slow") else SECONDS
     program = build.build(test, "coverage")
     assert fuzz.random_tests(program), "the op has no RANDOM_TEST"
@@ -92,7 +96,7 @@ RANDOM_TEST(crashes_above_forty) {
 """
 
 
-def test_failing_random_cases_are_made_smaller(tmp_path: Path) -> None:
+def test_failing_random_cases_are_made_smaller(fuzz, tmp_path: Path) -> None:
     source = tmp_path / "sim_failing.cpp"
     source.write_text(FAILING)
     flags = [*build.VARIANTS["plain"].kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'cpp'}"]

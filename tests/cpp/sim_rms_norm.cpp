@@ -226,6 +226,26 @@ TEST(bytes_moved) {
   });
 }
 
+// Every forward kernel stores rstd once a row, or not at all where it is not wanted.
+TEST(rstd_is_stored_once_a_row_where_it_is_wanted) {
+  for (const int64_t columns : {16, 264, 1032, 8200, 33, 4097}) {
+    Problem<bfloat16, bfloat16> p({.rows = 5, .columns = columns});
+    const int64_t y_bytes = 5 * columns * 2;
+    under_every_seed([&] {
+      sim::counters() = {};
+      p.forward.rstd = p.rstd.data();
+      expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
+      expect_equal("bytes written, with rstd", sim::counters().global_bytes_written, y_bytes + 5 * 4);
+      sim::counters() = {};
+      p.forward.rstd = nullptr;
+      p.y.poison();
+      expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
+      expect_equal("bytes written, without", sim::counters().global_bytes_written, y_bytes);
+      p.check_forward();
+    });
+  }
+}
+
 TEST(unknown_dtype_is_refused) {
   Problem<float, float> p({.rows = 1, .columns = 4});
   p.forward.dtype = p.forward.weight_dtype = Dtype::float64;
