@@ -126,6 +126,23 @@ def test_an_overflow_that_pytorch_does_not_have_is_caught():
     caught(numerics.check_edge_value, replace(op, cases=[FP32]), "x", "large", match="neither")
 
 
+@pytest.mark.parametrize("error", [1e-7, 1e-5])
+def test_where_pytorch_overflows_in_a_whole_row_a_rounding_passes_and_an_error_is_caught(error):
+    def overflowing(x, scale):
+        total = 4 * x.abs().sum(-1, keepdim=True)
+        return reference(x, scale) * (total / total)
+
+    def op(x, scale):
+        y = reference(x, scale)
+        return Detached.apply(y, 1.0, error * y.detach().abs().amax(-1, keepdim=True))
+
+    spec = with_op(op, baseline=overflowing, cases=[Case((1, 33), torch.float32)], differentiable=())
+    if error < torch.finfo(torch.float32).eps:
+        numerics.check_edge_value(spec, "x", "max")
+    else:
+        caught(numerics.check_edge_value, spec, "x", "max", match="neither")
+
+
 def test_a_slightly_wrong_derivative_is_caught_by_gradcheck():
     caught(
         numerics.check_gradcheck,
