@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/index.md", "docs/ops/rms_norm.md", "docs/testing.md")
+OPS = sorted(f"docs/ops/{page.name}" for page in (ROOT / "docs/ops").glob("*.md") if page.name != "index.md")
+DOCUMENTS = ("README.md", "docs/index.md", *OPS, "docs/testing.md")
 
 
 def python_blocks(text):
