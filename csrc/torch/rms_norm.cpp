@@ -1,9 +1,7 @@
 #include "kernels/norm/rms_norm.h"
 
-#include "torch/support/device.h"
 #include "torch/support/library.h"
-#include "torch/support/rows.h"
-#include "torch/support/tensor.h"
+#include "torch/support/norm.h"
 
 namespace warpsmith {
 namespace {
@@ -11,39 +9,17 @@ namespace {
 constexpr const char* kForward = "rms_norm";
 constexpr const char* kBackward = "rms_norm_backward";
 
-// The dtype of the weight, which is x's own or float32 beside a 16-bit x.
-Dtype check_weight(const char* op, const std::optional<Tensor>& weight, const Tensor& x, Dtype dtype, int64_t columns) {
-  if (!weight) return dtype;
-  const Dtype weight_dtype = float_dtype(op, "weight", *weight);
-  if (weight_dtype != dtype && !(weight_dtype == Dtype::float32 && size_bytes(dtype) == 2))
-    refuse(op, "weight", size_bytes(dtype) == 2 ? std::string(name(dtype)) + " or float32" : name(dtype),
-           name(weight_dtype));
-  check_shape(op, "weight", *weight, {columns});
-  check_same_device(op, "weight", *weight, x);
-  return weight_dtype;
-}
-
-std::optional<Tensor> adjacent(const std::optional<Tensor>& weight) {
-  return weight ? std::optional<Tensor>(torch::stable::contiguous(*weight)) : std::nullopt;
-}
-
-const void* pointer(const std::optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; }
-
-int32_t statistics_dtype(Dtype dtype) {
-  return dtype == Dtype::float64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
-}
-
 // Fills y, and rstd where the caller wants it.
 Tensor forward_into(const Tensor& x_any, const std::optional<Tensor>& weight_any, double eps, double weight_offset,
                     Tensor* rstd) {
   const Dtype dtype = float_dtype(kForward, "x", x_any);
   const Rows x = as_rows(kForward, "x", x_any);
   const Dtype weight_dtype = check_weight(kForward, weight_any, x_any, dtype, x.columns);
-  if (!(eps >= 0)) refuse(kForward, "eps", "a number >= 0", std::to_string(eps));
+  check_eps(kForward, eps);
   const std::optional<Tensor> weight = adjacent(weight_any);
 
   Tensor y = allocate_like(kForward, "y", x_any);
-  if (rstd) *rstd = allocate_vector(kForward, "rstd", x.rows, statistics_dtype(dtype), x_any);
+  if (rstd) *rstd = allocate_vector(kForward, "rstd", x.rows, statistics_code(dtype), x_any);
   if (x.rows == 0 || x.columns == 0) {
     if (rstd) torch::stable::zero_(*rstd);
     return y;
@@ -84,12 +60,9 @@ std::tuple<Tensor, Tensor> backward(Tensor dy_any, Tensor x_any, std::optional<T
   check_same_device(kBackward, "dy", dy_any, x_any);
   const Rows x = as_rows(kBackward, "x", x_any), dy = as_rows(kBackward, "dy", dy_any);
   const Dtype weight_dtype = check_weight(kBackward, weight_any, x_any, dtype, x.columns);
-  check_dtype(kBackward, "rstd", rstd_any, dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32);
-  check_shape(kBackward, "rstd", rstd_any, {x.rows});
-  check_same_device(kBackward, "rstd", rstd_any, x_any);
+  const Tensor rstd = check_statistics(kBackward, "rstd", rstd_any, dtype, x.rows, x_any);
   if (want_dweight && !weight_any) refuse(kBackward, "weight", "a tensor when its gradient is wanted", "None");
   const std::optional<Tensor> weight = adjacent(weight_any);
-  const Tensor rstd = torch::stable::contiguous(rstd_any);
 
   const Tensor none = allocate_vector(kBackward, "no gradient", 0, dtype_code(x_any), x_any);
   Tensor dx = want_dx ? allocate_like(kBackward, "dx", x_any) : none;
@@ -118,7 +91,7 @@ std::tuple<Tensor, Tensor> backward(Tensor dy_any, Tensor x_any, std::optional<T
   const auto with_partials = [&](int64_t partial_rows) {
     if (!want_dweight) return;
     const int64_t sizes[2] = {partial_rows, x.columns};
-    partials = allocate(kBackward, "partial sums of dweight", sizes, 2, statistics_dtype(dtype), x_any);
+    partials = allocate(kBackward, "partial sums of dweight", sizes, 2, statistics_code(dtype), x_any);
     p.partials = partials->mutable_data_ptr();
   };
   run_on(

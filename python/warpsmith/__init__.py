@@ -5,10 +5,15 @@ from warpsmith import nn, optim
 from warpsmith._plan import plan
 from warpsmith._version import __version__
 from warpsmith.ops.adamw import adamw
+from warpsmith.ops.add_layer_norm import add_layer_norm
+from warpsmith.ops.add_rms_norm import add_rms_norm
 from warpsmith.ops.bias_gelu import bias_gelu
 from warpsmith.ops.bias_silu import bias_silu
 from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
+from warpsmith.ops.dropout_add_layer_norm import dropout_add_layer_norm
+from warpsmith.ops.dropout_add_rms_norm import dropout_add_rms_norm
 from warpsmith.ops.geglu import geglu
+from warpsmith.ops.layer_norm import layer_norm
 from warpsmith.ops.linear_cross_entropy import linear_cross_entropy
 from warpsmith.ops.linear_log_prob import linear_log_prob
 from warpsmith.ops.reglu import reglu
@@ -21,10 +26,15 @@ __all__ = [
     "CrossEntropyStats",
     "__version__",
     "adamw",
+    "add_layer_norm",
+    "add_rms_norm",
     "bias_gelu",
     "bias_silu",
     "cross_entropy",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
     "geglu",
+    "layer_norm",
     "linear_cross_entropy",
     "linear_log_prob",
     "nn",

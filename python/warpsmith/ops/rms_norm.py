@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
+from warpsmith.ops import _norm
 from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
 
 _OP = "rms_norm"
@@ -14,52 +14,23 @@ _FLOAT32_EPS = torch.finfo(torch.float32).eps
 _FLOAT64_EPS = torch.finfo(torch.float64).eps
 
 
-def _check_inputs(op: str, x: Tensor, weight: Tensor | None) -> None:
-    dtype = _check.float_dtype(op, "x", x)
-    _check.at_least_one_dimension(op, "x", x)
-    if weight is None:
-        return
-    weight_dtype = _check.float_dtype(op, "weight", weight)
-    half = dtype.itemsize == 2
-    if weight_dtype != dtype and not (half and weight_dtype == torch.float32):
-        expected = _check.dtype_text(dtype) + (" or float32" if half else "")
-        _check.refuse(op, "weight", expected, _check.dtype_text(weight_dtype))
-    _check.same_shape(op, "weight", weight, x.shape[-1:])
-    _check.same_device(op, "weight", weight, x)
-
-
-def _rows(x: Tensor) -> Any:
-    rows = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-    return rows
-
-
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _fake_inference(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:
-    _check_inputs(_OP, x, weight)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    _norm.check_inputs(_OP, x, weight)
+    return _norm.new_output(x)
 
 
 def _fake_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> tuple[Tensor, Tensor]:
     y = _fake_inference(x, weight, eps, weight_offset)
-    return y, x.new_empty((_rows(x),), dtype=_statistics_dtype(x))
+    return y, _norm.new_statistics(x)
 
 
 def _fake_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, want_dx: bool, want_dweight: bool
 ) -> tuple[Tensor, Tensor]:
     op = _OP + "_backward"
-    _check_inputs(op, x, weight)
-    _check.same_dtype(op, "dy", dy, x)
-    _check.same_shape(op, "dy", dy, x.shape)
-    _check.same_device(op, "dy", dy, x)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if want_dx else x.new_empty((0,))
-    dweight = weight.new_empty(weight.shape) if want_dweight and weight is not None else x.new_empty((0,))
-    return dx, dweight
+    _norm.check_inputs(op, x, weight)
+    _norm.check_gradient(op, "dy", dy, x)
+    return _norm.new_gradient(x, want_dx, x), _norm.new_gradient(weight, want_dweight, x)
 
 
 register_fake("rms_norm", _fake_forward)
@@ -85,14 +56,8 @@ def _backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> t
 def _differentiable_backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, _ = tensors
     eps, weight_offset = values
-    math = _statistics_dtype(x)
-    x_math, dy_math = x.to(math), dy.to(math)
-    rstd = torch.rsqrt(x_math.square().mean(-1, keepdim=True) + eps)
-    x_hat = x_math * rstd
-    g = dy_math if weight is None else dy_math * (weight.to(math) + weight_offset)
-    dx = (rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True))).to(x.dtype) if needs[0] else None
-    dweight = (dy_math * x_hat).sum_to_size(weight.shape).to(weight.dtype) if needs[1] else None
-    return dx, dweight, None, None
+    dx, dweight = _norm.rms_norm_gradients(dy, x, weight, eps, weight_offset)
+    return dx.to(x.dtype) if needs[0] else None, _norm.summed_to(dweight, weight) if needs[1] else None, None, None
 
 
 _rms_norm = differentiable(

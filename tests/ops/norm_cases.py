@@ -1,0 +1,97 @@
+"""What the tests of the ops that add, perhaps drop, and normalise have in common: cases, inputs and bad inputs."""
+
+from __future__ import annotations
+
+import torch
+from warpsmith.testing import BadInput, Case
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+STREAM = {"residual": FP32}
+
+
+def cases(widths, fp16=(1, 257, 768)):
+    """The case table: widths around vectors and warps, mixed dtypes, long rows."""
+    return [
+        *(Case((5, width), dtype) for width in widths for dtype in (BF16, FP32)),
+        *(Case((5, width), FP16) for width in fp16),
+        *(Case((3, 4, width), FP64) for width in (1, 33)),
+        *(Case((6, 257), dtype, dtypes=STREAM) for dtype in (BF16, FP16)),
+        *(Case((6, 768), dtype, dtypes={**STREAM, "weight": FP32, "bias": FP32}) for dtype in (BF16, FP16)),
+        Case((6, 256), BF16, dtypes={"weight": FP32, "bias": FP32}),
+        *(Case((6, 768), dtype, options={"affine": False}) for dtype in (BF16, FP32)),
+        Case((700, 96), BF16),
+        Case((768,), FP32),
+        Case((2, 12288), BF16),
+        Case((2, 10001), FP32),
+        Case((1, 65536), BF16, dtypes=STREAM),
+    ]
+
+
+CASES = cases((1, 2, 7, 8, 33, 256, 257, 768, 1024, 4096))
+FEW_CASES = cases((1, 7, 8, 257, 768), fp16=(257,))
+GRADCHECK_CASES = [Case((3, 5), FP64), Case((2, 4), FP64, options={"affine": False})]
+
+
+def inputs(case, rng, *, bias, seed=False):
+    """x, residual, weight, and what the op has of bias and dropout."""
+    columns = case.shape[-1]
+    affine = case.options.get("affine", True)
+    made = {"x": rng.normal(case.shape), "residual": rng.normal(case.shape, mean=0.5)}
+    made["weight"] = rng.normal((columns,), mean=1.0, std=0.3) if affine else None
+    if bias:
+        made["bias"] = rng.normal((columns,)) if affine else None
+    if seed:
+        made["p"] = case.options.get("p", 0.25)
+    made["eps"] = 1e-5
+    if seed:
+        made["seed"] = rng.integers((2,), 0, 2**62)
+    return made
+
+
+def but(**changes):
+    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
+
+
+BAD_INPUTS = [
+    BadInput("integers", but(x=lambda g: g["x"].int()), r"x: expected float32.*got int32"),
+    BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
+    BadInput("residual shape", but(residual=lambda g: g["residual"][:-1]), r"residual: expected shape \(5, 7\), got"),
+    BadInput("residual dtype", but(residual=lambda g: g["residual"].half()),
+             "residual: expected bfloat16 or float32, got float16"),
+    BadInput("meta residual", but(residual=lambda g: g["residual"].to("meta")), "residual: expected a", fake=False),
+    BadInput("short weight", but(weight=lambda g: g["weight"][:-1]), r"weight: expected shape \(\d+\), got"),
+    BadInput("weight dtype", but(weight=lambda g: g["weight"].half()),
+             "weight: expected bfloat16 or float32, got float16"),
+    BadInput("negative eps", but(eps=lambda g: -1.0), r"eps: expected a number >= 0, got -1", fake=False),
+    BadInput("string", but(x=lambda g: "x"), "", error=RuntimeError, fake=False),
+]  # fmt: skip
+BAD_BIAS = [
+    BadInput("matrix bias", but(bias=lambda g: g["bias"][None]), r"bias: expected shape \(\d+\), got"),
+    BadInput("bias beside a weight", but(bias=lambda g: g["bias"].float()), "bias: expected bfloat16, got float32"),
+]
+BAD_DROPOUT = [
+    BadInput("negative p", but(p=lambda g: -0.1), r"p: expected a number in \[0, 1\], got -0.1"),
+    BadInput("large p", but(p=lambda g: 1.5), r"p: expected a number in \[0, 1\], got 1.5"),
+    BadInput("nan p", but(p=lambda g: float("nan")), r"p: expected a number in \[0, 1\], got nan"),
+    BadInput("seed dtype", but(seed=lambda g: g["seed"].int()), "seed: expected int64, got int32"),
+    BadInput("seed shape", but(seed=lambda g: g["seed"][:1]), r"seed: expected shape \(2\), got \(1\)"),
+]
+
+
+def floor_bytes(forward, backward):
+    """Bytes of ops that move so many elements of the dtype for each of x."""
+    return lambda case: {
+        direction: elements * case.dtype.itemsize * torch.Size(case.shape).numel()
+        for direction, elements in (("forward", forward), ("backward", backward))
+    }
+
+
+def backward_arguments(good, *, bias, **dropout):
+    """Those of the raw backward op, for its schema and fakes."""
+    rows = good["x"].shape[:-1].numel()
+    statistics = [torch.ones(rows, device=good["x"].device)] * (2 if bias else 1)
+    affine = [good["weight"], good["bias"]] if bias else [good["weight"]]
+    last = () if bias else (0.0,)
+    ones = torch.ones_like(good["x"]), torch.ones_like(good["residual"])
+    wanted = (True,) * (4 if bias else 3)
+    return *ones, good["residual"], *affine, *statistics, *dropout.values(), *last, *wanted

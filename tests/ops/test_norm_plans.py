@@ -1,0 +1,78 @@
+"""warpsmith.plan for the norm family: every plan covers its row and fits the chip; bad problems are named."""
+
+from __future__ import annotations
+
+import pytest
+import warpsmith
+
+ADD = ("add_rms_norm", "add_layer_norm", "dropout_add_rms_norm", "dropout_add_layer_norm")
+OPS = ("layer_norm", *ADD)
+COLUMNS = [*range(1, 67), *(2**k + d for k in range(7, 19) for d in (-8, 0, 8)), 768, 12288, 100_000]
+
+
+def check(plan, rows, columns):
+    for c in (plan["forward"], plan["backward"]):
+        assert c["why"]
+        assert c["threads"] % 32 == 0
+        assert 32 <= c["threads"] <= 1024
+        assert c["shared_bytes"] <= 227 * 1024 - 512
+        assert c["blocks"] >= 1
+        assert c["blocks"] % c["cluster"] == 0
+        if c["scope"] == "group":
+            assert 32 % c["threads_a_row"] == 0
+        else:
+            assert c["threads_a_row"] == c["threads"] * c["cluster"]
+        if c["kernel"] != "looped":
+            assert c["threads_a_row"] * c["vectors_a_thread"] * c["vector_elems"] >= columns
+            at_once = c["blocks"] // c["cluster"] * c["rows_together"]
+            at_once *= c["threads"] // c["threads_a_row"] if c["scope"] == "group" else 1
+            assert c["kernel"] == "ring" or at_once >= rows
+    assert plan["partial_rows"] >= plan["backward"]["blocks"] // plan["backward"]["cluster"]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("rows", [1, 5, 1000, 200_000])
+def test_every_plan_covers_its_row_and_fits_the_chip(op, rows):
+    for columns in COLUMNS:
+        for dtype in ("float32", "bfloat16"):
+            streams = {dtype, "float32"} if op in ADD else {None}
+            for stream in streams:
+                for clusters in (True, False):
+                    problem = {} if stream is None else {"residual_dtype": stream}
+                    plan = warpsmith.plan(op, rows=rows, columns=columns, dtype=dtype, clusters=clusters, **problem)
+                    check(plan, rows, columns)
+                    assert clusters or plan["forward"]["cluster"] == plan["backward"]["cluster"] == 1
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rows_that_are_no_vectors_are_looped_over(op):
+    for problem in ({"columns": 1023}, {"columns": 1024, "aligned": False}):
+        plan = warpsmith.plan(op, rows=8, **problem, dtype="bfloat16")
+        assert plan["forward"]["kernel"] == plan["backward"]["kernel"] == "looped"
+
+
+def test_wide_rows_stay_on_the_chip_where_there_are_clusters():
+    """Up to 65,536 columns in one kernel launch of one pass over the row, forward."""
+    for columns in (16384, 32768, 65536):
+        plan = warpsmith.plan("layer_norm", rows=64, columns=columns, dtype="bfloat16")
+        assert plan["forward"]["kernel"] == "registers"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ({"columns": 8}, "rows: expected a value, got none"),
+        ({"rows": 0, "columns": 8}, "rows: expected an integer >= 1, got 0"),
+        ({"rows": 1, "columns": 8, "dtype": "int8"}, "dtype: expected float32, float16 or bfloat16"),
+        ({"rows": 1, "columns": 8, "cols": 8}, "expected arguments among .*, got cols"),
+    ],
+)
+def test_bad_plans_are_named(op, problem, message):
+    with pytest.raises(ValueError, match=f"^plan: {op}: {message}"):
+        warpsmith.plan(op, **problem)
+
+
+def test_only_ops_with_a_residual_have_a_stream():
+    with pytest.raises(ValueError, match="got residual_dtype"):
+        warpsmith.plan("layer_norm", rows=1, columns=8, residual_dtype="float32")
