@@ -3,13 +3,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from warpsmith.ops import _check
+from warpsmith.nn._norm import Norm
 from warpsmith.ops.rms_norm import rms_norm
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Norm):
     """Root-mean-square layer normalisation: :func:`warpsmith.rms_norm` with its weight.
 
     Constructor and ``state_dict`` are those of ``torch.nn.RMSNorm``, to which ``weight_offset`` is added.
@@ -30,11 +30,6 @@ class RMSNorm(nn.Module):
         torch.Size([2, 8])
     """
 
-    normalized_shape: tuple[int, ...]
-    eps: float | None
-    elementwise_affine: bool
-    weight_offset: float
-
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -45,35 +40,9 @@ class RMSNorm(nn.Module):
         *,
         weight_offset: float = 0.0,
     ) -> None:
-        super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        if not shape or any(size < 1 for size in shape):
-            _check.refuse("RMSNorm", "normalized_shape", "one or more sizes >= 1", str(shape))
-        self.normalized_shape = shape
-        self.eps = eps
-        self.elementwise_affine = elementwise_affine
-        self.weight_offset = weight_offset
-        if elementwise_affine:
-            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        else:
-            self.register_parameter("weight", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Sets the weight so that the layer's scale is one."""
-        if self.weight is not None:
-            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset=weight_offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises ``x`` over its last ``len(normalized_shape)`` dimensions."""
-        shape = self.normalized_shape
-        if len(shape) == 1:
-            return rms_norm(x, self.weight, self.eps, self.weight_offset)
-        if tuple(x.shape[-len(shape) :]) != shape:
-            _check.refuse("RMSNorm", "x", f"trailing shape {_check.shape_text(shape)}", _check.shape_text(x.shape))
-        weight = None if self.weight is None else self.weight.flatten()
-        return rms_norm(x.flatten(-len(shape)), weight, self.eps, self.weight_offset).view(x.shape)
-
-    def extra_repr(self) -> str:
-        text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
-        return text + (f", weight_offset={self.weight_offset}" if self.weight_offset else "")
+        y = rms_norm(self.flat("x", x), self.flat_parameter("weight"), self.eps, self.weight_offset)
+        return y.view(x.shape)
