@@ -14,6 +14,8 @@
 #include <warpsmith/rope.h>
 #include <warpsmith/swiglu.h>
 
+#include "norms.h"
+
 namespace {
 
 at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, std::optional<double> eps,
