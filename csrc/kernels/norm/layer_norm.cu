@@ -1,0 +1,20 @@
+#include "kernels/norm/layer_norm.h"
+
+#include "kernels/norm/layer_norm_kernel.cuh"
+#include "kernels/norm/norm_launch.cuh"
+
+namespace warpsmith {
+
+Status layer_norm_forward_cuda(const NormForwardParams& p, void* stream) {
+  return norm::forward_cuda<norm::LayerNorm>(p, stream);
+}
+
+Status layer_norm_partial_rows_cuda(const NormBackwardParams& p, int64_t* partial_rows) {
+  return norm::partial_rows_cuda<norm::LayerNorm>(p, partial_rows);
+}
+
+Status layer_norm_backward_cuda(const NormBackwardParams& p, void* stream) {
+  return norm::backward_cuda<norm::LayerNorm>(p, stream);
+}
+
+}  // namespace warpsmith

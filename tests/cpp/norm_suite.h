@@ -1,0 +1,174 @@
+#pragma once
+#include "norm_problem.h"
+#include "sim/sparse_memory.h"
+
+// What every op of the norm family is held to: each kernel of its chooser against the formula in double precision, with
+// few rows and short ones where a kernel's width allows it. A suite calls these from its TESTs.
+namespace warpsmith::test {
+
+// Runs `body` on a machine of other properties, so that small inputs reach loops and fallbacks.
+template <class Body> void on_machine(int multiprocessors, int compute_capability, Body&& body) {
+  const DeviceProperties saved = sim::options().properties;
+  sim::options().properties.multiprocessors = multiprocessors;
+  sim::options().properties.compute_capability = compute_capability;
+  body();
+  sim::options().properties = saved;
+}
+
+struct NormSuite {
+  NormUnderTest op;
+
+  template <class T, class R = T, class W = T> void run(const NormShape& shape) const {
+    NormCase<T, R, W>(op, shape).run();
+  }
+
+  // One row length for each kernel and vector count of the chooser.
+  void every_kernel() const {
+    for (int64_t columns : {8, 16, 128, 256, 264, 512, 768, 1024, 1032}) run<bfloat16>({.rows = 2, .columns = columns});
+    run<bfloat16>({.rows = 1, .columns = 12296});
+    for (int64_t columns : {4, 8, 128, 132, 256, 384, 512, 516}) run<float>({.rows = 2, .columns = columns});
+  }
+
+  void storage_types() const {
+    for (int64_t columns : {64, 768, 1544}) {
+      run<float16>({.rows = 2, .columns = columns});
+      run<float16, float16, float>({.rows = 2, .columns = columns});
+      run<bfloat16, bfloat16, float>({.rows = 2, .columns = columns});
+      if (!op.residual) continue;
+      run<bfloat16, float>({.rows = 2, .columns = columns});
+      run<float16, float, float>({.rows = 2, .columns = columns});
+    }
+  }
+
+  void rows_that_are_not_vectors() const {
+    for (int64_t columns : {1, 2, 3, 7, 33, 257, 1025, 4097}) run<bfloat16>({.rows = 3, .columns = columns});
+    run<float>({.rows = 3, .columns = 33});
+    run<float16, float16, float>({.rows = 3, .columns = 33});
+    if (op.residual) run<bfloat16, float>({.rows = 3, .columns = 33});
+  }
+
+  void misaligned_and_strided_rows() const {
+    run<bfloat16>({.rows = 5, .columns = 768, .offset = 1});
+    run<bfloat16>({.rows = 5, .columns = 768, .padding = 3});
+    run<bfloat16>({.rows = 5, .columns = 768, .padding = 8});
+    run<float>({.rows = 5, .columns = 260, .padding = 4, .offset = 3});
+  }
+
+  // The least length that a block cannot hold.
+  int64_t cluster_columns() const { return int64_t{max_norm_threads(op.residual)} * 4 * 8 + 8; }
+
+  void rows_of_a_cluster() const { run<bfloat16>({.rows = 1, .columns = cluster_columns()}); }
+
+  void rows_too_long_for_the_chip() const {
+    on_machine(132, 80, [&] {
+      run<bfloat16>({.rows = 1, .columns = cluster_columns()});
+      run<float>({.rows = 1, .columns = 6148});
+    });
+  }
+
+  void more_rows_than_units() const {
+    on_machine(2, 90, [&] {
+      for (int64_t rows : {1, 33, 130}) run<bfloat16>({.rows = rows, .columns = 16});
+      run<bfloat16>({.rows = 30, .columns = 264});
+      run<bfloat16>({.rows = 21, .columns = 1032});
+      run<bfloat16>({.rows = 19, .columns = 33});
+      run<bfloat16>({.rows = 7, .columns = 12296});
+    });
+  }
+
+  void no_weight_or_bias() const {
+    for (int64_t columns : {24, 1032, 4097}) {
+      run<bfloat16>({.rows = 2, .columns = columns, .weight = false});
+      if (!op.layer) continue;
+      run<bfloat16>({.rows = 2, .columns = columns, .bias = false});
+      run<bfloat16>({.rows = 2, .columns = columns, .weight = false, .bias = false});
+    }
+  }
+
+  void no_gradient_of_the_residual() const {
+    for (int64_t columns : {24, 1032, 1033}) run<bfloat16>({.rows = 2, .columns = columns, .dresidual_out = false});
+  }
+
+  void each_gradient_alone() const {
+    for (int64_t columns : {16, 1032, 1033})
+      NormCase<bfloat16>(op, {.rows = 3, .columns = columns}).run_each_gradient();
+  }
+
+  // The floor of the kernels' contract, and what each adds to it: weight and bias once a group of rows (forward) or
+  // once a unit (backward), the statistics by every thread of a row, partial sums.
+  void bytes_moved(int64_t rows, int64_t columns) const {
+    const int64_t row = columns * 2, gradients = op.layer ? 2 : 1;
+    NormCase<bfloat16> p(op, {.rows = rows, .columns = columns});
+    const NormConfig forward = choose_norm_forward(p.problem()), backward = choose_norm_backward(p.problem());
+    const int64_t partial_rows = norm_partial_rows(backward), partials = gradients * partial_rows * columns * 4;
+    const int64_t seed_reads = op.dropout ? 16 : 0;
+    const int64_t vector_threads = columns / forward.vector_elems;  // a thread reads the seed for each of its vectors
+    const int64_t loaded_weights = rows / forward.rows;
+    p.make_room(partial_rows);
+    under_every_seed([&] {
+      expect_ok(op.forward(p.forward, nullptr));
+      const int64_t slots = int64_t{forward.lanes} * forward.cluster * forward.vectors;  // some hold no column
+      expect_bytes(
+          {.read = rows * row * (op.residual ? 2 : 1) + gradients * loaded_weights * row + rows * slots * seed_reads,
+           .written = rows * row * (op.residual ? 2 : 1) + gradients * rows * 4});
+      sim::counters() = {};
+      expect_ok(op.backward(p.backward, nullptr));
+      expect_bytes({.read = rows * row * (op.residual ? 3 : 2) + partial_rows * backward.groups() * row + partials +
+                            gradients * rows * 4 * backward.lanes * backward.cluster +
+                            rows * vector_threads * seed_reads,
+                    .written = rows * row * (p.separate_dresidual() ? 2 : 1) + partials + gradients * row});
+    });
+  }
+
+  void unknown_dtype_is_refused() const {
+    NormCase<float> p(op, {.rows = 1, .columns = 4});
+    p.forward.dtype = p.forward.residual_dtype = p.forward.weight_dtype = Dtype::float64;
+    expect_refused(op.forward(p.forward, nullptr), "float64");
+    p.forward.columns = 3;
+    expect_refused(op.forward(p.forward, nullptr), "float64");
+    p.backward.dtype = p.backward.residual_dtype = p.backward.weight_dtype = Dtype::float64;
+    expect_refused(op.backward(p.backward, nullptr), "float64");
+  }
+
+  // 2^31 elements and more, in memory that is never touched but for the rows under test: row starts need 64 bits.
+  void beyond_2_31_elements() const {
+    constexpr int64_t kRows = 3, kColumns = 768, kStride = int64_t{1} << 31;
+    sim::SparseMemory<bfloat16> x(kRows * kStride);
+    NormCase<bfloat16> near(op, {.rows = kRows, .columns = kColumns});
+    for (int64_t r = 0; r < kRows; ++r) std::memcpy(x.data() + r * kStride, near.x.data() + r * kColumns, kColumns * 2);
+    near.forward.x = x.data();
+    near.forward.x_stride = kStride;
+    under_every_seed([&] {
+      near.y.poison();
+      expect_ok(op.forward(near.forward, nullptr));
+      near.check_forward();
+    });
+  }
+
+  template <class T, class R, class W> void run_random_of(Random& random) const {
+    NormShape s{.rows = random.size(1, 40), .columns = random.size(1, 2100)};
+    if (random.coin()) s.columns = (s.columns + 7) / 8 * 8;
+    s.padding = random.choice<int64_t>({0, 8, 1});
+    s.offset = static_cast<size_t>(random.choice<int64_t>({0, 0, 0, 1}));
+    s.weight = random.integer(0, 4) > 0;
+    s.bias = random.integer(0, 4) > 0;
+    s.dresidual_out = random.integer(0, 4) > 0;
+    s.weight_offset = !op.layer && random.coin() ? 1 : 0;
+    s.drop = random.choice<double>({0.25, 0.0, 0.9, 1.0});
+    NormCase<T, R, W>(op, s, random.bits() % 1000).run();
+  }
+
+  void run_random(Random& random) const {
+    switch (random.integer(0, op.residual ? 6 : 4)) {
+      case 0: return run_random_of<bfloat16, bfloat16, bfloat16>(random);
+      case 1: return run_random_of<float, float, float>(random);
+      case 2: return run_random_of<float16, float16, float16>(random);
+      case 3: return run_random_of<bfloat16, bfloat16, float>(random);
+      case 4: return run_random_of<float16, float16, float>(random);
+      case 5: return run_random_of<bfloat16, float, float>(random);
+      default: return run_random_of<float16, float, float16>(random);
+    }
+  }
+};
+
+}  // namespace warpsmith::test

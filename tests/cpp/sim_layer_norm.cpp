@@ -1,0 +1,50 @@
+// The layer_norm kernels on the host.
+#include "kernels/norm/layer_norm.h"
+
+#include "norm_suite.h"
+
+namespace warpsmith::test {
+namespace {
+
+constexpr NormSuite kSuite{{.layer = true,
+                            .residual = false,
+                            .dropout = false,
+                            .forward = layer_norm_forward_cuda,
+                            .partial_rows = layer_norm_partial_rows_cuda,
+                            .backward = layer_norm_backward_cuda}};
+
+TEST(every_kernel) { kSuite.every_kernel(); }
+TEST(storage_types) { kSuite.storage_types(); }
+TEST(rows_that_are_not_vectors) { kSuite.rows_that_are_not_vectors(); }
+TEST(misaligned_and_strided_rows) { kSuite.misaligned_and_strided_rows(); }
+TEST(rows_of_a_cluster) { kSuite.rows_of_a_cluster(); }
+TEST(rows_too_long_for_the_chip) { kSuite.rows_too_long_for_the_chip(); }
+TEST(more_rows_than_units) { kSuite.more_rows_than_units(); }
+TEST(no_weight_or_bias) { kSuite.no_weight_or_bias(); }
+TEST(each_gradient_alone) { kSuite.each_gradient_alone(); }
+TEST(unknown_dtype_is_refused) { kSuite.unknown_dtype_is_refused(); }
+TEST(beyond_2_31_elements) { kSuite.beyond_2_31_elements(); }
+TEST(bytes_moved) {
+  kSuite.bytes_moved(136, 128);
+  kSuite.bytes_moved(20, 1032);
+  on_machine(16, 90, [] { kSuite.bytes_moved(5, 12296); });
+}
+
+// mean(s^2) - mean^2 would lose every digit of the variance here.
+TEST(a_mean_that_dwarfs_the_variance) {
+  for (int64_t columns : {16, 512, 516, 4096, 4099}) kSuite.run<float>({.rows = 2, .columns = columns, .mean = 1000});
+}
+
+TEST(constant_rows) {
+  for (int64_t columns : {16, 520, 4096, 1025}) {
+    NormCase<bfloat16> p(kSuite.op, {.rows = 2, .columns = columns});
+    for (size_t i = 0; i < p.x.size(); ++i) p.x[i] = from_float<bfloat16>(i < p.x.size() / 2 ? 3.f : -1e4f);
+    p.compute_oracle();
+    p.run();
+  }
+}
+
+RANDOM_TEST(random_problems) { kSuite.run_random(random); }
+
+}  // namespace
+}  // namespace warpsmith::test
