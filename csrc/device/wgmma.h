@@ -63,6 +63,7 @@ __device__ __forceinline__ void wgmma_fence(WARPSMITH_ONLY_SITE) {
 template <class T, int N, Major AMajor = Major::k, Major BMajor = Major::k, int Registers>
 __device__ __forceinline__ void wgmma(float (&d)[Registers], uint64_t a, uint64_t b, bool accumulate WARPSMITH_SITE) {
   static_assert(N == 2 * Registers, "a thread holds N / 2 accumulators");
+  static_assert(std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>, "8-bit floats: wgmma_float8()");
 #ifdef WARPSMITH_SIM
   sim::wgmma(
       {d, N, nullptr, a, b, AMajor == Major::mn, BMajor == Major::mn, accumulate, sim::kOperand<T>, sim::kOperand<T>},
@@ -82,6 +83,7 @@ template <class T, int N, Major BMajor = Major::k, int Registers>
 __device__ __forceinline__ void wgmma(float (&d)[Registers], const uint32_t (&a)[4], uint64_t b,
                                       bool accumulate WARPSMITH_SITE) {
   static_assert(N == 2 * Registers, "a thread holds N / 2 accumulators");
+  static_assert(std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>, "8-bit floats: wgmma_float8()");
 #ifdef WARPSMITH_SIM
   sim::wgmma({d, N, a, 0, b, false, BMajor == Major::mn, accumulate, sim::kOperand<T>, sim::kOperand<T>}, site);
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)

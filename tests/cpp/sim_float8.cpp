@@ -3,8 +3,10 @@
 #include <limits>
 
 #include "../../tools/gpu/conformance/float8_product.cuh"
+#include "common/tensor_map.h"
 #include "device/float8.h"
 #include "device/mma.h"
+#include "device/tensor_copy.h"
 #include "harness.h"
 
 namespace warpsmith::test {
@@ -191,6 +193,60 @@ TEST(wgmma_of_every_pair) {
 TEST(wgmma_with_a_in_registers) {
   wgmma_matches<e4m3, e4m3, 64, Swizzle::bytes128, true>();
   wgmma_matches<e5m2, e4m3, 32, Swizzle::bytes64, true>();
+}
+// Tiles that arrive by tensor copies: pairs of 8-bit elements travel as 16-bit ones (common/tensor_map.h).
+__global__ void copied_product(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, float* d) {
+  WARPSMITH_DYNAMIC_SHARED(memory);
+  WARPSMITH_SHARED(device::Mbarrier, full, 1);
+  const int t = threadIdx.x, lane = t % 32, row0 = t / 32 * 16 + lane / 4;
+  constexpr int kTileBytes = 64 * float8_product::kDepth;
+  if (t == 0) {
+    device::mbarrier_init(full, 1);
+    device::mbarrier_init_fence();
+    device::mbarrier_arrive_expect(full, 2 * kTileBytes);
+    device::tensor_load(memory, &a, full, {0, 0});
+    device::tensor_load(memory + kTileBytes, &b, full, {0, 0});
+  }
+  __syncthreads();
+  device::mbarrier_wait(full, 0);
+  float acc[32];
+  device::wgmma_fence();
+  for (int k = 0; k < float8_product::kDepth; k += 32)
+    device::wgmma_float8<e4m3, e5m2, 64>(acc, float8_product::describe(Swizzle::bytes128, 64, memory, k),
+                                         float8_product::describe(Swizzle::bytes128, 64, memory + kTileBytes, k),
+                                         k > 0);
+  device::wgmma_commit();
+  device::wgmma_wait<0>();
+  for (int j = 0; j < 32; ++j) d[(row0 + 8 * (j >> 1 & 1)) * 64 + 8 * (j >> 2) + 2 * (lane % 4) + (j & 1)] = acc[j];
+}
+TEST(tiles_arrive_by_tensor_copies) {
+  using float8_product::kDepth;
+  Buffer<e4m3> a(50 * kDepth);  // the last rows are outside the tensor
+  Buffer<e5m2> b(64 * kDepth);
+  Buffer<float> d(64 * 64);
+  fill_small(a, 5);
+  fill_small(b, 7);
+  std::vector<double> expected = plain_product(a, b, kDepth, 0.0);
+  expected.resize(64 * 64, 0.0);
+  const auto map_of = [](TensorMap& map, const void* base, int rows) {
+    return make_tensor_map(map, {.base = base,
+                                 .dtype = Dtype::float16,
+                                 .rank = 2,
+                                 .sizes = {kDepth / 2, rows},
+                                 .strides_bytes = {0, kDepth},
+                                 .box = {kDepth / 2, 64},
+                                 .swizzle = Swizzle::bytes128});
+  };
+  TensorMap map_a, map_b;
+  expect_ok(map_of(map_a, a.data(), 50));
+  expect_ok(map_of(map_b, b.data(), 64));
+  under_every_seed([&] {
+    d.poison();
+    const LaunchConfig config{.block = 128, .dynamic_shared_bytes = 2 * 64 * kDepth};
+    expect_ok(launch(copied_product, config, nullptr, map_a, map_b, d.data()));
+    expect_close("d", d, expected, {});
+    expect_bytes({.read = (50 + 64) * kDepth, .written = 0});
+  });
 }
 TEST(wgmma_of_every_width) {
   wgmma_matches<e4m3, e4m3, 8, Swizzle::none, false>();
