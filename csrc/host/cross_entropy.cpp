@@ -15,6 +15,7 @@ py::dict describe(const CrossEntropyConfig& c) {
   d["threads_a_row"] = c.lanes * c.cluster;
   d["threads"] = c.threads;
   d["blocks"] = c.blocks;
+  d["stages"] = c.stages;
   d["shared_bytes"] = c.shared_bytes;
   d["why"] = c.why;
   return d;
@@ -27,6 +28,7 @@ py::dict plan(const py::kwargs& given) {
   p.classes = problem.integer("classes", 1);
   p.element_bytes = problem.dtype_bytes("dtype", "bfloat16");
   p.aligned = problem.flag("aligned", true);
+  p.multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
   p.compute_capability = static_cast<int>(problem.integer("compute_capability", 80, 90));
   p.max_shared_bytes = static_cast<int>(problem.integer("max_shared_bytes", 0, 227 * 1024));
   problem.refuse_unknown();

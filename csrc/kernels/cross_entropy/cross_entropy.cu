@@ -27,7 +27,13 @@ Status problem_of(int64_t rows, int64_t classes, const void* base, int64_t strid
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   const bool aligned =
       reinterpret_cast<uintptr_t>(base) % 16 == 0 && (rows == 1 || stride * size_bytes(dtype) % 16 == 0);
-  *out = {rows, classes, size_bytes(dtype), aligned, device.compute_capability, device.max_dynamic_shared_bytes};
+  *out = {rows,
+          classes,
+          size_bytes(dtype),
+          aligned,
+          device.multiprocessors,
+          device.compute_capability,
+          device.max_dynamic_shared_bytes};
   return {};
 }
 
@@ -42,7 +48,8 @@ template <class Visit> Status dispatch(Dtype dtype, Visit&& visit) {
   return Status::unsupported(std::string("no CUDA kernel for ") + name(dtype));
 }
 
-template <class T, bool kGeneral> void (*forward_kernel(const CrossEntropyConfig& c))(CrossEntropyParams, int) {
+template <class T, bool kGeneral>
+void (*forward_kernel(const CrossEntropyConfig& c))(CrossEntropyParams, int, int, int) {
   if (c.kernel == CrossEntropyKernel::looped) return forward_looped<T, kGeneral>;
   return c.block_a_row() ? forward_resident<T, true, kGeneral> : forward_resident<T, false, kGeneral>;
 }
@@ -85,7 +92,7 @@ Status cross_entropy_forward_cuda_with(const CrossEntropyConfig& c, const CrossE
     const auto kernel = general(p) ? forward_kernel<T, true>(c) : forward_kernel<T, false>(c);
     LaunchConfig grid = grid_of(c);
     if (p.follows_denominator) WARPSMITH_RETURN_IF_FAILED(overlapping(&grid));
-    return launch(kernel, grid, stream, p, c.lanes);
+    return launch(kernel, grid, stream, p, c.lanes, c.slots, c.stages);
   });
 }
 

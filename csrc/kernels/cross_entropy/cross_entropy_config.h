@@ -11,6 +11,7 @@ struct CrossEntropyProblem {
   int64_t classes = 0;
   int element_bytes = 2;
   bool aligned = true;  // every row starts on 16 bytes
+  int multiprocessors = 132;
   int compute_capability = 90;
   int max_shared_bytes = 227 * 1024;  // dynamic shared memory that a block may have
 };
@@ -33,6 +34,8 @@ struct CrossEntropyConfig {
   int lanes = 512;    // threads of a row in one block: a power of two up to 32, or the whole block
   int threads = 512;  // of a block
   int cluster = 1;    // blocks of a row
+  int slots = 0;      // 16-byte vectors of a row that one thread has (resident)
+  int stages = 1;     // rows that a thread has room for: with two, one arrives while the other is worked on
   int64_t blocks = 1;
   int64_t shared_bytes = 0;
   const char* why = "";
@@ -44,11 +47,12 @@ struct CrossEntropyConfig {
 namespace cross_entropy_detail {
 
 constexpr int64_t kMaxBlocks = 0x7fffffff;
-constexpr int kMaxCluster = 8;                 // what every sm_90 grants without opting in
-constexpr int kVectorsOfThread = 8;            // about as many as keep the memory busy while the first ones arrive
-constexpr int kMaxThreads = 256;               // of a block that has a row, or a part of it
-constexpr int64_t kSharedOfBlock = 48 * 1024;  // so that several blocks share a multiprocessor
-constexpr int64_t kStaticShared = 4 * 1024;    // what a kernel declares itself, at most
+constexpr int kMaxCluster = 8;               // what every sm_90 grants without opting in
+constexpr int kVectorsOfThread = 8;          // about as many as keep the memory busy while the first ones arrive
+constexpr int kMaxThreads = 256;             // of a block that has a row, or a part of it
+constexpr int64_t kSharedOfRow = 32 * 1024;  // in one block, so that several blocks share a multiprocessor
+constexpr int64_t kMostRowsOfBlock = 8;      // few, so that the blocks' ends do not leave the card half empty
+constexpr int64_t kStaticShared = 4 * 1024;  // what a kernel declares itself, at most
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -81,18 +85,25 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
     c.why = "a row fits in the shared memory of a warp: no barrier";
   } else {
     const int most = p.compute_capability >= 90 ? kMaxCluster : 1;
-    while (c.cluster < most && vectors * 16 > c.cluster * kSharedOfBlock) c.cluster *= 2;
+    while (c.cluster < most && vectors * 16 > c.cluster * kSharedOfRow) c.cluster *= 2;
     const int64_t threads = ceil_div(ceil_div(vectors, int64_t{c.cluster} * kVectorsOfThread), 32) * 32;
     c.lanes = c.threads = static_cast<int>(std::min<int64_t>(threads, kMaxThreads));
     c.why = c.cluster > 1 ? "a row fits in the shared memory of a cluster of blocks"
                           : "a row fits in a block's shared memory";
   }
-  c.shared_bytes = slots_of(c, vectors) * c.threads * 16;
-  if (c.shared_bytes > p.max_shared_bytes - kStaticShared) {
+  const int64_t stage_bytes = slots_of(c, vectors) * c.threads * 16, most_bytes = p.max_shared_bytes - kStaticShared;
+  if (stage_bytes > most_bytes) {
     c = {};
     c.why = "a row is longer than the chip's shared memory: it is read twice";
+    spread(c, p.rows);
+    return c;
   }
-  spread(c, p.rows);
+  const int64_t units = ceil_div(p.rows, c.groups()), waves = units * c.cluster / (int64_t{4} * p.multiprocessors);
+  const int64_t rows_of_block = std::max<int64_t>(1, std::min(waves / 2, kMostRowsOfBlock));
+  c.stages = rows_of_block > 1 && 2 * stage_bytes <= most_bytes ? 2 : 1;
+  c.slots = static_cast<int>(slots_of(c, vectors));
+  c.shared_bytes = c.stages * stage_bytes;
+  spread(c, ceil_div(p.rows, rows_of_block));
   return c;
 }
 

@@ -9,9 +9,8 @@
 
 // Kernels of cross_entropy. T: storage of the logits; all arithmetic is float, in a fixed order. kGeneral: softcap,
 // label smoothing or entropy are wanted. Bytes of a row of C classes: C * sizeof(T) read, as many written with a
-// gradient; looped reads twice then. Beside that a thread of a row reads its target and the scalars (8 + 4 + 4 bytes),
-// one thread of a row the target's logit, and one the vector that holds the maximum; results are 4 bytes each,
-// argmax 8.
+// gradient; looped reads twice then. Beside that each thread of a row reads its target (8 bytes), and each thread once
+// the denominator (4); results are 4 bytes each, argmax 8.
 namespace warpsmith::cross_entropy {
 
 constexpr int kMaxWarps = 32;
@@ -46,10 +45,7 @@ struct Exchange {
 
   template <bool kBlock, bool kGeneral> __device__ __forceinline__ Sums over_row(Sums x, const Team<kBlock>& team) {
     x = combine<kGeneral>(x, kBlock ? 32 : team.size);
-    if constexpr (!kBlock) {
-      __syncwarp(0xffffffffu);  // as the barriers below: what was read before it may be overwritten after it
-      return x;
-    }
+    if constexpr (!kBlock) return x;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps_of_block = blockDim.x / 32;
     Sums* mine = warps + turn * kMaxWarps;
     if (lane == 0) mine[warp] = x;
@@ -71,6 +67,10 @@ struct Exchange {
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
 
+__device__ __forceinline__ int64_t target_of(const CrossEntropyParams& p, int64_t r) {
+  return r < p.rows ? device::load(p.target + r) : p.ignore_index;
+}
+
 __device__ __forceinline__ float total_weight(const CrossEntropyParams& p) {
   return p.class_weight ? real_at(p.class_weight_total, 0, 0.f) : static_cast<float>(p.classes);
 }
@@ -83,15 +83,18 @@ template <class T> struct Problem {
   Label label;
   Row<T> row;
 
-  __device__ __forceinline__ Problem(const CrossEntropyParams& p, int64_t r)
+  __device__ __forceinline__ Problem(const CrossEntropyParams& p, int64_t r, int64_t target)
       : r(r),
         exists(r < p.rows),
         read(exists),
-        target(exists ? device::load(p.target + r) : p.ignore_index),
+        target(target),
         label(label_of(target, p.classes, p.ignore_index)),
         row(p.logits, exists ? r * p.logits_stride : 0, static_cast<int>(p.classes)) {
     if (label == Label::ignored && p.skip_ignored) read = false;
   }
+
+  __device__ __forceinline__ int vectors() const { return exists ? row.vectors() : 0; }
+  __device__ __forceinline__ int vectors_read() const { return read ? row.vectors() : 0; }
 
   __device__ __forceinline__ float class_weight(const CrossEntropyParams& p) const {
     if (label == Label::bad) return not_a_number();
@@ -102,14 +105,12 @@ template <class T> struct Problem {
 // The gradient that follows from a row's maximum and sum; early or late, the same bits. Gives lse as well.
 template <class T, bool kGeneral>
 __device__ __forceinline__ Gradient gradient_of(const CrossEntropyParams& p, const Options& o, const Problem<T>& at,
-                                                float m, float s, float& lse) {
+                                                float m, float s, float denominator, float& lse) {
   Gradient g;
   g.c = reference_of(m);
-  g.m = m;
-  g.rest = logf(s);  // lse - m
-  if (m != kMinusInfinity) g.rest -= kLn2 * fmaf(m, kLog2e, -g.c);
+  g.rest = logf(s);
   lse = !at.read ? 0.f : m == -kMinusInfinity ? m : m + g.rest;
-  const float scale = real_at(p.grad_loss, at.r * p.grad_loss_stride, 1.f) / real_at(p.denominator, 0, 1.f);
+  const float scale = real_at(p.grad_loss, at.r * p.grad_loss_stride, 1.f) / denominator;
   g.t = scale * o.keep * at.class_weight(p);
   g.s = scale * o.spread;
   g.k = (g.t + scale * 2.f * o.z_loss * lse) / s;
@@ -120,7 +121,7 @@ __device__ __forceinline__ Gradient gradient_of(const CrossEntropyParams& p, con
   return g;
 }
 
-// A row's results, stored by one thread. `hot`: the target's logit, read before any thread may overwrite it.
+// A row's results, stored by one thread. `hot`: the target's logit.
 template <class T, bool kGeneral>
 __device__ __forceinline__ void store_results(const CrossEntropyParams& p, const Options& o, const Problem<T>& at,
                                               const Sums& x, const Gradient& g, float lse, float hot) {
@@ -139,7 +140,7 @@ __device__ __forceinline__ void store_results(const CrossEntropyParams& p, const
   put(p.lse, lse);
   put(p.row_max, x.m);
   put(p.row_sum, x.s);
-  if constexpr (kGeneral) put(p.entropy, at.read ? logf(x.s) - kLn2 * x.e / x.s : 0.f);
+  if constexpr (kGeneral) put(p.entropy, at.read ? g.rest - x.e / x.s : 0.f);
   if (p.argmax && x.at == kNowhere) device::store(p.argmax + at.r, int64_t{0});
 }
 
@@ -154,14 +155,16 @@ template <class T, bool kGeneral> __device__ __forceinline__ void store_argmax(c
   device::store(p.argmax + at.r, int64_t{at.row.first_column(x.at)} + place);
 }
 
-template <class T> __device__ __forceinline__ float hot_logit(const Problem<T>& at, bool writer) {
-  return writer && at.label == Label::counts ? device::to_float(device::load(at.row.base + at.target)) : 0.f;
+// The lane that stores a row's results: it holds the target's logit.
+template <bool kBlock> __device__ __forceinline__ bool stores_results(const Gradient& g, const Team<kBlock>& team) {
+  return g.hot < 0 ? team.lane == 0 : g.hot % team.size == team.lane;
 }
 
 // A row in the shared memory of its threads, each of which copies, and later reads, only its own vectors: no barrier
-// but for the sums. Vector i belongs to thread i % size, slot i / size.
-template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock ? 2 : 8)
-    forward_resident(CrossEntropyParams p, int lanes) {
+// but for the sums. Vector i belongs to thread i % size, slot i / size. With two stages the next row is on its way
+// while one is worked on; the targets come a row earlier still.
+template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock ? 2 : 6)
+    forward_resident(CrossEntropyParams p, int lanes, int slots, int stages) {
   constexpr int N = Row<T>::N;
   WARPSMITH_SHARED(Sums, warps, 2 * kMaxWarps);
   WARPSMITH_SHARED(Sums, blocks, 2 * cross_entropy_detail::kMaxCluster);
@@ -169,20 +172,16 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
   Team<kBlock> team(lanes);
   Exchange exchange{warps, blocks, 0, false};
   const Options o(p);
-  Packed* const slots = reinterpret_cast<Packed*>(shared) + threadIdx.x;
   const int slot_step = static_cast<int>(blockDim.x);
+  Packed* stage = reinterpret_cast<Packed*>(shared) + threadIdx.x;
+  Packed* other = stage + (stages - 1) * slots * slot_step;
   // Calls visit(i, slot) for each vector of this thread.
-  const auto for_vectors = [&](int vectors, auto&& visit) {
-    Packed* slot = slots;
+  const auto for_vectors = [&](int vectors, Packed* slot, auto&& visit) {
 #pragma unroll 2
     for (int i = team.lane; i < vectors; i += team.size, slot += slot_step) visit(i, slot);
   };
-  if (team.cluster > 1) device::cluster_arrive();
-  for (; team.unit < p.rows; team.next()) {
-    const Problem<T> at(p, team.row);
-    const int vectors = at.exists ? at.row.vectors() : 0, vectors_read = at.read ? vectors : 0;
-    const bool writer = at.exists && team.lane == 0;
-    for_vectors(vectors_read, [&](int i, Packed* slot) {
+  const auto request = [&](const Problem<T>& at, Packed* to) {
+    for_vectors(at.vectors_read(), to, [&](int i, Packed* slot) {
       const int column = at.row.first_column(i);
       if (at.row.whole(column))
         device::copy_async<16>(slot, at.row.base + column);
@@ -190,72 +189,98 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
         *slot = at.row.load(i);
     });
     device::copy_async_commit();
-    const float hot = hot_logit<T>(at, writer);
-    device::copy_async_wait<0>();
+  };
+  if (team.cluster > 1) device::cluster_arrive();
+  int64_t target = target_of(p, team.row), next_target = target_of(p, team.row + team.step);
+  request(Problem<T>(p, team.row, target), stage);
+  device::wait_for_previous_kernel();
+  const float denominator = real_at(p.denominator, 0, 1.f);
+  for (; team.unit < p.rows; team.next()) {
+    const Problem<T> at(p, team.row, target);
+    target = next_target;
+    next_target = target_of(p, team.row + 2 * team.step);
+    if (stages == 2) {
+      request(Problem<T>(p, team.row + team.step, target), other);
+      device::copy_async_wait<1>();
+    } else {
+      device::copy_async_wait<0>();
+    }
 
     Sums x = no_elements();
-    for_vectors(vectors_read, [&](int i, Packed* slot) {
+    for_vectors(at.vectors_read(), stage, [&](int i, Packed* slot) {
       const float m = max_of<T>(device::load(slot));
       if (m > x.m) x.m = m, x.at = i;
     });
     if constexpr (kGeneral) {
       x.top = x.m;
-      if (x.at != kNowhere) x.m = o.capped<T, true>(x.m);
+      if (team.lane < at.vectors_read()) x.m = o.capped<T, true>(x.m);
     }
-    for_vectors(vectors_read, [&](int i, Packed* slot) {
+    for_vectors(at.vectors_read(), stage, [&](int i, Packed* slot) {
       float z[N];
       unpack<T, kGeneral>(device::load(slot), i, at.row, o, z);
       add<T, kGeneral>(x, z, i, at.row, o, p.class_weight);
     });
     x = exchange.over_row<kBlock, kGeneral>(x, team);
-    device::wait_for_previous_kernel();
     float lse;
-    const Gradient g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, lse);
-    if (writer) store_results<T, kGeneral>(p, o, at, x, g, lse, hot);
+    const Gradient g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, denominator, lse);
+    if (at.exists && stores_results(g, team)) {
+      const T* hot = reinterpret_cast<const T*>(stage + g.hot / team.size * slot_step) + g.place;
+      store_results<T, kGeneral>(p, o, at, x, g, lse, g.hot < 0 ? 0.f : device::to_float(device::load(hot)));
+    }
     if (p.argmax && x.at != kNowhere && x.at % team.size == team.lane && at.exists)
-      store_argmax<T, kGeneral>(p, at, device::load(slots + x.at / team.size * slot_step), x);
-    if (!p.dlogits) continue;
-    const Row<T> out(p.dlogits, at.r * p.dlogits_stride, at.row.columns);
-    for_vectors(vectors, [&](int i, Packed* slot) {
-      float z[N];
-      if (!g.zero) unpack<T, kGeneral>(device::load(slot), i, at.row, o, z);
-      out.store(at.row.first_column(i), g.of<T, kGeneral>(z, i, at.row, o, p.class_weight));
-    });
+      store_argmax<T, kGeneral>(p, at, device::load(stage + x.at / team.size * slot_step), x);
+    if (p.dlogits) {
+      const Row<T> out(p.dlogits, at.r * p.dlogits_stride, at.row.columns);
+      for_vectors(at.vectors(), stage, [&](int i, Packed* slot) {
+        float z[N];
+        if (!g.zero) unpack<T, kGeneral>(device::load(slot), i, at.row, o, z);
+        out.store(at.row.first_column(i), g.of<T, kGeneral>(z, i, at.row, o, p.class_weight));
+      });
+    }
+    if (stages == 2) {
+      Packed* const done = stage;
+      stage = other;
+      other = done;
+    } else {
+      request(Problem<T>(p, team.row + team.step, target), stage);
+    }
   }
-  device::wait_for_previous_kernel();  // of threads without a row too: whatever follows this kernel follows that one
+  device::copy_async_wait<0>();
   device::launch_dependents();
 }
 
 // Any length: a block reads its row once for the sums, which follow the largest element seen so far, and again for the
 // gradient.
 template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
-    forward_looped(CrossEntropyParams p, int lanes) {
+    forward_looped(CrossEntropyParams p, int lanes, int, int) {
   constexpr int N = Row<T>::N;
   WARPSMITH_SHARED(Sums, warps, 2 * kMaxWarps);
   Team<true> team(lanes);
   Exchange exchange{warps, nullptr, 0, true};
   const Options o(p);
+  device::wait_for_previous_kernel();
+  const float denominator = real_at(p.denominator, 0, 1.f);
   for (; team.unit < p.rows; team.next()) {
-    const Problem<T> at(p, team.row);
-    const int vectors = at.read ? at.row.vectors() : 0;
-    const float hot = hot_logit<T>(at, team.lane == 0);
+    const Problem<T> at(p, team.row, target_of(p, team.row));
     Sums x = no_elements();
-    for (int i = team.lane; i < vectors; i += team.size) {
+    for (int i = team.lane; i < at.vectors_read(); i += team.size) {
       const Packed held = at.row.load(i);
       const float m = max_of<T>(held);
-      if (m > x.top) {
-        x.top = m, x.at = i;
-        x.rebase<kGeneral>(o.capped<T, kGeneral>(m));
+      if (m > x.top || x.m == kMinusInfinity) {
+        if (m > x.top) x.top = m, x.at = i;
+        x.rebase<kGeneral>(o.capped<T, kGeneral>(x.top));
       }
       float z[N];
       unpack<T, kGeneral>(held, i, at.row, o, z);
       add<T, kGeneral>(x, z, i, at.row, o, p.class_weight);
     }
     x = exchange.over_row<true, kGeneral>(x, team);
-    device::wait_for_previous_kernel();
     float lse;
-    const Gradient g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, lse);
-    if (team.lane == 0) store_results<T, kGeneral>(p, o, at, x, g, lse, hot);
+    const Gradient g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, denominator, lse);
+    if (stores_results(g, team)) {
+      const float hot = g.hot < 0 ? 0.f : device::to_float(device::load(at.row.base + at.target));
+      store_results<T, kGeneral>(p, o, at, x, g, lse, hot);
+    }
     if (p.argmax && x.at != kNowhere && x.at % team.size == team.lane)
       store_argmax<T, kGeneral>(p, at, at.row.load(x.at), x);
     if (!p.dlogits) continue;
@@ -266,7 +291,6 @@ template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
       out.store(at.row.first_column(i), g.of<T, kGeneral>(z, i, at.row, o, p.class_weight));
     }
   }
-  device::wait_for_previous_kernel();  // of threads without a row too: whatever follows this kernel follows that one
   device::launch_dependents();
 }
 
@@ -285,13 +309,13 @@ template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
   constexpr int N = Row<T>::N;
   const int lane = static_cast<int>(threadIdx.x) % lanes, groups = static_cast<int>(blockDim.x) / lanes;
   const Options o(p);
-  const float late = real_at(p.late_scale, 0, 1.f);
+  const float late = real_at(p.late_scale, 0, 1.f), denominator = real_at(p.denominator, 0, 1.f);
   for (int64_t r = int64_t{blockIdx.x} * groups + threadIdx.x / lanes; r < p.rows; r += int64_t{gridDim.x} * groups) {
-    const Problem<T> at(p, r);
+    const Problem<T> at(p, r, target_of(p, r));
     const float m = device::load(static_cast<const float*>(p.row_max) + r);
     const float s = device::load(static_cast<const float*>(p.row_sum) + r);
     float lse;
-    Gradient g = gradient_of<T, kGeneral>(p, o, at, m, s, lse);
+    Gradient g = gradient_of<T, kGeneral>(p, o, at, m, s, denominator, lse);
     const float grad_log_prob = real_at(p.grad_log_prob, r, 0.f);
     g.t -= grad_log_prob;
     g.k += (real_at(p.grad_lse, r, 0.f) - grad_log_prob) / s;

@@ -13,7 +13,6 @@ namespace warpsmith::cross_entropy {
 
 using device::Vector;
 
-constexpr float kLog2e = 1.44269504f, kLn2 = 0.69314718f;
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 constexpr int kNowhere = 0x7fffffff;
 
@@ -97,15 +96,20 @@ template <class T> __device__ __forceinline__ float tanh_of(float x) {
   return device::tanh(x);
 }
 
-// c = round(m * log2(e)), the reference of exponentials 2^(z log2(e) - c). 0 where m is -inf, so that -inf gives 0.
-__device__ __forceinline__ float reference_of(float m) { return m == kMinusInfinity ? 0.f : m * kLog2e; }
+// What exponentials are relative to: the maximum m, or 0 where that is -inf, so that -inf gives 0. They are taken of
+// the difference, which is exact near m, and not of a fused z log2(e) - c: the largest gives exactly 1, at any
+// magnitude.
+__device__ __forceinline__ float reference_of(float m) { return m == kMinusInfinity ? 0.f : m; }
 
-__device__ __forceinline__ float exp2_of(float z, float c) { return device::exp2(fmaf(z, kLog2e, -c)); }
+template <class T> __device__ __forceinline__ float exp_of(float difference) {
+  if constexpr (sizeof(T) == 4) return expf(difference);
+  return device::exp(difference);
+}
 
-// What is known of some elements z of a row. `s` and `e` are relative to reference_of(m), `a` to m.
+// What is known of some elements z of a row, relative to its maximum.
 struct Sums {
   float m;  // max z
-  float s;  // sum of 2^(z L - c)
+  float s;  // sum of exp(z - m)
   int at;   // the first vector that holds the largest logit
   // kGeneral only:
   float top;  // the largest logit, before softcap, which may make different logits equal
@@ -115,16 +119,14 @@ struct Sums {
 
   // The same elements, relative to a larger maximum.
   template <bool kGeneral> __device__ __forceinline__ void rebase(float largest) {
-    if (m != largest) {
-      const float c = reference_of(m), d = c - reference_of(largest);
-      const float f = m == kMinusInfinity ? 0.f : device::exp2(d);
-      if constexpr (kGeneral) {
-        e = f == 0.f ? 0.f : f * (e + d * s);
-        if (w != 0.f) a += (m - largest) * w;
-      }
-      s *= f;
-      m = largest;
+    if (m == largest) return;
+    const float d = m - largest, f = m == kMinusInfinity ? 0.f : expf(d);
+    if constexpr (kGeneral) {
+      e = f == 0.f ? 0.f : f * (e + d * s);
+      if (w != 0.f) a += d * w;
     }
+    s *= f;
+    m = largest;
   }
 };
 
@@ -194,10 +196,10 @@ template <class T, bool kGeneral> __device__ __forceinline__ void add(Sums& x, c
   float s[2] = {0.f, 0.f};  // two chains
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const float power = fmaf(z[n], kLog2e, -c), e = device::exp2(power);
+    const float d = z[n] - c, e = exp_of<T>(d);
     s[n % 2] += e;
     if constexpr (kGeneral) {
-      if (e != 0.f) x.e += e * power;
+      if (e != 0.f) x.e += e * d;
       if (o.spread != 0.f && row.has(row.first_column(i) + n)) {
         const float w = real_at(class_weight, row.first_column(i) + n, 1.f);
         x.w += w;
@@ -226,7 +228,7 @@ template <class T, bool kGeneral> __device__ __forceinline__ void unpack(const P
   }
 }
 
-// dlogits[j] = (k * e_j + q * e_j * log p_j - s * w_j - onehot_j * t) * cap'(logit_j), where e_j = 2^(z_j L - c).
+// dlogits[j] = (k * e_j + q * e_j * log p_j - s * w_j - onehot_j * t) * cap'(logit_j), where e_j = exp(z_j - c).
 struct Gradient {
   float c;        // reference of the exponentials
   float k;        // factor of e_j
@@ -247,10 +249,10 @@ struct Gradient {
     if (!zero) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const float e = exp2_of(z[n], c);
+        const float d = z[n] - c, e = exp_of<T>(d);
         g[n] = k * e;
         if constexpr (kGeneral) {
-          if (q != 0.f && e != 0.f) g[n] += q * e * (z[n] - m - rest);
+          if (q != 0.f && e != 0.f) g[n] += q * e * (d - rest);
           const int column = row.first_column(i) + n;
           if (s != 0.f && row.has(column)) g[n] -= s * real_at(class_weight, column, 1.f);
         }
