@@ -16,6 +16,7 @@ from warpsmith.ops.geglu import geglu
 from warpsmith.ops.layer_norm import layer_norm
 from warpsmith.ops.linear_cross_entropy import linear_cross_entropy
 from warpsmith.ops.linear_log_prob import linear_log_prob
+from warpsmith.ops.qk_norm_rope import qk_norm_rope
 from warpsmith.ops.reglu import reglu
 from warpsmith.ops.relu_squared import relu_squared
 from warpsmith.ops.rms_norm import rms_norm
@@ -40,6 +41,7 @@ __all__ = [
     "nn",
     "optim",
     "plan",
+    "qk_norm_rope",
     "reglu",
     "relu_squared",
     "rms_norm",

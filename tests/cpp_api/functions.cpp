@@ -8,6 +8,7 @@
 #include <warpsmith/geglu.h>
 #include <warpsmith/linear_cross_entropy.h>
 #include <warpsmith/linear_log_prob.h>
+#include <warpsmith/qk_norm_rope.h>
 #include <warpsmith/reglu.h>
 #include <warpsmith/relu_squared.h>
 #include <warpsmith/rms_norm.h>
@@ -34,6 +35,13 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, con
                          int64_t ignore_index, int64_t reduction, double label_smoothing, double z_loss,
                          double softcap) {
   return warpsmith::cross_entropy(logits, target, weight, {ignore_index, reduction, label_smoothing, z_loss, softcap});
+}
+
+std::tuple<at::Tensor, at::Tensor> qk_norm_rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& q_weight,
+                                                const at::Tensor& k_weight, const at::Tensor& cos,
+                                                const at::Tensor& sin, double eps, bool interleaved,
+                                                const std::optional<at::Tensor>& cu_seqlens, int64_t position_offset) {
+  return warpsmith::qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, {interleaved, cu_seqlens, position_offset});
 }
 
 void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
@@ -107,6 +115,10 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, int reduction, float "
       "label_smoothing, float z_loss, float softcap) -> Tensor",
       &cross_entropy);
+  m.def(
+      "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float eps, bool "
+      "interleaved, Tensor? cu_seqlens, int position_offset) -> (Tensor, Tensor)",
+      &qk_norm_rope);
   m.def(
       "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] "
       "max_exp_avg_sqs, Tensor(e!)[] steps, float lr, float weight_decay, bool maximize, Tensor? grad_scale, Tensor? "

@@ -326,6 +326,8 @@ def test_the_plan_of_a_llama_layer():
     assert groups * plan["heads_a_thread"] == 40
     assert tokens == 16384
     assert plan["why"]
+    wide = warpsmith.plan("rope", tokens=8192, q_heads=64, k_heads=8, head_dim=128, dtype=BF16)
+    assert (wide["heads_a_thread"], wide["threads"]) == (4, (8, 18, 1))
     assert warpsmith.plan("rope", tokens=8, q_heads=2, head_dim=128, aligned=False)["vector_elems"] == 1
     assert warpsmith.plan("rope", tokens=8, q_heads=2, head_dim=128, rotary_dim=20)["vector_elems"] == 1
 

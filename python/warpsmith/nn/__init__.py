@@ -7,6 +7,7 @@ from warpsmith.nn.dropout_add_layer_norm import DropoutAddLayerNorm
 from warpsmith.nn.dropout_add_rms_norm import DropoutAddRMSNorm
 from warpsmith.nn.layer_norm import LayerNorm
 from warpsmith.nn.linear_cross_entropy import LinearCrossEntropyLoss
+from warpsmith.nn.qk_norm_rope import QKNormRoPE
 from warpsmith.nn.rms_norm import RMSNorm
 from warpsmith.nn.rotary_embedding import RotaryEmbedding
 
@@ -18,6 +19,7 @@ __all__ = [
     "DropoutAddRMSNorm",
     "LayerNorm",
     "LinearCrossEntropyLoss",
+    "QKNormRoPE",
     "RMSNorm",
     "RotaryEmbedding",
 ]

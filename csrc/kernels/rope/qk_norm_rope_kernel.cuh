@@ -1,0 +1,415 @@
+#pragma once
+#include <cstdint>
+
+#include "device/async_copy.h"
+#include "device/math.h"
+#include "device/programmatic_launch.h"
+#include "device/reduce.h"
+#include "device/vector.h"
+#include "kernels/rope/qk_norm_rope.h"
+#include "kernels/rope/qk_norm_rope_config.h"
+#include "kernels/rope/rotary.cuh"
+
+// Kernels of qk_norm_rope. T: storage of the activations; statistics and sums are float, in a fixed order. N elements
+// make one memory access. Bytes, beside the cos and sin of a token, which each of its groups of heads reads from a
+// cache: forward 2 * sizeof(T) an element, backward 3, and a row of partial sums (2 * head_dim floats) a block, written
+// and read once.
+namespace warpsmith::qk_norm_rope {
+
+using rotary::packed_at;
+
+// A group of consecutive heads, all of q or all of k.
+struct Group {
+  bool of_k;
+  int first, count;  // heads; none where the group lies beyond both
+};
+
+__device__ __forceinline__ Group group_of(int group, int64_t q_heads, int64_t k_heads, int heads_a_group) {
+  const int q = static_cast<int>(q_heads), k = static_cast<int>(k_heads);
+  const int q_groups = (q + heads_a_group - 1) / heads_a_group;
+  const bool of_k = group >= q_groups;
+  const int first = (of_k ? group - q_groups : group) * heads_a_group;
+  return {of_k, first, min(max((of_k ? k : q) - first, 0), heads_a_group)};
+}
+
+__device__ __forceinline__ int64_t head_at(const RotaryHeads& layout, const rotary::Token& t, int64_t head) {
+  return t.batch * layout.batch_stride + t.index * layout.token_stride + head * layout.head_stride;
+}
+
+// N elements of a weight, in the dtype that it has.
+template <class T, int N>
+__device__ __forceinline__ void load_weight(float (&to)[N], const void* weight, Dtype dtype, int column) {
+  if (dtype == Dtype::float32)
+    rotary::load_floats(to, static_cast<const float*>(weight) + column);
+  else
+    rotary::load_floats(to, static_cast<const T*>(weight) + column);
+}
+
+template <int N> __device__ __forceinline__ float dot(const float (&a)[N], const float (&b)[N]) {
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < N; ++k) sum += a[k] * b[k];
+  return sum;
+}
+
+template <int N> __device__ __forceinline__ void scale(float (&x)[N], float by) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) x[k] *= by;
+}
+
+template <int N> __device__ __forceinline__ void scale(float (&x)[N], const float (&by)[N]) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) x[k] *= by[k];
+}
+
+// A thread holds two vectors of U heads of one token; all threads of a warp take part in the sums over the heads.
+// kBlocks: of kMaxThreads, for which a multiprocessor must have the registers. kEarly: the weights are asked for before
+// the sum.
+template <class T, class C, bool kInterleaved, int U, int kBlocks, bool kEarly>
+__global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
+    forward_registers(QkNormRopeFwdParams p, QkNormRopeConfig c) {
+  constexpr int N = 16 / sizeof(T);
+  const int slot = threadIdx.x / c.threads_a_token;
+  const int rest = blockIdx.y * blockDim.x + threadIdx.x - slot * c.threads_a_token;
+  const int lane = rest % c.lanes;
+  const int64_t token = int64_t{blockIdx.x} * c.tokens_a_block + slot;
+  Group group = group_of(rest / c.lanes, p.q_layout.heads, p.k_layout.heads, U);
+  if (slot >= c.tokens_a_block || lane >= c.columns || token >= p.shape.batch * p.shape.tokens) group.count = 0;
+
+  const rotary::Columns of = rotary::columns_of<N>(p.shape, c.rotating, c.columns, lane);
+  rotary::Packed<T, N> x[U][2] = {};
+  rotary::PackedAngles<C, N, kInterleaved> packed = {};
+  rotary::Token at{};
+  if (group.count > 0) {
+    at = rotary::find_token(p.shape, p.angles, p.positions, token);
+    if (of.rotates && at.valid) packed.load(p.shape, p.angles, at, of);
+    const RotaryHeads& layout = group.of_k ? p.k_layout : p.q_layout;
+    const void* in = group.of_k ? p.k : p.q;
+    const int64_t from = head_at(layout, at, group.first);
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+      if (u < group.count) {
+        x[u][0] = device::load(packed_at<T, N>(in, from + u * layout.head_stride + of.first));
+        if (of.has_second) x[u][1] = device::load(packed_at<T, N>(in, from + u * layout.head_stride + of.second));
+      }
+  }
+  float first_weight[N] = {}, second_weight[N] = {};
+  const auto load_weights = [&] {
+    const void* weight = group.of_k ? p.k_weight : p.q_weight;
+    load_weight<T>(first_weight, weight, p.weight_dtype, of.first);
+    if (of.has_second) load_weight<T>(second_weight, weight, p.weight_dtype, of.second);
+  };
+  if (kEarly && group.count > 0) load_weights();
+  float rstd[U];
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    float a[N], b[N];
+    rotary::unpack<T>(a, x[u][0]);
+    rotary::unpack<T>(b, x[u][1]);
+    const float sum = device::group_sum(dot(a, a) + dot(b, b), c.lanes);
+    rstd[u] = device::rsqrt(sum / static_cast<float>(p.shape.head_dim) + static_cast<float>(p.eps));
+  }
+  if (group.count == 0) return;
+
+  if (!kEarly) load_weights();
+  const rotary::Angles<N> by = packed.unpacked(at, p.shape.inverse);
+  const RotaryHeads& layout = group.of_k ? p.k_out_layout : p.q_out_layout;
+  void* out = group.of_k ? p.k_out : p.q_out;
+  const int64_t to = head_at(layout, at, group.first);
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    if (u >= group.count) break;
+    float a[N], b[N];
+    rotary::unpack<T>(a, x[u][0]);
+    rotary::unpack<T>(b, x[u][1]);
+    scale(a, rstd[u]);
+    scale(b, rstd[u]);
+    scale(a, first_weight);
+    scale(b, second_weight);
+    if (of.rotates) rotary::rotate<kInterleaved>(a, b, by);
+    device::store(packed_at<T, N>(out, to + u * layout.head_stride + of.first), rotary::rounded<T>(a));
+    if (of.has_second)
+      device::store(packed_at<T, N>(out, to + u * layout.head_stride + of.second), rotary::rounded<T>(b));
+  }
+}
+
+// One head of one token, for the kernels that go element by element.
+struct Row {
+  bool of_k;
+  int64_t head;
+  rotary::Token token;
+};
+
+__device__ __forceinline__ Row row_of(int64_t row, const RotaryShape& shape, const RotaryAngles& angles,
+                                      const RotaryPositions& positions, int64_t q_heads, int64_t k_heads) {
+  const int64_t heads = q_heads + k_heads, token = row / heads, head = row - token * heads;
+  return {head >= q_heads, head >= q_heads ? head - q_heads : head,
+          rotary::find_token(shape, angles, positions, token)};
+}
+
+template <class T> __device__ __forceinline__ float rstd_of(const T* x, int64_t head_dim, double eps) {
+  float sum = 0;
+  for (int64_t d = threadIdx.x % 32; d < head_dim; d += 32) {
+    const float v = device::to_float(device::load(x + d));
+    sum += v * v;
+  }
+  return device::rsqrt(device::warp_sum(sum) / static_cast<float>(head_dim) + static_cast<float>(eps));
+}
+
+template <class C>
+__device__ __forceinline__ rotary::Angles<1> angles_of(const RotaryShape& shape, const RotaryAngles& a,
+                                                       const rotary::Token& token, const rotary::Columns& of) {
+  rotary::PackedAngles<C, 1, false> packed = {};
+  if (token.valid) packed.load(shape, a, token, of);
+  return packed.unpacked(token, shape.inverse);
+}
+
+template <class T> __device__ __forceinline__ float weight_at(const void* weight, Dtype dtype, int column) {
+  float w[1];
+  load_weight<T>(w, weight, dtype, column);
+  return w[0];
+}
+
+// Any length and alignment: a warp takes one head after the other and reads it twice.
+template <class T, class C> __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads)
+    forward_looped(QkNormRopeFwdParams p, QkNormRopeConfig c) {
+  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const int64_t rows = p.shape.batch * p.shape.tokens * (p.q_layout.heads + p.k_layout.heads);
+  for (int64_t row = int64_t{blockIdx.x} * warps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * warps) {
+    const Row r = row_of(row, p.shape, p.angles, p.positions, p.q_layout.heads, p.k_layout.heads);
+    const T* x = static_cast<const T*>(r.of_k ? p.k : p.q) + head_at(r.of_k ? p.k_layout : p.q_layout, r.token, r.head);
+    T* y = static_cast<T*>(r.of_k ? p.k_out : p.q_out) +
+           head_at(r.of_k ? p.k_out_layout : p.q_out_layout, r.token, r.head);
+    const void* weight = r.of_k ? p.k_weight : p.q_weight;
+    const float rstd = rstd_of(x, p.shape.head_dim, p.eps);
+    for (int column = lane; column < c.columns; column += 32) {
+      const rotary::Columns of = rotary::columns_of<1>(p.shape, c.rotating, c.columns, column);
+      float a[1], b[1] = {};
+      a[0] = device::to_float(device::load(x + of.first)) * rstd * weight_at<T>(weight, p.weight_dtype, of.first);
+      if (of.has_second)
+        b[0] = device::to_float(device::load(x + of.second)) * rstd * weight_at<T>(weight, p.weight_dtype, of.second);
+      if (of.rotates) rotary::rotate<false>(a, b, angles_of<C>(p.shape, p.angles, r.token, of));
+      device::store(y + of.first, device::from_float<T>(a[0]));
+      if (of.has_second) device::store(y + of.second, device::from_float<T>(b[0]));
+    }
+  }
+}
+
+// Persistent blocks step through the tokens side by side; a thread keeps its place in the head, and q or k. What it
+// needs of the next heads is on its way into shared memory, into slots that no other thread reads: no barrier. At the
+// end shared memory takes the block's sums (4 bytes a column and group of lanes, never more than the ring).
+template <class T, class C, bool kInterleaved, int kBlocks>
+__global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
+    backward_ring(QkNormRopeBwdParams p, QkNormRopeConfig c) {
+  constexpr int N = 16 / sizeof(T);
+  WARPSMITH_DYNAMIC_SHARED(shared);
+  const int slot = threadIdx.x / c.threads_a_token, rest = threadIdx.x - slot * c.threads_a_token;
+  const int lane = rest % c.lanes;
+  const int64_t tokens = p.shape.batch * p.shape.tokens, step = int64_t{gridDim.x} * c.tokens_a_block;
+  Group group = group_of(rest / c.lanes, p.q_layout.heads, p.k_layout.heads, c.heads_a_thread);
+  if (slot >= c.tokens_a_block || lane >= c.columns) group.count = 0;
+  const rotary::Columns of = rotary::columns_of<N>(p.shape, c.rotating, c.columns, lane);
+
+  // The ring: [stage][x first, x second, gradient first, gradient second][thread].
+  rotary::Packed<T, N>* const slots = reinterpret_cast<rotary::Packed<T, N>*>(shared) + threadIdx.x;
+  const auto at_slot = [&](int stage, int which) { return slots + (stage * 4 + which) * blockDim.x; };
+  for (int s = 0; s < c.stages; ++s)  // slots that nothing is copied to
+    for (int which = 0; which < 4; ++which)
+      if (group.count == 0 || (which % 2 == 1 && !of.has_second)) *at_slot(s, which) = {};
+
+  // What is asked for next: the token, and how many of the group's heads are behind it.
+  rotary::Token asked = rotary::place_of(p.shape, int64_t{blockIdx.x} * c.tokens_a_block + slot);
+  int asked_head = 0, asked_stage = 0;
+  const auto request = [&] {
+    if (asked_head < group.count && asked.batch < p.shape.batch && asked.index < p.shape.tokens) {
+      const T* x = static_cast<const T*>(group.of_k ? p.k : p.q) +
+                   head_at(group.of_k ? p.k_layout : p.q_layout, asked, group.first + asked_head);
+      const T* dy = static_cast<const T*>(group.of_k ? p.dk_out : p.dq_out) +
+                    head_at(group.of_k ? p.dk_out_layout : p.dq_out_layout, asked, group.first + asked_head);
+      device::copy_async<16>(at_slot(asked_stage, 0), x + of.first);
+      device::copy_async<16>(at_slot(asked_stage, 2), dy + of.first);
+      if (of.has_second) {
+        device::copy_async<16>(at_slot(asked_stage, 1), x + of.second);
+        device::copy_async<16>(at_slot(asked_stage, 3), dy + of.second);
+      }
+    }
+    device::copy_async_commit();
+    if (++asked_stage == c.stages) asked_stage = 0;
+    if (++asked_head < c.heads_a_thread) return;
+    asked_head = 0;
+    asked.index += step;
+    while (asked.index >= p.shape.tokens && asked.batch < p.shape.batch) asked.index -= p.shape.tokens, ++asked.batch;
+  };
+  for (int s = 0; s < c.stages - 1; ++s) request();
+
+  float first_weight[N] = {}, second_weight[N] = {}, first_gradient[N] = {}, second_gradient[N] = {};
+  if (group.count > 0) {
+    const void* weight = group.of_k ? p.k_weight : p.q_weight;
+    load_weight<T>(first_weight, weight, p.weight_dtype, of.first);
+    if (of.has_second) load_weight<T>(second_weight, weight, p.weight_dtype, of.second);
+  }
+  T* const dx = static_cast<T*>(group.of_k ? p.dk : p.dq);
+  const float eps = static_cast<float>(p.eps), head_dim = static_cast<float>(p.shape.head_dim);
+  int stage = 0;
+  for (int64_t base = int64_t{blockIdx.x} * c.tokens_a_block; base < tokens; base += step) {
+    const bool valid = base + slot < tokens && group.count > 0;
+    rotary::Token at{};
+    rotary::PackedAngles<C, N, kInterleaved> packed = {};
+    if (valid) {
+      at = rotary::find_token(p.shape, p.angles, p.positions, base + slot);
+      if (of.rotates && at.valid) packed.load(p.shape, p.angles, at, of);
+    }
+    const rotary::Angles<N> by = packed.unpacked(at, p.shape.inverse);
+    for (int h = 0; h < c.heads_a_thread; ++h) {
+      request();
+      if (c.stages == 2)
+        device::copy_async_wait<1>();
+      else if (c.stages == 3)
+        device::copy_async_wait<2>();
+      else
+        device::copy_async_wait<3>();
+      float xa[N], xb[N], ga[N], gb[N];
+      rotary::unpack<T>(xa, *at_slot(stage, 0));
+      rotary::unpack<T>(xb, *at_slot(stage, 1));
+      rotary::unpack<T>(ga, *at_slot(stage, 2));
+      rotary::unpack<T>(gb, *at_slot(stage, 3));
+      if (++stage == c.stages) stage = 0;
+      const bool here = valid && h < group.count;
+      const float sum = device::group_sum(dot(xa, xa) + dot(xb, xb), c.lanes);
+      const float rstd = device::rsqrt(sum / head_dim + eps);
+      scale(xa, rstd);
+      scale(xb, rstd);
+      if (of.rotates) rotary::rotate<kInterleaved>(ga, gb, by);
+      if (here) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) first_gradient[k] += ga[k] * xa[k];
+#pragma unroll
+        for (int k = 0; k < N; ++k) second_gradient[k] += gb[k] * xb[k];
+      }
+      scale(ga, first_weight);
+      scale(gb, second_weight);
+      const float mean = device::group_sum(dot(ga, xa) + dot(gb, xb), c.lanes) / head_dim;
+      if (!here || !dx) continue;
+#pragma unroll
+      for (int k = 0; k < N; ++k) ga[k] = rstd * (ga[k] - xa[k] * mean);
+#pragma unroll
+      for (int k = 0; k < N; ++k) gb[k] = rstd * (gb[k] - xb[k] * mean);
+      const int64_t to = head_at(group.of_k ? p.dk_layout : p.dq_layout, at, group.first + h);
+      device::store(packed_at<T, N>(dx, to + of.first), rotary::rounded<T>(ga));
+      if (of.has_second) device::store(packed_at<T, N>(dx, to + of.second), rotary::rounded<T>(gb));
+    }
+  }
+  device::copy_async_wait<0>();
+  device::launch_dependents();
+  if (!p.partials) return;
+
+  const int dim = static_cast<int>(p.shape.head_dim), groups = c.threads_a_token / c.lanes;
+  float* sums = reinterpret_cast<float*>(shared);  // [tokens of the block, groups, head_dim]
+  __syncthreads();
+  if (slot < c.tokens_a_block && lane < c.columns) {
+    float* mine = sums + (slot * groups + rest / c.lanes) * dim;
+#pragma unroll
+    for (int k = 0; k < N; ++k) mine[of.first + k] = first_gradient[k];
+    if (of.has_second)
+#pragma unroll
+      for (int k = 0; k < N; ++k) mine[of.second + k] = second_gradient[k];
+  }
+  __syncthreads();
+  const int q_groups = (static_cast<int>(p.q_layout.heads) + c.heads_a_thread - 1) / c.heads_a_thread;
+  float* partial = static_cast<float*>(p.partials) + int64_t{blockIdx.x} * 2 * dim;
+  for (int i = threadIdx.x; i < 2 * dim; i += blockDim.x) {
+    const bool of_k = i >= dim;
+    float sum = 0;
+    for (int s = 0; s < c.tokens_a_block; ++s)
+      for (int g = of_k ? q_groups : 0; g < (of_k ? groups : q_groups); ++g)
+        sum += sums[(s * groups + g) * dim + (of_k ? i - dim : i)];
+    device::store(partial + i, sum);
+  }
+}
+
+// Any length and alignment: a warp takes one head after the other and reads it and its gradient up to three times. It
+// keeps the weights' gradients in a row of `partials` of its own, of which every column belongs to one thread.
+template <class T, class C> __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads)
+    backward_looped(QkNormRopeBwdParams p, QkNormRopeConfig c) {
+  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const int64_t dim = p.shape.head_dim, warp = int64_t{blockIdx.x} * warps + threadIdx.x / 32;
+  const int64_t rows = p.shape.batch * p.shape.tokens * (p.q_layout.heads + p.k_layout.heads);
+  float* partials = p.partials ? static_cast<float*>(p.partials) + warp * 2 * dim : nullptr;
+  if (partials)
+    for (int column = lane; column < c.columns; column += 32) {
+      const rotary::Columns of = rotary::columns_of<1>(p.shape, c.rotating, c.columns, column);
+      for (int64_t half = 0; half < 2; ++half) {
+        partials[half * dim + of.first] = 0.f;
+        if (of.has_second) partials[half * dim + of.second] = 0.f;
+      }
+    }
+  for (int64_t row = warp; row < rows; row += int64_t{gridDim.x} * warps) {
+    const Row r = row_of(row, p.shape, p.angles, p.positions, p.q_layout.heads, p.k_layout.heads);
+    const T* x = static_cast<const T*>(r.of_k ? p.k : p.q) + head_at(r.of_k ? p.k_layout : p.q_layout, r.token, r.head);
+    const T* dy = static_cast<const T*>(r.of_k ? p.dk_out : p.dq_out) +
+                  head_at(r.of_k ? p.dk_out_layout : p.dq_out_layout, r.token, r.head);
+    T* dx = static_cast<T*>(r.of_k ? p.dk : p.dq);
+    if (dx) dx += head_at(r.of_k ? p.dk_layout : p.dq_layout, r.token, r.head);
+    const void* weight = r.of_k ? p.k_weight : p.q_weight;
+    float* partial = partials && r.of_k ? partials + dim : partials;
+    const float rstd = rstd_of(x, dim, p.eps);
+    // Fills x_hat and the gradient rotated back, for the pair of a column.
+    const auto read = [&](const rotary::Columns& of, float (&xa)[1], float (&xb)[1], float (&ra)[1], float (&rb)[1]) {
+      xa[0] = device::to_float(device::load(x + of.first)) * rstd;
+      ra[0] = device::to_float(device::load(dy + of.first));
+      xb[0] = of.has_second ? device::to_float(device::load(x + of.second)) * rstd : 0.f;
+      rb[0] = of.has_second ? device::to_float(device::load(dy + of.second)) : 0.f;
+      if (of.rotates) rotary::rotate<false>(ra, rb, angles_of<C>(p.shape, p.angles, r.token, of));
+    };
+    float xa[1], xb[1], ra[1], rb[1], sum = 0;
+    const auto weighted = [&](float v, int column) { return v * weight_at<T>(weight, p.weight_dtype, column); };
+    for (int column = lane; column < c.columns; column += 32) {
+      const rotary::Columns of = rotary::columns_of<1>(p.shape, c.rotating, c.columns, column);
+      read(of, xa, xb, ra, rb);
+      sum += weighted(ra[0], of.first) * xa[0];
+      if (of.has_second) sum += weighted(rb[0], of.second) * xb[0];
+    }
+    const float mean = device::warp_sum(sum) / static_cast<float>(dim);
+    for (int column = lane; column < c.columns; column += 32) {
+      const rotary::Columns of = rotary::columns_of<1>(p.shape, c.rotating, c.columns, column);
+      read(of, xa, xb, ra, rb);
+      if (partial) partial[of.first] += ra[0] * xa[0];
+      if (partial && of.has_second) partial[of.second] += rb[0] * xb[0];
+      if (!dx) continue;
+      device::store(dx + of.first, device::from_float<T>(rstd * (weighted(ra[0], of.first) - xa[0] * mean)));
+      if (of.has_second)
+        device::store(dx + of.second, device::from_float<T>(rstd * (weighted(rb[0], of.second) - xb[0] * mean)));
+    }
+  }
+  device::launch_dependents();
+}
+
+constexpr int kSumColumns = 32, kMaxSumSlices = 32;
+
+// Both weights' gradients from the partial rows, in two fixed steps: blockDim.x / kSumColumns interleaved sums, then
+// those in order.
+template <class T> __global__ void __launch_bounds__(kSumColumns* kMaxSumSlices)
+    sum_partials(QkNormRopeBwdParams p, int64_t partial_rows) {
+  WARPSMITH_SHARED(float, sums, kSumColumns* kMaxSumSlices);
+  device::wait_for_previous_kernel();
+  const int slice = threadIdx.x / kSumColumns, slices = blockDim.x / kSumColumns;
+  const int64_t dim = p.shape.head_dim, column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x % kSumColumns;
+  const float* partials = static_cast<const float*>(p.partials);
+  float sum = 0;
+  if (column < 2 * dim)
+#pragma unroll 4
+    for (int64_t r = slice; r < partial_rows; r += slices) sum += device::load(partials + r * 2 * dim + column);
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  void* to = column < dim ? p.dq_weight : p.dk_weight;
+  if (slice != 0 || column >= 2 * dim || !to) return;
+  float total = 0;
+  for (int s = 0; s < slices; ++s) total += sums[s * kSumColumns + threadIdx.x];
+  const int64_t at = column < dim ? column : column - dim;
+  if (p.weight_dtype == Dtype::float32)
+    device::store(static_cast<float*>(to) + at, total);
+  else
+    device::store(static_cast<T*>(to) + at, device::from_float<T>(total));
+}
+
+}  // namespace warpsmith::qk_norm_rope
