@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -57,8 +59,8 @@ class QKNormRoPE(nn.Module):
         return qk_norm_rope(
             q,
             k,
-            self.q_norm.weight,
-            self.k_norm.weight,
+            cast(Tensor, self.q_norm.weight),
+            cast(Tensor, self.k_norm.weight),
             cos,
             sin,
             eps=self.eps,
