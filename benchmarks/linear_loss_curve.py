@@ -50,7 +50,8 @@ def plot(found, shape, path):
         for _, chunks, ms, megabytes in line:
             axes.annotate(str(chunks), (megabytes / 1e3, ms), textcoords="offset points", xytext=(4, 4))
     axes.set(xlabel="memory above the inputs, GB", ylabel="forward and backward, ms")
-    axes.set_title("linear_cross_entropy " + " x ".join(map(str, shape)) + ", bf16, by number of chunks")
+    axes.set_ylim(bottom=0)
+    axes.set_title(" x ".join(map(str, shape)) + ", bf16, by number of chunks")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -2,6 +2,7 @@
 // not, and the sum into a caller's float32 buffer.
 #include "harness.h"
 #include "kernels/linear_loss/linear_cross_entropy.h"
+#include "kernels/linear_loss/linear_cross_entropy_config.h"
 #include "sim/sparse_memory.h"
 
 namespace warpsmith::test {
@@ -142,6 +143,51 @@ TEST(misaligned_tensors) {
   Problem<bfloat16, bfloat16>(1000, {.factor = 3}, 1).check_in_place();
   Problem<float, float16>(1000, {.factor = 3}, 1).check_out_of_place();
   Problem<float, float>(1000, {.factor = 3}, 3).check_sum();
+}
+
+// One of two tensors alone lies off 16 bytes.
+TEST(one_misaligned_tensor) {
+  Problem<float, bfloat16> p(1000, {.factor = 3});
+  Buffer<bfloat16> out(1000, 1);
+  Buffer<float> sum(1000, 1);
+  under_every_seed([&] {
+    LinearFinishParams to_out = p.params();
+    to_out.out = out.data();
+    expect_ok(linear_finish_cuda(to_out, nullptr));
+    expect_close("out", out, p.scaled(), {.ulps = 0.51, .relative = 2e-7, .absolute = 3.1e-8});
+    LinearFinishParams to_sum = p.params();
+    std::memset(static_cast<void*>(sum.data()), 0, sum.size() * sizeof(float));
+    to_sum.sum = sum.data();
+    to_sum.out = nullptr;
+    to_sum.out_dtype = to_sum.dtype;
+    expect_ok(linear_finish_cuda(to_sum, nullptr));
+    expect_close("sum", sum, p.scaled(), {.relative = 2e-7});
+  });
+}
+
+LinearLossChunks chunks(int64_t rows, int64_t classes, int element_bytes, int64_t limit, bool cuda = true) {
+  return choose_linear_loss_chunks({rows, classes, element_bytes, limit, cuda});
+}
+
+TEST(chunks_of_rows) {
+  const LinearLossChunks one = chunks(4096, 128256, 2, 0);
+  expect_equal("chunks", one.chunks, int64_t{1});
+  expect_equal("bytes", one.logits_bytes, int64_t{4096} * 128256 * 2);
+  const LinearLossChunks four = chunks(4096, 128256, 2, int64_t{1024} * 128256 * 2);
+  expect_equal("chunks", four.chunks, int64_t{4});
+  expect_equal("rows", four.chunk_rows, int64_t{1024});
+  expect_equal("bytes", four.logits_bytes, int64_t{1024} * 128256 * 2);
+  const LinearLossChunks odd = chunks(1000, 50257, 4, 300 * 50260 * 4, false);
+  expect_equal("stride", odd.logits_stride, int64_t{50260});
+  expect_equal("chunks", odd.chunks, int64_t{4});
+  expect_equal("rows", odd.chunk_rows, int64_t{256});
+  expect_equal("a vector's stride", chunks(1, 8, 2, 0).logits_stride, int64_t{8});
+  expect_equal("no whole tile", chunks(300, 1000, 2, 110 * 2000).chunk_rows, int64_t{100});
+  expect_equal("the limit itself", chunks(128, 1000, 2, 128 * 2000).chunks, int64_t{1});
+  expect_equal("less than a row", chunks(5, 1000, 2, 1).chunks, int64_t{5});
+  expect_equal("no rows", chunks(0, 1000, 2, 0).chunks, int64_t{0});
+  expect_equal("the default of a CPU", chunks(40'000, 1000, 2, 0, false).chunks, int64_t{2});
+  expect_equal("the default of CUDA", chunks(40'000, 1000, 2, 0).chunks, int64_t{1});
 }
 
 TEST(denominators) {
