@@ -33,6 +33,7 @@ SPEC = OpSpec(
     outputs=("y", "residual_out"),
     laid_out=("x", "residual"),
     gradcheck_cases=norm.GRADCHECK_CASES,
+    double_backward=True,
     func_transforms=True,
     traced="warpsmith::dropout_add_rms_norm",
     opcheck={

@@ -41,7 +41,9 @@ struct RefuseDerivative : torch::autograd::Function<RefuseDerivative> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list) {
-    throw std::runtime_error(ctx->saved_data["op"].toStringRef() + ": second derivatives are not available in C++");
+    throw std::runtime_error(ctx->saved_data["op"].toStringRef() +
+                             ": second derivatives are not available in C++; the Python "
+                             "function has them");
   }
 };
 

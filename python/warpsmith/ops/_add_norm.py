@@ -60,6 +60,7 @@ def add_norm(op: str, *, layer: bool, dropout: bool) -> Callable:
     register_fake(op + "_inference", fake_inference)
     register_fake(op + "_backward", fake_backward)
     raw_backward = getattr(raw, op + "_backward").default
+    raw_inference = getattr(raw, op + "_inference").default
 
     def save(inputs: Sequence[Any], outputs: Any) -> Saved:
         seed = (inputs[at_seed],) if dropout else ()
@@ -82,6 +83,12 @@ def add_norm(op: str, *, layer: bool, dropout: bool) -> Callable:
         found = (g if want else None for g, want in zip(grads, wanted, strict=True))
         return *found, *(None,) * (len(needs) - len(wanted))
 
+    def keep_factors(like: Tensor, seed: Tensor, p: float) -> Tensor:
+        """What the op multiplies each element of x by: the sum of it and nothing, for an x of ones."""
+        ones, zeros = torch.ones_like(like), torch.zeros_like(like)
+        weights = (None,) * affine
+        return call_raw(raw_inference, ones, zeros, *weights, seed, p, 0.0, *(() if layer else (0.0,)))[1]
+
     def differentiable_backward(
         needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor | None, dresidual_out: Tensor | None
     ) -> Gradients:
@@ -89,13 +96,18 @@ def add_norm(op: str, *, layer: bool, dropout: bool) -> Callable:
         dtype, *numbers = values
         if dy is None:
             dy = torch.zeros_like(s, dtype=dtype)
+        eps, *offset = numbers[1:] if dropout else numbers
         if layer:
-            ds, *columns = _norm.layer_norm_gradients(dy, s, weight, numbers[0])
+            ds, *columns = _norm.layer_norm_gradients(dy, s, weight, eps)
         else:
-            ds, *columns = _norm.rms_norm_gradients(dy, s, weight, *numbers)
+            ds, *columns = _norm.rms_norm_gradients(dy, s, weight, eps, *offset)
         if dresidual_out is not None:
             ds = ds + dresidual_out
-        found = [ds.to(dtype) if needs[0] else None, ds.to(s.dtype) if needs[1] else None]
+        dx = ds
+        if dropout and tensors[-1] is not None:
+            keep = keep_factors(ds, tensors[-1], numbers[0])
+            dx = torch.where(keep != 0, ds * keep, torch.zeros_like(ds))
+        found = [dx.to(dtype) if needs[0] else None, ds.to(s.dtype) if needs[1] else None]
         for i, summands in enumerate(columns):
             found.append(_norm.summed_to(summands, tensors[1 + i]) if needs[2 + i] else None)
         return *found, *(None,) * (len(needs) - len(found))
@@ -103,11 +115,11 @@ def add_norm(op: str, *, layer: bool, dropout: bool) -> Callable:
     return differentiable(
         op,
         forward=getattr(raw, op + "_forward").default,
-        inference=getattr(raw, op + "_inference").default,
+        inference=raw_inference,
         public=2,
         save=save,
         backward=backward,
-        differentiable_backward=None if dropout else differentiable_backward,
+        differentiable_backward=differentiable_backward,
     )
 
 

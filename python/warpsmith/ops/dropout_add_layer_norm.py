@@ -43,8 +43,8 @@ def dropout_add_layer_norm(
     Returns:
         ``(y, residual_out)`` as :func:`warpsmith.add_layer_norm`. The dropped, scaled and added value is rounded once.
 
-    Both outputs are differentiable: gradients for ``x``, ``residual``, ``weight`` and ``bias``. A second derivative is
-    refused.
+    Both outputs are differentiable: gradients for ``x``, ``residual``, ``weight`` and ``bias``, and theirs in turn. The
+    second derivative is composed of plain torch operations.
 
     Deterministic for a seed, with the same mask on CPU and CUDA. Moves 4 elements of memory for each of ``x`` forward
     and 5 backward (with a residual of the dtype of ``x``).
