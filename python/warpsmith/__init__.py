@@ -10,6 +10,7 @@ from warpsmith.ops.add_rms_norm import add_rms_norm
 from warpsmith.ops.bias_gelu import bias_gelu
 from warpsmith.ops.bias_silu import bias_silu
 from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
+from warpsmith.ops.dropout_add import dropout_add
 from warpsmith.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from warpsmith.ops.dropout_add_rms_norm import dropout_add_rms_norm
 from warpsmith.ops.geglu import geglu
@@ -32,6 +33,7 @@ __all__ = [
     "bias_gelu",
     "bias_silu",
     "cross_entropy",
+    "dropout_add",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "geglu",

@@ -5,6 +5,7 @@
 #include <warpsmith/bias_gelu.h>
 #include <warpsmith/bias_silu.h>
 #include <warpsmith/cross_entropy.h>
+#include <warpsmith/dropout_add.h>
 #include <warpsmith/geglu.h>
 #include <warpsmith/linear_cross_entropy.h>
 #include <warpsmith/linear_log_prob.h>
@@ -59,6 +60,11 @@ at::Tensor bias_silu(const at::Tensor& x, const at::Tensor& bias) { return warps
 
 at::Tensor relu_squared(const at::Tensor& x) { return warpsmith::relu_squared(x); }
 
+at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual, double p, bool training,
+                       const std::optional<at::Tensor>& seed) {
+  return warpsmith::dropout_add(x, residual, p, training, seed);
+}
+
 at::Tensor geglu(const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) {
   return warpsmith::geglu(gate, up, /*tanh=*/true, inplace_backward);
 }
@@ -96,6 +102,7 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
   m.def("bias_gelu(Tensor x, Tensor bias) -> Tensor", &bias_gelu);
   m.def("bias_silu(Tensor x, Tensor bias) -> Tensor", &bias_silu);
   m.def("relu_squared(Tensor x) -> Tensor", &relu_squared);
+  m.def("dropout_add(Tensor x, Tensor residual, float p, bool training, Tensor? seed) -> Tensor", &dropout_add);
   m.def("geglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &geglu);
   m.def("reglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &reglu);
   m.def(

@@ -251,3 +251,25 @@ def test_relu_squared_has_the_values_and_gradients_of_python(cpp):
         found.sum().backward()
     with pytest.raises(ValueError, match="^relu_squared: x: expected float32"):
         cpp.relu_squared(x.int())
+
+
+@pytest.mark.parametrize("seed", [None, torch.tensor([4, -9])])
+def test_dropout_add_has_the_values_and_gradients_of_python(cpp, seed):
+    x, _, dy = inputs(torch.float32)
+    residual = torch.randn(x.shape).requires_grad_()
+
+    def run(fn):
+        torch.manual_seed(5)
+        y = fn(x, residual)
+        return y.detach(), *torch.autograd.grad(y, (x, residual), dy)
+
+    found = run(lambda x, residual: cpp.dropout_add(x, residual, 0.3, True, seed))
+    wanted = run(lambda x, residual: warpsmith.dropout_add(x, residual, 0.3, seed=seed))
+    assert all(map(torch.equal, found, wanted))
+    assert torch.equal(cpp.dropout_add(x, residual, 0.3, False, seed), x + residual)
+    with pytest.raises(ValueError, match=r"^dropout_add: p: expected a number in \[0, 1\], got 2"):
+        cpp.dropout_add(x, residual, 2.0, True, seed)
+    y = cpp.dropout_add(x, residual, 0.3, True, seed)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^dropout_add: second derivatives are not available in C\+\+"):
+        gradient.sum().backward()

@@ -1,0 +1,175 @@
+"""dropout_add under the law for given seeds, and where the seeds come from."""
+
+import pytest
+import torch
+import warpsmith
+from warpsmith.reference.dropout import dropout_mask
+from warpsmith.reference.dropout_add import dropout_add as reference
+from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+OPS = torch.ops.warpsmith
+
+
+def inputs(case, rng):
+    p = case.options.get("p", 0.3)
+    x, residual = rng.normal(case.shape), rng.normal(case.shape)
+    return {"x": x, "residual": residual, "p": p, "seed": rng.integers((2,), -(2**62), 2**62)}
+
+
+def but(**changes):
+    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
+
+
+def arguments(good):
+    return good["x"], good["residual"], good["seed"], good["p"]
+
+
+SPEC = OpSpec(
+    name="dropout_add",
+    op=warpsmith.dropout_add,
+    reference=reference,
+    inputs=inputs,
+    # Around a vector, a Philox call and the CPU's 128 lanes; rows that begin inside a call.
+    cases=[
+        *(Case((5, width), dtype) for width in (7, 8, 33, 256) for dtype in (BF16, FP32)),
+        *(Case((3, 2, 96), dtype) for dtype in (FP16, FP64)),
+        *(Case((3, 130), dtype, options={"p": p}) for p in (0.0, 0.1, 1.0) for dtype in (BF16, FP32)),
+        Case((20, 1001), BF16),
+        Case((768,), FP32),
+    ],
+    differentiable=("x", "residual"),
+    outputs=("y",),
+    gradcheck_cases=[Case((3, 5), FP64)],
+    double_backward=True,
+    func_transforms=False,
+    traced="warpsmith::dropout_add",
+    opcheck={
+        OPS.dropout_add.default: arguments,
+        OPS.dropout_add_forward.default: arguments,
+        OPS.dropout_add_backward.default: lambda good: (good["x"], good["seed"], good["p"]),
+    },
+    bad_inputs=[
+        BadInput("integers", but(x=lambda g: g["x"].int()), r"x: expected float32.*got int32"),
+        BadInput("residual dtype", but(residual=lambda g: g["residual"].half()), "residual: expected bfloat16, got fl"),
+        BadInput("residual shape", but(residual=lambda g: g["residual"][:1]), r"residual: expected shape \(\d+, \d+\)"),
+        BadInput("meta residual", but(residual=lambda g: g["residual"].to("meta")), "residual: expected a", fake=False),
+        BadInput("scalar", but(x=lambda g: g["x"].sum(), residual=lambda g: g["x"].sum()), "x: expected at least one"),
+        BadInput("negative p", but(p=lambda g: -0.1), r"p: expected a number in \[0, 1\], got -0.1"),
+        BadInput("large p", but(p=lambda g: 1.5), r"p: expected a number in \[0, 1\], got 1.5"),
+        BadInput("nan p", but(p=lambda g: float("nan")), r"p: expected a number in \[0, 1\], got nan"),
+        BadInput("seed dtype", but(seed=lambda g: g["seed"].int()), "seed: expected int64, got int32"),
+        BadInput("seed shape", but(seed=lambda g: g["seed"][:1]), r"seed: expected shape \(2\), got \(1\)"),
+        BadInput("float64", but(x=lambda g: g["x"].double(), residual=lambda g: g["residual"].double()),
+                 "x: expected float32, float16 or bfloat16 on CUDA, got float64", fake=False, devices=("cuda",)),
+    ],
+    floor_bytes=lambda case: {
+        "forward": 3 * case.dtype.itemsize * torch.Size(case.shape).numel(),
+        "backward": 2 * case.dtype.itemsize * torch.Size(case.shape).numel(),
+    },
+)  # fmt: skip
+
+TestDropoutAdd = op_tests(SPEC)
+
+
+def mask_of(y):
+    return y != 0
+
+
+def draw(device="cpu", p=0.5, shape=(64, 64)):
+    return warpsmith.dropout_add(torch.ones(shape, device=device), torch.zeros(shape, device=device), p)
+
+
+def test_masks_follow_the_seed_of_torch():
+    torch.manual_seed(1)
+    one, two = draw(), draw()
+    torch.manual_seed(1)
+    again = draw()
+    assert bitwise_equal(one, again)
+    assert 0.4 < (mask_of(one) == mask_of(two)).float().mean() < 0.6
+
+
+@pytest.mark.parametrize("options", [{"p": 0.0}, {"p": 0.5, "training": False}])
+def test_without_dropout_nothing_is_drawn(options):
+    x, residual = torch.randn(4, 8), torch.randn(4, 8)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    assert bitwise_equal(warpsmith.dropout_add(x, residual, **options), x + residual)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_backward_has_the_mask_of_the_forward():
+    x = torch.randn(50, 37, requires_grad=True)
+    y = warpsmith.dropout_add(x, torch.zeros_like(x), 0.4)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(dx != 0, mask_of(y))
+    torch.testing.assert_close(dx[dx != 0], torch.full_like(dx[dx != 0], 1 / 0.6))
+
+
+def test_the_mask_of_the_seed_given():
+    seed = torch.tensor([2**63 - 1, -3])
+    y = warpsmith.dropout_add(torch.ones(999), torch.zeros(999), 0.25, seed=seed)
+    assert torch.equal(mask_of(y), dropout_mask(seed, (999,), 0.25))
+
+
+def test_dropped_infinities_are_gone():
+    x = torch.full((1000,), torch.inf, requires_grad=True)
+    y = warpsmith.dropout_add(x, torch.ones(1000), 0.5)
+    assert set(y.tolist()) == {1.0, torch.inf}
+
+
+def test_activation_checkpointing_repeats_the_mask():
+    x = torch.randn(40, 50, requires_grad=True)
+
+    def block(x):
+        return warpsmith.dropout_add(x.sin(), x, 0.5)
+
+    torch.manual_seed(3)
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    torch.manual_seed(3)
+    y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    assert bitwise_equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_code_draws_new_masks_and_keeps_them_for_the_backward(backend):
+    torch._dynamo.reset()
+    compiled = torch.compile(warpsmith.dropout_add, fullgraph=True, backend=backend)
+    x = torch.ones(64, 64, requires_grad=True)
+    masks = []
+    for _ in range(2):
+        y = compiled(x, torch.zeros(64, 64), 0.5)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(dx, y)
+        masks.append(mask_of(y))
+    assert 0.4 < (masks[0] == masks[1]).float().mean() < 0.6
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_replayed_graph_draws_anew_and_follows_the_seed():
+    x, residual = torch.ones(64, 64, device="cuda"), torch.zeros(64, 64, device="cuda")
+    warpsmith.dropout_add(x, residual, 0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = warpsmith.dropout_add(x, residual, 0.5)
+    masks = []
+    for seed in (7, None, 7):
+        if seed is not None:
+            torch.manual_seed(seed)
+        graph.replay()
+        masks.append(mask_of(y).clone())
+    assert torch.equal(masks[0], masks[2])
+    assert 0.4 < (masks[0] == masks[1]).float().mean() < 0.6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("shape", [(33, 65), (5, 7, 264)])
+def test_both_devices_make_one_mask(shape):
+    seed = torch.tensor([123456789, -987654321])
+    x = torch.ones(shape)
+    cpu = warpsmith.dropout_add(x, torch.zeros(shape), 0.3, seed=seed)
+    cuda = warpsmith.dropout_add(x.cuda(), torch.zeros(shape).cuda(), 0.3, seed=seed.cuda())
+    assert bitwise_equal(cpu, cuda.cpu())
