@@ -37,6 +37,8 @@ def but(**changes):
     return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
+ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 SMALL_CHUNK = 16 * 64  # bytes: a few rows of logits
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0, "class_weight": True}
 REDUCED_CASES = [
@@ -196,19 +198,21 @@ def gradients(fn, hidden, weight, *args, up=1.0, **options):
     return torch.autograd.grad((fn(*leaves, *args, **options) * up).sum(), leaves)
 
 
+@on_both
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_ignored_rows_have_gradients_of_exact_zeros(dtype, reduction):
-    hidden, weight, target = problem(dtype)
+def test_ignored_rows_have_gradients_of_exact_zeros(dtype, reduction, device):
+    hidden, weight, target = problem(dtype, device=device)
     found, _ = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction, z_loss=0.1)
     assert not found[target == IGNORED].any()
     assert found[target != IGNORED].any(-1).all()
 
 
+@on_both
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_all_rows_ignored_is_as_in_torch(dtype, reduction):
-    hidden, weight, target = problem(dtype)
+def test_all_rows_ignored_is_as_in_torch(dtype, reduction, device):
+    hidden, weight, target = problem(dtype, device=device)
     target.fill_(IGNORED)
     plain = torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), target, reduction=reduction)
     loss = warpsmith.linear_cross_entropy(hidden, weight, target, reduction=reduction)
@@ -225,15 +229,16 @@ def test_strided_biases(bias):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@on_both
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_rows(reduction):
-    hidden, weight, target = problem(rows=0)
+def test_no_rows(reduction, device):
+    hidden, weight, target = problem(rows=0, device=device)
     plain = torch.nn.functional.cross_entropy(hidden @ weight.t(), target, reduction=reduction)
     loss = warpsmith.linear_cross_entropy(hidden, weight, target, reduction=reduction)
     torch.testing.assert_close(loss, plain, equal_nan=True)
     found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction)
     assert found[0].shape == (0, 16)
-    assert bitwise_equal(found[1], torch.zeros(33, 16))
+    assert bitwise_equal(found[1], torch.zeros(33, 16, device=device))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -246,17 +251,19 @@ def test_chunks_change_nothing_but_rounding(chunk, reduction):
     torch.testing.assert_close(found, whole)
 
 
+@on_both
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_many_16_bit_chunks_round_the_weights_gradient_once(dtype):
-    hidden, weight, target = problem(dtype, rows=512)
+def test_many_16_bit_chunks_round_the_weights_gradient_once(dtype, device):
+    hidden, weight, target = problem(dtype, rows=512, device=device)
     found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, max_chunk_bytes=8 * 40 * 2)[1]
     exact = gradients(reference, hidden.double(), weight.double(), target)[1]
     plain = gradients(reference, hidden, weight, target)[1]
     assert measure("grad_weight", found, exact, plain).ok
 
 
-def test_four_bf16_chunks_stay_within_two_eps():
-    hidden, weight, target = problem(BF16, rows=512)
+@on_both
+def test_four_bf16_chunks_stay_within_two_eps(device):
+    hidden, weight, target = problem(BF16, rows=512, device=device)
     options = {"max_chunk_bytes": 128 * 40 * 2, "dw_dtype": BF16}
     assert warpsmith.plan("linear_cross_entropy", rows=512, classes=33, max_chunk_bytes=128 * 40 * 2)["chunks"] == 4
     found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, **options)[1]
@@ -264,10 +271,11 @@ def test_four_bf16_chunks_stay_within_two_eps():
     assert (found.double() - exact).abs().max() <= 2 * torch.finfo(BF16).eps * exact.abs().max()
 
 
+@on_both
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("up", [1.0, 2.5, 65536.0])
-def test_the_incoming_gradient_scales(dtype, up):
-    hidden, weight, target = problem(dtype)
+def test_the_incoming_gradient_scales(dtype, up, device):
+    hidden, weight, target = problem(dtype, device=device)
     found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, up=up)
     exact = gradients(reference, hidden.double(), weight.double(), target, up=up)
     for a, b in zip(found, exact, strict=True):
@@ -283,8 +291,9 @@ def test_a_loss_scale_saves_float16_gradients_from_underflow():
         assert (a.double() - b).norm() <= 1e-3 * b.norm()  # a gradient divided by 4,000 first loses a third
 
 
-def test_kept_gradients_are_given_away_without_a_copy():
-    hidden, weight, target = problem(BF16)
+@on_both
+def test_kept_gradients_are_given_away_without_a_copy(device):
+    hidden, weight, target = problem(BF16, device=device)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     loss = warpsmith.linear_cross_entropy(*leaves, target)
     kept = [t.data_ptr() for t in loss.grad_fn.saved_tensors if t.numel()]
@@ -292,10 +301,11 @@ def test_kept_gradients_are_given_away_without_a_copy():
     assert [t.grad.data_ptr() for t in leaves] == kept
 
 
+@on_both
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_graphs_can_be_walked_twice(dtype, reduction):
-    hidden, weight, target = problem(dtype)
+def test_graphs_can_be_walked_twice(dtype, reduction, device):
+    hidden, weight, target = problem(dtype, device=device)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     loss = warpsmith.linear_cross_entropy(*leaves, target, reduction=reduction).sum() * 3
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
@@ -316,12 +326,18 @@ def test_two_losses_of_one_weight_add_up():
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk", [None, SMALL_CHUNK])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
-def test_main_grad_takes_the_weights_gradient(dtype, chunk, reduction):
-    hidden, weight, target = problem(dtype)
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        *((dtype, "cpu") for dtype in DTYPES),
+        *(pytest.param(dtype, "cuda", marks=ON_CUDA) for dtype in (BF16, FP16, FP32)),
+    ],
+)
+def test_main_grad_takes_the_weights_gradient(dtype, chunk, reduction, device):
+    hidden, weight, target = problem(dtype, device=device)
     expected = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction, up=3.0)
     exact = gradients(reference, hidden.double(), weight.double(), target, reduction=reduction, up=3.0)[1]
-    main_grad = torch.full(weight.shape, 0.5, dtype=FP64 if dtype == FP64 else FP32)
+    main_grad = torch.full(weight.shape, 0.5, dtype=FP64 if dtype == FP64 else FP32, device=device)
     waited = []
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     leaves[1].register_post_accumulate_grad_hook(lambda p: waited.append(p.grad.abs().max().item()))
@@ -386,9 +402,10 @@ def test_frozen_inputs_cost_nothing(frozen, reduction):
     assert bitwise_equal(leaf.grad, both[frozen == "hidden"])
 
 
+@on_both
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_stats(reduction):
-    hidden, weight, target = problem()
+def test_stats(reduction, device):
+    hidden, weight, target = problem(device=device)
     leaf = weight.clone().requires_grad_()
     options = {"reduction": reduction, "max_chunk_bytes": 2000}
     loss, stats = warpsmith.linear_cross_entropy(hidden, leaf, target, return_stats=True, **options)
@@ -443,6 +460,21 @@ def test_labels_out_of_range_are_nan_on_cuda(label, reduction):
     target[7] = label
     loss = warpsmith.linear_cross_entropy(hidden, weight, target, reduction=reduction)
     assert (loss if reduction == "mean" else loss[7]).isnan()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_more_than_2_31_logits_in_one_chunk(reduction):
+    hidden, weight, target = problem(BF16, rows=20_000, width=64, classes=128_256, device="cuda")
+    assert hidden.shape[0] * weight.shape[0] > 2**31
+    options = {"reduction": reduction, "dw_dtype": FP32, "max_chunk_bytes": 2**33}
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, **options)
+    expected = gradients(
+        warpsmith.linear_cross_entropy, hidden, weight, target, **{**options, "max_chunk_bytes": 2**29}
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert (a.float() - b.float()).abs().max() <= 2 * torch.finfo(BF16).eps * b.float().abs().max()
 
 
 @pytest.mark.gpu
