@@ -241,7 +241,7 @@ PLANTED(partial_sums_without_fence, "tsan", "data race") {
   Buffer<float> partial(8), out(1);
   unsigned done = 0;
   const Status status =
-      LAUNCH_PLANTED(bug, last_block, (LaunchConfig{.grid = 8, .block = 64}), partial.data(), &done, out.data());
+      LAUNCH_PLANTED(bug, last_block, (LaunchConfig{.grid = 8, .block = 256}), partial.data(), &done, out.data());
   return outcome(status, out, std::vector<int>{8});
 }
 

@@ -316,6 +316,8 @@ TEST(the_chooser) {
   }
   expect_equal("small", choose_adamw(1000, 132).chunk_elems, kAdamWTileElems);
   expect_equal("2,000 tensors of 4,096", choose_adamw(8'192'000, 132).chunk_elems, 4096);
+  expect_equal("three chunks for every resident block", choose_adamw(3 * 4 * 132 * 4096, 132).chunk_elems, 4096);
+  expect_equal("one element less", choose_adamw(3 * 4 * 132 * 4096 - 1, 132).chunk_elems, 2048);
   expect_equal("large", choose_adamw(1'000'000'000, 132).chunk_elems, kAdamWMaxChunkElems);
 }
 

@@ -181,6 +181,14 @@ TEST(more_rows_than_groups) {
   Problem<bfloat16, bfloat16>({.rows = 140, .columns = 1032}).run();
 }
 
+// On a chip of one multiprocessor the blocks of the rings take many rows, and every stage is used again and again.
+TEST(many_rows_a_block) {
+  sim::options().properties.multiprocessors = 1;
+  for (int64_t columns : {136, 264, 1032, 8200})
+    Problem<bfloat16, bfloat16>({.rows = columns == 136 ? 400 : 30, .columns = columns}).run();
+  sim::options().properties.multiprocessors = 132;
+}
+
 TEST(no_weight) {
   for (int64_t columns : {24, 1032, 4096, 4097})
     Problem<bfloat16, bfloat16>({.rows = 2, .columns = columns, .weight = false}).run();
