@@ -175,8 +175,8 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
   order_release(&machine.launch_begins);
 
   const uint64_t clusters_x = c.grid.x / c.cluster, clusters = clusters_x * c.grid.y * c.grid.z;
-  // The thread sanitizer's barriers cost the square of the threads at once. One block at a time would be too few: blocks
-  // that run in turn on the same stacks are ordered by these.
+  // The thread sanitizer's barriers cost the square of the threads at once. One block at a time would be too few:
+  // blocks that run in turn on the same stacks are ordered by these.
   const uint64_t most = kThreadSanitizer && threads_of(c) >= 256 ? 2 : 3;
   const uint64_t at_once = c.cooperative ? clusters : machine.options.seed ? 1 + random_bits() % most : 1;
   // By seed, another order of the clusters: start anywhere and step by a number without common factor.

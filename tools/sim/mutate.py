@@ -177,7 +177,7 @@ class Check:
             if mutant and folder and mutant.file in dependencies(source):
                 shadow = folder / source.relative_to(CSRC) if source.is_relative_to(CSRC) else source
                 changed = shadow if shadow.exists() else source
-                mutated = [*build.VARIANTS[variant].kernel, f"-I{folder}", *flags[-2:]]
+                mutated = [*build.VARIANTS[variant].kernel, "-w", f"-I{folder}", *flags[-2:]]
                 objects.append(build.compile_object(changed, mutated, folder / variant))
             else:
                 objects.append(build.compile_object(source, flags, build.BUILD / variant))
@@ -269,6 +269,7 @@ def main() -> int:
     build_all = checks()
     for check in build_all:
         check.build("plain")
+    groups = [[f for f in group if any(c.sees(f) for c in build_all)] for group in groups]  # not the device's alone
     files = [f for group in groups for f in group]
     suite = [measured(c) for c in build_all if any(c.sees(f) for f in files)]
     folder = build.BUILD / f"mutant-{os.getpid()}"
