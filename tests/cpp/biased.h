@@ -148,7 +148,7 @@ inline void biased_one_gradient(const BiasedOp& op) {
   });
 }
 
-// The floor; the bias once every four rows of a thread forward, once a row of threads backward; one float a column and
+// The floor; the bias once a row forward, once a row of threads backward; one float a column and
 // row block of partial sums, written and read.
 inline void biased_bytes(const BiasedOp& op) {
   constexpr int64_t kRows = 128, kColumns = 256, kUnit = kRows * kColumns * 2;
@@ -158,7 +158,7 @@ inline void biased_bytes(const BiasedOp& op) {
   const int64_t partials = c.row_blocks * kColumns * 4;
   under_every_seed([&] {
     expect_ok(op.forward(p.forward, nullptr));
-    expect_bytes({.read = kUnit + kUnit / kBiasedForwardRows, .written = kUnit});
+    expect_bytes({.read = 2 * kUnit, .written = kUnit});
     sim::counters() = {};
     expect_ok(op.backward(p.backward, nullptr));
     expect_bytes({.read = 2 * kUnit + c.row_blocks * c.rows_at_once() * kColumns * 2 + partials,

@@ -44,5 +44,5 @@ def test_every_plan_covers_its_problem(columns):
                 assert c["width"] * c["vector_elems"] * c["tiles"] >= columns
                 assert c["width"] * c["vector_elems"] * (c["tiles"] - 1) < columns
                 assert c["blocks"] == c["tiles"] * c["row_blocks"]
-            assert plan["forward"]["row_blocks"] * (256 // plan["forward"]["width"]) * 4 >= rows
-            assert plan["backward"]["row_blocks"] <= max(1, 3 * 132 // plan["backward"]["tiles"])
+            assert plan["forward"]["row_blocks"] * (256 // plan["forward"]["width"]) >= rows
+            assert plan["backward"]["row_blocks"] <= max(1, 5 * 132 // plan["backward"]["tiles"])

@@ -45,39 +45,25 @@ __device__ __forceinline__ void load_floats(const void* from, int64_t element, f
   }
 }
 
-// Reads x and writes y once: 2 * sizeof(T) bytes an element, and the bias once every kBiasedForwardRows rows from the
-// L2.
-template <template <class> class F, class T, class W, int N, int kRows = kBiasedForwardRows>
-__global__ void __launch_bounds__(kBiasedThreads) biased_forward(BiasedFwdParams p, BiasedTile tile) {
+// Reads x and writes y once: 2 * sizeof(T) bytes an element, and the bias once a row from the L1 or L2.
+template <template <class> class F, class T, class W, int N> __global__ void __launch_bounds__(kBiasedThreads, 8)
+    biased_forward(BiasedFwdParams p, BiasedTile tile) {
   const BiasedPlace at(tile);
-  const int64_t column = at.column * N;
-  if (column >= p.columns) return;
-  const int64_t first = at.row_block * at.rows_at_once * kRows + at.row;
-  Vector<T, N> x[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const int64_t r = first + i * at.rows_at_once;
-    x[i] = {};
-    if (r < p.rows) x[i] = load_at<T, N>({p.x, 0}, r * p.x_stride + column);
-  }
+  const int64_t column = at.column * N, r = at.row_block * at.rows_at_once + at.row;
+  if (column >= p.columns || r >= p.rows) return;
+  const auto x = load_at<T, N>({p.x, 0}, r * p.x_stride + column);
   float bias[N];
   load_floats<N, W>(p.bias, column, bias);
+  Vector<T, N> y;
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const int64_t r = first + i * at.rows_at_once;
-    if (r >= p.rows) return;
-    Vector<T, N> y;
-#pragma unroll
-    for (int k = 0; k < N; ++k)
-      y.at[k] = device::from_float<T>(F<DeviceMath<T>>(device::to_float(x[i].at[k]) + bias[k]).value());
-    store_at<T, N>({p.y, 0}, r * p.columns + column, y);
-  }
+  for (int k = 0; k < N; ++k)
+    y.at[k] = device::from_float<T>(F<DeviceMath<T>>(device::to_float(x.at[k]) + bias[k]).value());
+  store_at<T, N>({p.y, 0}, r * p.columns + column, y);
 }
 
-// Reads dy and x and writes dx once: 3 * sizeof(T) bytes an element, the bias once a block, and one float a column and
-// row block of partial sums.
-template <template <class> class F, class T, class W, int N, int kRows = kBiasedBackwardRows,
-          int kResident = kBiasedResident>
+// Reads dy and x and writes dx once: 3 * sizeof(T) bytes an element, the bias once a thread, and one float a column and
+// row block of partial sums. The arithmetic is as accurate as dbias, of type W, wants it.
+template <template <class> class F, class T, class W, int N, int kResident = kBiasedResident>
 __global__ void __launch_bounds__(kBiasedThreads, kResident) biased_backward(BiasedBwdParams p, BiasedTile tile) {
   WARPSMITH_SHARED(float, scratch, kBiasedThreads* N);
   const BiasedPlace at(tile);
@@ -86,30 +72,18 @@ __global__ void __launch_bounds__(kBiasedThreads, kResident) biased_backward(Bia
   if (column < p.columns) {
     float bias[N];
     load_floats<N, W>(p.bias, column, bias);
-    for (int64_t first = at.row_block * at.rows_at_once + at.row; first < p.rows; first += kRows * step) {
-      Vector<T, N> dy[kRows], x[kRows];
+    for (int64_t r = at.row_block * at.rows_at_once + at.row; r < p.rows; r += step) {
+      const auto dy = load_at<T, N>({p.dy, 0}, r * p.dy_stride + column);
+      const auto x = load_at<T, N>({p.x, 0}, r * p.x_stride + column);
+      Vector<T, N> dx;
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const int64_t r = first + i * step;
-        dy[i] = {}, x[i] = {};
-        if (r >= p.rows) continue;
-        dy[i] = load_at<T, N>({p.dy, 0}, r * p.dy_stride + column);
-        x[i] = load_at<T, N>({p.x, 0}, r * p.x_stride + column);
+      for (int k = 0; k < N; ++k) {
+        const F<DeviceMath<W>> f(device::to_float(x.at[k]) + bias[k]);
+        const float g = f.times_derivative(device::to_float(dy.at[k]));
+        sum[k] += g;
+        dx.at[k] = device::from_float<T>(g);
       }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const int64_t r = first + i * step;
-        if (r >= p.rows) continue;
-        Vector<T, N> dx;
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-          const float g =
-              F<DeviceMath<T>>(device::to_float(x[i].at[k]) + bias[k]).times_derivative(device::to_float(dy[i].at[k]));
-          sum[k] += g;
-          dx.at[k] = device::from_float<T>(g);
-        }
-        if (p.dx) store_at<T, N>({p.dx, 0}, r * p.columns + column, dx);
-      }
+      if (p.dx) store_at<T, N>({p.dx, 0}, r * p.columns + column, dx);
     }
   }
   if (!p.partials) return;

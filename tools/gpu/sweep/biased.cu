@@ -1,4 +1,4 @@
-// Times bias_gelu's kernels over rows in flight, resident blocks and tile widths, beside what is chosen and a copy of
+// Times bias_gelu's kernels over loads ahead, resident blocks and tile widths, beside what is chosen and a copy of
 // the same bytes. Build and run on a GPU machine:
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a
 //     tools/gpu/sweep/biased.cu -o sweep && ./sweep
@@ -95,21 +95,93 @@ BiasedConfig with_width(BiasedConfig c, int width, int64_t columns) {
 
 using T = bfloat16;
 
-template <int kRows> void forward(const BiasedFwdParams& p, std::vector<Row>& all) {
-  for (const int width : {32, 64, 128, 256}) {
-    BiasedConfig c = with_width(choose_biased_forward({p.rows, p.columns, 2}), width, p.columns);
-    c.row_blocks = biased_detail::ceil_div(p.rows, int64_t{c.rows_at_once()} * kRows);
-    const double us = time_of([&] {
-      check(launch(biased_forward<GeluTanh, T, T, 8, kRows>, grid_of(c), nullptr, p, tile_of(c)).ok()
-                ? cudaSuccess
-                : cudaErrorUnknown);
-    });
-    all.push_back({us, std::to_string(kRows) + " rows, width " + std::to_string(width)});
+// Persistent blocks whose threads keep their columns and load the next row before they work on this one.
+template <int kResident> __global__ void __launch_bounds__(kBiasedThreads, kResident)
+    forward_ahead(BiasedFwdParams p, BiasedTile tile) {
+  constexpr int N = 8;
+  const BiasedPlace at(tile);
+  const int64_t column = at.column * N, step = tile.row_blocks * at.rows_at_once;
+  if (column >= p.columns) return;
+  float bias[N];
+  load_floats<N, T>(p.bias, column, bias);
+  int64_t r = at.row_block * at.rows_at_once + at.row;
+  Vector<T, N> next = {};
+  if (r < p.rows) next = load_at<T, N>({p.x, 0}, r * p.x_stride + column);
+  for (; r < p.rows; r += step) {
+    const Vector<T, N> x = next;
+    if (r + step < p.rows) next = load_at<T, N>({p.x, 0}, (r + step) * p.x_stride + column);
+    Vector<T, N> y;
+#pragma unroll
+    for (int k = 0; k < N; ++k)
+      y.at[k] = device::from_float<T>(GeluTanh<DeviceMath<T>>(device::to_float(x.at[k]) + bias[k]).value());
+    store_at<T, N>({p.y, 0}, r * p.columns + column, y);
   }
 }
 
-template <int kRows, int kResident> void backward(const BiasedBwdParams& p, std::vector<Row>& all) {
-  for (const int width : {32, 64, 128, 256})
+// The backward that loads the next row before it works on this one.
+template <int kResident> __global__ void __launch_bounds__(kBiasedThreads, kResident)
+    backward_ahead(BiasedBwdParams p, BiasedTile tile) {
+  constexpr int N = 8;
+  WARPSMITH_SHARED(float, scratch, kBiasedThreads* N);
+  const BiasedPlace at(tile);
+  const int64_t column = at.column * N, step = tile.row_blocks * at.rows_at_once;
+  float sum[N] = {};
+  if (column < p.columns) {
+    float bias[N];
+    load_floats<N, T>(p.bias, column, bias);
+    int64_t r = at.row_block * at.rows_at_once + at.row;
+    Vector<T, N> next_x = {}, next_dy = {};
+    if (r < p.rows) {
+      next_dy = load_at<T, N>({p.dy, 0}, r * p.dy_stride + column);
+      next_x = load_at<T, N>({p.x, 0}, r * p.x_stride + column);
+    }
+    for (; r < p.rows; r += step) {
+      const Vector<T, N> x = next_x, dy = next_dy;
+      if (r + step < p.rows) {
+        next_dy = load_at<T, N>({p.dy, 0}, (r + step) * p.dy_stride + column);
+        next_x = load_at<T, N>({p.x, 0}, (r + step) * p.x_stride + column);
+      }
+      Vector<T, N> dx;
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const GeluTanh<DeviceMath<T>> f(device::to_float(x.at[k]) + bias[k]);
+        const float g = f.times_derivative(device::to_float(dy.at[k]));
+        sum[k] += g;
+        dx.at[k] = device::from_float<T>(g);
+      }
+      store_at<T, N>({p.dx, 0}, r * p.columns + column, dx);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < N; ++k) scratch[threadIdx.x * N + k] = sum[k];
+  __syncthreads();
+  const int width = N << tile.width_log2;
+  const int64_t left = (at.column >> tile.width_log2 << tile.width_log2) * N;
+  for (int c = threadIdx.x; c < width && left + c < p.columns; c += kBiasedThreads) {
+    float total = 0;
+    for (int r = 0; r < at.rows_at_once; ++r) total += scratch[r * width + c];
+    device::store(static_cast<float*>(p.partials) + at.row_block * p.columns + left + c, total);
+  }
+}
+
+template <int kResident> void forward(const BiasedFwdParams& p, std::vector<Row>& all) {
+  for (const int width : {32, 64, 256})
+    for (const int waves : {1, 2, 4}) {
+      BiasedConfig c = with_width(choose_biased_forward({p.rows, p.columns, 2}), width, p.columns);
+      c.row_blocks = std::clamp<int64_t>(int64_t{kResident} * waves * 132 / c.tiles, 1,
+                                         biased_detail::ceil_div(p.rows, c.rows_at_once()));
+      const double us = time_of([&] {
+        check(launch(forward_ahead<kResident>, grid_of(c), nullptr, p, tile_of(c)).ok() ? cudaSuccess
+                                                                                        : cudaErrorUnknown);
+      });
+      all.push_back({us, "ahead, " + std::to_string(kResident) + " resident, width " + std::to_string(width) +
+                             ", waves " + std::to_string(waves)});
+    }
+}
+
+template <int kResident, class Kernel>
+void backward(const char* name, Kernel kernel, const BiasedBwdParams& p, std::vector<Row>& all) {
+  for (const int width : {8, 16, 32})
     for (const int waves : {1, 2}) {
       BiasedConfig c = with_width(choose_biased_backward({p.rows, p.columns, 2}), width, p.columns);
       c.row_blocks = std::clamp<int64_t>(int64_t{kResident} * waves * 132 / c.tiles, 1,
@@ -119,12 +191,11 @@ template <int kRows, int kResident> void backward(const BiasedBwdParams& p, std:
       sum.block.x = kBiasSumColumns * kBiasSumSlices;
       sum.programmatic_dependent = true;
       const double us = time_of([&] {
-        const bool ok =
-            launch(biased_backward<GeluTanh, T, T, 8, kRows, kResident>, grid_of(c), nullptr, p, tile_of(c)).ok() &&
-            launch(sum_bias_partials<T>, sum, nullptr, p, c.row_blocks).ok();
+        const bool ok = launch(kernel, grid_of(c), nullptr, p, tile_of(c)).ok() &&
+                        launch(sum_bias_partials<T>, sum, nullptr, p, c.row_blocks).ok();
         check(ok ? cudaSuccess : cudaErrorUnknown);
       });
-      all.push_back({us, std::to_string(kRows) + " rows, " + std::to_string(kResident) + " resident, width " +
+      all.push_back({us, std::string(name) + ", " + std::to_string(kResident) + " resident, width " +
                              std::to_string(width) + ", waves " + std::to_string(waves)});
     }
 }
@@ -143,9 +214,9 @@ int main() {
                             columns, columns, columns, true, Dtype::bfloat16, Dtype::bfloat16};
     std::vector<Row> all;
     all.push_back({time_of([&] { (void)biased_forward_cuda<GeluTanh>(f, nullptr).ok(); }), "chosen"});
-    forward<1>(f, all);
-    forward<2>(f, all);
     forward<4>(f, all);
+    forward<5>(f, all);
+    forward<6>(f, all);
     forward<8>(f, all);
     check(cudaDeviceSynchronize());
     print("bias_gelu forward", rows, columns, static_cast<double>(count) * 4, all);
@@ -155,14 +226,10 @@ int main() {
     alone.dbias = nullptr, alone.partials = nullptr;
     all.push_back(
         {time_of([&] { (void)biased_backward_cuda<GeluTanh>(alone, nullptr).ok(); }), "chosen, without dbias"});
-    backward<1, 3>(b, all);
-    backward<1, 4>(b, all);
-    backward<1, 5>(b, all);
-    backward<2, 2>(b, all);
-    backward<2, 3>(b, all);
-    backward<2, 4>(b, all);
-    backward<4, 2>(b, all);
-    backward<3, 2>(b, all);
+    backward<3>("ahead", backward_ahead<3>, b, all);
+    backward<4>("ahead", backward_ahead<4>, b, all);
+    backward<5>("plain", biased_backward<GeluTanh, T, T, 8, 5>, b, all);
+    backward<6>("plain", biased_backward<GeluTanh, T, T, 8, 6>, b, all);
     check(cudaDeviceSynchronize());
     print("bias_gelu backward", rows, columns, static_cast<double>(count) * 6, all);
     for (char* p : {x, dy, bias, y, dbias, partials}) check(cudaFree(p));
