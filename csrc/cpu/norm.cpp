@@ -36,108 +36,135 @@ template <class M> inline __attribute__((always_inline)) void load(Lanes<M>& to,
 }
 
 // Free functions, one an arithmetic type: target_clones reaches neither lambdas nor templates.
-#define WARPSMITH_NORM_LOOPS(M)                                                                                      \
-  WARPSMITH_VECTORIZE M sum(const M* x, int64_t count) {                                                             \
-    M lane[kLanes] = {};                                                                                             \
-    int64_t c = 0;                                                                                                   \
-    for (; c + kLanes <= count; c += kLanes)                                                                         \
-      for (int k = 0; k < kLanes; ++k) lane[k] += x[c + k];                                                          \
-    for (; c < count; ++c) lane[c % kLanes] += x[c];                                                                 \
-    return add_lanes(lane);                                                                                          \
-  }                                                                                                                  \
-  WARPSMITH_VECTORIZE M sum_of_squares(const M* x, int64_t count, M mean) {                                          \
-    M lane[kLanes] = {};                                                                                             \
-    int64_t c = 0;                                                                                                   \
-    for (; c + kLanes <= count; c += kLanes)                                                                         \
-      for (int k = 0; k < kLanes; ++k) lane[k] += (x[c + k] - mean) * (x[c + k] - mean);                             \
-    for (; c < count; ++c) lane[c % kLanes] += (x[c] - mean) * (x[c] - mean);                                        \
-    return add_lanes(lane);                                                                                          \
-  }                                                                                                                  \
-  WARPSMITH_VECTORIZE void add(const M* x, const M* y, M* out, int64_t count) {                                      \
-    for (int64_t c = 0; c < count; ++c) out[c] = x[c] + y[c];                                                        \
-  }                                                                                                                  \
-  /* add, and the sum of what it gives */                                                                            \
-  WARPSMITH_VECTORIZE M add_and_sum(const M* x, const M* y, M* out, int64_t count) {                                 \
-    Lanes<M> lane = {};                                                                                              \
-    int64_t c = 0;                                                                                                   \
-    for (; c + kLanes <= count; c += kLanes) {                                                                       \
-      Lanes<M> a, b;                                                                                                 \
-      load<M>(a, x + c);                                                                                             \
-      load<M>(b, y + c);                                                                                             \
-      a += b;                                                                                                        \
-      std::memcpy(out + c, &a, sizeof(a));                                                                           \
-      lane += a;                                                                                                     \
-    }                                                                                                                \
-    for (; c < count; ++c) lane[c % kLanes] += out[c] = x[c] + y[c];                                                 \
-    M sums[kLanes];                                                                                                  \
-    std::memcpy(sums, &lane, sizeof(lane));                                                                          \
-    return add_lanes(sums);                                                                                          \
-  }                                                                                                                  \
-  /* x * keep + y, without x where keep is 0 */                                                                      \
-  WARPSMITH_VECTORIZE void add_kept(const M* x, const M* keep, const M* y, M* out, int64_t count) {                  \
-    for (int64_t c = 0; c < count; ++c) out[c] = keep[c] != 0 ? x[c] * keep[c] + y[c] : y[c];                        \
-  }                                                                                                                  \
-  WARPSMITH_VECTORIZE void take_kept(const M* x, const M* keep, M* out, int64_t count) {                             \
-    for (int64_t c = 0; c < count; ++c) out[c] = keep[c] != 0 ? x[c] * keep[c] : 0;                                  \
-  }                                                                                                                  \
-  /* for each element of a Philox call, what it is multiplied by: scale, or 0 where it is dropped */                 \
-  WARPSMITH_VECTORIZE void keep_factors(const Dropout& d, int64_t first_call, int64_t calls, M* keep) {              \
-    const uint64_t seed = static_cast<uint64_t>(d.seed[0]), offset = static_cast<uint64_t>(d.seed[1]);               \
-    const M scale = static_cast<M>(d.scale);                                                                         \
-    const uint32_t threshold = d.threshold;                                                                          \
-    for (int64_t i = 0; i < calls; ++i) {                                                                            \
-      const PhiloxCounter lanes = dropout_lanes(seed, offset, static_cast<uint64_t>(first_call + i));                \
-      for (int k = 0; k < kDropoutLanes; ++k)                                                                        \
-        keep[i * kDropoutLanes + k] = dropout_keeps(lanes, k, threshold) ? scale : M(0);                             \
-    }                                                                                                                \
-  }                                                                                                                  \
-  WARPSMITH_VECTORIZE void scale(const M* s, const M* weight, M* y, int64_t count, M rstd) {                         \
-    for (int64_t c = 0; c < count; ++c) y[c] = s[c] * rstd * weight[c];                                              \
-  }                                                                                                                  \
-  WARPSMITH_VECTORIZE void scale_and_shift(const M* s, const M* weight, const M* bias, M* y, int64_t count, M mean,  \
-                                           M rstd) {                                                                 \
-    for (int64_t c = 0; c < count; ++c) y[c] = (s[c] - mean) * rstd * weight[c] + bias[c];                           \
-  }                                                                                                                  \
-  /* g = dy * weight: sums of g * s_hat and of g */                                                                  \
-  WARPSMITH_VECTORIZE void gradient_sums(const M* dy, const M* weight, const M* s, int64_t count, M mean, M rstd,    \
-                                         M* with_s_hat, M* alone) {                                                  \
-    Lanes<M> lane = {}, plain = {};                                                                                  \
-    int64_t c = 0;                                                                                                   \
-    for (; c + kLanes <= count; c += kLanes) {                                                                       \
-      Lanes<M> g, w, s_hat;                                                                                          \
-      load<M>(g, dy + c);                                                                                            \
-      load<M>(w, weight + c);                                                                                        \
-      load<M>(s_hat, s + c);                                                                                         \
-      g *= w;                                                                                                        \
-      s_hat = (s_hat - mean) * rstd;                                                                                 \
-      lane += g * s_hat;                                                                                             \
-      plain += g;                                                                                                    \
-    }                                                                                                                \
-    for (; c < count; ++c) {                                                                                         \
-      const M g = dy[c] * weight[c];                                                                                 \
-      lane[c % kLanes] += g * ((s[c] - mean) * rstd);                                                                \
-      plain[c % kLanes] += g;                                                                                        \
-    }                                                                                                                \
-    M sums[2][kLanes];                                                                                               \
-    std::memcpy(sums[0], &lane, sizeof(lane));                                                                       \
-    std::memcpy(sums[1], &plain, sizeof(plain));                                                                     \
-    *with_s_hat += add_lanes(sums[0]);                                                                               \
-    *alone += add_lanes(sums[1]);                                                                                    \
-  }                                                                                                                  \
-  /* rstd * (g - s_hat * a - b): of terms that cancel, none is larger than it must be */                             \
-  WARPSMITH_VECTORIZE void input_gradient(const M* dy, const M* weight, const M* s, M* ds, int64_t count, M mean,    \
-                                          M rstd, M a, M b) {                                                        \
-    for (int64_t c = 0; c < count; ++c) ds[c] = rstd * (dy[c] * weight[c] - (s[c] - mean) * rstd * a - b);           \
-  }                                                                                                                  \
-  WARPSMITH_VECTORIZE void add_gradients(const M* dy, const M* s, M* dweight, M* dbias, int64_t count, M mean,       \
-                                         M rstd) {                                                                   \
-    for (int64_t c = 0; c < count; ++c) {                                                                            \
-      dweight[c] += dy[c] * ((s[c] - mean) * rstd);                                                                  \
-      dbias[c] += dy[c];                                                                                             \
-    }                                                                                                                \
-  }                                                                                                                  \
-  WARPSMITH_VECTORIZE void add_weight_gradient(const M* dy, const M* s, M* dweight, int64_t count, M mean, M rstd) { \
-    for (int64_t c = 0; c < count; ++c) dweight[c] += dy[c] * ((s[c] - mean) * rstd);                                \
+#define WARPSMITH_NORM_LOOPS(M)                                                                                        \
+  WARPSMITH_VECTORIZE M sum(const M* x, int64_t count) {                                                               \
+    M lane[kLanes] = {};                                                                                               \
+    int64_t c = 0;                                                                                                     \
+    for (; c + kLanes <= count; c += kLanes)                                                                           \
+      for (int k = 0; k < kLanes; ++k) lane[k] += x[c + k];                                                            \
+    for (; c < count; ++c) lane[c % kLanes] += x[c];                                                                   \
+    return add_lanes(lane);                                                                                            \
+  }                                                                                                                    \
+  WARPSMITH_VECTORIZE M sum_of_squares(const M* x, int64_t count, M mean) {                                            \
+    M lane[kLanes] = {};                                                                                               \
+    int64_t c = 0;                                                                                                     \
+    for (; c + kLanes <= count; c += kLanes)                                                                           \
+      for (int k = 0; k < kLanes; ++k) lane[k] += (x[c + k] - mean) * (x[c + k] - mean);                               \
+    for (; c < count; ++c) lane[c % kLanes] += (x[c] - mean) * (x[c] - mean);                                          \
+    return add_lanes(lane);                                                                                            \
+  }                                                                                                                    \
+  WARPSMITH_VECTORIZE void add(const M* x, const M* y, M* out, int64_t count) {                                        \
+    for (int64_t c = 0; c < count; ++c) out[c] = x[c] + y[c];                                                          \
+  }                                                                                                                    \
+  /* add, and the sum of what it gives */                                                                              \
+  WARPSMITH_VECTORIZE M add_and_sum(const M* x, const M* y, M* out, int64_t count) {                                   \
+    Lanes<M> lane = {};                                                                                                \
+    int64_t c = 0;                                                                                                     \
+    for (; c + kLanes <= count; c += kLanes) {                                                                         \
+      Lanes<M> a, b;                                                                                                   \
+      load<M>(a, x + c);                                                                                               \
+      load<M>(b, y + c);                                                                                               \
+      a += b;                                                                                                          \
+      std::memcpy(out + c, &a, sizeof(a));                                                                             \
+      lane += a;                                                                                                       \
+    }                                                                                                                  \
+    for (; c < count; ++c) lane[c % kLanes] += out[c] = x[c] + y[c];                                                   \
+    M sums[kLanes];                                                                                                    \
+    std::memcpy(sums, &lane, sizeof(lane));                                                                            \
+    return add_lanes(sums);                                                                                            \
+  }                                                                                                                    \
+  /* x * keep + y, without x where keep is 0 */                                                                        \
+  WARPSMITH_VECTORIZE void add_kept(const M* x, const M* keep, const M* y, M* out, int64_t count) {                    \
+    for (int64_t c = 0; c < count; ++c) out[c] = keep[c] != 0 ? x[c] * keep[c] + y[c] : y[c];                          \
+  }                                                                                                                    \
+  WARPSMITH_VECTORIZE void take_kept(const M* x, const M* keep, M* out, int64_t count) {                               \
+    for (int64_t c = 0; c < count; ++c) out[c] = keep[c] != 0 ? x[c] * keep[c] : 0;                                    \
+  }                                                                                                                    \
+  /* for each element of a Philox call, what it is multiplied by: scale, or 0 where it is dropped */                   \
+  WARPSMITH_VECTORIZE void keep_factors(const Dropout& d, int64_t first_call, int64_t calls, M* keep) {                \
+    const uint64_t seed = static_cast<uint64_t>(d.seed[0]), offset = static_cast<uint64_t>(d.seed[1]);                 \
+    const M scale = static_cast<M>(d.scale);                                                                           \
+    const uint32_t threshold = d.threshold;                                                                            \
+    for (int64_t i = 0; i < calls; ++i) {                                                                              \
+      const PhiloxCounter lanes = dropout_lanes(seed, offset, static_cast<uint64_t>(first_call + i));                  \
+      for (int k = 0; k < kDropoutLanes; ++k)                                                                          \
+        keep[i * kDropoutLanes + k] = dropout_keeps(lanes, k, threshold) ? scale : M(0);                               \
+    }                                                                                                                  \
+  }                                                                                                                    \
+  WARPSMITH_VECTORIZE void scale(const M* s, const M* weight, M* y, int64_t count, M rstd) {                           \
+    for (int64_t c = 0; c < count; ++c) y[c] = s[c] * rstd * weight[c];                                                \
+  }                                                                                                                    \
+  WARPSMITH_VECTORIZE void scale_and_shift(const M* s, const M* weight, const M* bias, M* y, int64_t count, M mean,    \
+                                           M rstd) {                                                                   \
+    for (int64_t c = 0; c < count; ++c) y[c] = (s[c] - mean) * rstd * weight[c] + bias[c];                             \
+  }                                                                                                                    \
+  /* g = dy * weight: sums of g * s_hat and of g */                                                                    \
+  WARPSMITH_VECTORIZE void gradient_sums(const M* dy, const M* weight, const M* s, int64_t count, M mean, M rstd,      \
+                                         M* with_s_hat, M* alone) {                                                    \
+    Lanes<M> lane = {}, plain = {};                                                                                    \
+    int64_t c = 0;                                                                                                     \
+    for (; c + kLanes <= count; c += kLanes) {                                                                         \
+      Lanes<M> g, w, s_hat;                                                                                            \
+      load<M>(g, dy + c);                                                                                              \
+      load<M>(w, weight + c);                                                                                          \
+      load<M>(s_hat, s + c);                                                                                           \
+      g *= w;                                                                                                          \
+      s_hat = (s_hat - mean) * rstd;                                                                                   \
+      lane += g * s_hat;                                                                                               \
+      plain += g;                                                                                                      \
+    }                                                                                                                  \
+    for (; c < count; ++c) {                                                                                           \
+      const M g = dy[c] * weight[c];                                                                                   \
+      lane[c % kLanes] += g * ((s[c] - mean) * rstd);                                                                  \
+      plain[c % kLanes] += g;                                                                                          \
+    }                                                                                                                  \
+    M sums[2][kLanes];                                                                                                 \
+    std::memcpy(sums[0], &lane, sizeof(lane));                                                                         \
+    std::memcpy(sums[1], &plain, sizeof(plain));                                                                       \
+    *with_s_hat += add_lanes(sums[0]);                                                                                 \
+    *alone += add_lanes(sums[1]);                                                                                      \
+  }                                                                                                                    \
+  /* gradient_sums, and the gradients of weight and bias in the same pass */                                           \
+  WARPSMITH_VECTORIZE void gradient_sums_and_gradients(const M* dy, const M* weight, const M* s, M* dweight, M* dbias, \
+                                                       int64_t count, M mean, M rstd, M* with_s_hat, M* alone) {       \
+    Lanes<M> lane = {}, plain = {};                                                                                    \
+    int64_t c = 0;                                                                                                     \
+    for (; c + kLanes <= count; c += kLanes) {                                                                         \
+      Lanes<M> d, w, s_hat, dw, db;                                                                                    \
+      load<M>(d, dy + c);                                                                                              \
+      load<M>(w, weight + c);                                                                                          \
+      load<M>(s_hat, s + c);                                                                                           \
+      load<M>(dw, dweight + c);                                                                                        \
+      load<M>(db, dbias + c);                                                                                          \
+      s_hat = (s_hat - mean) * rstd;                                                                                   \
+      dw += d * s_hat;                                                                                                 \
+      db += d;                                                                                                         \
+      std::memcpy(dweight + c, &dw, sizeof(dw));                                                                       \
+      std::memcpy(dbias + c, &db, sizeof(db));                                                                         \
+      d *= w;                                                                                                          \
+      lane += d * s_hat;                                                                                               \
+      plain += d;                                                                                                      \
+    }                                                                                                                  \
+    for (; c < count; ++c) {                                                                                           \
+      const M s_hat = (s[c] - mean) * rstd, g = dy[c] * weight[c];                                                     \
+      dweight[c] += dy[c] * s_hat;                                                                                     \
+      dbias[c] += dy[c];                                                                                               \
+      lane[c % kLanes] += g * s_hat;                                                                                   \
+      plain[c % kLanes] += g;                                                                                          \
+    }                                                                                                                  \
+    M sums[2][kLanes];                                                                                                 \
+    std::memcpy(sums[0], &lane, sizeof(lane));                                                                         \
+    std::memcpy(sums[1], &plain, sizeof(plain));                                                                       \
+    *with_s_hat += add_lanes(sums[0]);                                                                                 \
+    *alone += add_lanes(sums[1]);                                                                                      \
+  }                                                                                                                    \
+  /* rstd * (g - s_hat * a - b): of terms that cancel, none is larger than it must be */                               \
+  WARPSMITH_VECTORIZE void input_gradient(const M* dy, const M* weight, const M* s, M* ds, int64_t count, M mean,      \
+                                          M rstd, M a, M b) {                                                          \
+    for (int64_t c = 0; c < count; ++c) ds[c] = rstd * (dy[c] * weight[c] - (s[c] - mean) * rstd * a - b);             \
+  }                                                                                                                    \
+  WARPSMITH_VECTORIZE void add_weight_gradient(const M* dy, const M* s, M* dweight, int64_t count, M mean, M rstd) {   \
+    for (int64_t c = 0; c < count; ++c) dweight[c] += dy[c] * ((s[c] - mean) * rstd);                                  \
   }
 WARPSMITH_NORM_LOOPS(float)
 WARPSMITH_NORM_LOOPS(double)
@@ -312,6 +339,7 @@ template <class M> void add_partials(const void* partials, int64_t partial_rows,
 template <class M> void backward(const NormBackwardParams& p, const Parallel& parallel) {
   const bool layer = p.kind == NormKind::layer;
   const int64_t chunks = norm_partial_rows_cpu(p.rows);
+  const bool together = (p.dx || p.dresidual) && p.dweight && p.dbias;
   parallel(chunks, 1, [&](int64_t begin, int64_t end) {
     const Columns<M> weight(p.weight, p.weight_dtype, p.columns, 1, p.weight ? M(p.weight_offset) : 0);
     const Memory<M> rows = memory<M>(in_place<M>(p.dtype) ? 0 : 2 * p.columns);
@@ -332,7 +360,11 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
         if (p.dx || p.dresidual) {
           M with_s_hat = 0, alone = 0;
           for_pieces(p.columns, [&](int64_t c, int64_t count) {
-            gradient_sums(dy + c, weight.values + c, s + c, count, mean, rstd, &with_s_hat, &alone);
+            if (together)
+              gradient_sums_and_gradients(dy + c, weight.values + c, s + c, dweight + c, dbias + c, count, mean, rstd,
+                                          &with_s_hat, &alone);
+            else
+              gradient_sums(dy + c, weight.values + c, s + c, count, mean, rstd, &with_s_hat, &alone);
           });
           const M a = with_s_hat / M(p.columns);
           // Where a sum is infinite the layer's differences mean nothing: NaN in the whole row, as their formula has
@@ -357,12 +389,9 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
             write(ds, p.dx, p.dtype, at, count);
           });
         }
-        if (dweight && dbias)
-          add_gradients(dy, s, dweight, dbias, p.columns, mean, rstd);
-        else if (dweight)
-          add_weight_gradient(dy, s, dweight, p.columns, mean, rstd);
-        else if (dbias)
-          add(dbias, dy, dbias, p.columns);
+        if (together) continue;
+        if (dweight) add_weight_gradient(dy, s, dweight, p.columns, mean, rstd);
+        if (dbias) add(dbias, dy, dbias, p.columns);
       }
     }
   });
