@@ -116,8 +116,9 @@ def test(logs: Path, limit_s: float) -> list[Verdict]:
     folders = [f"tests/{name}" for name in CPU_TESTS if (ROOT / "tests" / name).is_dir()]
     base = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     spread = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    share = ["-n", "6"] if spread else []  # of one card: the tests of more than 2^31 elements take up to 30 GB each
     for name, arguments in (
-        ("test gpu", ["-m", "gpu", "tests"]),
+        ("test gpu", [*share, "-m", "gpu", "tests"]),
         ("test cpu", [*spread, "-m", "not gpu and not slow", *folders]),
     ):
         left = limit_s - (time.monotonic() - start)
