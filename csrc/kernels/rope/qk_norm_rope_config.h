@@ -34,6 +34,7 @@ struct QkNormRopeConfig {
   int rotating = 0;        // pairs of vectors of a head that are rotated
   int columns = 0;         // and those that are not
   int lanes = 32;          // threads of a head, a power of two
+  int lane_bits = 5;       // its logarithm
   int heads_a_thread = 1;  // of one token: side by side (registers), one after the other (ring)
   int threads_a_token = 32;
   int tokens_a_block = 1;
@@ -64,8 +65,8 @@ constexpr QkNormRopeConfig head_of(const QkNormRopeProblem& p) {
   c.columns = c.rotating + static_cast<int>(ceil_div((p.head_dim - p.rotary_dim) / c.vector_elems, 2));
   if (vectors && c.columns <= kMaxLanes) {
     c.kernel = QkNormRopeKernel::registers;
-    c.lanes = 1;
-    while (c.lanes < c.columns) c.lanes *= 2;
+    c.lanes = 1, c.lane_bits = 0;
+    while (c.lanes < c.columns) c.lanes *= 2, ++c.lane_bits;
   } else {
     c.vector_elems = 1;
     c.rotating = static_cast<int>(p.rotary_dim / 2);

@@ -62,6 +62,12 @@ template <int N> __device__ __forceinline__ void scale(float (&x)[N], const floa
   for (int k = 0; k < N; ++k) x[k] *= by[k];
 }
 
+// Which of the block's tokens a thread works on. Most blocks have one, and a division costs twenty instructions.
+__device__ __forceinline__ int slot_of(const QkNormRopeConfig& c) {
+  return c.tokens_a_block == 1 ? (threadIdx.x < static_cast<unsigned>(c.threads_a_token) ? 0 : 1)
+                               : threadIdx.x / c.threads_a_token;
+}
+
 // A thread holds two vectors of U heads of one token; all threads of a warp take part in the sums over the heads.
 // kBlocks: of kMaxThreads, for which a multiprocessor must have the registers. kEarly: the weights are asked for before
 // the sum.
@@ -69,11 +75,10 @@ template <class T, class C, bool kInterleaved, int U, int kBlocks, bool kEarly>
 __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
     forward_registers(QkNormRopeFwdParams p, QkNormRopeConfig c) {
   constexpr int N = 16 / sizeof(T);
-  const int slot = threadIdx.x / c.threads_a_token;
-  const int rest = blockIdx.y * blockDim.x + threadIdx.x - slot * c.threads_a_token;
-  const int lane = rest % c.lanes;
+  const int slot = slot_of(c), rest = blockIdx.y * blockDim.x + threadIdx.x - slot * c.threads_a_token;
+  const int lane = rest & (c.lanes - 1);
   const int64_t token = int64_t{blockIdx.x} * c.tokens_a_block + slot;
-  Group group = group_of(rest / c.lanes, p.q_layout.heads, p.k_layout.heads, U);
+  Group group = group_of(rest >> c.lane_bits, p.q_layout.heads, p.k_layout.heads, U);
   if (slot >= c.tokens_a_block || lane >= c.columns || token >= p.shape.batch * p.shape.tokens) group.count = 0;
 
   const rotary::Columns of = rotary::columns_of<N>(p.shape, c.rotating, c.columns, lane);
@@ -100,6 +105,7 @@ __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
     if (of.has_second) load_weight<T>(second_weight, weight, p.weight_dtype, of.second);
   };
   if (kEarly && group.count > 0) load_weights();
+  const float scale_of_sum = 1.f / static_cast<float>(p.shape.head_dim), eps = static_cast<float>(p.eps);
   float rstd[U];
 #pragma unroll
   for (int u = 0; u < U; ++u) {
@@ -107,7 +113,7 @@ __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
     rotary::unpack<T>(a, x[u][0]);
     rotary::unpack<T>(b, x[u][1]);
     const float sum = device::group_sum(dot(a, a) + dot(b, b), c.lanes);
-    rstd[u] = device::rsqrt(sum / static_cast<float>(p.shape.head_dim) + static_cast<float>(p.eps));
+    rstd[u] = device::rsqrt(sum * scale_of_sum + eps);
   }
   if (group.count == 0) return;
 
@@ -203,10 +209,9 @@ __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
     backward_ring(QkNormRopeBwdParams p, QkNormRopeConfig c) {
   constexpr int N = 16 / sizeof(T);
   WARPSMITH_DYNAMIC_SHARED(shared);
-  const int slot = threadIdx.x / c.threads_a_token, rest = threadIdx.x - slot * c.threads_a_token;
-  const int lane = rest % c.lanes;
+  const int slot = slot_of(c), rest = threadIdx.x - slot * c.threads_a_token, lane = rest & (c.lanes - 1);
   const int64_t tokens = p.shape.batch * p.shape.tokens, step = int64_t{gridDim.x} * c.tokens_a_block;
-  Group group = group_of(rest / c.lanes, p.q_layout.heads, p.k_layout.heads, c.heads_a_thread);
+  Group group = group_of(rest >> c.lane_bits, p.q_layout.heads, p.k_layout.heads, c.heads_a_thread);
   if (slot >= c.tokens_a_block || lane >= c.columns) group.count = 0;
   const rotary::Columns of = rotary::columns_of<N>(p.shape, c.rotating, c.columns, lane);
 
@@ -249,7 +254,7 @@ __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
     if (of.has_second) load_weight<T>(second_weight, weight, p.weight_dtype, of.second);
   }
   T* const dx = static_cast<T*>(group.of_k ? p.dk : p.dq);
-  const float eps = static_cast<float>(p.eps), head_dim = static_cast<float>(p.shape.head_dim);
+  const float eps = static_cast<float>(p.eps), scale_of_sum = 1.f / static_cast<float>(p.shape.head_dim);
   int stage = 0;
   for (int64_t base = int64_t{blockIdx.x} * c.tokens_a_block; base < tokens; base += step) {
     const bool valid = base + slot < tokens && group.count > 0;
@@ -276,7 +281,7 @@ __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
       if (++stage == c.stages) stage = 0;
       const bool here = valid && h < group.count;
       const float sum = device::group_sum(dot(xa, xa) + dot(xb, xb), c.lanes);
-      const float rstd = device::rsqrt(sum / head_dim + eps);
+      const float rstd = device::rsqrt(sum * scale_of_sum + eps);
       scale(xa, rstd);
       scale(xb, rstd);
       if (of.rotates) rotary::rotate<kInterleaved>(ga, gb, by);
@@ -288,7 +293,7 @@ __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
       }
       scale(ga, first_weight);
       scale(gb, second_weight);
-      const float mean = device::group_sum(dot(ga, xa) + dot(gb, xb), c.lanes) / head_dim;
+      const float mean = device::group_sum(dot(ga, xa) + dot(gb, xb), c.lanes) * scale_of_sum;
       if (!here || !dx) continue;
 #pragma unroll
       for (int k = 0; k < N; ++k) ga[k] = rstd * (ga[k] - xa[k] * mean);
@@ -303,11 +308,11 @@ __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
   device::launch_dependents();
   if (!p.partials) return;
 
-  const int dim = static_cast<int>(p.shape.head_dim), groups = c.threads_a_token / c.lanes;
+  const int dim = static_cast<int>(p.shape.head_dim), groups = c.threads_a_token >> c.lane_bits;
   float* sums = reinterpret_cast<float*>(shared);  // [tokens of the block, groups, head_dim]
   __syncthreads();
   if (slot < c.tokens_a_block && lane < c.columns) {
-    float* mine = sums + (slot * groups + rest / c.lanes) * dim;
+    float* mine = sums + (slot * groups + (rest >> c.lane_bits)) * dim;
 #pragma unroll
     for (int k = 0; k < N; ++k) mine[of.first + k] = first_gradient[k];
     if (of.has_second)
