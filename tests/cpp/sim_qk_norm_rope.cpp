@@ -245,7 +245,7 @@ TEST(some_gradients) {
 
 TEST(other_configurations) {
   Problem<bfloat16, bfloat16, bfloat16> p({.tokens = 7, .q_heads = 6, .k_heads = 2});
-  for (const int threads : {32, 64, 128}) {
+  for (const int threads : {32, 64, 160}) {
     const QkNormRopeConfig c = qk_norm_rope_forward_config(p.planned(), kQkNormRopeHeadsAThread, threads);
     under_every_seed([&] {
       p.poison();

@@ -69,10 +69,10 @@ __device__ __forceinline__ int slot_of(const QkNormRopeConfig& c) {
 }
 
 // A thread holds two vectors of U heads of one token; all threads of a warp take part in the sums over the heads.
-// kBlocks: of kMaxThreads, for which a multiprocessor must have the registers. kEarly: the weights are asked for before
+// kBlocks: blocks for which a multiprocessor must have the registers. kEarly: the weights are asked for before
 // the sum.
 template <class T, class C, bool kInterleaved, int U, int kBlocks, bool kEarly>
-__global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
+__global__ void __launch_bounds__(kQkNormRopeForwardThreads, kBlocks)
     forward_registers(QkNormRopeFwdParams p, QkNormRopeConfig c) {
   constexpr int N = 16 / sizeof(T);
   const int slot = slot_of(c), rest = blockIdx.y * blockDim.x + threadIdx.x - slot * c.threads_a_token;

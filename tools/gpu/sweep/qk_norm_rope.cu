@@ -71,7 +71,7 @@ struct Row {
 
 template <int U, int kBlocks, bool kEarly>
 void sweep_forward(const QkNormRopeFwdParams& p, const QkNormRopeProblem& problem, std::vector<Row>& rows) {
-  for (const int threads : {64, 96, 128, 160, 192, 256}) {
+  for (const int threads : {32, 64, 96, 128, 160}) {
     const QkNormRopeConfig c = qk_norm_rope_forward_config(problem, U, threads);
     LaunchConfig config;
     config.grid = dim3(static_cast<unsigned>(c.blocks), static_cast<unsigned>(c.parts));
@@ -81,7 +81,7 @@ void sweep_forward(const QkNormRopeFwdParams& p, const QkNormRopeProblem& proble
     const double us = time_of([&] { status = launch(kernel, config, nullptr, p, c); });
     char text[160];
     std::snprintf(text, sizeof text,
-                  "heads a thread %d, %d blocks of 256, weights %s, threads %d, tokens %d, parts %lld", U, kBlocks,
+                  "heads a thread %d, %d blocks of 160, weights %s, threads %d, tokens %d, parts %lld", U, kBlocks,
                   kEarly ? "early" : "late", c.threads, c.tokens_a_block, (long long)c.parts);
     if (status.ok()) rows.push_back({us, text});
   }
@@ -151,14 +151,13 @@ void run(int64_t batch, int64_t tokens, int64_t q_heads, int64_t k_heads, int64_
               (long long)k_heads, (long long)dim);
   std::vector<Row> rows;
   rows.push_back({time_of([&] { (void)qk_norm_rope_forward_cuda(f, nullptr); }), "chosen"});
-  sweep_forward<1, 3, true>(f, problem, rows);
-  sweep_forward<1, 4, true>(f, problem, rows);
-  sweep_forward<1, 4, false>(f, problem, rows);
-  sweep_forward<2, 2, true>(f, problem, rows);
-  sweep_forward<2, 2, false>(f, problem, rows);
-  sweep_forward<2, 3, false>(f, problem, rows);
-  sweep_forward<4, 2, true>(f, problem, rows);
-  sweep_forward<4, 2, false>(f, problem, rows);
+  sweep_forward<2, 4, true>(f, problem, rows);
+  sweep_forward<2, 5, true>(f, problem, rows);
+  sweep_forward<4, 3, true>(f, problem, rows);
+  sweep_forward<4, 3, false>(f, problem, rows);
+  sweep_forward<4, 4, true>(f, problem, rows);
+  sweep_forward<4, 4, false>(f, problem, rows);
+  sweep_forward<8, 2, true>(f, problem, rows);
   print("forward", 4.0 * (q_count + k_count), rows);
 
   rows.clear();
