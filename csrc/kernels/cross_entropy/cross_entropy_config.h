@@ -47,12 +47,13 @@ struct CrossEntropyConfig {
 namespace cross_entropy_detail {
 
 constexpr int64_t kMaxBlocks = 0x7fffffff;
-constexpr int kMaxCluster = 8;               // what every sm_90 grants without opting in
-constexpr int kVectorsOfThread = 8;          // about as many as keep the memory busy while the first ones arrive
-constexpr int kMaxThreads = 256;             // of a block that has a row, or a part of it
-constexpr int64_t kSharedOfRow = 32 * 1024;  // in one block, so that several blocks share a multiprocessor
-constexpr int64_t kMostRowsOfBlock = 8;      // few, so that the blocks' ends do not leave the card half empty
-constexpr int64_t kStaticShared = 4 * 1024;  // what a kernel declares itself, at most
+constexpr int kMaxCluster = 8;                // what every sm_90 grants without opting in
+constexpr int kVectorsOfThread = 16;          // fewer threads cost less beside the elements: the exchange of the sums
+constexpr int kMaxThreads = 512;              // of a block that has a row, or a part of it
+constexpr int64_t kSharedOfRow = 108 * 1024;  // of a block with a row: two share a multiprocessor
+constexpr int64_t kSharedOfPart = 48 * 1024;  // of a block with part of one: blocks of other rows cover its waits
+constexpr int64_t kRowsOfWarp = 8;            // that one warp works on, one after the other
+constexpr int64_t kStaticShared = 4 * 1024;   // what a kernel declares itself, at most
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -73,6 +74,13 @@ constexpr void spread(CrossEntropyConfig& c, int64_t rows) {
 
 }  // namespace cross_entropy_detail
 
+// Measured on one H200 (2026-11-21, bf16, loss and gradient, tools/gpu/sweep, before several vectors were loaded at
+// once), fractions of a copy of the same bytes:
+//   8192 x 50304    one block a row, 384 or 512 threads 0.84, 256 threads 0.79; clusters of 2 0.75, of 4 0.58
+//   16384 x 32000   one block a row, 256 threads 0.85, 384 threads 0.77; clusters of 2 0.74
+//   4096 x 128256   clusters of 8, 128 threads 0.73, 256 threads 0.66; of 4, 256 threads 0.72
+// Two rows a block in turn, the next one arriving meanwhile, lost everywhere but where a row is a warp's (0.62 at 65536
+// x 1024): two blocks overlap as well, and have twice the threads.
 constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProblem& p) {
   using namespace cross_entropy_detail;
   const int64_t vectors = vectors_of(p);
@@ -84,10 +92,11 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
     c.threads = 128;
     c.why = "a row fits in the shared memory of a warp: no barrier";
   } else {
-    const int most = p.compute_capability >= 90 ? kMaxCluster : 1;
-    while (c.cluster < most && vectors * 16 > c.cluster * kSharedOfRow) c.cluster *= 2;
+    const int64_t bytes = vectors * 16;
+    if (p.compute_capability >= 90 && bytes > kSharedOfRow)
+      while (c.cluster < kMaxCluster && bytes > c.cluster * kSharedOfPart) c.cluster *= 2;
     const int64_t threads = ceil_div(ceil_div(vectors, int64_t{c.cluster} * kVectorsOfThread), 32) * 32;
-    c.lanes = c.threads = static_cast<int>(std::min<int64_t>(threads, kMaxThreads));
+    c.lanes = c.threads = static_cast<int>(std::clamp<int64_t>(threads, 64, kMaxThreads));
     c.why = c.cluster > 1 ? "a row fits in the shared memory of a cluster of blocks"
                           : "a row fits in a block's shared memory";
   }
@@ -98,9 +107,12 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
     spread(c, p.rows);
     return c;
   }
-  const int64_t units = ceil_div(p.rows, c.groups()), waves = units * c.cluster / (int64_t{4} * p.multiprocessors);
-  const int64_t rows_of_block = std::max<int64_t>(1, std::min(waves / 2, kMostRowsOfBlock));
-  c.stages = rows_of_block > 1 && 2 * stage_bytes <= most_bytes ? 2 : 1;
+  int64_t rows_of_block = 1;
+  if (!c.block_a_row()) {
+    const int64_t waves = ceil_div(p.rows, c.groups()) / (int64_t{4} * p.multiprocessors);
+    rows_of_block = std::max<int64_t>(1, std::min(waves / 2, kRowsOfWarp));
+  }
+  c.stages = rows_of_block > 1 ? 2 : 1;
   c.slots = static_cast<int>(slots_of(c, vectors));
   c.shared_bytes = c.stages * stage_bytes;
   spread(c, ceil_div(p.rows, rows_of_block));

@@ -176,12 +176,24 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
   Packed* stage = reinterpret_cast<Packed*>(shared) + threadIdx.x;
   Packed* other = stage + (stages - 1) * slots * slot_step;
   // Calls visit(i, slot) for each vector of this thread.
-  const auto for_vectors = [&](int vectors, Packed* slot, auto&& visit) {
-#pragma unroll 2
+  const auto for_slots = [&](int vectors, Packed* slot, auto&& visit) {
     for (int i = team.lane; i < vectors; i += team.size, slot += slot_step) visit(i, slot);
   };
+  // Calls visit(i, vector); several are loaded before the first is used.
+  const auto for_vectors = [&](int vectors, const Packed* slot, auto&& visit) {
+    constexpr int kBatch = kGeneral ? 1 : 4;
+    int i = team.lane;
+    for (; i + (kBatch - 1) * team.size < vectors; i += kBatch * team.size, slot += kBatch * slot_step) {
+      Packed x[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) x[b] = device::load(slot + b * slot_step);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) visit(i + b * team.size, x[b]);
+    }
+    for (; i < vectors; i += team.size, slot += slot_step) visit(i, device::load(slot));
+  };
   const auto request = [&](const Problem<T>& at, Packed* to) {
-    for_vectors(at.vectors_read(), to, [&](int i, Packed* slot) {
+    for_slots(at.vectors_read(), to, [&](int i, Packed* slot) {
       const int column = at.row.first_column(i);
       if (at.row.whole(column))
         device::copy_async<16>(slot, at.row.base + column);
@@ -207,17 +219,17 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
     }
 
     Sums x = no_elements();
-    for_vectors(at.vectors_read(), stage, [&](int i, Packed* slot) {
-      const float m = max_of<T>(device::load(slot));
+    for_vectors(at.vectors_read(), stage, [&](int i, const Packed& held) {
+      const float m = max_of<T>(held);
       if (m > x.m) x.m = m, x.at = i;
     });
     if constexpr (kGeneral) {
       x.top = x.m;
       if (team.lane < at.vectors_read()) x.m = o.capped<T, true>(x.m);
     }
-    for_vectors(at.vectors_read(), stage, [&](int i, Packed* slot) {
+    for_vectors(at.vectors_read(), stage, [&](int i, const Packed& held) {
       float z[N];
-      unpack<T, kGeneral>(device::load(slot), i, at.row, o, z);
+      unpack<T, kGeneral>(held, i, at.row, o, z);
       add<T, kGeneral>(x, z, i, at.row, o, p.class_weight);
     });
     x = exchange.over_row<kBlock, kGeneral>(x, team);
@@ -231,11 +243,14 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
       store_argmax<T, kGeneral>(p, at, device::load(stage + x.at / team.size * slot_step), x);
     if (p.dlogits) {
       const Row<T> out(p.dlogits, at.r * p.dlogits_stride, at.row.columns);
-      for_vectors(at.vectors(), stage, [&](int i, Packed* slot) {
-        float z[N];
-        if (!g.zero) unpack<T, kGeneral>(device::load(slot), i, at.row, o, z);
-        out.store(at.row.first_column(i), g.of<T, kGeneral>(z, i, at.row, o, p.class_weight));
-      });
+      if (g.zero)
+        for_slots(at.vectors(), stage, [&](int i, Packed*) { out.store(at.row.first_column(i), Packed{}); });
+      else
+        for_vectors(at.vectors(), stage, [&](int i, const Packed& held) {
+          float z[N];
+          unpack<T, kGeneral>(held, i, at.row, o, z);
+          out.store(at.row.first_column(i), g.of<T, kGeneral>(z, i, at.row, o, p.class_weight));
+        });
     }
     if (stages == 2) {
       Packed* const done = stage;
