@@ -45,6 +45,16 @@ __device__ __forceinline__ void cluster_arrive(WARPSMITH_ONLY_SITE) {
 #endif
 }
 
+// The same without making anything visible, for a first barrier that only says that a block has started: the release of
+// cluster_arrive is a fence of the whole device.
+__device__ __forceinline__ void cluster_arrive_relaxed(WARPSMITH_ONLY_SITE) {
+#ifdef WARPSMITH_SIM
+  sim::cluster_arrive(site);
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void cluster_wait(WARPSMITH_ONLY_SITE) {
 #ifdef WARPSMITH_SIM
   sim::cluster_wait(site);

@@ -113,9 +113,10 @@ __device__ __forceinline__ Gradient gradient_of(const CrossEntropyParams& p, con
   const float scale = real_at(p.grad_loss, at.r * p.grad_loss_stride, 1.f) / denominator;
   g.t = scale * o.keep * at.class_weight(p);
   g.s = scale * o.spread;
-  g.k = (g.t + scale * 2.f * o.z_loss * lse) / s;
+  g.k = g.t + scale * 2.f * o.z_loss * lse;
   if constexpr (kGeneral)
-    if (o.spread != 0.f) g.k += g.s * total_weight(p) / s;
+    if (o.spread != 0.f) g.k += g.s * total_weight(p);
+  g.k /= s;
   g.q = 0.f;
   g.aim(at.label, at.target, at.row.phase, Row<T>::N);
   return g;
@@ -202,7 +203,7 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
     });
     device::copy_async_commit();
   };
-  if (team.cluster > 1) device::cluster_arrive();
+  if (team.cluster > 1) device::cluster_arrive_relaxed();
   int64_t target = target_of(p, team.row), next_target = target_of(p, team.row + team.step);
   request(Problem<T>(p, team.row, target), stage);
   device::wait_for_previous_kernel();
@@ -227,6 +228,7 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
       x.top = x.m;
       if (team.lane < at.vectors_read()) x.m = o.capped<T, true>(x.m);
     }
+    share_max<kGeneral>(x, kBlock ? 32 : team.size);
     for_vectors(at.vectors_read(), stage, [&](int i, const Packed& held) {
       float z[N];
       unpack<T, kGeneral>(held, i, at.row, o, z);

@@ -132,6 +132,14 @@ struct Sums {
 
 __device__ __forceinline__ Sums no_elements() { return {kMinusInfinity, 0.f, kNowhere, kMinusInfinity, 0.f, 0.f, 0.f}; }
 
+// Before anything is summed: one maximum for aligned groups of `lanes` threads, so that their sums need no rescaling.
+template <bool kGeneral> __device__ __forceinline__ void share_max(Sums& x, int lanes) {
+  float m = x.m;
+  for (int d = lanes / 2; d > 0; d /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
+  if (!kGeneral && x.m != m) x.at = kNowhere;
+  x.m = m;
+}
+
 // Combines the sums of aligned groups of `lanes` threads, a power of two; every one of them gets the result. Called by
 // the whole warp.
 template <bool kGeneral> __device__ __forceinline__ Sums combine(Sums x, int lanes) {
