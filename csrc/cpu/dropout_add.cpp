@@ -1,26 +1,11 @@
 #include "kernels/activation/dropout_add.h"
 
+#include "cpu/dropout_lanes.h"
 #include "cpu/elementwise.h"
 
 namespace warpsmith {
 namespace cpu {
 namespace {
-
-constexpr int64_t kCalls = 16, kLanes = kCalls * kDropoutLanes;
-
-// The lanes of kCalls calls in the order of their elements. A loop over calls, because that is what vectorises.
-WARPSMITH_VECTORIZE void fill_lanes(uint64_t seed, uint64_t offset, uint64_t call, uint16_t* lanes) {
-  uint32_t words[4][kCalls];
-  for (int64_t i = 0; i < kCalls; ++i) {
-    const PhiloxCounter c = dropout_lanes(seed, offset, call + static_cast<uint64_t>(i));
-    for (int k = 0; k < 4; ++k) words[k][i] = c.word[k];
-  }
-  for (int64_t i = 0; i < kCalls; ++i)
-    for (int k = 0; k < 4; ++k) {
-      lanes[i * kDropoutLanes + 2 * k] = static_cast<uint16_t>(words[k][i]);
-      lanes[i * kDropoutLanes + 2 * k + 1] = static_cast<uint16_t>(words[k][i] >> 16);
-    }
-}
 
 // Free functions, one a dtype: target_clones reaches neither lambdas nor templates.
 #define WARPSMITH_DROPOUT_ADD(T)                                                                                    \
@@ -46,19 +31,6 @@ WARPSMITH_DROPOUT_ADD(double)
 WARPSMITH_DROPOUT_ADD(float16)
 WARPSMITH_DROPOUT_ADD(bfloat16)
 #undef WARPSMITH_DROPOUT_ADD
-
-// Runs piece(lanes, at, n) over elements [first, first + count) in order: `at` counts from `first`, lanes[i] is that of
-// element first + at + i.
-template <class Piece> void for_lanes(const Dropout& d, int64_t first, int64_t count, Piece&& piece) {
-  uint16_t lanes[kLanes];
-  for (int64_t at = 0; at < count;) {
-    const int64_t skip = (first + at) % kDropoutLanes, n = std::min(kLanes - skip, count - at);
-    fill_lanes(static_cast<uint64_t>(d.seed[0]), static_cast<uint64_t>(d.seed[1]),
-               static_cast<uint64_t>((first + at) / kDropoutLanes), lanes);
-    piece(lanes + skip, at, n);
-    at += n;
-  }
-}
 
 }  // namespace
 }  // namespace cpu

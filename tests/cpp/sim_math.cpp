@@ -2,6 +2,7 @@
 // lanes of the dropout mask against known answers.
 #include "common/dropout.h"
 #include "common/vectorize.h"
+#include "cpu/dropout_lanes.h"
 #include "cpu/vector_math.h"
 #include "device/fast_divide.h"
 #include "device/math.h"
@@ -163,6 +164,19 @@ TEST(dropout_counter_is_call_then_offset) {
   const PhiloxCounter lanes = dropout_lanes(0x299f31d0a4093822u, 0x0370734413198a2eu, 0x85a308d3243f6a88u);
   const uint32_t expected[4] = {0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u};
   for (int i = 0; i < 4; ++i) expect_equal("word", lanes.word[i], expected[i]);
+}
+
+TEST(dropout_lanes_by_the_vector) {
+  for (const uint64_t call : {uint64_t{0}, uint64_t{1000}, (uint64_t{1} << 32) - 3, (uint64_t{1} << 60) - 5})
+    for (const uint64_t seed : {uint64_t{0}, uint64_t{0x299f31d0a4093822}, ~uint64_t{0}}) {
+      uint16_t lanes[cpu::kLaneCount];
+      cpu::fill_lanes(seed, ~seed / 3, call, lanes);
+      for (int i = 0; i < cpu::kLaneCount; ++i) {
+        const PhiloxCounter one = dropout_lanes(seed, ~seed / 3, call + static_cast<uint64_t>(i / kDropoutLanes));
+        expect(dropout_keeps(one, i % kDropoutLanes, lanes[i]) && !dropout_keeps(one, i % kDropoutLanes, lanes[i] + 1u),
+               "lane " + std::to_string(i));
+      }
+    }
 }
 
 TEST(dropout_thresholds) {
