@@ -172,7 +172,7 @@ TEST(many_sizes_and_groups_in_one_launch) {
 
 TEST(misaligned_tensors_and_amsgrad) {
   Problem p;
-  p.groups = {group_of(1e-2)};
+  p.groups = {group_of(1e-2, 0.3)};
   for (size_t offset : {0, 1, 2, 3})
     for (bool amsgrad : {false, true}) p.add(2500, 0, amsgrad, offset);
   p.build();
@@ -325,7 +325,7 @@ RANDOM_TEST(random_lists) {
   Problem p;
   const int groups = static_cast<int>(random.integer(1, 3));
   for (int g = 0; g < groups; ++g)
-    p.groups.push_back(group_of(1e-2, random.choice({0.9, 0.0, 0.6}), 0.99, random.coin()));
+    p.groups.push_back(group_of(1e-2, random.choice({0.9, 0.0, 0.6, 0.3}), 0.99, random.coin()));
   const int64_t count = random.integer(1, 6);
   for (int64_t i = 0; i < count; ++i) {
     Tensor& t = p.add(static_cast<size_t>(random.size(0, 9000)), static_cast<int>(random.integer(0, groups - 1)),
