@@ -55,7 +55,7 @@ struct NormSuite {
   }
 
   // The least length that a block cannot hold.
-  int64_t cluster_columns() const { return int64_t{max_norm_threads(op.residual)} * 4 * 8 + 8; }
+  int64_t cluster_columns() const { return int64_t{kNormBlockVectors} * kNormBlockThreads * 8 + 8; }
 
   void rows_of_a_cluster() const { run<bfloat16>({.rows = 1, .columns = cluster_columns()}); }
 

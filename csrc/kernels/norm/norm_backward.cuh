@@ -11,9 +11,8 @@
 namespace warpsmith::norm {
 
 // Rows on their way through shared memory, in slots of 16 bytes: each thread copies its own pieces of a row
-// asynchronously and reads back only those, so that no barrier is needed. Of the stages (2 to 4) one holds the step in
-// hand, one the step before it, whose gradients are still to be written; the others are on their way.
-// kPieces: slots of a thread and stage.
+// asynchronously, up to stages - 1 steps ahead (2 to 4 stages), and reads back only those, so that no barrier is
+// needed. kPieces: slots of a thread and stage.
 template <int kPieces> struct Ring {
   static constexpr int kSlotBytes = 16;
   unsigned char* slots;  // [stages, kPieces, threads of the block]
@@ -49,15 +48,22 @@ template <int kPieces> struct Ring {
   __device__ __forceinline__ int last_stage() const { return stage == 0 ? stages - 1 : stage - 1; }
   __device__ __forceinline__ void advance() { stage = stage + 1 == stages ? 0 : stage + 1; }
 
-  __device__ __forceinline__ void wait_for_current() const {
-    if (stages == 2)
+  // Until the oldest request is here, `newer` (0 to 3) having been made after it.
+  __device__ __forceinline__ void wait_for_oldest(int newer) const {
+    if (newer == 0)
       device::copy_async_wait<0>();
-    else if (stages == 3)
+    else if (newer == 1)
       device::copy_async_wait<1>();
-    else
+    else if (newer == 2)
       device::copy_async_wait<2>();
+    else
+      device::copy_async_wait<3>();
   }
 };
+
+// `mean`, or NaN where `other` is infinite: the mean of the centred gradient is part of layer's formula, and infinities
+// meet in it.
+__device__ __forceinline__ float with_infinities_of(float other, float mean) { return mean + (other - other); }
 
 // Stores N sums in pieces of at most 16 bytes.
 template <int N> __device__ __forceinline__ void store_sums(float* to, const float (&sums)[N]) {
@@ -89,8 +95,9 @@ template <int N, int V> __device__ __forceinline__ void store_group_sums(float* 
 // cluster. Persistent units (a group, a block or a cluster; U rows at a time) step through the rows side by side, with
 // the weight and the sums of its gradient in registers. A row has at most row_threads * V * N columns.
 //
-// A step sums its rows and hands the sums to the exchange, then writes the gradients of the rows of the step before it,
-// whose sums have arrived: so the latency of the exchange is covered.
+// In blocks and clusters a step sums its rows and hands the sums to the exchange, then writes the gradients of the rows
+// of the step before it, whose sums have arrived: so the latency of the exchange is covered, at the price of a stage of
+// the ring. Groups have nothing to cover: there the same lost up to 6 % (one H200, 2026-11-21).
 //
 // Shared memory: a Ring of dy, s and dresidual_out; at the end it takes the sums of the block's groups.
 template <class Op, class T, class R, int V, int U, Scope S, int kMaxThreads, int kMinBlocks>
@@ -157,11 +164,55 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBac
   if constexpr (S == Scope::cluster) device::cluster_wait();
 
   const bool wants_rows = p.dx || p.dresidual;
+  // The gradients of the rows from `first_row` on, which lie in `stage`. The sums are in `sums` (group) or `all`.
+  const auto write = [&](int64_t first_row, int stage, const Moments(&m)[U], const float (&sums)[kCount],
+                         const float* all) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      float mean_of[Op::kSums];  // of g * s_hat, and of g
+#pragma unroll
+      for (int i = 0; i < Op::kSums; ++i) {
+        const int value = u * Op::kSums + i;
+        const float sum = S == Scope::group ? sums[value] : sum_of_warps(at.row_threads / 32, [&](int warp) {
+          return all[value * Sums::kRowWarps + warp];
+        });
+        mean_of[i] = sum * inverse;
+      }
+      const float shift = Op::kLayer ? with_infinities_of(mean_of[0], mean_of[Op::kSums - 1]) : 0.f;
+      const int64_t row = row_at(first_row, u);
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int column = at.template column<N>(v), piece = (u * V + v) * kVectorPieces;
+        if (row >= p.rows || column >= columns) continue;
+        const auto dy = ring.template read<T, N>(stage, piece);
+        const auto s = ring.template read<R, N>(stage, piece + 1);
+        Vector<float, N> ds;
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+          const float s_hat = (Op::kLayer ? s[k] - m[u].mean : s[k]) * m[u].rstd;
+          const float along = Op::kLayer ? s_hat * mean_of[0] + shift : s_hat * mean_of[0];
+          ds.at[k] = m[u].rstd * (dy[k] * w[v].at[k] - along);
+        }
+        const int64_t element = row * p.columns + column;
+        if constexpr (Op::kResidual) {
+          const auto passed = ring.template read<R, N>(stage, piece + 1 + kR);
+#pragma unroll
+          for (int k = 0; k < N; ++k) ds.at[k] += passed[k];
+          if (p.dresidual) store_elements(p.dresidual, element, rounded<R>(ds));
+          if constexpr (Op::kDropout) drop_out(ds, p.dropout, element);
+        }
+        if (p.dx) store_elements(p.dx, element, rounded<T>(ds));
+      }
+    }
+  };
+
+  constexpr bool kLater = S != Scope::group;  // gradients are written one step later
   float sums[kCount], sums_before[kCount] = {};
   const float *all = nullptr, *all_before = nullptr;
-  // One step more than there are rows: the last writes what the one before it summed.
-  for (int64_t first_row = base; first_row - step < p.rows; first_row += step) {
+  const int64_t end = kLater ? p.rows + step : p.rows;
+  for (int64_t first_row = base; first_row < end; first_row += step) {
     const bool summing = first_row < p.rows;
+    if constexpr (!kLater) request(first_row + (stages - 1) * step, ring.last_stage());
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sums_before[i] = sums[i], sums[i] = 0;
     all_before = all;
@@ -169,7 +220,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBac
     for (int u = 0; u < U; ++u) before[u] = now[u], now[u] = next[u];
     if (summing) {
       request_moments(first_row + step);
-      ring.wait_for_current();
+      ring.wait_for_oldest(kLater ? stages - 2 : stages - 1);
 #pragma unroll
       for (int u = 0; u < U; ++u)
 #pragma unroll
@@ -193,49 +244,13 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBac
         all = exchange.arrive(sums);
       }
     }
-    if (wants_rows && first_row != base) {
-      const int stage = ring.last_stage();
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        float mean_of[Op::kSums];  // of g * s_hat, and of g
-#pragma unroll
-        for (int i = 0; i < Op::kSums; ++i) {
-          const int value = u * Op::kSums + i;
-          if constexpr (S == Scope::group)
-            mean_of[i] = sums_before[value] * inverse;
-          else
-            mean_of[i] = sum_of_warps(at.row_threads / 32,
-                                      [&](int warp) { return all_before[value * Sums::kRowWarps + warp]; }) *
-                         inverse;
-        }
-        const int64_t row = row_at(first_row - step, u);
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          const int column = at.template column<N>(v), piece = (u * V + v) * kVectorPieces;
-          if (row >= p.rows || column >= columns) continue;
-          const auto dy = ring.template read<T, N>(stage, piece);
-          const auto s = ring.template read<R, N>(stage, piece + 1);
-          Vector<float, N> ds;
-#pragma unroll
-          for (int k = 0; k < N; ++k) {
-            const float s_hat = (Op::kLayer ? s[k] - before[u].mean : s[k]) * before[u].rstd;
-            const float along = Op::kLayer ? s_hat * mean_of[0] + mean_of[Op::kSums - 1] : s_hat * mean_of[0];
-            ds.at[k] = before[u].rstd * (dy[k] * w[v].at[k] - along);
-          }
-          const int64_t element = row * p.columns + column;
-          if constexpr (Op::kResidual) {
-            const auto passed = ring.template read<R, N>(stage, piece + 1 + kR);
-#pragma unroll
-            for (int k = 0; k < N; ++k) ds.at[k] += passed[k];
-            if (p.dresidual) store_elements(p.dresidual, element, rounded<R>(ds));
-            if constexpr (Op::kDropout) drop_out(ds, p.dropout, element);
-          }
-          if (p.dx) store_elements(p.dx, element, rounded<T>(ds));
-        }
-      }
+    if constexpr (kLater) {
+      if (wants_rows && first_row != base) write(first_row - step, ring.last_stage(), before, sums_before, all_before);
+      if (!summing) break;
+      request(first_row + (stages - 1) * step, ring.last_stage());
+    } else {
+      if (wants_rows) write(first_row, ring.stage, now, sums, all);
     }
-    if (!summing) break;
-    request(first_row + (stages - 1) * step, ring.last_stage());
     ring.advance();
     if (wants_rows) exchange.wait();
   }
@@ -301,7 +316,7 @@ template <class Op, int N> __global__ void __launch_bounds__(1024, 1) backward_l
         }
       }
       along = row_sum(along) * inverse;
-      if constexpr (Op::kLayer) shift = row_sum(shift) * inverse;
+      if constexpr (Op::kLayer) shift = with_infinities_of(along, row_sum(shift) * inverse);
     }
     for (int64_t c = first; c < p.columns; c += step) {
       read(c);

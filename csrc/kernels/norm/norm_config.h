@@ -149,9 +149,18 @@ constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, in
 constexpr const char* kNormNotVectors =
     "rows are not made of aligned 16-byte vectors: each is read more than once, element by element";
 
-// Threads of a block that keeps a row in registers: what those allow without spilling.
-constexpr int max_norm_threads(bool residual) { return residual ? 512 : 1024; }
+// Vectors that a thread of a block holds, and threads that a block may have: what registers allow without spilling.
+constexpr int kNormBlockVectors = 4, kNormBlockThreads = 512;          // forward
+constexpr int norm_ring_vectors(bool layer) { return layer ? 4 : 2; }  // backward
+constexpr int norm_ring_threads(bool layer) { return layer ? 320 : 768; }
 
+// Forward. One H200 (2026-11-21, bf16, tools/gpu/sweep), best fractions of a copy of the same bytes:
+//   columns                   128   768   2048  4096  8192  12288
+//   layer                     0.88  0.93  0.93  0.92  0.86  0.80
+//   rms with residual         0.97  0.97  0.99  0.96  0.96  0.90
+//   layer, residual, dropout  0.87  0.93  0.97  0.95  0.88  0.77
+// What is chosen here is within 2 % of each. One warp with 8 vectors a lane (2048 columns) lost 1 %, clusters for rows
+// that a block can hold 5 % and more.
 constexpr NormConfig choose_norm_forward(const NormProblem& p) {
   using namespace norm_detail;
   using norm::Scope;
@@ -165,7 +174,7 @@ constexpr NormConfig choose_norm_forward(const NormProblem& p) {
     return registers(p, Scope::group, 32, each, each == 3 ? 2 : 1, 64, 1,
                      "a row fits in the registers of one warp: no barrier");
   }
-  const int64_t block_vectors = int64_t{4} * max_norm_threads(p.residual_bytes != 0);
+  constexpr int64_t block_vectors = int64_t{kNormBlockVectors} * kNormBlockThreads;
   if (vectors <= block_vectors) {
     const int threads = threads_of(vectors, 4);
     return registers(p, Scope::block, threads, 4, 1, threads, 1, "a row fits in the registers of one block");
@@ -180,6 +189,13 @@ constexpr NormConfig choose_norm_forward(const NormProblem& p) {
   return looped(p, kMaxBlocks, "a row is longer than the registers of its blocks: it is read more than once");
 }
 
+// Backward, as above:
+//   columns                   128   768   2048  4096  8192  12288
+//   layer                     0.80  0.88  0.87  0.87  0.77  0.56
+//   rms with residual         0.85  0.93  0.94  0.95  0.88  0.73
+//   layer, residual, dropout  0.82  0.90  0.86  0.85  0.80  0.60
+// Few warps with many vectors each win, because every vector keeps its sums in registers; layer has twice as many sums.
+// One vector a thread lost 5 to 10 % there. Clusters pay only where a block's registers end.
 constexpr NormConfig choose_norm_backward(const NormProblem& p) {
   using namespace norm_detail;
   using norm::Scope;
@@ -187,24 +203,27 @@ constexpr NormConfig choose_norm_backward(const NormProblem& p) {
   if (!vectors_fit(p)) return looped(p, looped_blocks, kNormNotVectors);
   const int64_t vectors = p.columns / vector_elems(p);
   if (vectors <= 128) {
-    const int lanes = vectors <= 32 ? lanes_of(vectors, 1) : 32;
-    const NormConfig c =
-        ring(p, Scope::group, lanes, static_cast<int>(ceil_div(vectors, lanes)), 1, lanes < 32 ? 256 : 128, 1,
-             lanes < 32 ? 4 : 3, 2, "a row fits in one warp: rows stream through shared memory without a barrier");
+    const bool narrow = vectors <= 32;
+    const int lanes = narrow ? lanes_of(vectors, 1) : 32, threads = !narrow && p.residual_bytes ? 256 : 128;
+    const NormConfig c = ring(p, Scope::group, lanes, static_cast<int>(ceil_div(vectors, lanes)), 1, threads, 1,
+                              narrow           ? 6
+                              : threads == 256 ? 1
+                                               : 3,
+                              2, "a row fits in one warp: rows stream through shared memory without a barrier");
     if (c.stages) return c;
   }
-  if (vectors <= 1536) {
-    const int threads = threads_of(vectors, 2);
-    const NormConfig c = ring(p, Scope::block, threads, 2, 1, threads, 1, std::max(1, std::min(4, 768 / threads)), 2,
-                              "one block a row: rows stream through shared memory");
+  const int each = norm_ring_vectors(p.layer), most = norm_ring_threads(p.layer);
+  if (vectors <= int64_t{each} * most) {
+    const int threads = threads_of(vectors, each);
+    const NormConfig c =
+        ring(p, Scope::block, threads, each, 1, threads, 1, std::max(1, std::min(4, (p.layer ? 256 : 512) / threads)),
+             3, "one block a row: rows stream through shared memory");
     if (c.stages) return c;
   }
-  if (p.clusters && vectors <= int64_t{1024} * norm::kMaxCluster) {
-    const bool wide = vectors > 512 * norm::kMaxCluster;
-    const int threads = threads_of(ceil_div(vectors, norm::kMaxCluster), wide ? 2 : 1);
-    const NormConfig c =
-        ring(p, Scope::cluster, threads, wide ? 2 : 1, wide ? 1 : 2, threads, norm::kMaxCluster,
-             std::max(1, 512 / threads), 3, "a cluster a row: each block takes a part of the columns of its rows");
+  if (p.clusters && vectors <= int64_t{512} * norm::kMaxCluster) {
+    const int threads = threads_of(ceil_div(vectors, norm::kMaxCluster), 2);
+    const NormConfig c = ring(p, Scope::cluster, threads, 2, 2, threads, norm::kMaxCluster, std::max(1, 384 / threads),
+                              3, "a cluster a row: each block takes a part of the columns of its rows");
     if (c.stages) return c;
   }
   return looped(p, looped_blocks, "a row of the inputs does not fit on the chip: each is read twice");

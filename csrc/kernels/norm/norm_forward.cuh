@@ -38,20 +38,23 @@ __device__ __forceinline__ void rms_moments(Moments (&m)[U], const Elements<R, N
     sum[0] = sum_of_warps(at.row_threads / 32, [&](int w) { return all[w]; });
   }
 #pragma unroll
-  for (int u = 0; u < U; ++u) m[u] = {0.f, device::rsqrt(sum[u] / static_cast<float>(columns) + eps)};
+  for (int u = 0; u < U; ++u) m[u] = {0.f, precise_rsqrt(sum[u] / static_cast<float>(columns) + eps)};
 }
+
+__device__ __forceinline__ float not_negative(float x) { return x < 0 ? 0.f : x; }  // keeps NaN
 
 // Mean and sum of squared deviations of a part of a row.
 struct Part {
   float mean, spread;
 };
 
-// Every lane of a group gets its parts together; the same bits in each, because both lanes of a pair compute the same.
-// kEven: all lanes hold `count` elements.
+// Every lane of a group gets its parts together; the same bits in each, because both lanes of a pair compute the same,
+// and the mean of equal parts is exactly theirs. kEven: all lanes hold `count` elements.
 template <bool kEven, int U> __device__ __forceinline__ void combine_lanes(Part (&part)[U], float count, int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
     const float other_count = kEven ? count : __shfl_xor_sync(0xffffffffu, count, distance, 32);
     const float total = count + other_count, inverse = kEven ? 0.f : total > 0 ? 1.f / total : 0.f;
+    const bool lower = !(threadIdx.x & static_cast<unsigned>(distance));
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const Part other{__shfl_xor_sync(0xffffffffu, part[u].mean, distance, 32),
@@ -59,10 +62,12 @@ template <bool kEven, int U> __device__ __forceinline__ void combine_lanes(Part 
       const float d = part[u].mean - other.mean;
       const float weight = kEven ? 0.5f * count : count * other_count * inverse;
       part[u].spread = (part[u].spread + other.spread) + d * d * weight;
-      if constexpr (kEven)
+      if constexpr (kEven) {
         part[u].mean = (part[u].mean + other.mean) * 0.5f;
-      else  // not contracted to an fma, whose operands would differ between the two lanes
-        part[u].mean = __fadd_rn(__fmul_rn(part[u].mean, count), __fmul_rn(other.mean, other_count)) * inverse;
+      } else {  // from the lower lane's side, so that both round alike
+        const float from = lower ? part[u].mean : other.mean;
+        part[u].mean = from + (lower ? -d : d) * ((lower ? other_count : count) * inverse);
+      }
     }
     count = total;
   }
@@ -93,7 +98,7 @@ __device__ __forceinline__ void layer_moments(Moments (&m)[U], const Elements<R,
           square += d * d;
         }
     const float mean = sum * inverse_count;
-    part[u] = {pivot + mean, fmaxf(square - sum * mean, 0.f)};
+    part[u] = {pivot + mean, not_negative(square - sum * mean)};
   }
   if (even)
     combine_lanes<true>(part, count, lanes);
@@ -119,7 +124,7 @@ __device__ __forceinline__ void layer_moments(Moments (&m)[U], const Elements<R,
     });
   }
 #pragma unroll
-  for (int u = 0; u < U; ++u) m[u] = {part[u].mean, device::rsqrt(part[u].spread * inverse + eps)};
+  for (int u = 0; u < U; ++u) m[u] = {part[u].mean, precise_rsqrt(part[u].spread / static_cast<float>(columns) + eps)};
 }
 
 // A row has at most row_threads * V * N columns and lies in registers; a group of lanes works on U rows. Reads x (and
@@ -214,7 +219,7 @@ template <class Op, int N> __global__ void __launch_bounds__(1024, 1) forward_lo
   LoopedSum row_sum{scratch, lanes};
   const int groups = blockDim.x / lanes, lane = threadIdx.x % lanes;
   const int64_t step = int64_t{lanes} * N, first = int64_t{lane} * N;
-  const float inverse = 1.f / static_cast<float>(p.columns);
+  const float columns = static_cast<float>(p.columns);
 
   for (int64_t r = int64_t{blockIdx.x} * groups + threadIdx.x / lanes; r < p.rows; r += int64_t{gridDim.x} * groups) {
     const auto value = [&](int64_t c) {
@@ -230,23 +235,35 @@ template <class Op, int N> __global__ void __launch_bounds__(1024, 1) forward_lo
         for (int k = 0; k < N; ++k) s.at[k] += residual.at[k];
         store_as(p.residual_out, r * p.columns + c, s, p.residual_dtype);
       }
-    float mean = 0;
-    if constexpr (Op::kLayer) {
-      float sum = 0;
+    // Where the squares of float's largest numbers overflow, once more with all of them scaled: the result may be an
+    // ordinary one. The second pass corrects the mean that the first one rounded.
+    float mean = 0, rstd = 0, scale = 1;
+    for (int attempt = 0; attempt < 2 && !(rstd > 0); ++attempt, scale = 0x1p-64f) {
+      float center = 0;
+      if constexpr (Op::kLayer) {
+        float sum = 0;
+        for (int64_t c = first; c < p.columns; c += step) {
+          const auto s = value(c);
+#pragma unroll
+          for (int k = 0; k < N; ++k) sum += s.at[k] * scale;
+        }
+        center = row_sum(sum) / columns;
+      }
+      float sum = 0, square = 0;
       for (int64_t c = first; c < p.columns; c += step) {
         const auto s = value(c);
 #pragma unroll
-        for (int k = 0; k < N; ++k) sum += s.at[k];
+        for (int k = 0; k < N; ++k) {
+          const float d = s.at[k] * scale - center;
+          if constexpr (Op::kLayer) sum += d;
+          square += d * d;
+        }
       }
-      mean = row_sum(sum) * inverse;
+      const float off = Op::kLayer ? row_sum(sum) / columns : 0.f;
+      const float variance = not_negative(row_sum(square) / columns - off * off);
+      rstd = precise_rsqrt(variance + static_cast<float>(p.eps) * scale * scale) * scale;
+      mean = (center + off) / scale;
     }
-    float square = 0;
-    for (int64_t c = first; c < p.columns; c += step) {
-      const auto s = value(c);
-#pragma unroll
-      for (int k = 0; k < N; ++k) square += (s.at[k] - mean) * (s.at[k] - mean);
-    }
-    const float rstd = device::rsqrt(row_sum(square) * inverse + static_cast<float>(p.eps));
     if (lane == 0) {
       if (p.rstd) device::store(static_cast<float*>(p.rstd) + r, rstd);
       if (Op::kLayer && p.mean) device::store(static_cast<float*>(p.mean) + r, mean);

@@ -76,29 +76,31 @@ constexpr int instance(Scope scope, int vectors, int rows) {
 }
 
 template <class Op, class T, class R> auto forward_kernel(const NormConfig& c) {
-  constexpr int kMost = max_norm_threads(Op::kResidual);
+  constexpr int kBlocks = Op::kDropout || sizeof(R) != sizeof(T) ? 1 : 2;  // what their registers allow
   void (*kernel)(NormForwardParams, int) = nullptr;
   switch (instance(c.scope, c.vectors, c.rows)) {
     case instance(Scope::group, 1, 4): kernel = forward_registers<Op, T, R, 1, 4, Scope::group, 256, 1>; break;
     case instance(Scope::group, 2, 1): kernel = forward_registers<Op, T, R, 2, 1, Scope::group, 256, 1>; break;
     case instance(Scope::group, 3, 2): kernel = forward_registers<Op, T, R, 3, 2, Scope::group, 256, 1>; break;
     case instance(Scope::group, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::group, 256, 1>; break;
-    case instance(Scope::block, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::block, kMost, 1>; break;
-    case instance(Scope::cluster, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::cluster, kMost, 1>; break;
+    case instance(Scope::block, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::block, 512, kBlocks>; break;
+    case instance(Scope::cluster, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::cluster, 512, 1>; break;
   }
   return kernel;
 }
 
 template <class Op, class T, class R> auto backward_kernel(const NormConfig& c) {
+  constexpr int kEach = norm_ring_vectors(Op::kLayer);
   void (*kernel)(NormBackwardParams, int, int) = nullptr;
   switch (instance(c.scope, c.vectors, c.rows)) {
     case instance(Scope::group, 1, 1): kernel = backward_ring<Op, T, R, 1, 1, Scope::group, 256, 1>; break;
     case instance(Scope::group, 2, 1): kernel = backward_ring<Op, T, R, 2, 1, Scope::group, 256, 1>; break;
     case instance(Scope::group, 3, 1): kernel = backward_ring<Op, T, R, 3, 1, Scope::group, 256, 1>; break;
     case instance(Scope::group, 4, 1): kernel = backward_ring<Op, T, R, 4, 1, Scope::group, 256, 1>; break;
-    case instance(Scope::block, 2, 1): kernel = backward_ring<Op, T, R, 2, 1, Scope::block, 768, 1>; break;
-    case instance(Scope::cluster, 1, 2): kernel = backward_ring<Op, T, R, 1, 2, Scope::cluster, 512, 1>; break;
-    case instance(Scope::cluster, 2, 1): kernel = backward_ring<Op, T, R, 2, 1, Scope::cluster, 512, 1>; break;
+    case instance(Scope::block, kEach, 1):
+      kernel = backward_ring<Op, T, R, kEach, 1, Scope::block, norm_ring_threads(Op::kLayer), 1>;
+      break;
+    case instance(Scope::cluster, 2, 2): kernel = backward_ring<Op, T, R, 2, 2, Scope::cluster, 256, 1>; break;
   }
   return kernel;
 }

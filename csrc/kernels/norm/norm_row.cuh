@@ -225,6 +225,13 @@ struct Moments {
   float mean, rstd;
 };
 
+// 1 / sqrt(x) to half an ulp or a little more: rsqrtf and one step of Newton's method. 0 of infinity, infinity of 0.
+__device__ __forceinline__ float precise_rsqrt(float x) {
+  const float y = device::rsqrt(x);
+  const float error = fmaf(-x * y, y, 1.f);  // NaN where x is 0 or infinite
+  return error == error ? fmaf(0.5f * y, error, y) : y;
+}
+
 // Sums over aligned groups of `lanes` lanes (a power of two up to 32), several at once so that their latencies overlap.
 template <int kCount> __device__ __forceinline__ void group_sums(float (&v)[kCount], int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
