@@ -152,7 +152,7 @@ constexpr const char* kNormNotVectors =
 // Vectors that a thread of a block holds, and threads that a block may have: what registers allow without spilling.
 constexpr int kNormBlockVectors = 4, kNormBlockThreads = 512;          // forward
 constexpr int norm_ring_vectors(bool layer) { return layer ? 4 : 2; }  // backward
-constexpr int norm_ring_threads(bool layer) { return layer ? 320 : 768; }
+constexpr int norm_ring_threads(bool layer) { return layer ? 256 : 768; }
 
 // Forward. One H200 (2026-11-21, bf16, tools/gpu/sweep), best fractions of a copy of the same bytes:
 //   columns                   128   768   2048  4096  8192  12288
