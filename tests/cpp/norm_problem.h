@@ -159,7 +159,9 @@ template <class T, class R = T, class W = T> struct NormCase {
   // The same for the gradients of s, whose terms have the size of rstd before they cancel.
   Tolerance gradient_rounding() const {
     Tolerance t = rounding(16);
-    t.absolute *= std::max(1.0, *std::max_element(want_rstd.begin(), want_rstd.end()));
+    const double rstd = *std::max_element(want_rstd.begin(), want_rstd.end());
+    t.absolute *= std::max(1.0, rstd);
+    if (op.layer) t.absolute += 2e-7 * rstd * rstd;  // the rounding of the mean, as in normalised_rounding()
     return t;
   }
 
