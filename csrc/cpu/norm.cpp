@@ -8,6 +8,7 @@
 
 #include "common/half_host.h"
 #include "common/vectorize.h"
+#include "cpu/dropout_lanes.h"
 
 // The CPU's body of the norm family. All arithmetic is in M, float or double: rows of a 16-bit dtype are widened into
 // scratch memory first, others are read and written where they lie.
@@ -80,16 +81,9 @@ template <class M> inline __attribute__((always_inline)) void load(Lanes<M>& to,
   WARPSMITH_VECTORIZE void take_kept(const M* x, const M* keep, M* out, int64_t count) {                               \
     for (int64_t c = 0; c < count; ++c) out[c] = keep[c] != 0 ? x[c] * keep[c] : 0;                                    \
   }                                                                                                                    \
-  /* for each element of a Philox call, what it is multiplied by: scale, or 0 where it is dropped */                   \
-  WARPSMITH_VECTORIZE void keep_factors(const Dropout& d, int64_t first_call, int64_t calls, M* keep) {                \
-    const uint64_t seed = static_cast<uint64_t>(d.seed[0]), offset = static_cast<uint64_t>(d.seed[1]);                 \
-    const M scale = static_cast<M>(d.scale);                                                                           \
-    const uint32_t threshold = d.threshold;                                                                            \
-    for (int64_t i = 0; i < calls; ++i) {                                                                              \
-      const PhiloxCounter lanes = dropout_lanes(seed, offset, static_cast<uint64_t>(first_call + i));                  \
-      for (int k = 0; k < kDropoutLanes; ++k)                                                                          \
-        keep[i * kDropoutLanes + k] = dropout_keeps(lanes, k, threshold) ? scale : M(0);                               \
-    }                                                                                                                  \
+  /* what the element of each lane is multiplied by: scale, or 0 where it is dropped */                                \
+  WARPSMITH_VECTORIZE void keep_factors(const uint16_t* lanes, uint32_t threshold, M scale, M* keep, int64_t count) {  \
+    for (int64_t c = 0; c < count; ++c) keep[c] = lanes[c] >= threshold ? scale : M(0);                                \
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void scale(const M* s, const M* weight, M* y, int64_t count, M rstd) {                           \
     for (int64_t c = 0; c < count; ++c) y[c] = s[c] * rstd * weight[c];                                                \
@@ -233,11 +227,12 @@ template <class M> struct Columns {
   }
 };
 
-// The factors of `count` elements from `first` on, in `scratch`, which has room for a piece and two Philox calls.
-template <class M> const M* factors(const Dropout& dropout, int64_t first, int64_t count, M* scratch) {
-  const int64_t call = first / kDropoutLanes, end = (first + count + kDropoutLanes - 1) / kDropoutLanes;
-  keep_factors(dropout, call, end - call, scratch);
-  return scratch + (first - call * kDropoutLanes);
+// The factors of `count` elements from `first` on, at most a piece, in `keep`.
+template <class M> const M* factors(const Dropout& dropout, int64_t first, int64_t count, M* keep) {
+  cpu::for_lanes(dropout, first, count, [&](const uint16_t* lanes, int64_t at, int64_t n) {
+    keep_factors(lanes, dropout.threshold, static_cast<M>(dropout.scale), keep + at, n);
+  });
+  return keep;
 }
 
 template <class F> void for_pieces(int64_t columns, F&& piece) {
@@ -268,7 +263,7 @@ template <class M> void forward(const NormForwardParams& p, const Parallel& para
     const Columns<M> bias(p.bias, p.weight_dtype, layer ? p.columns : 0, 0, 0);
     const Memory<M> wide_row = memory<M>(in_place<M>(s_dtype) ? 0 : p.columns);
     const Memory<M> pieces = memory<M>(2 * kPieceColumns);
-    const Memory<M> keep = memory<M>(p.dropout.seed ? kPieceColumns + 2 * kDropoutLanes : 0);
+    const Memory<M> keep = memory<M>(p.dropout.seed ? kPieceColumns : 0);
     M* const first = pieces.get();
     M* const second = first + kPieceColumns;
     for (int64_t r = begin; r < end; ++r) {
@@ -344,7 +339,7 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
     const Columns<M> weight(p.weight, p.weight_dtype, p.columns, 1, p.weight ? M(p.weight_offset) : 0);
     const Memory<M> rows = memory<M>(in_place<M>(p.dtype) ? 0 : 2 * p.columns);
     const Memory<M> pieces = memory<M>(2 * kPieceColumns);
-    const Memory<M> keep = memory<M>(p.dropout.seed ? kPieceColumns + 2 * kDropoutLanes : 0);
+    const Memory<M> keep = memory<M>(p.dropout.seed ? kPieceColumns : 0);
     M* const first = pieces.get();
     M* const second = first + kPieceColumns;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
