@@ -118,7 +118,8 @@ def test(logs: Path, limit_s: float) -> list[Verdict]:
     spread = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     share = ["-n", "6"] if spread else []  # of one card: the tests of more than 2^31 elements take up to 30 GB each
     for name, arguments in (
-        ("test gpu", [*share, "-m", "gpu", "tests"]),
+        ("test gpu ops", [*share, "-m", "gpu", "tests/ops"]),
+        ("test gpu", ["-m", "gpu", "--ignore=tests/ops", "tests"]),  # timings want the card for themselves
         ("test cpu", [*spread, "-m", "not gpu and not slow", *folders]),
     ):
         left = limit_s - (time.monotonic() - start)
