@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "device/async_copy.h"
 #include "device/cluster.h"
@@ -110,13 +111,16 @@ __device__ __forceinline__ Gradient gradient_of(const CrossEntropyParams& p, con
   g.c = reference_of(m);
   g.rest = logf(s);
   lse = !at.read ? 0.f : m == -kMinusInfinity ? m : m + g.rest;
-  const float scale = real_at(p.grad_loss, at.r * p.grad_loss_stride, 1.f) / denominator;
-  g.t = scale * o.keep * at.class_weight(p);
-  g.s = scale * o.spread;
-  g.k = g.t + scale * 2.f * o.z_loss * lse;
+  // The row's factors are rounded once for float32 logits, where each rounding would be one of the result's.
+  using Wide = std::conditional_t<sizeof(T) == 4, double, float>;
+  const Wide scale = Wide(real_at(p.grad_loss, at.r * p.grad_loss_stride, 1.f)) / denominator;
+  const Wide t = scale * o.keep * at.class_weight(p), spread = scale * o.spread;
+  Wide k = t + scale * 2.f * o.z_loss * lse;
   if constexpr (kGeneral)
-    if (o.spread != 0.f) g.k += g.s * total_weight(p);
-  g.k /= s;
+    if (o.spread != 0.f) k += spread * total_weight(p);
+  g.t = static_cast<float>(t);
+  g.s = static_cast<float>(spread);
+  g.k = static_cast<float>(k / s);
   g.q = 0.f;
   g.aim(at.label, at.target, at.row.phase, Row<T>::N);
   return g;
