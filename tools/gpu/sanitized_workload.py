@@ -24,6 +24,7 @@ MOST_CASES = 16  # of one op: spread evenly over its table
 def specs() -> list[OpSpec]:
     """The specs of the ops' test modules."""
     found: dict[str, OpSpec] = {}
+    sys.path.insert(0, str(ROOT))  # families share their cases: tests.ops.norm_cases and the like
     for path in sorted((ROOT / "tests/ops").glob("test_*.py")):
         sys.path.insert(0, str(path.parent))
         module_spec = importlib.util.spec_from_file_location(path.stem, path)
