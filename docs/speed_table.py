@@ -80,7 +80,29 @@ def table(path: Path) -> str:
         f"All contenders: `{path.relative_to(ROOT)}`.\n\n"
         f"{head}{gpu}\n\n"
         f"The CPU of the same machine ({e['cpu']}, 2 threads; mind the spread):\n\n"
-        f"{head}{cpu}\n"
+        f"{head}{cpu}\n\n{layers()}"
+    )
+
+
+def layers() -> str:
+    """The layers and losses, of the file that was gathered while they were tuned: ours alone, beside the copy."""
+    path = ROOT / "benchmarks/results/2026-11-21-layers.json"
+    run = json.loads(path.read_text())
+    e = run["environment"]
+    lines = []
+    for row in run["rows"]:
+        if row["contender"].startswith(OURS) and row["value"] is not None and row["direction"] != "peak memory":
+            name = f"`{row['op'].split()[0]}`" + row["op"][len(row["op"].split()[0]) :] + row["contender"][len(OURS) :]
+            of_copy = "" if row["of_yardstick"] is None else f"{row['of_yardstick']:.2f}"
+            ratio = "" if row["of_best_rival"] is None else f"{row['of_best_rival']:.2f}"
+            lines.append(f"| {name} | {row['direction']} | {row['shape']} | {time_text(row)} | {of_copy} | {ratio} |")
+    return (
+        f"Layers and losses, bf16, same card and software, {e['date']}, an op at a time while the kernels were tuned. "
+        f"Rivals: torch eager, Liger's Triton kernels and cuDNN where they have the op; torch.compile for `swiglu` and "
+        f"the linear losses alone. `layer_norm` backward of 65536x768 has another configuration since, not measured.\n"
+        f"All contenders, times and commits: `{path.relative_to(ROOT)}`.\n\n"
+        "| op | direction | size | time (spread) | of copy | best rival's time / ours |\n"
+        "|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
     )
 
 
