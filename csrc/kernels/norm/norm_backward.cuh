@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBac
   };
 
   constexpr bool kLater = S != Scope::group;  // gradients are written one step later
-  float sums[kCount], sums_before[kCount] = {};
+  float sums[kCount] = {}, sums_before[kCount] = {};
   const float *all = nullptr, *all_before = nullptr;
   const int64_t end = kLater ? p.rows + step : p.rows;
   for (int64_t first_row = base; first_row < end; first_row += step) {
