@@ -29,7 +29,7 @@ FLAGS = {
     "asan": ["--seeds", "2", "--random", "5"],
     "tsan": ["--seeds", "2", "--random", "3"],
 }
-CASES, SECONDS = 2000, 10
+CASES, SECONDS = 2000, 16
 
 
 def each(tests: list[Path]):
