@@ -206,6 +206,26 @@ template <int Blocks> void cluster_case(Inputs& in, Output& out) {
   out.add(y);
 }
 
+// A first barrier that orders nothing but that every block has started, then values written into the neighbour's
+// memory.
+static __global__ void push_to_neighbour(const float* x, float* y) {
+  WARPSMITH_SHARED(float, received, 32);
+  const unsigned rank = device::cluster_rank(), blocks = device::cluster_size();
+  const int t = threadIdx.x;
+  device::cluster_arrive_relaxed();
+  device::cluster_wait();
+  device::cluster_shared(received, (rank + 1) % blocks)[t] = x[blockIdx.x * 32 + t];
+  device::cluster_barrier();
+  y[blockIdx.x * 32 + t] = received[t];
+}
+template <int Blocks> void relaxed_cluster_case(Inputs& in, Output& out) {
+  Array<float> x(32 * 2 * Blocks), y(32 * 2 * Blocks);
+  for (float& v : x.host) v = static_cast<float>(in.integer(-100, 100));
+  const LaunchConfig config{.grid = 2 * Blocks, .block = 32, .cluster = Blocks};
+  out.check(launch(push_to_neighbour, config, nullptr, static_cast<const float*>(x.upload()), y.upload()));
+  out.add(y);
+}
+
 EXACT("copy_async.4", 200, copy_async_case<4>);
 EXACT("copy_async.8", 200, copy_async_case<8>);
 EXACT("copy_async.16", 200, copy_async_case<16>);
@@ -221,5 +241,6 @@ EXACT("tensor_copy.4d", 200, (box_case<float16, 4, Swizzle::bytes64>));
 EXACT("tensor_copy.5d", 200, (box_case<bfloat16, 5, Swizzle::bytes128>));
 EXACT("cluster.2", 150, cluster_case<2>);
 EXACT("cluster.4", 150, cluster_case<4>);
+EXACT("cluster.arrive_relaxed", 150, relaxed_cluster_case<4>);
 
 }  // namespace warpsmith::conformance
