@@ -8,6 +8,7 @@ the row statistics are not counted.
 import warpsmith
 
 from benchmarks import norms
+from benchmarks.rivals import liger_cute, optional
 
 SHAPES = {
     "cuda": ((16384, 4096), (4096, 8192), (1024, 12288), (65536, 768)),
@@ -27,18 +28,15 @@ def eager(x, residual, weight):
 def rivals():
     """Installed rivals, each a function of (x, residual, weight)."""
     found = norms.flash_attn_norm(0.0, rms=True)
-    try:
+    with optional():
         from liger_kernel.transformers.functional import liger_fused_add_rms_norm
 
         found["liger"] = lambda x, r, w: liger_fused_add_rms_norm(x, r, w, norms.RMS_EPS)
-    except ImportError:
-        pass
-    try:
+    found.update(liger_cute("fused_add_rms_norm", norms.RMS_EPS))
+    with optional():
         from quack.rmsnorm import rmsnorm
 
         found["quack"] = lambda x, r, w: rmsnorm(x, w, residual=r, eps=norms.RMS_EPS, prenorm=True)
-    except ImportError:
-        pass
     return found
 
 

@@ -13,6 +13,7 @@ from warpsmith.testing.gpu_timer import copy_call
 from warpsmith.testing.rows import OURS, YARDSTICK, make_rows
 
 from benchmarks.cells import CPU_THREADS, torch_contenders
+from benchmarks.rivals import liger_cute, optional
 
 GPU_SHAPES = ((4096, 128256), (8192, 50304), (8192, 50257), (65536, 1024))
 CPU_SHAPES = ((256, 50304), (4096, 1000))
@@ -21,24 +22,26 @@ CPU_SHAPES = ((256, 50304), (4096, 1000))
 def rivals():
     """Installed rivals, each a function of (logits, target)."""
     found = {}
-    try:
+    with optional():
         from liger_kernel.transformers.functional import liger_cross_entropy
 
-        found["liger"] = lambda x, t: liger_cross_entropy(x, t)[0]
-    except ImportError:
-        pass
-    try:
+        found["liger"] = lambda x, t: first(liger_cross_entropy(x, t))
+    for name, fn in liger_cute("cross_entropy").items():
+        found[name] = lambda x, t, fn=fn: first(fn(x, t))
+    with optional():
         from quack.cross_entropy import cross_entropy
 
         found["quack"] = lambda x, t: cross_entropy(x, t, reduction="mean")
         found["quack in place"] = lambda x, t: cross_entropy(x, t, reduction="mean", inplace_backward=True)
-    except ImportError:
-        pass
     return found
 
 
 OURS_IN_PLACE = OURS + " in place"
-OVERWRITING = (OURS_IN_PLACE, "liger", "quack in place")
+OVERWRITING = (OURS_IN_PLACE, "liger", "liger cutedsl", "quack in place")
+
+
+def first(result):
+    return result[0] if isinstance(result, (tuple, list)) else result
 
 
 def in_place(logits, target):
@@ -58,7 +61,7 @@ def loss_and_gradient(contenders, logits, target):
 
 def run(device, options):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    shapes = ((16, 300),) if options.quick else GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    shapes = options.shapes(device, GPU_SHAPES, CPU_SHAPES, (16, 300))
     threads = torch.get_num_threads()
     torch.set_num_threads(CPU_THREADS)
     rows = []

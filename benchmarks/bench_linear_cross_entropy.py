@@ -12,7 +12,9 @@ import warpsmith
 from warpsmith.testing import timer_of
 from warpsmith.testing.rows import OURS, Row, make_rows
 
-from benchmarks.cells import CPU_THREADS, torch_contenders
+from benchmarks.bench_cross_entropy import first
+from benchmarks.cells import CPU_THREADS, compiled, torch_contenders
+from benchmarks.rivals import optional
 
 GPU_SHAPES = ((4096, 4096, 128256), (32768, 768, 50304))
 CPU_SHAPES = ((512, 256, 8192),)
@@ -30,38 +32,32 @@ def plain_float(hidden, weight, target):
 def rivals(rows):
     """Installed rivals, each a function of (hidden, weight, target)."""
     found = {}
-    try:
+    with optional():
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
         found["liger"] = lambda h, w, t: LigerFusedLinearCrossEntropyFunction.apply(h, w, t)[0]
-    except ImportError:
-        pass
-    try:
+    with optional():
         from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
             liger_fused_linear_cross_entropy_sm90,
         )
 
         found["liger sm90"] = lambda h, w, t: first(liger_fused_linear_cross_entropy_sm90(h, w, t))
-    except ImportError:
-        pass
-    try:
+    with optional():
+        from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
+            LigerFusedScaledCrossEntropySM90Function,
+        )
+
+        found["liger sm90, scaled"] = lambda h, w, t: LigerFusedScaledCrossEntropySM90Function.apply(h, w, t).mean()
+    with optional():
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
         options = {"chunk_size": rows, "tuned": False, "use_scaled_exp": False}
         found["quack, one chunk"] = lambda h, w, t: first(chunked_linear_cross_entropy(h, w, t, **options))
-    except ImportError:
-        pass
-    try:
+    with optional():
         from cut_cross_entropy import linear_cross_entropy
 
         found["cce"] = linear_cross_entropy
-    except ImportError:
-        pass
     return found
-
-
-def first(result):
-    return result[0] if isinstance(result, (tuple, list)) else result
 
 
 def contenders_of(shape, device, options):
@@ -69,7 +65,7 @@ def contenders_of(shape, device, options):
     ours = warpsmith.linear_cross_entropy
     contenders = torch_contenders(ours, plain, options)
     if "torch.compile" in contenders:
-        contenders["torch.compile"] = torch.compile(plain_float, dynamic=False)
+        contenders["torch.compile"] = compiled(plain_float)
     if device == "cuda":
         quarter = rows // 4 * classes * 2
         contenders["warpsmith, 4 chunks"] = functools.partial(ours, max_chunk_bytes=quarter, dw_dtype=torch.bfloat16)
@@ -122,7 +118,7 @@ def rows_of(op, shape, contenders, device, options):
 
 
 def run(device, options):
-    shapes = ((32, 16, 64),) if options.quick else GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    shapes = options.shapes(device, GPU_SHAPES, CPU_SHAPES, (32, 16, 64))
     threads = torch.get_num_threads()
     torch.set_num_threads(CPU_THREADS)
     rows = []

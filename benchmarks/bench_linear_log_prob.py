@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import warpsmith
 
 from benchmarks.bench_linear_cross_entropy import CPU_SHAPES, GPU_SHAPES, rows_of
-from benchmarks.cells import CPU_THREADS, torch_contenders
+from benchmarks.cells import CPU_THREADS, compiled, torch_contenders
 
 
 def mean_of_first(fn):
@@ -23,7 +23,7 @@ def plain(hidden, weight, target):
 
 
 def run(device, options):
-    shapes = ((32, 16, 64),) if options.quick else GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    shapes = options.shapes(device, GPU_SHAPES, CPU_SHAPES, (32, 16, 64))
     threads = torch.get_num_threads()
     torch.set_num_threads(CPU_THREADS)
     rows = []
@@ -31,7 +31,7 @@ def run(device, options):
         for shape in shapes:
             contenders = torch_contenders(mean_of_first(warpsmith.linear_log_prob), plain, options)
             if "torch.compile" in contenders:
-                contenders["torch.compile"] = torch.compile(plain, dynamic=False)
+                contenders["torch.compile"] = compiled(plain)
             saving = functools.partial(warpsmith.linear_log_prob, save_logits=True)
             contenders["warpsmith, saved logits"] = mean_of_first(saving)
             rows += rows_of("linear_log_prob", shape, contenders, device, options)

@@ -42,7 +42,7 @@ def eager(cos, sin):
 
 def run(device, options):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    shapes = ((1, 16, 4, 2, 32),) if options.quick else GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    shapes = options.shapes(device, GPU_SHAPES, CPU_SHAPES, (1, 16, 4, 2, 32))
     threads = torch.get_num_threads()
     torch.set_num_threads(CPU_THREADS)
     rows = []

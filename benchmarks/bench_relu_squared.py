@@ -8,14 +8,25 @@ import warpsmith
 from warpsmith.testing import time_forward_backward
 
 from benchmarks.cells import CPU_THREADS, torch_contenders
+from benchmarks.rivals import optional
 
 GPU_SHAPES = ((16384, 4096), (65536, 768))
 CPU_SHAPES = ((2048, 4096),)
 
 
+def rivals():
+    """Installed rivals, each a function of x."""
+    found = {}
+    with optional():
+        from liger_kernel.transformers.functional import liger_relu_squared
+
+        found["liger"] = liger_relu_squared
+    return found
+
+
 def run(device, options):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    shapes = ((64, 128),) if options.quick else GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    shapes = options.shapes(device, GPU_SHAPES, CPU_SHAPES, (64, 128))
     threads = torch.get_num_threads()
     torch.set_num_threads(CPU_THREADS)
     rows = []
@@ -25,6 +36,8 @@ def run(device, options):
             unit = x.numel() * x.element_size()
             floor = {"forward": 2 * unit, "backward": 3 * unit}
             contenders = torch_contenders(warpsmith.relu_squared, lambda x: torch.relu(x).square(), options)
+            if device == "cuda":
+                contenders.update(rivals())
             rows += time_forward_backward("relu_squared", contenders, (x,), floor, rounds=options.samples)
     finally:
         torch.set_num_threads(threads)

@@ -10,6 +10,7 @@ import warpsmith
 from warpsmith.testing import time_forward_backward
 
 from benchmarks.cells import CPU_THREADS, torch_contenders
+from benchmarks.rivals import liger_cute, optional
 
 EPS = 1e-6
 GPU_SHAPES = ((16384, 4096), (4096, 8192), (1024, 12288), (65536, 768), (131072, 128))
@@ -19,36 +20,29 @@ CPU_SHAPES = ((4096, 1024),)
 def rivals():
     """Installed rivals, each a function of (x, weight)."""
     found = {}
-    try:
+    with optional():
         from liger_kernel.transformers.functional import liger_rms_norm  # the Triton kernels
 
         found["liger"] = lambda x, w: liger_rms_norm(x, w, EPS)
-    except ImportError:
-        pass
-    try:
+    found.update(liger_cute("rms_norm", EPS))
+    with optional():
         from quack.rmsnorm import rmsnorm
 
         found["quack"] = lambda x, w: rmsnorm(x, w, eps=EPS)
-    except ImportError:
-        pass
-    try:
+    with optional():
         from cudnn.ops.norm import rms_norm
 
         found["cudnn"] = lambda x, w: rms_norm(x, w, None, EPS)
-    except ImportError:
-        pass
-    try:
+    with optional():
         from apex.normalization.fused_layer_norm import fused_rms_norm_affine
 
         found["apex"] = lambda x, w: fused_rms_norm_affine(x, w, w.shape, EPS)
-    except ImportError:
-        pass
     return found
 
 
 def run(device, options):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    shapes = ((64, 128),) if options.quick else GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    shapes = options.shapes(device, GPU_SHAPES, CPU_SHAPES, (64, 128))
     threads = torch.get_num_threads()
     torch.set_num_threads(CPU_THREADS)
     rows = []

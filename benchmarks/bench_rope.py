@@ -8,6 +8,7 @@ import warpsmith
 from warpsmith.testing import time_forward_backward
 
 from benchmarks.cells import CPU_THREADS, torch_contenders
+from benchmarks.rivals import liger_cute, optional
 
 # batch, tokens, heads of q and k, head dimension
 GPU_SHAPES = ((4, 4096, 32, 8, 128), (1, 8192, 64, 8, 128), (8, 2048, 16, 16, 64), (8, 1024, 12, 12, 64))
@@ -30,32 +31,32 @@ def eager(cos, sin):
 
 
 def rivals(cos, sin):
-    """Installed rivals, each a function of (q, k)."""
+    """Installed rivals, each a function of (q, k). Liger's Triton kernel rotates in place."""
     found = {}
-    try:
+    with optional():
         from liger_kernel.transformers.functional import liger_rope
 
         wide_cos, wide_sin = (torch.cat((t, t), -1)[None] for t in (cos, sin))
 
-        def liger(q, k):
-            q, k = liger_rope(q.transpose(1, 2), k.transpose(1, 2), wide_cos, wide_sin)
-            return q.transpose(1, 2), k.transpose(1, 2)
+        def liger(fn):
+            def call(q, k):
+                q, k = fn(q.transpose(1, 2), k.transpose(1, 2), wide_cos, wide_sin)
+                return q.transpose(1, 2), k.transpose(1, 2)
 
-        found["liger"] = liger
-    except ImportError:
-        pass
-    try:
+            return call
+
+        functions = {"liger": liger_rope, **liger_cute("rope")}
+        found.update({name: liger(fn) for name, fn in functions.items()})
+    with optional():
         from quack.rotary import apply_rotary_emb
 
         found["quack"] = lambda q, k: (apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin))
-    except ImportError:
-        pass
     return found
 
 
 def run(device, options):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    shapes = ((1, 16, 4, 2, 32),) if options.quick else GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    shapes = options.shapes(device, GPU_SHAPES, CPU_SHAPES, (1, 16, 4, 2, 32))
     threads = torch.get_num_threads()
     torch.set_num_threads(CPU_THREADS)
     rows = []

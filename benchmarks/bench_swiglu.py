@@ -7,5 +7,5 @@ from benchmarks.gated import liger, run_gated
 
 
 def run(device, options):
-    rivals = {"liger": liger("swiglu", "swiglu_forward", "swiglu_backward")}
+    rivals = liger("swiglu") if device == "cuda" else {}
     return run_gated("swiglu", warpsmith.swiglu, lambda gate, up: F.silu(gate) * up, rivals, device, options)

@@ -16,7 +16,7 @@ CPU_SHAPES = ((2048, 4096),)
 def run_biased(name, ours, eager, device, options):
     """Rows of one biased activation: functions of (x, bias)."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    shapes = ((64, 128),) if options.quick else GPU_SHAPES if device == "cuda" else CPU_SHAPES
+    shapes = options.shapes(device, GPU_SHAPES, CPU_SHAPES, (64, 128))
     threads = torch.get_num_threads()
     torch.set_num_threads(CPU_THREADS)
     rows = []

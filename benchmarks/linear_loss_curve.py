@@ -2,6 +2,8 @@
 
 python benchmarks/linear_loss_curve.py                              4096 x 4096 x 128256, on the GPU
 python benchmarks/linear_loss_curve.py --shape 32768 768 50304 --plot curve.png
+
+The first is also the benchmark `linear_loss_curve`, whose rows `docs/speed_table.py` plots.
 """
 
 import argparse

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from warpsmith.testing import time_forward_backward
 
 from benchmarks.cells import CPU_THREADS, torch_contenders
+from benchmarks.rivals import optional
 
 LAYER_EPS, RMS_EPS = 1e-5, 1e-6
 
@@ -18,13 +19,11 @@ def inputs(shape, device, names):
 
 def run(op, device, options, *, shapes, names, ours, eager, rivals, elements):
     """Rows of one op. ``elements``: (forward, backward) elements moved for each of x."""
-    if options.quick:
-        shapes = {device: ((64, 128),)}
     threads = torch.get_num_threads()
     torch.set_num_threads(CPU_THREADS)
     rows = []
     try:
-        for shape in shapes[device]:
+        for shape in options.shapes(device, shapes["cuda"], shapes["cpu"], (64, 128)):
             tensors = inputs(shape, device, names)
             contenders = torch_contenders(ours, eager, options)
             if device == "cuda":
@@ -47,15 +46,15 @@ def rms_norm(s, weight):
 
 def flash_attn_norm(dropout, rms):
     """The Triton norm with residual and dropout of flash-attn, where it is installed: {name: function}."""
-    try:
+    found = {}
+    with optional():
         from flash_attn.ops.triton.layer_norm import layer_norm_fn
-    except ImportError:
-        return {}
 
-    def call(x, residual, weight, bias=None):
-        eps = RMS_EPS if rms else LAYER_EPS
-        return layer_norm_fn(
-            x, weight, bias, residual=residual, eps=eps, dropout_p=dropout, prenorm=True, is_rms_norm=rms
-        )
+        def call(x, residual, weight, bias=None):
+            eps = RMS_EPS if rms else LAYER_EPS
+            return layer_norm_fn(
+                x, weight, bias, residual=residual, eps=eps, dropout_p=dropout, prenorm=True, is_rms_norm=rms
+            )
 
-    return {"flash-attn": call}
+        found["flash-attn"] = call
+    return found

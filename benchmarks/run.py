@@ -2,6 +2,7 @@
 
     python -m benchmarks                                    all ops, on the CPU and (if there is one) the GPU
     python benchmarks/run.py --op rms_norm --json out.json  one op
+    python -m benchmarks --warm-compile 14                  compile alone, by 14 processes, for a timing run after it
 
 Each `bench_<op>.py` has `run(device, options)`, which returns the rows of one device. How a time is taken, and what the
 columns mean, is in `warpsmith.testing` (GpuTimer, time_cpu, Row).
@@ -9,8 +10,12 @@ columns mean, is in `warpsmith.testing` (GpuTimer, time_cpu, Row).
 
 import argparse
 import importlib
+import json
+import os
 import sys
 import time
+import traceback
+from dataclasses import replace
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -18,8 +23,9 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(FOLDER.parent))
 
 import torch  # noqa: E402
-from warpsmith.testing import environment, format_table, write_json  # noqa: E402
+from warpsmith.testing import Row, environment, format_table, write_json  # noqa: E402
 
+from benchmarks import rivals, warm  # noqa: E402
 from benchmarks.cells import Options  # noqa: E402
 
 
@@ -28,41 +34,99 @@ def available():
     return sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="benchmarks", description="Speed of warpsmith's ops beside their rivals.")
-    parser.add_argument("--op", action="append", choices=available(), help="may be repeated; default: all")
-    parser.add_argument("--device", choices=("cpu", "cuda", "all"), default="all", help="default: all that are there")
-    parser.add_argument("--json", type=Path, help="also write the rows and the environment to this file")
-    parser.add_argument("--rounds", type=int, default=25, help="samples of each contender (default 25)")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out: it takes most of the time")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes, few samples: shows that it runs, measures nothing"
+def parser():
+    made = argparse.ArgumentParser(prog="benchmarks", description="Speed of warpsmith's ops beside their rivals.")
+    made.add_argument("--op", action="append", choices=available(), help="may be repeated; default: all")
+    made.add_argument("--device", choices=("cpu", "cuda", "all"), default="all", help="default: all that are there")
+    made.add_argument("--json", type=Path, help="also write the rows and the environment to this file")
+    made.add_argument("--append", action="store_true", help="keep the rows that the --json file has")
+    made.add_argument("--rounds", type=int, default=25, help="samples of each contender (default 25)")
+    made.add_argument("--no-compile", action="store_true", help="leave torch.compile out: it takes most of the time")
+    made.add_argument("--warm-compile", type=int, metavar="N", help="time nothing: compile it all, by N processes")
+    made.add_argument("--quick", action="store_true", help="tiny sizes, few samples: it runs, and measures nothing")
+    return made
+
+
+def compiling():
+    """Seconds spent in torch.compile so far, graphs loaded from the cache, graphs compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return 0.0, 0, 0
+    from torch._dynamo.utils import compilation_time_metrics, counters
+
+    seconds = sum(
+        sum(compilation_time_metrics.get(n, [])) for n in ("_compile.compile_inner", "backward._backward_impl")
     )
-    options = parser.parse_args(arguments)
+    cache = counters["aot_autograd"]
+    return seconds, cache["autograd_cache_hit"], cache["autograd_cache_miss"]
+
+
+def run_op(op, device, settings):
+    """The rows of one benchmark on one device, which say which device it was."""
+    start, before = time.monotonic(), compiling()
+    rows = [
+        replace(row, device=device) for row in importlib.import_module(f"benchmarks.bench_{op}").run(device, settings)
+    ]
+    seconds, loaded, compiled = (after - b for after, b in zip(compiling(), before, strict=True))
+    print(
+        f"{op} on {device}: {len(rows)} rows in {time.monotonic() - start:.0f} s, torch.compile {seconds:.0f} s: "
+        f"{loaded} graphs from its cache, {compiled} not",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    return rows
+
+
+def context_is_lost():
+    """Whether the GPU answers nothing any more, as after an illegal access in some contender's kernel."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def main(arguments=None):
+    made = parser()
+    options = made.parse_args(arguments)
     if options.rounds < 1:
-        parser.error("--rounds: expected at least 1")
+        made.error("--rounds: expected at least 1")
     devices = ["cpu", "cuda"] if options.device == "all" else [options.device]
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: no CUDA device")
+        made.error("--device cuda: no CUDA device")
     devices = [d for d in devices if d == "cpu" or torch.cuda.is_available()]
+    todo = options.op or available()
+    if options.warm_compile:
+        warm.warm_compile(todo, devices, options.warm_compile)
+        return 0
 
-    rows = []
     settings = Options(rounds=options.rounds, quick=options.quick, compile=not options.no_compile)
-    for op in options.op or available():
-        module = importlib.import_module(f"benchmarks.bench_{op}")
+    facts = {"rivals": rivals.installed() if "cuda" in devices else {}}
+    kept = json.loads(options.json.read_text()) if options.append and options.json.exists() else {"rows": []}
+    rows = [Row(**row) for row in kept["rows"]]
+    failed = kept.get("environment", {}).get("failed", [])
+    for done, op in enumerate(todo, 1):
         for device in devices:
-            start = time.monotonic()
-            new = module.run(device, settings)
-            print(f"{op} on {device}: {len(new)} rows in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-            rows += new
-            if options.json:
-                write_json(options.json, rows)
-    facts = environment()
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()))
+            try:
+                rows += run_op(op, device, settings)
+            except Exception:
+                traceback.print_exc()
+                failed.append(f"{op} on {device}")
+        if options.json:
+            write_json(options.json, rows, **facts, failed=failed)
+            if context_is_lost() and todo[done:]:  # no kernel runs in this process any more
+                rest = [a for name in todo[done:] for a in ("--op", name)]
+                plain = [a for a in sys.argv[1:] if a != "--append"]
+                os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *without_ops(plain), "--append", *rest])
+    print("\n".join(f"{name}: {value}" for name, value in {**environment(), **facts, "failed": failed}.items()))
     if options.quick:
         print("--quick: the sizes are tiny, the figures mean nothing")
     print(format_table(rows))
-    return 0
+    return 1 if failed else 0
+
+
+def without_ops(arguments):
+    """The arguments without `--op NAME`."""
+    return [a for i, a in enumerate(arguments) if a != "--op" and (i == 0 or arguments[i - 1] != "--op")]
 
 
 if __name__ == "__main__":

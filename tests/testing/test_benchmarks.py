@@ -1,6 +1,7 @@
 """The benchmarks run, and their table and JSON hold every contender; the figures of such tiny sizes mean nothing."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +24,72 @@ def test_a_quick_run_prints_a_table_and_writes_json(tmp_path, command):
     for direction in ("forward", "backward", "host forward, no grad", "host forward, grad", "host forward + backward"):
         assert ("rms_norm", direction, "warpsmith") in cells
     assert ("adamw", "step", "torch fused") in cells
-    failed = [r for r in read["rows"] if r["value"] is None]
+    failed = [r for r in read["rows"] if r["value"] is None or r["device"] != "cpu"]
     assert not failed
+    assert read["environment"]["failed"] == []
     table = run.stdout.splitlines()[-len(read["rows"]) :]
     assert all(row["contender"] in line for row, line in zip(read["rows"], table, strict=True))
+
+
+@pytest.fixture
+def toy_benchmarks(monkeypatch):
+    """Two benchmarks in place of the ops': one breaks."""
+    from warpsmith.testing import Row
+
+    import benchmarks
+
+    def good(device, options):
+        return [Row("good", "1", "float32", "forward", "warpsmith", float(options.samples))]
+
+    def bad(device, options):
+        raise RuntimeError("boom")
+
+    for name, run in (("good", good), ("bad", bad)):
+        module = type(sys)(f"benchmarks.bench_{name}")
+        module.run = run
+        monkeypatch.setitem(sys.modules, f"benchmarks.bench_{name}", module)
+        monkeypatch.setattr(benchmarks, f"bench_{name}", module, raising=False)
+    import benchmarks.run
+
+    monkeypatch.setattr(benchmarks.run, "available", lambda: ["bad", "good"])
+    return benchmarks
+
+
+def test_a_benchmark_that_breaks_does_not_stop_the_others(toy_benchmarks, tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    assert toy_benchmarks.run.main(["--device", "cpu", "--json", str(out), "--rounds", "7"]) == 1
+    assert "RuntimeError: boom" in capsys.readouterr().err
+    read = json.loads(out.read_text())
+    assert [r["value"] for r in read["rows"]] == [7.0]
+    assert read["environment"]["failed"] == ["bad on cpu"]
+    more = ["--device", "cpu", "--json", str(out), "--append", "--op", "good"]
+    assert toy_benchmarks.run.main(more) == 1, "what failed before the rows were kept still counts"
+    assert len(json.loads(out.read_text())["rows"]) == 2
+
+
+def test_a_lost_gpu_costs_one_benchmark(toy_benchmarks, tmp_path, monkeypatch):
+    """The process is replaced by one that has the other ops still to do."""
+    started = []
+    monkeypatch.setattr(toy_benchmarks.run, "context_is_lost", lambda: True)
+    monkeypatch.setattr(toy_benchmarks.run.os, "execv", lambda path, arguments: started.append(arguments))
+    arguments = ["--device", "cpu", "--json", str(tmp_path / "rows.json")]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments, "--op", "bad", "--op", "good"])
+    toy_benchmarks.run.main(sys.argv[1:])
+    assert started == [[sys.executable, "-m", "benchmarks", *arguments, "--append", "--op", "good"]]
+
+
+def test_the_timing_process_finds_what_was_compiled_before_it(tmp_path):
+    """relu_squared's is the smallest of the graphs; the caches are fresh ones."""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    base = [sys.executable, "-m", "benchmarks", "--device", "cpu", "--op", "relu_squared"]
+
+    def run(*more):
+        return subprocess.run(
+            [*base, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=True
+        )
+
+    assert "compiled: 6 calls, 0 failed" in run("--warm-compile", "1").stdout
+    assert "1 graphs from its cache, 0 not" in run("--rounds", "1").stderr
 
 
 def test_an_unknown_op_is_refused():

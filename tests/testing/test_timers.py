@@ -32,6 +32,16 @@ def test_cpu_times_are_interleaved_medians_and_failures_stay_in_the_table():
     assert time_cpu({"c": lambda: 1 / 0})["c"] == Timing(None, error="ZeroDivisionError: division by zero")
 
 
+def test_without_rounds_each_is_called_once_and_none_timed():
+    calls = []
+    times = time_cpu({"a": lambda: calls.append("a"), "b": lambda: 1 / 0}, rounds=0)
+    assert calls == ["a"]
+    assert times["a"] == Timing(None, error="not timed")
+    assert times["b"].error == "ZeroDivisionError: division by zero"
+    spec = replace(SPEC, floor_bytes=lambda case: {"forward": 1000, "backward": 2000})
+    assert {r.note for r in time_op(spec, Case((64, 33)), rounds=0)} == {"not timed"}
+
+
 def test_host_time_is_per_call():
     assert 900 < host_time_us({"sleep": lambda: time.sleep(0.001)}, calls=5, rounds=3)["sleep"].ms < 20_000
 
@@ -54,10 +64,11 @@ def test_rows_state_rates_and_ratios():
 
 
 def test_json_has_rows_and_the_environment(tmp_path):
-    write_json(tmp_path / "deep" / "rows.json", [Row("op", "1", "fp32", "forward", "torch", 1.0)])
+    write_json(tmp_path / "deep" / "rows.json", [Row("op", "1", "fp32", "forward", "torch", 1.0)], rivals={"x": "1.0"})
     read = json.loads((tmp_path / "deep" / "rows.json").read_text())
     assert read["rows"][0]["value"] == 1.0
     assert read["environment"]["torch"] == torch.__version__ == environment()["torch"]
+    assert read["environment"]["rivals"] == {"x": "1.0"}
     assert {"date", "command", "cpu", "cuda"} <= read["environment"].keys()
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["rows.json"]
 

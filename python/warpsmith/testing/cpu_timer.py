@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from warpsmith.testing.gpu_timer import Timing, first_line, timing_of
+from warpsmith.testing.gpu_timer import NOT_TIMED, Timing, first_line, timing_of
 
 
 def time_cpu(
@@ -17,8 +17,8 @@ def time_cpu(
 ) -> dict[str, Timing]:
     """Wall-clock milliseconds of one call of each contender on the CPU, in random order, medians of ``rounds``.
 
-    Rounds stop when ``budget_s`` is spent, after at least three. A contender that raises gets its error instead of a
-    time.
+    Rounds stop when ``budget_s`` is spent, after at least three; with ``rounds=0`` each is called once and none is
+    timed. A contender that raises gets its error instead of a time.
 
     Example:
         >>> times = time_cpu({"sort": lambda: sorted(range(100)), "fail": lambda: 1 / 0}, rounds=3)
@@ -63,11 +63,13 @@ def _interleaved(
     samples: dict[str, list[float]] = {}
     for name, fn in contenders.items():
         try:
-            fn()
-            fn()
+            for _ in range(2 if rounds else 1):
+                fn()
             samples[name] = []
         except Exception as error:
             failed[name] = Timing(None, error=first_line(error))
+    if not rounds:
+        return {name: failed.get(name, NOT_TIMED) for name in contenders}
     order = random.Random(seed)
     end = time.perf_counter() + budget_s
     for number in range(rounds):

@@ -42,6 +42,9 @@ class Timing:
         return (self.high_ms - self.low_ms) / self.ms if self.ms else 0.0
 
 
+NOT_TIMED = Timing(None, error="not timed")
+
+
 def timing_of(samples: list[float]) -> Timing:
     """Median and percentiles of samples in milliseconds.
 
@@ -66,7 +69,7 @@ class GpuTimer:
     """Times contenders on the current CUDA device.
 
     Args:
-        rounds: samples of each contender.
+        rounds: samples of each contender. 0: each is called once and none is timed, so that it is compiled.
         budget_s: rounds stop when the measured work has taken this long, after at least three.
         spin_cycles: length of the spin kernel; for contenders that launch many kernels from a slow host, make it
             longer.
@@ -92,12 +95,14 @@ class GpuTimer:
         alive: dict[str, list[float]] = {}
         for name, fn in contenders.items():
             try:
-                for _ in range(WARM_UP_CALLS):
+                for _ in range(WARM_UP_CALLS if self.rounds else 1):
                     fn()
                 torch.cuda.synchronize()
                 alive[name] = []
             except Exception as error:
                 failed[name] = Timing(None, error=first_line(error))
+        if not self.rounds:
+            return {name: failed.get(name, NOT_TIMED) for name in contenders}
         order = random.Random(self.seed)
         spent_ms = 0.0
         for number in range(self.rounds):

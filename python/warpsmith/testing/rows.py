@@ -33,6 +33,7 @@ class Row:
         of_best_rival: the best other contender's time over this one's: above 1 is faster than every rival. Only on
             our own rows.
         note: the error, if it failed.
+        device: "cuda" or "cpu", where the figure's maker says it.
     """
 
     op: str
@@ -47,6 +48,7 @@ class Row:
     of_yardstick: float | None = None
     of_best_rival: float | None = None
     note: str = ""
+    device: str = ""
 
 
 OURS = "warpsmith"
@@ -163,10 +165,15 @@ def _nvidia_smi() -> dict[str, str]:
     return dict(zip(fields, (part.strip() for part in answer.split(",")), strict=False))
 
 
-def write_json(path: str | Path, rows: Iterable[Row]) -> None:
-    """Writes ``{"environment": ..., "rows": [...]}``, replacing the file in one step."""
+def write_json(path: str | Path, rows: Iterable[Row], **facts: Any) -> None:
+    """Writes ``{"environment": ..., "rows": [...]}``, replacing the file in one step.
+
+    ``facts`` join the environment.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    part.write_text(json.dumps({"environment": environment(), "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+    part.write_text(
+        json.dumps({"environment": {**environment(), **facts}, "rows": [asdict(r) for r in rows]}, indent=1) + "\n"
+    )
     part.replace(target)

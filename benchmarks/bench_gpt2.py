@@ -1,0 +1,86 @@
+"""A training step of examples/train_gpt.py on random tokens: with this package's modules, with torch's, and with
+torch's compiled. GPT-2 124M in bf16 autocast on a GPU, the small preset on the CPU.
+
+Several steps in a row from an idle device, waited for; the time is one step's. Rows named "peak memory" have megabytes
+above the weights and optimizer states.
+"""
+
+import functools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from warpsmith.testing import time_cpu
+from warpsmith.testing.gpu_timer import Timing
+from warpsmith.testing.rows import OURS, Row, make_rows
+
+from benchmarks.bench_linear_cross_entropy import peak_mb
+from benchmarks.cells import CPU_THREADS, compiled
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+IN_A_ROW = {"cuda": 5, "cpu": 2}
+PRESETS = {"cuda": "gpt2-124m", "cpu": "nano"}
+TINY = {"layers": 1, "heads": 2, "width": 32, "context": 16, "batch": 4}
+BUDGET_S = 15.0
+
+
+def example():
+    """The example as a module."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    import train_gpt
+
+    return train_gpt
+
+
+def contenders_of(gpt, recipe, device, options):
+    """{name: Run}, each with a model and an optimizer of its own."""
+    ranks = gpt.Ranks(device)
+    runs = {OURS: gpt.Run(recipe, "warpsmith", ranks), "torch": gpt.Run(recipe, "torch", ranks)}
+    if options.compile and not options.quick:
+        torch._dynamo.reset()
+        runs["torch.compile"] = gpt.Run(recipe, "torch", ranks)
+        runs["torch.compile"].loss = compiled(runs["torch.compile"].model, donate=True)
+    return runs
+
+
+def in_a_row(run, batches):
+    """Some steps, waited for."""
+    losses = [run.step(tokens) for tokens in batches]
+    return float(losses[-1])
+
+
+def one_step(timing, steps):
+    """The timing of a step from that of several."""
+    if timing.ms is None:
+        return timing
+    return Timing(timing.ms / steps, timing.low_ms / steps, timing.high_ms / steps, timing.samples)
+
+
+def run(device, options):
+    gpt = example()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(CPU_THREADS)
+    rows = []
+    try:
+        for preset in options.shapes(device, (PRESETS["cuda"],), (PRESETS["cpu"],), PRESETS[device]):
+            values = gpt.PRESETS[preset] | {"tokens": "random"} | (TINY if options.quick else {})
+            recipe = SimpleNamespace(**values)
+            data = gpt.Data(recipe, None, gpt.Ranks(device))
+            steps = 1 if options.quick else IN_A_ROW[device]
+            batches = [data.batch(i) for i in range(steps)]
+            runs = contenders_of(gpt, recipe, device, options)
+            calls = {name: functools.partial(in_a_row, one, batches) for name, one in runs.items()}
+            timings = time_cpu(calls, rounds=options.samples, budget_s=BUDGET_S)
+            cell = ("train_gpt", f"{preset} {recipe.batch}x{recipe.context}", recipe.dtype)
+            per_step = {name: one_step(t, steps) for name, t in timings.items()}
+            rows += make_rows(*cell, "step", per_step)
+            if device == "cuda" and options.samples:
+                for name, one in runs.items():
+                    if timings[name].ms is not None:
+                        megabytes = peak_mb(functools.partial(one.step, batches[0]), one.model.parameters())
+                        rows.append(Row(*cell, "peak memory", name, megabytes, "MB"))
+    finally:
+        torch.set_num_threads(threads)
+    return rows
