@@ -43,7 +43,7 @@ struct Inputs {
 
   Inputs(const char* op, const Tensor& logits, const Tensor& target_any, const std::optional<Tensor>& weight)
       : dtype(float_dtype(op, "logits", logits)), rows(as_rows(op, "logits", logits)) {
-    if (target_any.scalar_type() != ScalarType::Long)
+    if (dtype_of(op, "target", target_any) != ScalarType::Long)
       refuse(op, "target", "int64 class indices", dtype_text(target_any.scalar_type()));
     bool same = target_any.dim() == logits.dim() - 1;
     std::string expected;

@@ -133,6 +133,7 @@ SPEC = OpSpec(
     },
     bad_inputs=[
         BadInput("integers", but(logits=lambda g: g["logits"].int()), r"logits: expected float32.*got int32"),
+        BadInput("no target", but(target=lambda g: None), "target: expected a tensor, got None", fake=False),
         BadInput("scalar", but(logits=lambda g: g["logits"].sum()), "logits: expected at least one dimension"),
         BadInput("int32 labels", but(target=lambda g: g["target"].int()), "target: expected int64.*, got int32"),
         BadInput("probabilities", but(target=lambda g: g["logits"].softmax(-1).detach()), "target: expected int64"),

@@ -84,6 +84,7 @@ SPEC = OpSpec(
     },
     bad_inputs=[
         BadInput("integers", but(x=lambda g: g["x"].int()), r"x: expected float32.*got int32"),
+        BadInput("none", but(x=lambda g: None), "x: expected a tensor, got None", fake=False),
         BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
         BadInput("short weight", but(weight=lambda g: g["weight"][:-1]), r"weight: expected shape \(\d+\), got"),
         BadInput("matrix weight", but(weight=lambda g: g["weight"][None]), r"weight: expected shape \(\d+\), got"),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd.function import once_differentiable
 from toy_op import SPEC, Apply, raw, reference, scale
 from warpsmith.testing import BadInput, Case
 from warpsmith.testing.checks import integration, numerics
@@ -180,7 +181,13 @@ def test_a_silent_second_derivative_is_caught():
             x, scale = ctx.saved_tensors
             return raw.scale_backward.default(dy.detach(), x.detach(), scale.detach())
 
-    caught(numerics.check_second_derivative_is_refused, with_op(Cut.apply_named), match="cut from the graph")
+    caught(numerics.check_second_derivative_is_refused, with_op(Cut.apply_named), match="is cut off")
+
+    class OfLossesAlone(Apply):
+        backward = staticmethod(once_differentiable(Cut.backward))
+
+    op = with_op(lambda x, scale: OfLossesAlone.apply(x, scale))
+    caught(numerics.check_second_derivative_is_refused, op, match="is cut off|a second derivative was given")
 
 
 torch.autograd.Function.apply_named = classmethod(lambda cls, x, scale: cls.apply(x, scale))

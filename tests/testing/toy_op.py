@@ -63,6 +63,18 @@ torch.library.register_autograd(
 )
 
 
+class Refused(torch.autograd.Function):
+    """Ties gradients to what they were made of: ``once_differentiable`` refuses only if ``dy`` requires a gradient."""
+
+    @staticmethod
+    def forward(ctx, dx, dscale, *sources):
+        return dx.view_as(dx), dscale.view_as(dscale)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("scale: no second derivative")
+
+
 class Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scale):
@@ -70,9 +82,11 @@ class Apply(torch.autograd.Function):
         return raw.scale_forward.default(x, scale)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
-        dx, dscale = formula(ctx, dy)
+        with torch.no_grad():
+            dx, dscale = formula(ctx, dy)
+        if torch.is_grad_enabled():
+            dx, dscale = Refused.apply(dx, dscale, *ctx.saved_tensors)
         return dx if ctx.needs_input_grad[0] else None, dscale if ctx.needs_input_grad[1] else None
 
 

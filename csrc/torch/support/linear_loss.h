@@ -80,7 +80,8 @@ inline LinearInputs linear_inputs(const char* op, const Tensor& hidden, const Te
   if (weight.dim() != 2 || weight.size(1) != rows.columns || weight.size(0) < 1)
     refuse(op, "weight", "shape (V, " + std::to_string(rows.columns) + ") with V >= 1", shape_text(weight));
   check_same_device(op, "weight", weight, hidden);
-  if (target.scalar_type() != ScalarType::Long) refuse(op, "target", "int64", dtype_text(target.scalar_type()));
+  if (dtype_of(op, "target", target) != ScalarType::Long)
+    refuse(op, "target", "int64", dtype_text(target.scalar_type()));
   bool same = target.dim() == hidden.dim() - 1;
   std::string expected;
   for (int64_t i = 0; i < hidden.dim() - 1; ++i) {

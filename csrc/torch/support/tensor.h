@@ -47,9 +47,15 @@ inline std::string dtype_text(ScalarType dtype) {
   }
 }
 
+// The dtype of an argument that must be given: the dispatcher lets Python's None pass as a tensor that is none.
+inline ScalarType dtype_of(const char* op, const char* argument, const Tensor& t) {
+  if (!t.defined()) refuse(op, argument, "a tensor", "None");
+  return t.scalar_type();
+}
+
 // The dtype of a floating tensor that our kernels know.
 inline Dtype float_dtype(const char* op, const char* argument, const Tensor& t) {
-  switch (t.scalar_type()) {
+  switch (dtype_of(op, argument, t)) {
     case ScalarType::Float: return Dtype::float32;
     case ScalarType::Half: return Dtype::float16;
     case ScalarType::BFloat16: return Dtype::bfloat16;

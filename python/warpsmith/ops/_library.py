@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from warpsmith._load import load_library
 
@@ -68,6 +67,44 @@ def _register_formula(name: str, save: Callable, formula: Callable) -> None:
     _fragment.impl(name, autograd, "Autograd", with_keyset=True)
 
 
+class _NoSecondDerivative(torch.autograd.Function):
+    """Gives gradients on, tied to the tensors that they were made of, so that their derivative raises.
+
+    torch's ``once_differentiable`` looks at the incoming gradients alone: a loss has none that requires a gradient, and
+    a penalty on its gradient would come out without the part of this op, in silence.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name: str, count: int, *tensors: Tensor) -> Any:
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(f"{ctx.name}: backward: expected one derivative, got a second: its gradient has none")
+
+
+def _once(name: str, formula: Callable) -> Callable:
+    """The formula of an op without second derivatives."""
+
+    def once(ctx: Any, *grads: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return formula(ctx, *grads)
+        sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
+        with torch.no_grad():
+            found = formula(ctx, *grads)
+        made = [g for g in found if g is not None]
+        refusing = iter(_NoSecondDerivative.apply(name, len(made), *made, *sources)) if made and sources else iter(made)
+        return tuple(None if g is None else next(refusing) for g in found)
+
+    return once
+
+
 def differentiable(
     name: str,
     *,
@@ -108,7 +145,7 @@ def differentiable(
         use = differentiable_backward if differentiable_backward is not None and torch.is_grad_enabled() else backward
         return tuple(use(ctx.needs_input_grad, ctx.saved_tensors, ctx.values, *grads))
 
-    formula_of_grads: Callable = formula if differentiable_backward is not None else once_differentiable(formula)
+    formula_of_grads: Callable = formula if differentiable_backward is not None else _once(name, formula)
 
     class Apply(torch.autograd.Function):
         @staticmethod

@@ -65,7 +65,9 @@ def wants_gradient(t: Tensor | None) -> bool:
 
 
 def may_give_away(t: Tensor) -> bool:
-    """Whether a backward may write to a tensor that it kept and return it: nobody will run this backward again, and the
-    tensor is a plain one (a traced backward must not write to what its forward made)."""
+    """Whether a backward may write to a tensor that it kept and return it: nobody will run this backward again, the
+    tensor is a plain one (a traced backward must not write to what its forward made), and no transform maps it."""
+    if torch._C._are_functorch_transforms_active():
+        return False
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return type(t) is Tensor and keeps_graph is not None and not keeps_graph()

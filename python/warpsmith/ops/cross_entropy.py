@@ -202,7 +202,7 @@ def _backward(
         return (None,) * 10
     logits, *rest = tensors
     options, state = values
-    if state is None:
+    if state is None or (not state.inplace and torch._C._are_functorch_transforms_active()):
         grad = _raw_backward(dloss, logits, *rest, *options)
     elif state.gradient is not None:
         grad, state.gradient = state.gradient, None

@@ -188,13 +188,14 @@ def _added(main_grad: Tensor, grad: Tensor, dloss: Tensor, denominator: Tensor |
 
 
 def _save_reduced(inputs: Sequence[Any], outputs: Any) -> Saved:
-    return tuple(outputs[4:]), (inputs[1].dtype, inputs[_MAIN_GRAD], inputs[_WANTS:])
+    # The inputs are not read again: they tie the gradients to the graph, so that a second derivative is refused.
+    return (*outputs[4:], *inputs[:2], inputs[_BIAS]), (inputs[1].dtype, inputs[_MAIN_GRAD], inputs[_WANTS:])
 
 
 def _reduced_backward(
     needs: Sequence[bool], tensors: Any, values: Any, dloss: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
-    denominator, *grads = tensors
+    denominator, *grads = tensors[:4]
     dtype, main_grad, wants = values
     if dloss is None:
         return _gradients(None, None, None)

@@ -148,8 +148,8 @@ def check_forward_mode(spec: OpSpec, device: str = "cpu") -> None:
 
 
 def check_func_transforms(spec: OpSpec, device: str = "cpu") -> None:
-    """torch.func.grad obeys the error law; vmap equals a loop within a rounding, alone and over grad (per-sample
-    gradients)."""
+    """torch.func.grad obeys the error law; jacrev equals it, and vmap a loop, within a rounding, vmap alone and over
+    grad (per-sample gradients, also where the incoming gradient differs by sample)."""
     case = spec.base_case()
     inputs = make_inputs(spec, case, device)
     names = wanted_inputs(spec, inputs)
@@ -157,6 +157,9 @@ def check_func_transforms(spec: OpSpec, device: str = "cpu") -> None:
     def total(*tensors: Tensor) -> Tensor:
         outputs = flatten(spec.op(**{**inputs, **dict(zip(names, tensors, strict=True))}), spec.outputs)
         return torch.stack([y.float().sum() for y in outputs.values() if y.is_floating_point()]).sum()
+
+    def curved(*tensors: Tensor) -> Tensor:
+        return total(*tensors).sin()
 
     tensors = tuple(inputs[n].detach() for n in names)
     numbers = tuple(range(len(names)))
@@ -169,7 +172,15 @@ def check_func_transforms(spec: OpSpec, device: str = "cpu") -> None:
         error = measure(f"grad_{name}", grad, exact[f"grad_{name}"], baseline[f"grad_{name}"])
         assert error.ok, f"{spec.name}: torch.func.grad: {error}"
     batched = tuple(torch.stack([t, t.flip(0), -t]) for t in tensors)
-    for what, fn in (("vmap", total), ("vmap over grad", torch.func.grad(total, argnums=numbers))):
+    by_grad = torch.func.grad(curved, argnums=numbers)(*tensors)
+    for name, a, b in zip(names, torch.func.jacrev(curved, argnums=numbers)(*tensors), by_grad, strict=True):
+        error = measure(f"jacrev {name}", a, b.double(), b)
+        assert error.ok, f"{spec.name}: {error}"
+    for what, fn in (
+        ("vmap", total),
+        ("vmap over grad", torch.func.grad(total, argnums=numbers)),
+        ("vmap over grad of a sine", torch.func.grad(curved, argnums=numbers)),
+    ):
         together = torch.func.vmap(fn)(*batched)
         one_by_one = [fn(*sample) for sample in zip(*batched, strict=True)]
         columns = zip(*one_by_one, strict=True) if isinstance(together, tuple) else [one_by_one]
