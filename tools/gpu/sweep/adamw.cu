@@ -2,38 +2,22 @@
 // 4,096. Build and run on a GPU machine (45 GB of memory, under a minute):
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
 //     tools/gpu/sweep/adamw.cu csrc/kernels/optim/adamw.cu -o sweep && ./sweep
-#include <cuda_runtime.h>
-
-#include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
 #include <map>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "kernels/optim/adamw.h"
 #include "kernels/optim/adamw_config.h"
 #include "kernels/optim/adamw_kernel.cuh"
+#include "sweep.h"
 
 using namespace warpsmith;
+using sweep::check, sweep::Row;
 
 namespace {
 
 using device::Cache;
 using device::Vector;
-
-void check(cudaError_t e) {
-  if (e != cudaSuccess) std::printf("CUDA error: %s\n", cudaGetErrorString(e)), std::exit(1);
-}
-
-template <class T> T* allocate(size_t count) {
-  void* p = nullptr;
-  check(cudaMalloc(&p, count * sizeof(T)));
-  return static_cast<T*>(p);
-}
 
 // Scattered values in (0, 1): what the memory and the divisions see in training, unlike zeros.
 __global__ void fill(float* x, int64_t count, uint32_t seed) {
@@ -155,43 +139,19 @@ std::vector<Variant> variants() {
   return all;
 }
 
-// Median microseconds, the L2 flushed by a 256 MB write before each call, which also hides the launch.
-double time_of(int samples, const std::function<void()>& call) {
-  constexpr size_t kFlushBytes = 256 << 20;
-  static char* flush = allocate<char>(kFlushBytes);
-  static cudaEvent_t start = nullptr, stop = nullptr;
-  if (!start) {
-    check(cudaEventCreate(&start));
-    check(cudaEventCreate(&stop));
-  }
-  std::vector<float> times;
-  for (int i = 0; i < samples + 1; ++i) {
-    check(cudaMemsetAsync(flush, i, kFlushBytes));
-    check(cudaEventRecord(start));
-    call();
-    check(cudaEventRecord(stop));
-    check(cudaEventSynchronize(stop));
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, start, stop));
-    if (i > 0) times.push_back(ms);
-  }
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2] * 1e3;
-}
-
 // Tensors of equal size side by side, and their table for one length of chunks.
 class Tensors {
  public:
   Tensors(int64_t count, int64_t elems) : count_(count), elems_(elems) {
     for (int i = 0; i < 4; ++i) {
-      arrays_[i] = allocate<float>(count * elems);
+      arrays_[i] = sweep::allocate<float>(static_cast<size_t>(count * elems) * sizeof(float));
       fill<<<2048, 256>>>(arrays_[i], count * elems, 17 * i + 1);
     }
-    steps_ = allocate<float>(count);
+    steps_ = sweep::allocate<float>(static_cast<size_t>(count) * sizeof(float));
     check(cudaMemset(steps_, 0, count * sizeof(float)));
     std::vector<float*> grads;
     for (int64_t t = 0; t < count; ++t) grads.push_back(arrays_[3] + t * elems);
-    grads_ = allocate<float*>(count);
+    grads_ = sweep::allocate<float*>(static_cast<size_t>(count) * sizeof(float*));
     check(cudaMemcpy(grads_, grads.data(), count * sizeof(float*), cudaMemcpyHostToDevice));
   }
 
@@ -213,7 +173,7 @@ class Tensors {
                          elems_, 0, 0, 0, 0});
     const std::vector<int64_t> words = tensor_list_words(records, chunk_elems);
     check(cudaFree(table_));
-    table_ = allocate<int64_t>(words.size());
+    table_ = sweep::allocate<int64_t>(words.size() * sizeof(int64_t));
     check(cudaMemcpy(table_, words.data(), words.size() * sizeof(int64_t), cudaMemcpyHostToDevice));
     AdamWParams p{};
     p.tensors = reinterpret_cast<AdamWTensor*>(table_);
@@ -235,12 +195,6 @@ class Tensors {
   int64_t* table_ = nullptr;
 };
 
-struct Row {
-  double us;
-  std::string name;
-  int chunk_elems;
-};
-
 std::string text_of(const Knobs& k) {
   const auto cache = [](Cache c) { return c == Cache::keep ? "keep" : "streaming"; };
   char s[160];
@@ -253,27 +207,22 @@ std::string text_of(const Knobs& k) {
 const char* const kChosen = "the library's kernel and chunks  <- chosen";
 
 // The best chunk of each variant, fastest first; `of_copy` collects each one's share of the copy rate.
-void sweep(const char* title, int64_t count, int64_t elems, int samples,
-           std::map<std::string, std::vector<double>>& of_copy) {
+void run(const char* title, int64_t count, int64_t elems, int samples,
+         std::map<std::string, std::vector<double>>& of_copy) {
   Tensors tensors(count, elems);
   cudaDeviceProp device;
   check(cudaGetDeviceProperties(&device, 0));
-  const size_t half = static_cast<size_t>(tensors.bytes() / 2);
-  char *from = allocate<char>(half), *to = allocate<char>(half);
-  const double copy_us = time_of(samples, [&] { check(cudaMemcpyAsync(to, from, half, cudaMemcpyDeviceToDevice)); });
-  check(cudaFree(from));
-  check(cudaFree(to));
-
   std::map<std::string, Row> best;
   const auto note = [&](double us, const std::string& name, int chunk) {
-    const auto [at, first] = best.try_emplace(name, Row{us, name, chunk});
-    if (!first && us < at->second.us) at->second = {us, name, chunk};
+    const Row row{us, name + ", chunk " + std::to_string(chunk)};
+    const auto [at, first] = best.try_emplace(name, row);
+    if (!first && us < at->second.us) at->second = row;
   };
   const int chosen_chunk = choose_adamw(tensors.total(), device.multiProcessorCount).chunk_elems;
   {
     const AdamWParams p = tensors.with_chunks(chosen_chunk);
     bool ok = true;
-    const double us = time_of(2 * samples, [&] { ok = ok && adamw_cuda(p, nullptr).ok(); });
+    const double us = sweep::time_of([&] { ok = ok && adamw_cuda(p, nullptr).ok(); }, 2 * samples);
     if (!ok) std::printf("the library's kernel failed\n"), std::exit(1);
     note(us, kChosen, chosen_chunk);
   }
@@ -284,31 +233,23 @@ void sweep(const char* title, int64_t count, int64_t elems, int samples,
     const AdamWParams p = tensors.with_chunks(chunk);
     for (const Variant& v : all) {
       if (v.knobs.threads * v.knobs.vectors * 4 > chunk) continue;
-      const auto run = [&] { v.kernel<<<static_cast<unsigned>(p.chunk_count), v.knobs.threads>>>(p); };
-      note(time_of(samples, run), text_of(v.knobs), chunk);
-      check(cudaGetLastError());
+      const auto call = [&] { v.kernel<<<static_cast<unsigned>(p.chunk_count), v.knobs.threads>>>(p); };
+      note(sweep::time_of(call, samples), text_of(v.knobs), chunk);
     }
   }
 
   std::vector<Row> rows;
-  for (const auto& [name, row] : best) {
-    rows.push_back(row);
-    of_copy[name].push_back(copy_us / row.us);
-  }
-  std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.us < b.us; });
-  std::printf("%s: copy of the same bytes %.1f us (%.2f TB/s)\n", title, copy_us, tensors.bytes() / copy_us * 1e-6);
-  for (size_t i = 0; i < rows.size(); ++i)
-    if (i < 12 || rows[i].name == kChosen)
-      std::printf("  %2zu of %zu  %8.1f us  %.3f of copy  chunk %5d  %s\n", i + 1, rows.size(), rows[i].us,
-                  copy_us / rows[i].us, rows[i].chunk_elems, rows[i].name.c_str());
+  for (const auto& [name, row] : best) rows.push_back(row);
+  const double copy_us = sweep::print(title, tensors.bytes(), rows, 12);
+  for (const auto& [name, row] : best) of_copy[name].push_back(copy_us / row.us);
 }
 
 }  // namespace
 
 int main() {
   std::map<std::string, std::vector<double>> of_copy;
-  sweep("1.0e9 in 256", 256, 3932160, 5, of_copy);
-  sweep("2000 x 4096", 2000, 4096, 15, of_copy);
+  run("1.0e9 in 256", 256, 3932160, 5, of_copy);
+  run("2000 x 4096", 2000, 4096, 15, of_copy);
 
   std::vector<std::pair<double, std::string>> both;
   for (const auto& [name, shares] : of_copy)
