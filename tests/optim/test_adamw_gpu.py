@@ -56,6 +56,22 @@ def test_follows_torch(amsgrad, grouped):
     assert_close([a.state[p] for p in ours], [b.state[p] for p in theirs], rtol=1e-5, atol=1e-5)
 
 
+def test_a_thousand_steps_twice_have_the_same_bits():
+    kinds = make_params(), make_params()
+    for params in kinds:
+        set_grads(params, 0)
+    optimizers = [warpsmith.optim.AdamW(params, lr=1e-2, amsgrad=True) for params in kinds]
+    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for optimizer in optimizers:
+            optimizer.step()
+        for a, b in zip(*kinds, strict=True):
+            differ += torch.ne(a.detach().view(torch.int32), b.detach().view(torch.int32)).any()
+    assert int(differ) == 0
+    states = [[t for p in params for t in o.state[p].values()] for params, o in zip(kinds, optimizers, strict=True)]
+    assert all(bitwise_equal(a, b) for a, b in zip(*states, strict=True))
+
+
 def test_same_bits_run_to_run():
     results = []
     for _ in range(2):

@@ -203,6 +203,28 @@ def test_a_result_that_changes_is_caught():
     caught(numerics.check_repeats_bitwise, with_op(op), FP32, match="repeat 3")
 
 
+def test_a_batch_whose_gradient_changes_is_caught():
+    calls = []
+
+    class Changing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            ctx.save_for_backward(x, scale)
+            return reference(x, scale)
+
+        @staticmethod
+        def backward(ctx, grad):
+            calls.append(grad.numel())
+            x, scale = (t.requires_grad_() for t in (s.detach() for s in ctx.saved_tensors))
+            with torch.enable_grad():
+                grads = torch.autograd.grad(reference(x, scale), (x, scale), grad)
+            return grads[0], grads[1] + (1.0 if len(calls) == 3 else 0.0)
+
+    spec = replace(SPEC, op=lambda x, scale: Changing.apply(x, scale), batched=("x",))
+    caught(numerics.check_batch_repeats_bitwise, spec, FP32, 4000, "cpu", match="1 of 5 repeats have other bits")
+    assert min(calls) > 2000
+
+
 def test_a_result_that_depends_on_the_threads_is_caught():
     threads = torch.get_num_threads()
     op = with_op(lambda x, scale: reference(x, scale) + 1e-6 * (torch.get_num_threads() != threads))

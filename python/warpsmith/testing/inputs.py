@@ -143,6 +143,19 @@ def bitwise_equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(_bits(a), _bits(b))
 
 
+def differing(a: Tensor, b: Tensor) -> Tensor:
+    """Whether two tensors differ in shape, dtype or bits, as a boolean tensor on their device: the host does not wait
+    for it."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return torch.ones((), dtype=torch.bool, device=a.device)
+    if a.is_floating_point():
+        a, b = (t.detach().view(INTEGER_OF_SIZE[t.element_size()]) for t in (a, b))
+    return torch.ne(a, b).any()
+
+
+INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _bits(t: Tensor) -> Tensor:
     return t.detach().reshape(-1).contiguous().view(torch.uint8)
 

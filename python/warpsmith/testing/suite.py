@@ -43,6 +43,8 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
     for case in _one_per_dtype(spec, device):
         add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
         add(f"no_uninitialised_memory[{case}]", numerics.check_no_uninitialised_memory, spec, case, device)
+    if device == "cuda" and spec.batched:
+        add("repeats_bitwise_of_many", numerics.check_batch_repeats_bitwise, spec, _wide_case(spec), 2**22, device)
     if spec.batched:
         base = spec.base_case()
         rows = make_inputs(spec, base)[spec.batched[0]].shape
@@ -142,9 +144,12 @@ def op_tests(spec: OpSpec) -> type:
         ]
 
     class Tests:
+        spec: OpSpec
+
         @pytest.mark.parametrize("check", parameters)
         def test(self, check: Callable[[], Any]) -> None:
             check()
 
+    Tests.spec = spec
     Tests.__name__ = Tests.__qualname__ = "Test_" + spec.name
     return Tests

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from warpsmith.testing.inputs import LAYOUTS, edge_values, make_inputs, repeat_batch
+from warpsmith.testing.inputs import LAYOUTS, differing, edge_values, make_inputs, repeat_batch
 from warpsmith.testing.law import MEDIAN_LIMIT, Error, measure
 from warpsmith.testing.run import (
     Unchanged,
@@ -20,7 +20,7 @@ from warpsmith.testing.run import (
     upstream,
     wanted_inputs,
 )
-from warpsmith.testing.spec import Case, OpSpec
+from warpsmith.testing.spec import Case, Inputs, OpSpec
 
 # torch's own 1e-3 would let a factor of 1.001 pass; central differences in float64 are good to about 1e-9.
 RTOL, ATOL = 1e-5, 1e-7
@@ -173,13 +173,14 @@ def check_second_derivative_is_refused(spec: OpSpec, device: str = "cpu") -> Non
                 raise AssertionError(f"{spec.name}: a second derivative was given though none is claimed")
 
 
+REPEATS = {"cpu": 5, "cuda": 1000}  # races need repetition
+
+
 def check_repeats_bitwise(spec: OpSpec, case: Case, device: str = "cpu") -> None:
-    """The same inputs give the same bits, time after time and, on the CPU, with 1, 2 and 3 threads."""
-    times = 5 if device == "cpu" else 50  # on a GPU races need repetition
+    """The same inputs give the same bits, time after time (1,000 times on CUDA) and, on the CPU, with 1, 2 and 3
+    threads."""
     inputs = make_inputs(spec, case, device)
-    first = run(spec.op, spec, case, inputs).all()
-    for i in range(times):
-        assert_same_bits(f"{spec.name} {case}: repeat {i + 1}", first, run(spec.op, spec, case, inputs).all())
+    first = _repeat(spec, case, inputs, REPEATS[device])
     if device != "cpu":
         return
     threads = torch.get_num_threads()
@@ -189,6 +190,34 @@ def check_repeats_bitwise(spec: OpSpec, case: Case, device: str = "cpu") -> None
             assert_same_bits(f"{spec.name} {case}: {count} threads", first, run(spec.op, spec, case, inputs).all())
     finally:
         torch.set_num_threads(threads)
+
+
+def check_batch_repeats_bitwise(spec: OpSpec, case: Case, elements: int, device: str = "cuda") -> None:
+    """The same for a batch repeated until its first input has ``elements`` elements, which fills a GPU."""
+    few = make_inputs(spec, case, device)
+    times = max(1, elements // max(1, few[spec.batched[0]].numel()))
+    inputs = {k: repeat_batch(v, times) if k in spec.batched else v for k, v in few.items()}
+    _repeat(spec, case, inputs, REPEATS[device])
+
+
+def _repeat(spec: OpSpec, case: Case, inputs: Inputs, times: int) -> dict[str, Tensor]:
+    """Runs the op once and ``times`` times more, and returns the first results. The device is waited for once."""
+    once = run(spec.op, spec, case, inputs)
+    grads, first = upstream(spec, case, once.outputs), once.all()
+    differ: dict[str, list[Tensor]] = {name: [] for name in first}
+    for i in range(times):
+        again = run(spec.op, spec, case, inputs, grads=grads).all()
+        if again.keys() != first.keys():
+            assert_same_bits(f"{spec.name} {case}: repeat {i + 1}", first, again)
+        for name, value in first.items():
+            differ[name].append(differing(value, again[name]))
+    for name, found in differ.items():
+        wrong = torch.stack(found).nonzero().flatten().tolist() if found else []
+        where = f"{spec.name} {case}: {name}"
+        assert not wrong, (
+            f"{where}: {len(wrong)} of {times} repeats have other bits, the first is repeat {wrong[0] + 1}"
+        )
+    return first
 
 
 def check_batch(spec: OpSpec, case: Case, elements: int, device: str = "cpu") -> None:
