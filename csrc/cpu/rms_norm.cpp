@@ -12,7 +12,6 @@ namespace {
 constexpr int kLanes = 16;  // independent partial sums: one AVX-512 register of floats
 constexpr int64_t kGrainElems =
     16 * 1024;  // elements a thread takes at least: below this a thread costs more than it saves
-constexpr int64_t kMaxPartialRows = 64;  // row chunks of dweight, whatever the number of threads
 
 // Columns that are summed in one go: a long row is a sum of pieces, because rounding errors grow with the terms of a
 // lane.
@@ -93,7 +92,7 @@ WARPSMITH_RMS_NORM(bfloat16, float, float)
 
 int64_t rows_per_task(int64_t columns) { return std::max<int64_t>(1, kGrainElems / columns); }
 
-template <class T, class W, class Math> void forward(const RmsNormFwdParams& p, const Parallel& parallel) {
+template <class T, class W, class Math> void forward(const NormForwardParams& p, const Parallel& parallel) {
   const T* x = static_cast<const T*>(p.x);
   const W* weight = static_cast<const W*>(p.weight);
   T* y = static_cast<T*>(p.y);
@@ -111,21 +110,21 @@ template <class T, class W, class Math> void forward(const RmsNormFwdParams& p, 
   });
 }
 
-template <class T, class W, class Math> void backward(const RmsNormBwdParams& p, const Parallel& parallel) {
+template <class T, class W, class Math> void backward(const NormBackwardParams& p, const Parallel& parallel) {
   const T* dy = static_cast<const T*>(p.dy);
-  const T* x = static_cast<const T*>(p.x);
+  const T* x = static_cast<const T*>(p.s);
   const W* weight = static_cast<const W*>(p.weight);
   const Math* rstd = static_cast<const Math*>(p.rstd);
   T* dx = static_cast<T*>(p.dx);
-  Math* partials = static_cast<Math*>(p.partials);
-  const int64_t chunks = rms_norm_partial_rows_cpu(p.rows);
+  Math* partials = static_cast<Math*>(p.dweight_partials);
+  const int64_t chunks = norm_partial_rows_cpu(p.rows);
   parallel(chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       Math* partial = partials ? partials + chunk * p.columns : nullptr;
       if (partial) std::fill_n(partial, p.columns, Math(0));
       for (int64_t r = p.rows * chunk / chunks; r < p.rows * (chunk + 1) / chunks; ++r) {
         const T* dy_row = dy + r * p.dy_stride;
-        const T* x_row = x + r * p.x_stride;
+        const T* x_row = x + r * p.s_stride;
         if (dx) {
           const Math sum = sum_of_pieces<Math>(p.columns, [&](int64_t c, int64_t count) {
             return dot(dy_row + c, x_row + c, weight ? weight + c : nullptr, count, rstd[r], Math(p.weight_offset));
@@ -139,7 +138,7 @@ template <class T, class W, class Math> void backward(const RmsNormBwdParams& p,
   });
   if (!partials) return;
   W* dweight = static_cast<W*>(p.dweight);
-  parallel(p.columns, kGrainElems / kMaxPartialRows, [&](int64_t begin, int64_t end) {
+  parallel(p.columns, kGrainElems / chunks, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
       Math total = 0;
       for (int64_t chunk = 0; chunk < chunks; ++chunk) total += partials[chunk * p.columns + c];
@@ -166,14 +165,12 @@ template <class Visit> Status dispatch(Dtype dtype, Dtype weight_dtype, Visit&& 
 
 }  // namespace
 
-int64_t rms_norm_partial_rows_cpu(int64_t rows) { return std::min(rows, kMaxPartialRows); }
-
-Status rms_norm_forward_cpu(const RmsNormFwdParams& p, const Parallel& parallel) {
+Status rms_norm_forward_cpu(const NormForwardParams& p, const Parallel& parallel) {
   return dispatch(p.dtype, p.weight_dtype,
                   [&]<class T, class W, class Math>(T, W, Math) { forward<T, W, Math>(p, parallel); });
 }
 
-Status rms_norm_backward_cpu(const RmsNormBwdParams& p, const Parallel& parallel) {
+Status rms_norm_backward_cpu(const NormBackwardParams& p, const Parallel& parallel) {
   return dispatch(p.dtype, p.weight_dtype,
                   [&]<class T, class W, class Math>(T, W, Math) { backward<T, W, Math>(p, parallel); });
 }

@@ -29,8 +29,8 @@ template <class T, class W> struct Problem {
   Buffer<W> weight, dweight;
   Buffer<float> rstd, partials;
   std::vector<double> want_y, want_rstd, want_dx, want_dweight;
-  RmsNormFwdParams forward{};
-  RmsNormBwdParams backward{};
+  NormForwardParams forward{};
+  NormBackwardParams backward{};
 
   int64_t stride() const { return s.columns + s.padding; }
   size_t count() const { return static_cast<size_t>(s.rows * s.columns); }
@@ -49,15 +49,16 @@ template <class T, class W> struct Problem {
     fill_normal(dy, seed + 1);
     fill_normal(weight, seed + 2, 0.3f, 1.0f);
     const Dtype weight_dtype = s.weight ? kDtype<W> : kDtype<T>;
-    forward = {x.data(),        s.weight ? weight.data() : nullptr,
-               y.data(),        rstd.data(),
-               s.rows,          s.columns,
-               stride(),        kEps,
-               s.weight_offset, kDtype<T>,
-               weight_dtype};
-    backward = {dy.data(), x.data(),    forward.weight, rstd.data(), dx.data(), s.weight ? dweight.data() : nullptr,
-                nullptr,   s.rows,      s.columns,      stride(),    stride(),  s.weight_offset,
-                kDtype<T>, weight_dtype};
+    forward.x = x.data(), forward.weight = s.weight ? weight.data() : nullptr;
+    forward.y = y.data(), forward.rstd = rstd.data();
+    forward.rows = s.rows, forward.columns = s.columns, forward.x_stride = stride();
+    forward.eps = kEps, forward.weight_offset = s.weight_offset;
+    forward.dtype = forward.residual_dtype = kDtype<T>, forward.weight_dtype = weight_dtype;
+    backward.dy = dy.data(), backward.s = x.data(), backward.weight = forward.weight, backward.rstd = rstd.data();
+    backward.dx = dx.data(), backward.dweight = s.weight ? dweight.data() : nullptr;
+    backward.rows = s.rows, backward.columns = s.columns, backward.dy_stride = backward.s_stride = stride();
+    backward.weight_offset = s.weight_offset;
+    backward.dtype = backward.residual_dtype = kDtype<T>, backward.weight_dtype = weight_dtype;
     compute_oracle();
   }
 
@@ -115,7 +116,7 @@ template <class T, class W> struct Problem {
 
   void make_room(int64_t partial_rows) {
     partials = Buffer<float>(static_cast<size_t>(partial_rows * s.columns));
-    backward.partials = s.weight ? partials.data() : nullptr;
+    backward.dweight_partials = s.weight ? partials.data() : nullptr;
   }
 
   void run() {
@@ -201,9 +202,9 @@ TEST(only_one_gradient) {
     expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
     for (const bool dx : {true, false}) {
       p.dx.poison(), p.dweight.poison();
-      RmsNormBwdParams one = p.backward;
+      NormBackwardParams one = p.backward;
       if (dx)
-        one.dweight = one.partials = nullptr;
+        one.dweight = one.dweight_partials = nullptr;
       else
         one.dx = nullptr;
       expect_ok(rms_norm_backward_cuda(one, nullptr));

@@ -27,13 +27,13 @@ Status problem_of(int64_t rows, int64_t columns, Dtype dtype, bool aligned, RmsN
   return {};
 }
 
-Status problem_of(const RmsNormFwdParams& p, RmsNormProblem* out) {
+Status problem_of(const NormForwardParams& p, RmsNormProblem* out) {
   const bool aligned = rows_on_16_bytes(p.x, p.x_stride, p.rows, p.dtype) && on_16_bytes(p.y) && on_16_bytes(p.weight);
   return problem_of(p.rows, p.columns, p.dtype, aligned, out);
 }
 
-Status problem_of(const RmsNormBwdParams& p, RmsNormProblem* out) {
-  const bool aligned = rows_on_16_bytes(p.x, p.x_stride, p.rows, p.dtype) &&
+Status problem_of(const NormBackwardParams& p, RmsNormProblem* out) {
+  const bool aligned = rows_on_16_bytes(p.s, p.s_stride, p.rows, p.dtype) &&
                        rows_on_16_bytes(p.dy, p.dy_stride, p.rows, p.dtype) && on_16_bytes(p.dx) &&
                        on_16_bytes(p.weight);
   return problem_of(p.rows, p.columns, p.dtype, aligned, out);
@@ -60,11 +60,11 @@ Status no_kernel(const char* direction, const RmsNormConfig& c) {
                              " threads a row");
 }
 
-template <class T, class W> Status launch_forward(const RmsNormFwdParams& p, const RmsNormConfig& c, void* stream) {
+template <class T, class W> Status launch_forward(const NormForwardParams& p, const RmsNormConfig& c, void* stream) {
   using namespace rms_norm;
   constexpr int N = kVector<T>;
   if (c.kernel == RmsNormKernel::ring) {
-    void (*kernel)(RmsNormFwdParams, int, int) = nullptr;
+    void (*kernel)(NormForwardParams, int, int) = nullptr;
     if (c.block_a_row()) {
       switch (c.vectors) {
         case 3: kernel = forward_ring<T, W, 3, true>; break;
@@ -79,7 +79,7 @@ template <class T, class W> Status launch_forward(const RmsNormFwdParams& p, con
     if (!kernel) return no_kernel("forward", c);
     return launch(kernel, grid_of(c), stream, p, c.lanes, c.stages);
   }
-  void (*kernel)(RmsNormFwdParams, int) = nullptr;
+  void (*kernel)(NormForwardParams, int) = nullptr;
   if (c.kernel == RmsNormKernel::looped) {
     if (c.vector_elems == 1)
       kernel = c.block_a_row() ? forward_looped<T, W, 1, true> : forward_looped<T, W, 1, false>;
@@ -98,18 +98,18 @@ template <class T, class W> Status launch_forward(const RmsNormFwdParams& p, con
   return launch(kernel, grid_of(c), stream, p, c.lanes);
 }
 
-template <class T, class W> Status launch_backward(const RmsNormBwdParams& p, const RmsNormConfig& c, void* stream) {
+template <class T, class W> Status launch_backward(const NormBackwardParams& p, const RmsNormConfig& c, void* stream) {
   using namespace rms_norm;
   constexpr int N = kVector<T>;
   if (c.kernel == RmsNormKernel::looped) {
-    void (*kernel)(RmsNormBwdParams, int) = nullptr;
+    void (*kernel)(NormBackwardParams, int) = nullptr;
     if (c.vector_elems == 1)
       kernel = c.block_a_row() ? backward_looped<T, W, 1, true> : backward_looped<T, W, 1, false>;
     else
       kernel = c.block_a_row() ? backward_looped<T, W, N, true> : backward_looped<T, W, N, false>;
     WARPSMITH_RETURN_IF_FAILED(launch(kernel, grid_of(c), stream, p, c.lanes));
   } else {
-    void (*kernel)(RmsNormBwdParams, int, int) = nullptr;
+    void (*kernel)(NormBackwardParams, int, int) = nullptr;
     if (c.block_a_row()) {
       switch (c.vectors) {
         case 1: kernel = backward_ring<T, W, 1, true>; break;
@@ -127,7 +127,7 @@ template <class T, class W> Status launch_backward(const RmsNormBwdParams& p, co
     if (!kernel) return no_kernel("backward", c);
     WARPSMITH_RETURN_IF_FAILED(launch(kernel, grid_of(c), stream, p, c.lanes, c.stages));
   }
-  if (!p.partials) return {};
+  if (!p.dweight_partials) return {};
 
   LaunchConfig sum;
   sum.grid.x = static_cast<unsigned>(rms_norm_detail::ceil_div(p.columns, kSumColumns));
@@ -140,30 +140,30 @@ template <class T, class W> Status launch_backward(const RmsNormBwdParams& p, co
 
 }  // namespace
 
-Status rms_norm_forward_cuda(const RmsNormFwdParams& p, void* stream) {
+Status rms_norm_forward_cuda(const NormForwardParams& p, void* stream) {
   RmsNormProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p, &problem));
   return rms_norm_forward_cuda_with(choose_rms_norm_forward(problem), p, stream);
 }
 
-Status rms_norm_forward_cuda_with(const RmsNormConfig& c, const RmsNormFwdParams& p, void* stream) {
+Status rms_norm_forward_cuda_with(const RmsNormConfig& c, const NormForwardParams& p, void* stream) {
   return dispatch(p.dtype, p.weight_dtype, [&]<class T, class W>() { return launch_forward<T, W>(p, c, stream); });
 }
 
-Status rms_norm_partial_rows_cuda(const RmsNormBwdParams& p, int64_t* partial_rows) {
+Status rms_norm_partial_rows_cuda(const NormBackwardParams& p, int64_t* partial_rows) {
   RmsNormProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p, &problem));
   *partial_rows = rms_norm_partial_rows(choose_rms_norm_backward(problem));
   return {};
 }
 
-Status rms_norm_backward_cuda(const RmsNormBwdParams& p, void* stream) {
+Status rms_norm_backward_cuda(const NormBackwardParams& p, void* stream) {
   RmsNormProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p, &problem));
   return rms_norm_backward_cuda_with(choose_rms_norm_backward(problem), p, stream);
 }
 
-Status rms_norm_backward_cuda_with(const RmsNormConfig& c, const RmsNormBwdParams& p, void* stream) {
+Status rms_norm_backward_cuda_with(const RmsNormConfig& c, const NormBackwardParams& p, void* stream) {
   return dispatch(p.dtype, p.weight_dtype, [&]<class T, class W>() { return launch_backward<T, W>(p, c, stream); });
 }
 

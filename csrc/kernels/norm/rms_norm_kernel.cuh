@@ -114,7 +114,7 @@ template <int N> __device__ __forceinline__ void store_sums(float* to, const flo
 // Reads x once and writes y once: 2 * sizeof(T) bytes an element, and the weight once a row from the L2. A row has at
 // most lanes * V * N columns and lies in registers.
 template <class T, class W, int N, int V, bool kBlock> __global__ void __launch_bounds__(kBlock ? 1024 : 64, 1)
-    forward_registers(RmsNormFwdParams p, int lanes) {
+    forward_registers(NormForwardParams p, int lanes) {
   WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
   const Place<kBlock> at(lanes);
   RowSum<kBlock> row_sum{scratch, lanes};
@@ -147,7 +147,7 @@ template <class T, class W, int N, int V, bool kBlock> __global__ void __launch_
 
 // Any length and alignment: reads x twice (the second time mostly from a cache) and writes y once.
 template <class T, class W, int N, bool kBlock> __global__ void __launch_bounds__(1024, 1)
-    forward_looped(RmsNormFwdParams p, int lanes) {
+    forward_looped(NormForwardParams p, int lanes) {
   WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
   const Place<kBlock> at(lanes);
   RowSum<kBlock> row_sum{scratch, lanes};
@@ -219,7 +219,7 @@ template <class T, class W, int V> __device__ __forceinline__ void load_weights(
 // Reads x once and writes y once: 2 * sizeof(T) bytes an element. Persistent blocks step through the rows side by side;
 // the weight stays in registers. A row has at most lanes * V * 16 / sizeof(T) columns. Shared memory: a Ring of x.
 template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds__(kBlock ? ring_threads(V) : 256, 1)
-    forward_ring(RmsNormFwdParams p, int lanes, int stages) {
+    forward_ring(NormForwardParams p, int lanes, int stages) {
   constexpr int N = 16 / sizeof(T);
   WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
   WARPSMITH_DYNAMIC_SHARED(shared);
@@ -266,7 +266,7 @@ template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds_
 // Shared memory: a Ring of dy and x; at the end it takes the sums of the block's groups (4 bytes a column and group,
 // never more than the ring).
 template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds__(kBlock ? ring_threads(V) : 256, 1)
-    backward_ring(RmsNormBwdParams p, int lanes, int stages) {
+    backward_ring(NormBackwardParams p, int lanes, int stages) {
   constexpr int N = 16 / sizeof(T);
   constexpr bool kKeep = V == 1;  // g and x_hat stay in registers over the row's sum; else the row is unpacked again
   WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
@@ -280,7 +280,7 @@ template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds_
   const auto request = [&](int64_t unit_row, int stage) {
     const int64_t row = unit_row + at.side;
     ring.request(stage, 0, p.dy, row * p.dy_stride, row < p.rows, at.lane, lanes, p.columns);
-    ring.request(stage, 1, p.x, row * p.x_stride, row < p.rows, at.lane, lanes, p.columns);
+    ring.request(stage, 1, p.s, row * p.s_stride, row < p.rows, at.lane, lanes, p.columns);
     device::copy_async_commit();
   };
   const auto rstd_of = [&](int64_t unit_row) {
@@ -333,9 +333,9 @@ template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds_
   }
   device::copy_async_wait<0>();
   device::launch_dependents();
-  if (!p.partials) return;
+  if (!p.dweight_partials) return;
 
-  float* partial = static_cast<float*>(p.partials) + blockIdx.x * p.columns;
+  float* partial = static_cast<float*>(p.dweight_partials) + blockIdx.x * p.columns;
   if constexpr (kBlock) {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
@@ -361,15 +361,15 @@ template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds_
 }
 
 // Any length and alignment: reads dy and x twice. Each group (a warp, or the block) keeps its weight gradient in a row
-// of `partials` of its own, of which every column belongs to one thread.
+// of `dweight_partials` of its own, of which every column belongs to one thread.
 template <class T, class W, int N, bool kBlock> __global__ void __launch_bounds__(1024, 1)
-    backward_looped(RmsNormBwdParams p, int lanes) {
+    backward_looped(NormBackwardParams p, int lanes) {
   WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
   const Place<kBlock> at(lanes);
   RowSum<kBlock> row_sum{scratch, lanes};
   const int64_t group = int64_t{blockIdx.x} * at.units + at.unit, groups = int64_t{gridDim.x} * at.units;
   const int64_t step = int64_t{lanes} * N, first = int64_t{at.lane} * N;
-  float* partial = p.partials ? static_cast<float*>(p.partials) + group * p.columns : nullptr;
+  float* partial = p.dweight_partials ? static_cast<float*>(p.dweight_partials) + group * p.columns : nullptr;
   if (partial)
     for (int64_t c = first; c < p.columns; c += step)
 #pragma unroll
@@ -380,7 +380,7 @@ template <class T, class W, int N, bool kBlock> __global__ void __launch_bounds_
     Vector<float, N> g, x_hat;
     const auto read = [&](int64_t c) {  // fills g and x_hat, gives dy
       const auto dy = device::load(vector_at<T, N>(p.dy, r * p.dy_stride + c));
-      const auto x = device::load(vector_at<T, N>(p.x, r * p.x_stride + c));
+      const auto x = device::load(vector_at<T, N>(p.s, r * p.s_stride + c));
       const auto w = load_weight<W, N>(static_cast<const W*>(p.weight), c, static_cast<float>(p.weight_offset));
 #pragma unroll
       for (int k = 0; k < N; ++k) {
@@ -413,12 +413,12 @@ constexpr int kSumColumns = 32, kMaxSumSlices = 32;
 // dweight[c] = sum over the partial rows, in two fixed steps: blockDim.x / kSumColumns interleaved sums, then those in
 // order.
 template <class W> __global__ void __launch_bounds__(kSumColumns* kMaxSumSlices)
-    sum_partials(RmsNormBwdParams p, int64_t partial_rows) {
+    sum_partials(NormBackwardParams p, int64_t partial_rows) {
   WARPSMITH_SHARED(float, sums, kSumColumns* kMaxSumSlices);
   device::wait_for_previous_kernel();
   const int slice = threadIdx.x / kSumColumns, slices = blockDim.x / kSumColumns;
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x % kSumColumns;
-  const float* partials = static_cast<const float*>(p.partials);
+  const float* partials = static_cast<const float*>(p.dweight_partials);
   float sum = 0;
   if (column < p.columns)
 #pragma unroll 4

@@ -55,9 +55,14 @@ int main() {
          *w = sweep::random_bfloat16(columns, 3), *y = sweep::allocate(count * 2);
     void *rstd = sweep::allocate(rows * 4), *dw = sweep::allocate(columns * 2),
          *partials = sweep::allocate(size_t{2048} * columns * 4);
-    RmsNormFwdParams f{x, w, y, rstd, rows, columns, columns, 1e-6, 0, Dtype::bfloat16, Dtype::bfloat16};
-    RmsNormBwdParams b{
-        dy, x, w, rstd, y, dw, partials, rows, columns, columns, columns, 0, Dtype::bfloat16, Dtype::bfloat16};
+    NormForwardParams f;
+    f.x = x, f.weight = w, f.y = y, f.rstd = rstd;
+    f.rows = rows, f.columns = f.x_stride = columns, f.eps = 1e-6;
+    f.dtype = f.residual_dtype = f.weight_dtype = Dtype::bfloat16;
+    NormBackwardParams b;
+    b.dy = dy, b.s = x, b.weight = w, b.rstd = rstd, b.dx = y, b.dweight = dw, b.dweight_partials = partials;
+    b.rows = rows, b.columns = b.dy_stride = b.s_stride = columns;
+    b.dtype = b.residual_dtype = b.weight_dtype = Dtype::bfloat16;
     RmsNormProblem problem{rows, columns, 2, true, 132, 227 * 1024};
 
     const std::string shape = std::to_string(rows) + "x" + std::to_string(columns);
