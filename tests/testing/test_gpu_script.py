@@ -21,7 +21,7 @@ def stages():
     return module
 
 
-WORKED = "workload: 12 op calls\n"
+WORKED = "workload: 12 op calls of 3 ops\n"
 MEMCHECK_CLEAN = "========= ERROR SUMMARY: 0 errors\n"
 RACECHECK_CLEAN = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
 
@@ -62,6 +62,29 @@ def test_pytest_passes_only_if_something_passed(stages, code, output, ok, words)
     assert words in verdict.detail
 
 
+def test_the_bench_stage_tells_what_was_compiled_and_keeps_what_a_stopped_run_measured(stages, tmp_path, monkeypatch):
+    log = "a on cuda: 2 rows in 9 s, torch.compile 3 s: 4 graphs from its cache, 1 not\nb on cuda: 1 rows in 2 s, "
+    log += "torch.compile 2 s: 0 graphs from its cache, 0 not\n"
+
+    def stopped(command, path, limit_s, env=None):
+        (tmp_path / "bench_rows.json").write_text('{"environment": {}, "rows": [1, 2, 3]}')
+        path.write_text(log)
+        return 124, log, 300.0
+
+    monkeypatch.setattr(stages, "run_command", stopped)
+    (verdict,) = stages.bench(tmp_path, 300.0)
+    assert not verdict.ok
+    assert verdict.detail == "3 rows, torch.compile 5 s, 1 graphs not in its cache, stopped after 300 s"
+    stages.finish([verdict], tmp_path, tmp_path / "kept")
+    (kept,) = (tmp_path / "kept").glob("*.json")
+    assert json.loads(kept.read_text())["rows"] == [1, 2, 3]
+
+
+def test_only_the_packages_own_rows_are_printed(stages):
+    log = "x\nop  contender  time\n------\na  warpsmith  1 ms\na  torch  2 ms\na  warpsmith, 4 chunks  3 ms\n"
+    assert stages.own_rows(log) == "op  contender  time\n------\na  warpsmith  1 ms"
+
+
 def test_a_command_past_its_limit_is_killed_with_its_children(stages, tmp_path):
     start = time.monotonic()
     code, _, seconds = stages.run_command(["sh", "-c", "sleep 60 & sleep 60"], tmp_path / "log", 1.0)
@@ -91,4 +114,4 @@ def test_an_unknown_stage_is_refused():
     command = ["tools/gpu/run.sh", "fly"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2
-    assert "expected one of build, test, sanitize, bench, got fly" in run.stderr
+    assert "expected one of build, test, sanitize, warm, bench, got fly" in run.stderr

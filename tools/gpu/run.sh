@@ -2,7 +2,10 @@
 # Builds, tests, sanitizes and measures on this machine's GPU, without a network, in under 10 minutes. One table at the end.
 #
 #   tools/gpu/run.sh                     all stages
-#   tools/gpu/run.sh build test          some of: build test sanitize bench
+#   tools/gpu/run.sh build test          some of: build test sanitize warm bench
+#
+# warm compiles for bench, many graphs at a time; bench alone compiles what it finds missing, which takes minutes. Each
+# stage has a limit (stages.py) and is told how much of the ten minutes is left.
 #
 # A failing stage does not stop the later ones, but makes the exit code non-zero. Results go to $OUT (default
 # benchmarks/results), logs to $OUT too (default build/gpu-logs). PYTHON names the interpreter that holds torch.

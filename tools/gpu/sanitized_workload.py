@@ -30,7 +30,7 @@ def specs() -> list[OpSpec]:
         for value in vars(importlib.import_module(f"tests.ops.{path.stem}")).values():
             if isinstance(spec := getattr(value, "spec", None), OpSpec):
                 found[spec.name] = spec
-    ops = {path.stem for path in (ROOT / "python/warpsmith/ops").glob("[a-z]*.py")} - OPTIMIZERS
+    ops = {path.stem for path in (Path(warpsmith.__file__).parent / "ops").glob("[a-z]*.py")} - OPTIMIZERS
     if missing := ops - found.keys():
         raise SystemExit(f"no spec found of {', '.join(sorted(missing))}")
     return list(found.values())
@@ -61,9 +61,10 @@ def run_optimizers() -> int:
 
 def main() -> None:
     """Prints the number of calls last, as the stage expects."""
-    calls = run_optimizers() + sum(run_spec(spec) for spec in specs())
+    found = specs()
+    calls = run_optimizers() + sum(run_spec(spec) for spec in found)
     torch.cuda.synchronize()
-    print(f"workload: {calls} op calls", flush=True)
+    print(f"workload: {calls} op calls of {len(found) + len(OPTIMIZERS)} ops", flush=True)
 
 
 if __name__ == "__main__":

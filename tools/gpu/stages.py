@@ -21,7 +21,7 @@ LOG_LINES = 40  # of a failed stage's log that are printed
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # What each tool must say itself: a tool that is missing, or saw no kernel, must not pass.
 CLEAN = r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed \(0 errors, 0 warnings\)"
-WORKLOAD_DONE = r"workload: (\d+) op calls"
+WORKLOAD_DONE = r"workload: ((\d+) op calls[^\n]*)"
 CPU_TESTS = ("testing", "ops", "optim", "nn", "host")
 
 
@@ -133,40 +133,62 @@ def sanitizer_verdict(tool: str, code: int, output: str, seconds: float, limit_s
     summary = re.findall(r"[^\n]*SUMMARY: [^\n]*", output)
     done = re.search(WORKLOAD_DONE, output)
     clean = code == 0 and bool(summary) and all(re.search(CLEAN, line) for line in summary)
-    worked = done is not None and int(done[1]) > 0
+    worked = done is not None and int(done[2]) > 0
     parts = [summary[-1].strip("= ") if summary else f"no summary line, {why(code, limit_s)}"]
-    parts.append(f"{done[1]} op calls" if done and worked else "the workload did not finish")
+    parts.append(done[1] if done and worked else "the workload did not finish")
     return Verdict(f"sanitize {tool}", clean and worked, seconds, "; ".join(parts))
 
 
 def sanitize(logs: Path, limit_s: float) -> list[Verdict]:
-    """Every op at small shapes under compute-sanitizer's four tools, at the same time."""
-    env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # the caching allocator would hide overruns
+    """Every op at small shapes under compute-sanitizer's four tools, and the attention fixture under two, at the same
+    time."""
 
-    def one(tool: str) -> Verdict:
-        options = ["--padding", "256"] if tool == "memcheck" else []
+    def one(tool: str, name: str, options: list[str], workload: list[str], env: dict[str, str]) -> Verdict:
         command = ["compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "9", "--print-limit", "20"]
-        command += [sys.executable, "tools/gpu/sanitized_workload.py"]
-        code, output, seconds = run_command(command, logs / f"sanitize_{tool}.log", limit_s, env)
-        return sanitizer_verdict(tool, code, output, seconds, limit_s)
+        command += [sys.executable, *workload]
+        code, output, seconds = run_command(command, logs / f"sanitize_{name.replace(' ', '_')}.log", limit_s, env)
+        return sanitizer_verdict(name, code, output, seconds, limit_s)
 
-    with ThreadPoolExecutor(len(SANITIZERS)) as pool:
-        return list(pool.map(one, SANITIZERS))
+    ops = ["tools/gpu/sanitized_workload.py"]
+    fixture = ["tools/gpu/attention_fixture.py", "--check"]
+    only = ["--kernel-name", "kns=attention_sm90"]  # not torch's, which make and check its inputs
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # the caching allocator would hide overruns
+    jobs = [(t, t, ["--padding", "256"] if t == "memcheck" else [], ops, uncached) for t in SANITIZERS]
+    jobs += [(t, f"attention {t}", only, fixture, {}) for t in ("memcheck", "racecheck")]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(lambda job: one(*job), jobs))
+
+
+def warm(logs: Path, limit_s: float) -> list[Verdict]:
+    """Compiles what the benchmarks time, by many processes; a contender that fails is only told of."""
+    command = [sys.executable, "-m", "benchmarks", "--warm-compile", str(max(2, (os.cpu_count() or 2) - 2))]
+    code, output, seconds = run_command(command, logs / "warm.log", limit_s)
+    done = re.findall(r"^compiled: ([^\n]*)", output, re.MULTILINE)
+    return [Verdict("warm", code == 0 and bool(done), seconds, done[-1] if done else why(code, limit_s))]
 
 
 def bench(logs: Path, limit_s: float) -> list[Verdict]:
-    """The benchmarks; their rows are kept beside the log."""
+    """The benchmarks; their rows are kept beside the log, also those of a run that was stopped."""
     rows = logs / "bench_rows.json"
     rows.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks", "--json", str(rows)]
-    code, _, seconds = run_command(command, logs / "bench.log", limit_s)
+    code, output, seconds = run_command(command, logs / "bench.log", limit_s)
     count = len(json.loads(rows.read_text())["rows"]) if rows.exists() else 0
-    detail = f"{count} rows" + ("" if code == 0 else f", {why(code, limit_s)}")
+    compiling = sum(float(s) for s in re.findall(r"torch.compile (\d+) s", output))
+    missed = sum(int(n) for n in re.findall(r"from its cache, (\d+) not", output))
+    detail = f"{count} rows, torch.compile {compiling:.0f} s, {missed} graphs not in its cache"
+    detail += "" if code == 0 else f", {why(code, limit_s)}"
     return [Verdict("bench", code == 0 and count > 0, seconds, detail)]
 
 
 # In order. Seconds: a stage's own limit; together they may not pass the deadline either.
-STAGES = {"build": (build, 180.0), "test": (test, 240.0), "sanitize": (sanitize, 120.0), "bench": (bench, 300.0)}
+STAGES = {
+    "build": (build, 180.0),
+    "test": (test, 240.0),
+    "sanitize": (sanitize, 120.0),
+    "warm": (warm, 150.0),
+    "bench": (bench, 300.0),
+}
 
 
 def stage_table(verdicts: list[Verdict]) -> str:
@@ -186,6 +208,14 @@ def merge_logs(logs: Path) -> None:
         path.unlink()
 
 
+def own_rows(log: str) -> str:
+    """The lines of the benchmarks' table that are this package's; the JSON has all."""
+    if "\nop " not in log:
+        return "the benchmarks printed no table"
+    head, rule, *lines = log[log.rfind("\nop ") + 1 :].splitlines()
+    return "\n".join([head, rule, *(line for line in lines if "  warpsmith  " in line)])
+
+
 def finish(verdicts: list[Verdict], logs: Path, results: Path) -> None:
     """Prints the benchmark's table and the stages', and writes both as one JSON file named by date and GPU."""
     kept = {"environment": {}, "rows": []}
@@ -193,8 +223,7 @@ def finish(verdicts: list[Verdict], logs: Path, results: Path) -> None:
     if any(v.stage == "bench" for v in verdicts) and rows.exists():
         kept = json.loads(rows.read_text())
         rows.unlink()
-        table = (logs / "bench.log").read_text(errors="replace")
-        print(table[table.rfind("\nop ") + 1 :] if "\nop " in table else "the benchmarks printed no table")
+        print(own_rows((logs / "bench.log").read_text(errors="replace")))
     merge_logs(logs)
     gpu = re.sub(r"\W+", "-", str(kept["environment"].get("gpu", "gpu"))).lower()
     results.mkdir(parents=True, exist_ok=True)
@@ -224,8 +253,8 @@ def main(arguments: list[str] | None = None) -> int:
     verdicts: list[Verdict] = []
     for stage in (name for name in STAGES if name in chosen):
         function, limit_s = STAGES[stage]
-        print(f"== {stage}", flush=True)
         left = DEADLINE_S - (time.monotonic() - start)
+        print(f"== {stage}: {min(limit_s, left):.0f} s at most, {left:.0f} s left of {DEADLINE_S:.0f}", flush=True)
         new = function(logs, min(limit_s, left)) if left > 5 else [Verdict(stage, False, 0.0, "no time left")]
         verdicts += new
         print(stage_table(new), flush=True)
