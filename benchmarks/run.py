@@ -56,8 +56,8 @@ def compiling():
     seconds = sum(
         sum(compilation_time_metrics.get(n, [])) for n in ("_compile.compile_inner", "backward._backward_impl")
     )
-    cache = counters["aot_autograd"]
-    return seconds, cache["autograd_cache_hit"], cache["autograd_cache_miss"]
+    cache = counters["inductor"]
+    return seconds, cache["fxgraph_cache_hit"], cache["fxgraph_cache_miss"] + cache["fxgraph_cache_bypass"]
 
 
 def run_op(op, device, settings):

@@ -7,6 +7,7 @@ clocks and temperature favour none.
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 FLUSH_BYTES = 256 * 2**20
-SPIN_CYCLES = 1_000_000  # about 0.5 ms at 1.9 GHz
+SPIN_CYCLES = 2_000_000  # about 1 ms at 1.9 GHz
 WARM_UP_CALLS = 3
 
 
@@ -103,6 +104,17 @@ class GpuTimer:
                 failed[name] = Timing(None, error=first_line(error))
         if not self.rounds:
             return {name: failed.get(name, NOT_TIMED) for name in contenders}
+        gc.collect()
+        collecting = gc.isenabled()
+        gc.disable()  # a collection in the middle of a sample lasts longer than the spin kernel
+        try:
+            self._rounds(contenders, alive)
+        finally:
+            if collecting:
+                gc.enable()
+        return {name: failed[name] if name in failed else timing_of(alive[name]) for name in contenders}
+
+    def _rounds(self, contenders: Mapping[str, Callable[[], Any]], alive: dict[str, list[float]]) -> None:
         order = random.Random(self.seed)
         spent_ms = 0.0
         for number in range(self.rounds):
@@ -115,7 +127,6 @@ class GpuTimer:
             for name, (start, end) in events.items():
                 alive[name].append(start.elapsed_time(end))
                 spent_ms += alive[name][-1]
-        return {name: failed[name] if name in failed else timing_of(alive[name]) for name in contenders}
 
     def _sample(self, fn: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         assert self._flush is not None
