@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -110,8 +111,25 @@ def test_a_failed_stage_does_not_stop_the_others(stages, tmp_path, monkeypatch, 
     assert {v["stage"] for w in written for v in w["stages"]} <= {"build", "test"}
 
 
+def test_what_times_nothing_runs_at_the_same_time(stages, tmp_path, monkeypatch):
+    assert stages.groups(list(stages.STAGES)) == [["build"], ["test"], ["cpu", "sanitize", "warm"], ["bench"]]
+    assert stages.groups(["warm", "bench"]) == [["warm"], ["bench"]]
+    barrier = threading.Barrier(2)
+
+    def meeting(name):
+        def stage(logs, limit):
+            barrier.wait(20)
+            return [stages.Verdict(name, True, 1.0, "")]
+
+        return stage
+
+    monkeypatch.setattr(stages, "STAGES", {"cpu": (meeting("cpu"), 9), "warm": (meeting("warm"), 9)})
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert stages.main([]) == 0
+
+
 def test_an_unknown_stage_is_refused():
     command = ["tools/gpu/run.sh", "fly"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2
-    assert "expected one of build, test, sanitize, warm, bench, got fly" in run.stderr
+    assert "expected one of build, test, cpu, sanitize, warm, bench, got fly" in run.stderr

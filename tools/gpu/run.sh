@@ -2,10 +2,11 @@
 # Builds, tests, sanitizes and measures on this machine's GPU, without a network, in under 10 minutes. One table at the end.
 #
 #   tools/gpu/run.sh                     all stages
-#   tools/gpu/run.sh build test          some of: build test sanitize warm bench
+#   tools/gpu/run.sh build test          some of: build test cpu sanitize warm bench
 #
-# warm compiles for bench, many graphs at a time; bench alone compiles what it finds missing, which takes minutes. Each
-# stage has a limit (stages.py) and is told how much of the ten minutes is left.
+# test: what needs a GPU; cpu: the ops' tests on the CPU; warm: compiles for bench, many graphs at a time (bench alone
+# compiles what it finds missing, which takes minutes). cpu, sanitize and warm run at the same time. Each stage has a
+# limit (stages.py), and all together have ten minutes.
 #
 # A failing stage does not stop the later ones, but makes the exit code non-zero. Results go to $OUT (default
 # benchmarks/results), logs to $OUT too (default build/gpu-logs). PYTHON names the interpreter that holds torch.

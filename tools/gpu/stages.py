@@ -109,23 +109,29 @@ def pytest_verdict(name: str, code: int, output: str, seconds: float, limit_s: f
     return Verdict(name, code == 0 and "passed" in detail, seconds, detail)
 
 
-def test(logs: Path, limit_s: float) -> list[Verdict]:
-    """The tests that need a GPU, and the CPU tests of ops, here on another torch and Python than in development."""
-    verdicts = []
-    start = time.monotonic()
-    folders = [f"tests/{name}" for name in CPU_TESTS if (ROOT / "tests" / name).is_dir()]
+def run_tests(name: str, arguments: list[str], logs: Path, limit_s: float) -> Verdict:
     base = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    spread = ["-n", "8"] if importlib.util.find_spec("xdist") else []
-    share = ["-n", "6"] if spread else []  # of one card: the tests of more than 2^31 elements take up to 30 GB each
-    for name, arguments in (
-        ("test gpu ops", [*share, "-m", "gpu", "tests/ops"]),
-        ("test gpu", ["-m", "gpu", "--ignore=tests/ops", "tests"]),  # timings want the card for themselves
-        ("test cpu", [*spread, "-m", "not gpu and not slow", *folders]),
-    ):
-        left = limit_s - (time.monotonic() - start)
-        code, output, seconds = run_command([*base, *arguments], logs / f"{name.replace(' ', '_')}.log", left)
-        verdicts.append(pytest_verdict(name, code, output, seconds, left))
-    return verdicts
+    code, output, seconds = run_command([*base, *arguments], logs / f"{name.replace(' ', '_')}.log", limit_s)
+    return pytest_verdict(name, code, output, seconds, limit_s)
+
+
+def spread(processes: int) -> list[str]:
+    """pytest's arguments for so many processes, where it has the plugin."""
+    return ["-n", str(processes)] if importlib.util.find_spec("xdist") else []
+
+
+def test(logs: Path, limit_s: float) -> list[Verdict]:
+    """The tests that need a GPU."""
+    share = spread(6)  # of one card: the tests of more than 2^31 elements take up to 30 GB each
+    first = run_tests("test gpu ops", [*share, "-m", "gpu", "tests/ops"], logs, limit_s)
+    alone = ["-m", "gpu", "--ignore=tests/ops", "tests"]  # timings want the card for themselves
+    return [first, run_tests("test gpu", alone, logs, limit_s - first.seconds)]
+
+
+def test_cpu(logs: Path, limit_s: float) -> list[Verdict]:
+    """The CPU tests of ops, here on another torch and Python than in development."""
+    folders = [f"tests/{name}" for name in CPU_TESTS if (ROOT / "tests" / name).is_dir()]
+    return [run_tests("test cpu", [*spread(8), "-m", "not gpu and not slow", *folders], logs, limit_s)]
 
 
 def sanitizer_verdict(tool: str, code: int, output: str, seconds: float, limit_s: float) -> Verdict:
@@ -184,11 +190,13 @@ def bench(logs: Path, limit_s: float) -> list[Verdict]:
 # In order. Seconds: a stage's own limit; together they may not pass the deadline either.
 STAGES = {
     "build": (build, 180.0),
-    "test": (test, 240.0),
-    "sanitize": (sanitize, 120.0),
-    "warm": (warm, 150.0),
+    "test": (test, 180.0),
+    "cpu": (test_cpu, 200.0),
+    "sanitize": (sanitize, 200.0),
+    "warm": (warm, 200.0),
     "bench": (bench, 300.0),
 }
+TOGETHER = ("cpu", "sanitize", "warm")  # those chosen of these run at the same time: none of them times anything
 
 
 def stage_table(verdicts: list[Verdict]) -> str:
@@ -234,6 +242,13 @@ def finish(verdicts: list[Verdict], logs: Path, results: Path) -> None:
     print(f"written: {target}")
 
 
+def groups(stages: list[str]) -> list[list[str]]:
+    """The stages in order; those that may run at the same time as one group, where the first of them stands."""
+    together = [name for name in stages if name in TOGETHER]
+    found = [[name] for name in stages if name not in together[1:]]
+    return [together if name in together else [name] for (name,) in found]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the stages asked for and returns 0 if all are ok."""
     parser = argparse.ArgumentParser(
@@ -251,11 +266,16 @@ def main(arguments: list[str] | None = None) -> int:
 
     start = time.monotonic()
     verdicts: list[Verdict] = []
-    for stage in (name for name in STAGES if name in chosen):
-        function, limit_s = STAGES[stage]
+    for group in groups([name for name in STAGES if name in chosen]):
         left = DEADLINE_S - (time.monotonic() - start)
-        print(f"== {stage}: {min(limit_s, left):.0f} s at most, {left:.0f} s left of {DEADLINE_S:.0f}", flush=True)
-        new = function(logs, min(limit_s, left)) if left > 5 else [Verdict(stage, False, 0.0, "no time left")]
+        print(f"== {', '.join(group)}: {left:.0f} s left of {DEADLINE_S:.0f}", flush=True)
+
+        def one(stage: str, left: float = left) -> list[Verdict]:
+            function, limit_s = STAGES[stage]
+            return function(logs, min(limit_s, left)) if left > 5 else [Verdict(stage, False, 0.0, "no time left")]
+
+        with ThreadPoolExecutor(len(group)) as pool:
+            new = [verdict for stage in pool.map(one, group) for verdict in stage]
         verdicts += new
         print(stage_table(new), flush=True)
         for verdict in new:
