@@ -88,7 +88,10 @@ class TensorWatch {
     for (const auto& group : params) {
       const auto list = py::cast<py::list>(group);
       group_sizes_.push_back(static_cast<Py_ssize_t>(list.size()));
-      for (const auto& p : list) params_.push_back(py::reinterpret_borrow<py::object>(p));
+      for (const auto& p : list) {
+        params_.push_back(py::reinterpret_borrow<py::object>(p));
+        getters_.push_back(getter_of(p.ptr()));
+      }
     }
     if (buckets.size() != params_.size())
       throw py::value_error("TensorWatch: buckets: expected one for each parameter");
@@ -172,6 +175,15 @@ class TensorWatch {
     return *api;
   }
 
+  // The C function behind `grad` where the type has one: half the price of a look-up by name.
+  const PyGetSetDef* getter_of(PyObject* param) const {
+    const auto attribute = py::reinterpret_steal<py::object>(
+        PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(param)), grad_name_.ptr()));
+    if (!attribute) throw py::error_already_set();
+    if (!Py_IS_TYPE(attribute.ptr(), &PyGetSetDescr_Type)) return nullptr;
+    return reinterpret_cast<PyGetSetDescrObject*>(attribute.ptr())->d_getset;
+  }
+
   static Seen seen_dict(PyObject* dict) {
     if (!PyDict_Check(dict)) return {dict, nullptr};
     return {dict, reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(dict)->ma_keys)};
@@ -209,11 +221,12 @@ class TensorWatch {
     return same_kind(place, view) && view.address() == place.address;
   }
 
-  // A state that is another object is examined like a parameter. Of the same object the address is compared alone.
-  bool is_still(const Entry& entry, PyObject* tensor) const {
-    if (!read_address_ || tensor != entry.tensor || entry.place.sharded) return is_at(entry.place, tensor);
+  // Of the object that was here the address is compared alone, another one is examined. For states, and for parameters
+  // of one dimension: they have one order, and another length shows in the gradient.
+  bool is_still(const Place& place, const PyObject* known, PyObject* tensor) const {
+    if (!read_address_ || tensor != known || place.sharded) return is_at(place, tensor);
     try {
-      return reinterpret_cast<Address>(read_address_(tensor)) == entry.place.address;
+      return reinterpret_cast<Address>(read_address_(tensor)) == place.address;
     } catch (const std::exception&) {  // it has become sparse, or meta
       return false;
     }
@@ -230,8 +243,11 @@ class TensorWatch {
           prefetch(param_places_[i + kAhead].seen);
           prefetch(grads_[i + kAhead]);
         }
-        if (PyList_GET_ITEM(group, k) != params_[i].ptr()) return false;
-        if (slots_[i].bucket >= 0 && !is_at(param_places_[i], params_[i].ptr())) return false;
+        PyObject* param = PyList_GET_ITEM(group, k);
+        if (param != params_[i].ptr()) return false;
+        if (slots_[i].bucket >= 0 &&
+            !(param_places_[i].dims <= 1 ? is_still(param_places_[i], param, param) : is_at(param_places_[i], param)))
+          return false;
         if (!look_at_gradient(i)) return false;
       }
     }
@@ -239,7 +255,7 @@ class TensorWatch {
   }
 
   bool look_at_gradient(size_t i) {
-    const auto grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(params_[i].ptr(), grad_name_.ptr()));
+    const auto grad = py::reinterpret_steal<py::object>(gradient_of(i));
     if (!grad) throw py::error_already_set();
     const Slot slot = slots_[i];
     if (slot.bucket < 0) return grad.is_none();
@@ -252,8 +268,9 @@ class TensorWatch {
     const Address address = view.readable() && view.address() == 0 && view.empty() ? kNoElements : view.address();
     // An address alone does not tell how a distributed gradient is placed.
     grads_[i] = {grad.ptr(), reinterpret_cast<const char*>(view.at().shape)};
-    const bool usual = same_kind(param, view) && address != 0 && (!param.sharded || address == seen_[i]);
-    if (usual)
+    const bool alike = same_kind(param, view);
+    if (!alike && !is_at(param, params_[i].ptr())) return false;  // both have changed, at the address that was
+    if (alike && address != 0 && (!param.sharded || address == seen_[i]))
       write(slot, address);
     else
       unusual_.push_back(i);
@@ -273,10 +290,17 @@ class TensorWatch {
       if (!PyDict_Check(dict) || PyDict_Size(dict) != owner->entries) return false;
       for (Py_ssize_t k = 0; PyDict_Next(dict, &k, &name, &tensor); ++entry) {
         if (static_cast<size_t>(entries_.end() - entry) > kAhead) prefetch((entry + kAhead)->place.seen);
-        if (name != entry->name.ptr() || (entry->watched && !is_still(*entry, tensor))) return false;
+        if (name != entry->name.ptr() || (entry->watched && !is_still(entry->place, entry->tensor, tensor)))
+          return false;
       }
     }
     return owner == owners_.end();
+  }
+
+  PyObject* gradient_of(size_t i) const {
+    PyObject* param = params_[i].ptr();
+    const PyGetSetDef* get = getters_[i];
+    return get ? get->get(param, get->closure) : PyObject_GetAttr(param, grad_name_.ptr());
   }
 
   void write(const Slot& slot, Address address) {
@@ -291,6 +315,7 @@ class TensorWatch {
   ReadAddress read_address_;
   py::str grad_name_ = py::reinterpret_steal<py::str>(PyUnicode_InternFromString("grad"));
   std::vector<py::object> params_;
+  std::vector<const PyGetSetDef*> getters_;
   std::vector<Py_ssize_t> group_sizes_;
   std::vector<Place> param_places_;
   std::vector<Seen> grads_;  // at the last look

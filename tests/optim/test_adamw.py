@@ -340,6 +340,47 @@ def test_memory_of_states_moved_by_data_is_free_at_once(name):
     assert watched.expired()
 
 
+def test_a_square_parameter_transposed_in_place_is_seen():
+    """Same object, same address, same shape, gradients in the order they always had."""
+    ours, theirs = make_params(shapes=[(6, 6)]), make_params(shapes=[(6, 6)])
+    a, b = warpsmith.optim.AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
+    for optimizer, params in ((a, ours), (b, theirs)):
+        run(optimizer, params, 3)
+        params[0].data = params[0].data.t()
+        run(optimizer, params, 3, first=3)
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_shortened_parameter_is_seen_by_its_gradient(reader, monkeypatch):
+    monkeypatch.setattr(_tensor_list, "ADDRESS_READER", READERS[reader])
+    params = make_params(shapes=[(8,), (3,)])
+    optimizer = warpsmith.optim.AdamW(params)
+    run(optimizer, params, 2)
+    params[0].data = params[0].data[:4]
+    params[0].grad = None
+    set_grads(params, 2)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=r"exp_avgs\[0\]: expected shape \(4\), got \(8\)"):
+        optimizer.step()
+    assert_same_bits(params, before)
+
+
+def test_a_class_with_a_gradient_of_its_own():
+    gradient = torch.full((5,), 0.5)
+
+    class Own(nn.Parameter):
+        grad = property(lambda self: gradient)
+
+    ours, theirs = Own(torch.ones(5)), nn.Parameter(torch.ones(5))
+    theirs.grad = gradient
+    a, b = warpsmith.optim.AdamW([ours], lr=1e-2), torch.optim.AdamW([theirs], lr=1e-2)
+    for _ in range(3):
+        a.step()
+        b.step()
+    assert_close(ours.data, theirs.data)
+
+
 def test_a_step_without_gradients_is_nothing():
     params = make_params()
     optimizer = warpsmith.optim.AdamW(params)

@@ -151,9 +151,9 @@ class AdamW(torch.optim.Optimizer):
     tensors lie in a table on the device. Each step compares them with those of the tensors as they are then and makes
     the table anew when one differs: ``load_state_dict``, ``add_param_group``, ``.data = ...`` of a parameter or of any
     state, a replaced state tensor, states moved off the device and back, and a new gradient are all seen. (Only a state
-    that is made another view of the very memory it has, by ``.data`` or ``t_()``, is not.) The table
-    keeps no memory alive, a captured CUDA graph does (parameters and states; the gradients are to be kept as for any
-    graph).
+    that is made another view of the very memory it has, by ``.data`` or ``t_()``, is not; a parameter of one dimension
+    that is, is seen once its gradient has the new length.) The table keeps no memory alive, a captured CUDA graph does
+    (parameters and states; the gradients are to be kept as for any graph).
 
     Args:
         params: tensors, (name, tensor) pairs or dicts of groups. float32, or float64 on the CPU; gradients alike. Any
