@@ -45,8 +45,8 @@ def compiled(fn, donate=False):
 
 
 def torch_contenders(ours, eager, options):
-    """Ours, torch eager and torch.compile of the same expression."""
-    contenders = {OURS: ours, "torch": eager}
+    """Ours, torch eager and torch.compile of the same expression; the last alone where nothing is timed."""
+    contenders = {OURS: ours, "torch": eager} if options.samples else {}
     if options.compile and not options.quick:
         torch._dynamo.reset()
         contenders["torch.compile"] = compiled(eager)

@@ -53,6 +53,8 @@ def warm_compile(ops, devices, processes):
             for (shape, direction, contender), why in failed.items():
                 failures += 1
                 print(f"failed: {op} on {device} {shape} {direction}, {contender}: {why}", flush=True)
+        pool.close()
+        pool.join()
     for (op, device), took in sorted(seconds.items()):
         print(f"{op} on {device}: {took:.0f} s of one process")
     print(f"compiled: {called} calls, {failures} failed, {time.monotonic() - start:.0f} s by {processes} processes")
