@@ -188,8 +188,9 @@ def _added(main_grad: Tensor, grad: Tensor, dloss: Tensor, denominator: Tensor |
 
 
 def _save_reduced(inputs: Sequence[Any], outputs: Any) -> Saved:
-    # The inputs are not read again: they tie the gradients to the graph, so that a second derivative is refused.
-    return (*outputs[4:], *inputs[:2], inputs[_BIAS]), (inputs[1].dtype, inputs[_MAIN_GRAD], inputs[_WANTS:])
+    # Inputs are not read again: they tie the gradients to the graph, so that a second derivative is refused.
+    given = tuple(t if t is not None and t.requires_grad else None for t in (*inputs[:2], inputs[_BIAS]))
+    return (*outputs[4:], *given), (inputs[1].dtype, inputs[_MAIN_GRAD], inputs[_WANTS:])
 
 
 def _reduced_backward(
