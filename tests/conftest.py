@@ -2,12 +2,27 @@
 so. Under pytest-xdist's ``--dist loadgroup`` the tests of a file run in one process, unless they name another group.
 Figures that tests hand to ``figure``, and the coverage of device code, are printed when the session ends."""
 
+import hashlib
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def inductor_cache():
+    """A cache of compiled graphs for each state of the bindings: torch's keys hold names of ops, not their schemas nor
+    the formulas of their gradients, so that a cached graph would call what the ops once were."""
+    sources = [
+        p for folder in ("csrc/torch", "python/warpsmith/ops") for p in (ROOT / folder).rglob("*") if p.is_file()
+    ]
+    digest = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(sources) if p.suffix != ".pyc"))
+    return ROOT / "build" / "inductor" / digest.hexdigest()[:16]
+
+
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache()))
 # Two ranks or threads on a small machine must not fight for cores with OpenMP's spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -1,6 +1,6 @@
 """Fused operators for PyTorch training: forward and backward, CPU and CUDA, compiled ahead of time."""
 
-from warpsmith import _load as _load  # isort: skip  # first: it has one message for each thing that can be wrong
+from warpsmith import _start as _start  # isort: skip  # first: it has one message for each thing that can be wrong
 from warpsmith import nn, optim
 from warpsmith._plan import plan
 from warpsmith._version import __version__

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 
 MINIMUM_TORCH = (2, 11)
@@ -47,24 +46,3 @@ def load_library() -> None:
         raise ImportError(
             f"warpsmith: {path.name} does not load into torch {torch.__version__}: {error}; {REINSTALL}"
         ) from error
-
-
-def _runs_as_tool() -> bool:
-    """Whether this is `python -m warpsmith`, of which Python has imported no more than the package so far."""
-    words = sys.orig_argv
-    return sys.argv[:1] == ["-m"] and "-m" in words[:-1] and words[words.index("-m") + 1] == "warpsmith"
-
-
-def _load_or_explain() -> None:
-    try:
-        load_library()
-    except ImportError:
-        if not _runs_as_tool():
-            raise
-        # `python -m warpsmith info` is there to explain exactly this; the package itself cannot be imported.
-        from warpsmith.tools import main
-
-        raise SystemExit(main(sys.argv[1:])) from None
-
-
-_load_or_explain()

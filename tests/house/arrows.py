@@ -85,6 +85,10 @@ PYTHON_ROOMS = {
     "distributed": {"reference", "integrations", "testing", "tools"},
     "integrations": {"reference", "testing", "tools"},
 }
+# Modules of the package's root that every room stands on: they use no room. The others (__init__, __main__, _start) are
+# what users begin with, above all rooms.
+GROUND = {"_load", "_plan", "_version"}
+PYTHON_ROOM_NAMES = set(PYTHON_ROOMS).union(*PYTHON_ROOMS.values())
 USERS = ("tests", "benchmarks", "examples", "notebooks")
 
 
@@ -99,6 +103,8 @@ def import_violations(root, exceptions=()):
             if parts[0] != "warpsmith":
                 continue
             target = parts[1] if len(parts) > 1 else ""
+            if not room and path.stem in GROUND and target in PYTHON_ROOM_NAMES:
+                found.append(f"{path}: imports {module}: every room stands on {path.stem}, it must not use {target}")
             if room == "reference" and target != "reference":
                 found.append(f"{path}: imports {module}: a reference is torch alone")
             elif target in PYTHON_ROOMS.get(room, ()):

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import os
 import pkgutil
 import statistics
 import subprocess
@@ -105,9 +106,12 @@ print(1e3 * elapsed)
 
 
 def test_import_is_quick():
+    # With bytecode, as pip leaves a package; the first import writes it where an editable install has none.
+    with_bytecode = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", IMPORT_CODE]
     times = []
-    for _ in range(5):
-        command = [sys.executable, "-c", IMPORT_CODE]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    for _ in range(6):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=with_bytecode)
         times.append(float(run.stdout.split()[-1]))
+    times = times[1:]
     assert statistics.median(times) <= IMPORT_LIMIT_MS, f"milliseconds beyond torch: {times}"

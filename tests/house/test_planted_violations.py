@@ -93,6 +93,7 @@ NOTEBOOK = json.dumps(
         ("python/warpsmith/nn/a.py", "import torch\ny = torch.ops.warpsmith.scale", "uses torch.ops"),
         ("python/warpsmith/optim/a.py", "import torch\nf = lambda: torch.ops.warpsmith.adamw()", "uses torch.ops"),
         ("tests/ops/test_a.py", "from warpsmith.ops._library import raw", "private name"),
+        ("python/warpsmith/_load.py", "def f():\n    from warpsmith.tools import main", "every room stands on _load"),
         ("benchmarks/a.py", "import warpsmith._load", "private name"),
         ("examples/a.py", "import warpsmith\nwarpsmith.ops.scale._check(1)", "private name"),
         ("tests/test_a.py", "from warpsmith.nn import _hidden", "private name"),
@@ -113,6 +114,8 @@ def test_clean_imports_pass(plant):
         "python/warpsmith/reference/a.py": "import torch\nfrom warpsmith.reference.b import b",
         "python/warpsmith/ops/a.py": "from warpsmith.ops._library import raw\nimport torch\nx = torch.ops.warpsmith.a",
         "python/warpsmith/nn/a.py": "from warpsmith.ops.a import a",
+        "python/warpsmith/_start.py": "from warpsmith.tools import main",
+        "python/warpsmith/_plan.py": "from warpsmith import _C",
         "tests/test_a.py": "import warpsmith\nfrom warpsmith.testing import op_tests\nprint(warpsmith.__version__)",
     }
     assert arrows.import_violations(plant(clean)) == []
