@@ -111,6 +111,17 @@ def test_a_failed_stage_does_not_stop_the_others(stages, tmp_path, monkeypatch, 
     assert {v["stage"] for w in written for v in w["stages"]} <= {"build", "test"}
 
 
+def test_the_sanitizers_workload_has_every_op_and_says_which_is_missing(monkeypatch):
+    spec = importlib.util.spec_from_file_location("workload", ROOT / "tools/gpu/sanitized_workload.py")
+    workload = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(workload)
+    names = {found.name for found in workload.specs()}
+    assert {"rms_norm", "swiglu", "bias_silu", "linear_log_prob"} <= names
+    monkeypatch.setattr(workload, "OPTIMIZERS", set())
+    with pytest.raises(SystemExit, match="no spec found of adamw"):
+        workload.specs()
+
+
 def test_what_times_nothing_runs_at_the_same_time(stages, tmp_path, monkeypatch):
     assert stages.groups(list(stages.STAGES)) == [["build"], ["test"], ["cpu", "sanitize", "warm"], ["bench"]]
     assert stages.groups(["warm", "bench"]) == [["warm"], ["bench"]]
