@@ -253,9 +253,9 @@ TEST(other_configurations) {
       p.check_forward();
     });
   }
-  for (const int heads : {1, 2, 5})
-    for (const int stages : {2, 3, 4}) {
-      const QkNormRopeConfig c = qk_norm_rope_backward_config(p.planned(), heads, stages, 1);
+  for (const int heads : {4, 8})
+    for (const int threads : {32, 64, 160}) {
+      const QkNormRopeConfig c = qk_norm_rope_backward_config(p.planned(), heads, threads);
       p.make_room(qk_norm_rope_partial_rows(c));
       under_every_seed([&] {
         p.poison();
@@ -268,6 +268,9 @@ TEST(other_configurations) {
   expect_refused(qk_norm_rope_forward_cuda_with(c, p.forward, nullptr), "3 heads a thread");
   c.blocks = INT64_C(1) << 32;
   expect_refused(qk_norm_rope_forward_cuda_with(c, p.forward, nullptr), "more than a grid may have");
+  c = choose_qk_norm_rope_backward(p.planned());
+  c.heads_a_thread = 5;
+  expect_refused(qk_norm_rope_backward_cuda_with(c, p.backward, nullptr), "5 heads a thread");
   c = choose_qk_norm_rope_backward(p.planned());
   c.stages = 5;
   expect_refused(qk_norm_rope_backward_cuda_with(c, p.backward, nullptr), "5 stages");

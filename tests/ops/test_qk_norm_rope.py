@@ -236,7 +236,8 @@ def test_every_plan_covers_its_heads_and_fits_the_chip(dtype, heads, head_dim):
         groups = sum(-(-h // c["heads_a_thread"]) for h in heads)
         if c["kernel"] == "ring":
             assert c["threads_a_token"] == groups * c["threads_a_head"]
-            assert c["threads"] * 16 * 4 * c["stages"] == c["shared_bytes"]
+            assert c["threads"] * 16 * 4 * c["stages"] <= c["shared_bytes"]
+            assert c["heads_a_thread"] % c["stages"] == 0
             assert groups * c["tokens_a_block"] * head_dim * 4 <= c["shared_bytes"]
         else:
             assert c["blocks"] * c["threads"] >= 1000 * groups * c["threads_a_head"]

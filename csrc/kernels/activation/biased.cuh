@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <string>
 
 #include "device/programmatic_launch.h"
@@ -13,23 +14,17 @@ namespace warpsmith::activation {
 
 constexpr int kBiasedThreads = 256;
 
-struct BiasedTile {
-  int width_log2;
-  int64_t tiles, row_blocks;
-  device::FastDivide divide;  // by tiles: neighbouring blocks cover neighbouring columns
-};
-
-// Where a thread stands: its column (in vectors), its first row, and the rows of all threads above and below it.
+// Where a thread stands: its column (in vectors) and its first row. Blocks are two-dimensional as their tile is,
+// threads of x side by side; the grid has tiles along x, and rows of blocks along y, going on along z.
 struct BiasedPlace {
   int64_t row_block, column, row;
-  int rows_at_once;
+  int thread;
 
-  __device__ __forceinline__ explicit BiasedPlace(const BiasedTile& t) {
-    row_block = t.divide.quotient(blockIdx.x);
-    const int64_t tile = blockIdx.x - row_block * t.tiles;
-    column = (tile << t.width_log2) + (threadIdx.x & ((1u << t.width_log2) - 1));
-    row = threadIdx.x >> t.width_log2;
-    rows_at_once = kBiasedThreads >> t.width_log2;
+  __device__ __forceinline__ BiasedPlace() {
+    row_block = int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
+    column = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    row = row_block * blockDim.y + threadIdx.y;
+    thread = threadIdx.y * blockDim.x + threadIdx.x;
   }
 };
 
@@ -39,88 +34,88 @@ __device__ __forceinline__ void load_floats(const void* from, int64_t element, f
   constexpr int kPiece = N * sizeof(W) > 16 ? 16 / sizeof(W) : N;
 #pragma unroll
   for (int first = 0; first < N; first += kPiece) {
-    const auto piece = load_at<W, kPiece>({from, 0}, element + first);
+    float piece[kPiece];
+    device::unpack<W>(piece, load_at<W, kPiece>({from, 0}, element + first));
 #pragma unroll
-    for (int k = 0; k < kPiece; ++k) to[first + k] = device::to_float(piece.at[k]);
+    for (int k = 0; k < kPiece; ++k) to[first + k] = piece[k];
   }
 }
 
 // Reads x and writes y once: 2 * sizeof(T) bytes an element, and the bias once a row from the L1 or L2.
 template <template <class> class F, class T, class W, int N> __global__ void __launch_bounds__(kBiasedThreads, 8)
-    biased_forward(BiasedFwdParams p, BiasedTile tile) {
-  const BiasedPlace at(tile);
-  const int64_t column = at.column * N, r = at.row_block * at.rows_at_once + at.row;
-  if (column >= p.columns || r >= p.rows) return;
-  const auto x = load_at<T, N>({p.x, 0}, r * p.x_stride + column);
-  float bias[N];
+    biased_forward(BiasedFwdParams p) {
+  const BiasedPlace at;
+  const int64_t column = at.column * N;
+  if (column >= p.columns || at.row >= p.rows) return;
+  const auto packed = load_at<T, N>({p.x, 0}, at.row * p.x_stride + column);
+  float bias[N], x[N];
   load_floats<N, W>(p.bias, column, bias);
-  Vector<T, N> y;
+  device::unpack<T>(x, packed);
 #pragma unroll
-  for (int k = 0; k < N; ++k)
-    y.at[k] = device::from_float<T>(F<DeviceMath<T>>(device::to_float(x.at[k]) + bias[k]).value());
-  store_at<T, N>({p.y, 0}, r * p.columns + column, y);
+  for (int k = 0; k < N; ++k) x[k] = F<DeviceMath<T>>(x[k] + bias[k]).value();
+  store_at<T, N>({p.y, 0}, at.row * p.columns + column, device::rounded<T>(x));
 }
 
 // Reads dy and x and writes dx once: 3 * sizeof(T) bytes an element, the bias once a thread, and one float a column and
 // row block of partial sums. The arithmetic is as accurate as dbias, of type W, wants it.
 template <template <class> class F, class T, class W, int N, int kResident = kBiasedResident>
-__global__ void __launch_bounds__(kBiasedThreads, kResident) biased_backward(BiasedBwdParams p, BiasedTile tile) {
+__global__ void __launch_bounds__(kBiasedThreads, kResident) biased_backward(BiasedBwdParams p) {
   WARPSMITH_SHARED(float, scratch, kBiasedThreads* N);
-  const BiasedPlace at(tile);
-  const int64_t column = at.column * N, step = tile.row_blocks * at.rows_at_once;
+  const BiasedPlace at;
+  const int rows_at_once = blockDim.y;
+  const int64_t column = at.column * N, step = int64_t{gridDim.y} * rows_at_once;
   float sum[N] = {};
   if (column < p.columns) {
     float bias[N];
     load_floats<N, W>(p.bias, column, bias);
-    for (int64_t r = at.row_block * at.rows_at_once + at.row; r < p.rows; r += step) {
-      const auto dy = load_at<T, N>({p.dy, 0}, r * p.dy_stride + column);
-      const auto x = load_at<T, N>({p.x, 0}, r * p.x_stride + column);
-      Vector<T, N> dx;
+    for (int64_t r = at.row; r < p.rows; r += step) {
+      const auto packed_dy = load_at<T, N>({p.dy, 0}, r * p.dy_stride + column);
+      const auto packed_x = load_at<T, N>({p.x, 0}, r * p.x_stride + column);
+      float x[N], g[N];
+      device::unpack<T>(x, packed_x);
+      device::unpack<T>(g, packed_dy);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const F<DeviceMath<W>> f(device::to_float(x.at[k]) + bias[k]);
-        const float g = f.times_derivative(device::to_float(dy.at[k]));
-        sum[k] += g;
-        dx.at[k] = device::from_float<T>(g);
+        g[k] = F<DeviceMath<W>>(x[k] + bias[k]).times_derivative(g[k]);
+        sum[k] += g[k];
       }
-      if (p.dx) store_at<T, N>({p.dx, 0}, r * p.columns + column, dx);
+      if (p.dx) store_at<T, N>({p.dx, 0}, r * p.columns + column, device::rounded<T>(g));
     }
   }
   if (!p.partials) return;
   // Over the rows of the block, in their order; then one row of partial sums.
 #pragma unroll
-  for (int k = 0; k < N; ++k) scratch[threadIdx.x * N + k] = sum[k];
+  for (int k = 0; k < N; ++k) scratch[at.thread * N + k] = sum[k];
   __syncthreads();
-  const int width = N << tile.width_log2;
-  const int64_t left = (at.column >> tile.width_log2 << tile.width_log2) * N;
-  for (int c = threadIdx.x; c < width && left + c < p.columns; c += kBiasedThreads) {
+  const int width = N * blockDim.x;
+  const int64_t left = int64_t{blockIdx.x} * width;
+  for (int c = at.thread; c < width && left + c < p.columns; c += kBiasedThreads) {
     float total = 0;
-    for (int r = 0; r < at.rows_at_once; ++r) total += scratch[r * width + c];
+    for (int r = 0; r < rows_at_once; ++r) total += scratch[r * width + c];
     device::store(static_cast<float*>(p.partials) + at.row_block * p.columns + left + c, total);
   }
 }
 
-constexpr int kBiasSumColumns = 32, kBiasSumSlices = 8;
+constexpr int kBiasSumColumns = 32, kMaxBiasSumSlices = 32;
 
-// dbias from the partial sums: each thread adds every kBiasSumSlices-th row of a column, then the first adds the
+// dbias from the partial sums: each thread adds every row of a column that its slice has, then the first adds the
 // slices.
-template <class W> __global__ void __launch_bounds__(kBiasSumColumns* kBiasSumSlices)
+template <class W> __global__ void __launch_bounds__(kBiasSumColumns* kMaxBiasSumSlices)
     sum_bias_partials(BiasedBwdParams p, int64_t partial_rows) {
-  WARPSMITH_SHARED(float, sums, kBiasSumColumns* kBiasSumSlices);
+  WARPSMITH_SHARED(float, sums, kBiasSumColumns* kMaxBiasSumSlices);
   device::wait_for_previous_kernel();
-  const int slice = threadIdx.x / kBiasSumColumns;
+  const int slice = threadIdx.x / kBiasSumColumns, slices = blockDim.x / kBiasSumColumns;
   const int64_t column = int64_t{blockIdx.x} * kBiasSumColumns + threadIdx.x % kBiasSumColumns;
   const float* partials = static_cast<const float*>(p.partials);
   float sum = 0;
   if (column < p.columns)
-#pragma unroll 4
-    for (int64_t r = slice; r < partial_rows; r += kBiasSumSlices)
-      sum += device::load(partials + r * p.columns + column);
+#pragma unroll 8  // loads in flight: the rows wait for each other otherwise
+    for (int64_t r = slice; r < partial_rows; r += slices) sum += device::load(partials + r * p.columns + column);
   sums[threadIdx.x] = sum;
   __syncthreads();
   if (slice != 0 || column >= p.columns) return;
   float total = 0;
-  for (int s = 0; s < kBiasSumSlices; ++s) total += sums[s * kBiasSumColumns + threadIdx.x];
+  for (int s = 0; s < slices; ++s) total += sums[s * kBiasSumColumns + threadIdx.x];
   device::store(static_cast<W*>(p.dbias) + column, device::from_float<W>(total));
 }
 
@@ -145,16 +140,14 @@ inline Status problem_of(const BiasedBwdParams& p, BiasedProblem* out) {
   return {};
 }
 
-inline BiasedTile tile_of(const BiasedConfig& c) {
-  int log2 = 0;
-  while ((1 << log2) < c.width) ++log2;
-  return {log2, c.tiles, c.row_blocks, device::FastDivide(c.tiles)};
-}
-
 inline LaunchConfig grid_of(const BiasedConfig& c) {
+  constexpr int64_t kMostAlongY = 65535;
   LaunchConfig launch_config;
-  launch_config.grid.x = static_cast<unsigned>(c.blocks());
-  launch_config.block.x = static_cast<unsigned>(c.threads);
+  launch_config.grid.x = static_cast<unsigned>(c.tiles);
+  launch_config.grid.y = static_cast<unsigned>(std::min(c.row_blocks, kMostAlongY));
+  launch_config.grid.z = static_cast<unsigned>(biased_detail::ceil_div(c.row_blocks, kMostAlongY));
+  launch_config.block.x = static_cast<unsigned>(c.width);
+  launch_config.block.y = static_cast<unsigned>(c.rows_at_once());
   return launch_config;
 }
 
@@ -178,8 +171,7 @@ template <template <class> class F> Status biased_forward_cuda(const BiasedFwdPa
   const BiasedConfig c = choose_biased_forward(problem);
   return dispatch_biased(p.dtype, p.bias_dtype, [&]<class T, class W>() {
     constexpr int N = 16 / sizeof(T);
-    return launch(c.vector_elems == 1 ? biased_forward<F, T, W, 1> : biased_forward<F, T, W, N>, grid_of(c), stream, p,
-                  tile_of(c));
+    return launch(c.vector_elems == 1 ? biased_forward<F, T, W, 1> : biased_forward<F, T, W, N>, grid_of(c), stream, p);
   });
 }
 
@@ -189,14 +181,14 @@ template <template <class> class F> Status biased_backward_cuda(const BiasedBwdP
   const BiasedConfig c = choose_biased_backward(problem);
   return dispatch_biased(p.dtype, p.bias_dtype, [&]<class T, class W>() {
     constexpr int N = 16 / sizeof(T);
-    WARPSMITH_RETURN_IF_FAILED(launch(c.vector_elems == 1 ? biased_backward<F, T, W, 1> : biased_backward<F, T, W, N>,
-                                      grid_of(c), stream, p, tile_of(c)));
+    WARPSMITH_RETURN_IF_FAILED(
+        launch(c.vector_elems == 1 ? biased_backward<F, T, W, 1> : biased_backward<F, T, W, N>, grid_of(c), stream, p));
     if (!p.partials) return Status();
     DeviceProperties device;
     WARPSMITH_RETURN_IF_FAILED(device_properties(device));
     LaunchConfig sum;
     sum.grid.x = static_cast<unsigned>(biased_detail::ceil_div(p.columns, kBiasSumColumns));
-    sum.block.x = kBiasSumColumns * kBiasSumSlices;
+    sum.block.x = kBiasSumColumns * static_cast<unsigned>(std::min<int64_t>(kMaxBiasSumSlices, c.row_blocks));
     sum.programmatic_dependent = device.compute_capability >= 90;
     return launch(sum_bias_partials<W>, sum, stream, p, c.row_blocks);
   });

@@ -5,10 +5,9 @@
 #include "common/dtype.h"
 #include "common/half.h"
 #include "common/launch.h"
-#include "device/convert.h"
 #include "device/fast_divide.h"
 #include "device/math.h"
-#include "device/vector.h"
+#include "device/packed.h"
 #include "kernels/activation/elementwise_config.h"
 #include "kernels/activation/functions.h"
 
@@ -17,7 +16,7 @@
 // all of its elements before it writes any.
 namespace warpsmith::activation {
 
-using device::Vector;
+using device::Packed;
 
 // The elementary functions of device code, accurate enough for results that are stored as T.
 template <class T> struct DeviceMath {
@@ -58,13 +57,13 @@ struct ElementwiseIndex {
   device::FastDivide divide;  // by row_vectors
 };
 
-template <class T, int N> __device__ __forceinline__ Vector<T, N> load_at(const Strided& t, int64_t offset) {
-  return device::load(reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(t.data) + offset));
+template <class T, int N> __device__ __forceinline__ Packed<T, N> load_at(const Strided& t, int64_t offset) {
+  return device::load(device::packed_at<T, N>(t.data, offset));
 }
 
 template <class T, int N>
-__device__ __forceinline__ void store_at(const Strided& t, int64_t offset, const Vector<T, N>& v) {
-  device::store(reinterpret_cast<Vector<T, N>*>(static_cast<T*>(const_cast<void*>(t.data)) + offset), v);
+__device__ __forceinline__ void store_at(const Strided& t, int64_t offset, const Packed<T, N>& v) {
+  device::store(device::packed_at<T, N>(const_cast<void*>(t.data), offset), v);
 }
 
 // Op: I and O, the numbers of inputs and outputs, and `template <class T, int N> apply(x, y, element)`, which fills the
@@ -73,22 +72,16 @@ template <class Op, class T, int N, int I = Op::I, int O = Op::O>
 __device__ __forceinline__ void elementwise_at(const Op& op, const ElementwiseParams<I, O>& p,
                                                const int64_t (&in_offset)[I], const int64_t (&out_offset)[O],
                                                int64_t element) {
-  Vector<T, N> in[I];
+  Packed<T, N> in[I];
 #pragma unroll
   for (int i = 0; i < I; ++i) in[i] = load_at<T, N>(p.in[i], in_offset[i]);
   float x[I][N], y[O][N];
 #pragma unroll
-  for (int i = 0; i < I; ++i)
-#pragma unroll
-    for (int k = 0; k < N; ++k) x[i][k] = device::to_float(in[i].at[k]);
+  for (int i = 0; i < I; ++i) device::unpack<T>(x[i], in[i]);
   op.template apply<T, N>(x, y, element);
 #pragma unroll
   for (int o = 0; o < O; ++o) {
-    if (!p.out[o].data) continue;
-    Vector<T, N> out;
-#pragma unroll
-    for (int k = 0; k < N; ++k) out.at[k] = device::from_float<T>(y[o][k]);
-    store_at<T, N>(p.out[o], out_offset[o], out);
+    if (p.out[o].data) store_at<T, N>(p.out[o], out_offset[o], device::rounded<T>(y[o]));
   }
 }
 

@@ -38,7 +38,7 @@ template <class Math> struct GeluTanh {
   Float x, square;
   Sigmoid<Float> s;
   WARPSMITH_HOST_DEVICE explicit GeluTanh(Float at)
-      : x(at), square(at * at), s(Math::sigmoid(kTwice * at * (Float(1) + kCubic * square))) {}
+      : x(at), square(at * at), s(Math::sigmoid(at * (kTwice + kTwice * kCubic * square))) {}
   WARPSMITH_HOST_DEVICE Float value() const { return x * s.value; }
   WARPSMITH_HOST_DEVICE Float times_derivative(Float g) const {
     return g * (s.value + x * s.value * s.complement * (kTwice + Float(3) * kTwice * kCubic * square));

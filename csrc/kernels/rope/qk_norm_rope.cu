@@ -81,13 +81,19 @@ Status launch_forward(const QkNormRopeFwdParams& p, const QkNormRopeConfig& c, v
 template <class T, class C>
 Status launch_backward(const QkNormRopeBwdParams& p, const QkNormRopeConfig& c, void* stream) {
   using namespace qk_norm_rope;
-  constexpr int B = kQkNormRopeBackwardBlocks;
   if (c.kernel == QkNormRopeKernel::looped) {
     WARPSMITH_RETURN_IF_FAILED(launch(backward_looped<T, C>, grid_of(c), stream, p, c));
   } else {
-    if (c.kernel != QkNormRopeKernel::ring || c.stages < 2 || c.stages > 4) return no_kernel("backward", c);
-    WARPSMITH_RETURN_IF_FAILED(p.shape.interleaved ? launch(backward_ring<T, C, true, B>, grid_of(c), stream, p, c)
-                                                   : launch(backward_ring<T, C, false, B>, grid_of(c), stream, p, c));
+    if (c.kernel != QkNormRopeKernel::ring || c.stages != kQkNormRopeBackwardHeads ||
+        c.heads_a_thread % c.stages != 0 || c.threads > kQkNormRopeBackwardThreads)
+      return no_kernel("backward", c);
+    constexpr int U = kQkNormRopeBackwardHeads, kThreads = kQkNormRopeBackwardThreads, B = kQkNormRopeBackwardBlocks;
+    constexpr int kUsual = 128 * sizeof(T) / 32;  // lanes of heads of 128
+    const auto kernel = p.shape.interleaved ? backward_ring<T, C, true, U, 0, kThreads, B>
+                        : c.lanes == kUsual ? backward_ring<T, C, false, U, kUsual, kThreads, B>
+                                            : backward_ring<T, C, false, U, 0, kThreads, B>;
+    WARPSMITH_RETURN_IF_FAILED(launch(kernel, grid_of(c), stream, p, c, static_cast<float>(p.eps),
+                                      1.f / static_cast<float>(p.shape.head_dim)));
   }
   if (!p.partials) return {};
   const int64_t partial_rows = qk_norm_rope_partial_rows(c);

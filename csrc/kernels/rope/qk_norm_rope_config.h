@@ -83,7 +83,8 @@ constexpr int64_t looped_blocks(const QkNormRopeProblem& p) {
 
 // Of the kernels that are compiled. Forward: a block's threads, and blocks for which a multiprocessor has registers.
 constexpr int kQkNormRopeHeadsAThread = 4, kQkNormRopeForwardThreads = 160, kQkNormRopeForwardBlocks = 4;
-constexpr int kQkNormRopeBackwardBlocks = 2;  // of kMaxThreads: 128 registers a thread
+// Backward: heads in the ring, the most threads of a block, and blocks as in the forward.
+constexpr int kQkNormRopeBackwardHeads = 4, kQkNormRopeBackwardThreads = 256, kQkNormRopeBackwardBlocks = 2;
 
 constexpr QkNormRopeConfig qk_norm_rope_forward_config(const QkNormRopeProblem& p, int heads_a_thread, int threads) {
   using namespace qk_norm_rope_detail;
@@ -104,9 +105,8 @@ constexpr QkNormRopeConfig qk_norm_rope_forward_config(const QkNormRopeProblem& 
   return c;
 }
 
-// `together`: blocks that a multiprocessor runs at once.
-constexpr QkNormRopeConfig qk_norm_rope_backward_config(const QkNormRopeProblem& p, int least_heads, int stages,
-                                                        int together) {
+// A thread takes a multiple of the heads that the ring has.
+constexpr QkNormRopeConfig qk_norm_rope_backward_config(const QkNormRopeProblem& p, int least_heads, int threads) {
   using namespace qk_norm_rope_detail;
   QkNormRopeConfig c = head_of(p);
   if (c.kernel == QkNormRopeKernel::looped) {
@@ -114,16 +114,17 @@ constexpr QkNormRopeConfig qk_norm_rope_backward_config(const QkNormRopeProblem&
     return c;
   }
   c.kernel = QkNormRopeKernel::ring;
+  c.stages = kQkNormRopeBackwardHeads;
   c.heads_a_thread = least_heads;
-  while (head_groups(p, c.heads_a_thread) * c.lanes > kMaxThreads) ++c.heads_a_thread;
+  while (head_groups(p, c.heads_a_thread) * c.lanes > threads) c.heads_a_thread += c.stages;
   c.threads_a_token = static_cast<int>(std::max<int64_t>(1, head_groups(p, c.heads_a_thread))) * c.lanes;
-  c.tokens_a_block = static_cast<int>(std::clamp<int64_t>(p.tokens, 1, kMaxThreads / c.threads_a_token));
+  c.tokens_a_block = static_cast<int>(std::clamp<int64_t>(p.tokens, 1, threads / c.threads_a_token));
   c.threads = static_cast<int>(ceil_div(int64_t{c.threads_a_token} * c.tokens_a_block, 32) * 32);
-  c.stages = stages;
   constexpr int64_t kSlots = 4;  // two vectors of x and two of the gradient
-  c.shared_bytes = kSlots * kVectorBytes * c.stages * c.threads;
-  const int64_t fit = std::max<int64_t>(1, std::min<int64_t>(together, p.max_shared_bytes / (c.shared_bytes + 1024)));
-  c.blocks = std::min(ceil_div(p.tokens, c.tokens_a_block), fit * p.multiprocessors);
+  c.shared_bytes = kSlots * kVectorBytes * c.stages * kQkNormRopeBackwardThreads;
+  const int64_t registers_for = kQkNormRopeBackwardThreads * kQkNormRopeBackwardBlocks / c.threads;
+  const int64_t together = std::max<int64_t>(1, std::min(registers_for, p.max_shared_bytes / (c.shared_bytes + 1024)));
+  c.blocks = std::min(ceil_div(p.tokens, c.tokens_a_block), together * p.multiprocessors);
   c.why = "persistent blocks, heads stream through shared memory, the weights and their gradients stay in registers";
   return c;
 }
@@ -138,8 +139,7 @@ constexpr QkNormRopeConfig choose_qk_norm_rope_forward(const QkNormRopeProblem& 
 // Measured as above: four heads a thread, one after the other, 0.870 and 0.764; two 0.82 and 0.761, one below; 2 and 4
 // stages within 0.01; fewer than 512 threads a multiprocessor less.
 constexpr QkNormRopeConfig choose_qk_norm_rope_backward(const QkNormRopeProblem& p) {
-  const QkNormRopeConfig c = qk_norm_rope_backward_config(p, 4, 3, 1);
-  return qk_norm_rope_backward_config(p, 4, 3, std::max(1, 512 / c.threads));
+  return qk_norm_rope_backward_config(p, kQkNormRopeBackwardHeads, kQkNormRopeBackwardThreads);
 }
 
 // Rows of partial sums that a backward writes: one a block, or one a warp where each warp keeps its own.

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kQkNormRopeForwardThreads, kBlocks)
   rotary::Token at{};
   if (group.count > 0) {
     at = rotary::find_token(p.shape, p.angles, p.positions, token);
-    if (of.rotates && at.valid) packed.load(p.shape, p.angles, at, of);
+    if (of.rotates) packed.load(p.shape, p.angles, at, of);
     const RotaryHeads& layout = group.of_k ? p.k_layout : p.q_layout;
     const void* in = group.of_k ? p.k : p.q;
     const int64_t from = head_at(layout, at, group.first);
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kQkNormRopeForwardThreads, kBlocks)
   if (group.count == 0) return;
 
   if (!kEarly) load_weights();
-  const rotary::Angles<N> by = packed.unpacked(at, p.shape.inverse);
+  const rotary::Angles<N> by = packed.unpacked(p.shape.inverse);
   const RotaryHeads& layout = group.of_k ? p.k_out_layout : p.q_out_layout;
   void* out = group.of_k ? p.k_out : p.q_out;
   const int64_t to = head_at(layout, at, group.first);
@@ -166,8 +166,8 @@ template <class C>
 __device__ __forceinline__ rotary::Angles<1> angles_of(const RotaryShape& shape, const RotaryAngles& a,
                                                        const rotary::Token& token, const rotary::Columns& of) {
   rotary::PackedAngles<C, 1, false> packed = {};
-  if (token.valid) packed.load(shape, a, token, of);
-  return packed.unpacked(token, shape.inverse);
+  packed.load(shape, a, token, of);
+  return packed.unpacked(shape.inverse);
 }
 
 template <class T> __device__ __forceinline__ float weight_at(const void* weight, Dtype dtype, int column) {
@@ -201,12 +201,25 @@ template <class T, class C> __global__ void __launch_bounds__(qk_norm_rope_detai
   }
 }
 
+// One tensor of heads as a thread walks over it: the heads of its group in one token after the other.
+struct Walk {
+  const char* at;  // the thread's first element of a head
+  int64_t step;    // bytes from head to head
+
+  template <class T>
+  __device__ __forceinline__ void aim(const void* base, const RotaryHeads& layout, const rotary::Token& t, int head) {
+    at = reinterpret_cast<const char*>(static_cast<const T*>(base) + head_at(layout, t, head));
+    step = layout.head_stride * static_cast<int64_t>(sizeof(T));
+  }
+};
+
 // Persistent blocks step through the tokens side by side; a thread keeps its place in the head, and q or k. What it
-// needs of the next heads is on its way into shared memory, into slots that no other thread reads: no barrier. At the
-// end shared memory takes the block's sums (4 bytes a column and group of lanes, never more than the ring).
-template <class T, class C, bool kInterleaved, int kBlocks>
-__global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
-    backward_ring(QkNormRopeBwdParams p, QkNormRopeConfig c) {
+// needs of the next heads is on its way into shared memory, into slots that no other thread reads: no barrier. The ring
+// has a stage for each of U heads, so that every slot has a constant address. At the end shared memory takes the
+// block's sums (4 bytes a column and group of lanes, never more than the ring). kLanes: of a head; 0: c.lanes.
+template <class T, class C, bool kInterleaved, int U, int kLanes, int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    backward_ring(QkNormRopeBwdParams p, QkNormRopeConfig c, float eps, float scale_of_sum) {
   constexpr int N = 16 / sizeof(T);
   WARPSMITH_DYNAMIC_SHARED(shared);
   const int slot = slot_of(c), rest = threadIdx.x - slot * c.threads_a_token, lane = rest & (c.lanes - 1);
@@ -214,38 +227,53 @@ __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
   Group group = group_of(rest >> c.lane_bits, p.q_layout.heads, p.k_layout.heads, c.heads_a_thread);
   if (slot >= c.tokens_a_block || lane >= c.columns) group.count = 0;
   const rotary::Columns of = rotary::columns_of<N>(p.shape, c.rotating, c.columns, lane);
+  const auto sum_over_head = [&](float v) {
+    if constexpr (kLanes > 0)
+      return device::group_sum<kLanes>(v);
+    else
+      return device::group_sum(v, c.lanes);
+  };
 
   // The ring: [stage][x first, x second, gradient first, gradient second][thread].
   rotary::Packed<T, N>* const slots = reinterpret_cast<rotary::Packed<T, N>*>(shared) + threadIdx.x;
-  const auto at_slot = [&](int stage, int which) { return slots + (stage * 4 + which) * blockDim.x; };
-  for (int s = 0; s < c.stages; ++s)  // slots that nothing is copied to
+  const auto at_slot = [&](int stage, int which) { return slots + (stage * 4 + which) * kThreads; };
+#pragma unroll
+  for (int u = 0; u < U; ++u)  // slots that nothing is copied to
+#pragma unroll
     for (int which = 0; which < 4; ++which)
-      if (group.count == 0 || (which % 2 == 1 && !of.has_second)) *at_slot(s, which) = {};
+      if (group.count == 0 || (which % 2 == 1 && !of.has_second)) *at_slot(u, which) = {};
 
-  // What is asked for next: the token, and how many of the group's heads are behind it.
+  // What is asked for next: a token, its angles, and where the heads lie.
+  constexpr bool kAnglesAhead = sizeof(C) == 2;  // there are no registers for wider ones
   rotary::Token asked = rotary::place_of(p.shape, int64_t{blockIdx.x} * c.tokens_a_block + slot);
-  int asked_head = 0, asked_stage = 0;
-  const auto request = [&] {
-    if (asked_head < group.count && asked.batch < p.shape.batch && asked.index < p.shape.tokens) {
-      const T* x = static_cast<const T*>(group.of_k ? p.k : p.q) +
-                   head_at(group.of_k ? p.k_layout : p.q_layout, asked, group.first + asked_head);
-      const T* dy = static_cast<const T*>(group.of_k ? p.dk_out : p.dq_out) +
-                    head_at(group.of_k ? p.dk_out_layout : p.dq_out_layout, asked, group.first + asked_head);
-      device::copy_async<16>(at_slot(asked_stage, 0), x + of.first);
-      device::copy_async<16>(at_slot(asked_stage, 2), dy + of.first);
+  rotary::PackedAngles<C, N, kInterleaved> asked_angles = {};
+  Walk x = {}, dy = {};
+  int asked_heads = 0;  // of the group, not yet asked for
+  const auto aim = [&] {
+    asked_heads = asked.batch < p.shape.batch && asked.index < p.shape.tokens ? group.count : 0;
+    if (asked_heads == 0) return;
+    x.aim<T>(group.of_k ? p.k : p.q, group.of_k ? p.k_layout : p.q_layout, asked, group.first);
+    dy.aim<T>(group.of_k ? p.dk_out : p.dq_out, group.of_k ? p.dk_out_layout : p.dq_out_layout, asked, group.first);
+    if (!of.rotates) return;
+    rotary::find_angles(asked, p.shape, p.angles, p.positions);
+    if (kAnglesAhead) asked_angles.load(p.shape, p.angles, asked, of);
+  };
+  const auto request = [&](int stage) {
+    if (asked_heads > 0) {
+      --asked_heads;
+      device::copy_async<16>(at_slot(stage, 0), x.at + of.first * sizeof(T));
+      device::copy_async<16>(at_slot(stage, 2), dy.at + of.first * sizeof(T));
       if (of.has_second) {
-        device::copy_async<16>(at_slot(asked_stage, 1), x + of.second);
-        device::copy_async<16>(at_slot(asked_stage, 3), dy + of.second);
+        device::copy_async<16>(at_slot(stage, 1), x.at + of.second * sizeof(T));
+        device::copy_async<16>(at_slot(stage, 3), dy.at + of.second * sizeof(T));
       }
+      x.at += x.step, dy.at += dy.step;
     }
     device::copy_async_commit();
-    if (++asked_stage == c.stages) asked_stage = 0;
-    if (++asked_head < c.heads_a_thread) return;
-    asked_head = 0;
-    asked.index += step;
-    while (asked.index >= p.shape.tokens && asked.batch < p.shape.batch) asked.index -= p.shape.tokens, ++asked.batch;
   };
-  for (int s = 0; s < c.stages - 1; ++s) request();
+  aim();
+#pragma unroll
+  for (int u = 0; u < U - 1; ++u) request(u);
 
   float first_weight[N] = {}, second_weight[N] = {}, first_gradient[N] = {}, second_gradient[N] = {};
   if (group.count > 0) {
@@ -253,56 +281,53 @@ __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads, kBlocks)
     load_weight<T>(first_weight, weight, p.weight_dtype, of.first);
     if (of.has_second) load_weight<T>(second_weight, weight, p.weight_dtype, of.second);
   }
-  T* const dx = static_cast<T*>(group.of_k ? p.dk : p.dq);
-  const float eps = static_cast<float>(p.eps), scale_of_sum = 1.f / static_cast<float>(p.shape.head_dim);
-  int stage = 0;
+  void* const gradient = group.of_k ? p.dk : p.dq;
   for (int64_t base = int64_t{blockIdx.x} * c.tokens_a_block; base < tokens; base += step) {
-    const bool valid = base + slot < tokens && group.count > 0;
-    rotary::Token at{};
-    rotary::PackedAngles<C, N, kInterleaved> packed = {};
-    if (valid) {
-      at = rotary::find_token(p.shape, p.angles, p.positions, base + slot);
-      if (of.rotates && at.valid) packed.load(p.shape, p.angles, at, of);
-    }
-    const rotary::Angles<N> by = packed.unpacked(at, p.shape.inverse);
-    for (int h = 0; h < c.heads_a_thread; ++h) {
-      request();
-      if (c.stages == 2)
-        device::copy_async_wait<1>();
-      else if (c.stages == 3)
-        device::copy_async_wait<2>();
-      else
-        device::copy_async_wait<3>();
-      float xa[N], xb[N], ga[N], gb[N];
-      rotary::unpack<T>(xa, *at_slot(stage, 0));
-      rotary::unpack<T>(xb, *at_slot(stage, 1));
-      rotary::unpack<T>(ga, *at_slot(stage, 2));
-      rotary::unpack<T>(gb, *at_slot(stage, 3));
-      if (++stage == c.stages) stage = 0;
-      const bool here = valid && h < group.count;
-      const float sum = device::group_sum(dot(xa, xa) + dot(xb, xb), c.lanes);
-      const float rstd = device::rsqrt(sum * scale_of_sum + eps);
-      scale(xa, rstd);
-      scale(xb, rstd);
-      if (of.rotates) rotary::rotate<kInterleaved>(ga, gb, by);
-      if (here) {
+    int heads = base + slot < tokens ? group.count : 0;  // still to come
+    if (!kAnglesAhead && of.rotates && heads > 0) asked_angles.load(p.shape, p.angles, asked, of);
+    const rotary::PackedAngles<C, N, kInterleaved> angles = asked_angles;
+    Walk dx = {};
+    if (gradient && heads > 0) dx.aim<T>(gradient, group.of_k ? p.dk_layout : p.dq_layout, asked, group.first);
+    for (int h = 0; h < c.heads_a_thread; h += U)
 #pragma unroll
-        for (int k = 0; k < N; ++k) first_gradient[k] += ga[k] * xa[k];
+      for (int u = 0; u < U; ++u, --heads) {
+        request((u + U - 1) % U);
+        if (u == 0 && h + U >= c.heads_a_thread) {
+          asked.index += step;
+          while (asked.index >= p.shape.tokens && asked.batch < p.shape.batch)
+            asked.index -= p.shape.tokens, ++asked.batch;
+          aim();
+        }
+        device::copy_async_wait<U - 1>();
+        float xa[N], xb[N], ga[N], gb[N];
+        rotary::unpack<T>(xa, device::load(at_slot(u, 0)));
+        rotary::unpack<T>(xb, device::load(at_slot(u, 1)));
+        rotary::unpack<T>(ga, device::load(at_slot(u, 2)));
+        rotary::unpack<T>(gb, device::load(at_slot(u, 3)));
+        const float rstd = device::rsqrt(sum_over_head(dot(xa, xa) + dot(xb, xb)) * scale_of_sum + eps);
+        if (of.rotates) rotary::rotate<kInterleaved>(ga, gb, angles.unpacked(true));
+        scale(ga, rstd);
+        scale(gb, rstd);
+        if (heads > 0) {
 #pragma unroll
-        for (int k = 0; k < N; ++k) second_gradient[k] += gb[k] * xb[k];
+          for (int k = 0; k < N; ++k) first_gradient[k] += ga[k] * xa[k];
+#pragma unroll
+          for (int k = 0; k < N; ++k) second_gradient[k] += gb[k] * xb[k];
+        }
+        scale(ga, first_weight);
+        scale(gb, second_weight);
+        // rstd * x_hat * mean(g * x_hat) as a multiple of x
+        const float of_x = sum_over_head(dot(ga, xa) + dot(gb, xb)) * scale_of_sum * rstd * rstd;
+        if (heads <= 0 || !gradient) continue;
+#pragma unroll
+        for (int k = 0; k < N; ++k) ga[k] -= xa[k] * of_x;
+#pragma unroll
+        for (int k = 0; k < N; ++k) gb[k] -= xb[k] * of_x;
+        char* const to = const_cast<char*>(dx.at);
+        device::store(packed_at<T, N>(static_cast<void*>(to), of.first), rotary::rounded<T>(ga));
+        if (of.has_second) device::store(packed_at<T, N>(static_cast<void*>(to), of.second), rotary::rounded<T>(gb));
+        dx.at += dx.step;
       }
-      scale(ga, first_weight);
-      scale(gb, second_weight);
-      const float mean = device::group_sum(dot(ga, xa) + dot(gb, xb), c.lanes) * scale_of_sum;
-      if (!here || !dx) continue;
-#pragma unroll
-      for (int k = 0; k < N; ++k) ga[k] = rstd * (ga[k] - xa[k] * mean);
-#pragma unroll
-      for (int k = 0; k < N; ++k) gb[k] = rstd * (gb[k] - xb[k] * mean);
-      const int64_t to = head_at(group.of_k ? p.dk_layout : p.dq_layout, at, group.first + h);
-      device::store(packed_at<T, N>(dx, to + of.first), rotary::rounded<T>(ga));
-      if (of.has_second) device::store(packed_at<T, N>(dx, to + of.second), rotary::rounded<T>(gb));
-    }
   }
   device::copy_async_wait<0>();
   device::launch_dependents();
@@ -402,7 +427,7 @@ template <class T> __global__ void __launch_bounds__(kSumColumns* kMaxSumSlices)
   const float* partials = static_cast<const float*>(p.partials);
   float sum = 0;
   if (column < 2 * dim)
-#pragma unroll 4
+#pragma unroll 8  // loads in flight: the rows wait for each other otherwise
     for (int64_t r = slice; r < partial_rows; r += slices) sum += device::load(partials + r * 2 * dim + column);
   sums[threadIdx.x] = sum;
   __syncthreads();

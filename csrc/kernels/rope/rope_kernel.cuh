@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(rope_detail::kMaxThreads, kBlocks) rotate_head
   const rotary::Columns of = rotary::columns_of<N>(p.shape, c.rotating, c.columns, column);
   const Heads h = heads_of<T>(p, at, group, q_groups, U);
   rotary::PackedAngles<C, N, kInterleaved> packed = {};
-  if (of.rotates && at.valid) packed.load(p.shape, p.angles, at, of);
+  if (of.rotates) packed.load(p.shape, p.angles, at, of);
   rotary::Packed<T, N> x[U][2] = {};
 #pragma unroll
   for (int u = 0; u < U; ++u)
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(rope_detail::kMaxThreads, kBlocks) rotate_head
       if (of.has_second) x[u][1] = device::load(rotary::packed_at<T, N>(h.in, u * h.in_step + of.second));
     }
   if (of.rotates) {
-    const rotary::Angles<N> by = packed.unpacked(at, p.shape.inverse);
+    const rotary::Angles<N> by = packed.unpacked(p.shape.inverse);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       float a[N], b[N];

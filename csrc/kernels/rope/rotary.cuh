@@ -1,58 +1,13 @@
 #pragma once
 #include <cstdint>
-#include <type_traits>
 
-#include "device/convert.h"
-#include "device/vector.h"
+#include "device/packed.h"
 #include "kernels/rope/rotary.h"
 
 // Device code that rope and qk_norm_rope share. T: storage of the activations, C: of cos and sin; arithmetic is float.
 namespace warpsmith::rotary {
 
-using device::Vector;
-
-// N elements as they lie in memory; pairs of 16-bit ones as words, because the compiler takes vectors of 16-bit
-// elements apart and puts them together again, at twice the instructions.
-template <class T, int N> using Packed =
-    std::conditional_t<sizeof(T) == 2 && N % 2 == 0, Vector<uint32_t, N / 2>, Vector<T, N>>;
-
-template <class T, int N> __device__ __forceinline__ const Packed<T, N>* packed_at(const void* base, int64_t element) {
-  return reinterpret_cast<const Packed<T, N>*>(static_cast<const T*>(base) + element);
-}
-
-template <class T, int N> __device__ __forceinline__ Packed<T, N>* packed_at(void* base, int64_t element) {
-  return reinterpret_cast<Packed<T, N>*>(static_cast<T*>(base) + element);
-}
-
-template <class T, int N> __device__ __forceinline__ void unpack(float (&to)[N], const Packed<T, N>& from) {
-  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
-#pragma unroll
-    for (int k = 0; k < N / 2; ++k) {
-      if constexpr (std::is_same_v<T, bfloat16>) {
-        to[2 * k] = __uint_as_float(from.at[k] << 16);
-        to[2 * k + 1] = __uint_as_float(from.at[k] & 0xffff0000u);
-      } else {
-        to[2 * k] = device::to_float(T{static_cast<uint16_t>(from.at[k])});
-        to[2 * k + 1] = device::to_float(T{static_cast<uint16_t>(from.at[k] >> 16)});
-      }
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < N; ++k) to[k] = device::to_float(from.at[k]);
-  }
-}
-
-template <class T, int N> __device__ __forceinline__ Packed<T, N> rounded(const float (&x)[N]) {
-  Packed<T, N> y;
-  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
-#pragma unroll
-    for (int k = 0; k < N / 2; ++k) y.at[k] = device::pack<T>(x[2 * k], x[2 * k + 1]);
-  } else {
-#pragma unroll
-    for (int k = 0; k < N; ++k) y.at[k] = device::from_float<T>(x[k]);
-  }
-  return y;
-}
+using device::Packed, device::packed_at, device::rounded, device::unpack;
 
 // N elements as floats, in pieces of at most 16 bytes.
 template <int N, class T> __device__ __forceinline__ void load_floats(float (&to)[N], const T* from) {
@@ -99,16 +54,17 @@ __device__ __forceinline__ Token place_of(const RotaryShape& shape, int64_t toke
   return t;
 }
 
-__device__ __forceinline__ Token find_token(const RotaryShape& shape, const RotaryAngles& a, const RotaryPositions& p,
-                                            int64_t token) {
-  Token t = place_of(shape, token);
+// Finds the angles of a token whose place is known.
+__device__ __forceinline__ void find_angles(Token& t, const RotaryShape& shape, const RotaryAngles& a,
+                                            const RotaryPositions& p) {
   if (a.per_token) {
     t.angles = t.batch * a.batch_stride + t.index * a.row_stride;
-    return t;
+    return;
   }
   uint64_t position = static_cast<uint64_t>(t.index) + static_cast<uint64_t>(p.offset);  // wraps: below 0 is beyond
   int64_t entry = t.batch;
   if (p.cu_seqlens) {
+    const int64_t token = t.batch * shape.tokens + t.index;
     entry = sequence_of(p, token);
     const int64_t begin = device::load(p.cu_seqlens + entry);
     t.valid = begin <= token && token < device::load(p.cu_seqlens + entry + 1);
@@ -122,6 +78,12 @@ __device__ __forceinline__ Token find_token(const RotaryShape& shape, const Rota
   }
   t.valid = t.valid && position < static_cast<uint64_t>(a.rows);
   t.angles = t.valid ? static_cast<int64_t>(position) * a.row_stride : 0;
+}
+
+__device__ __forceinline__ Token find_token(const RotaryShape& shape, const RotaryAngles& a, const RotaryPositions& p,
+                                            int64_t token) {
+  Token t = place_of(shape, token);
+  find_angles(t, shape, a, p);
   return t;
 }
 
@@ -151,6 +113,15 @@ template <int N> struct Angles {
   float cos[N], sin[N];
 };
 
+// Every float with all bits set is a NaN. Words are pairs of 16-bit elements.
+__device__ __forceinline__ void set_bits(uint32_t& two) { two = 0xffffffffu; }
+__device__ __forceinline__ void set_bits(float& x) { x = __uint_as_float(0xffffffffu); }
+template <class T> __device__ __forceinline__ void set_bits(T& x) { x.bits = 0xffff; }
+
+__device__ __forceinline__ void negate(uint32_t& two) { two ^= 0x80008000u; }
+__device__ __forceinline__ void negate(float& x) { x = -x; }
+template <class T> __device__ __forceinline__ void negate(T& x) { x.bits ^= 0x8000; }
+
 // The same as they lie in memory. Apart from unpacking, so that their loads are under way together with others: code
 // that unpacks at once waits for them. C: storage of cos and sin.
 template <class C, int N, bool kInterleaved> struct PackedAngles {
@@ -158,9 +129,14 @@ template <class C, int N, bool kInterleaved> struct PackedAngles {
   static constexpr int kPiece = kAdjacent < kMost ? kAdjacent : kMost, kPieces = N / kPiece;
   Packed<C, kPiece> cos[kPieces], sin[kPieces];
 
-  // Of a token that has angles.
+  // NaN where the token has no angles.
   __device__ __forceinline__ void load(const RotaryShape& shape, const RotaryAngles& a, const Token& token,
                                        const Columns& c) {
+    if (!token.valid) {
+      for (auto& piece : cos) piece = all_bits();
+      for (auto& piece : sin) piece = all_bits();
+      return;
+    }
     const C *cos_row = static_cast<const C*>(a.cos) + token.angles,
             *sin_row = static_cast<const C*>(a.sin) + token.angles;
 #pragma unroll
@@ -178,24 +154,38 @@ template <class C, int N, bool kInterleaved> struct PackedAngles {
     }
   }
 
-  // NaN where the token has no angles.
-  __device__ __forceinline__ Angles<N> unpacked(const Token& token, bool inverse) const {
+  __device__ __forceinline__ Angles<N> unpacked(bool inverse) const {
     Angles<N> by;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       float c[kPiece], s[kPiece];
       unpack<C>(c, cos[i]);
-      unpack<C>(s, sin[i]);
+      unpack<C>(s, inverse ? negative(sin[i]) : sin[i]);
 #pragma unroll
       for (int k = 0; k < kPiece; ++k) {
-        by.cos[i * kPiece + k] = token.valid ? c[k] : __int_as_float(0x7fc00000);
-        by.sin[i * kPiece + k] = inverse ? -s[k] : s[k];
+        by.cos[i * kPiece + k] = c[k];
+        by.sin[i * kPiece + k] = s[k];
       }
     }
     return by;
   }
 
  private:
+  using Piece = Packed<C, kPiece>;
+
+  __device__ __forceinline__ static Piece all_bits() {
+    Piece piece;
+#pragma unroll
+    for (auto& e : piece.at) set_bits(e);
+    return piece;
+  }
+
+  __device__ __forceinline__ static Piece negative(Piece piece) {
+#pragma unroll
+    for (auto& e : piece.at) negate(e);
+    return piece;
+  }
+
   // Angles that stand twice, element by element: a rare form, which must not cost the others registers.
   __device__ __forceinline__ static Packed<C, kPiece> every_second(const C* from) {
     float x[kPiece];

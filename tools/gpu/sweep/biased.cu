@@ -1,238 +1,263 @@
-// Times bias_gelu's kernels over loads ahead, resident blocks and tile widths, beside what is chosen and a copy of
-// the same bytes. Build and run on a GPU machine:
+// Times bodies of bias_gelu's forward (vectors and rows a thread, arithmetic with fewer special functions, a ring of
+// asynchronous copies) and its backward, beside what is chosen and a copy of the same bytes. Build and run on a GPU
+// machine:
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a
 //     tools/gpu/sweep/biased.cu -o sweep && ./sweep
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <random>
-#include <string>
-#include <vector>
-
+#include "device/async_copy.h"
+#include "device/packed.h"
 #include "kernels/activation/biased.cuh"
+#include "sweep.h"
 
 using namespace warpsmith;
 using namespace warpsmith::activation;
+using sweep::Row;
 
 namespace {
 
-void check(cudaError_t e) {
-  if (e != cudaSuccess) std::printf("CUDA error: %s\n", cudaGetErrorString(e)), std::exit(1);
-}
-
-char* allocate(size_t bytes) {
-  void* p = nullptr;
-  check(cudaMalloc(&p, bytes));
-  return static_cast<char*>(p);
-}
-
-char* random_bfloat16(int64_t count, unsigned seed) {
-  std::vector<uint16_t> host(1 << 20);
-  std::mt19937 engine(seed);
-  std::normal_distribution<float> normal;
-  for (auto& h : host) {
-    const float f = normal(engine);
-    uint32_t u;
-    std::memcpy(&u, &f, 4);
-    h = static_cast<uint16_t>(u >> 16);
-  }
-  char* p = allocate(static_cast<size_t>(count) * 2);
-  for (int64_t at = 0; at < count * 2; at += 2 << 20)
-    check(cudaMemcpy(p + at, host.data(), std::min<int64_t>(2 << 20, count * 2 - at), cudaMemcpyHostToDevice));
-  return p;
-}
-
-// Median microseconds, the L2 flushed by a 256 MB write before each call, which also hides the launch.
-double time_of(const std::function<void()>& call) {
-  constexpr size_t kFlushBytes = 256 << 20;
-  static char* flush = allocate(kFlushBytes);
-  static cudaEvent_t start, stop;
-  static const bool made = (check(cudaEventCreate(&start)), check(cudaEventCreate(&stop)), true);
-  (void)made;
-  std::vector<float> times;
-  for (int i = 0; i < 13; ++i) {
-    check(cudaMemsetAsync(flush, i, kFlushBytes));
-    check(cudaEventRecord(start));
-    call();
-    check(cudaEventRecord(stop));
-    check(cudaEventSynchronize(stop));
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, start, stop));
-    if (i >= 2) times.push_back(ms);
-  }
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2] * 1e3;
-}
-
-struct Row {
-  double us;
-  std::string text;
-};
-
-void print(const char* what, int64_t rows, int64_t columns, double bytes, std::vector<Row>& all) {
-  static char *from = allocate(size_t{1} << 30), *to = allocate(size_t{1} << 30);
-  const double copy_us =
-      time_of([&] { check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes / 2), cudaMemcpyDeviceToDevice)); });
-  std::printf("%s %lldx%lld: copy of the same bytes %.1f us (%.2f TB/s)\n", what, static_cast<long long>(rows),
-              static_cast<long long>(columns), copy_us, bytes / copy_us * 1e-6);
-  std::sort(all.begin(), all.end(), [](const Row& a, const Row& b) { return a.us < b.us; });
-  for (size_t i = 0; i < all.size(); ++i)
-    if (i < 6 || all[i].text.find("chosen") == 0)
-      std::printf("  %7.1f us  %.2f TB/s  %.3f of copy  %s\n", all[i].us, bytes / all[i].us * 1e-6, copy_us / all[i].us,
-                  all[i].text.c_str());
-}
-
-// The chosen tiles, with another width.
-BiasedConfig with_width(BiasedConfig c, int width, int64_t columns) {
-  c.width = width;
-  c.tiles = (columns / 8 + width - 1) / width;
-  return c;
-}
-
 using T = bfloat16;
+constexpr int N = 8;
+constexpr float kLog2E = 1.44269504f, kSlope = -1.5957691216057307117f * kLog2E, kCube = kSlope * 0.044715f;
 
-// Persistent blocks whose threads keep their columns and load the next row before they work on this one.
-template <int kResident> __global__ void __launch_bounds__(kBiasedThreads, kResident)
-    forward_ahead(BiasedFwdParams p, BiasedTile tile) {
-  constexpr int N = 8;
-  const BiasedPlace at(tile);
-  const int64_t column = at.column * N, step = tile.row_blocks * at.rows_at_once;
-  if (column >= p.columns) return;
-  float bias[N];
-  load_floats<N, T>(p.bias, column, bias);
-  int64_t r = at.row_block * at.rows_at_once + at.row;
-  Vector<T, N> next = {};
-  if (r < p.rows) next = load_at<T, N>({p.x, 0}, r * p.x_stride + column);
-  for (; r < p.rows; r += step) {
-    const Vector<T, N> x = next;
-    if (r + step < p.rows) next = load_at<T, N>({p.x, 0}, (r + step) * p.x_stride + column);
-    Vector<T, N> y;
+// What a thread makes of a vector.
+struct Chosen {
+  __device__ __forceinline__ static void apply(float (&z)[N]) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) z[k] = GeluTanh<DeviceMath<T>>(z[k]).value();
+  }
+};
+struct Folded {  // constants multiplied beforehand
+  __device__ __forceinline__ static void apply(float (&z)[N]) {
 #pragma unroll
     for (int k = 0; k < N; ++k)
-      y.at[k] = device::from_float<T>(GeluTanh<DeviceMath<T>>(device::to_float(x.at[k]) + bias[k]).value());
-    store_at<T, N>({p.y, 0}, r * p.columns + column, y);
+      z[k] *= device::reciprocal(1.0f + device::exp2(z[k] * (kSlope + kCube * (z[k] * z[k]))));
   }
-}
-
-// The backward that loads the next row before it works on this one.
-template <int kResident> __global__ void __launch_bounds__(kBiasedThreads, kResident)
-    backward_ahead(BiasedBwdParams p, BiasedTile tile) {
-  constexpr int N = 8;
-  WARPSMITH_SHARED(float, scratch, kBiasedThreads* N);
-  const BiasedPlace at(tile);
-  const int64_t column = at.column * N, step = tile.row_blocks * at.rows_at_once;
-  float sum[N] = {};
-  if (column < p.columns) {
-    float bias[N];
-    load_floats<N, T>(p.bias, column, bias);
-    int64_t r = at.row_block * at.rows_at_once + at.row;
-    Vector<T, N> next_x = {}, next_dy = {};
-    if (r < p.rows) {
-      next_dy = load_at<T, N>({p.dy, 0}, r * p.dy_stride + column);
-      next_x = load_at<T, N>({p.x, 0}, r * p.x_stride + column);
-    }
-    for (; r < p.rows; r += step) {
-      const Vector<T, N> x = next_x, dy = next_dy;
-      if (r + step < p.rows) {
-        next_dy = load_at<T, N>({p.dy, 0}, (r + step) * p.dy_stride + column);
-        next_x = load_at<T, N>({p.x, 0}, (r + step) * p.x_stride + column);
-      }
-      Vector<T, N> dx;
+};
+struct Shared {  // one reciprocal for two elements
+  __device__ __forceinline__ static void apply(float (&z)[N]) {
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const GeluTanh<DeviceMath<T>> f(device::to_float(x.at[k]) + bias[k]);
-        const float g = f.times_derivative(device::to_float(dy.at[k]));
-        sum[k] += g;
-        dx.at[k] = device::from_float<T>(g);
-      }
-      store_at<T, N>({p.dx, 0}, r * p.columns + column, dx);
+    for (int k = 0; k < N; k += 2) {
+      const float a = 1.0f + device::exp2(fminf(z[k] * (kSlope + kCube * (z[k] * z[k])), 63.0f));
+      const float b = 1.0f + device::exp2(fminf(z[k + 1] * (kSlope + kCube * (z[k + 1] * z[k + 1])), 63.0f));
+      const float r = device::reciprocal(a * b);
+      z[k] *= b * r;
+      z[k + 1] *= a * r;
     }
   }
+};
+struct Tanh {  // one special function; digits lost below 0
+  __device__ __forceinline__ static void apply(float (&z)[N]) {
 #pragma unroll
-  for (int k = 0; k < N; ++k) scratch[threadIdx.x * N + k] = sum[k];
-  __syncthreads();
-  const int width = N << tile.width_log2;
-  const int64_t left = (at.column >> tile.width_log2 << tile.width_log2) * N;
-  for (int c = threadIdx.x; c < width && left + c < p.columns; c += kBiasedThreads) {
-    float total = 0;
-    for (int r = 0; r < at.rows_at_once; ++r) total += scratch[r * width + c];
-    device::store(static_cast<float*>(p.partials) + at.row_block * p.columns + left + c, total);
+    for (int k = 0; k < N; ++k) {
+      const float half = 0.5f * z[k];
+      const float t = device::fast_tanh(z[k] * (0.7978845608f + 0.0356774081f * (z[k] * z[k])));
+      z[k] = half + half * t;
+    }
+  }
+};
+struct None {
+  __device__ __forceinline__ static void apply(float (&z)[N]) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) z[k] = fmaxf(z[k], 0.0f);
+  }
+};
+
+template <class Math> __device__ __forceinline__ void finish(const device::Packed<T, N>& x,
+                                                             const device::Packed<T, N>& bias, T* y, int64_t element) {
+  float z[N], b[N];
+  device::unpack<T>(z, x);
+  device::unpack<T>(b, bias);
+#pragma unroll
+  for (int k = 0; k < N; ++k) z[k] += b[k];
+  Math::apply(z);
+  device::store(device::packed_at<T, N>(y, element), device::rounded<T>(z));
+}
+
+struct Flat {
+  const T *x, *bias;
+  T* y;
+  uint32_t vectors, row_vectors, multiplier;
+  int shift;
+  __device__ __forceinline__ uint32_t column(uint32_t v) const {
+    return v - ((__umulhi(multiplier, v) + v) >> shift) * row_vectors;
+  }
+};
+
+// V vectors a thread, a block's width apart, of tensors without gaps.
+template <class Math, int V, int kThreads, int kBlocks> __global__ void __launch_bounds__(kThreads, kBlocks)
+    flat(Flat p) {
+  const uint32_t first = blockIdx.x * (kThreads * V) + threadIdx.x;
+  device::Packed<T, N> x[V], bias[V];
+#pragma unroll
+  for (int i = 0; i < V; ++i)
+    if (first + i * kThreads < p.vectors)
+      x[i] = device::load(device::packed_at<T, N>(p.x, int64_t{first + i * kThreads} * N));
+#pragma unroll
+  for (int i = 0; i < V; ++i)
+    bias[i] = device::load(device::packed_at<T, N>(p.bias, p.column(first + i * kThreads) * N));
+#pragma unroll
+  for (int i = 0; i < V; ++i)
+    if (first + i * kThreads < p.vectors) finish<Math>(x[i], bias[i], p.y, int64_t{first + i * kThreads} * N);
+}
+
+// A tile of a row, V rows a thread: the bias is loaded once.
+template <class Math, int V, int kThreads, int kBlocks> __global__ void __launch_bounds__(kThreads, kBlocks)
+    tiled(Flat p, int rows) {
+  const uint32_t column = blockIdx.x * blockDim.x + threadIdx.x;
+  const int row = (blockIdx.y * blockDim.y + threadIdx.y) * V;
+  if (column >= p.row_vectors || row >= rows) return;
+  const int64_t at = (int64_t{row} * p.row_vectors + column) * N;
+  device::Packed<T, N> x[V];
+#pragma unroll
+  for (int i = 0; i < V; ++i)
+    if (row + i < rows) x[i] = device::load(device::packed_at<T, N>(p.x, at + i * (p.row_vectors * N)));
+  const device::Packed<T, N> bias = device::load(device::packed_at<T, N>(p.bias, column * N));
+#pragma unroll
+  for (int i = 0; i < V; ++i)
+    if (row + i < rows) finish<Math>(x[i], bias, p.y, at + i * (p.row_vectors * N));
+}
+
+// Persistent blocks, a ring of S vectors a thread; each thread keeps its columns.
+template <class Math, int S, int kThreads, int kBlocks> __global__ void __launch_bounds__(kThreads, kBlocks)
+    ring(Flat p, int rows) {
+  extern __shared__ uint4 shared[];
+  const uint32_t column = blockIdx.x * blockDim.x + threadIdx.x;
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  if (column >= p.row_vectors) return;
+  const int step = gridDim.y * blockDim.y;
+  const int64_t stride = int64_t{step} * p.row_vectors * N;
+  int row = blockIdx.y * blockDim.y + threadIdx.y;
+  const T* from = p.x + (int64_t{row} * p.row_vectors + column) * N;
+  T* to = p.y + (int64_t{row} * p.row_vectors + column) * N;
+  const device::Packed<T, N> bias = device::load(device::packed_at<T, N>(p.bias, column * N));
+  int asked = row;
+#pragma unroll
+  for (int s = 0; s < S - 1; ++s) {
+    if (asked < rows) device::copy_async<16>(shared + s * kThreads + thread, from);
+    device::copy_async_commit();
+    asked += step, from += stride;
+  }
+  while (true) {
+#pragma unroll
+    for (int s = 0; s < S; ++s) {
+      if (row >= rows) return;
+      if (asked < rows) device::copy_async<16>(shared + (s + S - 1) % S * kThreads + thread, from);
+      device::copy_async_commit();
+      asked += step, from += stride;
+      device::copy_async_wait<S - 1>();
+      const auto x = device::load(reinterpret_cast<const device::Packed<T, N>*>(shared + s * kThreads + thread));
+      finish<Math>(x, bias, to, 0);
+      row += step, to += stride;
+    }
   }
 }
 
-template <int kResident> void forward(const BiasedFwdParams& p, std::vector<Row>& all) {
-  for (const int width : {32, 64, 256})
-    for (const int waves : {1, 2, 4}) {
-      BiasedConfig c = with_width(choose_biased_forward({p.rows, p.columns, 2}), width, p.columns);
-      c.row_blocks = std::clamp<int64_t>(int64_t{kResident} * waves * 132 / c.tiles, 1,
-                                         biased_detail::ceil_div(p.rows, c.rows_at_once()));
-      const double us = time_of([&] {
-        check(launch(forward_ahead<kResident>, grid_of(c), nullptr, p, tile_of(c)).ok() ? cudaSuccess
-                                                                                        : cudaErrorUnknown);
-      });
-      all.push_back({us, "ahead, " + std::to_string(kResident) + " resident, width " + std::to_string(width) +
-                             ", waves " + std::to_string(waves)});
-    }
-}
+struct Case {
+  int64_t rows, columns;
+  Flat p;
+  std::vector<uint16_t> want;
+  std::vector<Row> all;
 
-template <int kResident, class Kernel>
-void backward(const char* name, Kernel kernel, const BiasedBwdParams& p, std::vector<Row>& all) {
-  for (const int width : {8, 16, 32})
-    for (const int waves : {1, 2}) {
-      BiasedConfig c = with_width(choose_biased_backward({p.rows, p.columns, 2}), width, p.columns);
-      c.row_blocks = std::clamp<int64_t>(int64_t{kResident} * waves * 132 / c.tiles, 1,
-                                         biased_detail::ceil_div(p.rows, c.rows_at_once()));
-      LaunchConfig sum;
-      sum.grid.x = static_cast<unsigned>(biased_detail::ceil_div(p.columns, kBiasSumColumns));
-      sum.block.x = kBiasSumColumns * kBiasSumSlices;
-      sum.programmatic_dependent = true;
-      const double us = time_of([&] {
-        const bool ok = launch(kernel, grid_of(c), nullptr, p, tile_of(c)).ok() &&
-                        launch(sum_bias_partials<T>, sum, nullptr, p, c.row_blocks).ok();
-        check(ok ? cudaSuccess : cudaErrorUnknown);
-      });
-      all.push_back({us, std::string(name) + ", " + std::to_string(kResident) + " resident, width " +
-                             std::to_string(width) + ", waves " + std::to_string(waves)});
-    }
-}
+  void add(const std::string& text, const std::function<void()>& call, bool right = true) {
+    sweep::check(cudaMemset(p.y, 0xff, static_cast<size_t>(rows * columns * 2)));
+    const double us = sweep::time_of(call);
+    std::vector<uint16_t> got(want.size());
+    const int64_t tail = rows * columns - static_cast<int64_t>(want.size());
+    sweep::check(cudaMemcpy(got.data(), p.y + tail, got.size() * 2, cudaMemcpyDeviceToHost));
+    int64_t different = 0;
+    for (size_t i = 0; i < got.size(); ++i) different += std::abs(int{got[i]} - int{want[i]}) > 1;
+    all.push_back({us, text + (right && different ? "  WRONG " + std::to_string(different) : "")});
+  }
+
+  template <class Math, int V, int kThreads, int kBlocks> void flat_of(const char* math, bool right = true) {
+    const unsigned grid = (p.vectors + kThreads * V - 1) / (kThreads * V);
+    add(
+        std::string("flat, ") + math + ", " + std::to_string(V) + " vectors, " + std::to_string(kThreads) +
+            " threads x " + std::to_string(kBlocks),
+        [&] { flat<Math, V, kThreads, kBlocks><<<grid, kThreads>>>(p); }, right);
+  }
+  template <class Math, int V, int kThreads, int kBlocks> void tiled_of(const char* math) {
+    unsigned width = kThreads;
+    while (width > 1 && (p.row_vectors + width - 1) / width * width * 8 > p.row_vectors * 9) width /= 2;
+    const dim3 block(width, kThreads / width);
+    const dim3 grid((p.row_vectors + width - 1) / width, (unsigned(rows) + block.y * V - 1) / (block.y * V));
+    add(std::string("tiled, ") + math + ", " + std::to_string(V) + " rows, " + std::to_string(kThreads) +
+            " threads x " + std::to_string(kBlocks),
+        [&] { tiled<Math, V, kThreads, kBlocks><<<grid, block>>>(p, int(rows)); });
+  }
+  template <class Math, int S, int kThreads, int kBlocks> void ring_of(const char* math) {
+    const auto kernel = ring<Math, S, kThreads, kBlocks>;
+    const int bytes = S * kThreads * 16;
+    sweep::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    unsigned width = kThreads;
+    while (width > 1 && (p.row_vectors + width - 1) / width * width * 8 > p.row_vectors * 9) width /= 2;
+    const dim3 block(width, kThreads / width);
+    const unsigned tiles = (p.row_vectors + width - 1) / width;
+    const dim3 grid(tiles, std::max(1u, 132 * kBlocks / tiles));
+    add(std::string("ring, ") + math + ", " + std::to_string(S) + " stages, " + std::to_string(kThreads) +
+            " threads x " + std::to_string(kBlocks),
+        [&] { kernel<<<grid, block, static_cast<size_t>(bytes)>>>(p, int(rows)); });
+  }
+};
 
 }  // namespace
 
 int main() {
-  const int64_t shapes[][2] = {{16384, 4096}, {65536, 768}, {4096, 8192}, {1024, 12288}};
+  const int64_t shapes[][2] = {{16384, 4096}, {65536, 768}, {4096, 8192}};
   for (const auto& [rows, columns] : shapes) {
     const int64_t count = rows * columns;
-    char *x = random_bfloat16(count, 1), *dy = random_bfloat16(count, 2), *bias = random_bfloat16(columns, 3);
-    char *y = allocate(static_cast<size_t>(count) * 2), *dbias = allocate(static_cast<size_t>(columns) * 2);
-    char* partials = allocate(size_t{132} * 16 * static_cast<size_t>(columns) * 4);
+    void *x = sweep::random_bfloat16(count, 1), *bias = sweep::random_bfloat16(columns, 3);
+    void* y = sweep::allocate(static_cast<size_t>(count) * 2);
     const BiasedFwdParams f{x, bias, y, rows, columns, columns, true, Dtype::bfloat16, Dtype::bfloat16};
+    const uint32_t row_vectors = static_cast<uint32_t>(columns / 8);
+    int shift = 0;
+    while ((uint64_t{1} << shift) < row_vectors) ++shift;
+    const uint32_t multiplier =
+        static_cast<uint32_t>(((((uint64_t{1} << shift) - row_vectors) << 32) / row_vectors) + 1);
+    Case c{rows,
+           columns,
+           {static_cast<T*>(x), static_cast<T*>(bias), static_cast<T*>(y), static_cast<uint32_t>(count / 8),
+            row_vectors, multiplier, shift},
+           {},
+           {}};
+    const auto chosen = [&] { (void)biased_forward_cuda<GeluTanh>(f, nullptr).ok(); };
+    chosen();
+    c.want.resize(1 << 22);
+    sweep::check(
+        cudaMemcpy(c.want.data(), static_cast<T*>(y) + count - (1 << 22), size_t{2} << 22, cudaMemcpyDeviceToHost));
+    c.add("chosen", chosen);
+    c.flat_of<Chosen, 1, 256, 8>("as chosen");
+    c.flat_of<Folded, 1, 256, 8>("folded");
+    c.flat_of<Folded, 1, 128, 16>("folded");
+    c.flat_of<Folded, 1, 512, 4>("folded");
+    c.flat_of<Folded, 2, 256, 8>("folded");
+    c.flat_of<Folded, 2, 256, 6>("folded");
+    c.flat_of<Folded, 2, 128, 12>("folded");
+    c.flat_of<Shared, 1, 256, 8>("shared reciprocal");
+    c.flat_of<Shared, 2, 256, 6>("shared reciprocal");
+    c.flat_of<Tanh, 1, 256, 8>("tanh.approx", false);
+    c.flat_of<None, 1, 256, 8>("relu", false);
+    c.tiled_of<Folded, 1, 256, 8>("folded");
+    c.tiled_of<Folded, 2, 256, 8>("folded");
+    c.tiled_of<Folded, 2, 256, 6>("folded");
+    c.tiled_of<Folded, 4, 256, 5>("folded");
+    c.tiled_of<Shared, 2, 256, 6>("shared reciprocal");
+    c.ring_of<Folded, 3, 256, 8>("folded");
+    c.ring_of<Folded, 4, 256, 6>("folded");
+    c.ring_of<Folded, 4, 512, 3>("folded");
+    c.ring_of<Shared, 4, 256, 6>("shared reciprocal");
+    sweep::print("bias_gelu forward " + std::to_string(rows) + "x" + std::to_string(columns),
+                 static_cast<double>(count) * 4, c.all, 30);
+    void *dy = sweep::random_bfloat16(count, 2), *dbias = sweep::allocate(static_cast<size_t>(columns) * 2);
+    void* partials = sweep::allocate(size_t{132} * 16 * static_cast<size_t>(columns) * 4);
     const BiasedBwdParams b{dy,      x,       bias,    y,    dbias,           partials,       rows,
                             columns, columns, columns, true, Dtype::bfloat16, Dtype::bfloat16};
-    std::vector<Row> all;
-    all.push_back({time_of([&] { (void)biased_forward_cuda<GeluTanh>(f, nullptr).ok(); }), "chosen"});
-    forward<4>(f, all);
-    forward<5>(f, all);
-    forward<6>(f, all);
-    forward<8>(f, all);
-    check(cudaDeviceSynchronize());
-    print("bias_gelu forward", rows, columns, static_cast<double>(count) * 4, all);
-    all.clear();
-    all.push_back({time_of([&] { (void)biased_backward_cuda<GeluTanh>(b, nullptr).ok(); }), "chosen"});
     BiasedBwdParams alone = b;
     alone.dbias = nullptr, alone.partials = nullptr;
-    all.push_back(
-        {time_of([&] { (void)biased_backward_cuda<GeluTanh>(alone, nullptr).ok(); }), "chosen, without dbias"});
-    backward<3>("ahead", backward_ahead<3>, b, all);
-    backward<4>("ahead", backward_ahead<4>, b, all);
-    backward<5>("plain", biased_backward<GeluTanh, T, T, 8, 5>, b, all);
-    backward<6>("plain", biased_backward<GeluTanh, T, T, 8, 6>, b, all);
-    check(cudaDeviceSynchronize());
-    print("bias_gelu backward", rows, columns, static_cast<double>(count) * 6, all);
-    for (char* p : {x, dy, bias, y, dbias, partials}) check(cudaFree(p));
+    const double us = sweep::time_of([&] { (void)biased_backward_cuda<GeluTanh>(b, nullptr).ok(); });
+    const double alone_us = sweep::time_of([&] { (void)biased_backward_cuda<GeluTanh>(alone, nullptr).ok(); });
+    sweep::print("bias_gelu backward " + std::to_string(rows) + "x" + std::to_string(columns),
+                 static_cast<double>(count) * 6, {{us, "chosen"}, {alone_us, "chosen, without dbias"}});
+    for (void* p : {x, bias, y, dy, dbias, partials}) sweep::check(cudaFree(p));
   }
   return 0;
 }

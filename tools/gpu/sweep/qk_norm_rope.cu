@@ -2,83 +2,27 @@
 // machine:
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
 //     tools/gpu/sweep/qk_norm_rope.cu csrc/kernels/rope/qk_norm_rope.cu -o sweep && ./sweep
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
-#include <string>
-#include <vector>
-
 #include "common/launch.h"
 #include "kernels/rope/qk_norm_rope.h"
 #include "kernels/rope/qk_norm_rope_config.h"
 #include "kernels/rope/qk_norm_rope_kernel.cuh"
+#include "sweep.h"
 
 using namespace warpsmith;
+using sweep::Row;
 
 namespace {
 
-void check(cudaError_t e) {
-  if (e != cudaSuccess) std::printf("CUDA error: %s\n", cudaGetErrorString(e)), std::exit(1);
-}
-
-void* allocate(size_t bytes) {
-  void* p = nullptr;
-  check(cudaMalloc(&p, bytes));
-  return p;
-}
-
-__global__ void fill(uint16_t* p, int64_t count) {
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x)
-    p[i] = static_cast<uint16_t>(0x3f00 + (i * 2654435761u >> 7) % 0x100);  // bfloat16 from 0.5 to 2
-}
-
-void* numbers(int64_t count) {
-  auto* p = static_cast<uint16_t*>(allocate(count * 2));
-  fill<<<1024, 256>>>(p, count);
-  check(cudaDeviceSynchronize());
-  return p;
-}
-
-// Median microseconds, the L2 flushed by a 256 MB write before each call, which also hides the launch.
-double time_of(const std::function<void()>& call) {
-  constexpr size_t kFlushBytes = 256 << 20;
-  static void* flush = allocate(kFlushBytes);
-  cudaEvent_t start, stop;
-  check(cudaEventCreate(&start));
-  check(cudaEventCreate(&stop));
-  std::vector<float> times;
-  for (int i = 0; i < 23; ++i) {
-    check(cudaMemsetAsync(flush, i, kFlushBytes));
-    check(cudaEventRecord(start));
-    call();
-    check(cudaEventRecord(stop));
-    check(cudaEventSynchronize(stop));
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, start, stop));
-    if (i >= 3) times.push_back(ms);
-  }
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2] * 1e3;
-}
-
-struct Row {
-  double us;
-  std::string text;
-};
-
 template <int U, int kBlocks, bool kEarly>
 void sweep_forward(const QkNormRopeFwdParams& p, const QkNormRopeProblem& problem, std::vector<Row>& rows) {
-  for (const int threads : {32, 64, 96, 128, 160}) {
+  for (const int threads : {64, 160}) {
     const QkNormRopeConfig c = qk_norm_rope_forward_config(problem, U, threads);
     LaunchConfig config;
     config.grid = dim3(static_cast<unsigned>(c.blocks), static_cast<unsigned>(c.parts));
     config.block.x = static_cast<unsigned>(c.threads);
     Status status;
     const auto kernel = qk_norm_rope::forward_registers<bfloat16, bfloat16, false, U, kBlocks, kEarly>;
-    const double us = time_of([&] { status = launch(kernel, config, nullptr, p, c); });
+    const double us = sweep::time_of([&] { status = launch(kernel, config, nullptr, p, c); });
     char text[160];
     std::snprintf(text, sizeof text,
                   "heads a thread %d, %d blocks of 160, weights %s, threads %d, tokens %d, parts %lld", U, kBlocks,
@@ -87,23 +31,46 @@ void sweep_forward(const QkNormRopeFwdParams& p, const QkNormRopeProblem& proble
   }
 }
 
-void print(const char* what, double bytes, std::vector<Row> rows) {
-  static char *from = static_cast<char*>(allocate(1 << 30)), *to = static_cast<char*>(allocate(1 << 30));
-  const double copy_us =
-      time_of([&] { check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes / 2), cudaMemcpyDeviceToDevice)); });
-  std::printf("%s: copy of the same bytes %.1f us (%.2f TB/s)\n", what, copy_us, bytes / copy_us * 1e-6);
-  std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.us < b.us; });
-  for (size_t i = 0; i < rows.size(); ++i)
-    if (i < 7 || rows[i].text.find("chosen") != std::string::npos)
-      std::printf("  %7.1f us  %.2f TB/s  %.3f of copy  %s\n", rows[i].us, bytes / rows[i].us * 1e-6,
-                  copy_us / rows[i].us, rows[i].text.c_str());
+// The new body beside the ring.
+template <int U, int kLanes, int kThreads, int kBlocks>
+void sweep_heads(const QkNormRopeBwdParams& p, const QkNormRopeProblem& problem, std::vector<Row>& rows,
+                 const std::function<std::string()>& verdict) {
+  QkNormRopeConfig c = qk_norm_rope_backward_config(problem, U, kThreads);
+  if (c.lanes != kLanes && kLanes != 0) return;
+  c.tokens_a_block = kThreads / c.threads_a_token;
+  c.threads = (c.threads_a_token * c.tokens_a_block + 31) / 32 * 32;
+  c.shared_bytes = 64 * U * kThreads;
+  c.blocks = std::min<int64_t>(132 * kBlocks, (problem.tokens + c.tokens_a_block - 1) / c.tokens_a_block);
+  LaunchConfig config;
+  config.grid.x = static_cast<unsigned>(c.blocks);
+  config.block.x = static_cast<unsigned>(c.threads);
+  config.dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes);
+  LaunchConfig sum;
+  sum.grid.x = static_cast<unsigned>((2 * p.shape.head_dim + 31) / 32);
+  sum.block.x = 1024;
+  sum.programmatic_dependent = true;
+  const auto kernel = qk_norm_rope::backward_ring<bfloat16, bfloat16, false, U, kLanes, kThreads, kBlocks>;
+  Status status;
+  const auto call = [&] {
+    status = launch(kernel, config, nullptr, p, c, 1e-6f, 1.0f / static_cast<float>(p.shape.head_dim));
+    if (p.partials) (void)launch(qk_norm_rope::sum_partials<bfloat16>, sum, nullptr, p, c.blocks);
+  };
+  const double us = sweep::time_of(call, 21);
+  char text[160];
+  std::snprintf(text, sizeof text, "heads: %d, lanes %d, %d threads x %d, tokens %d, blocks %lld%s %s", U, kLanes,
+                c.threads, kBlocks, c.tokens_a_block, (long long)c.blocks, p.partials ? "" : ", no weights",
+                verdict().c_str());
+  rows.push_back({us, status.ok() ? text : status.what() + " FAILED"});
 }
 
 void run(int64_t batch, int64_t tokens, int64_t q_heads, int64_t k_heads, int64_t dim) {
   const int64_t q_count = batch * tokens * q_heads * dim, k_count = batch * tokens * k_heads * dim;
-  void *q = numbers(q_count), *k = numbers(k_count), *dq_out = numbers(q_count), *dk_out = numbers(k_count);
-  void *q_out = allocate(q_count * 2), *k_out = allocate(k_count * 2), *w = numbers(dim), *dw = allocate(dim * 2);
-  void *cos = numbers(tokens * dim / 2), *sin = numbers(tokens * dim / 2), *partials = allocate(size_t{4096} * dim * 8);
+  void *q = sweep::random_bfloat16(q_count, 1), *k = sweep::random_bfloat16(k_count, 2),
+       *dq_out = sweep::random_bfloat16(q_count, 3), *dk_out = sweep::random_bfloat16(k_count, 4);
+  void *q_out = sweep::allocate(q_count * 2), *k_out = sweep::allocate(k_count * 2),
+       *w = sweep::random_bfloat16(dim, 5), *dw = sweep::allocate(dim * 2);
+  void *cos = sweep::random_bfloat16(tokens * dim / 2, 6), *sin = sweep::random_bfloat16(tokens * dim / 2, 7),
+       *partials = sweep::allocate(size_t{4096} * dim * 8);
   const auto layout = [&](int64_t heads) { return RotaryHeads{heads, tokens * heads * dim, heads * dim, dim}; };
   const RotaryHeads of_q = layout(q_heads), of_k = layout(k_heads);
   const RotaryAngles angles{cos, sin, tokens, 0, dim / 2, 1, false, Dtype::bfloat16};
@@ -150,36 +117,66 @@ void run(int64_t batch, int64_t tokens, int64_t q_heads, int64_t k_heads, int64_
   std::printf("%lldx%lldx(%lld+%lld)x%lld\n", (long long)batch, (long long)tokens, (long long)q_heads,
               (long long)k_heads, (long long)dim);
   std::vector<Row> rows;
-  rows.push_back({time_of([&] { (void)qk_norm_rope_forward_cuda(f, nullptr); }), "chosen"});
-  sweep_forward<2, 4, true>(f, problem, rows);
-  sweep_forward<2, 5, true>(f, problem, rows);
-  sweep_forward<4, 3, true>(f, problem, rows);
-  sweep_forward<4, 3, false>(f, problem, rows);
+  rows.push_back({sweep::time_of([&] { (void)qk_norm_rope_forward_cuda(f, nullptr); }), "chosen"});
   sweep_forward<4, 4, true>(f, problem, rows);
   sweep_forward<4, 4, false>(f, problem, rows);
-  sweep_forward<8, 2, true>(f, problem, rows);
-  print("forward", 4.0 * (q_count + k_count), rows);
+  sweep::print("forward", 4.0 * (q_count + k_count), rows, 24);
 
   rows.clear();
-  rows.push_back({time_of([&] { (void)qk_norm_rope_backward_cuda(b, nullptr); }), "chosen"});
+  rows.push_back({sweep::time_of([&] { (void)qk_norm_rope_backward_cuda(b, nullptr); }), "chosen"});
   QkNormRopeBwdParams inputs_alone = b;
   inputs_alone.partials = inputs_alone.dq_weight = inputs_alone.dk_weight = nullptr;
-  rows.push_back({time_of([&] { (void)qk_norm_rope_backward_cuda(inputs_alone, nullptr); }), "chosen, no weights"});
-  for (const int heads : {1, 2, 4, 5, 8})
-    for (const int stages : {2, 3, 4})
-      for (const int together : {1, 2, 3, 4, 6, 8}) {
-        const QkNormRopeConfig c = qk_norm_rope_backward_config(problem, heads, stages, together);
-        if (c.heads_a_thread != heads || together * c.threads > 512) continue;
-        Status status;
-        const double us = time_of([&] { status = qk_norm_rope_backward_cuda_with(c, b, nullptr); });
-        char text[160];
-        std::snprintf(text, sizeof text,
-                      "heads a thread %d, stages %d, together %d, threads %d, tokens %d, blocks %lld", heads, stages,
-                      together, c.threads, c.tokens_a_block, (long long)c.blocks);
-        if (status.ok()) rows.push_back({us, text});
-      }
-  print("backward", 6.0 * (q_count + k_count), rows);
-  for (void* m : {q, k, dq_out, dk_out, q_out, k_out, w, dw, cos, sin, partials}) check(cudaFree(m));
+  rows.push_back(
+      {sweep::time_of([&] { (void)qk_norm_rope_backward_cuda(inputs_alone, nullptr); }), "chosen, no weights"});
+  // What the chosen one wrote, to compare with: the end of dq, and both weights' gradients.
+  std::vector<uint16_t> want(1 << 20), got(1 << 20), want_dw(dim), got_dw(dim);
+  const auto fetch = [&](std::vector<uint16_t>& to, std::vector<uint16_t>& to_dw) {
+    sweep::check(cudaDeviceSynchronize());
+    sweep::check(
+        cudaMemcpy(to.data(), static_cast<uint16_t*>(q_out) + q_count - (1 << 20), 2 << 20, cudaMemcpyDeviceToHost));
+    sweep::check(cudaMemcpy(to_dw.data(), dw, dim * 2, cudaMemcpyDeviceToHost));
+    sweep::check(cudaMemset(q_out, 0xff, q_count * 2));
+    sweep::check(cudaMemset(dw, 0xff, dim * 2));
+  };
+  (void)qk_norm_rope_backward_cuda(b, nullptr);
+  fetch(want, want_dw);
+  const auto verdict = [&] {
+    fetch(got, got_dw);
+    const auto value = [](uint16_t h) {
+      uint32_t u = uint32_t{h} << 16;
+      float f;
+      std::memcpy(&f, &u, 4);
+      return f;
+    };
+    double worst = 0, worst_dw = 0, most_dw = 0;
+    for (size_t i = 0; i < want.size(); ++i) {
+      const double d = std::abs(value(got[i]) - value(want[i]));
+      worst = d == d ? std::max(worst, d) : 1e9;
+    }
+    for (int i = 0; i < dim; ++i) {
+      const double d = std::abs(value(got_dw[i]) - value(want_dw[i]));
+      worst_dw = d == d ? std::max(worst_dw, d) : 1e9;
+      most_dw = std::max<double>(most_dw, std::abs(value(want_dw[i])));
+    }
+    char text[80];
+    std::snprintf(text, sizeof text, "(dq off %.2g, dw off %.2g of %.2g)", worst, worst_dw, most_dw);
+    return std::string(text);
+  };
+  for (const bool weights : {true, false}) {
+    const QkNormRopeBwdParams& of = weights ? b : inputs_alone;
+    sweep_heads<4, 8, 256, 2>(of, problem, rows, verdict);
+    sweep_heads<4, 0, 256, 2>(of, problem, rows, verdict);
+    sweep_heads<4, 8, 512, 1>(of, problem, rows, verdict);
+    sweep_heads<4, 8, 160, 3>(of, problem, rows, verdict);
+    sweep_heads<4, 8, 160, 4>(of, problem, rows, verdict);
+    sweep_heads<4, 8, 640, 1>(of, problem, rows, verdict);
+    sweep_heads<8, 8, 256, 2>(of, problem, rows, verdict);
+    sweep_heads<2, 8, 256, 2>(of, problem, rows, verdict);
+    sweep_heads<4, 4, 256, 2>(of, problem, rows, verdict);
+    sweep_heads<4, 4, 512, 1>(of, problem, rows, verdict);
+  }
+  sweep::print("backward", 6.0 * (q_count + k_count), rows, 24);
+  for (void* m : {q, k, dq_out, dk_out, q_out, k_out, w, dw, cos, sin, partials}) sweep::check(cudaFree(m));
 }
 
 }  // namespace
