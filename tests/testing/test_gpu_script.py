@@ -79,6 +79,7 @@ def test_the_bench_stage_tells_what_was_compiled_and_keeps_what_a_stopped_run_me
     stages.finish([verdict], tmp_path, tmp_path / "kept")
     (kept,) = (tmp_path / "kept").glob("*.json")
     assert json.loads(kept.read_text())["rows"] == [1, 2, 3]
+    assert kept.read_text().endswith("[\n  1,\n  2,\n  3\n ]\n}\n")
 
 
 def test_only_the_packages_own_rows_are_printed(stages):

@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 570.0  # of all stages together
@@ -224,9 +225,16 @@ def own_rows(log: str) -> str:
     return "\n".join([head, rule, *(line for line in lines if "  warpsmith  " in line)])
 
 
+def row_by_row(kept: dict[str, Any]) -> str:
+    """JSON with one line for each of the rows, of which there are more than a thousand."""
+    rest = json.dumps({name: value for name, value in kept.items() if name != "rows"}, indent=1)
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in kept["rows"])
+    return f'{rest[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
+
+
 def finish(verdicts: list[Verdict], logs: Path, results: Path) -> None:
     """Prints the benchmark's table and the stages', and writes both as one JSON file named by date and GPU."""
-    kept = {"environment": {}, "rows": []}
+    kept: dict[str, Any] = {"environment": {}, "rows": []}
     rows = logs / "bench_rows.json"
     if any(v.stage == "bench" for v in verdicts) and rows.exists():
         kept = json.loads(rows.read_text())
@@ -236,7 +244,7 @@ def finish(verdicts: list[Verdict], logs: Path, results: Path) -> None:
     gpu = re.sub(r"\W+", "-", str(kept["environment"].get("gpu", "gpu"))).lower()
     results.mkdir(parents=True, exist_ok=True)
     target = results / f"{time.strftime('%Y-%m-%d-%H%M', time.gmtime())}-{gpu}.json"
-    target.write_text(json.dumps({"stages": [asdict(v) for v in verdicts], **kept}, indent=1) + "\n")
+    target.write_text(row_by_row({"stages": [asdict(v) for v in verdicts], **kept}))
     print("\n".join(f"{name}: {value}" for name, value in kept["environment"].items()))
     print(stage_table(verdicts))
     print(f"written: {target}")
