@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "device/mbarrier.h"
 #include "device/platform.h"
 #ifdef WARPSMITH_SIM
 #include "device/host_hooks_sm90.h"
@@ -79,6 +80,27 @@ template <class T> __device__ __forceinline__ T* cluster_shared(T* shared, unsig
   return reinterpret_cast<T*>(remote);
 #else
   return shared;
+#endif
+}
+
+// Sixteen bytes into the shared memory of a block of the cluster, counted on an mbarrier of that block like a bulk
+// copy: who waits for its phase sees them. No fence, and no barrier of the cluster. Both addresses come from
+// cluster_shared(), `remote` on 16 bytes. PTX ISA 9.7.9.12 "st.async".
+template <class V>
+__device__ __forceinline__ void store_async(V* remote, const V& value, Mbarrier* remote_barrier WARPSMITH_SITE) {
+  static_assert(sizeof(V) == 16);
+#ifdef WARPSMITH_SIM
+  sim::store_async(remote, &value, remote_barrier, site);
+#elif __CUDA_ARCH__ >= 900
+  union {
+    V value;
+    uint32_t word[4];
+  } u{value};
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   detail::shared_address(remote)),
+               "r"(u.word[0]), "r"(u.word[1]), "r"(u.word[2]), "r"(u.word[3]),
+               "r"(detail::shared_address(remote_barrier))
+               : "memory");
 #endif
 }
 

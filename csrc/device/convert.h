@@ -87,4 +87,40 @@ template <> __device__ __forceinline__ float high_half<float16>(uint32_t two) {
   return to_float(float16{static_cast<uint16_t>(two >> 16)});
 }
 
+#ifdef WARPSMITH_SIM
+namespace detail {
+// As the device has it: a NaN gives way to a number, and +0 is larger than -0.
+inline float larger(float a, float b) {
+  if (a != a || b != b) return a != a ? b : a;
+  return a == b ? (std::bit_cast<uint32_t>(a) >> 31 ? b : a) : a > b ? a : b;
+}
+template <class T> uint32_t max_halves(uint32_t a, uint32_t b) {
+  return pack<T>(larger(low_half<T>(a), low_half<T>(b)), larger(high_half<T>(a), high_half<T>(b)));
+}
+}  // namespace detail
+#endif
+
+// The larger of both halves, each by itself: one instruction for two elements. A NaN gives way to a number; two give
+// the canonical one. PTX ISA 9.7.4 "max".
+template <class T> __device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b);
+
+template <> __device__ __forceinline__ uint32_t max_halves<bfloat16>(uint32_t a, uint32_t b) {
+#ifdef WARPSMITH_SIM
+  return detail::max_halves<bfloat16>(a, b);
+#else
+  uint32_t y;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+#endif
+}
+template <> __device__ __forceinline__ uint32_t max_halves<float16>(uint32_t a, uint32_t b) {
+#ifdef WARPSMITH_SIM
+  return detail::max_halves<float16>(a, b);
+#else
+  uint32_t y;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+#endif
+}
+
 }  // namespace warpsmith::device

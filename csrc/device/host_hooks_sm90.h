@@ -44,6 +44,7 @@ void bulk_wait(int groups_in_flight, bool reads_only, Site site);
 void cluster_arrive(Site site);
 void cluster_wait(Site site);
 void* cluster_shared(const void* shared, unsigned rank, Site site);
+void store_async(void* remote, const void* sixteen_bytes, void* remote_barrier, Site site);
 
 // Warpgroup matrix instructions.
 struct WgmmaOperands {

@@ -176,7 +176,7 @@ void issue(BulkOperation&& operation) {
   Thread& me = self();
   Untracked scope;
   BulkOperation& op = machine.bulk_operations.emplace_back(std::move(operation));
-  op.block = me.block;
+  if (!op.block) op.block = me.block;
   if (!op.load) me.open_bulk.push_back(&op);
   order_release(&op.issued);
   const Timing timing = async_timing();
@@ -188,7 +188,7 @@ void issue(BulkOperation&& operation) {
   if (!op.load) return;
   // Until it arrives, the destination holds NaN bytes in every receiving block.
   for (unsigned rank = 0; rank < me.block->cluster_size; ++rank) {
-    Block* target = op.cluster_mask == 0 ? me.block : me.block->cluster->blocks[rank];
+    Block* target = op.cluster_mask == 0 ? op.block : me.block->cluster->blocks[rank];
     if (op.cluster_mask && !(op.cluster_mask >> rank & 1)) continue;
     unsigned char* to = target->arena + window_offset(op.shared);
     for (int i = 0; i < op.bytes; ++i) to[i] = 0xff;
@@ -298,6 +298,32 @@ void bulk_load(void* shared, const void* global, int bytes, void* barrier, Site 
   op.global = static_cast<unsigned char*>(const_cast<void*>(global));
   op.bytes = bytes;
   op.barrier = barrier;
+  op.site = site;
+  issue(std::move(op));
+}
+
+// As a copy of 16 bytes that the issuing thread has at hand.
+void store_async(void* remote, const void* sixteen_bytes, void* remote_barrier, Site site) {
+  Block* target = owner_of_shared(remote);
+  if (!target || target->cluster != self().block->cluster)
+    fail("store_async: the destination is not in shared memory of this cluster", site);
+  if (owner_of_shared(remote_barrier) != target) fail("store_async: the mbarrier is another block's", site);
+  if (window_offset(remote) % 16)
+    fail("cudaErrorMisalignedAddress: misaligned address: store_async needs 16-byte alignment", site);
+  mbarrier_at(remote_barrier, "store_async", site);
+  if (!target->mbarriers_published) fail("store_async: mbarrier_init_fence() is missing", site);
+  machine.counters.shared_bytes_written += 16;
+  BulkOperation op;
+  const auto* bytes = static_cast<const unsigned char*>(sixteen_bytes);
+  {
+    Untracked scope;
+    op.staged.assign(bytes, bytes + 16);
+  }
+  op.block = target;
+  op.shared = static_cast<unsigned char*>(remote);
+  op.global = op.staged.data();
+  op.bytes = 16;
+  op.barrier = remote_barrier;
   op.site = site;
   issue(std::move(op));
 }

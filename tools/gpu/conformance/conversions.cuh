@@ -17,6 +17,9 @@ template <class T> __global__ void narrow(const float* x, T* y) {
 template <class T> __global__ void pack_pairs(const float* x, uint32_t* y) {
   y[threadIdx.x] = device::pack<T>(x[threadIdx.x], x[(threadIdx.x + 1) % kCount]);
 }
+template <class T> __global__ void max_pairs(const uint32_t* x, uint32_t* y) {
+  y[threadIdx.x] = device::max_halves<T>(x[threadIdx.x], x[(threadIdx.x + 1) % kCount]);
+}
 static __global__ void round_randomly(const float* x, const uint32_t* bits, bfloat16* y) {
   y[threadIdx.x] = device::round_stochastic(x[threadIdx.x], bits[threadIdx.x]);
 }
@@ -44,6 +47,13 @@ template <class T> void pack_case(Inputs& in, Output& out) {
   Array<uint32_t> y(kCount);
   for (float& v : x.host) v = in.edge();
   out.check(launch(pack_pairs<T>, {.block = kCount}, nullptr, x.upload(), y.upload()));
+  out.add(y);
+}
+template <class T> void max_case(Inputs& in, Output& out) {
+  Array<uint32_t> x(kCount), y(kCount);
+  const auto half = [&] { return uint32_t{device::from_float<T>(in.edge()).bits}; };
+  for (uint32_t& v : x.host) v = half() | half() << 16;
+  out.check(launch(max_pairs<T>, {.block = kCount}, nullptr, x.upload(), y.upload()));
   out.add(y);
 }
 inline void stochastic_case(Inputs& in, Output& out) {
@@ -94,6 +104,8 @@ EXACT("from_float.float16", 300, narrow_case<float16>);
 EXACT("from_float.bfloat16", 300, narrow_case<bfloat16>);
 EXACT("pack.float16", 200, pack_case<float16>);
 EXACT("pack.bfloat16", 200, pack_case<bfloat16>);
+EXACT("max_halves.float16", 200, max_case<float16>);
+EXACT("max_halves.bfloat16", 200, max_case<bfloat16>);
 EXACT("round_stochastic", 200, stochastic_case);
 EXACT("philox", 200, philox_case);
 // The bounds of device/math.h.

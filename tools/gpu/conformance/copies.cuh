@@ -4,6 +4,7 @@
 #include "device/cluster.h"
 #include "device/fence.h"
 #include "device/tensor_copy.h"
+#include "device/vector.h"
 
 // Asynchronous copies of every kind, mbarriers, clusters.
 namespace warpsmith::conformance {
@@ -226,6 +227,40 @@ template <int Blocks> void relaxed_cluster_case(Inputs& in, Output& out) {
   out.add(y);
 }
 
+using Sixteen = device::Vector<float, 4>;
+
+// Every block sends four numbers to every block of its cluster, which waits for the bytes of all.
+static __global__ void send_to_all(const float* x, float* y) {
+  WARPSMITH_SHARED(Sixteen, received, 8);
+  WARPSMITH_SHARED(device::Mbarrier, all_in, 1);
+  const unsigned rank = device::cluster_rank(), blocks = device::cluster_size();
+  const int t = threadIdx.x;
+  if (t == 0) {
+    device::mbarrier_init(all_in, 1);
+    device::mbarrier_init_fence();
+  }
+  __syncwarp(0xffffffffu);
+  device::cluster_arrive_relaxed();
+  device::cluster_wait();
+  if (t == 0) device::mbarrier_arrive_expect(all_in, static_cast<int>(blocks) * 16);
+  if (t < static_cast<int>(blocks)) {
+    Sixteen mine;
+    for (int i = 0; i < 4; ++i) mine.at[i] = x[blockIdx.x * 4 + i] + static_cast<float>(t);
+    device::store_async(device::cluster_shared(received + rank, static_cast<unsigned>(t)), mine,
+                        device::cluster_shared(all_in, static_cast<unsigned>(t)));
+  }
+  device::mbarrier_wait(all_in, 0);
+  if (t < static_cast<int>(blocks))
+    for (int i = 0; i < 4; ++i) y[(blockIdx.x * blocks + t) * 4 + i] = received[t].at[i];
+}
+template <int Blocks> void store_async_case(Inputs& in, Output& out) {
+  Array<float> x(4 * 2 * Blocks), y(4 * 2 * Blocks * Blocks);
+  for (float& v : x.host) v = static_cast<float>(in.integer(-100, 100));
+  const LaunchConfig config{.grid = 2 * Blocks, .block = 32, .cluster = Blocks};
+  out.check(launch(send_to_all, config, nullptr, static_cast<const float*>(x.upload()), y.upload()));
+  out.add(y);
+}
+
 EXACT("copy_async.4", 200, copy_async_case<4>);
 EXACT("copy_async.8", 200, copy_async_case<8>);
 EXACT("copy_async.16", 200, copy_async_case<16>);
@@ -242,5 +277,7 @@ EXACT("tensor_copy.5d", 200, (box_case<bfloat16, 5, Swizzle::bytes128>));
 EXACT("cluster.2", 150, cluster_case<2>);
 EXACT("cluster.4", 150, cluster_case<4>);
 EXACT("cluster.arrive_relaxed", 150, relaxed_cluster_case<4>);
+EXACT("store_async.2", 150, store_async_case<2>);
+EXACT("store_async.8", 150, store_async_case<8>);
 
 }  // namespace warpsmith::conformance
