@@ -16,6 +16,7 @@ py::dict describe(const CrossEntropyConfig& c) {
   d["threads"] = c.threads;
   d["blocks"] = c.blocks;
   d["stages"] = c.stages;
+  d["bulk_copies"] = c.bulk;
   d["shared_bytes"] = c.shared_bytes;
   d["why"] = c.why;
   return d;

@@ -296,6 +296,30 @@ TEST(large_logits) {
   Problem<float>({.rows = 3, .classes = 100, .smoothing = 0.1, .scale = 1, .mean = 1e4f}).run();
 }
 
+// One element has nearly all of the row, and what the others add is lost if they are added one by one: the sum of a
+// float32 row is right to half an ulp.
+TEST(small_terms_beside_a_large_one) {
+  for (const int64_t classes : {65, 2500, 30001}) {
+    Problem<float> p({.rows = 4, .classes = classes});
+    for (int64_t r = 0; r < 4; ++r)
+      for (int64_t c = 0; c < classes; ++c)
+        p.original[static_cast<size_t>(r * classes + c)] =
+            c == r * classes / 4 ? 1.0f : -16.0f - static_cast<float>(c % 7) / 8;
+    std::vector<double> want(4, 1.0);
+    for (size_t r = 0; r < 4; ++r)
+      for (int64_t c = 0; c < classes; ++c) {
+        const double d = p.logit(static_cast<int64_t>(r), c) - 1.0;
+        want[r] += d == 0 ? 0 : std::exp(d);
+      }
+    under_every_seed([&] {
+      p.poison();
+      p.run_denominator();
+      expect_ok(cross_entropy_forward_cuda(p.params(true), nullptr));
+      expect_close("row_sum", p.row_sum, want, {.ulps = 0.501});
+    });
+  }
+}
+
 // Read twice: rows that no cluster of a small machine holds.
 TEST(rows_too_long_for_the_chip) {
   const int limit = sim::options().properties.max_dynamic_shared_bytes;

@@ -49,7 +49,7 @@ template <class Visit> Status dispatch(Dtype dtype, Visit&& visit) {
 }
 
 template <class T, bool kGeneral>
-void (*forward_kernel(const CrossEntropyConfig& c))(CrossEntropyParams, int, int, int) {
+void (*forward_kernel(const CrossEntropyConfig& c))(CrossEntropyParams, Options, Schedule) {
   if (c.kernel == CrossEntropyKernel::looped) return forward_looped<T, kGeneral>;
   return c.block_a_row() ? forward_resident<T, true, kGeneral> : forward_resident<T, false, kGeneral>;
 }
@@ -92,7 +92,7 @@ Status cross_entropy_forward_cuda_with(const CrossEntropyConfig& c, const CrossE
     const auto kernel = general(p) ? forward_kernel<T, true>(c) : forward_kernel<T, false>(c);
     LaunchConfig grid = grid_of(c);
     if (p.follows_denominator) WARPSMITH_RETURN_IF_FAILED(overlapping(&grid));
-    return launch(kernel, grid, stream, p, c.lanes, c.slots, c.stages);
+    return launch(kernel, grid, stream, p, Options(p), Schedule(c));
   });
 }
 
@@ -102,7 +102,7 @@ Status cross_entropy_backward_cuda(const CrossEntropyParams& p, void* stream) {
   const CrossEntropyConfig c = choose_cross_entropy_backward(problem);
   return dispatch(p.dtype, [&]<class T>() {
     return launch(general(p) ? backward_streaming<T, true> : backward_streaming<T, false>, grid_of(c), stream, p,
-                  c.lanes);
+                  Options(p), c.lanes);
   });
 }
 

@@ -29,8 +29,8 @@ struct CrossEntropyParams {
   void* entropy;    // [rows], real
   int64_t* argmax;  // [rows], the first of the largest logits; 0 where all are -inf or NaN
 
-  // What the backward needs of a row: its largest z, and the sum of the exponentials relative to that (in units of the
-  // device's own). lse would do, but for |z| in the thousands its rounding shows in the gradient.
+  // What the backward needs of a row: its largest z, and the sum of the exponentials relative to that. lse would do,
+  // but for |z| in the thousands its rounding shows in the gradient.
   void* row_max;  // [rows], real
   void* row_sum;  // [rows], real
 

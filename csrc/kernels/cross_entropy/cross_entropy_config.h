@@ -35,7 +35,9 @@ struct CrossEntropyConfig {
   int threads = 512;  // of a block
   int cluster = 1;    // blocks of a row
   int slots = 0;      // 16-byte vectors of a row that one thread has (resident)
+  int64_t part = 0;   // and that one block has
   int stages = 1;     // rows that a thread has room for: with two, one arrives while the other is worked on
+  bool bulk = false;  // a row, or its part, comes by one bulk copy
   int64_t blocks = 1;
   int64_t shared_bytes = 0;
   const char* why = "";
@@ -49,7 +51,8 @@ namespace cross_entropy_detail {
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 constexpr int kMaxCluster = 8;                // what every sm_90 grants without opting in
 constexpr int kVectorsOfThread = 16;          // fewer threads cost less beside the elements: the exchange of the sums
-constexpr int kMaxThreads = 512;              // of a block that has a row, or a part of it
+constexpr int kMaxThreads = 512;              // of a block that has a row
+constexpr int kMaxWarpsOfCluster = 32;        // which exchange their sums
 constexpr int64_t kSharedOfRow = 108 * 1024;  // of a block with a row: two share a multiprocessor
 constexpr int64_t kSharedOfPart = 48 * 1024;  // of a block with part of one: blocks of other rows cover its waits
 constexpr int64_t kRowsOfWarp = 8;            // that one warp works on, one after the other
@@ -63,9 +66,10 @@ constexpr int64_t vectors_of(const CrossEntropyProblem& p) {
   return p.aligned ? ceil_div(p.classes, n) : (p.classes + n - 2) / n + 1;
 }
 
-// Vectors that one thread keeps.
-constexpr int64_t slots_of(const CrossEntropyConfig& c, int64_t vectors) {
-  return ceil_div(vectors, int64_t{c.cluster} * c.lanes);
+// What a thread and a block keep of a row.
+constexpr void divide(CrossEntropyConfig& c, int64_t vectors) {
+  c.part = ceil_div(vectors, c.cluster);
+  c.slots = static_cast<int>(ceil_div(c.part, c.lanes));
 }
 
 constexpr void spread(CrossEntropyConfig& c, int64_t rows) {
@@ -74,13 +78,12 @@ constexpr void spread(CrossEntropyConfig& c, int64_t rows) {
 
 }  // namespace cross_entropy_detail
 
-// Measured on one H200 (2026-11-21, bf16, loss and gradient, tools/gpu/sweep, before several vectors were loaded at
-// once), fractions of a copy of the same bytes:
-//   8192 x 50304    one block a row, 384 or 512 threads 0.84, 256 threads 0.79; clusters of 2 0.75, of 4 0.58
-//   16384 x 32000   one block a row, 256 threads 0.85, 384 threads 0.77; clusters of 2 0.74
-//   4096 x 128256   clusters of 8, 128 threads 0.73, 256 threads 0.66; of 4, 256 threads 0.72
-// Two rows a block in turn, the next one arriving meanwhile, lost everywhere but where a row is a warp's (0.62 at 65536
-// x 1024): two blocks overlap as well, and have twice the threads.
+// Measured on one H200 (2026-11-21, bf16, loss and gradient, tools/gpu/sweep), fractions of a copy of the same bytes:
+//   8192 x 50304    one block a row, 384 threads 0.95, 256 to 512 threads 0.94; clusters of 2 0.93
+//   16384 x 32000   one block a row, 192 to 320 threads 0.95; clusters of 2 0.93
+//   4096 x 128256   clusters of 8, 128 threads 0.90; of 4, 192 to 320 threads 0.88
+// Two rows a block in turn, the next one arriving meanwhile, lost everywhere but where a row is a warp's: two blocks
+// overlap as well, and have twice the threads.
 constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProblem& p) {
   using namespace cross_entropy_detail;
   const int64_t vectors = vectors_of(p);
@@ -95,14 +98,18 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
     const int64_t bytes = vectors * 16;
     if (p.compute_capability >= 90 && bytes > kSharedOfRow)
       while (c.cluster < kMaxCluster && bytes > c.cluster * kSharedOfPart) c.cluster *= 2;
-    const int64_t threads = ceil_div(ceil_div(vectors, int64_t{c.cluster} * kVectorsOfThread), 32) * 32;
-    c.lanes = c.threads = static_cast<int>(std::clamp<int64_t>(threads, 64, kMaxThreads));
+    const int64_t threads = (vectors / (c.cluster * kVectorsOfThread) + 32) / 64 * 64;
+    const int64_t most = std::min(kMaxThreads, kMaxWarpsOfCluster * 32 / c.cluster);
+    c.lanes = c.threads = static_cast<int>(std::clamp<int64_t>(threads, 64, most));
+    c.bulk = p.compute_capability >= 90;
     c.why = c.cluster > 1 ? "a row fits in the shared memory of a cluster of blocks"
                           : "a row fits in a block's shared memory";
   }
-  const int64_t stage_bytes = slots_of(c, vectors) * c.threads * 16, most_bytes = p.max_shared_bytes - kStaticShared;
+  divide(c, vectors);
+  const int64_t stage_bytes = int64_t{c.slots} * c.threads * 16, most_bytes = p.max_shared_bytes - kStaticShared;
   if (stage_bytes > most_bytes) {
     c = {};
+    divide(c, vectors);
     c.why = "a row is longer than the chip's shared memory: it is read twice";
     spread(c, p.rows);
     return c;
@@ -113,7 +120,6 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
     rows_of_block = std::max<int64_t>(1, std::min(waves / 2, kRowsOfWarp));
   }
   c.stages = rows_of_block > 1 ? 2 : 1;
-  c.slots = static_cast<int>(slots_of(c, vectors));
   c.shared_bytes = c.stages * stage_bytes;
   spread(c, ceil_div(p.rows, rows_of_block));
   return c;

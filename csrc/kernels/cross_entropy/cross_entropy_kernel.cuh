@@ -3,68 +3,16 @@
 #include <type_traits>
 
 #include "device/async_copy.h"
-#include "device/cluster.h"
+#include "device/bulk_copy.h"
 #include "device/programmatic_launch.h"
-#include "kernels/cross_entropy/cross_entropy_config.h"
 #include "kernels/cross_entropy/row.cuh"
+#include "kernels/cross_entropy/team.cuh"
 
 // Kernels of cross_entropy. T: storage of the logits; all arithmetic is float, in a fixed order. kGeneral: softcap,
 // label smoothing or entropy are wanted. Bytes of a row of C classes: C * sizeof(T) read, as many written with a
 // gradient; looped reads twice then. Beside that each thread of a row reads its target (8 bytes), and each thread once
 // the denominator (4); results are 4 bytes each, argmax 8.
 namespace warpsmith::cross_entropy {
-
-constexpr int kMaxWarps = 32;
-
-// The threads of a row: `lanes` of a warp, or blockDim.x * cluster of a cluster.
-template <bool kBlock> struct Team {
-  int lane, size;
-  int cluster, rank;
-  int64_t row, step;  // the first row, and how far to the next
-  int64_t unit;       // row without the place inside a warp: the same for all lanes, which stay together
-
-  __device__ __forceinline__ explicit Team(int lanes) {
-    cluster = kBlock ? static_cast<int>(device::cluster_size()) : 1;
-    rank = kBlock ? static_cast<int>(device::cluster_rank()) : 0;
-    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
-    lane = kBlock ? rank * threads + thread : thread % lanes;
-    size = kBlock ? cluster * threads : lanes;
-    const int side_by_side = kBlock ? 1 : 32 / lanes, units = kBlock ? 1 : threads / 32;
-    unit = (int64_t{blockIdx.x} / cluster * units + (kBlock ? 0 : thread / 32)) * side_by_side;
-    row = unit + (kBlock ? 0 : thread % 32 / lanes);
-    step = int64_t{gridDim.x} / cluster * units * side_by_side;
-  }
-  __device__ __forceinline__ void next() { row += step, unit += step; }
-};
-
-// What the threads of a row exchange. Two sets, in turn, so that one barrier a row is enough.
-struct Exchange {
-  Sums* warps;   // [2][kMaxWarps]
-  Sums* blocks;  // [2][cluster]
-  int turn;
-  bool met;  // all blocks of the cluster have started
-
-  template <bool kBlock, bool kGeneral> __device__ __forceinline__ Sums over_row(Sums x, const Team<kBlock>& team) {
-    x = combine<kGeneral>(x, kBlock ? 32 : team.size);
-    if constexpr (!kBlock) return x;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps_of_block = blockDim.x / 32;
-    Sums* mine = warps + turn * kMaxWarps;
-    if (lane == 0) mine[warp] = x;
-    __syncthreads();
-    x = combine<kGeneral>(lane < warps_of_block ? mine[lane] : no_elements(), 32);
-    if (team.cluster > 1) {
-      if (!met) device::cluster_wait();
-      met = true;
-      Sums* slots = blocks + turn * team.cluster;
-      if (static_cast<int>(threadIdx.x) < team.cluster)
-        *device::cluster_shared(slots + team.rank, static_cast<unsigned>(threadIdx.x)) = x;
-      device::cluster_barrier();
-      x = combine<kGeneral>(lane < team.cluster ? slots[lane] : no_elements(), 32);
-    }
-    turn ^= 1;
-    return x;
-  }
-};
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
 
@@ -103,14 +51,13 @@ template <class T> struct Problem {
   }
 };
 
-// The gradient that follows from a row's maximum and sum; early or late, the same bits. Gives lse as well.
+// The gradient that follows from a row's maximum and sum; early or late, the same bits.
 template <class T, bool kGeneral>
-__device__ __forceinline__ Gradient gradient_of(const CrossEntropyParams& p, const Options& o, const Problem<T>& at,
-                                                float m, float s, float denominator, float& lse) {
-  Gradient g;
-  g.c = reference_of(m);
-  g.rest = logf(s);
-  lse = !at.read ? 0.f : m == -kMinusInfinity ? m : m + g.rest;
+__device__ __forceinline__ Gradient<T, kGeneral> gradient_of(const CrossEntropyParams& p, const Options& o,
+                                                             const Problem<T>& at, float m, float s,
+                                                             float denominator) {
+  Gradient<T, kGeneral> g(m);
+  const float lse = kGeneral || o.z_loss != 0.f ? g.find_lse(at.read, m, s) : 0.f;
   // The row's factors are rounded once for float32 logits, where each rounding would be one of the result's.
   using Wide = std::conditional_t<sizeof(T) == 4, double, float>;
   const Wide scale = Wide(real_at(p.grad_loss, at.r * p.grad_loss_stride, 1.f)) / denominator;
@@ -120,7 +67,7 @@ __device__ __forceinline__ Gradient gradient_of(const CrossEntropyParams& p, con
     if (o.spread != 0.f) k += spread * total_weight(p);
   g.t = static_cast<float>(t);
   g.s = static_cast<float>(spread);
-  g.k = static_cast<float>(k / s);
+  g.k = static_cast<float>(k / (s * g.exponential.unit(m)));
   g.q = 0.f;
   g.aim(at.label, at.target, at.row.phase, Row<T>::N);
   return g;
@@ -129,7 +76,8 @@ __device__ __forceinline__ Gradient gradient_of(const CrossEntropyParams& p, con
 // A row's results, stored by one thread. `hot`: the target's logit.
 template <class T, bool kGeneral>
 __device__ __forceinline__ void store_results(const CrossEntropyParams& p, const Options& o, const Problem<T>& at,
-                                              const Sums& x, const Gradient& g, float lse, float hot) {
+                                              const Sums& x, Gradient<T, kGeneral>& g, float hot) {
+  const float lse = g.find_lse(at.read, x.m, x.s);
   float loss = at.label == Label::bad ? not_a_number() : 0.f, log_prob = loss;
   if (at.label == Label::counts) {
     log_prob = o.capped<T, kGeneral>(hot) - x.m - g.rest;
@@ -160,54 +108,63 @@ template <class T, bool kGeneral> __device__ __forceinline__ void store_argmax(c
   device::store(p.argmax + at.r, int64_t{at.row.first_column(x.at)} + place);
 }
 
-// The lane that stores a row's results: it holds the target's logit.
-template <bool kBlock> __device__ __forceinline__ bool stores_results(const Gradient& g, const Team<kBlock>& team) {
-  return g.hot < 0 ? team.lane == 0 : g.hot % team.size == team.lane;
-}
-
-// A row in the shared memory of its threads, each of which copies, and later reads, only its own vectors: no barrier
-// but for the sums. Vector i belongs to thread i % size, slot i / size. With two stages the next row is on its way
-// while one is worked on; the targets come a row earlier still.
+// A row in the shared memory of its threads, each of which reads only its own vectors: no barrier but for the sums.
+// They come by a bulk copy for each block, or copied by the threads themselves. With two stages (lanes of a warp alone)
+// the next row is on its way while one is worked on; the targets come a row earlier still.
 template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock ? 2 : 6)
-    forward_resident(CrossEntropyParams p, int lanes, int slots, int stages) {
+    forward_resident(CrossEntropyParams p, Options o, Schedule schedule) {
   constexpr int N = Row<T>::N;
-  WARPSMITH_SHARED(Sums, warps, 2 * kMaxWarps);
-  WARPSMITH_SHARED(Sums, blocks, 2 * cross_entropy_detail::kMaxCluster);
+  WARPSMITH_SHARED(Exchange::Slot, warps, 2 * Exchange::kMaxWarps);
+  WARPSMITH_SHARED(device::Mbarrier, barriers, 3);
   WARPSMITH_DYNAMIC_SHARED(shared);
-  Team<kBlock> team(lanes);
-  Exchange exchange{warps, blocks, 0, false};
-  const Options o(p);
+  Team<kBlock> team(schedule.lanes, schedule.part);
+  Exchange exchange{warps, barriers, 0, 0, false};
+  device::Mbarrier* const arrived = barriers + 2;
+  unsigned arrived_parity = 0;
+  const bool bulk = kBlock && schedule.bulk;
   const int slot_step = static_cast<int>(blockDim.x);
   Packed* stage = reinterpret_cast<Packed*>(shared) + threadIdx.x;
-  Packed* other = stage + (stages - 1) * slots * slot_step;
-  // Calls visit(i, slot) for each vector of this thread.
-  const auto for_slots = [&](int vectors, Packed* slot, auto&& visit) {
-    for (int i = team.lane; i < vectors; i += team.size, slot += slot_step) visit(i, slot);
-  };
-  // Calls visit(i, vector); several are loaded before the first is used.
-  const auto for_vectors = [&](int vectors, const Packed* slot, auto&& visit) {
+  Packed* other = stage + (kBlock ? 0 : (schedule.stages - 1) * schedule.slots * slot_step);
+  // Calls visit(vector) for the `count` vectors that are this block's; several are loaded before the first is used.
+  const auto for_vectors = [&](int count, const Packed* slot, auto&& visit) {
     constexpr int kBatch = kGeneral ? 1 : 4;
     int i = team.lane;
-    for (; i + (kBatch - 1) * team.size < vectors; i += kBatch * team.size, slot += kBatch * slot_step) {
+    for (; i + (kBatch - 1) * team.size < count; i += kBatch * team.size, slot += kBatch * slot_step) {
       Packed x[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) x[b] = device::load(slot + b * slot_step);
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) visit(i + b * team.size, x[b]);
+      for (int b = 0; b < kBatch; ++b) visit(team.begin + i + b * team.size, x[b]);
     }
-    for (; i < vectors; i += team.size, slot += slot_step) visit(i, device::load(slot));
+    for (; i < count; i += team.size, slot += slot_step) visit(team.begin + i, device::load(slot));
   };
   const auto request = [&](const Problem<T>& at, Packed* to) {
-    for_slots(at.vectors_read(), to, [&](int i, Packed* slot) {
-      const int column = at.row.first_column(i);
-      if (at.row.whole(column))
-        device::copy_async<16>(slot, at.row.base + column);
-      else
-        *slot = at.row.load(i);
-    });
-    device::copy_async_commit();
+    const int count = team.count(at.vectors_read());
+    const int first = max(at.row.first_whole() - team.begin, 0), end = min(at.row.end_whole() - team.begin, count);
+    const Packed* from = reinterpret_cast<const Packed*>(at.row.base - at.row.phase) + team.begin;
+    if (bulk && threadIdx.x == 0) {
+      const int bytes = max(end - first, 0) * 16;
+      device::mbarrier_arrive_expect(arrived, bytes);
+      if (bytes > 0) device::bulk_load(to + first, from + first, bytes, arrived);
+    }
+    if (bulk && first == 0 && end == count) return;
+    Packed* slot = to;
+    for (int i = team.lane; i < count; i += team.size, slot += slot_step) {
+      if (i < first || i >= end)
+        *slot = at.row.load(team.begin + i);
+      else if (!bulk)
+        device::copy_async<16>(slot, from + i);
+    }
+    if (!bulk) device::copy_async_commit();
   };
-  if (team.cluster > 1) device::cluster_arrive_relaxed();
+  if (kBlock && (bulk || team.cluster > 1)) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 3; ++i) device::mbarrier_init(barriers + i, 1);
+      device::mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (team.cluster > 1) device::cluster_arrive_relaxed();
+  }
   int64_t target = target_of(p, team.row), next_target = target_of(p, team.row + team.step);
   request(Problem<T>(p, team.row, target), stage);
   device::wait_for_previous_kernel();
@@ -216,53 +173,89 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
     const Problem<T> at(p, team.row, target);
     target = next_target;
     next_target = target_of(p, team.row + 2 * team.step);
-    if (stages == 2) {
+    if (bulk) {
+      device::mbarrier_wait(arrived, arrived_parity);
+      arrived_parity ^= 1;
+    } else if (!kBlock && schedule.stages == 2) {
       request(Problem<T>(p, team.row + team.step, target), other);
       device::copy_async_wait<1>();
     } else {
       device::copy_async_wait<0>();
     }
 
+    const int count = team.count(at.vectors_read());
     Sums x = no_elements();
-    for_vectors(at.vectors_read(), stage, [&](int i, const Packed& held) {
-      const float m = max_of<T>(held);
-      if (m > x.m) x.m = m, x.at = i;
-    });
-    if constexpr (kGeneral) {
-      x.top = x.m;
-      if (team.lane < at.vectors_read()) x.m = o.capped<T, true>(x.m);
-    }
+    Largest<T> largest;
+    for_vectors(count, stage, [&](int, const Packed& held) { largest.add(held); });
+    x.top = x.m = largest.value();
+    if constexpr (kGeneral)
+      if (team.lane < count) x.m = o.capped<T, true>(x.m);
     share_max<kGeneral>(x, kBlock ? 32 : team.size);
-    for_vectors(at.vectors_read(), stage, [&](int i, const Packed& held) {
+    if (p.argmax && x.top != kMinusInfinity && (kGeneral || x.top == x.m)) {
+      Packed* slot = stage;
+      for (x.at = team.begin + team.lane; max_of<T>(device::load(slot)) != x.top; slot += slot_step) x.at += team.size;
+    }
+    const Exponential<T, kGeneral> exponential(x.m);
+    ExponentialSum<T> sum;
+    for_vectors(count, stage, [&](int i, const Packed& held) {
       float z[N];
       unpack<T, kGeneral>(held, i, at.row, o, z);
-      add<T, kGeneral>(x, z, i, at.row, o, p.class_weight);
+      add<T, kGeneral>(x, sum, exponential, z, i, at.row, o, p.class_weight);
     });
-    x = exchange.over_row<kBlock, kGeneral>(x, team);
-    float lse;
-    const Gradient g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, denominator, lse);
-    if (at.exists && stores_results(g, team)) {
-      const T* hot = reinterpret_cast<const T*>(stage + g.hot / team.size * slot_step) + g.place;
-      store_results<T, kGeneral>(p, o, at, x, g, lse, g.hot < 0 ? 0.f : device::to_float(device::load(hot)));
+    x.set(sum);
+    x.s /= exponential.unit(x.m);
+    x = exchange.over_row<T, kBlock, kGeneral>(x, team, p.argmax);
+    auto g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, denominator);
+    if (at.exists && (g.hot < 0 ? team.lane == 0 && team.begin == 0 : team.owns(g.hot, schedule.by_lanes))) {
+      const T* hot = reinterpret_cast<const T*>(stage + team.slot_of(g.hot, schedule.by_lanes) * slot_step) + g.place;
+      store_results<T, kGeneral>(p, o, at, x, g, g.hot < 0 ? 0.f : device::to_float(device::load(hot)));
     }
-    if (p.argmax && x.at != kNowhere && x.at % team.size == team.lane && at.exists)
-      store_argmax<T, kGeneral>(p, at, device::load(stage + x.at / team.size * slot_step), x);
+    if (p.argmax && x.at != kNowhere && at.exists && team.owns(x.at, schedule.by_lanes))
+      store_argmax<T, kGeneral>(p, at, device::load(stage + team.slot_of(x.at, schedule.by_lanes) * slot_step), x);
     if (p.dlogits) {
       const Row<T> out(p.dlogits, at.r * p.dlogits_stride, at.row.columns);
-      if (g.zero)
-        for_slots(at.vectors(), stage, [&](int i, Packed*) { out.store(at.row.first_column(i), Packed{}); });
-      else
-        for_vectors(at.vectors(), stage, [&](int i, const Packed& held) {
-          float z[N];
-          unpack<T, kGeneral>(held, i, at.row, o, z);
-          out.store(at.row.first_column(i), g.of<T, kGeneral>(z, i, at.row, o, p.class_weight));
-        });
+      const auto gradient = [&]<bool aimed>(int i, const Packed& held, std::bool_constant<aimed>) {
+        float z[N];
+        unpack<T, kGeneral>(held, i, at.row, o, z);
+        return g.template of<aimed>(z, i, at.row, o, p.class_weight);
+      };
+      int i = team.begin + team.lane;
+      const int end = team.begin + team.count(at.vectors());
+      const int end_whole = out.phase == at.row.phase ? min(end, at.row.end_whole()) : 0;
+      const Packed* slot = stage;
+      Packed* const to = reinterpret_cast<Packed*>(out.base - out.phase);
+      const auto store_one = [&] {
+        out.store(at.row.first_column(i), g.zero ? Packed{} : gradient(i, device::load(slot), std::true_type()));
+        i += team.size, slot += slot_step;
+      };
+      if (!kGeneral && !g.zero) {
+        constexpr int kBatch = 4;
+        if (i < at.row.first_whole() && i < end) store_one();
+        while (i + (kBatch - 1) * team.size < end_whole) {
+          if (kBlock && static_cast<unsigned>(g.hot - i) < static_cast<unsigned>(kBatch * team.size)) {
+#pragma unroll 1
+            for (int b = 0; b < kBatch; ++b) store_one();
+            continue;
+          }
+          Packed x[kBatch];
+#pragma unroll
+          for (int b = 0; b < kBatch; ++b) x[b] = device::load(slot + b * slot_step);
+#pragma unroll
+          for (int b = 0; b < kBatch; ++b)
+            device::store(to + i + b * team.size, gradient(i + b * team.size, x[b], std::bool_constant<!kBlock>()));
+          i += kBatch * team.size, slot += kBatch * slot_step;
+        }
+        for (; i < end_whole && i != g.hot; i += team.size, slot += slot_step)
+          device::store(to + i, gradient(i, device::load(slot), std::false_type()));
+      }
+      while (i < end) store_one();
     }
-    if (stages == 2) {
+    if (!kBlock && schedule.stages == 2) {
       Packed* const done = stage;
       stage = other;
       other = done;
-    } else {
+    } else if (team.unit + team.step < p.rows) {
+      if (bulk) __syncthreads();
       request(Problem<T>(p, team.row + team.step, target), stage);
     }
   }
@@ -273,43 +266,49 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
 // Any length: a block reads its row once for the sums, which follow the largest element seen so far, and again for the
 // gradient.
 template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
-    forward_looped(CrossEntropyParams p, int lanes, int, int) {
+    forward_looped(CrossEntropyParams p, Options o, Schedule schedule) {
   constexpr int N = Row<T>::N;
-  WARPSMITH_SHARED(Sums, warps, 2 * kMaxWarps);
-  Team<true> team(lanes);
-  Exchange exchange{warps, nullptr, 0, true};
-  const Options o(p);
+  WARPSMITH_SHARED(Exchange::Slot, warps, 2 * Exchange::kMaxWarps);
+  Team<true> team(schedule.lanes, schedule.part);
+  Exchange exchange{warps, nullptr, 0, 0, true};
   device::wait_for_previous_kernel();
   const float denominator = real_at(p.denominator, 0, 1.f);
   for (; team.unit < p.rows; team.next()) {
     const Problem<T> at(p, team.row, target_of(p, team.row));
     Sums x = no_elements();
+    Exponential<T, kGeneral> exponential(x.m);
+    ExponentialSum<T> sum;
     for (int i = team.lane; i < at.vectors_read(); i += team.size) {
       const Packed held = at.row.load(i);
       const float m = max_of<T>(held);
       if (m > x.top || x.m == kMinusInfinity) {
         if (m > x.top) x.top = m, x.at = i;
+        x.set(sum);
+        x.s /= exponential.unit(x.m);
         x.rebase<kGeneral>(o.capped<T, kGeneral>(x.top));
+        exponential = Exponential<T, kGeneral>(x.m);
+        sum.s = x.s * exponential.unit(x.m), sum.other = x.low;
       }
       float z[N];
       unpack<T, kGeneral>(held, i, at.row, o, z);
-      add<T, kGeneral>(x, z, i, at.row, o, p.class_weight);
+      add<T, kGeneral>(x, sum, exponential, z, i, at.row, o, p.class_weight);
     }
-    x = exchange.over_row<true, kGeneral>(x, team);
-    float lse;
-    const Gradient g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, denominator, lse);
-    if (stores_results(g, team)) {
+    x.set(sum);
+    x.s /= exponential.unit(x.m);
+    x = exchange.over_row<T, true, kGeneral>(x, team, p.argmax);
+    auto g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, denominator);
+    if (g.hot < 0 ? team.lane == 0 : team.owns(g.hot, schedule.by_lanes)) {
       const float hot = g.hot < 0 ? 0.f : device::to_float(device::load(at.row.base + at.target));
-      store_results<T, kGeneral>(p, o, at, x, g, lse, hot);
+      store_results<T, kGeneral>(p, o, at, x, g, hot);
     }
-    if (p.argmax && x.at != kNowhere && x.at % team.size == team.lane)
+    if (p.argmax && x.at != kNowhere && team.owns(x.at, schedule.by_lanes))
       store_argmax<T, kGeneral>(p, at, at.row.load(x.at), x);
     if (!p.dlogits) continue;
     const Row<T> out(p.dlogits, at.r * p.dlogits_stride, at.row.columns);
     for (int i = team.lane; i < at.row.vectors(); i += team.size) {
       float z[N];
       if (!g.zero) unpack<T, kGeneral>(at.row.load(i), i, at.row, o, z);
-      out.store(at.row.first_column(i), g.of<T, kGeneral>(z, i, at.row, o, p.class_weight));
+      out.store(at.row.first_column(i), g.of(z, i, at.row, o, p.class_weight));
     }
   }
   device::launch_dependents();
@@ -326,17 +325,15 @@ template <class T> __device__ __forceinline__ Packed times(const Packed& x, floa
 
 // dlogits from row_max and row_sum: reads C * sizeof(T) a row and writes as many.
 template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
-    backward_streaming(CrossEntropyParams p, int lanes) {
+    backward_streaming(CrossEntropyParams p, Options o, int lanes) {
   constexpr int N = Row<T>::N;
   const int lane = static_cast<int>(threadIdx.x) % lanes, groups = static_cast<int>(blockDim.x) / lanes;
-  const Options o(p);
   const float late = real_at(p.late_scale, 0, 1.f), denominator = real_at(p.denominator, 0, 1.f);
   for (int64_t r = int64_t{blockIdx.x} * groups + threadIdx.x / lanes; r < p.rows; r += int64_t{gridDim.x} * groups) {
     const Problem<T> at(p, r, target_of(p, r));
     const float m = device::load(static_cast<const float*>(p.row_max) + r);
     const float s = device::load(static_cast<const float*>(p.row_sum) + r);
-    float lse;
-    Gradient g = gradient_of<T, kGeneral>(p, o, at, m, s, denominator, lse);
+    auto g = gradient_of<T, kGeneral>(p, o, at, m, s, denominator);
     const float grad_log_prob = real_at(p.grad_log_prob, r, 0.f);
     g.t -= grad_log_prob;
     g.k += (real_at(p.grad_lse, r, 0.f) - grad_log_prob) / s;
@@ -349,7 +346,7 @@ template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
     for (int i = lane; i < at.row.vectors(); i += lanes) {
       float z[N];
       if (!g.zero) unpack<T, kGeneral>(at.row.load(i), i, at.row, o, z);
-      const Packed y = g.of<T, kGeneral>(z, i, at.row, o, p.class_weight);
+      const Packed y = g.of(z, i, at.row, o, p.class_weight);
       out.store(at.row.first_column(i), late == 1.f ? y : times<T>(y, late));
     }
   }

@@ -1,23 +1,15 @@
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "device/convert.h"
 #include "device/math.h"
-#include "device/reduce.h"
-#include "device/vector.h"
 #include "kernels/cross_entropy/cross_entropy.h"
+#include "kernels/cross_entropy/sums.cuh"
 
 // What the kernels of cross_entropy share: rows as aligned vectors, sums that can be combined, the gradient of an
 // element.
 namespace warpsmith::cross_entropy {
-
-using device::Vector;
-
-constexpr float kMinusInfinity = -__builtin_huge_valf();
-constexpr int kNowhere = 0x7fffffff;
-
-// Sixteen bytes of a row, as they lie in memory: 16-bit elements stay packed in registers.
-using Packed = Vector<uint32_t, 4>;
 
 template <class T> __device__ __forceinline__ float element(const Packed& x, int n) {
   if constexpr (sizeof(T) == 2)
@@ -52,6 +44,9 @@ template <class T> struct Row {
         columns(columns) {}
 
   __device__ __forceinline__ int vectors() const { return (phase + columns + N - 1) / N; }
+  // Vectors [first_whole, end_whole) lie inside the row.
+  __device__ __forceinline__ int first_whole() const { return phase != 0; }
+  __device__ __forceinline__ int end_whole() const { return (phase + columns) / N; }
   __device__ __forceinline__ int first_column(int vector) const { return vector * N - phase; }
   __device__ __forceinline__ bool has(int column) const {
     return static_cast<unsigned>(column) < static_cast<unsigned>(columns);
@@ -96,73 +91,36 @@ template <class T> __device__ __forceinline__ float tanh_of(float x) {
   return device::tanh(x);
 }
 
-// What exponentials are relative to: the maximum m, or 0 where that is -inf, so that -inf gives 0. They are taken of
-// the difference, which is exact near m, and not of a fused z log2(e) - c: the largest gives exactly 1, at any
-// magnitude.
-__device__ __forceinline__ float reference_of(float m) { return m == kMinusInfinity ? 0.f : m; }
+// e^(z - m) of a row's elements z and their maximum m; 0 for z = -inf, also where m is. float32 and capped logits take
+// the difference first. For 16-bit logits it is 2^(scale z + offset), one fused multiply-add less a rounding of the
+// offset: the same factor for a whole row, which is what m itself gives.
+template <class T, bool kGeneral> struct Exponential {
+  static constexpr bool kFused = sizeof(T) == 2 && !kGeneral;
+  float scale, offset;
 
-template <class T> __device__ __forceinline__ float exp_of(float difference) {
-  if constexpr (sizeof(T) == 4) return expf(difference);
-  return device::exp(difference);
-}
-
-// What is known of some elements z of a row, relative to its maximum.
-struct Sums {
-  float m;  // max z
-  float s;  // sum of exp(z - m)
-  int at;   // the first vector that holds the largest logit
-  // kGeneral only:
-  float top;  // the largest logit, before softcap, which may make different logits equal
-  float w;    // sum of class weights
-  float a;    // sum of weight * (z - m)
-  float e;    // sum of 2^(z L - c) * (z L - c)
-
-  // The same elements, relative to a larger maximum.
-  template <bool kGeneral> __device__ __forceinline__ void rebase(float largest) {
-    if (m == largest) return;
-    const float d = m - largest, f = m == kMinusInfinity ? 0.f : expf(d);
-    if constexpr (kGeneral) {
-      e = f == 0.f ? 0.f : f * (e + d * s);
-      if (w != 0.f) a += d * w;
-    }
-    s *= f;
-    m = largest;
+  __device__ __forceinline__ explicit Exponential(float m) {
+    if (m == kMinusInfinity) m = 0.f;
+    scale = kLog2E;
+    offset = kFused ? -(m * kLog2E) : m;
+    // Where bfloat16 numbers are 256 and more apart, all but m count for nothing: a power of two as the scale, so that
+    // nothing overflows and m gives exactly 1.
+    if constexpr (kFused && std::is_same_v<T, bfloat16>)
+      if (fabsf(m) >= 65536.f && fabsf(m) < -kMinusInfinity) {
+        scale = __uint_as_float((270u << 23) - (__float_as_uint(m) & 0x7f800000u));
+        offset = -(m * scale);
+      }
+  }
+  __device__ __forceinline__ float operator()(float z) const {
+    if constexpr (kFused) return device::exp2(fmaf(z, scale, offset));
+    if constexpr (sizeof(T) == 2) return device::exp(z - offset);
+    return expf(z - offset);
+  }
+  // What the maximum itself gives.
+  __device__ __forceinline__ float unit(float m) const {
+    if constexpr (kFused) return m == kMinusInfinity ? 1.f : (*this)(m);
+    return 1.f;
   }
 };
-
-__device__ __forceinline__ Sums no_elements() { return {kMinusInfinity, 0.f, kNowhere, kMinusInfinity, 0.f, 0.f, 0.f}; }
-
-// Before anything is summed: one maximum for aligned groups of `lanes` threads, so that their sums need no rescaling.
-template <bool kGeneral> __device__ __forceinline__ void share_max(Sums& x, int lanes) {
-  float m = x.m;
-  for (int d = lanes / 2; d > 0; d /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
-  if (!kGeneral && x.m != m) x.at = kNowhere;
-  x.m = m;
-}
-
-// Combines the sums of aligned groups of `lanes` threads, a power of two; every one of them gets the result. Called by
-// the whole warp.
-template <bool kGeneral> __device__ __forceinline__ Sums combine(Sums x, int lanes) {
-  float m = x.m, top = kGeneral ? x.top : x.m;
-  for (int d = lanes / 2; d > 0; d /= 2) {
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
-    if constexpr (kGeneral) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
-  }
-  if ((kGeneral ? x.top : x.m) != (kGeneral ? top : m)) x.at = kNowhere;
-  x.top = top;
-  x.rebase<kGeneral>(m);
-  for (int d = lanes / 2; d > 0; d /= 2) {
-    const int other = __shfl_xor_sync(0xffffffffu, x.at, d);
-    x.at = other < x.at ? other : x.at;
-    x.s += __shfl_xor_sync(0xffffffffu, x.s, d);
-    if constexpr (kGeneral) {
-      x.w += __shfl_xor_sync(0xffffffffu, x.w, d);
-      x.a += __shfl_xor_sync(0xffffffffu, x.a, d);
-      x.e += __shfl_xor_sync(0xffffffffu, x.e, d);
-    }
-  }
-  return x;
-}
 
 __device__ __forceinline__ float real_at(const void* p, int64_t i, float otherwise) {
   return p ? device::load(static_cast<const float*>(p) + i) : otherwise;
@@ -182,7 +140,7 @@ struct Options {
   float spread;            // label_smoothing / classes
   float z_loss;
 
-  __device__ __forceinline__ explicit Options(const CrossEntropyParams& p)
+  explicit Options(const CrossEntropyParams& p)
       : cap(static_cast<float>(p.softcap)),
         inverse_cap(p.softcap != 0 ? static_cast<float>(1 / p.softcap) : 0.f),
         keep(static_cast<float>(1 - p.label_smoothing)),
@@ -195,19 +153,19 @@ struct Options {
   }
 };
 
-// Adds vector i of a row, whose capped elements are z, to sums whose maximum is no smaller than theirs.
-template <class T, bool kGeneral> __device__ __forceinline__ void add(Sums& x, const float (&z)[Row<T>::N], int i,
-                                                                      const Row<T>& row, const Options& o,
-                                                                      const void* class_weight) {
+// Adds vector i of a row, whose capped elements are z, to sums whose maximum is no smaller than theirs. `exponential`
+// is that of x.m; `sum`, which becomes x.s, is in its units.
+template <class T, bool kGeneral>
+__device__ __forceinline__ void add(Sums& x, ExponentialSum<T>& sum, const Exponential<T, kGeneral>& exponential,
+                                    const float (&z)[Row<T>::N], int i, const Row<T>& row, const Options& o,
+                                    const void* class_weight) {
   constexpr int N = Row<T>::N;
-  const float c = reference_of(x.m);
-  float s[2] = {0.f, 0.f};  // two chains
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const float d = z[n] - c, e = exp_of<T>(d);
-    s[n % 2] += e;
+    const float e = exponential(z[n]);
+    sum.add(e, n);
     if constexpr (kGeneral) {
-      if (e != 0.f) x.e += e * d;
+      if (e != 0.f) x.e += e * (z[n] - exponential.offset);
       if (o.spread != 0.f && row.has(row.first_column(i) + n)) {
         const float w = real_at(class_weight, row.first_column(i) + n, 1.f);
         x.w += w;
@@ -215,15 +173,40 @@ template <class T, bool kGeneral> __device__ __forceinline__ void add(Sums& x, c
       }
     }
   }
-  x.s += s[0] + s[1];
 }
 
-// The maximum of a vector, found before softcap, which keeps the order.
-template <class T> __device__ __forceinline__ float max_of(const Packed& x) {
-  float m = element<T>(x, 0);
+// The largest logit of some vectors, found before softcap, which keeps the order; 16-bit elements two by two.
+template <class T> struct Largest {
+  static constexpr bool kPairs = sizeof(T) == 2;
+  Packed held;
+
+  __device__ __forceinline__ Largest() {
+    uint32_t none = __float_as_uint(kMinusInfinity);
+    if constexpr (kPairs) none = device::pack<T>(kMinusInfinity, kMinusInfinity);
 #pragma unroll
-  for (int n = 1; n < Row<T>::N; ++n) m = fmaxf(m, element<T>(x, n));
-  return m;
+    for (int n = 0; n < 4; ++n) held.at[n] = none;
+  }
+  __device__ __forceinline__ void add(const Packed& x) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if constexpr (kPairs)
+        held.at[n] = device::max_halves<T>(held.at[n], x.at[n]);
+      else
+        held.at[n] = __float_as_uint(fmaxf(__uint_as_float(held.at[n]), __uint_as_float(x.at[n])));
+    }
+  }
+  __device__ __forceinline__ float value() const {
+    float m = element<T>(held, 0);
+#pragma unroll
+    for (int n = 1; n < Row<T>::N; ++n) m = fmaxf(m, element<T>(held, n));
+    return m;
+  }
+};
+
+template <class T> __device__ __forceinline__ float max_of(const Packed& x) {
+  Largest<T> largest;
+  largest.add(x);
+  return largest.value();
 }
 
 // The capped elements of vector i; -inf outside the row.
@@ -236,36 +219,45 @@ template <class T, bool kGeneral> __device__ __forceinline__ void unpack(const P
   }
 }
 
-// dlogits[j] = (k * e_j + q * e_j * log p_j - s * w_j - onehot_j * t) * cap'(logit_j), where e_j = exp(z_j - c).
-struct Gradient {
-  float c;        // reference of the exponentials
-  float k;        // factor of e_j
-  float s;        // of class weights, from label smoothing
-  float t;        // at the target
-  float q;        // of e_j * log p_j
-  float m, rest;  // log p_j = (z_j - m) - rest
-  int hot;        // the target's vector, or -1
-  int place;      // its element there
-  bool zero;      // the row is ignored
+// dlogits[j] = (k * e_j + q * e_j * log p_j - s * w_j - onehot_j * t) * cap'(logit_j), e_j: the row's exponential of
+// z_j.
+template <class T, bool kGeneral> struct Gradient {
+  Exponential<T, kGeneral> exponential;
+  float k;     // factor of e_j
+  float s;     // of class weights, from label smoothing
+  float t;     // at the target
+  float q;     // of e_j * log p_j
+  float rest;  // log p_j = (z_j - m) - rest
+  int hot;     // the target's vector, or -1
+  int place;   // its element there
+  bool zero;   // the row is ignored
 
-  // The gradient of vector i of a row, whose capped elements are z.
-  template <class T, bool kGeneral> __device__ __forceinline__ Packed of(const float (&z)[Row<T>::N], int i,
-                                                                         const Row<T>& row, const Options& o,
-                                                                         const void* class_weight) const {
+  __device__ __forceinline__ explicit Gradient(float m) : exponential(m) {}
+
+  // The row's logsumexp; fills in `rest`, which not every thread needs.
+  __device__ __forceinline__ float find_lse(bool read, float m, float sum) {
+    rest = logf(sum);
+    return !read ? 0.f : m == -kMinusInfinity ? m : m + rest;
+  }
+
+  // The gradient of vector i of a row, whose capped elements are z. `aimed`: the target's vector may be meant.
+  template <bool aimed = true> __device__ __forceinline__ Packed of(const float (&z)[Row<T>::N], int i,
+                                                                    const Row<T>& row, const Options& o,
+                                                                    const void* class_weight) const {
     constexpr int N = Row<T>::N;
     float g[N] = {};
-    if (!zero) {
+    if (!aimed || !zero) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const float d = z[n] - c, e = exp_of<T>(d);
+        const float e = exponential(z[n]);
         g[n] = k * e;
         if constexpr (kGeneral) {
-          if (q != 0.f && e != 0.f) g[n] += q * e * (d - rest);
+          if (q != 0.f && e != 0.f) g[n] += q * e * (z[n] - exponential.offset - rest);
           const int column = row.first_column(i) + n;
           if (s != 0.f && row.has(column)) g[n] -= s * real_at(class_weight, column, 1.f);
         }
       }
-      if (i == hot)
+      if (aimed && i == hot)
 #pragma unroll
         for (int n = 0; n < N; ++n) g[n] -= n == place ? t : 0.f;
       if constexpr (kGeneral)

@@ -75,10 +75,12 @@ struct Timed {
 
 }  // namespace
 
-int main() {
-  const int64_t shapes[][2] = {{4096, 128256}, {8192, 50304}, {8192, 50257},
-                               {16384, 32000}, {65536, 1024}, {262144, 128}};
+// With arguments ROWS CLASSES CLUSTER THREADS: one launch of that configuration, for a profiler.
+int main(int argc, char** argv) {
+  const auto argument = [&](int i) { return argc > i ? std::atoll(argv[i]) : 0; };
+  const int64_t shapes[][2] = {{4096, 128256}, {8192, 50304}, {8192, 50257}, {16384, 32000}, {65536, 1024}};
   for (const auto& [rows, classes] : shapes) {
+    if (argc > 1 && (argument(1) != rows || argument(2) != classes)) continue;
     const int64_t count = rows * classes;
     void *logits = random_bfloat16(count, 1), *dlogits = allocate(count * 2);
     std::vector<int64_t> labels(rows);
@@ -104,29 +106,33 @@ int main() {
           status = std::move(done);
         });
         char s[200];
-        std::snprintf(s, sizeof s, "%s cluster %d threads %d lanes %d slots %d stages %d blocks %lld%s", name(c.kernel),
-                      c.cluster, c.threads, c.lanes, c.slots, c.stages, (long long)c.blocks, mark);
+        std::snprintf(s, sizeof s, "%s cluster %d threads %d lanes %d slots %d stages %d bulk %d blocks %lld%s",
+                      name(c.kernel), c.cluster, c.threads, c.lanes, c.slots, c.stages, c.bulk, (long long)c.blocks,
+                      mark);
         if (status.ok())
           all.push_back({us, s});
         else
           std::printf("  refused: %s: %s\n", s, status.what().c_str());
       };
-      measure(choose_cross_entropy_forward(problem), "  <- chosen");
+      if (argc == 1) measure(choose_cross_entropy_forward(problem), "  <- chosen");
       const int64_t vectors = cross_entropy_detail::vectors_of(problem);
       CrossEntropyConfig looped;
       looped.blocks = rows;
-      measure(looped, "");
+      cross_entropy_detail::divide(looped, vectors);
+      if (argc == 1) measure(looped, "");
       for (int cluster : {1, 2, 4, 8})
-        for (int threads : {64, 128, 192, 256, 384, 512})
-          for (int stages : {1, 2})
-            for (int rows_of_block : {1, 4, 8, 16}) {
+        for (int threads : {64, 96, 128, 192, 256, 320, 384, 512})
+          for (bool bulk : {true, false})
+            for (int rows_of_block : {1, 8}) {
               CrossEntropyConfig c = looped;
               c.kernel = CrossEntropyKernel::resident, c.cluster = cluster, c.lanes = c.threads = threads;
-              c.slots = static_cast<int>(cross_entropy_detail::slots_of(c, vectors)), c.stages = stages;
-              c.shared_bytes = int64_t{stages} * c.slots * threads * 16;
-              if (c.shared_bytes > 220 * 1024 || c.slots < 2 || c.slots > 32) continue;
-              if ((stages == 2) != (rows_of_block > 1) || rows / rows_of_block < 128) continue;
+              cross_entropy_detail::divide(c, vectors), c.bulk = bulk;
+              c.shared_bytes = int64_t{c.slots} * threads * 16;
+              if (c.shared_bytes > 220 * 1024 || c.slots < 2 || c.slots > 32 || cluster * threads > 1024) continue;
+              if (rows / rows_of_block < 128) continue;
               c.blocks = (rows + rows_of_block - 1) / rows_of_block * cluster;
+              if (argc > 1 && (argument(3) != cluster || argument(4) != threads || rows_of_block != 1 || !bulk))
+                continue;
               measure(c, "");
             }
       std::sort(all.begin(), all.end(), [](const Timed& a, const Timed& b) { return a.us < b.us; });

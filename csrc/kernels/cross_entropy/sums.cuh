@@ -1,0 +1,130 @@
+#pragma once
+#include <cstdint>
+
+#include "device/vector.h"
+
+// What is known of the elements of a row, and can be combined.
+namespace warpsmith::cross_entropy {
+
+using device::Vector;
+
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+constexpr int kNowhere = 0x7fffffff;
+constexpr float kLog2E = 1.44269504f;
+
+// Sixteen bytes of a row, as they lie in memory: 16-bit elements stay packed in registers.
+using Packed = Vector<uint32_t, 4>;
+
+// sum += y; what rounding lost of it. Whatever the order of the two, and the same for both. Source: Knuth, The Art of
+// Computer Programming 2, 4.2.2, theorem B.
+__device__ __forceinline__ float add_exactly(float& sum, float y) {
+  const float x = sum;
+  sum = x + y;
+  const float part = sum - x;
+  return x - (sum - part) + (y - part);
+}
+
+// A sum of exponentials. float32 rows keep what its roundings lose: of a row whose largest element has nearly all the
+// probability, one ulp of the sum is all that the error law allows. 16-bit rows have two chains of additions.
+template <class T> struct ExponentialSum {
+  float s = 0.f, other = 0.f;
+  __device__ __forceinline__ void add(float e, int n) {
+    if constexpr (sizeof(T) == 4) {
+      other += add_exactly(s, e);
+    } else {
+      (n % 2 ? other : s) += e;
+    }
+  }
+};
+
+// What is known of some elements z of a row, relative to its maximum. `at` is found where somebody wants it.
+struct Sums {
+  float m;    // max z
+  float s;    // sum of exp(z - m)
+  float low;  // float32 rows: what s lacks
+  int at;     // the first vector that holds the largest logit
+  // kGeneral only:
+  float top;  // the largest logit, before softcap, which may make different logits equal
+  float w;    // sum of class weights
+  float a;    // sum of weight * (z - m)
+  float e;    // sum of 2^(z L - c) * (z L - c)
+
+  template <class T> __device__ __forceinline__ void set(const ExponentialSum<T>& sum) {
+    s = sizeof(T) == 4 ? sum.s : sum.s + sum.other;
+    low = sizeof(T) == 4 ? sum.other : 0.f;
+  }
+
+  __device__ __forceinline__ Sums whole() const {
+    Sums x = *this;
+    x.s += low;
+    return x;
+  }
+
+  // As two times 16 bytes, of which the second is kGeneral's.
+  __device__ __forceinline__ Packed piece(int i) const {
+    if (i == 0) return {{__float_as_uint(m), __float_as_uint(s), __float_as_uint(low), static_cast<uint32_t>(at)}};
+    return {{__float_as_uint(w), __float_as_uint(a), __float_as_uint(e), __float_as_uint(top)}};
+  }
+  __device__ __forceinline__ void take(int i, const Packed& x) {
+    if (i == 0) {
+      m = __uint_as_float(x.at[0]), s = __uint_as_float(x.at[1]), low = __uint_as_float(x.at[2]);
+      at = static_cast<int>(x.at[3]);
+    } else {
+      w = __uint_as_float(x.at[0]), a = __uint_as_float(x.at[1]), e = __uint_as_float(x.at[2]);
+      top = __uint_as_float(x.at[3]);
+    }
+  }
+
+  // The same elements, relative to a larger maximum.
+  template <bool kGeneral> __device__ __forceinline__ void rebase(float largest) {
+    if (m == largest) return;
+    const float d = m - largest, f = m == kMinusInfinity ? 0.f : expf(d);
+    if constexpr (kGeneral) {
+      e = f == 0.f ? 0.f : f * (e + d * s);
+      if (w != 0.f) a += d * w;
+    }
+    s *= f, low *= f;
+    m = largest;
+  }
+};
+
+__device__ __forceinline__ Sums no_elements() {
+  return {kMinusInfinity, 0.f, 0.f, kNowhere, kMinusInfinity, 0.f, 0.f, 0.f};
+}
+
+// Before anything is summed: one maximum for aligned groups of `lanes` threads, so that their sums need no rescaling.
+template <bool kGeneral> __device__ __forceinline__ void share_max(Sums& x, int lanes) {
+  float m = x.m;
+  for (int d = lanes / 2; d > 0; d /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
+  if (!kGeneral && x.m != m) x.at = kNowhere;
+  x.m = m;
+}
+
+// Combines the sums of aligned groups of `lanes` threads, a power of two; every one of them gets the result. Called by
+// the whole warp. `places`: `at` is wanted.
+template <class T, bool kGeneral> __device__ __forceinline__ Sums combine(Sums x, int lanes, bool places) {
+  float m = x.m, top = kGeneral ? x.top : x.m;
+  for (int d = lanes / 2; d > 0; d /= 2) {
+    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
+    if constexpr (kGeneral) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
+  }
+  if ((kGeneral ? x.top : x.m) != (kGeneral ? top : m)) x.at = kNowhere;
+  x.top = top;
+  x.rebase<kGeneral>(m);
+  for (int d = lanes / 2; d > 0; d /= 2) {
+    if (places) {
+      const int other = __shfl_xor_sync(0xffffffffu, x.at, d);
+      x.at = other < x.at ? other : x.at;
+    }
+    const float lost = add_exactly(x.s, __shfl_xor_sync(0xffffffffu, x.s, d));
+    if constexpr (sizeof(T) == 4) x.low = x.low + __shfl_xor_sync(0xffffffffu, x.low, d) + lost;
+    if constexpr (kGeneral) {
+      x.w += __shfl_xor_sync(0xffffffffu, x.w, d);
+      x.a += __shfl_xor_sync(0xffffffffu, x.a, d);
+      x.e += __shfl_xor_sync(0xffffffffu, x.e, d);
+    }
+  }
+  return x;
+}
+
+}  // namespace warpsmith::cross_entropy
