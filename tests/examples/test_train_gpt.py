@@ -39,6 +39,7 @@ def keep_signal_handlers() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     torch.use_deterministic_algorithms(False)  # which a run on a GPU asks for
+    torch.utils.deterministic.fill_uninitialized_memory = True
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -171,6 +172,96 @@ def test_the_model_does_not_see_the_future_and_knows_positions(preset: str) -> N
     assert torch.equal(before[:20], after[:20])
     assert (before[20:] != after[20:]).any(dim=-1).all()
     assert (before[10:] - moved[10:]).abs().max() > 1e-3  # without positions: rounding, some 1e-6
+
+
+def recipe(*flags: str, stored: dict[str, object] | None = None) -> train_gpt.SimpleNamespace:
+    return train_gpt.recipe_of(train_gpt.parse([*TINY, *flags]), train_gpt.Ranks("cpu"), stored)
+
+
+@pytest.mark.parametrize("kind", ["warpsmith", "torch"])
+@pytest.mark.parametrize("clip", [1e-3, 1e3])
+def test_a_step_clips_as_torch_does(kind: str, clip: float) -> None:
+    """A step, beside one by clip_grad_norm_ and torch's optimizer. The second of two shows that the moments agree."""
+    s = recipe("--preset", "gpt2-124m", "--dtype", "float32", "--vocab", "300", "--tokens", "random")
+    s.clip = clip
+    run = train_gpt.Run(s, kind, train_gpt.Ranks("cpu"))
+    other = train_gpt.Run(s, "torch", run.ranks)
+    optimizer = torch.optim.AdamW(other.optimizer.param_groups, betas=(0.9, 0.95))
+    data = train_gpt.Data(s, None, run.ranks)
+    for i in range(2):
+        for group in optimizer.param_groups:
+            group["lr"] = run.learning_rate()
+        other.model(data.batch(i)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(other.model.parameters(), clip)
+        assert (norm > clip) == (clip < 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(data.batch(i))
+        assert all(p.grad is None for p in run.model.parameters())
+    for (name, ours), theirs in zip(run.model.named_parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_bias_gets_the_sum_of_its_rows() -> None:
+    y, bias = torch.randn(3, 5, 7, dtype=torch.float64), torch.randn(7, dtype=torch.float64, requires_grad=True)
+    y.requires_grad_()
+    grad = torch.randn(3, 5, 7, dtype=torch.float64)
+    out = train_gpt.BiasGradient.apply(y, bias)
+    assert torch.equal(out, y)
+    out.backward(grad)
+    torch.testing.assert_close(bias.grad, grad.sum((0, 1)))
+    assert torch.equal(y.grad, grad)
+
+
+@pytest.mark.gpu
+def test_linear_on_a_gpu_is_torchs() -> None:
+    torch.manual_seed(0)
+    ours, theirs = train_gpt.Linear(64, 48, device="cuda"), torch.nn.Linear(64, 48, device="cuda")
+    theirs.load_state_dict(ours.state_dict())
+    x, grad = torch.randn(4, 512, 64, device="cuda"), torch.randn(4, 512, 48, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for linear in (ours, theirs):
+        x_ = x.clone().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16):
+            y = linear(x_)
+        y.backward(grad)
+        results.append((y, x_.grad, linear.weight.grad, linear.bias.grad))
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1.6e-2, atol=1e-5)
+    exact = grad.double().sum((0, 1))
+    assert (ours.bias.grad - exact).abs().max() <= 1.01 * (theirs.bias.grad - exact).abs().max() + 0.25
+
+
+def test_the_stream_may_be_bfloat16(data: Path) -> None:
+    flags = ("--preset", "gpt2-124m", "--vocab", "300", "--tokens", "random")
+    losses_of = {}
+    for stream in ("float32", "bfloat16"):
+        s = recipe(*flags, "--stream", stream)
+        run = train_gpt.Run(s, "warpsmith", train_gpt.Ranks("cpu"))
+        seen: list[torch.dtype] = []
+        run.model.blocks[0].mlp_norm.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out[1].dtype))
+        batches = train_gpt.Data(s, None, run.ranks)
+        losses_of[stream] = [float(run.step(batches.batch(i))) for i in range(3)]
+        assert seen == [getattr(torch, stream)] * 3
+    assert losses_of["bfloat16"] != losses_of["float32"]
+    assert losses_of["bfloat16"] == pytest.approx(losses_of["float32"], rel=5e-3)
+
+
+def test_a_checkpoint_may_be_older_than_a_flag() -> None:
+    stored = {name: value for name, value in vars(recipe()).items() if name != "stream"}
+    assert recipe(stored=stored).stream == "float32"
+    with pytest.raises(train_gpt.UserError, match=r"--stream: expected float32 \(the checkpoint's\), got bfloat16"):
+        recipe("--stream", "bfloat16", stored=stored)
+
+
+def test_deterministic_runs_do_not_fill_new_tensors() -> None:
+    train_gpt.set_determinism(train_gpt.parse(["--device", "cuda"]))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(False)
+    train_gpt.set_determinism(train_gpt.parse(["--device", "cuda", "--no-deterministic"]))
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.slow
@@ -497,6 +588,7 @@ def test_rank_batches_are_rows_of_the_global_batch(data: Path) -> None:
         (["--vocab", "100"], "--vocab: expected at least 256 for bytes, got 100"),
         (["--heads", "3"], "--heads: expected a divisor of --width 32, got 3"),
         (["--heads", "32"], "--heads: expected an even --width 32 / heads for rope, got 32"),
+        (["--stream", "bfloat16"], "--stream: expected float32 where --dtype is float32, got bfloat16"),
         (["--steps", "0"], "--steps: expected more than 0, got 0"),
         (["--lr", "-1"], "--lr: expected more than 0, got -1.0"),
         (["--warmup", "-1"], "--warmup: expected 0 or more, got -1"),
