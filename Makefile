@@ -14,6 +14,8 @@ ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),$(CURDIR)/.venv)
 PY := $(ENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMPS := $(ENV)/.warpsmith
+# What building and training need beside torch; their versions stand in requirements-dev.txt, like all others.
+NEEDED := scikit-build-core pybind11 cmake ninja numpy safetensors tqdm matplotlib
 SOURCES := $(shell find csrc build_backend python -type f -not -name '*.pyc') CMakeLists.txt pyproject.toml
 
 .PHONY: train test lint docs sim clean
@@ -22,7 +24,7 @@ SOURCES := $(shell find csrc build_backend python -type f -not -name '*.pyc') CM
 train: $(STAMPS)/package
 	$(PY) examples/train_gpt.py $(ARGS)
 
-test: $(STAMPS)/package
+test: $(STAMPS)/tools $(STAMPS)/package
 	$(PY) -m pytest $(ARGS)
 
 # Kernels on the CPU: make sim OP=rms_norm
@@ -35,7 +37,7 @@ lint: $(STAMPS)/tools
 	$(PY) -m mypy
 	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(ENV)/bin/clang-format --dry-run -Werror
 
-docs: $(STAMPS)/package
+docs: $(STAMPS)/tools $(STAMPS)/package
 	$(PY) -m sphinx -q -W -b html docs docs/_build/html
 
 $(STAMPS)/environment:
@@ -47,12 +49,16 @@ $(STAMPS)/torch: | $(STAMPS)/environment
 	  || $(PIP) install $(PIP_ARGS) '$(TORCH)'
 	touch $@
 
-$(STAMPS)/tools: requirements-dev.txt | $(STAMPS)/torch
+$(STAMPS)/needed: requirements-dev.txt | $(STAMPS)/torch
+	$(PIP) install -q $(PIP_ARGS) -c requirements-dev.txt $(NEEDED)
+	touch $@
+
+$(STAMPS)/tools: requirements-dev.txt | $(STAMPS)/needed
 	$(PIP) install -q $(PIP_ARGS) -r requirements-dev.txt
 	touch $@
 
 # Built against the torch of the environment, without isolation: nothing is downloaded and nothing is compiled twice.
-$(STAMPS)/package: $(STAMPS)/tools $(SOURCES)
+$(STAMPS)/package: $(STAMPS)/needed $(SOURCES)
 	@echo "building and installing warpsmith (up to 3 minutes the first time with a CUDA compiler)"
 	$(PIP) install -q --no-build-isolation --no-deps --force-reinstall .
 	touch $@

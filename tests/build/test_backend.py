@@ -144,6 +144,10 @@ def parse_architectures(tmp_path, text):
         ("8.0 8.6, 9.0a+PTX", "80-real;86-real;90a"),
         ("8.0+PTX", "80"),
         ("10.0f 12.0", "100f-real;120-real"),
+        ("9.0", "90a-real"),
+        ("9.0+PTX", "90a-real;90-virtual"),
+        ("9.0 9.0a", "90a-real"),
+        ("7.5 8.0 8.6 9.0 10.0 12.0+PTX", "80-real;86-real;90a-real;100-real;120"),
         (" 8.0 8.0 ", "80-real"),
     ],
 )
@@ -159,3 +163,9 @@ def test_other_words_in_torch_cuda_arch_list_are_refused(tmp_path, text):
     assert not ok
     wrong = text.split()[-1]
     assert f"warpsmith: TORCH_CUDA_ARCH_LIST: expected entries like 8.0 or 9.0a+PTX, got {wrong}" in output
+
+
+def test_a_torch_cuda_arch_list_of_old_gpus_alone_is_refused(tmp_path):
+    output, ok = parse_architectures(tmp_path, "7.0 7.5+PTX")
+    assert not ok
+    assert "warpsmith: TORCH_CUDA_ARCH_LIST: expected a GPU of 8.0 or newer, got 7.0 7.5+PTX" in output
