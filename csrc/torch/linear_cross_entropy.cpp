@@ -1,5 +1,6 @@
 #include "kernels/linear_loss/linear_cross_entropy.h"
 
+#include <cmath>
 #include <string>
 
 #include "torch/support/library.h"
@@ -40,7 +41,7 @@ struct Loss {
     if (!(o.label_smoothing >= 0 && o.label_smoothing <= 1))
       refuse(in.op, "label_smoothing", "a number in [0, 1]", std::to_string(o.label_smoothing));
     for (const auto& [what, value] : {std::pair{"z_loss", o.z_loss}, std::pair{"softcap", o.softcap}})
-      if (!(value >= 0)) refuse(in.op, what, "a number >= 0", std::to_string(value));
+      if (!(value >= 0 && std::isfinite(value))) refuse(in.op, what, "a finite number >= 0", std::to_string(value));
     if (o.class_weight)
       class_weight = torch::stable::contiguous(in_dtype(in.op, "class_weight", *o.class_weight, real));
     const bool total = class_weight && o.label_smoothing > 0;

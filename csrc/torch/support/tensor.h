@@ -33,6 +33,10 @@ inline std::string device_text(const Tensor& t) {
 // As Python writes it, for the dtypes that users mix up; the others by torch's internal name.
 inline std::string dtype_text(ScalarType dtype) {
   switch (dtype) {
+    case ScalarType::Float: return "float32";
+    case ScalarType::Half: return "float16";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Double: return "float64";
     case ScalarType::Bool: return "bool";
     case ScalarType::Byte: return "uint8";
     case ScalarType::Char: return "int8";

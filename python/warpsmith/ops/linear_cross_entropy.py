@@ -44,7 +44,8 @@ def _check_loss(op: str, hidden: Tensor, weight: Tensor, class_weight: Tensor | 
 def _check_sum_dtype(hidden: Tensor, dw_dtype: torch.dtype) -> None:
     if dw_dtype not in (hidden.dtype, real_dtype(hidden)):
         own, wide = _check.dtype_text(hidden.dtype), _check.dtype_text(real_dtype(hidden))
-        _check.refuse(_OP, "dw_dtype", own if own == wide else f"{own} or {wide}", _check.dtype_text(dw_dtype))
+        got = _check.dtype_text(dw_dtype) if isinstance(dw_dtype, torch.dtype) else type(dw_dtype).__name__
+        _check.refuse(_OP, "dw_dtype", own if own == wide else f"{own} or {wide}", got)
 
 
 def _several_chunks(hidden: Tensor, classes: Any, rows: Any, max_chunk_bytes: int) -> Any:
