@@ -1,0 +1,67 @@
+"""What the documentation says an op moves is what its benchmark divides by, and the sim counts its accesses."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import warpsmith
+from warpsmith.testing import OpSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+OPS = sorted(p.stem for p in (ROOT / "docs/ops").glob("*.md") if p.stem != "index")
+# How many heads a case has of what a docstring counts by; the others count by the case's own shape.
+HEADS = {"``q`` and ``k``": lambda case: case.shape[-2] + case.options.get("k_heads", max(1, case.shape[-2] // 2))}
+# Bound by products of matrices, not by memory: their docstrings name no bytes.
+COMPUTE_BOUND = {"linear_cross_entropy", "linear_log_prob"}
+
+
+def spec_of(op):
+    module = importlib.import_module(f"tests.ops.test_{op}")
+    found = [v for value in vars(module).values() for v in (value, getattr(value, "spec", None))]
+    return next(v for v in found if isinstance(v, OpSpec) and v.name == op)
+
+
+def documented(op):
+    """(forward, backward, what is counted) of the docstring's sentence."""
+    text = " ".join(inspect.getdoc(getattr(warpsmith, op)).split())
+    found = re.search(
+        r"Moves (\d+) elements of memory for each of (.+?``)(?! and ``)(?: forward and (\d+) backward)?[ .;]", text
+    )
+    assert found, f"{op}: no sentence 'Moves N elements of memory for each of ..' in the docstring"
+    return int(found[1]), int(found[3] or found[1]), found[2]
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op not in COMPUTE_BOUND | {"adamw", "cross_entropy"}])
+def test_docstring_page_and_benchmark_agree(op):
+    forward, backward, counted = documented(op)
+    spec = spec_of(op)
+    case = next(c for c in spec.cases if not c.dtypes and not c.options.get("packed"))
+    elements = torch.Size(case.shape).numel()
+    if counted in HEADS:
+        elements = elements // case.shape[-2] * HEADS[counted](case)
+    unit = elements * case.dtype.itemsize
+    assert dict(spec.floor_bytes(case)) == {"forward": forward * unit, "backward": backward * unit}
+    page = (ROOT / f"docs/ops/{op}.md").read_text()
+    memory = page[page.index("## Memory") :].split("\n## ")[0]
+    said = {int(n) for n in re.findall(r"\b\d+\b", memory.split("Extra")[0])}
+    assert {forward, backward} <= said, memory
+
+
+def test_cross_entropy_moves_a_logit_in_and_its_gradient_out():
+    text = " ".join(inspect.getdoc(warpsmith.cross_entropy).split())
+    assert "Moves 2 elements of memory for each logit forward and backward together" in text
+    case = next(c for c in spec_of("cross_entropy").cases if not c.dtypes)
+    unit = torch.Size(case.shape).numel() * case.dtype.itemsize
+    assert sum(spec_of("cross_entropy").floor_bytes(case).values()) == 2 * unit
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_sim_counts_bytes(op):
+    suite = (ROOT / f"tests/cpp/sim_{op}.cpp").read_text()
+    for header in re.findall(r'#include "([\w/.]+)"', suite):
+        own = ROOT / "tests/cpp" / header
+        suite += own.read_text() if own.exists() else ""
+    assert "expect_bytes(" in suite
