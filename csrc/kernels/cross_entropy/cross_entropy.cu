@@ -31,6 +31,7 @@ Status problem_of(int64_t rows, int64_t classes, const void* base, int64_t strid
           classes,
           size_bytes(dtype),
           aligned,
+          true,
           device.multiprocessors,
           device.compute_capability,
           device.max_dynamic_shared_bytes};
@@ -84,6 +85,7 @@ Status launch_total(const Source& source, int64_t count, void* partials_any, boo
 Status cross_entropy_forward_cuda(const CrossEntropyParams& p, void* stream) {
   CrossEntropyProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.classes, p.logits, p.logits_stride, p.dtype, &problem));
+  problem.gradient = p.dlogits != nullptr;
   return cross_entropy_forward_cuda_with(choose_cross_entropy_forward(problem), p, stream);
 }
 

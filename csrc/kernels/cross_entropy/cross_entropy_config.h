@@ -10,7 +10,8 @@ struct CrossEntropyProblem {
   int64_t rows = 0;
   int64_t classes = 0;
   int element_bytes = 2;
-  bool aligned = true;  // every row starts on 16 bytes
+  bool aligned = true;   // every row starts on 16 bytes
+  bool gradient = true;  // written in the same pass
   int multiprocessors = 132;
   int compute_capability = 90;
   int max_shared_bytes = 227 * 1024;  // dynamic shared memory that a block may have
@@ -49,14 +50,14 @@ struct CrossEntropyConfig {
 namespace cross_entropy_detail {
 
 constexpr int64_t kMaxBlocks = 0x7fffffff;
-constexpr int kMaxCluster = 8;                // what every sm_90 grants without opting in
-constexpr int kVectorsOfThread = 16;          // fewer threads cost less beside the elements: the exchange of the sums
-constexpr int kMaxThreads = 512;              // of a block that has a row
-constexpr int kMaxWarpsOfCluster = 32;        // which exchange their sums
-constexpr int64_t kSharedOfRow = 108 * 1024;  // of a block with a row: two share a multiprocessor
-constexpr int64_t kSharedOfPart = 48 * 1024;  // of a block with part of one: blocks of other rows cover its waits
-constexpr int64_t kRowsOfWarp = 8;            // that one warp works on, one after the other
-constexpr int64_t kStaticShared = 4 * 1024;   // what a kernel declares itself, at most
+constexpr int kMaxCluster = 8;                 // what every sm_90 grants without opting in
+constexpr int kVectorsOfThread = 16;           // fewer threads cost less beside the elements: the exchange of the sums
+constexpr int kMaxThreads = 512;               // of a block that has a row
+constexpr int kMaxWarpsOfCluster = 32;         // which exchange their sums
+constexpr int64_t kSharedOfBlock = 52 * 1024;  // at most: blocks with other rows cover its waits
+constexpr int64_t kRowsInTurn = 8;             // that one block or warp works on, one after the other
+constexpr int64_t kBlocksInTurn = 16;          // of a multiprocessor, before they do
+constexpr int64_t kStaticShared = 4 * 1024;    // what a kernel declares itself, at most
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -78,12 +79,13 @@ constexpr void spread(CrossEntropyConfig& c, int64_t rows) {
 
 }  // namespace cross_entropy_detail
 
-// Measured on one H200 (2026-11-21, bf16, loss and gradient, tools/gpu/sweep), fractions of a copy of the same bytes:
-//   8192 x 50304    one block a row, 384 threads 0.95, 256 to 512 threads 0.94; clusters of 2 0.93
-//   16384 x 32000   one block a row, 192 to 320 threads 0.95; clusters of 2 0.93
-//   4096 x 128256   clusters of 8, 128 threads 0.90; of 4, 192 to 320 threads 0.88
-// Two rows a block in turn, the next one arriving meanwhile, lost everywhere but where a row is a warp's: two blocks
-// overlap as well, and have twice the threads.
+// Measured on one H200 (2026-11-21, bf16, tools/gpu/sweep), fractions of a copy of the same bytes; cluster x threads:
+//                   loss and gradient                         loss alone; eight rows a block in turn
+//   4096 x 128256   8x128 0.949, 8x96 0.941, 4x256 0.937      8x128 0.865; 0.900
+//   8192 x 50304    2x192 0.965, 2x128 0.964, 1x416 0.934     2x128 0.921; 0.963, 1x256 0.921
+//   8192 x 50257    2x256 0.943, 2x128 0.940, 1x416 0.882     2x192 0.893; 0.890, 2x128 0.890; 0.908
+//   16384 x 32000   2x128 0.972, 1x192 0.970, 1x256 0.964     1x256 0.926; 0.952, 2x128 0.962 in turn
+// With a gradient, rows in turn change nothing: the stores of one block hide the loads of another.
 constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProblem& p) {
   using namespace cross_entropy_detail;
   const int64_t vectors = vectors_of(p);
@@ -96,8 +98,8 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
     c.why = "a row fits in the shared memory of a warp: no barrier";
   } else {
     const int64_t bytes = vectors * 16;
-    if (p.compute_capability >= 90 && bytes > kSharedOfRow)
-      while (c.cluster < kMaxCluster && bytes > c.cluster * kSharedOfPart) c.cluster *= 2;
+    if (p.compute_capability >= 90)
+      while (c.cluster < kMaxCluster && bytes > c.cluster * kSharedOfBlock) c.cluster *= 2;
     const int64_t threads = (vectors / (c.cluster * kVectorsOfThread) + 32) / 64 * 64;
     const int64_t most = std::min(kMaxThreads, kMaxWarpsOfCluster * 32 / c.cluster);
     c.lanes = c.threads = static_cast<int>(std::clamp<int64_t>(threads, 64, most));
@@ -117,9 +119,11 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
   int64_t rows_of_block = 1;
   if (!c.block_a_row()) {
     const int64_t waves = ceil_div(p.rows, c.groups()) / (int64_t{4} * p.multiprocessors);
-    rows_of_block = std::max<int64_t>(1, std::min(waves / 2, kRowsOfWarp));
+    rows_of_block = std::clamp<int64_t>(waves / 2, 1, kRowsInTurn);
+    c.stages = rows_of_block > 1 ? 2 : 1;
+  } else if (!p.gradient) {
+    rows_of_block = std::clamp<int64_t>(p.rows * c.cluster / (kBlocksInTurn * p.multiprocessors), 1, kRowsInTurn);
   }
-  c.stages = rows_of_block > 1 ? 2 : 1;
   c.shared_bytes = c.stages * stage_bytes;
   spread(c, ceil_div(p.rows, rows_of_block));
   return c;

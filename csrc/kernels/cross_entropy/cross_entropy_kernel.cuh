@@ -4,6 +4,7 @@
 
 #include "device/async_copy.h"
 #include "device/bulk_copy.h"
+#include "device/fence.h"
 #include "device/programmatic_launch.h"
 #include "kernels/cross_entropy/row.cuh"
 #include "kernels/cross_entropy/team.cuh"
@@ -255,7 +256,10 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
       stage = other;
       other = done;
     } else if (team.unit + team.step < p.rows) {
-      if (bulk) __syncthreads();
+      if (bulk) {
+        device::fence_async_shared();  // a row's first and last vectors were stored as others are
+        __syncthreads();
+      }
       request(Problem<T>(p, team.row + team.step, target), stage);
     }
   }

@@ -91,10 +91,11 @@ int main(int argc, char** argv) {
     p.logits = logits, p.target = target, p.rows = rows, p.classes = classes;
     p.logits_stride = p.dlogits_stride = classes, p.ignore_index = -100, p.dtype = Dtype::bfloat16;
     p.loss = allocate(rows * 4), p.row_max = allocate(rows * 4), p.row_sum = allocate(rows * 4);
-    CrossEntropyProblem problem{rows, classes, 2, classes % 8 == 0};
+    CrossEntropyProblem problem{.rows = rows, .classes = classes, .aligned = classes % 8 == 0};
 
     for (const bool gradient : {true, false}) {
       p.dlogits = gradient ? dlogits : nullptr;
+      problem.gradient = gradient;
       const double bytes = static_cast<double>(count) * (gradient ? 4 : 2);
       const double copy_us = time_of(
           [&] { check(cudaMemcpyAsync(dlogits, logits, static_cast<size_t>(bytes / 2), cudaMemcpyDeviceToDevice)); });
