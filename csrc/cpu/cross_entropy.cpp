@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -12,7 +13,8 @@
 namespace warpsmith {
 namespace {
 
-constexpr int kLanes = 16;                 // independent partial results: one AVX-512 register of floats
+constexpr int kLanes = 16;  // independent partial results: one AVX-512 register of floats
+constexpr int kSeries = 4;  // of them, where a step takes so little that it would wait for the one before
 constexpr int64_t kGrainElems = 8 * 1024;  // elements a thread takes at least
 constexpr int64_t kPieceColumns = 4096;  // a long row is a sum of pieces: rounding errors grow with the terms of a lane
 
@@ -27,62 +29,94 @@ template <class Math> __attribute__((always_inline)) inline Math capped_part(con
   return g.inverse_cap == 0 ? Math(0) : z * g.inverse_cap;
 }
 
-template <class Math>
-__attribute__((always_inline)) inline Math element_gradient(const Gradient<Math>& g, Math z, Math weight) {
-  const Math e = math::exp(z - g.c), h = capped_part(g, z);
-  const Math entropy = e > 0 ? g.q * e * (z - g.c - g.rest) : Math(0);
-  return (g.k * e + entropy - g.s * weight) * (1 - h * h);
+// A difference whose exponential is 0 times the difference is 0, not NaN, if it is not infinite. (A choice by the
+// exponential would keep loops from being vectorised.)
+template <class Math> __attribute__((always_inline)) inline Math not_infinite(Math difference) {
+  constexpr Math kLeast = sizeof(Math) == 4 ? Math(-104) : Math(-1000);  // float's as in math::exp
+  return difference < kLeast ? kLeast : difference;
 }
 
+template <class Math>
+__attribute__((always_inline)) inline Math element_gradient(const Gradient<Math>& g, Math z, Math weight) {
+  const Math d = not_infinite(z - g.c), e = math::exp(d), h = capped_part(g, z);
+  return (g.k * e + g.q * e * (d - g.rest) - g.s * weight) * (1 - h * h);
+}
+
+// As a vector type, where g++ makes nothing good of arrays.
+template <class M> using Lanes __attribute__((vector_size(kLanes * sizeof(M)))) = M;
+
 // Free functions, one a dtype: target_clones reaches neither lambdas nor templates.
-#define WARPSMITH_CROSS_ENTROPY_MATH(Math)                                                               \
-  WARPSMITH_VECTORIZE Math max_of(const Math* z, int64_t count) {                                        \
-    Math lane[kLanes];                                                                                   \
-    for (int k = 0; k < kLanes; ++k) lane[k] = -std::numeric_limits<Math>::infinity();                   \
-    int64_t j = 0;                                                                                       \
-    for (; j + kLanes <= count; j += kLanes)                                                             \
-      for (int k = 0; k < kLanes; ++k) lane[k] = z[j + k] > lane[k] ? z[j + k] : lane[k];                \
-    for (; j < count; ++j) lane[0] = z[j] > lane[0] ? z[j] : lane[0];                                    \
-    return *std::max_element(lane, lane + kLanes);                                                       \
-  }                                                                                                      \
-  /* sum of exp(z - m), also stored in e where that is not null */                                       \
-  WARPSMITH_VECTORIZE Math sum_exp(const Math* z, Math* e, int64_t count, Math m) {                      \
-    Math lane[kLanes] = {};                                                                              \
-    int64_t j = 0;                                                                                       \
-    if (e) {                                                                                             \
-      for (; j + kLanes <= count; j += kLanes)                                                           \
-        for (int k = 0; k < kLanes; ++k) {                                                               \
-          e[j + k] = math::exp(z[j + k] - m);                                                            \
-          lane[k] += e[j + k];                                                                           \
-        }                                                                                                \
-      for (; j < count; ++j) lane[0] += e[j] = math::exp(z[j] - m);                                      \
-    } else {                                                                                             \
-      for (; j + kLanes <= count; j += kLanes)                                                           \
-        for (int k = 0; k < kLanes; ++k) lane[k] += math::exp(z[j + k] - m);                             \
-      for (; j < count; ++j) lane[0] += math::exp(z[j] - m);                                             \
-    }                                                                                                    \
-    Math sum = 0;                                                                                        \
-    for (int k = 0; k < kLanes; ++k) sum += lane[k];                                                     \
-    return sum;                                                                                          \
-  }                                                                                                      \
-  /* sum of exp(z - m) * (z - m) */                                                                      \
-  WARPSMITH_VECTORIZE Math sum_product(const Math* z, int64_t count, Math m) {                           \
-    Math lane[kLanes] = {};                                                                              \
-    for (int64_t j = 0; j < count; ++j) {                                                                \
-      const Math e = math::exp(z[j] - m);                                                                \
-      lane[j % kLanes] += e > 0 ? e * (z[j] - m) : Math(0);                                              \
-    }                                                                                                    \
-    Math sum = 0;                                                                                        \
-    for (int k = 0; k < kLanes; ++k) sum += lane[k];                                                     \
-    return sum;                                                                                          \
-  }                                                                                                      \
-  /* sum of weight * (z - m) */                                                                          \
-  WARPSMITH_VECTORIZE Math sum_weighted(const Math* z, const Math* weight, int64_t count, Math m) {      \
-    Math lane[kLanes] = {};                                                                              \
-    for (int64_t j = 0; j < count; ++j) lane[j % kLanes] += (weight ? weight[j] : Math(1)) * (z[j] - m); \
-    Math sum = 0;                                                                                        \
-    for (int k = 0; k < kLanes; ++k) sum += lane[k];                                                     \
-    return sum;                                                                                          \
+#define WARPSMITH_CROSS_ENTROPY_MATH(Math)                                                          \
+  WARPSMITH_VECTORIZE Math max_of(const Math* z, int64_t count) {                                   \
+    Lanes<Math> lane[kSeries], x;                                                                   \
+    for (auto& l : lane) l = Lanes<Math>{} - std::numeric_limits<Math>::infinity();                 \
+    int64_t j = 0;                                                                                  \
+    for (; j + kSeries * kLanes <= count; j += kSeries * kLanes)                                    \
+      for (int k = 0; k < kSeries; ++k) {                                                           \
+        std::memcpy(&x, z + j + k * kLanes, sizeof(x));                                             \
+        lane[k] = x > lane[k] ? x : lane[k];                                                        \
+      }                                                                                             \
+    for (; j + kLanes <= count; j += kLanes) {                                                      \
+      std::memcpy(&x, z + j, sizeof(x));                                                            \
+      lane[0] = x > lane[0] ? x : lane[0];                                                          \
+    }                                                                                               \
+    Math largest = -std::numeric_limits<Math>::infinity();                                          \
+    for (const auto& l : lane)                                                                      \
+      for (int k = 0; k < kLanes; ++k) largest = l[k] > largest ? l[k] : largest;                   \
+    for (; j < count; ++j) largest = z[j] > largest ? z[j] : largest;                               \
+    return largest;                                                                                 \
+  }                                                                                                 \
+  /* sum of exp(z - m), also stored in e where that is not null */                                  \
+  WARPSMITH_VECTORIZE Math sum_exp(const Math* z, Math* e, int64_t count, Math m) {                 \
+    Math lane[kLanes] = {};                                                                         \
+    int64_t j = 0;                                                                                  \
+    if (e) {                                                                                        \
+      for (; j + kLanes <= count; j += kLanes)                                                      \
+        for (int k = 0; k < kLanes; ++k) {                                                          \
+          e[j + k] = math::exp(z[j + k] - m);                                                       \
+          lane[k] += e[j + k];                                                                      \
+        }                                                                                           \
+      for (; j < count; ++j) lane[0] += e[j] = math::exp(z[j] - m);                                 \
+    } else {                                                                                        \
+      for (; j + kLanes <= count; j += kLanes)                                                      \
+        for (int k = 0; k < kLanes; ++k) lane[k] += math::exp(z[j + k] - m);                        \
+      for (; j < count; ++j) lane[0] += math::exp(z[j] - m);                                        \
+    }                                                                                               \
+    Math sum = 0;                                                                                   \
+    for (int k = 0; k < kLanes; ++k) sum += lane[k];                                                \
+    return sum;                                                                                     \
+  }                                                                                                 \
+  /* sum of exp(z - m) * (z - m) */                                                                 \
+  WARPSMITH_VECTORIZE Math sum_product(const Math* z, int64_t count, Math m) {                      \
+    Math lane[kLanes] = {};                                                                         \
+    int64_t j = 0;                                                                                  \
+    for (; j + kLanes <= count; j += kLanes)                                                        \
+      for (int k = 0; k < kLanes; ++k) {                                                            \
+        const Math d = not_infinite(z[j + k] - m);                                                  \
+        lane[k] += math::exp(d) * d;                                                                \
+      }                                                                                             \
+    for (; j < count; ++j) {                                                                        \
+      const Math d = not_infinite(z[j] - m);                                                        \
+      lane[0] += math::exp(d) * d;                                                                  \
+    }                                                                                               \
+    Math sum = 0;                                                                                   \
+    for (int k = 0; k < kLanes; ++k) sum += lane[k];                                                \
+    return sum;                                                                                     \
+  }                                                                                                 \
+  /* sum of weight * (z - m) */                                                                     \
+  WARPSMITH_VECTORIZE Math sum_weighted(const Math* z, const Math* weight, int64_t count, Math m) { \
+    Math lane[kLanes] = {};                                                                         \
+    int64_t j = 0;                                                                                  \
+    if (weight)                                                                                     \
+      for (; j + kLanes <= count; j += kLanes)                                                      \
+        for (int k = 0; k < kLanes; ++k) lane[k] += weight[j + k] * (z[j + k] - m);                 \
+    else                                                                                            \
+      for (; j + kLanes <= count; j += kLanes)                                                      \
+        for (int k = 0; k < kLanes; ++k) lane[k] += z[j + k] - m;                                   \
+    for (; j < count; ++j) lane[0] += (weight ? weight[j] : Math(1)) * (z[j] - m);                  \
+    Math sum = 0;                                                                                   \
+    for (int k = 0; k < kLanes; ++k) sum += lane[k];                                                \
+    return sum;                                                                                     \
   }
 WARPSMITH_CROSS_ENTROPY_MATH(float)
 WARPSMITH_CROSS_ENTROPY_MATH(double)
@@ -98,12 +132,16 @@ WARPSMITH_CROSS_ENTROPY_MATH(double)
   WARPSMITH_VECTORIZE void scale(T* x, int64_t count, Math factor) {                                              \
     for (int64_t j = 0; j < count; ++j) x[j] = from_float<T>(Math(to_float(x[j])) * factor);                      \
   }                                                                                                               \
+  WARPSMITH_VECTORIZE void scaled(const Math* e, T* out, int64_t count, Math factor) {                            \
+    for (int64_t j = 0; j < count; ++j) out[j] = from_float<T>(e[j] * factor);                                    \
+  }                                                                                                               \
   WARPSMITH_VECTORIZE void gradient(const Math* z, const Math* weight, T* out, int64_t count, Gradient<Math> g) { \
     if (g.plain())                                                                                                \
       for (int64_t j = 0; j < count; ++j) out[j] = from_float<T>(g.k * math::exp(z[j] - g.c));                    \
+    else if (weight)                                                                                              \
+      for (int64_t j = 0; j < count; ++j) out[j] = from_float<T>(element_gradient(g, z[j], weight[j]));           \
     else                                                                                                          \
-      for (int64_t j = 0; j < count; ++j)                                                                         \
-        out[j] = from_float<T>(element_gradient(g, z[j], weight ? weight[j] : Math(1)));                          \
+      for (int64_t j = 0; j < count; ++j) out[j] = from_float<T>(element_gradient(g, z[j], Math(1)));             \
   }
 WARPSMITH_CROSS_ENTROPY(float, float)
 WARPSMITH_CROSS_ENTROPY(double, double)
@@ -161,7 +199,7 @@ template <class T, class Math> struct RowWork {
   const Math* elements(int64_t r) {
     if constexpr (kSame)
       if (p.softcap == 0) return reinterpret_cast<const Math*>(logits(r));
-    room.resize(static_cast<size_t>(p.classes));
+    room.resize(static_cast<size_t>(p.classes));  // once: rows are of one length
     widen(logits(r), room.data(), p.classes, Math(p.softcap));
     return room.data();
   }
@@ -207,8 +245,12 @@ template <class T, class Math> struct RowWork {
     // With nothing else to be computed from them, the exponentials themselves become the gradient.
     Math* e = nullptr;
     Math hot_z = is_class(p.target[r], p.classes) ? z[p.target[r]] : Math(0);
-    if constexpr (kSame)
-      if (plain && dlogits && !ignored(r)) e = reinterpret_cast<Math*>(dlogits);
+    if (plain && dlogits && !ignored(r)) {
+      if constexpr (kSame)
+        e = reinterpret_cast<Math*>(dlogits);
+      else
+        e = room.data();
+    }
     const Math sum = sum_of_pieces<Math>(
         p.classes, [&](int64_t c, int64_t count) { return sum_exp(z + c, e ? e + c : nullptr, count, reference); });
     const Math rest = std::log(sum), lse = lse_of(m, rest);  // rest = lse - m
@@ -239,7 +281,7 @@ template <class T, class Math> struct RowWork {
     Math at_target;
     const Gradient<Math> g = gradient_of(r, m, sum, &at_target);
     if (!e) return write(r, z, g, at_target);
-    scale(dlogits, p.classes, g.k);
+    scaled(e, dlogits, p.classes, g.k);
     if (is_class(p.target[r], p.classes)) dlogits[p.target[r]] = from_float<T>(hot_gradient(r, g, hot_z, at_target));
   }
 

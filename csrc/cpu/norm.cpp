@@ -16,6 +16,7 @@ namespace warpsmith {
 namespace {
 
 constexpr int kLanes = 16;                  // independent partial sums: one AVX-512 register of floats
+constexpr int kSeries = 4;                  // of them, where a step is so short that it would wait for the one before
 constexpr int64_t kGrainElems = 16 * 1024;  // a thread takes at least these: below, it costs more than it saves
 // Row chunks of dweight and dbias, whatever the number of threads: of this many rows at least, since each costs a row
 // of partial sums.
@@ -36,23 +37,74 @@ template <class M> inline __attribute__((always_inline)) void load(Lanes<M>& to,
   std::memcpy(&to, from, sizeof(to));
 }
 
+template <class M> inline __attribute__((always_inline)) void add_series(M* lane, const Lanes<M>* series) {
+  const Lanes<M> total = (series[0] + series[1]) + (series[2] + series[3]);
+  std::memcpy(lane, &total, sizeof(total));
+}
+
 // Free functions, one an arithmetic type: target_clones reaches neither lambdas nor templates.
 #define WARPSMITH_NORM_LOOPS(M)                                                                                        \
   WARPSMITH_VECTORIZE M sum(const M* x, int64_t count) {                                                               \
-    M lane[kLanes] = {};                                                                                               \
+    Lanes<M> series[kSeries] = {}, a;                                                                                  \
     int64_t c = 0;                                                                                                     \
-    for (; c + kLanes <= count; c += kLanes)                                                                           \
-      for (int k = 0; k < kLanes; ++k) lane[k] += x[c + k];                                                            \
+    for (; c + kSeries * kLanes <= count; c += kSeries * kLanes)                                                       \
+      for (int k = 0; k < kSeries; ++k) {                                                                              \
+        load<M>(a, x + c + k * kLanes);                                                                                \
+        series[k] += a;                                                                                                \
+      }                                                                                                                \
+    for (; c + kLanes <= count; c += kLanes) {                                                                         \
+      load<M>(a, x + c);                                                                                               \
+      series[0] += a;                                                                                                  \
+    }                                                                                                                  \
+    M lane[kLanes];                                                                                                    \
+    add_series<M>(lane, series);                                                                                       \
     for (; c < count; ++c) lane[c % kLanes] += x[c];                                                                   \
     return add_lanes(lane);                                                                                            \
   }                                                                                                                    \
-  WARPSMITH_VECTORIZE M sum_of_squares(const M* x, int64_t count, M mean) {                                            \
-    M lane[kLanes] = {};                                                                                               \
+  WARPSMITH_VECTORIZE M sum_of_squares(const M* x, int64_t count) {                                                    \
+    Lanes<M> series[kSeries] = {}, a;                                                                                  \
     int64_t c = 0;                                                                                                     \
-    for (; c + kLanes <= count; c += kLanes)                                                                           \
-      for (int k = 0; k < kLanes; ++k) lane[k] += (x[c + k] - mean) * (x[c + k] - mean);                               \
-    for (; c < count; ++c) lane[c % kLanes] += (x[c] - mean) * (x[c] - mean);                                          \
+    for (; c + kSeries * kLanes <= count; c += kSeries * kLanes)                                                       \
+      for (int k = 0; k < kSeries; ++k) {                                                                              \
+        load<M>(a, x + c + k * kLanes);                                                                                \
+        series[k] += a * a;                                                                                            \
+      }                                                                                                                \
+    for (; c + kLanes <= count; c += kLanes) {                                                                         \
+      load<M>(a, x + c);                                                                                               \
+      series[0] += a * a;                                                                                              \
+    }                                                                                                                  \
+    M lane[kLanes];                                                                                                    \
+    add_series<M>(lane, series);                                                                                       \
+    for (; c < count; ++c) lane[c % kLanes] += x[c] * x[c];                                                            \
     return add_lanes(lane);                                                                                            \
+  }                                                                                                                    \
+  /* sum of squares about `mean`, and the sum of the differences from it */                                            \
+  WARPSMITH_VECTORIZE M sum_about(const M* x, int64_t count, M mean, M* differences) {                                 \
+    Lanes<M> squares[kSeries] = {}, plain[kSeries] = {}, a;                                                            \
+    int64_t c = 0;                                                                                                     \
+    for (; c + kSeries * kLanes <= count; c += kSeries * kLanes)                                                       \
+      for (int k = 0; k < kSeries; ++k) {                                                                              \
+        load<M>(a, x + c + k * kLanes);                                                                                \
+        a -= mean;                                                                                                     \
+        squares[k] += a * a;                                                                                           \
+        plain[k] += a;                                                                                                 \
+      }                                                                                                                \
+    for (; c + kLanes <= count; c += kLanes) {                                                                         \
+      load<M>(a, x + c);                                                                                               \
+      a -= mean;                                                                                                       \
+      squares[0] += a * a;                                                                                             \
+      plain[0] += a;                                                                                                   \
+    }                                                                                                                  \
+    M sums[2][kLanes];                                                                                                 \
+    add_series<M>(sums[0], squares);                                                                                   \
+    add_series<M>(sums[1], plain);                                                                                     \
+    for (; c < count; ++c) {                                                                                           \
+      const M d = x[c] - mean;                                                                                         \
+      sums[0][c % kLanes] += d * d;                                                                                    \
+      sums[1][c % kLanes] += d;                                                                                        \
+    }                                                                                                                  \
+    *differences += add_lanes(sums[1]);                                                                                \
+    return add_lanes(sums[0]);                                                                                         \
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void add(const M* x, const M* y, M* out, int64_t count) {                                        \
     for (int64_t c = 0; c < count; ++c) out[c] = x[c] + y[c];                                                          \
@@ -292,13 +344,19 @@ template <class M> void forward(const NormForwardParams& p, const Parallel& para
         } else {
           read(p.x, s_dtype, r * p.x_stride + c, count, wide_row.get() + c);
         }
-        total += layer ? sum(s + c, count) : sum_of_squares(s + c, count, M(0));
+        total += layer ? sum(s + c, count) : sum_of_squares(s + c, count);
       });
       M mean = 0;
       if (layer) {
+        // The first sum's rounding errors are of the size of the mean, and show where it dwarfs the variance: what is
+        // left about it corrects it, and with it the squares.
         mean = total / M(p.columns);
+        M differences = 0;
         total = 0;
-        for_pieces(p.columns, [&](int64_t c, int64_t count) { total += sum_of_squares(s + c, count, mean); });
+        for_pieces(p.columns, [&](int64_t c, int64_t count) { total += sum_about(s + c, count, mean, &differences); });
+        const M correction = differences / M(p.columns);
+        mean += correction;
+        total = std::max(total - differences * correction, M(0));
       }
       M rstd = M(1) / std::sqrt(total / M(p.columns) + M(p.eps));
       if (!std::isfinite(total)) overflowed(s, p.columns, layer, p.eps, &mean, &rstd);

@@ -29,79 +29,130 @@ WARPSMITH_STORED(float16, float)
 WARPSMITH_STORED(bfloat16, float)
 #undef WARPSMITH_STORED
 
-#define WARPSMITH_ROWS(Math)                                                                                 \
-  WARPSMITH_VECTORIZE Math dot(const Math* a, const Math* b, int64_t count) {                                \
-    Math lane[kLanes] = {};                                                                                  \
-    int64_t i = 0;                                                                                           \
-    for (; i + kLanes <= count; i += kLanes)                                                                 \
-      for (int k = 0; k < kLanes; ++k) lane[k] += a[i + k] * b[i + k];                                       \
-    for (; i < count; ++i) lane[i % kLanes] += a[i] * b[i];                                                  \
-    Math total = 0;                                                                                          \
-    for (int k = 0; k < kLanes; ++k) total += lane[k];                                                       \
-    return total;                                                                                            \
-  }                                                                                                          \
-  WARPSMITH_VECTORIZE void scale(Math* x, Math by, int64_t count) {                                          \
-    for (int64_t i = 0; i < count; ++i) x[i] *= by;                                                          \
-  }                                                                                                          \
-  WARPSMITH_VECTORIZE void multiply(Math* x, const Math* by, int64_t count) {                                \
-    for (int64_t i = 0; i < count; ++i) x[i] *= by[i];                                                       \
-  }                                                                                                          \
-  WARPSMITH_VECTORIZE void add_product(Math* sum, const Math* a, const Math* b, int64_t count) {             \
-    for (int64_t i = 0; i < count; ++i) sum[i] += a[i] * b[i];                                               \
-  }                                                                                                          \
-  WARPSMITH_VECTORIZE void input_gradient(Math* g, const Math* x_hat, Math rstd, Math mean, int64_t count) { \
-    for (int64_t i = 0; i < count; ++i) g[i] = rstd * (g[i] - x_hat[i] * mean);                              \
-  }                                                                                                          \
-  WARPSMITH_VECTORIZE void turn_halves(Math* x, const Math* cos, const Math* sin, int64_t pairs) {           \
-    WARPSMITH_INDEPENDENT_TURNS                                                                              \
-    for (int64_t i = 0; i < pairs; ++i) {                                                                    \
-      const Math a = x[i], b = x[i + pairs];                                                                 \
-      x[i] = a * cos[i] - b * sin[i];                                                                        \
-      x[i + pairs] = b * cos[i] + a * sin[i];                                                                \
-    }                                                                                                        \
-  }                                                                                                          \
-  WARPSMITH_VECTORIZE void turn_neighbours(Math* x, const Math* cos, const Math* sin, int64_t pairs) {       \
-    WARPSMITH_INDEPENDENT_TURNS                                                                              \
-    for (int64_t i = 0; i < pairs; ++i) {                                                                    \
-      const Math a = x[2 * i], b = x[2 * i + 1];                                                             \
-      x[2 * i] = a * cos[i] - b * sin[i];                                                                    \
-      x[2 * i + 1] = b * cos[i] + a * sin[i];                                                                \
-    }                                                                                                        \
+// Inlined into the clones.
+#define WARPSMITH_INLINED __attribute__((always_inline)) inline
+
+template <class Math> WARPSMITH_INLINED Math add_lanes(const Math* lane) {
+  Math total = 0;
+  for (int k = 0; k < kLanes; ++k) total += lane[k];
+  return total;
+}
+
+// 1 / sqrt(mean square + eps)
+template <class Math, class T> WARPSMITH_INLINED Math rstd_of(const T* x, int64_t dim, Math eps) {
+  Math lane[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes)
+    for (int k = 0; k < kLanes; ++k) lane[k] += Math(to_float(x[i + k])) * Math(to_float(x[i + k]));
+  for (; i < dim; ++i) lane[i % kLanes] += Math(to_float(x[i])) * Math(to_float(x[i]));
+  return Math(1) / std::sqrt(add_lanes(lane) / Math(dim) + eps);
+}
+
+// All heads of one token, x_step and y_step elements apart: a function for each step of a head would cost more than
+// the step.
+#define WARPSMITH_HEADS(T, Math)                                                                                       \
+  WARPSMITH_VECTORIZE void forward_heads(const T* x, T* y, int64_t heads, int64_t x_step, int64_t y_step,              \
+                                         const Math* weight, int64_t dim, Math eps, bool interleaved, const Math* cos, \
+                                         const Math* sin, int64_t pairs) {                                             \
+    for (int64_t h = 0; h < heads; ++h, x += x_step, y += y_step) {                                                    \
+      const Math rstd = rstd_of<Math>(x, dim, eps);                                                                    \
+      if (interleaved) {                                                                                               \
+        WARPSMITH_INDEPENDENT_TURNS                                                                                    \
+        for (int64_t i = 0; i < pairs; ++i) {                                                                          \
+          const Math a = to_float(x[2 * i]) * rstd * weight[2 * i],                                                    \
+                     b = to_float(x[2 * i + 1]) * rstd * weight[2 * i + 1];                                            \
+          y[2 * i] = from_float<T>(a * cos[i] - b * sin[i]);                                                           \
+          y[2 * i + 1] = from_float<T>(b * cos[i] + a * sin[i]);                                                       \
+        }                                                                                                              \
+      } else {                                                                                                         \
+        WARPSMITH_INDEPENDENT_TURNS                                                                                    \
+        for (int64_t i = 0; i < pairs; ++i) {                                                                          \
+          const Math a = to_float(x[i]) * rstd * weight[i], b = to_float(x[i + pairs]) * rstd * weight[i + pairs];     \
+          y[i] = from_float<T>(a * cos[i] - b * sin[i]);                                                               \
+          y[i + pairs] = from_float<T>(b * cos[i] + a * sin[i]);                                                       \
+        }                                                                                                              \
+      }                                                                                                                \
+      for (int64_t i = 2 * pairs; i < dim; ++i) y[i] = from_float<T>(to_float(x[i]) * rstd * weight[i]);               \
+    }                                                                                                                  \
+  }                                                                                                                    \
+  /* g: room for a head. dx, partial: null where not wanted */                                                         \
+  WARPSMITH_VECTORIZE void backward_heads(const T* x, const T* dy, T* dx, int64_t heads, int64_t x_step,               \
+                                          int64_t dy_step, int64_t dx_step, const Math* weight, Math* partial,         \
+                                          Math* g, int64_t dim, Math eps, bool interleaved, const Math* cos,           \
+                                          const Math* sin, int64_t pairs) {                                            \
+    for (int64_t h = 0; h < heads; ++h, x += x_step, dy += dy_step) {                                                  \
+      const Math rstd = rstd_of<Math>(x, dim, eps);                                                                    \
+      if (interleaved) {                                                                                               \
+        WARPSMITH_INDEPENDENT_TURNS                                                                                    \
+        for (int64_t i = 0; i < pairs; ++i) {                                                                          \
+          const Math a = to_float(dy[2 * i]), b = to_float(dy[2 * i + 1]);                                             \
+          g[2 * i] = a * cos[i] - b * sin[i];                                                                          \
+          g[2 * i + 1] = b * cos[i] + a * sin[i];                                                                      \
+        }                                                                                                              \
+      } else {                                                                                                         \
+        WARPSMITH_INDEPENDENT_TURNS                                                                                    \
+        for (int64_t i = 0; i < pairs; ++i) {                                                                          \
+          const Math a = to_float(dy[i]), b = to_float(dy[i + pairs]);                                                 \
+          g[i] = a * cos[i] - b * sin[i];                                                                              \
+          g[i + pairs] = b * cos[i] + a * sin[i];                                                                      \
+        }                                                                                                              \
+      }                                                                                                                \
+      for (int64_t i = 2 * pairs; i < dim; ++i) g[i] = to_float(dy[i]);                                                \
+      if (partial) {                                                                                                   \
+        WARPSMITH_INDEPENDENT_TURNS                                                                                    \
+        for (int64_t i = 0; i < dim; ++i) partial[i] += g[i] * (to_float(x[i]) * rstd);                                \
+      }                                                                                                                \
+      if (!dx) continue;                                                                                               \
+      Math lane[kLanes] = {};                                                                                          \
+      int64_t i = 0;                                                                                                   \
+      for (; i + kLanes <= dim; i += kLanes)                                                                           \
+        for (int k = 0; k < kLanes; ++k) {                                                                             \
+          g[i + k] *= weight[i + k];                                                                                   \
+          lane[k] += g[i + k] * (to_float(x[i + k]) * rstd);                                                           \
+        }                                                                                                              \
+      for (; i < dim; ++i) {                                                                                           \
+        g[i] *= weight[i];                                                                                             \
+        lane[i % kLanes] += g[i] * (to_float(x[i]) * rstd);                                                            \
+      }                                                                                                                \
+      /* of differences that cancel each part has been rounded once */                                                 \
+      const Math mean = add_lanes(lane) / Math(dim);                                                                   \
+      WARPSMITH_INDEPENDENT_TURNS                                                                                      \
+      for (int64_t c = 0; c < dim; ++c) dx[c] = from_float<T>(rstd * (g[c] - to_float(x[c]) * rstd * mean));           \
+      dx += dx_step;                                                                                                   \
+    }                                                                                                                  \
   }
-WARPSMITH_ROWS(float)
-WARPSMITH_ROWS(double)
-#undef WARPSMITH_ROWS
+WARPSMITH_HEADS(float, float)
+WARPSMITH_HEADS(double, double)
+WARPSMITH_HEADS(float16, float)
+WARPSMITH_HEADS(bfloat16, float)
+#undef WARPSMITH_HEADS
 
 template <class Math> std::vector<Math> room(int64_t count) { return std::vector<Math>(static_cast<size_t>(count)); }
 
-// The angles of one token after the other, and the rotation of a head by them.
-template <class C, class Math> class Turn {
+// The angles of one token after the other.
+template <class C, class Math> class TokenAngles {
  public:
-  Turn(const RotaryShape& shape, const RotaryAngles& angles, const RotaryPositions& positions)
-      : shape_(shape),
+  TokenAngles(const RotaryShape& shape, const RotaryAngles& angles, const RotaryPositions& positions)
+      : pairs(shape.rotary_dim / 2),
+        shape_(shape),
         angles_(angles),
         rows_(shape, angles, positions),
-        cos_(room<Math>(shape.rotary_dim / 2)),
-        sin_(room<Math>(shape.rotary_dim / 2)) {}
+        cos_(room<Math>(pairs)),
+        sin_(room<Math>(pairs)) {}
 
   void look_up(int64_t batch, int64_t index) {
-    const int64_t row = rows_(batch, index);
-    const C *cos = static_cast<const C*>(angles_.cos) + row, *sin = static_cast<const C*>(angles_.sin) + row;
+    const int64_t row = rows_(batch, index), step = angles_.column_stride;
+    const C *from_cos = static_cast<const C*>(angles_.cos) + row, *from_sin = static_cast<const C*>(angles_.sin) + row;
     const Math sign = shape_.inverse ? Math(-1) : Math(1);
-    for (size_t i = 0; i < cos_.size(); ++i) {
-      const int64_t at = static_cast<int64_t>(i) * angles_.column_stride;
-      cos_[i] = to_float(cos[at]);
-      sin_[i] = sign * to_float(sin[at]);
+    for (int64_t i = 0; i < pairs; ++i) {
+      cos_[static_cast<size_t>(i)] = to_float(from_cos[i * step]);
+      sin_[static_cast<size_t>(i)] = sign * to_float(from_sin[i * step]);
     }
   }
+  const Math* cos() const { return cos_.data(); }
+  const Math* sin() const { return sin_.data(); }
 
-  void operator()(Math* head) const {
-    const int64_t pairs = shape_.rotary_dim / 2;
-    if (shape_.interleaved)
-      turn_neighbours(head, cos_.data(), sin_.data(), pairs);
-    else
-      turn_halves(head, cos_.data(), sin_.data(), pairs);
-  }
+  const int64_t pairs;
 
  private:
   const RotaryShape& shape_;
@@ -122,26 +173,19 @@ template <class T, class W, class C, class Math> void forward(const QkNormRopeFw
   widen(static_cast<const W*>(p.k_weight), k_weight.data(), dim);
   parallel(
       p.shape.batch * p.shape.tokens, std::max<int64_t>(1, kGrainElems / elements), [&](int64_t begin, int64_t end) {
-        Turn<C, Math> turn(p.shape, p.angles, p.positions);
-        std::vector<Math> head = room<Math>(dim);
-        const auto rotate = [&](const void* in, void* out, const RotaryHeads& in_layout, const RotaryHeads& out_layout,
-                                const std::vector<Math>& weight, int64_t batch, int64_t index) {
-          const T* x = static_cast<const T*>(in) + start_of(in_layout, batch, index);
-          T* y = static_cast<T*>(out) + start_of(out_layout, batch, index);
-          for (int64_t h = 0; h < in_layout.heads; ++h) {
-            widen(x + h * in_layout.head_stride, head.data(), dim);
-            const Math mean = dot(head.data(), head.data(), dim) / Math(dim);
-            scale(head.data(), Math(1) / std::sqrt(mean + Math(p.eps)), dim);
-            multiply(head.data(), weight.data(), dim);
-            turn(head.data());
-            narrow(head.data(), y + h * out_layout.head_stride, dim);
-          }
+        TokenAngles<C, Math> angles(p.shape, p.angles, p.positions);
+        const auto heads = [&](const void* in, void* out, const RotaryHeads& in_layout, const RotaryHeads& out_layout,
+                               const std::vector<Math>& weight, int64_t batch, int64_t index) {
+          forward_heads(static_cast<const T*>(in) + start_of(in_layout, batch, index),
+                        static_cast<T*>(out) + start_of(out_layout, batch, index), in_layout.heads,
+                        in_layout.head_stride, out_layout.head_stride, weight.data(), dim, Math(p.eps),
+                        p.shape.interleaved, angles.cos(), angles.sin(), angles.pairs);
         };
         for (int64_t token = begin; token < end; ++token) {
           const int64_t batch = token / p.shape.tokens, index = token % p.shape.tokens;
-          turn.look_up(batch, index);
-          rotate(p.q, p.q_out, p.q_layout, p.q_out_layout, q_weight, batch, index);
-          rotate(p.k, p.k_out, p.k_layout, p.k_out_layout, k_weight, batch, index);
+          angles.look_up(batch, index);
+          heads(p.q, p.q_out, p.q_layout, p.q_out_layout, q_weight, batch, index);
+          heads(p.k, p.k_out, p.k_layout, p.k_out_layout, k_weight, batch, index);
         }
       });
 }
@@ -154,35 +198,27 @@ template <class T, class W, class C, class Math> void backward(const QkNormRopeB
   widen(static_cast<const W*>(p.q_weight), q_weight.data(), dim);
   widen(static_cast<const W*>(p.k_weight), k_weight.data(), dim);
   parallel(chunks, 1, [&](int64_t begin, int64_t end) {
-    std::vector<Math> x_hat = room<Math>(dim), g = room<Math>(dim);
+    std::vector<Math> g = room<Math>(dim);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-      Turn<C, Math> turn(p.shape, p.angles, p.positions);
+      TokenAngles<C, Math> angles(p.shape, p.angles, p.positions);
       if (partials) std::fill_n(partials + chunk * 2 * dim, 2 * dim, Math(0));
-      const auto gradients = [&](const void* in, const void* gradient, void* out, const RotaryHeads& in_layout,
-                                 const RotaryHeads& gradient_layout, const RotaryHeads& out_layout,
-                                 const std::vector<Math>& weight, Math* partial, int64_t batch, int64_t index) {
-        const T* x = static_cast<const T*>(in) + start_of(in_layout, batch, index);
-        const T* dy = static_cast<const T*>(gradient) + start_of(gradient_layout, batch, index);
-        for (int64_t h = 0; h < in_layout.heads; ++h) {
-          widen(x + h * in_layout.head_stride, x_hat.data(), dim);
-          widen(dy + h * gradient_layout.head_stride, g.data(), dim);
-          const Math rstd = Math(1) / std::sqrt(dot(x_hat.data(), x_hat.data(), dim) / Math(dim) + Math(p.eps));
-          scale(x_hat.data(), rstd, dim);
-          turn(g.data());
-          if (partial) add_product(partial, g.data(), x_hat.data(), dim);
-          if (!out) continue;
-          multiply(g.data(), weight.data(), dim);
-          input_gradient(g.data(), x_hat.data(), rstd, dot(g.data(), x_hat.data(), dim) / Math(dim), dim);
-          narrow(g.data(), static_cast<T*>(out) + start_of(out_layout, batch, index) + h * out_layout.head_stride, dim);
-        }
+      const auto heads = [&](const void* in, const void* gradient, void* out, const RotaryHeads& in_layout,
+                             const RotaryHeads& gradient_layout, const RotaryHeads& out_layout,
+                             const std::vector<Math>& weight, Math* partial, int64_t batch, int64_t index) {
+        backward_heads(static_cast<const T*>(in) + start_of(in_layout, batch, index),
+                       static_cast<const T*>(gradient) + start_of(gradient_layout, batch, index),
+                       out ? static_cast<T*>(out) + start_of(out_layout, batch, index) : nullptr, in_layout.heads,
+                       in_layout.head_stride, gradient_layout.head_stride, out_layout.head_stride, weight.data(),
+                       partial, g.data(), dim, Math(p.eps), p.shape.interleaved, angles.cos(), angles.sin(),
+                       angles.pairs);
       };
       for (int64_t token = tokens * chunk / chunks; token < tokens * (chunk + 1) / chunks; ++token) {
         const int64_t batch = token / p.shape.tokens, index = token % p.shape.tokens;
         Math* partial = partials ? partials + chunk * 2 * dim : nullptr;
-        turn.look_up(batch, index);
-        gradients(p.q, p.dq_out, p.dq, p.q_layout, p.dq_out_layout, p.dq_layout, q_weight, partial, batch, index);
-        gradients(p.k, p.dk_out, p.dk, p.k_layout, p.dk_out_layout, p.dk_layout, k_weight,
-                  partial ? partial + dim : nullptr, batch, index);
+        angles.look_up(batch, index);
+        heads(p.q, p.dq_out, p.dq, p.q_layout, p.dq_out_layout, p.dq_layout, q_weight, partial, batch, index);
+        heads(p.k, p.dk_out, p.dk, p.k_layout, p.dk_out_layout, p.dk_layout, k_weight,
+              partial ? partial + dim : nullptr, batch, index);
       }
     }
   });

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import warpsmith
+from torch.utils._python_dispatch import TorchDispatchMode
 from warpsmith.reference.linear_log_prob import linear_log_prob as reference
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, measure, op_tests
 
@@ -167,6 +168,40 @@ def test_saved_logits_give_the_bits_of_made_ones():
         for s in (False, True)
     )
     assert all(bitwise_equal(a, b) for a, b in zip(made, kept, strict=True))
+
+
+BOTH_BYTES = 2 * 50 * 36 * 4  # logits and their gradient of problem(): 50 rows of 33 classes, 16-byte vectors
+
+
+class SaveLogitsArguments(TorchDispatchMode):
+    """What the op was called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.warpsmith.linear_log_prob_forward.default:
+            self.seen.append(args[5])
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("options", "leaf", "kept"),
+    [
+        ({}, True, True),
+        ({"max_chunk_bytes": BOTH_BYTES}, True, True),
+        ({"max_chunk_bytes": BOTH_BYTES - 1}, True, False),
+        ({"save_logits": False}, True, False),
+        ({"save_logits": True}, False, True),
+        ({}, False, False),
+    ],
+)
+def test_the_cpu_keeps_logits_that_fit_where_gradients_are_recorded(options, leaf, kept):
+    hidden, weight, target = problem()
+    with SaveLogitsArguments() as arguments:
+        warpsmith.linear_log_prob(hidden, weight.requires_grad_(leaf), target, **options)
+    assert arguments.seen == [kept]
 
 
 def test_many_16_bit_chunks_round_the_weights_gradient_once():

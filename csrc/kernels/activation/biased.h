@@ -32,7 +32,8 @@ struct BiasedBwdParams {
 };
 
 // dbias is summed in two stages in a fixed order: into `partials` by groups of rows, then over them. How many partial
-// rows the CPU writes; the CUDA launchers have a function that says it of the current device.
-constexpr int64_t biased_partial_rows_cpu(int64_t rows) { return rows < 64 ? rows : 64; }
+// rows the CPU writes, of at least 8 rows each, since each costs a row of sums; the CUDA launchers have a function that
+// says it of the current device.
+constexpr int64_t biased_partial_rows_cpu(int64_t rows) { return rows < 512 ? (rows + 7) / 8 : 64; }
 
 }  // namespace warpsmith

@@ -3,14 +3,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
 from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
-from warpsmith.ops._linear_loss import check_inputs, new_like, real_dtype, under_autocast
+from warpsmith.ops._linear_loss import check_inputs, new_like, real_dtype, under_autocast, wants_gradient
 
 _OP = "linear_log_prob"
 _BACKWARD = "linear_log_prob_backward"
+_CPU_SAVED_BYTES = 1 << 30  # logits and their gradient, without a bound of the caller's
 
 
 def _logits_stride(hidden: Tensor, classes: Any) -> Any:
@@ -88,6 +90,19 @@ _linear_log_prob = differentiable(
 )
 
 
+def _pays_to_save(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, max_chunk_bytes: int | None
+) -> bool:
+    """Whether logits are kept by default: matrix products bind a CPU, while its memory seldom lacks. What is traced is
+    not bound to the sizes it was traced with."""
+    if torch.compiler.is_compiling() or hidden.device.type != "cpu" or weight.dim() != 2:
+        return False
+    if not any(wants_gradient(t) for t in (hidden, weight, bias)):
+        return False
+    both = 2 * target.numel() * _logits_stride(hidden, weight.shape[0]) * hidden.dtype.itemsize
+    return both <= (max_chunk_bytes or _CPU_SAVED_BYTES)
+
+
 def linear_log_prob(
     hidden: Tensor,
     weight: Tensor,
@@ -95,7 +110,7 @@ def linear_log_prob(
     bias: Tensor | None = None,
     *,
     temperature: float = 1.0,
-    save_logits: bool = False,
+    save_logits: bool | None = None,
     max_chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Log-probabilities of tokens under a language-model head, without all logits in memory.
@@ -116,7 +131,8 @@ def linear_log_prob(
         bias: shape (V,), the dtype of ``hidden``, or None.
         temperature: :math:`T`, finite and > 0.
         save_logits: keep all logits (V elements a row) for the backward, which makes them again otherwise: a quarter of
-            all arithmetic.
+            all arithmetic. None: no, but on the CPU in eager calls that record gradients yes, where logits and their
+            gradient together take at most ``max_chunk_bytes``, or 1 GiB if that is None.
         max_chunk_bytes: logits in memory at a time; None: 1 GiB on CUDA, 64 MiB on the CPU. One row at least.
 
     Returns:
@@ -148,4 +164,6 @@ def linear_log_prob(
     hidden, weight, bias = under_autocast(_OP, hidden, weight, bias)
     if max_chunk_bytes is not None and max_chunk_bytes < 1:
         _check.refuse(_OP, "max_chunk_bytes", "an integer >= 1", str(max_chunk_bytes))
+    if save_logits is None:
+        save_logits = _pays_to_save(hidden, weight, target, bias, max_chunk_bytes)
     return _linear_log_prob(hidden, weight, target, bias, temperature, save_logits, max_chunk_bytes or 0)

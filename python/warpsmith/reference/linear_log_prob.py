@@ -9,7 +9,7 @@ def linear_log_prob(
     bias: Tensor | None = None,
     *,
     temperature: float = 1.0,
-    save_logits: bool = False,
+    save_logits: bool | None = None,
     max_chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of the target, logsumexp and entropy of ``softmax((hidden @ weight^T + bias) / temperature)``.
