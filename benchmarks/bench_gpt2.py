@@ -16,7 +16,7 @@ from warpsmith.testing.gpu_timer import Timing
 from warpsmith.testing.rows import OURS, Row, make_rows
 
 from benchmarks.bench_linear_cross_entropy import peak_mb
-from benchmarks.cells import CPU_THREADS, compiled
+from benchmarks.cells import CPU_THREADS, compiled, forget_compiled
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 IN_A_ROW = {"cuda": 5, "cpu": 2}
@@ -40,7 +40,7 @@ def contenders_of(gpt, recipe, device, options):
     kinds = {OURS: "warpsmith", "torch": "torch"} if options.samples else {}
     runs = {name: gpt.Run(recipe, kind, ranks) for name, kind in kinds.items()}
     if options.compile and not options.quick and device == "cuda":
-        torch._dynamo.reset()
+        forget_compiled()
         runs["torch.compile"] = gpt.Run(recipe, "torch", ranks)
         runs["torch.compile"].loss = compiled(runs["torch.compile"].model, donate=True)
     return runs

@@ -1,5 +1,6 @@
 """What the benchmarks share: options and the contenders that every op has."""
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -44,10 +45,29 @@ def compiled(fn, donate=False):
     return torch.compile(fn, dynamic=False)
 
 
+_spent = [0.0]
+
+
+def compile_seconds():
+    """Seconds that torch.compile has taken in this process."""
+    if "torch._dynamo" in sys.modules:
+        from torch._dynamo.utils import compilation_time_metrics as metrics
+
+        _spent[0] += sum(sum(metrics.get(name, [])) for name in ("_compile.compile_inner", "backward._backward_impl"))
+        metrics.clear()
+    return _spent[0]
+
+
+def forget_compiled():
+    """Lets torch.compile begin anew: it would count the shapes of all cells together and give up."""
+    compile_seconds()  # which some versions forget as well
+    torch._dynamo.reset()
+
+
 def torch_contenders(ours, eager, options):
     """Ours, torch eager and torch.compile of the same expression; the last alone where nothing is timed."""
     contenders = {OURS: ours, "torch": eager} if options.samples else {}
     if options.compile and not options.quick:
-        torch._dynamo.reset()
+        forget_compiled()
         contenders["torch.compile"] = compiled(eager)
     return contenders

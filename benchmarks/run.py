@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from warpsmith.testing import Row, environment, format_table, write_json  # noqa: E402
 
 from benchmarks import rivals, warm  # noqa: E402
-from benchmarks.cells import Options  # noqa: E402
+from benchmarks.cells import Options, compile_seconds  # noqa: E402
 
 
 def available():
@@ -39,7 +39,7 @@ def parser():
     made.add_argument("--op", action="append", choices=available(), help="may be repeated; default: all")
     made.add_argument("--device", choices=("cpu", "cuda", "all"), default="all", help="default: all that are there")
     made.add_argument("--json", type=Path, help="also write the rows and the environment to this file")
-    made.add_argument("--append", action="store_true", help="keep the rows that the --json file has")
+    made.add_argument("--skip", type=int, default=0, metavar="N", help="go on: the --json file has N ops and devices")
     made.add_argument("--rounds", type=int, default=25, help="samples of each contender (default 25)")
     made.add_argument("--no-compile", action="store_true", help="leave torch.compile out: it takes most of the time")
     made.add_argument("--warm-compile", type=int, metavar="N", help="time nothing: compile it all, by N processes")
@@ -49,13 +49,11 @@ def parser():
 
 def compiling():
     """Seconds spent in torch.compile so far, graphs loaded from the cache, graphs compiled."""
+    seconds = compile_seconds()
     if "torch._dynamo" not in sys.modules:
-        return 0.0, 0, 0
-    from torch._dynamo.utils import compilation_time_metrics, counters
+        return seconds, 0, 0
+    from torch._dynamo.utils import counters
 
-    seconds = sum(
-        sum(compilation_time_metrics.get(n, [])) for n in ("_compile.compile_inner", "backward._backward_impl")
-    )
     cache = counters["inductor"]
     return seconds, cache["fxgraph_cache_hit"], cache["fxgraph_cache_miss"] + cache["fxgraph_cache_bypass"]
 
@@ -90,43 +88,39 @@ def main(arguments=None):
     options = made.parse_args(arguments)
     if options.rounds < 1:
         made.error("--rounds: expected at least 1")
-    devices = ["cpu", "cuda"] if options.device == "all" else [options.device]
+    if options.skip and not (options.json and options.json.exists()):
+        made.error("--skip: expected a --json file that exists")
+    devices = ["cuda", "cpu"] if options.device == "all" else [options.device]
     if options.device == "cuda" and not torch.cuda.is_available():
         made.error("--device cuda: no CUDA device")
     devices = [d for d in devices if d == "cpu" or torch.cuda.is_available()]
-    todo = options.op or available()
+    ops = options.op or available()
     if options.warm_compile:
-        warm.warm_compile(todo, devices, options.warm_compile)
+        warm.warm_compile(ops, devices, options.warm_compile)
         return 0
 
     settings = Options(rounds=options.rounds, quick=options.quick, compile=not options.no_compile)
     facts = {"rivals": rivals.installed() if "cuda" in devices else {}}
-    kept = json.loads(options.json.read_text()) if options.append and options.json.exists() else {"rows": []}
+    kept = json.loads(options.json.read_text()) if options.skip else {"rows": []}
     rows = [Row(**row) for row in kept["rows"]]
     failed = kept.get("environment", {}).get("failed", [])
-    for done, op in enumerate(todo, 1):
-        for device in devices:
-            try:
-                rows += run_op(op, device, settings)
-            except Exception:
-                traceback.print_exc()
-                failed.append(f"{op} on {device}")
+    todo = [(op, device) for device in devices for op in ops]
+    for done, (op, device) in enumerate(todo[options.skip :], options.skip + 1):
+        try:
+            rows += run_op(op, device, settings)
+        except Exception:
+            traceback.print_exc()
+            failed.append(f"{op} on {device}")
         if options.json:
             write_json(options.json, rows, **facts, failed=failed)
             if context_is_lost() and todo[done:]:  # no kernel runs in this process any more
-                rest = [a for name in todo[done:] for a in ("--op", name)]
-                plain = [a for a in sys.argv[1:] if a != "--append"]
-                os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *without_ops(plain), "--append", *rest])
+                same = sys.argv[1 : sys.argv.index("--skip")] if options.skip else sys.argv[1:]
+                os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *same, "--skip", str(done)])
     print("\n".join(f"{name}: {value}" for name, value in {**environment(), **facts, "failed": failed}.items()))
     if options.quick:
         print("--quick: the sizes are tiny, the figures mean nothing")
     print(format_table(rows))
     return 1 if failed else 0
-
-
-def without_ops(arguments):
-    """The arguments without `--op NAME`."""
-    return [a for i, a in enumerate(arguments) if a != "--op" and (i == 0 or arguments[i - 1] != "--op")]
 
 
 if __name__ == "__main__":

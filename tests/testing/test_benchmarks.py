@@ -62,7 +62,7 @@ def test_a_benchmark_that_breaks_does_not_stop_the_others(toy_benchmarks, tmp_pa
     read = json.loads(out.read_text())
     assert [r["value"] for r in read["rows"]] == [7.0]
     assert read["environment"]["failed"] == ["bad on cpu"]
-    more = ["--device", "cpu", "--json", str(out), "--append", "--op", "good"]
+    more = ["--device", "cpu", "--json", str(out), "--skip", "1"]
     assert toy_benchmarks.run.main(more) == 1, "what failed before the rows were kept still counts"
     assert len(json.loads(out.read_text())["rows"]) == 2
 
@@ -72,10 +72,13 @@ def test_a_lost_gpu_costs_one_benchmark(toy_benchmarks, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(toy_benchmarks.run, "context_is_lost", lambda: True)
     monkeypatch.setattr(toy_benchmarks.run.os, "execv", lambda path, arguments: started.append(arguments))
-    arguments = ["--device", "cpu", "--json", str(tmp_path / "rows.json")]
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments, "--op", "bad", "--op", "good"])
+    arguments = ["--device", "cpu", "--json", str(tmp_path / "rows.json"), "--op", "bad", "--op", "good", "--op", "bad"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
     toy_benchmarks.run.main(sys.argv[1:])
-    assert started == [[sys.executable, "-m", "benchmarks", *arguments, "--append", "--op", "good"]]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments, "--skip", "1"])
+    toy_benchmarks.run.main(sys.argv[1:])
+    command = [sys.executable, "-m", "benchmarks", *arguments, "--skip"]
+    assert started == [[*command, "1"], [*command, "2"], [*command, "2"]]
 
 
 def test_the_timing_process_finds_what_was_compiled_before_it(tmp_path):

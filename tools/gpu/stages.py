@@ -195,7 +195,7 @@ STAGES = {
     "cpu": (test_cpu, 200.0),
     "sanitize": (sanitize, 200.0),
     "warm": (warm, 200.0),
-    "bench": (bench, 300.0),
+    "bench": (bench, 400.0),
 }
 TOGETHER = ("cpu", "sanitize", "warm")  # those chosen of these run at the same time: none of them times anything
 
