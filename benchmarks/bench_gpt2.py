@@ -19,7 +19,7 @@ from benchmarks.bench_linear_cross_entropy import peak_mb
 from benchmarks.cells import CPU_THREADS, compiled, forget_compiled
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-IN_A_ROW = {"cuda": 5, "cpu": 2}
+IN_A_ROW = {"cuda": 10, "cpu": 2}
 PRESETS = {"cuda": "gpt2-124m", "cpu": "nano"}
 TINY = {"layers": 1, "heads": 2, "width": 32, "context": 16, "batch": 4}
 BUDGET_S = {"cuda": 15.0, "cpu": 5.0}
