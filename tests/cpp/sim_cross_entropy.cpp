@@ -296,6 +296,42 @@ TEST(large_logits) {
   Problem<float>({.rows = 3, .classes = 100, .smoothing = 0.1, .scale = 1, .mean = 1e4f}).run();
 }
 
+// Where one class has all of the probability, its loss and every gradient are exactly 0, at any magnitude (but see
+// set_factor).
+template <class T> void run_certain(std::initializer_list<float> magnitudes) {
+  for (const int64_t classes : {1, 40, 1500})
+    for (const float m : magnitudes) {
+      Problem<T> p({.rows = 2, .classes = classes, .mean_reduction = false});
+      for (size_t i = 0; i < p.original.size(); ++i)
+        p.original[i] = from_float<T>(m - std::max(400.0f, std::abs(m) / 16));
+      for (int64_t r = 0; r < 2; ++r) {
+        p.target[static_cast<size_t>(r)] = (classes - 1) / 2 * r;
+        p.original[static_cast<size_t>(r * classes + p.target[static_cast<size_t>(r)])] = from_float<T>(m);
+      }
+      under_every_seed([&] {
+        p.poison();
+        CrossEntropyParams q = p.params(true);
+        q.follows_denominator = false;
+        expect_ok(cross_entropy_forward_cuda(q, nullptr));
+        for (size_t r = 0; r < 2; ++r) {
+          expect_equal("loss", p.loss[r], 0.0f);
+          expect_equal("row_sum", p.row_sum[r], 1.0f);
+        }
+        for (size_t i = 0; i < p.separate.size(); ++i) expect_equal("dlogits", to_float(p.separate[i]), 0.0f);
+        p.separate.poison();
+        q.grad_loss = p.rows_grad.data(), q.grad_loss_stride = 1;
+        expect_ok(cross_entropy_backward_cuda(q, nullptr));
+        for (size_t i = 0; i < p.separate.size(); ++i) expect_equal("dlogits", std::abs(to_float(p.separate[i])), 0.0f);
+      });
+    }
+}
+TEST(certain_rows) {
+  run_certain<bfloat16>(
+      {0.0f, 0.3f, -1.7f, 3.3f, 37.3f, -411.0f, 1e4f, 65000.0f, 65536.0f, -7e4f, 1e9f, 3e38f, -1e38f});
+  run_certain<float16>({0.0f, 0.3f, -1.7f, 3.3f, 37.3f, -411.0f, 1e4f});
+  run_certain<float>({0.3f, -1.7f, 37.3f, 1e4f});
+}
+
 // One element has nearly all of the row, and what the others add is lost if they are added one by one: the sum of a
 // float32 row is right to half an ulp.
 TEST(small_terms_beside_a_large_one) {

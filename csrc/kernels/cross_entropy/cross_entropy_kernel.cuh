@@ -52,7 +52,8 @@ template <class T> struct Problem {
   }
 };
 
-// The gradient that follows from a row's maximum and sum; early or late, the same bits.
+// The gradient that follows from a row's maximum and sum; early or late, the same bits. k is still
+// the factor of e^(z_j - m): see set_factor.
 template <class T, bool kGeneral>
 __device__ __forceinline__ Gradient<T, kGeneral> gradient_of(const CrossEntropyParams& p, const Options& o,
                                                              const Problem<T>& at, float m, float s,
@@ -68,7 +69,7 @@ __device__ __forceinline__ Gradient<T, kGeneral> gradient_of(const CrossEntropyP
     if (o.spread != 0.f) k += spread * total_weight(p);
   g.t = static_cast<float>(t);
   g.s = static_cast<float>(spread);
-  g.k = static_cast<float>(k / (s * g.exponential.unit(m)));
+  g.k = static_cast<float>(k / s);
   g.q = 0.f;
   g.aim(at.label, at.target, at.row.phase, Row<T>::N);
   return g;
@@ -207,6 +208,7 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
     x.s /= exponential.unit(x.m);
     x = exchange.over_row<T, kBlock, kGeneral>(x, team, p.argmax);
     auto g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, denominator);
+    g.set_factor(g.k, x.m);
     if (at.exists && (g.hot < 0 ? team.lane == 0 && team.begin == 0 : team.owns(g.hot, schedule.by_lanes))) {
       const T* hot = reinterpret_cast<const T*>(stage + team.slot_of(g.hot, schedule.by_lanes) * slot_step) + g.place;
       store_results<T, kGeneral>(p, o, at, x, g, g.hot < 0 ? 0.f : device::to_float(device::load(hot)));
@@ -301,6 +303,7 @@ template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
     x.s /= exponential.unit(x.m);
     x = exchange.over_row<T, true, kGeneral>(x, team, p.argmax);
     auto g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, denominator);
+    g.set_factor(g.k, x.m);
     if (g.hot < 0 ? team.lane == 0 : team.owns(g.hot, schedule.by_lanes)) {
       const float hot = g.hot < 0 ? 0.f : device::to_float(device::load(at.row.base + at.target));
       store_results<T, kGeneral>(p, o, at, x, g, hot);
@@ -346,6 +349,7 @@ template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
         g.q = -real_at(p.grad_entropy, r, 0.f) / s;
         g.k += g.q * real_at(p.entropy, r, 0.f);
       }
+    g.set_factor(g.k, m);
     const Row<T> out(p.dlogits, r * p.dlogits_stride, at.row.columns);
     for (int i = lane; i < at.row.vectors(); i += lanes) {
       float z[N];

@@ -91,9 +91,14 @@ template <class T> __device__ __forceinline__ float tanh_of(float x) {
   return device::tanh(x);
 }
 
+// The next number away from zero, or towards it.
+__device__ __forceinline__ float neighbour(float x, bool away) {
+  return __uint_as_float(__float_as_uint(x) + (away ? 1u : ~0u));
+}
+
 // e^(z - m) of a row's elements z and their maximum m; 0 for z = -inf, also where m is. float32 and capped logits take
 // the difference first. For 16-bit logits it is 2^(scale z + offset), one fused multiply-add less a rounding of the
-// offset: the same factor for a whole row, which is what m itself gives.
+// offset: the same factor for a whole row, at most 1, which is what m itself gives.
 template <class T, bool kGeneral> struct Exponential {
   static constexpr bool kFused = sizeof(T) == 2 && !kGeneral;
   float scale, offset;
@@ -101,7 +106,11 @@ template <class T, bool kGeneral> struct Exponential {
   __device__ __forceinline__ explicit Exponential(float m) {
     if (m == kMinusInfinity) m = 0.f;
     scale = kLog2E;
-    offset = kFused ? -(m * kLog2E) : m;
+    offset = m;
+    if constexpr (kFused) {
+      const float product = m * kLog2E;
+      offset = -(fmaf(m, kLog2E, -product) > 0.f ? neighbour(product, product > 0.f) : product);
+    }
     // Where bfloat16 numbers are 256 and more apart, all but m count for nothing: a power of two as the scale, so that
     // nothing overflows and m gives exactly 1.
     if constexpr (kFused && std::is_same_v<T, bfloat16>)
@@ -233,6 +242,15 @@ template <class T, bool kGeneral> struct Gradient {
   bool zero;   // the row is ignored
 
   __device__ __forceinline__ explicit Gradient(float m) : exponential(m) {}
+
+  // k from the factor of e^(z_j - m): such that the maximum's product with k is that factor, to the last bit (float16
+  // logits beyond 10,000: or one off). A row of one class then has a gradient of exactly 0.
+  __device__ __forceinline__ void set_factor(float factor, float m) {
+    const float unit = exponential.unit(m);
+    k = factor / unit;
+    const float product = k * unit;
+    if (product != factor) k = neighbour(k, fabsf(product) < fabsf(factor));
+  }
 
   // The row's logsumexp; fills in `rest`, which not every thread needs.
   __device__ __forceinline__ float find_lse(bool read, float m, float sum) {

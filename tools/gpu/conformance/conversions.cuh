@@ -51,8 +51,9 @@ template <class T> void pack_case(Inputs& in, Output& out) {
 }
 template <class T> void max_case(Inputs& in, Output& out) {
   Array<uint32_t> x(kCount), y(kCount);
-  const auto half = [&] { return uint32_t{device::from_float<T>(in.edge()).bits}; };
-  for (uint32_t& v : x.host) v = half() | half() << 16;
+  const uint32_t special[] = {0, 0x8000, 0x7fff, 0xffff, 0x7c00, 0xfc00, 0x7f80, 0xff80};  // zeros, NaN, infinities
+  const auto half = [&] { return in.integer(0, 1) ? in.bits() & 0xffff : special[in.integer(0, 7)]; };
+  for (uint32_t& v : x.host) v = static_cast<uint32_t>(half() | half() << 16);
   out.check(launch(max_pairs<T>, {.block = kCount}, nullptr, x.upload(), y.upload()));
   out.add(y);
 }

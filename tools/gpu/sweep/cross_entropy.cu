@@ -78,7 +78,8 @@ struct Timed {
 // With arguments ROWS CLASSES CLUSTER THREADS: one launch of that configuration, for a profiler.
 int main(int argc, char** argv) {
   const auto argument = [&](int i) { return argc > i ? std::atoll(argv[i]) : 0; };
-  const int64_t shapes[][2] = {{4096, 128256}, {8192, 50304}, {8192, 50257}, {16384, 32000}, {65536, 1024}};
+  const int64_t shapes[][2] = {{4096, 128256}, {8192, 50304}, {8192, 50257}, {16384, 32000},
+                               {32768, 2048},  {65536, 1024}, {131072, 500}, {262144, 128}};
   for (const auto& [rows, classes] : shapes) {
     if (argc > 1 && (argument(1) != rows || argument(2) != classes)) continue;
     const int64_t count = rows * classes;
@@ -136,11 +137,22 @@ int main(int argc, char** argv) {
                 continue;
               measure(c, "");
             }
+      for (int lanes = 1; lanes <= 32; lanes *= 2)
+        for (int stages : {1, 2})
+          for (int rows_in_turn : {1, 2, 4, 8, 16}) {
+            CrossEntropyConfig c = looped;
+            c.kernel = CrossEntropyKernel::resident, c.lanes = lanes, c.threads = 128, c.stages = stages;
+            cross_entropy_detail::divide(c, vectors);
+            c.shared_bytes = int64_t{stages} * c.slots * c.threads * 16;
+            if (argc > 1 || c.slots > 16 || stages > rows_in_turn) continue;
+            cross_entropy_detail::spread(c, (rows + rows_in_turn - 1) / rows_in_turn);
+            measure(c, "");
+          }
       std::sort(all.begin(), all.end(), [](const Timed& a, const Timed& b) { return a.us < b.us; });
       std::printf("%s %lldx%lld: copy of the same bytes %.1f us (%.2f TB/s)\n", gradient ? "loss + gradient" : "loss",
                   (long long)rows, (long long)classes, copy_us, bytes / copy_us * 1e-6);
       for (size_t i = 0; i < all.size(); ++i)
-        if (i < 5 || all[i].text.find("chosen") != std::string::npos || all[i].text.find("looped") == 0)
+        if (i < 8 || all[i].text.find("chosen") != std::string::npos || all[i].text.find("looped") == 0)
           std::printf("  %7.1f us  %.2f TB/s  %.3f of copy  %s\n", all[i].us, bytes / all[i].us * 1e-6,
                       copy_us / all[i].us, all[i].text.c_str());
     }
