@@ -253,6 +253,30 @@ def test_infinite_and_equal_logits(device, reduction):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("classes", [5, 16, 21, 100])  # below, at and beside the width of a vector of the CPU
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 4.0}, {"z_loss": 0.1}, {"weighted": True, "softcap": 4.0}], ids=str
+)
+def test_gradients_beside_infinite_logits(device, classes, options):
+    torch.manual_seed(1)
+    x = torch.randn(6, classes)
+    x[:, 1::3] = float("-inf")
+    target = torch.arange(6) % 2 * 3  # classes 0 and 3, whose logits are finite
+    weight = torch.rand(classes) if options.get("weighted") else None
+    numbers = {k: v for k, v in options.items() if k != "weighted"}
+    ours, exact = x.to(device).requires_grad_(), x.double().requires_grad_()
+    found = warpsmith.cross_entropy(
+        ours, target.to(device), class_weight=None if weight is None else weight.to(device), **numbers
+    )
+    expected = reference(exact, target, class_weight=None if weight is None else weight.double(), **numbers)[0]
+    torch.testing.assert_close(found.cpu(), expected.float())
+    (grad,), (exact_grad,) = torch.autograd.grad(found, ours), torch.autograd.grad(expected, exact)
+    torch.testing.assert_close(grad.cpu(), exact_grad.float(), rtol=1e-4, atol=1e-6)
+    if "softcap" not in options:
+        assert not grad[:, 1::3].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("upstream", [1.0, 0.25])

@@ -220,6 +220,13 @@ def test_infinite_logits():
     outputs = warpsmith.linear_log_prob(hidden, weight, target, bias)
     torch.testing.assert_close(outputs, reference(hidden, weight, target, bias))
     assert all(t.isfinite().all() for t in outputs)
+    # Elements whose exponential is 0 take no part, whichever loop the gradient comes from.
+    for use in ((0,), (1,), (2,), (0, 1, 2)):
+        found = gradients(lambda h, w, t: warpsmith.linear_log_prob(h, w, t, bias), hidden, weight, target, use=use)
+        exact = hidden.double(), weight.double(), target
+        expected = gradients(lambda h, w, t: reference(h, w, t, bias.double()), *exact, use=use)
+        torch.testing.assert_close(found, [t.float() for t in expected], rtol=1e-4, atol=1e-4)
+        assert not found[1][5].any()
 
 
 @pytest.mark.parametrize("bias", [torch.arange(66.0)[::2] / 30, torch.ones(1).expand(33), torch.arange(34.0)[1:]])
