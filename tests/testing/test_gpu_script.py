@@ -124,7 +124,8 @@ def test_the_sanitizers_workload_has_every_op_and_says_which_is_missing(monkeypa
 
 
 def test_what_times_nothing_runs_at_the_same_time(stages, tmp_path, monkeypatch):
-    assert stages.groups(list(stages.STAGES)) == [["build"], ["test"], ["cpu", "sanitize", "warm"], ["bench"]]
+    together = ["cpu", "sanitize", "warm"]
+    assert stages.groups(list(stages.STAGES)) == [["build"], ["ops"], ["test"], together, ["bench"]]
     assert stages.groups(["warm", "bench"]) == [["warm"], ["bench"]]
     barrier = threading.Barrier(2)
 
@@ -144,4 +145,4 @@ def test_an_unknown_stage_is_refused():
     command = ["tools/gpu/run.sh", "fly"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 2
-    assert "expected one of build, test, cpu, sanitize, warm, bench, got fly" in run.stderr
+    assert "expected one of build, ops, test, cpu, sanitize, warm, bench, got fly" in run.stderr

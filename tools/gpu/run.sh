@@ -2,9 +2,9 @@
 # Builds, tests, sanitizes and measures on this machine's GPU, without a network, in under 10 minutes. One table at the end.
 #
 #   tools/gpu/run.sh                     all stages
-#   tools/gpu/run.sh build test          some of: build test cpu sanitize warm bench
+#   tools/gpu/run.sh build test          some of: build ops test cpu sanitize warm bench
 #
-# test: what needs a GPU; cpu: the ops' tests on the CPU; warm: compiles for bench, many graphs at a time (bench alone
+# ops: the ops' tests on the GPU; test: the other ones there; cpu: the ops' tests on the CPU; warm: compiles for bench, many graphs at a time (bench alone
 # compiles what it finds missing, which takes minutes). cpu, sanitize and warm run at the same time. Each stage has a
 # limit (stages.py), and all together have ten minutes.
 #

@@ -121,12 +121,15 @@ def spread(processes: int) -> list[str]:
     return ["-n", str(processes)] if importlib.util.find_spec("xdist") else []
 
 
-def test(logs: Path, limit_s: float) -> list[Verdict]:
-    """The tests that need a GPU."""
+def ops(logs: Path, limit_s: float) -> list[Verdict]:
+    """The ops' tests that need a GPU."""
     share = spread(6)  # of one card: the tests of more than 2^31 elements take up to 30 GB each
-    first = run_tests("test gpu ops", [*share, "-m", "gpu", "tests/ops"], logs, limit_s)
-    alone = ["-m", "gpu", "--ignore=tests/ops", "tests"]  # timings want the card for themselves
-    return [first, run_tests("test gpu", alone, logs, limit_s - first.seconds)]
+    return [run_tests("test gpu ops", [*share, "-m", "gpu", "tests/ops"], logs, limit_s)]
+
+
+def test(logs: Path, limit_s: float) -> list[Verdict]:
+    """All other tests that need a GPU, one by one: timings want the card for themselves."""
+    return [run_tests("test gpu", ["-m", "gpu", "--ignore=tests/ops", "tests"], logs, limit_s)]
 
 
 def test_cpu(logs: Path, limit_s: float) -> list[Verdict]:
@@ -191,7 +194,8 @@ def bench(logs: Path, limit_s: float) -> list[Verdict]:
 # In order. Seconds: a stage's own limit; together they may not pass the deadline either.
 STAGES = {
     "build": (build, 180.0),
-    "test": (test, 180.0),
+    "ops": (ops, 150.0),
+    "test": (test, 100.0),
     "cpu": (test_cpu, 200.0),
     "sanitize": (sanitize, 200.0),
     "warm": (warm, 200.0),
