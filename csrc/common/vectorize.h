@@ -9,3 +9,10 @@
 #else
 #define WARPSMITH_VECTORIZE
 #endif
+
+// Before a loop that reads and writes the same elements, each in one turn only: nothing is carried from turn to turn.
+#if defined(__clang__)
+#define WARPSMITH_INDEPENDENT_TURNS _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define WARPSMITH_INDEPENDENT_TURNS _Pragma("GCC ivdep")
+#endif

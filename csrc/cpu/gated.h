@@ -1,4 +1,5 @@
 #pragma once
+#include "common/vectorize.h"
 #include "cpu/elementwise.h"
 #include "kernels/activation/functions.h"
 #include "kernels/activation/gated.h"
@@ -8,7 +9,7 @@
 namespace warpsmith::cpu {
 
 // Loops of one function and storage type: free functions, because target_clones reaches neither lambdas nor templates.
-// Outputs may be the inputs, element for element, hence ivdep.
+// Outputs may be the inputs, element for element.
 #define WARPSMITH_GATED_LOOPS_(name, F, T)                                                                             \
   WARPSMITH_VECTORIZE void name##_forward(const T* gate, const T* up, T* y, int64_t count) {                           \
     using Math = HostMath<Arithmetic<T>>;                                                                              \
@@ -17,7 +18,7 @@ namespace warpsmith::cpu {
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void name##_backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup, int64_t count) { \
     using Math = HostMath<Arithmetic<T>>;                                                                              \
-    _Pragma("GCC ivdep") for (int64_t i = 0; i < count; ++i) {                                                         \
+    WARPSMITH_INDEPENDENT_TURNS for (int64_t i = 0; i < count; ++i) {                                                  \
       const auto d = to_float(dy[i]), u = to_float(up[i]);                                                             \
       const activation::F<Math> f(to_float(gate[i]));                                                                  \
       dgate[i] = from_float<T>(f.times_derivative(d * u));                                                             \
@@ -26,12 +27,12 @@ namespace warpsmith::cpu {
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void name##_dgate(const T* dy, const T* gate, const T* up, T* dgate, int64_t count) {            \
     using Math = HostMath<Arithmetic<T>>;                                                                              \
-    _Pragma("GCC ivdep") for (int64_t i = 0; i < count; ++i) dgate[i] =                                                \
+    WARPSMITH_INDEPENDENT_TURNS for (int64_t i = 0; i < count; ++i) dgate[i] =                                         \
         from_float<T>(activation::F<Math>(to_float(gate[i])).times_derivative(to_float(dy[i]) * to_float(up[i])));     \
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void name##_dup(const T* dy, const T* gate, T* dup, int64_t count) {                             \
     using Math = HostMath<Arithmetic<T>>;                                                                              \
-    _Pragma("GCC ivdep") for (int64_t i = 0; i < count; ++i) dup[i] =                                                  \
+    WARPSMITH_INDEPENDENT_TURNS for (int64_t i = 0; i < count; ++i) dup[i] =                                           \
         from_float<T>(to_float(dy[i]) * activation::F<Math>(to_float(gate[i])).value());                               \
   }
 

@@ -148,7 +148,7 @@ template <class C, class Math> class TokenAngles {
       : pairs(shape.rotary_dim / 2),
         shape_(shape),
         angles_(angles),
-        rows_(shape, angles, positions),
+        rows_(angles, positions),
         cos_(room<Math>(pairs)),
         sin_(room<Math>(pairs)) {}
 

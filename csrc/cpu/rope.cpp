@@ -66,7 +66,7 @@ template <class T, class C, class Math> void rotate(const RopeParams& p, const P
   const Math sign = p.shape.inverse ? Math(-1) : Math(1);
   parallel(p.shape.batch * p.shape.tokens, std::max<int64_t>(1, kGrainElems / elements),
            [&](int64_t begin, int64_t end) {
-             RotaryRows rows(p.shape, p.angles, p.positions);
+             RotaryRows rows(p.angles, p.positions);
              std::vector<Math> token_cos(static_cast<size_t>(pairs)), token_sin(static_cast<size_t>(pairs));
              for (int64_t token = begin; token < end; ++token) {
                const int64_t batch = token / p.shape.tokens, index = token % p.shape.tokens;
