@@ -126,16 +126,20 @@ template <class M> inline __attribute__((always_inline)) void add_series(M* lane
     std::memcpy(sums, &lane, sizeof(lane));                                                                            \
     return add_lanes(sums);                                                                                            \
   }                                                                                                                    \
-  /* x * keep + y, without x where keep is 0 */                                                                        \
-  WARPSMITH_VECTORIZE void add_kept(const M* x, const M* keep, const M* y, M* out, int64_t count) {                    \
-    for (int64_t c = 0; c < count; ++c) out[c] = keep[c] != 0 ? x[c] * keep[c] + y[c] : y[c];                          \
+  /* y plus scale * x of the elements whose lane is kept; and these alone */                                           \
+  WARPSMITH_VECTORIZE void add_kept(const uint16_t* lanes, uint32_t threshold, M scale, const M* x, const M* y,        \
+                                    M* out, int64_t count) {                                                           \
+    for (int64_t c = 0; c < count; ++c) {                                                                              \
+      const M sum = x[c] * scale + y[c];                                                                               \
+      out[c] = lanes[c] >= threshold ? sum : y[c];                                                                     \
+    }                                                                                                                  \
   }                                                                                                                    \
-  WARPSMITH_VECTORIZE void take_kept(const M* x, const M* keep, M* out, int64_t count) {                               \
-    for (int64_t c = 0; c < count; ++c) out[c] = keep[c] != 0 ? x[c] * keep[c] : 0;                                    \
-  }                                                                                                                    \
-  /* what the element of each lane is multiplied by: scale, or 0 where it is dropped */                                \
-  WARPSMITH_VECTORIZE void keep_factors(const uint16_t* lanes, uint32_t threshold, M scale, M* keep, int64_t count) {  \
-    for (int64_t c = 0; c < count; ++c) keep[c] = lanes[c] >= threshold ? scale : M(0);                                \
+  WARPSMITH_VECTORIZE void take_kept(const uint16_t* lanes, uint32_t threshold, M scale, const M* x, M* out,           \
+                                     int64_t count) {                                                                  \
+    for (int64_t c = 0; c < count; ++c) {                                                                              \
+      const M kept = x[c] * scale;                                                                                     \
+      out[c] = lanes[c] >= threshold ? kept : M(0);                                                                    \
+    }                                                                                                                  \
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void scale(const M* s, const M* weight, M* y, int64_t count, M rstd) {                           \
     for (int64_t c = 0; c < count; ++c) y[c] = s[c] * rstd * weight[c];                                                \
@@ -279,14 +283,6 @@ template <class M> struct Columns {
   }
 };
 
-// The factors of `count` elements from `first` on, at most a piece, in `keep`.
-template <class M> const M* factors(const Dropout& dropout, int64_t first, int64_t count, M* keep) {
-  cpu::for_lanes(dropout, first, count, [&](const uint16_t* lanes, int64_t at, int64_t n) {
-    keep_factors(lanes, dropout.threshold, static_cast<M>(dropout.scale), keep + at, n);
-  });
-  return keep;
-}
-
 template <class F> void for_pieces(int64_t columns, F&& piece) {
   for (int64_t c = 0; c < columns; c += kPieceColumns) piece(c, std::min(kPieceColumns, columns - c));
 }
@@ -315,7 +311,7 @@ template <class M> void forward(const NormForwardParams& p, const Parallel& para
     const Columns<M> bias(p.bias, p.weight_dtype, layer ? p.columns : 0, 0, 0);
     const Memory<M> wide_row = memory<M>(in_place<M>(s_dtype) ? 0 : p.columns);
     const Memory<M> pieces = memory<M>(2 * kPieceColumns);
-    const Memory<M> keep = memory<M>(p.dropout.seed ? kPieceColumns : 0);
+    const M kept_scale = static_cast<M>(p.dropout.scale);
     M* const first = pieces.get();
     M* const second = first + kPieceColumns;
     for (int64_t r = begin; r < end; ++r) {
@@ -336,7 +332,9 @@ template <class M> void forward(const NormForwardParams& p, const Parallel& para
             return;
           }
           if (p.dropout.seed)
-            add_kept(x, factors(p.dropout, at, count, keep.get()), residual, added, count);
+            cpu::for_lanes(p.dropout, at, count, [&](const uint16_t* lanes, int64_t i, int64_t n) {
+              add_kept(lanes, p.dropout.threshold, kept_scale, x + i, residual + i, added + i, n);
+            });
           else
             add(x, residual, added, count);
           write(added, p.residual_out, s_dtype, at, count);
@@ -397,7 +395,7 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
     const Columns<M> weight(p.weight, p.weight_dtype, p.columns, 1, p.weight ? M(p.weight_offset) : 0);
     const Memory<M> rows = memory<M>(in_place<M>(p.dtype) ? 0 : 2 * p.columns);
     const Memory<M> pieces = memory<M>(2 * kPieceColumns);
-    const Memory<M> keep = memory<M>(p.dropout.seed ? kPieceColumns : 0);
+    const M kept_scale = static_cast<M>(p.dropout.scale);
     M* const first = pieces.get();
     M* const second = first + kPieceColumns;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
@@ -436,7 +434,9 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
             if (!p.dx) return;
             if (p.dropout.seed) {
               M* dx = destination(p.dx, p.dtype, at, second);
-              take_kept(ds, factors(p.dropout, at, count, keep.get()), dx, count);
+              cpu::for_lanes(p.dropout, at, count, [&](const uint16_t* lanes, int64_t i, int64_t n) {
+                take_kept(lanes, p.dropout.threshold, kept_scale, ds + i, dx + i, n);
+              });
               ds = dx;
             }
             write(ds, p.dx, p.dtype, at, count);
