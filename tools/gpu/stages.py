@@ -150,8 +150,9 @@ def sanitizer_verdict(tool: str, code: int, output: str, seconds: float, limit_s
 
 
 def sanitize(logs: Path, limit_s: float) -> list[Verdict]:
-    """Every op at small shapes under compute-sanitizer's four tools, and the attention fixture under two, at the same
-    time."""
+    """Every op at small shapes under compute-sanitizer's four tools, and the attention fixture under memcheck, at the
+    same time. (racecheck does not see an order that goes from a lane through __syncwarp to another lane's mbarrier
+    arrival, as the fixture's does: docs/design/2026-11-21-attention-fixture.md.)"""
 
     def one(tool: str, name: str, options: list[str], workload: list[str], env: dict[str, str]) -> Verdict:
         command = ["compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "9", "--print-limit", "20"]
@@ -164,7 +165,7 @@ def sanitize(logs: Path, limit_s: float) -> list[Verdict]:
     only = ["--kernel-name", "kns=attention_sm90"]  # not torch's, which make and check its inputs
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # the caching allocator would hide overruns
     jobs = [(t, t, ["--padding", "256"] if t == "memcheck" else [], ops, uncached) for t in SANITIZERS]
-    jobs += [(t, f"attention {t}", only, fixture, {}) for t in ("memcheck", "racecheck")]
+    jobs.append(("memcheck", "attention memcheck", only, fixture, {}))
     with ThreadPoolExecutor(len(jobs)) as pool:
         return list(pool.map(lambda job: one(*job), jobs))
 
