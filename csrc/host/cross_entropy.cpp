@@ -15,7 +15,7 @@ py::dict describe(const CrossEntropyConfig& c) {
   d["threads_a_row"] = c.lanes * c.cluster;
   d["threads"] = c.threads;
   d["blocks"] = c.blocks;
-  d["stages"] = c.stages;
+  d["vectors_of_a_thread"] = c.slots;
   d["bulk_copies"] = c.bulk;
   d["shared_bytes"] = c.shared_bytes;
   d["why"] = c.why;

@@ -431,7 +431,7 @@ def test_every_plan_covers_its_row_and_fits_the_chip(classes, dtype):
         assert c["blocks"] % c["cluster"] == 0
         assert c["shared_bytes"] <= 227 * 1024 - 4096
         if c["kernel"] == "resident":
-            slots = c["shared_bytes"] // 16 // c["threads"] // c["stages"]
+            slots = c["vectors_of_a_thread"]
             assert slots * c["threads_a_row"] * vector >= classes + (0 if aligned else vector - 1)
 
 

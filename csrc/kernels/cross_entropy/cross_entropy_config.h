@@ -37,7 +37,6 @@ struct CrossEntropyConfig {
   int cluster = 1;    // blocks of a row
   int slots = 0;      // 16-byte vectors of a row that one thread has (resident)
   int64_t part = 0;   // and that one block has
-  int stages = 1;     // rows that a thread has room for: with two, one arrives while the other is worked on
   bool bulk = false;  // a row, or its part, comes by one bulk copy
   int64_t blocks = 1;
   int64_t shared_bytes = 0;
@@ -52,11 +51,11 @@ namespace cross_entropy_detail {
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 constexpr int kMaxCluster = 8;                 // what every sm_90 grants without opting in
 constexpr int kVectorsOfThread = 16;           // fewer threads cost less beside the elements: the exchange of the sums
+constexpr int kVectorsOfLane = 8;              // of a warp with rows of its own
 constexpr int kMaxThreads = 512;               // of a block that has a row
 constexpr int kMaxWarpsOfCluster = 32;         // which exchange their sums
 constexpr int64_t kSharedOfBlock = 52 * 1024;  // at most: blocks with other rows cover its waits
-constexpr int64_t kRowsInTurn = 8;             // that one block or warp works on, one after the other
-constexpr int64_t kBlocksInTurn = 16;          // of a multiprocessor, before they do
+constexpr int64_t kBlocksInTurn = 16;          // of a multiprocessor, before one takes several rows
 constexpr int64_t kStaticShared = 4 * 1024;    // what a kernel declares itself, at most
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -85,15 +84,19 @@ constexpr void spread(CrossEntropyConfig& c, int64_t rows) {
 //   8192 x 50304    2x192 0.965, 2x128 0.964, 1x416 0.934     2x128 0.921; 0.963, 1x256 0.921
 //   8192 x 50257    2x256 0.943, 2x128 0.940, 1x416 0.882     2x192 0.893; 0.890, 2x128 0.890; 0.908
 //   16384 x 32000   2x128 0.972, 1x192 0.970, 1x256 0.964     1x256 0.926; 0.952, 2x128 0.962 in turn
+//   32768 x 2048    lanes 32 0.926, 16 0.891                  lanes 32 0.683, two in turn 0.699
+//   65536 x 1024    lanes 16 0.918, 8 0.886, 32 0.682         lanes 16 0.684, two in turn 0.707
+//   131072 x 500    lanes 8 0.656, 4 0.686, 32 0.342          lanes 8 0.523, two in turn 0.530
+//   262144 x 128    lanes 2 0.695, 4 0.698, 16 0.257          lanes 2 0.547, two in turn 0.587
 // With a gradient, rows in turn change nothing: the stores of one block hide the loads of another.
 constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProblem& p) {
   using namespace cross_entropy_detail;
   const int64_t vectors = vectors_of(p);
   CrossEntropyConfig c;
   c.kernel = CrossEntropyKernel::resident;
-  if (vectors <= 4 * 32) {
-    c.lanes = 1;
-    while (c.lanes < 32 && c.lanes < vectors) c.lanes *= 2;
+  c.lanes = vectors > 1 ? 2 : 1;
+  if (vectors <= kVectorsOfLane * 32) {
+    while (c.lanes * kVectorsOfLane < vectors) c.lanes *= 2;
     c.threads = 128;
     c.why = "a row fits in the shared memory of a warp: no barrier";
   } else {
@@ -116,15 +119,11 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
     spread(c, p.rows);
     return c;
   }
-  int64_t rows_of_block = 1;
-  if (!c.block_a_row()) {
-    const int64_t waves = ceil_div(p.rows, c.groups()) / (int64_t{4} * p.multiprocessors);
-    rows_of_block = std::clamp<int64_t>(waves / 2, 1, kRowsInTurn);
-    c.stages = rows_of_block > 1 ? 2 : 1;
-  } else if (!p.gradient) {
-    rows_of_block = std::clamp<int64_t>(p.rows * c.cluster / (kBlocksInTurn * p.multiprocessors), 1, kRowsInTurn);
-  }
-  c.shared_bytes = c.stages * stage_bytes;
+  c.shared_bytes = stage_bytes;
+  // Without a gradient a block takes some rows in turn, if there are enough.
+  const int64_t blocks = ceil_div(p.rows, c.groups()) * c.cluster;
+  const int64_t rows_of_block =
+      p.gradient ? 1 : std::clamp<int64_t>(blocks / (kBlocksInTurn * p.multiprocessors), 1, c.block_a_row() ? 8 : 2);
   spread(c, ceil_div(p.rows, rows_of_block));
   return c;
 }

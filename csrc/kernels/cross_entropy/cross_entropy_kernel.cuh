@@ -113,7 +113,9 @@ template <class T, bool kGeneral> __device__ __forceinline__ void store_argmax(c
 // A row in the shared memory of its threads, each of which reads only its own vectors: no barrier but for the sums.
 // They come by a bulk copy for each block, or copied by the threads themselves. With two stages (lanes of a warp alone)
 // the next row is on its way while one is worked on; the targets come a row earlier still.
-template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock ? 2 : 6)
+template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock     ? 2
+                                                                                                     : kGeneral ? 6
+                                                                                                                : 8)
     forward_resident(CrossEntropyParams p, Options o, Schedule schedule) {
   constexpr int N = Row<T>::N;
   WARPSMITH_SHARED(Exchange::Slot, warps, 2 * Exchange::kMaxWarps);
@@ -125,8 +127,7 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
   unsigned arrived_parity = 0;
   const bool bulk = kBlock && schedule.bulk;
   const int slot_step = static_cast<int>(blockDim.x);
-  Packed* stage = reinterpret_cast<Packed*>(shared) + threadIdx.x;
-  Packed* other = stage + (kBlock ? 0 : (schedule.stages - 1) * schedule.slots * slot_step);
+  Packed* const stage = reinterpret_cast<Packed*>(shared) + threadIdx.x;
   // Calls visit(vector) for the `count` vectors that are this block's; several are loaded before the first is used.
   const auto for_vectors = [&](int count, const Packed* slot, auto&& visit) {
     constexpr int kBatch = kGeneral ? 1 : 4;
@@ -140,17 +141,17 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
     }
     for (; i < count; i += team.size, slot += slot_step) visit(team.begin + i, device::load(slot));
   };
-  const auto request = [&](const Problem<T>& at, Packed* to) {
+  const auto request = [&](const Problem<T>& at) {
     const int count = team.count(at.vectors_read());
     const int first = max(at.row.first_whole() - team.begin, 0), end = min(at.row.end_whole() - team.begin, count);
     const Packed* from = reinterpret_cast<const Packed*>(at.row.base - at.row.phase) + team.begin;
     if (bulk && threadIdx.x == 0) {
       const int bytes = max(end - first, 0) * 16;
       device::mbarrier_arrive_expect(arrived, bytes);
-      if (bytes > 0) device::bulk_load(to + first, from + first, bytes, arrived);
+      if (bytes > 0) device::bulk_load(stage + first, from + first, bytes, arrived);
     }
     if (bulk && first == 0 && end == count) return;
-    Packed* slot = to;
+    Packed* slot = stage;
     for (int i = team.lane; i < count; i += team.size, slot += slot_step) {
       if (i < first || i >= end)
         *slot = at.row.load(team.begin + i);
@@ -168,7 +169,7 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
     if (team.cluster > 1) device::cluster_arrive_relaxed();
   }
   int64_t target = target_of(p, team.row), next_target = target_of(p, team.row + team.step);
-  request(Problem<T>(p, team.row, target), stage);
+  request(Problem<T>(p, team.row, target));
   device::wait_for_previous_kernel();
   const float denominator = real_at(p.denominator, 0, 1.f);
   for (; team.unit < p.rows; team.next()) {
@@ -178,9 +179,6 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
     if (bulk) {
       device::mbarrier_wait(arrived, arrived_parity);
       arrived_parity ^= 1;
-    } else if (!kBlock && schedule.stages == 2) {
-      request(Problem<T>(p, team.row + team.step, target), other);
-      device::copy_async_wait<1>();
     } else {
       device::copy_async_wait<0>();
     }
@@ -206,7 +204,7 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
     });
     x.set(sum);
     x.s /= exponential.unit(x.m);
-    x = exchange.over_row<T, kBlock, kGeneral>(x, team, p.argmax);
+    x = exchange.over_row<T, kBlock, kGeneral, true>(x, team, p.argmax);
     auto g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, denominator);
     g.set_factor(g.k, x.m);
     if (at.exists && (g.hot < 0 ? team.lane == 0 && team.begin == 0 : team.owns(g.hot, schedule.by_lanes))) {
@@ -253,16 +251,12 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
       }
       while (i < end) store_one();
     }
-    if (!kBlock && schedule.stages == 2) {
-      Packed* const done = stage;
-      stage = other;
-      other = done;
-    } else if (team.unit + team.step < p.rows) {
+    if (team.unit + team.step < p.rows) {
       if (bulk) {
         device::fence_async_shared();  // a row's first and last vectors were stored as others are
         __syncthreads();
       }
-      request(Problem<T>(p, team.row + team.step, target), stage);
+      request(Problem<T>(p, team.row + team.step, target));
     }
   }
   device::copy_async_wait<0>();
@@ -301,7 +295,7 @@ template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
     }
     x.set(sum);
     x.s /= exponential.unit(x.m);
-    x = exchange.over_row<T, true, kGeneral>(x, team, p.argmax);
+    x = exchange.over_row<T, true, kGeneral, false>(x, team, p.argmax);
     auto g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, denominator);
     g.set_factor(g.k, x.m);
     if (g.hot < 0 ? team.lane == 0 : team.owns(g.hot, schedule.by_lanes)) {

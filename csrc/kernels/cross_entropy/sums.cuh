@@ -92,26 +92,36 @@ __device__ __forceinline__ Sums no_elements() {
   return {kMinusInfinity, 0.f, 0.f, kNowhere, kMinusInfinity, 0.f, 0.f, 0.f};
 }
 
-// Before anything is summed: one maximum for aligned groups of `lanes` threads, so that their sums need no rescaling.
+// Calls step(d) for the distances of an exchange among aligned groups of `lanes` threads, a power of two. Unrolled: a
+// loop would cost more than its steps.
+template <class Step> __device__ __forceinline__ void for_distances(int lanes, Step&& step) {
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2)
+    if (d < lanes) step(d);
+}
+
+// Before anything is summed: one maximum for groups of `lanes` threads, so that their sums need no rescaling.
 template <bool kGeneral> __device__ __forceinline__ void share_max(Sums& x, int lanes) {
   float m = x.m;
-  for (int d = lanes / 2; d > 0; d /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
-  if (!kGeneral && x.m != m) x.at = kNowhere;
+  for_distances(lanes, [&](int d) { m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d)); });
   x.m = m;
 }
 
-// Combines the sums of aligned groups of `lanes` threads, a power of two; every one of them gets the result. Called by
-// the whole warp. `places`: `at` is wanted.
-template <class T, bool kGeneral> __device__ __forceinline__ Sums combine(Sums x, int lanes, bool places) {
-  float m = x.m, top = kGeneral ? x.top : x.m;
-  for (int d = lanes / 2; d > 0; d /= 2) {
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
-    if constexpr (kGeneral) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
+// Combines the sums of groups of `lanes` threads; every one of them gets the result. Called by the whole warp.
+// `places`: `at` is wanted. kShared: x.m is the same already.
+template <class T, bool kGeneral, bool kShared>
+__device__ __forceinline__ Sums combine(Sums x, int lanes, bool places) {
+  if constexpr (kGeneral || !kShared) {
+    float m = x.m, top = kGeneral ? x.top : x.m;
+    for_distances(lanes, [&](int d) {
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
+      if constexpr (kGeneral) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
+    });
+    if ((kGeneral ? x.top : x.m) != (kGeneral ? top : m)) x.at = kNowhere;
+    x.top = top;
+    x.rebase<kGeneral>(m);
   }
-  if ((kGeneral ? x.top : x.m) != (kGeneral ? top : m)) x.at = kNowhere;
-  x.top = top;
-  x.rebase<kGeneral>(m);
-  for (int d = lanes / 2; d > 0; d /= 2) {
+  for_distances(lanes, [&](int d) {
     if (places) {
       const int other = __shfl_xor_sync(0xffffffffu, x.at, d);
       x.at = other < x.at ? other : x.at;
@@ -123,7 +133,7 @@ template <class T, bool kGeneral> __device__ __forceinline__ Sums combine(Sums x
       x.a += __shfl_xor_sync(0xffffffffu, x.a, d);
       x.e += __shfl_xor_sync(0xffffffffu, x.e, d);
     }
-  }
+  });
   return x;
 }
 

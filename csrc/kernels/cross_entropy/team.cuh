@@ -11,18 +11,13 @@ namespace warpsmith::cross_entropy {
 
 // How forward_resident spreads rows, with what does not change from row to row.
 struct Schedule {
-  int lanes, slots, stages;
+  int lanes;
   int part;   // vectors of a row that a block of a cluster has
   bool bulk;  // a row, or its part, comes by one bulk copy
   device::FastDivide by_lanes;
 
   explicit Schedule(const CrossEntropyConfig& c)
-      : lanes(c.lanes),
-        slots(c.slots),
-        stages(c.stages),
-        part(static_cast<int>(c.part)),
-        bulk(c.bulk),
-        by_lanes(c.lanes) {}
+      : lanes(c.lanes), part(static_cast<int>(c.part)), bulk(c.bulk), by_lanes(c.lanes) {}
 };
 
 // The threads of a row: `lanes` of a warp, or the blocks of a cluster. Vector begin + i of a row belongs to the thread
@@ -71,9 +66,10 @@ struct Exchange {
   unsigned parity;
   bool met;  // all blocks of the cluster have started
 
-  template <class T, bool kBlock, bool kGeneral>
+  // kShared: the warp has one x.m already, and x.at only where that is.
+  template <class T, bool kBlock, bool kGeneral, bool kShared>
   __device__ __forceinline__ Sums over_row(Sums x, const Team<kBlock>& team, bool places) {
-    x = combine<T, kGeneral>(x, kBlock ? 32 : team.size, places);
+    x = combine<T, kGeneral, kShared>(x, kBlock ? 32 : team.size, places);
     if constexpr (!kBlock) return x.whole();
     constexpr int kPieces = kGeneral ? 2 : 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps_of_block = blockDim.x / 32;
@@ -104,7 +100,7 @@ struct Exchange {
     if (lane < all)
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) x.take(i, device::load(set[lane] + i));
-    return combine<T, kGeneral>(x, 32, places).whole();
+    return combine<T, kGeneral, false>(x, 32, places).whole();
   }
 };
 

@@ -108,9 +108,8 @@ int main(int argc, char** argv) {
           status = std::move(done);
         });
         char s[200];
-        std::snprintf(s, sizeof s, "%s cluster %d threads %d lanes %d slots %d stages %d bulk %d blocks %lld%s",
-                      name(c.kernel), c.cluster, c.threads, c.lanes, c.slots, c.stages, c.bulk, (long long)c.blocks,
-                      mark);
+        std::snprintf(s, sizeof s, "%s cluster %d threads %d lanes %d slots %d bulk %d blocks %lld%s", name(c.kernel),
+                      c.cluster, c.threads, c.lanes, c.slots, c.bulk, (long long)c.blocks, mark);
         if (status.ok())
           all.push_back({us, s});
         else
@@ -138,16 +137,15 @@ int main(int argc, char** argv) {
               measure(c, "");
             }
       for (int lanes = 1; lanes <= 32; lanes *= 2)
-        for (int stages : {1, 2})
-          for (int rows_in_turn : {1, 2, 4, 8, 16}) {
-            CrossEntropyConfig c = looped;
-            c.kernel = CrossEntropyKernel::resident, c.lanes = lanes, c.threads = 128, c.stages = stages;
-            cross_entropy_detail::divide(c, vectors);
-            c.shared_bytes = int64_t{stages} * c.slots * c.threads * 16;
-            if (argc > 1 || c.slots > 16 || stages > rows_in_turn) continue;
-            cross_entropy_detail::spread(c, (rows + rows_in_turn - 1) / rows_in_turn);
-            measure(c, "");
-          }
+        for (int rows_in_turn : {1, 2, 4, 8}) {
+          CrossEntropyConfig c = looped;
+          c.kernel = CrossEntropyKernel::resident, c.lanes = lanes, c.threads = 128;
+          cross_entropy_detail::divide(c, vectors);
+          c.shared_bytes = int64_t{c.slots} * c.threads * 16;
+          if (argc > 1 || c.slots > 16) continue;
+          cross_entropy_detail::spread(c, (rows + rows_in_turn - 1) / rows_in_turn);
+          measure(c, "");
+        }
       std::sort(all.begin(), all.end(), [](const Timed& a, const Timed& b) { return a.us < b.us; });
       std::printf("%s %lldx%lld: copy of the same bytes %.1f us (%.2f TB/s)\n", gradient ? "loss + gradient" : "loss",
                   (long long)rows, (long long)classes, copy_us, bytes / copy_us * 1e-6);
