@@ -189,12 +189,12 @@ void same_bits_for_every_seed(const std::string& name, const void* data, size_t 
 }
 
 void expect_close_element(const std::string& name, size_t index, double actual, double expected, int mantissa_bits,
-                          const Tolerance& tolerance, int& reported) {
+                          int least_exponent, const Tolerance& tolerance, int& reported) {
   if (std::isnan(expected) && std::isnan(actual)) return;
   if (actual == expected) return;
   const double magnitude = std::fabs(expected);
-  const int exponent = magnitude > 0 && std::isfinite(magnitude) ? std::ilogb(magnitude) : -126;
-  const double spacing = std::ldexp(1.0, std::max(exponent, -126) - mantissa_bits);
+  const int exponent = magnitude > 0 && std::isfinite(magnitude) ? std::ilogb(magnitude) : least_exponent;
+  const double spacing = std::ldexp(1.0, std::max(exponent, least_exponent) - mantissa_bits);
   const double allowed = tolerance.ulps * spacing + tolerance.relative * magnitude + tolerance.absolute;
   if (std::fabs(actual - expected) <= allowed) return;
   if (++reported > 3) {

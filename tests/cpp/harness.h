@@ -135,9 +135,12 @@ template <class T> constexpr int kMantissaBits = 52;
 template <> inline constexpr int kMantissaBits<float> = 23;
 template <> inline constexpr int kMantissaBits<float16> = 10;
 template <> inline constexpr int kMantissaBits<bfloat16> = 7;
+// Of the smallest normal number: below it the steps do not shrink any more.
+template <class T> constexpr int kLeastExponent = -126;
+template <> inline constexpr int kLeastExponent<float16> = -14;
 
 void expect_close_element(const std::string& name, size_t index, double actual, double expected, int mantissa_bits,
-                          const Tolerance& tolerance, int& reported);
+                          int least_exponent, const Tolerance& tolerance, int& reported);
 
 template <class T, class Oracle> void expect_close(const std::string& name, const Buffer<T>& actual,
                                                    const Oracle& expected, const Tolerance& tolerance) {
@@ -145,7 +148,7 @@ template <class T, class Oracle> void expect_close(const std::string& name, cons
   int reported = 0;
   for (size_t i = 0; i < actual.size() && i < expected.size(); ++i)
     expect_close_element(name, i, static_cast<double>(to_float(actual[i])), static_cast<double>(expected[i]),
-                         kMantissaBits<T>, tolerance, reported);
+                         kMantissaBits<T>, kLeastExponent<T>, tolerance, reported);
 }
 
 // ---- counted bytes

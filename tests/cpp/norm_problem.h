@@ -44,6 +44,7 @@ template <class T, class R = T, class W = T> struct NormCase {
   Buffer<W> weight, bias, dweight, dbias;
   Buffer<float> mean, rstd, dweight_partials, dbias_partials;
   std::vector<double> want_y, want_s, want_mean, want_rstd, want_dx, want_dresidual, want_dweight, want_dbias;
+  double mean_rounding = 0;  // what a float mean may change a normalised value by, in the worst row
   NormForwardParams forward;
   NormBackwardParams backward;
 
@@ -123,19 +124,21 @@ template <class T, class R = T, class W = T> struct NormCase {
       const auto in = [&](size_t c) { return static_cast<size_t>(r * stride()) + c; };
       const auto out = [&](size_t c) { return static_cast<size_t>(r * shape.columns) + c; };
       const float factor = op.dropout ? scale() : 1.f;
-      double sum = 0, squares = 0, along = 0, shift = 0;
+      double sum = 0, size = 0, squares = 0, along = 0, shift = 0;
       for (size_t c = 0; c < columns; ++c) {
         float value = to_float(x[in(c)]);
         if (op.dropout) value = kept(static_cast<int64_t>(out(c))) ? value * factor : 0.f;
         if (op.residual) value += to_float(residual[in(c)]);
         s[in(c)] = from_float<R>(value);
         want_s[out(c)] = static_cast<double>(to_float(s[in(c)]));
-        sum += want_s[out(c)];
+        sum += want_s[out(c)], size += std::fabs(want_s[out(c)]);
       }
       const double m = op.layer ? sum / n : 0;
       for (size_t c = 0; c < columns; ++c) squares += (want_s[out(c)] - m) * (want_s[out(c)] - m);
       const double inverse = 1 / std::sqrt(squares / n + kEps);
       want_mean[static_cast<size_t>(r)] = m, want_rstd[static_cast<size_t>(r)] = inverse;
+      // Three roundings, of the sum, of 1 / n and of their product, each by half a step of the mean magnitude.
+      if (op.layer) mean_rounding = std::max(mean_rounding, 3 * 0x1p-24 * size / n * inverse);
       const auto w = [&](size_t c) {
         return shape.weight ? static_cast<double>(to_float(weight[c])) + shape.weight_offset : 1.0;
       };
@@ -158,25 +161,22 @@ template <class T, class R = T, class W = T> struct NormCase {
 
   // The same for the gradients of s, whose terms have the size of rstd before they cancel.
   Tolerance gradient_rounding() const {
-    Tolerance t = rounding(16);
-    const double rstd = *std::max_element(want_rstd.begin(), want_rstd.end());
-    t.absolute *= std::max(1.0, rstd);
-    if (op.layer) t.absolute += 2e-7 * rstd * rstd;  // the rounding of the mean, as in normalised_rounding()
+    Tolerance t = normalised_rounding(16);
+    t.absolute *= std::max(1.0, *std::max_element(want_rstd.begin(), want_rstd.end()));
     return t;
   }
 
-  // With a mean: (x - mean) rstd carries the rounding of the mean, rstd times as large where the row hardly varies.
+  // Of values that (s - mean) rstd is a factor of: its own error comes on top.
   Tolerance normalised_rounding(double terms) const {
     Tolerance t = rounding(terms);
-    if (op.layer) t.absolute += 2e-7 * *std::max_element(want_rstd.begin(), want_rstd.end());
+    t.absolute += mean_rounding * std::sqrt(terms);
     return t;
   }
 
   // Half a rounding step of the storage type, and a few of float for the arithmetic; sums of terms of size one may
-  // cancel. A mean that dwarfs the deviations loses as much of them as float must.
-  Tolerance rounding(double terms) const {
-    return {
-        .ulps = 0.51, .relative = 4e-6, .absolute = (1e-6 + 2e-7 * std::fabs(double{shape.mean})) * std::sqrt(terms)};
+  // cancel.
+  static Tolerance rounding(double terms) {
+    return {.ulps = 0.51, .relative = 4e-6, .absolute = 1e-6 * std::sqrt(terms)};
   }
 
   void poison_outputs() {

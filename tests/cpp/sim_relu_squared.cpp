@@ -24,8 +24,8 @@ template <class T> void run(int64_t rows, int64_t columns, int64_t padding = 0, 
       want_y[to] = positive * positive;
       want_dx[to] = 2 * static_cast<double>(to_float(dy[from])) * positive;
     }
-  // The absolute part is half the step of float16's subnormal numbers.
-  const Tolerance rounding{.ulps = 0.51, .relative = 1e-6, .absolute = 0x1p-25};
+  // One rounding to T and, before it, one to float of the product (a factor 2 is exact).
+  const Tolerance rounding{.ulps = 0.5, .relative = 0x1p-24};
   const int64_t unit = rows * columns * static_cast<int64_t>(sizeof(T));
   under_every_seed([&] {
     y.poison(), dx.poison();
