@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "harness.h"
+#include "kernels/activation/elementwise_config.h"
 #include "kernels/activation/gated.h"
 #include "sim/sparse_memory.h"
 
@@ -185,7 +186,8 @@ inline void gated_beyond_2_31(const GatedOp& op) {
     expect_close("y", near.y, near.want_y, near.rounding());
   });
 
-  constexpr int64_t kElements = (int64_t{1} << 31) + 5, kBlock = 256 * 8, kFirst = kElements / kBlock * kBlock;
+  constexpr int64_t kElements = (int64_t{1} << 31) + 5, kBlock = ElementwiseConfig{}.threads * 8,
+                    kFirst = kElements / kBlock * kBlock;
   sim::SparseMemory<bfloat16> flat_gate(kElements), flat_up(kElements), flat_y(kElements);
   GatedProblem<bfloat16> last(op, {.rows = 1, .columns = kElements - kFirst});
   std::memcpy(flat_gate.data() + kFirst, last.gate.data(), last.gate.size() * 2);

@@ -89,7 +89,8 @@ TEST(probabilities) {
 
 // The last elements of a tensor of more than 2^35: the call's index needs more than 32 bits.
 TEST(beyond_2_32_calls) {
-  constexpr int64_t kBlock = 256 * 8, kFirst = (int64_t{1} << 35) + 3 * kBlock, kElements = kFirst + 21;
+  constexpr int64_t kBlock = ElementwiseConfig{}.threads * 8, kFirst = (int64_t{1} << 35) + 3 * kBlock,
+                    kElements = kFirst + 21;
   const Seed seed{{5, 6}};
   const Dropout dropout = make_dropout(seed.words, 0.5);
   sim::SparseMemory<bfloat16> dy(kElements), dx(kElements);

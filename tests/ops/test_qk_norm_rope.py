@@ -226,7 +226,7 @@ def test_every_plan_covers_its_heads_and_fits_the_chip(dtype, heads, head_dim):
     plan = warpsmith.plan("qk_norm_rope", **given)
     for c in (plan["forward"], plan["backward"]):
         assert c["threads"] % 32 == 0
-        assert 32 <= c["threads"] <= 256
+        assert 32 <= c["threads"] <= (512 if c is plan["backward"] else 256)
         assert c["shared_bytes"] <= 227 * 1024
         if c["kernel"] == "looped":
             continue

@@ -12,8 +12,6 @@
 // thread keeps its columns, and with them the bias, over all of its rows.
 namespace warpsmith::activation {
 
-constexpr int kBiasedThreads = 256;
-
 // Where a thread stands: its column (in vectors) and its first row. Blocks are two-dimensional as their tile is,
 // threads of x side by side; the grid has tiles along x, and rows of blocks along y, going on along z.
 struct BiasedPlace {
@@ -42,8 +40,8 @@ __device__ __forceinline__ void load_floats(const void* from, int64_t element, f
 }
 
 // Reads x and writes y once: 2 * sizeof(T) bytes an element, and the bias once a row from the L1 or L2.
-template <template <class> class F, class T, class W, int N> __global__ void __launch_bounds__(kBiasedThreads, 8)
-    biased_forward(BiasedFwdParams p) {
+template <template <class> class F, class T, class W, int N>
+__global__ void __launch_bounds__(kBiasedForwardThreads, 16) biased_forward(BiasedFwdParams p) {
   const BiasedPlace at;
   const int64_t column = at.column * N;
   if (column >= p.columns || at.row >= p.rows) return;
@@ -59,8 +57,8 @@ template <template <class> class F, class T, class W, int N> __global__ void __l
 // Reads dy and x and writes dx once: 3 * sizeof(T) bytes an element, the bias once a thread, and one float a column and
 // row block of partial sums. The arithmetic is as accurate as dbias, of type W, wants it.
 template <template <class> class F, class T, class W, int N, int kResident = kBiasedResident>
-__global__ void __launch_bounds__(kBiasedThreads, kResident) biased_backward(BiasedBwdParams p) {
-  WARPSMITH_SHARED(float, scratch, kBiasedThreads* N);
+__global__ void __launch_bounds__(kBiasedBackwardThreads, kResident) biased_backward(BiasedBwdParams p) {
+  WARPSMITH_SHARED(float, scratch, kBiasedBackwardThreads* N);
   const BiasedPlace at;
   const int rows_at_once = blockDim.y;
   const int64_t column = at.column * N, step = int64_t{gridDim.y} * rows_at_once;
@@ -89,7 +87,7 @@ __global__ void __launch_bounds__(kBiasedThreads, kResident) biased_backward(Bia
   __syncthreads();
   const int width = N * blockDim.x;
   const int64_t left = int64_t{blockIdx.x} * width;
-  for (int c = at.thread; c < width && left + c < p.columns; c += kBiasedThreads) {
+  for (int c = at.thread; c < width && left + c < p.columns; c += kBiasedBackwardThreads) {
     float total = 0;
     for (int r = 0; r < rows_at_once; ++r) total += scratch[r * width + c];
     device::store(static_cast<float*>(p.partials) + at.row_block * p.columns + left + c, total);
@@ -108,9 +106,16 @@ template <class W> __global__ void __launch_bounds__(kBiasSumColumns* kMaxBiasSu
   const int64_t column = int64_t{blockIdx.x} * kBiasSumColumns + threadIdx.x % kBiasSumColumns;
   const float* partials = static_cast<const float*>(p.partials);
   float sum = 0;
-  if (column < p.columns)
-#pragma unroll 8  // loads in flight: the rows wait for each other otherwise
-    for (int64_t r = slice; r < partial_rows; r += slices) sum += device::load(partials + r * p.columns + column);
+  constexpr int kTogether = 9;  // loads under way: all of 264 rows
+  for (int64_t first = slice; first < partial_rows && column < p.columns; first += kTogether * slices) {
+    float some[kTogether] = {};
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k)
+      if (first + k * slices < partial_rows)
+        some[k] = device::load(partials + (first + k * slices) * p.columns + column);
+#pragma unroll
+    for (const float one : some) sum += one;
+  }
   sums[threadIdx.x] = sum;
   __syncthreads();
   if (slice != 0 || column >= p.columns) return;

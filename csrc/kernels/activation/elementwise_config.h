@@ -17,7 +17,7 @@ struct ElementwiseProblem {
 struct ElementwiseConfig {
   bool flat = true;      // the tensors are one row, whatever their shape
   int vector_elems = 1;  // elements of one memory access
-  int threads = 256;     // of a block; each takes one vector
+  int threads = 128;     // of a block; each takes one vector
   int64_t vectors = 0;   // of a tensor, the last one of a flat tensor not always full
   int64_t blocks = 0;
   const char* why = "";

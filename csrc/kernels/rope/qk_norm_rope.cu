@@ -98,8 +98,9 @@ Status launch_backward(const QkNormRopeBwdParams& p, const QkNormRopeConfig& c, 
   if (!p.partials) return {};
   const int64_t partial_rows = qk_norm_rope_partial_rows(c);
   LaunchConfig sum;
-  sum.grid.x = static_cast<unsigned>((2 * p.shape.head_dim + kSumColumns - 1) / kSumColumns);
-  sum.block.x = kSumColumns * static_cast<unsigned>(std::min<int64_t>(kMaxSumSlices, partial_rows));
+  constexpr int64_t kPairs = kSumThreads / 32;  // of columns, of a block
+  sum.grid.x = static_cast<unsigned>((p.shape.head_dim + kPairs - 1) / kPairs);
+  sum.block.x = kSumThreads;
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   sum.programmatic_dependent = device.compute_capability >= 90;

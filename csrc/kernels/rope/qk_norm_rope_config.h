@@ -84,7 +84,7 @@ constexpr int64_t looped_blocks(const QkNormRopeProblem& p) {
 // Of the kernels that are compiled. Forward: a block's threads, and blocks for which a multiprocessor has registers.
 constexpr int kQkNormRopeHeadsAThread = 4, kQkNormRopeForwardThreads = 160, kQkNormRopeForwardBlocks = 4;
 // Backward: heads in the ring, the most threads of a block, and blocks as in the forward.
-constexpr int kQkNormRopeBackwardHeads = 4, kQkNormRopeBackwardThreads = 256, kQkNormRopeBackwardBlocks = 2;
+constexpr int kQkNormRopeBackwardHeads = 2, kQkNormRopeBackwardThreads = 512, kQkNormRopeBackwardBlocks = 1;
 
 constexpr QkNormRopeConfig qk_norm_rope_forward_config(const QkNormRopeProblem& p, int heads_a_thread, int threads) {
   using namespace qk_norm_rope_detail;
@@ -136,8 +136,8 @@ constexpr QkNormRopeConfig choose_qk_norm_rope_forward(const QkNormRopeProblem& 
   return qk_norm_rope_forward_config(p, kQkNormRopeHeadsAThread, kQkNormRopeForwardThreads);
 }
 
-// Measured as above: four heads a thread, one after the other, 0.870 and 0.764; two 0.82 and 0.761, one below; 2 and 4
-// stages within 0.01; fewer than 512 threads a multiprocessor less.
+// Measured as above at 40 heads of 128: blocks of 480 threads and two heads a thread 0.919, four 0.903; two blocks of
+// 160 and two heads 0.913, of 240 and four 0.902, eight 0.895. 32 heads of 64, four heads: 0.810 and 0.802.
 constexpr QkNormRopeConfig choose_qk_norm_rope_backward(const QkNormRopeProblem& p) {
   return qk_norm_rope_backward_config(p, kQkNormRopeBackwardHeads, kQkNormRopeBackwardThreads);
 }

@@ -83,11 +83,11 @@ __global__ void __launch_bounds__(kQkNormRopeForwardThreads, kBlocks)
 
   const rotary::Columns of = rotary::columns_of<N>(p.shape, c.rotating, c.columns, lane);
   rotary::Packed<T, N> x[U][2] = {};
-  rotary::PackedAngles<C, N, kInterleaved> packed = {};
+  rotary::PackedAngles<C, N, kInterleaved> packed;
   rotary::Token at{};
   if (group.count > 0) {
     at = rotary::find_token(p.shape, p.angles, p.positions, token);
-    if (of.rotates) packed.load(p.shape, p.angles, at, of);
+    if (of.rotates && at.valid) packed.load(p.shape, p.angles, at, of);
     const RotaryHeads& layout = group.of_k ? p.k_layout : p.q_layout;
     const void* in = group.of_k ? p.k : p.q;
     const int64_t from = head_at(layout, at, group.first);
@@ -165,8 +165,8 @@ template <class T> __device__ __forceinline__ float rstd_of(const T* x, int64_t 
 template <class C>
 __device__ __forceinline__ rotary::Angles<1> angles_of(const RotaryShape& shape, const RotaryAngles& a,
                                                        const rotary::Token& token, const rotary::Columns& of) {
-  rotary::PackedAngles<C, 1, false> packed = {};
-  packed.load(shape, a, token, of);
+  rotary::PackedAngles<C, 1, false> packed;
+  if (token.valid) packed.load(shape, a, token, of);
   return packed.unpacked(shape.inverse);
 }
 
@@ -246,9 +246,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   // What is asked for next: a token, its angles, and where the heads lie.
   constexpr bool kAnglesAhead = sizeof(C) == 2;  // there are no registers for wider ones
   rotary::Token asked = rotary::place_of(p.shape, int64_t{blockIdx.x} * c.tokens_a_block + slot);
-  rotary::PackedAngles<C, N, kInterleaved> asked_angles = {};
+  rotary::PackedAngles<C, N, kInterleaved> asked_angles;
   Walk x = {}, dy = {};
   int asked_heads = 0;  // of the group, not yet asked for
+  const auto load_angles = [&] {
+    asked_angles = {};
+    if (asked.valid) asked_angles.load(p.shape, p.angles, asked, of);
+  };
   const auto aim = [&] {
     asked_heads = asked.batch < p.shape.batch && asked.index < p.shape.tokens ? group.count : 0;
     if (asked_heads == 0) return;
@@ -256,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     dy.aim<T>(group.of_k ? p.dk_out : p.dq_out, group.of_k ? p.dk_out_layout : p.dq_out_layout, asked, group.first);
     if (!of.rotates) return;
     rotary::find_angles(asked, p.shape, p.angles, p.positions);
-    if (kAnglesAhead) asked_angles.load(p.shape, p.angles, asked, of);
+    if (kAnglesAhead) load_angles();
   };
   const auto request = [&](int stage) {
     if (asked_heads > 0) {
@@ -284,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   void* const gradient = group.of_k ? p.dk : p.dq;
   for (int64_t base = int64_t{blockIdx.x} * c.tokens_a_block; base < tokens; base += step) {
     int heads = base + slot < tokens ? group.count : 0;  // still to come
-    if (!kAnglesAhead && of.rotates && heads > 0) asked_angles.load(p.shape, p.angles, asked, of);
+    if (!kAnglesAhead && of.rotates && heads > 0) load_angles();
     const rotary::PackedAngles<C, N, kInterleaved> angles = asked_angles;
     Walk dx = {};
     if (gradient && heads > 0) dx.aim<T>(gradient, group.of_k ? p.dk_layout : p.dq_layout, asked, group.first);
@@ -414,32 +418,41 @@ template <class T, class C> __global__ void __launch_bounds__(qk_norm_rope_detai
   device::launch_dependents();
 }
 
-constexpr int kSumColumns = 32, kMaxSumSlices = 32;
+constexpr int kSumThreads = 128;
 
-// Both weights' gradients from the partial rows, in two fixed steps: blockDim.x / kSumColumns interleaved sums, then
-// those in order.
-template <class T> __global__ void __launch_bounds__(kSumColumns* kMaxSumSlices)
+// Both weights' gradients from the partial rows: a warp sums two columns, each lane every 32nd row, in a fixed order.
+template <class T> __global__ void __launch_bounds__(kSumThreads)
     sum_partials(QkNormRopeBwdParams p, int64_t partial_rows) {
-  WARPSMITH_SHARED(float, sums, kSumColumns* kMaxSumSlices);
   device::wait_for_previous_kernel();
-  const int slice = threadIdx.x / kSumColumns, slices = blockDim.x / kSumColumns;
-  const int64_t dim = p.shape.head_dim, column = int64_t{blockIdx.x} * kSumColumns + threadIdx.x % kSumColumns;
-  const float* partials = static_cast<const float*>(p.partials);
-  float sum = 0;
-  if (column < 2 * dim)
-#pragma unroll 8  // loads in flight: the rows wait for each other otherwise
-    for (int64_t r = slice; r < partial_rows; r += slices) sum += device::load(partials + r * 2 * dim + column);
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  void* to = column < dim ? p.dq_weight : p.dk_weight;
-  if (slice != 0 || column >= 2 * dim || !to) return;
-  float total = 0;
-  for (int s = 0; s < slices; ++s) total += sums[s * kSumColumns + threadIdx.x];
-  const int64_t at = column < dim ? column : column - dim;
-  if (p.weight_dtype == Dtype::float32)
-    device::store(static_cast<float*>(to) + at, total);
-  else
-    device::store(static_cast<T*>(to) + at, device::from_float<T>(total));
+  const int64_t dim = p.shape.head_dim, pair = int64_t{blockIdx.x} * (kSumThreads / 32) + threadIdx.x / 32;
+  if (pair >= dim) return;
+  const float* from = static_cast<const float*>(p.partials) + 2 * pair;
+  const int lane = threadIdx.x % 32;
+  constexpr int kTogether = 9;  // loads under way: all of 264 rows
+  float sums[2] = {};
+  for (int64_t first = lane; first < partial_rows; first += 32 * kTogether) {
+    device::Vector<float, 2> two[kTogether] = {};
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k)
+      if (first + 32 * k < partial_rows) two[k] = device::load_vector<2>(from + (first + 32 * k) * 2 * dim);
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sums[i] += two[k].at[i];
+  }
+#pragma unroll
+  for (float& sum : sums) sum = device::warp_sum(sum);
+  if (lane != 0) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int64_t column = 2 * pair + i, at = column < dim ? column : column - dim;
+    void* to = column < dim ? p.dq_weight : p.dk_weight;
+    if (!to) continue;
+    if (p.weight_dtype == Dtype::float32)
+      device::store(static_cast<float*>(to) + at, sums[i]);
+    else
+      device::store(static_cast<T*>(to) + at, device::from_float<T>(sums[i]));
+  }
 }
 
 }  // namespace warpsmith::qk_norm_rope

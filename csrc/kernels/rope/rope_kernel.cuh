@@ -45,8 +45,6 @@ __global__ void __launch_bounds__(rope_detail::kMaxThreads, kBlocks) rotate_head
   const rotary::Token at = rotary::find_token(p.shape, p.angles, p.positions, token);
   const rotary::Columns of = rotary::columns_of<N>(p.shape, c.rotating, c.columns, column);
   const Heads h = heads_of<T>(p, at, group, q_groups, U);
-  rotary::PackedAngles<C, N, kInterleaved> packed = {};
-  if (of.rotates) packed.load(p.shape, p.angles, at, of);
   rotary::Packed<T, N> x[U][2] = {};
 #pragma unroll
   for (int u = 0; u < U; ++u)
@@ -54,6 +52,9 @@ __global__ void __launch_bounds__(rope_detail::kMaxThreads, kBlocks) rotate_head
       x[u][0] = device::load(rotary::packed_at<T, N>(h.in, u * h.in_step + of.first));
       if (of.has_second) x[u][1] = device::load(rotary::packed_at<T, N>(h.in, u * h.in_step + of.second));
     }
+  // After the heads: where the compiler moves an angle to another register at once, nothing else waits for it.
+  rotary::PackedAngles<C, N, kInterleaved> packed;
+  if (of.rotates && at.valid) packed.load(p.shape, p.angles, at, of);
   if (of.rotates) {
     const rotary::Angles<N> by = packed.unpacked(p.shape.inverse);
 #pragma unroll

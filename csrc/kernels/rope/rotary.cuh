@@ -129,14 +129,15 @@ template <class C, int N, bool kInterleaved> struct PackedAngles {
   static constexpr int kPiece = kAdjacent < kMost ? kAdjacent : kMost, kPieces = N / kPiece;
   Packed<C, kPiece> cos[kPieces], sin[kPieces];
 
-  // NaN where the token has no angles.
+  // NaN, which a token without angles keeps.
+  __device__ __forceinline__ PackedAngles() {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) cos[i] = sin[i] = all_bits();
+  }
+
+  // Of a token that has angles.
   __device__ __forceinline__ void load(const RotaryShape& shape, const RotaryAngles& a, const Token& token,
                                        const Columns& c) {
-    if (!token.valid) {
-      for (auto& piece : cos) piece = all_bits();
-      for (auto& piece : sin) piece = all_bits();
-      return;
-    }
     const C *cos_row = static_cast<const C*>(a.cos) + token.angles,
             *sin_row = static_cast<const C*>(a.sin) + token.angles;
 #pragma unroll

@@ -229,22 +229,19 @@ int main() {
     c.flat_of<Folded, 1, 256, 8>("folded");
     c.flat_of<Folded, 1, 128, 16>("folded");
     c.flat_of<Folded, 1, 512, 4>("folded");
-    c.flat_of<Folded, 2, 256, 8>("folded");
     c.flat_of<Folded, 2, 256, 6>("folded");
     c.flat_of<Folded, 2, 128, 12>("folded");
     c.flat_of<Shared, 1, 256, 8>("shared reciprocal");
-    c.flat_of<Shared, 2, 256, 6>("shared reciprocal");
     c.flat_of<Tanh, 1, 256, 8>("tanh.approx", false);
     c.flat_of<None, 1, 256, 8>("relu", false);
     c.tiled_of<Folded, 1, 256, 8>("folded");
-    c.tiled_of<Folded, 2, 256, 8>("folded");
+    c.tiled_of<Folded, 1, 128, 16>("folded");
+    c.tiled_of<Chosen, 1, 256, 8>("as chosen");
+    c.tiled_of<Chosen, 1, 128, 16>("as chosen");
+    c.tiled_of<Folded, 2, 128, 12>("folded");
     c.tiled_of<Folded, 2, 256, 6>("folded");
     c.tiled_of<Folded, 4, 256, 5>("folded");
-    c.tiled_of<Shared, 2, 256, 6>("shared reciprocal");
-    c.ring_of<Folded, 3, 256, 8>("folded");
     c.ring_of<Folded, 4, 256, 6>("folded");
-    c.ring_of<Folded, 4, 512, 3>("folded");
-    c.ring_of<Shared, 4, 256, 6>("shared reciprocal");
     sweep::print("bias_gelu forward " + std::to_string(rows) + "x" + std::to_string(columns),
                  static_cast<double>(count) * 4, c.all, 30);
     void *dy = sweep::random_bfloat16(count, 2), *dbias = sweep::allocate(static_cast<size_t>(columns) * 2);
