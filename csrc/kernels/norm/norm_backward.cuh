@@ -23,25 +23,18 @@ template <int kPieces> struct Ring {
     return slots + ((of_stage * kPieces + piece) * static_cast<int>(blockDim.x) + threadIdx.x) * kSlotBytes;
   }
 
-  // Copies N elements to the slots from `piece` on; zeros where there is nothing.
+  // Copies N elements, 8 or 16 bytes, to a slot; zeros where there is nothing.
   template <class T, int N> __device__ __forceinline__ void request(int of_stage, int piece, const void* base,
                                                                     int64_t element, bool valid) const {
-    constexpr int kPer = kSlotBytes / sizeof(T);
-#pragma unroll
-    for (int i = 0; i < N / kPer; ++i)
-      device::copy_async<kSlotBytes>(slot(of_stage, piece + i),
-                                     static_cast<const T*>(base) + (valid ? element + i * kPer : 0), valid);
+    device::copy_async<N * sizeof(T)>(slot(of_stage, piece), static_cast<const T*>(base) + (valid ? element : 0),
+                                      valid);
   }
 
   template <class T, int N> __device__ __forceinline__ Elements<T, N> read(int of_stage, int piece) const {
-    using Slot = Vector<uint32_t, kSlotBytes / 4>;
     Elements<T, N> all;
+    const auto part = *reinterpret_cast<const Vector<uint32_t, all.kWords>*>(slot(of_stage, piece));
 #pragma unroll
-    for (int i = 0; i < all.kWords / 4; ++i) {
-      const Slot part = *reinterpret_cast<const Slot*>(slot(of_stage, piece + i));
-#pragma unroll
-      for (int k = 0; k < 4; ++k) all.words[i * 4 + k] = part.at[k];
-    }
+    for (int k = 0; k < all.kWords; ++k) all.words[k] = part.at[k];
     return all;
   }
 
@@ -102,8 +95,8 @@ template <int N, int V> __device__ __forceinline__ void store_group_sums(float* 
 // Shared memory: a Ring of dy, s and dresidual_out; at the end it takes the sums of the block's groups.
 template <class Op, class T, class R, int V, int U, Scope S, int kMaxThreads, int kMinBlocks>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBackwardParams p, int lanes, int stages) {
-  constexpr int N = kVector<T>, kR = sizeof(R) / sizeof(T), kCount = U * Op::kSums;
-  constexpr int kVectorPieces = 1 + kR + (Op::kResidual ? kR : 0), kPieces = kVectorPieces * U * V;
+  constexpr int N = kWideVector<T, R>, kCount = U * Op::kSums;
+  constexpr int kVectorPieces = 2 + Op::kResidual, kPieces = kVectorPieces * U * V;
   using Sums = Exchange<S, kCount, kMaxThreads, 3>;
   constexpr int kScratch = Sums::kFloats;
   WARPSMITH_SHARED(float, scratch, kScratch);
@@ -130,7 +123,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBac
         ring.template request<T, N>(stage, piece, p.dy, row * p.dy_stride + column, valid);
         ring.template request<R, N>(stage, piece + 1, p.s, row * p.s_stride + column, valid);
         if constexpr (Op::kResidual)
-          ring.template request<R, N>(stage, piece + 1 + kR, p.dresidual_out ? p.dresidual_out : p.s,
+          ring.template request<R, N>(stage, piece + 2, p.dresidual_out ? p.dresidual_out : p.s,
                                       row * p.dresidual_out_stride + column, valid && p.dresidual_out);
       }
     device::copy_async_commit();
@@ -195,7 +188,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBac
         }
         const int64_t element = row * p.columns + column;
         if constexpr (Op::kResidual) {
-          const auto passed = ring.template read<R, N>(stage, piece + 1 + kR);
+          const auto passed = ring.template read<R, N>(stage, piece + 2);
 #pragma unroll
           for (int k = 0; k < N; ++k) ds.at[k] += passed[k];
           if (p.dresidual) store_elements(p.dresidual, element, rounded<R>(ds));

@@ -75,6 +75,11 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int vector_elems(const NormProblem& p) { return kVectorBytes / p.element_bytes; }
 
+// Of the backward: vectors of the wider type.
+constexpr int wide_vector_elems(const NormProblem& p) {
+  return kVectorBytes / std::max(p.element_bytes, p.residual_bytes);
+}
+
 constexpr bool vectors_fit(const NormProblem& p) { return p.aligned && p.columns % vector_elems(p) == 0; }
 
 // The least power of two that leaves at most `most` vectors a thread, at most 32.
@@ -112,11 +117,8 @@ constexpr NormConfig registers(const NormProblem& p, norm::Scope scope, int lane
   return c;
 }
 
-// 16-byte slots of a thread's vector in the ring: dy, s and, where there is a residual, its gradient.
-constexpr int ring_pieces(const NormProblem& p) {
-  const int residual = std::max(p.residual_bytes, p.element_bytes) / p.element_bytes;
-  return 1 + residual + (p.residual_bytes ? residual : 0);
-}
+// Slots of a thread's vector in the ring: dy, s and, where there is a residual, its gradient.
+constexpr int ring_pieces(const NormProblem& p) { return p.residual_bytes ? 3 : 2; }
 
 // A multiprocessor has 1 KiB of shared memory more than a block may take, and every block costs 1 KiB and its static
 // part.
@@ -130,7 +132,7 @@ constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, in
   NormConfig c;
   c.kernel = NormKernel::ring;
   c.scope = scope;
-  c.vector_elems = vector_elems(p);
+  c.vector_elems = wide_vector_elems(p);
   c.lanes = lanes, c.vectors = vectors, c.rows = rows, c.threads = threads, c.cluster = cluster;
   const int64_t stage_bytes = int64_t{ring_pieces(p)} * kVectorBytes * vectors * rows * threads;
   const int64_t static_bytes = (scope == norm::Scope::cluster ? 1536 : 384) * int64_t{rows} * (p.layer ? 2 : 1);
@@ -150,9 +152,10 @@ constexpr const char* kNormNotVectors =
     "rows are not made of aligned 16-byte vectors: each is read more than once, element by element";
 
 // Vectors that a thread of a block holds, and threads that a block may have: what registers allow without spilling.
-constexpr int kNormBlockVectors = 4, kNormBlockThreads = 512;          // forward
-constexpr int norm_ring_vectors(bool layer) { return layer ? 4 : 2; }  // backward
-constexpr int norm_ring_threads(bool layer) { return layer ? 256 : 768; }
+constexpr int kNormBlockVectors = 4, kNormBlockThreads = 512;  // forward
+// Backward. wide: the residual is wider than the activation, so that a vector has half as many elements.
+constexpr int norm_ring_vectors(bool layer, bool wide) { return layer && !wide ? 4 : 2; }
+constexpr int norm_ring_threads(bool layer, bool wide) { return !layer ? 768 : wide ? 512 : 256; }
 
 // Forward. One H200 (2026-11-21, bf16, tools/gpu/sweep), best fractions of a copy of the same bytes:
 //   columns                   128   768   2048  4096  8192  12288
@@ -195,13 +198,15 @@ constexpr NormConfig choose_norm_forward(const NormProblem& p) {
 //   rms with residual         0.85  0.93  0.94  0.95  0.88  0.73
 //   layer, residual, dropout  0.82  0.90  0.86  0.85  0.80  0.60
 // Few warps with many vectors each win, because every vector keeps its sums in registers; layer has twice as many sums.
-// One vector a thread lost 5 to 10 % there. Clusters pay only where a block's registers end.
+// One vector a thread lost 5 to 10 % there. Clusters pay only where a block's registers end. A float residual beside
+// bfloat16, layer, 768 columns: 0.97 in blocks of 96 threads with 4 stages, 0.95 in warps, 0.71 with vectors of 8.
 constexpr NormConfig choose_norm_backward(const NormProblem& p) {
   using namespace norm_detail;
   using norm::Scope;
   const int64_t looped_blocks = int64_t{4} * p.multiprocessors;
   if (!vectors_fit(p)) return looped(p, looped_blocks, kNormNotVectors);
-  const int64_t vectors = p.columns / vector_elems(p);
+  const int64_t vectors = p.columns / wide_vector_elems(p);
+  const bool wide = p.residual_bytes > p.element_bytes;
   if (vectors <= 128) {
     const bool narrow = vectors <= 32;
     // The gradients of a layer norm leave registers for two blocks of 128 threads, not three: measured at 65536x768,
@@ -215,12 +220,12 @@ constexpr NormConfig choose_norm_backward(const NormProblem& p) {
                               2, "a row fits in one warp: rows stream through shared memory without a barrier");
     if (c.stages) return c;
   }
-  const int each = norm_ring_vectors(p.layer), most = norm_ring_threads(p.layer);
+  const int each = norm_ring_vectors(p.layer, wide), most = norm_ring_threads(p.layer, wide);
   if (vectors <= int64_t{each} * most) {
     const int threads = threads_of(vectors, each);
-    const NormConfig c =
-        ring(p, Scope::block, threads, each, 1, threads, 1, std::max(1, std::min(4, (p.layer ? 256 : 512) / threads)),
-             3, "one block a row: rows stream through shared memory");
+    const NormConfig c = ring(p, Scope::block, threads, each, 1, threads, 1,
+                              std::max(1, std::min(4, (p.layer && !wide ? 256 : 512) / threads)), wide ? 4 : 3,
+                              "one block a row: rows stream through shared memory");
     if (c.stages) return c;
   }
   if (p.clusters && vectors <= int64_t{512} * norm::kMaxCluster) {

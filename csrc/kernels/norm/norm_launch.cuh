@@ -90,16 +90,15 @@ template <class Op, class T, class R> auto forward_kernel(const NormConfig& c) {
 }
 
 template <class Op, class T, class R> auto backward_kernel(const NormConfig& c) {
-  constexpr int kEach = norm_ring_vectors(Op::kLayer);
+  constexpr bool kWide = sizeof(R) > sizeof(T);
+  constexpr int kEach = norm_ring_vectors(Op::kLayer, kWide), kMost = norm_ring_threads(Op::kLayer, kWide);
   void (*kernel)(NormBackwardParams, int, int) = nullptr;
   switch (instance(c.scope, c.vectors, c.rows)) {
     case instance(Scope::group, 1, 1): kernel = backward_ring<Op, T, R, 1, 1, Scope::group, 256, 1>; break;
     case instance(Scope::group, 2, 1): kernel = backward_ring<Op, T, R, 2, 1, Scope::group, 256, 1>; break;
     case instance(Scope::group, 3, 1): kernel = backward_ring<Op, T, R, 3, 1, Scope::group, 256, 1>; break;
     case instance(Scope::group, 4, 1): kernel = backward_ring<Op, T, R, 4, 1, Scope::group, 256, 1>; break;
-    case instance(Scope::block, kEach, 1):
-      kernel = backward_ring<Op, T, R, kEach, 1, Scope::block, norm_ring_threads(Op::kLayer), 1>;
-      break;
+    case instance(Scope::block, kEach, 1): kernel = backward_ring<Op, T, R, kEach, 1, Scope::block, kMost, 1>; break;
     case instance(Scope::cluster, 2, 2): kernel = backward_ring<Op, T, R, 2, 2, Scope::cluster, 256, 1>; break;
   }
   return kernel;
