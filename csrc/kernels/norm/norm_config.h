@@ -140,7 +140,10 @@ constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, in
   c.stages = static_cast<int>(std::min<int64_t>(stages, shared_bytes_a_block(p, together, static_bytes) / stage_bytes));
   if (c.stages < 2) c.stages = 0;
   c.shared_bytes = c.stages * stage_bytes;
-  const int64_t units = std::max<int64_t>(1, int64_t{together} * p.multiprocessors / cluster);
+  // Parts of a chip have no room for a last whole cluster: of 4 and 8 blocks an H200 holds 62 where 66 would fit its
+  // multiprocessors, and those that wait take as long again as all the others.
+  const int64_t blocks = int64_t{together} * p.multiprocessors * (cluster > 2 ? 15 : 16) / 16;
+  const int64_t units = std::max<int64_t>(1, blocks / cluster);
   c.blocks = std::min(ceil_div(p.rows, int64_t{rows} * c.groups()), units) * cluster;
   c.why = why;
   return c;
