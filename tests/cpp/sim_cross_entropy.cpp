@@ -254,7 +254,7 @@ TEST(every_kernel_bfloat16) {
 }
 
 TEST(clusters) {
-  for (int64_t classes : {28008, 54001, 108008}) Problem<bfloat16>({.rows = 2, .classes = classes}).run();
+  for (int64_t classes : {28009, 108008}) Problem<bfloat16>({.rows = 1, .classes = classes}).run();
   Problem<float>({.rows = 1, .classes = 30001, .in_place = true}).run();
 }
 
@@ -277,7 +277,7 @@ TEST(rows_that_begin_anywhere) {
 }
 
 TEST(options) {
-  for (int64_t classes : {37, 1160}) {
+  for (int64_t classes : {37, 2060}) {
     Problem<bfloat16>({.rows = 5, .classes = classes, .weights = true}).run();
     Problem<bfloat16>({.rows = 5, .classes = classes, .in_place = true, .z_loss = 1e-2}).run();
     Problem<float>({.rows = 5, .classes = classes, .smoothing = 0.1}).run();
@@ -299,7 +299,7 @@ TEST(large_logits) {
 // Where one class has all of the probability, its loss and every gradient are exactly 0, at any magnitude (but see
 // set_factor).
 template <class T> void run_certain(std::initializer_list<float> magnitudes) {
-  for (const int64_t classes : {1, 40, 1500})
+  for (const int64_t classes : {1, 40, 2200})
     for (const float m : magnitudes) {
       Problem<T> p({.rows = 2, .classes = classes, .mean_reduction = false});
       for (size_t i = 0; i < p.original.size(); ++i)
@@ -326,10 +326,9 @@ template <class T> void run_certain(std::initializer_list<float> magnitudes) {
     }
 }
 TEST(certain_rows) {
-  run_certain<bfloat16>(
-      {0.0f, 0.3f, -1.7f, 3.3f, 37.3f, -411.0f, 1e4f, 65000.0f, 65536.0f, -7e4f, 1e9f, 3e38f, -1e38f});
-  run_certain<float16>({0.0f, 0.3f, -1.7f, 3.3f, 37.3f, -411.0f, 1e4f});
-  run_certain<float>({0.3f, -1.7f, 37.3f, 1e4f});
+  run_certain<bfloat16>({0.3f, -1.7f, -411.0f, 1e4f, 65536.0f, -7e4f, 3e38f});
+  run_certain<float16>({0.3f, 37.3f, 1e4f});
+  run_certain<float>({37.3f});
 }
 
 // One element has nearly all of the row, and what the others add is lost if they are added one by one: the sum of a
@@ -376,7 +375,7 @@ TEST(without_clusters) {
 
 // Blocks take several rows each.
 TEST(persistent_blocks) {
-  for (const int64_t classes : {40, 1100, 28008}) {
+  for (const int64_t classes : {40, 2300, 28008}) {
     Problem<bfloat16> p({.rows = 11, .classes = classes, .in_place = true});
     p.compute_oracle();
     CrossEntropyProblem problem{.rows = 11, .classes = classes};
