@@ -2,78 +2,12 @@
 // same bytes. Build and run on a GPU machine:
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
 //     tools/gpu/sweep/cross_entropy.cu csrc/kernels/cross_entropy/cross_entropy.cu -o sweep && ./sweep
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <random>
-#include <string>
-#include <vector>
-
 #include "kernels/cross_entropy/cross_entropy.h"
 #include "kernels/cross_entropy/cross_entropy_config.h"
+#include "sweep.h"
 
 using namespace warpsmith;
-
-namespace {
-
-void check(cudaError_t e) {
-  if (e != cudaSuccess) std::printf("CUDA error: %s\n", cudaGetErrorString(e)), std::exit(1);
-}
-
-void* allocate(size_t bytes) {
-  void* p = nullptr;
-  check(cudaMalloc(&p, bytes));
-  return p;
-}
-
-void* random_bfloat16(int64_t count, unsigned seed) {
-  std::vector<uint16_t> host(1 << 20);
-  std::mt19937 engine(seed);
-  std::normal_distribution<float> normal;
-  for (auto& h : host) {
-    const float f = normal(engine);
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    h = static_cast<uint16_t>(u >> 16);
-  }
-  char* p = static_cast<char*>(allocate(count * 2));
-  for (int64_t at = 0; at < count * 2; at += 2 << 20)
-    check(cudaMemcpy(p + at, host.data(), std::min<int64_t>(2 << 20, count * 2 - at), cudaMemcpyHostToDevice));
-  return p;
-}
-
-// Median microseconds, the L2 flushed by a 256 MB write before each call, which also hides the launch.
-double time_of(const std::function<void()>& call) {
-  constexpr size_t kFlushBytes = 256 << 20;
-  static void* flush = allocate(kFlushBytes);
-  cudaEvent_t start, stop;
-  check(cudaEventCreate(&start));
-  check(cudaEventCreate(&stop));
-  std::vector<float> times;
-  for (int i = 0; i < 7; ++i) {
-    check(cudaMemsetAsync(flush, i, kFlushBytes));
-    check(cudaEventRecord(start));
-    call();
-    check(cudaEventRecord(stop));
-    check(cudaEventSynchronize(stop));
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, start, stop));
-    if (i >= 2) times.push_back(ms);
-  }
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2] * 1e3;
-}
-
-struct Timed {
-  double us;
-  std::string text;
-};
-
-}  // namespace
+using sweep::allocate, sweep::check, sweep::random_bfloat16, sweep::Row;
 
 // With arguments ROWS CLASSES CLUSTER THREADS: one launch of that configuration, for a profiler.
 int main(int argc, char** argv) {
@@ -86,7 +20,7 @@ int main(int argc, char** argv) {
     void *logits = random_bfloat16(count, 1), *dlogits = allocate(count * 2);
     std::vector<int64_t> labels(rows);
     for (int64_t r = 0; r < rows; ++r) labels[r] = r * 7919 % classes;
-    int64_t* target = static_cast<int64_t*>(allocate(rows * 8));
+    int64_t* target = allocate<int64_t>(rows * 8);
     check(cudaMemcpy(target, labels.data(), rows * 8, cudaMemcpyHostToDevice));
     CrossEntropyParams p{};
     p.logits = logits, p.target = target, p.rows = rows, p.classes = classes;
@@ -98,15 +32,15 @@ int main(int argc, char** argv) {
       p.dlogits = gradient ? dlogits : nullptr;
       problem.gradient = gradient;
       const double bytes = static_cast<double>(count) * (gradient ? 4 : 2);
-      const double copy_us = time_of(
-          [&] { check(cudaMemcpyAsync(dlogits, logits, static_cast<size_t>(bytes / 2), cudaMemcpyDeviceToDevice)); });
-      std::vector<Timed> all;
+      std::vector<Row> all;
       const auto measure = [&](const CrossEntropyConfig& c, const char* mark) {
         Status status;
-        const double us = time_of([&] {
-          Status done = cross_entropy_forward_cuda_with(c, p, nullptr);
-          status = std::move(done);
-        });
+        const double us = sweep::time_of(
+            [&] {
+              Status done = cross_entropy_forward_cuda_with(c, p, nullptr);
+              status = std::move(done);
+            },
+            5, 2);
         char s[200];
         std::snprintf(s, sizeof s, "%s cluster %d threads %d lanes %d slots %d bulk %d blocks %lld%s", name(c.kernel),
                       c.cluster, c.threads, c.lanes, c.slots, c.bulk, (long long)c.blocks, mark);
@@ -120,7 +54,7 @@ int main(int argc, char** argv) {
       CrossEntropyConfig looped;
       looped.blocks = rows;
       cross_entropy_detail::divide(looped, vectors);
-      if (argc == 1) measure(looped, "");
+      if (argc == 1) measure(looped, "  <- chosen where no other fits");
       for (int cluster : {1, 2, 4, 8})
         for (int threads : {64, 96, 128, 192, 256, 320, 384, 512})
           for (bool bulk : {true, false})
@@ -146,13 +80,9 @@ int main(int argc, char** argv) {
           cross_entropy_detail::spread(c, (rows + rows_in_turn - 1) / rows_in_turn);
           measure(c, "");
         }
-      std::sort(all.begin(), all.end(), [](const Timed& a, const Timed& b) { return a.us < b.us; });
-      std::printf("%s %lldx%lld: copy of the same bytes %.1f us (%.2f TB/s)\n", gradient ? "loss + gradient" : "loss",
-                  (long long)rows, (long long)classes, copy_us, bytes / copy_us * 1e-6);
-      for (size_t i = 0; i < all.size(); ++i)
-        if (i < 8 || all[i].text.find("chosen") != std::string::npos || all[i].text.find("looped") == 0)
-          std::printf("  %7.1f us  %.2f TB/s  %.3f of copy  %s\n", all[i].us, bytes / all[i].us * 1e-6,
-                      copy_us / all[i].us, all[i].text.c_str());
+      sweep::print(
+          std::string(gradient ? "loss + gradient " : "loss ") + std::to_string(rows) + "x" + std::to_string(classes),
+          bytes, all, 8);
     }
     for (void* q : {logits, dlogits, static_cast<void*>(target), p.loss, p.row_max, p.row_sum}) check(cudaFree(q));
   }

@@ -2,72 +2,19 @@
 // (bf16). An op and a direction a program; build and run on a GPU machine:
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
 //     -DLAYER=0 -DRESIDUAL=0 -DDROPOUT=0 -DFORWARD=1 tools/gpu/sweep/norm.cu -o sweep && ./sweep
-#include <cuda_runtime.h>
-
-#include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <random>
-#include <string>
-#include <vector>
-
 #include "kernels/norm/norm_launch.cuh"
+#include "sweep.h"
 
 using namespace warpsmith;
 using namespace warpsmith::norm;
+using sweep::allocate, sweep::check, sweep::random_bfloat16;
 
 namespace {
 
 using Op = NormOp<LAYER, RESIDUAL, DROPOUT>;
 
-void check(cudaError_t e) {
-  if (e != cudaSuccess) std::printf("CUDA error: %s\n", cudaGetErrorString(e)), std::exit(1);
-}
-
-void* allocate(size_t bytes) {
-  void* p = nullptr;
-  check(cudaMalloc(&p, bytes));
-  return p;
-}
-
-void* random_bfloat16(int64_t count, unsigned seed) {
-  std::vector<uint16_t> host(1 << 20);
-  std::mt19937 engine(seed);
-  std::normal_distribution<float> normal;
-  for (auto& h : host) {
-    const float f = normal(engine);
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    h = static_cast<uint16_t>(u >> 16);
-  }
-  char* p = static_cast<char*>(allocate(count * 2));
-  for (int64_t at = 0; at < count * 2; at += 2 << 20)
-    check(cudaMemcpy(p + at, host.data(), std::min<int64_t>(2 << 20, count * 2 - at), cudaMemcpyHostToDevice));
-  return p;
-}
-
-// Median microseconds, the L2 flushed by a 256 MB write before each call, which also hides the launch.
-double time_of(const std::function<void()>& call, int repeats = 9) {
-  constexpr size_t kFlushBytes = 256 << 20;
-  static void* flush = allocate(kFlushBytes);
-  static cudaEvent_t start, stop;
-  if (!start) check(cudaEventCreate(&start)), check(cudaEventCreate(&stop));
-  std::vector<float> times;
-  for (int i = 0; i < repeats + 2; ++i) {
-    check(cudaMemsetAsync(flush, i, kFlushBytes));
-    check(cudaEventRecord(start));
-    call();
-    check(cudaEventRecord(stop));
-    check(cudaEventSynchronize(stop));
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, start, stop));
-    if (i >= 2) times.push_back(ms);
-  }
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2] * 1e3;
-}
+// Thousands of configurations: few calls of each.
+double time_of(const std::function<void()>& call) { return sweep::time_of(call, 9, 2); }
 
 struct Result {
   double us;
@@ -183,14 +130,9 @@ int main(int argc, char** argv) {
     void* s_out = RESIDUAL ? allocate(count * 2) : nullptr;
     void *rstd = allocate(rows * 4), *mean = allocate(rows * 4), *dw = allocate(columns * 4);
     void *partials = allocate(size_t{2112} * columns * 4), *dbias_partials = allocate(size_t{2112} * columns * 4);
-    auto* seed = static_cast<int64_t*>(allocate(16));
+    auto* seed = allocate<int64_t>(16);
     check(cudaMemset(seed, 1, 16));
     check(cudaMemset(rstd, 0, rows * 4)), check(cudaMemset(mean, 0, rows * 4));
-    const auto copy = [&](int64_t bytes) {
-      static char* from = static_cast<char*>(allocate(1 << 30));
-      static char* to = static_cast<char*>(allocate(1 << 30));
-      return time_of([&, bytes] { check(cudaMemcpyAsync(to, from, bytes / 2, cudaMemcpyDeviceToDevice)); }, 21);
-    };
     NormForwardParams f;
     f.x = x, f.weight = w, f.y = y, f.rstd = rstd, f.mean = LAYER ? mean : nullptr, f.bias = LAYER ? w : nullptr;
     if (RESIDUAL) f.residual = s, f.residual_out = s_out;
@@ -223,7 +165,7 @@ int main(int argc, char** argv) {
                 i, forwards[i].max_threads, forwards[i].min_blocks);
       });
     const double bytes = count * (RESIDUAL ? 8.0 : 4.0);
-    print("forward", rows, columns, bytes, copy(static_cast<int64_t>(bytes)), all, most);
+    print("forward", rows, columns, bytes, sweep::copy_time_of(bytes), all, most);
 #else
     for (size_t i = 0; i < backwards.size(); ++i)
       for_shapes(backwards[i], vectors, [&](int lanes, int threads, int cluster) {
@@ -242,7 +184,7 @@ int main(int argc, char** argv) {
           }
       });
     const double bytes = count * (DROPOUT ? 10.0 : RESIDUAL ? 8.0 : 6.0);
-    print("backward", rows, columns, bytes, copy(static_cast<int64_t>(bytes)), all, most);
+    print("backward", rows, columns, bytes, sweep::copy_time_of(bytes), all, most);
     if (all.empty()) continue;
     Result best = all[0];
     NormBackwardParams without = b;

@@ -42,16 +42,15 @@ inline void* random_bfloat16(int64_t count, unsigned seed) {
   return p;
 }
 
-// Median microseconds of a call on the default stream, after ten more calls, because the first after an idle time are
+// Median microseconds of a call on the default stream, after some more calls, because the first after an idle time are
 // slower. The L2 is flushed by a write of 256 MB before each, which also hides the launch.
-inline double time_of(const std::function<void()>& call, int repeats = 11) {
+inline double time_of(const std::function<void()>& call, int repeats = 11, int warm_up = 10) {
   constexpr size_t kFlushBytes = 256 << 20;
-  constexpr int kWarmUp = 10;
   static char* flush = allocate<char>(kFlushBytes);
   static cudaEvent_t start, stop;
   if (!start) check(cudaEventCreate(&start)), check(cudaEventCreate(&stop));
   std::vector<float> times;
-  for (int i = 0; i < repeats + kWarmUp; ++i) {
+  for (int i = 0; i < repeats + warm_up; ++i) {
     check(cudaMemsetAsync(flush, i, kFlushBytes));
     check(cudaEventRecord(start));
     call();
@@ -59,7 +58,7 @@ inline double time_of(const std::function<void()>& call, int repeats = 11) {
     check(cudaEventSynchronize(stop));
     float ms = 0;
     check(cudaEventElapsedTime(&ms, start, stop));
-    if (i >= kWarmUp) times.push_back(ms);
+    if (i >= warm_up) times.push_back(ms);
   }
   check(cudaGetLastError());
   std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
