@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import json
 import re
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def test_the_readmes_example_learns():
     assert scope["losses"][-1] < 0.2 * scope["losses"][0]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def speed_table():
     spec = importlib.util.spec_from_file_location("speed_table", ROOT / "docs/speed_table.py")
     module = importlib.util.module_from_spec(spec)
@@ -53,12 +54,77 @@ def test_the_speed_table_is_that_of_the_file_it_names(speed_table):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = text.split(speed_table.BEGIN)[1].split(speed_table.END)[0].strip()
     (named,) = {name for name in re.findall(r"`(benchmarks/results/[^`]+\.json)`", shown) if "layers" not in name}
+    assert ROOT / named == speed_table.newest()
     assert shown == speed_table.table(ROOT / named).strip()
 
 
-def test_a_faster_rival_keeps_its_row(speed_table):
-    row = {"op": "o", "shape": "4x4", "dtype": "bfloat16", "direction": "forward", "spread": 0.1, "of_yardstick": 0.5}
-    contenders = {"warpsmith": 2.0, "torch": 3.0, "torch.compile": 1.0, "copy_": 0.5, "broken": None}
-    rows = [{**row, "contender": name, "value": value, "unit": "ms"} for name, value in contenders.items()]
-    (cell,) = speed_table.cells(rows)
-    assert speed_table.line(cell).endswith("| torch.compile, 1 ms (10%) | 0.50 |")
+def measured(op, direction, device="cuda", shape="4x4", unit="ms", **values):
+    """Rows of one cell; names with `__` for `, `."""
+    row = {"op": op, "shape": shape, "dtype": "bfloat16", "direction": direction, "device": device, "unit": unit}
+    more = {"spread": 0.1, "tb_s": None, "note": "no reason"}
+    copy = values.get("copy_")
+    return [
+        {
+            **row,
+            **more,
+            "contender": name.replace("__", ", "),
+            "value": v,
+            "of_yardstick": copy / v if copy and v else None,
+        }
+        for name, v in values.items()
+    ]
+
+
+@pytest.fixture
+def recording(speed_table, tmp_path, monkeypatch):
+    """The table of some rows."""
+    monkeypatch.setattr(speed_table, "ROOT", tmp_path)
+    facts = ("gpu", "driver_version", "power.limit", "torch", "cuda", "python", "date", "cpu")
+    environment = dict.fromkeys(facts, "some") | {"rivals": {"liger-kernel": "0.8.5", "apex": "absent"}}
+
+    def table(*cells):
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps({"environment": environment, "rows": [row for cell in cells for row in cell]}))
+        monkeypatch.setattr(speed_table, "layers", lambda: "")
+        return speed_table.table(path).rstrip().splitlines()
+
+    return table
+
+
+def test_a_faster_rival_keeps_its_row_and_directions_stand_side_by_side(recording):
+    lines = recording(
+        measured("rope", "forward", warpsmith=1.0, torch=2.0, copy_=0.97),
+        measured("rope", "backward", warpsmith=2.0, torch=3.0, compiled=1.0, copy_=0.5),
+        measured("rms_norm", "forward", warpsmith=0.05, torch=0.1),
+    )
+    rms, rope = (x for x in lines if x.startswith("| `r"))
+    forward = "| 1 ms (10%) | 0.97 | torch, 2 ms (10%) | 2.00 |"
+    assert rope == f"| `rope` | 4x4 {forward} 2 ms (10%) | 0.25 | compiled, 1 ms (10%) | 0.50 |"
+    assert rms == "| `rms_norm` | 4x4 | 50 us (10%) |  | torch, 100 us (10%) | 2.00 |  |  |  |  |"
+    assert "liger-kernel 0.8.5, apex absent" in lines[0]
+    assert lines[-1] == "The run has no rows of the CPU."
+
+
+def test_variants_memory_and_training_have_their_lines(recording):
+    loss = {"op": "linear_cross_entropy", "shape": "8x9"}
+    lines = recording(
+        measured(**loss, direction="forward + backward", warpsmith=2.0, warpsmith__none=3.0, torch=4.0, cce=None),
+        measured(**loss, direction="peak memory", unit="MB", warpsmith=1000.0, warpsmith__none=1500.0, torch=4000.0),
+        measured("train_gpt", "step", shape="gpt2-124m 64x1024", warpsmith=100.0, torch=200.0),
+    )
+    one, none = (x for x in lines if x.startswith("| `linear"))
+    assert one.startswith("| `linear_cross_entropy` | forward + backward | 8x9 | 2 ms (10%) |")
+    assert one.endswith("|  | torch, 4 ms (10%) | 2.00 | 1.00, 4.00 GB |")
+    assert none.startswith("| `linear_cross_entropy`, none | ")
+    assert none.endswith("| 1.33 | 1.50, 4.00 GB |")
+    rates = "Tokens a second in training `gpt2-124m` (64x1024 a step): warpsmith 655,360, torch 327,680."
+    assert rates in lines
+    assert "Without a time: cce at `linear_cross_entropy` 8x9 (no reason)." in lines
+
+
+def test_the_cpu_has_tables_of_its_own(recording):
+    lines = recording(measured("rope", "forward", device="cpu", warpsmith=1.0, torch=2.0))
+    marks = [i for i, x in enumerate(lines) if x.startswith(("The CPU", "| `rope`"))]
+    assert len(marks) == 2
+    assert lines[marks[0]].startswith("The CPU")
+    assert "| `rope` | 4x4 bf16 | 1 ms" in lines[marks[1]]
