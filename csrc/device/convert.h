@@ -123,4 +123,14 @@ template <> __device__ __forceinline__ uint32_t max_halves<float16>(uint32_t a, 
 #endif
 }
 
+// The compiler takes the register for a new value from here on: what it unpacked before, it unpacks again, rather than
+// carry two floats in its place. No instruction; it may stand in divergent code.
+__device__ __forceinline__ void keep_packed(uint32_t& two) {
+#ifdef WARPSMITH_SIM
+  (void)two;
+#else
+  asm volatile("" : "+r"(two));
+#endif
+}
+
 }  // namespace warpsmith::device

@@ -1,5 +1,6 @@
 #include <string>
 
+#include "host/norm_plan.h"
 #include "host/problem.h"
 #include "kernels/norm/rms_norm_config.h"
 
@@ -31,11 +32,15 @@ py::dict plan(const py::kwargs& given) {
   p.aligned = problem.flag("aligned", true);
   p.multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
   p.max_shared_bytes = static_cast<int>(problem.integer("max_shared_bytes", 0, 227 * 1024));
+  NormProblem forward;
+  forward.rows = p.rows, forward.columns = p.columns, forward.element_bytes = p.element_bytes;
+  forward.aligned = p.aligned, forward.multiprocessors = p.multiprocessors;
+  forward.max_shared_bytes = p.max_shared_bytes, forward.clusters = problem.flag("clusters", true);
   problem.refuse_unknown();
 
   const RmsNormConfig backward = choose_rms_norm_backward(p);
   py::dict d;
-  d["forward"] = describe(choose_rms_norm_forward(p));
+  d["forward"] = host::describe(choose_norm_forward(forward));
   d["backward"] = describe(backward);
   d["partial_rows"] = rms_norm_partial_rows(backward);
   return d;

@@ -102,14 +102,16 @@ struct NormSuite {
     const NormConfig forward = choose_norm_forward(p.problem()), backward = choose_norm_backward(p.problem());
     const int64_t partial_rows = norm_partial_rows(backward), partials = gradients * partial_rows * columns * 4;
     const int64_t seed_reads = op.dropout ? 16 : 0;
-    const int64_t vector_threads = columns / forward.vector_elems;  // a thread reads the seed for each of its vectors
-    const int64_t loaded_weights = rows / forward.rows;
+    const int64_t vector_threads = columns / forward.vector_elems;        // each reads the seed once more (backward)
+    const int64_t block_rows = int64_t{forward.rows} * forward.groups();  // its groups take rows in turn
+    const int64_t loaded_weights =
+        rows / block_rows * forward.groups() + std::min<int64_t>(rows % block_rows, forward.groups());
     p.make_room(partial_rows);
     under_every_seed([&] {
       expect_ok(op.forward(p.forward, nullptr));
-      const int64_t slots = int64_t{forward.lanes} * forward.cluster * forward.vectors;  // some hold no column
+      const int64_t threads = forward.blocks * forward.threads;
       expect_bytes(
-          {.read = rows * row * (op.residual ? 2 : 1) + gradients * loaded_weights * row + rows * slots * seed_reads,
+          {.read = rows * row * (op.residual ? 2 : 1) + gradients * loaded_weights * row + threads * seed_reads,
            .written = rows * row * (op.residual ? 2 : 1) + gradients * rows * 4});
       sim::counters() = {};
       expect_ok(op.backward(p.backward, nullptr));

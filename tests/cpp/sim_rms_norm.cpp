@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "harness.h"
+#include "kernels/norm/norm_config.h"
 #include "kernels/norm/rms_norm.h"
 #include "kernels/norm/rms_norm_config.h"
 #include "sim/sparse_memory.h"
@@ -139,6 +140,12 @@ RmsNormProblem planned(int64_t rows, int64_t columns, int element_bytes) {
   return p;
 }
 
+NormProblem planned_forward(int64_t rows, int64_t columns, int element_bytes) {
+  NormProblem p;
+  p.rows = rows, p.columns = columns, p.element_bytes = element_bytes;
+  return p;
+}
+
 // One row length for each kernel and vector count of the chooser, in 16-bit elements.
 TEST(every_kernel_bfloat16) {
   for (int64_t columns : {8, 16, 128, 256, 264, 512, 768, 1024, 1032, 2048, 4096, 8192, 8200, 12288, 16384})
@@ -225,7 +232,8 @@ TEST(bytes_moved) {
   p.make_room(rms_norm_partial_rows(backward));
   under_every_seed([&] {
     expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
-    expect_bytes({.read = 2 * kRows * kRow, .written = kRows * kRow + kRows * 4});  // the weight once a row
+    const int64_t weights = kRows / choose_norm_forward(planned_forward(kRows, kColumns, 2)).rows;
+    expect_bytes({.read = kRows * kRow + weights * kRow, .written = kRows * kRow + kRows * 4});
     sim::counters() = {};
     expect_ok(rms_norm_backward_cuda(p.backward, nullptr));
     const int64_t partials = backward.blocks * kColumns * 4;
@@ -269,52 +277,63 @@ std::string choice(const RmsNormConfig& c) {
   return text;
 }
 
+std::string choice(const NormConfig& c) {
+  std::string text = std::string(name(c.kernel)) + " " + name(c.scope);
+  for (const int64_t n : {int64_t{c.vector_elems}, int64_t{c.vectors}, int64_t{c.rows}, int64_t{c.lanes},
+                          int64_t{c.threads}, int64_t{c.cluster}, c.blocks})
+    text += " " + std::to_string(n);
+  return text;
+}
+
 // What is chosen for 4,096 rows of 16-bit elements on an H200, at both sides of every boundary: kernel, elements of an
-// access, vectors and lanes of a row, threads, stages, shared bytes, blocks. A choice must not change by accident.
+// access, vectors and lanes of a row, threads, stages, shared bytes, blocks; forward: kernel, scope, elements of an
+// access, vectors, rows together, lanes, threads, cluster, blocks. A choice must not change by accident.
 TEST(the_chooser) {
   struct Choice {
     int64_t columns;
     const char *forward, *backward;
   };
   const Choice choices[] = {
-      {8, "ring 8 1 1 256 2 8192 16", "ring 8 1 1 256 2 16384 16"},
-      {16, "ring 8 2 1 256 2 16384 16", "ring 8 2 1 256 2 32768 16"},
-      {32, "ring 8 2 2 256 2 16384 32", "ring 8 2 2 256 2 32768 32"},
-      {64, "ring 8 2 4 256 2 16384 64", "ring 8 2 4 256 2 32768 64"},
-      {128, "ring 8 2 8 256 2 16384 128", "ring 8 2 8 256 2 32768 128"},
-      {136, "ring 8 2 16 256 2 16384 256", "ring 8 2 16 256 2 32768 256"},
-      {248, "ring 8 2 16 256 2 16384 256", "ring 8 2 16 256 2 32768 256"},
-      {256, "ring 8 2 16 256 2 16384 256", "ring 8 2 16 256 2 32768 256"},
-      {264, "registers 8 2 32 64 0 0 2048", "ring 8 2 32 128 3 24576 396"},
-      {512, "registers 8 2 32 64 0 0 2048", "ring 8 2 32 128 3 24576 396"},
-      {520, "registers 8 3 32 64 0 0 2048", "ring 8 3 32 128 3 36864 396"},
-      {768, "registers 8 3 32 64 0 0 2048", "ring 8 3 32 128 3 36864 396"},
-      {776, "registers 8 4 32 64 0 0 2048", "ring 8 4 32 128 3 49152 396"},
-      {1016, "registers 8 4 32 64 0 0 2048", "ring 8 4 32 128 3 49152 396"},
-      {1024, "registers 8 4 32 64 0 0 2048", "ring 8 4 32 128 3 49152 396"},
-      {1032, "registers 8 4 64 64 0 0 4096", "ring 8 1 160 160 3 15360 528"},
-      {4096, "registers 8 4 128 128 0 0 4096", "ring 8 1 512 512 3 49152 264"},
-      {8192, "registers 8 4 256 256 0 0 4096", "ring 8 1 1024 1024 3 98304 132"},
-      {8200, "ring 8 3 352 352 2 33792 264", "ring 8 3 352 352 2 67584 132"},
-      {12288, "ring 8 3 512 512 2 49152 264", "ring 8 3 512 512 2 98304 132"},
-      {12296, "ring 8 4 416 416 2 53248 264", "ring 8 4 416 416 2 106496 132"},
-      {16384, "ring 8 4 512 512 2 65536 264", "ring 8 4 512 512 2 131072 132"},
-      {16392, "registers 8 4 544 544 0 0 4096", "looped 8 1 512 512 0 0 528"},
-      {32768, "registers 8 4 1024 1024 0 0 4096", "looped 8 1 512 512 0 0 528"},
-      {32776, "looped 8 1 1024 1024 0 0 4096", "looped 8 1 1024 1024 0 0 528"},
-      {4097, "looped 1 1 1024 1024 0 0 4096", "looped 1 1 1024 1024 0 0 528"},
+      {8, "registers group 8 1 4 1 64 1 16", "ring 8 1 1 256 2 16384 16"},
+      {16, "registers group 8 1 4 2 64 1 32", "ring 8 2 1 256 2 32768 16"},
+      {32, "registers group 8 1 4 4 64 1 64", "ring 8 2 2 256 2 32768 32"},
+      {64, "registers group 8 1 4 8 64 1 128", "ring 8 2 4 256 2 32768 64"},
+      {128, "registers group 8 1 4 16 64 1 256", "ring 8 2 8 256 2 32768 128"},
+      {136, "registers group 8 1 4 32 64 1 512", "ring 8 2 16 256 2 32768 256"},
+      {248, "registers group 8 1 4 32 64 1 512", "ring 8 2 16 256 2 32768 256"},
+      {256, "registers group 8 1 4 32 64 1 512", "ring 8 2 16 256 2 32768 256"},
+      {264, "registers group 8 2 1 32 64 1 2048", "ring 8 2 32 128 3 24576 396"},
+      {512, "registers group 8 2 1 32 64 1 2048", "ring 8 2 32 128 3 24576 396"},
+      {520, "registers group 8 3 1 32 64 1 2048", "ring 8 3 32 128 3 36864 396"},
+      {768, "registers group 8 3 1 32 64 1 2048", "ring 8 3 32 128 3 36864 396"},
+      {776, "registers group 8 4 1 32 64 1 2048", "ring 8 4 32 128 3 49152 396"},
+      {1016, "registers group 8 4 1 32 64 1 2048", "ring 8 4 32 128 3 49152 396"},
+      {1024, "registers group 8 4 1 32 64 1 2048", "ring 8 4 32 128 3 49152 396"},
+      {1032, "registers block 8 2 1 96 96 1 4096", "ring 8 1 160 160 3 15360 528"},
+      {4096, "registers block 8 2 1 256 256 1 4096", "ring 8 1 512 512 3 49152 264"},
+      {4104, "registers block 8 4 1 160 160 1 4096", "ring 8 1 544 544 3 52224 132"},
+      {8192, "registers block 8 4 1 256 256 1 4096", "ring 8 1 1024 1024 3 98304 132"},
+      {8200, "registers block 8 4 1 288 288 1 4096", "ring 8 3 352 352 2 67584 132"},
+      {12288, "registers block 8 4 1 384 384 1 4096", "ring 8 3 512 512 2 98304 132"},
+      {12296, "registers block 8 4 1 416 416 1 4096", "ring 8 4 416 416 2 106496 132"},
+      {16384, "registers block 8 4 1 512 512 1 4096", "ring 8 4 512 512 2 131072 132"},
+      {16392, "registers cluster 8 4 1 288 288 2 8192", "looped 8 1 512 512 0 0 528"},
+      {32768, "registers cluster 8 4 1 512 512 2 8192", "looped 8 1 512 512 0 0 528"},
+      {32776, "registers cluster 8 4 1 288 288 4 16384", "looped 8 1 1024 1024 0 0 528"},
+      {4097, "looped block 1 1 1 1024 1024 1 4096", "looped 1 1 1024 1024 0 0 528"},
   };
   for (const Choice& expected : choices) {
     const RmsNormProblem p = planned(4096, expected.columns, 2);
-    const auto check = [&](const char* what, const RmsNormConfig& c, const std::string& text) {
-      expect(choice(c) == text, std::string(what) + " of " + std::to_string(p.columns) + ": " + choice(c));
+    const auto check = [&](const RmsNormConfig& c, const std::string& text) {
+      expect(choice(c) == text, "backward of " + std::to_string(p.columns) + ": " + choice(c));
       const int64_t block = c.shared_bytes + 1024 + 512,
                     together = (c.blocks + p.multiprocessors - 1) / p.multiprocessors;
       if (c.kernel == RmsNormKernel::ring && c.blocks < p.rows)
         expect(together * block <= p.max_shared_bytes + 1024, "the blocks of a multiprocessor have room in it");
     };
-    check("forward", choose_rms_norm_forward(p), expected.forward);
-    check("backward", choose_rms_norm_backward(p), expected.backward);
+    check(choose_rms_norm_backward(p), expected.backward);
+    const std::string forward = choice(choose_norm_forward(planned_forward(4096, expected.columns, 2)));
+    expect(forward == expected.forward, "forward of " + std::to_string(expected.columns) + ": " + forward);
   }
   RmsNormProblem p = planned(1, 16384, 2);
   expect_equal("one row", choose_rms_norm_backward(p).blocks, int64_t{1});
@@ -323,7 +342,7 @@ TEST(the_chooser) {
   p.max_shared_bytes = 163 * 1024;  // 8.0
   expect(choice(choose_rms_norm_backward(p)) == "ring 8 4 512 512 2 131072 1", choice(choose_rms_norm_backward(p)));
   p.aligned = false;
-  expect(choice(choose_rms_norm_forward(p)) == "looped 1 1 1024 1024 0 0 1", choice(choose_rms_norm_forward(p)));
+  expect(choice(choose_rms_norm_backward(p)) == "looped 1 1 1024 1024 0 0 1", choice(choose_rms_norm_backward(p)));
   expect_equal("rows of partial sums, one a group", rms_norm_partial_rows(choose_rms_norm_backward(planned(20, 5, 2))),
                int64_t{24});
 }

@@ -155,35 +155,39 @@ constexpr const char* kNormNotVectors =
     "rows are not made of aligned 16-byte vectors: each is read more than once, element by element";
 
 // Vectors that a thread of a block holds, and threads that a block may have: what registers allow without spilling.
-constexpr int kNormBlockVectors = 4, kNormBlockThreads = 512;  // forward
+// Forward: of blocks up to kNormPreferredThreads, three share a multiprocessor.
+constexpr int kNormBlockVectors = 4, kNormBlockThreads = 512, kNormPreferredThreads = 384;
+// Rows of 65 to 96 vectors that a warp works on together (forward).
+constexpr int norm_rows_of_three_vectors(bool layer, bool residual) { return layer && !residual ? 2 : 1; }
 // Backward. wide: the residual is wider than the activation, so that a vector has half as many elements.
 constexpr int norm_ring_vectors(bool layer, bool wide) { return layer && !wide ? 4 : 2; }
 constexpr int norm_ring_threads(bool layer, bool wide) { return !layer ? 768 : wide ? 512 : 256; }
 
-// Forward. One H200 (2026-11-21, bf16, tools/gpu/sweep), best fractions of a copy of the same bytes:
-//   columns                   128   768   2048  4096  8192  12288
-//   layer                     0.88  0.93  0.93  0.92  0.86  0.80
-//   rms with residual         0.97  0.97  0.99  0.96  0.96  0.90
-//   layer, residual, dropout  0.87  0.93  0.97  0.95  0.88  0.77
-// What is chosen here is within 2 % of each. One warp with 8 vectors a lane (2048 columns) lost 1 %, clusters for rows
-// that a block can hold 5 % and more.
+// Forward. One H200 (2026-11-21, bf16, kernels alone), fractions of a copy of the same bytes; what is chosen differs
+// from these only in details that are not measured yet:
+//   columns                   128   768   4096  8192  12288
+//   rms                       0.95  0.97  0.98  0.94  0.91
+//   layer                     0.88  0.91        0.92  0.88
+//   rms with residual                     0.97  0.96  0.97
+// Two vectors a thread are better than four for rms up to 4096 columns (0.98, 0.96), worse for layer (0.83); six lost
+// everywhere. Clusters for rows that a block can hold lost 5 % and more.
 constexpr NormConfig choose_norm_forward(const NormProblem& p) {
   using namespace norm_detail;
   using norm::Scope;
   if (!vectors_fit(p)) return looped(p, kMaxBlocks, kNormNotVectors);
   const int64_t vectors = p.columns / vector_elems(p);
   if (vectors <= 32)
-    return registers(p, Scope::group, lanes_of(vectors, 1), 1, 4, 32, 1,
+    return registers(p, Scope::group, lanes_of(vectors, 1), 1, 4, 64, 1,
                      "several short rows a group of lanes, in registers");
   if (vectors <= 128) {
     const int each = static_cast<int>(ceil_div(vectors, 32));
-    return registers(p, Scope::group, 32, each, each == 3 ? 2 : 1, 64, 1,
-                     "a row fits in the registers of one warp: no barrier");
+    const int rows = each == 3 ? norm_rows_of_three_vectors(p.layer, p.residual_bytes != 0) : 1;
+    return registers(p, Scope::group, 32, each, rows, 64, 1, "a row fits in the registers of one warp: no barrier");
   }
   constexpr int64_t block_vectors = int64_t{kNormBlockVectors} * kNormBlockThreads;
   if (vectors <= block_vectors) {
-    const int threads = threads_of(vectors, 4);
-    return registers(p, Scope::block, threads, 4, 1, threads, 1, "a row fits in the registers of one block");
+    const int each = !p.layer && !p.residual_bytes && vectors <= 512 ? 2 : 4, threads = threads_of(vectors, each);
+    return registers(p, Scope::block, threads, each, 1, threads, 1, "a row fits in the registers of one block");
   }
   if (p.clusters && vectors <= block_vectors * norm::kMaxCluster) {
     int cluster = 2;

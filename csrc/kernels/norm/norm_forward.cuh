@@ -18,10 +18,12 @@ template <int N, int V> __device__ __forceinline__ float columns_of_warp(int w, 
   return static_cast<float>(count);
 }
 
-// Of U rows at once. `s` holds zeros where there is no column.
-template <Scope S, int kBlockThreads, class R, int N, int V, int U>
-__device__ __forceinline__ void rms_moments(Moments (&m)[U], const Elements<R, N> (&s)[U][V], const Place<S>& at,
-                                            float* scratch, int columns, float eps) {
+// Moments of U rows at once. `s` holds zeros where there is no column. then(finish) goes on where the sums have
+// travelled, and calls finish(m) for what is left to compute: with its own loads before, in one piece of code without a
+// branch between, so that these are under way meanwhile.
+template <Scope S, int kBlockThreads, class R, int N, int V, int U, class Then>
+__device__ __forceinline__ void rms_moments(Elements<R, N> (&s)[U][V], const Place<S>& at, float* scratch,
+                                            float inverse_columns, float eps, Then&& then) {
   float sum[U] = {};
 #pragma unroll
   for (int u = 0; u < U; ++u)
@@ -29,16 +31,24 @@ __device__ __forceinline__ void rms_moments(Moments (&m)[U], const Elements<R, N
     for (int v = 0; v < V; ++v)
 #pragma unroll
       for (int k = 0; k < N; ++k) sum[u] += s[u][v][k] * s[u][v][k];
+  const auto rstd = [&](Moments(&m)[U]) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) m[u] = {0.f, precise_rsqrt(sum[u] * inverse_columns + eps)};
+  };
   group_sums(sum, S == Scope::group ? at.row_threads : 32);
-  if constexpr (S != Scope::group) {
+  if constexpr (S == Scope::group) {
+    then(rstd);
+  } else {
     static_assert(U == 1, "a block or a cluster works on one row");
     Exchange<S, 1, kBlockThreads, 1> exchange{scratch};
     const float* all = exchange.arrive(sum);
     exchange.wait();
-    sum[0] = sum_of_warps(at.row_threads / 32, [&](int w) { return all[w]; });
+    then([&](Moments(&m)[U]) {
+      sums_of_warps(sum, at.row_threads / 32,
+                    [&](int w, bool here, float (&total)[1]) { total[0] += here ? all[w] : 0.f; });
+      rstd(m);
+    });
   }
-#pragma unroll
-  for (int u = 0; u < U; ++u) m[u] = {0.f, precise_rsqrt(sum[u] / static_cast<float>(columns) + eps)};
 }
 
 __device__ __forceinline__ float not_negative(float x) { return x < 0 ? 0.f : x; }  // keeps NaN
@@ -73,15 +83,34 @@ template <bool kEven, int U> __device__ __forceinline__ void combine_lanes(Part 
   }
 }
 
-template <Scope S, int kBlockThreads, class R, int N, int V, int U>
-__device__ __forceinline__ void layer_moments(Moments (&m)[U], const Elements<R, N> (&s)[U][V], const Place<S>& at,
-                                              float* scratch, int columns, float eps) {
-  const int lanes = S == Scope::group ? at.row_threads : 32;
-  const bool even = columns == at.row_threads * V * N;
-  float count = 0;
+// N elements that are all equal to the first of `from`.
+template <class R, int N> __device__ __forceinline__ Elements<R, N> repeated_first(const Elements<R, N>& from) {
+  Elements<R, N> all;
+  const uint32_t word = sizeof(R) == 4 ? from.words[0] : (from.words[0] & 0xffffu) * 0x10001u;
 #pragma unroll
-  for (int v = 0; v < V; ++v)
-    if (at.template column<N>(v) < columns) count += N;
+  for (int i = 0; i < all.kWords; ++i) all.words[i] = word;
+  return all;
+}
+
+// As above; may leave copies of the thread's first element in `s` where there is no column.
+template <Scope S, int kBlockThreads, class R, int N, int V, int U, class Then>
+__device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const Place<S>& at, float* scratch,
+                                              int columns, float inverse_columns, float eps, Then&& then) {
+  const bool even = columns == at.row_threads * V * N;
+  float count = V * N;
+  constexpr bool kFills = S != Scope::group;
+  if (!even) {  // one branch, where a group has one for each vector: the differences of what is filled in are zero
+    count = 0;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const bool here = at.template column<N>(v) < columns;
+      if (here) count += N;
+      if (!kFills) continue;
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+        if (!here) s[u][v] = repeated_first(s[u][0]);
+    }
+  }
   const float inverse_count = count > 0 ? 1.f / count : 0.f;
   Part part[U];
 #pragma unroll
@@ -89,127 +118,190 @@ __device__ __forceinline__ void layer_moments(Moments (&m)[U], const Elements<R,
     const float pivot = s[u][0][0];
     float sum = 0, square = 0;
 #pragma unroll
-    for (int v = 0; v < V; ++v)
-      if (at.template column<N>(v) < columns)
+    for (int v = 0; v < V; ++v) {
+      if (!kFills && at.template column<N>(v) >= columns) continue;
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-          const float d = s[u][v][k] - pivot;
-          sum += d;
-          square += d * d;
-        }
+      for (int k = 0; k < N; ++k) {
+        const float d = s[u][v][k] - pivot;
+        sum += d;
+        square += d * d;
+      }
+    }
     const float mean = sum * inverse_count;
     part[u] = {pivot + mean, not_negative(square - sum * mean)};
   }
+  const int lanes = S == Scope::group ? at.row_threads : 32;
   if (even)
     combine_lanes<true>(part, count, lanes);
   else
     combine_lanes<false>(part, count, lanes);
-
-  const float inverse = 1.f / static_cast<float>(columns);
-  if constexpr (S != Scope::group) {
+  const auto rstd = [&](Moments(&m)[U]) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) m[u] = {part[u].mean, precise_rsqrt(part[u].spread * inverse_columns + eps)};
+  };
+  if constexpr (S == Scope::group) {
+    then(rstd);
+  } else {
     static_assert(U == 1, "a block or a cluster works on one row");
     using Pair = Exchange<S, 2, kBlockThreads, 1>;
     Pair exchange{scratch};
     const float* all = exchange.arrive({part[0].mean, part[0].spread});
     exchange.wait();
-    const int warps = at.row_threads / 32;
-    const auto held = [&](int w) {
-      return even ? static_cast<float>(32 * V * N) : columns_of_warp<N, V>(w, at.row_threads, columns);
-    };
-    const float first = all[0];
-    part[0].mean = first + sum_of_warps(warps, [&](int w) { return held(w) * (all[w] - first); }) * inverse;
-    part[0].spread = sum_of_warps(warps, [&](int w) {
-      const float d = all[w] - part[0].mean;
-      return all[Pair::kRowWarps + w] + held(w) * d * d;
+    then([&](Moments(&m)[U]) {
+      // Of the warps' means as of a thread's elements: differences from the first of them, in one pass.
+      const int warps = at.row_threads / 32;
+      const float first = all[0];
+      const auto add = [&](int w, float held, bool here, float (&sum)[2]) {
+        const float d = all[w] - first, spread = all[Pair::kRowWarps + w];
+        sum[0] += here ? held * d : 0.f;
+        sum[1] += here ? held * d * d + spread : 0.f;
+      };
+      float sum[2];
+      if (even)
+        sums_of_warps(sum, warps, [&](int w, bool here, float (&total)[2]) { add(w, 32 * V * N, here, total); });
+      else
+        sums_of_warps(sum, warps, [&](int w, bool here, float (&total)[2]) {
+          add(w, columns_of_warp<N, V>(w, at.row_threads, columns), here, total);
+        });
+      const float off = sum[0] * inverse_columns;
+      part[0] = {first + off, not_negative(sum[1] - sum[0] * off)};
+      rstd(m);
     });
   }
-#pragma unroll
-  for (int u = 0; u < U; ++u) m[u] = {part[u].mean, precise_rsqrt(part[u].spread / static_cast<float>(columns) + eps)};
 }
 
 // A row has at most row_threads * V * N columns and lies in registers; a group of lanes works on U rows. Reads x (and
 // residual) once, writes y (and residual_out) once, mean and rstd; weight and bias come once a row (U rows) from a
-// cache.
+// cache: a weight alone is asked for together with x, weight and bias while the sums travel. Until y is made the row
+// stays packed, because registers decide how many rows are in flight.
 template <class Op, class T, class R, int V, int U, Scope S, int kMaxThreads, int kMinBlocks>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) forward_registers(NormForwardParams p, int lanes) {
   constexpr int N = kVector<T>;
+  constexpr bool kWeightWithX = !Op::kResidual && (!Op::kLayer || S == Scope::group);
   constexpr int kScratch = Exchange<S, Op::kSums, kMaxThreads, 1>::kFloats;
   WARPSMITH_SHARED(float, scratch, kScratch);
   const Place<S> at(lanes);
   if constexpr (S == Scope::cluster) device::cluster_arrive();
   const int columns = static_cast<int>(p.columns);
+  const float inverse_columns = 1.f / static_cast<float>(columns), eps = static_cast<float>(p.eps);
+  const DropOut drop(Op::kDropout ? p.dropout : Dropout{});
   const int64_t first_row = at.unit * U * at.groups + at.group;
   const auto row_of = [&](int u) { return first_row + int64_t{u} * at.groups; };
+  const auto is_row = [&](int u) { return S != Scope::group || row_of(u) < p.rows; };
+  const auto is_column = [&](int v) { return at.template column<N>(v) < columns; };
 
   Elements<T, N> x[U][V];
   Elements<R, N> s[U][V];
 #pragma unroll
-  for (int u = 0; u < U; ++u)
+  for (int u = 0; u < U; ++u) {
+    const T* from = static_cast<const T*>(p.x) + row_of(u) * p.x_stride;
+    const R* residual = static_cast<const R*>(p.residual) + row_of(u) * p.residual_stride;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const int column = at.template column<N>(v);
       x[u][v] = {}, s[u][v] = {};
-      if (row_of(u) < p.rows && column < columns) {
-        x[u][v] = load_elements<T, N>(p.x, row_of(u) * p.x_stride + column);
-        if constexpr (Op::kResidual) s[u][v] = load_elements<R, N>(p.residual, row_of(u) * p.residual_stride + column);
-      }
+      if (!is_row(u) || !is_column(v)) continue;
+      x[u][v] = load_elements<T, N>(from, at.template column<N>(v));
+      if constexpr (Op::kResidual) s[u][v] = load_elements<R, N>(residual, at.template column<N>(v));
     }
-#pragma unroll
-  for (int u = 0; u < U; ++u)
+  }
+  Elements<T, N> early_weight[V], early_bias[V];
+  if constexpr (kWeightWithX) {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int column = at.template column<N>(v);
-      const int64_t element = row_of(u) * p.columns + column;
-      if constexpr (Op::kResidual) {
-        Vector<float, N> sum;
-#pragma unroll
-        for (int k = 0; k < N; ++k) sum.at[k] = x[u][v][k];
-        if constexpr (Op::kDropout) drop_out(sum, p.dropout, element);
-#pragma unroll
-        for (int k = 0; k < N; ++k) sum.at[k] += s[u][v][k];
-        s[u][v] = rounded<R>(sum);
-        if (row_of(u) < p.rows && column < columns) store_elements(p.residual_out, element, s[u][v]);
-      } else {
-        s[u][v] = x[u][v];
-      }
+      const bool here = p.weight_dtype == p.dtype && is_row(0) && is_column(v);
+      early_weight[v] = load_stored<T, N>(p.weight, column, here, true);
+      if constexpr (Op::kLayer) early_bias[v] = load_stored<T, N>(p.bias, column, here, false);
     }
+  }
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    R* to = static_cast<R*>(p.residual_out) + row_of(u) * p.columns;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      if constexpr (!Op::kResidual) {
+        s[u][v] = x[u][v];
+        continue;
+      }
+      const int column = at.template column<N>(v);
+      Vector<float, N> sum;
+#pragma unroll
+      for (int k = 0; k < N; ++k) sum.at[k] = x[u][v][k];
+      if constexpr (Op::kDropout) drop(sum, row_of(u) * p.columns + column);
+#pragma unroll
+      for (int k = 0; k < N; ++k) sum.at[k] += s[u][v][k];
+      s[u][v] = rounded<R>(sum);
+      if (is_row(u) && is_column(v)) store_elements(to, column, s[u][v]);
+    }
+  }
 
   if constexpr (S == Scope::cluster) device::cluster_wait();
-  Moments m[U];
-  if constexpr (Op::kLayer)
-    layer_moments<S, kMaxThreads>(m, s, at, scratch, columns, static_cast<float>(p.eps));
-  else
-    rms_moments<S, kMaxThreads>(m, s, at, scratch, columns, static_cast<float>(p.eps));
-  if (at.lane == 0) {
+  const float offset = p.weight ? static_cast<float>(p.weight_offset) : 0.f;
+  const auto then = [&](auto&& finish) {
+    with_weight<T, !Op::kLayer>(p.weight_dtype, offset, [&]<class W, bool kOffset>() {
+      constexpr bool kLoaded = kWeightWithX && sizeof(W) == sizeof(T);
+      // vectors, because no load may pass a store
+      constexpr int kAhead = sizeof(W) > sizeof(T) ? 1 : Op::kLayer ? 2 : 4;
+      Elements<W, N> w[V], b[V];
+      const auto request = [&](int v) {
+        const int column = at.template column<N>(v);
+        const bool here = is_row(0) && is_column(v);
+        w[v] = load_stored<W, N>(p.weight, column, here, true);
+        if constexpr (Op::kLayer) b[v] = load_stored<W, N>(p.bias, column, here, false);
+      };
+      if constexpr (!kLoaded) {
 #pragma unroll
-    for (int u = 0; u < U; ++u)
-      if (row_of(u) < p.rows) {
-        if (p.rstd) device::store(static_cast<float*>(p.rstd) + row_of(u), m[u].rstd);
-        if (Op::kLayer && p.mean) device::store(static_cast<float*>(p.mean) + row_of(u), m[u].mean);
+        for (int v = 0; v < kAhead && v < V; ++v) request(v);
       }
-  }
-  const float offset = static_cast<float>(p.weight_offset);
-  with_weight<T, !Op::kLayer>(p.weight_dtype, offset, [&]<class W, bool kOffset>() {
+      Moments m[U];
+      finish(m);
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const int column = at.template column<N>(v);
-      if (column >= columns) continue;
-      const Vector<float, N> w = load_affine<W, N, kOffset>(p.weight, column, offset, 1.f);
-      Vector<float, N> b;
-      if constexpr (Op::kLayer) b = load_affine<W, N, false>(p.bias, column, 0.f, 0.f);
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        if (row_of(u) >= p.rows) continue;
-        Vector<float, N> y;
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-          const float value = s[u][v][k];
-          y.at[k] = Op::kLayer ? (value - m[u].mean) * m[u].rstd * w.at[k] + b.at[k] : value * m[u].rstd * w.at[k];
+      for (int v = 0; v < V; ++v) {
+        if constexpr (kLoaded) {
+          keep_packed(early_weight[v]);
+          w[v] = early_weight[v];
+          if constexpr (Op::kLayer) {
+            keep_packed(early_bias[v]);
+            b[v] = early_bias[v];
+          }
         }
-        store_elements(p.y, row_of(u) * p.columns + column, rounded<T>(y));
+#pragma unroll
+        for (int u = 0; u < U; ++u) keep_packed(s[u][v]);
       }
-    }
-  });
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+        if (at.lane == 0 && is_row(u)) {
+          if (p.rstd) device::store(static_cast<float*>(p.rstd) + row_of(u), m[u].rstd);
+          if (Op::kLayer && p.mean) device::store(static_cast<float*>(p.mean) + row_of(u), m[u].mean);
+        }
+      T* y_row[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) y_row[u] = static_cast<T*>(p.y) + row_of(u) * p.columns;
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int column = at.template column<N>(v);
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+          Vector<float, N> y;
+#pragma unroll
+          for (int k = 0; k < N; ++k) {
+            const float scale = kOffset ? w[v][k] + offset : w[v][k];
+            if constexpr (Op::kLayer)
+              y.at[k] = (s[u][v][k] - m[u].mean) * m[u].rstd * scale + b[v][k];
+            else
+              y.at[k] = s[u][v][k] * m[u].rstd * scale;
+          }
+          if (is_row(u) && is_column(v)) store_elements(y_row[u], column, rounded<T>(y));
+        }
+        if constexpr (!kLoaded)
+          if (v + kAhead < V) request(v + kAhead);
+      }
+    });
+  };
+  if constexpr (Op::kLayer)
+    layer_moments<S, kMaxThreads>(s, at, scratch, columns, inverse_columns, eps, then);
+  else
+    rms_moments<S, kMaxThreads>(s, at, scratch, inverse_columns, eps, then);
 }
 
 // Any length, alignment and dtype, N elements at a time: reads a row twice (three times for layer), after the first

@@ -76,15 +76,29 @@ constexpr int instance(Scope scope, int vectors, int rows) {
 }
 
 template <class Op, class T, class R> auto forward_kernel(const NormConfig& c) {
-  constexpr int kBlocks = Op::kDropout || sizeof(R) != sizeof(T) ? 1 : 2;  // what their registers allow
+  // Blocks that share the registers of a multiprocessor; where they get fewer, more would spill.
+  constexpr bool kWide = sizeof(R) != sizeof(T);
+  constexpr int kRows = norm_rows_of_three_vectors(Op::kLayer, Op::kResidual), kPreferred = kNormPreferredThreads;
+  constexpr int kFew = kWide ? 1 : 16, kMany = kWide ? 1 : 12, kThree = kRows == 1 ? kFew : kMany;
+  constexpr int kSmall = kWide || Op::kDropout ? 2 : 3, kLarge = kWide ? 1 : 2;
   void (*kernel)(NormForwardParams, int) = nullptr;
   switch (instance(c.scope, c.vectors, c.rows)) {
-    case instance(Scope::group, 1, 4): kernel = forward_registers<Op, T, R, 1, 4, Scope::group, 256, 1>; break;
-    case instance(Scope::group, 2, 1): kernel = forward_registers<Op, T, R, 2, 1, Scope::group, 256, 1>; break;
-    case instance(Scope::group, 3, 2): kernel = forward_registers<Op, T, R, 3, 2, Scope::group, 256, 1>; break;
-    case instance(Scope::group, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::group, 256, 1>; break;
-    case instance(Scope::block, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::block, 512, kBlocks>; break;
-    case instance(Scope::cluster, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::cluster, 512, 1>; break;
+    case instance(Scope::group, 1, 4): kernel = forward_registers<Op, T, R, 1, 4, Scope::group, 64, kFew>; break;
+    case instance(Scope::group, 2, 1): kernel = forward_registers<Op, T, R, 2, 1, Scope::group, 64, kFew>; break;
+    case instance(Scope::group, 3, kRows):
+      kernel = forward_registers<Op, T, R, 3, kRows, Scope::group, 64, kThree>;
+      break;
+    case instance(Scope::group, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::group, 64, kMany>; break;
+    case instance(Scope::block, 2, 1):
+      if constexpr (!Op::kLayer && !Op::kResidual) kernel = forward_registers<Op, T, R, 2, 1, Scope::block, 256, 6>;
+      break;
+    case instance(Scope::block, 4, 1):
+      kernel = forward_registers<Op, T, R, 4, 1, Scope::block, kNormBlockThreads, kLarge>;
+      if (c.threads <= kPreferred) kernel = forward_registers<Op, T, R, 4, 1, Scope::block, kPreferred, kSmall>;
+      break;
+    case instance(Scope::cluster, 4, 1):
+      kernel = forward_registers<Op, T, R, 4, 1, Scope::cluster, kNormBlockThreads, 1>;
+      break;
   }
   return kernel;
 }

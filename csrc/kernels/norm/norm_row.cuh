@@ -121,15 +121,35 @@ template <class T, int N> __device__ __forceinline__ Elements<T, N> rounded(cons
   return y;
 }
 
-// N weights (or biases) from `column` on as floats, plus `offset` if there is one; `otherwise` without a pointer.
+template <class T, int N> __device__ __forceinline__ void keep_packed(Elements<T, N>& all) {
+#pragma unroll
+  for (int i = 0; i < all.kWords; ++i) device::keep_packed(all.words[i]);
+}
+
+// A register of ones.
+template <class T> constexpr uint32_t kOnes = 0x3f800000;
+template <> constexpr uint32_t kOnes<float16> = 0x3c003c00;
+template <> constexpr uint32_t kOnes<bfloat16> = 0x3f803f80;
+
+// N weights or biases from `column` on as they are stored; without them, or past the row's end, ones or zeros, so that
+// nothing remains to be decided for each element.
+template <class W, int N>
+__device__ __forceinline__ Elements<W, N> load_stored(const void* base, int64_t column, bool here, bool ones) {
+  Elements<W, N> stored;
+#pragma unroll
+  for (int i = 0; i < stored.kWords; ++i) stored.words[i] = ones ? kOnes<W> : 0;
+  if (base && here) stored = load_elements<W, N>(base, column);
+  return stored;
+}
+
+// The same as floats, plus `offset` if there is one; `otherwise`, which is 1 or 0, without a pointer.
 template <class W, int N, bool kOffset>
 __device__ __forceinline__ Vector<float, N> load_affine(const void* base, int64_t column, float offset,
                                                         float otherwise) {
+  const Elements<W, N> stored = load_stored<W, N>(base, column, true, otherwise != 0);
   Vector<float, N> w;
-  Elements<W, N> stored = {};
-  if (base) stored = load_elements<W, N>(base, column);
 #pragma unroll
-  for (int k = 0; k < N; ++k) w.at[k] = base ? (kOffset ? stored[k] + offset : stored[k]) : otherwise;
+  for (int k = 0; k < N; ++k) w.at[k] = kOffset && base ? stored[k] + offset : stored[k];
   return w;
 }
 
@@ -226,6 +246,35 @@ template <int N> __device__ __forceinline__ void drop_out(Vector<float, N>& x, c
   }
 }
 
+// The mask of a kernel's elements, the seed read once. Multiplies the kept ones of 8 elements, those of a Philox call,
+// and zeroes the others, two instructions an element beside the call: the halves of its words are compared where they
+// lie, with nothing or with zeros below them.
+struct DropOut {
+  Dropout mask;
+  uint64_t seed = 0, offset = 0;
+
+  __device__ __forceinline__ explicit DropOut(const Dropout& d) : mask(d) {
+    if (!d.seed) return;
+    seed = static_cast<uint64_t>(device::load(d.seed));
+    offset = static_cast<uint64_t>(device::load(d.seed + 1));
+  }
+
+  template <int N> __device__ __forceinline__ void operator()(Vector<float, N>& x, int64_t element) const {
+    if constexpr (N != kDropoutLanes) {
+      drop_out(x, mask, element);
+    } else if (mask.seed) {
+      const PhiloxCounter lanes = dropout_lanes(seed, offset, static_cast<uint64_t>(element) / N);
+      const float scale = static_cast<float>(mask.scale);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const uint32_t lane = k % 2 ? lanes.word[k / 2] : lanes.word[k / 2] << 16;
+        x.at[k] = lane >= mask.threshold << 16 ? x.at[k] * scale : 0.f;
+      }
+      if (mask.threshold > 0xffff) x = {};
+    }
+  }
+};
+
 struct Moments {
   float mean, rstd;
 };
@@ -284,6 +333,27 @@ template <Scope S, int kCount, int kBlockThreads, int kBuffers> struct Exchange 
       __syncthreads();
   }
 };
+
+// Sums over the warps w of a row, of which add(w, here, sum) adds to `sum`, nothing where `here` is false; in a fixed
+// order, the same bits in every lane. Few are added by every lane on its own, which takes less time than shuffles, and
+// without a branch for each, so that their values are read together.
+template <int kCount, class Add>
+__device__ __forceinline__ void sums_of_warps(float (&sum)[kCount], int warps, Add&& add) {
+  constexpr int kFew = 8;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sum[i] = 0;
+  if (warps <= kFew) {
+#pragma unroll
+    for (int w = 0; w < kFew; ++w) add(w < warps ? w : 0, w < warps, sum);
+    return;
+  }
+  const int lanes = warps <= 16 ? 16 : 32;
+  for (int first = 0; first < warps; first += lanes) {
+    const int w = first + threadIdx.x % lanes;
+    add(w < warps ? w : 0, w < warps, sum);
+  }
+  group_sums(sum, lanes);
+}
 
 // Sum of value(w) over the warps w of a row, in a fixed order; the same bits in every lane. Few are added by every lane
 // on its own, which takes less time than shuffles.

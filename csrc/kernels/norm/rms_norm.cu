@@ -1,4 +1,5 @@
 #include "common/launch.h"
+#include "kernels/norm/norm_launch.cuh"
 #include "kernels/norm/rms_norm_config.h"
 #include "kernels/norm/rms_norm_kernel.cuh"
 
@@ -27,11 +28,6 @@ Status problem_of(int64_t rows, int64_t columns, Dtype dtype, bool aligned, RmsN
   return {};
 }
 
-Status problem_of(const NormForwardParams& p, RmsNormProblem* out) {
-  const bool aligned = rows_on_16_bytes(p.x, p.x_stride, p.rows, p.dtype) && on_16_bytes(p.y) && on_16_bytes(p.weight);
-  return problem_of(p.rows, p.columns, p.dtype, aligned, out);
-}
-
 Status problem_of(const NormBackwardParams& p, RmsNormProblem* out) {
   const bool aligned = rows_on_16_bytes(p.s, p.s_stride, p.rows, p.dtype) &&
                        rows_on_16_bytes(p.dy, p.dy_stride, p.rows, p.dtype) && on_16_bytes(p.dx) &&
@@ -54,48 +50,10 @@ template <class Visit> Status dispatch(Dtype dtype, Dtype weight_dtype, Visit&& 
   return Status::unsupported(std::string("no CUDA kernel for ") + name(dtype));
 }
 
-Status no_kernel(const char* direction, const RmsNormConfig& c) {
-  return Status::unsupported(std::string("no ") + direction + " kernel " + name(c.kernel) + " with " +
+Status no_kernel(const RmsNormConfig& c) {
+  return Status::unsupported(std::string("no backward kernel ") + name(c.kernel) + " with " +
                              std::to_string(c.vectors) + " vectors a thread and " + std::to_string(c.lanes) +
                              " threads a row");
-}
-
-template <class T, class W> Status launch_forward(const NormForwardParams& p, const RmsNormConfig& c, void* stream) {
-  using namespace rms_norm;
-  constexpr int N = kVector<T>;
-  if (c.kernel == RmsNormKernel::ring) {
-    void (*kernel)(NormForwardParams, int, int) = nullptr;
-    if (c.block_a_row()) {
-      switch (c.vectors) {
-        case 3: kernel = forward_ring<T, W, 3, true>; break;
-        case 4: kernel = forward_ring<T, W, 4, true>; break;
-      }
-    } else {
-      switch (c.vectors) {
-        case 1: kernel = forward_ring<T, W, 1, false>; break;
-        case 2: kernel = forward_ring<T, W, 2, false>; break;
-      }
-    }
-    if (!kernel) return no_kernel("forward", c);
-    return launch(kernel, grid_of(c), stream, p, c.lanes, c.stages);
-  }
-  void (*kernel)(NormForwardParams, int) = nullptr;
-  if (c.kernel == RmsNormKernel::looped) {
-    if (c.vector_elems == 1)
-      kernel = c.block_a_row() ? forward_looped<T, W, 1, true> : forward_looped<T, W, 1, false>;
-    else
-      kernel = c.block_a_row() ? forward_looped<T, W, N, true> : forward_looped<T, W, N, false>;
-  } else if (c.block_a_row()) {
-    if (c.vectors == 4) kernel = forward_registers<T, W, N, 4, true>;
-  } else {
-    switch (c.vectors) {
-      case 2: kernel = forward_registers<T, W, N, 2, false>; break;
-      case 3: kernel = forward_registers<T, W, N, 3, false>; break;
-      case 4: kernel = forward_registers<T, W, N, 4, false>; break;
-    }
-  }
-  if (!kernel) return no_kernel("forward", c);
-  return launch(kernel, grid_of(c), stream, p, c.lanes);
 }
 
 template <class T, class W> Status launch_backward(const NormBackwardParams& p, const RmsNormConfig& c, void* stream) {
@@ -124,7 +82,7 @@ template <class T, class W> Status launch_backward(const NormBackwardParams& p, 
         case 4: kernel = backward_ring<T, W, 4, false>; break;
       }
     }
-    if (!kernel) return no_kernel("backward", c);
+    if (!kernel) return no_kernel(c);
     WARPSMITH_RETURN_IF_FAILED(launch(kernel, grid_of(c), stream, p, c.lanes, c.stages));
   }
   if (!p.dweight_partials) return {};
@@ -141,13 +99,7 @@ template <class T, class W> Status launch_backward(const NormBackwardParams& p, 
 }  // namespace
 
 Status rms_norm_forward_cuda(const NormForwardParams& p, void* stream) {
-  RmsNormProblem problem;
-  WARPSMITH_RETURN_IF_FAILED(problem_of(p, &problem));
-  return rms_norm_forward_cuda_with(choose_rms_norm_forward(problem), p, stream);
-}
-
-Status rms_norm_forward_cuda_with(const RmsNormConfig& c, const NormForwardParams& p, void* stream) {
-  return dispatch(p.dtype, p.weight_dtype, [&]<class T, class W>() { return launch_forward<T, W>(p, c, stream); });
+  return norm::forward_cuda<norm::RmsNorm>(p, stream);
 }
 
 Status rms_norm_partial_rows_cuda(const NormBackwardParams& p, int64_t* partial_rows) {

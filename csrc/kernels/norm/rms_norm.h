@@ -17,7 +17,6 @@ Status rms_norm_backward_cpu(const NormBackwardParams& params, const Parallel& p
 // With a configuration of the caller's choice (tuning and tests); `dweight_partials` must have its
 // rms_norm_partial_rows.
 struct RmsNormConfig;
-Status rms_norm_forward_cuda_with(const RmsNormConfig& config, const NormForwardParams& params, void* stream);
 Status rms_norm_backward_cuda_with(const RmsNormConfig& config, const NormBackwardParams& params, void* stream);
 
 }  // namespace warpsmith

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cstdint>
 
-// Which kernel runs an rms_norm problem: pure functions of the problem, printable through warpsmith.plan("rms_norm",
-// ...).
+// Which kernel runs a backward of rms_norm (its forward is the norm family's): pure functions of the problem, printable
+// through warpsmith.plan("rms_norm", ...).
 namespace warpsmith {
 
 struct RmsNormProblem {
@@ -15,13 +15,12 @@ struct RmsNormProblem {
   int max_shared_bytes = 227 * 1024;  // dynamic shared memory that a block may have
 };
 
-// registers: a row lives in the registers of its threads; ring: rows stream through shared memory and the weight
-// gradient stays in registers; looped: a row is read twice, for rows too long for the chip or not aligned to vectors.
-enum class RmsNormKernel : uint8_t { registers, ring, looped };
+// ring: rows stream through shared memory and the weight gradient stays in registers; looped: a row is read twice, for
+// rows too long for the chip or not aligned to vectors.
+enum class RmsNormKernel : uint8_t { ring, looped };
 
 constexpr const char* name(RmsNormKernel k) {
   switch (k) {
-    case RmsNormKernel::registers: return "registers";
     case RmsNormKernel::ring: return "ring";
     case RmsNormKernel::looped: return "looped";
   }
@@ -109,45 +108,6 @@ constexpr RmsNormConfig ring(const RmsNormProblem& p, int tensors, int lanes, in
 
 constexpr const char* kRmsNormNotVectors =
     "rows are not made of aligned 16-byte vectors: each is read twice, element by element";
-
-// Forward. Measured on one H200 (2026-11-20, bf16, tools/gpu/sweep), fractions of a copy of the same bytes, best of
-// each kernel:
-//   columns      128   768   2048  4096  8192  12288
-//   registers    0.81  0.94  0.96  0.95  0.95  0.80
-//   ring         0.90  0.90  0.93  0.93  0.89  0.87
-// More than 4 vectors a thread lost everywhere (4096 columns, 8 vectors: below 0.90), loading the weight before the
-// row's sum too (0.72 to 0.84).
-constexpr RmsNormConfig choose_rms_norm_forward(const RmsNormProblem& p) {
-  using namespace rms_norm_detail;
-  if (!vectors_fit(p)) return looped(p, kMaxBlocks, kRmsNormNotVectors);
-  const int64_t vectors = p.columns / (kVectorBytes / p.element_bytes);
-  if (vectors <= 32) {
-    const int lanes = lanes_of(vectors, 2);
-    return ring(p, 1, lanes, static_cast<int>(ceil_div(vectors, lanes)), 256, 8, 2,
-                "several short rows a warp, streamed through shared memory");
-  }
-  if (vectors > 1024 && vectors <= 2048) {
-    const int each = vectors <= 1536 ? 3 : 4, threads = threads_of(vectors, each);
-    const RmsNormConfig c = ring(p, 1, threads, each, threads, 2, 2, "one block a row, streamed through shared memory");
-    if (c.stages) return c;
-  }
-  if (vectors > 1024 * 4) return looped(p, kMaxBlocks, "a row is longer than a block's registers: it is read twice");
-
-  RmsNormConfig c;
-  c.kernel = RmsNormKernel::registers;
-  c.vector_elems = kVectorBytes / p.element_bytes;
-  if (vectors <= 128) {
-    c.vectors = static_cast<int>(ceil_div(vectors, 32));
-    c.threads = 64;
-    c.why = "a row fits in the registers of one warp: no barrier";
-  } else {
-    c.vectors = 4;
-    c.threads = c.lanes = std::max(64, threads_of(vectors, c.vectors));
-    c.why = "a row fits in the registers of one block";
-  }
-  c.blocks = std::min(ceil_div(p.rows, c.groups()), kMaxBlocks);
-  return c;
-}
 
 // Backward: persistent blocks, so that the weight gradient is summed in registers and leaves the block once. Measured
 // as above: 0.86 (128 columns), 0.92, 0.96, 0.96, 0.88, 0.71 (12288); with the weight and both rows in shared memory

@@ -7,13 +7,22 @@
 #include "device/programmatic_launch.h"
 #include "device/reduce.h"
 #include "device/vector.h"
+#include "kernels/norm/norm_forward.cuh"
 #include "kernels/norm/rms_norm.h"
 #include "kernels/norm/rms_norm_config.h"
 
-// Kernels of rms_norm. T: storage of the activations, W: of the weight; statistics and sums are float, in a fixed
-// order. N elements make one memory access, whose address is a multiple of N * sizeof(T). A row belongs to `lanes`
-// threads: the whole block (kBlock), or a power of two up to 32, and then no barrier is needed and a warp holds 32 /
-// lanes rows side by side.
+// The forward of rms_norm is that of the norm family, with neither mean nor residual: an element reads x and writes y
+// (2
+// * sizeof(T) bytes); a row: 4 bytes for rstd. Here are the kernels of its backward. T: storage of the activations, W:
+// of the weight; statistics and sums are float, in a fixed order. N elements make one memory access, whose address is a
+// multiple of N * sizeof(T). A row belongs to `lanes` threads: the whole block (kBlock), or a power of two up to 32,
+// and then no barrier is needed and a warp holds 32 / lanes rows side by side.
+namespace warpsmith::norm {
+
+using RmsNorm = NormOp<false, false, false>;
+
+}  // namespace warpsmith::norm
+
 namespace warpsmith::rms_norm {
 
 using device::Vector;
@@ -74,21 +83,6 @@ __device__ __forceinline__ Vector<float, N> load_weight(const W* weight, int64_t
   return w;
 }
 
-template <class T, int N> __device__ __forceinline__ float sum_of_squares(const Vector<T, N>& x) {
-  float sum = 0;
-#pragma unroll
-  for (int k = 0; k < N; ++k) sum += device::to_float(x.at[k]) * device::to_float(x.at[k]);
-  return sum;
-}
-
-template <class T, int N>
-__device__ __forceinline__ Vector<T, N> normalised(const Vector<T, N>& x, float rstd, const Vector<float, N>& w) {
-  Vector<T, N> y;
-#pragma unroll
-  for (int k = 0; k < N; ++k) y.at[k] = device::from_float<T>(device::to_float(x.at[k]) * rstd * w.at[k]);
-  return y;
-}
-
 // dx = rstd * (g - x_hat * mean), with g = dy * w and mean = mean(g * x_hat) of the row
 template <class T, int N> __device__ __forceinline__ Vector<T, N> input_gradient(const Vector<float, N>& g,
                                                                                  const Vector<float, N>& x_hat,
@@ -108,62 +102,6 @@ template <int N> __device__ __forceinline__ void store_sums(float* to, const flo
 #pragma unroll
     for (int k = 0; k < kPiece; ++k) piece.at[k] = sums[first + k];
     device::store(vector_at<float, kPiece>(to, first), piece);
-  }
-}
-
-// Reads x once and writes y once: 2 * sizeof(T) bytes an element, and the weight once a row from the L2. A row has at
-// most lanes * V * N columns and lies in registers.
-template <class T, class W, int N, int V, bool kBlock> __global__ void __launch_bounds__(kBlock ? 1024 : 64, 1)
-    forward_registers(NormForwardParams p, int lanes) {
-  WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
-  const Place<kBlock> at(lanes);
-  RowSum<kBlock> row_sum{scratch, lanes};
-  const float offset = static_cast<float>(p.weight_offset), eps = static_cast<float>(p.eps);
-  const float columns = static_cast<float>(p.columns);
-  const W* weight = static_cast<const W*>(p.weight);
-
-  for (int64_t r = int64_t{blockIdx.x} * at.units + at.unit; r < p.rows; r += int64_t{gridDim.x} * at.units) {
-    Vector<T, N> x[V];
-    float sum = 0;
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const int64_t column = (int64_t{v} * lanes + at.lane) * N;
-      x[v] = {};
-      if (column < p.columns) x[v] = device::load(vector_at<T, N>(p.x, r * p.x_stride + column));
-    }
-#pragma unroll
-    for (int v = 0; v < V; ++v) sum += sum_of_squares(x[v]);
-    const float rstd = device::rsqrt(row_sum(sum) / columns + eps);
-    if (p.rstd && at.lane == 0) device::store(static_cast<float*>(p.rstd) + r, rstd);
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const int64_t column = (int64_t{v} * lanes + at.lane) * N;
-      if (column < p.columns)
-        device::store(vector_at<T, N>(p.y, r * p.columns + column),
-                      normalised(x[v], rstd, load_weight<W, N>(weight, column, offset)));
-    }
-  }
-}
-
-// Any length and alignment: reads x twice (the second time mostly from a cache) and writes y once.
-template <class T, class W, int N, bool kBlock> __global__ void __launch_bounds__(1024, 1)
-    forward_looped(NormForwardParams p, int lanes) {
-  WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
-  const Place<kBlock> at(lanes);
-  RowSum<kBlock> row_sum{scratch, lanes};
-  const int64_t step = int64_t{lanes} * N;
-
-  for (int64_t r = int64_t{blockIdx.x} * at.units + at.unit; r < p.rows; r += int64_t{gridDim.x} * at.units) {
-    float sum = 0;
-    for (int64_t c = int64_t{at.lane} * N; c < p.columns; c += step)
-      sum += sum_of_squares(device::load(vector_at<T, N>(p.x, r * p.x_stride + c)));
-    const float rstd = device::rsqrt(row_sum(sum) / static_cast<float>(p.columns) + static_cast<float>(p.eps));
-    if (p.rstd && at.lane == 0) device::store(static_cast<float*>(p.rstd) + r, rstd);
-    for (int64_t c = int64_t{at.lane} * N; c < p.columns; c += step) {
-      const auto w = load_weight<W, N>(static_cast<const W*>(p.weight), c, static_cast<float>(p.weight_offset));
-      const auto x = device::load(vector_at<T, N>(p.x, r * p.x_stride + c));
-      device::store(vector_at<T, N>(p.y, r * p.columns + c), normalised(x, rstd, w));
-    }
   }
 }
 
@@ -216,52 +154,10 @@ template <class T, class W, int V> __device__ __forceinline__ void load_weights(
   }
 }
 
-// Reads x once and writes y once: 2 * sizeof(T) bytes an element. Persistent blocks step through the rows side by side;
-// the weight stays in registers. A row has at most lanes * V * 16 / sizeof(T) columns. Shared memory: a Ring of x.
-template <class T, class W, int V, bool kBlock> __global__ void __launch_bounds__(kBlock ? ring_threads(V) : 256, 1)
-    forward_ring(NormForwardParams p, int lanes, int stages) {
-  constexpr int N = 16 / sizeof(T);
-  WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
-  WARPSMITH_DYNAMIC_SHARED(shared);
-  const Place<kBlock> at(lanes);
-  RowSum<kBlock> row_sum{scratch, lanes};
-  const float eps = static_cast<float>(p.eps), columns = static_cast<float>(p.columns);
-  const int64_t base = (int64_t{blockIdx.x} * at.units + at.unit) * at.side_by_side;
-  const int64_t step = int64_t{gridDim.x} * at.units * at.side_by_side;
-  Ring<T, V, 1> ring{reinterpret_cast<Vector<T, N>*>(shared), stages};
-  const auto request = [&](int64_t unit_row, int stage) {
-    const int64_t row = unit_row + at.side;
-    ring.request(stage, 0, p.x, row * p.x_stride, row < p.rows, at.lane, lanes, p.columns);
-    device::copy_async_commit();
-  };
-
-  for (int s = 0; s < stages - 1; ++s) request(base + s * step, s);
-  Vector<float, N> w[V];
-  load_weights<T, W>(w, p.weight, at.lane, lanes, p.columns, static_cast<float>(p.weight_offset));
-  for (int64_t unit_row = base; unit_row < p.rows; unit_row += step) {
-    request(unit_row + (stages - 1) * step, ring.last_stage());
-    ring.wait_for_oldest();
-    const int64_t row = unit_row + at.side;
-    float sum = 0;
-#pragma unroll
-    for (int v = 0; v < V; ++v) sum += sum_of_squares(*ring.slot(ring.stage, 0, v));
-    const float rstd = device::rsqrt(row_sum(sum) / columns + eps);
-    if (p.rstd && at.lane == 0 && row < p.rows) device::store(static_cast<float*>(p.rstd) + row, rstd);
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const int64_t column = (int64_t{v} * lanes + at.lane) * N;
-      if (row < p.rows && column < p.columns)
-        device::store<device::Cache::streaming>(vector_at<T, N>(p.y, row * p.columns + column),
-                                                normalised(*ring.slot(ring.stage, 0, v), rstd, w[v]));
-    }
-    ring.advance();
-  }
-  device::copy_async_wait<0>();
-}
-
-// Reads dy and x once and writes dx once: 3 * sizeof(T) bytes an element, and gridDim.x rows of partial sums. As
-// forward_ring, with the weight gradient in registers until the block's last row. In contiguous pieces of rows a block,
-// instead of side by side, the same kernel ran up to 5 % slower on an H200.
+// Reads dy and x once and writes dx once: 3 * sizeof(T) bytes an element, and gridDim.x rows of partial sums.
+// Persistent blocks step through the rows side by side; the weight and its gradient stay in registers until the block's
+// last row. A row has at most lanes * V * 16 / sizeof(T) columns. In contiguous pieces of rows a block, instead of side
+// by side, the same kernel ran up to 5 % slower on an H200.
 //
 // Shared memory: a Ring of dy and x; at the end it takes the sums of the block's groups (4 bytes a column and group,
 // never more than the ring).

@@ -1,4 +1,5 @@
-// Times rms_norm's kernels over their configurations, beside a copy of the same bytes. Build and run on a GPU machine:
+// Times the kernels of rms_norm's backward over their configurations, beside a copy of the same bytes. Build and run on
+// a GPU machine:
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
 //     tools/gpu/sweep/rms_norm.cu csrc/kernels/norm/rms_norm.cu -o sweep && ./sweep
 #include "kernels/norm/rms_norm.h"
@@ -19,8 +20,8 @@ std::string text_of(const RmsNormConfig& c, bool chosen) {
 
 int round_up(int64_t a, int to) { return static_cast<int>((a + to - 1) / to * to); }
 
-// Every ring of `tensors` rows a stage that fits.
-template <class Visit> void for_rings(const RmsNormProblem& p, int tensors, Visit&& visit) {
+// Every ring that fits.
+template <class Visit> void for_rings(const RmsNormProblem& p, Visit&& visit) {
   const int64_t vectors = p.columns / 8;
   for (int v : {1, 2, 3, 4})
     for (int narrow : {0, 1})
@@ -38,7 +39,7 @@ template <class Visit> void for_rings(const RmsNormProblem& p, int tensors, Visi
               c.threads = c.lanes = round_up((vectors + v - 1) / v, 32);
               if (c.lanes <= 32 || c.lanes > ring_threads(v) || threads == 128) continue;
             }
-            c.shared_bytes = int64_t{stages} * tensors * 16 * v * c.threads;
+            c.shared_bytes = int64_t{stages} * 2 * 16 * v * c.threads;
             if ((c.shared_bytes + 1536) * together > 228 * 1024 || together * c.threads > 2048) continue;
             c.blocks = std::min<int64_t>(int64_t{together} * p.multiprocessors, (p.rows + c.groups() - 1) / c.groups());
             visit(c);
@@ -50,15 +51,11 @@ template <class Visit> void for_rings(const RmsNormProblem& p, int tensors, Visi
 int main() {
   const int64_t shapes[][2] = {{16384, 4096}, {4096, 8192}, {1024, 12288}, {65536, 768}, {131072, 128}, {32768, 2048}};
   for (const auto& [rows, columns] : shapes) {
-    const int64_t count = rows * columns, vectors = columns / 8;
+    const int64_t count = rows * columns;
     void *x = sweep::random_bfloat16(count, 1), *dy = sweep::random_bfloat16(count, 2),
          *w = sweep::random_bfloat16(columns, 3), *y = sweep::allocate(count * 2);
     void *rstd = sweep::allocate(rows * 4), *dw = sweep::allocate(columns * 2),
          *partials = sweep::allocate(size_t{2048} * columns * 4);
-    NormForwardParams f;
-    f.x = x, f.weight = w, f.y = y, f.rstd = rstd;
-    f.rows = rows, f.columns = f.x_stride = columns, f.eps = 1e-6;
-    f.dtype = f.residual_dtype = f.weight_dtype = Dtype::bfloat16;
     NormBackwardParams b;
     b.dy = dy, b.s = x, b.weight = w, b.rstd = rstd, b.dx = y, b.dweight = dw, b.dweight_partials = partials;
     b.rows = rows, b.columns = b.dy_stride = b.s_stride = columns;
@@ -67,27 +64,6 @@ int main() {
 
     const std::string shape = std::to_string(rows) + "x" + std::to_string(columns);
     std::vector<Row> all;
-    const auto forward = [&](RmsNormConfig c, bool chosen) {
-      Status status;
-      const double us = sweep::time_of([&] { status = rms_norm_forward_cuda_with(c, f, nullptr); });
-      if (status.ok()) all.push_back({us, text_of(c, chosen)});
-    };
-    forward(choose_rms_norm_forward(problem), true);
-    for (int threads : {64, 128, 256, 512, 1024}) {
-      RmsNormConfig c = choose_rms_norm_forward(problem);
-      c.kernel = RmsNormKernel::registers, c.stages = 0, c.shared_bytes = 0;
-      for (bool warp : {true, false}) {
-        c.lanes = warp ? 32 : threads, c.threads = threads,
-        c.vectors = static_cast<int>((vectors + c.lanes - 1) / c.lanes);
-        if (c.vectors > 4 || (warp && threads != 64)) continue;
-        c.blocks = (rows + c.groups() - 1) / c.groups();
-        forward(c, false);
-      }
-    }
-    for_rings(problem, 1, [&](const RmsNormConfig& ring) { forward(ring, false); });
-    sweep::print("forward " + shape, count * 4.0, all);
-
-    all.clear();
     const auto backward = [&](RmsNormConfig c, bool chosen) {
       if (rms_norm_partial_rows(c) > 2048) return;
       Status status;
@@ -95,7 +71,7 @@ int main() {
       if (status.ok()) all.push_back({us, text_of(c, chosen)});
     };
     backward(choose_rms_norm_backward(problem), true);
-    for_rings(problem, 2, [&](const RmsNormConfig& ring) { backward(ring, false); });
+    for_rings(problem, [&](const RmsNormConfig& ring) { backward(ring, false); });
     sweep::print("backward " + shape, count * 6.0, all);
     for (void* p : {x, dy, w, y, rstd, dw, partials}) sweep::check(cudaFree(p));
   }
