@@ -76,3 +76,13 @@ def test_bad_plans_are_named(op, problem, message):
 def test_only_ops_with_a_residual_have_a_stream():
     with pytest.raises(ValueError, match="got residual_dtype"):
         warpsmith.plan("layer_norm", rows=1, columns=8, residual_dtype="float32")
+
+
+@pytest.mark.parametrize("op", ADD)
+@pytest.mark.parametrize("columns", [128, 512, 768, 4096, 16384])
+def test_beside_a_wider_stream_the_backwards_vectors_are_16_bytes_of_the_stream(op, columns):
+    """Its asynchronous copies pass the L1 cache: a vector of two accesses would fetch every 32-byte sector twice."""
+    for dtype, stream, elems in (("bfloat16", "float32", 4), ("bfloat16", "bfloat16", 8), ("float32", "float32", 4)):
+        plan = warpsmith.plan(op, rows=65536, columns=columns, dtype=dtype, residual_dtype=stream)
+        assert plan["backward"]["kernel"] == "ring"
+        assert plan["backward"]["vector_elems"] == elems
