@@ -177,7 +177,7 @@ __device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const P
 template <class Op, class T, class R, int V, int U, Scope S, int kMaxThreads, int kMinBlocks>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) forward_registers(NormForwardParams p, int lanes) {
   constexpr int N = kVector<T>;
-  constexpr bool kWeightWithX = !Op::kResidual && (!Op::kLayer || S == Scope::group);
+  constexpr bool kWeightWithX = !Op::kResidual && (S == Scope::group || (!Op::kLayer && V <= 2));
   constexpr int kScratch = Exchange<S, Op::kSums, kMaxThreads, 1>::kFloats;
   WARPSMITH_SHARED(float, scratch, kScratch);
   const Place<S> at(lanes);

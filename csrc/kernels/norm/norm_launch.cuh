@@ -79,8 +79,9 @@ template <class Op, class T, class R> auto forward_kernel(const NormConfig& c) {
   // Blocks that share the registers of a multiprocessor; where they get fewer, more would spill.
   constexpr bool kWide = sizeof(R) != sizeof(T);
   constexpr int kRows = norm_rows_of_three_vectors(Op::kLayer, Op::kResidual), kPreferred = kNormPreferredThreads;
-  constexpr int kFew = kWide ? 1 : 16, kMany = kWide ? 1 : 12, kThree = kRows == 1 ? kFew : kMany;
-  constexpr int kSmall = kWide || Op::kDropout ? 2 : 3, kLarge = kWide ? 1 : 2;
+  constexpr int kFew = kWide ? 1 : Op::kDropout ? 8 : 16, kMany = kWide ? 1 : 12, kThree = kRows == 1 ? kFew : kMany;
+  constexpr int kSmall = kWide || Op::kDropout || (Op::kLayer && Op::kResidual) ? 2 : 3;
+  constexpr int kLarge = kWide || Op::kDropout ? 1 : 2;
   void (*kernel)(NormForwardParams, int) = nullptr;
   switch (instance(c.scope, c.vectors, c.rows)) {
     case instance(Scope::group, 1, 4): kernel = forward_registers<Op, T, R, 1, 4, Scope::group, 64, kFew>; break;
