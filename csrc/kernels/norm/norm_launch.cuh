@@ -80,7 +80,7 @@ template <class Op, class T, class R> auto forward_kernel(const NormConfig& c) {
   constexpr bool kWide = sizeof(R) != sizeof(T);
   constexpr int kRows = norm_rows_of_three_vectors(Op::kLayer, Op::kResidual), kPreferred = kNormPreferredThreads;
   constexpr int kFew = kWide ? 1 : Op::kDropout ? 8 : 16, kMany = kWide ? 1 : 12, kThree = kRows == 1 ? kFew : kMany;
-  constexpr int kSmall = kWide || Op::kDropout || (Op::kLayer && Op::kResidual) ? 2 : 3;
+  constexpr int kSmall = kWide ? 1 : Op::kDropout || (Op::kLayer && Op::kResidual) ? 2 : 3;
   constexpr int kLarge = kWide || Op::kDropout ? 1 : 2;
   void (*kernel)(NormForwardParams, int) = nullptr;
   switch (instance(c.scope, c.vectors, c.rows)) {
