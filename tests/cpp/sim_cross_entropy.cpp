@@ -247,6 +247,26 @@ template <class T> struct Problem {
   }
 };
 
+// The rows' own incoming gradients, in the forward: of as many as there are rows, which leave lanes of the last
+// block without one.
+TEST(incoming_gradients_in_the_forward) {
+  for (int64_t classes : {24, 37, 1032}) {
+    Problem<bfloat16> p({.rows = 6, .classes = classes, .mean_reduction = false});
+    p.compute_oracle(true);
+    for (size_t r = 0; r < p.target.size(); ++r)  // without the gradient of log_prob
+      if (p.target[r] != p.kIgnore)
+        p.want_gradient[r * static_cast<size_t>(classes) + static_cast<size_t>(p.target[r])] -=
+            static_cast<double>(p.rows_grad[r]);
+    under_every_seed([&] {
+      p.poison();
+      CrossEntropyParams q = p.params(true);
+      q.follows_denominator = false, q.grad_loss = p.rows_grad.data(), q.grad_loss_stride = 1;
+      expect_ok(cross_entropy_forward_cuda(q, nullptr));
+      p.check_gradient(4);
+    });
+  }
+}
+
 // One row length for each number of threads, slots and blocks, in 16-bit elements.
 TEST(every_kernel_bfloat16) {
   for (int64_t classes : {8, 16, 128, 1024, 1032, 4104, 24576})

@@ -62,7 +62,9 @@ __device__ __forceinline__ Gradient<T, kGeneral> gradient_of(const CrossEntropyP
   const float lse = kGeneral || o.z_loss != 0.f ? g.find_lse(at.read, m, s) : 0.f;
   // The row's factors are rounded once for float32 logits, where each rounding would be one of the result's.
   using Wide = std::conditional_t<sizeof(T) == 4, double, float>;
-  const Wide scale = Wide(real_at(p.grad_loss, at.r * p.grad_loss_stride, 1.f)) / denominator;
+  // Lanes without a row go through the motions: there is no gradient of theirs to read.
+  const void* grad_loss = at.exists ? p.grad_loss : nullptr;
+  const Wide scale = Wide(real_at(grad_loss, at.r * p.grad_loss_stride, 1.f)) / denominator;
   const Wide t = scale * o.keep * at.class_weight(p), spread = scale * o.spread;
   Wide k = t + scale * 2.f * o.z_loss * lse;
   if constexpr (kGeneral)

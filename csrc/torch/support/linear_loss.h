@@ -138,9 +138,16 @@ inline LinearLossChunks chunks_of(const LinearInputs& in, int64_t max_chunk_byte
   return choose_linear_loss_chunks({in.rows, in.classes, size_bytes(in.dtype), max_chunk_bytes, in.hidden.is_cuda()});
 }
 
+// What fills a row up to whole vectors is zero: matrix products read it with the last classes, into results that nobody
+// keeps.
 inline Tensor allocate_logits(const LinearInputs& in, int64_t rows, const LinearLossChunks& chunks) {
-  const int64_t sizes[2] = {rows, chunks.logits_stride};
-  return allocate(in.op, "logits", sizes, 2, dtype_code(in.hidden), in.hidden);
+  const int64_t sizes[2] = {rows, chunks.logits_stride}, rest = chunks.logits_stride - in.classes;
+  Tensor logits = allocate(in.op, "logits", sizes, 2, dtype_code(in.hidden), in.hidden);
+  if (rows > 0 && rest > 0) {
+    Tensor filling = matrix_view(logits, in.classes, rows, rest, chunks.logits_stride);
+    torch::stable::zero_(filling);
+  }
+  return logits;
 }
 
 // logits [rows, classes] = scale * (hidden rows from `first` on @ weight^T + bias)
