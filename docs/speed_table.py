@@ -4,6 +4,7 @@ benchmarks/results: `python docs/speed_table.py`."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,18 +36,10 @@ def cells(rows: list[Row]) -> list[Cell]:
     """The rows by cell, each {contender: row}, by op and then in the order of the file."""
     found: dict[tuple[str, ...], Cell] = {}
     for row in rows:
-        row.setdefault("device", "cuda" if guess_gpu(row, rows) else "cpu")
-        key = tuple(row[name] for name in ("device", "op", "shape", "dtype", "direction"))
+        key = tuple(row.get(name, "") for name in ("device", "op", "shape", "dtype", "direction"))
         found.setdefault(key, {})[row["contender"]] = row
     order = {op: i for i, op in enumerate(OPS)}
     return sorted((c for c in found.values() if OURS in c), key=lambda c: order.get(c[OURS]["op"], len(OPS)))
-
-
-def guess_gpu(row: Row, rows: list[Row]) -> bool:
-    """For runs of 2026-11-20, whose rows do not name their device: where a copy was timed, or bfloat16."""
-    cell = ("op", "shape", "dtype", "direction")
-    copied = any(r["contender"] == YARDSTICK and all(r[n] == row[n] for n in cell) for r in rows)
-    return copied or row["dtype"] == "bfloat16" or (row["op"], row["direction"]) == ("adamw", "host")
 
 
 def on_gpu(cell: Cell) -> bool:
@@ -156,9 +149,16 @@ def failures(rows: list[Row]) -> str:
     found = {}
     for row in rows:
         if row["value"] is None:
-            found.setdefault((row["contender"], row["op"], row["shape"]), row["note"].strip())
+            note = re.sub(r"\x1b\[[\d;]*m", "", row["note"]).strip()  # compilers colour their messages
+            found.setdefault((row["contender"], row["op"], row["shape"]), note)
     text = "; ".join(f"{c} at `{op}` {shape} ({why[:90]})" for (c, op, shape), why in found.items())
     return f"\nWithout a time: {text}.\n" if text else ""
+
+
+def untimed(gpu: list[Cell], cpu: list[Cell]) -> str:
+    """The ops that the run's time did not suffice for on the CPU."""
+    left = [f"`{op}`" for op in dict.fromkeys(c[OURS]["op"] for c in gpu) if op not in {c[OURS]["op"] for c in cpu}]
+    return f"\nNot timed on the CPU in this run: {', '.join(left)}.\n" if left else ""
 
 
 def table(path: Path) -> str:
@@ -166,45 +166,19 @@ def table(path: Path) -> str:
     run = json.loads(path.read_text())
     e, found = run["environment"], cells(run["rows"])
     gpu, cpu = [c for c in found if on_gpu(c)], [c for c in found if not on_gpu(c)]
-    rivals = ", ".join(f"{name} {version}" for name, version in e.get("rivals", {}).items()) or "no other library"
+    rivals = ", ".join(f"{name} {version}" for name, version in e["rivals"].items())
     return (
-        (
-            f"{e['gpu']} (driver {e['driver_version']}, {e['power.limit']}), torch {e['torch']}, CUDA {e['cuda']}, "
-            f"Python {e['python']}, {e['date'][:16]}, one run of `python -m benchmarks`. Beside torch eager and "
-            f"`torch.compile`: {rivals}. Below 1 under *rival / ours* the rival is faster.\n"
-            f"All contenders: `{path.relative_to(ROOT)}`.\n\n"
-            f"bf16 where nothing else is said:\n\n"
-            f"{both_ways(gpu, 'bfloat16')}\n{the_rest(gpu, 'bfloat16')}\n{training(gpu)}{failures(run['rows'])}\n"
-        )
-        + (
-            f"The CPU of the same machine ({e['cpu']}, 2 threads, fp32):\n\n"
-            f"{both_ways(cpu, 'float32')}\n{the_rest(cpu, 'float32')}\n{training(cpu)}"
-            if cpu
-            else "The run has no rows of the CPU.\n"
-        )
-        + ("" if any(row["op"] == "layer_norm" for row in run["rows"]) else f"\n{layers()}")
-    )
-
-
-def layers() -> str:
-    """The layers and losses, of the file that was gathered while they were tuned: ours alone, beside the copy."""
-    path = ROOT / "benchmarks/results/2026-11-21-layers.json"
-    run = json.loads(path.read_text())
-    e = run["environment"]
-    lines = []
-    for row in run["rows"]:
-        if row["contender"].startswith(OURS) and row["value"] is not None and row["direction"] != "peak memory":
-            name = f"`{row['op'].split()[0]}`" + row["op"][len(row["op"].split()[0]) :] + row["contender"][len(OURS) :]
-            of_copy = "" if row["of_yardstick"] is None else f"{row['of_yardstick']:.2f}"
-            ratio = "" if row["of_best_rival"] is None else f"{row['of_best_rival']:.2f}"
-            lines.append(f"| {name} | {row['direction']} | {row['shape']} | {time_text(row)} | {of_copy} | {ratio} |")
-    return (
-        f"Layers and losses, bf16, same card and software, {e['date']}, an op at a time while the kernels were tuned. "
-        f"Rivals: torch eager, Liger's Triton kernels and cuDNN where they have the op; torch.compile for `swiglu` and "
-        f"the linear losses alone. `layer_norm` backward of 65536x768 has another configuration since, not measured.\n"
-        f"All contenders, times and commits: `{path.relative_to(ROOT)}`.\n\n"
-        "| op | direction | size | time (spread) | of copy | best rival's time / ours |\n"
-        "|---|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
+        f"{e['gpu']} (driver {e['driver_version']}, {e['power.limit']}), torch {e['torch']}, CUDA {e['cuda']}, "
+        f"Python {e['python']}, {e['date'][:16]}, one run of `python -m benchmarks`. Beside torch eager and "
+        f"`torch.compile`: {rivals}. Below 1 under *rival / ours* the rival is faster.\n"
+        f"All contenders: `{path.relative_to(ROOT)}`.\n\n"
+        f"bf16 where nothing else is said:\n\n"
+        f"{both_ways(gpu, 'bfloat16')}\n{the_rest(gpu, 'bfloat16')}\n{training(gpu)}{failures(run['rows'])}\n"
+    ) + (
+        f"The CPU of the same machine ({e['cpu']}, 2 threads, fp32):\n\n"
+        f"{both_ways(cpu, 'float32')}\n{the_rest(cpu, 'float32')}\n{training(cpu)}{untimed(gpu, cpu)}"
+        if cpu
+        else "The run has no rows of the CPU.\n"
     )
 
 
