@@ -43,12 +43,16 @@ def train(rank, wrap):
 
 def both(rank, world_size):
     warnings.simplefilter("ignore")
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
+    # Without a mesh FSDP2 moves the net to the GPU of a machine that has one, whose generator draws other masks.
+    mesh = init_device_mesh("cpu", (world_size,))
+
     def shard(net):
-        fully_shard(net.mlp)
-        return fully_shard(net)
+        fully_shard(net.mlp, mesh=mesh)
+        return fully_shard(net, mesh=mesh)
 
     torch.manual_seed(rank)
     x, zeros = torch.ones(4, 64), torch.zeros(4, 64)
