@@ -96,6 +96,8 @@ def both_ways(found: list[Cell], usual: str) -> str:
         forward, backward = pair.get("forward"), pair.get("backward")
         row = (forward or pair["backward"])[OURS]
         lines.append(line([f"`{row['op']}`", size_text(row, usual), *figures(forward), *figures(backward)]))
+    if not lines:
+        return ""
     columns = ["time (spread)", "of copy", "best rival", "rival / ours"]
     return head(
         ["op", "size", *(f"forward: {columns[0]}", *columns[1:]), *(f"backward: {columns[0]}", *columns[1:])]
