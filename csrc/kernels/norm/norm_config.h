@@ -163,12 +163,11 @@ constexpr int norm_rows_of_three_vectors(bool layer, bool residual) { return lay
 constexpr int norm_ring_vectors(bool layer, bool wide) { return layer && !wide ? 4 : 2; }
 constexpr int norm_ring_threads(bool layer, bool wide) { return !layer ? 768 : wide ? 512 : 256; }
 
-// Forward. One H200 (2026-11-21, bf16, kernels alone), fractions of a copy of the same bytes; what is chosen differs
-// from these only in details that are not measured yet:
+// Forward. One H200 (2026-11-22, bf16, through Python), fractions of a copy of the same bytes:
 //   columns                   128   768   4096  8192  12288
-//   rms                       0.95  0.97  0.98  0.94  0.91
-//   layer                     0.88  0.91        0.92  0.88
-//   rms with residual                     0.97  0.96  0.97
+//   rms                       0.93  0.99  1.00  0.97  0.98
+//   layer                           0.94  0.97  0.93  0.92
+//   rms with residual               0.97  0.97  0.97  0.96
 // Two vectors a thread are better than four for rms up to 4096 columns (0.98, 0.96), worse for layer (0.83); six lost
 // everywhere. Clusters for rows that a block can hold lost 5 % and more.
 constexpr NormConfig choose_norm_forward(const NormProblem& p) {
