@@ -1,4 +1,6 @@
 #pragma once
+#include <vector>
+
 #include "cpu/elementwise.h"
 #include "kernels/activation/biased.h"
 #include "kernels/activation/functions.h"
@@ -36,11 +38,6 @@ WARPSMITH_ADD_TO(double)
     for (int64_t i = 0; i < count; ++i)                                                                             \
       dx[i] =                                                                                                       \
           from_float<T>(activation::F<Math>(to_float(x[i]) + to_float(bias[i])).times_derivative(to_float(dy[i]))); \
-  }                                                                                                                 \
-  WARPSMITH_VECTORIZE void name##_sum(const T* dy, const T* x, const W* bias, Arithmetic<T>* sum, int64_t count) {  \
-    using Math = HostMath<Arithmetic<T>>;                                                                           \
-    for (int64_t i = 0; i < count; ++i)                                                                             \
-      sum[i] += activation::F<Math>(to_float(x[i]) + to_float(bias[i])).times_derivative(to_float(dy[i]));          \
   }
 
 #define WARPSMITH_BIASED_CPU(name, F)                                                                    \
@@ -56,12 +53,10 @@ WARPSMITH_ADD_TO(double)
     }                                                                                                    \
     template <class T, class W>                                                                          \
     static void backward(const T* dy, const T* x, const W* bias, T* dx, Arithmetic<T>* sum, int64_t n) { \
-      if (dx && sum)                                                                                     \
+      if (sum)                                                                                           \
         name##_backward(dy, x, bias, dx, sum, n);                                                        \
-      else if (dx)                                                                                       \
-        name##_dx(dy, x, bias, dx, n);                                                                   \
       else                                                                                               \
-        name##_sum(dy, x, bias, sum, n);                                                                 \
+        name##_dx(dy, x, bias, dx, n);                                                                   \
     }                                                                                                    \
   };
 
@@ -96,12 +91,15 @@ template <class Loops> Status biased_backward_cpu(const BiasedBwdParams& p, cons
     Math* partials = static_cast<Math*>(p.partials);
     const int64_t chunks = biased_partial_rows_cpu(p.rows);  // whatever the number of threads
     parallel(chunks, 1, [&](int64_t begin, int64_t end) {
+      // dx is made whether wanted or not: a loop of its own for dbias alone would contract additions that this one does
+      // not, and so give other bits.
+      std::vector<T> unwanted(dx ? 0 : static_cast<size_t>(p.columns));
       for (int64_t chunk = begin; chunk < end; ++chunk) {
         Math* sum = partials ? partials + chunk * p.columns : nullptr;
         if (sum) std::fill_n(sum, p.columns, Math(0));
         for (int64_t r = p.rows * chunk / chunks; r < p.rows * (chunk + 1) / chunks; ++r)
           Loops::backward(dy + r * p.dy_stride, x + r * p.x_stride, static_cast<const W*>(p.bias),
-                          dx ? dx + r * p.columns : nullptr, sum, p.columns);
+                          dx ? dx + r * p.columns : unwanted.data(), sum, p.columns);
       }
     });
     if (!partials) return;

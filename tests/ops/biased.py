@@ -97,3 +97,13 @@ def check_thread_counts(op):
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def check_gradients_alone(backward, device, *options):
+    """The bits of each gradient do not depend on whether the other is wanted. `backward`: the raw op."""
+    torch.manual_seed(0)
+    dy, x = torch.randn(2, 37, 40, device=device).bfloat16()
+    for bias in (torch.randn(40, device=device), torch.randn(40, device=device).bfloat16()):
+        both = backward(dy, x, bias, True, True, *options)
+        assert torch.equal(backward(dy, x, bias, True, False, *options)[0], both[0])
+        assert torch.equal(backward(dy, x, bias, False, True, *options)[1], both[1])

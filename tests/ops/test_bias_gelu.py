@@ -6,7 +6,18 @@ import warpsmith
 from warpsmith.reference.bias_gelu import bias_gelu as reference
 from warpsmith.testing import BadInput, Case, op_tests
 
-from .biased import BAD_INPUTS, BF16, CASES, FP16, FP32, FP64, biased_spec, but, check_thread_counts
+from .biased import (
+    BAD_INPUTS,
+    BF16,
+    CASES,
+    FP16,
+    FP32,
+    FP64,
+    biased_spec,
+    but,
+    check_gradients_alone,
+    check_thread_counts,
+)
 
 EXACT = {"approximate": "none"}
 ALL = [*CASES, *(Case((5, 136), dtype, options=EXACT) for dtype in (BF16, FP32, FP16, FP64))]
@@ -28,6 +39,11 @@ TestBiasGelu = op_tests(SPEC)
 
 def test_results_do_not_depend_on_the_number_of_threads():
     check_thread_counts(warpsmith.bias_gelu)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_gradient_alone_has_the_same_bits(device):
+    check_gradients_alone(torch.ops.warpsmith.bias_gelu_backward, device, True)
 
 
 def test_second_derivatives_of_the_exact_form():
