@@ -2,20 +2,13 @@
 #include <vector>
 
 #include "cpu/elementwise.h"
+#include "cpu/partial_sums.h"
 #include "kernels/activation/biased.h"
 #include "kernels/activation/functions.h"
 
 // The CPU body of the biased activations. WARPSMITH_BIASED_CPU(name, F), inside an anonymous namespace, defines the
 // struct `name`, whose biased_forward_cpu and biased_backward_cpu run it, for F of functions.h.
 namespace warpsmith::cpu {
-
-#define WARPSMITH_ADD_TO(F)                                                                             \
-  WARPSMITH_VECTORIZE static void add_to(const F* __restrict__ x, F* __restrict__ sum, int64_t count) { \
-    for (int64_t i = 0; i < count; ++i) sum[i] += x[i];                                                 \
-  }
-WARPSMITH_ADD_TO(float)
-WARPSMITH_ADD_TO(double)
-#undef WARPSMITH_ADD_TO
 
 // Loops over one row: free functions, because target_clones reaches neither lambdas nor templates.
 #define WARPSMITH_BIASED_LOOPS_(name, F, T, W)                                                                      \
@@ -102,13 +95,7 @@ template <class Loops> Status biased_backward_cpu(const BiasedBwdParams& p, cons
                           dx ? dx + r * p.columns : unwanted.data(), sum, p.columns);
       }
     });
-    if (!partials) return;
-    W* dbias = static_cast<W*>(p.dbias);
-    parallel(p.columns, 256, [&](int64_t begin, int64_t end) {
-      for (int64_t chunk = 1; chunk < chunks; ++chunk)  // row by row: a column's sums lie far apart
-        add_to(partials + chunk * p.columns + begin, partials + begin, end - begin);
-      for (int64_t c = begin; c < end; ++c) dbias[c] = from_float<W>(partials[c]);
-    });
+    if (partials) add_partials(partials, chunks, p.columns, static_cast<W*>(p.dbias), 256, parallel);
   });
 }
 

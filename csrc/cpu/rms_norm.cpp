@@ -5,6 +5,7 @@
 
 #include "common/half_host.h"
 #include "common/vectorize.h"
+#include "cpu/partial_sums.h"
 
 namespace warpsmith {
 namespace {
@@ -90,14 +91,6 @@ WARPSMITH_RMS_NORM(bfloat16, bfloat16, float)
 WARPSMITH_RMS_NORM(bfloat16, float, float)
 #undef WARPSMITH_RMS_NORM
 
-#define WARPSMITH_ADD_TO(Math)                                                                           \
-  WARPSMITH_VECTORIZE void add_to(const Math* __restrict__ x, Math* __restrict__ sum, int64_t columns) { \
-    for (int64_t c = 0; c < columns; ++c) sum[c] += x[c];                                                \
-  }
-WARPSMITH_ADD_TO(float)
-WARPSMITH_ADD_TO(double)
-#undef WARPSMITH_ADD_TO
-
 int64_t rows_per_task(int64_t columns) { return std::max<int64_t>(1, kGrainElems / columns); }
 
 template <class T, class W, class Math> void forward(const NormForwardParams& p, const Parallel& parallel) {
@@ -144,13 +137,8 @@ template <class T, class W, class Math> void backward(const NormBackwardParams& 
       }
     }
   });
-  if (!partials) return;
-  W* dweight = static_cast<W*>(p.dweight);
-  parallel(p.columns, kGrainElems / chunks, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = 1; chunk < chunks; ++chunk)  // row by row: a column's sums lie far apart
-      add_to(partials + chunk * p.columns + begin, partials + begin, end - begin);
-    for (int64_t c = begin; c < end; ++c) dweight[c] = from_float<W>(partials[c]);
-  });
+  if (partials)
+    cpu::add_partials(partials, chunks, p.columns, static_cast<W*>(p.dweight), kGrainElems / chunks, parallel);
 }
 
 // Calls `visit` with the storage types of the activation and the weight, and the type of the arithmetic.
