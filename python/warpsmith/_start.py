@@ -34,8 +34,15 @@ def _mark_compiled_graphs() -> None:
     from warpsmith._version import __version__
 
     mark = f"[warpsmith {__version__}]"
-    if mark not in config.cache_key_tag:
-        config.cache_key_tag += mark
+    tag = config.cache_key_tag
+    if mark in tag:
+        return
+    config.cache_key_tag = tag + mark
+    # In torch 2.13, not yet in 2.11, what is assigned holds in the assigning thread alone, and graphs are compiled in
+    # others too. What the environment gives holds in all; torch has read it by now, so the value it keeps is changed.
+    entry = vars(config).get("_config", {}).get("cache_key_tag")
+    if hasattr(entry, "env_value_default"):
+        entry.env_value_default = tag + mark
 
 
 _load_or_explain()
