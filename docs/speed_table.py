@@ -1,19 +1,20 @@
-"""Writes the README's speed tables, and the plot of linear_cross_entropy's memory, from the newest H200 run in
-benchmarks/results: `python docs/speed_table.py`."""
+"""Writes the speed tables and plots from the newest runs in benchmarks/results: what stands in README.md in short, all
+of it in docs/benchmarks.md. `python docs/speed_table.py`."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
 OURS, YARDSTICK, MEMORY = "warpsmith", "copy_", "peak memory"
-CURVE = "linear_cross_entropy by chunks"
-PLOT = ROOT / "docs/img/linear_loss_curve.png"
+EAGER = ("torch", "torch, no cast", "torch fused")
+GPU, CPU = "*-nvidia-h200.json", "*-cpu.json"
+WHOLE = ("loss + gradient", "forward + backward", "step")  # what is measured in one piece
+NEAR = 0.98  # the README names the cells where a rival's time is less than this much of ours
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # In this order; others follow by name.
 OPS = (
@@ -26,9 +27,9 @@ Row = dict[str, Any]
 Cell = dict[str, Row]
 
 
-def newest() -> Path:
+def newest(pattern: str = GPU) -> Path:
     """The newest kept run that holds measurements."""
-    runs = sorted((ROOT / "benchmarks/results").glob("*-nvidia-h200.json"))
+    runs = sorted((ROOT / "benchmarks/results").glob(pattern))
     return [path for path in runs if json.loads(path.read_text())["rows"]][-1]
 
 
@@ -148,7 +149,7 @@ def training(found: list[Cell]) -> str:
 
 def failures(rows: list[Row]) -> str:
     """Contenders without a time, each once."""
-    found = {}
+    found: dict[tuple[str, ...], str] = {}
     for row in rows:
         if row["value"] is None:
             note = re.sub(r"\x1b\[[\d;]*m", "", row["note"]).strip()  # compilers colour their messages
@@ -157,55 +158,119 @@ def failures(rows: list[Row]) -> str:
     return f"\nWithout a time: {text}.\n" if text else ""
 
 
-def untimed(gpu: list[Cell], cpu: list[Cell]) -> str:
-    """The ops that the run's time did not suffice for on the CPU."""
-    left = [f"`{op}`" for op in dict.fromkeys(c[OURS]["op"] for c in gpu) if op not in {c[OURS]["op"] for c in cpu}]
-    return f"\nNot timed on the CPU in this run: {', '.join(left)}.\n" if left else ""
-
-
-def table(path: Path) -> str:
-    """What stands between the README's two marks."""
-    run = json.loads(path.read_text())
-    e, found = run["environment"], cells(run["rows"])
-    gpu, cpu = [c for c in found if on_gpu(c)], [c for c in found if not on_gpu(c)]
-    rivals = ", ".join(f"{name} {version}" for name, version in e["rivals"].items())
+def where(path: Path, run: Row) -> str:
+    """The machine, the versions and the file, in a sentence or two."""
+    e = run["environment"]
+    machine = f"{e['gpu']} (driver {e['driver_version']}, {e['power.limit']}), " if e.get("gpu") else f"{e['cpu']}, "
+    cuda = f", CUDA {e['cuda']}" if e["cuda"] else ""
     return (
-        f"{e['gpu']} (driver {e['driver_version']}, {e['power.limit']}), torch {e['torch']}, CUDA {e['cuda']}, "
-        f"Python {e['python']}, {e['date'][:16]}, one run of `python -m benchmarks`. Beside torch eager and "
-        f"`torch.compile`: {rivals}. Below 1 under *rival / ours* the rival is faster.\n"
-        f"All contenders: `{path.relative_to(ROOT)}`.\n\n"
-        f"bf16 where nothing else is said:\n\n"
-        f"{both_ways(gpu, 'bfloat16')}\n{the_rest(gpu, 'bfloat16')}\n{training(gpu)}{failures(run['rows'])}\n"
-    ) + (
-        f"The CPU of the same machine ({e['cpu']}, 2 threads, fp32):\n\n"
-        f"{both_ways(cpu, 'float32')}\n{the_rest(cpu, 'float32')}\n{training(cpu)}{untimed(gpu, cpu)}"
-        if cpu
-        else "The run has no rows of the CPU.\n"
+        f"{machine}torch {e['torch']}{cuda}, Python {e['python']}, {e['date'][:16]}, one run of "
+        f"`python -m benchmarks`; all contenders: `{path.relative_to(ROOT)}`."
     )
 
 
-def plot(path: Path) -> None:
-    """The curve's picture, where the run has it."""
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.linear_loss_curve import plot as draw
+def rivals(run: Row) -> str:
+    found = ", ".join(f"{name} {version}" for name, version in run["environment"]["rivals"].items())
+    return f"Beside torch eager and `torch.compile`: {found}."
 
-    points: dict[tuple[str, str], dict[str, float]] = {}
-    shape = ""
-    for row in json.loads(path.read_text())["rows"]:
-        if row["op"] == CURVE and row["value"]:
-            shape = row["shape"]
-            points.setdefault(tuple(row["contender"].split(", ")), {})[row["direction"]] = row["value"]
-    found = [(dtype, int(n), p["forward + backward"], p[MEMORY]) for (dtype, n), p in points.items()]
-    if found:
-        draw(found, shape.split("x"), PLOT)
+
+def tables(gpu_path: Path, cpu_path: Path) -> str:
+    """What stands between the marks of docs/benchmarks.md."""
+    run, cpu_run = (json.loads(path.read_text()) for path in (gpu_path, cpu_path))
+    gpu = [c for c in cells(run["rows"]) if on_gpu(c)]
+    cpu = [c for c in cells(cpu_run["rows"]) if not on_gpu(c)]
+    return (
+        f"{where(gpu_path, run)} {rivals(run)} Below 1 under *rival / ours* the rival is faster.\n\n"
+        f"bf16 where nothing else is said:\n\n"
+        f"{both_ways(gpu, 'bfloat16')}\n{the_rest(gpu, 'bfloat16')}\n{training(gpu)}{failures(run['rows'])}\n"
+        f"The CPU, 2 threads, fp32: {where(cpu_path, cpu_run)}\n\n"
+        f"{both_ways(cpu, 'float32')}\n{the_rest(cpu, 'float32')}\n{training(cpu)}{failures(cpu_run['rows'])}"
+    )
+
+
+def ratio(cell: Cell, rival: Row | None, named: bool = False) -> str:
+    if rival is None or not rival["value"] or not cell[OURS]["value"]:
+        return ""
+    return f"{rival['value'] / cell[OURS]['value']:.2f}" + f" {rival['contender']}" * named
+
+
+def short(cell: Cell | None) -> list[str]:
+    """Time, fraction of the copy's rate, torch's time over ours, the best rival's."""
+    if cell is None:
+        return [""] * 4
+    ours = cell[OURS]
+    of_copy = "" if ours["of_yardstick"] is None else f"{ours['of_yardstick']:.2f}"
+    eager = min((r for n, r in cell.items() if n in EAGER and r["value"]), key=lambda r: r["value"], default=None)
+    return [time_text(ours).split(" (")[0], of_copy, ratio(cell, eager), ratio(cell, best_rival(cell), named=True)]
+
+
+def summary(path: Path) -> str:
+    """What stands between the README's marks: each op at its first size, and where a rival is ahead."""
+    run = json.loads(path.read_text())
+    gpu = [c for c in cells(run["rows"]) if on_gpu(c)]
+    firsts: dict[str, dict[str, Cell]] = {}
+    for cell in gpu:
+        row = cell[OURS]
+        shapes = firsts.setdefault(row["op"], {})
+        if row["direction"] in ("forward", "backward", *WHOLE) and {c[OURS]["shape"] for c in shapes.values()} <= {
+            row["shape"]
+        }:
+            shapes[row["direction"]] = cell
+    lines = []
+    for op, shapes in firsts.items():
+        pair = [shapes.get("forward"), shapes.get("backward")]
+        whole = [shapes[d] for d in WHOLE if d in shapes]
+        first = next((c for c in [*pair, *whole] if c), None)
+        if first is None:
+            continue
+        size = size_text(first[OURS], "bfloat16")
+        if whole:
+            lines.append(line([f"`{op}`, {whole[0][OURS]['direction']}", size, *short(whole[0]), *short(None)]))
+        else:
+            lines.append(line([f"`{op}`", size, *short(pair[0]), *short(pair[1])]))
+    columns = ["of copy", "torch / ours", "best rival / ours"]
+    return (
+        f"{where(path, run)} {rivals(run)} bf16 where nothing else is said; a ratio above 1 says how much faster "
+        f"ours is.\n\n"
+        f"{head(['op', 'size', 'forward', *columns, 'backward', *columns])}" + "\n".join(lines) + f"\n\n{behind(gpu)}"
+    )
+
+
+def behind(found: list[Cell]) -> str:
+    """How many cells, and in which a rival is ahead by more than the noise."""
+    timed = [c for c in found if c[OURS]["direction"] in ("forward", "backward", "loss", *WHOLE) and best_rival(c)]
+    memory = {(c[OURS]["op"], c[OURS]["shape"]): c for c in found if c[OURS]["direction"] == MEMORY}
+    ahead = []
+    for cell in timed:
+        ours, best = cell[OURS], best_rival(cell)
+        assert best is not None
+        if ours["value"] and best["value"] / ours["value"] < NEAR:
+            held = memory.get((ours["op"], ours["shape"]), {})
+            peaks = [f"{held[n]['value'] / 1e3:.2f} GB" for n in (best["contender"], OURS) if n in held]
+            price = f", {' beside '.join(peaks)}" if peaks else ""
+            what = f"`{ours['op']}` {ours['shape']} {ours['direction']}"
+            ahead.append((best["value"] / ours["value"], what, f"({best['contender']}{price})"))
+    named = "; ".join(f"{what} {r:.2f} {who}" for r, what, who in sorted(ahead))
+    return (
+        f"Over all sizes the best rival of the run is more than {1 - NEAR:.0%} faster in {len(ahead)} of {len(timed)} "
+        f"cells{': ' + named if named else ''}.\n"
+    )
+
+
+def write(path: Path, text: str) -> None:
+    """Between the marks of a document."""
+    before, rest = path.read_text(encoding="utf-8").split(BEGIN)
+    path.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.split(END)[1], encoding="utf-8")
 
 
 def main() -> None:
-    readme, run = ROOT / "README.md", newest()
-    before, rest = readme.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    readme.write_text(before + BEGIN + "\n" + table(run) + "\n" + END + after)
-    plot(run)
+    write(ROOT / "README.md", summary(newest()))
+    write(ROOT / "docs/benchmarks.md", tables(newest(), newest(CPU)))
+    from speed_plots import beside_rivals, memory_curve
+
+    rows = json.loads(newest().read_text())["rows"]
+    memory_curve(rows)
+    beside_rivals([c for c in cells(rows) if on_gpu(c)])
 
 
 if __name__ == "__main__":

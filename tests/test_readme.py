@@ -50,12 +50,15 @@ def speed_table():
     return module
 
 
-def test_the_speed_table_is_that_of_the_file_it_names(speed_table):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = text.split(speed_table.BEGIN)[1].split(speed_table.END)[0].strip()
-    (named,) = set(re.findall(r"`(benchmarks/results/[^`]+\.json)`", shown))
-    assert ROOT / named == speed_table.newest()
-    assert shown == speed_table.table(ROOT / named).strip()
+def between_marks(speed_table, document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return text.split(speed_table.BEGIN)[1].split(speed_table.END)[0].strip()
+
+
+def test_the_speed_tables_are_those_of_the_newest_runs(speed_table):
+    gpu, cpu = speed_table.newest(), speed_table.newest(speed_table.CPU)
+    assert between_marks(speed_table, "README.md") == speed_table.summary(gpu).strip()
+    assert between_marks(speed_table, "docs/benchmarks.md") == speed_table.tables(gpu, cpu).strip()
 
 
 def measured(op, direction, device="cuda", shape="4x4", unit="ms", **values):
@@ -77,15 +80,15 @@ def measured(op, direction, device="cuda", shape="4x4", unit="ms", **values):
 
 @pytest.fixture
 def recording(speed_table, tmp_path, monkeypatch):
-    """The table of some rows."""
+    """The tables, or the summary, of some rows."""
     monkeypatch.setattr(speed_table, "ROOT", tmp_path)
     facts = ("gpu", "driver_version", "power.limit", "torch", "cuda", "python", "date", "cpu")
     environment = dict.fromkeys(facts, "some") | {"rivals": {"liger-kernel": "0.8.5", "apex": "absent"}}
 
-    def table(*cells):
+    def table(*cells, short=False):
         path = tmp_path / "run.json"
         path.write_text(json.dumps({"environment": environment, "rows": [row for cell in cells for row in cell]}))
-        return speed_table.table(path).splitlines()
+        return (speed_table.summary(path) if short else speed_table.tables(path, path)).splitlines()
 
     return table
 
@@ -101,7 +104,6 @@ def test_a_faster_rival_keeps_its_row_and_directions_stand_side_by_side(recordin
     assert rope == f"| `rope` | 4x4 {forward} 2 ms (10%) | 0.25 | compiled, 1 ms (10%) | 0.50 |"
     assert rms == "| `rms_norm` | 4x4 | 50 us (10%) |  | torch, 100 us (10%) | 2.00 |  |  |  |  |"
     assert "liger-kernel 0.8.5, apex absent" in lines[0]
-    assert lines[-1] == "The run has no rows of the CPU."
 
 
 def test_variants_memory_and_training_have_their_lines(recording):
@@ -126,8 +128,33 @@ def test_the_cpu_has_tables_of_its_own(recording):
         measured("rope", "forward", device="cpu", warpsmith=1.0, torch=2.0),
         measured("rms_norm", "forward", warpsmith=1.0),
     )
-    assert lines[-1] == "Not timed on the CPU in this run: `rms_norm`."
     marks = [i for i, x in enumerate(lines) if x.startswith(("The CPU", "| `rope`"))]
     assert len(marks) == 2
     assert lines[marks[0]].startswith("The CPU")
     assert "| `rope` | 4x4 bf16 | 1 ms" in lines[marks[1]]
+
+
+def test_the_summary_has_an_op_once_and_names_who_is_faster(recording):
+    lines = recording(
+        measured("rope", "forward", shape="4x4", warpsmith=1.0, torch=8.0, liger=1.1, copy_=0.97),
+        measured("rope", "backward", shape="4x4", warpsmith=1.0, torch=8.0, liger=0.99),
+        measured("rope", "forward", shape="2x2", warpsmith=1.0, torch=8.0, liger=0.5),
+        measured("adamw", "step", warpsmith=1.0, torch__fused=None, torch=2.0),
+        measured("adamw", "peak memory", unit="MB", warpsmith=1000.0, torch=4000.0),
+        measured("adamw", "host", warpsmith=1.0, torch=0.1),
+        short=True,
+    )
+    assert [x for x in lines if x.startswith("| `")] == [
+        "| `rope` | 4x4 | 1 ms | 0.97 | 8.00 | 1.10 liger | 1 ms |  | 8.00 | 0.99 liger |",
+        "| `adamw`, step | 4x4 | 1 ms |  | 2.00 | 2.00 torch |  |  |  |  |",
+    ]
+    assert lines[-1].endswith("more than 2% faster in 1 of 4 cells: `rope` 2x2 forward 0.50 (liger).")
+
+
+def test_the_summary_says_what_a_faster_rival_holds_in_memory(recording):
+    lines = recording(
+        measured("linear_log_prob", "forward + backward", warpsmith=2.0, torch=1.0),
+        measured("linear_log_prob", "peak memory", unit="MB", warpsmith=1000.0, torch=4000.0),
+        short=True,
+    )
+    assert lines[-1].endswith("`linear_log_prob` 4x4 forward + backward 0.50 (torch, 4.00 GB beside 1.00 GB).")
