@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "common/dtype.h"
+#include "common/huge_pages.h"
 #include "torch/support/errors.h"
 
 namespace warpsmith {
@@ -112,7 +113,16 @@ inline Tensor allocate_strided(const char* op, const char* argument, const int64
     throw std::runtime_error(std::string(op) + ": " + kOutOfMemory + argument + " of shape (" + text + ") on " +
                              device_text(like));
   }
-  return Tensor(handle);
+  Tensor made(handle);
+  int64_t elements = 1;
+  for (int64_t i = 0; i < dim; ++i) elements *= sizes[i];
+  constexpr int64_t kLargestElement = 8;  // of fewer elements none needs the call below
+  if (elements >= kHugePagesFromBytes / kLargestElement && like.is_cpu()) {
+    int64_t bytes = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(made.get(), &bytes));
+    if (bytes >= kHugePagesFromBytes) advise_huge_pages(made.data_ptr(), bytes);
+  }
+  return made;
 }
 
 // The same, contiguous.
