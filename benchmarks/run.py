@@ -2,7 +2,7 @@
 
     python -m benchmarks                                    all ops, on the CPU and (if there is one) the GPU
     python benchmarks/run.py --op rms_norm --json out.json  one op
-    python -m benchmarks --warm-compile 14                  compile alone, by 14 processes, for a timing run after it
+    python -m benchmarks --warm-compile 8                   compile alone, by 8 processes, for a timing run after it
 
 Each `bench_<op>.py` has `run(device, options)`, which returns the rows of one device. How a time is taken, and what the
 columns mean, is in `warpsmith.testing` (GpuTimer, time_cpu, Row).
@@ -27,11 +27,19 @@ from warpsmith.testing import Row, environment, format_table, write_json  # noqa
 
 from benchmarks import rivals, warm  # noqa: E402
 from benchmarks.cells import Options, compile_seconds  # noqa: E402
+from benchmarks.host_load import HostLoad  # noqa: E402
+
+# First what times the host, in a fresh process into which no rival has been loaded; then the longest, so that a run
+# that must end early leaves short ones out.
+HOST = ("host", "adamw")
+LONGEST = ("gpt2", "linear_cross_entropy", "linear_loss_curve", "rms_norm", "cross_entropy", "layer_norm")
 
 
 def available():
-    """Names of the benchmarks: the bench_<op>.py files beside this one."""
-    return sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
+    """Names of the benchmarks, the bench_<op>.py files beside this one, in the order in which they run."""
+    names = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
+    first = [name for name in HOST + LONGEST if name in names]
+    return first + [name for name in names if name not in first]
 
 
 def parser():
@@ -40,6 +48,9 @@ def parser():
     made.add_argument("--device", choices=("cpu", "cuda", "all"), default="all", help="default: all that are there")
     made.add_argument("--json", type=Path, help="also write the rows and the environment to this file")
     made.add_argument("--skip", type=int, default=0, metavar="N", help="go on: the --json file has N ops and devices")
+    made.add_argument(
+        "--until", type=float, metavar="T", help="begin nothing after this Unix time; say what is left out"
+    )
     made.add_argument("--rounds", type=int, default=25, help="samples of each contender (default 25)")
     made.add_argument("--no-compile", action="store_true", help="leave torch.compile out: it takes most of the time")
     made.add_argument("--warm-compile", type=int, metavar="N", help="time nothing: compile it all, by N processes")
@@ -83,6 +94,10 @@ def context_is_lost():
     return False
 
 
+# What a run says of itself beside the machine. others_busy_cores: cores that other processes kept busy meanwhile.
+FACTS = {"rivals": dict, "failed": list, "left_out": list, "others_busy_cores": dict}
+
+
 def main(arguments=None):
     made = parser()
     options = made.parse_args(arguments)
@@ -96,31 +111,39 @@ def main(arguments=None):
     devices = [d for d in devices if d == "cpu" or torch.cuda.is_available()]
     ops = options.op or available()
     if options.warm_compile:
-        warm.warm_compile(ops, devices, options.warm_compile)
+        warm.warm_compile(ops, devices, options.warm_compile, options.until)
         return 0
 
     settings = Options(rounds=options.rounds, quick=options.quick, compile=not options.no_compile)
-    facts = {"rivals": rivals.installed() if "cuda" in devices else {}}
-    kept = json.loads(options.json.read_text()) if options.skip else {"rows": []}
+    kept = json.loads(options.json.read_text()) if options.skip else {"rows": [], "environment": {}}
     rows = [Row(**row) for row in kept["rows"]]
-    failed = kept.get("environment", {}).get("failed", [])
+    facts = {name: kept["environment"].get(name, made_of()) for name, made_of in FACTS.items()}
     todo = [(op, device) for device in devices for op in ops]
     for done, (op, device) in enumerate(todo[options.skip :], options.skip + 1):
+        if options.until and time.time() > options.until:
+            facts["left_out"] = [f"{op} on {device}" for op, device in todo[done - 1 :]]
+            break
+        if "cuda" in devices and op not in HOST and not facts["rivals"]:
+            facts["rivals"] = rivals.installed()
+        load = HostLoad()
         try:
             rows += run_op(op, device, settings)
         except Exception:
             traceback.print_exc()
-            failed.append(f"{op} on {device}")
+            facts["failed"].append(f"{op} on {device}")
+        facts["others_busy_cores"][f"{op} on {device}"] = load.others_busy_cores()
         if options.json:
-            write_json(options.json, rows, **facts, failed=failed)
+            write_json(options.json, rows, **facts)
             if context_is_lost() and todo[done:]:  # no kernel runs in this process any more
                 same = sys.argv[1 : sys.argv.index("--skip")] if options.skip else sys.argv[1:]
                 os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *same, "--skip", str(done)])
-    print("\n".join(f"{name}: {value}" for name, value in {**environment(), **facts, "failed": failed}.items()))
+    if options.json:
+        write_json(options.json, rows, **facts)
+    print("\n".join(f"{name}: {value}" for name, value in {**environment(), **facts}.items()))
     if options.quick:
         print("--quick: the sizes are tiny, the figures mean nothing")
     print(format_table(rows))
-    return 1 if failed else 0
+    return 1 if facts["failed"] else 0
 
 
 if __name__ == "__main__":

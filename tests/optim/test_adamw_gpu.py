@@ -247,6 +247,7 @@ def test_float64_is_refused_by_name():
         warpsmith.optim.AdamW([p]).step()
 
 
+@pytest.mark.alone
 def test_more_than_2_to_the_31_elements():
     elems = 2**31 + 5000
     if torch.cuda.mem_get_info()[0] < 5 * 4 * elems:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,42 @@ def test_the_timing_process_finds_what_was_compiled_before_it(tmp_path):
 
     assert "compiled: 2 calls, 0 failed" in run("--warm-compile", "1").stdout
     assert "2 graphs from its cache, 0 not" in run("--rounds", "1").stderr
+
+
+def test_the_hosts_times_come_first_and_then_the_longest():
+    from benchmarks import run
+
+    names = run.available()
+    assert names[:3] == ["host", "adamw", "gpt2"]
+    assert len(names) == len(set(names)) == len(list((ROOT / "benchmarks").glob("bench_*.py")))
+
+
+def test_what_there_is_no_time_for_is_named(toy_benchmarks, tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    arguments = ["--device", "cpu", "--json", str(out), "--op", "good", "--op", "bad"]
+    assert toy_benchmarks.run.main([*arguments, "--until", "1"]) == 0
+    assert json.loads(out.read_text())["environment"]["left_out"] == ["good on cpu", "bad on cpu"]
+    assert toy_benchmarks.run.main([*arguments, "--until", str(time.time() + 1000)]) == 1
+    assert json.loads(out.read_text())["environment"]["left_out"] == []
+    capsys.readouterr()
+    toy_benchmarks.run.main(["--device", "cpu", "--op", "good", "--warm-compile", "1", "--until", "1"])
+    assert "compiled: 0 calls, 0 failed" in (printed := capsys.readouterr().out)
+    assert printed.endswith("no time for all of good on cpu: left out\n")
+
+
+def test_other_work_on_the_host_is_seen():
+    from benchmarks import host_load
+
+    if not host_load.busy_seconds():
+        pytest.skip("this system does not say how busy its cores are")
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        load = host_load.HostLoad()
+        time.sleep(1)
+        assert load.others_busy_cores() > 0.3
+    finally:
+        busy.kill()
+        busy.wait()
 
 
 def test_an_unknown_op_is_refused():

@@ -1,5 +1,6 @@
 """The stages of tools/gpu/run.sh judge rightly: what did not run, ran dirty or ran too long must not pass."""
 
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -13,13 +14,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def stages():
-    spec = importlib.util.spec_from_file_location("stages", ROOT / "tools/gpu/stages.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["stages"] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(monkeypatch):
+    """The script's modules: what each stage runs, and what starts them."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools/gpu"))
+    for name in ("command", "stages", "record"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("record")
+    for name in ("command", "stages", "record"):
+        sys.modules.pop(name)
+
+
+@pytest.fixture
+def stages(script):
+    return sys.modules["stages"]
 
 
 WORKED = "workload: 12 op calls of 3 ops\n"
@@ -63,28 +71,54 @@ def test_pytest_passes_only_if_something_passed(stages, code, output, ok, words)
     assert words in verdict.detail
 
 
-def test_the_bench_stage_tells_what_was_compiled_and_keeps_what_a_stopped_run_measured(stages, tmp_path, monkeypatch):
-    log = "a on cuda: 2 rows in 9 s, torch.compile 3 s: 4 graphs from its cache, 1 not\nb on cuda: 1 rows in 2 s, "
-    log += "torch.compile 2 s: 0 graphs from its cache, 0 not\n"
-
-    def stopped(command, path, limit_s, env=None):
-        (tmp_path / "bench_rows.json").write_text('{"environment": {}, "rows": [1, 2, 3]}')
-        path.write_text(log)
-        return 124, log, 300.0
-
-    monkeypatch.setattr(stages, "run_command", stopped)
-    (verdict,) = stages.bench(tmp_path, 300.0)
-    assert not verdict.ok
-    assert verdict.detail == "3 rows, torch.compile 5 s, 1 graphs not in its cache, stopped after 300 s"
-    stages.finish([verdict], tmp_path, tmp_path / "kept")
-    (kept,) = (tmp_path / "kept").glob("*.json")
-    assert json.loads(kept.read_text())["rows"] == [1, 2, 3]
-    assert kept.read_text().endswith("[\n  1,\n  2,\n  3\n ]\n}\n")
+LOG = """a on cuda: 2 rows in 9 s, torch.compile 3 s: 4 graphs from its cache, 1 not
+b on cuda: 1 rows in 2 s, torch.compile 2 s: 0 graphs from its cache, 0 not
+"""
 
 
-def test_only_the_packages_own_rows_are_printed(stages):
-    log = "x\nop  contender  time\n------\na  warpsmith  1 ms\na  torch  2 ms\na  warpsmith, 4 chunks  3 ms\n"
-    assert stages.own_rows(log) == "op  contender  time\n------\na  warpsmith  1 ms"
+def row(contender, value=1.0):
+    return {"op": "a", "shape": "4", "dtype": "f", "direction": "forward", "contender": contender, "value": value}
+
+
+@pytest.mark.parametrize(
+    ("code", "left_out", "words"),
+    [
+        (0, [], ""),
+        (124, [], ", stopped after 300 s"),
+        (0, ["c on cuda", "d on cuda"], "; no time for c on cuda, d on cuda"),
+    ],
+)
+def test_the_bench_stage_keeps_what_was_measured_and_says_what_time_cut(
+    script, stages, tmp_path, monkeypatch, capsys, code, left_out, words
+):
+    def ends(command, path, limit_s, env=None):
+        rows = [row("warpsmith"), row("torch"), row("warpsmith, 4 chunks")]
+        facts = {"gpu": "Some GPU", "left_out": left_out}
+        (tmp_path / "bench_rows.json").write_text(json.dumps({"environment": facts, "rows": rows}))
+        return code, LOG, 300.0
+
+    monkeypatch.setattr(stages, "run_command", ends)
+    (verdict,) = stages.bench(stages.Order(tmp_path, 300.0))
+    assert verdict.ok is (code == 0)
+    assert verdict.cut is bool(words)
+    assert verdict.detail == "3 rows, torch.compile 5 s, 1 graphs not in its cache" + words
+    target = script.finish([verdict], ["bench"], tmp_path, tmp_path / "kept", seconds=1.0)
+    assert target.name.endswith("-some-gpu.json")
+    kept = json.loads(target.read_text())
+    assert [r["contender"] for r in kept["rows"]] == ["warpsmith", "torch", "warpsmith, 4 chunks"]
+    assert kept["stages"][0]["cut"] is bool(words)
+    printed = capsys.readouterr().out
+    assert "warpsmith, 4 chunks" in printed and " torch " not in printed
+    assert ("; cut: bench" in printed) is bool(words)
+
+
+def test_nothing_is_begun_in_a_stages_last_seconds(stages, tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(stages, "run_command", lambda command, *rest: begun.append(command) or (0, "", 0.0))
+    now = time.time()
+    stages.bench(stages.Order(tmp_path, 200.0))
+    until = float(begun[0][begun[0].index("--until") + 1])
+    assert now + 100 < until < now + 190
 
 
 def test_a_command_past_its_limit_is_killed_with_its_children(stages, tmp_path):
@@ -95,21 +129,44 @@ def test_a_command_past_its_limit_is_killed_with_its_children(stages, tmp_path):
     assert stages.run_command(["no-such-command-here"], tmp_path / "log", 5.0)[0] == 127
 
 
-def test_a_failed_stage_does_not_stop_the_others(stages, tmp_path, monkeypatch, capsys):
+def replaced(stages, monkeypatch, script, **made):
+    """Stages of the names and functions given in place of all."""
+    new = {name: stages.Stage(run, 9.0, *rest) for name, (run, *rest) in made.items()}
+    monkeypatch.setattr(script, "STAGES", new)
+
+
+def test_a_failed_or_cut_stage_does_not_stop_the_others(script, stages, tmp_path, monkeypatch, capsys):
     ran = []
 
-    def stage(name, ok):
-        return lambda logs, limit: ran.append(name) or [stages.Verdict(name, ok, 1.0, "detail of " + name)]
+    def stage(name, **ends):
+        return lambda order: ran.append(name) or [stages.Verdict(name, seconds=1.0, detail="detail of " + name, **ends)]
 
-    monkeypatch.setattr(stages, "STAGES", {"build": (stage("build", False), 9), "test": (stage("test", True), 9)})
+    replaced(
+        stages, monkeypatch, script,
+        build=(stage("build", ok=False),), tests=(stage("tests", ok=True),), bench=(stage("bench", ok=True, cut=True),),
+    )  # fmt: skip
     monkeypatch.setenv("OUT", str(tmp_path))
-    assert stages.main([]) == 1
-    assert ran == ["build", "test"]
-    assert stages.main(["test"]) == 0
-    assert "detail of test" in capsys.readouterr().out
-    written = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert written
-    assert {v["stage"] for w in written for v in w["stages"]} <= {"build", "test"}
+    assert script.main([]) == 1
+    assert ran == ["build", "tests", "bench"]
+    (path,) = tmp_path.glob("*.json")
+    written = json.loads(path.read_text())
+    assert [(v["stage"], v["ok"], v["cut"]) for v in written["stages"]] == [
+        ("build", False, False), ("tests", True, False), ("bench", True, True)
+    ]  # fmt: skip
+    assert script.main(["tests"]) == 0
+    assert "detail of tests" in capsys.readouterr().out
+    assert script.main(["bench"]) == 1, "a recording that lacks something is not whole"
+    assert "s in all; cut: bench" in capsys.readouterr().out
+
+
+def test_a_stage_without_time_is_cut(script, stages, tmp_path, monkeypatch):
+    replaced(stages, monkeypatch, script, build=(lambda order: [stages.Verdict("build", True, 1.0, "")],))
+    monkeypatch.setattr(script, "DEADLINE_S", 2.0)
+    monkeypatch.setattr(script, "planned_s", lambda chosen: 0.0)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert script.main([]) == 1
+    (path,) = tmp_path.glob("*.json")
+    assert json.loads(path.read_text())["stages"][0]["cut"] is True
 
 
 def test_the_sanitizers_workload_has_every_op_and_says_which_is_missing(monkeypatch):
@@ -123,26 +180,57 @@ def test_the_sanitizers_workload_has_every_op_and_says_which_is_missing(monkeypa
         workload.specs()
 
 
-def test_what_times_nothing_runs_at_the_same_time(stages, tmp_path, monkeypatch):
-    together = ["cpu", "sanitize", "warm"]
-    assert stages.groups(list(stages.STAGES)) == [["build"], ["ops"], ["test"], together, ["bench"]]
-    assert stages.groups(["warm", "bench"]) == [["warm"], ["bench"]]
+def test_the_limits_of_one_command_are_under_ten_minutes(script, stages):
+    """The promise holds whatever a stage does: its limit kills it."""
+    default = [name for name, stage in stages.STAGES.items() if stage.default]
+    assert default == ["build", "tests", "alone", "sanitize", "warm", "bench"]
+    assert script.groups(default) == [["build"], ["tests"], ["alone"], ["sanitize", "warm"], ["bench"]]
+    assert script.planned_s(default) <= script.DEADLINE_S <= script.PROMISE_S - 10
+    assert script.groups(["warm", "bench"]) == [["warm"], ["bench"]]
+    assert script.planned_s(["cpu_tests"]) < script.DEADLINE_S, "of the others one at a time as well"
+    assert script.planned_s(["cpu_rows"]) < script.DEADLINE_S
+    assert script.limit_of(["build"], False, 500.0) == stages.STAGES["build"].limit_s
+    assert script.limit_of(["bench"], True, 400.0) == 400.0
+    assert stages.WARM_PROCESSES <= 8
+
+
+def test_what_times_nothing_runs_at_the_same_time(script, stages, tmp_path, monkeypatch):
     barrier = threading.Barrier(2)
 
     def meeting(name):
-        def stage(logs, limit):
+        def run(order):
             barrier.wait(20)
             return [stages.Verdict(name, True, 1.0, "")]
 
-        return stage
+        return run
 
-    monkeypatch.setattr(stages, "STAGES", {"cpu": (meeting("cpu"), 9), "warm": (meeting("warm"), 9)})
+    replaced(stages, monkeypatch, script, sanitize=(meeting("sanitize"),), warm=(meeting("warm"), "sanitize"))
     monkeypatch.setenv("OUT", str(tmp_path))
-    assert stages.main([]) == 0
+    assert script.main([]) == 0
 
 
-def test_an_unknown_stage_is_refused():
-    command = ["tools/gpu/run.sh", "fly"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 2
-    assert "expected one of build, ops, test, cpu, sanitize, warm, bench, got fly" in run.stderr
+def test_a_dry_run_goes_through_the_stages_on_the_cpu(script, stages, tmp_path, monkeypatch, capfd):
+    """The commands, what they print and how it is judged: all but the card."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    chosen = [name for name in stages.STAGES if name not in ("tests", "cpu_tests")]  # alone goes their way
+    assert script.main(["--dry-run", *chosen]) == 0, capfd.readouterr().out
+    (path,) = tmp_path.glob("*-cpu.json")
+    kept = json.loads(path.read_text())
+    assert [v["stage"] for v in kept["stages"]] == chosen
+    assert kept["dry_run"] is True
+    assert {(r["op"], r["direction"]) for r in kept["rows"]} >= {("adamw", "step"), ("rope", "forward")}
+    assert set(kept["environment"]["others_busy_cores"]) >= {"host on cpu", "adamw on cpu"}
+    assert 0 < kept["seconds"] < script.DEADLINE_S
+
+
+def test_an_unknown_stage_is_refused_and_the_plan_is_told():
+    def run(*arguments):
+        command = ["tools/gpu/run.sh", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    refused = run("fly")
+    assert refused.returncode == 2
+    assert "expected one of build, tests, alone, sanitize, warm, bench, cpu_tests, cpu_rows, got fly" in refused.stderr
+    plan = run("--plan", "build", "sanitize", "warm")
+    assert plan.returncode == 0
+    assert "sanitize, warm " in plan.stdout and "185 s in all at most" in plan.stdout

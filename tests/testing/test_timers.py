@@ -98,6 +98,7 @@ def test_without_a_gpu_the_timer_says_so():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_gpu_times_scale_with_the_work_and_hide_the_host():
     timer = GpuTimer(rounds=9)
     small, large = copy_yardstick_ms(2**28, timer), copy_yardstick_ms(2**31, timer)
@@ -114,6 +115,7 @@ def test_gpu_times_scale_with_the_work_and_hide_the_host():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_gpu_inputs_are_cold():
     source = torch.randn(2**21, device="cuda")  # 8 MiB: a warm copy would come from L2
     target = torch.empty_like(source)

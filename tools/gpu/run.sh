@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Builds, tests, sanitizes and measures on this machine's GPU, without a network, in under 10 minutes. One table at the end.
 #
-#   tools/gpu/run.sh                     all stages
-#   tools/gpu/run.sh build test          some of: build ops test cpu sanitize warm bench
+#   tools/gpu/run.sh                     build, tests, alone, sanitize, warm, bench
+#   tools/gpu/run.sh build tests         some of them
+#   tools/gpu/run.sh cpu_tests cpu_rows  what needs no GPU, by a command of its own: the CPU's tests, its rows of the benchmarks
+#   tools/gpu/run.sh --dry-run           every stage on the CPU, with next to nothing to do: does the script itself work?
 #
-# ops: the ops' tests on the GPU; test: the other ones there; cpu: the ops' tests on the CPU; warm: compiles for bench,
-# many graphs at a time (bench alone compiles what it finds missing, which takes minutes). cpu, sanitize and warm run at
-# the same time. Each stage has a limit (stages.py), and all together have ten minutes.
+# tests: those on the GPU, six processes; alone: those of them that want the card for themselves; warm: compiles what bench
+# will time, beside sanitize. Each stage has a limit (stages.py); the limits of one command together are under ten minutes, so
+# that it ends in time whatever happens. What a limit cut off is named in the table and in the JSON.
 #
-# A failing stage does not stop the later ones, but makes the exit code non-zero. Results go to $OUT (default
+# A failing or cut stage does not stop the later ones, but makes the exit code non-zero. Results go to $OUT (default
 # benchmarks/results), logs to $OUT too (default build/gpu-logs). PYTHON names the interpreter that holds torch.
 set -eu
 cd "$(dirname "$0")/../.."
-exec "${PYTHON:-python3}" tools/gpu/stages.py "$@"
+exec "${PYTHON:-python3}" tools/gpu/record.py "$@"

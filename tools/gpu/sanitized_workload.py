@@ -2,10 +2,13 @@
 
 A spec is that of any class made by `op_tests` in a module tests/ops/test_<op>.py. Inputs are made on the CPU and
 copied, so that the tools see few kernels but ours. The optimizers, which have no spec, come first.
+
+    python tools/gpu/sanitized_workload.py [--device cpu] [--cases 1]
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from pathlib import Path
@@ -36,23 +39,23 @@ def specs() -> list[OpSpec]:
     return list(found.values())
 
 
-def run_spec(spec: OpSpec) -> int:
+def run_spec(spec: OpSpec, device: str, most_cases: int) -> int:
     """Small cases of the table, and the first of them in every layout."""
-    small = [c for c in spec.cases_on("cuda") if torch.Size(c.shape).numel() <= MOST_ELEMENTS]
-    step = max(1, -(-len(small) // MOST_CASES))
+    small = [c for c in spec.cases_on(device) if torch.Size(c.shape).numel() <= MOST_ELEMENTS]
+    step = max(1, -(-len(small) // most_cases))
     cases = small[::step] + [spec.base_case().but(layout=layout) for layout in spec.layouts or LAYOUTS]
     for case in cases:
-        run(spec.op, spec, case, make_inputs(spec, case, "cuda"))
+        run(spec.op, spec, case, make_inputs(spec, case, device))
     return 2 * len(cases)
 
 
-def run_optimizers() -> int:
+def run_optimizers(device: str) -> int:
     """Two steps over tensors of odd sizes, one of them misaligned."""
     sizes = (1, 3, 127, 1024, 4097, 20_000)
-    params = [torch.ones(n).cuda().requires_grad_() for n in sizes]
-    params.append(torch.ones(514).cuda()[1:].detach().requires_grad_())
+    params = [torch.ones(n).to(device).requires_grad_() for n in sizes]
+    params.append(torch.ones(514).to(device)[1:].detach().requires_grad_())
     for p in params:
-        p.grad = torch.full(p.shape, 0.5).cuda()
+        p.grad = torch.full(p.shape, 0.5).to(device)
     optimizer = warpsmith.optim.AdamW(params, lr=1e-3)
     for _ in range(2):
         optimizer.step()
@@ -61,9 +64,14 @@ def run_optimizers() -> int:
 
 def main() -> None:
     """Prints the number of calls last, as the stage expects."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cases", type=int, default=MOST_CASES, help="of each op; default: %(default)s")
+    options = parser.parse_args()
     found = specs()
-    calls = run_optimizers() + sum(run_spec(spec) for spec in found)
-    torch.cuda.synchronize()
+    calls = run_optimizers(options.device) + sum(run_spec(spec, options.device, options.cases) for spec in found)
+    if options.device == "cuda":
+        torch.cuda.synchronize()
     print(f"workload: {calls} op calls of {len(found) + len(OPTIMIZERS)} ops", flush=True)
 
 
