@@ -425,6 +425,29 @@ TEST(bad_labels_and_infinities) {
   }
 }
 
+// Logits of -inf count for nothing; where one class has all the probability there is no entropy, to the last bit; equal
+// logits have the most, also where numbers are far apart.
+template <class T> void entropy_of_hard_rows(int64_t classes) {
+  Problem<T> p({.rows = 4, .classes = classes, .entropy = true});
+  const T nothing = from_float<T>(-std::numeric_limits<float>::infinity());
+  for (int64_t c = 0; c < classes; ++c) {
+    if (c % 3 == 1) p.original[static_cast<size_t>(c)] = nothing;
+    if (c != classes / 2) p.original[static_cast<size_t>(classes + c)] = nothing;
+    p.original[static_cast<size_t>(2 * classes + c)] = from_float<T>(-1e4f);
+    p.original[static_cast<size_t>(3 * classes + c)] = from_float<T>(c % 2 ? 6e4f : 5e4f);
+  }
+  p.run();
+  expect_equal("entropy", p.entropy[1], 0.0f);
+}
+
+TEST(entropy_of_rows_that_are_hard) {
+  for (const int64_t classes : {1, 19, 1200}) {
+    entropy_of_hard_rows<bfloat16>(classes);
+    entropy_of_hard_rows<float16>(classes);
+    entropy_of_hard_rows<float>(classes);
+  }
+}
+
 TEST(every_row_ignored) {
   Problem<bfloat16> p({.rows = 3, .classes = 90, .skip_ignored = true});
   for (size_t r = 0; r < 3; ++r) p.target[r] = Problem<bfloat16>::kIgnore;

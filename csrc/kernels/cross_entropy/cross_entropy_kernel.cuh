@@ -130,9 +130,8 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
   const bool bulk = kBlock && schedule.bulk;
   const int slot_step = static_cast<int>(blockDim.x);
   Packed* const stage = reinterpret_cast<Packed*>(shared) + threadIdx.x;
-  // Calls visit(vector) for the `count` vectors that are this block's; several are loaded before the first is used.
-  const auto for_vectors = [&](int count, const Packed* slot, auto&& visit) {
-    constexpr int kBatch = kGeneral ? 1 : 4;
+  // Calls visit(vector) for the `count` vectors that are this block's; kBatch are loaded before the first is used.
+  const auto for_vectors = [&]<int kBatch, class Visit>(int count, const Packed* slot, Visit&& visit) {
     int i = team.lane;
     for (; i + (kBatch - 1) * team.size < count; i += kBatch * team.size, slot += kBatch * slot_step) {
       Packed x[kBatch];
@@ -188,7 +187,7 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
     const int count = team.count(at.vectors_read());
     Sums x = no_elements();
     Largest<T> largest;
-    for_vectors(count, stage, [&](int, const Packed& held) { largest.add(held); });
+    for_vectors.template operator()<4>(count, stage, [&](int, const Packed& held) { largest.add(held); });
     x.top = x.m = largest.value();
     if constexpr (kGeneral)
       if (team.lane < count) x.m = o.capped<T, true>(x.m);
@@ -197,15 +196,21 @@ template <class T, bool kBlock, bool kGeneral> __global__ void __launch_bounds__
       Packed* slot = stage;
       for (x.at = team.begin + team.lane; max_of<T>(device::load(slot)) != x.top; slot += slot_step) x.at += team.size;
     }
-    const Exponential<T, kGeneral> exponential(x.m);
-    ExponentialSum<T> sum;
-    for_vectors(count, stage, [&](int i, const Packed& held) {
-      float z[N];
-      unpack<T, kGeneral>(held, i, at.row, o, z);
-      add<T, kGeneral>(x, sum, exponential, z, i, at.row, o, p.class_weight);
-    });
-    x.set(sum);
-    x.s /= exponential.unit(x.m);
+    if (kGeneral && o.entropy_alone()) {
+      EntropySums<T> sums(x.m);
+      for_vectors.template operator()<4>(count, stage, [&](int, const Packed& held) { sums.add(held); });
+      sums.store(x);
+    } else {
+      const Exponential<T, kGeneral> exponential(x.m);
+      ExponentialSum<T> sum;
+      for_vectors.template operator()<kGeneral ? 1 : 4>(count, stage, [&](int i, const Packed& held) {
+        float z[N];
+        unpack<T, kGeneral>(held, i, at.row, o, z);
+        add<T, kGeneral>(x, sum, exponential, z, i, at.row, o, p.class_weight);
+      });
+      x.set(sum);
+      x.s /= exponential.unit(x.m);
+    }
     x = exchange.over_row<T, kBlock, kGeneral, true>(x, team, p.argmax);
     auto g = gradient_of<T, kGeneral>(p, o, at, x.m, x.s, denominator);
     g.set_factor(g.k, x.m);
@@ -326,14 +331,28 @@ template <class T> __device__ __forceinline__ Packed times(const Packed& x, floa
   return packed<T>(y);
 }
 
-// dlogits from row_max and row_sum: reads C * sizeof(T) a row and writes as many.
-template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
+// dlogits from row_max and row_sum: reads C * sizeof(T) a row and writes as many. Several whole vectors are on their
+// way before the first is used; without them too few bytes are. kGeneral has no registers for that.
+template <class T, bool kGeneral> __global__ void __launch_bounds__(512, kGeneral ? 1 : 2)
     backward_streaming(CrossEntropyParams p, Options o, int lanes) {
-  constexpr int N = Row<T>::N;
+  constexpr int N = Row<T>::N, kBatch = 4;
   const int lane = static_cast<int>(threadIdx.x) % lanes, groups = static_cast<int>(blockDim.x) / lanes;
   const float late = real_at(p.late_scale, 0, 1.f), denominator = real_at(p.denominator, 0, 1.f);
   for (int64_t r = int64_t{blockIdx.x} * groups + threadIdx.x / lanes; r < p.rows; r += int64_t{gridDim.x} * groups) {
     const Problem<T> at(p, r, target_of(p, r));
+    const Row<T> out(p.dlogits, r * p.dlogits_stride, at.row.columns);
+    const bool in_batches = !kGeneral && at.label != Label::ignored && out.phase == at.row.phase;
+    const int end = at.row.vectors(), end_whole = in_batches ? at.row.end_whole() : 0;
+    const int first = lane < at.row.first_whole() ? lane + lanes : lane;
+    const Packed* const from = reinterpret_cast<const Packed*>(at.row.base - at.row.phase);
+    Packed* const to = reinterpret_cast<Packed*>(out.base - out.phase);
+    Packed x[kBatch];
+    const auto request = [&](int i) {
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b)
+        if (i + b * lanes < end_whole) x[b] = device::load(from + i + b * lanes);
+    };
+    if (in_batches) request(first);
     const float m = device::load(static_cast<const float*>(p.row_max) + r);
     const float s = device::load(static_cast<const float*>(p.row_sum) + r);
     auto g = gradient_of<T, kGeneral>(p, o, at, m, s, denominator);
@@ -346,12 +365,26 @@ template <class T, bool kGeneral> __global__ void __launch_bounds__(512, 1)
         g.k += g.q * real_at(p.entropy, r, 0.f);
       }
     g.set_factor(g.k, m);
-    const Row<T> out(p.dlogits, r * p.dlogits_stride, at.row.columns);
-    for (int i = lane; i < at.row.vectors(); i += lanes) {
+    const auto gradient = [&](int i, const Packed& held) {
       float z[N];
-      if (!g.zero) unpack<T, kGeneral>(at.row.load(i), i, at.row, o, z);
+      unpack<T, kGeneral>(held, i, at.row, o, z);
       const Packed y = g.of(z, i, at.row, o, p.class_weight);
-      out.store(at.row.first_column(i), late == 1.f ? y : times<T>(y, late));
+      return late == 1.f ? y : times<T>(y, late);
+    };
+    const auto store_one = [&](int i) {
+      out.store(at.row.first_column(i), gradient(i, g.zero ? Packed{} : at.row.load(i)));
+    };
+    if (in_batches) {
+      for (int i = first; i < end_whole; request(i)) {
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b)
+          if (i + b * lanes < end_whole) device::store(to + i + b * lanes, gradient(i + b * lanes, x[b]));
+        i += kBatch * lanes;
+      }
+      if (lane == 0 && at.row.first_whole() > 0) store_one(0);
+      if (lane == lanes - 1 && at.row.first_whole() <= end_whole && end_whole < end) store_one(end_whole);
+    } else {
+      for (int i = lane; i < end; i += lanes) store_one(i);
     }
   }
 }

@@ -10,7 +10,7 @@ using device::Vector;
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 constexpr int kNowhere = 0x7fffffff;
-constexpr float kLog2E = 1.44269504f;
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
 // Sixteen bytes of a row, as they lie in memory: 16-bit elements stay packed in registers.
 using Packed = Vector<uint32_t, 4>;
@@ -47,7 +47,7 @@ struct Sums {
   float top;  // the largest logit, before softcap, which may make different logits equal
   float w;    // sum of class weights
   float a;    // sum of weight * (z - m)
-  float e;    // sum of 2^(z L - c) * (z L - c)
+  float e;    // sum of exp(z - m) * (z - m)
 
   template <class T> __device__ __forceinline__ void set(const ExponentialSum<T>& sum) {
     s = sizeof(T) == 4 ? sum.s : sum.s + sum.other;
