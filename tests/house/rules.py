@@ -101,6 +101,21 @@ def bare_launches(root):
     return found
 
 
+def unbraced_discards(root):
+    """`if constexpr` or `else` without braces before a loop with a pragma. Where such a branch is discarded and the
+    loop's body has braces, nvcc 13.0 loses count of them and drops the next statements without a word; the host's
+    compilers do not. (docs/design/2026-11-21-norms.md)"""
+    found = []
+    for path in files(root, *CPP):
+        text, pairs = code_of(read(root, path)), 1
+        while pairs:  # what stands in parentheses may hold semicolons
+            text, pairs = re.subn(r"\([^()]*\)", lambda m: "@" + "\n" * m.group().count("\n"), text)
+        for match in re.finditer(r"(\bif constexpr\s*@|\belse\b)[^{};]*#\s*pragma", text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(f"{path}:{line}: expected braces between {match[1].split('@')[0].strip()} and #pragma")
+    return found
+
+
 # Written in parts, so that the rule's own text is not found.
 NOTES = r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b"
 

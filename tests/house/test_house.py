@@ -58,6 +58,10 @@ def test_kernels_are_launched_through_the_wrapper():
     none(rules.bare_launches(ROOT))
 
 
+def test_a_branch_that_may_be_discarded_has_braces_around_unrolled_loops():
+    none(rules.unbraced_discards(ROOT))
+
+
 def test_no_unfinished_work():
     none(rules.notes_to_self(ROOT))
 

@@ -199,6 +199,28 @@ def test_a_bare_launch_is_found(plant):
     assert rules.bare_launches(root) == ["csrc/kernels/scale/a.cu:3: bare launch"]
 
 
+UNROLLED = "#pragma unroll\n  for (int i = 0; i < 4; ++i) { x[i] += 1; }\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("  if constexpr (kCount > f(1))\n", "if constexpr"),
+        ("  if constexpr (C)  // only then {\n    for (int j = 0; j < 2; ++j)\n", "if constexpr"),
+        ("  if constexpr (C) y = 0;\n  else\n", "else"),
+        ("  if constexpr (C) {\n  } else\n", "else"),
+    ],
+)
+def test_an_unbraced_branch_before_an_unrolled_loop_is_found(plant, before, words):
+    (found,) = rules.unbraced_discards(plant({"csrc/kernels/scale/a.cuh": "int y;\n" + before + UNROLLED}))
+    assert found.endswith(f": expected braces between {words} and #pragma")
+
+
+@pytest.mark.parametrize("before", ["", "if constexpr (C) {\n", "if constexpr (C) x = 0;\n", "if (c) {\n} else {\n"])
+def test_a_braced_branch_around_an_unrolled_loop_passes(plant, before):
+    assert rules.unbraced_discards(plant({"csrc/kernels/scale/a.cuh": before + UNROLLED})) == []
+
+
 @pytest.mark.parametrize("word", ["TO" + "DO", "FIX" + "ME"])
 def test_unfinished_work_is_found(plant, word):
     root = plant(

@@ -313,10 +313,11 @@ template <class T, bool kGeneral> struct Gradient {
       if (aimed && i == hot)
 #pragma unroll
         for (int n = 0; n < N; ++n) g[n] -= n == place ? t : 0.f;
-      if constexpr (kGeneral)
+      if constexpr (kGeneral) {
         if (o.cap != 0.f)
 #pragma unroll
           for (int n = 0; n < N; ++n) g[n] *= 1.f - z[n] * o.inverse_cap * (z[n] * o.inverse_cap);
+      }
     }
     return packed<T>(g);
   }
