@@ -118,6 +118,36 @@ def import_violations(root, exceptions=()):
     return found
 
 
+def import_circles(root):
+    """Modules of the package that import each other, be it for types alone: "a imports b imports a". What a function
+    imports when it runs does not count, nor does a package's __init__, whose place is above its modules."""
+    modules = {_module(path): path for path in files(root, ".py", under="python/warpsmith")}
+    arrows = {}
+    for name, path in modules.items():
+        tree = ast.parse(read(root, path))
+        for function in [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]:
+            function.body = []
+        arrows[name] = {m for m in _imports(tree, path) if m in modules and modules[m].name != "__init__.py"}
+    found, done = [], set()
+
+    def visit(name, way):
+        if name in way:
+            found.append(" imports ".join([*way[way.index(name) :], name]))
+        elif name not in done:
+            for target in sorted(arrows[name]):
+                visit(target, [*way, name])
+            done.add(name)
+
+    for name, path in sorted(modules.items()):
+        if path.name != "__init__.py":
+            visit(name, [])
+    return found
+
+
+def _module(path):
+    return ".".join(path.with_suffix("").parts[1:])
+
+
 def _tree(root, path):
     text = read(root, path)
     if path.suffix == ".ipynb":
@@ -138,8 +168,8 @@ def _imports(tree, path):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield module
-            if module == "warpsmith":
-                yield from (f"warpsmith.{alias.name}" for alias in node.names)
+            if module.split(".")[0] == "warpsmith":
+                yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def _uses_torch_ops(tree):

@@ -33,6 +33,10 @@ def test_imports_follow_the_table_of_arrows():
     none(arrows.import_violations(ROOT, rules.read_exceptions(HERE / "private_uses.txt")))
 
 
+def test_no_modules_import_each_other():
+    none(arrows.import_circles(ROOT))
+
+
 def test_every_op_is_in_every_room():
     assert rules.ops(ROOT), "no op found: the rule would check nothing"
     none(rules.missing_rooms(ROOT))

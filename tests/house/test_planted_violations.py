@@ -109,6 +109,23 @@ def test_a_wrong_import_is_found(plant, path, text, words):
         assert arrows.import_violations(plant({path: text}), exceptions=(path,)) == []
 
 
+@pytest.mark.parametrize("again", ["from warpsmith.ops.a import f", "if TYPES:\n    from warpsmith.ops import a"])
+def test_modules_that_import_each_other_are_found(plant, again):
+    ways = {
+        "python/warpsmith/ops/a.py": "from warpsmith.ops import b",
+        "python/warpsmith/ops/b.py": "import warpsmith.ops.c",
+        "python/warpsmith/ops/c.py": again,
+    }
+    (found,) = arrows.import_circles(plant(ways))
+    assert found == " imports ".join(f"warpsmith.ops.{m}" for m in "abca")
+    clean = "def late():\n    from warpsmith.ops.a import f\n"
+    init = {
+        "python/warpsmith/__init__.py": "from warpsmith.ops import a",
+        "python/warpsmith/ops/d.py": "import warpsmith",
+    }
+    assert arrows.import_circles(plant({**ways, **init, "python/warpsmith/ops/c.py": clean})) == []
+
+
 def test_clean_imports_pass(plant):
     clean = {
         "python/warpsmith/reference/a.py": "import torch\nfrom warpsmith.reference.b import b",

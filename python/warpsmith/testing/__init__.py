@@ -25,24 +25,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warpsmith.testing.cpu_timer import host_time_us, time_cpu
     from warpsmith.testing.gpu_timer import GpuTimer, copy_yardstick_ms
-    from warpsmith.testing.inputs import LAYOUTS, Random, bitwise_equal, edge_values, lay_out, make_inputs
+    from warpsmith.testing.inputs import make_inputs
     from warpsmith.testing.law import Error, measure, ulp
     from warpsmith.testing.op_timing import time_forward_backward, time_op, timer_of
     from warpsmith.testing.ranks import run_ranks
     from warpsmith.testing.rows import Row, environment, format_table, write_json
     from warpsmith.testing.spec import BadInput, Case, OpSpec
     from warpsmith.testing.suite import check_op, op_tests
+    from warpsmith.testing.tensors import LAYOUTS, Random, bitwise_equal, edge_values, lay_out
 
 _HOME = {
     "cpu_timer": ("host_time_us", "time_cpu"),
     "gpu_timer": ("GpuTimer", "copy_yardstick_ms"),
-    "inputs": ("LAYOUTS", "Random", "bitwise_equal", "edge_values", "lay_out", "make_inputs"),
+    "inputs": ("make_inputs",),
     "law": ("Error", "measure", "ulp"),
     "suite": ("check_op", "op_tests"),
     "op_timing": ("time_forward_backward", "time_op", "timer_of"),
     "ranks": ("run_ranks",),
     "rows": ("Row", "environment", "format_table", "write_json"),
     "spec": ("BadInput", "Case", "OpSpec"),
+    "tensors": ("LAYOUTS", "Random", "bitwise_equal", "edge_values", "lay_out"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from warpsmith.testing.inputs import Random, bitwise_equal, different_bits, lay_out, seed_of
 from warpsmith.testing.law import Error, measure
 from warpsmith.testing.spec import Case, Inputs, OpSpec
+from warpsmith.testing.tensors import Random, bitwise_equal, different_bits, lay_out, seed_of
 
 
 class Result(NamedTuple):

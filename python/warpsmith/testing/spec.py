@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from warpsmith.testing.inputs import Random
+from warpsmith.testing.tensors import Random
 
 Inputs = dict[str, Any]
 FEW_ELEMENTS = 12

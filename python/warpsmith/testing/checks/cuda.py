@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpsmith.testing.inputs import make_inputs, repeat_batch
+from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.run import Result, as_leaves, assert_same_bits, flatten, run, upstream, wanted_inputs
 from warpsmith.testing.spec import Case, Inputs, OpSpec
+from warpsmith.testing.tensors import repeat_batch
 
 DELAY_CYCLES = 20_000_000  # about 10 ms: long enough that work on a wrong stream overtakes
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from warpsmith.testing.inputs import LAYOUTS, differing, edge_values, make_inputs, repeat_batch
+from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.law import MEDIAN_LIMIT, Error, measure
 from warpsmith.testing.run import (
     Unchanged,
@@ -21,6 +21,7 @@ from warpsmith.testing.run import (
     wanted_inputs,
 )
 from warpsmith.testing.spec import Case, Inputs, OpSpec
+from warpsmith.testing.tensors import LAYOUTS, differing, edge_values, repeat_batch
 
 # torch's own 1e-3 would let a factor of 1.001 pass; central differences in float64 are good to about 1e-9.
 RTOL, ATOL = 1e-5, 1e-7
