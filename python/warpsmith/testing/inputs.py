@@ -13,6 +13,7 @@ def make_inputs(spec: OpSpec, case: Case, device: str = "cpu", *, edge: tuple[st
 
     ``edge=(name, value)`` puts ``value`` into the middle of that input before it is laid out.
     """
+    laid_out = spec.laid_out if spec.expanded is None or case.layout != "expanded" else spec.expanded
     inputs = spec.inputs(case, Random(seed_of(spec.name, case.but(layout="contiguous"))))
     ready: Inputs = {}
     for name, value in inputs.items():
@@ -25,6 +26,6 @@ def make_inputs(spec: OpSpec, case: Case, device: str = "cpu", *, edge: tuple[st
                 value = value.clone()
                 value.view(-1)[value.numel() // 2] = edge[1]
         value = value.to(device)
-        applies = value.is_floating_point() if spec.laid_out is None else name in spec.laid_out
+        applies = value.is_floating_point() if laid_out is None else name in laid_out
         ready[name] = lay_out(value, case.layout) if applies else value
     return ready

@@ -89,6 +89,8 @@ class OpSpec:
         oracle: ``oracle(case, **inputs)`` on float64 inputs; default: ``reference``. Needed where an argument's
             default depends on the dtype.
         laid_out: inputs to which a case's layout applies; default: all floating tensors with a dimension.
+        expanded: inputs to which the layout ``expanded`` applies; default: as ``laid_out``. Where rows that are all
+            alike would make a gradient zero but for rounding, the law would compare two draws of noise.
         layouts: the layouts every dtype is tried with; default: all.
         zero_sizes: whether each dimension may be zero. If not, ``bad_inputs`` must say what is refused.
         one_element: whether a shape of ones is a valid problem.
@@ -121,6 +123,7 @@ class OpSpec:
     baseline: Callable[..., Any] | None = None
     oracle: Callable[..., Any] | None = None
     laid_out: tuple[str, ...] | None = None
+    expanded: tuple[str, ...] | None = None
     layouts: tuple[str, ...] | None = None
     zero_sizes: bool = True
     one_element: bool = True
