@@ -223,7 +223,7 @@ void adamw_step(Tensor table, Tensor pointers, Tensors lr, Tensor constants, boo
   check_dtype(kStep, "constants", constants, Dtype::float64);
   check_shape(kStep, "constants", constants, {static_cast<int64_t>(lr.size()), kColumns});
   if (!constants.is_cpu()) refuse(kStep, "constants", "a CPU tensor", device_text(constants));
-  const Tensor rows = torch::stable::contiguous(constants);
+  const Tensor rows = as_contiguous(constants);
   const double* row = static_cast<const double*>(rows.const_data_ptr());
   std::vector<AdamWGroup> groups;
   bool amsgrad = false;

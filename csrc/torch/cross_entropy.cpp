@@ -58,9 +58,9 @@ struct Inputs {
       check_dtype(op, "class_weight", *weight, dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32);
       check_shape(op, "class_weight", *weight, {rows.columns});
       check_same_device(op, "class_weight", *weight, logits);
-      class_weight = torch::stable::contiguous(*weight);
+      class_weight = as_contiguous(*weight);
     }
-    target = torch::stable::contiguous(target_any);
+    target = as_contiguous(target_any);
   }
 
   const int64_t* targets() const { return static_cast<const int64_t*>(target.const_data_ptr()); }
@@ -253,8 +253,8 @@ void backward_into(const Inputs& in, const Options& o, const Tensor& dloss_any, 
   check_same_device(kBackward, "denominator", denominator, in.target);
   if (in.rows.rows == 0) return;
 
-  const Tensor dloss = torch::stable::contiguous(dloss_any), row_max = torch::stable::contiguous(row_max_any),
-               row_sum = torch::stable::contiguous(row_sum_any);
+  const Tensor dloss = as_contiguous(dloss_any), row_max = as_contiguous(row_max_any),
+               row_sum = as_contiguous(row_sum_any);
   CrossEntropyParams p = params_of(in, o);
   p.row_max = const_cast<void*>(row_max.const_data_ptr());
   p.row_sum = const_cast<void*>(row_sum.const_data_ptr());

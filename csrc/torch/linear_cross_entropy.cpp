@@ -42,8 +42,7 @@ struct Loss {
       refuse(in.op, "label_smoothing", "a number in [0, 1]", std::to_string(o.label_smoothing));
     for (const auto& [what, value] : {std::pair{"z_loss", o.z_loss}, std::pair{"softcap", o.softcap}})
       if (!(value >= 0 && std::isfinite(value))) refuse(in.op, what, "a finite number >= 0", std::to_string(value));
-    if (o.class_weight)
-      class_weight = torch::stable::contiguous(in_dtype(in.op, "class_weight", *o.class_weight, real));
+    if (o.class_weight) class_weight = as_contiguous(in_dtype(in.op, "class_weight", *o.class_weight, real));
     const bool total = class_weight && o.label_smoothing > 0;
     if (!mean && !total) return;
     if (mean) denominator = allocate_scalar(in.op, "denominator", real, in.hidden);
@@ -199,7 +198,7 @@ std::tuple<Tensor, Tensor, Tensor> rows_backward_into(const Tensor& dloss, const
   const LinearLossChunks chunks = chunks_of(in, max_chunk_bytes);
   const OnDeviceOf device(in.hidden);
   const Loss loss(in, options, false);
-  const Tensor grad_loss = torch::stable::contiguous(dloss);
+  const Tensor grad_loss = as_contiguous(dloss);
 
   GradientSums sums(in, wanted, weight_sum_dtype(in, dw_dtype, chunks.chunks), main_grad);
   if (wanted.any() && in.rows > 0) {
@@ -272,7 +271,7 @@ void finish(const char* op, const Tensor& x, const std::optional<Tensor>& out, c
 
 // x * factor / denominator, rounded to `dtype`.
 Tensor scaled(Tensor x_any, Tensor factor, std::optional<Tensor> denominator, ScalarType dtype) {
-  const Tensor x = torch::stable::contiguous(x_any);
+  const Tensor x = as_contiguous(x_any);
   const auto sizes = x.sizes();
   const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   const Tensor out = allocate(kScaled, "scaled gradient", sizes.data(), static_cast<int64_t>(sizes.size()), code, x);

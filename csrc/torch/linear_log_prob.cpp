@@ -75,7 +75,7 @@ std::optional<Tensor> rows_gradient(const LinearInputs& in, const char* name, co
   check_dtype(in.op, name, *grad, real_dtype(in.dtype));
   check_same_shape(in.op, name, *grad, target);
   check_same_device(in.op, name, *grad, in.hidden);
-  return torch::stable::contiguous(*grad);
+  return as_contiguous(*grad);
 }
 
 // Gradients of log_prob, lse and entropy are those with respect to the logits before the division by temperature: the

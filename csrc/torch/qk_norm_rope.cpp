@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor> forward(Tensor q_any, Tensor k_any, Tensor q_weight_a
                                         position_offset, /*inverse=*/false);
   const Dtype weight_dtype = check_weights(kForward, q_weight_any, k_weight_any, q_any, in.dtype, eps);
   const HeadsView q = as_heads(kForward, "q", q_any), k = as_heads(kForward, "k", k_any);
-  const Tensor q_weight = torch::stable::contiguous(q_weight_any), k_weight = torch::stable::contiguous(k_weight_any);
+  const Tensor q_weight = as_contiguous(q_weight_any), k_weight = as_contiguous(k_weight_any);
   const HeadsView q_out = allocate_heads(kForward, "q", q_any), k_out = allocate_heads(kForward, "k", k_any);
   if (in.empty(q_any, k_any)) return {q_out.tensor, k_out.tensor};
   const QkNormRopeFwdParams p{q.tensor.const_data_ptr(),
@@ -90,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dq_out_any, Tensor dk
   const HeadsView q = as_heads(kBackward, "q", q_any), k = as_heads(kBackward, "k", k_any);
   const HeadsView dq_out = as_heads(kBackward, "dq_out", dq_out_any),
                   dk_out = as_heads(kBackward, "dk_out", dk_out_any);
-  const Tensor q_weight = torch::stable::contiguous(q_weight_any), k_weight = torch::stable::contiguous(k_weight_any);
+  const Tensor q_weight = as_contiguous(q_weight_any), k_weight = as_contiguous(k_weight_any);
 
   const HeadsView none{allocate_vector(kBackward, "no gradient", 0, dtype_code(q_any), q_any), {}};
   const HeadsView dq = want_dq ? allocate_heads(kBackward, "dq", q_any) : none;

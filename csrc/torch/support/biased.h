@@ -25,7 +25,7 @@ template <class Op> Tensor biased_forward(const Tensor& x_any, const Tensor& bia
   const Dtype dtype = float_dtype(Op::kForward, "x", x_any);
   const Dtype bias_dtype = check_bias(Op::kForward, bias_any, x_any, dtype);
   const Rows x = as_rows(Op::kForward, "x", x_any);
-  const Tensor bias = torch::stable::contiguous(bias_any);
+  const Tensor bias = as_contiguous(bias_any);
   Tensor y = allocate_like(Op::kForward, "y", x_any);
   if (x.rows == 0 || x.columns == 0) return y;
   const BiasedFwdParams p{x.tensor.const_data_ptr(),
@@ -53,7 +53,7 @@ template <class Op> std::tuple<Tensor, Tensor> biased_backward(const Tensor& dy_
   check_same_shape(Op::kBackward, "dy", dy_any, x_any);
   check_same_device(Op::kBackward, "dy", dy_any, x_any);
   const Rows x = as_rows(Op::kBackward, "x", x_any), dy = as_rows(Op::kBackward, "dy", dy_any);
-  const Tensor bias = torch::stable::contiguous(bias_any);
+  const Tensor bias = as_contiguous(bias_any);
 
   const Tensor none = allocate_vector(Op::kBackward, "no gradient", 0, dtype_code(x_any), x_any);
   Tensor dx = want_dx ? allocate_like(Op::kBackward, "dx", x_any) : none;

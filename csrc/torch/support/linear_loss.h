@@ -98,15 +98,15 @@ inline LinearInputs linear_inputs(const char* op, const Tensor& hidden, const Te
   }
   // Rows that overlap (expanded ones) are copied: a matrix product wants them apart.
   const bool apart = rows.stride >= rows.columns;
-  const Tensor base = apart ? rows.tensor : torch::stable::contiguous(rows.tensor);
+  const Tensor base = apart ? rows.tensor : as_contiguous(rows.tensor);
   const int64_t stride = apart ? rows.stride : rows.columns;
   return {op,
           dtype,
           hidden,
           matrix_view(base, 0, rows.rows, rows.columns, std::max<int64_t>(stride, 1)),
           weight,
-          torch::stable::contiguous(target),
-          bias ? std::optional<Tensor>(torch::stable::contiguous(*bias)) : std::nullopt,
+          as_contiguous(target),
+          bias ? std::optional<Tensor>(as_contiguous(*bias)) : std::nullopt,
           rows.rows,
           rows.columns,
           classes};

@@ -67,7 +67,7 @@ inline void check_eps(const char* op, double eps) {
 }
 
 inline std::optional<Tensor> adjacent(const std::optional<Tensor>& weight) {
-  return weight ? std::optional<Tensor>(torch::stable::contiguous(*weight)) : std::nullopt;
+  return weight ? std::optional<Tensor>(as_contiguous(*weight)) : std::nullopt;
 }
 
 inline const void* pointer(const std::optional<Tensor>& t) { return t ? t->const_data_ptr() : nullptr; }
@@ -83,7 +83,7 @@ inline Tensor check_statistics(const char* op, const char* argument, const Tenso
   check_dtype(op, argument, t, statistics_dtype(dtype));
   check_shape(op, argument, t, {rows});
   check_same_device(op, argument, t, like);
-  return torch::stable::contiguous(t);
+  return as_contiguous(t);
 }
 
 struct NormInputs {

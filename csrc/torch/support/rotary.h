@@ -21,7 +21,7 @@ inline HeadsView as_heads(const char* op, const char* argument, const Tensor& t)
   if (t.size(dim - 1) > kMost || t.size(dim - 2) > kMost)
     refuse(op, argument, "at most 2^30 heads and 2^30 elements a head", shape_text(t));
   HeadsView v{t, {}};
-  if (t.size(dim - 1) > 1 && t.stride(dim - 1) != 1) v.tensor = torch::stable::contiguous(t);
+  if (t.size(dim - 1) > 1 && t.stride(dim - 1) != 1) v.tensor = as_contiguous(t);
   const auto strides = v.tensor.strides();
   v.layout = {t.size(dim - 2), dim == 4 ? strides[0] : 0, strides[dim - 3], strides[dim - 2]};
   return v;
@@ -101,8 +101,8 @@ inline void view_angles(RotaryInputs& in) {
   bool as_they_lie = true;
   for (int64_t i = 0; i < dim; ++i) as_they_lie = as_they_lie && in.cos.stride(i) == in.sin.stride(i);
   if (!as_they_lie || (in.cos.size(dim - 1) > 1 && in.cos.stride(dim - 1) != 1)) {
-    in.cos = torch::stable::contiguous(in.cos);
-    in.sin = torch::stable::contiguous(in.sin);
+    in.cos = as_contiguous(in.cos);
+    in.sin = as_contiguous(in.sin);
   }
   RotaryAngles& a = in.angles;
   a.cos = in.cos.const_data_ptr();
@@ -129,7 +129,7 @@ inline void check_positions(const char* op, const Tensor& q, int64_t position_of
     if (cu.scalar_type() != ScalarType::Int) refuse(op, "cu_seqlens", "int32", dtype_text(cu.scalar_type()));
     if (cu.dim() != 1 || cu.size(0) < 2) refuse(op, "cu_seqlens", "shape (sequences + 1)", shape_text(cu));
     check_same_device(op, "cu_seqlens", cu, q);
-    in.cu_seqlens = torch::stable::contiguous(cu);
+    in.cu_seqlens = as_contiguous(cu);
     p.cu_seqlens = static_cast<const int32_t*>(in.cu_seqlens->const_data_ptr());
     p.sequences = entries = cu.size(0) - 1;
   }
