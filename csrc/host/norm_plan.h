@@ -36,6 +36,7 @@ inline pybind11::dict plan_norm(const char* op, bool layer, bool residual, const
   p.multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
   p.max_shared_bytes = static_cast<int>(problem.integer("max_shared_bytes", 0, 227 * 1024));
   p.clusters = problem.flag("clusters", true);
+  p.affine_as_x = problem.flag("affine_as_x", true);
   problem.refuse_unknown();
 
   const NormConfig backward = choose_norm_backward(p);

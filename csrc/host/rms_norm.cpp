@@ -36,6 +36,7 @@ py::dict plan(const py::kwargs& given) {
   forward.rows = p.rows, forward.columns = p.columns, forward.element_bytes = p.element_bytes;
   forward.aligned = p.aligned, forward.multiprocessors = p.multiprocessors;
   forward.max_shared_bytes = p.max_shared_bytes, forward.clusters = problem.flag("clusters", true);
+  forward.affine_as_x = problem.flag("affine_as_x", true);
   problem.refuse_unknown();
 
   const RmsNormConfig backward = choose_rms_norm_backward(p);

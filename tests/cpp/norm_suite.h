@@ -76,6 +76,36 @@ struct NormSuite {
     });
   }
 
+  // The kernel of rows in shared memory, which wants more rows than registers hold at once: on one multiprocessor.
+  template <class T> void in_shared_memory(const NormShape& shape) const {
+    NormCase<T> p(op, shape);
+    NormProblem problem = p.problem();
+    problem.multiprocessors = 1;
+    expect(choose_norm_forward(problem).kernel == NormKernel::shared, "the rows lie in shared memory");
+    const int64_t row = shape.columns * 2, sums = op.layer ? 2 : 1;
+    under_every_seed([&] {
+      p.poison_outputs();
+      sim::counters() = {};
+      expect_ok(op.forward(p.forward, nullptr));
+      expect_bytes({.read = (1 + sums) * shape.rows * row, .written = shape.rows * (row + 4 * sums)});
+      p.check_forward();
+      NormForwardParams inference = p.forward;
+      inference.mean = inference.rstd = nullptr;
+      p.poison_outputs();
+      expect_ok(op.forward(inference, nullptr));
+      same_bits_for_every_seed("y without statistics", p.y);
+    });
+  }
+
+  void rows_in_shared_memory() const {
+    on_machine(1, 90, [&] {
+      in_shared_memory<bfloat16>({.rows = 5, .columns = 8192});
+      in_shared_memory<float16>({.rows = 5, .columns = 8192, .padding = 8});
+      in_shared_memory<bfloat16>({.rows = 4, .columns = 12288, .padding = 8});
+      in_shared_memory<float16>({.rows = 8, .columns = 12288});
+    });
+  }
+
   void no_weight_or_bias() const {
     for (int64_t columns : {24, 1032, 4097}) {
       run<bfloat16>({.rows = 2, .columns = columns, .weight = false});

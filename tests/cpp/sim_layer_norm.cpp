@@ -18,6 +18,7 @@ TEST(storage_types) { kSuite.storage_types(); }
 TEST(rows_that_are_not_vectors) { kSuite.rows_that_are_not_vectors(); }
 TEST(misaligned_and_strided_rows) { kSuite.misaligned_and_strided_rows(); }
 TEST(rows_of_a_cluster) { kSuite.rows_of_a_cluster(); }
+TEST(rows_in_shared_memory) { kSuite.rows_in_shared_memory(); }
 TEST(rows_too_long_for_the_chip) { kSuite.rows_too_long_for_the_chip(); }
 TEST(more_rows_than_units) { kSuite.more_rows_than_units(); }
 TEST(no_weight_or_bias) { kSuite.no_weight_or_bias(); }

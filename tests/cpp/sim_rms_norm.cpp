@@ -189,6 +189,30 @@ TEST(more_rows_than_groups) {
   Problem<bfloat16, bfloat16>({.rows = 140, .columns = 1032}).run();
 }
 
+// The kernel of rows in shared memory, which wants more rows than registers hold at once: on one multiprocessor.
+template <class T> void in_shared_memory(const Shape& shape) {
+  Problem<T, T> p(shape);
+  NormProblem planned = planned_forward(shape.rows, shape.columns, 2);
+  planned.multiprocessors = 1;
+  expect(choose_norm_forward(planned).kernel == NormKernel::shared, "the rows lie in shared memory");
+  under_every_seed([&] {
+    p.y.poison(), p.rstd.poison();
+    sim::counters() = {};
+    expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
+    expect_bytes({.read = 4 * shape.rows * shape.columns, .written = shape.rows * (2 * shape.columns + 4)});
+    p.check_forward();
+  });
+}
+
+TEST(rows_in_shared_memory) {
+  sim::options().properties.multiprocessors = 1;
+  in_shared_memory<bfloat16>({.rows = 5, .columns = 8192});
+  in_shared_memory<float16>({.rows = 5, .columns = 8192, .padding = 8});
+  in_shared_memory<bfloat16>({.rows = 4, .columns = 12288, .padding = 8});
+  in_shared_memory<float16>({.rows = 8, .columns = 12288});
+  sim::options().properties.multiprocessors = 132;
+}
+
 // On a chip of one multiprocessor the blocks of the rings take many rows, and every stage is used again and again.
 TEST(many_rows_a_block) {
   sim::options().properties.multiprocessors = 1;
@@ -312,7 +336,7 @@ TEST(the_chooser) {
       {1032, "registers block 8 2 1 96 96 1 4096", "ring 8 1 160 160 3 15360 528"},
       {4096, "registers block 8 2 1 256 256 1 4096", "ring 8 1 512 512 3 49152 264"},
       {4104, "registers block 8 4 1 160 160 1 4096", "ring 8 1 544 544 3 52224 132"},
-      {8192, "registers block 8 4 1 256 256 1 4096", "ring 8 1 1024 1024 3 98304 132"},
+      {8192, "shared block 8 4 1 256 256 1 4096", "ring 8 1 1024 1024 3 98304 132"},
       {8200, "registers block 8 4 1 288 288 1 4096", "ring 8 3 352 352 2 67584 132"},
       {12288, "registers block 8 4 1 384 384 1 4096", "ring 8 3 512 512 2 98304 132"},
       {12296, "registers block 8 4 1 416 416 1 4096", "ring 8 4 416 416 2 106496 132"},
@@ -335,6 +359,24 @@ TEST(the_chooser) {
     const std::string forward = choice(choose_norm_forward(planned_forward(4096, expected.columns, 2)));
     expect(forward == expected.forward, "forward of " + std::to_string(expected.columns) + ": " + forward);
   }
+  // Rows in shared memory where they were measured, and nowhere else.
+  const auto is = [](NormKernel kernel, int64_t rows, int64_t columns, const auto& change) {
+    NormProblem p = planned_forward(rows, columns, 2);
+    change(p);
+    expect(choose_norm_forward(p).kernel == kernel, choice(choose_norm_forward(p)));
+  };
+  const auto as_it_is = [](NormProblem&) {};
+  is(NormKernel::shared, 1024, 12288, as_it_is);
+  is(NormKernel::shared, 8 * 132, 12288, as_it_is);
+  is(NormKernel::shared, 4096, 8192, [](NormProblem& p) { p.layer = true; });
+  is(NormKernel::registers, 3 * 132, 12288, as_it_is);
+  is(NormKernel::registers, 8 * 132 + 1, 12288, as_it_is);
+  is(NormKernel::registers, 4 * 132, 8192, as_it_is);
+  is(NormKernel::registers, 4096, 8192, [](NormProblem& p) { p.residual_bytes = 2; });
+  is(NormKernel::registers, 1024, 12288, [](NormProblem& p) { p.affine_as_x = false; });
+  is(NormKernel::registers, 1024, 6144, [](NormProblem& p) { p.element_bytes = 4; });
+  is(NormKernel::registers, 1024, 12288, [](NormProblem& p) { p.clusters = false; });
+  is(NormKernel::registers, 1024, 12288, [](NormProblem& p) { p.max_shared_bytes = 99 * 1024; });
   RmsNormProblem p = planned(1, 16384, 2);
   expect_equal("one row", choose_rms_norm_backward(p).blocks, int64_t{1});
   p.max_shared_bytes = 99 * 1024;  // compute capability 8.6: two stages of dy and x do not fit

@@ -58,6 +58,19 @@ def test_wide_rows_stay_on_the_chip_where_there_are_clusters():
         assert plan["forward"]["kernel"] == "registers"
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("problem", [{"rows": 4096, "columns": 8192}, {"rows": 1024, "columns": 12288}])
+def test_rows_lie_in_shared_memory_where_that_was_measured(op, problem):
+    plan = warpsmith.plan(op, **problem, dtype="bfloat16")["forward"]
+    assert plan["kernel"] == "shared"
+    assert plan["shared_bytes"] == 2 * problem["columns"]
+    assert plan["threads_a_row"] * plan["vectors_a_thread"] * plan["vector_elems"] == problem["columns"]
+    assert plan["blocks"] == problem["rows"]
+    for change in ({"dtype": "float32"}, {"affine_as_x": False}, {"clusters": False}, {"rows": 100}, {"columns": 8200}):
+        other = warpsmith.plan(op, **{**problem, "dtype": "bfloat16", **change})["forward"]
+        assert other["kernel"] == "registers"
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     ("problem", "message"),

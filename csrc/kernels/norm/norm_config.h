@@ -15,6 +15,7 @@ struct NormProblem {
   int multiprocessors = 132;
   int max_shared_bytes = 227 * 1024;  // dynamic shared memory that a block may have
   bool clusters = true;               // the device has them (sm_90 and newer)
+  bool affine_as_x = true;  // forward: weight (and bias) are given, stored as x, and nothing is added to the weight
 };
 
 namespace norm {
@@ -26,14 +27,15 @@ constexpr int kMaxCluster = 8;
 
 }  // namespace norm
 
-// registers: a row lives in the registers of its threads (forward); ring: rows stream through shared memory and the
-// gradients of the parameters stay in registers (backward); looped: a row is read twice, for rows too long for the chip
-// or not made of vectors.
-enum class NormKernel : uint8_t { registers, ring, looped };
+// registers: a row lives in the registers of its threads (forward); shared: it lies in the shared memory of its block,
+// which holds more rows at once (forward); ring: rows stream through shared memory and the gradients of the parameters
+// stay in registers (backward); looped: a row is read twice, for rows too long for the chip or not made of vectors.
+enum class NormKernel : uint8_t { registers, shared, ring, looped };
 
 constexpr const char* name(NormKernel k) {
   switch (k) {
     case NormKernel::registers: return "registers";
+    case NormKernel::shared: return "shared";
     case NormKernel::ring: return "ring";
     case NormKernel::looped: return "looped";
   }
@@ -126,6 +128,30 @@ constexpr int64_t shared_bytes_a_block(const NormProblem& p, int together, int64
   return (int64_t{p.max_shared_bytes} + 1024) / together - 1024 - static_bytes;
 }
 
+// Rows in shared memory, of the shapes at which a sweep found them ahead of registers (choose_norm_forward) and of no
+// others: 16-bit rows of 8,192 and 12,288 columns, more of them than the blocks of the registers' kernel hold at once,
+// and of the longer ones no more than fit here at once. 0 vectors elsewhere.
+constexpr NormConfig shared(const NormProblem& p, int64_t vectors, int threads) {
+  NormConfig c;
+  c.vectors = 0;
+  if (p.element_bytes != 2 || p.residual_bytes || !p.affine_as_x || !p.clusters) return c;
+  if (vectors != 1024 && vectors != 1536) return c;
+  const bool widest = vectors == 1536;
+  const int64_t row_bytes = vectors * kVectorBytes, of_registers = int64_t{widest ? 3 : 4} * p.multiprocessors;
+  const int together = p.layer && !widest ? 4 : 8;
+  if (p.rows <= of_registers || (widest && p.rows > int64_t{together} * p.multiprocessors)) return c;
+  if (shared_bytes_a_block(p, together, 128) < row_bytes) return c;
+  c.kernel = NormKernel::shared;
+  c.scope = norm::Scope::block;
+  c.vector_elems = vector_elems(p);
+  c.vectors = static_cast<int>(vectors / threads);
+  c.lanes = c.threads = threads;
+  c.blocks = p.rows;
+  c.shared_bytes = row_bytes;
+  c.why = "a row lies in shared memory, which holds more of them at once than registers";
+  return c;
+}
+
 // `together` blocks a multiprocessor or fewer, at most `stages` deep; 0 stages if even two do not fit.
 constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, int vectors, int rows, int threads,
                           int cluster, int together, int stages, const char* why) {
@@ -157,6 +183,8 @@ constexpr const char* kNormNotVectors =
 // Vectors that a thread of a block holds, and threads that a block may have: what registers allow without spilling.
 // Forward: of blocks up to kNormPreferredThreads, three share a multiprocessor.
 constexpr int kNormBlockVectors = 4, kNormBlockThreads = 512, kNormPreferredThreads = 384;
+// Forward, rows in shared memory.
+constexpr int kNormSharedThreads = 256;
 // Rows of 65 to 96 vectors that a warp works on together (forward).
 constexpr int norm_rows_of_three_vectors(bool layer, bool residual) { return layer && !residual ? 2 : 1; }
 // Backward. wide: the residual is wider than the activation, so that a vector has half as many elements.
@@ -169,7 +197,9 @@ constexpr int norm_ring_threads(bool layer, bool wide) { return !layer ? 768 : w
 //   layer                           0.94  0.97  0.93  0.92
 //   rms with residual               0.97  0.97  0.97  0.96
 // Two vectors a thread are better than four for rms up to 4096 columns (0.98, 0.96), worse for layer (0.83); six lost
-// everywhere. Clusters for rows that a block can hold lost 5 % and more.
+// everywhere. Clusters for rows that a block can hold lost 5 % and more. 8192 and 12288 columns without a residual are
+// of before rows in shared memory, which the sweep found ahead of registers, kernels alone: rms 38.8 to 39.3 us,
+// registers 40.0 to 40.5 (4096x8192), and 18.8, 19.9 (1024x12288); layer 40.0, 40.9, and 19.8 to 20.0, 20.6.
 constexpr NormConfig choose_norm_forward(const NormProblem& p) {
   using namespace norm_detail;
   using norm::Scope;
@@ -185,6 +215,8 @@ constexpr NormConfig choose_norm_forward(const NormProblem& p) {
   }
   constexpr int64_t block_vectors = int64_t{kNormBlockVectors} * kNormBlockThreads;
   if (vectors <= block_vectors) {
+    const NormConfig c = shared(p, vectors, kNormSharedThreads);
+    if (c.vectors) return c;
     const int each = !p.layer && !p.residual_bytes && vectors <= 512 ? 2 : 4, threads = threads_of(vectors, each);
     return registers(p, Scope::block, threads, each, 1, threads, 1, "a row fits in the registers of one block");
   }

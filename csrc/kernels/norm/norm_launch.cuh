@@ -5,6 +5,7 @@
 #include "kernels/norm/norm_backward.cuh"
 #include "kernels/norm/norm_config.h"
 #include "kernels/norm/norm_forward.cuh"
+#include "kernels/norm/norm_forward_shared.cuh"
 
 // From the params of an op to its kernel: problem, configuration, storage types, launch.
 namespace warpsmith::norm {
@@ -32,6 +33,7 @@ template <class Op> Status problem_of(const NormForwardParams& p, NormProblem* o
   const bool aligned = rows_on_16_bytes(p.x, p.x_stride, p.rows, p.dtype) && on_16_bytes(p.y) &&
                        rows_on_16_bytes(p.residual, p.residual_stride, p.rows, p.residual_dtype) &&
                        on_16_bytes(p.residual_out) && on_16_bytes(p.weight) && on_16_bytes(p.bias);
+  out->affine_as_x = p.weight && (!Op::kLayer || p.bias) && p.weight_dtype == p.dtype && p.weight_offset == 0;
   return problem_of<Op>(p, aligned, out);
 }
 
@@ -75,7 +77,19 @@ constexpr int instance(Scope scope, int vectors, int rows) {
   return (static_cast<int>(scope) * 16 + vectors) * 16 + rows;
 }
 
+// Launch bounds are those that the sweep measured.
+template <class Op, class T> auto shared_kernel(const NormConfig& c) {
+  constexpr int kThreads = kNormSharedThreads;
+  void (*kernel)(NormForwardParams, int) = nullptr;
+  if constexpr (!Op::kResidual && sizeof(T) == 2) {
+    if (c.vectors == 6) kernel = forward_shared<Op, T, 6, false, kThreads, kThreads, 8>;
+    if (c.vectors == 4) kernel = forward_shared < Op, T, 4, Op::kLayer, kThreads, 384, Op::kLayer ? 3 : 4 > ;
+  }
+  return kernel;
+}
+
 template <class Op, class T, class R> auto forward_kernel(const NormConfig& c) {
+  if (c.kernel == NormKernel::shared) return shared_kernel<Op, T>(c);
   // Blocks that share the registers of a multiprocessor; where they get fewer, more would spill.
   constexpr bool kWide = sizeof(R) != sizeof(T);
   constexpr int kRows = norm_rows_of_three_vectors(Op::kLayer, Op::kResidual), kPreferred = kNormPreferredThreads;

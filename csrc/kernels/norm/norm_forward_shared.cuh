@@ -1,0 +1,95 @@
+#pragma once
+#include "device/async_copy.h"
+#include "kernels/norm/norm_forward.cuh"
+
+namespace warpsmith::norm {
+
+// Blocks a multiprocessor that the compiler must leave registers for; older architectures, for which this kernel is
+// never chosen, would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <int kBlocks> constexpr int kSharedRowsBlocks = 1;
+#else
+template <int kBlocks> constexpr int kSharedRowsBlocks = kBlocks;
+#endif
+
+// The forward of wide rows, each in the shared memory of a block, where its threads put it by asynchronous copies: more
+// rows are under way at once than registers hold, because a thread keeps nothing of its row from the sums to y. Each
+// reads only what it copied itself, so that no barrier is needed but that of the sums.
+//
+// For rows that fill their threads, columns == kThreads * V * N, with a weight (and bias) of x's type, nothing added.
+// kWeightWithX: these are asked for together with the row and wait in registers; otherwise one vector after the other
+// when y is made.
+template <class Op, class T, int V, bool kWeightWithX, int kThreads, int kMaxThreads, int kMinBlocks>
+__global__ void __launch_bounds__(kMaxThreads, kSharedRowsBlocks<kMinBlocks>)
+    forward_shared(NormForwardParams p, int lanes) {
+  static_assert(!Op::kResidual && !Op::kDropout);
+  constexpr int N = kVector<T>, kColumns = kThreads * V * N;
+  constexpr Scope S = Scope::block;
+  constexpr int kScratch = Exchange<S, Op::kSums, kThreads, 1>::kFloats;
+  WARPSMITH_SHARED(float, scratch, kScratch);
+  WARPSMITH_DYNAMIC_SHARED(shared);
+  Place<S> at(lanes);
+  at.row_threads = kThreads;  // as the compiler should know
+  const int64_t row = at.unit;
+  constexpr float kInverseColumns = 1.f / kColumns;
+  const float eps = static_cast<float>(p.eps);
+  T* held = reinterpret_cast<T*>(shared);
+
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    const int column = at.template column<N>(v);
+    device::copy_async<16>(held + column, static_cast<const T*>(p.x) + row * p.x_stride + column);
+  }
+  device::copy_async_commit();
+  Elements<T, N> w[V], b[V];
+  const auto request = [&](int v) {
+    const int column = at.template column<N>(v);
+    w[v] = load_elements<T, N>(p.weight, column);
+    if constexpr (Op::kLayer) b[v] = load_elements<T, N>(p.bias, column);
+  };
+  if constexpr (kWeightWithX) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) request(v);
+  }
+  device::copy_async_wait<0>();
+  Elements<T, N> s[1][V];
+#pragma unroll
+  for (int v = 0; v < V; ++v) s[0][v] = load_elements<T, N>(held, at.template column<N>(v));
+
+  const auto then = [&](auto&& finish) {
+    Moments m[1];
+    finish(m);
+    if (at.lane == 0) {
+      if (p.rstd) device::store(static_cast<float*>(p.rstd) + row, m[0].rstd);
+      if (Op::kLayer && p.mean) device::store(static_cast<float*>(p.mean) + row, m[0].mean);
+    }
+    if constexpr (kWeightWithX) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        keep_packed(w[v]);
+        if constexpr (Op::kLayer) keep_packed(b[v]);
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const int column = at.template column<N>(v);
+      if constexpr (!kWeightWithX) request(v);
+      const Elements<T, N> again = load_elements<T, N>(held, column);
+      Vector<float, N> y;
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        if constexpr (Op::kLayer)
+          y.at[k] = (again[k] - m[0].mean) * m[0].rstd * w[v][k] + b[v][k];
+        else
+          y.at[k] = again[k] * m[0].rstd * w[v][k];
+      }
+      store_elements(p.y, row * kColumns + column, rounded<T>(y));
+    }
+  };
+  if constexpr (Op::kLayer)
+    layer_moments<S, kThreads>(s, at, scratch, kColumns, kInverseColumns, eps, then);
+  else
+    rms_moments<S, kThreads>(s, at, scratch, kInverseColumns, eps, then);
+}
+
+}  // namespace warpsmith::norm
