@@ -335,7 +335,7 @@ template <class T> __device__ __forceinline__ Packed times(const Packed& x, floa
 // way before the first is used; without them too few bytes are. kGeneral has no registers for that.
 template <class T, bool kGeneral> __global__ void __launch_bounds__(512, kGeneral ? 1 : 2)
     backward_streaming(CrossEntropyParams p, Options o, int lanes) {
-  constexpr int N = Row<T>::N, kBatch = 4;
+  constexpr int N = Row<T>::N, kBatch = sizeof(T) == 4 ? 3 : 4;  // float32's factors are doubles
   const int lane = static_cast<int>(threadIdx.x) % lanes, groups = static_cast<int>(blockDim.x) / lanes;
   const float late = real_at(p.late_scale, 0, 1.f), denominator = real_at(p.denominator, 0, 1.f);
   for (int64_t r = int64_t{blockIdx.x} * groups + threadIdx.x / lanes; r < p.rows; r += int64_t{gridDim.x} * groups) {
