@@ -1,21 +1,21 @@
 // Times shapes of the elementwise body (threads of a block, vectors a thread, cache hints) for the gated activations,
-// beside the kernel that is chosen and a copy of the same bytes. Build and run on a GPU machine:
+// beside the kernel that is chosen, which the others must agree with, and a copy of the same bytes. Build (15 s) and
+// run on a GPU machine (5 s for each name of an op):
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a
-//     tools/gpu/sweep/elementwise.cu -o sweep && ./sweep
+//     tools/gpu/sweep/elementwise.cu -o sweep && ./sweep swiglu
 #include "device/packed.h"
+#include "hints.cuh"
 #include "kernels/activation/gated.cuh"
 #include "sweep.h"
 
 using namespace warpsmith;
 using namespace warpsmith::activation;
-using device::Cache;
-using sweep::Row;
+using sweep::Hint, sweep::Row;
 
 namespace {
 
 // V vectors of each tensor a thread, a block's width apart; every load before the first use. Sizes that divide evenly.
-template <class Op, int V, Cache kLoad, Cache kStore>
-__global__ void candidate(Op op, ElementwiseParams<Op::I, Op::O> p) {
+template <class Op, int V, Hint hint> __global__ void candidate(Op op, ElementwiseParams<Op::I, Op::O> p) {
   using T = bfloat16;
   using device::Packed;
   constexpr int N = 8;
@@ -25,7 +25,7 @@ __global__ void candidate(Op op, ElementwiseParams<Op::I, Op::O> p) {
   for (int v = 0; v < V; ++v)
 #pragma unroll
     for (int i = 0; i < Op::I; ++i)
-      in[v][i] = device::load<kLoad>(device::packed_at<T, N>(p.in[i].data, first + v * step));
+      in[v][i] = sweep::load<hint>(device::packed_at<T, N>(p.in[i].data, first + v * step));
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     float x[Op::I][N], y[Op::O][N];
@@ -34,12 +34,12 @@ __global__ void candidate(Op op, ElementwiseParams<Op::I, Op::O> p) {
     op.template apply<T, N>(x, y, first);
 #pragma unroll
     for (int o = 0; o < Op::O; ++o)
-      device::store<kStore>(device::packed_at<T, N>(const_cast<void*>(p.out[o].data), first + v * step),
-                            device::rounded<T>(y[o]));
+      sweep::store<hint>(device::packed_at<T, N>(const_cast<void*>(p.out[o].data), first + v * step),
+                         device::rounded<T>(y[o]));
   }
 }
 
-template <class Op> void run(const char* name, int64_t rows, int64_t columns, char* (&memory)[5]) {
+template <class Op> void run(const char* name, int64_t rows, int64_t columns, char* (&memory)[5], char* (&wanted)[2]) {
   const int64_t count = rows * columns;
   ElementwiseParams<Op::I, Op::O> p{};
   p.rows = rows, p.columns = columns, p.dtype = Dtype::bfloat16;
@@ -63,23 +63,38 @@ template <class Op> void run(const char* name, int64_t rows, int64_t columns, ch
       if (!launch_elementwise(Op{}, q, nullptr).ok()) std::printf("the launch failed\n");
     });
   }
-  const auto shapes = [&]<int V, Cache kLoad, Cache kStore>(const char* hints) {
-    for (const int threads : {128, 256, 512, 1024}) {
+  // What was chosen, as the law for the others.
+  for (int o = 0; o < Op::O; ++o) {
+    if (!launch_elementwise(Op{}, p, nullptr).ok()) std::printf("the launch failed\n");
+    sweep::check(cudaMemcpy(wanted[o], memory[Op::I + o], static_cast<size_t>(count) * 2, cudaMemcpyDeviceToDevice));
+  }
+  const auto shapes = [&]<int V, Hint hint> {
+    for (const int threads : {64, 128, 256, 512}) {
       const int64_t block = int64_t{threads} * V * 8;
       if (count % block) continue;
-      add(std::to_string(threads) + " threads, " + std::to_string(V) + " vectors, " + hints, [&, threads, block] {
-        candidate<Op, V, kLoad, kStore><<<static_cast<unsigned>(count / block), threads>>>(Op{}, p);
-      });
+      const auto call = [&, threads, block] {
+        candidate<Op, V, hint><<<static_cast<unsigned>(count / block), threads>>>(Op{}, p);
+      };
+      std::string text = std::to_string(threads) + " threads, " + std::to_string(V) + " vectors, " + sweep::name(hint);
+      for (int o = 0; o < Op::O; ++o) sweep::check(cudaMemset(memory[Op::I + o], 0xff, static_cast<size_t>(count) * 2));
+      call();
+      for (int o = 0; o < Op::O; ++o)
+        if (const unsigned n = sweep::differences(memory[Op::I + o], wanted[o], count).wrong)
+          text += ", WRONG " + std::to_string(n) + " <- chosen or not";
+      add(text, call);
     }
   };
-  constexpr Cache kKeep = Cache::keep, kOnce = Cache::streaming;
-  shapes.template operator()<1, kKeep, kKeep>("plain");
-  shapes.template operator()<2, kKeep, kKeep>("plain");
-  shapes.template operator()<4, kKeep, kKeep>("plain");
-  shapes.template operator()<1, kOnce, kOnce>("streaming");
-  shapes.template operator()<1, kOnce, kKeep>("streaming loads");
-  shapes.template operator()<1, kKeep, kOnce>("streaming stores");
-  shapes.template operator()<2, kOnce, kOnce>("streaming");
+  shapes.template operator()<1, Hint::none>();
+  shapes.template operator()<2, Hint::none>();
+  shapes.template operator()<4, Hint::none>();
+  shapes.template operator()<1, Hint::both_once>();
+  shapes.template operator()<1, Hint::load_once>();
+  shapes.template operator()<1, Hint::store_once>();
+  shapes.template operator()<1, Hint::fetch_256>();
+  shapes.template operator()<1, Hint::give_up_first>();
+  shapes.template operator()<2, Hint::load_once>();
+  shapes.template operator()<2, Hint::fetch_256>();
+  shapes.template operator()<2, Hint::give_up_first>();
 
   sweep::print(std::string(name) + " " + std::to_string(rows) + "x" + std::to_string(columns),
                static_cast<double>(count) * 2 * (Op::I + Op::O), all, 4);
@@ -93,9 +108,11 @@ int main(int argc, char** argv) {
   const int64_t most = 2 * shapes[0][0] * shapes[0][1];
   char* memory[5];
   for (int i = 0; i < 5; ++i) memory[i] = static_cast<char*>(sweep::random_bfloat16(most, static_cast<unsigned>(i)));
+  char* wanted[2];
+  for (char*& w : wanted) w = sweep::allocate<char>(static_cast<size_t>(most) * 2);
   for (const auto& [rows, columns] : shapes) {
     const auto measure = [&]<class Op>(const char* name) {
-      if (argc < 2 || std::string(name).rfind(argv[1], 0) == 0) run<Op>(name, rows, columns, memory);
+      if (argc < 2 || std::string(name).rfind(argv[1], 0) == 0) run<Op>(name, rows, columns, memory, wanted);
     };
     measure.template operator()<GatedForward<Silu>>("swiglu forward");
     measure.template operator()<GatedBackward<Silu>>("swiglu backward");

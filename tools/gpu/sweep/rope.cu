@@ -1,76 +1,161 @@
-// Times rope's kernel over heads a thread, registers and block sizes, beside a copy of the same bytes. Build and run on
-// a GPU machine:
-//   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
-//     tools/gpu/sweep/rope.cu -o sweep && ./sweep
+// Times rope's kernel over heads a thread, registers and block sizes, and the other body of rope_vectors.cuh, each out
+// of place and in place, beside a copy of the same bytes. Outputs are compared with the package's: a row says where its
+// bits are others, which a few are by contraction, and where it is wrong. Build (both at once, 20 s) and run on a GPU
+// machine (10 s):
+//   for d in 128 64; do nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
+//     -DHEAD_DIM=$d tools/gpu/sweep/rope.cu csrc/kernels/rope/rope.cu -o sweep_rope_$d & done; wait
+//   ./sweep_rope_128; ./sweep_rope_64
 #include "common/launch.h"
 #include "kernels/rope/rope_config.h"
 #include "kernels/rope/rope_kernel.cuh"
+#include "rope_vectors.cuh"
 #include "sweep.h"
 
 using namespace warpsmith;
-using sweep::Row;
+using sweep::Hint, sweep::Row;
 
 namespace {
 
-template <bool kInterleaved, int U, int kBlocks>
-void measure(const RopeParams& p, const RopeProblem& problem, std::vector<Row>& rows) {
-  for (const int threads : {32, 64, 96, 128, 160, 192, 256}) {
-    const RopeConfig c = rope_config_of(problem, U, threads);
-    LaunchConfig config;
-    config.grid = dim3(static_cast<unsigned>(c.blocks_x), static_cast<unsigned>(c.blocks_y));
-    config.block = dim3(c.threads_x, c.threads_y, c.threads_z);
-    Status status;
-    const auto kernel = rope::rotate_heads<bfloat16, bfloat16, 8, kInterleaved, U, kBlocks>;
-    const double us = sweep::time_of([&] { status = launch(kernel, config, nullptr, p, c); });
-    char text[160];
-    std::snprintf(text, sizeof text, "heads a thread %d, %d blocks of 256, threads %d x %d x %d", U, kBlocks,
-                  c.threads_x, c.threads_y, c.threads_z);
-    if (status.ok()) rows.push_back({us, text});
+struct Case {
+  RopeParams p;
+  RopeProblem problem;
+  void *want_q, *want_k;
+  int64_t q_count, k_count;
+  bool inplace;
+  std::vector<Row> rows;
+
+  // Times a call; its outputs must be those of the package's kernel.
+  template <class Call> void add(const char* text, Call&& call) {
+    std::string row = text;
+    const Status status = call();
+    if (!status.ok()) {
+      std::printf("refused: %s: %s\n", text, status.what().c_str());
+      return;
+    }
+    if (!inplace) {
+      const auto of_q = sweep::differences(p.q_out, want_q, q_count),
+                 of_k = sweep::differences(p.k_out, want_k, k_count);
+      if (const unsigned n = of_q.other_bits + of_k.other_bits) row += ", other bits " + std::to_string(n);
+      if (const unsigned n = of_q.wrong + of_k.wrong) row += ", WRONG " + std::to_string(n) + " <- chosen or not";
+      sweep::check(cudaMemset(p.q_out, 0xff, static_cast<size_t>(q_count) * 2));
+      sweep::check(cudaMemset(p.k_out, 0xff, static_cast<size_t>(k_count) * 2));
+    }
+    const double us = sweep::time_of([&] {
+      if (!call().ok()) std::printf("the launch failed\n");
+    });
+    rows.push_back({us, row});
   }
-}
+
+  template <bool kInterleaved, int U, int kBlocks> void package(bool chosen) {
+    int last = 0;
+    for (const int threads : {64, 128, 160, 256}) {
+      const RopeConfig c = rope_config_of(problem, U, threads);
+      if (c.threads_x * c.threads_y * c.threads_z == last) continue;
+      last = c.threads_x * c.threads_y * c.threads_z;
+      LaunchConfig config;
+      config.grid = dim3(static_cast<unsigned>(c.blocks_x), static_cast<unsigned>(c.blocks_y));
+      config.block = dim3(c.threads_x, c.threads_y, c.threads_z);
+      char text[160];
+      std::snprintf(text, sizeof text, "package's body: heads a thread %d, %d blocks of 256, threads %d x %d x %d%s", U,
+                    kBlocks, c.threads_x, c.threads_y, c.threads_z,
+                    chosen && threads == rope_detail::kMaxThreads ? " <- chosen" : "");
+      add(text, [&] {
+        return launch(rope::rotate_heads<bfloat16, bfloat16, 8, kInterleaved, U, kBlocks>, config, nullptr, p, c);
+      });
+    }
+  }
+
+  template <bool kInterleaved, int UQ, int UK, Hint hint, int kBlocks> void vectors() {
+    for (const int tokens : {1, 2, 3, 4}) {
+      const sweep::VectorGrid g = sweep::vector_grid(p, 8, UQ, UK, tokens);
+      const unsigned threads = g.block.x * g.block.y * g.block.z;
+      if (threads < 64 || threads > 256) continue;
+      LaunchConfig config;
+      config.grid = g.grid, config.block = g.block;
+      char text[160];
+      std::snprintf(text, sizeof text, "vectors: %d + %d heads a thread, %d blocks of 256, threads %u x %u x %u, %s",
+                    UQ, UK, kBlocks, g.block.x, g.block.y, g.block.z, sweep::name(hint));
+      add(text, [&] {
+        return launch(sweep::rotate_vectors<bfloat16, bfloat16, kInterleaved, UQ, UK, hint, 256, kBlocks>, config,
+                      nullptr, p);
+      });
+    }
+  }
+
+  template <bool kInterleaved, int UQ, int UK, int kBlocks> void vectors_with_hints() {
+    vectors<kInterleaved, UQ, UK, Hint::none, kBlocks>();
+    vectors<kInterleaved, UQ, UK, Hint::load_once, kBlocks>();
+    vectors<kInterleaved, UQ, UK, Hint::store_once, kBlocks>();
+    vectors<kInterleaved, UQ, UK, Hint::fetch_256, kBlocks>();
+    vectors<kInterleaved, UQ, UK, Hint::give_up_first, kBlocks>();
+  }
+};
 
 template <bool kInterleaved> void run(int64_t batch, int64_t tokens, int64_t q_heads, int64_t k_heads, int64_t dim) {
   const int64_t q_count = batch * tokens * q_heads * dim, k_count = batch * tokens * k_heads * dim;
-  void *q = sweep::random_bfloat16(q_count, 1), *k = sweep::random_bfloat16(k_count, 1),
-       *q_out = sweep::allocate(q_count * 2), *k_out = sweep::allocate(k_count * 2);
-  void *cos = sweep::random_bfloat16(tokens * dim / 2, 1), *sin = sweep::random_bfloat16(tokens * dim / 2, 1);
+  const auto bytes = [](int64_t count) { return static_cast<size_t>(count) * 2; };
+  void *q = sweep::random_bfloat16(q_count, 1), *k = sweep::random_bfloat16(k_count, 2);
+  void *q_out = sweep::allocate(bytes(q_count)), *k_out = sweep::allocate(bytes(k_count));
+  void *want_q = sweep::allocate(bytes(q_count)), *want_k = sweep::allocate(bytes(k_count));
+  void *cos = sweep::random_bfloat16(tokens * dim / 2, 3), *sin = sweep::random_bfloat16(tokens * dim / 2, 4);
   const auto layout = [&](int64_t heads) { return RotaryHeads{heads, tokens * heads * dim, heads * dim, dim}; };
-  const RopeParams p{q,
-                     k,
-                     q_out,
-                     k_out,
-                     layout(q_heads),
-                     layout(k_heads),
-                     layout(q_heads),
-                     layout(k_heads),
-                     {cos, sin, tokens, 0, dim / 2, 1, false, Dtype::bfloat16},
-                     {},
-                     {batch, tokens, dim, dim, kInterleaved, false},
-                     false,
-                     Dtype::bfloat16};
-  const RopeProblem problem{batch * tokens, q_heads, k_heads, dim, dim, 2};
-  std::vector<Row> rows;
-  measure<kInterleaved, 1, 4>(p, problem, rows);
-  measure<kInterleaved, 1, 5>(p, problem, rows);
-  measure<kInterleaved, 1, 6>(p, problem, rows);
-  measure<kInterleaved, 2, 2>(p, problem, rows);
-  measure<kInterleaved, 2, 3>(p, problem, rows);
-  measure<kInterleaved, 2, 4>(p, problem, rows);
-  measure<kInterleaved, 4, 2>(p, problem, rows);
-  measure<kInterleaved, 4, 3>(p, problem, rows);
-  const auto text = [](int64_t n) { return std::to_string(n); };
-  sweep::print(std::string(kInterleaved ? "interleaved " : "halves ") + text(batch) + "x" + text(tokens) + "x(" +
-                   text(q_heads) + "+" + text(k_heads) + ")x" + text(dim),
-               4.0 * static_cast<double>(q_count + k_count), rows, 8);
-  for (void* m : {q, k, q_out, k_out, cos, sin}) sweep::check(cudaFree(m));
+  for (const bool inplace : {false, true}) {
+    Case c{{q,
+            k,
+            want_q,
+            want_k,
+            layout(q_heads),
+            layout(k_heads),
+            layout(q_heads),
+            layout(k_heads),
+            {cos, sin, tokens, 0, dim / 2, 1, false, Dtype::bfloat16},
+            {},
+            {batch, tokens, dim, dim, kInterleaved, false},
+            inplace,
+            Dtype::bfloat16},
+           {batch * tokens, q_heads, k_heads, dim, dim, 2, true, inplace},
+           want_q,
+           want_k,
+           q_count,
+           k_count,
+           inplace,
+           {}};
+    if (!rope_cuda(c.p, nullptr).ok()) std::printf("the launch failed\n");
+    c.p.q_out = inplace ? q : q_out, c.p.k_out = inplace ? k : k_out;
+    const int chosen = choose_rope(c.problem).heads_a_thread;
+    c.package<kInterleaved, 1, 6>(false);
+    c.package<kInterleaved, 2, 3>(chosen == 2);
+    c.package<kInterleaved, 4, 2>(chosen == 4);
+#if HEAD_DIM == 128
+    c.vectors_with_hints<kInterleaved, 4, 1, 4>();
+    c.vectors<kInterleaved, 4, 1, Hint::none, 3>();
+    c.vectors<kInterleaved, 8, 2, Hint::none, 2>();
+    c.vectors_with_hints<kInterleaved, 8, 1, 2>();
+#else
+    c.vectors_with_hints<kInterleaved, 1, 1, 8>();
+    c.vectors<kInterleaved, 1, 1, Hint::none, 6>();
+    c.vectors_with_hints<kInterleaved, 2, 2, 4>();
+    c.vectors<kInterleaved, 2, 2, Hint::none, 5>();
+    c.vectors<kInterleaved, 4, 4, Hint::none, 2>();
+#endif
+    const auto text = [](int64_t n) { return std::to_string(n); };
+    sweep::print(std::string(kInterleaved ? "interleaved " : "halves ") + text(batch) + "x" + text(tokens) + "x(" +
+                     text(q_heads) + "+" + text(k_heads) + ")x" + text(dim) + (inplace ? " in place" : ""),
+                 4.0 * static_cast<double>(q_count + k_count), c.rows, 8);
+  }
+  for (void* m : {q, k, q_out, k_out, want_q, want_k, cos, sin}) sweep::check(cudaFree(m));
 }
 
 }  // namespace
 
 int main() {
+#if HEAD_DIM == 128
   run<false>(4, 4096, 32, 8, 128);
-  run<true>(4, 4096, 32, 8, 128);
   run<false>(1, 8192, 64, 8, 128);
+  run<true>(4, 4096, 32, 8, 128);
+#else
   run<false>(8, 2048, 16, 16, 64);
   run<false>(8, 1024, 12, 12, 64);
+  run<true>(8, 2048, 16, 16, 64);
+#endif
 }

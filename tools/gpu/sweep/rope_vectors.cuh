@@ -1,7 +1,7 @@
 #pragma once
 #include <cstdint>
 
-#include "device/vector.h"
+#include "hints.cuh"
 #include "kernels/rope/rope.h"
 #include "kernels/rope/rotary.cuh"
 
@@ -13,40 +13,11 @@ namespace sweep {
 
 using namespace warpsmith;
 
-// How global memory is asked for: as ever; evict-first loads or stores (ld.cs, st.cs); loads that let the L2 fetch 256
-// bytes; loads whose lines the L2 gives up first.
-enum class Hint { none, load_once, store_once, fetch_256, give_up_first };
-
-template <Hint hint, class V> __device__ __forceinline__ V load(const V* from) {
-#ifndef WARPSMITH_SIM
-  if constexpr (hint == Hint::fetch_256 || hint == Hint::give_up_first) {
-    uint4 x;
-    if constexpr (hint == Hint::fetch_256) {
-      asm volatile("ld.global.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                   : "l"(from));
-    } else {
-      uint64_t policy;
-      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-      asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                   : "l"(from), "l"(policy));
-    }
-    V v;
-    static_assert(sizeof v == sizeof x);
-    __builtin_memcpy(&v, &x, sizeof v);
-    return v;
-  }
-#endif
-  return device::load<hint == Hint::load_once ? device::Cache::streaming : device::Cache::keep>(from);
-}
-
 // A thread has UQ heads of q and UK of k, blockDim.y apart: no head is chosen at run time. Blocks: vectors of a head x
 // heads of k / UK x tokens, a whole number of warps; grid: tokens, batch entries.
 template <class T, class C, bool kInterleaved, int UQ, int UK, Hint hint, int kMaxThreads, int kBlocks>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks) rotate_vectors(RopeParams p) {
   constexpr int N = 16 / sizeof(T), kAngles = kInterleaved ? N / 2 : N;
-  constexpr device::Cache kStore = hint == Hint::store_once ? device::Cache::streaming : device::Cache::keep;
   using Vector = rotary::Packed<T, N>;
   const int lanes = blockDim.x, column = threadIdx.x;
   rotary::Token at{blockIdx.y, int64_t{blockIdx.x} * blockDim.z + threadIdx.z, 0, true};
@@ -106,9 +77,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks) rotate_vectors(RopeParam
     T *const q = first(p.q_out, p.q_out_layout), *const k = first(p.k_out, p.k_out_layout);
     const int q_step = step(p.q_out_layout), k_step = step(p.k_out_layout);
 #pragma unroll
-    for (int u = 0; u < UQ; ++u) device::store<kStore>(vector(q, u * q_step), x[u]);
+    for (int u = 0; u < UQ; ++u) store<hint>(vector(q, u * q_step), x[u]);
 #pragma unroll
-    for (int u = 0; u < UK; ++u) device::store<kStore>(vector(k, u * k_step), x[UQ + u]);
+    for (int u = 0; u < UK; ++u) store<hint>(vector(k, u * k_step), x[UQ + u]);
   }
 }
 

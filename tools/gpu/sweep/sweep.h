@@ -75,6 +75,30 @@ inline double copy_time_of(double bytes, int repeats = 11) {
   return us;
 }
 
+__global__ void count_differences(const uint16_t* a, const uint16_t* b, int64_t count, unsigned* found) {
+  unsigned other = 0, wrong = 0;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
+    const float x = __uint_as_float(unsigned{a[i]} << 16), y = __uint_as_float(unsigned{b[i]} << 16);
+    other += a[i] != b[i];
+    wrong += !(fabsf(x - y) <= 0x1p-7f * fabsf(y) + 1e-5f);
+  }
+  if (other) atomicAdd(found, other);
+  if (wrong) atomicAdd(found + 1, wrong);
+}
+
+// Of two bfloat16 tensors. Other bits alone are another contraction of products and sums: one unit in the last place.
+struct Differences {
+  unsigned other_bits, wrong;
+};
+inline Differences differences(const void* a, const void* b, int64_t count) {
+  static unsigned* found = allocate<unsigned>(sizeof(Differences));
+  Differences d;
+  check(cudaMemset(found, 0, sizeof d));
+  count_differences<<<1024, 256>>>(static_cast<const uint16_t*>(a), static_cast<const uint16_t*>(b), count, found);
+  check(cudaMemcpy(&d, found, sizeof d, cudaMemcpyDeviceToHost));
+  return d;
+}
+
 struct Row {
   double us;
   std::string text;
