@@ -29,9 +29,8 @@ struct Options {
 void check_options(const char* op, const Options& o) {
   if (!(o.label_smoothing >= 0 && o.label_smoothing <= 1))
     refuse(op, "label_smoothing", "a number from 0 to 1", std::to_string(o.label_smoothing));
-  if (!std::isfinite(o.z_loss)) refuse(op, "z_loss", "a finite number", std::to_string(o.z_loss));
-  if (!(o.softcap >= 0 && std::isfinite(o.softcap)))
-    refuse(op, "softcap", "a finite number >= 0", std::to_string(o.softcap));
+  for (const auto& [what, value] : {std::pair{"z_loss", o.z_loss}, std::pair{"softcap", o.softcap}})
+    if (!(value >= 0 && std::isfinite(value))) refuse(op, what, "a finite number >= 0", std::to_string(value));
 }
 
 // Logits as rows, with the other inputs checked against them.

@@ -39,7 +39,7 @@ struct Loss {
       check_same_device(in.op, "class_weight", *o.class_weight, in.hidden);
     }
     if (!(o.label_smoothing >= 0 && o.label_smoothing <= 1))
-      refuse(in.op, "label_smoothing", "a number in [0, 1]", std::to_string(o.label_smoothing));
+      refuse(in.op, "label_smoothing", "a number from 0 to 1", std::to_string(o.label_smoothing));
     for (const auto& [what, value] : {std::pair{"z_loss", o.z_loss}, std::pair{"softcap", o.softcap}})
       if (!(value >= 0 && std::isfinite(value))) refuse(in.op, what, "a finite number >= 0", std::to_string(value));
     if (o.class_weight) class_weight = as_contiguous(in_dtype(in.op, "class_weight", *o.class_weight, real));

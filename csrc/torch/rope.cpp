@@ -1,5 +1,6 @@
 #include "kernels/rope/rope.h"
 
+#include "common/overlap.h"
 #include "torch/support/device.h"
 #include "torch/support/library.h"
 #include "torch/support/rotary.h"
@@ -46,6 +47,15 @@ std::tuple<Tensor, Tensor> forward(Tensor q_any, Tensor k_any, Tensor cos, Tenso
   return {q_out.tensor, k_out.tensor};
 }
 
+StridedElements elements_of(const Tensor& t) {
+  StridedElements found{t.const_data_ptr(), {}, {}, static_cast<int64_t>(t.element_size())};
+  for (int64_t i = 0; i < t.dim(); ++i) {
+    found.sizes.push_back(t.size(i));
+    found.strides.push_back(t.stride(i));
+  }
+  return found;
+}
+
 void check_writable(const char* argument, const Tensor& t) {
   const int64_t dim = t.dim();
   if (t.size(dim - 1) > 1 && t.stride(dim - 1) != 1)
@@ -54,6 +64,8 @@ void check_writable(const char* argument, const Tensor& t) {
   for (int64_t i = 0; i < dim; ++i)
     if (t.size(i) > 1 && t.stride(i) == 0)
       refuse(kOp, argument, "elements of their own to be written in place", "an expanded tensor");
+  if (t.numel() > 0 && overlaps_itself(elements_of(t)))
+    refuse(kOp, argument, "elements of their own to be written in place", "strides by which they overlap");
 }
 
 void inplace(Tensor q_any, Tensor k_any, Tensor cos, Tensor sin, bool interleaved, OptionalTensor cu_seqlens,
@@ -62,8 +74,8 @@ void inplace(Tensor q_any, Tensor k_any, Tensor cos, Tensor sin, bool interleave
       rotary_inputs(kOp, q_any, k_any, cos, sin, interleaved, cu_seqlens, offsets, position_offset, inverse);
   check_writable("q", q_any);
   check_writable("k", k_any);
-  if (q_any.numel() > 0 && k_any.numel() > 0 && q_any.const_data_ptr() == k_any.const_data_ptr())
-    refuse(kOp, "k", "other memory than that of q to be written in place", "the same");
+  if (q_any.numel() > 0 && k_any.numel() > 0 && overlap(elements_of(q_any), elements_of(k_any)))
+    refuse(kOp, "k", "other memory than that of q to be written in place", "elements that are q's as well");
   const HeadsView q = as_heads(kOp, "q", q_any), k = as_heads(kOp, "k", k_any);
   if (!in.empty(q_any, k_any) && in.shape.rotary_dim > 0) run(in, q, k, q, k, /*inplace=*/true);
 }

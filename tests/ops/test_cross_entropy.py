@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -157,8 +159,8 @@ SPEC = OpSpec(
                  "class_weight: expected a tensor without gradient", fake=False),
         BadInput("reduction", but(reduction=lambda g: "average"), "reduction: expected none, mean or sum, got average"),
         BadInput("smoothing", but(label_smoothing=lambda g: 1.5), "label_smoothing: expected a number.*, got 1.5"),
-        BadInput("z_loss", but(z_loss=lambda g: float("inf")), "z_loss: expected a finite number, got inf"),
-        BadInput("softcap", but(softcap=lambda g: -1.0), "softcap: expected a finite number >= 0, got -1"),
+        *(BadInput(f"{name} {v}", but(**{name: lambda g, v=v: v}), f"{name}: expected a finite number >= 0, got {v}")
+          for name in ("z_loss", "softcap") for v in (-1.0, math.nan, math.inf)),
         BadInput("float64", but(logits=lambda g: g["logits"].double()),
                  "logits: expected float32, float16 or bfloat16 on CUDA, got float64", fake=False, devices=("cuda",)),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 
 import pytest
 import torch
@@ -234,6 +236,9 @@ def test_in_place_under_compile():
         (lambda q, k: (q, k.requires_grad_().view_as(k)), "k: expected no leaf that requires a gradient"),
         (lambda q, k: ((q.requires_grad_() * 1).split(2, 2)[0], k), "q: expected a view that torch lets be written"),
         (lambda q, k: (q, q), "k: expected other memory than that of q"),
+        (lambda q, k: (q[:, :, :3], q[:, :, 2:]), "k: expected other memory .* got elements that are q's as well"),
+        (lambda q, k: (q, q.flatten()[32:].as_strided((2, 6, 1, 32), (6 * 4 * 32, 4 * 32, 1, 1))), "k: expected other"),
+        (lambda q, k: (q.as_strided(q.shape, (700, 100, 16, 1)), k), "q: expected elements of their own .*overlap"),
         (lambda q, k: (q[:1].expand(2, -1, -1, -1), k), "q: expected elements of their own"),
         (lambda q, k: (q, k.transpose(-1, -2).contiguous().transpose(-1, -2)), "k: expected adjacent elements"),
     ],
@@ -245,6 +250,55 @@ def test_what_must_not_be_written_in_place_is_named_and_unchanged(change, messag
     with pytest.raises(ValueError, match=f"^rope: {message}"):
         warpsmith.rope(q, k, cos, sin, inplace=True)
     assert all(bitwise_equal(a, b.detach()) for a, b in zip(before, (q, k), strict=True))
+
+
+def test_whatever_overlaps_is_refused_in_place_and_nothing_else():
+    """Random views of one piece of memory, compared with the sets of elements that they have."""
+    memory = torch.zeros(600)
+    cos, sin = (t.float() for t in table(9, 2))
+    draw = random.Random(7)
+    outcomes = Counter()
+    for _ in range(1500):
+        sizes, strides = [draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 4), 4], []
+        for _ in range(2):  # often nested, often alike, sometimes neither
+            kind = draw.choice([(4, 16, 64), (4, 12, 48), (16, 4, 64), (4, 8, 32), (draw.randint(2, 9),) * 3])
+            strides.append((*(draw.choice([s, s, s, s + 1]) for s in reversed(kind)), 1))
+        if draw.random() < 0.7:
+            strides[1] = strides[0]
+        heads = sizes[2], draw.randint(1, 4)
+        starts = draw.randint(0, 200), draw.randint(0, 200)
+        q, k = (
+            memory.as_strided((*sizes[:2], h, 4), s, start) for h, s, start in zip(heads, strides, starts, strict=True)
+        )
+        places = [
+            torch.arange(600).as_strided(t.shape, t.stride(), t.storage_offset()).flatten().tolist() for t in (q, k)
+        ]
+        twice = [len(set(p)) < len(p) for p in places]
+        shared = bool(set(places[0]) & set(places[1]))
+        expected = (
+            "q: expected el" if twice[0] else "k: expected el" if twice[1] else "k: expected other" if shared else ""
+        )
+        outcomes[expected] += 1
+        if expected:
+            with pytest.raises(ValueError, match=f"^rope: {expected}"):
+                warpsmith.rope(q, k, cos, sin, inplace=True)
+        else:
+            warpsmith.rope(q, k, cos, sin, inplace=True)
+    assert len(outcomes) == 4
+    assert min(outcomes.values()) > 30, outcomes
+
+
+@pytest.mark.parametrize("head_major", [False, True])
+def test_slices_of_a_large_projection_are_told_apart(head_major):
+    fused = torch.ones(4, 2048, 12, 16, dtype=BF16)
+    if head_major:
+        fused = fused.transpose(1, 2).contiguous().transpose(1, 2)
+    cos, sin = (t.to(BF16) for t in table(2048, 8))
+    q, k = warpsmith.rope(fused[:, :, :8], fused[:, :, 8:10], cos, sin, inplace=True)
+    assert bitwise_equal(q[:, :, :2], k)
+    assert bool((fused[:, :, 10:] == 1).all())
+    with pytest.raises(ValueError, match="k: expected other memory"):
+        warpsmith.rope(fused[:, :, :8], fused[:, :, 7:9], cos, sin, inplace=True)
 
 
 def test_keys_may_be_absent():

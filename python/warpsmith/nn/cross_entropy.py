@@ -17,7 +17,7 @@ class CrossEntropyLoss(torch.nn.Module):
         reduce: deprecated by torch; must be None, use ``reduction``.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: from 0 to 1.
-        z_loss: factor of the squared logsumexp.
+        z_loss: factor of the squared logsumexp, >= 0.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0 for none.
         inplace_backward: allows the gradient to be written over the logits.
         check_labels: name the first label out of range on CUDA too, where the host then waits for the device.

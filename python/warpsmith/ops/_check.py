@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,6 +35,14 @@ def float_dtype(op: str, argument: str, t: Tensor) -> torch.dtype:
     if t.dtype == torch.float64 and device_of(t).type == "cuda":
         refuse(op, argument, "float32, float16 or bfloat16 on CUDA", "float64")
     return t.dtype
+
+
+def loss_options(op: str, label_smoothing: float, z_loss: float, softcap: float) -> None:
+    if not 0 <= label_smoothing <= 1:
+        refuse(op, "label_smoothing", "a number from 0 to 1", f"{label_smoothing:f}")
+    for name, value in (("z_loss", z_loss), ("softcap", softcap)):
+        if not (value >= 0 and math.isfinite(value)):
+            refuse(op, name, "a finite number >= 0", f"{value:f}")
 
 
 def same_device(op: str, argument: str, t: Tensor, like: Tensor) -> None:

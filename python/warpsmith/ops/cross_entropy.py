@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -61,15 +60,6 @@ def _check_inputs(op: str, logits: Tensor, target: Tensor, class_weight: Tensor 
     _check.same_device(op, "class_weight", class_weight, logits)
 
 
-def _check_options(op: str, label_smoothing: float, z_loss: float, softcap: float) -> None:
-    if not 0 <= label_smoothing <= 1:
-        _check.refuse(op, "label_smoothing", "a number from 0 to 1", f"{label_smoothing:f}")
-    if not math.isfinite(z_loss):
-        _check.refuse(op, "z_loss", "a finite number", f"{z_loss:f}")
-    if not (softcap >= 0 and math.isfinite(softcap)):
-        _check.refuse(op, "softcap", "a finite number >= 0", f"{softcap:f}")
-
-
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -86,7 +76,7 @@ def _fake_forward(
     inplace_backward: bool = False,
 ) -> Outputs:
     _check_inputs(_OP, logits, target, class_weight)
-    _check_options(_OP, label_smoothing, z_loss, softcap)
+    _check.loss_options(_OP, label_smoothing, z_loss, softcap)
     real = _real(logits)
     none = logits.new_empty((0,), dtype=real)
     loss = logits.new_empty(target.shape if reduction == _NONE else (), dtype=real)
@@ -116,7 +106,7 @@ def _fake_backward(
     softcap: float,
 ) -> Tensor:
     _check_inputs(_BACKWARD, logits, target, class_weight)
-    _check_options(_BACKWARD, label_smoothing, z_loss, softcap)
+    _check.loss_options(_BACKWARD, label_smoothing, z_loss, softcap)
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
@@ -309,7 +299,7 @@ def cross_entropy(
         ignore_index: rows with this target have no loss, and a gradient of exact zeros.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: :math:`\epsilon`, from 0 to 1.
-        z_loss: factor of the squared logsumexp.
+        z_loss: factor of the squared logsumexp, >= 0.
         softcap: c; 0 for none.
         inplace_backward: allows the gradient to be written over the logits, which saves their memory once more. They
             hold nothing of use afterwards, a second backward is refused, and torch's version check refuses the

@@ -79,6 +79,7 @@ def _fake_forward(
 ) -> tuple[Tensor, ...]:
     check_inputs(_OP, hidden, weight, target, bias)
     _check_loss(_OP, hidden, weight, class_weight, main_grad)
+    _check.loss_options(_OP, label_smoothing, z_loss, softcap)
     real, reduced = real_dtype(hidden), reduction != "none"
     loss = target.new_empty(() if reduced else target.shape, dtype=real)
     lse = new_like(target, return_stats, real)
@@ -117,6 +118,7 @@ def _fake_rows_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_inputs(_ROWS_BACKWARD, hidden, weight, target, bias)
     _check_loss(_ROWS_BACKWARD, hidden, weight, class_weight, None)
+    _check.loss_options(_ROWS_BACKWARD, label_smoothing, z_loss, softcap)
     dbias = hidden.new_empty(weight.shape[:1] if want_dbias else (0,))
     return new_like(hidden, want_dhidden), new_like(weight, want_dweight), dbias
 

@@ -131,8 +131,9 @@ def linear_log_prob(
         bias: shape (V,), the dtype of ``hidden``, or None.
         temperature: :math:`T`, finite and > 0.
         save_logits: keep all logits (V elements a row) for the backward, which makes them again otherwise: a quarter of
-            all arithmetic. None: no, but on the CPU in eager calls that record gradients yes, where logits and their
-            gradient together take at most ``max_chunk_bytes``, or 1 GiB if that is None.
+            all arithmetic. None: no, but on the CPU, where products bind, in eager calls that record gradients yes, if
+            logits and their gradient together take at most ``max_chunk_bytes``, or 1 GiB if that is None; plain PyTorch
+            keeps as much.
         max_chunk_bytes: logits in memory at a time; None: 1 GiB on CUDA, 64 MiB on the CPU. One row at least.
 
     Returns:

@@ -163,8 +163,8 @@ def rope(
             at 0 in each. Only with three-dimensional ``q``.
         position_offset: added to every position: an int, or an int32 or int64 tensor on the device of ``q``, of shape
             (), or (B,) or (sequences,): one for each batch entry or packed sequence, as decoding needs it.
-        inplace: write to ``q`` and ``k`` and return them. Under ``torch.compile`` and ``torch.func`` the result is
-            copied into them.
+        inplace: write to ``q`` and ``k`` and return them; they must not overlap. Under ``torch.compile`` and
+            ``torch.func`` the result is copied into them.
 
     Returns:
         (q, k): new tensors, contiguous in the order in which tokens and heads of the input lie; with ``inplace`` the
