@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import warpsmith
 from warpsmith.testing import timer_of
-from warpsmith.testing.rows import OURS, Row, make_rows
+from warpsmith.testing.rows import Row, make_rows
 
 from benchmarks.bench_cross_entropy import first
 from benchmarks.cells import CPU_THREADS, compiled, torch_contenders
@@ -107,8 +107,7 @@ def rows_of(op, shape, contenders, device, options):
     gpu = {"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}
     timings = timer_of(device, options.samples, **gpu)(steps)
     text, dtype_text = f"{rows}x{width}x{classes}", str(dtype).removeprefix("torch.")
-    mine = tuple(name for name in contenders if name.startswith(OURS) and name != OURS)
-    found = make_rows(op, text, dtype_text, "forward + backward", timings, not_rivals=mine)
+    found = make_rows(op, text, dtype_text, "forward + backward", timings)
     if device == "cuda":
         for name, step in steps.items():
             if timings[name].ms is not None:

@@ -116,6 +116,15 @@ TEST(in_place) {
   });
 }
 
+RANDOM_TEST(random_problems) {
+  RotarySetting s{.batch = random.integer(1, 3), .tokens = random.integer(1, 9)};
+  s.head_dim = s.rotary_dim = int64_t{64} << random.integer(0, 1);
+  s.k_heads = 4, s.q_heads = 16;
+  s.head_major = random.coin(), s.padding = 8 * random.integer(0, 1);
+  s.position_offset = random.integer(0, 5);
+  random.coin() ? run<bfloat16, bfloat16, 4, 1>(s) : run<float16, float, 8, 2>(s);
+}
+
 // A token's cos and sin once for each of its threads, beside the floor.
 TEST(bytes_moved) {
   Problem<bfloat16, bfloat16> p({.tokens = 6, .q_heads = 8, .k_heads = 2, .head_dim = 128, .rotary_dim = 128});

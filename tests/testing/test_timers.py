@@ -50,13 +50,14 @@ def test_rows_state_rates_and_ratios():
     timings = {
         "warpsmith": Timing(2.0, 1.9, 2.1, 5),
         "torch": Timing(3.0, 3.0, 3.0, 5),
+        "warpsmith, in place": Timing(1.5, 1.5, 1.5, 5),
         "copy_": Timing(1.0, 1.0, 1.0, 5),
         "absent": Timing(None, error="ImportError: no"),
     }
-    ours, torch_row, _, absent = make_rows("op", "2x2", "fp32", "forward", timings, floor_bytes=4_000_000_000)
+    ours, torch_row, in_place, _, absent = make_rows("op", "2x2", "fp32", "forward", timings, floor_bytes=4_000_000_000)
     assert (ours.tb_s, ours.of_yardstick, ours.of_best_rival) == (2.0, 0.5, 1.5)
     assert ours.spread == pytest.approx(0.1)
-    assert torch_row.of_best_rival is None
+    assert torch_row.of_best_rival is None and in_place.of_best_rival is None
     assert absent.value is None
     table = format_table([ours, torch_row, absent])
     assert "2.000  0.500    1.500" in table

@@ -66,9 +66,10 @@ def make_rows(
     unit: str = "ms",
     not_rivals: Sequence[str] = (YARDSTICK,),
 ) -> list[Row]:
-    """Rows of one cell. The contender ``copy_`` is the yardstick; those in ``not_rivals`` do not count as rivals."""
+    """Rows of one cell. The contender ``copy_`` is the yardstick; those in ``not_rivals``, and other forms of ours
+    (named ``warpsmith, <form>``), do not count as rivals."""
     yardstick = timings[YARDSTICK].ms if YARDSTICK in timings else None
-    rivals = [t.ms for name, t in timings.items() if name != OURS and name not in not_rivals and t.ms]
+    rivals = [t.ms for n, t in timings.items() if n.split(",")[0] != OURS and n not in not_rivals and t.ms]
     rows = []
     for name, t in timings.items():
         if t.ms is None:
