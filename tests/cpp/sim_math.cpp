@@ -170,7 +170,7 @@ TEST(dropout_lanes_by_the_vector) {
   for (const uint64_t call : {uint64_t{0}, uint64_t{1000}, (uint64_t{1} << 32) - 3, (uint64_t{1} << 60) - 5})
     for (const uint64_t seed : {uint64_t{0}, uint64_t{0x299f31d0a4093822}, ~uint64_t{0}}) {
       uint16_t lanes[cpu::kLaneCount];
-      cpu::fill_lanes(seed, ~seed / 3, call, lanes);
+      cpu::fill_lanes(cpu::LaneCalls(seed, ~seed / 3), call, lanes);
       for (int i = 0; i < cpu::kLaneCount; ++i) {
         const PhiloxCounter one = dropout_lanes(seed, ~seed / 3, call + static_cast<uint64_t>(i / kDropoutLanes));
         expect(dropout_keeps(one, i % kDropoutLanes, lanes[i]) && !dropout_keeps(one, i % kDropoutLanes, lanes[i] + 1u),
