@@ -82,7 +82,7 @@ template <class Loops> Status biased_backward_cpu(const BiasedBwdParams& p, cons
     const T *dy = static_cast<const T*>(p.dy), *x = static_cast<const T*>(p.x);
     T* dx = static_cast<T*>(p.dx);
     Math* partials = static_cast<Math*>(p.partials);
-    const int64_t chunks = biased_partial_rows_cpu(p.rows);  // whatever the number of threads
+    const int64_t chunks = biased_partial_rows_cpu(p.rows, p.columns);  // whatever the number of threads
     parallel(chunks, 1, [&](int64_t begin, int64_t end) {
       // dx is made whether wanted or not: a loop of its own for dbias alone would contract additions that this one does
       // not, and so give other bits.

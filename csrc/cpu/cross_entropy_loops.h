@@ -29,13 +29,13 @@ template <class Math> __attribute__((always_inline)) inline Math capped_part(con
 // A difference whose exponential is 0 times the difference is 0, not NaN, if it is not infinite. (A choice by the
 // exponential would keep loops from being vectorised.)
 template <class Math> __attribute__((always_inline)) inline Math not_infinite(Math difference) {
-  constexpr Math kLeast = sizeof(Math) == 4 ? Math(-104) : Math(-1000);  // float's as in math::exp
+  constexpr Math kLeast = sizeof(Math) == 4 ? Math(-104) : Math(-1000);  // of float: exp_nonpositive is 0 there
   return difference < kLeast ? kLeast : difference;
 }
 
 template <class Math>
 __attribute__((always_inline)) inline Math element_gradient(const Gradient<Math>& g, Math z, Math weight) {
-  const Math d = not_infinite(z - g.c), e = math::exp(d), h = capped_part(g, z);
+  const Math d = not_infinite(z - g.c), e = math::exp_nonpositive(d), h = capped_part(g, z);
   return (g.k * e + g.q * e * (d - g.rest) - g.s * weight) * (1 - h * h);
 }
 
@@ -70,14 +70,14 @@ template <class M> using Lanes __attribute__((vector_size(kLanes * sizeof(M)))) 
     if (e) {                                                                                        \
       for (; j + kLanes <= count; j += kLanes)                                                      \
         for (int k = 0; k < kLanes; ++k) {                                                          \
-          e[j + k] = math::exp(z[j + k] - m);                                                       \
+          e[j + k] = math::exp_nonpositive(z[j + k] - m);                                           \
           lane[k] += e[j + k];                                                                      \
         }                                                                                           \
-      for (; j < count; ++j) lane[0] += e[j] = math::exp(z[j] - m);                                 \
+      for (; j < count; ++j) lane[0] += e[j] = math::exp_nonpositive(z[j] - m);                     \
     } else {                                                                                        \
       for (; j + kLanes <= count; j += kLanes)                                                      \
-        for (int k = 0; k < kLanes; ++k) lane[k] += math::exp(z[j + k] - m);                        \
-      for (; j < count; ++j) lane[0] += math::exp(z[j] - m);                                        \
+        for (int k = 0; k < kLanes; ++k) lane[k] += math::exp_nonpositive(z[j + k] - m);            \
+      for (; j < count; ++j) lane[0] += math::exp_nonpositive(z[j] - m);                            \
     }                                                                                               \
     Math sum = 0;                                                                                   \
     for (int k = 0; k < kLanes; ++k) sum += lane[k];                                                \
@@ -90,11 +90,11 @@ template <class M> using Lanes __attribute__((vector_size(kLanes * sizeof(M)))) 
     for (; j + kLanes <= count; j += kLanes)                                                        \
       for (int k = 0; k < kLanes; ++k) {                                                            \
         const Math d = not_infinite(z[j + k] - m);                                                  \
-        lane[k] += math::exp(d) * d;                                                                \
+        lane[k] += math::exp_nonpositive(d) * d;                                                    \
       }                                                                                             \
     for (; j < count; ++j) {                                                                        \
       const Math d = not_infinite(z[j] - m);                                                        \
-      lane[0] += math::exp(d) * d;                                                                  \
+      lane[0] += math::exp_nonpositive(d) * d;                                                      \
     }                                                                                               \
     Math sum = 0;                                                                                   \
     for (int k = 0; k < kLanes; ++k) sum += lane[k];                                                \
@@ -134,7 +134,7 @@ WARPSMITH_CROSS_ENTROPY_MATH(double)
   }                                                                                                               \
   WARPSMITH_VECTORIZE void gradient(const Math* z, const Math* weight, T* out, int64_t count, Gradient<Math> g) { \
     if (g.plain())                                                                                                \
-      for (int64_t j = 0; j < count; ++j) out[j] = from_float<T>(g.k * math::exp(z[j] - g.c));                    \
+      for (int64_t j = 0; j < count; ++j) out[j] = from_float<T>(g.k * math::exp_nonpositive(z[j] - g.c));        \
     else if (weight)                                                                                              \
       for (int64_t j = 0; j < count; ++j) out[j] = from_float<T>(element_gradient(g, z[j], weight[j]));           \
     else                                                                                                          \

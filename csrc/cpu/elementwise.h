@@ -17,7 +17,7 @@ namespace warpsmith::cpu {
 template <class F> struct HostMath {
   using Float = F;
   WARPSMITH_HOST_DEVICE static activation::Sigmoid<F> sigmoid(F x) {
-    const F e = math::exp(-std::fabs(x)), larger = F(1) / (F(1) + e), smaller = e * larger;
+    const F e = math::exp_nonpositive(-std::fabs(x)), larger = F(1) / (F(1) + e), smaller = e * larger;
     return {x >= F(0) ? larger : smaller, x >= F(0) ? smaller : larger};
   }
   WARPSMITH_HOST_DEVICE static F normal_bell(F x) { return math::normal_bell(x); }

@@ -15,8 +15,8 @@ namespace warpsmith {
 namespace {
 
 constexpr int64_t kGrainElems = 16 * 1024;  // a thread takes at least these: below, it costs more than it saves
-// Row chunks of dweight and dbias, whatever the number of threads: of this many rows at least, since each costs a row
-// of partial sums.
+// Row chunks of dweight and dbias, whatever the number of threads: of a thread's least work and this many rows at
+// least, since each costs a row of partial sums.
 constexpr int64_t kMaxPartialRows = 64, kChunkRows = 8;
 // Columns that are worked on in one go: they stay in the first cache from step to step, and a long row's sum is one of
 // pieces, because rounding errors grow with the terms of a lane.
@@ -180,7 +180,7 @@ template <class M> void add_partials(const void* partials, int64_t partial_rows,
 
 template <class M> void backward(const NormBackwardParams& p, const Parallel& parallel) {
   const bool layer = p.kind == NormKind::layer;
-  const int64_t chunks = norm_partial_rows_cpu(p.rows);
+  const int64_t chunks = norm_partial_rows_cpu(p.rows, p.columns);
   const bool together = (p.dx || p.dresidual) && p.dweight && p.dbias;
   parallel(chunks, 1, [&](int64_t begin, int64_t end) {
     const Columns<M> weight(p.weight, p.weight_dtype, p.columns, 1, p.weight ? M(p.weight_offset) : 0);
@@ -245,7 +245,10 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
 
 }  // namespace
 
-int64_t norm_partial_rows_cpu(int64_t rows) { return std::min((rows + kChunkRows - 1) / kChunkRows, kMaxPartialRows); }
+int64_t norm_partial_rows_cpu(int64_t rows, int64_t columns) {
+  const int64_t least = std::max(kChunkRows, kGrainElems / std::max<int64_t>(1, columns));
+  return std::min((rows + least - 1) / least, kMaxPartialRows);
+}
 
 Status norm_forward_cpu(const NormForwardParams& p, const Parallel& parallel) {
   p.dtype == Dtype::float64 ? forward<double>(p, parallel) : forward<float>(p, parallel);

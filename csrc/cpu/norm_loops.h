@@ -12,10 +12,13 @@ namespace {
 constexpr int kLanes = 16;  // independent partial sums: one AVX-512 register of floats
 constexpr int kSeries = 4;  // of them, where a step is so short that it would wait for the one before
 
-template <class M> M add_lanes(const M* lane) {
-  M total = 0;
-  for (int k = 0; k < kLanes; ++k) total += lane[k];
-  return total;
+// As a tree: one after the other the additions would wait for each other, as long as a pass over 500 columns.
+template <class M> inline __attribute__((always_inline)) M add_lanes(const M* lane) {
+  M sums[kLanes / 2];
+  for (int k = 0; k < kLanes / 2; ++k) sums[k] = lane[k] + lane[k + kLanes / 2];
+  for (int count = kLanes / 4; count > 0; count /= 2)
+    for (int k = 0; k < count; ++k) sums[k] += sums[k + count];
+  return sums[0];
 }
 
 // As a vector type, for a loop with two sums: g++ does not vectorise it over arrays (5 times slower).

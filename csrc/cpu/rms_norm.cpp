@@ -118,7 +118,7 @@ template <class T, class W, class Math> void backward(const NormBackwardParams& 
   const Math* rstd = static_cast<const Math*>(p.rstd);
   T* dx = static_cast<T*>(p.dx);
   Math* partials = static_cast<Math*>(p.dweight_partials);
-  const int64_t chunks = norm_partial_rows_cpu(p.rows);
+  const int64_t chunks = norm_partial_rows_cpu(p.rows, p.columns);
   parallel(chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       Math* partial = partials ? partials + chunk * p.columns : nullptr;

@@ -32,8 +32,11 @@ struct BiasedBwdParams {
 };
 
 // dbias is summed in two stages in a fixed order: into `partials` by groups of rows, then over them. How many partial
-// rows the CPU writes, of at least 8 rows each, since each costs a row of sums; the CUDA launchers have a function that
-// says it of the current device.
-constexpr int64_t biased_partial_rows_cpu(int64_t rows) { return rows < 512 ? (rows + 7) / 8 : 64; }
+// rows the CPU writes, of at least 8 rows and 16,384 elements each, since each costs a row of sums; the CUDA launchers
+// have a function that says it of the current device.
+constexpr int64_t biased_partial_rows_cpu(int64_t rows, int64_t columns) {
+  const int64_t by_elements = 16384 / (columns > 0 ? columns : 1), least = by_elements > 8 ? by_elements : 8;
+  return rows < 64 * least ? (rows + least - 1) / least : 64;
+}
 
 }  // namespace warpsmith

@@ -62,7 +62,7 @@ struct NormBackwardParams {
 
 // dweight and dbias are summed in two stages in a fixed order: into partial rows by row blocks, then over those. How
 // many partial rows a backward on the CPU writes; a CUDA op answers for itself (<op>_partial_rows_cuda).
-int64_t norm_partial_rows_cpu(int64_t rows);
+int64_t norm_partial_rows_cpu(int64_t rows, int64_t columns);
 
 // The CPU's body of the whole family.
 Status norm_forward_cpu(const NormForwardParams& params, const Parallel& parallel);

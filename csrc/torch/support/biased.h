@@ -94,7 +94,7 @@ template <class Op> std::tuple<Tensor, Tensor> biased_backward(const Tensor& dy_
         return Op::cuda(p, stream);
       },
       [&](const Parallel& threads) {
-        with_partials(biased_partial_rows_cpu(x.rows));
+        with_partials(biased_partial_rows_cpu(x.rows, x.columns));
         return Op::cpu(p, threads);
       });
   return {dx, dbias};

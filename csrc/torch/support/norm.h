@@ -251,7 +251,7 @@ template <class Op> NormGradients norm_backward(const NormGradientInputs& in) {
         return Op::backward_cuda(p, stream);
       },
       [&](const Parallel& threads) {
-        with_partials(norm_partial_rows_cpu(s.rows));
+        with_partials(norm_partial_rows_cpu(s.rows, s.columns));
         return Op::backward_cpu(p, threads);
       });
   return out;
