@@ -1,6 +1,7 @@
 """The build backend and the CMake files: which torch, which compilers, which GPUs."""
 
 import importlib.util
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -169,3 +170,33 @@ def test_a_torch_cuda_arch_list_of_old_gpus_alone_is_refused(tmp_path):
     output, ok = parse_architectures(tmp_path, "7.0 7.5+PTX")
     assert not ok
     assert "warpsmith: TORCH_CUDA_ARCH_LIST: expected a GPU of 8.0 or newer, got 7.0 7.5+PTX" in output
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib", "jobs"), [(2, 64.0, 2), (16, 64.0, 16), (64, 64.0, 32), (8, 5.9, 2), (8, 1.0, 1), (None, 8.0, 1)]
+)
+def test_as_many_files_compile_at_a_time_as_memory_holds(backend, monkeypatch, cores, gib, jobs):
+    monkeypatch.setenv("CMAKE_BUILD_PARALLEL_LEVEL", "")  # so that what the backend sets is taken back afterwards
+    monkeypatch.delenv("CMAKE_BUILD_PARALLEL_LEVEL")
+    monkeypatch.setattr(backend.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(backend, "_memory_gib", lambda: gib)
+    monkeypatch.setenv("WARPSMITH_TORCH_DIR", str(TORCH))
+    backend._configure()
+    assert os.environ["CMAKE_BUILD_PARALLEL_LEVEL"] == str(jobs)
+
+
+def test_a_number_that_was_asked_for_stays(backend, monkeypatch):
+    monkeypatch.setenv("CMAKE_BUILD_PARALLEL_LEVEL", "3")
+    monkeypatch.setenv("WARPSMITH_TORCH_DIR", str(TORCH))
+    backend._configure()
+    assert os.environ["CMAKE_BUILD_PARALLEL_LEVEL"] == "3"
+
+
+def test_memory_is_the_machines_or_8_gib_where_it_does_not_say(backend, monkeypatch):
+    assert 0.1 < backend._memory_gib() < 2**20
+
+    def unknown(name):
+        raise ValueError(name)
+
+    monkeypatch.setattr(backend.os, "sysconf", unknown)
+    assert backend._memory_gib() == 8.0
