@@ -137,3 +137,10 @@ def test_an_unknown_op_is_refused():
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 2
     assert "invalid choice: 'absent'" in run.stderr
+
+
+def test_schedules_of_the_linear_loss_have_its_gradients():
+    command = [sys.executable, "tools/gpu/sweep/linear_loss.py", "--device", "cpu", "--shape", "96", "32", "160"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    assert {"24 rows, one stream", "24 rows, two streams"} <= {line[17:].strip() for line in run.stdout.splitlines()}
