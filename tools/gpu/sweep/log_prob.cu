@@ -51,7 +51,7 @@ void run(int64_t rows, int64_t classes) {
         c.cluster = cluster, c.lanes = c.threads = threads;
         cross_entropy_detail::divide(c, cross_entropy_detail::vectors_of(problem));
         c.shared_bytes = int64_t{c.slots} * threads * 16;
-        if (c.shared_bytes > 110 * 1024 || c.slots > 32) continue;
+        if (c.shared_bytes > 110 * 1024 || c.slots > 32 || cluster * threads > 1024) continue;
         c.blocks = (rows + rows_of_block - 1) / rows_of_block * cluster;
         char text[120];
         std::snprintf(text, sizeof text, "entropy, cluster %d, threads %d, rows of a block %d", cluster, threads,

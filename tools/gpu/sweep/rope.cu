@@ -5,6 +5,8 @@
 //   for d in 128 64; do nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
 //     -DHEAD_DIM=$d tools/gpu/sweep/rope.cu csrc/kernels/rope/rope.cu -o sweep_rope_$d & done; wait
 //   ./sweep_rope_128; ./sweep_rope_64
+#include <cmath>
+
 #include "common/launch.h"
 #include "kernels/rope/rope_config.h"
 #include "kernels/rope/rope_kernel.cuh"
@@ -91,13 +93,31 @@ struct Case {
   }
 };
 
+// cos and sin as they are, so that turning the same heads in place again and again keeps their size.
+template <class Function> void* angles(int64_t tokens, int64_t dim, Function&& function) {
+  std::vector<uint16_t> host(static_cast<size_t>(tokens * dim / 2));
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t i = 0; i < dim / 2; ++i) {
+      const double angle =
+          static_cast<double>(t) * std::pow(1e4, -2.0 * static_cast<double>(i) / static_cast<double>(dim));
+      const float x = static_cast<float>(function(angle));
+      uint32_t bits;
+      std::memcpy(&bits, &x, 4);
+      host[static_cast<size_t>(t * dim / 2 + i)] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+    }
+  void* p = sweep::allocate(host.size() * 2);
+  sweep::check(cudaMemcpy(p, host.data(), host.size() * 2, cudaMemcpyHostToDevice));
+  return p;
+}
+
 template <bool kInterleaved> void run(int64_t batch, int64_t tokens, int64_t q_heads, int64_t k_heads, int64_t dim) {
   const int64_t q_count = batch * tokens * q_heads * dim, k_count = batch * tokens * k_heads * dim;
   const auto bytes = [](int64_t count) { return static_cast<size_t>(count) * 2; };
   void *q = sweep::random_bfloat16(q_count, 1), *k = sweep::random_bfloat16(k_count, 2);
   void *q_out = sweep::allocate(bytes(q_count)), *k_out = sweep::allocate(bytes(k_count));
   void *want_q = sweep::allocate(bytes(q_count)), *want_k = sweep::allocate(bytes(k_count));
-  void *cos = sweep::random_bfloat16(tokens * dim / 2, 3), *sin = sweep::random_bfloat16(tokens * dim / 2, 4);
+  void* cos = angles(tokens, dim, [](double x) { return std::cos(x); });
+  void* sin = angles(tokens, dim, [](double x) { return std::sin(x); });
   const auto layout = [&](int64_t heads) { return RotaryHeads{heads, tokens * heads * dim, heads * dim, dim}; };
   for (const bool inplace : {false, true}) {
     Case c{{q,
