@@ -1,0 +1,37 @@
+"""Parameters, gradients and comparisons that the tests of AdamW share."""
+
+import torch
+from torch import nn
+from warpsmith.testing import bitwise_equal
+
+SHAPES = [(7, 5), (), (0,), (3,), (2049,), (33, 129)]
+
+
+def make_params(dtype=torch.float32, device="cpu", shapes=SHAPES):
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in shapes]
+
+
+def set_grads(params, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
+
+
+def run(optimizer, params, steps, first=0):
+    for i in range(first, first + steps):
+        set_grads(params, i)
+        optimizer.step()
+
+
+def states_of(optimizer, params):
+    return [optimizer.state[p] for p in params]
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(a, b, strict=True):
+        if isinstance(x, dict):
+            assert x.keys() == y.keys()
+            assert_same_bits(x.values(), y.values())
+        else:
+            assert bitwise_equal(x.detach(), y.detach())
