@@ -1,0 +1,235 @@
+"""linear_cross_entropy's gradients: made chunk by chunk in the forward, kept, scaled, given or added to main_grad."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.utils.checkpoint
+import warpsmith
+from warpsmith.reference.linear_cross_entropy import linear_cross_entropy as reference
+from warpsmith.testing import bitwise_equal, measure
+
+from .linear_losses import BF16, DTYPES, FP16, FP32, FP64, ON_CUDA, SMALL_CHUNK, gradients, on_both, problem
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [1, 7 * 34 * 8, 64 * 34 * 8])
+def test_chunks_change_nothing_but_rounding(chunk, reduction):
+    hidden, weight, target = problem(FP64)
+    whole = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction)
+    options = {"reduction": reduction, "max_chunk_bytes": chunk}
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, **options)
+    torch.testing.assert_close(found, whole)
+
+
+@on_both
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_many_16_bit_chunks_round_the_weights_gradient_once(dtype, device):
+    hidden, weight, target = problem(dtype, rows=512, device=device)
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, max_chunk_bytes=8 * 40 * 2)[1]
+    exact = gradients(reference, hidden.double(), weight.double(), target)[1]
+    plain = gradients(reference, hidden, weight, target)[1]
+    assert measure("grad_weight", found, exact, plain).ok
+
+
+@on_both
+def test_four_bf16_chunks_stay_within_two_eps(device):
+    hidden, weight, target = problem(BF16, rows=512, device=device)
+    options = {"max_chunk_bytes": 128 * 40 * 2, "dw_dtype": BF16}
+    assert warpsmith.plan("linear_cross_entropy", rows=512, classes=33, max_chunk_bytes=128 * 40 * 2)["chunks"] == 4
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, **options)[1]
+    exact = gradients(reference, hidden.double(), weight.double(), target)[1]
+    assert (found.double() - exact).abs().max() <= 2 * torch.finfo(BF16).eps * exact.abs().max()
+
+
+@on_both
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("up", [1.0, 2.5, 65536.0])
+def test_the_incoming_gradient_scales(dtype, up, device):
+    hidden, weight, target = problem(dtype, device=device)
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, up=up)
+    exact = gradients(reference, hidden.double(), weight.double(), target, up=up)
+    for a, b in zip(found, exact, strict=True):
+        assert (a.double() - b).abs().max() <= 4 * torch.finfo(dtype).eps * b.abs().max()
+
+
+def test_a_loss_scale_saves_float16_gradients_from_underflow():
+    hidden, weight, target = problem(FP16, rows=4000, classes=800)
+    scale = 2.0**16
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight * 0.01, target, up=scale)
+    exact = gradients(reference, hidden.double(), (weight * 0.01).double(), target, up=scale)
+    for a, b in zip(found, exact, strict=True):
+        assert (a.double() - b).norm() <= 1e-3 * b.norm()  # a gradient divided by 4,000 first loses a third
+
+
+def kept_by(loss):
+    """What a loss keeps for its backward, beside its leaves."""
+    saved = loss.grad_fn.saved_tensors
+    return [t for t in saved if t is not None and t.numel() and not t.requires_grad]
+
+
+@on_both
+def test_kept_gradients_are_given_away_without_a_copy(device):
+    hidden, weight, target = problem(BF16, device=device)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = warpsmith.linear_cross_entropy(*leaves, target)
+    kept = [t.data_ptr() for t in kept_by(loss)]
+    loss.backward()
+    assert [t.grad.data_ptr() for t in leaves] == kept
+
+
+@on_both
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_graphs_can_be_walked_twice(dtype, reduction, device):
+    hidden, weight, target = problem(dtype, device=device)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = warpsmith.linear_cross_entropy(*leaves, target, reduction=reduction).sum() * 3
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves, retain_graph=True)
+    last = torch.autograd.grad(loss, leaves)
+    for other in (again, last):
+        assert all(bitwise_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_two_losses_of_one_weight_add_up():
+    hidden, weight, target = problem()
+    leaf = weight.clone().requires_grad_()
+    for part in (slice(0, 20), slice(20, 50)):
+        warpsmith.linear_cross_entropy(hidden[part], leaf, target[part], reduction="sum").backward()
+    whole = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction="sum")[1]
+    torch.testing.assert_close(leaf.grad, whole)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [None, SMALL_CHUNK])
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        *((dtype, "cpu") for dtype in DTYPES),
+        *(pytest.param(dtype, "cuda", marks=ON_CUDA) for dtype in (BF16, FP16, FP32)),
+    ],
+)
+def test_main_grad_takes_the_weights_gradient(dtype, chunk, reduction, device):
+    hidden, weight, target = problem(dtype, device=device)
+    expected = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction, up=3.0)
+    exact = gradients(reference, hidden.double(), weight.double(), target, reduction=reduction, up=3.0)[1]
+    main_grad = torch.full(weight.shape, 0.5, dtype=FP64 if dtype == FP64 else FP32, device=device)
+    waited = []
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    leaves[1].register_post_accumulate_grad_hook(lambda p: waited.append(p.grad.abs().max().item()))
+    options = {"reduction": reduction, "max_chunk_bytes": chunk, "main_grad": main_grad}
+    loss = (warpsmith.linear_cross_entropy(*leaves, target, **options) * 3.0).sum()
+    assert (main_grad == 0.5).all()  # nothing before the backward
+    loss.backward()
+    assert waited == [0.0]
+    assert leaves[1].grad.dtype == dtype
+    torch.testing.assert_close(leaves[0].grad, expected[0])
+    limit = 4 * torch.finfo(dtype).eps * exact.abs().max() + 1e-6
+    assert (main_grad.double() - 0.5 - exact).abs().max() <= limit
+
+
+def test_main_grad_adds_up_over_micro_batches_and_walks():
+    hidden, weight, target = problem()
+    main_grad, leaf = torch.zeros(33, 16), weight.clone().requires_grad_()
+    loss = warpsmith.linear_cross_entropy(hidden, leaf, target, main_grad=main_grad)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    once = gradients(warpsmith.linear_cross_entropy, hidden, weight, target)[1]
+    torch.testing.assert_close(main_grad, 2 * once)
+
+
+def test_checkpoints_and_tensors_kept_elsewhere_give_the_same_gradients():
+    hidden, weight, target = problem()
+    expected = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, up=2.0)
+
+    def checkpointed(*leaves):
+        return torch.utils.checkpoint.checkpoint(warpsmith.linear_cross_entropy, *leaves, use_reentrant=False)
+
+    found = gradients(checkpointed, hidden, weight, target, up=2.0)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        moved = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, up=2.0)
+    for other in (found, moved):
+        assert all(bitwise_equal(a, b) for a, b in zip(other, expected, strict=True))
+
+
+def test_main_grad_is_refused_under_compile():
+    hidden, weight, target = problem()
+    weight.requires_grad_()
+    compiled = torch.compile(
+        lambda: warpsmith.linear_cross_entropy(hidden, weight, target, main_grad=torch.zeros(33, 16)),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    with pytest.raises(Exception, match="main_grad: expected None under torch.compile"):
+        compiled()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_frozen_inputs_cost_nothing(frozen, reduction):
+    hidden, weight, target = problem()
+    leaf = (weight if frozen == "hidden" else hidden).clone().requires_grad_()
+    given = (hidden, leaf) if frozen == "hidden" else (leaf, weight)
+    loss = warpsmith.linear_cross_entropy(*given, target, reduction=reduction)
+    if reduction == "mean":
+        assert [t.numel() for t in kept_by(loss)] == [leaf.numel()]
+    loss.sum().backward()
+    both = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction)
+    assert bitwise_equal(leaf.grad, both[frozen == "hidden"])
+
+
+@pytest.mark.parametrize(
+    ("problem", "chunk_rows", "chunks"),
+    [
+        ({"rows": 4096, "classes": 128256}, 4096, 1),
+        ({"rows": 4096, "classes": 128256, "max_chunk_bytes": 1024 * 128256 * 2}, 1024, 4),
+        ({"rows": 32768, "classes": 50304}, 8192, 4),
+        ({"rows": 5000, "classes": 128256}, 2560, 2),
+        ({"rows": 7, "classes": 128256, "max_chunk_bytes": 1}, 1, 7),
+        ({"rows": 0, "classes": 10}, 1, 0),
+        ({"rows": 1000, "classes": 50257, "dtype": "float32", "cuda": False}, 256, 4),
+    ],
+)
+def test_plan_tells_the_chunks(problem, chunk_rows, chunks):
+    plan = warpsmith.plan("linear_cross_entropy", **problem)
+    assert (plan["chunk_rows"], plan["chunks"]) == (chunk_rows, chunks)
+    assert plan["why"]
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000, 4096])
+@pytest.mark.parametrize("limit", [1, 10_000, 300_000, 10**7])
+def test_every_plan_takes_all_rows_within_the_limit(rows, limit):
+    plan = warpsmith.plan("linear_cross_entropy", rows=rows, classes=1000, max_chunk_bytes=limit)
+    assert (plan["chunks"] - 1) * plan["chunk_rows"] < rows <= plan["chunks"] * plan["chunk_rows"]
+    assert plan["logits_bytes"] <= max(limit, 2000)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_more_than_2_31_logits_in_one_chunk(reduction):
+    hidden, weight, target = problem(BF16, rows=20_000, width=64, classes=128_256, device="cuda")
+    assert hidden.shape[0] * weight.shape[0] > 2**31
+    options = {"reduction": reduction, "dw_dtype": FP32, "max_chunk_bytes": 2**33}
+    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, **options)
+    expected = gradients(
+        warpsmith.linear_cross_entropy, hidden, weight, target, **{**options, "max_chunk_bytes": 2**29}
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert (a.float() - b.float()).abs().max() <= 2 * torch.finfo(BF16).eps * b.float().abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("dw_dtype", "bytes_an_element"), [(BF16, 2), (FP32, 6)])
+def test_memory_is_bounded_by_the_chunk(dw_dtype, bytes_an_element):
+    hidden, weight, target = problem(BF16, rows=4096, width=64, classes=32768, device="cuda")
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    chunk = 2**25
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    warpsmith.linear_cross_entropy(*leaves, target, max_chunk_bytes=chunk, dw_dtype=dw_dtype).backward()
+    used = torch.cuda.max_memory_allocated() - before
+    assert used <= chunk + 2 * hidden.numel() + bytes_an_element * weight.numel() + 2**20
