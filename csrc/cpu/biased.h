@@ -95,7 +95,8 @@ template <class Loops> Status biased_backward_cpu(const BiasedBwdParams& p, cons
                           dx ? dx + r * p.columns : unwanted.data(), sum, p.columns);
       }
     });
-    if (partials) add_partials(partials, chunks, p.columns, static_cast<W*>(p.dbias), 256, parallel);
+    if (partials)
+      add_partials(partials, chunks, p.columns, static_cast<W*>(p.dbias), kElementwiseGrain / chunks, parallel);
   });
 }
 

@@ -163,18 +163,14 @@ template <class M> void forward(const NormForwardParams& p, const Parallel& para
   });
 }
 
-// Adds up the partial rows of a weight's or bias's gradient, in their order.
+// Adds up the partial rows of a weight's or bias's gradient, in their order, in columns [begin, end).
 template <class M> void add_partials(const void* partials, int64_t partial_rows, void* out, Dtype dtype,
-                                     int64_t columns, const Parallel& parallel) {
+                                     int64_t columns, int64_t begin, int64_t end, M* scratch) {
   const M* rows = static_cast<const M*>(partials);
-  parallel(columns, kGrainElems / kMaxPartialRows, [&](int64_t begin, int64_t end) {
-    const Memory<M> scratch = memory<M>(kPieceColumns);
-    for_pieces(end - begin, [&](int64_t c, int64_t count) {
-      std::copy_n(rows + begin + c, count, scratch.get());
-      for (int64_t r = 1; r < partial_rows; ++r)
-        add(scratch.get(), rows + r * columns + begin + c, scratch.get(), count);
-      write(scratch.get(), out, dtype, begin + c, count);
-    });
+  for_pieces(end - begin, [&](int64_t c, int64_t count) {
+    std::copy_n(rows + begin + c, count, scratch);
+    for (int64_t r = 1; r < partial_rows; ++r) add(scratch, rows + r * columns + begin + c, scratch, count);
+    write(scratch, out, dtype, begin + c, count);
   });
 }
 
@@ -239,8 +235,14 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
       }
     }
   });
-  if (p.dweight) add_partials<M>(p.dweight_partials, chunks, p.dweight, p.weight_dtype, p.columns, parallel);
-  if (p.dbias) add_partials<M>(p.dbias_partials, chunks, p.dbias, p.weight_dtype, p.columns, parallel);
+  if (!p.dweight && !p.dbias) return;
+  // Both in one: that threads come together costs more than these sums of a small tensor.
+  parallel(p.columns, kGrainElems / chunks, [&](int64_t begin, int64_t end) {
+    const Memory<M> scratch = memory<M>(kPieceColumns);
+    if (p.dweight)
+      add_partials(p.dweight_partials, chunks, p.dweight, p.weight_dtype, p.columns, begin, end, scratch.get());
+    if (p.dbias) add_partials(p.dbias_partials, chunks, p.dbias, p.weight_dtype, p.columns, begin, end, scratch.get());
+  });
 }
 
 }  // namespace
