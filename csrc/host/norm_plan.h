@@ -20,6 +20,7 @@ inline pybind11::dict describe(const NormConfig& c) {
   d["rows_together"] = c.rows;
   d["stages"] = c.stages;
   d["shared_bytes"] = c.shared_bytes;
+  if (c.kernel == NormKernel::shared) d["weights_with_row"] = c.weights_with_row;
   d["why"] = c.why;
   return d;
 }

@@ -201,6 +201,14 @@ template <class T> void in_shared_memory(const Shape& shape) {
     expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
     expect_bytes({.read = 4 * shape.rows * shape.columns, .written = shape.rows * (2 * shape.columns + 4)});
     p.check_forward();
+    same_bits_for_every_seed("rstd", p.rstd);
+    // On a larger chip other kernels take as few rows: a row's bits do not depend on how many there are.
+    p.y.poison(), p.rstd.poison();
+    sim::options().properties.multiprocessors = 132;
+    expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
+    sim::options().properties.multiprocessors = 1;
+    p.check_forward();
+    same_bits_for_every_seed("rstd", p.rstd);
   });
 }
 
@@ -338,7 +346,7 @@ TEST(the_chooser) {
       {4104, "registers block 8 4 1 160 160 1 4096", "ring 8 1 544 544 3 52224 132"},
       {8192, "shared block 8 4 1 256 256 1 4096", "ring 8 1 1024 1024 3 98304 132"},
       {8200, "registers block 8 4 1 288 288 1 4096", "ring 8 3 352 352 2 67584 132"},
-      {12288, "registers block 8 4 1 384 384 1 4096", "ring 8 3 512 512 2 98304 132"},
+      {12288, "shared block 8 6 1 256 256 1 4096", "ring 8 3 512 512 2 98304 132"},
       {12296, "registers block 8 4 1 416 416 1 4096", "ring 8 4 416 416 2 106496 132"},
       {16384, "registers block 8 4 1 512 512 1 4096", "ring 8 4 512 512 2 131072 132"},
       {16392, "registers cluster 8 4 1 288 288 2 8192", "looped 8 1 512 512 0 0 528"},
@@ -366,11 +374,12 @@ TEST(the_chooser) {
     expect(choose_norm_forward(p).kernel == kernel, choice(choose_norm_forward(p)));
   };
   const auto as_it_is = [](NormProblem&) {};
-  is(NormKernel::shared, 1024, 12288, as_it_is);
-  is(NormKernel::shared, 8 * 132, 12288, as_it_is);
   is(NormKernel::shared, 4096, 8192, [](NormProblem& p) { p.layer = true; });
-  is(NormKernel::registers, 3 * 132, 12288, as_it_is);
-  is(NormKernel::registers, 8 * 132 + 1, 12288, as_it_is);
+  for (const int64_t rows : {1, 3 * 132, 3 * 132 + 1, 8 * 132, 8 * 132 + 1}) {
+    is(NormKernel::shared, rows, 12288, as_it_is);
+    expect(choose_norm_forward(planned_forward(rows, 12288, 2)).weights_with_row == (rows <= 3 * 132 || rows > 8 * 132),
+           "few blocks a multiprocessor ask for the weight with the row");
+  }
   is(NormKernel::registers, 4 * 132, 8192, as_it_is);
   is(NormKernel::registers, 4096, 8192, [](NormProblem& p) { p.residual_bytes = 2; });
   is(NormKernel::registers, 1024, 12288, [](NormProblem& p) { p.affine_as_x = false; });

@@ -66,9 +66,18 @@ def test_rows_lie_in_shared_memory_where_that_was_measured(op, problem):
     assert plan["shared_bytes"] == 2 * problem["columns"]
     assert plan["threads_a_row"] * plan["vectors_a_thread"] * plan["vector_elems"] == problem["columns"]
     assert plan["blocks"] == problem["rows"]
-    for change in ({"dtype": "float32"}, {"affine_as_x": False}, {"clusters": False}, {"rows": 100}, {"columns": 8200}):
+    for change in ({"dtype": "float32"}, {"affine_as_x": False}, {"clusters": False}, {"columns": 8200}):
         other = warpsmith.plan(op, **{**problem, "dtype": "bfloat16", **change})["forward"]
         assert other["kernel"] == "registers"
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_all_rows_of_a_length_have_their_sums_in_one_order(op):
+    """At 8192 columns registers add as shared memory does; at 12288 they would not."""
+    for rows in (1, 396, 397, 528, 529, 1056, 1057, 10**6):
+        for columns, vectors in ((8192, 4), (12288, 6)):
+            plan = warpsmith.plan(op, rows=rows, columns=columns, dtype="bfloat16")["forward"]
+            assert (plan["threads_a_row"], plan["vectors_a_thread"]) == (256, vectors)
 
 
 @pytest.mark.parametrize("op", OPS)

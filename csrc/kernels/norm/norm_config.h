@@ -63,6 +63,7 @@ struct NormConfig {
   int cluster = 1;       // blocks that share a row
   int64_t blocks = 1;
   int64_t shared_bytes = 0;
+  bool weights_with_row = false;  // asked for together, not when y is made (shared)
   const char* why = "";
 
   constexpr int groups() const { return threads / lanes; }  // rows that a block works on side by side
@@ -128,19 +129,22 @@ constexpr int64_t shared_bytes_a_block(const NormProblem& p, int together, int64
   return (int64_t{p.max_shared_bytes} + 1024) / together - 1024 - static_bytes;
 }
 
-// Rows in shared memory, of the shapes at which a sweep found them ahead of registers (choose_norm_forward) and of no
-// others: 16-bit rows of 8,192 and 12,288 columns, more of them than the blocks of the registers' kernel hold at once,
-// and of the longer ones no more than fit here at once. 0 vectors elsewhere.
+// Rows in shared memory, of the lengths at which a sweep found them ahead of registers (choose_norm_forward) and of no
+// others: 16-bit rows of 8,192 and 12,288 columns. The number of rows must not change a row's bits: at 8,192, where
+// registers take those that they hold all at once, both kernels add in one order; at 12,288 they would not, so that all
+// are here, with few blocks a multiprocessor where not all rows are resident, and where even registers would hold all.
+// 0 vectors elsewhere.
 constexpr NormConfig shared(const NormProblem& p, int64_t vectors, int threads) {
   NormConfig c;
   c.vectors = 0;
   if (p.element_bytes != 2 || p.residual_bytes || !p.affine_as_x || !p.clusters) return c;
   if (vectors != 1024 && vectors != 1536) return c;
   const bool widest = vectors == 1536;
-  const int64_t row_bytes = vectors * kVectorBytes, of_registers = int64_t{widest ? 3 : 4} * p.multiprocessors;
-  const int together = p.layer && !widest ? 4 : 8;
-  if (p.rows <= of_registers || (widest && p.rows > int64_t{together} * p.multiprocessors)) return c;
-  if (shared_bytes_a_block(p, together, 128) < row_bytes) return c;
+  const int64_t row_bytes = vectors * kVectorBytes, many = int64_t{widest ? 3 : 4} * p.multiprocessors;
+  if (!widest && p.rows <= many) return c;
+  const auto fit = [&](int together) { return shared_bytes_a_block(p, together, 128) >= row_bytes; };
+  c.weights_with_row = widest ? p.rows <= many || p.rows > int64_t{8} * p.multiprocessors || !fit(8) : p.layer;
+  if (!fit(c.weights_with_row ? 4 : 8)) return c;
   c.kernel = NormKernel::shared;
   c.scope = norm::Scope::block;
   c.vector_elems = vector_elems(p);
@@ -199,7 +203,8 @@ constexpr int norm_ring_threads(bool layer, bool wide) { return !layer ? 768 : w
 // Two vectors a thread are better than four for rms up to 4096 columns (0.98, 0.96), worse for layer (0.83); six lost
 // everywhere. Clusters for rows that a block can hold lost 5 % and more. 8192 and 12288 columns without a residual are
 // of before rows in shared memory, which the sweep found ahead of registers, kernels alone: rms 38.8 to 39.3 us,
-// registers 40.0 to 40.5 (4096x8192), and 18.8, 19.9 (1024x12288); layer 40.0, 40.9, and 19.8 to 20.0, 20.6.
+// registers 40.0 to 40.5 (4096x8192), and 18.8, 19.9 (1024x12288); layer 40.0, 40.9, and 19.8 to 20.0, 20.6. With 4
+// blocks a multiprocessor and the weights asked for with the row 19.4 and 20.5 (1024x12288).
 constexpr NormConfig choose_norm_forward(const NormProblem& p) {
   using namespace norm_detail;
   using norm::Scope;

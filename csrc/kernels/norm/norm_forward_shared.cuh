@@ -42,14 +42,17 @@ __global__ void __launch_bounds__(kMaxThreads, kSharedRowsBlocks<kMinBlocks>)
   }
   device::copy_async_commit();
   Elements<T, N> w[V], b[V];
-  const auto request = [&](int v) {
-    const int column = at.template column<N>(v);
-    w[v] = load_elements<T, N>(p.weight, column);
-    if constexpr (Op::kLayer) b[v] = load_elements<T, N>(p.bias, column);
+  const auto request_weight = [&](int v) { w[v] = load_elements<T, N>(p.weight, at.template column<N>(v)); };
+  const auto request_bias = [&](int v) {
+    if constexpr (Op::kLayer) b[v] = load_elements<T, N>(p.bias, at.template column<N>(v));
   };
+  constexpr int kBiasesWithX = V < 4 ? V : 4;  // the others while the sums travel: registers
   if constexpr (kWeightWithX) {
 #pragma unroll
-    for (int v = 0; v < V; ++v) request(v);
+    for (int v = 0; v < V; ++v) {
+      request_weight(v);
+      if (v < kBiasesWithX) request_bias(v);
+    }
   }
   device::copy_async_wait<0>();
   Elements<T, N> s[1][V];
@@ -57,6 +60,10 @@ __global__ void __launch_bounds__(kMaxThreads, kSharedRowsBlocks<kMinBlocks>)
   for (int v = 0; v < V; ++v) s[0][v] = load_elements<T, N>(held, at.template column<N>(v));
 
   const auto then = [&](auto&& finish) {
+    if constexpr (kWeightWithX) {
+#pragma unroll
+      for (int v = kBiasesWithX; v < V; ++v) request_bias(v);
+    }
     Moments m[1];
     finish(m);
     if (at.lane == 0) {
@@ -73,7 +80,10 @@ __global__ void __launch_bounds__(kMaxThreads, kSharedRowsBlocks<kMinBlocks>)
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int column = at.template column<N>(v);
-      if constexpr (!kWeightWithX) request(v);
+      if constexpr (!kWeightWithX) {
+        request_weight(v);
+        request_bias(v);
+      }
       const Elements<T, N> again = load_elements<T, N>(held, column);
       Vector<float, N> y;
 #pragma unroll

@@ -82,7 +82,10 @@ template <class Op, class T> auto shared_kernel(const NormConfig& c) {
   constexpr int kThreads = kNormSharedThreads;
   void (*kernel)(NormForwardParams, int) = nullptr;
   if constexpr (!Op::kResidual && sizeof(T) == 2) {
-    if (c.vectors == 6) kernel = forward_shared<Op, T, 6, false, kThreads, kThreads, 8>;
+    if (c.vectors == 6) {
+      kernel = forward_shared<Op, T, 6, false, kThreads, kThreads, 8>;
+      if (c.weights_with_row) kernel = forward_shared<Op, T, 6, true, kThreads, kThreads, 4>;
+    }
     if (c.vectors == 4) kernel = forward_shared < Op, T, 4, Op::kLayer, kThreads, 384, Op::kLayer ? 3 : 4 > ;
   }
   return kernel;

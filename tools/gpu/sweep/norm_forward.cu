@@ -248,9 +248,11 @@ int main() {
   run<Rms>("rms_norm", {1024, 12288},
            {registers_of<Rms, 384>(), wide_rows_of<Rms, 12288, 384, 4, false, 3>(),
             streamed_rows_of<Rms, 12288, 512, 4, 2>()});
-  // More rows than are resident at once.
-  run<Layer>("layer_norm", {8192, 12288}, {shared_rows_of<Layer, 12288, 6, false, 8>()});
-  run<Rms>("rms_norm", {8192, 12288}, {shared_rows_of<Rms, 12288, 6, false, 8>()});
+  // More rows than are resident at once, and one a multiprocessor.
+  for (const int64_t rows : {8192, 128}) {
+    run<Layer>("layer_norm", {rows, 12288}, {registers_of<Layer, 384>(), shared_rows_of<Layer, 12288, 6, false, 8>()});
+    run<Rms>("rms_norm", {rows, 12288}, {registers_of<Rms, 384>(), shared_rows_of<Rms, 12288, 6, false, 8>()});
+  }
   run<Layer>("layer_norm", {16384, 4096},
              {shared_rows_of<Layer, 4096, 4, false, 12>(), wide_rows_of<Layer, 4096, 128, 2, false, 8>()});
 #endif
