@@ -1,9 +1,6 @@
 // Candidate bodies of the norms' forward (norm_forward_candidates.cuh) beside what the package chooses and a copy of
-// the same bytes; bf16. Results are compared with sums in double precision. Four programs, one for each PART; build and
-// run on a GPU machine (about 40 s to compile all at once, a few seconds each to run):
-//   for part in 0 1 2 3; do nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -DPART=$part \
-//     -gencode=arch=compute_90a,code=sm_90a tools/gpu/sweep/norm_forward.cu -o /tmp/norm_forward_$part & done; wait
-//   for part in 0 1 2 3; do /tmp/norm_forward_$part; done
+// the same bytes; bf16. Results are compared with sums in double precision. Four programs, one for each PART, which
+// tools/gpu/sweep/norm_forward.sh builds and runs.
 #include "norm_forward_candidates.cuh"
 #include "sweep.h"
 
