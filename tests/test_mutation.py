@@ -64,6 +64,12 @@ def test_only_lines_that_the_host_compiles_are_mutated() -> None:
     assert compiled and not [n for n in compiled if "asm volatile" in lines[n - 1]]
 
 
+def test_an_op_is_mutated_with_what_its_family_shares() -> None:
+    files = {f.name for f in mutate.files_of("rms_norm")}
+    assert {"rms_norm.cu", "rms_norm_kernel.cuh", "norm_config.h", "norm_batches.cuh", "norm_forward.cuh"} <= files
+    assert not [f for f in files if f.startswith(("layer_norm", "add_", "dropout_"))]
+
+
 def test_known_equivalents_are_mutants_still() -> None:
     for file, code in mutate.equivalents():
         assert code in {m.code for m in mutate.mutants_of(ROOT / file)}, f"{file}: no mutant gives: {code}"

@@ -256,6 +256,7 @@ template <class T, class R = T, class W = T> struct NormCase {
     p.rows = shape.rows, p.columns = shape.columns, p.element_bytes = sizeof(T);
     p.residual_bytes = op.residual ? sizeof(R) : 0;
     p.layer = op.layer;
+    p.multiprocessors = sim::options().properties.multiprocessors;
     return p;
   }
 };

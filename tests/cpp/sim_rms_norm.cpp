@@ -1,284 +1,41 @@
-// The rms_norm kernels on the host: every kernel of the chooser, against the formula in double precision.
-#include <algorithm>
-
-#include "harness.h"
-#include "kernels/norm/norm_config.h"
+// The rms_norm kernels on the host, and the chooser of the norm family.
 #include "kernels/norm/rms_norm.h"
-#include "kernels/norm/rms_norm_config.h"
-#include "sim/sparse_memory.h"
+
+#include "norm_suite.h"
 
 namespace warpsmith::test {
 namespace {
 
-template <class T> constexpr Dtype kDtype = Dtype::float32;
-template <> constexpr Dtype kDtype<float16> = Dtype::float16;
-template <> constexpr Dtype kDtype<bfloat16> = Dtype::bfloat16;
+constexpr NormSuite kSuite{{.layer = false,
+                            .residual = false,
+                            .dropout = false,
+                            .forward = rms_norm_forward_cuda,
+                            .partial_rows = rms_norm_partial_rows_cuda,
+                            .backward = rms_norm_backward_cuda}};
 
-struct Shape {
-  int64_t rows, columns;
-  int64_t padding = 0;  // elements between rows
-  size_t offset = 0;    // elements past an aligned address
-  bool weight = true;
-  double weight_offset = 0;
-};
-
-// A problem with its inputs, outputs and oracle.
-template <class T, class W> struct Problem {
-  static constexpr double kEps = 1e-5;
-  Shape s;
-  Buffer<T> x, dy, y, dx;
-  Buffer<W> weight, dweight;
-  Buffer<float> rstd, partials;
-  std::vector<double> want_y, want_rstd, want_dx, want_dweight;
-  NormForwardParams forward{};
-  NormBackwardParams backward{};
-
-  int64_t stride() const { return s.columns + s.padding; }
-  size_t count() const { return static_cast<size_t>(s.rows * s.columns); }
-
-  explicit Problem(const Shape& shape, uint64_t seed = 1)
-      : s(shape),
-        x(static_cast<size_t>(shape.rows * (shape.columns + shape.padding)), shape.offset),
-        dy(x.size(), shape.offset),
-        y(static_cast<size_t>(shape.rows * shape.columns)),
-        dx(y.size()),
-        weight(static_cast<size_t>(shape.columns), shape.offset),
-        dweight(weight.size()),
-        rstd(static_cast<size_t>(shape.rows)),
-        partials(0) {
-    fill_normal(x, seed);
-    fill_normal(dy, seed + 1);
-    fill_normal(weight, seed + 2, 0.3f, 1.0f);
-    const Dtype weight_dtype = s.weight ? kDtype<W> : kDtype<T>;
-    forward.x = x.data(), forward.weight = s.weight ? weight.data() : nullptr;
-    forward.y = y.data(), forward.rstd = rstd.data();
-    forward.rows = s.rows, forward.columns = s.columns, forward.x_stride = stride();
-    forward.eps = kEps, forward.weight_offset = s.weight_offset;
-    forward.dtype = forward.residual_dtype = kDtype<T>, forward.weight_dtype = weight_dtype;
-    backward.dy = dy.data(), backward.s = x.data(), backward.weight = forward.weight, backward.rstd = rstd.data();
-    backward.dx = dx.data(), backward.dweight = s.weight ? dweight.data() : nullptr;
-    backward.rows = s.rows, backward.columns = s.columns, backward.dy_stride = backward.s_stride = stride();
-    backward.weight_offset = s.weight_offset;
-    backward.dtype = backward.residual_dtype = kDtype<T>, backward.weight_dtype = weight_dtype;
-    compute_oracle();
-  }
-
-  void compute_oracle() {
-    want_y.resize(count());
-    want_dx.resize(count());
-    want_rstd.resize(static_cast<size_t>(s.rows));
-    want_dweight.assign(static_cast<size_t>(s.columns), 0);
-    for (int64_t r = 0; r < s.rows; ++r) {
-      const auto x_at = [&](int64_t c) {
-        return static_cast<double>(to_float(x[static_cast<size_t>(r * stride() + c)]));
-      };
-      const auto dy_at = [&](int64_t c) {
-        return static_cast<double>(to_float(dy[static_cast<size_t>(r * stride() + c)]));
-      };
-      const auto w_at = [&](int64_t c) {
-        return s.weight ? static_cast<double>(to_float(weight[static_cast<size_t>(c)])) + s.weight_offset : 1.0;
-      };
-      double squares = 0, dot = 0;
-      for (int64_t c = 0; c < s.columns; ++c) squares += x_at(c) * x_at(c);
-      const double scale = 1 / std::sqrt(squares / static_cast<double>(s.columns) + kEps);
-      for (int64_t c = 0; c < s.columns; ++c) dot += dy_at(c) * w_at(c) * x_at(c) * scale;
-      want_rstd[static_cast<size_t>(r)] = scale;
-      for (int64_t c = 0; c < s.columns; ++c) {
-        const size_t at = static_cast<size_t>(r * s.columns + c);
-        want_y[at] = x_at(c) * scale * w_at(c);
-        want_dx[at] = scale * (dy_at(c) * w_at(c) - x_at(c) * scale * dot / static_cast<double>(s.columns));
-        want_dweight[static_cast<size_t>(c)] += dy_at(c) * x_at(c) * scale;
-      }
-    }
-  }
-
-  // Half a rounding step of the storage type, and a few of float for the arithmetic; sums of terms of size one may
-  // cancel.
-  Tolerance rounding(double terms) const {
-    return {.ulps = 0.51, .relative = 4e-6, .absolute = 1e-6 * std::sqrt(terms)};
-  }
-
-  void check_forward() {
-    expect_close("rstd", rstd, want_rstd, {.relative = 1e-6});
-    expect_close("y", y, want_y, rounding(1));
-    same_bits_for_every_seed("y", y);
-  }
-
-  void check_backward() {
-    // dx = rstd (g - x_hat mean): what the bracket loses where it cancels (a row of one column) grows with rstd.
-    Tolerance dx_rounding = rounding(4);
-    dx_rounding.absolute *= std::max(1.0, *std::max_element(want_rstd.begin(), want_rstd.end()));
-    expect_close("dx", dx, want_dx, dx_rounding);
-    same_bits_for_every_seed("dx", dx);
-    if (!s.weight) return;
-    expect_close("dweight", dweight, want_dweight, rounding(4.0 * static_cast<double>(s.rows)));
-    same_bits_for_every_seed("dweight", dweight);
-  }
-
-  void make_room(int64_t partial_rows) {
-    partials = Buffer<float>(static_cast<size_t>(partial_rows * s.columns));
-    backward.dweight_partials = s.weight ? partials.data() : nullptr;
-  }
-
-  void run() {
-    int64_t partial_rows = 0;
-    expect_ok(rms_norm_partial_rows_cuda(backward, &partial_rows));
-    make_room(partial_rows);
-    under_every_seed([&] {
-      y.poison(), rstd.poison(), dx.poison(), dweight.poison(), partials.poison();
-      expect_ok(rms_norm_forward_cuda(forward, nullptr));
-      check_forward();
-      expect_ok(rms_norm_backward_cuda(backward, nullptr));
-      check_backward();
-    });
-  }
-};
-
-RmsNormProblem planned(int64_t rows, int64_t columns, int element_bytes) {
-  RmsNormProblem p;
-  p.rows = rows, p.columns = columns, p.element_bytes = element_bytes;
-  return p;
-}
-
-NormProblem planned_forward(int64_t rows, int64_t columns, int element_bytes) {
-  NormProblem p;
-  p.rows = rows, p.columns = columns, p.element_bytes = element_bytes;
-  return p;
-}
-
-// One row length for each kernel and vector count of the chooser, in 16-bit elements.
-TEST(every_kernel_bfloat16) {
-  for (int64_t columns : {8, 16, 128, 256, 264, 512, 768, 1024, 1032, 2048, 4096, 8192, 8200, 12288, 16384})
-    Problem<bfloat16, bfloat16>({.rows = 2, .columns = columns}).run();
-}
-
-TEST(every_kernel_float) {
-  for (int64_t columns : {4, 8, 128, 132, 256, 384, 512, 516, 2048, 4096, 4100, 6144, 8192})
-    Problem<float, float>({.rows = 2, .columns = columns}).run();
-}
-
-TEST(float16_and_mixed_weights) {
-  for (int64_t columns : {64, 768, 2048, 12288}) {
-    Problem<float16, float16>({.rows = 2, .columns = columns}).run();
-    Problem<float16, float>({.rows = 2, .columns = columns}).run();
-    Problem<bfloat16, float>({.rows = 2, .columns = columns, .weight_offset = 1}).run();
-  }
-}
-
-TEST(rows_that_are_not_vectors) {
-  for (int64_t columns : {1, 2, 3, 7, 33, 257, 1023, 1025, 4097, 5000})
-    Problem<bfloat16, bfloat16>({.rows = 3, .columns = columns}).run();
-}
-
-TEST(misaligned_and_strided_rows) {
-  Problem<bfloat16, bfloat16>({.rows = 5, .columns = 768, .offset = 1}).run();
-  Problem<bfloat16, bfloat16>({.rows = 5, .columns = 768, .padding = 3}).run();
-  Problem<bfloat16, bfloat16>({.rows = 5, .columns = 768, .padding = 8}).run();
-  Problem<float, float>({.rows = 5, .columns = 260, .padding = 4, .offset = 3}).run();
-}
-
-TEST(rows_too_long_for_the_chip) {
-  Problem<bfloat16, bfloat16>({.rows = 2, .columns = 32768 + 8}).run();
-  Problem<bfloat16, bfloat16>({.rows = 2, .columns = 16384 + 8}).run();
-  Problem<float, float>({.rows = 1, .columns = 40001}).run();
-}
-
-TEST(more_rows_than_groups) {
-  for (int64_t rows : {1, 33, 265}) Problem<bfloat16, bfloat16>({.rows = rows, .columns = 16}).run();
-  Problem<bfloat16, bfloat16>({.rows = 397, .columns = 264}).run();
-  Problem<bfloat16, bfloat16>({.rows = 140, .columns = 1032}).run();
-}
-
-// The kernel of rows in shared memory, which wants more rows than registers hold at once: on one multiprocessor.
-template <class T> void in_shared_memory(const Shape& shape) {
-  Problem<T, T> p(shape);
-  NormProblem planned = planned_forward(shape.rows, shape.columns, 2);
-  planned.multiprocessors = 1;
-  expect(choose_norm_forward(planned).kernel == NormKernel::shared, "the rows lie in shared memory");
-  under_every_seed([&] {
-    p.y.poison(), p.rstd.poison();
-    sim::counters() = {};
-    expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
-    expect_bytes({.read = 4 * shape.rows * shape.columns, .written = shape.rows * (2 * shape.columns + 4)});
-    p.check_forward();
-    same_bits_for_every_seed("rstd", p.rstd);
-    // On a larger chip other kernels take as few rows: a row's bits do not depend on how many there are.
-    p.y.poison(), p.rstd.poison();
-    sim::options().properties.multiprocessors = 132;
-    expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
-    sim::options().properties.multiprocessors = 1;
-    p.check_forward();
-    same_bits_for_every_seed("rstd", p.rstd);
-  });
-}
-
-TEST(rows_in_shared_memory) {
-  sim::options().properties.multiprocessors = 1;
-  in_shared_memory<bfloat16>({.rows = 5, .columns = 8192});
-  in_shared_memory<float16>({.rows = 5, .columns = 8192, .padding = 8});
-  in_shared_memory<bfloat16>({.rows = 4, .columns = 12288, .padding = 8});
-  in_shared_memory<float16>({.rows = 8, .columns = 12288});
-  sim::options().properties.multiprocessors = 132;
-}
-
-// On a chip of one multiprocessor the blocks of the rings take many rows, and every stage is used again and again.
-TEST(many_rows_a_block) {
-  sim::options().properties.multiprocessors = 1;
-  for (int64_t columns : {136, 264, 1032, 8200})
-    Problem<bfloat16, bfloat16>({.rows = columns == 136 ? 400 : 30, .columns = columns}).run();
-  sim::options().properties.multiprocessors = 132;
-}
-
-TEST(no_weight) {
-  for (int64_t columns : {24, 1032, 4096, 4097})
-    Problem<bfloat16, bfloat16>({.rows = 2, .columns = columns, .weight = false}).run();
-}
-
-TEST(only_one_gradient) {
-  Problem<bfloat16, bfloat16> p({.rows = 9, .columns = 1032});
-  p.make_room(1000);
-  under_every_seed([&] {
-    expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
-    for (const bool dx : {true, false}) {
-      p.dx.poison(), p.dweight.poison();
-      NormBackwardParams one = p.backward;
-      if (dx)
-        one.dweight = one.dweight_partials = nullptr;
-      else
-        one.dx = nullptr;
-      expect_ok(rms_norm_backward_cuda(one, nullptr));
-      if (dx)
-        expect_close("dx", p.dx, p.want_dx, p.rounding(4));
-      else
-        expect_close("dweight", p.dweight, p.want_dweight, p.rounding(36));
-    }
-  });
-}
-
-// The floor, and what each kernel adds to it: the weight once a row (registers) or once a block (ring), rstd, partial
-// sums.
+TEST(every_kernel) { kSuite.every_kernel(); }
+TEST(storage_types) { kSuite.storage_types(); }
+TEST(rows_that_are_not_vectors) { kSuite.rows_that_are_not_vectors(); }
+TEST(misaligned_and_strided_rows) { kSuite.misaligned_and_strided_rows(); }
+TEST(rows_in_shared_memory) { kSuite.rows_in_shared_memory(); }
+TEST(rows_of_a_cluster) { kSuite.rows_of_a_cluster(); }
+TEST(rows_too_long_for_the_chip) { kSuite.rows_too_long_for_the_chip(); }
+TEST(more_rows_than_units) { kSuite.more_rows_than_units(); }
+TEST(no_weight) { kSuite.no_weight_or_bias(); }
+TEST(each_gradient_alone) { kSuite.each_gradient_alone(); }
+TEST(unknown_dtype_is_refused) { kSuite.unknown_dtype_is_refused(); }
+TEST(beyond_2_31_elements) { kSuite.beyond_2_31_elements(); }
 TEST(bytes_moved) {
-  constexpr int64_t kRows = 140, kColumns = 1032, kRow = kColumns * 2;
-  Problem<bfloat16, bfloat16> p({.rows = kRows, .columns = kColumns});
-  const RmsNormConfig backward = choose_rms_norm_backward(planned(kRows, kColumns, 2));
-  p.make_room(rms_norm_partial_rows(backward));
-  under_every_seed([&] {
-    expect_ok(rms_norm_forward_cuda(p.forward, nullptr));
-    const int64_t weights = kRows / choose_norm_forward(planned_forward(kRows, kColumns, 2)).rows;
-    expect_bytes({.read = kRows * kRow + weights * kRow, .written = kRows * kRow + kRows * 4});
-    sim::counters() = {};
-    expect_ok(rms_norm_backward_cuda(p.backward, nullptr));
-    const int64_t partials = backward.blocks * kColumns * 4;
-    expect_bytes({.read = 2 * kRows * kRow + backward.blocks * kRow + partials +
-                          kRows * 4 * backward.lanes,  // rstd by every thread
-                  .written = kRows * kRow + partials + kRow});
-  });
+  kSuite.bytes_moved(136, 128);
+  kSuite.bytes_moved(20, 1032);
+  on_machine(2, 90, [] { kSuite.bytes_moved(70, 264); });
+  on_machine(16, 90, [] { kSuite.bytes_moved(5, 12296); });
 }
 
 // Every forward kernel stores rstd once a row, or not at all where it is not wanted.
 TEST(rstd_is_stored_once_a_row_where_it_is_wanted) {
   for (const int64_t columns : {16, 264, 1032, 8200, 33, 4097}) {
-    Problem<bfloat16, bfloat16> p({.rows = 5, .columns = columns});
+    NormCase<bfloat16> p(kSuite.op, {.rows = 5, .columns = columns});
     const int64_t y_bytes = 5 * columns * 2;
     under_every_seed([&] {
       sim::counters() = {};
@@ -295,18 +52,10 @@ TEST(rstd_is_stored_once_a_row_where_it_is_wanted) {
   }
 }
 
-TEST(unknown_dtype_is_refused) {
-  Problem<float, float> p({.rows = 1, .columns = 4});
-  p.forward.dtype = p.forward.weight_dtype = Dtype::float64;
-  expect_refused(rms_norm_forward_cuda(p.forward, nullptr), "float64");
-}
-
-std::string choice(const RmsNormConfig& c) {
-  std::string text = name(c.kernel);
-  for (const int64_t n : {int64_t{c.vector_elems}, int64_t{c.vectors}, int64_t{c.lanes}, int64_t{c.threads},
-                          int64_t{c.stages}, c.shared_bytes, c.blocks})
-    text += " " + std::to_string(n);
-  return text;
+NormProblem planned(int64_t rows, int64_t columns, bool layer = false, int residual_bytes = 0) {
+  NormProblem p;
+  p.rows = rows, p.columns = columns, p.layer = layer, p.residual_bytes = residual_bytes;
+  return p;
 }
 
 std::string choice(const NormConfig& c) {
@@ -314,62 +63,57 @@ std::string choice(const NormConfig& c) {
   for (const int64_t n : {int64_t{c.vector_elems}, int64_t{c.vectors}, int64_t{c.rows}, int64_t{c.lanes},
                           int64_t{c.threads}, int64_t{c.cluster}, c.blocks})
     text += " " + std::to_string(n);
-  return text;
+  return c.stages ? text + " " + std::to_string(c.stages) + " " + std::to_string(c.shared_bytes) : text;
 }
 
-// What is chosen for 4,096 rows of 16-bit elements on an H200, at both sides of every boundary: kernel, elements of an
-// access, vectors and lanes of a row, threads, stages, shared bytes, blocks; forward: kernel, scope, elements of an
-// access, vectors, rows together, lanes, threads, cluster, blocks. A choice must not change by accident.
+// What is chosen for 4,096 rows of 16-bit elements on an H200, at both sides of every boundary: kernel, scope, elements
+// of an access, vectors, rows together, lanes, threads, cluster, blocks and, of a ring, stages and shared bytes. A
+// choice must not change by accident.
 TEST(the_chooser) {
   struct Choice {
     int64_t columns;
     const char *forward, *backward;
   };
   const Choice choices[] = {
-      {8, "registers group 8 1 4 1 64 1 16", "ring 8 1 1 256 2 16384 16"},
-      {16, "registers group 8 1 4 2 64 1 32", "ring 8 2 1 256 2 32768 16"},
-      {32, "registers group 8 1 4 4 64 1 64", "ring 8 2 2 256 2 32768 32"},
-      {64, "registers group 8 1 4 8 64 1 128", "ring 8 2 4 256 2 32768 64"},
-      {128, "registers group 8 1 4 16 64 1 256", "ring 8 2 8 256 2 32768 128"},
-      {136, "registers group 8 1 4 32 64 1 512", "ring 8 2 16 256 2 32768 256"},
-      {248, "registers group 8 1 4 32 64 1 512", "ring 8 2 16 256 2 32768 256"},
-      {256, "registers group 8 1 4 32 64 1 512", "ring 8 2 16 256 2 32768 256"},
-      {264, "registers group 8 2 1 32 64 1 2048", "ring 8 2 32 128 3 24576 396"},
-      {512, "registers group 8 2 1 32 64 1 2048", "ring 8 2 32 128 3 24576 396"},
-      {520, "registers group 8 3 1 32 64 1 2048", "ring 8 3 32 128 3 36864 396"},
-      {768, "registers group 8 3 1 32 64 1 2048", "ring 8 3 32 128 3 36864 396"},
-      {776, "registers group 8 4 1 32 64 1 2048", "ring 8 4 32 128 3 49152 396"},
-      {1016, "registers group 8 4 1 32 64 1 2048", "ring 8 4 32 128 3 49152 396"},
-      {1024, "registers group 8 4 1 32 64 1 2048", "ring 8 4 32 128 3 49152 396"},
-      {1032, "registers block 8 2 1 96 96 1 4096", "ring 8 1 160 160 3 15360 528"},
-      {4096, "registers block 8 2 1 256 256 1 4096", "ring 8 1 512 512 3 49152 264"},
-      {4104, "registers block 8 4 1 160 160 1 4096", "ring 8 1 544 544 3 52224 132"},
-      {8192, "shared block 8 4 1 256 256 1 4096", "ring 8 1 1024 1024 3 98304 132"},
-      {8200, "registers block 8 4 1 288 288 1 4096", "ring 8 3 352 352 2 67584 132"},
-      {12288, "shared block 8 6 1 256 256 1 4096", "ring 8 3 512 512 2 98304 132"},
-      {12296, "registers block 8 4 1 416 416 1 4096", "ring 8 4 416 416 2 106496 132"},
-      {16384, "registers block 8 4 1 512 512 1 4096", "ring 8 4 512 512 2 131072 132"},
-      {16392, "registers cluster 8 4 1 288 288 2 8192", "looped 8 1 512 512 0 0 528"},
-      {32768, "registers cluster 8 4 1 512 512 2 8192", "looped 8 1 512 512 0 0 528"},
-      {32776, "registers cluster 8 4 1 288 288 4 16384", "looped 8 1 1024 1024 0 0 528"},
-      {4097, "looped block 1 1 1 1024 1024 1 4096", "looped 1 1 1024 1024 0 0 528"},
+      {8, "registers group 8 1 4 1 64 1 16", "ring group 8 1 1 1 128 1 32 2 8192"},
+      {16, "registers group 8 1 4 2 64 1 32", "ring group 8 1 1 2 128 1 64 2 8192"},
+      {32, "registers group 8 1 4 4 64 1 64", "ring group 8 1 1 4 128 1 128 2 8192"},
+      {64, "registers group 8 1 4 8 64 1 128", "ring group 8 1 1 8 128 1 256 2 8192"},
+      {128, "registers group 8 1 4 16 64 1 256", "ring group 8 1 1 16 128 1 512 2 8192"},
+      {136, "registers group 8 1 4 32 64 1 512", "ring group 8 1 1 32 128 1 792 2 8192"},
+      {248, "registers group 8 1 4 32 64 1 512", "ring group 8 1 1 32 128 1 792 2 8192"},
+      {256, "registers group 8 1 4 32 64 1 512", "ring group 8 1 1 32 128 1 792 2 8192"},
+      {264, "registers group 8 2 1 32 64 1 2048", "batches block 8 1 2 64 64 1 660 3 12288"},
+      {512, "registers group 8 2 1 32 64 1 2048", "batches block 8 1 2 64 64 1 660 3 12288"},
+      {520, "registers group 8 3 1 32 64 1 2048", "batches block 8 1 2 96 96 1 396 3 18432"},
+      {768, "registers group 8 3 1 32 64 1 2048", "batches block 8 1 2 96 96 1 396 3 18432"},
+      {776, "registers group 8 4 1 32 64 1 2048", "batches block 8 1 2 128 128 1 396 3 24576"},
+      {1016, "registers group 8 4 1 32 64 1 2048", "batches block 8 1 2 128 128 1 396 3 24576"},
+      {1024, "registers group 8 4 1 32 64 1 2048", "batches block 8 1 2 128 128 1 396 3 24576"},
+      {1032, "registers block 8 2 1 96 96 1 4096", "batches block 8 1 1 160 160 1 396 3 15360"},
+      {4096, "registers block 8 2 1 256 256 1 4096", "batches block 8 1 1 512 512 1 132 3 49152"},
+      {4104, "registers block 8 4 1 160 160 1 4096", "batches block 8 2 1 288 288 1 132 2 55296"},
+      {8192, "shared block 8 4 1 256 256 1 4096", "batches block 8 2 1 512 512 1 132 2 98304"},
+      {8200, "registers block 8 4 1 288 288 1 4096", "batches block 8 2 1 544 544 1 132 2 104448"},
+      {12288, "shared block 8 6 1 256 256 1 4096", "batches block 8 2 1 768 768 1 132 2 147456"},
+      {12296, "registers block 8 4 1 416 416 1 4096", "batches block 8 4 1 416 416 1 132 2 106496"},
+      {16384, "registers block 8 4 1 512 512 1 4096", "batches block 8 4 1 512 512 1 132 2 131072"},
+      {16392, "registers cluster 8 4 1 288 288 2 8192", "ring cluster 8 2 2 160 160 8 240 3 61440"},
+      {32768, "registers cluster 8 4 1 512 512 2 8192", "ring cluster 8 2 2 256 256 8 120 3 98304"},
+      {32776, "registers cluster 8 4 1 288 288 4 16384", "looped block 4 1 1 1024 1024 1 528"},
+      {4097, "looped block 1 1 1 1024 1024 1 4096", "looped block 1 1 1 1024 1024 1 528"},
   };
   for (const Choice& expected : choices) {
-    const RmsNormProblem p = planned(4096, expected.columns, 2);
-    const auto check = [&](const RmsNormConfig& c, const std::string& text) {
-      expect(choice(c) == text, "backward of " + std::to_string(p.columns) + ": " + choice(c));
-      const int64_t block = c.shared_bytes + 1024 + 512,
-                    together = (c.blocks + p.multiprocessors - 1) / p.multiprocessors;
-      if (c.kernel == RmsNormKernel::ring && c.blocks < p.rows)
-        expect(together * block <= p.max_shared_bytes + 1024, "the blocks of a multiprocessor have room in it");
-    };
-    check(choose_rms_norm_backward(p), expected.backward);
-    const std::string forward = choice(choose_norm_forward(planned_forward(4096, expected.columns, 2)));
+    const NormProblem p = planned(4096, expected.columns);
+    const std::string forward = choice(choose_norm_forward(p)), backward = choice(choose_norm_backward(p));
     expect(forward == expected.forward, "forward of " + std::to_string(expected.columns) + ": " + forward);
+    expect(backward == expected.backward, "backward of " + std::to_string(expected.columns) + ": " + backward);
   }
-  // Rows in shared memory where they were measured, and nowhere else.
+}
+
+TEST(the_chooser_of_rows_in_shared_memory) {
   const auto is = [](NormKernel kernel, int64_t rows, int64_t columns, const auto& change) {
-    NormProblem p = planned_forward(rows, columns, 2);
+    NormProblem p = planned(rows, columns);
     change(p);
     expect(choose_norm_forward(p).kernel == kernel, choice(choose_norm_forward(p)));
   };
@@ -377,7 +121,7 @@ TEST(the_chooser) {
   is(NormKernel::shared, 4096, 8192, [](NormProblem& p) { p.layer = true; });
   for (const int64_t rows : {1, 3 * 132, 3 * 132 + 1, 8 * 132, 8 * 132 + 1}) {
     is(NormKernel::shared, rows, 12288, as_it_is);
-    expect(choose_norm_forward(planned_forward(rows, 12288, 2)).weights_with_row == (rows <= 3 * 132 || rows > 8 * 132),
+    expect(choose_norm_forward(planned(rows, 12288)).weights_with_row == (rows <= 3 * 132 || rows > 8 * 132),
            "few blocks a multiprocessor ask for the weight with the row");
   }
   is(NormKernel::registers, 4 * 132, 8192, as_it_is);
@@ -386,52 +130,135 @@ TEST(the_chooser) {
   is(NormKernel::registers, 1024, 6144, [](NormProblem& p) { p.element_bytes = 4; });
   is(NormKernel::registers, 1024, 12288, [](NormProblem& p) { p.clusters = false; });
   is(NormKernel::registers, 1024, 12288, [](NormProblem& p) { p.max_shared_bytes = 99 * 1024; });
-  RmsNormProblem p = planned(1, 16384, 2);
-  expect_equal("one row", choose_rms_norm_backward(p).blocks, int64_t{1});
-  p.max_shared_bytes = 99 * 1024;  // compute capability 8.6: two stages of dy and x do not fit
-  expect(choice(choose_rms_norm_backward(p)) == "looped 8 1 512 512 0 0 1", choice(choose_rms_norm_backward(p)));
-  p.max_shared_bytes = 163 * 1024;  // 8.0
-  expect(choice(choose_rms_norm_backward(p)) == "ring 8 4 512 512 2 131072 1", choice(choose_rms_norm_backward(p)));
+}
+
+// The backward of the other ops where it differs, the residual as wide as the activation or wider.
+TEST(the_chooser_of_backwards_with_more_sums_and_tensors) {
+  struct Choice {
+    int64_t columns;
+    bool layer;
+    int residual_bytes;
+    const char* backward;
+  };
+  const Choice choices[] = {
+      {128, true, 0, "ring group 8 1 1 16 128 1 512 2 8192"},
+      {256, true, 0, "ring group 8 1 1 32 128 1 792 2 8192"},
+      {264, true, 0, "batches block 8 1 2 64 64 1 924 2 8192"},
+      {512, true, 0, "batches block 8 1 2 64 64 1 924 2 8192"},
+      {768, true, 0, "batches block 8 1 2 96 96 1 660 2 12288"},
+      {1024, true, 0, "batches block 8 1 2 128 128 1 396 2 16384"},
+      {1032, true, 0, "batches block 8 1 1 160 160 1 396 3 15360"},
+      {2048, true, 0, "batches block 8 1 1 256 256 1 264 3 24576"},
+      {4096, true, 0, "batches block 8 1 1 512 512 1 132 3 49152"},
+      {4104, true, 0, "batches block 8 2 1 288 288 1 132 2 55296"},
+      {8192, true, 0, "batches block 8 2 1 512 512 1 132 2 98304"},
+      {8200, true, 0, "batches block 8 2 1 544 544 1 132 2 104448"},
+      {12288, true, 0, "batches block 8 2 1 768 768 1 132 2 147456"},
+      {12296, true, 0, "ring cluster 8 2 2 128 128 8 368 3 49152"},
+      {16384, true, 0, "ring cluster 8 2 2 128 128 8 368 3 49152"},
+      {32768, true, 0, "ring cluster 8 2 2 256 256 8 120 3 98304"},
+      {32776, true, 0, "looped block 4 1 1 1024 1024 1 528"},
+      {128, false, 2, "ring group 8 1 1 16 128 1 512 2 12288"},
+      {256, false, 2, "ring group 8 1 1 32 128 1 792 2 12288"},
+      {264, false, 2, "batches block 8 1 2 64 64 1 924 1 6144"},
+      {512, false, 2, "batches block 8 1 2 64 64 1 924 1 6144"},
+      {768, false, 2, "batches block 8 1 2 96 96 1 660 1 9216"},
+      {1024, false, 2, "batches block 8 1 2 128 128 1 396 1 12288"},
+      {1032, false, 2, "batches block 8 1 2 160 160 1 396 1 15360"},
+      {2048, false, 2, "batches block 8 1 2 256 256 1 264 1 24576"},
+      {4096, false, 2, "batches block 8 1 2 512 512 1 132 1 49152"},
+      {4104, false, 2, "ring block 8 2 1 288 288 1 132 3 82944"},
+      {8192, false, 2, "ring block 8 2 1 512 512 1 132 3 147456"},
+      {8200, false, 2, "ring block 8 2 1 544 544 1 132 3 156672"},
+      {12288, false, 2, "ring block 8 2 1 768 768 1 132 3 221184"},
+      {12296, false, 2, "ring cluster 8 2 2 128 128 8 368 3 73728"},
+      {16384, false, 2, "ring cluster 8 2 2 128 128 8 368 3 73728"},
+      {32768, false, 2, "ring cluster 8 2 2 256 256 8 120 3 147456"},
+      {32776, false, 2, "looped block 4 1 1 1024 1024 1 528"},
+      {128, true, 2, "ring group 8 1 1 16 128 1 512 2 12288"},
+      {256, true, 2, "ring group 8 1 1 32 128 1 792 2 12288"},
+      {264, true, 2, "batches block 8 1 2 64 64 1 924 1 6144"},
+      {512, true, 2, "batches block 8 1 2 64 64 1 924 1 6144"},
+      {768, true, 2, "batches block 8 1 2 96 96 1 660 1 9216"},
+      {1024, true, 2, "batches block 8 1 2 128 128 1 396 1 12288"},
+      {1032, true, 2, "batches block 8 1 2 160 160 1 396 1 15360"},
+      {2048, true, 2, "batches block 8 1 2 256 256 1 264 1 24576"},
+      {4096, true, 2, "batches block 8 1 2 512 512 1 132 1 49152"},
+      {4104, true, 2, "batches block 8 2 1 288 288 1 132 1 46080"},
+      {8192, true, 2, "batches block 8 2 1 512 512 1 132 1 81920"},
+      {8200, true, 2, "ring cluster 8 2 2 96 96 8 488 2 36864"},
+      {12288, true, 2, "ring cluster 8 2 2 96 96 8 488 2 36864"},
+      {12296, true, 2, "ring cluster 8 2 2 128 128 8 368 2 49152"},
+      {16384, true, 2, "ring cluster 8 2 2 128 128 8 368 2 49152"},
+      {32768, true, 2, "ring cluster 8 2 2 256 256 8 120 3 147456"},
+      {32776, true, 2, "looped block 4 1 1 1024 1024 1 528"},
+      {128, true, 4, "ring group 4 1 1 32 128 1 792 2 12288"},
+      {256, true, 4, "ring group 4 2 1 32 256 1 132 2 49152"},
+      {264, true, 4, "ring group 4 3 1 32 256 1 132 2 73728"},
+      {512, true, 4, "ring group 4 4 1 32 256 1 132 2 98304"},
+      {768, true, 4, "ring block 4 2 1 96 96 1 528 4 36864"},
+      {1024, true, 4, "ring block 4 2 1 128 128 1 528 4 49152"},
+      {1032, true, 4, "ring block 4 2 1 160 160 1 396 4 61440"},
+      {4096, true, 4, "ring block 4 2 1 512 512 1 132 4 196608"},
+      {4104, true, 4, "ring cluster 4 2 2 96 96 8 488 2 36864"},
+      {6144, true, 4, "ring cluster 4 2 2 96 96 8 488 2 36864"},
+      {6152, true, 4, "ring cluster 4 2 2 128 128 8 368 2 49152"},
+      {16384, true, 4, "ring cluster 4 2 2 256 256 8 120 3 147456"},
+      {128, false, 4, "ring group 4 1 1 32 128 1 792 2 12288"},
+      {256, false, 4, "ring group 4 2 1 32 256 1 132 2 49152"},
+      {264, false, 4, "ring group 4 3 1 32 256 1 132 2 73728"},
+      {512, false, 4, "ring group 4 4 1 32 256 1 132 2 98304"},
+      {768, false, 4, "ring block 4 2 1 96 96 1 528 4 36864"},
+      {1024, false, 4, "ring block 4 2 1 128 128 1 528 4 49152"},
+      {1032, false, 4, "ring block 4 2 1 160 160 1 396 4 61440"},
+      {4096, false, 4, "ring block 4 2 1 512 512 1 132 4 196608"},
+      {4104, false, 4, "ring block 4 2 1 544 544 1 132 4 208896"},
+      {6144, false, 4, "ring block 4 2 1 768 768 1 132 3 221184"},
+      {6152, false, 4, "ring cluster 4 2 2 128 128 8 368 3 73728"},
+      {16384, false, 4, "ring cluster 4 2 2 256 256 8 120 3 147456"},
+  };
+  for (const Choice& expected : choices) {
+    const std::string c =
+        choice(choose_norm_backward(planned(4096, expected.columns, expected.layer, expected.residual_bytes)));
+    expect(c == expected.backward, std::to_string(expected.columns) + (expected.layer ? " layer " : " rms ") +
+                                       std::to_string(expected.residual_bytes) + ": " + c);
+  }
+}
+
+// The blocks that a backward's launch counts on have room in a multiprocessor, also of smaller ones.
+TEST(the_blocks_of_a_backward_have_room_in_the_multiprocessor) {
+  for (const int kilobytes : {99, 163, 227})
+    for (const bool layer : {false, true})
+      for (const int residual_bytes : {0, 2, 4})
+        for (int64_t columns = 8; columns <= 16384; columns += 8) {
+          NormProblem p = planned(1 << 20, columns, layer, residual_bytes);
+          p.max_shared_bytes = kilobytes * 1024;
+          const NormConfig c = choose_norm_backward(p);
+          if (c.kernel == NormKernel::looped) continue;
+          const int64_t together = (c.blocks + p.multiprocessors - 1) / p.multiprocessors;
+          const int64_t block = c.shared_bytes + 1024 + (c.kernel == NormKernel::batches ? 1024 : 384);
+          expect(together * block <= p.max_shared_bytes + 1024,
+                 std::to_string(columns) + " columns, " + std::to_string(kilobytes) + " KiB: " + choice(c));
+        }
+}
+
+TEST(the_chooser_on_other_machines) {
+  expect_equal("one row", choose_norm_backward(planned(1, 16384)).blocks, int64_t{1});
+  NormProblem p = planned(3, 12288);
+  p.clusters = false;
+  p.max_shared_bytes = 99 * 1024;  // compute capability 8.6
+  expect(choice(choose_norm_backward(p)) == "batches block 8 2 1 768 768 1 3 1 98304", choice(choose_norm_backward(p)));
+  p.columns = 16384;
+  expect(choice(choose_norm_backward(p)) == "batches block 8 4 1 512 512 1 3 1 65536", choice(choose_norm_backward(p)));
+  p.columns = 16392;
+  expect(choice(choose_norm_backward(p)) == "looped block 4 1 1 1024 1024 1 3", choice(choose_norm_backward(p)));
   p.aligned = false;
-  expect(choice(choose_rms_norm_backward(p)) == "looped 1 1 1024 1024 0 0 1", choice(choose_rms_norm_backward(p)));
-  expect_equal("rows of partial sums, one a group", rms_norm_partial_rows(choose_rms_norm_backward(planned(20, 5, 2))),
+  expect(choice(choose_norm_backward(p)) == "looped block 1 1 1 1024 1024 1 3", choice(choose_norm_backward(p)));
+  expect_equal("rows of partial sums, one a group", norm_partial_rows(choose_norm_backward(planned(20, 5))),
                int64_t{24});
 }
 
-// 2^31 elements and more, in memory that is never touched but for the rows under test: row starts need 64 bits.
-TEST(beyond_2_31_elements) {
-  constexpr int64_t kRows = 3, kColumns = 768, kStride = int64_t{1} << 31;
-  sim::SparseMemory<bfloat16> x(kRows * kStride);
-  Problem<bfloat16, bfloat16> near({.rows = kRows, .columns = kColumns});
-  for (int64_t r = 0; r < kRows; ++r) std::memcpy(x.data() + r * kStride, near.x.data() + r * kColumns, kColumns * 2);
-  near.forward.x = x.data();
-  near.forward.x_stride = kStride;
-  under_every_seed([&] {
-    near.y.poison();
-    expect_ok(rms_norm_forward_cuda(near.forward, nullptr));
-    near.check_forward();
-  });
-}
-
-template <class T, class W> void run_random(Random& random) {
-  Shape s{.rows = random.size(1, 40), .columns = random.size(1, 2100)};
-  if (random.coin()) s.columns = (s.columns + 7) / 8 * 8;
-  s.padding = random.choice<int64_t>({0, 8, 1});
-  s.offset = static_cast<size_t>(random.choice<int64_t>({0, 0, 0, 1}));
-  s.weight = random.integer(0, 4) > 0;
-  s.weight_offset = random.coin() ? 1 : 0;
-  Problem<T, W>(s, random.bits() % 1000).run();
-}
-
-RANDOM_TEST(random_problems) {
-  switch (random.integer(0, 4)) {
-    case 0: return run_random<bfloat16, bfloat16>(random);
-    case 1: return run_random<float, float>(random);
-    case 2: return run_random<float16, float16>(random);
-    case 3: return run_random<bfloat16, float>(random);
-    default: return run_random<float16, float>(random);
-  }
-}
+RANDOM_TEST(random_problems) { kSuite.run_random(random); }
 
 }  // namespace
 }  // namespace warpsmith::test

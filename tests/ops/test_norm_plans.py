@@ -6,7 +6,7 @@ import pytest
 import warpsmith
 
 ADD = ("add_rms_norm", "add_layer_norm", "dropout_add_rms_norm", "dropout_add_layer_norm")
-OPS = ("layer_norm", *ADD)
+OPS = ("rms_norm", "layer_norm", *ADD)
 COLUMNS = [*range(1, 67), *(2**k + d for k in range(7, 19) for d in (-8, 0, 8)), 768, 12288, 100_000]
 
 
@@ -26,7 +26,7 @@ def check(plan, rows, columns):
             assert c["threads_a_row"] * c["vectors_a_thread"] * c["vector_elems"] >= columns
             at_once = c["blocks"] // c["cluster"] * c["rows_together"]
             at_once *= c["threads"] // c["threads_a_row"] if c["scope"] == "group" else 1
-            assert c["kernel"] == "ring" or at_once >= rows
+            assert c["kernel"] in ("batches", "ring") or at_once >= rows
     assert plan["partial_rows"] >= plan["backward"]["blocks"] // plan["backward"]["cluster"]
 
 
@@ -106,5 +106,26 @@ def test_beside_a_wider_stream_the_backwards_vectors_are_16_bytes_of_the_stream(
     """Its asynchronous copies pass the L1 cache: a vector of two accesses would fetch every 32-byte sector twice."""
     for dtype, stream, elems in (("bfloat16", "float32", 4), ("bfloat16", "bfloat16", 8), ("float32", "float32", 4)):
         plan = warpsmith.plan(op, rows=65536, columns=columns, dtype=dtype, residual_dtype=stream)
-        assert plan["backward"]["kernel"] == "ring"
+        assert plan["backward"]["kernel"] == "ring" or (dtype == stream and plan["backward"]["kernel"] == "batches")
         assert plan["backward"]["vector_elems"] == elems
+
+
+@pytest.mark.parametrize(
+    ("op", "columns", "kernel", "scope", "blocks"),
+    [
+        ("rms_norm", 128, "ring", "group", 792),
+        ("rms_norm", 768, "batches", "block", 396),
+        ("rms_norm", 4096, "batches", "block", 132),
+        ("rms_norm", 16384, "batches", "block", 132),
+        ("layer_norm", 768, "batches", "block", 660),
+        ("layer_norm", 12288, "batches", "block", 132),
+        ("layer_norm", 16384, "ring", "cluster", 368),
+        ("add_rms_norm", 4096, "batches", "block", 132),
+        ("add_rms_norm", 8192, "ring", "block", 132),
+        ("dropout_add_layer_norm", 8192, "batches", "block", 132),
+        ("dropout_add_layer_norm", 12288, "ring", "cluster", 488),
+    ],
+)
+def test_the_backward_takes_the_body_that_was_measured_as_the_better(op, columns, kernel, scope, blocks):
+    c = warpsmith.plan(op, rows=131072, columns=columns, dtype="bfloat16")["backward"]
+    assert (c["kernel"], c["scope"], c["blocks"]) == (kernel, scope, blocks)

@@ -1,7 +1,7 @@
 """Mutation testing of kernels and primitives: changes one thing, runs the tests on the CPU, expects one to fail.
 
     python tools/sim/mutate.py --sample 120                            # rms_norm, adamw and csrc/device, a third each
-    python tools/sim/mutate.py --op rope --sample 40                   # one op's kernel, config and launcher
+    python tools/sim/mutate.py --op rope --sample 40                   # one op's sources, its family's included
     python tools/sim/mutate.py --files csrc/device/reduce.h --sample 20
 
 A mutant is compiled alone (without optimisation, the other objects are kept) and given to every test that includes its
@@ -243,13 +243,15 @@ def fatal_mutant(file: Path) -> Mutant:
 
 
 def files_of(target: str) -> list[Path]:
-    """An op's kernel, config and launcher, or the headers of a folder."""
+    """An op's kernel, config and launcher with what its family shares, or the headers of a folder."""
     if (build.ROOT / target).is_dir():
         hidden = ("host_hooks", "host_builtins", "platform")  # the machine's own side
         return [f for f in sorted((build.ROOT / target).glob("*.h")) if not f.name.startswith(hidden)]
     (test,) = build.tests_of(target)
     folders = {k.parent for k in build.kernel_sources(test)}
-    found = sorted(f for folder in folders for f in folder.glob(f"{target}*") if f.suffix in (".cu", ".cuh", ".h"))
+    sources = [f for folder in folders for f in folder.iterdir() if f.suffix in (".cu", ".cuh", ".h")]
+    others = tuple(f.stem for f in sources if f.suffix == ".cu" and not f.stem.startswith(target))
+    found = sorted(f for f in sources if f.stem.startswith(target) or not f.stem.startswith(others))
     return found or sys.exit(f"{target}: no kernels")
 
 

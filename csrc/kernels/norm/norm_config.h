@@ -28,14 +28,16 @@ constexpr int kMaxCluster = 8;
 }  // namespace norm
 
 // registers: a row lives in the registers of its threads (forward); shared: it lies in the shared memory of its block,
-// which holds more rows at once (forward); ring: rows stream through shared memory and the gradients of the parameters
-// stay in registers (backward); looped: a row is read twice, for rows too long for the chip or not made of vectors.
-enum class NormKernel : uint8_t { registers, shared, ring, looped };
+// which holds more rows at once (forward); batches, ring: rows stream through shared memory and the gradients of the
+// parameters stay in registers (backward; batches: a block's rows in tensors of one type, a few together); looped: a
+// row is read twice, for rows too long for the chip or not made of vectors.
+enum class NormKernel : uint8_t { registers, shared, batches, ring, looped };
 
 constexpr const char* name(NormKernel k) {
   switch (k) {
     case NormKernel::registers: return "registers";
     case NormKernel::shared: return "shared";
+    case NormKernel::batches: return "batches";
     case NormKernel::ring: return "ring";
     case NormKernel::looped: return "looped";
   }
@@ -57,7 +59,7 @@ struct NormConfig {
   int vector_elems = 1;  // elements of one memory access
   int vectors = 1;       // vectors of a row that one thread holds
   int rows = 1;          // that a group, block or cluster works on together
-  int stages = 0;        // rows in the ring, the one in use included (ring)
+  int stages = 0;        // rows or batches in the ring; kernel ring: the one in use included
   int lanes = 32;        // threads of a row in a block: a power of two up to 32, or all
   int threads = 256;     // of a block
   int cluster = 1;       // blocks that share a row
@@ -69,6 +71,10 @@ struct NormConfig {
   constexpr int groups() const { return threads / lanes; }  // rows that a block works on side by side
 };
 
+// Batches: a thread with so many vectors has its weights in shared memory, because they stay in registers themselves.
+// With one there is room for both, with four the vectors do not stay.
+constexpr int kNormSharedWeightVectors = 2;
+
 namespace norm_detail {
 
 constexpr int64_t kMaxBlocks = 0x7fffffff;
@@ -78,7 +84,7 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int vector_elems(const NormProblem& p) { return kVectorBytes / p.element_bytes; }
 
-// Of the backward: vectors of the wider type.
+// Of the backward's ring: vectors of the wider type.
 constexpr int wide_vector_elems(const NormProblem& p) {
   return kVectorBytes / std::max(p.element_bytes, p.residual_bytes);
 }
@@ -156,6 +162,27 @@ constexpr NormConfig shared(const NormProblem& p, int64_t vectors, int threads) 
   return c;
 }
 
+// A block a row; `together` blocks a multiprocessor or fewer, at most `stages` deep; 0 stages if not even one fits.
+constexpr NormConfig batches(const NormProblem& p, int vectors, int rows, int together, int stages) {
+  NormConfig c;
+  c.kernel = NormKernel::batches;
+  c.scope = norm::Scope::block;
+  c.vector_elems = vector_elems(p);
+  c.vectors = vectors, c.rows = rows;
+  c.threads = c.lanes = threads_of(p.columns / c.vector_elems, vectors);
+  const int64_t stage_bytes = int64_t{ring_pieces(p)} * kVectorBytes * vectors * rows * c.threads;
+  const int64_t weight_bytes =
+      vectors == kNormSharedWeightVectors ? int64_t{4} * c.vector_elems * vectors * c.threads : 0;
+  constexpr int64_t kStaticBytes = 1024;  // dynamic shared memory begins at a whole KiB
+  const auto room = [&](int blocks) { return shared_bytes_a_block(p, blocks, kStaticBytes) - weight_bytes; };
+  while (together > 1 && room(together) < stage_bytes) --together;
+  c.stages = static_cast<int>(std::clamp<int64_t>(room(together) / stage_bytes, 0, stages));
+  c.shared_bytes = c.stages * stage_bytes + weight_bytes;
+  c.blocks = std::min(p.rows, int64_t{together} * p.multiprocessors);
+  c.why = "one block a row: batches of rows stream through shared memory and stay in registers";
+  return c;
+}
+
 // `together` blocks a multiprocessor or fewer, at most `stages` deep; 0 stages if even two do not fit.
 constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, int vectors, int rows, int threads,
                           int cluster, int together, int stages, const char* why) {
@@ -191,9 +218,11 @@ constexpr int kNormBlockVectors = 4, kNormBlockThreads = 512, kNormPreferredThre
 constexpr int kNormSharedThreads = 256;
 // Rows of 65 to 96 vectors that a warp works on together (forward).
 constexpr int norm_rows_of_three_vectors(bool layer, bool residual) { return layer && !residual ? 2 : 1; }
-// Backward. wide: the residual is wider than the activation, so that a vector has half as many elements.
-constexpr int norm_ring_vectors(bool layer, bool wide) { return layer && !wide ? 4 : 2; }
-constexpr int norm_ring_threads(bool layer, bool wide) { return !layer ? 768 : wide ? 512 : 256; }
+// Backward, a block a row of the ring.
+constexpr int kNormRingVectors = 2;
+constexpr int norm_ring_threads(bool layer) { return layer ? 512 : 768; }
+// Backward, batches: threads that a block may have with two vectors each. With a residual, rms is better in the ring.
+constexpr int norm_batch_threads_of_two(bool residual) { return residual ? 512 : 768; }
 
 // Forward. One H200 (2026-11-22, bf16, through Python), fractions of a copy of the same bytes:
 //   columns                   128   768   4096  8192  12288
@@ -235,14 +264,39 @@ constexpr NormConfig choose_norm_forward(const NormProblem& p) {
   return looped(p, kMaxBlocks, "a row is longer than the registers of its blocks: it is read more than once");
 }
 
-// Backward, as above:
-//   columns                   128   768   2048  4096  8192  12288
-//   layer                     0.80  0.88  0.87  0.87  0.77  0.56
-//   rms with residual         0.85  0.93  0.94  0.95  0.88  0.73
-//   layer, residual, dropout  0.82  0.90  0.86  0.85  0.80  0.60
-// Few warps with many vectors each win, because every vector keeps its sums in registers; layer has twice as many sums.
-// One vector a thread lost 5 to 10 % there. Clusters pay only where a block's registers end. A float residual beside
-// bfloat16, layer, 768 columns: 0.97 in blocks of 96 threads with 4 stages, 0.95 in warps, 0.71 with vectors of 8.
+// Backward, tensors of one type: rows of more than 32 vectors in batches, where those were measured as the better. One
+// H200 (2026-11-21, bf16, kernels alone in a sweep), fractions of a copy of the same bytes, in brackets the bodies
+// before:
+//   columns                   768          4096         8192         12288
+//   rms                       0.94 (0.89)  0.94 (0.95)  0.87 (0.87)  0.73 (0.71)
+//   layer                     0.91 (0.82)  0.93 (0.84)  0.81 (0.75)  0.62 (0.57)
+//   rms with residual         0.94 (0.94)  0.96 (0.93)
+//   layer, residual, dropout               0.94 (0.85)  0.87 (0.77)
+// One block a multiprocessor, or its threads in smaller ones, beat two: each writes a row of partial sums for each
+// gradient, and a megabyte of those costs 0.8 us. One row at a time, three deep, without a residual, and two rows where
+// they are short; with a residual two rows and a ring of one stage, which is empty again before the exchange.
+constexpr NormConfig choose_norm_batches(const NormProblem& p) {
+  using namespace norm_detail;
+  const int64_t vectors = p.columns / vector_elems(p);
+  const bool residual = p.residual_bytes != 0;
+  if (vectors <= 128) {
+    const int threads = threads_of(vectors, 1);
+    if (p.layer || residual) return batches(p, 1, 2, 480 / threads, residual ? 1 : 2);
+    return batches(p, 1, 2, static_cast<int>(ceil_div(288, threads)), 3);
+  }
+  if (vectors <= 512) {
+    const int together = 512 / threads_of(vectors, 1);
+    return residual ? batches(p, 1, 2, together, 1) : batches(p, 1, 1, together, 3);
+  }
+  if ((p.layer || !residual) && vectors <= 2 * norm_batch_threads_of_two(residual))
+    return batches(p, 2, 1, 1, residual ? 1 : 2);
+  if (!p.layer && !residual && vectors <= 2048) return batches(p, 4, 1, 1, 2);
+  return {};
+}
+
+// Backward. The ring: rows of up to 32 vectors (0.84 for rms, 0.80 for layer, 0.85 for rms with residual at 128
+// columns), rows that only a cluster can hold, and residuals wider than the activation. Float beside bfloat16, layer,
+// 768 columns: 0.97 in blocks of 96 threads with 4 stages, 0.95 in warps, 0.71 with vectors of 8.
 constexpr NormConfig choose_norm_backward(const NormProblem& p) {
   using namespace norm_detail;
   using norm::Scope;
@@ -250,25 +304,24 @@ constexpr NormConfig choose_norm_backward(const NormProblem& p) {
   if (!vectors_fit(p)) return looped(p, looped_blocks, kNormNotVectors);
   const int64_t vectors = p.columns / wide_vector_elems(p);
   const bool wide = p.residual_bytes > p.element_bytes;
-  if (vectors <= 128) {
+  if (vectors <= 32 || (wide && vectors <= 128)) {
     const bool narrow = vectors <= 32;
-    // The gradients of a layer norm leave registers for two blocks of 128 threads, not three: measured at 65536x768,
-    // three took 120 us, where one of 256 threads (with a residual) comes to 0.93 of the copy.
-    const bool large = !narrow && (p.residual_bytes || p.layer);
-    const int lanes = narrow ? lanes_of(vectors, 1) : 32, threads = large ? 256 : 128;
-    const NormConfig c = ring(p, Scope::group, lanes, static_cast<int>(ceil_div(vectors, lanes)), 1, threads, 1,
-                              narrow           ? 6
-                              : threads == 256 ? 1
-                                               : 3,
-                              2, "a row fits in one warp: rows stream through shared memory without a barrier");
+    const int lanes = narrow ? lanes_of(vectors, 1) : 32, threads = narrow ? 128 : 256;
+    const NormConfig c =
+        ring(p, Scope::group, lanes, static_cast<int>(ceil_div(vectors, lanes)), 1, threads, 1, narrow ? 6 : 1, 2,
+             "a row fits in one warp: rows stream through shared memory without a barrier");
     if (c.stages) return c;
   }
-  const int each = norm_ring_vectors(p.layer, wide), most = norm_ring_threads(p.layer, wide);
-  if (vectors <= int64_t{each} * most) {
-    const int threads = threads_of(vectors, each);
-    const NormConfig c = ring(p, Scope::block, threads, each, 1, threads, 1,
-                              std::max(1, std::min(4, (p.layer && !wide ? 256 : 512) / threads)), wide ? 4 : 3,
-                              "one block a row: rows stream through shared memory");
+  if (!wide && vectors > 32) {
+    const NormConfig c = choose_norm_batches(p);
+    if (c.stages) return c;
+  }
+  const bool in_block = wide || (!p.layer && p.residual_bytes);
+  if (in_block && vectors <= int64_t{kNormRingVectors} * norm_ring_threads(p.layer)) {
+    const int threads = threads_of(vectors, kNormRingVectors);
+    const NormConfig c =
+        ring(p, Scope::block, threads, kNormRingVectors, 1, threads, 1, std::max(1, std::min(4, 512 / threads)),
+             wide ? 4 : 3, "one block a row: rows stream through shared memory");
     if (c.stages) return c;
   }
   if (p.clusters && vectors <= int64_t{512} * norm::kMaxCluster) {
@@ -282,7 +335,7 @@ constexpr NormConfig choose_norm_backward(const NormProblem& p) {
 
 // Rows of partial sums that a backward writes: one a block or cluster, or one a group where groups do not share theirs.
 constexpr int64_t norm_partial_rows(const NormConfig& c) {
-  return c.kernel == NormKernel::ring ? c.blocks / c.cluster : c.blocks * c.groups();
+  return c.kernel == NormKernel::looped ? c.blocks * c.groups() : c.blocks / c.cluster;
 }
 
 // The second stage. One H200 (2026-11-21, bf16): 256 threads a block were within 0.3 us of the best for 128 to 8,192

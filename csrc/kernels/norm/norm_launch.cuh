@@ -3,6 +3,7 @@
 
 #include "common/launch.h"
 #include "kernels/norm/norm_backward.cuh"
+#include "kernels/norm/norm_batches.cuh"
 #include "kernels/norm/norm_config.h"
 #include "kernels/norm/norm_forward.cuh"
 #include "kernels/norm/norm_forward_shared.cuh"
@@ -121,17 +122,45 @@ template <class Op, class T, class R> auto forward_kernel(const NormConfig& c) {
   return kernel;
 }
 
-template <class Op, class T, class R> auto backward_kernel(const NormConfig& c) {
+template <class Op, class T, class R> auto ring_kernel(const NormConfig& c) {
   constexpr bool kWide = sizeof(R) > sizeof(T);
-  constexpr int kEach = norm_ring_vectors(Op::kLayer, kWide), kMost = norm_ring_threads(Op::kLayer, kWide);
+  constexpr int kEach = kNormRingVectors, kMost = norm_ring_threads(Op::kLayer);
   void (*kernel)(NormBackwardParams, int, int) = nullptr;
   switch (instance(c.scope, c.vectors, c.rows)) {
     case instance(Scope::group, 1, 1): kernel = backward_ring<Op, T, R, 1, 1, Scope::group, 256, 1>; break;
-    case instance(Scope::group, 2, 1): kernel = backward_ring<Op, T, R, 2, 1, Scope::group, 256, 1>; break;
-    case instance(Scope::group, 3, 1): kernel = backward_ring<Op, T, R, 3, 1, Scope::group, 256, 1>; break;
-    case instance(Scope::group, 4, 1): kernel = backward_ring<Op, T, R, 4, 1, Scope::group, 256, 1>; break;
-    case instance(Scope::block, kEach, 1): kernel = backward_ring<Op, T, R, kEach, 1, Scope::block, kMost, 1>; break;
+    case instance(Scope::group, 2, 1):
+      if constexpr (kWide) kernel = backward_ring<Op, T, R, 2, 1, Scope::group, 256, 1>;
+      break;
+    case instance(Scope::group, 3, 1):
+      if constexpr (kWide) kernel = backward_ring<Op, T, R, 3, 1, Scope::group, 256, 1>;
+      break;
+    case instance(Scope::group, 4, 1):
+      if constexpr (kWide) kernel = backward_ring<Op, T, R, 4, 1, Scope::group, 256, 1>;
+      break;
+    case instance(Scope::block, kEach, 1):
+      if constexpr (kWide || (!Op::kLayer && Op::kResidual))
+        kernel = backward_ring<Op, T, R, kEach, 1, Scope::block, kMost, 1>;
+      break;
     case instance(Scope::cluster, 2, 2): kernel = backward_ring<Op, T, R, 2, 2, Scope::cluster, 256, 1>; break;
+  }
+  return kernel;
+}
+
+template <class Op, class T> auto batches_kernel(const NormConfig& c) {
+  constexpr int kTwo = norm_batch_threads_of_two(Op::kResidual), kShared = kNormSharedWeightVectors;
+  constexpr Keep kFew = Keep::products, kMore = Keep::elements, kMost = Keep::nothing;
+  void (*kernel)(NormBackwardParams, int) = nullptr;
+  switch (instance(c.scope, c.vectors, c.rows)) {
+    case instance(Scope::block, 1, 1):
+      if constexpr (!Op::kResidual) kernel = backward_batches<Op, T, 1, 1, kFew, 1 == kShared, 512, 1>;
+      break;
+    case instance(Scope::block, 1, 2): kernel = backward_batches<Op, T, 1, 2, kFew, 1 == kShared, 512, 1>; break;
+    case instance(Scope::block, 2, 1):
+      if constexpr (Op::kLayer || !Op::kResidual) kernel = backward_batches<Op, T, 2, 1, kMore, 2 == kShared, kTwo, 1>;
+      break;
+    case instance(Scope::block, 4, 1):
+      if constexpr (!Op::kLayer && !Op::kResidual) kernel = backward_batches<Op, T, 4, 1, kMost, 4 == kShared, 512, 1>;
+      break;
   }
   return kernel;
 }
@@ -184,7 +213,13 @@ template <class Op> Status backward_with(const NormConfig& c, const NormBackward
                     c.lanes);
     }
     return dispatch<Op>(p.dtype, p.residual_dtype, [&]<class T, class R>() {
-      const auto kernel = backward_kernel<Op, T, R>(c);
+      if constexpr (sizeof(T) == sizeof(R)) {
+        if (c.kernel == NormKernel::batches) {
+          const auto kernel = batches_kernel<Op, T>(c);
+          return kernel ? launch(kernel, grid_of(c), stream, p, c.stages) : no_kernel("backward", c);
+        }
+      }
+      const auto kernel = ring_kernel<Op, T, R>(c);
       return kernel ? launch(kernel, grid_of(c), stream, p, c.lanes, c.stages) : no_kernel("backward", c);
     });
   };

@@ -14,9 +14,4 @@ Status rms_norm_partial_rows_cuda(const NormBackwardParams& params, int64_t* par
 Status rms_norm_backward_cuda(const NormBackwardParams& params, void* stream);
 Status rms_norm_backward_cpu(const NormBackwardParams& params, const Parallel& parallel);
 
-// With a configuration of the caller's choice (tuning and tests); `dweight_partials` must have its
-// rms_norm_partial_rows.
-struct RmsNormConfig;
-Status rms_norm_backward_cuda_with(const RmsNormConfig& config, const NormBackwardParams& params, void* stream);
-
 }  // namespace warpsmith
