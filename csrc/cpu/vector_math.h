@@ -96,23 +96,24 @@ WARPSMITH_HOST_DEVICE float tanh(float x) {
 WARPSMITH_HOST_DEVICE float normal_bell(float x) { return exp_nonpositive(-0.5f * (x * x)); }
 
 // The standard normal distribution function; `bell`: normal_bell(x). Within 4 ulp above -1; below, the relative error
-// is that of x^2 / 2: at most 2^-24 (20 + x^2 / 2), below -6 (40 + x^2 / 2), down to -13, below which there are no
-// normal numbers. One polynomial for all x, where device code has two (common/normal_distribution.h): a vector would
-// compute both. It is of u = 0.4 |x| / (1 + 0.4 |x|), so that it begins with exactly 1/2; fitted in the same way to
-// 7e-8 of e^(a^2 / 2) Phi(-a), beyond a = 4 to three times that.
+// is that of x^2 / 2: at most 2^-24 (10 + x^2 / 2), down to -13, below which there are no normal numbers. One
+// polynomial for all x, where device code has two (common/normal_distribution.h): a vector would compute both. It is
+// q(u) of e^(x^2 / 2) Phi(-|x|) = (1 - u) q(u), u = 0.35 |x| / (1 + 0.35 |x|): q begins with exactly 1/2 and stays
+// above 0.14, so nothing cancels far out; fitted to 4e-8 by least squares with Lawson's weights.
 WARPSMITH_HOST_DEVICE float normal_cdf(float x, float bell) {
   // Not more than 20, where infinity would give NaN, as integers: that is one instruction, of floats it is several.
   const int32_t bits = std::bit_cast<int32_t>(std::fabs(x)), limit = std::bit_cast<int32_t>(20.0f);
-  const float a = 0.4f * std::bit_cast<float>(bits < limit ? bits : limit), u = a / (1.0f + a);
-  float p = -0.039299026131629944f;
-  p = p * u + 0.11530009657144547f;
-  p = p * u - 0.07724102586507797f;
-  p = p * u - 0.0044444771483540535f;
-  p = p * u - 0.11363591998815536f;
-  p = p * u + 0.05165957659482956f;
-  p = p * u + 0.5650023221969604f;
-  p = p * u - 0.997351884841919f;
-  const float tail = bell * (p * u + 0.5f);
+  const float a = 0.35f * std::bit_cast<float>(bits < limit ? bits : limit), u = a / (1.0f + a);
+  float q = -0.02887466922402382f;
+  q = q * u + 0.08824428170919418f;
+  q = q * u - 0.06262113898992538f;
+  q = q * u - 0.017182931303977966f;
+  q = q * u - 0.06369176506996155f;
+  q = q * u + 0.10252054780721664f;
+  q = q * u + 0.2610608637332916f;
+  q = q * u - 0.6398329138755798f;
+  q = q * u + 0.5f;
+  const float tail = bell * (q - u * q);
   return x > 0.0f ? 1.0f - tail : tail;
 }
 
