@@ -132,7 +132,7 @@ inline Tensor allocate(const char* op, const char* argument, const int64_t* size
                        const Tensor& like) {
   constexpr int64_t kMaxDim = 64;
   if (dim > kMaxDim) refuse(op, argument, "at most 64 dimensions", std::to_string(dim));
-  int64_t strides[kMaxDim];
+  int64_t strides[kMaxDim] = {};  // with no dimension none is set, of which g++ warns
   int64_t stride = 1;
   for (int64_t i = dim - 1; i >= 0; --i) {
     strides[i] = stride;
