@@ -13,13 +13,10 @@
 // common/normal_distribution.h. Needs IEEE arithmetic, i.e. no -ffast-math.
 namespace warpsmith::math {
 
-// e^x within 1 ulp, subnormal results included.
-WARPSMITH_HOST_DEVICE float exp(float x) {
-  constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
-  // Beyond these the result is 0 or infinity; a NaN passes both comparisons.
-  x = x < -104.0f ? -104.0f : x;
-  x = x > 89.0f ? 89.0f : x;
-  const float shifted = x * 1.44269504f + kToInteger;
+constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+
+// e^x = 2^n e^r with n = shifted - kToInteger: e^r, for |x| up to 104.
+WARPSMITH_HOST_DEVICE float exp_of_rest(float x, float shifted) {
   const float n = shifted - kToInteger;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first of 10 bits
   float p = 0.00019919897569911594f;
@@ -28,30 +25,29 @@ WARPSMITH_HOST_DEVICE float exp(float x) {
   p = p * r + 0.04166625398909833f;
   p = p * r + 0.16666666872302496f;
   p = p * r + 0.5f;
-  const float e = 1.0f + (r + r * r * p);
+  return 1.0f + (r + r * r * p);
+}
+
+// e^x within 1 ulp, subnormal results included.
+WARPSMITH_HOST_DEVICE float exp(float x) {
+  // Beyond these the result is 0 or infinity; a NaN passes both comparisons.
+  x = x < -104.0f ? -104.0f : x;
+  x = x > 89.0f ? 89.0f : x;
+  const float shifted = x * 1.44269504f + kToInteger;
   // 2^n as two factors, because n reaches from -150 to 128.
   const int32_t i = std::bit_cast<int32_t>(shifted) - std::bit_cast<int32_t>(kToInteger);
   const int32_t half = i >> 1;
-  return e * std::bit_cast<float>((half + 127) << 23) * std::bit_cast<float>((i - half + 127) << 23);
+  return exp_of_rest(x, shifted) * std::bit_cast<float>((half + 127) << 23) *
+         std::bit_cast<float>((i - half + 127) << 23);
 }
 
 // e^x for x <= 0, the exponential of most kernels, in two thirds of the instructions: within 1 ulp down to -87, below,
 // where results soon leave the normal numbers, 0.
 WARPSMITH_HOST_DEVICE float exp_nonpositive(float x) {
-  constexpr float kToInteger = 12582912.0f;  // these and the polynomial: those of exp
   const float shifted = x * 1.44269504f + kToInteger;
-  const float n = shifted - kToInteger;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 0.00019919897569911594f;
-  p = p * r + 0.0013947212667614335f;
-  p = p * r + 0.00833326162723986f;
-  p = p * r + 0.04166625398909833f;
-  p = p * r + 0.16666666872302496f;
-  p = p * r + 0.5f;
-  const float e = 1.0f + (r + r * r * p);
   // The shift leaves n alone of `shifted`. A product and not a sum of bits, so that a NaN stays one.
   const float power = std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) << 23) + 0x3f800000u);
-  return x < -87.0f ? 0.0f : e * power;
+  return x < -87.0f ? 0.0f : exp_of_rest(x, shifted) * power;
 }
 
 // The natural logarithm within 1 ulp, of subnormal numbers too.
