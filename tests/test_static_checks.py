@@ -34,6 +34,19 @@ def test_kernels_stay_within_their_budget(source: Path) -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_every_op_that_is_named_is_checked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    checked = []
+    monkeypatch.setattr(static_checks, "nvcc", lambda: "nvcc")
+    monkeypatch.setattr(static_checks, "check_op", lambda source, *_: checked.append(source.stem) or [source.stem])
+    assert static_checks.main(["--op", "rope", "--op", "adamw"]) == 1
+    assert sorted(checked) == ["adamw", "rope"] == sorted(capsys.readouterr().out.split()[-2:])
+    checked.clear()
+    assert static_checks.main([]) == 1 and checked == [source.stem for source in OPS]
+    with pytest.raises(SystemExit):
+        static_checks.main(["--op", "rope", "--op", "no_such_op"])
+    assert "no_such_op" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(static_checks.nvcc() is None, reason="no nvcc on this machine")
 @pytest.mark.skipif(static_checks.cuobjdump() is None, reason=static_checks.NO_CUOBJDUMP)
 def test_sass_is_read(tmp_path: Path) -> None:

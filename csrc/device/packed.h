@@ -48,4 +48,14 @@ template <class T, int N> __device__ __forceinline__ Packed<T, N> rounded(const 
   return y;
 }
 
+// The compiler no longer knows what it has made of the vector: it unpacks it once more where it is used again, instead
+// of keeping the elements in registers of their own.
+template <int W> __device__ __forceinline__ void forget([[maybe_unused]] Vector<uint32_t, W>& v) {
+#ifndef WARPSMITH_SIM
+#pragma unroll
+  for (uint32_t& word : v.at) asm volatile("" : "+r"(word));
+#endif
+}
+template <int W> __device__ __forceinline__ void forget(Vector<float, W>&) {}  // has nothing to unpack
+
 }  // namespace warpsmith::device

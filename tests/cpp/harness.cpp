@@ -1,6 +1,7 @@
 #include "harness.h"
 
 #include <algorithm>
+#include <climits>
 #include <cstdio>
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -22,7 +23,7 @@ std::vector<Test>& tests() {
 }
 
 struct State {
-  int first_seed = 0, seeds = 8;
+  int first_seed = 0, seeds = 8, most_seeds = INT_MAX;
   int random_cases = 20;
   int64_t first_case = 1;
   std::string current;  // what runs, for reports
@@ -164,9 +165,12 @@ int64_t Random::size(int64_t low, int64_t high) {
   return drawn.back();
 }
 
+SeedsAtMost::SeedsAtMost(int most) : before_(state.most_seeds) { state.most_seeds = std::min(most, before_); }
+SeedsAtMost::~SeedsAtMost() { state.most_seeds = before_; }
+
 void under_every_seed(const std::function<void()>& body) {
   state.first_outputs.clear();
-  for (int seed = state.first_seed; seed < state.first_seed + state.seeds; ++seed) {
+  for (int seed = state.first_seed; seed < state.first_seed + std::min(state.seeds, state.most_seeds); ++seed) {
     state.schedule_seed = static_cast<uint64_t>(seed);
     sim::options().seed = static_cast<uint64_t>(seed);
     sim::counters() = {};

@@ -118,6 +118,20 @@ template <class T> void fill_normal(Buffer<T>& buffer, uint64_t seed, float scal
 // Runs `body` once per schedule seed, with counters reset before each.
 void under_every_seed(const std::function<void()>& body);
 
+// While it lives, under_every_seed takes no more than the first `most` seeds. Two, index order and a shuffled one, are
+// enough for a test of numbers: of types, lengths, strides and arguments. Tests of what threads, warps, blocks and
+// clusters exchange, and of the order in which they do, take every seed.
+class SeedsAtMost {
+ public:
+  explicit SeedsAtMost(int most);
+  ~SeedsAtMost();
+  SeedsAtMost(const SeedsAtMost&) = delete;
+  SeedsAtMost& operator=(const SeedsAtMost&) = delete;
+
+ private:
+  int before_;
+};
+
 // Inside under_every_seed: the bytes must be those of the first seed.
 void same_bits_for_every_seed(const std::string& name, const void* data, size_t bytes);
 template <class T> void same_bits_for_every_seed(const std::string& name, const Buffer<T>& buffer) {

@@ -1,7 +1,7 @@
 """Compiles kernels for sm_80 and sm_90a and checks what ptxas makes of them, without a GPU.
 
     python tools/sim/static_checks.py                 # every <op>.cu that has a <op>_budget.json
-    python tools/sim/static_checks.py --op rms_norm --print
+    python tools/sim/static_checks.py --op rms_norm --op layer_norm --print
     python tools/sim/static_checks.py --op rms_norm --launches   # also the blocks that the op's sim tests launch
 
 Each kernel instance: no spills, no stack frame, wgmma not serialised, registers, static shared memory and code within
@@ -239,20 +239,22 @@ def budgeted_ops() -> list[Path]:
     return [f.with_name(f.stem.removesuffix("_budget") + ".cu") for f in found]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op")
+    sources = budgeted_ops()
+    names = [source.stem for source in sources]
+    parser.add_argument("--op", action="append", choices=names, metavar="OP", help="can be repeated; default: all")
     parser.add_argument("--print", action="store_true", dest="show", help="print every instance")
     parser.add_argument("--launches", action="store_true", help="run the sim tests and check their block sizes")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if not nvcc():
         print("skipped: no nvcc")
         return 0
     if not cuobjdump():
         print(f"SASS is not checked: {NO_CUOBJDUMP}")
     problems = []
-    for source in budgeted_ops():
-        if arguments.op in (None, source.stem):
+    for source in sources:
+        if source.stem in (arguments.op or names):
             problems += check_op(source, arguments.show, launched_blocks(source) if arguments.launches else None)
     print("\n".join(problems) or "static checks passed")
     return bool(problems)
