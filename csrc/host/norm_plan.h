@@ -2,7 +2,8 @@
 #include <string>
 
 #include "host/problem.h"
-#include "kernels/norm/norm_config.h"
+#include "kernels/norm/norm_backward_config.h"
+#include "kernels/norm/norm_forward_config.h"
 
 // Plans of the norm family's ops: which kernels would run a problem.
 namespace warpsmith::host {
@@ -20,7 +21,6 @@ inline pybind11::dict describe(const NormConfig& c) {
   d["rows_together"] = c.rows;
   d["stages"] = c.stages;
   d["shared_bytes"] = c.shared_bytes;
-  if (c.kernel == NormKernel::shared) d["weights_with_row"] = c.weights_with_row;
   d["why"] = c.why;
   return d;
 }

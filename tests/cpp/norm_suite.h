@@ -16,6 +16,7 @@ template <class Body> void on_machine(int multiprocessors, int compute_capabilit
 }
 
 struct NormSuite {
+  static constexpr int kSeedsOfNumbers = 2;
   NormUnderTest op;
 
   template <class T, class R = T, class W = T> void run(const NormShape& shape) const {
@@ -24,12 +25,14 @@ struct NormSuite {
 
   // One row length for each kernel and vector count of the chooser.
   void every_kernel() const {
+    const SeedsAtMost few(kSeedsOfNumbers);
     for (int64_t columns : {8, 16, 128, 256, 264, 512, 768, 1024, 1032}) run<bfloat16>({.rows = 2, .columns = columns});
     for (int64_t columns : {4104, 12296}) run<bfloat16>({.rows = 1, .columns = columns});
     for (int64_t columns : {4, 8, 128, 132, 256, 384, 512, 516, 2052}) run<float>({.rows = 2, .columns = columns});
   }
 
   void storage_types() const {
+    const SeedsAtMost few(kSeedsOfNumbers);
     for (int64_t columns : {64, 768, 1544}) {
       run<float16>({.rows = 2, .columns = columns});
       run<float16, float16, float>({.rows = 2, .columns = columns});
@@ -41,6 +44,7 @@ struct NormSuite {
   }
 
   void rows_that_are_not_vectors() const {
+    const SeedsAtMost few(kSeedsOfNumbers);
     for (int64_t columns : {1, 2, 3, 7, 33, 257, 1025, 4097}) run<bfloat16>({.rows = 3, .columns = columns});
     run<float>({.rows = 3, .columns = 33});
     run<float16, float16, float>({.rows = 3, .columns = 33});
@@ -48,6 +52,7 @@ struct NormSuite {
   }
 
   void misaligned_and_strided_rows() const {
+    const SeedsAtMost few(kSeedsOfNumbers);
     run<bfloat16>({.rows = 5, .columns = 768, .offset = 1});
     run<bfloat16>({.rows = 5, .columns = 768, .padding = 3});
     run<bfloat16>({.rows = 5, .columns = 768, .padding = 8});
@@ -60,6 +65,7 @@ struct NormSuite {
   void rows_of_a_cluster() const { run<bfloat16>({.rows = 1, .columns = cluster_columns()}); }
 
   void rows_too_long_for_the_chip() const {
+    const SeedsAtMost few(kSeedsOfNumbers);
     on_machine(132, 80, [&] {
       run<bfloat16>({.rows = 1, .columns = cluster_columns()});
       run<float>({.rows = 1, .columns = 6148});
@@ -78,14 +84,60 @@ struct NormSuite {
       run<bfloat16>({.rows = 40, .columns = 2056});
       run<bfloat16>({.rows = 5, .columns = 4104});
     });
+    on_machine(1, 80, [&] { run<bfloat16>({.rows = 3, .columns = 4104}); });  // where there are no clusters
   }
 
-  // The kernel of rows in shared memory, which wants more rows than registers hold at once: on one multiprocessor.
-  template <class T> void in_shared_memory(const NormShape& shape) const {
+  // Inside under_every_seed: an inference asks for no mean and rstd, and has the same y.
+  template <class Case> void same_without_statistics(Case& p) const {
+    NormForwardParams inference = p.forward;
+    inference.mean = inference.rstd = nullptr;
+    p.poison_outputs();
+    expect_ok(op.forward(inference, nullptr));
+    same_bits_for_every_seed("y", p.y);
+  }
+
+  // The kernel of short rows whose length the compiler knows: the last warp has fewer rows than it could, and a row
+  // alone, or at another place in a warp, gets the same bits.
+  template <class T> void in_a_warp(const NormShape& shape) const {
+    NormCase<T> p(op, shape);
+    expect(choose_norm_forward(p.problem()).kernel == NormKernel::warp, "the rows lie in a warp");
+    const auto check = [&] {
+      p.check_forward();
+      same_bits_for_every_seed("rstd", p.rstd);
+      same_bits_for_every_seed("mean", p.mean);
+    };
+    under_every_seed([&] {
+      p.poison_outputs();
+      expect_ok(op.forward(p.forward, nullptr));
+      check();
+      p.poison_outputs();
+      for (int64_t r = 0; r < shape.rows; ++r) {
+        NormForwardParams alone = p.forward;
+        alone.rows = 1;
+        alone.x = p.x.data() + r * p.stride(), alone.y = p.y.data() + r * shape.columns;
+        alone.rstd = p.rstd.data() + r;
+        if (op.layer) alone.mean = p.mean.data() + r;
+        expect_ok(op.forward(alone, nullptr));
+      }
+      check();
+      same_without_statistics(p);
+    });
+  }
+
+  void rows_of_a_warp() const {
+    for (int64_t columns : {64, 128, 256, 512, 768, 1024}) {
+      in_a_warp<bfloat16>({.rows = 11, .columns = columns});
+      in_a_warp<float16>({.rows = 3, .columns = columns, .padding = 8});
+    }
+  }
+
+  // The kernels of rows in shared memory, which want more rows than registers hold at once: on one multiprocessor.
+  template <class T> void in_shared_memory(NormKernel kernel, const NormShape& shape) const {
     NormCase<T> p(op, shape);
     NormProblem problem = p.problem();
     problem.multiprocessors = 1;
-    expect(choose_norm_forward(problem).kernel == NormKernel::shared, "the rows lie in shared memory");
+    const NormConfig c = choose_norm_forward(problem);
+    expect(c.kernel == kernel, name(c.kernel));
     const int64_t row = shape.columns * 2, sums = op.layer ? 2 : 1;
     const auto check = [&] {
       p.check_forward();
@@ -96,30 +148,29 @@ struct NormSuite {
       p.poison_outputs();
       sim::counters() = {};
       expect_ok(op.forward(p.forward, nullptr));
-      expect_bytes({.read = (1 + sums) * shape.rows * row, .written = shape.rows * (row + 4 * sums)});
+      expect_bytes({.read = (shape.rows + sums * c.blocks) * row, .written = shape.rows * (row + 4 * sums)});
       check();
       // On a larger chip other kernels take as few rows: a row's bits do not depend on how many there are.
       p.poison_outputs();
       on_machine(132, 90, [&] { expect_ok(op.forward(p.forward, nullptr)); });
       check();
-      NormForwardParams inference = p.forward;
-      inference.mean = inference.rstd = nullptr;
-      p.poison_outputs();
-      expect_ok(op.forward(inference, nullptr));
-      same_bits_for_every_seed("y", p.y);
+      same_without_statistics(p);
     });
   }
 
   void rows_in_shared_memory() const {
     on_machine(1, 90, [&] {
-      in_shared_memory<bfloat16>({.rows = 5, .columns = 8192});
-      in_shared_memory<float16>({.rows = 5, .columns = 8192, .padding = 8});
-      in_shared_memory<bfloat16>({.rows = 4, .columns = 12288, .padding = 8});
-      in_shared_memory<float16>({.rows = 8, .columns = 12288});
+      in_shared_memory<bfloat16>(NormKernel::shared, {.rows = 5, .columns = 8192});
+      in_shared_memory<float16>(NormKernel::shared, {.rows = 5, .columns = 8192, .padding = 8});
+      in_shared_memory<bfloat16>(NormKernel::shared, {.rows = 4, .columns = 12288});
+      in_shared_memory<bfloat16>(NormKernel::resident, {.rows = 5, .columns = 12288, .padding = 8});
+      in_shared_memory<float16>(NormKernel::resident, {.rows = 8, .columns = 12288});
+      in_shared_memory<float16>(NormKernel::shared, {.rows = 9, .columns = 12288});
     });
   }
 
   void no_weight_or_bias() const {
+    const SeedsAtMost few(kSeedsOfNumbers);
     for (int64_t columns : {24, 1032, 4097}) {
       run<bfloat16>({.rows = 2, .columns = columns, .weight = false});
       if (!op.layer) continue;
@@ -129,6 +180,7 @@ struct NormSuite {
   }
 
   void no_gradient_of_the_residual() const {
+    const SeedsAtMost few(kSeedsOfNumbers);
     for (int64_t columns : {24, 1032, 1033}) run<bfloat16>({.rows = 2, .columns = columns, .dresidual_out = false});
   }
 
@@ -140,6 +192,7 @@ struct NormSuite {
   // The floor of the kernels' contract, and what each adds to it: weight and bias once a group of rows (forward) or
   // once a unit (backward), the statistics by every thread of a row (batches: every warp), partial sums.
   void bytes_moved(int64_t rows, int64_t columns) const {
+    const SeedsAtMost few(kSeedsOfNumbers);
     const int64_t row = columns * 2, gradients = op.layer ? 2 : 1;
     NormCase<bfloat16> p(op, {.rows = rows, .columns = columns});
     const NormConfig forward = choose_norm_forward(p.problem()), backward = choose_norm_backward(p.problem());
@@ -150,8 +203,10 @@ struct NormSuite {
     // The ring reads the seed once more for each vector.
     const int64_t seed_readers = batches ? backward.blocks * backward.threads : rows * columns / backward.vector_elems;
     const int64_t block_rows = int64_t{forward.rows} * forward.groups();  // its groups take rows in turn
+    const bool warps = forward.kernel == NormKernel::warp;  // which start with a whole number of warps' rows
     const int64_t loaded_weights =
-        rows / block_rows * forward.groups() + std::min<int64_t>(rows % block_rows, forward.groups());
+        warps ? rows / forward.rows
+              : rows / block_rows * forward.groups() + std::min<int64_t>(rows % block_rows, forward.groups());
     p.make_room(partial_rows);
     under_every_seed([&] {
       expect_ok(op.forward(p.forward, nullptr));
@@ -179,6 +234,7 @@ struct NormSuite {
 
   // 2^31 elements and more, in memory that is never touched but for the rows under test: row starts need 64 bits.
   void beyond_2_31_elements() const {
+    const SeedsAtMost few(kSeedsOfNumbers);
     constexpr int64_t kRows = 3, kColumns = 768, kStride = int64_t{1} << 31;
     sim::SparseMemory<bfloat16> x(kRows * kStride);
     NormCase<bfloat16> near(op, {.rows = kRows, .columns = kColumns});

@@ -18,6 +18,7 @@ TEST(storage_types) { kSuite.storage_types(); }
 TEST(rows_that_are_not_vectors) { kSuite.rows_that_are_not_vectors(); }
 TEST(misaligned_and_strided_rows) { kSuite.misaligned_and_strided_rows(); }
 TEST(rows_of_a_cluster) { kSuite.rows_of_a_cluster(); }
+TEST(rows_of_a_warp) { kSuite.rows_of_a_warp(); }
 TEST(rows_in_shared_memory) { kSuite.rows_in_shared_memory(); }
 TEST(rows_too_long_for_the_chip) { kSuite.rows_too_long_for_the_chip(); }
 TEST(more_rows_than_units) { kSuite.more_rows_than_units(); }
@@ -33,11 +34,14 @@ TEST(bytes_moved) {
 
 // mean(s^2) - mean^2 would lose every digit of the variance here.
 TEST(a_mean_that_dwarfs_the_variance) {
+  const SeedsAtMost few(NormSuite::kSeedsOfNumbers);
   for (int64_t columns : {16, 512, 516, 4096, 4099}) kSuite.run<float>({.rows = 2, .columns = columns, .mean = 1000});
+  for (int64_t columns : {128, 768}) kSuite.run<float16>({.rows = 2, .columns = columns, .mean = 1000});
 }
 
 TEST(constant_rows) {
-  for (int64_t columns : {16, 520, 4096, 1025}) {
+  const SeedsAtMost few(NormSuite::kSeedsOfNumbers);
+  for (int64_t columns : {16, 128, 520, 768, 4096, 1025}) {
     NormCase<bfloat16> p(kSuite.op, {.rows = 2, .columns = columns});
     for (size_t i = 0; i < p.x.size(); ++i) p.x[i] = from_float<bfloat16>(i < p.x.size() / 2 ? 3.f : -1e4f);
     p.compute_oracle();

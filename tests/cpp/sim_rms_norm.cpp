@@ -17,6 +17,7 @@ TEST(every_kernel) { kSuite.every_kernel(); }
 TEST(storage_types) { kSuite.storage_types(); }
 TEST(rows_that_are_not_vectors) { kSuite.rows_that_are_not_vectors(); }
 TEST(misaligned_and_strided_rows) { kSuite.misaligned_and_strided_rows(); }
+TEST(rows_of_a_warp) { kSuite.rows_of_a_warp(); }
 TEST(rows_in_shared_memory) { kSuite.rows_in_shared_memory(); }
 TEST(rows_of_a_cluster) { kSuite.rows_of_a_cluster(); }
 TEST(rows_too_long_for_the_chip) { kSuite.rows_too_long_for_the_chip(); }
@@ -34,6 +35,7 @@ TEST(bytes_moved) {
 
 // Every forward kernel stores rstd once a row, or not at all where it is not wanted.
 TEST(rstd_is_stored_once_a_row_where_it_is_wanted) {
+  const SeedsAtMost few(NormSuite::kSeedsOfNumbers);
   for (const int64_t columns : {16, 264, 1032, 8200, 33, 4097}) {
     NormCase<bfloat16> p(kSuite.op, {.rows = 5, .columns = columns});
     const int64_t y_bytes = 5 * columns * 2;
@@ -75,29 +77,29 @@ TEST(the_chooser) {
     const char *forward, *backward;
   };
   const Choice choices[] = {
-      {8, "registers group 8 1 4 1 64 1 16", "ring group 8 1 1 1 128 1 32 2 8192"},
-      {16, "registers group 8 1 4 2 64 1 32", "ring group 8 1 1 2 128 1 64 2 8192"},
-      {32, "registers group 8 1 4 4 64 1 64", "ring group 8 1 1 4 128 1 128 2 8192"},
-      {64, "registers group 8 1 4 8 64 1 128", "ring group 8 1 1 8 128 1 256 2 8192"},
-      {128, "registers group 8 1 4 16 64 1 256", "ring group 8 1 1 16 128 1 512 2 8192"},
-      {136, "registers group 8 1 4 32 64 1 512", "ring group 8 1 1 32 128 1 792 2 8192"},
-      {248, "registers group 8 1 4 32 64 1 512", "ring group 8 1 1 32 128 1 792 2 8192"},
-      {256, "registers group 8 1 4 32 64 1 512", "ring group 8 1 1 32 128 1 792 2 8192"},
+      {8, "registers group 8 1 4 1 64 1 16", "ring group 8 1 2 1 128 1 16 2 16384"},
+      {16, "registers group 8 1 4 2 64 1 32", "ring group 8 1 2 2 128 1 32 2 16384"},
+      {32, "registers group 8 1 4 4 64 1 64", "ring group 8 1 2 4 128 1 64 2 16384"},
+      {64, "warp group 8 1 4 8 64 1 128", "ring group 8 1 2 8 128 1 128 2 16384"},
+      {128, "warp group 8 1 4 16 64 1 256", "ring group 8 1 2 16 128 1 256 2 16384"},
+      {136, "registers group 8 1 4 32 64 1 512", "ring group 8 1 2 32 128 1 512 2 16384"},
+      {248, "registers group 8 1 4 32 64 1 512", "ring group 8 1 2 32 128 1 512 2 16384"},
+      {256, "warp group 8 1 4 32 64 1 512", "ring group 8 1 2 32 128 1 512 2 16384"},
       {264, "registers group 8 2 1 32 64 1 2048", "batches block 8 1 2 64 64 1 660 3 12288"},
-      {512, "registers group 8 2 1 32 64 1 2048", "batches block 8 1 2 64 64 1 660 3 12288"},
+      {512, "warp group 8 2 2 32 64 1 1024", "batches block 8 1 2 64 64 1 660 3 12288"},
       {520, "registers group 8 3 1 32 64 1 2048", "batches block 8 1 2 96 96 1 396 3 18432"},
-      {768, "registers group 8 3 1 32 64 1 2048", "batches block 8 1 2 96 96 1 396 3 18432"},
+      {768, "warp group 8 3 2 32 64 1 1024", "batches block 8 1 2 96 96 1 396 3 18432"},
       {776, "registers group 8 4 1 32 64 1 2048", "batches block 8 1 2 128 128 1 396 3 24576"},
       {1016, "registers group 8 4 1 32 64 1 2048", "batches block 8 1 2 128 128 1 396 3 24576"},
-      {1024, "registers group 8 4 1 32 64 1 2048", "batches block 8 1 2 128 128 1 396 3 24576"},
+      {1024, "warp group 8 4 1 32 64 1 2048", "batches block 8 1 2 128 128 1 396 3 24576"},
       {1032, "registers block 8 2 1 96 96 1 4096", "batches block 8 1 1 160 160 1 396 3 15360"},
       {4096, "registers block 8 2 1 256 256 1 4096", "batches block 8 1 1 512 512 1 132 3 49152"},
-      {4104, "registers block 8 4 1 160 160 1 4096", "batches block 8 2 1 288 288 1 132 2 55296"},
-      {8192, "shared block 8 4 1 256 256 1 4096", "batches block 8 2 1 512 512 1 132 2 98304"},
-      {8200, "registers block 8 4 1 288 288 1 4096", "batches block 8 2 1 544 544 1 132 2 104448"},
-      {12288, "shared block 8 6 1 256 256 1 4096", "batches block 8 2 1 768 768 1 132 2 147456"},
-      {12296, "registers block 8 4 1 416 416 1 4096", "batches block 8 4 1 416 416 1 132 2 106496"},
-      {16384, "registers block 8 4 1 512 512 1 4096", "batches block 8 4 1 512 512 1 132 2 131072"},
+      {4104, "registers block 8 4 1 160 160 1 4096", "batches cluster 8 1 2 160 160 4 492 1 15360"},
+      {8192, "shared block 8 4 1 256 256 1 4096", "batches cluster 8 1 2 256 256 4 368 1 24576"},
+      {8200, "registers block 8 4 1 288 288 1 4096", "batches cluster 8 1 2 288 288 4 244 1 27648"},
+      {12288, "shared block 8 6 1 256 256 1 4096", "batches cluster 8 1 2 384 384 4 244 1 36864"},
+      {12296, "registers block 8 4 1 416 416 1 4096", "batches cluster 8 1 2 416 416 4 120 2 66560"},
+      {16384, "registers block 8 4 1 512 512 1 4096", "batches cluster 8 1 2 512 512 4 120 2 81920"},
       {16392, "registers cluster 8 4 1 288 288 2 8192", "ring cluster 8 2 2 160 160 8 240 3 61440"},
       {32768, "registers cluster 8 4 1 512 512 2 8192", "ring cluster 8 2 2 256 256 8 120 3 98304"},
       {32776, "registers cluster 8 4 1 288 288 4 16384", "looped block 4 1 1 1024 1024 1 528"},
@@ -119,17 +121,31 @@ TEST(the_chooser_of_rows_in_shared_memory) {
   };
   const auto as_it_is = [](NormProblem&) {};
   is(NormKernel::shared, 4096, 8192, [](NormProblem& p) { p.layer = true; });
-  for (const int64_t rows : {1, 3 * 132, 3 * 132 + 1, 8 * 132, 8 * 132 + 1}) {
-    is(NormKernel::shared, rows, 12288, as_it_is);
-    expect(choose_norm_forward(planned(rows, 12288)).weights_with_row == (rows <= 3 * 132 || rows > 8 * 132),
-           "few blocks a multiprocessor ask for the weight with the row");
-  }
+  for (const int64_t rows : {1, 4 * 132, 8 * 132 + 1}) is(NormKernel::shared, rows, 12288, as_it_is);
+  for (const int64_t rows : {4 * 132 + 1, 8 * 132}) is(NormKernel::resident, rows, 12288, as_it_is);
+  is(NormKernel::shared, 1024, 12288, [](NormProblem& p) { p.max_shared_bytes = 163 * 1024; });
   is(NormKernel::registers, 4 * 132, 8192, as_it_is);
   is(NormKernel::registers, 4096, 8192, [](NormProblem& p) { p.residual_bytes = 2; });
   is(NormKernel::registers, 1024, 12288, [](NormProblem& p) { p.affine_as_x = false; });
   is(NormKernel::registers, 1024, 6144, [](NormProblem& p) { p.element_bytes = 4; });
   is(NormKernel::registers, 1024, 12288, [](NormProblem& p) { p.clusters = false; });
   is(NormKernel::registers, 1024, 12288, [](NormProblem& p) { p.max_shared_bytes = 99 * 1024; });
+}
+
+TEST(the_chooser_of_rows_of_a_warp) {
+  for (const int64_t columns : {64, 128, 256, 512, 768, 1024}) {
+    for (const int64_t rows : {1, 5, 1000, 1 << 20})
+      expect(choose_norm_forward(planned(rows, columns)).kernel == NormKernel::warp, "any number of rows");
+    const auto is_not = [&](const auto& change) {
+      NormProblem p = planned(4096, columns);
+      change(p);
+      expect(choose_norm_forward(p).kernel == NormKernel::registers, choice(choose_norm_forward(p)));
+    };
+    is_not([](NormProblem& p) { p.residual_bytes = 2; });
+    is_not([](NormProblem& p) { p.affine_as_x = false; });
+    is_not([](NormProblem& p) { p.element_bytes = 4; });
+    is_not([](NormProblem& p) { p.columns += 8; });
+  }
 }
 
 // The backward of the other ops where it differs, the residual as wide as the activation or wider.
@@ -141,25 +157,25 @@ TEST(the_chooser_of_backwards_with_more_sums_and_tensors) {
     const char* backward;
   };
   const Choice choices[] = {
-      {128, true, 0, "ring group 8 1 1 16 128 1 512 2 8192"},
-      {256, true, 0, "ring group 8 1 1 32 128 1 792 2 8192"},
-      {264, true, 0, "batches block 8 1 2 64 64 1 924 2 8192"},
-      {512, true, 0, "batches block 8 1 2 64 64 1 924 2 8192"},
-      {768, true, 0, "batches block 8 1 2 96 96 1 660 2 12288"},
+      {128, true, 0, "ring group 8 1 2 16 128 1 256 2 16384"},
+      {256, true, 0, "ring group 8 1 2 32 128 1 512 2 16384"},
+      {264, true, 0, "batches block 8 1 2 64 64 1 792 2 8192"},
+      {512, true, 0, "batches block 8 1 2 64 64 1 792 2 8192"},
+      {768, true, 0, "batches block 8 1 2 96 96 1 528 2 12288"},
       {1024, true, 0, "batches block 8 1 2 128 128 1 396 2 16384"},
       {1032, true, 0, "batches block 8 1 1 160 160 1 396 3 15360"},
       {2048, true, 0, "batches block 8 1 1 256 256 1 264 3 24576"},
       {4096, true, 0, "batches block 8 1 1 512 512 1 132 3 49152"},
-      {4104, true, 0, "batches block 8 2 1 288 288 1 132 2 55296"},
-      {8192, true, 0, "batches block 8 2 1 512 512 1 132 2 98304"},
-      {8200, true, 0, "batches block 8 2 1 544 544 1 132 2 104448"},
-      {12288, true, 0, "batches block 8 2 1 768 768 1 132 2 147456"},
-      {12296, true, 0, "ring cluster 8 2 2 128 128 8 368 3 49152"},
-      {16384, true, 0, "ring cluster 8 2 2 128 128 8 368 3 49152"},
+      {4104, true, 0, "batches cluster 8 1 2 288 288 2 132 2 36864"},
+      {8192, true, 0, "batches cluster 8 1 2 512 512 2 132 2 65536"},
+      {8200, true, 0, "batches cluster 8 2 1 160 160 4 244 2 20480"},
+      {12288, true, 0, "batches cluster 8 2 1 192 192 4 244 2 24576"},
+      {12296, true, 0, "batches cluster 8 2 1 224 224 4 244 2 28672"},
+      {16384, true, 0, "batches cluster 8 2 1 256 256 4 244 2 32768"},
       {32768, true, 0, "ring cluster 8 2 2 256 256 8 120 3 98304"},
       {32776, true, 0, "looped block 4 1 1 1024 1024 1 528"},
-      {128, false, 2, "ring group 8 1 1 16 128 1 512 2 12288"},
-      {256, false, 2, "ring group 8 1 1 32 128 1 792 2 12288"},
+      {128, false, 2, "ring group 8 1 2 16 128 1 256 2 24576"},
+      {256, false, 2, "ring group 8 1 2 32 128 1 396 2 24576"},
       {264, false, 2, "batches block 8 1 2 64 64 1 924 1 6144"},
       {512, false, 2, "batches block 8 1 2 64 64 1 924 1 6144"},
       {768, false, 2, "batches block 8 1 2 96 96 1 660 1 9216"},
@@ -167,29 +183,29 @@ TEST(the_chooser_of_backwards_with_more_sums_and_tensors) {
       {1032, false, 2, "batches block 8 1 2 160 160 1 396 1 15360"},
       {2048, false, 2, "batches block 8 1 2 256 256 1 264 1 24576"},
       {4096, false, 2, "batches block 8 1 2 512 512 1 132 1 49152"},
-      {4104, false, 2, "ring block 8 2 1 288 288 1 132 3 82944"},
-      {8192, false, 2, "ring block 8 2 1 512 512 1 132 3 147456"},
-      {8200, false, 2, "ring block 8 2 1 544 544 1 132 3 156672"},
-      {12288, false, 2, "ring block 8 2 1 768 768 1 132 3 221184"},
-      {12296, false, 2, "ring cluster 8 2 2 128 128 8 368 3 73728"},
-      {16384, false, 2, "ring cluster 8 2 2 128 128 8 368 3 73728"},
+      {4104, false, 2, "batches cluster 8 1 2 288 288 2 132 1 27648"},
+      {8192, false, 2, "batches cluster 8 1 2 512 512 2 132 1 49152"},
+      {8200, false, 2, "batches cluster 8 1 2 288 288 4 120 2 55296"},
+      {12288, false, 2, "batches cluster 8 1 2 384 384 4 120 2 73728"},
+      {12296, false, 2, "batches cluster 8 1 2 416 416 4 120 2 79872"},
+      {16384, false, 2, "batches cluster 8 1 2 512 512 4 120 2 98304"},
       {32768, false, 2, "ring cluster 8 2 2 256 256 8 120 3 147456"},
       {32776, false, 2, "looped block 4 1 1 1024 1024 1 528"},
-      {128, true, 2, "ring group 8 1 1 16 128 1 512 2 12288"},
-      {256, true, 2, "ring group 8 1 1 32 128 1 792 2 12288"},
-      {264, true, 2, "batches block 8 1 2 64 64 1 924 1 6144"},
-      {512, true, 2, "batches block 8 1 2 64 64 1 924 1 6144"},
-      {768, true, 2, "batches block 8 1 2 96 96 1 660 1 9216"},
-      {1024, true, 2, "batches block 8 1 2 128 128 1 396 1 12288"},
-      {1032, true, 2, "batches block 8 1 2 160 160 1 396 1 15360"},
-      {2048, true, 2, "batches block 8 1 2 256 256 1 264 1 24576"},
-      {4096, true, 2, "batches block 8 1 2 512 512 1 132 1 49152"},
-      {4104, true, 2, "batches block 8 2 1 288 288 1 132 1 46080"},
-      {8192, true, 2, "batches block 8 2 1 512 512 1 132 1 81920"},
-      {8200, true, 2, "ring cluster 8 2 2 96 96 8 488 2 36864"},
-      {12288, true, 2, "ring cluster 8 2 2 96 96 8 488 2 36864"},
-      {12296, true, 2, "ring cluster 8 2 2 128 128 8 368 2 49152"},
-      {16384, true, 2, "ring cluster 8 2 2 128 128 8 368 2 49152"},
+      {128, true, 2, "ring group 8 1 2 16 256 1 128 2 49152"},
+      {256, true, 2, "ring group 8 1 2 32 256 1 256 2 49152"},
+      {264, true, 2, "batches block 8 1 1 64 64 1 792 3 9216"},
+      {512, true, 2, "batches block 8 1 1 64 64 1 792 3 9216"},
+      {768, true, 2, "batches block 8 1 1 96 96 1 528 3 13824"},
+      {1024, true, 2, "batches block 8 1 1 128 128 1 396 3 18432"},
+      {1032, true, 2, "batches block 8 1 1 160 160 1 396 2 15360"},
+      {2048, true, 2, "batches block 8 1 1 256 256 1 264 2 24576"},
+      {4096, true, 2, "batches block 8 1 1 512 512 1 132 2 49152"},
+      {4104, true, 2, "batches cluster 8 1 2 288 288 2 132 1 27648"},
+      {8192, true, 2, "batches cluster 8 1 2 512 512 2 132 1 49152"},
+      {8200, true, 2, "batches cluster 8 1 2 288 288 4 120 2 55296"},
+      {12288, true, 2, "batches cluster 8 1 2 384 384 4 120 2 73728"},
+      {12296, true, 2, "batches cluster 8 1 2 416 416 4 120 2 79872"},
+      {16384, true, 2, "batches cluster 8 1 2 512 512 4 120 2 98304"},
       {32768, true, 2, "ring cluster 8 2 2 256 256 8 120 3 147456"},
       {32776, true, 2, "looped block 4 1 1 1024 1024 1 528"},
       {128, true, 4, "ring group 4 1 1 32 128 1 792 2 12288"},
@@ -236,14 +252,15 @@ TEST(the_blocks_of_a_backward_have_room_in_the_multiprocessor) {
           const NormConfig c = choose_norm_backward(p);
           if (c.kernel == NormKernel::looped) continue;
           const int64_t together = (c.blocks + p.multiprocessors - 1) / p.multiprocessors;
-          const int64_t block = c.shared_bytes + 1024 + (c.kernel == NormKernel::batches ? 1024 : 384);
+          const int64_t block =
+              c.shared_bytes + 1024 + (c.kernel == NormKernel::batches ? (c.cluster > 1 ? 4096 : 1024) : 384);
           expect(together * block <= p.max_shared_bytes + 1024,
                  std::to_string(columns) + " columns, " + std::to_string(kilobytes) + " KiB: " + choice(c));
         }
 }
 
 TEST(the_chooser_on_other_machines) {
-  expect_equal("one row", choose_norm_backward(planned(1, 16384)).blocks, int64_t{1});
+  expect_equal("one row, one cluster", choose_norm_backward(planned(1, 16384)).blocks, int64_t{4});
   NormProblem p = planned(3, 12288);
   p.clusters = false;
   p.max_shared_bytes = 99 * 1024;  // compute capability 8.6

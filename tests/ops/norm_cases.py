@@ -1,4 +1,4 @@
-"""What the tests of the ops that add, perhaps drop, and normalise have in common: cases, inputs and bad inputs."""
+"""What the tests of the norm family have in common: cases, and inputs and bad inputs of the ops with a residual."""
 
 from __future__ import annotations
 
@@ -9,8 +9,29 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 STREAM = {"residual": FP32}
 
 
+def cases_without_residual(mixed, *affine):
+    """The case table of a norm alone: widths around vectors and warps, `mixed` dtypes, `affine` cases, long rows."""
+    widths = (1, 2, 7, 8, 16, 33, 128, 255, 256, 257, 768, 1024, 1025, 2048, 4096, 5120)
+    return [
+        *(Case((5, width), dtype) for width in widths for dtype in (BF16, FP32)),
+        *(Case((5, width), FP16) for width in (1, 8, 257, 768, 4096)),
+        *(Case((3, 4, width), FP64) for width in (1, 33, 256)),
+        *(Case((6, width), dtype, dtypes=mixed) for width in (64, 257, 1024) for dtype in (BF16, FP16)),
+        *affine,
+        Case((700, 96), BF16),
+        Case((300, 1000), FP32),
+        Case((2, 3, 5, 64), BF16),
+        Case((768,), FP32),
+        Case((2, 16384), BF16),
+        Case((2, 12288), BF16),
+        Case((1, 32776), FP32),
+        Case((1, 262144), BF16),
+        Case((2, 100001), FP32),
+    ]
+
+
 def cases(widths, fp16=(1, 257, 768)):
-    """The case table: widths around vectors and warps, mixed dtypes, long rows."""
+    """The case table with a residual: widths around vectors and warps, mixed dtypes, long rows."""
     return [
         *(Case((5, width), dtype) for width in widths for dtype in (BF16, FP32)),
         *(Case((5, width), FP16) for width in fp16),

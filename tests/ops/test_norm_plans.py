@@ -59,7 +59,19 @@ def test_wide_rows_stay_on_the_chip_where_there_are_clusters():
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("problem", [{"rows": 4096, "columns": 8192}, {"rows": 1024, "columns": 12288}])
+@pytest.mark.parametrize("columns", [64, 128, 256, 512, 768, 1024])
+def test_short_rows_that_fill_their_lanes_have_a_kernel_of_their_length(op, columns):
+    for rows in (1, 7, 10**6):
+        plan = warpsmith.plan(op, rows=rows, columns=columns, dtype="bfloat16")["forward"]
+        assert (plan["kernel"], plan["shared_bytes"]) == ("warp", 0)
+        assert plan["threads_a_row"] * plan["vectors_a_thread"] * plan["vector_elems"] == columns
+        for change in ({"dtype": "float32"}, {"affine_as_x": False}, {"columns": columns + 8}):
+            other = warpsmith.plan(op, **{"rows": rows, "columns": columns, "dtype": "bfloat16", **change})["forward"]
+            assert other["kernel"] == "registers"
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("problem", [{"rows": 4096, "columns": 8192}, {"rows": 8192, "columns": 12288}])
 def test_rows_lie_in_shared_memory_where_that_was_measured(op, problem):
     plan = warpsmith.plan(op, **problem, dtype="bfloat16")["forward"]
     assert plan["kernel"] == "shared"
@@ -69,6 +81,16 @@ def test_rows_lie_in_shared_memory_where_that_was_measured(op, problem):
     for change in ({"dtype": "float32"}, {"affine_as_x": False}, {"clusters": False}, {"columns": 8200}):
         other = warpsmith.plan(op, **{**problem, "dtype": "bfloat16", **change})["forward"]
         assert other["kernel"] == "registers"
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_rows_that_the_chip_holds_at_once_are_asked_for_together(op):
+    """Four in each of two blocks a multiprocessor; up to four a multiprocessor have a block each."""
+    for rows, kernel in ((528, "shared"), (529, "resident"), (1056, "resident"), (1057, "shared")):
+        plan = warpsmith.plan(op, rows=rows, columns=12288, dtype="bfloat16")["forward"]
+        assert plan["kernel"] == kernel
+        if kernel == "resident":
+            assert (plan["blocks"], plan["rows_together"], plan["shared_bytes"]) == (264, 4, 4 * 2 * 12288)
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
@@ -113,17 +135,24 @@ def test_beside_a_wider_stream_the_backwards_vectors_are_16_bytes_of_the_stream(
 @pytest.mark.parametrize(
     ("op", "columns", "kernel", "scope", "blocks"),
     [
-        ("rms_norm", 128, "ring", "group", 792),
+        ("rms_norm", 128, "ring", "group", 660),
         ("rms_norm", 768, "batches", "block", 396),
         ("rms_norm", 4096, "batches", "block", 132),
-        ("rms_norm", 16384, "batches", "block", 132),
-        ("layer_norm", 768, "batches", "block", 660),
-        ("layer_norm", 12288, "batches", "block", 132),
-        ("layer_norm", 16384, "ring", "cluster", 368),
+        ("rms_norm", 8192, "batches", "cluster", 368),
+        ("rms_norm", 12288, "batches", "cluster", 244),
+        ("rms_norm", 16384, "batches", "cluster", 120),
+        ("layer_norm", 128, "ring", "group", 660),
+        ("layer_norm", 768, "batches", "block", 528),
+        ("layer_norm", 8192, "batches", "cluster", 132),
+        ("layer_norm", 12288, "batches", "cluster", 244),
+        ("layer_norm", 16384, "batches", "cluster", 244),
         ("add_rms_norm", 4096, "batches", "block", 132),
-        ("add_rms_norm", 8192, "ring", "block", 132),
-        ("dropout_add_layer_norm", 8192, "batches", "block", 132),
-        ("dropout_add_layer_norm", 12288, "ring", "cluster", 488),
+        ("add_rms_norm", 8192, "batches", "cluster", 132),
+        ("add_rms_norm", 12288, "batches", "cluster", 120),
+        ("dropout_add_layer_norm", 128, "ring", "group", 264),
+        ("dropout_add_layer_norm", 4096, "batches", "block", 132),
+        ("dropout_add_layer_norm", 8192, "batches", "cluster", 132),
+        ("dropout_add_layer_norm", 12288, "batches", "cluster", 120),
     ],
 )
 def test_the_backward_takes_the_body_that_was_measured_as_the_better(op, columns, kernel, scope, blocks):

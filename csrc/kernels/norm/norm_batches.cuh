@@ -1,65 +1,17 @@
 #pragma once
-#include "kernels/norm/norm_backward.cuh"
+#include <type_traits>
 
-// The backward of the norm family for rows of a block whose tensors have elements of one size T, in batches of U rows:
-// all the sums of a batch in one exchange, and what a row's gradients need kept in registers from its sums on, so that
-// the ring's slots are asked for again before the exchange. Sums are float, in a fixed order.
+#include "kernels/norm/norm_backward.cuh"
+#include "kernels/norm/norm_batch_sums.cuh"
+
+// The backward of the norm family for rows of a block, or a cluster, whose tensors have elements of one size T, in
+// batches of U rows: all the sums of a batch in one exchange, and what a row's gradients need kept in registers from
+// its sums on, so that the ring's slots are asked for again before the exchange. Sums are float, in a fixed order.
 namespace warpsmith::norm {
 
 // What stays in registers of a row between its sums and its gradients: nothing, so that the ring is read twice; its
 // elements as they were read; or dy * weight and s_hat, for twice the registers and fewer instructions.
 enum class Keep : uint8_t { nothing, elements, products };
-
-// Sums of kCount values (a power of two) over the warp: lane i gets that of value i / (32 / kCount). In each of the
-// first steps a lane hands over half of its values and keeps the other half: kCount - 1 shuffles, and then
-// log2(32 / kCount), instead of 5 kCount.
-template <int kCount> __device__ __forceinline__ float distributed_sums(float (&v)[kCount]) {
-#pragma unroll
-  for (int n = kCount, distance = 16; n > 1; n /= 2, distance /= 2) {
-    const bool upper = threadIdx.x & static_cast<unsigned>(distance);
-#pragma unroll
-    for (int i = 0; i < n / 2; ++i) {
-      const float handed = upper ? v[i] : v[i + n / 2], kept = upper ? v[i + n / 2] : v[i];
-      v[i] = kept + __shfl_xor_sync(0xffffffffu, handed, distance, 32);
-    }
-  }
-  return device::group_sum<32 / kCount>(v[0]);
-}
-
-// Sums of kCount values over the block, the same bits in all its threads. Two halves of the scratch in turn, so that
-// one barrier is enough.
-template <int kCount, int kMaxThreads> struct BatchSums {
-  static constexpr int kLanes = 32 / kCount;  // that add up the same value
-  static constexpr int kWarps = (kMaxThreads / 32 + kLanes - 1) / kLanes * kLanes;
-  static constexpr int kFloats = 2 * kCount * kWarps;
-  float* scratch;  // kFloats of shared memory
-  int turn = 0;
-
-  // Zeros for the warps that the block does not have: the sums run over kWarps, without a branch.
-  __device__ __forceinline__ explicit BatchSums(float* shared) : scratch(shared) {
-    for (int i = static_cast<int>(threadIdx.x); i < kFloats; i += static_cast<int>(blockDim.x)) scratch[i] = 0;
-    __syncthreads();
-  }
-
-  __device__ __forceinline__ void operator()(float (&v)[kCount]) {
-    const float of_warp = distributed_sums(v);
-    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-    float* values = scratch + turn * kCount * kWarps + lane / kLanes * kWarps;
-    turn = 1 - turn;
-    if (lane % kLanes == 0) values[warp] = of_warp;
-    __syncthreads();
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; w += kLanes) {
-      sum += values[lane % kLanes + w];
-    }
-    sum = device::group_sum<kLanes>(sum);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      v[i] = __shfl_sync(0xffffffffu, sum, i * kLanes, 32);
-    }
-  }
-};
 
 // Mean and rstd of a block's rows: each lane loads those of one row in 32, one load ahead, and hands them to the other
 // lanes when that row comes.
@@ -106,21 +58,39 @@ template <bool kLayer> struct RowMoments {
   }
 };
 
+// Which part of which rows is the thread's: kBlocks is 1 where a block has whole rows.
+template <int kBlocks> struct Share {
+  int64_t unit, units;  // block or cluster: its number in the grid
+  int thread;           // of a row's, if each had one vector
+
+  template <int V> static __device__ __forceinline__ Share of() {
+    const int thread = static_cast<int>(threadIdx.x);
+    if constexpr (kBlocks == 1) {
+      return {blockIdx.x, gridDim.x, thread};
+    } else {
+      const unsigned blocks = device::cluster_size();
+      return {blockIdx.x / blocks, gridDim.x / blocks,
+              static_cast<int>(device::cluster_rank() * V * blockDim.x) + thread};
+    }
+  }
+};
+
 // Reads dy, s and dresidual_out once and writes dx (and dresidual) once; adds the rows of the block to dweight and
 // dbias. Persistent blocks step through the rows side by side, U of each together. A row has at most
-// blockDim.x * V * N columns.
+// blockDim.x * V * N columns, or as many for each block of the cluster that shares it.
 //
-// Shared memory: `scratch` of BatchSums; `shared`: a Ring of dy, s and dresidual_out, 1 to 4 batches deep, behind which
-// lie the threads' weights as floats if kSharedWeight.
-template <class Op, class T, int V, int U, Keep kKeep, bool kSharedWeight, int kMaxThreads>
-__device__ __forceinline__ void backward_of_batches(const NormBackwardParams& p, int stages, float* scratch,
+// Shared memory: `scratch` of `sums_of_block`; `shared`: a Ring of dy, s and dresidual_out, 1 to 4 batches deep, behind
+// which lie the threads' weights as floats if kSharedWeight.
+template <class Op, class T, int V, int U, Keep kKeep, bool kSharedWeight, int kBlocks, class Sums>
+__device__ __forceinline__ void backward_of_batches(const NormBackwardParams& p, int stages, Sums sums_of_block,
                                                     unsigned char* shared, float (&dweight)[V][kVector<T>],
                                                     float (&dbias)[V][kVector<T>]) {
   constexpr int N = kVector<T>, kSums = Op::kSums, kPieces = 2 + Op::kResidual, kSlotBytes = 16;
   constexpr int kKeptElements = kKeep == Keep::elements ? U : 1, kKeptProducts = kKeep == Keep::products ? U : 1;
-  const int columns = static_cast<int>(p.columns), lane_column = static_cast<int>(threadIdx.x) * N;
+  const auto share = Share<kBlocks>::template of<V>();
+  const int columns = static_cast<int>(p.columns), lane_column = share.thread * N;
   const int threads = static_cast<int>(blockDim.x), vector_step = threads * N, slot_step = threads * kSlotBytes;
-  const int64_t first_row = blockIdx.x, units = gridDim.x;
+  const int64_t first_row = share.unit, units = share.units;
   bool in_row[V];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
@@ -207,7 +177,7 @@ __device__ __forceinline__ void backward_of_batches(const NormBackwardParams& p,
     }
   };
   const DropOut drop(Op::kDropout ? p.dropout : Dropout{});
-  BatchSums<U * kSums, kMaxThreads> sums_of_block(scratch);
+  sums_of_block.begin();
 
   const bool wants_rows = p.dx || p.dresidual;
   const float inverse = 1.f / static_cast<float>(columns);
@@ -316,21 +286,34 @@ __device__ __forceinline__ void backward_of_batches(const NormBackwardParams& p,
   device::copy_async_wait<0>();
 }
 
-// As above; writes a partial row a block.
-template <class Op, class T, int V, int U, Keep kKeep, bool kSharedWeight, int kMaxThreads, int kMinBlocks>
+// As above; writes a partial row a block or cluster. kBlocks: the most of a cluster.
+template <class Op, class T, int V, int U, Keep kKeep, bool kSharedWeight, int kMaxThreads, int kMinBlocks,
+          int kBlocks = 1>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_batches(NormBackwardParams p, int stages) {
-  constexpr int N = kVector<T>, kScratch = BatchSums<U * Op::kSums, kMaxThreads>::kFloats;
-  WARPSMITH_SHARED(float, scratch, kScratch);
+  constexpr int N = kVector<T>, kCount = U * Op::kSums;
+  using Slot = Vector<float, 4>;
+  using Sums =
+      std::conditional_t<kBlocks == 1, BatchSums<kCount, kMaxThreads>, ClusterSums<kCount, kMaxThreads, kBlocks>>;
+  constexpr int kSlots = Sums::kFloats / 4;
+  WARPSMITH_SHARED(Slot, scratch, kSlots);
   WARPSMITH_DYNAMIC_SHARED(shared);
+  float* const floats = reinterpret_cast<float*>(scratch);
   float dweight[V][N], dbias[V][N];
-  backward_of_batches<Op, T, V, U, kKeep, kSharedWeight, kMaxThreads>(p, stages, scratch, shared, dweight, dbias);
+  if constexpr (kBlocks == 1) {
+    backward_of_batches<Op, T, V, U, kKeep, kSharedWeight, 1>(p, stages, Sums{floats}, shared, dweight, dbias);
+  } else {
+    WARPSMITH_SHARED(device::Mbarrier, complete, 2);
+    backward_of_batches<Op, T, V, U, kKeep, kSharedWeight, kBlocks>(p, stages, Sums{floats, complete}, shared, dweight,
+                                                                    dbias);
+  }
+  const auto share = Share<kBlocks>::template of<V>();
+  const int column = share.thread * N, vector_step = static_cast<int>(blockDim.x) * N;
   const auto store_partials = [&](void* partials, const float (&sums)[V][N]) {
     if (!partials) return;
-    float* partial = static_cast<float*>(partials) + blockIdx.x * p.columns;
+    float* partial = static_cast<float*>(partials) + share.unit * p.columns + column;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const int column = static_cast<int>(v * blockDim.x + threadIdx.x) * N;
-      if (column < p.columns) store_sums(partial + column, sums[v]);
+      if (column + v * vector_step < p.columns) store_sums(partial + v * vector_step, sums[v]);
     }
   };
   store_partials(p.dweight_partials, dweight);

@@ -105,10 +105,12 @@ __device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const P
     for (int v = 0; v < V; ++v) {
       const bool here = at.template column<N>(v) < columns;
       if (here) count += N;
-      if (!kFills) continue;
+      if constexpr (kFills) {
 #pragma unroll
-      for (int u = 0; u < U; ++u)
-        if (!here) s[u][v] = repeated_first(s[u][0]);
+        for (int u = 0; u < U; ++u) {
+          if (!here) s[u][v] = repeated_first(s[u][0]);
+        }
+      }
     }
   }
   const float inverse_count = count > 0 ? 1.f / count : 0.f;

@@ -3,10 +3,14 @@
 
 #include "common/launch.h"
 #include "kernels/norm/norm_backward.cuh"
+#include "kernels/norm/norm_backward_config.h"
 #include "kernels/norm/norm_batches.cuh"
-#include "kernels/norm/norm_config.h"
 #include "kernels/norm/norm_forward.cuh"
+#include "kernels/norm/norm_forward_config.h"
+#include "kernels/norm/norm_forward_resident.cuh"
 #include "kernels/norm/norm_forward_shared.cuh"
+#include "kernels/norm/norm_forward_warp.cuh"
+#include "kernels/norm/norm_sum_partials.cuh"
 
 // From the params of an op to its kernel: problem, configuration, storage types, launch.
 namespace warpsmith::norm {
@@ -83,17 +87,33 @@ template <class Op, class T> auto shared_kernel(const NormConfig& c) {
   constexpr int kThreads = kNormSharedThreads;
   void (*kernel)(NormForwardParams, int) = nullptr;
   if constexpr (!Op::kResidual && sizeof(T) == 2) {
-    if (c.vectors == 6) {
-      kernel = forward_shared<Op, T, 6, false, kThreads, kThreads, 8>;
-      if (c.weights_with_row) kernel = forward_shared<Op, T, 6, true, kThreads, kThreads, 4>;
+    if (c.vectors == 4) kernel = forward_shared<Op, T, 4, Op::kLayer, kThreads, 384, (Op::kLayer ? 3 : 4)>;
+    if (c.vectors == 6) kernel = forward_shared<Op, T, 6, true, kThreads, kThreads, 4>;
+    if (c.kernel == NormKernel::resident) kernel = forward_resident<Op, T, 6, kThreads, kNormResidentRows, 2>;
+  }
+  return kernel;
+}
+
+template <class Op, class T> auto warp_kernel(const NormConfig& c) {
+  void (*kernel)(NormForwardParams, int) = nullptr;
+  if constexpr (!Op::kResidual && sizeof(T) == 2) {
+    constexpr bool kLayer = Op::kLayer;
+    constexpr auto kRows = norm_rows_of_a_lane;
+    switch (c.lanes * 16 + c.vectors) {
+      case 8 * 16 + 1: kernel = forward_warp < Op, T, 8, 1, kRows(1), 64, kLayer ? 14 : 16 > ; break;
+      case 16 * 16 + 1: kernel = forward_warp < Op, T, 16, 1, kRows(1), 64, kLayer ? 14 : 16 > ; break;
+      case 32 * 16 + 1: kernel = forward_warp < Op, T, 32, 1, kRows(1), 64, kLayer ? 14 : 16 > ; break;
+      case 32 * 16 + 2: kernel = forward_warp < Op, T, 32, 2, kRows(2), 64, kLayer ? 14 : 16 > ; break;
+      case 32 * 16 + 3: kernel = forward_warp < Op, T, 32, 3, kRows(3), 64, kLayer ? 8 : 12 > ; break;
+      case 32 * 16 + 4: kernel = forward_warp < Op, T, 32, 4, kRows(4), 64, kLayer ? 12 : 16 > ; break;
     }
-    if (c.vectors == 4) kernel = forward_shared < Op, T, 4, Op::kLayer, kThreads, 384, Op::kLayer ? 3 : 4 > ;
   }
   return kernel;
 }
 
 template <class Op, class T, class R> auto forward_kernel(const NormConfig& c) {
-  if (c.kernel == NormKernel::shared) return shared_kernel<Op, T>(c);
+  if (c.kernel == NormKernel::shared || c.kernel == NormKernel::resident) return shared_kernel<Op, T>(c);
+  if (c.kernel == NormKernel::warp) return warp_kernel<Op, T>(c);
   // Blocks that share the registers of a multiprocessor; where they get fewer, more would spill.
   constexpr bool kWide = sizeof(R) != sizeof(T);
   constexpr int kRows = norm_rows_of_three_vectors(Op::kLayer, Op::kResidual), kPreferred = kNormPreferredThreads;
@@ -127,7 +147,12 @@ template <class Op, class T, class R> auto ring_kernel(const NormConfig& c) {
   constexpr int kEach = kNormRingVectors, kMost = norm_ring_threads(Op::kLayer);
   void (*kernel)(NormBackwardParams, int, int) = nullptr;
   switch (instance(c.scope, c.vectors, c.rows)) {
-    case instance(Scope::group, 1, 1): kernel = backward_ring<Op, T, R, 1, 1, Scope::group, 256, 1>; break;
+    case instance(Scope::group, 1, 1):
+      if constexpr (kWide) kernel = backward_ring<Op, T, R, 1, 1, Scope::group, 256, 1>;
+      break;
+    case instance(Scope::group, 1, 2):
+      if constexpr (!kWide) kernel = backward_ring<Op, T, R, 1, 2, Scope::group, 256, 1>;
+      break;
     case instance(Scope::group, 2, 1):
       if constexpr (kWide) kernel = backward_ring<Op, T, R, 2, 1, Scope::group, 256, 1>;
       break;
@@ -147,19 +172,34 @@ template <class Op, class T, class R> auto ring_kernel(const NormConfig& c) {
 }
 
 template <class Op, class T> auto batches_kernel(const NormConfig& c) {
-  constexpr int kTwo = norm_batch_threads_of_two(Op::kResidual), kShared = kNormSharedWeightVectors;
+  constexpr bool kRms = !Op::kLayer && !Op::kResidual;
+  constexpr bool kOne = norm_shares_weight(1, false, Op::kLayer, Op::kResidual),
+                 kTwo = norm_shares_weight(2, false, Op::kLayer, Op::kResidual),
+                 kFour = norm_shares_weight(4, false, Op::kLayer, Op::kResidual),
+                 kCluster = norm_shares_weight(1, true, Op::kLayer, Op::kResidual);
+  constexpr int kThreads = norm_batch_threads_of_two(Op::kResidual);
   constexpr Keep kFew = Keep::products, kMore = Keep::elements, kMost = Keep::nothing;
   void (*kernel)(NormBackwardParams, int) = nullptr;
   switch (instance(c.scope, c.vectors, c.rows)) {
     case instance(Scope::block, 1, 1):
-      if constexpr (!Op::kResidual) kernel = backward_batches<Op, T, 1, 1, kFew, 1 == kShared, 512, 1>;
+      if constexpr (Op::kLayer) kernel = backward_batches<Op, T, 1, 1, kFew, kOne, 512, 1>;
+      if constexpr (kRms) kernel = backward_batches<Op, T, 1, 1, kMore, kOne, 512, 2>;
       break;
-    case instance(Scope::block, 1, 2): kernel = backward_batches<Op, T, 1, 2, kFew, 1 == kShared, 512, 1>; break;
+    case instance(Scope::block, 1, 2):
+      if constexpr (!Op::kLayer || !Op::kResidual) kernel = backward_batches<Op, T, 1, 2, kFew, kOne, 512, 1>;
+      break;
     case instance(Scope::block, 2, 1):
-      if constexpr (Op::kLayer || !Op::kResidual) kernel = backward_batches<Op, T, 2, 1, kMore, 2 == kShared, kTwo, 1>;
+      if constexpr (Op::kLayer || !Op::kResidual) kernel = backward_batches<Op, T, 2, 1, kMore, kTwo, kThreads, 1>;
       break;
     case instance(Scope::block, 4, 1):
-      if constexpr (!Op::kLayer && !Op::kResidual) kernel = backward_batches<Op, T, 4, 1, kMost, 4 == kShared, 512, 1>;
+      if constexpr (kRms) kernel = backward_batches<Op, T, 4, 1, kMost, kFour, 512, 1>;
+      break;
+    case instance(Scope::cluster, 1, 2):
+      if constexpr (kRms) kernel = backward_batches<Op, T, 1, 2, kMore, kCluster, 768, 1, 4>;
+      if constexpr (!kRms) kernel = backward_batches<Op, T, 1, 2, kFew, kCluster, 512, 1, 4>;
+      break;
+    case instance(Scope::cluster, 2, 1):
+      if constexpr (Op::kLayer && !Op::kResidual) kernel = backward_batches<Op, T, 2, 1, kFew, kCluster, 512, 1, 4>;
       break;
   }
   return kernel;

@@ -1,15 +1,10 @@
-// Times the backwards of the norm family (bf16): the package's choice, the ring's kernels, batches in more
-// configurations than the package holds, and pairs of blocks that add up their sums before these leave the chip. Each
-// beside a copy of the same bytes, its results beside those of the package's choice. An op a program; build and run all
-// on a GPU machine (a minute with 5 cores):
-//   for op in 0,0,0 1,0,0 0,1,0 1,1,1; do IFS=, read -r layer residual dropout <<< $op; nvcc -std=c++20 -O3 \
-//     --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a -DLAYER=$layer -DRESIDUAL=$residual \
-//     -DDROPOUT=$dropout tools/gpu/sweep/norm_backward.cu -o sweep$op & done; wait; \
-//   for op in 0,0,0 1,0,0 0,1,0 1,1,1; do ./sweep$op 8; done
+// Times the backwards of the norm family (bf16): the package's choice, and batches of one block or of two that share a
+// row's columns, and groups of the ring, in more configurations than the package holds; then the second stage, after
+// the fastest of them, in other grids. Each beside a copy of the same bytes, its results beside those of the package's
+// choice. An op a program: -DLAYER -DRESIDUAL -DDROPOUT; norm_backward.sh builds and runs all.
 #include <cmath>
 
 #include "kernels/norm/norm_launch.cuh"
-#include "norm_pairs.cuh"
 #include "sweep.h"
 
 using namespace warpsmith;
@@ -29,7 +24,8 @@ struct Candidate {
   std::string name;
   Scope scope;
   int vectors, rows, max_threads;
-  bool shared_weight, pairs;
+  bool shared_weight;
+  int cluster;
   BatchKernel batches;
   RingKernel ring;
   cudaFuncAttributes attributes;
@@ -48,20 +44,29 @@ void add(Candidate c) {
   candidates.push_back(c);
 }
 
-template <int V, int U, Keep kKeep, bool kSharedWeight, int kMaxThreads, int kMinBlocks, bool kPairs = false>
+// kBlocks: clusters of 2 to so many.
+template <int V, int U, Keep kKeep, bool kSharedWeight, int kMaxThreads, int kMinBlocks, int kBlocks = 1>
 void add_batches() {
-  char name[80];
-  std::snprintf(name, sizeof name, "%s V%d U%d keeps %s, weight %s, bounds %d,%d", kPairs ? "pairs" : "batches", V, U,
-                kKeep == Keep::nothing    ? "nothing"
-                : kKeep == Keep::elements ? "elements"
-                                          : "products",
-                kSharedWeight ? "shared" : "in registers", kMaxThreads, kMinBlocks);
-  BatchKernel kernel;
-  if constexpr (kPairs)
-    kernel = backward_pairs<Op, bfloat16, V, U, kKeep, kSharedWeight, kMaxThreads, kMinBlocks>;
-  else
-    kernel = backward_batches<Op, bfloat16, V, U, kKeep, kSharedWeight, kMaxThreads, kMinBlocks>;
-  add({name, Scope::block, V, U, kMaxThreads, kSharedWeight, kPairs, kernel, nullptr, {}});
+  if constexpr (kBlocks == 1 || U * Op::kSums <= 4) {
+    for (int cluster = kBlocks == 1 ? 1 : 2; cluster <= kBlocks; cluster *= 2) {
+      char name[120];
+      std::snprintf(name, sizeof name, "batches V%d U%d keeps %s, weight %s, bounds %d,%d, cluster of %d", V, U,
+                    kKeep == Keep::nothing    ? "nothing"
+                    : kKeep == Keep::elements ? "elements"
+                                              : "products",
+                    kSharedWeight ? "shared" : "in registers", kMaxThreads, kMinBlocks, cluster);
+      add({name,
+           kBlocks > 1 ? Scope::cluster : Scope::block,
+           V,
+           U,
+           kMaxThreads,
+           kSharedWeight,
+           cluster,
+           backward_batches<Op, bfloat16, V, U, kKeep, kSharedWeight, kMaxThreads, kMinBlocks, kBlocks>,
+           nullptr,
+           {}});
+    }
+  }
 }
 
 template <int V, int U, Scope S, int kMaxThreads> void add_ring() {
@@ -73,29 +78,40 @@ template <int V, int U, Scope S, int kMaxThreads> void add_ring() {
        U,
        kMaxThreads,
        false,
-       false,
+       S == Scope::cluster ? kMaxCluster : 1,
        nullptr,
        backward_ring<Op, bfloat16, bfloat16, V, U, S, kMaxThreads, 1>,
        {}});
 }
 
 void add_all() {
-  constexpr Keep kNothing = Keep::nothing, kElements = Keep::elements, kProducts = Keep::products;
+  constexpr Keep kElements = Keep::elements, kProducts = Keep::products;
   add_batches<1, 1, kProducts, false, 512, 1>(), add_batches<1, 1, kElements, false, 512, 2>();
   add_batches<1, 2, kProducts, false, 512, 1>(), add_batches<1, 2, kElements, false, 512, 1>();
-  add_batches<1, 2, kElements, true, 512, 2>(), add_batches<1, 4, kElements, false, 512, 1>();
-  add_batches<1, 1, kElements, true, 1024, 1>(), add_batches<2, 1, kProducts, true, 512, 1>();
-  add_batches<2, 1, kProducts, false, 512, 1>(), add_batches<2, 1, kElements, true, 512, 1>();
-  add_batches<2, 1, kElements, false, 512, 1>(), add_batches<2, 1, kElements, true, 768, 1>();
-  add_batches<2, 1, kElements, false, 768, 1>(), add_batches<2, 2, kElements, true, 512, 1>();
-  add_batches<4, 1, kElements, true, 384, 1>(), add_batches<4, 1, kElements, false, 384, 1>();
-  add_batches<4, 1, kNothing, false, 512, 1>(), add_batches<4, 1, kNothing, true, 384, 1>();
-  add_batches<1, 1, kProducts, false, 512, 1, true>(), add_batches<1, 2, kProducts, false, 512, 1, true>();
-  add_batches<2, 1, kElements, true, 512, 1, true>(), add_batches<2, 1, kElements, true, 768, 1, true>();
-  add_batches<4, 1, kElements, true, 384, 1, true>();
-  add_ring<1, 1, Scope::group, 256>(), add_ring<3, 1, Scope::group, 256>();
-  add_ring<2, 1, Scope::block, 768>(), add_ring<4, 1, Scope::block, 256>();
-  add_ring<2, 2, Scope::cluster, 256>();
+  add_batches<2, 1, kProducts, true, 512, 1>(), add_batches<2, 1, kProducts, false, 512, 1>();
+  add_batches<2, 1, kElements, true, 512, 1>(), add_batches<2, 1, kElements, true, 768, 1>();
+  add_batches<2, 2, kElements, true, 512, 1>();
+  add_batches<1, 2, kProducts, false, 512, 1, 4>(), add_batches<1, 2, kElements, true, 768, 1, 4>();
+  add_batches<1, 2, kElements, false, 768, 1, 2>(), add_batches<1, 1, kElements, false, 768, 1, 2>();
+  add_batches<2, 2, kElements, true, 512, 1, 2>(), add_batches<2, 1, kElements, true, 512, 1, 4>();
+  add_batches<2, 1, kProducts, false, 512, 1, 4>(), add_batches<1, 4, kElements, false, 512, 1, 4>();
+  add_ring<1, 1, Scope::group, 256>(), add_ring<1, 2, Scope::group, 256>();
+  add_ring<2, 1, Scope::block, norm_ring_threads(Op::kLayer)>(), add_ring<2, 2, Scope::cluster, 256>();
+}
+
+// The second stage.
+Status finish_with(const NormSumConfig& c, bool dependent, const NormBackwardParams& p, int64_t partial_rows) {
+  SumPartialsParams sum{{static_cast<const float*>(p.dweight_partials), static_cast<const float*>(p.dbias_partials)},
+                        {p.dweight, p.dbias},
+                        partial_rows,
+                        p.columns,
+                        p.weight_dtype};
+  LaunchConfig grid;
+  grid.grid.x = static_cast<unsigned>(norm_detail::ceil_div(p.columns, int64_t{c.tile_vectors} * c.vector_elems));
+  grid.grid.y = kGradients;
+  grid.block.x = static_cast<unsigned>(c.threads);
+  grid.programmatic_dependent = dependent;
+  return launch(sum_partials<4>, grid, nullptr, sum, c.tile_vectors);
 }
 
 struct Run {
@@ -104,7 +120,7 @@ struct Run {
   const Candidate* candidate;  // none: the package's choice
 };
 
-Status run(const Run& r, const NormBackwardParams& p) {
+Status run(const Run& r, const NormBackwardParams& p, const NormSumConfig* sum = nullptr, bool dependent = true) {
   const NormConfig& c = r.config;
   if (c.kernel == NormKernel::batches)
     WARPSMITH_RETURN_IF_FAILED(
@@ -112,17 +128,20 @@ Status run(const Run& r, const NormBackwardParams& p) {
   else
     WARPSMITH_RETURN_IF_FAILED(launch(r.candidate ? r.candidate->ring : ring_kernel<Op, bfloat16, bfloat16>(c),
                                       grid_of(c), nullptr, p, c.lanes, c.stages));
+  if (sum) return finish_with(*sum, dependent, p, norm_partial_rows(r.config));
   return sum_partial_rows(choose_norm_sum(p.columns), p, norm_partial_rows(r.config), nullptr);
 }
 
 // Every way to launch a candidate for rows of `vectors` without much waste.
 void add_runs(const Candidate& k, int64_t rows, int64_t columns, std::vector<Run>& runs) {
   const int64_t vectors = columns / kVector<bfloat16>;
+  // A launch lowers the limit to what it needs itself.
+  check(cudaFuncSetAttribute(k.kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             227 * 1024 - static_cast<int>(k.attributes.sharedSizeBytes)));
   NormConfig c;
-  c.kernel = k.batches ? NormKernel::batches : NormKernel::ring;
+  c.kernel = k.ring ? NormKernel::ring : NormKernel::batches;
   c.scope = k.scope, c.vector_elems = kVector<bfloat16>, c.vectors = k.vectors, c.rows = k.rows;
-  c.cluster = k.scope == Scope::cluster ? 8 : k.pairs ? 2 : 1;
-  const int share = k.scope == Scope::cluster ? c.cluster : 1;
+  const int share = c.cluster = k.cluster;
   c.lanes = norm_detail::threads_of(norm_detail::ceil_div(vectors, share), k.vectors);
   if (k.scope == Scope::group) {
     c.lanes = norm_detail::lanes_of(vectors, k.vectors);
@@ -132,10 +151,9 @@ void add_runs(const Candidate& k, int64_t rows, int64_t columns, std::vector<Run
   for (int threads : k.scope == Scope::group ? std::vector<int>{128, 256} : std::vector<int>{c.lanes}) {
     if (threads < 64 || threads > k.max_threads) continue;
     c.threads = threads;
-    for (c.stages = k.batches ? 1 : 2; c.stages <= 4; ++c.stages) {
+    for (c.stages = k.ring ? 2 : 1; c.stages <= 4; ++c.stages) {
       c.shared_bytes = int64_t{2 + RESIDUAL} * 16 * k.vectors * k.rows * threads * c.stages;
       if (k.shared_weight) c.shared_bytes += int64_t{4} * c.vector_elems * k.vectors * threads;
-      if (k.pairs) c.shared_bytes = std::max(c.shared_bytes, kGradients * columns * 4);
       if (k.scope == Scope::group) c.shared_bytes = std::max(c.shared_bytes, c.groups() * columns * 4);
       if (c.shared_bytes + static_cast<int64_t>(k.attributes.sharedSizeBytes) > 227 * 1024) break;
       int fit = 0;
@@ -144,7 +162,7 @@ void add_runs(const Candidate& k, int64_t rows, int64_t columns, std::vector<Run
       if (k.scope == Scope::cluster) fit = std::min(fit, 4);
       for (int together = 1; together <= fit; ++together) {
         if (together > 6 && together != fit) continue;
-        const int64_t blocks = int64_t{together} * 132 * (k.scope == Scope::cluster ? 15 : 16) / 16;
+        const int64_t blocks = int64_t{together} * 132 * (k.cluster > 2 ? 15 : 16) / 16;
         c.blocks = std::min(norm_detail::ceil_div(rows, c.groups()) * share, blocks) / c.cluster * c.cluster;
         if (c.blocks == 0 || norm_partial_rows(c) > kPartialRows) continue;
         char text[200];
@@ -189,7 +207,7 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
 int main(int argc, char** argv) {
   const size_t most = argc > 1 ? static_cast<size_t>(std::atoi(argv[1])) : 8;
   add_all();
-  const int64_t shapes[][2] = {{16384, 4096}, {4096, 8192}, {1024, 12288}, {65536, 768}, {131072, 128}};
+  const int64_t shapes[][2] = {{16384, 4096}, {4096, 8192}, {1024, 12288}, {2048, 16384}, {65536, 768}, {131072, 128}};
   for (const auto& [rows, columns] : shapes) {
     const int64_t count = rows * columns;
     void *dy = random_bfloat16(count, 1), *s = random_bfloat16(count, 2), *w = random_bfloat16(columns, 3);
@@ -252,20 +270,53 @@ int main(int argc, char** argv) {
                               " residual " + std::to_string(RESIDUAL) + " dropout " + std::to_string(DROPOUT) + ", " +
                               std::to_string(all.size()) + " configurations, " + std::to_string(wrong) + " wrong, " +
                               std::to_string(refused) + " refused";
-    // The best of each candidate.
+    // The best of each candidate and depth of the ring.
     std::stable_sort(all.begin(), all.end(), [](const sweep::Row& x, const sweep::Row& y) { return x.us < y.us; });
     std::vector<sweep::Row> best;
     for (const sweep::Row& row : all) {
-      const auto head = [](const std::string& text) { return text.substr(0, text.find(" threads")); };
+      const auto head = [](const std::string& text) {
+        return text.substr(0, text.find(" threads")) + text.substr(std::min(text.size(), text.find(" blocks")));
+      };
       if (std::none_of(best.begin(), best.end(), [&](const sweep::Row& b) { return head(b.text) == head(row.text); }))
         best.push_back(row);
     }
     sweep::print(title, static_cast<double>(count) * (DROPOUT ? 10 : RESIDUAL ? 8 : 6), best, most);
     NormBackwardParams without = b;
     without.dweight_partials = without.dbias_partials = nullptr;
-    Status status;
-    std::printf("  %7.1f us  the package's choice without the gradients of the parameters\n",
-                sweep::time_of([&] { static_cast<void>(status = run(runs[0], without)); }));
+    const auto run_of = [&](const std::string& text) {
+      return std::find_if(runs.begin(), runs.end(), [&](const Run& r) { return r.text == text; });
+    };
+    // The package's choice and the fastest of the blocks and of the clusters.
+    std::vector<const Run*> fastest{&runs[0]};
+    for (int cluster : {1, 2})
+      for (const sweep::Row& row : best)
+        if (const Run& r = *run_of(row.text); r.candidate && r.config.cluster == cluster) {
+          fastest.push_back(&r);
+          break;
+        }
+    for (const Run* r : fastest) {
+      Status status;
+      const auto timed = [&](const NormBackwardParams& p, const NormSumConfig* sum, bool dependent = true) {
+        return sweep::time_of([&] { static_cast<void>(status = run(*r, p, sum, dependent)); }, 11, 2);
+      };
+      std::printf("  %s:\n    %.1f us as it is, %.1f without the gradients of the parameters; second stage:\n",
+                  r->text.c_str(), timed(b, nullptr), timed(without, nullptr));
+      const auto text_of = [](const NormSumConfig& c) {
+        return "tiles of " + std::to_string(c.tile_vectors) + " vectors, " + std::to_string(c.threads) + " threads";
+      };
+      std::vector<sweep::Row> sums;
+      for (int tile : {4, 8, 16})
+        for (int threads : {128, 256, 512}) {
+          const NormSumConfig c{4, tile, threads};
+          sums.push_back({timed(b, &c), text_of(c)});
+        }
+      const NormSumConfig chosen_sum = choose_norm_sum(columns);
+      sums.push_back({timed(b, &chosen_sum, false), text_of(chosen_sum) + ", waits for the whole first stage"});
+      std::sort(sums.begin(), sums.end(), [](const auto& x, const auto& y) { return x.us < y.us; });
+      for (const sweep::Row& row : sums)
+        std::printf("    %7.1f us  %s%s\n", row.us, row.text.c_str(),
+                    row.text == text_of(chosen_sum) ? ", chosen" : "");
+    }
     for (void* p : {dy, s, w, dx, dw, db, static_cast<void*>(rstd), static_cast<void*>(mean),
                     static_cast<void*>(dw_partials), static_cast<void*>(db_partials), static_cast<void*>(seed)})
       check(cudaFree(p));

@@ -1,5 +1,5 @@
 // Candidate bodies of the norms' forward (norm_forward_candidates.cuh) beside what the package chooses and a copy of
-// the same bytes; bf16. Results are compared with sums in double precision. Four programs, one for each PART, which
+// the same bytes; bf16. Results are compared with sums in double precision. Five programs, one for each PART, which
 // tools/gpu/sweep/norm_forward.sh builds and runs.
 #include "norm_forward_candidates.cuh"
 #include "sweep.h"
@@ -22,6 +22,7 @@ struct Candidate {
   int threads;
   int64_t rows_a_block;  // 0: as many blocks as are resident, each with many rows
   int shared_bytes = 0;
+  int lanes = 0;  // of a row, for bodies that ask for them; 0: as chosen
 };
 
 struct Sizes {
@@ -115,7 +116,8 @@ template <class Op> void run(const char* title_of_op, const Sizes& size, std::ve
     if (f.mean) check(cudaMemset(f.mean, 255, static_cast<size_t>(rows) * 4));
     if (f.residual_out) check(cudaMemset(f.residual_out, 255, static_cast<size_t>(count) * 2));
     Status status;
-    const double us = sweep::time_of([&] { (void)(status = launch(c.kernel, grid, nullptr, f, chosen.lanes)); }, 21);
+    const double us = sweep::time_of(
+        [&] { (void)(status = launch(c.kernel, grid, nullptr, f, c.lanes ? c.lanes : chosen.lanes)); }, 21);
     check(cudaMemset(wrong, 0, 4));
     compare<<<1024, 256>>>(static_cast<const bfloat16*>(f.y), want_y, count, 0.016f, wrong);
     compare<<<1024, 256>>>(static_cast<const float*>(f.rstd), rstd, rows, 1e-5f, wrong);
@@ -140,18 +142,38 @@ template <class Op> void run(const char* title_of_op, const Sizes& size, std::ve
     check(cudaFree(p));
 }
 
-// What the package has beside rows in shared memory.
+// What the package has for rows of any length.
 template <class Op, int kThreads> Candidate registers_of() {
   return {"registers, any length", forward_registers<Op, bfloat16, bfloat16, 4, 1, Scope::block, 384, 3>, kThreads, 1};
 }
 
+template <class Op, int kColumns> Candidate group_of() {
+  constexpr int kVectors = kColumns / 8, V = kVectors <= 32 ? 1 : kVectors / 32, kLanes = kVectors / V;
+  constexpr int U = V == 1 ? 4 : V == 3 ? norm_rows_of_three_vectors(Op::kLayer, false) : 1;
+  return {"registers of a group, any length",
+          forward_registers < Op,
+          bfloat16,
+          bfloat16,
+          V,
+          U,
+          Scope::group,
+          64,
+          V == 4 || (V == 3 && U == 2) ? 12 : 16 >
+          , 64, U * 64 / kLanes, 0, kLanes};
+}
+
 // Rows of a warp in blocks of kThreads.
-template <class Op, int kColumns, int kLanes, int U, Moment kMoment, bool kStream, int kMinBlocks, int kThreads = 64>
-Candidate short_rows_of(const char* how) {
-  constexpr int kBatch = 32 / kLanes * U;
-  return {std::string(how) + ": " + std::to_string(kLanes) + " lanes a row, " + std::to_string(U) + " rows a lane",
-          short_rows<Op, kColumns, kLanes, U, kMoment, kStream, kThreads, kMinBlocks>, kThreads,
-          kStream ? 0 : int64_t{kBatch} * (kThreads / 32)};
+template <class Op, int kColumns, int kLanes, int U, int kMinBlocks, int kThreads = 64> Candidate warp_of() {
+  return {"warp: " + std::to_string(kLanes) + " lanes a row, " + std::to_string(U) + " rows a lane",
+          forward_warp<Op, bfloat16, kLanes, kColumns / (kLanes * 8), U, kThreads, kMinBlocks>, kThreads,
+          int64_t{kThreads} / kLanes * U};
+}
+
+// Rows of 12,288 columns that all lie on the chip at once, in blocks of kSlots.
+template <class Op, int kThreads, int kSlots, int kMinBlocks> Candidate resident_of() {
+  return {"resident, " + std::to_string(kSlots) + " rows a block",
+          forward_resident<Op, bfloat16, 12288 / 8 / kThreads, kThreads, kSlots, kMinBlocks>, kThreads, kSlots,
+          kSlots * 12288 * 2};
 }
 
 template <class Op, int kColumns, int kThreads, int kAhead, bool kLateSum, int kMinBlocks> Candidate wide_rows_of() {
@@ -166,91 +188,85 @@ template <class Op, int kColumns, int V, bool kWeightWithX, int kMinBlocks> Cand
           forward_shared<Op, bfloat16, V, kWeightWithX, kThreads, kThreads, kMinBlocks>, kThreads, 1, kColumns * 2};
 }
 
-template <class Op, int kColumns, int kThreads, int kStages, int kMinBlocks> Candidate streamed_rows_of() {
-  return {"bulk copies both ways, " + std::to_string(kStages) + " stages",
-          streamed_rows<Op, kColumns, kThreads, kStages, kMinBlocks>, kThreads, 0,
-          kStages * kColumns * 2 * (Op::kResidual ? 2 : 1)};
+template <class Op> void rows_of_768(const char* op) {
+  constexpr bool kLayer = Op::kLayer;
+  run<Op>(op, {65536, 768},
+          {group_of<Op, 768>(), warp_of<Op, 768, 32, 1, kLayer ? 14 : 18>(), warp_of<Op, 768, 32, 1, 32, 32>(),
+           warp_of<Op, 768, 32, 1, kLayer ? 8 : 10, 128>(), warp_of<Op, 768, 16, 1, kLayer ? 8 : 12>(),
+           warp_of<Op, 768, 32, 2, kLayer ? 8 : 12>(), warp_of<Op, 768, 32, 2, kLayer ? 16 : 24, 32>()});
+}
+
+template <class Op> void rows_of_128(const char* op) {
+  constexpr bool kLayer = Op::kLayer;
+  run<Op>(op, {131072, 128},
+          {group_of<Op, 128>(), warp_of<Op, 128, 16, 4, kLayer ? 14 : 16>(),
+           warp_of<Op, 128, 16, 4, kLayer ? 16 : 18>(), warp_of<Op, 128, 16, 4, kLayer ? 28 : 32, 32>(),
+           warp_of<Op, 128, 16, 4, kLayer ? 7 : 8, 128>(), warp_of<Op, 128, 16, 8, kLayer ? 8 : 10>(),
+           warp_of<Op, 128, 8, 2, kLayer ? 12 : 18>(), warp_of<Op, 128, 8, 2, kLayer ? 28 : 32, 32>(),
+           warp_of<Op, 128, 8, 4, kLayer ? 8 : 10>(), warp_of<Op, 128, 4, 1, kLayer ? 10 : 16>()});
+}
+
+template <class Op> void other_short_rows(const char* op) {
+  constexpr bool kLayer = Op::kLayer;
+  run<Op>(op, {262144, 64},
+          {group_of<Op, 64>(), warp_of<Op, 64, 8, 2, kLayer ? 16 : 24>(), warp_of<Op, 64, 8, 4, 12>(),
+           warp_of<Op, 64, 8, 4, kLayer ? 28 : 32, 32>(), warp_of<Op, 64, 8, 4, kLayer ? 7 : 8, 128>()});
+  run<Op>(op, {131072, 256},
+          {group_of<Op, 256>(), warp_of<Op, 256, 16, 2, 12>(), warp_of<Op, 256, 32, 4, kLayer ? 14 : 16>(),
+           warp_of<Op, 256, 16, 2, kLayer ? 28 : 32, 32>(), warp_of<Op, 256, 16, 2, kLayer ? 7 : 8, 128>()});
+  run<Op>(op, {98304, 512},
+          {group_of<Op, 512>(), warp_of<Op, 512, 32, 1, 20>(), warp_of<Op, 512, 16, 1, kLayer ? 10 : 14>(),
+           warp_of<Op, 512, 32, 2, kLayer ? 28 : 32, 32>()});
+  run<Op>(op, {65536, 1024}, {group_of<Op, 1024>(), warp_of<Op, 1024, 32, 1, kLayer ? 24 : 32, 32>()});
+}
+
+template <class Op> void rows_of_12288(const char* op) {
+  for (const int64_t rows : {1024, 8192, 512, 768, 1056, 128})
+    run<Op>(op, {rows, 12288},
+            {shared_rows_of<Op, 12288, 6, true, 4>(), registers_of<Op, 384>(), resident_of<Op, 256, 4, 2>(),
+             resident_of<Op, 384, 4, 2>(), resident_of<Op, 192, 4, 2>(), resident_of<Op, 256, 8, 1>()});
+}
+
+template <class Op> void rows_of_8192(const char* op) {
+  constexpr bool kLayer = Op::kLayer;
+  run<Op>(op, {4096, 8192},
+          {registers_of<Op, 256>(), shared_rows_of<Op, 8192, 4, kLayer, kLayer ? 4 : 8>(),
+           wide_rows_of<Op, 8192, 256, 1, false, kLayer ? 4 : 5>()});
+}
+
+template <class Op> void rows_of_4096(const char* op) {
+  constexpr bool kLayer = Op::kLayer;
+  run<Op>(op, {16384, 4096}, {wide_rows_of<Op, 4096, 128, 2, false, 8>()});
 }
 
 }  // namespace
 
 int main() {
-#if PART < 2
-  constexpr Moment kOnce = Moment::once, kTwice = Moment::twice;
-#endif
 #if PART == 0
-  run<Layer>("layer_norm", {65536, 768},
-             {short_rows_of<Layer, 768, 32, 1, kOnce, false, 16>("once"),
-              short_rows_of<Layer, 768, 32, 2, kOnce, false, 12>("once"),
-              short_rows_of<Layer, 768, 32, 1, kTwice, false, 16>("mean first"),
-              short_rows_of<Layer, 768, 32, 1, kTwice, false, 8, 128>("mean first"),
-              short_rows_of<Layer, 768, 32, 2, kTwice, false, 8>("mean first"),
-              short_rows_of<Layer, 768, 32, 2, kTwice, false, 4, 128>("mean first"),
-              short_rows_of<Layer, 768, 16, 1, kTwice, false, 8>("mean first"),
-              short_rows_of<Layer, 768, 32, 1, kTwice, true, 8>("mean first, streaming"),
-              short_rows_of<Layer, 768, 32, 1, kTwice, true, 4, 128>("mean first, streaming")});
-  run<Rms>("rms_norm", {65536, 768},
-           {short_rows_of<Rms, 768, 32, 1, kOnce, false, 16>("once"),
-            short_rows_of<Rms, 768, 32, 1, kOnce, false, 20>("once"),
-            short_rows_of<Rms, 768, 32, 2, kOnce, false, 12>("once"),
-            short_rows_of<Rms, 768, 32, 1, kOnce, true, 10>("streaming")});
+  rows_of_768<Layer>("layer_norm");
+  rows_of_768<Rms>("rms_norm");
 #elif PART == 1
-  run<Rms>(
-      "rms_norm", {131072, 128},
-      {short_rows_of<Rms, 128, 16, 4, kOnce, false, 16>("once"),
-       short_rows_of<Rms, 128, 16, 4, kOnce, false, 24>("once"),
-       short_rows_of<Rms, 128, 16, 2, kOnce, false, 28>("once"),
-       short_rows_of<Rms, 128, 16, 8, kOnce, false, 12>("once"),
-       short_rows_of<Rms, 128, 8, 2, kOnce, false, 16>("once"),
-       short_rows_of<Rms, 128, 8, 2, kOnce, false, 8, 128>("once"),
-       short_rows_of<Rms, 128, 8, 4, kOnce, false, 10>("once"), short_rows_of<Rms, 128, 4, 1, kOnce, false, 16>("once"),
-       short_rows_of<Rms, 128, 16, 4, kOnce, true, 8>("streaming"),
-       short_rows_of<Rms, 128, 16, 2, kOnce, true, 16>("streaming"),
-       short_rows_of<Rms, 128, 8, 2, kOnce, true, 8>("streaming")});
-  run<Layer>("layer_norm", {131072, 128},
-             {short_rows_of<Layer, 128, 16, 4, kOnce, false, 14>("once"),
-              short_rows_of<Layer, 128, 16, 4, kTwice, false, 12>("mean first"),
-              short_rows_of<Layer, 128, 8, 2, kTwice, false, 14>("mean first"),
-              short_rows_of<Layer, 128, 8, 2, kOnce, false, 14>("once")});
+  rows_of_128<Rms>("rms_norm");
+  rows_of_128<Layer>("layer_norm");
+  other_short_rows<Rms>("rms_norm");
+  other_short_rows<Layer>("layer_norm");
 #elif PART == 2
   run<AddRms>("add_rms_norm", {16384, 4096},
-              {wide_rows_of<AddRms, 4096, 128, 4, false, 9>(), wide_rows_of<AddRms, 4096, 128, 4, true, 9>(),
-               wide_rows_of<AddRms, 4096, 128, 2, true, 10>(), wide_rows_of<AddRms, 4096, 256, 2, false, 6>(),
-               wide_rows_of<AddRms, 4096, 256, 2, true, 6>(), wide_rows_of<AddRms, 4096, 256, 0, false, 6>(),
-               streamed_rows_of<AddRms, 4096, 128, 4, 3>(), streamed_rows_of<AddRms, 4096, 256, 4, 3>(),
-               streamed_rows_of<AddRms, 4096, 256, 6, 2>(), streamed_rows_of<AddRms, 4096, 512, 6, 2>()});
+              {wide_rows_of<AddRms, 4096, 128, 4, true, 9>(), wide_rows_of<AddRms, 4096, 128, 2, true, 10>(),
+               wide_rows_of<AddRms, 4096, 128, 1, true, 10>()});
   run<AddRms>("add_rms_norm", {4096, 8192},
-              {wide_rows_of<AddRms, 8192, 256, 4, false, 5>(), wide_rows_of<AddRms, 8192, 256, 4, true, 5>(),
-               wide_rows_of<AddRms, 8192, 256, 2, true, 5>(), wide_rows_of<AddRms, 8192, 512, 2, false, 3>(),
-               wide_rows_of<AddRms, 8192, 512, 2, true, 3>(), wide_rows_of<AddRms, 8192, 512, 0, true, 3>(),
-               streamed_rows_of<AddRms, 8192, 256, 3, 2>(), streamed_rows_of<AddRms, 8192, 512, 3, 2>(),
-               streamed_rows_of<AddRms, 8192, 512, 6, 1>()});
+              {wide_rows_of<AddRms, 8192, 256, 4, true, 5>(), wide_rows_of<AddRms, 8192, 256, 2, true, 5>(),
+               wide_rows_of<AddRms, 8192, 256, 1, true, 5>()});
   run<AddRms>("add_rms_norm", {1024, 12288},
-              {wide_rows_of<AddRms, 12288, 384, 4, false, 3>(), wide_rows_of<AddRms, 12288, 384, 4, true, 3>(),
-               wide_rows_of<AddRms, 12288, 512, 3, true, 2>(), wide_rows_of<AddRms, 12288, 256, 4, true, 4>(),
-               streamed_rows_of<AddRms, 12288, 512, 4, 1>(), streamed_rows_of<AddRms, 12288, 768, 4, 1>()});
+              {wide_rows_of<AddRms, 12288, 384, 4, true, 3>(), wide_rows_of<AddRms, 12288, 384, 4, false, 3>(),
+               wide_rows_of<AddRms, 12288, 384, 2, true, 3>()});
+#elif PART == 3
+  rows_of_12288<Rms>("rms_norm");
+  rows_of_12288<Layer>("layer_norm");
 #else
-  run<Layer>("layer_norm", {4096, 8192},
-             {registers_of<Layer, 256>(), shared_rows_of<Layer, 8192, 4, true, 4>(),
-              shared_rows_of<Layer, 8192, 4, false, 6>(), shared_rows_of<Layer, 8192, 2, true, 3>(),
-              shared_rows_of<Layer, 8192, 2, false, 4>(), wide_rows_of<Layer, 8192, 256, 2, false, 4>(),
-              wide_rows_of<Layer, 8192, 256, 1, false, 4>(), wide_rows_of<Layer, 8192, 512, 2, false, 2>()});
-  run<Rms>("rms_norm", {4096, 8192},
-           {registers_of<Rms, 256>(), shared_rows_of<Rms, 8192, 4, true, 5>(), shared_rows_of<Rms, 8192, 2, true, 4>(),
-            wide_rows_of<Rms, 8192, 256, 4, false, 5>(), wide_rows_of<Rms, 8192, 256, 1, false, 5>(),
-            streamed_rows_of<Rms, 8192, 512, 6, 2>()});
-  run<Layer>("layer_norm", {1024, 12288},
-             {registers_of<Layer, 384>(), shared_rows_of<Layer, 12288, 4, true, 3>(),
-              wide_rows_of<Layer, 12288, 384, 2, false, 3>()});
-  run<Rms>("rms_norm", {1024, 12288},
-           {registers_of<Rms, 384>(), wide_rows_of<Rms, 12288, 384, 4, false, 3>(),
-            streamed_rows_of<Rms, 12288, 512, 4, 2>()});
-  // More rows than are resident at once, and one a multiprocessor.
-  for (const int64_t rows : {8192, 128}) {
-    run<Layer>("layer_norm", {rows, 12288}, {registers_of<Layer, 384>(), shared_rows_of<Layer, 12288, 6, false, 8>()});
-    run<Rms>("rms_norm", {rows, 12288}, {registers_of<Rms, 384>(), shared_rows_of<Rms, 12288, 6, false, 8>()});
-  }
-  run<Layer>("layer_norm", {16384, 4096},
-             {shared_rows_of<Layer, 4096, 4, false, 12>(), wide_rows_of<Layer, 4096, 128, 2, false, 8>()});
+  rows_of_8192<Rms>("rms_norm");
+  rows_of_8192<Layer>("layer_norm");
+  rows_of_4096<Rms>("rms_norm");
+  rows_of_4096<Layer>("layer_norm");
 #endif
 }
