@@ -173,6 +173,26 @@ TEST(every_kernel) {
     }
 }
 
+// Every thread has all of its elements, and every group all of its heads.
+TEST(whole_heads) {
+  for (const int64_t dim : {64, 128}) {
+    const RotarySetting s{.q_heads = 8, .k_heads = 4, .head_dim = dim, .rotary_dim = dim};
+    Problem<float, float, float>(s).run();
+    Problem<float16, float, float16>(s).run();
+    Problem<bfloat16, bfloat16, bfloat16>(s).run();
+    Problem<bfloat16, bfloat16, float>(s).run();
+  }
+  Problem<bfloat16, bfloat16, bfloat16>({.batch = 1,
+                                         .tokens = 11,
+                                         .q_heads = 36,
+                                         .k_heads = 0,
+                                         .head_dim = 128,
+                                         .rotary_dim = 128,
+                                         .padding = 8,
+                                         .cu_seqlens = {1, 3, 4, 11}})
+      .run();
+}
+
 TEST(head_dimensions) {
   for (const int64_t dim : {1, 2, 3, 7, 16, 18, 32, 72, 80, 96, 128, 256, 512, 520})
     for (const bool interleaved : {false, true})

@@ -183,10 +183,11 @@ TEST(in_place) {
 // 2 elements for each of q and k, and cos and sin of a token once for each of its groups of heads.
 TEST(bytes_moved) {
   for (const bool wide : {false, true})
-    for (const int64_t rotary_dim : {128, 64}) {
-      const RotarySetting s{.tokens = 5, .q_heads = 5, .k_heads = 2, .head_dim = 128, .rotary_dim = rotary_dim};
+    for (const auto& [head_dim, rotary_dim] : {std::pair<int64_t, int64_t>{128, 128}, {128, 64}, {64, 64}}) {
+      const RotarySetting s{.tokens = 5, .q_heads = 5, .k_heads = 2, .head_dim = head_dim, .rotary_dim = rotary_dim};
       const int64_t tokens = s.batch * s.tokens, moved = tokens * (s.q_heads + s.k_heads) * s.head_dim * 2;
-      const int64_t groups = (s.q_heads + 1) / 2 + (s.k_heads + 1) / 2;  // two heads each
+      const int64_t heads = head_dim == 64 ? 1 : 2;  // of a group
+      const int64_t groups = (s.q_heads + heads - 1) / heads + (s.k_heads + heads - 1) / heads;
       const auto measure = [&](auto& p) {
         under_every_seed([&] {
           expect_ok(rope_cuda(p.params, nullptr));
@@ -205,7 +206,7 @@ TEST(bytes_moved) {
 
 TEST(other_configurations) {
   Problem<bfloat16, bfloat16> p({.tokens = 7, .q_heads = 6, .k_heads = 2});
-  for (const int heads : {2, 4})
+  for (const int heads : {1, 2, 4})
     for (const int threads : {4, 16, 32, 64, 128}) {
       const RopeConfig c = rope_config_of(p.planned(), heads, threads);
       under_every_seed([&] {
@@ -217,6 +218,9 @@ TEST(other_configurations) {
   RopeConfig c = choose_rope(p.planned());
   c.heads_a_thread = 3;
   expect_refused(rope_cuda_with(c, p.params, nullptr), "3 heads a thread");
+  c = rope_config_of(p.planned(), 1, 64);
+  c.vector_elems = 1;
+  expect_refused(rope_cuda_with(c, p.params, nullptr), "1 heads a thread and vectors of 1");
   c = choose_rope(p.planned());
   c.blocks_x = INT64_C(1) << 32;
   expect_refused(rope_cuda_with(c, p.params, nullptr), "more than a grid may have");

@@ -218,6 +218,23 @@ def test_plan_says_which_kernel_runs_and_why(problem, forward, backward):
     assert plan["partial_rows"] >= plan["backward"]["blocks"]
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "tokens", "forward", "backward"),
+    [
+        ((32, 8), 128, 16384, (96, 1), (2, 480)),
+        ((64, 8), 128, 8192, (160, 1), (4, 448)),
+        ((64, 8), 128, 132, (160, 1), (2, 288)),
+        ((16, 16), 64, 16384, (96, 3), (2, 512)),
+        ((200, 8), 128, 16384, (160, 1), (4, 416)),
+    ],
+)
+def test_plan_fills_blocks(heads, head_dim, tokens, forward, backward):
+    given = {"tokens": tokens, "q_heads": heads[0], "k_heads": heads[1], "head_dim": head_dim}
+    plan = warpsmith.plan("qk_norm_rope", **given, dtype=BF16)
+    assert tuple(plan["forward"][k] for k in ("threads", "tokens_a_block")) == forward
+    assert tuple(plan["backward"][k] for k in ("heads_a_thread", "threads")) == backward
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("heads", [(1, 0), (1, 1), (32, 8), (300, 7)])
 @pytest.mark.parametrize("head_dim", [8, 16, 64, 80, 96, 128, 256, 512, 513])

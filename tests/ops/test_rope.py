@@ -382,6 +382,27 @@ def test_the_plan_of_a_llama_layer():
     assert plan["why"]
     wide = warpsmith.plan("rope", tokens=8192, q_heads=64, k_heads=8, head_dim=128, dtype=BF16)
     assert (wide["heads_a_thread"], wide["threads"]) == (4, (8, 18, 1))
+
+
+@pytest.mark.parametrize(
+    ("heads", "inplace", "heads_a_thread", "threads"),
+    [
+        ((16, 16), False, 1, (4, 16, 1)),
+        ((16, 16), True, 1, (4, 32, 1)),
+        ((12, 12), False, 1, (4, 24, 2)),
+        ((12, 12), True, 1, (4, 24, 1)),
+        ((14, 2), False, 1, (4, 16, 1)),
+        ((32, 4), True, 1, (4, 36, 1)),
+        ((64, 8), False, 2, (4, 36, 1)),
+    ],
+)
+def test_the_plan_of_short_heads(heads, inplace, heads_a_thread, threads):
+    given = {"tokens": 16384, "q_heads": heads[0], "k_heads": heads[1], "head_dim": 64, "inplace": inplace}
+    plan = warpsmith.plan("rope", **given, dtype=BF16)
+    assert (plan["heads_a_thread"], plan["threads"]) == (heads_a_thread, threads)
+
+
+def test_plans_without_vectors_go_element_by_element():
     assert warpsmith.plan("rope", tokens=8, q_heads=2, head_dim=128, aligned=False)["vector_elems"] == 1
     assert warpsmith.plan("rope", tokens=8, q_heads=2, head_dim=128, rotary_dim=20)["vector_elems"] == 1
 

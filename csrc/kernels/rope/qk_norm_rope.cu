@@ -1,6 +1,7 @@
 #include "common/launch.h"
 #include "kernels/rope/qk_norm_rope_config.h"
 #include "kernels/rope/qk_norm_rope_kernel.cuh"
+#include "kernels/rope/qk_norm_rope_kernel_backward.cuh"
 
 namespace warpsmith {
 namespace {
@@ -65,17 +66,25 @@ Status no_kernel(const char* direction, const QkNormRopeConfig& c) {
                              " stages");
 }
 
+template <class T> constexpr int kUsual = 128 * sizeof(T) / 32;  // lanes of heads of 128; half of them of 64
+
 template <class T, class C>
 Status launch_forward(const QkNormRopeFwdParams& p, const QkNormRopeConfig& c, void* stream) {
   using namespace qk_norm_rope;
-  constexpr int U = kQkNormRopeHeadsAThread, B = kQkNormRopeForwardBlocks;
+  constexpr int U = kQkNormRopeHeadsAThread, kThreads = kQkNormRopeForwardThreads, B = kQkNormRopeForwardBlocks;
   if (c.blocks > 0x7fffffff || c.parts > 0xffff)
     return Status::unsupported(std::to_string(c.blocks) + " x " + std::to_string(c.parts) +
                                " blocks are more than a grid may have");
   if (c.kernel == QkNormRopeKernel::looped) return launch(forward_looped<T, C>, grid_of(c), stream, p, c);
   if (c.kernel != QkNormRopeKernel::registers || c.heads_a_thread != U) return no_kernel("forward", c);
-  return p.shape.interleaved ? launch(forward_registers<T, C, true, U, B, true>, grid_of(c), stream, p, c)
-                             : launch(forward_registers<T, C, false, U, B, true>, grid_of(c), stream, p, c);
+  const bool whole = c.whole && p.weight_dtype == p.dtype;
+  const auto kernel = p.shape.interleaved             ? forward_registers<T, C, true, U, 0, kThreads, B>
+                      : whole && c.lanes == kUsual<T> ? forward_registers<T, C, false, U, kUsual<T>, kThreads, B>
+                      : whole && c.lanes == kUsual<T> / 2
+                          ? forward_registers<T, C, false, U, kUsual<T> / 2, kThreads, B>
+                          : forward_registers<T, C, false, U, 0, kThreads, B>;
+  return launch(kernel, grid_of(c), stream, p, c, static_cast<float>(p.eps),
+                1.f / static_cast<float>(p.shape.head_dim));
 }
 
 template <class T, class C>
@@ -88,10 +97,10 @@ Status launch_backward(const QkNormRopeBwdParams& p, const QkNormRopeConfig& c, 
         c.heads_a_thread % c.stages != 0 || c.threads > kQkNormRopeBackwardThreads)
       return no_kernel("backward", c);
     constexpr int U = kQkNormRopeBackwardHeads, kThreads = kQkNormRopeBackwardThreads, B = kQkNormRopeBackwardBlocks;
-    constexpr int kUsual = 128 * sizeof(T) / 32;  // lanes of heads of 128
-    const auto kernel = p.shape.interleaved ? backward_ring<T, C, true, U, 0, kThreads, B>
-                        : c.lanes == kUsual ? backward_ring<T, C, false, U, kUsual, kThreads, B>
-                                            : backward_ring<T, C, false, U, 0, kThreads, B>;
+    const auto kernel = p.shape.interleaved        ? backward_ring<T, C, true, U, 0, kThreads, B>
+                        : c.lanes == kUsual<T>     ? backward_ring<T, C, false, U, kUsual<T>, kThreads, B>
+                        : c.lanes == kUsual<T> / 2 ? backward_ring<T, C, false, U, kUsual<T> / 2, kThreads, B>
+                                                   : backward_ring<T, C, false, U, 0, kThreads, B>;
     WARPSMITH_RETURN_IF_FAILED(launch(kernel, grid_of(c), stream, p, c, static_cast<float>(p.eps),
                                       1.f / static_cast<float>(p.shape.head_dim)));
   }

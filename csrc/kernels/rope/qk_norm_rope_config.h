@@ -35,8 +35,10 @@ struct QkNormRopeConfig {
   int columns = 0;         // and those that are not
   int lanes = 32;          // threads of a head, a power of two
   int lane_bits = 5;       // its logarithm
+  bool whole = false;      // every lane rotates two vectors, and (forward) every group of heads is full
   int heads_a_thread = 1;  // of one token: side by side (registers), one after the other (ring)
   int threads_a_token = 32;
+  int slot_factor = 1;  // a thread times this, shifted, is its token among the block's
   int tokens_a_block = 1;
   int threads = 256;
   int64_t blocks = 1;
@@ -54,6 +56,11 @@ constexpr int64_t head_groups(const QkNormRopeProblem& p, int heads_a_thread) {
   return ceil_div(p.q_heads, heads_a_thread) + ceil_div(p.k_heads, heads_a_thread);
 }
 
+// n / d as (n * factor) >> kSlotShift: the factor is off by less than d in 2^kSlotShift, so n * d must be less than
+// that, and n * factor less than 2^32. 1,024 threads are.
+constexpr int kSlotShift = 20;
+constexpr int slot_factor(int threads_a_token) { return (1 << kSlotShift) / threads_a_token + 1; }
+
 // Vectors and lanes of a head, or none (looped).
 constexpr QkNormRopeConfig head_of(const QkNormRopeProblem& p) {
   QkNormRopeConfig c;
@@ -67,6 +74,7 @@ constexpr QkNormRopeConfig head_of(const QkNormRopeProblem& p) {
     c.kernel = QkNormRopeKernel::registers;
     c.lanes = 1, c.lane_bits = 0;
     while (c.lanes < c.columns) c.lanes *= 2, ++c.lane_bits;
+    c.whole = c.lanes == c.rotating && c.lanes == c.columns;
   } else {
     c.vector_elems = 1;
     c.rotating = static_cast<int>(p.rotary_dim / 2);
@@ -94,13 +102,15 @@ constexpr QkNormRopeConfig qk_norm_rope_forward_config(const QkNormRopeProblem& 
     return c;
   }
   c.heads_a_thread = heads_a_thread;
+  c.whole = c.whole && p.q_heads % heads_a_thread == 0 && p.k_heads % heads_a_thread == 0;
   const int64_t a_token = std::max<int64_t>(1, head_groups(p, heads_a_thread)) * c.lanes;
   c.parts = ceil_div(a_token, threads);
   c.threads_a_token = static_cast<int>(ceil_div(ceil_div(a_token, c.parts), c.lanes) * c.lanes);
   if (c.parts > 1) c.threads_a_token = static_cast<int>(ceil_div(c.threads_a_token, 32) * 32);
-  c.tokens_a_block = static_cast<int>(std::clamp<int64_t>(p.tokens, 1, threads / c.threads_a_token));
+  c.tokens_a_block = static_cast<int>(std::clamp<int64_t>(p.tokens, 1, std::max(1, threads / c.threads_a_token)));
   c.threads = static_cast<int>(ceil_div(int64_t{c.threads_a_token} * c.tokens_a_block, 32) * 32);
   c.blocks = ceil_div(p.tokens, c.tokens_a_block);
+  c.slot_factor = slot_factor(c.threads_a_token);
   c.why = "a head in the registers of its threads, read once";
   return c;
 }
@@ -121,6 +131,7 @@ constexpr QkNormRopeConfig qk_norm_rope_backward_config(const QkNormRopeProblem&
   c.tokens_a_block = static_cast<int>(std::clamp<int64_t>(p.tokens, 1, threads / c.threads_a_token));
   c.threads = static_cast<int>(ceil_div(int64_t{c.threads_a_token} * c.tokens_a_block, 32) * 32);
   constexpr int64_t kSlots = 4;  // two vectors of x and two of the gradient
+  c.slot_factor = slot_factor(c.threads_a_token);
   c.shared_bytes = kSlots * kVectorBytes * c.stages * kQkNormRopeBackwardThreads;
   const int64_t registers_for = kQkNormRopeBackwardThreads * kQkNormRopeBackwardBlocks / c.threads;
   const int64_t together = std::max<int64_t>(1, std::min(registers_for, p.max_shared_bytes / (c.shared_bytes + 1024)));
@@ -129,17 +140,37 @@ constexpr QkNormRopeConfig qk_norm_rope_backward_config(const QkNormRopeProblem&
   return c;
 }
 
-// Measured on one H200 (2026-11-21, bf16, tools/gpu/sweep), fractions of a copy of the same bytes, 40 heads of 128 and
-// 32 of 64 elements: four heads a thread 0.889 and 0.889, two 0.859 and 0.887, one below 0.84; weights after the sum
-// 0.01 less. Taken with 100 registers a thread, three blocks a multiprocessor.
+// Measured on one H200 (bf16, tools/gpu/sweep/qk_norm_rope.cu), fractions of a copy of the same bytes:
+//   heads x D                          40 x 128    72 x 128    32 x 64
+//   blocks of 96 threads                 0.970                   0.937
+//   blocks of 160 (96 registers)         0.964       0.960       0.929
+//   blocks of 320                        0.960       0.956       0.912
+//   2 heads a thread, blocks of 160      0.963                   0.940
+//   8 heads, blocks of 160               0.955       0.950       0.902
+//   any problem's kernel                 0.947       0.937       0.897
 constexpr QkNormRopeConfig choose_qk_norm_rope_forward(const QkNormRopeProblem& p) {
-  return qk_norm_rope_forward_config(p, kQkNormRopeHeadsAThread, kQkNormRopeForwardThreads);
+  constexpr int kSmall = 96;
+  const QkNormRopeConfig c = qk_norm_rope_forward_config(p, kQkNormRopeHeadsAThread, kQkNormRopeForwardThreads);
+  const bool small = c.kernel == QkNormRopeKernel::registers && c.parts == 1 && c.threads_a_token <= kSmall;
+  return small ? qk_norm_rope_forward_config(p, kQkNormRopeHeadsAThread, kSmall) : c;
 }
 
-// Measured as above at 40 heads of 128: blocks of 480 threads and two heads a thread 0.919, four 0.903; two blocks of
-// 160 and two heads 0.913, of 240 and four 0.902, eight 0.895. 32 heads of 64, four heads: 0.810 and 0.802.
+// Takes the fewest heads a thread that fill 7/8 of a block's threads and do not cost blocks. Measured as above:
+//   heads a thread            2              4              6              8
+//   40 x 128 (threads)    0.911 (480)    0.910 (480)    0.894 (512)    0.893 (480)
+//   72 x 128              0.851 (288)    0.908 (448)    0.900 (416)    0.908 (512)
+//   32 x 64               0.805 (512)    0.796 (512)    0.800 (512)    0.777 (512)
+// Two blocks of 256 threads: 0.900 at 40 x 128, 0.816 at 32 x 64.
 constexpr QkNormRopeConfig choose_qk_norm_rope_backward(const QkNormRopeProblem& p) {
-  return qk_norm_rope_backward_config(p, kQkNormRopeBackwardHeads, kQkNormRopeBackwardThreads);
+  constexpr int kEnough = kQkNormRopeBackwardThreads / 8 * 7, kMostHeads = 8;
+  QkNormRopeConfig best = qk_norm_rope_backward_config(p, kQkNormRopeBackwardHeads, kQkNormRopeBackwardThreads);
+  if (best.kernel == QkNormRopeKernel::looped) return best;
+  for (int heads = best.heads_a_thread + best.stages; heads <= kMostHeads && best.threads < kEnough;
+       heads += best.stages) {
+    const QkNormRopeConfig c = qk_norm_rope_backward_config(p, heads, kQkNormRopeBackwardThreads);
+    if (c.threads > best.threads && c.blocks >= best.blocks) best = c;
+  }
+  return best;
 }
 
 // Rows of partial sums that a backward writes: one a block, or one a warp where each warp keeps its own.

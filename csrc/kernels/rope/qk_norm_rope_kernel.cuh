@@ -1,130 +1,91 @@
 #pragma once
 #include <cstdint>
 
-#include "device/async_copy.h"
 #include "device/math.h"
-#include "device/programmatic_launch.h"
 #include "device/reduce.h"
 #include "device/vector.h"
 #include "kernels/rope/qk_norm_rope.h"
 #include "kernels/rope/qk_norm_rope_config.h"
+#include "kernels/rope/qk_norm_rope_heads.cuh"
 #include "kernels/rope/rotary.cuh"
 
-// Kernels of qk_norm_rope. T: storage of the activations; statistics and sums are float, in a fixed order. N elements
-// make one memory access. Bytes, beside the cos and sin of a token, which each of its groups of heads reads from a
-// cache: forward 2 * sizeof(T) an element, backward 3, and a row of partial sums (2 * head_dim floats) a block, written
-// and read once.
+// The forward of qk_norm_rope. T: storage of the activations; statistics and sums are float, in a fixed order. N
+// elements make one memory access. Bytes: 2 * sizeof(T) an element, beside the cos and sin of a token, which each of
+// its groups of heads reads from a cache.
 namespace warpsmith::qk_norm_rope {
 
-using rotary::packed_at;
-
-// A group of consecutive heads, all of q or all of k.
-struct Group {
-  bool of_k;
-  int first, count;  // heads; none where the group lies beyond both
-};
-
-__device__ __forceinline__ Group group_of(int group, int64_t q_heads, int64_t k_heads, int heads_a_group) {
-  const int q = static_cast<int>(q_heads), k = static_cast<int>(k_heads);
-  const int q_groups = (q + heads_a_group - 1) / heads_a_group;
-  const bool of_k = group >= q_groups;
-  const int first = (of_k ? group - q_groups : group) * heads_a_group;
-  return {of_k, first, min(max((of_k ? k : q) - first, 0), heads_a_group)};
-}
-
-__device__ __forceinline__ int64_t head_at(const RotaryHeads& layout, const rotary::Token& t, int64_t head) {
-  return t.batch * layout.batch_stride + t.index * layout.token_stride + head * layout.head_stride;
-}
-
-// N elements of a weight, in the dtype that it has.
-template <class T, int N>
-__device__ __forceinline__ void load_weight(float (&to)[N], const void* weight, Dtype dtype, int column) {
-  if (dtype == Dtype::float32)
-    rotary::load_floats(to, static_cast<const float*>(weight) + column);
-  else
-    rotary::load_floats(to, static_cast<const T*>(weight) + column);
-}
-
-template <int N> __device__ __forceinline__ float dot(const float (&a)[N], const float (&b)[N]) {
-  float sum = 0;
-#pragma unroll
-  for (int k = 0; k < N; ++k) sum += a[k] * b[k];
-  return sum;
-}
-
-template <int N> __device__ __forceinline__ void scale(float (&x)[N], float by) {
-#pragma unroll
-  for (int k = 0; k < N; ++k) x[k] *= by;
-}
-
-template <int N> __device__ __forceinline__ void scale(float (&x)[N], const float (&by)[N]) {
-#pragma unroll
-  for (int k = 0; k < N; ++k) x[k] *= by[k];
-}
-
-// Which of the block's tokens a thread works on. Most blocks have one, and a division costs twenty instructions.
-__device__ __forceinline__ int slot_of(const QkNormRopeConfig& c) {
-  return c.tokens_a_block == 1 ? (threadIdx.x < static_cast<unsigned>(c.threads_a_token) ? 0 : 1)
-                               : threadIdx.x / c.threads_a_token;
-}
-
 // A thread holds two vectors of U heads of one token; all threads of a warp take part in the sums over the heads.
-// kBlocks: blocks for which a multiprocessor must have the registers. kEarly: the weights are asked for before
-// the sum.
-template <class T, class C, bool kInterleaved, int U, int kBlocks, bool kEarly>
-__global__ void __launch_bounds__(kQkNormRopeForwardThreads, kBlocks)
-    forward_registers(QkNormRopeFwdParams p, QkNormRopeConfig c) {
+// kLanes: threads of a head, all of whose elements are rotated, in groups of U heads, with weights of T; 0: c.lanes,
+// and any problem. kBlocks: of kThreads, for which a multiprocessor must have the registers.
+template <class T, class C, bool kInterleaved, int U, int kLanes, int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    forward_registers(QkNormRopeFwdParams p, QkNormRopeConfig c, float eps, float scale_of_sum) {
   constexpr int N = 16 / sizeof(T);
+  constexpr bool kWhole = kLanes > 0;
   const int slot = slot_of(c), rest = blockIdx.y * blockDim.x + threadIdx.x - slot * c.threads_a_token;
-  const int lane = rest & (c.lanes - 1);
+  const int lane = rest & ((kWhole ? kLanes : c.lanes) - 1);
   const int64_t token = int64_t{blockIdx.x} * c.tokens_a_block + slot;
   Group group = group_of(rest >> c.lane_bits, p.q_layout.heads, p.k_layout.heads, U);
-  if (slot >= c.tokens_a_block || lane >= c.columns || token >= p.shape.batch * p.shape.tokens) group.count = 0;
+  if (slot >= c.tokens_a_block || token >= p.shape.batch * p.shape.tokens || (!kWhole && lane >= c.columns))
+    group.count = 0;
+  const bool works = group.count > 0;
+  const auto has_head = [&](int u) { return kWhole || u < group.count; };
 
-  const rotary::Columns of = rotary::columns_of<N>(p.shape, c.rotating, c.columns, lane);
+  const rotary::Columns of = kWhole ? rotary::Columns{lane * N, (lane + kLanes) * N, true, true}
+                                    : rotary::columns_of<N>(p.shape, c.rotating, c.columns, lane);
   rotary::Packed<T, N> x[U][2] = {};
   rotary::PackedAngles<C, N, kInterleaved> packed;
+  LaterWeight<T, N, kWhole> first_packed, second_packed;
   rotary::Token at{};
-  if (group.count > 0) {
+  if (works) {
     at = rotary::find_token(p.shape, p.angles, p.positions, token);
-    if (of.rotates && at.valid) packed.load(p.shape, p.angles, at, of);
     const RotaryHeads& layout = group.of_k ? p.k_layout : p.q_layout;
     const void* in = group.of_k ? p.k : p.q;
-    const int64_t from = head_at(layout, at, group.first);
+    const int64_t from = head_at(layout, at, group.first) + of.first;
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (u < group.count) {
-        x[u][0] = device::load(packed_at<T, N>(in, from + u * layout.head_stride + of.first));
-        if (of.has_second) x[u][1] = device::load(packed_at<T, N>(in, from + u * layout.head_stride + of.second));
+      if (has_head(u)) {
+        const auto* head = packed_at<T, N>(in, from + u * layout.head_stride);
+        x[u][0] = device::load(head);
+        if (of.has_second) x[u][1] = device::load(packed_at<T, N>(head, of.second - of.first));
       }
-  }
-  float first_weight[N] = {}, second_weight[N] = {};
-  const auto load_weights = [&] {
+    if (of.rotates && at.valid) packed.load(p.shape, p.angles, at, of);
     const void* weight = group.of_k ? p.k_weight : p.q_weight;
-    load_weight<T>(first_weight, weight, p.weight_dtype, of.first);
-    if (of.has_second) load_weight<T>(second_weight, weight, p.weight_dtype, of.second);
-  };
-  if (kEarly && group.count > 0) load_weights();
-  const float scale_of_sum = 1.f / static_cast<float>(p.shape.head_dim), eps = static_cast<float>(p.eps);
+    first_packed.load(weight, p.weight_dtype, of.first);
+    if (of.has_second) second_packed.load(weight, p.weight_dtype, of.second);
+  }
   float rstd[U];
 #pragma unroll
   for (int u = 0; u < U; ++u) {
     float a[N], b[N];
     rotary::unpack<T>(a, x[u][0]);
     rotary::unpack<T>(b, x[u][1]);
-    const float sum = device::group_sum(dot(a, a) + dot(b, b), c.lanes);
-    rstd[u] = device::rsqrt(sum * scale_of_sum + eps);
+    rstd[u] = dot(a, a) + dot(b, b);
   }
-  if (group.count == 0) return;
-
-  if (!kEarly) load_weights();
-  const rotary::Angles<N> by = packed.unpacked(p.shape.inverse);
-  const RotaryHeads& layout = group.of_k ? p.k_out_layout : p.q_out_layout;
-  void* out = group.of_k ? p.k_out : p.q_out;
-  const int64_t to = head_at(layout, at, group.first);
 #pragma unroll
   for (int u = 0; u < U; ++u) {
-    if (u >= group.count) break;
+    if constexpr (kWhole)
+      rstd[u] = device::group_sum<kLanes>(rstd[u]);
+    else
+      rstd[u] = device::group_sum(rstd[u], c.lanes);
+    rstd[u] = device::rsqrt(rstd[u] * scale_of_sum + eps);
+  }
+  if (!works) return;
+#pragma unroll
+  for (int u = 0; u < U; ++u)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) device::forget(x[u][half]);
+
+  const rotary::Angles<N> by = packed.unpacked(p.shape.inverse);
+  float first_weight[N], second_weight[N];
+  first_packed.unpack(first_weight);
+  second_packed.unpack(second_weight);
+  const RotaryHeads& layout = group.of_k ? p.k_out_layout : p.q_out_layout;
+  void* out = group.of_k ? p.k_out : p.q_out;
+  const int64_t to = head_at(layout, at, group.first) + of.first;
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    if (!has_head(u)) break;
     float a[N], b[N];
     rotary::unpack<T>(a, x[u][0]);
     rotary::unpack<T>(b, x[u][1]);
@@ -133,47 +94,11 @@ __global__ void __launch_bounds__(kQkNormRopeForwardThreads, kBlocks)
     scale(a, first_weight);
     scale(b, second_weight);
     if (of.rotates) rotary::rotate<kInterleaved>(a, b, by);
-    device::store(packed_at<T, N>(out, to + u * layout.head_stride + of.first), rotary::rounded<T>(a));
+    auto* head = packed_at<T, N>(out, to + u * layout.head_stride);
+    device::store(head, rotary::rounded<T>(a));
     if (of.has_second)
-      device::store(packed_at<T, N>(out, to + u * layout.head_stride + of.second), rotary::rounded<T>(b));
+      device::store(packed_at<T, N>(static_cast<void*>(head), of.second - of.first), rotary::rounded<T>(b));
   }
-}
-
-// One head of one token, for the kernels that go element by element.
-struct Row {
-  bool of_k;
-  int64_t head;
-  rotary::Token token;
-};
-
-__device__ __forceinline__ Row row_of(int64_t row, const RotaryShape& shape, const RotaryAngles& angles,
-                                      const RotaryPositions& positions, int64_t q_heads, int64_t k_heads) {
-  const int64_t heads = q_heads + k_heads, token = row / heads, head = row - token * heads;
-  return {head >= q_heads, head >= q_heads ? head - q_heads : head,
-          rotary::find_token(shape, angles, positions, token)};
-}
-
-template <class T> __device__ __forceinline__ float rstd_of(const T* x, int64_t head_dim, double eps) {
-  float sum = 0;
-  for (int64_t d = threadIdx.x % 32; d < head_dim; d += 32) {
-    const float v = device::to_float(device::load(x + d));
-    sum += v * v;
-  }
-  return device::rsqrt(device::warp_sum(sum) / static_cast<float>(head_dim) + static_cast<float>(eps));
-}
-
-template <class C>
-__device__ __forceinline__ rotary::Angles<1> angles_of(const RotaryShape& shape, const RotaryAngles& a,
-                                                       const rotary::Token& token, const rotary::Columns& of) {
-  rotary::PackedAngles<C, 1, false> packed;
-  if (token.valid) packed.load(shape, a, token, of);
-  return packed.unpacked(shape.inverse);
-}
-
-template <class T> __device__ __forceinline__ float weight_at(const void* weight, Dtype dtype, int column) {
-  float w[1];
-  load_weight<T>(w, weight, dtype, column);
-  return w[0];
 }
 
 // Any length and alignment: a warp takes one head after the other and reads it twice.
@@ -198,260 +123,6 @@ template <class T, class C> __global__ void __launch_bounds__(qk_norm_rope_detai
       device::store(y + of.first, device::from_float<T>(a[0]));
       if (of.has_second) device::store(y + of.second, device::from_float<T>(b[0]));
     }
-  }
-}
-
-// One tensor of heads as a thread walks over it: the heads of its group in one token after the other.
-struct Walk {
-  const char* at;  // the thread's first element of a head
-  int64_t step;    // bytes from head to head
-
-  template <class T>
-  __device__ __forceinline__ void aim(const void* base, const RotaryHeads& layout, const rotary::Token& t, int head) {
-    at = reinterpret_cast<const char*>(static_cast<const T*>(base) + head_at(layout, t, head));
-    step = layout.head_stride * static_cast<int64_t>(sizeof(T));
-  }
-};
-
-// Persistent blocks step through the tokens side by side; a thread keeps its place in the head, and q or k. What it
-// needs of the next heads is on its way into shared memory, into slots that no other thread reads: no barrier. The ring
-// has a stage for each of U heads, so that every slot has a constant address. At the end shared memory takes the
-// block's sums (4 bytes a column and group of lanes, never more than the ring). kLanes: of a head; 0: c.lanes.
-template <class T, class C, bool kInterleaved, int U, int kLanes, int kThreads, int kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    backward_ring(QkNormRopeBwdParams p, QkNormRopeConfig c, float eps, float scale_of_sum) {
-  constexpr int N = 16 / sizeof(T);
-  WARPSMITH_DYNAMIC_SHARED(shared);
-  const int slot = slot_of(c), rest = threadIdx.x - slot * c.threads_a_token, lane = rest & (c.lanes - 1);
-  const int64_t tokens = p.shape.batch * p.shape.tokens, step = int64_t{gridDim.x} * c.tokens_a_block;
-  Group group = group_of(rest >> c.lane_bits, p.q_layout.heads, p.k_layout.heads, c.heads_a_thread);
-  if (slot >= c.tokens_a_block || lane >= c.columns) group.count = 0;
-  const rotary::Columns of = rotary::columns_of<N>(p.shape, c.rotating, c.columns, lane);
-  const auto sum_over_head = [&](float v) {
-    if constexpr (kLanes > 0)
-      return device::group_sum<kLanes>(v);
-    else
-      return device::group_sum(v, c.lanes);
-  };
-
-  // The ring: [stage][x first, x second, gradient first, gradient second][thread].
-  rotary::Packed<T, N>* const slots = reinterpret_cast<rotary::Packed<T, N>*>(shared) + threadIdx.x;
-  const auto at_slot = [&](int stage, int which) { return slots + (stage * 4 + which) * kThreads; };
-#pragma unroll
-  for (int u = 0; u < U; ++u)  // slots that nothing is copied to
-#pragma unroll
-    for (int which = 0; which < 4; ++which)
-      if (group.count == 0 || (which % 2 == 1 && !of.has_second)) *at_slot(u, which) = {};
-
-  // What is asked for next: a token, its angles, and where the heads lie.
-  constexpr bool kAnglesAhead = sizeof(C) == 2;  // there are no registers for wider ones
-  rotary::Token asked = rotary::place_of(p.shape, int64_t{blockIdx.x} * c.tokens_a_block + slot);
-  rotary::PackedAngles<C, N, kInterleaved> asked_angles;
-  Walk x = {}, dy = {};
-  int asked_heads = 0;  // of the group, not yet asked for
-  const auto load_angles = [&] {
-    asked_angles = {};
-    if (asked.valid) asked_angles.load(p.shape, p.angles, asked, of);
-  };
-  const auto aim = [&] {
-    asked_heads = asked.batch < p.shape.batch && asked.index < p.shape.tokens ? group.count : 0;
-    if (asked_heads == 0) return;
-    x.aim<T>(group.of_k ? p.k : p.q, group.of_k ? p.k_layout : p.q_layout, asked, group.first);
-    dy.aim<T>(group.of_k ? p.dk_out : p.dq_out, group.of_k ? p.dk_out_layout : p.dq_out_layout, asked, group.first);
-    if (!of.rotates) return;
-    rotary::find_angles(asked, p.shape, p.angles, p.positions);
-    if (kAnglesAhead) load_angles();
-  };
-  const auto request = [&](int stage) {
-    if (asked_heads > 0) {
-      --asked_heads;
-      device::copy_async<16>(at_slot(stage, 0), x.at + of.first * sizeof(T));
-      device::copy_async<16>(at_slot(stage, 2), dy.at + of.first * sizeof(T));
-      if (of.has_second) {
-        device::copy_async<16>(at_slot(stage, 1), x.at + of.second * sizeof(T));
-        device::copy_async<16>(at_slot(stage, 3), dy.at + of.second * sizeof(T));
-      }
-      x.at += x.step, dy.at += dy.step;
-    }
-    device::copy_async_commit();
-  };
-  aim();
-#pragma unroll
-  for (int u = 0; u < U - 1; ++u) request(u);
-
-  float first_weight[N] = {}, second_weight[N] = {}, first_gradient[N] = {}, second_gradient[N] = {};
-  if (group.count > 0) {
-    const void* weight = group.of_k ? p.k_weight : p.q_weight;
-    load_weight<T>(first_weight, weight, p.weight_dtype, of.first);
-    if (of.has_second) load_weight<T>(second_weight, weight, p.weight_dtype, of.second);
-  }
-  void* const gradient = group.of_k ? p.dk : p.dq;
-  for (int64_t base = int64_t{blockIdx.x} * c.tokens_a_block; base < tokens; base += step) {
-    int heads = base + slot < tokens ? group.count : 0;  // still to come
-    if (!kAnglesAhead && of.rotates && heads > 0) load_angles();
-    const rotary::PackedAngles<C, N, kInterleaved> angles = asked_angles;
-    Walk dx = {};
-    if (gradient && heads > 0) dx.aim<T>(gradient, group.of_k ? p.dk_layout : p.dq_layout, asked, group.first);
-    for (int h = 0; h < c.heads_a_thread; h += U)
-#pragma unroll
-      for (int u = 0; u < U; ++u, --heads) {
-        request((u + U - 1) % U);
-        if (u == 0 && h + U >= c.heads_a_thread) {
-          asked.index += step;
-          while (asked.index >= p.shape.tokens && asked.batch < p.shape.batch)
-            asked.index -= p.shape.tokens, ++asked.batch;
-          aim();
-        }
-        device::copy_async_wait<U - 1>();
-        float xa[N], xb[N], ga[N], gb[N];
-        rotary::unpack<T>(xa, device::load(at_slot(u, 0)));
-        rotary::unpack<T>(xb, device::load(at_slot(u, 1)));
-        rotary::unpack<T>(ga, device::load(at_slot(u, 2)));
-        rotary::unpack<T>(gb, device::load(at_slot(u, 3)));
-        const float rstd = device::rsqrt(sum_over_head(dot(xa, xa) + dot(xb, xb)) * scale_of_sum + eps);
-        if (of.rotates) rotary::rotate<kInterleaved>(ga, gb, angles.unpacked(true));
-        scale(ga, rstd);
-        scale(gb, rstd);
-        if (heads > 0) {
-#pragma unroll
-          for (int k = 0; k < N; ++k) first_gradient[k] += ga[k] * xa[k];
-#pragma unroll
-          for (int k = 0; k < N; ++k) second_gradient[k] += gb[k] * xb[k];
-        }
-        scale(ga, first_weight);
-        scale(gb, second_weight);
-        // rstd * x_hat * mean(g * x_hat) as a multiple of x
-        const float of_x = sum_over_head(dot(ga, xa) + dot(gb, xb)) * scale_of_sum * rstd * rstd;
-        if (heads <= 0 || !gradient) continue;
-#pragma unroll
-        for (int k = 0; k < N; ++k) ga[k] -= xa[k] * of_x;
-#pragma unroll
-        for (int k = 0; k < N; ++k) gb[k] -= xb[k] * of_x;
-        char* const to = const_cast<char*>(dx.at);
-        device::store(packed_at<T, N>(static_cast<void*>(to), of.first), rotary::rounded<T>(ga));
-        if (of.has_second) device::store(packed_at<T, N>(static_cast<void*>(to), of.second), rotary::rounded<T>(gb));
-        dx.at += dx.step;
-      }
-  }
-  device::copy_async_wait<0>();
-  device::launch_dependents();
-  if (!p.partials) return;
-
-  const int dim = static_cast<int>(p.shape.head_dim), groups = c.threads_a_token >> c.lane_bits;
-  float* sums = reinterpret_cast<float*>(shared);  // [tokens of the block, groups, head_dim]
-  __syncthreads();
-  if (slot < c.tokens_a_block && lane < c.columns) {
-    float* mine = sums + (slot * groups + (rest >> c.lane_bits)) * dim;
-#pragma unroll
-    for (int k = 0; k < N; ++k) mine[of.first + k] = first_gradient[k];
-    if (of.has_second)
-#pragma unroll
-      for (int k = 0; k < N; ++k) mine[of.second + k] = second_gradient[k];
-  }
-  __syncthreads();
-  const int q_groups = (static_cast<int>(p.q_layout.heads) + c.heads_a_thread - 1) / c.heads_a_thread;
-  float* partial = static_cast<float*>(p.partials) + int64_t{blockIdx.x} * 2 * dim;
-  for (int i = threadIdx.x; i < 2 * dim; i += blockDim.x) {
-    const bool of_k = i >= dim;
-    float sum = 0;
-    for (int s = 0; s < c.tokens_a_block; ++s)
-      for (int g = of_k ? q_groups : 0; g < (of_k ? groups : q_groups); ++g)
-        sum += sums[(s * groups + g) * dim + (of_k ? i - dim : i)];
-    device::store(partial + i, sum);
-  }
-}
-
-// Any length and alignment: a warp takes one head after the other and reads it and its gradient up to three times. It
-// keeps the weights' gradients in a row of `partials` of its own, of which every column belongs to one thread.
-template <class T, class C> __global__ void __launch_bounds__(qk_norm_rope_detail::kMaxThreads)
-    backward_looped(QkNormRopeBwdParams p, QkNormRopeConfig c) {
-  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
-  const int64_t dim = p.shape.head_dim, warp = int64_t{blockIdx.x} * warps + threadIdx.x / 32;
-  const int64_t rows = p.shape.batch * p.shape.tokens * (p.q_layout.heads + p.k_layout.heads);
-  float* partials = p.partials ? static_cast<float*>(p.partials) + warp * 2 * dim : nullptr;
-  if (partials)
-    for (int column = lane; column < c.columns; column += 32) {
-      const rotary::Columns of = rotary::columns_of<1>(p.shape, c.rotating, c.columns, column);
-      for (int64_t half = 0; half < 2; ++half) {
-        partials[half * dim + of.first] = 0.f;
-        if (of.has_second) partials[half * dim + of.second] = 0.f;
-      }
-    }
-  for (int64_t row = warp; row < rows; row += int64_t{gridDim.x} * warps) {
-    const Row r = row_of(row, p.shape, p.angles, p.positions, p.q_layout.heads, p.k_layout.heads);
-    const T* x = static_cast<const T*>(r.of_k ? p.k : p.q) + head_at(r.of_k ? p.k_layout : p.q_layout, r.token, r.head);
-    const T* dy = static_cast<const T*>(r.of_k ? p.dk_out : p.dq_out) +
-                  head_at(r.of_k ? p.dk_out_layout : p.dq_out_layout, r.token, r.head);
-    T* dx = static_cast<T*>(r.of_k ? p.dk : p.dq);
-    if (dx) dx += head_at(r.of_k ? p.dk_layout : p.dq_layout, r.token, r.head);
-    const void* weight = r.of_k ? p.k_weight : p.q_weight;
-    float* partial = partials && r.of_k ? partials + dim : partials;
-    const float rstd = rstd_of(x, dim, p.eps);
-    // Fills x_hat and the gradient rotated back, for the pair of a column.
-    const auto read = [&](const rotary::Columns& of, float (&xa)[1], float (&xb)[1], float (&ra)[1], float (&rb)[1]) {
-      xa[0] = device::to_float(device::load(x + of.first)) * rstd;
-      ra[0] = device::to_float(device::load(dy + of.first));
-      xb[0] = of.has_second ? device::to_float(device::load(x + of.second)) * rstd : 0.f;
-      rb[0] = of.has_second ? device::to_float(device::load(dy + of.second)) : 0.f;
-      if (of.rotates) rotary::rotate<false>(ra, rb, angles_of<C>(p.shape, p.angles, r.token, of));
-    };
-    float xa[1], xb[1], ra[1], rb[1], sum = 0;
-    const auto weighted = [&](float v, int column) { return v * weight_at<T>(weight, p.weight_dtype, column); };
-    for (int column = lane; column < c.columns; column += 32) {
-      const rotary::Columns of = rotary::columns_of<1>(p.shape, c.rotating, c.columns, column);
-      read(of, xa, xb, ra, rb);
-      sum += weighted(ra[0], of.first) * xa[0];
-      if (of.has_second) sum += weighted(rb[0], of.second) * xb[0];
-    }
-    const float mean = device::warp_sum(sum) / static_cast<float>(dim);
-    for (int column = lane; column < c.columns; column += 32) {
-      const rotary::Columns of = rotary::columns_of<1>(p.shape, c.rotating, c.columns, column);
-      read(of, xa, xb, ra, rb);
-      if (partial) partial[of.first] += ra[0] * xa[0];
-      if (partial && of.has_second) partial[of.second] += rb[0] * xb[0];
-      if (!dx) continue;
-      device::store(dx + of.first, device::from_float<T>(rstd * (weighted(ra[0], of.first) - xa[0] * mean)));
-      if (of.has_second)
-        device::store(dx + of.second, device::from_float<T>(rstd * (weighted(rb[0], of.second) - xb[0] * mean)));
-    }
-  }
-  device::launch_dependents();
-}
-
-constexpr int kSumThreads = 128;
-
-// Both weights' gradients from the partial rows: a warp sums two columns, each lane every 32nd row, in a fixed order.
-template <class T> __global__ void __launch_bounds__(kSumThreads)
-    sum_partials(QkNormRopeBwdParams p, int64_t partial_rows) {
-  device::wait_for_previous_kernel();
-  const int64_t dim = p.shape.head_dim, pair = int64_t{blockIdx.x} * (kSumThreads / 32) + threadIdx.x / 32;
-  if (pair >= dim) return;
-  const float* from = static_cast<const float*>(p.partials) + 2 * pair;
-  const int lane = threadIdx.x % 32;
-  constexpr int kTogether = 9;  // loads under way: all of 264 rows
-  float sums[2] = {};
-  for (int64_t first = lane; first < partial_rows; first += 32 * kTogether) {
-    device::Vector<float, 2> two[kTogether] = {};
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k)
-      if (first + 32 * k < partial_rows) two[k] = device::load_vector<2>(from + (first + 32 * k) * 2 * dim);
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) sums[i] += two[k].at[i];
-  }
-#pragma unroll
-  for (float& sum : sums) sum = device::warp_sum(sum);
-  if (lane != 0) return;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int64_t column = 2 * pair + i, at = column < dim ? column : column - dim;
-    void* to = column < dim ? p.dq_weight : p.dk_weight;
-    if (!to) continue;
-    if (p.weight_dtype == Dtype::float32)
-      device::store(static_cast<float*>(to) + at, sums[i]);
-    else
-      device::store(static_cast<T*>(to) + at, device::from_float<T>(sums[i]));
   }
 }
 

@@ -20,20 +20,22 @@ RopeProblem problem_of(const RopeParams& p) {
           p.inplace};
 }
 
-template <class T, class C, int U> void (*kernel_of(const RopeConfig& c, bool interleaved))(RopeParams, RopeConfig) {
+template <class T, class C, int U> void (*vector_kernel(bool interleaved))(RopeParams, RopeConfig) {
   constexpr int N = 16 / sizeof(T), B = rope_blocks(U);
-  if (c.vector_elems == 1) return rope::rotate_heads<T, C, 1, false, U, B>;
   return interleaved ? rope::rotate_heads<T, C, N, true, U, B> : rope::rotate_heads<T, C, N, false, U, B>;
 }
 
 template <class T, class C> Status launch_rope(const RopeParams& p, const RopeConfig& c, void* stream) {
-  if (c.heads_a_thread != 2 && c.heads_a_thread != 4)
-    return Status::unsupported("no kernel with " + std::to_string(c.heads_a_thread) + " heads a thread");
+  if (!rope_has_kernel(c.heads_a_thread, c.vector_elems))
+    return Status::unsupported("no kernel with " + std::to_string(c.heads_a_thread) +
+                               " heads a thread and vectors of " + std::to_string(c.vector_elems));
   if (c.blocks_x > 0x7fffffff || c.blocks_y > 0xffff || c.blocks_z > 0xffff)
     return Status::unsupported(std::to_string(c.blocks_x) + " x " + std::to_string(c.blocks_y) + " x " +
                                std::to_string(c.blocks_z) + " blocks are more than a grid may have");
-  const auto kernel =
-      c.heads_a_thread == 2 ? kernel_of<T, C, 2>(c, p.shape.interleaved) : kernel_of<T, C, 4>(c, p.shape.interleaved);
+  const auto kernel = c.vector_elems == 1     ? rope::rotate_heads<T, C, 1, false, 2, rope_blocks(2)>
+                      : c.heads_a_thread == 1 ? vector_kernel<T, C, 1>(p.shape.interleaved)
+                      : c.heads_a_thread == 2 ? vector_kernel<T, C, 2>(p.shape.interleaved)
+                                              : vector_kernel<T, C, 4>(p.shape.interleaved);
   LaunchConfig launch_config;
   launch_config.grid =
       dim3(static_cast<unsigned>(c.blocks_x), static_cast<unsigned>(c.blocks_y), static_cast<unsigned>(c.blocks_z));

@@ -36,8 +36,12 @@ constexpr int64_t head_groups(const RopeProblem& p, int heads_a_thread) {
 }
 }  // namespace rope_detail
 
-// The kernels that are compiled have 2 and 4 heads a thread, and registers for this many blocks of kMaxThreads.
-constexpr int rope_blocks(int heads_a_thread) { return heads_a_thread == 2 ? 3 : 2; }
+// The kernels that are compiled: 1, 2 and 4 heads a thread, element by element only 2; and registers for this many
+// blocks of kMaxThreads.
+constexpr bool rope_has_kernel(int heads_a_thread, int vector_elems) {
+  return heads_a_thread == 2 || (vector_elems > 1 && (heads_a_thread == 1 || heads_a_thread == 4));
+}
+constexpr int rope_blocks(int heads_a_thread) { return heads_a_thread == 1 ? 6 : heads_a_thread == 2 ? 3 : 2; }
 
 constexpr RopeConfig rope_config_of(const RopeProblem& p, int heads_a_thread, int threads) {
   using namespace rope_detail;
@@ -62,15 +66,31 @@ constexpr RopeConfig rope_config_of(const RopeProblem& p, int heads_a_thread, in
   return c;
 }
 
-// Measured on one H200 (2026-11-21, bf16, tools/gpu/sweep), fractions of a copy of the same bytes:
-//   heads x D, tokens    40x128, 16384    72x128, 8192    32x64, 16384    24x64, 8192
-//   1 head a thread      below 0.95       below 0.93      0.965           0.929
-//   2 heads              0.962            0.932           below 0.962     0.927
-//   4 heads              0.961            0.966           below 0.962     below 0.92
-// Two heads a thread keep 64 heads of 128 elements in one block; a token that is cut loses 0.03.
+// Measured on one H200 (bf16, tools/gpu/sweep/rope.cu), the best block's fraction of a copy of the same bytes, out of
+// place and in place (heads of 128: out of place):
+//   heads x D, tokens       one head a thread    two heads         four heads
+//   40 x 128, 16384         below 0.95           0.962             0.961
+//   72 x 128, 8192          below 0.93           0.932             0.966
+//   40 x 80, 16384          0.899, 0.914         0.919, 0.925      0.904, 0.908
+//   32 x 64, 16384          0.973, 0.982         0.956, 0.975      0.940, 0.943
+//   24 x 64, 8192           0.935, 0.969         0.937, 0.961      0.907, 0.924
+//   16 x 64, 16384          0.940, 0.972         0.934, 0.957      0.898, 0.889
+//   64 x 32, 32768          0.981, 0.987         0.929, 0.922      0.884, 0.861
+// The blocks of two and four heads that are chosen have up to 256 threads (at 32 x 64 0.929, 0.934). Two heads a thread
+// keep 64 heads of 128 elements in one block; a token that is cut loses 0.03, but for cuts into blocks of 64 threads.
+// Blocks of one head a thread: 64 threads where a token fills them are 0.01 to 0.03 better than others out of place;
+// in place 128 are 0.005 to 0.03 better.
 constexpr RopeConfig choose_rope(const RopeProblem& p) {
-  const RopeConfig c = rope_config_of(p, 2, rope_detail::kMaxThreads);
-  return c.blocks_y == 1 ? c : rope_config_of(p, 4, rope_detail::kMaxThreads);
+  using namespace rope_detail;
+  constexpr int kShortHead = 4;  // columns
+  const RopeConfig c = rope_config_of(p, 2, kMaxThreads);
+  if (c.vector_elems == 1) return c;
+  const int64_t threads = c.columns * head_groups(p, 1);  // of a token, with one head a thread
+  if (c.columns <= kShortHead && threads <= kMaxThreads) {
+    const bool small = p.inplace ? threads <= 128 : threads % 64 == 0;
+    return rope_config_of(p, 1, !small ? kMaxThreads : p.inplace ? 128 : 64);
+  }
+  return c.blocks_y == 1 ? c : rope_config_of(p, 4, kMaxThreads);
 }
 
 }  // namespace warpsmith

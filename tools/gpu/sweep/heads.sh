@@ -16,9 +16,7 @@ build() { # NAME ARGUMENT...
 
 pids=()
 build log_prob tools/gpu/sweep/log_prob.cu csrc/kernels/cross_entropy/cross_entropy.cu & pids+=($!)
-for dim in 128 64; do
-  build rope_$dim -DHEAD_DIM=$dim tools/gpu/sweep/rope.cu csrc/kernels/rope/rope.cu & pids+=($!)
-done
+build rope tools/gpu/sweep/rope.cu csrc/kernels/rope/rope.cu & pids+=($!)
 build elementwise tools/gpu/sweep/elementwise.cu & pids+=($!)
 for pid in "${pids[@]}"; do wait "$pid"; done
 $only_build && exit
@@ -28,7 +26,7 @@ run() { # NAME COMMAND...
   "${@:2}" 2>&1 | tee "$out/$1.txt"
 }
 run log_prob "$out/log_prob"
-run rope_128 "$out/rope_128"
-run rope_64 "$out/rope_64"
+run rope "$out/rope"
+run rope_others "$out/rope" others
 run elementwise "$out/elementwise" swiglu
 run linear_loss python tools/gpu/sweep/linear_loss.py

@@ -6,6 +6,7 @@
 #include "kernels/rope/qk_norm_rope.h"
 #include "kernels/rope/qk_norm_rope_config.h"
 #include "kernels/rope/qk_norm_rope_kernel.cuh"
+#include "kernels/rope/qk_norm_rope_kernel_backward.cuh"
 #include "sweep.h"
 
 using namespace warpsmith;
@@ -13,30 +14,35 @@ using sweep::Row;
 
 namespace {
 
-template <int U, int kBlocks, bool kEarly>
-void sweep_forward(const QkNormRopeFwdParams& p, const QkNormRopeProblem& problem, std::vector<Row>& rows) {
-  for (const int threads : {64, 160}) {
-    const QkNormRopeConfig c = qk_norm_rope_forward_config(problem, U, threads);
-    LaunchConfig config;
-    config.grid = dim3(static_cast<unsigned>(c.blocks), static_cast<unsigned>(c.parts));
-    config.block.x = static_cast<unsigned>(c.threads);
-    Status status;
-    const auto kernel = qk_norm_rope::forward_registers<bfloat16, bfloat16, false, U, kBlocks, kEarly>;
-    const double us = sweep::time_of([&] { status = launch(kernel, config, nullptr, p, c); });
-    char text[160];
-    std::snprintf(text, sizeof text,
-                  "heads a thread %d, %d blocks of 160, weights %s, threads %d, tokens %d, parts %lld", U, kBlocks,
-                  kEarly ? "early" : "late", c.threads, c.tokens_a_block, (long long)c.parts);
-    if (status.ok()) rows.push_back({us, text});
-  }
+constexpr float kEps = 1e-6f;
+float scale_of_sum(const RotaryShape& shape) { return 1.0f / static_cast<float>(shape.head_dim); }
+
+using Verdict = std::function<std::string()>;
+
+template <int U, int kLanes, int kThreads, int kBlocks>
+void sweep_forward(const QkNormRopeFwdParams& p, const QkNormRopeProblem& problem, std::vector<Row>& rows,
+                   const Verdict& verdict) {
+  const QkNormRopeConfig c = qk_norm_rope_forward_config(problem, U, kThreads);
+  if (c.parts > 1 || (kLanes > 0 && (!c.whole || c.lanes != kLanes))) return;
+  LaunchConfig config;
+  config.grid.x = static_cast<unsigned>(c.blocks);
+  config.block.x = static_cast<unsigned>(c.threads);
+  Status status;
+  const auto kernel = qk_norm_rope::forward_registers<bfloat16, bfloat16, false, U, kLanes, kThreads, kBlocks>;
+  const double us =
+      sweep::time_of([&] { (void)(status = launch(kernel, config, nullptr, p, c, kEps, scale_of_sum(p.shape))); }, 41);
+  char text[160];
+  std::snprintf(text, sizeof text, "heads a thread %d, lanes %d, %d blocks of %d, threads %d, tokens %d%s", U, kLanes,
+                kBlocks, kThreads, c.threads, c.tokens_a_block, verdict().c_str());
+  rows.push_back({us, status.ok() ? text : status.what() + " FAILED <- chosen or not"});
 }
 
-// The new body beside the ring.
+// `heads`: of one token that a thread takes, one after the other; U of them in the ring.
 template <int U, int kLanes, int kThreads, int kBlocks>
-void sweep_heads(const QkNormRopeBwdParams& p, const QkNormRopeProblem& problem, std::vector<Row>& rows,
-                 const std::function<std::string()>& verdict) {
-  QkNormRopeConfig c = qk_norm_rope_backward_config(problem, U, kThreads);
-  if (c.lanes != kLanes && kLanes != 0) return;
+void sweep_backward(int heads, const QkNormRopeBwdParams& p, const QkNormRopeProblem& problem, std::vector<Row>& rows,
+                    const Verdict& verdict) {
+  QkNormRopeConfig c = qk_norm_rope_backward_config(problem, heads, kThreads);
+  if ((kLanes != 0 && c.lanes != kLanes) || c.heads_a_thread != heads) return;
   c.tokens_a_block = kThreads / c.threads_a_token;
   c.threads = (c.threads_a_token * c.tokens_a_block + 31) / 32 * 32;
   c.shared_bytes = 64 * U * kThreads;
@@ -52,15 +58,14 @@ void sweep_heads(const QkNormRopeBwdParams& p, const QkNormRopeProblem& problem,
   const auto kernel = qk_norm_rope::backward_ring<bfloat16, bfloat16, false, U, kLanes, kThreads, kBlocks>;
   Status status;
   const auto call = [&] {
-    status = launch(kernel, config, nullptr, p, c, 1e-6f, 1.0f / static_cast<float>(p.shape.head_dim));
+    (void)(status = launch(kernel, config, nullptr, p, c, kEps, scale_of_sum(p.shape)));
     if (p.partials) (void)launch(qk_norm_rope::sum_partials<bfloat16>, sum, nullptr, p, c.blocks);
   };
-  const double us = sweep::time_of(call, 21);
+  const double us = sweep::time_of(call, 41);
   char text[160];
-  std::snprintf(text, sizeof text, "heads: %d, lanes %d, %d threads x %d, tokens %d, blocks %lld%s %s", U, kLanes,
-                c.threads, kBlocks, c.tokens_a_block, (long long)c.blocks, p.partials ? "" : ", no weights",
-                verdict().c_str());
-  rows.push_back({us, status.ok() ? text : status.what() + " FAILED"});
+  std::snprintf(text, sizeof text, "%d of %d heads, lanes %d, %d threads x %d, tokens %d%s%s", U, heads, kLanes,
+                c.threads, kBlocks, c.tokens_a_block, p.partials ? "" : ", no weights", verdict().c_str());
+  rows.push_back({us, status.ok() ? text : status.what() + " FAILED <- chosen or not"});
 }
 
 void run(int64_t batch, int64_t tokens, int64_t q_heads, int64_t k_heads, int64_t dim) {
@@ -117,63 +122,88 @@ void run(int64_t batch, int64_t tokens, int64_t q_heads, int64_t k_heads, int64_
   std::printf("%lldx%lldx(%lld+%lld)x%lld\n", (long long)batch, (long long)tokens, (long long)q_heads,
               (long long)k_heads, (long long)dim);
   std::vector<Row> rows;
-  rows.push_back({sweep::time_of([&] { (void)qk_norm_rope_forward_cuda(f, nullptr); }), "chosen"});
-  sweep_forward<4, 4, true>(f, problem, rows);
-  sweep_forward<4, 4, false>(f, problem, rows);
+  const auto add = [&](const char* text, const std::function<void()>& call) {
+    rows.push_back({sweep::time_of(call, 41), text});
+  };
+  // What the chosen one writes, which the others must agree with.
+  void *want_q = sweep::allocate(q_count * 2), *want_k = sweep::allocate(k_count * 2);
+  std::vector<uint16_t> want_dw(dim), got_dw(dim);
+  const auto keep = [&] {
+    sweep::check(cudaDeviceSynchronize());
+    sweep::check(cudaMemcpy(want_q, q_out, q_count * 2, cudaMemcpyDeviceToDevice));
+    sweep::check(cudaMemcpy(want_k, k_out, k_count * 2, cudaMemcpyDeviceToDevice));
+    sweep::check(cudaMemcpy(want_dw.data(), dw, dim * 2, cudaMemcpyDeviceToHost));
+  };
+  const auto verdict = [&] {
+    const auto of_q = sweep::differences(q_out, want_q, q_count), of_k = sweep::differences(k_out, want_k, k_count);
+    std::string text;
+    if (const unsigned n = of_q.other_bits + of_k.other_bits) text += ", other bits " + std::to_string(n);
+    if (const unsigned n = of_q.wrong + of_k.wrong) text += ", WRONG " + std::to_string(n) + " <- chosen or not";
+    sweep::check(cudaMemset(q_out, 0xff, q_count * 2));
+    sweep::check(cudaMemset(k_out, 0xff, k_count * 2));
+    return text;
+  };
+  const auto verdict_with_weights = [&] {
+    sweep::check(cudaMemcpy(got_dw.data(), dw, dim * 2, cudaMemcpyDeviceToHost));
+    sweep::check(cudaMemset(dw, 0xff, dim * 2));
+    double worst = 0, most = 0;
+    for (int64_t i = 0; i < dim; ++i) {
+      const auto value = [](uint16_t h) {
+        const uint32_t u = uint32_t{h} << 16;
+        float f;
+        std::memcpy(&f, &u, 4);
+        return f;
+      };
+      const double d = std::abs(value(got_dw[i]) - value(want_dw[i]));
+      worst = d == d ? std::max(worst, d) : 1e9;
+      most = std::max<double>(most, std::abs(value(want_dw[i])));
+    }
+    return verdict() + (worst > 0.01 * most ? ", WRONG weights <- chosen or not" : "");
+  };
+  const auto forward = [&] { (void)qk_norm_rope_forward_cuda(f, nullptr); };
+  add("chosen", forward);
+  keep();
+  sweep_forward<4, 0, 160, 4>(f, problem, rows, verdict);
+  sweep_forward<4, 8, 160, 4>(f, problem, rows, verdict);
+  sweep_forward<4, 8, 160, 3>(f, problem, rows, verdict);
+  sweep_forward<4, 8, 96, 6>(f, problem, rows, verdict);
+  sweep_forward<4, 8, 320, 2>(f, problem, rows, verdict);
+  sweep_forward<4, 8, 288, 2>(f, problem, rows, verdict);
+  sweep_forward<4, 8, 640, 1>(f, problem, rows, verdict);
+  sweep_forward<4, 4, 160, 4>(f, problem, rows, verdict);
+  sweep_forward<4, 4, 96, 6>(f, problem, rows, verdict);
+  sweep_forward<4, 4, 128, 5>(f, problem, rows, verdict);
+  sweep_forward<4, 4, 320, 2>(f, problem, rows, verdict);
+  sweep_forward<2, 8, 160, 5>(f, problem, rows, verdict);
+  sweep_forward<2, 8, 160, 6>(f, problem, rows, verdict);
+  sweep_forward<2, 4, 160, 5>(f, problem, rows, verdict);
+  sweep_forward<2, 4, 128, 8>(f, problem, rows, verdict);
+  sweep_forward<8, 8, 160, 2>(f, problem, rows, verdict);
+  sweep_forward<8, 8, 320, 1>(f, problem, rows, verdict);
+  sweep_forward<8, 4, 160, 2>(f, problem, rows, verdict);
+  add("chosen, again", forward);
   sweep::print("forward", 4.0 * (q_count + k_count), rows, 24);
 
   rows.clear();
-  rows.push_back({sweep::time_of([&] { (void)qk_norm_rope_backward_cuda(b, nullptr); }), "chosen"});
   QkNormRopeBwdParams inputs_alone = b;
   inputs_alone.partials = inputs_alone.dq_weight = inputs_alone.dk_weight = nullptr;
-  rows.push_back(
-      {sweep::time_of([&] { (void)qk_norm_rope_backward_cuda(inputs_alone, nullptr); }), "chosen, no weights"});
-  // What the chosen one wrote, to compare with: the end of dq, and both weights' gradients.
-  std::vector<uint16_t> want(1 << 20), got(1 << 20), want_dw(dim), got_dw(dim);
-  const auto fetch = [&](std::vector<uint16_t>& to, std::vector<uint16_t>& to_dw) {
-    sweep::check(cudaDeviceSynchronize());
-    sweep::check(
-        cudaMemcpy(to.data(), static_cast<uint16_t*>(q_out) + q_count - (1 << 20), 2 << 20, cudaMemcpyDeviceToHost));
-    sweep::check(cudaMemcpy(to_dw.data(), dw, dim * 2, cudaMemcpyDeviceToHost));
-    sweep::check(cudaMemset(q_out, 0xff, q_count * 2));
-    sweep::check(cudaMemset(dw, 0xff, dim * 2));
-  };
-  (void)qk_norm_rope_backward_cuda(b, nullptr);
-  fetch(want, want_dw);
-  const auto verdict = [&] {
-    fetch(got, got_dw);
-    const auto value = [](uint16_t h) {
-      uint32_t u = uint32_t{h} << 16;
-      float f;
-      std::memcpy(&f, &u, 4);
-      return f;
-    };
-    double worst = 0, worst_dw = 0, most_dw = 0;
-    for (size_t i = 0; i < want.size(); ++i) {
-      const double d = std::abs(value(got[i]) - value(want[i]));
-      worst = d == d ? std::max(worst, d) : 1e9;
-    }
-    for (int i = 0; i < dim; ++i) {
-      const double d = std::abs(value(got_dw[i]) - value(want_dw[i]));
-      worst_dw = d == d ? std::max(worst_dw, d) : 1e9;
-      most_dw = std::max<double>(most_dw, std::abs(value(want_dw[i])));
-    }
-    char text[80];
-    std::snprintf(text, sizeof text, "(dq off %.2g, dw off %.2g of %.2g)", worst, worst_dw, most_dw);
-    return std::string(text);
-  };
-  for (const bool weights : {true, false}) {
-    const QkNormRopeBwdParams& of = weights ? b : inputs_alone;
-    sweep_heads<4, 8, 256, 2>(of, problem, rows, verdict);
-    sweep_heads<4, 8, 512, 1>(of, problem, rows, verdict);
-    sweep_heads<8, 8, 256, 2>(of, problem, rows, verdict);
-    sweep_heads<2, 8, 256, 2>(of, problem, rows, verdict);
-    sweep_heads<2, 8, 512, 1>(of, problem, rows, verdict);
-    sweep_heads<2, 4, 512, 1>(of, problem, rows, verdict);
-    sweep_heads<4, 4, 256, 2>(of, problem, rows, verdict);
-    sweep_heads<4, 4, 512, 1>(of, problem, rows, verdict);
+  const auto backward = [&] { (void)qk_norm_rope_backward_cuda(b, nullptr); };
+  add("chosen, no weights", [&] { (void)qk_norm_rope_backward_cuda(inputs_alone, nullptr); });
+  add("chosen", backward);
+  keep();
+  for (const int heads : {2, 4, 6, 8}) {
+    sweep_backward<2, 0, 512, 1>(heads, b, problem, rows, verdict_with_weights);
+    sweep_backward<2, 8, 512, 1>(heads, b, problem, rows, verdict_with_weights);
+    sweep_backward<2, 4, 512, 1>(heads, b, problem, rows, verdict_with_weights);
   }
+  sweep_backward<4, 8, 512, 1>(4, b, problem, rows, verdict_with_weights);
+  sweep_backward<4, 4, 512, 1>(4, b, problem, rows, verdict_with_weights);
+  sweep_backward<2, 8, 256, 2>(2, b, problem, rows, verdict_with_weights);
+  sweep_backward<2, 4, 256, 2>(2, b, problem, rows, verdict_with_weights);
+  add("chosen, again", backward);
   sweep::print("backward", 6.0 * (q_count + k_count), rows, 24);
+  sweep::check(cudaFree(want_q));
+  sweep::check(cudaFree(want_k));
   for (void* m : {q, k, dq_out, dk_out, q_out, k_out, w, dw, dkw, cos, sin, partials}) sweep::check(cudaFree(m));
 }
 
@@ -181,5 +211,7 @@ void run(int64_t batch, int64_t tokens, int64_t q_heads, int64_t k_heads, int64_
 
 int main() {
   run(4, 4096, 32, 8, 128);
+  run(1, 8192, 64, 8, 128);
   run(8, 2048, 16, 16, 64);
+  run(4, 4096, 14, 2, 64);
 }

@@ -1,20 +1,18 @@
-// Times rope's kernel over heads a thread, registers and block sizes, and the other body of rope_vectors.cuh, each out
-// of place and in place, beside a copy of the same bytes. Outputs are compared with the package's: a row says where its
-// bits are others, which a few are by contraction, and where it is wrong. Build (both at once, 20 s) and run on a GPU
-// machine (10 s):
-//   for d in 128 64; do nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
-//     -DHEAD_DIM=$d tools/gpu/sweep/rope.cu csrc/kernels/rope/rope.cu -o sweep_rope_$d & done; wait
-//   ./sweep_rope_128; ./sweep_rope_64
+// Times rope's kernel over heads a thread, registers and block sizes, out of place and in place, beside a copy of the
+// same bytes. Outputs are compared with those of the chosen configuration: a row says where its bits are others, which
+// a few are by contraction, and where it is wrong. Build (15 s) and run on a GPU machine (5 s; with an argument: other
+// sizes than heads of 64):
+//   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a \
+//     tools/gpu/sweep/rope.cu csrc/kernels/rope/rope.cu -o sweep_rope && ./sweep_rope && ./sweep_rope others
 #include <cmath>
 
 #include "common/launch.h"
 #include "kernels/rope/rope_config.h"
 #include "kernels/rope/rope_kernel.cuh"
-#include "rope_vectors.cuh"
 #include "sweep.h"
 
 using namespace warpsmith;
-using sweep::Hint, sweep::Row;
+using sweep::Row;
 
 namespace {
 
@@ -42,54 +40,26 @@ struct Case {
       sweep::check(cudaMemset(p.q_out, 0xff, static_cast<size_t>(q_count) * 2));
       sweep::check(cudaMemset(p.k_out, 0xff, static_cast<size_t>(k_count) * 2));
     }
-    const double us = sweep::time_of([&] {
-      if (!call().ok()) std::printf("the launch failed\n");
-    });
-    rows.push_back({us, row});
+    rows.push_back({sweep::time_of([&] { (void)call(); }, 41), row});
   }
 
-  template <bool kInterleaved, int U, int kBlocks> void package(bool chosen) {
+  template <bool kInterleaved, int U, int kBlocks> void sweep() {
     int last = 0;
-    for (const int threads : {64, 128, 160, 256}) {
+    for (const int threads : {32, 64, 96, 128, 192, 256}) {
       const RopeConfig c = rope_config_of(problem, U, threads);
-      if (c.threads_x * c.threads_y * c.threads_z == last) continue;
-      last = c.threads_x * c.threads_y * c.threads_z;
+      const int used = c.threads_x * c.threads_y * c.threads_z;
+      if (used == last || used < 24) continue;
+      last = used;
       LaunchConfig config;
       config.grid = dim3(static_cast<unsigned>(c.blocks_x), static_cast<unsigned>(c.blocks_y));
       config.block = dim3(c.threads_x, c.threads_y, c.threads_z);
       char text[160];
-      std::snprintf(text, sizeof text, "package's body: heads a thread %d, %d blocks of 256, threads %d x %d x %d%s", U,
-                    kBlocks, c.threads_x, c.threads_y, c.threads_z,
-                    chosen && threads == rope_detail::kMaxThreads ? " <- chosen" : "");
+      std::snprintf(text, sizeof text, "heads a thread %d, %d blocks of 256, threads %d x %d x %d", U, kBlocks,
+                    c.threads_x, c.threads_y, c.threads_z);
       add(text, [&] {
         return launch(rope::rotate_heads<bfloat16, bfloat16, 8, kInterleaved, U, kBlocks>, config, nullptr, p, c);
       });
     }
-  }
-
-  template <bool kInterleaved, int UQ, int UK, Hint hint, int kBlocks> void vectors() {
-    for (const int tokens : {1, 2, 3, 4}) {
-      const sweep::VectorGrid g = sweep::vector_grid(p, 8, UQ, UK, tokens);
-      const unsigned threads = g.block.x * g.block.y * g.block.z;
-      if (threads < 64 || threads > 256) continue;
-      LaunchConfig config;
-      config.grid = g.grid, config.block = g.block;
-      char text[160];
-      std::snprintf(text, sizeof text, "vectors: %d + %d heads a thread, %d blocks of 256, threads %u x %u x %u, %s",
-                    UQ, UK, kBlocks, g.block.x, g.block.y, g.block.z, sweep::name(hint));
-      add(text, [&] {
-        return launch(sweep::rotate_vectors<bfloat16, bfloat16, kInterleaved, UQ, UK, hint, 256, kBlocks>, config,
-                      nullptr, p);
-      });
-    }
-  }
-
-  template <bool kInterleaved, int UQ, int UK, int kBlocks> void vectors_with_hints() {
-    vectors<kInterleaved, UQ, UK, Hint::none, kBlocks>();
-    vectors<kInterleaved, UQ, UK, Hint::load_once, kBlocks>();
-    vectors<kInterleaved, UQ, UK, Hint::store_once, kBlocks>();
-    vectors<kInterleaved, UQ, UK, Hint::fetch_256, kBlocks>();
-    vectors<kInterleaved, UQ, UK, Hint::give_up_first, kBlocks>();
   }
 };
 
@@ -142,40 +112,36 @@ template <bool kInterleaved> void run(int64_t batch, int64_t tokens, int64_t q_h
            {}};
     if (!rope_cuda(c.p, nullptr).ok()) std::printf("the launch failed\n");
     c.p.q_out = inplace ? q : q_out, c.p.k_out = inplace ? k : k_out;
-    const int chosen = choose_rope(c.problem).heads_a_thread;
-    c.package<kInterleaved, 1, 6>(false);
-    c.package<kInterleaved, 2, 3>(chosen == 2);
-    c.package<kInterleaved, 4, 2>(chosen == 4);
-#if HEAD_DIM == 128
-    c.vectors_with_hints<kInterleaved, 4, 1, 4>();
-    c.vectors<kInterleaved, 4, 1, Hint::none, 3>();
-    c.vectors<kInterleaved, 8, 2, Hint::none, 2>();
-    c.vectors_with_hints<kInterleaved, 8, 1, 2>();
-#else
-    c.vectors_with_hints<kInterleaved, 1, 1, 8>();
-    c.vectors<kInterleaved, 1, 1, Hint::none, 6>();
-    c.vectors_with_hints<kInterleaved, 2, 2, 4>();
-    c.vectors<kInterleaved, 2, 2, Hint::none, 5>();
-    c.vectors<kInterleaved, 4, 4, Hint::none, 2>();
-#endif
+    c.add("chosen", [&] { return rope_cuda(c.p, nullptr); });
+    c.sweep<kInterleaved, 1, 6>();
+    c.sweep<kInterleaved, 2, 3>();
+    c.sweep<kInterleaved, 2, 4>();
+    c.sweep<kInterleaved, 4, 2>();
+    c.add("chosen, again", [&] { return rope_cuda(c.p, nullptr); });
     const auto text = [](int64_t n) { return std::to_string(n); };
     sweep::print(std::string(kInterleaved ? "interleaved " : "halves ") + text(batch) + "x" + text(tokens) + "x(" +
                      text(q_heads) + "+" + text(k_heads) + ")x" + text(dim) + (inplace ? " in place" : ""),
-                 4.0 * static_cast<double>(q_count + k_count), c.rows, 8);
+                 4.0 * static_cast<double>(q_count + k_count), c.rows, 12);
   }
   for (void* m : {q, k, q_out, k_out, want_q, want_k, cos, sin}) sweep::check(cudaFree(m));
 }
 
 }  // namespace
 
-int main() {
-#if HEAD_DIM == 128
-  run<false>(4, 4096, 32, 8, 128);
-  run<false>(1, 8192, 64, 8, 128);
-  run<true>(4, 4096, 32, 8, 128);
-#else
-  run<false>(8, 2048, 16, 16, 64);
-  run<false>(8, 1024, 12, 12, 64);
-  run<true>(8, 2048, 16, 16, 64);
-#endif
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    run<false>(8, 2048, 16, 16, 64);
+    run<false>(8, 1024, 12, 12, 64);
+    run<false>(4, 4096, 14, 2, 64);
+    run<false>(8, 2048, 32, 4, 64);
+    run<true>(8, 2048, 16, 16, 64);
+    run<true>(8, 1024, 12, 12, 64);
+  } else {
+    run<false>(4, 4096, 32, 8, 80);
+    run<false>(8, 2048, 12, 12, 96);
+    run<false>(2, 4096, 16, 8, 256);
+    run<false>(8, 4096, 32, 32, 32);
+    run<false>(4, 2048, 16, 4, 128);
+    run<true>(4, 4096, 32, 8, 128);
+  }
 }
