@@ -30,6 +30,7 @@ py::dict plan(const py::kwargs& given) {
   p.element_bytes = problem.dtype_bytes("dtype", "bfloat16");
   p.aligned = problem.flag("aligned", true);
   p.gradient = problem.flag("gradient", true);
+  p.loss = problem.flag("loss", true);
   p.multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
   p.compute_capability = static_cast<int>(problem.integer("compute_capability", 80, 90));
   p.max_shared_bytes = static_cast<int>(problem.integer("max_shared_bytes", 0, 227 * 1024));

@@ -25,3 +25,12 @@ def problem(dtype=FP32, rows=50, width=16, classes=33, device="cpu"):
 def gradients(fn, hidden, weight, *args, up=1.0, **options):
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     return torch.autograd.grad((fn(*leaves, *args, **options) * up).sum(), leaves)
+
+
+def peak_bytes(step, leaves):
+    """What a step takes on the GPU above what it finds, its gradients included. It runs once before: each thread that
+    calls cuBLAS for the first time leaves a workspace of 32 MiB behind, which is torch's."""
+    from benchmarks.bench_linear_cross_entropy import peak_mb
+
+    step()
+    return round(peak_mb(step, leaves) * 1e6)

@@ -350,6 +350,15 @@ def test_every_plan_covers_its_row_and_fits_the_chip(classes, dtype):
             assert slots * c["threads_a_row"] * vector >= classes + (0 if aligned else vector - 1)
 
 
+@pytest.mark.parametrize("classes", [2048, 32000, 50257, 128256])
+def test_the_sums_behind_a_gradient_do_not_depend_on_when_it_is_computed(classes):
+    early, late = (
+        warpsmith.plan("cross_entropy", rows=8192, classes=classes, gradient=gradient)["forward"]
+        for gradient in (True, False)
+    )
+    assert all(early[key] == late[key] for key in ("kernel", "cluster", "threads_a_row", "vectors_of_a_thread"))
+
+
 def test_plan_says_which_kernel_runs():
     def kernel(**problem):
         c = warpsmith.plan("cross_entropy", rows=8, **problem)["forward"]

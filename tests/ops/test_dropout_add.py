@@ -106,6 +106,15 @@ def test_the_backward_has_the_mask_of_the_forward():
     torch.testing.assert_close(dx[dx != 0], torch.full_like(dx[dx != 0], 1 / 0.6))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
+def test_a_gradient_that_is_differentiated_has_the_same_bits(dtype):
+    x, seed = torch.randn(50, 37).to(dtype).requires_grad_(), torch.tensor([5, 6])
+    y, dy = warpsmith.dropout_add(x, torch.zeros_like(x), 0.3, seed=seed), torch.randn(50, 37).to(dtype)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    (again,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    assert bitwise_equal(dx.abs(), again.abs())
+
+
 def test_the_mask_of_the_seed_given():
     seed = torch.tensor([2**63 - 1, -3])
     y = warpsmith.dropout_add(torch.ones(999), torch.zeros(999), 0.25, seed=seed)

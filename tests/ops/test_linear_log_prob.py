@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpsmith.reference.linear_log_prob import linear_log_prob as reference
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, measure, op_tests
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+from .linear_losses import BF16, FP16, FP32, FP64, ON_CUDA, peak_bytes
 
 
 def inputs(case, rng):
@@ -149,6 +148,29 @@ def test_each_output_has_its_own_gradient(use):
     torch.testing.assert_close(found, gradients(reference, hidden, weight, target, use=use, temperature=1.3))
 
 
+class BackwardArguments(TorchDispatchMode):
+    """Which of the gradients of (log_prob, logsumexp, entropy) the raw backward was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.warpsmith.linear_log_prob_backward.default:
+            self.seen.append(tuple(i for i, grad in enumerate(args[:3]) if grad is not None))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("use", [(0,), (1,), (0, 2)])
+@pytest.mark.parametrize("form", ["eager", "traced"])
+def test_outputs_that_nobody_used_have_no_gradient(form, use):
+    traced = torch.ops.warpsmith.linear_log_prob  # what torch.compile and torch.export see
+    forms = {"eager": warpsmith.linear_log_prob, "traced": lambda *tensors: traced(*tensors, None, 1.0, False, 0)}
+    with BackwardArguments() as arguments:
+        gradients(forms[form], *problem(), use=use)
+    assert arguments.seen == [use]
+
+
 @pytest.mark.parametrize("chunk", [1, 7 * 34 * 8, 64 * 34 * 8])
 @pytest.mark.parametrize("save_logits", [False, True])
 def test_chunks_change_nothing_but_rounding(chunk, save_logits):
@@ -263,10 +285,7 @@ def test_memory_is_bounded_by_the_chunk():
     hidden, weight, target = problem(BF16, rows=4096, width=64, classes=32768, device="cuda")
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     chunk = 2**25
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    warpsmith.linear_log_prob(*leaves, target, max_chunk_bytes=chunk)[0].sum().backward()
-    used = torch.cuda.max_memory_allocated() - before
+    step = lambda: warpsmith.linear_log_prob(*leaves, target, max_chunk_bytes=chunk)[0].sum().backward()  # noqa: E731
+    used = peak_bytes(step, leaves)
     gradients_bytes = 2 * hidden.numel() + (4 + 2) * weight.numel()  # the weight's is summed in float32
     assert used <= chunk + gradients_bytes + 2**20

@@ -32,6 +32,7 @@ Status problem_of(int64_t rows, int64_t classes, const void* base, int64_t strid
           size_bytes(dtype),
           aligned,
           true,
+          true,
           device.multiprocessors,
           device.compute_capability,
           device.max_dynamic_shared_bytes};
@@ -49,14 +50,18 @@ template <class Visit> Status dispatch(Dtype dtype, Visit&& visit) {
   return Status::unsupported(std::string("no CUDA kernel for ") + name(dtype));
 }
 
-template <class T, bool kGeneral>
+template <class T, Terms kTerms>
 void (*forward_kernel(const CrossEntropyConfig& c))(CrossEntropyParams, Options, Schedule) {
-  if (c.kernel == CrossEntropyKernel::looped) return forward_looped<T, kGeneral>;
-  return c.block_a_row() ? forward_resident<T, true, kGeneral> : forward_resident<T, false, kGeneral>;
+  if (c.kernel == CrossEntropyKernel::looped)
+    return forward_looped < T, kTerms == Terms::entropy ? Terms::general : kTerms > ;
+  return c.block_a_row() ? forward_resident<T, true, kTerms> : forward_resident<T, false, kTerms>;
 }
 
-bool general(const CrossEntropyParams& p) {
-  return p.softcap != 0 || p.label_smoothing != 0 || p.entropy || p.grad_entropy;
+// `entropy`: what the kernel is to write of it, or its gradient. That it is kept for a backward, which may not ask for
+// it, chooses no kernel.
+template <class Visit> Status with_terms(const CrossEntropyParams& p, const void* entropy, Visit&& visit) {
+  if (p.softcap != 0 || p.label_smoothing != 0) return visit.template operator()<Terms::general>();
+  return entropy ? visit.template operator()<Terms::entropy>() : visit.template operator()<Terms::plain>();
 }
 
 // A launch that may begin while the stream's previous kernel still runs; its kernel waits for that one where it must.
@@ -86,15 +91,17 @@ Status cross_entropy_forward_cuda(const CrossEntropyParams& p, void* stream) {
   CrossEntropyProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.classes, p.logits, p.logits_stride, p.dtype, &problem));
   problem.gradient = p.dlogits != nullptr;
+  problem.loss = p.loss != nullptr;
   return cross_entropy_forward_cuda_with(choose_cross_entropy_forward(problem), p, stream);
 }
 
 Status cross_entropy_forward_cuda_with(const CrossEntropyConfig& c, const CrossEntropyParams& p, void* stream) {
   return dispatch(p.dtype, [&]<class T>() {
-    const auto kernel = general(p) ? forward_kernel<T, true>(c) : forward_kernel<T, false>(c);
-    LaunchConfig grid = grid_of(c);
-    if (p.follows_denominator) WARPSMITH_RETURN_IF_FAILED(overlapping(&grid));
-    return launch(kernel, grid, stream, p, Options(p), Schedule(c));
+    return with_terms(p, p.entropy, [&]<Terms kTerms>() {
+      LaunchConfig grid = grid_of(c);
+      if (p.follows_denominator) WARPSMITH_RETURN_IF_FAILED(overlapping(&grid));
+      return launch(forward_kernel<T, kTerms>(c), grid, stream, p, Options(p), Schedule(c));
+    });
   });
 }
 
@@ -103,8 +110,9 @@ Status cross_entropy_backward_cuda(const CrossEntropyParams& p, void* stream) {
   WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.classes, p.logits, p.logits_stride, p.dtype, &problem));
   const CrossEntropyConfig c = choose_cross_entropy_backward(problem);
   return dispatch(p.dtype, [&]<class T>() {
-    return launch(general(p) ? backward_streaming<T, true> : backward_streaming<T, false>, grid_of(c), stream, p,
-                  Options(p), c.lanes);
+    return with_terms(p, p.grad_entropy, [&]<Terms kTerms>() {
+      return launch(backward_streaming<T, kTerms>, grid_of(c), stream, p, Options(p), c.lanes);
+    });
   });
 }
 

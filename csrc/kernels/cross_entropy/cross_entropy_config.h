@@ -12,6 +12,7 @@ struct CrossEntropyProblem {
   int element_bytes = 2;
   bool aligned = true;   // every row starts on 16 bytes
   bool gradient = true;  // written in the same pass
+  bool loss = true;      // wanted: its gradient, in this pass or a later one, follows from the same bits of the sums
   int multiprocessors = 132;
   int compute_capability = 90;
   int max_shared_bytes = 227 * 1024;  // dynamic shared memory that a block may have
@@ -51,11 +52,14 @@ namespace cross_entropy_detail {
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 constexpr int kMaxCluster = 8;                 // what every sm_90 grants without opting in
 constexpr int kVectorsOfThread = 16;           // fewer threads cost less beside the elements: the exchange of the sums
+constexpr int kVectorsOfClusterAlone = 24;     // of a thread of a cluster, for 16-bit rows without a loss
+constexpr int kVectorsOfStream = 8;            // of a thread of the backward in long rows: twice what is under way
 constexpr int kVectorsOfLane = 8;              // of a warp with rows of its own
 constexpr int kMaxThreads = 512;               // of a block that has a row
 constexpr int kMaxWarpsOfCluster = 32;         // which exchange their sums
 constexpr int64_t kSharedOfBlock = 52 * 1024;  // at most: blocks with other rows cover its waits
 constexpr int64_t kBlocksInTurn = 16;          // of a multiprocessor, before one takes several rows
+constexpr int64_t kMostRowsInTurn = 2;         // of a block
 constexpr int64_t kStaticShared = 4 * 1024;    // what a kernel declares itself, at most
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -89,6 +93,10 @@ constexpr void spread(CrossEntropyConfig& c, int64_t rows) {
 //   131072 x 500    lanes 8 0.656, 4 0.686, 32 0.342          lanes 8 0.523, two in turn 0.530
 //   262144 x 128    lanes 2 0.695, 4 0.698, 16 0.257          lanes 2 0.547, two in turn 0.587
 // With a gradient, rows in turn change nothing: the stores of one block hide the loads of another.
+// Log-probability alone (2026-11-22, tools/gpu/sweep/log_prob.cu), and with the entropy; two rows a block in turn. A
+// loss does not take this choice: its sums would be added in another order than where the gradient is written.
+//   4096 x 128256   8x96 0.903, 0.869; 8x128 0.893, 0.853      16384 x 32000   2x96 0.980, 0.938; 2x128 0.968
+//   8192 x 50304    2x128 0.963, 0.928; 2x192 0.947, 0.897     8192 x 16384    1x128 0.899, 0.863; 1x96 0.871, 0.851
 constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProblem& p) {
   using namespace cross_entropy_detail;
   const int64_t vectors = vectors_of(p);
@@ -103,7 +111,9 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
     const int64_t bytes = vectors * 16;
     if (p.compute_capability >= 90)
       while (c.cluster < kMaxCluster && bytes > c.cluster * kSharedOfBlock) c.cluster *= 2;
-    const int64_t threads = (vectors / (c.cluster * kVectorsOfThread) + 32) / 64 * 64;
+    const bool alone = !p.loss && !p.gradient && c.cluster > 1 && p.element_bytes == 2;
+    const int64_t threads = alone ? (vectors / (c.cluster * kVectorsOfClusterAlone) + 16) / 32 * 32
+                                  : (vectors / (c.cluster * kVectorsOfThread) + 32) / 64 * 64;
     const int64_t most = std::min(kMaxThreads, kMaxWarpsOfCluster * 32 / c.cluster);
     c.lanes = c.threads = static_cast<int>(std::clamp<int64_t>(threads, 64, most));
     c.bulk = p.compute_capability >= 90;
@@ -123,19 +133,29 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
   // Without a gradient a block takes some rows in turn, if there are enough.
   const int64_t blocks = ceil_div(p.rows, c.groups()) * c.cluster;
   const int64_t rows_of_block =
-      p.gradient ? 1 : std::clamp<int64_t>(blocks / (kBlocksInTurn * p.multiprocessors), 1, c.block_a_row() ? 8 : 2);
+      p.gradient ? 1 : std::clamp<int64_t>(blocks / (kBlocksInTurn * p.multiprocessors), 1, kMostRowsInTurn);
   spread(c, ceil_div(p.rows, rows_of_block));
   return c;
 }
 
-// The backward is one kernel: threads of a row so many that each has a few vectors of it.
+// The backward is one kernel: threads of a row so many that each has a few vectors of it, for what each does once.
+// Measured on one H200 (2026-11-22, bf16, tools/gpu/sweep/log_prob.cu), fractions of a copy, and with a gradient of the
+// entropy: by threads of a row
+//                   128           256           512
+//   8192 x 50304    0.930, 0.927  0.943, 0.944  0.959, 0.921
+//   16384 x 32000   0.943, 0.941  0.954, 0.955  0.950, 0.894
+//   8192 x 16384    0.921, 0.914  0.946, 0.912  0.812, 0.717
+//   16384 x 8192    0.956, 0.908  0.859, 0.752  0.549, 0.502
 constexpr CrossEntropyConfig choose_cross_entropy_backward(const CrossEntropyProblem& p) {
   using namespace cross_entropy_detail;
   const int64_t vectors = vectors_of(p);
   CrossEntropyConfig c;
   c.kernel = CrossEntropyKernel::streaming;
   c.lanes = 1;
-  while (c.lanes < 512 && int64_t{c.lanes} * 2 < vectors) c.lanes *= 2;
+  const auto vectors_of_thread = [&] {  // at least; the warps of few rows have too little under way
+    return c.lanes < 32 || p.rows * c.lanes < int64_t{512} * p.multiprocessors ? 1 : kVectorsOfStream;
+  };
+  while (c.lanes < 512 && int64_t{c.lanes} * 2 * vectors_of_thread() <= vectors) c.lanes *= 2;
   c.threads = std::max(c.lanes, 256);
   c.why = "element by element";
   spread(c, p.rows);

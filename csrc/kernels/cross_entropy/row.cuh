@@ -99,8 +99,8 @@ __device__ __forceinline__ float neighbour(float x, bool away) {
 // e^(z - m) of a row's elements z and their maximum m; 0 for z = -inf, also where m is. float32 and capped logits take
 // the difference first. For 16-bit logits it is 2^(scale z + offset), one fused multiply-add less a rounding of the
 // offset: the same factor for a whole row, at most 1, which is what m itself gives.
-template <class T, bool kGeneral> struct Exponential {
-  static constexpr bool kFused = sizeof(T) == 2 && !kGeneral;
+template <class T, Terms kTerms> struct Exponential {
+  static constexpr bool kFused = sizeof(T) == 2 && kTerms == Terms::plain;
   static constexpr float kUnits = kFused ? kLn2 : 1.f;  // of argument()
   float scale, offset;
 
@@ -159,19 +159,16 @@ struct Options {
         spread(static_cast<float>(p.label_smoothing / static_cast<double>(p.classes))),
         z_loss(static_cast<float>(p.z_loss)) {}
 
-  // Of what kGeneral is about.
-  __device__ __forceinline__ bool entropy_alone() const { return cap == 0.f && spread == 0.f; }
-
-  template <class T, bool kGeneral> __device__ __forceinline__ float capped(float u) const {
-    if constexpr (kGeneral) return cap != 0.f ? cap * tanh_of<T>(u * inverse_cap) : u;
+  template <class T, Terms kTerms> __device__ __forceinline__ float capped(float u) const {
+    if constexpr (kTerms == Terms::general) return cap != 0.f ? cap * tanh_of<T>(u * inverse_cap) : u;
     return u;
   }
 };
 
 // Adds vector i of a row, whose capped elements are z, to sums whose maximum is no smaller than theirs. `exponential`
 // is that of x.m; `sum`, which becomes x.s, is in its units.
-template <class T, bool kGeneral>
-__device__ __forceinline__ void add(Sums& x, ExponentialSum<T>& sum, const Exponential<T, kGeneral>& exponential,
+template <class T, Terms kTerms>
+__device__ __forceinline__ void add(Sums& x, ExponentialSum<T>& sum, const Exponential<T, kTerms>& exponential,
                                     const float (&z)[Row<T>::N], int i, const Row<T>& row, const Options& o,
                                     const void* class_weight) {
   constexpr int N = Row<T>::N;
@@ -179,7 +176,7 @@ __device__ __forceinline__ void add(Sums& x, ExponentialSum<T>& sum, const Expon
   for (int n = 0; n < N; ++n) {
     const float e = exponential(z[n]);
     sum.add(e, n);
-    if constexpr (kGeneral) {
+    if constexpr (kTerms == Terms::general) {
       if (e != 0.f) x.e += e * (z[n] - exponential.offset);
       if (o.spread != 0.f && row.has(row.first_column(i) + n)) {
         const float w = real_at(class_weight, row.first_column(i) + n, 1.f);
@@ -194,20 +191,22 @@ __device__ __forceinline__ void add(Sums& x, ExponentialSum<T>& sum, const Expon
 // row are -inf.
 template <class T> struct EntropySums {
   static constexpr float kLowest = -3e38f;  // times an exponential of 0 it is 0, which -inf is not
-  Exponential<T, false> exponential;
+  Exponential<T, Terms::plain> exponential;
   ExponentialSum<T> sum;
   float weighted[2] = {};  // sums of exponentials times their arguments
 
   __device__ __forceinline__ explicit EntropySums(float m) : exponential(m) {}
 
-  __device__ __forceinline__ void add(const Packed& held) {
+  // kFinite: no element is -inf, as is rare inside a row and the rule outside; otherwise the sums are undefined().
+  template <bool kFinite> __device__ __forceinline__ void add(const Packed& held) {
 #pragma unroll
     for (int n = 0; n < Row<T>::N; ++n) {
       const float x = exponential.argument(element<T>(held, n)), e = exponential.of_argument(x);
       sum.add(e, n);
-      weighted[n % 2] = fmaf(e, fmaxf(x, kLowest), weighted[n % 2]);
+      weighted[n % 2] = fmaf(e, kFinite ? x : fmaxf(x, kLowest), weighted[n % 2]);
     }
   }
+  __device__ __forceinline__ bool undefined() const { return isnan(weighted[0] + weighted[1]); }
 
   // x.m is the maximum that these sums were made with.
   __device__ __forceinline__ void store(Sums& x) const {
@@ -254,29 +253,36 @@ template <class T> __device__ __forceinline__ float max_of(const Packed& x) {
 }
 
 // The capped elements of vector i; -inf outside the row.
-template <class T, bool kGeneral> __device__ __forceinline__ void unpack(const Packed& x, int i, const Row<T>& row,
-                                                                         const Options& o, float (&z)[Row<T>::N]) {
+template <class T, Terms kTerms> __device__ __forceinline__ void unpack(const Packed& x, int i, const Row<T>& row,
+                                                                        const Options& o, float (&z)[Row<T>::N]) {
 #pragma unroll
   for (int n = 0; n < Row<T>::N; ++n) {
-    z[n] = o.capped<T, kGeneral>(element<T>(x, n));
-    if (kGeneral && !row.has(row.first_column(i) + n)) z[n] = kMinusInfinity;
+    z[n] = o.capped<T, kTerms>(element<T>(x, n));
+    if (kTerms == Terms::general && !row.has(row.first_column(i) + n)) z[n] = kMinusInfinity;
   }
 }
 
 // dlogits[j] = (k * e_j + q * e_j * log p_j - s * w_j - onehot_j * t) * cap'(logit_j), e_j: the row's exponential of
 // z_j.
-template <class T, bool kGeneral> struct Gradient {
-  Exponential<T, kGeneral> exponential;
+template <class T, Terms kTerms> struct Gradient {
+  static constexpr float kLeast = -128.f;  // where exponentials are 0, times this they are, times -inf not
+  Exponential<T, kTerms> exponential;
   float k;     // factor of e_j
   float s;     // of class weights, from label smoothing
   float t;     // at the target
-  float q;     // of e_j * log p_j
+  float q;     // of e_j * log p_j; for the entropy alone of e_j * (z_j - m), and k has the rest
   float rest;  // log p_j = (z_j - m) - rest
   int hot;     // the target's vector, or -1
   int place;   // its element there
   bool zero;   // the row is ignored
 
   __device__ __forceinline__ explicit Gradient(float m) : exponential(m) {}
+
+  // factor: of e^(z_j - m) * log p_j, and less the entropy of that without the logarithm.
+  __device__ __forceinline__ void add_entropy(float factor, float entropy) {
+    q = factor;
+    k += q * (kTerms == Terms::entropy ? entropy - rest : entropy);
+  }
 
   // k from the factor of e^(z_j - m): such that the maximum's product with k is that factor, to the last bit (float16
   // logits beyond 10,000: or one off). A row of one class then has a gradient of exactly 0.
@@ -302,10 +308,10 @@ template <class T, bool kGeneral> struct Gradient {
     if (!aimed || !zero) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const float e = exponential(z[n]);
-        g[n] = k * e;
-        if constexpr (kGeneral) {
-          if (q != 0.f && e != 0.f) g[n] += q * e * (z[n] - exponential.offset - rest);
+        const float x = exponential.argument(z[n]), e = exponential.of_argument(x);
+        g[n] = (kTerms == Terms::entropy ? fmaf(q, fmaxf(x, kLeast), k) : k) * e;
+        if constexpr (kTerms == Terms::general) {
+          if (q != 0.f && e != 0.f) g[n] += q * e * (x - rest);
           const int column = row.first_column(i) + n;
           if (s != 0.f && row.has(column)) g[n] -= s * real_at(class_weight, column, 1.f);
         }
@@ -313,7 +319,7 @@ template <class T, bool kGeneral> struct Gradient {
       if (aimed && i == hot)
 #pragma unroll
         for (int n = 0; n < N; ++n) g[n] -= n == place ? t : 0.f;
-      if constexpr (kGeneral) {
+      if constexpr (kTerms == Terms::general) {
         if (o.cap != 0.f)
 #pragma unroll
           for (int n = 0; n < N; ++n) g[n] *= 1.f - z[n] * o.inverse_cap * (z[n] * o.inverse_cap);

@@ -8,6 +8,10 @@ namespace warpsmith::cross_entropy {
 
 using device::Vector;
 
+// What a kernel knows to do, beside the loss of plain logits: also the entropy and its gradient; or that and softcap
+// and label smoothing. Each costs instructions an element.
+enum class Terms : uint8_t { plain, entropy, general };
+
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 constexpr int kNowhere = 0x7fffffff;
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
@@ -43,11 +47,11 @@ struct Sums {
   float s;    // sum of exp(z - m)
   float low;  // float32 rows: what s lacks
   int at;     // the first vector that holds the largest logit
-  // kGeneral only:
+  float e;    // but for plain terms: sum of exp(z - m) * (z - m)
+  // Of general terms only:
   float top;  // the largest logit, before softcap, which may make different logits equal
   float w;    // sum of class weights
   float a;    // sum of weight * (z - m)
-  float e;    // sum of exp(z - m) * (z - m)
 
   template <class T> __device__ __forceinline__ void set(const ExponentialSum<T>& sum) {
     s = sizeof(T) == 4 ? sum.s : sum.s + sum.other;
@@ -60,14 +64,19 @@ struct Sums {
     return x;
   }
 
-  // As two times 16 bytes, of which the second is kGeneral's.
-  __device__ __forceinline__ Packed piece(int i) const {
-    if (i == 0) return {{__float_as_uint(m), __float_as_uint(s), __float_as_uint(low), static_cast<uint32_t>(at)}};
+  // As one or two times 16 bytes. 16-bit rows have no `low`: there, the entropy alone takes its place.
+  template <class T, Terms kTerms> static constexpr bool kLowIsEntropy = sizeof(T) == 2 && kTerms == Terms::entropy;
+  template <class T, Terms kTerms> static constexpr int kPieces =
+      kTerms == Terms::plain || kLowIsEntropy<T, kTerms> ? 1 : 2;
+  template <class T, Terms kTerms> __device__ __forceinline__ Packed piece(int i) const {
+    const float third = kLowIsEntropy<T, kTerms> ? e : low;
+    if (i == 0) return {{__float_as_uint(m), __float_as_uint(s), __float_as_uint(third), static_cast<uint32_t>(at)}};
     return {{__float_as_uint(w), __float_as_uint(a), __float_as_uint(e), __float_as_uint(top)}};
   }
-  __device__ __forceinline__ void take(int i, const Packed& x) {
+  template <class T, Terms kTerms> __device__ __forceinline__ void take(int i, const Packed& x) {
     if (i == 0) {
-      m = __uint_as_float(x.at[0]), s = __uint_as_float(x.at[1]), low = __uint_as_float(x.at[2]);
+      m = __uint_as_float(x.at[0]), s = __uint_as_float(x.at[1]);
+      (kLowIsEntropy<T, kTerms> ? e : low) = __uint_as_float(x.at[2]);
       at = static_cast<int>(x.at[3]);
     } else {
       w = __uint_as_float(x.at[0]), a = __uint_as_float(x.at[1]), e = __uint_as_float(x.at[2]);
@@ -76,20 +85,19 @@ struct Sums {
   }
 
   // The same elements, relative to a larger maximum.
-  template <bool kGeneral> __device__ __forceinline__ void rebase(float largest) {
+  template <Terms kTerms> __device__ __forceinline__ void rebase(float largest) {
     if (m == largest) return;
     const float d = m - largest, f = m == kMinusInfinity ? 0.f : expf(d);
-    if constexpr (kGeneral) {
-      e = f == 0.f ? 0.f : f * (e + d * s);
+    if constexpr (kTerms != Terms::plain) e = f == 0.f ? 0.f : f * (e + d * s);
+    if constexpr (kTerms == Terms::general)
       if (w != 0.f) a += d * w;
-    }
     s *= f, low *= f;
     m = largest;
   }
 };
 
 __device__ __forceinline__ Sums no_elements() {
-  return {kMinusInfinity, 0.f, 0.f, kNowhere, kMinusInfinity, 0.f, 0.f, 0.f};
+  return {kMinusInfinity, 0.f, 0.f, kNowhere, 0.f, kMinusInfinity, 0.f, 0.f};
 }
 
 // Calls step(d) for the distances of an exchange among aligned groups of `lanes` threads, a power of two. Unrolled: a
@@ -101,7 +109,7 @@ template <class Step> __device__ __forceinline__ void for_distances(int lanes, S
 }
 
 // Before anything is summed: one maximum for groups of `lanes` threads, so that their sums need no rescaling.
-template <bool kGeneral> __device__ __forceinline__ void share_max(Sums& x, int lanes) {
+__device__ __forceinline__ void share_max(Sums& x, int lanes) {
   float m = x.m;
   for_distances(lanes, [&](int d) { m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d)); });
   x.m = m;
@@ -109,8 +117,8 @@ template <bool kGeneral> __device__ __forceinline__ void share_max(Sums& x, int 
 
 // Combines the sums of groups of `lanes` threads; every one of them gets the result. Called by the whole warp.
 // `places`: `at` is wanted. kShared: x.m is the same already.
-template <class T, bool kGeneral, bool kShared>
-__device__ __forceinline__ Sums combine(Sums x, int lanes, bool places) {
+template <class T, Terms kTerms, bool kShared> __device__ __forceinline__ Sums combine(Sums x, int lanes, bool places) {
+  constexpr bool kGeneral = kTerms == Terms::general;
   if constexpr (kGeneral || !kShared) {
     float m = x.m, top = kGeneral ? x.top : x.m;
     for_distances(lanes, [&](int d) {
@@ -119,7 +127,7 @@ __device__ __forceinline__ Sums combine(Sums x, int lanes, bool places) {
     });
     if ((kGeneral ? x.top : x.m) != (kGeneral ? top : m)) x.at = kNowhere;
     x.top = top;
-    x.rebase<kGeneral>(m);
+    x.rebase<kTerms>(m);
   }
   for_distances(lanes, [&](int d) {
     if (places) {
@@ -128,10 +136,10 @@ __device__ __forceinline__ Sums combine(Sums x, int lanes, bool places) {
     }
     const float lost = add_exactly(x.s, __shfl_xor_sync(0xffffffffu, x.s, d));
     if constexpr (sizeof(T) == 4) x.low = x.low + __shfl_xor_sync(0xffffffffu, x.low, d) + lost;
+    if constexpr (kTerms != Terms::plain) x.e += __shfl_xor_sync(0xffffffffu, x.e, d);
     if constexpr (kGeneral) {
       x.w += __shfl_xor_sync(0xffffffffu, x.w, d);
       x.a += __shfl_xor_sync(0xffffffffu, x.a, d);
-      x.e += __shfl_xor_sync(0xffffffffu, x.e, d);
     }
   });
   return x;

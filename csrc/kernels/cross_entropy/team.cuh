@@ -57,6 +57,7 @@ template <bool kBlock> struct Team {
 
 // What the warps of a row exchange. Two sets, in turn, so that nobody overwrites what another still reads. In a cluster
 // each warp sends its sums to every block, which waits until it has those of all.
+// No shuffle has to order memory: between rows of a cluster, which come by bulk copies, all threads meet at a barrier.
 struct Exchange {
   static constexpr int kMaxWarps = 32;  // of a cluster
   using Slot = Packed[2];
@@ -67,18 +68,18 @@ struct Exchange {
   bool met;  // all blocks of the cluster have started
 
   // kShared: the warp has one x.m already, and x.at only where that is.
-  template <class T, bool kBlock, bool kGeneral, bool kShared>
+  template <class T, bool kBlock, Terms kTerms, bool kShared>
   __device__ __forceinline__ Sums over_row(Sums x, const Team<kBlock>& team, bool places) {
-    x = combine<T, kGeneral, kShared>(x, kBlock ? 32 : team.size, places);
+    x = combine<T, kTerms, kShared>(x, kBlock ? 32 : team.size, places);
     if constexpr (!kBlock) return x.whole();
-    constexpr int kPieces = kGeneral ? 2 : 1;
+    constexpr int kPieces = Sums::kPieces<T, kTerms>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps_of_block = blockDim.x / 32;
     const int all = warps_of_block * team.cluster;
     Slot* set = warps + turn * kMaxWarps;
     if (team.cluster == 1) {
       if (lane == 0)
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) device::store(set[warp] + i, x.piece(i));
+        for (int i = 0; i < kPieces; ++i) device::store(set[warp] + i, x.piece<T, kTerms>(i));
       __syncthreads();
     } else {
       if (!met) device::cluster_wait();
@@ -89,8 +90,8 @@ struct Exchange {
         device::Mbarrier* barrier = device::cluster_shared(filled + turn, to);
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
-          device::store_async(device::cluster_shared(set[team.rank * warps_of_block + warp] + i, to), x.piece(i),
-                              barrier);
+          device::store_async(device::cluster_shared(set[team.rank * warps_of_block + warp] + i, to),
+                              x.piece<T, kTerms>(i), barrier);
       }
       device::mbarrier_wait(filled + turn, parity);
       if (turn) parity ^= 1;
@@ -99,8 +100,8 @@ struct Exchange {
     x = no_elements();
     if (lane < all)
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) x.take(i, device::load(set[lane] + i));
-    return combine<T, kGeneral, false>(x, 32, places).whole();
+      for (int i = 0; i < kPieces; ++i) x.take<T, kTerms>(i, device::load(set[lane] + i));
+    return combine<T, kTerms, false>(x, 32, places).whole();
   }
 };
 

@@ -1,21 +1,21 @@
-// Times shapes of the elementwise body (threads of a block, vectors a thread, cache hints) for the gated activations,
-// beside the kernel that is chosen, which the others must agree with, and a copy of the same bytes. Build (15 s) and
-// run on a GPU machine (5 s for each name of an op):
+// Times shapes of the elementwise body (threads of a block, vectors a thread, a path of its own for tensors without
+// gaps, evict-first stores) for the gated activations, beside the kernel that is chosen, which the others must agree
+// with, and a copy of the same bytes. What is within 1 % is timed three times, in turn. Build (15 s) and run on a GPU
+// machine (5 s for each name of an op):
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -I csrc -gencode=arch=compute_90a,code=sm_90a
 //     tools/gpu/sweep/elementwise.cu -o sweep && ./sweep swiglu
 #include "device/packed.h"
-#include "hints.cuh"
 #include "kernels/activation/gated.cuh"
 #include "sweep.h"
 
 using namespace warpsmith;
 using namespace warpsmith::activation;
-using sweep::Hint, sweep::Row;
+using device::Cache, sweep::Row;
 
 namespace {
 
 // V vectors of each tensor a thread, a block's width apart; every load before the first use. Sizes that divide evenly.
-template <class Op, int V, Hint hint> __global__ void candidate(Op op, ElementwiseParams<Op::I, Op::O> p) {
+template <class Op, int V, Cache stores> __global__ void candidate(Op op, ElementwiseParams<Op::I, Op::O> p) {
   using T = bfloat16;
   using device::Packed;
   constexpr int N = 8;
@@ -24,8 +24,7 @@ template <class Op, int V, Hint hint> __global__ void candidate(Op op, Elementwi
 #pragma unroll
   for (int v = 0; v < V; ++v)
 #pragma unroll
-    for (int i = 0; i < Op::I; ++i)
-      in[v][i] = sweep::load<hint>(device::packed_at<T, N>(p.in[i].data, first + v * step));
+    for (int i = 0; i < Op::I; ++i) in[v][i] = device::load(device::packed_at<T, N>(p.in[i].data, first + v * step));
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     float x[Op::I][N], y[Op::O][N];
@@ -34,9 +33,44 @@ template <class Op, int V, Hint hint> __global__ void candidate(Op op, Elementwi
     op.template apply<T, N>(x, y, first);
 #pragma unroll
     for (int o = 0; o < Op::O; ++o)
-      sweep::store<hint>(device::packed_at<T, N>(const_cast<void*>(p.out[o].data), first + v * step),
-                         device::rounded<T>(y[o]));
+      device::store<stores>(device::packed_at<T, N>(const_cast<void*>(p.out[o].data), first + v * step),
+                            device::rounded<T>(y[o]));
   }
+}
+
+// The package's body with a path of its own for tensors without gaps, which needs one comparison.
+template <class Op, int kThreads, int kBlocks> __global__ void __launch_bounds__(kThreads, kBlocks)
+    straight(Op op, ElementwiseParams<Op::I, Op::O> p, ElementwiseIndex index) {
+  using T = bfloat16;
+  constexpr int N = 8;
+  const int64_t v = int64_t{blockIdx.x} * kThreads + threadIdx.x, element = v * N;
+  int64_t in[Op::I], out[Op::O];
+  if (index.flat) {
+    if (element + N <= index.elements) {
+#pragma unroll
+      for (int i = 0; i < Op::I; ++i) in[i] = element;
+#pragma unroll
+      for (int o = 0; o < Op::O; ++o) out[o] = element;
+      elementwise_at<Op, T, N>(op, p, in, out, element);
+      return;
+    }
+#pragma unroll 1
+    for (int64_t e = element; e < index.elements; ++e) {
+#pragma unroll
+      for (int i = 0; i < Op::I; ++i) in[i] = e;
+#pragma unroll
+      for (int o = 0; o < Op::O; ++o) out[o] = e;
+      elementwise_at<Op, T, 1>(op, p, in, out, e);
+    }
+    return;
+  }
+  if (v >= index.vectors) return;
+  const int64_t row = index.divide.quotient(v), column = (v - row * index.row_vectors) * N;
+#pragma unroll
+  for (int i = 0; i < Op::I; ++i) in[i] = row * p.in[i].stride + column;
+#pragma unroll
+  for (int o = 0; o < Op::O; ++o) out[o] = row * p.out[o].stride + column;
+  elementwise_at<Op, T, N>(op, p, in, out, element);
 }
 
 template <class Op> void run(const char* name, int64_t rows, int64_t columns, char* (&memory)[5], char* (&wanted)[2]) {
@@ -47,35 +81,35 @@ template <class Op> void run(const char* name, int64_t rows, int64_t columns, ch
   for (int o = 0; o < Op::O; ++o) p.out[o] = {memory[Op::I + o], columns};
   std::vector<Row> all;
   const auto add = [&](const std::string& text, const std::function<void()>& call) {
-    const double us = sweep::time_of(call);
+    const double us = sweep::time_of(call, 41);
     all.push_back({us, text});
   };
   add("chosen", [&] {
     if (!launch_elementwise(Op{}, p, nullptr).ok()) std::printf("the launch failed\n");
   });
-  {  // gate and up, and their gradients, as halves of one tensor
-    auto q = p;
-    const int gate = Op::I == 3 ? 1 : 0;
-    q.in[gate] = {memory[gate], 2 * columns};
-    q.in[gate + 1] = {memory[gate] + columns * 2, 2 * columns};
-    if (Op::O == 2) q.out[0] = {memory[3], 2 * columns}, q.out[1] = {memory[3] + columns * 2, 2 * columns};
-    add("chosen, packed", [&, q] {
-      if (!launch_elementwise(Op{}, q, nullptr).ok()) std::printf("the launch failed\n");
-    });
-  }
+  // gate and up, and their gradients, as halves of one tensor
+  auto packed = p;
+  const int gate = Op::I == 3 ? 1 : 0;
+  packed.in[gate] = {memory[gate], 2 * columns};
+  packed.in[gate + 1] = {memory[gate] + columns * 2, 2 * columns};
+  if (Op::O == 2) packed.out[0] = {memory[3], 2 * columns}, packed.out[1] = {memory[3] + columns * 2, 2 * columns};
+  add("chosen, packed", [&] {
+    if (!launch_elementwise(Op{}, packed, nullptr).ok()) std::printf("the launch failed\n");
+  });
   // What was chosen, as the law for the others.
   for (int o = 0; o < Op::O; ++o) {
     if (!launch_elementwise(Op{}, p, nullptr).ok()) std::printf("the launch failed\n");
     sweep::check(cudaMemcpy(wanted[o], memory[Op::I + o], static_cast<size_t>(count) * 2, cudaMemcpyDeviceToDevice));
   }
-  const auto shapes = [&]<int V, Hint hint> {
-    for (const int threads : {64, 128, 256, 512}) {
+  const auto shapes = [&]<int V, Cache stores> {
+    for (const int threads : {64, 128, 256}) {
       const int64_t block = int64_t{threads} * V * 8;
       if (count % block) continue;
       const auto call = [&, threads, block] {
-        candidate<Op, V, hint><<<static_cast<unsigned>(count / block), threads>>>(Op{}, p);
+        candidate<Op, V, stores><<<static_cast<unsigned>(count / block), threads>>>(Op{}, p);
       };
-      std::string text = std::to_string(threads) + " threads, " + std::to_string(V) + " vectors, " + sweep::name(hint);
+      std::string text = std::to_string(threads) + " threads, " + std::to_string(V) + " vectors, " +
+                         (stores == Cache::keep ? "plain" : "stores st.cs");
       for (int o = 0; o < Op::O; ++o) sweep::check(cudaMemset(memory[Op::I + o], 0xff, static_cast<size_t>(count) * 2));
       call();
       for (int o = 0; o < Op::O; ++o)
@@ -84,27 +118,45 @@ template <class Op> void run(const char* name, int64_t rows, int64_t columns, ch
       add(text, call);
     }
   };
-  shapes.template operator()<1, Hint::none>();
-  shapes.template operator()<2, Hint::none>();
-  shapes.template operator()<4, Hint::none>();
-  shapes.template operator()<1, Hint::both_once>();
-  shapes.template operator()<1, Hint::load_once>();
-  shapes.template operator()<1, Hint::store_once>();
-  shapes.template operator()<1, Hint::fetch_256>();
-  shapes.template operator()<1, Hint::give_up_first>();
-  shapes.template operator()<2, Hint::load_once>();
-  shapes.template operator()<2, Hint::fetch_256>();
-  shapes.template operator()<2, Hint::give_up_first>();
-
+  const auto whole = [&]<int kThreads, int kBlocks> {
+    const int64_t vectors = count / 8;
+    const auto call = [&] {
+      straight<Op, kThreads, kBlocks><<<static_cast<unsigned>((vectors + kThreads - 1) / kThreads), kThreads>>>(
+          Op{}, p, ElementwiseIndex{true, count, vectors, vectors, device::FastDivide(vectors)});
+    };
+    std::string text = std::to_string(kThreads) + " threads, straight";
+    add(text + ", packed", [&] {
+      straight<Op, kThreads, kBlocks><<<static_cast<unsigned>((vectors + kThreads - 1) / kThreads), kThreads>>>(
+          Op{}, packed, ElementwiseIndex{false, count, vectors, columns / 8, device::FastDivide(columns / 8)});
+    });
+    for (int o = 0; o < Op::O; ++o) sweep::check(cudaMemset(memory[Op::I + o], 0xff, static_cast<size_t>(count) * 2));
+    call();
+    for (int o = 0; o < Op::O; ++o)
+      if (const unsigned n = sweep::differences(memory[Op::I + o], wanted[o], count).wrong)
+        text += ", WRONG " + std::to_string(n) + " <- chosen or not";
+    add(text, call);
+  };
+  const auto chosen = [&] {
+    if (!launch_elementwise(Op{}, p, nullptr).ok()) std::printf("the launch failed\n");
+  };
+  for (int round = 0; round < 3; ++round) {
+    add("chosen, again", chosen);
+    whole.template operator()<64, 32>();
+    whole.template operator()<128, 16>();
+    whole.template operator()<256, 8>();
+    shapes.template operator()<1, Cache::keep>();
+  }
+  shapes.template operator()<2, Cache::keep>();
+  shapes.template operator()<1, Cache::streaming>();
   sweep::print(std::string(name) + " " + std::to_string(rows) + "x" + std::to_string(columns),
-               static_cast<double>(count) * 2 * (Op::I + Op::O), all, 4);
+               static_cast<double>(count) * 2 * (Op::I + Op::O), all, 12);
 }
 
 }  // namespace
 
 // An argument: the beginning of the names of those to run.
 int main(int argc, char** argv) {
-  const int64_t shapes[][2] = {{8192, 14336}, {65536, 768}, {1024, 12288}};
+  const int64_t shapes[][2] = {{8192, 14336}, {65536, 768}, {16384, 4096}, {1024, 12288}};
   const int64_t most = 2 * shapes[0][0] * shapes[0][1];
   char* memory[5];
   for (int i = 0; i < 5; ++i) memory[i] = static_cast<char*>(sweep::random_bfloat16(most, static_cast<unsigned>(i)));
@@ -120,6 +172,8 @@ int main(int argc, char** argv) {
     measure.template operator()<GatedBackward<GeluTanh>>("geglu tanh backward");
     measure.template operator()<GatedForward<Gelu>>("geglu exact forward");
     measure.template operator()<GatedBackward<Gelu>>("geglu exact backward");
+    measure.template operator()<GatedForward<Relu>>("reglu forward");
+    measure.template operator()<GatedBackward<Relu>>("reglu backward");
   }
   return 0;
 }
