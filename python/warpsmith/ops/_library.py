@@ -69,6 +69,7 @@ def _register_formula(name: str, save: Callable, formula: Callable) -> None:
             def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
                 tensors, ctx.values = save(inputs, output)
                 ctx.save_for_backward(*tensors)
+                ctx.set_materialize_grads(False)  # zeros would cost kernels, and their share of every gradient
 
             kernel = make_autograd_impl(getattr(raw, name).default, Info(formula, setup_context))
         return kernel(keyset, *args, **kwargs)

@@ -57,8 +57,9 @@ def _differentiable_backward(needs: Sequence[bool], tensors: Any, values: Any, d
     (seed,), (p,) = tensors, values
     dx = dy
     if seed is not None:
-        factor = call_raw(_raw_backward, torch.ones_like(dy, dtype=torch.float32), seed, p).to(dy.dtype)
-        dx = torch.where(factor != 0, dy * factor, 0)
+        math = torch.float64 if dy.dtype == torch.float64 else torch.float32
+        factor = call_raw(_raw_backward, torch.ones_like(dy, dtype=math), seed, p)
+        dx = torch.where(factor != 0, dy.to(math) * factor, 0).to(dy.dtype)
     return dx if needs[0] else None, dy if needs[1] else None, None, None
 
 
