@@ -1,5 +1,6 @@
 """Packages of AOTInductor call the ops by their schemas: what runs them has no Python of ours, only the library."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,11 @@ def package(tmp_path_factory):
 
 
 def run_elsewhere(package, load, given, found):
-    """Runs the package on each given set of inputs in a process that has torch alone, where warpsmith stays unknown."""
+    """Runs the package on each given set of inputs in a process that has torch alone, where warpsmith stays unknown.
+
+    The package is unpacked beside the results, not in the temporary folder of the machine, where torch leaves it when
+    loading fails.
+    """
     code = f"""
         import sys, torch
         from safetensors.torch import load_file, save_file
@@ -55,7 +60,15 @@ def run_elsewhere(package, load, given, found):
         assert "warpsmith" not in sys.modules
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=package.parent)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=package.parent,
+        env=os.environ | {"TMPDIR": str(found[0].parent)},
+    )
 
 
 def written(folder, rows):
@@ -78,6 +91,11 @@ def test_a_package_gives_the_same_bits_with_the_library_alone(package, tmp_path)
 
 
 def test_a_package_without_the_library_names_the_op(package, tmp_path):
-    done = run_elsewhere(package, "", [written(tmp_path, 5)], [tmp_path / "found"])
-    assert done.returncode != 0
-    assert "Could not find schema for warpsmith::" in done.stderr
+    for _ in range(3):
+        done = run_elsewhere(package, "", [written(tmp_path, 5)], [tmp_path / "found"])
+        assert done.returncode != 0
+        # Seen once on a busy machine, with a package that another process had just loaded: torch's loader, alone in
+        # its process, found an unpacked JSON file empty and never came to the ops, so nothing was said about them.
+        if "attempting to parse an empty input" not in done.stderr:
+            break
+    assert "Could not find schema for warpsmith::" in done.stderr, (done.stderr, shutil.disk_usage(tmp_path))
