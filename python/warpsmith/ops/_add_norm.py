@@ -117,6 +117,7 @@ def add_norm(op: str, *, layer: bool, dropout: bool) -> Callable:
         forward=getattr(raw, op + "_forward").default,
         inference=raw_inference,
         public=2,
+        rows=2,
         save=save,
         backward=backward,
         differentiable_backward=differentiable_backward,

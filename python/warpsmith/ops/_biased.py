@@ -74,6 +74,7 @@ def biased(name: str, function: Function) -> Callable[..., Tensor]:
     return differentiable(
         name,
         forward=getattr(raw, name + "_forward").default,
+        rows=1,
         save=save,
         backward=backward,
         differentiable_backward=differentiable_backward,

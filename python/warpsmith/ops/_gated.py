@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
+from warpsmith.ops import _check, _dtensor
 from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
 
 # f and its derivative in plain torch operations, for second derivatives: (x, *extra) -> (f(x), f'(x)).
@@ -122,6 +122,7 @@ def gated(name: str, function: Function) -> Callable[..., Tensor]:
     call = differentiable(
         name,
         forward=getattr(raw, name + "_forward").default,
+        rows=2,
         save=save,
         backward=backward,
         differentiable_backward=differentiable_backward,
@@ -132,6 +133,8 @@ def gated(name: str, function: Function) -> Callable[..., Tensor]:
             for argument, t in (("gate", gate), ("up", up)):
                 if isinstance(t, Tensor) and t.requires_grad and t.is_leaf:
                     _check.refuse(name, argument, "a computed tensor for inplace_backward", "a leaf that requires grad")
+            # A change of its local part is not seen by what else has saved a DTensor: it is left as it is.
+            inplace_backward = not _dtensor.is_dtensor(gate)
         return call(gate, up, inplace_backward, *extra)
 
     return checked

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from warpsmith._load import load_library
+from warpsmith.ops import _dtensor
 
 load_library()
 
@@ -121,6 +122,7 @@ def differentiable(
     forward: Callable,
     inference: Callable | None = None,
     public: int = 1,
+    rows: int = 0,
     save: Callable[[Sequence[Any], Any], Saved],
     backward: Callable[..., Sequence[Tensor | None]],
     differentiable_backward: Callable[..., Sequence[Tensor | None]] | None = None,
@@ -131,6 +133,9 @@ def differentiable(
     forward(*inputs): the raw op; its first ``public`` outputs are the function's, the others are kept for backward.
     inference(*inputs): the raw op to call when no gradient is needed; gives the public outputs alone. Default:
         ``forward``.
+    rows: how many of the first inputs hold rows that the op treats each by itself, as it does those of its public
+        outputs; the other tensors are parameters. With DTensors each rank then computes its rows
+        (``_dtensor.py``). 0: DTensors are refused by torch.
     save(inputs, outputs): what backward needs: a tuple of tensors, and one of any other values.
     backward(needs, tensors, values, *grads): a gradient or None for each input; ``needs[i]`` says whether input i wants
         one. ``grads`` has one entry for each public output, None where that output was not used.
@@ -145,6 +150,7 @@ def differentiable(
     eager_forward, eager_inference = _without_wrapper(forward), _without_wrapper(inference or forward)
     is_compiling, in_transform = torch.compiler.is_compiling, torch._C._are_functorch_transforms_active
     is_grad_enabled = torch.is_grad_enabled
+    plain = _dtensor.PLAIN
 
     def public_part(outputs: Any) -> Any:
         if not isinstance(outputs, tuple):
@@ -196,7 +202,11 @@ def differentiable(
     # Function.apply without its Python wrapper, which looks for torch.func transforms: `call` has done that (1.5 us).
     apply = super(torch.autograd.Function, Apply).apply
 
+    names = [a.name for a in traced._schema.arguments]
+
     def call(*inputs: Any) -> Any:
+        if rows and type(inputs[0]) not in plain and _dtensor.is_dtensor(inputs[0]):
+            return _dtensor.on_local_rows(name, names, rows, inputs, call, forward)
         if is_compiling():
             return public_part(traced(*inputs))
         if in_transform():

@@ -66,6 +66,7 @@ def _differentiable_backward(needs: Sequence[bool], tensors: Any, values: Any, d
 _dropout_add = differentiable(
     "dropout_add",
     forward=raw.dropout_add_forward.default,
+    rows=2,
     save=_save,
     backward=_backward,
     differentiable_backward=_differentiable_backward,

@@ -75,6 +75,7 @@ _layer_norm = differentiable(
     "layer_norm",
     forward=raw.layer_norm_forward.default,
     inference=raw.layer_norm_inference.default,
+    rows=1,
     save=_save,
     backward=_backward,
     differentiable_backward=_differentiable_backward,

@@ -51,6 +51,7 @@ def _differentiable_backward(needs: Sequence[bool], tensors: Any, values: Any, d
 _relu_squared = differentiable(
     "relu_squared",
     forward=raw.relu_squared_forward.default,
+    rows=1,
     save=_save,
     backward=_backward,
     differentiable_backward=_differentiable_backward,

@@ -64,6 +64,7 @@ _rms_norm = differentiable(
     "rms_norm",
     forward=raw.rms_norm_forward.default,
     inference=raw.rms_norm_inference.default,
+    rows=1,
     save=_save,
     backward=_backward,
     differentiable_backward=_differentiable_backward,
