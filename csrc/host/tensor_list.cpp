@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <unordered_set>
@@ -38,6 +39,7 @@ struct Place {
   int32_t dims = 0;
   uint32_t sizes_at = 0;
   bool sharded = false;  // a distributed tensor: its local part is meant
+  bool single = false;   // one element
   Seen seen;
 };
 
@@ -200,6 +202,7 @@ class TensorWatch {
     place.dims = view.at().ndim;
     place.seen = {tensor, reinterpret_cast<const char*>(view.at().shape)};
     place.sizes_at = static_cast<uint32_t>(sizes_.size());
+    place.single = std::all_of(view.at().shape, view.at().shape + place.dims, [](int64_t size) { return size == 1; });
     sizes_.insert(sizes_.end(), view.at().shape, view.at().shape + place.dims);
     sizes_.insert(sizes_.end(), view.at().strides, view.at().strides + place.dims);
     return place;
@@ -270,7 +273,7 @@ class TensorWatch {
     grads_[i] = {grad.ptr(), reinterpret_cast<const char*>(view.at().shape)};
     const bool alike = same_kind(param, view);
     if (!alike && !is_at(param, params_[i].ptr())) return false;  // both have changed, at the address that was
-    if (alike && address != 0 && (!param.sharded || address == seen_[i]))
+    if (alike && address != 0 && (!param.sharded || address == seen_[i]) && !(param.single && is_negative(grad)))
       write(slot, address);
     else
       unusual_.push_back(i);
@@ -303,6 +306,14 @@ class TensorWatch {
     return get ? get->get(param, get->closure) : PyObject_GetAttr(param, grad_name_.ptr());
   }
 
+  // Whether the elements in memory are the negatives of those meant. Autograd leaves the imaginary part of a conjugate
+  // so; its stride is 2: it looks like its parameter only when it has a single element.
+  bool is_negative(const py::object& grad) const {
+    const auto answer = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(grad.ptr(), is_neg_name_.ptr()));
+    if (!answer) throw py::error_already_set();
+    return answer.ptr() == Py_True;
+  }
+
   void write(const Slot& slot, Address address) {
     Column& column = columns_[static_cast<size_t>(slot.bucket)];
     if (column.addresses[slot.at] == address) return;
@@ -314,6 +325,7 @@ class TensorWatch {
   py::object local_;
   ReadAddress read_address_;
   py::str grad_name_ = py::reinterpret_steal<py::str>(PyUnicode_InternFromString("grad"));
+  py::str is_neg_name_ = py::reinterpret_steal<py::str>(PyUnicode_InternFromString("is_neg"));
   std::vector<py::object> params_;
   std::vector<const PyGetSetDef*> getters_;
   std::vector<Py_ssize_t> group_sizes_;

@@ -254,3 +254,28 @@ def test_gradients_of_other_strides_and_at_reused_addresses():
         a.step()
         b.step()
     assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (3,)], ids=str)
+def test_gradients_that_are_views_of_their_negatives(shape):
+    """What autograd leaves behind a conjugate: of one element, with the strides of its parameter."""
+    ours, theirs = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(shape))
+    a, b = warpsmith.optim.AdamW([ours], lr=1e-2), torch.optim.AdamW([theirs], lr=1e-2)
+    for optimizer, p in ((a, ours), (b, theirs)):
+        for _ in range(3):
+            z = torch.complex(torch.ones(shape), p).conj()
+            (z * z).imag.sum().backward()
+            assert p.grad.is_neg() == (p.numel() == 1), "autograd has changed: this shows nothing"
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(ours, theirs)
+
+
+def test_a_gradient_of_zeros_without_memory():
+    ours, theirs = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    for optimizer, p in ((warpsmith.optim.AdamW([ours]), ours), (torch.optim.AdamW([theirs]), theirs)):
+        p.grad = torch.ones(3)
+        optimizer.step()
+        p.grad = torch._efficientzerotensor(3)
+        optimizer.step()
+    assert_close(ours, theirs)

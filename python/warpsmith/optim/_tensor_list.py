@@ -46,6 +46,11 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and all(s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True) if n > 1)
 
 
+def holds_its_elements(t: Tensor) -> bool:
+    """Whether memory at the tensor's address holds its elements: not their negatives, and not nothing for zeros."""
+    return not (t.is_neg() or t._is_zerotensor())
+
+
 def is_dense(t: Tensor) -> bool:
     """Whether the elements fill their memory without gaps or overlap, in any order of the dimensions."""
     expected = 1

@@ -129,7 +129,7 @@ class _Plan:
         params = lists.all_params(groups) if unusual else []
         for i in unusual:
             grad = lists.checked_gradient(_OP, groups, i, params[i])
-            like_param = lists.same_layout(grad, lists.local(params[i]))
+            like_param = lists.same_layout(grad, lists.local(params[i])) and lists.holds_its_elements(grad)
             if not like_param:
                 grad = torch.empty_like(lists.local(params[i])).copy_(grad)
                 copies.append(grad)
