@@ -49,6 +49,27 @@ def test_groups_with_their_own_options():
     assert_close(states_of(a, ours), states_of(b, theirs), rtol=1e-5, atol=1e-5)
 
 
+def test_every_group_is_one_of_torchs_fused_step():
+    """Its step counters lie beside the parameters, which torch must know when it loads the state."""
+    params = make_params()
+    optimizer = warpsmith.optim.AdamW([{"params": params[:2], "foreach": True}], fused=False)
+    optimizer.add_param_group({"params": params[2:], "fused": False})
+    assert [(g["foreach"], g["fused"]) for g in optimizer.state_dict()["param_groups"]] == [(None, True)] * 2
+
+
+@pytest.mark.parametrize("place", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_default_device_is_of_no_concern(place):
+    params, elsewhere = make_params(), make_params()
+    a, b = warpsmith.optim.AdamW(params, lr=1e-2), warpsmith.optim.AdamW(elsewhere, lr=1e-2)
+    run(a, params, 2)
+    for i in range(2):
+        set_grads(elsewhere, i)
+        with torch.device(place):
+            b.step()
+    assert_same_bits(params, elsewhere)
+    assert_same_bits(states_of(a, params), states_of(b, elsewhere))
+
+
 def test_more_groups_than_a_launch_takes():
     ours, theirs = make_params(shapes=[(5,)] * 70), make_params(shapes=[(5,)] * 70)
     a = warpsmith.optim.AdamW([{"params": [p], "lr": 1e-3 * i} for i, p in enumerate(ours)])

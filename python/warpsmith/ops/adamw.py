@@ -35,21 +35,27 @@ def _fake_adamw(
     exp_avg_sqs: list[Tensor],
     max_exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
-    *_: object,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "steps": steps}
     if max_exp_avg_sqs:
         lists["max_exp_avg_sqs"] = max_exp_avg_sqs
     _check_lists(_OP, params, lists)
+    if _check.device_of(lr).type != "cpu":
+        _check.same_device(_OP, "lr", lr, params[0])
+    for name, t in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+        if t is not None:
+            _check.same_device(_OP, name, t, params[0])
 
 
-def _fake_nothing(*_: object) -> None:
-    return None
-
-
-register_fake("adamw", _fake_adamw)
-register_fake("adamw_pointers", _fake_nothing)
-register_fake("adamw_step", _fake_nothing)
+register_fake("adamw", _fake_adamw)  # the ops of addresses have none: without memory there is nothing to do
 
 
 def adamw(
@@ -112,7 +118,7 @@ def adamw(
     if not isinstance(lr, Tensor):
         if not lr >= 0:
             _check.refuse(_OP, "lr", "a number >= 0", str(lr))
-        lr = torch.tensor(lr, dtype=torch.float64)
+        lr = torch.tensor(lr, dtype=torch.float64, device="cpu")  # whatever the default device
     call_raw(
         raw.adamw.default,
         list(params),

@@ -13,6 +13,10 @@ from warpsmith.optim import _tensor_list as lists
 
 _OP = "AdamW"
 _STATE = ("exp_avg", "exp_avg_sq", "step")
+# Of every group: step counters lie beside the parameters, so torch must take them for those of its fused step.
+_AS_TORCHS_FUSED: dict[str, Any] = {"foreach": None, "fused": True, "decoupled_weight_decay": True}
+
+_HOST_DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default device
 
 
 def _refuse(argument: str, expected: str, got: Any) -> NoReturn:
@@ -177,7 +181,8 @@ class AdamW(torch.optim.Optimizer):
 
     Deterministic. The host never waits for the device. Moves 28 bytes of memory a float32 parameter, 36 with amsgrad.
     More than 32 parameter groups take one launch for each 32. Under ``torch.compile`` a step is a graph break and runs
-    as it is.
+    as it is. As by torch's fused step, version counters do not move: a backward through a graph of before the step is
+    not refused.
 
     Raises:
         ValueError: a hyperparameter out of range; at ``step``, a parameter or gradient that does not fit (dtype,
@@ -220,11 +225,9 @@ class AdamW(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
             "maximize": maximize,
-            "foreach": None,
             "capturable": capturable,
             "differentiable": differentiable,
-            "fused": True,  # step counters lie beside the parameters: torch must take them for those of its fused step
-            "decoupled_weight_decay": True,
+            **_AS_TORCHS_FUSED,
         }
         _check_hyperparameters(defaults)
         self._forget()
@@ -241,6 +244,7 @@ class AdamW(torch.optim.Optimizer):
         if isinstance(param_group, dict):
             _check_hyperparameters({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        self.param_groups[-1].update(_AS_TORCHS_FUSED)
         self._plan = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -257,7 +261,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            group.update(foreach=None, fused=True, decoupled_weight_decay=True)
+            group.update(_AS_TORCHS_FUSED)
             for p in group["params"]:
                 s = self.state.get(p)
                 if s:  # torch counts steps in Python numbers (before 1.12) or on the CPU where it is not fused
@@ -348,7 +352,7 @@ class AdamW(torch.optim.Optimizer):
     def _constants_of_groups(self) -> Tensor:
         values = [(*g["betas"], g["eps"], g["weight_decay"], g["maximize"], g["amsgrad"]) for g in self.param_groups]
         if self._constants is None or self._constants[0] != values:
-            self._constants = (values, torch.tensor([[float(x) for x in row] for row in values], dtype=torch.float64))
+            self._constants = (values, torch.tensor([[float(x) for x in row] for row in values], **_HOST_DOUBLE))
         return self._constants[1]
 
     def _lr(self, lr: float | Tensor, device: torch.device) -> Tensor:
@@ -357,5 +361,5 @@ class AdamW(torch.optim.Optimizer):
         known = self._host_lr.get(lr)
         if known is None:
             self._host_lr = {} if len(self._host_lr) >= len(self.param_groups) else self._host_lr
-            known = self._host_lr[lr] = torch.tensor(lr, dtype=torch.float64)
+            known = self._host_lr[lr] = torch.tensor(lr, **_HOST_DOUBLE)
         return known
