@@ -175,6 +175,17 @@ def refusals(mesh):
         with pytest.raises(ValueError, match="rms_norm") as error:
             warpsmith.rms_norm(x, weight)
         found.append(str(error.value))
+    plain = torch.randn(6, 8)
+    head = distribute_tensor(torch.randn(5, 8), mesh, [Shard(0)])
+    labels = torch.zeros(6, dtype=torch.int64)
+    calls = (
+        lambda: warpsmith.linear_cross_entropy(plain.clone().requires_grad_(), head, labels),
+        lambda: warpsmith.linear_log_prob(plain, head, labels),
+        lambda: warpsmith.rms_norm(plain, x[0, 0]),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"weight: expected a plain tensor, .* got a DTensor with placements \("):
+            call()
     for dropping in (warpsmith.dropout_add, lambda x, r, p: warpsmith.dropout_add_rms_norm(x, r, None, p)):
         with pytest.raises(
             ValueError, match="x: expected no DTensor where elements are dropped, got one on DeviceMesh"

@@ -26,6 +26,14 @@ def is_dtensor(t: Any) -> bool:
     return module is not None and isinstance(t, module.DTensor)
 
 
+def refuse(op: str, names: Sequence[str], inputs: Sequence[Any]) -> None:
+    """Raises for the first DTensor of an op that does not take any, or not beside plain tensors."""
+    for name, t in zip(names, inputs, strict=False):
+        if is_dtensor(t):
+            expected = "a plain tensor, as DTensor.to_local() and full_tensor() give, or FSDP to its modules' forward"
+            _check.refuse(op, name, expected, f"a DTensor with placements {t.placements}")
+
+
 def _check_all(op: str, names: Sequence[str], inputs: Sequence[Any], check: Callable) -> None:
     """Raises what the op would, before the first collective and by the shapes of the whole tensors: all ranks alike."""
     mesh = inputs[0].device_mesh

@@ -49,6 +49,12 @@ def _raise_out_of_memory(error: RuntimeError) -> None:
         raise torch.OutOfMemoryError(str(error).splitlines()[0]) from None
 
 
+def _explain(error: RuntimeError, name: str, names: Sequence[str], inputs: Sequence[Any]) -> None:
+    """Raises what says more than torch's error of a raw op, where there is such a thing."""
+    _raise_out_of_memory(error)
+    _dtensor.refuse(name, names, inputs)
+
+
 def call_raw(op: Callable, *inputs: Any) -> Any:
     """Calls a raw op; a failed allocation on a GPU is ``torch.OutOfMemoryError``, as for torch's own ops."""
     try:
@@ -144,6 +150,7 @@ def differentiable(
         mean zero.
     """
     traced = getattr(raw, name).default
+    names = [a.name for a in traced._schema.arguments]
     tensor_arguments = [i for i, a in enumerate(traced._schema.arguments) if "Tensor" in str(a.type)]
 
     one_of_several = public == 1 and len(traced._schema.returns) > 1
@@ -172,7 +179,7 @@ def differentiable(
             try:
                 outputs = eager_forward(*inputs)
             except RuntimeError as error:
-                _raise_out_of_memory(error)
+                _explain(error, name, names, inputs)
                 raise
             tensors, ctx.values = save(inputs, outputs)
             ctx.save_for_backward(*tensors)
@@ -202,8 +209,6 @@ def differentiable(
     # Function.apply without its Python wrapper, which looks for torch.func transforms: `call` has done that (1.5 us).
     apply = super(torch.autograd.Function, Apply).apply
 
-    names = [a.name for a in traced._schema.arguments]
-
     def call(*inputs: Any) -> Any:
         if rows and type(inputs[0]) not in plain and _dtensor.is_dtensor(inputs[0]):
             return _dtensor.on_local_rows(name, names, rows, inputs, call, forward)
@@ -221,7 +226,7 @@ def differentiable(
         try:
             return public_part(eager_inference(*inputs))
         except RuntimeError as error:
-            _raise_out_of_memory(error)
+            _explain(error, name, names, inputs)
             raise
 
     return call
