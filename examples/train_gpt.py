@@ -252,10 +252,11 @@ class GPT(nn.Module):
 # ----------------------------------------------------------------------------------------------------------- data
 
 
-def read_data(path: Path | None) -> tuple[bytes, bytes, str]:
+def read_data(path: Path | None, out: Path | None = None) -> tuple[bytes, bytes, str]:
     """(train, validation, description): bytes of the files under `path`, a tenth of the files held out for validation.
 
-    Which files are held out depends on their relative names alone. A single file is cut at nine tenths.
+    Which files are held out depends on their relative names alone. A single file is cut at nine tenths. What lies in
+    `out` is the run's own, and not data.
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -266,8 +267,11 @@ def read_data(path: Path | None) -> tuple[bytes, bytes, str]:
             raise UserError(f"--data: expected a file or a folder, got {root} (no such path)")
         files = [root] if root.is_file() else [f for f in root.rglob("*") if f.is_file()]
         files = [f for f in files if not any(part.startswith(".") for part in f.relative_to(root).parts)]
-    names = {f: f.relative_to(root).as_posix() for f in files}
-    files = sorted((f for f in files if f.stat().st_size > 0), key=lambda f: hashlib.sha256(names[f].encode()).digest())
+        if out is not None and root.is_dir():
+            own = out.resolve()
+            files = [f for f in files if not f.resolve().is_relative_to(own)]
+    names = {f: os.fsencode(f.relative_to(root).as_posix()) for f in files}
+    files = sorted((f for f in files if f.stat().st_size > 0), key=lambda f: hashlib.sha256(names[f]).digest())
     if not files:
         raise UserError(f"--data: expected text, got {root} with no file that holds any")
     texts = [f.read_bytes() for f in files]
@@ -285,13 +289,13 @@ def read_data(path: Path | None) -> tuple[bytes, bytes, str]:
 class Data:
     """Batches as a function of (seed, step): a rank takes its rows of the global batch."""
 
-    def __init__(self, s: SimpleNamespace, path: Path | None, ranks: Ranks) -> None:
+    def __init__(self, s: SimpleNamespace, path: Path | None, ranks: Ranks, out: Path | None = None) -> None:
         self.s, self.ranks = s, ranks
         self.random = s.tokens == "random"
         if self.random:
             self.description, self.sha256 = f"random tokens below {s.vocab:,}", "random"
             return
-        train, validation, self.description = read_data(path)
+        train, validation, self.description = read_data(path, out)
         for name, part in (("train", train), ("validate", validation)):
             if len(part) <= s.context:
                 raise UserError(f"--data: expected more than --context {s.context} bytes to {name} on, got {len(part)}")
@@ -458,7 +462,7 @@ class Training:
         elif checkpoint.found(self.checkpoints):
             raise UserError(f"--out: {args.out} holds checkpoints: add --resume, or choose another folder")
         s = self.s = recipe_of(args, ranks, state.get("recipe"))
-        self.data = Data(s, args.data, ranks)
+        self.data = Data(s, args.data, ranks, args.out)
         if state.get("data", self.data.sha256) != self.data.sha256:
             raise UserError(f"--data: expected the data that {args.out} was trained on, got other content")
         self.run = Run(s, s.modules, ranks)
@@ -569,7 +573,7 @@ class Training:
             loss = self.validate(self.data.validation_batches(40))
             if self.ranks.first and self.s.tokens == "bytes":
                 self.say(f"sample:\n{run.sample('def ', 400)}\n")
-            rate = run.done * self.s.batch * self.s.context / self.seconds
+            rate = run.done * self.s.batch * self.s.context / (self.seconds or 1)  # --seconds can end it before a step
             self.say(
                 f"validation loss {loss:.4f} {NATS}: {run.done} steps in {self.seconds:.0f} s, {rate:,.0f} tokens/s"
             )
@@ -617,7 +621,7 @@ def compare(args: argparse.Namespace, ranks: Ranks) -> None:
     """The same steps with both kinds of modules, by turns in one process, so that both meet the same disturbances."""
     args.steps = args.steps or 100
     s = recipe_of(args, ranks)
-    data = Data(s, args.data, ranks)
+    data = Data(s, args.data, ranks, args.out)
     kinds = CHOICES["modules"]
     runs = {kind: Run(s, kind, ranks) for kind in kinds}
     losses: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -717,6 +721,7 @@ def recipe_of(args: argparse.Namespace, ranks: Ranks, stored: dict[str, Any] | N
         expect(getattr(args, name) > 0, name, "more than 0", args)
     for name in ("warmup", "weight_decay"):
         expect(getattr(s, name) >= 0, name, "0 or more")
+    expect(abs(s.seed) < 2**43, "seed", "fewer than 44 bits")  # with the step it makes a generator's 64
     expect(s.width % s.heads == 0, "heads", f"a divisor of --width {s.width}")
     expect(s.positions != "rope" or s.width // s.heads % 2 == 0, "heads", f"an even --width {s.width} / heads for rope")
     expect(s.stream == "float32" or s.dtype == "bfloat16", "stream", "float32 where --dtype is float32")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -103,6 +105,12 @@ def test_the_model_does_not_see_the_future_and_knows_positions(preset: str) -> N
     assert torch.equal(before[:20], after[:20])
     assert (before[20:] != after[20:]).any(dim=-1).all()
     assert (before[10:] - moved[10:]).abs().max() > 1e-3  # without positions: rounding, some 1e-6
+
+
+def test_the_largest_seed_and_no_time_at_all(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_gpt.main(tiny(data, tmp_path / "seed", "--steps", 1, "--seed", 2**43 - 1)) == 0
+    assert train_gpt.main(tiny(data, tmp_path / "time", "--seconds", 1e-9)) == 0
+    assert "0 steps in 0 s, 0 tokens/s" in capsys.readouterr().out
 
 
 def recipe(*flags: str, stored: dict[str, object] | None = None) -> train_gpt.SimpleNamespace:
@@ -221,6 +229,13 @@ def test_a_single_file_is_cut(data: Path) -> None:
     assert len(train) == file.stat().st_size * 9 // 10
 
 
+def test_file_names_need_not_be_utf8(data: Path, tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path)
+    for i, path in enumerate(data.iterdir()):
+        shutil.copy(path, os.path.join(folder, b"caf\xe9_%d.txt" % i))
+    assert train_gpt.read_data(tmp_path)[2].startswith("20 file(s) of ")
+
+
 def test_the_default_data_is_the_standard_library() -> None:
     train, validation, description = train_gpt.read_data(None)
     assert len(train) > 5e6 and len(validation) > 5e5
@@ -256,6 +271,7 @@ def test_rank_batches_are_rows_of_the_global_batch(data: Path) -> None:
         (["--stream", "bfloat16"], "--stream: expected float32 where --dtype is float32, got bfloat16"),
         (["--steps", "0"], "--steps: expected more than 0, got 0"),
         (["--lr", "-1"], "--lr: expected more than 0, got -1.0"),
+        (["--seed", str(2**43)], "--seed: expected fewer than 44 bits, got 8796093022208"),
         (["--warmup", "-1"], "--warmup: expected 0 or more, got -1"),
         (["--save-every", "0"], "--save-every: expected more than 0, got 0"),
         (["--seconds", "0"], "--seconds: expected more than 0, got 0.0"),

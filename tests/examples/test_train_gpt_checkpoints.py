@@ -104,6 +104,16 @@ def test_a_resume_changes_neither_recipe_nor_data(
     assert (out / "log.jsonl").read_bytes() == before
 
 
+def test_a_run_may_write_into_its_data(data: Path, tmp_path: Path) -> None:
+    copy, apart = tmp_path / "data", tmp_path / "apart"
+    shutil.copytree(data, copy)
+    out = copy / "runs/nano"
+    assert train_gpt.main(tiny(copy, out, "--steps", 20, "--seconds", 1e-9)) == 0
+    assert train_gpt.main([*tiny(copy, out), "--resume"]) == 0
+    assert train_gpt.main(tiny(data, apart, "--steps", 20)) == 0
+    assert losses(out) == losses(apart)
+
+
 def test_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = [train_gpt.default_out("nano", resume).as_posix() for resume in (False, True)]
