@@ -16,8 +16,10 @@ class Problem {
   int64_t integer(const char* key, int64_t least, std::optional<int64_t> otherwise = std::nullopt) {
     if (!has(key)) return otherwise ? *otherwise : missing(key);
     if (!pybind11::isinstance<pybind11::int_>(given_[key])) refuse(key, "an integer");
-    const auto value = given_[key].cast<int64_t>();
-    if (value < least) refuse(key, "an integer >= " + std::to_string(least));
+    int overflow = 0;
+    const int64_t value = PyLong_AsLongLongAndOverflow(pybind11::object(given_[key]).ptr(), &overflow);
+    if (overflow > 0 || value > kMost) refuse(key, "an integer <= " + std::to_string(kMost));
+    if (overflow < 0 || value < least) refuse(key, "an integer >= " + std::to_string(least));
     return value;
   }
 
@@ -52,6 +54,8 @@ class Problem {
   }
 
  private:
+  static constexpr int64_t kMost = int64_t(1) << 40;  // more than a GPU's memory holds, and far from overflow
+
   bool has(const char* key) {
     asked_.insert(key);
     return given_.contains(key);

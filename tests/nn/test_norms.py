@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import warpsmith
 from torch import nn
-from warpsmith.nn import AddLayerNorm, AddRMSNorm, DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm
+from warpsmith.nn import AddLayerNorm, AddRMSNorm, DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
 
 SHAPES = [16, (16,), (3, 16)]
 
@@ -108,3 +109,20 @@ def test_input_of_another_shape_is_named():
         LayerNorm(())
     with pytest.raises(ValueError, match=r"^layer_norm: weight: expected shape \(6\), got \(8\)"):
         warpsmith.nn.LayerNorm(8)(torch.randn(2, 6))
+
+
+@pytest.mark.parametrize("make", [RMSNorm, LayerNorm, AddRMSNorm, AddLayerNorm])
+def test_without_a_weight_too_another_width_is_named(make):
+    module = make(8, elementwise_affine=False)
+    inputs = [torch.randn(2, 6)] * (2 if make in (AddRMSNorm, AddLayerNorm) else 1)
+    with pytest.raises(ValueError, match=rf"^{make.__name__}: x: expected trailing shape \(8\), got \(2, 6\)$"):
+        module(*inputs)
+    with pytest.raises(ValueError, match=rf"^{make.__name__}: x: expected trailing shape \(8\), got \(\)$"):
+        module(*[x[0, 0] for x in inputs])
+
+
+def test_sizes_may_be_integers_of_other_kinds():
+    for shape in (np.int64(8), (np.int64(2), 4)):
+        ours, theirs = RMSNorm(shape), nn.RMSNorm(shape)
+        assert ours.normalized_shape == theirs.normalized_shape
+        assert ours.weight.shape == theirs.weight.shape

@@ -165,6 +165,9 @@ def test_every_plan_covers_its_row_and_fits_the_chip(columns, dtype):
     [
         ({"columns": 8}, "plan: rms_norm: rows: expected a value, got none"),
         ({"rows": 0, "columns": 8}, "plan: rms_norm: rows: expected an integer >= 1, got 0"),
+        ({"rows": 2**70, "columns": 8}, f"plan: rms_norm: rows: expected an integer <= {2**40}, got {2**70}"),
+        ({"rows": -(2**70), "columns": 8}, "plan: rms_norm: rows: expected an integer >= 1, got -"),
+        ({"rows": 2**63 - 1, "columns": 8}, f"plan: rms_norm: rows: expected an integer <= {2**40}, got"),
         ({"rows": 1, "columns": "8"}, "plan: rms_norm: columns: expected an integer, got '8'"),
         ({"rows": 1, "columns": 8, "dtype": "int8"}, "plan: rms_norm: dtype: expected float32, float16 or bfloat16"),
         ({"rows": 1, "columns": 8, "cols": 8}, "plan: rms_norm: expected arguments among .*, got cols"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ class Norm(nn.Module):
         weight_offset: float = 0.0,
     ) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        sizes = normalized_shape if isinstance(normalized_shape, Iterable) else (normalized_shape,)
+        shape = tuple(map(operator.index, sizes))  # NumPy's integers too
         if not shape or any(size < 1 for size in shape):
             _check.refuse(type(self).__name__, "normalized_shape", "one or more sizes >= 1", str(shape))
         self.normalized_shape = shape
@@ -53,12 +55,12 @@ class Norm(nn.Module):
     def flat(self, name: str, x: Tensor) -> Tensor:
         """``x`` with the normalised dimensions as one."""
         shape = self.normalized_shape
-        if len(shape) == 1:
-            return x
+        if len(shape) == 1 and self.weight is not None:
+            return x  # whose length the op compares with the weight's
         if tuple(x.shape[-len(shape) :]) != shape:
             expected = f"trailing shape {_check.shape_text(shape)}"
             _check.refuse(type(self).__name__, name, expected, _check.shape_text(x.shape))
-        return x.flatten(-len(shape))
+        return x if len(shape) == 1 else x.flatten(-len(shape))
 
     def flat_parameter(self, name: str) -> Tensor | None:
         parameter = getattr(self, name)
