@@ -1,4 +1,4 @@
-# make train    builds the package and trains a language model on real text, in about 3 minutes on 2 CPU cores
+# make train    builds the package, then trains a language model on real text for about 3 minutes on 2 CPU cores
 # make test     runs all tests
 #
 # With a virtual environment active, both use it; otherwise they make .venv. A torch >= 2.11 that is there is kept.
@@ -10,7 +10,7 @@ PIP_ARGS ?=
 ARGS ?=
 PYTHON ?= python3
 
-ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),$(CURDIR)/.venv)
+ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),.venv)# a relative one: make takes no spaces in the names of its targets
 PY := $(ENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMPS := $(ENV)/.warpsmith
@@ -59,7 +59,7 @@ $(STAMPS)/tools: requirements-dev.txt | $(STAMPS)/needed
 
 # Built against the torch of the environment, without isolation: nothing is downloaded and nothing is compiled twice.
 $(STAMPS)/package: $(STAMPS)/needed $(SOURCES)
-	@echo "building and installing warpsmith (up to 3 minutes the first time with a CUDA compiler)"
+	@echo "building and installing warpsmith (with a CUDA compiler about 8 minutes of one core the first time)"
 	$(PIP) install -q --no-build-isolation --no-deps --force-reinstall .
 	touch $@
 

@@ -31,3 +31,17 @@ def test_an_environment_is_made_before_anything_is_installed(tmp_path):
     steps = ["-m venv", "torch==", "-c requirements-dev.txt", "--no-build-isolation", "examples/train_gpt.py"]
     found = [next(i for i, line in enumerate(lines) if step in line) for step in steps]
     assert found == sorted(found)
+
+
+def test_a_folder_may_have_a_space_in_its_name(tmp_path):
+    folder = tmp_path / "my projects"
+    for name in ("csrc", "build_backend", "python"):
+        (folder / name).mkdir(parents=True)
+    for name in ("CMakeLists.txt", "pyproject.toml", "requirements-dev.txt"):
+        (folder / name).touch()
+    shutil.copy(ROOT / "Makefile", folder)
+    done = run("make", "-n", "-C", folder, "test", "VIRTUAL_ENV=", "CONDA_PREFIX=")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    stamps = re.findall(r"touch (.+)", done.stdout)
+    assert stamps == [f".venv/.warpsmith/{name}" for name in ("environment", "torch", "needed", "tools", "package")]
