@@ -301,6 +301,16 @@ def test_slices_of_a_large_projection_are_told_apart(head_major):
         warpsmith.rope(fused[:, :, :8], fused[:, :, 7:9], cos, sin, inplace=True)
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 2, 8), (3, 0, 2, 8), (3, 4, 0, 8)])
+def test_nothing_may_be_written_in_place(shape):
+    """Whatever strides an empty tensor has: those of ``x * 1`` may be 0."""
+    q = torch.empty_strided(shape, (0, 0, 0, 2))
+    k = torch.zeros(*shape[:2], 1, 8)
+    cos = torch.ones(5, 4)
+    written, _ = warpsmith.rope(q, k, cos, torch.zeros_like(cos), inplace=True)
+    assert written is q
+
+
 def test_keys_may_be_absent():
     q, k, cos, sin = problem()
     for inplace in (False, True):
