@@ -71,6 +71,25 @@ def test_logits_that_others_saved_are_not_lost_in_silence():
         loss.backward()
 
 
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_rows_that_cannot_hold_their_gradient_are_refused_before_the_backward(dtype, reduction):
+    """Also where the gradient is only computed there."""
+    leaf = torch.randn(3, 5).to(dtype).requires_grad_()
+    three = leaf.expand(2, 3, 5) * 1
+    good = (leaf * 1)[:, :4], three[..., 1:], (leaf * 1)[:0], (leaf * 1)[1:2]
+    bad = (leaf * 1).T, (leaf * 1)[:1].expand(3, 5), (leaf * 1)[:, ::2], three.transpose(0, 1), three[:, :2]
+    for logits in good:
+        target = torch.zeros(logits.shape[:-1], dtype=torch.int64)
+        expected = warpsmith.cross_entropy(logits.clone(), target, reduction=reduction).sum()
+        (expected,) = torch.autograd.grad(expected, leaf, retain_graph=True)
+        loss = warpsmith.cross_entropy(logits, target, reduction=reduction, inplace_backward=True).sum()
+        assert torch.equal(torch.autograd.grad(loss, leaf)[0], expected)
+    for logits in bad:
+        with pytest.raises(ValueError, match="cross_entropy: logits: expected rows at one stride that do not overlap"):
+            warpsmith.cross_entropy(logits, logits[..., 0].long() * 0, reduction=reduction, inplace_backward=True)
+
+
 def test_leaves_and_rows_that_overlap_are_not_overwritten():
     x = torch.randn(3, 5, requires_grad=True)
     before = x.detach().clone()

@@ -154,6 +154,18 @@ def _late(logits: Tensor, reduction: int) -> bool:
     return reduction != _NONE and logits.dtype != torch.float16
 
 
+def _check_writable_rows(logits: Tensor) -> None:
+    """What the op that writes to the logits refuses, for a backward that would come to it only after the forward."""
+    classes = logits.shape[-1]
+    try:
+        rows = logits.detach().view(-1, classes)
+    except RuntimeError:
+        rows = None
+    if rows is None or (classes > 1 and rows.stride(1) != 1) or (rows.shape[0] > 1 and rows.stride(0) < classes):
+        got = f"shape {_check.shape_text(logits.shape)} with other strides"
+        _check.refuse(_OP, "logits", "rows at one stride that do not overlap, to hold their gradient", got)
+
+
 def _forward(*inputs: Any) -> tuple[Any, ...]:
     logits, reduction, inplace = inputs[0], inputs[4], inputs[9]
     arguments = inputs[:9]
@@ -163,7 +175,10 @@ def _forward(*inputs: Any) -> tuple[Any, ...]:
         _check.refuse(_OP, "logits", "the result of an operation, to hold their gradient", "a leaf of the graph")
     state = _Eager(inplace)
     if not _late(logits, reduction):
-        return *_raw_forward(*arguments), state
+        outputs = _raw_forward(*arguments)
+        if inplace:
+            _check_writable_rows(logits)
+        return *outputs, state
     if inplace:
         outputs = _raw_with_gradient_inplace(*arguments)
         torch.autograd.graph.increment_version(logits)  # whoever saved the logits must not take these for them
