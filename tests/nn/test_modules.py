@@ -54,6 +54,46 @@ def test_meta_device_deepcopy_and_repr():
     assert "eps=None" in repr(copy.deepcopy(module))
 
 
+MADE_ON_META = {
+    "RMSNorm": (8,),
+    "LayerNorm": (8,),
+    "AddRMSNorm": (8,),
+    "AddLayerNorm": (8,),
+    "DropoutAddRMSNorm": (8, 0.1),
+    "DropoutAddLayerNorm": (8, 0.1),
+    "RotaryEmbedding": (8,),
+    "QKNormRoPE": (8,),
+    "SwiGLUMLP": (8, 16),
+    "BiasGELU": (8,),
+    "LinearCrossEntropyLoss": (8, 16),
+}
+
+
+def test_modules_with_tensors_are_all_made_on_meta_below():
+    stateless = {"CrossEntropyLoss", "DropoutAdd"}
+    assert set(MADE_ON_META) == set(warpsmith.nn.__all__) - stateless
+
+
+@pytest.mark.parametrize("name", MADE_ON_META)
+def test_a_module_made_on_the_meta_device_becomes_itself_by_reset_parameters(name):
+    """As FSDP initialises: ``to_empty``, then the ``reset_parameters`` of each module that has tensors."""
+    with torch.device("meta"):
+        module = getattr(warpsmith.nn, name)(*MADE_ON_META[name])
+    module.to_empty(device="cpu")
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch.no_grad():
+        for t in tensors.values():
+            t.fill_(float("nan"))
+        for part in module.modules():
+            if (
+                next(part.parameters(recurse=False), None) is not None
+                or next(part.buffers(recurse=False), None) is not None
+            ):
+                part.reset_parameters()
+    assert tensors
+    assert not [key for key, t in tensors.items() if t.isnan().any()]
+
+
 @pytest.mark.parametrize("shape", [(), 0, (4, -1)])
 def test_bad_shapes_are_named(shape):
     with pytest.raises(ValueError, match="RMSNorm: normalized_shape: expected one or more sizes >= 1"):

@@ -34,7 +34,12 @@ class BiasGELU(nn.Module):
     ) -> None:
         super().__init__()
         self.approximate = approximate
-        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the bias to zero."""
+        nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """``gelu(x + bias)``."""
