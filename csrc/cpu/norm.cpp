@@ -18,9 +18,9 @@ constexpr int64_t kGrainElems = 16 * 1024;  // a thread takes at least these: be
 // Row chunks of dweight and dbias, whatever the number of threads: of a thread's least work and this many rows at
 // least, since each costs a row of partial sums.
 constexpr int64_t kMaxPartialRows = 64, kChunkRows = 8;
-// Columns that are worked on in one go: they stay in the first cache from step to step, and a long row's sum is one of
-// pieces, because rounding errors grow with the terms of a lane.
-constexpr int64_t kPieceColumns = 4096;
+// Columns that are worked on in one go: they stay in the first cache from step to step. And that are summed in one go:
+// rounding errors grow with the terms of a lane; where all columns are equal they all have one sign.
+constexpr int64_t kPieceColumns = 4096, kSumColumns = 512;
 
 // A tensor of M itself, which is used where it lies, or of a 16-bit dtype beside M = float, which goes through scratch.
 template <class M> bool in_place(Dtype dtype) { return size_bytes(dtype) == sizeof(M); }
@@ -74,8 +74,8 @@ template <class M> struct Columns {
   }
 };
 
-template <class F> void for_pieces(int64_t columns, F&& piece) {
-  for (int64_t c = 0; c < columns; c += kPieceColumns) piece(c, std::min(kPieceColumns, columns - c));
+template <int64_t kColumns = kPieceColumns, class F> void for_pieces(int64_t columns, F&& piece) {
+  for (int64_t c = 0; c < columns; c += kColumns) piece(c, std::min(kColumns, columns - c));
 }
 
 int64_t rows_per_task(int64_t columns) { return std::max<int64_t>(1, kGrainElems / columns); }
@@ -111,7 +111,7 @@ template <class M> void forward(const NormForwardParams& p, const Parallel& para
       if (in_place<M>(s_dtype))
         s = p.residual ? static_cast<const M*>(p.residual_out) + r * p.columns
                        : static_cast<const M*>(p.x) + r * p.x_stride;
-      M total = 0;
+      double sums = 0;
       for_pieces(p.columns, [&](int64_t c, int64_t count) {
         if (p.residual) {
           const int64_t at = r * p.columns + c;
@@ -119,7 +119,7 @@ template <class M> void forward(const NormForwardParams& p, const Parallel& para
           const M* residual = read(p.residual, s_dtype, r * p.residual_stride + c, count, second);
           M* added = destination(p.residual_out, s_dtype, at, first);
           if (layer && !p.dropout.seed && in_place<M>(s_dtype)) {
-            total += add_and_sum(x, residual, added, count);
+            sums += add_and_sum(x, residual, added, count);
             return;
           }
           if (p.dropout.seed)
@@ -133,9 +133,12 @@ template <class M> void forward(const NormForwardParams& p, const Parallel& para
         } else {
           read(p.x, s_dtype, r * p.x_stride + c, count, wide_row.get() + c);
         }
-        total += layer ? sum(s + c, count) : sum_of_squares(s + c, count);
+        if (layer)
+          sums += sum(s + c, count);
+        else
+          for_pieces<kSumColumns>(count, [&](int64_t i, int64_t n) { sums += sum_of_squares(s + c + i, n); });
       });
-      M mean = 0;
+      M mean = 0, total = static_cast<M>(sums);
       if (layer) {
         // The first sum's rounding errors are of the size of the mean, and show where it dwarfs the variance: what is
         // left about it corrects it, and with it the squares.
@@ -196,14 +199,17 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
         const M rstd = static_cast<const M*>(p.rstd)[r];
         const M mean = p.mean ? static_cast<const M*>(p.mean)[r] : M(0);
         if (p.dx || p.dresidual) {
-          M with_s_hat = 0, alone = 0;
-          for_pieces(p.columns, [&](int64_t c, int64_t count) {
+          double sum_with_s_hat = 0, sum_alone = 0;
+          for_pieces<kSumColumns>(p.columns, [&](int64_t c, int64_t count) {
+            M with_s_hat = 0, alone = 0;
             if (together)
               gradient_sums_and_gradients(dy + c, weight.values + c, s + c, dweight + c, dbias + c, count, mean, rstd,
                                           &with_s_hat, &alone);
             else
               gradient_sums(dy + c, weight.values + c, s + c, count, mean, rstd, &with_s_hat, &alone);
+            sum_with_s_hat += with_s_hat, sum_alone += alone;
           });
+          const M with_s_hat = static_cast<M>(sum_with_s_hat), alone = static_cast<M>(sum_alone);
           const M a = with_s_hat / M(p.columns);
           // Where a sum is infinite the layer's differences mean nothing: NaN in the whole row, as their formula has
           // it.

@@ -14,20 +14,20 @@ constexpr int kLanes = 16;  // independent partial sums: one AVX-512 register of
 constexpr int64_t kGrainElems =
     16 * 1024;  // elements a thread takes at least: below this a thread costs more than it saves
 
-// Columns that are summed in one go: a long row is a sum of pieces, because rounding errors grow with the terms of a
-// lane.
-constexpr int64_t kPieceColumns = 4096;
+// Columns that are summed in one go: a row is a sum of pieces, because rounding errors grow with the terms of a lane;
+// where all columns are equal they all have one sign.
+constexpr int64_t kPieceColumns = 256;
 
 template <class Math, class Piece> Math sum_of_pieces(int64_t columns, Piece&& piece) {
-  Math total = 0;
+  double total = 0;
   for (int64_t c = 0; c < columns; c += kPieceColumns) total += piece(c, std::min(kPieceColumns, columns - c));
-  return total;
+  return static_cast<Math>(total);
 }
 
-template <class Math> Math add_lanes(const Math* lane) {
-  Math total = 0;
-  for (int k = 0; k < kLanes; ++k) total += lane[k];
-  return total;
+template <class Math> inline __attribute__((always_inline)) Math add_lanes(Math* lane) {
+  for (int count = kLanes / 2; count > 0; count /= 2)
+    for (int k = 0; k < count; ++k) lane[k] += lane[k + count];
+  return lane[0];
 }
 
 // Free functions, one a dtype: target_clones reaches neither lambdas nor templates. T, W: storage of x and of the

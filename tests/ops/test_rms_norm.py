@@ -6,7 +6,7 @@ import pytest
 import torch
 import warpsmith
 from warpsmith.reference.rms_norm import rms_norm as reference
-from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+from warpsmith.testing import BadInput, Case, OpSpec, measure, op_tests
 
 from tests.ops.norm_cases import BF16, FP16, FP32, FP64, but, cases_without_residual
 
@@ -117,6 +117,34 @@ def test_results_do_not_depend_on_the_number_of_threads():
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("columns", [1024, 4096, 65536])
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+def test_constant_rows_obey_the_error_law(op, columns, device):
+    """The rounding errors of their sums all have one sign."""
+    g = torch.Generator().manual_seed(columns)
+    x = torch.randn(3, 1, generator=g).expand(3, columns).contiguous().to(device)
+    weight, dy = torch.randn(columns, generator=g).to(device), torch.randn(3, columns, generator=g).to(device)
+
+    def norm(x, weight):
+        if op == "rms_norm":
+            return warpsmith.rms_norm(x, weight, 1e-5)
+        return warpsmith.add_rms_norm(x, torch.zeros_like(x), weight, 1e-5)[0]
+
+    def results(norm, *tensors):
+        leaves = [t.clone().requires_grad_() for t in tensors[:2]]
+        y = norm(*leaves)
+        return {"y": y, "x": torch.autograd.grad(y, leaves, tensors[2])[0]}
+
+    def definition(x, weight):
+        return reference(x, weight, 1e-5)
+
+    ours, plain = results(norm, x, weight, dy), results(definition, x, weight, dy)
+    exact = results(definition, *(t.cpu().double() for t in (x, weight, dy)))
+    errors = [measure(name, ours[name], exact[name], plain[name]) for name in exact]
+    assert all(e.ok for e in errors), "; ".join(map(str, errors))
 
 
 def test_rows_at_one_stride_are_not_copied():
