@@ -1,7 +1,6 @@
 #pragma once
 #include <cstddef>
 #include <string>
-#include <tuple>
 #include <utility>
 
 #include "common/status.h"
@@ -46,19 +45,13 @@ Status run_grid(const LaunchConfig& config, const void* kernel, void (*run_threa
 
 template <class... P, class... A>
 Status launch(void (*kernel)(P...), const LaunchConfig& config, void*, A&&... arguments) {
-  struct Call {
-    void (*kernel)(P...);
-    std::tuple<P...> arguments;
-  } call{kernel, std::tuple<P...>(P(std::forward<A>(arguments))...)};
+  // Not a tuple: without optimisation, std::apply would cost every thread of the grid a dozen calls.
+  const auto call = [kernel, ... held = P(std::forward<A>(arguments))] { kernel(held...); };
   if (config.dynamic_shared_bytes > kDynamicWithoutOptIn)
     WARPSMITH_RETURN_IF_FAILED(
         sim::set_max_dynamic_shared(reinterpret_cast<const void*>(kernel), config.dynamic_shared_bytes));
   return sim::run_grid(
-      config, reinterpret_cast<const void*>(kernel),
-      [](const void* p) {
-        const auto& c = *static_cast<const Call*>(p);
-        std::apply(c.kernel, c.arguments);
-      },
+      config, reinterpret_cast<const void*>(kernel), [](const void* p) { (*static_cast<decltype(&call)>(p))(); },
       &call);
 }
 

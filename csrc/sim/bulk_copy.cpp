@@ -343,7 +343,7 @@ void proxy_reads_chunks(Block& block, const uint32_t* offsets, size_t count, con
 void spin_pause() {
   if (++machine.spins > kSpinLimit) fail("spins without end: what it waits for never happens", {});
   if (machine.options.seed == 0 || random_bits() % 4 == 0) run_some_async_work();
-  yield();
+  yield(0);  // stands back: what it waits for may come from the least favoured thread
 }
 
 void acquire_access(const void* pointer) { order_acquire(const_cast<void*>(pointer)); }

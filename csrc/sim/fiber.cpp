@@ -22,6 +22,10 @@ constexpr size_t kStackBytes = 512 << 10;
 constexpr size_t kStackBytes = 256 << 10;
 #endif
 constexpr size_t kGuardBytes = 4096;
+constexpr unsigned kColours = 61, kColourBytes = 320;
+// A fiber that has ended leaves the frames of its last switch, not far below where its colour made it start. Their
+// red zones are still forbidden; what it called before was allowed again as it returned.
+[[maybe_unused]] constexpr size_t kLeftBytes = kColours * kColourBytes + (4 << 10);
 
 std::deque<Stack> stacks;
 Fiber* host_fiber = nullptr;
@@ -38,6 +42,7 @@ Stack new_stack() {
   Stack s;
   s.bottom = static_cast<char*>(memory) + kGuardBytes;
   s.bytes = kStackBytes;
+  allow_memory(s.bottom, s.bytes);
 #ifdef WARPSMITH_SIM_TSAN
   s.sanitizer_fiber = __tsan_create_fiber(0);
 #endif
@@ -77,15 +82,23 @@ Stack& pooled_stack(size_t number) {
   return stacks[number];
 }
 
-void forget_pooled_stacks(size_t count, [[maybe_unused]] void* order) {
+void release_pooled_stacks([[maybe_unused]] size_t count, [[maybe_unused]] void* order) {
+#ifdef WARPSMITH_SIM_TSAN
+  void* host = __tsan_get_current_fiber();
+  for (size_t i = 0; i < count && i < stacks.size(); ++i) {
+    __tsan_switch_to_fiber(stacks[i].sanitizer_fiber, __tsan_switch_to_fiber_no_sync);
+    order_release(order);
+  }
+  __tsan_switch_to_fiber(host, __tsan_switch_to_fiber_no_sync);
+#endif
+}
+
+void forget_pooled_stacks(size_t count, void* order) {
+  release_pooled_stacks(count, order);
   for (size_t i = 0; i < count && i < stacks.size(); ++i) {
     [[maybe_unused]] Stack& s = stacks[i];
     allow_memory(s.bottom, s.bytes);
 #ifdef WARPSMITH_SIM_TSAN
-    void* host = __tsan_get_current_fiber();
-    __tsan_switch_to_fiber(s.sanitizer_fiber, __tsan_switch_to_fiber_no_sync);
-    order_release(order);
-    __tsan_switch_to_fiber(host, __tsan_switch_to_fiber_no_sync);
     __tsan_destroy_fiber(s.sanitizer_fiber);
     s.sanitizer_fiber = __tsan_create_fiber(0);
 #endif
@@ -93,11 +106,12 @@ void forget_pooled_stacks(size_t count, [[maybe_unused]] void* order) {
 }
 
 void prepare(Fiber& fiber, Stack& stack, void (*entry)(), unsigned colour) {
-  allow_memory(stack.bottom, stack.bytes);
+  allow_memory(stack.bottom + stack.bytes - kLeftBytes, kLeftBytes);
   fiber.stack = &stack;
   fiber.fake_stack = nullptr;
 #if defined(__x86_64__)
-  const uintptr_t top = (reinterpret_cast<uintptr_t>(stack.bottom) + stack.bytes - colour % 61 * 320) & ~uintptr_t{63};
+  const uintptr_t top =
+      (reinterpret_cast<uintptr_t>(stack.bottom) + stack.bytes - colour % kColours * kColourBytes) & ~uintptr_t{63};
   void** sp = reinterpret_cast<void**>(top);
   *--sp = nullptr;  // the alignment a function expects at its first instruction
   *--sp = reinterpret_cast<void*>(entry);
@@ -107,7 +121,7 @@ void prepare(Fiber& fiber, Stack& stack, void (*entry)(), unsigned colour) {
   auto* context = static_cast<ucontext_t*>(fiber.context ? fiber.context : std::malloc(sizeof(ucontext_t)));
   getcontext(context);
   context->uc_stack.ss_sp = stack.bottom;
-  context->uc_stack.ss_size = stack.bytes - colour % 61 * 320;
+  context->uc_stack.ss_size = stack.bytes - colour % kColours * kColourBytes;
   context->uc_link = nullptr;
   makecontext(context, entry, 0);
   fiber.context = context;

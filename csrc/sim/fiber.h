@@ -19,6 +19,9 @@ struct Fiber {
 // Stacks are kept for the life of the process and handed out by number.
 Stack& pooled_stack(size_t number);
 
+// What ran on the first `count` pooled stacks happened before a later acquire of `order`.
+void release_pooled_stacks(size_t count, void* order);
+
 // After a failed launch: the frames on the first `count` pooled stacks are abandoned, so what sanitizers know of them
 // is dropped. What ran on them happened before a later acquire of `order`.
 void forget_pooled_stacks(size_t count, void* order);

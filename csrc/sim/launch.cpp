@@ -90,7 +90,7 @@ void begin_thread(Block& b, Thread& t, int number) {
   t.lane = number % 32;
   t.warp = &b.warps[n / 32];
   t.warp->lanes[t.warp->count++] = &t;
-  t.operation = nullptr;
+  t.favour = (n / 32 + 64 * b.index.x + machine.options.seed) * 0x9e3779b97f4a7c15ull;
   t.open_copies.clear();
   t.copy_groups.clear();
   t.fenced = false;
@@ -172,6 +172,7 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
   machine.random_state = 0x9e3779b97f4a7c15ull * (machine.options.seed + 1);
   machine.error.clear();
   machine.spins = 0;
+  machine.stacks_used = 0;
   order_release(&machine.launch_begins);
 
   const uint64_t clusters_x = c.grid.x / c.cluster, clusters = clusters_x * c.grid.y * c.grid.z;
@@ -213,6 +214,8 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
       for (const Block& b : machine.blocks)
         for (const Warp& warp : b.warps) count_bank_conflicts(warp);
   }
+  // Once a stack, not once a thread: what ran on a stack later happened after what ran on it before.
+  release_pooled_stacks(machine.stacks_used, &machine.launch_ends);
   order_acquire(&machine.launch_ends);
   if (machine.options.after_launch)
     machine.options.after_launch({kernel_name(kernel), c, difference(machine.counters, before)});

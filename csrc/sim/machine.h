@@ -47,18 +47,20 @@ struct HiddenAccumulators {
   std::vector<float> values;
 };
 
-struct Thread : ThreadView {
+// What every switch and warp operation touches comes first, in two cache lines.
+struct alignas(64) Thread : ThreadView {
   enum class State : uint8_t { ready, waiting, exited };
-  Fiber fiber;
   State state = State::ready;
-  Wait wait;
-  Block* block = nullptr;
-  Warp* warp = nullptr;
-  int lane = 0;
+  Fiber fiber;
+  uint64_t favour = 0;  // by seed, of its warp
   // The warp operation this thread has arrived at.
   const void* operation = nullptr;
   void* arguments = nullptr;
   unsigned mask = 0;
+  int lane = 0;
+  Wait wait;
+  Block* block = nullptr;
+  Warp* warp = nullptr;
   // Copies since the last commit, and committed groups, oldest first.
   std::vector<AsyncCopy> open_copies;
   std::vector<std::vector<AsyncCopy>> copy_groups;
@@ -82,6 +84,7 @@ struct Thread : ThreadView {
 struct Warp {
   Thread* lanes[32] = {};
   int count = 0;
+  unsigned arrived = 0, exited = 0;  // lanes that wait at a warp operation, and that have exited
 };
 
 struct Barrier {
@@ -123,12 +126,17 @@ struct Block : BlockView {
   std::vector<Thread*> waiting_for_registers;
 };
 
+struct Ready {
+  Thread* thread;
+  uint64_t favour;
+};
+
 struct Machine {
   Options options;
   Counters counters;
   std::deque<Block> blocks;  // of the wave
   std::deque<Cluster> clusters;
-  std::vector<Thread*> ready;
+  std::vector<Ready> ready;
   size_t ready_head = 0;
   uint64_t random_state = 1;
   std::string error;
@@ -145,6 +153,7 @@ struct Machine {
   std::vector<BulkOperation*> in_flight;
   int64_t tensor_bytes = 0;  // of the tensor copy being issued, without what lies outside the tensor
   int64_t spins = 0;         // since the last release
+  size_t stacks_used = 0;    // of the pool, by the launch
   char launch_begins = 0, launch_ends = 0, engine_wrote = 0;  // ordering objects
 };
 extern Machine machine;
@@ -156,7 +165,7 @@ uint64_t random_bits();
 void make_ready(Thread& thread);
 void block_until_ready(Wait wait);  // the running thread waits until make_ready() is called for it
 void maybe_preempt();               // by seed, lets another thread run
-void yield();                       // lets other threads run
+void yield(uint64_t favour);        // lets other threads run, on even seeds rather those of more favour
 void run_wave();
 [[noreturn]] void fail(const std::string& message, Site site);
 

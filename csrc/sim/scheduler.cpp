@@ -29,30 +29,26 @@ Timing async_timing() {
 
 void make_ready(Thread& thread) {
   thread.state = Thread::State::ready;
-  machine.ready.push_back(&thread);
+  machine.ready.push_back({&thread, thread.favour});
 }
 
 namespace {
-
-uint64_t favour(const Thread& t) {
-  const uint64_t warp = static_cast<uint64_t>(t.linear_index) / 32 + 64 * t.block_view->index.x;
-  return (warp + machine.options.seed) * 0x9e3779b97f4a7c15ull;
-}
 
 Thread* next_ready() {
   auto& queue = machine.ready;
   size_t& head = machine.ready_head;
   if (head == queue.size()) return nullptr;
   if (machine.options.seed) {
-    const auto any = [&] { return head + random_bits() % (queue.size() - head); };
+    const size_t count = queue.size() - head;
+    const auto any = [&] { return head + ((random_bits() >> 32) * count >> 32); };  // no division: count < 2^32
     size_t chosen = any();
     // Even seeds let some warps run far ahead of others: the favoured of a few candidates.
     if (machine.options.seed % 2 == 0)
       for (int candidate = 0; candidate < 7; ++candidate)
-        if (const size_t other = any(); favour(*queue[other]) > favour(*queue[chosen])) chosen = other;
+        if (const size_t other = any(); queue[other].favour > queue[chosen].favour) chosen = other;
     std::swap(queue[head], queue[chosen]);
   }
-  Thread* thread = queue[head++];
+  Thread* thread = queue[head++].thread;
   if (head >= 4096 && 2 * head >= queue.size()) {  // the queue stays within the capacity reserved at the wave's start
     Untracked scope;
     std::copy(queue.begin() + static_cast<ptrdiff_t>(head), queue.end(), queue.begin());
@@ -92,7 +88,6 @@ void thread_entry() {
   me.block->started = true;
   order_acquire(&machine.launch_begins);
   machine.run_thread(machine.kernel_arguments);
-  order_release(&machine.launch_ends);
   if (const char* unfinished = unfinished_bulk_work(me)) fail(unfinished, {});
   if (const char* unfinished = unfinished_wgmma(me)) fail(unfinished, {});
   if (has_unfinished_copies(me)) fail("thread exits with asynchronous copies that were not waited for", {});
@@ -100,6 +95,7 @@ void thread_entry() {
     fail("launched as a programmatic dependent, but ends without wait_for_previous_kernel()", {});
   check_nobody_waits_for(me);
   me.state = Thread::State::exited;
+  me.warp->exited |= 1u << me.lane;
   thread_left_barriers(*me.block);
   thread_left_cluster(*me.block->cluster);
   switch_away();
@@ -137,13 +133,13 @@ void block_until_ready(Wait wait) {
   switch_away();
 }
 
-void yield() {
-  make_ready(self());
+void yield(uint64_t favour) {
+  machine.ready.push_back({&self(), favour});
   switch_away();
 }
 
 void maybe_preempt() {
-  if (machine.options.seed && random_bits() % 64 == 0) yield();
+  if (machine.options.seed && random_bits() % 64 == 0) yield(self().favour);
 }
 
 void fail(const std::string& message, Site site) {
@@ -167,6 +163,7 @@ void run_wave() {
   size_t threads = 0;
   for (const Block& block : machine.blocks) threads += block.thread.size();
   machine.ready.reserve(4096 + 8 * threads);
+  machine.stacks_used = std::max(machine.stacks_used, threads);
   size_t number = 0;
   const size_t rotation = machine.options.seed ? random_bits() % threads : 0;
   for (Block& block : machine.blocks)

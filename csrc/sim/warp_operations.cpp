@@ -22,19 +22,21 @@ void warp_operation(unsigned mask, WarpOperation compute, const void* identity, 
   me.mask = mask;
   me.wait = {what, -1, site};
   me.state = Thread::State::waiting;
-  for (unsigned left = mask; left;) {  // the last lanes are the likeliest to be missing
-    const int lane = 31 - std::countl_zero(left);
-    left &= ~(1u << lane);
-    const Thread& other = *warp.lanes[lane];
-    if (other.state == Thread::State::exited) refuse("the mask names a lane that has exited");
-    if (other.state != Thread::State::waiting || !other.operation) {  // not all are here yet
-      block_until_ready(me.wait);
-      return;
-    }
+  warp.arrived |= 1u << me.lane;
+  if (mask & warp.exited) refuse("the mask names a lane that has exited");
+  const bool all_here = (mask & ~warp.arrived) == 0;
+  // Until all are here, one that came before stands for all that did.
+  const unsigned before = mask & warp.arrived & ~(1u << me.lane);
+  for (unsigned left = all_here ? before : std::bit_floor(before); left; left &= left - 1) {
+    const Thread& other = *warp.lanes[std::countr_zero(left)];
     if (other.operation != identity || other.wait.site.line != site.line || other.wait.site.file != site.file)
       refuse("lanes of one mask are at different operations (lines " + std::to_string(other.wait.site.line) + " and " +
              std::to_string(site.line) + ")");
     if (other.mask != mask) refuse("lanes pass different masks");
+  }
+  if (!all_here) {
+    block_until_ready(me.wait);
+    return;
   }
   void* all[32] = {};
   for (unsigned left = mask; left; left &= left - 1) {
@@ -42,20 +44,22 @@ void warp_operation(unsigned mask, WarpOperation compute, const void* identity, 
     all[lane] = warp.lanes[lane]->arguments;
   }
   if (compute) compute(all, mask);
+  warp.arrived &= ~mask;
   for (unsigned left = mask; left; left &= left - 1) {
     Thread& other = *warp.lanes[std::countr_zero(left)];
-    other.operation = nullptr;
     if (&other != &me) make_ready(other);
   }
   me.state = Thread::State::ready;
 }
 
 void check_nobody_waits_for(const Thread& leaving) {
-  for (const Thread* other : leaving.warp->lanes)
-    if (other && other != &leaving && other->operation && other->mask >> leaving.lane & 1)
-      fail(std::string(other->wait.what) + ": the mask of lane " + std::to_string(other->lane) +
+  for (unsigned left = leaving.warp->arrived; left; left &= left - 1) {
+    const Thread& other = *leaving.warp->lanes[std::countr_zero(left)];
+    if (other.mask >> leaving.lane & 1)
+      fail(std::string(other.wait.what) + ": the mask of lane " + std::to_string(other.lane) +
                " names a lane that has exited: this one",
-           other->wait.site);
+           other.wait.site);
+  }
 }
 
 namespace {
