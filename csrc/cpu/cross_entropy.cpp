@@ -73,7 +73,8 @@ template <class T, class Math> struct RowWork {
   Gradient<Math> gradient_of(int64_t r, Math m, Math sum, Math* at_target) const {
     const Math reference = m == -kInfinity ? Math(0) : m, rest = std::log(sum), scale = row_scale(r);
     *at_target = scale * keep() * weight_of_target(r);
-    Gradient<Math> g{reference, 0, scale * spread(), 0, rest, p.softcap == 0 ? Math(0) : 1 / Math(p.softcap)};
+    const Math cap = Math(p.softcap);
+    Gradient<Math> g{reference, 0, scale * spread(), 0, rest, cap, cap == 0 ? Math(0) : 1 / cap};
     g.k = (*at_target + g.s * total_weight + scale * 2 * Math(p.z_loss) * lse_of(m, rest)) / sum;
     return g;
   }
@@ -81,8 +82,7 @@ template <class T, class Math> struct RowWork {
 
   // At the target, whose element is z.
   Math hot_gradient(int64_t r, const Gradient<Math>& g, Math z, Math at_target) const {
-    const Math h = capped_part(g, z);
-    return element_gradient(g, z, weights ? weights[p.target[r]] : Math(1)) - at_target * (1 - h * h);
+    return element_gradient(g, z, weights ? weights[p.target[r]] : Math(1)) - at_target * slope(g, z);
   }
 
   // Writes the gradient of a row, whose elements may lie where it goes.

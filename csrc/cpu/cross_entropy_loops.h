@@ -15,15 +15,18 @@ namespace {
 constexpr int kLanes = 16;  // independent partial results: one AVX-512 register of floats
 constexpr int kSeries = 4;  // of them, where a step takes so little that it would wait for the one before
 
-// The gradient of an element z: (k * e + q * e * (z - c - rest) - s * weight) * slope, e = exp(z - c), and slope =
-// 1 - (z * inverse_cap)^2, softcap's derivative. The target's own term is added by the caller.
+// The gradient of an element z: (k * e + q * e * (z - c - rest) - s * weight) * slope, e = exp(z - c), and slope:
+// softcap's derivative 1 - (z / cap)^2. The target's own term is added by the caller.
 template <class Math> struct Gradient {
-  Math c, k, s, q, rest, inverse_cap;
-  bool plain() const { return s == 0 && q == 0 && inverse_cap == 0; }
+  Math c, k, s, q, rest, cap, inverse_cap;
+  bool plain() const { return s == 0 && q == 0 && cap == 0; }
 };
 
-template <class Math> __attribute__((always_inline)) inline Math capped_part(const Gradient<Math>& g, Math z) {
-  return g.inverse_cap == 0 ? Math(0) : z * g.inverse_cap;
+// From what is left to the cap, an exact difference: of a z near it, what a square leaves of 1 would be rounding
+// errors.
+template <class Math> __attribute__((always_inline)) inline Math slope(const Gradient<Math>& g, Math z) {
+  const Math left = (g.cap - (z < 0 ? -z : z)) * g.inverse_cap;
+  return g.cap == 0 ? Math(1) : left * (2 - left);
 }
 
 // A difference whose exponential is 0 times the difference is 0, not NaN, if it is not infinite. (A choice by the
@@ -35,8 +38,8 @@ template <class Math> __attribute__((always_inline)) inline Math not_infinite(Ma
 
 template <class Math>
 __attribute__((always_inline)) inline Math element_gradient(const Gradient<Math>& g, Math z, Math weight) {
-  const Math d = not_infinite(z - g.c), e = math::exp_nonpositive(d), h = capped_part(g, z);
-  return (g.k * e + g.q * e * (d - g.rest) - g.s * weight) * (1 - h * h);
+  const Math d = not_infinite(z - g.c), e = math::exp_nonpositive(d);
+  return (g.k * e + g.q * e * (d - g.rest) - g.s * weight) * slope(g, z);
 }
 
 // As a vector type, where g++ makes nothing good of arrays.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import warpsmith
 from warpsmith.reference.cross_entropy import cross_entropy as reference
-from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+from warpsmith.testing import BadInput, Case, OpSpec, measure, op_tests
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEFAULTS = {"reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0, "ignore_index": -100}
@@ -198,6 +198,26 @@ def test_is_torchs_loss(reduction, smoothing, weighted, labels):
         assert not grad.any()
     else:
         torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(10))
+def test_logits_beyond_the_softcap_obey_the_error_law(seed, device):
+    """There little is left of 1 - tanh^2, and what is left must not be rounding errors."""
+    g = torch.Generator().manual_seed(seed)
+    x, target = (60 * torch.randn(16, 500, generator=g)).to(device), torch.randint(500, (16,), generator=g).to(device)
+
+    def gradient(loss, x, target):
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(loss(leaf, target), leaf)[0]
+
+    def capped(x, target):
+        return F.cross_entropy(30 * torch.tanh(x / 30), target)
+
+    ours = gradient(lambda x, t: warpsmith.cross_entropy(x, t, softcap=30.0), x, target)
+    exact = gradient(capped, x.cpu().double(), target.cpu())
+    error = measure("grad_logits", ours, exact, gradient(capped, x, target))
+    assert error.ok, error
 
 
 @pytest.mark.parametrize("device", DEVICES)
