@@ -11,6 +11,14 @@ extern "C" void __sanitizer_set_death_callback(void (*callback)());
 namespace warpsmith::test {
 namespace {
 
+// Under index order one block runs at a time, which the thread sanitizer takes for an order of the blocks: of the
+// planted races seed 0 shows none that seed 1 does not, and fewer. So where there are other seeds, it is left out.
+#ifdef WARPSMITH_SIM_TSAN
+constexpr bool kThreadSanitizer = true;
+#else
+constexpr bool kThreadSanitizer = false;
+#endif
+
 struct Test {
   const char* name;
   void (*body)(Random*);
@@ -170,7 +178,10 @@ SeedsAtMost::~SeedsAtMost() { state.most_seeds = before_; }
 
 void under_every_seed(const std::function<void()>& body) {
   state.first_outputs.clear();
-  for (int seed = state.first_seed; seed < state.first_seed + std::min(state.seeds, state.most_seeds); ++seed) {
+  int seed = state.first_seed;
+  const int end = seed + std::min(state.seeds, state.most_seeds);
+  if (kThreadSanitizer && seed == 0 && end > 1) seed = 1;
+  for (; seed < end; ++seed) {
     state.schedule_seed = static_cast<uint64_t>(seed);
     sim::options().seed = static_cast<uint64_t>(seed);
     sim::counters() = {};

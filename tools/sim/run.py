@@ -27,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", help="runs tests/cpp/sim_<op>.cpp; default: all")
     parser.add_argument("--variant", choices=[*build.VARIANTS], default="plain")
-    parser.add_argument("--seeds", type=int, help="schedule seeds (default 8; sanitizer builds 2)")
+    parser.add_argument("--seeds", type=int, help="schedule seeds (plain: 8; tsan: 3, without seed 0; others: 2)")
     parser.add_argument("--random", type=int, default=20, help="random cases for each RANDOM_TEST (default 20)")
     parser.add_argument("--first-case", type=int, default=1, help="number of the first random case: reproduces one")
     parser.add_argument("--only", default="", help="runs tests whose name contains this")
@@ -35,7 +35,8 @@ def main() -> int:
         "--counters", action="store_true", help="print what every launch moves and computes, and its predicted time"
     )
     arguments = parser.parse_args()
-    seeds = 1 if arguments.counters else arguments.seeds or (8 if arguments.variant == "plain" else 2)
+    default = {"plain": 8, "tsan": 3}.get(arguments.variant, 2)
+    seeds = 1 if arguments.counters else arguments.seeds or default
     failed = 0
     for test in build.tests_of(arguments.op):
         started = time.perf_counter()
