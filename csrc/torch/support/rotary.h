@@ -21,7 +21,7 @@ inline HeadsView as_heads(const char* op, const char* argument, const Tensor& t)
   if (t.size(dim - 1) > kMost || t.size(dim - 2) > kMost)
     refuse(op, argument, "at most 2^30 heads and 2^30 elements a head", shape_text(t));
   HeadsView v{t, {}};
-  if (t.size(dim - 1) > 1 && t.stride(dim - 1) != 1) v.tensor = as_contiguous(t);
+  if (t.size(dim - 1) > 1 && t.stride(dim - 1) != 1) v.tensor = as_contiguous(t, op);
   const auto strides = v.tensor.strides();
   v.layout = {t.size(dim - 2), dim == 4 ? strides[0] : 0, strides[dim - 3], strides[dim - 2]};
   return v;

@@ -33,7 +33,7 @@ inline Rows as_rows(const char* op, const char* argument, const Tensor& t) {
     next = strides[i] * sizes[i];
   }
   if (!collapses) {
-    r.tensor = as_contiguous(t);
+    r.tensor = as_contiguous(t, op);
     r.stride = r.columns;
   }
   return r;

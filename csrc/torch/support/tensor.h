@@ -98,9 +98,6 @@ inline void check_same_device(const char* op, const char* argument, const Tensor
   if (a.type() != b.type() || a.index() != b.index()) refuse(op, argument, device_text(like), device_text(t));
 }
 
-// Itself, or a contiguous copy. torch::stable::contiguous goes through the boxed dispatcher, 0.5 us for nothing.
-inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-
 // A new tensor on the device of `like`, from torch's allocator. Straight through the C shim: torch::stable::empty goes
 // through the boxed dispatcher and costs about 1 us more.
 inline Tensor allocate_strided(const char* op, const char* argument, const int64_t* sizes, const int64_t* strides,
@@ -150,6 +147,15 @@ inline int32_t dtype_code(const Tensor& t) {
 inline Tensor allocate_like(const char* op, const char* argument, const Tensor& like) {
   const auto sizes = like.sizes();
   return allocate(op, argument, sizes.data(), static_cast<int64_t>(sizes.size()), dtype_code(like), like);
+}
+
+// Itself, or a contiguous copy. Not torch::stable::contiguous: it goes through the boxed dispatcher, 0.5 us for
+// nothing, and where memory is short its failure has no reason.
+inline Tensor as_contiguous(const Tensor& t, const char* op = "warpsmith") {
+  if (t.is_contiguous()) return t;
+  Tensor copy = allocate_like(op, "a contiguous copy", t);
+  torch::stable::copy_(copy, t);
+  return copy;
 }
 
 inline Tensor allocate_vector(const char* op, const char* argument, int64_t count, int32_t dtype, const Tensor& like) {
