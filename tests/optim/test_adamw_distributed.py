@@ -101,8 +101,22 @@ def train_fsdp(rank, world_size):
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
+def clip_by_grad_scale(rank, world_size):
+    """The norm of a sharded gradient is a DTensor, of which a rank's part is not the norm."""
+    warnings.simplefilter("ignore")
+    mesh, params, whole = sharded_model(rank, world_size)
+    options = {"lr": 1e-2, "eps": 1.0}  # otherwise one scale for all gradients changes little
+    ours, plain = warpsmith.optim.AdamW(params, **options), warpsmith.optim.AdamW(whole, **options)
+    for step in range(STEPS):
+        set_grads(params, whole, mesh, step)
+        ours.grad_scale, plain.grad_scale = (torch.linalg.vector_norm(p[0].grad) for p in (params, whole))
+        ours.step()
+        plain.step()
+    return max(float((p.full_tensor() - w).abs().max()) for p, w in zip(params, whole, strict=True))
+
+
 def all_parts(rank, world_size):
-    parts = (train_sharded, refuse_other_placements, train_fsdp, moved_local_states)
+    parts = (train_sharded, refuse_other_placements, train_fsdp, moved_local_states, clip_by_grad_scale)
     return tuple(part(rank, world_size) for part in parts)
 
 
@@ -119,7 +133,7 @@ def test_shards_are_updated_like_whole_tensors(results):
 
 
 def test_local_states_moved_by_data_are_seen(results):
-    assert [same for *_, same in results] == [True, True]
+    assert [same for *_, same, _ in results] == [True, True]
 
 
 def test_gradients_must_be_sharded_like_their_parameters(results):
@@ -127,4 +141,8 @@ def test_gradients_must_be_sharded_like_their_parameters(results):
 
 
 def test_fsdp_trains_as_with_torch(results):
-    assert max(difference for _, _, difference, _ in results) < 1e-6
+    assert max(difference for _, _, difference, *_ in results) < 1e-6
+
+
+def test_the_norm_of_a_sharded_gradient_is_a_grad_scale(results):
+    assert max(difference for *_, difference in results) < 1e-6

@@ -25,6 +25,11 @@ def local(t: Tensor) -> Tensor:
     return part.wait() if hasattr(part, "wait") else part  # a collective may still be on its way
 
 
+def whole(t: Tensor | None) -> Tensor | None:
+    """All of a DTensor, such as the norm of a sharded gradient, from all ranks; anything else itself."""
+    return t.full_tensor() if t is not None and hasattr(t, "full_tensor") else t
+
+
 def all_params(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
     """The parameters of all groups in their order."""
     return [p for group in groups for p in group["params"]]

@@ -291,7 +291,7 @@ class AdamW(torch.optim.Optimizer):
             plan.hold(self.state)
             self._captured.append(plan)
         constants = self._constants_of_groups()
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        grad_scale, found_inf = (lists.whole(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
         for number, bucket in enumerate(plan.buckets):
             adamw_step(
                 bucket.table,
