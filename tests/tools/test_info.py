@@ -100,7 +100,13 @@ T4 = {"index": 1, "name": "Tesla T4", "capability": [7, 5], "memory_bytes": 2**3
         ({}, {}, "cuda", False, "torch finds no CUDA device"),
         ({}, {"driver_cuda": "12.8"}, "cuda", False, "the driver serves CUDA 12.8, the kernels need 13.0.48"),
         ({}, {"cuda": None, "driver_cuda": None}, "cuda", False, "torch 2.11.0 is a CPU build"),
-        ({"cuda": False, "cuda_compiler": None}, {}, "cuda", False, "no CUDA compiler was found"),
+        (
+            {"cuda": False, "cuda_compiler": None},
+            {},
+            "cuda",
+            False,
+            "no CUDA compiler was found, or WARPSMITH_CUDA=OFF",
+        ),
     ],
 )
 def test_why_kernels_do_not_run(build, torch_facts, device, runs, words):
