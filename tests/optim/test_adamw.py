@@ -120,6 +120,22 @@ def test_loads_steps_that_are_python_numbers():
     assert all(s["step"].dtype == torch.float32 and s["step"] == 4 for s in states_of(a, params))
 
 
+@pytest.mark.parametrize("optim", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.SGD])
+def test_the_state_of_another_optimizer_is_refused(optim):
+    theirs = make_params()
+    other = optim(theirs, **({"momentum": 0.9} if optim is torch.optim.SGD else {}))
+    run(other, theirs, 2)
+    params = make_params()
+    optimizer = warpsmith.optim.AdamW(params)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": other.state_dict()["state"], "param_groups": groups})
+    set_grads(params, 0)
+    before = copy.deepcopy(params)
+    with pytest.raises(ValueError, match=r"^AdamW: param_groups\[0\]\['params'\]\[0\]: expected a state with exp_avg, .*"):
+        optimizer.step()
+    assert_same_bits(params, before)
+
+
 def test_same_bits_again_and_after_resuming():
     params, again, resumed = make_params(), make_params(), make_params()
     a, b, c = (warpsmith.optim.AdamW(p, lr=1e-2, amsgrad=True) for p in (params, again, resumed))

@@ -185,7 +185,7 @@ class AdamW(torch.optim.Optimizer):
     not refused.
 
     Raises:
-        ValueError: a hyperparameter out of range; at ``step``, a parameter or gradient that does not fit (dtype,
+        ValueError: a hyperparameter out of range; at ``step``, a parameter, gradient or state that does not fit (dtype,
             device, sparse, strides), named with its group and index. Nothing has changed then.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019; order of operations as torch's fused
@@ -263,8 +263,8 @@ class AdamW(torch.optim.Optimizer):
                 group.setdefault(name, value)
             group.update(_AS_TORCHS_FUSED)
             for p in group["params"]:
-                s = self.state.get(p)
-                if s:  # torch counts steps in Python numbers (before 1.12) or on the CPU where it is not fused
+                s = self.state.get(p, {})
+                if "step" in s:  # torch counts steps in Python numbers (before 1.12) or on the CPU where it is not fused
                     s["step"] = torch.as_tensor(s["step"], dtype=torch.float32).to(p.device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -333,6 +333,10 @@ class AdamW(torch.optim.Optimizer):
             _refuse(argument, "a tensor on the CPU or on CUDA", p.device)
         if not lists.is_dense(p):
             _refuse(argument, "elements without gaps or overlap", f"strides {p.stride()} for shape {tuple(p.shape)}")
+        state = self.state.get(param)
+        missing = [name for name in _STATE if state and name not in state]
+        if missing:  # another optimizer's
+            _refuse(argument, f"a state with {', '.join(_STATE)}", f"one without {', '.join(missing)}")
 
     def _prepare_state(self, param: Tensor, amsgrad: bool) -> None:
         state = self.state[param]
