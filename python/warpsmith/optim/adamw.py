@@ -264,7 +264,7 @@ class AdamW(torch.optim.Optimizer):
             group.update(_AS_TORCHS_FUSED)
             for p in group["params"]:
                 s = self.state.get(p, {})
-                if "step" in s:  # torch counts steps in Python numbers (before 1.12) or on the CPU where it is not fused
+                if "step" in s:  # torch counts in Python numbers (before 1.12) or on the CPU where it is not fused
                     s["step"] = torch.as_tensor(s["step"], dtype=torch.float32).to(p.device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -103,8 +103,8 @@ def kernels(build: dict[str, Any], torch_facts: dict[str, Any]) -> dict[str, Ver
     if not build["cuda"]:
         found["cuda"] = Verdict(
             False,
-            "this build is for the CPU only: no CUDA compiler was found, or WARPSMITH_CUDA=OFF was given; install again "
-            "with nvcc on PATH",
+            "this build is for the CPU only: no CUDA compiler was found, or WARPSMITH_CUDA=OFF was given; install "
+            "again with nvcc on PATH",
         )
     elif torch_facts["cuda"] is None:
         found["cuda"] = Verdict(False, f"torch {torch_facts['version']} is a CPU build; install a CUDA build of torch")
