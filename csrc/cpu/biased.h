@@ -87,12 +87,14 @@ template <class Loops> Status biased_backward_cpu(const BiasedBwdParams& p, cons
       // dx is made whether wanted or not: a loop of its own for dbias alone would contract additions that this one does
       // not, and so give other bits.
       std::vector<T> unwanted(dx ? 0 : static_cast<size_t>(p.columns));
+      RowSums<Math> sums(p.columns);
       for (int64_t chunk = begin; chunk < end; ++chunk) {
-        Math* sum = partials ? partials + chunk * p.columns : nullptr;
-        if (sum) std::fill_n(sum, p.columns, Math(0));
-        for (int64_t r = p.rows * chunk / chunks; r < p.rows * (chunk + 1) / chunks; ++r)
+        const int64_t first = p.rows * chunk / chunks, last = p.rows * (chunk + 1) / chunks;
+        sums.begin(partials ? partials + chunk * p.columns : nullptr, last - first);
+        for (int64_t r = first; r < last; ++r)
           Loops::backward(dy + r * p.dy_stride, x + r * p.x_stride, static_cast<const W*>(p.bias),
-                          dx ? dx + r * p.columns : unwanted.data(), sum, p.columns);
+                          dx ? dx + r * p.columns : unwanted.data(), sums.next(), p.columns);
+        sums.end();
       }
     });
     if (partials)

@@ -8,6 +8,7 @@
 #include "common/half_host.h"
 #include "cpu/dropout_lanes.h"
 #include "cpu/norm_loops.h"
+#include "cpu/partial_sums.h"
 
 // The CPU's body of the norm family. All arithmetic is in M, float or double: rows of a 16-bit dtype are widened into
 // scratch memory first, others are read and written where they lie.
@@ -166,14 +167,13 @@ template <class M> void forward(const NormForwardParams& p, const Parallel& para
   });
 }
 
-// Adds up the partial rows of a weight's or bias's gradient, in their order, in columns [begin, end).
-template <class M> void add_partials(const void* partials, int64_t partial_rows, void* out, Dtype dtype,
-                                     int64_t columns, int64_t begin, int64_t end, M* scratch) {
-  const M* rows = static_cast<const M*>(partials);
+// Adds up the partial rows of a weight's or bias's gradient in columns [begin, end).
+template <class M> void add_partials(void* partials, int64_t partial_rows, void* out, Dtype dtype, int64_t columns,
+                                     int64_t begin, int64_t end) {
   for_pieces(end - begin, [&](int64_t c, int64_t count) {
-    std::copy_n(rows + begin + c, count, scratch);
-    for (int64_t r = 1; r < partial_rows; ++r) add(scratch, rows + r * columns + begin + c, scratch, count);
-    write(scratch, out, dtype, begin + c, count);
+    M* const rows = static_cast<M*>(partials) + begin + c;
+    cpu::add_rows(rows, partial_rows, columns, count);
+    write(rows, out, dtype, begin + c, count);
   });
 }
 
@@ -188,12 +188,14 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
     const M kept_scale = static_cast<M>(p.dropout.scale);
     M* const first = pieces.get();
     M* const second = first + kPieceColumns;
+    cpu::RowSums<M> dweights(p.columns), dbiases(p.columns);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-      M* const dweight = p.dweight ? static_cast<M*>(p.dweight_partials) + chunk * p.columns : nullptr;
-      M* const dbias = p.dbias ? static_cast<M*>(p.dbias_partials) + chunk * p.columns : nullptr;
-      if (dweight) std::fill_n(dweight, p.columns, M(0));
-      if (dbias) std::fill_n(dbias, p.columns, M(0));
-      for (int64_t r = p.rows * chunk / chunks; r < p.rows * (chunk + 1) / chunks; ++r) {
+      const int64_t first_row = p.rows * chunk / chunks, last_row = p.rows * (chunk + 1) / chunks;
+      const int64_t at = chunk * p.columns, terms = last_row - first_row;
+      dweights.begin(p.dweight ? static_cast<M*>(p.dweight_partials) + at : nullptr, terms);
+      dbiases.begin(p.dbias ? static_cast<M*>(p.dbias_partials) + at : nullptr, terms);
+      for (int64_t r = first_row; r < last_row; ++r) {
+        M *const dweight = dweights.next(), *const dbias = dbiases.next();
         const M* dy = read(p.dy, p.dtype, r * p.dy_stride, p.columns, rows.get());
         const M* s = read(p.s, p.residual_dtype, r * p.s_stride, p.columns, rows.get() + p.columns);
         const M rstd = static_cast<const M*>(p.rstd)[r];
@@ -239,15 +241,14 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
         if (dweight) add_weight_gradient(dy, s, dweight, p.columns, mean, rstd);
         if (dbias) add(dbias, dy, dbias, p.columns);
       }
+      dweights.end(), dbiases.end();
     }
   });
   if (!p.dweight && !p.dbias) return;
   // Both in one: that threads come together costs more than these sums of a small tensor.
   parallel(p.columns, kGrainElems / chunks, [&](int64_t begin, int64_t end) {
-    const Memory<M> scratch = memory<M>(kPieceColumns);
-    if (p.dweight)
-      add_partials(p.dweight_partials, chunks, p.dweight, p.weight_dtype, p.columns, begin, end, scratch.get());
-    if (p.dbias) add_partials(p.dbias_partials, chunks, p.dbias, p.weight_dtype, p.columns, begin, end, scratch.get());
+    if (p.dweight) add_partials<M>(p.dweight_partials, chunks, p.dweight, p.weight_dtype, p.columns, begin, end);
+    if (p.dbias) add_partials<M>(p.dbias_partials, chunks, p.dbias, p.weight_dtype, p.columns, begin, end);
   });
 }
 

@@ -7,6 +7,7 @@
 
 #include "common/half_host.h"
 #include "common/vectorize.h"
+#include "cpu/partial_sums.h"
 #include "cpu/rotary.h"
 
 namespace warpsmith {
@@ -211,9 +212,12 @@ template <class T, class W, class C, class Math> void backward(const QkNormRopeB
   widen(static_cast<const W*>(p.k_weight), k_weight.data(), dim);
   parallel(chunks, 1, [&](int64_t begin, int64_t end) {
     std::vector<Math> g = room<Math>(dim);
+    cpu::RowSums<Math> sums(2 * dim);
+    const int64_t heads_of_token = std::max(p.q_layout.heads, p.k_layout.heads);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       TokenAngles<C, Math> angles(p.shape, p.angles, p.positions);
-      if (partials) std::fill_n(partials + chunk * 2 * dim, 2 * dim, Math(0));
+      const int64_t first = tokens * chunk / chunks, last = tokens * (chunk + 1) / chunks;
+      sums.begin(partials ? partials + chunk * 2 * dim : nullptr, (last - first) * heads_of_token);
       const auto heads = [&](const void* in, const void* gradient, void* out, const RotaryHeads& in_layout,
                              const RotaryHeads& gradient_layout, const RotaryHeads& out_layout,
                              const std::vector<Math>& weight, Math* partial, int64_t batch, int64_t index) {
@@ -224,14 +228,15 @@ template <class T, class W, class C, class Math> void backward(const QkNormRopeB
                        partial, g.data(), dim, Math(p.eps), p.shape.interleaved, angles.cos(), angles.sin(),
                        angles.pairs);
       };
-      for (int64_t token = tokens * chunk / chunks; token < tokens * (chunk + 1) / chunks; ++token) {
+      for (int64_t token = first; token < last; ++token) {
         const int64_t batch = token / p.shape.tokens, index = token % p.shape.tokens;
-        Math* partial = partials ? partials + chunk * 2 * dim : nullptr;
+        Math* partial = sums.next(heads_of_token);
         angles.look_up(batch, index);
         heads(p.q, p.dq_out, p.dq, p.q_layout, p.dq_out_layout, p.dq_layout, q_weight, partial, batch, index);
         heads(p.k, p.dk_out, p.dk, p.k_layout, p.dk_out_layout, p.dk_layout, k_weight,
               partial ? partial + dim : nullptr, batch, index);
       }
+      sums.end();
     }
   });
   if (!partials) return;

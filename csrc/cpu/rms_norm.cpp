@@ -120,10 +120,11 @@ template <class T, class W, class Math> void backward(const NormBackwardParams& 
   Math* partials = static_cast<Math*>(p.dweight_partials);
   const int64_t chunks = norm_partial_rows_cpu(p.rows, p.columns);
   parallel(chunks, 1, [&](int64_t begin, int64_t end) {
+    cpu::RowSums<Math> sums(p.columns);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-      Math* partial = partials ? partials + chunk * p.columns : nullptr;
-      if (partial) std::fill_n(partial, p.columns, Math(0));
-      for (int64_t r = p.rows * chunk / chunks; r < p.rows * (chunk + 1) / chunks; ++r) {
+      const int64_t first = p.rows * chunk / chunks, last = p.rows * (chunk + 1) / chunks;
+      sums.begin(partials ? partials + chunk * p.columns : nullptr, last - first);
+      for (int64_t r = first; r < last; ++r) {
         const T* dy_row = dy + r * p.dy_stride;
         const T* x_row = x + r * p.s_stride;
         if (dx) {
@@ -133,8 +134,9 @@ template <class T, class W, class Math> void backward(const NormBackwardParams& 
           const Math mean = sum / Math(p.columns);
           input_gradient(dy_row, x_row, weight, dx + r * p.columns, p.columns, rstd[r], mean, Math(p.weight_offset));
         }
-        if (partial) add_weight_gradient(dy_row, x_row, weight, partial, p.columns, rstd[r]);
+        if (partials) add_weight_gradient(dy_row, x_row, weight, sums.next(), p.columns, rstd[r]);
       }
+      sums.end();
     }
   });
   if (partials)

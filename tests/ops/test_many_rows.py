@@ -1,0 +1,62 @@
+"""Gradients of weights and biases on the CPU, which are sums over all rows, obey the error law for many of them too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+import warpsmith
+from warpsmith.reference.qk_norm_rope import qk_norm_rope as qk_norm_rope_reference
+from warpsmith.reference.rms_norm import rms_norm as rms_norm_reference
+from warpsmith.testing import measure
+
+ROWS, COLUMNS = 65536, 64
+
+
+def layer_norm_definition(x, weight):
+    return F.layer_norm(x, (COLUMNS,)) * weight + weight  # of both gradients the sum
+
+
+def rotated(function):
+    def call(x, weight):
+        angles = torch.outer(torch.arange(ROWS), torch.arange(1, COLUMNS // 2 + 1) / 100).to(x.dtype)
+        heads = x[:, None]
+        return function(heads, heads[:, :0], weight, weight.detach(), angles.cos(), angles.sin(), eps=1e-5)[0][:, 0]
+
+    return call
+
+
+OPS = {
+    "rms_norm": (lambda x, w: warpsmith.rms_norm(x, w, 1e-5), lambda x, w: rms_norm_reference(x, w, 1e-5)),
+    "add_rms_norm": (
+        lambda x, w: warpsmith.add_rms_norm(x, torch.zeros_like(x), w, 1e-5)[0],
+        lambda x, w: rms_norm_reference(x, w, 1e-5),
+    ),
+    "add_layer_norm": (
+        lambda x, w: warpsmith.add_layer_norm(x, torch.zeros_like(x), w, w, 1e-5)[0],
+        layer_norm_definition,
+    ),
+    "qk_norm_rope": (rotated(warpsmith.qk_norm_rope), rotated(qk_norm_rope_reference)),
+    "bias_gelu": (warpsmith.bias_gelu, lambda x, bias: F.gelu(x + bias, approximate="tanh")),
+    "bias_silu": (warpsmith.bias_silu, lambda x, bias: F.silu(x + bias)),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_gradient_of_a_parameter(op):
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(ROWS, COLUMNS, generator=g), torch.randn(COLUMNS, generator=g)
+    dy = torch.randn(ROWS, COLUMNS, generator=g)
+
+    def gradient(function, dtype):
+        leaf = weight.to(dtype).requires_grad_()
+        return torch.autograd.grad(function(x.to(dtype), leaf), leaf, dy.to(dtype))[0]
+
+    ours, plain = OPS[op]
+    error = measure(
+        "grad_weight",
+        gradient(ours, torch.float32),
+        gradient(plain, torch.float64),
+        gradient(plain, torch.float32),
+    )
+    assert error.ok, error
