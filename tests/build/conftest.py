@@ -1,4 +1,4 @@
-"""The package, built once for these tests: a wheel, an sdist, and a fresh environment with the wheel."""
+"""The package, compiled once for these tests: an sdist, a wheel built from it, a fresh environment with the wheel."""
 
 import resource
 import shutil
@@ -25,13 +25,22 @@ class Built(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory):
-    """A CPU wheel of the source tree."""
+def unpacked(sdist, tmp_path_factory):
+    """The source tree that the sdist holds."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    shutil.unpack_archive(sdist, folder, filter="data")
+    (tree,) = folder.iterdir()
+    return tree
+
+
+@pytest.fixture(scope="session")
+def wheel(unpacked, tmp_path_factory):
+    """A CPU wheel, built from what the sdist holds and nothing else."""
     folder = tmp_path_factory.mktemp("wheel")
     before = processor_seconds()
     succeed(
         sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-index", "--no-deps",
-        "--no-build-isolation", *cpu_only(folder / "build"), "-w", folder, ROOT,
+        "--no-build-isolation", *cpu_only(folder / "build"), "-w", folder, unpacked,
     )  # fmt: skip
     seconds = processor_seconds() - before
     (path,) = folder.glob("*.whl")

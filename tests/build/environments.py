@@ -52,7 +52,7 @@ class Environment(NamedTuple):
 
     def install(self, *what):
         # --ignore-installed: a warpsmith of the outer environment is visible here, and stays.
-        succeed(
+        return succeed(
             sys.executable, "-m", "pip", "--python", self.python, "install", "--disable-pip-version-check",
             "--no-index", "--no-deps", "--ignore-installed", "--no-build-isolation", *what,
         )  # fmt: skip

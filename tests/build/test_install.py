@@ -1,4 +1,4 @@
-"""A wheel and an sdist, each installed into a fresh environment; what the op library is made of."""
+"""An sdist, and the wheel built from it, in a fresh environment; what the op library is made of."""
 
 import json
 import os
@@ -45,18 +45,19 @@ def test_a_wheel_installs_into_a_fresh_environment(installed):
     assert directory == str(installed.site_packages / "warpsmith/cmake")
 
 
-def test_an_sdist_installs_into_a_fresh_environment(sdist, tmp_path):
+def test_pip_takes_the_sdist(sdist, wheel, tmp_path):
+    # The rest of such an install is what `installed` is: a wheel from what the sdist holds, in a fresh environment.
     environment = Environment.create(tmp_path / "venv")
-    environment.install(*cpu_only(tmp_path / "build"), sdist)
-    assert_works(environment)
+    text = environment.install("--dry-run", *cpu_only(tmp_path / "build"), sdist)
+    assert "Would install warpsmith-" + wheel.path.name.split("-")[1] in text
 
 
-def test_an_editable_install_finds_library_headers_and_sources(wheel, tmp_path):
+def test_an_editable_install_finds_library_headers_and_sources(wheel, unpacked, tmp_path):
     environment = Environment.create(tmp_path / "venv")
-    environment.install(*cpu_only(wheel.build_dir), "-e", ROOT)  # compiled already
+    environment.install(*cpu_only(wheel.build_dir), "-e", unpacked)  # compiled already
     where = environment.run("import warpsmith; print(warpsmith.__file__)")
     assert where.returncode == 0, where.stderr
-    assert where.stdout.startswith(str(ROOT / "python/warpsmith"))
+    assert where.stdout.startswith(str(unpacked / "python/warpsmith"))
     directory = succeed(environment.python, "-m", "warpsmith", "info", "--cmake-dir").strip()
     assert directory == str(environment.site_packages / "warpsmith/cmake")
     assert (environment.site_packages / "warpsmith/include/warpsmith/rms_norm.h").exists()
