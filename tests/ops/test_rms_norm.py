@@ -94,9 +94,18 @@ def test_default_eps_is_that_of_torch(dtype):
     torch.testing.assert_close(warpsmith.rms_norm(x), torch.nn.functional.rms_norm(x, (64,)))
 
 
-def test_sparse_tensors_get_torchs_refusal():
-    with pytest.raises(NotImplementedError, match="SparseCPU"):
-        warpsmith.rms_norm(torch.ones(2, 8).to_sparse())
+@pytest.mark.filterwarnings("ignore")  # torch's about quantized tensors and compressed rows
+@pytest.mark.parametrize(
+    ("backend", "change"),
+    [
+        ("SparseCPU", torch.Tensor.to_sparse),
+        ("SparseCsrCPU", torch.Tensor.to_sparse_csr),
+        ("QuantizedCPU", lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8)),
+    ],
+)
+def test_what_the_dispatcher_refuses_keeps_torchs_error(backend, change):
+    with pytest.raises(NotImplementedError, match=f"'{backend}' backend"):
+        warpsmith.rms_norm(change(torch.ones(2, 8)))
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
