@@ -261,6 +261,22 @@ struct NormSuite {
     NormCase<T, R, W>(op, s, random.bits() % 1000).run();
   }
 
+  // Rows that blocks of a cluster share, several of them one after the other, and those of the kernels that have
+  // lengths of their own.
+  void run_random_of_few_multiprocessors(Random& random) const {
+    on_machine(static_cast<int>(random.integer(1, 3)), random.integer(0, 3) ? 90 : 80, [&] {
+      NormShape s{.rows = random.size(1, 12), .columns = 8 * random.size(513, 2048)};
+      if (random.coin()) s.columns = random.choice<int64_t>({64, 128, 256, 512, 768, 1024, 8192, 12288});
+      s.padding = random.choice<int64_t>({0, 8});
+      s.dresidual_out = random.coin();
+      switch (random.integer(0, 2)) {
+        case 0: return NormCase<bfloat16, bfloat16, bfloat16>(op, s, random.bits() % 1000).run();
+        case 1: return NormCase<float16, float16, float16>(op, s, random.bits() % 1000).run();
+        default: return NormCase<float, float, float>(op, s, random.bits() % 1000).run();
+      }
+    });
+  }
+
   void run_random(Random& random) const {
     switch (random.integer(0, op.residual ? 6 : 4)) {
       case 0: return run_random_of<bfloat16, bfloat16, bfloat16>(random);

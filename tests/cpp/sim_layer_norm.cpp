@@ -50,6 +50,7 @@ TEST(constant_rows) {
 }
 
 RANDOM_TEST(random_problems) { kSuite.run_random(random); }
+RANDOM_TEST(random_problems_of_few_multiprocessors) { kSuite.run_random_of_few_multiprocessors(random); }
 
 }  // namespace
 }  // namespace warpsmith::test

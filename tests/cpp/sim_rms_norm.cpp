@@ -276,6 +276,7 @@ TEST(the_chooser_on_other_machines) {
 }
 
 RANDOM_TEST(random_problems) { kSuite.run_random(random); }
+RANDOM_TEST(random_problems_of_few_multiprocessors) { kSuite.run_random_of_few_multiprocessors(random); }
 
 }  // namespace
 }  // namespace warpsmith::test
