@@ -58,10 +58,13 @@ def test_cross_entropy_moves_a_logit_in_and_its_gradient_out():
     assert sum(spec_of("cross_entropy").floor_bytes(case).values()) == 2 * unit
 
 
+def with_own_headers(file):
+    """The text of a suite and of the headers beside it that it is made of."""
+    text = file.read_text()
+    headers = (file.parent / header for header in re.findall(r'#include "([\w/.]+)"', text))
+    return text + "".join(with_own_headers(header) for header in headers if header.exists())
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_the_sim_counts_bytes(op):
-    suite = (ROOT / f"tests/cpp/sim_{op}.cpp").read_text()
-    for header in re.findall(r'#include "([\w/.]+)"', suite):
-        own = ROOT / "tests/cpp" / header
-        suite += own.read_text() if own.exists() else ""
-    assert "expect_bytes(" in suite
+    assert "expect_bytes(" in with_own_headers(ROOT / f"tests/cpp/sim_{op}.cpp")
