@@ -96,16 +96,18 @@ struct NormSuite {
     same_bits_for_every_seed("y", p.y);
   }
 
+  template <class Case> static void check_forward_and_statistics(Case& p) {
+    p.check_forward();
+    same_bits_for_every_seed("rstd", p.rstd);
+    same_bits_for_every_seed("mean", p.mean);
+  }
+
   // The kernel of short rows whose length the compiler knows: the last warp has fewer rows than it could, and a row
   // alone, or at another place in a warp, gets the same bits.
   template <class T> void in_a_warp(const NormShape& shape) const {
     NormCase<T> p(op, shape);
     expect(choose_norm_forward(p.problem()).kernel == NormKernel::warp, "the rows lie in a warp");
-    const auto check = [&] {
-      p.check_forward();
-      same_bits_for_every_seed("rstd", p.rstd);
-      same_bits_for_every_seed("mean", p.mean);
-    };
+    const auto check = [&] { check_forward_and_statistics(p); };
     under_every_seed([&] {
       p.poison_outputs();
       expect_ok(op.forward(p.forward, nullptr));
@@ -139,11 +141,7 @@ struct NormSuite {
     const NormConfig c = choose_norm_forward(problem);
     expect(c.kernel == kernel, name(c.kernel));
     const int64_t row = shape.columns * 2, sums = op.layer ? 2 : 1;
-    const auto check = [&] {
-      p.check_forward();
-      same_bits_for_every_seed("rstd", p.rstd);
-      same_bits_for_every_seed("mean", p.mean);
-    };
+    const auto check = [&] { check_forward_and_statistics(p); };
     under_every_seed([&] {
       p.poison_outputs();
       sim::counters() = {};

@@ -141,7 +141,7 @@ def differentiable(
         ``forward``.
     rows: how many of the first inputs hold rows that the op treats each by itself, as it does those of its public
         outputs; the other tensors are parameters. With DTensors each rank then computes its rows
-        (``_dtensor.py``). 0: DTensors are refused by torch.
+        (``_dtensor.py``). 0: DTensors are refused.
     save(inputs, outputs): what backward needs: a tuple of tensors, and one of any other values.
     backward(needs, tensors, values, *grads): a gradient or None for each input; ``needs[i]`` says whether input i wants
         one. ``grads`` has one entry for each public output, None where that output was not used.
