@@ -11,7 +11,7 @@ from benchmarks import norms
 from benchmarks.rivals import liger_cute, optional
 
 SHAPES = {
-    "cuda": ((16384, 4096), (4096, 8192), (1024, 12288), (65536, 768)),
+    "cuda": ((16384, 4096), (4096, 8192), (1024, 12288), (65536, 768), (24576, 2560)),
     "cpu": ((4096, 1024),),
 }
 

@@ -12,7 +12,7 @@ from benchmarks.rivals import liger_cute, optional
 
 EPS = norms.LAYER_EPS
 SHAPES = {
-    "cuda": ((16384, 4096), (4096, 8192), (1024, 12288), (65536, 768)),
+    "cuda": ((16384, 4096), (4096, 8192), (1024, 12288), (65536, 768), (24576, 2560)),
     "cpu": ((4096, 1024),),
 }
 

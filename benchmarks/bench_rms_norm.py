@@ -13,7 +13,7 @@ from benchmarks.cells import CPU_THREADS, torch_contenders
 from benchmarks.rivals import liger_cute, optional
 
 EPS = 1e-6
-GPU_SHAPES = ((16384, 4096), (4096, 8192), (1024, 12288), (65536, 768), (131072, 128))
+GPU_SHAPES = ((16384, 4096), (4096, 8192), (1024, 12288), (65536, 768), (131072, 128), (24576, 2560))
 CPU_SHAPES = ((4096, 1024),)
 
 

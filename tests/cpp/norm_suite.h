@@ -133,6 +133,34 @@ struct NormSuite {
     }
   }
 
+  // The kernel of a row in the registers of a block. `first`: of every second row, whose sums cancel about it where it
+  // lies far from the others, so that they are taken twice.
+  template <class T> void in_a_block(const NormShape& shape, float first) const {
+    NormCase<T> p(op, shape);
+    expect(choose_norm_forward(p.problem()).kernel == NormKernel::block, "a block has the row");
+    for (int64_t r = 0; r < shape.rows; r += 2) p.x[static_cast<size_t>(r * p.stride())] = from_float<T>(first);
+    p.compute_oracle();
+    under_every_seed([&] {
+      p.poison_outputs();
+      expect_ok(op.forward(p.forward, nullptr));
+      check_forward_and_statistics(p);
+      same_without_statistics(p);
+    });
+  }
+
+  void rows_of_a_block() const {
+    const SeedsAtMost few(kSeedsOfNumbers);
+    in_a_block<bfloat16>({.rows = 2, .columns = 1536}, 60);
+    in_a_block<float16>({.rows = 3, .columns = 2560, .padding = 8}, -60);
+    in_a_block<bfloat16>({.rows = 3, .columns = 1600, .padding = 8}, 1000);
+    in_a_block<float16>({.rows = 2, .columns = 1032}, 3);
+    in_a_block<bfloat16>({.rows = 2, .columns = 4096, .mean = 1000}, 1000);
+    in_a_block<bfloat16>({.rows = 1, .columns = 2304}, -60);
+    in_a_block<bfloat16>({.rows = 1, .columns = 5120}, 60);
+    in_a_block<float16>({.rows = 1, .columns = 4104}, 60);
+    in_a_block<bfloat16>({.rows = 1, .columns = 12296}, -60);
+  }
+
   // The kernels of rows in shared memory, which want more rows than registers hold at once: on one multiprocessor.
   template <class T> void in_shared_memory(NormKernel kernel, const NormShape& shape) const {
     NormCase<T> p(op, shape);
@@ -202,6 +230,7 @@ struct NormSuite {
     const int64_t seed_readers = batches ? backward.blocks * backward.threads : rows * columns / backward.vector_elems;
     const int64_t block_rows = int64_t{forward.rows} * forward.groups();  // its groups take rows in turn
     const bool warps = forward.kernel == NormKernel::warp;  // which start with a whole number of warps' rows
+    const int64_t first_reads = forward.kernel == NormKernel::block ? forward.threads * 8 : 0;  // by every thread
     const int64_t loaded_weights =
         warps ? rows / forward.rows
               : rows / block_rows * forward.groups() + std::min<int64_t>(rows % block_rows, forward.groups());
@@ -209,9 +238,9 @@ struct NormSuite {
     under_every_seed([&] {
       expect_ok(op.forward(p.forward, nullptr));
       const int64_t threads = forward.blocks * forward.threads;
-      expect_bytes(
-          {.read = rows * row * (op.residual ? 2 : 1) + gradients * loaded_weights * row + threads * seed_reads,
-           .written = rows * row * (op.residual ? 2 : 1) + gradients * rows * 4});
+      expect_bytes({.read = rows * (row * (op.residual ? 2 : 1) + first_reads) + gradients * loaded_weights * row +
+                            threads * seed_reads,
+                    .written = rows * row * (op.residual ? 2 : 1) + gradients * rows * 4});
       sim::counters() = {};
       expect_ok(op.backward(p.backward, nullptr));
       expect_bytes({.read = rows * row * (op.residual ? 3 : 2) + partial_rows * backward.groups() * row + partials +

@@ -19,6 +19,7 @@ TEST(rows_that_are_not_vectors) { kSuite.rows_that_are_not_vectors(); }
 TEST(misaligned_and_strided_rows) { kSuite.misaligned_and_strided_rows(); }
 TEST(rows_of_a_cluster) { kSuite.rows_of_a_cluster(); }
 TEST(rows_of_a_warp) { kSuite.rows_of_a_warp(); }
+TEST(rows_of_a_block) { kSuite.rows_of_a_block(); }
 TEST(rows_in_shared_memory) { kSuite.rows_in_shared_memory(); }
 TEST(rows_too_long_for_the_chip) { kSuite.rows_too_long_for_the_chip(); }
 TEST(more_rows_than_units) { kSuite.more_rows_than_units(); }
@@ -32,6 +33,40 @@ TEST(bytes_moved) {
   on_machine(16, 90, [] { kSuite.bytes_moved(5, 12296); });
 }
 
+TEST(the_chooser_of_rows_of_a_block) {
+  const auto plan = [](int64_t columns) {
+    NormProblem p;
+    p.rows = 4096, p.columns = columns, p.layer = true;
+    return p;
+  };
+  struct Choice {
+    int64_t columns;
+    int vectors, threads;
+  };
+  for (const Choice& expected :
+       {Choice{1032, 2, 96}, {1536, 2, 96},   {1544, 2, 128},  {2304, 3, 96},   {2560, 2, 160},  {3840, 3, 160},
+        {4088, 2, 256},      {4096, 2, 256},  {4104, 4, 192},  {5120, 4, 160},  {5376, 4, 192},  {6144, 4, 192},
+        {6152, 4, 256},      {7168, 4, 224},  {8184, 4, 256},  {8200, 4, 320},  {9216, 4, 288},  {10240, 4, 320},
+        {10248, 4, 384},     {11264, 4, 352}, {13312, 4, 416}, {12280, 4, 384}, {12296, 4, 512}, {14336, 4, 448},
+        {14344, 4, 512},     {16384, 4, 512}}) {
+    const NormConfig c = choose_norm_forward(plan(expected.columns));
+    const std::string text = std::to_string(expected.columns) + ": " + name(c.kernel) + " " +
+                             std::to_string(c.vectors) + " " + std::to_string(c.threads);
+    expect(c.kernel == NormKernel::block && c.vectors == expected.vectors && c.threads == expected.threads, text);
+    const auto is = [&](NormKernel kernel, const auto& change) {
+      NormProblem p = plan(expected.columns);
+      change(p);
+      expect(choose_norm_forward(p).kernel == kernel, text + " and a change: " + name(choose_norm_forward(p).kernel));
+    };
+    is(NormKernel::registers, [](NormProblem& p) { p.layer = false; });
+    is(NormKernel::registers, [](NormProblem& p) { p.residual_bytes = 2; });
+    is(NormKernel::registers, [](NormProblem& p) { p.affine_as_x = false; });
+    is(NormKernel::looped, [](NormProblem& p) { p.aligned = false; });
+  }
+  for (const int64_t columns : {1024, 8192, 12288, 16392})
+    expect(choose_norm_forward(plan(columns)).kernel != NormKernel::block, std::to_string(columns));
+}
+
 // mean(s^2) - mean^2 would lose every digit of the variance here.
 TEST(a_mean_that_dwarfs_the_variance) {
   const SeedsAtMost few(NormSuite::kSeedsOfNumbers);
@@ -41,7 +76,7 @@ TEST(a_mean_that_dwarfs_the_variance) {
 
 TEST(constant_rows) {
   const SeedsAtMost few(NormSuite::kSeedsOfNumbers);
-  for (int64_t columns : {16, 128, 520, 768, 4096, 1025}) {
+  for (int64_t columns : {16, 128, 520, 768, 4096, 1600, 1025}) {
     NormCase<bfloat16> p(kSuite.op, {.rows = 2, .columns = columns});
     for (size_t i = 0; i < p.x.size(); ++i) p.x[i] = from_float<bfloat16>(i < p.x.size() / 2 ? 3.f : -1e4f);
     p.compute_oracle();

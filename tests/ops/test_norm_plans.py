@@ -55,7 +55,7 @@ def test_wide_rows_stay_on_the_chip_where_there_are_clusters():
     """Up to 65,536 columns in one kernel launch of one pass over the row, forward."""
     for columns in (16384, 32768, 65536):
         plan = warpsmith.plan("layer_norm", rows=64, columns=columns, dtype="bfloat16")
-        assert plan["forward"]["kernel"] == "registers"
+        assert plan["forward"]["kernel"] == ("block" if columns == 16384 else "registers")
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
@@ -67,7 +67,8 @@ def test_short_rows_that_fill_their_lanes_have_a_kernel_of_their_length(op, colu
         assert plan["threads_a_row"] * plan["vectors_a_thread"] * plan["vector_elems"] == columns
         for change in ({"dtype": "float32"}, {"affine_as_x": False}, {"columns": columns + 8}):
             other = warpsmith.plan(op, **{"rows": rows, "columns": columns, "dtype": "bfloat16", **change})["forward"]
-            assert other["kernel"] == "registers"
+            in_a_block = op == "layer_norm" and change == {"columns": 1032}
+            assert other["kernel"] == ("block" if in_a_block else "registers")
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
@@ -80,7 +81,19 @@ def test_rows_lie_in_shared_memory_where_that_was_measured(op, problem):
     assert plan["blocks"] == problem["rows"]
     for change in ({"dtype": "float32"}, {"affine_as_x": False}, {"clusters": False}, {"columns": 8200}):
         other = warpsmith.plan(op, **{**problem, "dtype": "bfloat16", **change})["forward"]
-        assert other["kernel"] == "registers"
+        in_a_block = op == "layer_norm" and change == {"columns": 8200}
+        assert other["kernel"] == ("block" if in_a_block else "registers")
+
+
+@pytest.mark.parametrize("columns", [1032, 1280, 1600, 2560, 4096, 4104, 5120, 7168, 12296, 16384])
+def test_rows_of_layer_norm_lie_in_the_registers_of_a_block(columns):
+    for rows in (1, 7, 10**6):
+        plan = warpsmith.plan("layer_norm", rows=rows, columns=columns, dtype="float16")["forward"]
+        assert (plan["kernel"], plan["blocks"], plan["shared_bytes"]) == ("block", rows, 0)
+        assert plan["threads_a_row"] * plan["vectors_a_thread"] * plan["vector_elems"] >= columns
+    for change in ({"dtype": "float32"}, {"affine_as_x": False}):
+        problem = {"rows": 64, "columns": columns, "dtype": "float16", **change}
+        assert warpsmith.plan("layer_norm", **problem)["forward"]["kernel"] in ("registers", "looped")
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])

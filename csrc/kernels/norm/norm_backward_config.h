@@ -94,6 +94,14 @@ constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, in
 // gradient, and a megabyte of those costs 0.7 us. So do two blocks that share the columns of longer rows, or four. One
 // row at a time and two where they are short, three deep without a residual; two where blocks share them, because their
 // exchange takes longer.
+// Between those lengths (same card, 64 M elements; before, of the same run, in brackets) the threads of one row leave
+// part of a multiprocessor idle, so that two rows together, two blocks or two vectors a thread are better:
+//   columns                   1152         1600         2304         3072         4608         5376         7168
+//   rms                       0.95 (0.87)  0.94 (0.82)  0.94 (0.68)  0.94 (0.84)  0.91 (0.88)  0.94 (0.90)  0.91
+//   layer                     0.93 (0.86)  0.94 (0.80)  0.93 (0.68)  0.94 (0.82)  0.85 (0.67)  0.84 (0.78)  0.91 (0.86)
+//   rms with residual         0.96 (0.93)  0.94 (0.90)  0.98 (0.82)  0.95 (0.90)  0.93 (0.75)  0.93 (0.83)  0.95 (0.92)
+//   layer with residual       0.93         0.92 (0.91)  0.93 (0.77)  0.94 (0.90)  0.92 (0.72)  0.95 (0.81)  0.95 (0.90)
+//   and dropout               0.90         0.86         0.94 (0.74)  0.91         0.82 (0.71)  0.94 (0.82)  0.92 (0.90)
 constexpr NormConfig choose_norm_batches(const NormProblem& p) {
   using namespace norm_detail;
   const int64_t vectors = p.columns / vector_elems(p);
@@ -104,16 +112,37 @@ constexpr NormConfig choose_norm_batches(const NormProblem& p) {
     if (residual) return batches(p, 1, 2, 480 / threads, 1);
     return batches(p, 1, 2, static_cast<int>(ceil_div(288, threads)), 3);
   }
-  if (vectors <= 512) {
-    const int together = 512 / threads_of(vectors, 1);
+  const int threads = threads_of(vectors, 1);
+  if (vectors <= 512 && 512 % threads == 0) {
+    const int together = 512 / threads;
     if (!p.layer && residual) return batches(p, 1, 2, together, 1);
     return batches(p, 1, 1, together, residual ? 2 : 3);
   }
+  if (vectors <= 256) {
+    if (p.layer && residual) return threads <= 160 ? batches(p, 1, 1, 3, 2) : batches(p, 1, 1, 2, 3);
+    if (p.layer && threads <= 160) return batches(p, 1, 2, 3, 2);
+    return batches(p, 1, 2, 2, residual || threads > 160 ? 2 : 3);
+  }
+  if (vectors <= 512) {
+    if (p.layer && residual) {
+      if (vectors <= 320) return batches(p, 2, 1, 3, 1);
+      return vectors < 384 ? batches(p, 2, 1, 2, 2) : batches(p, 1, 1, 1, 3);
+    }
+    if (p.layer && vectors <= 320) return batches(p, 1, 1, 2, 3);
+    return batches(p, 1, 2, 1, !residual && !p.layer && vectors <= 320 ? 3 : 2);
+  }
   if (p.clusters && vectors <= 2048) {
     const int threads_of_four = threads_of(ceil_div(vectors, 4), 1), together = 768 / threads_of_four;
-    if (!p.layer && !residual) return batches(p, 1, 2, together, together > 1 ? 1 : 2, 4);
-    if (vectors <= 1024) return batches(p, 1, 2, 1, residual ? 1 : 2, 2);
-    return residual ? batches(p, 1, 2, 1, 2, 4) : batches(p, 2, 1, 2, 2, 4);
+    if (!p.layer && !residual)
+      return vectors <= 768 ? batches(p, 1, 2, 2, 1, 2) : batches(p, 1, 2, together, together > 1 ? 1 : 2, 4);
+    if (vectors < 1024) {
+      if (!residual) return batches(p, 2, 1, 512 / threads_of_four, 2, 2);
+      if (p.layer && vectors <= 832) return batches(p, 2, 1, 1, 2);
+      return !p.layer && vectors <= 640 ? batches(p, 1, 2, 3, 2, 4) : batches(p, 1, 2, 1, 2, 2);
+    }
+    if (vectors == 1024) return batches(p, 1, 2, 1, residual ? 1 : 2, 2);
+    if (residual) return batches(p, 1, 2, 1, 2, 4);
+    return batches(p, 2, 1, std::max(2, 512 / threads_of(ceil_div(vectors, 4), 2)), 2, 4);
   }
   if ((p.layer || !residual) && vectors <= 2 * norm_batch_threads_of_two(residual))
     return batches(p, 2, 1, 1, residual ? 1 : 2);

@@ -29,17 +29,19 @@ constexpr int kMaxCluster = 8;
 }  // namespace norm
 
 // registers: a row lives in the registers of its threads (forward); warp: so do several of a warp, of a length that the
-// compiler knows (forward); shared: a row lies in the shared memory of its block, which holds more of them at once
-// (forward); resident: so do a few rows of a block, all of a problem at once (forward); batches, ring: rows stream
-// through shared memory and the gradients of the parameters stay in registers (backward; batches: rows of a
-// block or cluster in tensors of one type, a few together); looped: a row is read twice, for rows too long for the chip
-// or not made of vectors.
-enum class NormKernel : uint8_t { registers, warp, shared, resident, batches, ring, looped };
+// compiler knows (forward); block: one row of layer_norm does in the registers of a block, whose threads the compiler
+// knows (forward); shared: a row lies in the shared memory of its block, which holds more of them at once (forward);
+// resident: so do a few rows of a block, all of a problem at once (forward); batches, ring: rows stream through shared
+// memory and the gradients of the parameters stay in registers (backward; batches: rows of a block or cluster in
+// tensors of one type, a few together); looped: a row is read twice, for rows too long for the chip or not made of
+// vectors.
+enum class NormKernel : uint8_t { registers, warp, block, shared, resident, batches, ring, looped };
 
 constexpr const char* name(NormKernel k) {
   switch (k) {
     case NormKernel::registers: return "registers";
     case NormKernel::warp: return "warp";
+    case NormKernel::block: return "block";
     case NormKernel::shared: return "shared";
     case NormKernel::resident: return "resident";
     case NormKernel::batches: return "batches";

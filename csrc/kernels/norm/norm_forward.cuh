@@ -10,14 +10,6 @@
 // Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
 namespace warpsmith::norm {
 
-// How many columns the row's warp `w` holds.
-template <int N, int V> __device__ __forceinline__ float columns_of_warp(int w, int row_threads, int columns) {
-  int count = 0;
-#pragma unroll
-  for (int v = 0; v < V; ++v) count += min(max(columns - (v * row_threads + w * 32) * N, 0), 32 * N);
-  return static_cast<float>(count);
-}
-
 // Moments of U rows at once. `s` holds zeros where there is no column. then(finish) goes on where the sums have
 // travelled, and calls finish(m) for what is left to compute: with its own loads before, in one piece of code without a
 // branch between, so that these are under way meanwhile.
@@ -53,14 +45,18 @@ __device__ __forceinline__ void rms_moments(Elements<R, N> (&s)[U][V], const Pla
 
 __device__ __forceinline__ float not_negative(float x) { return x < 0 ? 0.f : x; }  // keeps NaN
 
-// Mean and sum of squared deviations of a part of a row.
+// Mean and sum of squared deviations of a part of a row, which travel with the number of its elements.
 struct Part {
   float mean, spread;
 };
+constexpr int kPartValues = 3;
+
+// Values of a warp that rms_moments or layer_moments exchanges.
+template <class Op> constexpr int kMomentValues = Op::kLayer ? kPartValues : 1;
 
 // Every lane of a group gets its parts together; the same bits in each, because both lanes of a pair compute the same,
-// and the mean of equal parts is exactly theirs. kEven: all lanes hold `count` elements.
-template <bool kEven, int U> __device__ __forceinline__ void combine_lanes(Part (&part)[U], float count, int lanes) {
+// and the mean of equal parts is exactly theirs. kEven: all lanes hold `count` elements. Returns how many all hold.
+template <bool kEven, int U> __device__ __forceinline__ float combine_lanes(Part (&part)[U], float count, int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
     const float other_count = kEven ? count : __shfl_xor_sync(0xffffffffu, count, distance, 32);
     const float total = count + other_count, inverse = kEven ? 0.f : total > 0 ? 1.f / total : 0.f;
@@ -81,6 +77,7 @@ template <bool kEven, int U> __device__ __forceinline__ void combine_lanes(Part 
     }
     count = total;
   }
+  return count;
 }
 
 // N elements that are all equal to the first of `from`.
@@ -134,9 +131,9 @@ __device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const P
   }
   const int lanes = S == Scope::group ? at.row_threads : 32;
   if (even)
-    combine_lanes<true>(part, count, lanes);
+    count = combine_lanes<true>(part, count, lanes);
   else
-    combine_lanes<false>(part, count, lanes);
+    count = combine_lanes<false>(part, count, lanes);
   const auto rstd = [&](Moments(&m)[U]) {
 #pragma unroll
     for (int u = 0; u < U; ++u) m[u] = {part[u].mean, precise_rsqrt(part[u].spread * inverse_columns + eps)};
@@ -145,16 +142,16 @@ __device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const P
     then(rstd);
   } else {
     static_assert(U == 1, "a block or a cluster works on one row");
-    using Pair = Exchange<S, 2, kBlockThreads, 1>;
-    Pair exchange{scratch};
-    const float* all = exchange.arrive({part[0].mean, part[0].spread});
+    using Parts = Exchange<S, kPartValues, kBlockThreads, 1>;
+    Parts exchange{scratch};
+    const float* all = exchange.arrive({part[0].mean, part[0].spread, count});
     exchange.wait();
     then([&](Moments(&m)[U]) {
       // Of the warps' means as of a thread's elements: differences from the first of them, in one pass.
       const int warps = at.row_threads / 32;
       const float first = all[0];
       const auto add = [&](int w, float held, bool here, float (&sum)[2]) {
-        const float d = all[w] - first, spread = all[Pair::kRowWarps + w];
+        const float d = all[w] - first, spread = all[Parts::kRowWarps + w];
         sum[0] += here ? held * d : 0.f;
         sum[1] += here ? held * d * d + spread : 0.f;
       };
@@ -162,9 +159,8 @@ __device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const P
       if (even)
         sums_of_warps(sum, warps, [&](int w, bool here, float (&total)[2]) { add(w, 32 * V * N, here, total); });
       else
-        sums_of_warps(sum, warps, [&](int w, bool here, float (&total)[2]) {
-          add(w, columns_of_warp<N, V>(w, at.row_threads, columns), here, total);
-        });
+        sums_of_warps(sum, warps,
+                      [&](int w, bool here, float (&total)[2]) { add(w, all[2 * Parts::kRowWarps + w], here, total); });
       const float off = sum[0] * inverse_columns;
       part[0] = {first + off, not_negative(sum[1] - sum[0] * off)};
       rstd(m);
@@ -180,7 +176,7 @@ template <class Op, class T, class R, int V, int U, Scope S, int kMaxThreads, in
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) forward_registers(NormForwardParams p, int lanes) {
   constexpr int N = kVector<T>;
   constexpr bool kWeightWithX = !Op::kResidual && (S == Scope::group || (!Op::kLayer && V <= 2));
-  constexpr int kScratch = Exchange<S, Op::kSums, kMaxThreads, 1>::kFloats;
+  constexpr int kScratch = Exchange<S, kMomentValues<Op>, kMaxThreads, 1>::kFloats;
   WARPSMITH_SHARED(float, scratch, kScratch);
   const Place<S> at(lanes);
   if constexpr (S == Scope::cluster) device::cluster_arrive();

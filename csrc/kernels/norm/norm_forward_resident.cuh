@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) forward_resident(NormFor
   static_assert(!Op::kResidual && !Op::kDropout);
   constexpr int N = kVector<T>, kColumns = kThreads * V * N, kRowBytes = kColumns * static_cast<int>(sizeof(T));
   constexpr Scope S = Scope::block;
-  constexpr int kScratch = Exchange<S, Op::kSums, kThreads, 1>::kFloats;
+  constexpr int kScratch = Exchange<S, kMomentValues<Op>, kThreads, 1>::kFloats;
   constexpr float kInverseColumns = 1.f / kColumns;
   WARPSMITH_SHARED(float, scratch, 2 * kScratch);
   WARPSMITH_SHARED(device::Mbarrier, full, kSlots);

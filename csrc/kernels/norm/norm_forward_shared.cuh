@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kMaxThreads, kSharedRowsBlocks<kMinBlocks>)
   static_assert(!Op::kResidual && !Op::kDropout);
   constexpr int N = kVector<T>, kColumns = kThreads * V * N;
   constexpr Scope S = Scope::block;
-  constexpr int kScratch = Exchange<S, Op::kSums, kThreads, 1>::kFloats;
+  constexpr int kScratch = Exchange<S, kMomentValues<Op>, kThreads, 1>::kFloats;
   WARPSMITH_SHARED(float, scratch, kScratch);
   WARPSMITH_DYNAMIC_SHARED(shared);
   Place<S> at(lanes);

@@ -6,6 +6,7 @@
 #include "kernels/norm/norm_backward_config.h"
 #include "kernels/norm/norm_batches.cuh"
 #include "kernels/norm/norm_forward.cuh"
+#include "kernels/norm/norm_forward_block.cuh"
 #include "kernels/norm/norm_forward_config.h"
 #include "kernels/norm/norm_forward_resident.cuh"
 #include "kernels/norm/norm_forward_shared.cuh"
@@ -94,6 +95,31 @@ template <class Op, class T> auto shared_kernel(const NormConfig& c) {
   return kernel;
 }
 
+// With as many blocks a multiprocessor as 40 (two vectors), 48 or 64 registers a thread allow.
+template <class Op, class T, int V, bool kFills, int... kThreads> auto block_kernel_of(int threads) {
+  void (*kernel)(NormForwardParams, int) = nullptr;
+  constexpr auto kBlocks = [](int of) { return (V == 2 ? 1536 : V == 3 ? 1280 : 1024) / of; };
+  ((threads == kThreads ? kernel = forward_block < Op, T, V, V == 2 ? 2 : 1, kThreads, kFills,
+    kBlocks(kThreads) > : nullptr),
+   ...);
+  return kernel;
+}
+
+template <class Op, class T> auto block_kernel(const NormConfig& c, int64_t columns) {
+  void (*kernel)(NormForwardParams, int) = nullptr;
+  if constexpr (Op::kLayer && !Op::kResidual && sizeof(T) == 2) {
+    const bool fills = columns == int64_t{c.threads} * c.vectors * c.vector_elems;
+    if (c.vectors == 2)
+      kernel = fills ? block_kernel_of<Op, T, 2, true, 96, 128, 160, 192, 224, 256>(c.threads)
+                     : block_kernel_of<Op, T, 2, false, 96, 128, 160, 192, 224, 256>(c.threads);
+    if (c.vectors == 3) kernel = block_kernel_of<Op, T, 3, true, 96, 160>(c.threads);
+    if (c.vectors == 4)
+      kernel = fills ? block_kernel_of<Op, T, 4, true, 160, 192, 224, 288, 320, 352, 416, 448, 512>(c.threads)
+                     : block_kernel_of<Op, T, 4, false, 192, 256, 320, 384, 512>(c.threads);
+  }
+  return kernel;
+}
+
 template <class Op, class T> auto warp_kernel(const NormConfig& c) {
   void (*kernel)(NormForwardParams, int) = nullptr;
   if constexpr (!Op::kResidual && sizeof(T) == 2) {
@@ -111,9 +137,10 @@ template <class Op, class T> auto warp_kernel(const NormConfig& c) {
   return kernel;
 }
 
-template <class Op, class T, class R> auto forward_kernel(const NormConfig& c) {
+template <class Op, class T, class R> auto forward_kernel(const NormConfig& c, int64_t columns) {
   if (c.kernel == NormKernel::shared || c.kernel == NormKernel::resident) return shared_kernel<Op, T>(c);
   if (c.kernel == NormKernel::warp) return warp_kernel<Op, T>(c);
+  if (c.kernel == NormKernel::block) return block_kernel<Op, T>(c, columns);
   // Blocks that share the registers of a multiprocessor; where they get fewer, more would spill.
   constexpr bool kWide = sizeof(R) != sizeof(T);
   constexpr int kRows = norm_rows_of_three_vectors(Op::kLayer, Op::kResidual), kPreferred = kNormPreferredThreads;
@@ -130,6 +157,10 @@ template <class Op, class T, class R> auto forward_kernel(const NormConfig& c) {
     case instance(Scope::group, 4, 1): kernel = forward_registers<Op, T, R, 4, 1, Scope::group, 64, kMany>; break;
     case instance(Scope::block, 2, 1):
       if constexpr (!Op::kLayer && !Op::kResidual) kernel = forward_registers<Op, T, R, 2, 1, Scope::block, 256, 6>;
+      break;
+    case instance(Scope::block, 3, 1):
+      if constexpr (Op::kLayer && sizeof(T) == 2 && sizeof(R) == 2)
+        kernel = forward_registers<Op, T, R, 3, 1, Scope::block, kPreferred, 3>;
       break;
     case instance(Scope::block, 4, 1):
       kernel = forward_registers<Op, T, R, 4, 1, Scope::block, kNormBlockThreads, kLarge>;
@@ -212,7 +243,7 @@ template <class Op> Status forward_with(const NormConfig& c, const NormForwardPa
     return launch(kernel, grid_of(c), stream, p, c.lanes);
   }
   return dispatch<Op>(p.dtype, p.residual_dtype, [&]<class T, class R>() {
-    const auto kernel = forward_kernel<Op, T, R>(c);
+    const auto kernel = forward_kernel<Op, T, R>(c, p.columns);
     return kernel ? launch(kernel, grid_of(c), stream, p, c.lanes) : no_kernel("forward", c);
   });
 }

@@ -96,7 +96,7 @@ template <class Op> void run(const char* title_of_op, const Sizes& size, std::ve
   const NormConfig chosen = choose_norm_forward(problem);
   candidates.insert(candidates.begin(),
                     {std::string("chosen: ") + name(chosen.kernel) + " of a " + name(chosen.scope),
-                     forward_kernel<Op, bfloat16, bfloat16>(chosen), chosen.threads,
+                     forward_kernel<Op, bfloat16, bfloat16>(chosen, columns), chosen.threads,
                      norm_detail::ceil_div(rows, chosen.blocks), static_cast<int>(chosen.shared_bytes)});
   std::vector<sweep::Row> table;
   for (const Candidate& c : candidates) {

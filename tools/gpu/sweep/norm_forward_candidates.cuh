@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) wide_rows(NormForward
   constexpr int V = kColumns / (kThreads * N);
   static_assert(V * kThreads * N == kColumns);
   constexpr Scope S = Scope::block;
-  constexpr int kScratch = Exchange<S, Op::kSums, kThreads, 1>::kFloats;
+  constexpr int kScratch = Exchange<S, kMomentValues<Op>, kThreads, 1>::kFloats;
   WARPSMITH_SHARED(float, scratch, kScratch);
   Place<S> at(lanes);
   at.row_threads = kThreads;
