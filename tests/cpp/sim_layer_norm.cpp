@@ -84,6 +84,21 @@ TEST(constant_rows) {
   }
 }
 
+// Rows of a block are summed about the mean of four elements.
+TEST(four_equal_elements_whose_sum_overflows) {
+  const SeedsAtMost few(NormSuite::kSeedsOfNumbers);
+  for (int64_t columns : {1536, 1600, 5120}) {
+    NormCase<bfloat16> p(kSuite.op, {.rows = 1, .columns = columns});
+    for (size_t i = 0; i < p.x.size(); ++i) p.x[i] = from_float<bfloat16>(3e38f);
+    p.compute_oracle();
+    under_every_seed([&] {
+      p.poison_outputs();
+      expect_ok(kSuite.op.forward(p.forward, nullptr));
+      NormSuite::check_forward_and_statistics(p);
+    });
+  }
+}
+
 RANDOM_TEST(random_problems) { kSuite.run_random(random); }
 RANDOM_TEST(random_problems_of_few_multiprocessors) { kSuite.run_random_of_few_multiprocessors(random); }
 

@@ -89,7 +89,8 @@ __global__ void __launch_bounds__(kThreads, kRegisterRowsBlocks<kMinBlocks>) for
     store_elements(y, column(v), rounded<T>(result));
   };
 
-  const float pivot = ((first[0] + first[1]) + (first[2] + first[3])) * 0.25f;
+  // No sum overflows, and that of equal elements is exactly one of them.
+  const float pivot = fmaf(first[1], 0.25f, first[0] * 0.25f) + fmaf(first[3], 0.25f, first[2] * 0.25f);
   float sum[2] = {};
 #pragma unroll
   for (int v = 0; v < V; ++v) {
