@@ -18,41 +18,52 @@ WARPSMITH_ADD_TO(float)
 WARPSMITH_ADD_TO(double)
 #undef WARPSMITH_ADD_TO
 
-// The sum over the rows of a chunk, in groups of them, because rounding errors grow with the terms of a sum: in one go
-// those of some hundred rows were five times torch's.
+// The sum over the rows of a chunk, in groups of them and groups of those, because rounding errors grow with the terms
+// of a sum: in one go those of some hundred rows were five times torch's.
 template <class Math> class RowSums {
  public:
   explicit RowSums(int64_t columns) : columns_(columns) {}
 
   // total: where the sum of at most `terms` rows will lie; null where it is not wanted.
   void begin(Math* total, int64_t terms) {
-    total_ = total, held_ = 0, in_groups_ = terms > kGroup;
+    total_ = total, levels_ = 0;
     if (!total) return;
     std::fill_n(total, columns_, Math(0));
-    if (in_groups_) group_.assign(static_cast<size_t>(columns_), Math(0));
+    for (int64_t most = kGroup; levels_ < kLevels && terms > most; most *= kGroup, ++levels_) {
+      held_[levels_] = 0;
+      sums_[levels_].assign(static_cast<size_t>(columns_), Math(0));
+    }
   }
 
   // Where the next rows are to be added; null where no sum is wanted.
   Math* next(int64_t rows = 1) {
-    if (!total_ || !in_groups_) return total_;
-    if (held_ >= kGroup) end();
-    held_ += rows;
-    return group_.data();
+    if (!total_ || levels_ == 0) return total_;
+    for (int level = 0; level < levels_ && held_[level] >= kGroup; ++level) hand_over(level);
+    held_[0] += rows;
+    return sums_[0].data();
   }
 
   void end() {
-    if (held_ == 0) return;
-    add_to(group_.data(), total_, columns_);
-    std::fill(group_.begin(), group_.end(), Math(0));
-    held_ = 0;
+    for (int level = 0; level < levels_; ++level) hand_over(level);
   }
 
  private:
+  // To the level above, which counts it as one.
+  void hand_over(int level) {
+    if (held_[level] == 0) return;
+    const bool last = level + 1 == levels_;
+    add_to(sums_[level].data(), last ? total_ : sums_[level + 1].data(), columns_);
+    std::fill(sums_[level].begin(), sums_[level].end(), Math(0));
+    held_[level] = 0;
+    if (!last) ++held_[level + 1];
+  }
+
   static constexpr int64_t kGroup = 32;
-  int64_t columns_, held_ = 0;
+  static constexpr int kLevels = 3;
+  int64_t columns_, held_[kLevels] = {};
+  int levels_ = 0;
   Math* total_ = nullptr;
-  bool in_groups_ = false;
-  std::vector<Math> group_;
+  std::vector<Math> sums_[kLevels];
 };
 
 // The sum of rows [rows, columns], whose first row it becomes, in groups of them as above. `columns` from row to row,

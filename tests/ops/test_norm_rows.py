@@ -9,8 +9,21 @@ from warpsmith.reference.layer_norm import layer_norm as layer_norm_reference
 from warpsmith.reference.rms_norm import rms_norm as rms_norm_reference
 
 # The chooser of an H200 (132 multiprocessors) has other kernels from 529 rows of 8192 columns on, and for 529 to 1056
-# of 12288. Short rows share a warp, whose last one may lack some.
-SIZES = [(529, 8192), (529, 12288), (1057, 12288), (41, 64), (37, 128), (7, 256), (5, 512), (9, 768), (3, 1024)]
+# of 12288. Short rows share a warp, whose last one may lack some; 1600, 2560 and 7168 columns have a block each.
+SIZES = [
+    (529, 8192),
+    (529, 12288),
+    (1057, 12288),
+    (41, 64),
+    (37, 128),
+    (7, 256),
+    (5, 512),
+    (9, 768),
+    (3, 1024),
+    (6, 1600),
+    (37, 2560),
+    (5, 7168),
+]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
