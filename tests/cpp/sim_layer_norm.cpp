@@ -67,6 +67,20 @@ TEST(the_chooser_of_rows_of_a_block) {
     expect(choose_norm_forward(plan(columns)).kernel != NormKernel::block, std::to_string(columns));
 }
 
+// Each number of threads and vectors that the chooser may ask for has its instance: rows that fill it, and rows that do
+// not.
+TEST(the_instances_of_a_block) {
+  const SeedsAtMost few(1);
+  int number = 0;
+  for (int64_t columns : {1032, 1536, 1544, 2048, 2056, 2304, 2560, 2568,  3072,  3080,  3584,  3592,  3840,  4096,
+                          4104, 5120, 6144, 6152, 7168, 8200, 9216, 10240, 10248, 11264, 12296, 13312, 14336, 16384}) {
+    if (++number % 2)
+      kSuite.in_a_block<bfloat16>({.rows = 1, .columns = columns}, 0);
+    else
+      kSuite.in_a_block<float16>({.rows = 1, .columns = columns}, 0);
+  }
+}
+
 // mean(s^2) - mean^2 would lose every digit of the variance here.
 TEST(a_mean_that_dwarfs_the_variance) {
   const SeedsAtMost few(NormSuite::kSeedsOfNumbers);

@@ -168,21 +168,13 @@ __device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const P
   }
 }
 
-// Blocks a multiprocessor that the compiler must leave registers for: on older architectures those of layer_norm with
-// dropout would spill.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-template <class Op, int kBlocks> constexpr int kForwardBlocks =
-    Op::kLayer && Op::kDropout && kBlocks == 2 ? 1 : kBlocks;
-#else
-template <class Op, int kBlocks> constexpr int kForwardBlocks = kBlocks;
-#endif
-
 // A row has at most row_threads * V * N columns and lies in registers; a group of lanes works on U rows. Reads x (and
 // residual) once, writes y (and residual_out) once, mean and rstd; weight and bias come once a row (U rows) from a
 // cache: a weight alone is asked for together with x in groups and in blocks of two vectors a thread, otherwise while
 // the sums travel. Until y is made the row stays packed, because registers decide how many rows are in flight.
 template <class Op, class T, class R, int V, int U, Scope S, int kMaxThreads, int kMinBlocks>
-__global__ void __launch_bounds__(kMaxThreads, kForwardBlocks<Op, kMinBlocks>)
+__global__ void __launch_bounds__(kMaxThreads,
+                                  kBlocksOf<kMinBlocks, Op::kLayer && Op::kDropout && kMinBlocks == 2 ? 1 : kMinBlocks>)
     forward_registers(NormForwardParams p, int lanes) {
   constexpr int N = kVector<T>;
   constexpr bool kWeightWithX = !Op::kResidual && (S == Scope::group || (!Op::kLayer && V <= 2));

@@ -3,13 +3,6 @@
 
 namespace warpsmith::norm {
 
-// Blocks a multiprocessor that the compiler must leave registers for: older architectures would spill a word.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-template <int kBlocks> constexpr int kRegisterRowsBlocks = kBlocks * 5 / 6;
-#else
-template <int kBlocks> constexpr int kRegisterRowsBlocks = kBlocks;
-#endif
-
 // The two sums of a row over its block, the same bits in every thread.
 template <int kThreads> struct BlockSums {
   static constexpr int kWarps = kThreads / 32;
@@ -39,7 +32,8 @@ template <int kThreads> struct BlockSums {
 // see it in the same sums, and take these once more about the mean. kAhead: vectors of weight and bias that are asked
 // for while the sums travel.
 template <class Op, class T, int V, int kAhead, int kThreads, bool kFills, int kMinBlocks>
-__global__ void __launch_bounds__(kThreads, kRegisterRowsBlocks<kMinBlocks>) forward_block(NormForwardParams p, int) {
+__global__ void __launch_bounds__(kThreads, kBlocksOf<kMinBlocks, kMinBlocks * 5 / 6>)
+    forward_block(NormForwardParams p, int) {
   static_assert(Op::kLayer && !Op::kResidual && !Op::kDropout && sizeof(T) == 2);
   constexpr float kMostCancelled = 4;
   constexpr int N = kVector<T>;

@@ -4,14 +4,6 @@
 
 namespace warpsmith::norm {
 
-// Blocks a multiprocessor that the compiler must leave registers for; older architectures, for which this kernel is
-// never chosen, would spill.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-template <int kBlocks> constexpr int kSharedRowsBlocks = 1;
-#else
-template <int kBlocks> constexpr int kSharedRowsBlocks = kBlocks;
-#endif
-
 // The forward of wide rows, each in the shared memory of a block, where its threads put it by asynchronous copies: more
 // rows are under way at once than registers hold, because a thread keeps nothing of its row from the sums to y. Each
 // reads only what it copied itself, so that no barrier is needed but that of the sums.
@@ -20,7 +12,7 @@ template <int kBlocks> constexpr int kSharedRowsBlocks = kBlocks;
 // kWeightWithX: these are asked for together with the row and wait in registers; otherwise one vector after the other
 // when y is made.
 template <class Op, class T, int V, bool kWeightWithX, int kThreads, int kMaxThreads, int kMinBlocks>
-__global__ void __launch_bounds__(kMaxThreads, kSharedRowsBlocks<kMinBlocks>)
+__global__ void __launch_bounds__(kMaxThreads, kBlocksOf<kMinBlocks, 1>)
     forward_shared(NormForwardParams p, int lanes) {
   static_assert(!Op::kResidual && !Op::kDropout);
   constexpr int N = kVector<T>, kColumns = kThreads * V * N;

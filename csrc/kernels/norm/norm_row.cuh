@@ -286,6 +286,13 @@ __device__ __forceinline__ float precise_rsqrt(float x) {
   return error == error ? fmaf(0.5f * y, error, y) : y;
 }
 
+// Blocks a multiprocessor that the compiler must leave registers for: kBefore where sm_90's would spill before it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <int kBlocks, int kBefore> constexpr int kBlocksOf = kBefore;
+#else
+template <int kBlocks, int kBefore> constexpr int kBlocksOf = kBlocks;
+#endif
+
 // Sums over aligned groups of `lanes` lanes (a power of two up to 32), several at once so that their latencies overlap.
 template <int kCount> __device__ __forceinline__ void group_sums(float (&v)[kCount], int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
