@@ -94,8 +94,8 @@ constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, in
 // gradient, and a megabyte of those costs 0.7 us. So do two blocks that share the columns of longer rows, or four. One
 // row at a time and two where they are short, three deep without a residual; two where blocks share them, because their
 // exchange takes longer.
-// Between those lengths (same card, 64 M elements; what was chosen before, of an earlier run, in brackets) the threads of one row leave
-// part of a multiprocessor idle, so that two rows together, two blocks or two vectors a thread are better:
+// Between those lengths (same card, 64 M elements; what was chosen before, of an earlier run, in brackets) the threads
+// of one row leave part of a multiprocessor idle: two rows together, two blocks or two vectors a thread are better.
 //   columns                   1152         1600         2304         3072         4608         5376         7168
 //   rms                       0.95 (0.87)  0.94 (0.82)  0.94 (0.68)  0.94 (0.84)  0.91 (0.88)  0.93 (0.90)  0.91
 //   layer                     0.92 (0.86)  0.94 (0.80)  0.93 (0.68)  0.94 (0.82)  0.90 (0.68)  0.83 (0.78)  0.92 (0.86)
