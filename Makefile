@@ -1,14 +1,21 @@
-# make train    builds the package, then trains a language model on real text for about 3 minutes on 2 CPU cores
-# make test     runs all tests
+# make train    builds what this machine can run, then trains a language model on real text: 3 minutes on 2 CPU cores
+# make test     builds all that it can compile, then: does it work here? Every op's law, kernels on the CPU, examples
+#               ARGS=--full adds sanitizers, random cases, static checks; ARGS=--slow leaves nothing out
 #
 # With a virtual environment active, both use it; otherwise they make .venv. A torch >= 2.11 that is there is kept.
 #   TORCH=      what to give pip where torch is missing        TORCH=torch==2.11.0
 #   PIP_ARGS=   more arguments for pip                         PIP_ARGS='--index-url https://...'
 #   ARGS=       arguments of the training script or of pytest  make train ARGS='--preset gpt2-124m'
+#   PROCESSES=  of the tests, at the same time (2)             make test PROCESSES=8
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS ?=
 PYTHON ?= python3
+PROCESSES ?= 2
+
+# Objects that a clone on this machine has compiled come from a cache (docs/testing.md), unless there is a launcher.
+export CMAKE_CXX_COMPILER_LAUNCHER ?= $(CURDIR)/tools/sim/launcher.py
+export CMAKE_CUDA_COMPILER_LAUNCHER ?= $(CURDIR)/tools/sim/launcher.py
 
 ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),.venv)# a relative one: make takes no spaces in the names of its targets
 PY := $(ENV)/bin/python
@@ -21,13 +28,18 @@ SOURCES := $(shell find csrc build_backend python -type f -not -name '*.pyc') CM
 .PHONY: train test lint docs sim clean
 .DELETE_ON_ERROR:
 
-train: $(STAMPS)/package
+# Without a GPU, training needs the CPU library alone. One of two stamps says what is installed: `package`, built for
+# all that can be compiled, or `package-cpu`.
+GPU_IS_VISIBLE = $(shell nvidia-smi -L 2>/dev/null | grep -q ^GPU && echo yes)
+TO_TRAIN = $(if $(GPU_IS_VISIBLE)$(wildcard $(STAMPS)/package),package,package-cpu)
+
+train: $(STAMPS)/$(TO_TRAIN)
 	$(PY) examples/train_gpt.py $(ARGS)
 
 test: $(STAMPS)/tools $(STAMPS)/package
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
-# Kernels on the CPU: make sim OP=rms_norm
+# Kernels on the CPU: make sim OP=norm
 sim: $(STAMPS)/tools
 	$(PY) tools/sim/run.py $(if $(OP),--op $(OP)) $(ARGS)
 
@@ -58,9 +70,19 @@ $(STAMPS)/tools: requirements-dev.txt | $(STAMPS)/needed
 	touch $@
 
 # Built against the torch of the environment, without isolation: nothing is downloaded and nothing is compiled twice.
+INSTALL = $(PIP) install -q --no-build-isolation --no-deps --force-reinstall
+
 $(STAMPS)/package: $(STAMPS)/needed $(SOURCES)
 	@echo "building and installing warpsmith (with a CUDA compiler about 8 minutes of one core the first time)"
-	$(PIP) install -q --no-build-isolation --no-deps --force-reinstall .
+	$(INSTALL) .
+	rm -f $(STAMPS)/package-cpu
+	touch $@
+
+# In a build folder of its own: the other one keeps what it has compiled.
+$(STAMPS)/package-cpu: $(STAMPS)/needed $(SOURCES)
+	@echo "no GPU is visible: building the CPU library alone ('make test' and 'pip install .' build CUDA where nvcc is)"
+	$(INSTALL) --config-settings=cmake.define.WARPSMITH_CUDA=OFF --config-settings=build-dir=build/cpu .
+	rm -f $(STAMPS)/package
 	touch $@
 
 clean:

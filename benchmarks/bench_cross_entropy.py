@@ -12,7 +12,7 @@ from warpsmith.testing import timer_of
 from warpsmith.testing.gpu_timer import copy_call
 from warpsmith.testing.rows import OURS, YARDSTICK, make_rows
 
-from benchmarks.cells import CPU_THREADS, torch_contenders
+from benchmarks.cells import torch_contenders
 from benchmarks.rivals import liger_cute, optional
 
 GPU_SHAPES = ((4096, 128256), (8192, 50304), (8192, 50257), (65536, 1024))
@@ -62,31 +62,26 @@ def loss_and_gradient(contenders, logits, target):
 def run(device, options):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shapes = options.shapes(device, GPU_SHAPES, CPU_SHAPES, (16, 300))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(CPU_THREADS)
     rows = []
-    try:
-        for count, classes in shapes:
-            logits = torch.randn(count, classes, device=device).to(dtype).requires_grad_()
-            target = torch.randint(0, classes, (count,), device=device)
-            contenders = torch_contenders(warpsmith.cross_entropy, lambda x, t: F.cross_entropy(x.float(), t), options)
-            if device == "cuda":
-                contenders["torch, no cast"] = F.cross_entropy
-                contenders.update(rivals())
-            unit = logits.numel() * logits.element_size()
-            shape, name = f"{count}x{classes}", str(dtype).removeprefix("torch.")
-            measure = timer_of(device, options.samples)
+    for count, classes in shapes:
+        logits = torch.randn(count, classes, device=device).to(dtype).requires_grad_()
+        target = torch.randint(0, classes, (count,), device=device)
+        contenders = torch_contenders(warpsmith.cross_entropy, lambda x, t: F.cross_entropy(x.float(), t), options)
+        if device == "cuda":
+            contenders["torch, no cast"] = F.cross_entropy
+            contenders.update(rivals())
+        unit = logits.numel() * logits.element_size()
+        shape, name = f"{count}x{classes}", str(dtype).removeprefix("torch.")
+        measure = timer_of(device, options.samples)
 
-            both = loss_and_gradient({**contenders, OURS_IN_PLACE: in_place}, logits, target)
-            values = logits.detach()
-            alone = {n: (lambda fn=fn: fn(values, target)) for n, fn in contenders.items()}  # noqa: B023
-            for direction, calls, floor in (("loss", alone, unit), ("loss + gradient", both, 2 * unit)):
-                if device == "cuda":
-                    calls[YARDSTICK] = copy_call(floor)
-                rows += make_rows(
-                    "cross_entropy", shape, name, direction, measure(calls), floor_bytes=floor,
-                    not_rivals=(YARDSTICK, OURS_IN_PLACE),
-                )  # fmt: skip
-    finally:
-        torch.set_num_threads(threads)
+        both = loss_and_gradient({**contenders, OURS_IN_PLACE: in_place}, logits, target)
+        values = logits.detach()
+        alone = {n: (lambda fn=fn: fn(values, target)) for n, fn in contenders.items()}  # noqa: B023
+        for direction, calls, floor in (("loss", alone, unit), ("loss + gradient", both, 2 * unit)):
+            if device == "cuda":
+                calls[YARDSTICK] = copy_call(floor)
+            rows += make_rows(
+                "cross_entropy", shape, name, direction, measure(calls), floor_bytes=floor,
+                not_rivals=(YARDSTICK, OURS_IN_PLACE),
+            )  # fmt: skip
     return rows

@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 from warpsmith.testing import time_cpu
 from warpsmith.testing.gpu_timer import Timing
 from warpsmith.testing.rows import OURS, Row, make_rows
 
-from benchmarks.bench_linear_cross_entropy import peak_mb
-from benchmarks.cells import CPU_THREADS, compiled, forget_compiled
+from benchmarks.bench_linear_loss import peak_mb
+from benchmarks.cells import compiled, forget_compiled
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 IN_A_ROW = {"cuda": 10, "cpu": 2}
@@ -61,27 +60,22 @@ def one_step(timing, steps):
 
 def run(device, options):
     gpt = example()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(CPU_THREADS)
     rows = []
-    try:
-        for preset in options.shapes(device, (PRESETS["cuda"],), (PRESETS["cpu"],), PRESETS[device]):
-            values = gpt.PRESETS[preset] | {"tokens": "random"} | (TINY if options.quick else {})
-            recipe = SimpleNamespace(**values)
-            data = gpt.Data(recipe, None, gpt.Ranks(device))
-            steps = 1 if options.quick else IN_A_ROW[device]
-            batches = [data.batch(i) for i in range(steps)]
-            runs = contenders_of(gpt, recipe, device, options)
-            calls = {name: functools.partial(in_a_row, one, batches) for name, one in runs.items()}
-            timings = time_cpu(calls, rounds=options.samples, budget_s=BUDGET_S[device])
-            cell = ("train_gpt", f"{preset} {recipe.batch}x{recipe.context}", recipe.dtype)
-            per_step = {name: one_step(t, steps) for name, t in timings.items()}
-            rows += make_rows(*cell, "step", per_step)
-            if device == "cuda" and options.samples:
-                for name, one in runs.items():
-                    if timings[name].ms is not None:
-                        megabytes = peak_mb(functools.partial(one.step, batches[0]), one.model.parameters())
-                        rows.append(Row(*cell, "peak memory", name, megabytes, "MB"))
-    finally:
-        torch.set_num_threads(threads)
+    for preset in options.shapes(device, (PRESETS["cuda"],), (PRESETS["cpu"],), PRESETS[device]):
+        values = gpt.PRESETS[preset] | {"tokens": "random"} | (TINY if options.quick else {})
+        recipe = SimpleNamespace(**values)
+        data = gpt.Data(recipe, None, gpt.Ranks(device))
+        steps = 1 if options.quick else IN_A_ROW[device]
+        batches = [data.batch(i) for i in range(steps)]
+        runs = contenders_of(gpt, recipe, device, options)
+        calls = {name: functools.partial(in_a_row, one, batches) for name, one in runs.items()}
+        timings = time_cpu(calls, rounds=options.samples, budget_s=BUDGET_S[device])
+        cell = ("train_gpt", f"{preset} {recipe.batch}x{recipe.context}", recipe.dtype)
+        per_step = {name: one_step(t, steps) for name, t in timings.items()}
+        rows += make_rows(*cell, "step", per_step)
+        if device == "cuda" and options.samples:
+            for name, one in runs.items():
+                if timings[name].ms is not None:
+                    megabytes = peak_mb(functools.partial(one.step, batches[0]), one.model.parameters())
+                    rows.append(Row(*cell, "peak memory", name, megabytes, "MB"))
     return rows

@@ -1,15 +1,46 @@
-"""linear_cross_entropy's time and memory by number of chunks and dtype of the weight's gradient, on the GPU alone.
+"""linear_cross_entropy's time over its memory, one point for each number of chunks and dtype of the weight's gradient.
 
-Rows "peak memory" have megabytes above the inputs in place of a time.
+python benchmarks/bench_linear_loss_curve.py                              4096 x 4096 x 128256, on the GPU
+python benchmarks/bench_linear_loss_curve.py --shape 32768 768 50304 --plot curve.png
+
+The first is also the benchmark `linear_loss_curve`, whose rows `docs/speed_table.py` plots. Its rows "peak memory" have
+megabytes above the inputs in place of a time.
 """
 
-from warpsmith.testing import Row
+import argparse
+import functools
+import sys
+from pathlib import Path
 
-from benchmarks.linear_loss_curve import points
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+import warpsmith
+from warpsmith.testing import GpuTimer, Row
+
+from benchmarks.bench_linear_loss import SPIN_CYCLES, peak_mb, step_of
+
+CHUNKS = (1, 2, 4, 8, 16)
 OP = "linear_cross_entropy by chunks"
 SHAPE, TINY = (4096, 4096, 128256), (64, 32, 256)
 BUDGET_S = 3.0
+
+
+def points(shape, rounds, budget_s):
+    """(dtype of the gradient, chunks, milliseconds, megabytes) of each configuration."""
+    rows, width, classes = shape
+    hidden = torch.randn(rows, width, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(classes, width, device="cuda") / width**0.5).bfloat16().requires_grad_()
+    target = torch.randint(0, classes, (rows,), device="cuda")
+    steps = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for chunks in CHUNKS:
+            options = {"max_chunk_bytes": -(-rows // chunks) * classes * 2, "dw_dtype": dtype}
+            fn = functools.partial(warpsmith.linear_cross_entropy, **options)
+            steps[str(dtype).removeprefix("torch."), chunks] = step_of(fn, hidden, weight, target)
+    times = GpuTimer(rounds=rounds, budget_s=budget_s, spin_cycles=SPIN_CYCLES).time(steps)
+    return [(*key, times[key].ms, peak_mb(step, (hidden, weight))) for key, step in steps.items()]
 
 
 def run(device, options):
@@ -20,3 +51,44 @@ def run(device, options):
             for direction, value, unit in (("forward + backward", ms, "ms"), ("peak memory", megabytes, "MB")):
                 rows.append(Row(OP, text, "bfloat16", direction, f"{dtype}, {chunks}", value, unit))
     return rows
+
+
+def plot(found, shape, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for dtype in dict.fromkeys(p[0] for p in found):
+        line = [p for p in found if p[0] == dtype]
+        axes.plot([p[3] / 1e3 for p in line], [p[2] for p in line], marker="o", label=f"weight gradient in {dtype}")
+        for _, chunks, ms, megabytes in line:
+            axes.annotate(str(chunks), (megabytes / 1e3, ms), textcoords="offset points", xytext=(4, 4))
+    axes.set(xlabel="memory above the inputs, GB", ylabel="forward and backward, ms")
+    axes.set_ylim(bottom=0)
+    axes.set_title(" x ".join(map(str, shape)) + ", bf16, by number of chunks")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", type=int, nargs=3, default=SHAPE, metavar=("M", "H", "V"))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--budget-s", type=float, default=5.0, help="of measured work")
+    parser.add_argument("--plot", help="write a picture (needs matplotlib)")
+    options = parser.parse_args()
+    rows, width, classes = options.shape
+    found = points(options.shape, options.rounds, options.budget_s)
+    flops = 6 * rows * width * classes
+    print("weight gradient  chunks       ms  TFLOP/s       MB")
+    for dtype, chunks, ms, megabytes in found:
+        print(f"{dtype:15s}  {chunks:6d}  {ms:7.2f}  {flops / ms / 1e9:7.0f}  {megabytes:7.0f}")
+    if options.plot:
+        plot(found, options.shape, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,29 +1,30 @@
-"""rope: forward and backward, beside torch, torch.compile, Liger and QuACK where installed.
+"""rope and qk_norm_rope, forward and backward, beside torch and torch.compile.
 
-Floor: q and k read and written once in each direction (2 elements for each of theirs). cos and sin are not counted.
-In place the bytes are the same, but half as many lines of the L2 cache, which ends with more of them unwritten: Liger's
-Triton kernels, which always work so, in the backward over the incoming gradients too, are rivals of "in place".
+Rivals of rope: Liger and QuACK where they are installed; of qk_norm_rope: rms_norm and rope one after the other.
+
+Floors, in elements for each of q and k: rope 2 (read and written once) in each direction; qk_norm_rope 2 forward and 3
+backward (they and their incoming gradients read, their gradients written). Weights, their gradients, cos and sin are
+not counted. In place the bytes are the same, but half as many lines of the L2 cache, which ends with more of them
+unwritten: Liger's Triton kernels, which always work so, in the backward over the incoming gradients too, are rivals of
+"in place".
 """
 
 import torch
+import torch.nn.functional as F
 import warpsmith
-from warpsmith.testing import time_forward_backward
 
-from benchmarks.cells import CPU_THREADS, torch_contenders
+from benchmarks.cells import leaves, time_cells, torch_contenders
 from benchmarks.rivals import liger_cute, optional
 
+EPS = 1e-6
 # batch, tokens, heads of q and k, head dimension
 GPU_SHAPES = ((4, 4096, 32, 8, 128), (1, 8192, 64, 8, 128), (8, 2048, 16, 16, 64), (8, 1024, 12, 12, 64))
-CPU_SHAPES = ((1, 1024, 16, 4, 64),)
+CPU_SHAPES, TINY = ((1, 1024, 16, 4, 64),), (1, 16, 4, 2, 32)
 
 
 def rotate_half(x):
     a, b = x.chunk(2, -1)
     return torch.cat((-b, a), -1)
-
-
-def ours(cos, sin):
-    return lambda q, k: warpsmith.rope(q, k, cos, sin)
 
 
 def in_place(cos, sin):
@@ -46,7 +47,7 @@ def in_place(cos, sin):
     return InPlace.apply
 
 
-def eager(cos, sin):
+def eager_rope(cos, sin):
     """As transformers writes it, in the dtype of the activations."""
     cos, sin = (torch.cat((t, t), -1)[None, :, None] for t in (cos, sin))
     return lambda q, k: (q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin)
@@ -76,27 +77,51 @@ def rivals(cos, sin):
     return found
 
 
-def run(device, options):
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    shapes = options.shapes(device, GPU_SHAPES, CPU_SHAPES, (1, 16, 4, 2, 32))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(CPU_THREADS)
-    rows = []
-    try:
-        for batch, tokens, q_heads, k_heads, dim in shapes:
-            q, k = (
-                torch.randn(batch, tokens, heads, dim, device=device).to(dtype).requires_grad_()
-                for heads in (q_heads, k_heads)
-            )
-            angles = torch.outer(torch.arange(tokens), 10000.0 ** (-torch.arange(0, dim, 2) / dim)).to(device)
-            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-            contenders = torch_contenders(ours(cos, sin), eager(cos, sin), options)
-            if device == "cuda":
-                contenders["warpsmith, in place"] = in_place(cos, sin)
-                contenders.update(rivals(cos, sin))
-            moved = 2 * (q.numel() + k.numel()) * q.element_size()
-            floor = {"forward": moved, "backward": moved}
-            rows += time_forward_backward("rope", contenders, (q, k), floor, rounds=options.samples)
-    finally:
-        torch.set_num_threads(threads)
-    return rows
+def heads(shape, device):
+    """q, k, cos and sin."""
+    batch, tokens, q_heads, k_heads, dim = shape
+    q, k = leaves(device, (batch, tokens, q_heads, dim), (batch, tokens, k_heads, dim))
+    angles = torch.outer(torch.arange(tokens), 10000.0 ** (-torch.arange(0, dim, 2) / dim)).to(device)
+    return q, k, angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+
+
+def floor(q, k, forward, backward):
+    """Bytes of so many elements for each of q and k."""
+    moved = (q.numel() + k.numel()) * q.element_size()
+    return {"forward": forward * moved, "backward": backward * moved}
+
+
+def rope(device, options):
+    def cell(shape):
+        q, k, cos, sin = heads(shape, device)
+        contenders = torch_contenders(lambda q, k: warpsmith.rope(q, k, cos, sin), eager_rope(cos, sin), options)
+        if device == "cuda":
+            contenders["warpsmith, in place"] = in_place(cos, sin)
+            contenders.update(rivals(cos, sin))
+        return contenders, (q, k), floor(q, k, 2, 2)
+
+    return time_cells("rope", cell, options.shapes(device, GPU_SHAPES, CPU_SHAPES, TINY), options)
+
+
+def qk_norm_rope(device, options):
+    def cell(shape):
+        q, k, cos, sin = heads(shape, device)
+        rotate = eager_rope(cos, sin)
+
+        def ours(q, k, q_weight, k_weight):
+            return warpsmith.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps=EPS)
+
+        def eager(q, k, q_weight, k_weight):
+            return rotate(F.rms_norm(q, q_weight.shape, q_weight, EPS), F.rms_norm(k, k_weight.shape, k_weight, EPS))
+
+        def our_two_ops(q, k, q_weight, k_weight):
+            return warpsmith.rope(warpsmith.rms_norm(q, q_weight, EPS), warpsmith.rms_norm(k, k_weight, EPS), cos, sin)
+
+        contenders = torch_contenders(ours, eager, options)
+        contenders["rms_norm, rope"] = our_two_ops
+        return contenders, (q, k, *leaves(device, shape[-1:], shape[-1:])), floor(q, k, 2, 3)
+
+    return time_cells("qk_norm_rope", cell, options.shapes(device, GPU_SHAPES[:3], CPU_SHAPES, TINY), options)
+
+
+OPS = {"rope": rope, "qk_norm_rope": qk_norm_rope}

@@ -1,12 +1,36 @@
 """What the benchmarks share: options and the contenders that every op has."""
 
+import functools
+import importlib
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from warpsmith.testing import cpu_threads, time_forward_backward
 from warpsmith.testing.rows import OURS
 
 CPU_THREADS = 2
+
+
+@functools.cache
+def runners():
+    """{op: run(device, options)} of the bench_*.py files beside this one. No rival is loaded by looking."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("bench_*.py")):
+        module = importlib.import_module(f"benchmarks.{path.stem}")
+        found.update(getattr(module, "OPS", None) or {path.stem.removeprefix("bench_"): module.run})
+    return {name: _on_few_threads(run) for name, run in found.items()}
+
+
+def _on_few_threads(run):
+    """``run`` with CPU_THREADS threads of torch's."""
+
+    def call(device, options):
+        with cpu_threads(CPU_THREADS):
+            return run(device, options)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -71,3 +95,15 @@ def torch_contenders(ours, eager, options):
         forget_compiled()
         contenders["torch.compile"] = compiled(eager)
     return contenders
+
+
+def leaves(device, *shapes):
+    """Random tensors that require gradients, in the dtype of the device's figures: bfloat16, on the CPU float32."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return tuple(torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes)
+
+
+def time_cells(op, cell, shapes, options):
+    """The rows of an op's forward and backward. ``cell(shape)`` gives the contenders, their inputs, and the bytes that
+    each direction moves at least."""
+    return [row for shape in shapes for row in time_forward_backward(op, *cell(shape), rounds=options.samples)]

@@ -12,6 +12,7 @@ PACKAGES = {
     "cut-cross-entropy": "cut_cross_entropy",
     "apex": "apex",
     "flash-attn": "flash_attn",
+    "flash-attn-4": "flash_attn",
 }
 
 

@@ -4,12 +4,12 @@
     python benchmarks/run.py --op rms_norm --json out.json  one op
     python -m benchmarks --warm-compile 8                   compile alone, by 8 processes, for a timing run after it
 
-Each `bench_<op>.py` has `run(device, options)`, which returns the rows of one device. How a time is taken, and what the
+Each `bench_<family>.py` has `OPS`, `{op: run}`, or one `run` for the op of its own name; `run(device, options)` returns
+the rows of one device. How a time is taken, and what the
 columns mean, is in `warpsmith.testing` (GpuTimer, time_cpu, Row).
 """
 
 import argparse
-import importlib
 import json
 import os
 import sys
@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from warpsmith.testing import Row, environment, format_table, write_json  # noqa: E402
 
 from benchmarks import rivals, warm  # noqa: E402
-from benchmarks.cells import Options, compile_seconds  # noqa: E402
+from benchmarks.cells import Options, compile_seconds, runners  # noqa: E402
 from benchmarks.host_load import HostLoad  # noqa: E402
 
 # First what times the host, in a fresh process into which no rival has been loaded; then the longest, so that a run
@@ -36,8 +36,8 @@ LONGEST = ("gpt2", "linear_cross_entropy", "linear_loss_curve", "rms_norm", "cro
 
 
 def available():
-    """Names of the benchmarks, the bench_<op>.py files beside this one, in the order in which they run."""
-    names = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
+    """Names of the benchmarks, in the order in which they run."""
+    names = sorted(runners())
     first = [name for name in HOST + LONGEST if name in names]
     return first + [name for name in names if name not in first]
 
@@ -72,9 +72,7 @@ def compiling():
 def run_op(op, device, settings):
     """The rows of one benchmark on one device, which say which device it was."""
     start, before = time.monotonic(), compiling()
-    rows = [
-        replace(row, device=device) for row in importlib.import_module(f"benchmarks.bench_{op}").run(device, settings)
-    ]
+    rows = [replace(row, device=device) for row in runners()[op](device, settings)]
     seconds, loaded, compiled = (after - b for after, b in zip(compiling(), before, strict=True))
     print(
         f"{op} on {device}: {len(rows)} rows in {time.monotonic() - start:.0f} s, torch.compile {seconds:.0f} s: "

@@ -7,13 +7,12 @@ shape after shape, so that its imports and its context on the card are paid for 
 
 import contextlib
 import gc
-import importlib
 import multiprocessing
 import time
 
 import torch
 
-from benchmarks.cells import Options
+from benchmarks.cells import Options, runners
 
 NOTHING_TO_COMPILE = ("adamw", "host", "linear_loss_curve")
 MOST_SHAPES = 8  # of one op on one device; a benchmark with fewer has nothing to do for the others
@@ -34,9 +33,8 @@ def compile_unit(task):
     start = time.monotonic()
     if until and time.time() > until:
         return unit, 0.0, None, {}
-    module = importlib.import_module(f"benchmarks.bench_{op}")
     try:
-        rows = module.run(device, Options(rounds=0, only_shape=shape))
+        rows = runners()[op](device, Options(rounds=0, only_shape=shape))
     except Exception as error:
         return unit, time.monotonic() - start, 1, {("", "", op): f"{type(error).__name__}: {error}"}
     finally:

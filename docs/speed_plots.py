@@ -8,13 +8,14 @@ from typing import Any
 from speed_table import MEMORY, OURS, ROOT, WHOLE, YARDSTICK
 
 CURVE = "linear_cross_entropy by chunks"
+FLOPS_OF = {"forward": 1.0, "backward": 2.5}
 COLOURS = ("#777777", "#d95f02", "#7570b3", "#1b9e77", "#e7298a", "#66a61e", "#e6ab02")
 
 
 def memory_curve(rows: list[dict[str, Any]]) -> None:
     """linear_cross_entropy's time over its memory, where the run has it."""
     sys.path.insert(0, str(ROOT))
-    from benchmarks.linear_loss_curve import plot as draw
+    from benchmarks.bench_linear_loss_curve import plot as draw
 
     points: dict[tuple[str, str], dict[str, float]] = {}
     shape = ""
@@ -25,6 +26,64 @@ def memory_curve(rows: list[dict[str, Any]]) -> None:
     found = [(dtype, int(n), p["forward + backward"], p[MEMORY]) for (dtype, n), p in points.items()]
     if found:
         draw(found, shape.split("x"), ROOT / "docs/img/linear_loss_curve.png")
+
+
+def attention_rates(rows: list[dict[str, Any]]) -> dict[tuple[int, str, str], dict[str, dict[int, float]]]:
+    """TFLOP/s of attention over 16,384 tokens of a hidden size of 2,048, cut into sequences: {(head_dim, mask,
+    direction): {contender: {tokens of a sequence: rate}}}. 4 B H S S D FLOPs forward, 2.5 times that backward, half of
+    it if causal."""
+    found: dict[tuple[int, str, str], dict[str, dict[int, float]]] = {}
+    for row in rows:
+        sizes, _, mask = row["shape"].partition(" ")
+        if row["op"] == "attention" and row["device"] == "cuda" and mask in ("", "causal") and ":" not in sizes:
+            batch, tokens, heads, dim = map(int, sizes.split("x"))
+            if batch * tokens == 16384 and heads * dim == 2048 and row["value"]:
+                flops = 4.0 * batch * heads * tokens**2 * dim * (0.5 if mask else 1) * FLOPS_OF[row["direction"]]
+                cell = found.setdefault((dim, mask or "full", row["direction"]), {})
+                cell.setdefault(row["contender"], {})[tokens] = flops / row["value"] / 1e9
+    return found
+
+
+def colour(i: int, name: str) -> str:
+    return "black" if name == OURS else COLOURS[i % len(COLOURS)]
+
+
+def attention_by_length(rows: list[dict[str, Any]], title: str) -> None:
+    """Attention's rate over the length of a sequence, beside its rivals, where the run has it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rates = {key: cell for key, cell in attention_rates(rows).items() if OURS in cell}
+    if not rates:
+        return
+    names = list(dict.fromkeys(n for cell in rates.values() for n in cell if not n.startswith(f"{OURS},")))
+    columns = [(mask, direction) for mask in ("full", "causal") for direction in FLOPS_OF]
+    dims = sorted({dim for dim, _, _ in rates}, reverse=True)
+    figure, axes = plt.subplots(len(dims), 4, figsize=(12, 3 * len(dims)), sharex=True, sharey=True, squeeze=False)
+    for line_of_axes, dim in zip(axes, dims, strict=True):
+        for axis, (mask, direction) in zip(line_of_axes, columns, strict=True):
+            for i, name in enumerate(names):
+                points = sorted(rates.get((dim, mask, direction), {}).get(name, {}).items())
+                if points:
+                    lengths, values = zip(*points, strict=True)
+                    axis.plot(lengths, values, color=colour(i, name), linewidth=1 + (name == OURS), marker="o")
+            axis.set_title(f"{direction}, {mask}, heads of {dim}", fontsize=10)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks([1024, 4096, 16384], ["1k", "4k", "16k"])
+            axis.grid(alpha=0.25)
+        line_of_axes[0].set_ylabel("TFLOP/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("tokens of a sequence")
+    axes[0, 0].set_ylim(bottom=0)
+    for i, name in enumerate(names):
+        axes[0, 0].plot([], [], color=colour(i, name), label=name)
+    figure.legend(loc="lower center", ncols=len(names), frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(ROOT / "docs/img/attention_speed.png", dpi=110)
+    plt.close(figure)
 
 
 def family(contender: str) -> str | None:

@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools import families  # noqa: E402
+
 BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
 OURS, YARDSTICK, MEMORY = "warpsmith", "copy_", "peak memory"
 EAGER = ("torch", "torch, no cast", "torch fused")
-GPU, CPU = "*-nvidia-h200.json", "*-cpu.json"
+GPU, CPU, PORTABLE = "*-nvidia-h200.json", "*-cpu.json", "*-nvidia-h200-sm80-code.json"
 WHOLE = ("loss + gradient", "forward + backward", "step")  # what is measured in one piece
 NEAR = 0.98  # the README names the cells where a rival's time is less than this much of ours
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# In this order; others follow by name.
-OPS = (
-    *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "dropout_add_rms_norm", "dropout_add_layer_norm"),
-    *("rope", "qk_norm_rope", "swiglu", "geglu", "geglu tanh", "reglu", "relu_squared", "bias_gelu", "bias_silu"),
-    *("dropout_add", "cross_entropy", "linear_cross_entropy", "linear_log_prob", "adamw", "train_gpt"),
-)
-
 Row = dict[str, Any]
 Cell = dict[str, Row]
 
@@ -39,8 +37,13 @@ def cells(rows: list[Row]) -> list[Cell]:
     for row in rows:
         key = tuple(row.get(name, "") for name in ("device", "op", "shape", "dtype", "direction"))
         found.setdefault(key, {})[row["contender"]] = row
-    order = {op: i for i, op in enumerate(OPS)}
-    return sorted((c for c in found.values() if OURS in c), key=lambda c: order.get(c[OURS]["op"], len(OPS)))
+    order = {row.name: i for i, row in enumerate(families.rows())}
+
+    def place(cell: Cell) -> tuple[int, str]:
+        op = cell[OURS]["op"]
+        return order.get(op.split(" ")[0], len(order)), op  # "geglu tanh" stands behind geglu
+
+    return sorted((c for c in found.values() if OURS in c), key=place)
 
 
 def on_gpu(cell: Cell) -> bool:
@@ -184,7 +187,23 @@ def tables(gpu_path: Path, cpu_path: Path) -> str:
         f"bf16 where nothing else is said:\n\n"
         f"{both_ways(gpu, 'bfloat16')}\n{the_rest(gpu, 'bfloat16')}\n{training(gpu)}{failures(run['rows'])}\n"
         f"The CPU, 2 threads, fp32: {where(cpu_path, cpu_run)}\n\n"
-        f"{both_ways(cpu, 'float32')}\n{the_rest(cpu, 'float32')}\n{training(cpu)}{failures(cpu_run['rows'])}"
+        f"{both_ways(cpu, 'float32')}\n{the_rest(cpu, 'float32')}\n{training(cpu)}{failures(cpu_run['rows'])}\n"
+        f"{portable()}"
+    )
+
+
+def portable() -> str:
+    """What cards without kernels of their own run, on the card that is at hand; nothing where nobody recorded it."""
+    if not list((ROOT / "benchmarks/results").glob(PORTABLE)):
+        return ""
+    path = newest(PORTABLE)
+    run = json.loads(path.read_text())
+    found = [c for c in cells(run["rows"]) if on_gpu(c)]
+    return (
+        "## sm_80 code on an H200\n\n"
+        "A library built for sm_80 alone, whose PTX the driver compiled: the kernels that A100, L40S and RTX 4090 "
+        f"run. The times are an H200's. {where(path, run)} {rivals(run)}\n\n{both_ways(found, 'bfloat16')}\n"
+        f"{the_rest(found, 'bfloat16')}"
     )
 
 
@@ -266,10 +285,12 @@ def write(path: Path, text: str) -> None:
 def main() -> None:
     write(ROOT / "README.md", summary(newest()))
     write(ROOT / "docs/benchmarks.md", tables(newest(), newest(CPU)))
-    from speed_plots import beside_rivals, memory_curve
+    from speed_plots import attention_by_length, beside_rivals, memory_curve
 
-    rows = json.loads(newest().read_text())["rows"]
+    run = json.loads(newest().read_text())
+    rows = run["rows"]
     memory_curve(rows)
+    attention_by_length(rows, f"{run['environment']['gpu']}, bf16, 16,384 tokens, hidden size 2,048: {newest().name}")
     beside_rivals([c for c in cells(rows) if on_gpu(c)])
 
 

@@ -1,10 +1,12 @@
-"""Train a GPT on any text, from one file, with Warpsmith's ops.
+"""Train a GPT on any text with Warpsmith's ops.
 
     python examples/train_gpt.py                                  nano: 2 CPU cores, about 3 minutes
     python examples/train_gpt.py --data ~/books --out runs/books
     python examples/train_gpt.py --resume                         go on after Ctrl-C, `kill` or a crash
     python examples/train_gpt.py --compare                        the same steps beside plain torch modules
     torchrun --nproc-per-node 8 examples/train_gpt.py --preset gpt2-124m
+
+Beside this file: the model (gpt_model.py), the data, the recipe, the ranks, and checkpoints.
 
 A run writes `log.jsonl`, `loss.png` and `checkpoints/` into its folder. All randomness is a function of (seed, step)
 and a step's batch does not depend on the number of ranks, so a resumed run yields bit for bit the losses of the
@@ -15,372 +17,32 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import hashlib
 import json
 import math
 import os
 import signal
 import sys
-import sysconfig
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-try:
-    import checkpoint  # beside this file
+try:  # the files beside this one
+    import checkpoint
+    from gpt_data import Data
+    from gpt_model import GPT, modules_of
+    from gpt_ranks import PROBLEMS, FailedElsewhere, Ranks, UserError
+    from gpt_recipe import CHOICES, PRESETS, RECIPE, preset_of, recipe_of
     from matplotlib.figure import Figure
-    from tqdm import tqdm
 except ImportError as missing:
     sys.exit(f"train_gpt: error: {missing.name} is not installed: pip install safetensors tqdm matplotlib")
 
-# The recipe is what fixes a run's losses. A flag of the same name overrides the preset; a checkpoint stores all of it.
-# gpt2-124m is GPT-2 small (Radford et al., 2019) with its 50257 tokens padded to a multiple of 128.
-RECIPE: dict[str, tuple[Any, Any, str]] = {  # name: (nano, gpt2-124m, help)
-    "layers": (4, 12, "transformer blocks"),
-    "heads": (4, 12, "attention heads"),
-    "width": (128, 768, "model width"),
-    "context": (128, 1024, "tokens a sequence"),
-    "vocab": (256, 50304, "rows of the embedding; bytes need 256"),
-    "positions": ("rope", "learned", "position encoding"),
-    "norm": ("rms", "layer", "RMSNorm or LayerNorm"),
-    "bias": (False, True, "biases in linear layers and in LayerNorm"),
-    "batch": (32, 64, "sequences a step, over all ranks"),
-    "steps": (700, 500, "length of the run and of its learning rate schedule"),
-    "lr": (4e-3, 6e-4, "peak learning rate"),
-    "warmup": (40, 50, "steps until the peak; then it falls linearly to 0"),
-    "weight_decay": (0.1, 0.1, "AdamW's decay of matrices"),
-    "init_std": (0.08, 0.02, "of the initial weights, but for those that feed the residual stream"),
-    "clip": (1.0, 1.0, "largest norm of the gradient"),
-    "dtype": ("float32", "bfloat16", "bfloat16 is autocast"),
-    "stream": ("float32", "float32", "dtype of the residual stream; bfloat16 moves fewer bytes and rounds every sum"),
-    "seed": (1, 1, "of weights and data order"),
-    "tokens": ("bytes", "bytes", "the data's bytes, or random ones for a benchmark"),
-    "modules": ("warpsmith", "warpsmith", "whose norms, positions, activation, loss and optimizer"),
-}
-PRESETS = {
-    preset: {"preset": preset} | {name: row[i] for name, row in RECIPE.items()}
-    for i, preset in enumerate(("nano", "gpt2-124m"))
-}
-CHOICES = {
-    "positions": ("rope", "learned"),
-    "norm": ("rms", "layer"),
-    "dtype": ("float32", "bfloat16"),
-    "stream": ("float32", "bfloat16"),
-    "tokens": ("bytes", "random"),
-    "modules": ("warpsmith", "torch"),
-}
 TIME_IS_UP = 1000  # a reason to stop, beside the signals' numbers
 NATS = "nats per token"
-
-
-class UserError(Exception):
-    """Something the user can put right: printed as one line, exit code 2."""
-
-
-PROBLEMS = (UserError, checkpoint.CheckpointError, OSError)
-
-
-class FailedElsewhere(Exception):
-    """Rank 0 failed and says why; this rank only has to leave."""
-
-
-# ---------------------------------------------------------------------------------------------------------- model
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (Su et al., 2021). x: [batch, time, heads, head_dim]; cos, sin: [time, head_dim / 2]."""
-    (a, b), cos, sin = x.chunk(2, dim=-1), cos[:, None], sin[:, None]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
-class AddLayerNorm(nn.LayerNorm):
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual = residual + x
-        return super().forward(residual), residual
-
-
-class AddRMSNorm(nn.RMSNorm):
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual = residual + x
-        return super().forward(residual), residual
-
-
-@functools.cache
-def row_of_ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.ones(1, count, dtype=dtype, device=device)
-
-
-class BiasGradient(torch.autograd.Function):
-    """y, to which `bias` has been added: its gradient is a product with ones, for which cuBLAS reads the rows at twice
-    the rate of torch's sum (65,536 x 768 in bfloat16: 40 us and 74 us on an H200)."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        rows = grad.flatten(0, -2)
-        return grad, (row_of_ones(len(rows), rows.dtype, rows.device) @ rows)[0]
-
-
-class Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None or not x.is_cuda:
-            return super().forward(x)
-        return BiasGradient.apply(F.linear(x, self.weight, self.bias.detach()), self.bias)
-
-
-def modules_of(kind: str) -> SimpleNamespace:
-    """The building blocks that differ between `--modules warpsmith` and `--modules torch`, of equal meaning and equal
-    parameter names."""
-    if kind == "torch":
-        return SimpleNamespace(
-            Linear=nn.Linear,
-            norms={"layer": (nn.LayerNorm, AddLayerNorm), "rms": (nn.RMSNorm, AddRMSNorm)},
-            rope=lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin)),
-            linear_gelu=lambda x, linear: F.gelu(linear(x), approximate="tanh"),
-            linear_cross_entropy=lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),
-            AdamW=functools.partial(torch.optim.AdamW, fused=True),
-        )
-    import warpsmith
-    from warpsmith import nn as ours
-
-    def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
-        if linear.bias is None:
-            return F.gelu(linear(x), approximate="tanh")
-        return warpsmith.bias_gelu(F.linear(x, linear.weight), linear.bias, approximate="tanh")
-
-    def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        # On a GPU a sixteenth of its memory for logits: fewer chunks than by default, and larger products.
-        most = torch.cuda.get_device_properties(x.device).total_memory // 16 if x.is_cuda else None
-        return warpsmith.linear_cross_entropy(x, weight, target, max_chunk_bytes=most)
-
-    return SimpleNamespace(
-        Linear=Linear,
-        norms={"layer": (ours.LayerNorm, ours.AddLayerNorm), "rms": (ours.RMSNorm, ours.AddRMSNorm)},
-        rope=warpsmith.rope,
-        linear_gelu=linear_gelu,
-        linear_cross_entropy=linear_cross_entropy,
-        AdamW=warpsmith.optim.AdamW,
-    )
-
-
-class Block(nn.Module):
-    """Attention, then an MLP, each added to the residual stream. What a block is given and gives is normed already:
-    adding to the stream and norming the sum are one step."""
-
-    def __init__(self, s: SimpleNamespace, modules: SimpleNamespace) -> None:
-        super().__init__()
-        self.heads, self.modules_ = s.heads, modules
-        self.qkv = modules.Linear(s.width, 3 * s.width, bias=s.bias)
-        self.attention_out = modules.Linear(s.width, s.width, bias=s.bias)
-        self.attention_norm = make_norm(s, modules.norms[s.norm][1])
-        self.mlp_in = nn.Linear(s.width, 4 * s.width, bias=s.bias)
-        self.mlp_out = modules.Linear(4 * s.width, s.width, bias=s.bias)
-        self.mlp_norm = make_norm(s, modules.norms[s.norm][1])
-
-    def forward(self, x: Tensor, stream: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)  # [batch, time, heads, head_dim]
-        if rope is not None:
-            q, k = self.modules_.rope(q, k, *rope)
-        attended = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
-        x, stream = self.attention_norm(self.attention_out(attended.transpose(1, 2).flatten(2)), stream)
-        return self.mlp_norm(self.mlp_out(self.modules_.linear_gelu(x, self.mlp_in)), stream)
-
-
-def make_norm(s: SimpleNamespace, norm: type[nn.Module]) -> nn.Module:
-    return norm(s.width) if s.norm == "rms" else norm(s.width, bias=s.bias)
-
-
-class GPT(nn.Module):
-    """A decoder-only transformer whose head shares the embedding's weight."""
-
-    def __init__(self, s: SimpleNamespace, modules: SimpleNamespace) -> None:
-        super().__init__()
-        self.modules_, self.stream_dtype = modules, getattr(torch, s.stream)
-        self.embedding = nn.Embedding(s.vocab, s.width)
-        self.positions = nn.Embedding(s.context, s.width) if s.positions == "learned" else None
-        self.norm = make_norm(s, modules.norms[s.norm][0])
-        self.blocks = nn.ModuleList(Block(s, modules) for _ in range(s.layers))
-        self.head = nn.Linear(s.width, s.vocab, bias=False)
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                # GPT-2's initialisation: what feeds the residual stream is scaled by its 2 additions a layer.
-                depth = 2 * s.layers if name.endswith("_out.weight") else 1
-                nn.init.normal_(p, std=s.init_std / math.sqrt(depth))
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
-        self.head.weight = self.embedding.weight
-        half = s.width // s.heads // 2
-        angles = torch.outer(torch.arange(s.context), 10000.0 ** (-torch.arange(half) / half))
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """What the head reads. [batch, time] to [batch, time, width]."""
-        time_ = tokens.shape[1]
-        stream = self.embedding(tokens)
-        rope = None
-        if self.positions is None:
-            rope = (self.cos[:time_], self.sin[:time_])
-        else:
-            stream = stream + self.positions.weight[:time_]
-        stream = stream.to(self.stream_dtype)
-        x = self.norm(stream)
-        for block in self.blocks:
-            x, stream = block(x, stream, rope)
-        return x
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        return self.head(self.hidden(tokens))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Mean loss in nats of predicting tokens[:, 1:] from what stands before each. tokens: [batch, context + 1]."""
-        x, target = self.hidden(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
-        return self.modules_.linear_cross_entropy(x, self.head.weight, target)
-
-
-# ----------------------------------------------------------------------------------------------------------- data
-
-
-def read_data(path: Path | None, out: Path | None = None) -> tuple[bytes, bytes, str]:
-    """(train, validation, description): bytes of the files under `path`, a tenth of the files held out for validation.
-
-    Which files are held out depends on their relative names alone. A single file is cut at nine tenths. What lies in
-    `out` is the run's own, and not data.
-    """
-    if path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        files = [f for f in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(f.parts)]
-    else:
-        root = path
-        if not root.exists():
-            raise UserError(f"--data: expected a file or a folder, got {root} (no such path)")
-        files = [root] if root.is_file() else [f for f in root.rglob("*") if f.is_file()]
-        files = [f for f in files if not any(part.startswith(".") for part in f.relative_to(root).parts)]
-        if out is not None and root.is_dir():
-            own = out.resolve()
-            files = [f for f in files if not f.resolve().is_relative_to(own)]
-    names = {f: os.fsencode(f.relative_to(root).as_posix()) for f in files}
-    files = sorted((f for f in files if f.stat().st_size > 0), key=lambda f: hashlib.sha256(names[f]).digest())
-    if not files:
-        raise UserError(f"--data: expected text, got {root} with no file that holds any")
-    texts = [f.read_bytes() for f in files]
-    if len(texts) == 1:
-        cut = len(texts[0]) * 9 // 10
-        texts, held_out = [texts[0][cut:], texts[0][:cut]], 1
-    else:
-        held_out = math.ceil(len(texts) / 10)
-    # A zero byte marks the end of a file.
-    validation, train = (b"\0".join(part) for part in (texts[:held_out], texts[held_out:]))
-    sizes = f"{len(train) / 1e6:.2f} MB to train, {len(validation) / 1e6:.2f} MB to validate"
-    return train, validation, f"{len(files):,} file(s) of {root}: {sizes}"
-
-
-class Data:
-    """Batches as a function of (seed, step): a rank takes its rows of the global batch."""
-
-    def __init__(self, s: SimpleNamespace, path: Path | None, ranks: Ranks, out: Path | None = None) -> None:
-        self.s, self.ranks = s, ranks
-        self.random = s.tokens == "random"
-        if self.random:
-            self.description, self.sha256 = f"random tokens below {s.vocab:,}", "random"
-            return
-        train, validation, self.description = read_data(path, out)
-        for name, part in (("train", train), ("validate", validation)):
-            if len(part) <= s.context:
-                raise UserError(f"--data: expected more than --context {s.context} bytes to {name} on, got {len(part)}")
-        if s.vocab < 256:
-            raise UserError(f"--vocab: expected at least 256 for bytes, got {s.vocab}")
-        self.sha256 = hashlib.sha256(train + validation).hexdigest()
-        self.train, self.validation = (torch.frombuffer(bytearray(t), dtype=torch.uint8) for t in (train, validation))
-
-    def batch(self, step: int) -> Tensor:
-        """The rows [batch / ranks, context + 1] of this rank in training step `step`."""
-        torch.manual_seed(self.s.seed * 1_000_003 + step)
-        if self.random:
-            rows = torch.randint(self.s.vocab, (self.s.batch, self.s.context + 1))
-        else:
-            starts = torch.randint(len(self.train) - self.s.context, (self.s.batch,))
-            rows = self.rows(self.train, starts)
-        return self.place(rows)
-
-    def validation_batches(self, count: int) -> list[Tensor]:
-        """`count` batches, spread evenly over the validation text, the same at every call."""
-        if self.random:
-            return [self.batch(-1 - i) for i in range(count)]
-        last = len(self.validation) - self.s.context - 1
-        starts = torch.linspace(0, last, count * self.s.batch, dtype=torch.float64).long()
-        return [self.place(self.rows(self.validation, part)) for part in starts.split(self.s.batch)]
-
-    def rows(self, text: Tensor, starts: Tensor) -> Tensor:
-        return text[starts[:, None] + torch.arange(self.s.context + 1)]
-
-    def place(self, rows: Tensor) -> Tensor:
-        rows = rows.chunk(self.ranks.world)[self.ranks.rank]
-        if self.ranks.device.type == "cuda":  # from pageable memory the copy would make the host wait
-            rows = rows.pin_memory()
-        return rows.to(self.ranks.device, non_blocking=True).long()
-
-
-# ---------------------------------------------------------------------------------------------------------- ranks
-
-
-class Ranks:
-    """This process's place among those started by torchrun (one, when started without)."""
-
-    def __init__(self, device: str) -> None:
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.first = self.rank == 0
-        self.device = torch.device(device)
-        if device == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(self.device)
-        if self.world > 1:
-            # With GPUs, gloo still carries the ranks' agreements: they must not wait for the device.
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-
-    def agree(self, value: int) -> int:
-        """The largest `value` of all ranks."""
-        if self.world == 1:
-            return value
-        largest = torch.tensor(value)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return int(largest)
-
-    def mean(self, values: Tensor) -> Tensor:
-        if self.world > 1:
-            dist.all_reduce(values)
-            values /= self.world
-        return values
-
-    def on_first(self, action: Callable[..., Any], *args: Any) -> None:
-        """Call `action` on rank 0; when it fails there, no rank goes on."""
-        error = None
-        if self.first:
-            try:
-                action(*args)
-            except PROBLEMS as e:
-                error = e
-        if self.agree(int(error is not None)):
-            raise error or FailedElsewhere
-
-    def say(self, text: str) -> None:
-        if self.first:
-            print(text, flush=True)
-
-    def bar(self, total: int, done: int = 0) -> tqdm:
-        few = 0.1 if sys.stderr.isatty() else 10.0  # a log file wants few lines
-        return tqdm(total=total, initial=done, disable=not self.first, unit="step", mininterval=few, dynamic_ncols=True)
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -689,10 +351,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def preset_of(args: argparse.Namespace) -> str:
-    return args.preset or ("gpt2-124m" if args.device == "cuda" else "nano")
-
-
 def default_out(preset: str, resume: bool) -> Path:
     """runs/PRESET, runs/PRESET-2, ...: the last that exists to resume, the first free one for a new run."""
     number, path = 1, Path("runs") / preset
@@ -701,32 +359,6 @@ def default_out(preset: str, resume: bool) -> Path:
         number, last = number + 1, path
         path = Path("runs") / f"{preset}-{number}"
     return last if resume else path
-
-
-def recipe_of(args: argparse.Namespace, ranks: Ranks, stored: dict[str, Any] | None = None) -> SimpleNamespace:
-    """The preset with the flags given, checked; on a resume the checkpoint's recipe, which no flag may change."""
-    base = PRESETS[preset_of(args)] | (stored or {})  # a checkpoint may be older than one of the flags
-    given = {name: getattr(args, name) for name in base if getattr(args, name) is not None}
-    s = SimpleNamespace(**base | given)
-
-    def expect(good: bool, name: str, expected: str, values: Any = s) -> None:
-        if not good:
-            raise UserError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(values, name)}")
-
-    for name, value in given.items():
-        expect(stored is None or base[name] == value, name, f"{base[name]} (the checkpoint's)")
-    for name in ("layers", "heads", "width", "context", "vocab", "batch", "steps", "lr", "clip", "init_std"):
-        expect(getattr(s, name) > 0, name, "more than 0")
-    for name in ("save_every", "eval_every", "log_every", "seconds"):
-        expect(getattr(args, name) > 0, name, "more than 0", args)
-    for name in ("warmup", "weight_decay"):
-        expect(getattr(s, name) >= 0, name, "0 or more")
-    expect(abs(s.seed) < 2**43, "seed", "fewer than 44 bits")  # with the step it makes a generator's 64
-    expect(s.width % s.heads == 0, "heads", f"a divisor of --width {s.width}")
-    expect(s.positions != "rope" or s.width // s.heads % 2 == 0, "heads", f"an even --width {s.width} / heads for rope")
-    expect(s.stream == "float32" or s.dtype == "bfloat16", "stream", "float32 where --dtype is float32")
-    expect(s.batch % ranks.world == 0, "batch", f"a multiple of the {ranks.world} ranks")
-    return s
 
 
 def set_determinism(args: argparse.Namespace) -> None:

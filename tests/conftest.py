@@ -1,6 +1,14 @@
-"""Markers: ``gpu`` tests are skipped without a CUDA device, ``slow`` ones unless ``--slow`` asks for them; both say
-so. Under pytest-xdist's ``--dist loadgroup`` the tests of a file run in one process, unless they name another group.
-Figures that tests hand to ``figure``, and the coverage of device code, are printed when the session ends."""
+"""Which tests run, in which order, and what a session prints at its end.
+
+Tiers. Without an option: does the package work on this machine? Every op's law, every kernel on the CPU, the examples.
+``--full`` adds what asks whether the sources are right: sanitizers, random cases, planted bugs, static checks, the
+house rules, the package as it is built. ``--slow`` adds that without a budget, and the tests marked ``slow``. Files
+and folders that are named on the command line run whole. ``gpu`` tests are skipped without a CUDA device.
+
+Under pytest-xdist's ``--dist loadgroup`` the tests of a file run in one process, unless they name another group; the
+groups that took longest come first (``--no-loadscope-reorder`` keeps that order). A test that passed before with the
+same content may answer from the store (tools/sim/store.py); ``--no-cache`` runs all. Figures that tests hand to
+``figure``, the coverage of device code, and where the time went are printed when the session ends."""
 
 import hashlib
 import os
@@ -10,6 +18,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools" / "sim"))
+import tiers  # noqa: E402
 
 
 def inductor_cache():
@@ -28,28 +38,56 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--full", action="store_true", help="also sanitizers, random cases, static checks, house rules")
+    parser.addoption("--slow", action="store_true", help="--full without a budget, and the tests marked slow")
+    parser.addoption("--no-cache", action="store_true", help="run what passed before with the same content, too")
+
+
+def pytest_configure(config):
+    if config.getoption("--no-cache"):
+        os.environ["WARPSMITH_CACHE"] = "off"
+    config.stash[tiers.PLAN] = tiers.Plan.of(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["warpsmith"] = node.config.stash[tiers.PLAN].text()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     import torch
 
+    plan = config.stash[tiers.PLAN]
     no_cuda = pytest.mark.skip(reason="no CUDA device")
     not_asked = pytest.mark.skip(reason="slow; run with --slow")
+    left_out = []
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_cuda)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(not_asked)
+        if tiers.is_full(item) and not plan.full:
+            left_out.append(item)
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+        tiers.describe(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not tiers.is_full(item)]
+    items[:] = plan.longest_first(items)
 
 
 @pytest.fixture
 def figure(record_property):
     """``figure(text)`` prints a line at the end of the session, also from another process."""
     return lambda text: record_property("figure", text)
+
+
+@pytest.fixture
+def verdicts(record_property):
+    """What passed before with the same content: ``known(key)``, and ``keep(key, value)`` after a test's last assert."""
+    return tiers.Verdicts(record_property)
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -64,6 +102,7 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(table)
         for line in low:
             terminalreporter.write_line(line, red=True)
+    tiers.print_times(terminalreporter, terminalreporter.config.stash[tiers.PLAN])
 
 
 def pytest_sessionfinish(session):
@@ -77,9 +116,13 @@ def pytest_sessionfinish(session):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        tiers.Spent.of(config.stash[tiers.PLAN]).file.unlink(missing_ok=True)
+
+
 def merged_coverage(dumped):
     """The table of a session, and what is below the floor if the session ran all tests."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools" / "sim"))
     import coverage
 
     import build

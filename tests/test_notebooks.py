@@ -16,7 +16,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.name for path in NOTEBOOKS][:1] == ["01_first_ten_minutes.ipynb"]
+    assert [path.name for path in NOTEBOOKS][:2] == ["01_first_ten_minutes.ipynb", "02_attention.ipynb"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -1,7 +1,7 @@
-"""Kernels on the CPU: every tests/cpp/sim_<op>.cpp in three builds, its coverage, and random cases by hypothesis.
+"""Kernels on the CPU: every tests/cpp/sim_*.cpp in three builds, its coverage, and random cases by hypothesis.
 
-By hand: `python tools/sim/run.py --op <op>`, `coverage.py` and `fuzz.py` beside it. The tests of an op run in one
-process of pytest-xdist (`--dist loadgroup`). `figure` prints a line, and the coverage table, at the end of the session.
+By hand: `python tools/sim/run.py --op <op>`, `coverage.py` and `fuzz.py` beside it. `figure` prints a line, and the
+coverage table, at the end of the session. What passed before with the same content answers from the store.
 """
 
 from __future__ import annotations
@@ -16,24 +16,49 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "sim"))
+import affected  # noqa: E402
 import coverage  # noqa: E402
+import crash  # noqa: E402
+import tiers  # noqa: E402
+import verdicts as verdict  # noqa: E402
 
 import build  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and "CXX" not in build.os.environ, reason="no C++ compiler")
 TESTS = build.tests_of(None)
-RANDOM = [t for t in TESTS if build.kernel_sources(t) or "RANDOM_TEST(" in t.read_text()]  # all ops must have some
+DRAWING = [t for t in TESTS if "RANDOM_TEST(" in t.read_text()]
+# All ops must have some: in the program of their name, or in the one whose name theirs goes on from (sim_x_edges).
+LACKING = [
+    t for t in TESTS if build.kernel_sources(t) and not any(f"{t.stem}_".startswith(f"{d.stem}_") for d in DRAWING)
+]
+RANDOM = DRAWING + LACKING
 # The plain build is the one that measures coverage; its random cases run under every seed, those of fuzz.py under one.
 FLAGS = {
     "coverage": ["--seeds", "8", "--random", "5"],
     "asan": ["--seeds", "2", "--random", "5"],
     "tsan": ["--seeds", "3", "--random", "3"],  # 1 and 2: see harness.cpp
 }
-CASES, SECONDS = 2000, 16
+AS_CODE_OF_SM80 = ["--code", "80", "--seeds", "1", "--random", "2"]
+TOOLS = [Path(__file__), Path(coverage.__file__)]
+STANDING = ("sim_async", "sim_rope")  # their sanitizers run every time: does the machinery still work?
+SANITIZERS_S = 1200  # of building and running, for all others together without --slow; what changed lately comes first
+CHANGED = {ROOT / name for name in tiers.recently_changed(ROOT)}
+CASES, SECONDS = 2000, 240  # of each program, and for all programs together
 
 
-def each(tests: list[Path]):
-    return [pytest.param(t, id=t.stem, marks=pytest.mark.xdist_group(t.stem)) for t in tests]
+def each_variant():
+    for test in TESTS:
+        for variant in FLAGS:
+            marks = [pytest.mark.xdist_group(f"{test.stem} {variant}")]
+            if variant != "coverage":
+                marks += [pytest.mark.full, *([pytest.mark.early] if test.stem in STANDING or lately(test) else [])]
+            yield pytest.param(test, variant, id=f"{test.stem}-{variant}", marks=marks)
+
+
+def lately(test: Path) -> bool:
+    """Whether the last commits changed the test or a folder of its kernels."""
+    folders = {source.parent for source in build.kernel_sources(test)}
+    return any(path == test or path.parent in folders for path in CHANGED)
 
 
 @pytest.fixture
@@ -41,45 +66,143 @@ def fuzz():
     return pytest.importorskip("fuzz")  # where hypothesis is installed
 
 
-@pytest.mark.parametrize("variant", FLAGS)
-@pytest.mark.parametrize("test", each(TESTS))
-def test_kernels_on_the_host(test: Path, variant: str, figure, record_property) -> None:
+@pytest.fixture
+def sanitizers(request):
+    """The seconds that the session's processes have spent on sanitizers, and whether these are used up."""
+    plan = request.config.stash[tiers.PLAN]
+    spent = tiers.Spent.of(plan)
+    spent.used_up = lambda: plan.whole and not request.config.getoption("--slow") and spent.seconds() > SANITIZERS_S
+    return spent
+
+
+@pytest.mark.parametrize(("test", "variant"), each_variant())
+def test_kernels_on_the_host(test: Path, variant: str, verdicts, sanitizers, figure, record_property) -> None:
     started = time.monotonic()
+    counted = build.BUILD / "coverage" / f"{test.stem}.json"
+    key = sim_key(build.program_key(test, variant), variant)
+    always = variant != "coverage" and test.stem in STANDING
+    if not always and (known := verdicts.known(key)):
+        if variant == "coverage":
+            counted.parent.mkdir(parents=True, exist_ok=True)
+            counted.write_text(known.value)
+            record_property("sim coverage", str(counted))
+        return
+    if variant != "coverage" and not always and sanitizers.used_up():
+        pytest.skip(f"{SANITIZERS_S} s of sanitizers are used up; --slow runs all")
+    counts = None
     if variant == "coverage":
         result, folder = coverage.run(test, FLAGS[variant])
     else:
         result = build.run(build.build(test, variant), FLAGS[variant])
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr + crash.explain(test, variant, result)
     assert "passed" in result.stdout, "the program ran no test"
     assert "WARNING: ThreadSanitizer" not in result.stderr, result.stderr
     if variant == "coverage":
         counts = coverage.Coverage()
         counts.add(folder)
-        counts.dump(folder / "coverage.json")
-        record_property("sim coverage", str(folder / "coverage.json"))
+        counts.dump(counted)
+        record_property("sim coverage", str(counted))
+    program = build.made_from(build.BUILD / variant / test.stem)
+    verdicts.keep(sim_key(program, variant), counted.read_text() if counts else None)
+    if variant != "coverage":
+        sanitizers.add(time.monotonic() - started)
     figure(f"{test.stem} [{variant}]: built and run in {time.monotonic() - started:.1f} s")
 
 
-@pytest.mark.parametrize("test", each(RANDOM))
-def test_random_cases(test: Path, fuzz, figure, request) -> None:
-    seconds = float("inf") if request.config.getoption("--slow") else SECONDS
+@pytest.mark.parametrize(
+    "test", [pytest.param(t, id=t.stem, marks=pytest.mark.xdist_group(f"{t.stem} coverage")) for t in TESTS]
+)
+def test_kernels_as_code_of_sm80_on_a_device_of_sm90(test: Path, verdicts, figure, tmp_path: Path) -> None:
+    """What is compiled out below sm_90 does nothing, and every chooser must know it. Of an op, all tests run but
+    those that ask for sm_90's code by hand; a program of Hopper kernels shows that they are refused."""
+    key = verdict.key("sim as sm_80", [build.program_key(test, "coverage")], AS_CODE_OF_SM80, TOOLS)
+    if verdicts.known(key):
+        return
     program = build.build(test, "coverage")
-    assert fuzz.random_tests(program), "the op has no RANDOM_TEST"
-    text, passed = fuzz.fuzz_op(program, CASES, seconds=seconds)
-    assert passed, text
-    figure(text)
+    started = time.monotonic()
+    result = build.run(program, AS_CODE_OF_SM80, folder=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr + crash.explain(test, "coverage", result, 80)
+    ran, not_run = (len(re.findall(rf"^{words}", result.stdout, re.M)) for words in ("passed ", "not run, "))
+    of_sm90a = re.search(r"^// links: .*_sm90a\.cu$", test.read_text(), re.M)
+    needed = 0 if of_sm90a else not_run
+    assert ran > needed or not build.kernel_sources(test), result.stdout
+    figure(f"{test.stem} [code of sm_80]: {ran} tests run, {not_run} not, in {time.monotonic() - started:.1f} s")
+    verdicts.keep(key)
 
 
-@pytest.mark.xdist_group("sim_adamw")
+def sim_key(program: str, variant: str) -> str:
+    return verdict.key("sim", [program], FLAGS[variant], TOOLS)
+
+
+def test_the_standing_programs_exist() -> None:
+    assert {*STANDING} <= {t.stem for t in TESTS}
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("sim random cases")
+def test_random_cases(fuzz, figure, request, record_property) -> None:
+    """All programs share the seconds; those without a verdict for what they are now come first."""
+    seconds = float("inf") if request.config.getoption("--slow") else SECONDS
+    outcomes = fuzz.fuzz_all(RANDOM, "coverage", CASES, seconds)
+    assert not (without := [o.program for o in outcomes if not o.tests]), f"no RANDOM_TEST: {without}"
+    failures = [line for o in outcomes for line in o.failures]
+    assert not failures, "\n".join(failures)
+    for line in fuzz.report(outcomes):
+        figure(line)
+
+
+@pytest.mark.xdist_group("sim_optim coverage")
 def test_launches_are_printed_with_their_predicted_time() -> None:
-    (test,) = build.tests_of("adamw")
+    (test,) = build.tests_of("optim")
     flags = ["--seeds", "1", "--only", "bytes_are_the_floor", "--counters"]
     text = build.run(build.build(test, "coverage"), flags).stdout
-    launch = re.search(r"adamw::step<false>, \d+ blocks: read (\d+), written (\d+) bytes;.*predicted ([\d.]+) us", text)
+    launch = re.search(
+        r"optim::step<warpsmith::AdamWithDecay<true>, warpsmith::optim::Stored<float, float, false>, 3u>, "
+        r"\d+ blocks: read (\d+), written (\d+) bytes;.*predicted ([\d.]+) us",
+        text,
+    )
     assert launch, text
     read, written, predicted = (float(g) for g in launch.groups())
     assert read * 12 == written * 16  # param, grad and two moments; param and two moments
     assert predicted == pytest.approx((read + written) / 3.96e6, abs=1e-3)  # the measured rate of a copy
+
+
+CRASHING = """
+#include "harness.h"
+namespace warpsmith::test {
+TEST(is_fine) {}
+RANDOM_TEST(writes_past_the_end) {
+  Buffer<int> x(8);
+  under_every_seed([&] {
+    if (random.drawn.size() < 1) random.integer(0, 9);
+    if (sim::options().seed == 2) x.data()[8] = 1, std::abort();
+  });
+}
+TEST(never_ends) {
+  while (sim::options().seed == 0) {}
+}
+}
+"""
+
+
+def test_a_crash_names_its_test_and_is_run_again_under_asan() -> None:
+    source = build.BUILD / "sim_crashing.cpp"  # always the same path, so that it is compiled once
+    if not source.exists() or source.read_text() != CRASHING:
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(CRASHING)
+    result = build.run(build.build(source, "plain"), ["--seeds", "8", "--only", "past"])
+    assert result.returncode == -6 and "died in: writes_past_the_end, case 1, schedule seed 2" in result.stderr
+    text = crash.explain(source, "plain", result)
+    assert "heap-buffer-overflow" in text and "died in: writes_past_the_end, case 1, schedule seed 2" in text, text
+    with pytest.raises(build.subprocess.TimeoutExpired) as late:
+        build.run(build.build(source, "plain"), ["--only", "never_ends"], timeout=1)
+    assert "died in: never_ends" in (late.value.stderr or "")
+
+
+def test_a_changed_header_names_the_ops_that_include_it() -> None:
+    ops = affected.affected([ROOT / "csrc/kernels/norm/norm_row.cuh"])
+    assert "norm" in ops and "rope" not in ops
+    assert len(affected.affected([ROOT / "csrc/sim/machine.h"])) == len(TESTS)
 
 
 FAILING = """
@@ -125,6 +248,19 @@ def test_an_unknown_builtin_says_where_to_add_it(tmp_path: Path) -> None:
     source.write_text('#include "device/platform.h"\n__global__ void k(int* p) { *p = __vabsdiffs4(*p, 1); }\n')
     with pytest.raises(build.BuildError, match=r"csrc/device/host_builtins\.h"):
         build.compile_object(source, [f"-I{ROOT / 'csrc'}"], tmp_path)
+
+
+def test_a_wgmma_that_the_device_lacks_does_not_compile(tmp_path: Path) -> None:
+    source = tmp_path / "sim_unknown.cpp"
+    kernel = "warpsmith::device::wgmma<warpsmith::bfloat16, {n}>(d, uint64_t{{0}}, uint64_t{{0}}, false);"
+    for n, known in ((72, False), (80, True)):
+        body = f"float d[{n // 2}];\n" + kernel.format(n=n)
+        source.write_text(f'#include "device/wgmma.h"\n__global__ void k() {{ {body} }}\n')
+        if known:
+            build.compile_object(source, [f"-I{ROOT / 'csrc'}"], tmp_path)
+            continue
+        with pytest.raises(build.BuildError, match=r"add this N to device/wgmma_instruction\.h"):
+            build.compile_object(source, [f"-I{ROOT / 'csrc'}"], tmp_path)
 
 
 def test_an_unknown_primitive_says_where_to_add_it(tmp_path: Path) -> None:

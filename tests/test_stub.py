@@ -10,6 +10,7 @@ from warpsmith import _C
 
 STUB = ast.parse(Path(warpsmith.__file__).with_name("_C.pyi").read_text(encoding="utf-8"))
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
+VALUES = {node.target.id: node for node in STUB.body if isinstance(node, ast.AnnAssign)}
 
 
 def functions(body):
@@ -29,7 +30,7 @@ def assert_same_arguments(stub, function):
 
 
 def test_names_and_arguments_are_those_of_the_module():
-    assert set(functions(STUB.body)) | set(CLASSES) == public(_C)
+    assert set(functions(STUB.body)) | set(CLASSES) | set(VALUES) == public(_C)
     for name, stub in functions(STUB.body).items():
         if stub.args.kwarg is None:
             assert_same_arguments(stub, getattr(_C, name))

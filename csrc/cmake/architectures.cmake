@@ -1,25 +1,32 @@
 # Whether CUDA kernels are built, and for which GPUs: CMAKE_CUDA_ARCHITECTURES, else TORCH_CUDA_ARCH_LIST, else the GPU that is
-# present, else sm_80 with its PTX (which newer cards compile at load) and sm_90a.
+# present, else sm_80 and sm_90, each with its PTX. Newer cards compile the PTX of sm_90 and so have clusters and bulk copies.
+# (docs/design/2026-11-22-code-architecture.md)
 option(WARPSMITH_CUDA "build the CUDA kernels when a CUDA compiler is found" ON)
-set(warpsmith_default_architectures "80;90a-real")
+set(warpsmith_default_architectures "80;90")
+
+set(warpsmith_cuda ${WARPSMITH_CUDA})
+unset(WARPSMITH_CUDA CACHE)  # a build folder that was once for the CPU alone must not stay so
 
 include(CheckLanguage)
-if(WARPSMITH_CUDA)
+if(warpsmith_cuda)
   if(NOT CMAKE_CUDA_COMPILER)
     unset(CMAKE_CUDA_COMPILER CACHE)  # an earlier search that found nothing must not hide a compiler that came since
   endif()
   check_language(CUDA)
 endif()
 
-if(NOT WARPSMITH_CUDA OR NOT CMAKE_CUDA_COMPILER)
+if(NOT warpsmith_cuda OR NOT CMAKE_CUDA_COMPILER)
   if("$ENV{WARPSMITH_REQUIRE_CUDA}" STREQUAL "1")
     message(FATAL_ERROR "warpsmith: WARPSMITH_REQUIRE_CUDA=1, but no CUDA compiler was found. Put nvcc on PATH or set CUDACXX.")
   endif()
-  message(WARNING "warpsmith: no CUDA compiler found (PATH, CUDACXX): building for the CPU only")
+  if(warpsmith_cuda)
+    message(WARNING "warpsmith: no CUDA compiler found (PATH, CUDACXX): building for the CPU only")
+  else()
+    message(STATUS "warpsmith: WARPSMITH_CUDA=OFF: building for the CPU only")
+  endif()
   set(warpsmith_cuda OFF)
   return()
 endif()
-set(warpsmith_cuda ON)
 
 if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
   include(torch_cuda_arch_list)

@@ -1,8 +1,12 @@
 # Every op is a folder of kernels/ and one file each of cpu/, torch/ and host/, all of the same name: nothing lists them.
-file(GLOB warpsmith_op_bindings CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/torch/*.cpp)
+file(GLOB warpsmith_op_bindings CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/torch/*.cpp ${CMAKE_SOURCE_DIR}/csrc/torch/support/*.cpp)
 file(GLOB warpsmith_op_cpu CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/cpu/*.cpp)
-file(GLOB warpsmith_op_cuda CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/kernels/*/*.cu)
+file(GLOB warpsmith_op_cuda CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/kernels/*/*.cu ${CMAKE_SOURCE_DIR}/csrc/common/*.cu)
 file(GLOB warpsmith_host CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/host/*.cpp)
+# Kernels that use what only sm_90a has (wgmma, setmaxnreg) are in files named *_sm90a.cu.
+set(warpsmith_op_cuda_sm90a ${warpsmith_op_cuda})
+list(FILTER warpsmith_op_cuda_sm90a INCLUDE REGEX "_sm90a\\.cu$")
+list(FILTER warpsmith_op_cuda EXCLUDE REGEX "_sm90a\\.cu$")
 
 function(add_op_library target)
   add_library(${target} SHARED ${warpsmith_op_bindings} ${warpsmith_op_cpu})
@@ -13,11 +17,24 @@ function(add_op_library target)
   # No run path: torch's library is in the process before this one is loaded, and a stored path would name the build machine.
   set_target_properties(${target} PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "")
   if(warpsmith_cuda)
+    # All for the same architectures, CMAKE_CUDA_ARCHITECTURES: csrc/common/code_probe.cu answers for every kernel.
     target_sources(${target} PRIVATE ${warpsmith_op_cuda})
     target_compile_definitions(${target} PRIVATE WARPSMITH_CUDA)
-    target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>")
-    set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+    add_cuda_options(${target})
+    if(warpsmith_op_cuda_sm90a AND CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90a?(-real|-virtual)?(;|$)")
+      add_library(${target}_sm90a OBJECT ${warpsmith_op_cuda_sm90a})
+      target_include_directories(${target}_sm90a PRIVATE csrc)
+      add_cuda_options(${target}_sm90a)
+      set_target_properties(${target}_sm90a PROPERTIES CUDA_ARCHITECTURES 90a-real)
+      target_sources(${target} PRIVATE $<TARGET_OBJECTS:${target}_sm90a>)
+      target_compile_definitions(${target} PRIVATE WARPSMITH_SM90A)
+    endif()
   endif()
+endfunction()
+
+function(add_cuda_options target)
+  target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;-Xcompiler=-Wall,-Wextra>")
+  set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 endfunction()
 
 function(add_host_module target)

@@ -1,8 +1,8 @@
 # torch's way to name GPUs as CMake's: "8.0 9.0a+PTX" -> "80-real;90a"; +PTX keeps the portable code as well.
 #
-# 9.0 is built as 9.0a: the kernels of their own for Hopper need it, and there is no GPU that runs only 9.0. PTX of 9.0a
-# runs on no newer GPU, so that 9.0+PTX keeps PTX of 9.0. GPUs older than 8.0, which lists of whole systems often begin
-# with, are passed over.
+# 9.0 is built as 9.0a, which every GPU of 9.0 runs. PTX of 9.0a runs on no newer GPU, so that 9.0+PTX is built as 9.0:
+# machine code and PTX of one pass of the compiler. GPUs older than 8.0, which lists of whole systems often begin with,
+# are passed over.
 function(torch_cuda_arch_list text result)
   set(architectures "")
   string(STRIP "${text}" text)
@@ -16,11 +16,8 @@ function(torch_cuda_arch_list text result)
     set(ptx "${CMAKE_MATCH_4}")
     if(number LESS 80)
       message(STATUS "warpsmith: TORCH_CUDA_ARCH_LIST: passing over ${entry}: the kernels need 8.0 or newer")
-    elseif(number EQUAL 90 AND NOT variant)
+    elseif(number EQUAL 90 AND NOT variant AND NOT ptx)
       list(APPEND architectures "90a-real")
-      if(ptx)
-        list(APPEND architectures "90-virtual")
-      endif()
     elseif(ptx)
       list(APPEND architectures "${number}${variant}")
     else()

@@ -19,6 +19,9 @@ inline double to_float(double x) { return x; }
 inline float to_float(bfloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 inline float to_float(float16 x) { return static_cast<float>(std::bit_cast<HostHalf>(x.bits)); }
 
+// The type in which CPU kernels compute with a storage type: double for double, else float.
+template <class T> using Arithmetic = decltype(to_float(T{}));
+
 template <class T> T from_float(float x);
 template <> inline float from_float<float>(float x) { return x; }
 template <> inline float16 from_float<float16>(float x) { return {std::bit_cast<uint16_t>(static_cast<HostHalf>(x))}; }

@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include "common/code_capability.h"
 #include "common/status.h"
 #include "device/platform.h"
 
@@ -13,17 +14,36 @@ struct LaunchConfig {
   dim3 grid{1, 1, 1};
   dim3 block{1, 1, 1};
   size_t dynamic_shared_bytes = 0;
-  unsigned cluster = 1;                 // blocks along x that form a cluster (sm_90 and newer); must divide grid.x
+  unsigned cluster = 1;                 // blocks along x that form a cluster; must divide grid.x
   bool programmatic_dependent = false;  // may start before the stream's previous kernel ends; the kernel must then call
                                         // device::wait_for_previous_kernel() before it reads what that one wrote
+  bool bulk_copies = false;             // the kernel cannot work without bulk copies, mbarriers or st.async
   bool cooperative = false;             // every block resident at once, or the launch fails
 };
 
+// What a chooser may ask of the current device. The device's own compute capability is not among it: what counts is the
+// code that runs there.
 struct DeviceProperties {
   int multiprocessors = 0;
-  int compute_capability = 0;        // 10 * major + minor
+  int code_capability = 0;           // 10 * major + minor (common/code_capability.h)
   int max_dynamic_shared_bytes = 0;  // a block's limit after opting in
 };
+
+// Clusters, programmatic launches, bulk copies, mbarrier waits and st.async are compiled for this code and newer.
+constexpr int kSm90 = 90;
+
+// Refuses what the code that runs on the device cannot do. Launched all the same, a kernel would skip every wait that
+// was compiled out and give wrong numbers without an error.
+inline Status refuse_beyond_code(const LaunchConfig& config, int code_capability) {
+  if (code_capability >= kSm90) return {};
+  std::string asked;
+  if (config.cluster > 1) asked = "clusters of " + std::to_string(config.cluster) + " blocks";
+  if (config.programmatic_dependent) asked += (asked.empty() ? "" : " and ") + std::string("a programmatic launch");
+  if (config.bulk_copies) asked += (asked.empty() ? "" : " and ") + std::string("bulk copies");
+  if (asked.empty()) return {};
+  return Status::unsupported("expected code of sm_90 or newer for " + asked + ", got code of sm_" +
+                             std::to_string(code_capability));
+}
 
 // What a block gets without cudaFuncAttributeMaxDynamicSharedMemorySize; static and dynamic shared memory count.
 constexpr size_t kSharedWithoutOptIn = 48 * 1024;
@@ -45,6 +65,9 @@ Status run_grid(const LaunchConfig& config, const void* kernel, void (*run_threa
 
 template <class... P, class... A>
 Status launch(void (*kernel)(P...), const LaunchConfig& config, void*, A&&... arguments) {
+  int code = 0;
+  WARPSMITH_RETURN_IF_FAILED(code_capability(&code));
+  WARPSMITH_RETURN_IF_FAILED(refuse_beyond_code(config, code));
   // Not a tuple: without optimisation, std::apply would cost every thread of the grid a dozen calls.
   const auto call = [kernel, ... held = P(std::forward<A>(arguments))] { kernel(held...); };
   if (config.dynamic_shared_bytes > kDynamicWithoutOptIn)
@@ -63,21 +86,24 @@ inline Status cuda_status(cudaError_t error) {
   return Status::failure(kind, std::string(cudaGetErrorName(error)) + ": " + cudaGetErrorString(error));
 }
 
-// Of the current device. Three attribute queries, about 10 ns each: not worth a cache that must know about devices.
+// Of the current device. Two attribute queries, about 10 ns each: not worth a cache that must know about devices.
 inline Status device_properties(DeviceProperties& out) {
-  int device = 0, major = 0, minor = 0;
+  int device = 0;
   WARPSMITH_RETURN_IF_FAILED(cuda_status(cudaGetDevice(&device)));
   WARPSMITH_RETURN_IF_FAILED(
       cuda_status(cudaDeviceGetAttribute(&out.multiprocessors, cudaDevAttrMultiProcessorCount, device)));
-  WARPSMITH_RETURN_IF_FAILED(cuda_status(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)));
-  WARPSMITH_RETURN_IF_FAILED(cuda_status(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)));
-  out.compute_capability = 10 * major + minor;
+  WARPSMITH_RETURN_IF_FAILED(code_capability(&out.code_capability));
   return cuda_status(
       cudaDeviceGetAttribute(&out.max_dynamic_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
 }
 
 template <class... P, class... A>
 Status launch(void (*kernel)(P...), const LaunchConfig& config, void* stream, A&&... arguments) {
+  if (config.cluster > 1 || config.programmatic_dependent || config.bulk_copies) {
+    int code = 0;
+    WARPSMITH_RETURN_IF_FAILED(code_capability(&code));
+    WARPSMITH_RETURN_IF_FAILED(refuse_beyond_code(config, code));
+  }
   if (config.dynamic_shared_bytes > kDynamicWithoutOptIn)
     WARPSMITH_RETURN_IF_FAILED(cuda_status(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -111,5 +137,14 @@ Status launch(void (*kernel)(P...), const LaunchConfig& config, void* stream, A&
 }
 
 #endif
+
+// Lets a launch begin while the stream's previous kernel still runs, where the code that runs has the wait that makes
+// it safe; elsewhere the launch stays an ordinary one.
+inline Status allow_overlap(LaunchConfig* config) {
+  int code = 0;
+  WARPSMITH_RETURN_IF_FAILED(code_capability(&code));
+  config->programmatic_dependent = code >= kSm90;
+  return {};
+}
 
 }  // namespace warpsmith

@@ -9,6 +9,10 @@
 // kept; what changes more often (the gradients' addresses) lies in a column of its own.
 namespace warpsmith {
 
+// What a column holds in place of an address. torch gives a tensor without elements the address 0; such a tensor still
+// takes part in a step, so it has a number of its own. Python reads it from warpsmith._C.NO_ELEMENTS.
+constexpr int64_t kNoGradient = 0, kNoElements = 16;
+
 // A piece of one tensor: elements [chunk * chunk_elems, (chunk + 1) * chunk_elems), cut at the tensor's end.
 struct ListChunk {
   int32_t tensor;

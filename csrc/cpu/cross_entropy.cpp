@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/half_host.h"
+#include "common/visit_dtype.h"
 #include "cpu/cross_entropy_loops.h"
 
 namespace warpsmith {
@@ -30,7 +31,8 @@ template <class Math> void put(void* p, int64_t i, Math value) {
 bool is_class(int64_t target, int64_t classes) { return target >= 0 && target < classes; }
 
 // One row of a forward or backward, and the room its thread has for it.
-template <class T, class Math> struct RowWork {
+template <class T> struct RowWork {
+  using Math = Arithmetic<T>;
   static constexpr Math kNan = std::numeric_limits<Math>::quiet_NaN(),
                         kInfinity = std::numeric_limits<Math>::infinity();
   static constexpr bool kSame = sizeof(T) == sizeof(Math);
@@ -190,20 +192,9 @@ template <class T, class Math> struct RowWork {
   }
 };
 
-// Calls `visit(T{}, Math{})` for the storage type of the logits and the type of the arithmetic.
-template <class Visit> Status dispatch(Dtype dtype, Visit&& visit) {
-  switch (dtype) {
-    case Dtype::float32: visit(float{}, float{}); return {};
-    case Dtype::float64: visit(double{}, double{}); return {};
-    case Dtype::float16: visit(float16{}, float{}); return {};
-    case Dtype::bfloat16: visit(bfloat16{}, float{}); return {};
-  }
-  return Status::unsupported("no CPU kernel for this dtype");
-}
-
 int64_t rows_per_task(int64_t columns) { return std::max<int64_t>(1, kGrainElems / std::max<int64_t>(1, columns)); }
 
-template <class Math> double denominator_of(const CrossEntropyDenominatorParams& p) {
+template <class Math> Math denominator_of(const CrossEntropyDenominatorParams& p) {
   double sum = 0;
   for (int64_t r = 0; r < p.rows; ++r) {
     const int64_t t = p.target[r];
@@ -214,42 +205,46 @@ template <class Math> double denominator_of(const CrossEntropyDenominatorParams&
       sum += is_class(t, p.classes) ? double{static_cast<const Math*>(p.class_weight)[t]}
                                     : std::numeric_limits<double>::quiet_NaN();
   }
-  return sum;
+  return static_cast<Math>(sum);
+}
+
+// Calls `each(work, row)` for all rows, `work` one of each task.
+template <class Each> Status for_rows(const CrossEntropyParams& p, const Parallel& parallel, Each&& each) {
+  return visit_cpu_dtype(p.dtype, [&]<class T>() {
+    parallel(p.rows, rows_per_task(p.classes), [&](int64_t begin, int64_t end) {
+      RowWork<T> work(p);
+      for (int64_t r = begin; r < end; ++r) each(work, r);
+    });
+    return Status();
+  });
 }
 
 }  // namespace
 
 Status cross_entropy_forward_cpu(const CrossEntropyParams& p, const Parallel& parallel) {
-  return dispatch(p.dtype, [&]<class T, class Math>(T, Math) {
-    parallel(p.rows, rows_per_task(p.classes), [&](int64_t begin, int64_t end) {
-      RowWork<T, Math> work(p);
-      for (int64_t r = begin; r < end; ++r) work.forward(r);
-    });
-  });
+  return for_rows(p, parallel, [](auto& work, int64_t r) { work.forward(r); });
 }
 
 Status cross_entropy_backward_cpu(const CrossEntropyParams& p, const Parallel& parallel) {
-  return dispatch(p.dtype, [&]<class T, class Math>(T, Math) {
-    parallel(p.rows, rows_per_task(p.classes), [&](int64_t begin, int64_t end) {
-      RowWork<T, Math> work(p);
-      for (int64_t r = begin; r < end; ++r) work.backward(r);
-    });
-  });
+  return for_rows(p, parallel, [](auto& work, int64_t r) { work.backward(r); });
 }
 
 // Sums over rows and classes are of small vectors: one thread, in double.
 Status cross_entropy_denominator_cpu(const CrossEntropyDenominatorParams& p, const Parallel&) {
-  return dispatch(p.dtype, [&]<class T, class Math>(T, Math) {
-    if (p.denominator) put(p.denominator, 0, static_cast<Math>(denominator_of<Math>(p)));
-    if (!p.class_weight_total) return;
+  return visit_cpu_dtype(p.dtype, [&]<class T>() {
+    using Math = Arithmetic<T>;
+    if (p.denominator) put(p.denominator, 0, denominator_of<Math>(p));
+    if (!p.class_weight_total) return Status();
     double sum = 0;
     for (int64_t c = 0; c < p.classes; ++c) sum += double{real_at(p.class_weight, c, Math(1))};
     put(p.class_weight_total, 0, static_cast<Math>(sum));
+    return Status();
   });
 }
 
 Status cross_entropy_reduce_cpu(const CrossEntropyReduceParams& p, const Parallel&) {
-  return dispatch(p.dtype, [&]<class T, class Math>(T, Math) {
+  return visit_cpu_dtype(p.dtype, [&]<class T>() {
+    using Math = Arithmetic<T>;
     double sum = 0, right = 0, counted = 0;
     for (int64_t r = 0; r < p.rows; ++r) {
       if (p.total) sum += double{static_cast<const Math*>(p.loss)[r]};
@@ -259,16 +254,18 @@ Status cross_entropy_reduce_cpu(const CrossEntropyReduceParams& p, const Paralle
     }
     put(p.total, 0, static_cast<Math>(sum / double{real_at(p.denominator, 0, Math(1))}));
     put(p.accuracy, 0, static_cast<Math>(right / counted));
+    return Status();
   });
 }
 
 Status cross_entropy_scale_cpu(const CrossEntropyScaleParams& p, const Parallel& parallel) {
-  return dispatch(p.dtype, [&]<class T, class Math>(T, Math) {
-    const Math factor = *static_cast<const Math*>(p.factor);
-    if (factor == 1) return;
+  return visit_cpu_dtype(p.dtype, [&]<class T>() {
+    const auto factor = *static_cast<const Arithmetic<T>*>(p.factor);
+    if (factor == 1) return Status();
     parallel(p.rows, rows_per_task(p.columns), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) scale(static_cast<T*>(p.x) + r * p.stride, p.columns, factor);
     });
+    return Status();
   });
 }
 

@@ -2,11 +2,10 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/dtype.h"
 #include "common/half_host.h"
 #include "common/parallel.h"
-#include "common/status.h"
 #include "common/vectorize.h"
+#include "common/visit_dtype.h"
 #include "cpu/vector_math.h"
 #include "kernels/activation/functions.h"
 
@@ -24,15 +23,6 @@ template <class F> struct HostMath {
   WARPSMITH_HOST_DEVICE static F normal_cdf(F x, F bell) { return math::normal_cdf(x, bell); }
 };
 
-// The arithmetic type of a storage type.
-template <class T> struct ArithmeticOf {
-  using type = float;
-};
-template <> struct ArithmeticOf<double> {
-  using type = double;
-};
-template <class T> using Arithmetic = typename ArithmeticOf<T>::type;
-
 constexpr int64_t kElementwiseGrain = 16 * 1024;  // elements a thread takes at least
 
 // Runs piece(row, column, count) over pieces of rows, in parallel; one long row where rows have no gaps.
@@ -45,17 +35,6 @@ void for_pieces(int64_t rows, int64_t columns, bool contiguous, const Parallel& 
   parallel(rows, std::max<int64_t>(1, kElementwiseGrain / columns), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) piece(r, 0, columns);
   });
-}
-
-// Calls visit(T) with the storage type.
-template <class Visit> Status for_dtype(Dtype dtype, Visit&& visit) {
-  switch (dtype) {
-    case Dtype::float32: visit(float{}); return {};
-    case Dtype::float64: visit(double{}); return {};
-    case Dtype::float16: visit(float16{}); return {};
-    case Dtype::bfloat16: visit(bfloat16{}); return {};
-  }
-  return Status::unsupported("no CPU kernel for this dtype");
 }
 
 template <class T> T* offset(const void* base, int64_t elements) {

@@ -10,8 +10,9 @@
 #include "cpu/norm_loops.h"
 #include "cpu/partial_sums.h"
 
-// The CPU's body of the norm family. All arithmetic is in M, float or double: rows of a 16-bit dtype are widened into
-// scratch memory first, others are read and written where they lie.
+// The CPU body of the norm family. M is the type of the arithmetic, float or double; S is the type in which the loops
+// read the rows that are normalised, T that of the activation. Rows of M and of bfloat16 are read and written where
+// they lie; rows of float16, and sums with a residual, go through scratch memory in M.
 namespace warpsmith {
 namespace {
 
@@ -23,12 +24,16 @@ constexpr int64_t kMaxPartialRows = 64, kChunkRows = 8;
 // rounding errors grow with the terms of a lane; where all columns are equal they all have one sign.
 constexpr int64_t kPieceColumns = 4096, kSumColumns = 512;
 
-// A tensor of M itself, which is used where it lies, or of a 16-bit dtype beside M = float, which goes through scratch.
-template <class M> bool in_place(Dtype dtype) { return size_bytes(dtype) == sizeof(M); }
+template <class S> constexpr bool holds(Dtype dtype) {
+  return dtype == (std::is_same_v<S, double>     ? Dtype::float64
+                   : std::is_same_v<S, bfloat16> ? Dtype::bfloat16
+                                                 : Dtype::float32);
+}
 
-template <class M> const M* read(const void* base, Dtype dtype, int64_t at, int64_t count, M* scratch) {
-  if (in_place<M>(dtype)) return static_cast<const M*>(base) + at;
-  if constexpr (std::is_same_v<M, float>) {
+// A row where it lies if it has type S, else in `scratch`.
+template <class S> const S* read(const void* base, Dtype dtype, int64_t at, int64_t count, S* scratch) {
+  if (holds<S>(dtype)) return static_cast<const S*>(base) + at;
+  if constexpr (std::is_same_v<S, float>) {
     if (dtype == Dtype::float16)
       widen(static_cast<const float16*>(base) + at, scratch, count);
     else
@@ -37,16 +42,16 @@ template <class M> const M* read(const void* base, Dtype dtype, int64_t at, int6
   return scratch;
 }
 
-template <class M> M* destination(void* base, Dtype dtype, int64_t at, M* scratch) {
-  return in_place<M>(dtype) ? static_cast<M*>(base) + at : scratch;
+template <class S> S* destination(void* base, Dtype dtype, int64_t at, S* scratch) {
+  return holds<S>(dtype) ? static_cast<S*>(base) + at : scratch;
 }
 
 // Stores what lies in scratch; values that lie at their destination stay.
-template <class M> void write(const M* values, void* base, Dtype dtype, int64_t at, int64_t count) {
-  if (in_place<M>(dtype)) {
-    M* to = static_cast<M*>(base) + at;
+template <class S> void write(const S* values, void* base, Dtype dtype, int64_t at, int64_t count) {
+  if (holds<S>(dtype)) {
+    S* to = static_cast<S*>(base) + at;
     if (to != values) std::copy_n(values, count, to);
-  } else if constexpr (std::is_same_v<M, float>) {
+  } else if constexpr (std::is_same_v<S, float>) {
     if (dtype == Dtype::float16)
       narrow(values, static_cast<float16*>(base) + at, count);
     else
@@ -54,24 +59,29 @@ template <class M> void write(const M* values, void* base, Dtype dtype, int64_t 
   }
 }
 
-// A weight or bias in M, plus `added`; `otherwise` everywhere when there is none.
+// A weight or bias in M, plus `added`.
 template <class M> struct Columns {
   std::unique_ptr<M[]> own;
-  const M* values;
+  const M* values = nullptr;
 
-  Columns(const void* base, Dtype dtype, int64_t columns, M otherwise, M added) {
-    if (base && in_place<M>(dtype) && added == 0) {
+  Columns(const void* base, Dtype dtype, int64_t columns, M added) {
+    if (!base) return;
+    if (holds<M>(dtype) && added == 0) {
       values = static_cast<const M*>(base);
       return;
     }
     own.reset(new M[columns]);
     values = own.get();
-    if (!base) {
-      std::fill_n(own.get(), columns, otherwise);
-    } else {
-      const M* wide = read<M>(base, dtype, 0, columns, own.get());
-      for (int64_t c = 0; c < columns; ++c) own[c] = wide[c] + added;
-    }
+    const M* wide = read<M>(base, dtype, 0, columns, own.get());
+    for (int64_t c = 0; c < columns; ++c) own[c] = wide[c] + added;
+  }
+
+  // In place of one that is not there.
+  void or_all(M value, int64_t columns) {
+    if (values) return;
+    own.reset(new M[columns]);
+    std::fill_n(own.get(), columns, value);
+    values = own.get();
   }
 };
 
@@ -86,32 +96,34 @@ template <class M> Memory<M> memory(int64_t count) { return Memory<M>(new M[coun
 
 // Mean and rstd of a row whose sum or squares have left the range of float: with float's largest numbers they do though
 // the results are ordinary ones. A row with an infinity or a NaN has its NaN in double too.
-template <class M> void overflowed(const M* s, int64_t columns, bool layer, double eps, M* mean, M* rstd) {
+template <class M, class S> void overflowed(const S* s, int64_t columns, bool layer, double eps, M* mean, M* rstd) {
   double centre = 0, squares = 0;
-  for (int64_t c = 0; layer && c < columns; ++c) centre += s[c];
+  for (int64_t c = 0; layer && c < columns; ++c) centre += to_float(s[c]);
   centre /= static_cast<double>(columns);
-  for (int64_t c = 0; c < columns; ++c) squares += (s[c] - centre) * (s[c] - centre);
+  for (int64_t c = 0; c < columns; ++c) squares += (to_float(s[c]) - centre) * (to_float(s[c]) - centre);
   *mean = static_cast<M>(centre);
   *rstd = static_cast<M>(1 / std::sqrt(squares / static_cast<double>(columns) + eps));
 }
 
-template <class M> void forward(const NormForwardParams& p, const Parallel& parallel) {
-  const bool layer = p.kind == NormKind::layer;
+template <class M, class S, class T> void forward(const NormForwardParams& p, const Parallel& parallel) {
+  const bool layer = row_of(p.op).layer;
   const Dtype s_dtype = p.residual ? p.residual_dtype : p.dtype;
   parallel(p.rows, rows_per_task(p.columns), [&](int64_t begin, int64_t end) {
-    const Columns<M> weight(p.weight, p.weight_dtype, p.columns, 1, p.weight ? M(p.weight_offset) : 0);
-    const Columns<M> bias(p.bias, p.weight_dtype, layer ? p.columns : 0, 0, 0);
-    const Memory<M> wide_row = memory<M>(in_place<M>(s_dtype) ? 0 : p.columns);
-    const Memory<M> pieces = memory<M>(2 * kPieceColumns);
+    Columns<M> weight(p.weight, p.weight_dtype, p.columns, M(p.weight_offset));
+    Columns<M> bias(p.bias, p.weight_dtype, p.columns, 0);
+    if (layer) weight.or_all(1, p.columns), bias.or_all(0, p.columns);
+    const Memory<S> row = memory<S>(holds<S>(s_dtype) ? 0 : p.columns);
+    const int64_t piece = std::min(kPieceColumns, p.columns);
+    const Memory<M> pieces = memory<M>(2 * piece);
     const M kept_scale = static_cast<M>(p.dropout.scale);
-    M* const first = pieces.get();
-    M* const second = first + kPieceColumns;
+    M *const first = pieces.get(), *const second = first + piece;
+    const Memory<T> y_piece = memory<T>(holds<T>(p.dtype) ? 0 : piece);
     for (int64_t r = begin; r < end; ++r) {
-      // The row that is normalised, in M: x or residual_out where they lie, or the scratch row.
-      const M* s = wide_row.get();
-      if (in_place<M>(s_dtype))
-        s = p.residual ? static_cast<const M*>(p.residual_out) + r * p.columns
-                       : static_cast<const M*>(p.x) + r * p.x_stride;
+      // The row that is normalised: x or residual_out where they lie, or the scratch row.
+      const S* s = row.get();
+      if (holds<S>(s_dtype))
+        s = p.residual ? static_cast<const S*>(p.residual_out) + r * p.columns
+                       : static_cast<const S*>(p.x) + r * p.x_stride;
       double sums = 0;
       for_pieces(p.columns, [&](int64_t c, int64_t count) {
         if (p.residual) {
@@ -119,7 +131,7 @@ template <class M> void forward(const NormForwardParams& p, const Parallel& para
           const M* x = read(p.x, p.dtype, r * p.x_stride + c, count, first);
           const M* residual = read(p.residual, s_dtype, r * p.residual_stride + c, count, second);
           M* added = destination(p.residual_out, s_dtype, at, first);
-          if (layer && !p.dropout.seed && in_place<M>(s_dtype)) {
+          if (layer && !p.dropout.seed && holds<M>(s_dtype)) {
             sums += add_and_sum(x, residual, added, count);
             return;
           }
@@ -130,9 +142,9 @@ template <class M> void forward(const NormForwardParams& p, const Parallel& para
           else
             add(x, residual, added, count);
           write(added, p.residual_out, s_dtype, at, count);
-          read(p.residual_out, s_dtype, at, count, wide_row.get() + c);  // what it holds, rounded
+          read(p.residual_out, s_dtype, at, count, row.get() + c);  // what it holds, rounded
         } else {
-          read(p.x, s_dtype, r * p.x_stride + c, count, wide_row.get() + c);
+          read(p.x, s_dtype, r * p.x_stride + c, count, row.get() + c);
         }
         if (layer)
           sums += sum(s + c, count);
@@ -156,11 +168,11 @@ template <class M> void forward(const NormForwardParams& p, const Parallel& para
       if (p.mean) static_cast<M*>(p.mean)[r] = mean;
       if (p.rstd) static_cast<M*>(p.rstd)[r] = rstd;
       for_pieces(p.columns, [&](int64_t c, int64_t count) {
-        M* y = destination(p.y, p.dtype, r * p.columns + c, first);
+        T* y = destination(p.y, p.dtype, r * p.columns + c, y_piece.get());
         if (layer)
           scale_and_shift(s + c, weight.values + c, bias.values + c, y, count, mean, rstd);
         else
-          scale(s + c, weight.values + c, y, count, rstd);
+          scale(s + c, weight.values ? weight.values + c : nullptr, y, count, rstd);
         write(y, p.y, p.dtype, r * p.columns + c, count);
       });
     }
@@ -177,17 +189,22 @@ template <class M> void add_partials(void* partials, int64_t partial_rows, void*
   });
 }
 
-template <class M> void backward(const NormBackwardParams& p, const Parallel& parallel) {
-  const bool layer = p.kind == NormKind::layer;
+template <class M, class S, class T> void backward(const NormBackwardParams& p, const Parallel& parallel) {
+  const bool layer = row_of(p.op).layer;
   const int64_t chunks = norm_partial_rows_cpu(p.rows, p.columns);
   const bool together = (p.dx || p.dresidual) && p.dweight && p.dbias;
+  // Nothing comes between the gradient and its rounding.
+  const bool direct = holds<T>(p.dtype) && !p.dresidual && !p.dresidual_out && !p.dropout.seed;
   parallel(chunks, 1, [&](int64_t begin, int64_t end) {
-    const Columns<M> weight(p.weight, p.weight_dtype, p.columns, 1, p.weight ? M(p.weight_offset) : 0);
-    const Memory<M> rows = memory<M>(in_place<M>(p.dtype) ? 0 : 2 * p.columns);
-    const Memory<M> pieces = memory<M>(2 * kPieceColumns);
+    Columns<M> weight(p.weight, p.weight_dtype, p.columns, M(p.weight_offset));
+    if (layer) weight.or_all(1, p.columns);
+    const auto at_column = [&](int64_t c) { return weight.values ? weight.values + c : nullptr; };
+    const Memory<T> dy_row = memory<T>(holds<T>(p.dtype) ? 0 : p.columns);
+    const Memory<S> s_row = memory<S>(holds<S>(p.residual_dtype) ? 0 : p.columns);
+    const int64_t piece = std::min(kPieceColumns, p.columns);
+    const Memory<M> pieces = memory<M>(2 * piece);
     const M kept_scale = static_cast<M>(p.dropout.scale);
-    M* const first = pieces.get();
-    M* const second = first + kPieceColumns;
+    M *const first = pieces.get(), *const second = first + piece;
     cpu::RowSums<M> dweights(p.columns), dbiases(p.columns);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t first_row = p.rows * chunk / chunks, last_row = p.rows * (chunk + 1) / chunks;
@@ -196,8 +213,8 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
       dbiases.begin(p.dbias ? static_cast<M*>(p.dbias_partials) + at : nullptr, terms);
       for (int64_t r = first_row; r < last_row; ++r) {
         M *const dweight = dweights.next(), *const dbias = dbiases.next();
-        const M* dy = read(p.dy, p.dtype, r * p.dy_stride, p.columns, rows.get());
-        const M* s = read(p.s, p.residual_dtype, r * p.s_stride, p.columns, rows.get() + p.columns);
+        const T* dy = read(p.dy, p.dtype, r * p.dy_stride, p.columns, dy_row.get());
+        const S* s = read(p.s, p.residual_dtype, r * p.s_stride, p.columns, s_row.get());
         const M rstd = static_cast<const M*>(p.rstd)[r];
         const M mean = p.mean ? static_cast<const M*>(p.mean)[r] : M(0);
         if (p.dx || p.dresidual) {
@@ -205,10 +222,10 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
           for_pieces<kSumColumns>(p.columns, [&](int64_t c, int64_t count) {
             M with_s_hat = 0, alone = 0;
             if (together)
-              gradient_sums_and_gradients(dy + c, weight.values + c, s + c, dweight + c, dbias + c, count, mean, rstd,
+              gradient_sums_and_gradients(dy + c, at_column(c), s + c, dweight + c, dbias + c, count, mean, rstd,
                                           &with_s_hat, &alone);
             else
-              gradient_sums(dy + c, weight.values + c, s + c, count, mean, rstd, &with_s_hat, &alone);
+              gradient_sums(layer, dy + c, at_column(c), s + c, count, mean, rstd, &with_s_hat, &alone);
             sum_with_s_hat += with_s_hat, sum_alone += alone;
           });
           const M with_s_hat = static_cast<M>(sum_with_s_hat), alone = static_cast<M>(sum_alone);
@@ -218,9 +235,15 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
           const M b = layer ? alone / M(p.columns) + (a - a) : M(0);
           for_pieces(p.columns, [&](int64_t c, int64_t count) {
             const int64_t at = r * p.columns + c;
+            if constexpr (std::is_same_v<S, T>)
+              if (direct) {
+                T* dx = static_cast<T*>(p.dx) + at;
+                input_gradient(layer, dy + c, at_column(c), s + c, dx, count, mean, rstd, a, b);
+                return;
+              }
             M* ds = p.dresidual ? destination(p.dresidual, p.residual_dtype, at, first)
                                 : destination(p.dx, p.dtype, at, first);
-            input_gradient(dy + c, weight.values + c, s + c, ds, count, mean, rstd, a, b);
+            input_gradient(layer, dy + c, at_column(c), s + c, ds, count, mean, rstd, a, b);
             if (p.dresidual_out) {
               const int64_t from = r * p.dresidual_out_stride + c;
               add(ds, read(p.dresidual_out, p.residual_dtype, from, count, second), ds, count);
@@ -239,7 +262,7 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
         }
         if (together) continue;
         if (dweight) add_weight_gradient(dy, s, dweight, p.columns, mean, rstd);
-        if (dbias) add(dbias, dy, dbias, p.columns);
+        if (dbias) add_to(dy, dbias, p.columns);
       }
       dweights.end(), dbiases.end();
     }
@@ -252,6 +275,17 @@ template <class M> void backward(const NormBackwardParams& p, const Parallel& pa
   });
 }
 
+template <class Visit> void visit_types(Dtype dtype, Dtype s_dtype, Visit&& visit) {
+  if (dtype == Dtype::float64)
+    visit.template operator()<double, double, double>();
+  else if (s_dtype == Dtype::bfloat16)
+    visit.template operator()<float, bfloat16, bfloat16>();
+  else if (dtype == Dtype::bfloat16)
+    visit.template operator()<float, float, bfloat16>();
+  else
+    visit.template operator()<float, float, float>();
+}
+
 }  // namespace
 
 int64_t norm_partial_rows_cpu(int64_t rows, int64_t columns) {
@@ -260,12 +294,13 @@ int64_t norm_partial_rows_cpu(int64_t rows, int64_t columns) {
 }
 
 Status norm_forward_cpu(const NormForwardParams& p, const Parallel& parallel) {
-  p.dtype == Dtype::float64 ? forward<double>(p, parallel) : forward<float>(p, parallel);
+  const Dtype s_dtype = p.residual ? p.residual_dtype : p.dtype;
+  visit_types(p.dtype, s_dtype, [&]<class M, class S, class T>() { forward<M, S, T>(p, parallel); });
   return {};
 }
 
 Status norm_backward_cpu(const NormBackwardParams& p, const Parallel& parallel) {
-  p.dtype == Dtype::float64 ? backward<double>(p, parallel) : backward<float>(p, parallel);
+  visit_types(p.dtype, p.residual_dtype, [&]<class M, class S, class T>() { backward<M, S, T>(p, parallel); });
   return {};
 }
 

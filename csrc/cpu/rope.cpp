@@ -1,18 +1,18 @@
 #include "kernels/rope/rope.h"
 
 #include <algorithm>
-#include <vector>
+#include <string>
 
 #include "common/half_host.h"
 #include "common/vectorize.h"
-#include "cpu/rotary.h"
+#include "common/visit_dtype.h"
+#include "cpu/rope_angles.h"
 
 namespace warpsmith {
+namespace cpu {
 namespace {
 
-constexpr int64_t kGrainElems = 16 * 1024;  // elements that a thread takes at least
-
-// Free functions, one a dtype: target_clones reaches neither lambdas nor templates. All heads of one token; x may be y.
+// All heads of one token; x may be y. Free functions, one a dtype: target_clones reaches neither lambdas nor templates.
 #define WARPSMITH_ROPE(T, Math)                                                                               \
   WARPSMITH_VECTORIZE void rotate_halves(const T* x, T* y, int64_t heads, int64_t x_step, int64_t y_step,     \
                                          const Math* cos, const Math* sin, int64_t pairs) {                   \
@@ -45,8 +45,8 @@ WARPSMITH_ROPE(bfloat16, float)
 template <class T, class Math> void rotate_token(const RopeParams& p, const void* in, void* out,
                                                  const RotaryHeads& in_layout, const RotaryHeads& out_layout,
                                                  int64_t batch, int64_t index, const Math* cos, const Math* sin) {
-  const T* x = static_cast<const T*>(in) + batch * in_layout.batch_stride + index * in_layout.token_stride;
-  T* y = static_cast<T*>(out) + batch * out_layout.batch_stride + index * out_layout.token_stride;
+  const T* x = static_cast<const T*>(in) + start_of(in_layout, batch, index);
+  T* y = static_cast<T*>(out) + start_of(out_layout, batch, index);
   const int64_t heads = in_layout.heads, pairs = p.shape.rotary_dim / 2;
   if (p.shape.interleaved)
     rotate_neighbours(x, y, heads, in_layout.head_stride, out_layout.head_stride, cos, sin, pairs);
@@ -59,45 +59,57 @@ template <class T, class Math> void rotate_token(const RopeParams& p, const void
 }
 
 // T: storage of q and k, C: of cos and sin.
-template <class T, class C, class Math> void rotate(const RopeParams& p, const Parallel& parallel) {
-  const C *cos = static_cast<const C*>(p.angles.cos), *sin = static_cast<const C*>(p.angles.sin);
-  const int64_t pairs = p.shape.rotary_dim / 2;
+template <class T, class C> Status rotate(const RopeParams& p, const Parallel& parallel) {
+  using Math = Arithmetic<T>;
   const int64_t elements = std::max<int64_t>(1, (p.q_in_layout.heads + p.k_in_layout.heads) * p.shape.head_dim);
-  const Math sign = p.shape.inverse ? Math(-1) : Math(1);
-  parallel(p.shape.batch * p.shape.tokens, std::max<int64_t>(1, kGrainElems / elements),
-           [&](int64_t begin, int64_t end) {
-             RotaryRows rows(p.angles, p.positions);
-             std::vector<Math> token_cos(static_cast<size_t>(pairs)), token_sin(static_cast<size_t>(pairs));
-             for (int64_t token = begin; token < end; ++token) {
-               const int64_t batch = token / p.shape.tokens, index = token % p.shape.tokens;
-               const int64_t row = rows(batch, index), step = p.angles.column_stride;
-               for (int64_t i = 0; i < pairs; ++i) {
-                 token_cos[static_cast<size_t>(i)] = to_float(cos[row + i * step]);
-                 token_sin[static_cast<size_t>(i)] = sign * to_float(sin[row + i * step]);
-               }
-               rotate_token<T>(p, p.q, p.q_out, p.q_in_layout, p.q_out_layout, batch, index, token_cos.data(),
-                               token_sin.data());
-               rotate_token<T>(p, p.k, p.k_out, p.k_in_layout, p.k_out_layout, batch, index, token_cos.data(),
-                               token_sin.data());
-             }
-           });
+  parallel(
+      p.shape.batch * p.shape.tokens, std::max<int64_t>(1, kRotaryGrain / elements), [&](int64_t begin, int64_t end) {
+        TokenAngles<C, Math> angles(p.shape, p.angles, p.positions);
+        for (int64_t token = begin; token < end; ++token) {
+          const int64_t batch = token / p.shape.tokens, index = token % p.shape.tokens;
+          angles.look_up(batch, index);
+          rotate_token<T>(p, p.q, p.q_out, p.q_in_layout, p.q_out_layout, batch, index, angles.cos(), angles.sin());
+          rotate_token<T>(p, p.k, p.k_out, p.k_in_layout, p.k_out_layout, batch, index, angles.cos(), angles.sin());
+        }
+      });
+  return {};
+}
+
+Status refused(const char* argument, const std::string& expected, const std::string& got) {
+  return Status::failure(Status::Kind::invalid_argument,
+                         std::string(argument) + ": expected " + expected + ", got " + got);
 }
 
 }  // namespace
+}  // namespace cpu
+
+Status rotary_check_positions_cpu(const RotaryShape& shape, const RotaryAngles& angles, const RotaryPositions& p) {
+  if (angles.per_token) return {};
+  const int64_t entries = p.cu_seqlens ? p.sequences : shape.batch;
+  if (p.cu_seqlens) {
+    if (p.cu_seqlens[0] != 0) return cpu::refused("cu_seqlens", "0 first", std::to_string(p.cu_seqlens[0]));
+    for (int64_t i = 0; i < entries; ++i)
+      if (p.cu_seqlens[i] > p.cu_seqlens[i + 1])
+        return cpu::refused("cu_seqlens", "ascending values",
+                            std::to_string(p.cu_seqlens[i]) + " before " + std::to_string(p.cu_seqlens[i + 1]));
+    if (p.cu_seqlens[entries] != shape.tokens)
+      return cpu::refused("cu_seqlens", "the number of tokens last, " + std::to_string(shape.tokens),
+                          std::to_string(p.cu_seqlens[entries]));
+  }
+  for (int64_t i = 0; i < entries; ++i) {
+    const int64_t tokens = p.cu_seqlens ? p.cu_seqlens[i + 1] - p.cu_seqlens[i] : shape.tokens;
+    const int64_t first = cpu::offset_of(p, i);
+    if (tokens > 0 && (first < 0 || first > angles.rows - tokens))
+      return cpu::refused("position_offset",
+                          "positions from 0 to " + std::to_string(angles.rows - 1) + ", the rows of cos",
+                          std::to_string(tokens) + " from " + std::to_string(first) +
+                              (p.cu_seqlens ? " in sequence " : " in batch entry ") + std::to_string(i));
+  }
+  return {};
+}
 
 Status rope_cpu(const RopeParams& p, const Parallel& parallel) {
-  const bool wide = p.angles.dtype == Dtype::float32;
-  switch (p.dtype) {
-    case Dtype::float32: rotate<float, float, float>(p, parallel); return {};
-    case Dtype::float64: rotate<double, double, double>(p, parallel); return {};
-    case Dtype::float16:
-      wide ? rotate<float16, float, float>(p, parallel) : rotate<float16, float16, float>(p, parallel);
-      return {};
-    case Dtype::bfloat16:
-      wide ? rotate<bfloat16, float, float>(p, parallel) : rotate<bfloat16, bfloat16, float>(p, parallel);
-      return {};
-  }
-  return Status::unsupported("no CPU kernel for this dtype");
+  return visit_cpu_dtypes(p.dtype, p.angles.dtype, [&]<class T, class C>() { return cpu::rotate<T, C>(p, parallel); });
 }
 
 }  // namespace warpsmith

@@ -10,7 +10,7 @@
 namespace warpsmith::device {
 
 // Every thread that wrote shared memory with ordinary stores calls this before the barrier behind which wgmma or a bulk
-// copy reads it. PTX ISA 9.7.13.5 "fence.proxy.async".
+// copy reads or overwrites it. Ordinary loads need no fence, only the barrier. PTX ISA 9.7.13.5 "fence.proxy.async".
 __device__ __forceinline__ void fence_async_shared() {
 #ifdef WARPSMITH_SIM
   sim::proxy_fence();

@@ -122,25 +122,60 @@ inline int __float_as_int(float f) { return std::bit_cast<int>(f); }
 inline int __popc(unsigned v) { return std::popcount(v); }
 inline int __clz(int v) { return std::countl_zero(static_cast<unsigned>(v)); }
 inline int __ffs(int v) { return v ? std::countr_zero(static_cast<unsigned>(v)) + 1 : 0; }
+// Bytes of x (0 to 3) and y (4 to 7), chosen by the hexadecimal digits of the selector. What a digit above 7 means,
+// CUDA does not say.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector WARPSMITH_SITE) {
+  if (selector & 0x8888u) ::warpsmith::sim::fail("__byte_perm: the digits of the selector are 0 to 7", site);
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (selector >> (4 * i) & 7) * 8 & 0xff) << (8 * i);
+  return result;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
 }
 
-// Arithmetic. What the device approximates (rsqrtf, __expf and the like) is exact to rounding here.
+// Arithmetic. What the device approximates is approximate() here. Bounds: CUDA C++ Programming Guide, "Mathematical
+// Functions"; of rsqrtf, which is one instruction, PTX ISA 9.7.3 "rsqrt".
+namespace warpsmith::sim {
+// The compiler must not contract a product that was rounded by name with a sum around it.
+inline float rounded(float x) {
+  asm("" : "+m"(x));
+  return x;
+}
+constexpr double kUlp = 0x1p-23;  // of 1; relative to x it is between half and one of its last place
+}  // namespace warpsmith::sim
+
 template <class T> constexpr T min(T a, std::type_identity_t<T> b) { return b < a ? b : a; }
 template <class T> constexpr T max(T a, std::type_identity_t<T> b) { return a < b ? b : a; }
-inline float rsqrtf(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
-inline float __expf(float x) { return expf(x); }
-inline float __logf(float x) { return logf(x); }
+inline float rsqrtf(float x) {
+  return ::warpsmith::sim::approximate(1.0 / std::sqrt(static_cast<double>(x)), x, 0x1.125p-23);  // 2^-22.9
+}
+inline float __expf(float x) {
+  const double exact = std::exp(static_cast<double>(x));
+  return ::warpsmith::sim::approximate(exact, x, (2 + std::floor(std::fabs(1.173 * x))) * ::warpsmith::sim::kUlp / 2);
+}
+inline float __logf(float x) {
+  const double exact = std::log(static_cast<double>(x));
+  if (x >= 0.5f && x <= 2) return ::warpsmith::sim::approximate(exact, x, 0, 0x1.8p-22);  // 2^-21.41
+  return ::warpsmith::sim::approximate(exact, x, 3 * ::warpsmith::sim::kUlp / 2);
+}
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) {
+  return ::warpsmith::sim::rounded(::warpsmith::sim::rounded(a) + ::warpsmith::sim::rounded(b));
+}
+inline float __fsub_rn(float a, float b) {
+  return ::warpsmith::sim::rounded(::warpsmith::sim::rounded(a) - ::warpsmith::sim::rounded(b));
+}
+inline float __fmul_rn(float a, float b) { return ::warpsmith::sim::rounded(a * b); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fdividef(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) {
+  const double exact = static_cast<double>(a) / static_cast<double>(b);
+  return ::warpsmith::sim::approximate(exact, a, 2 * ::warpsmith::sim::kUlp / 2);
+}
 inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
 template <class T> T __ldg(const T* p WARPSMITH_SITE) {
   ::warpsmith::sim::on_load(p, sizeof(T), site);

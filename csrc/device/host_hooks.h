@@ -97,6 +97,11 @@ void copy_async_wait(int groups_in_flight, Site site);
 void wait_for_previous_kernel();
 void launch_dependents();
 
+// What the device computes within a bound: `exact` itself, or by Options::approximation a value as far off as
+// `relative` and `absolute` allow, the rounding to float included. The same for the same input, so that equal inputs of
+// two kernels give equal bits. 0, infinities and NaN stay.
+float approximate(double exact, float input, double relative, double absolute = 0);
+
 // Work that is counted.
 void count_flops(int64_t flops);
 int64_t switches_so_far();

@@ -20,6 +20,8 @@ void store_matrix(const uint32_t* registers, int matrices, bool transposed, void
 // mbarriers.
 void mbarrier_init(void* barrier, int arrivals, Site site);
 void mbarrier_arrive(void* barrier, int arrivals, int expected_bytes, Site site);
+void mbarrier_arrive_expect(void* barrier, int bytes, Site site);
+void mbarrier_arrive_remote(void* remote, Site site);
 void mbarrier_wait(void* barrier, unsigned parity, Site site);
 bool mbarrier_test(void* barrier, unsigned parity, Site site);
 void mbarrier_init_fence();

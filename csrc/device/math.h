@@ -2,14 +2,15 @@
 #include "common/normal_distribution.h"
 #include "device/platform.h"
 
-// Fast arithmetic with stated error. Any thread, no ordering. The host bodies are exact to rounding, so tests that run
-// there see the algorithm and not the approximation. Error bounds: PTX ISA 9.7.3 "ex2", "lg2", "rcp", "rsqrt", "tanh".
+// Fast arithmetic with stated error. Any thread, no ordering. The host bodies are exact to rounding or, where a test
+// asks for it (sim::Options::approximation), as far off as the bound allows. Error bounds: PTX ISA 9.7.3 "ex2", "lg2",
+// "rcp", "rsqrt", "tanh".
 namespace warpsmith::device {
 
 // 2^x, subnormal results flushed to 0; max relative error 2^-22.
 __device__ __forceinline__ float exp2(float x) {
 #ifdef WARPSMITH_SIM
-  const float y = exp2f(x);
+  const float y = sim::approximate(std::exp2(static_cast<double>(x)), x, 0x1p-22);
   return y < 1.17549435e-38f ? 0.0f : y;
 #else
   float y;
@@ -21,7 +22,8 @@ __device__ __forceinline__ float exp2(float x) {
 // log2(x), subnormal inputs taken as 0; absolute error 2^-22 for x in [0.5, 2], relative 2^-22 elsewhere.
 __device__ __forceinline__ float log2(float x) {
 #ifdef WARPSMITH_SIM
-  return log2f(fabsf(x) < 1.17549435e-38f ? 0.0f : x);
+  const double exact = std::log2(fabsf(x) < 1.17549435e-38f ? 0.0 : static_cast<double>(x));
+  return x >= 0.5f && x <= 2 ? sim::approximate(exact, x, 0, 0x1p-22) : sim::approximate(exact, x, 0x1p-22);
 #else
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -32,7 +34,9 @@ __device__ __forceinline__ float log2(float x) {
 // 1 / x within 1 ulp; subnormal inputs and results are flushed to zero, keeping the sign.
 __device__ __forceinline__ float reciprocal(float x) {
 #ifdef WARPSMITH_SIM
-  const float y = 1.0f / (fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x);
+  const double exact = 1 / static_cast<double>(fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x);
+  const double ulp = std::isfinite(exact) && exact != 0 ? std::ldexp(1.0, std::ilogb(exact) - 23) : 0;
+  const float y = sim::approximate(exact, x, 0, ulp);
   return fabsf(y) < 1.17549435e-38f ? copysignf(0.0f, y) : y;
 #else
   float y;
@@ -47,7 +51,8 @@ __device__ __forceinline__ float rsqrt(float x) { return rsqrtf(x); }
 // tanh(x), max relative error 2^-11.
 __device__ __forceinline__ float fast_tanh(float x) {
 #ifdef WARPSMITH_SIM
-  return tanhf(x);
+  const float y = sim::approximate(std::tanh(static_cast<double>(x)), x, 0x1p-11);
+  return y > 1 ? 1.0f : y < -1 ? -1.0f : y;
 #else
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -52,7 +52,7 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier* b WARPSMITH_SITE) {
 // One arrival that also announces `bytes` of bulk copies for the current phase. Before those copies are issued.
 __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier* b, int bytes WARPSMITH_SITE) {
 #ifdef WARPSMITH_SIM
-  sim::mbarrier_arrive(b, 1, bytes, site);
+  sim::mbarrier_arrive_expect(b, bytes, site);
 #elif __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(detail::shared_address(b)), "r"(bytes)
                : "memory");
@@ -62,7 +62,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier* b, int bytes WA
 // One arrival on the same barrier of another block of the cluster. `remote` comes from cluster_shared().
 __device__ __forceinline__ void mbarrier_arrive_remote(Mbarrier* remote WARPSMITH_SITE) {
 #ifdef WARPSMITH_SIM
-  sim::mbarrier_arrive(remote, 1, 0, site);
+  sim::mbarrier_arrive_remote(remote, site);
 #elif __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(remote)))

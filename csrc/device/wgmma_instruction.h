@@ -18,6 +18,10 @@ namespace warpsmith::device::detail {
   WARPSMITH_D16       \
   ","                 \
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WARPSMITH_D40 \
+  WARPSMITH_D32       \
+  ","                 \
+  "%32,%33,%34,%35,%36,%37,%38,%39"
 #define WARPSMITH_D48 \
   WARPSMITH_D32       \
   ","                 \
@@ -26,6 +30,18 @@ namespace warpsmith::device::detail {
   WARPSMITH_D48       \
   ","                 \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WARPSMITH_D72 \
+  WARPSMITH_D64       \
+  ","                 \
+  "%64,%65,%66,%67,%68,%69,%70,%71"
+#define WARPSMITH_D80 \
+  WARPSMITH_D72       \
+  ","                 \
+  "%72,%73,%74,%75,%76,%77,%78,%79"
+#define WARPSMITH_D88 \
+  WARPSMITH_D80       \
+  ","                 \
+  "%80,%81,%82,%83,%84,%85,%86,%87"
 #define WARPSMITH_D96                                                                        \
   WARPSMITH_D64                                                                              \
   ","                                                                                        \
@@ -41,8 +57,12 @@ namespace warpsmith::device::detail {
 #define WARPSMITH_F8(d, i) WARPSMITH_F4(d, i), WARPSMITH_F4(d, i + 4)
 #define WARPSMITH_F16(d, i) WARPSMITH_F8(d, i), WARPSMITH_F8(d, i + 8)
 #define WARPSMITH_F32(d, i) WARPSMITH_F16(d, i), WARPSMITH_F16(d, i + 16)
+#define WARPSMITH_F40(d, i) WARPSMITH_F32(d, i), WARPSMITH_F8(d, i + 32)
 #define WARPSMITH_F48(d, i) WARPSMITH_F32(d, i), WARPSMITH_F16(d, i + 32)
 #define WARPSMITH_F64(d, i) WARPSMITH_F32(d, i), WARPSMITH_F32(d, i + 32)
+#define WARPSMITH_F72(d, i) WARPSMITH_F64(d, i), WARPSMITH_F8(d, i + 64)
+#define WARPSMITH_F80(d, i) WARPSMITH_F64(d, i), WARPSMITH_F16(d, i + 64)
+#define WARPSMITH_F88(d, i) WARPSMITH_F80(d, i), WARPSMITH_F8(d, i + 80)
 #define WARPSMITH_F96(d, i) WARPSMITH_F64(d, i), WARPSMITH_F32(d, i + 64)
 #define WARPSMITH_F128(d, i) WARPSMITH_F64(d, i), WARPSMITH_F64(d, i + 64)
 
@@ -71,10 +91,18 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[N / 2], uint64_t a_descrip
     WARPSMITH_WGMMA_SS("32", WARPSMITH_D16, WARPSMITH_F16(d, 0), "%16", "%17", "%18", "%19", "%20");
   else if constexpr (N == 64)
     WARPSMITH_WGMMA_SS("64", WARPSMITH_D32, WARPSMITH_F32(d, 0), "%32", "%33", "%34", "%35", "%36");
+  else if constexpr (N == 80)
+    WARPSMITH_WGMMA_SS("80", WARPSMITH_D40, WARPSMITH_F40(d, 0), "%40", "%41", "%42", "%43", "%44");
   else if constexpr (N == 96)
     WARPSMITH_WGMMA_SS("96", WARPSMITH_D48, WARPSMITH_F48(d, 0), "%48", "%49", "%50", "%51", "%52");
   else if constexpr (N == 128)
     WARPSMITH_WGMMA_SS("128", WARPSMITH_D64, WARPSMITH_F64(d, 0), "%64", "%65", "%66", "%67", "%68");
+  else if constexpr (N == 144)
+    WARPSMITH_WGMMA_SS("144", WARPSMITH_D72, WARPSMITH_F72(d, 0), "%72", "%73", "%74", "%75", "%76");
+  else if constexpr (N == 160)
+    WARPSMITH_WGMMA_SS("160", WARPSMITH_D80, WARPSMITH_F80(d, 0), "%80", "%81", "%82", "%83", "%84");
+  else if constexpr (N == 176)
+    WARPSMITH_WGMMA_SS("176", WARPSMITH_D88, WARPSMITH_F88(d, 0), "%88", "%89", "%90", "%91", "%92");
   else if constexpr (N == 192)
     WARPSMITH_WGMMA_SS("192", WARPSMITH_D96, WARPSMITH_F96(d, 0), "%96", "%97", "%98", "%99", "%100");
   else if constexpr (N == 256)
@@ -90,10 +118,18 @@ template <int N, int BMajor> __device__ __forceinline__ void wgmma_bf16(float (&
     WARPSMITH_WGMMA_RS("32", WARPSMITH_D16, WARPSMITH_F16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21", "%22");
   else if constexpr (N == 64)
     WARPSMITH_WGMMA_RS("64", WARPSMITH_D32, WARPSMITH_F32(d, 0), "%32", "%33", "%34", "%35", "%36", "%37", "%38");
+  else if constexpr (N == 80)
+    WARPSMITH_WGMMA_RS("80", WARPSMITH_D40, WARPSMITH_F40(d, 0), "%40", "%41", "%42", "%43", "%44", "%45", "%46");
   else if constexpr (N == 96)
     WARPSMITH_WGMMA_RS("96", WARPSMITH_D48, WARPSMITH_F48(d, 0), "%48", "%49", "%50", "%51", "%52", "%53", "%54");
   else if constexpr (N == 128)
     WARPSMITH_WGMMA_RS("128", WARPSMITH_D64, WARPSMITH_F64(d, 0), "%64", "%65", "%66", "%67", "%68", "%69", "%70");
+  else if constexpr (N == 144)
+    WARPSMITH_WGMMA_RS("144", WARPSMITH_D72, WARPSMITH_F72(d, 0), "%72", "%73", "%74", "%75", "%76", "%77", "%78");
+  else if constexpr (N == 160)
+    WARPSMITH_WGMMA_RS("160", WARPSMITH_D80, WARPSMITH_F80(d, 0), "%80", "%81", "%82", "%83", "%84", "%85", "%86");
+  else if constexpr (N == 176)
+    WARPSMITH_WGMMA_RS("176", WARPSMITH_D88, WARPSMITH_F88(d, 0), "%88", "%89", "%90", "%91", "%92", "%93", "%94");
   else if constexpr (N == 192)
     WARPSMITH_WGMMA_RS("192", WARPSMITH_D96, WARPSMITH_F96(d, 0), "%96", "%97", "%98", "%99", "%100", "%101", "%102");
   else if constexpr (N == 256)
@@ -114,10 +150,18 @@ __device__ __forceinline__ void wgmma_f16(float (&d)[N / 2], uint64_t a_descript
     WARPSMITH_WGMMA_SS("32", WARPSMITH_D16, WARPSMITH_F16(d, 0), "%16", "%17", "%18", "%19", "%20");
   else if constexpr (N == 64)
     WARPSMITH_WGMMA_SS("64", WARPSMITH_D32, WARPSMITH_F32(d, 0), "%32", "%33", "%34", "%35", "%36");
+  else if constexpr (N == 80)
+    WARPSMITH_WGMMA_SS("80", WARPSMITH_D40, WARPSMITH_F40(d, 0), "%40", "%41", "%42", "%43", "%44");
   else if constexpr (N == 96)
     WARPSMITH_WGMMA_SS("96", WARPSMITH_D48, WARPSMITH_F48(d, 0), "%48", "%49", "%50", "%51", "%52");
   else if constexpr (N == 128)
     WARPSMITH_WGMMA_SS("128", WARPSMITH_D64, WARPSMITH_F64(d, 0), "%64", "%65", "%66", "%67", "%68");
+  else if constexpr (N == 144)
+    WARPSMITH_WGMMA_SS("144", WARPSMITH_D72, WARPSMITH_F72(d, 0), "%72", "%73", "%74", "%75", "%76");
+  else if constexpr (N == 160)
+    WARPSMITH_WGMMA_SS("160", WARPSMITH_D80, WARPSMITH_F80(d, 0), "%80", "%81", "%82", "%83", "%84");
+  else if constexpr (N == 176)
+    WARPSMITH_WGMMA_SS("176", WARPSMITH_D88, WARPSMITH_F88(d, 0), "%88", "%89", "%90", "%91", "%92");
   else if constexpr (N == 192)
     WARPSMITH_WGMMA_SS("192", WARPSMITH_D96, WARPSMITH_F96(d, 0), "%96", "%97", "%98", "%99", "%100");
   else if constexpr (N == 256)
@@ -133,10 +177,18 @@ template <int N, int BMajor> __device__ __forceinline__ void wgmma_f16(float (&d
     WARPSMITH_WGMMA_RS("32", WARPSMITH_D16, WARPSMITH_F16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21", "%22");
   else if constexpr (N == 64)
     WARPSMITH_WGMMA_RS("64", WARPSMITH_D32, WARPSMITH_F32(d, 0), "%32", "%33", "%34", "%35", "%36", "%37", "%38");
+  else if constexpr (N == 80)
+    WARPSMITH_WGMMA_RS("80", WARPSMITH_D40, WARPSMITH_F40(d, 0), "%40", "%41", "%42", "%43", "%44", "%45", "%46");
   else if constexpr (N == 96)
     WARPSMITH_WGMMA_RS("96", WARPSMITH_D48, WARPSMITH_F48(d, 0), "%48", "%49", "%50", "%51", "%52", "%53", "%54");
   else if constexpr (N == 128)
     WARPSMITH_WGMMA_RS("128", WARPSMITH_D64, WARPSMITH_F64(d, 0), "%64", "%65", "%66", "%67", "%68", "%69", "%70");
+  else if constexpr (N == 144)
+    WARPSMITH_WGMMA_RS("144", WARPSMITH_D72, WARPSMITH_F72(d, 0), "%72", "%73", "%74", "%75", "%76", "%77", "%78");
+  else if constexpr (N == 160)
+    WARPSMITH_WGMMA_RS("160", WARPSMITH_D80, WARPSMITH_F80(d, 0), "%80", "%81", "%82", "%83", "%84", "%85", "%86");
+  else if constexpr (N == 176)
+    WARPSMITH_WGMMA_RS("176", WARPSMITH_D88, WARPSMITH_F88(d, 0), "%88", "%89", "%90", "%91", "%92", "%93", "%94");
   else if constexpr (N == 192)
     WARPSMITH_WGMMA_RS("192", WARPSMITH_D96, WARPSMITH_F96(d, 0), "%96", "%97", "%98", "%99", "%100", "%101", "%102");
   else if constexpr (N == 256)

@@ -1,7 +1,9 @@
 #include <string>
 
+#include "host/bindings.h"
 #include "host/problem.h"
 #include "kernels/cross_entropy/cross_entropy_config.h"
+#include "kernels/cross_entropy/cross_entropy_ops.h"
 
 namespace py = pybind11;
 
@@ -22,8 +24,8 @@ py::dict describe(const CrossEntropyConfig& c) {
   return d;
 }
 
-py::dict plan(const py::kwargs& given) {
-  Problem problem("cross_entropy", given);
+py::dict plan(const char* op, const py::kwargs& given) {
+  Problem problem(op, given);
   CrossEntropyProblem p;
   p.rows = problem.integer("rows", 1);
   p.classes = problem.integer("classes", 1);
@@ -32,7 +34,7 @@ py::dict plan(const py::kwargs& given) {
   p.gradient = problem.flag("gradient", true);
   p.loss = problem.flag("loss", true);
   p.multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
-  p.compute_capability = static_cast<int>(problem.integer("compute_capability", 80, 90));
+  p.code_capability = static_cast<int>(problem.integer("code_capability", 80, 90));
   p.max_shared_bytes = static_cast<int>(problem.integer("max_shared_bytes", 0, 227 * 1024));
   problem.refuse_unknown();
 
@@ -42,7 +44,18 @@ py::dict plan(const py::kwargs& given) {
   return d;
 }
 
-const RegisterPlanner registered("cross_entropy", &plan);
+#define WARPSMITH_ROW(op) {#op, [](const py::kwargs& given) { return plan(#op, given); }},
+const RegisterPlanner registered[] = {WARPSMITH_CROSS_ENTROPY_OPS(WARPSMITH_ROW)};
+#undef WARPSMITH_ROW
+
+#define WARPSMITH_ROW(name) numbers[#name] = number++;
+const RegisterBinder reductions([](py::module_& m) {
+  py::dict numbers;
+  int64_t number = 0;
+  WARPSMITH_REDUCTIONS(WARPSMITH_ROW)
+  m.attr("REDUCTIONS") = numbers;
+});
+#undef WARPSMITH_ROW
 
 }  // namespace
 }  // namespace warpsmith::host

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "host/bindings.h"
-#include "host/plan.h"
+#include "host/problem.h"
 
 namespace py = pybind11;
 
@@ -27,7 +27,13 @@ py::dict plan(const std::string& op, const py::kwargs& problem) {
     for (const auto& [name, planner] : warpsmith::host::planners()) known += (known.empty() ? "" : ", ") + name;
     throw py::value_error("plan: op: expected one of " + known + ", got " + op);
   }
-  return found->second(problem);
+  try {
+    return found->second(problem);
+  } catch (const warpsmith::host::Keys& listed) {
+    py::dict d;
+    d["keys"] = listed.keys;
+    return d;
+  }
 }
 
 }  // namespace

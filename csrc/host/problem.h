@@ -7,13 +7,22 @@
 
 namespace warpsmith::host {
 
+// What a planner without a problem ends with: its keys, and what each takes.
+struct Keys {
+  pybind11::dict keys;
+};
+
 // The keyword arguments of warpsmith.plan, read one by one; what is missing, of the wrong kind or unknown is refused by
-// name.
+// name. Without any, all keys are read as if they had been given, and refuse_unknown() throws them as Keys.
 class Problem {
  public:
-  Problem(const char* op, const pybind11::kwargs& given) : op_(op), given_(given) {}
+  Problem(const char* op, const pybind11::kwargs& given) : op_(op), given_(given), lists_(given.empty()) {}
 
   int64_t integer(const char* key, int64_t least, std::optional<int64_t> otherwise = std::nullopt) {
+    if (lists_) {
+      list(key, "an integer >= " + std::to_string(least), otherwise.has_value());
+      return otherwise.value_or(least);
+    }
     if (!has(key)) return otherwise ? *otherwise : missing(key);
     if (!pybind11::isinstance<pybind11::int_>(given_[key])) refuse(key, "an integer");
     int overflow = 0;
@@ -24,6 +33,7 @@ class Problem {
   }
 
   bool flag(const char* key, bool otherwise) {
+    if (lists_) list(key, "True or False", true);
     if (!has(key)) return otherwise;
     if (!pybind11::isinstance<pybind11::bool_>(given_[key])) refuse(key, "True or False");
     return given_[key].cast<bool>();
@@ -37,6 +47,7 @@ class Problem {
 
   // Of a CUDA floating dtype, by name or as torch.dtype.
   int dtype_bytes(const char* key, const std::string& otherwise) {
+    if (lists_) list(key, "float32, float16 or bfloat16", true);
     const std::string value = text(key, otherwise);
     if (value == "float32") return 4;
     if (value == "float16" || value == "bfloat16") return 2;
@@ -44,6 +55,7 @@ class Problem {
   }
 
   void refuse_unknown() const {
+    if (lists_) throw Keys{keys_};
     for (const auto& [key, value] : given_)
       if (!asked_.count(key.cast<std::string>())) {
         std::string known;
@@ -54,6 +66,10 @@ class Problem {
   }
 
  private:
+  void list(const char* key, const std::string& takes, bool optional) {
+    keys_[key] = takes + (optional ? "; may be left out" : "");
+  }
+
   static constexpr int64_t kMost = int64_t(1) << 40;  // more than a GPU's memory holds, and far from overflow
 
   bool has(const char* key) {
@@ -72,6 +88,8 @@ class Problem {
 
   std::string op_;
   const pybind11::kwargs& given_;
+  bool lists_;
+  pybind11::dict keys_;
   std::set<std::string> asked_;
 };
 

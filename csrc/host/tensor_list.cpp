@@ -6,6 +6,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "common/tensor_list.h"
 #include "host/bindings.h"
 #include "host/dlpack.h"
 
@@ -20,10 +21,6 @@ namespace {
 
 using Address = int64_t;
 using ReadAddress = void* (*)(PyObject*);  // of a tensor object; throws for a tensor without memory
-
-constexpr Address kNoGradient = 0;
-constexpr Address kNoElements =
-    16;  // torch gives a tensor without elements the address 0, which stands for no gradient
 
 // Where a tensor object and what torch keeps of it were, to be prefetched and nothing else.
 struct Seen {
@@ -341,6 +338,7 @@ class TensorWatch {
 };
 
 const RegisterBinder registered([](py::module_& m) {
+  m.attr("NO_ELEMENTS") = kNoElements;
   py::class_<TensorWatch>(m, "TensorWatch",
                           "The places of parameters and states, and the addresses of gradients in columns.")
       .def(py::init<const py::capsule&, py::object, const py::list&, const py::dict&, const py::tuple&,

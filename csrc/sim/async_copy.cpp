@@ -1,5 +1,6 @@
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "sim/machine.h"
 
@@ -8,7 +9,9 @@
 namespace warpsmith::sim {
 namespace {
 
-void execute(const AsyncCopy& c) {
+void execute(AsyncCopy& c) {
+  self().block->proxy_view.stored(self(), c.to, static_cast<size_t>(c.bytes));  // cp.async is of the generic proxy
+  if (std::exchange(c.done, true)) return;
   note_read(c.from, static_cast<size_t>(c.valid_bytes));
   note_write(c.to, static_cast<size_t>(c.bytes));
   Untracked scope;
@@ -28,17 +31,17 @@ void copy_async(void* shared, const void* global, int bytes, int valid_bytes, Si
   if (in_shared(global)) fail("copy_async: the source is not in global memory", site);
   machine.counters.global_bytes_read += valid_bytes;
   machine.counters.shared_bytes_written += bytes;
-  const AsyncCopy copy{static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global), bytes,
-                       valid_bytes};
+  AsyncCopy copy{static_cast<unsigned char*>(shared), static_cast<const unsigned char*>(global), bytes, valid_bytes,
+                 false};
   const Timing timing = async_timing();
   Thread& me = self();
   if (timing == Timing::early || (timing == Timing::random && random_bits() % 2)) {
     execute(copy);
-    Untracked scope;
-    me.open_copies.push_back({copy.to, copy.from, 0, 0});
   } else {
     note_write(shared, static_cast<size_t>(bytes));
     for (int i = 0; i < bytes; ++i) copy.to[i] = 0xff;
+  }
+  {
     Untracked scope;
     me.open_copies.push_back(copy);
   }
@@ -57,7 +60,7 @@ void copy_async_wait(int groups_in_flight, Site) {
   const int complete = static_cast<int>(groups.size()) - groups_in_flight;
   if (complete <= 0) return;
   for (int i = 0; i < complete; ++i)
-    for (const AsyncCopy& c : groups[static_cast<size_t>(i)]) execute(c);
+    for (AsyncCopy& c : groups[static_cast<size_t>(i)]) execute(c);
   Untracked scope;
   groups.erase(groups.begin(), groups.begin() + complete);
 }

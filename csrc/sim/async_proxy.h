@@ -27,6 +27,7 @@ struct BulkOperation {
   bool load = true;
   bool tensor = false;
   bool add = false;
+  bool async_proxy = true;          // false: store_async, whose write is an ordinary one
   unsigned char* shared = nullptr;  // in the issuing block
   unsigned char* global = nullptr;
   int bytes = 0;
@@ -55,29 +56,42 @@ struct TensorMapContent {
 static_assert(sizeof(TensorMapContent) <= sizeof(TensorMap));
 TensorMapContent content_of(const TensorMap& map, Site site);
 
-// Which bytes the asynchronous proxy knows: it wrote them, or they were read behind a proxy fence. Ordinary writes are
-// not seen as they happen, so changed bytes are found by hash when they are read: some thread must have fenced since
-// the last look. The thread sanitizer build knows each thread's fences exactly.
+// What the asynchronous proxy knows of a block's shared memory. The rule for bytes that bulk copies or wgmma access:
+//   - After an ordinary write: the thread that wrote, or the thread that issues the copy, executes fence.proxy.async
+//     between the two. This holds where the proxy reads the bytes and where it overwrites them.
+//   - After an ordinary read that a barrier orders before the copy: no fence. A read that is complete has its value.
+// PTX ISA 8.6 "Proxies" and 8.9.5 "Causality Order": operations of two proxies on one address are ordered by a proxy
+// fence on the path between them. CUTLASS's pipelines release a stage after ordinary reads without one.
+//
+// Stores through the vocabulary are known with their thread. Other ordinary writes show when the proxy accesses the
+// bytes, by their hash: then any fence of the block since the proxy's last look counts. The thread sanitizer build
+// knows every thread's writes and fences.
 class ProxyView {
  public:
   void reset();
-  void fence() { ++fences_; }
+  void fence(uint64_t number) { last_fence_ = number; }  // numbers grow with time, over all blocks
+  void stored(const Thread& by, const unsigned char* p, size_t bytes);
   void wrote(const Block& block, const unsigned char* p, size_t bytes);
   void will_write(const Block& block, const unsigned char* p, size_t bytes);  // a copy in flight
+  // Checks, before a copy is issued by the running thread.
+  void overwrites(const Block& block, const unsigned char* p, size_t bytes, const char* what, Site site);
+  // Checks, as the copy reads or as the running thread issues it.
   void reads(const Block& block, const unsigned char* p, size_t bytes, const char* what, Site site);
 
  private:
   static constexpr size_t kChunkBytes = 16;  // the least that the proxy moves
   struct Chunk {
     uint64_t hash = 0;
-    uint32_t fences = 0;
+    uint64_t looked = 0, stored = 0;  // the latest fence at the proxy's last look, and at the latest ordinary store
+    int writer = -1;                  // thread of that store, -1: none since the last look
     bool known = false;
     bool awaited = false;  // the destination of a copy in flight
   };
   Chunk& chunk(size_t index);
+  bool fenced(const Chunk& c, const Block& block) const;
   std::vector<Chunk> chunks_;
   std::vector<size_t> touched_;
-  uint32_t fences_ = 0;
+  uint64_t last_fence_ = 0;
 };
 
 // Runs a piece of the work in flight; false if there is none. The scheduler calls it when no thread can run (late), and

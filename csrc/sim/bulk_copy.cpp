@@ -24,22 +24,29 @@ class EngineScope {
   [[maybe_unused]] void* before_ = nullptr;
 };
 constexpr int kWriter = 0, kReader = 1;
-constexpr int64_t kSpinLimit = 1 << 22;
+constexpr int64_t kSpinLimit = 1 << 22, kSpinsUntilAllStart = 1 << 10;
+
+// The blocks that a load writes to.
+std::vector<Block*> targets_of(const BulkOperation& op) {
+  if (op.cluster_mask == 0) return {op.block};
+  std::vector<Block*> targets;
+  for (unsigned rank = 0; rank < op.block->cluster_size; ++rank)
+    if (op.cluster_mask >> rank & 1) targets.push_back(op.block->cluster->blocks[rank]);
+  return targets;
+}
 
 void execute_load(BulkOperation& op) {
   Untracked allocation;
-  std::vector<Block*> targets;
-  if (op.cluster_mask == 0) targets.push_back(op.block);
-  for (unsigned rank = 0; rank < op.block->cluster_size; ++rank)
-    if (op.cluster_mask >> rank & 1) targets.push_back(op.block->cluster->blocks[rank]);
   const uint32_t at = window_offset(op.shared), barrier_at = window_offset(op.barrier);
-  for (Block* target : targets) {
+  for (Block* target : targets_of(op)) {
+    if (!target->started) fail("bulk copy arrives in a block that has not started", op.site);
     if (target->live_threads == 0) fail("bulk copy arrives in a block that has exited", op.site);
     MbarrierState& barrier = mbarrier_of(*target, barrier_at, "bulk copy", op.site);
     unsigned char* to = target->arena + at;
     {
       EngineScope engine(kWriter);
       order_acquire(&op.issued);
+      order_acquire(&op.read_order);
       for_each_piece(op, [&](uint32_t offset, unsigned char* from, int bytes) {
         unsigned char* piece = to + permuted(op, offset);
         note_write(piece, static_cast<size_t>(bytes));
@@ -96,6 +103,23 @@ void execute_write(BulkOperation& op) {
   op.done = true;
 }
 
+// At issue: what the copy reads or overwrites was written behind a fence. To the thread sanitizer an overwritten place
+// is read by the engine that knows fences only: that races with ordinary writes that nobody fenced, and with no read.
+void check_fences(BulkOperation& op) {
+  const auto bytes = static_cast<size_t>(op.bytes);
+  if (!op.load) return op.block->proxy_view.reads(*op.block, op.shared, bytes, "bulk store", op.site);
+  for (Block* target : targets_of(op)) {
+    unsigned char* to = target->arena + window_offset(op.shared);
+    target->proxy_view.overwrites(*target, to, bytes, "bulk load", op.site);
+    if constexpr (!kThreadSanitizer) continue;
+    EngineScope engine(kReader);
+    order_acquire(&target->proxy_fences);
+    order_acquire(&machine.engine_wrote);
+    note_read(to, bytes);
+    order_release(&op.read_order);
+  }
+}
+
 // One step of one copy.
 void advance(BulkOperation& op) {
   if (op.load)
@@ -112,6 +136,7 @@ void issue(BulkOperation&& operation) {
   BulkOperation& op = machine.bulk_operations.emplace_back(std::move(operation));
   if (!op.block) op.block = me.block;
   if (!op.load) me.open_bulk.push_back(&op);
+  if (op.async_proxy) check_fences(op);
   order_release(&op.issued);
   const Timing timing = async_timing();
   if (timing == Timing::early || (timing == Timing::random && random_bits() % 2)) {
@@ -121,13 +146,10 @@ void issue(BulkOperation&& operation) {
   machine.in_flight.push_back(&op);
   if (!op.load) return;
   // Until it arrives, the destination holds NaN bytes in every receiving block.
-  for (unsigned rank = 0; rank < me.block->cluster_size; ++rank) {
-    Block* target = op.cluster_mask == 0 ? op.block : me.block->cluster->blocks[rank];
-    if (op.cluster_mask && !(op.cluster_mask >> rank & 1)) continue;
+  for (Block* target : targets_of(op)) {
     unsigned char* to = target->arena + window_offset(op.shared);
     for (int i = 0; i < op.bytes; ++i) to[i] = 0xff;
     target->proxy_view.will_write(*target, to, static_cast<size_t>(op.bytes));
-    if (op.cluster_mask == 0) break;
   }
 }
 
@@ -223,6 +245,7 @@ const char* unfinished_bulk_work(const Thread& thread) {
 }
 
 void bulk_load(void* shared, const void* global, int bytes, void* barrier, Site site) {
+  if (!sm90_code()) return;
   check_linear(global, shared, bytes, "bulk_load", site);
   check_barrier(barrier, "bulk_load", site);
   machine.counters.global_bytes_read += bytes;
@@ -238,6 +261,7 @@ void bulk_load(void* shared, const void* global, int bytes, void* barrier, Site 
 
 // As a copy of 16 bytes that the issuing thread has at hand.
 void store_async(void* remote, const void* sixteen_bytes, void* remote_barrier, Site site) {
+  if (!sm90_code()) return;
   Block* target = owner_of_shared(remote);
   if (!target || target->cluster != self().block->cluster)
     fail("store_async: the destination is not in shared memory of this cluster", site);
@@ -257,12 +281,14 @@ void store_async(void* remote, const void* sixteen_bytes, void* remote_barrier, 
   op.shared = static_cast<unsigned char*>(remote);
   op.global = op.staged.data();
   op.bytes = 16;
+  op.async_proxy = false;
   op.barrier = remote_barrier;
   op.site = site;
   issue(std::move(op));
 }
 
 void bulk_store(void* global, const void* shared, int bytes, BulkKind kind, Site site) {
+  if (!sm90_code()) return;
   check_linear(global, shared, bytes, "bulk_store", site);
   machine.counters.global_bytes_written += bytes;
   machine.counters.shared_bytes_read += bytes;
@@ -278,6 +304,7 @@ void bulk_store(void* global, const void* shared, int bytes, BulkKind kind, Site
 
 void tensor_load(void* shared, const void* map, const int* coordinates, int rank, void* barrier, unsigned cluster_mask,
                  Site site) {
+  if (!sm90_code()) return;
   BulkOperation op = tensor_operation(map, coordinates, rank, shared, "tensor_load", site);
   op.barrier = barrier;
   op.cluster_mask = cluster_mask;
@@ -290,6 +317,7 @@ void tensor_load(void* shared, const void* map, const int* coordinates, int rank
 }
 
 void tensor_store(const void* map, const int* coordinates, int rank, const void* shared, bool add, Site site) {
+  if (!sm90_code()) return;
   BulkOperation op = tensor_operation(map, coordinates, rank, shared, "tensor_store", site);
   for (int i = 0; i < rank; ++i)
     if (coordinates[i] < 0)
@@ -302,6 +330,7 @@ void tensor_store(const void* map, const int* coordinates, int rank, const void*
 }
 
 void bulk_commit() {
+  if (!sm90_code()) return;
   Thread& me = self();
   Untracked scope;
   me.bulk_groups.push_back(std::move(me.open_bulk));
@@ -309,6 +338,7 @@ void bulk_commit() {
 }
 
 void bulk_wait(int groups_in_flight, bool reads_only, Site) {
+  if (!sm90_code()) return;
   auto& groups = self().bulk_groups;
   const int complete = static_cast<int>(groups.size()) - groups_in_flight;
   for (int i = 0; i < complete; ++i)
@@ -325,9 +355,10 @@ void bulk_wait(int groups_in_flight, bool reads_only, Site) {
 }
 
 void proxy_fence() {
-  Block& block = *self().block;
-  order_release(&block.proxy_fences);
-  block.proxy_view.fence();
+  if (!sm90_code()) return;
+  Thread& me = self();
+  order_release(&me.block->proxy_fences);
+  me.block->proxy_view.fence(me.proxy_fence = ++machine.proxy_fences);
 }
 
 void proxy_reads_chunks(Block& block, const uint32_t* offsets, size_t count, const char* what, Site site) {
@@ -342,6 +373,7 @@ void proxy_reads_chunks(Block& block, const uint32_t* offsets, size_t count, con
 
 void spin_pause() {
   if (++machine.spins > kSpinLimit) fail("spins without end: what it waits for never happens", {});
+  if (machine.spins == kSpinsUntilAllStart) start_withheld_blocks();
   if (machine.options.seed == 0 || random_bits() % 4 == 0) run_some_async_work();
   yield(0);  // stands back: what it waits for may come from the least favoured thread
 }

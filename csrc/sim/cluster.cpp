@@ -16,6 +16,7 @@ void complete_if_all_arrived(Cluster& cluster) {
 }  // namespace
 
 void cluster_arrive(Site site) {
+  if (!sm90_code()) return;
   Thread& me = self();
   Cluster& cluster = *me.block->cluster;
   if (me.cluster_arrived) fail("cluster_arrive: called twice without cluster_wait between", site);
@@ -28,6 +29,7 @@ void cluster_arrive(Site site) {
 }
 
 void cluster_wait(Site site) {
+  if (!sm90_code()) return;
   Thread& me = self();
   Cluster& cluster = *me.block->cluster;
   if (!me.cluster_arrived) fail("cluster_wait: without cluster_arrive before", site);
@@ -54,6 +56,7 @@ void thread_left_cluster(Cluster& cluster) {
 }
 
 void* cluster_shared(const void* shared, unsigned rank, Site site) {
+  if (!sm90_code()) return const_cast<void*>(shared);
   Block& mine = *self().block;
   if (owner_of_shared(shared) != &mine) fail("cluster_shared: the address is not in this block's shared memory", site);
   if (rank >= mine.cluster_size)

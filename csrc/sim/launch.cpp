@@ -16,6 +16,13 @@ Status device_properties(DeviceProperties& out) {
   return {};
 }
 
+Status code_capability(int* capability) {
+  *capability = sim::machine.options.properties.code_capability;
+  return {};
+}
+
+bool runs_sm90a_code() { return sim::machine.options.properties.code_capability == kSm90; }
+
 }  // namespace warpsmith
 
 namespace warpsmith::sim {
@@ -46,8 +53,7 @@ Status validate(const LaunchConfig& c) {
   if (c.dynamic_shared_bytes > machine.shared_limit_bytes) return invalid_value();
   if (c.cluster == 0) return invalid_configuration();
   if (c.cluster > 1) {
-    if (machine.options.properties.compute_capability < 90)
-      return driver_error("cudaErrorNotSupported: operation not supported");
+    if (machine.options.device_capability < 90) return driver_error("cudaErrorNotSupported: operation not supported");
     if (c.cluster > 8)  // 16 needs an attribute that no kernel here sets
       return driver_error(
           "cudaErrorInvalidClusterSize: a kernel launch error has occurred due to cluster misconfiguration");
@@ -105,14 +111,26 @@ void begin_thread(Block& b, Thread& t, int number) {
   t.wgmma_fenced = false;
   t.cluster_phase = 0;
   t.cluster_arrived = false;
+  t.proxy_fence = 0;
+}
+
+// The part of a grid that runs, in clusters: `size` of them behind `first` in each dimension.
+struct Part {
+  uint3 first, size;
+};
+Part part_of(const LaunchConfig& c) {
+  const uint3 all{c.grid.x / c.cluster, c.grid.y, c.grid.z}, last = machine.options.last_blocks;
+  const auto most = [](unsigned n, unsigned of) { return n ? std::min(n, of) : of; };
+  const uint3 size{most(last.x, all.x), most(last.y, all.y), most(last.z, all.z)};
+  return {{all.x - size.x, all.y - size.y, all.z - size.z}, size};
 }
 
 void begin_block(const LaunchConfig& c, uint3 index, Block& b, size_t number, Cluster& cluster) {
   b.index = index;
   b.threads = c.block;
   b.grid = c.grid;
-  b.cluster_rank = static_cast<unsigned>(cluster.blocks.size());
-  b.cluster_size = c.cluster;
+  b.cluster_rank = sm90_code() ? static_cast<unsigned>(cluster.blocks.size()) : 0;
+  b.cluster_size = sm90_code() ? c.cluster : 1;
   b.thread_count = b.live_threads = static_cast<int>(c.block.x * c.block.y * c.block.z);
   b.cluster = &cluster;
   cluster.blocks.push_back(&b);
@@ -125,7 +143,7 @@ void begin_block(const LaunchConfig& c, uint3 index, Block& b, size_t number, Cl
     barrier.waiting.reserve(static_cast<size_t>(b.thread_count));
   }
   for (int i = 0; i < b.thread_count; ++i) begin_thread(b, b.thread[static_cast<size_t>(i)], i);
-  b.started = false;
+  b.started = b.withheld = false;
   b.mbarriers.clear();
   b.mbarriers_published = false;
   b.proxy_view.reset();
@@ -135,11 +153,15 @@ void begin_block(const LaunchConfig& c, uint3 index, Block& b, size_t number, Cl
 
 }  // namespace
 
-std::vector<std::pair<std::string, int>> launched_kernels() {
-  std::vector<std::pair<std::string, int>> all;
-  for (const auto& [kernel, threads] : machine.largest_blocks) {
+void synchronize() { ++machine.launch_number; }
+
+std::vector<LaunchedKernel> launched_kernels() {
+  std::vector<LaunchedKernel> all;
+  for (const auto& [kernel, launched] : machine.launched) {
     Dl_info info{};
-    if (dladdr(kernel, &info) && info.dli_sname) all.emplace_back(info.dli_sname, threads);
+    if (!dladdr(kernel, &info) || !info.dli_sname) continue;
+    all.push_back(launched);
+    all.back().symbol = info.dli_sname;
   }
   return all;
 }
@@ -160,8 +182,11 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
   WARPSMITH_RETURN_IF_FAILED(validate(c));
   {
     Untracked scope;
-    int& largest = machine.largest_blocks[kernel];
-    largest = std::max(largest, static_cast<int>(threads_of(c)));
+    LaunchedKernel& launched = machine.launched[kernel];
+    launched.threads = std::max(launched.threads, static_cast<int>(threads_of(c)));
+    launched.cluster |= c.cluster > 1;
+    launched.programmatic |= c.programmatic_dependent;
+    launched.bulk_copies |= c.bulk_copies;
   }
   const Counters before = machine.counters;
   ++machine.counters.launches;
@@ -175,7 +200,8 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
   machine.stacks_used = 0;
   order_release(&machine.launch_begins);
 
-  const uint64_t clusters_x = c.grid.x / c.cluster, clusters = clusters_x * c.grid.y * c.grid.z;
+  const auto [origin, size] = part_of(c);
+  const uint64_t clusters = uint64_t{size.x} * size.y * size.z;
   // The thread sanitizer's barriers cost the square of the threads at once. One block at a time would be too few:
   // blocks that run in turn on the same stacks are ordered by these.
   const uint64_t most = kThreadSanitizer && threads_of(c) >= 256 ? 2 : 3;
@@ -193,9 +219,9 @@ Status run_grid(const LaunchConfig& c, const void* kernel, void (*run_thread)(co
     machine.clusters.clear();
     begin_async_work();
     while (machine.clusters.size() < at_once && done < clusters) {
-      const auto x = static_cast<unsigned>(position % clusters_x) * c.cluster;
-      const auto y = static_cast<unsigned>(position / clusters_x % c.grid.y);
-      const auto z = static_cast<unsigned>(position / clusters_x / c.grid.y);
+      const auto x = (origin.x + static_cast<unsigned>(position % size.x)) * c.cluster;
+      const auto y = origin.y + static_cast<unsigned>(position / size.x % size.y);
+      const auto z = origin.z + static_cast<unsigned>(position / size.x / size.y);
       ++done;
       position = (position + step) % clusters;
       if (machine.options.block_filter && !machine.options.block_filter({x, y, z})) continue;

@@ -28,6 +28,7 @@ struct AsyncCopy {
   unsigned char* to;
   const unsigned char* from;
   int bytes, valid_bytes;
+  bool done;
 };
 
 struct SharedAccess {
@@ -79,6 +80,7 @@ struct alignas(64) Thread : ThreadView {
   bool wgmma_fenced = false;
   uint64_t cluster_phase = 0;
   bool cluster_arrived = false;
+  uint64_t proxy_fence = 0;  // number of its latest
 };
 
 struct Warp {
@@ -118,6 +120,7 @@ struct Block : BlockView {
   std::vector<SharedArray> shared_arrays;
   Cluster* cluster = nullptr;
   bool started = false;                                   // some thread has run
+  bool withheld = false;                                  // does not start until nothing else can run
   std::unordered_map<uint32_t, MbarrierState> mbarriers;  // by offset in shared memory
   bool mbarriers_published = false;
   ProxyView proxy_view;
@@ -146,17 +149,21 @@ struct Machine {
   bool programmatic_dependent = false;
   const void* opted_in = nullptr;  // the kernel that may have more than 48 KiB of shared memory, and how much dynamic
   size_t opted_in_bytes = 0;
-  size_t shared_limit_bytes = 0;              // static and dynamic, of the running kernel
-  int64_t launch_number = 0;                  // never reset
-  std::map<const void*, int> largest_blocks;  // of kernels, in threads; never reset
-  std::deque<BulkOperation> bulk_operations;  // of the wave
+  size_t shared_limit_bytes = 0;                   // static and dynamic, of the running kernel
+  int64_t launch_number = 0;                       // never reset
+  std::map<const void*, LaunchedKernel> launched;  // without their symbols; never reset
+  std::deque<BulkOperation> bulk_operations;       // of the wave
   std::vector<BulkOperation*> in_flight;
-  int64_t tensor_bytes = 0;  // of the tensor copy being issued, without what lies outside the tensor
-  int64_t spins = 0;         // since the last release
-  size_t stacks_used = 0;    // of the pool, by the launch
+  uint64_t proxy_fences = 0;  // so far
+  int64_t tensor_bytes = 0;   // of the tensor copy being issued, without what lies outside the tensor
+  int64_t spins = 0;          // since the last release
+  size_t stacks_used = 0;     // of the pool, by the launch
   char launch_begins = 0, launch_ends = 0, engine_wrote = 0;  // ordering objects
 };
 extern Machine machine;
+
+// Whether the code that runs has what csrc/device compiles for sm_90 and newer.
+inline bool sm90_code() { return machine.options.properties.code_capability >= kSm90; }
 
 inline Thread& self() { return *static_cast<Thread*>(current_thread); }
 
@@ -167,10 +174,12 @@ void block_until_ready(Wait wait);  // the running thread waits until make_ready
 void maybe_preempt();               // by seed, lets another thread run
 void yield(uint64_t favour);        // lets other threads run, on even seeds rather those of more favour
 void run_wave();
+bool start_withheld_blocks();  // false if there are none
 [[noreturn]] void fail(const std::string& message, Site site);
 
 // memory_access.cpp
 void count_bank_conflicts(const Warp& warp);
+void note_ordinary_store(const void* pointer, int bytes);
 
 // shared_memory.cpp
 constexpr size_t kArenaBytes = 512 << 10, kPageBytes = 4096;

@@ -129,6 +129,8 @@ void check_row(const void* row, int matrices, const char* what, Site site) {
 }  // namespace
 
 void mma(float* d, const uint32_t* a, const uint32_t* b, Operand a_type, Operand b_type, Site site) {
+  if (operand_bytes(a_type) == 1 && machine.options.properties.code_capability < 89)
+    fail("mma of 8-bit floats: code below sm_89 traps", site);
   Mma m{d, a, b, a_type, b_type};
   warp_operation(kWholeWarp, mma_all, &mma_identity, &m, "mma", site);
   if (self().lane == 0) count_flops(int64_t{2} * 16 * 8 * (32 / operand_bytes(a_type)));
@@ -146,10 +148,12 @@ void load_matrix(uint32_t* registers, int matrices, bool transposed, const void*
 }
 
 void store_matrix(const uint32_t* registers, int matrices, bool transposed, void* row, Site site) {
+  if (!sm90_code()) fail("store_matrix: code below sm_90 traps", site);
   check_row(row, matrices, "store_matrix", site);
   MatrixAccess m{const_cast<uint32_t*>(registers), static_cast<unsigned char*>(row)};
   if (self().lane < 8 * matrices) {
     note_write(row, 16);
+    note_ordinary_store(row, 16);
     machine.counters.shared_bytes_written += 16;
   }
   const WarpOperation operation = access_operation<true>(matrices, transposed);

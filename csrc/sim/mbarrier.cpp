@@ -47,7 +47,9 @@ void mbarrier_init(void* barrier, int arrivals, Site site) {
   b.waiting.reserve(static_cast<size_t>(block.thread_count));
 }
 
-void mbarrier_init_fence() { self().block->mbarriers_published = true; }
+void mbarrier_init_fence() {
+  if (sm90_code()) self().block->mbarriers_published = true;
+}
 
 void mbarrier_arrive(void* barrier, int arrivals, int expected_bytes, Site site) {
   MbarrierState& b = mbarrier_at(barrier, "mbarrier_arrive", site);
@@ -62,6 +64,14 @@ void mbarrier_arrive(void* barrier, int arrivals, int expected_bytes, Site site)
   maybe_preempt();
 }
 
+void mbarrier_arrive_expect(void* barrier, int bytes, Site site) {
+  if (sm90_code()) mbarrier_arrive(barrier, 1, bytes, site);
+}
+
+void mbarrier_arrive_remote(void* remote, Site site) {
+  if (sm90_code()) mbarrier_arrive(remote, 1, 0, site);
+}
+
 void complete_bytes(MbarrierState& b, int64_t bytes, Site site) {
   b.pending_bytes -= bytes;
   if (b.pending_bytes < -kMaxCount) fail("mbarrier: far more bytes arrived than were expected", site);
@@ -69,6 +79,10 @@ void complete_bytes(MbarrierState& b, int64_t bytes, Site site) {
 }
 
 bool mbarrier_test(void* barrier, unsigned parity, Site site) {
+  if (!sm90_code()) {
+    spin_pause();
+    return false;
+  }
   MbarrierState& b = mbarrier_at(barrier, "mbarrier_test", site);
   if ((b.phase & 1) == parity) {
     spin_pause();
@@ -79,6 +93,7 @@ bool mbarrier_test(void* barrier, unsigned parity, Site site) {
 }
 
 void mbarrier_wait(void* barrier, unsigned parity, Site site) {
+  if (!sm90_code()) fail("mbarrier_wait: never returns: code below sm_90 has no mbarrier_test", site);
   if (parity > 1) fail("mbarrier_wait: the parity is 0 or 1", site);
   MbarrierState& b = mbarrier_at(barrier, "mbarrier_wait", site);
   if (owner_of_shared(barrier) != self().block)

@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdio>
 #include <set>
 
@@ -40,6 +42,14 @@ void note_shared_access(const void* pointer, int bytes) {
 
 }  // namespace
 
+// Of the running thread, into its own block: what another block does there, csrc/sim finds by the bytes.
+void note_ordinary_store(const void* pointer, int bytes) {
+  Thread& me = self();
+  const auto* p = static_cast<const unsigned char*>(pointer);
+  if (static_cast<size_t>(p - me.block->arena) < kArenaBytes)
+    me.block->proxy_view.stored(me, p, static_cast<size_t>(bytes));
+}
+
 void on_load(const void* pointer, int bytes, Site site) {
   check_alignment(pointer, bytes, site);
   if (in_shared(pointer)) {
@@ -57,6 +67,7 @@ void on_store(void* pointer, int bytes, Site site) {
   if (in_shared(pointer)) {
     machine.counters.shared_bytes_written += bytes;
     note_shared_access(pointer, bytes);
+    note_ordinary_store(pointer, bytes);
   } else {
     machine.counters.global_bytes_written += bytes;
     if (!self().waited_for_previous_kernel) check_previous_kernel(pointer, site);
@@ -109,10 +120,26 @@ void count_bank_conflicts(const Warp& warp) {
   }
 }
 
+float approximate(double exact, float input, double relative, double absolute) {
+  const uint64_t seed = machine.options.approximation;
+  if (seed == 0 || exact == 0 || !std::isfinite(exact)) return static_cast<float>(exact);
+  double part = seed % 4 == 1 ? 1 : -1;
+  if (seed % 4 == 0 || seed % 4 == 3) {
+    uint64_t h = (seed << 32 | std::bit_cast<uint32_t>(input)) * 0xff51afd7ed558ccdull;
+    h = (h ^ h >> 33) * 0xc4ceb9fe1a85ec53ull;
+    part = static_cast<double>(h >> 11) * 0x1p-52 - 1;
+  }
+  // The rounding that follows takes half a last place of the result.
+  const double bound = std::max(relative * std::fabs(exact), absolute) - 0x1p-24 * std::fabs(exact);
+  return static_cast<float>(exact + part * bound);
+}
+
 void count_flops(int64_t flops) { machine.counters.flops += flops; }
 int64_t switches_so_far() { return machine.counters.switches; }
 
-void wait_for_previous_kernel() { self().waited_for_previous_kernel = true; }
+void wait_for_previous_kernel() {
+  if (sm90_code()) self().waited_for_previous_kernel = true;
+}
 void launch_dependents() {}
 
 }  // namespace warpsmith::sim

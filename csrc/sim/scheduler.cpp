@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <map>
 #include <tuple>
+#include <utility>
 
 #include "sim/machine.h"
 
@@ -63,7 +64,7 @@ void switch_away() {
   Thread& me = self();
   if (async_timing() == Timing::random && !machine.in_flight.empty() && random_bits() % 8 == 0) run_some_async_work();
   Thread* next = next_ready();
-  while (!next && run_some_async_work()) next = next_ready();
+  while (!next && (run_some_async_work() || start_withheld_blocks())) next = next_ready();
   if (next == &me) return;
   ++machine.counters.switches;
   current_thread = next;
@@ -157,6 +158,26 @@ void fail(const std::string& message, Site site) {
 
 void fail(const char* message, Site site) { fail(std::string(message), site); }
 
+// A cluster's blocks may start at any time from each other: under seed 0 and odd seeds one of them (seed 0: the last)
+// starts only when the others cannot go on without it.
+void withhold_blocks() {
+  const uint64_t seed = machine.options.seed;
+  if (seed && seed % 2 == 0) return;
+  for (Cluster& cluster : machine.clusters)
+    if (const size_t blocks = cluster.blocks.size(); blocks > 1)
+      cluster.blocks[seed ? random_bits() % blocks : blocks - 1]->withheld = true;
+}
+
+bool start_withheld_blocks() {
+  bool any = false;
+  for (Block& block : machine.blocks) {
+    if (!std::exchange(block.withheld, false)) continue;
+    for (Thread& t : block.thread) make_ready(t);
+    any = true;
+  }
+  return any;
+}
+
 void run_wave() {
   machine.ready.clear();
   machine.ready_head = 0;
@@ -165,13 +186,14 @@ void run_wave() {
   machine.ready.reserve(4096 + 8 * threads);
   machine.stacks_used = std::max(machine.stacks_used, threads);
   size_t number = 0;
+  withhold_blocks();
   const size_t rotation = machine.options.seed ? random_bits() % threads : 0;
   for (Block& block : machine.blocks)
     for (Thread& t : block.thread) {
       // Rotated, so that the same thread of consecutive blocks is not one and the same to the thread sanitizer.
       prepare(t.fiber, pooled_stack((number++ + rotation) % threads), thread_entry,
               static_cast<unsigned>(t.linear_index));
-      make_ready(t);
+      if (!block.withheld) make_ready(t);
     }
   adopt_host_stack(machine.host);
   if (Thread* first = next_ready()) {

@@ -65,30 +65,44 @@ void read_operand(uint64_t bits, bool mn_major, Operand type, int first, int row
     }
 }
 
+struct Tile {
+  alignas(64) float a[16][32], b[256][32], bt[32][256], d[16][256];
+};
+
+WARPSMITH_SIM_UNCHECKED void multiply(Tile& t, int columns, int depth) {
+  for (int n = 0; n < columns; ++n)
+    for (int k = 0; k < depth; ++k) t.bt[k][n] = t.b[n][k];
+  for (int row = 0; row < 16; ++row)
+    for (int k = 0; k < depth; ++k)
+      for (int n = 0; n < columns; n += 8)  // by eight, so that -O2 vectorises
+        for (int i = 0; i < 8; ++i) t.d[row][n + i] += t.a[row][k] * t.bt[k][n + i];
+}
+
+// A lane's accumulators, from its registers (null: zeros) or to them.
+WARPSMITH_SIM_UNCHECKED void take_accumulators(Tile& t, int lane, const float* registers, int count) {
+  for (int j = 0; j < count; ++j)
+    t.d[lane / 4 + 8 * (j >> 1 & 1)][8 * (j >> 2) + 2 * (lane % 4) + (j & 1)] = registers ? registers[j] : 0.0f;
+}
+WARPSMITH_SIM_UNCHECKED void give_accumulators(const Tile& t, int lane, float* registers, int count) {
+  for (int j = 0; j < count; ++j)
+    registers[j] = t.d[lane / 4 + 8 * (j >> 1 & 1)][8 * (j >> 2) + 2 * (lane % 4) + (j & 1)];
+}
+
 // One wgmma of one warp; `all` holds every lane's copy of it.
 void compute(PendingWgmma* const* all) {
   const WgmmaOperands& o = all[0]->operands;
   const int first_row = self().linear_index / 32 % 4 * 16, depth = 32 / operand_bytes(o.a_type);
-  alignas(64) static float a[16][32], b[256][32], bt[32][256], d[16][256];
+  static Tile t;
   if (o.a_registers) {
-    for (int lane = 0; lane < 32; ++lane) unpack_fragment(all[lane]->operands.a_registers, 4, o.a_type, lane, a);
+    for (int lane = 0; lane < 32; ++lane) unpack_fragment(all[lane]->operands.a_registers, 4, o.a_type, lane, t.a);
   } else {
-    read_operand(o.a, o.a_mn_major, o.a_type, first_row, 16, a, all[0]->site);
+    read_operand(o.a, o.a_mn_major, o.a_type, first_row, 16, t.a, all[0]->site);
   }
-  read_operand(o.b, o.b_mn_major, o.b_type, 0, o.n, b, all[0]->site);
-  for (int n = 0; n < o.n; ++n)
-    for (int k = 0; k < depth; ++k) bt[k][n] = b[n][k];
-  const auto row_of = [](int lane, int j) { return lane / 4 + 8 * (j >> 1 & 1); };
-  const auto column_of = [](int lane, int j) { return 8 * (j >> 2) + 2 * (lane % 4) + (j & 1); };
+  read_operand(o.b, o.b_mn_major, o.b_type, 0, o.n, t.b, all[0]->site);
   for (int lane = 0; lane < 32; ++lane)
-    for (int j = 0; j < o.n / 2; ++j)
-      d[row_of(lane, j)][column_of(lane, j)] = o.accumulate ? all[lane]->operands.d[j] : 0.0f;
-  for (int row = 0; row < 16; ++row)
-    for (int k = 0; k < depth; ++k)
-      for (int n = 0; n < o.n; n += 8)  // by eight, so that -O2 vectorises
-        for (int i = 0; i < 8; ++i) d[row][n + i] += a[row][k] * bt[k][n + i];
-  for (int lane = 0; lane < 32; ++lane)
-    for (int j = 0; j < o.n / 2; ++j) all[lane]->operands.d[j] = d[row_of(lane, j)][column_of(lane, j)];
+    take_accumulators(t, lane, o.accumulate ? all[lane]->operands.d : nullptr, o.n / 2);
+  multiply(t, o.n, depth);
+  for (int lane = 0; lane < 32; ++lane) give_accumulators(t, lane, all[lane]->operands.d, o.n / 2);
 }
 
 // Accumulators of the lane's wgmmas in flight, held aside while the registers show NaN.
@@ -154,12 +168,14 @@ void check_warpgroup(const char* what, Site site) {
 }  // namespace
 
 void wgmma_fence(Site site) {
+  if (!sm90_code()) return;
   check_warpgroup("wgmma_fence", site);
   warp_operation(kWholeWarp, nullptr, &fence_identity, nullptr, "wgmma_fence", site);
   self().wgmma_fenced = true;
 }
 
 void wgmma(const WgmmaOperands& operands, Site site) {
+  if (!sm90_code()) return;
   check_warpgroup("wgmma", site);
   Thread& me = self();
   if (operands.n < 8 || operands.n > 256 || operands.n % 8) fail("wgmma: N must be a multiple of 8 up to 256", site);
@@ -184,6 +200,7 @@ void wgmma(const WgmmaOperands& operands, Site site) {
 }
 
 void wgmma_commit(Site site) {
+  if (!sm90_code()) return;
   Thread& me = self();
   warp_operation(kWholeWarp, nullptr, &commit_identity, nullptr, "wgmma_commit", site);
   Untracked scope;
@@ -193,6 +210,7 @@ void wgmma_commit(Site site) {
 }
 
 void wgmma_wait(int groups_in_flight, Site site) {
+  if (!sm90_code()) return;
   check_warpgroup("wgmma_wait", site);
   Thread& me = self();
   const int complete = std::max(0, static_cast<int>(me.wgmma_groups.size()) - groups_in_flight);
@@ -219,6 +237,7 @@ void begin_registers(Block& block) {
 }
 
 void set_register_budget(int registers, bool increase, Site site) {
+  if (!sm90_code()) return;
   check_warpgroup("setmaxnreg", site);
   Thread& me = self();
   Block& block = *me.block;

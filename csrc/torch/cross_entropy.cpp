@@ -1,80 +1,30 @@
 #include "kernels/cross_entropy/cross_entropy.h"
 
-#include <cmath>
-
-#include "torch/support/device.h"
 #include "torch/support/library.h"
+#include "torch/support/loss.h"
 #include "torch/support/rows.h"
-#include "torch/support/tensor.h"
 
 namespace warpsmith {
 namespace {
 
-constexpr const char* kOp = "cross_entropy";
-constexpr const char* kBackward = "cross_entropy_backward";
-constexpr const char* kScale = "cross_entropy_scale";
+constexpr const char *kOp = name(CrossEntropy::cross_entropy), *kBackward = backward_name(CrossEntropy::cross_entropy),
+                     *kScale = "cross_entropy_scale";
 
-// As torch numbers them.
-enum Reduction : int64_t { kNone = 0, kMean = 1, kSum = 2 };
-
-int32_t real_dtype(Dtype dtype) {
-  return dtype == Dtype::float64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
-}
-
-struct Options {
-  int64_t ignore_index;
-  double label_smoothing, z_loss, softcap;
+struct Inputs : LossRows {
+  Rows logits;
+  CrossEntropyParams params() const { return LossRows::params(logits.tensor, logits.stride, 0, rows); }
 };
-
-void check_options(const char* op, const Options& o) {
-  if (!(o.label_smoothing >= 0 && o.label_smoothing <= 1))
-    refuse(op, "label_smoothing", "a number from 0 to 1", std::to_string(o.label_smoothing));
-  for (const auto& [what, value] : {std::pair{"z_loss", o.z_loss}, std::pair{"softcap", o.softcap}})
-    if (!(value >= 0 && std::isfinite(value))) refuse(op, what, "a finite number >= 0", std::to_string(value));
-}
 
 // Logits as rows, with the other inputs checked against them.
-struct Inputs {
-  Dtype dtype;
-  Rows rows;
-  Tensor target;
-  std::optional<Tensor> class_weight;
-
-  Inputs(const char* op, const Tensor& logits, const Tensor& target_any, const std::optional<Tensor>& weight)
-      : dtype(float_dtype(op, "logits", logits)), rows(as_rows(op, "logits", logits)) {
-    if (dtype_of(op, "target", target_any) != ScalarType::Long)
-      refuse(op, "target", "int64 class indices", dtype_text(target_any.scalar_type()));
-    bool same = target_any.dim() == logits.dim() - 1;
-    std::string expected;
-    for (int64_t i = 0; i < logits.dim() - 1; ++i) {
-      same = same && target_any.size(i) == logits.size(i);
-      expected += (i ? ", " : "") + std::to_string(logits.size(i));
-    }
-    if (!same) refuse(op, "target", "shape (" + expected + ")", shape_text(target_any));
-    check_same_device(op, "target", target_any, logits);
-    if (rows.columns == 0) refuse(op, "logits", "at least one class in the last dimension", "none");
-    if (weight) {
-      check_dtype(op, "class_weight", *weight, dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32);
-      check_shape(op, "class_weight", *weight, {rows.columns});
-      check_same_device(op, "class_weight", *weight, logits);
-      class_weight = as_contiguous(*weight);
-    }
-    target = as_contiguous(target_any);
-  }
-
-  const int64_t* targets() const { return static_cast<const int64_t*>(target.const_data_ptr()); }
-  const void* weights() const { return class_weight ? class_weight->const_data_ptr() : nullptr; }
-};
-
-// On the CPU labels are looked at before any work; a CUDA tensor's cannot be without waiting for the device.
-void check_labels(const char* op, const Inputs& in, int64_t ignore_index) {
-  if (!in.target.is_cpu()) return;
-  const int64_t bad = cross_entropy_first_bad_target_cpu(in.targets(), in.rows.rows, in.rows.columns, ignore_index);
-  if (bad >= 0)
-    refuse(op, "target",
-           "classes from 0 to " + std::to_string(in.rows.columns - 1) + ", or ignore_index " +
-               std::to_string(ignore_index),
-           std::to_string(in.targets()[bad]) + " in row " + std::to_string(bad));
+Inputs checked(const char* op, const Tensor& logits, const Tensor& target, const std::optional<Tensor>& class_weight,
+               const LossOptions& options) {
+  const Dtype dtype = float_dtype(op, "logits", logits);
+  const Rows rows = as_rows(op, "logits", logits);
+  Inputs in{{op, dtype, check_target(op, target, logits), rows.rows, rows.columns, options, {}}, rows};
+  if (in.classes == 0) refuse(op, "logits", "at least one class in the last dimension", "none");
+  in.set_class_weight(class_weight);
+  check_options(op, options);
+  return in;
 }
 
 // The logits themselves as the place of their gradient.
@@ -84,204 +34,125 @@ void check_writable_rows(const char* op, const Tensor& logits, const Rows& rows)
            "shape " + shape_text(logits) + " with other strides");
 }
 
-CrossEntropyParams params_of(const Inputs& in, const Options& o) {
-  CrossEntropyParams p{};
-  p.logits = in.rows.tensor.const_data_ptr();
-  p.target = in.targets();
-  p.class_weight = in.weights();
-  p.rows = in.rows.rows;
-  p.classes = in.rows.columns;
-  p.logits_stride = in.rows.stride;
-  p.ignore_index = o.ignore_index;
-  p.softcap = o.softcap;
-  p.label_smoothing = o.label_smoothing;
-  p.z_loss = o.z_loss;
-  p.dtype = in.dtype;
-  return p;
-}
-
-// Like the target, with another dtype.
-Tensor per_row(const char* argument, const Tensor& target, int32_t dtype) {
-  const auto sizes = target.sizes();
-  return allocate(kOp, argument, sizes.data(), static_cast<int64_t>(sizes.size()), dtype, target);
-}
-Tensor scalar(const char* op, const char* argument, Dtype dtype, const Tensor& like) {
-  return allocate(op, argument, nullptr, 0, real_dtype(dtype), like);
-}
-
-struct Outputs {
-  Tensor loss, lse, argmax, accuracy, denominator, row_max, row_sum;
-};
+using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using OutputsAndGradient = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The whole forward; `dlogits` may be the logits' own memory.
-Outputs forward_into(const Inputs& in, const Options& o, int64_t reduction, bool stats, Tensor* dlogits,
-                     int64_t dlogits_stride) {
-  check_options(kOp, o);
-  if (reduction != kNone && reduction != kMean && reduction != kSum)
-    refuse(kOp, "reduction", "none, mean or sum (0, 1 or 2)", std::to_string(reduction));
-  check_labels(kOp, in, o.ignore_index);
+Outputs forward_into(const Inputs& in, int64_t reduction_number, bool stats, const std::optional<Tensor>& dlogits = {},
+                     int64_t dlogits_stride = 0) {
+  const Reduction reduction = check_reduction(kOp, reduction_number);
+  in.check_labels();
 
-  const Tensor none = allocate_vector(kOp, "no output", 0, real_dtype(in.dtype), in.target);
-  const Tensor row_loss = per_row("loss", in.target, real_dtype(in.dtype));
-  Outputs out{row_loss,
-              per_row("lse", in.target, real_dtype(in.dtype)),
-              none,
-              none,
-              none,
-              per_row("row_max", in.target, real_dtype(in.dtype)),
-              per_row("row_sum", in.target, real_dtype(in.dtype))};
-  if (stats) {
-    out.argmax = per_row("argmax", in.target, aoti_torch_dtype_int64());
-    out.accuracy = scalar(kOp, "accuracy", in.dtype, in.target);
-  } else {
-    out.argmax = allocate_vector(kOp, "no output", 0, aoti_torch_dtype_int64(), in.target);
-  }
-  if (reduction != kNone) out.loss = scalar(kOp, "loss", in.dtype, in.target);
-  if (reduction == kMean) out.denominator = scalar(kOp, "denominator", in.dtype, in.target);
-  const Tensor partials = allocate_vector(kOp, "partial sums", kCrossEntropyPartials, real_dtype(in.dtype), in.target);
+  const int32_t real = real_code(in.dtype), index = aoti_torch_dtype_int64();
+  const Tensor row_loss = allocate_shaped(kOp, "loss", in.target, real);
+  const Tensor lse = allocate_shaped(kOp, "lse", in.target, real);
+  const Tensor row_max = allocate_shaped(kOp, "row_max", in.target, real);
+  const Tensor row_sum = allocate_shaped(kOp, "row_sum", in.target, real);
+  std::optional<Tensor> argmax;
+  if (stats) argmax = allocate_shaped(kOp, "argmax", in.target, index);
+  const Tensor partials = allocate_partials(in);
+  const Denominator before(in, reduction == Reduction::mean, partials);
+  Reduced after(in, reduction, row_loss, argmax, before.denominator, partials);
+  after.p.follows_forward = in.rows > 0;
 
-  CrossEntropyParams p = params_of(in, o);
+  CrossEntropyParams p = in.params();
   p.loss = row_loss.mutable_data_ptr();
-  p.lse = out.lse.mutable_data_ptr();
-  p.argmax = stats ? static_cast<int64_t*>(out.argmax.mutable_data_ptr()) : nullptr;
-  p.row_max = out.row_max.mutable_data_ptr();
-  p.row_sum = out.row_sum.mutable_data_ptr();
+  p.lse = lse.mutable_data_ptr();
+  p.argmax = static_cast<int64_t*>(at(argmax));
+  p.row_max = row_max.mutable_data_ptr();
+  p.row_sum = row_sum.mutable_data_ptr();
   p.skip_ignored = !stats;
-  if (dlogits) {
-    p.dlogits = dlogits->mutable_data_ptr();
-    p.dlogits_stride = dlogits_stride;
-  }
-  CrossEntropyDenominatorParams d{};
-  d.target = p.target;
-  d.class_weight = p.class_weight;
-  d.partials = partials.mutable_data_ptr();
-  d.rows = p.rows;
-  d.classes = p.classes;
-  d.ignore_index = p.ignore_index;
-  d.dtype = p.dtype;
-  std::optional<Tensor> total_weight;
-  if (p.class_weight && o.label_smoothing != 0) {
-    total_weight = scalar(kOp, "sum of class weights", in.dtype, in.target);
-    p.class_weight_total = d.class_weight_total = total_weight->mutable_data_ptr();
-  }
-  if (reduction == kMean) p.denominator = d.denominator = out.denominator.mutable_data_ptr();
-  p.follows_denominator = d.denominator || d.class_weight_total;
-  CrossEntropyReduceParams r{};
-  r.loss = p.loss;
-  r.denominator = p.denominator;
-  r.target = p.target;
-  r.argmax = p.argmax;
-  r.total = reduction != kNone ? out.loss.mutable_data_ptr() : nullptr;
-  r.accuracy = stats ? out.accuracy.mutable_data_ptr() : nullptr;
-  r.partials = partials.mutable_data_ptr();
-  r.rows = p.rows;
-  r.ignore_index = p.ignore_index;
-  r.follows_forward = p.rows > 0;
-  r.dtype = p.dtype;
-  const auto in_order = [&](auto&& denominator, auto&& forward, auto&& reduce) -> Status {
-    if (p.follows_denominator) WARPSMITH_RETURN_IF_FAILED(denominator());
-    if (p.rows > 0) WARPSMITH_RETURN_IF_FAILED(forward());
-    return r.total || r.accuracy ? reduce() : Status();
-  };
-  run_on(
-      kOp, in.target,
+  p.dlogits = at(dlogits);
+  p.dlogits_stride = dlogits_stride;
+  p.denominator = const_at(before.denominator);
+  p.class_weight_total = const_at(before.class_weight_total);
+  p.follows_denominator = before.wanted();
+  in.run(
       [&](void* stream) {
-        return in_order([&] { return cross_entropy_denominator_cuda(d, stream); },
-                        [&] { return cross_entropy_forward_cuda(p, stream); },
-                        [&] { return cross_entropy_reduce_cuda(r, stream); });
+        WARPSMITH_RETURN_IF_FAILED(before.cuda(stream));
+        if (p.rows > 0) WARPSMITH_RETURN_IF_FAILED(cross_entropy_forward_cuda(p, stream));
+        return after.cuda(stream);
       },
       [&](const Parallel& threads) {
-        return in_order([&] { return cross_entropy_denominator_cpu(d, threads); },
-                        [&] { return cross_entropy_forward_cpu(p, threads); },
-                        [&] { return cross_entropy_reduce_cpu(r, threads); });
+        WARPSMITH_RETURN_IF_FAILED(before.cpu(threads));
+        if (p.rows > 0) WARPSMITH_RETURN_IF_FAILED(cross_entropy_forward_cpu(p, threads));
+        return after.cpu(threads);
       });
-  return out;
+  const auto or_nothing = [&](const std::optional<Tensor>& t, int32_t dtype) {
+    return t ? *t : nothing(kOp, dtype, in.target);
+  };
+  return {after.loss.value_or(row_loss),
+          lse,
+          or_nothing(argmax, index),
+          or_nothing(after.accuracy, real),
+          or_nothing(before.denominator, real),
+          row_max,
+          row_sum};
 }
 
-using RowsOnly = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-using RowsAndGradient = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-RowsOnly forward(Tensor logits, Tensor target, std::optional<Tensor> class_weight, int64_t ignore_index,
-                 int64_t reduction, double label_smoothing, double z_loss, double softcap, bool stats) {
-  const Inputs in(kOp, logits, target, class_weight);
-  const Outputs out = forward_into(in, {ignore_index, label_smoothing, z_loss, softcap}, reduction, stats, nullptr, 0);
-  return {out.loss, out.lse, out.argmax, out.accuracy, out.denominator, out.row_max, out.row_sum};
+Outputs forward(Tensor logits, Tensor target, std::optional<Tensor> class_weight, int64_t ignore_index,
+                int64_t reduction, double label_smoothing, double z_loss, double softcap, bool stats) {
+  const Inputs in = checked(kOp, logits, target, class_weight, {ignore_index, label_smoothing, z_loss, softcap});
+  return forward_into(in, reduction, stats);
 }
 
 // Under tracing nothing is overwritten.
-RowsOnly traced(Tensor logits, Tensor target, std::optional<Tensor> class_weight, int64_t ignore_index,
-                int64_t reduction, double label_smoothing, double z_loss, double softcap, bool stats, bool) {
+Outputs traced(Tensor logits, Tensor target, std::optional<Tensor> class_weight, int64_t ignore_index,
+               int64_t reduction, double label_smoothing, double z_loss, double softcap, bool stats, bool) {
   return forward(logits, target, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, stats);
 }
 
-RowsAndGradient with_gradient(Tensor logits, Tensor target, std::optional<Tensor> class_weight, int64_t ignore_index,
+OutputsAndGradient with_gradient(Tensor logits, Tensor target, std::optional<Tensor> class_weight, int64_t ignore_index,
+                                 int64_t reduction, double label_smoothing, double z_loss, double softcap, bool stats) {
+  const Inputs in = checked(kOp, logits, target, class_weight, {ignore_index, label_smoothing, z_loss, softcap});
+  const Tensor dlogits = allocate_like(kOp, "dlogits", logits);
+  return std::tuple_cat(forward_into(in, reduction, stats, dlogits, in.classes), std::tuple(dlogits));
+}
+
+Outputs with_gradient_inplace(Tensor logits, Tensor target, std::optional<Tensor> class_weight, int64_t ignore_index,
                               int64_t reduction, double label_smoothing, double z_loss, double softcap, bool stats) {
-  const Inputs in(kOp, logits, target, class_weight);
-  Tensor dlogits = allocate_like(kOp, "dlogits", logits);
-  const Outputs out =
-      forward_into(in, {ignore_index, label_smoothing, z_loss, softcap}, reduction, stats, &dlogits, in.rows.columns);
-  return {out.loss, out.lse, out.argmax, out.accuracy, out.denominator, out.row_max, out.row_sum, dlogits};
+  const Inputs in = checked(kOp, logits, target, class_weight, {ignore_index, label_smoothing, z_loss, softcap});
+  check_writable_rows(kOp, logits, in.logits);
+  return forward_into(in, reduction, stats, in.logits.tensor, in.logits.stride);
 }
 
-RowsOnly with_gradient_inplace(Tensor logits, Tensor target, std::optional<Tensor> class_weight, int64_t ignore_index,
-                               int64_t reduction, double label_smoothing, double z_loss, double softcap, bool stats) {
-  Inputs in(kOp, logits, target, class_weight);
-  check_writable_rows(kOp, logits, in.rows);
-  const Outputs out = forward_into(in, {ignore_index, label_smoothing, z_loss, softcap}, reduction, stats,
-                                   &in.rows.tensor, in.rows.stride);
-  return {out.loss, out.lse, out.argmax, out.accuracy, out.denominator, out.row_max, out.row_sum};
-}
-
-void backward_into(const Inputs& in, const Options& o, const Tensor& dloss_any, const Tensor& row_max_any,
-                   const Tensor& row_sum_any, const Tensor& denominator, bool late, const Tensor& dlogits,
-                   int64_t dlogits_stride) {
-  check_options(kBackward, o);
-  const Dtype real = in.dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32;
-  check_dtype(kBackward, "dloss", dloss_any, real);
-  if (dloss_any.dim() != 0) check_same_shape(kBackward, "dloss", dloss_any, in.target);
-  check_same_device(kBackward, "dloss", dloss_any, in.target);
-  const auto check_rows = [&](const char* argument, const Tensor& t) {
-    check_dtype(kBackward, argument, t, real);
-    check_same_shape(kBackward, argument, t, in.target);
+void backward_into(const Inputs& in, const Tensor& dloss_any, const Tensor& row_max_any, const Tensor& row_sum_any,
+                   const Tensor& denominator, bool late, const Tensor& dlogits, int64_t dlogits_stride) {
+  const auto check = [&](const char* argument, const Tensor& t) {
+    check_dtype(kBackward, argument, t, real_dtype(in.dtype));
     check_same_device(kBackward, argument, t, in.target);
   };
-  check_rows("row_max", row_max_any);
-  check_rows("row_sum", row_sum_any);
+  check("dloss", dloss_any);
   if (late) check_shape(kBackward, "dloss", dloss_any, {});
-  check_dtype(kBackward, "denominator", denominator, real);
-  check_same_device(kBackward, "denominator", denominator, in.target);
-  if (in.rows.rows == 0) return;
+  if (dloss_any.dim() != 0) check_same_shape(kBackward, "dloss", dloss_any, in.target);
+  for (const auto& [argument, t] : {std::pair{"row_max", &row_max_any}, std::pair{"row_sum", &row_sum_any}}) {
+    check(argument, *t);
+    check_same_shape(kBackward, argument, *t, in.target);
+  }
+  check("denominator", denominator);
+  if (in.rows == 0) return;
 
   const Tensor dloss = as_contiguous(dloss_any), row_max = as_contiguous(row_max_any),
                row_sum = as_contiguous(row_sum_any);
-  CrossEntropyParams p = params_of(in, o);
+  std::optional<Tensor> partials;
+  if (in.class_weight) partials = allocate_partials(in);
+  const Denominator total(in, false, partials);
+  CrossEntropyParams p = in.params();
   p.row_max = const_cast<void*>(row_max.const_data_ptr());
   p.row_sum = const_cast<void*>(row_sum.const_data_ptr());
   (late ? p.late_scale : p.grad_loss) = dloss.const_data_ptr();
   p.grad_loss_stride = dloss.dim() == 0 ? 0 : 1;
   p.denominator = denominator.numel() ? denominator.const_data_ptr() : nullptr;
+  p.class_weight_total = const_at(total.class_weight_total);
   p.dlogits = dlogits.mutable_data_ptr();
   p.dlogits_stride = dlogits_stride;
-  std::optional<Tensor> total, partials;
-  CrossEntropyDenominatorParams d{};
-  if (p.class_weight && o.label_smoothing != 0) {
-    total = scalar(kBackward, "sum of class weights", in.dtype, in.target);
-    partials = allocate_vector(kBackward, "partial sums", kCrossEntropyPartials, real_dtype(in.dtype), in.target);
-    d.class_weight = p.class_weight;
-    d.classes = p.classes;
-    d.dtype = p.dtype;
-    d.partials = partials->mutable_data_ptr();
-    d.class_weight_total = total->mutable_data_ptr();
-    p.class_weight_total = total->const_data_ptr();
-  }
-  run_on(
-      kBackward, in.target,
+  in.run(
       [&](void* stream) {
-        if (total) WARPSMITH_RETURN_IF_FAILED(cross_entropy_denominator_cuda(d, stream));
+        WARPSMITH_RETURN_IF_FAILED(total.cuda(stream));
         return cross_entropy_backward_cuda(p, stream);
       },
       [&](const Parallel& threads) {
-        if (total) WARPSMITH_RETURN_IF_FAILED(cross_entropy_denominator_cpu(d, threads));
+        WARPSMITH_RETURN_IF_FAILED(total.cpu(threads));
         return cross_entropy_backward_cpu(p, threads);
       });
 }
@@ -289,26 +160,24 @@ void backward_into(const Inputs& in, const Options& o, const Tensor& dloss_any, 
 Tensor backward(Tensor dloss, Tensor logits, Tensor target, std::optional<Tensor> class_weight, Tensor row_max,
                 Tensor row_sum, Tensor denominator, bool late, int64_t ignore_index, double label_smoothing,
                 double z_loss, double softcap) {
-  const Inputs in(kBackward, logits, target, class_weight);
+  const Inputs in = checked(kBackward, logits, target, class_weight, {ignore_index, label_smoothing, z_loss, softcap});
   Tensor dlogits = allocate_like(kBackward, "dlogits", logits);
-  backward_into(in, {ignore_index, label_smoothing, z_loss, softcap}, dloss, row_max, row_sum, denominator, late,
-                dlogits, in.rows.columns);
+  backward_into(in, dloss, row_max, row_sum, denominator, late, dlogits, in.classes);
   return dlogits;
 }
 
 void backward_inplace(Tensor dloss, Tensor logits, Tensor target, std::optional<Tensor> class_weight, Tensor row_max,
                       Tensor row_sum, Tensor denominator, bool late, int64_t ignore_index, double label_smoothing,
                       double z_loss, double softcap) {
-  const Inputs in(kBackward, logits, target, class_weight);
-  check_writable_rows(kBackward, logits, in.rows);
-  backward_into(in, {ignore_index, label_smoothing, z_loss, softcap}, dloss, row_max, row_sum, denominator, late,
-                in.rows.tensor, in.rows.stride);
+  const Inputs in = checked(kBackward, logits, target, class_weight, {ignore_index, label_smoothing, z_loss, softcap});
+  check_writable_rows(kBackward, logits, in.logits);
+  backward_into(in, dloss, row_max, row_sum, denominator, late, in.logits.tensor, in.logits.stride);
 }
 
-// A gradient times what came in, which is looked at where it lies.
+// Multiplies a gradient by the upstream one, which stays on its device.
 void scale_inplace(Tensor dlogits, Tensor factor) {
   const Dtype dtype = float_dtype(kScale, "dlogits", dlogits);
-  check_dtype(kScale, "factor", factor, dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32);
+  check_dtype(kScale, "factor", factor, real_dtype(dtype));
   check_shape(kScale, "factor", factor, {});
   check_same_device(kScale, "factor", factor, dlogits);
   const Rows rows = as_rows(kScale, "dlogits", dlogits);
@@ -326,10 +195,9 @@ void scale_inplace(Tensor dlogits, Tensor factor) {
   " float z_loss, float softcap, bool stats"
 #define WARPSMITH_OUTPUTS \
   "Tensor loss, Tensor lse, Tensor argmax, Tensor accuracy, Tensor denominator, Tensor row_max, Tensor row_sum"
-#define WARPSMITH_BACKWARD_INPUTS                                                                                     \
-  " logits, Tensor target, Tensor? class_weight, Tensor row_max, Tensor row_sum, Tensor denominator, bool late, int " \
-  "ignore_index, float "                                                                                              \
-  "label_smoothing, float z_loss, float softcap"
+#define WARPSMITH_BACKWARD_INPUTS                                                                                 \
+  " logits, Tensor target, Tensor? class_weight, Tensor row_max, Tensor row_sum, Tensor denominator, bool late, " \
+  "int ignore_index, float label_smoothing, float z_loss, float softcap"
 
 WARPSMITH_SCHEMAS(m) {
   m.def("cross_entropy(Tensor" WARPSMITH_INPUTS ", bool inplace_backward) -> (" WARPSMITH_OUTPUTS ")");

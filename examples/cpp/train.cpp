@@ -1,8 +1,8 @@
 // Trains a small network on a made-up function with Warpsmith's rms_norm and AdamW, from C++ alone.
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/types.h>
-#include <warpsmith/adamw.h>
-#include <warpsmith/rms_norm.h>
+#include <warpsmith/norm.h>
+#include <warpsmith/optim.h>
 
 #include <cstdio>
 #include <exception>

@@ -1,6 +1,11 @@
 from collections.abc import Callable
 from typing import Any
 
+REDUCTIONS: dict[str, int]
+NO_ELEMENTS: int
+OPTIMIZER_STORAGES: dict[str, int]
+OPTIMIZERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]]
+
 def build() -> dict[str, Any]: ...
 def plan(op: str, **problem: Any) -> dict[str, Any]: ...
 

@@ -1,52 +1,25 @@
 """Fused operators for PyTorch training: forward and backward, CPU and CUDA, compiled ahead of time."""
 
 from warpsmith import _start as _start  # isort: skip  # first: it has one message for each thing that can be wrong
-from warpsmith import nn, optim
+import importlib
+from types import ModuleType
+
+import torch
+
+from warpsmith import nn, ops, optim
 from warpsmith._plan import plan
 from warpsmith._version import __version__
-from warpsmith.ops.adamw import adamw
-from warpsmith.ops.add_layer_norm import add_layer_norm
-from warpsmith.ops.add_rms_norm import add_rms_norm
-from warpsmith.ops.bias_gelu import bias_gelu
-from warpsmith.ops.bias_silu import bias_silu
-from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
-from warpsmith.ops.dropout_add import dropout_add
-from warpsmith.ops.dropout_add_layer_norm import dropout_add_layer_norm
-from warpsmith.ops.dropout_add_rms_norm import dropout_add_rms_norm
-from warpsmith.ops.geglu import geglu
-from warpsmith.ops.layer_norm import layer_norm
-from warpsmith.ops.linear_cross_entropy import linear_cross_entropy
-from warpsmith.ops.linear_log_prob import linear_log_prob
-from warpsmith.ops.qk_norm_rope import qk_norm_rope
-from warpsmith.ops.reglu import reglu
-from warpsmith.ops.relu_squared import relu_squared
-from warpsmith.ops.rms_norm import rms_norm
-from warpsmith.ops.rope import rope
-from warpsmith.ops.swiglu import swiglu
+from warpsmith.ops import *  # noqa: F403
 
-__all__ = [
-    "CrossEntropyStats",
-    "__version__",
-    "adamw",
-    "add_layer_norm",
-    "add_rms_norm",
-    "bias_gelu",
-    "bias_silu",
-    "cross_entropy",
-    "dropout_add",
-    "dropout_add_layer_norm",
-    "dropout_add_rms_norm",
-    "geglu",
-    "layer_norm",
-    "linear_cross_entropy",
-    "linear_log_prob",
-    "nn",
-    "optim",
-    "plan",
-    "qk_norm_rope",
-    "reglu",
-    "relu_squared",
-    "rms_norm",
-    "rope",
-    "swiglu",
-]
+__all__ = ["__version__", "nn", "optim", "plan"]
+__all__ += ops.__all__
+
+for _name in ops.__all__:
+    torch.fx.wrap(_name)  # torch.fx.symbolic_trace keeps a call whole: what an op asks of a tensor no symbol can answer
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Packages that few programs need are imported when they are asked for."""
+    if name not in ("distributed", "reference", "testing", "train"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

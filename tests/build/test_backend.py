@@ -1,14 +1,16 @@
 """The build backend and the CMake files: which torch, which compilers, which GPUs."""
 
 import importlib.util
+import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from environments import ROOT, cpu_only, environment, run
+from environments import ROOT, cpu_only, environment, run, succeed
 
 HEADER = "include/torch/csrc/stable/library.h"
 TORCH = Path(torch.__path__[0])
@@ -112,6 +114,15 @@ def test_without_a_cuda_compiler_the_build_is_for_the_cpu_and_says_so(tmp_path):
     assert "warpsmith: no CUDA compiler found (PATH, CUDACXX): building for the CPU only" in output
 
 
+def test_a_folder_once_built_for_the_cpu_alone_does_not_stay_so(tmp_path):
+    output, ok = configure(tmp_path, "-DWARPSMITH_CUDA=OFF", **NO_NVCC)
+    assert ok, output
+    assert "warpsmith: WARPSMITH_CUDA=OFF: building for the CPU only" in output
+    output, ok = configure(tmp_path, **NO_NVCC)
+    assert ok, output
+    assert "warpsmith: no CUDA compiler found" in output
+
+
 def test_a_required_cuda_compiler_that_is_missing_is_an_error(tmp_path):
     output, ok = configure(tmp_path, WARPSMITH_REQUIRE_CUDA="1", **NO_NVCC)
     assert not ok
@@ -146,7 +157,8 @@ def parse_architectures(tmp_path, text):
         ("8.0+PTX", "80"),
         ("10.0f 12.0", "100f-real;120-real"),
         ("9.0", "90a-real"),
-        ("9.0+PTX", "90a-real;90-virtual"),
+        ("9.0+PTX", "90"),
+        ("8.0+PTX 9.0+PTX", "80;90"),
         ("9.0 9.0a", "90a-real"),
         ("7.5 8.0 8.6 9.0 10.0 12.0+PTX", "80-real;86-real;90a-real;100-real;120"),
         (" 8.0 8.0 ", "80-real"),
@@ -156,6 +168,56 @@ def test_torch_cuda_arch_list_is_understood(tmp_path, text, expected):
     output, ok = parse_architectures(tmp_path, text)
     assert ok
     assert output == f"found={expected}"
+
+
+PROJECT = """
+cmake_minimum_required(VERSION 3.28)
+project(toy LANGUAGES CXX CUDA)
+set(warpsmith_cuda ON)
+add_library(torch_stable INTERFACE)
+include("{ops}")
+add_op_library(toy)
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
+@pytest.mark.parametrize(
+    ("architectures", "own", "others"),
+    [
+        ("80;90", "code=[sm_90a]", {"compute_80,code=[compute_80,sm_80]", "compute_90,code=[compute_90,sm_90]"}),
+        ("90a-real", "code=[sm_90a]", {"compute_90a,code=[sm_90a]"}),
+        ("80", None, {"compute_80,code=[compute_80,sm_80]"}),
+    ],
+)
+def test_every_kernel_is_compiled_for_the_same_architectures_but_those_of_sm90a(tmp_path, architectures, own, others):
+    """The probe of csrc/common/code_probe.cu answers for all of them."""
+    files = (
+        "common/code_probe.cu",
+        "kernels/a/a.cu",
+        "kernels/b/b.cu",
+        "kernels/b/b_sm90a.cu",
+        "torch/a.cpp",
+        "cpu/a.cpp",
+    )
+    for name in files:
+        path = tmp_path / "csrc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"int {path.stem}_{path.suffix[1:]};\n")
+    (tmp_path / "CMakeLists.txt").write_text(PROJECT.format(ops=ROOT / "csrc/cmake/ops.cmake"))
+    arguments = (f"-DCMAKE_CUDA_ARCHITECTURES={architectures}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON")
+    succeed("cmake", "-G", "Ninja", "-S", tmp_path, "-B", tmp_path / "build", *arguments, CUDACXX=shutil.which("nvcc"))
+    commands = json.loads((tmp_path / "build/compile_commands.json").read_text())
+    flags = {
+        Path(c["file"]).relative_to(tmp_path / "csrc").as_posix(): c["command"]
+        for c in commands
+        if c["file"].endswith(".cu")
+    }
+    assert set(flags) == {name for name in files if name.endswith(".cu") and (own or "sm90a" not in name)}
+    for name, command in flags.items():
+        generated = set(re.findall(r"--generate-code=arch=(\S+?)\"?(?= |$)", command.replace('"', "")))
+        assert generated == ({f"compute_90a,{own}"} if "sm90a" in name else others), command
+        assert "--expt-relaxed-constexpr" in command
+    assert own is None or all("WARPSMITH_SM90A" in flags[name] for name in flags if "sm90a" not in name)
 
 
 @pytest.mark.parametrize("text", ["Hopper", "90", "9.0b", "8.0+ptx", "sm_80", "8.0 9"])

@@ -60,7 +60,7 @@ def test_an_editable_install_finds_library_headers_and_sources(wheel, unpacked, 
     assert where.stdout.startswith(str(unpacked / "python/warpsmith"))
     directory = succeed(environment.python, "-m", "warpsmith", "info", "--cmake-dir").strip()
     assert directory == str(environment.site_packages / "warpsmith/cmake")
-    assert (environment.site_packages / "warpsmith/include/warpsmith/rms_norm.h").exists()
+    assert (environment.site_packages / "warpsmith/include/warpsmith/norm.h").exists()
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_the_sdist_holds_what_a_build_needs_and_no_build(sdist):
     for needed in (
         "CMakeLists.txt",
         "build_backend/backend.py",
-        "csrc/torch/rms_norm.cpp",
+        "csrc/torch/norm.cpp",
         "python/warpsmith/_C.pyi",
         "LICENSE",
     ):

@@ -1,16 +1,28 @@
 """What `make train` and `make test` would do in a fresh clone, by a dry run."""
 
+import os
 import re
 import shutil
 
 import pytest
-from environments import ROOT, run
+from environments import ROOT, environment, run
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="no make on PATH")
 
 
-def commands(target, folder):
-    done = run("make", "-n", "-C", ROOT, target, f"VIRTUAL_ENV={folder / 'venv'}")
+def commands(target, folder, stamps=(), gpu=False):
+    """What make would do with these stamps in its environment, and a GPU or none."""
+    kept = folder / "venv/.warpsmith"
+    if stamps:
+        kept.mkdir(parents=True)
+    for name in ("environment", "torch", "needed", "tools", *stamps) if stamps else ():
+        (kept / name).touch()
+    (folder / "bin").mkdir(exist_ok=True)
+    smi = folder / "bin/nvidia-smi"  # as it answers with a GPU, and where only the driver's tools are there
+    smi.write_text(f"#!/bin/sh\necho '{'GPU 0: NVIDIA H200' if gpu else 'No devices found'}'; exit {0 if gpu else 6}\n")
+    smi.chmod(0o755)
+    path = os.pathsep.join([str(folder / "bin"), environment()["PATH"]])
+    done = run("make", "-n", "-C", ROOT, target, f"VIRTUAL_ENV={folder / 'venv'}", PATH=path)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -31,6 +43,55 @@ def test_an_environment_is_made_before_anything_is_installed(tmp_path):
     steps = ["-m venv", "torch==", "-c requirements-dev.txt", "--no-build-isolation", "examples/train_gpt.py"]
     found = [next(i for i, line in enumerate(lines) if step in line) for step in steps]
     assert found == sorted(found)
+
+
+CPU_ALONE = "WARPSMITH_CUDA=OFF"
+BUILDS = "--force-reinstall"
+
+
+def test_training_without_a_gpu_builds_the_cpu_library_alone_and_says_so(tmp_path):
+    training = commands("train", tmp_path)
+    assert CPU_ALONE in training
+    assert "no GPU is visible: building the CPU library alone" in training
+    assert CPU_ALONE not in commands("test", tmp_path)
+
+
+def test_training_with_a_gpu_builds_for_it(tmp_path):
+    training = commands("train", tmp_path, gpu=True)
+    assert BUILDS in training
+    assert CPU_ALONE not in training
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_the_tests_built_serves_training(tmp_path, gpu):
+    assert BUILDS not in commands("train", tmp_path, ["package"], gpu)
+
+
+def test_what_was_built_for_training_alone_does_not_serve_the_tests(tmp_path):
+    training = commands("train", tmp_path, ["package-cpu"])
+    assert BUILDS not in training
+    testing = commands("test", tmp_path)
+    assert BUILDS in testing
+    assert CPU_ALONE not in testing
+    removed = re.search(r"rm -f (\S+)\n", testing)[1]
+    assert removed == f"{tmp_path}/venv/.warpsmith/package-cpu"  # or training would go on without CUDA's
+    assert BUILDS in commands("train", tmp_path, gpu=True)
+
+
+def test_tests_run_in_two_processes_and_ci_calls_the_same_command(tmp_path):
+    assert "-m pytest -n 2 --dist loadgroup" in commands("test", tmp_path)
+    assert "test ARGS=--full\n" in (ROOT / ".ci/run").read_text()
+
+
+def test_another_clones_objects_are_used_unless_there_is_a_launcher(tmp_path):
+    (tmp_path / "Makefile").write_text(f"include {ROOT}/Makefile\nshow:\n\t@echo $$CMAKE_CXX_COMPILER_LAUNCHER\n")
+    for own, expected in (
+        ({}, f"{tmp_path}/tools/sim/launcher.py"),
+        ({"CMAKE_CXX_COMPILER_LAUNCHER": "ccache"}, "ccache"),
+    ):
+        done = run("make", "-s", "-C", tmp_path, "show", **own)
+        assert done.stdout.strip() == expected
+    assert os.access(ROOT / "tools/sim/launcher.py", os.X_OK)
 
 
 def test_a_folder_may_have_a_space_in_its_name(tmp_path):

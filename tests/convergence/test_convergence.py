@@ -21,10 +21,8 @@ STEPS, SEEDS, LAST = 200, 5, 20
 FIRST = 5  # steps in which rounding has not grown yet
 
 
-def check(train):
-    """``train(kind, seed)`` returns the losses of a run."""
-    torchs = [train("torch", seed) for seed in range(SEEDS)]
-    ours = train("warpsmith", 0)
+def check(torchs, ours):
+    """The losses of a run of torch for each seed, and those of ours with the first seed."""
     ends = [statistics.fmean(losses[-LAST:]) for losses in torchs]
     spread = max(ends) - min(ends)
     end = statistics.fmean(ours[-LAST:])
@@ -53,18 +51,62 @@ def text(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("preset", ["nano", "gpt2-124m"])
-def test_the_gpt_example(preset, text):
-    small = ["--layers", "2", "--width", "48", "--heads", "3", "--context", "48", "--batch", "4", "--vocab", "256"]
-    flags = ["--device", "cpu", "--preset", preset, *small, "--dtype", "float32", "--steps", str(STEPS), "--lr", "3e-3"]
+PRESETS = ["nano", "gpt2-124m"]  # with and without rotary positions, so with q, k and v apart and packed
+SMALL = ["--layers", "2", "--width", "48", "--heads", "3", "--context", "48", "--batch", "4", "--vocab", "256"]
+LONG = ["--layers", "2", "--width", "96", "--heads", "3", "--context", "96", "--batch", "8", "--vocab", "256"]
 
-    def train(kind, seed):
-        ranks = train_gpt.Ranks("cpu")
-        s = train_gpt.recipe_of(train_gpt.parse([*flags, "--seed", str(seed + 1)]), ranks)
-        data, run = train_gpt.Data(s, text, ranks), train_gpt.Run(s, kind, ranks)
-        return [float(run.step(data.batch(step))) for step in range(STEPS)]
 
-    check(train)
+def gpt_losses(preset, text, kind, seed, steps=STEPS, sizes=SMALL):
+    flags = ["--device", "cpu", "--preset", preset, *sizes, "--dtype", "float32", "--steps", str(steps), "--lr", "3e-3"]
+    ranks = train_gpt.Ranks("cpu")
+    s = train_gpt.recipe_of(train_gpt.parse([*flags, "--seed", str(seed + 1)]), ranks)
+    data, run = train_gpt.Data(s, text, ranks), train_gpt.Run(s, kind, ranks)
+    return [float(run.step(data.batch(step))) for step in range(steps)]
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def preset_and_torchs(request, text):
+    """A preset, and torch's losses with it for each seed."""
+    return request.param, [gpt_losses(request.param, text, "torch", seed) for seed in range(SEEDS)]
+
+
+@pytest.fixture
+def with_our_attention(monkeypatch):
+    """The kind "attention" is torch's modules with our attention, and nothing else of ours, in place of torch's."""
+    made = train_gpt.modules_of
+
+    def modules_of(kind):
+        if kind != "attention":
+            return made(kind)
+        return types.SimpleNamespace(**{**vars(made("torch")), "attention": made("warpsmith").attention})
+
+    monkeypatch.setattr(train_gpt, "modules_of", modules_of)
+
+
+def test_the_gpt_example(preset_and_torchs, text):
+    preset, torchs = preset_and_torchs
+    check(torchs, gpt_losses(preset, text, "warpsmith", 0))
+
+
+def test_the_gpt_example_with_our_attention_alone(preset_and_torchs, text, with_our_attention):
+    preset, torchs = preset_and_torchs
+    check(torchs, gpt_losses(preset, text, "attention", 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_attention_beside_sdpa_over_five_seeds(preset, text, with_our_attention, figure):
+    """A longer run, every seed with both: what attention changes is small beside what a seed changes."""
+    ends = {}
+    for kind in ("torch", "attention"):
+        losses = [gpt_losses(preset, text, kind, seed, steps=600, sizes=LONG) for seed in range(SEEDS)]
+        ends[kind] = [statistics.fmean(of_seed[-LAST:]) for of_seed in losses]
+    distances = [a - b for a, b in zip(*ends.values(), strict=True)]
+    deviation = statistics.stdev(ends["torch"])
+    figure(f"{preset}: losses after 600 steps with SDPA {ends['torch']}, with our attention {ends['attention']}")
+    assert any(distances), "equal to the last bit: the same attention ran twice"
+    assert abs(statistics.fmean(distances)) < deviation / 2
+    assert max(map(abs, distances)) < 2 * deviation
 
 
 # ------------------------------------------------------------------------------------------ transformers' Llama
@@ -113,13 +155,14 @@ def our_rotation(q, k, cos, sin, unsqueeze_dim=1):
 def test_a_tiny_llama_of_transformers(text, monkeypatch):
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama import modeling_llama as llama
+    from warpsmith.integrations.transformers import register
 
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=48,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=6,
         num_key_value_heads=2,
         max_position_embeddings=64,
     )
@@ -131,6 +174,8 @@ def test_a_tiny_llama_of_transformers(text, monkeypatch):
         model = transformers.LlamaForCausalLM(config)
         monkeypatch.setattr(llama, "apply_rotary_pos_emb", our_rotation if kind == "warpsmith" else rotation)
         if kind == "warpsmith":
+            register()
+            model.set_attn_implementation("warpsmith")
             loss_of = with_our_ops(model, llama)
             optimizer = warpsmith.optim.AdamW(model.parameters(), lr=3e-3)
         else:
@@ -149,4 +194,4 @@ def test_a_tiny_llama_of_transformers(text, monkeypatch):
             losses.append(float(loss.detach()))
         return losses
 
-    check(train)
+    check([train("torch", seed) for seed in range(SEEDS)], train("warpsmith", 0))

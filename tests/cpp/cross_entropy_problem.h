@@ -3,6 +3,8 @@
 #include <limits>
 #include <vector>
 
+#include "dtypes.h"
+#include "far.h"
 #include "harness.h"
 #include "kernels/cross_entropy/cross_entropy.h"
 #include "kernels/cross_entropy/cross_entropy_config.h"
@@ -13,14 +15,10 @@ namespace warpsmith::test {
 inline constexpr double kInfinity = std::numeric_limits<double>::infinity(),
                         kNan = std::numeric_limits<double>::quiet_NaN();
 
-template <class T> constexpr Dtype kDtype = Dtype::float32;
-template <> inline constexpr Dtype kDtype<float16> = Dtype::float16;
-template <> inline constexpr Dtype kDtype<bfloat16> = Dtype::bfloat16;
-
 struct Shape {
   int64_t rows, classes;
   int64_t padding = 0;  // elements between rows
-  size_t offset = 0;    // elements past an aligned address
+  Offsets offset = {};  // of the arguments
   bool in_place = false;
   bool weights = false;
   double smoothing = 0, z_loss = 0, softcap = 0;
@@ -43,12 +41,12 @@ template <class T> struct Problem {
 
   explicit Problem(const Shape& shape, uint64_t seed = 1)
       : s(shape),
-        logits(static_cast<size_t>(shape.rows * (shape.classes + shape.padding)), shape.offset),
-        original(logits.size(), shape.offset),
-        separate(static_cast<size_t>(shape.rows * shape.classes)),
+        logits(static_cast<size_t>(shape.rows * (shape.classes + shape.padding)), shape.offset[0]),
+        original(logits.size(), shape.offset[1]),
+        separate(static_cast<size_t>(shape.rows * shape.classes), shape.offset[2]),
         target(static_cast<size_t>(shape.rows)),
         argmax(target.size()),
-        weight(static_cast<size_t>(shape.classes)),
+        weight(static_cast<size_t>(shape.classes), shape.offset[3]),
         weight_total(1),
         loss(target.size()),
         log_prob(target.size()),
@@ -247,6 +245,59 @@ template <class T> struct Problem {
       if (s.entropy) p.grad_entropy = rows_grad.data();
       expect_ok(cross_entropy_backward_cuda(p, nullptr));
       check_gradient(4 * (1 + s.z_loss * 40));
+    });
+  }
+
+  // With 2^31 elements between rows, which take the place of the logits: forward in place, and the late scaling.
+  void run_rows_far_apart() {
+    constexpr int64_t kStride = int64_t{1} << 31;
+    sim::SparseMemory<T> far(static_cast<size_t>(s.rows * kStride));
+    const size_t row = static_cast<size_t>(s.classes);
+    compute_oracle();
+    under_every_seed([&] {
+      poison();
+      run_denominator();
+      CrossEntropyParams p = params(true);
+      for (int64_t r = 0; r < s.rows; ++r)
+        std::memcpy(far.data() + r * kStride, original.data() + r * s.classes, row * sizeof(T));
+      p.logits = p.dlogits = far.data(), p.logits_stride = p.dlogits_stride = kStride;
+      expect_ok(cross_entropy_forward_cuda(p, nullptr));
+      check_rows();
+      for (int64_t r = 0; r < s.rows; ++r)
+        std::memcpy(separate.data() + r * s.classes, far.data() + r * kStride, row * sizeof(T));
+      check_gradient(1);
+      denominator[0] = 2;
+      expect_ok(
+          cross_entropy_scale_cuda({far.data(), denominator.data(), s.rows, s.classes, kStride, kDtype<T>}, nullptr));
+      const size_t last = static_cast<size_t>((s.rows - 1) * kStride) + row - 1;
+      expect_equal("scaled", to_float(far[last]), 2 * to_float(separate[separate.size() - 1]));
+    });
+  }
+
+  // As the last rows of contiguous tensors of more than 2^31 elements.
+  void run_far_rows() {
+    compute_oracle();
+    const int64_t first = first_far_row(s.classes);
+    Far<T> far_logits(logits, first, s.classes), far_gradient(separate, first, s.classes);
+    Far<int64_t> far_target(target, first, 1), far_argmax(argmax, first, 1);
+    Far<float> far_loss(loss, first, 1), far_log_prob(log_prob, first, 1), far_lse(lse, first, 1);
+    Far<float> far_max(row_max, first, 1), far_sum(row_sum, first, 1);
+    CrossEntropyParams p = params(true);
+    p.rows = first + s.rows, p.target = far_target.data();
+    p.logits = far_logits.data(), p.dlogits = far_gradient.data();
+    p.loss = far_loss.data(), p.log_prob = far_log_prob.data(), p.lse = far_lse.data(), p.argmax = far_argmax.data();
+    p.row_max = far_max.data(), p.row_sum = far_sum.data();
+    const FarMachine machine(s.rows);
+    under_every_seed([&] {
+      poison(), far_gradient.poison();
+      expect_ok(cross_entropy_forward_cuda(p, nullptr));
+      far_loss.fetch(), far_log_prob.fetch(), far_lse.fetch(), far_argmax.fetch(), far_gradient.fetch();
+      check_rows();
+      check_gradient(1);
+      far_gradient.poison();
+      expect_ok(cross_entropy_backward_cuda(p, nullptr));
+      far_gradient.fetch();
+      check_gradient(1);
     });
   }
 };

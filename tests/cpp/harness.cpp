@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <csignal>
 #include <cstdio>
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -34,18 +35,43 @@ struct State {
   int first_seed = 0, seeds = 8, most_seeds = INT_MAX;
   int random_cases = 20;
   int64_t first_case = 1;
-  std::string current;  // what runs, for reports
-  int failures = 0;     // of the current case
-  std::string failed;   // under --ask, what failed first in the current case
+  std::string current;   // what runs, for reports
+  int failures = 0;      // of the current case
+  bool not_run = false;  // the current test, which needs other code
+  std::string failed;    // under --ask, what failed first in the current case
   bool asks = false;
   bool stops = false;  // at the first failure
   uint64_t schedule_seed = 0;
   std::vector<std::pair<std::string, std::vector<unsigned char>>> first_outputs;
 } state;
 
-[[maybe_unused]] void print_current() {
+// For tools/sim/crash.py, which runs the test again under the address sanitizer.
+void print_current() {
   std::fprintf(stderr, "died in: %s, schedule seed %ld\n", state.current.c_str(),
                static_cast<long>(state.schedule_seed));
+}
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+void print_current_and_die(int signal) {
+  print_current();
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);
+}
+#endif
+
+// A crash, or an end by a time limit, says which test it was. On a stack of its own: a fiber's may be what is broken.
+void name_the_test_that_dies() {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  __sanitizer_set_death_callback(print_current);
+#else
+  static char stack[1 << 16];
+  const stack_t own{.ss_sp = stack, .ss_flags = 0, .ss_size = sizeof stack};
+  sigaltstack(&own, nullptr);
+  struct sigaction action{};
+  action.sa_handler = print_current_and_die;
+  action.sa_flags = SA_ONSTACK;
+  for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTERM}) sigaction(signal, &action, nullptr);
+#endif
 }
 
 std::string describe(const Random& random) {
@@ -73,12 +99,21 @@ void print_launches() {
   sim::options().count_bank_conflicts = true;
 }
 
+// Approximate instructions have other errors in each test and random case, the same for all schedules: results are
+// compared bit by bit within one.
+void begin_with(uint64_t seed) {
+  sim::options().approximation = seed;
+  sim::synchronize();
+}
+
 int run_random(const Test& test) {
+  state.not_run = false;
   for (int64_t i = 0; i < state.random_cases; ++i) {
     const auto seed = static_cast<uint64_t>(state.first_case + i);
     state.current = std::string(test.name) + ", case " + std::to_string(seed);
     state.failures = 0;
     Random random(seed);
+    begin_with(seed);
     test.body(&random);
     if (!state.failures) continue;
     std::printf("  draws of case %ld: %s\n", static_cast<long>(seed), describe(random).c_str());
@@ -99,8 +134,10 @@ int64_t answer() {
 int answer_cases(const Test& test) {
   state.asks = true;
   for (std::puts("ready"), std::fflush(stdout);; std::fflush(stdout)) {
-    Random random(static_cast<uint64_t>(answer()));
+    const auto seed = static_cast<uint64_t>(answer());
+    Random random(seed);
     random.asks = true;
+    begin_with(seed);
     state.first_seed = static_cast<int>(answer());
     state.failures = 0;
     state.current = test.name;
@@ -112,6 +149,8 @@ int answer_cases(const Test& test) {
 int run_fixed(const Test& test) {
   state.current = test.name;
   state.failures = 0;
+  state.not_run = false;
+  begin_with(1 + std::string(test.name).size() % 7);
   test.body(nullptr);
   return state.failures > 0;
 }
@@ -185,11 +224,26 @@ void under_every_seed(const std::function<void()>& body) {
     state.schedule_seed = static_cast<uint64_t>(seed);
     sim::options().seed = static_cast<uint64_t>(seed);
     sim::counters() = {};
+    sim::synchronize();
     body();
   }
   state.schedule_seed = 0;
   sim::options().seed = 0;
   state.first_outputs.clear();
+}
+
+bool lacks_sm90_code() {
+  state.not_run = sim::options().properties.code_capability < kSm90;
+  return state.not_run;
+}
+
+void on_machine(int multiprocessors, int code, const std::function<void()>& body) {
+  DeviceProperties& properties = sim::options().properties;
+  const DeviceProperties saved = properties;
+  properties.multiprocessors = multiprocessors;
+  properties.code_capability = std::min(code, saved.code_capability);
+  body();
+  properties = saved;
 }
 
 void same_bits_for_every_seed(const std::string& name, const void* data, size_t bytes) {
@@ -231,7 +285,8 @@ void expect_bytes(const Bytes& formula) {
 
 int main(int argc, char** argv) {
   using namespace warpsmith::test;
-  std::string only, launches, asked;
+  namespace sim = warpsmith::sim;
+  std::string only, exactly, launches, asked;
   bool list = false;
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
@@ -246,47 +301,54 @@ int main(int argc, char** argv) {
       state.first_case = std::atoll(value), ++i;
     else if (flag == "--launches")
       launches = value, ++i;
+    else if (flag == "--first-seed")
+      state.first_seed = std::atoi(value), ++i;
     else if (flag == "--only")
       only = value, ++i;
+    else if (flag == "--test")
+      exactly = value, ++i;
     else if (flag == "--counters")
       print_launches();
     else if (flag == "--stop")
       state.stops = true;
+    else if (flag == "--code")
+      sim::options().properties.code_capability = std::atoi(value), ++i;
     else if (flag == "--ask")
       asked = value, ++i;
     else {
       std::printf(
-          "usage: %s [--seeds N] [--random N] [--first-case N] [--only PART] [--counters] [--stop] [--ask RANDOM_TEST] "
-          "[--list] [--launches FILE]\n",
+          "usage: %s [--first-seed N] [--seeds N] [--random N] [--first-case N] [--only PART] [--test NAME] "
+          "[--counters] [--stop] [--ask RANDOM_TEST] [--code 80] [--list] [--launches FILE]\n",
           argv[0]);
       return 2;
     }
   }
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  __sanitizer_set_death_callback(print_current);
-#endif
+  name_the_test_that_dies();
   for (const Test& test : tests())
     if (test.random && test.name == asked) return answer_cases(test);
-  int failed = 0, run = 0;
+  int failed = 0, run = 0, not_run = 0;
   for (const Test& test : tests()) {
-    if (std::string(test.name).find(only) == std::string::npos) continue;
+    if (std::string(test.name).find(only) == std::string::npos || (!exactly.empty() && exactly != test.name)) continue;
     if (list) {
       std::printf("%s%s\n", test.name, test.random ? " random" : "");
       continue;
     }
     const int result = test.random ? run_random(test) : run_fixed(test);
-    std::printf("%s %s\n", result ? "FAILED" : "passed", test.name);
+    std::printf("%s %s\n", result ? "FAILED" : state.not_run ? "not run, needs code of sm_90:" : "passed", test.name);
     std::fflush(stdout);
     failed += result;
-    ++run;
+    ++(state.not_run ? not_run : run);
   }
-  if (!list) std::printf("%d of %d tests failed\n", failed, run);
-  if (!launches.empty()) {  // kernels and the threads of their largest blocks, for tools/sim/static_checks.py
+  if (!list) std::printf("%d of %d tests failed, %d not run\n", failed, run, not_run);
+  // For tools/sim/static_checks.py: kernels, the threads of their largest blocks, what their launches asked of the
+  // code.
+  if (!launches.empty()) {
     std::FILE* file = std::fopen(launches.c_str(), "w");
     if (!file) return 2;
-    for (const auto& [symbol, threads] : warpsmith::sim::launched_kernels())
-      std::fprintf(file, "%s %d\n", symbol.c_str(), threads);
+    for (const sim::LaunchedKernel& k : sim::launched_kernels())
+      std::fprintf(file, "%s %d%s%s%s\n", k.symbol.c_str(), k.threads, k.cluster ? " cluster" : "",
+                   k.programmatic ? " programmatic" : "", k.bulk_copies ? " bulk" : "");
     std::fclose(file);
   }
-  return failed || (!run && !list);
+  return failed || (!run && !not_run && !list);
 }

@@ -26,7 +26,9 @@
 //     });
 //   }
 //
-// `program --seeds 8 --random 200 --only forward` runs tests whose name contains "forward".
+// `program --seeds 8 --random 200 --only forward` runs tests whose name contains "forward"; `--code 80` runs all as
+// code of sm_80 on a device of sm_90. A test that launches by hand what only sm_90's code can do begins with
+// NEEDS_SM90_CODE.
 namespace warpsmith::test {
 
 // ---- expectations: a failure is recorded and the test goes on
@@ -100,6 +102,34 @@ class Random {
   uint64_t state_;
 };
 
+// Where the arguments of a problem lie: elements past an aligned address. A launcher that forgets to look at one
+// pointer is wrong where that argument alone is misaligned, so each has an offset of its own.
+class Offsets {
+ public:
+  constexpr Offsets(size_t all = 0) : all_(all) {}  // `.offset = 1` moves all of them
+  static constexpr Offsets only(int argument) {
+    Offsets o;
+    o.moved_ = 1u << argument;
+    return o;
+  }
+  // None, one, all, or any.
+  static Offsets draw(Random& random, int arguments) {
+    Offsets o;
+    switch (random.integer(0, 4)) {
+      case 2: return only(static_cast<int>(random.integer(0, arguments - 1)));
+      case 3: return 1;
+      case 4: o.moved_ = static_cast<uint32_t>(random.integer(0, (1 << arguments) - 1)); break;
+      default: break;
+    }
+    return o;
+  }
+  constexpr size_t operator[](int argument) const { return all_ + (moved_ >> argument & 1); }
+
+ private:
+  size_t all_;
+  uint32_t moved_ = 0;
+};
+
 // Data: scale times a sum of four uniform numbers, of mean 0 and variance 1 (nearly normal, within 3.5 of 0), rounded
 // to T.
 template <class T> void fill_normal(Buffer<T>& buffer, uint64_t seed, float scale = 1.0f, float mean = 0.0f) {
@@ -131,6 +161,14 @@ class SeedsAtMost {
  private:
   int before_;
 };
+
+// Whether the code that runs (--code) is older than sm_90's; the current test then counts as not run.
+bool lacks_sm90_code();
+#define NEEDS_SM90_CODE \
+  if (::warpsmith::test::lacks_sm90_code()) return
+
+// Runs `body` on a machine of so many multiprocessors that runs code of `code`, or that of --code where it is older.
+void on_machine(int multiprocessors, int code, const std::function<void()>& body);
 
 // Inside under_every_seed: the bytes must be those of the first seed.
 void same_bits_for_every_seed(const std::string& name, const void* data, size_t bytes);

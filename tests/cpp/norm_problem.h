@@ -4,6 +4,8 @@
 #include <vector>
 
 #include "common/dropout.h"
+#include "dtypes.h"
+#include "far.h"
 #include "harness.h"
 #include "kernels/norm/norm.h"
 #include "kernels/norm/norm_backward_config.h"
@@ -12,33 +14,24 @@
 // A problem of the norm family with its inputs, outputs and oracle in double precision, for the suites of its ops.
 namespace warpsmith::test {
 
-// The op under test.
-struct NormUnderTest {
-  bool layer, residual, dropout;
-  Status (*forward)(const NormForwardParams&, void*);
-  Status (*partial_rows)(const NormBackwardParams&, int64_t*);
-  Status (*backward)(const NormBackwardParams&, void*);
-};
-
 struct NormShape {
   int64_t rows, columns;
   int64_t padding = 0;  // elements between rows
-  size_t offset = 0;    // elements past an aligned address
+  Offsets offset = {};  // of the arguments
   bool weight = true, bias = true;
   bool dresidual_out = true;
   double weight_offset = 0;
-  double drop = 0.25;  // probability
-  float mean = 0;      // of x
+  double drop = 0.25;      // probability
+  float mean = 0;          // of x
+  bool statistics = true;  // false: also without the statistics, which only a backward needs
+  int64_t first_row = 0;   // number of the first row, which the mask depends on
 };
-
-template <class T> constexpr Dtype kDtype = Dtype::float32;
-template <> constexpr Dtype kDtype<float16> = Dtype::float16;
-template <> constexpr Dtype kDtype<bfloat16> = Dtype::bfloat16;
 
 template <class T, class R = T, class W = T> struct NormCase {
   static constexpr double kEps = 1e-5;
   static constexpr int64_t kSeed[2] = {0x123456789abcdef, 77};
-  NormUnderTest op;
+  Norm op;
+  NormRow has;
   NormShape shape;
   Buffer<T> x, dy, y, dx;
   Buffer<R> residual, residual_out, s, dresidual_out, dresidual;
@@ -50,22 +43,23 @@ template <class T, class R = T, class W = T> struct NormCase {
   NormBackwardParams backward;
 
   int64_t stride() const { return shape.columns + shape.padding; }
-  bool separate_dresidual() const { return op.residual && (op.dropout || sizeof(R) != sizeof(T)); }
+  bool separate_dresidual() const { return has.residual && (has.dropout || sizeof(R) != sizeof(T)); }
 
-  NormCase(const NormUnderTest& under_test, const NormShape& of, uint64_t seed = 1)
+  NormCase(Norm under_test, const NormShape& of, uint64_t seed = 1)
       : op(under_test),
+        has(row_of(under_test)),
         shape(of),
-        x(static_cast<size_t>(of.rows * (of.columns + of.padding)), of.offset),
-        dy(x.size(), of.offset),
-        y(static_cast<size_t>(of.rows * of.columns)),
-        dx(y.size()),
-        residual(x.size(), of.offset),
-        residual_out(y.size()),
-        s(x.size(), of.offset),
-        dresidual_out(x.size(), of.offset),
-        dresidual(y.size()),
-        weight(static_cast<size_t>(of.columns), of.offset),
-        bias(weight.size(), of.offset),
+        x(static_cast<size_t>(of.rows * (of.columns + of.padding)), of.offset[0]),
+        dy(x.size(), of.offset[1]),
+        y(static_cast<size_t>(of.rows * of.columns), of.offset[2]),
+        dx(y.size(), of.offset[3]),
+        residual(x.size(), of.offset[4]),
+        residual_out(y.size(), of.offset[5]),
+        s(x.size(), of.offset[6]),
+        dresidual_out(x.size(), of.offset[7]),
+        dresidual(y.size(), of.offset[8]),
+        weight(static_cast<size_t>(of.columns), of.offset[9]),
+        bias(weight.size(), of.offset[10]),
         dweight(weight.size()),
         dbias(weight.size()),
         mean(static_cast<size_t>(of.rows)),
@@ -78,21 +72,21 @@ template <class T, class R = T, class W = T> struct NormCase {
     fill_normal(dresidual_out, seed + 3);
     fill_normal(weight, seed + 4, 0.3f, 1.0f);
     fill_normal(bias, seed + 5);
-    const bool has_bias = op.layer && of.bias;
+    const bool has_bias = has.layer && of.bias;
     forward.x = x.data(), forward.y = y.data();
     forward.weight = of.weight ? weight.data() : nullptr;
     forward.bias = has_bias ? bias.data() : nullptr;
-    forward.rstd = rstd.data(), forward.mean = op.layer ? mean.data() : nullptr;
-    if (op.residual) forward.residual = residual.data(), forward.residual_out = residual_out.data();
+    forward.rstd = rstd.data(), forward.mean = has.layer ? mean.data() : nullptr;
+    if (has.residual) forward.residual = residual.data(), forward.residual_out = residual_out.data();
     forward.rows = of.rows, forward.columns = of.columns;
     forward.x_stride = forward.residual_stride = stride();
     forward.eps = kEps, forward.weight_offset = of.weight_offset;
-    if (op.dropout) forward.dropout = make_dropout(kSeed, of.drop);
-    forward.kind = op.layer ? NormKind::layer : NormKind::rms;
+    if (has.dropout) forward.dropout = make_dropout(kSeed, of.drop);
+    forward.op = op;
     forward.dtype = kDtype<T>, forward.residual_dtype = kDtype<R>, forward.weight_dtype = kDtype<W>;
 
     backward.dy = dy.data(), backward.s = s.data();
-    backward.dresidual_out = op.residual && of.dresidual_out ? dresidual_out.data() : nullptr;
+    backward.dresidual_out = has.residual && of.dresidual_out ? dresidual_out.data() : nullptr;
     backward.weight = forward.weight;
     backward.mean = forward.mean, backward.rstd = rstd.data();
     backward.dx = dx.data(), backward.dresidual = separate_dresidual() ? dresidual.data() : nullptr;
@@ -101,7 +95,7 @@ template <class T, class R = T, class W = T> struct NormCase {
     backward.rows = of.rows, backward.columns = of.columns;
     backward.dy_stride = backward.s_stride = backward.dresidual_out_stride = stride();
     backward.weight_offset = of.weight_offset;
-    backward.dropout = forward.dropout, backward.kind = forward.kind;
+    backward.dropout = forward.dropout, backward.op = op;
     backward.dtype = kDtype<T>, backward.residual_dtype = kDtype<R>, backward.weight_dtype = kDtype<W>;
     compute_oracle();
   }
@@ -109,7 +103,8 @@ template <class T, class R = T, class W = T> struct NormCase {
   float scale() const { return static_cast<float>(make_dropout(kSeed, shape.drop).scale); }
 
   bool kept(int64_t element) const {
-    if (!op.dropout) return true;
+    if (!has.dropout) return true;
+    element += shape.first_row * shape.columns;
     const auto lanes = dropout_lanes(static_cast<uint64_t>(kSeed[0]), static_cast<uint64_t>(kSeed[1]),
                                      static_cast<uint64_t>(element) / kDropoutLanes);
     return dropout_keeps(lanes, static_cast<int>(element % kDropoutLanes), make_dropout(kSeed, shape.drop).threshold);
@@ -124,22 +119,22 @@ template <class T, class R = T, class W = T> struct NormCase {
     for (int64_t r = 0; r < shape.rows; ++r) {
       const auto in = [&](size_t c) { return static_cast<size_t>(r * stride()) + c; };
       const auto out = [&](size_t c) { return static_cast<size_t>(r * shape.columns) + c; };
-      const float factor = op.dropout ? scale() : 1.f;
+      const float factor = has.dropout ? scale() : 1.f;
       double sum = 0, size = 0, squares = 0, along = 0, shift = 0;
       for (size_t c = 0; c < columns; ++c) {
         float value = to_float(x[in(c)]);
-        if (op.dropout) value = kept(static_cast<int64_t>(out(c))) ? value * factor : 0.f;
-        if (op.residual) value += to_float(residual[in(c)]);
+        if (has.dropout) value = kept(static_cast<int64_t>(out(c))) ? value * factor : 0.f;
+        if (has.residual) value += to_float(residual[in(c)]);
         s[in(c)] = from_float<R>(value);
         want_s[out(c)] = static_cast<double>(to_float(s[in(c)]));
         sum += want_s[out(c)], size += std::fabs(want_s[out(c)]);
       }
-      const double m = op.layer ? sum / n : 0;
+      const double m = has.layer ? sum / n : 0;
       for (size_t c = 0; c < columns; ++c) squares += (want_s[out(c)] - m) * (want_s[out(c)] - m);
       const double inverse = 1 / std::sqrt(squares / n + kEps);
       want_mean[static_cast<size_t>(r)] = m, want_rstd[static_cast<size_t>(r)] = inverse;
       // Three roundings, of the sum, of 1 / n and of their product, each by half a step of the mean magnitude.
-      if (op.layer) mean_rounding = std::max(mean_rounding, 3 * 0x1p-24 * size / n * inverse);
+      if (has.layer) mean_rounding = std::max(mean_rounding, 3 * 0x1p-24 * size / n * inverse);
       const auto w = [&](size_t c) {
         return shape.weight ? static_cast<double>(to_float(weight[c])) + shape.weight_offset : 1.0;
       };
@@ -152,10 +147,11 @@ template <class T, class R = T, class W = T> struct NormCase {
       }
       for (size_t c = 0; c < columns; ++c) {
         const double hat = (want_s[out(c)] - m) * inverse;
-        double ds = inverse * (gradient(c) * w(c) - hat * along / n - (op.layer ? shift / n : 0));
+        double ds = inverse * (gradient(c) * w(c) - hat * along / n - (has.layer ? shift / n : 0));
         if (backward.dresidual_out) ds += static_cast<double>(to_float(dresidual_out[in(c)]));
         want_dresidual[out(c)] = ds;
-        want_dx[out(c)] = op.dropout ? (kept(static_cast<int64_t>(out(c))) ? ds * static_cast<double>(factor) : 0) : ds;
+        want_dx[out(c)] =
+            has.dropout ? (kept(static_cast<int64_t>(out(c))) ? ds * static_cast<double>(factor) : 0) : ds;
       }
     }
   }
@@ -187,16 +183,18 @@ template <class T, class R = T, class W = T> struct NormCase {
 
   void check_forward() {
     expect_close("rstd", rstd, want_rstd, {.relative = 1e-6 + 1e-7 * std::fabs(double{shape.mean})});
-    if (op.layer) expect_close("mean", mean, want_mean, {.relative = 1e-6, .absolute = 2e-7});
-    if (op.residual) expect_close("residual_out", residual_out, want_s, {});
-    expect_close("y", y, want_y, normalised_rounding(op.layer ? 4 : 1));
+    if (has.layer) expect_close("mean", mean, want_mean, {.relative = 1e-6, .absolute = 2e-7});
+    if (has.residual) expect_close("residual_out", residual_out, want_s, {});
+    expect_close("y", y, want_y, normalised_rounding(has.layer ? 4 : 1));
     same_bits_for_every_seed("y", y);
   }
 
   void check_backward() {
-    expect_close("dx", dx, want_dx, gradient_rounding());
-    same_bits_for_every_seed("dx", dx);
-    if (separate_dresidual()) expect_close("dresidual", dresidual, want_dresidual, gradient_rounding());
+    if (backward.dx) {
+      expect_close("dx", dx, want_dx, gradient_rounding());
+      same_bits_for_every_seed("dx", dx);
+    }
+    if (backward.dresidual) expect_close("dresidual", dresidual, want_dresidual, gradient_rounding());
     check_parameters();
   }
 
@@ -217,15 +215,61 @@ template <class T, class R = T, class W = T> struct NormCase {
     if (backward.dbias) dbias_partials = Buffer<float>(count), backward.dbias_partials = dbias_partials.data();
   }
 
+  void leave_out_gradients(Random& random) {
+    if (random.integer(0, 3) == 3) backward.dx = nullptr;
+    if (random.integer(0, 3) == 3) backward.dresidual = nullptr;
+    if (random.integer(0, 3) == 3) backward.dweight = nullptr;
+    if (random.integer(0, 3) == 3) backward.dbias = nullptr;
+    if (!backward.dresidual && !backward.dweight && !backward.dbias) backward.dx = dx.data();
+  }
+
   void run() {
     int64_t partial_rows = 0;
-    expect_ok(op.partial_rows(backward, &partial_rows));
+    expect_ok(norm_partial_rows_cuda(backward, &partial_rows));
     make_room(partial_rows);
     under_every_seed([&] {
       poison_outputs();
-      expect_ok(op.forward(forward, nullptr));
+      if (!shape.statistics) {
+        NormForwardParams alone = forward;
+        alone.rstd = alone.mean = nullptr;
+        expect_ok(norm_forward_cuda(alone, nullptr));
+        expect_close("y", y, want_y, normalised_rounding(has.layer ? 4 : 1));
+        poison_outputs();
+      }
+      expect_ok(norm_forward_cuda(forward, nullptr));
       check_forward();
-      expect_ok(op.backward(backward, nullptr));
+      expect_ok(norm_backward_cuda(backward, nullptr));
+      check_backward();
+    });
+  }
+
+  // As the last rows of contiguous tensors. `resident`: multiprocessors for the kernel of resident rows, whose blocks,
+  // two on each, have as many rows each.
+  void run_far_rows(int resident) {
+    const int64_t first = shape.first_row, columns = shape.columns;
+    const auto far = [&]<class E>(Buffer<E>& b, int64_t row) { return Far<E>(b, first, row); };
+    auto far_x = far(x, columns), far_dy = far(dy, columns), far_y = far(y, columns), far_dx = far(dx, columns);
+    auto far_residual = far(residual, columns), far_out = far(residual_out, columns), far_s = far(s, columns);
+    auto far_passed = far(dresidual_out, columns), far_dresidual = far(dresidual, columns);
+    auto far_mean = far(mean, 1), far_rstd = far(rstd, 1);
+    forward.rows = backward.rows = first + shape.rows;
+    forward.x = far_x.data(), forward.y = far_y.data();
+    backward.rstd = forward.rstd = far_rstd.data();
+    if (has.layer) backward.mean = forward.mean = far_mean.data();
+    if (has.residual) forward.residual = far_residual.data(), forward.residual_out = far_out.data();
+    backward.dy = far_dy.data(), backward.s = far_s.data(), backward.dx = far_dx.data();
+    if (backward.dresidual_out) backward.dresidual_out = far_passed.data();
+    if (backward.dresidual) backward.dresidual = far_dresidual.data();
+    backward.dweight = backward.dbias = nullptr;  // sums of all rows
+    const FarMachine machine(shape.rows, resident ? resident : 1 << 24);
+    under_every_seed([&] {
+      far_y.poison(), far_dx.poison(), far_out.poison(), far_dresidual.poison(), far_mean.poison(), far_rstd.poison();
+      expect_ok(norm_forward_cuda(forward, nullptr));
+      far_y.fetch(), far_out.fetch(), far_mean.fetch(), far_rstd.fetch();
+      check_forward();
+      if (resident) return;
+      expect_ok(norm_backward_cuda(backward, nullptr));
+      far_dx.fetch(), far_dresidual.fetch();
       check_backward();
     });
   }
@@ -233,7 +277,7 @@ template <class T, class R = T, class W = T> struct NormCase {
   // One of the outputs of the backward at a time.
   void run_each_gradient() {
     int64_t partial_rows = 0;
-    expect_ok(op.partial_rows(backward, &partial_rows));
+    expect_ok(norm_partial_rows_cuda(backward, &partial_rows));
     make_room(partial_rows);
     under_every_seed([&] {
       for (int wanted = 0; wanted < 4; ++wanted) {
@@ -243,8 +287,8 @@ template <class T, class R = T, class W = T> struct NormCase {
         if (wanted != 2) one.dweight = one.dweight_partials = nullptr;
         if (wanted != 3) one.dbias = one.dbias_partials = nullptr;
         poison_outputs();
-        expect_ok(op.forward(forward, nullptr));
-        expect_ok(op.backward(one, nullptr));
+        expect_ok(norm_forward_cuda(forward, nullptr));
+        expect_ok(norm_backward_cuda(one, nullptr));
         if (one.dx) expect_close("dx", dx, want_dx, gradient_rounding());
         if (one.dresidual) expect_close("dresidual", dresidual, want_dresidual, gradient_rounding());
         if (one.dweight) expect_close("dweight", dweight, want_dweight, rounding(4.0 * double(shape.rows)));
@@ -256,9 +300,10 @@ template <class T, class R = T, class W = T> struct NormCase {
   NormProblem problem() const {
     NormProblem p;
     p.rows = shape.rows, p.columns = shape.columns, p.element_bytes = sizeof(T);
-    p.residual_bytes = op.residual ? sizeof(R) : 0;
-    p.layer = op.layer;
+    p.residual_bytes = has.residual ? sizeof(R) : 0;
+    p.layer = has.layer, p.dropout = has.dropout;
     p.multiprocessors = sim::options().properties.multiprocessors;
+    p.code_capability = sim::options().properties.code_capability;
     return p;
   }
 };

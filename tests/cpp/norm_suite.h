@@ -1,23 +1,14 @@
 #pragma once
 #include "norm_problem.h"
-#include "sim/sparse_memory.h"
 
 // What every op of the norm family is held to: each kernel of its chooser against the formula in double precision, with
 // few rows and short ones where a kernel's width allows it. A suite calls these from its TESTs.
 namespace warpsmith::test {
 
-// Runs `body` on a machine of other properties, so that small inputs reach loops and fallbacks.
-template <class Body> void on_machine(int multiprocessors, int compute_capability, Body&& body) {
-  const DeviceProperties saved = sim::options().properties;
-  sim::options().properties.multiprocessors = multiprocessors;
-  sim::options().properties.compute_capability = compute_capability;
-  body();
-  sim::options().properties = saved;
-}
-
 struct NormSuite {
   static constexpr int kSeedsOfNumbers = 2;
-  NormUnderTest op;
+  Norm op;
+  NormRow has = row_of(op);
 
   template <class T, class R = T, class W = T> void run(const NormShape& shape) const {
     NormCase<T, R, W>(op, shape).run();
@@ -37,7 +28,7 @@ struct NormSuite {
       run<float16>({.rows = 2, .columns = columns});
       run<float16, float16, float>({.rows = 2, .columns = columns});
       run<bfloat16, bfloat16, float>({.rows = 2, .columns = columns});
-      if (!op.residual) continue;
+      if (!has.residual) continue;
       run<bfloat16, float>({.rows = 2, .columns = columns});
       run<float16, float, float>({.rows = 2, .columns = columns});
     }
@@ -48,7 +39,7 @@ struct NormSuite {
     for (int64_t columns : {1, 2, 3, 7, 33, 257, 1025, 4097}) run<bfloat16>({.rows = 3, .columns = columns});
     run<float>({.rows = 3, .columns = 33});
     run<float16, float16, float>({.rows = 3, .columns = 33});
-    if (op.residual) run<bfloat16, float>({.rows = 3, .columns = 33});
+    if (has.residual) run<bfloat16, float>({.rows = 3, .columns = 33});
   }
 
   void misaligned_and_strided_rows() const {
@@ -57,17 +48,48 @@ struct NormSuite {
     run<bfloat16>({.rows = 5, .columns = 768, .padding = 3});
     run<bfloat16>({.rows = 5, .columns = 768, .padding = 8});
     run<float>({.rows = 5, .columns = 260, .padding = 4, .offset = 3});
+    for (int argument = 0; argument < 11; ++argument)
+      for (const int64_t columns : {64, 768})
+        run<bfloat16>({.rows = 2, .columns = columns, .offset = Offsets::only(argument)});
   }
 
-  // The least length that a block cannot hold.
-  int64_t cluster_columns() const { return int64_t{kNormBlockVectors} * kNormBlockThreads * 8 + 8; }
+  // The least length that a block cannot hold: 512 threads with 4 vectors of 8 each.
+  static constexpr int64_t kClusterColumns = 512 * 4 * 8 + 8;
 
-  void rows_of_a_cluster() const { run<bfloat16>({.rows = 1, .columns = cluster_columns()}); }
+  void rows_of_a_cluster() const { run<bfloat16>({.rows = 1, .columns = kClusterColumns}); }
+
+  // Of rows whose sums are exact, rstd is right to a last place though the instruction behind it is not.
+  void precise_rstd() const {
+    const SeedsAtMost one(1);
+    const uint64_t saved = sim::options().approximation;
+    for (const int64_t columns : {16, 256, 1024, 4096, 8192, 16384}) {
+      NormCase<bfloat16> p(op, {.rows = 6, .columns = columns});
+      for (int64_t r = 0; r < 6; ++r)
+        for (int64_t c = 0; c < columns; ++c) {
+          const auto size = static_cast<float>(c % 4 < 2 ? r + 1 : 2 * r + 3);
+          p.x[static_cast<size_t>(r * columns + c)] = from_float<bfloat16>(c % 2 ? size : -size);
+        }
+      p.forward.eps = 0;
+      for (int64_t r = 0; r < 6; ++r) {
+        const double a = static_cast<double>(r + 1), b = static_cast<double>(2 * r + 3);
+        p.want_rstd[static_cast<size_t>(r)] = 1 / std::sqrt((a * a + b * b) / 2);
+      }
+      for (const uint64_t approximation : {1, 2}) {  // the instruction too large, too small
+        sim::options().approximation = approximation;
+        under_every_seed([&] {
+          p.poison_outputs();
+          expect_ok(norm_forward_cuda(p.forward, nullptr));
+          expect_close("rstd of " + std::to_string(columns) + " columns", p.rstd, p.want_rstd, {.ulps = 1});
+        });
+      }
+    }
+    sim::options().approximation = saved;
+  }
 
   void rows_too_long_for_the_chip() const {
     const SeedsAtMost few(kSeedsOfNumbers);
     on_machine(132, 80, [&] {
-      run<bfloat16>({.rows = 1, .columns = cluster_columns()});
+      run<bfloat16>({.rows = 1, .columns = kClusterColumns});
       run<float>({.rows = 1, .columns = 6148});
     });
   }
@@ -92,7 +114,7 @@ struct NormSuite {
     NormForwardParams inference = p.forward;
     inference.mean = inference.rstd = nullptr;
     p.poison_outputs();
-    expect_ok(op.forward(inference, nullptr));
+    expect_ok(norm_forward_cuda(inference, nullptr));
     same_bits_for_every_seed("y", p.y);
   }
 
@@ -110,7 +132,7 @@ struct NormSuite {
     const auto check = [&] { check_forward_and_statistics(p); };
     under_every_seed([&] {
       p.poison_outputs();
-      expect_ok(op.forward(p.forward, nullptr));
+      expect_ok(norm_forward_cuda(p.forward, nullptr));
       check();
       p.poison_outputs();
       for (int64_t r = 0; r < shape.rows; ++r) {
@@ -118,8 +140,8 @@ struct NormSuite {
         alone.rows = 1;
         alone.x = p.x.data() + r * p.stride(), alone.y = p.y.data() + r * shape.columns;
         alone.rstd = p.rstd.data() + r;
-        if (op.layer) alone.mean = p.mean.data() + r;
-        expect_ok(op.forward(alone, nullptr));
+        if (has.layer) alone.mean = p.mean.data() + r;
+        expect_ok(norm_forward_cuda(alone, nullptr));
       }
       check();
       same_without_statistics(p);
@@ -142,7 +164,7 @@ struct NormSuite {
     p.compute_oracle();
     under_every_seed([&] {
       p.poison_outputs();
-      expect_ok(op.forward(p.forward, nullptr));
+      expect_ok(norm_forward_cuda(p.forward, nullptr));
       check_forward_and_statistics(p);
       same_without_statistics(p);
     });
@@ -168,17 +190,17 @@ struct NormSuite {
     problem.multiprocessors = 1;
     const NormConfig c = choose_norm_forward(problem);
     expect(c.kernel == kernel, name(c.kernel));
-    const int64_t row = shape.columns * 2, sums = op.layer ? 2 : 1;
+    const int64_t row = shape.columns * 2, sums = has.layer ? 2 : 1;
     const auto check = [&] { check_forward_and_statistics(p); };
     under_every_seed([&] {
       p.poison_outputs();
       sim::counters() = {};
-      expect_ok(op.forward(p.forward, nullptr));
+      expect_ok(norm_forward_cuda(p.forward, nullptr));
       expect_bytes({.read = (shape.rows + sums * c.blocks) * row, .written = shape.rows * (row + 4 * sums)});
       check();
       // On a larger chip other kernels take as few rows: a row's bits do not depend on how many there are.
       p.poison_outputs();
-      on_machine(132, 90, [&] { expect_ok(op.forward(p.forward, nullptr)); });
+      on_machine(132, 90, [&] { expect_ok(norm_forward_cuda(p.forward, nullptr)); });
       check();
       same_without_statistics(p);
     });
@@ -199,7 +221,7 @@ struct NormSuite {
     const SeedsAtMost few(kSeedsOfNumbers);
     for (int64_t columns : {24, 1032, 4097}) {
       run<bfloat16>({.rows = 2, .columns = columns, .weight = false});
-      if (!op.layer) continue;
+      if (!has.layer) continue;
       run<bfloat16>({.rows = 2, .columns = columns, .bias = false});
       run<bfloat16>({.rows = 2, .columns = columns, .weight = false, .bias = false});
     }
@@ -219,11 +241,11 @@ struct NormSuite {
   // once a unit (backward), the statistics by every thread of a row (batches: every warp), partial sums.
   void bytes_moved(int64_t rows, int64_t columns) const {
     const SeedsAtMost few(kSeedsOfNumbers);
-    const int64_t row = columns * 2, gradients = op.layer ? 2 : 1;
+    const int64_t row = columns * 2, gradients = has.layer ? 2 : 1;
     NormCase<bfloat16> p(op, {.rows = rows, .columns = columns});
     const NormConfig forward = choose_norm_forward(p.problem()), backward = choose_norm_backward(p.problem());
     const int64_t partial_rows = norm_partial_rows(backward), partials = gradients * partial_rows * columns * 4;
-    const int64_t seed_reads = op.dropout ? 16 : 0;
+    const int64_t seed_reads = has.dropout ? 16 : 0;
     const bool batches = backward.kernel == NormKernel::batches;
     const int64_t statistics_readers = backward.lanes * backward.cluster / (batches ? 32 : 1);
     // The ring reads the seed once more for each vector.
@@ -236,14 +258,14 @@ struct NormSuite {
               : rows / block_rows * forward.groups() + std::min<int64_t>(rows % block_rows, forward.groups());
     p.make_room(partial_rows);
     under_every_seed([&] {
-      expect_ok(op.forward(p.forward, nullptr));
+      expect_ok(norm_forward_cuda(p.forward, nullptr));
       const int64_t threads = forward.blocks * forward.threads;
-      expect_bytes({.read = rows * (row * (op.residual ? 2 : 1) + first_reads) + gradients * loaded_weights * row +
+      expect_bytes({.read = rows * (row * (has.residual ? 2 : 1) + first_reads) + gradients * loaded_weights * row +
                             threads * seed_reads,
-                    .written = rows * row * (op.residual ? 2 : 1) + gradients * rows * 4});
+                    .written = rows * row * (has.residual ? 2 : 1) + gradients * rows * 4});
       sim::counters() = {};
-      expect_ok(op.backward(p.backward, nullptr));
-      expect_bytes({.read = rows * row * (op.residual ? 3 : 2) + partial_rows * backward.groups() * row + partials +
+      expect_ok(norm_backward_cuda(p.backward, nullptr));
+      expect_bytes({.read = rows * row * (has.residual ? 3 : 2) + partial_rows * backward.groups() * row + partials +
                             gradients * rows * 4 * statistics_readers + seed_readers * seed_reads,
                     .written = rows * row * (p.separate_dresidual() ? 2 : 1) + partials + gradients * row});
     });
@@ -252,11 +274,11 @@ struct NormSuite {
   void unknown_dtype_is_refused() const {
     NormCase<float> p(op, {.rows = 1, .columns = 4});
     p.forward.dtype = p.forward.residual_dtype = p.forward.weight_dtype = Dtype::float64;
-    expect_refused(op.forward(p.forward, nullptr), "float64");
+    expect_refused(norm_forward_cuda(p.forward, nullptr), "float64");
     p.forward.columns = 3;
-    expect_refused(op.forward(p.forward, nullptr), "float64");
+    expect_refused(norm_forward_cuda(p.forward, nullptr), "float64");
     p.backward.dtype = p.backward.residual_dtype = p.backward.weight_dtype = Dtype::float64;
-    expect_refused(op.backward(p.backward, nullptr), "float64");
+    expect_refused(norm_backward_cuda(p.backward, nullptr), "float64");
   }
 
   // 2^31 elements and more, in memory that is never touched but for the rows under test: row starts need 64 bits.
@@ -270,22 +292,42 @@ struct NormSuite {
     near.forward.x_stride = kStride;
     under_every_seed([&] {
       near.y.poison();
-      expect_ok(op.forward(near.forward, nullptr));
+      expect_ok(norm_forward_cuda(near.forward, nullptr));
       near.check_forward();
     });
+  }
+
+  // The last rows of contiguous tensors of more than 2^31 elements, by every kernel: outputs too need 64-bit offsets.
+  template <class T, class R = T> void in_far_rows(int64_t columns, int resident = 0) const {
+    const int64_t rows = 3, first = first_far_row(columns, rows, resident ? 2 * resident : 1);
+    NormCase<T, R>(op, {.rows = rows, .columns = columns, .first_row = first}).run_far_rows(resident);
+  }
+
+  void far_rows() const {
+    const SeedsAtMost one(1);
+    for (int64_t columns : {64, 512, 1032, 2560, 4104, 8192, 12288}) in_far_rows<bfloat16>(columns);
+    in_far_rows<bfloat16>(kClusterColumns);
+    in_far_rows<bfloat16>(33);
+    in_far_rows<float>(1028);
+    if (!has.residual && sim::options().properties.code_capability >= kSm90) in_far_rows<bfloat16>(12288, 30'000);
+    if (has.residual)
+      for (int64_t columns : {256, 1032, 8192}) in_far_rows<bfloat16, float>(columns);
   }
 
   template <class T, class R, class W> void run_random_of(Random& random) const {
     NormShape s{.rows = random.size(1, 40), .columns = random.size(1, 2100)};
     if (random.coin()) s.columns = (s.columns + 7) / 8 * 8;
     s.padding = random.choice<int64_t>({0, 8, 1});
-    s.offset = static_cast<size_t>(random.choice<int64_t>({0, 0, 0, 1}));
+    s.offset = Offsets::draw(random, 11);
     s.weight = random.integer(0, 4) > 0;
     s.bias = random.integer(0, 4) > 0;
     s.dresidual_out = random.integer(0, 4) > 0;
-    s.weight_offset = !op.layer && random.coin() ? 1 : 0;
+    s.weight_offset = !has.layer && random.coin() ? 1 : 0;
     s.drop = random.choice<double>({0.25, 0.0, 0.9, 1.0});
-    NormCase<T, R, W>(op, s, random.bits() % 1000).run();
+    s.statistics = random.coin();
+    NormCase<T, R, W> p(op, s, random.bits() % 1000);
+    p.leave_out_gradients(random);
+    p.run();
   }
 
   // Rows that blocks of a cluster share, several of them one after the other, and those of the kernels that have
@@ -305,7 +347,7 @@ struct NormSuite {
   }
 
   void run_random(Random& random) const {
-    switch (random.integer(0, op.residual ? 6 : 4)) {
+    switch (random.integer(0, has.residual ? 6 : 4)) {
       case 0: return run_random_of<bfloat16, bfloat16, bfloat16>(random);
       case 1: return run_random_of<float, float, float>(random);
       case 2: return run_random_of<float16, float16, float16>(random);

@@ -73,7 +73,7 @@ PLANTED(attention_no_named_barrier, "plain", "before the bulk copy into it has a
 PLANTED(attention_one_warp_not_at_barrier, "plain", "more wait at named barrier 1") {
   return run_fixture<Bug::one_warp_not_at_barrier>(bug);
 }
-PLANTED(attention_one_barrier_for_two_stages, "plain", "wrong result") {
+PLANTED(attention_one_barrier_for_two_stages, "plain", "bulk store: reads shared memory that ordinary stores wrote") {
   return run_fixture<Bug::one_barrier_for_two_stages>(bug);
 }
 PLANTED(attention_no_proxy_fence, "plain",

@@ -81,6 +81,7 @@ __global__ void ring_sum(const float* x, float* out, int tiles) {
 }
 
 TEST(bulk_loads_through_a_ring) {
+  NEEDS_SM90_CODE;
   constexpr int kTiles = 11;
   Buffer<float> x(kTiles * kTile), out(128);
   std::vector<double> expected(128);
@@ -119,6 +120,7 @@ __global__ void store_and_add(float* stored, float* added) {
 }
 
 TEST(bulk_stores_and_additions) {
+  NEEDS_SM90_CODE;
   Buffer<float> stored(384), added(128);
   std::vector<double> expected_stored(384), expected_added(128);
   for (int round = 0; round < 3; ++round)
@@ -149,6 +151,7 @@ __global__ void cluster_exchange(int* out) {
 }
 
 TEST(distributed_shared_memory) {
+  NEEDS_SM90_CODE;
   under_every_seed([] {
     Buffer<int> out(8 * 32);
     expect_ok(launch(cluster_exchange, {.grid = 8, .block = 32, .cluster = 4}, nullptr, out.data()));
@@ -192,6 +195,7 @@ __global__ void multicast_tiles(const __grid_constant__ TensorMap map, float* ou
 }
 
 TEST(tensor_load_multicast_to_a_cluster) {
+  NEEDS_SM90_CODE;
   constexpr int kTiles = 4;
   Buffer<float> x(32 * 2 * kTiles), out(4 * 32);
   std::vector<double> expected(4 * 32);
@@ -267,6 +271,7 @@ __global__ void move_registers(bool producer_gives) {
 }
 
 TEST(register_budgets) {
+  NEEDS_SM90_CODE;
   under_every_seed([] {
     expect_ok(launch(move_registers, {.block = 384}, nullptr, true));
     expect_refused(launch(move_registers, {.block = 384}, nullptr, false), "at setmaxnreg");

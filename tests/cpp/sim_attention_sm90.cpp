@@ -55,6 +55,7 @@ void check_shape(const AttentionCase& shape, int multiprocessors = 2) {
 }
 
 TEST(one_tile_of_four_blocks_within_two_seconds) {
+  NEEDS_SM90_CODE;
   AttentionData data({1, 128, 512, 1, 1, false}, 5);
   const std::clock_t start = std::clock();
   int cycles = 0;
@@ -64,15 +65,34 @@ TEST(one_tile_of_four_blocks_within_two_seconds) {
   expect(cycles > 0, "the consumers' life is measured");
   check(data);
 }
-TEST(persistent_tiles) { check_shape({1, 320, 384, 2, 1, false}, 1); }
-TEST(causal) { check_shape({1, 300, 300, 2, 2, true}); }
-TEST(causal_with_more_keys) { check_shape({1, 200, 390, 2, 1, true}, 1); }
-TEST(rows_without_keys) { check_shape({1, 300, 100, 1, 1, true}); }
-TEST(one_query_one_key) { check_shape({1, 1, 1, 1, 1, false}); }
-TEST(batches_of_short_rows) { check_shape({5, 3, 130, 2, 2, false}); }
+TEST(persistent_tiles) {
+  NEEDS_SM90_CODE;
+  check_shape({1, 320, 384, 2, 1, false}, 1);
+}
+TEST(causal) {
+  NEEDS_SM90_CODE;
+  check_shape({1, 300, 300, 2, 2, true});
+}
+TEST(causal_with_more_keys) {
+  NEEDS_SM90_CODE;
+  check_shape({1, 200, 390, 2, 1, true}, 1);
+}
+TEST(rows_without_keys) {
+  NEEDS_SM90_CODE;
+  check_shape({1, 300, 100, 1, 1, true});
+}
+TEST(one_query_one_key) {
+  NEEDS_SM90_CODE;
+  check_shape({1, 1, 1, 1, 1, false});
+}
+TEST(batches_of_short_rows) {
+  NEEDS_SM90_CODE;
+  check_shape({5, 3, 130, 2, 2, false});
+}
 
 // Maxima that grow from block to block, by little and beyond any exponent: the base must follow.
 TEST(maxima_outgrow_the_base) {
+  NEEDS_SM90_CODE;
   sim::options().properties.multiprocessors = 1;
   for (const bool causal : {false, true}) {
     AttentionData data({1, 160, 512, 1, 1, causal}, 9);
@@ -87,6 +107,7 @@ TEST(maxima_outgrow_the_base) {
 }
 
 TEST(not_a_number_stays_in_its_row) {
+  NEEDS_SM90_CODE;
   AttentionData data({1, 130, 256, 1, 1, false}, 3);
   data.q[129 * attention_sm90::kHeadDim + 7] = {0x7fc0};
   data.solve();
@@ -99,6 +120,7 @@ TEST(not_a_number_stays_in_its_row) {
 }
 
 RANDOM_TEST(random_shapes) {
+  NEEDS_SM90_CODE;
   const int key_heads = static_cast<int>(random.integer(1, 2));
   AttentionCase shape{static_cast<int>(random.integer(1, 2)),
                       static_cast<int>(random.size(1, 300)),

@@ -2,7 +2,6 @@
 #include <array>
 
 #include "cross_entropy_problem.h"
-#include "sim/sparse_memory.h"
 
 namespace warpsmith::test {
 namespace {
@@ -56,6 +55,8 @@ TEST(rows_that_begin_anywhere) {
     Problem<bfloat16>({.rows = 5, .classes = classes, .padding = 3, .in_place = true}).run();
   }
   Problem<bfloat16>({.rows = 5, .classes = 768, .offset = 1}).run();
+  for (int argument = 0; argument < 4; ++argument)
+    Problem<bfloat16>({.rows = 5, .classes = 768, .offset = Offsets::only(argument), .weights = argument == 3}).run();
   Problem<bfloat16>({.rows = 5, .classes = 1500, .padding = 36, .offset = 3, .in_place = true}).run();
   Problem<float>({.rows = 5, .classes = 261, .padding = 4, .offset = 3}).run();
 }
@@ -156,9 +157,7 @@ TEST(rows_too_long_for_the_chip) {
 }
 
 TEST(without_clusters) {
-  sim::options().properties.compute_capability = 80;
-  Problem<bfloat16>({.rows = 2, .classes = 50304}).run();
-  sim::options().properties.compute_capability = 90;
+  on_machine(132, 80, [] { Problem<bfloat16>({.rows = 2, .classes = 50304}).run(); });
 }
 
 // Blocks take several rows each.
@@ -167,6 +166,7 @@ TEST(persistent_blocks) {
     Problem<bfloat16> p({.rows = 11, .classes = classes, .in_place = true});
     p.compute_oracle();
     CrossEntropyProblem problem{.rows = 11, .classes = classes};
+    problem.code_capability = sim::options().properties.code_capability;
     CrossEntropyConfig c = choose_cross_entropy_forward(problem);
     c.blocks = c.cluster;
     under_every_seed([&] {
@@ -343,32 +343,23 @@ TEST(unknown_dtype_is_refused) {
   expect_refused(cross_entropy_forward_cuda(q, nullptr), "classes: expected at most 2147483584, got 2147483648");
 }
 
-// More than 2^31 elements, in memory that is never touched but for the rows under test: row starts need 64 bits.
+// Rows 2^31 elements apart, in memory that is never touched but for them.
 TEST(beyond_2_31_elements) {
   const SeedsAtMost few(kSeedsOfNumbers);
-  constexpr int64_t kRows = 3, kClasses = 1200, kStride = int64_t{1} << 31;
-  sim::SparseMemory<bfloat16> far(kRows * kStride);
-  Problem<bfloat16> near({.rows = kRows, .classes = kClasses});
-  near.compute_oracle();
-  under_every_seed([&] {
-    near.poison();
-    near.run_denominator();
-    CrossEntropyParams p = near.params(true);
-    for (int64_t r = 0; r < kRows; ++r)
-      std::memcpy(far.data() + r * kStride, near.original.data() + r * kClasses, kClasses * 2);
-    p.logits = p.dlogits = far.data(), p.logits_stride = p.dlogits_stride = kStride;
-    expect_ok(cross_entropy_forward_cuda(p, nullptr));
-    near.check_rows();
-    for (int64_t r = 0; r < kRows; ++r)
-      std::memcpy(near.separate.data() + r * kClasses, far.data() + r * kStride, kClasses * 2);
-    near.check_gradient(1);
-  });
+  Problem<bfloat16>({.rows = 3, .classes = 1200}).run_rows_far_apart();
+}
+
+// The last rows of contiguous tensors of more than 2^31 elements, by every kernel.
+TEST(far_rows) {
+  const SeedsAtMost one(1);
+  for (const int64_t classes : {40, 1200, 60'000, 200'000})
+    Problem<bfloat16>({.rows = 3, .classes = classes, .mean_reduction = false}).run_far_rows();
 }
 
 template <class T> void run_random(Random& random) {
   Shape s{.rows = random.size(1, 12), .classes = random.size(1, 2600)};
   s.padding = random.choice<int64_t>({0, 8, 1});
-  s.offset = static_cast<size_t>(random.choice<int64_t>({0, 0, 1}));
+  s.offset = Offsets::draw(random, 4);
   s.in_place = random.coin();
   s.weights = random.coin();
   s.smoothing = random.choice<double>({0, 0, 0.1});

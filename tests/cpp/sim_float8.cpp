@@ -161,6 +161,7 @@ template <class A, class B> void mma_matches() {
   });
 }
 TEST(mma_of_every_pair) {
+  NEEDS_SM90_CODE;
   mma_matches<e4m3, e4m3>();
   mma_matches<e4m3, e5m2>();
   mma_matches<e5m2, e4m3>();
@@ -185,12 +186,14 @@ template <class A, class B, int N, Swizzle kSwizzle, bool ARegisters> void wgmma
   });
 }
 TEST(wgmma_of_every_pair) {
+  NEEDS_SM90_CODE;
   wgmma_matches<e4m3, e4m3, 64, Swizzle::bytes128, false>();
   wgmma_matches<e4m3, e5m2, 64, Swizzle::bytes64, false>();
   wgmma_matches<e5m2, e4m3, 64, Swizzle::bytes32, false>();
   wgmma_matches<e5m2, e5m2, 64, Swizzle::none, false>();
 }
 TEST(wgmma_with_a_in_registers) {
+  NEEDS_SM90_CODE;
   wgmma_matches<e4m3, e4m3, 64, Swizzle::bytes128, true>();
   wgmma_matches<e5m2, e4m3, 32, Swizzle::bytes64, true>();
 }
@@ -220,6 +223,7 @@ __global__ void copied_product(const __grid_constant__ TensorMap a, const __grid
   for (int j = 0; j < 32; ++j) d[(row0 + 8 * (j >> 1 & 1)) * 64 + 8 * (j >> 2) + 2 * (lane % 4) + (j & 1)] = acc[j];
 }
 TEST(tiles_arrive_by_tensor_copies) {
+  NEEDS_SM90_CODE;
   using float8_product::kDepth;
   Buffer<e4m3> a(50 * kDepth);  // the last rows are outside the tensor
   Buffer<e5m2> b(64 * kDepth);
@@ -249,6 +253,7 @@ TEST(tiles_arrive_by_tensor_copies) {
   });
 }
 TEST(wgmma_of_every_width) {
+  NEEDS_SM90_CODE;
   wgmma_matches<e4m3, e4m3, 8, Swizzle::none, false>();
   wgmma_matches<e4m3, e4m3, 16, Swizzle::bytes32, false>();
   wgmma_matches<e4m3, e4m3, 256, Swizzle::bytes128, false>();

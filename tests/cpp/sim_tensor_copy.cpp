@@ -88,6 +88,7 @@ template <class T> void box_is_copied(Random& random, Swizzle swizzle) {
 }
 
 RANDOM_TEST(tensor_copies_of_boxes) {
+  NEEDS_SM90_CODE;
   const Swizzle swizzle = random.choice({Swizzle::none, Swizzle::bytes32, Swizzle::bytes64, Swizzle::bytes128});
   switch (random.integer(0, 2)) {
     case 0: box_is_copied<float>(random, swizzle); break;
@@ -109,6 +110,7 @@ __global__ void copy_five_dimensions(const __grid_constant__ TensorMap from, flo
 }
 
 TEST(tensor_load_of_five_dimensions) {
+  NEEDS_SM90_CODE;
   Buffer<float> x(8 * 3 * 2 * 3 * 2), out(64);
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i);
   TensorMapSpec spec{.base = x.data(),

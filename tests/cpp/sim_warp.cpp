@@ -3,6 +3,7 @@
 #include "device/matrix_access.h"
 #include "device/mma.h"
 #include "device/philox.h"
+#include "device/programmatic_launch.h"
 #include "device/reduce.h"
 #include "device/stochastic_rounding.h"
 #include "device/vector.h"
@@ -107,6 +108,7 @@ template <bool Transposed> __global__ void store_then_load(uint16_t* out) {
 }
 
 TEST(store_matrix_and_its_transpose) {
+  NEEDS_SM90_CODE;
   under_every_seed([] {
     std::vector<uint16_t> plain(256), transposed(256);
     expect_ok(launch(store_then_load<false>, {.block = 32}, nullptr, plain.data()));
@@ -263,6 +265,41 @@ TEST(stochastic_rounding_is_unbiased_and_keeps_special_values) {
   expect_equal("NaN", int{device::round_stochastic(NAN, 0xffff).bits}, 0x7fff);
   expect_equal("infinity", int{device::round_stochastic(-INFINITY, 0xffff).bits}, 0xff80);
   expect_equal("exact values stay", int{device::round_stochastic(-2.0f, 0xffff).bits}, 0xc000);
+}
+
+static __global__ void permute_bytes(unsigned selector, unsigned* out) {
+  *out = __byte_perm(0x33221100u, 0x77665544u, selector);
+}
+TEST(bytes_by_a_selector) {
+  unsigned out = 0;
+  for (const auto& [selector, want] : {std::pair{0x3210u, 0x33221100u},
+                                       {0x7654u, 0x77665544u},
+                                       {0x0123u, 0x00112233u},
+                                       {0x5140u, 0x55114400u},
+                                       {0x7531u, 0x77553311u}}) {
+    expect_ok(launch(permute_bytes, {.block = 1}, nullptr, selector, &out));
+    expect_equal("bytes", out, want);
+  }
+  expect_refused(launch(permute_bytes, {.block = 1}, nullptr, 0x8210u, &out), "digits of the selector are 0 to 7");
+}
+
+// A dependent launch may read at once what an earlier kernel wrote before the host waited: the memory may be another's.
+static __global__ void write_one(int* x) { device::store(x, 1); }
+static __global__ void read_early(const int* x, int* y) {
+  const int v = device::load(x);
+  device::wait_for_previous_kernel();
+  device::store(y, v);
+}
+TEST(the_host_waits_between_launches) {
+  NEEDS_SM90_CODE;
+  alignas(16) int x = 0, y = 0;
+  const LaunchConfig dependent{.block = 1, .programmatic_dependent = true};
+  expect_ok(launch(write_one, {.block = 1}, nullptr, &x));
+  sim::synchronize();
+  expect_ok(launch(read_early, dependent, nullptr, &x, &y));
+  expect_equal("y", y, 1);
+  expect_ok(launch(write_one, {.block = 1}, nullptr, &x));
+  expect_refused(launch(read_early, dependent, nullptr, &x, &y), "before wait_for_previous_kernel()");
 }
 
 }  // namespace

@@ -45,17 +45,41 @@ template <class T, int N, Swizzle kSwizzle> void all_majors_match() {
   product_matches<T, N, kSwizzle, Major::k, Major::mn, true>();
 }
 
-TEST(swizzle_128_bytes) { all_majors_match<bfloat16, 64, Swizzle::bytes128>(); }
-TEST(swizzle_64_bytes) { all_majors_match<bfloat16, 64, Swizzle::bytes64>(); }
-TEST(swizzle_32_bytes) { all_majors_match<bfloat16, 64, Swizzle::bytes32>(); }
-TEST(no_swizzle) { all_majors_match<bfloat16, 64, Swizzle::none>(); }
-TEST(float16_inputs) { product_matches<float16, 64, Swizzle::bytes128, Major::k, Major::mn, false>(); }
+TEST(swizzle_128_bytes) {
+  NEEDS_SM90_CODE;
+  all_majors_match<bfloat16, 64, Swizzle::bytes128>();
+}
+TEST(swizzle_64_bytes) {
+  NEEDS_SM90_CODE;
+  all_majors_match<bfloat16, 64, Swizzle::bytes64>();
+}
+TEST(swizzle_32_bytes) {
+  NEEDS_SM90_CODE;
+  all_majors_match<bfloat16, 64, Swizzle::bytes32>();
+}
+TEST(no_swizzle) {
+  NEEDS_SM90_CODE;
+  all_majors_match<bfloat16, 64, Swizzle::none>();
+}
+TEST(float16_inputs) {
+  NEEDS_SM90_CODE;
+  product_matches<float16, 64, Swizzle::bytes128, Major::k, Major::mn, false>();
+}
 TEST(every_n_in_use) {
+  NEEDS_SM90_CODE;
   product_matches<bfloat16, 8, Swizzle::none, Major::k, Major::k, false>();
   product_matches<bfloat16, 16, Swizzle::bytes32, Major::k, Major::mn, false>();
   product_matches<bfloat16, 32, Swizzle::bytes64, Major::k, Major::mn, true>();
   product_matches<bfloat16, 96, Swizzle::bytes128, Major::k, Major::k, true>();
   product_matches<bfloat16, 128, Swizzle::bytes128, Major::k, Major::mn, true>();
+  product_matches<bfloat16, 80, Swizzle::bytes32, Major::k, Major::k, false>();
+  product_matches<float16, 80, Swizzle::bytes128, Major::k, Major::k, true>();
+  product_matches<float16, 144, Swizzle::bytes32, Major::mn, Major::mn, false>();
+  product_matches<bfloat16, 144, Swizzle::bytes64, Major::k, Major::k, true>();
+  product_matches<bfloat16, 160, Swizzle::bytes64, Major::k, Major::mn, false>();
+  product_matches<float16, 160, Swizzle::bytes32, Major::k, Major::mn, true>();
+  product_matches<float16, 176, Swizzle::none, Major::k, Major::k, false>();
+  product_matches<bfloat16, 176, Swizzle::bytes32, Major::k, Major::mn, true>();
   product_matches<bfloat16, 192, Swizzle::bytes128, Major::mn, Major::mn, false>();
   product_matches<bfloat16, 256, Swizzle::bytes128, Major::k, Major::k, false>();
 }

@@ -1,20 +1,13 @@
 // The C++ functions as ops of a test library, so that Python can hand them tensors and look at values, gradients and
 // errors.
 #include <torch/library.h>
-#include <warpsmith/adamw.h>
-#include <warpsmith/bias_gelu.h>
-#include <warpsmith/bias_silu.h>
+#include <warpsmith/activation.h>
+#include <warpsmith/attention.h>
 #include <warpsmith/cross_entropy.h>
-#include <warpsmith/dropout_add.h>
-#include <warpsmith/geglu.h>
-#include <warpsmith/linear_cross_entropy.h>
-#include <warpsmith/linear_log_prob.h>
-#include <warpsmith/qk_norm_rope.h>
-#include <warpsmith/reglu.h>
-#include <warpsmith/relu_squared.h>
-#include <warpsmith/rms_norm.h>
+#include <warpsmith/linear_loss.h>
+#include <warpsmith/norm.h>
+#include <warpsmith/optim.h>
 #include <warpsmith/rope.h>
-#include <warpsmith/swiglu.h>
 
 #include "norms.h"
 
@@ -35,14 +28,36 @@ std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight,
                          int64_t ignore_index, int64_t reduction, double label_smoothing, double z_loss,
                          double softcap) {
-  return warpsmith::cross_entropy(logits, target, weight, {ignore_index, reduction, label_smoothing, z_loss, softcap});
+  return warpsmith::cross_entropy(
+      logits, target, weight,
+      {ignore_index, static_cast<warpsmith::Reduction>(reduction), label_smoothing, z_loss, softcap});
 }
 
 std::tuple<at::Tensor, at::Tensor> qk_norm_rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& q_weight,
                                                 const at::Tensor& k_weight, const at::Tensor& cos,
-                                                const at::Tensor& sin, double eps, bool interleaved,
+                                                const at::Tensor& sin, std::optional<double> eps, bool interleaved,
                                                 const std::optional<at::Tensor>& cu_seqlens, int64_t position_offset) {
   return warpsmith::qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, {interleaved, cu_seqlens, position_offset});
+}
+
+std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const std::optional<at::Tensor>& k,
+                                             const std::optional<at::Tensor>& v, bool causal,
+                                             const std::optional<at::Tensor>& bias,
+                                             const std::optional<at::Tensor>& sink, double dropout_p,
+                                             const std::optional<at::Tensor>& seed, int64_t kv_heads) {
+  const warpsmith::AttentionOptions options{.causal = causal,
+                                            .softcap = 4.0,
+                                            .dropout_p = dropout_p,
+                                            .bias = bias,
+                                            .sink = sink,
+                                            .seed = seed,
+                                            .kv_heads = kv_heads};
+  return warpsmith::attention(q, k, v, options);
+}
+
+std::tuple<at::Tensor, at::Tensor> attention_varlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                    const at::Tensor& cu_seqlens, int64_t max_seqlen) {
+  return warpsmith::attention_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, {.causal = true});
 }
 
 void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
@@ -54,35 +69,34 @@ void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
                    lr_tensor);
 }
 
-at::Tensor bias_gelu(const at::Tensor& x, const at::Tensor& bias) { return warpsmith::bias_gelu(x, bias); }
-
-at::Tensor bias_silu(const at::Tensor& x, const at::Tensor& bias) { return warpsmith::bias_silu(x, bias); }
-
-at::Tensor relu_squared(const at::Tensor& x) { return warpsmith::relu_squared(x); }
+// The activations, those with a flag by tanh.
+#define WARPSMITH_GATED_plain(op) warpsmith::op(gate, up, inplace_backward)
+#define WARPSMITH_GATED_tanh(op) warpsmith::op(gate, up, /*tanh=*/true, inplace_backward)
+#define WARPSMITH_ROW(op, function, flag)                                                             \
+  at::Tensor op(const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) { \
+    return WARPSMITH_GATED_##flag(op);                                                                \
+  }
+WARPSMITH_GATED_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+#define WARPSMITH_ROW(op, function, flag) \
+  at::Tensor op(const at::Tensor& x, const at::Tensor& bias) { return warpsmith::op(x, bias); }
+WARPSMITH_BIASED_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+#define WARPSMITH_ROW(op, function, flag) \
+  at::Tensor op(const at::Tensor& x) { return warpsmith::op(x); }
+WARPSMITH_UNARY_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
 
 at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual, double p, bool training,
                        const std::optional<at::Tensor>& seed) {
   return warpsmith::dropout_add(x, residual, p, training, seed);
 }
 
-at::Tensor geglu(const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) {
-  return warpsmith::geglu(gate, up, /*tanh=*/true, inplace_backward);
-}
-
-at::Tensor reglu(const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) {
-  return warpsmith::reglu(gate, up, inplace_backward);
-}
-
-at::Tensor swiglu(const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) {
-  return warpsmith::swiglu(gate, up, inplace_backward);
-}
-
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
                                 const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& class_weight,
-                                c10::string_view reduction, double label_smoothing,
-                                std::optional<int64_t> max_chunk_bytes) {
+                                int64_t reduction, double label_smoothing, std::optional<int64_t> max_chunk_bytes) {
   warpsmith::LinearCrossEntropyOptions options{.class_weight = class_weight, .label_smoothing = label_smoothing};
-  options.reduction = std::string(reduction);
+  options.reduction = static_cast<warpsmith::Reduction>(reduction);
   options.max_chunk_bytes = max_chunk_bytes;
   return warpsmith::linear_cross_entropy(hidden, weight, target, bias, options);
 }
@@ -98,22 +112,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_log_prob(const at::Tensor&
 }  // namespace
 
 TORCH_LIBRARY(warpsmith_cpp_api, m) {
-  m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", &rms_norm);
-  m.def("bias_gelu(Tensor x, Tensor bias) -> Tensor", &bias_gelu);
-  m.def("bias_silu(Tensor x, Tensor bias) -> Tensor", &bias_silu);
-  m.def("relu_squared(Tensor x) -> Tensor", &relu_squared);
-  m.def("dropout_add(Tensor x, Tensor residual, float p, bool training, Tensor? seed) -> Tensor", &dropout_add);
-  m.def("geglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &geglu);
-  m.def("reglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &reglu);
   m.def(
-      "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, str "
+      "attention(Tensor q, Tensor? k, Tensor? v, bool causal, Tensor? bias, Tensor? sink, float dropout_p, Tensor? "
+      "seed, int kv_heads) -> (Tensor, Tensor)",
+      &attention);
+  m.def("attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen) -> (Tensor, Tensor)",
+        &attention_varlen);
+#define WARPSMITH_ROW(op, function, flag) m.def(#op "(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &op);
+  WARPSMITH_GATED_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+#define WARPSMITH_ROW(op, function, flag) m.def(#op "(Tensor x, Tensor bias) -> Tensor", &op);
+  WARPSMITH_BIASED_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+#define WARPSMITH_ROW(op, function, flag) m.def(#op "(Tensor x) -> Tensor", &op);
+  WARPSMITH_UNARY_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+  m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", &rms_norm);
+  m.def("dropout_add(Tensor x, Tensor residual, float p, bool training, Tensor? seed) -> Tensor", &dropout_add);
+  m.def(
+      "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, int "
       "reduction, float label_smoothing, int? max_chunk_bytes) -> Tensor",
       &linear_cross_entropy);
   m.def(
       "linear_log_prob(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, float temperature, bool save_logits) "
       "-> (Tensor, Tensor, Tensor)",
       &linear_log_prob);
-  m.def("swiglu(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &swiglu);
   m.def(
       "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, Tensor? cu_seqlens, int position_offset, "
       "Tensor? position_offsets) -> (Tensor, Tensor)",
@@ -123,7 +146,7 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       "label_smoothing, float z_loss, float softcap) -> Tensor",
       &cross_entropy);
   m.def(
-      "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float eps, bool "
+      "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float? eps, bool "
       "interleaved, Tensor? cu_seqlens, int position_offset) -> (Tensor, Tensor)",
       &qk_norm_rope);
   m.def(

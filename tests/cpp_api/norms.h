@@ -2,11 +2,7 @@
 // The C++ functions of the norm family beyond rms_norm. Included by functions.cpp: one translation unit, because
 // torch's headers take most of the time to compile.
 #include <torch/library.h>
-#include <warpsmith/add_layer_norm.h>
-#include <warpsmith/add_rms_norm.h>
-#include <warpsmith/dropout_add_layer_norm.h>
-#include <warpsmith/dropout_add_rms_norm.h>
-#include <warpsmith/layer_norm.h>
+#include <warpsmith/norm.h>
 
 namespace {
 
@@ -18,7 +14,7 @@ Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalT
   return warpsmith::layer_norm(x, weight, bias, eps);
 }
 
-Pair add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps,
+Pair add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight, std::optional<double> eps,
                   double weight_offset) {
   return warpsmith::add_rms_norm(x, residual, weight, eps, weight_offset);
 }
@@ -28,8 +24,8 @@ Pair add_layer_norm(const Tensor& x, const Tensor& residual, const OptionalTenso
   return warpsmith::add_layer_norm(x, residual, weight, bias, eps);
 }
 
-Pair dropout_add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double p, double eps,
-                          bool training, double weight_offset, const OptionalTensor& seed) {
+Pair dropout_add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double p,
+                          std::optional<double> eps, bool training, double weight_offset, const OptionalTensor& seed) {
   return warpsmith::dropout_add_rms_norm(x, residual, weight, p, eps, training, weight_offset, seed);
 }
 
@@ -43,12 +39,12 @@ Pair dropout_add_layer_norm(const Tensor& x, const Tensor& residual, const Optio
 
 TORCH_LIBRARY_FRAGMENT(warpsmith_cpp_api, m) {
   m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", &layer_norm);
-  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset) -> (Tensor, Tensor)",
+  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float? eps, float weight_offset) -> (Tensor, Tensor)",
         &add_rms_norm);
   m.def("add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
         &add_layer_norm);
   m.def(
-      "dropout_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float p, float eps, bool training, float "
+      "dropout_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float p, float? eps, bool training, float "
       "weight_offset, Tensor? seed) -> (Tensor, Tensor)",
       &dropout_add_rms_norm);
   m.def(

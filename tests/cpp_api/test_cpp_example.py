@@ -7,6 +7,8 @@ import pytest
 import torch
 import warpsmith
 
+from tools import families
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -86,7 +88,7 @@ def test_bad_input_of_rms_norm_is_named(cpp, graded):
         x, weight = x.detach(), weight.detach()
     with pytest.raises(ValueError, match=r"^rms_norm: weight: expected shape \(40\), got \(3\)$"):
         cpp.rms_norm(x, weight[:3], None, 0.0)
-    with pytest.raises(ValueError, match=r"^rms_norm: eps: expected a number >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"^rms_norm: eps: expected a finite number >= 0, got -1"):
         cpp.rms_norm(x, weight, -1.0, 0.0)
 
 
@@ -221,11 +223,11 @@ def test_a_second_derivative_of_cross_entropy_is_refused(cpp):
     (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
     with pytest.raises(RuntimeError, match=r"^cross_entropy: second derivatives are not available"):
         gradient.sum().backward()
-    with pytest.raises(ValueError, match="cross_entropy: target: expected classes from 0 to 39"):
+    with pytest.raises(ValueError, match=r"cross_entropy: target: expected classes in \[0, 40\)"):
         cpp.cross_entropy(logits, torch.arange(3) + 38, None, -100, 1, 0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("name", ["bias_gelu", "bias_silu"])
+@pytest.mark.parametrize("name", [row.name for row in families.rows() if row.body == "BIASED"])
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32])
 def test_biased_activations_have_the_values_and_gradients_of_python(cpp, name, bias_dtype):
     x, bias, dy = inputs(torch.bfloat16, bias_dtype)

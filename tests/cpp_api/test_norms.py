@@ -12,7 +12,7 @@ CALLS = {
         lambda f, x, r, w, b: f(x, w, b),
     ),
     "add_rms_norm": (
-        lambda f, x, r, w, b: f(x, r, w, 1e-6, 1.0),
+        lambda f, x, r, w, b: f(x, r, w, None, 1.0),
         lambda f, x, r, w, b: f(x, r, w, weight_offset=1.0),
     ),
     "add_layer_norm": (
@@ -20,7 +20,7 @@ CALLS = {
         lambda f, x, r, w, b: f(x, r, w, b),
     ),
     "dropout_add_rms_norm": (
-        lambda f, x, r, w, b, seed=SEED: f(x, r, w, 0.3, 1e-6, True, 1.0, seed),
+        lambda f, x, r, w, b, seed=SEED: f(x, r, w, 0.3, None, True, 1.0, seed),
         lambda f, x, r, w, b, seed=SEED: f(x, r, w, 0.3, weight_offset=1.0, seed=seed),
     ),
     "dropout_add_layer_norm": (

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import train_gpt
@@ -56,3 +57,7 @@ def start(command: list[str]) -> subprocess.Popen[str]:
 def torchrun(program: Path, flags: list[str]) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return [*launcher, str(program), *flags]
+
+
+def recipe(*flags: str, stored: dict[str, object] | None = None) -> SimpleNamespace:
+    return train_gpt.recipe_of(train_gpt.parse([*TINY, *flags]), train_gpt.Ranks("cpu"), stored)

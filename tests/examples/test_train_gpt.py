@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import checkpoint
+import gpt_data
 import pytest
 import torch
 import train_gpt
@@ -21,6 +22,7 @@ from gpt_runs import (
     checkpoint_names,
     losses,
     one_error_line,
+    recipe,
     start,
     tiny,
     torchrun,
@@ -58,15 +60,6 @@ def test_compare_prints_both_rates_and_losses(data: Path, tmp_path: Path, capsys
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_gpt2_preset_is_gpt2_small() -> None:
-    s = train_gpt.recipe_of(train_gpt.parse(["--preset", "gpt2-124m"]), train_gpt.Ranks("cpu"))
-    assert (s.batch, s.context, s.dtype, s.clip) == (64, 1024, "bfloat16", 1.0)
-    with torch.device("meta"):
-        model = train_gpt.GPT(s, train_gpt.modules_of("torch"))
-    # Embeddings, 12 blocks of 12 * 768^2 weights and 13 * 768 biases and norms, the last norm; the head is tied.
-    assert sum(p.numel() for p in model.parameters()) == (50304 + 1024 + 12 * (12 * 768 + 13) + 2) * 768
-
-
 def test_gpt2_preset_runs_with_random_tokens(tmp_path: Path) -> None:
     flags = [
         "--preset",
@@ -85,36 +78,10 @@ def test_gpt2_preset_runs_with_random_tokens(tmp_path: Path) -> None:
     assert all(abs(loss - 5.7) < 0.1 for loss in losses(tmp_path).values())  # ln 300: nothing to learn
 
 
-@pytest.mark.parametrize("preset", ["nano", "gpt2-124m"])
-def test_the_model_does_not_see_the_future_and_knows_positions(preset: str) -> None:
-    args = train_gpt.parse(["--preset", preset, *TINY, "--vocab", "256"])
-    s = train_gpt.recipe_of(args, train_gpt.Ranks("cpu"))
-    torch.manual_seed(0)
-    model = train_gpt.GPT(s, train_gpt.modules_of("torch"))
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)
-        tokens = torch.randint(256, (1, 32))
-        changed = tokens.clone()
-        changed[0, 20] += 1 if changed[0, 20] < 255 else -1
-        before, after = model.logits(tokens)[0], model.logits(changed)[0]
-        swapped = tokens.clone()
-        swapped[0, [3, 4]] = swapped[0, [4, 3]]
-        assert tokens[0, 3] != tokens[0, 4]
-        moved = model.logits(swapped)[0]
-    assert torch.equal(before[:20], after[:20])
-    assert (before[20:] != after[20:]).any(dim=-1).all()
-    assert (before[10:] - moved[10:]).abs().max() > 1e-3  # without positions: rounding, some 1e-6
-
-
 def test_the_largest_seed_and_no_time_at_all(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_gpt.main(tiny(data, tmp_path / "seed", "--steps", 1, "--seed", 2**43 - 1)) == 0
     assert train_gpt.main(tiny(data, tmp_path / "time", "--seconds", 1e-9)) == 0
     assert "0 steps in 0 s, 0 tokens/s" in capsys.readouterr().out
-
-
-def recipe(*flags: str, stored: dict[str, object] | None = None) -> train_gpt.SimpleNamespace:
-    return train_gpt.recipe_of(train_gpt.parse([*TINY, *flags]), train_gpt.Ranks("cpu"), stored)
 
 
 @pytest.mark.parametrize("kind", ["warpsmith", "torch"])
@@ -139,52 +106,6 @@ def test_a_step_clips_as_torch_does(kind: str, clip: float) -> None:
         assert all(p.grad is None for p in run.model.parameters())
     for (name, ours), theirs in zip(run.model.named_parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_a_bias_gets_the_sum_of_its_rows() -> None:
-    y, bias = torch.randn(3, 5, 7, dtype=torch.float64), torch.randn(7, dtype=torch.float64, requires_grad=True)
-    y.requires_grad_()
-    grad = torch.randn(3, 5, 7, dtype=torch.float64)
-    out = train_gpt.BiasGradient.apply(y, bias)
-    assert torch.equal(out, y)
-    out.backward(grad)
-    torch.testing.assert_close(bias.grad, grad.sum((0, 1)))
-    assert torch.equal(y.grad, grad)
-
-
-@pytest.mark.gpu
-def test_linear_on_a_gpu_is_torchs() -> None:
-    torch.manual_seed(0)
-    ours, theirs = train_gpt.Linear(64, 48, device="cuda"), torch.nn.Linear(64, 48, device="cuda")
-    theirs.load_state_dict(ours.state_dict())
-    x, grad = torch.randn(4, 512, 64, device="cuda"), torch.randn(4, 512, 48, device="cuda", dtype=torch.bfloat16)
-    results = []
-    for linear in (ours, theirs):
-        x_ = x.clone().requires_grad_()
-        with torch.autocast("cuda", torch.bfloat16):
-            y = linear(x_)
-        y.backward(grad)
-        results.append((y, x_.grad, linear.weight.grad, linear.bias.grad))
-    for a, b in zip(*results, strict=True):
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, rtol=1.6e-2, atol=1e-5)
-    exact = grad.double().sum((0, 1))
-    assert (ours.bias.grad - exact).abs().max() <= 1.01 * (theirs.bias.grad - exact).abs().max() + 0.25
-
-
-def test_the_stream_may_be_bfloat16(data: Path) -> None:
-    flags = ("--preset", "gpt2-124m", "--vocab", "300", "--tokens", "random")
-    losses_of = {}
-    for stream in ("float32", "bfloat16"):
-        s = recipe(*flags, "--stream", stream)
-        run = train_gpt.Run(s, "warpsmith", train_gpt.Ranks("cpu"))
-        seen: list[torch.dtype] = []
-        run.model.blocks[0].mlp_norm.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out[1].dtype))
-        batches = train_gpt.Data(s, None, run.ranks)
-        losses_of[stream] = [float(run.step(batches.batch(i))) for i in range(3)]
-        assert seen == [getattr(torch, stream)] * 3
-    assert losses_of["bfloat16"] != losses_of["float32"]
-    assert losses_of["bfloat16"] == pytest.approx(losses_of["float32"], rel=5e-3)
 
 
 def test_a_checkpoint_may_be_older_than_a_flag() -> None:
@@ -215,7 +136,7 @@ def test_nano_reaches_its_loss_within_three_minutes(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_split_by_file(data: Path) -> None:
-    train, validation, description = train_gpt.read_data(data)
+    train, validation, description = gpt_data.read_data(data)
     parts = [part.split(b"\0") for part in (train, validation)]
     assert [len(part) for part in parts] == [18, 2]
     assert sorted(parts[0] + parts[1]) == sorted(path.read_bytes() for path in data.iterdir())
@@ -224,7 +145,7 @@ def test_a_folder_is_split_by_file(data: Path) -> None:
 
 def test_a_single_file_is_cut(data: Path) -> None:
     file = data / "file_00.txt"
-    train, validation, _ = train_gpt.read_data(file)
+    train, validation, _ = gpt_data.read_data(file)
     assert train + validation == file.read_bytes()
     assert len(train) == file.stat().st_size * 9 // 10
 
@@ -233,11 +154,11 @@ def test_file_names_need_not_be_utf8(data: Path, tmp_path: Path) -> None:
     folder = os.fsencode(tmp_path)
     for i, path in enumerate(data.iterdir()):
         shutil.copy(path, os.path.join(folder, b"caf\xe9_%d.txt" % i))
-    assert train_gpt.read_data(tmp_path)[2].startswith("20 file(s) of ")
+    assert gpt_data.read_data(tmp_path)[2].startswith("20 file(s) of ")
 
 
 def test_the_default_data_is_the_standard_library() -> None:
-    train, validation, description = train_gpt.read_data(None)
+    train, validation, description = gpt_data.read_data(None)
     assert len(train) > 5e6 and len(validation) > 5e5
     assert "python" in description
 
@@ -267,7 +188,7 @@ def test_rank_batches_are_rows_of_the_global_batch(data: Path) -> None:
         (["--data", "{tmp}/short"], "--data: expected more than --context 32 bytes to .* on, got"),
         (["--vocab", "100"], "--vocab: expected at least 256 for bytes, got 100"),
         (["--heads", "3"], "--heads: expected a divisor of --width 32, got 3"),
-        (["--heads", "32"], "--heads: expected an even --width 32 / heads for rope, got 32"),
+        (["--heads", "32"], "--heads: expected --width 32 / heads in steps of 8 up to 256, got 32"),
         (["--stream", "bfloat16"], "--stream: expected float32 where --dtype is float32, got bfloat16"),
         (["--steps", "0"], "--steps: expected more than 0, got 0"),
         (["--lr", "-1"], "--lr: expected more than 0, got -1.0"),

@@ -1,5 +1,6 @@
 """The project's files, and their text without comments."""
 
+import os
 import re
 from pathlib import Path
 
@@ -15,12 +16,15 @@ DOCUMENTS = (".md", ".rst")
 def files(root, *suffixes, under=""):
     """Files below ``root/under`` with one of the suffixes, as paths relative to ``root``, sorted."""
     found = []
-    for path in sorted((root / under).rglob("*")):
-        parts = path.relative_to(root).parts
-        hidden = any((p.startswith(".") and p != ".ci") or p in SKIPPED or p.endswith(".egg-info") for p in parts)
-        if not hidden and path.suffix in suffixes and path.is_file():
-            found.append(path.relative_to(root))
-    return found
+    for folder, inner, names in os.walk(root / under):
+        inner[:] = [name for name in inner if not _is_hidden(name)]  # an environment has more files than the project
+        here = Path(folder).relative_to(root)
+        found += [here / name for name in names if Path(name).suffix in suffixes and not _is_hidden(name)]
+    return sorted(found)
+
+
+def _is_hidden(name):
+    return (name.startswith(".") and name != ".ci") or name in SKIPPED or name.endswith(".egg-info")
 
 
 def read(root, path):

@@ -5,45 +5,75 @@ import re
 
 from files import CODE, CPP, DOCUMENTS, code_of, files, lines_matching, read
 
+from tools import families
+
 SOFT_LINES, HARD_LINES = 400, 800
 
 
-def ops(root):
-    """Names of the ops: every binding in csrc/torch and every public module in python/warpsmith/ops."""
-    bound = {p.stem for p in (root / "csrc/torch").glob("*.cpp")}
-    public = {p.stem for p in (root / "python/warpsmith/ops").glob("*.py") if not p.stem.startswith("_")}
-    return sorted(bound | public)
+# What a family has beside the row of each op: at least one file for each pattern.
+OF_A_FAMILY = (
+    "csrc/kernels/{0}/{0}.h",
+    "csrc/kernels/{0}/*.cuh",
+    "csrc/kernels/{0}/*.cu",
+    "csrc/kernels/{0}/*_budget.json",
+    "csrc/cpu/{0}*.cpp",
+    "csrc/torch/{0}*.cpp",
+    "csrc/host/{0}*.cpp",
+    "csrc/include/warpsmith/{0}.h",
+    "tests/cpp/sim_{0}.cpp",
+    "tests/ops/test_{0}*.py",
+    "benchmarks/bench_{0}.py",
+)
+OF_AN_OP = (
+    "python/warpsmith/ops/{0}.py",
+    "python/warpsmith/reference/{0}.py",
+    "docs/ops/{0}.md",
+)
+# What holds files of families, and of nothing else.
+FAMILIES_ROOMS = ("csrc/cpu/*.cpp", "csrc/torch/*.cpp", "tests/cpp/sim_*.cpp")
+# Sim programs of the machine and of the vocabulary of device code, and of kernels that are not the package's.
+NOT_A_FAMILYS = {
+    f"tests/cpp/sim_{name}.cpp"
+    for name in ("async attention_sm90 float8 math row_absmax smoke tensor_copy warp wgmma").split()
+}
 
 
 def missing_rooms(root):
-    """For each op, the rooms in which it has no file. The kernels' folder may be the op's own or its family's."""
+    """What a row of a family's list lacks: files of the family, files of the op, cases in the family's tests."""
+    rows = families.rows(root)
     found = []
-    for op in ops(root):
-        wanted = [
-            f"csrc/kernels/*/{op}.h",
-            f"csrc/kernels/*/{op}_kernel*.cuh",
-            f"csrc/kernels/*/{op}*.cu",
-            f"csrc/cpu/{op}.cpp",
-            f"csrc/torch/{op}.cpp",
-            f"python/warpsmith/ops/{op}.py",
-            f"python/warpsmith/reference/{op}.py",
-            f"tests/ops/test_{op}.py",
-            f"tests/cpp/sim_{op}.cpp",
-            f"benchmarks/bench_{op}.py",
-            f"docs/ops/{op}.*",
-        ]
-        found += [f"{op}: {pattern} is missing" for pattern in wanted if not any(root.glob(pattern))]
+    for family in dict.fromkeys(row.family for row in rows):
+        wanted = [pattern.format(family) for pattern in OF_A_FAMILY]
+        found += [f"{family}: {pattern} is missing" for pattern in wanted if not any(root.glob(pattern))]
+    if rows and (root / "csrc/kernels/optim/optim_ops.h").exists():
+        ops = {row.name for row in rows}
+        for name in families.optimizers(root):
+            wanted = [f"python/warpsmith/optim/{name}.py"] + [f"docs/optim/{name}.md"] * (name not in ops)
+            found += [f"{name}: {path} is missing" for path in wanted if not (root / path).exists()]
+    for row in rows:
+        wanted = [pattern.format(row.name) for pattern in OF_AN_OP]
+        found += [f"{row.name}: {pattern} is missing" for pattern in wanted if not any(root.glob(pattern))]
+        tests = [path.read_text() for path in root.glob(f"tests/ops/test_{row.family}*.py")]
+        if not any(re.search(rf"\b{row.name}\b", text) for text in tests):
+            found.append(f"{row.name}: no cases in tests/ops/test_{row.family}*.py")
     return found
 
 
-def kernels_without_an_op(root):
-    """Kernel sources whose name begins with no op's: an op that is not bound, or a name that differs between rooms."""
-    names = ops(root)
-    return [
-        f"{path}: belongs to no op"
-        for path in files(root, ".cu", under="csrc/kernels")
-        if not any(path.stem == op or path.stem.startswith(op + "_") for op in names)
-    ]
+def without_a_row(root):
+    """Files of ops and families that no list names."""
+    rows = families.rows(root)
+    known = {row.family for row in rows}
+    found = []
+    for pattern in FAMILIES_ROOMS:
+        for path in sorted(root.glob(pattern)):
+            name, relative = path.stem.removeprefix("sim_"), path.relative_to(root).as_posix()
+            if relative not in NOT_A_FAMILYS and not any(re.fullmatch(rf"{f}(_\w+)?", name) for f in known):
+                found.append(f"{relative}: belongs to no family")
+    for path in sorted((root / "csrc/kernels").glob("*")):
+        if path.is_dir() and path.name not in known:
+            found.append(f"{path.relative_to(root).as_posix()}: has no list of ops")
+    public = {p.stem for p in (root / "python/warpsmith/ops").glob("*.py") if not p.stem.startswith("_")}
+    return found + [f"python/warpsmith/ops/{op}.py: has no row" for op in sorted(public - {row.name for row in rows})]
 
 
 def line_counts(root):
@@ -101,6 +131,17 @@ def bare_launches(root):
     return found
 
 
+def questions_to_the_device(root):
+    """Queries of the device's compute capability: what runs there may be code of an older architecture, in which
+    clusters, bulk copies and programmatic launches are compiled out. (csrc/common/code_capability.h)"""
+    asked = r"cudaDevAttrComputeCapability|cudaGetDeviceProperties|CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY"
+    return [
+        f"{path}:{n}: expected DeviceProperties::code_capability, not the device's own"
+        for path in files(root, *CPP, under="csrc")
+        for n in lines_matching(code_of(read(root, path)), asked)
+    ]
+
+
 def unbraced_discards(root):
     """`if constexpr` or `else` without braces before a loop with a pragma. Where such a branch is discarded and the
     loop's body has braces, nvcc 13.0 loses count of them and drops the next statements without a word; the host's
@@ -114,6 +155,15 @@ def unbraced_discards(root):
             line = text.count("\n", 0, match.start()) + 1
             found.append(f"{path}:{line}: expected braces between {match[1].split('@')[0].strip()} and #pragma")
     return found
+
+
+def experiments_without_a_question(root):
+    """What lies in lab, headers and the script that runs the others apart, says on top what it answers."""
+    return [
+        f"{path}: its first line is not a question"
+        for path in files(root, ".cu", ".py", ".sh", under="lab")
+        if path.name != "lab.py" and not re.match(r'(// |"""|#!.*\n# )Question: .+\?', read(root, path))
+    ]
 
 
 # Written in parts, so that the rule's own text is not found.
@@ -162,7 +212,7 @@ def pickling(root):
     return found
 
 
-TOP = r"(?:csrc|python|tests|benchmarks|docs|examples|notebooks|tools|build_backend|\.ci)"
+TOP = r"(?:csrc|python|tests|benchmarks|docs|examples|notebooks|tools|lab|build_backend|\.ci)"
 CITED_IN_DOCUMENTS = re.compile(rf"`({TOP}/[\w./-]+)`|\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
 CITED_IN_SOURCES = re.compile(r"(?<![\w/])(docs/[\w./-]+\.(?:md|rst|png|svg|json))")
 

@@ -17,6 +17,8 @@ import rules
 import warpsmith
 from files import ROOT
 
+from tools import families
+
 HERE = Path(__file__).parent
 IMPORT_LIMIT_MS = 50
 
@@ -37,13 +39,20 @@ def test_no_modules_import_each_other():
     none(arrows.import_circles(ROOT))
 
 
-def test_every_op_is_in_every_room():
-    assert rules.ops(ROOT), "no op found: the rule would check nothing"
+def test_every_row_has_its_files():
+    assert families.rows(ROOT), "no row found: the rule would check nothing"
     none(rules.missing_rooms(ROOT))
 
 
-def test_every_kernel_belongs_to_an_op():
-    none(rules.kernels_without_an_op(ROOT))
+def test_every_file_of_an_op_or_family_has_its_row():
+    none(rules.without_a_row(ROOT))
+
+
+def test_the_generated_tables_are_those_of_the_rows():
+    sys.path.insert(0, str(ROOT / "docs"))
+    import op_tables
+
+    none(op_tables.stale())
 
 
 def test_files_are_short():
@@ -62,12 +71,20 @@ def test_kernels_are_launched_through_the_wrapper():
     none(rules.bare_launches(ROOT))
 
 
+def test_the_code_is_asked_and_not_the_device():
+    none(rules.questions_to_the_device(ROOT))
+
+
 def test_a_branch_that_may_be_discarded_has_braces_around_unrolled_loops():
     none(rules.unbraced_discards(ROOT))
 
 
 def test_no_unfinished_work():
     none(rules.notes_to_self(ROOT))
+
+
+def test_experiments_say_what_they_answer():
+    none(rules.experiments_without_a_question(ROOT))
 
 
 def test_no_pickle():
@@ -79,7 +96,8 @@ def test_cited_paths_exist():
 
 
 def test_public_names_are_documented():
-    modules = [warpsmith] + [importlib.import_module(f"warpsmith.{name}") for name in ("nn", "optim")]
+    names = ("nn", "optim", "distributed", "train")
+    modules = [warpsmith] + [importlib.import_module(f"warpsmith.{name}") for name in names]
     none(docstrings.undocumented(modules))
 
 
@@ -108,7 +126,8 @@ import torch
 start = time.process_time()
 import warpsmith
 elapsed = time.process_time() - start
-assert not [m for m in sys.modules if m.startswith("warpsmith.testing")], "warpsmith.testing was imported"
+late = tuple(f"warpsmith.{name}" for name in ("distributed", "testing", "train"))
+assert not [m for m in sys.modules if m.startswith(late)], "imported before it was asked for"
 print(1e3 * elapsed)
 """
 

@@ -8,6 +8,8 @@ import pytest
 import rules
 from files import code_of
 
+from tools import families
+
 
 @pytest.fixture
 def plant(tmp_path):
@@ -63,6 +65,7 @@ def test_clean_includes_pass(plant):
         ("csrc/host/a.cpp", "<torch/torch.h>", "host must not use torch"),
         ("csrc/kernels/scale/a.cuh", "<pybind11/pybind11.h>", "belongs to host"),
         ("csrc/attic/a.h", "<string>", "not a room"),
+        ("csrc/kernels/scale/a.cuh", '"../../lab/sweep.h"', "nothing uses lab"),
     ],
 )
 def test_a_wrong_include_is_found(plant, path, include, words):
@@ -95,6 +98,7 @@ NOTEBOOK = json.dumps(
         ("tests/ops/test_a.py", "from warpsmith.ops._library import raw", "private name"),
         ("python/warpsmith/_load.py", "def f():\n    from warpsmith.tools import main", "every room stands on _load"),
         ("benchmarks/a.py", "import warpsmith._load", "private name"),
+        ("python/warpsmith/nn/a.py", "from lab import lab", "nothing uses lab"),
         ("examples/a.py", "import warpsmith\nwarpsmith.ops.scale._check(1)", "private name"),
         ("tests/test_a.py", "from warpsmith.nn import _hidden", "private name"),
         ("notebooks/01_a.ipynb", NOTEBOOK, "private name"),
@@ -139,39 +143,85 @@ def test_clean_imports_pass(plant):
 
 
 def complete(op, family):
-    return dict.fromkeys(
-        [
-            f"csrc/kernels/{family}/{op}.h",
-            f"csrc/kernels/{family}/{op}_kernel.cuh",
-            f"csrc/kernels/{family}/{op}.cu",
-            f"csrc/cpu/{op}.cpp",
-            f"csrc/torch/{op}.cpp",
-            f"python/warpsmith/ops/{op}.py",
-            f"python/warpsmith/reference/{op}.py",
-            f"tests/ops/test_{op}.py",
-            f"tests/cpp/sim_{op}.cpp",
-            f"benchmarks/bench_{op}.py",
-            f"docs/ops/{op}.md",
-        ],
-        "",
-    )
+    """A family of one op, with all of its files."""
+    return {
+        f"csrc/kernels/{family}/{family}_ops.h": f"#define WARPSMITH_{family.upper()}_OPS(ROW) ROW({op}, Silu)\n",
+        f"tests/ops/test_{family}_values.py": f"SPECS = [{op}]",
+        **dict.fromkeys(
+            [
+                f"csrc/kernels/{family}/{family}.h",
+                f"csrc/kernels/{family}/body.cuh",
+                f"csrc/kernels/{family}/forward.cu",
+                f"csrc/kernels/{family}/{family}_budget.json",
+                f"csrc/cpu/{family}.cpp",
+                f"csrc/torch/{family}_checks.cpp",
+                f"csrc/host/{family}.cpp",
+                f"csrc/include/warpsmith/{family}.h",
+                f"python/warpsmith/ops/{op}.py",
+                f"python/warpsmith/reference/{op}.py",
+                f"tests/cpp/sim_{family}.cpp",
+                f"benchmarks/bench_{family}.py",
+                f"docs/ops/{op}.md",
+            ],
+            "",
+        ),
+    }
 
 
-@pytest.mark.parametrize("left_out", list(complete("scale", "norm")))
+@pytest.mark.parametrize("left_out", list(complete("scale", "norm"))[1:])
 def test_a_missing_room_is_found(plant, left_out):
     files = {**complete("scale", "norm"), **complete("shift", "shift")}
     del files[left_out]
-    (found,) = rules.missing_rooms(plant(files))
-    assert found.startswith("scale: ")
-    assert found.removeprefix("scale: ").split("scale")[0].split("*")[0] in left_out
+    found = rules.missing_rooms(plant(files))
+    assert found
+    assert all(line.startswith(("norm: ", "scale: ")) for line in found)
 
 
-def test_complete_ops_pass_and_a_stray_kernel_is_found(plant):
-    root = plant({**complete("scale", "norm"), "csrc/kernels/norm/scale_hopper.cu": ""})
-    assert rules.missing_rooms(root) == []
-    assert rules.kernels_without_an_op(root) == []
-    assert rules.kernels_without_an_op(plant({"csrc/kernels/norm/shift.cu": ""})) == [
-        "csrc/kernels/norm/shift.cu: belongs to no op"
+def test_an_optimizer_without_class_or_page_is_found(plant):
+    files = complete("scale", "optim")
+    files["csrc/kernels/optim/optim_ops.h"] += (
+        "\n#define WARPSMITH_OPTIMIZERS(ROW) ROW(scale, Scale) ROW(heavy, Heavy)\n"
+    )
+    found = rules.missing_rooms(plant(files))
+    assert found == [
+        "scale: python/warpsmith/optim/scale.py is missing",
+        "heavy: python/warpsmith/optim/heavy.py is missing",
+        "heavy: docs/optim/heavy.md is missing",
+    ]
+
+
+def test_a_row_without_cases_is_found(plant):
+    files = {**complete("scale", "norm"), "tests/ops/test_norm_values.py": "SPECS = [scales]"}
+    assert rules.missing_rooms(plant(files)) == ["scale: no cases in tests/ops/test_norm*.py"]
+
+
+def test_complete_families_pass_and_strays_are_found(plant):
+    root = plant(complete("scale", "norm"))
+    assert rules.missing_rooms(root) == rules.without_a_row(root) == []
+    strays = {
+        "csrc/torch/shift.cpp": "belongs to no family",
+        "tests/cpp/sim_shift.cpp": "belongs to no family",
+        "csrc/kernels/shift": "has no list of ops",
+        "python/warpsmith/ops/shift.py": "has no row",
+    }
+    root = plant({path if "." in path else f"{path}/a.cu": "" for path in strays})
+    assert rules.without_a_row(root) == [f"{path}: {why}" for path, why in strays.items()]
+
+
+def test_rows_are_read_with_their_arguments(plant):
+    text = """// A row each: ROW(op, function).
+#define WARPSMITH_GATED_OPS(ROW) \\
+  ROW(one, Silu, plain)          \\
+  ROW(two, Gelu, tanh)
+
+#define WARPSMITH_UNARY_OPS(ROW) ROW(three)
+#define WARPSMITH_SELECT(op) use(op)
+"""
+    found = families.rows(plant({"csrc/kernels/f/f_ops.h": text}))
+    assert [(r.name, r.family, r.body, r.arguments) for r in found] == [
+        ("one", "f", "GATED", ("Silu", "plain")),
+        ("two", "f", "GATED", ("Gelu", "tanh")),
+        ("three", "f", "UNARY", ()),
     ]
 
 
@@ -216,6 +266,18 @@ def test_a_bare_launch_is_found(plant):
     assert rules.bare_launches(root) == ["csrc/kernels/scale/a.cu:3: bare launch"]
 
 
+def test_a_question_to_the_device_is_found(plant):
+    root = plant(
+        {
+            "csrc/kernels/scale/a.cu": "// cudaGetDeviceProperties\nint major = 0;\n"
+            "cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);\n",
+            "csrc/common/launch.h": "cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, 0);\n",
+        }
+    )
+    (found,) = rules.questions_to_the_device(root)
+    assert found.startswith("csrc/kernels/scale/a.cu:3: expected DeviceProperties::code_capability")
+
+
 UNROLLED = "#pragma unroll\n  for (int i = 0; i < 4; ++i) { x[i] += 1; }\n"
 
 
@@ -236,6 +298,15 @@ def test_an_unbraced_branch_before_an_unrolled_loop_is_found(plant, before, word
 @pytest.mark.parametrize("before", ["", "if constexpr (C) {\n", "if constexpr (C) x = 0;\n", "if (c) {\n} else {\n"])
 def test_a_braced_branch_around_an_unrolled_loop_passes(plant, before):
     assert rules.unbraced_discards(plant({"csrc/kernels/scale/a.cuh": before + UNROLLED})) == []
+
+
+def test_an_experiment_without_a_question_is_found(plant):
+    root = plant(
+        {"lab/a.cu": "// Question: which?\n", "lab/b.py": '"""Question: where?\n"""', "lab/c.h": "", "lab/lab.py": ""}
+    )
+    assert rules.experiments_without_a_question(root) == []
+    plant({"lab/d.cu": "// Times something.\n"})
+    assert rules.experiments_without_a_question(root) == ["lab/d.cu: its first line is not a question"]
 
 
 @pytest.mark.parametrize("word", ["TO" + "DO", "FIX" + "ME"])

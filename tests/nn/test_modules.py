@@ -63,6 +63,7 @@ MADE_ON_META = {
     "DropoutAddLayerNorm": (8, 0.1),
     "RotaryEmbedding": (8,),
     "QKNormRoPE": (8,),
+    "Attention": (16, 2, 1),
     "SwiGLUMLP": (8, 16),
     "BiasGELU": (8,),
     "LinearCrossEntropyLoss": (8, 16),
@@ -70,7 +71,7 @@ MADE_ON_META = {
 
 
 def test_modules_with_tensors_are_all_made_on_meta_below():
-    stateless = {"CrossEntropyLoss", "DropoutAdd"}
+    stateless = {"CrossEntropyLoss", "DropoutAdd", "functional"}
     assert set(MADE_ON_META) == set(warpsmith.nn.__all__) - stateless
 
 
@@ -119,6 +120,40 @@ def test_cross_entropy_loss_is_torchs_module():
     assert "softcap=4.0" in repr(both)
 
 
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 5, 5), (2, 7, 3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cross_entropy_loss_has_its_classes_where_torch_has_them(shape, dtype):
+    logits, classes = torch.randn(shape).to(dtype).requires_grad_(), shape[min(1, len(shape) - 1)]
+    target = torch.randint(classes, shape[:1] * (len(shape) > 1) + shape[2:])
+    results = []
+    for module in (warpsmith.nn.CrossEntropyLoss, torch.nn.CrossEntropyLoss):
+        loss = module(label_smoothing=0.1)(logits, target)
+        results.append([loss, *torch.autograd.grad(loss, logits)])
+    wide = logits.detach().double().requires_grad_()
+    exact = torch.nn.CrossEntropyLoss(label_smoothing=0.1)(wide, target)
+    for a, b, oracle in zip(*results, [exact, *torch.autograd.grad(exact, wide)], strict=True):
+        assert a.dtype == b.dtype and (error := warpsmith.testing.measure("loss", a, oracle, b)).ok, str(error)
+    both = warpsmith.nn.CrossEntropyLoss(z_loss=1e-2)(logits, target)
+    expected = warpsmith.cross_entropy(logits.movedim(1, -1) if len(shape) > 2 else logits, target, z_loss=1e-2)
+    assert torch.equal(both, expected.to(dtype))
+
+
+def test_class_probabilities_are_torchs():
+    logits, target = torch.randn(5, 7), torch.softmax(torch.randn(5, 7), -1)
+    assert torch.equal(warpsmith.nn.CrossEntropyLoss()(logits, target), torch.nn.CrossEntropyLoss()(logits, target))
+    with pytest.raises(ValueError, match="CrossEntropyLoss: target: expected class indices beside z_loss"):
+        warpsmith.nn.CrossEntropyLoss(z_loss=0.1)(logits, target)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "CrossEntropyLoss"])
+def test_policies_that_ask_for_torchs_modules_see_ours(name):
+    ours, theirs = getattr(warpsmith.nn, name), getattr(torch.nn, name)
+    assert issubclass(ours, theirs)
+    arguments = () if name == "CrossEntropyLoss" else (8,)
+    assert isinstance(ours(*arguments), theirs)
+    assert set(vars(theirs(*arguments))) <= set(vars(ours(*arguments)))
+
+
 def test_cross_entropy_loss_in_place():
     leaf = torch.randn(5, 7, requires_grad=True)
     target = torch.tensor([0, 3, 6, 1, 2])
@@ -130,7 +165,74 @@ def test_cross_entropy_loss_in_place():
     assert torch.equal(logits, found)
 
 
-@pytest.mark.parametrize("bad", [{"size_average": True}, {"reduce": False}, {"reduction": "average"}])
-def test_bad_arguments_of_cross_entropy_loss_are_named(bad):
-    with pytest.raises(ValueError, match=f"CrossEntropyLoss: {next(iter(bad))}: expected "):
-        warpsmith.nn.CrossEntropyLoss(**bad)
+def test_bad_arguments_of_cross_entropy_loss_are_named():
+    with pytest.raises(ValueError, match="CrossEntropyLoss: reduction: expected "):
+        warpsmith.nn.CrossEntropyLoss(reduction="average")
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args")
+@pytest.mark.parametrize("old", [{"size_average": False}, {"reduce": False}])
+def test_arguments_that_torch_has_for_old_scripts(old):
+    logits, target = torch.randn(5, 7), torch.tensor([0, 3, 6, 1, 2])
+    expected = torch.nn.CrossEntropyLoss(**old)(logits, target)
+    torch.testing.assert_close(warpsmith.nn.CrossEntropyLoss(**old)(logits, target), expected)
+
+
+MODULES = {
+    "RMSNorm": ((8,), 1),
+    "LayerNorm": ((8,), 1),
+    "AddRMSNorm": ((8,), 2),
+    "AddLayerNorm": (((2, 8),), 2),
+    "DropoutAddRMSNorm": ((8, 0.1), 2),
+    "DropoutAddLayerNorm": ((8, 0.1), 2),
+    "BiasGELU": ((8,), 1),
+    "DropoutAdd": ((0.1,), 2),
+    "SwiGLUMLP": ((8, 16), 1),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_symbolic_trace(name):
+    """torch.fx: the module becomes a graph with our op in it, and computes the same."""
+    arguments, count = MODULES[name]
+    module = torch.nn.Sequential(getattr(warpsmith.nn, name)(*arguments)).eval()[0]
+    inputs = [torch.randn(3, 2, 8) for _ in range(count)]
+    graph = torch.fx.symbolic_trace(module)
+    for a, b in zip(*(as_tuple(m(*inputs)) for m in (graph, module)), strict=True):
+        assert torch.equal(a, b)
+    called = [
+        n.target.__module__ for n in graph.graph.nodes if n.op == "call_function" and hasattr(n.target, "__module__")
+    ]
+    assert any(m.startswith("warpsmith.ops.") for m in called)
+
+
+def as_tuple(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+def test_symbolic_trace_of_losses_and_functions():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rotary, self.heads = warpsmith.nn.RotaryEmbedding(4, 8), warpsmith.nn.QKNormRoPE(4)
+            self.loss, self.head = warpsmith.nn.CrossEntropyLoss(), warpsmith.nn.LinearCrossEntropyLoss(4, 5)
+
+        def forward(self, q, k, target):
+            q, _ = self.rotary(q, k)
+            q, _ = self.heads(q, k, self.rotary.cos, self.rotary.sin)
+            h = warpsmith.swiglu(q, q).flatten(0, 2)
+            return self.loss(h, target) + self.head(h, target)
+
+    model = Model()
+    inputs = torch.randn(2, 3, 2, 4), torch.randn(2, 3, 1, 4), torch.randint(4, (12,))
+    assert torch.equal(torch.fx.symbolic_trace(model)(*inputs), model(*inputs))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "BiasGELU"])
+def test_jit_trace_of_a_module_that_trains(name):
+    module, x = getattr(warpsmith.nn, name)(8), torch.randn(3, 8)
+    traced = torch.jit.trace(module, (x,))
+    assert torch.equal(traced(x + 1), module(x + 1))
+    grads = [torch.autograd.grad(m(x).square().sum(), list(m.parameters())) for m in (traced, module)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -115,9 +115,10 @@ def test_input_of_another_shape_is_named():
 def test_without_a_weight_too_another_width_is_named(make):
     module = make(8, elementwise_affine=False)
     inputs = [torch.randn(2, 6)] * (2 if make in (AddRMSNorm, AddLayerNorm) else 1)
-    with pytest.raises(ValueError, match=rf"^{make.__name__}: x: expected trailing shape \(8\), got \(2, 6\)$"):
+    words = f"^{make.__name__}: {'input' if make is LayerNorm else 'x'}: expected trailing shape"
+    with pytest.raises(ValueError, match=rf"{words} \(8\), got \(2, 6\)$"):
         module(*inputs)
-    with pytest.raises(ValueError, match=rf"^{make.__name__}: x: expected trailing shape \(8\), got \(\)$"):
+    with pytest.raises(ValueError, match=rf"{words} \(8\), got \(\)$"):
         module(*[x[0, 0] for x in inputs])
 
 

@@ -77,3 +77,55 @@ def test_decoding_continues_a_prefix():
 def test_bad_sizes_are_named(arguments, message):
     with pytest.raises(ValueError, match=f"^RotaryEmbedding: {message}"):
         warpsmith.nn.RotaryEmbedding(**arguments)
+
+
+SCALINGS = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "yarn, another ramp": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, "beta_slow": 2, "truncate": False},
+    "yarn, a factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25},
+    "yarn, mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_scalings_are_those_of_transformers(name, theta):
+    """A configuration's own dict, for a model that was trained on 64 positions and runs on 256."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    trained, length, scaling = 64, 256, {**SCALINGS[name], "rope_theta": theta}
+    if scaling["rope_type"] in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = trained
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=2,
+        max_position_embeddings=trained if scaling["rope_type"] == "dynamic" else length,
+        rope_parameters=dict(scaling),
+    )
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(1, 1), torch.arange(length)[None])
+    scaling["original_max_position_embeddings"] = trained
+    rotary = warpsmith.nn.RotaryEmbedding(32, length, scaling=scaling)
+    for ours, theirs in zip((rotary.cos, rotary.sin), expected, strict=True):
+        torch.testing.assert_close(ours, theirs[0, :, :16], rtol=1e-4, atol=5e-5)
+    assert f"scaling={scaling['rope_type']}" in repr(rotary)
+    plain = warpsmith.nn.RotaryEmbedding(32, length, theta)
+    assert torch.equal(plain.cos, rotary.cos) == (name == "default")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "longrope"}, r"scaling\['rope_type'\]: expected default or linear .*, got longrope"),
+        ({"rope_type": "linear"}, r"scaling\['factor'\]: expected a number > 0, got None"),
+        ({"type": "linear", "factor": -1.0}, r"scaling\['factor'\]: expected a number > 0, got -1.0"),
+        ({"rope_type": "yarn", "factor": 2.0}, r"scaling\['original_max_position_embeddings'\]: expected a number"),
+    ],
+)
+def test_scalings_that_say_too_little_are_named(scaling, message):
+    with pytest.raises(ValueError, match=f"^RotaryEmbedding: {message}"):
+        warpsmith.nn.RotaryEmbedding(32, scaling=scaling)

@@ -1,9 +1,12 @@
-"""What the tests of the norm family have in common: cases, and inputs and bad inputs of the ops with a residual."""
+"""What the tests of the norm family share: cases, inputs, bad inputs, and the spec of an op from its schema."""
 
 from __future__ import annotations
 
+import importlib
+
 import torch
-from warpsmith.testing import BadInput, Case
+import warpsmith
+from warpsmith.testing import BadInput, Case, OpSpec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STREAM = {"residual": FP32}
@@ -83,8 +86,8 @@ BAD_INPUTS = [
     BadInput("short weight", but(weight=lambda g: g["weight"][:-1]), r"weight: expected shape \(\d+\), got"),
     BadInput("weight dtype", but(weight=lambda g: g["weight"].half()),
              "weight: expected bfloat16 or float32, got float16"),
-    BadInput("negative eps", but(eps=lambda g: -1.0), r"eps: expected a number >= 0, got -1", fake=False),
-    BadInput("string", but(x=lambda g: "x"), "", error=RuntimeError, fake=False),
+    BadInput("negative eps", but(eps=lambda g: -1.0), r"eps: expected a finite number >= 0, got -1", fake=False),
+    BadInput("string", but(x=lambda g: "x"), "x: expected a tensor, got the str", error=TypeError, fake=False),
 ]  # fmt: skip
 BAD_BIAS = [
     BadInput("matrix bias", but(bias=lambda g: g["bias"][None]), r"bias: expected shape \(\d+\), got"),
@@ -107,12 +110,38 @@ def floor_bytes(forward, backward):
     }
 
 
-def backward_arguments(good, *, bias, **dropout):
-    """Those of the raw backward op, for its schema and fakes."""
-    rows = good["x"].shape[:-1].numel()
-    statistics = [torch.ones(rows, device=good["x"].device)] * (2 if bias else 1)
-    affine = [good["weight"], good["bias"]] if bias else [good["weight"]]
-    last = () if bias else (0.0,)
-    ones = torch.ones_like(good["x"]), torch.ones_like(good["residual"])
-    wanted = (True,) * (4 if bias else 3)
-    return *ones, good["residual"], *affine, *statistics, *dropout.values(), *last, *wanted
+def spec_of(name, **more):
+    """The spec of an op of the family: what its schema says, and ``more``."""
+    raw = {suffix: getattr(torch.ops.warpsmith, name + suffix).default for suffix in ("", "_forward", "_inference")}
+    raw_backward = getattr(torch.ops.warpsmith, f"{name}_backward").default
+    names = [a.name for a in raw[""]._schema.arguments]
+    residual, dropout = "residual" in names, "seed" in names
+
+    def forward(good):
+        return tuple(good.get(n, 0.0) for n in names)
+
+    def backward(good):
+        x, rows = good["x"], good["x"].shape[:-1].numel()
+        given = {**good, "dy": torch.ones_like(x), "residual_out": good.get("residual")}
+        given |= {n: torch.ones(rows, device=x.device) for n in ("mean", "rstd")}
+        if residual:
+            given["dresidual_out"] = torch.ones_like(good["residual"])
+        wanted = [a.name for a in raw_backward._schema.arguments]
+        return tuple(True if n.startswith("want_") else given.get(n, 0.0) for n in wanted)
+
+    rows = ("x", "residual") if residual else ("x",)
+    made = {
+        "op": getattr(warpsmith, name),
+        "reference": getattr(importlib.import_module(f"warpsmith.reference.{name}"), name),
+        "differentiable": tuple(n for n in ("x", "residual", "weight", "bias") if n in names),
+        "outputs": ("y", "residual_out") if residual else ("y",),
+        "laid_out": rows,
+        "double_backward": True,
+        "func_transforms": True,
+        "traced": f"warpsmith::{name}",
+        "opcheck": {**dict.fromkeys(raw.values(), forward), raw_backward: backward},
+        "floor_bytes": floor_bytes(4 if residual else 2, 5 if dropout else 4 if residual else 3),
+    }
+    if not dropout:
+        made["batched"] = rows
+    return OpSpec(name=name, **made, **more)

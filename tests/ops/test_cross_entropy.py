@@ -139,17 +139,17 @@ SPEC = OpSpec(
         BadInput("scalar", but(logits=lambda g: g["logits"].sum()), "logits: expected at least one dimension"),
         BadInput("int32 labels", but(target=lambda g: g["target"].int()), "target: expected int64.*, got int32"),
         BadInput("probabilities", but(target=lambda g: g["logits"].softmax(-1).detach()),
-                 "target: expected int64 class indices, got bfloat16"),
+                 "target: expected int64 or uint8 class indices, got bfloat16"),
         BadInput("short target", but(target=lambda g: g["target"][:-1]), r"target: expected shape \(\d+\), got"),
         BadInput("meta target", but(target=lambda g: g["target"].to("meta")), "target: expected a", fake=False),
         BadInput("no classes", but(logits=lambda g: g["logits"][..., :0]), "logits: expected at least one class"),
         BadInput("label too large", but(target=lambda g: g["target"].clone().fill_(g["logits"].shape[-1])),
-                 r"target: expected classes from 0 to \d+, or ignore_index -100, got \d+ in row 0", fake=False,
+                 r"target: expected classes in \[0, \d+\) or ignore_index -100, got \d+ at position 0", fake=False,
                  devices=("cpu",)),
-        BadInput("negative label", but(target=lambda g: g["target"].clone().fill_(-1)), "got -1 in row 0", fake=False,
-                 devices=("cpu",)),
+        BadInput("negative label", but(target=lambda g: g["target"].clone().fill_(-1)), "got -1 at position 0",
+                 fake=False, devices=("cpu",)),
         BadInput("label too large, checked", but(target=lambda g: g["target"].clone().fill_(g["logits"].shape[-1]),
-                                                 check_labels=lambda g: True), r"got \d+ in row 0", fake=False),
+                                                 check_labels=lambda g: True), r"got \d+ at position 0", fake=False),
         BadInput("short weight", but(class_weight=lambda g: torch.ones(3, device=g["logits"].device)),
                  r"class_weight: expected shape \(\d+\), got \(3\)"),
         BadInput("weight dtype", but(class_weight=lambda g: g["logits"][0].half().detach()),
@@ -387,6 +387,6 @@ def test_plan_says_which_kernel_runs():
     assert kernel(classes=10) == ("resident", 1)
     assert kernel(classes=128256)[0] == "resident"
     assert kernel(classes=128256)[1] > 1
-    assert kernel(classes=128256, compute_capability=80, max_shared_bytes=163 * 1024) == ("looped", 1)
-    assert kernel(classes=50304, compute_capability=80, max_shared_bytes=163 * 1024) == ("resident", 1)
+    assert kernel(classes=128256, code_capability=80, max_shared_bytes=163 * 1024) == ("looped", 1)
+    assert kernel(classes=50304, code_capability=80, max_shared_bytes=163 * 1024) == ("resident", 1)
     assert kernel(classes=4_000_000) == ("looped", 1)

@@ -1,5 +1,6 @@
 """What the documentation says an op moves is what its benchmark divides by, and the sim counts its accesses."""
 
+import functools
 import importlib
 import inspect
 import re
@@ -15,13 +16,29 @@ OPS = sorted(p.stem for p in (ROOT / "docs/ops").glob("*.md") if p.stem != "inde
 # How many heads a case has of what a docstring counts by; the others count by the case's own shape.
 HEADS = {"``q`` and ``k``": lambda case: case.shape[-2] + case.options.get("k_heads", max(1, case.shape[-2] // 2))}
 # Bound by products of matrices, not by memory: their docstrings name no bytes.
-COMPUTE_BOUND = {"linear_cross_entropy", "linear_log_prob"}
+# {op: family}, from the families' lists.
+FAMILY = {
+    op: path.parent.name
+    for path in (ROOT / "csrc/kernels").glob("*/*_ops.h")
+    for op in re.findall(r"ROW\((\w+)", path.read_text())
+}
+COMPUTE_BOUND = {"attention", "attention_varlen", "linear_cross_entropy", "linear_log_prob"}
+
+
+@functools.cache
+def specs():
+    """{op: its spec} of all test modules beside this one."""
+    found = {}
+    for path in Path(__file__).parent.glob("test_*.py"):
+        if "op_tests(" in path.read_text() and path != Path(__file__):
+            for value in vars(importlib.import_module(f"tests.ops.{path.stem}")).values():
+                if isinstance(spec := getattr(value, "spec", value), OpSpec):
+                    found[spec.name] = spec
+    return found
 
 
 def spec_of(op):
-    module = importlib.import_module(f"tests.ops.test_{op}")
-    found = [v for value in vars(module).values() for v in (value, getattr(value, "spec", None))]
-    return next(v for v in found if isinstance(v, OpSpec) and v.name == op)
+    return specs()[op]
 
 
 def documented(op):
@@ -67,4 +84,4 @@ def with_own_headers(file):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_sim_counts_bytes(op):
-    assert "expect_bytes(" in with_own_headers(ROOT / f"tests/cpp/sim_{op}.cpp")
+    assert "expect_bytes(" in with_own_headers(ROOT / f"tests/cpp/sim_{FAMILY.get(op, op)}.cpp")

@@ -37,7 +37,7 @@ OPS = {
         layer_norm_definition,
     ),
     "qk_norm_rope": (rotated(warpsmith.qk_norm_rope), rotated(qk_norm_rope_reference)),
-    "bias_gelu": (warpsmith.bias_gelu, lambda x, bias: F.gelu(x + bias, approximate="tanh")),
+    "bias_gelu": (warpsmith.bias_gelu, lambda x, bias: F.gelu(x + bias)),
     "bias_silu": (warpsmith.bias_silu, lambda x, bias: F.silu(x + bias)),
 }
 

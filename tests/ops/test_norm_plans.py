@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import warpsmith
 
 ADD = ("add_rms_norm", "add_layer_norm", "dropout_add_rms_norm", "dropout_add_layer_norm")
 OPS = ("rms_norm", "layer_norm", *ADD)
-COLUMNS = [*range(1, 67), *(2**k + d for k in range(7, 19) for d in (-8, 0, 8)), 768, 12288, 100_000]
+COLUMNS = [*range(1, 300), *(2**k + d for k in range(7, 19) for d in (-8, 0, 8)), 768, 12288, 100_000]
 
 
 def check(plan, rows, columns):
@@ -37,11 +38,32 @@ def test_every_plan_covers_its_row_and_fits_the_chip(op, rows):
         for dtype in ("float32", "bfloat16"):
             streams = {dtype, "float32"} if op in ADD else {None}
             for stream in streams:
-                for clusters in (True, False):
+                for code in (80, 90):
                     problem = {} if stream is None else {"residual_dtype": stream}
-                    plan = warpsmith.plan(op, rows=rows, columns=columns, dtype=dtype, clusters=clusters, **problem)
+                    plan = warpsmith.plan(op, rows=rows, columns=columns, dtype=dtype, code_capability=code, **problem)
                     check(plan, rows, columns)
-                    assert clusters or plan["forward"]["cluster"] == plan["backward"]["cluster"] == 1
+                    assert code == 90 or plan["forward"]["cluster"] == plan["backward"]["cluster"] == 1
+                    assert code == 90 or plan["forward"]["kernel"] not in ("shared", "resident")
+
+
+@pytest.mark.parametrize(
+    ("problem", "forward", "backward"),
+    [
+        ({"rows": 131072, "columns": 128}, "warp", "ring"),
+        ({"rows": 65536, "columns": 768}, "warp", "batches"),
+        ({"rows": 16384, "columns": 4096}, "registers", "batches"),
+        ({"rows": 1024, "columns": 12288}, "resident", "batches"),
+        ({"rows": 8192, "columns": 12288}, "shared", "batches"),
+        ({"rows": 8, "columns": 262144}, "looped", "looped"),
+        ({"rows": 8, "columns": 1023}, "looped", "looped"),
+        ({"rows": 8, "columns": 1024, "aligned": False}, "looped", "looped"),
+    ],
+)
+def test_plan_says_which_kernel_runs_and_why(problem, forward, backward):
+    plan = warpsmith.plan("rms_norm", **problem, dtype=torch.bfloat16)
+    assert (plan["forward"]["kernel"], plan["backward"]["kernel"]) == (forward, backward)
+    assert plan["forward"]["why"]
+    assert plan["partial_rows"] >= plan["backward"]["blocks"] // plan["backward"]["cluster"]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -79,7 +101,7 @@ def test_rows_lie_in_shared_memory_where_that_was_measured(op, problem):
     assert plan["shared_bytes"] == 2 * problem["columns"]
     assert plan["threads_a_row"] * plan["vectors_a_thread"] * plan["vector_elems"] == problem["columns"]
     assert plan["blocks"] == problem["rows"]
-    for change in ({"dtype": "float32"}, {"affine_as_x": False}, {"clusters": False}, {"columns": 8200}):
+    for change in ({"dtype": "float32"}, {"affine_as_x": False}, {"code_capability": 80}, {"columns": 8200}):
         other = warpsmith.plan(op, **{**problem, "dtype": "bfloat16", **change})["forward"]
         in_a_block = op == "layer_norm" and change == {"columns": 8200}
         assert other["kernel"] == ("block" if in_a_block else "registers")
@@ -121,6 +143,10 @@ def test_all_rows_of_a_length_have_their_sums_in_one_order(op):
     [
         ({"columns": 8}, "rows: expected a value, got none"),
         ({"rows": 0, "columns": 8}, "rows: expected an integer >= 1, got 0"),
+        ({"rows": 2**70, "columns": 8}, f"rows: expected an integer <= {2**40}, got {2**70}"),
+        ({"rows": -(2**70), "columns": 8}, "rows: expected an integer >= 1, got -"),
+        ({"rows": 2**63 - 1, "columns": 8}, f"rows: expected an integer <= {2**40}, got"),
+        ({"rows": 1, "columns": "8"}, "columns: expected an integer, got '8'"),
         ({"rows": 1, "columns": 8, "dtype": "int8"}, "dtype: expected float32, float16 or bfloat16"),
         ({"rows": 1, "columns": 8, "cols": 8}, "expected arguments among .*, got cols"),
     ],
@@ -128,6 +154,11 @@ def test_all_rows_of_a_length_have_their_sums_in_one_order(op):
 def test_bad_plans_are_named(op, problem, message):
     with pytest.raises(ValueError, match=f"^plan: {op}: {message}"):
         warpsmith.plan(op, **problem)
+
+
+def test_an_unknown_op_has_no_plan():
+    with pytest.raises(ValueError, match="plan: op: expected one of .*rms_norm.*, got nothing"):
+        warpsmith.plan("nothing")
 
 
 def test_only_ops_with_a_residual_have_a_stream():

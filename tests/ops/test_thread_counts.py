@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import warpsmith
-from warpsmith.testing import bitwise_equal
+from warpsmith.testing import bitwise_equal, cpu_threads
 
 ROWS, COLUMNS, TOKENS, HEADS, DIM = 700, 96, 300, 3, 64
 TARGET = torch.arange(ROWS) % COLUMNS
@@ -31,6 +31,8 @@ CASES = {
     "add_layer_norm": (warpsmith.add_layer_norm, X, X, W, W),
     "add_rms_norm": (warpsmith.add_rms_norm, X, X, W),
     "dropout_add_layer_norm": (lambda *a: warpsmith.dropout_add_layer_norm(*a, 0.3), X, X, W, W),
+    "bias_gelu": (warpsmith.bias_gelu, (4096, 50), (50,)),
+    "bias_silu": (warpsmith.bias_silu, (4096, 50), (50,)),
     "dropout_add": (lambda *a: warpsmith.dropout_add(*a, 0.3), X, X),
     "cross_entropy": (cross_entropy, X, W),
     "qk_norm_rope": (qk_norm_rope, Q, Q, D, D),
@@ -52,13 +54,9 @@ def test_results_do_not_depend_on_the_number_of_threads(op):
     function, *shapes = CASES[op]
     torch.manual_seed(0)
     tensors = [torch.randn(shape) for shape in shapes]
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with cpu_threads(1):
         one = results(function, tensors)
-        torch.set_num_threads(2)
+    with cpu_threads(2):
         two = results(function, tensors)
-    finally:
-        torch.set_num_threads(threads)
     assert len(one) > 1
     assert all(bitwise_equal(a, b) for a, b in zip(one, two, strict=True))

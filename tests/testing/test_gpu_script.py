@@ -18,16 +18,21 @@ ROOT = Path(__file__).resolve().parents[2]
 def script(monkeypatch):
     """The script's modules: what each stage runs, and what starts them."""
     monkeypatch.syspath_prepend(str(ROOT / "tools/gpu"))
-    for name in ("command", "stages", "record"):
+    for name in ("command", "stages", "code_stages", "record"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module("record")
-    for name in ("command", "stages", "record"):
+    for name in ("command", "stages", "code_stages", "record"):
         sys.modules.pop(name)
 
 
 @pytest.fixture
 def stages(script):
     return sys.modules["stages"]
+
+
+@pytest.fixture
+def code_stages(script):
+    return sys.modules["code_stages"]
 
 
 WORKED = "workload: 12 op calls of 3 ops\n"
@@ -188,7 +193,8 @@ def test_the_limits_of_one_command_are_under_ten_minutes(script, stages):
     assert script.planned_s(default) <= script.DEADLINE_S <= script.PROMISE_S - 10
     assert script.groups(["warm", "bench"]) == [["warm"], ["bench"]]
     assert script.planned_s(["cpu_tests"]) < script.DEADLINE_S, "of the others one at a time as well"
-    assert script.planned_s(["cpu_rows"]) < script.DEADLINE_S
+    for name in ("cpu_rows", "sm80", "both", "ptx"):
+        assert script.planned_s([name]) < script.DEADLINE_S
     assert script.limit_of(["build"], False, 500.0) == stages.STAGES["build"].limit_s
     assert script.limit_of(["bench"], True, 400.0) == 400.0
     assert stages.WARM_PROCESSES <= 8
@@ -212,15 +218,105 @@ def test_what_times_nothing_runs_at_the_same_time(script, stages, tmp_path, monk
 def test_a_dry_run_goes_through_the_stages_on_the_cpu(script, stages, tmp_path, monkeypatch, capfd):
     """The commands, what they print and how it is judged: all but the card."""
     monkeypatch.setenv("OUT", str(tmp_path))
-    chosen = [name for name in stages.STAGES if name not in ("tests", "cpu_tests")]  # alone goes their way
+    left_out = ("tests", "cpu_tests", "both", "ptx")  # which go the way of alone and of sm80
+    chosen = [name for name in script.STAGES if name not in left_out]
     assert script.main(["--dry-run", *chosen]) == 0, capfd.readouterr().out
     (path,) = tmp_path.glob("*-cpu.json")
     kept = json.loads(path.read_text())
-    assert [v["stage"] for v in kept["stages"]] == chosen
+    steps = ["build", "code", "compile", "tests", "alone", "sanitize", "bench"]
+    assert [v["stage"] for v in kept["stages"]] == [*chosen[:-1], *(f"sm80 {step}" for step in steps)]
+    assert chosen[-1] == "sm80"
     assert kept["dry_run"] is True
     assert {(r["op"], r["direction"]) for r in kept["rows"]} >= {("adamw", "step"), ("rope", "forward")}
+    marked = {r["contender"] for r in kept["rows"] if r["op"] == "relu_squared" and r["contender"].startswith("warp")}
+    assert marked == {"warpsmith (sm_80 code)"}
     assert set(kept["environment"]["others_busy_cores"]) >= {"host on cpu", "adamw on cpu"}
     assert 0 < kept["seconds"] < script.DEADLINE_S
+
+
+FACTS = {
+    "library": "/package/warpsmith/libwarpsmith_ops.so",
+    "kernels": {
+        "cuda:0": {"runs": True, "why": "a GPU (sm_90) with code of sm_80 (PTX, compiled ...)", "code": "sm_80"}
+    },
+}
+
+
+def gpu(**changes):
+    return {"kernels": {"cuda:0": {**FACTS["kernels"]["cuda:0"], **changes}}}
+
+
+@pytest.mark.parametrize(
+    ("facts", "ok", "words"),
+    [
+        ({}, True, "with code of sm_80 (PTX"),
+        ({"library": "/elsewhere/libwarpsmith_ops.so"}, False, "but the library is /elsewhere"),
+        (gpu(code="sm_90a", why="machine code"), False, "expected code of sm_80"),
+        (gpu(why="a GPU with code of sm_80 (machine code)"), False, "expected code of sm_80"),
+        (gpu(runs=False), False, "sm_80"),
+        ({"kernels": {}}, False, "exit code 0"),
+        ({"kernels": {"cuda": {"runs": False, "why": "no device", "code": None}}}, False, "exit code 0"),
+    ],
+)
+def test_only_the_build_to_test_is_tested(code_stages, tmp_path, monkeypatch, facts, ok, words):
+    """Where another library would be loaded, or the driver picks other code, nothing is tested and the stage fails."""
+    told = FACTS | facts
+    told["library"] = (
+        str(code_stages.SM80.folder) + told["library"] if "elsewhere" not in told["library"] else told["library"]
+    )
+    monkeypatch.setattr(code_stages, "run_command", lambda *_: (0, "a warning\n" + json.dumps(told, indent=1), 1.0))
+    monkeypatch.setattr(code_stages, "NEEDED", ((code_stages.which_code, 9.0),))
+    ran = []
+
+    def tests(code, order):
+        ran.append(order.env["PYTHONPATH"])
+        return [code_stages.Verdict("sm80 tests", True, 1.0, "")]
+
+    steps = (*code_stages.NEEDED, (tests, 9.0))
+    order = code_stages.Order(tmp_path, 60.0)
+    first, second = code_stages.steps_of(code_stages.SM80, steps, order)
+    assert first.ok is ok and second.ok is ok
+    assert words in first.detail
+    assert len(ran) == ok and all(p.startswith(str(code_stages.SM80.folder / "package")) for p in ran)
+
+
+def test_other_builds_leave_the_installed_package_alone(code_stages, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(code_stages, "run_command", lambda *command: ran.append(command) or (0, "", 1.0))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+    for code, architectures in (
+        (code_stages.SM80, "80"), (code_stages.BOTH, "80;90"), (code_stages.PTX, "80-virtual;90-virtual")
+    ):  # fmt: skip
+        code_stages.install(code, code_stages.Order(tmp_path, 60.0))
+        command, _, _, env = ran.pop()
+        folder = ROOT / "build" / f"gpu-{code.name}"
+        assert command[command.index("--target") + 1] == str(folder / "package")
+        assert f"--config-settings=build-dir={folder}/objects" in command
+        assert env["CMAKE_ARGS"] == f"-DCMAKE_CUDA_ARCHITECTURES={architectures}" and env["TORCH_CUDA_ARCH_LIST"] == ""
+    default = (ROOT / "csrc/cmake/architectures.cmake").read_text()
+    assert f'set(warpsmith_default_architectures "{code_stages.DEFAULT}")' in default
+
+
+def test_ops_that_do_not_compile_are_named(code_stages, tmp_path, monkeypatch):
+    def ends(command, log, limit_s, env):
+        log.touch()
+        assert env["CUDA_CACHE_PATH"].endswith("gpu-sm80/compiled")
+        return (9, "", 1.0) if "rope" in command else (0, WORKED, 1.0)
+
+    monkeypatch.setattr(code_stages, "run_command", ends)
+    order = code_stages.Order(tmp_path, 60.0, env=code_stages.SM80.environment)
+    (verdict,) = code_stages.compile_all(code_stages.SM80, order)
+    assert not verdict.ok and "\n  rope: exit code 9" in verdict.detail
+    assert [p.name for p in tmp_path.iterdir()] == ["sm80_compile_rope.log"]
+
+
+def test_every_failing_test_is_listed(stages, tmp_path, monkeypatch):
+    failed = [f"tests/ops/test_{name}.py::test_{i}" for name in ("a", "b") for i in range(9)]
+    output = "".join(f"FAILED {test} - boom\n" for test in failed) + "=== 18 failed, 3 passed in 2.11s ==="
+    monkeypatch.setattr(stages, "run_command", lambda *_: (1, output, 1.0))
+    (verdict,) = stages.tests(stages.Order(tmp_path, 60.0, prefix="sm80_"))
+    assert not verdict.ok and "in all: 9 of tests/ops/test_a.py, 9 of tests/ops/test_b.py" in verdict.detail
+    assert (tmp_path / "sm80_tests_failed.txt").read_text().splitlines() == failed
 
 
 def test_an_unknown_stage_is_refused_and_the_plan_is_told():
@@ -230,7 +326,10 @@ def test_an_unknown_stage_is_refused_and_the_plan_is_told():
 
     refused = run("fly")
     assert refused.returncode == 2
-    assert "expected one of build, tests, alone, sanitize, warm, bench, cpu_tests, cpu_rows, got fly" in refused.stderr
+    assert (
+        "expected one of build, tests, alone, sanitize, warm, bench, cpu_tests, cpu_rows, sm80, both, ptx, got fly"
+        in refused.stderr
+    )
     plan = run("--plan", "build", "sanitize", "warm")
     assert plan.returncode == 0
     assert "sanitize, warm " in plan.stdout and "185 s in all at most" in plan.stdout

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,11 +16,17 @@ CUT = 124  # the exit code of a command that its limit stopped
 
 @dataclass(frozen=True)
 class Order:
-    """What a stage gets: where its logs go, how long it may take, whether it only shows that it would run."""
+    """What a stage gets: where its logs go, how long it may take, whether it only shows that it would run; variables of
+    the environment for its commands, and what the names of its logs begin with."""
 
     logs: Path
     limit_s: float
     dry: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{self.prefix}{name}.log"
 
 
 @dataclass
@@ -34,7 +41,7 @@ class Verdict:
 
 
 def run_command(
-    command: list[str], log: Path, limit_s: float, env: dict[str, str] | None = None
+    command: list[str], log: Path, limit_s: float, env: Mapping[str, str] | None = None
 ) -> tuple[int, str, float]:
     """Runs a command in a process group of its own; at the limit all of it is killed and the exit code is CUT."""
     start = time.monotonic()
@@ -61,7 +68,7 @@ def run_command(
     return code, log.read_text(errors="replace"), time.monotonic() - start
 
 
-def environment_of(extra: dict[str, str] | None) -> dict[str, str]:
+def environment_of(extra: Mapping[str, str] | None) -> dict[str, str]:
     """This process's environment with the CUDA tools on PATH, which a login shell may have left out."""
     tools = str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin")
     path = os.environ.get("PATH", os.defpath)

@@ -4,6 +4,8 @@
 #   tools/gpu/run.sh                     build, tests, alone, sanitize, warm, bench
 #   tools/gpu/run.sh build tests         some of them
 #   tools/gpu/run.sh cpu_tests cpu_rows  what needs no GPU, by a command of its own: the CPU's tests, its rows of the benchmarks
+#   tools/gpu/run.sh sm80                what other cards run, each in a command of its own (code_stages.py): code of sm_80,
+#   tools/gpu/run.sh both, ... ptx       the default of a machine without a GPU, and its PTX alone
 #   tools/gpu/run.sh --dry-run           every stage on the CPU, with next to nothing to do: does the script itself work?
 #
 # tests: those on the GPU, six processes; alone: those of them that want the card for themselves; warm: compiles what bench

@@ -3,7 +3,7 @@
 A spec is that of any class made by `op_tests` in a module tests/ops/test_<op>.py. Inputs are made on the CPU and
 copied, so that the tools see few kernels but ours. The optimizers, which have no spec, come first.
 
-    python tools/gpu/sanitized_workload.py [--device cpu] [--cases 1]
+    python tools/gpu/sanitized_workload.py [--device cpu] [--cases 1] [--op rms_norm]
 """
 
 from __future__ import annotations
@@ -50,16 +50,45 @@ def run_spec(spec: OpSpec, device: str, most_cases: int) -> int:
 
 
 def run_optimizers(device: str) -> int:
-    """Two steps over tensors of odd sizes, one of them misaligned."""
+    """Two steps of each over tensors of odd sizes, one of them misaligned."""
     sizes = (1, 3, 127, 1024, 4097, 20_000)
     params = [torch.ones(n).to(device).requires_grad_() for n in sizes]
     params.append(torch.ones(514).to(device)[1:].detach().requires_grad_())
     for p in params:
         p.grad = torch.full(p.shape, 0.5).to(device)
-    optimizer = warpsmith.optim.AdamW(params, lr=1e-3)
-    for _ in range(2):
-        optimizer.step()
-    return 2
+    calls = 0
+    found = (getattr(warpsmith.optim, name) for name in warpsmith.optim.__all__)
+    for optim in (f for f in found if isinstance(f, type)):
+        warpsmith.optim.clip_grad_norm_(params, 1.0)
+        optimizer = optim(params, lr=1e-3)
+        for _ in range(2):
+            optimizer.step()
+            calls += 1
+    return calls
+
+
+def run_attention(device: str, op: str) -> int:
+    """A few small problems, forward and backward, single and packed; the later ones have portable kernels alone."""
+    calls = 0
+    bias = torch.zeros(4, 1, 1).to(device).requires_grad_()
+    for dim, tokens, options in (
+        (64, 130, {"causal": True}),
+        (128, 200, {}),
+        (72, 65, {"window_size": (20, 0)}),
+        (64, 100, {"softcap": 5.0, "dropout_p": 0.1}),
+        (128, 70, {"causal": True, "bias": bias}),
+        (256, 70, {"alibi_slopes": torch.full((4,), 0.1).to(device)}),
+    ):
+        shapes = ((2, tokens, heads, dim) if op == "attention" else (2 * tokens, heads, dim) for heads in (4, 2, 2))
+        q, k, v = (torch.full(s, 0.25, dtype=torch.bfloat16).to(device).requires_grad_() for s in shapes)
+        if op == "attention":
+            out = warpsmith.attention(q, k, v, **options)
+        else:
+            cu = torch.tensor([0, 50, 50, tokens, 2 * tokens], dtype=torch.int32).to(device)
+            out = warpsmith.attention_varlen(q, k, v, cu, cu, tokens, tokens, **options)
+        torch.autograd.grad(out, (q, k, v), torch.full(out.shape, 0.5, dtype=torch.bfloat16).to(device))
+        calls += 2
+    return calls
 
 
 def main() -> None:
@@ -67,12 +96,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cases", type=int, default=MOST_CASES, help="of each op; default: %(default)s")
+    parser.add_argument("--op", help="this one alone; default: all")
     options = parser.parse_args()
-    found = specs()
-    calls = run_optimizers(options.device) + sum(run_spec(spec, options.device, options.cases) for spec in found)
+    found = [spec for spec in specs() if options.op in (None, spec.name)]
+    optimizers = OPTIMIZERS if options.op is None else OPTIMIZERS & {options.op}
+    calls = run_optimizers(options.device) if optimizers else 0
+    for spec in found:
+        if options.device in spec.devices:
+            calls += run_spec(spec, options.device, options.cases)
+        elif spec.name.startswith("attention") and torch.cuda.get_device_capability() >= (8, 0):
+            calls += run_attention(options.device, spec.name)
     if options.device == "cuda":
         torch.cuda.synchronize()
-    print(f"workload: {calls} op calls of {len(found) + len(OPTIMIZERS)} ops", flush=True)
+    print(f"workload: {calls} op calls of {len(found) + len(optimizers)} ops", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ from dataclasses import dataclass
 from command import CUT, ROOT, Order, Verdict, run_command, why
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SANITIZER_OPTIONS = {
+    "memcheck": ["--padding", "256"],
+    # Without it racecheck misses an order that goes from a lane through __syncwarp to another lane's arrival at an
+    # mbarrier, as attention's do (docs/design/2026-11-21-attention-fixture.md). Since 2023.3.
+    "racecheck": ["--racecheck-indirect-barrier-dependency"],
+}
 # What each tool must say itself: a tool that is missing, or saw no kernel, must not pass.
 CLEAN = r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed \(0 errors, 0 warnings\)"
 WORKLOAD_DONE = r"workload: ((\d+) op calls[^\n]*)"
@@ -44,23 +51,34 @@ def build(order: Order) -> list[Verdict]:
     return [Verdict("build", code == 0, seconds, detail, code == CUT)]
 
 
+def failed_tests(output: str) -> list[str]:
+    """From pytest's summary: each once, in order."""
+    return list(dict.fromkeys(re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)))
+
+
 def pytest_verdict(name: str, code: int, output: str, seconds: float, limit_s: float) -> Verdict:
     """Reads pytest's closing line. No test run is a failure too."""
     closing = re.findall(r"^=* ?(\d+ (?:passed|failed|skipped|error)[^\n=]*?) in [\d.:]+", output, re.MULTILINE)
     detail = closing[-1] if closing else why(code, limit_s)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    detail += "".join(f"\n  {name}" for name in failed[:12])
+    failed = failed_tests(output)
+    files = Counter(test.split("::")[0] for test in failed)
+    detail += "".join(f"\n  {test}" for test in failed[:12])
+    if len(failed) > 12:
+        detail += "\n  in all: " + ", ".join(f"{count} of {file}" for file, count in files.most_common())
     return Verdict(name, code == 0 and "passed" in detail, seconds, detail, code == CUT)
 
 
 def run_tests(name: str, arguments: list[str], order: Order) -> list[Verdict]:
     base = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     command = [*base, *arguments]
-    code, output, seconds = run_command(command, order.logs / f"{name}.log", order.limit_s)
+    code, output, seconds = run_command(command, order.log(name), order.limit_s, order.env)
     if order.dry:
         collected = re.findall(r"^(\d+(?:/\d+)? tests collected[^\n]*?) in ", output, re.MULTILINE)
         detail = collected[-1] if collected else why(code, order.limit_s)
         return [Verdict(name, code == 0 and bool(collected), seconds, detail, code == CUT)]
+    failed = failed_tests(output)
+    if failed:
+        order.log(f"{name}_failed").with_suffix(".txt").write_text("".join(f"{test}\n" for test in failed))
     return [pytest_verdict(name, code, output, seconds, order.limit_s)]
 
 
@@ -99,14 +117,18 @@ def sanitizer_verdict(tool: str, code: int, output: str, seconds: float, limit_s
     return Verdict(f"sanitize {tool}", clean and worked, seconds, "; ".join(parts), code == CUT)
 
 
-def sanitize(order: Order) -> list[Verdict]:
+def names_of_ops() -> list[str]:
+    """What tools/gpu/sanitized_workload.py knows: every op, the optimizers included."""
+    return sorted(path.stem for path in (ROOT / "python/warpsmith/ops").glob("[a-z]*.py"))
+
+
+def sanitize(order: Order, fixture: bool = True) -> list[Verdict]:
     """Every op at small shapes under compute-sanitizer's four tools, and the attention fixture under memcheck, at the
-    same time. (racecheck does not see an order that goes from a lane through __syncwarp to another lane's mbarrier
-    arrival, as the fixture's does: docs/design/2026-11-21-attention-fixture.md.)"""
+    same time."""
     ops = ["tools/gpu/sanitized_workload.py"]
     if order.dry:
         command = [sys.executable, *ops, "--device", "cpu", "--cases", "1"]
-        code, output, seconds = run_command(command, order.logs / "sanitize_dry.log", order.limit_s)
+        code, output, seconds = run_command(command, order.log("sanitize_dry"), order.limit_s, order.env)
         done = re.search(WORKLOAD_DONE, output)
         detail = done[1] if done else why(code, order.limit_s)
         return [Verdict("sanitize", code == 0 and done is not None, seconds, detail, code == CUT)]
@@ -114,15 +136,16 @@ def sanitize(order: Order) -> list[Verdict]:
     def one(tool: str, name: str, options: list[str], workload: list[str], env: dict[str, str]) -> Verdict:
         command = ["compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "9", "--print-limit", "20"]
         command += [sys.executable, *workload]
-        log = order.logs / f"sanitize_{name.replace(' ', '_')}.log"
-        code, output, seconds = run_command(command, log, order.limit_s, env)
+        log = order.log(f"sanitize_{name.replace(' ', '_')}")
+        code, output, seconds = run_command(command, log, order.limit_s, {**order.env, **env})
         return sanitizer_verdict(name, code, output, seconds, order.limit_s)
 
-    fixture = ["tools/gpu/attention_fixture.py", "--check"]
+    attention = ["tools/gpu/attention_fixture.py", "--check"]
     only = ["--kernel-name", "kns=attention_sm90"]  # not torch's, which make and check its inputs
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # the caching allocator would hide overruns
-    jobs = [(t, t, ["--padding", "256"] if t == "memcheck" else [], ops, uncached) for t in SANITIZERS]
-    jobs.append(("memcheck", "attention memcheck", only, fixture, {}))
+    jobs = [(t, t, SANITIZER_OPTIONS.get(t, []), ops, uncached) for t in SANITIZERS]
+    if fixture:
+        jobs.append(("memcheck", "attention memcheck", only, attention, {}))
     with ThreadPoolExecutor(len(jobs)) as pool:
         return list(pool.map(lambda job: one(*job), jobs))
 
@@ -131,7 +154,7 @@ def benchmarks(name: str, order: Order, *arguments: str) -> tuple[int, str, floa
     """Runs the benchmarks, which begin nothing new shortly before the limit."""
     until = time.time() + order.limit_s - min(LAST_CALL_S.get(name, 15.0), order.limit_s / 2)
     command = [sys.executable, "-m", "benchmarks", "--until", f"{until:.0f}", *arguments]
-    return run_command(command, order.logs / f"{name}.log", order.limit_s)
+    return run_command(command, order.logs / f"{name}.log", order.limit_s, order.env)
 
 
 def warm(order: Order) -> list[Verdict]:

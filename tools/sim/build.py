@@ -1,7 +1,8 @@
 """Builds programs for the host execution layer: csrc/sim, kernels and one test file, in one of four variants.
 
-Objects are kept under build/sim and rebuilt when a file they include (from the compiler's dependency list) or the flags
-change. Several processes may build at once: each object has a lock.
+An object is known by the content of its source, of every file that it includes, of its flags and of the compiler's
+version. It is kept under build/sim and in the store of tools/sim/store.py, where a fresh clone finds it. Several
+processes may build at once: each object has a lock.
 """
 
 from __future__ import annotations
@@ -9,19 +10,25 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import platform
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+import store
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "sim"
+COUNTS = "build/sim/counts"
 COMMON = ["-std=c++20", "-DWARPSMITH_SIM", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"]
+COMMON += [f"-ffile-prefix-map={ROOT}=."]
 UNKNOWN_NAME = re.compile(r"not( been)? declared|no member named|is not a member of|undeclared identifier")
 HINT = (
     "note: a built-in or primitive that the host execution layer does not know belongs into "
@@ -44,23 +51,41 @@ def _variant(name: str, kernel: str, machine: str, folder: str, link: str = "") 
     return Variant(name, tuple(kernel.split()), tuple(machine.split()), folder, tuple(link.split()))
 
 
-# Kernels are not optimised: rms_norm.cu compiles in 6 s at -O1 and in 2 s at -O0 (31 and 7 s with the address
-# sanitizer), and its tests run 1.2 times as long. The machine is optimised: it is compiled once for all tests.
+def _contraction() -> str:
+    """GCC contracts with -fexpensive-optimizations, where the processor has the instruction."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return "-fexpensive-optimizations -ffp-contract=fast"
+    cpuinfo = Path("/proc/cpuinfo")
+    has_fma = cpuinfo.exists() and re.search(r"^flags\b.*\bfma\b", cpuinfo.read_text(), re.M)
+    return "-fexpensive-optimizations -ffp-contract=fast -mfma" if has_fma else ""
+
+
+_CONTRACTION = _contraction()
+# Kernels are not optimised: those of rms_norm took 6 s to compile at -O1 and 2 s at -O0 (31 and 7 s with the address
+# sanitizer), and the tests run 1.2 times as long. The machine is optimised: it is compiled once for all tests.
 _ADDRESS = "-g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 VARIANTS = {
     v.name: v
     for v in (
         _variant("plain", "-O0 -g1", "-O2 -g1", "machine"),
         _variant("asan", f"-O0 {_ADDRESS}", f"-O1 {_ADDRESS}", "machine-asan", "-fsanitize=address,undefined"),
-        # The machine is not instrumented: its own bookkeeping is not part of the kernel.
+        # The machine is not instrumented: its own bookkeeping is not part of the kernel. This build alone contracts
+        # products and sums, as nvcc does: what must be rounded apart says so (__fmul_rn).
         _variant(
             "tsan",
-            "-O1 -g1 -fsanitize=thread -DWARPSMITH_SIM_TSAN",
+            f"-O1 -g1 -fsanitize=thread -DWARPSMITH_SIM_TSAN {_CONTRACTION}",
             "-O2 -g1 -DWARPSMITH_SIM_TSAN",
             "machine-tsan",
             "-fsanitize=thread",
         ),
-        _variant("coverage", "-O0 --coverage -fno-inline -fno-exceptions", "-O2 -g1", "machine", "--coverage"),
+        # Counts are written below the folder in which the program runs.
+        _variant(
+            "coverage",
+            f"-O0 --coverage -fno-inline -fno-exceptions -fprofile-dir={COUNTS} -fprofile-prefix-path={ROOT}",
+            "-O2 -g1",
+            "machine",
+            "--coverage",
+        ),
     )
 }
 ENVIRONMENT = {
@@ -78,6 +103,12 @@ def compiler() -> str:
     return os.environ.get("CXX") or shutil.which("g++") or "c++"
 
 
+@cache
+def compiler_version() -> str:
+    result = subprocess.run([compiler(), "-v"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+    return re.sub(r"^COLLECT_.*\n", "", result.stderr, flags=re.M)  # which name paths
+
+
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -86,43 +117,105 @@ def _locked(target: Path) -> Iterator[None]:
         yield
 
 
-def _is_fresh(target: Path, command: list[str]) -> bool:
-    stamp, listing = target.with_suffix(".cmd"), target.with_suffix(".d")
-    if not (target.exists() and stamp.exists() and listing.exists()) or stamp.read_text() != shlex.join(command):
-        return False
-    built = target.stat().st_mtime_ns
-    inputs = re.sub(r"\\\n", " ", listing.read_text()).split(":", 1)[1].split()
-    return all(os.path.exists(path) and os.stat(path).st_mtime_ns <= built for path in inputs)
+def made_from(target: Path) -> str:
+    """The key of an object or a program that was made; empty if there is none."""
+    stamp = target.with_suffix(".key")
+    return stamp.read_text() if target.exists() and stamp.exists() else ""
+
+
+def _here(text: str) -> str:
+    """A path as it is seen from the root, where compilers run: objects hold no other."""
+    return text.replace(f"{ROOT}/", "")
+
+
+def _nowhere(words: list[str]) -> list[str]:
+    """A command as it reads in every clone."""
+    return [word.replace(str(ROOT), "@") for word in words]
 
 
 def object_path(source: Path, folder: Path) -> Path:
-    tag = hashlib.sha1(str(source).encode()).hexdigest()[:8]
+    tag = hashlib.sha1(_here(str(source)).encode()).hexdigest()[:8]
     return folder / f"{source.stem}-{tag}.o"
 
 
-def compile_object(source: Path, flags: list[str], folder: Path) -> Path:
+def _command(source: Path, flags: list[str]) -> list[str]:
+    return [compiler(), *COMMON, *map(_here, flags), "-x", "c++", _here(str(source))]
+
+
+def _compile(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if result.returncode:
+        hint = HINT if UNKNOWN_NAME.search(result.stderr) else ""
+        raise BuildError(f"{shlex.join(command)}\n{result.stderr}\n{hint}")
+    return result.stdout
+
+
+_listed: dict[tuple[str, ...], tuple[list[Path], list[tuple[int, int, int]]]] = {}  # by command, with what was seen
+
+
+def dependencies(source: Path, flags: list[str]) -> list[Path]:
+    """The source and all that it includes, as the compiler says; asked again when one of these files has changed."""
+    command = [*_command(source, flags), "-M"]
+    known = str(ROOT), *command
+    if known in _listed:
+        paths, seen = _listed[known]
+        if _looks(paths) == seen:
+            return paths
+    listing = _compile(command).replace("\\\n", " ").split(":", 1)[1]
+    paths = [ROOT / name.replace("\\ ", " ") for name in re.split(r"(?<!\\)\s+", listing.strip())]
+    _listed[known] = paths, _looks(paths)
+    return paths
+
+
+def _looks(paths: list[Path]) -> list[tuple[int, int, int]]:
+    found = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+    return found
+
+
+def object_key(source: Path, flags: list[str]) -> str:
+    """Of the object that these flags make of the source as it is now."""
+    command = _nowhere(_command(source, flags)[1:])
+    return store.key("object", compiler_version(), command, store.digests(dependencies(source, flags), ROOT))
+
+
+def compile_object(source: Path, flags: list[str], folder: Path, keep: bool = True) -> Path:
+    """The object, made if it is not there. `keep`: in the store as well, for other clones."""
     target = object_path(source, folder)
-    command = [compiler(), *COMMON, *flags, "-x", "c++", "-c", str(source), "-o", str(target)]
+    made = [target, *([target.with_suffix(".gcno")] if "--coverage" in flags else [])]
     with _locked(target):
-        if _is_fresh(target, command):
-            return target
-        dependencies = ["-MMD", "-MF", str(target.with_suffix(".d"))]
-        result = subprocess.run([*command, *dependencies], capture_output=True, text=True, cwd=ROOT)
-        if result.returncode:
-            hint = HINT if UNKNOWN_NAME.search(result.stderr) else ""
-            raise BuildError(f"{shlex.join(command)}\n{result.stderr}\n{hint}")
-        target.with_suffix(".cmd").write_text(shlex.join(command))
+        key = object_key(source, flags)
+        while made_from(target) != key:
+            target.with_suffix(".key").unlink(missing_ok=True)
+            entry = store.get(key) if keep else None
+            if entry and entry.files.keys() == {path.suffix for path in made}:
+                for path in made:
+                    path.write_bytes(entry.files[path.suffix])
+            else:
+                _compile([*_command(source, flags), "-c", "-o", _here(str(target))])
+                before, key = key, object_key(source, flags)
+                if key != before:  # a file was edited meanwhile: which of its states was compiled?
+                    continue
+                if keep:
+                    store.put(key, _here(str(source)), {path.suffix: path.read_bytes() for path in made})
+            target.with_suffix(".key").write_text(key)
     return target
 
 
 def kernel_sources(test: Path) -> list[Path]:
-    """The op's .cu, and those named in lines `// links: csrc/...` of the test."""
-    op = test.stem.removeprefix("sim_")
+    """All .cu of the family that the test is named after, and those named in lines `// links: csrc/...` of it."""
+    kernels, name = ROOT / "csrc" / "kernels", test.stem.removeprefix("sim_")
     named = [ROOT / line for line in re.findall(r"^// links: (\S+)$", test.read_text(), re.M)]
-    return sorted({*(ROOT / "csrc" / "kernels").rglob(f"{op}.cu"), *named})
+    return sorted({*(kernels / name).glob("*.cu"), *kernels.rglob(f"{name}.cu"), *named})
 
 
-def machine_object(variant: str) -> Path:
+Part = tuple[Path, list[str], Path]  # a source, its flags, and the folder of its object
+
+
+def machine(variant: str) -> Part:
     """csrc/sim as one translation unit: 4 s of compilation where its files, one by one, take 18."""
     folder = BUILD / VARIANTS[variant].machine_folder
     whole = folder / "machine.cpp"
@@ -130,53 +223,91 @@ def machine_object(variant: str) -> Path:
     with _locked(whole):
         if not whole.exists() or whole.read_text() != text:
             whole.write_text(text)
-    return compile_object(whole, [*VARIANTS[variant].machine, f"-I{ROOT / 'csrc'}"], folder)
+    return whole, [*VARIANTS[variant].machine, f"-I{ROOT / 'csrc'}"], folder
+
+
+def main_part(test: Path, variant: str) -> Part:
+    v = VARIANTS[variant]
+    main = ROOT / "tests" / "cpp" / ("planted_main.cpp" if test.stem.startswith("planted_") else "harness.cpp")
+    return main, [*v.machine, f"-I{ROOT / 'csrc'}"], BUILD / v.machine_folder
+
+
+def machine_object(variant: str) -> Path:
+    return compile_object(*machine(variant))
 
 
 def main_object(test: Path, variant: str) -> Path:
-    v = VARIANTS[variant]
-    main = ROOT / "tests" / "cpp" / ("planted_main.cpp" if test.stem.startswith("planted_") else "harness.cpp")
-    return compile_object(main, [*v.machine, f"-I{ROOT / 'csrc'}"], BUILD / v.machine_folder)
+    return compile_object(*main_part(test, variant))
+
+
+def parts(test: Path, variant: str) -> list[Part]:
+    """What a test's program is made of."""
+    flags = [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'cpp'}"]
+    own = [(source, flags, BUILD / variant) for source in [*kernel_sources(test), test]]
+    return [machine(variant), main_part(test, variant), *own]
+
+
+def _program_key(objects: list[str], variant: str) -> str:
+    return store.key("program", compiler_version(), VARIANTS[variant].link, objects)
+
+
+def program_key(test: Path, variant: str) -> str:
+    """Of the program that `build` would return, without building it."""
+    return _program_key([object_key(source, flags) for source, flags, _ in parts(test, variant)], variant)
 
 
 def link(objects: list[Path], variant: str, program: Path) -> Path:
     with _locked(program):
-        if program.exists() and all(o.stat().st_mtime_ns <= program.stat().st_mtime_ns for o in objects):
+        key = _program_key([made_from(o) for o in objects], variant)
+        if made_from(program) == key:
             return program
         command = [compiler(), *VARIANTS[variant].link, "-rdynamic", *map(str, objects), "-ldl", "-o", str(program)]
+        program.with_suffix(".key").unlink(missing_ok=True)
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise BuildError(result.stderr)
+        program.with_suffix(".key").write_text(key)
     return program
 
 
 def build(test: Path, variant: str) -> Path:
     """Returns the test's program."""
-    folder = BUILD / variant
-    flags = [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'cpp'}"]
-    objects = [machine_object(variant), main_object(test, variant)]
-    objects += [compile_object(s, flags, folder) for s in [*kernel_sources(test), test]]
-    return link(objects, variant, folder / test.stem)
+    return link([compile_object(*part) for part in parts(test, variant)], variant, BUILD / variant / test.stem)
+
+
+def own_parts(source: Path, variant: str = "plain") -> list[Part]:
+    """Of a program with its own main() on the host execution layer, without the test harness."""
+    return [machine(variant), (source, [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}"], BUILD / variant)]
 
 
 def build_program(source: Path, variant: str = "plain") -> Path:
-    """A program with its own main() on the host execution layer, without the test harness."""
-    flags = [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}"]
-    objects = [machine_object(variant), compile_object(source, flags, BUILD / variant)]
-    return link(objects, variant, BUILD / variant / source.stem)
+    return link([compile_object(*part) for part in own_parts(source, variant)], variant, BUILD / variant / source.stem)
 
 
 def run(
-    program: Path, arguments: list[str], environment: dict[str, str] | None = None, timeout: float | None = None
+    program: Path, arguments: list[str], timeout: float | None = None, folder: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(program), *arguments],
-        capture_output=True,
+    """Ends it after `timeout` seconds in a way that lets it say which test was running; subprocess.TimeoutExpired."""
+    command = [str(program), *arguments]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **ENVIRONMENT, **(environment or {})},
-        timeout=timeout,
-        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT},
+        cwd=folder,
     )
+    try:
+        out, error = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            out, error = process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, error = process.communicate()
+        raise subprocess.TimeoutExpired(command, timeout or 0, out, error) from None
+    return subprocess.CompletedProcess(command, process.returncode, out, error)
 
 
 def tests_of(op: str | None) -> list[Path]:

@@ -1,6 +1,6 @@
 """Line and branch coverage of device code and launchers, executed on the CPU.
 
-    python tools/sim/coverage.py --op rms_norm
+    python tools/sim/coverage.py --op norm
     python tools/sim/coverage.py                     # all tests; exit status 1 below 95 % of lines or 85 % of branches
 
 Counts csrc/kernels and csrc/device, per file; a template's instances are one line. Device bodies (PTX) are not compiled
@@ -126,12 +126,11 @@ def run(test: Path, arguments: list[str]) -> tuple[subprocess.CompletedProcess[s
     folder = program.parent / f"{test.stem}.data"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    for source in [*build.kernel_sources(test), test]:
-        notes = build.object_path(source, program.parent).with_suffix(".gcno")
-        shutil.copy(notes, folder)
-    result = build.run(
-        program, arguments, {"GCOV_PREFIX": str(folder), "GCOV_PREFIX_STRIP": str(len(program.parent.parts) - 1)}
-    )
+    result = build.run(program, arguments, folder=folder)
+    for counts in (folder / build.COUNTS).glob("*.gcda"):  # named by the path of the object, with # for /
+        name = Path(counts.name.split("#")[-1])
+        counts.rename(folder / name)
+        shutil.copy((program.parent / name).with_suffix(".gcno"), folder)
     return result, folder
 
 

@@ -1,16 +1,21 @@
 """Random cases by hypothesis: draws for the RANDOM_TESTs of tests/cpp/sim_<op>.cpp, made smaller when a case fails.
 
-    python tools/sim/fuzz.py --op rms_norm --cases 2000
-    python tools/sim/fuzz.py --op rms_norm --variant asan --seed 7      # other draws, with the address sanitizer
-    python tools/sim/fuzz.py --op rms_norm --replay random_problems "0 0 1 13 1 0 0 0 1 1"
+    python tools/sim/fuzz.py --op norm --cases 2000
+    python tools/sim/fuzz.py --op norm --variant asan --seed 7      # other draws, with the address sanitizer
+    python tools/sim/fuzz.py --op norm --replay rms_norm_random_problems "0 0 1 13 1 0 0 0 1 1"
+    python tools/sim/fuzz.py --budget 240                               # as CI does
 
 The program runs once and asks for every draw (shape, stride, dtype, offset) over a pipe; a crash is a failing case like
 any other. Without --op: all ops. What a RANDOM_TEST draws is written in its body, so that a new op needs nothing here.
+
+With --budget all programs share that many seconds, and each stops at --cases. The store (tools/sim/store.py) knows how
+many cases each program has passed as it is now: programs with none come first, others go on where they stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import select
 import subprocess
@@ -18,10 +23,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import store
+import verdicts
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
@@ -182,6 +189,66 @@ def fuzz_op(path: Path, cases: int, first_seed: int = 0, seconds: float = float(
     return "\n".join([summary, *lines]), not lines
 
 
+@dataclass
+class Fuzzed:
+    """A program's random cases: those of earlier runs of the same program, and those of this one."""
+
+    program: str
+    tests: list[str]
+    before: int
+    seeds: int  # used so far
+    cases: int = 0
+    seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+def fuzz_all(tests: list[Path], variant: str, cases: int, seconds: float) -> list[Fuzzed]:
+    """All programs, within so many seconds together. The time is divided among the programs without a verdict; what
+    they leave is divided among the others, those with the fewest cases first."""
+    found = [_known(test, variant) for test in tests]
+    todo = sorted((f for f in found if f.before < cases), key=lambda f: (f.before, f.program))
+    fresh = sum(not f.before for f in todo)
+    paths = {test.stem: test for test in tests}
+    for i, f in enumerate(todo):
+        program = build.build(paths[f.program], variant)
+        f.tests = random_tests(program)
+        share = (seconds - sum(g.seconds for g in found)) / ((fresh if i < fresh else len(todo)) - i)
+        if share <= 0:
+            continue
+        for name in f.tests:
+            least = -(-(cases - f.before) // len(f.tests))
+            outcome = fuzz(program, name, least, f.seeds, share / len(f.tests))
+            f.cases += outcome.cases
+            f.seconds += outcome.seconds
+            f.failures += [f"{f.program} {name}: {outcome.failure}"] if outcome.failure else []
+        if f.tests and not f.failures:
+            value = {"tests": f.tests, "cases": f.before + f.cases, "seeds": f.seeds + 1}
+            store.put(_key(build.made_from(program)), value)
+    return found
+
+
+def _key(program: str) -> str:
+    return verdicts.key("fuzz", [program], importlib.metadata.version("hypothesis"), [Path(__file__)])
+
+
+def _known(test: Path, variant: str) -> Fuzzed:
+    entry = store.get(_key(build.program_key(test, variant)))
+    known = entry.value if entry else {"tests": [], "cases": 0, "seeds": 0}
+    return Fuzzed(test.stem, known["tests"], known["cases"], known["seeds"])
+
+
+def report(found: list[Fuzzed]) -> list[str]:
+    """A line for each program that ran, and one for all."""
+    lines = [
+        f"{f.program}: {f.cases:,} random cases of {', '.join(f.tests)} in {f.seconds:.1f} s"
+        + (f", {f.before:,} before" if f.before else "")
+        for f in found
+        if f.cases
+    ]
+    cases, seconds = sum(f.cases for f in found), sum(f.seconds for f in found)
+    return [*lines, f"random cases: {cases:,} in {seconds:.0f} s, {sum(f.before for f in found):,} from the store"]
+
+
 def replay(path: Path, test: str, draws: list[int]) -> int:
     program, left = Program(path, test), iter(draws)
     try:
@@ -200,10 +267,16 @@ def main() -> int:
     parser.add_argument("--op", help="default: all")
     parser.add_argument("--cases", type=int, default=2000, help="of an op (default 2000)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no new batch of cases of an op after that")
+    parser.add_argument("--budget", type=float, help="seconds of all ops together; cases of earlier runs count")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variant", choices=[*build.VARIANTS], default="plain")
     parser.add_argument("--replay", nargs=2, metavar=("TEST", "DRAWS"), help="run one case again")
     arguments = parser.parse_args()
+    if arguments.budget:
+        found = fuzz_all(build.tests_of(arguments.op), arguments.variant, arguments.cases, arguments.budget)
+        failures = [line for f in found for line in f.failures]
+        print("\n".join([*report(found), *failures]))
+        return bool(failures)
     good = True
     for test in build.tests_of(arguments.op):
         program = build.build(test, arguments.variant)

@@ -1,6 +1,6 @@
 """Mutation testing of kernels and primitives: changes one thing, runs the tests on the CPU, expects one to fail.
 
-    python tools/sim/mutate.py --sample 120                            # rms_norm, adamw and csrc/device, a third each
+    python tools/sim/mutate.py --sample 120                            # norm, optim and csrc/device, a third each
     python tools/sim/mutate.py --op rope --sample 40                   # one op's sources, its family's included
     python tools/sim/mutate.py --files csrc/device/reduce.h --sample 20
 
@@ -31,8 +31,11 @@ import build
 
 CSRC = build.ROOT / "csrc"
 CONFORMANCE = build.ROOT / "tools" / "gpu" / "conformance"
+sys.path.insert(0, str(CONFORMANCE))
+import vectors  # noqa: E402
+
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
-DEFAULT = ("rms_norm", "adamw", "csrc/device")
+DEFAULT = ("norm", "optim", "csrc/device")
 
 # (what it does, pattern, replacement). Patterns see code without comments.
 OPERATORS = [
@@ -150,11 +153,14 @@ def equivalents() -> dict[tuple[str, str], str]:
     return {(file, code.strip()): reason for file, code, reason in entries}
 
 
+def flags_of(variant: str) -> list[str]:
+    return [*build.VARIANTS[variant].kernel, f"-I{CSRC}", f"-I{build.ROOT / 'tests' / 'cpp'}"]
+
+
 @cache
 def dependencies(source: Path) -> frozenset[Path]:
     """What a source of the plain build includes."""
-    listing = build.object_path(source, build.BUILD / "plain").with_suffix(".d").read_text()
-    return frozenset((build.ROOT / p).resolve() for p in listing.replace("\\\n", " ").split(":", 1)[1].split())
+    return frozenset(p.resolve() for p in build.dependencies(source, flags_of("plain")))
 
 
 @dataclass(frozen=True)
@@ -171,14 +177,14 @@ class Check:
         return any(file in dependencies(s) for s in self.sources)
 
     def build(self, variant: str, mutant: Mutant | None = None, folder: Path | None = None) -> Path:
-        flags = [*build.VARIANTS[variant].kernel, f"-I{CSRC}", f"-I{build.ROOT / 'tests' / 'cpp'}"]
+        flags = flags_of(variant)
         objects = self.main(variant)
         for source in self.sources:
             if mutant and folder and mutant.file in dependencies(source):
                 shadow = folder / source.relative_to(CSRC) if source.is_relative_to(CSRC) else source
                 changed = shadow if shadow.exists() else source
                 mutated = [*build.VARIANTS[variant].kernel, "-w", f"-I{folder}", *flags[-2:]]
-                objects.append(build.compile_object(changed, mutated, folder / variant))
+                objects.append(build.compile_object(changed, mutated, folder / variant, keep=False))
             else:
                 objects.append(build.compile_object(source, flags, build.BUILD / variant))
         return build.link(objects, variant, (folder or build.BUILD) / variant / self.name)
@@ -194,10 +200,9 @@ def checks() -> list[Check]:
 
         flags = ("--stop", "--seeds", "3", "--random", "10")
         found.append(Check(test.stem, (*build.kernel_sources(test), test), objects, flags))
-    if (CONFORMANCE / "golden.txt").exists():
-        flags = ("check", str(CONFORMANCE / "golden.txt"), "5")
-        source = CONFORMANCE / "conformance.cu"
-        found.append(Check("conformance", (source,), lambda variant: [build.machine_object(variant)], flags))
+    flags = ("check", str(vectors.unpacked(build.BUILD)), "5")
+    source = CONFORMANCE / "conformance.cu"
+    found.append(Check("conformance", (source,), lambda variant: [build.machine_object(variant)], flags))
     return found
 
 

@@ -1,17 +1,23 @@
 """Runs kernels on the CPU: builds csrc/sim, an op's launchers and tests/cpp/sim_<op>.cpp, and runs the tests.
 
-    python tools/sim/run.py --op rms_norm                      # plain build, 8 schedule seeds
-    python tools/sim/run.py --op rms_norm --variant tsan       # every pair of conflicting accesses without a barrier
-    python tools/sim/run.py --op rms_norm --random 2000        # that many random cases for each RANDOM_TEST
+    python tools/sim/run.py --op norm                      # plain build, 8 schedule seeds
+    python tools/sim/run.py --op norm --variant tsan       # every pair of conflicting accesses without a barrier
+    python tools/sim/run.py --op norm --random 2000        # that many random cases for each RANDOM_TEST
     python tools/sim/run.py --variant asan --only backward     # all ops, tests whose name contains "backward"
-    python tools/sim/run.py --op rms_norm --only bytes --counters  # bytes, FLOPs, bank conflicts, predicted time
+    python tools/sim/run.py --op norm --code 80            # as code of sm_80 on a device of sm_90
+    python tools/sim/run.py --op norm --only bytes --counters  # bytes, FLOPs, bank conflicts, predicted time
 
 Variants: plain (fast), asan (address and undefined-behaviour sanitizers: out of bounds, misalignment, integer
 overflow), tsan (data races between CUDA threads), coverage (see tools/sim/coverage.py).
 
+--code 80: what csrc/device compiles out below sm_90 does nothing, choosers are told so. Tests that ask for such things
+by hand are not run, and say so.
+
 Schedule seeds: 0 runs threads in index order and asynchronous copies as late as is legal; others shuffle threads, warps
 and blocks and execute copies early, late or at random moments. A failing random case is made smaller and printed with
-its draws. A test links the op's own .cu; it names others in lines `// links: csrc/kernels/<family>/<file>.cu`.
+its draws; the plain build ends with some seconds of draws by hypothesis (tools/sim/fuzz.py). A test that crashes is run
+again by itself under the address sanitizer. A test links the op's own .cu; it names others in lines
+`// links: csrc/kernels/<family>/<file>.cu`.
 """
 
 from __future__ import annotations
@@ -20,7 +26,16 @@ import argparse
 import sys
 import time
 
+import crash
+
 import build
+
+try:
+    import fuzz
+except ImportError:  # without hypothesis
+    fuzz = None  # type: ignore[assignment]
+
+FUZZ_SECONDS = 6.0  # a program
 
 
 def main() -> int:
@@ -30,11 +45,19 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, help="schedule seeds (plain: 8; tsan: 3, without seed 0; others: 2)")
     parser.add_argument("--random", type=int, default=20, help="random cases for each RANDOM_TEST (default 20)")
     parser.add_argument("--first-case", type=int, default=1, help="number of the first random case: reproduces one")
+    parser.add_argument("--code", type=int, default=90, choices=[80, 90], help="the architecture of the code that runs")
     parser.add_argument("--only", default="", help="runs tests whose name contains this")
     parser.add_argument(
         "--counters", action="store_true", help="print what every launch moves and computes, and its predicted time"
     )
+    parser.add_argument(
+        "--fuzz",
+        type=float,
+        help=f"seconds of random cases by hypothesis, as code of sm_90 (plain: {FUZZ_SECONDS:g}; others and --only: 0)",
+    )
     arguments = parser.parse_args()
+    whole = arguments.variant == "plain" and arguments.code == 90 and not arguments.only and not arguments.counters
+    seconds = arguments.fuzz if arguments.fuzz is not None else FUZZ_SECONDS if whole else 0.0
     default = {"plain": 8, "tsan": 3}.get(arguments.variant, 2)
     seeds = 1 if arguments.counters else arguments.seeds or default
     failed = 0
@@ -48,14 +71,18 @@ def main() -> int:
             continue
         built = time.perf_counter()
         flags = ["--seeds", str(seeds), "--random", str(arguments.random), "--first-case", str(arguments.first_case)]
-        flags += ["--counters"] * arguments.counters
+        flags += ["--code", str(arguments.code), *["--counters"] * arguments.counters]
         result = build.run(program, [*flags, "--only", arguments.only])
-        print(result.stdout + result.stderr, end="")
+        print(result.stdout + result.stderr + crash.explain(test, arguments.variant, result, arguments.code), end="")
         ran = time.perf_counter()
         state = "ok" if result.returncode == 0 else f"FAILED (exit status {result.returncode})"
         times = f"built in {built - started:.1f} s, ran in {ran - built:.1f} s"
-        print(f"{test.stem} [{arguments.variant}]: {state}, {times}\n")
         failed += result.returncode != 0
+        if fuzz and seconds and result.returncode == 0 and fuzz.random_tests(program):
+            text, passed = fuzz.fuzz_op(program, 10_000, seconds=seconds)
+            print(text)
+            failed += not passed
+        print(f"{test.stem} [{arguments.variant}, code of sm_{arguments.code}]: {state}, {times}\n")
     return failed != 0
 
 

@@ -1,29 +1,33 @@
-"""Compiles kernels for sm_80 and sm_90a and checks what ptxas makes of them, without a GPU.
+"""Checks what ptxas made of the kernels for sm_80 and sm_90, without a GPU.
 
-    python tools/sim/static_checks.py                 # every <op>.cu that has a <op>_budget.json
-    python tools/sim/static_checks.py --op rms_norm --op layer_norm --print
-    python tools/sim/static_checks.py --op rms_norm --launches   # also the blocks that the op's sim tests launch
+    python tools/sim/static_checks.py                 # every .cu that a budget covers
+    python tools/sim/static_checks.py --op gated --op biased --print
+    python tools/sim/static_checks.py --op gated --launches      # also how the family's sim tests launch them
 
-Each kernel instance: no spills, no stack frame, wgmma not serialised, registers, static shared memory and code within
-the op's budget, and the instructions in PTX and SASS that the budget expects. With --launches the op's tests on the
-host execution layer say which block sizes its launchers use: the compiled launch bounds and registers must allow them.
-A budget lies beside its source, csrc/kernels/<family>/<op>_budget.json:
+The code is that of the package, read from the objects of its build folder; an architecture for which the package was
+not built, or a source that has changed since, is compiled here. Each kernel instance: no spills, no stack frame, wgmma
+not serialised, registers, static shared memory and code within the op's budget, and the instructions that the budget
+expects. With --launches the family's tests on the host execution layer, run as code of each architecture, say how its
+launchers use it: the compiled launch bounds and registers must allow the blocks, and the machine code must have what a
+launch asks for (cluster barriers, the wait of a programmatic launch, bulk copies).
+A family has one budget, csrc/kernels/<family>/<family>_budget.json, for all of its .cu files; a .cu may have its own,
+<name>_budget.json, or share one with others whose names begin with the same words (portable_budget.json for
+portable_float16.cu):
 
-    {"registers": {"forward": 128, "*": 255}, "shared_bytes": 16384, "ptx": ["ld.global.v4"],
+    {"registers": {"forward": 128, "*": 255}, "shared_bytes": 16384,
      "sass": {"forward": ["LDG.E.128", "STG.E.128"]}, "code_bytes": 65536, "object_bytes": 400000}
 
 Names are kernel names without template arguments; "*" is for all others. Some instance of a kernel must have each
 instruction of its list in "sass" on every architecture: beginnings of names, in which * stands for anything. Optional:
-"architectures" (default both), "sim" (the name of the sim test, default the op's). SASS needs cuobjdump, which the
-wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm bring; without it these checks are skipped, and it is said.
+"architectures" (default both), "sim" (the name of the sim test, default the op's; or names by .cu). Needs nvcc, or
+objects that it made, and cuobjdump, which the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm bring.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
+import math
 import re
 import shutil
 import subprocess
@@ -34,14 +38,20 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import cuda
+import store
+import verdicts
+
 import build
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHITECTURES = {"sm_80": "arch=compute_80,code=sm_80", "sm_90a": "arch=compute_90a,code=sm_90a"}
+ARCHITECTURES = ("sm_80", "sm_90")  # those of a build on a machine without a GPU
+# What a launch may ask for, as the sim writes it, and the instruction without which it would be wrong or hang.
+ASKED = {"cluster": "UCGABAR_ARV", "programmatic": "ACQBULK", "bulk": "UBLKCP"}
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
+SYSTEM_SHARED_BYTES = 1024
 CODE_BYTES, OBJECT_BYTES = 64 * 1024, 4 << 20  # of a kernel, of an object; unless the budget says otherwise
 BUDGET_FOLDERS = ("csrc/kernels", "tools/gpu")
-NO_CUOBJDUMP = "no cuobjdump: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
 
 
 @dataclass
@@ -49,31 +59,23 @@ class Kernel:
     symbol: str
     name: str = ""  # demangled
     stack: int = 0
-    spills: int = 0
     registers: int = 0
     shared_bytes: int = 0
     max_threads: int = 0  # of its launch bounds; 0: none
-    sass: Counter = field(default_factory=Counter)  # instructions by name; empty if not disassembled
+    sass: Counter = field(default_factory=Counter)  # instructions by name
+    most_wgmmas: int = 0  # one after the other without a wait
 
     @property
     def short(self) -> str:
         return re.sub(r"<.*", "", self.name.removeprefix("void ")).split("(")[0].split("::")[-1]
 
 
-def nvcc() -> str | None:
-    return shutil.which("nvcc") or next((str(p) for p in [Path("/usr/local/cuda/bin/nvcc")] if p.exists()), None)
+@dataclass(frozen=True)
+class Launched:
+    """How the sim's tests launched a kernel: threads of the largest block, and which of ASKED some launch asked for."""
 
-
-def cuobjdump() -> str | None:
-    """From its wheel, which is pinned; else the toolkit's."""
-    try:
-        files = importlib.metadata.files("nvidia-cuda-cuobjdump") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.name == "cuobjdump" and file.locate().exists():
-            return str(file.locate())
-    return shutil.which("cuobjdump")
+    threads: int
+    asked: frozenset[str] = frozenset()
 
 
 def demangle(names: list[str]) -> list[str]:
@@ -85,40 +87,54 @@ def demangle(names: list[str]) -> list[str]:
     ).stdout.splitlines()
 
 
-def parse(report: str) -> list[Kernel]:
-    """From the output of `ptxas -v`."""
-    kernels: list[Kernel] = []
-    for line in report.splitlines():
-        if m := re.search(r"Compiling entry function '(\S+)'", line):
-            kernels.append(Kernel(m[1]))
-        elif m := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
-            kernels[-1].stack, kernels[-1].spills = int(m[1]), int(m[2]) + int(m[3])
-        elif m := re.search(r"Used (\d+) registers", line):
-            kernels[-1].registers = int(m[1])
-            if s := re.search(r"(\d+) bytes smem", line):
-                kernels[-1].shared_bytes = int(s[1])
+def parse(usage: str) -> list[Kernel]:
+    """From the output of `cuobjdump -res-usage`."""
+    pattern = r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)"
+    kernels = [Kernel(m[1], "", int(m[3]), int(m[2]), int(m[4])) for m in re.finditer(pattern, usage)]
     for kernel, name in zip(kernels, demangle([k.symbol for k in kernels]), strict=True):
         kernel.name = name
     return kernels
 
 
-def launch_bounds(ptx: str) -> dict[str, int]:
-    """Threads of `.maxntid` by symbol, for the kernels that have it."""
-    bounds = {}
-    for m in re.finditer(r"\.entry (\w+)\s*\([^)]*\)\s*\.maxntid (\d+)(?:, (\d+), (\d+))?", ptx):
-        bounds[m[1]] = int(m[2]) * int(m[3] or 1) * int(m[4] or 1)
+def launch_bounds(elf: str) -> dict[str, int]:
+    """Threads of `__launch_bounds__` by symbol, for the kernels that have them, from `cuobjdump -elf`."""
+    bounds, symbol = {}, ""
+    for m in re.finditer(r"^\.nv\.info\.(\S+)$|EIATTR_MAX_THREADS\s+Format:\s*\S+\s+Value:\s*([^\n]+)", elf, re.M):
+        if m[1]:
+            symbol = m[1]
+        else:
+            bounds[symbol] = math.prod(int(size, 16) for size in m[2].split())
     return bounds
 
 
-def disassembled(listing: str) -> dict[str, Counter]:
-    """Instructions of each function in the output of `cuobjdump -sass`."""
+def disassembled(listing: str) -> tuple[dict[str, Counter], dict[str, int]]:
+    """By function in the output of `cuobjdump -sass`: its instructions, and the most wgmmas in a row without a wait."""
     functions: dict[str, Counter] = {}
+    most: Counter = Counter()
     for line in listing.splitlines():
         if m := re.search(r"Function : (\S+)", line):
-            current = functions.setdefault(m[1], Counter())
+            symbol, row = m[1], 0
+            current = functions.setdefault(symbol, Counter())
         elif m := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", line):
             current[m[1]] += 1
-    return functions
+            row = 0 if m[1].startswith("WARPGROUP.DEPBAR") else row + m[1].startswith(("HGMMA", "QGMMA", "IGMMA"))
+            most[symbol] = max(most[symbol], row)
+    return functions, most
+
+
+def kernels_of(cubin: Path) -> list[Kernel]:
+    kernels = parse(cuda.listing("-res-usage", cubin))
+    if ".sm_80." not in cubin.name:
+        # Since sm_90 a kernel that uses any shared memory is listed with the system's own, too.
+        for kernel in kernels:
+            kernel.shared_bytes -= SYSTEM_SHARED_BYTES * (kernel.shared_bytes >= SYSTEM_SHARED_BYTES)
+    bounds = launch_bounds(cuda.listing("-elf", cubin))
+    sass, most = disassembled(cuda.listing("-sass", cubin))
+    for kernel in kernels:
+        kernel.max_threads = bounds.get(kernel.symbol, 0)
+        kernel.sass = sass.get(kernel.symbol, Counter())
+        kernel.most_wgmmas = most.get(kernel.symbol, 0)
+    return kernels
 
 
 def check(kernel: Kernel, budget: dict) -> list[str]:
@@ -128,8 +144,11 @@ def check(kernel: Kernel, budget: dict) -> list[str]:
     wrong = []
     if kernel.stack:
         wrong.append(f"{kernel.stack} bytes of stack")
-    if kernel.spills:
-        wrong.append(f"{kernel.spills} bytes of spills")
+    if spills := sum(n for name, n in kernel.sass.items() if name.startswith(("STL", "LDL"))):
+        wrong.append(f"{spills} spilling instructions (STL, LDL)")
+    wgmmas = sum(n for name, n in kernel.sass.items() if name.startswith(("HGMMA", "QGMMA", "IGMMA")))
+    if wgmmas > 1 and kernel.most_wgmmas == 1:  # as ptxas leaves them where it says C7510 to C7518
+        wrong.append(f"all {wgmmas} wgmmas wait for each other")
     if kernel.registers > limit:
         wrong.append(f"{kernel.registers} registers, budget {limit}")
     if kernel.shared_bytes > budget.get("shared_bytes", 48 * 1024):
@@ -141,21 +160,28 @@ def check(kernel: Kernel, budget: dict) -> list[str]:
 
 
 def check_sass(kernels: list[Kernel], expected: dict[str, list[str]]) -> list[str]:
-    """Instructions that no instance of a kernel has."""
+    """Instructions that no instance of a kernel has, of the kernels that are there."""
     missing = []
     for short, instructions in expected.items():
         instances = [k for k in kernels if k.short == short]
+        if not instances:  # of another .cu of the family
+            continue
         for wanted in instructions:
             if not any(fnmatchcase(name, f"{wanted}*") for k in instances for name in k.sass):
                 missing.append(f"{short}: no {wanted} in its SASS")
     return missing
 
 
-def check_launches(kernels: list[Kernel], launched: dict[str, int]) -> list[str]:
-    """Kernels whose launch bounds or registers do not allow the blocks that their launcher uses."""
+def check_launches(kernels: list[Kernel], launched: dict[str, Launched]) -> list[str]:
+    """Kernels whose launch bounds or registers do not allow the blocks that their launcher uses, or whose machine code
+    lacks what it asks for."""
     wrong = []
     for kernel in kernels:
-        threads = launched.get(kernel.symbol, 0)
+        use = launched.get(kernel.symbol, Launched(0))
+        threads = use.threads
+        for asked in sorted(use.asked):
+            if kernel.sass and not any(name.startswith(ASKED[asked]) for name in kernel.sass):
+                wrong.append(f"{kernel.name}: a launch asks for {asked}, its machine code has no {ASKED[asked]}")
         if kernel.max_threads and threads > kernel.max_threads:
             wrong.append(f"{kernel.name}: launched with {threads} threads, compiled for {kernel.max_threads}")
         # A warp gets registers for 32 threads, a thread's share rounded up to 8.
@@ -168,75 +194,106 @@ def check_launches(kernels: list[Kernel], launched: dict[str, int]) -> list[str]
     return wrong
 
 
+def budget_path(source: Path) -> Path:
+    """Its own, one that is named by the first words of its name, or its family's."""
+    words = source.stem.split("_")
+    names = ["_".join(words[:n]) for n in range(len(words), 0, -1)]
+    budgets = [source.with_name(f"{name}_budget.json") for name in (*names, source.parent.name)]
+    return next((budget for budget in budgets if budget.exists()), budgets[-1])
+
+
 def budget_of(source: Path) -> dict:
-    return json.loads(source.with_name(f"{source.stem}_budget.json").read_text())
+    return json.loads(budget_path(source).read_text())
 
 
 def sim_test(source: Path) -> str:
     """The op whose tests on the host execution layer launch these kernels."""
-    return budget_of(source).get("sim", source.stem)
+    family = budget_path(source).stem.removesuffix("_budget")
+    named = budget_of(source).get("sim", family)
+    return named if isinstance(named, str) else named.get(source.stem, family)
 
 
-def launched_blocks(source: Path) -> dict[str, int]:
-    """Threads of the largest block of each kernel, by symbol, in the op's tests on the host execution layer."""
+def launches(source: Path) -> dict[str, dict[str, Launched]]:
+    """How the op's tests on the host execution layer launch each kernel, by symbol, as code of each architecture."""
     (test,) = build.tests_of(sim_test(source))
-    # The build that the tests of coverage have made already; its counts go elsewhere.
-    program = build.build(test, "coverage")
-    with tempfile.TemporaryDirectory() as folder:
-        listing = Path(folder) / "launches"
-        command = [str(program), "--seeds", "1", "--random", "5", "--launches", str(listing)]
-        result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "GCOV_PREFIX": folder})
-        if result.returncode:
-            raise build.BuildError(f"{test.stem} fails:\n{result.stdout}{result.stderr}")
-        return {line.split()[0]: int(line.split()[1]) for line in listing.read_text().splitlines()}
+    program = build.build(test, "coverage")  # which the tests of coverage have made already
+    found = {}
+    for architecture in budget_of(source).get("architectures", ARCHITECTURES):
+        with tempfile.TemporaryDirectory() as folder:
+            listing = Path(folder) / "launches"
+            flags = ["--code", architecture[3:5], "--seeds", "1", "--random", "5", "--launches", str(listing)]
+            result = build.run(program, flags, folder=Path(folder))  # where its counts go
+            if result.returncode:
+                raise build.BuildError(f"{test.stem} fails:\n{result.stdout}{result.stderr}")
+            lines = [line.split() for line in listing.read_text().splitlines()]
+        found[architecture] = {symbol: Launched(int(n), frozenset(asked)) for symbol, n, *asked in lines}
+    return found
 
 
-def check_op(source: Path, show: bool = False, launched: dict[str, int] | None = None) -> list[str]:
-    """Problems of all instances of one .cu on all architectures."""
+def key(source: Path) -> str:
+    """Of the verdict on a source: its code on all architectures, its budget, and the program that launches it."""
+    package = cuda.package_object(source)
+    architectures = budget_of(source).get("architectures", ARCHITECTURES)
+    code = [store.digest(package)] if package else []
+    code += [cuda.compile_key(source, a, []) for a in architectures if not package]
+    (test,) = build.tests_of(sim_test(source))
+    tools = [Path(__file__), Path(cuda.__file__), budget_path(source)]
+    return verdicts.key("static", [*code, build.program_key(test, "coverage")], source.stem, tools)
+
+
+def check_op(source: Path, show: bool = False, launched: dict[str, dict[str, Launched]] | None = None) -> list[str]:
+    """Problems of all instances of one .cu on all architectures; `launched` as `launches` gives it."""
     budget = budget_of(source)
     problems = []
-    for architecture in budget.get("architectures", [*ARCHITECTURES]):
-        with tempfile.TemporaryDirectory() as folder:
-            command = [nvcc(), "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}", f"-gencode={ARCHITECTURES[architecture]}"]
-            command += ["-Xptxas", "-v", "--keep", "--keep-dir", folder, "-c", str(source), "-o", f"{folder}/o.o"]
-            result = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=folder)
-            if result.returncode:
-                return [f"{source.name} does not compile for {architecture}:\n{result.stderr}"]
-            ptx = "".join(p.read_text() for p in Path(folder).glob("*.ptx"))
-            size = Path(f"{folder}/o.o").stat().st_size
-            sass = {}
-            if tool := cuobjdump():
-                dump = subprocess.run([tool, "-sass", f"{folder}/o.o"], capture_output=True, text=True, check=True)
-                sass = disassembled(dump.stdout)
-        kernels = parse(result.stderr)
-        bounds = launch_bounds(ptx)
-        for kernel in kernels:
-            kernel.max_threads = bounds.get(kernel.symbol, 0)
-            kernel.sass = sass.get(kernel.symbol, Counter())
-        found = [f"{kernel.name}: {wrong}" for kernel in kernels for wrong in check(kernel, budget)]
-        if not kernels:
-            found.append("ptxas reports no kernel")
-        if show:
-            for k in kernels:
-                print(
-                    f"{architecture} {k.registers:4} registers {k.shared_bytes:6} shared {16 * k.sass.total():6} code "
-                    f"{k.max_threads:5} threads  {k.name}"
-                )
-        # C7510 to C7518: wgmmas wait for each other. C7519 only says that ptxas added an arrive.
-        found += re.findall(r"\(C751[0-8]\)[^\n]*", result.stderr)
-        found += [f"no {i} in its PTX" for i in budget.get("ptx", []) if i not in ptx]
-        if sass:
-            found += check_sass(kernels, budget.get("sass", {}))
-        found += check_launches(kernels, launched or {})
-        if size > budget.get("object_bytes", OBJECT_BYTES):
-            found.append(f"object of {size} bytes, budget {budget.get('object_bytes', OBJECT_BYTES)}")
-        problems += [f"{source.stem} {architecture}: {problem}" for problem in found]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        package = cuda.package_object(source)
+        code = cuda.extract(package, folder) if package else {}
+        for architecture in budget.get("architectures", ARCHITECTURES):
+            if architecture not in code:
+                try:
+                    code |= cuda.extract(cuda.compile_object(source, architecture, folder), folder)
+                except build.BuildError as error:
+                    return [f"{source.name} does not compile for {architecture}:\n{error}"]
+            of_launches = (launched or {}).get(architecture, {})
+            found = check_code(code[architecture], budget, of_launches, architecture if show else "")
+            problems += [f"{source.stem} {architecture}: {problem}" for problem in found]
     return problems
 
 
+def check_code(cubin: Path, budget: dict, launched: dict[str, Launched], show: str) -> list[str]:
+    """Problems of all instances on one architecture."""
+    kernels, size = kernels_of(cubin), cubin.stat().st_size
+    found = [f"{kernel.name}: {wrong}" for kernel in kernels for wrong in check(kernel, budget)]
+    if not kernels:
+        found.append("no kernel in the object")
+    if show:
+        for k in kernels:
+            print(
+                f"{show} {k.registers:4} registers {k.shared_bytes:6} shared {16 * k.sass.total():6} code "
+                f"{k.max_threads:5} threads  {k.name}"
+            )
+    found += check_sass(kernels, budget.get("sass", {}))
+    found += check_launches(kernels, launched)
+    if size > budget.get("object_bytes", OBJECT_BYTES):
+        found.append(f"object of {size} bytes, budget {budget.get('object_bytes', OBJECT_BYTES)}")
+    return found
+
+
+def holds_kernels(source: Path) -> bool:
+    """Some .cu only call others."""
+    return bool(re.search(r"\.cuh\"|__global__", source.read_text()))
+
+
 def budgeted_ops() -> list[Path]:
-    found = sorted(f for folder in BUDGET_FOLDERS for f in (ROOT / folder).rglob("*_budget.json"))
-    return [f.with_name(f.stem.removesuffix("_budget") + ".cu") for f in found]
+    """The .cu files that a budget covers: the one of its own name, or, named as its folder, all that hold kernels."""
+    budgets = sorted(f for folder in BUDGET_FOLDERS for f in (ROOT / folder).rglob("*_budget.json"))
+    found = []
+    for budget in budgets:
+        name = budget.stem.removesuffix("_budget")
+        sources = sorted(budget.parent.glob("*.cu" if name == budget.parent.name else f"{name}.cu"))
+        found += [source for source in sources if holds_kernels(source)]
+    return list(dict.fromkeys(found))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -245,17 +302,15 @@ def main(argv: list[str] | None = None) -> int:
     names = [source.stem for source in sources]
     parser.add_argument("--op", action="append", choices=names, metavar="OP", help="can be repeated; default: all")
     parser.add_argument("--print", action="store_true", dest="show", help="print every instance")
-    parser.add_argument("--launches", action="store_true", help="run the sim tests and check their block sizes")
+    parser.add_argument("--launches", action="store_true", help="run the sim tests and check how they launch")
     arguments = parser.parse_args(argv)
-    if not nvcc():
-        print("skipped: no nvcc")
+    if not cuda.nvcc() or not cuda.cuobjdump():
+        print(f"skipped: {'no nvcc' if not cuda.nvcc() else cuda.NO_CUOBJDUMP}")
         return 0
-    if not cuobjdump():
-        print(f"SASS is not checked: {NO_CUOBJDUMP}")
     problems = []
     for source in sources:
         if source.stem in (arguments.op or names):
-            problems += check_op(source, arguments.show, launched_blocks(source) if arguments.launches else None)
+            problems += check_op(source, arguments.show, launches(source) if arguments.launches else None)
     print("\n".join(problems) or "static checks passed")
     return bool(problems)
 

@@ -3,17 +3,22 @@
 
 #include <cstdint>
 #include <optional>
-#include <stdexcept>
 #include <tuple>
 
+#include "warpsmith/detail/cross_entropy_ops.h"
 #include "warpsmith/op.h"
 
 namespace warpsmith {
 
-// Options of cross_entropy, as the Python function has them. reduction: 0 none, 1 mean, 2 sum, as torch numbers them.
+// What becomes of the losses of rows, numbered as torch does: none, mean, sum.
+#define WARPSMITH_ROW(name) name,
+enum class Reduction : int64_t { WARPSMITH_REDUCTIONS(WARPSMITH_ROW) };
+#undef WARPSMITH_ROW
+
+// Options of cross_entropy, as the Python function has them.
 struct CrossEntropyOptions {
   int64_t ignore_index = -100;
-  int64_t reduction = 1;
+  Reduction reduction = Reduction::mean;
   double label_smoothing = 0, z_loss = 0, softcap = 0;
 };
 
@@ -23,7 +28,7 @@ using CrossEntropyRows = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tens
 
 // Float16 would lose small gradients before a loss scale comes in, and with reduction none each row has its own scale.
 inline bool cross_entropy_gradient_is_early(const at::Tensor& logits, const CrossEntropyOptions& o) {
-  return o.reduction != 0 && logits.scalar_type() != at::kHalf;
+  return o.reduction != Reduction::none && logits.scalar_type() != at::kHalf;
 }
 
 inline at::Tensor cross_entropy_backward(const at::Tensor& dloss, const torch::autograd::variable_list& saved,
@@ -46,7 +51,7 @@ struct CrossEntropyBackward : torch::autograd::Function<CrossEntropyBackward> {
     return cross_entropy_backward(dloss, saved, o);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {
-    throw std::runtime_error("cross_entropy: second derivatives are not available");
+    refuse_second_derivative("cross_entropy", /*python_has_them=*/false);
   }
 };
 
@@ -62,7 +67,8 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
               double, bool);
       static const auto op = find_op<Signature>("warpsmith::cross_entropy_with_gradient");
       std::tie(loss, std::ignore, std::ignore, std::ignore, denominator, row_max, row_sum, gradient) =
-          op.call(logits, target, class_weight, o.ignore_index, o.reduction, o.label_smoothing, o.z_loss, o.softcap,
+          op.call(logits, target, class_weight, o.ignore_index, static_cast<int64_t>(o.reduction), o.label_smoothing,
+                  o.z_loss, o.softcap,
                   /*stats=*/false);
     } else {
       std::tie(loss, std::ignore, std::ignore, std::ignore, denominator, row_max, row_sum) =
@@ -70,7 +76,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     }
     ctx->save_for_backward({logits, target, class_weight.value_or(at::Tensor()), row_max, row_sum, denominator});
     if (gradient.defined()) ctx->saved_data["gradient"] = gradient;
-    ctx->saved_data["integers"] = std::vector<int64_t>{o.ignore_index, o.reduction};
+    ctx->saved_data["integers"] = std::vector<int64_t>{o.ignore_index, static_cast<int64_t>(o.reduction)};
     ctx->saved_data["numbers"] = std::vector<double>{o.label_smoothing, o.z_loss, o.softcap};
     return loss;
   }
@@ -83,7 +89,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     const torch::autograd::variable_list saved = ctx->get_saved_variables();
     const auto integers = ctx->saved_data["integers"].toIntVector();
     const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
-    const CrossEntropyOptions o{integers[0], integers[1], numbers[0], numbers[1], numbers[2]};
+    const CrossEntropyOptions o{integers[0], static_cast<Reduction>(integers[1]), numbers[0], numbers[1], numbers[2]};
     const auto early = ctx->saved_data.find("gradient");
     if (at::GradMode::is_enabled()) {
       result[0] = CrossEntropyBackward::apply(dloss, saved[0], saved, o);
@@ -105,7 +111,8 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     using Signature = CrossEntropyRows(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t,
                                        int64_t, double, double, double, bool);
     static const auto op = find_op<Signature>("warpsmith::cross_entropy_forward");
-    return op.call(logits, target, class_weight, o.ignore_index, o.reduction, o.label_smoothing, o.z_loss, o.softcap,
+    return op.call(logits, target, class_weight, o.ignore_index, static_cast<int64_t>(o.reduction), o.label_smoothing,
+                   o.z_loss, o.softcap,
                    /*stats=*/false);
   }
 };
@@ -122,8 +129,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
 inline at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target,
                                 const std::optional<at::Tensor>& class_weight = std::nullopt,
                                 const CrossEntropyOptions& options = {}) {
-  if ((at::GradMode::is_enabled() && logits.requires_grad()) || logits._fw_grad(/*level=*/0).defined())
-    return detail::CrossEntropy::apply(logits, target, class_weight, options);
+  if (detail::has_derivative(logits)) return detail::CrossEntropy::apply(logits, target, class_weight, options);
   return std::get<0>(detail::CrossEntropy::rows(logits, target, class_weight, options));
 }
 

@@ -4,20 +4,32 @@
 
 #include <limits>
 #include <optional>
-#include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
+#include "warpsmith/detail/norm_ops.h"
 #include "warpsmith/op.h"
 
-// What the functions of the norm family share. Not for direct use.
-namespace warpsmith::detail {
+// The norms with gradients: a function for each row of detail/norm_ops.h.
+//
+// Input that does not fit throws an error that names op, argument, what was expected and what came.
+namespace warpsmith {
+namespace detail {
 
 using OptionalTensor = std::optional<at::Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 inline bool has_derivative(const OptionalTensor& t) { return t && has_derivative(*t); }
+
+#define WARPSMITH_ROW(op, layer, residual, dropout)                                 \
+  struct op##_row {                                                                 \
+    static constexpr const char* kName = #op;                                       \
+    static constexpr bool kLayer = layer, kResidual = residual, kDropout = dropout; \
+  };
+WARPSMITH_NORM_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
 
 // An op of the library with arguments as its schema has them; gives its outputs, all of which are tensors.
 inline variable_list call_op(const c10::OperatorHandle& op, torch::jit::Stack arguments) {
@@ -41,25 +53,23 @@ struct RefuseDerivative : torch::autograd::Function<RefuseDerivative> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list) {
-    throw std::runtime_error(ctx->saved_data["op"].toStringRef() +
-                             ": second derivatives are not available in C++; the Python "
-                             "function has them");
+    refuse_second_derivative(ctx->saved_data["op"].toStringRef());
   }
 };
 
-// An op of the family that normalises x, or dropout(x) + residual: `Op` names it, lists its arguments, and says what it
-// has. Inputs of the function: x, residual, weight, bias, seed (those that are there), then numbers.
+// An op that normalises x, or dropout(x) + residual; Op is its row. Inputs of the function: x, residual, weight, bias,
+// seed (those that are there), then numbers.
 template <class Op> struct Norm : torch::autograd::Function<Norm<Op>> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const OptionalTensor& residual,
                                const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& seed,
                                double p, double eps, double weight_offset) {
-    static const auto op = find_untyped_op(std::string("warpsmith::") + Op::name + "_forward");
+    static const auto op = find_untyped_op(raw_name<Op>("_forward"));
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const variable_list out = call_op(op, arguments(x, residual, weight, bias, seed, p, eps, weight_offset));
     const at::Tensor none;
-    const size_t outputs = Op::residual ? 2 : 1;
-    ctx->save_for_backward({Op::residual ? out[1] : x, weight.value_or(none), bias.value_or(none),
-                            Op::layer ? out[outputs] : none, out.back(), seed.value_or(none)});
+    const size_t outputs = Op::kResidual ? 2 : 1;
+    ctx->save_for_backward({Op::kResidual ? out[1] : x, weight.value_or(none), bias.value_or(none),
+                            Op::kLayer ? out[outputs] : none, out.back(), seed.value_or(none)});
     ctx->saved_data["p"] = p;
     ctx->saved_data["weight_offset"] = weight_offset;
     ctx->saved_data["dtype"] = x.scalar_type();
@@ -70,7 +80,7 @@ template <class Op> struct Norm : torch::autograd::Function<Norm<Op>> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &s = saved[0], &weight = saved[1], &bias = saved[2], &seed = saved[5];
-    const at::Tensor dresidual_out = Op::residual ? grads[1] : at::Tensor();
+    const at::Tensor dresidual_out = Op::kResidual ? grads[1] : at::Tensor();
     variable_list result(8);  // one for each input of forward
     if (!grads[0].defined() && !dresidual_out.defined()) return result;
     const auto dtype = ctx->saved_data["dtype"].toScalarType();
@@ -78,37 +88,37 @@ template <class Op> struct Norm : torch::autograd::Function<Norm<Op>> {
 
     // Edges count tensors: those that are there, in their order.
     bool wanted[4] = {};
-    const bool there[4] = {true, Op::residual, weight.defined(), bias.defined()};
+    const bool there[4] = {true, Op::kResidual, weight.defined(), bias.defined()};
     for (size_t i = 0, edge = 0; i < 4; ++i)
       if (there[i]) wanted[i] = ctx->needs_input_grad(edge++);
     torch::jit::Stack stack{dy};
-    if (Op::residual) stack.emplace_back(optional(dresidual_out));
+    if (Op::kResidual) stack.emplace_back(optional(dresidual_out));
     stack.insert(stack.end(), {s, optional(weight)});
-    if (Op::layer) stack.insert(stack.end(), {optional(bias), saved[3]});
+    if (Op::kLayer) stack.insert(stack.end(), {optional(bias), saved[3]});
     stack.emplace_back(saved[4]);
-    if (Op::dropout) stack.insert(stack.end(), {optional(seed), ctx->saved_data["p"]});
-    if (!Op::layer) stack.emplace_back(ctx->saved_data["weight_offset"]);
+    if (Op::kDropout) stack.insert(stack.end(), {optional(seed), ctx->saved_data["p"]});
+    if (!Op::kLayer) stack.emplace_back(ctx->saved_data["weight_offset"]);
     for (size_t i = 0; i < 4; ++i)
-      if ((i != 1 || Op::residual) && (i != 3 || Op::layer)) stack.emplace_back(wanted[i]);
+      if ((i != 1 || Op::kResidual) && (i != 3 || Op::kLayer)) stack.emplace_back(wanted[i]);
 
-    static const auto op = find_untyped_op(std::string("warpsmith::") + Op::name + "_backward");
+    static const auto op = find_untyped_op(raw_name<Op>("_backward"));
     variable_list found;
     {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       found = call_op(op, std::move(stack));
     }
     // dx stands for both where no dropout and no dtype tells them apart.
-    const bool shared = Op::residual && !seed.defined() && s.scalar_type() == dtype;
+    const bool shared = Op::kResidual && !seed.defined() && s.scalar_type() == dtype;
     variable_list gradients;
     for (size_t i = 0, at = 0; i < 4; ++i) {
-      if ((i == 1 && !Op::residual) || (i == 3 && !Op::layer)) continue;
+      if ((i == 1 && !Op::kResidual) || (i == 3 && !Op::kLayer)) continue;
       const at::Tensor& gradient = found[i == 1 && shared ? 0 : at];
       if (wanted[i]) gradients.push_back(gradient);
       ++at;
     }
     if (at::GradMode::is_enabled())
       gradients =
-          RefuseDerivative::apply(std::string(Op::name), gradients, dy, optional(dresidual_out), s, optional(weight));
+          RefuseDerivative::apply(std::string(Op::kName), gradients, dy, optional(dresidual_out), s, optional(weight));
     for (size_t i = 0, next = 0; i < 4; ++i)
       if (wanted[i]) result[i] = gradients[next++];
     return result;
@@ -120,7 +130,7 @@ template <class Op> struct Norm : torch::autograd::Function<Norm<Op>> {
                            double weight_offset) {
     if (has_derivative(x) || has_derivative(residual) || has_derivative(weight) || has_derivative(bias))
       return Norm::apply(x, residual, weight, bias, seed, p, eps, weight_offset);
-    static const auto op = find_untyped_op(std::string("warpsmith::") + Op::name + "_inference");
+    static const auto op = find_untyped_op(raw_name<Op>("_inference"));
     return call_op(op, arguments(x, residual, weight, bias, seed, p, eps, weight_offset));
   }
 
@@ -131,12 +141,12 @@ template <class Op> struct Norm : torch::autograd::Function<Norm<Op>> {
                                      const OptionalTensor& bias, const OptionalTensor& seed, double p, double eps,
                                      double weight_offset) {
     torch::jit::Stack stack{x};
-    if (Op::residual) stack.emplace_back(residual);
+    if (Op::kResidual) stack.emplace_back(residual);
     stack.emplace_back(weight);
-    if (Op::layer) stack.emplace_back(bias);
-    if (Op::dropout) stack.insert(stack.end(), {seed, p});
+    if (Op::kLayer) stack.emplace_back(bias);
+    if (Op::kDropout) stack.insert(stack.end(), {seed, p});
     stack.emplace_back(eps);
-    if (!Op::layer) stack.emplace_back(weight_offset);
+    if (!Op::kLayer) stack.emplace_back(weight_offset);
     return stack;
   }
 };
@@ -148,4 +158,71 @@ inline OptionalTensor dropout_seed(const at::Tensor& x, double p, bool training,
   return at::randint(std::numeric_limits<int64_t>::max(), {2}, x.options().dtype(at::kLong));
 }
 
-}  // namespace warpsmith::detail
+inline std::tuple<at::Tensor, at::Tensor> pair(const variable_list& outputs) { return {outputs[0], outputs[1]}; }
+
+}  // namespace detail
+
+// With s = x, s = x + residual (add_*) or s = dropout(x) + residual (dropout_add_*), over the last dimension:
+//
+//   rms_norm:    y = s / sqrt(mean(s^2) + eps) * (weight + weight_offset)
+//   layer_norm:  y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias
+//
+// Returns y, or with a residual {y, residual_out}, residual_out = s. All outputs have gradients for x, residual, weight
+// and bias.
+//
+// x: (..., D), float32, float16, bfloat16, or float64 on the CPU. residual: like x, or float32 beside a 16-bit x.
+// weight, bias: (D,), both of the dtype of x, or both float32 beside a 16-bit x. weight_offset: 1.0 for weights stored
+// around zero. eps: >= 0; an RMS norm without one takes the machine epsilon of float32 (float64 for float64).
+// p: the probability that an element of x is dropped; the others are multiplied by 1 / (1 - p). The mask is never
+// stored. Without `training` nothing is dropped. seed: int64, (2,), on the device of x; without one it is drawn from
+// torch's generator.
+//
+// Sums are float32 (float64 for float64) in a fixed order: equal inputs give equal bits.
+inline at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight = std::nullopt,
+                           std::optional<double> eps = std::nullopt, double weight_offset = 0.0) {
+  return detail::Norm<detail::rms_norm_row>::run(x, std::nullopt, weight, std::nullopt, std::nullopt, 0.0,
+                                                 detail::epsilon_of(x, eps), weight_offset)[0];
+}
+
+inline at::Tensor layer_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight = std::nullopt,
+                             const std::optional<at::Tensor>& bias = std::nullopt, double eps = 1e-5) {
+  return detail::Norm<detail::layer_norm_row>::run(x, std::nullopt, weight, bias, std::nullopt, 0.0, eps, 0.0)[0];
+}
+
+inline std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                       const std::optional<at::Tensor>& weight = std::nullopt,
+                                                       std::optional<double> eps = std::nullopt,
+                                                       double weight_offset = 0.0) {
+  return detail::pair(detail::Norm<detail::add_rms_norm_row>::run(x, residual, weight, std::nullopt, std::nullopt, 0.0,
+                                                                  detail::epsilon_of(x, eps), weight_offset));
+}
+
+inline std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                         const std::optional<at::Tensor>& weight = std::nullopt,
+                                                         const std::optional<at::Tensor>& bias = std::nullopt,
+                                                         double eps = 1e-5) {
+  return detail::pair(
+      detail::Norm<detail::add_layer_norm_row>::run(x, residual, weight, bias, std::nullopt, 0.0, eps, 0.0));
+}
+
+inline std::tuple<at::Tensor, at::Tensor> dropout_add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                               const std::optional<at::Tensor>& weight = std::nullopt,
+                                                               double p = 0.5, std::optional<double> eps = std::nullopt,
+                                                               bool training = true, double weight_offset = 0.0,
+                                                               const std::optional<at::Tensor>& seed = std::nullopt) {
+  return detail::pair(detail::Norm<detail::dropout_add_rms_norm_row>::run(x, residual, weight, std::nullopt,
+                                                                          detail::dropout_seed(x, p, training, seed), p,
+                                                                          detail::epsilon_of(x, eps), weight_offset));
+}
+
+inline std::tuple<at::Tensor, at::Tensor> dropout_add_layer_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                                 const std::optional<at::Tensor>& weight = std::nullopt,
+                                                                 const std::optional<at::Tensor>& bias = std::nullopt,
+                                                                 double p = 0.5, double eps = 1e-5,
+                                                                 bool training = true,
+                                                                 const std::optional<at::Tensor>& seed = std::nullopt) {
+  return detail::pair(detail::Norm<detail::dropout_add_layer_norm_row>::run(
+      x, residual, weight, bias, detail::dropout_seed(x, p, training, seed), p, eps, 0.0));
+}
+
+}  // namespace warpsmith

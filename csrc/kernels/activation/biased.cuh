@@ -1,10 +1,9 @@
 #pragma once
 #include <algorithm>
-#include <string>
 
 #include "device/programmatic_launch.h"
-#include "kernels/activation/biased.h"
-#include "kernels/activation/biased_config.h"
+#include "kernels/activation/activation.h"
+#include "kernels/activation/activation_config.h"
 #include "kernels/activation/elementwise.cuh"
 #include "kernels/activation/functions.h"
 
@@ -124,13 +123,8 @@ template <class W> __global__ void __launch_bounds__(kBiasSumColumns* kMaxBiasSu
   device::store(static_cast<W*>(p.dbias) + column, device::from_float<W>(total));
 }
 
-inline bool rows_aligned(const void* base, int64_t stride, int64_t rows, Dtype dtype) {
-  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && (rows == 1 || stride * size_bytes(dtype) % 16 == 0);
-}
-
 inline Status problem_of(const BiasedFwdParams& p, BiasedProblem* out) {
-  const bool aligned = rows_aligned(p.x, p.x_stride, p.rows, p.dtype) && rows_aligned(p.y, 0, 1, p.dtype) &&
-                       rows_aligned(p.bias, 0, 1, p.dtype);
+  const bool aligned = rows_on_16_bytes(p.x, p.x_stride, p.rows, p.dtype) && on_16_bytes(p.y) && on_16_bytes(p.bias);
   *out = {p.rows, p.columns, size_bytes(p.dtype), aligned};
   return {};
 }
@@ -138,9 +132,8 @@ inline Status problem_of(const BiasedFwdParams& p, BiasedProblem* out) {
 inline Status problem_of(const BiasedBwdParams& p, BiasedProblem* out) {
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
-  const bool aligned = rows_aligned(p.x, p.x_stride, p.rows, p.dtype) &&
-                       rows_aligned(p.dy, p.dy_stride, p.rows, p.dtype) && rows_aligned(p.dx, 0, 1, p.dtype) &&
-                       rows_aligned(p.bias, 0, 1, p.dtype);
+  const bool aligned = rows_on_16_bytes(p.x, p.x_stride, p.rows, p.dtype) &&
+                       rows_on_16_bytes(p.dy, p.dy_stride, p.rows, p.dtype) && on_16_bytes(p.dx) && on_16_bytes(p.bias);
   *out = {p.rows, p.columns, size_bytes(p.dtype), aligned, device.multiprocessors};
   return {};
 }
@@ -150,60 +143,37 @@ inline LaunchConfig grid_of(const BiasedConfig& c) {
   LaunchConfig launch_config;
   launch_config.grid.x = static_cast<unsigned>(c.tiles);
   launch_config.grid.y = static_cast<unsigned>(std::min(c.row_blocks, kMostAlongY));
-  launch_config.grid.z = static_cast<unsigned>(biased_detail::ceil_div(c.row_blocks, kMostAlongY));
+  launch_config.grid.z = static_cast<unsigned>(ceil_div(c.row_blocks, kMostAlongY));
   launch_config.block.x = static_cast<unsigned>(c.width);
   launch_config.block.y = static_cast<unsigned>(c.rows_at_once());
   return launch_config;
 }
 
-// Runs visit.template operator()<T, W>() for the storage types of x and the bias.
-template <class Visit> Status dispatch_biased(Dtype dtype, Dtype bias_dtype, Visit&& visit) {
-  const bool wide = bias_dtype == Dtype::float32;
-  switch (dtype) {
-    case Dtype::float32: return visit.template operator()<float, float>();
-    case Dtype::float16:
-      return wide ? visit.template operator()<float16, float>() : visit.template operator()<float16, float16>();
-    case Dtype::bfloat16:
-      return wide ? visit.template operator()<bfloat16, float>() : visit.template operator()<bfloat16, bfloat16>();
-    case Dtype::float64: break;
-  }
-  return Status::unsupported(std::string("no CUDA kernel for ") + name(dtype));
-}
-
-template <template <class> class F> Status biased_forward_cuda(const BiasedFwdParams& p, void* stream) {
+template <template <class> class F> Status launch_biased_forward(const BiasedFwdParams& p, void* stream) {
   BiasedProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p, &problem));
   const BiasedConfig c = choose_biased_forward(problem);
-  return dispatch_biased(p.dtype, p.bias_dtype, [&]<class T, class W>() {
+  return visit_cuda_dtypes(p.dtype, p.bias_dtype, [&]<class T, class W>() {
     constexpr int N = 16 / sizeof(T);
     return launch(c.vector_elems == 1 ? biased_forward<F, T, W, 1> : biased_forward<F, T, W, N>, grid_of(c), stream, p);
   });
 }
 
-template <template <class> class F> Status biased_backward_cuda(const BiasedBwdParams& p, void* stream) {
+template <template <class> class F> Status launch_biased_backward(const BiasedBwdParams& p, void* stream) {
   BiasedProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p, &problem));
   const BiasedConfig c = choose_biased_backward(problem);
-  return dispatch_biased(p.dtype, p.bias_dtype, [&]<class T, class W>() {
+  return visit_cuda_dtypes(p.dtype, p.bias_dtype, [&]<class T, class W>() {
     constexpr int N = 16 / sizeof(T);
     WARPSMITH_RETURN_IF_FAILED(
         launch(c.vector_elems == 1 ? biased_backward<F, T, W, 1> : biased_backward<F, T, W, N>, grid_of(c), stream, p));
     if (!p.partials) return Status();
-    DeviceProperties device;
-    WARPSMITH_RETURN_IF_FAILED(device_properties(device));
     LaunchConfig sum;
-    sum.grid.x = static_cast<unsigned>(biased_detail::ceil_div(p.columns, kBiasSumColumns));
+    sum.grid.x = static_cast<unsigned>(ceil_div(p.columns, kBiasSumColumns));
     sum.block.x = kBiasSumColumns * static_cast<unsigned>(std::min<int64_t>(kMaxBiasSumSlices, c.row_blocks));
-    sum.programmatic_dependent = device.compute_capability >= 90;
+    WARPSMITH_RETURN_IF_FAILED(allow_overlap(&sum));
     return launch(sum_bias_partials<W>, sum, stream, p, c.row_blocks);
   });
-}
-
-inline Status biased_partial_rows(const BiasedBwdParams& p, int64_t* partial_rows) {
-  BiasedProblem problem;
-  WARPSMITH_RETURN_IF_FAILED(problem_of(p, &problem));
-  *partial_rows = choose_biased_backward(problem).row_blocks;
-  return {};
 }
 
 }  // namespace warpsmith::activation

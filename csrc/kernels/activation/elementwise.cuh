@@ -2,13 +2,13 @@
 #include <cstdint>
 #include <utility>
 
-#include "common/dtype.h"
-#include "common/half.h"
+#include "common/alignment.h"
 #include "common/launch.h"
+#include "common/visit_dtype.h"
 #include "device/fast_divide.h"
 #include "device/math.h"
 #include "device/packed.h"
-#include "kernels/activation/elementwise_config.h"
+#include "kernels/activation/activation_config.h"
 #include "kernels/activation/functions.h"
 
 // The body of every op that makes outputs element by element from inputs of the same shape. Reads each input once and
@@ -123,9 +123,7 @@ template <int I, int O> ElementwiseProblem problem_of(const ElementwiseParams<I,
   for (const Strided& t : p.in) look(t);
   for (const Strided& t : p.out) look(t);
   const auto align = [&](const Strided& t) {
-    const bool rows_too = !problem.contiguous && p.rows > 1;
-    problem.aligned = problem.aligned && reinterpret_cast<uintptr_t>(t.data) % 16 == 0 &&
-                      (!rows_too || t.stride * size_bytes(p.dtype) % 16 == 0 || !t.data);
+    problem.aligned = problem.aligned && rows_on_16_bytes(t.data, t.stride, problem.contiguous ? 1 : p.rows, p.dtype);
   };
   for (const Strided& t : p.in) align(t);
   for (const Strided& t : p.out) align(t);
@@ -146,13 +144,7 @@ Status launch_elementwise_as(const Op& op, const ElementwiseParams<Op::I, Op::O>
 }
 
 template <class Op> Status launch_elementwise(const Op& op, const ElementwiseParams<Op::I, Op::O>& p, void* stream) {
-  switch (p.dtype) {
-    case Dtype::float32: return launch_elementwise_as<Op, float>(op, p, stream);
-    case Dtype::float16: return launch_elementwise_as<Op, float16>(op, p, stream);
-    case Dtype::bfloat16: return launch_elementwise_as<Op, bfloat16>(op, p, stream);
-    case Dtype::float64: break;
-  }
-  return Status::unsupported(std::string("no CUDA kernel for ") + name(p.dtype));
+  return visit_cuda_dtype(p.dtype, [&]<class T>() { return launch_elementwise_as<Op, T>(op, p, stream); });
 }
 
 }  // namespace warpsmith::activation

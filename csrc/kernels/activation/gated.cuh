@@ -1,7 +1,7 @@
 #pragma once
+#include "kernels/activation/activation.h"
 #include "kernels/activation/elementwise.cuh"
 #include "kernels/activation/functions.h"
-#include "kernels/activation/gated.h"
 
 // The gated activations as elementwise ops. F: one of functions.h.
 namespace warpsmith::activation {
@@ -31,13 +31,13 @@ template <template <class> class F> struct GatedBackward {
   }
 };
 
-template <template <class> class F> Status gated_forward_cuda(const GatedFwdParams& p, void* stream) {
+template <template <class> class F> Status gated_forward(const GatedFwdParams& p, void* stream) {
   return launch_elementwise(
       GatedForward<F>{},
       {{{p.gate, p.gate_stride}, {p.up, p.up_stride}}, {{p.y, p.columns}}, p.rows, p.columns, p.dtype}, stream);
 }
 
-template <template <class> class F> Status gated_backward_cuda(const GatedBwdParams& p, void* stream) {
+template <template <class> class F> Status gated_backward(const GatedBwdParams& p, void* stream) {
   return launch_elementwise(GatedBackward<F>{},
                             {{{p.dy, p.dy_stride}, {p.gate, p.gate_stride}, {p.up, p.up_stride}},
                              {{p.dgate, p.dgate_stride}, {p.dup, p.dup_stride}},

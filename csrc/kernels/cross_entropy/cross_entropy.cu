@@ -1,6 +1,8 @@
 #include "common/launch.h"
+#include "common/visit_dtype.h"
+#include "kernels/cross_entropy/backward.cuh"
 #include "kernels/cross_entropy/cross_entropy_config.h"
-#include "kernels/cross_entropy/cross_entropy_kernel.cuh"
+#include "kernels/cross_entropy/forward.cuh"
 #include "kernels/cross_entropy/totals.cuh"
 
 namespace warpsmith {
@@ -14,6 +16,7 @@ LaunchConfig grid_of(const CrossEntropyConfig& c) {
   launch.block.x = static_cast<unsigned>(c.threads);
   launch.cluster = static_cast<unsigned>(c.cluster);
   launch.dynamic_shared_bytes = static_cast<size_t>(c.shared_bytes);
+  launch.bulk_copies = c.bulk;
   return launch;
 }
 
@@ -25,61 +28,40 @@ Status problem_of(int64_t rows, int64_t classes, const void* base, int64_t strid
                                std::to_string(classes));
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
-  const bool aligned =
-      reinterpret_cast<uintptr_t>(base) % 16 == 0 && (rows == 1 || stride * size_bytes(dtype) % 16 == 0);
   *out = {rows,
           classes,
           size_bytes(dtype),
-          aligned,
+          rows_on_16_bytes(base, stride, rows, dtype),
           true,
           true,
           device.multiprocessors,
-          device.compute_capability,
+          device.code_capability,
           device.max_dynamic_shared_bytes};
   return {};
 }
 
-// Runs `visit.template operator()<T>()` for the storage type of the logits.
-template <class Visit> Status dispatch(Dtype dtype, Visit&& visit) {
-  switch (dtype) {
-    case Dtype::float32: return visit.template operator()<float>();
-    case Dtype::float16: return visit.template operator()<float16>();
-    case Dtype::bfloat16: return visit.template operator()<bfloat16>();
-    case Dtype::float64: break;
-  }
-  return Status::unsupported(std::string("no CUDA kernel for ") + name(dtype));
-}
-
 template <class T, Terms kTerms>
 void (*forward_kernel(const CrossEntropyConfig& c))(CrossEntropyParams, Options, Schedule) {
-  if (c.kernel == CrossEntropyKernel::looped)
-    return forward_looped < T, kTerms == Terms::entropy ? Terms::general : kTerms > ;
+  constexpr Terms kLooped = kTerms == Terms::entropy ? Terms::general : kTerms;
+  if (c.kernel == CrossEntropyKernel::looped) return forward_looped<T, kLooped>;
   return c.block_a_row() ? forward_resident<T, true, kTerms> : forward_resident<T, false, kTerms>;
 }
 
-// `entropy`: what the kernel is to write of it, or its gradient. That it is kept for a backward, which may not ask for
-// it, chooses no kernel.
+// `entropy`: the result that a forward writes, or the gradient that a backward reads; null: not wanted. An entropy that
+// is only kept for a backward chooses no kernel.
 template <class Visit> Status with_terms(const CrossEntropyParams& p, const void* entropy, Visit&& visit) {
   if (p.softcap != 0 || p.label_smoothing != 0) return visit.template operator()<Terms::general>();
   return entropy ? visit.template operator()<Terms::entropy>() : visit.template operator()<Terms::plain>();
 }
 
-// A launch that may begin while the stream's previous kernel still runs; its kernel waits for that one where it must.
-Status overlapping(LaunchConfig* launch) {
-  DeviceProperties device;
-  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
-  launch->programmatic_dependent = device.compute_capability >= 90;
-  return {};
-}
-
-// `overlap`: the stream's previous kernel is one of ours that announces its dependents.
+// `overlap`: the stream's previous kernel is ours and calls launch_dependents().
 template <class Source>
 Status launch_total(const Source& source, int64_t count, void* partials_any, bool overlap, void* stream) {
   float* partials = static_cast<float*>(partials_any);
   LaunchConfig first, second;
   first.grid.x = static_cast<unsigned>(total_blocks(count));
   first.block.x = second.block.x = kTotalThreads;
-  if (overlap) WARPSMITH_RETURN_IF_FAILED(overlapping(&first));
+  if (overlap) WARPSMITH_RETURN_IF_FAILED(allow_overlap(&first));
   WARPSMITH_RETURN_IF_FAILED(launch(total<Source>, first, stream, source, partials, count));
   if (first.grid.x == 1) return {};
   return launch(total_of_partials<Source>, second, stream, source, partials, int64_t{first.grid.x});
@@ -96,10 +78,10 @@ Status cross_entropy_forward_cuda(const CrossEntropyParams& p, void* stream) {
 }
 
 Status cross_entropy_forward_cuda_with(const CrossEntropyConfig& c, const CrossEntropyParams& p, void* stream) {
-  return dispatch(p.dtype, [&]<class T>() {
+  return visit_cuda_dtype(p.dtype, [&]<class T>() {
     return with_terms(p, p.entropy, [&]<Terms kTerms>() {
       LaunchConfig grid = grid_of(c);
-      if (p.follows_denominator) WARPSMITH_RETURN_IF_FAILED(overlapping(&grid));
+      if (p.follows_denominator) WARPSMITH_RETURN_IF_FAILED(allow_overlap(&grid));
       return launch(forward_kernel<T, kTerms>(c), grid, stream, p, Options(p), Schedule(c));
     });
   });
@@ -109,7 +91,7 @@ Status cross_entropy_backward_cuda(const CrossEntropyParams& p, void* stream) {
   CrossEntropyProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.classes, p.logits, p.logits_stride, p.dtype, &problem));
   const CrossEntropyConfig c = choose_cross_entropy_backward(problem);
-  return dispatch(p.dtype, [&]<class T>() {
+  return visit_cuda_dtype(p.dtype, [&]<class T>() {
     return with_terms(p, p.grad_entropy, [&]<Terms kTerms>() {
       return launch(backward_streaming<T, kTerms>, grid_of(c), stream, p, Options(p), c.lanes);
     });
@@ -120,7 +102,7 @@ Status cross_entropy_scale_cuda(const CrossEntropyScaleParams& p, void* stream) 
   CrossEntropyProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p.rows, p.columns, p.x, p.stride, p.dtype, &problem));
   const CrossEntropyConfig c = choose_cross_entropy_scale(problem);
-  return dispatch(p.dtype, [&]<class T>() { return launch(scale_rows<T>, grid_of(c), stream, p, c.lanes); });
+  return visit_cuda_dtype(p.dtype, [&]<class T>() { return launch(scale_rows<T>, grid_of(c), stream, p, c.lanes); });
 }
 
 Status cross_entropy_denominator_cuda(const CrossEntropyDenominatorParams& p, void* stream) {

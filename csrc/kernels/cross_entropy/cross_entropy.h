@@ -2,10 +2,18 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/op_list.h"
 #include "common/parallel.h"
 #include "common/status.h"
+#include "kernels/cross_entropy/cross_entropy_ops.h"
 
 namespace warpsmith {
+
+WARPSMITH_DEFINE_OPS(CrossEntropy, WARPSMITH_CROSS_ENTROPY_OPS)
+
+#define WARPSMITH_ROW(name) name,
+enum class Reduction : int64_t { WARPSMITH_REDUCTIONS(WARPSMITH_ROW) };
+#undef WARPSMITH_ROW
 
 // Cross-entropy and its relatives over rows of logits. With z[r, j] = cap(logits[r, j]), where
 // cap(u) = softcap * tanh(u / softcap) (u itself for softcap 0), t = target[r], w = class_weight, e = label_smoothing,

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/alignment.h"
+
 // Which kernel runs a cross_entropy problem: pure functions of the problem, printable through
 // warpsmith.plan("cross_entropy", ...).
 namespace warpsmith {
@@ -14,13 +16,15 @@ struct CrossEntropyProblem {
   bool gradient = true;  // written in the same pass
   bool loss = true;      // wanted: its gradient, in this pass or a later one, follows from the same bits of the sums
   int multiprocessors = 132;
-  int compute_capability = 90;
+  int code_capability = 90;           // of the code that runs there: 90 and more has clusters and bulk copies
   int max_shared_bytes = 227 * 1024;  // dynamic shared memory that a block may have
 };
 
-// resident: a row lives in the shared memory of its threads, those of part of a warp, of a block or of a cluster of
-// blocks; looped: a row is read once for its sums and once more for its gradient; streaming: element by element.
-enum class CrossEntropyKernel : uint8_t { resident, looped, streaming };
+enum class CrossEntropyKernel : uint8_t {
+  resident,   // forward: a row in the shared memory of its threads: part of a warp, a block or a cluster of blocks
+  looped,     // forward: a row is read once for its sums and once more for its gradient
+  streaming,  // backward and scaling: element by element
+};
 
 constexpr const char* name(CrossEntropyKernel k) {
   switch (k) {
@@ -62,8 +66,6 @@ constexpr int64_t kBlocksInTurn = 16;          // of a multiprocessor, before on
 constexpr int64_t kMostRowsInTurn = 2;         // of a block
 constexpr int64_t kStaticShared = 4 * 1024;    // what a kernel declares itself, at most
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Aligned 16-byte vectors that a row touches; one more if it may begin inside one.
 constexpr int64_t vectors_of(const CrossEntropyProblem& p) {
   const int n = 16 / p.element_bytes;
@@ -82,7 +84,7 @@ constexpr void spread(CrossEntropyConfig& c, int64_t rows) {
 
 }  // namespace cross_entropy_detail
 
-// Measured on one H200 (2026-11-21, bf16, tools/gpu/sweep), fractions of a copy of the same bytes; cluster x threads:
+// Measured on one H200 (2026-11-21, bf16, lab), fractions of a copy of the same bytes; cluster x threads:
 //                   loss and gradient                         loss alone; eight rows a block in turn
 //   4096 x 128256   8x128 0.949, 8x96 0.941, 4x256 0.937      8x128 0.865; 0.900
 //   8192 x 50304    2x192 0.965, 2x128 0.964, 1x416 0.934     2x128 0.921; 0.963, 1x256 0.921
@@ -93,7 +95,7 @@ constexpr void spread(CrossEntropyConfig& c, int64_t rows) {
 //   131072 x 500    lanes 8 0.656, 4 0.686, 32 0.342          lanes 8 0.523, two in turn 0.530
 //   262144 x 128    lanes 2 0.695, 4 0.698, 16 0.257          lanes 2 0.547, two in turn 0.587
 // With a gradient, rows in turn change nothing: the stores of one block hide the loads of another.
-// Log-probability alone (2026-11-22, tools/gpu/sweep/log_prob.cu), and with the entropy; two rows a block in turn. A
+// Log-probability alone (2026-11-22, lab/log_prob.cu), and with the entropy; two rows a block in turn. A
 // loss does not take this choice: its sums would be added in another order than where the gradient is written.
 //   4096 x 128256   8x96 0.903, 0.869; 8x128 0.893, 0.853      16384 x 32000   2x96 0.980, 0.938; 2x128 0.968
 //   8192 x 50304    2x128 0.963, 0.928; 2x192 0.947, 0.897     8192 x 16384    1x128 0.899, 0.863; 1x96 0.871, 0.851
@@ -109,14 +111,14 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
     c.why = "a row fits in the shared memory of a warp: no barrier";
   } else {
     const int64_t bytes = vectors * 16;
-    if (p.compute_capability >= 90)
+    if (p.code_capability >= 90)
       while (c.cluster < kMaxCluster && bytes > c.cluster * kSharedOfBlock) c.cluster *= 2;
     const bool alone = !p.loss && !p.gradient && c.cluster > 1 && p.element_bytes == 2;
     const int64_t threads = alone ? (vectors / (c.cluster * kVectorsOfClusterAlone) + 16) / 32 * 32
                                   : (vectors / (c.cluster * kVectorsOfThread) + 32) / 64 * 64;
     const int64_t most = std::min(kMaxThreads, kMaxWarpsOfCluster * 32 / c.cluster);
     c.lanes = c.threads = static_cast<int>(std::clamp<int64_t>(threads, 64, most));
-    c.bulk = p.compute_capability >= 90;
+    c.bulk = p.code_capability >= 90;
     c.why = c.cluster > 1 ? "a row fits in the shared memory of a cluster of blocks"
                           : "a row fits in a block's shared memory";
   }
@@ -138,8 +140,9 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
   return c;
 }
 
-// The backward is one kernel: threads of a row so many that each has a few vectors of it, for what each does once.
-// Measured on one H200 (2026-11-22, bf16, tools/gpu/sweep/log_prob.cu), fractions of a copy, and with a gradient of the
+// The backward is one kernel. Its rows have so many threads that each handles a few vectors: per-thread set-up is then
+// paid for.
+// Measured on one H200 (2026-11-22, bf16, lab/log_prob.cu), fractions of a copy, and with a gradient of the
 // entropy: by threads of a row
 //                   128           256           512
 //   8192 x 50304    0.930, 0.927  0.943, 0.944  0.959, 0.921
@@ -162,7 +165,8 @@ constexpr CrossEntropyConfig choose_cross_entropy_backward(const CrossEntropyPro
   return c;
 }
 
-// Multiplies a gradient by what came in, which almost always is 1: few blocks, since all they do is to end.
+// Scales the saved gradient by the upstream one. That is almost always 1, and then every block returns at once, so few
+// are launched.
 constexpr CrossEntropyConfig choose_cross_entropy_scale(const CrossEntropyProblem& p) {
   CrossEntropyConfig c = choose_cross_entropy_backward(p);
   c.blocks = std::min<int64_t>(c.blocks, 1024);

@@ -3,14 +3,27 @@
 
 #include "common/dropout.h"
 #include "common/dtype.h"
+#include "common/op_list.h"
 #include "common/parallel.h"
 #include "common/status.h"
+#include "kernels/norm/norm_ops.h"
 
-// The params that the ops of the norm family share. An op is a kind (rms or layer), with or without a residual and
-// dropout; columns are adjacent, strides are in elements, sums and statistics are fp32 (fp64 for float64).
+// Params and entry points of the norm family. Columns are adjacent; strides are in elements. Sums and statistics are
+// float (double for float64).
 namespace warpsmith {
 
-enum class NormKind : uint8_t { rms, layer };
+WARPSMITH_DEFINE_OPS(Norm, WARPSMITH_NORM_OPS)
+
+// The flags of an op's row.
+struct NormRow {
+  bool layer, residual, dropout;
+};
+constexpr NormRow row_of(Norm op) {
+#define WARPSMITH_ROW(op, ...) {__VA_ARGS__},
+  constexpr NormRow rows[] = {WARPSMITH_NORM_OPS(WARPSMITH_ROW)};
+#undef WARPSMITH_ROW
+  return rows[static_cast<int>(op)];
+}
 
 // With s = x, or s = dropout(x) + residual rounded to residual_dtype (what residual_out holds), for each row:
 //   rms:    y = s * rstd * (weight + weight_offset) + bias,           rstd = 1 / sqrt(mean(s^2) + eps)
@@ -27,7 +40,7 @@ struct NormForwardParams {
   int64_t rows = 0, columns = 0, x_stride = 0, residual_stride = 0;
   double eps = 0, weight_offset = 0;
   Dropout dropout = {nullptr, 0, 1};  // of x, elements counted as row * columns + column; only with a residual
-  NormKind kind = NormKind::rms;
+  Norm op = Norm::rms_norm;
   Dtype dtype = Dtype::float32;           // of x and y
   Dtype residual_dtype = Dtype::float32;  // dtype, or float32 beside a 16-bit dtype; dtype without a residual
   Dtype weight_dtype = Dtype::float32;    // dtype, or float32 beside a 16-bit dtype
@@ -54,18 +67,22 @@ struct NormBackwardParams {
   int64_t rows = 0, columns = 0, dy_stride = 0, dresidual_out_stride = 0, s_stride = 0;
   double weight_offset = 0;
   Dropout dropout = {nullptr, 0, 1};  // as in the forward
-  NormKind kind = NormKind::rms;
+  Norm op = Norm::rms_norm;
   Dtype dtype = Dtype::float32;           // of dy and dx
   Dtype residual_dtype = Dtype::float32;  // of s, dresidual_out and dresidual; dtype without a residual
   Dtype weight_dtype = Dtype::float32;
 };
 
-// dweight and dbias are summed in two stages in a fixed order: into partial rows by row blocks, then over those. How
-// many partial rows a backward on the CPU writes; a CUDA op answers for itself (<op>_partial_rows_cuda).
-int64_t norm_partial_rows_cpu(int64_t rows, int64_t columns);
-
-// The CPU's body of the whole family.
+Status norm_forward_cuda(const NormForwardParams& params, void* stream);
 Status norm_forward_cpu(const NormForwardParams& params, const Parallel& parallel);
+Status norm_backward_cuda(const NormBackwardParams& params, void* stream);
 Status norm_backward_cpu(const NormBackwardParams& params, const Parallel& parallel);
+
+// dweight and dbias are summed in two stages in a fixed order: into partial rows by groups of rows, then over the
+// partial rows. The number of partial rows that a backward on the current device writes (it depends on alignment, so
+// all pointers but the partials must be set):
+Status norm_partial_rows_cuda(const NormBackwardParams& params, int64_t* partial_rows);
+// and on the CPU:
+int64_t norm_partial_rows_cpu(int64_t rows, int64_t columns);
 
 }  // namespace warpsmith

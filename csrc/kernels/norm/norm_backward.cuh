@@ -6,13 +6,18 @@
 // The backward of the norm family, as templates over the op, the storage types T (dy and dx) and R (s, dresidual_out
 // and dresidual) and the threads of a row. Sums are float, in a fixed order.
 //
+// Contract. An element: reads dy and s, writes dx (2 * sizeof(T) + sizeof(R) bytes); with a residual also reads
+// dresidual_out (sizeof(R) bytes), and writes dresidual where it is another tensor than dx (sizeof(R) bytes). A row:
+// reads rstd and for layer mean, 4 bytes each. Partial rows of dweight and for layer dbias. A dropout mask is made
+// again from its seed.
+//
 // The gradients of weight and bias are summed in two stages: each block (or cluster) adds up its rows in registers and
 // writes one partial row; sum_partials adds those.
 namespace warpsmith::norm {
 
-// Rows on their way through shared memory, in slots of 16 bytes: each thread copies its own pieces of a row
-// asynchronously, up to stages - 1 steps ahead (2 to 4 stages), and reads back only those, so that no barrier is
-// needed. kPieces: slots of a thread and stage.
+// Rows in flight through shared memory, in slots of 16 bytes. Each thread copies its own pieces of a row
+// asynchronously, up to stages - 1 steps ahead (2 to 4 stages), and reads back only its own pieces, so that no barrier
+// is needed. kPieces: slots per thread and stage.
 template <int kPieces> struct Ring {
   static constexpr int kSlotBytes = 16;
   unsigned char* slots;  // [stages, kPieces, threads of the block]
@@ -54,8 +59,8 @@ template <int kPieces> struct Ring {
   }
 };
 
-// `mean`, or NaN where `other` is infinite: the mean of the centred gradient is part of layer's formula, and infinities
-// meet in it.
+// `mean`, or NaN where `other` is infinite. Layer's formula subtracts the mean of the centred gradient, and there
+// infinities cancel to NaN.
 __device__ __forceinline__ float with_infinities_of(float other, float mean) { return mean + (other - other); }
 
 // Stores N sums in pieces of at most 16 bytes.
@@ -93,9 +98,11 @@ template <int N, int V> __device__ __forceinline__ void store_group_sums(float* 
 // the ring. Groups have nothing to cover: there the same lost up to 6 % (one H200, 2026-11-21).
 //
 // Shared memory: a Ring of dy, s and dresidual_out; at the end it takes the sums of the block's groups.
-template <class Op, class T, class R, int V, int U, Scope S, int kMaxThreads, int kMinBlocks>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_ring(NormBackwardParams p, int lanes, int stages) {
+template <class Op, class T, class R, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
+    backward_ring(NormBackwardParams p, int lanes, int stages) {
+  constexpr int V = C::instance.vectors, U = C::instance.rows, kMaxThreads = C::instance.max_threads;
   constexpr int N = kWideVector<T, R>, kCount = U * Op::kSums;
+  constexpr Scope S = C::instance.scope;
   constexpr int kVectorPieces = 2 + Op::kResidual, kPieces = kVectorPieces * U * V;
   using Sums = Exchange<S, kCount, kMaxThreads, 3>;
   constexpr int kScratch = Sums::kFloats;

@@ -4,21 +4,58 @@
 
 #include "kernels/norm/norm_config.h"
 
-// Which kernels run a backward of the norm family: pure functions of the problem.
+// Which kernels of the backward are compiled, and which of them runs a problem.
 namespace warpsmith {
 
-// Batches: whether a thread's weights lie in shared memory, because its vectors stay in registers. With one vector
-// there is mostly room for both, with four the vectors do not stay; what clusters do was measured
-// (choose_norm_batches).
-constexpr bool norm_shares_weight(int vectors, bool cluster, bool layer, bool residual) {
-  return cluster ? !layer && !residual : vectors == 2;
-}
+// The compiled kernels. A thread's weights lie in shared memory where its vectors stay in registers: with one vector
+// there is mostly room for both, with four the vectors do not stay; clusters were measured (choose_norm_batches).
+struct NormBackwardInstances {
+  template <class Use> constexpr void operator()(const NormProblem& p, Use&& use) const {
+    using norm::Keep;
+    using norm::Scope;
+    const bool layer = p.layer, residual = p.residual_bytes != 0, wide = p.residual_bytes > p.element_bytes;
+    const bool rms = !layer && !residual;
+    const auto ring = [&](Scope scope, int vectors, int rows, int threads) {
+      use({.kernel = NormKernel::ring, .scope = scope, .vectors = vectors, .rows = rows, .max_threads = threads});
+    };
+    if (wide)
+      for (const int vectors : {1, 2, 3, 4}) ring(Scope::group, vectors, 1, 256);
+    else
+      ring(Scope::group, 1, 2, 256);
+    if (wide || (!layer && residual)) ring(Scope::block, 2, 1, layer ? 512 : 768);
+    ring(Scope::cluster, 2, 2, 256);
+    if (wide) return;
 
-// Backward, a block a row of the ring.
-constexpr int kNormRingVectors = 2;
-constexpr int norm_ring_threads(bool layer) { return layer ? 512 : 768; }
-// Backward, batches: threads that a block may have with two vectors each. With a residual, rms is better in the ring.
-constexpr int norm_batch_threads_of_two(bool residual) { return residual ? 512 : 768; }
+    const auto batches = [&](int vectors, int rows, Keep keep, int threads, int blocks) {
+      use({.kernel = NormKernel::batches,
+           .scope = Scope::block,
+           .vectors = vectors,
+           .rows = rows,
+           .keep = keep,
+           .shared_weight = vectors == 2,
+           .max_threads = threads,
+           .min_blocks = blocks});
+    };
+    const auto shared_batches = [&](int vectors, int rows, Keep keep, int threads) {
+      use({.kernel = NormKernel::batches,
+           .scope = Scope::cluster,
+           .vectors = vectors,
+           .rows = rows,
+           .keep = keep,
+           .shared_weight = rms,
+           .cluster = 4,
+           .max_threads = threads,
+           .min_blocks = 1});
+    };
+    if (layer) batches(1, 1, Keep::products, 512, 1);
+    if (rms) batches(1, 1, Keep::elements, 512, 2);
+    if (!layer || !residual) batches(1, 2, Keep::products, 512, 1);
+    if (layer || !residual) batches(2, 1, Keep::elements, residual ? 512 : 768, 1);
+    if (rms) batches(4, 1, Keep::nothing, 512, 1);
+    shared_batches(1, 2, rms ? Keep::elements : Keep::products, rms ? 768 : 512);
+    if (layer && !residual) shared_batches(2, 1, Keep::products, 512);
+  }
+};
 
 namespace norm_detail {
 
@@ -37,18 +74,30 @@ constexpr int64_t resident_blocks(const NormProblem& p, int together, int cluste
   return int64_t{together} * p.multiprocessors * (cluster > 2 ? 15 : 16) / 16;
 }
 
+// The first instance with `vectors` and, unless 0, `rows`, that blocks of `threads` may use.
+constexpr Found backward_instance(const NormProblem& p, NormKernel kernel, norm::Scope scope, int vectors, int rows,
+                                  int threads) {
+  return first_of(NormBackwardInstances(), p, [&](const NormInstance& i) {
+    return i.kernel == kernel && i.scope == scope && i.vectors == vectors && (rows == 0 || i.rows == rows) &&
+           threads <= i.max_threads;
+  });
+}
+
 // A block or a cluster a row; `together` blocks a multiprocessor or fewer, at most `stages` deep; 0 stages if not even
 // one fits.
 constexpr NormConfig batches(const NormProblem& p, int vectors, int rows, int together, int stages, int cluster = 1) {
   NormConfig c;
-  c.kernel = NormKernel::batches;
-  c.scope = cluster > 1 ? norm::Scope::cluster : norm::Scope::block;
+  const norm::Scope scope = cluster > 1 ? norm::Scope::cluster : norm::Scope::block;
+  const int threads = threads_of(ceil_div(p.columns / vector_elems(p), cluster), vectors);
+  const Found found = backward_instance(p, NormKernel::batches, scope, vectors, rows, threads);
+  if (!found) return c;
+  c.kernel = NormKernel::batches, c.instance = found.place;
+  c.scope = scope;
   c.vector_elems = vector_elems(p);
   c.vectors = vectors, c.rows = rows, c.cluster = cluster;
-  c.threads = c.lanes = threads_of(ceil_div(p.columns / c.vector_elems, cluster), vectors);
-  const int64_t stage_bytes = int64_t{ring_pieces(p)} * kVectorBytes * vectors * rows * c.threads;
-  const bool shares_weight = norm_shares_weight(vectors, cluster > 1, p.layer, p.residual_bytes != 0);
-  const int64_t weight_bytes = shares_weight ? int64_t{4} * c.vector_elems * vectors * c.threads : 0;
+  c.threads = c.lanes = threads;
+  const int64_t stage_bytes = int64_t{ring_pieces(p)} * kVectorBytes * vectors * rows * threads;
+  const int64_t weight_bytes = found.instance.shared_weight ? int64_t{4} * c.vector_elems * vectors * threads : 0;
   const int64_t kStaticBytes = cluster > 1 ? 4096 : 1024;  // dynamic shared memory begins at a whole KiB
   const auto room = [&](int blocks) { return shared_bytes_a_block(p, blocks, kStaticBytes) - weight_bytes; };
   while (together > 1 && room(together) < stage_bytes) --together;
@@ -62,12 +111,15 @@ constexpr NormConfig batches(const NormProblem& p, int vectors, int rows, int to
 }
 
 // `together` blocks a multiprocessor or fewer, at most `stages` deep; 0 stages if even two do not fit.
-constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, int vectors, int rows, int threads,
-                          int cluster, int together, int stages, const char* why) {
+constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, int vectors, int threads, int cluster,
+                          int together, int stages, const char* why) {
   NormConfig c;
-  c.kernel = NormKernel::ring;
+  const Found found = backward_instance(p, NormKernel::ring, scope, vectors, 0, threads);
+  if (!found) return c;
+  c.kernel = NormKernel::ring, c.instance = found.place;
   c.scope = scope;
   c.vector_elems = wide_vector_elems(p);
+  const int rows = found.instance.rows;
   c.lanes = lanes, c.vectors = vectors, c.rows = rows, c.threads = threads, c.cluster = cluster;
   const int64_t stage_bytes = int64_t{ring_pieces(p)} * kVectorBytes * vectors * rows * threads;
   const int64_t static_bytes = (scope == norm::Scope::cluster ? 1536 : 384) * int64_t{rows} * (p.layer ? 2 : 1);
@@ -131,7 +183,7 @@ constexpr NormConfig choose_norm_batches(const NormProblem& p) {
     if (p.layer && vectors <= 320) return batches(p, 1, 1, 2, 3);
     return batches(p, 1, 2, 1, !residual && !p.layer && vectors <= 320 ? 3 : 2);
   }
-  if (p.clusters && vectors <= 2048) {
+  if (p.clusters() && vectors <= 2048) {
     const int threads_of_four = threads_of(ceil_div(vectors, 4), 1), together = 768 / threads_of_four;
     if (!p.layer && !residual)
       return vectors <= 768 ? batches(p, 1, 2, 2, 1, 2) : batches(p, 1, 2, together, together > 1 ? 1 : 2, 4);
@@ -144,8 +196,7 @@ constexpr NormConfig choose_norm_batches(const NormProblem& p) {
     if (residual) return batches(p, 1, 2, 1, 2, 4);
     return batches(p, 2, 1, std::max(2, 512 / threads_of(ceil_div(vectors, 4), 2)), 2, 4);
   }
-  if ((p.layer || !residual) && vectors <= 2 * norm_batch_threads_of_two(residual))
-    return batches(p, 2, 1, 1, residual ? 1 : 2);
+  if (const NormConfig c = batches(p, 2, 1, 1, residual ? 1 : 2); c.instance >= 0) return c;
   if (!p.layer && !residual && vectors <= 2048) return batches(p, 4, 1, 1, 2);
   return {};
 }
@@ -165,27 +216,24 @@ constexpr NormConfig choose_norm_backward(const NormProblem& p) {
     const bool narrow = vectors <= 32, large = !narrow || (p.layer && p.residual_bytes && !wide);
     const int lanes = narrow ? lanes_of(vectors, 1) : 32, threads = large ? 256 : 128;
     const int together = !narrow ? 1 : wide ? 6 : large ? 2 : p.residual_bytes ? 3 : 5;
-    const NormConfig c =
-        ring(p, Scope::group, lanes, static_cast<int>(ceil_div(vectors, lanes)), wide ? 1 : 2, threads, 1, together, 2,
-             "a row fits in one warp: rows stream through shared memory without a barrier");
+    const NormConfig c = ring(p, Scope::group, lanes, static_cast<int>(ceil_div(vectors, lanes)), threads, 1, together,
+                              2, "a row fits in one warp: rows stream through shared memory without a barrier");
     if (c.stages) return c;
   }
   if (!wide && vectors > 32) {
     const NormConfig c = choose_norm_batches(p);
     if (c.stages) return c;
   }
-  const bool in_block = wide || (!p.layer && p.residual_bytes);
-  if (in_block && vectors <= int64_t{kNormRingVectors} * norm_ring_threads(p.layer)) {
-    const int threads = threads_of(vectors, kNormRingVectors);
-    const NormConfig c =
-        ring(p, Scope::block, threads, kNormRingVectors, 1, threads, 1, std::max(1, std::min(4, 512 / threads)),
-             wide ? 4 : 3, "one block a row: rows stream through shared memory");
-    if (c.stages) return c;
-  }
-  if (p.clusters && vectors <= int64_t{512} * norm::kMaxCluster) {
-    const int threads = threads_of(ceil_div(vectors, norm::kMaxCluster), 2);
-    const NormConfig c = ring(p, Scope::cluster, threads, 2, 2, threads, norm::kMaxCluster, std::max(1, 384 / threads),
-                              3, "a cluster a row: each block takes a part of the columns of its rows");
+  const int block_threads = threads_of(vectors, 2);
+  if (const NormConfig c =
+          ring(p, Scope::block, block_threads, 2, block_threads, 1, std::clamp(512 / block_threads, 1, 4), wide ? 4 : 3,
+               "one block a row: rows stream through shared memory");
+      c.stages)
+    return c;
+  const int threads = threads_of(ceil_div(vectors, norm::kMaxCluster), 2);
+  if (p.clusters()) {
+    const NormConfig c = ring(p, Scope::cluster, threads, 2, threads, norm::kMaxCluster, std::max(1, 384 / threads), 3,
+                              "a cluster a row: each block takes a part of the columns of its rows");
     if (c.stages) return c;
   }
   return looped(p, looped_blocks, "a row of the inputs does not fit on the chip: each is read twice");

@@ -23,8 +23,8 @@ template <int kCount> __device__ __forceinline__ float distributed_sums(float (&
   return device::group_sum<32 / kCount>(v[0]);
 }
 
-// Sums of kCount values over the block, the same bits in all its threads. Two halves of the scratch in turn, so that
-// one barrier is enough.
+// Sums of kCount values over the block, the same bits in all its threads. The scratch is double-buffered, so that one
+// barrier is enough.
 template <int kCount, int kMaxThreads> struct BatchSums {
   static constexpr int kLanes = 32 / kCount;  // that add up the same value
   static constexpr int kWarps = (kMaxThreads / 32 + kLanes - 1) / kLanes * kLanes;
@@ -58,11 +58,13 @@ template <int kCount, int kMaxThreads> struct BatchSums {
   }
 };
 
-// Sums of at most 4 values over a cluster of up to kBlocks blocks that each hold a part of the row's columns, the same
-// bits in all its threads. Every warp sends its sums to every block, where they are counted on an mbarrier: a release
-// of all that the threads have stored, which a barrier of the cluster would be, takes longer than a row. Two halves of
-// the slots in turn: who sends for the second time from now has all sums of the next exchange, for which every warp has
-// read those of this one. Each block waits for all that is sent to it, so none is gone before it arrives.
+// Sums up to 4 floats over a cluster in which each block holds part of the row. Every thread gets the same bits.
+//
+// Each warp writes its partial sums to every block and arrives on that block's mbarrier. A cluster barrier would also
+// wait for all earlier stores, which takes longer than the row.
+//
+// Slots are double-buffered: a warp starts exchange i + 2 only after it has read exchange i + 1, and by then every warp
+// has finished reading exchange i. Each block waits for everything that is sent to it, so no block exits before.
 template <int kCount, int kMaxThreads, int kBlocks> struct ClusterSums {
   static_assert(kCount <= 4);
   using Slot = Vector<float, 4>;

@@ -4,14 +4,10 @@
 #include "kernels/norm/norm_backward.cuh"
 #include "kernels/norm/norm_batch_sums.cuh"
 
-// The backward of the norm family for rows of a block, or a cluster, whose tensors have elements of one size T, in
-// batches of U rows: all the sums of a batch in one exchange, and what a row's gradients need kept in registers from
-// its sums on, so that the ring's slots are asked for again before the exchange. Sums are float, in a fixed order.
+// The backward of the norm family for rows of a block or a cluster, whose tensors all have the dtype T, in batches of U
+// rows. All sums of a batch take one exchange. What a row's gradients need stays in registers from its sums on (Keep),
+// so that the next rows are requested into the ring's slots before the exchange. Sums are float, in a fixed order.
 namespace warpsmith::norm {
-
-// What stays in registers of a row between its sums and its gradients: nothing, so that the ring is read twice; its
-// elements as they were read; or dy * weight and s_hat, for twice the registers and fewer instructions.
-enum class Keep : uint8_t { nothing, elements, products };
 
 // Mean and rstd of a block's rows: each lane loads those of one row in 32, one load ahead, and hands them to the other
 // lanes when that row comes.
@@ -81,13 +77,17 @@ template <int kBlocks> struct Share {
 //
 // Shared memory: `scratch` of `sums_of_block`; `shared`: a Ring of dy, s and dresidual_out, 1 to 4 batches deep, behind
 // which lie the threads' weights as floats if kSharedWeight.
-template <class Op, class T, int V, int U, Keep kKeep, bool kSharedWeight, int kBlocks, class Sums>
+template <class Op, class T, class C, class Sums>
 __device__ __forceinline__ void backward_of_batches(const NormBackwardParams& p, int stages, Sums sums_of_block,
-                                                    unsigned char* shared, float (&dweight)[V][kVector<T>],
-                                                    float (&dbias)[V][kVector<T>]) {
+                                                    unsigned char* shared,
+                                                    float (&dweight)[C::instance.vectors][kVector<T>],
+                                                    float (&dbias)[C::instance.vectors][kVector<T>]) {
+  constexpr int V = C::instance.vectors, U = C::instance.rows;
+  constexpr Keep kKeep = C::instance.keep;
+  constexpr bool kSharedWeight = C::instance.shared_weight;
   constexpr int N = kVector<T>, kSums = Op::kSums, kPieces = 2 + Op::kResidual, kSlotBytes = 16;
   constexpr int kKeptElements = kKeep == Keep::elements ? U : 1, kKeptProducts = kKeep == Keep::products ? U : 1;
-  const auto share = Share<kBlocks>::template of<V>();
+  const auto share = Share<C::instance.cluster>::template of<V>();
   const int columns = static_cast<int>(p.columns), lane_column = share.thread * N;
   const int threads = static_cast<int>(blockDim.x), vector_step = threads * N, slot_step = threads * kSlotBytes;
   const int64_t first_row = share.unit, units = share.units;
@@ -286,11 +286,11 @@ __device__ __forceinline__ void backward_of_batches(const NormBackwardParams& p,
   device::copy_async_wait<0>();
 }
 
-// As above; writes a partial row a block or cluster. kBlocks: the most of a cluster.
-template <class Op, class T, int V, int U, Keep kKeep, bool kSharedWeight, int kMaxThreads, int kMinBlocks,
-          int kBlocks = 1>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_batches(NormBackwardParams p, int stages) {
-  constexpr int N = kVector<T>, kCount = U * Op::kSums;
+// As above; writes a partial row a block or cluster.
+template <class Op, class T, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
+    backward_batches(NormBackwardParams p, int stages) {
+  constexpr int V = C::instance.vectors, kMaxThreads = C::instance.max_threads, kBlocks = C::instance.cluster;
+  constexpr int N = kVector<T>, kCount = C::instance.rows * Op::kSums;
   using Slot = Vector<float, 4>;
   using Sums =
       std::conditional_t<kBlocks == 1, BatchSums<kCount, kMaxThreads>, ClusterSums<kCount, kMaxThreads, kBlocks>>;
@@ -300,11 +300,10 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks) backward_batches(Norm
   float* const floats = reinterpret_cast<float*>(scratch);
   float dweight[V][N], dbias[V][N];
   if constexpr (kBlocks == 1) {
-    backward_of_batches<Op, T, V, U, kKeep, kSharedWeight, 1>(p, stages, Sums{floats}, shared, dweight, dbias);
+    backward_of_batches<Op, T, C>(p, stages, Sums{floats}, shared, dweight, dbias);
   } else {
     WARPSMITH_SHARED(device::Mbarrier, complete, 2);
-    backward_of_batches<Op, T, V, U, kKeep, kSharedWeight, kBlocks>(p, stages, Sums{floats, complete}, shared, dweight,
-                                                                    dbias);
+    backward_of_batches<Op, T, C>(p, stages, Sums{floats, complete}, shared, dweight, dbias);
   }
   const auto share = Share<kBlocks>::template of<V>();
   const int column = share.thread * N, vector_step = static_cast<int>(blockDim.x) * N;

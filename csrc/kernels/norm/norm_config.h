@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/alignment.h"
+
 // A problem of the norm family and the kernel that runs it, printable through warpsmith.plan. norm_forward_config.h and
 // norm_backward_config.h choose: pure functions of the problem.
 namespace warpsmith {
@@ -11,31 +13,47 @@ struct NormProblem {
   int64_t columns = 0;
   int element_bytes = 2;   // of x and y
   int residual_bytes = 0;  // of the residual; 0 where the op has none
-  bool layer = false;      // two sums a row and two gradients of parameters, instead of one
-  bool aligned = true;     // every pointer and row start lies on 16 bytes
+  bool layer = false;      // two sums a row and two parameter gradients, instead of one
+  bool dropout = false;
+  bool aligned = true;  // every pointer and row start lies on 16 bytes
   int multiprocessors = 132;
   int max_shared_bytes = 227 * 1024;  // dynamic shared memory that a block may have
-  bool clusters = true;               // the device has them (sm_90 and newer)
+  int code_capability = 90;           // of the code that runs there: 90 and more has clusters and bulk copies
   bool affine_as_x = true;  // forward: weight (and bias) are given, stored as x, and nothing is added to the weight
+
+  constexpr bool clusters() const { return code_capability >= 90; }
 };
 
 namespace norm {
 
-// The threads that share a row: an aligned group of 1 to 32 lanes, a block, or the blocks of a cluster.
-enum class Scope : uint8_t { group, block, cluster };
+// The threads that share a row.
+enum class Scope : uint8_t {
+  group,    // an aligned group of 1 to 32 lanes of a warp
+  block,    // a block
+  cluster,  // the blocks of a cluster
+};
 
 constexpr int kMaxCluster = 8;
 
+// What a thread of the backward `batches` keeps of a row in registers, from the row's sums to its gradients.
+enum class Keep : uint8_t {
+  nothing,   // it reads the ring twice
+  elements,  // dy and s as they were read
+  products,  // dy * weight and s_hat: twice the registers and fewer instructions
+};
+
 }  // namespace norm
 
-// registers: a row lives in the registers of its threads (forward); warp: so do several of a warp, of a length that the
-// compiler knows (forward); block: one row of layer_norm does in the registers of a block, whose threads the compiler
-// knows (forward); shared: a row lies in the shared memory of its block, which holds more of them at once (forward);
-// resident: so do a few rows of a block, all of a problem at once (forward); batches, ring: rows stream through shared
-// memory and the gradients of the parameters stay in registers (backward; batches: rows of a block or cluster in
-// tensors of one type, a few together); looped: a row is read twice, for rows too long for the chip or not made of
-// vectors.
-enum class NormKernel : uint8_t { registers, warp, block, shared, resident, batches, ring, looped };
+enum class NormKernel : uint8_t {
+  registers,  // forward: one row per thread group, block or cluster, in registers; length known at run time
+  warp,       // forward: several rows per warp, in registers; length known at compile time
+  block,      // forward of layer_norm: one row per block, in registers; threads known at compile time
+  shared,     // forward: one row per block, in shared memory, so that more rows are in flight
+  resident,   // forward: a few rows per block, in shared memory; all rows of the problem at once
+  batches,    // backward: rows of a block or cluster, a few at once, through shared memory; tensors of one dtype
+  ring,       // backward: rows of a group, block or cluster through shared memory
+  looped,     // both: each row is read more than once; too long for the chip, or not made of 16-byte vectors
+};
 
 constexpr const char* name(NormKernel k) {
   switch (k) {
@@ -60,6 +78,38 @@ constexpr const char* name(norm::Scope s) {
   return "unknown";
 }
 
+// What the compiler knows of a kernel: through norm::Compiled its template argument. NormForwardInstances and
+// NormBackwardInstances list the instances of an op; the choosers pick from the lists and the launchers instantiate
+// them.
+struct NormInstance {
+  NormKernel kernel = NormKernel::looped;
+  norm::Scope scope = norm::Scope::group;
+  int vectors = 1;    // vectors of a row that one thread holds
+  int rows = 1;       // rows that a group, block or cluster works on together
+  int lanes = 0;      // threads of a row; 0: known at run time
+  bool fills = true;  // warp, block, shared, resident: rows have lanes * vectors vectors; else up to that
+  // shared: weight and bias are requested together with the row and wait in registers.
+  bool weight_with_x = false;
+  norm::Keep keep = norm::Keep::nothing;  // batches
+  bool shared_weight = false;             // batches: a thread's weights are in shared memory, because of `keep`
+  int cluster = 1;                        // batches: most blocks of a cluster
+  int max_threads = 0;                    // launch bounds: of a block
+  int min_blocks_before_sm90 = 0;         // min_blocks on older architectures, where that many would spill; 0: the same
+  int min_blocks = 1;                     // launch bounds: blocks a multiprocessor that registers must suffice for
+
+  constexpr int capacity() const { return lanes * vectors; }
+};
+
+namespace norm {
+
+// An instance as a type. nvcc 13.0 rejects a class of a namespace as a kernel's template argument, but takes a type
+// made of scalars.
+template <auto... kFields> struct Compiled {
+  static constexpr NormInstance instance{kFields...};
+};
+
+}  // namespace norm
+
 struct NormConfig {
   NormKernel kernel = NormKernel::looped;
   norm::Scope scope = norm::Scope::group;
@@ -72,9 +122,12 @@ struct NormConfig {
   int cluster = 1;       // blocks that share a row
   int64_t blocks = 1;
   int64_t shared_bytes = 0;
+  int instance = -1;  // place in the list of compiled kernels; -1: looped, which is not in a list
   const char* why = "";
 
   constexpr int groups() const { return threads / lanes; }  // rows that a block works on side by side
+  // The kernel is nothing without them. (Those of a cluster count its sums on mbarriers, or meet at its barriers.)
+  constexpr bool bulk_copies() const { return kernel == NormKernel::resident; }
 };
 
 namespace norm_detail {
@@ -82,7 +135,23 @@ namespace norm_detail {
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 constexpr int kVectorBytes = 16;
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+struct Found {
+  NormInstance instance;
+  int place = -1;
+  constexpr explicit operator bool() const { return place >= 0; }
+};
+
+// The first instance of a list for which is(instance) holds. each(problem, use) calls use(instance) for each; of the
+// problem it reads what an op's types decide: element_bytes, residual_bytes, layer and dropout.
+template <class Each, class Is> constexpr Found first_of(const Each& each, const NormProblem& p, const Is& is) {
+  Found found;
+  int place = 0;
+  each(p, [&](const NormInstance& instance) {
+    if (!found && is(instance)) found = {instance, place};
+    ++place;
+  });
+  return found;
+}
 
 constexpr int vector_elems(const NormProblem& p) { return kVectorBytes / p.element_bytes; }
 
@@ -95,8 +164,9 @@ constexpr int lanes_of(int64_t vectors, int most) {
   return lanes;
 }
 
+// Whole warps; capped far above what a block may have.
 constexpr int threads_of(int64_t vectors, int vectors_a_thread) {
-  return static_cast<int>(ceil_div(ceil_div(vectors, vectors_a_thread), 32) * 32);
+  return static_cast<int>(std::min<int64_t>(ceil_div(ceil_div(vectors, vectors_a_thread), 32) * 32, 1 << 20));
 }
 
 constexpr NormConfig looped(const NormProblem& p, int64_t most_blocks, const char* why) {

@@ -4,15 +4,20 @@
 // The forward of the norm family, as templates over the op, the storage types T (x and y) and R (residual) and the
 // threads of a row. Statistics are float, in a fixed order.
 //
+// Contract. An element: reads x, writes y (2 * sizeof(T) bytes); with a residual also reads residual and writes
+// residual_out (2 * sizeof(R) bytes). A row: writes rstd and for layer mean, 4 bytes each. Weight and bias come from a
+// cache. forward_block: each thread also reads the row's first four elements, and rows whose sums cancel are read twice
+// more, all from a cache.
+//
 // layer: mean and variance in one pass and one exchange, without the cancellation of mean(s^2) - mean^2: each thread
 // sums deviations from its own first element, which is safe because that element is one of those it sums (for n
 // elements the sum of squares is at most n times the spread); the parts are put together by Chan's formula (Chan,
 // Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
 namespace warpsmith::norm {
 
-// Moments of U rows at once. `s` holds zeros where there is no column. then(finish) goes on where the sums have
-// travelled, and calls finish(m) for what is left to compute: with its own loads before, in one piece of code without a
-// branch between, so that these are under way meanwhile.
+// Moments of U rows at once. `s` holds zeros where there is no column. `then` runs after the sums have been exchanged.
+// It receives `finish(m)`, which computes the moments. `then` may issue its own loads before it calls `finish`, so that
+// they overlap with that computation.
 template <Scope S, int kBlockThreads, class R, int N, int V, int U, class Then>
 __device__ __forceinline__ void rms_moments(Elements<R, N> (&s)[U][V], const Place<S>& at, float* scratch,
                                             float inverse_columns, float eps, Then&& then) {
@@ -45,7 +50,7 @@ __device__ __forceinline__ void rms_moments(Elements<R, N> (&s)[U][V], const Pla
 
 __device__ __forceinline__ float not_negative(float x) { return x < 0 ? 0.f : x; }  // keeps NaN
 
-// Mean and sum of squared deviations of a part of a row, which travel with the number of its elements.
+// Mean and sum of squared deviations of a part of a row. Parts are exchanged together with their number of elements.
 struct Part {
   float mean, spread;
 };
@@ -172,11 +177,10 @@ __device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const P
 // residual) once, writes y (and residual_out) once, mean and rstd; weight and bias come once a row (U rows) from a
 // cache: a weight alone is asked for together with x in groups and in blocks of two vectors a thread, otherwise while
 // the sums travel. Until y is made the row stays packed, because registers decide how many rows are in flight.
-template <class Op, class T, class R, int V, int U, Scope S, int kMaxThreads, int kMinBlocks>
-__global__ void __launch_bounds__(kMaxThreads,
-                                  kBlocksOf<kMinBlocks, Op::kLayer && Op::kDropout && kMinBlocks == 2 ? 1 : kMinBlocks>)
+template <class Op, class T, class R, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
     forward_registers(NormForwardParams p, int lanes) {
-  constexpr int N = kVector<T>;
+  constexpr int V = C::instance.vectors, U = C::instance.rows, kMaxThreads = C::instance.max_threads, N = kVector<T>;
+  constexpr Scope S = C::instance.scope;
   constexpr bool kWeightWithX = !Op::kResidual && (S == Scope::group || (!Op::kLayer && V <= 2));
   constexpr int kScratch = Exchange<S, kMomentValues<Op>, kMaxThreads, 1>::kFloats;
   WARPSMITH_SHARED(float, scratch, kScratch);

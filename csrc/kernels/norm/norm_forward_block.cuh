@@ -24,19 +24,20 @@ template <int kThreads> struct BlockSums {
 };
 
 // The forward of layer_norm where a row lies in the registers of a block, with a weight and a bias of x's type. At most
-// kThreads * V * N columns; exactly so many if kFills.
+// kThreads * V * N columns; exactly that many if kFills.
 //
 // The row is summed about the mean of its first four elements, in plain sums: the parts of Chan's formula
 // (norm_forward.cuh) take 30 instructions a thread more. Where these lie so far from the mean of all that the sum of
 // squares is more than kMostCancelled times the spread (of normal numbers, in one row of 2,000), all threads of the row
-// see it in the same sums, and take these once more about the mean. kAhead: vectors of weight and bias that are asked
-// for while the sums travel.
-template <class Op, class T, int V, int kAhead, int kThreads, bool kFills, int kMinBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocksOf<kMinBlocks, kMinBlocks * 5 / 6>)
+// see it in the same sums, and take these once more about the mean.
+template <class Op, class T, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
     forward_block(NormForwardParams p, int) {
-  static_assert(Op::kLayer && !Op::kResidual && !Op::kDropout && sizeof(T) == 2);
+  static_assert(Op::kLayer && !Op::kResidual && !Op::kDropout && sizeof(T) == 2 &&
+                C::instance.lanes == C::instance.max_threads);
   constexpr float kMostCancelled = 4;
-  constexpr int N = kVector<T>;
+  constexpr int V = C::instance.vectors, kThreads = C::instance.lanes, N = kVector<T>;
+  constexpr int kAhead = V == 2 ? 2 : 1;  // vectors of weight and bias that are requested while the sums travel
+  constexpr bool kFills = C::instance.fills;
   using Sums = BlockSums<kThreads>;
   WARPSMITH_SHARED(typename Sums::Two, slots, 2 * Sums::kWarps);
   const int64_t row = blockIdx.x;

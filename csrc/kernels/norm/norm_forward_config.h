@@ -1,120 +1,184 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 
 #include "kernels/norm/norm_config.h"
 
-// Which kernel runs a forward of the norm family: a pure function of the problem.
+// Which kernels of the forward are compiled, and which of them runs a problem.
 namespace warpsmith {
 
-// Forward, kernel resident: rows of a block.
-constexpr int kNormResidentRows = 4;
-// Forward, kernel warp: rows that a lane with so many vectors works on together.
-constexpr int norm_rows_of_a_lane(int vectors) { return vectors == 1 ? 4 : vectors < 4 ? 2 : 1; }
+// The compiled kernels, in the order in which the chooser looks through them. `min_blocks` is what a sweep measured:
+// more would spill.
+struct NormForwardInstances {
+  template <class Use> constexpr void operator()(const NormProblem& p, Use&& use) const {
+    using enum NormKernel;
+    using norm::Scope;
+    const bool layer = p.layer, residual = p.residual_bytes != 0, wide = p.residual_bytes > p.element_bytes;
+    const int few = wide ? 1 : p.dropout ? 8 : 16, many = wide ? 1 : 12;
+    const int three_rows = layer && !residual ? 2 : 1, three = three_rows == 1 ? few : many;
+    const int small = wide ? 1 : p.dropout || (layer && residual) ? 2 : 3, large = wide || p.dropout ? 1 : 2;
+    const int small_before = layer && p.dropout ? 1 : small;
+    const auto in_registers = [&](Scope scope, int vectors, int rows, int threads, int blocks, int before = 0) {
+      use({.kernel = registers,
+           .scope = scope,
+           .vectors = vectors,
+           .rows = rows,
+           .fills = false,
+           .max_threads = threads,
+           .min_blocks_before_sm90 = before,
+           .min_blocks = blocks});
+    };
+    in_registers(Scope::group, 1, 4, 64, few);
+    in_registers(Scope::group, 2, 1, 64, few);
+    in_registers(Scope::group, 3, three_rows, 64, three);
+    in_registers(Scope::group, 4, 1, 64, many);
+    if (!layer && !residual) in_registers(Scope::block, 2, 1, 256, 6);
+    if (layer && p.element_bytes == 2 && !wide) in_registers(Scope::block, 3, 1, 384, 3);
+    in_registers(Scope::block, 4, 1, 384, small, small_before);
+    in_registers(Scope::block, 4, 1, 512, large);
+    in_registers(Scope::cluster, 4, 1, 512, 1);
+    if (p.element_bytes != 2 || residual) return;
 
-// Vectors that a thread of a block holds, and threads that a block may have: what registers allow without spilling.
-// Forward: of blocks up to kNormPreferredThreads, three share a multiprocessor.
-constexpr int kNormBlockVectors = 4, kNormBlockThreads = 512, kNormPreferredThreads = 384;
-// Forward, rows in shared memory.
-constexpr int kNormSharedThreads = 256;
-// Rows of 65 to 96 vectors that a warp works on together (forward).
-constexpr int norm_rows_of_three_vectors(bool layer, bool residual) { return layer && !residual ? 2 : 1; }
+    // 64, 128, 256, 512, 768 and 1,024 columns.
+    const auto in_a_warp = [&](int lanes, int vectors, int rows, int blocks) {
+      use({.kernel = warp, .vectors = vectors, .rows = rows, .lanes = lanes, .max_threads = 64, .min_blocks = blocks});
+    };
+    in_a_warp(8, 1, 4, layer ? 14 : 16);
+    in_a_warp(16, 1, 4, layer ? 14 : 16);
+    in_a_warp(32, 1, 4, layer ? 14 : 16);
+    in_a_warp(32, 2, 2, layer ? 14 : 16);
+    in_a_warp(32, 3, 2, layer ? 8 : 12);
+    in_a_warp(32, 4, 1, layer ? 12 : 16);
 
-// Forward, kernel block, four vectors a thread: threads that there are instances for, at least so many.
-constexpr int norm_block_threads_of_four(int least, bool fills) {
-  constexpr int kFilled[] = {160, 192, 224, 288, 320, 352, 416, 448, 512};
-  for (const int threads : kFilled)
-    if (fills && threads == least) return threads;
-  constexpr int kPartly[] = {192, 256, 320, 384, 512};
-  for (const int threads : kPartly)
-    if (threads >= least) return threads;
-  return 0;
-}
+    // 8,192 and 12,288 columns. Blocks of more threads than are launched, where the compiler then leaves more
+    // registers.
+    use({.kernel = shared,
+         .scope = Scope::block,
+         .vectors = 4,
+         .lanes = 256,
+         .weight_with_x = layer,
+         .max_threads = 384,
+         .min_blocks_before_sm90 = 1,
+         .min_blocks = layer ? 3 : 4});
+    use({.kernel = shared,
+         .scope = Scope::block,
+         .vectors = 6,
+         .lanes = 256,
+         .weight_with_x = true,
+         .max_threads = 256,
+         .min_blocks_before_sm90 = 1,
+         .min_blocks = 4});
+    use({.kernel = resident,
+         .scope = Scope::block,
+         .vectors = 6,
+         .rows = 4,
+         .lanes = 256,
+         .max_threads = 256,
+         .min_blocks = 2});
+
+    // Rows that fill their threads first, then by capacity. As many blocks as 40 (two vectors), 48 (three) or 64 (four)
+    // registers a thread allow.
+    if (!layer) return;
+    const auto in_a_block = [&](int vectors, bool fills, std::initializer_list<int> threads_of) {
+      for (const int threads : threads_of) {
+        const int blocks = (vectors == 2 ? 1536 : vectors == 3 ? 1280 : 1024) / threads;
+        use({.kernel = block,
+             .scope = Scope::block,
+             .vectors = vectors,
+             .lanes = threads,
+             .fills = fills,
+             .max_threads = threads,
+             .min_blocks_before_sm90 = blocks * 5 / 6,
+             .min_blocks = blocks});
+      }
+    };
+    in_a_block(2, true, {96, 128, 160, 192, 224, 256});
+    in_a_block(3, true, {96, 160});
+    in_a_block(4, true, {160, 192, 224, 288, 320, 352, 416, 448, 512});
+    in_a_block(2, false, {96, 128, 160, 192, 224, 256});
+    in_a_block(4, false, {192, 256, 320, 384, 512});
+  }
+};
 
 namespace norm_detail {
 
-constexpr NormConfig registers(const NormProblem& p, norm::Scope scope, int lanes, int vectors, int rows, int threads,
-                               int cluster, const char* why) {
+// A config is filled from the instance that runs it; instance -1, a default config, where there is none.
+
+constexpr NormConfig forward_config(const NormProblem& p, const Found& found, int lanes, int threads, int cluster,
+                                    const char* why) {
   NormConfig c;
-  c.kernel = NormKernel::registers;
-  c.scope = scope;
+  if (!found) return c;
+  c.kernel = found.instance.kernel;
+  c.instance = found.place;
+  c.scope = found.instance.scope;
   c.vector_elems = vector_elems(p);
-  c.lanes = lanes, c.vectors = vectors, c.rows = rows, c.threads = threads, c.cluster = cluster;
-  c.blocks = ceil_div(p.rows, int64_t{rows} * c.groups()) * cluster;
+  c.vectors = found.instance.vectors, c.rows = found.instance.rows;
+  c.lanes = lanes, c.threads = threads, c.cluster = cluster;
+  c.blocks = ceil_div(p.rows, int64_t{c.rows} * c.groups()) * cluster;
   c.why = why;
   return c;
 }
 
-// Rows of the lengths for which there is a kernel of their own (norm_launch.cuh): 16-bit rows of 64, 128, 256, 512, 768
-// and 1,024 columns. The number of rows does not matter, so that it changes none of a row's bits. 0 vectors elsewhere.
-constexpr NormConfig warp(const NormProblem& p, int64_t vectors) {
-  NormConfig c;
-  c.vectors = 0;
-  if (p.element_bytes != 2 || p.residual_bytes || !p.affine_as_x) return c;
-  if (vectors != 8 && vectors != 16 && vectors != 32 && vectors != 64 && vectors != 96 && vectors != 128) return c;
-  c.kernel = NormKernel::warp;
-  c.vector_elems = vector_elems(p);
-  c.lanes = static_cast<int>(std::min<int64_t>(vectors, 32));
-  c.vectors = static_cast<int>(vectors / c.lanes);
-  c.rows = norm_rows_of_a_lane(c.vectors);
-  c.threads = 64;
-  c.blocks = ceil_div(p.rows, int64_t{c.rows} * c.groups());
-  c.why = "several rows fill the lanes of a warp, in registers: their length is known to the compiler";
-  return c;
+constexpr NormConfig in_registers(const NormProblem& p, norm::Scope scope, int lanes, int vectors, int threads,
+                                  int cluster, const char* why) {
+  const Found found = first_of(NormForwardInstances(), p, [&](const NormInstance& i) {
+    return i.kernel == NormKernel::registers && i.scope == scope && i.vectors == vectors && threads <= i.max_threads;
+  });
+  return forward_config(p, found, lanes, threads, cluster, why);
 }
 
-// Rows of layer_norm in the registers of a block with so many threads as there are instances for (norm_launch.cuh): 129
-// to 2,048 vectors, but for the lengths of `shared`, whose kernels add in another order. 0 vectors elsewhere.
-constexpr NormConfig block(const NormProblem& p, int64_t vectors) {
-  NormConfig c;
-  c.vectors = 0;
-  if (!p.layer || p.element_bytes != 2 || p.residual_bytes || !p.affine_as_x) return c;
-  if (vectors <= 128 || vectors > 2048 || vectors == 1024 || vectors == 1536) return c;
-  c.kernel = NormKernel::block;
-  c.scope = norm::Scope::block;
-  c.vector_elems = vector_elems(p);
-  c.vectors = vectors == 3 * 96 || vectors == 3 * 160 ? 3 : vectors <= 512 ? 2 : 4;
-  const int least = threads_of(vectors, c.vectors);
-  const bool fills = vectors == int64_t{least} * c.vectors;
-  c.threads = c.vectors < 4 ? least : norm_block_threads_of_four(least, fills);
-  c.lanes = c.threads;
-  c.blocks = p.rows;
-  c.why = "a row fits in the registers of one block, whose threads are known to the compiler";
-  return c;
+// Rows of the lengths for which there is an instance. The number of rows does not matter, so that it changes none of a
+// row's bits.
+constexpr NormConfig in_a_warp(const NormProblem& p, int64_t vectors) {
+  if (!p.affine_as_x) return {};
+  const Found found = first_of(NormForwardInstances(), p, [&](const NormInstance& i) {
+    return i.kernel == NormKernel::warp && i.capacity() == vectors;
+  });
+  return forward_config(p, found, found.instance.lanes, 64, 1,
+                        "several rows fill the lanes of a warp, in registers: their length is known to the compiler");
 }
 
-// Rows in shared memory, of the lengths at which a sweep found them ahead of registers (choose_norm_forward) and of no
-// others: 16-bit rows of 8,192 and 12,288 columns. The number of rows must not change a row's bits: at 8,192, where
-// registers take those that they hold all at once, both kernels add in one order; at 12,288 they would not, so that all
-// are here, in blocks of several where there are more than four a multiprocessor and the chip holds them all at once. 0
-// vectors elsewhere.
-constexpr NormConfig shared(const NormProblem& p, int64_t vectors, int threads) {
-  NormConfig c;
-  c.vectors = 0;
-  if (p.element_bytes != 2 || p.residual_bytes || !p.affine_as_x || !p.clusters) return c;
-  if (vectors != 1024 && vectors != 1536) return c;
-  const bool widest = vectors == 1536;
+constexpr Found in_shared_memory(const NormProblem& p, NormKernel kernel, int64_t vectors) {
+  return first_of(NormForwardInstances(), p,
+                  [&](const NormInstance& i) { return i.kernel == kernel && i.capacity() == vectors; });
+}
+
+// Rows of layer_norm of 129 to 2,048 vectors, but for the lengths of `shared`, whose kernels add in another order.
+constexpr NormConfig in_a_block(const NormProblem& p, int64_t vectors) {
+  if (!p.affine_as_x || vectors <= 128 || in_shared_memory(p, NormKernel::shared, vectors)) return {};
+  const Found found = first_of(NormForwardInstances(), p, [&](const NormInstance& i) {
+    return i.kernel == NormKernel::block && (i.fills ? i.capacity() == vectors : i.capacity() >= vectors);
+  });
+  return forward_config(p, found, found.instance.lanes, found.instance.lanes, 1,
+                        "a row fits in the registers of one block, whose threads are known to the compiler");
+}
+
+// Rows in shared memory, of the lengths at which a sweep found them ahead of registers (choose_norm_forward). The
+// number of rows must not change a row's bits. At 8,192 columns, where registers take the rows that they hold all at
+// once, both kernels add in one order. At 12,288 columns they would not, so that all rows are here: in blocks of
+// several rows where there are more than four a multiprocessor and the chip holds them all at once.
+constexpr NormConfig shared(const NormProblem& p, int64_t vectors) {
+  if (!p.affine_as_x || !p.clusters()) return {};
+  const Found found = in_shared_memory(p, NormKernel::shared, vectors);
+  const Found resident = in_shared_memory(p, NormKernel::resident, vectors);
   const int64_t row_bytes = vectors * kVectorBytes, many = int64_t{4} * p.multiprocessors;
-  if (!widest && p.rows <= many) return c;
-  if (shared_bytes_a_block(p, widest || p.layer ? 4 : 8, 128) < row_bytes) return c;
-  c.kernel = NormKernel::shared;
-  c.scope = norm::Scope::block;
-  c.vector_elems = vector_elems(p);
-  c.vectors = static_cast<int>(vectors / threads);
-  c.lanes = c.threads = threads;
-  c.blocks = p.rows;
-  c.shared_bytes = row_bytes;
-  c.why = "a row lies in shared memory, which holds more of them at once than registers";
+  if (!found || (!resident && p.rows <= many)) return {};
+  if (shared_bytes_a_block(p, resident || p.layer ? 4 : 8, 128) < row_bytes) return {};
+  const int threads = found.instance.lanes;
   constexpr int kTogether = 2;
-  const int64_t blocks = int64_t{kTogether} * p.multiprocessors;
-  if (widest && p.rows > many && p.rows <= blocks * kNormResidentRows &&
-      shared_bytes_a_block(p, kTogether, 1024) >= kNormResidentRows * row_bytes) {
-    c.kernel = NormKernel::resident;
-    c.rows = kNormResidentRows;
+  const int64_t blocks = int64_t{kTogether} * p.multiprocessors, block_bytes = resident.instance.rows * row_bytes;
+  if (resident && p.rows > many && p.rows <= blocks * resident.instance.rows &&
+      shared_bytes_a_block(p, kTogether, 1024) >= block_bytes) {
+    NormConfig c = forward_config(p, resident, threads, threads, 1,
+                                  "all rows lie in shared memory at once, each block's asked for together");
     c.blocks = std::min(p.rows, blocks);
-    c.shared_bytes *= c.rows;
-    c.why = "all rows lie in shared memory at once, each block's asked for together";
+    c.shared_bytes = block_bytes;
+    return c;
   }
+  NormConfig c = forward_config(p, found, threads, threads, 1,
+                                "a row lies in shared memory, which holds more of them at once than registers");
+  c.shared_bytes = row_bytes;
   return c;
 }
 
@@ -128,34 +192,28 @@ constexpr NormConfig choose_norm_forward(const NormProblem& p) {
   using norm::Scope;
   if (!vectors_fit(p)) return looped(p, kMaxBlocks, kNormNotVectors);
   const int64_t vectors = p.columns / vector_elems(p);
-  if (const NormConfig c = warp(p, vectors); c.vectors) return c;
+  if (const NormConfig c = in_a_warp(p, vectors); c.instance >= 0) return c;
   if (vectors <= 32)
-    return registers(p, Scope::group, lanes_of(vectors, 1), 1, 4, 64, 1,
-                     "several short rows a group of lanes, in registers");
-  if (vectors <= 128) {
-    const int each = static_cast<int>(ceil_div(vectors, 32));
-    const int rows = each == 3 ? norm_rows_of_three_vectors(p.layer, p.residual_bytes != 0) : 1;
-    return registers(p, Scope::group, 32, each, rows, 64, 1, "a row fits in the registers of one warp: no barrier");
-  }
-  constexpr int64_t block_vectors = int64_t{kNormBlockVectors} * kNormBlockThreads;
-  if (vectors <= block_vectors) {
-    const NormConfig c = shared(p, vectors, kNormSharedThreads);
-    if (c.vectors) return c;
-    if (const NormConfig b = block(p, vectors); b.vectors) return b;
-    // Three where they leave a tenth fewer places idle: measured for layer, 16-bit.
-    const bool three = p.layer && p.element_bytes == 2 && p.residual_bytes <= 2 &&
-                       11 * 3 * threads_of(vectors, 3) <= 10 * 4 * threads_of(vectors, 4) &&
-                       threads_of(vectors, 3) <= kNormPreferredThreads;
-    const int each = !p.layer && !p.residual_bytes && vectors <= 512 ? 2 : three ? 3 : 4;
+    return in_registers(p, Scope::group, lanes_of(vectors, 1), 1, 64, 1,
+                        "several short rows a group of lanes, in registers");
+  if (vectors <= 128)
+    return in_registers(p, Scope::group, 32, static_cast<int>(ceil_div(vectors, 32)), 64, 1,
+                        "a row fits in the registers of one warp: no barrier");
+  if (const NormConfig c = shared(p, vectors); c.instance >= 0) return c;
+  if (const NormConfig c = in_a_block(p, vectors); c.instance >= 0) return c;
+  for (const int each : {2, 3, 4}) {
+    // Three where they leave a tenth fewer places idle than four: measured for layer, 16-bit.
+    if (each == 3 && 11 * 3 * threads_of(vectors, 3) > 10 * 4 * threads_of(vectors, 4)) continue;
     const int threads = threads_of(vectors, each);
-    return registers(p, Scope::block, threads, each, 1, threads, 1, "a row fits in the registers of one block");
+    const NormConfig c =
+        in_registers(p, Scope::block, threads, each, threads, 1, "a row fits in the registers of one block");
+    if (c.instance >= 0) return c;
   }
-  if (p.clusters && vectors <= block_vectors * norm::kMaxCluster) {
-    int cluster = 2;
-    while (block_vectors * cluster < vectors) cluster *= 2;
+  for (int cluster = 2; p.clusters() && cluster <= norm::kMaxCluster; cluster *= 2) {
     const int threads = threads_of(ceil_div(vectors, cluster), 4);
-    return registers(p, Scope::cluster, threads, 4, 1, threads, cluster,
-                     "a row fits in the registers of a cluster of blocks");
+    const NormConfig c = in_registers(p, Scope::cluster, threads, 4, threads, cluster,
+                                      "a row fits in the registers of a cluster of blocks");
+    if (c.instance >= 0) return c;
   }
   return looped(p, kMaxBlocks, "a row is longer than the registers of its blocks: it is read more than once");
 }

@@ -9,9 +9,10 @@ namespace warpsmith::norm {
 // asks for all at the start, by a bulk copy each; y takes their place and leaves by a bulk copy behind the barrier of
 // the next row's sums. These are added in the order of forward_shared with as many threads. For rows that fill their
 // threads, columns == kThreads * V * N, with a weight (and bias) of x's type, nothing added: these stay in registers.
-template <class Op, class T, int V, int kThreads, int kSlots, int kMinBlocks>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) forward_resident(NormForwardParams p, int lanes) {
-  static_assert(!Op::kResidual && !Op::kDropout);
+template <class Op, class T, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
+    forward_resident(NormForwardParams p, int lanes) {
+  static_assert(!Op::kResidual && !Op::kDropout && C::instance.lanes == C::instance.max_threads);
+  constexpr int V = C::instance.vectors, kThreads = C::instance.lanes, kSlots = C::instance.rows;
   constexpr int N = kVector<T>, kColumns = kThreads * V * N, kRowBytes = kColumns * static_cast<int>(sizeof(T));
   constexpr Scope S = Scope::block;
   constexpr int kScratch = Exchange<S, kMomentValues<Op>, kThreads, 1>::kFloats;

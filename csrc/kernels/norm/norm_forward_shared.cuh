@@ -11,10 +11,11 @@ namespace warpsmith::norm {
 // For rows that fill their threads, columns == kThreads * V * N, with a weight (and bias) of x's type, nothing added.
 // kWeightWithX: these are asked for together with the row and wait in registers; otherwise one vector after the other
 // when y is made.
-template <class Op, class T, int V, bool kWeightWithX, int kThreads, int kMaxThreads, int kMinBlocks>
-__global__ void __launch_bounds__(kMaxThreads, kBlocksOf<kMinBlocks, 1>)
+template <class Op, class T, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
     forward_shared(NormForwardParams p, int lanes) {
   static_assert(!Op::kResidual && !Op::kDropout);
+  constexpr int V = C::instance.vectors, kThreads = C::instance.lanes;
+  constexpr bool kWeightWithX = C::instance.weight_with_x;
   constexpr int N = kVector<T>, kColumns = kThreads * V * N;
   constexpr Scope S = Scope::block;
   constexpr int kScratch = Exchange<S, kMomentValues<Op>, kThreads, 1>::kFloats;

@@ -99,10 +99,11 @@ template <class Op, class T, int kLanes, int V, int U> struct WarpRows {
 // with a weight (and bias) of x's type, nothing added. A warp has one batch of rows. Where rows end before the batch
 // does, the last one stands in for those that are missing, and is stored once; a branch, because comparing each row
 // before it is asked for costs 2 to 4 % of the time.
-template <class Op, class T, int kLanes, int V, int U, int kMaxThreads, int kMinBlocks>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks) forward_warp(NormForwardParams p, int) {
+template <class Op, class T, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
+    forward_warp(NormForwardParams p, int) {
   static_assert(!Op::kResidual && !Op::kDropout);
-  using Rows = WarpRows<Op, T, kLanes, V, U>;
+  constexpr int V = C::instance.vectors, U = C::instance.rows;
+  using Rows = WarpRows<Op, T, C::instance.lanes, V, U>;
   constexpr int N = Rows::N, kRows = Rows::kRows;
   const int64_t first = (int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32) * kRows;
   if (first >= p.rows) return;

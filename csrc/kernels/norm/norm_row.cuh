@@ -11,14 +11,14 @@
 #include "kernels/norm/norm.h"
 #include "kernels/norm/norm_config.h"
 
-// What the kernels of the norm family share: which threads hold a row, how they read, convert and sum it.
+// The vocabulary of the norm kernels: which threads hold a row, how they read, convert and sum it.
 namespace warpsmith::norm {
 
 using device::Vector;
 
 constexpr int kMaxWarps = 32;
 
-// What an op is made of.
+// The flags of an op's row (norm_ops.h).
 template <bool kLayerNorm, bool kAddsResidual, bool kDropsOut> struct NormOp {
   static constexpr bool kLayer = kLayerNorm, kResidual = kAddsResidual, kDropout = kDropsOut;
   static constexpr int kSums = kLayer ? 2 : 1;  // of a row, in the backward
@@ -32,7 +32,8 @@ template <class T> constexpr int kVector = 16 / sizeof(T);
 // this).
 template <class T, class R> constexpr int kWideVector = 16 / (sizeof(T) > sizeof(R) ? sizeof(T) : sizeof(R));
 
-// Where a thread stands. Rows side by side in a warp (group) move together, because a row's sums need all its threads.
+// The thread's place: its row, and its lane in that row. The rows that share a warp (scope group) are worked on in
+// step, because the shuffles of a row's sums take the whole warp.
 template <Scope S> struct Place {
   int lane;         // of the row
   int row_threads;  // threads of the row
@@ -170,7 +171,8 @@ __device__ __forceinline__ void with_weight(Dtype weight_dtype, float offset, Vi
   }
 }
 
-// N elements of a type known at run time, for the kernels of rows that lie nowhere on the chip.
+// Loads N elements whose dtype is known only at run time (load_as). For the `looped` kernels, whose rows do not fit on
+// chip.
 template <class T, int N> __device__ __forceinline__ Vector<float, N> load_floats(const void* base, int64_t element) {
   const Vector<T, N> stored = device::load(vector_at<T, N>(base, element));
   Vector<float, N> x;
@@ -213,7 +215,7 @@ template <int N> __device__ __forceinline__ Vector<float, N> load_affine_as(cons
   return w;
 }
 
-// Sum over a row's threads where they are a warp (lanes == 32) or the block. Two halves of `scratch` in turn.
+// Sums over the threads of a row: a warp (lanes == 32) or the block. `scratch` is double-buffered.
 struct LoopedSum {
   float* scratch;  // 2 * kMaxWarps floats
   int lanes;
@@ -286,11 +288,12 @@ __device__ __forceinline__ float precise_rsqrt(float x) {
   return error == error ? fmaf(0.5f * y, error, y) : y;
 }
 
-// Blocks a multiprocessor that the compiler must leave registers for: kBefore where sm_90's would spill before it.
+// min_blocks of an instance on the architecture that is being compiled.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-template <int kBlocks, int kBefore> constexpr int kBlocksOf = kBefore;
+template <class C> constexpr int kMinBlocks =
+    C::instance.min_blocks_before_sm90 ? C::instance.min_blocks_before_sm90 : C::instance.min_blocks;
 #else
-template <int kBlocks, int kBefore> constexpr int kBlocksOf = kBlocks;
+template <class C> constexpr int kMinBlocks = C::instance.min_blocks;
 #endif
 
 // Sums over aligned groups of `lanes` lanes (a power of two up to 32), several at once so that their latencies overlap.
@@ -301,9 +304,10 @@ template <int kCount> __device__ __forceinline__ void group_sums(float (&v)[kCou
   }
 }
 
-// How values of every warp of a row reach all its threads: through the block's shared memory, or that of every block of
-// the cluster. arrive() and wait() are one barrier, with room for other work between them; its buffers take turns, so
-// that there is no second one: three where work on the values of one exchange follows the arrival at the next.
+// Gives every thread of a row the values of all its warps, through the block's shared memory or that of every block of
+// the cluster. arrive() and wait() are one barrier, with room for other work between them. The buffers take turns, so
+// that no second barrier is needed. kBuffers: 1 for a single exchange, 3 where a thread still reads one exchange after
+// it has arrived at the next.
 template <Scope S, int kCount, int kBlockThreads, int kBuffers> struct Exchange {
   static constexpr int kRowWarps = kBlockThreads / 32 * (S == Scope::cluster ? kMaxCluster : 1);
   static constexpr int kFloats = S == Scope::group ? 1 : kBuffers * kCount * kRowWarps;

@@ -2,9 +2,10 @@
 #include <cstdint>
 
 #include "device/packed.h"
-#include "kernels/rope/rotary.h"
+#include "kernels/rope/rope.h"
 
-// Device code that rope and qk_norm_rope share. T: storage of the activations, C: of cos and sin; arithmetic is float.
+// Device code that rope and qk_norm_rope share. T: storage of the activations; C: storage of cos and sin. Arithmetic is
+// float.
 namespace warpsmith::rotary {
 
 using device::Packed, device::packed_at, device::rounded, device::unpack;
@@ -21,16 +22,16 @@ template <int N, class T> __device__ __forceinline__ void load_floats(float (&to
   }
 }
 
-// Where a token stands, and where its angles are.
+// The place of a token, and its angles.
 struct Token {
-  int64_t batch, index;  // of the batch entry, and in it
-  int64_t angles;        // element of cos and sin at which its row begins
-  bool valid;            // has angles
+  int64_t batch, index;  // batch entry, and index in it
+  int64_t angles;        // the first element of its row of cos and sin
+  bool valid;            // it has a row
 };
 
-// The last sequence that begins at or before `token`; empty sequences are passed over.
+// The last sequence that begins at or before `token`. It is not empty unless the token lies in no sequence.
 __device__ __forceinline__ int64_t sequence_of(const RotaryPositions& p, int64_t token) {
-  int64_t low = 0, high = p.sequences;  // cu_seqlens[low] <= token, but where low is 0; cu_seqlens[high] > token
+  int64_t low = 0, high = p.sequences;  // low == 0 or cu_seqlens[low] <= token; cu_seqlens[high] > token
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
     if (device::load(p.cu_seqlens + middle) <= token)
@@ -41,11 +42,11 @@ __device__ __forceinline__ int64_t sequence_of(const RotaryPositions& p, int64_t
   return low;
 }
 
-// Without its angles.
+// Finds the place alone.
 __device__ __forceinline__ Token place_of(const RotaryShape& shape, int64_t token) {
   Token t{0, token, 0, true};
   if (shape.batch > 1) {
-    // Division of 64 bits costs some hundred instructions, of 32 bits twenty.
+    // A 64-bit division costs some hundred instructions, a 32-bit one twenty.
     t.batch = token >> 32 == 0 && shape.tokens >> 32 == 0
                   ? int64_t{static_cast<uint32_t>(token) / static_cast<uint32_t>(shape.tokens)}
                   : token / shape.tokens;
@@ -87,13 +88,12 @@ __device__ __forceinline__ Token find_token(const RotaryShape& shape, const Rota
   return t;
 }
 
-// The elements of a thread: two vectors of a head, which hold both members of each of their pairs, or two vectors that
-// are copied. Vectors of several elements lie half the rotary dimension apart; of single ones, interleaved pairs are
-// neighbours.
+// A thread's elements of a head: two vectors that hold both members of each of their pairs, or two vectors that are not
+// rotated. The two are half the rotary dimension apart; single elements of interleaved pairs are neighbours.
 struct Columns {
   int first, second;  // elements of the head
   bool rotates;
-  bool has_second;  // always, where it rotates
+  bool has_second;  // true wherever it rotates
 };
 
 template <int N>
@@ -107,13 +107,13 @@ __device__ __forceinline__ Columns columns_of(const RotaryShape& shape, int rota
   return {first, second, false, second < shape.head_dim};
 }
 
-// The N angles of a thread's two vectors. Half-split and single elements: of pair (first[k], second[k]). Interleaved
-// vectors: of the N / 2 pairs of the first, then those of the second.
+// The N angles of a thread's two vectors. Half-split vectors and single elements: angle k is that of pair (first[k],
+// second[k]). Interleaved vectors: the N / 2 pairs of the first vector, then the N / 2 pairs of the second.
 template <int N> struct Angles {
   float cos[N], sin[N];
 };
 
-// Every float with all bits set is a NaN. Words are pairs of 16-bit elements.
+// A float with all bits set is a NaN, of 32 bits and of 16. A word holds two 16-bit elements.
 __device__ __forceinline__ void set_bits(uint32_t& two) { two = 0xffffffffu; }
 __device__ __forceinline__ void set_bits(float& x) { x = __uint_as_float(0xffffffffu); }
 template <class T> __device__ __forceinline__ void set_bits(T& x) { x.bits = 0xffff; }
@@ -122,20 +122,20 @@ __device__ __forceinline__ void negate(uint32_t& two) { two ^= 0x80008000u; }
 __device__ __forceinline__ void negate(float& x) { x = -x; }
 template <class T> __device__ __forceinline__ void negate(T& x) { x.bits ^= 0x8000; }
 
-// The same as they lie in memory. Apart from unpacking, so that their loads are under way together with others: code
-// that unpacks at once waits for them. C: storage of cos and sin.
+// cos and sin as stored, not yet converted. Loading and converting are separate so that these loads overlap with
+// others; converting at once would stall on each load.
 template <class C, int N, bool kInterleaved> struct PackedAngles {
   static constexpr int kAdjacent = kInterleaved ? N / 2 : N, kMost = 16 / sizeof(C);
   static constexpr int kPiece = kAdjacent < kMost ? kAdjacent : kMost, kPieces = N / kPiece;
   Packed<C, kPiece> cos[kPieces], sin[kPieces];
 
-  // NaN, which a token without angles keeps.
+  // NaN, which stays where a token has no angles.
   __device__ __forceinline__ PackedAngles() {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) cos[i] = sin[i] = all_bits();
   }
 
-  // Of a token that has angles.
+  // Only for a token that has angles.
   __device__ __forceinline__ void load(const RotaryShape& shape, const RotaryAngles& a, const Token& token,
                                        const Columns& c) {
     const C *cos_row = static_cast<const C*>(a.cos) + token.angles,
@@ -187,7 +187,7 @@ template <class C, int N, bool kInterleaved> struct PackedAngles {
     return piece;
   }
 
-  // Angles that stand twice, element by element: a rare form, which must not cost the others registers.
+  // Angles that are stored twice, element by element. This form is rare and must not cost the others registers.
   __device__ __forceinline__ static Packed<C, kPiece> every_second(const C* from) {
     float x[kPiece];
 #pragma unroll

@@ -1,10 +1,9 @@
 #pragma once
 #include <algorithm>
-#include <functional>
 
-#include "kernels/cross_entropy/cross_entropy.h"
-#include "kernels/linear_loss/linear_cross_entropy_config.h"
-#include "kernels/linear_loss/linear_log_prob.h"
+#include "kernels/linear_loss/linear_loss.h"
+#include "kernels/linear_loss/linear_loss_config.h"
+#include "torch/support/loss.h"
 #include "torch/support/matmul.h"
 #include "torch/support/rows.h"
 
@@ -28,68 +27,25 @@ struct OnDeviceOf {
 };
 #endif
 
-inline int32_t real_code(Dtype dtype) {
-  return dtype == Dtype::float64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
-}
-inline Dtype real_dtype(Dtype dtype) { return dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32; }
-
-inline Tensor allocate_shaped(const char* op, const char* argument, const Tensor& shape, int32_t dtype) {
-  const auto sizes = shape.sizes();
-  return allocate(op, argument, sizes.data(), static_cast<int64_t>(sizes.size()), dtype, shape);
-}
-
-inline Tensor allocate_scalar(const char* op, const char* argument, int32_t dtype, const Tensor& like) {
-  return allocate(op, argument, nullptr, 0, dtype, like);
-}
-
-inline Tensor nothing(const char* op, int32_t dtype, const Tensor& like) {
-  return allocate_vector(op, "no result", 0, dtype, like);
-}
-
-// The address of some element of a tensor that may be absent.
-inline void* at(const std::optional<Tensor>& t, int64_t offset = 0) {
-  if (!t) return nullptr;
-  return static_cast<char*>(t->mutable_data_ptr()) + offset * static_cast<int64_t>(t->element_size());
-}
-inline const void* const_at(const std::optional<Tensor>& t, int64_t offset = 0) {
-  if (!t) return nullptr;
-  return static_cast<const char*>(t->const_data_ptr()) + offset * static_cast<int64_t>(t->element_size());
-}
-
 // The checked inputs of a linear loss, as matrices.
-struct LinearInputs {
-  const char* op;
-  Dtype dtype;
-  Tensor hidden_any;           // as it came: says what its gradient is like
+struct LinearInputs : LossRows {
+  Tensor hidden_any;           // as given: its gradient has this shape
   Tensor hidden;               // [rows, width], adjacent columns
   Tensor weight;               // [classes, width]
-  Tensor target;               // [rows]
   std::optional<Tensor> bias;  // [classes]
-  int64_t rows, width, classes;
-
-  const int64_t* target_at(int64_t row) const { return static_cast<const int64_t*>(target.const_data_ptr()) + row; }
-
-  template <class Cuda, class Cpu> void run(Cuda&& cuda, Cpu&& cpu) const { run_on(op, hidden, cuda, cpu); }
+  int64_t width;
 };
 
 inline LinearInputs linear_inputs(const char* op, const Tensor& hidden, const Tensor& weight, const Tensor& target,
-                                  const std::optional<Tensor>& bias) {
+                                  const std::optional<Tensor>& bias, const LossOptions& options = {},
+                                  const std::optional<Tensor>& class_weight = std::nullopt) {
   const Dtype dtype = float_dtype(op, "hidden", hidden);
   const Rows rows = as_rows(op, "hidden", hidden);
   check_dtype(op, "weight", weight, dtype);
   if (weight.dim() != 2 || weight.size(1) != rows.columns || weight.size(0) < 1)
     refuse(op, "weight", "shape (V, " + std::to_string(rows.columns) + ") with V >= 1", shape_text(weight));
   check_same_device(op, "weight", weight, hidden);
-  if (dtype_of(op, "target", target) != ScalarType::Long)
-    refuse(op, "target", "int64", dtype_text(target.scalar_type()));
-  bool same = target.dim() == hidden.dim() - 1;
-  std::string expected;
-  for (int64_t i = 0; i < hidden.dim() - 1; ++i) {
-    same = same && target.size(i) == hidden.size(i);
-    expected += (i ? ", " : "") + std::to_string(hidden.size(i));
-  }
-  if (!same) refuse(op, "target", "shape (" + expected + ")", shape_text(target));
-  check_same_device(op, "target", target, hidden);
+  const Tensor labels = check_target(op, target, hidden);
   const int64_t classes = weight.size(0);
   if (bias) {
     check_dtype(op, "bias", *bias, dtype);
@@ -99,38 +55,16 @@ inline LinearInputs linear_inputs(const char* op, const Tensor& hidden, const Te
   // Rows that overlap (expanded ones) are copied: a matrix product wants them apart.
   const bool apart = rows.stride >= rows.columns;
   const Tensor base = apart ? rows.tensor : as_contiguous(rows.tensor);
-  const int64_t stride = apart ? rows.stride : rows.columns;
-  return {op,
-          dtype,
-          hidden,
-          matrix_view(base, 0, rows.rows, rows.columns, std::max<int64_t>(stride, 1)),
-          weight,
-          as_contiguous(target),
-          bias ? std::optional<Tensor>(as_contiguous(*bias)) : std::nullopt,
-          rows.rows,
-          rows.columns,
-          classes};
-}
-
-// Labels that are neither classes nor `ignore_index` are refused, naming the first. On CUDA this waits for the device,
-// so it happens on request alone.
-inline void check_labels(const LinearInputs& in, int64_t ignore_index, bool may_be_ignored) {
-  Tensor target = in.target;
-  if (target.is_cuda()) {
-    const int64_t stride = 1;
-    AtenTensorHandle handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &in.rows, &stride, aoti_torch_dtype_int64(),
-                                                    aoti_torch_device_type_cpu(), 0, &handle));
-    Tensor copy(handle);
-    target = torch::stable::copy_(copy, vector_view(in.target, 0, in.rows));
-  }
-  const auto* labels = static_cast<const int64_t*>(target.const_data_ptr());
-  const int64_t bad = cross_entropy_first_bad_target_cpu(labels, in.rows, in.classes, ignore_index);
-  if (bad < 0) return;
-  refuse(in.op, "target",
-         "classes in [0, " + std::to_string(in.classes) + ")" +
-             (may_be_ignored ? " or ignore_index " + std::to_string(ignore_index) : ""),
-         std::to_string(labels[bad]) + " at position " + std::to_string(bad));
+  const int64_t stride = std::max<int64_t>(apart ? rows.stride : rows.columns, 1);
+  LinearInputs in{{op, dtype, labels, rows.rows, classes, options, {}},
+                  hidden,
+                  matrix_view(base, 0, rows.rows, rows.columns, stride),
+                  weight,
+                  bias ? std::optional<Tensor>(as_contiguous(*bias)) : std::nullopt,
+                  rows.columns};
+  in.set_class_weight(class_weight);
+  check_options(op, options);
+  return in;
 }
 
 inline LinearLossChunks chunks_of(const LinearInputs& in, int64_t max_chunk_bytes) {
@@ -161,10 +95,36 @@ inline void make_logits(const LinearInputs& in, int64_t first, const Tensor& log
     multiply(logits, hidden, weight, scale);
 }
 
+// Calls use(p, first, chunk) for each chunk of rows: `first` row, `chunk` a place [rows, classes] for its logits, and
+// the params of cross_entropy over it. All chunks have one place in turn; or with `all`, a tensor of all rows' logits,
+// each its own.
+template <class Use>
+void for_chunks(const LinearInputs& in, const LinearLossChunks& chunks, const std::optional<Tensor>& all, Use&& use) {
+  if (in.rows == 0) return;
+  const Tensor place = all ? *all : allocate_logits(in, std::min(in.rows, chunks.chunk_rows), chunks);
+  const int64_t stride = chunks.logits_stride;
+  for (int64_t first = 0; first < in.rows; first += chunks.chunk_rows) {
+    const int64_t rows = std::min(chunks.chunk_rows, in.rows - first);
+    const Tensor chunk = matrix_view(place, all ? first * stride : 0, rows, in.classes, stride);
+    CrossEntropyParams p = in.params(chunk, stride, first, rows);
+    p.dlogits_stride = stride;
+    use(p, first, chunk);
+  }
+}
+
+inline void run_forward(const LinearInputs& in, const CrossEntropyParams& p) {
+  in.run([&](void* stream) { return cross_entropy_forward_cuda(p, stream); },
+         [&](const Parallel& threads) { return cross_entropy_forward_cpu(p, threads); });
+}
+
 struct WantedGradients {
   bool hidden = false, weight = false, bias = false;
   bool any() const { return hidden || weight || bias; }
 };
+
+inline void check_wanted(const LinearInputs& in, const WantedGradients& wanted) {
+  if (wanted.bias && !in.bias) refuse(in.op, "bias", "a tensor when its gradient is wanted", "None");
+}
 
 // The gradients of a linear loss, to which each chunk of dlogits adds its part. The weight's is summed in `sum_dtype`
 // or straight into `weight_sum`; the bias's in real.
@@ -203,6 +163,14 @@ class GradientSums {
   const Tensor& dweight() const { return dweight_; }
   const Tensor& dbias() const { return dbias_; }
 
+  // As a backward returns them: in the dtype of hidden, nothing for a weight whose sum the caller has.
+  std::tuple<Tensor, Tensor, Tensor> rounded() const {
+    const int32_t own = dtype_code(in_.hidden);
+    return {dhidden_,
+            holds_weight_ ? nothing(in_.op, own, in_.hidden) : in_dtype(in_.op, "gradient of weight", dweight_, own),
+            in_dtype(in_.op, "gradient of bias", dbias_, own)};
+  }
+
  private:
   void add_column_sums(const Tensor& dlogits, bool more) {
     ColumnSumsParams p{dlogits.const_data_ptr(),
@@ -240,8 +208,7 @@ inline int32_t weight_sum_dtype(const LinearInputs& in, std::optional<ScalarType
   if (!dw_dtype) return chunks > 1 || in.dtype == Dtype::float16 ? wide : own;
   if (*dw_dtype == in.hidden.scalar_type()) return own;
   if (*dw_dtype != ScalarType::Float || in.dtype == Dtype::float64)
-    refuse(in.op, "dw_dtype", std::string(name(in.dtype)) + (size_bytes(in.dtype) == 2 ? " or float32" : ""),
-           dtype_text(*dw_dtype));
+    refuse(in.op, "dw_dtype", same_or_float32_text(in.dtype), dtype_text(*dw_dtype));
   return wide;
 }
 

@@ -79,17 +79,6 @@ inline void multiply_add(const Tensor& out, const Tensor& c, const Tensor& a, co
   matmul_detail::addmm_out(out, c, a, b, scale, scale);
 }
 
-// A copy in another dtype.
-inline Tensor converted(const char* op, const char* what, const Tensor& t, int32_t dtype) {
-  const auto sizes = t.sizes();
-  Tensor copy = allocate(op, what, sizes.data(), static_cast<int64_t>(sizes.size()), dtype, t);
-  return torch::stable::copy_(copy, t);
-}
-
-inline Tensor in_dtype(const char* op, const char* what, const Tensor& t, int32_t dtype) {
-  return dtype_code(t) == dtype ? t : converted(op, what, t, dtype);
-}
-
 // sum (+)= a^T @ b, where a and b [rows, ...] have adjacent columns and sum is contiguous; in float32 whatever the
 // dtype of a and b, if sum is.
 inline void add_outer_products(const char* op, const Tensor& sum, const Tensor& a, const Tensor& b, bool add) {

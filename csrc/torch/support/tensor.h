@@ -12,6 +12,7 @@
 
 #include "common/dtype.h"
 #include "common/huge_pages.h"
+#include "common/visit_dtype.h"
 #include "torch/support/errors.h"
 
 namespace warpsmith {
@@ -73,6 +74,13 @@ inline Dtype float_dtype(const char* op, const char* argument, const Tensor& t) 
 
 inline void check_dtype(const char* op, const char* argument, const Tensor& t, Dtype expected) {
   if (const Dtype got = float_dtype(op, argument, t); got != expected) refuse(op, argument, name(expected), name(got));
+}
+
+// The dtype of a weight, bias, residual or table beside an activation of `dtype`: the same, or float32 beside 16 bits.
+inline Dtype check_dtype_beside(const char* op, const char* argument, const Tensor& t, Dtype dtype) {
+  const Dtype got = float_dtype(op, argument, t);
+  if (!is_same_or_float32(got, dtype)) refuse(op, argument, same_or_float32_text(dtype), name(got));
+  return got;
 }
 
 inline void check_shape(const char* op, const char* argument, const Tensor& t,
@@ -156,6 +164,17 @@ inline Tensor as_contiguous(const Tensor& t, const char* op = "warpsmith") {
   Tensor copy = allocate_like(op, "a contiguous copy", t);
   torch::stable::copy_(copy, t);
   return copy;
+}
+
+// A copy in another dtype.
+inline Tensor converted(const char* op, const char* what, const Tensor& t, int32_t dtype) {
+  const auto sizes = t.sizes();
+  Tensor copy = allocate(op, what, sizes.data(), static_cast<int64_t>(sizes.size()), dtype, t);
+  return torch::stable::copy_(copy, t);
+}
+
+inline Tensor in_dtype(const char* op, const char* what, const Tensor& t, int32_t dtype) {
+  return dtype_code(t) == dtype ? t : converted(op, what, t, dtype);
 }
 
 inline Tensor allocate_vector(const char* op, const char* argument, int64_t count, int32_t dtype, const Tensor& like) {

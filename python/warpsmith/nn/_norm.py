@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from warpsmith.ops import _check
+from warpsmith.ops._dropout import check_p
+
+
+def flat(x: Tensor, owner: str, name: str, shape: tuple[int, ...], checked_later: bool) -> Tensor:
+    """``x`` with the dimensions of ``shape`` as one. ``checked_later``: an op compares the length of a single one with
+    the weight's."""
+    if len(shape) == 1 and checked_later:
+        return x
+    if tuple(x.shape[-len(shape) :]) != shape:
+        expected = f"trailing shape {_check.shape_text(shape)}"
+        _check.refuse(owner, name, expected, _check.shape_text(x.shape))
+    return x if len(shape) == 1 else x.flatten(-len(shape))
+
+
+def flat_parameter(parameter: Tensor | None, x: Tensor) -> Tensor | None:
+    """A weight or bias of one dimension. A 16-bit one beside a wider ``x`` is cast, as torch's RMS norm does."""
+    if parameter is None:
+        return None
+    if parameter.dtype is not x.dtype and x.dtype in _WIDE and parameter.dtype in _HALVES:
+        parameter = parameter.to(x.dtype)
+    return parameter if parameter.dim() == 1 else parameter.flatten()
+
+
+_WIDE, _HALVES = (torch.float32, torch.float64), (torch.float16, torch.bfloat16)
+# torch.fx.symbolic_trace keeps these calls whole: what they ask of a tensor no symbol can answer.
+torch.fx.wrap("flat")
+torch.fx.wrap("flat_parameter")
 
 
 class Norm(nn.Module):
@@ -18,6 +46,7 @@ class Norm(nn.Module):
     eps: float | None
     elementwise_affine: bool
     weight_offset: float
+    p: float  # of the modules with dropout
 
     def __init__(
         self,
@@ -29,8 +58,9 @@ class Norm(nn.Module):
         *,
         bias: bool | None = None,
         weight_offset: float = 0.0,
+        p: float | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of torch's norm, which a subclass may be as well
         sizes = normalized_shape if isinstance(normalized_shape, Iterable) else (normalized_shape,)
         shape = tuple(map(operator.index, sizes))  # NumPy's integers too
         if not shape or any(size < 1 for size in shape):
@@ -39,6 +69,9 @@ class Norm(nn.Module):
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.weight_offset = weight_offset
+        if p is not None:
+            check_p(type(self).__name__, p)
+            self.p = p
         names = {"weight": elementwise_affine}
         if bias is not None:
             names["bias"] = elementwise_affine and bias
@@ -54,24 +87,56 @@ class Norm(nn.Module):
 
     def flat(self, name: str, x: Tensor) -> Tensor:
         """``x`` with the normalised dimensions as one."""
-        shape = self.normalized_shape
-        if len(shape) == 1 and self.weight is not None:
-            return x  # whose length the op compares with the weight's
-        if tuple(x.shape[-len(shape) :]) != shape:
-            expected = f"trailing shape {_check.shape_text(shape)}"
-            _check.refuse(type(self).__name__, name, expected, _check.shape_text(x.shape))
-        return x if len(shape) == 1 else x.flatten(-len(shape))
+        return flat(x, type(self).__name__, name, self.normalized_shape, self.weight is not None)
 
-    def flat_parameter(self, name: str) -> Tensor | None:
-        parameter = getattr(self, name)
-        return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
+    def flat_parameter(self, name: str, x: Tensor) -> Tensor | None:
+        return flat_parameter(getattr(self, name), x)
 
-    def eps_for(self, x: Tensor) -> float:
-        """``eps``, or the machine epsilon of the arithmetic where it is None."""
-        if self.eps is not None:
-            return self.eps
-        return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+    def shaped(self, y: Tensor, x: Tensor) -> Tensor:
+        """An op's output in the shape of ``x``, which it has where one dimension is normalised: a view costs 2.5 us."""
+        return y if len(self.normalized_shape) == 1 else y.view(x.shape)
+
+    def with_residual(
+        self, op: Callable[..., tuple[Tensor, Tensor]], x: Tensor, residual: Tensor, *others: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """``op(x, residual, *others, **options)``, its outputs in the shape of ``x``."""
+        y, residual_out = op(self.flat("x", x), self.flat("residual", residual), *others, **options)
+        return self.shaped(y, x), self.shaped(residual_out, x)
 
     def extra_repr(self) -> str:
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
-        return text + (f", weight_offset={self.weight_offset}" if self.weight_offset else "")
+        text += f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        return text + (f", p={self.p}" if hasattr(self, "p") else "")
+
+
+class LayerNormBase(Norm):
+    """A norm with the constructor of ``torch.nn.LayerNorm``."""
+
+    eps: float
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, bias=bias)
+
+
+class RMSNormBase(Norm):
+    """A norm with the constructor of ``torch.nn.RMSNorm``, and ``weight_offset``."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset=weight_offset)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
+from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 
 # f and its derivative in plain torch operations, for second derivatives: (x, *extra) -> (f(x), f'(x)).
 Function = Callable[..., tuple[Tensor, Tensor]]
@@ -17,11 +17,7 @@ Function = Callable[..., tuple[Tensor, Tensor]]
 
 def _check_inputs(op: str, x: Tensor, bias: Tensor) -> None:
     dtype = _check.float_dtype(op, "x", x)
-    bias_dtype = _check.float_dtype(op, "bias", bias)
-    half = dtype.itemsize == 2
-    if bias_dtype != dtype and not (half and bias_dtype == torch.float32):
-        expected = _check.dtype_text(dtype) + (" or float32" if half else "")
-        _check.refuse(op, "bias", expected, _check.dtype_text(bias_dtype))
+    _check.dtype_beside(op, "bias", bias, dtype)
     _check.at_least_one_dimension(op, "x", x)
     _check.same_shape(op, "bias", bias, x.shape[-1:])
     _check.same_device(op, "bias", bias, x)
@@ -52,30 +48,30 @@ def biased(name: str, function: Function) -> Callable[..., Tensor]:
     register_fake(name + "_forward", fake_forward)
     register_fake(name + "_backward", fake_backward)
 
-    def save(inputs: Sequence[Any], outputs: Any) -> Saved:
-        x, bias, *extra = inputs
-        return (x, bias), tuple(extra)
+    options = [a.name for a in raw_backward._schema.arguments[5:]]
 
-    def backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias = tensors
-        dx, dbias = call_raw(raw_backward, dy, x, bias, needs[0], needs[1], *values)
-        return dx if needs[0] else None, dbias if needs[1] else None, *(None,) * len(values)
+    def backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+        extra = [getattr(saved, option) for option in options]
+        dx, dbias = call_raw(raw_backward, dy, saved.x, saved.bias, wants.x, wants.bias, *extra)
+        return {"x": dx, "bias": dbias}
 
-    def differentiable_backward(
-        needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        x, bias = tensors
+    def differentiable_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+        x, bias = saved.x, saved.bias
         math = torch.float64 if x.dtype == torch.float64 else torch.float32
-        g = dy.to(math) * function(x.to(math) + bias.to(math), *values)[1]
-        dx = g.to(x.dtype) if needs[0] else None
-        dbias = g.sum_to_size(bias.shape).to(bias.dtype) if needs[1] else None
-        return dx, dbias, *(None,) * len(values)
+        derivative = function(x.to(math) + bias.to(math), *(getattr(saved, option) for option in options))[1]
+        g = dy.to(math) * derivative
+        return {"x": g.to(x.dtype), "bias": g.sum_to_size(bias.shape).to(bias.dtype)}
+
+    def plain(x: Tensor, bias: Tensor, *extra: Any) -> Tensor:
+        math = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return function(x.to(math) + bias.to(math), *extra)[0].to(x.dtype)
 
     return differentiable(
         name,
         forward=getattr(raw, name + "_forward").default,
         rows=1,
-        save=save,
+        save=("x", "bias", *options),
         backward=backward,
         differentiable_backward=differentiable_backward,
+        plain=plain,
     )

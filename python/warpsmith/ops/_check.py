@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -19,9 +19,24 @@ def shape_text(shape: Sequence[int]) -> str:
     return "(" + ", ".join(str(s) for s in shape) + ")"
 
 
-def refuse(op: str, argument: str, expected: str, got: str) -> None:
+def refuse(op: str, argument: str, expected: str, got: str) -> NoReturn:
     """Raises the one form of error for bad input: op, argument, what was expected and what came."""
     raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
+
+
+def refuse_type(op: str, argument: str, expected: str, value: object, hint: str = "") -> NoReturn:
+    """The same for what is of another Python type: a TypeError, with a hint of what was meant where there is one."""
+    got = type(value).__name__
+    if isinstance(value, (bool, int, float, str, tuple, list)):
+        got = f"the {got} {value!r}"
+    raise TypeError(f"{op}: {argument}: expected {expected}, got {got if value is not None else 'None'}{hint}")
+
+
+def is_number(value: object) -> bool:
+    """Whether it stands for one number: Python's, NumPy's and symbolic ones; not True, and no tensor."""
+    if isinstance(value, (bool, Tensor)):
+        return False
+    return hasattr(value, "__float__") or isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
 def device_of(t: Tensor) -> torch.device:
@@ -37,12 +52,13 @@ def float_dtype(op: str, argument: str, t: Tensor) -> torch.dtype:
     return t.dtype
 
 
-def loss_options(op: str, label_smoothing: float, z_loss: float, softcap: float) -> None:
-    if not 0 <= label_smoothing <= 1:
-        refuse(op, "label_smoothing", "a number from 0 to 1", f"{label_smoothing:f}")
-    for name, value in (("z_loss", z_loss), ("softcap", softcap)):
-        if not (value >= 0 and math.isfinite(value)):
-            refuse(op, name, "a finite number >= 0", f"{value:f}")
+def dtype_beside(op: str, argument: str, t: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a weight, bias, residual or table beside an activation of ``dtype``: the same, or float32 beside 16
+    bits."""
+    got, half = float_dtype(op, argument, t), dtype.itemsize == 2
+    if got != dtype and not (half and got == torch.float32):
+        refuse(op, argument, dtype_text(dtype) + (" or float32" if half else ""), dtype_text(got))
+    return got
 
 
 def same_device(op: str, argument: str, t: Tensor, like: Tensor) -> None:
@@ -58,6 +74,28 @@ def same_dtype(op: str, argument: str, t: Tensor, like: Tensor) -> None:
 def same_shape(op: str, argument: str, t: Tensor, shape: Sequence[int]) -> None:
     if len(t.shape) != len(shape) or any(a != b for a, b in zip(t.shape, shape, strict=True)):
         refuse(op, argument, f"shape {shape_text(shape)}", shape_text(t.shape))
+
+
+def overwritable(op: str, argument: str, t: Tensor) -> None:
+    """Refuses what an op must not write in place. torch refuses most of it too, but only after the write."""
+    if t.is_neg():
+        expected = "a tensor that holds its values, as resolve_neg() gives, to be written in place"
+        refuse(op, argument, expected, "one with the negative bit")
+    if not (t.requires_grad and torch.is_grad_enabled()):
+        return
+    base = t._base if t._is_view() else t
+    if base is not None and base.is_leaf and base.requires_grad:
+        refuse(op, argument, "no leaf that requires a gradient to be written in place", "one")
+    if t._is_view() and torch._C._autograd._get_creation_meta(t) != torch._C._autograd.CreationMeta.DEFAULT:
+        expected = "a view that torch lets be written in place, a slice"
+        refuse(op, argument, expected, "one of several outputs, as of split")
+
+
+def keepable(op: str, argument: str, t: Tensor | None) -> None:
+    """Refuses what autograd cannot keep for a backward. torch refuses it too, but only after an op's own write."""
+    if t is not None and t.is_inference():
+        expected = "a tensor made outside torch.inference_mode(), to be kept for the backward"
+        refuse(op, argument, expected, "one made inside")
 
 
 def at_least_one_dimension(op: str, argument: str, t: Tensor) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from warpsmith.ops import _check, _dtensor
-from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
+from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, is_batched, raw, register_fake
 
 # f and its derivative in plain torch operations, for second derivatives: (x, *extra) -> (f(x), f'(x)).
 Function = Callable[..., tuple[Tensor, Tensor]]
@@ -41,8 +41,9 @@ def _check_backward(op: str, dy: Tensor, gate: Tensor, up: Tensor | None) -> Non
 
 
 def _is_plain_and_contiguous(t: Tensor) -> bool:
-    # Fake, functional and batched tensors are not plain: a traced backward overwrites nothing.
-    return type(t) is Tensor and t.is_contiguous()
+    # Fake, functional and batched tensors are not plain: a traced backward overwrites nothing. What has the negative
+    # bit (`z.conj().imag`) does not hold its values.
+    return type(t) is Tensor and t.is_contiguous() and not t.is_neg()
 
 
 def _may_overwrite(gate: Tensor, up: Tensor | None) -> bool:
@@ -89,43 +90,40 @@ def gated(name: str, function: Function) -> Callable[..., Tensor]:
     register_fake(name + "_backward", fake_backward)
     register_fake(name + "_backward_", fake_backward_inplace)
 
-    def save(inputs: Sequence[Any], outputs: Any) -> Saved:
-        gate, up, inplace_backward, *extra = inputs
-        return (gate, up), (inplace_backward, *extra)
+    options = [a.name for a in raw_backward._schema.arguments[5:]]
 
-    def backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = tensors
-        inplace_backward, *extra = values
-        want_dgate, want_dup = needs[0], needs[1]
-        rest = (None,) * (1 + len(extra))
-        if inplace_backward and _may_overwrite(gate, up):
-            call_raw(raw_backward_inplace, dy, gate, up, want_dgate, want_dup, *extra)
-            dgate = _gradient_in_place_of(gate) if want_dgate else None
-            return dgate, _gradient_in_place_of(up) if want_dup else None, *rest
-        dgate, dup = call_raw(raw_backward, dy, gate, up, want_dgate, want_dup, *extra)
-        return dgate if want_dgate else None, dup if want_dup else None, *rest
+    def backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+        gate, up = saved.gate, saved.up
+        extra = [getattr(saved, option) for option in options]
+        if saved.inplace_backward and not is_batched(dy) and _may_overwrite(gate, up):
+            call_raw(raw_backward_inplace, dy, gate, up, wants.gate, wants.up, *extra)
+            dgate = _gradient_in_place_of(gate) if wants.gate else None
+            return {"gate": dgate, "up": _gradient_in_place_of(up) if wants.up else None}
+        dgate, dup = call_raw(raw_backward, dy, gate, up, wants.gate, wants.up, *extra)
+        return {"gate": dgate, "up": dup}
 
-    def differentiable_backward(
-        needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        gate, up = tensors
-        extra = values[1:]
+    def differentiable_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+        gate, up = saved.gate, saved.up
         math = torch.float64 if gate.dtype == torch.float64 else torch.float32
         g, u = gate.chunk(2, -1) if up is None else (gate, up)
-        value, derivative = function(g.to(math), *extra)
+        value, derivative = function(g.to(math), *(getattr(saved, option) for option in options))
         dgate = (dy.to(math) * u.to(math) * derivative).to(gate.dtype)
         dup = (dy.to(math) * value).to(gate.dtype)
-        if up is None:
-            return torch.cat([dgate, dup], -1), None, *(None,) * len(values)
-        return dgate if needs[0] else None, dup if needs[1] else None, *(None,) * len(values)
+        return {"gate": torch.cat([dgate, dup], -1)} if up is None else {"gate": dgate, "up": dup}
+
+    def plain(gate: Tensor, up: Tensor | None, inplace_backward: bool, *extra: Any) -> Tensor:
+        math = torch.float64 if gate.dtype == torch.float64 else torch.float32
+        g, u = gate.chunk(2, -1) if up is None else (gate, up)
+        return (function(g.to(math), *extra)[0] * u.to(math)).to(gate.dtype)
 
     call = differentiable(
         name,
         forward=getattr(raw, name + "_forward").default,
         rows=2,
-        save=save,
+        save=("gate", "up", "inplace_backward", *options),
         backward=backward,
         differentiable_backward=differentiable_backward,
+        plain=plain,
     )
 
     def checked(gate: Tensor, up: Tensor | None, inplace_backward: bool, *extra: Any) -> Tensor:

@@ -8,7 +8,10 @@ a formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,18 +19,23 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from warpsmith._load import load_library
-from warpsmith.ops import _dtensor
+from warpsmith.ops import _check, _dtensor
 
 load_library()
 
 raw = torch.ops.warpsmith
 _fragment = torch.library.Library("warpsmith", "FRAGMENT")
 
+# The names under which a backward finds what an eager forward returned beyond the schema's outputs: a tensor, kept as
+# autograd keeps tensors (an activation checkpoint drops it and makes it again), and an object.
+MADE, STATE = "made", "state"
 OUT_OF_MEMORY = "out of memory: "  # how csrc/torch/support/errors.h marks a failed allocation
 
 
-# What a forward keeps for its backward: tensors, and any other values.
-Saved = tuple[tuple[Tensor | None, ...], tuple[Any, ...]]
+# What a backward gets and gives. `saved` has an attribute for each kept value, `wants` a bool for each argument.
+Saved = Any
+Wants = Any
+Gradients = Mapping[str, Tensor | None]
 
 
 def register_fake(name: str, fake: Callable) -> None:
@@ -49,10 +57,24 @@ def _raise_out_of_memory(error: RuntimeError) -> None:
         raise torch.OutOfMemoryError(str(error).splitlines()[0]) from None
 
 
-def _explain(error: RuntimeError, name: str, names: Sequence[str], inputs: Sequence[Any]) -> None:
+# What an argument of a schema's type is called in errors, and what fits it.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "Tensor": ("a tensor", lambda value: isinstance(value, Tensor)),
+    "Optional[Tensor]": ("a tensor or None", lambda value: value is None or isinstance(value, Tensor)),
+    "float": ("a number", _check.is_number),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+}
+Hint = Callable[[str, Any], str]  # what was meant by a value in the place of an argument; empty if there is no telling
+
+
+def _explain(error: RuntimeError, name: str, arguments: Sequence[Any], inputs: Sequence[Any], hint: Hint) -> None:
     """Raises what says more than torch's error of a raw op, where there is such a thing."""
     _raise_out_of_memory(error)
-    _dtensor.refuse(name, names, inputs)
+    _dtensor.refuse(name, [a.name for a in arguments], inputs)
+    for argument, value in zip(arguments, inputs, strict=False):
+        expected, fits = _KINDS.get(str(argument.type), ("", None))
+        if fits is not None and not fits(value):
+            _check.refuse_type(name, argument.name, expected, value, hint(argument.name, value))
 
 
 def call_raw(op: Callable, *inputs: Any) -> Any:
@@ -64,7 +86,102 @@ def call_raw(op: Callable, *inputs: Any) -> Any:
         raise
 
 
-def _register_formula(name: str, save: Callable, formula: Callable) -> None:
+def is_batched(t: Tensor | None) -> bool:
+    """Whether an upstream gradient stands for several: ``is_grads_batched``, ``jacobian(vectorize=True)``. torch takes
+    them through a backward at once, by a ``vmap`` that knows no op that writes in place."""
+    return t is not None and torch._C._functorch.is_legacy_batchedtensor(t)
+
+
+def may_give_away(t: Tensor, upstream: Tensor) -> bool:
+    """Whether a backward may write to a tensor that it kept and return it: nobody will run this backward again, the
+    tensor is a plain one (a traced backward must not write to what its forward made), and no transform maps it."""
+    if torch._C._are_functorch_transforms_active() or is_batched(upstream):
+        return False
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return type(t) is Tensor and keeps_graph is not None and not keeps_graph()
+
+
+def _picked(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The elements of a sequence at these places, as a tuple; ``itemgetter`` of one index would give the element."""
+    if len(indices) == 1:
+        (only,) = indices
+        return lambda values: (values[only],)
+    return itemgetter(*indices) if indices else lambda values: ()
+
+
+class _Kept:
+    """Splits what an op keeps for its backward into tensors and other values, and puts them together again by name."""
+
+    def __init__(self, save: Sequence[str] | Callable[..., Mapping[str, Any]], schema: Any) -> None:
+        self.arguments = [a.name for a in schema.arguments]
+        self.tensors = {a.name for a in schema.arguments if "Tensor" in str(a.type)} | {r.name for r in schema.returns}
+        self.by_function = save if callable(save) else None
+        self.given: tuple[str, ...] = ()  # names in the order of a function's dict
+        if callable(save):
+            return
+        places = {a.name: (0, i) for i, a in enumerate(schema.arguments)}
+        places |= {r.name: (1, i) for i, r in enumerate(schema.returns)}
+        self.has_more = STATE in save
+        dtypes = [n.removesuffix(".dtype") for n in save if n.endswith(".dtype")]
+        of_tensors, others = self.split(sorted((n for n in save if n in places), key=places.__getitem__))
+        dtype_names = [f"{n}_dtype" for n in dtypes]
+        more = [MADE] * self.has_more, [STATE] * self.has_more
+        self.names = [*of_tensors, *more[0], *others, *dtype_names, *more[1]]
+        self.outputs = len(schema.returns)
+        self.of_inputs = _picked([i for where, i in map(places.__getitem__, of_tensors) if where == 0])
+        self.of_outputs = _picked([i for where, i in map(places.__getitem__, of_tensors) if where == 1])
+        self.values = _picked([places[n][1] for n in others])
+        if dtypes:
+            plain, of_dtypes = self.values, _picked([places[n][1] for n in dtypes])
+            self.values = lambda inputs: (*plain(inputs), *(t.dtype for t in of_dtypes(inputs)))
+
+    def split(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Those that the schema has as tensors, and the others."""
+        of_tensors, others = [n for n in names if n in self.tensors], [n for n in names if n not in self.tensors]
+        self.names = [*of_tensors, *others]
+        return of_tensors, others
+
+    # Made at the first call that needs them: a class costs 0.1 ms.
+    @cached_property
+    def inputs(self) -> Any:
+        return namedtuple("inputs", self.arguments)
+
+    @cached_property
+    def saved_type(self) -> Any:
+        return namedtuple("saved", self.names)
+
+    def lay_out(self, names: tuple[str, ...]) -> None:
+        """Splits the names of the first dict of a function; every other must have the same."""
+        if self.given:
+            raise RuntimeError(f"save: expected {', '.join(self.given)}, got {', '.join(names)}")
+        of_tensors, others = self.split(names)
+        self.of_tensors, self.values = _picked([*map(names.index, of_tensors)]), _picked([*map(names.index, others)])
+        self.given = names
+
+    def keep(self, ctx: Any, inputs: Sequence[Any], outputs: Any) -> None:
+        if self.by_function is not None:
+            kept = self.by_function(self.inputs._make(inputs), outputs)
+            names, values = tuple(kept), tuple(kept.values())
+            if names != self.given:
+                self.lay_out(names)
+            ctx.save_for_backward(*self.of_tensors(values))
+            ctx.values = self.values(values)
+        else:
+            all_outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            if self.has_more:
+                made, state = all_outputs[self.outputs :] or (None, None)
+                ctx.save_for_backward(*self.of_inputs(inputs), *self.of_outputs(all_outputs), made)
+                ctx.values = (*self.values(inputs), state)
+            else:
+                ctx.save_for_backward(*self.of_inputs(inputs), *self.of_outputs(all_outputs))
+                ctx.values = self.values(inputs)
+        ctx.set_materialize_grads(False)  # zeros would cost kernels, and their share of every gradient
+
+    def saved(self, ctx: Any) -> Saved:
+        return self.saved_type(*ctx.saved_tensors, *ctx.values)
+
+
+def _register_formula(name: str, kept: _Kept, formula: Callable) -> None:
     # make_autograd_impl inspects classes for 0.5 ms an op: done at the first traced call, not at import.
     kernel: Callable | None = None
 
@@ -74,9 +191,7 @@ def _register_formula(name: str, save: Callable, formula: Callable) -> None:
             from torch._library.autograd import Info, make_autograd_impl
 
             def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-                tensors, ctx.values = save(inputs, output)
-                ctx.save_for_backward(*tensors)
-                ctx.set_materialize_grads(False)  # zeros would cost kernels, and their share of every gradient
+                kept.keep(ctx, inputs, output)
 
             kernel = make_autograd_impl(getattr(raw, name).default, Info(formula, setup_context))
         return kernel(keyset, *args, **kwargs)
@@ -129,9 +244,11 @@ def differentiable(
     inference: Callable | None = None,
     public: int = 1,
     rows: int = 0,
-    save: Callable[[Sequence[Any], Any], Saved],
-    backward: Callable[..., Sequence[Tensor | None]],
-    differentiable_backward: Callable[..., Sequence[Tensor | None]] | None = None,
+    save: Sequence[str] | Callable[[Any, Any], Mapping[str, Any]],
+    backward: Callable[..., Gradients],
+    differentiable_backward: Callable[..., Gradients] | None = None,
+    plain: Callable | None = None,
+    hint: Hint = lambda argument, value: "",
 ) -> Callable:
     """Builds the eager and traced function of an op.
 
@@ -142,22 +259,33 @@ def differentiable(
     rows: how many of the first inputs hold rows that the op treats each by itself, as it does those of its public
         outputs; the other tensors are parameters. With DTensors each rank then computes its rows
         (``_dtensor.py``). 0: DTensors are refused.
-    save(inputs, outputs): what backward needs: a tuple of tensors, and one of any other values.
-    backward(needs, tensors, values, *grads): a gradient or None for each input; ``needs[i]`` says whether input i wants
-        one. ``grads`` has one entry for each public output, None where that output was not used.
+    save: names of the arguments and outputs in the schema that backward needs, "x.dtype" for a dtype alone (kept as
+        ``x_dtype``), and both ``MADE`` and ``STATE`` for a tensor or None, and an object, that an eager ``forward``
+        returns after those outputs (None under tracing and in transforms). Or ``save(inputs, outputs)``, which returns
+        everything to keep by name, always the same names; ``inputs`` has an attribute for each argument. Names that the
+        schema has as tensors hold tensors or None, others no tensors.
+    backward(saved, wants, *grads): returns a gradient by the name of its argument. ``saved`` has an attribute for each
+        kept value, ``wants`` one for each argument, True where a gradient is asked for. Gradients that are not wanted
+        are dropped. ``grads`` has one entry for each public output, None where that output was not used.
     differentiable_backward: the same in plain torch operations, used only when a derivative of the gradient may be
         taken (``create_graph=True``). Without it a second derivative is refused: a raw op has none, and silence would
         mean zero.
+    plain(*inputs): the public outputs in plain torch operations, which is what forward-mode derivatives (``jvp``,
+        ``jacfwd``, dual tensors) are taken of. Without it they are refused.
+    hint(argument, value): what an error about a value of a wrong Python type says beside.
     """
     traced = getattr(raw, name).default
-    names = [a.name for a in traced._schema.arguments]
+    schema = traced._schema.arguments
+    names = [a.name for a in schema]
     tensor_arguments = [i for i, a in enumerate(traced._schema.arguments) if "Tensor" in str(a.type)]
+    place = {argument: i for i, argument in enumerate(names)}
+    kept = _Kept(save, traced._schema)
 
     one_of_several = public == 1 and len(traced._schema.returns) > 1
     eager_forward, eager_inference = _without_wrapper(forward), _without_wrapper(inference or forward)
     is_compiling, in_transform = torch.compiler.is_compiling, torch._C._are_functorch_transforms_active
-    is_grad_enabled = torch.is_grad_enabled
-    plain = _dtensor.PLAIN
+    is_grad_enabled, is_tracing = torch.is_grad_enabled, torch._C._is_tracing
+    common = _dtensor.PLAIN
 
     def public_part(outputs: Any) -> Any:
         if not isinstance(outputs, tuple):
@@ -166,10 +294,16 @@ def differentiable(
 
     def formula(ctx: Any, *grads: Tensor | None) -> Any:
         grads = grads[:public]
-        if all(g is None for g in grads):
-            return (None,) * len(ctx.needs_input_grad)
-        use = differentiable_backward if differentiable_backward is not None and torch.is_grad_enabled() else backward
-        return tuple(use(ctx.needs_input_grad, ctx.saved_tensors, ctx.values, *grads))
+        needs = ctx.needs_input_grad
+        gradients: list[Tensor | None] = [None] * len(needs)
+        if grads[0] is not None or any(g is not None for g in grads):  # a generator costs 0.3 us
+            twice = differentiable_backward is not None and torch.is_grad_enabled()
+            use: Callable = differentiable_backward if twice else backward  # type: ignore[assignment]
+            for argument, gradient in use(kept.saved(ctx), kept.inputs._make(needs), *grads).items():
+                i = place[argument]
+                if needs[i]:
+                    gradients[i] = gradient
+        return tuple(gradients)
 
     formula_of_grads: Callable = formula if differentiable_backward is not None else _once(name, formula)
 
@@ -179,11 +313,9 @@ def differentiable(
             try:
                 outputs = eager_forward(*inputs)
             except RuntimeError as error:
-                _explain(error, name, names, inputs)
+                _explain(error, name, schema, inputs, hint)
                 raise
-            tensors, ctx.values = save(inputs, outputs)
-            ctx.save_for_backward(*tensors)
-            ctx.set_materialize_grads(False)
+            kept.keep(ctx, inputs, outputs)
             return outputs[0] if one_of_several else public_part(outputs)
 
         backward = staticmethod(formula_of_grads)
@@ -198,35 +330,44 @@ def differentiable(
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            tensors, ctx.values = save(inputs, output)
-            ctx.save_for_backward(*tensors)
-            ctx.set_materialize_grads(False)
+            kept.keep(ctx, inputs, output)
 
         backward = staticmethod(formula_of_grads)
 
     Apply.__name__ = Apply.__qualname__ = name
-    _register_formula(name, save, formula_of_grads)
+    _register_formula(name, kept, formula_of_grads)
     # Function.apply without its Python wrapper, which looks for torch.func transforms: `call` has done that (1.5 us).
     apply = super(torch.autograd.Function, Apply).apply
 
+    def in_plain_operations(*inputs: Any) -> Any:
+        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):  # what the op refuses, by its fake
+            forward(*(t.new_empty(t.shape, device="meta") if isinstance(t, Tensor) else t for t in inputs))
+        return plain(*inputs)  # type: ignore[misc]
+
     def call(*inputs: Any) -> Any:
-        if rows and type(inputs[0]) not in plain and _dtensor.is_dtensor(inputs[0]):
+        if rows and type(inputs[0]) not in common and _dtensor.is_dtensor(inputs[0]):
             return _dtensor.on_local_rows(name, names, rows, inputs, call, forward)
         if is_compiling():
             return public_part(traced(*inputs))
+        if is_tracing():  # torch.jit.trace would record a Function as a call of Python
+            return public_part(traced(*inputs))
         if in_transform():
+            if plain is not None and forward_ad._current_level >= 0:
+                return in_plain_operations(*inputs)
             return public_part(ApplyInTransform.apply(*inputs))
         if is_grad_enabled():
             for i in tensor_arguments:
                 if getattr(inputs[i], "requires_grad", False):
+                    if plain is not None and forward_ad._current_level >= 0:
+                        return in_plain_operations(*inputs)
                     return apply(*inputs)
         # torch refuses dual tensors in a Function without jvp; a raw op would drop them without a word.
         if forward_ad._current_level >= 0:
-            return apply(*inputs)
+            return apply(*inputs) if plain is None else in_plain_operations(*inputs)
         try:
             return public_part(eager_inference(*inputs))
         except RuntimeError as error:
-            _explain(error, name, names, inputs)
+            _explain(error, name, schema, inputs, hint)
             raise
 
     return call

@@ -1,53 +1,41 @@
-"""What the linear losses share: checks of their inputs, autocast, and what a backward may do with what it keeps."""
+"""The fakes and gradients of the linear losses."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
+from warpsmith.ops._cross_entropy import MEAN, NONE, check_class_weight, check_options, check_target, real_dtype
+from warpsmith.ops._library import (
+    Gradients,
+    Saved,
+    Wants,
+    call_raw,
+    differentiable,
+    may_give_away,
+    raw,
+    register_fake,
+)
 
-
-def check_inputs(op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    """The checks of csrc/torch/support/linear_loss.h, in their order."""
-    dtype = _check.float_dtype(op, "hidden", hidden)
-    _check.at_least_one_dimension(op, "hidden", hidden)
-    _check.float_dtype(op, "weight", weight)
-    _check.same_dtype(op, "weight", weight, hidden)
-    width = hidden.shape[-1]
-    if weight.dim() != 2 or weight.shape[1] != width or weight.shape[0] < 1:
-        _check.refuse(op, "weight", f"shape (V, {width}) with V >= 1", _check.shape_text(weight.shape))
-    _check.same_device(op, "weight", weight, hidden)
-    if target.dtype != torch.int64:
-        _check.refuse(op, "target", "int64", _check.dtype_text(target.dtype))
-    _check.same_shape(op, "target", target, hidden.shape[:-1])
-    _check.same_device(op, "target", target, hidden)
-    if bias is not None:
-        _check.float_dtype(op, "bias", bias)
-        if bias.dtype != dtype:
-            _check.refuse(op, "bias", _check.dtype_text(dtype), _check.dtype_text(bias.dtype))
-        _check.same_shape(op, "bias", bias, weight.shape[:1])
-        _check.same_device(op, "bias", bias, hidden)
-
-
-def real_dtype(t: Tensor) -> torch.dtype:
-    """The dtype of losses and row statistics."""
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
-
-
-def new_like(t: Tensor, wanted: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """A contiguous result of a tensor's shape for a fake kernel, without elements if it is not wanted."""
-    dtype = t.dtype if dtype is None else dtype
-    return t.new_empty(t.shape if wanted else (0,), dtype=dtype)
+_CROSS_ENTROPY = "linear_cross_entropy"
+_ROWS_BACKWARD = "linear_cross_entropy_rows_backward"
+_LOG_PROB = "linear_log_prob"
+_LOG_PROB_BACKWARD = "linear_log_prob_backward"
 
 
 def under_autocast(
-    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As torch does for a linear layer: under autocast the product's operands are cast to its dtype."""
-    for name, t in (("hidden", hidden), ("weight", weight)):
+    for name, t in (("hidden", hidden), ("weight", weight), ("target", target)):
         if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name}: expected a tensor, got {type(t).__name__}")
+            _check.refuse_type(op, name, "a tensor", t)
+    if bias is not None and not isinstance(bias, Tensor):
+        _check.refuse_type(op, "bias", "a tensor or None", bias)
     kind = hidden.device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return hidden, weight, bias
@@ -61,13 +49,351 @@ def under_autocast(
 
 def wants_gradient(t: Tensor | None) -> bool:
     """Whether a gradient of this tensor may be asked for."""
-    return t is not None and torch.is_grad_enabled() and t.requires_grad
+    return torch.is_grad_enabled() and getattr(t, "requires_grad", False)
 
 
-def may_give_away(t: Tensor) -> bool:
-    """Whether a backward may write to a tensor that it kept and return it: nobody will run this backward again, the
-    tensor is a plain one (a traced backward must not write to what its forward made), and no transform maps it."""
-    if torch._C._are_functorch_transforms_active():
-        return False
-    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return type(t) is Tensor and keeps_graph is not None and not keeps_graph()
+def bound_of_chunks(op: str, max_chunk_bytes: int | None) -> int:
+    """The raw ops' form of ``max_chunk_bytes``; 0: the default of the device."""
+    if max_chunk_bytes is None:
+        return 0
+    if max_chunk_bytes < 1:
+        _check.refuse(op, "max_chunk_bytes", "an integer >= 1", str(max_chunk_bytes))
+    return max_chunk_bytes
+
+
+def check_sum_dtype(hidden: Tensor, dw_dtype: torch.dtype) -> None:
+    if dw_dtype not in (hidden.dtype, real_dtype(hidden)):
+        expected = dict.fromkeys(map(_check.dtype_text, (hidden.dtype, real_dtype(hidden))))
+        got = _check.dtype_text(dw_dtype) if isinstance(dw_dtype, torch.dtype) else type(dw_dtype).__name__
+        _check.refuse(_CROSS_ENTROPY, "dw_dtype", " or ".join(expected), got)
+
+
+def logits_stride(hidden: Tensor, classes: Any) -> Any:
+    """Elements from row to row of the logits: whole vectors of 16 bytes."""
+    elems = 16 // hidden.dtype.itemsize
+    return (classes + elems - 1) // elems * elems
+
+
+# ---- fakes
+
+
+def _check_inputs(op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    """The checks of csrc/torch/support/linear_loss.h, in their order."""
+    _check.float_dtype(op, "hidden", hidden)
+    _check.at_least_one_dimension(op, "hidden", hidden)
+    _check.float_dtype(op, "weight", weight)
+    _check.same_dtype(op, "weight", weight, hidden)
+    width = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != width or weight.shape[0] < 1:
+        _check.refuse(op, "weight", f"shape (V, {width}) with V >= 1", _check.shape_text(weight.shape))
+    _check.same_device(op, "weight", weight, hidden)
+    check_target(op, target, hidden)
+    if bias is not None:
+        _check.float_dtype(op, "bias", bias)
+        _check.same_dtype(op, "bias", bias, hidden)
+        _check.same_shape(op, "bias", bias, weight.shape[:1])
+        _check.same_device(op, "bias", bias, hidden)
+
+
+def _check_main_grad(op: str, main_grad: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
+    if main_grad is None:
+        return
+    _check.float_dtype(op, "main_grad", main_grad)
+    if main_grad.dtype != real_dtype(hidden):
+        _check.refuse(op, "main_grad", *map(_check.dtype_text, (real_dtype(hidden), main_grad.dtype)))
+    _check.same_shape(op, "main_grad", main_grad, weight.shape)
+    _check.same_device(op, "main_grad", main_grad, hidden)
+    if not main_grad.is_contiguous():
+        _check.refuse(op, "main_grad", "a contiguous tensor", "other strides")
+
+
+def _new_like(t: Tensor, wanted: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous result of a tensor's shape, without elements if it is not wanted."""
+    return t.new_empty(t.shape if wanted else (0,), dtype=dtype or t.dtype)
+
+
+def _new_gradients(hidden: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    want_dhidden, want_dweight, want_dbias = wanted
+    dbias = hidden.new_empty(weight.shape[:1] if want_dbias else (0,))
+    return _new_like(hidden, want_dhidden), _new_like(weight, want_dweight), dbias
+
+
+def _sum_dtype(hidden: Tensor, classes: Any, rows: Any, max_chunk_bytes: int) -> torch.dtype:
+    """The dtype in which the weight's gradient is summed by default: weight_sum_dtype and choose_linear_loss_chunks."""
+    limit = max_chunk_bytes or (2**30 if _check.device_of(hidden).type == "cuda" else 2**26)
+    several = rows > max(1, limit // (logits_stride(hidden, classes) * hidden.dtype.itemsize))
+    return real_dtype(hidden) if hidden.dtype == torch.float16 or several else hidden.dtype
+
+
+def _fake_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    reduction: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    check_labels: bool,
+    return_stats: bool,
+    max_chunk_bytes: int,
+    dw_dtype: torch.dtype | None,
+    main_grad: Tensor | None,
+    want_dhidden: bool,
+    want_dweight: bool,
+    want_dbias: bool,
+) -> tuple[Tensor, ...]:
+    _check_inputs(_CROSS_ENTROPY, hidden, weight, target, bias)
+    check_class_weight(_CROSS_ENTROPY, class_weight, hidden, weight.shape[0])
+    check_options(_CROSS_ENTROPY, label_smoothing, z_loss, softcap)
+    _check_main_grad(_CROSS_ENTROPY, main_grad, hidden, weight)
+    real, reduced = real_dtype(hidden), reduction != NONE
+    loss = target.new_empty(() if reduced else target.shape, dtype=real)
+    lse = _new_like(target, return_stats, real)
+    argmax = _new_like(target, return_stats, torch.int64)
+    accuracy = target.new_empty(() if return_stats else (0,), dtype=real)
+    wanted = reduced and (want_dhidden or want_dweight or want_dbias)
+    divide_later = wanted and reduction == MEAN and hidden.dtype == torch.float16
+    denominator = target.new_empty(() if divide_later else (0,), dtype=real)
+    dhidden = _new_like(hidden, reduced and want_dhidden)
+    dweight = _new_like(weight, False)
+    if reduced and want_dweight:
+        dtype = dw_dtype or _sum_dtype(hidden, weight.shape[0], target.numel(), max_chunk_bytes)
+        dweight = _new_like(weight, True, dtype)
+    dbias = target.new_empty(weight.shape[:1] if reduced and want_dbias else (0,), dtype=real)
+    return loss, lse, argmax, accuracy, denominator, dhidden, dweight, dbias
+
+
+def _fake_rows_backward(
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    max_chunk_bytes: int,
+    dw_dtype: torch.dtype | None,
+    *wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_inputs(_ROWS_BACKWARD, hidden, weight, target, bias)
+    check_class_weight(_ROWS_BACKWARD, class_weight, hidden, weight.shape[0])
+    check_options(_ROWS_BACKWARD, label_smoothing, z_loss, softcap)
+    return _new_gradients(hidden, weight, wanted)
+
+
+def _fake_rows_backward_main_grad(
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    main_grad: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    *numbers, want_dhidden, want_dbias = options
+    _check_main_grad(_ROWS_BACKWARD, main_grad, hidden, weight)
+    rest: list[Any] = [*numbers, None, want_dhidden, False, want_dbias]
+    dhidden, _, dbias = _fake_rows_backward(dloss, hidden, weight, target, bias, class_weight, *rest)
+    return dhidden, dbias
+
+
+def _fake_scaled(x: Tensor, factor: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _fake_in_place(*_: object) -> None:
+    return None
+
+
+def _fake_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    save_logits: bool,
+    max_chunk_bytes: int,
+) -> tuple[Tensor, ...]:
+    _check_inputs(_LOG_PROB, hidden, weight, target, bias)
+    of_rows = (_new_like(target, True, real_dtype(hidden)) for _ in range(5))
+    rows = target.numel() if save_logits else 0
+    return *of_rows, hidden.new_empty((rows, logits_stride(hidden, weight.shape[0])))
+
+
+def _fake_log_prob_backward(
+    dlog_prob: Tensor | None,
+    dlse: Tensor | None,
+    dentropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    row_max: Tensor,
+    row_sum: Tensor,
+    entropy: Tensor,
+    logits: Tensor,
+    temperature: float,
+    max_chunk_bytes: int,
+    *wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_inputs(_LOG_PROB_BACKWARD, hidden, weight, target, bias)
+    return _new_gradients(hidden, weight, wanted)
+
+
+for _name in ("linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_forward"):
+    register_fake(_name, _fake_cross_entropy)
+register_fake("linear_cross_entropy_rows_backward", _fake_rows_backward)
+register_fake("linear_cross_entropy_rows_backward_main_grad", _fake_rows_backward_main_grad)
+register_fake("linear_cross_entropy_scaled", _fake_scaled)
+register_fake("linear_cross_entropy_scale_", _fake_in_place)
+register_fake("linear_cross_entropy_add_", _fake_in_place)
+register_fake("linear_log_prob", _fake_log_prob)
+register_fake("linear_log_prob_forward", _fake_log_prob)
+register_fake("linear_log_prob_backward", _fake_log_prob_backward)
+
+# ---- gradients
+
+_scaled = raw.linear_cross_entropy_scaled.default
+_scale_ = raw.linear_cross_entropy_scale_.default
+_add_ = raw.linear_cross_entropy_add_.default
+_rows_backward = raw.linear_cross_entropy_rows_backward.default
+_rows_backward_main_grad = raw.linear_cross_entropy_rows_backward_main_grad.default
+_log_prob_backward = raw.linear_log_prob_backward.default
+
+
+class _Destination(NamedTuple):
+    """Where a backward adds the weight's gradient. Kept apart from the saved tensors: the graph of one that has been
+    written to cannot be walked again."""
+
+    main_grad: Tensor | None
+
+
+def _finished(grad: Tensor, dloss: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if grad.dtype == dtype and may_give_away(grad, dloss):
+        call_raw(_scale_, grad, dloss, denominator)
+        return grad
+    return call_raw(_scaled, grad, dloss, denominator, dtype)
+
+
+def _added(main_grad: Tensor, grad: Tensor, dloss: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Adds to main_grad; gives the zeros that the parameter gets as its gradient, for the hooks that wait for one."""
+    if not may_give_away(grad, dloss):
+        grad = grad.clone()
+    call_raw(_add_, main_grad, grad, dloss, denominator)
+    return grad if grad.dtype == dtype else torch.zeros_like(grad, dtype=dtype)
+
+
+def _save_reduced(inputs: Any, outputs: Any) -> dict[str, Any]:
+    _loss, _lse, _argmax, _accuracy, denominator, dhidden, dweight, dbias = outputs
+    hidden, weight, bias = inputs.hidden, inputs.weight, inputs.bias
+    return {
+        "denominator": denominator,
+        "dhidden": dhidden,
+        "dweight": dweight,
+        "dbias": dbias,
+        "dtype": weight.dtype,
+        "destination": _Destination(inputs.main_grad),
+        "made": (inputs.want_dhidden, inputs.want_dweight, inputs.want_dbias),
+        # Not read again. They tie the gradients to the graph, so that a second derivative is refused.
+        "hidden": hidden if hidden.requires_grad else None,
+        "weight": weight if weight.requires_grad else None,
+        "bias": bias if bias is not None and bias.requires_grad else None,
+    }
+
+
+def _reduced_backward(saved: Saved, wants: Wants, dloss: Tensor | None, *_: Any) -> Gradients:
+    if dloss is None:
+        return {}
+    wanted = wants.hidden, wants.weight, wants.bias
+    if any(want and not made for want, made in zip(wanted, saved.made, strict=True)):
+        raise RuntimeError(
+            f"{_CROSS_ENTROPY}: expected inputs that require a gradient when the loss is computed, got one later"
+        )
+    scale = dloss, saved.denominator if saved.denominator.numel() else None, saved.dtype
+    main_grad = saved.destination.main_grad
+    gradients: dict[str, Tensor | None] = {}
+    if wants.hidden:
+        gradients["hidden"] = _finished(saved.dhidden, *scale)
+    if wants.weight and main_grad is not None:
+        gradients["weight"] = _added(main_grad, saved.dweight, *scale)
+    elif wants.weight:
+        gradients["weight"] = _finished(saved.dweight, *scale)
+    if wants.bias:
+        gradients["bias"] = _finished(saved.dbias, *scale)
+    return gradients
+
+
+def _save_rows(inputs: Any, outputs: Any) -> dict[str, Any]:
+    options = inputs.ignore_index, inputs.label_smoothing, inputs.z_loss, inputs.softcap, inputs.max_chunk_bytes
+    return {
+        "hidden": inputs.hidden,
+        "weight": inputs.weight,
+        "target": inputs.target,
+        "bias": inputs.bias,
+        "class_weight": inputs.class_weight,
+        "options": options,
+        "dw_dtype": inputs.dw_dtype,
+        "destination": _Destination(inputs.main_grad),
+    }
+
+
+def _rows_gradients(saved: Saved, wants: Wants, dloss: Tensor | None, *_: Any) -> Gradients:
+    if dloss is None:
+        return {}
+    inputs = dloss, saved.hidden, saved.weight, saved.target, saved.bias, saved.class_weight
+    main_grad = saved.destination.main_grad
+    if wants.weight and main_grad is not None:
+        wanted = wants.hidden, wants.bias
+        dhidden, dbias = call_raw(_rows_backward_main_grad, *inputs, main_grad, *saved.options, *wanted)
+        dweight = torch.zeros_like(saved.weight, memory_format=torch.contiguous_format)
+    else:
+        each = wants.hidden, wants.weight, wants.bias
+        dhidden, dweight, dbias = call_raw(_rows_backward, *inputs, *saved.options, saved.dw_dtype, *each)
+    return {"hidden": dhidden, "weight": dweight, "bias": dbias}
+
+
+def _log_prob_gradients(saved: Saved, wants: Wants, *grads: Tensor | None) -> Gradients:
+    if saved.temperature != 1.0:
+        grads = tuple(None if g is None else g / saved.temperature for g in grads)
+    dhidden, dweight, dbias = call_raw(
+        _log_prob_backward,
+        *grads,
+        *(saved.hidden, saved.weight, saved.target, saved.bias),
+        *(saved.row_max, saved.row_sum, saved.entropy, saved.logits),
+        *(saved.temperature, saved.max_chunk_bytes),
+        *(wants.hidden, wants.weight, wants.bias),
+    )
+    return {"hidden": dhidden, "weight": dweight, "bias": dbias}
+
+
+reduced_cross_entropy = differentiable(
+    "linear_cross_entropy",
+    forward=raw.linear_cross_entropy_forward.default,
+    public=4,
+    save=_save_reduced,
+    backward=_reduced_backward,
+)
+rows_cross_entropy = differentiable(
+    "linear_cross_entropy_rows",
+    forward=raw.linear_cross_entropy_forward.default,
+    public=4,
+    save=_save_rows,
+    backward=_rows_gradients,
+)
+log_prob = differentiable(
+    "linear_log_prob",
+    forward=raw.linear_log_prob_forward.default,
+    public=3,
+    save=(
+        *("hidden", "weight", "target", "bias", "temperature", "max_chunk_bytes"),
+        *("row_max", "row_sum", "entropy", "logits"),
+    ),
+    backward=_log_prob_gradients,
+)

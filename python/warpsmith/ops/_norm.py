@@ -1,96 +1,246 @@
-"""What the ops of the norm family share: checks and shapes of their fakes, and gradients in plain torch operations."""
+"""The norm family: the fakes and the differentiable function of each op, made from its schema.
+
+``op(x, [residual,] weight, [bias,] [seed, p,] eps[, weight_offset])``: with bias for a layer norm, with weight_offset
+for an RMS norm.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
+from warpsmith.ops._dropout import check_p, check_seed, check_training, draw_seed
+from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+
+_FLOAT32_EPS = torch.finfo(torch.float32).eps
+_FLOAT64_EPS = torch.finfo(torch.float64).eps
 
 
-def _check_beside(op: str, argument: str, t: Tensor, dtype: torch.dtype) -> None:
-    got = _check.float_dtype(op, argument, t)
-    half = dtype.itemsize == 2
-    if got != dtype and not (half and got == torch.float32):
-        expected = _check.dtype_text(dtype) + (" or float32" if half else "")
-        _check.refuse(op, argument, expected, _check.dtype_text(got))
+def default_eps(x: Tensor) -> float:
+    """The eps of an RMS norm without one: torch's rule."""
+    return _FLOAT64_EPS if getattr(x, "dtype", None) is torch.float64 else _FLOAT32_EPS
 
 
-def check_inputs(
-    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, residual: Tensor | None = None
-) -> None:
-    """The checks of the C++ binding, in its order."""
-    dtype = _check.float_dtype(op, "x", x)
-    _check.at_least_one_dimension(op, "x", x)
-    if residual is not None:
-        _check_beside(op, "residual", residual, dtype)
-        _check.same_shape(op, "residual", residual, x.shape)
-        _check.same_device(op, "residual", residual, x)
+def _check_affine(op: str, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> None:
     for name, t in (("weight", weight), ("bias", bias)):
         if t is None:
             continue
         if name == "bias" and weight is not None:
             _check.same_dtype(op, name, t, weight)
         else:
-            _check_beside(op, name, t, dtype)
+            _check.dtype_beside(op, name, t, x.dtype)
         _check.same_shape(op, name, t, x.shape[-1:])
         _check.same_device(op, name, t, x)
 
 
-def statistics_dtype(x: Tensor) -> torch.dtype:
+def _check_inputs(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
+    dtype = _check.float_dtype(op, "x", x)
+    _check.at_least_one_dimension(op, "x", x)
+    if residual is not None:
+        _check.dtype_beside(op, "residual", residual, dtype)
+        _check.same_shape(op, "residual", residual, x.shape)
+        _check.same_device(op, "residual", residual, x)
+    _check_affine(op, weight, bias, x)
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def new_statistics(x: Tensor) -> Tensor:
+def _new_statistics(x: Tensor) -> Tensor:
     """A fake mean or rstd: one element a row."""
     rows: Any = 1
     for size in x.shape[:-1]:
         rows = rows * size
-    return x.new_empty((rows,), dtype=statistics_dtype(x))
+    return x.new_empty((rows,), dtype=_statistics_dtype(x))
 
 
-def new_output(like: Tensor) -> Tensor:
+def _new_output(like: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-def new_gradient(like: Tensor | None, wanted: bool, none_like: Tensor) -> Tensor:
-    """A fake gradient, without elements where it is not wanted."""
-    return new_output(like) if wanted and like is not None else none_like.new_empty((0,))
-
-
-def check_gradient(op: str, argument: str, grad: Tensor, like: Tensor) -> None:
-    _check.same_dtype(op, argument, grad, like)
-    _check.same_shape(op, argument, grad, like.shape)
-    _check.same_device(op, argument, grad, like)
-
-
-def layer_norm_gradients(dy: Tensor, s: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(ds, dy * s_hat, dy) of layer_norm in plain torch operations, in float32 or wider: differentiable in turn."""
-    math = statistics_dtype(s)
-    s_math, dy_math = s.to(math), dy.to(math)
-    centred = s_math - s_math.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    s_hat = centred * rstd
-    g = dy_math if weight is None else dy_math * weight.to(math)
-    ds = rstd * (g - g.mean(-1, keepdim=True) - s_hat * (g * s_hat).mean(-1, keepdim=True))
-    return ds, dy_math * s_hat, dy_math
-
-
-def rms_norm_gradients(
-    dy: Tensor, s: Tensor, weight: Tensor | None, eps: float, weight_offset: float
-) -> tuple[Tensor, Tensor]:
-    """(ds, dy * s_hat) of rms_norm, likewise."""
-    math = statistics_dtype(s)
-    s_math, dy_math = s.to(math), dy.to(math)
+def _plain_gradients(
+    dy: Tensor, s: Tensor, weight: Tensor | None, eps: float, weight_offset: float, layer: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(ds, dy * s_hat, dy) in plain torch operations, in float32 or wider: differentiable in turn."""
+    wide = _statistics_dtype(s)
+    s_math, dy_math = s.to(wide), dy.to(wide)
+    if layer:
+        s_math = s_math - s_math.mean(-1, keepdim=True)
     rstd = torch.rsqrt(s_math.square().mean(-1, keepdim=True) + eps)
     s_hat = s_math * rstd
-    g = dy_math if weight is None else dy_math * (weight.to(math) + weight_offset)
-    ds = rstd * (g - s_hat * (g * s_hat).mean(-1, keepdim=True))
-    return ds, dy_math * s_hat
+    g = dy_math if weight is None else dy_math * (weight.to(wide) + weight_offset)
+    along = s_hat * (g * s_hat).mean(-1, keepdim=True)
+    if layer:
+        g = g - g.mean(-1, keepdim=True)
+    return rstd * (g - along), dy_math * s_hat, dy_math
 
 
-def summed_to(columns: Tensor, like: Tensor) -> Tensor:
-    """The sum over all rows, in the dtype of the weight or bias ``like``."""
-    return columns.sum_to_size(like.shape).to(like.dtype)
+def norm(op: str) -> Callable:
+    """Registers the fakes of an op and builds its function, of the arguments of the schema."""
+    forward, inference, raw_backward = (
+        getattr(raw, op + kind).default for kind in ("_forward", "_inference", "_backward")
+    )
+    arguments = [a.name for a in forward._schema.arguments]
+    layer, residual, dropout = (name in arguments for name in ("bias", "residual", "seed"))
+    gradients = [name for name in ("x", "residual", "weight", "bias") if name in arguments]
+    s_name = "residual_out" if residual else "x"
+
+    def fake_inference(*inputs: Any) -> Any:
+        given = dict(zip(arguments, inputs, strict=True))
+        x, added = given["x"], given.get("residual")
+        _check_inputs(op, x, added, given["weight"], given.get("bias"))
+        if dropout:
+            check_p(op, given["p"])
+            check_seed(op, given["seed"], x)
+        return _new_output(x) if added is None else (_new_output(x), _new_output(added))
+
+    def fake_forward(*inputs: Any) -> tuple[Tensor, ...]:
+        outputs = fake_inference(*inputs)
+        statistics = [_new_statistics(inputs[0]) for _ in range(2 if layer else 1)]  # mean and rstd
+        return (*outputs, *statistics) if residual else (outputs, *statistics)
+
+    backward_arguments = [a.name for a in raw_backward._schema.arguments]
+
+    def fake_backward(*inputs: Any) -> tuple[Tensor, ...]:
+        name, given = op + "_backward", dict(zip(backward_arguments, inputs, strict=True))
+        dy, s, passed = given["dy"], given[s_name], given.get("dresidual_out")
+        dtype = _check.float_dtype(name, "dy", dy)
+        if residual:
+            _check.dtype_beside(name, s_name, s, dtype)
+        else:
+            _check.same_dtype(name, s_name, s, dy)
+        _check.same_shape(name, s_name, s, dy.shape)
+        _check.same_device(name, s_name, s, dy)
+        if passed is not None:
+            _check.same_dtype(name, "dresidual_out", passed, s)
+            _check.same_shape(name, "dresidual_out", passed, dy.shape)
+            _check.same_device(name, "dresidual_out", passed, dy)
+        _check_affine(name, given["weight"], given.get("bias"), dy)
+        wanted = {n: given[f"want_d{n}"] for n in gradients}
+        if residual and given.get("seed") is None and s.dtype == dy.dtype:  # dx stands for both
+            wanted |= {"x": wanted["x"] or wanted["residual"], "residual": False}
+        like = {"x": dy, "residual": s, "weight": given["weight"], "bias": given.get("bias")}
+        return tuple(_new_output(like[n]) if wanted[n] else dy.new_empty((0,)) for n in gradients)
+
+    register_fake(op, fake_forward)
+    register_fake(op + "_forward", fake_forward)
+    register_fake(op + "_inference", fake_inference)
+    register_fake(op + "_backward", fake_backward)
+
+    # What the raw backward takes between the incoming gradients and `want_dx`, and of `wants` after that.
+    from_saved = attrgetter(*(n for n in backward_arguments if n not in ("dy", "dresidual_out") and n[:5] != "want_"))
+    from_wants = attrgetter(*gradients)
+
+    def zeros_for(saved: Saved) -> Tensor:
+        """The gradient of a y that was not used."""
+        return torch.zeros_like(saved.residual_out, dtype=saved.x_dtype)
+
+    def backward(saved: Saved, wants: Wants, dy: Tensor | None, *passed: Tensor | None) -> Gradients:
+        if dy is None:
+            dy = zeros_for(saved)
+        found = call_raw(raw_backward, dy, *passed, *from_saved(saved), *from_wants(wants))
+        grads = dict(zip(gradients, found, strict=True))
+        if residual and not (dropout and saved.seed is not None) and saved.residual_out.dtype == dy.dtype:
+            grads["residual"] = grads["x"]
+        return grads
+
+    def keep_factors(like: Tensor, seed: Tensor, p: float) -> Tensor:
+        """What the op multiplies each element of x by: the sum of it and nothing, for an x of ones."""
+        ones, zeros = (torch.full(tuple(like.shape), v, dtype=like.dtype, device=like.device) for v in (1.0, 0.0))
+        given = {"x": ones, "residual": zeros, "seed": seed, "p": p, "eps": 0.0, "weight_offset": 0.0}
+        return call_raw(inference, *(given.get(name) for name in arguments))[1]
+
+    def differentiable_backward(saved: Saved, wants: Wants, dy: Tensor | None, *passed: Tensor | None) -> Gradients:
+        s = getattr(saved, s_name)
+        if dy is None:
+            dy = zeros_for(saved)
+        offset = 0.0 if layer else saved.weight_offset
+        ds, *summands = _plain_gradients(dy, s, saved.weight, saved.eps, offset, layer)
+        if passed and passed[0] is not None:
+            ds = ds + passed[0]
+        dx = ds
+        if dropout and saved.seed is not None:
+            keep = keep_factors(ds, saved.seed, saved.p)
+            dx = torch.where(keep != 0, ds * keep, torch.zeros_like(ds))
+        grads = {"x": dx.to(dy.dtype), "residual": ds.to(s.dtype)}
+        for name, columns in zip(("weight", "bias"), summands, strict=True):
+            if getattr(wants, name, False):
+                like = getattr(saved, name)
+                grads[name] = columns.sum_to_size(like.shape).to(like.dtype)
+        return {name: grads[name] for name in gradients if name in grads}
+
+    def plain(*inputs: Any) -> Any:
+        given = dict(zip(arguments, inputs, strict=True))
+        x, added, weight, seed = given["x"], given.get("residual"), given["weight"], given.get("seed")
+        wide = _statistics_dtype(x)
+        s = x.to(wide)
+        if added is not None:
+            if seed is not None:
+                keep = keep_factors(s, seed, given["p"])
+                s = torch.where(keep != 0, s * keep, torch.zeros_like(s))
+            s = (s + added.to(wide)).to(added.dtype)
+        y = s.to(wide)
+        if layer:
+            y = y - y.mean(-1, keepdim=True)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + given["eps"])
+        if weight is not None:
+            y = y * (weight.to(wide) + given.get("weight_offset", 0.0))
+        if layer and given["bias"] is not None:
+            y = y + given["bias"].to(wide)
+        y = y.to(x.dtype)
+        return y if added is None else (y, s)
+
+    def hint(argument: str, value: Any) -> str:
+        if argument != "weight" or residual or not isinstance(value, (int, tuple, list)):
+            return ""
+        return f"; torch's arguments, with normalized_shape, are those of warpsmith.nn.functional.{op}"
+
+    kept = [n for n in arguments if n not in ("x", "residual")]
+    return differentiable(
+        op,
+        forward=forward,
+        inference=inference,
+        public=2 if residual else 1,
+        rows=2 if residual else 1,
+        save=(s_name, *kept, *(("mean",) if layer else ()), "rstd", *(("x.dtype",) if residual else ())),
+        backward=backward,
+        differentiable_backward=differentiable_backward,
+        plain=plain,
+        hint=hint,
+    )
+
+
+def dropout_seed(
+    op: str,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    p: float,
+    eps: float,
+    training: bool,
+    seed: Tensor | None,
+) -> Tensor | None:
+    """The seed of a call, drawn where none is given; None where nothing is dropped. All that the op refuses is refused
+    before, so that a refused call leaves the generator as it was."""
+    check_p(op, p)
+    check_training(op, training)
+    if not training or p == 0:
+        return None
+    if seed is not None:
+        return seed
+    if not isinstance(x, Tensor):  # which the op will refuse
+        return None
+    if isinstance(residual, Tensor) and isinstance(weight, (Tensor, NoneType)) and isinstance(bias, (Tensor, NoneType)):
+        _check_inputs(op, x, residual, weight, bias)
+        if not 0 <= eps < math.inf:
+            _check.refuse(op, "eps", "a finite number >= 0", str(eps))
+    return draw_seed(x)

@@ -9,7 +9,6 @@ from warpsmith.ops import _check
 from warpsmith.ops._library import call_raw, raw, register_fake
 
 _OP = "adamw"
-_WORDS_A_TENSOR = 8
 
 
 def _check_lists(op: str, params: Sequence[Tensor], lists: Mapping[str, Sequence[Tensor]]) -> None:
@@ -55,7 +54,7 @@ def _fake_adamw(
             _check.same_device(_OP, name, t, params[0])
 
 
-register_fake("adamw", _fake_adamw)  # the ops of addresses have none: without memory there is nothing to do
+register_fake("adamw", _fake_adamw)
 
 
 def adamw(
@@ -136,24 +135,3 @@ def adamw(
         grad_scale,
         found_inf,
     )
-
-
-def adamw_table(
-    params: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    groups: Sequence[int],
-) -> Tensor:
-    """The table of addresses and sizes of :func:`adamw_step`, on the device of the parameters.
-
-    ``max_exp_avg_sqs`` is empty, or has an empty tensor where there is no amsgrad; ``groups[i]`` is the row of
-    hyperparameters that tensor ``i`` takes. The table refers to the tensors without keeping them alive.
-    """
-    lists = [list(t) for t in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)]
-    return call_raw(raw.adamw_table.default, *lists, list(groups))
-
-
-adamw_pointers = raw.adamw_pointers.default
-adamw_step = raw.adamw_step.default

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from warpsmith.ops._add_norm import add_norm
+from warpsmith.ops._norm import norm
 
-_add_layer_norm = add_norm("add_layer_norm", layer=True, dropout=False)
+_add_layer_norm = norm("add_layer_norm")
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     r"""Adds a residual stream and applies layer normalisation to the sum, over the last dimension.
 

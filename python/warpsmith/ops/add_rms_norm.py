@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from warpsmith.ops._add_norm import add_norm
+from warpsmith.ops._norm import default_eps, norm
 
-_add_rms_norm = add_norm("add_rms_norm", layer=False, dropout=False)
+_add_rms_norm = norm("add_rms_norm")
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6, weight_offset: float = 0.0
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float | None = None, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     r"""Adds a residual stream and normalises the sum by its root mean square, over the last dimension.
 
@@ -19,7 +19,8 @@ def add_rms_norm(
             with adjacent columns are read where they are, others are copied once.
         residual: the shape of ``x``; its dtype, or float32 beside a 16-bit ``x``.
         weight: shape (D,), the dtype of ``x``, or float32 beside a 16-bit ``x``. None: no weight.
-        eps: added to the mean square, >= 0.
+        eps: added to the mean square, >= 0. None: the machine epsilon of the arithmetic, as for
+            :func:`warpsmith.rms_norm`.
         weight_offset: :math:`w_0`, added to the weight; 1.0 for weights stored around zero. Not used without a weight.
 
     Returns:
@@ -44,4 +45,4 @@ def add_rms_norm(
         >>> warpsmith.add_rms_norm(torch.tensor([[2.0, -4.0]]), torch.tensor([[1.0, 0.0]]), None, eps=0.0)
         (tensor([[ 0.8485, -1.1314]]), tensor([[ 3., -4.]]))
     """
-    return _add_rms_norm(x, residual, weight, eps, weight_offset)
+    return _add_rms_norm(x, residual, weight, default_eps(x) if eps is None else eps, weight_offset)

@@ -8,7 +8,7 @@ from warpsmith.ops._gelu import gelu, is_tanh
 _bias_gelu = biased("bias_gelu", gelu)
 
 
-def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "tanh") -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
     r"""A bias and a Gaussian error linear unit in one pass, for what a matrix product without bias gives.
 
     .. math:: y = \operatorname{gelu}(x + b), \qquad \operatorname{gelu}(z) = z \, \Phi(z)
@@ -38,6 +38,6 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "tanh") -> Tensor:
     Example:
         >>> import torch, warpsmith
         >>> warpsmith.bias_gelu(torch.tensor([[0.0, 1.0]]), torch.tensor([0.0, 1.0]))
-        tensor([[0.0000, 1.9546]])
+        tensor([[0.0000, 1.9545]])
     """
     return _bias_gelu(x, bias, is_tanh("bias_gelu", approximate))

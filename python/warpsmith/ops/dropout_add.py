@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._dropout import check_p, check_seed, draw_seed
-from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
+from warpsmith.ops._dropout import check_p, check_seed, check_training, draw_seed
+from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 
 _OP = "dropout_add"
 
@@ -41,39 +38,44 @@ register_fake("dropout_add_backward", _fake_backward)
 _raw_backward = raw.dropout_add_backward.default
 
 
-def _save(inputs: Sequence[Any], outputs: Any) -> Saved:
-    return (inputs[2],), (inputs[3],)
-
-
-def _backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (seed,), (p,) = tensors, values
-    dx = None
-    if needs[0]:
-        dx = dy if seed is None else call_raw(_raw_backward, dy, seed, p)
-    return dx, dy if needs[1] else None, None, None
-
-
-def _differentiable_backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (seed,), (p,) = tensors, values
+def _backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     dx = dy
-    if seed is not None:
+    if wants.x and saved.seed is not None:
+        dx = call_raw(_raw_backward, dy, saved.seed, saved.p)
+    return {"x": dx, "residual": dy}
+
+
+def _differentiable_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+    dx = dy
+    if saved.seed is not None:
         math = torch.float64 if dy.dtype == torch.float64 else torch.float32
-        factor = call_raw(_raw_backward, torch.ones_like(dy, dtype=math), seed, p)
+        factor = call_raw(_raw_backward, torch.ones_like(dy, dtype=math), saved.seed, saved.p)
         dx = torch.where(factor != 0, dy.to(math) * factor, 0).to(dy.dtype)
-    return dx if needs[0] else None, dy if needs[1] else None, None, None
+    return {"x": dx, "residual": dy}
+
+
+def _plain(x: Tensor, residual: Tensor, seed: Tensor | None, p: float) -> Tensor:
+    if seed is None:
+        return x + residual
+    math = torch.float64 if x.dtype == torch.float64 else torch.float32
+    factor = call_raw(_raw_backward, torch.ones(tuple(x.shape), dtype=math, device=x.device), seed, p)
+    return (torch.where(factor != 0, x.to(math) * factor, 0) + residual.to(math)).to(x.dtype)
 
 
 _dropout_add = differentiable(
     "dropout_add",
     forward=raw.dropout_add_forward.default,
     rows=2,
-    save=_save,
+    save=("seed", "p"),
     backward=_backward,
     differentiable_backward=_differentiable_backward,
+    plain=_plain,
 )
 
 
-def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool = True, *, seed: Tensor | None = None) -> Tensor:
+def dropout_add(
+    x: Tensor, residual: Tensor, p: float = 0.5, training: bool = True, *, seed: Tensor | None = None
+) -> Tensor:
     r"""Dropout and the addition to the residual stream, in one pass and without a stored mask.
 
     .. math:: y = \text{residual} + \frac{m \cdot x}{1 - p}, \qquad m_i \sim \operatorname{Bernoulli}(1 - p)
@@ -114,6 +116,9 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, training: bool = True, *,
                 [1., 1., 1.]])
     """
     check_p(_OP, p)
+    check_training(_OP, training)
     if not training or p == 0.0:
         return _dropout_add(x, residual, None, 0.0)
-    return _dropout_add(x, residual, draw_seed(x) if seed is None else seed, p)
+    if seed is None and isinstance(x, Tensor):  # else the op will refuse it
+        seed = draw_seed(x)
+    return _dropout_add(x, residual, seed, p)

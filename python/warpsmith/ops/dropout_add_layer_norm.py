@@ -2,19 +2,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from warpsmith.ops._add_norm import add_norm, check_call
-from warpsmith.ops._dropout import check_p, draw_seed
+from warpsmith.ops._norm import dropout_seed, norm
 
 _OP = "dropout_add_layer_norm"
-_dropout_add_layer_norm = add_norm(_OP, layer=True, dropout=True)
+_dropout_add_layer_norm = norm(_OP)
 
 
 def dropout_add_layer_norm(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    p: float,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    p: float = 0.5,
     eps: float = 1e-5,
     training: bool = True,
     *,
@@ -62,10 +61,5 @@ def dropout_add_layer_norm(
         >>> warpsmith.dropout_add_layer_norm(x, residual, None, None, p=0.1, eps=0.0, training=False)
         (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
     """
-    check_p(_OP, p)
-    if not training or p == 0:
-        seed = None
-    elif seed is None:
-        check_call(_OP, x, residual, weight, bias, eps)
-        seed = draw_seed(x)
+    seed = dropout_seed(_OP, x, residual, weight, bias, p, eps, training, seed)
     return _dropout_add_layer_norm(x, residual, weight, bias, seed, p, eps)

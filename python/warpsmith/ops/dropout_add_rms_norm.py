@@ -2,19 +2,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from warpsmith.ops._add_norm import add_norm, check_call
-from warpsmith.ops._dropout import check_p, draw_seed
+from warpsmith.ops._norm import default_eps, dropout_seed, norm
 
 _OP = "dropout_add_rms_norm"
-_dropout_add_rms_norm = add_norm(_OP, layer=False, dropout=True)
+_dropout_add_rms_norm = norm(_OP)
 
 
 def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor | None,
-    p: float,
-    eps: float = 1e-6,
+    weight: Tensor | None = None,
+    p: float = 0.5,
+    eps: float | None = None,
     training: bool = True,
     *,
     weight_offset: float = 0.0,
@@ -62,10 +61,7 @@ def dropout_add_rms_norm(
         >>> warpsmith.dropout_add_rms_norm(x, residual, None, p=0.1, eps=0.0, training=False)
         (tensor([[ 0.8485, -1.1314]]), tensor([[ 3., -4.]]))
     """
-    check_p(_OP, p)
-    if not training or p == 0:
-        seed = None
-    elif seed is None:
-        check_call(_OP, x, residual, weight, None, eps)
-        seed = draw_seed(x)
+    if eps is None:
+        eps = default_eps(x)
+    seed = dropout_seed(_OP, x, residual, weight, None, p, eps, training, seed)
     return _dropout_add_rms_norm(x, residual, weight, seed, p, eps, weight_offset)

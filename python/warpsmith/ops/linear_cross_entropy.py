@@ -1,259 +1,22 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
+from warpsmith.ops._cross_entropy import NONE, reduction_number, refuse_learned_class_weight
 from warpsmith.ops._linear_loss import (
-    check_inputs,
-    may_give_away,
-    new_like,
-    real_dtype,
+    bound_of_chunks,
+    check_sum_dtype,
+    reduced_cross_entropy,
+    rows_cross_entropy,
     under_autocast,
     wants_gradient,
 )
+from warpsmith.ops._linear_memory import check_main_grad, within
 from warpsmith.ops.cross_entropy import CrossEntropyStats
 
 _OP = "linear_cross_entropy"
-_ROWS_BACKWARD = "linear_cross_entropy_rows_backward"
-_REDUCTIONS = ("none", "mean", "sum")
-
-
-def _check_loss(op: str, hidden: Tensor, weight: Tensor, class_weight: Tensor | None, main_grad: Tensor | None) -> None:
-    if main_grad is not None:
-        _check.float_dtype(op, "main_grad", main_grad)
-        if main_grad.dtype != real_dtype(hidden):
-            _check.refuse(op, "main_grad", *map(_check.dtype_text, (real_dtype(hidden), main_grad.dtype)))
-        _check.same_shape(op, "main_grad", main_grad, weight.shape)
-        _check.same_device(op, "main_grad", main_grad, hidden)
-        if not main_grad.is_contiguous():
-            _check.refuse(op, "main_grad", "a contiguous tensor", "other strides")
-    if class_weight is not None:
-        _check.float_dtype(op, "class_weight", class_weight)
-        if class_weight.dtype not in (hidden.dtype, real_dtype(hidden)):
-            expected = dict.fromkeys(map(_check.dtype_text, (hidden.dtype, real_dtype(hidden))))
-            _check.refuse(op, "class_weight", " or ".join(expected), _check.dtype_text(class_weight.dtype))
-        _check.same_shape(op, "class_weight", class_weight, weight.shape[:1])
-        _check.same_device(op, "class_weight", class_weight, hidden)
-
-
-def _check_sum_dtype(hidden: Tensor, dw_dtype: torch.dtype) -> None:
-    if dw_dtype not in (hidden.dtype, real_dtype(hidden)):
-        own, wide = _check.dtype_text(hidden.dtype), _check.dtype_text(real_dtype(hidden))
-        got = _check.dtype_text(dw_dtype) if isinstance(dw_dtype, torch.dtype) else type(dw_dtype).__name__
-        _check.refuse(_OP, "dw_dtype", own if own == wide else f"{own} or {wide}", got)
-
-
-def _several_chunks(hidden: Tensor, classes: Any, rows: Any, max_chunk_bytes: int) -> Any:
-    """Whether the logits of all rows exceed the limit, as choose_linear_loss_chunks has it."""
-    size = hidden.dtype.itemsize
-    elems = 16 // size
-    default = 2**30 if _check.device_of(hidden).type == "cuda" else 2**26
-    most = max(1, (max_chunk_bytes or default) // ((classes + elems - 1) // elems * elems * size))
-    return rows > most
-
-
-def _fake_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    check_labels: bool,
-    return_stats: bool,
-    max_chunk_bytes: int,
-    dw_dtype: torch.dtype | None,
-    main_grad: Tensor | None,
-    want_dhidden: bool,
-    want_dweight: bool,
-    want_dbias: bool,
-) -> tuple[Tensor, ...]:
-    check_inputs(_OP, hidden, weight, target, bias)
-    _check_loss(_OP, hidden, weight, class_weight, main_grad)
-    _check.loss_options(_OP, label_smoothing, z_loss, softcap)
-    real, reduced = real_dtype(hidden), reduction != "none"
-    loss = target.new_empty(() if reduced else target.shape, dtype=real)
-    lse = new_like(target, return_stats, real)
-    argmax = new_like(target, return_stats)
-    accuracy = target.new_empty(() if return_stats else (0,), dtype=real)
-    wants = [reduced and want for want in (want_dhidden, want_dweight, want_dbias)]
-    later = any(wants) and reduction == "mean" and hidden.dtype == torch.float16
-    sums = weight.dtype
-    if wants[1] and weight.dtype.itemsize == 2:
-        sums = dw_dtype or weight.dtype
-        if dw_dtype is None and (
-            weight.dtype == torch.float16 or _several_chunks(hidden, weight.shape[0], target.numel(), max_chunk_bytes)
-        ):
-            sums = torch.float32
-    denominator = target.new_empty(() if later else (0,), dtype=real)
-    dbias = target.new_empty(weight.shape[:1] if wants[2] else (0,), dtype=real)
-    return loss, lse, argmax, accuracy, denominator, new_like(hidden, wants[0]), new_like(weight, wants[1], sums), dbias
-
-
-def _fake_rows_backward(
-    dloss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    max_chunk_bytes: int,
-    dw_dtype: torch.dtype | None,
-    want_dhidden: bool,
-    want_dweight: bool,
-    want_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_inputs(_ROWS_BACKWARD, hidden, weight, target, bias)
-    _check_loss(_ROWS_BACKWARD, hidden, weight, class_weight, None)
-    _check.loss_options(_ROWS_BACKWARD, label_smoothing, z_loss, softcap)
-    dbias = hidden.new_empty(weight.shape[:1] if want_dbias else (0,))
-    return new_like(hidden, want_dhidden), new_like(weight, want_dweight), dbias
-
-
-def _fake_rows_backward_main_grad(
-    dloss: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    main_grad: Tensor,
-    *options: Any,
-) -> tuple[Tensor, Tensor]:
-    want_dhidden, want_dbias = options[-2:]
-    check_inputs(_ROWS_BACKWARD, hidden, weight, target, bias)
-    _check_loss(_ROWS_BACKWARD, hidden, weight, class_weight, main_grad)
-    return new_like(hidden, want_dhidden), hidden.new_empty(weight.shape[:1] if want_dbias else (0,))
-
-
-def _fake_scaled(x: Tensor, factor: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _fake_in_place(*_: object) -> None:
-    return None
-
-
-for _name in ("linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_forward"):
-    register_fake(_name, _fake_forward)
-register_fake("linear_cross_entropy_rows_backward", _fake_rows_backward)
-register_fake("linear_cross_entropy_rows_backward_main_grad", _fake_rows_backward_main_grad)
-register_fake("linear_cross_entropy_scaled", _fake_scaled)
-register_fake("linear_cross_entropy_scale_", _fake_in_place)
-register_fake("linear_cross_entropy_add_", _fake_in_place)
-
-_scaled = raw.linear_cross_entropy_scaled.default
-_scale_ = raw.linear_cross_entropy_scale_.default
-_add_ = raw.linear_cross_entropy_add_.default
-_rows_backward = raw.linear_cross_entropy_rows_backward.default
-_rows_backward_main_grad = raw.linear_cross_entropy_rows_backward_main_grad.default
-
-_INPUTS, _BIAS, _MAIN_GRAD, _WANTS = 18, 3, 14, 15
-
-
-def _gradients(dhidden: Tensor | None, dweight: Tensor | None, dbias: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (dhidden, dweight, None, dbias) + (None,) * (_INPUTS - _BIAS - 1)
-
-
-def _wanted(needs: Sequence[bool], wants: Sequence[bool]) -> tuple[bool, bool, bool]:
-    needed = needs[0], needs[1], needs[_BIAS]
-    if any(need and not want for need, want in zip(needed, wants, strict=True)):
-        raise RuntimeError(f"{_OP}: expected inputs that require a gradient when the loss is computed, got one later")
-    return needed
-
-
-def _finished(grad: Tensor, dloss: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if grad.dtype == dtype and may_give_away(grad):
-        call_raw(_scale_, grad, dloss, denominator)
-        return grad
-    return call_raw(_scaled, grad, dloss, denominator, dtype)
-
-
-def _added(main_grad: Tensor, grad: Tensor, dloss: Tensor, denominator: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Adds to main_grad; gives the zeros that the parameter gets as its gradient, for the hooks that wait for one."""
-    if not may_give_away(grad):
-        grad = grad.clone()
-    call_raw(_add_, main_grad, grad, dloss, denominator)
-    return grad if grad.dtype == dtype else torch.zeros_like(grad, dtype=dtype)
-
-
-def _save_reduced(inputs: Sequence[Any], outputs: Any) -> Saved:
-    # Inputs are not read again: they tie the gradients to the graph, so that a second derivative is refused.
-    given = tuple(t if t is not None and t.requires_grad else None for t in (*inputs[:2], inputs[_BIAS]))
-    return (*outputs[4:], *given), (inputs[1].dtype, inputs[_MAIN_GRAD], inputs[_WANTS:])
-
-
-def _reduced_backward(
-    needs: Sequence[bool], tensors: Any, values: Any, dloss: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    denominator, *grads = tensors[:4]
-    dtype, main_grad, wants = values
-    if dloss is None:
-        return _gradients(None, None, None)
-    denominator = denominator if denominator.numel() else None
-    found: list[Tensor | None] = [None, None, None]
-    for i, need in enumerate(_wanted(needs, wants)):
-        if need and i == 1 and main_grad is not None:
-            found[i] = _added(main_grad, grads[i], dloss, denominator, dtype)
-        elif need:
-            found[i] = _finished(grads[i], dloss, denominator, dtype)
-    return _gradients(*found)
-
-
-def _save_rows(inputs: Sequence[Any], outputs: Any) -> Saved:
-    hidden, weight, target, bias, class_weight, ignore_index, _, label_smoothing, z_loss, softcap = inputs[:10]
-    max_chunk_bytes, dw_dtype, main_grad = inputs[12:15]
-    options = ignore_index, label_smoothing, z_loss, softcap, max_chunk_bytes
-    return (hidden, weight, target, bias, class_weight), (options, dw_dtype, main_grad)
-
-
-def _rows_gradients(
-    needs: Sequence[bool], tensors: Any, values: Any, dloss: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    options, dw_dtype, main_grad = values
-    want_dhidden, want_dweight, want_dbias = needs[0], needs[1], needs[_BIAS]
-    if dloss is None:
-        return _gradients(None, None, None)
-    dweight: Tensor | None
-    if want_dweight and main_grad is not None:
-        arguments = (dloss, *tensors, main_grad, *options, want_dhidden, want_dbias)
-        dhidden, dbias = call_raw(_rows_backward_main_grad, *arguments)
-        dweight = torch.zeros_like(tensors[1], memory_format=torch.contiguous_format)
-    else:
-        wants = want_dhidden, want_dweight, want_dbias
-        dhidden, dweight, dbias = call_raw(_rows_backward, dloss, *tensors, *options, dw_dtype, *wants)
-    return _gradients(
-        dhidden if want_dhidden else None, dweight if want_dweight else None, dbias if want_dbias else None
-    )
-
-
-_reduced = differentiable(
-    "linear_cross_entropy",
-    forward=raw.linear_cross_entropy_forward.default,
-    public=4,
-    save=_save_reduced,
-    backward=_reduced_backward,
-)
-_rows = differentiable(
-    "linear_cross_entropy_rows",
-    forward=raw.linear_cross_entropy_forward.default,
-    public=4,
-    save=_save_rows,
-    backward=_rows_gradients,
-)
 
 
 def linear_cross_entropy(
@@ -271,6 +34,7 @@ def linear_cross_entropy(
     check_labels: bool = False,
     return_stats: bool = False,
     max_chunk_bytes: int | None = None,
+    max_bytes: int | None = None,
     dw_dtype: torch.dtype | None = None,
     main_grad: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, CrossEntropyStats]:
@@ -294,7 +58,7 @@ def linear_cross_entropy(
     Args:
         hidden: shape (..., H), float32, float16, bfloat16, or float64 on the CPU.
         weight: shape (V, H), the dtype of ``hidden``.
-        target: shape (...), int64 classes in [0, V), or ``ignore_index``.
+        target: shape (...), int64 or uint8 classes in [0, V), or ``ignore_index``.
         bias: shape (V,), the dtype of ``hidden``, or None.
         class_weight: shape (V,), float32 or the dtype of ``hidden``, or None; it has no gradient.
         ignore_index: target of rows that do not count.
@@ -305,11 +69,18 @@ def linear_cross_entropy(
         check_labels: on CUDA, wait for the device and refuse targets out of range. On the CPU they always are refused.
         return_stats: also return logsumexp and argmax of each row, and the accuracy of the rows that count.
         max_chunk_bytes: logits in memory at a time; None: 1 GiB on CUDA, 64 MiB on the CPU. One row at least. Fewer
-            bytes cost time: every chunk beyond the first reads and writes the weight's gradient once more.
+            bytes cost time: every chunk beyond the first reads and writes the weight's gradient once more. It bounds
+            the logits alone: several chunks of a 16-bit model sum the weight's gradient in float32, which takes more.
+        max_bytes: all that forward and backward may hold beyond their inputs. Chooses chunks and ``dw_dtype`` together,
+            in this order, the first that fits: one chunk; several with float32 sums; several that are rounded once
+            each. ``warpsmith.plan("linear_cross_entropy", ..., hidden_size=H, max_bytes=n)`` says which, and
+            ``peak_bytes``. In the place of ``max_chunk_bytes`` and ``dw_dtype``. Not under ``torch.compile``, and
+            without effect for float64.
         dw_dtype: dtype in which the weight's gradient is summed. None: float32 if there are several chunks or for
             float16, else that of ``weight``. The dtype of ``weight`` takes half the memory, and rounds once a chunk.
-        main_grad: shape (V, H), float32 (float64 for float64), contiguous: the backward adds the weight's gradient to
-            it, and the weight gets a gradient of zeros, so that hooks run. Not under ``torch.compile``.
+        main_grad: shape (V, H), float32 (float64 for float64), contiguous, in memory of its own and without a gradient:
+            the backward adds the weight's gradient to it, and the weight gets a gradient of zeros, so that hooks run.
+            Not under ``torch.compile``.
 
     Returns:
         The loss, float32 (float64 for float64): a scalar, or for ``"none"`` of the shape of ``target``. With
@@ -341,37 +112,24 @@ def linear_cross_entropy(
         >>> loss.item(), weight.grad[0, 0].item()
         (1.3862943649291992, -0.25)
     """
-    hidden, weight, bias = under_autocast(_OP, hidden, weight, bias)
-    if reduction not in _REDUCTIONS:
-        _check.refuse(_OP, "reduction", "none, mean or sum", str(reduction))
-    if max_chunk_bytes is not None and max_chunk_bytes < 1:
-        _check.refuse(_OP, "max_chunk_bytes", "an integer >= 1", str(max_chunk_bytes))
-    if main_grad is not None and torch.compiler.is_compiling():
-        _check.refuse(_OP, "main_grad", "None under torch.compile", "a tensor")
+    if main_grad is not None:
+        if torch.compiler.is_compiling():
+            _check.refuse(_OP, "main_grad", "None under torch.compile", "a tensor")
+        check_main_grad(_OP, main_grad, hidden=hidden, weight=weight, bias=bias, class_weight=class_weight)
+    hidden, weight, bias = under_autocast(_OP, hidden, weight, target, bias)
+    number, most_bytes = reduction_number(_OP, reduction), bound_of_chunks(_OP, max_chunk_bytes)
+    if max_bytes is not None:
+        if max_chunk_bytes is not None or dw_dtype is not None:
+            _check.refuse(_OP, "max_bytes", "None beside max_chunk_bytes or dw_dtype", str(max_bytes))
+        most_bytes, dw_dtype = within(_OP, hidden, weight, target, max_bytes)
     if dw_dtype is not None:
-        _check_sum_dtype(hidden, dw_dtype)
-    if class_weight is not None and class_weight.requires_grad:
-        _check.refuse(_OP, "class_weight", "a tensor without gradient", "one that requires a gradient")
-    function = _rows if reduction == "none" else _reduced
-    outputs = function(
-        hidden,
-        weight,
-        target,
-        bias,
-        class_weight,
-        ignore_index,
-        reduction,
-        label_smoothing,
-        z_loss,
-        softcap,
-        check_labels,
-        return_stats,
-        max_chunk_bytes or 0,
-        dw_dtype,
-        main_grad,
-        wants_gradient(hidden),
-        wants_gradient(weight),
-        wants_gradient(bias),
+        check_sum_dtype(hidden, dw_dtype)
+    refuse_learned_class_weight(_OP, class_weight)
+    function = rows_cross_entropy if number == NONE else reduced_cross_entropy
+    loss, lse, argmax, accuracy = function(
+        *(hidden, weight, target, bias, class_weight),
+        *(ignore_index, number, label_smoothing, z_loss, softcap),
+        *(check_labels, return_stats, most_bytes, dw_dtype, main_grad),
+        *(wants_gradient(hidden), wants_gradient(weight), wants_gradient(bias)),
     )
-    loss, lse, argmax, accuracy = outputs
     return (loss, CrossEntropyStats(lse.detach(), argmax, accuracy.detach())) if return_stats else loss

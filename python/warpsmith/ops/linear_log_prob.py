@@ -1,93 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
-from warpsmith.ops._linear_loss import check_inputs, new_like, real_dtype, under_autocast, wants_gradient
+from warpsmith.ops._linear_loss import bound_of_chunks, log_prob, logits_stride, under_autocast, wants_gradient
 
 _OP = "linear_log_prob"
-_BACKWARD = "linear_log_prob_backward"
 _CPU_SAVED_BYTES = 1 << 30  # logits and their gradient, without a bound of the caller's
-
-
-def _logits_stride(hidden: Tensor, classes: Any) -> Any:
-    elems = 16 // hidden.dtype.itemsize
-    return (classes + elems - 1) // elems * elems
-
-
-def _fake_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    temperature: float,
-    save_logits: bool,
-    max_chunk_bytes: int,
-) -> tuple[Tensor, ...]:
-    check_inputs(_OP, hidden, weight, target, bias)
-    of_rows = (new_like(target, True, real_dtype(hidden)) for _ in range(5))
-    rows = target.numel() if save_logits else 0
-    return *of_rows, hidden.new_empty((rows, _logits_stride(hidden, weight.shape[0])))
-
-
-def _fake_backward(
-    dlog_prob: Tensor | None,
-    dlse: Tensor | None,
-    dentropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    row_max: Tensor,
-    row_sum: Tensor,
-    entropy: Tensor,
-    logits: Tensor,
-    temperature: float,
-    max_chunk_bytes: int,
-    want_dhidden: bool,
-    want_dweight: bool,
-    want_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_inputs(_BACKWARD, hidden, weight, target, bias)
-    dbias = hidden.new_empty(weight.shape[:1] if want_dbias else (0,))
-    return new_like(hidden, want_dhidden), new_like(weight, want_dweight), dbias
-
-
-register_fake("linear_log_prob", _fake_forward)
-register_fake("linear_log_prob_forward", _fake_forward)
-register_fake("linear_log_prob_backward", _fake_backward)
-
-_raw_backward = raw.linear_log_prob_backward.default
-
-
-def _save(inputs: Sequence[Any], outputs: Any) -> Saved:
-    hidden, weight, target, bias, temperature, _, max_chunk_bytes = inputs
-    _, _, entropy, row_max, row_sum, logits = outputs
-    return (hidden, weight, target, bias, row_max, row_sum, entropy, logits), (temperature, max_chunk_bytes)
-
-
-def _backward(needs: Sequence[bool], tensors: Any, values: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    temperature, max_chunk_bytes = values
-    if temperature != 1.0:
-        grads = tuple(None if g is None else g / temperature for g in grads)
-    wants = needs[0], needs[1], needs[3]
-    found = call_raw(_raw_backward, *grads, *tensors, temperature, max_chunk_bytes, *wants)
-    dhidden, dweight, dbias = (g if want else None for g, want in zip(found, wants, strict=True))
-    return dhidden, dweight, None, dbias, None, None, None
-
-
-_linear_log_prob = differentiable(
-    "linear_log_prob",
-    forward=raw.linear_log_prob_forward.default,
-    public=3,
-    save=_save,
-    backward=_backward,
-)
 
 
 def _pays_to_save(
@@ -99,7 +19,7 @@ def _pays_to_save(
         return False
     if not any(wants_gradient(t) for t in (hidden, weight, bias)):
         return False
-    both = 2 * target.numel() * _logits_stride(hidden, weight.shape[0]) * hidden.dtype.itemsize
+    both = 2 * target.numel() * logits_stride(hidden, weight.shape[0]) * hidden.dtype.itemsize
     return both <= (max_chunk_bytes or _CPU_SAVED_BYTES)
 
 
@@ -127,7 +47,7 @@ def linear_log_prob(
     Args:
         hidden: shape (..., H), float32, float16, bfloat16, or float64 on the CPU.
         weight: shape (V, H), the dtype of ``hidden``.
-        target: shape (...), int64 classes in [0, V).
+        target: shape (...), int64 or uint8 classes in [0, V).
         bias: shape (V,), the dtype of ``hidden``, or None.
         temperature: :math:`T`, finite and > 0.
         save_logits: keep all logits (V elements a row) for the backward, which makes them again otherwise: a quarter of
@@ -162,9 +82,13 @@ def linear_log_prob(
         >>> log_prob
         tensor([-1.3863, -1.3863])
     """
-    hidden, weight, bias = under_autocast(_OP, hidden, weight, bias)
-    if max_chunk_bytes is not None and max_chunk_bytes < 1:
-        _check.refuse(_OP, "max_chunk_bytes", "an integer >= 1", str(max_chunk_bytes))
+    if type(temperature) is not float:
+        if not _check.is_number(temperature):
+            _check.refuse_type(_OP, "temperature", "a finite number > 0", temperature)
+        if isinstance(temperature, int):  # which the backward divides by: 2**70 is no int64
+            temperature = float(temperature)
+    hidden, weight, bias = under_autocast(_OP, hidden, weight, target, bias)
+    most_bytes = bound_of_chunks(_OP, max_chunk_bytes)
     if save_logits is None:
         save_logits = _pays_to_save(hidden, weight, target, bias, max_chunk_bytes)
-    return _linear_log_prob(hidden, weight, target, bias, temperature, save_logits, max_chunk_bytes or 0)
+    return log_prob(hidden, weight, target, bias, temperature, save_logits, most_bytes)

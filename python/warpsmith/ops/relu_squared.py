@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
+from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 
 _OP = "relu_squared"
 
@@ -34,27 +31,29 @@ register_fake("relu_squared_forward", _fake_forward)
 register_fake("relu_squared_backward", _fake_backward)
 
 
-def _save(inputs: Sequence[Any], outputs: Any) -> Saved:
-    return (inputs[0],), ()
+def _backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+    return {"x": call_raw(raw.relu_squared_backward.default, dy, saved.x)}
 
 
-def _backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return (call_raw(raw.relu_squared_backward.default, dy, tensors[0]),)
-
-
-def _differentiable_backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (x,) = tensors
+def _differentiable_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+    x = saved.x
     math = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return ((dy.to(math) * 2 * torch.relu(x.to(math))).to(x.dtype),)
+    return {"x": (dy.to(math) * 2 * torch.relu(x.to(math))).to(x.dtype)}
+
+
+def _plain(x: Tensor) -> Tensor:
+    math = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.relu(x.to(math)).square().to(x.dtype)
 
 
 _relu_squared = differentiable(
     "relu_squared",
     forward=raw.relu_squared_forward.default,
     rows=1,
-    save=_save,
+    save=("x",),
     backward=_backward,
     differentiable_backward=_differentiable_backward,
+    plain=_plain,
 )
 
 

@@ -1,74 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from warpsmith.ops import _norm
-from warpsmith.ops._library import Saved, call_raw, differentiable, raw, register_fake
+from warpsmith.ops._norm import default_eps, norm
 
-_OP = "rms_norm"
-_FLOAT32_EPS = torch.finfo(torch.float32).eps
-_FLOAT64_EPS = torch.finfo(torch.float64).eps
-
-
-def _fake_inference(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:
-    _norm.check_inputs(_OP, x, weight)
-    return _norm.new_output(x)
-
-
-def _fake_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> tuple[Tensor, Tensor]:
-    y = _fake_inference(x, weight, eps, weight_offset)
-    return y, _norm.new_statistics(x)
-
-
-def _fake_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, weight_offset: float, want_dx: bool, want_dweight: bool
-) -> tuple[Tensor, Tensor]:
-    op = _OP + "_backward"
-    _norm.check_inputs(op, x, weight)
-    _norm.check_gradient(op, "dy", dy, x)
-    return _norm.new_gradient(x, want_dx, x), _norm.new_gradient(weight, want_dweight, x)
-
-
-register_fake("rms_norm", _fake_forward)
-register_fake("rms_norm_forward", _fake_forward)
-register_fake("rms_norm_inference", _fake_inference)
-register_fake("rms_norm_backward", _fake_backward)
-
-_raw_backward = raw.rms_norm_backward.default
-
-
-def _save(inputs: Sequence[Any], outputs: Any) -> Saved:
-    x, weight, eps, weight_offset = inputs
-    return (x, weight, outputs[1]), (eps, weight_offset)
-
-
-def _backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, rstd = tensors
-    want_dx, want_dweight = needs[0], needs[1]
-    dx, dweight = call_raw(_raw_backward, dy, x, weight, rstd, values[1], want_dx, want_dweight)
-    return dx if want_dx else None, dweight if want_dweight else None, None, None
-
-
-def _differentiable_backward(needs: Sequence[bool], tensors: Any, values: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, _ = tensors
-    eps, weight_offset = values
-    dx, dweight = _norm.rms_norm_gradients(dy, x, weight, eps, weight_offset)
-    return dx.to(x.dtype) if needs[0] else None, _norm.summed_to(dweight, weight) if needs[1] else None, None, None
-
-
-_rms_norm = differentiable(
-    "rms_norm",
-    forward=raw.rms_norm_forward.default,
-    inference=raw.rms_norm_inference.default,
-    rows=1,
-    save=_save,
-    backward=_backward,
-    differentiable_backward=_differentiable_backward,
-)
+_rms_norm = norm("rms_norm")
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float | None = None, weight_offset: float = 0.0) -> Tensor:
@@ -105,5 +41,5 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float | None = None, 
         tensor([[ 0.8485, -1.1314]])
     """
     if eps is None:
-        eps = _FLOAT64_EPS if isinstance(x, Tensor) and x.dtype is torch.float64 else _FLOAT32_EPS
+        eps = default_eps(x)
     return _rms_norm(x, weight, eps, weight_offset)

@@ -1,5 +1,11 @@
-"""Optimizers with the constructors and state of their counterparts in ``torch.optim``."""
+"""Optimizers with the constructors and state of their counterparts in ``torch.optim``, and the norm of gradients."""
 
+from warpsmith.optim.adagrad import Adagrad
+from warpsmith.optim.adam import Adam
 from warpsmith.optim.adamw import AdamW
+from warpsmith.optim.clip import clip_grad_norm_, grad_norm
+from warpsmith.optim.lion import Lion
+from warpsmith.optim.rmsprop import RMSprop
+from warpsmith.optim.sgd import SGD
 
-__all__ = ["AdamW"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "clip_grad_norm_", "grad_norm"]

@@ -14,8 +14,6 @@ from warpsmith.ops import _check
 # torch's public interface: without it the watch takes DLPack's, which does the same in six times the time.
 ADDRESS_READER: int = getattr(getattr(torch._C._dynamo, "guards", None), "_torchinductor_pyobject_tensor_data_ptr", 0)
 
-NO_ELEMENTS = 16  # torch gives an empty tensor the address 0, which stands for no gradient in a column
-
 
 def local(t: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself. For code without autograd."""

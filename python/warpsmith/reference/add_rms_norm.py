@@ -5,7 +5,7 @@ from warpsmith.reference.rms_norm import rms_norm
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6, weight_offset: float = 0.0
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float | None = None, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """``(y, residual_out)``: the sum in the dtype of ``residual``, and its rms_norm in that of ``x``."""
     wide = torch.promote_types(residual.dtype, torch.float32)

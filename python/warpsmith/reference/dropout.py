@@ -6,11 +6,11 @@ from torch import Tensor
 _WORD = 0xFFFFFFFF
 
 
-def _philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
-    """Philox4x32-10 on int64 tensors that hold 32-bit words."""
+def philox(counter: list[Tensor], key: list[Tensor], rounds: int = 10) -> list[Tensor]:
+    """Philox4x32 on int64 tensors that hold 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(rounds):
         p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # 64 bits, of which the sign is one
         c0, c1, c2, c3 = (p1 >> 32) & _WORD ^ c1 ^ k0, p1 & _WORD, (p0 >> 32) & _WORD ^ c3 ^ k1, p0 & _WORD
         k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
@@ -28,7 +28,7 @@ def dropout_mask(seed: Tensor, shape: Sequence[int], p: float) -> Tensor:
     call = torch.arange((count + 7) // 8, device=seed.device)
     key, offset = seed[0], seed[1]
     counter = [call & _WORD, call >> 32, (offset & _WORD).expand_as(call), ((offset >> 32) & _WORD).expand_as(call)]
-    words = _philox(counter, [key & _WORD, (key >> 32) & _WORD])
+    words = philox(counter, [key & _WORD, (key >> 32) & _WORD])
     lanes = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)
     return (lanes.flatten()[:count] >= int(p * 65536 + 0.5)).view(shape)
 

@@ -8,9 +8,9 @@ from warpsmith.reference.layer_norm import layer_norm
 def dropout_add_layer_norm(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    p: float,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    p: float = 0.5,
     eps: float = 1e-5,
     training: bool = True,
     *,

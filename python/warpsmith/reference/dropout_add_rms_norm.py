@@ -8,9 +8,9 @@ from warpsmith.reference.rms_norm import rms_norm
 def dropout_add_rms_norm(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor | None,
-    p: float,
-    eps: float = 1e-6,
+    weight: Tensor | None = None,
+    p: float = 0.5,
+    eps: float | None = None,
     training: bool = True,
     *,
     weight_offset: float = 0.0,

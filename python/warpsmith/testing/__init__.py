@@ -23,7 +23,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from warpsmith.testing.cpu_timer import host_time_us, time_cpu
+    from warpsmith.testing.cpu_timer import cpu_threads, host_time_us, time_cpu
     from warpsmith.testing.gpu_timer import GpuTimer, copy_yardstick_ms
     from warpsmith.testing.inputs import make_inputs
     from warpsmith.testing.law import Error, measure, ulp
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from warpsmith.testing.tensors import LAYOUTS, Random, bitwise_equal, edge_values, lay_out
 
 _HOME = {
-    "cpu_timer": ("host_time_us", "time_cpu"),
+    "cpu_timer": ("cpu_threads", "host_time_us", "time_cpu"),
     "gpu_timer": ("GpuTimer", "copy_yardstick_ms"),
     "inputs": ("make_inputs",),
     "law": ("Error", "measure", "ulp"),
@@ -60,6 +60,7 @@ __all__ = [
     "bitwise_equal",
     "check_op",
     "copy_yardstick_ms",
+    "cpu_threads",
     "edge_values",
     "environment",
     "format_table",

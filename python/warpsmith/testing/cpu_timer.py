@@ -1,15 +1,36 @@
-"""Times CPU work, and the host's part of GPU work: interleaved contenders, medians."""
+"""Times CPU work, and the host's part of GPU work: interleaved contenders, medians. And sets the number of threads."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from warpsmith.testing.gpu_timer import NOT_TIMED, Timing, first_line, timing_of
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Inside, torch works with ``count`` threads; afterwards with as many as before.
+
+    Example:
+        >>> before = torch.get_num_threads()
+        >>> with cpu_threads(1):
+        ...     torch.get_num_threads()
+        1
+        >>> torch.get_num_threads() == before
+        True
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def time_cpu(

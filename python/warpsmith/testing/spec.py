@@ -99,6 +99,8 @@ class OpSpec:
             2^31 elements.
         edge_inputs: inputs in which single elements become 0, subnormal, huge, inf and nan; default: the
             differentiable ones.
+        edge_steps: rounding steps of a row's largest result that an edge value may cost beyond the law. More than 1
+            where a backward works from rounded results, whose rounding the edge value multiplies.
         gradcheck_cases: small float64 cases; default: the smallest nonempty case of the table.
         double_backward: whether second derivatives are claimed. If not, they must be refused.
         func_transforms: whether ``torch.func.grad`` and ``vmap`` are claimed.
@@ -129,6 +131,7 @@ class OpSpec:
     one_element: bool = True
     batched: tuple[str, ...] = ()
     edge_inputs: tuple[str, ...] | None = None
+    edge_steps: int = 1
     gradcheck_cases: Sequence[Case] | None = None
     double_backward: bool = False
     func_transforms: bool = False

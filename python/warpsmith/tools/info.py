@@ -4,38 +4,46 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from warpsmith import _load
 
 
 class Verdict(NamedTuple):
-    """Whether kernels run on a device, and why."""
+    """Whether kernels run on a device, and why. ``device`` and ``code``: the architectures of the GPU and of the code
+    that runs there, such as ``"sm_90"`` and ``"sm_80"``; None where there is no such thing."""
 
     runs: bool
     why: str
+    device: str | None = None
+    code: str | None = None
 
 
 def _sm(number: str) -> str:
     return "sm_" + number
 
 
-def cuda_verdict(capability: tuple[int, int], architectures: Sequence[str]) -> Verdict:
+def cuda_verdict(capability: tuple[int, int], architectures: Sequence[str], name: str = "this GPU") -> Verdict:
     """Which of the compiled architectures a GPU runs, by NVIDIA's rules of compatibility.
 
     Machine code runs on GPUs of its own major version and an equal or higher minor one, that of an ``a`` architecture
-    on its own alone. PTX (entries without ``-real``) is compiled at load by any GPU that is as new.
+    on its own alone. PTX (entries without ``-real``) is compiled by the driver for any GPU that is as new. With
+    ``CUDA_FORCE_PTX_JIT=1`` the driver passes over all machine code.
 
     Args:
         capability: compute capability of the GPU, for example (9, 0).
         architectures: as CMake writes them: ``80-real`` machine code, ``80-virtual`` PTX, ``80`` both.
+        name: of the GPU.
     """
     major, minor = capability
-    name = _sm(f"{major}{minor}")
+    device = _sm(f"{major}{minor}")
+    forced = os.environ.get("CUDA_FORCE_PTX_JIT") == "1"
     exact, machine, ptx = [], [], []
     for entry in architectures:
         match = re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", entry)
@@ -43,25 +51,38 @@ def cuda_verdict(capability: tuple[int, int], architectures: Sequence[str]) -> V
             continue
         has = (int(match[1]), int(match[2]))
         number, suffix, kind = match[1] + match[2] + match[3], match[3], match[4]
-        if suffix == "a":
-            if has == capability and kind != "-virtual":
-                exact.append(number)
-            continue
-        if kind != "-virtual" and has[0] == major and has[1] <= minor:
-            machine.append(number)
-        if kind != "-real" and not suffix and has <= capability:
-            ptx.append(number)
-    if exact:
-        return Verdict(True, f"{name}: kernels of {_sm(exact[-1])}")
-    if machine:
-        return Verdict(True, f"{name}: kernels of {_sm(machine[-1])}")
-    if ptx:
-        return Verdict(True, f"{name}: PTX of {_sm(ptx[-1])}, which the driver compiles at first use")
-    built = ", ".join(_sm(a.removesuffix("-real")) for a in architectures)
-    return Verdict(
-        False,
-        f"this GPU is {name}, but the kernels are built for {built}; build with TORCH_CUDA_ARCH_LIST={major}.{minor}",
-    )
+        if kind != "-virtual" and not forced:
+            if suffix == "a":
+                exact += [number] * (has == capability)
+            elif has[0] == major and has[1] <= minor:
+                machine.append((has, number))
+        if kind != "-real" and (has == capability or (not suffix and has <= capability)):
+            ptx.append((has, number))
+    if exact or machine:
+        number, form = exact[-1] if exact else max(machine)[1], "machine code"
+    elif ptx:
+        number, form = max(ptx)[1], "PTX, compiled by the driver at first use"
+    else:
+        built = ", ".join(_sm(a.removesuffix("-real")) for a in architectures)
+        why = f"{name} is {device}, but the kernels are built for {built}"
+        return Verdict(False, f"{why}; build with TORCH_CUDA_ARCH_LIST={major}.{minor}", device)
+    return Verdict(True, f"{name} ({device}) with code of {_sm(number)} ({form})", device, _sm(number))
+
+
+def asked(verdict: Verdict, index: int) -> Verdict:
+    """The verdict on a GPU that is here, with the code that the driver picked: what the choosers of kernels go by."""
+    import torch
+
+    if not verdict.runs:
+        return verdict
+    try:
+        found = _sm(str(torch.ops.warpsmith._code_capability(index)))
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        return verdict._replace(runs=False, why=f"{verdict.why}, by its architectures; but the driver says: {said}")
+    if verdict.code and verdict.code.rstrip("af") == found:
+        return verdict
+    return verdict._replace(why=f"{verdict.why}, by its architectures; the driver picked code of {found}", code=found)
 
 
 def _torch_facts() -> dict[str, Any]:
@@ -91,7 +112,8 @@ def _torch_facts() -> dict[str, Any]:
 def _ops() -> dict[str, list[str]]:
     import torch
 
-    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("warpsmith::")]
+    all_names = torch._C._dispatch_get_all_op_names()
+    names = [n for n in all_names if n.startswith("warpsmith::") and not n.startswith("warpsmith::_")]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return {n.removeprefix("warpsmith::"): [k for k in ("CPU", "CUDA") if has(n, k)] for n in sorted(names)}
 
@@ -114,8 +136,8 @@ def kernels(build: dict[str, Any], torch_facts: dict[str, Any]) -> dict[str, Ver
         found["cuda"] = Verdict(False, "torch finds no CUDA device; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
     else:
         for device in torch_facts["devices"]:
-            verdict = cuda_verdict(tuple(device["capability"]), build["cuda_architectures"])
-            found[f"cuda:{device['index']}"] = Verdict(verdict.runs, f"{device['name']}, {verdict.why}")
+            verdict = cuda_verdict(tuple(device["capability"]), build["cuda_architectures"], device["name"])
+            found[f"cuda:{device['index']}"] = verdict
     return found
 
 
@@ -140,15 +162,31 @@ def collect() -> dict[str, Any]:
     except ImportError as error:
         facts["problems"].append(str(error))
     if facts["build"] and facts["torch"] and not facts["problems"]:
-        facts["kernels"] = {
-            device: {"runs": v.runs, "why": v.why} for device, v in kernels(facts["build"], facts["torch"]).items()
-        }
+        for device, verdict in kernels(facts["build"], facts["torch"]).items():
+            index = device.removeprefix("cuda:")
+            facts["kernels"][device] = (asked(verdict, int(index)) if index.isdigit() else verdict)._asdict()
     return facts
 
 
-def text(facts: dict[str, Any]) -> str:
-    """The facts for reading."""
-    lines = []
+def _runs_on(facts: dict[str, Any]) -> str:
+    """In one sentence: do the ops run here, on which devices, and what to do where they do not."""
+    if facts["problems"]:
+        return f"nothing runs: {facts['problems'][0]}"
+    kernels = facts["kernels"].items()
+    names = {"cpu": "the CPU", "cuda": "CUDA"}
+    runs = [names.get(device, device) for device, kernel in kernels if kernel["runs"]]
+    fails = [f"{names.get(device, device)}: no, {kernel['why']}" for device, kernel in kernels if not kernel["runs"]]
+    return "; ".join([f"runs on {' and '.join(runs)}", *fails])
+
+
+def public_ops() -> list[str]:
+    """The ops as functions: each has a file of its name."""
+    return sorted(p.stem for p in Path(__file__).parents[1].joinpath("ops").glob("[!_]*.py"))
+
+
+def text(facts: dict[str, Any], list_ops: bool = False) -> str:
+    """The facts for reading, what they come to first."""
+    lines = [f"verdict    {_runs_on(facts)}"]
     build, torch_facts = facts["build"], facts["torch"]
     if build:
         cuda = (
@@ -163,9 +201,12 @@ def text(facts: dict[str, Any]) -> str:
     if torch_facts:
         cuda = f"CUDA {torch_facts['cuda']}" if torch_facts["cuda"] else "without CUDA"
         lines.append(f"torch      {torch_facts['version']}, {cuda}, libtorch in {torch_facts['libtorch']}")
-    lines += [f"op         {name}: {', '.join(keys) or 'no kernel'}" for name, keys in facts["ops"].items()]
     for device, kernel in facts["kernels"].items():
         lines.append(f"{device:<10} {'runs' if kernel['runs'] else 'does not run'}: {kernel['why']}")
+    if facts["ops"]:
+        lines.append(f"ops        {', '.join(public_ops())}")
+    if list_ops:
+        lines += [f"op         {name}: {', '.join(keys) or 'no kernel'}" for name, keys in facts["ops"].items()]
     lines += [f"problem    {problem}" for problem in facts["problems"]]
     return "\n".join(lines)
 
@@ -180,6 +221,7 @@ def add_to(tools: Any) -> None:
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the same as JSON")
+    form.add_argument("--ops", action="store_true", help="also each op of the dispatcher and where it has a kernel")
     form.add_argument("--cmake-dir", action="store_true", help="print the directory for CMake's warpsmith_DIR")
     parser.set_defaults(run=_run)
 
@@ -188,7 +230,7 @@ def _run(given: argparse.Namespace) -> int:
     if given.cmake_dir:
         return _print_cmake_dir()
     facts = collect()
-    print(json.dumps(facts, indent=2) if given.json else text(facts))
+    print(json.dumps(facts, indent=2) if given.json else text(facts, given.ops))
     return 1 if facts["problems"] else 0
 
 

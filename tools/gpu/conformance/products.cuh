@@ -37,6 +37,14 @@ EXACT("wgmma.bfloat16.8", 40, (product_case<bfloat16, 8, Swizzle::none, Major::k
 EXACT("wgmma.bfloat16.16", 40, (product_case<bfloat16, 16, Swizzle::bytes32, Major::k, Major::mn, false>));
 EXACT("wgmma.float16.32", 40, (product_case<float16, 32, Swizzle::bytes64, Major::k, Major::mn, true>));
 EXACT("wgmma.bfloat16.96", 40, (product_case<bfloat16, 96, Swizzle::bytes128, Major::k, Major::k, true>));
+EXACT("wgmma.bfloat16.80", 40, (product_case<bfloat16, 80, Swizzle::bytes32, Major::k, Major::k, false>));
+EXACT("wgmma.float16.80", 40, (product_case<float16, 80, Swizzle::bytes128, Major::k, Major::k, true>));
+EXACT("wgmma.float16.144", 40, (product_case<float16, 144, Swizzle::bytes32, Major::mn, Major::mn, false>));
+EXACT("wgmma.bfloat16.144", 40, (product_case<bfloat16, 144, Swizzle::bytes64, Major::k, Major::k, true>));
+EXACT("wgmma.bfloat16.160", 40, (product_case<bfloat16, 160, Swizzle::bytes64, Major::k, Major::mn, false>));
+EXACT("wgmma.float16.160", 40, (product_case<float16, 160, Swizzle::bytes32, Major::k, Major::mn, true>));
+EXACT("wgmma.float16.176", 40, (product_case<float16, 176, Swizzle::none, Major::k, Major::k, false>));
+EXACT("wgmma.bfloat16.176", 40, (product_case<bfloat16, 176, Swizzle::bytes32, Major::k, Major::mn, true>));
 EXACT("wgmma.bfloat16.192", 40, (product_case<bfloat16, 192, Swizzle::bytes128, Major::mn, Major::mn, false>));
 EXACT("wgmma.bfloat16.256", 40, (product_case<bfloat16, 256, Swizzle::bytes128, Major::k, Major::k, false>));
 

@@ -38,6 +38,18 @@ inline void shuffle_case(Inputs& in, Output& out) {
   out.add(y);
 }
 
+static __global__ void permute_bytes(const unsigned* x, unsigned* out) {
+  const int t = threadIdx.x;
+  out[t] = __byte_perm(x[t], x[t + 32], x[t + 64]);
+}
+inline void byte_perm_case(Inputs& in, Output& out) {
+  Array<unsigned> x(96), y(32);
+  for (unsigned& v : x.host) v = static_cast<unsigned>(in.bits());
+  for (unsigned i = 64; i < 96; ++i) x.host[i] &= 0x7777u;
+  out.check(launch(permute_bytes, {.block = 32}, nullptr, x.upload(), y.upload()));
+  out.add(y);
+}
+
 template <int Threads> __global__ void reduce_block(const float* x, float* out) {
   WARPSMITH_SHARED(float, sums, Threads / 32);
   WARPSMITH_SHARED(float, maxima, Threads / 32);
@@ -157,6 +169,7 @@ EXACT("load_store.4", 60, (vector_case<uint16_t, 2, Cache::streaming>));
 EXACT("load_store.8", 60, (vector_case<uint32_t, 2, Cache::keep>));
 EXACT("load_store.16", 60, (vector_case<uint32_t, 4, Cache::streaming>));
 EXACT("shuffle", 400, shuffle_case);
+EXACT("byte_perm", 100, byte_perm_case);
 EXACT("block_reduce.128", 200, reduce_case<128>);
 EXACT("block_reduce.96", 200, reduce_case<96>);
 EXACT("block_reduce.1024", 100, reduce_case<1024>);

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from warpsmith.testing.cpu_timer import cpu_threads
 from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.law import MEDIAN_LIMIT, Error, measure
 from warpsmith.testing.run import (
@@ -103,23 +104,23 @@ def check_edge_value(spec: OpSpec, name: str, value: str, device: str = "cpu") -
         exact = exact_result(spec, case, inputs, ours)
         for what, actual in ours.all().items():
             error = measure(what, actual, exact[what], plain[what])
-            bad = _unexpected(actual.cpu(), exact[what], plain[what].cpu(), bounds[what])
+            bad = _unexpected(actual.cpu(), exact[what], plain[what].cpu(), bounds[what], spec.edge_steps)
             assert error.ok or not bad, (
                 f"{spec.name} {case} with {name} = {value} on {device}: {error}; {bad} elements are "
                 f"neither the oracle's nor PyTorch's"
             )
 
 
-def _unexpected(actual: Tensor, exact: Tensor, plain: Tensor, bound: float) -> int:
+def _unexpected(actual: Tensor, exact: Tensor, plain: Tensor, bound: float, row_steps: int) -> int:
     """How many elements are neither the oracle's nor PyTorch's. The law's bound is taken for each row (the last
     dimension), so that the rows without the edge value are held to the ordinary one. Where PyTorch overflows in a whole
-    row its error is unknown, and two rounding steps of the row's largest finite value remain."""
+    row its error is unknown, and `row_steps` rounding steps of the row's largest finite value remain."""
     if not actual.is_floating_point():
         return int((actual != exact).sum())
     a, p, rounded = actual.double(), plain.double(), exact.to(actual.dtype).double()
     finite = p.isfinite() & rounded.isfinite()
     size = exact.abs().where(rounded.isfinite(), 0).amax(-1, keepdim=True)
-    steps = torch.finfo(actual.dtype).eps * size
+    steps = row_steps * torch.finfo(actual.dtype).eps * size
     rows = (2 * (p - exact).abs().where(finite, 0).amax(-1, keepdim=True) + steps).clamp(min=bound)
     near_overflow = exact.abs().amax(-1, keepdim=True) > torch.finfo(actual.dtype).max / 64
     good = ~a.isfinite() & exact.isfinite() & (~p.isfinite() | near_overflow)
@@ -184,13 +185,9 @@ def check_repeats_bitwise(spec: OpSpec, case: Case, device: str = "cpu") -> None
     first = _repeat(spec, case, inputs, REPEATS[device])
     if device != "cpu":
         return
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with cpu_threads(count):
             assert_same_bits(f"{spec.name} {case}: {count} threads", first, run(spec.op, spec, case, inputs).all())
-    finally:
-        torch.set_num_threads(threads)
 
 
 def check_batch_repeats_bitwise(spec: OpSpec, case: Case, elements: int, device: str = "cuda") -> None:

@@ -1,0 +1,199 @@
+#include "kernels/optim/optim.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "common/half_host.h"
+#include "common/vectorize.h"
+
+namespace warpsmith {
+namespace {
+
+// Elements of a chunk: long enough to hide the powers that each chunk computes, short enough to share out evenly.
+constexpr int32_t kChunkElems = 16 * 1024;
+
+// Elements that the loops take at least, a multiple of every vector: which products the compiler contracts differs
+// between a vectorised loop and its scalar rest, so there never is a rest.
+constexpr int64_t kBlock = 64;
+
+// A piece of one tensor, a multiple of kBlock. State pointers are null where the tensor lacks the state.
+template <class T> struct Piece {
+  int64_t count;
+  const T* grad;
+  T* param;
+  T* states[kOptimMaxStates];
+  uint32_t has;
+};
+
+template <class F, unsigned kHas, class T>
+WARPSMITH_HOST_DEVICE void update_variant(const typename F::template Scalars<T>& s, const Piece<T>& piece) {
+  const T* __restrict__ grad = piece.grad;
+  T* __restrict__ param = piece.param;
+  T* __restrict__ s0 = piece.states[0];
+  T* __restrict__ s1 = piece.states[1];
+  T* __restrict__ s2 = piece.states[2];
+  WARPSMITH_INDEPENDENT_TURNS
+  for (int64_t i = 0; i < piece.count; ++i) {
+    T p = param[i], x[kOptimMaxStates] = {};
+    if constexpr (kHas & 1) x[0] = s0[i];
+    if constexpr (kHas & 2) x[1] = s1[i];
+    if constexpr (kHas & 4) x[2] = s2[i];
+    F::template element<kHas, T>(s, grad[i], p, x);
+    param[i] = p;
+    if constexpr (kHas & 1) s0[i] = x[0];
+    if constexpr (kHas & 2) s1[i] = x[1];
+    if constexpr (kHas & 4) s2[i] = x[2];
+  }
+}
+
+template <class F, class T, size_t kFirst = 0>
+WARPSMITH_HOST_DEVICE void update_piece(const typename F::template Scalars<T>& s, const Piece<T>& piece) {
+  constexpr unsigned kHas = F::kVariants[kFirst];
+  if (piece.has == kHas)
+    update_variant<F, kHas, T>(s, piece);
+  else if constexpr (kFirst + 1 < std::size(F::kVariants))
+    update_piece<F, T, kFirst + 1>(s, piece);
+}
+
+// Free functions, two an optimizer: target_clones reaches neither lambdas nor templates that are not inlined.
+#define WARPSMITH_ROW(optimizer, F)                                                              \
+  WARPSMITH_VECTORIZE void update(F*, const F::Scalars<float>& s, const Piece<float>& piece) {   \
+    update_piece<F, float>(s, piece);                                                            \
+  }                                                                                              \
+  WARPSMITH_VECTORIZE void update(F*, const F::Scalars<double>& s, const Piece<double>& piece) { \
+    update_piece<F, double>(s, piece);                                                           \
+  }
+WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+
+bool takes_part(const OptimParams& p, int64_t tensor) {
+  const int32_t group = p.tensors[tensor].group - p.first_group;
+  return p.grads[tensor] && group >= 0 && group < p.group_count;
+}
+
+template <class F, class T> typename F::template Scalars<T> scalars_of(const OptimParams& p, const OptimTensor& t) {
+  const OptimGroup& group = p.groups[t.group - p.first_group];
+  double corrections[F::kPowers + 1];
+  const float taken = t.step ? *t.step : 0;
+  for (int i = 0; i < F::kPowers; ++i) corrections[i] = bias_correction(group.values[i], taken);
+  return optim_scalars<F, T>(group, p.grad_scale, corrections, t.step ? static_cast<double>(taken) + 1 : 0.0);
+}
+
+// The last elements of a chunk, fewer than kBlock, among zeros.
+template <class F, class T> void update_rest(const typename F::template Scalars<T>& scalars, const Piece<T>& rest) {
+  T grad[kBlock] = {}, param[kBlock] = {}, states[kOptimMaxStates][kBlock] = {};
+  Piece<T> block{kBlock, grad, param, {states[0], states[1], states[2]}, rest.has};
+  const auto each = [&](auto&& copy) {
+    copy(rest.param, param);
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((rest.has >> s) & 1) copy(rest.states[s], states[s]);
+  };
+  std::copy_n(rest.grad, rest.count, grad);
+  each([&](const T* from, T* to) { std::copy_n(from, rest.count, to); });
+  update(static_cast<F*>(nullptr), scalars, block);
+  each([&](T* to, const T* from) { std::copy_n(from, rest.count, to); });
+}
+
+// All arrays of one chunk, in T.
+template <class F, class T> void update_chunk(const typename F::template Scalars<T>& scalars, Piece<T> piece) {
+  const int64_t count = piece.count, whole = count / kBlock * kBlock;
+  piece.count = whole;
+  update(static_cast<F*>(nullptr), scalars, piece);
+  if (whole == count) return;
+  piece.count = count - whole;
+  piece.grad += whole;
+  piece.param += whole;
+  for (int s = 0; s < kOptimMaxStates; ++s)
+    if ((piece.has >> s) & 1) piece.states[s] += whole;
+  update_rest<F>(scalars, piece);
+}
+
+// 16-bit arrays are widened into blocks of float32 that stay in the first cache, updated there and rounded back.
+#define WARPSMITH_DTYPE(T)                                                                             \
+  WARPSMITH_VECTORIZE void widen(const T* __restrict__ from, float* __restrict__ to, int64_t count) {  \
+    for (int64_t i = 0; i < count; ++i) to[i] = to_float(from[i]);                                     \
+  }                                                                                                    \
+  WARPSMITH_VECTORIZE void narrow(const float* __restrict__ from, T* __restrict__ to, int64_t count) { \
+    for (int64_t i = 0; i < count; ++i) to[i] = from_float<T>(from[i]);                                \
+  }
+WARPSMITH_DTYPE(bfloat16)
+WARPSMITH_DTYPE(float16)
+WARPSMITH_DTYPE(float)
+#undef WARPSMITH_DTYPE
+
+template <class F, class P, class S> void update_stored(const typename F::template Scalars<float>& scalars,
+                                                        const OptimTensor& t, const void* grad, int64_t begin,
+                                                        int64_t count) {
+  constexpr int64_t kElems = 512;
+  float g[kElems] = {}, p[kElems] = {}, x[kOptimMaxStates][kElems] = {};
+  const auto each_state = [&](int64_t at, auto&& visit) {
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((t.has >> s) & 1) visit(static_cast<S*>(t.states[s]) + at, x[s]);
+  };
+  for (int64_t at = begin; at < begin + count; at += kElems) {
+    const int64_t elems = std::min(kElems, begin + count - at), blocks = (elems + kBlock - 1) / kBlock;
+    P* param = static_cast<P*>(t.param) + at;
+    widen(static_cast<const P*>(grad) + at, g, elems);
+    if (t.master)
+      widen(t.master + at, p, elems);
+    else
+      widen(param, p, elems);
+    each_state(at, [&](const S* from, float* to) { widen(from, to, elems); });
+    update(static_cast<F*>(nullptr), scalars, Piece<float>{blocks * kBlock, g, p, {x[0], x[1], x[2]}, t.has});
+    if (t.master) narrow(p, t.master + at, elems);
+    narrow(p, param, elems);
+    each_state(at, [&](S* to, const float* from) { narrow(from, to, elems); });
+  }
+}
+
+// Calls chunk(tensor, its gradient, first element, elements) on all threads, then counts the steps.
+template <class Chunk> void for_chunks(const OptimParams& p, const Parallel& parallel, Chunk&& chunk) {
+  parallel(p.chunk_count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const ListChunk c = p.chunks[i];
+      if (!takes_part(p, c.tensor)) continue;
+      const OptimTensor& t = p.tensors[c.tensor];
+      const int64_t first = static_cast<int64_t>(c.chunk) * t.chunk_elems;
+      chunk(t, p.grads[c.tensor], first, std::min<int64_t>(t.chunk_elems, t.numel - first));
+    }
+  });
+  for (int64_t i = 0; i < p.tensor_count; ++i)
+    if (takes_part(p, i) && p.tensors[i].step) *p.tensors[i].step += 1;
+}
+
+template <class F, class T> void step(const OptimParams& p, const Parallel& parallel) {
+  for_chunks(p, parallel, [&](const OptimTensor& t, const void* grad, int64_t first, int64_t count) {
+    Piece<T> piece{count, static_cast<const T*>(grad) + first, static_cast<T*>(t.param) + first, {}, t.has};
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((t.has >> s) & 1) piece.states[s] = static_cast<T*>(t.states[s]) + first;
+    update_chunk<F>(scalars_of<F, T>(p, t), piece);
+  });
+}
+
+template <class F, class P, class S> void step_stored(const OptimParams& p, const Parallel& parallel) {
+  for_chunks(p, parallel, [&](const OptimTensor& t, const void* grad, int64_t first, int64_t count) {
+    update_stored<F, P, S>(scalars_of<F, float>(p, t), t, grad, first, count);
+  });
+}
+
+}  // namespace
+
+int32_t optim_chunk_elems_cpu() { return kChunkElems; }
+
+Status optim_cpu(const OptimParams& p, const Parallel& parallel) {
+  if (p.found_inf && *p.found_inf != 0) return {};
+  return visit_optimizer(p.optimizer, [&]<class F>() -> Status {
+    switch (p.storage) {
+      case Storage::float32: step<F, float>(p, parallel); break;
+      case Storage::float64: step<F, double>(p, parallel); break;
+      case Storage::bfloat16: step_stored<F, bfloat16, bfloat16>(p, parallel); break;
+      case Storage::float16: step_stored<F, float16, float16>(p, parallel); break;
+      case Storage::bfloat16_master: step_stored<F, bfloat16, float>(p, parallel); break;
+      case Storage::float16_master: step_stored<F, float16, float>(p, parallel); break;
+      case Storage::bfloat16_states: step_stored<F, float, bfloat16>(p, parallel); break;
+    }
+    return {};
+  });
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,101 @@
+#include <algorithm>
+
+#include "common/half_host.h"
+#include "common/vectorize.h"
+#include "common/visit_dtype.h"
+#include "kernels/optim/grad_norm.h"
+
+namespace warpsmith {
+namespace {
+
+constexpr int32_t kChunkElems = 16 * 1024;
+constexpr int64_t kGrainChunks = 8;  // fewer are done before another thread is awake
+constexpr int64_t kLanes = 64;       // sums side by side, whatever the processor's vectors: the order is fixed
+
+template <NormOrder order, class A> WARPSMITH_HOST_DEVICE A add(A sum, A x) {
+  const A size = x < A(0) ? -x : x;
+  if constexpr (order == NormOrder::infinity) return largest(size, sum);
+  return order == NormOrder::two ? sum + x * x : sum + size;
+}
+
+// The sums of kLanes interleaved parts of x; `sums` has kLanes elements.
+template <NormOrder order, class T>
+WARPSMITH_HOST_DEVICE void add_lanes(const T* __restrict__ x, int64_t count, Arithmetic<T>* __restrict__ sums) {
+  const int64_t whole = count / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] = add<order>(sums[lane], to_float(x[i + lane]));
+  for (int64_t lane = 0; lane < count - whole; ++lane) sums[lane] = add<order>(sums[lane], to_float(x[whole + lane]));
+}
+
+// Free functions, one a dtype: target_clones reaches neither lambdas nor templates that are not inlined.
+#define WARPSMITH_DTYPE(T)                                                                           \
+  WARPSMITH_VECTORIZE void add_up(NormOrder order, const T* x, int64_t count, Arithmetic<T>* sums) { \
+    if (order == NormOrder::one) return add_lanes<NormOrder::one>(x, count, sums);                   \
+    if (order == NormOrder::two) return add_lanes<NormOrder::two>(x, count, sums);                   \
+    add_lanes<NormOrder::infinity>(x, count, sums);                                                  \
+  }                                                                                                  \
+  WARPSMITH_VECTORIZE void scale(T* x, int64_t count, Arithmetic<T> factor) {                        \
+    for (int64_t i = 0; i < count; ++i) x[i] = from_float<T>(to_float(x[i]) * factor);               \
+  }
+WARPSMITH_DTYPE(float)
+WARPSMITH_DTYPE(float16)
+WARPSMITH_DTYPE(bfloat16)
+WARPSMITH_DTYPE(double)
+#undef WARPSMITH_DTYPE
+
+double combine(NormOrder order, double a, double b) { return order == NormOrder::infinity ? largest(a, b) : a + b; }
+
+template <class T> double partial_sum(NormOrder order, const T* x, int64_t count) {
+  Arithmetic<T> sums[kLanes] = {};
+  add_up(order, x, count, sums);
+  double sum = 0;
+  for (const Arithmetic<T> lane : sums) sum = combine(order, sum, static_cast<double>(lane));
+  return sum;
+}
+
+// visit.template operator()<T>(data, count) of every chunk's elements, on all threads.
+template <class Visit> Status for_chunks(const NormTensor* tensors, const ListChunk* chunks, int64_t chunk_count,
+                                         const Parallel& parallel, Visit&& visit) {
+  parallel(chunk_count, kGrainChunks, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const NormTensor& t = tensors[chunks[i].tensor];
+      const int64_t first = int64_t{chunks[i].chunk} * t.chunk_elems;
+      const int64_t count = std::min<int64_t>(t.chunk_elems, t.numel - first);
+      // Every dtype has a loop: the visit cannot fail.
+      (void)visit_cpu_dtype(t.dtype, [&]<class T>() { visit(i, static_cast<T*>(t.data) + first, count); });
+    }
+  });
+  return {};
+}
+
+}  // namespace
+
+int32_t norm_chunk_elems_cpu() { return kChunkElems; }
+
+Status grad_norm_cpu(const GradNormParams& p, const Parallel& parallel) {
+  WARPSMITH_RETURN_IF_FAILED(for_chunks(
+      p.tensors, p.chunks, p.chunk_count, parallel,
+      [&](int64_t chunk, const auto* x, int64_t count) { p.partials[chunk] = partial_sum(p.order, x, count); }));
+  double sum = 0;
+  for (int64_t i = 0; i < p.chunk_count; ++i) sum = combine(p.order, sum, p.partials[i]);
+  *p.power_sum = sum;
+  const double norm = norm_of(sum, p.order);
+  if (p.norm_dtype == Dtype::float64)
+    *static_cast<double*>(p.norm) = norm;
+  else
+    *static_cast<float*>(p.norm) = static_cast<float>(norm);
+  return {};
+}
+
+Status clip_grads_cpu(const ClipParams& p, const Parallel& parallel) {
+  const double factor = p.norm_dtype == Dtype::float64
+                            ? clip_factor(*static_cast<const double*>(p.norm), p.max_norm)
+                            : static_cast<double>(clip_factor(*static_cast<const float*>(p.norm), p.max_norm));
+  if (factor == 1.0) return {};
+  return for_chunks(p.tensors, p.chunks, p.chunk_count, parallel, [&](int64_t, auto* x, int64_t count) {
+    using T = std::remove_pointer_t<decltype(x)>;
+    scale(x, count, static_cast<Arithmetic<T>>(factor));
+  });
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,49 @@
+#include "kernels/optim/optim.h"
+#include "host/bindings.h"
+#include "host/problem.h"
+#include "kernels/optim/optim_config.h"
+#include "kernels/optim/optimizers.h"
+
+namespace py = pybind11;
+
+namespace warpsmith::host {
+namespace {
+
+py::dict plan(const char* op, const py::kwargs& given) {
+  Problem problem(op, given);
+  const int64_t total_elems = problem.integer("total_elems", 0);
+  const auto multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
+  problem.refuse_unknown();
+
+  const OptimConfig c = choose_optim(total_elems, multiprocessors);
+  py::dict d;
+  d["threads"] = c.threads;
+  d["vectors_a_thread"] = c.vectors;
+  d["chunk_elems"] = c.chunk_elems;
+  d["why"] = c.why;
+  return d;
+}
+
+#define WARPSMITH_ROW(optimizer, F) {#optimizer, [](const py::kwargs& given) { return plan(#optimizer, given); }},
+const RegisterPlanner planners[] = {WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)};
+#undef WARPSMITH_ROW
+
+// (index, states, hyperparameters) of a row.
+template <class F> py::tuple row(Optimizer optimizer) {
+  const auto split = [](const char* names) { return py::tuple(py::str(names).attr("split")(", ")); };
+  return py::make_tuple(static_cast<int>(optimizer), split(F::kStateNames), split(F::kHyperNames));
+}
+
+const RegisterBinder registered([](py::module_& m) {
+  py::dict rows;
+#define WARPSMITH_ROW(optimizer, F) rows[#optimizer] = row<F>(Optimizer::optimizer);
+  WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+  m.attr("OPTIMIZERS") = rows;
+  py::dict storages;  // {name: index}
+  for (int i = 0; i < kStorages; ++i) storages[kStorageNames[i]] = i;
+  m.attr("OPTIMIZER_STORAGES") = storages;
+});
+
+}  // namespace
+}  // namespace warpsmith::host

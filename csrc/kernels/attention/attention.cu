@@ -1,0 +1,53 @@
+#include "kernels/attention/attention.h"
+
+#include "kernels/attention/attention_portable.h"
+#include "kernels/attention/attention_sm90.h"
+
+// Which kernels run a problem: those of sm_90a where the library was built for that architecture and they take it, else
+// the portable ones, which take every option.
+namespace warpsmith {
+
+namespace {
+#if defined(WARPSMITH_SM90A) || defined(WARPSMITH_SIM)
+constexpr bool kHopperKernels = true;
+#else
+constexpr bool kHopperKernels = false;
+#endif
+}  // namespace
+
+Status attention_forward_supported_cuda(const AttentionFwdParams& p) {
+  if constexpr (kHopperKernels)
+    if (attention_forward_supported_sm90(p).ok()) return {};
+  return attention_forward_supported_portable(p);
+}
+Status attention_backward_supported_cuda(const AttentionBwdParams& p) {
+  if constexpr (kHopperKernels)
+    if (attention_backward_supported_sm90(p).ok()) return {};
+  return attention_backward_supported_portable(p);
+}
+
+Status attention_forward_workspace_cuda([[maybe_unused]] const AttentionFwdParams& p, int64_t* bytes) {
+  if constexpr (kHopperKernels)
+    if (attention_forward_supported_sm90(p).ok()) return attention_forward_workspace_sm90(p, bytes);
+  *bytes = 0;
+  return {};
+}
+Status attention_backward_workspace_cuda(const AttentionBwdParams& p, int64_t* bytes) {
+  if constexpr (kHopperKernels)
+    if (attention_backward_supported_sm90(p).ok()) return attention_backward_workspace_sm90(p, bytes);
+  *bytes = attention_backward_workspace_portable(p);
+  return {};
+}
+
+Status attention_forward_cuda(const AttentionFwdParams& p, void* stream) {
+  if constexpr (kHopperKernels)
+    if (attention_forward_supported_sm90(p).ok()) return attention_forward_sm90(p, stream);
+  return attention_forward_portable(p, stream);
+}
+Status attention_backward_cuda(const AttentionBwdParams& p, void* stream) {
+  if constexpr (kHopperKernels)
+    if (attention_backward_supported_sm90(p).ok()) return attention_backward_sm90(p, stream);
+  return attention_backward_portable(p, stream);
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,158 @@
+#pragma once
+#include <cstdint>
+
+#include "common/dropout.h"
+#include "common/dtype.h"
+#include "common/host_device.h"
+#include "common/parallel.h"
+#include "common/status.h"
+
+// Scaled dot-product attention, one params struct for equally long sequences and for packed ones (varlen).
+//
+// With s the logit of query i and key j of one sequence and one head (head h of q reads head h * heads_k / heads_q of k
+// and v), and visible(i, j) from the window and the mask:
+//   s   = dot(q[i], k[j]) * softmax_scale
+//   s   = softcap * tanh(s / softcap)                                       if softcap > 0
+//   s  += -slope[h] * |i + shift - j|                                       if alibi_slopes
+//   s  += bias[b, h, i, j]                                                  if bias
+//   lse = log(sum over visible j of exp(s) + exp(sink[h]))                  without sink: of the sum alone
+//   out = sum over visible j of exp(s - lse) * kept(i, j) * dropout.scale * v[j]
+// A row without a visible key gives out = 0 and lse = -inf (with a sink: lse = sink), and no gradient. Masked logits
+// count as -inf whatever q, k and bias hold. Logits, sums and statistics are float (double for float64).
+namespace warpsmith {
+
+// Where the elements of a tensor of heads lie: element (b, s, h, d) at b * batch + s * seq + h * head + d, in elements.
+// Packed sequences: token t of the whole tensor at t * seq + h * head + d, and `batch` is not used.
+struct AttentionStrides {
+  int64_t batch, seq, head;
+};
+
+// A tensor that is broadcast to [batch, heads_q, seqlen_q, seqlen_k]: strides in elements, 0 along a dimension of 1.
+// In packed sequences i and j count within the sequence.
+struct AttentionBiasStrides {
+  int64_t batch, head, q, k;
+};
+
+struct AttentionProblem {
+  int64_t batch;               // sequences
+  int64_t heads_q, heads_k;    // heads_q is a multiple of heads_k
+  int64_t seqlen_q, seqlen_k;  // packed sequences: max_seqlen_q, max_seqlen_k, bounds that no sequence exceeds
+  int64_t head_dim;            // of q and k: 8 to 256 in steps of 8
+  int64_t head_dim_v;          // of v and out: 8 to 256 in steps of 8
+
+  const int32_t* cu_seqlens_q;  // [batch + 1], first token of each sequence in q, and the end; null: not packed
+  const int32_t* cu_seqlens_k;  // [batch + 1], the same of k and v; null where cu_seqlens_q is
+  int64_t total_q, total_k;     // tokens of q and of k when packed; else batch * seqlen_q and batch * seqlen_k
+
+  double softmax_scale;
+  double softcap;  // 0: none
+
+  // Key j is in the window of query i where -window_left <= j - (i + shift) <= window_right; -1: unbounded on that
+  // side. shift is seqlen_k - seqlen_q of the sequence (bottom right) or 0 (top left). causal = window_right of 0.
+  int64_t window_left, window_right;
+  bool align_bottom_right;
+
+  const void* mask;  // bool (a byte, 0: not visible), by mask_strides; null: none
+  AttentionBiasStrides mask_strides;
+  const void* bias;  // bias_dtype, by bias_strides; null: none
+  AttentionBiasStrides bias_strides;
+  Dtype bias_dtype;            // dtype, or float32 beside a 16-bit one
+  const float* alibi_slopes;   // [heads_q], or [batch, heads_q] with alibi_batch_stride = heads_q; null: none
+  int64_t alibi_batch_stride;  // 0 or heads_q
+  const void* sink;            // [heads_q], logits, sink_dtype; null: none
+  Dtype sink_dtype;            // dtype, or float32 beside a 16-bit one
+
+  Dropout dropout;  // seed null: none. The mask: kernels/attention/attention_dropout.h
+  Dtype dtype;      // of q, k, v, out and their gradients
+};
+
+struct AttentionFwdParams {
+  AttentionProblem problem;
+  const void* q;  // [batch, seqlen_q, heads_q, head_dim], or packed [total_q, heads_q, head_dim]
+  const void* k;  // [batch, seqlen_k, heads_k, head_dim], or packed [total_k, heads_k, head_dim]
+  const void* v;  // [batch, seqlen_k, heads_k, head_dim_v], or packed [total_k, heads_k, head_dim_v]
+  void* out;      // [batch, seqlen_q, heads_q, head_dim_v], or packed [total_q, heads_q, head_dim_v]
+  void* lse;      // [batch, heads_q, seqlen_q], or packed [heads_q, total_q]; contiguous, float; null: not wanted
+  AttentionStrides q_strides, k_strides, v_strides, out_strides;
+  // attention_forward_workspace_*(...) bytes, aligned to 256, contents undefined; null where that is 0.
+  void* workspace;
+};
+
+// With p = exp(s - lse), m = kept * dropout.scale and delta = dot(dout[i], out[i]) - dlse[i]:
+//   dv[j] = sum over i of p * m * dout[i]          ds = p * (m * dot(dout[i], v[j]) - delta)
+//   dsink = -sum over b, i of exp(sink - lse) * delta       dbias = ds, summed over the dimensions of stride 0
+//   ds *= 1 - (capped s / softcap)^2 if softcap > 0
+//   dq[i] = softmax_scale * sum over j of ds * k[j]         dk[j] = softmax_scale * sum over i of ds * q[i]
+// dk and dv sum over the heads of q that share a head of k.
+struct AttentionBwdParams {
+  AttentionProblem problem;
+  const void* dout;  // as out
+  const void* dlse;  // as lse; null: zero
+  const void* q;
+  const void* k;
+  const void* v;
+  const void* out;
+  const void* lse;  // never null
+  void* dq;         // as q
+  void* dk;         // as k
+  void* dv;         // as v; dq, dk and dv are never null
+  void* dbias;      // as bias, bias_dtype, by dbias_strides; null: not wanted
+  void* dsink;      // [heads_q], sink_dtype; null: not wanted
+  AttentionStrides dout_strides, q_strides, k_strides, v_strides, out_strides, dq_strides, dk_strides, dv_strides;
+  AttentionBiasStrides dbias_strides;  // 0 where bias_strides is 0 or the dimension is 1
+  bool deterministic;                  // equal bits run to run; false allows a faster path with atomics
+  // attention_backward_workspace_*(...) bytes, aligned to 256, contents undefined: delta, dq in float, semaphores and
+  // whatever else a kernel needs; it initialises what it uses. null where that is 0.
+  void* workspace;
+};
+
+// Every strides struct: head_dim is contiguous, and no other stride is promised: they may be 0 (expanded dout, k and v)
+// or anything else, and offsets exceed 2^31. Pointers are aligned to their element only; kernels that need more
+// (16-byte vectors, TMA) say so through *_supported_cuda, and the binding then makes an aligned copy.
+//
+// What is packed: the kernels clamp the entries of cu_seqlens (attention_sequence), so that no value of theirs leads to
+// an access out of bounds. Tokens of q at or after cu_seqlens_q[batch] get out = 0, lse = -inf and dq = 0; tokens of k
+// at or after cu_seqlens_k[batch] get dk = dv = 0.
+
+// The tokens [start, start + length) of a packed sequence.
+struct AttentionSequence {
+  int64_t start, length;
+};
+
+WARPSMITH_HOST_DEVICE AttentionSequence attention_sequence(const int32_t* cu_seqlens, int64_t sequence, int64_t total,
+                                                           int64_t max_seqlen) {
+  int64_t start = cu_seqlens[sequence], end = cu_seqlens[sequence + 1];
+  start = start < 0 ? 0 : (start > total ? total : start);
+  end = end < start ? start : (end > total ? total : end);
+  return {start, end - start > max_seqlen ? max_seqlen : end - start};
+}
+
+// The keys [begin, end) in the window of queries [first, last] (inclusive) of a sequence: a superset for those of each
+// query, exact where first == last. `shift` as in AttentionProblem. begin >= end: none.
+struct AttentionKeys {
+  int64_t begin, end;
+};
+
+WARPSMITH_HOST_DEVICE AttentionKeys attention_keys(const AttentionProblem& p, int64_t first, int64_t last,
+                                                   int64_t shift, int64_t seqlen_k) {
+  const int64_t begin = p.window_left < 0 ? 0 : first + shift - p.window_left;
+  const int64_t end = p.window_right < 0 ? seqlen_k : last + shift + p.window_right + 1;
+  return {begin < 0 ? 0 : begin, end > seqlen_k ? seqlen_k : end};
+}
+
+// Whether there is a kernel on the current device: ok, or `unsupported` with the reason in one sentence.
+Status attention_forward_supported_cuda(const AttentionFwdParams& params);
+Status attention_backward_supported_cuda(const AttentionBwdParams& params);
+
+// How many bytes of workspace a call needs; `workspace` of params is not read. The CUDA answer depends on the current
+// device. None grows with seqlen_q * seqlen_k.
+Status attention_forward_workspace_cuda(const AttentionFwdParams& params, int64_t* bytes);
+Status attention_backward_workspace_cuda(const AttentionBwdParams& params, int64_t* bytes);
+int64_t attention_backward_workspace_cpu(const AttentionBwdParams& params);
+
+Status attention_forward_cuda(const AttentionFwdParams& params, void* stream);
+Status attention_backward_cuda(const AttentionBwdParams& params, void* stream);
+Status attention_forward_cpu(const AttentionFwdParams& params, const Parallel& parallel);
+Status attention_backward_cpu(const AttentionBwdParams& params, const Parallel& parallel);
+
+}  // namespace warpsmith

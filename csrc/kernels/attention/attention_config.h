@@ -1,0 +1,173 @@
+#pragma once
+#include <cstdint>
+
+// Which kernel runs an attention problem: pure functions of the problem, printable through warpsmith.plan("attention").
+namespace warpsmith {
+
+namespace attention {
+
+// What a Hopper forward kernel is compiled for.
+struct ForwardTile {
+  int head_dim;      // of q, k and v, which are padded to it
+  int groups;        // consumer warpgroups, of 64 query rows each
+  int block_keys;    // keys of a block
+  int block_stages;  // blocks of keys or values in flight
+  bool turns;        // warpgroups issue their products one after the other
+  bool extended;     // softcap
+
+  constexpr int tile_rows() const { return 64 * groups; }
+  constexpr int threads() const { return 128 * (groups + 1); }
+  // Registers of a thread after they have been moved from the first warpgroup to the consumers. Together no more than
+  // at entry: 168 of 384 threads, 128 of 512.
+  constexpr int producer_registers() const { return groups == 2 ? 40 : 32; }
+  constexpr int consumer_registers() const { return groups == 2 ? 232 : 160; }
+  constexpr int query_bytes() const { return 64 * head_dim * 2; }  // of one warpgroup
+  constexpr int block_bytes() const { return block_keys * head_dim * 2; }
+  constexpr int shared_bytes() const { return 2 * groups * query_bytes() + block_stages * block_bytes(); }
+  constexpr bool operator==(const ForwardTile&) const = default;
+};
+
+// At head dimension 64 exponentials take as long as products: three warpgroups keep both units busy. Tiles of two leave
+// less of a short triangle to the mask.
+constexpr ForwardTile kForward128{128, 2, 128, 5, false, false};
+constexpr ForwardTile kForward64{64, 3, 96, 8, true, false};
+constexpr ForwardTile kForward64Short{64, 2, 128, 8, true, false};
+constexpr ForwardTile kForward128Extended{128, 2, 128, 5, false, true};
+constexpr ForwardTile kForward64Extended{64, 2, 128, 8, true, true};
+
+constexpr ForwardTile kForwardTiles[] = {kForward128, kForward64, kForward64Short, kForward128Extended,
+                                         kForward64Extended};
+
+// What a Hopper backward kernel is compiled for: tiles of 128 keys, steps of 64 queries, two consumer warpgroups.
+struct BackwardTile {
+  int head_dim;      // of q, k and v, which are padded to it
+  int query_stages;  // blocks of q and dout in flight
+  int key_stages;    // tiles of k in flight, and of v
+  int value_stages;
+  int adders;  // threads that add dq to global memory
+  bool ahead;  // scores of the next step are multiplied during this one, instead of steps in turns
+
+  // The loader and three adders fill a warpgroup, further adders a second one.
+  constexpr int producer_groups() const { return adders > 3 ? 2 : 1; }
+  constexpr int threads() const { return 128 * (producer_groups() + 2); }
+  // After registers have been moved to the consumers: together no more than 3 * 168 or 4 * 128.
+  constexpr int producer_registers() const { return producer_groups() == 1 ? 24 : 32; }
+  constexpr int consumer_registers() const { return producer_groups() == 1 ? 240 : 224; }
+  constexpr bool operator==(const BackwardTile&) const = default;
+};
+
+// Head dimension 128 takes every register, so that the scores of the next step have no place: the consumers keep half a
+// step apart instead. At 64 there is room for them, and steps are so short that three adders could not keep up.
+constexpr BackwardTile kBackward128{128, 2, 2, 1, 3, false};
+constexpr BackwardTile kBackward64{64, 4, 3, 2, 6, true};
+constexpr BackwardTile kBackwardTiles[] = {kBackward128, kBackward64};
+
+// Where a tile stands in its list. Kernels take this number as their argument, because nvcc 13.0 cannot write the
+// host's half of a kernel whose argument is a value of a class in a namespace.
+constexpr int index_of(const ForwardTile& tile) {
+  int i = 0;
+  while (!(kForwardTiles[i] == tile)) ++i;
+  return i;
+}
+constexpr int index_of(const BackwardTile& tile) {
+  int i = 0;
+  while (!(kBackwardTiles[i] == tile)) ++i;
+  return i;
+}
+
+}  // namespace attention
+
+// What the choice of a kernel depends on.
+struct AttentionKernelProblem {
+  int64_t seqlen_q = 0, seqlen_k = 0;  // packed: the most
+  int head_dim = 0, head_dim_v = 0;
+  int element_bytes = 2;
+  bool causal = false;  // no key after the diagonal: window_right >= 0
+  bool softcap = false;
+  bool mask = false, bias = false, alibi = false, dropout = false;
+  bool positive_scale = true;
+  bool aligned = true;     // base addresses and strides are multiples of 16 bytes and below 2^40, none is 0
+  bool vectors = true;     // base addresses and strides are multiples of 16 bytes
+  bool fits_grid = true;   // no kernel needs more than 2^31 - 1 blocks
+  bool sm90a_code = true;  // the current device runs code of sm_90a
+};
+
+// The Hopper kernel of a forward, or why there is none.
+struct AttentionForwardChoice {
+  bool supported = false;
+  attention::ForwardTile tile{};
+  const char* why = "";
+};
+
+namespace attention {
+
+// Why no Hopper kernel takes the problem; null if one does.
+constexpr const char* reason_against_sm90(const AttentionKernelProblem& p) {
+  if (!p.sm90a_code) return "a device that runs no code of sm_90a";
+  if (p.element_bytes != 2) return "a dtype other than float16 and bfloat16";
+  if (p.head_dim > 128 || p.head_dim_v > 128) return "head dimensions above 128";
+  if (p.seqlen_q <= 0 || p.seqlen_k <= 0) return "sequences without tokens";
+  if (p.mask) return "a mask tensor";
+  if (p.bias) return "a bias";
+  if (p.alibi) return "ALiBi slopes";
+  if (p.dropout) return "dropout";
+  if (!p.positive_scale) return "a softmax_scale that is not positive";
+  if (!p.aligned) return "addresses or strides that are no multiples of 16 bytes";
+  if (p.seqlen_q >= int64_t{1} << 28 || p.seqlen_k >= int64_t{1} << 28) return "sequences of 2^28 tokens or more";
+  return nullptr;
+}
+
+// Why no portable kernel takes the problem; null if one does.
+constexpr const char* reason_against_portable(const AttentionKernelProblem& p) {
+  if (p.element_bytes > 4) return "float64";
+  if (!p.vectors) return "addresses or strides that are no multiples of 16 bytes";
+  if (p.seqlen_q >= int64_t{1} << 28 || p.seqlen_k >= int64_t{1} << 28) return "sequences of 2^28 tokens or more";
+  if (!p.fits_grid) return "more than 2^31 - 1 tiles of rows";
+  return nullptr;
+}
+
+}  // namespace attention
+
+// Measured on one H200 (2026-11-22, docs/design/2026-11-22-attention-sm90.md): at head dimension 64 and causal, tiles
+// of 128 rows are ahead up to 2,048 keys.
+constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKernelProblem& p) {
+  AttentionForwardChoice c;
+  c.why = attention::reason_against_sm90(p);
+  if (c.why != nullptr) return c;
+  c.supported = true;
+  const bool small = p.head_dim <= 64 && p.head_dim_v <= 64;
+  if (p.softcap) {
+    c.tile = small ? attention::kForward64Extended : attention::kForward128Extended;
+    c.why = "softcap: the kernel with more arithmetic between the products";
+  } else if (!small) {
+    c.tile = attention::kForward128;
+    c.why = "head dimensions up to 128: two warpgroups of 64 queries, 128 keys a step";
+  } else if (p.causal && p.seqlen_k <= 2048) {
+    c.tile = attention::kForward64Short;
+    c.why = "head dimension 64, short and causal: two warpgroups leave less of the triangle to the mask";
+  } else {
+    c.tile = attention::kForward64;
+    c.why = "head dimension 64: three warpgroups keep products and exponentials busy";
+  }
+  return c;
+}
+
+// The Hopper kernel of a backward, or why there is none.
+struct AttentionBackwardChoice {
+  bool supported = false;
+  attention::BackwardTile tile{};
+  const char* why = "";
+};
+
+constexpr AttentionBackwardChoice choose_attention_backward_sm90(const AttentionKernelProblem& p) {
+  AttentionBackwardChoice c;
+  c.why = attention::reason_against_sm90(p);
+  if (c.why == nullptr && p.softcap) c.why = "softcap";
+  if (c.why != nullptr) return c;
+  c.supported = true;
+  c.tile = p.head_dim <= 64 && p.head_dim_v <= 64 ? attention::kBackward64 : attention::kBackward128;
+  c.why = "128 keys a block, 64 queries a step; dq is added in the order of the keys";
+  return c;
+}
+
+}  // namespace warpsmith

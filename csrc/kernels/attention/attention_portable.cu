@@ -1,0 +1,93 @@
+#include "kernels/attention/attention_portable.h"
+
+#include <algorithm>
+#include <string>
+
+#include "common/half.h"
+#include "kernels/attention/attention_config.h"
+#include "kernels/attention/head_tensor.h"
+#include "kernels/attention/portable_config.h"
+#include "kernels/attention/portable_grid.h"
+
+namespace warpsmith {
+namespace attention {
+namespace {
+
+bool fits_vectors(const HeadTensor& t, Dtype dtype) {
+  const auto fits = [&](int64_t stride, int64_t size) { return size <= 1 || stride * size_bytes(dtype) % 16 == 0; };
+  return reinterpret_cast<uintptr_t>(t.base) % 16 == 0 && fits(t.strides.seq, t.length) &&
+         fits(t.strides.head, t.heads) && fits(t.strides.batch, t.batch);
+}
+
+constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
+
+Status supported(const AttentionProblem& p, bool vectors, int64_t blocks) {
+  AttentionKernelProblem k;
+  k.element_bytes = size_bytes(p.dtype);
+  k.seqlen_q = p.seqlen_q;
+  k.seqlen_k = p.seqlen_k;
+  k.vectors = vectors;
+  k.fits_grid = blocks <= kMostBlocks;
+  const char* why = reason_against_portable(k);
+  return why == nullptr ? Status() : Status::unsupported(std::string("no portable kernel for ") + why);
+}
+
+int tile_of(const AttentionProblem& p) {
+  return portable_tile(std::min(size_bytes(p.dtype), 4), std::max(p.head_dim, p.head_dim_v));
+}
+
+}  // namespace
+}  // namespace attention
+
+Status attention_forward_supported_portable(const AttentionFwdParams& x) {
+  using namespace attention;
+  const AttentionProblem& p = x.problem;
+  const bool vectors = fits_vectors(head_tensor(x.q, x.q_strides, p, true, p.head_dim), p.dtype) &&
+                       fits_vectors(head_tensor(x.k, x.k_strides, p, false, p.head_dim), p.dtype) &&
+                       fits_vectors(head_tensor(x.v, x.v_strides, p, false, p.head_dim_v), p.dtype) &&
+                       fits_vectors(head_tensor(x.out, x.out_strides, p, true, p.head_dim_v), p.dtype);
+  return supported(p, vectors, row_tiles(p, false, kPortableForward[tile_of(p)].rows) * p.heads_q);
+}
+
+Status attention_backward_supported_portable(const AttentionBwdParams& x) {
+  using namespace attention;
+  const AttentionProblem& p = x.problem;
+  const bool vectors = fits_vectors(head_tensor(x.q, x.q_strides, p, true, p.head_dim), p.dtype) &&
+                       fits_vectors(head_tensor(x.k, x.k_strides, p, false, p.head_dim), p.dtype) &&
+                       fits_vectors(head_tensor(x.v, x.v_strides, p, false, p.head_dim_v), p.dtype) &&
+                       fits_vectors(head_tensor(x.out, x.out_strides, p, true, p.head_dim_v), p.dtype) &&
+                       fits_vectors(head_tensor(x.dout, x.dout_strides, p, true, p.head_dim_v), p.dtype) &&
+                       fits_vectors(head_tensor(x.dq, x.dq_strides, p, true, p.head_dim), p.dtype) &&
+                       fits_vectors(head_tensor(x.dk, x.dk_strides, p, false, p.head_dim), p.dtype) &&
+                       fits_vectors(head_tensor(x.dv, x.dv_strides, p, false, p.head_dim_v), p.dtype);
+  const PortableTile& tile = kPortableBackward[tile_of(p)];
+  int64_t blocks = std::max(row_tiles(p, false, std::min(tile.rows, kStatisticsQueries)) * p.heads_q,
+                            row_tiles(p, true, tile.rows) * p.heads_k);
+  if (x.dbias != nullptr) blocks = std::max(blocks, BiasTiles(p, x.dbias_strides, tile.rows, tile.columns).count);
+  return supported(p, vectors, blocks);
+}
+
+int64_t attention_backward_workspace_portable(const AttentionBwdParams& x) {
+  using namespace attention;
+  return row_tiles(x.problem, false, kStatisticsQueries) * x.problem.heads_q * kStatistics * 4;
+}
+
+Status attention_forward_portable(const AttentionFwdParams& p, void* stream) {
+  WARPSMITH_RETURN_IF_FAILED(attention_forward_supported_portable(p));
+  switch (p.problem.dtype) {
+    case Dtype::bfloat16: return attention::run_forward_portable<bfloat16>(p, stream);
+    case Dtype::float16: return attention::run_forward_portable<float16>(p, stream);
+    default: return attention::run_forward_portable<float>(p, stream);
+  }
+}
+
+Status attention_backward_portable(const AttentionBwdParams& p, void* stream) {
+  WARPSMITH_RETURN_IF_FAILED(attention_backward_supported_portable(p));
+  switch (p.problem.dtype) {
+    case Dtype::bfloat16: return attention::run_backward_portable<bfloat16>(p, stream);
+    case Dtype::float16: return attention::run_backward_portable<float16>(p, stream);
+    default: return attention::run_backward_portable<float>(p, stream);
+  }
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,22 @@
+#pragma once
+#include "kernels/attention/attention.h"
+
+// The portable kernels (code of sm_80 and newer), one implementation of what attention.h declares, with every option.
+// Every pointer to rows and every stride must be a multiple of 16 bytes; strides may be 0.
+namespace warpsmith {
+
+Status attention_forward_supported_portable(const AttentionFwdParams& params);
+Status attention_forward_portable(const AttentionFwdParams& params, void* stream);
+
+Status attention_backward_supported_portable(const AttentionBwdParams& params);
+int64_t attention_backward_workspace_portable(const AttentionBwdParams& params);
+Status attention_backward_portable(const AttentionBwdParams& params, void* stream);
+
+namespace attention {
+
+// The kernels of one dtype, each in a .cu of its own. T: float, float16 or bfloat16.
+template <class T> Status run_forward_portable(const AttentionFwdParams& params, void* stream);
+template <class T> Status run_backward_portable(const AttentionBwdParams& params, void* stream);
+
+}  // namespace attention
+}  // namespace warpsmith

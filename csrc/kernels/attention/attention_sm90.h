@@ -1,0 +1,15 @@
+#pragma once
+#include "kernels/attention/attention.h"
+
+// The Hopper kernels (sm_90a), one implementation of what attention.h declares: supported, workspace and run as there.
+namespace warpsmith {
+
+Status attention_forward_supported_sm90(const AttentionFwdParams& params);
+Status attention_forward_workspace_sm90(const AttentionFwdParams& params, int64_t* bytes);
+Status attention_forward_sm90(const AttentionFwdParams& params, void* stream);
+
+Status attention_backward_supported_sm90(const AttentionBwdParams& params);
+Status attention_backward_workspace_sm90(const AttentionBwdParams& params, int64_t* bytes);
+Status attention_backward_sm90(const AttentionBwdParams& params, void* stream);
+
+}  // namespace warpsmith

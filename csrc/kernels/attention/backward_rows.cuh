@@ -1,0 +1,231 @@
+#pragma once
+#include <cmath>
+
+#include "device/convert.h"
+#include "device/packed.h"
+#include "device/programmatic_launch.h"
+#include "device/reduce.h"
+#include "kernels/attention/backward_order.cuh"
+#include "kernels/attention/online_softmax.cuh"
+#include "kernels/attention/store_accumulators.cuh"
+
+// What surrounds the Hopper backward, by blocks of 64 query rows of one head: the statistics before it, dq after it.
+namespace warpsmith::attention {
+
+struct RowParams {
+  Window window;
+  const int32_t *cu_seqlens_q, *cu_seqlens_k;  // null: not packed
+  int64_t batch, queries, keys, total_q, total_k;
+  int heads, head_dim, head_dim_v;
+  const void *dout, *out;
+  const float *lse, *dlse;  // dlse: null: zero
+  void* dq;
+  AttentionStrides dout_strides, out_strides, dq_strides;
+  float* statistics;  // as in BackwardParams
+  const float* dq_sums;
+  int* turns;
+  int* counter;
+  float scale;
+};
+
+// The queries of a block: its sequence, where its rows lie, and whether some tile of keys visits it.
+struct RowBlock {
+  int64_t batch;      // packed: 0
+  int64_t token;      // the first row
+  int64_t statistic;  // of the first row in lse, without its head's part
+  int64_t head_rows;  // from head to head in lse
+  int rows;           // 0: the number belongs to no block
+  bool visited;
+};
+
+__device__ __forceinline__ RowBlock row_block(const RowParams& p, int64_t number) {
+  RowBlock r{};
+  int64_t sequence, queries = p.queries, keys = p.keys, start = 0, block;
+  if (p.cu_seqlens_q != nullptr) {
+    const int batch = static_cast<int>(p.batch), total_q = static_cast<int>(p.total_q);
+    const int most_q = static_cast<int>(p.queries), most_k = static_cast<int>(p.keys);
+    const auto first = [&](int i) {
+      return first_block(p.cu_seqlens_q, i, sequence_at(p.cu_seqlens_q, i, batch, total_q, most_q).start, 0);
+    };
+    int low = 0, high = batch + 1;  // first(low) <= number < first(high)
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (first(middle) <= number ? low : high) = middle;
+    }
+    sequence = low;
+    const Sequence q = sequence_at(p.cu_seqlens_q, low, batch, total_q, most_q);
+    start = q.start;
+    queries = q.length;
+    keys = low < batch ? sequence_at(p.cu_seqlens_k, low, batch, static_cast<int>(p.total_k), most_k).length : 0;
+    block = number - first(low);
+    r.statistic = start;
+    r.head_rows = p.total_q;
+  } else {
+    const int64_t blocks = (queries + kBlockQueries - 1) / kBlockQueries;
+    sequence = number / blocks;
+    block = number - sequence * blocks;
+    r.batch = sequence;
+    r.statistic = sequence * p.heads * queries;
+    r.head_rows = queries;
+  }
+  r.token = start + block * kBlockQueries;
+  r.statistic += block * kBlockQueries;
+  const int64_t left = queries - block * kBlockQueries;
+  r.rows = static_cast<int>(left < 0 ? 0 : left < kBlockQueries ? left : kBlockQueries);
+  if (r.rows > 0) {
+    const VisitingTiles tiles =
+        visiting_tiles(p.window, static_cast<int>(block), static_cast<int>(queries), static_cast<int>(keys));
+    r.visited = tiles.end > tiles.first;
+  }
+  return r;
+}
+
+constexpr int kRowThreads = 256;
+constexpr int kRowLanes = 16;  // threads of a row: 8 columns each
+
+// delta = rowsum(dout * out) - dlse, and lse in units of log2; +inf for rows without keys and rows that do not exist,
+// whose probabilities are then 0. Resets the turns and the counter. dq = 0 where no tile adds anything.
+template <class T> __global__ void __launch_bounds__(kRowThreads) backward_statistics(const RowParams p) {
+  device::launch_dependents();
+  const int64_t number = blockIdx.x / static_cast<unsigned>(p.heads);
+  const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.heads));
+  const int thread = static_cast<int>(threadIdx.x), t = thread % kRowLanes, first = thread / kRowLanes;
+  if (blockIdx.x == 0 && thread == 0) device::store(p.counter, 0);
+  const int64_t at = number * p.heads + head;
+  if (thread < 2) device::store(p.turns + at * 2 + thread, 0);
+  const RowBlock r = row_block(p, number);
+  using Eight = device::Packed<T, 8>;
+  constexpr int kRows = kRowThreads / kRowLanes, kTurns = kBlockQueries / kRows;
+  const T* dout = static_cast<const T*>(p.dout) + r.batch * p.dout_strides.batch + head * p.dout_strides.head;
+  const T* out = static_cast<const T*>(p.out) + r.batch * p.out_strides.batch + head * p.out_strides.head;
+  Eight x[kTurns], y[kTurns];
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const int row = i * kRows + first;
+    x[i] = y[i] = Eight{};
+    if (row < r.rows && t * 8 < p.head_dim_v) {
+      x[i] = device::load(device::packed_at<T, 8>(dout, (r.token + row) * p.dout_strides.seq + t * 8));
+      y[i] = device::load(device::packed_at<T, 8>(out, (r.token + row) * p.out_strides.seq + t * 8));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const int row = i * kRows + first;
+    float a[8], b[8], delta = 0.0f;
+    device::unpack<T, 8>(a, x[i]);
+    device::unpack<T, 8>(b, y[i]);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) delta += a[e] * b[e];
+    delta = device::group_sum<kRowLanes>(delta);
+    if (t == 0) {
+      float lse = INFINITY;
+      if (row < r.rows) {
+        const int64_t statistic = r.statistic + head * r.head_rows + row;
+        lse = device::load(p.lse + statistic) * kLog2e;
+        if (lse == -INFINITY) lse = INFINITY;
+        if (p.dlse != nullptr) delta -= device::load(p.dlse + statistic);
+      }
+      float* to = p.statistics + at * 2 * kBlockQueries + statistics_place(row);
+      device::store(to, lse);
+      device::store(to + kBlockQueries, delta);
+    }
+    if (!r.visited && row < r.rows && t * 8 < p.head_dim) {
+      T* dq = static_cast<T*>(p.dq) + r.batch * p.dq_strides.batch + head * p.dq_strides.head;
+      device::store(device::packed_at<T, 8>(dq, (r.token + row) * p.dq_strides.seq + t * 8), Eight{});
+    }
+  }
+}
+
+constexpr int kDqThreads = 128;
+
+// dq = scale * its sums, which lie as the accumulators of two warpgroups: halves of the columns one after the other.
+template <class T, int kHeadDim> __global__ void __launch_bounds__(kDqThreads) backward_dq(const RowParams p) {
+  device::wait_for_previous_kernel();
+  const int64_t number = blockIdx.x / static_cast<unsigned>(p.heads);
+  const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.heads));
+  const RowBlock r = row_block(p, number);
+  if (!r.visited) return;
+  constexpr int kHalf = kHeadDim / 2;
+  using Four = device::Vector<float, 4>;
+  const int thread = static_cast<int>(threadIdx.x);
+  const Four* from =
+      reinterpret_cast<const Four*>(p.dq_sums + (number * p.heads + head) * kBlockQueries * kHeadDim) + thread;
+  T* dq = static_cast<T*>(p.dq) + r.batch * p.dq_strides.batch + head * p.dq_strides.head + r.token * p.dq_strides.seq;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float x[kHalf / 2];
+#pragma unroll
+    for (int i = 0; i < kHalf / 8; ++i) {
+      const Four four = device::load(from + (half * kHalf / 8 + i) * kDqThreads);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[4 * i + e] = four.at[e];
+    }
+    store_accumulators(dq + half * kHalf, p.dq_strides.seq, x, p.scale, thread / 32 * 16 + thread % 32 / 4, r.rows,
+                       p.head_dim - half * kHalf, thread % 32);
+  }
+}
+
+struct UnseenParams {
+  Schedule schedule;  // of tiles of keys
+  Window window;
+  const int32_t *cu_seqlens_q, *cu_seqlens_k;  // null: not packed
+  int queries, keys, total_q, total_k;
+  int head_dim, head_dim_v;
+  void *dk, *dv;
+  AttentionStrides dk_strides, dv_strides;
+};
+
+// dk = dv = 0 for tiles of keys that no query sees: backward_sm90 does not visit them. A block a tile.
+template <class T> __global__ void __launch_bounds__(kDqThreads) backward_unseen_keys(const UnseenParams p) {
+  const TileIndex at = tile_at(p.schedule, static_cast<int>(blockIdx.x));
+  if (at.batch < 0) return;
+  int queries = p.queries, keys = p.keys, token = 0, batch = at.batch;
+  if (p.cu_seqlens_q != nullptr) {
+    const Sequence k = sequence_at(p.cu_seqlens_k, at.batch, p.schedule.batch, p.total_k, p.keys);
+    keys = k.length;
+    token = k.start;
+    queries = 0;
+    if (at.batch < p.schedule.batch)
+      queries = sequence_at(p.cu_seqlens_q, at.batch, p.schedule.batch, p.total_q, p.queries).length;
+    batch = 0;
+  }
+  const VisitedBlocks visited = visited_blocks(p.window, at.row_tile, queries, keys);
+  if (visited.end > visited.first) return;
+  const int first = at.row_tile * kTileKeys, rows = min(kTileKeys, keys - first);
+  using Eight = device::Packed<T, 8>;
+  const auto clear = [&](void* to, const AttentionStrides& s, int columns) {
+    T* base = static_cast<T*>(to) + batch * s.batch + at.head * s.head + (int64_t{token} + first) * s.seq;
+    const int chunks = columns / 8;
+    for (int i = static_cast<int>(threadIdx.x); i < rows * chunks; i += kDqThreads)
+      device::store(device::packed_at<T, 8>(base, i / chunks * s.seq + i % chunks * 8), Eight{});
+  };
+  clear(p.dk, p.dk_strides, p.head_dim);
+  clear(p.dv, p.dv_strides, p.head_dim_v);
+}
+
+struct SinkParams {
+  const float* statistics;  // as in BackwardParams
+  const void* sink;         // [heads]
+  void* dsink;              // [heads]
+  int64_t blocks;
+  int heads;
+};
+
+constexpr int kSinkThreads = 256;
+
+// dsink = -sum over rows of exp(sink - lse) * delta, in a fixed order. A block a head. S: the dtype of sink.
+template <class S> __global__ void __launch_bounds__(kSinkThreads) backward_sink(const SinkParams p) {
+  WARPSMITH_SHARED(float, scratch, kSinkThreads / 32);
+  const int head = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  const float sink = device::to_float(device::load(static_cast<const S*>(p.sink) + head)) * kLog2e;
+  float sums[1] = {0.0f};
+  constexpr int kAtOnce = kSinkThreads / kBlockQueries;
+  for (int64_t i = thread / kBlockQueries; i < p.blocks; i += kAtOnce) {
+    const float* row = p.statistics + (i * p.heads + head) * 2 * kBlockQueries + thread % kBlockQueries;
+    sums[0] -= device::exp2(sink - device::load(row)) * device::load(row + kBlockQueries);
+  }
+  device::block_reduce<kSinkThreads>(sums, scratch, device::Sum());
+  if (thread == 0) device::store(static_cast<S*>(p.dsink) + head, device::from_float<S>(sums[0]));
+}
+
+}  // namespace warpsmith::attention

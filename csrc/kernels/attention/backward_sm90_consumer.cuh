@@ -1,0 +1,190 @@
+#pragma once
+#include <cmath>
+
+#include "device/convert.h"
+#include "device/math.h"
+#include "device/matrix_access.h"
+#include "device/wgmma.h"
+#include "kernels/attention/backward_sm90_pipeline.cuh"
+#include "kernels/attention/store_accumulators.cuh"
+
+// What the consumer warpgroups of the Hopper backward (backward_sm90.cuh) do in a step: the five products and what is
+// between them. In which order: backward_sm90_turns.cuh, backward_sm90_ahead.cuh.
+namespace warpsmith::attention {
+
+// A warpgroup owns 64 keys of each tile. Of the transposed scores a thread has two rows (keys): `row` and eight below.
+template <class T, BackwardTile tile> struct BackwardConsumer {
+  using Shared = BackwardShared<tile>;
+  static constexpr int kPanels = Shared::kPanels, kHalf = tile.head_dim / 2;  // columns of dq of a warpgroup
+
+  const BackwardParams& p;
+  const Shared& shared;
+  const int group, lane, warp;
+  unsigned it = 0, tiles = 0;  // steps and tiles so far
+  unsigned step3 = 0;          // halves of dq handed over, modulo 3
+  const KeyTile* t;            // in shared memory
+  // Blocks of queries from the first to the last of these see all of the warpgroup's keys.
+  int whole_first, whole_last;
+  float dk[tile.head_dim / 2], dv[tile.head_dim / 2];
+  float s[32], dp[32];  // transposed: 64 keys x 64 queries
+  float dq[kHalf / 2];
+  uint32_t pr[4][4], ds[4][4];  // packed probabilities and dS: A operands
+
+  __device__ __forceinline__ BackwardConsumer(const BackwardParams& params, const Shared& memory, int warpgroup)
+      : p(params), shared(memory), group(warpgroup), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4) {}
+
+  __device__ __forceinline__ void arrive(Mbarrier* barrier) {
+    if (lane == 0) device::mbarrier_arrive(barrier);
+  }
+  static __device__ __forceinline__ uint64_t k_major(const unsigned char* start) {
+    return device::wgmma_descriptor(Swizzle::bytes128, start, 16, 1024);
+  }
+  static __device__ __forceinline__ uint64_t mn_major(const unsigned char* start, int rows) {
+    return device::wgmma_descriptor(Swizzle::bytes128, start, rows * kRowBytes, 1024);
+  }
+
+  // out = own rows of `keys` times queries^T, asynchronously.
+  __device__ __forceinline__ void multiply_rows(float (&out)[32], const unsigned char* keys,
+                                                const unsigned char* queries) {
+    const uint64_t a = k_major(keys + group * 64 * kRowBytes), b = k_major(queries);
+    device::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < tile.head_dim / 16; ++i) {
+      const uint64_t x = device::advance(a, i / 4 * kTileKeys * kRowBytes + i % 4 * 32);
+      const uint64_t y = device::advance(b, i / 4 * kBlockQueries * kRowBytes + i % 4 * 32);
+      if (i == 0)
+        device::wgmma_overwrite<T, 64>(out, x, y);
+      else
+        device::wgmma<T, 64>(out, x, y, true);
+    }
+    device::wgmma_commit();
+  }
+  // This warpgroup's columns of dq = dS k of step i, when the other warpgroup's dS is there as well, asynchronously.
+  __device__ __forceinline__ void multiply_dq(unsigned i, unsigned key_stage) {
+    device::mbarrier_wait(shared.ds_full(stage_of(i)), parity_of(i));
+    constexpr int kColumnBytes = kHalf * 2;
+    const unsigned char* k = shared.k(key_stage) + group * kColumnBytes / kRowBytes * kTileKeys * kRowBytes +
+                             group * kColumnBytes % kRowBytes;
+    const uint64_t a = mn_major(shared.ds(stage_of(i)), kTileKeys), b = mn_major(k, kTileKeys);
+    device::wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 16; ++j) {
+      const uint64_t x = device::advance(a, j * 16 * kRowBytes), y = device::advance(b, j * 16 * kRowBytes);
+      if (j == 0)
+        device::wgmma_overwrite<T, kHalf, device::Major::mn, device::Major::mn>(dq, x, y);
+      else
+        device::wgmma<T, kHalf, device::Major::mn, device::Major::mn>(dq, x, y, true);
+    }
+    device::wgmma_commit();
+  }
+  // dv += p dout, asynchronously.
+  __device__ __forceinline__ void multiply_dv(unsigned stage) {
+    const uint64_t dout = mn_major(shared.dout(stage), kBlockQueries);
+    device::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      device::wgmma<T, tile.head_dim, device::Major::mn>(dv, pr[i], device::advance(dout, i * 16 * kRowBytes), true);
+    device::wgmma_commit();
+  }
+  // dq of step i to its staging buffer, as the registers lie. Step -1 goes through as well, as nothing: control flow
+  // that issues products in one branch only would make ptxas serialise all of them.
+  __device__ __forceinline__ void stage_dq(unsigned i) {
+    arrive(shared.ds_empty(stage_of(i)));
+    device::mbarrier_wait(shared.dq_empty(group), i & 1);
+    using Four = device::Vector<float, 4>;
+    Four* to = reinterpret_cast<Four*>(shared.dq(group)) + threadIdx.x % 128;
+#pragma unroll
+    for (int j = 0; j < kHalf / 8; ++j)
+      device::store(to + j * 128, Four{{dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]}});
+    device::fence_async_shared();
+    __syncwarp(0xffffffffu);
+    arrive(shared.dq_full(2 * step3 + group));
+    step3 = step3 == 2 ? 0 : step3 + 1;
+  }
+
+  __device__ __forceinline__ void set_whole() {
+    const int first_key = t->first_key + group * 64, shift = t->shift;
+    const int first = first_key + 63 - shift - p.window.right, last = first_key - 63 - shift + p.window.left;
+    // The same in every lane, and known to be.
+    whole_first = __shfl_sync(0xffffffffu, first_key + 63 < t->keys ? first : 1 << 30, 0);
+    whole_last = __shfl_sync(0xffffffffu, last, 0);
+  }
+  // Sets scores of pairs that do not see each other to -inf.
+  __device__ __forceinline__ void mask(int first_query) {
+    if (first_query >= whole_first && first_query <= whole_last) return;
+    const int shift = t->shift, keys = t->keys;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = t->first_key + group * 64 + warp * 16 + lane / 4 + 8 * r, column = first_query + lane % 4 * 2;
+      // Columns from `low` to `high` see the key.
+      const int low = key >= keys ? 64 : key - shift - p.window.right - column;
+      const int high = key - shift + p.window.left - column;
+#pragma unroll
+      for (int i = 0; i < 32; i += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (2 * i + e < low || 2 * i + e > high) s[i + 2 * r + e] = -INFINITY;
+    }
+  }
+  using Statistics = device::Vector<float, 4>;
+  // p = 2^(scale_log2 * s - lse), packed.
+  __device__ __forceinline__ void exponentials(const Statistics* lse) {
+#pragma unroll
+    for (int i = 0; i < 32; i += 8) {
+      const Statistics l = device::load(lse + i / 2);
+      const auto both = [&](int at, int of) {
+        return device::pack<T>(device::exp2(s[i + at] * p.scale_log2 - l.at[of]),
+                               device::exp2(s[i + at + 1] * p.scale_log2 - l.at[of + 1]));
+      };
+      pr[i / 8][0] = both(0, 0);
+      pr[i / 8][1] = both(2, 0);
+      pr[i / 8][2] = both(4, 2);
+      pr[i / 8][3] = both(6, 2);
+    }
+  }
+  // dS = p (dp - delta), packed; from p as it was rounded, which saves its registers.
+  __device__ __forceinline__ void score_gradients(const Statistics* delta) {
+#pragma unroll
+    for (int i = 0; i < 32; i += 8) {
+      const Statistics d = device::load(delta + i / 2);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t two = pr[i / 8][e];
+        const int of = e / 2 * 2;
+        ds[i / 8][e] = device::pack<T>(device::low_half<T>(two) * (dp[i + 2 * e] - d.at[of]),
+                                       device::high_half<T>(two) * (dp[i + 2 * e + 1] - d.at[of + 1]));
+      }
+    }
+  }
+  // To shared memory, rows of keys.
+  __device__ __forceinline__ void store_score_gradients(unsigned char* to) {
+    const int row = group * 64 + warp * 16 + lane % 16;
+    unsigned char* at = to + row * kRowBytes;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) device::store_matrix(at + (((2 * i + lane / 16) ^ (row & 7)) << 4), ds[i]);
+  }
+
+  __device__ __forceinline__ void hold_probabilities() {
+#pragma unroll
+    for (auto& four : pr) device::hold(four);
+  }
+
+  template <int kRegisters> __device__ __forceinline__ void store_gradient(void* to, const AttentionStrides& strides,
+                                                                           const float (&x)[kRegisters], float factor,
+                                                                           int columns) {
+    const int first_key = t->first_key + group * 64;
+    T* at = static_cast<T*>(to) + t->batch * strides.batch + t->key_head * strides.head +
+            (int64_t{t->k_token} + first_key) * strides.seq;
+    store_accumulators(at, strides.seq, x, factor, warp * 16 + lane / 4, t->keys - first_key, columns, lane);
+  }
+  __device__ __forceinline__ void clear_gradients() {
+#pragma unroll
+    for (int i = 0; i < tile.head_dim / 2; ++i) dk[i] = dv[i] = 0.0f;
+  }
+  __device__ __forceinline__ void store_gradients() {
+    store_gradient(p.dv, p.dv_strides, dv, 1.0f, p.head_dim_v);
+    store_gradient(p.dk, p.dk_strides, dk, p.scale, p.head_dim);
+  }
+};
+
+}  // namespace warpsmith::attention

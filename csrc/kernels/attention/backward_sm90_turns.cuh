@@ -1,0 +1,101 @@
+#pragma once
+#include "kernels/attention/backward_sm90_consumer.cuh"
+
+// The backward's steps in turns: the warpgroups keep half a step apart, so that one multiplies while the other takes
+// exponentials. In phase they would leave the tensor cores idle (H200, 4,096 keys: 552 instead of 601 TFLOP/s).
+namespace warpsmith::attention {
+
+template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<T, tile> {
+  using Base = BackwardConsumer<T, tile>;
+  using Base::p, Base::shared, Base::group, Base::lane, Base::it, Base::tiles, Base::t;
+  using Base::s, Base::dp, Base::dk, Base::dv, Base::dq;
+  using typename Base::Statistics;
+  static constexpr int kTurnThreads = 256;
+  static constexpr int kOwnBarrier = 1, kTurnBarrier = 3;  // and the next one: of the other warpgroup
+
+  using Base::Base;
+
+  // One block of queries.
+  __device__ __forceinline__ void step(int first_query, unsigned key_stage, unsigned v_stage, bool first_of_tile,
+                                       bool last_of_tile) {
+    const unsigned stage = stage_of(it), last_keys = first_of_tile && it != 0 ? key_stage ^ 1 : key_stage;
+    device::named_barrier_wait(kTurnBarrier + group, kTurnThreads);
+    device::mbarrier_wait(shared.full(stage), parity_of(it));
+    Base::multiply_rows(s, shared.k(key_stage), shared.q(stage));
+    Base::multiply_rows(dp, shared.v(v_stage), shared.dout(stage));
+    device::wgmma_wait<1>();  // s, and dk of the step before
+    device::hold(s);
+    if (!first_of_tile) Base::arrive(shared.empty(stage ^ 1));
+    Base::mask(first_query);
+    const Statistics* statistics = reinterpret_cast<const Statistics*>(shared.statistics(stage)) + lane % 4;
+    device::named_barrier_arrive(kTurnBarrier + 1 - group, kTurnThreads);
+    Base::exponentials(statistics);
+    Base::multiply_dv(stage);
+    Base::multiply_dq(it - 1, last_keys);
+    device::wgmma_wait<2>();  // dp
+    device::hold(dp);
+    if (last_of_tile) Base::arrive(shared.v_empty(v_stage));
+    Base::score_gradients(statistics + kBlockQueries / 4);
+    device::mbarrier_wait(shared.ds_empty(stage), parity_of(it + 1) ^ 1);  // step -1 has used its buffer, too
+    Base::store_score_gradients(shared.ds(stage));
+    device::fence_async_shared();
+    __syncwarp(0xffffffffu);
+    Base::arrive(shared.ds_full(stage));
+    device::named_barrier_wait(kOwnBarrier + group, 128);
+    // From shared memory, which leaves registers free.
+    const uint64_t own = Base::k_major(shared.ds(stage) + group * 64 * kRowBytes);
+    const uint64_t q = Base::mn_major(shared.q(stage), kBlockQueries);
+    device::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      device::wgmma<T, tile.head_dim, device::Major::k, device::Major::mn>(
+          dk, device::advance(own, i * 32), device::advance(q, i * 16 * kRowBytes), true);
+    device::wgmma_commit();
+    device::wgmma_wait<1>();  // dv, dq of the step before
+    device::hold(dq);
+    Base::hold_probabilities();
+    Base::stage_dq(it - 1);
+    if (first_of_tile && it != 0) Base::arrive(shared.k_empty(last_keys));
+    ++it;
+  }
+
+  __device__ __forceinline__ void run() {
+    static_assert(tile.query_stages == kStages && tile.key_stages == 2);
+    if (group == 1) device::named_barrier_arrive(kTurnBarrier, kTurnThreads);  // warpgroup 0 goes first
+    for (;; ++tiles) {
+      device::mbarrier_wait(shared.slot_full(tiles), tiles / kKeySlots & 1);
+      t = shared.slot(tiles);
+      // The same in every lane, and known to be.
+      const int blocks = __shfl_sync(0xffffffffu, device::load(&t->blocks), 0);
+      if (blocks < 0) break;
+      Base::clear_gradients();
+      const int last_block = __shfl_sync(0xffffffffu, device::load(&t->last_block), 0);
+      Base::set_whole();
+      const unsigned key_stage = stage_of(tiles), v_stage = stage_of<tile.value_stages>(tiles);
+      device::mbarrier_wait(shared.k_full(key_stage), parity_of(tiles));
+      device::mbarrier_wait(shared.v_full(v_stage), parity_of<tile.value_stages>(tiles));
+      const int steps = blocks * p.heads_per_key_head;
+      for (int j = 0, head = 0, first_query = last_block * kBlockQueries; j < steps; ++j) {
+        step(first_query, key_stage, v_stage, j == 0, j == steps - 1);
+        if (++head == p.heads_per_key_head) {
+          head = 0;
+          first_query -= kBlockQueries;
+        }
+      }
+      device::wgmma_wait<0>();
+      device::hold(dk);
+      device::hold(dv);
+      Base::arrive(shared.empty(stage_of(it - 1)));
+      Base::store_gradients();
+      __syncwarp(0xffffffffu);  // all lanes have read the tile
+      Base::arrive(shared.slot_empty(tiles));
+    }
+    if (it == 0) return;
+    Base::multiply_dq(it - 1, stage_of(tiles - 1));
+    device::wgmma_wait<0>();
+    device::hold(dq);
+    Base::stage_dq(it - 1);
+  }
+};
+
+}  // namespace warpsmith::attention

@@ -1,0 +1,209 @@
+#include "kernels/attention/attention_sm90.h"
+#include "kernels/attention/backward_rows.cuh"
+#include "kernels/attention/backward_sm90.cuh"
+#include "kernels/attention/sm90_host.h"
+
+namespace warpsmith {
+namespace attention {
+namespace {
+
+HeadTensor q_tensor(const AttentionBwdParams& p) {
+  return head_tensor(p.q, p.q_strides, p.problem, true, p.problem.head_dim);
+}
+HeadTensor k_tensor(const AttentionBwdParams& p) {
+  return head_tensor(p.k, p.k_strides, p.problem, false, p.problem.head_dim);
+}
+HeadTensor v_tensor(const AttentionBwdParams& p) {
+  return head_tensor(p.v, p.v_strides, p.problem, false, p.problem.head_dim_v);
+}
+HeadTensor dout_tensor(const AttentionBwdParams& p) {
+  return head_tensor(p.dout, p.dout_strides, p.problem, true, p.problem.head_dim_v);
+}
+
+AttentionBackwardChoice choose(const AttentionBwdParams& p) {
+  const AttentionProblem& a = p.problem;
+  const bool aligned = fits_tensor_map(q_tensor(p)) && fits_tensor_map(k_tensor(p)) && fits_tensor_map(v_tensor(p)) &&
+                       fits_tensor_map(dout_tensor(p)) &&
+                       fits_tensor_map(head_tensor(p.out, p.out_strides, a, true, a.head_dim_v)) &&
+                       fits_tensor_map(head_tensor(p.dq, p.dq_strides, a, true, a.head_dim)) &&
+                       fits_tensor_map(head_tensor(p.dk, p.dk_strides, a, false, a.head_dim)) &&
+                       fits_tensor_map(head_tensor(p.dv, p.dv_strides, a, false, a.head_dim_v));
+  AttentionKernelProblem problem = kernel_problem(a, aligned);
+  problem.sm90a_code = runs_sm90a_code();
+  return choose_attention_backward_sm90(problem);
+}
+
+// dq sums, statistics, turns, then the counter and the tiles of packed sequences.
+struct Workspace {
+  int64_t sums, statistics, turns, counter, first_tiles, bytes;
+};
+Workspace workspace_of(const AttentionProblem& p, const BackwardTile& tile) {
+  const auto aligned = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
+  const int64_t blocks = total_blocks(p) * p.heads_q;
+  Workspace w{};
+  w.statistics = w.sums + blocks * kBlockQueries * tile.head_dim * 4;
+  w.turns = w.statistics + blocks * kStatisticsFloats * 4;
+  w.counter = w.turns + aligned(blocks * 8);
+  w.first_tiles = w.counter + 16;
+  w.bytes = aligned(w.first_tiles + (p.cu_seqlens_q != nullptr ? 4 * (p.batch + 2) : 0));
+  return w;
+}
+
+constexpr int i32(int64_t v) { return static_cast<int>(v); }
+
+BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& tile) {
+  const AttentionProblem& a = x.problem;
+  const Workspace w = workspace_of(a, tile);
+  unsigned char* memory = static_cast<unsigned char*>(x.workspace);
+  BackwardParams p{};
+  p.window = window_of(a);
+  p.cu_seqlens_q = a.cu_seqlens_q;
+  p.cu_seqlens_k = a.cu_seqlens_k;
+  p.batch = i32(a.batch);
+  p.heads = i32(a.heads_q);
+  p.heads_per_key_head = i32(a.heads_q / a.heads_k);
+  p.queries = i32(a.seqlen_q);
+  p.keys = i32(a.seqlen_k);
+  p.total_q = i32(a.total_q);
+  p.total_k = i32(a.total_k);
+  p.head_dim = i32(a.head_dim);
+  p.head_dim_v = i32(a.head_dim_v);
+  p.dq_sums = reinterpret_cast<float*>(memory + w.sums);
+  p.statistics = reinterpret_cast<const float*>(memory + w.statistics);
+  p.turns = reinterpret_cast<int*>(memory + w.turns);
+  p.dk = x.dk;
+  p.dv = x.dv;
+  p.dk_strides = x.dk_strides;
+  p.dv_strides = x.dv_strides;
+  p.scale = static_cast<float>(a.softmax_scale);
+  p.scale_log2 = p.scale * kLog2e;
+  Schedule& s = p.schedule;
+  s.counter = reinterpret_cast<int*>(memory + w.counter);
+  if (a.cu_seqlens_q != nullptr) s.first_tiles = reinterpret_cast<const int*>(memory + w.first_tiles);
+  s.batch = p.batch;
+  s.heads = i32(a.heads_k);
+  s.row_tiles = i32((a.seqlen_k + kTileKeys - 1) / kTileKeys);
+  s.tiles = i32(s.row_tiles * a.batch * a.heads_k);
+  s.heads_first = true;
+  // Heads at a time: so many that tiles of one head start several steps apart, so few that their q, dout and sums of dq
+  // stay in the L2 cache.
+  constexpr int64_t kCacheBytes = 32 << 20;
+  const int64_t head_bytes = std::max<int64_t>(a.seqlen_q, 1) * tile.head_dim * 8 * p.heads_per_key_head;
+  s.heads_together = i32(std::clamp<int64_t>(kCacheBytes / head_bytes, 1, 32));
+  return p;
+}
+
+RowParams row_params(const AttentionBwdParams& x, const BackwardParams& b) {
+  const AttentionProblem& a = x.problem;
+  RowParams p{};
+  p.window = b.window;
+  p.cu_seqlens_q = a.cu_seqlens_q;
+  p.cu_seqlens_k = a.cu_seqlens_k;
+  p.batch = a.batch;
+  p.queries = a.seqlen_q;
+  p.keys = a.seqlen_k;
+  p.total_q = a.total_q;
+  p.total_k = a.total_k;
+  p.heads = b.heads;
+  p.head_dim = b.head_dim;
+  p.head_dim_v = b.head_dim_v;
+  p.dout = x.dout;
+  p.out = x.out;
+  p.lse = static_cast<const float*>(x.lse);
+  p.dlse = static_cast<const float*>(x.dlse);
+  p.dq = x.dq;
+  p.dout_strides = x.dout_strides;
+  p.out_strides = x.out_strides;
+  p.dq_strides = x.dq_strides;
+  p.statistics = const_cast<float*>(b.statistics);
+  p.dq_sums = b.dq_sums;
+  p.turns = b.turns;
+  p.counter = b.schedule.counter;
+  p.scale = b.scale;
+  return p;
+}
+
+// Some tile of keys may be seen by no query. In equally long sequences that is the first or the last one.
+bool has_unseen_keys(const BackwardParams& p) {
+  const auto unseen = [&](int tile) {
+    const VisitedBlocks visited = visited_blocks(p.window, tile, p.queries, p.keys);
+    return visited.first >= visited.end;
+  };
+  return p.cu_seqlens_q != nullptr || unseen(0) || unseen(p.schedule.row_tiles - 1);
+}
+
+Status run_sink(const AttentionBwdParams& x, const BackwardParams& p, void* stream) {
+  const AttentionProblem& a = x.problem;
+  const SinkParams sink{p.statistics, a.sink, x.dsink, total_blocks(a), p.heads};
+  const LaunchConfig config{.grid = static_cast<unsigned>(p.heads), .block = kSinkThreads};
+  if (a.sink_dtype == Dtype::float32) return launch(backward_sink<float>, config, stream, sink);
+  if (a.sink_dtype == Dtype::float16) return launch(backward_sink<float16>, config, stream, sink);
+  return launch(backward_sink<bfloat16>, config, stream, sink);
+}
+
+template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, void* stream) {
+  const AttentionProblem& a = x.problem;
+  BackwardMaps maps;
+  WARPSMITH_RETURN_IF_FAILED(head_map(maps.q, q_tensor(x), a.dtype, kBlockQueries));
+  WARPSMITH_RETURN_IF_FAILED(head_map(maps.k, k_tensor(x), a.dtype, kTileKeys));
+  WARPSMITH_RETURN_IF_FAILED(head_map(maps.v, v_tensor(x), a.dtype, kTileKeys));
+  WARPSMITH_RETURN_IF_FAILED(head_map(maps.dout, dout_tensor(x), a.dtype, kBlockQueries));
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  const BackwardParams p = device_params(x, tile);
+  const RowParams rows = row_params(x, p);
+  const auto row_grid = static_cast<unsigned>(total_blocks(a) * a.heads_q);
+  int64_t tiles = p.schedule.tiles;
+  if (p.cu_seqlens_q != nullptr) {
+    tiles = (a.total_k / kTileKeys + a.batch + 1) * a.heads_k;
+    const PrepareParams prepare{
+        p.schedule.counter, const_cast<int*>(p.schedule.first_tiles), a.cu_seqlens_k, p.batch, p.total_k, p.keys,
+        kTileKeys};
+    WARPSMITH_RETURN_IF_FAILED(launch(prepare_schedule<kPrepareThreads>, {.block = kPrepareThreads}, stream, prepare));
+  }
+  if (has_unseen_keys(p)) {
+    const UnseenParams unseen{p.schedule, p.window,  p.cu_seqlens_q, p.cu_seqlens_k, p.queries,
+                              p.keys,     p.total_q, p.total_k,      p.head_dim,     p.head_dim_v,
+                              p.dk,       p.dv,      p.dk_strides,   p.dv_strides};
+    WARPSMITH_RETURN_IF_FAILED(
+        launch(backward_unseen_keys<T>, {.grid = static_cast<unsigned>(tiles), .block = kDqThreads}, stream, unseen));
+  }
+  WARPSMITH_RETURN_IF_FAILED(launch(backward_statistics<T>, {.grid = row_grid, .block = kRowThreads}, stream, rows));
+  const bool sink = a.sink != nullptr && x.dsink != nullptr;
+  if (sink) WARPSMITH_RETURN_IF_FAILED(run_sink(x, p, stream));
+  const LaunchConfig config{.grid = static_cast<unsigned>(std::min<int64_t>(device.multiprocessors, tiles)),
+                            .block = tile.threads(),
+                            .dynamic_shared_bytes = BackwardShared<tile>::kBytes,
+                            .programmatic_dependent = !sink};
+  WARPSMITH_RETURN_IF_FAILED(launch(backward_sm90<T, index_of(tile)>, config, stream, maps, p));
+  return launch(backward_dq<T, tile.head_dim>, {.grid = row_grid, .block = kDqThreads, .programmatic_dependent = true},
+                stream, rows);
+}
+
+template <BackwardTile tile> Status run_dtype(const AttentionBwdParams& x, void* stream) {
+  return x.problem.dtype == Dtype::bfloat16 ? run<bfloat16, tile>(x, stream) : run<float16, tile>(x, stream);
+}
+
+}  // namespace
+}  // namespace attention
+
+Status attention_backward_supported_sm90(const AttentionBwdParams& p) {
+  const AttentionBackwardChoice choice = attention::choose(p);
+  return choice.supported ? Status() : attention::no_kernel(choice.why);
+}
+
+Status attention_backward_workspace_sm90(const AttentionBwdParams& p, int64_t* bytes) {
+  const AttentionBackwardChoice choice = attention::choose(p);
+  if (!choice.supported) return attention::no_kernel(choice.why);
+  *bytes = attention::workspace_of(p.problem, choice.tile).bytes;
+  return {};
+}
+
+Status attention_backward_sm90(const AttentionBwdParams& p, void* stream) {
+  using namespace attention;
+  const AttentionBackwardChoice choice = choose(p);
+  if (!choice.supported) return no_kernel(choice.why);
+  return choice.tile == kBackward64 ? run_dtype<kBackward64>(p, stream) : run_dtype<kBackward128>(p, stream);
+}
+
+}  // namespace warpsmith

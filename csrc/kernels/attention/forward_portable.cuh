@@ -1,0 +1,163 @@
+#pragma once
+#include "kernels/attention/portable_config.h"
+#include "kernels/attention/portable_logits.cuh"
+
+// The forward of attention in code of sm_80, with every option.
+//
+// Reads q once, and the keys and values that some query of a tile sees once for each tile and head of q; writes out and
+// lse once. A block owns a tile of queries of one head. Values of a step are copied while its scores are multiplied,
+// the keys of the next one meanwhile the probabilities are. Scores, sums and out are float; probabilities are rounded
+// to T before they meet the values. A hidden key multiplies its value by 0, so that a value which is not finite spoils
+// the rows of its tile.
+namespace warpsmith::attention {
+
+// The running maximum and sum of a thread's rows, lane / 4 of the warp's 16 and eight below, in units of log2.
+struct RunningSoftmax {
+  float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};  // `sum` is this thread's share until total()
+
+  // From s to probabilities in place. `out` is what has been summed up so far.
+  template <int kColumns, int kWidth>
+  __device__ __forceinline__ void add(Accumulators<kColumns>& s, Accumulators<kWidth>& out) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most = largest[r];
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) most = fmaxf(most, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      const float base = most == -INFINITY ? 0.0f : most;  // -inf - -inf would be NaN
+      const float factor = device::exp2(largest[r] - base);
+      largest[r] = most;
+      float partial = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; ++e) {
+          s[n][e] = device::exp2(s[n][e] - base);
+          partial += s[n][e];
+        }
+      sum[r] = sum[r] * factor + partial;
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; ++n) {
+        out[n][2 * r] *= factor;
+        out[n][2 * r + 1] *= factor;
+      }
+    }
+  }
+
+  // The sums of whole rows, in every lane of the quad. `sink` is a logit more, in units of log2; -inf: none. Returns by
+  // which row r of what was summed up must be multiplied.
+  __device__ __forceinline__ float total(int r, float sink) {
+    sum[r] = device::group_sum<4>(sum[r]);
+    const float most = fmaxf(largest[r], sink), base = most == -INFINITY ? 0.0f : most;
+    const float factor = device::exp2(largest[r] - base);
+    sum[r] = sum[r] * factor + device::exp2(sink - base);
+    largest[r] = most;
+    return sum[r] == 0.0f ? 0.0f : factor / sum[r];
+  }
+  // The natural logarithm of row r's sum of exponentials, after total().
+  __device__ __forceinline__ float lse(int r) const {
+    return sum[r] == 0.0f ? -INFINITY : (largest[r] + device::log2(sum[r])) * kLn2;
+  }
+};
+
+template <class T> __device__ __forceinline__ float sink_of(const AttentionProblem& p, int head) {
+  if (p.sink == nullptr) return -INFINITY;
+  if (p.sink_dtype == Dtype::float32) return device::load(static_cast<const float*>(p.sink) + head) * kLog2e;
+  return device::to_float(device::load(static_cast<const T*>(p.sink) + head)) * kLog2e;
+}
+
+template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward[kTile].threads(), 1)
+    forward_portable(const __grid_constant__ AttentionFwdParams p) {
+  constexpr PortableTile tile = kPortableForward[kTile];
+  constexpr int kDepth = tile.head_dim, kColumns = tile.columns, kStride = kSharedStride<T, kDepth>;
+  constexpr int kThreads = tile.threads();
+  WARPSMITH_DYNAMIC_SHARED(memory);
+  T* const q_rows = reinterpret_cast<T*>(memory);
+  T* const k_rows = q_rows + tile.rows * kStride;
+  T* const v_rows = k_rows + kColumns * kStride;
+  const AttentionProblem& a = p.problem;
+  const unsigned block = block_number<false>(a);
+  const int heads = static_cast<int>(a.heads_q), head = static_cast<int>(block % static_cast<unsigned>(heads));
+  const RowTile at = row_tile<false, tile.rows>(a, block / static_cast<unsigned>(heads));
+  const SequenceOfTile s = sequence_of_tile<false>(a, at.sequence);
+  const int rows = min(tile.rows, s.queries - at.first);
+  if (rows <= 0) return;
+  const int head_dim = static_cast<int>(a.head_dim), head_dim_v = static_cast<int>(a.head_dim_v);
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int key_head = head / static_cast<int>(a.heads_q / a.heads_k);
+
+  const Steps<kColumns> steps(columns_of_rows<false>(a, s, at.first, at.first + rows - 1));
+  const auto copy_keys = [&](int step) {
+    const int first = steps.begin + step * kColumns;
+    const T* from = static_cast<const T*>(p.k) + s.batch * p.k_strides.batch + key_head * p.k_strides.head +
+                    (s.first_key + first) * p.k_strides.seq;
+    copy_rows<T, kDepth, kColumns, kThreads>(k_rows, from, p.k_strides.seq, s.keys - first, head_dim);
+    device::copy_async_commit();
+  };
+  const auto copy_values = [&](int step) {
+    const int first = steps.begin + step * kColumns;
+    const T* from = static_cast<const T*>(p.v) + s.batch * p.v_strides.batch + key_head * p.v_strides.head +
+                    (s.first_key + first) * p.v_strides.seq;
+    copy_rows<T, kDepth, kColumns, kThreads>(v_rows, from, p.v_strides.seq, s.keys - first, head_dim_v);
+    device::copy_async_commit();
+  };
+
+  const int first_row = at.first + 16 * warp;  // of the warp
+  const int row = first_row + lane / 4;        // of the thread
+  const Columns seen[2] = {columns_of_rows<false>(a, s, row, row), columns_of_rows<false>(a, s, row + 8, row + 8)};
+  Accumulators<kDepth> out;
+#pragma unroll
+  for (int n = 0; n < kDepth / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) out[n][e] = 0.0f;
+  RunningSoftmax softmax;
+  if (steps.count > 0) {
+    const Logits logits(a, s, head);
+    const T* from = static_cast<const T*>(p.q) + s.batch * p.q_strides.batch + head * p.q_strides.head +
+                    (s.first_query + at.first) * p.q_strides.seq;
+    copy_rows<T, kDepth, tile.rows, kThreads>(q_rows, from, p.q_strides.seq, rows, head_dim);
+    copy_keys(0);
+    for (int step = 0; step < steps.count; ++step) {
+      device::copy_async_wait<0>();
+      __syncthreads();  // keys are there, and every warp has read the values of the step before
+      copy_values(step);
+      Accumulators<kColumns> x;
+      multiply_rows<T, kDepth, kColumns>(x, q_rows + 16 * warp * kStride, k_rows, lane);
+      device::copy_async_wait<0>();
+      __syncthreads();  // values are there, and every warp has read the keys
+      if (step + 1 < steps.count) copy_keys(step + 1);
+      const int first_column = steps.begin + step * kColumns;
+      logits.scale_products<kColumns>(x, [](int, int, float) {});
+      logits.finish<T, kColumns>(x, Place<false>{row, first_column + lane % 4 * 2}, seen);
+      softmax.add<kColumns, kDepth>(x, out);
+      if (a.dropout.seed != nullptr)
+        DropoutOfHead(a, s, head).apply<kColumns, false>(first_row, first_column, lane, [&](int n, int e, bool keep) {
+          if (!keep) x[n][e] = 0.0f;
+        });
+      add_product<T, kDepth, kColumns, kDepth>(out, x, v_rows, lane);
+    }
+  }
+
+  const float sink = sink_of<T>(a, head);
+  const bool exists = at.sequence < a.batch;  // packed: else tokens after the last sequence, whose lse is -inf
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float factor = softmax.total(r, exists ? sink : -INFINITY);
+    if (a.dropout.seed != nullptr) factor *= static_cast<float>(a.dropout.scale);
+#pragma unroll
+    for (int n = 0; n < kDepth / 8; ++n) {
+      out[n][2 * r] *= factor;
+      out[n][2 * r + 1] *= factor;
+    }
+    const int64_t length = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
+    if (p.lse != nullptr && lane % 4 == 0 && row + 8 * r < s.queries)
+      device::store(static_cast<float*>(p.lse) + (s.batch * heads + head) * length + s.first_query + row + 8 * r,
+                    softmax.lse(r));
+  }
+  T* to = static_cast<T*>(p.out) + s.batch * p.out_strides.batch + head * p.out_strides.head +
+          (s.first_query + first_row) * p.out_strides.seq;
+  store_rows<T, kDepth>(to, p.out_strides.seq, out, s.queries - first_row, head_dim_v, lane);
+}
+
+}  // namespace warpsmith::attention

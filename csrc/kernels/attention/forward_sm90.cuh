@@ -1,0 +1,71 @@
+#pragma once
+#include "device/register_budget.h"
+#include "kernels/attention/forward_sm90_consumer.cuh"
+
+// The forward of attention on Hopper: TMA, wgmma, warpgroups with roles, tiles from a counter.
+//
+// Reads q once, and k and v once for each tile of query rows; writes out and lse once. Scores, sums and out accumulate
+// in float; probabilities are rounded to T before they meet the values. A masked key multiplies its value by 0, so that
+// a value which is not finite spoils the rows of its tile.
+//
+// One block a multiprocessor:
+//   warpgroup 0: the loader (one thread) publishes tiles in a ring of slots, and copies queries and blocks of keys and
+//                values into rings of buffers; a storing warp for each consumer copies out to global memory;
+//   warpgroups 1 and up, the consumers: 64 query rows each. A step multiplies the queries with a block of keys while
+//   the
+//                probabilities of the block before are multiplied with its values; the exponentials of the first
+//                product are computed in the shadow of the second. The last product of a tile runs beside the first
+//                one of the next tile. Finished rows go through the shared memory of the tile's queries.
+namespace warpsmith::attention {
+
+template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kTile].threads(), 1)
+    forward_sm90(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                 const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out,
+                 const __grid_constant__ ForwardParams p) {
+  constexpr ForwardTile tile = kForwardTiles[kTile];
+  constexpr int kConsumerWarps = 4 * tile.groups;
+  WARPSMITH_DYNAMIC_SHARED(memory);
+  WARPSMITH_SHARED(Mbarrier, query_full, tile.groups * kQueryStages);
+  WARPSMITH_SHARED(Mbarrier, query_empty, tile.groups * kQueryStages);
+  WARPSMITH_SHARED(Mbarrier, block_full, tile.block_stages);
+  WARPSMITH_SHARED(Mbarrier, block_empty, tile.block_stages);
+  WARPSMITH_SHARED(Mbarrier, slot_full, kTileSlots);
+  WARPSMITH_SHARED(Mbarrier, slot_empty, kTileSlots);
+  WARPSMITH_SHARED(Tile, slots, kTileSlots);
+  WARPSMITH_SHARED(float, scratch, 1);
+  const ForwardShared<tile> shared{memory,    query_full, query_empty, block_full, block_empty,
+                                   slot_full, slot_empty, slots,       scratch};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < tile.groups * kQueryStages; ++i) {
+      device::mbarrier_init(query_full + i, 1);
+      device::mbarrier_init(query_empty + i, 1);
+    }
+    for (int i = 0; i < tile.block_stages; ++i) {
+      device::mbarrier_init(block_full + i, 1);
+      device::mbarrier_init(block_empty + i, kConsumerWarps);
+    }
+    for (int i = 0; i < kTileSlots; ++i) {
+      device::mbarrier_init(slot_full + i, 1);
+      device::mbarrier_init(slot_empty + i, kConsumerWarps + tile.groups);
+    }
+    device::mbarrier_init_fence();
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
+  if (warpgroup == 0) {
+    device::decrease_registers<tile.producer_registers()>();
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
+    if (p.schedule.counter != nullptr) device::wait_for_previous_kernel();  // prepare_schedule
+    if (warp == 0) {
+      if (threadIdx.x == 0) load_tiles<tile>(p, &q, &k, &v, shared);
+    } else if (warp <= tile.groups) {
+      store_tiles<tile>(p, &out, shared, warp - 1);
+    }
+  } else {
+    device::increase_registers<tile.consumer_registers()>();
+    ForwardConsumer<T, tile>(p, shared, warpgroup - 1).run();
+    if (p.schedule.counter != nullptr) device::wait_for_previous_kernel();
+  }
+}
+
+}  // namespace warpsmith::attention

@@ -1,0 +1,276 @@
+#pragma once
+#include "device/matrix_access.h"
+#include "device/wgmma.h"
+#include "kernels/attention/forward_sm90_pipeline.cuh"
+#include "kernels/attention/online_softmax.cuh"
+
+// The consumer warpgroups of the Hopper forward (forward_sm90.cuh): both products and the softmax.
+namespace warpsmith::attention {
+
+// s becomes softcap * tanh(s * to_softcap). Two special functions an element, but the error is that of float:
+// tanh.approx would put 2^-11 of the cap into the exponent.
+template <int kRegisters>
+__device__ __forceinline__ void cap_scores(float (&s)[kRegisters], float softcap, float to_softcap) {
+#pragma unroll
+  for (float& x : s)
+    x = softcap - 2.0f * softcap * device::reciprocal(1.0f + device::exp2(2.0f * kLog2e * to_softcap * x));
+}
+
+// A warpgroup owns 64 query rows of each tile. A thread has two of them: `query`, and eight below.
+template <class T, ForwardTile tile> struct ForwardConsumer {
+  using Softmax = OnlineSoftmax<T, tile.block_keys>;
+  using Probabilities = typename Softmax::Probabilities;
+  static constexpr int kTurnThreads = 256;
+
+  const ForwardParams& p;
+  const ForwardShared<tile>& shared;
+  const int group, lane, warp;
+  Ring<kQueryStages> queries;
+  Ring<tile.block_stages> ring;
+  Ring<kTileSlots> slots;
+  const Tile* t;       // in shared memory
+  int visits, masked;  // of the tile
+  int query;
+  uint64_t q;                    // descriptor
+  float s[tile.block_keys / 2];  // scores; in masked steps p
+  float o[tile.head_dim / 2];    // sum of p * v
+  Softmax softmax;
+
+  __device__ __forceinline__ ForwardConsumer(const ForwardParams& params, const ForwardShared<tile>& memory,
+                                             int warpgroup)
+      : p(params), shared(memory), group(warpgroup), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4) {}
+
+  __device__ __forceinline__ int take_block() {
+    const int stage = ring.stage;
+    device::mbarrier_wait(shared.block_full + stage, ring.parity);
+    ring.next();
+    return stage;
+  }
+  // The warp's reads of the block are complete.
+  __device__ __forceinline__ void release_block(int stage) {
+    if (lane == 0) device::mbarrier_arrive(shared.block_empty + stage);
+  }
+
+  // Where products bind as much as exponentials, a warpgroup issues both products of a step before the next warpgroup
+  // may: their exponentials then fall into each other's products.
+  static __device__ __forceinline__ int turn_barrier(int g) { return store_barrier(0, tile.groups) + g; }
+  __device__ __forceinline__ void take_turn() {
+    if (tile.turns) device::named_barrier_wait(turn_barrier(group), kTurnThreads);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if (tile.turns) device::named_barrier_arrive(turn_barrier(group == tile.groups - 1 ? 0 : group + 1), kTurnThreads);
+  }
+
+  // s = q k^T, asynchronously.
+  __device__ __forceinline__ void multiply_keys(int stage) {
+    const uint64_t k = device::wgmma_descriptor(Swizzle::bytes128, shared.block(stage), 16, 1024);
+    device::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < tile.head_dim / 16; ++i) {  // four instructions a panel
+      const uint32_t panel = i / 4, column_bytes = i % 4 * 32;
+      device::wgmma<T, tile.block_keys>(s, device::advance(q, panel * kGroupRows * kPanelRowBytes + column_bytes),
+                                        device::advance(k, panel * tile.block_keys * kPanelRowBytes + column_bytes),
+                                        i > 0);
+    }
+    device::wgmma_commit();
+  }
+  // o += probabilities * v, asynchronously.
+  __device__ __forceinline__ void multiply_values(int stage, const Probabilities& probabilities) {
+    const uint64_t v =
+        device::wgmma_descriptor(Swizzle::bytes128, shared.block(stage), tile.block_keys * kPanelRowBytes, 1024);
+    device::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < tile.block_keys / 16; ++i)
+      device::wgmma<T, tile.head_dim, device::Major::mn>(o, probabilities[i],
+                                                         device::advance(v, i * 16 * kPanelRowBytes), true);
+    device::wgmma_commit();
+  }
+  // Starts both products of a step and returns when s is there; the second product is then in flight.
+  __device__ __forceinline__ int start_step(const Probabilities& probabilities) {
+    const int keys = take_block();
+    take_turn();
+    multiply_keys(keys);
+    const int values = take_block();
+    multiply_values(values, probabilities);
+    pass_turn();
+    device::wgmma_wait<1>();
+    device::hold(s);
+    release_block(keys);
+    return values;
+  }
+  __device__ __forceinline__ void finish_step(int values) {
+    device::keep_before_wait(softmax.sum[0] + softmax.sum[1], shared.scratch);
+    device::wgmma_wait<0>();
+    device::hold(o);
+    release_block(values);
+  }
+  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < tile.head_dim / 2; ++i) o[i] *= factor[i >> 1 & 1];
+  }
+  __device__ __forceinline__ void cap() {
+    if (tile.extended && p.softcap != 0.0f) cap_scores(s, p.softcap, p.to_softcap);
+  }
+
+  // What the mask of a visit needs, loaded before the products so that its latency is hidden.
+  struct MaskPlace {
+    int first_key, shift, keys;
+  };
+  __device__ __forceinline__ MaskPlace mask_place(int visit) const {
+    return {t->block(visit) * tile.block_keys, t->shift, t->keys};
+  }
+  // From the scores of a masked visit to p, under a base that follows the maximum.
+  __device__ __forceinline__ void masked_softmax(const MaskPlace& m, float (&factor)[2]) {
+    cap();
+    mask_scores(s, p.window, query, m.first_key, lane, m.shift, m.keys);
+    softmax.raise_base(s, p.scale_log2, factor);
+    softmax.exponentials_in_place(s, p.scale_log2);
+  }
+  // Probabilities are packed after the product that reads the old ones.
+  __device__ __forceinline__ void masked_step(int visit, Probabilities& probabilities) {
+    const MaskPlace place = mask_place(visit);
+    const int values = start_step(probabilities);
+    float factor[2];
+    masked_softmax(place, factor);
+    finish_step(values);
+    rescale(factor);
+    Softmax::pack(s, probabilities);
+  }
+  // A step without mask. The scores are kept, so that exponentials which outgrow the base can be taken again.
+  __device__ __forceinline__ void lazy_step(const Probabilities& old, Probabilities& probabilities) {
+    const int values = start_step(old);
+    cap();
+    float sums[2], factor[2];
+    softmax.exponentials(s, p.scale_log2, probabilities, sums);
+    const bool outgrown = __any_sync(0xffffffffu, Softmax::outgrown(sums));
+    if (outgrown) {
+      softmax.raise_base(s, p.scale_log2, factor);
+      softmax.exponentials(s, p.scale_log2, probabilities, sums);
+    }
+    softmax.sum[0] += sums[0];
+    softmax.sum[1] += sums[1];
+    finish_step(values);
+    if (outgrown) rescale(factor);
+  }
+
+  // The next tile; false after the last.
+  __device__ __forceinline__ bool take_tile() {
+    device::mbarrier_wait(shared.slot_full + slots.stage, slots.parity);
+    t = shared.slots + slots.stage;
+    slots.next();
+    // The same in every lane, and known to be: loop counts and descriptors belong into uniform registers.
+    visits = __shfl_sync(0xffffffffu, device::load(&t->visits), 0);
+    masked = __shfl_sync(0xffffffffu, device::load(&t->masked), 0);
+    query = device::load(&t->first_query) + group * kGroupRows + warp * 16 + lane / 4;
+    softmax.begin();
+    if (visits < 0) return false;
+    device::mbarrier_wait(shared.query_full + queries.stage * tile.groups + group, queries.parity);
+    q = device::wgmma_descriptor(Swizzle::bytes128, shared.query(queries.stage, group), 16, 1024);
+    return true;
+  }
+  // What a tile still needs while the next one has begun.
+  struct Finished {
+    const Tile* t;
+    int query, queries, stage;
+    Softmax softmax;
+  };
+  __device__ __forceinline__ Finished finish_tile() {
+    Finished f{t, query, t->queries, queries.stage, softmax};
+    f.softmax.total();
+    queries.next();
+    return f;
+  }
+  __device__ __forceinline__ float sink_logit(int head) const {
+    return p.sink_is_float ? device::load(static_cast<const float*>(p.sink) + head)
+                           : device::to_float(device::load(static_cast<const T*>(p.sink) + head));
+  }
+  // o / sum to the tile's buffer of q, whose reads are complete, and on to the storing warp.
+  __device__ __forceinline__ void hand_over(const Finished& f) {
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      inverse[r] = f.softmax.sum[r] != 0.0f ? device::reciprocal(f.softmax.sum[r]) : 0.0f;
+      float lse = f.softmax.lse(r);
+      if (p.sink != nullptr) {  // one more logit in the sum, which has no value
+        const float sink = sink_logit(f.t->head), difference = lse - sink;
+        const float above = device::exp2(-fabsf(difference) * kLog2e);
+        inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
+        lse = fmaxf(lse, sink) + device::log2(1.0f + above) * kLn2;
+      }
+      const int row = f.query + 8 * r;
+      if (lane % 4 == 0 && p.lse != nullptr && row < f.queries) device::store(p.lse + f.t->lse + row, lse);
+    }
+    // Four 8 x 8 matrices at once: rows 0-7 and 8-15 of the warp's columns c..c+7, then of c+8..c+15.
+    unsigned char* buffer = shared.query(f.stage, group);
+    const auto first = static_cast<uint32_t>((warp * 16 + lane % 16) * kPanelRowBytes + lane / 16 * 16);
+#pragma unroll
+    for (int c = 0; c < tile.head_dim / 16; ++c) {
+      uint32_t rows[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        rows[i] = device::pack<T>(o[8 * c + 2 * i] * inverse[i % 2], o[8 * c + 2 * i + 1] * inverse[i % 2]);
+      const uint32_t panel = c / 4 * kGroupRows * kPanelRowBytes, column_bytes = c % 4 * 32;
+      device::store_matrix(buffer + panel + (device::swizzled(Swizzle::bytes128, first) ^ column_bytes), rows);
+    }
+    device::fence_async_shared();
+    device::named_barrier_arrive(store_barrier(f.stage, group), kStoreThreads);
+    release_slot(f.t);
+  }
+  __device__ __forceinline__ void release_slot(const Tile* slot) {
+    __syncwarp(0xffffffffu);  // all lanes have read before one of them releases the slot
+    if (lane == 0) device::mbarrier_arrive(shared.slot_empty + (slot - shared.slots));
+  }
+  __device__ __forceinline__ void clear_output() {
+#pragma unroll
+    for (float& x : o) x = 0.0f;
+  }
+
+  __device__ __forceinline__ void run() {
+    if (tile.turns && group == tile.groups - 1) pass_turn();
+    if (!take_tile()) return;
+    // Two arrays: the next probabilities are written while the tensor cores still read the last ones.
+    Probabilities p0, p1;
+    float factor[2];
+    clear_output();
+    const int first = take_block();
+    multiply_keys(first);
+    device::wgmma_wait<0>();
+    device::hold(s);
+    release_block(first);
+    masked_softmax(mask_place(0), factor);
+    Softmax::pack(s, p0);
+    for (;;) {
+      int visit = 1;
+      for (; visit < masked; ++visit) masked_step(visit, p0);
+      for (; visit + 1 < visits; visit += 2) {
+        lazy_step(p0, p1);
+        lazy_step(p1, p0);
+      }
+      if (visit < visits) {
+        lazy_step(p0, p1);
+        // A plain copy would be merged by ptxas with registers that the product in flight still reads.
+#pragma unroll
+        for (int i = 0; i < tile.block_keys / 4; ++i) p0[i / 4][i % 4] = p1[i / 4][i % 4] ^ p.zero;
+      }
+      // The last product of this tile runs beside the first one of the next.
+      const Finished finished = finish_tile();
+      if (!take_tile()) {
+        const int values = take_block();
+        multiply_values(values, p0);
+        device::wgmma_wait<0>();
+        device::hold(o);
+        hand_over(finished);
+        break;
+      }
+      const MaskPlace place = mask_place(0);
+      const int values = start_step(p0);
+      masked_softmax(place, factor);
+      finish_step(values);
+      hand_over(finished);
+      clear_output();
+      Softmax::pack(s, p0);
+    }
+  }
+};
+
+}  // namespace warpsmith::attention

@@ -1,0 +1,136 @@
+#include "kernels/attention/attention_sm90.h"
+#include "kernels/attention/forward_sm90.cuh"
+#include "kernels/attention/sm90_host.h"
+
+namespace warpsmith {
+namespace attention {
+namespace {
+
+HeadTensor q_tensor(const AttentionFwdParams& p) {
+  return head_tensor(p.q, p.q_strides, p.problem, true, p.problem.head_dim);
+}
+HeadTensor k_tensor(const AttentionFwdParams& p) {
+  return head_tensor(p.k, p.k_strides, p.problem, false, p.problem.head_dim);
+}
+HeadTensor v_tensor(const AttentionFwdParams& p) {
+  return head_tensor(p.v, p.v_strides, p.problem, false, p.problem.head_dim_v);
+}
+HeadTensor out_tensor(const AttentionFwdParams& p) {
+  return head_tensor(p.out, p.out_strides, p.problem, true, p.problem.head_dim_v);
+}
+
+AttentionForwardChoice choose(const AttentionFwdParams& p) {
+  const bool aligned = fits_tensor_map(q_tensor(p)) && fits_tensor_map(k_tensor(p)) && fits_tensor_map(v_tensor(p)) &&
+                       fits_tensor_map(out_tensor(p));
+  AttentionKernelProblem problem = kernel_problem(p.problem, aligned);
+  problem.sm90a_code = runs_sm90a_code();
+  return choose_attention_forward_sm90(problem);
+}
+
+// Tiles of unequal length are taken from a counter.
+bool needs_counter(const AttentionProblem& p) {
+  return p.cu_seqlens_q != nullptr || p.window_left >= 0 || p.window_right >= 0;
+}
+int64_t workspace_bytes(const AttentionProblem& p) {
+  if (!needs_counter(p)) return 0;
+  return 16 + (p.cu_seqlens_q != nullptr ? 4 * (p.batch + 2) : 0);
+}
+
+ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile) {
+  const AttentionProblem& a = x.problem;
+  constexpr auto i32 = [](int64_t v) { return static_cast<int>(v); };
+  ForwardParams p{};
+  p.window = window_of(a);
+  p.cu_seqlens_q = a.cu_seqlens_q;
+  p.cu_seqlens_k = a.cu_seqlens_k;
+  p.batch = i32(a.batch);
+  p.heads = i32(a.heads_q);
+  p.heads_per_key_head = i32(a.heads_q / a.heads_k);
+  p.queries = i32(a.seqlen_q);
+  p.keys = i32(a.seqlen_k);
+  p.total_q = i32(a.total_q);
+  p.total_k = i32(a.total_k);
+  p.head_dim_v = i32(a.head_dim_v);
+  p.out = x.out;
+  p.out_seq = x.out_strides.seq;
+  p.out_head = x.out_strides.head;
+  p.lse = static_cast<float*>(x.lse);
+  p.sink = a.sink;
+  p.sink_is_float = a.sink_dtype == Dtype::float32;
+  p.scale_log2 = static_cast<float>(a.softcap > 0 ? 1.0 : a.softmax_scale) * kLog2e;
+  if (a.softcap > 0) {
+    p.softcap = static_cast<float>(a.softcap);
+    p.to_softcap = static_cast<float>(a.softmax_scale / a.softcap);
+  }
+  Schedule& s = p.schedule;
+  if (needs_counter(a)) s.counter = static_cast<int*>(x.workspace);
+  if (a.cu_seqlens_q != nullptr) s.first_tiles = s.counter + 4;
+  s.batch = p.batch;
+  s.heads = p.heads;
+  s.row_tiles = i32((a.seqlen_q + tile.tile_rows() - 1) / tile.tile_rows());
+  s.tiles = i32(s.row_tiles * a.batch * a.heads_q);
+  s.heads_first = s.descending = needs_counter(a);
+  // Key heads whose keys and values fit into 32 MiB of the L2 cache, a power of two, in query heads.
+  constexpr int64_t kCacheBytes = 32 << 20;
+  const int64_t fit = kCacheBytes / (std::max<int64_t>(a.seqlen_k, 1) * tile.head_dim * 4);
+  int64_t key_heads = 1;
+  while (2 * key_heads <= fit && 2 * key_heads * p.heads_per_key_head <= a.batch * a.heads_q) key_heads *= 2;
+  s.heads_together = i32(key_heads * p.heads_per_key_head);
+  return p;
+}
+
+template <class T, ForwardTile tile> Status run(const AttentionFwdParams& x, void* stream) {
+  const AttentionProblem& a = x.problem;
+  TensorMap q, k, v, out;
+  WARPSMITH_RETURN_IF_FAILED(head_map(q, q_tensor(x), a.dtype, kGroupRows));
+  WARPSMITH_RETURN_IF_FAILED(head_map(k, k_tensor(x), a.dtype, tile.block_keys));
+  WARPSMITH_RETURN_IF_FAILED(head_map(v, v_tensor(x), a.dtype, tile.block_keys));
+  WARPSMITH_RETURN_IF_FAILED(head_map(out, out_tensor(x), a.dtype, kGroupRows));
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  const ForwardParams p = device_params(x, tile);
+  // Packed: a bound, since the lengths are on the device. Blocks without a tile end at once.
+  int64_t tiles = p.schedule.tiles;
+  if (p.cu_seqlens_q != nullptr) tiles = (a.total_q / tile.tile_rows() + a.batch + 1) * a.heads_q;
+  if (p.schedule.counter != nullptr) {
+    const PrepareParams prepare{
+        p.schedule.counter, const_cast<int*>(p.schedule.first_tiles), a.cu_seqlens_q, p.batch, p.total_q, p.queries,
+        tile.tile_rows()};
+    WARPSMITH_RETURN_IF_FAILED(launch(prepare_schedule<kPrepareThreads>, {.block = kPrepareThreads}, stream, prepare));
+  }
+  const LaunchConfig config{.grid = static_cast<unsigned>(std::min<int64_t>(device.multiprocessors, tiles)),
+                            .block = static_cast<unsigned>(tile.threads()),
+                            .dynamic_shared_bytes = static_cast<size_t>(tile.shared_bytes()),
+                            .programmatic_dependent = p.schedule.counter != nullptr};
+  return launch(forward_sm90<T, index_of(tile)>, config, stream, q, k, v, out, p);
+}
+
+template <ForwardTile tile> Status run_dtype(const AttentionFwdParams& x, void* stream) {
+  return x.problem.dtype == Dtype::bfloat16 ? run<bfloat16, tile>(x, stream) : run<float16, tile>(x, stream);
+}
+
+}  // namespace
+}  // namespace attention
+
+Status attention_forward_supported_sm90(const AttentionFwdParams& p) {
+  const AttentionForwardChoice choice = attention::choose(p);
+  return choice.supported ? Status() : attention::no_kernel(choice.why);
+}
+
+Status attention_forward_workspace_sm90(const AttentionFwdParams& p, int64_t* bytes) {
+  *bytes = attention::workspace_bytes(p.problem);
+  return {};
+}
+
+Status attention_forward_sm90(const AttentionFwdParams& p, void* stream) {
+  using namespace attention;
+  const AttentionForwardChoice choice = choose(p);
+  if (!choice.supported) return no_kernel(choice.why);
+  if (choice.tile == kForward128) return run_dtype<kForward128>(p, stream);
+  if (choice.tile == kForward64) return run_dtype<kForward64>(p, stream);
+  if (choice.tile == kForward64Short) return run_dtype<kForward64Short>(p, stream);
+  if (choice.tile == kForward128Extended) return run_dtype<kForward128Extended>(p, stream);
+  return run_dtype<kForward64Extended>(p, stream);
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,111 @@
+#pragma once
+#include <cmath>
+#include <type_traits>
+
+#include "device/convert.h"
+#include "device/math.h"
+#include "device/reduce.h"
+
+// The softmax of rows whose scores arrive block by block, with lazy rescaling, in the registers of a wgmma warpgroup.
+namespace warpsmith::attention {
+
+// A row's probabilities are p = 2^(scale * s - base). Any base gives the same quotient o / sum as long as nothing
+// overflows, so the base need not follow the row's maximum: it is raised only when a sum of probabilities says that it
+// lags far behind. Then neither the maximum nor the rescaling of o stand before the exponentials (measured on an H200
+// at head dimension 128: 838 instead of 712 TFLOP/s, docs/design/2026-11-22-attention-sm90.md).
+//
+// base = maximum + kHeadroom when it is raised. A thread's part of a row's sum stays below kLargestSum, else the base
+// is raised and the block's exponentials are taken again.
+//   bfloat16: p has the exponents of float: from 2^-30 it may grow by 2^90.
+//   float16:  p <= 2^6 at first, which leaves 20 binary orders of magnitude above the first rounding of subnormals;
+//             a sum below 61440 keeps every p finite.
+template <class T> constexpr float kHeadroom = std::is_same_v<T, bfloat16> ? 30.0f : -6.0f;
+template <class T> constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 0x1p60f : 61440.0f;
+
+constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+
+// The rows of a thread: lane / 4 of its warp's 16 rows and eight below. The four lanes of a quad share them.
+template <class T, int kBlockKeys> struct OnlineSoftmax {
+  static constexpr int kScores = kBlockKeys / 2;
+  using Scores = float[kScores];
+  using Probabilities = uint32_t[kBlockKeys / 16][4];  // A operands of one wgmma each
+
+  float base[2], sum[2];  // `sum` is this thread's share until total()
+
+  __device__ __forceinline__ void begin() {
+    base[0] = base[1] = -INFINITY;
+    sum[0] = sum[1] = 0.0f;
+  }
+
+  // `factor`: by which everything summed up under the old base must be multiplied.
+  __device__ __forceinline__ void raise_base(const Scores& s, float scale, float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = s[2 * r];
+#pragma unroll
+      for (int i = 0; i < kScores; i += 4) largest = fmaxf(largest, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const float raised = fmaxf(base[r], largest * scale + kHeadroom<T>);
+      factor[r] = raised == -INFINITY ? 1.0f : device::exp2(base[r] - raised);
+      base[r] = raised;
+      sum[r] *= factor[r];
+    }
+  }
+
+  // From s to p in place, added to the sums. Rows that have seen no key stay without one.
+  __device__ __forceinline__ void exponentials_in_place(Scores& s, float scale) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float b = base[r] == -INFINITY ? 0.0f : base[r];  // -inf - -inf would be NaN
+      float partial[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int i = 0; i < kScores; i += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[i + 2 * r + e];
+          x = device::exp2(x * scale - b);
+          partial[e] += x;
+        }
+      sum[r] += partial[0] + partial[1];
+    }
+  }
+  static __device__ __forceinline__ void pack(const Scores& s, Probabilities& out) {
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) out[i / 4][i % 4] = device::pack<T>(s[2 * i], s[2 * i + 1]);
+  }
+
+  // From s to packed p, without a change of s or of the sums: `sums` is the block's part.
+  __device__ __forceinline__ void exponentials(const Scores& s, float scale, Probabilities& out, float (&sums)[2]) {
+    float partial[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kScores; i += 4) {
+      float x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        x[e] = device::exp2(s[i + e] * scale - base[e / 2]);
+        partial[e] += x[e];
+      }
+      out[i / 8][i / 2 % 4] = device::pack<T>(x[0], x[1]);
+      out[i / 8][i / 2 % 4 + 1] = device::pack<T>(x[2], x[3]);
+    }
+    sums[0] = partial[0] + partial[1];
+    sums[1] = partial[2] + partial[3];
+  }
+  // A row without a base has infinite p, and NaN compares false.
+  static __device__ __forceinline__ bool outgrown(const float (&sums)[2]) {
+    return !(sums[0] < kLargestSum<T> && sums[1] < kLargestSum<T>);
+  }
+
+  // The rows' whole sums, in every lane of the quad.
+  __device__ __forceinline__ void total() {
+    sum[0] = device::group_sum<4>(sum[0]);
+    sum[1] = device::group_sum<4>(sum[1]);
+  }
+  // The natural logarithm of row r's sum of exponentials, after total().
+  __device__ __forceinline__ float lse(int r) const {
+    return sum[r] != 0.0f ? (base[r] + device::log2(sum[r])) * kLn2 : -INFINITY;
+  }
+};
+
+}  // namespace warpsmith::attention

@@ -1,0 +1,33 @@
+#pragma once
+#include "kernels/attention/attention.h"
+
+// How many blocks the portable kernels have, for their launchers and for the check that a grid holds them.
+namespace warpsmith::attention {
+
+// Tiles of `rows` queries or keys are numbered over the sequences: of equally long ones one after the other, of packed
+// ones so that each begins at its first token / rows + its number. Numbers between sequences may stay unused.
+inline int64_t row_tiles(const AttentionProblem& p, bool of_keys, int rows) {
+  if (p.cu_seqlens_q != nullptr) return (of_keys ? p.total_k : p.total_q) / rows + p.batch + 1;
+  return p.batch * (((of_keys ? p.seqlen_k : p.seqlen_q) + rows - 1) / rows);
+}
+
+// lse in units of log2 and delta of every query, in blocks of queries: [block][head][2][64] floats in the workspace.
+constexpr int kStatisticsQueries = 64, kStatistics = 2 * kStatisticsQueries;
+
+// dbias in tiles: of [batch, heads, queries, keys] a dimension has one tile where dbias is broadcast along it.
+struct BiasTiles {
+  int64_t all_queries, all_keys;  // tiles of a problem's queries and keys
+  int64_t batch, heads, queries, keys;
+  int64_t count;
+
+  WARPSMITH_HOST_DEVICE BiasTiles(const AttentionProblem& p, const AttentionBiasStrides& strides, int rows, int columns)
+      : all_queries((p.seqlen_q + rows - 1) / rows),
+        all_keys((p.seqlen_k + columns - 1) / columns),
+        batch(strides.batch == 0 ? 1 : p.batch),
+        heads(strides.head == 0 ? 1 : p.heads_q),
+        queries(strides.q == 0 ? 1 : all_queries),
+        keys(strides.k == 0 ? 1 : all_keys),
+        count(batch * heads * queries * keys) {}
+};
+
+}  // namespace warpsmith::attention

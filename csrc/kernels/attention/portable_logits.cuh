@@ -1,0 +1,169 @@
+#pragma once
+#include <cmath>
+
+#include "device/math.h"
+#include "kernels/attention/attention_dropout.h"
+#include "kernels/attention/online_softmax.cuh"
+#include "kernels/attention/portable_product.cuh"
+#include "kernels/attention/portable_tiles.cuh"
+
+// From products to logits, and dropout, on the accumulators of a warp. Rows of the accumulators are queries, or keys
+// (kKeysAreRows). Each option is a branch that the whole grid takes, outside of the loops over elements.
+namespace warpsmith::attention {
+
+// Where a thread's accumulators lie in the matrix of a sequence's queries and keys: rows `row` and row + 8, columns
+// column + 8 n + e.
+template <bool kKeysAreRows> struct Place {
+  int row, column;
+
+  // f(n, e, query, key) for every element.
+  template <int kColumns, class F> __device__ __forceinline__ void for_elements(F&& f) const {
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int r = row + e / 2 * 8, c = column + n * 8 + e % 2;
+        f(n, e, kKeysAreRows ? c : r, kKeysAreRows ? r : c);
+      }
+  }
+};
+
+// 2^logit instead of e^logit: logits are in units of log2.
+struct Logits {
+  float scale;    // of products; with a softcap of the argument of tanh
+  float softcap;  // 0: none
+  float slope;    // 0: none
+  int shift;
+  bool bias_is_float;
+  const void* bias;  // null: none. Of this sequence and head, as the mask
+  int64_t bias_q, bias_k;
+  const unsigned char* mask;  // null: none
+  int64_t mask_q, mask_k;
+
+  __device__ __forceinline__ Logits(const AttentionProblem& p, const SequenceOfTile& s, int head)
+      : scale(static_cast<float>(p.softmax_scale)),
+        softcap(static_cast<float>(p.softcap)),
+        slope(0.0f),
+        shift(s.shift),
+        bias_is_float(p.bias_dtype == Dtype::float32),
+        bias(nullptr),
+        bias_q(p.bias_strides.q),
+        bias_k(p.bias_strides.k),
+        mask(nullptr),
+        mask_q(p.mask_strides.q),
+        mask_k(p.mask_strides.k) {
+    scale = softcap > 0.0f ? scale / softcap : scale * kLog2e;
+    softcap *= kLog2e;
+    if (p.alibi_slopes != nullptr)
+      slope = device::load(p.alibi_slopes + s.sequence * p.alibi_batch_stride + head) * kLog2e;
+    if (p.bias != nullptr)
+      bias = static_cast<const char*>(p.bias) +
+             (s.sequence * p.bias_strides.batch + head * p.bias_strides.head) * (bias_is_float ? 4 : 2);
+    if (p.mask != nullptr)
+      mask = static_cast<const unsigned char*>(p.mask) + s.sequence * p.mask_strides.batch + head * p.mask_strides.head;
+  }
+
+  // Products to logits before biases. `softcapped(n, e, derivative)` is told the softcap's derivative, where there is
+  // one.
+  template <int kColumns, class Softcapped>
+  __device__ __forceinline__ void scale_products(Accumulators<kColumns>& x, Softcapped&& softcapped) const {
+    if (softcap > 0.0f) {
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float y = device::tanh(x[n][e] * scale);
+          x[n][e] = y * softcap;
+          softcapped(n, e, 1.0f - y * y);
+        }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[n][e] *= scale;
+    }
+  }
+
+  // Adds ALiBi and bias, and hides what the mask and the window hide. `seen`: the columns that the rows `row` and row +
+  // 8 see.
+  template <class T, int kColumns, bool kKeysAreRows>
+  __device__ __forceinline__ void finish(Accumulators<kColumns>& x, const Place<kKeysAreRows>& at,
+                                         const Columns (&seen)[2]) const {
+    const auto sees = [&](int n, int e) {
+      const int column = at.column + n * 8 + e % 2;
+      return column >= seen[e / 2].begin && column < seen[e / 2].end;
+    };
+    if (slope != 0.0f)
+      at.template for_elements<kColumns>(
+          [&](int n, int e, int query, int key) { x[n][e] -= slope * fabsf(static_cast<float>(query + shift - key)); });
+    if (bias != nullptr)
+      at.template for_elements<kColumns>([&](int n, int e, int query, int key) {
+        if (!sees(n, e)) return;
+        const int64_t element = query * bias_q + key * bias_k;
+        x[n][e] += kLog2e * (bias_is_float ? device::load(static_cast<const float*>(bias) + element)
+                                           : device::to_float(device::load(static_cast<const T*>(bias) + element)));
+      });
+    if (mask != nullptr)
+      at.template for_elements<kColumns>([&](int n, int e, int query, int key) {
+        if (sees(n, e) && device::load(mask + query * mask_q + key * mask_k) == 0) x[n][e] = -INFINITY;
+      });
+    const int last = at.column + kColumns - 7;
+    if (at.column < max(seen[0].begin, seen[1].begin) || last >= min(seen[0].end, seen[1].end))
+      at.template for_elements<kColumns>([&](int n, int e, int, int) {
+        if (!sees(n, e)) x[n][e] = -INFINITY;
+      });
+  }
+};
+
+// What the dropout of one sequence and head is made of.
+struct DropoutOfHead {
+  uint64_t seed, offset;
+  int64_t row_block, heads, head;
+  uint32_t threshold;
+
+  __device__ __forceinline__ DropoutOfHead(const AttentionProblem& p, const SequenceOfTile& s, int head_of_q)
+      : seed(static_cast<uint64_t>(device::load(p.dropout.seed))),
+        offset(static_cast<uint64_t>(device::load(p.dropout.seed + 1))),
+        row_block(attention_row_block(p.cu_seqlens_q, s.sequence, p.seqlen_q)),
+        heads(p.heads_q),
+        head(head_of_q),
+        threshold(p.dropout.threshold) {}
+
+  // kept(n, e, whether it is kept) for every element of a warp's 16 x kColumns, which begin at multiples of 16. The
+  // whole warp.
+  template <int kColumns, bool kKeysAreRows, class Kept>
+  __device__ __forceinline__ void apply(int first_row, int first_column, int lane, Kept&& kept) const {
+#pragma unroll
+    for (int block = 0; block < kColumns / 16; ++block) {
+      const int row = first_row / kAttentionDropoutBlock, column = first_column / kAttentionDropoutBlock + block;
+      const uint32_t word1 = attention_dropout_row(row_block, kKeysAreRows ? column : row, heads, head);
+      const auto k_block = static_cast<uint32_t>(kKeysAreRows ? row : column);
+      if constexpr (!kKeysAreRows) {
+        const PhiloxCounter own = attention_dropout_lanes(seed, offset, word1, k_block, static_cast<uint32_t>(lane));
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          kept(2 * block + i / 4, i % 4, attention_dropout_keeps(own, i % 4 / 2 * 8, i / 4 * 8 + i % 2, threshold));
+      } else {
+        // The queries 2 t and 2 t + 1 are of two calls. The lanes of keys g and g ^ 1 make one each, and swap.
+        const int g = lane / 4, t = lane % 4;
+        const bool odd = g % 2 != 0;
+        const PhiloxCounter own =
+            attention_dropout_lanes(seed, offset, word1, k_block, static_cast<uint32_t>(8 * t + (odd ? 4 : 0) + g / 2));
+        uint32_t words[2][2];  // of queries 2 t and 2 t + 1, and of those 8 further
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+          const uint32_t given = __shfl_xor_sync(0xffffffffu, odd ? own.word[w] : own.word[2 + w], 4);
+          words[0][w] = odd ? given : own.word[w];
+          words[1][w] = odd ? own.word[2 + w] : given;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const uint32_t word = words[i % 2][i / 4];
+          kept(2 * block + i / 4, i % 4, (i % 4 / 2 != 0 ? word >> 16 : word & 0xffff) >= threshold);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace warpsmith::attention

@@ -1,0 +1,115 @@
+#pragma once
+#include "device/vector.h"
+#include "kernels/attention/portable_grid.h"
+
+// Which rows a block of the portable kernels owns, and which columns of the matrix of queries and keys they meet.
+// Positions within a sequence fit in 28 bits, tokens of packed tensors in 31.
+namespace warpsmith::attention {
+
+// As attention_sequence(). Number `batch` holds the tokens after the last sequence.
+__device__ __forceinline__ AttentionSequence tokens_of(const int32_t* cu_seqlens, int64_t sequence, int64_t batch,
+                                                       int64_t total, int64_t max_seqlen) {
+  const auto at = [&](int64_t i) {
+    const int64_t token = device::load(cu_seqlens + i);
+    return token < 0 ? 0 : token > total ? total : token;
+  };
+  const int64_t start = at(sequence);
+  if (sequence == batch) return {start, total - start};
+  const int64_t length = at(sequence + 1) - start;
+  return {start, length < 0 ? 0 : length > max_seqlen ? max_seqlen : length};
+}
+
+// A sequence of queries and its keys. The tokens after the last packed sequence meet nothing.
+struct SequenceOfTile {
+  int64_t sequence;
+  int64_t batch;  // the entry of tensors in memory: 0 where sequences are packed
+  int64_t first_query, first_key;
+  int queries, keys;
+  int shift;
+};
+
+template <bool kKeysAreRows>
+__device__ __forceinline__ SequenceOfTile sequence_of_tile(const AttentionProblem& p, int64_t sequence) {
+  SequenceOfTile s{sequence, sequence, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k), 0};
+  if (p.cu_seqlens_q != nullptr) {
+    const bool rest = sequence == p.batch;
+    AttentionSequence q{}, k{};
+    if (!rest || !kKeysAreRows) q = tokens_of(p.cu_seqlens_q, sequence, p.batch, p.total_q, p.seqlen_q);
+    if (!rest || kKeysAreRows) k = tokens_of(p.cu_seqlens_k, sequence, p.batch, p.total_k, p.seqlen_k);
+    s.batch = 0;
+    s.first_query = q.start;
+    s.first_key = k.start;
+    s.queries = static_cast<int>(q.length);
+    s.keys = static_cast<int>(k.length);
+  }
+  if (p.align_bottom_right) s.shift = s.keys - s.queries;
+  return s;
+}
+
+// Which rows a tile of row_tiles() has.
+constexpr int64_t kNoRow = int64_t{1} << 30;  // no sequence is that long
+
+// Longest tiles first: under a causal window the last queries see most keys, and the first keys are seen by most
+// queries.
+template <bool kOfKeys> __device__ __forceinline__ unsigned block_number(const AttentionProblem& p) {
+  return !kOfKeys && p.window_right >= 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+}
+
+struct RowTile {
+  int64_t sequence;
+  int first;  // row within the sequence
+};
+
+template <bool kOfKeys, int kRows>
+__device__ __forceinline__ RowTile row_tile(const AttentionProblem& p, int64_t number) {
+  const int64_t length = kOfKeys ? p.seqlen_k : p.seqlen_q;
+  if (p.cu_seqlens_q == nullptr) {
+    const auto tiles = static_cast<unsigned>((length + kRows - 1) / kRows), n = static_cast<unsigned>(number);
+    return {n / tiles, static_cast<int>(n % tiles) * kRows};
+  }
+  const int32_t* cu = kOfKeys ? p.cu_seqlens_k : p.cu_seqlens_q;
+  const auto first = [&](int64_t i) {
+    return tokens_of(cu, i, p.batch, kOfKeys ? p.total_k : p.total_q, length).start / kRows + i;
+  };
+  int64_t low = 0, high = p.batch + 1;  // first(low) <= number < first(high)
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (first(middle) <= number ? low : high) = middle;
+  }
+  // A number before the first sequence, and whatever offsets that fall lead to, has no rows.
+  const int64_t tile = number - first(low), most = kNoRow / kRows;
+  return {low, static_cast<int>(tile < 0 || tile > most ? kNoRow : tile * kRows)};
+}
+
+// The columns [begin, end) of the matrix of queries and keys that some of its rows [first, last] (inclusive) see: exact
+// where first == last. begin >= end: none.
+struct Columns {
+  int begin, end;
+};
+
+template <bool kKeysAreRows> __device__ __forceinline__ Columns columns_of_rows(const AttentionProblem& p,
+                                                                                const SequenceOfTile& s, int first,
+                                                                                int last) {
+  if (first > last || last >= (kKeysAreRows ? s.keys : s.queries)) return {0, 0};
+  if constexpr (!kKeysAreRows) {
+    const AttentionKeys keys = attention_keys(p, first, last, s.shift, s.keys);
+    return {static_cast<int>(keys.begin), static_cast<int>(keys.end < keys.begin ? keys.begin : keys.end)};
+  } else {  // key j is seen by the queries from j - shift - right to j - shift + left
+    const int64_t begin = p.window_right < 0 ? 0 : first - s.shift - p.window_right;
+    const int64_t end = p.window_left < 0 ? s.queries : last - s.shift + p.window_left + 1;
+    const int64_t from = begin < 0 ? 0 : begin > s.queries ? s.queries : begin;
+    const int64_t to = end > s.queries ? s.queries : end;
+    return {static_cast<int>(from), static_cast<int>(to < from ? from : to)};
+  }
+}
+
+// The steps of kColumns columns that cover them.
+template <int kColumns> struct Steps {
+  int begin, count;
+
+  __device__ __forceinline__ explicit Steps(const Columns& c)
+      : begin(c.begin / kColumns * kColumns),
+        count(c.begin < c.end ? (c.end - c.begin / kColumns * kColumns + kColumns - 1) / kColumns : 0) {}
+};
+
+}  // namespace warpsmith::attention

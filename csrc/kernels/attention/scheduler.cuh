@@ -1,0 +1,121 @@
+#pragma once
+#include "device/platform.h"
+#include "device/programmatic_launch.h"
+#include "device/reduce.h"
+#include "device/vector.h"
+#include "kernels/attention/attention.h"
+
+// Which tile of query rows a block works on next.
+//
+// Tiles are numbered. Where all are equally long, a block takes every gridDim.x-th one. Else blocks take the next
+// number from a counter, so that none waits for a block with longer tiles, and the longest come first.
+//
+// Equally long sequences: (section, row tile, head), where the heads of a section have keys and values that fit
+// together into the L2 cache. Packed sequences: sequence by sequence; `first_tiles` says at which number each begins. A
+// sequence beyond the last one holds the tokens after cu_seqlens_q[batch], which see no key.
+namespace warpsmith::attention {
+
+struct Schedule {
+  int* counter;            // next number to take, less gridDim.x; null: every gridDim.x-th tile
+  const int* first_tiles;  // packed: [batch + 2], in row tiles, without heads
+  int batch, heads, row_tiles;
+  int tiles;           // of equally long sequences
+  int heads_together;  // of a section
+  bool heads_first;    // neighbouring numbers are heads
+  bool descending;     // and the last row tile comes first: the longest, if causal
+};
+
+struct TileIndex {
+  int batch, head, row_tile;  // batch < 0: there is no such tile
+};
+
+__device__ __forceinline__ TileIndex tile_at(const Schedule& p, int n) {
+  if (p.first_tiles != nullptr) {
+    const int row = n / p.heads;
+    int low = 0, high = p.batch + 1;  // first_tiles[low] <= row < first_tiles[high]
+    if (row >= device::load(p.first_tiles + high)) return {-1, 0, 0};
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (device::load(p.first_tiles + middle) <= row ? low : high) = middle;
+    }
+    const int first = device::load(p.first_tiles + low), tiles = device::load(p.first_tiles + low + 1) - first;
+    const int within = n - first * p.heads;
+    if (!p.heads_first) return {low, within / tiles, within % tiles};
+    return {low, within % p.heads, p.descending ? tiles - 1 - within / p.heads : within / p.heads};
+  }
+  if (n >= p.tiles) return {-1, 0, 0};
+  const int per_section = p.heads_together * p.row_tiles, section = n / per_section;
+  const int within = n - section * per_section, first_head = section * p.heads_together;
+  const int heads = min(p.heads_together, p.batch * p.heads - first_head);
+  int row_tile = within % p.row_tiles, head = within / p.row_tiles;
+  if (p.heads_first) {
+    head = within % heads;
+    row_tile = p.descending ? p.row_tiles - 1 - within / heads : within / heads;
+  }
+  head += first_head;
+  return {head / p.heads, head % p.heads, row_tile};
+}
+
+// Before the next number can be needed. By one thread.
+__device__ __forceinline__ int next_tile(const Schedule& p, int n) {
+  const int blocks = static_cast<int>(gridDim.x);
+  return p.counter == nullptr ? n + blocks : atomicAdd(p.counter, 1) + blocks;
+}
+
+// As attention_sequence(), in 32 bits. Number `batch`: the tokens after the last sequence.
+struct Sequence {
+  int start, length;
+};
+
+__device__ __forceinline__ Sequence sequence_at(const int32_t* cu_seqlens, int sequence, int batch, int total,
+                                                int max_seqlen) {
+  const int start = min(max(device::load(cu_seqlens + sequence), 0), total);
+  if (sequence == batch) return {start, total - start};
+  const int end = min(max(device::load(cu_seqlens + sequence + 1), start), total);
+  return {start, min(end - start, max_seqlen)};
+}
+
+constexpr int kPrepareThreads = 256;
+
+struct PrepareParams {
+  int* counter;
+  int* first_tiles;  // null: not packed
+  const int32_t* cu_seqlens_q;
+  int batch, total_q, seqlen_q;
+  int tile_rows;
+};
+
+// One block: resets the counter, and sums up the tiles of the packed sequences before each.
+template <int kThreads> __global__ void __launch_bounds__(kThreads) prepare_schedule(const PrepareParams p) {
+  WARPSMITH_SHARED(int, sums, kThreads / 32);
+  device::wait_for_previous_kernel();
+  device::launch_dependents();
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) device::store(p.counter, 0);
+  if (p.first_tiles == nullptr) return;
+  const int sequences = p.batch + 1, share = (sequences + kThreads - 1) / kThreads;
+  const int begin = min(thread * share, sequences), end = min(begin + share, sequences);
+  const auto tiles_of = [&](int i) {
+    const int length = sequence_at(p.cu_seqlens_q, i, p.batch, p.total_q, p.seqlen_q).length;
+    return (length + p.tile_rows - 1) / p.tile_rows;
+  };
+  int own = 0;
+  for (int i = begin; i < end; ++i) own += tiles_of(i);
+  int before = own;  // up to and including this thread
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, before, distance);
+    if (thread % 32 >= distance) before += other;
+  }
+  if (thread % 32 == 31) sums[thread / 32] = before;
+  __syncthreads();
+  for (int warp = 0; warp < thread / 32; ++warp) before += sums[warp];
+  before -= own;
+  for (int i = begin; i < end; ++i) {
+    device::store(p.first_tiles + i, before);
+    before += tiles_of(i);
+  }
+  if (thread == kThreads - 1) device::store(p.first_tiles + sequences, before);
+}
+
+}  // namespace warpsmith::attention

@@ -1,0 +1,64 @@
+#pragma once
+#include <algorithm>
+
+#include "common/launch.h"
+#include "common/tensor_map.h"
+#include "kernels/attention/attention_config.h"
+#include "kernels/attention/head_tensor.h"
+#include "kernels/attention/mask.cuh"
+
+// From the params of attention to what the Hopper kernels take: the problem of the choosers, tensor maps, the window.
+namespace warpsmith::attention {
+
+constexpr int kMapColumns = 64;  // of 16 bits: 128 bytes, the span of the swizzle
+
+// TMA takes addresses and strides of 16 bytes. Broadcast dimensions (stride 0) are left to copies.
+inline bool fits_tensor_map(const HeadTensor& t) {
+  const auto fits = [](int64_t stride, int64_t size) {
+    return size == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t{1} << 39);
+  };
+  return reinterpret_cast<uintptr_t>(t.base) % 16 == 0 && fits(t.strides.seq, t.length) &&
+         fits(t.strides.head, t.heads) && fits(t.strides.batch, t.batch);
+}
+
+// (head dim, length, heads, batch); a copy brings `rows` rows of 64 columns.
+inline Status head_map(TensorMap& map, const HeadTensor& t, Dtype dtype, int rows) {
+  const auto bytes = [](int64_t stride, int64_t size) { return size == 1 ? 16 : 2 * stride; };
+  return make_tensor_map(map, {.base = t.base,
+                               .dtype = dtype,
+                               .rank = 4,
+                               .sizes = {t.head_dim, t.length, t.heads, t.batch},
+                               .strides_bytes = {0, bytes(t.strides.seq, t.length), bytes(t.strides.head, t.heads),
+                                                 bytes(t.strides.batch, t.batch)},
+                               .box = {kMapColumns, rows, 1, 1},
+                               .swizzle = device::Swizzle::bytes128});
+}
+
+inline Window window_of(const AttentionProblem& p) {
+  const auto side = [](int64_t w) {
+    return w < 0 || w >= Window::kUnbounded ? Window::kUnbounded : static_cast<int>(w);
+  };
+  return {side(p.window_left), side(p.window_right), p.align_bottom_right};
+}
+
+inline AttentionKernelProblem kernel_problem(const AttentionProblem& p, bool aligned) {
+  AttentionKernelProblem k;
+  k.seqlen_q = p.seqlen_q;
+  k.seqlen_k = p.seqlen_k;
+  k.head_dim = static_cast<int>(p.head_dim);
+  k.head_dim_v = static_cast<int>(p.head_dim_v);
+  k.element_bytes = size_bytes(p.dtype);
+  k.causal = p.window_right >= 0;
+  k.softcap = p.softcap > 0;
+  k.mask = p.mask != nullptr;
+  k.bias = p.bias != nullptr;
+  k.alibi = p.alibi_slopes != nullptr;
+  k.dropout = p.dropout.seed != nullptr;
+  k.positive_scale = p.softmax_scale > 0;
+  k.aligned = aligned;
+  return k;
+}
+
+inline Status no_kernel(const char* why) { return Status::unsupported(std::string("no Hopper kernel for ") + why); }
+
+}  // namespace warpsmith::attention

@@ -1,0 +1,49 @@
+#pragma once
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/op_list.h"
+#include "common/parallel.h"
+#include "common/status.h"
+#include "kernels/linear_loss/linear_loss_ops.h"
+
+// What the linear losses compute beside matrix products and cross_entropy. "real" is float, double for float64.
+namespace warpsmith {
+
+WARPSMITH_DEFINE_OPS(LinearLoss, WARPSMITH_LINEAR_LOSS_OPS)
+
+// Finishes the gradients that a linear_cross_entropy computed in its forward, once the upstream gradient is known. With
+// s = factor / denominator, for each element of x:
+//   sum is null:  out = x * s, rounded to out_dtype. Where out is x, nothing is touched if s is 1.
+//   otherwise:    sum += x * s, and x becomes 0.
+// factor and denominator stay on their device.
+struct LinearFinishParams {
+  void* x;                  // [count], dtype: the gradient, or its sum over chunks
+  void* out;                // [count], out_dtype; may be x if the dtypes are equal; null with sum
+  void* sum;                // [count], real; or null
+  const void* factor;       // [1], real
+  const void* denominator;  // [1], real; null: 1. Zero counts as 1: then no row counts and x is zero
+  int64_t count;
+  Dtype dtype;      // float32 for 16-bit out_dtype, or out_dtype itself; with sum any
+  Dtype out_dtype;  // dtype with sum
+};
+
+Status linear_finish_cuda(const LinearFinishParams& params, void* stream);
+Status linear_finish_cpu(const LinearFinishParams& params, const Parallel& parallel);
+
+// The bias gradient: sums[c] (+)= sum over rows of x[r, c], in a fixed order.
+struct ColumnSumsParams {
+  const void* x;   // [rows, columns], dtype; rows x_stride apart
+  void* sums;      // [columns], real
+  void* partials;  // [column_sums_slices_cuda(...), columns], real; CUDA alone, and null for one slice
+  int64_t rows, columns, x_stride;
+  bool add;  // to what sums holds; otherwise it is written
+  Dtype dtype;
+};
+
+// Into how many slices the rows are cut. Depends on the current device.
+Status column_sums_slices_cuda(const ColumnSumsParams& params, int64_t* slices);
+Status column_sums_cuda(const ColumnSumsParams& params, void* stream);
+Status column_sums_cpu(const ColumnSumsParams& params, const Parallel& parallel);
+
+}  // namespace warpsmith

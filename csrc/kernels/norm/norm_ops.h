@@ -1,0 +1,24 @@
+#pragma once
+
+// The ops of the family, a row each: ROW(op, layer, residual, dropout). Everything that follows from a row is made from
+// it: kernels, CPU loops, schemas and bindings, planners, C++ functions, sim tests.
+//
+//   op        its name, the same wherever it appears
+//   layer     true: layer norm, with a mean and a bias; false: RMS norm, with a weight_offset
+//   residual  true: x is added to a residual stream first, and the sum is a second output
+//   dropout   true: elements of x are dropped before the addition; needs a residual
+//
+// This file is installed for the C++ functions (warpsmith/norm.h), so it includes nothing.
+#define WARPSMITH_NORM_OPS(ROW)                \
+  ROW(rms_norm, false, false, false)           \
+  ROW(layer_norm, true, false, false)          \
+  ROW(add_rms_norm, false, true, false)        \
+  ROW(add_layer_norm, true, true, false)       \
+  ROW(dropout_add_rms_norm, false, true, true) \
+  ROW(dropout_add_layer_norm, true, true, true)
+
+// Text for the rows whose flag is true, WARPSMITH_IF_##flag(text), or false, WARPSMITH_UNLESS_##flag(text).
+#define WARPSMITH_IF_true(...) __VA_ARGS__
+#define WARPSMITH_IF_false(...)
+#define WARPSMITH_UNLESS_true(...)
+#define WARPSMITH_UNLESS_false(...) __VA_ARGS__

@@ -1,0 +1,34 @@
+#include "common/launch.h"
+#include "common/visit_dtype.h"
+#include "kernels/optim/optim_config.h"
+#include "kernels/optim/step_launch.cuh"
+#include "kernels/optim/table_upload.cuh"
+
+namespace warpsmith {
+
+Status optim_upload_cuda(const int64_t* host, int64_t* device, int64_t words, void* stream) {
+  return table_upload::upload(host, device, words, stream);
+}
+
+Status optim_chunk_elems_cuda(int64_t total_elems, int32_t* chunk_elems) {
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  *chunk_elems = choose_optim(total_elems, device.multiprocessors).chunk_elems;
+  return {};
+}
+
+Status optim_cuda(const OptimParams& p, void* stream) {
+  if (p.chunk_count > 0x7fffffff) return Status::unsupported("more than 2^31 chunks in one launch");
+  LaunchConfig config;
+  config.grid.x = static_cast<unsigned>(p.chunk_count);
+  config.block.x = kOptimThreads;
+  switch (p.storage) {
+    case Storage::float32: return optim::launch_step<optim::Stored<float, float, false>>(p, config, stream);
+    case Storage::float64: return no_cuda_kernel(Dtype::float64);
+    case Storage::bfloat16:
+    case Storage::float16: return optim::launch_16bit(p, config, stream);
+    default: return optim::launch_mixed(p, config, stream);
+  }
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,132 @@
+#pragma once
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/host_device.h"
+#include "common/op_list.h"
+#include "common/parallel.h"
+#include "common/status.h"
+#include "common/tensor_list.h"
+#include "kernels/optim/optim_ops.h"
+#include "kernels/optim/optimizers.h"
+
+namespace warpsmith {
+
+WARPSMITH_DEFINE_OPS(Optim, WARPSMITH_OPTIM_OPS)
+
+// What a table's arrays are stored in. Arithmetic is float32 (float64 of float64) whatever it is; what is stored in 16
+// bits is rounded to nearest once a step.
+enum class Storage : uint8_t {
+  float32,          // all arrays
+  float64,          // all arrays; on the CPU
+  bfloat16,         // all arrays: what torch does to a model in bfloat16
+  float16,          // all arrays
+  bfloat16_master,  // parameters and gradients; states and masters in float32
+  float16_master,   // parameters and gradients; states and masters in float32
+  bfloat16_states,  // the states; parameters and gradients in float32
+};
+constexpr const char* kStorageNames[] = {"float32",         "float64",        "bfloat16",       "float16",
+                                         "bfloat16_master", "float16_master", "bfloat16_states"};
+constexpr int kStorages = 7;
+
+constexpr Dtype param_dtype(Storage s) {
+  switch (s) {
+    case Storage::float64: return Dtype::float64;
+    case Storage::bfloat16:
+    case Storage::bfloat16_master: return Dtype::bfloat16;
+    case Storage::float16:
+    case Storage::float16_master: return Dtype::float16;
+    default: return Dtype::float32;
+  }
+}
+constexpr bool has_master(Storage s) { return s == Storage::bfloat16_master || s == Storage::float16_master; }
+constexpr Dtype state_dtype(Storage s) {
+  if (s == Storage::bfloat16_states) return Dtype::bfloat16;
+  return has_master(s) ? Dtype::float32 : param_dtype(s);
+}
+
+// One tensor of the table. All its arrays have numel elements in the same memory order, in the dtypes of the storage.
+struct OptimTensor {
+  void* param;                    // read and written; only written where there is a master
+  float* master;                  // the parameter before it was rounded, read and written; null without masters
+  void* states[kOptimMaxStates];  // in the order of the functor's names, read and written; null where `has` lacks it
+  float* step;  // one element: steps taken; plus one by a step that is not skipped. Null: steps are not counted
+  int64_t numel;
+  uint32_t has;         // bit i: there is state i
+  int32_t group;        // whose hyperparameters
+  int32_t chunk_elems;  // a multiple of 16 bytes
+  int32_t chunks;
+  uint32_t chunks_done;  // scratch of the kernel, zero between launches
+  uint32_t unused;
+};
+static_assert(sizeof(OptimTensor) == 80);
+
+constexpr int kOptimMaxValues = 4;
+
+struct OptimGroup {
+  const void*
+      lr_device;  // one float (double if lr_is_double) on the tensors' device, read by the kernel; null: lr counts
+  double lr;
+  double values[kOptimMaxValues];  // hyperparameters in the order of the functor's names
+  bool lr_is_double, maximize;
+};
+
+constexpr int kOptimMaxGroups = 32;  // by value in the launch: a new learning rate costs no copy
+
+// One step of an optimizer: its formula (kernels/optim/optimizers.h) with t = step + 1 and g = grad / grad_scale
+// (negated by maximize) for every tensor whose gradient is not null; then step <- t. Nothing at all changes where
+// found_inf is not zero. Gradients are only read.
+struct OptimParams {
+  OptimTensor* tensors;      // [tensor_count]
+  const ListChunk* chunks;   // [chunk_count]
+  const void* const* grads;  // [tensor_count], addresses; null: this tensor has no gradient in this step
+  const float* grad_scale;   // one element, or null
+  const float* found_inf;    // one element, or null
+  int64_t tensor_count, chunk_count;
+  int32_t first_group, group_count;  // tensors of other groups are left alone
+  Optimizer optimizer;
+  Storage storage;
+  uint32_t most;  // bits of all tensors' `has` together
+  OptimGroup groups[kOptimMaxGroups];
+};
+
+Status optim_cuda(const OptimParams& params, void* stream);
+Status optim_cpu(const OptimParams& params, const Parallel& parallel);
+
+// Writes words of a table or of a column of addresses; `host` is free again when the call returns, which waits for
+// nothing.
+Status optim_upload_cuda(const int64_t* host, int64_t* device, int64_t words, void* stream);
+
+// Elements of a chunk for tensors of these sizes in all. The CUDA answer depends on the current device.
+Status optim_chunk_elems_cuda(int64_t total_elems, int32_t* chunk_elems);
+int32_t optim_chunk_elems_cpu();
+
+// base^exponent for a whole exponent >= 0 by squaring: a relative error below 1e-14, and the same bits on every
+// machine.
+WARPSMITH_HOST_DEVICE double power(double base, int64_t exponent) {
+  double result = 1;
+  for (; exponent > 0; exponent >>= 1) {
+    if (exponent & 1) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
+// 1 - base^t in the step after `taken` steps.
+WARPSMITH_HOST_DEVICE double bias_correction(double base, float taken) {
+  return 1 - power(base, static_cast<int64_t>(taken) + 1);
+}
+
+// What all elements of a tensor share. `corrections`: bias_correction of the first F::kPowers values.
+template <class F, class T>
+WARPSMITH_HOST_DEVICE typename F::template Scalars<T> optim_scalars(const OptimGroup& group, const float* grad_scale,
+                                                                    const double* corrections, double step) {
+  double lr = group.lr;
+  if (group.lr_device)
+    lr =
+        group.lr_is_double ? *static_cast<const double*>(group.lr_device) : *static_cast<const float*>(group.lr_device);
+  const double factor = grad_scale ? 1.0 / static_cast<double>(*grad_scale) : 1.0;
+  return F::template scalars<T>({group.values, corrections, lr, group.maximize ? -factor : factor, step});
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,37 @@
+#pragma once
+#include <cstdint>
+
+// How a step's launch is cut: pure functions of the problem, printable through warpsmith.plan("adamw", ...), by the
+// name of any optimizer. The arithmetic behind the numbers is in docs/design/2026-11-20-adamw.md.
+namespace warpsmith {
+
+struct OptimConfig {
+  int threads = 0;      // of a block
+  int vectors = 0;      // 16-byte vectors of each array that a thread has in flight
+  int chunk_elems = 0;  // elements of one block, at most
+  const char* why = "";
+};
+
+constexpr int kOptimThreads = 256;
+// Measured with AdamW on one H200 (2026-11-20, through Python and lab/adamw.cu), 1e9 parameters, fractions of a copy of
+// the same bytes: one vector, 4 blocks a multiprocessor, chunks of 4,096 elements, plain loads and stores 0.97; the
+// same with registers for 3 blocks 0.92; two vectors, 3 blocks, chunks of 16,384, streaming hints 0.91.
+constexpr int kOptimBlocksAMultiprocessor = 4;  // that registers should leave room for: 64 a thread
+constexpr int kOptimVectors = 1;
+constexpr int kOptimTileElems = kOptimThreads * kOptimVectors * 4;  // that a block reads at once
+constexpr int kOptimMaxChunkElems = 4 * kOptimTileElems;
+
+// The longest chunk, in powers of two of a tile, that still gives every resident block three chunks in turn.
+// `total_elems`: of all tensors together.
+constexpr OptimConfig choose_optim(int64_t total_elems, int multiprocessors) {
+  const int64_t wanted_blocks = int64_t{3} * kOptimBlocksAMultiprocessor * multiprocessors;
+  OptimConfig c{kOptimThreads, kOptimVectors, kOptimMaxChunkElems,
+                "long chunks: a block's start is a few percent of its life"};
+  while (c.chunk_elems > kOptimTileElems && total_elems / c.chunk_elems < wanted_blocks) {
+    c.chunk_elems /= 2;
+    c.why = "short chunks: the work is little, and every multiprocessor should have an equal part of it";
+  }
+  return c;
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,224 @@
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "kernels/optim/optim_ops.h"
+
+// What one step of each optimizer does to one element: functors for the CPU and for kernels.
+//
+// A functor names its states and its hyperparameters, in the order in which tables and launches hold them. A tensor has
+// the first state, or the states of one of the masks in kVariants (bit i: state i); the enumerators are indices.
+// `scalars` computes once a chunk, in double, what all elements of a tensor share; `element` updates one of them. The
+// order of operations is that of torch's fused CPU step where torch has one.
+namespace warpsmith {
+
+#define WARPSMITH_NAMES(Enum, ...)               \
+  enum Enum : int { __VA_ARGS__, k##Enum##End }; \
+  static constexpr const char* k##Enum##Names = #__VA_ARGS__;
+
+constexpr int kOptimMaxStates = 3;
+
+// What `scalars` gets.
+struct OptimStep {
+  const double* values;       // the group's hyperparameters
+  const double* corrections;  // [kPowers] 1 - values[i]^step
+  double lr;
+  double grad_factor;  // gradients are multiplied by it: 1 / grad_scale, negated by maximize
+  double step;         // the number of this step, from 1; 0 where the tensor has no counter
+};
+
+// A NaN stays visible.
+template <class T> WARPSMITH_HOST_DEVICE T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : x; }
+template <class T> WARPSMITH_HOST_DEVICE T larger_or_nan(T a, T b) { return a > b || a != a ? a : b; }
+
+// m + weight (g - m) in two forms, each exact at its end of the range, where the weight is 0 and 1.
+template <class T> WARPSMITH_HOST_DEVICE T lerp(T m, T g, T weight) {
+  return weight < T(0.5) ? m + weight * (g - m) : g + (weight - T(1)) * (g - m);
+}
+
+// m <- m + (1 - beta1) (g - m),  v <- beta2 v + (1 - beta2) g^2,  v_max <- max(v_max, v)
+// p <- p - lr / (1 - beta1^t) m / (sqrt(v or v_max) / sqrt(1 - beta2^t) + eps)
+// Before it, decoupled decay: p <- p (1 - lr weight_decay); otherwise g <- g + weight_decay p.
+template <bool kDecoupled> struct AdamWithDecay {
+  WARPSMITH_NAMES(State, exp_avg, exp_avg_sq, max_exp_avg_sq)
+  WARPSMITH_NAMES(Hyper, beta1, beta2, eps, weight_decay)
+  static constexpr unsigned kVariants[] = {0b011, 0b111};
+  static constexpr int kPowers = 2;
+
+  template <class T> struct Scalars {
+    T grad_factor, decay, weight1, beta2, weight2, step_size, bias2_sqrt, eps;
+  };
+
+  template <class T> WARPSMITH_HOST_DEVICE static Scalars<T> scalars(const OptimStep& s) {
+    return {T(s.grad_factor),
+            T(kDecoupled ? 1 - s.lr * s.values[weight_decay] : s.values[weight_decay]),
+            T(1 - s.values[beta1]),
+            T(s.values[beta2]),
+            T(1 - s.values[beta2]),
+            T(s.lr / s.corrections[0]),
+            T(std::sqrt(s.corrections[1])),
+            T(s.values[eps])};
+  }
+
+  template <unsigned kHas, class T>
+  WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
+    T &m = state[exp_avg], &v = state[exp_avg_sq];
+    T g = grad * s.grad_factor;
+    if constexpr (kDecoupled)
+      p *= s.decay;
+    else
+      g = s.decay != T(0) ? p * s.decay + g : g;
+    m = lerp(m, g, s.weight1);
+    v = v * s.beta2 + s.weight2 * g * g;
+    T second = v;
+    if constexpr ((kHas >> max_exp_avg_sq) & 1)
+      second = state[max_exp_avg_sq] = larger_or_nan(v, state[max_exp_avg_sq]);
+    p -= s.step_size * m / (std::sqrt(second) / s.bias2_sqrt + s.eps);
+  }
+};
+using AdamW = AdamWithDecay<true>;
+using Adam = AdamWithDecay<false>;
+
+// g <- g + weight_decay p;  b <- momentum b + (1 - dampening) g, in the first step b <- g
+// p <- p - lr (b, or with Nesterov g + momentum b, or without a buffer g)
+// Only where there is dampening does the first step differ from one that begins with zeros: only then is there a
+// counter.
+struct SGD {
+  WARPSMITH_NAMES(State, momentum_buffer)
+  WARPSMITH_NAMES(Hyper, momentum, dampening, weight_decay, nesterov)
+  static constexpr unsigned kVariants[] = {0b0, 0b1};
+  static constexpr int kPowers = 0;
+
+  template <class T> struct Scalars {
+    T grad_factor, minus_lr, momentum, weight, decay, nesterov;
+  };
+
+  template <class T> WARPSMITH_HOST_DEVICE static Scalars<T> scalars(const OptimStep& s) {
+    return {T(s.grad_factor),          T(-s.lr),
+            T(s.values[momentum]),     T(s.step == 1 ? 1 : 1 - s.values[dampening]),
+            T(s.values[weight_decay]), T(s.values[nesterov])};
+  }
+
+  template <unsigned kHas, class T>
+  WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
+    T g = grad * s.grad_factor;
+    g = s.decay != T(0) ? p * s.decay + g : g;
+    if constexpr (kHas & 1) {
+      T& b = state[momentum_buffer];
+      b = g * s.weight + b * s.momentum;
+      g = s.nesterov != T(0) ? b * s.momentum + g : b;
+    }
+    p += g * s.minus_lr;
+  }
+};
+
+// p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g);  m <- beta2 m + (1 - beta2) g
+struct Lion {
+  WARPSMITH_NAMES(State, exp_avg)
+  WARPSMITH_NAMES(Hyper, beta1, beta2, weight_decay)
+  static constexpr unsigned kVariants[] = {0b1};
+  static constexpr int kPowers = 0;
+
+  template <class T> struct Scalars {
+    T grad_factor, decay, weight1, weight2, lr;
+  };
+
+  template <class T> WARPSMITH_HOST_DEVICE static Scalars<T> scalars(const OptimStep& s) {
+    return {T(s.grad_factor), T(1 - s.lr * s.values[weight_decay]), T(1 - s.values[beta1]), T(1 - s.values[beta2]),
+            T(s.lr)};
+  }
+
+  template <unsigned kHas, class T>
+  WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
+    T& m = state[exp_avg];
+    const T g = grad * s.grad_factor;
+    p = p * s.decay - s.lr * sign(lerp(m, g, s.weight1));
+    m = lerp(m, g, s.weight2);
+  }
+};
+
+// g <- g + weight_decay p;  sum <- sum + g^2;  p <- p - lr / (1 + (t - 1) lr_decay) g / (sqrt(sum) + eps)
+struct Adagrad {
+  WARPSMITH_NAMES(State, sum)
+  WARPSMITH_NAMES(Hyper, lr_decay, weight_decay, eps)
+  static constexpr unsigned kVariants[] = {0b1};
+  static constexpr int kPowers = 0;
+
+  template <class T> struct Scalars {
+    T grad_factor, decay, step_size, eps;
+  };
+
+  template <class T> WARPSMITH_HOST_DEVICE static Scalars<T> scalars(const OptimStep& s) {
+    return {T(s.grad_factor), T(s.values[weight_decay]), T(s.lr / (1 + (s.step - 1) * s.values[lr_decay])),
+            T(s.values[eps])};
+  }
+
+  template <unsigned kHas, class T>
+  WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
+    T g = grad * s.grad_factor;
+    g = s.decay != T(0) ? p * s.decay + g : g;
+    state[sum] += g * g;
+    p -= s.step_size * g / (std::sqrt(state[sum]) + s.eps);
+  }
+};
+
+// g <- g + weight_decay p;  v <- alpha v + (1 - alpha) g^2;  centered: a <- a + (1 - alpha) (g - a)
+// u = g / (sqrt(v, centered v - a^2) + eps);  with momentum b <- momentum b + u;  p <- p - lr (b, or u)
+struct RMSprop {
+  WARPSMITH_NAMES(State, square_avg, momentum_buffer, grad_avg)
+  WARPSMITH_NAMES(Hyper, alpha, eps, weight_decay, momentum)
+  static constexpr unsigned kVariants[] = {0b001, 0b011, 0b101, 0b111};
+  static constexpr int kPowers = 0;
+
+  template <class T> struct Scalars {
+    T grad_factor, decay, alpha, weight, eps, momentum, lr;
+  };
+
+  template <class T> WARPSMITH_HOST_DEVICE static Scalars<T> scalars(const OptimStep& s) {
+    return {T(s.grad_factor),
+            T(s.values[weight_decay]),
+            T(s.values[alpha]),
+            T(1 - s.values[alpha]),
+            T(s.values[eps]),
+            T(s.values[momentum]),
+            T(s.lr)};
+  }
+
+  template <unsigned kHas, class T>
+  WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
+    T g = grad * s.grad_factor;
+    g = s.decay != T(0) ? p * s.decay + g : g;
+    T& v = state[square_avg];
+    v = v * s.alpha + s.weight * g * g;
+    T second = v;
+    if constexpr ((kHas >> grad_avg) & 1) {
+      T& a = state[grad_avg];
+      a = lerp(a, g, s.weight);
+      second = v - a * a;
+    }
+    T update = g / (std::sqrt(second) + s.eps);
+    if constexpr ((kHas >> momentum_buffer) & 1)
+      update = state[momentum_buffer] = state[momentum_buffer] * s.momentum + update;
+    p -= s.lr * update;
+  }
+};
+
+enum class Optimizer : uint8_t {
+#define WARPSMITH_ROW(optimizer, F) optimizer,
+  WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+};
+
+// visit.template operator()<F>() of an optimizer's functor.
+template <class Visit> auto visit_optimizer(Optimizer optimizer, Visit&& visit) {
+  switch (optimizer) {
+#define WARPSMITH_ROW(optimizer, F) \
+  case Optimizer::optimizer: return visit.template operator()<F>();
+    WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+  }
+  return visit.template operator()<AdamW>();
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,27 @@
+#pragma once
+#include "common/launch.h"
+#include "kernels/optim/step.cuh"
+
+// Launches of `step`, for the files that instantiate it: one a group of storages, so that they compile side by side.
+namespace warpsmith::optim {
+
+// The storages of optim_16bit.cu and optim_mixed.cu.
+Status launch_16bit(const OptimParams& p, const LaunchConfig& config, void* stream);
+Status launch_mixed(const OptimParams& p, const LaunchConfig& config, void* stream);
+
+// The first of the functor's variants that has all states of any tensor.
+template <class F, class In, size_t kFirst = 0>
+Status launch_variant(const OptimParams& p, const LaunchConfig& config, void* stream) {
+  constexpr unsigned kMost = F::kVariants[kFirst];
+  if ((p.most & ~kMost) == 0) return launch(step<F, In, kMost>, config, stream, p);
+  if constexpr (kFirst + 1 < std::size(F::kVariants))
+    return launch_variant<F, In, kFirst + 1>(p, config, stream);
+  else
+    return Status::unsupported("states that the optimizer does not have");
+}
+
+template <class In> Status launch_step(const OptimParams& p, const LaunchConfig& config, void* stream) {
+  return visit_optimizer(p.optimizer, [&]<class F>() { return launch_variant<F, In>(p, config, stream); });
+}
+
+}  // namespace warpsmith::optim

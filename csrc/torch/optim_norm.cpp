@@ -1,0 +1,123 @@
+#include <cmath>
+#include <tuple>
+
+#include "kernels/optim/grad_norm.h"
+#include "torch/support/device.h"
+#include "torch/support/library.h"
+#include "torch/support/tensor.h"
+#include "torch/support/tensor_list.h"
+
+namespace warpsmith {
+namespace {
+
+constexpr const char* kNorm = "grad_norm";
+constexpr const char* kClip = "clip_grads";
+
+NormOrder order_of(const char* op, double p) {
+  if (p == 1) return NormOrder::one;
+  if (p == 2) return NormOrder::two;
+  if (p == HUGE_VAL) return NormOrder::infinity;
+  refuse(op, "p", "1, 2 or inf", std::to_string(p));
+}
+
+// The table of the tensors, on their device, and where its chunks begin.
+struct NormTable {
+  Tensor words;
+  int64_t record_words, chunk_count;
+
+  const NormTensor* tensors() const { return static_cast<const NormTensor*>(words.const_data_ptr()); }
+  const ListChunk* chunks() const {
+    return reinterpret_cast<const ListChunk*>(static_cast<const int64_t*>(words.const_data_ptr()) + record_words);
+  }
+};
+
+template <class Data> NormTable table_of(const char* op, const Tensors& tensors, Data&& data) {
+  if (tensors.empty()) refuse(op, "tensors", "at least one tensor", "none");
+  std::vector<NormTensor> records;
+  int64_t total = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& t = tensors[i];
+    const std::string argument = item("tensors", i);
+    const Dtype dtype = float_dtype(op, argument.c_str(), t);
+    check_same_device(op, argument.c_str(), t, tensors[0]);
+    if (!is_dense(t)) refuse(op, argument.c_str(), "elements without gaps or overlap", "other strides");
+    records.push_back({data(t), t.numel(), 0, 0, dtype});
+    total += t.numel();
+  }
+  int32_t chunk_elems = 0;
+  run_on(
+      op, tensors[0], [&](void*) { return norm_chunk_elems_cuda(total, &chunk_elems); },
+      [&](const Parallel&) {
+        chunk_elems = norm_chunk_elems_cpu();
+        return Status();
+      });
+  const std::vector<int64_t> words = tensor_list_words(records, chunk_elems);
+  NormTable table;
+  table.words = allocate_words(op, "table", static_cast<int64_t>(words.size()), tensors[0]);
+  table.record_words = static_cast<int64_t>(records.size() * sizeof(NormTensor) / sizeof(int64_t));
+  table.chunk_count = static_cast<int64_t>(words.size()) - table.record_words;
+  write_words(op, words.data(), table.words);
+  return table;
+}
+
+bool any_double(const Tensors& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const Tensor& t) { return t.scalar_type() == ScalarType::Double; });
+}
+
+std::tuple<Tensor, Tensor> grad_norm(Tensors tensors, double p) {
+  GradNormParams params{};
+  params.order = order_of(kNorm, p);
+  const NormTable table =
+      table_of(kNorm, tensors, [](const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); });
+  const bool wide = any_double(tensors);
+  const auto scalar = [&](const char* what, bool is_double) {
+    const int32_t dtype = is_double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
+    return allocate(kNorm, what, nullptr, 0, dtype, tensors[0]);
+  };
+  const Tensor norm = scalar("norm", wide), power_sum = scalar("power sum", true);
+  const Tensor partials =
+      allocate_vector(kNorm, "partial sums", table.chunk_count, aoti_torch_dtype_float64(), tensors[0]);
+  params.tensors = table.tensors();
+  params.chunks = table.chunks();
+  params.chunk_count = table.chunk_count;
+  params.partials = static_cast<double*>(partials.mutable_data_ptr());
+  params.power_sum = static_cast<double*>(power_sum.mutable_data_ptr());
+  params.norm = norm.mutable_data_ptr();
+  params.norm_dtype = wide ? Dtype::float64 : Dtype::float32;
+  run_on(
+      kNorm, tensors[0], [&](void* stream) { return grad_norm_cuda(params, stream); },
+      [&](const Parallel& threads) { return grad_norm_cpu(params, threads); });
+  return {norm, power_sum};
+}
+
+void clip_grads(Tensors tensors, Tensor norm, double max_norm) {
+  if (!(max_norm >= 0)) refuse(kClip, "max_norm", "a number >= 0", std::to_string(max_norm));
+  const NormTable table = table_of(kClip, tensors, [](const Tensor& t) { return t.mutable_data_ptr(); });
+  ClipParams params{};
+  params.norm_dtype = float_dtype(kClip, "norm", norm);
+  if (size_bytes(params.norm_dtype) == 2) refuse(kClip, "norm", "float32 or float64", name(params.norm_dtype));
+  check_same_device(kClip, "norm", norm, tensors[0]);
+  if (norm.numel() != 1) refuse(kClip, "norm", "one element", shape_text(norm));
+  params.tensors = table.tensors();
+  params.chunks = table.chunks();
+  params.chunk_count = table.chunk_count;
+  params.norm = norm.const_data_ptr();
+  params.max_norm = max_norm;
+  run_on(
+      kClip, tensors[0], [&](void* stream) { return clip_grads_cuda(params, stream); },
+      [&](const Parallel& threads) { return clip_grads_cpu(params, threads); });
+}
+
+WARPSMITH_SCHEMAS(m) {
+  m.def("grad_norm(Tensor[] tensors, float p) -> (Tensor norm, Tensor power_sum)");
+  m.def("clip_grads(Tensor(a!)[] tensors, Tensor norm, float max_norm) -> ()");
+}
+
+WARPSMITH_IMPLEMENTATIONS(m) {
+  m.impl("grad_norm", TORCH_BOX(&grad_norm));
+  m.impl("clip_grads", TORCH_BOX(&clip_grads));
+}
+
+}  // namespace
+}  // namespace warpsmith

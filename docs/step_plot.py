@@ -1,0 +1,68 @@
+"""Draws docs/img/step.png: tokens a second and memory of a training step of GPT-2 124M, beside torch and torch.compile.
+
+    python -m benchmarks --op gpt2 --json benchmarks/results/<date>-<card>.json   # on a GPU, one file a card
+    python docs/step_plot.py
+
+A bar is the median of all recordings of that step, its whisker their range.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CELL = ("train_gpt", "gpt2-124m 64x1024")
+TOKENS = 64 * 1024
+CONTENDERS = {"torch": "#9aa0a6", "torch.compile": "#5f6368", "warpsmith": "#1a73e8"}
+
+
+def recorded() -> dict[str, dict[str, list[float]]]:
+    """{direction: {contender: values}} of every recording."""
+    found: dict[str, dict[str, list[float]]] = {"step": {}, "peak memory": {}}
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        for row in json.loads(path.read_text()).get("rows", []):
+            if (row.get("op"), row.get("shape")) == CELL and row["device"] == "cuda" and row["value"] is not None:
+                found[row["direction"]].setdefault(row["contender"], []).append(row["value"])
+    return found
+
+
+def medians() -> dict[str, tuple[float, float]]:
+    """{contender: (thousand tokens a second, gigabytes)}."""
+    found = recorded()
+    return {
+        name: (TOKENS / statistics.median(found["step"][name]), statistics.median(found["peak memory"][name]) / 1e3)
+        for name in CONTENDERS
+    }
+
+
+def main() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = recorded()
+    speeds = {name: [TOKENS / ms for ms in found["step"][name]] for name in CONTENDERS}
+    memory = {name: [mb / 1e3 for mb in found["peak memory"][name]] for name in CONTENDERS}
+    figure, axes = plt.subplots(1, 2, figsize=(9, 2.4), layout="constrained")
+    for axis, values, title in (
+        (axes[0], speeds, "thousand tokens a second (longer is better)"),
+        (axes[1], memory, "GB above weights and optimizer states (shorter is better)"),
+    ):
+        for y, (name, color) in enumerate(CONTENDERS.items()):
+            middle = statistics.median(values[name])
+            whisker = [[middle - min(values[name])], [max(values[name]) - middle]]
+            axis.barh(y, middle, color=color, xerr=whisker, error_kw={"elinewidth": 1, "ecolor": "#202124"})
+            axis.text(middle * 0.02, y, f"{name}  {middle:.0f}", va="center", color="white", fontweight="bold")
+        axis.set_title(title, fontsize=9)
+        axis.set_yticks([])
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    runs = len(speeds["warpsmith"])
+    figure.suptitle(f"A training step of GPT-2 124M, bf16 autocast, 64 x 1,024 tokens, H200: {runs} runs", fontsize=10)
+    figure.savefig(ROOT / "docs/img/step.png", dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The processes of a run of train_gpt.py, and the errors that its user sees."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import checkpoint  # beside this file
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+
+class UserError(Exception):
+    """Something the user can put right: printed as one line, exit code 2."""
+
+
+PROBLEMS = (UserError, checkpoint.CheckpointError, OSError)
+
+
+class FailedElsewhere(Exception):
+    """Rank 0 failed and says why; this rank only has to leave."""
+
+
+class Ranks:
+    """This process's place among those started by torchrun (one, when started without)."""
+
+    def __init__(self, device: str) -> None:
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.first = self.rank == 0
+        self.device = torch.device(device)
+        if device == "cuda":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(self.device)
+        if self.world > 1:
+            # With GPUs, gloo still carries the ranks' agreements: they must not wait for the device.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+
+    def agree(self, value: int) -> int:
+        """The largest `value` of all ranks."""
+        if self.world == 1:
+            return value
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def mean(self, values: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(values)
+            values /= self.world
+        return values
+
+    def on_first(self, action: Callable[..., Any], *args: Any) -> None:
+        """Call `action` on rank 0; when it fails there, no rank goes on."""
+        error = None
+        if self.first:
+            try:
+                action(*args)
+            except PROBLEMS as e:
+                error = e
+        if self.agree(int(error is not None)):
+            raise error or FailedElsewhere
+
+    def say(self, text: str) -> None:
+        if self.first:
+            print(text, flush=True)
+
+    def bar(self, total: int, done: int = 0) -> tqdm:
+        few = 0.1 if sys.stderr.isatty() else 10.0  # a log file wants few lines
+        return tqdm(total=total, initial=done, disable=not self.first, unit="step", mininterval=few, dynamic_ncols=True)

@@ -1,0 +1,165 @@
+"""transformers: :func:`warpsmith.attention` as an attention implementation of its models."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from warpsmith.integrations import _patch
+from warpsmith.integrations._parts import PREFIXES
+from warpsmith.integrations._patch import Patched as Patched
+from warpsmith.ops import _check
+from warpsmith.ops.attention import attention
+from warpsmith.ops.attention_varlen import attention_varlen
+
+
+def _window(causal: bool, sliding_window: int | None) -> dict[str, Any]:
+    # A window of transformers counts the query's own token.
+    size = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
+    return {"causal": causal, "window_size": size}
+
+
+def _bias(mask: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if position_bias is None:
+        return mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
+    if mask is None:
+        return position_bias.to(dtype)
+    if mask.dtype == torch.bool:
+        return torch.where(mask, position_bias, float("-inf")).to(dtype)
+    return (mask + position_bias).to(dtype)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention as ``transformers.AttentionInterface`` calls it.
+
+    query, key, value: (B, H, S, D). attention_mask: (B, 1 or H, Sq, Sk), boolean or additive, with everything that a
+    query does not see; None: the causal mask and the window alone. ``s_aux`` are sinks. With ``cu_seq_lens_q`` the
+    batch of one is a row of packed sequences. Returns (out, None), out (B, S, H, D): weights are never made.
+    """
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
+    sink = None if s_aux is None else s_aux.to(query.dtype)
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "sink": sink}
+    if cu_seq_lens_q is not None:
+        q, k, v = (t.transpose(1, 2)[0] for t in (query, key, value))
+        offsets = [None if c is None else c.to(torch.int32) for c in (cu_seq_lens_q, cu_seq_lens_k)]
+        options.update(_window(causal, sliding_window))
+        out = attention_varlen(q, k, v, offsets[0], offsets[1], max_length_q, max_length_k, **options)
+        return cast(Tensor, out)[None], None
+    # A mask says all: what is causal, and the window, is in it.
+    seen = _window(causal, sliding_window) if attention_mask is None else {}
+    bias = _bias(attention_mask, position_bias, query.dtype)
+    out = attention(query, key, value, layout="bhsd", bias=bias, **seen, **options)
+    return cast(Tensor, out).transpose(1, 2), None
+
+
+def attention_mask(*arguments: Any, **options: Any) -> Tensor | None:
+    """The mask of ``transformers.AttentionMaskInterface``: None where ``attention_forward`` needs none, else boolean.
+
+    None is for what is causal and no more, and for sliding windows of such: then no mask of S x S is made.
+    """
+    config, local_size = options.get("config"), options.get("local_size")
+    plain = options.get("allow_is_causal_skip", True) and options.get("attention_mask") is None
+    sliding = local_size is not None and local_size == getattr(config, "sliding_window", None)
+    same_end = options.get("q_offset", 0) + options["q_length"] == options.get("kv_offset", 0) + options["kv_length"]
+    if plain and sliding and same_end and getattr(config, "attention_chunk_size", None) is None:
+        return None
+    return sdpa_mask(*arguments, **options)
+
+
+def register(name: str = "warpsmith") -> None:
+    """Makes ``attn_implementation="warpsmith"`` known to transformers. May be called again.
+
+    Every model that takes its attention from ``transformers.AttentionInterface`` can then use it: grouped heads,
+    sliding windows, softcap (Gemma 2), sinks (gpt-oss), additive position biases, and packed sequences with
+    ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` in the call.
+
+    Args:
+        name: what ``attn_implementation`` will be.
+
+    Errors: head dimensions and dtypes that :func:`warpsmith.attention` does not take raise its ValueError in the
+    model's forward. ``output_attentions=True`` gives None for the weights.
+
+    Example:
+        >>> import torch, transformers
+        >>> from warpsmith.integrations.transformers import register
+        >>> register()
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        ...     num_key_value_heads=2, attn_implementation="warpsmith",
+        ... )
+        >>> transformers.LlamaForCausalLM(config)(torch.arange(8)[None]).logits.shape
+        torch.Size([1, 8, 32])
+    """
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+def patch(model_or_class: Any) -> Patched:
+    """Puts our ops into a model of transformers: its norms, rotary embedding, feed-forward layers and loss.
+
+    Parameters, ``state_dict``, arguments and outputs stay. A residual sum and the norm behind it become one op. In
+    training mode, with ``labels``, the head and its loss are :func:`warpsmith.linear_cross_entropy`, and ``logits`` is
+    None: they are never in memory. The gradients of a feed-forward layer's activation are written over its inputs, so
+    that a second backward through one graph is refused.
+
+    Args:
+        model_or_class: a model of Llama, Mistral, Qwen3, Gemma 2 or GPT-2, whose modules alone are changed; or such a
+            class, for all its models. Attention itself is not changed: see :func:`register`.
+
+    Returns:
+        :class:`Patched`: what was replaced, what was not and why, and ``undo()``.
+
+    Loss and gradients obey the error law beside the model as it was. Deterministic as the ops are.
+
+    Raises:
+        ValueError: another kind of model, or one that is patched already.
+
+    Source: the idea is Liger-Kernel's.
+
+    Example:
+        >>> import torch, transformers
+        >>> from warpsmith.integrations.transformers import patch
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        ...     num_key_value_heads=2,
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> done = patch(model)
+        >>> done.replaced["LlamaRMSNorm"], done.kept
+        ('warpsmith.rms_norm (3)', {})
+        >>> tokens = torch.arange(8)[None]
+        >>> model.train()(tokens, labels=tokens).loss.backward()
+        >>> done.undo()
+    """
+    family = _patch.family_of(model_or_class)
+    if family is None:
+        got = model_or_class if isinstance(model_or_class, type) else type(model_or_class)
+        known = ", ".join(PREFIXES.values())
+        _check.refuse("patch", "model_or_class", f"a model of transformers, one of {known}", got.__name__)
+    if _patch.is_patched(model_or_class):
+        _check.refuse("patch", "model_or_class", "what is not patched yet", "what is: undo() it first")
+    if isinstance(model_or_class, type):
+        return _patch.patch_class(model_or_class, family)
+    return _patch.patch_model(model_or_class, family)

@@ -1,0 +1,318 @@
+"""The raw ops of attention and attention_varlen: fakes with the checks of the C++ binding, and the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from warpsmith.ops import _check
+from warpsmith.ops._check import refuse, shape_text
+from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+
+LAYOUTS = ("bshd", "bhsd", "thd")
+_THD = 2
+
+
+class Dims(NamedTuple):
+    """Where the dimensions of a tensor of heads stand; ``batch`` is None where there is none."""
+
+    rank: int
+    batch: int | None
+    tokens: int
+    heads: int
+
+
+def dims_of(layout: int, stacked: bool) -> Dims:
+    more = int(stacked)
+    if layout == _THD:
+        return Dims(3 + more, None, 0, 1 + more)
+    return Dims(4 + more, 0, 1, 2 + more) if layout == 0 else Dims(4 + more, 0, 2 + more, 1 + more)
+
+
+def _layout_text(layout: int, count: int) -> str:
+    several = f"{count}, " if count else ""
+    if layout == _THD:
+        return f"shape (tokens, {several}heads, head_dim)"
+    if layout == 0:
+        return f"shape (batch, tokens, {several}heads, head_dim)"
+    return f"shape (batch, {several}heads, tokens, head_dim)"
+
+
+def _check_rank(op: str, argument: str, t: Tensor, layout: int, count: int) -> None:
+    dims = dims_of(layout, count > 0)
+    if t.dim() != dims.rank or (count and t.shape[dims.heads - 1] != count):
+        refuse(op, argument, _layout_text(layout, count), shape_text(t.shape))
+
+
+class Problem(NamedTuple):
+    """The sizes of a problem; q and k are (batch entries, tokens, heads, elements) as the tensors have them."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+    full: tuple  # (batch, heads, seqlen_q, seqlen_k): what a bias is broadcast to
+
+
+def _sizes(t: Tensor, dims: Dims, heads: Any) -> tuple:
+    return 1 if dims.batch is None else t.shape[0], t.shape[dims.tokens], heads, t.shape[-1]
+
+
+def _split_sizes(q: Tensor, k: Tensor | None, v: Tensor | None, layout: int, kv_heads: int) -> tuple:
+    plain, stacked = dims_of(layout, False), dims_of(layout, True)
+    if k is not None:
+        dims = plain if v is not None else stacked
+        of_k = _sizes(k, dims, k.shape[dims.heads])
+        of_v = of_k if v is None else _sizes(v, plain, v.shape[plain.heads])
+        return _sizes(q, plain, q.shape[plain.heads]), of_k, of_v
+    if not kv_heads:
+        return (_sizes(q, stacked, q.shape[stacked.heads]),) * 3
+    of_k = _sizes(q, plain, kv_heads)
+    return _sizes(q, plain, q.shape[plain.heads] - 2 * kv_heads), of_k, of_k
+
+
+def _check_heads(op: str, q: Tensor, k: Tensor | None, v: Tensor | None, layout: int, kv_heads: int) -> tuple:
+    _check.float_dtype(op, "q", q)
+    _check_rank(op, "q", q, layout, 3 if k is None and not kv_heads else 0)
+    for name, t, count in (("k", k, 0 if v is not None else 2), ("v", v, 0)):
+        if t is not None:
+            _check.float_dtype(op, name, t)
+            _check.same_dtype(op, name, t, q)
+            _check_rank(op, name, t, layout, count)
+            _check.same_device(op, name, t, q)
+    if k is None and kv_heads:
+        heads = q.shape[dims_of(layout, False).heads]
+        if kv_heads < 0 or kv_heads > (heads - 1) // 2:
+            refuse(op, "kv_heads", f"from 1 to {(heads - 1) // 2} of {heads} heads", str(kv_heads))
+    sizes = of_q, of_k, of_v = _split_sizes(q, k, v, layout, kv_heads)
+    name_k = "q" if k is None else "k"
+    name_v = name_k if v is None else "v"
+    for name, what, got, expected in (
+        (name_k, "batch entries", of_k[0], of_q[0]),
+        (name_k, "elements a head", of_k[3], of_q[3]),
+        (name_v, "batch entries", of_v[0], of_k[0]),
+        (name_v, "tokens", of_v[1], of_k[1]),
+        (name_v, "heads", of_v[2], of_k[2]),
+    ):
+        if got != expected:
+            refuse(op, name, f"{expected} {what}", str(got))
+    for name, width in (("q", of_q[3]), (name_v, of_v[3])):
+        if width < 8 or width > 256 or width % 8:
+            refuse(op, name, "8 to 256 elements a head, in steps of 8", str(width))
+    if of_q[2] != 0 if of_k[2] == 0 else of_q[2] % of_k[2] != 0:
+        refuse(op, name_k, f"a number of heads that divides {of_q[2]}", str(of_k[2]))
+    return sizes
+
+
+def _check_packed(op: str, q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: Any, max_k: Any) -> Any:
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if cu is None:
+            refuse(op, name, "a tensor", "None")
+            return None
+        if cu.dtype != torch.int32:
+            refuse(op, name, "int32", _check.dtype_text(cu.dtype))
+        if cu.dim() != 1 or cu.shape[0] < 2:
+            refuse(op, name, "shape (sequences + 1)", shape_text(cu.shape))
+        _check.same_device(op, name, cu, q)
+    assert cu_q is not None
+    assert cu_k is not None
+    _check.same_shape(op, "cu_seqlens_k", cu_k, cu_q.shape)
+    for name, length in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
+        if length < 0:
+            refuse(op, name, "an integer >= 0", str(length))
+    return cu_q.shape[0] - 1
+
+
+def _check_bias(op: str, bias: Tensor, q: Tensor, full: tuple) -> None:
+    if bias.dtype != torch.bool:
+        _check.dtype_beside(op, "bias", bias, q.dtype)
+    fits = bias.dim() <= 4 and all(
+        size in (1, whole) for size, whole in zip(bias.shape, full[4 - bias.dim() :], strict=True)
+    )
+    if not fits:
+        refuse(op, "bias", f"a shape that broadcasts to {shape_text(full)}", shape_text(bias.shape))
+    _check.same_device(op, "bias", bias, q)
+
+
+def _check_inputs(op: str, inputs: Sequence[Any]) -> Problem:
+    """The checks of csrc/torch/attention.cpp, in their order, but for the entries of cu_seqlens."""
+    q, k, v, cu_q, cu_k, alibi_slopes, bias, sink, seed, max_q, max_k, layout, kv_heads = inputs[:13]
+    _, window_left, window_right, softmax_scale, softcap, dropout_p, _ = inputs[13:20]
+    of_q, of_k, of_v = _check_heads(op, q, k, v, layout, kv_heads)
+    batch, seqlen_q, seqlen_k = of_q[0], of_q[1], of_k[1]
+    if cu_q is not None or cu_k is not None:
+        batch, seqlen_q, seqlen_k = _check_packed(op, q, cu_q, cu_k, max_q, max_k), max_q, max_k
+    full = batch, of_q[2], seqlen_q, seqlen_k
+    for size in (window_left, window_right):
+        if size < -1:
+            refuse(op, "window_size", "two integers >= -1", str(size))
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        refuse(op, "softmax_scale", "a finite number", f"{softmax_scale:f}")
+    if not (softcap >= 0 and math.isfinite(softcap)):
+        refuse(op, "softcap", "a finite number >= 0", f"{softcap:f}")
+    if alibi_slopes is not None:
+        if alibi_slopes.dtype != torch.float32:
+            refuse(op, "alibi_slopes", "float32", _check.dtype_text(alibi_slopes.dtype))
+        _check.same_shape(op, "alibi_slopes", alibi_slopes, full[:2] if alibi_slopes.dim() == 2 else full[1:2])
+        _check.same_device(op, "alibi_slopes", alibi_slopes, q)
+    if bias is not None:
+        _check_bias(op, bias, q, full)
+    if sink is not None:
+        _check.dtype_beside(op, "sink", sink, q.dtype)
+        _check.same_shape(op, "sink", sink, full[1:2])
+        _check.same_device(op, "sink", sink, q)
+    if drops(op, dropout_p) and seed is not None:
+        if seed.dtype != torch.int64:
+            refuse(op, "seed", "int64", _check.dtype_text(seed.dtype))
+        _check.same_shape(op, "seed", seed, (2,))
+        _check.same_device(op, "seed", seed, q)
+    return Problem(of_q, of_k, of_v, full)
+
+
+def _op_name(inputs: Sequence[Any]) -> str:
+    return "attention" if inputs[3] is None and inputs[4] is None else "attention_varlen"
+
+
+def _empty_heads(t: Tensor, layout: int, stacked: bool, one: bool, heads: Any, width: Any) -> Tensor:
+    """A new tensor like ``t``, contiguous in the order in which its tokens and heads lie; with ``one`` without the
+    dimension that stacks q, k and v."""
+    dims = dims_of(layout, stacked)
+    batch = [] if dims.batch is None else [t.shape[0]]
+    several = [t.shape[dims.heads - 1]] if stacked and not one else []
+    tokens = t.shape[dims.tokens]
+    head_major = tokens > 1 and t.shape[dims.heads] > 1 and t.stride(dims.heads) > t.stride(dims.tokens)
+    # In memory, and then in the order of the layout.
+    if head_major:
+        made = t.new_empty((*batch, *several, heads, tokens, width))
+        return made if layout == 1 else made.movedim(-2, len(batch))
+    made = t.new_empty((*batch, tokens, *several, heads, width))
+    return made.movedim(len(batch), -2) if layout == 1 else made
+
+
+def _real(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def _lse_shape(problem: Problem, layout: int) -> tuple:
+    batch, tokens, heads, _ = problem.q
+    return (heads, tokens) if layout == _THD else (batch, heads, tokens)
+
+
+def _fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+    q, k, layout, kv_heads = inputs[0], inputs[1], inputs[11], inputs[12]
+    problem = _check_inputs(_op_name(inputs), inputs)
+    out = _empty_heads(q, layout, k is None and not kv_heads, True, problem.q[2], problem.v[3])
+    return out, q.new_empty(_lse_shape(problem, layout), dtype=_real(q))
+
+
+def _fake_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    inputs, (out, lse, want_dbias, want_dsink) = rest[:20], rest[20:]
+    q, k, v, layout, kv_heads = *inputs[:3], inputs[11], inputs[12]
+    op = _op_name(inputs) + "_backward"
+    problem = _check_inputs(op, inputs)
+    plain = dims_of(layout, False)
+    for name, t in (("dout", dout), ("out", out)):
+        _check.same_dtype(op, name, t, q)
+        _check_rank(op, name, t, layout, 0)
+        if _sizes(t, plain, t.shape[plain.heads]) != (*problem.q[:3], problem.v[3]):
+            refuse(op, name, "the shape of the output", shape_text(t.shape))
+        _check.same_device(op, name, t, q)
+    for name, t in (("lse", lse), ("dlse", dlse)):
+        if t is not None:
+            if t.dtype != _real(q):
+                refuse(op, name, _check.dtype_text(_real(q)), _check.dtype_text(t.dtype))
+            _check.same_shape(op, name, t, _lse_shape(problem, layout))
+            _check.same_device(op, name, t, q)
+
+    def like(t: Tensor | None, stacked: bool) -> Tensor:
+        if t is None:
+            return q.new_empty((0,))
+        return _empty_heads(t, layout, stacked, False, t.shape[dims_of(layout, stacked).heads], t.shape[-1])
+
+    bias, sink = inputs[6], inputs[7]
+    return (
+        like(q, k is None and not kv_heads),
+        like(k, v is None),
+        like(v, False),
+        bias.new_empty(bias.shape) if want_dbias else q.new_empty((0,)),
+        sink.new_empty(sink.shape) if want_dsink else q.new_empty((0,)),
+    )
+
+
+register_fake("attention", _fake)
+register_fake("attention_forward", _fake)
+register_fake("attention_backward", _fake_backward)
+
+_raw_backward = raw.attention_backward.default
+
+
+_ARGUMENTS = [a.name for a in raw.attention_forward.default._schema.arguments]
+
+
+def _backward(saved: Saved, wants: Wants, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
+    if dout is None:
+        dout = torch.zeros_like(saved.out)
+    inputs = [getattr(saved, argument) for argument in _ARGUMENTS]
+    dq, dk, dv, dbias, dsink = call_raw(
+        _raw_backward, dout, dlse, *inputs, saved.out, saved.lse, wants.bias, wants.sink
+    )
+    return {"q": dq, "k": dk, "v": dv, "bias": dbias, "sink": dsink}
+
+
+attend = differentiable(
+    "attention",
+    forward=raw.attention_forward.default,
+    public=2,
+    save=(*_ARGUMENTS, "out", "lse"),
+    backward=_backward,
+)
+
+
+def under_autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """As torch does for ``scaled_dot_product_attention``: under autocast its operands are cast."""
+    q = tensors[0]
+    if not isinstance(q, Tensor):
+        raise TypeError(f"{op}: q: expected a tensor, got {type(q).__name__}")
+    kind = q.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
+
+
+def refuse_gradient(op: str, **tensors: Tensor | None) -> None:
+    """Inputs without a gradient: one that wants it is refused, not given none."""
+    for name, t in tensors.items():
+        if t is not None and torch.is_grad_enabled() and getattr(t, "requires_grad", False):
+            refuse(op, name, "a tensor that requires no gradient", "one that does")
+
+
+def check_window(op: str, causal: bool, window_size: Sequence[int] | None) -> tuple[Any, Any]:
+    """(left, right) with -1 for no limit."""
+    if window_size is None:
+        return -1, 0 if causal else -1
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        refuse(op, "window_size", "two integers >= -1, or None", str(window_size))
+    left, right = window_size
+    for size in (left, right):
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+            refuse(op, "window_size", "two integers >= -1, or None", str(window_size))
+    return left, 0 if causal and right != 0 and right >= -1 else right
+
+
+def drops(op: str, dropout_p: float) -> bool:
+    """Whether there is dropout. Checked before a seed is drawn, so that bad input does not change the generator."""
+    if not 0 <= dropout_p < 1:
+        refuse(op, "dropout_p", "a number in [0, 1)", f"{dropout_p:f}")
+    return dropout_p > 0
+
+
+def choice(op: str, argument: str, value: Any, allowed: Sequence[str]) -> int:
+    if value not in allowed:
+        refuse(op, argument, "one of " + ", ".join(allowed), str(value))
+    return allowed.index(value)

@@ -1,0 +1,63 @@
+"""The raw ops of multi-tensor optimizers: a table of addresses, a column of gradients, a step. They have no fakes:
+without memory there is nothing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from warpsmith import _C
+from warpsmith.ops._library import call_raw, raw
+
+COUNTER = "step"  # the name of a step counter among states
+MASTER = "master"  # and of a float32 master
+
+
+def index_of(optimizer: str) -> int:
+    """The number of an optimizer's row (csrc/kernels/optim/optim_ops.h)."""
+    return _C.OPTIMIZERS[optimizer][0]
+
+
+def state_names(optimizer: str) -> tuple[str, ...]:
+    """The states of an optimizer's row."""
+    return _C.OPTIMIZERS[optimizer][1]
+
+
+def value_names(optimizer: str) -> tuple[str, ...]:
+    """The hyperparameters of an optimizer's row, in the order of the columns of :data:`optim_step`'s constants."""
+    return _C.OPTIMIZERS[optimizer][2]
+
+
+def storage_index(storage: str) -> int:
+    """The number of a storage (csrc/kernels/optim/optim.h)."""
+    return _C.OPTIMIZER_STORAGES[storage]
+
+
+def optim_table(
+    optimizer: str,
+    storage: str,
+    params: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    groups: Sequence[int],
+) -> tuple[Tensor, int]:
+    """The table of addresses and sizes of :data:`optim_step`, on the device of the parameters, and its ``most``.
+
+    ``states[i]`` has the states of tensor ``i`` by name, its counter as ``step`` if its steps are counted, and its
+    ``master`` where the storage has masters;
+    ``groups[i]`` is the row of hyperparameters that tensor ``i`` takes. The table refers to the tensors without keeping
+    them alive.
+    """
+    names = state_names(optimizer)
+    arrays = [state[name] for state in states for name in (*names, COUNTER, MASTER) if name in state]
+    has = [sum(1 << bit for bit, name in enumerate((*names, COUNTER)) if name in state) for state in states]
+    most = 0
+    for bits in has:
+        most |= bits & ((1 << len(names)) - 1)
+    kind = (index_of(optimizer), storage_index(storage))
+    table = call_raw(raw.optim_table.default, *kind, list(params), arrays, has, list(groups))
+    return table, most
+
+
+optim_pointers = raw.optim_pointers.default
+optim_step = raw.optim_step.default

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from warpsmith.ops import _attention
+from warpsmith.ops._dropout import draw_seed
+
+_OP = "attention"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    causal: bool = False,
+    causal_align: str = "bottom_right",
+    window_size: Sequence[int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    layout: str = "bshd",
+    seed: Tensor | None = None,
+    kv_heads: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Scaled dot-product attention, in tiles: no matrix of queries times keys is ever stored.
+
+    .. math:: \mathrm{out}_i = \sum_j e^{s_{ij} - \mathrm{lse}_i} \, v_j, \qquad
+        \mathrm{lse}_i = \log \sum_j e^{s_{ij}}, \qquad s_{ij} = \mathrm{softmax\_scale} \cdot q_i^\top k_j
+
+    over the keys that query i sees, for each batch entry and head. The options change the logits in this order:
+    ``softcap`` (:math:`s \mapsto c \tanh(s / c)`), ``alibi_slopes`` (:math:`s_{ij} - m_h |i + \mathrm{shift} - j|`),
+    ``bias`` (added), then the window and the mask.
+
+    Args:
+        q: shape (B, Sq, H, D); float32, float16, bfloat16, or float64 on the CPU. D is 8 to 256 in steps of 8. Any
+            strides; a tensor whose last dimension is not contiguous is copied once.
+        k: shape (B, Sk, Hk, D). Hk divides H: head h of ``q`` reads head h * Hk / H (MQA and GQA).
+        v: shape (B, Sk, Hk, Dv), with Dv as D, but it need not be equal.
+        causal: query i sees the keys j <= i + shift.
+        causal_align: what shift is: "bottom_right": Sk - Sq, so that the last query sees all keys; "top_left": 0.
+            Windows and ALiBi count from there as well.
+        window_size: (left, right): query i sees i + shift - left <= j <= i + shift + right. -1: no limit. None: all.
+        softmax_scale: default :math:`1 / \sqrt{D}`.
+        softcap: c, >= 0; 0: none.
+        dropout_p: the probability of dropping a weight, 0 to 1 (1 excluded), in steps of 1 / 65536. The kept ones are
+            divided by 1 - p. ``lse`` is that of all weights.
+        alibi_slopes: float32, shape (H,) or (B, H); without gradient.
+        bias: broadcasts to (B, H, Sq, Sk). Floating (the dtype of ``q``, or float32 beside a 16-bit one): added to the
+            logits, with a gradient, summed over broadcast dimensions. Boolean: True where a query sees a key.
+        sink: shape (H,), dtype as for ``bias``: a logit for each head that takes weight and has no value. ``lse``
+            counts it.
+        return_lse: return ``lse`` as well.
+        deterministic: False allows a backward whose sums have no fixed order, where that is faster.
+        layout: "bshd" as above; "bhsd" (B, H, S, D); "thd" (S, H, D), one sequence without a batch dimension. All by
+            strides: none is copied to another.
+        seed: two int64 that determine the dropout mask, on the device of ``q``. None: drawn from torch's default
+            generator of that device.
+        kv_heads: Hk, where ``q`` holds all three along its heads.
+
+    One tensor for several: ``attention(q, kv)`` with ``kv`` of shape (B, Sk, 2, Hk, D); ``attention(qkv)`` with
+    (B, S, 3, H, D), or with (B, S, H + 2 Hk, D) and ``kv_heads=Hk``. (The new dimension stands before the heads in
+    every layout.) Nothing is copied, and the gradient is one tensor, written in place.
+
+    Returns:
+        out, of the dtype of ``q``, shape (B, Sq, H, Dv), in memory in the order in which tokens and heads of ``q`` lie;
+        or (out, lse) with lse (B, H, Sq), float32 (float64 for float64). Arithmetic is float32 (float64 for float64). A
+        query that sees no key has out 0, lse -inf (the sink, if there is one) and no gradient. Under autocast q, k, v
+        and floating biases are cast to its dtype, as for ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Gradients for ``q``, ``k``, ``v``, ``bias`` and ``sink``, of out and of lse. Second derivatives are refused.
+
+    Deterministic: every sum has a fixed order, forward and backward. The dropout mask is a function of ``seed`` and of
+    batch entry, head, query and key: the same on every device.
+
+    Raises:
+        ValueError: a dtype, shape, device or number that does not fit.
+
+    Source: Dao et al., FlashAttention, 2022, and Milakov and Gimelshein, Online normalizer calculation for softmax,
+    2018.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> q, k, v = torch.randn(2, 16, 8, 64), torch.randn(2, 16, 2, 64), torch.randn(2, 16, 2, 64)
+        >>> warpsmith.attention(q, k, v, causal=True).shape
+        torch.Size([2, 16, 8, 64])
+    """
+    _attention.refuse_gradient(_OP, alibi_slopes=alibi_slopes)
+    which = _attention.choice(_OP, "layout", layout, _attention.LAYOUTS)
+    align = _attention.choice(_OP, "causal_align", causal_align, ("bottom_right", "top_left"))
+    window = _attention.check_window(_OP, causal, window_size)
+    q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
+    if seed is None and _attention.drops(_OP, dropout_p):
+        seed = draw_seed(q)
+    out, lse = _attention.attend(
+        q,
+        k,
+        v,
+        None,
+        None,
+        alibi_slopes,
+        bias,
+        sink,
+        seed,
+        0,
+        0,
+        which,
+        kv_heads or 0,
+        align == 0,
+        *window,
+        softmax_scale,
+        softcap,
+        dropout_p,
+        deterministic,
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from warpsmith.ops import _attention, _check
+from warpsmith.ops._dropout import draw_seed
+
+_OP = "attention_varlen"
+
+
+def _check_length(argument: str, length: object) -> None:
+    if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
+        got = "a tensor" if isinstance(length, Tensor) else type(length).__name__
+        _check.refuse(_OP, argument, "an integer", got)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    causal_align: str = "bottom_right",
+    window_size: Sequence[int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    seed: Tensor | None = None,
+    kv_heads: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention within packed sequences (documents), which lie one behind the other in one tensor.
+
+    .. math:: \mathrm{out}_i = \sum_j e^{s_{ij} - \mathrm{lse}_i} \, v_j
+
+    for each sequence by itself, as :func:`warpsmith.attention` would give it.
+
+    Args:
+        q: shape (Tq, H, D): the tokens of all sequences. Dtypes, strides and D as for :func:`warpsmith.attention`.
+        k: shape (Tk, Hk, D).
+        v: shape (Tk, Hk, Dv).
+        cu_seqlens_q: int32, shape (N + 1,): sequence n has the tokens from entry n to entry n + 1 (excluded) of ``q``.
+            A sequence may be empty, and the last may end before the tensor does: the tokens behind it get out 0, lse
+            -inf and no gradient.
+        cu_seqlens_k: the same of ``k`` and ``v``. None: ``cu_seqlens_q``.
+        max_seqlen_q: no sequence of ``q`` is longer. A Python integer: the host never reads ``cu_seqlens``.
+        max_seqlen_k: the same of ``k``. None: ``max_seqlen_q``.
+        causal, causal_align, window_size: as for :func:`warpsmith.attention`, within each sequence.
+        bias: broadcasts to (N, H, max_seqlen_q, max_seqlen_k); queries and keys count within their sequence.
+        alibi_slopes: float32, shape (H,) or (N, H).
+        softmax_scale, softcap, dropout_p, sink, return_lse, deterministic, seed: as for :func:`warpsmith.attention`.
+        kv_heads: as there. Tensors that hold several are ``kv`` (Tk, 2, Hk, D), ``qkv`` (T, 3, H, D) or
+            (T, H + 2 Hk, D).
+
+    Returns:
+        out (Tq, H, Dv), or (out, lse) with lse (H, Tq). Dtypes as for :func:`warpsmith.attention`.
+
+    Gradients as for :func:`warpsmith.attention`.
+
+    Deterministic, as there.
+
+    Raises:
+        ValueError: a dtype, shape, device or number that does not fit; on the CPU offsets that do not begin with 0,
+            fall or exceed the tokens, and a sequence longer than its maximum. On CUDA, where the host does not read
+            offsets, they are clamped: no offset leads out of bounds.
+
+    Source: as for :func:`warpsmith.attention`.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> q = torch.randn(10, 8, 64)
+        >>> cu_seqlens = torch.tensor([0, 3, 10], dtype=torch.int32)
+        >>> out = warpsmith.attention_varlen(q, q, q, cu_seqlens, max_seqlen_q=7, causal=True)
+        >>> out[:3].allclose(warpsmith.attention(*(q[:3],) * 3, causal=True, layout="thd"))
+        True
+    """
+    _attention.refuse_gradient(_OP, alibi_slopes=alibi_slopes)
+    align = _attention.choice(_OP, "causal_align", causal_align, ("bottom_right", "top_left"))
+    window = _attention.check_window(_OP, causal, window_size)
+    if cu_seqlens_q is None:
+        _check.refuse(_OP, "cu_seqlens_q", "a tensor", "None")
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
+    _check_length("max_seqlen_q", max_seqlen_q)
+    _check_length("max_seqlen_k", max_seqlen_k)
+    q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
+    if seed is None and _attention.drops(_OP, dropout_p):
+        seed = draw_seed(q)
+    out, lse = _attention.attend(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        alibi_slopes,
+        bias,
+        sink,
+        seed,
+        max_seqlen_q,
+        max_seqlen_k,
+        _attention.LAYOUTS.index("thd"),
+        kv_heads or 0,
+        align == 0,
+        *window,
+        softmax_scale,
+        softcap,
+        dropout_p,
+        deterministic,
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,437 @@
+"""The base of all optimizers: every parameter of a device and dtype in one launch.
+
+A class names its row of ``csrc/kernels/optim/optim_ops.h`` and says which of the row's states a group has; tables of
+addresses, checks, loading and the step are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from warpsmith import _C
+from warpsmith.ops import _check
+from warpsmith.ops._optim import (
+    COUNTER,
+    MASTER,
+    index_of,
+    optim_pointers,
+    optim_step,
+    optim_table,
+    state_names,
+    storage_index,
+    value_names,
+)
+from warpsmith.optim import _tensor_list as lists
+
+Group = dict[str, Any]
+Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
+
+_HOST_DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default device
+
+AT_LEAST_0: Check = ("a number >= 0", lambda x: x >= 0)
+A_NUMBER: Check = ("a number", lambda x: x == x)
+A_PART: Check = ("a number in [0, 1)", lambda x: not isinstance(x, Tensor) and 0 <= x < 1)
+TWO_PARTS: Check = ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(A_PART[1](b) for b in x))
+
+
+# {precision: {dtype of a parameter: what it and its states are stored in}}. By default the first that has the dtype.
+_STORAGES: dict[str, dict[torch.dtype, str]] = {
+    "fp32": {torch.float32: "float32", torch.float64: "float64"},
+    "bf16": {torch.bfloat16: "bfloat16", torch.float16: "float16"},
+    "master": {torch.bfloat16: "bfloat16_master", torch.float16: "float16_master", torch.float32: "float32"},
+    "bf16_states": {torch.float32: "bfloat16_states", torch.bfloat16: "bfloat16"},
+}
+# Of storages in which states have another dtype than parameters.
+_STATE_DTYPES = {
+    "bfloat16_master": torch.float32,
+    "float16_master": torch.float32,
+    "bfloat16_states": torch.bfloat16,
+}
+PRECISIONS = (None, *_STORAGES)
+
+
+def storage_of(precision: str | None, dtype: torch.dtype) -> str | None:
+    """The storage of a parameter of this dtype; None where the precision does not take it."""
+    names = _STORAGES if precision is None else (precision,)
+    return next((_STORAGES[name][dtype] for name in names if dtype in _STORAGES[name]), None)
+
+
+def state_dtype(storage: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the states of a parameter of this dtype."""
+    return _STATE_DTYPES.get(storage, dtype)
+
+
+class Kind(NamedTuple):
+    """What decides about a parameter's table: the row and precision of its group, and the names of its states."""
+
+    row: str
+    names: tuple[str, ...]
+    precision: str | None
+
+
+class _Bucket:
+    """The parameters of one device, dtype and row: one table, one launch."""
+
+    def __init__(
+        self, groups: list[Group], kinds: list[Kind], state: dict[Tensor, Any], indices: list[int], owners: list[int]
+    ) -> None:
+        params = lists.all_params(groups)
+        parts = [lists.local(params[i]) for i in indices]
+        kind = kinds[owners[indices[0]]]
+        storage = storage_of(kind.precision, parts[0].dtype)
+        assert storage is not None
+        self.device, self.row = parts[0].device, kind.row
+        self.index, self.storage = index_of(self.row), storage_index(storage)
+        master = (MASTER,) * storage.endswith("_master")
+        states = [
+            {name: lists.local(state[params[i]][name]) for name in (*kinds[owners[i]].names, *master)} for i in indices
+        ]
+        self.table, self.most = optim_table(self.row, storage, parts, states, [owners[i] for i in indices])
+        self.pointers = torch.empty(len(indices), dtype=torch.int64, device=self.device)
+        self.written = -1  # the version of the column that `pointers` holds
+
+    def gradient_pointers(self, watch: _C.TensorWatch, number: int, capturing: bool) -> Tensor:
+        """The column of gradient addresses on the device, as of the last look. `number`: of this bucket."""
+        if capturing:
+            # A column of the graph's own: an eager step in between must not change what a replay reads. A node of the
+            # graph writes it, so later nodes may use its memory again.
+            pointers = torch.empty_like(self.pointers)
+            optim_pointers(pointers, lists.words(watch.column(number)))
+            return pointers
+        version = watch.version(number)
+        if self.written != version:
+            optim_pointers(self.pointers, lists.words(watch.column(number)))
+            self.written = version
+        return self.pointers
+
+
+class _Plan:
+    """The tables of an optimizer, and whether the addresses in them are still those of its tensors.
+
+    The tables hold addresses, not references, so that memory which is taken from a parameter or state between two steps
+    is free at once. Every step compares all addresses with those of the tensors that the optimizer has then; the memory
+    that it touches is therefore that of living tensors.
+    """
+
+    def __init__(self, optimizer: MultiTensorOptimizer, active: list[int]) -> None:
+        groups, state = optimizer.param_groups, optimizer.state
+        params = lists.all_params(groups)
+        owners = [g for g, group in enumerate(groups) for _ in group["params"]]
+        self.op = optimizer._op
+        self.kinds = [optimizer._kind(g) for g in groups]
+        self.active_params = [params[i] for i in active]
+        by_kind: dict[Any, list[int]] = {}
+        for i in active:
+            kind = self.kinds[owners[i]]
+            by_kind.setdefault((params[i].device, params[i].dtype, kind.row, kind.precision), []).append(i)
+        numbers = [-1] * len(params)
+        for number, indices in enumerate(by_kind.values()):
+            for i in indices:
+                numbers[i] = number
+        names = [name for kind in self.kinds for name in kind.names]
+        self.state_names = tuple(dict.fromkeys([*names, MASTER]))
+        group_params = [g["params"] for g in groups]
+        api = Tensor.__dlpack_c_exchange_api__
+        self.watch = _C.TensorWatch(
+            api, lists.local, group_params, state, self.state_names, numbers, lists.ADDRESS_READER
+        )
+        self.buckets = [_Bucket(groups, self.kinds, state, indices, owners) for indices in by_kind.values()]
+        self.copies: list[Tensor] = []  # of gradients with other strides than their parameters, until the next look
+        self.held: list[Tensor] = []
+
+    def hold(self, state: dict[Tensor, Any]) -> None:
+        """Keeps the memory of parameters and states, for a CUDA graph that points to it."""
+        states = [state.get(p, {}) for p in self.active_params]
+        tensors = [s[name] for s in states for name in self.state_names if name in s]
+        self.held = [lists.local(t).detach() for t in [*self.active_params, *tensors]]
+
+    def look(self, optimizer: MultiTensorOptimizer) -> bool:
+        """Whether the tables hold. Then the columns of gradient addresses are those of now. Raises if a gradient does
+        not fit."""
+        groups = optimizer.param_groups
+        if [optimizer._kind(g) for g in groups] != self.kinds:
+            return False
+        if not self.watch.look([g["params"] for g in groups], optimizer.state):
+            return False
+        copies = []
+        unusual = self.watch.unusual
+        params = lists.all_params(groups) if unusual else []
+        for i in unusual:
+            grad = lists.checked_gradient(self.op, groups, i, params[i])
+            like_param = lists.same_layout(grad, lists.local(params[i])) and lists.holds_its_elements(grad)
+            if not like_param:
+                grad = torch.empty_like(lists.local(params[i])).copy_(grad)
+                copies.append(grad)
+            self.watch.set_gradient(i, grad.data_ptr() or _C.NO_ELEMENTS, like_param)
+        self.copies = copies
+        return True
+
+
+class MultiTensorOptimizer(torch.optim.Optimizer):
+    """What all optimizers of this package share; they are its subclasses."""
+
+    _step_supports_amp_scaling = True  # GradScaler then leaves dividing and skipping to step()
+
+    _op: ClassVar[str]  # in messages
+    _row: ClassVar[str]  # of the kernels, where all groups have the same
+    _needed: ClassVar[tuple[str, ...]]  # names without which a state that is not empty is another optimizer's
+    _checks: ClassVar[Mapping[str, Check]]  # of hyperparameters other than lr
+    _of_every_group: ClassVar[Mapping[str, Any]] = {}  # values that no argument, group or loaded state changes
+
+    def __init__(self, params: Any, defaults: dict[str, Any], precision: str | None) -> None:
+        if precision is not None:  # torch's groups have no such entry
+            defaults["precision"] = precision
+        if defaults.get("foreach") and defaults.get("fused"):
+            self._refuse("fused", "not both foreach and fused", "both True")
+        defaults.update(self._of_every_group)
+        self._check_hyperparameters(defaults)
+        self._forget()
+        super().__init__(params, defaults)
+
+    # What a subclass may say of its groups.
+
+    def _row_of(self, group: Group) -> str:
+        return self._row
+
+    def _states_of(self, group: Group) -> tuple[str, ...]:
+        """The states of a group's parameters, with ``step`` if their steps are counted, in the order of torch's."""
+        return self._needed
+
+    def _values_of(self, group: Group) -> dict[str, float]:
+        """Hyperparameters whose name in the row is not their name in the group."""
+        return {}
+
+    def _initial(self, group: Group, name: str) -> float:
+        """What a state is filled with."""
+        return 0.0
+
+    def _adopt(self, state: dict[str, Any]) -> None:
+        """Brings the loaded state of one parameter into the form of these optimizers."""
+
+    # Hyperparameters and groups.
+
+    def _refuse(self, argument: str, expected: str, got: Any) -> NoReturn:
+        _check.refuse(self._op, argument, expected, str(got))
+        raise AssertionError
+
+    def _check_hyperparameters(self, group: Group) -> None:
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
+                got = f"{_check.dtype_text(lr.dtype)} {tuple(lr.shape)}"
+                self._refuse("lr", "a number, or one float32 or float64 element", got)
+            if lr.device.type == "cpu" and not lr.item() >= 0:
+                self._refuse("lr", "a number >= 0", lr.item())
+        elif not lr >= 0:
+            self._refuse("lr", "a number >= 0", lr)
+        for name, (expected, fits) in self._checks.items():
+            if not fits(group[name]):
+                self._refuse(name, expected, group[name])
+        if group.get("precision") not in PRECISIONS:
+            self._refuse("precision", f"one of {', '.join(map(str, PRECISIONS))}", group["precision"])
+        if group.get("differentiable"):
+            self._refuse("differentiable", "False: the fused step has no derivative", True)
+
+    def _kind(self, group: Group) -> Kind:
+        return Kind(self._row_of(group), self._states_of(group), group.get("precision"))
+
+    def _forget(self) -> None:
+        self._plan: _Plan | None = None
+        self._captured: list[_Plan] = []  # what CUDA graphs point to
+        self._constants: dict[str, tuple[list[tuple[float, ...]], Tensor]] = {}
+        self._host_lr: dict[float, Tensor] = {}
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Adds a group of parameters, with its own values for any of the constructor's arguments."""
+        if isinstance(param_group, dict):
+            self._check_hyperparameters({**self.defaults, **param_group, **self._of_every_group})
+        super().add_param_group(param_group)
+        self.param_groups[-1].update(self._of_every_group)
+        self._plan = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of an optimizer of this class, here or in ``torch.optim``."""
+        for group in state_dict["param_groups"]:
+            self._check_hyperparameters({**self.defaults, **group, **self._of_every_group})
+        self._check_shapes(state_dict)
+        super().load_state_dict(state_dict)
+        self._restore_precision(state_dict)
+
+    def _check_shapes(self, state_dict: dict[str, Any]) -> None:
+        """Refuses states of other shapes than their parameters' before anything is loaded."""
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = lists.all_params(self.param_groups)
+        names = {name for group in self.param_groups for name in state_names(self._row_of(group))}
+        if len(saved) != len(params):
+            return  # torch says so
+        for index, (key, p) in enumerate(zip(saved, params, strict=True)):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name in names and isinstance(value, Tensor) and value.shape != p.shape:
+                    argument = f"state_dict: {name} of {lists.describe(self.param_groups, index)}"
+                    self._refuse(argument, f"shape {tuple(p.shape)}", tuple(value.shape))
+
+    def _restore_precision(self, state_dict: dict[str, Any]) -> None:
+        """torch gives every loaded state the dtype of its parameter: takes those of another dtype as they were."""
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        owners = [group for group in self.param_groups for _ in group["params"]]
+        for key, p, group in zip(saved, lists.all_params(self.param_groups), owners, strict=True):
+            storage = storage_of(group.get("precision"), p.dtype)
+            if storage not in _STATE_DTYPES:
+                continue
+            for name, value in state_dict["state"].get(key, {}).items():
+                if isinstance(value, Tensor) and name in (*state_names(self._row_of(group)), MASTER):
+                    self.state[p][name] = value.to(device=p.device, dtype=state_dtype(storage, p.dtype))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        captured = getattr(self, "_captured", [])
+        super().__setstate__(state)
+        self._forget()
+        self._captured = captured
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            group.update(self._of_every_group)
+            for p in group["params"]:
+                s = self.state.get(p, {})
+                self._adopt(s)
+                if COUNTER in s:  # torch counts in Python numbers (before 1.12) or on the CPU where it is not fused
+                    s[COUNTER] = torch.as_tensor(s[COUNTER], dtype=torch.float32).to(p.device)
+
+    # The step.
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step. ``closure`` recomputes the loss, which is then returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # addresses cannot be traced
+    @torch.no_grad()
+    def _update(self) -> None:
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        plan = self._plan
+        if plan is None or not plan.look(self):
+            plan = self._make_plan(capturing)
+            if plan is None:
+                return
+            if not plan.look(self):
+                raise RuntimeError(f"{self._op}: a parameter or state has another address at every look")
+        if capturing and plan not in self._captured:
+            plan.hold(self.state)
+            self._captured.append(plan)
+        grad_scale, found_inf = (lists.whole(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
+        for number, bucket in enumerate(plan.buckets):
+            optim_step(
+                bucket.table,
+                bucket.gradient_pointers(plan.watch, number, capturing),
+                [self._lr(group["lr"], bucket.device) for group in self.param_groups],
+                self._constants_of(bucket.row, plan.kinds),
+                bucket.index,
+                bucket.storage,
+                bucket.most,
+                None if grad_scale is None else grad_scale.to(bucket.device, torch.float32, non_blocking=True),
+                None if found_inf is None else found_inf.to(bucket.device, torch.float32, non_blocking=True),
+            )
+
+    def _make_plan(self, capturing: bool) -> _Plan | None:
+        params = lists.all_params(self.param_groups)
+        active = [i for i, p in enumerate(params) if p.grad is not None or self.state.get(p)]
+        if not active:
+            return None
+        owners = [group for group in self.param_groups for _ in group["params"]]
+        for i in active:
+            self._check_param(i, params[i], owners[i])
+        for i in active:  # a gradient is refused before any state is made
+            if params[i].grad is not None:
+                lists.checked_gradient(self._op, self.param_groups, i, params[i])
+        needs_state = [self._states_of(g) or g.get("precision") == "master" for g in owners]
+        if capturing and any(needs_state[i] and not self.state.get(params[i]) for i in active):
+            raise RuntimeError(f"{self._op}: take one step before the capture: a replay would make the states anew")
+        for i in active:
+            self._prepare_state(params[i], owners[i])
+        plan = _Plan(self, active)
+        if not capturing:  # a table made in a capture has its contents only once the graph has run
+            self._plan = plan
+        return plan
+
+    def _check_param(self, index: int, param: Tensor, group: Group) -> None:
+        p, argument = lists.local(param), lists.describe(self.param_groups, index)
+        precision = group.get("precision")
+        storage = storage_of(precision, p.dtype)
+        if storage is None and precision is not None:
+            known = " or ".join(str(d).removeprefix("torch.") for d in _STORAGES[precision])
+            self._refuse(argument, f"{known} for precision {precision}", _check.dtype_text(p.dtype))
+        if storage is None or (storage == "float64" and p.device.type != "cpu"):
+            self._refuse(argument, "float32, float16, bfloat16, or float64 on the CPU", _check.dtype_text(p.dtype))
+        if p.device.type not in ("cpu", "cuda"):
+            self._refuse(argument, "a tensor on the CPU or on CUDA", p.device)
+        if not lists.is_dense(p):
+            got = f"strides {p.stride()} for shape {tuple(p.shape)}"
+            self._refuse(argument, "elements without gaps or overlap", got)
+        state = self.state.get(param)
+        needed = sorted(self._needed, key=COUNTER.__eq__)
+        missing = [name for name in needed if state and set(state) != {MASTER} and name not in state]
+        if missing:  # another optimizer's
+            self._refuse(argument, f"a state with {', '.join(needed)}", f"one without {', '.join(missing)}")
+        expected = {name: state_dtype(storage, p.dtype) for name in state_names(self._row_of(group))}
+        for name, dtype in {**expected, MASTER: torch.float32}.items():
+            if state and name in state and state[name].dtype != dtype:
+                got = _check.dtype_text(state[name].dtype)
+                self._refuse(f"{argument}: {name}", _check.dtype_text(dtype), got)
+
+    def _prepare_state(self, param: Tensor, group: Group) -> None:
+        storage = storage_of(group.get("precision"), param.dtype)
+        assert storage is not None
+        names = (*self._states_of(group), *(MASTER,) * storage.endswith("_master"))
+        if not names:
+            return
+        state = self.state[param]
+        if COUNTER in names and COUNTER not in state:
+            # A state whose steps were not counted so far has taken some.
+            taken = float(bool(set(state) - {MASTER}))
+            state[COUNTER] = torch.full((), taken, dtype=torch.float32, device=param.device)
+        for name in names:
+            if name == COUNTER:
+                continue
+            if name == MASTER and name not in state:
+                state[name] = param.detach().to(torch.float32, memory_format=torch.preserve_format)
+            elif name not in state:
+                dtype, preserve = state_dtype(storage, param.dtype), torch.preserve_format
+                state[name] = torch.full_like(param, self._initial(group, name), dtype=dtype, memory_format=preserve)
+            elif state[name].layout != torch.strided:
+                self._refuse(f"state {name}", "a dense tensor", str(state[name].layout).removeprefix("torch."))
+            elif state[name].shape == param.shape and not lists.same_layout(
+                lists.local(state[name]), lists.local(param)
+            ):
+                state[name] = torch.empty_like(param, dtype=state[name].dtype).copy_(state[name])
+
+    def _constants_of(self, row: str, kinds: list[Kind]) -> Tensor:
+        """A line for each group: the values of the row and ``maximize``. Groups of other rows have zeros."""
+        names = value_names(row)
+        lines = []
+        for group, kind in zip(self.param_groups, kinds, strict=True):
+            if kind.row == row:
+                own = self._values_of(group)
+                lines.append((*(float(own[n] if n in own else group[n]) for n in names), float(group["maximize"])))
+            else:
+                lines.append((0.0,) * (len(names) + 1))
+        known = self._constants.get(row)
+        if known is None or known[0] != lines:
+            known = self._constants[row] = (lines, torch.tensor(lines, **_HOST_DOUBLE))
+        return known[1]
+
+    def _lr(self, lr: float | Tensor, device: torch.device) -> Tensor:
+        if isinstance(lr, Tensor):
+            return lr if lr.device.type == "cpu" else lr.to(device, non_blocking=True)
+        known = self._host_lr.get(lr)
+        if known is None:
+            self._host_lr = {} if len(self._host_lr) >= len(self.param_groups) else self._host_lr
+            known = self._host_lr[lr] = torch.tensor(lr, **_HOST_DOUBLE)
+        return known

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from warpsmith.optim._multi_tensor import AT_LEAST_0, Group, MultiTensorOptimizer
+
+
+class Adagrad(MultiTensorOptimizer):
+    r"""Adagrad: all parameters of all groups in one launch.
+
+    .. math::
+        g &\leftarrow g + \lambda p, \qquad s \leftarrow s + g^2 \\
+        p &\leftarrow p - \frac{\gamma}{1 + (t - 1) \eta} \, \frac{g}{\sqrt{s} + \epsilon}
+
+    Constructor, ``param_groups`` and ``state_dict`` are those of ``torch.optim.Adagrad``; each loads the other's state.
+    Other than torch's, the states are made in the first step, as those of all other optimizers.
+
+    Args:
+        params: tensors, (name, tensor) pairs or dicts of groups, as for :class:`warpsmith.optim.AdamW`.
+        lr: a number, or a tensor of one float32 or float64 element; one on the device is read by the kernel.
+        lr_decay, weight_decay, initial_accumulator_value, eps: numbers >= 0.
+        maximize: go up the gradient.
+        foreach, fused: accepted, without effect. Not both may be True.
+        differentiable: only False.
+        precision: as for :class:`warpsmith.optim.AdamW`; also an option of a group.
+
+    Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
+    :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
+    Moves 20 bytes of memory a float32 parameter.
+
+    Raises:
+        ValueError: a hyperparameter out of range; a loaded state of another shape; at ``step``, a parameter, gradient
+            or state that does not fit, named with its group and index. Nothing has changed then.
+
+    Source: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning and Stochastic Optimization, 2011;
+    formula and order of operations as torch.optim.Adagrad.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = warpsmith.optim.Adagrad(model.parameters(), lr=0.1)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    _op, _row = "Adagrad", "adagrad"
+    _needed = ("step", "sum")
+    _checks = dict.fromkeys(("lr_decay", "weight_decay", "initial_accumulator_value", "eps"), AT_LEAST_0)
+    # Step counters lie beside the parameters, so torch must take them for those of its fused step.
+    _of_every_group = {"foreach": None, "fused": True}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        precision: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "foreach": foreach,
+            "maximize": maximize,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(params, defaults, precision)
+
+    def _initial(self, group: Group, name: str) -> float:
+        return group["initial_accumulator_value"]

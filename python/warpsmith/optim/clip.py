@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpsmith.ops import _check
+from warpsmith.ops._grad_norm import clip_in_place, norm_and_power_sum
+from warpsmith.optim._tensor_list import is_dense, local
+
+_FUSED = (1.0, 2.0, math.inf)
+
+
+def _order(op: str, norm_type: float) -> float:
+    p = float(norm_type)
+    if p not in _FUSED:
+        _check.refuse(op, "norm_type", "1, 2 or inf", str(norm_type))
+    return p
+
+
+def _checked(op: str, tensors: Sequence[Tensor]) -> None:
+    for i, t in enumerate(tensors):
+        argument = f"gradient {i}"
+        if t.layout != torch.strided:
+            _check.refuse(op, argument, "a dense tensor", str(t.layout).removeprefix("torch."))
+        if t.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            _check.refuse(op, argument, "a floating dtype", _check.dtype_text(t.dtype))
+        if t.dtype == torch.float64 and t.device.type == "cuda":
+            _check.refuse(op, argument, "float32, float16 or bfloat16 on CUDA", "float64")
+
+
+def _shared_out(t: Any) -> Any:
+    """The mesh over which a DTensor lies and the dimensions of it along which ranks hold different parts."""
+    placements = getattr(t, "placements", None)
+    if placements is None:
+        return None
+    dims = tuple(d for d, placement in enumerate(placements) if not placement.is_replicate())
+    return (t.device_mesh, dims) if dims else None
+
+
+def _whole_sums(t: Any) -> Any:
+    """A DTensor whose ranks hold summands has no norm before they are added."""
+    placements = getattr(t, "placements", ())
+    if not any(p.is_partial() for p in placements):
+        return t
+    from torch.distributed.tensor import Replicate
+
+    return t.redistribute(placements=[Replicate() if p.is_partial() else p for p in placements])
+
+
+def _combined(sums: list[Tensor], p: float) -> Tensor:
+    if len(sums) == 1:
+        return sums[0]
+    stacked = torch.stack([s.to(sums[0].device, non_blocking=True) for s in sums])
+    return stacked.max() if p == math.inf else stacked.sum()
+
+
+def _total(tensors: Sequence[Tensor], p: float) -> Tensor:
+    """The norm over all devices and ranks, on the first tensor's device."""
+    groups: dict[Any, list[Tensor]] = {}
+    for t in map(_whole_sums, tensors):
+        part = local(t)
+        groups.setdefault((part.device, _shared_out(t)), []).append(part if is_dense(part) else part.contiguous())
+    sums, norm = [], None
+    for (_, shared), parts in groups.items():
+        norm, power_sum = norm_and_power_sum(parts, p)
+        if shared is not None:
+            from torch.distributed._functional_collectives import all_reduce
+
+            mesh, dims = shared
+            for d in dims:
+                power_sum = all_reduce(power_sum, "max" if p == math.inf else "sum", (mesh, d))
+            norm = None
+        sums.append(power_sum)
+    if len(sums) == 1 and norm is not None:
+        return norm
+    total = _combined(sums, p)
+    wide = any(t.dtype == torch.float64 for t in tensors)
+    return (total.sqrt() if p == 2 else total).to(torch.float64 if wide else torch.float32)
+
+
+def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    all_params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [p.grad for p in all_params if p.grad is not None]
+    return [g for g in grads if not g._is_zerotensor()]  # zeros without memory: nothing to add and nothing to scale
+
+
+@torch.no_grad()
+def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    r"""The norm of the gradients of all parameters, as of one vector.
+
+    .. math::
+        \Big(\sum_i |g_i|^p\Big)^{1/p}, \qquad p \in \{1, 2, \infty\}
+
+    Two launches for any number of tensors of any mix of dtypes on a device (and one that writes their table for every
+    2,040 words of it). Sums are float32 within pieces of at most 65,536 elements, and float64 over them, whatever the
+    gradients' dtype.
+
+    Args:
+        parameters: tensors or one tensor; those without a gradient do not count. Gradients: float32, float16, bfloat16,
+            float64 on the CPU; any strides, any devices. DTensors: the norm is that of the whole tensors, by an
+            all-reduce of one number for each way in which they are sharded; every rank must call.
+        norm_type: 1, 2 or ``inf``.
+
+    Returns:
+        a scalar tensor on the first gradient's device: float32, or float64 if a gradient is. 0 without gradients. Reads
+        every gradient once. NaN and infinite elements make it NaN or infinite. Deterministic: the order of sums is
+        fixed by the sizes (across ranks: by the backend's all-reduce). The host does not wait.
+
+    Raises:
+        ValueError: another ``norm_type``, a sparse, complex or integer gradient.
+
+    Source: Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural networks, 2013; definition as
+    torch.nn.utils.get_total_norm.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> p = torch.zeros(2, requires_grad=True)
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> warpsmith.optim.grad_norm([p])
+        tensor(5.)
+    """
+    p = _order("grad_norm", norm_type)
+    grads = _gradients(parameters)
+    _checked("grad_norm", grads)
+    return _total(grads, p) if grads else torch.tensor(0.0)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    r"""Scales the gradients of all parameters in place so that their norm is at most ``max_norm``.
+
+    .. math::
+        g \leftarrow g \, \min\Big(1, \frac{\text{max\_norm}}{\|g\| + 10^{-6}}\Big)
+
+    Takes the place of ``torch.nn.utils.clip_grad_norm_``. Other than torch's, the norm is float32 also of 16-bit
+    gradients, and gradients that need no scaling are not written: the kernel returns where the factor is 1.
+
+    Args:
+        parameters, norm_type: as for :func:`grad_norm`.
+        max_norm: a number >= 0.
+        error_if_nonfinite: raise where the norm is NaN or infinite. The host then waits for the device.
+        foreach: accepted, without effect.
+
+    Returns:
+        the norm before clipping, as :func:`grad_norm` gives it. Where it is NaN, so are the gradients afterwards; where
+        it is infinite, finite gradients become 0 and others NaN.
+
+    Reads every gradient once, and reads and writes it again only where the factor is not 1. Deterministic.
+
+    Raises:
+        ValueError: a negative or NaN ``max_norm``, another ``norm_type``, a sparse, complex or integer gradient.
+        RuntimeError: ``error_if_nonfinite`` and such a norm. Nothing has changed then.
+
+    Source: Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural networks, 2013; definition as
+    ``torch.nn.utils.clip_grad_norm_``.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> p = torch.zeros(2, requires_grad=True)
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> warpsmith.optim.clip_grad_norm_([p], max_norm=1.0)
+        tensor(5.)
+        >>> p.grad
+        tensor([0.6000, 0.8000])
+    """
+    op = "clip_grad_norm_"
+    p = _order(op, norm_type)
+    max_norm = float(max_norm)
+    if not max_norm >= 0:
+        _check.refuse(op, "max_norm", "a number >= 0", str(max_norm))
+    grads = _gradients(parameters)
+    if not grads:
+        return torch.tensor(0.0)
+    _checked(op, grads)
+    norm = _total(grads, p)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(f"{op}: expected a finite norm of the gradients, got {norm.item()}")
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for part in map(local, grads):
+        by_device.setdefault(part.device, []).append(part)
+    for device, parts in by_device.items():
+        here = norm.to(device, non_blocking=True)
+        for gaps in (t for t in parts if not is_dense(t)):
+            gaps.mul_((max_norm / (here + 1e-6)).clamp(max=1.0))
+        if dense := [t for t in parts if is_dense(t)]:
+            clip_in_place(dense, here, max_norm)
+    return norm

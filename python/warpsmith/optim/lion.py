@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from warpsmith.optim._multi_tensor import AT_LEAST_0, TWO_PARTS, Group, MultiTensorOptimizer
+
+
+class Lion(MultiTensorOptimizer):
+    r"""Lion, the sign of an interpolated momentum: all parameters of all groups in one launch.
+
+    .. math::
+        p &\leftarrow p \, (1 - \gamma \lambda) - \gamma \operatorname{sign}(\beta_1 m + (1 - \beta_1) g) \\
+        m &\leftarrow \beta_2 m + (1 - \beta_2) g
+
+    The sign of 0 is 0, and of NaN NaN. torch has no Lion; the state is ``exp_avg`` alone, as in the authors' code.
+
+    Args:
+        params: tensors, (name, tensor) pairs or dicts of groups, as for :class:`warpsmith.optim.AdamW`.
+        lr: a number, or a tensor of one float32 or float64 element; one on the device is read by the kernel.
+            Learning rates are three to ten times smaller than for AdamW, weight decay that much larger.
+        betas: two numbers in [0, 1). weight_decay: a number >= 0.
+        maximize: go up the gradient.
+        precision: as for :class:`warpsmith.optim.AdamW`; also an option of a group.
+
+    Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
+    :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
+    Moves 20 bytes of memory a float32 parameter.
+
+    Raises:
+        ValueError: a hyperparameter out of range; a loaded state of another shape; at ``step``, a parameter, gradient
+            or state that does not fit, named with its group and index. Nothing has changed then.
+
+    Source: Chen et al., Symbolic Discovery of Optimization Algorithms, 2023.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = warpsmith.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    _op, _row = "Lion", "lion"
+    _needed = ("exp_avg",)
+    _checks = {"betas": TWO_PARTS, "weight_decay": AT_LEAST_0}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        precision: str | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, precision)
+
+    def _values_of(self, group: Group) -> dict[str, float]:
+        beta1, beta2 = group["betas"]
+        return {"beta1": beta1, "beta2": beta2}

@@ -1,0 +1,151 @@
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpsmith.reference.dropout import philox
+
+_WORD = 0xFFFFFFFF
+
+
+def dropout_mask(seed: Tensor, row_blocks: Tensor, heads: int, seqlen_q: int, seqlen_k: int, p: float) -> Tensor:
+    """Which weights are kept, shape (sequences, heads, seqlen_q, seqlen_k).
+
+    ``row_blocks``: for each sequence the number of its first block of 16 queries. One Philox4x32-7 call serves the
+    queries q, q + 8 and the keys k, k + 1, k + 8, k + 9 of a block of 16 x 16, in the order that
+    ``csrc/kernels/attention/attention_dropout.h`` states.
+    """
+    seed = seed.to(row_blocks.device)
+    q, k = (torch.arange(n, device=seed.device) for n in (seqlen_q, seqlen_k))
+    q, k = q[:, None], k[None, :]
+    head = torch.arange(heads, device=seed.device)[:, None, None]
+    call = (k // 16) * 32 + 4 * (q % 8) + k % 8 // 2
+    row = (row_blocks[:, None, None, None] + q // 16) * heads + head
+    counter = [call & _WORD, row & _WORD, seed[1] & _WORD, (seed[1] >> 32) & _WORD]
+    counter = list(torch.broadcast_tensors(*counter))
+    words = torch.stack(philox(counter, [seed[0] & _WORD, (seed[0] >> 32) & _WORD], rounds=7), -1)
+    which = (2 * (k % 2) + q // 8 % 2).expand(words.shape[:-1])[..., None]
+    lane = words.gather(-1, which)[..., 0] >> 16 * (k // 8 % 2) & 0xFFFF
+    return lane >= int(p * 65536 + 0.5)
+
+
+def window_of(seqlen_q: int, seqlen_k: int, causal: bool, align: str, window: tuple[int, int] | None) -> tuple:
+    """(offset of each key from its query's own position, the mask of keys in the window), shape (Sq, Sk)."""
+    shift = seqlen_k - seqlen_q if align == "bottom_right" else 0
+    distance = torch.arange(seqlen_k)[None, :] - torch.arange(seqlen_q)[:, None] - shift
+    left, right = window or (-1, -1)
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        visible &= distance >= -left
+    if right >= 0:
+        visible &= distance <= right
+    if causal:
+        visible &= distance <= 0
+    return distance, visible
+
+
+def weights_of(
+    s: Tensor,
+    *,
+    window: tuple,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    kept: Tensor | None,
+    keep_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The weights of the values, and lse, from the scaled products, (B, H, Sq, Sk)."""
+    distance, visible = (t.to(s.device) for t in window)
+    if softcap > 0:
+        s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.to(s.dtype)[..., None, None] * distance.abs()
+    if bias is not None and bias.dtype == torch.bool:
+        visible = visible & bias
+    elif bias is not None:
+        s = s + bias.to(s.dtype)
+    visible = visible.expand(s.shape)
+    no_sink = s.new_full((), -torch.inf)
+    sinks = (no_sink if sink is None else sink.to(s.dtype)[:, None, None]).expand(*s.shape[:-1], 1)
+    # A row without anything to attend to takes logits of 0 on the way, so that nothing becomes NaN.
+    empty = ~visible.any(-1, keepdim=True) & (sinks == -torch.inf)
+    s = torch.where(empty, 0.0, torch.where(visible, s, -torch.inf))
+    lse = torch.cat([s, torch.where(empty, 0.0, sinks)], -1).logsumexp(-1, keepdim=True)
+    weights = torch.where(empty, 0.0, torch.exp(s - lse))
+    if kept is not None:
+        weights = torch.where(kept, weights * keep_scale, 0.0)
+    return weights, torch.where(empty, -torch.inf, lse)[..., 0]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> tuple[Tensor, Tensor]:
+    """The definition, on (B, H, S, D): out and lse. Products have the dtype of ``q``, the weights float32 or wider."""
+    ratio = q.shape[1] // max(k.shape[1], 1)
+    k, v = (t.repeat_interleave(ratio, 1) for t in (k, v))
+    s = q @ k.transpose(-1, -2) * scale
+    weights, lse = weights_of(s.to(torch.promote_types(q.dtype, torch.float32)), **options)
+    return weights.to(q.dtype) @ v, lse
+
+
+def unpack(q: Tensor, k: Tensor | None, v: Tensor | None, heads: int, kv_heads: int | None) -> tuple:
+    """q, k and v, of which one tensor may hold several before or along its dimension of ``heads``."""
+    if k is not None:
+        return (q, *k.unbind(heads)) if v is None else (q, k, v)
+    if kv_heads is None:
+        return q.unbind(heads)
+    return q.split([q.shape[heads] - 2 * kv_heads, kv_heads, kv_heads], heads)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    causal: bool = False,
+    causal_align: str = "bottom_right",
+    window_size: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    layout: str = "bshd",
+    seed: Tensor | None = None,
+    kv_heads: int | None = None,
+    products: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``softmax(q k^T * softmax_scale) v`` in float32 or wider, with every option of the op.
+
+    ``products``: another dtype for the two matrix products and what goes into them.
+    """
+    q, k, v = unpack(q, k, v, 2 if layout == "bshd" else 1, kv_heads)
+    wide = torch.promote_types(q.dtype, torch.float32) if products is None else products
+    in_bhsd = {"bshd": lambda t: t.transpose(1, 2), "bhsd": lambda t: t, "thd": lambda t: t.transpose(0, 1)[None]}
+    heads = [in_bhsd[layout](t).to(wide) for t in (q, k, v)]
+    batch, heads_q, seqlen_q, head_dim = heads[0].shape
+    seqlen_k = heads[1].shape[2]
+    kept = None
+    if dropout_p > 0 and seed is not None:
+        row_blocks = torch.arange(batch, device=q.device) * ((seqlen_q + 15) // 16)
+        kept = dropout_mask(seed, row_blocks, heads_q, seqlen_q, seqlen_k, dropout_p)
+    out, lse = attend(
+        heads[0],
+        heads[1],
+        heads[2],
+        head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        window=window_of(seqlen_q, seqlen_k, causal, causal_align, window_size),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        sink=sink,
+        kept=kept,
+        keep_scale=1 / (1 - dropout_p),
+    )
+    out = out.to(q.dtype)
+    if layout == "thd":
+        out, lse = out[0], lse[0]
+    out = out if layout == "bhsd" else out.transpose(-2, -3)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,346 @@
+// The Hopper kernels of attention on the host: every feature against double precision under every schedule, with the
+// FLOPs that whole blocks of keys make.
+// links: csrc/kernels/attention/forward_sm90a.cu
+// links: csrc/kernels/attention/backward_sm90a.cu
+#include "attention_problem.h"
+#include "kernels/attention/attention_sm90.h"
+
+namespace warpsmith::test {
+namespace {
+
+class Multiprocessors {
+ public:
+  explicit Multiprocessors(int count) { sim::options().properties.multiprocessors = count; }
+  ~Multiprocessors() { sim::options().properties.multiprocessors = 132; }
+};
+
+// P is rounded before it is multiplied with v, the quotient after: half a step of T for values about 1, and the last
+// bit.
+template <class T> Tolerance output_tolerance() {
+  return {.ulps = 1, .relative = 0, .absolute = std::is_same_v<T, bfloat16> ? 0x1p-8 : 0x1p-11};
+}
+constexpr Tolerance kLseTolerance{.ulps = 0, .relative = 1e-5, .absolute = 1e-5};
+
+template <class T> Status run_forward(AttentionData<T>& data) {
+  AttentionFwdParams p = data.forward();
+  int64_t bytes = 0;
+  WARPSMITH_RETURN_IF_FAILED(attention_forward_workspace_cuda(p, &bytes));
+  if (data.workspace.size() != static_cast<size_t>(bytes))
+    data.workspace = Buffer<unsigned char>(static_cast<size_t>(bytes));
+  p.workspace = data.workspace.data();
+  return attention_forward_cuda(p, nullptr);
+}
+
+// Rows after the last packed sequence are zero, with lse -inf: as the oracle's untouched rows.
+template <class T> void check_forward(const AttentionCase& shape, Tolerance tolerance = output_tolerance<T>()) {
+  AttentionData<T> data(shape);
+  data.solve(false);
+  under_every_seed([&] {
+    data.poison_outputs();
+    expect_ok(run_forward(data));
+    same_bits_for_every_seed("out", data.out.data);
+    same_bits_for_every_seed("lse", data.lse);
+    expect_close("out", data.out.data, data.want_out, tolerance);
+    expect_close("lse", data.lse, data.want_lse, kLseTolerance);
+    expect_equal("bank conflicts", sim::counters().bank_conflicts, int64_t{0});
+  });
+}
+
+TEST(forward_full_128) {
+  Multiprocessors two(2);
+  check_forward<bfloat16>({.queries = 200, .keys = 300, .heads = 2, .key_heads = 1, .head_dim = 128});
+}
+TEST(forward_causal_128) {
+  Multiprocessors two(2);
+  check_forward<bfloat16>(
+      {.queries = 300, .keys = 300, .heads = 2, .key_heads = 2, .head_dim = 128, .window_right = 0});
+}
+TEST(forward_full_64) {
+  Multiprocessors two(2);
+  check_forward<bfloat16>({.batch = 2, .queries = 200, .keys = 300, .heads = 2, .key_heads = 1, .head_dim = 64});
+}
+TEST(forward_causal_64) {
+  Multiprocessors two(2);
+  check_forward<bfloat16>({.queries = 330, .keys = 330, .heads = 2, .key_heads = 2, .head_dim = 64, .window_right = 0});
+}
+TEST(forward_causal_64_long) {
+  SeedsAtMost few(2);
+  Multiprocessors one(1);
+  check_forward<bfloat16>(
+      {.queries = 200, .keys = 2100, .heads = 1, .key_heads = 1, .head_dim = 64, .window_right = 0});
+}
+TEST(forward_float16) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_forward<float16>({.queries = 200, .keys = 260, .heads = 2, .key_heads = 1, .head_dim = 128, .window_right = 0});
+  check_forward<float16>({.queries = 200, .keys = 260, .heads = 2, .key_heads = 1, .head_dim = 64});
+}
+TEST(forward_windows) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const int64_t dim : {64, 128})
+    for (const auto& [left, right] : {std::pair{100, 0}, {0, 0}, {130, 70}, {-1, 40}, {60, -1}, {300, 5}})
+      check_forward<bfloat16>({.queries = 300,
+                               .keys = 420,
+                               .heads = 1,
+                               .key_heads = 1,
+                               .head_dim = dim,
+                               .window_left = left,
+                               .window_right = right});
+}
+TEST(forward_alignment) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const bool bottom_right : {false, true})
+    for (const auto& [queries, keys] : {std::pair{300, 100}, {100, 300}, {1, 200}, {200, 1}})
+      check_forward<bfloat16>({.queries = queries,
+                               .keys = keys,
+                               .head_dim = 128,
+                               .window_left = 90,
+                               .window_right = 0,
+                               .bottom_right = bottom_right});
+}
+TEST(forward_softcap_and_sink) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const int64_t dim : {64, 128})
+    check_forward<bfloat16>({.queries = 200,
+                             .keys = 300,
+                             .heads = 2,
+                             .key_heads = 2,
+                             .head_dim = dim,
+                             .window_right = 0,
+                             .softcap = 1.5,
+                             .sink = true});
+  check_forward<bfloat16>({.queries = 200, .keys = 60, .head_dim = 128, .window_right = 0, .sink = true});
+}
+TEST(forward_odd_head_dims) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_forward<bfloat16>({.queries = 130, .keys = 140, .heads = 3, .key_heads = 1, .head_dim = 72, .head_dim_v = 104});
+  check_forward<bfloat16>({.queries = 130, .keys = 140, .heads = 2, .key_heads = 2, .head_dim = 96, .head_dim_v = 8});
+  check_forward<bfloat16>({.queries = 130, .keys = 140, .heads = 2, .key_heads = 1, .head_dim = 40, .window_right = 0});
+}
+TEST(forward_heads_first) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_forward<bfloat16>(
+      {.batch = 2, .queries = 130, .keys = 140, .heads = 2, .key_heads = 1, .head_dim = 128, .heads_first = true});
+}
+TEST(forward_packed) {
+  Multiprocessors two(2);
+  for (const int64_t dim : {64, 128})
+    check_forward<bfloat16>({.heads = 2,
+                             .key_heads = 1,
+                             .head_dim = dim,
+                             .window_right = 0,
+                             .lengths_q = {150, 0, 3, 200, 64},
+                             .lengths_k = {150, 10, 7, 230, 0},
+                             .spare_tokens = 5});
+}
+TEST(forward_packed_full) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_forward<float16>(
+      {.heads = 2, .key_heads = 2, .head_dim = 128, .lengths_q = {1, 260, 31}, .lengths_k = {140, 60, 31}});
+}
+// Maxima that grow from block to block, by little and beyond any exponent: the base must follow.
+TEST(forward_maxima_outgrow_the_base) {
+  SeedsAtMost few(2);
+  Multiprocessors one(1);
+  for (const float growth : {8.0f, 300.0f})
+    for (const int64_t dim : {64, 128}) {
+      AttentionCase shape{.queries = 150, .keys = 700, .head_dim = dim, .logit_growth = growth};
+      check_forward<bfloat16>(shape, {.ulps = 1, .relative = 0, .absolute = 0x1p-7});
+      check_forward<float16>(shape, {.ulps = 1, .relative = 0, .absolute = 0x1p-9});
+    }
+}
+
+template <class T> Status run_backward(AttentionData<T>& data) {
+  AttentionBwdParams p = data.backward();
+  int64_t bytes = 0;
+  WARPSMITH_RETURN_IF_FAILED(attention_backward_workspace_cuda(p, &bytes));
+  if (data.workspace.size() != static_cast<size_t>(bytes))
+    data.workspace = Buffer<unsigned char>(static_cast<size_t>(bytes));
+  p.workspace = data.workspace.data();
+  return attention_backward_cuda(p, nullptr);
+}
+
+// P and dS, which is made of the rounded P, are rounded before they are multiplied; six standard deviations are 3.5
+// roundings.
+template <class T> void compare_gradients(const AttentionData<T>& data) {
+  expect_sums("dq", data.dq.data, data.want_dq, data.squares_dq, 6);
+  expect_sums("dk", data.dk.data, data.want_dk, data.squares_dk, 6);
+  expect_sums("dv", data.dv.data, data.want_dv, data.squares_dv, 4);
+}
+
+template <class T> void check_backward(const AttentionCase& shape) {
+  AttentionData<T> data(shape);
+  data.solve(true);
+  under_every_seed([&] {
+    data.poison_gradients();
+    expect_ok(run_backward(data));
+    same_bits_for_every_seed("dq", data.dq.data);
+    same_bits_for_every_seed("dk", data.dk.data);
+    same_bits_for_every_seed("dv", data.dv.data);
+    compare_gradients(data);
+    if (shape.sink) expect_sums<float, T>("dsink", data.dsink, data.want_dsink, data.squares_dsink, 6);
+    expect_equal("bank conflicts", sim::counters().bank_conflicts, int64_t{0});
+  });
+}
+
+TEST(backward_full_128) {
+  Multiprocessors two(2);
+  check_backward<bfloat16>({.queries = 150, .keys = 300, .heads = 2, .key_heads = 1, .head_dim = 128});
+}
+TEST(backward_causal_128) {
+  Multiprocessors two(2);
+  check_backward<bfloat16>(
+      {.queries = 300, .keys = 300, .heads = 2, .key_heads = 2, .head_dim = 128, .window_right = 0});
+}
+TEST(backward_full_64) {
+  Multiprocessors two(2);
+  check_backward<bfloat16>({.batch = 2, .queries = 150, .keys = 300, .heads = 2, .key_heads = 1, .head_dim = 64});
+}
+TEST(backward_causal_64) {
+  Multiprocessors two(2);
+  check_backward<bfloat16>(
+      {.queries = 330, .keys = 330, .heads = 4, .key_heads = 2, .head_dim = 64, .window_right = 0});
+}
+TEST(backward_float16) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_backward<float16>(
+      {.queries = 200, .keys = 260, .heads = 2, .key_heads = 1, .head_dim = 128, .window_right = 0});
+  check_backward<float16>({.queries = 200, .keys = 260, .heads = 2, .key_heads = 1, .head_dim = 64});
+}
+TEST(backward_windows) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const int64_t dim : {64, 128})
+    for (const auto& [left, right] : {std::pair{100, 0}, {0, 0}, {130, 70}, {-1, 40}, {60, -1}, {300, 5}})
+      check_backward<bfloat16>({.queries = 300,
+                                .keys = 420,
+                                .heads = 1,
+                                .key_heads = 1,
+                                .head_dim = dim,
+                                .window_left = left,
+                                .window_right = right});
+}
+TEST(backward_alignment) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const bool bottom_right : {false, true})
+    for (const auto& [queries, keys] : {std::pair{300, 100}, {100, 300}, {1, 200}, {200, 1}})
+      check_backward<bfloat16>({.queries = queries,
+                                .keys = keys,
+                                .head_dim = 128,
+                                .window_left = 90,
+                                .window_right = 0,
+                                .bottom_right = bottom_right});
+}
+// More tiles that no query sees, one after the other, than the loader may be ahead.
+TEST(backward_unseen_keys) {
+  Multiprocessors one(1);
+  check_backward<bfloat16>({.batch = 2, .queries = 100, .keys = 900, .window_right = 0, .bottom_right = false});
+  check_backward<bfloat16>({.lengths_q = {70, 0, 1}, .lengths_k = {70, 900, 300}, .spare_tokens = 200});
+}
+TEST(backward_sink) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_backward<bfloat16>({.batch = 2,
+                            .queries = 200,
+                            .keys = 60,
+                            .heads = 2,
+                            .key_heads = 1,
+                            .head_dim = 64,
+                            .window_right = 0,
+                            .sink = true});
+  check_backward<float16>(
+      {.heads = 2, .key_heads = 2, .head_dim = 128, .sink = true, .lengths_q = {70, 30}, .lengths_k = {70, 130}});
+}
+TEST(backward_odd_head_dims) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_backward<bfloat16>(
+      {.queries = 130, .keys = 140, .heads = 3, .key_heads = 1, .head_dim = 72, .head_dim_v = 104});
+  check_backward<bfloat16>({.queries = 130, .keys = 140, .heads = 2, .key_heads = 2, .head_dim = 96, .head_dim_v = 8});
+  check_backward<bfloat16>(
+      {.queries = 130, .keys = 140, .heads = 2, .key_heads = 1, .head_dim = 40, .window_right = 0});
+}
+TEST(backward_heads_first) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_backward<bfloat16>(
+      {.batch = 2, .queries = 130, .keys = 140, .heads = 2, .key_heads = 1, .head_dim = 128, .heads_first = true});
+}
+TEST(backward_packed) {
+  Multiprocessors two(2);
+  for (const int64_t dim : {64, 128})
+    check_backward<bfloat16>({.heads = 2,
+                              .key_heads = 1,
+                              .head_dim = dim,
+                              .window_right = 0,
+                              .lengths_q = {150, 0, 3, 200, 64},
+                              .lengths_k = {150, 10, 7, 230, 0},
+                              .spare_tokens = 5});
+}
+
+RANDOM_TEST(forward_random) {
+  const int64_t key_heads = random.integer(1, 2);
+  AttentionCase shape{.batch = random.integer(1, 2),
+                      .queries = random.size(1, 300),
+                      .keys = random.size(1, 400),
+                      .heads = key_heads * random.integer(1, 2),
+                      .key_heads = key_heads,
+                      .head_dim = 8 * random.integer(1, 16),
+                      .head_dim_v = 8 * random.integer(1, 16)};
+  if (random.coin()) shape.window_right = random.size(0, 200);
+  if (random.coin()) shape.window_left = random.size(0, 200);
+  shape.bottom_right = random.coin();
+  shape.heads_first = random.coin();
+  shape.sink = random.coin();
+  sim::options().seed = static_cast<uint64_t>(random.integer(0, 7));
+  sim::options().properties.multiprocessors = static_cast<int>(random.integer(1, 3));
+  AttentionData<bfloat16> data(shape, random.bits() % 1000);
+  data.solve(false);
+  expect_ok(run_forward(data));
+  expect_close("out", data.out.data, data.want_out, output_tolerance<bfloat16>());
+  expect_close("lse", data.lse, data.want_lse, kLseTolerance);
+  sim::options().seed = 0;
+  sim::options().properties.multiprocessors = 132;
+}
+
+RANDOM_TEST(backward_random) {
+  const int64_t key_heads = random.integer(1, 2);
+  AttentionCase shape{.batch = random.integer(1, 2),
+                      .queries = random.size(1, 300),
+                      .keys = random.size(1, 400),
+                      .heads = key_heads * random.integer(1, 2),
+                      .key_heads = key_heads,
+                      .head_dim = 8 * random.integer(1, 16),
+                      .head_dim_v = 8 * random.integer(1, 16)};
+  if (random.coin()) shape.window_right = random.size(0, 200);
+  if (random.coin()) shape.window_left = random.size(0, 200);
+  shape.bottom_right = random.coin();
+  shape.heads_first = random.coin();
+  sim::options().seed = static_cast<uint64_t>(random.integer(0, 7));
+  sim::options().properties.multiprocessors = static_cast<int>(random.integer(1, 3));
+  AttentionData<bfloat16> data(shape, random.bits() % 1000);
+  data.solve(true);
+  expect_ok(run_backward(data));
+  compare_gradients(data);
+  sim::options().seed = 0;
+  sim::options().properties.multiprocessors = 132;
+}
+
+TEST(code_below_sm90_is_refused) {
+  on_machine(132, 80, [] {
+    AttentionData<bfloat16> data({.queries = 64, .keys = 64, .head_dim = 64});
+    expect_refused(attention_forward_sm90(data.forward(), nullptr), "runs no code of sm_90a");
+    expect_refused(attention_backward_sm90(data.backward(), nullptr), "runs no code of sm_90a");
+  });
+}
+
+}  // namespace
+}  // namespace warpsmith::test

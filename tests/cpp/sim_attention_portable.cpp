@@ -1,0 +1,142 @@
+// The portable kernels of attention on the host: every option against double precision under every schedule.
+// links: csrc/kernels/attention/portable_bfloat16.cu
+// links: csrc/kernels/attention/portable_float16.cu
+// links: csrc/kernels/attention/portable_float32.cu
+#include "attention_portable_runs.h"
+
+namespace warpsmith::test {
+namespace {
+
+TEST(full) {
+  check<bfloat16>({.batch = 2, .queries = 100, .keys = 150, .heads = 2, .key_heads = 1});
+  check<float16>({.queries = 100, .keys = 150, .head_dim = 128});
+}
+TEST(float32) {
+  SeedsAtMost few(2);
+  check<float>({.queries = 70, .keys = 90, .heads = 2, .key_heads = 1});
+  check<float>({.queries = 40, .keys = 50, .head_dim = 128, .window_right = 0, .softcap = 2});
+  check<float>({.queries = 40, .keys = 30, .head_dim = 256, .window_left = 9, .dropout = 0.3});
+}
+TEST(wide_and_odd_head_dims) {
+  SeedsAtMost few(2);
+  check<bfloat16>({.queries = 70, .keys = 90, .head_dim = 256, .window_right = 0});
+  check<float16>({.queries = 70, .keys = 40, .head_dim = 8, .head_dim_v = 200});
+  check<bfloat16>({.queries = 70, .keys = 70, .heads = 3, .key_heads = 1, .head_dim = 72, .head_dim_v = 104});
+  check<bfloat16>({.queries = 33, .keys = 31, .head_dim = 40, .head_dim_v = 16});
+}
+TEST(causal_and_windows) {
+  SeedsAtMost few(2);
+  for (const bool bottom_right : {false, true})
+    for (const auto& [queries, keys] : {std::pair{150, 60}, {60, 150}, {1, 90}, {90, 1}})
+      for (const auto& [left, right] : {std::pair{-1, 0}, {20, 0}, {30, 15}, {70, -1}})
+        check<bfloat16>({.queries = queries,
+                         .keys = keys,
+                         .head_dim = 16,
+                         .window_left = left,
+                         .window_right = right,
+                         .bottom_right = bottom_right});
+}
+TEST(softcap_sink_and_scale) {
+  SeedsAtMost few(2);
+  check<bfloat16>({.queries = 90, .keys = 70, .heads = 2, .window_right = 0, .softcap = 1.5, .sink = true});
+  check<float16>({.queries = 90, .keys = 70, .softcap = 0.5, .sink = true, .softmax_scale = -0.2, .narrow_sink = true});
+  check<bfloat16>({.queries = 90, .keys = 30, .window_right = 0, .sink = true, .narrow_sink = true});
+}
+TEST(alibi) {
+  SeedsAtMost few(2);
+  check<bfloat16>({.batch = 2, .queries = 70, .keys = 90, .heads = 2, .key_heads = 2, .alibi = 1});
+  check<bfloat16>({.batch = 2, .queries = 90, .keys = 70, .heads = 2, .window_right = 0, .alibi = 2});
+}
+TEST(bias_of_every_shape) {
+  SeedsAtMost few(2);
+  for (const char* kept : {"1111", "0111", "1011", "0101", "1001", "0110", "0000", "1110"})
+    for (const bool is_float : {false, true})
+      check<bfloat16>({.batch = 2,
+                       .queries = 70,
+                       .keys = 50,
+                       .heads = 2,
+                       .key_heads = 1,
+                       .head_dim = 16,
+                       .bias = kept,
+                       .bias_is_float = is_float});
+}
+TEST(masks) {
+  SeedsAtMost few(2);
+  for (const char* kept : {"1111", "1001", "0010", "0000"})
+    check<float16>({.batch = 2, .queries = 70, .keys = 50, .heads = 2, .head_dim = 16, .mask = kept});
+}
+TEST(dropout) {
+  check<bfloat16>({.batch = 2, .queries = 70, .keys = 90, .heads = 4, .key_heads = 2, .dropout = 0.4});
+  SeedsAtMost few(2);
+  check<float16>({.queries = 40, .keys = 50, .head_dim = 256, .sink = true, .bias = "0011", .dropout = 0.2});
+}
+TEST(packed) {
+  check<bfloat16>({.heads = 2,
+                   .key_heads = 1,
+                   .window_right = 0,
+                   .lengths_q = {70, 0, 3, 100, 64},
+                   .lengths_k = {70, 10, 7, 130, 0},
+                   .spare_tokens = 5});
+  SeedsAtMost few(2);
+  check<float16>({.heads = 2,
+                  .key_heads = 1,
+                  .head_dim = 40,
+                  .window_left = 30,
+                  .softcap = 3,
+                  .sink = true,
+                  .lengths_q = {33, 1, 90},
+                  .lengths_k = {20, 40, 70},
+                  .spare_tokens = 70,
+                  .bias = "0111",
+                  .mask = "1001",
+                  .alibi = 2,
+                  .dropout = 0.1});
+}
+
+template <class T> void random_case(Random& random) {
+  const int64_t key_heads = random.integer(1, 2);
+  AttentionCase shape{.batch = random.integer(1, 2),
+                      .queries = random.size(0, 140),
+                      .keys = random.size(0, 140),
+                      .heads = key_heads * random.integer(1, 3),
+                      .key_heads = key_heads,
+                      .head_dim = 8 * random.size(1, 32),
+                      .head_dim_v = 8 * random.size(1, 32)};
+  if (random.coin()) shape.window_right = random.size(0, 100);
+  if (random.coin()) shape.window_left = random.size(0, 100);
+  shape.bottom_right = random.coin();
+  shape.heads_first = random.coin();
+  if (random.coin()) shape.softcap = 1.5;
+  shape.sink = random.coin();
+  shape.narrow_sink = random.coin();
+  shape.alibi = static_cast<int>(random.integer(0, 2));
+  if (random.coin()) shape.dropout = 0.3;
+  const auto kept = [&] {
+    std::string dimensions;
+    for (int i = 0; i < 4; ++i) dimensions += random.coin() ? '1' : '0';
+    return dimensions;
+  };
+  if (random.coin()) shape.bias = kept();
+  shape.bias_is_float = random.coin();
+  if (random.coin()) shape.mask = kept();
+  if (random.coin()) {
+    for (int64_t i = random.integer(1, 3); i > 0; --i) {
+      shape.lengths_q.push_back(random.size(0, 90));
+      shape.lengths_k.push_back(random.size(0, 90));
+    }
+    shape.spare_tokens = random.size(0, 70);
+    shape.heads_first = false;
+  }
+  sim::options().seed = static_cast<uint64_t>(random.integer(0, 7));
+  AttentionData<T> data(shape, random.bits() % 1000);
+  data.solve(true);
+  run_forward(data);
+  run_backward(data);
+  sim::options().seed = 0;
+}
+RANDOM_TEST(random_bfloat16) { random_case<bfloat16>(random); }
+RANDOM_TEST(random_float16) { random_case<float16>(random); }
+RANDOM_TEST(random_float32) { random_case<float>(random); }
+
+}  // namespace
+}  // namespace warpsmith::test

@@ -1,0 +1,231 @@
+// The portable kernels of attention on the host: far and wrong offsets, strides of 0, what is hidden, what is refused.
+// links: csrc/kernels/attention/attention_portable.cu
+// links: csrc/kernels/attention/portable_bfloat16.cu
+// links: csrc/kernels/attention/portable_float16.cu
+// links: csrc/kernels/attention/portable_float32.cu
+#include "attention_portable_runs.h"
+#include "far.h"
+
+namespace warpsmith::test {
+namespace {
+
+// Offsets beyond 2^31 elements along tokens and sequences: the tensor as it lies in a larger one.
+template <class T> struct FarHeads {
+  static constexpr int64_t kToken = int64_t{1} << 27;
+  HeadBuffer<T>& near;
+  int64_t batch, length, heads;
+  AttentionStrides strides;
+  sim::SparseMemory<T> memory;
+
+  FarHeads(HeadBuffer<T>& from, int64_t sequences, int64_t tokens, int64_t all_heads)
+      : near(from),
+        batch(sequences),
+        length(tokens),
+        heads(all_heads),
+        strides{tokens * kToken, kToken, from.dim},
+        memory(static_cast<size_t>(sequences * tokens * kToken)) {
+    for_rows([&](T* here, T* there) { std::copy_n(here, near.dim, there); });
+  }
+  void fetch() {
+    for_rows([&](T* here, T* there) { std::copy_n(there, near.dim, here); });
+  }
+
+ private:
+  template <class F> void for_rows(F&& f) {
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t i = 0; i < length; ++i)
+        for (int64_t h = 0; h < heads; ++h)
+          f(&near.data[near.at(b, i, h, 0)], memory.data() + b * strides.batch + i * strides.seq + h * strides.head);
+  }
+};
+
+TEST(offsets_beyond_32_bits) {
+  SeedsAtMost few(1);
+  AttentionData<bfloat16> data({.batch = 2, .queries = 18, .keys = 17, .heads = 2, .key_heads = 2, .head_dim = 16});
+  data.solve(true);
+  FarHeads q(data.q, 2, 18, 2), k(data.k, 2, 17, 2), v(data.v, 2, 17, 2), out(data.out, 2, 18, 2);
+  FarHeads dout(data.dout, 2, 18, 2), dq(data.dq, 2, 18, 2), dk(data.dk, 2, 17, 2), dv(data.dv, 2, 17, 2);
+  under_every_seed([&] {
+    AttentionFwdParams f = data.forward();
+    f.q = q.memory.data(), f.k = k.memory.data(), f.v = v.memory.data(), f.out = out.memory.data();
+    f.q_strides = q.strides, f.k_strides = k.strides, f.v_strides = v.strides, f.out_strides = out.strides;
+    expect_ok(attention_forward_portable(f, nullptr));
+    data.out.data.poison();
+    out.fetch();
+    compare_forward(data);
+    AttentionBwdParams b = data.backward();
+    data.workspace = Buffer<unsigned char>(static_cast<size_t>(attention_backward_workspace_portable(b)));
+    b.workspace = data.workspace.data();
+    b.q = f.q, b.k = f.k, b.v = f.v, b.out = f.out, b.dout = dout.memory.data();
+    b.dq = dq.memory.data(), b.dk = dk.memory.data(), b.dv = dv.memory.data();
+    b.q_strides = q.strides, b.k_strides = k.strides, b.v_strides = v.strides, b.out_strides = out.strides;
+    b.dout_strides = dout.strides, b.dq_strides = dq.strides, b.dk_strides = dk.strides, b.dv_strides = dv.strides;
+    expect_ok(attention_backward_portable(b, nullptr));
+    data.poison_gradients();
+    dq.fetch(), dk.fetch(), dv.fetch();
+    compare_gradients(data);
+  });
+}
+
+// One query, key and head of each of 70,000 sequences, of which the last 20 run. They are those of a small problem.
+TEST(more_sequences_than_a_grid_has_rows) {
+  SeedsAtMost few(1);
+  constexpr int64_t kAll = 70000, kRun = 20;
+  AttentionData<float16> data({.batch = kRun, .head_dim = 8}), all({.batch = kAll, .head_dim = 8});
+  data.solve(true);
+  const auto to_all = [](auto& small, auto& large) {
+    std::copy_n(small.data(), small.size(), large.data() + large.size() - small.size());
+  };
+  const auto from_all = [](auto& small, auto& large) {
+    std::copy_n(large.data() + large.size() - small.size(), small.size(), small.data());
+  };
+  to_all(data.q.data, all.q.data), to_all(data.k.data, all.k.data), to_all(data.v.data, all.v.data);
+  to_all(data.dout.data, all.dout.data), to_all(data.dlse, all.dlse);
+  const FarMachine machine(kRun);
+  under_every_seed([&] {
+    expect_ok(attention_forward_portable(all.forward(), nullptr));
+    from_all(data.out.data, all.out.data), from_all(data.lse, all.lse);
+    compare_forward(data);
+    AttentionBwdParams p = all.backward();
+    all.workspace = Buffer<unsigned char>(static_cast<size_t>(attention_backward_workspace_portable(p)));
+    p.workspace = all.workspace.data();
+    expect_ok(attention_backward_portable(p, nullptr));
+    from_all(data.dq.data, all.dq.data), from_all(data.dk.data, all.dk.data), from_all(data.dv.data, all.dv.data);
+    compare_gradients(data);
+  });
+}
+
+// Keys, values and gradients of stride 0: one row for all tokens and sequences.
+TEST(expanded_tensors) {
+  SeedsAtMost few(2);
+  AttentionData<bfloat16> data({.batch = 2, .queries = 40, .keys = 30, .heads = 2, .key_heads = 2, .head_dim = 16});
+  const auto spread = [](HeadBuffer<bfloat16>& x, int64_t tokens) {
+    for (int64_t b = 0; b < 2; ++b)
+      for (int64_t i = 0; i < tokens; ++i)
+        for (int64_t h = 0; h < 2; ++h) std::copy_n(&x.data[x.at(0, 0, h, 0)], x.dim, &x.data[x.at(b, i, h, 0)]);
+  };
+  spread(data.k, 30), spread(data.v, 30), spread(data.dout, 40);
+  data.solve(true);
+  data.k.strides.batch = data.k.strides.seq = data.v.strides.batch = data.v.strides.seq = 0;
+  data.dout.strides.batch = data.dout.strides.seq = 0;
+  under_every_seed([&] {
+    run_forward(data);
+    run_backward(data);
+  });
+}
+
+TEST(no_tokens_and_results_that_nobody_wants) {
+  SeedsAtMost few(1);
+  check<bfloat16>({.queries = 40, .keys = 0, .head_dim = 16, .sink = true});
+  check<bfloat16>({.queries = 0, .keys = 40, .head_dim = 16, .sink = true, .bias = "0101"});
+  AttentionData<bfloat16> data({.queries = 40, .keys = 30, .sink = true, .bias = "0011"});
+  data.solve(true);
+  under_every_seed([&] {
+    AttentionFwdParams f = data.forward();
+    f.lse = nullptr;
+    expect_ok(attention_forward_portable(f, nullptr));
+    expect_close("out", data.out.data, data.want_out, output_tolerance<bfloat16>(1));
+    AttentionBwdParams b = data.backward();
+    data.workspace = Buffer<unsigned char>(static_cast<size_t>(attention_backward_workspace_portable(b)));
+    b.workspace = data.workspace.data(), b.dbias = nullptr, b.dsink = nullptr;
+    expect_ok(attention_backward_portable(b, nullptr));
+    expect_sums("dq", data.dq.data, data.want_dq, data.squares_dq, 6);
+  });
+  const std::vector<double> with = data.want_dq;
+  data.solve(true, /*with_dlse=*/false);
+  under_every_seed([&] {
+    AttentionBwdParams b = data.backward();
+    b.workspace = data.workspace.data(), b.dlse = nullptr;
+    data.poison_gradients();
+    expect_ok(attention_backward_portable(b, nullptr));
+    compare_gradients(data);
+  });
+  expect(with != data.want_dq, "the gradient of lse counts for nothing");
+}
+
+// What is hidden may hold anything.
+TEST(hidden_elements_that_are_not_finite) {
+  SeedsAtMost few(2);
+  AttentionData<float16> data({.queries = 70, .keys = 90, .window_right = 0, .bias = "0011", .mask = "0011"});
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  data.solve(true);
+  for (int64_t i = 0; i < 70; ++i)
+    for (int64_t j = 0; j < 90; ++j)
+      if (j > i + 20 || data.mask[data.mask_shape.at(0, 0, i, j)] == 0)
+        data.narrow_bias[data.bias_shape.at(0, 0, i, j)] = from_float<float16>(nan);
+  under_every_seed([&] {
+    run_forward(data);
+    run_backward(data);
+  });
+}
+
+// Offsets that fall, lie outside of the tensors or make sequences too long lead to no access out of bounds, which the
+// address sanitizer would see. No token here belongs to two sequences: it would be written twice.
+TEST(offsets_of_sequences_that_are_wrong) {
+  SeedsAtMost few(2);
+  const std::pair<std::vector<int32_t>, std::vector<int32_t>> offsets[] = {
+      {{30, -7, 90, 21}, {40, 90, -7, 61}},
+      {{-2000000000, 2000000000, 30, 51}, {100, 2000000000, 2000000000, 0}},
+      {{70, 0, 61, 300}, {0, -5, 61, 30}}};
+  for (const auto& [of_q, of_k] : offsets) {
+    AttentionData<bfloat16> data({.heads = 2,
+                                  .head_dim = 16,
+                                  .sink = true,
+                                  .lengths_q = {20, 21, 20},
+                                  .lengths_k = {20, 21, 20},
+                                  .bias = "0011",
+                                  .dropout = 0.5});
+    data.solve(true);
+    std::copy(of_q.begin(), of_q.end(), data.cu_q.data());
+    std::copy(of_k.begin(), of_k.end(), data.cu_k.data());
+    under_every_seed([&] {
+      expect_ok(attention_forward_portable(data.forward(), nullptr));
+      AttentionBwdParams p = data.backward();
+      data.workspace = Buffer<unsigned char>(static_cast<size_t>(attention_backward_workspace_portable(p)));
+      p.workspace = data.workspace.data();
+      expect_ok(attention_backward_portable(p, nullptr));
+    });
+  }
+}
+
+// Its weight is 1 whatever q and k are: the difference that their gradients are made of is 0 to the last bit.
+TEST(queries_that_see_one_key_in_float32) {
+  SeedsAtMost few(2);
+  AttentionData<float> data({.queries = 40, .keys = 40, .head_dim = 40, .window_left = 0, .window_right = 0});
+  data.solve(true);
+  under_every_seed([&] {
+    sim::options().approximation = 0;  // 2^0 is 1
+    run_forward(data);
+    AttentionBwdParams p = data.backward();
+    data.workspace = Buffer<unsigned char>(static_cast<size_t>(attention_backward_workspace_portable(p)));
+    p.workspace = data.workspace.data(), p.dlse = nullptr;
+    expect_ok(attention_backward_portable(p, nullptr));
+    for (size_t i = 0; i < data.dq.data.size(); ++i)
+      expect(data.dq.data[i] == 0 && data.dk.data[i] == 0, "a gradient is not 0");
+  });
+}
+
+TEST(what_no_kernel_takes) {
+  AttentionData<bfloat16> data({.queries = 20, .keys = 20, .head_dim = 16});
+  AttentionFwdParams f = data.forward();
+  f.problem.dtype = Dtype::float64;
+  expect_refused(attention_forward_portable(f, nullptr), "no portable kernel for float64");
+  f = data.forward();
+  f.k = data.k.data.data() + 1;
+  expect_refused(attention_forward_portable(f, nullptr), "no multiples of 16 bytes");
+  f = data.forward();
+  f.out_strides.seq += 1;
+  expect_refused(attention_forward_portable(f, nullptr), "no multiples of 16 bytes");
+  f = data.forward();
+  f.problem.batch = int64_t{1} << 31;
+  expect_refused(attention_forward_portable(f, nullptr), "more than 2^31 - 1 tiles");
+  AttentionBwdParams b = data.backward();
+  b.dv = data.dv.data.data() + 4;
+  expect_refused(attention_backward_portable(b, nullptr), "no multiples of 16 bytes");
+  b = data.backward();
+  b.problem.seqlen_k = int64_t{1} << 28;
+  expect_refused(attention_backward_portable(b, nullptr), "sequences of 2^28 tokens or more");
+}
+
+}  // namespace
+}  // namespace warpsmith::test

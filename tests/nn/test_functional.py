@@ -1,0 +1,241 @@
+"""warpsmith.nn.functional against torch.nn.functional: torch's own sample inputs, and which of them are fused."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as theirs
+import warpsmith
+import warpsmith.nn.functional as ours
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
+from warpsmith.testing import measure
+
+NAMES = ("layer_norm", "rms_norm", "cross_entropy", "scaled_dot_product_attention")
+INFOS = {
+    info.name.removeprefix("nn.functional."): info
+    for info in op_db
+    if info.name in {f"nn.functional.{name}" for name in NAMES}
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+CLOSE_IN_16_BITS = {"rtol": 4e-2, "atol": 4e-2}
+
+
+def test_torch_has_samples_of_all():
+    assert set(INFOS) == set(NAMES)
+
+
+def run(function, sample, dtype):
+    """Output and gradients of the tensors that require one, for an upstream gradient of a dtype."""
+    leaves = []
+
+    def leaf(t):
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            t = t.detach().clone().requires_grad_()
+            leaves.append(t)
+        return t
+
+    arguments, options = [leaf(sample.input), *map(leaf, sample.args)], {k: leaf(v) for k, v in sample.kwargs.items()}
+    torch.manual_seed(0)
+    y = function(*arguments, **options)
+    if not leaves or not y.requires_grad:
+        return y, []
+    upstream = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return y.detach(), torch.autograd.grad(y, leaves, upstream.to(y.dtype), allow_unused=True)
+
+
+def in_float64(sample):
+    def wide(value):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.detach().double().requires_grad_(value.requires_grad)
+        return value
+
+    return sample.transform(wide)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_torchs_sample_inputs(name, dtype, figure):
+    """Dtypes and shapes are torch's, values and gradients within the error law; dropout's, which are random, are not
+    compared."""
+    info = INFOS[name]
+    if dtype not in info.supported_dtypes("cpu"):
+        pytest.skip(f"torch has no {name} for {dtype} on the CPU")
+    torch.manual_seed(0)
+    count = fused = 0
+    for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
+        with Calls() as calls:
+            found, grads = run(getattr(ours, name), sample, dtype)
+        with sdpa_kernel(SDPBackend.MATH):  # the law's measure is plain PyTorch
+            expected, expected_grads = run(getattr(theirs, name), sample, dtype)
+        exact, exact_grads = run(getattr(theirs, name), in_float64(sample), dtype)
+        count, fused = count + 1, fused + bool(calls.ours)
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), sample
+        if sample.kwargs.get("dropout_p"):
+            continue
+        triples = [(found, exact, expected), *zip(grads, exact_grads, expected_grads, strict=True)]
+        if name == "scaled_dot_product_attention" and dtype != torch.float64:
+            # Torch's samples have logits of some hundreds, for which tests/ops/test_attention.py makes no claim.
+            triples = triples[:1]
+        for actual, oracle, baseline in triples:
+            assert (actual is None) == (baseline is None)
+            if actual is not None:
+                error = measure(name, actual, oracle, baseline)
+                assert error.ok, f"{error}: {sample}"
+    assert count and fused
+    figure(f"nn.functional.{name} {dtype}: {fused} of torch's {count} sample inputs are fused")
+
+
+class Calls(TorchDispatchMode):
+    """Records which of our ops run."""
+
+    def __init__(self):
+        super().__init__()
+        self.ours = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "warpsmith":
+            self.ours.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signatures_are_torchs(name):
+    if name == "scaled_dot_product_attention":  # a builtin of torch, which has none
+        names = "query key value attn_mask dropout_p is_causal scale enable_gqa".split()
+        assert list(inspect.signature(ours.scaled_dot_product_attention).parameters) == names
+        return
+    found, expected = (inspect.signature(getattr(f, name)).parameters for f in (ours, theirs))
+    assert [(k, p.default) for k, p in found.items()] == [(k, p.default) for k, p in expected.items()]
+
+
+def test_every_other_name_is_torchs():
+    for name in dir(theirs):
+        if name.startswith("_") or name in (*NAMES, "math", "torch", "Tensor"):
+            continue
+        assert getattr(ours, name) is getattr(theirs, name), name
+        assert name in dir(ours)
+    with pytest.raises(AttributeError):
+        ours.no_such_function  # noqa: B018
+
+
+MIXED = [
+    ("rms_norm", torch.float32, torch.bfloat16),
+    ("rms_norm", torch.bfloat16, torch.float32),
+    ("rms_norm", torch.float16, torch.bfloat16),
+    ("rms_norm", torch.float64, torch.float32),
+    ("layer_norm", torch.bfloat16, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "weight_dtype"), MIXED)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_weights_of_another_dtype(name, dtype, weight_dtype):
+    x, weight = torch.randn(3, 8).to(dtype).requires_grad_(), torch.rand(8).to(weight_dtype).requires_grad_()
+    results = []
+    for f in (ours, theirs):
+        y = getattr(f, name)(x, (8,), weight)
+        results.append([y, *torch.autograd.grad(y.sum(), [x, weight])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE_IN_16_BITS)
+
+
+def test_what_torch_refuses_is_refused():
+    x, target = torch.randn(3, 8), torch.tensor([0, 1, 2])
+    for call in (
+        lambda f: f.layer_norm(x, (7,)),
+        lambda f: f.rms_norm(x, ()),
+        lambda f: f.layer_norm(x, (8,), torch.ones(7)),
+        lambda f: f.cross_entropy(x, target[:2]),
+        lambda f: f.cross_entropy(x, target.int()),
+        lambda f: f.cross_entropy(x, target, reduction="x"),
+        lambda f: f.cross_entropy(x, target, torch.ones(8, requires_grad=True)),
+        lambda f: f.scaled_dot_product_attention(x, x, x[:2]),
+    ):
+        with pytest.raises(Exception) as expected:
+            call(theirs)
+        with pytest.raises(type(expected.value)) as found:
+            call(ours)
+        assert str(found.value) == str(expected.value)
+
+
+def test_what_is_not_fused_is_torchs():
+    x = torch.randn(3, 8)
+    assert torch.equal(ours.layer_norm(x, (8,), eps=float("inf")), theirs.layer_norm(x, (8,), eps=float("inf")))
+    z = torch.complex(x, x)
+    assert torch.equal(ours.rms_norm(z, (8,)), theirs.rms_norm(z, (8,)))
+    probabilities = torch.softmax(torch.randn(3, 8), -1)
+    assert torch.equal(ours.cross_entropy(x, probabilities), theirs.cross_entropy(x, probabilities))
+    _, found = torch.func.jvp(lambda t: ours.layer_norm(t, (8,)), (x,), (x + 1,))
+    _, expected = torch.func.jvp(lambda t: theirs.layer_norm(t, (8,)), (x,), (x + 1,))
+    assert torch.equal(found, expected)
+
+
+def test_plan_says_what_is_called():
+    def plan(name, **problem):
+        return warpsmith.plan(f"nn.functional.{name}", **problem)
+
+    assert plan("layer_norm", dtype="bfloat16")["calls"] == "warpsmith.layer_norm"
+    other = plan("layer_norm", dtype="float32", weight_dtype=torch.bfloat16)
+    assert other["calls"] == "torch.nn.functional.layer_norm" and "weight is torch.bfloat16" in other["why"]
+    assert plan("rms_norm", dtype="float32", weight_dtype="bfloat16")["calls"] == "warpsmith.rms_norm"
+    assert "float64 is fused on the CPU" in plan("rms_norm", dtype="float64", device="cuda")["why"]
+    assert "only class indices" in plan("cross_entropy", dtype="float32", target_dtype="float32")["why"]
+    name = "scaled_dot_product_attention"
+    assert plan(name, dtype="bfloat16", head_dim=64)["calls"] == "warpsmith.attention"
+    assert plan(name, dtype="bfloat16", dropout=True)["calls"] == "warpsmith.attention"
+    assert plan(name, dtype="bfloat16", head_dim=12)["calls"].startswith("torch.")
+    assert plan(name, dtype="bfloat16", dropout=True, device="cpu")["calls"] == "warpsmith.attention"
+    assert set(plan("layer_norm")["keys"]) == {"dtype", "device", "weight_dtype", "bias_dtype", "eps"}
+    with pytest.raises(ValueError, match="plan: nn.functional.layer_norm: expected arguments among dtype.*, got rows"):
+        plan("layer_norm", rows=3)
+    with pytest.raises(ValueError, match="plan: nn.functional.layer_norm: dtype: expected a value, got none"):
+        plan("layer_norm", device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes_under_autocast_are_torchs(dtype):
+    x, target = torch.randn(3, 8).to(dtype), torch.tensor([0, 1, 2])
+    w = torch.ones(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (
+            lambda f: f.layer_norm(x, (8,), w, w),
+            lambda f: f.rms_norm(x, (8,), w),
+            lambda f: f.cross_entropy(x, target),
+            lambda f: f.scaled_dot_product_attention(*(x.view(1, 1, 3, 8),) * 3),
+        ):
+            a, b = call(ours), call(theirs)
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, **CLOSE_IN_16_BITS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes_under_autocast_are_torchs_on_a_gpu(dtype):
+    x, target = torch.randn(3, 8, device="cuda").to(dtype), torch.tensor([0, 1, 2], device="cuda")
+    w = torch.ones(8, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        for call in (
+            lambda f: f.layer_norm(x, (8,), w, w),
+            lambda f: f.rms_norm(x, (8,), w),
+            lambda f: f.cross_entropy(x, target),
+            lambda f: f.scaled_dot_product_attention(*(x.view(1, 1, 3, 8),) * 3),
+        ):
+            a, b = call(ours), call(theirs)
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, **CLOSE_IN_16_BITS)
+
+
+def test_compiled():
+    x, w, target = torch.randn(3, 8, requires_grad=True), torch.ones(8), torch.tensor([0, 1, 2])
+
+    def loss(x):
+        return ours.cross_entropy(ours.layer_norm(ours.rms_norm(x, (8,), w), (8,), w, w), target)
+
+    torch._dynamo.reset()
+    found = torch.compile(loss, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(found, loss(x))
+    torch._dynamo.reset()

@@ -1,0 +1,51 @@
+"""What the tests of attention and attention_varlen share: inputs, plain PyTorch in the same dtype."""
+
+from __future__ import annotations
+
+import torch
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+SEED = torch.tensor([5**25, 7**20])
+PASSED_ON = (
+    "causal", "causal_align", "window_size", "softmax_scale", "softcap", "dropout_p", "layout", "deterministic",
+)  # fmt: skip
+
+
+def with_mask(op):
+    """The op with a boolean bias as an input of its own: the harness asks for gradients of what is named ``bias``."""
+
+    def call(*, mask=None, bias=None, **options):
+        return op(**options, bias=bias if mask is None else mask)
+
+    return call
+
+
+def same_dtype(op):
+    """Plain PyTorch: products in the dtype of q, softmax in float32, as models write it."""
+
+    def call(*, q, **options):
+        return op(q=q, **options, products=q.dtype)
+
+    return with_mask(call)
+
+
+SLOPES = {"alibi_slopes": FP32}  # the dtype of slopes, whatever that of a case
+
+
+def parameters(case, rng, batch, heads, seqlen_q, seqlen_k):
+    """The optional tensors and numbers of a case; ``bias`` and ``mask`` say which dimensions are not broadcast."""
+    o = case.options
+    full = (batch, heads, seqlen_q, seqlen_k)
+    made = {name: o[name] for name in PASSED_ON if name in o}
+    shape = [size if kept == "1" else 1 for size, kept in zip(full, o.get("bias", o.get("mask", "")), strict=False)]
+    if "bias" in o:
+        made["bias"] = rng.normal(shape)
+    if "mask" in o:
+        made["mask"] = rng.uniform(shape) < 0.6
+    if "sink" in o:
+        made["sink"] = rng.normal((heads,), mean=o["sink"])
+    if "alibi" in o:
+        made["alibi_slopes"] = (rng.uniform((batch, heads) if o["alibi"] == 2 else (heads,)) / 4).float()
+    if "dropout_p" in o:
+        made["seed"] = SEED
+    return made

@@ -1,0 +1,132 @@
+"""The biased activations under the law."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+import warpsmith
+from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+MIXED = {"bias": FP32}
+
+# Columns around a vector, a tile of a warp and of a block; rows below and above those of a block.
+CASES = [
+    *(Case((5, width), dtype) for width in (1, 7, 8, 33, 256, 264) for dtype in (BF16, FP32)),
+    *(Case((3, 2, 96), dtype) for dtype in (FP16, FP64)),
+    *(Case((6, 64), dtype, dtypes=MIXED) for dtype in (BF16, FP16)),
+    Case((300, 24), BF16),
+    Case((70, 1000), FP32),
+    Case((70, 2056), BF16),
+    Case((768,), FP32),
+]
+FEW_CASES = CASES[::2]  # for ops that share the body
+
+
+def but(**changes):
+    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
+
+
+BAD_INPUTS = [
+    BadInput("integers", but(x=lambda g: g["x"].int()), r"x: expected float32.*got int32"),
+    BadInput("integer bias", but(bias=lambda g: g["bias"].int()), r"bias: expected float32.*got int32"),
+    BadInput("bias dtype", but(bias=lambda g: g["bias"].half()), "bias: expected bfloat16 or float32, got float16"),
+    BadInput("short bias", but(bias=lambda g: g["bias"][:-1]), r"bias: expected shape \(\d+\), got"),
+    BadInput("matrix bias", but(bias=lambda g: g["bias"][None]), r"bias: expected shape \(\d+\), got"),
+    BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
+    BadInput("meta bias", but(bias=lambda g: g["bias"].to("meta")), "bias: expected a", fake=False),
+    BadInput("float64", but(x=lambda g: g["x"].double(), bias=lambda g: g["bias"].double()),
+             "x: expected float32, float16 or bfloat16 on CUDA, got float64", fake=False, devices=("cuda",)),
+]  # fmt: skip
+
+
+def spec_of(name, function, extra=None, cases=FEW_CASES, bad_inputs=BAD_INPUTS):
+    """``function``: torch's, of (x, *extra). ``extra``: the op's further argument, its default, and what its raw ops
+    take for it."""
+    reference = getattr(importlib.import_module(f"warpsmith.reference.{name}"), name)
+    argument, default, raw_value = extra or (None, None, None)
+    raw = {suffix: getattr(torch.ops.warpsmith, name + suffix).default for suffix in ("", "_forward", "_backward")}
+
+    def baseline(x, bias, **options):
+        return reference(x, bias, **options) if bias.dtype != x.dtype else function(x + bias, **options)
+
+    def inputs(case, rng):
+        made = {"x": rng.normal(case.shape, std=2.0), "bias": rng.normal(case.shape[-1:])}
+        return made if argument is None else {**made, argument: case.options.get(argument, default)}
+
+    def raw_extra(good):
+        return () if argument is None else (raw_value(good[argument]),)
+
+    def forward(good):
+        return good["x"], good["bias"], *raw_extra(good)
+
+    def backward(good):
+        return torch.ones_like(good["x"]), good["x"], good["bias"], True, True, *raw_extra(good)
+
+    return OpSpec(
+        name=name,
+        op=getattr(warpsmith, name),
+        reference=reference,
+        baseline=baseline,
+        inputs=inputs,
+        cases=cases,
+        differentiable=("x", "bias"),
+        outputs=("y",),
+        laid_out=("x",),
+        batched=("x",),
+        gradcheck_cases=[Case((3, 5), FP64)],
+        double_backward=True,
+        func_transforms=True,
+        traced=f"warpsmith::{name}",
+        opcheck={raw[""]: forward, raw["_forward"]: forward, raw["_backward"]: backward},
+        bad_inputs=bad_inputs,
+        floor_bytes=lambda case: {
+            "forward": 2 * case.dtype.itemsize * torch.Size(case.shape).numel(),
+            "backward": 3 * case.dtype.itemsize * torch.Size(case.shape).numel(),
+        },
+    )
+
+
+EXACT = {"approximate": "none"}
+GELU_CASES = [*CASES, *(Case((5, 136), dtype, options=EXACT) for dtype in (BF16, FP32, FP16, FP64))]
+GELU_BAD = [
+    *BAD_INPUTS,
+    BadInput("approximation", but(approximate=lambda g: "erf"), "approximate: expected 'none' or 'tanh', got 'erf'"),
+]
+
+TestBiasGelu = op_tests(
+    spec_of("bias_gelu", F.gelu, ("approximate", "tanh", lambda a: a == "tanh"), GELU_CASES, GELU_BAD)
+)
+TestBiasSilu = op_tests(spec_of("bias_silu", F.silu))
+TestBiasRelu = op_tests(spec_of("bias_relu", torch.relu))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("op", "options"), [("bias_gelu", (True,)), ("bias_silu", ())])
+def test_a_gradient_alone_has_the_same_bits(op, options, device):
+    backward = getattr(torch.ops.warpsmith, op + "_backward")
+    torch.manual_seed(0)
+    dy, x = torch.randn(2, 37, 40, device=device).bfloat16()
+    for bias in (torch.randn(40, device=device), torch.randn(40, device=device).bfloat16()):
+        both = backward(dy, x, bias, True, True, *options)
+        assert torch.equal(backward(dy, x, bias, True, False, *options)[0], both[0])
+        assert torch.equal(backward(dy, x, bias, False, True, *options)[1], both[1])
+
+
+def test_second_derivatives_of_the_exact_form():
+    x, bias = torch.randn(3, 4, dtype=FP64, requires_grad=True), torch.randn(4, dtype=FP64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x, b: warpsmith.bias_gelu(x, b, "none"), (x, bias))
+
+
+@pytest.mark.parametrize("columns", [*range(1, 20), 33, 96, 768, 1000, 4096, 5120, 12288, 2**20, 100001])
+def test_every_plan_covers_its_problem(columns):
+    for rows in (1, 7, 16384):
+        for dtype in ("float32", "bfloat16"):
+            plan = warpsmith.plan("bias_gelu", rows=rows, columns=columns, dtype=dtype)
+            for c in (plan["forward"], plan["backward"]):
+                assert c["width"] * c["vector_elems"] * c["tiles"] >= columns
+                assert c["width"] * c["vector_elems"] * (c["tiles"] - 1) < columns
+                assert c["blocks"] == c["tiles"] * c["row_blocks"]
+            assert plan["forward"]["row_blocks"] * (256 // plan["forward"]["width"]) >= rows
+            assert plan["backward"]["row_blocks"] <= max(1, 5 * 132 // plan["backward"]["tiles"])

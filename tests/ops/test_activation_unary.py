@@ -1,0 +1,47 @@
+"""The unary activations under the law."""
+
+import torch
+import warpsmith
+from warpsmith.reference.relu_squared import relu_squared as reference
+from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+OPS = torch.ops.warpsmith
+
+SPEC = OpSpec(
+    name="relu_squared",
+    op=warpsmith.relu_squared,
+    reference=reference,
+    baseline=lambda x: torch.relu(x).square(),
+    inputs=lambda case, rng: {"x": rng.normal(case.shape)},
+    cases=[
+        *(Case((5, width), dtype) for width in (7, 33, 256) for dtype in (BF16, FP32)),
+        *(Case((3, 2, 96), dtype) for dtype in (FP16, FP64)),
+        Case((20, 1000), BF16),
+        Case((768,), FP32),
+    ],
+    differentiable=("x",),
+    outputs=("y",),
+    batched=("x",),
+    gradcheck_cases=[Case((3, 5), FP64)],
+    double_backward=True,
+    func_transforms=True,
+    traced="warpsmith::relu_squared",
+    opcheck={
+        OPS.relu_squared.default: lambda good: (good["x"],),
+        OPS.relu_squared_forward.default: lambda good: (good["x"],),
+        OPS.relu_squared_backward.default: lambda good: (torch.ones_like(good["x"]), good["x"]),
+    },
+    bad_inputs=[
+        BadInput("integers", lambda good: {"x": good["x"].int()}, r"x: expected float32.*got int32"),
+        BadInput("scalar", lambda good: {"x": good["x"].sum()}, "x: expected at least one dimension"),
+        BadInput("float64", lambda good: {"x": good["x"].double()}, "x: expected float32, float16 or bfloat16 on CUDA",
+                 fake=False, devices=("cuda",)),
+    ],
+    floor_bytes=lambda case: {
+        "forward": 2 * case.dtype.itemsize * torch.Size(case.shape).numel(),
+        "backward": 3 * case.dtype.itemsize * torch.Size(case.shape).numel(),
+    },
+)  # fmt: skip
+
+TestReluSquared = op_tests(SPEC)

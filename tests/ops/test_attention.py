@@ -1,0 +1,173 @@
+"""attention: the case table. What does not fit a table is in test_attention_edges.py."""
+
+from __future__ import annotations
+
+import torch
+import warpsmith
+from warpsmith.reference.attention import attention as reference
+from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+
+from tests.ops.attention_cases import BF16, FP16, FP32, FP64, SLOPES, parameters, same_dtype, with_mask
+
+
+def inputs(case, rng):
+    """The shape of a case is that of q in bshd; seqlen_k, k_heads and dim_v are options."""
+    o = case.options
+    batch, seqlen_q, heads, dim = case.shape
+    seqlen_k, k_heads = o.get("seqlen_k", seqlen_q), o.get("k_heads", heads)
+    q = rng.normal(case.shape)
+    k = rng.normal((batch, seqlen_k, k_heads, dim), std=o.get("std", 1.0))
+    v = rng.normal((batch, seqlen_k, k_heads, o.get("dim_v", dim)))
+    if o.get("layout") == "bhsd":
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    if o.get("layout") == "thd":
+        q, k, v = (t[0] for t in (q, k, v))
+    more = parameters(case, rng, batch, heads, seqlen_q, seqlen_k)
+    return {"q": q, "k": k, "v": v, "return_lse": True, **more}
+
+
+def but(**changes):
+    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
+
+
+def arguments(good):
+    return (
+        *(good[n] for n in "qkv"), None, None, good.get("alibi_slopes"), good.get("bias"), good.get("sink"), None,
+        0, 0, 0, 0, True, -1, 0 if good.get("causal") else -1, None, 0.0, 0.0, True,
+    )  # fmt: skip
+
+
+def backward_arguments(good):
+    out, lse = torch.ops.warpsmith.attention_forward(*arguments(good))
+    return torch.ones_like(out), torch.ones_like(lse), *arguments(good), out, lse, False, False
+
+
+CAUSAL = {"causal": True}
+TOP_LEFT = {"causal": True, "causal_align": "top_left"}
+# Lengths of q and k in FlashAttention's published tests (tests/test_flash_attn.py), with some of its head dimensions.
+PUBLISHED = [(113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256), (1023, 1024), (1024, 1023)]
+CASES = [
+    *(Case((2, 33, 4, 64), dtype, options=o) for dtype in (BF16, FP16, FP32) for o in ({}, CAUSAL)),
+    *(Case((2, 10, 2, 8), FP64, options=o) for o in ({}, CAUSAL)),
+    *(Case((1, 70, 2, dim), d, options=CAUSAL) for dim in range(8, 257, 8) for d in (BF16, FP32)),
+    *(Case((1, 40, 2, dim), BF16, options={"dim_v": dim_v}) for dim, dim_v in ((192, 128), (64, 256), (8, 104))),
+    *(Case((2, 40, 4, 32), FP32, options={"k_heads": n, "seqlen_k": 90}) for n in (1, 2)),
+    *(Case((1, 40, 12, 32), BF16, options={"k_heads": n, **CAUSAL}) for n in (1, 3, 6)),
+    *(Case((1, s, 2, 32), d, options={"seqlen_k": n, **o}) for s, n in ((1, 300), (70, 200), (200, 70), (64, 64),
+                                                                         (65, 63), (128, 192), (3, 1), (1, 1))
+      for d, o in ((FP32, CAUSAL), (BF16, TOP_LEFT))),
+    *(Case((1, 150, 2, 32), d, options={"seqlen_k": n, "window_size": w, **o})
+      for n in (150, 290) for w in ((17, 5), (0, 0), (70, -1), (-1, 30)) for d, o in ((FP32, {}), (BF16, CAUSAL))),
+    *(Case((1, 70, 2, 32), d, options={"softcap": c, **o}) for c in (0.5, 30.0) for d in (FP32, BF16)
+      for o in ({}, CAUSAL)),
+    *(Case((2, 70, 4, 32), d, dtypes=SLOPES, options={"alibi": n, **CAUSAL}) for n in (1, 2) for d in (FP32, BF16)),
+    *(Case((2, 40, 3, 32), d, options={"seqlen_k": 70, "bias": dims}) for d in (FP32, BF16)
+      for dims in ("1111", "0111", "1011", "0011", "1101", "1110", "0101", "0000")),
+    *(Case((2, 40, 4, 32), d, options={"bias": dims, "k_heads": 2, **CAUSAL}) for dims in ("1111", "0111", "0011")
+      for d in (BF16, FP16)),
+    Case((2, 40, 4, 32), BF16, dtypes={"bias": FP32, "sink": FP32}, options={"bias": "0111", "sink": 0.0}),
+    *(Case((2, 40, 4, 32), FP32, options={"mask": dims, **o}) for dims in ("1111", "0011", "1001")
+      for o in ({}, CAUSAL)),
+    *(Case((2, 70, 4, 32), d, options={"sink": mean, **CAUSAL}) for mean in (0.0, 8.0) for d in (FP32, BF16)),
+    Case((1, 70, 2, 32), FP32, options={"sink": 1.0, "seqlen_k": 30, **CAUSAL}),
+    *(Case((2, 70, 4, 32), d, options={"dropout_p": p}) for p in (0.1, 0.7) for d in (FP32, BF16)),
+    Case((1, 270, 4, 32), FP32, dtypes=SLOPES, options={"dropout_p": 0.2, "softcap": 5.0, "alibi": 1, "bias": "0111",
+                                                        "sink": 0.5, "window_size": (200, 9), "k_heads": 2,
+                                                        "seqlen_k": 300}),
+    *(Case((2, 40, 4, 32), d, options={"layout": layout, **CAUSAL}) for layout in ("bhsd",) for d in (FP32, BF16)),
+    Case((1, 40, 4, 32), FP32, options={"layout": "thd", **CAUSAL}),
+    *(Case((1, 70, 2, 32), FP32, options={"softmax_scale": s}) for s in (0.0, -0.3, 1.0)),
+    Case((1, 70, 2, 32), FP32, options={"deterministic": False}),
+    *(Case((1, q, 1, dim), d, options={"seqlen_k": k, **o})
+      for (q, k), dim, d, o in zip(PUBLISHED, (32, 40, 64, 80, 96, 128, 64, 32), (BF16, FP16) * 4,
+                                   (CAUSAL, {}, {"window_size": (60, 40)}, CAUSAL) * 2, strict=True)),
+    Case((2, 600, 2, 32), FP32, options={"k_heads": 1, **CAUSAL}),
+    *(Case((2, 0, 2, 8), FP32, options={"seqlen_k": n}) for n in (0, 5)),
+    Case((2, 5, 2, 8), FP32, options={"seqlen_k": 0}),
+    Case((0, 5, 2, 8), FP32),
+    Case((2, 5, 0, 8), FP32),
+]  # fmt: skip
+
+SPEC = OpSpec(
+    name="attention",
+    op=with_mask(warpsmith.attention),
+    reference=with_mask(reference),
+    baseline=same_dtype(reference),
+    inputs=inputs,
+    cases=CASES,
+    differentiable=("q", "k", "v", "bias", "sink"),
+    outputs=("out", "lse"),
+    laid_out=("q", "k", "v"),
+    zero_sizes=False,
+    one_element=False,
+    # A huge element of k multiplies the rounding of out in delta, one of q every addition that follows it.
+    edge_steps=8,
+    batched=("q", "k", "v"),
+    gradcheck_cases=[
+        Case((1, 3, 2, 8), FP64, options={"seqlen_k": 4, "k_heads": 1, "bias": "0111", "sink": 0.0, **CAUSAL}),
+        Case((1, 3, 1, 8), FP64, options={"softcap": 2.0, "dropout_p": 0.3}),
+    ],
+    traced="warpsmith::attention",
+    devices=("cpu",),  # a GPU takes no float64, and has test_attention_cuda.py
+    autocast=lambda inputs, dtype: (dtype, FP32),
+    opcheck={
+        torch.ops.warpsmith.attention.default: arguments,
+        torch.ops.warpsmith.attention_forward.default: arguments,
+        torch.ops.warpsmith.attention_backward.default: backward_arguments,
+    },
+    bad_inputs=[
+        BadInput("integers", but(q=lambda g: g["q"].int()), r"q: expected float32.*got int32"),
+        BadInput("two dtypes", but(k=lambda g: g["k"].half()), "k: expected bfloat16, got float16"),
+        BadInput("matrix", but(q=lambda g: g["q"][0, 0]), r"q: expected shape \(batch, tokens, heads, head_dim\)"),
+        BadInput("k without a batch", but(k=lambda g: g["k"][0]), r"k: expected shape \(batch, tokens, heads"),
+        BadInput("v on meta", but(v=lambda g: g["v"].to("meta")), "v: expected a", fake=False),
+        BadInput("k of another batch", but(k=lambda g: g["k"][:1]), "k: expected 2 batch entries, got 1"),
+        BadInput("v of other tokens", but(v=lambda g: g["v"][:, 1:]), "v: expected 33 tokens, got 32"),
+        BadInput("v of other heads", but(v=lambda g: g["v"][:, :, 1:]), "v: expected 4 heads, got 3"),
+        BadInput("wide k", but(k=lambda g: g["k"][..., :32]), "k: expected 64 elements a head, got 32"),
+        BadInput("head dim 60", but(q=lambda g: g["q"][..., :60], k=lambda g: g["k"][..., :60]),
+                 "q: expected 8 to 256 elements a head, in steps of 8, got 60"),
+        BadInput("head dim 264", but(v=lambda g: g["v"].repeat(1, 1, 1, 5)[..., :264]),
+                 "v: expected 8 to 256 elements a head, in steps of 8, got 264"),
+        BadInput("heads that do not divide", but(k=lambda g: g["k"][:, :, :3], v=lambda g: g["v"][:, :, :3]),
+                 "k: expected a number of heads that divides 4, got 3"),
+        BadInput("no heads of k", but(k=lambda g: g["k"][:, :, :0], v=lambda g: g["v"][:, :, :0]),
+                 "k: expected a number of heads that divides 4, got 0"),
+        BadInput("packed q", but(k=lambda g: None, v=lambda g: None),
+                 r"q: expected shape \(batch, tokens, 3, heads, head_dim\)"),
+        BadInput("packed k", but(v=lambda g: None), r"k: expected shape \(batch, tokens, 2, heads, head_dim\)"),
+        BadInput("too many heads of k", but(k=lambda g: None, v=lambda g: None, kv_heads=lambda g: 2),
+                 "kv_heads: expected from 1 to 1 of 4 heads, got 2"),
+        BadInput("bias of a wrong shape", but(bias=lambda g: g["q"].new_zeros(3, 33)),
+                 r"bias: expected a shape that broadcasts to \(2, 4, 33, 33\), got \(3, 33\)"),
+        BadInput("mask of a wrong shape", but(bias=lambda g: g["q"].new_zeros(2, 33, 33, dtype=torch.bool)),
+                 r"bias: expected a shape that broadcasts to \(2, 4, 33, 33\), got \(2, 33, 33\)"),
+        BadInput("integer bias", but(bias=lambda g: g["q"].new_zeros(33, 33, dtype=torch.int64)),
+                 "bias: expected float32.*got int64"),
+        BadInput("bias dtype", but(bias=lambda g: g["q"].new_zeros(33, 33).half()),
+                 "bias: expected bfloat16 or float32, got float16"),
+        BadInput("sink of a wrong shape", but(sink=lambda g: g["q"].new_zeros(3)),
+                 r"sink: expected shape \(4\), got \(3\)"),
+        BadInput("slopes of a wrong dtype", but(alibi_slopes=lambda g: g["q"].new_zeros(4)),
+                 "alibi_slopes: expected float32, got bfloat16"),
+        BadInput("slopes of a wrong shape", but(alibi_slopes=lambda g: g["q"].new_zeros(3, 4).float()),
+                 r"alibi_slopes: expected shape \(2, 4\), got \(3, 4\)"),
+        BadInput("slopes with a gradient", but(alibi_slopes=lambda g: torch.zeros(4, requires_grad=True)),
+                 "alibi_slopes: expected a tensor that requires no gradient", fake=False),
+        BadInput("dropout of 1", but(dropout_p=lambda g: 1.0), r"dropout_p: expected a number in \[0, 1\), got 1"),
+        BadInput("negative dropout", but(dropout_p=lambda g: -0.1),
+                 r"dropout_p: expected a number in \[0, 1\), got -0.1"),
+        BadInput("seed dtype", but(dropout_p=lambda g: 0.1, seed=lambda g: torch.zeros(2, device=g["q"].device)),
+                 "seed: expected int64, got float32"),
+        BadInput("negative softcap", but(softcap=lambda g: -1.0), "softcap: expected a finite number >= 0, got -1"),
+        BadInput("nan scale", but(softmax_scale=lambda g: float("nan")), "softmax_scale: expected a finite number"),
+        BadInput("window of one", but(window_size=lambda g: 5), "window_size: expected two integers >= -1"),
+        BadInput("window of floats", but(window_size=lambda g: (1.5, 2)), "window_size: expected two integers >= -1"),
+        BadInput("negative window", but(window_size=lambda g: (-2, 0)),
+                 "window_size: expected two integers >= -1, got -2"),
+        BadInput("layout", but(layout=lambda g: "sbhd"), "layout: expected one of bshd, bhsd, thd, got sbhd"),
+        BadInput("alignment", but(causal_align=lambda g: "middle"), "causal_align: expected one of bottom_right"),
+    ],
+)  # fmt: skip
+
+TestAttention = op_tests(SPEC)

@@ -1,0 +1,298 @@
+"""attention where others went wrong, and what no table holds: packed inputs, layouts, masks, dropout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import warpsmith
+from warpsmith.reference.attention import attention as reference
+from warpsmith.reference.attention import dropout_mask
+from warpsmith.testing import bitwise_equal
+
+from tests.ops.attention_cases import BF16, FP32, FP64, SEED
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+def tensors(*shapes, dtype=FP32, seed=0, std=1.0):
+    g = torch.Generator().manual_seed(seed)
+    return [(std * torch.randn(shape, generator=g, dtype=FP64)).to(dtype) for shape in shapes]
+
+
+def problem(batch=2, seqlen_q=20, seqlen_k=None, heads=4, k_heads=None, dim=16, **more):
+    k_shape = (batch, seqlen_k or seqlen_q, k_heads or heads, dim)
+    return tensors((batch, seqlen_q, heads, dim), k_shape, k_shape, **more)
+
+
+def gradients(op, leaves, upstream, **options):
+    leaves = [t.detach().requires_grad_() for t in leaves]
+    out, lse = op(*leaves, return_lse=True, **options)
+    found = torch.autograd.grad((out, lse), leaves, [u.to(t.dtype) for u, t in zip(upstream, (out, lse), strict=True)])
+    return [out.detach(), lse.detach(), *found]
+
+
+def assert_close_to_reference(leaves, rtol=1e-9, dout=None, **options):
+    """In float64, so that what remains is an error of thought, not of rounding."""
+    leaves = [t.double() for t in leaves]
+    out, lse = reference(*leaves, return_lse=True, **options)
+    upstream = [torch.randn_like(out) if dout is None else dout.double(), torch.where(lse.isfinite(), 1.0, 0.0)]
+    ours = gradients(warpsmith.attention, leaves, upstream, **options)
+    exact = gradients(reference, leaves, upstream, **options)
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_packed_qkv_gives_the_bits_of_three_tensors_and_one_gradient(layout):
+    q, k, v = problem()
+    if layout == "bhsd":
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    where = 2 if layout == "bshd" else 1
+    out, lse = warpsmith.attention(q, k, v, causal=True, layout=layout, return_lse=True)
+    apart = gradients(warpsmith.attention, (q, k, v), (out, lse), causal=True, layout=layout)
+    packed = gradients(warpsmith.attention, [torch.stack((q, k, v), where)], (out, lse), causal=True, layout=layout)
+    assert bitwise_equal(packed[0], apart[0])
+    assert bitwise_equal(packed[2], torch.stack(apart[2:], where))
+    kv = gradients(warpsmith.attention, [q, torch.stack((k, v), where)], (out, lse), causal=True, layout=layout)
+    assert bitwise_equal(kv[2], apart[2])
+    assert bitwise_equal(kv[3], torch.stack(apart[3:], where))
+
+
+def test_packed_heads_give_the_bits_of_three_tensors():
+    q, k, v = problem(k_heads=2)
+    out, lse = warpsmith.attention(q, k, v, return_lse=True)
+    apart = gradients(warpsmith.attention, (q, k, v), (out, lse))
+    packed = gradients(warpsmith.attention, [torch.cat((q, k, v), 2)], (out, lse), kv_heads=2)
+    assert bitwise_equal(packed[0], apart[0])
+    assert bitwise_equal(packed[2], torch.cat(apart[2:], 2))
+
+
+def test_packed_qkv_as_a_linear_layer_gives_it_is_neither_copied_nor_put_together():
+    # (B, S, 3 C) is a view of (B, S, 3, H, D), and so must its gradient be.
+    (x,) = tensors((2, 20, 3 * 64))
+    x.requires_grad_()
+    out = warpsmith.attention(x.view(2, 20, 3, 4, 16))
+    (dx,) = torch.autograd.grad(out.sum(), x)
+    assert dx.is_contiguous()
+    assert dx._base is None or dx._base.shape == (2, 20, 3, 4, 16)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_results_lie_as_the_inputs_do(layout):
+    for head_major in (False, True):
+        leaves = problem()
+        if layout == "bhsd":
+            leaves = [t.transpose(1, 2) for t in leaves]
+        if head_major != (layout == "bhsd"):
+            leaves = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in leaves]
+        else:
+            leaves = [t.contiguous() for t in leaves]
+        leaves = [t.requires_grad_() for t in leaves]
+        out = warpsmith.attention(*leaves, layout=layout)
+        for t in (out, *torch.autograd.grad(out, leaves, torch.ones_like(out))):
+            in_memory = t.transpose(1, 2) if head_major != (layout == "bhsd") else t
+            assert in_memory.is_contiguous()
+
+
+def test_layouts_are_views_of_one_computation():
+    q, k, v = problem(batch=1, k_heads=2)
+    out = warpsmith.attention(q, k, v, causal=True)
+    swapped = warpsmith.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=True, layout="bhsd")
+    assert bitwise_equal(swapped.transpose(1, 2).contiguous(), out)
+    assert bitwise_equal(warpsmith.attention(q[0], k[0], v[0], causal=True, layout="thd"), out[0])
+
+
+@pytest.mark.parametrize("change", [
+    lambda t: t[:, :, :1].expand(t.shape), lambda t: t[..., :1].expand(t.shape), lambda t: t[:1, :1].expand(t.shape),
+    lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), lambda t: torch.stack((t, t), -1)[..., 0],
+    lambda t: torch.nn.functional.pad(t, (3, 5))[..., 3:-5],
+])  # fmt: skip
+def test_strided_and_expanded_gradients(change):
+    q, k, v = problem(seqlen_k=30)
+    assert_close_to_reference((q, k, v), dout=change(torch.randn_like(q, dtype=FP64)), causal=True)
+
+
+def test_a_gradient_of_lse_alone():
+    leaves = [t.double().requires_grad_() for t in problem()]
+    ours, exact = (
+        torch.autograd.grad(op(*leaves, return_lse=True)[1].square().sum(), leaves[:2])
+        for op in (warpsmith.attention, reference)
+    )
+    torch.testing.assert_close(ours, exact)
+
+
+def test_lse_is_good_to_two_ten_thousandths():
+    for dtype in (BF16, FP32):
+        q, k, v = problem(seqlen_q=200, dim=64, dtype=dtype)
+        lse = warpsmith.attention(q, k, v, return_lse=True)[1]
+        exact = reference(q.double(), k.double(), v.double(), return_lse=True)[1]
+        assert float((lse - exact).abs().max()) <= 2e-4
+
+
+@pytest.mark.parametrize("length", [64, 192, 320])  # 64 modulo 128, with lse far below -88
+def test_very_negative_logits(length):
+    q, k, v = problem(seqlen_q=length, batch=1, heads=2)
+    assert_close_to_reference((q, k, v), rtol=1e-8, bias=torch.full((length,), -300.0, dtype=FP64))
+    ours = gradients(warpsmith.attention, (q, k, v), (q, torch.zeros(1, 2, length)), bias=torch.full((length,), -300.0))
+    assert all(bool(t.isfinite().all()) for t in ours)
+    assert float(ours[1].max()) < -88
+
+
+def test_one_query_and_many_keys():
+    assert_close_to_reference(problem(seqlen_q=1, seqlen_k=1500), causal=True)
+
+
+def test_logits_of_ten_thousand():
+    q, k, v = problem(seqlen_q=70, dim=16)
+    scale = 1e4 / float((q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).abs().max())
+    ours = gradients(warpsmith.attention, (q, k, v), (q, torch.zeros(2, 4, 70)), softmax_scale=scale)
+    exact = gradients(
+        reference, [t.double() for t in (q, k, v)], (q.double(), torch.zeros(2, 4, 70)), softmax_scale=scale
+    )
+    # A logit of 1e4 is known to 1e-3 in float32.
+    for a, b in zip(ours[:2], exact[:2], strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=5e-3, atol=5e-3)
+    assert all(bool(t.isfinite().all()) for t in ours)
+
+
+def test_a_row_with_one_key_has_no_gradient_of_its_weight():
+    leaves = problem(seqlen_q=100, dtype=FP32)
+    _, _, dq, dk, _ = gradients(
+        warpsmith.attention, leaves, (leaves[0], torch.zeros(2, 4, 100)), window_size=(0, 0), causal=True
+    )
+    assert bool((dq == 0).all())
+    assert bool((dk == 0).all())
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_rows_without_a_key(sink):
+    seqlen_q, seqlen_k = 150, 20  # bottom right: the first 130 queries see nothing
+    leaves = problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=FP32)
+    options = {"sink": torch.linspace(-1, 1, 4)} if sink else {}
+    # What joins partial results by their lse may give rows of lse -inf a gradient of NaN.
+    dlse = torch.full((2, 4, seqlen_q), 0.0 if sink else float("nan"))
+    dlse[..., seqlen_q - seqlen_k :] = 1.0
+    upstream = leaves[0], dlse
+    out, lse, dq, dk, dv = gradients(warpsmith.attention, leaves, upstream, causal=True, **options)
+    empty = slice(0, seqlen_q - seqlen_k)
+    assert bool((out[:, empty] == 0).all())
+    expected = options["sink"][None, :, None].expand(2, 4, 130) if sink else torch.full((2, 4, 130), NEGATIVE_INFINITY)
+    assert bitwise_equal(lse[:, :, empty].contiguous(), expected.contiguous())
+    assert bool((dq[:, empty] == 0).all())
+    assert all(bool(g.isfinite().all()) for g in (dq, dk, dv))
+
+
+def test_everything_masked():
+    leaves = problem(dtype=FP32)
+    for bias in (torch.zeros(20, 20, dtype=torch.bool), torch.full((20, 20), NEGATIVE_INFINITY)):
+        out, lse, *grads = gradients(warpsmith.attention, leaves, (leaves[0], torch.ones(2, 4, 20)), bias=bias)
+        assert all(bool((t == 0).all()) for t in (out, *grads))
+        assert bool((lse == NEGATIVE_INFINITY).all())
+
+
+def test_softcap_with_masks():
+    q, k, v = problem(seqlen_q=80, std=30.0)
+    visible = torch.rand(80, 80, generator=torch.Generator().manual_seed(1)) < 0.3
+    visible[5] = False
+    assert_close_to_reference((q, k, v), rtol=1e-7, softcap=5.0, bias=visible, window_size=(40, 3))
+    ours = gradients(warpsmith.attention, (q, k, v), (q, torch.zeros(2, 4, 80)), softcap=5.0, bias=visible)
+    assert all(bool(t.isfinite().all()) for t in (ours[0], *ours[2:]))
+
+
+def test_a_mask_is_a_bias_of_minus_infinity():
+    q, k, v = problem(dtype=FP32)
+    visible = torch.rand(2, 1, 20, 20, generator=torch.Generator().manual_seed(1)) < 0.5
+    as_bias = torch.zeros(visible.shape).masked_fill(~visible, NEGATIVE_INFINITY)
+    upstream = q, torch.zeros(2, 4, 20)
+    for a, b in zip(
+        gradients(warpsmith.attention, (q, k, v), upstream, bias=visible),
+        gradients(warpsmith.attention, (q, k, v), upstream, bias=as_bias),
+        strict=True,
+    ):
+        assert bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_follows_its_seed(p):
+    q, k, v = problem(seqlen_q=300, dtype=FP32, dim=8)
+    ones = torch.ones_like(v)
+    torch.manual_seed(5)
+    first = warpsmith.attention(q, k, v, dropout_p=p)
+    assert not bitwise_equal(first, warpsmith.attention(q, k, v, dropout_p=p))
+    torch.manual_seed(5)
+    assert bitwise_equal(first, warpsmith.attention(q, k, v, dropout_p=p))
+    a, b = (warpsmith.attention(q, k, ones, dropout_p=p, seed=SEED) for _ in range(2))
+    assert bitwise_equal(a, b)
+    assert abs(float(a.mean()) - 1) < 0.02
+    assert bitwise_equal(warpsmith.attention(q, k, v, dropout_p=0.0, seed=SEED), warpsmith.attention(q, k, v))
+
+
+def test_the_mask_has_its_probability_everywhere():
+    kept = dropout_mask(SEED, torch.arange(3) * 8, 5, 128, 512, 0.3)
+    share = kept.double()
+    deviation = (0.3 * 0.7 / kept.numel()) ** 0.5
+    assert abs(float(share.mean()) - 0.7) < 4 * deviation
+    for dim, size in enumerate(kept.shape):
+        along = share.transpose(0, dim).reshape(size, -1).mean(1)
+        assert float((along - 0.7).abs().max()) < 5 * deviation * size**0.5
+
+
+def test_threads_do_not_change_bits():
+    # Sequences long enough for stripes of keys, whose number must not depend on the threads.
+    leaves = problem(batch=1, seqlen_q=700, heads=1, dtype=FP32)
+    (bias,) = tensors((700,))
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            options = {"causal": True, "dropout_p": 0.1, "seed": SEED}
+            results.append(
+                gradients(
+                    lambda q, k, v, bias, **o: warpsmith.attention(q, k, v, bias=bias, **o),
+                    [*leaves, bias],
+                    (leaves[0], torch.ones(1, 1, 700)),
+                    **options,
+                )
+            )
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert bitwise_equal(a, b)
+
+
+def test_a_context_may_be_split_and_joined_by_lse():
+    """What context parallelism does: attention over two halves of the keys, put together by their lse."""
+    q, k, v = [t.double() for t in problem(seqlen_k=60)]
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    parts = [warpsmith.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 25), slice(25, 60))]
+    lse = torch.logsumexp(torch.stack([p[1] for p in parts]), 0)
+    joined = sum(o * torch.exp(part - lse).transpose(1, 2)[..., None] for o, part in parts)
+    whole = warpsmith.attention(q, k, v)
+    torch.testing.assert_close(joined, whole)
+    upstream = torch.randn_like(whole)
+    torch.testing.assert_close(
+        torch.autograd.grad(joined, leaves, upstream), torch.autograd.grad(whole, leaves, upstream)
+    )
+
+
+def test_plans_say_why_no_faster_kernel_is_taken():
+    plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=128)
+    assert plan["forward"]["kernel"] == plan["backward"]["kernel"] == "sm_90a"
+    plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=128, softcap=True)
+    assert [plan[part]["kernel"] for part in ("forward", "backward")] == ["sm_90a", "sm_80"]
+    assert plan["backward"]["why"] == "the portable kernel takes every option; no Hopper kernel for softcap"
+    for change, reason in (
+        ({"bias": True}, "a bias"),
+        ({"mask": True}, "a mask tensor"),
+        ({"dropout": True}, "dropout"),
+        ({"alibi": True}, "ALiBi slopes"),
+        ({"head_dim_v": 256}, "head dimensions above 128"),
+        ({"dtype": "float32"}, "a dtype other than float16 and bfloat16"),
+        ({"sm90a_code": False}, "a device that runs no code of sm_90a"),
+    ):
+        for part in warpsmith.plan("attention", seqlen_q=100, head_dim=64, **change).values():
+            assert part["kernel"] == "sm_80" and part["why"].endswith(f"no Hopper kernel for {reason}")
+    assert warpsmith.plan("attention", seqlen_q=100, head_dim=136)["forward"]["head_dim"] == 256
+    long = warpsmith.plan("attention", seqlen_q=2**28, head_dim=64)["forward"]
+    assert long == {"kernel": None, "why": "no CUDA kernel for sequences of 2^28 tokens or more"}

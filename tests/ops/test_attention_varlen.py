@@ -1,0 +1,211 @@
+"""attention_varlen: the case table, documents against each other, offsets that are wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import warpsmith
+from warpsmith.reference.attention_varlen import attention_varlen as reference
+from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
+
+from tests.ops.attention_cases import BF16, FP16, FP32, FP64, SEED, SLOPES, parameters, same_dtype, with_mask
+
+
+def offsets(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def inputs(case, rng):
+    """The shape of a case is that of q; lengths, lengths_k (default: lengths), rest, k_heads and dim_v are options."""
+    o = case.options
+    tokens, heads, dim = case.shape
+    lengths = o.get("lengths", (tokens,))
+    lengths_k = o.get("lengths_k", lengths)
+    assert tokens == sum(lengths) + o.get("rest", 0)
+    tokens_k, k_heads = sum(lengths_k) + o.get("rest", 0), o.get("k_heads", heads)
+    longest, longest_k = max(lengths), max(lengths_k)
+    return {
+        "q": rng.normal(case.shape),
+        "k": rng.normal((tokens_k, k_heads, dim)),
+        "v": rng.normal((tokens_k, k_heads, o.get("dim_v", dim))),
+        "cu_seqlens_q": offsets(lengths),
+        "cu_seqlens_k": offsets(lengths_k),
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest_k,
+        "return_lse": True,
+        **parameters(case, rng, len(lengths), heads, longest, longest_k),
+    }
+
+
+def but(**changes):
+    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
+
+
+def arguments(good):
+    return (
+        *(good[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")), None, None, None, None,
+        good["max_seqlen_q"], good["max_seqlen_k"], 2, 0, True, -1, 0 if good.get("causal") else -1, None, 0.0, 0.0,
+        True,
+    )  # fmt: skip
+
+
+def backward_arguments(good):
+    out, lse = torch.ops.warpsmith.attention_forward(*arguments(good))
+    return torch.ones_like(out), torch.ones_like(lse), *arguments(good), out, lse, False, False
+
+
+CAUSAL = {"causal": True}
+TWO = {"lengths": (20, 13)}
+CASES = [
+    *(Case((33, 4, 64), dtype, options={**TWO, **o}) for dtype in (BF16, FP16, FP32) for o in ({}, CAUSAL)),
+    *(Case((10, 2, 8), FP64, options={"lengths": (3, 0, 7), **o}) for o in ({}, CAUSAL)),
+    *(Case((180, 2, 32), d, options={"lengths": (1, 64, 0, 65, 50), **o}) for d in (FP32, BF16)
+      for o in ({}, CAUSAL, {"k_heads": 1}, {"window_size": (20, 4)})),
+    *(Case((100, 2, 32), d, options={"lengths": (30, 0, 1, 69), "lengths_k": (10, 5, 80, 70), **o})
+      for d in (FP32, BF16) for o in ({}, CAUSAL, {"causal": True, "causal_align": "top_left"})),
+    *(Case((100, 2, 32), d, options={"lengths": (30, 50), "rest": 20, **CAUSAL}) for d in (FP32, BF16)),
+    Case((40, 2, 192), BF16, options={"lengths": (30, 10), "dim_v": 128, **CAUSAL}),
+    *(Case((100, 4, 32), d, options={"lengths": (30, 50, 20), "dropout_p": 0.3}) for d in (FP32, BF16)),
+    *(Case((100, 4, 32), d, options={"lengths": (30, 50, 20), "sink": mean, "softcap": cap, **CAUSAL})
+      for d in (FP32, BF16, FP16) for mean, cap in ((0.5, 3.0), (3.0, 0.0))),
+    *(Case((100, 4, 32), FP32, dtypes=SLOPES, options={"lengths": (30, 50, 20), "alibi": n, **CAUSAL}) for n in (1, 2)),
+    *(Case((100, 4, 32), d, options={"lengths": (30, 50, 20), "bias": dims})
+      for dims in ("1111", "0111", "1101", "0011", "1000") for d in (FP32, BF16)),
+    *(Case((100, 4, 32), FP32, options={"lengths": (30, 50, 20), "mask": dims, **CAUSAL}) for dims in ("1111", "0011")),
+    Case((600, 2, 32), FP32, options={"lengths": (1, 400, 199), **CAUSAL}),
+]  # fmt: skip
+
+SPEC = OpSpec(
+    name="attention_varlen",
+    op=with_mask(warpsmith.attention_varlen),
+    reference=with_mask(reference),
+    baseline=same_dtype(reference),
+    inputs=inputs,
+    cases=CASES,
+    differentiable=("q", "k", "v", "bias", "sink"),
+    outputs=("out", "lse"),
+    laid_out=("q", "k", "v"),
+    zero_sizes=False,
+    one_element=False,
+    edge_steps=8,  # as for attention
+    gradcheck_cases=[
+        Case((4, 2, 8), FP64, options={"lengths": (1, 3), "k_heads": 1, "bias": "0111", "sink": 0.0, **CAUSAL}),
+    ],
+    traced="warpsmith::attention",
+    devices=("cpu",),  # a GPU takes no float64, and has test_attention_cuda.py
+    autocast=lambda inputs, dtype: (dtype, FP32),
+    opcheck={
+        torch.ops.warpsmith.attention.default: arguments,
+        torch.ops.warpsmith.attention_backward.default: backward_arguments,
+    },
+    bad_inputs=[
+        BadInput("no offsets", but(cu_seqlens_q=lambda g: None), "cu_seqlens_q: expected a tensor, got None"),
+        BadInput("wide offsets", but(cu_seqlens_q=lambda g: g["cu_seqlens_q"].long()),
+                 "cu_seqlens_q: expected int32, got int64"),
+        BadInput("matrix of offsets", but(cu_seqlens_k=lambda g: g["cu_seqlens_k"][None]),
+                 r"cu_seqlens_k: expected shape \(sequences \+ 1\), got \(1, 3\)"),
+        BadInput("one offset", but(cu_seqlens_q=lambda g: g["cu_seqlens_q"][:1]),
+                 r"cu_seqlens_q: expected shape \(sequences \+ 1\), got \(1\)"),
+        BadInput("two numbers of sequences", but(cu_seqlens_k=lambda g: g["cu_seqlens_k"][:2]),
+                 r"cu_seqlens_k: expected shape \(3\), got \(2\)"),
+        BadInput("offsets elsewhere", but(cu_seqlens_k=lambda g: g["cu_seqlens_k"].to("meta")),
+                 "cu_seqlens_k: expected a", fake=False),
+        BadInput("length as a tensor", but(max_seqlen_q=lambda g: torch.tensor(20)),
+                 "max_seqlen_q: expected an integer, got a tensor"),
+        BadInput("no length", but(max_seqlen_q=lambda g: None), "max_seqlen_q: expected an integer, got NoneType"),
+        BadInput("negative length", but(max_seqlen_k=lambda g: -1), "max_seqlen_k: expected an integer >= 0, got -1"),
+        BadInput("a batch", but(q=lambda g: g["q"][None]), r"q: expected shape \(tokens, heads, head_dim\)"),
+        BadInput("falling offsets", but(cu_seqlens_q=lambda g: g["cu_seqlens_q"].flip(0) * 0 + torch.tensor(
+            [0, 20, 13], dtype=torch.int32)), "cu_seqlens_q: expected offsets that never fall, of at most 33 tokens, "
+                 "got 13 after 20 at index 2", fake=False, devices=("cpu",)),
+        BadInput("offsets past the end", but(cu_seqlens_k=lambda g: g["cu_seqlens_k"] + torch.tensor(
+            [0, 0, 1], dtype=torch.int32)), "cu_seqlens_k: expected offsets that never fall, of at most 33 tokens, "
+                 "got 34 after 20 at index 2", fake=False, devices=("cpu",)),
+        BadInput("a first offset of 1", but(cu_seqlens_q=lambda g: g["cu_seqlens_q"].clamp(min=1)),
+                 "cu_seqlens_q: expected 0 as the first offset, got 1", fake=False, devices=("cpu",)),
+        BadInput("a longer sequence", but(max_seqlen_q=lambda g: 19),
+                 "max_seqlen_q: expected at least 20, the length of sequence 0, got 19", fake=False, devices=("cpu",)),
+    ],
+)  # fmt: skip
+
+TestAttentionVarlen = op_tests(SPEC)
+
+
+def problem(lengths, heads=4, dim=16, rest=0):
+    g = torch.Generator().manual_seed(7)
+    return [torch.randn(sum(lengths) + rest, heads, dim, generator=g) for _ in range(3)]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (5, 2)}])
+def test_each_document_has_the_bits_of_itself_alone(options):
+    lengths = (5, 0, 70, 1, 30)
+    q, k, v = (t.requires_grad_() for t in problem(lengths))
+    cu = offsets(lengths)
+    out, lse = warpsmith.attention_varlen(q, k, v, cu, max_seqlen_q=70, return_lse=True, **options)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (out, lse))
+    for begin, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        leaves = [t[begin:end].detach().requires_grad_() for t in (q, k, v)]
+        one = warpsmith.attention(*leaves, layout="thd", return_lse=True, **options)
+        assert bitwise_equal(one[0], out[begin:end])
+        assert bitwise_equal(one[1], lse[:, begin:end].contiguous())
+        for a, b in zip(torch.autograd.grad(one, leaves, one), grads, strict=True):
+            assert bitwise_equal(a, b[begin:end])
+
+
+def test_equal_lengths_have_the_bits_of_a_batch():
+    q, k, v = problem((16, 16, 16))
+    packed = warpsmith.attention_varlen(q, k, v, offsets((16, 16, 16)), max_seqlen_q=16, causal=True)
+    batch = warpsmith.attention(*(t.view(3, 16, 4, 16) for t in (q, k, v)), causal=True)
+    assert bitwise_equal(packed.view(3, 16, 4, 16), batch)
+
+
+def test_packed_tensors_give_the_bits_of_three():
+    lengths = (20, 13)
+    q, k, v = problem(lengths)
+    options = {"cu_seqlens_q": offsets(lengths), "max_seqlen_q": 20, "causal": True}
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = warpsmith.attention_varlen(*leaves, **options)
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    qkv = torch.stack((q, k, v), 1).detach().requires_grad_()
+    of_qkv = warpsmith.attention_varlen(qkv, **options)
+    assert bitwise_equal(of_qkv, out)
+    (dqkv,) = torch.autograd.grad(of_qkv, qkv, torch.ones_like(out))
+    assert bitwise_equal(dqkv, torch.stack(grads, 1))
+    heads = torch.cat((q, k, v), 1).detach().requires_grad_()
+    (dheads,) = torch.autograd.grad(
+        warpsmith.attention_varlen(heads, **options, kv_heads=4), heads, torch.ones_like(out)
+    )
+    assert bitwise_equal(dheads, torch.cat(grads, 1))
+
+
+def test_tokens_behind_the_last_sequence():
+    q, k, v = (t.requires_grad_() for t in problem((10, 20), rest=5))
+    out, lse = warpsmith.attention_varlen(q, k, v, offsets((10, 20)), max_seqlen_q=20, return_lse=True)
+    assert bool((out[30:] == 0).all())
+    assert bool((lse[:, 30:] == float("-inf")).all())
+    for grad in torch.autograd.grad(out, (q, k, v), torch.ones_like(out)):
+        assert bool((grad[30:] == 0).all())
+        assert bool(grad.isfinite().all())
+
+
+def test_a_looser_bound_changes_nothing():
+    q, k, v = problem((10, 20))
+    options = {"causal": True, "dropout_p": 0.3, "seed": SEED}
+    tight, loose = (
+        warpsmith.attention_varlen(q, k, v, offsets((10, 20)), max_seqlen_q=bound, **options) for bound in (20, 500)
+    )
+    assert bitwise_equal(tight, loose)
+
+
+def test_compiled_for_any_lengths():
+    torch._dynamo.reset()
+    compiled = torch.compile(warpsmith.attention_varlen, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lengths in ((5, 9), (12, 3, 4), (1, 1, 1, 30)):
+        leaves = [t.requires_grad_() for t in problem(lengths)]
+        results = []
+        for op in (compiled, warpsmith.attention_varlen):
+            out = op(*leaves, offsets(lengths), max_seqlen_q=max(lengths), causal=True)
+            results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+        for a, b in zip(*results, strict=True):
+            assert bitwise_equal(a, b)
+    torch._dynamo.reset()

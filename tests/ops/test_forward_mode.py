@@ -1,0 +1,93 @@
+"""Forward-mode derivatives: jvp, jacfwd and dual tensors of norms, activations and rope; the others refuse them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import warpsmith
+from torch.autograd import forward_ad
+
+FP64 = torch.float64
+SEED = torch.tensor([3, 5])
+
+
+def tensors(*shapes):
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=FP64) for shape in shapes]
+
+
+X, R, W, B, U = tensors((4, 6), (4, 6), (6,), (6,), (4, 6))
+Q, K = tensors((2, 5, 3, 8), (2, 5, 1, 8))
+HEAD = torch.rand(8, dtype=FP64) + 0.5
+ANGLES = torch.arange(9, dtype=FP64)[:, None] * torch.tensor([1.0, 0.3, 0.1], dtype=FP64)
+TABLES = ANGLES.cos(), ANGLES.sin()
+PER_TOKEN = tuple(torch.cat([t[:5], t[:5]], -1)[None] for t in TABLES)
+CU, OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([1, 3])
+CASES = {
+    "rms_norm": (lambda x, w: warpsmith.rms_norm(x, w, weight_offset=1.0), X, W),
+    "rms_norm, no weight": (warpsmith.rms_norm, X),
+    "layer_norm": (warpsmith.layer_norm, X, W, B),
+    "add_rms_norm": (warpsmith.add_rms_norm, X, R, W),
+    "add_layer_norm": (warpsmith.add_layer_norm, X, R, W, B),
+    "dropout_add_rms_norm": (lambda *t: warpsmith.dropout_add_rms_norm(*t, p=0.4, seed=SEED), X, R, W),
+    "dropout_add_layer_norm": (lambda *t: warpsmith.dropout_add_layer_norm(*t, p=0.4, seed=SEED), X, R, W, B),
+    "dropout_add": (lambda *t: warpsmith.dropout_add(*t, p=0.4, seed=SEED), X, R),
+    "swiglu": (warpsmith.swiglu, X, U),
+    "swiglu, packed": (warpsmith.swiglu, X),
+    "geglu": (warpsmith.geglu, X, U),
+    "geglu, tanh": (lambda *t: warpsmith.geglu(*t, approximate="tanh"), X, U),
+    "reglu": (warpsmith.reglu, X, U),
+    "bias_gelu": (warpsmith.bias_gelu, X, B),
+    "bias_silu": (warpsmith.bias_silu, X, B),
+    "bias_relu": (warpsmith.bias_relu, X, B),
+    "relu_squared": (warpsmith.relu_squared, X),
+    "rope": (lambda q, k: warpsmith.rope(q, k, *TABLES), Q, K),
+    "rope, q alone": (lambda q: warpsmith.rope(q, None, *TABLES)[0], Q),
+    "rope, interleaved": (lambda q, k: warpsmith.rope(q, k, *TABLES, interleaved=True, position_offset=2), Q, K),
+    "rope, per token": (lambda q, k: warpsmith.rope(q, k, *PER_TOKEN), Q, K),
+    "rope, offsets": (lambda q, k: warpsmith.rope(q, k, *TABLES, position_offset=OFFSETS), Q, K),
+    "rope, packed": (lambda q: warpsmith.rope(q, None, *TABLES, cu_seqlens=CU, position_offset=OFFSETS)[0], Q[0]),
+    "qk_norm_rope": (lambda *t: warpsmith.qk_norm_rope(*t, *TABLES), Q, K, HEAD, HEAD + 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_mode_agrees_with_differences_and_with_reverse_mode(name):
+    op, *inputs = CASES[name]
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    assert torch.autograd.gradcheck(op, leaves, check_forward_ad=True, check_batched_grad=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_under_forward_mode_are_those_of_the_op(name):
+    op, *inputs = CASES[name]
+    tangents = [torch.ones_like(t) for t in inputs]
+    found, _ = torch.func.jvp(op, tuple(inputs), tuple(tangents))
+    torch.testing.assert_close(found, op(*inputs))
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "dropout_add_rms_norm", "swiglu", "bias_gelu"])
+def test_jacobians_and_hessians(name):
+    op, *inputs = CASES[name]
+
+    def first(x):
+        y = op(x, *inputs[1:])
+        return (y[0] if isinstance(y, tuple) else y)[0]
+
+    x = inputs[0][:1]
+    inputs = [t[:1] if t.shape == inputs[0].shape else t for t in inputs]
+    torch.testing.assert_close(torch.func.jacfwd(first)(x), torch.func.jacrev(first)(x))
+    hessian = torch.func.hessian(lambda t: first(t).square().sum())(x)  # forward over reverse
+    torch.testing.assert_close(hessian, torch.autograd.functional.hessian(lambda t: first(t).square().sum(), x))
+
+
+def test_bad_inputs_are_refused_in_forward_mode_too():
+    with forward_ad.dual_level(), pytest.raises(ValueError, match=r"rms_norm: weight: expected shape \(6\), got \(5\)"):
+        warpsmith.rms_norm(forward_ad.make_dual(X, X), W[:5])
+
+
+def test_losses_refuse_forward_mode():
+    target = torch.tensor([0, 1, 2, 3])
+    for loss in (lambda x: warpsmith.cross_entropy(x, target), lambda x: warpsmith.linear_cross_entropy(x, U, target)):
+        with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
+            loss(forward_ad.make_dual(X, X))

@@ -1,0 +1,327 @@
+"""The linear losses under the law, on every layout of their inputs; what else each is has a file of its own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import warpsmith
+from warpsmith.reference.linear_cross_entropy import linear_cross_entropy as reference
+from warpsmith.reference.linear_log_prob import linear_log_prob as log_prob_reference
+from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = (BF16, FP16, FP32, FP64)
+IGNORED = -100
+ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+SMALL_CHUNK = 16 * 64  # bytes: a few rows of logits
+
+
+def problem(dtype=FP32, rows=50, width=16, classes=33, device="cpu", ignored=True):
+    g = torch.Generator().manual_seed(3)
+    hidden = torch.randn(rows, width, generator=g).to(device, dtype)
+    weight = torch.randn(classes, width, generator=g).to(device, dtype)
+    target = torch.randint(0, classes, (rows,), generator=g).to(device)
+    if ignored:
+        target[::5] = IGNORED
+    return hidden, weight, target
+
+
+def gradients(fn, hidden, weight, *args, up=1.0, **options):
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    return torch.autograd.grad((fn(*leaves, *args, **options) * up).sum(), leaves)
+
+
+def peak_bytes(step, leaves):
+    """What a step takes on the GPU above what it finds, its gradients included. It runs once before: each thread that
+    calls cuBLAS for the first time leaves a workspace of 32 MiB behind, which is torch's."""
+    from benchmarks.bench_linear_loss import peak_mb
+
+    step()
+    return round(peak_mb(step, leaves) * 1e6)
+
+
+# Not the weight: all of its rows alike make the gradient of hidden zero but for rounding, so that the law would compare
+# two draws of noise. test_an_expanded_weight has what it must be instead: as good as its copy.
+EXPANDED = ("hidden",)
+
+
+def cross_entropy_inputs(case, rng):
+    width, classes = case.shape[-1], case.options.get("classes", 37)
+    rows = torch.Size(case.shape[:-1]).numel()
+    target = rng.integers((rows,), 0, classes)
+    target[torch.arange(rows) % 4 == 3] = IGNORED
+    options = {k: v for k, v in case.options.items() if k not in ("classes", "bias", "class_weight")}
+    weighted = case.options.get("class_weight")
+    return {
+        "hidden": rng.normal(case.shape),
+        "weight": rng.normal((classes, width), std=1.5 / max(width, 1) ** 0.5),
+        "target": target.view(case.shape[:-1]),
+        "bias": rng.normal((classes,)) if case.options.get("bias", True) else None,
+        "class_weight": rng.uniform((classes,), 0.2, 2.0) if weighted else None,
+        **options,
+    }
+
+
+def log_prob_inputs(case, rng):
+    width, classes = case.shape[-1], case.options.get("classes", 37)
+    return {
+        "hidden": rng.normal(case.shape),
+        "weight": rng.normal((classes, width), std=1.5 / max(width, 1) ** 0.5),
+        "target": rng.integers(case.shape[:-1], 0, classes),
+        "bias": rng.normal((classes,)) if case.options.get("bias", True) else None,
+        "temperature": case.options.get("temperature", 1.0),
+        "save_logits": case.options.get("save_logits", False),
+        "max_chunk_bytes": case.options.get("max_chunk_bytes"),
+    }
+
+
+def but(**changes):
+    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
+
+
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0, "class_weight": True}
+REDUCED_CASES = [
+    *(Case((6, 24), dtype) for dtype in DTYPES),
+    *(Case((3, 5, 24), dtype, options={"classes": c}) for dtype in (BF16, FP32) for c in (1, 2, 8, 257)),
+    *(Case((50, 32), dtype, options={"classes": 1025, "bias": False}) for dtype in (BF16, FP32, FP16)),
+    *(Case((50, 32), dtype, options=EVERYTHING) for dtype in DTYPES),
+    *(Case((50, 32), dtype, options={"reduction": "sum"}) for dtype in DTYPES),
+    *(Case((50, 32), dtype, options={"max_chunk_bytes": SMALL_CHUNK}) for dtype in DTYPES),
+    *(Case((50, 32), dtype, options={"max_chunk_bytes": SMALL_CHUNK, **EVERYTHING}) for dtype in (BF16, FP32)),
+    *(Case((50, 32), dtype, options={"dw_dtype": FP32}) for dtype in (BF16, FP16)),
+    *(Case((50, 32), dtype, options={"dw_dtype": dtype}) for dtype in (BF16, FP16)),
+    *(Case((50, 32), FP32, options={key: EVERYTHING[key]}) for key in EVERYTHING),
+    Case((24,), FP32),
+    Case((300, 16), FP32, options={"classes": 50}),
+]
+ROWS_CASES = [
+    case.but(options={**case.options, "reduction": "none"})
+    for case in REDUCED_CASES
+    if case.options.get("reduction") is None and "dw_dtype" not in case.options
+]
+
+
+LOG_PROB_CASES = [
+    *(Case((6, 24), dtype) for dtype in (BF16, FP32, FP16, FP64)),
+    *(Case((3, 5, 24), dtype, options={"classes": classes}) for dtype in (BF16, FP32) for classes in (1, 2, 8, 257)),
+    *(Case((9, 32), dtype, options={"classes": 1025, "bias": False}) for dtype in (BF16, FP32, FP16)),
+    *(Case((90, 32), dtype, options={"temperature": 0.7}) for dtype in (BF16, FP32, FP16, FP64)),
+    *(Case((90, 32), dtype, options={"temperature": 3.0, "bias": False}) for dtype in (BF16, FP32)),
+    *(Case((23, 32), dtype, options={"max_chunk_bytes": SMALL_CHUNK}) for dtype in (BF16, FP32, FP16)),
+    *(Case((23, 32), dtype, options={"save_logits": True, "max_chunk_bytes": SMALL_CHUNK}) for dtype in (BF16, FP32)),
+    *(Case((40, 64), dtype, options={"save_logits": True, "classes": 300}) for dtype in (BF16, FP32)),
+    Case((24,), FP32),
+    Case((300, 16), FP32, options={"classes": 50}),
+]
+
+
+NUMBERS = {"none": 0, "mean": 1, "sum": 2}  # of the raw ops
+
+
+def forward_arguments(good):
+    first = (good[n] for n in ("hidden", "weight", "target", "bias", "class_weight"))
+    options = (IGNORED, NUMBERS[good.get("reduction", "mean")], 0.0, 0.0, 0.0, False, True, 0, None, None)
+    return *first, *options, True, True, True
+
+
+def rows_backward_arguments(good):
+    rows = torch.ones(good["target"].shape, device=good["hidden"].device)
+    first = (good[n] for n in ("hidden", "weight", "target", "bias", "class_weight"))
+    return rows, *first, IGNORED, 0.0, 0.0, 0.0, 0, None, True, True, True
+
+
+def main_grad_arguments(good):
+    *first, _, _, _, _ = rows_backward_arguments(good)
+    return *first[:6], torch.zeros(good["weight"].shape, device=rows_device(good)), *first[6:], True, True
+
+
+def rows_device(good):
+    return good["hidden"].device
+
+
+def factor(good):
+    return torch.full((), 2.0, device=rows_device(good))
+
+
+def saved(good):
+    shape = good["target"].shape
+    return torch.zeros(shape, device=good["hidden"].device)
+
+
+def log_prob_backward_arguments(good):
+    rows = saved(good)
+    return (
+        *(rows + 1, rows, None, good["hidden"], good["weight"], good["target"], good["bias"], rows, rows + 1, rows),
+        *(good["hidden"].new_empty(0, 8 * math.ceil(good["weight"].shape[0] / 8)), 1.0, 0, True, True, True),
+    )
+
+
+OPS = torch.ops.warpsmith
+SHARED_BAD = [
+    BadInput("integers", but(hidden=lambda g: g["hidden"].int()), "hidden: expected float32.*got int32"),
+    BadInput("scalar", but(hidden=lambda g: g["hidden"].sum()), "hidden: expected at least one dimension"),
+    BadInput("weight dtype", but(weight=lambda g: g["weight"].half()), "weight: expected bfloat16, got float16"),
+    BadInput("weight width", but(weight=lambda g: g["weight"][:, 1:]), r"weight: expected shape \(V, 24\)"),
+    BadInput("no classes", but(weight=lambda g: g["weight"][:0]), "weight: expected shape.*with V >= 1, got"),
+    BadInput("meta weight", but(weight=lambda g: g["weight"].to("meta")), "weight: expected a", fake=False),
+    BadInput("target dtype", but(target=lambda g: g["target"].int()), "target: expected int64.*, got int32"),
+    BadInput("target shape", but(target=lambda g: g["target"][1:]), r"target: expected shape \(6\), got \(5\)"),
+    BadInput("bias shape", but(bias=lambda g: g["bias"][1:]), r"bias: expected shape \(37\), got \(36\)"),
+    BadInput("bias dtype", but(bias=lambda g: g["bias"].float()), "bias: expected bfloat16, got float32"),
+    BadInput("chunk", but(max_chunk_bytes=lambda g: 0), "max_chunk_bytes: expected an integer >= 1, got 0"),
+]  # fmt: skip
+CROSS_ENTROPY_BAD = [
+    BadInput("class weight shape", but(class_weight=lambda g: g["weight"][:5, 0].float()),
+             r"class_weight: expected shape \(37\), got \(5\)"),
+    BadInput("class weight dtype", but(class_weight=lambda g: g["weight"][:, 0].int()),
+             "class_weight: expected float32.*got int32"),
+    BadInput("half class weight", but(class_weight=lambda g: g["weight"][:, 0].half()),
+             "class_weight: expected bfloat16 or float32, got float16"),
+    BadInput("learned class weight", but(class_weight=lambda g: torch.nn.Parameter(g["weight"][:, 0].float())),
+             "class_weight: expected a tensor without gradient", fake=False),
+    BadInput("label", but(target=lambda g: g["target"].clone().fill_(37)),
+             r"target: expected classes in \[0, 37\) or ignore_index -100, got 37 at position 0", fake=False,
+             devices=("cpu",)),
+    BadInput("checked label", but(target=lambda g: g["target"].clone().fill_(-7), check_labels=lambda g: True),
+             "target: expected classes.*got -7 at position 0", fake=False),
+    BadInput("reduction", but(reduction=lambda g: "avg"), "reduction: expected none, mean or sum, got avg"),
+    *(BadInput(f"label smoothing {v}", but(label_smoothing=lambda g, v=v: v),
+               "label_smoothing: expected a number from 0 to 1") for v in (-0.1, 1.1, math.nan)),
+    *(BadInput(f"{name} {v}", but(**{name: lambda g, v=v: v}), f"{name}: expected a finite number >= 0, got {v}")
+      for name in ("z_loss", "softcap") for v in (-1.0, math.nan, math.inf)),
+    BadInput("dw dtype", but(dw_dtype=lambda g: FP16), "dw_dtype: expected bfloat16 or float32, got float16"),
+    BadInput("main grad dtype", but(main_grad=lambda g: g["weight"].detach().clone()),
+             "main_grad: expected float32, got bfloat16"),
+    BadInput("main grad shape", but(main_grad=lambda g: g["weight"].detach()[1:].float()),
+             r"main_grad: expected shape \(37, 24\), got \(36, 24\)"),
+    BadInput("main grad strides", but(main_grad=lambda g: g["weight"].detach().float().t().contiguous().t()),
+             "main_grad: expected a contiguous tensor"),
+    BadInput("main grad device", but(main_grad=lambda g: g["weight"].float().to("meta")), "main_grad: expected a",
+             fake=False),
+]  # fmt: skip
+
+SPEC = OpSpec(
+    name="linear_cross_entropy",
+    op=warpsmith.linear_cross_entropy,
+    reference=reference,
+    inputs=cross_entropy_inputs,
+    cases=REDUCED_CASES,
+    differentiable=("hidden", "weight", "bias"),
+    outputs=("loss",),
+    laid_out=("hidden", "weight"),
+    expanded=EXPANDED,
+    gradcheck_cases=[
+        Case((5, 4), FP64, options={"classes": 5}),
+        Case((5, 3), FP64, options={"classes": 7, "max_chunk_bytes": 128, **EVERYTHING}),
+        Case((5, 4), FP64, options={"classes": 5, "bias": False, "reduction": "sum"}),
+    ],
+    traced="warpsmith::linear_cross_entropy",
+    autocast=lambda good, dtype: (torch.float32,),
+    opcheck={
+        OPS.linear_cross_entropy.default: forward_arguments,
+        OPS.linear_cross_entropy_forward.default: forward_arguments,
+        OPS.linear_cross_entropy_scaled.default: lambda good: (good["weight"].float(), factor(good), None, BF16),
+        OPS.linear_cross_entropy_scale_.default: lambda good: (good["weight"].clone(), factor(good), factor(good)),
+        OPS.linear_cross_entropy_add_.default: lambda good: (
+            *(torch.ones(good["weight"].shape, device=rows_device(good)), good["weight"].clone()),
+            *(factor(good), None),
+        ),
+    },
+    bad_inputs=[*SHARED_BAD, *CROSS_ENTROPY_BAD],
+    floor_bytes=lambda case: dict.fromkeys(("forward", "backward"), 2 * torch.Size(case.shape).numel()),
+)
+ROWS_SPEC = OpSpec(
+    name="linear_cross_entropy",
+    op=lambda **kw: warpsmith.linear_cross_entropy(**{"reduction": "none", **kw}),
+    reference=lambda **kw: reference(**{"reduction": "none", **kw}),
+    inputs=cross_entropy_inputs,
+    cases=ROWS_CASES,
+    differentiable=("hidden", "weight", "bias"),
+    outputs=("loss",),
+    laid_out=("hidden", "weight"),
+    expanded=EXPANDED,
+    gradcheck_cases=[
+        Case((5, 4), FP64, options={"classes": 5}),
+        Case((5, 3), FP64, options={"classes": 7, "max_chunk_bytes": 128, **EVERYTHING}),
+    ],
+    traced="warpsmith::linear_cross_entropy_rows",
+    autocast=lambda good, dtype: (torch.float32,),
+    opcheck={
+        OPS.linear_cross_entropy_rows.default: lambda good: forward_arguments({**good, "reduction": "none"}),
+        OPS.linear_cross_entropy_rows_backward.default: rows_backward_arguments,
+        OPS.linear_cross_entropy_rows_backward_main_grad.default: main_grad_arguments,
+    },
+)
+
+LOG_PROB_SPEC = OpSpec(
+    name="linear_log_prob",
+    op=warpsmith.linear_log_prob,
+    reference=log_prob_reference,
+    inputs=log_prob_inputs,
+    cases=LOG_PROB_CASES,
+    differentiable=("hidden", "weight", "bias"),
+    outputs=("log_prob", "logsumexp", "entropy"),
+    laid_out=("hidden", "weight"),
+    expanded=EXPANDED,
+    gradcheck_cases=[
+        Case((3, 4), FP64, options={"classes": 5}),
+        Case((4, 3), FP64, options={"classes": 7, "temperature": 0.6, "max_chunk_bytes": 128}),
+        Case((2, 4), FP64, options={"classes": 5, "bias": False, "save_logits": True}),
+    ],
+    traced="warpsmith::linear_log_prob",
+    autocast=lambda good, dtype: (torch.float32,) * 3,
+    opcheck={
+        op: lambda good: (*(good[n] for n in ("hidden", "weight", "target", "bias")), 1.0, False, 0)
+        for op in (OPS.linear_log_prob.default, OPS.linear_log_prob_forward.default)
+    }
+    | {OPS.linear_log_prob_backward.default: log_prob_backward_arguments},
+    bad_inputs=[
+        *SHARED_BAD,
+        BadInput("weight of one dimension", but(weight=lambda g: g["weight"][0]), r"weight: expected shape \(V, 24\)"),
+        BadInput("meta target", but(target=lambda g: g["target"].to("meta")), "target: expected a", fake=False),
+        BadInput("label", but(target=lambda g: g["target"].clone().fill_(37)),
+                 r"target: expected classes in \[0, 37\), got 37 at position 0", fake=False, devices=("cpu",)),
+        BadInput("negative label", but(target=lambda g: g["target"].clone().index_fill_(0, torch.tensor([2]), -1)),
+                 "target: expected classes.*got -1 at position 2", fake=False, devices=("cpu",)),
+        *(BadInput(f"temperature {t}", but(temperature=lambda g, t=t: t), "temperature: expected a finite number > 0",
+                   fake=False) for t in (0.0, -1.0, math.nan, math.inf)),
+        BadInput("float64", lambda g: {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
+                                       for k, v in g.items()},
+                 "hidden: expected float32, float16 or bfloat16 on CUDA", fake=False, devices=("cuda",)),
+    ],
+    floor_bytes=lambda case: dict.fromkeys(("forward", "backward"), 2 * torch.Size(case.shape).numel()),
+)  # fmt: skip
+
+
+TestReduced = op_tests(SPEC)
+TestRows = op_tests(ROWS_SPEC)
+TestLinearLogProb = op_tests(LOG_PROB_SPEC)
+
+
+@on_both
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("expanded", ["weight", "both"])
+@pytest.mark.parametrize("op", ["mean", "none", "log_prob"])
+def test_an_expanded_weight(device, dtype, op, expanded):
+    hidden, weight, target = problem(dtype, rows=6, width=24, classes=37, device=device, ignored=op != "log_prob")
+    results = []
+    for lay_out in (lambda t: t[:1].expand_as(t), lambda t: t[:1].expand_as(t).contiguous()):
+        h = lay_out(hidden) if expanded != "weight" else hidden
+        leaves = [t.detach().requires_grad_() for t in (h, lay_out(weight))]
+        if op == "log_prob":
+            outputs = warpsmith.linear_log_prob(*leaves, target)
+        else:
+            outputs = (warpsmith.linear_cross_entropy(*leaves, target, reduction=op),)
+        results.append([*(y.detach() for y in outputs), *torch.autograd.grad(sum(y.sum() for y in outputs), leaves)])
+    torch.testing.assert_close(*results)  # a product may take another path for such strides
+
+
+@pytest.mark.parametrize("bias", [torch.arange(66.0)[::2] / 30, torch.ones(1).expand(33), torch.arange(34.0)[1:]])
+@pytest.mark.parametrize("op", [warpsmith.linear_cross_entropy, warpsmith.linear_log_prob])
+def test_strided_biases(op, bias):
+    hidden, weight, target = problem(ignored=False)
+    found, expected = op(hidden, weight, target, bias), op(hidden, weight, target, bias.clone())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -1,0 +1,233 @@
+"""rms_norm and layer_norm under the law, and what only they have: default eps, torch's errors, hard rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import warpsmith
+from warpsmith.reference.layer_norm import layer_norm as layer_norm_reference
+from warpsmith.reference.rms_norm import rms_norm as rms_norm_reference
+from warpsmith.testing import BadInput, Case, measure, op_tests
+
+from tests.ops.norm_cases import BF16, FP16, FP32, FP64, but, cases_without_residual, spec_of
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def rms_norm_inputs(case, rng):
+    columns = case.shape[-1]
+    x = rng.normal(case.shape)
+    weight = rng.normal((columns,), mean=1.0, std=0.3) if case.options.get("weight", True) else None
+    return {"x": x, "weight": weight, "eps": 1e-5, "weight_offset": case.options.get("weight_offset", 0.0)}
+
+
+def layer_norm_inputs(case, rng):
+    columns = case.shape[-1]
+    affine = case.options.get("affine", "weight and bias")
+    weight = rng.normal((columns,), mean=1.0, std=0.3) if "weight" in affine else None
+    bias = rng.normal((columns,)) if "bias" in affine else None
+    return {"x": rng.normal(case.shape, mean=0.5), "weight": weight, "bias": bias, "eps": 1e-5}
+
+
+def torch_rms_norm(x, weight, eps, weight_offset):
+    """Plain PyTorch as users have it: the native op, in the dtypes that it takes."""
+    if weight is not None and (weight.dtype != x.dtype or weight_offset):
+        return rms_norm_reference(x, weight, eps, weight_offset)
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def torch_layer_norm(x, weight, bias, eps):
+    """Plain PyTorch as users have it: the native op, in the dtypes that it takes."""
+    affine = weight if weight is not None else bias
+    if affine is not None and affine.dtype != x.dtype:
+        return layer_norm_reference(x, weight, bias, eps)
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+RMS_NORM_CASES = cases_without_residual(
+    {"weight": FP32},
+    *(Case((6, 768), dtype, options={"weight_offset": 1.0}) for dtype in (BF16, FP32)),
+    *(Case((6, 768), dtype, options={"weight": False}) for dtype in (BF16, FP32, FP64)),
+)
+LAYER_NORM_CASES = cases_without_residual(
+    {"weight": FP32, "bias": FP32},
+    *(Case((6, 768), dtype, options={"affine": "none"}) for dtype in (BF16, FP32, FP64)),
+    *(Case((6, 768), dtype, options={"affine": "weight"}) for dtype in (BF16, FP32)),
+    *(Case((6, 768), dtype, options={"affine": "bias"}) for dtype in (BF16, FP32)),
+)
+
+BAD_INPUTS = [
+    BadInput("integers", but(x=lambda g: g["x"].int()), r"x: expected float32.*got int32"),
+    BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
+    BadInput("short weight", but(weight=lambda g: g["weight"][:-1]), r"weight: expected shape \(\d+\), got"),
+    BadInput("weight dtype", but(weight=lambda g: g["weight"].half()),
+             "weight: expected bfloat16 or float32, got float16"),
+    BadInput("meta weight", but(weight=lambda g: g["weight"].to("meta")), "weight: expected a", fake=False),
+    BadInput("negative eps", but(eps=lambda g: -1.0), r"eps: expected a finite number >= 0, got -1", fake=False),
+    BadInput("nan eps", but(eps=lambda g: float("nan")), r"eps: expected a finite number >= 0, got nan", fake=False),
+    BadInput("float64", but(x=lambda g: g["x"].double(), weight=lambda g: g["weight"].double()),
+             "x: expected float32, float16 or bfloat16 on CUDA, got float64", fake=False, devices=("cuda",)),
+    BadInput("string", but(x=lambda g: "x"), "x: expected a tensor, got the str", error=TypeError, fake=False),
+]  # fmt: skip
+BAD_RMS_NORM = [
+    BadInput("none", but(x=lambda g: None), "x: expected a tensor, got None", fake=False),
+    BadInput("matrix weight", but(weight=lambda g: g["weight"][None]), r"weight: expected shape \(\d+\), got"),
+]  # fmt: skip
+BAD_LAYER_NORM = [
+    BadInput("matrix bias", but(bias=lambda g: g["bias"][None]), r"bias: expected shape \(\d+\), got"),
+    BadInput("bias beside a weight", but(bias=lambda g: g["bias"].float()),
+             "bias: expected bfloat16, got float32"),
+    BadInput("bias alone", but(weight=lambda g: None, bias=lambda g: g["bias"].half()),
+             "bias: expected bfloat16 or float32, got float16"),
+    BadInput("meta bias", but(bias=lambda g: g["bias"].to("meta")), "bias: expected a", fake=False),
+]  # fmt: skip
+
+RMS_NORM = spec_of(
+    "rms_norm",
+    baseline=torch_rms_norm,
+    inputs=rms_norm_inputs,
+    cases=RMS_NORM_CASES,
+    gradcheck_cases=[Case((3, 5), FP64), Case((2, 4), FP64, options={"weight": False})],
+    bad_inputs=BAD_INPUTS + BAD_RMS_NORM,
+)
+LAYER_NORM = spec_of(
+    "layer_norm",
+    baseline=torch_layer_norm,
+    inputs=layer_norm_inputs,
+    cases=LAYER_NORM_CASES,
+    gradcheck_cases=[Case((3, 5), FP64), Case((2, 4), FP64, options={"affine": "none"})],
+    bad_inputs=BAD_INPUTS + BAD_LAYER_NORM,
+)
+
+TestRmsNorm = op_tests(RMS_NORM)
+TestLayerNorm = op_tests(LAYER_NORM)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
+def test_default_eps_is_that_of_torch(dtype):
+    x = torch.full((2, 64), 1e-4, dtype=dtype)  # small enough for eps to decide the result
+    torch.testing.assert_close(warpsmith.rms_norm(x), torch.nn.functional.rms_norm(x, (64,)))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's about quantized tensors and compressed rows
+@pytest.mark.parametrize(
+    ("backend", "change"),
+    [
+        ("SparseCPU", torch.Tensor.to_sparse),
+        ("SparseCsrCPU", torch.Tensor.to_sparse_csr),
+        ("QuantizedCPU", lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8)),
+    ],
+)
+def test_what_the_dispatcher_refuses_keeps_torchs_error(backend, change):
+    with pytest.raises(NotImplementedError, match=f"'{backend}' backend"):
+        warpsmith.rms_norm(change(torch.ones(2, 8)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [1024, 4096, 65536])
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+def test_constant_rows_obey_the_error_law(op, columns, device):
+    """The rounding errors of their sums all have one sign."""
+    g = torch.Generator().manual_seed(columns)
+    x = torch.randn(3, 1, generator=g).expand(3, columns).contiguous().to(device)
+    weight, dy = torch.randn(columns, generator=g).to(device), torch.randn(3, columns, generator=g).to(device)
+
+    def norm(x, weight):
+        if op == "rms_norm":
+            return warpsmith.rms_norm(x, weight, 1e-5)
+        return warpsmith.add_rms_norm(x, torch.zeros_like(x), weight, 1e-5)[0]
+
+    def results(norm, *tensors):
+        leaves = [t.clone().requires_grad_() for t in tensors[:2]]
+        y = norm(*leaves)
+        return {"y": y, "x": torch.autograd.grad(y, leaves, tensors[2])[0]}
+
+    def definition(x, weight):
+        return rms_norm_reference(x, weight, 1e-5)
+
+    ours, plain = results(norm, x, weight, dy), results(definition, x, weight, dy)
+    exact = results(definition, *(t.cpu().double() for t in (x, weight, dy)))
+    errors = [measure(name, ours[name], exact[name], plain[name]) for name in exact]
+    assert all(e.ok for e in errors), "; ".join(map(str, errors))
+
+
+def results(function, x, weight, bias, dy, eps=1e-5):
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    y = function(*leaves, eps)
+    return {"y": y.detach(), **dict(zip(("x", "weight", "bias"), torch.autograd.grad(y, leaves, dy), strict=True))}
+
+
+HARD_ROWS = {
+    "large": lambda x: 1e4 * x,
+    "large mean": lambda x: x + 1e4,
+    "mean that dwarfs the variance": lambda x: 1e-2 * x + 1e4,
+    "one outlier": lambda x: torch.where(torch.arange(x.shape[-1], device=x.device) == 3, 1e4, 1e-3 * x),
+    "almost constant": lambda x: 3 + 2**-7 * (torch.arange(x.shape[-1], device=x.device) == 1) + 0 * x,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("rows", HARD_ROWS)
+def test_hard_rows_of_layer_norm_obey_the_error_law(rows, dtype, device):
+    g = torch.Generator().manual_seed(3)
+    x, dy = (torch.randn(4, 1000, generator=g).to(device) for _ in range(2))
+    weight, bias = (torch.randn(1000, generator=g).to(dtype).to(device) for _ in range(2))
+    x, dy = HARD_ROWS[rows](x).to(dtype), dy.to(dtype)
+    ours = results(warpsmith.layer_norm, x, weight, bias, dy)
+    plain = results(torch_layer_norm, x, weight, bias, dy)
+    exact = results(layer_norm_reference, *(t.cpu().double() for t in (x, weight, bias, dy)))
+    errors = [measure(name, ours[name], exact[name], plain[name]) for name in exact]
+    assert all(e.ok for e in errors), "; ".join(map(str, errors))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [1, 8, 1000, 4096, 100000])
+@pytest.mark.parametrize("value", [0.0, 3.0, -1024.0])
+def test_a_constant_row_becomes_the_bias(value, columns, device):
+    """Exactly, for numbers of few bits: their sums have no rounding error in any order, so the mean has none."""
+    x = torch.full((2, columns), value, device=device)
+    bias = torch.randn(columns, device=device)
+    assert torch.equal(warpsmith.layer_norm(x, torch.ones_like(bias), bias), bias.expand(2, -1))
+
+
+def test_gradients_of_layer_norm_that_are_not_wanted_are_not_computed():
+    x, weight, bias = torch.randn(4, 8), torch.ones(8), torch.zeros(8)
+    dx, dweight, dbias = torch.ops.warpsmith.layer_norm_backward(
+        x, x, weight, bias, torch.zeros(4), torch.ones(4), False, False, True
+    )
+    assert dx.numel() == dweight.numel() == 0
+    torch.testing.assert_close(dbias, x.sum(0))
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_results_do_not_depend_on_the_number_of_threads(op):
+    torch.manual_seed(0)
+    x, dy, *affine = torch.randn(4096, 200), torch.randn(4096, 200), torch.randn(200), torch.randn(200)
+    affine = affine[: 2 if op == "layer_norm" else 1]
+
+    def run():
+        leaves = [t.clone().requires_grad_() for t in (x, *affine)]
+        y = getattr(warpsmith, op)(*leaves)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = run()
+        torch.set_num_threads(2)
+        two = run()
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("norm", "reference"),
+    [(warpsmith.rms_norm, rms_norm_reference), (warpsmith.layer_norm, layer_norm_reference)],
+)
+def test_rows_at_one_stride_are_not_copied(norm, reference):
+    x = torch.randn(6, 5, 96)[..., 8:72]
+    x.requires_grad_()
+    torch.testing.assert_close(norm(x), reference(x))
+    assert norm(x).is_contiguous()

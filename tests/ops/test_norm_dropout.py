@@ -1,0 +1,181 @@
+"""dropout_add_rms_norm and dropout_add_layer_norm under the law, and what only they have: the mask and its seed, p at
+its borders."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import warpsmith
+from torch.utils.checkpoint import checkpoint
+from warpsmith.reference.dropout import dropout_mask
+from warpsmith.reference.dropout_add_layer_norm import dropout_add_layer_norm as dropout_add_layer_norm_reference
+from warpsmith.reference.dropout_add_rms_norm import dropout_add_rms_norm as dropout_add_rms_norm_reference
+from warpsmith.testing import Case, op_tests
+
+from tests.ops import norm_cases as norm
+
+CASES = [*norm.FEW_CASES, *(Case((6, 100), norm.BF16, options={"p": p}) for p in (0.0, 0.9, 1.0))]
+DROPOUT_ADD_RMS_NORM = norm.spec_of(
+    "dropout_add_rms_norm",
+    inputs=partial(norm.inputs, bias=False, seed=True),
+    cases=CASES,
+    gradcheck_cases=norm.GRADCHECK_CASES,
+    bad_inputs=[*norm.BAD_INPUTS, *norm.BAD_DROPOUT],
+)
+DROPOUT_ADD_LAYER_NORM = norm.spec_of(
+    "dropout_add_layer_norm",
+    inputs=partial(norm.inputs, bias=True, seed=True),
+    cases=CASES,
+    gradcheck_cases=norm.GRADCHECK_CASES,
+    bad_inputs=[*norm.BAD_INPUTS, *norm.BAD_BIAS, *norm.BAD_DROPOUT],
+)
+
+TestDropoutAddRmsNorm = op_tests(DROPOUT_ADD_RMS_NORM)
+TestDropoutAddLayerNorm = op_tests(DROPOUT_ADD_LAYER_NORM)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPE = (6, 37)  # no multiple of 8: Philox calls straddle rows
+
+
+def tensors(device="cpu", shape=SHAPE, dtype=torch.float32):
+    g = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=g).to(dtype).to(device).requires_grad_() for _ in range(2)]
+
+
+def same(a, b):
+    return all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+def dropout_tests(op, add_op, reference, affine):
+    """A pytest class; ``affine(columns, device)`` makes weight, and bias where there is one."""
+
+    def call(x, residual, p, **options):
+        return op(x, residual, *affine(x.shape[-1], x.device), p, **options)
+
+    @pytest.mark.parametrize("device", DEVICES)
+    class Tests:
+        @pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
+        def test_the_mask_is_that_of_the_contract(self, p, device):
+            x, residual = tensors(device)
+            seed = torch.tensor([2**40 + 5, 3], device=device)
+            _, s = call(torch.ones_like(x), torch.zeros_like(residual), p, seed=seed)
+            expected = dropout_mask(seed, SHAPE, p) / (1 - p)
+            torch.testing.assert_close(s, expected, rtol=1e-6, atol=0)
+
+        def test_the_backward_makes_the_forwards_mask_and_stores_none(self, device):
+            x, residual = tensors(device)
+            seed = torch.tensor([11, 0], device=device)
+            kept = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+                y, s = call(x, residual, 0.4, seed=seed)
+            assert sum(t.numel() >= x.numel() for t in kept) == 1, "more than residual_out is kept"
+            dx, dresidual = torch.autograd.grad((y.square() * y).sum() + s.square().sum(), (x, residual))
+            mask = dropout_mask(seed, SHAPE, 0.4)
+            assert torch.equal(dx != 0, mask)
+            torch.testing.assert_close(dx, dresidual * mask / 0.6)
+
+        def test_torchs_generator_decides(self, device):
+            x, residual = tensors(device)
+            torch.manual_seed(3)
+            first, second = call(x, residual, 0.5), call(x, residual, 0.5)
+            torch.manual_seed(3)
+            assert same(first, call(x, residual, 0.5))
+            assert same(second, call(x, residual, 0.5))
+            assert not same(first, second)
+
+        @pytest.mark.parametrize("off", [{"p": 0.0}, {"p": 0.7, "training": False}])
+        def test_without_dropout_it_is_the_op_without(self, off, device):
+            x, residual = tensors(device)
+            before = torch.random.get_rng_state()
+            ours = call(x, residual, **off, eps=1e-6)
+            expected = add_op(x, residual, *affine(SHAPE[-1], device), eps=1e-6)
+            assert same(ours, expected)
+            assert torch.equal(before, torch.random.get_rng_state())
+            grads = [torch.autograd.grad([t.square().sum() for t in y], (x, residual)) for y in (ours, expected)]
+            assert same(*grads)
+
+        def test_with_p_1_nothing_of_x_is_kept(self, device):
+            x, residual = tensors(device)
+            with torch.no_grad():
+                x[0, 0], x[1, 1] = float("inf"), float("nan")
+            y, s = call(x, residual, 1.0)
+            assert torch.equal(s, residual)
+            torch.testing.assert_close(y, add_op(torch.zeros_like(x), residual, *affine(SHAPE[-1], device))[0])
+            dx, dresidual = torch.autograd.grad(y.square().sum() + s.sum(), (x, residual))
+            assert torch.equal(dx, torch.zeros_like(x))
+            assert dresidual.isfinite().all()
+
+        def test_dropped_infinities_leave_no_nan(self, device):
+            x, residual = tensors(device)
+            seed = torch.tensor([5, 6], device=device)
+            mask = dropout_mask(seed, SHAPE, 0.5)
+            _, s = call(torch.where(mask, x, float("inf")), residual, 0.5, seed=seed)
+            assert s.isfinite().all()
+
+        def test_the_rate_is_p(self, device):
+            ones, zeros = torch.ones(64, 4096, device=device), torch.zeros(64, 4096, device=device)
+            for p in (0.1, 0.8):
+                _, s = call(ones, zeros, p)
+                rate = float((s == 0).float().mean())
+                assert abs(rate - p) < 5 * (p * (1 - p) / s.numel()) ** 0.5
+
+        def test_many_rows(self, device):
+            x, residual = tensors(device, (70_000, 9))
+            seed = torch.tensor([1, 2], device=device)
+            mine = affine(9, device)
+            ours = op(x, residual, *mine, 0.3, seed=seed)
+            torch.testing.assert_close(ours, reference(x, residual, *mine, 0.3, seed=seed), rtol=2e-5, atol=2e-5)
+
+        @pytest.mark.parametrize("bad", [{"p": 1.5}, {"p": 0.5, "eps": -1.0}])
+        def test_a_refused_call_leaves_the_generator(self, bad, device):
+            x, residual = tensors(device)
+            before = torch.random.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
+            with pytest.raises(ValueError, match="expected a (finite )?number"):
+                call(x, residual, **bad)
+            with pytest.raises(ValueError, match="residual: expected shape"):
+                call(x, residual[:1], 0.5)
+            assert torch.equal(before[0], torch.random.get_rng_state())
+            assert device == "cpu" or torch.equal(before[1], torch.cuda.get_rng_state())
+
+        def test_checkpointing_repeats_the_mask(self, device):
+            x, residual = tensors(device)
+
+            def loss(x, residual):
+                y, s = call(x, residual, 0.5)
+                return y.square().sum() + (s**3).sum()
+
+            torch.manual_seed(1)
+            plain = torch.autograd.grad(loss(x, residual), (x, residual))
+            torch.manual_seed(1)
+            again = torch.autograd.grad(checkpoint(loss, x, residual, use_reentrant=False), (x, residual))
+            assert same(plain, again)
+
+        def test_compiled_it_draws_in_the_graph(self, device):
+            x, residual = tensors(device)
+            torch._dynamo.reset()
+            compiled = torch.compile(lambda x, r: call(x, r, 0.5), backend="aot_eager", fullgraph=True)
+            torch.manual_seed(9)
+            expected = call(x, residual, 0.5)
+            torch.manual_seed(9)
+            assert same(expected, compiled(x, residual))
+            assert not same(expected, compiled(x, residual))
+
+    return Tests
+
+
+def weight_alone(columns, device):
+    return [torch.linspace(0.5, 2, columns, device=device)]
+
+
+def weight_and_bias(columns, device):
+    return [*weight_alone(columns, device), torch.linspace(-1, 1, columns, device=device)]
+
+
+TestRmsNormMask = dropout_tests(
+    warpsmith.dropout_add_rms_norm, warpsmith.add_rms_norm, dropout_add_rms_norm_reference, weight_alone
+)
+TestLayerNormMask = dropout_tests(
+    warpsmith.dropout_add_layer_norm, warpsmith.add_layer_norm, dropout_add_layer_norm_reference, weight_and_bias
+)

@@ -1,0 +1,58 @@
+"""The optimizers that torch has too, each with the option sets of torch's own tests."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import warpsmith
+from torch.testing._internal.common_optimizers import optim_db
+
+
+@dataclass(frozen=True)
+class Options:
+    """A class by name, and the arguments of its constructor."""
+
+    name: str
+    given: dict[str, Any]
+    text: str
+
+    def ours(self, params, **more):
+        return getattr(warpsmith.optim, self.name)(params, **{**self.given, **more})
+
+    def theirs(self, params, **more):
+        """torch's; its fused implementation where it has one."""
+        fused = {} if self.name == "RMSprop" else {"fused": True}
+        return getattr(torch.optim, self.name)(params, **{**self.given, **fused, **more})
+
+    def __str__(self):
+        return f"{self.name}: {self.text}"
+
+
+def of_torch():
+    """Every option set of torch's tests for the classes that warpsmith.optim has."""
+    infos = {info.optim_cls.__name__: info for info in optim_db}
+    names = [name for name in warpsmith.optim.__all__ if name in infos]
+    return [
+        Options(name, given.kwargs, given.desc)
+        for name in names
+        for given in infos[name].optim_inputs_func(device="cpu", dtype=torch.float32)
+    ]
+
+
+OF_TORCH = [
+    *of_torch(),
+    Options("Adam", {"decoupled_weight_decay": True, "weight_decay": 0.1, "amsgrad": True}, "decoupled"),
+    Options("Adam", {"betas": (0.3, 0.5), "eps": 1e-3}, "small betas"),
+    Options("SGD", {"momentum": 0.5, "dampening": -0.5, "maximize": True}, "negative dampening"),
+    Options("RMSprop", {"momentum": 0.9, "alpha": 0.5}, "momentum without centre"),
+    Options("RMSprop", {"centered": True}, "centre without momentum"),
+]
+# One a class, with as many states as it can have.
+FULL = [
+    Options("Adam", {"amsgrad": True, "weight_decay": 0.1}, "full"),
+    Options("AdamW", {"amsgrad": True}, "full"),
+    Options("SGD", {"momentum": 0.9, "dampening": 0.5}, "full"),
+    Options("Adagrad", {"lr_decay": 0.1}, "full"),
+    Options("RMSprop", {"centered": True, "momentum": 0.9}, "full"),
+]
+LION = Options("Lion", {"weight_decay": 0.1}, "decay")

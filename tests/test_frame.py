@@ -1,0 +1,120 @@
+"""What users write in their scripts: names, defaults, what is imported when."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+import warpsmith
+
+
+def test_names_of_ops_are_functions_everywhere():
+    for name in warpsmith.ops.__all__:
+        value = getattr(warpsmith, name)
+        assert getattr(warpsmith.ops, name) is value
+        assert callable(value)
+        if inspect.isfunction(value):
+            assert callable(getattr(warpsmith.reference, name))
+
+
+def test_no_module_of_nn_shadows_a_function():
+    for name in warpsmith.ops.__all__:
+        assert not inspect.ismodule(getattr(warpsmith.nn, name, None)), name
+
+
+LAZY = """
+import sys, torch, warpsmith
+loaded = {m.split(".")[1] for m in sys.modules if m.startswith("warpsmith.")}
+assert not loaded & {"testing", "reference", "integrations", "tools"}, loaded
+x = torch.ones(2, 4)
+assert torch.equal(warpsmith.reference.rms_norm(x), warpsmith.rms_norm(x))
+assert warpsmith.testing.Case((2,)).shape == (2,)
+assert "warpsmith.testing" in sys.modules and "warpsmith.reference" in sys.modules
+"""
+
+
+def test_reference_and_testing_are_imported_when_they_are_asked_for():
+    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(AttributeError, match="module 'warpsmith' has no attribute 'no_such_thing'"):
+        warpsmith.no_such_thing  # noqa: B018
+
+
+RMS_NORMS = ("rms_norm", "add_rms_norm", "dropout_add_rms_norm", "qk_norm_rope")
+LAYER_NORMS = ("layer_norm", "add_layer_norm", "dropout_add_layer_norm")
+MODULES = {
+    "RMSNorm": {"eps": None},
+    "LayerNorm": {"eps": 1e-5},
+    "AddRMSNorm": {"eps": None},
+    "AddLayerNorm": {"eps": 1e-5},
+    "DropoutAddRMSNorm": {"eps": None, "p": 0.5},
+    "DropoutAddLayerNorm": {"eps": 1e-5, "p": 0.5},
+    "QKNormRoPE": {"eps": None},
+    "Attention": {"eps": None},
+    "BiasGELU": {"approximate": "none"},
+    "DropoutAdd": {"p": 0.5},
+}
+
+
+def defaults(function):
+    return {k: p.default for k, p in inspect.signature(function).parameters.items()}
+
+
+def test_one_rule_of_defaults():
+    """Torch's: ``eps`` None for an RMS norm and 1e-5 for a layer norm, ``approximate="none"``, ``p=0.5``."""
+    rule = {**dict.fromkeys(RMS_NORMS, None), **dict.fromkeys(LAYER_NORMS, 1e-5)}
+    for name in warpsmith.ops.__all__:
+        for package in (warpsmith, warpsmith.reference):
+            if not inspect.isfunction(getattr(package, name, None)) or name == "adamw":
+                continue
+            found = defaults(getattr(package, name))
+            assert ("eps" in found) == (name in rule), name
+            if name in rule:
+                assert found["eps"] == rule[name], name
+            assert found.get("approximate", "none") == "none", name
+            assert found.get("p", 0.5) == 0.5 or package is warpsmith.reference, name
+    for name, expected in MODULES.items():
+        found = defaults(getattr(warpsmith.nn, name))
+        assert {k: found[k] for k in expected} == expected, name
+    settable = {"eps", "p", "approximate"}
+    modules = [n for n in warpsmith.nn.__all__ if n != "functional"]
+    asked = {n for n in modules if settable & set(defaults(getattr(warpsmith.nn, n)))}
+    assert asked == set(MODULES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_an_rms_norm_without_eps_takes_torchs(dtype):
+    x = torch.full((2, 8), 1e-4, dtype=dtype)
+    zeros, weight = torch.zeros_like(x), torch.ones(8, dtype=dtype)
+    expected = torch.nn.functional.rms_norm(x, (8,))
+    cos, sin = torch.ones(2, 4, dtype=dtype), torch.zeros(2, 4, dtype=dtype)
+    for found in (
+        warpsmith.rms_norm(x),
+        warpsmith.add_rms_norm(x, zeros)[0],
+        warpsmith.dropout_add_rms_norm(x, zeros, p=0.0)[0],
+        warpsmith.nn.AddRMSNorm(8, dtype=dtype)(x, zeros)[0],
+        warpsmith.qk_norm_rope(x[:, None], x[:, None], weight, weight, cos, sin)[0][:, 0],
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def plannable():
+    with pytest.raises(ValueError) as refused:
+        warpsmith.plan("no such op")
+    return str(refused.value).split("one of ")[1].split(", got ")[0].split(", ")
+
+
+def test_plan_lists_its_keys():
+    ops = plannable()
+    assert "linear_log_prob" in ops and "rms_norm" in ops
+    for op in ops:
+        keys = warpsmith.plan(op)["keys"]
+        assert keys and all(isinstance(v, str) and v for v in keys.values())
+        needed = {k: 8 for k, v in keys.items() if "may be left out" not in v}
+        assert needed and warpsmith.plan(op, **needed)
+    assert warpsmith.plan("linear_log_prob")["keys"]["rows"] == "an integer >= 0"
+    assert warpsmith.plan("linear_log_prob", rows=4096, classes=128256)["chunks"] >= 1
+    assert warpsmith.plan("nn.functional.rms_norm")["keys"].keys() >= {"dtype", "device"}

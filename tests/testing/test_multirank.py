@@ -1,0 +1,138 @@
+"""@multirank and the faults: outcomes named for the right rank, in bounded time, and processes kept between tests."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from warpsmith.testing.distributed import InjectedFault, RankPool, close_pools, fault, multirank
+
+
+@multirank(2)
+def test_ranks_talk(rank, world_size):
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total)
+    assert total == 3 and world_size == 2
+
+
+@pytest.mark.parametrize("words", ["a", "b"])
+@multirank(2)
+def test_parameters_and_fixtures_reach_the_ranks(rank, world_size, words, tmp_path):
+    (tmp_path / f"{words}-{rank}").write_text("")
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@multirank(2, ends={1: "died", 0: "raised"}, timeout_s=30)
+def test_a_killed_rank(rank, world_size):
+    with fault("kill", rank=1, call="all_reduce", nth=2):
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+
+
+@multirank(2, ends={1: "raised", 0: "raised"}, timeout_s=30)
+def test_an_exception_on_one_rank(rank, world_size):
+    with fault("exception", rank=1):
+        dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["stop", "slow"])
+@multirank(2, timeout_s=30)
+def test_a_rank_that_pauses_holds_the_others_up(rank, world_size, kind):
+    dist.barrier()
+    start = time.monotonic()
+    with fault(kind, rank=1, call="all_reduce", seconds=1.5):
+        dist.all_reduce(torch.ones(1))
+    assert time.monotonic() - start > 1.4
+
+
+def who(rank, world_size):
+    return os.getpid()
+
+
+def hang(rank, world_size):
+    if rank == 0:
+        time.sleep(100)
+
+
+def fail(rank, world_size):
+    if rank == 1:
+        raise KeyError("planted")
+    time.sleep(100)
+
+
+def test_processes_are_kept_until_one_fails():
+    with RankPool(2) as pool:
+        first = [o.value for o in pool.run(who)]
+        assert [o.value for o in pool.run(who)] == first and len(set(first)) == 2
+        start = time.monotonic()
+        outcomes = pool.run(fail, timeout_s=60)
+        assert time.monotonic() - start < 20
+        assert [o.ending for o in outcomes] == ["hung", "raised"] and "KeyError: 'planted'" in outcomes[1].text
+        second = [o.value for o in pool.run(who)]
+        assert not set(first) & set(second)
+        assert [o.ending for o in pool.run(hang, timeout_s=3)][0] == "hung"
+    for pid in first + second:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def planted_exception(rank, world_size):
+    with fault("exception", rank=1):
+        dist.barrier()
+
+
+def test_the_text_names_the_fault():
+    with RankPool(2) as pool:
+        outcomes = pool.run(planted_exception, timeout_s=60)
+    assert [o.ending for o in outcomes] == ["raised", "raised"]
+    assert f"{InjectedFault.__name__}: planted before barrier on rank 1" in outcomes[1].text
+    assert "InjectedFault" not in outcomes[0].text  # a closed connection
+
+
+WRONG = """
+import pytest
+from warpsmith.testing.distributed import multirank
+
+pytest_plugins = ["warpsmith.testing.distributed"]
+
+@multirank(2)
+def test_fails_on_one(rank, world_size):
+    assert rank == 0, "words of rank 1"
+
+@multirank(2, ends={1: "died"})
+def test_should_die(rank, world_size):
+    pass
+"""
+
+
+def test_a_failing_rank_fails_the_test(tmp_path):
+    (tmp_path / "test_wrong.py").write_text(WRONG)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert done.returncode == 1 and "2 failed" in done.stdout, done.stdout + done.stderr
+    assert "words of rank 1" in done.stdout
+    assert "rank 1 returned, expected died" in done.stdout
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="kind: expected one of kill, stop, slow, exception, got nap"):
+        fault("nap", rank=0).__enter__()
+    with pytest.raises(ValueError, match="call: expected a function of torch.distributed, got nothing"):
+        fault("kill", rank=0, call="nothing").__enter__()
+    with pytest.raises(ValueError, match="nth: expected at least 1, got 0"):
+        fault("kill", rank=0, nth=0).__enter__()
+    with pytest.raises(ValueError, match="ends: expected returned, raised, died, hung, got left"):
+        multirank(2, ends={0: "left"})
+    with pytest.raises(ValueError, match="expected parameters rank, world_size first, got"):
+        multirank(2)(lambda x: None)
+    with pytest.raises(ValueError, match="world_size: expected at least 1, got 0"):
+        RankPool(0)
+
+
+def test_pools_end():
+    close_pools()
+    close_pools()

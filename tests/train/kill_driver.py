@@ -1,0 +1,146 @@
+"""Kills training processes while they write checkpoints, and checks after each that nothing is lost.
+
+    python kill_driver.py FOLDER at-random KILLS SEED     SIGKILL at random times
+    python kill_driver.py FOLDER at-every-call            SIGKILL at the first, second, ... call that touches the folder
+
+Processes are forked, so that a kill costs milliseconds. A child resumes, trains on and says which step is durable. When
+it is dead, the newest checkpoint must be at least the step that it said last, and hold, bit for bit, the state that an
+uninterrupted run has at that step.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from training import Run, same
+from warpsmith.train import Checkpointer
+
+KEEP = 2
+STEPS = 4  # of a child
+
+
+def child(folder, pipe, arm):
+    run, checkpoints = Run(), Checkpointer(folder, keep=KEEP)
+    run.load(checkpoints)
+    os.write(pipe, b"\n")
+    arm()
+
+    def after(run):
+        checkpoints.save(run.step, **run.parts)  # returns when the one before is on disk
+        os.write(pipe, b"%d\n" % (run.step - 1))
+
+    run.train(run.step + STEPS, after)
+    checkpoints.wait()
+    os.write(pipe, b"%d\n" % run.step)
+
+
+def kill_one(folder, arm, wait_s):
+    """Forks a child and kills it that long after it has resumed (None: it does so itself). Whether it was killed."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(read)
+            child(folder, write, arm)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read) as lines:
+        first = lines.readline()
+        assert first == "\n", "the child could not resume"
+        if wait_s is not None:
+            time.sleep(wait_s)
+            os.kill(pid, signal.SIGKILL)
+        said = [int(line) for line in lines if line.strip()]
+    _, status = os.waitpid(pid, 0)
+    killed = os.WIFSIGNALED(status)
+    assert killed or os.waitstatus_to_exitcode(status) == 0
+    return killed, max(said, default=0)
+
+
+class Reference:
+    """An uninterrupted run, as far as the children have come; the loaded runs share its process, not its numbers."""
+
+    def __init__(self):
+        self.run = Run()
+        self.random = torch.get_rng_state(), random.getstate()
+
+    def state(self, step):
+        torch.set_rng_state(self.random[0])
+        random.setstate(self.random[1])
+        self.run.train(step)
+        self.random = torch.get_rng_state(), random.getstate()
+        return self.run.state()
+
+
+def check(folder, durable, reached, reference):
+    run, checkpoints = Run(), Checkpointer(folder, keep=KEEP)
+    step = run.load(checkpoints)
+    assert checkpoints.refused == [], checkpoints.refused
+    assert step >= max(durable, reached), f"step {durable} was durable and {reached} was there, found {step}"
+    loaded = run.state()
+    assert same(loaded, reference.state(step)), f"step {step} is not that of an uninterrupted run"
+    return step
+
+
+def die_at(number, folder):
+    """Kills this process at its ``number``-th call that names something in the folder."""
+    left = number
+
+    def hook(event, arguments):
+        nonlocal left
+        if event in (
+            "open",
+            "os.mkdir",
+            "os.rename",
+            "os.rmdir",
+            "os.remove",
+            "os.listdir",
+            "os.scandir",
+            "fcntl.flock",
+        ):
+            named = event == "fcntl.flock" or any(str(a).startswith(folder) for a in arguments[:2])
+            left -= named
+            if named and left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return lambda: sys.addaudithook(hook)
+
+
+def main(folder, how, kills="0", seed="0"):
+    torch.set_num_threads(1)
+    numbers = random.Random(int(seed))
+    state = {"kills": 0, "unfinished": 0, "removed": 0, "steps": 0}
+    step, reference = -1, Reference()
+    start = time.monotonic()
+    if how == "at-random":
+        assert not kill_one(folder, lambda: None, None)[0]
+    whole_s = time.monotonic() - start
+    while state["kills"] < int(kills) if how == "at-random" else True:
+        if how == "at-random":
+            killed, durable = kill_one(folder, lambda: None, numbers.uniform(0, whole_s))
+        else:
+            killed, durable = kill_one(folder, die_at(state["kills"] + 1, folder), None)
+        if how != "at-random" and not killed:
+            break  # the child has fewer calls than that
+        state["kills"] += 1
+        names = [path.name for path in Path(folder).iterdir()] if Path(folder).exists() else []
+        for word in ("unfinished", "removed"):
+            state[word] += any(name.startswith(f".{word}-") for name in names)
+        if any(name.startswith("step-") for name in names):
+            step = check(folder, durable, step, reference)
+        else:
+            assert step < 0 and durable == 0, "all checkpoints are gone"
+    state["steps"] = step
+    print(json.dumps(state))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

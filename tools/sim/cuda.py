@@ -1,0 +1,121 @@
+"""Kernels as nvcc compiles them: the package's own objects where they are fresh, else objects compiled for the purpose.
+
+Objects that are compiled here are kept in the store (tools/sim/store.py), by the content of all that they include.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import store
+
+import build
+
+ROOT = build.ROOT
+FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-I", "csrc"]
+NO_CUOBJDUMP = "no cuobjdump: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+
+
+def nvcc() -> str | None:
+    return shutil.which("nvcc") or next((str(p) for p in [Path("/usr/local/cuda/bin/nvcc")] if p.exists()), None)
+
+
+def cuobjdump() -> str | None:
+    """From its wheel, which is pinned; else the toolkit's."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-cuobjdump") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "cuobjdump" and file.locate().exists():
+            return str(file.locate())
+    compiler = nvcc()
+    beside = Path(os.path.realpath(compiler)).parent / "cuobjdump" if compiler else None
+    return shutil.which("cuobjdump") or (str(beside) if beside and beside.exists() else None)
+
+
+def _output(command: list[str], folder: Path = ROOT) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    if result.returncode:
+        raise build.BuildError(f"{' '.join(command)}\n{result.stderr}{result.stdout}")
+    return result.stdout
+
+
+@cache
+def nvcc_version() -> str:
+    return _output([str(nvcc()), "--version"])
+
+
+def command_of(source: Path, architecture: str, flags: list[str]) -> list[str]:
+    number = architecture.removeprefix("sm_")
+    name = str(source.relative_to(ROOT) if source.is_relative_to(ROOT) else source)
+    return [str(nvcc()), *FLAGS, *flags, f"-gencode=arch=compute_{number},code=sm_{number}", "-c", name]
+
+
+def compile_key(source: Path, architecture: str, flags: list[str]) -> str:
+    """Of the object that nvcc makes of the source as it is now."""
+    command = command_of(source, architecture, flags)
+    listing = _output([*command[:-2], "-M", command[-1]]).replace("\\\n", " ").split(":", 1)[1]
+    included = store.digests([ROOT / name for name in listing.split()], ROOT)
+    return store.key("cuda object", nvcc_version(), command[1:], included)
+
+
+def compile_object(source: Path, architecture: str, folder: Path, flags: list[str] | None = None) -> Path:
+    """An object of one architecture, in the folder."""
+    target = folder / f"{source.stem}.{architecture}.o"
+    key = compile_key(source, architecture, flags or [])
+    if entry := store.get(key):
+        target.write_bytes(entry.files["o"])
+    else:
+        _output([*command_of(source, architecture, flags or []), "-o", str(target)])
+        store.put(key, source.name, {"o": target.read_bytes()})
+    return target
+
+
+def check_compiles(source: Path, architecture: str, flags: list[str]) -> None:
+    """Raises BuildError where nvcc's front end refuses the source; the assembler does not see it."""
+    number = architecture.removeprefix("sm_")
+    command = command_of(source, architecture, flags)
+    virtual = f"-gencode=arch=compute_{number},code=compute_{number}"
+    _output([*command[:-3], virtual, "-ptx", command[-1], "-o", os.devnull])
+
+
+def package_object(source: Path) -> Path | None:
+    """The package's object, of all its architectures; None where there is none, or only one of older sources."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    ninja = shutil.which("ninja", path=path)
+    if not ninja or not source.is_relative_to(ROOT):
+        return None
+    target = f"CMakeFiles/warpsmith_ops.dir/{source.relative_to(ROOT)}.o"
+    folders = [f.parent for f in (ROOT / "build").glob("*/build.ninja") if (f.parent / target).exists()]
+    for folder in sorted(folders, key=lambda f: -(f / target).stat().st_mtime):
+        known = subprocess.run([ninja, "-t", "deps", target], capture_output=True, text=True, cwd=folder).stdout
+        built = (folder / target).stat().st_mtime_ns
+        included = [folder / line.strip() for line in known.splitlines()[1:] if line.strip()]  # absolute ones stay so
+        if " (VALID)" in known and all(f.exists() and f.stat().st_mtime_ns <= built for f in included):
+            return folder / target
+    return None
+
+
+def extract(object_file: Path, folder: Path) -> dict[str, Path]:
+    """The code of each architecture that an object holds, as files in the folder."""
+    into = Path(tempfile.mkdtemp(dir=folder))
+    _output([str(cuobjdump()), "-xelf", "all", str(object_file.resolve())], into)
+    found = {}
+    for file in into.glob("*.cubin"):
+        if m := re.search(r"\.(sm_\w+)\.cubin$", file.name):
+            found[m[1]] = file
+    return found
+
+
+def listing(kind: str, cubin: Path) -> str:
+    """What cuobjdump prints: kind is "-res-usage", "-elf" or "-sass"."""
+    return _output([str(cuobjdump()), kind, str(cubin)])
