@@ -33,12 +33,13 @@ with warpsmith.distributed.init(device="cpu", timeout_s=60, seed=5) as ctx:
         if target.startswith("socket:["): inodes.add(target[8:-1])
     rows6 = [line.split() for line in open("/proc/self/net/tcp6").readlines()[1:]]
     listening = [r[1].split(":")[0] for r in rows + rows6 if r[3] == "0A" and r[9] in inodes]
-    print(json.dumps({
+    # One write, on a line of its own: the ranks share a pipe.
+    print("\\n" + json.dumps({
         "rank": ctx.rank, "world": ctx.world_size, "local": ctx.local_rank, "device": str(ctx.device),
         "launcher": ctx.launcher, "main": ctx.is_main, "total": int(total), "torch": int(torch.randint(2**60, ())),
         "python": random.random(), "listening": listening, "mesh": mesh and list(mesh.mesh_dim_names),
-    }), flush=True)
-print("group after:", dist.is_initialized(), flush=True)
+    }) + "\\n", end="", flush=True)
+print(f"group after: {dist.is_initialized()}\\n", end="", flush=True)
 """
 
 
