@@ -55,7 +55,7 @@ namespace cross_entropy_detail {
 
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 constexpr int kMaxCluster = 8;                 // largest cluster that every sm_90 grants without opting in
-constexpr int kVectorsOfThread = 16;           // vectors per thread, row in a block or cluster: few threads exchange sums
+constexpr int kVectorsOfThread = 16;           // per thread of a block or cluster: few threads exchange sums
 constexpr int kVectorsOfClusterAlone = 24;     // vectors per thread in a cluster, for 16-bit rows without a loss
 constexpr int kVectorsOfStream = 8;            // vectors per thread in the backward of long rows: two batches of loads
 constexpr int kVectorsOfLane = 8;              // vectors per lane where a warp holds whole rows
