@@ -123,7 +123,7 @@ def first_sentence(thing: object) -> str:
 
 def title(family: str) -> str:
     """A family's name as the title of a page."""
-    words = TITLES.get(family, family)
+    words = re.split("[,:]| with ", TITLES.get(family, family))[0]
     return words[0].upper() + words[1:]
 
 
@@ -139,14 +139,15 @@ def family_page(family: str) -> str:
     import warpsmith
 
     ops = [row.name for row in rows() if row.family == family]
-    lines, modules = [], {}
+    lines = []
+    modules: dict[str, str] = {}
     for op in ops:
         around = [name for name in modules_of(op) if name.startswith("nn.")]
         modules |= dict.fromkeys(around, "autoclass")
-        links = ", ".join(f"{{py:class}}`warpsmith.{name}`" for name in around)
+        links = ", ".join(f"{{py:class}}`~warpsmith.{name}`" for name in around)
         what = first_sentence(getattr(warpsmith, op))
-        lines.append([f"{{py:func}}`warpsmith.{op}`", what, links, f"[{op}](../ops/{op}.md)"])
-    head = table(["function", "what it computes", "module", "tables, speeds, limits"], lines)
+        lines.append([f"{{py:func}}`~warpsmith.{op}`", what, links, f"[{op}](../ops/{op}.md)"])
+    head = table(["function", "what it computes", "module", "limits, speeds"], lines)
     parts = [f"# {title(family)}", head.rstrip("\n"), "## Functions", directives(dict.fromkeys(ops, "autofunction"))]
     if modules:
         members = {f"{name}\n   :show-inheritance:\n   :members: {public(name)}": "autoclass" for name in modules}
@@ -172,14 +173,14 @@ def api_pages() -> dict[str, str]:
     ops = [row.name for row in rows()]
     lines = []
     for row in rows():
-        page = f"[{TITLES.get(row.family, row.family)}]({row.family}.md)"
-        lines.append([f"{{py:func}}`warpsmith.{row.name}`", first_sentence(getattr(warpsmith, row.name)), page])
+        page = f"[{title(row.family)}]({row.family}.md)"
+        lines.append([f"{{py:func}}`~warpsmith.{row.name}`", first_sentence(getattr(warpsmith, row.name)), page])
     others = [n for n in warpsmith.__all__ if n not in ops and callable(getattr(warpsmith, n))]
     kinds = {n: "autoclass" if isinstance(getattr(warpsmith, n), type) else "autofunction" for n in others}
     functions = "# warpsmith: functions\n\n" + table(["function", "what it computes", "page"], lines)
     for n in others:
         role = "class" if kinds[n] == "autoclass" else "func"
-        functions += line([f"{{py:{role}}}`warpsmith.{n}`", first_sentence(getattr(warpsmith, n)), "below"])
+        functions += line([f"{{py:{role}}}`~warpsmith.{n}`", first_sentence(getattr(warpsmith, n)), "below"])
     listing = "\n".join(families)
     functions += f"\n```{{toctree}}\n:hidden:\n\n{listing}\n```\n\n" + directives(kinds)
 
@@ -192,8 +193,8 @@ def api_pages() -> dict[str, str]:
         if f"nn.{name}" not in found:
             raise SystemExit(f"warpsmith.nn.{name}: no op's page names it in its line 'function, module'")
         theirs = f"`torch.nn.{name}`" if hasattr(torch.nn, name) else ""
-        page = f"[{found[f'nn.{name}']}]({found[f'nn.{name}']}.md)"
-        lines.append([f"{{py:class}}`warpsmith.nn.{name}`", first_sentence(module), theirs, page])
+        page = f"[{title(found[f'nn.{name}'])}]({found[f'nn.{name}']}.md)"
+        lines.append([f"{{py:class}}`~warpsmith.nn.{name}`", first_sentence(module), theirs, page])
     nn = with_tables("docs/api/nn.md", ops=table(["module", "what it computes", "takes the place of", "page"], lines))
     return {
         "docs/api/warpsmith.md": functions,
