@@ -289,9 +289,10 @@ def main() -> None:
 
     run = json.loads(newest().read_text())
     rows = run["rows"]
-    memory_curve(rows)
-    attention_by_length(rows, f"{run['environment']['gpu']}, bf16, 16,384 tokens, hidden size 2,048: {newest().name}")
-    beside_rivals([c for c in cells(rows) if on_gpu(c)])
+    gpu, date = run["environment"]["gpu"], run["environment"]["date"][:10]
+    memory_curve(rows, f"{gpu}, {date}")
+    attention_by_length(rows, f"{gpu}, bf16, 16,384 tokens, hidden size 2,048: {newest().name}")
+    beside_rivals([c for c in cells(rows) if on_gpu(c)], f"{gpu}, bf16 where nothing else is said, {date}")
 
 
 if __name__ == "__main__":
