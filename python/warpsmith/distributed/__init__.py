@@ -1,8 +1,19 @@
-"""Training on many ranks, over torch.distributed: launch, data order, gradient reduction."""
+"""Training on many ranks, over torch.distributed: launch, data order, gradient reduction, context parallel."""
 
 from warpsmith.distributed.context import Context, init
+from warpsmith.distributed.context_parallel import context_parallel_attention
 from warpsmith.distributed.hook import accurate_hook
 from warpsmith.distributed.output import RankFilter
 from warpsmith.distributed.sampler import ResumableSampler
+from warpsmith.distributed.sequence import shard_sequence, unshard_sequence
 
-__all__ = ["Context", "RankFilter", "ResumableSampler", "accurate_hook", "init"]
+__all__ = [
+    "Context",
+    "RankFilter",
+    "ResumableSampler",
+    "accurate_hook",
+    "context_parallel_attention",
+    "init",
+    "shard_sequence",
+    "unshard_sequence",
+]
