@@ -72,10 +72,13 @@ template <class Visit> Status for_chunks(const NormTensor* tensors, const ListCh
 
 int32_t norm_chunk_elems_cpu() { return kChunkElems; }
 
-Status grad_norm_cpu(const GradNormParams& p, const Parallel& parallel) {
-  WARPSMITH_RETURN_IF_FAILED(for_chunks(
-      p.tensors, p.chunks, p.chunk_count, parallel,
-      [&](int64_t chunk, const auto* x, int64_t count) { p.partials[chunk] = partial_sum(p.order, x, count); }));
+Status grad_norm_partials_cpu(const GradNormParams& p, const Parallel& parallel) {
+  return for_chunks(p.tensors, p.chunks, p.chunk_count, parallel, [&](int64_t chunk, const auto* x, int64_t count) {
+    p.partials[chunk] = partial_sum(p.order, x, count);
+  });
+}
+
+Status grad_norm_finish_cpu(const GradNormParams& p) {
   double sum = 0;
   for (int64_t i = 0; i < p.chunk_count; ++i) sum = combine(p.order, sum, p.partials[i]);
   *p.power_sum = sum;
@@ -85,6 +88,11 @@ Status grad_norm_cpu(const GradNormParams& p, const Parallel& parallel) {
   else
     *static_cast<float*>(p.norm) = static_cast<float>(norm);
   return {};
+}
+
+Status grad_norm_cpu(const GradNormParams& p, const Parallel& parallel) {
+  WARPSMITH_RETURN_IF_FAILED(grad_norm_partials_cpu(p, parallel));
+  return grad_norm_finish_cpu(p);
 }
 
 Status clip_grads_cpu(const ClipParams& p, const Parallel& parallel) {

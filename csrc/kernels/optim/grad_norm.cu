@@ -21,8 +21,7 @@ Status norm_chunk_elems_cuda(int64_t total_elems, int32_t* chunk_elems) {
   return {};
 }
 
-Status grad_norm_cuda(const GradNormParams& p, void* stream) {
-  if (p.norm_dtype != Dtype::float32) return Status::unsupported("a norm in float64 on CUDA");
+Status grad_norm_partials_cuda(const GradNormParams& p, void* stream) {
   LaunchConfig config;
   WARPSMITH_RETURN_IF_FAILED(one_block_a_chunk(p.chunk_count, &config));
   const auto sums = [&] {
@@ -32,10 +31,20 @@ Status grad_norm_cuda(const GradNormParams& p, void* stream) {
       default: return &grad_norm::partial_sums<NormOrder::infinity>;
     }
   }();
-  WARPSMITH_RETURN_IF_FAILED(launch(sums, config, stream, p));
+  return launch(sums, config, stream, p);
+}
+
+Status grad_norm_finish_cuda(const GradNormParams& p, void* stream) {
+  if (p.norm_dtype != Dtype::float32) return Status::unsupported("a norm in float64 on CUDA");
   LaunchConfig one;
   one.block.x = grad_norm::kFinishThreads;
   return launch(grad_norm::finish, one, stream, p);
+}
+
+Status grad_norm_cuda(const GradNormParams& p, void* stream) {
+  if (p.norm_dtype != Dtype::float32) return Status::unsupported("a norm in float64 on CUDA");
+  WARPSMITH_RETURN_IF_FAILED(grad_norm_partials_cuda(p, stream));
+  return grad_norm_finish_cuda(p, stream);
 }
 
 Status clip_grads_cuda(const ClipParams& p, void* stream) {
