@@ -12,6 +12,8 @@ namespace {
 
 constexpr const char* kNorm = "grad_norm";
 constexpr const char* kClip = "clip_grads";
+constexpr const char* kCheck = "grad_check";
+constexpr const char* kUnscale = "unscale_grads";
 
 NormOrder order_of(const char* op, double p) {
   if (p == 1) return NormOrder::one;
@@ -65,30 +67,90 @@ bool any_double(const Tensors& tensors) {
                      [](const Tensor& t) { return t.scalar_type() == ScalarType::Double; });
 }
 
-std::tuple<Tensor, Tensor> grad_norm(Tensors tensors, double p) {
-  GradNormParams params{};
-  params.order = order_of(kNorm, p);
-  const NormTable table =
-      table_of(kNorm, tensors, [](const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); });
+// The table of a norm, and what it writes.
+struct Norm {
+  NormTable table;
+  Tensor norm, power_sum, partials;
+  GradNormParams params;
+};
+
+Tensor scalar(const char* op, const char* what, bool is_double, const Tensor& like) {
+  return allocate(op, what, nullptr, 0, is_double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), like);
+}
+
+Norm norm_of(const char* op, const Tensors& tensors, double p) {
+  Norm n{};
+  n.params.order = order_of(op, p);
+  n.table = table_of(op, tensors, [](const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); });
   const bool wide = any_double(tensors);
-  const auto scalar = [&](const char* what, bool is_double) {
-    const int32_t dtype = is_double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
-    return allocate(kNorm, what, nullptr, 0, dtype, tensors[0]);
-  };
-  const Tensor norm = scalar("norm", wide), power_sum = scalar("power sum", true);
-  const Tensor partials =
-      allocate_vector(kNorm, "partial sums", table.chunk_count, aoti_torch_dtype_float64(), tensors[0]);
+  n.norm = scalar(op, "norm", wide, tensors[0]);
+  n.power_sum = scalar(op, "power sum", true, tensors[0]);
+  n.partials = allocate_vector(op, "partial sums", n.table.chunk_count, aoti_torch_dtype_float64(), tensors[0]);
+  n.params.tensors = n.table.tensors();
+  n.params.chunks = n.table.chunks();
+  n.params.chunk_count = n.table.chunk_count;
+  n.params.partials = static_cast<double*>(n.partials.mutable_data_ptr());
+  n.params.power_sum = static_cast<double*>(n.power_sum.mutable_data_ptr());
+  n.params.norm = n.norm.mutable_data_ptr();
+  n.params.norm_dtype = wide ? Dtype::float64 : Dtype::float32;
+  return n;
+}
+
+std::tuple<Tensor, Tensor> grad_norm(Tensors tensors, double p) {
+  const Norm n = norm_of(kNorm, tensors, p);
+  run_on(
+      kNorm, tensors[0], [&](void* stream) { return grad_norm_cuda(n.params, stream); },
+      [&](const Parallel& threads) { return grad_norm_cpu(n.params, threads); });
+  return {n.norm, n.power_sum};
+}
+
+// One float32 element on the device of the tensors.
+float* float_of(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
+  check_dtype(op, argument, t, Dtype::float32);
+  check_same_device(op, argument, t, like);
+  if (t.numel() != 1) refuse(op, argument, "one element", shape_text(t));
+  return static_cast<float*>(t.mutable_data_ptr());
+}
+
+int64_t* counts_of(const char* op, const Tensor& t, const Tensors& tensors) {
+  constexpr const char* kArgument = "bad_counts";
+  if (t.scalar_type() != ScalarType::Long) refuse(op, kArgument, "int64", dtype_text(t.scalar_type()));
+  check_shape(op, kArgument, t, {static_cast<int64_t>(tensors.size())});
+  if (t.numel() > 1 && t.stride(0) != 1) refuse(op, kArgument, "adjacent elements", "other strides");
+  check_same_device(op, kArgument, t, tensors[0]);
+  return static_cast<int64_t*>(t.mutable_data_ptr());
+}
+
+std::tuple<Tensor, Tensor, Tensor> grad_check(Tensors tensors, double p, Tensor scale, double max_norm,
+                                              Tensor found_inf, Tensor bad_counts) {
+  if (!(max_norm >= 0)) refuse(kCheck, "max_norm", "a number >= 0", std::to_string(max_norm));
+  const Norm n = norm_of(kCheck, tensors, p);
+  const Tensor grad_scale = scalar(kCheck, "grad_scale", false, tensors[0]);
+  GradCheckParams params{n.params,
+                         float_of(kCheck, "scale", scale, tensors[0]),
+                         max_norm,
+                         static_cast<float*>(grad_scale.mutable_data_ptr()),
+                         float_of(kCheck, "found_inf", found_inf, tensors[0]),
+                         counts_of(kCheck, bad_counts, tensors)};
+  run_on(
+      kCheck, tensors[0], [&](void* stream) { return grad_check_cuda(params, stream); },
+      [&](const Parallel& threads) { return grad_check_cpu(params, threads); });
+  return {n.norm, n.power_sum, grad_scale};
+}
+
+void unscale_grads(Tensors tensors, Tensor inv_scale, Tensor found_inf, Tensor bad_counts) {
+  if (tensors.empty()) refuse(kUnscale, "tensors", "at least one tensor", "none");
+  UnscaleParams params{};
+  params.inv_scale = float_of(kUnscale, "inv_scale", inv_scale, tensors[0]);
+  params.found_inf = float_of(kUnscale, "found_inf", found_inf, tensors[0]);
+  params.bad_counts = counts_of(kUnscale, bad_counts, tensors);
+  const NormTable table = table_of(kUnscale, tensors, [](const Tensor& t) { return t.mutable_data_ptr(); });
   params.tensors = table.tensors();
   params.chunks = table.chunks();
   params.chunk_count = table.chunk_count;
-  params.partials = static_cast<double*>(partials.mutable_data_ptr());
-  params.power_sum = static_cast<double*>(power_sum.mutable_data_ptr());
-  params.norm = norm.mutable_data_ptr();
-  params.norm_dtype = wide ? Dtype::float64 : Dtype::float32;
   run_on(
-      kNorm, tensors[0], [&](void* stream) { return grad_norm_cuda(params, stream); },
-      [&](const Parallel& threads) { return grad_norm_cpu(params, threads); });
-  return {norm, power_sum};
+      kUnscale, tensors[0], [&](void* stream) { return unscale_grads_cuda(params, stream); },
+      [&](const Parallel& threads) { return unscale_grads_cpu(params, threads); });
 }
 
 void clip_grads(Tensors tensors, Tensor norm, double max_norm) {
@@ -112,11 +174,17 @@ void clip_grads(Tensors tensors, Tensor norm, double max_norm) {
 WARPSMITH_SCHEMAS(m) {
   m.def("grad_norm(Tensor[] tensors, float p) -> (Tensor norm, Tensor power_sum)");
   m.def("clip_grads(Tensor(a!)[] tensors, Tensor norm, float max_norm) -> ()");
+  m.def(
+      "grad_check(Tensor[] tensors, float p, Tensor scale, float max_norm, Tensor(a!) found_inf, Tensor(b!) bad_counts)"
+      " -> (Tensor norm, Tensor power_sum, Tensor grad_scale)");
+  m.def("unscale_grads(Tensor(a!)[] tensors, Tensor inv_scale, Tensor(b!) found_inf, Tensor(c!) bad_counts) -> ()");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl("grad_norm", TORCH_BOX(&grad_norm));
   m.impl("clip_grads", TORCH_BOX(&clip_grads));
+  m.impl("grad_check", TORCH_BOX(&grad_check));
+  m.impl("unscale_grads", TORCH_BOX(&unscale_grads));
 }
 
 }  // namespace
