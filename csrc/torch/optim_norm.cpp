@@ -15,6 +15,8 @@ constexpr const char* kPartials = "grad_norm_partials";
 constexpr const char* kFinish = "grad_norm_finish";
 constexpr const char* kChunk = "grad_norm_chunk_elems";
 constexpr const char* kClip = "clip_grads";
+constexpr const char* kCheck = "grad_check";
+constexpr const char* kUnscale = "unscale_grads";
 
 NormOrder order_of(const char* op, double p) {
   if (p == 1) return NormOrder::one;
@@ -74,13 +76,13 @@ bool any_double(const Tensors& tensors) {
                      [](const Tensor& t) { return t.scalar_type() == ScalarType::Double; });
 }
 
+Tensor scalar(const char* op, const char* what, bool is_double, const Tensor& like) {
+  return allocate(op, what, nullptr, 0, is_double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), like);
+}
+
 // A scalar each, which `params` then points to.
 std::tuple<Tensor, Tensor> allocate_results(const char* op, bool wide, const Tensor& like, GradNormParams& params) {
-  const auto scalar = [&](const char* what, bool is_double) {
-    const int32_t dtype = is_double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
-    return allocate(op, what, nullptr, 0, dtype, like);
-  };
-  const Tensor norm = scalar("norm", wide), power_sum = scalar("power sum", true);
+  const Tensor norm = scalar(op, "norm", wide, like), power_sum = scalar(op, "power sum", true, like);
   params.power_sum = static_cast<double*>(power_sum.mutable_data_ptr());
   params.norm = norm.mutable_data_ptr();
   params.norm_dtype = wide ? Dtype::float64 : Dtype::float32;
@@ -99,16 +101,28 @@ Tensor allocate_partials(const char* op, const NormTable& table, const Tensor& l
 
 void* address_to_read(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
 
+// The table of a norm, and what it writes, to which `params` points.
+struct Norm {
+  NormTable table;
+  Tensor norm, power_sum, partials;
+  GradNormParams params;
+};
+
+Norm norm_of(const char* op, const Tensors& tensors, double p) {
+  Norm n{};
+  n.params.order = order_of(op, p);
+  n.table = table_of(op, tensors, address_to_read);
+  std::tie(n.norm, n.power_sum) = allocate_results(op, any_double(tensors), tensors[0], n.params);
+  n.partials = allocate_partials(op, n.table, tensors[0], n.params);
+  return n;
+}
+
 std::tuple<Tensor, Tensor> grad_norm(Tensors tensors, double p) {
-  GradNormParams params{};
-  params.order = order_of(kNorm, p);
-  const NormTable table = table_of(kNorm, tensors, address_to_read);
-  const auto results = allocate_results(kNorm, any_double(tensors), tensors[0], params);
-  const Tensor partials = allocate_partials(kNorm, table, tensors[0], params);
+  const Norm n = norm_of(kNorm, tensors, p);
   run_on(
-      kNorm, tensors[0], [&](void* stream) { return grad_norm_cuda(params, stream); },
-      [&](const Parallel& threads) { return grad_norm_cpu(params, threads); });
-  return results;
+      kNorm, tensors[0], [&](void* stream) { return grad_norm_cuda(n.params, stream); },
+      [&](const Parallel& threads) { return grad_norm_cpu(n.params, threads); });
+  return {n.norm, n.power_sum};
 }
 
 int64_t grad_norm_chunk_elems(Tensor like, int64_t total_elems) { return chunk_elems_of(kChunk, like, total_elems); }
@@ -118,6 +132,7 @@ Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems) {
   params.order = order_of(kPartials, p);
   if (total_elems < 0) refuse(kPartials, "total_elems", "a number >= 0", std::to_string(total_elems));
   const NormTable table = table_of(kPartials, tensors, address_to_read, total_elems);
+  params.norm_dtype = any_double(tensors) ? Dtype::float64 : Dtype::float32;
   const Tensor partials = allocate_partials(kPartials, table, tensors[0], params);
   run_on(
       kPartials, tensors[0], [&](void* stream) { return grad_norm_partials_cuda(params, stream); },
@@ -138,6 +153,55 @@ std::tuple<Tensor, Tensor> grad_norm_finish(Tensor partials, double p, bool wide
       kFinish, partials, [&](void* stream) { return grad_norm_finish_cuda(params, stream); },
       [&](const Parallel&) { return grad_norm_finish_cpu(params); });
   return results;
+}
+
+// One float32 element on the device of the tensors.
+float* float_of(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
+  check_dtype(op, argument, t, Dtype::float32);
+  check_same_device(op, argument, t, like);
+  if (t.numel() != 1) refuse(op, argument, "one element", shape_text(t));
+  return static_cast<float*>(t.mutable_data_ptr());
+}
+
+int64_t* counts_of(const char* op, const Tensor& t, const Tensors& tensors) {
+  constexpr const char* kArgument = "bad_counts";
+  if (t.scalar_type() != ScalarType::Long) refuse(op, kArgument, "int64", dtype_text(t.scalar_type()));
+  check_shape(op, kArgument, t, {static_cast<int64_t>(tensors.size())});
+  if (t.numel() > 1 && t.stride(0) != 1) refuse(op, kArgument, "adjacent elements", "other strides");
+  check_same_device(op, kArgument, t, tensors[0]);
+  return static_cast<int64_t*>(t.mutable_data_ptr());
+}
+
+std::tuple<Tensor, Tensor, Tensor> grad_check(Tensors tensors, double p, Tensor scale, double max_norm,
+                                              Tensor found_inf, Tensor bad_counts) {
+  if (!(max_norm >= 0)) refuse(kCheck, "max_norm", "a number >= 0", std::to_string(max_norm));
+  const Norm n = norm_of(kCheck, tensors, p);
+  const Tensor grad_scale = scalar(kCheck, "grad_scale", false, tensors[0]);
+  GradCheckParams params{n.params,
+                         float_of(kCheck, "scale", scale, tensors[0]),
+                         max_norm,
+                         static_cast<float*>(grad_scale.mutable_data_ptr()),
+                         float_of(kCheck, "found_inf", found_inf, tensors[0]),
+                         counts_of(kCheck, bad_counts, tensors)};
+  run_on(
+      kCheck, tensors[0], [&](void* stream) { return grad_check_cuda(params, stream); },
+      [&](const Parallel& threads) { return grad_check_cpu(params, threads); });
+  return {n.norm, n.power_sum, grad_scale};
+}
+
+void unscale_grads(Tensors tensors, Tensor inv_scale, Tensor found_inf, Tensor bad_counts) {
+  if (tensors.empty()) refuse(kUnscale, "tensors", "at least one tensor", "none");
+  UnscaleParams params{};
+  params.inv_scale = float_of(kUnscale, "inv_scale", inv_scale, tensors[0]);
+  params.found_inf = float_of(kUnscale, "found_inf", found_inf, tensors[0]);
+  params.bad_counts = counts_of(kUnscale, bad_counts, tensors);
+  const NormTable table = table_of(kUnscale, tensors, [](const Tensor& t) { return t.mutable_data_ptr(); });
+  params.tensors = table.tensors();
+  params.chunks = table.chunks();
+  params.chunk_count = table.chunk_count;
+  run_on(
+      kUnscale, tensors[0], [&](void* stream) { return unscale_grads_cuda(params, stream); },
+      [&](const Parallel& threads) { return unscale_grads_cpu(params, threads); });
 }
 
 void clip_grads(Tensors tensors, Tensor norm, double max_norm) {
@@ -166,6 +230,10 @@ WARPSMITH_SCHEMAS(m) {
   m.def("grad_norm_partials(Tensor[] tensors, float p, int total_elems) -> Tensor");
   m.def("grad_norm_finish(Tensor partials, float p, bool wide) -> (Tensor norm, Tensor power_sum)");
   m.def("clip_grads(Tensor(a!)[] tensors, Tensor norm, float max_norm) -> ()");
+  m.def(
+      "grad_check(Tensor[] tensors, float p, Tensor scale, float max_norm, Tensor(a!) found_inf, Tensor(b!) bad_counts)"
+      " -> (Tensor norm, Tensor power_sum, Tensor grad_scale)");
+  m.def("unscale_grads(Tensor(a!)[] tensors, Tensor inv_scale, Tensor(b!) found_inf, Tensor(c!) bad_counts) -> ()");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
@@ -174,6 +242,8 @@ WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl("grad_norm_partials", TORCH_BOX(&grad_norm_partials));
   m.impl("grad_norm_finish", TORCH_BOX(&grad_norm_finish));
   m.impl("clip_grads", TORCH_BOX(&clip_grads));
+  m.impl("grad_check", TORCH_BOX(&grad_check));
+  m.impl("unscale_grads", TORCH_BOX(&unscale_grads));
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ from warpsmith.distributed.hook import _WIRES
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import CUT_ELEMS
 from warpsmith.ops._optim import COUNTER
-from warpsmith.optim._multi_tensor import storage_of
+from warpsmith.optim._precision import storage_of
 from warpsmith.optim._tensor_list import all_params, describe, is_dense
 
 OP = "ShardedOptimizer"
@@ -73,7 +73,7 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
             _check.refuse(OP, argument, "a tensor on the CPU or on CUDA", str(p.device))
         _check.same_device(OP, argument, p, first)
         storage, precision = storage_of(owners[i].get("precision"), p.dtype), owners[i].get("precision")
-        if storage is None or (storage == "float64" and p.device.type != "cpu"):
+        if storage is None or (p.dtype == torch.float64 and p.device.type != "cpu"):
             expected = "a floating dtype" if precision is None else f"a dtype of precision {precision}"
             _check.refuse(OP, argument, expected, _check.dtype_text(p.dtype))
         if not is_dense(p):
