@@ -74,11 +74,7 @@ template <class Visit> Status for_chunks(const NormTensor* tensors, const ListCh
   return {};
 }
 
-double sum_of_chunks(const GradNormParams& p, const Parallel& parallel) {
-  // Every dtype has a loop: this cannot fail.
-  (void)for_chunks(p.tensors, p.chunks, p.chunk_count, parallel, [&](int64_t chunk, const auto* x, int64_t count) {
-    p.partials[chunk] = partial_sum(p.order, x, count);
-  });
+double sum_of_partials(const GradNormParams& p) {
   double sum = 0;
   for (int64_t i = 0; i < p.chunk_count; ++i) sum = combine(p.order, sum, p.partials[i]);
   return sum;
@@ -92,8 +88,14 @@ void add_bad(int64_t bad, int64_t* bad_counts, int32_t tensor) {
 
 int32_t norm_chunk_elems_cpu() { return kChunkElems; }
 
-Status grad_norm_cpu(const GradNormParams& p, const Parallel& parallel) {
-  const double sum = sum_of_chunks(p, parallel);
+Status grad_norm_partials_cpu(const GradNormParams& p, const Parallel& parallel) {
+  return for_chunks(p.tensors, p.chunks, p.chunk_count, parallel, [&](int64_t chunk, const auto* x, int64_t count) {
+    p.partials[chunk] = partial_sum(p.order, x, count);
+  });
+}
+
+Status grad_norm_finish_cpu(const GradNormParams& p) {
+  const double sum = sum_of_partials(p);
   *p.power_sum = sum;
   const double norm = norm_of(sum, p.order);
   if (p.norm_dtype == Dtype::float64)
@@ -101,6 +103,11 @@ Status grad_norm_cpu(const GradNormParams& p, const Parallel& parallel) {
   else
     *static_cast<float*>(p.norm) = static_cast<float>(norm);
   return {};
+}
+
+Status grad_norm_cpu(const GradNormParams& p, const Parallel& parallel) {
+  WARPSMITH_RETURN_IF_FAILED(grad_norm_partials_cpu(p, parallel));
+  return grad_norm_finish_cpu(p);
 }
 
 Status clip_grads_cpu(const ClipParams& p, const Parallel& parallel) {
@@ -115,7 +122,8 @@ Status clip_grads_cpu(const ClipParams& p, const Parallel& parallel) {
 }
 
 Status grad_check_cpu(const GradCheckParams& p, const Parallel& parallel) {
-  const double sum = sum_of_chunks(p.norm, parallel);
+  WARPSMITH_RETURN_IF_FAILED(grad_norm_partials_cpu(p.norm, parallel));
+  const double sum = sum_of_partials(p.norm);
   *p.norm.power_sum = sum;
   const auto decide = [&]<class T>(T* norm) {
     const CheckedNorm<T> checked = check_norm<T>(sum, p.norm.order, *p.scale, p.max_norm);

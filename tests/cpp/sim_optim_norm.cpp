@@ -135,6 +135,43 @@ TEST(norms_of_mixed_dtypes_sizes_and_alignments) {
   for (const NormOrder order : kOrders) n.check(order);
 }
 
+// What ranks that own parts of tensors do: each sums the chunks of its parts, and all add the sums of all chunks.
+TEST(tensors_cut_where_chunks_begin_have_the_norm_of_whole_ones) {
+  const SeedsAtMost few(2);
+  constexpr size_t kCut = 64 * 1024, kElems = 2 * kCut + 777;
+  Norms whole;
+  for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16}) whole.add(dtype, kElems);
+  whole.add(Dtype::float16, 0);
+  whole.build();
+  const int64_t chunk_elems = choose_norm_chunk(2 * kElems, 132);
+  for (const NormOrder order : kOrders)
+    under_every_seed([&] {
+      expect_ok(whole.run(order));
+      Buffer<double> partials(static_cast<size_t>(whole.chunk_count)), power_sum(1);
+      Buffer<float> norm(1);
+      int64_t done = 0;
+      for (const auto& g : whole.grads)
+        for (size_t begin = 0; begin < std::max<size_t>(g->count, 1); begin += kCut) {
+          const auto bytes = static_cast<int64_t>(begin) * (g->dtype == Dtype::float32 ? 4 : 2);
+          std::vector<NormTensor> record{{static_cast<char*>(g->data()) + bytes,
+                                          static_cast<int64_t>(std::min(kCut, g->count - begin)), 0, 0, g->dtype}};
+          const std::vector<int64_t> words = tensor_list_words(record, static_cast<int32_t>(chunk_elems));
+          const int64_t record_words = sizeof(NormTensor) / sizeof(int64_t);
+          const auto chunks = static_cast<int64_t>(words.size()) - record_words;
+          expect_ok(grad_norm_partials_cuda({reinterpret_cast<const NormTensor*>(words.data()),
+                                             reinterpret_cast<const ListChunk*>(words.data() + record_words), chunks,
+                                             partials.data() + done, nullptr, nullptr, Dtype::float32, order},
+                                            nullptr));
+          done += chunks;
+        }
+      expect_equal<int64_t, int64_t>("chunks", done, whole.chunk_count);
+      expect_ok(grad_norm_finish_cuda(
+          {nullptr, nullptr, done, partials.data(), power_sum.data(), norm.data(), Dtype::float32, order}, nullptr));
+      expect_equal("norm", norm[0], whole.norm[0]);
+      expect_equal("power sum", power_sum[0], whole.power_sum[0]);
+    });
+}
+
 TEST(bytes_of_norm_and_clip_are_the_floor) {
   Norms n;
   n.add(Dtype::float32, 8192);

@@ -12,7 +12,16 @@ Status one_block_a_chunk(int64_t chunk_count, LaunchConfig* config) {
   return {};
 }
 
-Status launch_partial_sums(const GradNormParams& p, void* stream) {
+}  // namespace
+
+Status norm_chunk_elems_cuda(int64_t total_elems, int32_t* chunk_elems) {
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  *chunk_elems = static_cast<int32_t>(choose_norm_chunk(total_elems, device.multiprocessors));
+  return {};
+}
+
+Status grad_norm_partials_cuda(const GradNormParams& p, void* stream) {
   if (p.norm_dtype != Dtype::float32) return Status::unsupported("a norm in float64 on CUDA");
   LaunchConfig config;
   WARPSMITH_RETURN_IF_FAILED(one_block_a_chunk(p.chunk_count, &config));
@@ -26,24 +35,20 @@ Status launch_partial_sums(const GradNormParams& p, void* stream) {
   return launch(sums, config, stream, p);
 }
 
-}  // namespace
-
-Status norm_chunk_elems_cuda(int64_t total_elems, int32_t* chunk_elems) {
-  DeviceProperties device;
-  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
-  *chunk_elems = static_cast<int32_t>(choose_norm_chunk(total_elems, device.multiprocessors));
-  return {};
-}
-
-Status grad_norm_cuda(const GradNormParams& p, void* stream) {
-  WARPSMITH_RETURN_IF_FAILED(launch_partial_sums(p, stream));
+Status grad_norm_finish_cuda(const GradNormParams& p, void* stream) {
+  if (p.norm_dtype != Dtype::float32) return Status::unsupported("a norm in float64 on CUDA");
   LaunchConfig one;
   one.block.x = grad_norm::kFinishThreads;
   return launch(grad_norm::finish, one, stream, p);
 }
 
+Status grad_norm_cuda(const GradNormParams& p, void* stream) {
+  WARPSMITH_RETURN_IF_FAILED(grad_norm_partials_cuda(p, stream));
+  return grad_norm_finish_cuda(p, stream);
+}
+
 Status grad_check_cuda(const GradCheckParams& p, void* stream) {
-  WARPSMITH_RETURN_IF_FAILED(launch_partial_sums(p.norm, stream));
+  WARPSMITH_RETURN_IF_FAILED(grad_norm_partials_cuda(p.norm, stream));
   LaunchConfig one, config;
   one.block.x = grad_norm::kFinishThreads;
   WARPSMITH_RETURN_IF_FAILED(launch(grad_norm::finish_check, one, stream, p));

@@ -68,6 +68,12 @@ struct UnscaleParams {
 
 Status grad_norm_cuda(const GradNormParams& params, void* stream);
 Status grad_norm_cpu(const GradNormParams& params, const Parallel& parallel);
+// The two halves of grad_norm, for tensors that lie on several ranks: `partials` from the tensors, and `power_sum` and
+// `norm` from the partials. Neither reads nor writes what belongs to the other.
+Status grad_norm_partials_cuda(const GradNormParams& params, void* stream);
+Status grad_norm_partials_cpu(const GradNormParams& params, const Parallel& parallel);
+Status grad_norm_finish_cuda(const GradNormParams& params, void* stream);
+Status grad_norm_finish_cpu(const GradNormParams& params);
 Status clip_grads_cuda(const ClipParams& params, void* stream);
 Status clip_grads_cpu(const ClipParams& params, const Parallel& parallel);
 Status grad_check_cuda(const GradCheckParams& params, void* stream);

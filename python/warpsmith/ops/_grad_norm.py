@@ -1,4 +1,4 @@
-"""The raw ops of gradient norms, with their fakes."""
+"""The raw ops of gradient norms, with the fakes of those that traced code may call."""
 
 from __future__ import annotations
 
@@ -58,6 +58,27 @@ register_fake("unscale_grads", _fake_unscale)
 def norm_and_power_sum(tensors: Sequence[Tensor], p: float) -> tuple[Tensor, Tensor]:
     """The norm of dense tensors of one device, in float32 (float64 beside a float64 tensor); and its sum in float64."""
     return call_raw(raw.grad_norm.default, list(tensors), p)
+
+
+# What the chunks of a norm begin at in a tensor: all lengths that a chunk may have divide it
+# (csrc/kernels/optim/grad_norm.h). So the chunks of a tensor that is cut there are those of the whole one.
+CUT_ELEMS = {"cpu": 16 * 1024, "cuda": 64 * 1024}
+
+
+def chunk_elems(like: Tensor, total_elems: int) -> int:
+    """The elements of a chunk on the device of ``like``, for so many on all ranks."""
+    elems: int = raw.grad_norm_chunk_elems.default(like, total_elems)
+    return elems
+
+
+def partial_power_sums(tensors: Sequence[Tensor], p: float, total_elems: int) -> Tensor:
+    """The float64 sums of the chunks of dense tensors of one device, of ``total_elems`` on all ranks."""
+    return call_raw(raw.grad_norm_partials.default, list(tensors), p, total_elems)
+
+
+def norm_of_partials(partials: Tensor, p: float, wide: bool) -> tuple[Tensor, Tensor]:
+    """What ``norm_and_power_sum`` gives, from all chunks in order; ``wide``: for a norm in float64."""
+    return call_raw(raw.grad_norm_finish.default, partials, p, wide)
 
 
 def clip_in_place(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
