@@ -166,10 +166,10 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank, world_size):
 
     # Mistakes of one rank: all ranks raise, and none waits for another.
     more = 2 * rank
-    refused(of_one + r"q: expected float32 \(1, 4, 2, 16\), as rank 0 has, got float32 \(1, 6", *heads(4 + more, 2))
+    refused(of_one + r"q: expected float32 \(1, 4, 2, 16\), as on rank 0, got float32 \(1, 6", *heads(4 + more, 2))
     refused(of_one + "q: expected float32", *(t.to((torch.float32, torch.float64)[rank]) for t in heads(4, 2)))
     refused(of_one + "k: expected 4 tokens", heads(4, 2)[0], *heads(4 + more, 2)[1:])
-    refused(of_one + "mode: expected ring, as rank 0 has", *heads(4, 2), mode=("ring", "ulysses")[rank])
+    refused(of_one + "mode: expected ring, as on rank 0", *heads(4, 2), mode=("ring", "ulysses")[rank])
     refused(of_one + "window_size: expected", *heads(4, 2), causal=rank == 1)
     assert context_parallel_attention(*heads(4, 2)).shape == (1, 4, 2, HEAD_DIM)  # and the group still works
 
