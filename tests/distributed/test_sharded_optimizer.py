@@ -95,10 +95,11 @@ def test_unused_parameters(rank, world_size, stage):
 
 @multirank(4, timeout_s=200)
 @pytest.mark.parametrize("unscale", [False, True])
-def test_under_a_grad_scaler(rank, world_size, unscale):
-    """torch's, which looks for infinite gradients in param_groups: one rank's overflow must be seen by all."""
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, warpsmith.amp.GradScaler], ids=["torch", "warpsmith"])
+def test_under_a_grad_scaler(rank, world_size, kind, unscale):
+    """They look for infinite gradients in param_groups: one rank's overflow must be seen by all."""
     pair = Pair(rank, None, stage=2, params=WIDE, bucket_cap_mb=0.05)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3) for _ in range(2)]
+    scalers = [kind("cpu", init_scale=2.0**8, growth_interval=3) for _ in range(2)]
     models, optimizers = (pair.ours, pair.theirs), (pair.sharded, pair.plain)
     scales = []
     for step in range(12):
@@ -107,10 +108,15 @@ def test_under_a_grad_scaler(rank, world_size, unscale):
             x[0] = float("inf")
         for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
             scaler.scale(model(x)).backward()
-            if unscale:
+            if unscale and (kind is torch.amp.GradScaler or optimizer is pair.plain):
                 scaler.unscale_(optimizer)
         if unscale and step not in (0, 6):
-            pair.clip(0.5)
+            if kind is torch.amp.GradScaler:
+                pair.clip(0.5)
+            else:  # a clip_ that knew only the fragments of this rank would find another norm
+                in_order = [p for group in pair.plain.param_groups for p in group["params"]]
+                norms = scalers[0].clip_(pair.sharded, 0.5), warpsmith.optim.clip_grad_norm_(in_order, 0.5)
+                assert torch.equal(*norms)
         for optimizer, scaler in zip(optimizers, scalers, strict=True):
             scaler.step(optimizer)
             scaler.update()

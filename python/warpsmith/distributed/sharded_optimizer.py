@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -151,6 +152,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._tensors = [
             flat(self._params[f.param].detach())[f.start : f.start + f.count] for f in self._shards.fragments
         ]
+        before = [0, *itertools.accumulate(p.numel() for p in whole)]
+        for f, tensor in zip(self._shards.fragments, self._tensors, strict=True):  # for bits drawn by element
+            tensor.first_element = before[self._trainable[f.param]] + f.start  # type: ignore[attr-defined]
         self._flag = torch.zeros((), dtype=torch.float32, device=self._params[0].device)
         self._inner: Any = optimizer_class(self._fragment_groups(), **defaults)
         self._consolidated: States | None = None
