@@ -148,7 +148,7 @@ def test_a_divisor_of_the_user_is_kept():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_unscale_rounds_once(dtype):
-    """bfloat16 too, which torch's refuses on CUDA; any strides, an empty tensor, zeros without memory."""
+    """bfloat16 too, which torch's refuses on CUDA; any strides, an empty tensor, one with the negative bit."""
     generator, scale = torch.Generator().manual_seed(0), 3000.0
     shapes = [(7, 5), (0,), (), (40_001,), (6, 10)]
     params = [nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes]
@@ -157,7 +157,9 @@ def test_unscale_rounds_once(dtype):
     params[-1].grad = params[-1].grad.t().contiguous().t()
     gaps = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
     gaps.grad = torch.randn(3, 4, generator=generator).to(dtype)[:, ::2]
-    params.append(gaps)
+    negative = nn.Parameter(torch.zeros(5, dtype=dtype))
+    negative.grad = torch._neg_view(torch.randn(5, generator=generator).to(dtype))
+    params += [gaps, negative]
     expected = [(p.grad.double() * (torch.tensor(1.0) / scale).double()).to(dtype) for p in params]
     optimizer, scaler = torch.optim.SGD(params), ours(init_scale=scale)
     scaler.scale(torch.ones(()))
@@ -193,6 +195,14 @@ def test_sparse_gradients():
             scaler.update()
         assert scaler.get_scale() == 512.0
     assert_close(models[0].weight, models[1].weight)
+
+
+def test_a_sparse_gradient_whose_summands_alone_are_finite_is_bad():
+    model, scaler = nn.Embedding(4, 1, sparse=True), ours(init_scale=1.0)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
+    scaler.scale(model(torch.tensor([1, 1])).sum() * 3e38).backward()
+    scaler.step(optimizer)
+    assert bitwise_equal(model.weight.detach(), before) and scaler.overflow(optimizer).bad_values == 1
 
 
 def test_constructor_and_states_are_torchs_both_ways():

@@ -274,11 +274,15 @@ def test_two_optimizers_skip_alone_and_share_the_scale():
     assert scaler.get_scale() == 512.0 and scaler.skipped_steps == 1 and scaler.last_skipped
 
 
-def test_flags_that_others_reduced_are_obeyed():
+@pytest.mark.parametrize("clip", [False, True])
+def test_flags_that_others_reduced_are_obeyed(clip):
     """Code for tensor parallelism adds up found_inf over ranks between unscale_ and step."""
     p, optimizer, scaler = one([1.0, 2.0])
-    for flag in scaler._check_inf_per_device(optimizer).values():
+    scaler.unscale_(optimizer)
+    for flag in scaler._found_inf_per_device(optimizer).values():
         flag.add_(2)
+    if clip:
+        scaler.clip_(optimizer, 1.0)
     scaler.step(optimizer)
     assert not p.any() and scaler.skipped_steps == 1
     scaler.update()
