@@ -170,7 +170,7 @@ def test_norms(rank, world_size, norm_type):
             pair.sharded.clip_grad_norm_(-1)
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_parameters_without_elements(rank, world_size):
     """They take part: in the order of chunks, which is part of a norm on CUDA, each has an empty one."""
     empty = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((0,), (3, 0))]
@@ -185,7 +185,7 @@ def test_parameters_without_elements(rank, world_size):
         assert list(sharded.state_dict()["state"]) == [1]
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_the_reduction_begins_during_the_backward(rank, world_size):
     layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
     with torch.no_grad():
@@ -199,7 +199,7 @@ def test_the_reduction_begins_during_the_backward(rank, world_size):
     assert sent == [4]  # of layers 5 to 2; those of 1 and 0 are to come
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_each_rank_holds_a_part_of_the_states(rank, world_size):
     pair = Pair(rank, None, params=[(torch.float32, (50_001,), None)] * 8, stage=2)
     pair.backward(0)
@@ -212,7 +212,7 @@ def test_each_rank_holds_a_part_of_the_states(rank, world_size):
     assert total == 400_008
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_an_optimizer_that_is_gone_reduces_no_more(rank, world_size):
     model = Uneven(SMALL)
     first = warpsmith.distributed.ShardedOptimizer(model.parameters(), warpsmith.optim.SGD)
