@@ -165,6 +165,21 @@ def test_norms(rank, world_size, norm_type):
 
 
 @multirank(4)
+def test_parameters_without_elements(rank, world_size):
+    """They take part: in the order of chunks, which is part of a norm on CUDA, each has an empty one."""
+    empty = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((0,), (3, 0))]
+    full = torch.nn.Parameter(torch.ones(20_000))
+    sharded = warpsmith.distributed.ShardedOptimizer([empty[0], full, empty[1]], warpsmith.optim.AdamW)
+    (full.sum() + sum(p.sum() for p in empty)).backward()
+    assert sharded.clip_grad_norm_(1.0) == warpsmith.optim.grad_norm([full])
+    assert len(sharded._norm._chunk_order()[2]) == 4
+    sharded.step()
+    sharded.consolidate_state_dict()
+    if rank == 0:
+        assert list(sharded.state_dict()["state"]) == [1]
+
+
+@multirank(4)
 def test_the_reduction_begins_during_the_backward(rank, world_size):
     layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
     with torch.no_grad():

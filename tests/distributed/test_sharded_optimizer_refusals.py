@@ -177,6 +177,9 @@ def test_arguments(rank, world_size):
     refused("a parameter that requires a gradient, got none", [torch.nn.Parameter(torch.zeros(2), requires_grad=False)])
     refused("elements without gaps or overlap, got strides", [torch.nn.Parameter(torch.zeros(4, 4)[:, :2])])
     refused("float32 or float64|a dtype of precision", [torch.nn.Parameter(torch.zeros(2))], precision="bf16")
+    group = dist.new_group([0, 1])
+    if rank >= 2:
+        refused(rf"process_group: expected a group with this rank, {rank}, got one without", process_group=group)
     refused("a tensor on the CPU or on CUDA, got meta", [torch.nn.Parameter(torch.zeros(2, device="meta"))])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from warpsmith import optim
 from warpsmith.distributed.agreement import fingerprints
@@ -113,7 +114,10 @@ def check_state(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, An
                 _check.refuse(f"{OP}.load_state_dict", argument, f"shape {tuple(p.shape)}", str(tuple(value.shape)))
 
 
-def require_group() -> None:
-    """Raises RuntimeError where torch.distributed has no process group."""
+def require_group(group: ProcessGroup | None) -> None:
+    """Raises RuntimeError where torch.distributed has no process group, ValueError where this rank is not in it."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise RuntimeError(f"{OP}: expected a process group: call warpsmith.distributed.init() first")
+    if torch.distributed.get_rank(group) < 0:
+        rank = torch.distributed.get_rank()
+        _check.refuse(OP, "process_group", f"a group with this rank, {rank}", "one without: make it on its ranks only")

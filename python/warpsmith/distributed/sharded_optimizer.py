@@ -113,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         find_unused_parameters: bool = False,
         **defaults: Any,
     ) -> None:
-        checks.require_group()
+        checks.require_group(process_group)
         self.process_group, self.stage = process_group, stage
         rank, world_size = rank_and_size(process_group)
         given = {"stage": stage, "wire": wire, "bucket_cap_mb": bucket_cap_mb, "unused": find_unused_parameters}

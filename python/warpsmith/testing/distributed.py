@@ -30,6 +30,7 @@ class InjectedFault(RuntimeError):
     """What the fault ``exception`` raises.
 
     Example:
+        >>> import torch
         >>> with fault("exception", rank=0):
         ...     torch.distributed.barrier()
         Traceback (most recent call last):
