@@ -6,8 +6,7 @@ import pytest
 import torch
 import warpsmith
 from torch import nn
-from warpsmith import _C
-from warpsmith.optim import _eight_bit
+from warpsmith.reference.quantize_blockwise import dequantize_blockwise, dynamic_map, quantize_blockwise
 from warpsmith.testing import bitwise_equal, cpu_threads
 
 from .adamw_runs import assert_same_bits, make_params, run, set_grads, states_of
@@ -22,24 +21,37 @@ KINDS = [
 LR = 1e-2
 SHAPES = [(4096,), (5000,), (70, 100), (10,), ()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROWS = {"AdamW": "adamw", "Adam": "adam", "Lion": "lion", "SGD": "sgd"}
 
 
-def dynamic_map(signed):
-    """As bitsandbytes makes it, in float64."""
+def decoded(state):
+    """A parameter's state in float32."""
+    if "scales" not in state:
+        return dict(state)
+    names = [name for name in state if name not in ("step", "scales")]
+    values = [
+        dequantize_blockwise(state[name], scales, name != "exp_avg_sq")
+        for name, scales in zip(names, state["scales"], strict=True)
+    ]
+    return {**{n: v for n, v in state.items() if n == "step"}, **dict(zip(names, values, strict=True))}
+
+
+def encoded(state):
+    pairs = {n: quantize_blockwise(v, n != "exp_avg_sq") for n, v in state.items() if n != "step"}
+    scales = torch.stack([scales for _, scales in pairs.values()])
+    return {**state, **{name: codes for name, (codes, _) in pairs.items()}, "scales": scales}
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_the_map_is_the_dynamic_one(signed):
+    """As bitsandbytes makes it."""
     values = [0.0, 1.0]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2**i * (1 if signed else 2) + 1, dtype=torch.float64)
         middles = 10.0 ** (i - 6) * (edges[:-1] + edges[1:]) / 2
         values += middles.tolist() + ((-middles).tolist() if signed else [])
-    return torch.tensor(sorted(values), dtype=torch.float64)
-
-
-@pytest.mark.parametrize("signed", [False, True])
-def test_the_map_is_the_dynamic_one(signed):
-    ours = torch.tensor(_C.DYNAMIC_MAPS[signed])
-    assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours.double(), dynamic_map(signed), rtol=2**-23, atol=0)
+    ours = dynamic_map(signed)
+    assert ours.shape == (256,)
+    torch.testing.assert_close(ours.double(), torch.tensor(sorted(values), dtype=torch.float64), rtol=2**-23, atol=0)
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -47,15 +59,35 @@ def test_codes_are_the_nearest(signed):
     value = torch.randn(3000, generator=torch.Generator().manual_seed(0)) ** 5
     value = value if signed else value.abs()
     value[256:512] = 0
-    codes, scales = _eight_bit.encode(value, signed)
+    codes, scales = quantize_blockwise(value, signed)
     per_element = scales.repeat_interleave(256)[:3000]
     assert bitwise_equal(scales, torch.stack([part.abs().max() for part in value.split(256)]))
     x = torch.where(per_element == 0, 0, value.double() / per_element.double())
-    distances = (x[:, None] - dynamic_map(signed)).abs()
+    distances = (x[:, None] - dynamic_map(signed).double()).abs()
     chosen = distances.gather(1, codes.long()[:, None])[:, 0]
     kept_from_zero = (codes == 1) & (x > 0) & (not signed)
     assert bool(((chosen <= distances.min(1).values + 1e-6) | kept_from_zero).all())
-    assert not bool(((codes == 0) & (x > 0)).any()) or signed
+    assert signed or not bool(((codes == 0) & (x > 0)).any())
+
+
+def test_every_code_has_its_value_and_floats_become_codes():
+    p = nn.Parameter(torch.zeros(4096))
+    optimizer = warpsmith.optim.Adam([p], precision="8bit")
+    run(optimizer, [p], 1)
+    state = optimizer.state[p]
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name].copy_(torch.arange(4096) % 256)
+    state["scales"].copy_(torch.rand(2, 16))
+    floats = warpsmith.optim.float32_states(optimizer.state_dict())
+    assert_same_bits([floats["state"][0]], [decoded(state)])
+    floats["param_groups"][0]["precision"] = "8bit"
+    again = warpsmith.optim.Adam([nn.Parameter(p.detach().clone())], precision="8bit")
+    values = torch.randn(2, 4096, generator=torch.Generator().manual_seed(1)) ** 3
+    floats["state"][0].update(exp_avg=values[0], exp_avg_sq=values[1].abs())
+    again.load_state_dict(copy.deepcopy(floats))
+    (loaded,) = again.state.values()
+    expected = encoded(floats["state"][0])
+    assert all(bitwise_equal(loaded[n], expected[n]) for n in ("exp_avg", "exp_avg_sq", "scales"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -65,12 +97,10 @@ def test_a_step_is_that_of_float32_states_then_encoded(options, dtype):
     params = make_params(dtype, shapes=SHAPES)
     optimizer = options.ours(params, lr=LR, precision="8bit")
     run(optimizer, params, 5)
-    row = ROWS[options.name]
     wide = [nn.Parameter(p.detach().float()) for p in params]
     plain = options.ours(wide, lr=LR)
     for p, w in zip(params, wide, strict=True):
-        decoded = _eight_bit.decoded_state(copy.deepcopy(optimizer.state[p]), row)
-        plain.state[w] = decoded
+        plain.state[w] = decoded(copy.deepcopy(optimizer.state[p]))
     set_grads(params, 7)
     for p, w in zip(params, wide, strict=True):
         w.grad = p.grad.float()
@@ -78,7 +108,7 @@ def test_a_step_is_that_of_float32_states_then_encoded(options, dtype):
     plain.step()
     for p, w in zip(params, wide, strict=True):
         assert bitwise_equal(p.detach(), w.detach().to(dtype))
-        expected = _eight_bit.encoded_state(plain.state[w], row) if p.numel() >= 4096 else plain.state[w]
+        expected = encoded(plain.state[w]) if p.numel() >= 4096 else plain.state[w]
         assert optimizer.state[p].keys() == expected.keys()
         for name, value in optimizer.state[p].items():
             assert value.dtype == (torch.float32 if name in ("scales", "step") or p.numel() < 4096 else torch.uint8)
@@ -169,10 +199,10 @@ def test_states_go_to_torch_and_come_from_there(options):
     optimizer = options.ours(params, lr=LR, precision="8bit")
     run(optimizer, params, 3)
     saved = copy.deepcopy(optimizer.state_dict())
-    decoded = warpsmith.optim.float32_states(saved)
+    floats = warpsmith.optim.float32_states(saved)
     theirs = copy.deepcopy(params)
     b = options.ours(theirs, lr=LR) if options is LION else options.theirs(theirs, lr=LR)
-    b.load_state_dict(copy.deepcopy(decoded))
+    b.load_state_dict(copy.deepcopy(floats))
     run(b, theirs, 1, first=3)
     run(optimizer, params, 1, first=3)
     for p, q in zip(params, theirs, strict=True):  # the same step, but for the order of float32 operations
@@ -185,7 +215,7 @@ def test_states_go_to_torch_and_come_from_there(options):
     for p, q in zip(a.param_groups[0]["params"], theirs, strict=True):
         expected = dict(b.state[q])
         if q.numel() >= 4096:
-            expected = _eight_bit.encoded_state(expected, ROWS[options.name])
+            expected = encoded(expected)
         assert_same_bits(
             [{n: a.state[p][n] for n in expected if n != "step"}], [{n: v for n, v in expected.items() if n != "step"}]
         )

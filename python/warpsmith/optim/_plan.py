@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from warpsmith.ops._optim import COUNTER, SCALES, index_of, optim_pointers, opti
 from warpsmith.optim import _tensor_list as lists
 from warpsmith.optim._precision import EXTRA_DTYPES, Storage
 
-if TYPE_CHECKING:
-    from warpsmith.optim._multi_tensor import MultiTensorOptimizer
+Optimizer = Any  # a MultiTensorOptimizer, which imports this module
 
 
 class Kind(NamedTuple):
@@ -83,7 +82,7 @@ class Plan:
     that it touches is therefore that of living tensors.
     """
 
-    def __init__(self, optimizer: MultiTensorOptimizer, active: list[int]) -> None:
+    def __init__(self, optimizer: Optimizer, active: list[int]) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         params = lists.all_params(groups)
         owners = [g for g, group in enumerate(groups) for _ in group["params"]]
@@ -116,7 +115,7 @@ class Plan:
         tensors = [s[name] for s in states for name in self.state_names if name in s]
         self.held = [lists.local(t).detach() for t in [*self.active_params, *tensors]]
 
-    def look(self, optimizer: MultiTensorOptimizer) -> bool:
+    def look(self, optimizer: Optimizer) -> bool:
         """Whether the tables hold. Then the columns of gradient addresses are those of now. Raises if a gradient does
         not fit."""
         groups = optimizer.param_groups
