@@ -69,7 +69,9 @@ Status attention_backward_supported_portable(const AttentionBwdParams& x) {
 
 int64_t attention_backward_workspace_portable(const AttentionBwdParams& x) {
   using namespace attention;
-  return row_tiles(x.problem, false, kStatisticsQueries) * x.problem.heads_q * kStatistics * 4;
+  const int64_t statistics = row_tiles(x.problem, false, kStatisticsQueries) * kStatistics;
+  const int64_t blocks = row_tiles(x.problem, false, kPortableBackward[tile_of(x.problem)].rows);
+  return (statistics + blocks) * x.problem.heads_q * 4;
 }
 
 Status attention_forward_portable(const AttentionFwdParams& p, void* stream) {
