@@ -53,22 +53,36 @@ def run(device, options):
     return rows
 
 
-def plot(found, shape, path):
+def plot(found, shape, path, rivals=(), where=""):
+    """found: the tuples of points(). rivals: (name, milliseconds, megabytes). where: the GPU, for the title."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 4))
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5))
     for dtype in dict.fromkeys(p[0] for p in found):
         line = [p for p in found if p[0] == dtype]
-        axes.plot([p[3] / 1e3 for p in line], [p[2] for p in line], marker="o", label=f"weight gradient in {dtype}")
+        label = f"Warpsmith, weight gradient in {dtype}; figures: chunks"
+        axes.plot([p[3] / 1e3 for p in line], [p[2] for p in line], marker="o", markersize=5, label=label)
+        upright = max(p[3] for p in line) < 1.01 * min(p[3] for p in line)  # the points lie above each other
         for _, chunks, ms, megabytes in line:
-            axes.annotate(str(chunks), (megabytes / 1e3, ms), textcoords="offset points", xytext=(4, 4))
+            offset, side = ((6, -3), "left") if upright else ((3, 5), "left")
+            below = upright and chunks == min(p[1] for p in line)
+            at = (6, -9) if below else offset
+            axes.annotate(
+                str(chunks), (megabytes / 1e3, ms), textcoords="offset points", xytext=at, ha=side, fontsize=9
+            )
+    for (name, ms, megabytes), marker in zip(rivals, "sD^vPX", strict=False):
+        at = megabytes / 1e3, ms
+        axes.plot(*at, linestyle="", marker=marker, color="#5f6368", markerfacecolor="none", markersize=9)
+        axes.annotate(name, at, textcoords="offset points", xytext=(0, -19), ha="center", color="#5f6368", fontsize=9)
     axes.set(xlabel="memory above the inputs, GB", ylabel="forward and backward, ms")
-    axes.set_ylim(bottom=0)
-    axes.set_title(" x ".join(map(str, shape)) + ", bf16, by number of chunks")
-    axes.legend()
+    axes.set_xlim(left=0, right=1.12 * max([p[3] for p in found] + [r[2] for r in rivals]) / 1e3)
+    axes.set_ylim(bottom=0, top=1.3 * max([p[2] for p in found] + [r[1] for r in rivals]))
+    title = f"linear_cross_entropy, {' x '.join(map(str, shape))} (tokens x width x classes), bf16"
+    axes.set_title(title + (f"\n{where}" if where else ""), fontsize=10)
+    axes.legend(loc="upper right", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -42,19 +42,22 @@ def cases(device, quick):
     return {"2.0e7 in 52": gpt_shapes(4, 512, 12576, 1024), "500 x 4096": [(4096,)] * 500}
 
 
-# {precision: (dtype of the parameters, bytes of a parameter, of a state and of a master)}.
+# {precision: (dtype of the parameters, bytes of a parameter, of a state, of a master, of what rounding drops)}.
 PRECISIONS = {
-    "fp32": (torch.float32, 4, 4, 0),
-    "bf16": (torch.bfloat16, 2, 2, 0),
-    "master": (torch.bfloat16, 2, 4, 4),
-    "bf16_states": (torch.float32, 4, 2, 0),
+    "fp32": (torch.float32, 4, 4, 0, 0),
+    "bf16": (torch.bfloat16, 2, 2, 0, 0),
+    "master": (torch.bfloat16, 2, 4, 4, 0),
+    "bf16_states": (torch.float32, 4, 2, 0, 0),
+    "bf16_sr": (torch.bfloat16, 2, 2, 0, 0),
+    "bf16_kahan": (torch.bfloat16, 2, 2, 0, 2),
+    "remainder": (torch.bfloat16, 2, 4, 0, 2),
 }
 
 
 def floor_bytes(precision, states):
     """Of one parameter: the gradient, the parameter or its master and the states read; all but the gradient written."""
-    _, param, state, master = PRECISIONS[precision]
-    return param + (master or param) + states * state + param + master + states * state
+    _, param, state, master, dropped = PRECISIONS[precision]
+    return param + (master or param) + param + master + 2 * (dropped + states * state)
 
 
 def run(row, device, options):

@@ -1,5 +1,7 @@
 """Sphinx: `make docs`. Markdown by MyST, the API from the docstrings of the installed package."""
 
+import importlib
+
 import warpsmith
 import warpsmith.testing
 
@@ -8,24 +10,47 @@ author = "the Warpsmith authors"
 copyright = "the Warpsmith authors, Apache-2.0"
 version = release = warpsmith.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature's place is for names and defaults; docstrings say dtypes and shapes
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88  # longer signatures have a line for each argument
 napoleon_numpy_docstring = False
+autosummary_generate = False
 
-html_theme = "alabaster"
-html_theme_options = {
-    "description": "Fused operators for PyTorch training",
-    "fixed_sidebar": True,
-    "page_width": "1100px",
-}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+html_title = f"Warpsmith {release}"
 html_show_sourcelink = False
 
 # Its names are imported at first use; autodoc lists what is there.
 for name in warpsmith.testing.__all__:
     getattr(warpsmith.testing, name)
+
+
+def with_summary(app, what, name, obj, options, lines):
+    """Puts a table of a module's names on top of its members."""
+    if what == "module" and len(getattr(obj, "__all__", [])) > 1:
+        names = [n for n in obj.__all__ if callable(getattr(importlib.import_module(name), n))]
+        lines += ["", ".. autosummary::", "   :nosignatures:", "", *(f"   {n}" for n in names), ""]
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", with_summary)

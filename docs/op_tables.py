@@ -1,5 +1,5 @@
 """Writes the tables of ops and optimizers from the families' rows and their pages: in README.md, docs/ops/index.md,
-docs/optim/index.md and docs/api/warpsmith.md.
+docs/optim/index.md, docs/design/index.md and docs/api.
 
     python docs/op_tables.py           # writes them
     python docs/op_tables.py --check   # says which are not what it would write
@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.families import optimizers, rows  # noqa: E402
 
-MARKS = {name: (f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n") for name in ("ops", "optimizers")}
+MARKS = {name: (f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n") for name in ("ops", "optimizers", "notes")}
 OF_AN_OPTIMIZER = ("class", "as in torch", "states", "options", "bytes a parameter", "beside torch's")
 NEEDED = ("C++", "dtypes", "derivatives", "compile, export", "CUDA graphs", "forward", "backward")
 
@@ -67,7 +67,7 @@ def readme_table() -> str:
         families.setdefault(row.family, []).append(row.name)
     lines = []
     for family, ops in families.items():
-        modules = [name for op in ops for name in re.findall(r"`warpsmith\.((?:nn|optim)\.\w+)`", facts(op)["names"])]
+        modules = [name for op in ops for name in modules_of(op)]
         links = ", ".join(f"[`{op}`](docs/ops/{op}.md)" for op in ops)
         lines.append([TITLES.get(family, family), links, ", ".join(f"`{m}`" for m in dict.fromkeys(modules))])
     return table(["what", "ops: `warpsmith.<op>`, and C++", "modules"], lines)
@@ -107,15 +107,132 @@ def optimizer_table(columns: tuple[str, ...], folder: str) -> str:
     return table(["class", *columns], lines)
 
 
-def api_page() -> str:
-    """Every op, and what else the package exports but modules."""
+def modules_of(op: str) -> list[str]:
+    """The modules that an op's page names: ``nn.RMSNorm``."""
+    return re.findall(r"`warpsmith\.((?:nn|optim)\.\w+)`", facts(op)["names"])
+
+
+def first_sentence(thing: object) -> str:
+    """The first sentence of a docstring, for a cell of Markdown."""
+    import inspect
+
+    text = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`").replace("|", "\\|")
+    return re.split(r"(?<=\.)\s", text)[0].rstrip(".:")
+
+
+def title(family: str) -> str:
+    """A family's name as the title of a page."""
+    words = re.split("[,:]| with ", TITLES.get(family, family))[0]
+    return words[0].upper() + words[1:]
+
+
+def directives(kind_of: dict[str, str]) -> str:
+    """{name: autodoc's kind} as one block."""
+    return (
+        "```{eval-rst}\n" + "\n\n".join(f".. {kind}:: warpsmith.{name}" for name, kind in kind_of.items()) + "\n```\n"
+    )
+
+
+def family_page(family: str) -> str:
+    """The reference of a family: a table, then its ops and their modules with signature and docstring."""
     import warpsmith
 
+    ops = [row.name for row in rows() if row.family == family]
+    lines = []
+    modules: dict[str, str] = {}
+    for op in ops:
+        around = [name for name in modules_of(op) if name.startswith("nn.")]
+        modules |= dict.fromkeys(around, "autoclass")
+        links = ", ".join(f"{{py:class}}`~warpsmith.{name}`" for name in around)
+        what = first_sentence(getattr(warpsmith, op))
+        lines.append([f"{{py:func}}`~warpsmith.{op}`", what, links, f"[{op}](../ops/{op}.md)"])
+    head = table(["function", "what it computes", "module", "limits, speeds"], lines)
+    parts = [f"# {title(family)}", head.rstrip("\n"), "## Functions", directives(dict.fromkeys(ops, "autofunction"))]
+    if modules:
+        members = {f"{name}\n   :show-inheritance:\n   :members: {public(name)}": "autoclass" for name in modules}
+        parts += ["## Modules", directives(members)]
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def public(name: str) -> str:
+    """The documented methods that a module itself defines, but for torch's own names."""
+    import warpsmith
+
+    module = getattr(warpsmith.nn, name.removeprefix("nn."))
+    own = [n for n, member in vars(module).items() if not n.startswith("_") and callable(member) and member.__doc__]
+    return ", ".join(n for n in own if n not in ("reset_parameters", "extra_repr"))
+
+
+def api_pages() -> dict[str, str]:
+    """The reference: all functions by family, all modules beside torch's, and a page for each family."""
+    import torch
+    import warpsmith
+
+    families = list(dict.fromkeys(row.family for row in rows() if row.family != "optim"))
     ops = [row.name for row in rows()]
+    lines = []
+    for row in rows():
+        page = f"[{title(row.family)}]({row.family}.md)"
+        lines.append([f"{{py:func}}`~warpsmith.{row.name}`", first_sentence(getattr(warpsmith, row.name)), page])
     others = [n for n in warpsmith.__all__ if n not in ops and callable(getattr(warpsmith, n))]
     kinds = {n: "autoclass" if isinstance(getattr(warpsmith, n), type) else "autofunction" for n in others}
-    entries = [f".. autofunction:: warpsmith.{op}" for op in ops] + [f".. {kinds[n]}:: warpsmith.{n}" for n in others]
-    return "# warpsmith\n\n```{eval-rst}\n" + "\n\n".join(entries) + "\n```\n"
+    functions = "# warpsmith: functions\n\n" + table(["function", "what it computes", "page"], lines)
+    for n in others:
+        role = "class" if kinds[n] == "autoclass" else "func"
+        functions += line([f"{{py:{role}}}`~warpsmith.{n}`", first_sentence(getattr(warpsmith, n)), "below"])
+    listing = "\n".join(families)
+    functions += f"\n```{{toctree}}\n:hidden:\n\n{listing}\n```\n\n" + directives(kinds)
+
+    lines = []
+    found = {name: row.family for row in reversed(rows()) for name in modules_of(row.name) if name.startswith("nn.")}
+    for name in warpsmith.nn.__all__:
+        module = getattr(warpsmith.nn, name)
+        if not isinstance(module, type):
+            continue
+        if f"nn.{name}" not in found:
+            raise SystemExit(f"warpsmith.nn.{name}: no op's page names it in its line 'function, module'")
+        theirs = f"`torch.nn.{name}`" if hasattr(torch.nn, name) else ""
+        page = f"[{title(found[f'nn.{name}'])}]({found[f'nn.{name}']}.md)"
+        lines.append([f"{{py:class}}`~warpsmith.nn.{name}`", first_sentence(module), theirs, page])
+    nn = with_tables("docs/api/nn.md", ops=table(["module", "what it computes", "takes the place of", "page"], lines))
+    return {
+        "docs/api/warpsmith.md": functions,
+        "docs/api/nn.md": nn,
+        **{f"docs/api/{family}.md": family_page(family) for family in families},
+    }
+
+
+def notes() -> dict[str, dict[str, str]]:
+    """{a note of docs/design: the lines of its summary, and its title}."""
+    found = {}
+    for path in sorted((ROOT / "docs/design").glob("20*.md")):
+        summary = cells(f"docs/design/{path.name}")
+        if missing := [name for name in ("ops", "question", "answer", "number") if name not in summary]:
+            raise SystemExit(f"docs/design/{path.name}: its summary has no line {', '.join(missing)}")
+        title = path.read_text().splitlines()[0].removeprefix("# ")
+        found[path.name] = {**summary, "title": re.sub(r":.*| \(.*", "", title), "date": path.name[:10]}
+    return found
+
+
+def notes_table() -> str:
+    """The notes by op, and then each with its question and its number."""
+    names = [row.name for row in rows()]
+    by_op: dict[str, list[str]] = {op: [] for op in [*names, "all"]}
+    for name, note in notes().items():
+        for op in re.findall(r"`(\w+)`", note["ops"]) or [note["ops"]]:
+            if op not in by_op:
+                raise SystemExit(f"docs/design/{name}: {op} is no op")
+            by_op[op].append(f"[{note['title']}]({name})")
+    for op in names:
+        if not by_op[op]:
+            raise SystemExit(f"docs/design: no note has {op} in the line 'ops' of its summary")
+    alike: dict[str, list[str]] = {}  # ops with the same notes share a line
+    for op, links in by_op.items():
+        alike.setdefault("; ".join(links), []).append(f"`{op}`" if op != "all" else "all ops")
+    ops = table(["op", "notes"], [[", ".join(names), links] for links, names in alike.items()])
+    dated = [[n["date"], f"[{n['title']}]({name})", n["question"], n["number"]] for name, n in notes().items()]
+    return f"## By op\n\n{ops}\n## By date\n\n{table(['date', 'note', 'question', 'number'], dated[::-1])}"
 
 
 def with_tables(path: str, **texts: str) -> str:
@@ -137,7 +254,8 @@ def pages() -> dict[str, str]:
         "docs/optim/index.md": with_tables(
             "docs/optim/index.md", optimizers=optimizer_table(OF_AN_OPTIMIZER[1:], "../")
         ),
-        "docs/api/warpsmith.md": api_page(),
+        "docs/design/index.md": with_tables("docs/design/index.md", notes=notes_table()),
+        **api_pages(),
     }
 
 

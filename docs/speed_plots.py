@@ -10,10 +10,11 @@ from speed_table import MEMORY, OURS, ROOT, WHOLE, YARDSTICK
 CURVE = "linear_cross_entropy by chunks"
 FLOPS_OF = {"forward": 1.0, "backward": 2.5}
 COLOURS = ("#777777", "#d95f02", "#7570b3", "#1b9e77", "#e7298a", "#66a61e", "#e6ab02")
+MARKERS = "os^Dv*P"  # with the colours: rivals differ in both
 
 
-def memory_curve(rows: list[dict[str, Any]]) -> None:
-    """linear_cross_entropy's time over its memory, where the run has it."""
+def memory_curve(rows: list[dict[str, Any]], where: str) -> None:
+    """linear_cross_entropy's time over its memory beside its rivals, where the run has it."""
     sys.path.insert(0, str(ROOT))
     from benchmarks.bench_linear_loss_curve import plot as draw
 
@@ -24,8 +25,13 @@ def memory_curve(rows: list[dict[str, Any]]) -> None:
             shape = row["shape"]
             points.setdefault(tuple(row["contender"].split(", ")), {})[row["direction"]] = row["value"]
     found = [(dtype, int(n), p["forward + backward"], p[MEMORY]) for (dtype, n), p in points.items()]
+    others: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if (row["op"], row["shape"]) == ("linear_cross_entropy", shape) and family(row["contender"]) and row["value"]:
+            others.setdefault(row["contender"], {})[row["direction"]] = row["value"]
+    rivals = [(name, p["forward + backward"], p[MEMORY]) for name, p in others.items() if len(p) == 2]
     if found:
-        draw(found, shape.split("x"), ROOT / "docs/img/linear_loss_curve.png")
+        draw(found, shape.split("x"), ROOT / "docs/img/linear_loss_curve.png", rivals, where)
 
 
 def attention_rates(rows: list[dict[str, Any]]) -> dict[tuple[int, str, str], dict[str, dict[int, float]]]:
@@ -86,21 +92,26 @@ def attention_by_length(rows: list[dict[str, Any]], title: str) -> None:
     plt.close(figure)
 
 
+def size_of(row: dict[str, Any]) -> str:
+    """The shape, and the dtype where it is not the picture's bfloat16."""
+    return row["shape"] + (f", {row['dtype']}" if row["dtype"] not in ("bfloat16", "") else "")
+
+
 def family(contender: str) -> str | None:
     """A library's variants are one contender, the fastest of them counts."""
     name = contender.split(",")[0].split()[0]
     return None if name in (OURS, YARDSTICK, "rms_norm") else name
 
 
-def beside_rivals(cells: list[dict[str, dict[str, Any]]]) -> None:
-    """Each contender's time over ours, a line for each op at its first size."""
+def beside_rivals(cells: list[dict[str, dict[str, Any]]], where: str) -> None:
+    """Each contender's time over ours, a line for each op at its first size. `where`: what is said of the run."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     panels = {"forward": ("forward", "loss"), "backward, or all in one": ("backward", *WHOLE)}
-    figure, axes = plt.subplots(1, 2, figsize=(11, 7.5), sharex=True)
+    figure, axes = plt.subplots(1, 2, figsize=(13, 8), sharex=True)
     names = list(dict.fromkeys(n for c in cells for n in map(family, c) if n))
     names.sort(key=lambda n: (n != "torch", n != "torch.compile", n))
     for axis, (title, directions) in zip(axes, panels.items(), strict=True):
@@ -116,17 +127,22 @@ def beside_rivals(cells: list[dict[str, dict[str, Any]]]) -> None:
                     time = row["value"] / cell[OURS]["value"]
                     ratios[name] = min(time, ratios.get(name, time))
             for name, value in ratios.items():
-                axis.scatter(value, -y, color=COLOURS[names.index(name) % len(COLOURS)], s=36, alpha=0.85)
-        axis.set_yticks([-y for y in range(len(chosen))], list(chosen))
+                i = names.index(name)
+                height = -y + 0.36 * (0.5 - i / max(1, len(names) - 1))  # side by side where times are equal
+                axis.scatter(value, height, color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], s=30)
+        labels = [f"{op}  {size_of(cell[OURS])}" for op, cell in chosen.items()]
+        axis.set_yticks([-y for y in range(len(chosen))], labels, fontsize=9)
         axis.axvline(1, color="black", linewidth=1)
         axis.set_xscale("log", base=2)
         axis.set_xticks([0.5, 1, 2, 4, 8, 16], ["1/2", "1", "2", "4", "8", "16"])
         axis.grid(axis="both", alpha=0.25)
         axis.set_title(title)
-        axis.set_xlabel("time over ours (right of 1: slower than Warpsmith)")
+        axis.set_xlabel("time over Warpsmith's (right of 1: slower)")
     for i, name in enumerate(names):
-        axes[0].scatter([], [], color=COLOURS[i % len(COLOURS)], label="torch eager" if name == "torch" else name)
+        label = "torch eager (attention: its SDPA)" if name == "torch" else name
+        axes[0].scatter([], [], color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], label=label)
     figure.legend(loc="lower center", ncols=len(names), frameon=False)
+    figure.suptitle(where, fontsize=11)
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(ROOT / "docs/img/speed.png", dpi=110)
     plt.close(figure)

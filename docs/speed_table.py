@@ -173,8 +173,11 @@ def where(path: Path, run: Row) -> str:
 
 
 def rivals(run: Row) -> str:
-    found = ", ".join(f"{name} {version}" for name, version in run["environment"]["rivals"].items())
-    return f"Beside torch eager and `torch.compile`: {found}."
+    """Who is in the run, and who is not."""
+    versions = run["environment"]["rivals"]
+    here = "".join(f", {name} {version}" for name, version in versions.items() if version != "absent")
+    absent = ", ".join(name for name, version in versions.items() if version == "absent")
+    return f"Rivals: torch eager, `torch.compile`{here}" + (f" (not installed: {absent})." if absent else ".")
 
 
 def tables(gpu_path: Path, cpu_path: Path) -> str:
@@ -184,7 +187,7 @@ def tables(gpu_path: Path, cpu_path: Path) -> str:
     cpu = [c for c in cells(cpu_run["rows"]) if not on_gpu(c)]
     return (
         f"{where(gpu_path, run)} {rivals(run)} Below 1 under *rival / ours* the rival is faster.\n\n"
-        f"bf16 where nothing else is said:\n\n"
+        f"bf16 unless the size says otherwise:\n\n"
         f"{both_ways(gpu, 'bfloat16')}\n{the_rest(gpu, 'bfloat16')}\n{training(gpu)}{failures(run['rows'])}\n"
         f"The CPU, 2 threads, fp32: {where(cpu_path, cpu_run)}\n\n"
         f"{both_ways(cpu, 'float32')}\n{the_rest(cpu, 'float32')}\n{training(cpu)}{failures(cpu_run['rows'])}\n"
@@ -249,8 +252,9 @@ def summary(path: Path) -> str:
             lines.append(line([f"`{op}`", size, *short(pair[0]), *short(pair[1])]))
     columns = ["of copy", "torch / ours", "best rival / ours"]
     return (
-        f"{where(path, run)} {rivals(run)} bf16 where nothing else is said; a ratio above 1 says how much faster "
-        f"ours is.\n\n"
+        f"{where(path, run)} {rivals(run)}\n\n"
+        "bf16 unless the size says otherwise. *Of copy*: the rate as a fraction of a device copy of the same bytes. "
+        "*torch / ours*, *best rival / ours*: their time over Warpsmith's; above 1, Warpsmith is faster.\n\n"
         f"{head(['op', 'size', 'forward', *columns, 'backward', *columns])}" + "\n".join(lines) + f"\n\n{behind(gpu)}"
     )
 
@@ -266,13 +270,15 @@ def behind(found: list[Cell]) -> str:
         if ours["value"] and best["value"] / ours["value"] < NEAR:
             held = memory.get((ours["op"], ours["shape"]), {})
             peaks = [f"{held[n]['value'] / 1e3:.2f} GB" for n in (best["contender"], OURS) if n in held]
-            price = f", {' beside '.join(peaks)}" if peaks else ""
-            what = f"`{ours['op']}` {ours['shape']} {ours['direction']}"
-            ahead.append((best["value"] / ours["value"], what, f"({best['contender']}{price})"))
-    named = "; ".join(f"{what} {r:.2f} {who}" for r, what, who in sorted(ahead))
+            price = f" (memory: {' beside our '.join(peaks)})" if peaks else ""
+            what = [f"`{ours['op']}`", ours["shape"], ours["direction"]]
+            ahead.append((best["value"] / ours["value"], what, best["contender"] + price))
+    listed = [line([*what, f"{ratio:.2f}", who]) for ratio, what, who in sorted(ahead)]
+    text = f"Over all sizes a rival is more than {1 - NEAR:.0%} faster in {len(ahead)} of {len(timed)} cells"
+    if not listed:
+        return f"{text}.\n"
     return (
-        f"Over all sizes the best rival of the run is more than {1 - NEAR:.0%} faster in {len(ahead)} of {len(timed)} "
-        f"cells{': ' + named if named else ''}.\n"
+        f"{text}:\n\n{head(['op', 'size', 'direction', 'best rival / ours', 'best rival'])}" + "\n".join(listed) + "\n"
     )
 
 
@@ -289,9 +295,10 @@ def main() -> None:
 
     run = json.loads(newest().read_text())
     rows = run["rows"]
-    memory_curve(rows)
-    attention_by_length(rows, f"{run['environment']['gpu']}, bf16, 16,384 tokens, hidden size 2,048: {newest().name}")
-    beside_rivals([c for c in cells(rows) if on_gpu(c)])
+    gpu, date = run["environment"]["gpu"], run["environment"]["date"][:10]
+    memory_curve(rows, f"{gpu}, {date}")
+    attention_by_length(rows, f"{gpu}, bf16, 16,384 tokens, hidden size 2,048: {newest().name}")
+    beside_rivals([c for c in cells(rows) if on_gpu(c)], f"{gpu}, bf16 unless said otherwise, {date}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ RECIPE: dict[str, tuple[Any, Any, str]] = {  # name: (nano, gpt2-124m, help)
     "weight_decay": (0.1, 0.1, "AdamW's decay of matrices"),
     "init_std": (0.08, 0.02, "of the initial weights, but for those that feed the residual stream"),
     "clip": (1.0, 1.0, "largest norm of the gradient"),
-    "dtype": ("float32", "bfloat16", "bfloat16 is autocast"),
+    "dtype": ("float32", "bfloat16", "16-bit ones are autocast; float16 scales the loss"),
     "stream": ("float32", "float32", "dtype of the residual stream; bfloat16 moves fewer bytes and rounds every sum"),
     "seed": (1, 1, "of weights and data order"),
     "tokens": ("bytes", "bytes", "the data's bytes, or random ones for a benchmark"),
@@ -39,11 +40,21 @@ PRESETS = {
 CHOICES = {
     "positions": ("rope", "learned"),
     "norm": ("rms", "layer"),
-    "dtype": ("float32", "bfloat16"),
+    "dtype": ("float32", "bfloat16", "float16"),
     "stream": ("float32", "bfloat16"),
     "tokens": ("bytes", "random"),
     "modules": ("warpsmith", "torch"),
 }
+
+
+def default_out(preset: str, resume: bool) -> Path:
+    """runs/PRESET, runs/PRESET-2, ...: the last that exists to resume, the first free one for a new run."""
+    number, path = 1, Path("runs") / preset
+    last = path
+    while path.exists():
+        number, last = number + 1, path
+        path = Path("runs") / f"{preset}-{number}"
+    return last if resume else path
 
 
 def preset_of(args: argparse.Namespace) -> str:
@@ -72,6 +83,6 @@ def recipe_of(args: argparse.Namespace, ranks: Ranks, stored: dict[str, Any] | N
     expect(s.width % s.heads == 0, "heads", f"a divisor of --width {s.width}")
     head_dim = s.width // s.heads
     expect(head_dim % 8 == 0 and head_dim <= 256, "heads", f"--width {s.width} / heads in steps of 8 up to 256")
-    expect(s.stream == "float32" or s.dtype == "bfloat16", "stream", "float32 where --dtype is float32")
+    expect(s.stream == "float32" or s.dtype == "bfloat16", "stream", f"float32 where --dtype is {s.dtype}")
     expect(s.batch % ranks.world == 0, "batch", f"a multiple of the {ranks.world} ranks")
     return s

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import warpsmith
 from torch import Tensor, nn
 
 try:  # the files beside this one
@@ -36,7 +37,7 @@ try:  # the files beside this one
     from gpt_data import Data
     from gpt_model import GPT, modules_of
     from gpt_ranks import PROBLEMS, FailedElsewhere, Ranks, UserError
-    from gpt_recipe import CHOICES, PRESETS, RECIPE, preset_of, recipe_of
+    from gpt_recipe import CHOICES, PRESETS, RECIPE, default_out, preset_of, recipe_of
     from matplotlib.figure import Figure
 except ImportError as missing:
     sys.exit(f"train_gpt: error: {missing.name} is not installed: pip install safetensors tqdm matplotlib")
@@ -60,13 +61,15 @@ class Run:
         vectors = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = modules.AdamW([g for g in groups if g["params"]], lr=s.lr, betas=(0.9, 0.95))
+        self.scaler = warpsmith.amp.GradScaler(ranks.device.type, enabled=s.dtype == "float16")
         self.loss: nn.Module = self.model
         if ranks.world > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None
             self.loss = nn.parallel.DistributedDataParallel(self.model, device_ids=ids, gradient_as_bucket_view=True)
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.s.dtype == "bfloat16")
+        dtype = torch.float16 if self.s.dtype == "float16" else torch.bfloat16
+        return torch.autocast(self.ranks.device.type, dtype, enabled=self.s.dtype != "float32")
 
     def learning_rate(self) -> float:
         warmup = min(self.s.warmup, self.s.steps // 2)
@@ -80,14 +83,21 @@ class Run:
             group["lr"] = self.learning_rate()
         with self.autocast():
             loss = self.loss(tokens)
-        loss.backward()
-        # Clipping without a pass over the gradients: a fused optimizer divides them by grad_scale as it reads them.
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        self.optimizer.grad_scale = (norm / self.s.clip).clamp(min=1.0)
-        self.optimizer.step()
+        self.scaler.scale(loss).backward()
+        self.clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
         self.done += 1
         return loss.detach()
+
+    def clip(self) -> None:
+        """Clipping without a pass over the gradients: a fused optimizer divides them by grad_scale as it reads them."""
+        if self.scaler.is_enabled():
+            self.scaler.clip_(self.optimizer, self.s.clip)
+            return
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        self.optimizer.grad_scale = (norm / self.s.clip).clamp(min=1.0)
 
     @torch.no_grad()
     def validate(self, batches: list[Tensor]) -> float:
@@ -130,6 +140,7 @@ class Training:
         self.run = Run(s, s.modules, ranks)
         if args.resume:
             checkpoint.unpack(files, self.run.model, self.run.optimizer)
+            self.run.scaler.load_state_dict(state["scaler"] if self.run.scaler.is_enabled() else {})
             self.run.done = state["step"]
         self.saved_at = self.run.done if args.resume else -1
         self.resumed_seconds = self.seconds = state["seconds"]  # of training, without validation and checkpoints
@@ -198,6 +209,7 @@ class Training:
             os.fsync(log.fileno())  # on disk before the checkpoint that will not repeat its steps
         done = self.run.done
         state = {"step": done, "seconds": self.seconds, "data": self.data.sha256, "recipe": vars(self.s)}
+        state["scaler"] = self.run.scaler.state_dict()
         checkpoint.write(self.checkpoints, done, checkpoint.pack(self.run.model, self.run.optimizer, state))
 
     def reason_to_stop(self) -> int:
@@ -349,16 +361,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.log_every = args.log_every if args.log_every is not None else 10 if args.device == "cuda" else 1
     args.out = args.out or default_out(preset_of(args), args.resume)
     return args
-
-
-def default_out(preset: str, resume: bool) -> Path:
-    """runs/PRESET, runs/PRESET-2, ...: the last that exists to resume, the first free one for a new run."""
-    number, path = 1, Path("runs") / preset
-    last = path
-    while path.exists():
-        number, last = number + 1, path
-        path = Path("runs") / f"{preset}-{number}"
-    return last if resume else path
 
 
 def set_determinism(args: argparse.Namespace) -> None:

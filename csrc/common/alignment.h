@@ -3,12 +3,12 @@
 
 #include "common/dtype.h"
 
-// The conditions of 16-byte accesses, as launchers tell them to choosers.
+// Whether accesses of 16 bytes are possible. Launchers report it to the choosers.
 namespace warpsmith {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A null pointer is aligned: what is not there does not stand in the way.
+// A null pointer counts as aligned.
 inline bool on_16_bytes(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 inline bool on_16_bytes(int64_t elements, Dtype dtype) { return elements * size_bytes(dtype) % 16 == 0; }
 

@@ -7,9 +7,9 @@
 #include "common/dtype.h"
 #include "common/status.h"
 
-// The one function that is needed of the cuBLAS that torch has loaded: a product of 16-bit matrices added to a float32
-// one. torch has it as addmm with out_dtype, whose scalars do not cross the stable ABI. Looked up at first use in the
-// loaded library, never a second copy; the enumerators are those of cublas_api.h and library_types.h, which are part of
+// The one function of cuBLAS that is needed: it adds a product of 16-bit matrices to a float32 matrix. torch has it as
+// addmm with out_dtype, whose scalars do not cross the stable ABI. It is looked up at first use in the library that
+// torch has loaded; no second copy is opened. The enumerators are those of cublas_api.h and library_types.h, part of
 // cuBLAS's binary interface. cuBLAS documentation, "cublasGemmEx".
 namespace warpsmith {
 

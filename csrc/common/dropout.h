@@ -3,16 +3,16 @@
 
 #include "common/philox.h"
 
-// The dropout mask, which is never stored: forward and backward make it again from a seed tensor of two int64, [seed,
-// offset], drawn from torch's generator (python/warpsmith/ops/_dropout.py). The same bits on CPU, CUDA and in
-// python/warpsmith/reference/dropout.py.
+// The dropout mask. It is never stored: forward and backward generate it from a seed tensor of two int64, [seed,
+// offset], drawn from torch's generator (python/warpsmith/ops/_dropout.py). CPU, CUDA and
+// python/warpsmith/reference/dropout.py give the same bits.
 //
 // Element e (the linear index in the logical, contiguous tensor) takes lane e % 8 of the Philox4x32-10 call with
-// counter (e / 8, offset) and key seed; lanes are the 16-bit halves of the four words, low half first. It is kept where
-// lane >= threshold, and then multiplied by scale = 1 / (1 - p).
+// counter (e / 8, offset) and key seed. Lanes are the 16-bit halves of the four words, low half first. An element is
+// kept, and multiplied by scale = 1 / (1 - p), if lane >= threshold.
 namespace warpsmith {
 
-constexpr int kDropoutLanes = 8;  // elements of one Philox call
+constexpr int kDropoutLanes = 8;  // elements per Philox call
 
 struct Dropout {
   const int64_t* seed;  // [2], {seed, offset}, on the kernel's device; null: everything is kept as it is
@@ -31,8 +31,7 @@ WARPSMITH_HOST_DEVICE PhiloxCounter dropout_lanes(uint64_t seed, uint64_t offset
                 seed);
 }
 
-// Whether the element of a lane (0 to 7) is kept. Where `lane` is a constant this costs an instruction and a
-// comparison.
+// Whether the element of a lane (0 to 7) is kept. If `lane` is a constant, this takes one instruction and a comparison.
 WARPSMITH_HOST_DEVICE bool dropout_keeps(const PhiloxCounter& lanes, int lane, uint32_t threshold) {
   return (lane % 2 ? lanes.word[lane / 2] >> 16 : lanes.word[lane / 2] & 0xffff) >= threshold;
 }

@@ -3,8 +3,8 @@
 
 namespace warpsmith {
 
-// While it lives, this thread may make calls that a capture forbids: the first query of a kernel loads its module.
-// (CUDA Runtime API, "cudaThreadExchangeStreamCaptureMode")
+// While an object lives, this thread may make calls that a stream capture forbids: the first query of a kernel loads
+// its module. (CUDA Runtime API, "cudaThreadExchangeStreamCaptureMode")
 class DuringCapture {
  public:
   DuringCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }

@@ -31,6 +31,13 @@ template <> inline bfloat16 from_float<bfloat16>(float x) {
   // On bits, not `x != x`: -ffast-math style flags must not be able to fold it away.
   return {static_cast<uint16_t>((u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : nearest_even)};
 }
+// Up or down with the probability of the part that is dropped, by the low 16 bits of `random`: as
+// device/stochastic_rounding.h.
+inline bfloat16 round_stochastic(float x, uint32_t random) {
+  const uint32_t u = std::bit_cast<uint32_t>(x), magnitude = u & 0x7fffffff;
+  const uint32_t rounded = (u + (magnitude < 0x7f800000 ? random & 0xffff : 0)) >> 16;
+  return {static_cast<uint16_t>(magnitude > 0x7f800000 ? 0x7fc0 : rounded)};
+}
 template <class T> T from_float(double x);
 template <> inline double from_float<double>(double x) { return x; }
 

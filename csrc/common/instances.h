@@ -20,7 +20,8 @@ template <auto kEntry> struct Instance {
   static constexpr auto value = kEntry;
 };
 
-// use.template operator()<Instance<entry>>() of the first entry for which matches(entry); null where there is none.
+// Calls use.template operator()<Instance<entry>>() for the first entry for which matches(entry); returns null if there
+// is none.
 template <const auto& kList, class Matches, class Use> auto instance_of(Matches&& matches, Use&& use) {
   decltype(use.template operator()<Instance<kList[0]>>()) found = nullptr;
   [&]<size_t... i>(std::index_sequence<i...>) {

@@ -7,7 +7,7 @@
 #include "common/status.h"
 #include "device/platform.h"
 
-// The one way to a kernel: never a bare <<<>>>, so that the host execution layer compiles launchers unchanged.
+// The only way to launch a kernel. Without <<<>>> the host execution layer compiles launchers unchanged.
 namespace warpsmith {
 
 struct LaunchConfig {
@@ -15,13 +15,13 @@ struct LaunchConfig {
   dim3 block{1, 1, 1};
   size_t dynamic_shared_bytes = 0;
   unsigned cluster = 1;                 // blocks along x that form a cluster; must divide grid.x
-  bool programmatic_dependent = false;  // may start before the stream's previous kernel ends; the kernel must then call
+  bool programmatic_dependent = false;  // may start before the stream's previous kernel ends; it must then call
                                         // device::wait_for_previous_kernel() before it reads what that one wrote
   bool bulk_copies = false;             // the kernel cannot work without bulk copies, mbarriers or st.async
   bool cooperative = false;             // every block resident at once, or the launch fails
 };
 
-// What a chooser may ask of the current device. The device's own compute capability is not among it: what counts is the
+// What a chooser may ask about the current device. The device's own compute capability is left out: what counts is the
 // code that runs there.
 struct DeviceProperties {
   int multiprocessors = 0;
@@ -32,8 +32,8 @@ struct DeviceProperties {
 // Clusters, programmatic launches, bulk copies, mbarrier waits and st.async are compiled for this code and newer.
 constexpr int kSm90 = 90;
 
-// Refuses what the code that runs on the device cannot do. Launched all the same, a kernel would skip every wait that
-// was compiled out and give wrong numbers without an error.
+// Refuses a launch that the code on the device cannot run. A kernel launched all the same would skip every wait that
+// was compiled out, and give wrong numbers without an error.
 inline Status refuse_beyond_code(const LaunchConfig& config, int code_capability) {
   if (code_capability >= kSm90) return {};
   std::string asked;
@@ -45,7 +45,7 @@ inline Status refuse_beyond_code(const LaunchConfig& config, int code_capability
                              std::to_string(code_capability));
 }
 
-// What a block gets without cudaFuncAttributeMaxDynamicSharedMemorySize; static and dynamic shared memory count.
+// Shared memory per block, static and dynamic, without cudaFuncAttributeMaxDynamicSharedMemorySize.
 constexpr size_t kSharedWithoutOptIn = 48 * 1024;
 // A launch opts in above this much dynamic shared memory. The rest of the 48 KiB is for static shared memory, whose
 // size only a query of the kernel would tell.
@@ -86,7 +86,7 @@ inline Status cuda_status(cudaError_t error) {
   return Status::failure(kind, std::string(cudaGetErrorName(error)) + ": " + cudaGetErrorString(error));
 }
 
-// Of the current device. Two attribute queries, about 10 ns each: not worth a cache that must know about devices.
+// Properties of the current device. Two attribute queries, about 10 ns each: a cache per device is not worth it.
 inline Status device_properties(DeviceProperties& out) {
   int device = 0;
   WARPSMITH_RETURN_IF_FAILED(cuda_status(cudaGetDevice(&device)));
@@ -138,8 +138,8 @@ Status launch(void (*kernel)(P...), const LaunchConfig& config, void* stream, A&
 
 #endif
 
-// Lets a launch begin while the stream's previous kernel still runs, where the code that runs has the wait that makes
-// it safe; elsewhere the launch stays an ordinary one.
+// Lets a launch begin while the previous kernel on the stream still runs, if the code that runs contains the wait that
+// makes this safe. Otherwise the launch stays an ordinary one.
 inline Status allow_overlap(LaunchConfig* config) {
   int code = 0;
   WARPSMITH_RETURN_IF_FAILED(code_capability(&code));

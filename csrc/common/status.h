@@ -5,8 +5,8 @@
 
 namespace warpsmith {
 
-// What native work returns: ok, or what kind of failure and one sentence that a user can act on. Nothing is thrown
-// below csrc/torch, which turns a failure into one exception: invalid_argument and unsupported into ValueError,
+// What native code returns: ok, or the kind of failure and one sentence that tells the user what to do. Nothing is
+// thrown below csrc/torch, which turns a failure into one exception: invalid_argument and unsupported into ValueError,
 // out_of_memory into torch.OutOfMemoryError, device into RuntimeError.
 class [[nodiscard]] Status {
  public:
@@ -31,7 +31,7 @@ class [[nodiscard]] Status {
   std::string what_;
 };
 
-// Hands a failure up unchanged.
+// Returns a failure to the caller unchanged.
 #define WARPSMITH_RETURN_IF_FAILED(expression)                                     \
   do {                                                                             \
     if (::warpsmith::Status status_ = (expression); !status_.ok()) return status_; \

@@ -23,11 +23,11 @@ template <class T, class Visit> Status visited(Visit& visit) {
 
 }  // namespace detail
 
-// Of a weight, bias or residual beside an activation: the same dtype, or float32 beside 16 bits.
+// Whether a weight, bias or residual may have dtype `beside`: the activation's, or float32 beside a 16-bit activation.
 constexpr bool is_same_or_float32(Dtype beside, Dtype dtype) {
   return beside == dtype || (beside == Dtype::float32 && size_bytes(dtype) == 2);
 }
-// The same in the words of error messages.
+// The same rule as text for error messages.
 inline std::string same_or_float32_text(Dtype dtype) {
   return size_bytes(dtype) == 2 ? std::string(name(dtype)) + " or float32" : name(dtype);
 }

@@ -33,7 +33,7 @@ namespace {
           from_float<T>(activation::F<Math>(to_float(x[i]) + to_float(bias[i])).times_derivative(to_float(dy[i]))); \
   }
 
-// The struct `name` of the loops for all storage types.
+// Defines the struct `name` with the loops for all storage types.
 #define WARPSMITH_LOOPS(name, F)                                                                         \
   WARPSMITH_LOOPS_OF(name, F, float, float)                                                              \
   WARPSMITH_LOOPS_OF(name, F, double, double)                                                            \
@@ -78,10 +78,10 @@ template <class Loops> Status biased_backward(const BiasedBwdParams& p, const Pa
     const T *dy = static_cast<const T*>(p.dy), *x = static_cast<const T*>(p.x);
     T* dx = static_cast<T*>(p.dx);
     Math* partials = static_cast<Math*>(p.partials);
-    const int64_t chunks = biased_partial_rows_cpu(p.rows, p.columns);  // whatever the number of threads
+    const int64_t chunks = biased_partial_rows_cpu(p.rows, p.columns);  // independent of the number of threads
     parallel(chunks, 1, [&](int64_t begin, int64_t end) {
-      // dx is made whether wanted or not: a loop of its own for dbias alone would contract additions that this one does
-      // not, and so give other bits.
+      // dx is computed even if it is not wanted: a separate loop for dbias alone would contract other additions and so
+      // give other bits.
       std::vector<T> unwanted(dx ? 0 : static_cast<size_t>(p.columns));
       RowSums<Math> sums(p.columns);
       for (int64_t chunk = begin; chunk < end; ++chunk) {

@@ -8,7 +8,7 @@ namespace cpu {
 namespace {
 
 // Loops of one function and storage type: free functions, because target_clones reaches neither lambdas nor templates.
-// Outputs may be the inputs, element for element.
+// Outputs may overwrite the inputs, element by element.
 #define WARPSMITH_LOOPS_OF(name, F, T)                                                                                 \
   WARPSMITH_VECTORIZE void name##_forward(const T* gate, const T* up, T* y, int64_t count) {                           \
     using Math = HostMath<Arithmetic<T>>;                                                                              \
@@ -35,7 +35,7 @@ namespace {
         from_float<T>(to_float(dy[i]) * activation::F<Math>(to_float(gate[i])).value());                               \
   }
 
-// The struct `name` of the loops for all storage types.
+// Defines the struct `name` with the loops for all storage types.
 #define WARPSMITH_LOOPS(name, F)                                                                                    \
   WARPSMITH_LOOPS_OF(name, F, float)                                                                                \
   WARPSMITH_LOOPS_OF(name, F, double)                                                                               \

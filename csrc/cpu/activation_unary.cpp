@@ -47,7 +47,7 @@ template <class Loop> Status unary_backward(const UnaryBwdParams& p, const Paral
   });
 }
 
-// Free functions, one a dtype: target_clones reaches neither lambdas nor templates.
+// Free functions, one per dtype: target_clones reaches neither lambdas nor templates.
 #define WARPSMITH_DROPOUT_ADD(T)                                                                                    \
   WARPSMITH_VECTORIZE void add(const T* x, const T* residual, T* y, int64_t count) {                                \
     for (int64_t i = 0; i < count; ++i) y[i] = from_float<T>(to_float(residual[i]) + to_float(x[i]));               \

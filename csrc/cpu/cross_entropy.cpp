@@ -12,7 +12,7 @@
 namespace warpsmith {
 namespace {
 
-constexpr int64_t kGrainElems = 8 * 1024;  // elements a thread takes at least
+constexpr int64_t kGrainElems = 8 * 1024;  // least elements per thread
 constexpr int64_t kPieceColumns = 4096;  // a long row is a sum of pieces: rounding errors grow with the terms of a lane
 
 template <class Math, class Piece> Math sum_of_pieces(int64_t columns, Piece&& piece) {
@@ -30,7 +30,7 @@ template <class Math> void put(void* p, int64_t i, Math value) {
 
 bool is_class(int64_t target, int64_t classes) { return target >= 0 && target < classes; }
 
-// One row of a forward or backward, and the room its thread has for it.
+// One row of a forward or backward, with its thread's scratch memory.
 template <class T> struct RowWork {
   using Math = Arithmetic<T>;
   static constexpr Math kNan = std::numeric_limits<Math>::quiet_NaN(),
@@ -39,7 +39,7 @@ template <class T> struct RowWork {
   const CrossEntropyParams& p;
   const Math* weights;
   Math total_weight;
-  std::vector<Math> room;  // the row, capped, as Math
+  std::vector<Math> room;  // the row as Math, capped
 
   explicit RowWork(const CrossEntropyParams& params)
       : p(params), weights(static_cast<const Math*>(params.class_weight)), total_weight(Math(params.classes)) {
@@ -62,11 +62,11 @@ template <class T> struct RowWork {
   }
   const Math* piece_of_weights(int64_t c) const { return weights ? weights + c : nullptr; }
 
-  // The row's elements: the logits themselves where they need no conversion.
+  // The row's elements: the logits themselves if they need no conversion.
   const Math* elements(int64_t r) {
     if constexpr (kSame)
       if (p.softcap == 0) return reinterpret_cast<const Math*>(logits(r));
-    room.resize(static_cast<size_t>(p.classes));  // once: rows are of one length
+    room.resize(static_cast<size_t>(p.classes));  // allocates once: all rows have one length
     widen(logits(r), room.data(), p.classes, Math(p.softcap));
     return room.data();
   }
@@ -82,12 +82,12 @@ template <class T> struct RowWork {
   }
   static Math lse_of(Math m, Math rest) { return m == kInfinity ? m : m + rest; }
 
-  // At the target, whose element is z.
+  // The gradient at the target, whose element is z.
   Math hot_gradient(int64_t r, const Gradient<Math>& g, Math z, Math at_target) const {
     return element_gradient(g, z, weights ? weights[p.target[r]] : Math(1)) - at_target * slope(g, z);
   }
 
-  // Writes the gradient of a row, whose elements may lie where it goes.
+  // Writes the gradient of a row. The row's elements may be in the place where it goes.
   void write(int64_t r, const Math* z, const Gradient<Math>& g, Math at_target) {
     const bool counts = is_class(p.target[r], p.classes);
     const Math hot = counts ? hot_gradient(r, g, z[p.target[r]], at_target) : Math(0);
@@ -109,7 +109,7 @@ template <class T> struct RowWork {
     const Math m = max_of(z, p.classes);
     const Math reference = m == -kInfinity ? Math(0) : m;
     const bool plain = p.softcap == 0 && p.label_smoothing == 0 && !p.entropy;
-    // With nothing else to be computed from them, the exponentials themselves become the gradient.
+    // If nothing else is computed from the exponentials, they are overwritten by the gradient.
     Math* e = nullptr;
     Math hot_z = is_class(p.target[r], p.classes) ? z[p.target[r]] : Math(0);
     if (plain && dlogits && !ignored(r)) {
@@ -208,7 +208,7 @@ template <class Math> Math denominator_of(const CrossEntropyDenominatorParams& p
   return static_cast<Math>(sum);
 }
 
-// Calls `each(work, row)` for all rows, `work` one of each task.
+// Calls each(work, row) for all rows. Each task has one `work`.
 template <class Each> Status for_rows(const CrossEntropyParams& p, const Parallel& parallel, Each&& each) {
   return visit_cpu_dtype(p.dtype, [&]<class T>() {
     parallel(p.rows, rows_per_task(p.classes), [&](int64_t begin, int64_t end) {
@@ -229,7 +229,7 @@ Status cross_entropy_backward_cpu(const CrossEntropyParams& p, const Parallel& p
   return for_rows(p, parallel, [](auto& work, int64_t r) { work.backward(r); });
 }
 
-// Sums over rows and classes are of small vectors: one thread, in double.
+// These sums over rows and classes are short: one thread, in double.
 Status cross_entropy_denominator_cpu(const CrossEntropyDenominatorParams& p, const Parallel&) {
   return visit_cpu_dtype(p.dtype, [&]<class T>() {
     using Math = Arithmetic<T>;

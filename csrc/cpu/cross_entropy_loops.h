@@ -7,30 +7,29 @@
 #include "common/vectorize.h"
 #include "cpu/vector_math.h"
 
-// The loops of cross_entropy's CPU body, over a row or a piece of one. T: storage of the logits, Math: the arithmetic.
-// For cross_entropy.cpp alone.
+// The loops of cross_entropy's CPU body, over a row or part of a row. T: storage type of the logits; Math: type of the
+// arithmetic. Only for cross_entropy.cpp.
 namespace warpsmith {
 namespace {
 
 constexpr int kLanes = 16;  // independent partial results: one AVX-512 register of floats
-constexpr int kSeries = 4;  // of them, where a step takes so little that it would wait for the one before
+constexpr int kSeries = 4;  // vectors of results, where one step would wait for the previous one
 
-// The gradient of an element z: (k * e + q * e * (z - c - rest) - s * weight) * slope, e = exp(z - c), and slope:
-// softcap's derivative 1 - (z / cap)^2. The target's own term is added by the caller.
+// The gradient of an element z: (k * e + q * e * (z - c - rest) - s * weight) * slope, with e = exp(z - c) and slope
+// the softcap's derivative 1 - (z / cap)^2. The caller adds the target's own term.
 template <class Math> struct Gradient {
   Math c, k, s, q, rest, cap, inverse_cap;
   bool plain() const { return s == 0 && q == 0 && cap == 0; }
 };
 
-// From what is left to the cap, an exact difference: of a z near it, what a square leaves of 1 would be rounding
-// errors.
+// Computed from the distance to the cap, an exact difference: near the cap, 1 minus a square would be rounding error.
 template <class Math> __attribute__((always_inline)) inline Math slope(const Gradient<Math>& g, Math z) {
   const Math left = (g.cap - (z < 0 ? -z : z)) * g.inverse_cap;
   return g.cap == 0 ? Math(1) : left * (2 - left);
 }
 
-// A difference whose exponential is 0 times the difference is 0, not NaN, if it is not infinite. (A choice by the
-// exponential would keep loops from being vectorised.)
+// Clamps a difference so that its product with an exponential of 0 is 0, not NaN. (A branch on the exponential would
+// keep loops from being vectorised.)
 template <class Math> __attribute__((always_inline)) inline Math not_infinite(Math difference) {
   constexpr Math kLeast = sizeof(Math) == 4 ? Math(-104) : Math(-1000);  // of float: exp_nonpositive is 0 there
   return difference < kLeast ? kLeast : difference;
@@ -42,10 +41,10 @@ __attribute__((always_inline)) inline Math element_gradient(const Gradient<Math>
   return (g.k * e + g.q * e * (d - g.rest) - g.s * weight) * slope(g, z);
 }
 
-// As a vector type, where g++ makes nothing good of arrays.
+// A vector type, for loops over arrays that g++ vectorises badly.
 template <class M> using Lanes __attribute__((vector_size(kLanes * sizeof(M)))) = M;
 
-// Free functions, one a dtype: target_clones reaches neither lambdas nor templates.
+// Free functions, one per dtype: target_clones reaches neither lambdas nor templates.
 #define WARPSMITH_CROSS_ENTROPY_MATH(Math)                                                          \
   WARPSMITH_VECTORIZE Math max_of(const Math* z, int64_t count) {                                   \
     Lanes<Math> lane[kSeries], x;                                                                   \

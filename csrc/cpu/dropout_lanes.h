@@ -9,14 +9,14 @@
 #include <immintrin.h>
 #endif
 
-// The lanes of the dropout mask by the vector: what CPU kernels use in place of dropout_lanes().
+// The lanes of the dropout mask as vectors: replaces dropout_lanes() in CPU kernels.
 namespace warpsmith::cpu {
 
-constexpr int64_t kLaneCalls = 32, kLaneCount = kLaneCalls * kDropoutLanes;  // of one fill
+constexpr int64_t kLaneCalls = 32, kLaneCount = kLaneCalls * kDropoutLanes;  // per fill
 constexpr int kPhiloxRounds = 10;
 
-// What the calls of one mask share. The keys of the rounds lie in memory, from where an instruction takes one for all
-// of its lanes; made beside their use they would come from registers of integers, each by an instruction of its own.
+// What the calls of one mask share. The round keys are in memory, because one instruction broadcasts a key from there.
+// Computed in place they would be in integer registers and take an instruction each to broadcast.
 struct LaneCalls {
   uint64_t key[kPhiloxRounds][2];
   uint64_t offset;
@@ -32,10 +32,10 @@ struct LaneCalls {
   }
 };
 
-// lanes[i]: that of element 8 * call + i. Philox on 32-bit words in 64-bit lanes, V, a vector of them or one: the
-// product of two words is then one instruction without shuffles. What lies above a word is of no account: MULTIPLY does
-// not read it, and it is dropped in the end. kTogether vectors at a time, for the latency of a round; STORE(low, high,
-// i) takes the two halves of calls i on.
+// lanes[i] is the lane of element 8 * call + i. Philox on 32-bit words held in 64-bit lanes: the product of two words
+// is then one instruction without shuffles. V is a vector of lanes, or one lane. The bits above a word do not matter:
+// MULTIPLY does not read them, and they are dropped at the end. kTogether vectors at a time hide a round's latency.
+// STORE(low, high, i) receives both halves of the calls from i on.
 #define WARPSMITH_FILL_LANES(V, kTogether, MULTIPLY, STORE)                                           \
   constexpr uint64_t kWord = 0xffffffff;                                                              \
   constexpr int64_t kCalls = sizeof(V) / sizeof(uint64_t);                                            \
@@ -69,14 +69,14 @@ static_assert(std::endian::native == std::endian::little, "lanes are stored as h
 
 #if defined(WARPSMITH_CLONES) && !defined(__clang__)
 #define WARPSMITH_UNROLL _Pragma("GCC unroll 16")
-// g++ does not see that the factors are words and multiplies 64 by 64 bits. Nanoseconds an element (Zen 4, 2026-11-22;
-// in brackets with keys made beside their use, two vectors at a time and halves that met in memory): AVX-512 0.17
-// (0.26), AVX2 0.28 (0.43), SSE2 0.56 (0.60).
+// g++ does not see that the factors are words, and would multiply 64 by 64 bits. Nanoseconds per element (Zen 4,
+// 2026-11-22): AVX-512 0.17, AVX2 0.28, SSE2 0.56. With keys computed in place, two vectors at a time, and halves
+// joined in memory: 0.26, 0.43, 0.60.
 template <int bytes> using Words __attribute__((vector_size(bytes))) = uint64_t;
 #define WARPSMITH_PRODUCT_512(a, b) (Words<64>)_mm512_maskz_mul_epu32(255, (__m512i)(a), (__m512i)(b))
 #define WARPSMITH_PRODUCT_256(a, b) (Words<32>)_mm256_mul_epu32((__m256i)(a), (__m256i)(b))
 #define WARPSMITH_PRODUCT_128(a, b) (Words<16>)_mm_mul_epu32((__m128i)(a), (__m128i)(b))
-// A call's two halves side by side: vectors of the first and of the last calls.
+// Interleaves the two halves of each call: vectors of the first and of the last calls.
 #define WARPSMITH_STORE(V, i, first, last)                                            \
   do {                                                                                \
     const V first_calls = first, last_calls = last;                                   \
@@ -127,7 +127,7 @@ WARPSMITH_VECTORIZE static void fill_lanes(const LaneCalls& calls, uint64_t call
 #undef WARPSMITH_UNROLL
 #undef WARPSMITH_FILL_LANES
 
-// Runs piece(lanes, at, n) over elements [first, first + count) in order: `at` counts from `first`, lanes[i] is that of
+// Runs piece(lanes, at, n) over elements [first, first + count) in order. `at` counts from `first`; lanes[i] belongs to
 // element first + at + i.
 template <class Piece>
 void for_lanes(const Dropout& d, int64_t first, int64_t count, Piece&& piece) {

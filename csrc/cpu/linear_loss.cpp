@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kGrainElems = 16 * 1024;
 
-// Free functions, one a pair of dtypes: target_clones reaches neither lambdas nor templates.
+// Free functions, one per pair of dtypes: target_clones reaches neither lambdas nor templates.
 #define WARPSMITH_FINISH(In, Out)                                                                \
   WARPSMITH_VECTORIZE void finish(const In* x, Out* out, int64_t count, Arithmetic<In> factor) { \
     for (int64_t i = 0; i < count; ++i) out[i] = from_float<Out>(to_float(x[i]) * factor);       \
@@ -70,7 +70,7 @@ Status linear_finish_cpu(const LinearFinishParams& p, const Parallel& parallel) 
   });
 }
 
-// Threads take columns, so that each sum has the order of the rows.
+// Threads divide the columns, so each sum has the order of the rows.
 Status column_sums_cpu(const ColumnSumsParams& p, const Parallel& parallel) {
   return visit_cpu_dtype(p.dtype, [&]<class T>() {
     using Math = Arithmetic<T>;

@@ -10,18 +10,18 @@
 #include "cpu/norm_loops.h"
 #include "cpu/partial_sums.h"
 
-// The CPU body of the norm family. M is the type of the arithmetic, float or double; S is the type in which the loops
-// read the rows that are normalised, T that of the activation. Rows of M and of bfloat16 are read and written where
-// they lie; rows of float16, and sums with a residual, go through scratch memory in M.
+// The CPU body of the norm family. M is the type of the arithmetic, float or double. S is the type in which the loops
+// read the normalised rows, T that of the activation. Rows of M and of bfloat16 are read and written in place; rows of
+// float16, and sums with a residual, go through scratch memory in M.
 namespace warpsmith {
 namespace {
 
-constexpr int64_t kGrainElems = 16 * 1024;  // a thread takes at least these: below, it costs more than it saves
-// Row chunks of dweight and dbias, whatever the number of threads: of a thread's least work and this many rows at
-// least, since each costs a row of partial sums.
+constexpr int64_t kGrainElems = 16 * 1024;  // least elements per thread: with fewer, starting it costs more
+// Row chunks of dweight and dbias, independent of the number of threads. A chunk has a thread's least work and at least
+// kChunkRows rows, because it costs one row of partial sums.
 constexpr int64_t kMaxPartialRows = 64, kChunkRows = 8;
-// Columns that are worked on in one go: they stay in the first cache from step to step. And that are summed in one go:
-// rounding errors grow with the terms of a lane; where all columns are equal they all have one sign.
+// Columns processed in one go (they stay in the first-level cache between steps), and columns summed in one go:
+// rounding errors grow with the number of terms per lane, and all have the same sign if all columns are equal.
 constexpr int64_t kPieceColumns = 4096, kSumColumns = 512;
 
 template <class S> constexpr bool holds(Dtype dtype) {
@@ -30,7 +30,7 @@ template <class S> constexpr bool holds(Dtype dtype) {
                                                  : Dtype::float32);
 }
 
-// A row where it lies if it has type S, else in `scratch`.
+// Returns the row itself if it has type S, otherwise a converted copy in `scratch`.
 template <class S> const S* read(const void* base, Dtype dtype, int64_t at, int64_t count, S* scratch) {
   if (holds<S>(dtype)) return static_cast<const S*>(base) + at;
   if constexpr (std::is_same_v<S, float>) {
@@ -46,7 +46,7 @@ template <class S> S* destination(void* base, Dtype dtype, int64_t at, S* scratc
   return holds<S>(dtype) ? static_cast<S*>(base) + at : scratch;
 }
 
-// Stores what lies in scratch; values that lie at their destination stay.
+// Stores a row computed in scratch memory. Values that are already in place stay.
 template <class S> void write(const S* values, void* base, Dtype dtype, int64_t at, int64_t count) {
   if (holds<S>(dtype)) {
     S* to = static_cast<S*>(base) + at;
@@ -76,7 +76,7 @@ template <class M> struct Columns {
     for (int64_t c = 0; c < columns; ++c) own[c] = wide[c] + added;
   }
 
-  // In place of one that is not there.
+  // Fills in `value` for a weight or bias that is not given.
   void or_all(M value, int64_t columns) {
     if (values) return;
     own.reset(new M[columns]);
@@ -94,8 +94,8 @@ int64_t rows_per_task(int64_t columns) { return std::max<int64_t>(1, kGrainElems
 template <class M> using Memory = std::unique_ptr<M[]>;
 template <class M> Memory<M> memory(int64_t count) { return Memory<M>(new M[count]); }
 
-// Mean and rstd of a row whose sum or squares have left the range of float: with float's largest numbers they do though
-// the results are ordinary ones. A row with an infinity or a NaN has its NaN in double too.
+// Mean and rstd of a row whose sum or squares overflow float: the results may still be ordinary numbers. A row with an
+// infinity or NaN gives NaN in double too.
 template <class M, class S> void overflowed(const S* s, int64_t columns, bool layer, double eps, M* mean, M* rstd) {
   double centre = 0, squares = 0;
   for (int64_t c = 0; layer && c < columns; ++c) centre += to_float(s[c]);
@@ -119,7 +119,7 @@ template <class M, class S, class T> void forward(const NormForwardParams& p, co
     M *const first = pieces.get(), *const second = first + piece;
     const Memory<T> y_piece = memory<T>(holds<T>(p.dtype) ? 0 : piece);
     for (int64_t r = begin; r < end; ++r) {
-      // The row that is normalised: x or residual_out where they lie, or the scratch row.
+      // The row to normalise: x or residual_out in place, or the scratch row.
       const S* s = row.get();
       if (holds<S>(s_dtype))
         s = p.residual ? static_cast<const S*>(p.residual_out) + r * p.columns
@@ -142,7 +142,7 @@ template <class M, class S, class T> void forward(const NormForwardParams& p, co
           else
             add(x, residual, added, count);
           write(added, p.residual_out, s_dtype, at, count);
-          read(p.residual_out, s_dtype, at, count, row.get() + c);  // what it holds, rounded
+          read(p.residual_out, s_dtype, at, count, row.get() + c);  // the rounded sum, as residual_out holds it
         } else {
           read(p.x, s_dtype, r * p.x_stride + c, count, row.get() + c);
         }
@@ -153,8 +153,8 @@ template <class M, class S, class T> void forward(const NormForwardParams& p, co
       });
       M mean = 0, total = static_cast<M>(sums);
       if (layer) {
-        // The first sum's rounding errors are of the size of the mean, and show where it dwarfs the variance: what is
-        // left about it corrects it, and with it the squares.
+        // The first sum's rounding error is of the size of the mean's, which shows if the mean dwarfs the variance. The
+        // sum of the differences from the mean corrects the mean and the squares.
         mean = total / M(p.columns);
         M differences = 0;
         total = 0;
@@ -179,7 +179,7 @@ template <class M, class S, class T> void forward(const NormForwardParams& p, co
   });
 }
 
-// Adds up the partial rows of a weight's or bias's gradient in columns [begin, end).
+// Adds up the partial rows of a parameter gradient in columns [begin, end).
 template <class M> void add_partials(void* partials, int64_t partial_rows, void* out, Dtype dtype, int64_t columns,
                                      int64_t begin, int64_t end) {
   for_pieces(end - begin, [&](int64_t c, int64_t count) {
@@ -193,7 +193,7 @@ template <class M, class S, class T> void backward(const NormBackwardParams& p, 
   const bool layer = row_of(p.op).layer;
   const int64_t chunks = norm_partial_rows_cpu(p.rows, p.columns);
   const bool together = (p.dx || p.dresidual) && p.dweight && p.dbias;
-  // Nothing comes between the gradient and its rounding.
+  // The gradient is rounded straight to its destination.
   const bool direct = holds<T>(p.dtype) && !p.dresidual && !p.dresidual_out && !p.dropout.seed;
   parallel(chunks, 1, [&](int64_t begin, int64_t end) {
     Columns<M> weight(p.weight, p.weight_dtype, p.columns, M(p.weight_offset));
@@ -230,8 +230,7 @@ template <class M, class S, class T> void backward(const NormBackwardParams& p, 
           });
           const M with_s_hat = static_cast<M>(sum_with_s_hat), alone = static_cast<M>(sum_alone);
           const M a = with_s_hat / M(p.columns);
-          // Where a sum is infinite the layer's differences mean nothing: NaN in the whole row, as their formula has
-          // it.
+          // If a sum is infinite, layer_norm's differences mean nothing: the whole row is NaN, as in the formula.
           const M b = layer ? alone / M(p.columns) + (a - a) : M(0);
           for_pieces(p.columns, [&](int64_t c, int64_t count) {
             const int64_t at = r * p.columns + c;
@@ -268,7 +267,7 @@ template <class M, class S, class T> void backward(const NormBackwardParams& p, 
     }
   });
   if (!p.dweight && !p.dbias) return;
-  // Both in one: that threads come together costs more than these sums of a small tensor.
+  // Both gradients in one parallel loop: starting threads costs more than these sums of a small tensor.
   parallel(p.columns, kGrainElems / chunks, [&](int64_t begin, int64_t end) {
     if (p.dweight) add_partials<M>(p.dweight_partials, chunks, p.dweight, p.weight_dtype, p.columns, begin, end);
     if (p.dbias) add_partials<M>(p.dbias_partials, chunks, p.dbias, p.weight_dtype, p.columns, begin, end);

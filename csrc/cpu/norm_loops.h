@@ -6,7 +6,7 @@
 #include "common/half_host.h"
 #include "common/vectorize.h"
 
-// The loops of the norm family's CPU body, over a row or a piece of a row. For norm.cpp alone.
+// The loops of the norm family's CPU body, over a row or part of a row. Only for norm.cpp.
 //
 // M is the type of the arithmetic, float or double. S is the storage type of the row that is normalised, and T that of
 // the activation: M itself, or bfloat16, whose conversion costs an instruction. Rows of float16 are widened into
@@ -17,9 +17,9 @@ namespace {
 #define WARPSMITH_INLINE inline __attribute__((always_inline))
 
 constexpr int kLanes = 16;  // independent partial sums: one AVX-512 register of floats
-constexpr int kSeries = 4;  // vectors of partial sums, in loops so short that each step would wait for the one before
+constexpr int kSeries = 4;  // vectors of partial sums, in loops so short that each step would wait for the previous one
 
-// As a tree: one after the other the additions would wait for each other, as long as a pass over 500 columns.
+// Adds lanes as a tree. One after the other, the additions would take as long as a pass over 500 columns.
 template <class M> WARPSMITH_INLINE M add_lanes(const M* lane) {
   M sums[kLanes / 2];
   for (int k = 0; k < kLanes / 2; ++k) sums[k] = lane[k] + lane[k + kLanes / 2];
@@ -28,7 +28,7 @@ template <class M> WARPSMITH_INLINE M add_lanes(const M* lane) {
   return sums[0];
 }
 
-// As a vector type, for a loop with two sums: g++ does not vectorise it over arrays (5 times slower).
+// A vector type, for loops with two sums: over arrays g++ does not vectorise these (5 times slower).
 template <class M> using Lanes __attribute__((vector_size(kLanes * sizeof(M)))) = M;
 template <class M> WARPSMITH_INLINE void load(Lanes<M>& to, const M* from) { std::memcpy(&to, from, sizeof(to)); }
 template <class M> WARPSMITH_INLINE void load(Lanes<float>& to, const bfloat16* from) {
@@ -152,7 +152,7 @@ WARPSMITH_INLINE void gradient_sums_body(const T* dy, const M* weight, const S* 
   if constexpr (kLayer) *alone += add_lanes(sums[1]);
 }
 
-// rstd * (g - s_hat * a - b): of terms that cancel, none is larger than it must be.
+// rstd * (g - s_hat * a - b), in an order in which no intermediate term is larger than necessary.
 template <bool kLayer, bool kWeight, class M, class T, class S, class Out>
 WARPSMITH_INLINE void input_gradient_body(const T* dy, const M* weight, const S* s, Out* ds, int64_t count, M mean,
                                           M rstd, M a, M b) {
@@ -162,7 +162,7 @@ WARPSMITH_INLINE void input_gradient_body(const T* dy, const M* weight, const S*
   }
 }
 
-// Free functions, because target_clones reaches neither lambdas nor templates; overloaded by storage types.
+// Free functions, because target_clones reaches neither lambdas nor templates. Overloaded by storage type.
 #define WARPSMITH_LOOPS_OF_ROWS(M, S)                                                                     \
   WARPSMITH_VECTORIZE M sum(const S* x, int64_t count) { return sum_body<M, false>(x, count); }           \
   WARPSMITH_VECTORIZE M sum_of_squares(const S* x, int64_t count) { return sum_body<M, true>(x, count); } \
@@ -225,7 +225,7 @@ WARPSMITH_INPUT_GRADIENT(float, bfloat16, bfloat16, bfloat16)
 WARPSMITH_INPUT_GRADIENT(double, double, double, double)
 #undef WARPSMITH_INPUT_GRADIENT
 
-// Additions: of rows; of what dropout keeps of x, scaled; the kept elements alone.
+// Additions: of rows; of the scaled elements that dropout keeps; of the kept elements alone.
 #define WARPSMITH_LOOPS_OF_SUMS(M)                                                                              \
   WARPSMITH_VECTORIZE void add(const M* x, const M* y, M* out, int64_t count) {                                 \
     for (int64_t c = 0; c < count; ++c) out[c] = x[c] + y[c];                                                   \

@@ -1,29 +1,15 @@
-#include "kernels/optim/optim.h"
-
 #include <algorithm>
 #include <iterator>
 
-#include "common/half_host.h"
 #include "common/vectorize.h"
+#include "cpu/optim_loops.h"
 
 namespace warpsmith {
+namespace cpu::optim {
 namespace {
 
 // Elements of a chunk: long enough to hide the powers that each chunk computes, short enough to share out evenly.
 constexpr int32_t kChunkElems = 16 * 1024;
-
-// Elements that the loops take at least, a multiple of every vector: which products the compiler contracts differs
-// between a vectorised loop and its scalar rest, so there never is a rest.
-constexpr int64_t kBlock = 64;
-
-// A piece of one tensor, a multiple of kBlock. State pointers are null where the tensor lacks the state.
-template <class T> struct Piece {
-  int64_t count;
-  const T* grad;
-  T* param;
-  T* states[kOptimMaxStates];
-  uint32_t has;
-};
 
 template <class F, unsigned kHas, class T>
 WARPSMITH_HOST_DEVICE void update_variant(const typename F::template Scalars<T>& s, const Piece<T>& piece) {
@@ -55,6 +41,8 @@ WARPSMITH_HOST_DEVICE void update_piece(const typename F::template Scalars<T>& s
     update_piece<F, T, kFirst + 1>(s, piece);
 }
 
+}  // namespace
+
 // Free functions, two an optimizer: target_clones reaches neither lambdas nor templates that are not inlined.
 #define WARPSMITH_ROW(optimizer, F)                                                              \
   WARPSMITH_VECTORIZE void update(F*, const F::Scalars<float>& s, const Piece<float>& piece) {   \
@@ -66,18 +54,20 @@ WARPSMITH_HOST_DEVICE void update_piece(const typename F::template Scalars<T>& s
 WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 
-bool takes_part(const OptimParams& p, int64_t tensor) {
-  const int32_t group = p.tensors[tensor].group - p.first_group;
-  return p.grads[tensor] && group >= 0 && group < p.group_count;
-}
+// 16-bit arrays are widened into blocks of float32 that stay in the first cache, updated there and rounded back.
+#define WARPSMITH_DTYPE(T)                                                                             \
+  WARPSMITH_VECTORIZE void widen(const T* __restrict__ from, float* __restrict__ to, int64_t count) {  \
+    for (int64_t i = 0; i < count; ++i) to[i] = to_float(from[i]);                                     \
+  }                                                                                                    \
+  WARPSMITH_VECTORIZE void narrow(const float* __restrict__ from, T* __restrict__ to, int64_t count) { \
+    for (int64_t i = 0; i < count; ++i) to[i] = from_float<T>(from[i]);                                \
+  }
+WARPSMITH_DTYPE(bfloat16)
+WARPSMITH_DTYPE(float16)
+WARPSMITH_DTYPE(float)
+#undef WARPSMITH_DTYPE
 
-template <class F, class T> typename F::template Scalars<T> scalars_of(const OptimParams& p, const OptimTensor& t) {
-  const OptimGroup& group = p.groups[t.group - p.first_group];
-  double corrections[F::kPowers + 1];
-  const float taken = t.step ? *t.step : 0;
-  for (int i = 0; i < F::kPowers; ++i) corrections[i] = bias_correction(group.values[i], taken);
-  return optim_scalars<F, T>(group, p.grad_scale, corrections, t.step ? static_cast<double>(taken) + 1 : 0.0);
-}
+namespace {
 
 // The last elements of a chunk, fewer than kBlock, among zeros.
 template <class F, class T> void update_rest(const typename F::template Scalars<T>& scalars, const Piece<T>& rest) {
@@ -108,57 +98,29 @@ template <class F, class T> void update_chunk(const typename F::template Scalars
   update_rest<F>(scalars, piece);
 }
 
-// 16-bit arrays are widened into blocks of float32 that stay in the first cache, updated there and rounded back.
-#define WARPSMITH_DTYPE(T)                                                                             \
-  WARPSMITH_VECTORIZE void widen(const T* __restrict__ from, float* __restrict__ to, int64_t count) {  \
-    for (int64_t i = 0; i < count; ++i) to[i] = to_float(from[i]);                                     \
-  }                                                                                                    \
-  WARPSMITH_VECTORIZE void narrow(const float* __restrict__ from, T* __restrict__ to, int64_t count) { \
-    for (int64_t i = 0; i < count; ++i) to[i] = from_float<T>(from[i]);                                \
-  }
-WARPSMITH_DTYPE(bfloat16)
-WARPSMITH_DTYPE(float16)
-WARPSMITH_DTYPE(float)
-#undef WARPSMITH_DTYPE
-
-template <class F, class P, class S> void update_stored(const typename F::template Scalars<float>& scalars,
-                                                        const OptimTensor& t, const void* grad, int64_t begin,
-                                                        int64_t count) {
-  constexpr int64_t kElems = 512;
-  float g[kElems] = {}, p[kElems] = {}, x[kOptimMaxStates][kElems] = {};
+template <class F, class P, class S, bool kMaster>
+void update_stored(const typename F::template Scalars<float>& scalars, const OptimTensor& t, const void* grad,
+                   int64_t begin, int64_t count) {
+  float* master = kMaster ? static_cast<float*>(t.extra) : nullptr;
+  float g[kWideElems] = {}, p[kWideElems] = {}, x[kOptimMaxStates][kWideElems] = {};
   const auto each_state = [&](int64_t at, auto&& visit) {
     for (int s = 0; s < kOptimMaxStates; ++s)
       if ((t.has >> s) & 1) visit(static_cast<S*>(t.states[s]) + at, x[s]);
   };
-  for (int64_t at = begin; at < begin + count; at += kElems) {
-    const int64_t elems = std::min(kElems, begin + count - at), blocks = (elems + kBlock - 1) / kBlock;
+  for (int64_t at = begin; at < begin + count; at += kWideElems) {
+    const int64_t elems = std::min(kWideElems, begin + count - at), blocks = whole_blocks(elems);
     P* param = static_cast<P*>(t.param) + at;
     widen(static_cast<const P*>(grad) + at, g, elems);
-    if (t.master)
-      widen(t.master + at, p, elems);
+    if constexpr (kMaster)
+      widen(master + at, p, elems);
     else
       widen(param, p, elems);
     each_state(at, [&](const S* from, float* to) { widen(from, to, elems); });
-    update(static_cast<F*>(nullptr), scalars, Piece<float>{blocks * kBlock, g, p, {x[0], x[1], x[2]}, t.has});
-    if (t.master) narrow(p, t.master + at, elems);
+    update(static_cast<F*>(nullptr), scalars, Piece<float>{blocks, g, p, {x[0], x[1], x[2]}, t.has});
+    if constexpr (kMaster) narrow(p, master + at, elems);
     narrow(p, param, elems);
     each_state(at, [&](S* to, const float* from) { narrow(from, to, elems); });
   }
-}
-
-// Calls chunk(tensor, its gradient, first element, elements) on all threads, then counts the steps.
-template <class Chunk> void for_chunks(const OptimParams& p, const Parallel& parallel, Chunk&& chunk) {
-  parallel(p.chunk_count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const ListChunk c = p.chunks[i];
-      if (!takes_part(p, c.tensor)) continue;
-      const OptimTensor& t = p.tensors[c.tensor];
-      const int64_t first = static_cast<int64_t>(c.chunk) * t.chunk_elems;
-      chunk(t, p.grads[c.tensor], first, std::min<int64_t>(t.chunk_elems, t.numel - first));
-    }
-  });
-  for (int64_t i = 0; i < p.tensor_count; ++i)
-    if (takes_part(p, i) && p.tensors[i].step) *p.tensors[i].step += 1;
 }
 
 template <class F, class T> void step(const OptimParams& p, const Parallel& parallel) {
@@ -170,17 +132,20 @@ template <class F, class T> void step(const OptimParams& p, const Parallel& para
   });
 }
 
-template <class F, class P, class S> void step_stored(const OptimParams& p, const Parallel& parallel) {
+template <class F, class P, class S, bool kMaster = false>
+void step_stored(const OptimParams& p, const Parallel& parallel) {
   for_chunks(p, parallel, [&](const OptimTensor& t, const void* grad, int64_t first, int64_t count) {
-    update_stored<F, P, S>(scalars_of<F, float>(p, t), t, grad, first, count);
+    update_stored<F, P, S, kMaster>(scalars_of<F, float>(p, t), t, grad, first, count);
   });
 }
 
 }  // namespace
+}  // namespace cpu::optim
 
-int32_t optim_chunk_elems_cpu() { return kChunkElems; }
+int32_t optim_chunk_elems_cpu() { return cpu::optim::kChunkElems; }
 
 Status optim_cpu(const OptimParams& p, const Parallel& parallel) {
+  using namespace cpu::optim;
   if (p.found_inf && *p.found_inf != 0) return {};
   return visit_optimizer(p.optimizer, [&]<class F>() -> Status {
     switch (p.storage) {
@@ -188,9 +153,12 @@ Status optim_cpu(const OptimParams& p, const Parallel& parallel) {
       case Storage::float64: step<F, double>(p, parallel); break;
       case Storage::bfloat16: step_stored<F, bfloat16, bfloat16>(p, parallel); break;
       case Storage::float16: step_stored<F, float16, float16>(p, parallel); break;
-      case Storage::bfloat16_master: step_stored<F, bfloat16, float>(p, parallel); break;
-      case Storage::float16_master: step_stored<F, float16, float>(p, parallel); break;
+      case Storage::bfloat16_master: step_stored<F, bfloat16, float, true>(p, parallel); break;
+      case Storage::float16_master: step_stored<F, float16, float, true>(p, parallel); break;
       case Storage::bfloat16_states: step_stored<F, float, bfloat16>(p, parallel); break;
+      case Storage::bfloat16_stochastic:
+      case Storage::bfloat16_compensated:
+      case Storage::bfloat16_remainder: step_refined(p, parallel); break;
     }
     return {};
   });

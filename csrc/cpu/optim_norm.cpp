@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 
 #include "common/half_host.h"
 #include "common/vectorize.h"
@@ -36,6 +37,11 @@ WARPSMITH_HOST_DEVICE void add_lanes(const T* __restrict__ x, int64_t count, Ari
   }                                                                                                  \
   WARPSMITH_VECTORIZE void scale(T* x, int64_t count, Arithmetic<T> factor) {                        \
     for (int64_t i = 0; i < count; ++i) x[i] = from_float<T>(to_float(x[i]) * factor);               \
+  }                                                                                                  \
+  WARPSMITH_VECTORIZE int64_t count_bad(const T* x, int64_t count, Arithmetic<T> factor) {           \
+    int64_t bad = 0;                                                                                 \
+    for (int64_t i = 0; i < count; ++i) bad += !is_finite(to_float(x[i]) * factor);                  \
+    return bad;                                                                                      \
   }
 WARPSMITH_DTYPE(float)
 WARPSMITH_DTYPE(float16)
@@ -68,16 +74,28 @@ template <class Visit> Status for_chunks(const NormTensor* tensors, const ListCh
   return {};
 }
 
+double sum_of_partials(const GradNormParams& p) {
+  double sum = 0;
+  for (int64_t i = 0; i < p.chunk_count; ++i) sum = combine(p.order, sum, p.partials[i]);
+  return sum;
+}
+
+void add_bad(int64_t bad, int64_t* bad_counts, int32_t tensor) {
+  if (bad > 0) std::atomic_ref<int64_t>(bad_counts[tensor]).fetch_add(bad, std::memory_order_relaxed);
+}
+
 }  // namespace
 
 int32_t norm_chunk_elems_cpu() { return kChunkElems; }
 
-Status grad_norm_cpu(const GradNormParams& p, const Parallel& parallel) {
-  WARPSMITH_RETURN_IF_FAILED(for_chunks(
-      p.tensors, p.chunks, p.chunk_count, parallel,
-      [&](int64_t chunk, const auto* x, int64_t count) { p.partials[chunk] = partial_sum(p.order, x, count); }));
-  double sum = 0;
-  for (int64_t i = 0; i < p.chunk_count; ++i) sum = combine(p.order, sum, p.partials[i]);
+Status grad_norm_partials_cpu(const GradNormParams& p, const Parallel& parallel) {
+  return for_chunks(p.tensors, p.chunks, p.chunk_count, parallel, [&](int64_t chunk, const auto* x, int64_t count) {
+    p.partials[chunk] = partial_sum(p.order, x, count);
+  });
+}
+
+Status grad_norm_finish_cpu(const GradNormParams& p) {
+  const double sum = sum_of_partials(p);
   *p.power_sum = sum;
   const double norm = norm_of(sum, p.order);
   if (p.norm_dtype == Dtype::float64)
@@ -85,6 +103,11 @@ Status grad_norm_cpu(const GradNormParams& p, const Parallel& parallel) {
   else
     *static_cast<float*>(p.norm) = static_cast<float>(norm);
   return {};
+}
+
+Status grad_norm_cpu(const GradNormParams& p, const Parallel& parallel) {
+  WARPSMITH_RETURN_IF_FAILED(grad_norm_partials_cpu(p, parallel));
+  return grad_norm_finish_cpu(p);
 }
 
 Status clip_grads_cpu(const ClipParams& p, const Parallel& parallel) {
@@ -95,6 +118,37 @@ Status clip_grads_cpu(const ClipParams& p, const Parallel& parallel) {
   return for_chunks(p.tensors, p.chunks, p.chunk_count, parallel, [&](int64_t, auto* x, int64_t count) {
     using T = std::remove_pointer_t<decltype(x)>;
     scale(x, count, static_cast<Arithmetic<T>>(factor));
+  });
+}
+
+Status grad_check_cpu(const GradCheckParams& p, const Parallel& parallel) {
+  WARPSMITH_RETURN_IF_FAILED(grad_norm_partials_cpu(p.norm, parallel));
+  const double sum = sum_of_partials(p.norm);
+  *p.norm.power_sum = sum;
+  const auto decide = [&]<class T>(T* norm) {
+    const CheckedNorm<T> checked = check_norm<T>(sum, p.norm.order, *p.scale, p.max_norm);
+    *norm = checked.norm;
+    *p.grad_scale = checked.grad_scale;
+    return checked.finite;
+  };
+  if (p.norm.norm_dtype == Dtype::float64 ? decide(static_cast<double*>(p.norm.norm))
+                                          : decide(static_cast<float*>(p.norm.norm)))
+    return {};
+  *p.found_inf = 1;
+  return for_chunks(
+      p.norm.tensors, p.norm.chunks, p.norm.chunk_count, parallel, [&](int64_t chunk, auto* x, int64_t count) {
+        using T = std::remove_pointer_t<decltype(x)>;
+        add_bad(count_bad(x, count, inverse<Arithmetic<T>>(*p.scale)), p.bad_counts, p.norm.chunks[chunk].tensor);
+      });
+}
+
+Status unscale_grads_cpu(const UnscaleParams& p, const Parallel& parallel) {
+  return for_chunks(p.tensors, p.chunks, p.chunk_count, parallel, [&](int64_t chunk, auto* x, int64_t count) {
+    using T = std::remove_pointer_t<decltype(x)>;
+    scale(x, count, static_cast<Arithmetic<T>>(*p.inv_scale));
+    const int64_t bad = count_bad(x, count, Arithmetic<T>(1));
+    if (bad > 0) std::atomic_ref<float>(*p.found_inf).store(1.0f, std::memory_order_relaxed);
+    add_bad(bad, p.bad_counts, p.chunks[chunk].tensor);
   });
 }
 

@@ -7,7 +7,7 @@
 #include "common/parallel.h"
 #include "common/vectorize.h"
 
-// The two stages of a parameter's gradient on the CPU: sums over the rows of a chunk, and over the chunks.
+// The two stages of a parameter gradient on the CPU: sums over the rows of each chunk, then over the chunks.
 namespace warpsmith::cpu {
 
 #define WARPSMITH_ADD_TO(Math)                                                                                \
@@ -18,13 +18,13 @@ WARPSMITH_ADD_TO(float)
 WARPSMITH_ADD_TO(double)
 #undef WARPSMITH_ADD_TO
 
-// The sum over the rows of a chunk, in groups of them and groups of those, because rounding errors grow with the terms
-// of a sum: in one go those of some hundred rows were five times torch's.
+// The sum over the rows of a chunk, in groups, and groups of groups: rounding errors grow with the number of terms. In
+// one go, the error over some hundred rows was five times torch's.
 template <class Math> class RowSums {
  public:
   explicit RowSums(int64_t columns) : columns_(columns) {}
 
-  // total: where the sum of at most `terms` rows will lie; null where it is not wanted.
+  // total: receives the sum of at most `terms` rows; null: not wanted.
   void begin(Math* total, int64_t terms) {
     total_ = total, levels_ = 0;
     if (!total) return;
@@ -35,7 +35,7 @@ template <class Math> class RowSums {
     }
   }
 
-  // Where the next rows are to be added; null where no sum is wanted.
+  // Where to add the next rows; null: no sum is wanted.
   Math* next(int64_t rows = 1) {
     if (!total_ || levels_ == 0) return total_;
     for (int level = 0; level < levels_ && held_[level] >= kGroup; ++level) hand_over(level);
@@ -48,7 +48,7 @@ template <class Math> class RowSums {
   }
 
  private:
-  // To the level above, which counts it as one.
+  // Adds a level's sum to the level above, as one term.
   void hand_over(int level) {
     if (held_[level] == 0) return;
     const bool last = level + 1 == levels_;
@@ -66,8 +66,8 @@ template <class Math> class RowSums {
   std::vector<Math> sums_[kLevels];
 };
 
-// The sum of rows [rows, columns], whose first row it becomes, in groups of them as above. `columns` from row to row,
-// of which `count` are added.
+// Sums rows [rows, columns] in groups, as above, into the first row. Rows are `columns` apart; only `count` columns are
+// added.
 template <class Math> void add_rows(Math* partials, int64_t rows, int64_t columns, int64_t count) {
   constexpr int64_t kGroup = 8;
   for (int64_t first = 0; first < rows; first += kGroup) {
@@ -77,8 +77,8 @@ template <class Math> void add_rows(Math* partials, int64_t rows, int64_t column
   }
 }
 
-// sums [columns] = the rows of `partials` [rows, columns] added up in a fixed order, into the first of them. Row by
-// row, because a column's partial sums lie far apart. grain: columns of a thread at least.
+// sums [columns] = the sum of the rows of `partials` [rows, columns], in a fixed order; also left in the first row. Row
+// by row, because the partial sums of one column are far apart. grain: least columns per thread.
 template <class Math, class W>
 void add_partials(Math* partials, int64_t rows, int64_t columns, W* sums, int64_t grain, const Parallel& parallel) {
   parallel(columns, grain, [&](int64_t begin, int64_t end) {

@@ -12,7 +12,8 @@ namespace warpsmith {
 namespace cpu {
 namespace {
 
-// All heads of one token; x may be y. Free functions, one a dtype: target_clones reaches neither lambdas nor templates.
+// All heads of one token; x may be y. Free functions, one per dtype: target_clones reaches neither lambdas nor
+// templates.
 #define WARPSMITH_ROPE(T, Math)                                                                               \
   WARPSMITH_VECTORIZE void rotate_halves(const T* x, T* y, int64_t heads, int64_t x_step, int64_t y_step,     \
                                          const Math* cos, const Math* sin, int64_t pairs) {                   \
@@ -58,7 +59,7 @@ template <class T, class Math> void rotate_token(const RopeParams& p, const void
                 y + h * out_layout.head_stride + p.shape.rotary_dim);
 }
 
-// T: storage of q and k, C: of cos and sin.
+// T: storage type of q and k, C: of cos and sin.
 template <class T, class C> Status rotate(const RopeParams& p, const Parallel& parallel) {
   using Math = Arithmetic<T>;
   const int64_t elements = std::max<int64_t>(1, (p.q_in_layout.heads + p.k_in_layout.heads) * p.shape.head_dim);

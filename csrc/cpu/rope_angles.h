@@ -8,7 +8,7 @@
 // What the CPU kernels of rope and qk_norm_rope share.
 namespace warpsmith::cpu {
 
-constexpr int64_t kRotaryGrain = 16 * 1024;  // elements that a thread takes at least
+constexpr int64_t kRotaryGrain = 16 * 1024;  // least elements per thread
 
 inline int64_t start_of(const RotaryHeads& l, int64_t batch, int64_t index) {
   return batch * l.batch_stride + index * l.token_stride;
@@ -21,7 +21,8 @@ inline int64_t offset_of(const RotaryPositions& p, int64_t entry) {
          (p.wide_offsets ? static_cast<const int64_t*>(p.offsets)[at] : static_cast<const int32_t*>(p.offsets)[at]);
 }
 
-// cos and sin of one token after another, in ascending order, as Math. C: their storage. Positions have been checked.
+// cos and sin of one token after another, in ascending order, as Math. C: their storage type. Positions are already
+// checked.
 template <class C, class Math> class TokenAngles {
  public:
   TokenAngles(const RotaryShape& shape, const RotaryAngles& angles, const RotaryPositions& positions)

@@ -17,7 +17,7 @@ namespace {
 constexpr int kLanes = 16;               // independent partial sums: one AVX-512 register of floats
 constexpr int64_t kMaxPartialRows = 64;  // chunks of tokens for the weight gradients, for any number of threads
 
-// Free functions, one a dtype: target_clones reaches neither lambdas nor templates.
+// Free functions, one per dtype: target_clones reaches neither lambdas nor templates.
 #define WARPSMITH_STORED(T, Math)                                        \
   WARPSMITH_VECTORIZE void widen(const T* x, Math* to, int64_t count) {  \
     for (int64_t i = 0; i < count; ++i) to[i] = to_float(x[i]);          \
@@ -34,7 +34,7 @@ WARPSMITH_STORED(bfloat16, float)
 // Inlined into the clones.
 #define WARPSMITH_INLINED __attribute__((always_inline)) inline
 
-// Adds by halves, as vectors: a head is so short that sixteen additions in a row would be much of its time.
+// Adds halves as vectors: a head is so short that sixteen additions in a row would be a large part of its time.
 template <class Math, int count> using Vector __attribute__((vector_size(count * sizeof(Math)))) = Math;
 template <class Math, int count = kLanes> WARPSMITH_INLINED Math add_lanes(const Math* lane) {
   if constexpr (count == 4) {
@@ -60,8 +60,8 @@ template <class Math, class T> WARPSMITH_INLINED Math rstd_of(const T* x, int64_
   return Math(1) / std::sqrt(add_lanes(lane) / Math(dim) + eps);
 }
 
-// All heads of one token, x_step and y_step elements apart. A function for each step of a head would cost more than the
-// step.
+// All heads of one token, x_step and y_step elements apart. One function for all steps of a head: a call per step would
+// cost more than the step.
 #define WARPSMITH_HEADS(T, Math)                                                                                       \
   WARPSMITH_VECTORIZE void forward_heads(const T* x, T* y, int64_t heads, int64_t x_step, int64_t y_step,              \
                                          const Math* weight, int64_t dim, Math eps, bool interleaved, const Math* cos, \

@@ -40,7 +40,7 @@ Tensor biased_forward(Biased op, const Tensor& x_any, const Tensor& bias_any, bo
   return y;
 }
 
-// Gradients that are not wanted come back with zero elements.
+// Gradients that are not wanted have zero elements.
 std::tuple<Tensor, Tensor> biased_backward(Biased op, const Tensor& dy_any, const Tensor& x_any, const Tensor& bias_any,
                                            bool tanh, bool want_dx, bool want_dbias) {
   const Dtype dtype = float_dtype(backward_name(op), "x", x_any);
@@ -96,7 +96,7 @@ std::tuple<Tensor, Tensor> biased_backward(Biased op, const Tensor& dy_any, cons
   return {dx, dbias};
 }
 
-// One row's kernels, with the signatures of its schemas. Flag: bool, or nothing.
+// The kernels of one row, with the signatures of its schemas. Flag: bool, or nothing.
 template <Biased op, class... Flag> struct Bound {
   static Tensor forward(Tensor x, Tensor bias, Flag... flag) {
     return biased_forward(op, x, bias, (false || ... || flag));
@@ -107,7 +107,7 @@ template <Biased op, class... Flag> struct Bound {
   }
 };
 
-// g++ 12 does not instantiate what only a template function takes the address of.
+// g++ 12 does not instantiate a function whose address only a template takes.
 #define WARPSMITH_ROW(op, function, flag) template struct WARPSMITH_FLAG_ARGUMENT_##flag(Bound, Biased::op);
 WARPSMITH_BIASED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW

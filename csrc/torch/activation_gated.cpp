@@ -12,7 +12,7 @@ namespace {
 
 // The binding of the gated activations: checks, rows, allocation, launch.
 
-// gate and up as rows of `columns`; without up, gate holds both, one after the other in each row.
+// gate and up as rows of `columns`. Without up, each row of gate holds both, one after the other.
 struct GatedRows {
   Rows gate;
   std::optional<Rows> up_rows;
@@ -72,7 +72,7 @@ Tensor gated_forward(Gated op, const Tensor& gate, const std::optional<Tensor>& 
   return y;
 }
 
-// Where a gradient goes; no pointer: it is not wanted.
+// Where a gradient is written; null: not wanted.
 struct GatedTarget {
   void* data = nullptr;
   int64_t stride = 0;
@@ -120,8 +120,8 @@ void* elements_behind(void* base, int64_t elements, Dtype dtype) {
   return static_cast<char*>(base) + elements * size_bytes(dtype);
 }
 
-// {dgate, dup}; what is not wanted has no elements. Without up, dgate is the gradient of both, packed as gate is, and
-// dup has no elements.
+// Returns {dgate, dup}; a gradient that is not wanted has no elements. Without up, dgate is the gradient of both,
+// packed as gate is, and dup has no elements.
 std::tuple<Tensor, Tensor> gated_backward(Gated op, const Tensor& dy, const Tensor& gate,
                                           const std::optional<Tensor>& up, bool tanh, bool want_dgate, bool want_dup) {
   const GatedRows r = gated_backward_rows(op, dy, gate, up);
@@ -136,12 +136,12 @@ std::tuple<Tensor, Tensor> gated_backward(Gated op, const Tensor& dy, const Tens
   return {dgate, dup};
 }
 
-// The same, over gate and up themselves, which must be contiguous; that they lie apart is for the caller to see to.
+// The same, written over gate and up, which must be contiguous. The caller makes sure that they do not overlap.
 void gated_backward_inplace(Gated op, const Tensor& dy, Tensor& gate, std::optional<Tensor>& up, bool tanh,
                             bool want_dgate, bool want_dup) {
   const GatedRows r = gated_backward_rows(op, dy, gate, up);
   const auto check_contiguous = [&](const char* argument, const Tensor& t, const Rows& rows) {
-    if (t.numel() == 0) return;  // such as a chunk of an expert without tokens, whose strides say nothing
+    if (t.numel() == 0) return;  // e.g. the chunk of an expert without tokens: its strides mean nothing
     if (rows.stride != rows.columns || rows.tensor.const_data_ptr() != t.const_data_ptr())
       refuse(backward_name(op), argument, "a contiguous tensor to overwrite", "gaps or another order");
   };
@@ -154,9 +154,9 @@ void gated_backward_inplace(Gated op, const Tensor& dy, Tensor& gate, std::optio
   gated_gradients(op, dy, gate, r, to_dgate, to_dup, tanh);
 }
 
-// One row's kernels, with the signatures of its schemas. Flag: bool, or nothing.
+// The kernels of one row, with the signatures of its schemas. Flag: bool, or nothing.
 template <Gated op, class... Flag> struct Bound {
-  // inplace_backward speaks to autograd alone.
+  // Only autograd uses inplace_backward.
   static Tensor forward(Tensor gate, std::optional<Tensor> up, bool, Flag... flag) {
     return gated_forward(op, gate, up, (false || ... || flag));
   }
@@ -170,7 +170,7 @@ template <Gated op, class... Flag> struct Bound {
   }
 };
 
-// g++ 12 does not instantiate what only a template function takes the address of.
+// g++ 12 does not instantiate a function whose address only a template takes.
 #define WARPSMITH_ROW(op, function, flag) template struct WARPSMITH_FLAG_ARGUMENT_##flag(Bound, Gated::op);
 WARPSMITH_GATED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW

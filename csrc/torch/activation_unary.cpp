@@ -88,7 +88,7 @@ Tensor dropout_add_backward(Tensor dy_any, Tensor seed, double p) {
   return dx;
 }
 
-// g++ 12 does not instantiate what only a template function takes the address of.
+// g++ 12 does not instantiate a function whose address only a template takes.
 #define WARPSMITH_ROW(op, function, flag) template struct Bound<Unary::op>;
 WARPSMITH_UNARY_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW

@@ -15,7 +15,7 @@ struct Inputs : LossRows {
   CrossEntropyParams params() const { return LossRows::params(logits.tensor, logits.stride, 0, rows); }
 };
 
-// Logits as rows, with the other inputs checked against them.
+// Checks all inputs; returns the logits as rows.
 Inputs checked(const char* op, const Tensor& logits, const Tensor& target, const std::optional<Tensor>& class_weight,
                const LossOptions& options) {
   const Dtype dtype = float_dtype(op, "logits", logits);
@@ -27,7 +27,7 @@ Inputs checked(const char* op, const Tensor& logits, const Tensor& target, const
   return in;
 }
 
-// The logits themselves as the place of their gradient.
+// Refuses logits that cannot hold their own gradient.
 void check_writable_rows(const char* op, const Tensor& logits, const Rows& rows) {
   if (rows.tensor.const_data_ptr() != logits.const_data_ptr() || (rows.rows > 1 && rows.stride < rows.columns))
     refuse(op, "logits", "rows at one stride that do not overlap, to hold their gradient",
@@ -37,7 +37,7 @@ void check_writable_rows(const char* op, const Tensor& logits, const Rows& rows)
 using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using OutputsAndGradient = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The whole forward; `dlogits` may be the logits' own memory.
+// Runs the whole forward. `dlogits` may be the memory of the logits.
 Outputs forward_into(const Inputs& in, int64_t reduction_number, bool stats, const std::optional<Tensor>& dlogits = {},
                      int64_t dlogits_stride = 0) {
   const Reduction reduction = check_reduction(kOp, reduction_number);
@@ -96,7 +96,7 @@ Outputs forward(Tensor logits, Tensor target, std::optional<Tensor> class_weight
   return forward_into(in, reduction, stats);
 }
 
-// Under tracing nothing is overwritten.
+// Under tracing nothing is overwritten: `inplace_backward` is ignored.
 Outputs traced(Tensor logits, Tensor target, std::optional<Tensor> class_weight, int64_t ignore_index,
                int64_t reduction, double label_smoothing, double z_loss, double softcap, bool stats, bool) {
   return forward(logits, target, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, stats);
@@ -174,7 +174,7 @@ void backward_inplace(Tensor dloss, Tensor logits, Tensor target, std::optional<
   backward_into(in, dloss, row_max, row_sum, denominator, late, in.logits.tensor, in.logits.stride);
 }
 
-// Multiplies a gradient by the upstream one, which stays on its device.
+// Scales a gradient by the upstream one. The factor stays on its device.
 void scale_inplace(Tensor dlogits, Tensor factor) {
   const Dtype dtype = float_dtype(kScale, "dlogits", dlogits);
   check_dtype(kScale, "factor", factor, real_dtype(dtype));

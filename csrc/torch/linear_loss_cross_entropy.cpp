@@ -22,9 +22,9 @@ void check_main_grad(const LinearInputs& in, const std::optional<Tensor>& main_g
 
 using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The loss, and for a reduced one its gradients, which the backward only scales. 16-bit floats underflow where a loss
-// scale has not come yet: float16 gradients stay those of the sum, and `denominator` tells the backward what to divide
-// by. Otherwise it has no elements, nor has anything else that is not wanted.
+// Computes the loss, and for a reduced loss its gradients, which the backward only scales. Outputs that are not wanted
+// have no elements. 16-bit gradients would underflow before a loss scale is applied: float16 gradients are therefore
+// those of the sum, and `denominator` tells the backward what to divide by.
 ForwardResults forward(Tensor hidden, Tensor weight, Tensor target, std::optional<Tensor> bias,
                        std::optional<Tensor> class_weight, int64_t ignore_index, int64_t reduction_number,
                        double label_smoothing, double z_loss, double softcap, bool check_labels, bool want_stats,
@@ -85,8 +85,9 @@ ForwardResults forward(Tensor hidden, Tensor weight, Tensor target, std::optiona
           sums.dbias()};
 }
 
-// Gradients of rows of losses, from logits made once more; their sums too, because a logsumexp kept in float32 is half
-// an ulp off, and with it every probability of its row. The weight's goes into main_grad where there is one.
+// Gradients of unreduced losses, from logits computed once more. Their sums are computed once more too: a logsumexp
+// kept in float32 is half an ulp off, and so would be every probability of its row. The weight gradient goes to
+// main_grad if there is one.
 std::tuple<Tensor, Tensor, Tensor> rows_backward_into(const Tensor& dloss, const Tensor& hidden, const Tensor& weight,
                                                       const Tensor& target, const std::optional<Tensor>& bias,
                                                       const std::optional<Tensor>& class_weight,

@@ -15,8 +15,8 @@ LinearInputs checked(const char* op, const Tensor& hidden, const Tensor& weight,
   return in;
 }
 
-// log_prob, logsumexp and entropy; each row's maximum and sum of exponentials for the backward; and with save_logits
-// all logits, rows a whole number of 16-byte vectors apart, else no elements.
+// Returns log_prob, logsumexp and entropy, and each row's maximum and sum of exponentials for the backward. With
+// save_logits also all logits, with rows of whole 16-byte vectors; otherwise that output has no elements.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, Tensor target,
                                                                    std::optional<Tensor> bias, double temperature,
                                                                    bool save_logits, int64_t max_chunk_bytes) {
@@ -45,7 +45,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor hidden
   return {log_prob, lse, entropy, row_max, row_sum, logits};
 }
 
-// A gradient or a kept result of the rows, or none.
+// An optional gradient or saved result of the rows, checked.
 std::optional<Tensor> of_rows(const LinearInputs& in, const char* name, const std::optional<Tensor>& t) {
   if (!t) return std::nullopt;
   check_dtype(in.op, name, *t, real_dtype(in.dtype));
@@ -54,8 +54,8 @@ std::optional<Tensor> of_rows(const LinearInputs& in, const char* name, const st
   return as_contiguous(*t);
 }
 
-// Gradients of log_prob, lse and entropy are those with respect to the logits before the division by temperature: the
-// caller has divided them. Gradients that are not wanted come back with zero elements.
+// Gradients of log_prob, lse and entropy are with respect to the logits before the division by temperature; the caller
+// has divided them. Gradients that are not wanted have zero elements.
 std::tuple<Tensor, Tensor, Tensor> backward(std::optional<Tensor> dlog_prob_any, std::optional<Tensor> dlse_any,
                                             std::optional<Tensor> dentropy_any, Tensor hidden, Tensor weight,
                                             Tensor target, std::optional<Tensor> bias, Tensor row_max_any,

@@ -66,13 +66,13 @@ Tensor check_statistics(const char* op, const char* argument, const Tensor& t, D
 
 struct NormInputs {
   Tensor x;
-  OptionalTensor residual = {}, weight = {}, bias = {};  // what the op's row has
-  OptionalTensor seed = {};                              // none: nothing is dropped
+  OptionalTensor residual = {}, weight = {}, bias = {};  // present if the op's row has them
+  OptionalTensor seed = {};                              // none: no dropout
   double p = 0, eps = 0, weight_offset = 0;
 };
 
 struct NormOutputs {
-  Tensor y, residual_out, mean, rstd;  // without a residual, for rms and without statistics some have no storage
+  Tensor y, residual_out, mean, rstd;  // outputs that the op lacks or that are not wanted have no storage
 };
 
 NormOutputs norm_forward(Norm norm, const NormInputs& in, bool with_statistics) {
@@ -133,7 +133,7 @@ struct NormGradientInputs {
   Tensor s;  // x, or residual_out of an op with a residual
   OptionalTensor weight = {}, bias = {}, mean = {};
   Tensor rstd;
-  OptionalTensor seed = {};  // that of the forward
+  OptionalTensor seed = {};  // the forward's seed
   double p = 0, weight_offset = 0;
   bool want_dx = false, want_dresidual = false, want_dweight = false, want_dbias = false;
 };
@@ -142,8 +142,8 @@ struct NormGradients {
   Tensor dx, dresidual, dweight, dbias;
 };
 
-// Gradients that are not wanted come back with zero elements. So does dresidual where it equals dx (no dropout, one
-// dtype): dx then is both, and is computed where either is wanted.
+// Gradients that are not wanted have zero elements. So does dresidual if it equals dx (no dropout, one dtype): then dx
+// stands for both, and is computed if either is wanted.
 NormGradients norm_backward(Norm norm, const NormGradientInputs& in) {
   const char* const op = backward_name(norm);
   const bool residual = row_of(norm).residual;
@@ -235,7 +235,7 @@ NormGradients norm_backward(Norm norm, const NormGradientInputs& in) {
   return out;
 }
 
-// The raw ops of all rows are boxed functions: they read their arguments in the order of the schemas below.
+// The raw ops of all rows are boxed functions. They read their arguments in the order of the schemas below.
 
 class Arguments {
  public:
@@ -301,7 +301,7 @@ template <Norm op> void backward(StableIValue* stack, uint64_t, uint64_t) {
   if (row.layer) results.write(out.dbias);
 }
 
-// g++ 12 does not instantiate what only a template function takes the address of.
+// g++ 12 does not instantiate a function whose address only a template takes.
 #define WARPSMITH_ROW(op, ...)                                               \
   template void forward<Norm::op, true>(StableIValue*, uint64_t, uint64_t);  \
   template void forward<Norm::op, false>(StableIValue*, uint64_t, uint64_t); \

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <variant>
 #include <vector>
 
 #include "torch/support/device.h"
@@ -33,9 +34,13 @@ void check_count(const char* op, const char* list, const Tensors& tensors, size_
     refuse(op, list, std::to_string(expected) + " tensors", std::to_string(tensors.size()));
 }
 
-void check_like(const char* op, const char* list, size_t i, const Tensor& t, const Tensor& param, Dtype dtype) {
+void check_like(const char* op, const char* list, size_t i, const Tensor& t, const Tensor& param,
+                std::variant<Dtype, ScalarType> dtype) {
   const std::string argument = item(list, i);
-  check_dtype(op, argument.c_str(), t, dtype);
+  if (const auto* number = std::get_if<Dtype>(&dtype))
+    check_dtype(op, argument.c_str(), t, *number);
+  else if (const ScalarType expected = std::get<ScalarType>(dtype); t.scalar_type() != expected)
+    refuse(op, argument.c_str(), dtype_text(expected), dtype_text(t.scalar_type()));
   check_same_device(op, argument.c_str(), t, param);
   check_same_shape(op, argument.c_str(), t, param);
   if (!same_layout(t, param)) refuse(op, argument.c_str(), "the strides of its parameter", "others");
@@ -79,10 +84,11 @@ std::vector<std::string> state_names(Optimizer optimizer) {
 }
 
 // A table holds addresses, not references: whoever keeps it keeps the tensors. `arrays`: of every tensor the states of
-// its bits in `has`, in order, then its step counter if it has the bit after all states', then its master where the
-// storage has masters.
+// its bits in `has`, in order, then its step counter if it has the bit after all states', then what the storage keeps
+// beside it. `first_elems`: of each tensor where the storage rounds at random, otherwise empty.
 Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const Tensors& params, const Tensors& arrays,
-                   const std::vector<int64_t>& has, const std::vector<int64_t>& groups) {
+                   const std::vector<int64_t>& has, const std::vector<int64_t>& groups,
+                   const std::vector<int64_t>& first_elems) {
   check_params(op, params, param_dtype(storage));
   const size_t count = params.size();
   const auto index_of_each = [&](const char* list, const std::vector<int64_t>& indices) {
@@ -91,6 +97,9 @@ Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const T
       if (indices[i] < 0 || indices[i] > INT32_MAX)
         refuse(op, item(list, i).c_str(), "an index", std::to_string(indices[i]));
   };
+  const bool stochastic = refinement_of(storage) == Refinement::stochastic;
+  if (first_elems.size() != (stochastic ? count : 0))
+    refuse(op, "first_elems", std::to_string(stochastic ? count : 0) + " indices", std::to_string(first_elems.size()));
   index_of_each("has", has);
   index_of_each("groups", groups);
 
@@ -118,10 +127,19 @@ Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const T
       check_scalar(op, item("steps", i).c_str(), t, p);
       record.step = static_cast<float*>(t.mutable_data_ptr());
     }
-    if (has_master(storage)) {
+    if (has_extra(storage)) {
       const Tensor& t = take();
-      check_like(op, "masters", i, t, p, Dtype::float32);
-      record.master = static_cast<float*>(t.mutable_data_ptr());
+      if (has_master(storage))
+        check_like(op, "masters", i, t, p, Dtype::float32);
+      else if (refinement_of(storage) == Refinement::compensated)
+        check_like(op, "compensations", i, t, p, Dtype::bfloat16);
+      else
+        check_like(op, "remainders", i, t, p, ScalarType::Short);
+      record.extra = t.mutable_data_ptr();
+    }
+    if (stochastic) {
+      if (!record.step) refuse(op, item("steps", i).c_str(), "a step counter, by which rounding is random", "none");
+      record.first_elem = static_cast<uint64_t>(first_elems[i]);
     }
     record.numel = p.numel();
     record.group = static_cast<int32_t>(groups[i]);
@@ -160,8 +178,8 @@ OptimGroup group_of(const char* op, const std::string& argument, const Tensor& l
 
 // Fills in what a launch takes from the tensors, and launches for every kOptimMaxGroups groups.
 void run(const char* op, OptimParams& p, const Tensor& table, const Tensor& pointers,
-         const std::vector<OptimGroup>& groups, const std::optional<Tensor>& grad_scale,
-         const std::optional<Tensor>& found_inf) {
+         const std::vector<OptimGroup>& groups, const std::vector<uint64_t>& seeds,
+         const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
   check_scalar(op, "grad_scale", grad_scale, table);
   check_scalar(op, "found_inf", found_inf, table);
   const int64_t count = pointers.numel();
@@ -177,6 +195,7 @@ void run(const char* op, OptimParams& p, const Tensor& table, const Tensor& poin
     p.first_group = static_cast<int32_t>(first);
     p.group_count = static_cast<int32_t>(std::min<size_t>(kOptimMaxGroups, groups.size() - first));
     std::copy_n(groups.begin() + static_cast<int64_t>(first), p.group_count, p.groups);
+    std::copy_n(seeds.begin() + static_cast<int64_t>(first), p.group_count, p.seeds);
     run_on(
         op, table, [&](void* stream) { return optim_cuda(p, stream); },
         [&](const Parallel& threads) { return optim_cpu(p, threads); });
@@ -197,8 +216,9 @@ Storage storage_of(const char* op, int64_t index) {
 }
 
 Tensor optim_table(int64_t optimizer, int64_t storage, Tensors params, Tensors arrays, std::vector<int64_t> has,
-                   std::vector<int64_t> groups) {
-  return build_table(kTable, optimizer_of(kTable, optimizer), storage_of(kTable, storage), params, arrays, has, groups);
+                   std::vector<int64_t> groups, std::vector<int64_t> first_elems) {
+  return build_table(kTable, optimizer_of(kTable, optimizer), storage_of(kTable, storage), params, arrays, has, groups,
+                     first_elems);
 }
 
 void check_words(const char* op, const char* argument, const Tensor& t) {
@@ -215,7 +235,8 @@ void optim_pointers(Tensor pointers, Tensor values) {
   write_words(kPointers, static_cast<const int64_t*>(values.const_data_ptr()), pointers);
 }
 
-// constants: float64 [groups, hyperparameters + 1] on the CPU: the values in the order of their names, then maximize.
+// constants: float64 [groups, hyperparameters + 2] on the CPU: the values in the order of their names, then maximize,
+// then the seed of random rounding, a whole number below 2^53.
 // most: all bits of states that a tensor of the table has.
 void optim_step(Tensor table, Tensor pointers, Tensors lr, Tensor constants, int64_t optimizer, int64_t storage,
                 int64_t most, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
@@ -231,18 +252,20 @@ void optim_step(Tensor table, Tensor pointers, Tensors lr, Tensor constants, int
   p.most = static_cast<uint32_t>(most);
   const int64_t values = visit_optimizer(p.optimizer, []<class F>() { return int64_t{F::kHyperEnd}; });
   check_dtype(kStep, "constants", constants, Dtype::float64);
-  check_shape(kStep, "constants", constants, {static_cast<int64_t>(lr.size()), values + 1});
+  check_shape(kStep, "constants", constants, {static_cast<int64_t>(lr.size()), values + 2});
   if (!constants.is_cpu()) refuse(kStep, "constants", "a CPU tensor", device_text(constants));
   const Tensor rows = as_contiguous(constants);
   const double* row = static_cast<const double*>(rows.const_data_ptr());
   std::vector<OptimGroup> groups;
-  for (size_t i = 0; i < lr.size(); ++i, row += values + 1) {
+  std::vector<uint64_t> seeds;
+  for (size_t i = 0; i < lr.size(); ++i, row += values + 2) {
     OptimGroup g = group_of(kStep, item("lr", i), lr[i], table);
     std::copy_n(row, values, g.values);
     g.maximize = row[values] != 0;
     groups.push_back(g);
+    seeds.push_back(static_cast<uint64_t>(row[values + 1]));
   }
-  run(kStep, p, table, pointers, groups, grad_scale, found_inf);
+  run(kStep, p, table, pointers, groups, seeds, grad_scale, found_inf);
 }
 
 void adamw(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors max_exp_avg_sqs, Tensors steps,
@@ -290,10 +313,10 @@ void adamw(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
   p.most = AdamW::kVariants[max_exp_avg_sqs.empty() ? 0 : 1];
   const Tensor table = build_table(kOp, p.optimizer, p.storage, params, arrays,
                                    std::vector<int64_t>(count, int64_t{p.most} | int64_t{1} << AdamW::kStateEnd),
-                                   std::vector<int64_t>(count, 0));
+                                   std::vector<int64_t>(count, 0), {});
   const Tensor pointers = allocate_words(kOp, "gradient addresses", static_cast<int64_t>(count), params[0]);
   write_words(kOp, addresses.data(), pointers);
-  run(kOp, p, table, pointers, {g}, grad_scale, found_inf);
+  run(kOp, p, table, pointers, {g}, {0}, grad_scale, found_inf);
 }
 
 WARPSMITH_SCHEMAS(m) {
@@ -301,7 +324,9 @@ WARPSMITH_SCHEMAS(m) {
       "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] "
       "max_exp_avg_sqs, Tensor(e!)[] steps, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool "
       "maximize, Tensor? grad_scale, Tensor? found_inf) -> ()");
-  m.def("optim_table(int optimizer, int storage, Tensor[] params, Tensor[] arrays, int[] has, int[] groups) -> Tensor");
+  m.def(
+      "optim_table(int optimizer, int storage, Tensor[] params, Tensor[] arrays, int[] has, int[] groups, int[] "
+      "first_elems) -> Tensor");
   m.def("optim_pointers(Tensor(a!) pointers, Tensor values) -> ()");
   // Also writes to what the table points to: no schema can say so, therefore it is only for eager code.
   m.def(

@@ -11,7 +11,12 @@ namespace warpsmith {
 namespace {
 
 constexpr const char* kNorm = "grad_norm";
+constexpr const char* kPartials = "grad_norm_partials";
+constexpr const char* kFinish = "grad_norm_finish";
+constexpr const char* kChunk = "grad_norm_chunk_elems";
 constexpr const char* kClip = "clip_grads";
+constexpr const char* kCheck = "grad_check";
+constexpr const char* kUnscale = "unscale_grads";
 
 NormOrder order_of(const char* op, double p) {
   if (p == 1) return NormOrder::one;
@@ -31,7 +36,19 @@ struct NormTable {
   }
 };
 
-template <class Data> NormTable table_of(const char* op, const Tensors& tensors, Data&& data) {
+int64_t chunk_elems_of(const char* op, const Tensor& like, int64_t total_elems) {
+  int32_t chunk_elems = 0;
+  run_on(
+      op, like, [&](void*) { return norm_chunk_elems_cuda(total_elems, &chunk_elems); },
+      [&](const Parallel&) {
+        chunk_elems = norm_chunk_elems_cpu();
+        return Status();
+      });
+  return chunk_elems;
+}
+
+// chunks_of: elements for which a chunk's length is chosen; 0 for those of the tensors.
+template <class Data> NormTable table_of(const char* op, const Tensors& tensors, Data&& data, int64_t chunks_of = 0) {
   if (tensors.empty()) refuse(op, "tensors", "at least one tensor", "none");
   std::vector<NormTensor> records;
   int64_t total = 0;
@@ -44,14 +61,8 @@ template <class Data> NormTable table_of(const char* op, const Tensors& tensors,
     records.push_back({data(t), t.numel(), 0, 0, dtype});
     total += t.numel();
   }
-  int32_t chunk_elems = 0;
-  run_on(
-      op, tensors[0], [&](void*) { return norm_chunk_elems_cuda(total, &chunk_elems); },
-      [&](const Parallel&) {
-        chunk_elems = norm_chunk_elems_cpu();
-        return Status();
-      });
-  const std::vector<int64_t> words = tensor_list_words(records, chunk_elems);
+  const int64_t chunk_elems = chunk_elems_of(op, tensors[0], chunks_of > 0 ? chunks_of : total);
+  const std::vector<int64_t> words = tensor_list_words(records, static_cast<int32_t>(chunk_elems));
   NormTable table;
   table.words = allocate_words(op, "table", static_cast<int64_t>(words.size()), tensors[0]);
   table.record_words = static_cast<int64_t>(records.size() * sizeof(NormTensor) / sizeof(int64_t));
@@ -65,30 +76,132 @@ bool any_double(const Tensors& tensors) {
                      [](const Tensor& t) { return t.scalar_type() == ScalarType::Double; });
 }
 
-std::tuple<Tensor, Tensor> grad_norm(Tensors tensors, double p) {
-  GradNormParams params{};
-  params.order = order_of(kNorm, p);
-  const NormTable table =
-      table_of(kNorm, tensors, [](const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); });
-  const bool wide = any_double(tensors);
-  const auto scalar = [&](const char* what, bool is_double) {
-    const int32_t dtype = is_double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
-    return allocate(kNorm, what, nullptr, 0, dtype, tensors[0]);
-  };
-  const Tensor norm = scalar("norm", wide), power_sum = scalar("power sum", true);
-  const Tensor partials =
-      allocate_vector(kNorm, "partial sums", table.chunk_count, aoti_torch_dtype_float64(), tensors[0]);
+Tensor scalar(const char* op, const char* what, bool is_double, const Tensor& like) {
+  return allocate(op, what, nullptr, 0, is_double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), like);
+}
+
+// A scalar each, which `params` then points to.
+std::tuple<Tensor, Tensor> allocate_results(const char* op, bool wide, const Tensor& like, GradNormParams& params) {
+  const Tensor norm = scalar(op, "norm", wide, like), power_sum = scalar(op, "power sum", true, like);
+  params.power_sum = static_cast<double*>(power_sum.mutable_data_ptr());
+  params.norm = norm.mutable_data_ptr();
+  params.norm_dtype = wide ? Dtype::float64 : Dtype::float32;
+  return {norm, power_sum};
+}
+
+// The partial sums of a table, not yet written, to which `params` then points as to the table.
+Tensor allocate_partials(const char* op, const NormTable& table, const Tensor& like, GradNormParams& params) {
+  const Tensor partials = allocate_vector(op, "partial sums", table.chunk_count, aoti_torch_dtype_float64(), like);
   params.tensors = table.tensors();
   params.chunks = table.chunks();
   params.chunk_count = table.chunk_count;
   params.partials = static_cast<double*>(partials.mutable_data_ptr());
-  params.power_sum = static_cast<double*>(power_sum.mutable_data_ptr());
-  params.norm = norm.mutable_data_ptr();
-  params.norm_dtype = wide ? Dtype::float64 : Dtype::float32;
+  return partials;
+}
+
+void* address_to_read(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
+
+// The table of a norm, and what it writes, to which `params` points.
+struct Norm {
+  NormTable table;
+  Tensor norm, power_sum, partials;
+  GradNormParams params;
+};
+
+Norm norm_of(const char* op, const Tensors& tensors, double p) {
+  Norm n{};
+  n.params.order = order_of(op, p);
+  n.table = table_of(op, tensors, address_to_read);
+  std::tie(n.norm, n.power_sum) = allocate_results(op, any_double(tensors), tensors[0], n.params);
+  n.partials = allocate_partials(op, n.table, tensors[0], n.params);
+  return n;
+}
+
+std::tuple<Tensor, Tensor> grad_norm(Tensors tensors, double p) {
+  const Norm n = norm_of(kNorm, tensors, p);
   run_on(
-      kNorm, tensors[0], [&](void* stream) { return grad_norm_cuda(params, stream); },
-      [&](const Parallel& threads) { return grad_norm_cpu(params, threads); });
-  return {norm, power_sum};
+      kNorm, tensors[0], [&](void* stream) { return grad_norm_cuda(n.params, stream); },
+      [&](const Parallel& threads) { return grad_norm_cpu(n.params, threads); });
+  return {n.norm, n.power_sum};
+}
+
+int64_t grad_norm_chunk_elems(Tensor like, int64_t total_elems) { return chunk_elems_of(kChunk, like, total_elems); }
+
+Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems) {
+  GradNormParams params{};
+  params.order = order_of(kPartials, p);
+  if (total_elems < 0) refuse(kPartials, "total_elems", "a number >= 0", std::to_string(total_elems));
+  const NormTable table = table_of(kPartials, tensors, address_to_read, total_elems);
+  params.norm_dtype = any_double(tensors) ? Dtype::float64 : Dtype::float32;
+  const Tensor partials = allocate_partials(kPartials, table, tensors[0], params);
+  run_on(
+      kPartials, tensors[0], [&](void* stream) { return grad_norm_partials_cuda(params, stream); },
+      [&](const Parallel& threads) { return grad_norm_partials_cpu(params, threads); });
+  return partials;
+}
+
+std::tuple<Tensor, Tensor> grad_norm_finish(Tensor partials, double p, bool wide) {
+  GradNormParams params{};
+  params.order = order_of(kFinish, p);
+  check_dtype(kFinish, "partials", partials, Dtype::float64);
+  if (partials.dim() != 1 || (partials.numel() > 1 && partials.stride(0) != 1))
+    refuse(kFinish, "partials", "one dimension of adjacent elements", shape_text(partials));
+  const auto results = allocate_results(kFinish, wide, partials, params);
+  params.chunk_count = partials.numel();
+  params.partials = static_cast<double*>(partials.mutable_data_ptr());
+  run_on(
+      kFinish, partials, [&](void* stream) { return grad_norm_finish_cuda(params, stream); },
+      [&](const Parallel&) { return grad_norm_finish_cpu(params); });
+  return results;
+}
+
+// One float32 element on the device of the tensors.
+float* float_of(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
+  check_dtype(op, argument, t, Dtype::float32);
+  check_same_device(op, argument, t, like);
+  if (t.numel() != 1) refuse(op, argument, "one element", shape_text(t));
+  return static_cast<float*>(t.mutable_data_ptr());
+}
+
+int64_t* counts_of(const char* op, const Tensor& t, const Tensors& tensors) {
+  constexpr const char* kArgument = "bad_counts";
+  if (t.scalar_type() != ScalarType::Long) refuse(op, kArgument, "int64", dtype_text(t.scalar_type()));
+  check_shape(op, kArgument, t, {static_cast<int64_t>(tensors.size())});
+  if (t.numel() > 1 && t.stride(0) != 1) refuse(op, kArgument, "adjacent elements", "other strides");
+  check_same_device(op, kArgument, t, tensors[0]);
+  return static_cast<int64_t*>(t.mutable_data_ptr());
+}
+
+std::tuple<Tensor, Tensor, Tensor> grad_check(Tensors tensors, double p, Tensor scale, double max_norm,
+                                              Tensor found_inf, Tensor bad_counts) {
+  if (!(max_norm >= 0)) refuse(kCheck, "max_norm", "a number >= 0", std::to_string(max_norm));
+  const Norm n = norm_of(kCheck, tensors, p);
+  const Tensor grad_scale = scalar(kCheck, "grad_scale", false, tensors[0]);
+  GradCheckParams params{n.params,
+                         float_of(kCheck, "scale", scale, tensors[0]),
+                         max_norm,
+                         static_cast<float*>(grad_scale.mutable_data_ptr()),
+                         float_of(kCheck, "found_inf", found_inf, tensors[0]),
+                         counts_of(kCheck, bad_counts, tensors)};
+  run_on(
+      kCheck, tensors[0], [&](void* stream) { return grad_check_cuda(params, stream); },
+      [&](const Parallel& threads) { return grad_check_cpu(params, threads); });
+  return {n.norm, n.power_sum, grad_scale};
+}
+
+void unscale_grads(Tensors tensors, Tensor inv_scale, Tensor found_inf, Tensor bad_counts) {
+  if (tensors.empty()) refuse(kUnscale, "tensors", "at least one tensor", "none");
+  UnscaleParams params{};
+  params.inv_scale = float_of(kUnscale, "inv_scale", inv_scale, tensors[0]);
+  params.found_inf = float_of(kUnscale, "found_inf", found_inf, tensors[0]);
+  params.bad_counts = counts_of(kUnscale, bad_counts, tensors);
+  const NormTable table = table_of(kUnscale, tensors, [](const Tensor& t) { return t.mutable_data_ptr(); });
+  params.tensors = table.tensors();
+  params.chunks = table.chunks();
+  params.chunk_count = table.chunk_count;
+  run_on(
+      kUnscale, tensors[0], [&](void* stream) { return unscale_grads_cuda(params, stream); },
+      [&](const Parallel& threads) { return unscale_grads_cpu(params, threads); });
 }
 
 void clip_grads(Tensors tensors, Tensor norm, double max_norm) {
@@ -111,12 +224,26 @@ void clip_grads(Tensors tensors, Tensor norm, double max_norm) {
 
 WARPSMITH_SCHEMAS(m) {
   m.def("grad_norm(Tensor[] tensors, float p) -> (Tensor norm, Tensor power_sum)");
+  // The halves of grad_norm, for tensors on several ranks, and the elements of a chunk there. total_elems: of the
+  // tensors of all ranks. Equal bits to grad_norm's, where the partials are joined in the order of its chunks.
+  m.def("grad_norm_chunk_elems(Tensor like, int total_elems) -> int");
+  m.def("grad_norm_partials(Tensor[] tensors, float p, int total_elems) -> Tensor");
+  m.def("grad_norm_finish(Tensor partials, float p, bool wide) -> (Tensor norm, Tensor power_sum)");
   m.def("clip_grads(Tensor(a!)[] tensors, Tensor norm, float max_norm) -> ()");
+  m.def(
+      "grad_check(Tensor[] tensors, float p, Tensor scale, float max_norm, Tensor(a!) found_inf, Tensor(b!) bad_counts)"
+      " -> (Tensor norm, Tensor power_sum, Tensor grad_scale)");
+  m.def("unscale_grads(Tensor(a!)[] tensors, Tensor inv_scale, Tensor(b!) found_inf, Tensor(c!) bad_counts) -> ()");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl("grad_norm", TORCH_BOX(&grad_norm));
+  m.impl("grad_norm_chunk_elems", TORCH_BOX(&grad_norm_chunk_elems));
+  m.impl("grad_norm_partials", TORCH_BOX(&grad_norm_partials));
+  m.impl("grad_norm_finish", TORCH_BOX(&grad_norm_finish));
   m.impl("clip_grads", TORCH_BOX(&clip_grads));
+  m.impl("grad_check", TORCH_BOX(&grad_check));
+  m.impl("unscale_grads", TORCH_BOX(&unscale_grads));
 }
 
 }  // namespace

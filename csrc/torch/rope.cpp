@@ -24,7 +24,7 @@ struct HeadsView {
   RotaryHeads layout;
 };
 
-// The tensor itself, or a copy where the elements of a head are not adjacent.
+// Returns the tensor, or a copy if the elements of a head are not adjacent.
 HeadsView as_heads(const char* op, const char* argument, const Tensor& t) {
   constexpr int64_t kMost = int64_t{1} << 30;  // kernels count heads and their elements in 32 bits
   const int64_t dim = t.dim();
@@ -37,8 +37,8 @@ HeadsView as_heads(const char* op, const char* argument, const Tensor& t) {
   return v;
 }
 
-// A new tensor like `t`, contiguous. Its memory is ordered (batch, heads, tokens, head_dim) where `t` has the tokens of
-// a head nearer to each other than the heads of a token.
+// A new contiguous tensor like `t`. Its memory is ordered (batch, heads, tokens, head_dim) if the tokens of a head of
+// `t` are nearer to each other than the heads of a token.
 HeadsView allocate_heads(const char* op, const char* argument, const Tensor& t) {
   const int64_t dim = t.dim(), tokens = t.size(dim - 3), heads = t.size(dim - 2), width = t.size(dim - 1);
   const bool head_major = tokens > 1 && heads > 1 && t.stride(dim - 2) > t.stride(dim - 3);
@@ -54,7 +54,7 @@ HeadsView allocate_heads(const char* op, const char* argument, const Tensor& t) 
   return v;
 }
 
-// The arguments of both ops beside q and k, checked. The tensors are kept alive here.
+// The checked arguments of both ops beside q and k. It keeps their tensors alive.
 struct RotaryInputs {
   RotaryShape shape;
   RotaryAngles angles;
@@ -63,11 +63,11 @@ struct RotaryInputs {
   Tensor cos, sin;
   OptionalTensor cu_seqlens, offsets;
 
-  // Whether there is nothing to write.
+  // True if there is nothing to write.
   bool empty(const Tensor& q, const Tensor& k) const { return q.numel() == 0 && k.numel() == 0; }
 };
 
-// What is said beside where q and k seem to lie as transformers has them.
+// Added to an error if q and k seem to have the layout of transformers.
 const char* hint_if(bool heads_first) {
   return heads_first ? "; q and k are (batch, tokens, heads, head_dim): transpose(1, 2) of (batch, heads, tokens, "
                        "head_dim)"
@@ -299,7 +299,7 @@ std::tuple<Tensor, Tensor> norm_forward(Tensor q_any, Tensor k_any, Tensor q_wei
   return {q_out.tensor, k_out.tensor};
 }
 
-// Gradients that are not wanted come back with zero elements.
+// Gradients that are not wanted have zero elements.
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(Tensor dq_out_any, Tensor dk_out_any, Tensor q_any,
                                                          Tensor k_any, Tensor q_weight_any, Tensor k_weight_any,
                                                          Tensor cos, Tensor sin, double eps, bool interleaved,

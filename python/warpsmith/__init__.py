@@ -20,6 +20,6 @@ for _name in ops.__all__:
 
 def __getattr__(name: str) -> ModuleType:
     """Packages that few programs need are imported when they are asked for."""
-    if name not in ("distributed", "reference", "testing", "train"):
+    if name not in ("amp", "distributed", "reference", "testing", "train"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -1,5 +1,5 @@
 // links: csrc/kernels/optim/grad_norm.cu
-// Norm and clipping of many tensors of any mix of dtypes, against sums in double.
+// Norm, clipping, checks and unscaling of many tensors of any mix of dtypes, against sums in double.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -85,6 +85,19 @@ struct Norms {
         nullptr);
   }
 
+  Status check_gradients(NormOrder order, double max_norm, const Buffer<float>& scale, Buffer<float>& grad_scale,
+                         Buffer<float>& found_inf, Buffer<int64_t>& bad_counts) {
+    Buffer<double> partials(static_cast<size_t>(chunk_count));
+    return grad_check_cuda(
+        {{tensors(), chunks(), chunk_count, partials.data(), power_sum.data(), norm.data(), Dtype::float32, order},
+         scale.data(),
+         max_norm,
+         grad_scale.data(),
+         found_inf.data(),
+         bad_counts.data()},
+        nullptr);
+  }
+
   double expected(NormOrder order) const {
     double sum = 0;
     for (const auto& g : grads)
@@ -120,6 +133,43 @@ TEST(norms_of_mixed_dtypes_sizes_and_alignments) {
     for (const size_t elems : {0, 1, 7, 8, 9, 4096, 4097, 9000}) n.add(dtype, elems, offset++ % 3);
   n.build();
   for (const NormOrder order : kOrders) n.check(order);
+}
+
+// What ranks that own parts of tensors do: each sums the chunks of its parts, and all add the sums of all chunks.
+TEST(tensors_cut_where_chunks_begin_have_the_norm_of_whole_ones) {
+  const SeedsAtMost few(2);
+  constexpr size_t kCut = 64 * 1024, kElems = 2 * kCut + 777;
+  Norms whole;
+  for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16}) whole.add(dtype, kElems);
+  whole.add(Dtype::float16, 0);
+  whole.build();
+  const int64_t chunk_elems = choose_norm_chunk(2 * kElems, 132);
+  for (const NormOrder order : kOrders)
+    under_every_seed([&] {
+      expect_ok(whole.run(order));
+      Buffer<double> partials(static_cast<size_t>(whole.chunk_count)), power_sum(1);
+      Buffer<float> norm(1);
+      int64_t done = 0;
+      for (const auto& g : whole.grads)
+        for (size_t begin = 0; begin < std::max<size_t>(g->count, 1); begin += kCut) {
+          const auto bytes = static_cast<int64_t>(begin) * (g->dtype == Dtype::float32 ? 4 : 2);
+          std::vector<NormTensor> record{{static_cast<char*>(g->data()) + bytes,
+                                          static_cast<int64_t>(std::min(kCut, g->count - begin)), 0, 0, g->dtype}};
+          const std::vector<int64_t> words = tensor_list_words(record, static_cast<int32_t>(chunk_elems));
+          const int64_t record_words = sizeof(NormTensor) / sizeof(int64_t);
+          const auto chunks = static_cast<int64_t>(words.size()) - record_words;
+          expect_ok(grad_norm_partials_cuda({reinterpret_cast<const NormTensor*>(words.data()),
+                                             reinterpret_cast<const ListChunk*>(words.data() + record_words), chunks,
+                                             partials.data() + done, nullptr, nullptr, Dtype::float32, order},
+                                            nullptr));
+          done += chunks;
+        }
+      expect_equal<int64_t, int64_t>("chunks", done, whole.chunk_count);
+      expect_ok(grad_norm_finish_cuda(
+          {nullptr, nullptr, done, partials.data(), power_sum.data(), norm.data(), Dtype::float32, order}, nullptr));
+      expect_equal("norm", norm[0], whole.norm[0]);
+      expect_equal("power sum", power_sum[0], whole.power_sum[0]);
+    });
 }
 
 TEST(bytes_of_norm_and_clip_are_the_floor) {
@@ -187,6 +237,134 @@ TEST(clipping_scales_all_elements) {
   }
 }
 
+// What a scaler's buffers hold before a launch.
+struct Found {
+  Buffer<float> scale{1}, grad_scale{1}, found_inf{1};
+  Buffer<int64_t> bad_counts;
+
+  Found(size_t tensors, float s) : bad_counts(tensors) {
+    scale[0] = s;
+    reset();
+  }
+  void reset() {
+    grad_scale.poison();
+    found_inf[0] = 0;
+    for (size_t i = 0; i < bad_counts.size(); ++i) bad_counts[i] = 0;
+  }
+  int64_t bad() const {
+    int64_t sum = 0;
+    for (size_t i = 0; i < bad_counts.size(); ++i) sum += bad_counts[i];
+    return sum;
+  }
+};
+
+TEST(a_check_gives_the_unscaled_norm_and_the_divisor) {
+  const SeedsAtMost few(3);
+  Norms n;
+  for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::float16})
+    for (const size_t offset : {0, 1}) n.add(dtype, 5001, offset);
+  n.build();
+  for (const NormOrder order : kOrders)
+    for (const float scale : {1024.0f, 3000.0f})
+      for (const double max_norm : {0.0, 1e-3, 1e6, HUGE_VAL}) {
+        Found f(n.grads.size(), scale);
+        const double norm = n.expected(order) / static_cast<double>(scale);
+        const double factor = std::min(1.0, max_norm / (norm + 1e-6));
+        under_every_seed([&] {
+          f.reset();
+          expect_ok(n.check_gradients(order, max_norm, f.scale, f.grad_scale, f.found_inf, f.bad_counts));
+          expect_close("norm", n.norm, std::vector<double>{norm}, {.ulps = 2});
+          if (factor == 1)
+            expect_equal("divisor", f.grad_scale[0], scale);
+          else
+            expect_close("divisor", f.grad_scale, std::vector<double>{static_cast<double>(scale) / factor},
+                         {.relative = 1e-6});
+          expect_equal("found_inf", f.found_inf[0], 0.0f);
+          expect_equal<int64_t, int64_t>("bad values", f.bad(), 0);
+          same_bits_for_every_seed("norm", n.norm);
+          same_bits_for_every_seed("divisor", f.grad_scale);
+        });
+      }
+}
+
+TEST(a_check_reads_finite_gradients_once) {
+  Norms n;
+  n.add(Dtype::float32, 8192);
+  n.add(Dtype::bfloat16, 4096);
+  n.build();
+  Found f(2, 2.0f);
+  under_every_seed([&] {
+    expect_ok(n.check_gradients(NormOrder::two, 1.0, f.scale, f.grad_scale, f.found_inf, f.bad_counts));
+    // Beside the sums: the scale, and found_inf for every thread of the blocks that return at once.
+    expect_bytes({.read = 8192 * 4 + 4096 * 2 + n.chunk_count * 8 + 4 + 4 * kThreadsOfABlock * n.chunk_count,
+                  .written = n.chunk_count * 8 + 8 + 4 + 4});
+  });
+}
+
+TEST(bad_values_are_counted_tensor_by_tensor) {
+  const SeedsAtMost few(3);
+  for (const bool unscales : {false, true})
+    for (const NormOrder order : kOrders) {
+      Norms n;
+      for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::float16}) n.add(dtype, 9001, 1);
+      n.add(Dtype::float32, 10);
+      n.build();
+      Found f(4, 0.5f);
+      const Buffer<float>& scale = f.scale;
+      under_every_seed([&] {
+        for (size_t i = 0; i < 4; ++i) n.grads[i]->fill(i + 1);
+        for (const size_t place : {0, 4095, 4096, 9000}) n.grads[1]->set(place, NAN);
+        n.grads[2]->set(8191, -INFINITY);
+        n.grads[2]->set(17, 60000.0f);  // twice that is not finite once it is stored in float16
+        n.grads[3]->set(9, 3e38f);      // nor this in float32
+        f.reset();
+        if (unscales) {
+          f.grad_scale[0] = 1 / scale[0];
+          expect_ok(unscale_grads_cuda(
+              {n.tensors(), n.chunks(), n.chunk_count, f.grad_scale.data(), f.found_inf.data(), f.bad_counts.data()},
+              nullptr));
+        } else {
+          expect_ok(n.check_gradients(order, 1.0, scale, f.grad_scale, f.found_inf, f.bad_counts));
+        }
+        expect_equal("found_inf", f.found_inf[0], 1.0f);
+        const int64_t want[] = {0, 4, unscales ? 2 : 1, 1};
+        for (size_t i = 0; i < 4; ++i) expect_equal("bad values of " + std::to_string(i), f.bad_counts[i], want[i]);
+      });
+    }
+}
+
+TEST(unscaling_multiplies_all_elements) {
+  const SeedsAtMost few(3);
+  for (const float inverse : {0x1p-10f, 1 / 3000.0f}) {
+    Norms n;
+    for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::float16})
+      for (const size_t offset : {0, 1}) n.add(dtype, 9001, offset);
+    n.add(Dtype::float32, 0);
+    n.build();
+    Found f(n.grads.size(), inverse);
+    std::vector<std::vector<double>> want;
+    for (const auto& g : n.grads) {
+      auto& w = want.emplace_back();
+      for (size_t i = 0; i < g->count; ++i) w.push_back(g->at(i) * static_cast<double>(inverse));
+    }
+    under_every_seed([&] {
+      for (size_t i = 0; i < n.grads.size(); ++i) n.grads[i]->fill(3 * (i + 1));
+      expect_ok(unscale_grads_cuda(
+          {n.tensors(), n.chunks(), n.chunk_count, f.scale.data(), f.found_inf.data(), f.bad_counts.data()}, nullptr));
+      for (size_t i = 0; i < n.grads.size(); ++i) {
+        const Tolerance rounding{.ulps = 0.51};
+        const std::string name = "tensor " + std::to_string(i);
+        const Grad& g = *n.grads[i];
+        if (g.dtype == Dtype::float32) expect_close(name, g.single, want[i], rounding);
+        if (g.dtype == Dtype::float16) expect_close(name, g.half, want[i], rounding);
+        if (g.dtype == Dtype::bfloat16) expect_close(name, g.brain, want[i], rounding);
+      }
+      expect_equal("found_inf", f.found_inf[0], 0.0f);
+      expect_equal<int64_t, int64_t>("bad values", f.bad(), 0);
+    });
+  }
+}
+
 TEST(a_tensor_of_more_than_2_to_the_31_elements) {
   constexpr int64_t kElems = (int64_t{1} << 31) + 5000;
   sim::SparseMemory<float> x(kElems);
@@ -212,10 +390,10 @@ TEST(float64_is_refused_on_cuda) {
   Buffer<double> norm(1);
   expect_refused(clip_grads_cuda({n.tensors(), n.chunks(), n.chunk_count, norm.data(), Dtype::float64, 1.0}, nullptr),
                  "float64");
-  expect_refused(grad_norm_cuda({n.tensors(), n.chunks(), n.chunk_count, norm.data(), norm.data(), norm.data(),
-                                 Dtype::float64, NormOrder::two},
-                                nullptr),
-                 "float64");
+  const GradNormParams params{n.tensors(), n.chunks(),  n.chunk_count,  norm.data(),
+                              norm.data(), norm.data(), Dtype::float64, NormOrder::two};
+  expect_refused(grad_norm_cuda(params, nullptr), "float64");
+  expect_refused(grad_check_cuda({params, nullptr, 1.0, nullptr, nullptr, nullptr}, nullptr), "float64");
 }
 
 TEST(the_chooser_of_chunks) {

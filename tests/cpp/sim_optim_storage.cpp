@@ -1,6 +1,7 @@
 // links: csrc/kernels/optim/optim.cu
 // links: csrc/kernels/optim/optim_16bit.cu
 // links: csrc/kernels/optim/optim_mixed.cu
+// links: csrc/kernels/optim/optim_refined.cu
 // The optimizers' kernels with 16-bit parameters and states, with and without masters.
 #include <bit>
 #include <cmath>
@@ -69,7 +70,7 @@ template <class P, class S, bool kMaster> struct Stored {
     }
     std::vector<OptimTensor> records(1);
     records[0].param = param.data();
-    records[0].master = kMaster ? master.data() : nullptr;
+    records[0].extra = kMaster ? master.data() : nullptr;
     for (int s = 0; s < kOptimMaxStates; ++s) records[0].states[s] = (has >> s) & 1 ? states[s].data() : nullptr;
     records[0].step = step.data();
     records[0].numel = static_cast<int64_t>(count);

@@ -38,6 +38,21 @@ from gpt_runs import (
 # -------------------------------------------------------------------------------------------------------- resuming
 
 
+def test_float16_trains_like_float32_and_resumes_with_its_scale(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "half"
+    common = ["--steps", 20, "--log-every", 1]
+    assert train_gpt.main(tiny(data, out, *common, "--dtype", "float16")) == 0
+    assert train_gpt.main(tiny(data, tmp_path / "single", *common)) == 0
+    whole, single = losses(out), losses(tmp_path / "single")
+    assert max(abs(whole[step] - single[step]) for step in whole) < 0.02
+    state = json.loads((out / "checkpoints" / "step-00000020" / "state.json").read_text())["scaler"]
+    assert state["_growth_tracker"] > 10
+    shutil.rmtree(out / "checkpoints" / "step-00000020")
+    assert train_gpt.main(tiny(data, out, *common, "--resume")) == 0
+    assert losses(out) == whole
+    assert json.loads((out / "checkpoints" / "step-00000020" / "state.json").read_text())["scaler"] == state
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_killed_at_random_points_it_resumes_bit_for_bit(data: Path, tmp_path: Path, device: str) -> None:
     steps = 300

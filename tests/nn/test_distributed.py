@@ -18,7 +18,7 @@ class Net(nn.Module):
         self.norm = warpsmith.nn.RMSNorm(WIDTH)
         self.mlp = warpsmith.nn.SwiGLUMLP(WIDTH, 16)
         self.dropout = warpsmith.nn.DropoutAddRMSNorm(WIDTH, 0.25)
-        self.loss = warpsmith.nn.LinearCrossEntropyLoss(WIDTH, VOCABULARY)
+        self.loss = warpsmith.nn.LinearCrossEntropyHead(WIDTH, VOCABULARY)
 
     def forward(self, tokens):
         h = self.embedding(tokens)

@@ -66,8 +66,16 @@ MADE_ON_META = {
     "Attention": (16, 2, 1),
     "SwiGLUMLP": (8, 16),
     "BiasGELU": (8,),
-    "LinearCrossEntropyLoss": (8, 16),
+    "LinearCrossEntropyHead": (8, 16),
 }
+
+
+def test_a_name_that_torch_has_is_a_subclass_of_torchs():
+    """The law of names: what torch calls by a name means the same here."""
+    modules = [name for name in warpsmith.nn.__all__ if isinstance(getattr(warpsmith.nn, name), type)]
+    shared = [name for name in modules if hasattr(torch.nn, name)]
+    assert {"RMSNorm", "LayerNorm", "CrossEntropyLoss"} <= set(shared)
+    assert [name for name in shared if not issubclass(getattr(warpsmith.nn, name), getattr(torch.nn, name))] == []
 
 
 def test_modules_with_tensors_are_all_made_on_meta_below():
@@ -215,7 +223,7 @@ def test_symbolic_trace_of_losses_and_functions():
         def __init__(self):
             super().__init__()
             self.rotary, self.heads = warpsmith.nn.RotaryEmbedding(4, 8), warpsmith.nn.QKNormRoPE(4)
-            self.loss, self.head = warpsmith.nn.CrossEntropyLoss(), warpsmith.nn.LinearCrossEntropyLoss(4, 5)
+            self.loss, self.head = warpsmith.nn.CrossEntropyLoss(), warpsmith.nn.LinearCrossEntropyHead(4, 5)
 
         def forward(self, q, k, target):
             q, _ = self.rotary(q, k)

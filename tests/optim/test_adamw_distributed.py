@@ -32,7 +32,7 @@ def set_grads(params, whole, mesh, seed):
 
     generator = torch.Generator().manual_seed(seed)
     for p, w in zip(params, whole, strict=True):
-        w.grad = torch.randn(w.shape, generator=generator)
+        w.grad = torch.randn(w.shape, generator=generator).to(w.dtype)
         p.grad = distribute_tensor(w.grad, mesh, p.placements)
 
 
@@ -49,6 +49,20 @@ def train_sharded(rank, world_size):
     sharded = all(m.placements == p.placements for m, p in zip(moments, params, strict=True))
     steps = [float(ours.state[p]["step"]) for p in params]
     return same, sharded, steps
+
+
+def train_sharded_in_bfloat16(rank, world_size):
+    """Rounding at random, by the elements' indices in the whole."""
+    warnings.simplefilter("ignore")
+    mesh, params, whole = sharded_model(rank, world_size)
+    params, whole = ([nn.Parameter(p.detach().bfloat16()) for p in tensors] for tensors in (params, whole))
+    given = {"lr": 1e-2, "precision": "bf16_sr", "seed": 3}
+    ours, plain = warpsmith.optim.AdamW(params, **given), warpsmith.optim.AdamW(whole, **given)
+    for step in range(STEPS):
+        set_grads(params, whole, mesh, step)
+        ours.step()
+        plain.step()
+    return all(torch.equal(p.full_tensor(), w) for p, w in zip(params, whole, strict=True))
 
 
 def moved_local_states(rank, world_size):
@@ -116,7 +130,14 @@ def clip_by_grad_scale(rank, world_size):
 
 
 def all_parts(rank, world_size):
-    parts = (train_sharded, refuse_other_placements, train_fsdp, moved_local_states, clip_by_grad_scale)
+    parts = (
+        train_sharded,
+        refuse_other_placements,
+        train_fsdp,
+        moved_local_states,
+        clip_by_grad_scale,
+        train_sharded_in_bfloat16,
+    )
     return tuple(part(rank, world_size) for part in parts)
 
 
@@ -133,7 +154,7 @@ def test_shards_are_updated_like_whole_tensors(results):
 
 
 def test_local_states_moved_by_data_are_seen(results):
-    assert [same for *_, same, _ in results] == [True, True]
+    assert [same for _, _, _, same, *_ in results] == [True, True]
 
 
 def test_gradients_must_be_sharded_like_their_parameters(results):
@@ -145,4 +166,8 @@ def test_fsdp_trains_as_with_torch(results):
 
 
 def test_the_norm_of_a_sharded_gradient_is_a_grad_scale(results):
-    assert max(difference for *_, difference in results) < 1e-6
+    assert max(difference for *_, difference, _ in results) < 1e-6
+
+
+def test_shards_are_rounded_at_random_like_whole_tensors(results):
+    assert [same for *_, same in results] == [True, True]

@@ -15,8 +15,10 @@ from .optimizers import FULL, LION, Options
 ALL = [*FULL, LION, Options("SGD", {}, "no state"), Options("SGD", {"momentum": 0.9, "nesterov": True}, "nesterov")]
 LR = 1e-2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-STATES = {"master": FP32, "bf16_states": BF16}
-KINDS = [(None, BF16), (None, FP16), ("bf16", BF16), ("master", BF16), ("master", FP16), ("bf16_states", FP32)]
+STATES = {"master": FP32, "bf16_states": BF16, "remainder": FP32}
+NEAREST = [(None, BF16), (None, FP16), ("bf16", BF16), ("master", BF16), ("master", FP16), ("bf16_states", FP32)]
+KINDS = [*NEAREST, ("bf16_sr", BF16), ("bf16_kahan", BF16), ("remainder", BF16)]
+EXTRAS = {"master": FP32, "compensation": BF16, "remainder": torch.int16}
 
 
 def first_steps(options, params, steps, seed=0, **more):
@@ -47,7 +49,7 @@ def test_adam_in_16_bits_is_within_a_rounding_of_torchs(options, dtype):
             p.data.copy_(q)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), KINDS, ids=str)
+@pytest.mark.parametrize(("precision", "dtype"), NEAREST, ids=str)
 @pytest.mark.parametrize("options", ALL, ids=str)
 def test_a_step_is_float32_arithmetic_rounded_once(options, precision, dtype):
     """From states as after five steps: what is stored is what a float32 optimizer on the same values gives, rounded."""
@@ -77,9 +79,10 @@ def test_states_have_their_dtypes(options, precision, dtype):
     params = make_params(dtype)
     optimizer = first_steps(options, params, 1, precision=precision)
     for state in optimizer.state.values():
-        assert ("master" in state) == (precision == "master")
+        extra = {"master": {"master"}, "bf16_kahan": {"compensation"}, "remainder": {"remainder"}}.get(precision, set())
+        assert set(state) & set(EXTRAS) == extra
         for name, value in state.items():
-            expected = FP32 if name in ("step", "master") else STATES.get(precision, dtype)
+            expected = FP32 if name == "step" else EXTRAS.get(name, STATES.get(precision, dtype))
             assert value.dtype == expected, name
 
 

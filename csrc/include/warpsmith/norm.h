@@ -11,9 +11,9 @@
 #include "warpsmith/detail/norm_ops.h"
 #include "warpsmith/op.h"
 
-// The norms with gradients: a function for each row of detail/norm_ops.h.
+// The norms with gradients, one function per row of detail/norm_ops.h.
 //
-// Input that does not fit throws an error that names op, argument, what was expected and what came.
+// Bad input throws an error that names op, argument, what was expected and what was given.
 namespace warpsmith {
 namespace detail {
 
@@ -31,7 +31,7 @@ inline bool has_derivative(const OptionalTensor& t) { return t && has_derivative
 WARPSMITH_NORM_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 
-// An op of the library with arguments as its schema has them; gives its outputs, all of which are tensors.
+// Calls an op of the library with the arguments of its schema. Returns its outputs, all tensors.
 inline variable_list call_op(const c10::OperatorHandle& op, torch::jit::Stack arguments) {
   op.callBoxed(arguments);
   variable_list outputs;
@@ -43,8 +43,8 @@ inline c10::OperatorHandle find_untyped_op(const std::string& name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
 }
 
-// Under create_graph: gradients whose own derivative, for the tensors that they were made of, is refused, never
-// silently zero. Those tensors are arguments one by one: torch sees none inside a list.
+// Under create_graph: gradients whose own derivative, for the tensors they were computed from, is refused instead of
+// silently zero. Those tensors are separate arguments, because torch sees no tensors inside a list.
 struct RefuseDerivative : torch::autograd::Function<RefuseDerivative> {
   static variable_list forward(AutogradContext* ctx, const std::string& op, const variable_list& gradients,
                                const at::Tensor&, const OptionalTensor&, const at::Tensor&, const OptionalTensor&) {
@@ -57,8 +57,8 @@ struct RefuseDerivative : torch::autograd::Function<RefuseDerivative> {
   }
 };
 
-// An op that normalises x, or dropout(x) + residual; Op is its row. Inputs of the function: x, residual, weight, bias,
-// seed (those that are there), then numbers.
+// An op that normalises x, or dropout(x) + residual. Op is its row. Inputs of the function: x, residual, weight, bias,
+// seed (those that exist), then numbers.
 template <class Op> struct Norm : torch::autograd::Function<Norm<Op>> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const OptionalTensor& residual,
                                const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& seed,
@@ -81,12 +81,12 @@ template <class Op> struct Norm : torch::autograd::Function<Norm<Op>> {
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &s = saved[0], &weight = saved[1], &bias = saved[2], &seed = saved[5];
     const at::Tensor dresidual_out = Op::kResidual ? grads[1] : at::Tensor();
-    variable_list result(8);  // one for each input of forward
+    variable_list result(8);  // one per input of forward
     if (!grads[0].defined() && !dresidual_out.defined()) return result;
     const auto dtype = ctx->saved_data["dtype"].toScalarType();
     const at::Tensor dy = grads[0].defined() ? grads[0] : at::zeros_like(s, s.options().dtype(dtype));
 
-    // Edges count tensors: those that are there, in their order.
+    // Edges are numbered over the tensors that exist, in their order.
     bool wanted[4] = {};
     const bool there[4] = {true, Op::kResidual, weight.defined(), bias.defined()};
     for (size_t i = 0, edge = 0; i < 4; ++i)
@@ -107,7 +107,7 @@ template <class Op> struct Norm : torch::autograd::Function<Norm<Op>> {
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       found = call_op(op, std::move(stack));
     }
-    // dx stands for both where no dropout and no dtype tells them apart.
+    // dx stands for dresidual too if neither dropout nor dtype tells them apart.
     const bool shared = Op::kResidual && !seed.defined() && s.scalar_type() == dtype;
     variable_list gradients;
     for (size_t i = 0, at = 0; i < 4; ++i) {
@@ -151,7 +151,7 @@ template <class Op> struct Norm : torch::autograd::Function<Norm<Op>> {
   }
 };
 
-// The seed of a call with dropout: the caller's, or one drawn from torch's generator as the Python function draws it.
+// The seed of a call with dropout: the caller's, or one drawn from torch's generator as the Python function does.
 inline OptionalTensor dropout_seed(const at::Tensor& x, double p, bool training, const OptionalTensor& seed) {
   if (!training || p == 0) return std::nullopt;
   if (seed || !(p > 0 && p <= 1)) return seed;  // the op refuses what is no probability

@@ -12,8 +12,8 @@
 // (double for float64), and each result is rounded once.
 namespace warpsmith {
 
-// ---- gated: y = f(gate) * up, element by element. One tensor of 2F columns, [gate, up], is two pointers F apart with
-// equal strides.
+// ---- gated: y = f(gate) * up, element by element. A tensor of 2F columns, [gate, up], is passed as two pointers F
+// elements apart with equal strides.
 
 WARPSMITH_DEFINE_OPS(Gated, WARPSMITH_GATED_OPS)
 
@@ -22,7 +22,7 @@ struct GatedFwdParams {
   const void* up;    // [rows, columns], dtype; rows up_stride apart
   void* y;           // [rows, columns], dtype, contiguous
   int64_t rows, columns, gate_stride, up_stride;
-  bool tanh;  // the op's flag; read only where its row has one
+  bool tanh;  // the op's flag; read only if its row has one
   Dtype dtype;
 };
 
@@ -52,7 +52,7 @@ struct BiasedFwdParams {
   const void* bias;  // [columns], bias_dtype
   void* y;           // [rows, columns], dtype, contiguous
   int64_t rows, columns, x_stride;
-  bool tanh;                // the op's flag; read only where its row has one
+  bool tanh;                // the op's flag; read only if its row has one
   Dtype dtype, bias_dtype;  // equal, or 16-bit dtype with float32 bias
 };
 
@@ -74,10 +74,10 @@ Status biased_forward_cpu(Biased op, const BiasedFwdParams& params, const Parall
 Status biased_backward_cuda(Biased op, const BiasedBwdParams& params, void* stream);
 Status biased_backward_cpu(Biased op, const BiasedBwdParams& params, const Parallel& parallel);
 
-// dbias is summed in two stages in a fixed order: into `partials` by groups of rows, then over them. The number of
-// partial rows that a backward on the current device writes:
+// dbias is summed in two stages, in a fixed order: groups of rows into `partials`, then over the partial rows. Sets
+// partial_rows to the number that a backward on the current device writes.
 Status biased_partial_rows_cuda(const BiasedBwdParams& params, int64_t* partial_rows);
-// and on the CPU: a group has at least 8 rows and 16,384 elements, because each group costs a row of sums.
+// The same on the CPU: a group has at least 8 rows and 16,384 elements, because each group costs a row of sums.
 constexpr int64_t biased_partial_rows_cpu(int64_t rows, int64_t columns) {
   const int64_t by_elements = 16384 / (columns > 0 ? columns : 1), least = by_elements > 8 ? by_elements : 8;
   return rows < 64 * least ? (rows + least - 1) / least : 64;
@@ -114,7 +114,7 @@ struct DropoutAddFwdParams {
   const void* x;         // [rows, columns], dtype; rows x_stride apart
   const void* residual;  // [rows, columns], dtype; rows residual_stride apart
   void* y;               // [rows, columns], dtype, contiguous
-  Dropout dropout;       // without a seed: y = residual + x
+  Dropout dropout;       // no seed: y = residual + x
   int64_t rows, columns, x_stride, residual_stride;
   Dtype dtype;
 };

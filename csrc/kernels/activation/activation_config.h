@@ -4,23 +4,23 @@
 
 #include "common/alignment.h"
 
-// How the activations are spread over the card: pure functions of the problem, printable through
-// warpsmith.plan(op, ...). Elementwise: gated and unary ops and dropout_add.
+// How the activations are distributed over the GPU: pure functions of the problem, printable through warpsmith.plan(op,
+// ...). Elementwise: gated and unary ops and dropout_add.
 namespace warpsmith {
 
 struct ElementwiseProblem {
   int64_t rows = 0;
   int64_t columns = 0;
   int element_bytes = 2;
-  bool contiguous = true;  // every tensor's rows follow each other without gaps
-  bool aligned = true;     // every pointer, and where rows have gaps every row, lies on 16 bytes
+  bool contiguous = true;  // the rows of every tensor follow each other without gaps
+  bool aligned = true;     // every pointer, and with gaps every row, is aligned to 16 bytes
 };
 
 struct ElementwiseConfig {
-  bool flat = true;      // the tensors are one row, whatever their shape
-  int vector_elems = 1;  // elements of one memory access
-  int threads = 128;     // of a block; each takes one vector
-  int64_t vectors = 0;   // of a tensor, the last one of a flat tensor not always full
+  bool flat = true;      // each tensor is one row, whatever its shape
+  int vector_elems = 1;  // elements per memory access
+  int threads = 128;     // threads per block; each takes one vector
+  int64_t vectors = 0;   // vectors per tensor; the last one of a flat tensor may be partial
   int64_t blocks = 0;
   const char* why = "";
 };
@@ -48,19 +48,19 @@ struct BiasedProblem {
   int64_t rows = 0;
   int64_t columns = 0;
   int element_bytes = 2;
-  bool aligned = true;  // every pointer and row start lies on 16 bytes
+  bool aligned = true;  // every pointer and row start is aligned to 16 bytes
   int multiprocessors = 132;
 };
 
 constexpr int kBiasedForwardThreads = 128, kBiasedBackwardThreads = 256;
-constexpr int kBiasedResident = 5;  // blocks of a backward on a multiprocessor at once
+constexpr int kBiasedResident = 5;  // blocks of a backward that run on a multiprocessor at once
 
 struct BiasedConfig {
-  int vector_elems = 1;  // elements of one memory access
-  int width = 1;         // vectors of a row that a block covers: a power of two
+  int vector_elems = 1;  // elements per memory access
+  int width = 1;         // vectors of a row per block, a power of two
   int threads = kBiasedBackwardThreads;
   int64_t tiles = 1;       // blocks side by side that cover a row
-  int64_t row_blocks = 1;  // blocks one below the other; backward: each leaves one row of partial sums
+  int64_t row_blocks = 1;  // blocks along the rows; in the backward each writes one row of partial sums
   const char* why = "";
 
   constexpr int rows_at_once() const { return threads / width; }
@@ -69,8 +69,8 @@ struct BiasedConfig {
 
 namespace biased_detail {
 
-// Vectors, and tiles of at most `widest` vectors; one that leaves more than an eighth of its lanes idle is not worth
-// it.
+// Divides rows into tiles of at most `widest` vectors. A width that leaves more than an eighth of its lanes idle is
+// rejected.
 constexpr BiasedConfig tiled(const BiasedProblem& p, int widest) {
   BiasedConfig c;
   const int most = 16 / p.element_bytes;
@@ -86,9 +86,13 @@ constexpr BiasedConfig tiled(const BiasedProblem& p, int widest) {
 
 }  // namespace biased_detail
 
-// Forward, one row a thread. Measured on one H200 (2026-11-21, bf16, a sweep), fractions of a copy of the same
-// bytes at 16384x4096, 65536x768, 4096x8192: blocks of 128 threads 1.00, 1.00, 1.00, of 256 threads 0.99, 0.99, 0.99; 2
-// rows a thread, both loaded first, 0.99, 1.01, 1.00, 4 rows 0.98, 0.99, 0.97.
+// Forward, one row per thread. Measured on one H200 (2026-11-21, bf16, kernels alone), fractions of a copy of the same
+// bytes:
+//                                   16384x4096  65536x768  4096x8192
+//   blocks of 128 threads           1.00        1.00       1.00
+//   blocks of 256 threads           0.99        0.99       0.99
+//   2 rows per thread, loaded first 0.99        1.01       1.00
+//   4 rows per thread, loaded first 0.98        0.99       0.97
 constexpr BiasedConfig choose_biased_forward(const BiasedProblem& p) {
   BiasedConfig c = biased_detail::tiled(p, kBiasedForwardThreads);
   c.threads = kBiasedForwardThreads;
@@ -96,9 +100,11 @@ constexpr BiasedConfig choose_biased_forward(const BiasedProblem& p) {
   return c;
 }
 
-// Backward: as many blocks as run at once, so that each leaves its partial sums only once. Measured as above at
-// 16384x4096, 65536x768, 4096x8192, 1024x12288: 5 blocks of 32 vectors 0.94, 0.92, 0.90, 0.84; of 64 vectors 0.93,
-// 0.85, 0.88, 0.83; 3 blocks with two rows in flight 0.80, 0.80, 0.76, 0.69.
+// Backward: as many blocks as run at once, so that each writes its partial sums only once. Measured in the same way:
+//                                   16384x4096  65536x768  4096x8192  1024x12288
+//   5 blocks of 32 vectors          0.94        0.92       0.90       0.84
+//   5 blocks of 64 vectors          0.93        0.85       0.88       0.83
+//   3 blocks, two rows in flight    0.80        0.80       0.76       0.69
 constexpr BiasedConfig choose_biased_backward(const BiasedProblem& p) {
   BiasedConfig c = biased_detail::tiled(p, 32);
   const int64_t all = int64_t{kBiasedResident} * p.multiprocessors;

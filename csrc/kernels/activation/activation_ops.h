@@ -1,7 +1,7 @@
 #pragma once
 
-// The ops of the family, a row each: ROW(op, function, flag). Everything that follows from a row is made from it:
-// launchers, CPU loops, schemas and bindings, planners, C++ functions, sim tests.
+// The ops of the family, one row each: ROW(op, function, flag). Launchers, CPU loops, schemas and bindings, planners,
+// C++ functions and sim tests are generated from the rows.
 //
 //   op        its name, the same wherever it appears
 //   function  one of functions.h
@@ -28,9 +28,9 @@
 // y = residual + dropout(x)
 #define WARPSMITH_DROPOUT_OPS(ROW) ROW(dropout_add)
 
-// `use(op, function)` with the function that a row and the value of its flag select.
+// Calls use(op, function) with the function that a row and the value of its flag select.
 #define WARPSMITH_SELECT_plain(op, function, tanh, use) use(op, function)
 #define WARPSMITH_SELECT_tanh(op, function, tanh, use) ((tanh) ? use(op, function##Tanh) : use(op, function))
-// `use(op, function)` for each function of a row.
+// Calls use(op, function) for each function of a row.
 #define WARPSMITH_EACH_plain(op, function, use) use(op, function)
 #define WARPSMITH_EACH_tanh(op, function, use) use(op, function) use(op, function##Tanh)

@@ -7,12 +7,12 @@
 #include "kernels/activation/elementwise.cuh"
 #include "kernels/activation/functions.h"
 
-// Kernels of the biased activations. T: storage of x, W: of the bias, F: the function, N: elements of one access. A
-// thread keeps its columns, and with them the bias, over all of its rows.
+// The kernels of the biased activations. T: storage type of x; W: of the bias; F: the function; N: elements per access.
+// A thread keeps its columns, and so its bias, over all of its rows.
 namespace warpsmith::activation {
 
-// Where a thread stands: its column (in vectors) and its first row. Blocks are two-dimensional as their tile is,
-// threads of x side by side; the grid has tiles along x, and rows of blocks along y, going on along z.
+// A thread's position: its column (in vectors) and first row. Blocks are two-dimensional, like their tiles. The grid
+// has tiles along x, and blocks of rows along y and then z.
 struct BiasedPlace {
   int64_t row_block, column, row;
   int thread;
@@ -25,7 +25,7 @@ struct BiasedPlace {
   }
 };
 
-// N elements as floats, in pieces of at most 16 bytes.
+// Loads N elements as floats, in accesses of at most 16 bytes.
 template <int N, class W>
 __device__ __forceinline__ void load_floats(const void* from, int64_t element, float (&to)[N]) {
   constexpr int kPiece = N * sizeof(W) > 16 ? 16 / sizeof(W) : N;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_floats(const void* from, int64_t element, f
   }
 }
 
-// Reads x and writes y once: 2 * sizeof(T) bytes an element, and the bias once a row from the L1 or L2.
+// Reads x and writes y once: 2 * sizeof(T) bytes per element. Reads the bias once per row, from the L1 or L2 cache.
 template <template <class> class F, class T, class W, int N>
 __global__ void __launch_bounds__(kBiasedForwardThreads, 16) biased_forward(BiasedFwdParams p) {
   const BiasedPlace at;
@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(kBiasedForwardThreads, 16) biased_forward(Bias
   store_at<T, N>({p.y, 0}, at.row * p.columns + column, device::rounded<T>(x));
 }
 
-// Reads dy and x and writes dx once: 3 * sizeof(T) bytes an element, the bias once a thread, and one float a column and
-// row block of partial sums. The arithmetic is as accurate as dbias, of type W, wants it.
+// Reads dy and x and writes dx once: 3 * sizeof(T) bytes per element. Reads the bias once per thread. Writes one float
+// of partial sums per column and row block. The arithmetic is accurate enough for dbias of type W.
 template <template <class> class F, class T, class W, int N, int kResident = kBiasedResident>
 __global__ void __launch_bounds__(kBiasedBackwardThreads, kResident) biased_backward(BiasedBwdParams p) {
   WARPSMITH_SHARED(float, scratch, kBiasedBackwardThreads* N);
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kBiasedBackwardThreads, kResident) biased_back
     }
   }
   if (!p.partials) return;
-  // Over the rows of the block, in their order; then one row of partial sums.
+  // Sums over the block's rows in their order, into one row of partial sums.
 #pragma unroll
   for (int k = 0; k < N; ++k) scratch[at.thread * N + k] = sum[k];
   __syncthreads();
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kBiasedBackwardThreads, kResident) biased_back
 
 constexpr int kBiasSumColumns = 32, kMaxBiasSumSlices = 32;
 
-// dbias from the partial sums: each thread adds every row of a column that its slice has, then the first adds the
+// dbias from the partial sums: each thread adds every row of its slice of a column, then the first thread adds the
 // slices.
 template <class W> __global__ void __launch_bounds__(kBiasSumColumns* kMaxBiasSumSlices)
     sum_bias_partials(BiasedBwdParams p, int64_t partial_rows) {
@@ -105,7 +105,7 @@ template <class W> __global__ void __launch_bounds__(kBiasSumColumns* kMaxBiasSu
   const int64_t column = int64_t{blockIdx.x} * kBiasSumColumns + threadIdx.x % kBiasSumColumns;
   const float* partials = static_cast<const float*>(p.partials);
   float sum = 0;
-  constexpr int kTogether = 9;  // loads under way: all of 264 rows
+  constexpr int kTogether = 9;  // loads in flight: all of 264 rows
   for (int64_t first = slice; first < partial_rows && column < p.columns; first += kTogether * slices) {
     float some[kTogether] = {};
 #pragma unroll

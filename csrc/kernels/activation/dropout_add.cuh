@@ -2,7 +2,7 @@
 #include "kernels/activation/activation.h"
 #include "kernels/activation/elementwise.cuh"
 
-// dropout_add as an elementwise op. Beside its tensors every thread reads the seed, 16 bytes that stay in the L1.
+// dropout_add as an elementwise op. Every thread also reads the seed: 16 bytes, from the L1 cache.
 namespace warpsmith::activation {
 
 struct DropoutScale {
@@ -10,13 +10,13 @@ struct DropoutScale {
   uint32_t threshold;
   float scale;
 
-  // x[k] becomes x[k] * scale where the mask keeps element + k, else 0; unchanged without a seed.
+  // Scales the elements that the mask keeps and zeroes the others. Without a seed nothing changes.
   template <int N> __device__ __forceinline__ void apply_to(float (&x)[N], int64_t element) const {
     static_assert(N <= kDropoutLanes && kDropoutLanes % N == 0, "a vector within one call");
     if (!seed) return;
     const auto key = static_cast<uint64_t>(device::load(seed)), offset = static_cast<uint64_t>(device::load(seed + 1));
     const PhiloxCounter lanes = dropout_lanes(key, offset, static_cast<uint64_t>(element) / kDropoutLanes);
-    // As bits, because a lane that is not a constant would put the words in memory.
+    // Collects the mask as bits: an index that is no constant would move the words to local memory.
     uint32_t keep = 0;
 #pragma unroll
     for (int lane = 0; lane < kDropoutLanes; ++lane) keep |= (dropout_keeps(lanes, lane, threshold) ? 1u : 0u) << lane;
@@ -26,7 +26,7 @@ struct DropoutScale {
   }
 };
 
-// Reads x and residual, writes y: 3 * sizeof(T) bytes an element.
+// Reads x and residual, writes y: 3 * sizeof(T) bytes per element.
 struct DropoutAddForward {
   static constexpr int I = 2, O = 1;
   DropoutScale dropout;
@@ -40,7 +40,7 @@ struct DropoutAddForward {
   }
 };
 
-// Reads dy, writes dx: 2 * sizeof(T) bytes an element.
+// Reads dy, writes dx: 2 * sizeof(T) bytes per element.
 struct DropoutAddBackward {
   static constexpr int I = 1, O = 1;
   DropoutScale dropout;

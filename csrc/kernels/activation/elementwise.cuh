@@ -11,14 +11,14 @@
 #include "kernels/activation/activation_config.h"
 #include "kernels/activation/functions.h"
 
-// The body of every op that makes outputs element by element from inputs of the same shape. Reads each input once and
-// writes each output once, in accesses of 16 bytes where they fit. An output may be one of the inputs: a thread reads
-// all of its elements before it writes any.
+// The body of every op that computes outputs element by element from inputs of the same shape. Reads each input once
+// and writes each output once, in accesses of 16 bytes if the layout allows. An output may be one of the inputs: a
+// thread reads all of its elements before it writes any.
 namespace warpsmith::activation {
 
 using device::Packed;
 
-// The elementary functions of device code, accurate enough for results that are stored as T.
+// The elementary functions of device code, accurate enough for results stored as T.
 template <class T> struct DeviceMath {
   using Float = float;
   __device__ static __forceinline__ Sigmoid<float> sigmoid(float x) {
@@ -37,7 +37,7 @@ template <class T> struct DeviceMath {
   }
 };
 
-// A tensor that is read or written by rows: `stride` elements from row to row.
+// A tensor read or written by rows, `stride` elements apart.
 struct Strided {
   const void* data;
   int64_t stride;
@@ -66,8 +66,8 @@ __device__ __forceinline__ void store_at(const Strided& t, int64_t offset, const
   device::store(device::packed_at<T, N>(const_cast<void*>(t.data), offset), v);
 }
 
-// Op: I and O, the numbers of inputs and outputs, and `template <class T, int N> apply(x, y, element)`, which fills the
-// floats y[O][N] from x[I][N]; `element` is the linear index of the first one.
+// Op: I and O are the numbers of inputs and outputs; `template <class T, int N> apply(x, y, element)` computes the
+// floats y[O][N] from x[I][N]. `element` is the linear index of the first one.
 template <class Op, class T, int N, int I = Op::I, int O = Op::O>
 __device__ __forceinline__ void elementwise_at(const Op& op, const ElementwiseParams<I, O>& p,
                                                const int64_t (&in_offset)[I], const int64_t (&out_offset)[O],
@@ -96,7 +96,7 @@ template <class Op, class T, int N> __global__ void __launch_bounds__(128, 16)
     for (int i = 0; i < Op::I; ++i) in[i] = element;
 #pragma unroll
     for (int o = 0; o < Op::O; ++o) out[o] = element;
-    if (N > 1 && element + N > index.elements) {  // the last vector of a tensor whose size is no multiple of it
+    if (N > 1 && element + N > index.elements) {  // the last, partial vector of a tensor
       for (int64_t e = element; e < index.elements; ++e) {
         for (int64_t& offset : in) offset = e;
         for (int64_t& offset : out) offset = e;

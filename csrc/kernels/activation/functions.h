@@ -1,11 +1,11 @@
 #pragma once
 #include "common/host_device.h"
 
-// The activation functions, for the CPU and for kernels: built for one x, they give the value and a multiple of the
-// derivative, sharing what both need. Math has Float and the elementary functions of that place and precision.
+// The activation functions, for CPU and device code. An object is made for one x; it gives the value and the derivative
+// times a factor, and shares what both need. Math provides Float and the elementary functions.
 namespace warpsmith::activation {
 
-// sigmoid(x) and 1 - sigmoid(x): the difference itself would lose the digits that x times it needs.
+// sigmoid(x) and 1 - sigmoid(x). Subtracting would lose digits that x times the difference needs.
 template <class Float> struct Sigmoid {
   Float value, complement;
 };
@@ -31,7 +31,7 @@ template <class Math> struct Gelu {
   }
 };
 
-// x (1 + tanh u) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): without the tanh no digit is lost below 0.
+// x (1 + tanh u) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). The sigmoid loses no digits for x < 0.
 template <class Math> struct GeluTanh {
   using Float = typename Math::Float;
   static constexpr Float kTwice = Float(1.5957691216057307117), kCubic = Float(0.044715);  // 2 sqrt(2 / pi)
@@ -45,8 +45,7 @@ template <class Math> struct GeluTanh {
   }
 };
 
-// max(x, 0); the derivative is 0 at 0 and takes what it is multiplied by with it, inf and NaN too, as in torch. A NaN
-// stays.
+// max(x, 0). The derivative is 0 at 0, and 0 times an infinite or NaN factor is 0, as in torch. NaN stays NaN.
 template <class Math> struct Relu {
   using Float = typename Math::Float;
   Float x;

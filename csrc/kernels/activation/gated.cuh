@@ -3,10 +3,10 @@
 #include "kernels/activation/elementwise.cuh"
 #include "kernels/activation/functions.h"
 
-// The gated activations as elementwise ops. F: one of functions.h.
+// The gated activations as elementwise ops. F: a function of functions.h.
 namespace warpsmith::activation {
 
-// Reads gate and up, writes y: 3 * sizeof(T) bytes an element.
+// Reads gate and up, writes y: 3 * sizeof(T) bytes per element.
 template <template <class> class F> struct GatedForward {
   static constexpr int I = 2, O = 1;
   template <class T, int N>
@@ -16,7 +16,7 @@ template <template <class> class F> struct GatedForward {
   }
 };
 
-// Reads dy, gate and up, writes dgate and dup: 5 * sizeof(T) bytes an element.
+// Reads dy, gate and up, writes dgate and dup: 5 * sizeof(T) bytes per element.
 template <template <class> class F> struct GatedBackward {
   static constexpr int I = 3, O = 2;
   template <class T, int N>

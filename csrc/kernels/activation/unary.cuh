@@ -3,10 +3,10 @@
 #include "kernels/activation/elementwise.cuh"
 #include "kernels/activation/functions.h"
 
-// The unary activations as elementwise ops. F: one of functions.h.
+// The unary activations as elementwise ops. F: a function of functions.h.
 namespace warpsmith::activation {
 
-// Reads x, writes y: 2 * sizeof(T) bytes an element.
+// Reads x, writes y: 2 * sizeof(T) bytes per element.
 template <template <class> class F> struct UnaryForward {
   static constexpr int I = 1, O = 1;
   template <class T, int N>
@@ -16,7 +16,7 @@ template <template <class> class F> struct UnaryForward {
   }
 };
 
-// Reads dy and x, writes dx: 3 * sizeof(T) bytes an element.
+// Reads dy and x, writes dx: 3 * sizeof(T) bytes per element.
 template <template <class> class F> struct UnaryBackward {
   static constexpr int I = 2, O = 1;
   template <class T, int N>

@@ -4,11 +4,11 @@
 #include "kernels/cross_entropy/problem.cuh"
 #include "kernels/cross_entropy/row.cuh"
 
-// The kernels of a backward. They work element by element, without a reduction and without a barrier.
-// T: storage of the logits; all arithmetic is float.
+// The backward kernels. They work element by element, without a reduction or a barrier. T: storage type of the logits.
+// Arithmetic is float.
 namespace warpsmith::cross_entropy {
 
-// x * factor, rounded again.
+// x * factor, rounded once more.
 template <class T> __device__ __forceinline__ Packed times(const Packed& x, float factor) {
   constexpr int N = Row<T>::N;
   float y[N];
@@ -17,9 +17,9 @@ template <class T> __device__ __forceinline__ Packed times(const Packed& x, floa
   return packed<T>(y);
 }
 
-// dlogits from row_max and row_sum. Reads C * sizeof(T) bytes of a row of C classes and writes as many. Each thread of
+// Computes dlogits from row_max and row_sum. Per row of C classes, reads and writes C * sizeof(T) bytes. Each thread of
 // a row also reads the target (8 bytes), row_max and row_sum (4 each). A thread loads kBatch whole vectors before it
-// uses the first: fewer bytes in flight do not fill the memory's rate. General terms leave no registers for that.
+// uses the first: with fewer loads in flight the memory is not saturated. General terms leave no registers for that.
 template <class T, Terms kTerms> __global__ void __launch_bounds__(512, kTerms == Terms::general ? 1 : 2)
     backward_streaming(CrossEntropyParams p, Options o, int lanes) {
   constexpr int N = Row<T>::N, kBatch = sizeof(T) == 4 ? 3 : 4;  // float32's factors are doubles
@@ -73,7 +73,7 @@ template <class T, Terms kTerms> __global__ void __launch_bounds__(512, kTerms =
   }
 }
 
-// x *= factor, unless factor is 1: then only the factor is read.
+// x *= factor. If factor is 1, only the factor is read.
 template <class T> __global__ void __launch_bounds__(512, 1) scale_rows(CrossEntropyScaleParams p, int lanes) {
   const float factor = device::load(static_cast<const float*>(p.factor));
   if (factor == 1.f) return;

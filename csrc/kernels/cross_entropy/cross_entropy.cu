@@ -47,14 +47,14 @@ void (*forward_kernel(const CrossEntropyConfig& c))(CrossEntropyParams, Options,
   return c.block_a_row() ? forward_resident<T, true, kTerms> : forward_resident<T, false, kTerms>;
 }
 
-// `entropy`: the result that a forward writes, or the gradient that a backward reads; null: not wanted. An entropy that
-// is only kept for a backward chooses no kernel.
+// `entropy`: the result that a forward writes, or the gradient that a backward reads; null: not wanted. An entropy kept
+// only for a backward does not change the choice of kernel.
 template <class Visit> Status with_terms(const CrossEntropyParams& p, const void* entropy, Visit&& visit) {
   if (p.softcap != 0 || p.label_smoothing != 0) return visit.template operator()<Terms::general>();
   return entropy ? visit.template operator()<Terms::entropy>() : visit.template operator()<Terms::plain>();
 }
 
-// `overlap`: the stream's previous kernel is ours and calls launch_dependents().
+// `overlap`: the previous kernel on the stream is ours and calls launch_dependents().
 template <class Source>
 Status launch_total(const Source& source, int64_t count, void* partials_any, bool overlap, void* stream) {
   float* partials = static_cast<float*>(partials_any);

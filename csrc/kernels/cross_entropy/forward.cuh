@@ -10,9 +10,11 @@
 #include "kernels/cross_entropy/row.cuh"
 #include "kernels/cross_entropy/team.cuh"
 
-// The kernels of a forward. T: storage of the logits; all arithmetic is float, in a fixed order.
-// Bytes of a row of C classes: C * sizeof(T) read, and as many written with a gradient; `looped` then reads the row
-// twice. Each thread of a row also reads the target (8 bytes), and every thread once the denominator (4). Each result
+// The forward kernels. T: storage type of the logits. Arithmetic is float, in a fixed order.
+//
+// Bytes per row of C classes: reads C * sizeof(T), and with a gradient writes as many; `looped` reads the row twice
+// then. Each thread of a row also reads the target (8 bytes); every thread reads the denominator once (4 bytes). Each
+// result is 4 bytes, argmax 8.
 // is 4 bytes, argmax 8.
 namespace warpsmith::cross_entropy {
 
@@ -37,7 +39,7 @@ __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock                    
   const bool bulk = kBlock && schedule.bulk;
   const int slot_step = static_cast<int>(blockDim.x);
   Packed* const stage = reinterpret_cast<Packed*>(shared) + threadIdx.x;
-  // Calls visit(vector) for the `count` vectors that are this block's; kBatch are loaded before the first is used.
+  // Calls visit(vector) for this block's `count` vectors. Loads kBatch vectors before it uses the first.
   const auto for_vectors = [&]<int kBatch, class Visit>(int count, const Packed* slot, Visit&& visit) {
     int i = team.lane;
     for (; i + (kBatch - 1) * team.size < count; i += kBatch * team.size, slot += kBatch * slot_step) {
@@ -176,7 +178,7 @@ __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock                    
     }
     if (team.unit + team.step < p.rows) {
       if (bulk) {
-        device::fence_async_shared();  // ordinary stores wrote the row's first and last vectors
+        device::fence_async_shared();  // the first and last vectors were written by ordinary stores
         __syncthreads();
       }
       request(Problem<T>(p, team.row + team.step, target));
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(kBlock ? 512 : 128, kBlock                    
   device::launch_dependents();
 }
 
-// A row of any length. A block reads it once for the sums, which are rescaled whenever a larger element appears, and
+// A row of any length. One block reads it once for the sums, which are rescaled whenever a larger element appears, and
 // once more for the gradient.
 template <class T, Terms kTerms> __global__ void __launch_bounds__(512, 1)
     forward_looped(CrossEntropyParams p, Options o, Schedule schedule) {

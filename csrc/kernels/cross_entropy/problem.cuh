@@ -5,7 +5,7 @@
 #include "device/vector.h"
 #include "kernels/cross_entropy/row.cuh"
 
-// The problem of one row: its label and weights, the gradient that follows from its sums, and where its results go.
+// One row's problem: its label and weights, the gradient that follows from its sums, and where the results go.
 namespace warpsmith::cross_entropy {
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
@@ -18,7 +18,7 @@ __device__ __forceinline__ float total_weight(const CrossEntropyParams& p) {
   return p.class_weight ? real_at(p.class_weight_total, 0, 0.f) : static_cast<float>(p.classes);
 }
 
-// What a thread knows of its row before it reads it.
+// What a thread knows of its row before reading the row.
 template <class T> struct Problem {
   int64_t r;
   bool exists, read;
@@ -45,16 +45,16 @@ template <class T> struct Problem {
   }
 };
 
-// The gradient that follows from a row's maximum and sum; early or late, the same bits. k is still
-// the factor of e^(z_j - m): see set_factor.
+// Computes the gradient's factors from a row's maximum and sum. Early or late, they have the same bits. k is not final
+// yet: it is the factor of e^(z_j - m) (see set_factor).
 template <class T, Terms kTerms>
 __device__ __forceinline__ Gradient<T, kTerms> gradient_of(const CrossEntropyParams& p, const Options& o,
                                                            const Problem<T>& at, float m, float s, float denominator) {
   Gradient<T, kTerms> g(m);
   const float lse = kTerms != Terms::plain || o.z_loss != 0.f ? g.find_lse(at.read, m, s) : 0.f;
-  // The row's factors are rounded once for float32 logits, where each rounding would be one of the result's.
+  // For float32 logits the factors are computed in double: each rounding here would be a rounding of the result.
   using Wide = std::conditional_t<sizeof(T) == 4, double, float>;
-  // Lanes without a row go through the motions: there is no gradient of theirs to read.
+  // Lanes without a row compute as well, but have no upstream gradient to read.
   const void* grad_loss = at.exists ? p.grad_loss : nullptr;
   const Wide scale = Wide(real_at(grad_loss, at.r * p.grad_loss_stride, 1.f)) / denominator;
   const Wide t = scale * o.keep * at.class_weight(p), spread = scale * o.spread;
@@ -69,7 +69,7 @@ __device__ __forceinline__ Gradient<T, kTerms> gradient_of(const CrossEntropyPar
   return g;
 }
 
-// A row's results, stored by one thread. `hot`: the target's logit.
+// Stores a row's results; called by one thread. `hot`: the target's logit.
 template <class T, Terms kTerms, Terms kGradient>
 __device__ __forceinline__ void store_results(const CrossEntropyParams& p, const Options& o, const Problem<T>& at,
                                               const Sums& x, Gradient<T, kGradient>& g, float hot) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void store_results(const CrossEntropyParams& p, const
   if (p.argmax && x.at == kNowhere) device::store(p.argmax + at.r, int64_t{0});
 }
 
-// The column of a row's largest logit, stored by the thread that holds vector x.at.
+// Stores the column of a row's largest logit; called by the thread that holds vector x.at.
 template <class T, Terms kTerms> __device__ __forceinline__ void store_argmax(const CrossEntropyParams& p,
                                                                               const Problem<T>& at, const Packed& held,
                                                                               const Sums& x) {

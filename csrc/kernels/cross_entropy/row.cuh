@@ -7,8 +7,7 @@
 #include "kernels/cross_entropy/cross_entropy.h"
 #include "kernels/cross_entropy/sums.cuh"
 
-// What the kernels of cross_entropy share: rows as aligned vectors, sums that can be combined, the gradient of an
-// element.
+// What the cross_entropy kernels share: rows as aligned vectors, the exponential, and the gradient of an element.
 namespace warpsmith::cross_entropy {
 
 template <class T> __device__ __forceinline__ float element(const Packed& x, int n) {
@@ -30,11 +29,11 @@ template <class T, int N> __device__ __forceinline__ Packed packed(const float (
   return y;
 }
 
-// A row as vectors of N elements that begin on 16 bytes. Vector i holds columns [i * N - phase, (i + 1) * N - phase);
-// only the first and the last may reach outside the row.
+// A row as vectors of N elements, each aligned to 16 bytes. Vector i holds columns [i * N - phase, (i + 1) * N -
+// phase). Only the first and last vectors may reach outside the row.
 template <class T> struct Row {
   static constexpr int N = 16 / sizeof(T);
-  T* base;  // of column 0
+  T* base;  // address of column 0
   int phase;
   int columns;
 
@@ -53,7 +52,7 @@ template <class T> struct Row {
   }
   __device__ __forceinline__ bool whole(int column) const { return column >= 0 && column + N <= columns; }
 
-  // Elements outside the row are -inf.
+  // Loads one vector. Elements outside the row are -inf.
   __device__ __forceinline__ Packed load(int vector) const {
     const int column = first_column(vector);
     if (whole(column)) return device::load(reinterpret_cast<const Packed*>(base + column));
@@ -69,7 +68,7 @@ template <class T> struct Row {
     return x;
   }
 
-  // `column`: of the vector's first element, which may be that of another row with another phase.
+  // Stores one vector whose first element is `column`. Its alignment may be that of another row, with another phase.
   __device__ __forceinline__ void store(int column, const Packed& y) const {
     if (whole(column) && (column + phase) % N == 0) {
       device::store(reinterpret_cast<Packed*>(base + column), y);
@@ -91,17 +90,19 @@ template <class T> __device__ __forceinline__ float tanh_of(float x) {
   return device::tanh(x);
 }
 
-// The next number away from zero, or towards it.
+// The next float away from zero, or towards zero.
 __device__ __forceinline__ float neighbour(float x, bool away) {
   return __uint_as_float(__float_as_uint(x) + (away ? 1u : ~0u));
 }
 
-// e^(z - m) of a row's elements z and their maximum m; 0 for z = -inf, also where m is. float32 and capped logits take
-// the difference first. For 16-bit logits it is 2^(scale z + offset), one fused multiply-add less a rounding of the
-// offset: the same factor for a whole row, at most 1, which is what m itself gives.
+// e^(z - m) for a row's elements z and their maximum m. Gives 0 for z = -inf, also if m is -inf.
+//
+// float32 and capped logits subtract first. 16-bit logits use 2^(scale z + offset): one fused multiply-add. The offset
+// is rounded so that m itself gives at most 1. The rounding multiplies all exponentials of a row by the same factor,
+// unit(m).
 template <class T, Terms kTerms> struct Exponential {
   static constexpr bool kFused = sizeof(T) == 2 && kTerms == Terms::plain;
-  static constexpr float kUnits = kFused ? kLn2 : 1.f;  // of argument()
+  static constexpr float kUnits = kFused ? kLn2 : 1.f;  // unit of argument()
   float scale, offset;
 
   __device__ __forceinline__ explicit Exponential(float m) {
@@ -112,8 +113,8 @@ template <class T, Terms kTerms> struct Exponential {
       const float product = m * kLog2E;
       offset = -(fmaf(m, kLog2E, -product) > 0.f ? neighbour(product, product > 0.f) : product);
     }
-    // Where bfloat16 numbers are 256 and more apart, all but m count for nothing: a power of two as the scale, so that
-    // nothing overflows and m gives exactly 1.
+    // Beyond 65,536 bfloat16 numbers are 256 and more apart, so only elements equal to m count. The scale becomes a
+    // power of two: nothing overflows, and m gives exactly 1.
     if constexpr (kFused && std::is_same_v<T, bfloat16>)
       if (fabsf(m) >= 65536.f && fabsf(m) < -kMinusInfinity) {
         scale = __uint_as_float((270u << 23) - (__float_as_uint(m) & 0x7f800000u));
@@ -127,7 +128,7 @@ template <class T, Terms kTerms> struct Exponential {
     return expf(x);
   }
   __device__ __forceinline__ float operator()(float z) const { return of_argument(argument(z)); }
-  // What the maximum itself gives.
+  // e^0 as computed: the value for z = m.
   __device__ __forceinline__ float unit(float m) const {
     if constexpr (kFused) return m == kMinusInfinity ? 1.f : (*this)(m);
     return 1.f;
@@ -145,7 +146,7 @@ __device__ __forceinline__ Label label_of(int64_t target, int64_t classes, int64
   return static_cast<uint64_t>(target) < static_cast<uint64_t>(classes) ? Label::counts : Label::bad;
 }
 
-// The options as the kernels use them.
+// The options in the form in which the kernels use them.
 struct Options {
   float cap, inverse_cap;  // 0: no softcap
   float keep;              // 1 - label_smoothing
@@ -163,16 +164,16 @@ struct Options {
     if constexpr (kTerms == Terms::general) return cap != 0.f ? cap * tanh_of<T>(u * inverse_cap) : u;
     return u;
   }
-  // The derivative of a capped element z, 1 - (z / cap)^2, from what is left to the cap, an exact difference: of a z
-  // near it, what a square leaves of 1 would be rounding errors.
+  // The derivative of the softcap at a capped element z: 1 - (z / cap)^2. It is computed from the distance to the cap,
+  // which is an exact difference. Near the cap, 1 minus a square would be mostly rounding error.
   __device__ __forceinline__ float slope(float z) const {
     const float left = (cap - fabsf(z)) * inverse_cap;
     return left * (2.f - left);
   }
 };
 
-// Adds vector i of a row, whose capped elements are z, to sums whose maximum is no smaller than theirs. `exponential`
-// is that of x.m; `sum`, which becomes x.s, is in its units.
+// Adds vector i of a row to its sums. z: the vector's capped elements, none larger than x.m. `exponential` is that of
+// x.m. `sum` is stored to x.s later and is in the units of `exponential`.
 template <class T, Terms kTerms>
 __device__ __forceinline__ void add(Sums& x, ExponentialSum<T>& sum, const Exponential<T, kTerms>& exponential,
                                     const float (&z)[Row<T>::N], int i, const Row<T>& row, const Options& o,
@@ -193,17 +194,17 @@ __device__ __forceinline__ void add(Sums& x, ExponentialSum<T>& sum, const Expon
   }
 }
 
-// What add() finds where no option but the entropy is wanted, at a quarter of its instructions. Elements outside the
+// The same sums as add() if no option but the entropy is wanted, in a quarter of the instructions. Elements outside the
 // row are -inf.
 template <class T> struct EntropySums {
-  static constexpr float kLowest = -3e38f;  // times an exponential of 0 it is 0, which -inf is not
+  static constexpr float kLowest = -3e38f;  // finite stand-in for -inf: its product with an exponential of 0 is 0
   Exponential<T, Terms::plain> exponential;
   ExponentialSum<T> sum;
-  float weighted[2] = {};  // sums of exponentials times their arguments
+  float weighted[2] = {};  // sums of exponential times argument
 
   __device__ __forceinline__ explicit EntropySums(float m) : exponential(m) {}
 
-  // kFinite: no element is -inf, as is rare inside a row and the rule outside; otherwise the sums are undefined().
+  // kFinite: assumes that no element is -inf, as is usual inside a row. If one is, the sums are undefined().
   template <bool kFinite> __device__ __forceinline__ void add(const Packed& held) {
 #pragma unroll
     for (int n = 0; n < Row<T>::N; ++n) {
@@ -214,17 +215,17 @@ template <class T> struct EntropySums {
   }
   __device__ __forceinline__ bool undefined() const { return isnan(weighted[0] + weighted[1]); }
 
-  // x.m is the maximum that these sums were made with.
+  // x.m must be the maximum with which these sums were made.
   __device__ __forceinline__ void store(Sums& x) const {
     x.set(sum);
     const float unit = exponential.unit(x.m), zero = x.m == kMinusInfinity ? 0.f : exponential.argument(x.m);
-    const float all = weighted[0] + weighted[1], shift = __fmul_rn(zero, x.s);  // one class: no entropy at all
+    const float all = weighted[0] + weighted[1], shift = __fmul_rn(zero, x.s);  // one class: the entropy is exactly 0
     x.e = (all - shift) * exponential.kUnits / unit;
     x.s /= unit;
   }
 };
 
-// The largest logit of some vectors, found before softcap, which keeps the order; 16-bit elements two by two.
+// The largest logit of some vectors. It is found before softcap, which keeps the order. 16-bit elements in pairs.
 template <class T> struct Largest {
   static constexpr bool kPairs = sizeof(T) == 2;
   Packed held;
@@ -258,7 +259,7 @@ template <class T> __device__ __forceinline__ float max_of(const Packed& x) {
   return largest.value();
 }
 
-// The capped elements of vector i; -inf outside the row.
+// The capped elements of vector i. Elements outside the row are -inf.
 template <class T, Terms kTerms> __device__ __forceinline__ void unpack(const Packed& x, int i, const Row<T>& row,
                                                                         const Options& o, float (&z)[Row<T>::N]) {
 #pragma unroll
@@ -268,30 +269,30 @@ template <class T, Terms kTerms> __device__ __forceinline__ void unpack(const Pa
   }
 }
 
-// dlogits[j] = (k * e_j + q * e_j * log p_j - s * w_j - onehot_j * t) * cap'(logit_j), e_j: the row's exponential of
-// z_j.
+// dlogits[j] = (k * e_j + q * e_j * log p_j - s * w_j - onehot_j * t) * cap'(logit_j), where e_j is the row's
+// exponential of z_j.
 template <class T, Terms kTerms> struct Gradient {
-  static constexpr float kLeast = -128.f;  // where exponentials are 0, times this they are, times -inf not
+  static constexpr float kLeast = -128.f;  // finite stand-in for -inf: its product with an exponential of 0 is 0
   Exponential<T, kTerms> exponential;
   float k;     // factor of e_j
-  float s;     // of class weights, from label smoothing
-  float t;     // at the target
-  float q;     // of e_j * log p_j; for the entropy alone of e_j * (z_j - m), and k has the rest
+  float s;     // factor of the class weights, from label smoothing
+  float t;     // subtracted at the target
+  float q;     // factor of e_j * log p_j; with Terms::entropy of e_j * (z_j - m), and k contains the rest
   float rest;  // log p_j = (z_j - m) - rest
-  int hot;     // the target's vector, or -1
-  int place;   // its element there
+  int hot;     // index of the target's vector, or -1
+  int place;   // the target's element in that vector
   bool zero;   // the row is ignored
 
   __device__ __forceinline__ explicit Gradient(float m) : exponential(m) {}
 
-  // factor: of e^(z_j - m) * log p_j, and less the entropy of that without the logarithm.
+  // Adds the entropy's gradient. factor: of e^(z_j - m) * (log p_j + entropy).
   __device__ __forceinline__ void add_entropy(float factor, float entropy) {
     q = factor;
     k += q * (kTerms == Terms::entropy ? entropy - rest : entropy);
   }
 
-  // k from the factor of e^(z_j - m): such that the maximum's product with k is that factor, to the last bit (float16
-  // logits beyond 10,000: or one off). A row of one class then has a gradient of exactly 0.
+  // Sets k so that the exponential of the maximum times k is exactly `factor` (float16 logits beyond 10,000: within one
+  // ulp). The gradient of a row with one class is then exactly 0.
   __device__ __forceinline__ void set_factor(float factor, float m) {
     const float unit = exponential.unit(m);
     k = factor / unit;
@@ -299,13 +300,13 @@ template <class T, Terms kTerms> struct Gradient {
     if (product != factor) k = neighbour(k, fabsf(product) < fabsf(factor));
   }
 
-  // The row's logsumexp; fills in `rest`, which not every thread needs.
+  // Returns the row's logsumexp. Sets `rest`, which not every thread needs.
   __device__ __forceinline__ float find_lse(bool read, float m, float sum) {
     rest = logf(sum);
     return !read ? 0.f : m == -kMinusInfinity ? m : m + rest;
   }
 
-  // The gradient of vector i of a row, whose capped elements are z. `aimed`: the target's vector may be meant.
+  // The gradient of vector i of a row with capped elements z. `aimed`: the vector may contain the target.
   template <bool aimed = true> __device__ __forceinline__ Packed of(const float (&z)[Row<T>::N], int i,
                                                                     const Row<T>& row, const Options& o,
                                                                     const void* class_weight) const {

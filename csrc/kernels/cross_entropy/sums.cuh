@@ -3,23 +3,23 @@
 
 #include "device/vector.h"
 
-// What is known of the elements of a row, and can be combined.
+// The sums of a row's elements, and how to combine them.
 namespace warpsmith::cross_entropy {
 
 using device::Vector;
 
-// What a kernel knows to do, beside the loss of plain logits: also the entropy and its gradient; or that and softcap
-// and label smoothing. Each costs instructions an element.
+// Which terms a kernel computes: the loss of plain logits; also the entropy and its gradient; or all of these with
+// softcap and label smoothing. Each step costs instructions per element.
 enum class Terms : uint8_t { plain, entropy, general };
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 constexpr int kNowhere = 0x7fffffff;
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
-// Sixteen bytes of a row, as they lie in memory: 16-bit elements stay packed in registers.
+// Sixteen bytes of a row as stored: 16-bit elements stay packed in registers.
 using Packed = Vector<uint32_t, 4>;
 
-// sum += y; what rounding lost of it. Whatever the order of the two, and the same for both. Source: Knuth, The Art of
+// sum += y; returns what rounding lost. Symmetric in its arguments, whichever is larger. Source: Knuth, The Art of
 // Computer Programming 2, 4.2.2, theorem B.
 __device__ __forceinline__ float add_exactly(float& sum, float y) {
   const float x = sum;
@@ -28,8 +28,8 @@ __device__ __forceinline__ float add_exactly(float& sum, float y) {
   return x - (sum - part) + (y - part);
 }
 
-// A sum of exponentials. float32 rows keep what its roundings lose: of a row whose largest element has nearly all the
-// probability, one ulp of the sum is all that the error law allows. 16-bit rows have two chains of additions.
+// A sum of exponentials. float32 rows keep what rounding loses: if the largest element has nearly all the probability,
+// the error law allows one ulp of the sum. 16-bit rows use two independent chains of additions.
 template <class T> struct ExponentialSum {
   float s = 0.f, other = 0.f;
   __device__ __forceinline__ void add(float e, int n) {
@@ -41,15 +41,15 @@ template <class T> struct ExponentialSum {
   }
 };
 
-// What is known of some elements z of a row, relative to its maximum. `at` is found where somebody wants it.
+// The sums of some elements z of a row, relative to their maximum. `at` is computed only on request.
 struct Sums {
   float m;    // max z
   float s;    // sum of exp(z - m)
-  float low;  // float32 rows: what s lacks
+  float low;  // float32 rows: the rounding error of s
   int at;     // the first vector that holds the largest logit
-  float e;    // but for plain terms: sum of exp(z - m) * (z - m)
+  float e;    // with entropy or general terms: sum of exp(z - m) * (z - m)
   // Of general terms only:
-  float top;  // the largest logit, before softcap, which may make different logits equal
+  float top;  // the largest logit before softcap; softcap may make different logits equal
   float w;    // sum of class weights
   float a;    // sum of weight * (z - m)
 
@@ -64,7 +64,8 @@ struct Sums {
     return x;
   }
 
-  // As one or two times 16 bytes. 16-bit rows have no `low`: there, the entropy alone takes its place.
+  // Stored as one or two pieces of 16 bytes. 16-bit rows have no `low`; with Terms::entropy the entropy takes its
+  // place.
   template <class T, Terms kTerms> static constexpr bool kLowIsEntropy = sizeof(T) == 2 && kTerms == Terms::entropy;
   template <class T, Terms kTerms> static constexpr int kPieces =
       kTerms == Terms::plain || kLowIsEntropy<T, kTerms> ? 1 : 2;
@@ -84,7 +85,7 @@ struct Sums {
     }
   }
 
-  // The same elements, relative to a larger maximum.
+  // Rescales the sums to a larger maximum.
   template <Terms kTerms> __device__ __forceinline__ void rebase(float largest) {
     if (m == largest) return;
     const float d = m - largest, f = m == kMinusInfinity ? 0.f : expf(d);
@@ -100,7 +101,7 @@ __device__ __forceinline__ Sums no_elements() {
   return {kMinusInfinity, 0.f, 0.f, kNowhere, 0.f, kMinusInfinity, 0.f, 0.f};
 }
 
-// Calls step(d) for the distances of an exchange among aligned groups of `lanes` threads, a power of two. Unrolled: a
+// Calls step(d) for the distances of a butterfly exchange among `lanes` adjacent threads (a power of two). Unrolled: a
 // loop would cost more than its steps.
 template <class Step> __device__ __forceinline__ void for_distances(int lanes, Step&& step) {
 #pragma unroll
@@ -108,15 +109,15 @@ template <class Step> __device__ __forceinline__ void for_distances(int lanes, S
     if (d < lanes) step(d);
 }
 
-// Before anything is summed: one maximum for groups of `lanes` threads, so that their sums need no rescaling.
+// Gives groups of `lanes` threads one maximum before they sum anything, so that their sums need no rescaling.
 __device__ __forceinline__ void share_max(Sums& x, int lanes) {
   float m = x.m;
   for_distances(lanes, [&](int d) { m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d)); });
   x.m = m;
 }
 
-// Combines the sums of groups of `lanes` threads; every one of them gets the result. Called by the whole warp.
-// `places`: `at` is wanted. kShared: x.m is the same already.
+// Combines the sums of groups of `lanes` threads. Every thread gets the result. The whole warp must call it. `places`:
+// `at` is wanted. kShared: x.m is already the same in all threads.
 template <class T, Terms kTerms, bool kShared> __device__ __forceinline__ Sums combine(Sums x, int lanes, bool places) {
   constexpr bool kGeneral = kTerms == Terms::general;
   if constexpr (kGeneral || !kShared) {

@@ -6,28 +6,28 @@
 #include "kernels/cross_entropy/cross_entropy_config.h"
 #include "kernels/cross_entropy/sums.cuh"
 
-// The threads that share a row: who has which vectors, and how they find its maximum and sums.
+// The threads that share a row: who holds which vectors, and how they find the row's maximum and sums.
 namespace warpsmith::cross_entropy {
 
-// How forward_resident spreads rows, with what does not change from row to row.
+// How forward_resident distributes rows: what is the same for every row.
 struct Schedule {
   int lanes;
-  int part;   // vectors of a row that a block of a cluster has
-  bool bulk;  // a row, or its part, comes by one bulk copy
+  int part;   // vectors of a row per block of the cluster
+  bool bulk;  // a row, or a block's part of it, arrives by one bulk copy
   device::FastDivide by_lanes;
 
   explicit Schedule(const CrossEntropyConfig& c)
       : lanes(c.lanes), part(static_cast<int>(c.part)), bulk(c.bulk), by_lanes(c.lanes) {}
 };
 
-// The threads of a row: `lanes` of a warp, or the blocks of a cluster. Vector begin + i of a row belongs to the thread
-// whose lane is i % size of the block that has begin.
+// The threads of a row: `lanes` threads of a warp, a block, or the blocks of a cluster. Vector begin + i of a row
+// belongs to lane i % size of the block with that begin.
 template <bool kBlock> struct Team {
   int lane, size;
   int cluster, rank;
-  int begin, most;    // the vectors of this block
-  int64_t row, step;  // the first row, and how far to the next
-  int64_t unit;       // row without the place inside a warp: the same for all lanes, which stay together
+  int begin, most;    // this block's vectors
+  int64_t row, step;  // the first row, and the distance to the next
+  int64_t unit;       // the first lane's row: the same in all lanes of a warp, which stay together
 
   __device__ __forceinline__ Team(int lanes, int part) : begin(0), most(part) {
     cluster = kBlock ? static_cast<int>(device::cluster_size()) : 1;
@@ -42,24 +42,24 @@ template <bool kBlock> struct Team {
     step = int64_t{gridDim.x} / cluster * units * side_by_side;
   }
   __device__ __forceinline__ void next() { row += step, unit += step; }
-  // Of a row's vectors, those of this block.
+  // How many of a row's vectors belong to this block.
   __device__ __forceinline__ int count(int vectors) const { return min(max(vectors - begin, 0), most); }
   __device__ __forceinline__ bool owns(int vector, const device::FastDivide& by_lanes) const {
     const int i = vector - begin;
     return static_cast<unsigned>(i) < static_cast<unsigned>(most) &&
            i - static_cast<int>(by_lanes.quotient(i)) * size == lane;
   }
-  // The place of a vector among those of the thread that owns it.
+  // Index of a vector among its owner's vectors.
   __device__ __forceinline__ int slot_of(int vector, const device::FastDivide& by_lanes) const {
     return static_cast<int>(by_lanes.quotient(max(vector - begin, 0)));
   }
 };
 
-// What the warps of a row exchange. Two sets, in turn, so that nobody overwrites what another still reads. In a cluster
-// each warp sends its sums to every block, which waits until it has those of all.
-// No shuffle has to order memory: between rows of a cluster, which come by bulk copies, all threads meet at a barrier.
+// The exchange of sums between the warps of a row. Double-buffered, so that no warp overwrites what another still
+// reads. In a cluster each warp sends its sums to every block, and every block waits for the sums of all warps. No
+// shuffle needs to order memory: between a cluster's rows, which arrive by bulk copies, all threads meet at a barrier.
 struct Exchange {
-  static constexpr int kMaxWarps = 32;  // of a cluster
+  static constexpr int kMaxWarps = 32;  // per cluster
   using Slot = Packed[2];
   Slot* warps;               // [2][kMaxWarps]
   device::Mbarrier* filled;  // [2]
@@ -67,7 +67,7 @@ struct Exchange {
   unsigned parity;
   bool met;  // all blocks of the cluster have started
 
-  // kShared: the warp has one x.m already, and x.at only where that is.
+  // kShared: x.m is already the same in the whole warp, and x.at is set only in the lane that holds it.
   template <class T, bool kBlock, Terms kTerms, bool kShared>
   __device__ __forceinline__ Sums over_row(Sums x, const Team<kBlock>& team, bool places) {
     x = combine<T, kTerms, kShared>(x, kBlock ? 32 : team.size, places);

@@ -5,13 +5,13 @@
 #include "device/reduce.h"
 #include "kernels/cross_entropy/row.cuh"
 
-// Sums over the rows, of small terms: labels, losses. One block where that is quick, else partial sums and a second
-// launch; the order depends on the number of rows alone.
+// Sums over rows of small terms: labels, losses. One block if that is fast enough, otherwise partial sums and a second
+// launch. The order depends only on the number of rows.
 namespace warpsmith::cross_entropy {
 
 constexpr int kTotalThreads = 1024;
 
-// A source gives the terms of row i and takes their totals.
+// A source computes the terms of row i and receives their totals.
 struct Denominator {
   static constexpr int kTerms = 1;
   CrossEntropyDenominatorParams p;
@@ -54,7 +54,7 @@ struct Losses {
   }
 };
 
-// Blocks of a first stage: one, as long as a block's threads have few rows each.
+// Blocks of the first stage: one while its threads have few rows each.
 constexpr int64_t total_blocks(int64_t count) {
   constexpr int64_t kRowsOfBlock = 8 * kTotalThreads, kMostBlocks = kCrossEntropyPartials / 4;
   const int64_t blocks = (count + kRowsOfBlock - 1) / kRowsOfBlock;
@@ -79,7 +79,7 @@ template <class Source> __global__ void __launch_bounds__(kTotalThreads)
     for (int k = 0; k < K; ++k) device::store(partials + int64_t{blockIdx.x} * K + k, sum[k]);
 }
 
-// The second stage, of one block.
+// The second stage, one block.
 template <class Source> __global__ void __launch_bounds__(kTotalThreads)
     total_of_partials(Source source, const float* partials, int64_t count) {
   constexpr int K = Source::kTerms;

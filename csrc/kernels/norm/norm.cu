@@ -47,7 +47,7 @@ Status problem_of(const NormBackwardParams& p, NormProblem* out) {
   return problem_of(p, aligned, out);
 }
 
-// `looped` reads every dtype at run time, so that its type is any.
+// `looped` reads every dtype at run time, so it is compiled once, with float in place of the types.
 template <class Visit> Status visit_looped(Norm op, Visit&& visit) {
   return visit_op<float>(op, Dtype::float32, [&]<class Op, class>() { return visit.template operator()<Op>(); });
 }

@@ -78,11 +78,11 @@ Status norm_forward_cpu(const NormForwardParams& params, const Parallel& paralle
 Status norm_backward_cuda(const NormBackwardParams& params, void* stream);
 Status norm_backward_cpu(const NormBackwardParams& params, const Parallel& parallel);
 
-// dweight and dbias are summed in two stages in a fixed order: into partial rows by groups of rows, then over the
-// partial rows. The number of partial rows that a backward on the current device writes (it depends on alignment, so
-// all pointers but the partials must be set):
+// dweight and dbias are summed in two stages, in a fixed order: groups of rows into partial rows, then over the partial
+// rows. Sets partial_rows to the number that a backward on the current device writes. It depends on alignment: set all
+// pointers but the partials before the call.
 Status norm_partial_rows_cuda(const NormBackwardParams& params, int64_t* partial_rows);
-// and on the CPU:
+// Returns that number on the CPU.
 int64_t norm_partial_rows_cpu(int64_t rows, int64_t columns);
 
 }  // namespace warpsmith

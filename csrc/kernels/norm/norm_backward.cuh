@@ -3,32 +3,33 @@
 #include "device/programmatic_launch.h"
 #include "kernels/norm/norm_row.cuh"
 
-// The backward of the norm family, as templates over the op, the storage types T (dy and dx) and R (s, dresidual_out
-// and dresidual) and the threads of a row. Sums are float, in a fixed order.
+// The backward kernels of the norm family: templates over the op, the storage types T (dy and dx) and R (s,
+// dresidual_out and dresidual), and the threads per row. Sums are float, in a fixed order.
 //
-// Contract. An element: reads dy and s, writes dx (2 * sizeof(T) + sizeof(R) bytes); with a residual also reads
-// dresidual_out (sizeof(R) bytes), and writes dresidual where it is another tensor than dx (sizeof(R) bytes). A row:
-// reads rstd and for layer mean, 4 bytes each. Partial rows of dweight and for layer dbias. A dropout mask is made
-// again from its seed.
+// Bytes. Per element: reads dy and s and writes dx (2 * sizeof(T) + sizeof(R)); with a residual also reads
+// dresidual_out (sizeof(R)), and writes dresidual if that is another tensor than dx (sizeof(R)). Per row: reads rstd,
+// and for layer_norm mean, 4 bytes each. Writes partial rows of dweight, and for layer_norm dbias. The dropout mask is
+// regenerated from its seed.
 //
-// The gradients of weight and bias are summed in two stages: each block (or cluster) adds up its rows in registers and
+// Parameter gradients are summed in two stages: each block (or cluster) adds up its rows in registers and writes one
+// partial row; sum_partials adds the partial rows.
 // writes one partial row; sum_partials adds those.
 namespace warpsmith::norm {
 
 // Rows in flight through shared memory, in slots of 16 bytes. Each thread copies its own pieces of a row
-// asynchronously, up to stages - 1 steps ahead (2 to 4 stages), and reads back only its own pieces, so that no barrier
-// is needed. kPieces: slots per thread and stage.
+// asynchronously, up to stages - 1 steps ahead (2 to 4 stages), and reads back only its own pieces, so no barrier is
+// needed. kPieces: slots per thread and stage.
 template <int kPieces> struct Ring {
   static constexpr int kSlotBytes = 16;
   unsigned char* slots;  // [stages, kPieces, threads of the block]
   int stages;
-  int stage = 0;  // of the step in hand
+  int stage = 0;  // stage of the current step
 
   __device__ __forceinline__ unsigned char* slot(int of_stage, int piece) const {
     return slots + ((of_stage * kPieces + piece) * static_cast<int>(blockDim.x) + threadIdx.x) * kSlotBytes;
   }
 
-  // Copies N elements, 8 or 16 bytes, to a slot; zeros where there is nothing.
+  // Copies N elements (8 or 16 bytes) to a slot; writes zeros if not `valid`.
   template <class T, int N> __device__ __forceinline__ void request(int of_stage, int piece, const void* base,
                                                                     int64_t element, bool valid) const {
     device::copy_async<N * sizeof(T)>(slot(of_stage, piece), static_cast<const T*>(base) + (valid ? element : 0),
@@ -46,7 +47,7 @@ template <int kPieces> struct Ring {
   __device__ __forceinline__ int last_stage() const { return stage == 0 ? stages - 1 : stage - 1; }
   __device__ __forceinline__ void advance() { stage = stage + 1 == stages ? 0 : stage + 1; }
 
-  // Until the oldest request is here, `newer` (0 to 3) having been made after it.
+  // Waits for the oldest request. `newer` (0 to 3) requests were made after it.
   __device__ __forceinline__ void wait_for_oldest(int newer) const {
     if (newer == 0)
       device::copy_async_wait<0>();
@@ -59,7 +60,7 @@ template <int kPieces> struct Ring {
   }
 };
 
-// `mean`, or NaN where `other` is infinite. Layer's formula subtracts the mean of the centred gradient, and there
+// Returns `mean`, or NaN if `other` is infinite. layer_norm subtracts the mean of the centred gradient, and there
 // infinities cancel to NaN.
 __device__ __forceinline__ float with_infinities_of(float other, float mean) { return mean + (other - other); }
 
@@ -71,7 +72,7 @@ template <int N> __device__ __forceinline__ void store_sums(float* to, const flo
   store_elements(to, 0, rounded<float>(all));
 }
 
-// One partial row of a block's groups: through shared memory [groups, columns], which must be free.
+// Writes one partial row for a block's groups, summed through shared memory [groups, columns], which must be free.
 template <int N, int V> __device__ __forceinline__ void store_group_sums(float* partial, const float (&sums)[V][N],
                                                                          float* shared, const Place<Scope::group>& at,
                                                                          int columns) {
@@ -89,13 +90,15 @@ template <int N, int V> __device__ __forceinline__ void store_group_sums(float* 
   }
 }
 
-// Reads dy, s and dresidual_out once and writes dx (and dresidual) once, mean and rstd, and a partial row a block or
-// cluster. Persistent units (a group, a block or a cluster; U rows at a time) step through the rows side by side, with
-// the weight and the sums of its gradient in registers. A row has at most row_threads * V * N columns.
+// Reads dy, s and dresidual_out once. Writes dx (and dresidual) once, and a partial row per block or cluster. A row has
+// at most row_threads * V * N columns.
 //
-// In blocks and clusters a step sums its rows and hands the sums to the exchange, then writes the gradients of the rows
-// of the step before it, whose sums have arrived: so the latency of the exchange is covered, at the price of a stage of
-// the ring. Groups have nothing to cover: there the same lost up to 6 % (one H200, 2026-11-21).
+// Persistent units (a group, a block or a cluster, U rows at a time) step through the rows side by side. The weight and
+// the sums of its gradient stay in registers.
+//
+// Blocks and clusters write the gradients of a row one step late: a step sums its row, sends the sums to the exchange,
+// and then writes the previous row, whose sums have arrived. This hides the exchange's latency and costs one stage of
+// the ring. Groups have no latency to hide and lost up to 6 % that way (one H200, 2026-11-21).
 //
 // Shared memory: a Ring of dy, s and dresidual_out; at the end it takes the sums of the block's groups.
 template <class Op, class T, class R, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
@@ -113,7 +116,7 @@ template <class Op, class T, class R, class C> __global__ void __launch_bounds__
   if constexpr (S == Scope::cluster) device::cluster_arrive();
   const int columns = static_cast<int>(p.columns);
   const float inverse = 1.f / static_cast<float>(columns);
-  // A warp's rows begin together: `base` is the same in all its lanes, `side` is the lane's own row among them.
+  // The rows of a warp advance together: `base` is the same in all lanes, `side` is the lane's own row among them.
   const int span = S == Scope::group ? 32 / lanes : 1, side = S == Scope::group ? at.group % span : 0;
   const int64_t base = (at.unit * at.groups + at.group - side) * U, step = at.units * at.groups * U;
   Ring<kPieces> ring{shared, stages};
@@ -164,12 +167,12 @@ template <class Op, class T, class R, class C> __global__ void __launch_bounds__
   if constexpr (S == Scope::cluster) device::cluster_wait();
 
   const bool wants_rows = p.dx || p.dresidual;
-  // The gradients of the rows from `first_row` on, which lie in `stage`. The sums are in `sums` (group) or `all`.
+  // Writes the gradients of the rows from `first_row` on, held in `stage`. Their sums are in `sums` (group) or `all`.
   const auto write = [&](int64_t first_row, int stage, const Moments(&m)[U], const float (&sums)[kCount],
                          const float* all) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      float mean_of[Op::kSums];  // of g * s_hat, and of g
+      float mean_of[Op::kSums];  // means of g * s_hat and of g
 #pragma unroll
       for (int i = 0; i < Op::kSums; ++i) {
         const int value = u * Op::kSums + i;
@@ -206,7 +209,7 @@ template <class Op, class T, class R, class C> __global__ void __launch_bounds__
     }
   };
 
-  constexpr bool kLater = S != Scope::group;  // gradients are written one step later
+  constexpr bool kLater = S != Scope::group;  // gradients are written one step late
   float sums[kCount] = {}, sums_before[kCount] = {};
   const float *all = nullptr, *all_before = nullptr;
   const int64_t end = kLater ? p.rows + step : p.rows;
@@ -274,8 +277,8 @@ template <class Op, class T, class R, class C> __global__ void __launch_bounds__
   if constexpr (Op::kLayer) store_partials(p.dbias_partials, dbias);
 }
 
-// Any length, alignment and dtype, N elements at a time: reads dy and s twice. Each group (a warp, or the block) keeps
-// its sums in a partial row of its own, of which every column belongs to one thread.
+// Any length, alignment and dtype, N elements at a time. Reads dy and s twice. Each group (a warp, or the block) keeps
+// its sums in its own partial row; each column of it belongs to one thread.
 template <class Op, int N> __global__ void __launch_bounds__(1024, 1) backward_looped(NormBackwardParams p, int lanes) {
   WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
   LoopedSum row_sum{scratch, lanes};

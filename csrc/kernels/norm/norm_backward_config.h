@@ -4,11 +4,12 @@
 
 #include "kernels/norm/norm_config.h"
 
-// Which kernels of the backward are compiled, and which of them runs a problem.
+// Which backward kernels are compiled, and which one runs a problem.
 namespace warpsmith {
 
-// The compiled kernels. A thread's weights lie in shared memory where its vectors stay in registers: with one vector
-// there is mostly room for both, with four the vectors do not stay; clusters were measured (choose_norm_batches).
+// The compiled kernels. If a thread keeps its vectors in registers, its weights go to shared memory. With one vector
+// there is mostly room for both in registers; with four, the vectors are not kept. For clusters the choice was measured
+// (choose_norm_batches).
 struct NormBackwardInstances {
   template <class Use> constexpr void operator()(const NormProblem& p, Use&& use) const {
     using norm::Keep;
@@ -59,22 +60,22 @@ struct NormBackwardInstances {
 
 namespace norm_detail {
 
-// Of the backward's ring: vectors of the wider type.
+// Elements of a vector in the backward's ring, in the wider type.
 constexpr int wide_vector_elems(const NormProblem& p) {
   return kVectorBytes / std::max(p.element_bytes, p.residual_bytes);
 }
 
-// Slots of a thread's vector in the ring: dy, s and, where there is a residual, its gradient.
+// Slots per vector in the ring: dy, s, and with a residual dresidual_out.
 constexpr int ring_pieces(const NormProblem& p) { return p.residual_bytes ? 3 : 2; }
 
-// Blocks that a chip holds at once, `together` on a multiprocessor. Parts of a chip have no room for a last whole
-// cluster: of 4 and 8 blocks an H200 holds 62 where 66 would fit its multiprocessors, and those that wait take as long
-// again as all the others.
+// Blocks that the chip holds at once, with `together` per multiprocessor. Parts of the chip lack room for a last whole
+// cluster: an H200 holds 62 clusters of 4 or 8 blocks where its multiprocessors would fit 66. The clusters left over
+// would run after all others and double the time.
 constexpr int64_t resident_blocks(const NormProblem& p, int together, int cluster) {
   return int64_t{together} * p.multiprocessors * (cluster > 2 ? 15 : 16) / 16;
 }
 
-// The first instance with `vectors` and, unless 0, `rows`, that blocks of `threads` may use.
+// The first instance with `vectors` and `rows` (0: any number of rows) that can run blocks of `threads`.
 constexpr Found backward_instance(const NormProblem& p, NormKernel kernel, norm::Scope scope, int vectors, int rows,
                                   int threads) {
   return first_of(NormBackwardInstances(), p, [&](const NormInstance& i) {
@@ -83,8 +84,8 @@ constexpr Found backward_instance(const NormProblem& p, NormKernel kernel, norm:
   });
 }
 
-// A block or a cluster a row; `together` blocks a multiprocessor or fewer, at most `stages` deep; 0 stages if not even
-// one fits.
+// One block or cluster per row. Takes at most `together` blocks per multiprocessor and `stages` stages; returns 0
+// stages if not even one fits.
 constexpr NormConfig batches(const NormProblem& p, int vectors, int rows, int together, int stages, int cluster = 1) {
   NormConfig c;
   const norm::Scope scope = cluster > 1 ? norm::Scope::cluster : norm::Scope::block;
@@ -98,7 +99,7 @@ constexpr NormConfig batches(const NormProblem& p, int vectors, int rows, int to
   c.threads = c.lanes = threads;
   const int64_t stage_bytes = int64_t{ring_pieces(p)} * kVectorBytes * vectors * rows * threads;
   const int64_t weight_bytes = found.instance.shared_weight ? int64_t{4} * c.vector_elems * vectors * threads : 0;
-  const int64_t kStaticBytes = cluster > 1 ? 4096 : 1024;  // dynamic shared memory begins at a whole KiB
+  const int64_t kStaticBytes = cluster > 1 ? 4096 : 1024;  // dynamic shared memory starts at a multiple of 1 KiB
   const auto room = [&](int blocks) { return shared_bytes_a_block(p, blocks, kStaticBytes) - weight_bytes; };
   while (together > 1 && room(together) < stage_bytes) --together;
   c.stages = static_cast<int>(std::clamp<int64_t>(room(together) / stage_bytes, 0, stages));
@@ -110,7 +111,7 @@ constexpr NormConfig batches(const NormProblem& p, int vectors, int rows, int to
   return c;
 }
 
-// `together` blocks a multiprocessor or fewer, at most `stages` deep; 0 stages if even two do not fit.
+// Takes at most `together` blocks per multiprocessor and `stages` stages; returns 0 stages if fewer than two fit.
 constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, int vectors, int threads, int cluster,
                           int together, int stages, const char* why) {
   NormConfig c;
@@ -135,25 +136,16 @@ constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, in
 
 }  // namespace norm_detail
 
-// Backward, tensors of one type: rows of more than 32 vectors in batches, where those were measured as the better. One
-// H200 (2026-11-22, bf16, kernels alone in a sweep), fractions of a copy of the same bytes, in brackets other bodies:
-//   columns                   768          4096         8192         12288        16384
-//   rms                       0.92 (0.86)  0.95 (0.93)  0.89 (0.87)  0.78 (0.73)  0.87 (0.79)
-//   layer                     0.91 (0.82)  0.93 (0.84)  0.87 (0.84)  0.71 (0.62)  0.82 (0.53)
-//   rms with residual         0.95 (0.94)  0.96 (0.93)  0.91 (0.88)  0.79 (0.75)  0.90 (0.84)
-//   layer, residual, dropout  0.93 (0.86)  0.94 (0.91)  0.90 (0.87)  0.74 (0.58)  0.86 (0.58)
-// One block a multiprocessor, or its threads in smaller ones, beat two: each writes a row of partial sums for each
-// gradient, and a megabyte of those costs 0.7 us. So do two blocks that share the columns of longer rows, or four. One
-// row at a time and two where they are short, three deep without a residual; two where blocks share them, because their
-// exchange takes longer.
-// Between those lengths (same card, 64 M elements; what was chosen before, of an earlier run, in brackets) the threads
-// of one row leave part of a multiprocessor idle: two rows together, two blocks or two vectors a thread are better.
-//   columns                   1152         1600         2304         3072         4608         5376         7168
-//   rms                       0.95 (0.87)  0.94 (0.82)  0.94 (0.68)  0.94 (0.84)  0.91 (0.88)  0.93 (0.90)  0.91
-//   layer                     0.92 (0.86)  0.94 (0.80)  0.93 (0.68)  0.94 (0.82)  0.90 (0.68)  0.83 (0.78)  0.92 (0.86)
-//   rms with residual         0.96 (0.93)  0.94 (0.90)  0.97 (0.82)  0.95 (0.90)  0.93 (0.75)  0.93 (0.83)  0.95 (0.92)
-//   layer with residual       0.93         0.91         0.92 (0.77)  0.94 (0.90)  0.93 (0.72)  0.94 (0.81)  0.95 (0.90)
-//   and dropout               0.92         0.85         0.95 (0.74)  0.90         0.82 (0.71)  0.94 (0.82)  0.91 (0.90)
+// Backward of tensors of one type: rows of more than 32 vectors in batches, wherever batches were faster. Measurements:
+// docs/design/2026-11-21-norms.md and docs/design/2026-11-22-norm-lengths.md. What they showed:
+//
+// - One block per multiprocessor, or its threads in several smaller blocks, beats two. Each block writes a row of
+//   partial sums for each parameter gradient, and a megabyte of these costs 0.7 us.
+// - Two or four blocks that share the columns of longer rows are faster, for the same reason.
+// - Long rows one at a time, short rows two at a time.
+// - Three stages without a residual. Two stages where blocks share rows, because their exchange takes longer.
+// - At lengths where the threads of one row leave part of a multiprocessor idle: two rows together, two blocks, or two
+//   vectors per thread.
 constexpr NormConfig choose_norm_batches(const NormProblem& p) {
   using namespace norm_detail;
   const int64_t vectors = p.columns / vector_elems(p);
@@ -201,10 +193,10 @@ constexpr NormConfig choose_norm_batches(const NormProblem& p) {
   return {};
 }
 
-// Backward. The ring: rows of up to 32 vectors, two a group (0.85 for rms, 0.83 for layer and for layer with residual
-// and dropout, 0.85 for rms with residual at 128 columns), the longest that a cluster can hold, and residuals wider
-// than the activation. Float beside bfloat16, layer, 768 columns: 0.97 in blocks of 96 threads with 4 stages, 0.95 in
-// warps, 0.71 with vectors of 8.
+// Chooses the backward kernel. The ring takes rows of up to 32 vectors, two per group (128 columns: 0.83 to 0.85 of a
+// copy of the same bytes), the longest rows that a cluster can hold, and residuals wider than the activation. For float
+// beside bfloat16, layer_norm, 768 columns: 0.97 in blocks of 96 threads with 4 stages, 0.95 in warps, 0.71 with
+// vectors of 8.
 constexpr NormConfig choose_norm_backward(const NormProblem& p) {
   using namespace norm_detail;
   using norm::Scope;
@@ -239,17 +231,17 @@ constexpr NormConfig choose_norm_backward(const NormProblem& p) {
   return looped(p, looped_blocks, "a row of the inputs does not fit on the chip: each is read twice");
 }
 
-// Rows of partial sums that a backward writes: one a block or cluster, or one a group where groups do not share theirs.
+// Rows of partial sums that a backward writes: one per block or cluster, or one per group in `looped`.
 constexpr int64_t norm_partial_rows(const NormConfig& c) {
   return c.kernel == NormKernel::looped ? c.blocks * c.groups() : c.blocks / c.cluster;
 }
 
-// The second stage: so many threads that most columns' loads are all in flight at once, and so few that every block is
-// at work. One H200 (2026-11-22, bf16): 0.5 to 1.5 us less than 4 loads together and 512 threads at 12,288 columns;
-// within 0.3 us of the best of 72 grids and bodies for every op and number of columns.
+// The second stage: enough threads that most columns have all their loads in flight, few enough that every block runs
+// at once. One H200 (2026-11-22, bf16): 0.5 to 1.5 us less at 12,288 columns than 4 loads per thread and blocks of 512
+// threads; within 0.3 us of the best of 72 grids and bodies for every op and length.
 struct NormSumConfig {
   int vector_elems = 1;
-  int tile_vectors = 4;  // of a block's columns
+  int tile_vectors = 4;  // vectors of columns per block
   int threads = 256;
 };
 

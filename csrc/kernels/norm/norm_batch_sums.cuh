@@ -7,9 +7,10 @@
 // Sums of several values at once over the threads of a batch of rows: a warp, a block, or the blocks of a cluster.
 namespace warpsmith::norm {
 
-// Sums of kCount values (a power of two) over the warp: lane i gets that of value i / (32 / kCount). In each of the
-// first steps a lane hands over half of its values and keeps the other half: kCount - 1 shuffles, and then
-// log2(32 / kCount), instead of 5 kCount.
+// Sums kCount values (a power of two) over the warp. Lane i returns the sum of value i / (32 / kCount).
+//
+// In each of the first steps a lane sends half of its values to its partner and keeps the other half. That takes
+// log2(32 / kCount) + kCount - 1 shuffles; one reduction per value would take 5 kCount.
 template <int kCount> __device__ __forceinline__ float distributed_sums(float (&v)[kCount]) {
 #pragma unroll
   for (int n = kCount, distance = 16; n > 1; n /= 2, distance /= 2) {
@@ -23,16 +24,16 @@ template <int kCount> __device__ __forceinline__ float distributed_sums(float (&
   return device::group_sum<32 / kCount>(v[0]);
 }
 
-// Sums of kCount values over the block, the same bits in all its threads. The scratch is double-buffered, so that one
-// barrier is enough.
+// Sums kCount values over the block. Every thread gets the same bits. The scratch is double-buffered, so one barrier
+// per sum is enough.
 template <int kCount, int kMaxThreads> struct BatchSums {
-  static constexpr int kLanes = 32 / kCount;  // that add up the same value
+  static constexpr int kLanes = 32 / kCount;  // lanes that add up the same value
   static constexpr int kWarps = (kMaxThreads / 32 + kLanes - 1) / kLanes * kLanes;
   static constexpr int kFloats = 2 * kCount * kWarps;
   float* scratch;  // kFloats of shared memory
   int turn = 0;
 
-  // Zeros for the warps that the block does not have: the sums run over kWarps, without a branch.
+  // Writes zeros for the warps that the block does not have: the loop below runs over kWarps without a branch.
   __device__ __forceinline__ void begin() {
     for (int i = static_cast<int>(threadIdx.x); i < kFloats; i += static_cast<int>(blockDim.x)) scratch[i] = 0;
     __syncthreads();
@@ -70,7 +71,7 @@ template <int kCount, int kMaxThreads, int kBlocks> struct ClusterSums {
   using Slot = Vector<float, 4>;
   static constexpr int kSlots = kBlocks * kMaxThreads / 32, kFloats = 2 * kSlots * 4;
   float* scratch;              // kFloats of shared memory, on 16 bytes
-  device::Mbarrier* complete;  // 2 of them
+  device::Mbarrier* complete;  // two mbarriers, one per buffer
   int turn = 0;
   unsigned parity = 0;
 
@@ -95,7 +96,7 @@ template <int kCount, int kMaxThreads, int kBlocks> struct ClusterSums {
     Slot* values = reinterpret_cast<Slot*>(scratch) + turn * kSlots;
     device::Mbarrier* barrier = complete + turn;
     if (threadIdx.x == 0) device::mbarrier_arrive_expect(barrier, slots * static_cast<int>(sizeof(Slot)));
-    __syncwarp(0xffffffffu);  // all lanes have read the slots of the exchange before
+    __syncwarp(0xffffffffu);  // all lanes have read the slots of the previous exchange
     if (lane < blocks) {
       const unsigned to = static_cast<unsigned>(lane);
       device::store_async(device::cluster_shared(values + static_cast<int>(device::cluster_rank()) * warps + warp, to),

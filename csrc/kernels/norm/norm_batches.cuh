@@ -4,18 +4,18 @@
 #include "kernels/norm/norm_backward.cuh"
 #include "kernels/norm/norm_batch_sums.cuh"
 
-// The backward of the norm family for rows of a block or a cluster, whose tensors all have the dtype T, in batches of U
-// rows. All sums of a batch take one exchange. What a row's gradients need stays in registers from its sums on (Keep),
-// so that the next rows are requested into the ring's slots before the exchange. Sums are float, in a fixed order.
+// The backward for rows of a block or cluster, all tensors of dtype T, in batches of U rows. All sums of a batch take
+// one exchange. Keep says what stays in registers between a row's sums and its gradients: the ring's slots are then
+// free for the next rows before the exchange. Sums are float, in a fixed order.
 namespace warpsmith::norm {
 
-// Mean and rstd of a block's rows: each lane loads those of one row in 32, one load ahead, and hands them to the other
-// lanes when that row comes.
+// Mean and rstd of a block's rows. Each lane loads those of every 32nd row, one load ahead, and broadcasts them when
+// that row is next.
 template <bool kLayer> struct RowMoments {
   static constexpr int kChunk = 32;
   const float *mean, *rstd;
-  int64_t row, rows, step;  // row: to be loaded next
-  int count = 0;            // rows handed out
+  int64_t row, rows, step;  // row: the next to load
+  int count = 0;            // rows broadcast so far
   Moments loaded = {}, chunk = {};
 
   __device__ __forceinline__ RowMoments(const NormBackwardParams& p, int64_t first_row, int64_t units)
@@ -38,7 +38,7 @@ template <bool kLayer> struct RowMoments {
     row += step;
   }
 
-  // U divides the chunk.
+  // U must divide the chunk.
   template <int U> __device__ __forceinline__ void next(Moments (&m)[U]) {
     static_assert(kChunk % U == 0);
     if (count % kChunk == 0) {
@@ -54,10 +54,10 @@ template <bool kLayer> struct RowMoments {
   }
 };
 
-// Which part of which rows is the thread's: kBlocks is 1 where a block has whole rows.
+// Which columns of which rows belong to the thread. kBlocks == 1: a block has whole rows.
 template <int kBlocks> struct Share {
-  int64_t unit, units;  // block or cluster: its number in the grid
-  int thread;           // of a row's, if each had one vector
+  int64_t unit, units;  // index of the block or cluster in the grid
+  int thread;           // index of the thread's first vector in the row
 
   template <int V> static __device__ __forceinline__ Share of() {
     const int thread = static_cast<int>(threadIdx.x);
@@ -71,12 +71,13 @@ template <int kBlocks> struct Share {
   }
 };
 
-// Reads dy, s and dresidual_out once and writes dx (and dresidual) once; adds the rows of the block to dweight and
-// dbias. Persistent blocks step through the rows side by side, U of each together. A row has at most
-// blockDim.x * V * N columns, or as many for each block of the cluster that shares it.
+// Reads dy, s and dresidual_out once. Writes dx (and dresidual) once. Adds the block's rows to dweight and dbias. A row
+// has at most blockDim.x * V * N columns per block that shares it.
 //
-// Shared memory: `scratch` of `sums_of_block`; `shared`: a Ring of dy, s and dresidual_out, 1 to 4 batches deep, behind
-// which lie the threads' weights as floats if kSharedWeight.
+// Persistent blocks step through the rows side by side, U rows at a time.
+//
+// Shared memory: `scratch` belongs to `sums_of_block`. `shared` holds a Ring of dy, s and dresidual_out, 1 to 4 batches
+// deep, and behind it, if kSharedWeight, the threads' weights as floats.
 template <class Op, class T, class C, class Sums>
 __device__ __forceinline__ void backward_of_batches(const NormBackwardParams& p, int stages, Sums sums_of_block,
                                                     unsigned char* shared,
@@ -109,7 +110,7 @@ __device__ __forceinline__ void backward_of_batches(const NormBackwardParams& p,
   const int64_t passed_step = units * p.dresidual_out_stride;
   int64_t row_next = first_row;
   Ring<U * V * kPieces> ring{shared, stages};
-  // Slots of vectors and rows that are not there stay as they are: zeros would cost as much as a row.
+  // Slots without a vector or row keep their old contents: copying zeros would take as long as copying a row.
   const auto request = [&](int stage) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -228,7 +229,7 @@ __device__ __forceinline__ void backward_of_batches(const NormBackwardParams& p,
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         if (u == 0 || row + u * units < p.rows) {
-          // ds = rstd (g - s_hat mean(g s_hat) - mean(g)); rstd^2 would overflow before ds does.
+          // ds = rstd (g - s_hat mean(g s_hat) - mean(g)), without rstd^2, which would overflow before ds does.
           const float rstd = m[u].rstd, mean_along = sums[u * kSums] * inverse, along = -rstd * mean_along;
           const float less = Op::kLayer ? -with_infinities_of(mean_along, sums[u * kSums + kSums - 1] * inverse) : 0.f;
           const float shift = rstd * less;
@@ -286,7 +287,7 @@ __device__ __forceinline__ void backward_of_batches(const NormBackwardParams& p,
   device::copy_async_wait<0>();
 }
 
-// As above; writes a partial row a block or cluster.
+// Runs backward_of_batches and writes a partial row per block or cluster.
 template <class Op, class T, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
     backward_batches(NormBackwardParams p, int stages) {
   constexpr int V = C::instance.vectors, kMaxThreads = C::instance.max_threads, kBlocks = C::instance.cluster;

@@ -4,22 +4,22 @@
 
 #include "common/alignment.h"
 
-// A problem of the norm family and the kernel that runs it, printable through warpsmith.plan. norm_forward_config.h and
-// norm_backward_config.h choose: pure functions of the problem.
+// The norm family's problem and kernel config, printable through warpsmith.plan. The choosers are pure functions of the
+// problem: norm_forward_config.h and norm_backward_config.h.
 namespace warpsmith {
 
 struct NormProblem {
   int64_t rows = 0;
   int64_t columns = 0;
   int element_bytes = 2;   // of x and y
-  int residual_bytes = 0;  // of the residual; 0 where the op has none
-  bool layer = false;      // two sums a row and two parameter gradients, instead of one
+  int residual_bytes = 0;  // of the residual; 0: the op has none
+  bool layer = false;      // layer_norm: two sums per row and two parameter gradients instead of one
   bool dropout = false;
-  bool aligned = true;  // every pointer and row start lies on 16 bytes
+  bool aligned = true;  // every pointer and row start is a multiple of 16 bytes
   int multiprocessors = 132;
-  int max_shared_bytes = 227 * 1024;  // dynamic shared memory that a block may have
-  int code_capability = 90;           // of the code that runs there: 90 and more has clusters and bulk copies
-  bool affine_as_x = true;  // forward: weight (and bias) are given, stored as x, and nothing is added to the weight
+  int max_shared_bytes = 227 * 1024;  // most dynamic shared memory per block
+  int code_capability = 90;           // architecture of the code that runs: clusters and bulk copies need 90
+  bool affine_as_x = true;            // forward: a weight (and bias) is given, in the dtype of x, without an offset
 
   constexpr bool clusters() const { return code_capability >= 90; }
 };
@@ -35,11 +35,11 @@ enum class Scope : uint8_t {
 
 constexpr int kMaxCluster = 8;
 
-// What a thread of the backward `batches` keeps of a row in registers, from the row's sums to its gradients.
+// What a thread of the backward kernel `batches` keeps of a row in registers between the row's sums and its gradients.
 enum class Keep : uint8_t {
-  nothing,   // it reads the ring twice
-  elements,  // dy and s as they were read
-  products,  // dy * weight and s_hat: twice the registers and fewer instructions
+  nothing,   // the thread reads the ring twice
+  elements,  // dy and s as read
+  products,  // dy * weight and s_hat: twice the registers, fewer instructions
 };
 
 }  // namespace norm
@@ -78,32 +78,31 @@ constexpr const char* name(norm::Scope s) {
   return "unknown";
 }
 
-// What the compiler knows of a kernel: through norm::Compiled its template argument. NormForwardInstances and
-// NormBackwardInstances list the instances of an op; the choosers pick from the lists and the launchers instantiate
-// them.
+// What the compiler knows of a kernel: the kernel's template argument, through norm::Compiled. NormForwardInstances and
+// NormBackwardInstances list an op's instances. The choosers pick from these lists; the launchers instantiate them.
 struct NormInstance {
   NormKernel kernel = NormKernel::looped;
   norm::Scope scope = norm::Scope::group;
   int vectors = 1;    // vectors of a row that one thread holds
   int rows = 1;       // rows that a group, block or cluster works on together
-  int lanes = 0;      // threads of a row; 0: known at run time
-  bool fills = true;  // warp, block, shared, resident: rows have lanes * vectors vectors; else up to that
+  int lanes = 0;      // threads per row; 0: known at run time
+  bool fills = true;  // warp, block, shared, resident: rows have exactly lanes * vectors vectors; false: at most that
   // shared: weight and bias are requested together with the row and wait in registers.
   bool weight_with_x = false;
   norm::Keep keep = norm::Keep::nothing;  // batches
-  bool shared_weight = false;             // batches: a thread's weights are in shared memory, because of `keep`
-  int cluster = 1;                        // batches: most blocks of a cluster
-  int max_threads = 0;                    // launch bounds: of a block
-  int min_blocks_before_sm90 = 0;         // min_blocks on older architectures, where that many would spill; 0: the same
-  int min_blocks = 1;                     // launch bounds: blocks a multiprocessor that registers must suffice for
+  bool shared_weight = false;             // batches: weights are in shared memory; registers hold `keep`
+  int cluster = 1;                        // batches: most blocks per cluster
+  int max_threads = 0;                    // launch bounds: most threads per block
+  int min_blocks_before_sm90 = 0;         // min_blocks before sm_90, where min_blocks would spill; 0: the same
+  int min_blocks = 1;                     // launch bounds: blocks per multiprocessor that the registers must allow
 
   constexpr int capacity() const { return lanes * vectors; }
 };
 
 namespace norm {
 
-// An instance as a type. nvcc 13.0 rejects a class of a namespace as a kernel's template argument, but takes a type
-// made of scalars.
+// An instance as a type. nvcc 13.0 rejects a namespace's class as a kernel's template argument, but accepts a type made
+// of scalars.
 template <auto... kFields> struct Compiled {
   static constexpr NormInstance instance{kFields...};
 };
@@ -113,20 +112,20 @@ template <auto... kFields> struct Compiled {
 struct NormConfig {
   NormKernel kernel = NormKernel::looped;
   norm::Scope scope = norm::Scope::group;
-  int vector_elems = 1;  // elements of one memory access
+  int vector_elems = 1;  // elements per memory access
   int vectors = 1;       // vectors of a row that one thread holds
-  int rows = 1;          // that a group, block or cluster works on together
-  int stages = 0;        // rows or batches in the ring; kernel ring: the one in use included
-  int lanes = 32;        // threads of a row in a block: a power of two up to 32, or all
-  int threads = 256;     // of a block
+  int rows = 1;          // rows that a group, block or cluster works on together
+  int stages = 0;        // rows or batches in the ring; kernel ring: including the one in use
+  int lanes = 32;        // threads per row in a block: a power of two up to 32, or all
+  int threads = 256;     // threads per block
   int cluster = 1;       // blocks that share a row
   int64_t blocks = 1;
   int64_t shared_bytes = 0;
-  int instance = -1;  // place in the list of compiled kernels; -1: looped, which is not in a list
+  int instance = -1;  // index in the list of compiled kernels; -1: looped, which is not in the list
   const char* why = "";
 
   constexpr int groups() const { return threads / lanes; }  // rows that a block works on side by side
-  // The kernel is nothing without them. (Those of a cluster count its sums on mbarriers, or meet at its barriers.)
+  // The kernel exists only with bulk copies. (Cluster kernels count their sums on mbarriers or use cluster barriers.)
   constexpr bool bulk_copies() const { return kernel == NormKernel::resident; }
 };
 
@@ -141,8 +140,8 @@ struct Found {
   constexpr explicit operator bool() const { return place >= 0; }
 };
 
-// The first instance of a list for which is(instance) holds. each(problem, use) calls use(instance) for each; of the
-// problem it reads what an op's types decide: element_bytes, residual_bytes, layer and dropout.
+// The first instance of a list for which is(instance) holds. each(problem, use) calls use(instance) for each instance;
+// it reads only what an op's types decide: element_bytes, residual_bytes, layer and dropout.
 template <class Each, class Is> constexpr Found first_of(const Each& each, const NormProblem& p, const Is& is) {
   Found found;
   int place = 0;
@@ -157,14 +156,14 @@ constexpr int vector_elems(const NormProblem& p) { return kVectorBytes / p.eleme
 
 constexpr bool vectors_fit(const NormProblem& p) { return p.aligned && p.columns % vector_elems(p) == 0; }
 
-// The least power of two that leaves at most `most` vectors a thread, at most 32.
+// The least power of two, at most 32, that leaves at most `most` vectors per thread.
 constexpr int lanes_of(int64_t vectors, int most) {
   int lanes = 1;
   while (lanes < 32 && int64_t{lanes} * most < vectors) lanes *= 2;
   return lanes;
 }
 
-// Whole warps; capped far above what a block may have.
+// Threads in whole warps; the cap is far above what a block may have.
 constexpr int threads_of(int64_t vectors, int vectors_a_thread) {
   return static_cast<int>(std::min<int64_t>(ceil_div(ceil_div(vectors, vectors_a_thread), 32) * 32, 1 << 20));
 }
@@ -181,8 +180,7 @@ constexpr NormConfig looped(const NormProblem& p, int64_t most_blocks, const cha
   return c;
 }
 
-// A multiprocessor has 1 KiB of shared memory more than a block may take, and every block costs 1 KiB and its static
-// part.
+// A multiprocessor has 1 KiB more shared memory than a block may take. Every block costs 1 KiB and its static part.
 constexpr int64_t shared_bytes_a_block(const NormProblem& p, int together, int64_t static_bytes) {
   return (int64_t{p.max_shared_bytes} + 1024) / together - 1024 - static_bytes;
 }

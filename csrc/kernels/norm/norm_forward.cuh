@@ -1,23 +1,23 @@
 #pragma once
 #include "kernels/norm/norm_row.cuh"
 
-// The forward of the norm family, as templates over the op, the storage types T (x and y) and R (residual) and the
-// threads of a row. Statistics are float, in a fixed order.
+// The forward kernels of the norm family: templates over the op, the storage types T (x and y) and R (residual), and
+// the threads per row. Statistics are float and summed in a fixed order.
 //
-// Contract. An element: reads x, writes y (2 * sizeof(T) bytes); with a residual also reads residual and writes
-// residual_out (2 * sizeof(R) bytes). A row: writes rstd and for layer mean, 4 bytes each. Weight and bias come from a
-// cache. forward_block: each thread also reads the row's first four elements, and rows whose sums cancel are read twice
-// more, all from a cache.
+// Bytes. Per element: reads x and writes y (2 * sizeof(T)); with a residual also reads residual and writes residual_out
+// (2 * sizeof(R)). Per row: writes rstd, and for layer_norm mean, 4 bytes each. Weight and bias come from a cache.
+// forward_block: each thread also reads the row's first four elements, and rows whose sums cancel are read twice more,
+// all from a cache.
 //
-// layer: mean and variance in one pass and one exchange, without the cancellation of mean(s^2) - mean^2: each thread
-// sums deviations from its own first element, which is safe because that element is one of those it sums (for n
-// elements the sum of squares is at most n times the spread); the parts are put together by Chan's formula (Chan,
-// Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
+// layer_norm computes mean and variance in one pass and one exchange. mean(s^2) - mean^2 would cancel, so each thread
+// sums deviations from its own first element. That is safe because the element is part of the sum: for n elements the
+// sum of squares is at most n times the spread. Chan's formula merges the threads' results (Chan, Golub, LeVeque,
+// "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
 namespace warpsmith::norm {
 
-// Moments of U rows at once. `s` holds zeros where there is no column. `then` runs after the sums have been exchanged.
-// It receives `finish(m)`, which computes the moments. `then` may issue its own loads before it calls `finish`, so that
-// they overlap with that computation.
+// Computes the moments of U rows at once. `s` holds zeros past the row's end. `then` runs after the sums have been
+// exchanged; it receives `finish(m)`, which computes the moments. `then` may issue its own loads before it calls
+// `finish`, so that they overlap with that computation.
 template <Scope S, int kBlockThreads, class R, int N, int V, int U, class Then>
 __device__ __forceinline__ void rms_moments(Elements<R, N> (&s)[U][V], const Place<S>& at, float* scratch,
                                             float inverse_columns, float eps, Then&& then) {
@@ -50,17 +50,18 @@ __device__ __forceinline__ void rms_moments(Elements<R, N> (&s)[U][V], const Pla
 
 __device__ __forceinline__ float not_negative(float x) { return x < 0 ? 0.f : x; }  // keeps NaN
 
-// Mean and sum of squared deviations of a part of a row. Parts are exchanged together with their number of elements.
+// Mean and sum of squared deviations of part of a row. Parts are exchanged together with their element count.
 struct Part {
   float mean, spread;
 };
 constexpr int kPartValues = 3;
 
-// Values of a warp that rms_moments or layer_moments exchanges.
+// Values that a warp sends in one exchange of rms_moments or layer_moments.
 template <class Op> constexpr int kMomentValues = Op::kLayer ? kPartValues : 1;
 
-// Every lane of a group gets its parts together; the same bits in each, because both lanes of a pair compute the same,
-// and the mean of equal parts is exactly theirs. kEven: all lanes hold `count` elements. Returns how many all hold.
+// Merges the parts of a group's lanes. Every lane gets the same bits: both lanes of a pair compute the same sums, and
+// the mean of equal parts is exactly their mean. kEven: every lane holds `count` elements. Returns the count after
+// merging.
 template <bool kEven, int U> __device__ __forceinline__ float combine_lanes(Part (&part)[U], float count, int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
     const float other_count = kEven ? count : __shfl_xor_sync(0xffffffffu, count, distance, 32);
@@ -75,7 +76,7 @@ template <bool kEven, int U> __device__ __forceinline__ float combine_lanes(Part
       part[u].spread = (part[u].spread + other.spread) + d * d * weight;
       if constexpr (kEven) {
         part[u].mean = (part[u].mean + other.mean) * 0.5f;
-      } else {  // from the lower lane's side, so that both round alike
+      } else {  // computed from the lower lane's side, so that both lanes round alike
         const float from = lower ? part[u].mean : other.mean;
         part[u].mean = from + (lower ? -d : d) * ((lower ? other_count : count) * inverse);
       }
@@ -85,7 +86,7 @@ template <bool kEven, int U> __device__ __forceinline__ float combine_lanes(Part
   return count;
 }
 
-// N elements that are all equal to the first of `from`.
+// N copies of the first element of `from`.
 template <class R, int N> __device__ __forceinline__ Elements<R, N> repeated_first(const Elements<R, N>& from) {
   Elements<R, N> all;
   const uint32_t word = sizeof(R) == 4 ? from.words[0] : (from.words[0] & 0xffffu) * 0x10001u;
@@ -94,14 +95,14 @@ template <class R, int N> __device__ __forceinline__ Elements<R, N> repeated_fir
   return all;
 }
 
-// As above; may leave copies of the thread's first element in `s` where there is no column.
+// The same for layer_norm. May leave copies of the thread's first element in `s` past the row's end.
 template <Scope S, int kBlockThreads, class R, int N, int V, int U, class Then>
 __device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const Place<S>& at, float* scratch,
                                               int columns, float inverse_columns, float eps, Then&& then) {
   const bool even = columns == at.row_threads * V * N;
   float count = V * N;
   constexpr bool kFills = S != Scope::group;
-  if (!even) {  // one branch, where a group has one for each vector: the differences of what is filled in are zero
+  if (!even) {  // one branch; a group has one per vector. The filled-in elements differ by zero from the pivot
     count = 0;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
@@ -152,7 +153,7 @@ __device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const P
     const float* all = exchange.arrive({part[0].mean, part[0].spread, count});
     exchange.wait();
     then([&](Moments(&m)[U]) {
-      // Of the warps' means as of a thread's elements: differences from the first of them, in one pass.
+      // Merges the warps' means as a thread merges its elements: differences from the first mean, in one pass.
       const int warps = at.row_threads / 32;
       const float first = all[0];
       const auto add = [&](int w, float held, bool here, float (&sum)[2]) {
@@ -173,10 +174,12 @@ __device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const P
   }
 }
 
-// A row has at most row_threads * V * N columns and lies in registers; a group of lanes works on U rows. Reads x (and
-// residual) once, writes y (and residual_out) once, mean and rstd; weight and bias come once a row (U rows) from a
-// cache: a weight alone is asked for together with x in groups and in blocks of two vectors a thread, otherwise while
-// the sums travel. Until y is made the row stays packed, because registers decide how many rows are in flight.
+// One row per group, block or cluster, in registers: at most row_threads * V * N columns. A group works on U rows.
+//
+// Reads x (and residual) once. Writes y (and residual_out), mean and rstd once. Reads weight and bias once per row
+// (once per U rows in a group), from a cache: together with x in groups, and in rms_norm's blocks with two vectors per
+// thread; while the sums are exchanged otherwise, and always with a residual. The row stays packed until y is computed,
+// because registers decide how many rows are in flight.
 template <class Op, class T, class R, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
     forward_registers(NormForwardParams p, int lanes) {
   constexpr int V = C::instance.vectors, U = C::instance.rows, kMaxThreads = C::instance.max_threads, N = kVector<T>;
@@ -244,7 +247,7 @@ template <class Op, class T, class R, class C> __global__ void __launch_bounds__
   const auto then = [&](auto&& finish) {
     with_weight<T, !Op::kLayer>(p.weight_dtype, offset, [&]<class W, bool kOffset>() {
       constexpr bool kLoaded = kWeightWithX && sizeof(W) == sizeof(T);
-      // vectors, because no load may pass a store
+      // Vectors of weight and bias requested ahead, because the compiler moves no load above a store.
       constexpr int kAhead = sizeof(W) > sizeof(T) ? 1 : Op::kLayer ? 2 : 4;
       Elements<W, N> w[V], b[V];
       const auto request = [&](int v) {
@@ -308,8 +311,8 @@ template <class Op, class T, class R, class C> __global__ void __launch_bounds__
     rms_moments<S, kMaxThreads>(s, at, scratch, inverse_columns, eps, then);
 }
 
-// Any length, alignment and dtype, N elements at a time: reads a row twice (three times for layer), after the first
-// time mostly from a cache. With a residual, later passes read residual_out, each thread what it wrote.
+// Any length, alignment and dtype, N elements at a time. Reads a row twice (three times for layer_norm), after the
+// first time mostly from a cache. With a residual, later passes read residual_out: each thread reads what it wrote.
 template <class Op, int N> __global__ void __launch_bounds__(1024, 1) forward_looped(NormForwardParams p, int lanes) {
   WARPSMITH_SHARED(float, scratch, 2 * kMaxWarps);
   LoopedSum row_sum{scratch, lanes};
@@ -331,8 +334,8 @@ template <class Op, int N> __global__ void __launch_bounds__(1024, 1) forward_lo
         for (int k = 0; k < N; ++k) s.at[k] += residual.at[k];
         store_as(p.residual_out, r * p.columns + c, s, p.residual_dtype);
       }
-    // Where the squares of float's largest numbers overflow, once more with all of them scaled: the result may be an
-    // ordinary one. The second pass corrects the mean that the first one rounded.
+    // If the squares overflow float, a second attempt scales all elements down: the result may still be an ordinary
+    // number. The second pass over the row corrects the rounding error of the first pass's mean.
     float mean = 0, rstd = 0, scale = 1;
     for (int attempt = 0; attempt < 2 && !(rstd > 0); ++attempt, scale = 0x1p-64f) {
       float center = 0;

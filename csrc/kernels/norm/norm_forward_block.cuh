@@ -3,7 +3,7 @@
 
 namespace warpsmith::norm {
 
-// The two sums of a row over its block, the same bits in every thread.
+// Sums two values of a row over its block. Every thread gets the same bits.
 template <int kThreads> struct BlockSums {
   static constexpr int kWarps = kThreads / 32;
   using Two = Vector<float, 2>;
@@ -23,20 +23,20 @@ template <int kThreads> struct BlockSums {
   }
 };
 
-// The forward of layer_norm where a row lies in the registers of a block, with a weight and a bias of x's type. At most
-// kThreads * V * N columns; exactly that many if kFills.
+// The forward of layer_norm with a row in the registers of a block, for a weight and bias of x's type. At most kThreads
+// * V * N columns; exactly that many if kFills.
 //
-// The row is summed about the mean of its first four elements, in plain sums: the parts of Chan's formula
-// (norm_forward.cuh) take 30 instructions a thread more. Where these lie so far from the mean of all that the sum of
-// squares is more than kMostCancelled times the spread (of normal numbers, in one row of 2,000), all threads of the row
-// see it in the same sums, and take these once more about the mean.
+// Sums are taken about a pivot, the mean of the row's first four elements: 30 instructions per thread fewer than
+// merging parts by Chan's formula (norm_forward.cuh). If the pivot is so far from the mean that the sum of squares
+// exceeds kMostCancelled times the spread, every thread sees that in the same sums, and the row is summed again about
+// its mean. That happens to one row in 2,000 of normal numbers.
 template <class Op, class T, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
     forward_block(NormForwardParams p, int) {
   static_assert(Op::kLayer && !Op::kResidual && !Op::kDropout && sizeof(T) == 2 &&
                 C::instance.lanes == C::instance.max_threads);
   constexpr float kMostCancelled = 4;
   constexpr int V = C::instance.vectors, kThreads = C::instance.lanes, N = kVector<T>;
-  constexpr int kAhead = V == 2 ? 2 : 1;  // vectors of weight and bias that are requested while the sums travel
+  constexpr int kAhead = V == 2 ? 2 : 1;  // vectors of weight and bias requested while the sums are exchanged
   constexpr bool kFills = C::instance.fills;
   using Sums = BlockSums<kThreads>;
   WARPSMITH_SHARED(typename Sums::Two, slots, 2 * Sums::kWarps);
@@ -84,7 +84,7 @@ template <class Op, class T, class C> __global__ void __launch_bounds__(C::insta
     store_elements(y, column(v), rounded<T>(result));
   };
 
-  // No sum overflows, and that of equal elements is exactly one of them.
+  // The pivot's own sum cannot overflow, and the pivot of equal elements is exactly that element.
   const float pivot = fmaf(first[1], 0.25f, first[0] * 0.25f) + fmaf(first[3], 0.25f, first[2] * 0.25f);
   float sum[2] = {};
 #pragma unroll
@@ -99,7 +99,7 @@ template <class Op, class T, class C> __global__ void __launch_bounds__(C::insta
   float off = sum[0] * inverse_columns, spread = sum[1] - sum[0] * off;
   Moments m{pivot + off, 0};
   if (!(sum[1] <= kMostCancelled * spread)) {
-    // Everything from memory, one vector after the other, so that these rare rows cost the others no registers.
+    // Reads from memory again, one vector at a time: these rare rows must not cost the others registers.
     sum[0] = sum[1] = 0;
 #pragma unroll 1
     for (int v = 0; v < V; ++v) {
@@ -125,7 +125,7 @@ template <class Op, class T, class C> __global__ void __launch_bounds__(C::insta
   store_moments(m);
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    if (v + kAhead < V) request(v + kAhead);  // before the store: no load may pass one
+    if (v + kAhead < V) request(v + kAhead);  // before the store: no load moves above a store
     if (is_column(v)) store_result(v, m, s[v], w[v], b[v]);
   }
 }

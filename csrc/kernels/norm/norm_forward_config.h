@@ -5,11 +5,10 @@
 
 #include "kernels/norm/norm_config.h"
 
-// Which kernels of the forward are compiled, and which of them runs a problem.
+// Which forward kernels are compiled, and which one runs a problem.
 namespace warpsmith {
 
-// The compiled kernels, in the order in which the chooser looks through them. `min_blocks` is what a sweep measured:
-// more would spill.
+// The compiled kernels, in the order in which the chooser tries them. `min_blocks` was measured: higher values spill.
 struct NormForwardInstances {
   template <class Use> constexpr void operator()(const NormProblem& p, Use&& use) const {
     using enum NormKernel;
@@ -51,7 +50,7 @@ struct NormForwardInstances {
     in_a_warp(32, 3, 2, layer ? 8 : 12);
     in_a_warp(32, 4, 1, layer ? 12 : 16);
 
-    // 8,192 and 12,288 columns. Blocks of more threads than are launched, where the compiler then leaves more
+    // 8,192 and 12,288 columns. max_threads exceeds the threads that are launched where the compiler then grants more
     // registers.
     use({.kernel = shared,
          .scope = Scope::block,
@@ -77,8 +76,8 @@ struct NormForwardInstances {
          .max_threads = 256,
          .min_blocks = 2});
 
-    // Rows that fill their threads first, then by capacity. As many blocks as 40 (two vectors), 48 (three) or 64 (four)
-    // registers a thread allow.
+    // Instances whose rows fill their threads first, then by capacity. min_blocks follows from 40 registers per thread
+    // (two vectors), 48 (three) or 64 (four).
     if (!layer) return;
     const auto in_a_block = [&](int vectors, bool fills, std::initializer_list<int> threads_of) {
       for (const int threads : threads_of) {
@@ -103,7 +102,7 @@ struct NormForwardInstances {
 
 namespace norm_detail {
 
-// A config is filled from the instance that runs it; instance -1, a default config, where there is none.
+// Fills a config from the instance that runs it. Without an instance: a default config, instance -1.
 
 constexpr NormConfig forward_config(const NormProblem& p, const Found& found, int lanes, int threads, int cluster,
                                     const char* why) {
@@ -128,8 +127,7 @@ constexpr NormConfig in_registers(const NormProblem& p, norm::Scope scope, int l
   return forward_config(p, found, lanes, threads, cluster, why);
 }
 
-// Rows of the lengths for which there is an instance. The number of rows does not matter, so that it changes none of a
-// row's bits.
+// Rows of a length that has an instance. The number of rows plays no part, so it changes none of a row's bits.
 constexpr NormConfig in_a_warp(const NormProblem& p, int64_t vectors) {
   if (!p.affine_as_x) return {};
   const Found found = first_of(NormForwardInstances(), p, [&](const NormInstance& i) {
@@ -144,7 +142,7 @@ constexpr Found in_shared_memory(const NormProblem& p, NormKernel kernel, int64_
                   [&](const NormInstance& i) { return i.kernel == kernel && i.capacity() == vectors; });
 }
 
-// Rows of layer_norm of 129 to 2,048 vectors, but for the lengths of `shared`, whose kernels add in another order.
+// layer_norm, rows of 129 to 2,048 vectors. The lengths of `shared` are left out: those kernels add in another order.
 constexpr NormConfig in_a_block(const NormProblem& p, int64_t vectors) {
   if (!p.affine_as_x || vectors <= 128 || in_shared_memory(p, NormKernel::shared, vectors)) return {};
   const Found found = first_of(NormForwardInstances(), p, [&](const NormInstance& i) {
@@ -154,10 +152,11 @@ constexpr NormConfig in_a_block(const NormProblem& p, int64_t vectors) {
                         "a row fits in the registers of one block, whose threads are known to the compiler");
 }
 
-// Rows in shared memory, of the lengths at which a sweep found them ahead of registers (choose_norm_forward). The
-// number of rows must not change a row's bits. At 8,192 columns, where registers take the rows that they hold all at
-// once, both kernels add in one order. At 12,288 columns they would not, so that all rows are here: in blocks of
-// several rows where there are more than four a multiprocessor and the chip holds them all at once.
+// Rows in shared memory, at the lengths where a sweep found that faster than registers (choose_norm_forward).
+//
+// A row's bits must not depend on the number of rows. At 8,192 columns few rows go to registers, whose kernel adds in
+// the same order. At 12,288 columns the registers' kernel adds in another order, so all rows are here: several per
+// block if there are more than four per multiprocessor and the chip holds all of them at once.
 constexpr NormConfig shared(const NormProblem& p, int64_t vectors) {
   if (!p.affine_as_x || !p.clusters()) return {};
   const Found found = in_shared_memory(p, NormKernel::shared, vectors);
@@ -184,9 +183,9 @@ constexpr NormConfig shared(const NormProblem& p, int64_t vectors) {
 
 }  // namespace norm_detail
 
-// Forward. What was measured, and what lost: docs/design/2026-11-22-norm-forward.md. Two vectors a thread are better
-// than four for rms up to 4096 columns (0.98 of a copy of the same bytes, 0.96), worse for layer (0.83); six lost in
-// registers everywhere. Clusters for rows that a block can hold lost 5 % and more.
+// Chooses the forward kernel. Measurements, and what lost: docs/design/2026-11-22-norm-forward.md. For rms_norm up to
+// 4,096 columns two vectors per thread beat four (0.98 and 0.96 of a copy of the same bytes); for layer_norm they lose
+// (0.83). Six vectors in registers lost everywhere. Clusters lost 5 % and more where a block can hold the row.
 constexpr NormConfig choose_norm_forward(const NormProblem& p) {
   using namespace norm_detail;
   using norm::Scope;
@@ -202,7 +201,7 @@ constexpr NormConfig choose_norm_forward(const NormProblem& p) {
   if (const NormConfig c = shared(p, vectors); c.instance >= 0) return c;
   if (const NormConfig c = in_a_block(p, vectors); c.instance >= 0) return c;
   for (const int each : {2, 3, 4}) {
-    // Three where they leave a tenth fewer places idle than four: measured for layer, 16-bit.
+    // Three vectors if that leaves a tenth fewer idle places than four. Measured for layer_norm, 16-bit.
     if (each == 3 && 11 * 3 * threads_of(vectors, 3) > 10 * 4 * threads_of(vectors, 4)) continue;
     const int threads = threads_of(vectors, each);
     const NormConfig c =

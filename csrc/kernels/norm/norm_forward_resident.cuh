@@ -5,10 +5,12 @@
 
 namespace warpsmith::norm {
 
-// The forward of wide rows that all lie on the chip at once: each block has at most kSlots of them in shared memory and
-// asks for all at the start, by a bulk copy each; y takes their place and leaves by a bulk copy behind the barrier of
-// the next row's sums. These are added in the order of forward_shared with as many threads. For rows that fill their
-// threads, columns == kThreads * V * N, with a weight (and bias) of x's type, nothing added: these stay in registers.
+// The forward of wide rows if the chip can hold all of them at once. Each block keeps at most kSlots rows in shared
+// memory and requests all of them at the start, one bulk copy per row. y overwrites the row and leaves by a bulk copy
+// after the barrier of the next row's sums. Sums are added in the order of forward_shared with as many threads.
+//
+// For rows that fill their threads, columns == kThreads * V * N, with a weight (and bias) of x's type and no offset.
+// Weight and bias stay in registers.
 template <class Op, class T, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
     forward_resident(NormForwardParams p, int lanes) {
   static_assert(!Op::kResidual && !Op::kDropout && C::instance.lanes == C::instance.max_threads);
@@ -21,7 +23,7 @@ template <class Op, class T, class C> __global__ void __launch_bounds__(C::insta
   WARPSMITH_SHARED(device::Mbarrier, full, kSlots);
   WARPSMITH_DYNAMIC_SHARED(shared);
   Place<S> at(lanes);
-  at.row_threads = kThreads;  // as the compiler should know
+  at.row_threads = kThreads;  // a constant for the compiler
   const float eps = static_cast<float>(p.eps);
   const auto column = [&](int v) { return at.template column<N>(v); };
   const auto slot = [&](int i) { return reinterpret_cast<T*>(shared) + i * kColumns; };
@@ -30,7 +32,7 @@ template <class Op, class T, class C> __global__ void __launch_bounds__(C::insta
     device::bulk_store(static_cast<T*>(p.y) + row_of(i) * kColumns, slot(i), kRowBytes);
     device::bulk_commit();
   };
-  const int rows = static_cast<int>((p.rows - at.unit + at.units - 1) / at.units);  // of this block
+  const int rows = static_cast<int>((p.rows - at.unit + at.units - 1) / at.units);  // rows of this block
   if (threadIdx.x == 0) {
     for (int i = 0; i < rows; ++i) device::mbarrier_init(full + i, 1);
     device::mbarrier_init_fence();

@@ -4,13 +4,13 @@
 
 namespace warpsmith::norm {
 
-// The forward of wide rows, each in the shared memory of a block, where its threads put it by asynchronous copies: more
-// rows are under way at once than registers hold, because a thread keeps nothing of its row from the sums to y. Each
-// reads only what it copied itself, so that no barrier is needed but that of the sums.
+// The forward of wide rows, one row per block in shared memory, loaded by asynchronous copies. More rows are in flight
+// than registers could hold, because a thread keeps nothing of its row between the sums and y. Each thread reads only
+// what it copied itself, so the only barrier is the one of the sums.
 //
-// For rows that fill their threads, columns == kThreads * V * N, with a weight (and bias) of x's type, nothing added.
-// kWeightWithX: these are asked for together with the row and wait in registers; otherwise one vector after the other
-// when y is made.
+// For rows that fill their threads, columns == kThreads * V * N, with a weight (and bias) of x's type and no offset.
+// kWeightWithX: weight and bias are requested together with the row and wait in registers. Otherwise they are requested
+// vector by vector while y is computed.
 template <class Op, class T, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
     forward_shared(NormForwardParams p, int lanes) {
   static_assert(!Op::kResidual && !Op::kDropout);
@@ -22,7 +22,7 @@ template <class Op, class T, class C> __global__ void __launch_bounds__(C::insta
   WARPSMITH_SHARED(float, scratch, kScratch);
   WARPSMITH_DYNAMIC_SHARED(shared);
   Place<S> at(lanes);
-  at.row_threads = kThreads;  // as the compiler should know
+  at.row_threads = kThreads;  // a constant for the compiler
   const int64_t row = at.unit;
   constexpr float kInverseColumns = 1.f / kColumns;
   const float eps = static_cast<float>(p.eps);
@@ -39,7 +39,7 @@ template <class Op, class T, class C> __global__ void __launch_bounds__(C::insta
   const auto request_bias = [&](int v) {
     if constexpr (Op::kLayer) b[v] = load_elements<T, N>(p.bias, at.template column<N>(v));
   };
-  constexpr int kBiasesWithX = V < 4 ? V : 4;  // the others while the sums travel: registers
+  constexpr int kBiasesWithX = V < 4 ? V : 4;  // the others while the sums are exchanged: saves registers
   if constexpr (kWeightWithX) {
 #pragma unroll
     for (int v = 0; v < V; ++v) {

@@ -3,11 +3,11 @@
 
 namespace warpsmith::norm {
 
-// Rows that a warp holds in registers: 32 / kLanes side by side, U of them one after the other, adjacent in memory.
-// They fill their lanes: kLanes * V vectors.
+// Rows that a warp holds in registers: 32 / kLanes rows side by side, U such sets, all adjacent in memory. A row fills
+// its lanes: kLanes * V vectors.
 //
-// layer: the mean first, then the deviations from it, which stay in registers: one more exchange than Chan's formula
-// (norm_forward.cuh) and three instructions an element less.
+// layer_norm computes the mean first, then the deviations, which stay in registers. That is one exchange more than
+// Chan's formula (norm_forward.cuh) and three instructions per element fewer.
 template <class Op, class T, int kLanes, int V, int U> struct WarpRows {
   static constexpr int N = kVector<T>, kColumns = kLanes * V * N, kSide = 32 / kLanes, kRows = kSide * U;
   static constexpr float kInverseColumns = 1.f / kColumns;
@@ -35,7 +35,7 @@ template <class Op, class T, int kLanes, int V, int U> struct WarpRows {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         m[u].mean = mean[u] * kInverseColumns;
-        if constexpr ((kColumns & (kColumns - 1)) != 0)  // rounded once, so that constant rows deviate by nothing
+        if constexpr ((kColumns & (kColumns - 1)) != 0)  // rounded only once, so that constant rows have no deviation
           m[u].mean = fmaf(fmaf(-m[u].mean, kColumns, mean[u]), kInverseColumns, m[u].mean);
 #pragma unroll
         for (int i = 0; i < V * N; ++i) {
@@ -62,7 +62,7 @@ template <class Op, class T, int kLanes, int V, int U> struct WarpRows {
     }
   }
 
-  // Of all rows in one store: lane i of the warp takes row `first` + i.
+  // Stores the statistics of all rows at once: lane i of the warp stores those of row `first` + i.
   __device__ __forceinline__ void store_statistics(const NormForwardParams& p, int64_t first, int rows) const {
     Moments mine{};
 #pragma unroll
@@ -95,10 +95,10 @@ template <class Op, class T, int kLanes, int V, int U> struct WarpRows {
   }
 };
 
-// The forward of short rows whose length the compiler knows, which leaves half the instructions that any length needs;
-// with a weight (and bias) of x's type, nothing added. A warp has one batch of rows. Where rows end before the batch
-// does, the last one stands in for those that are missing, and is stored once; a branch, because comparing each row
-// before it is asked for costs 2 to 4 % of the time.
+// The forward of short rows whose length is known at compile time: half the instructions of the kernels for any length.
+// For a weight (and bias) of x's type without offset. Each warp takes one batch of rows. In the last, partial batch the
+// last row stands in for the missing ones and is stored once. The partial batch is a branch of its own: comparing each
+// row index before its load costs 2 to 4 % of the time.
 template <class Op, class T, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)
     forward_warp(NormForwardParams p, int) {
   static_assert(!Op::kResidual && !Op::kDropout);

@@ -8,15 +8,15 @@
 #include "kernels/norm/norm.h"
 #include "kernels/norm/norm_config.h"
 
-// What launchers share. norm.cu chooses a kernel and calls the launcher of the activation's type, which is instantiated
-// in a file of its own (norm_forward_*.cu, norm_backward_*.cu), so that several compilers work side by side.
+// What the launchers share. norm.cu chooses a kernel and calls the launcher for the activation's type. Each launcher is
+// instantiated in its own file (norm_forward_*.cu, norm_backward_*.cu), so that they compile in parallel.
 namespace warpsmith::norm {
 
 // Not for kernel looped, which norm.cu launches.
 template <class T> Status launch_forward(const NormConfig& c, const NormForwardParams& p, void* stream);
 template <class T> Status launch_backward(const NormConfig& c, const NormBackwardParams& p, void* stream);
 
-// What an op's types decide of a problem: enough for a list of instances.
+// The part of a problem that an op's types decide: enough to make a list of instances.
 template <class Op, class T, class R> constexpr NormProblem typed_problem() {
   NormProblem p;
   p.element_bytes = sizeof(T);
@@ -25,7 +25,7 @@ template <class Op, class T, class R> constexpr NormProblem typed_problem() {
   return p;
 }
 
-// A list of instances for these types. Each: NormForwardInstances or NormBackwardInstances.
+// The list of instances for these types. Each: NormForwardInstances or NormBackwardInstances.
 template <class Each, class Op, class T, class R> struct Instances {
   static constexpr NormProblem kProblem = typed_problem<Op, T, R>();
   static constexpr size_t kCount = [] {

@@ -1,7 +1,7 @@
 #pragma once
 
-// The ops of the family, a row each: ROW(op, layer, residual, dropout). Everything that follows from a row is made from
-// it: kernels, CPU loops, schemas and bindings, planners, C++ functions, sim tests.
+// The ops of the family, one row each: ROW(op, layer, residual, dropout). Kernels, CPU loops, schemas and bindings,
+// planners, C++ functions and sim tests are all generated from the rows.
 //
 //   op        its name, the same wherever it appears
 //   layer     true: layer norm, with a mean and a bias; false: RMS norm, with a weight_offset
@@ -17,7 +17,7 @@
   ROW(dropout_add_rms_norm, false, true, true) \
   ROW(dropout_add_layer_norm, true, true, true)
 
-// Text for the rows whose flag is true, WARPSMITH_IF_##flag(text), or false, WARPSMITH_UNLESS_##flag(text).
+// WARPSMITH_IF_##flag(text) expands to text if the flag is true, WARPSMITH_UNLESS_##flag(text) if it is false.
 #define WARPSMITH_IF_true(...) __VA_ARGS__
 #define WARPSMITH_IF_false(...)
 #define WARPSMITH_UNLESS_true(...)

@@ -11,7 +11,7 @@
 #include "kernels/norm/norm.h"
 #include "kernels/norm/norm_config.h"
 
-// The vocabulary of the norm kernels: which threads hold a row, how they read, convert and sum it.
+// The vocabulary of the norm kernels: which threads hold a row, and how they load, convert and sum it.
 namespace warpsmith::norm {
 
 using device::Vector;
@@ -21,25 +21,25 @@ constexpr int kMaxWarps = 32;
 // The flags of an op's row (norm_ops.h).
 template <bool kLayerNorm, bool kAddsResidual, bool kDropsOut> struct NormOp {
   static constexpr bool kLayer = kLayerNorm, kResidual = kAddsResidual, kDropout = kDropsOut;
-  static constexpr int kSums = kLayer ? 2 : 1;  // of a row, in the backward
+  static constexpr int kSums = kLayer ? 2 : 1;  // sums per row, in the backward
 };
 
-// Elements of one 16-byte vector of activations; a vector of N residuals of twice the size is two accesses.
+// Elements of one 16-byte vector of activations. N residuals of a type twice as wide take two accesses.
 template <class T> constexpr int kVector = 16 / sizeof(T);
 
-// Elements of one 16-byte vector of the wider type. The backward's asynchronous copies pass the L1 cache: two accesses
-// a vector would fetch each 32-byte sector twice (one H200, 65536x768 bfloat16 beside float: 271 us, and 199 like
-// this).
+// Elements of one 16-byte vector of the wider type. The backward's asynchronous copies bypass the L1 cache: two
+// accesses per vector would fetch each 32-byte sector twice (one H200, 65536x768 bfloat16 beside float: 271 us instead
+// of 199).
 template <class T, class R> constexpr int kWideVector = 16 / (sizeof(T) > sizeof(R) ? sizeof(T) : sizeof(R));
 
-// The thread's place: its row, and its lane in that row. The rows that share a warp (scope group) are worked on in
-// step, because the shuffles of a row's sums take the whole warp.
+// The thread's place: its row, and its lane in that row. Rows that share a warp (scope group) advance in step, because
+// the shuffles that sum a row involve the whole warp.
 template <Scope S> struct Place {
   int lane;         // of the row
   int row_threads;  // threads of the row
-  int group;        // of the block's rows that are worked on side by side; 0 but for groups
+  int group;        // index among the rows that the block works on side by side; 0 except for groups
   int groups;
-  int64_t unit;   // block or cluster: its number in the grid
+  int64_t unit;   // index of the block or cluster in the grid
   int64_t units;  // in the grid
 
   __device__ __forceinline__ explicit Place(int lanes) {
@@ -69,7 +69,7 @@ template <class T, int N> __device__ __forceinline__ Vector<T, N>* vector_at(voi
   return reinterpret_cast<Vector<T, N>*>(static_cast<T*>(base) + element);
 }
 
-// N elements as they are stored, 16-bit ones two to a register.
+// N elements as stored, two 16-bit elements per register.
 template <class T, int N> struct Elements {
   static constexpr int kWords = N * sizeof(T) / 4, kPiece = kWords > 4 ? 4 : kWords;
   uint32_t words[kWords];
@@ -82,7 +82,7 @@ template <class T, int N> struct Elements {
   }
 };
 
-// Accesses of at most 16 bytes.
+// Loads in accesses of at most 16 bytes.
 template <class T, int N> __device__ __forceinline__ Elements<T, N> load_elements(const void* base, int64_t element) {
   Elements<T, N> all;
   constexpr int kPiece = Elements<T, N>::kPiece;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void store_elements(void* base, int64_t element, cons
   }
 }
 
-// Rounds to the storage type, two values an instruction where they are 16-bit.
+// Rounds to the storage type; 16-bit types two values per instruction.
 template <class T, int N> __device__ __forceinline__ Elements<T, N> rounded(const Vector<float, N>& x) {
   Elements<T, N> y;
 #pragma unroll
@@ -127,13 +127,13 @@ template <class T, int N> __device__ __forceinline__ void keep_packed(Elements<T
   for (int i = 0; i < all.kWords; ++i) device::keep_packed(all.words[i]);
 }
 
-// A register of ones.
+// A register full of ones, in the storage type.
 template <class T> constexpr uint32_t kOnes = 0x3f800000;
 template <> constexpr uint32_t kOnes<float16> = 0x3c003c00;
 template <> constexpr uint32_t kOnes<bfloat16> = 0x3f803f80;
 
-// N weights or biases from `column` on as they are stored; without them, or past the row's end, ones or zeros, so that
-// nothing remains to be decided for each element.
+// N weights or biases from `column` on, as stored. Without a pointer, or past the row's end, ones or zeros: the code
+// that uses them needs no branch per element.
 template <class W, int N>
 __device__ __forceinline__ Elements<W, N> load_stored(const void* base, int64_t column, bool here, bool ones) {
   Elements<W, N> stored;
@@ -143,7 +143,7 @@ __device__ __forceinline__ Elements<W, N> load_stored(const void* base, int64_t 
   return stored;
 }
 
-// The same as floats, plus `offset` if there is one; `otherwise`, which is 1 or 0, without a pointer.
+// The same as floats, plus `offset` if kOffset. Without a pointer: `otherwise`, which is 1 or 0.
 template <class W, int N, bool kOffset>
 __device__ __forceinline__ Vector<float, N> load_affine(const void* base, int64_t column, float offset,
                                                         float otherwise) {
@@ -154,8 +154,8 @@ __device__ __forceinline__ Vector<float, N> load_affine(const void* base, int64_
   return w;
 }
 
-// Calls visit.operator()<W, kOffset>() for the storage type of the weight and whether something is added to it: one
-// branch for all of a thread's columns, so that their loads are not serialised by one branch each.
+// Calls visit.operator()<W, kOffset>() for the weight's storage type and for whether an offset is added to it. One
+// branch for all of a thread's columns; a branch per column would serialise their loads.
 template <class T, bool kMayHaveOffset, class Visit>
 __device__ __forceinline__ void with_weight(Dtype weight_dtype, float offset, Visit&& visit) {
   if (sizeof(T) == 4 || weight_dtype == Dtype::float32) {
@@ -227,8 +227,8 @@ struct LoopedSum {
   }
 };
 
-// Multiplies the kept ones of the elements [element, element + N), which lie within one Philox call, and zeroes the
-// others.
+// Applies dropout to the elements [element, element + N), which lie within one Philox call: scales the kept elements
+// and zeroes the others.
 template <int N> __device__ __forceinline__ void drop_out(Vector<float, N>& x, const Dropout& d, int64_t element) {
   if (!d.seed) return;
   const PhiloxCounter lanes =
@@ -248,9 +248,9 @@ template <int N> __device__ __forceinline__ void drop_out(Vector<float, N>& x, c
   }
 }
 
-// The mask of a kernel's elements, the seed read once. Multiplies the kept ones of 8 elements, those of a Philox call,
-// and zeroes the others, two instructions an element beside the call: the halves of its words are compared where they
-// lie, with nothing or with zeros below them.
+// A kernel's dropout mask; the seed is read once. Scales the kept ones of 8 elements (one Philox call) and zeroes the
+// others. An element takes two instructions beside the call: its 16 random bits are compared in the upper half of a
+// word, where the lower half does not change the result.
 struct DropOut {
   Dropout mask;
   uint64_t seed = 0, offset = 0;
@@ -281,14 +281,14 @@ struct Moments {
   float mean, rstd;
 };
 
-// 1 / sqrt(x) to half an ulp or a little more: rsqrtf and one step of Newton's method. 0 of infinity, infinity of 0.
+// 1 / sqrt(x) to little more than half an ulp: rsqrtf and one Newton step. Gives 0 for infinity and infinity for 0.
 __device__ __forceinline__ float precise_rsqrt(float x) {
   const float y = device::rsqrt(x);
   const float error = fmaf(-x * y, y, 1.f);  // NaN where x is 0 or infinite
   return error == error ? fmaf(0.5f * y, error, y) : y;
 }
 
-// min_blocks of an instance on the architecture that is being compiled.
+// The instance's min_blocks for the architecture being compiled.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 template <class C> constexpr int kMinBlocks =
     C::instance.min_blocks_before_sm90 ? C::instance.min_blocks_before_sm90 : C::instance.min_blocks;
@@ -296,7 +296,8 @@ template <class C> constexpr int kMinBlocks =
 template <class C> constexpr int kMinBlocks = C::instance.min_blocks;
 #endif
 
-// Sums over aligned groups of `lanes` lanes (a power of two up to 32), several at once so that their latencies overlap.
+// Sums over aligned groups of `lanes` lanes (a power of two up to 32). Sums several values at once to overlap
+// latencies.
 template <int kCount> __device__ __forceinline__ void group_sums(float (&v)[kCount], int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
 #pragma unroll
@@ -304,18 +305,18 @@ template <int kCount> __device__ __forceinline__ void group_sums(float (&v)[kCou
   }
 }
 
-// Gives every thread of a row the values of all its warps, through the block's shared memory or that of every block of
-// the cluster. arrive() and wait() are one barrier, with room for other work between them. The buffers take turns, so
-// that no second barrier is needed. kBuffers: 1 for a single exchange, 3 where a thread still reads one exchange after
-// it has arrived at the next.
+// Gives every thread of a row the values of all the row's warps, through the shared memory of the block or of every
+// block of the cluster. arrive() and wait() are the two halves of one barrier; other work fits between them. Buffers
+// alternate, so no second barrier is needed. kBuffers: 1 for a single exchange, 3 if a thread may still read one
+// exchange after it has arrived at the next.
 template <Scope S, int kCount, int kBlockThreads, int kBuffers> struct Exchange {
   static constexpr int kRowWarps = kBlockThreads / 32 * (S == Scope::cluster ? kMaxCluster : 1);
   static constexpr int kFloats = S == Scope::group ? 1 : kBuffers * kCount * kRowWarps;
   float* scratch;  // kFloats of shared memory
   int turn = 0;
 
-  // Takes values of a warp (the same in all its lanes), gives those of all warps, [kCount][kRowWarps], to be read after
-  // wait(). In a cluster, a barrier of it must lie behind, so that every block has started.
+  // Takes a warp's values (the same in all lanes). Returns where the values of all warps will be, [kCount][kRowWarps],
+  // to be read after wait(). In a cluster, every block must have started: call it after a cluster barrier.
   __device__ __forceinline__ const float* arrive(const float (&v)[kCount]) {
     float* to = scratch + turn * kCount * kRowWarps;
     turn = turn + 1 == kBuffers ? 0 : turn + 1;
@@ -345,9 +346,9 @@ template <Scope S, int kCount, int kBlockThreads, int kBuffers> struct Exchange 
   }
 };
 
-// Sums over the warps w of a row, of which add(w, here, sum) adds to `sum`, nothing where `here` is false; in a fixed
-// order, the same bits in every lane. Few are added by every lane on its own, which takes less time than shuffles, and
-// without a branch for each, so that their values are read together.
+// Sums over the row's warps in a fixed order, the same bits in every lane. add(w, here, sum) adds the value of warp w
+// to `sum`, or nothing if `here` is false. Up to kFew warps every lane adds by itself, which is faster than shuffles,
+// and without branches, so that the reads overlap.
 template <int kCount, class Add>
 __device__ __forceinline__ void sums_of_warps(float (&sum)[kCount], int warps, Add&& add) {
   constexpr int kFew = 8;
@@ -366,8 +367,8 @@ __device__ __forceinline__ void sums_of_warps(float (&sum)[kCount], int warps, A
   group_sums(sum, lanes);
 }
 
-// Sum of value(w) over the warps w of a row, in a fixed order; the same bits in every lane. Few are added by every lane
-// on its own, which takes less time than shuffles.
+// Sum of value(w) over the row's warps in a fixed order, the same bits in every lane. Up to kFew warps every lane adds
+// by itself, which is faster than shuffles.
 template <class Value> __device__ __forceinline__ float sum_of_warps(int warps, Value&& value) {
   constexpr int kFew = 8;
   float sum = 0;

@@ -2,7 +2,7 @@
 #include "device/programmatic_launch.h"
 #include "kernels/norm/norm_row.cuh"
 
-// The second stage of the gradients of weight and bias: the partial rows of a backward added up.
+// The second stage of the parameter gradients: sums the partial rows that a backward wrote.
 namespace warpsmith::norm {
 
 struct SumPartialsParams {
@@ -14,9 +14,9 @@ struct SumPartialsParams {
 
 constexpr int kMaxSumTileVectors = 16, kMaxSumThreads = 512;
 
-// Columns added up over the partial rows in a fixed order: interleaved sums by each thread, all its loads in flight
-// together, over the threads of a warp that hold the same columns, over the warps. A block takes `tile_vectors` (a
-// power of two up to 16) vectors of N columns. Its registers decide how many blocks are at work side by side.
+// Sums columns over the partial rows in a fixed order: first interleaved rows in each thread, with all its loads in
+// flight, then the warp's threads that hold the same columns, then the warps. A block takes `tile_vectors` (a power of
+// two up to 16) vectors of N columns. Launch bounds limit the registers so that two blocks fit on a multiprocessor.
 template <int N> __global__ void __launch_bounds__(kMaxSumThreads, 2)
     sum_partials(SumPartialsParams p, int tile_vectors) {
   using Part = Vector<float, N>;

@@ -8,7 +8,9 @@
 
 // The norm of any number of tensors of any mix of dtypes: one block a chunk writes a partial sum, one block adds them.
 // Reads every element once, and 8 bytes a chunk twice over. Clipping: one block a chunk multiplies it in place (reads
-// and writes every element), or returns at once where the factor is 1.
+// and writes every element), or returns at once where the factor is 1. A check for a loss scaler is the norm, and one
+// block a chunk that counts what is not finite (reads every element) only where the norm is not; unscaling multiplies
+// in place and counts on the way.
 namespace warpsmith::grad_norm {
 
 constexpr int kThreads = 256;
@@ -83,9 +85,8 @@ template <NormOrder order> __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) device::store(p.partials + blockIdx.x, static_cast<double>(sums[0]));
 }
 
-// One block.
-static __global__ void __launch_bounds__(kFinishThreads) finish(const __grid_constant__ GradNormParams p) {
-  WARPSMITH_SHARED(double, sums, kFinishThreads);
+// The sum over all chunks by one block, for thread 0.
+static __device__ __forceinline__ double sum_of_chunks(const GradNormParams& p, double* sums) {
   const auto combine = [&](double a, double b) { return p.order == NormOrder::infinity ? largest(a, b) : a + b; };
   double sum = 0;
   for (int64_t i = threadIdx.x; i < p.chunk_count; i += kFinishThreads)
@@ -96,12 +97,31 @@ static __global__ void __launch_bounds__(kFinishThreads) finish(const __grid_con
     if (threadIdx.x < half) sums[threadIdx.x] = combine(sums[threadIdx.x], sums[threadIdx.x + half]);
     __syncthreads();
   }
-  if (threadIdx.x != 0) return;
-  device::store(p.power_sum, sums[0]);
-  device::store(static_cast<float*>(p.norm), static_cast<float>(norm_of(sums[0], p.order)));
+  return sums[0];
 }
 
-template <class T, int N> __device__ __forceinline__ void scale(T* x, int elems, float factor) {
+static __global__ void __launch_bounds__(kFinishThreads) finish(const __grid_constant__ GradNormParams p) {
+  WARPSMITH_SHARED(double, sums, kFinishThreads);
+  const double sum = sum_of_chunks(p, sums);
+  if (threadIdx.x != 0) return;
+  device::store(p.power_sum, sum);
+  device::store(static_cast<float*>(p.norm), static_cast<float>(norm_of(sum, p.order)));
+}
+
+static __global__ void __launch_bounds__(kFinishThreads) finish_check(const __grid_constant__ GradCheckParams p) {
+  WARPSMITH_SHARED(double, sums, kFinishThreads);
+  const double sum = sum_of_chunks(p.norm, sums);
+  if (threadIdx.x != 0) return;
+  const auto checked = check_norm<float>(sum, p.norm.order, device::load(p.scale), p.max_norm);
+  device::store(p.norm.power_sum, sum);
+  device::store(static_cast<float*>(p.norm.norm), checked.norm);
+  device::store(p.grad_scale, checked.grad_scale);
+  if (!checked.finite) device::store(p.found_inf, 1.0f);
+}
+
+// Each element becomes function(element), in place.
+template <class T, int N, class Function>
+__device__ __forceinline__ void transform(T* x, int elems, Function&& function) {
   const int whole = elems / N * N;
   constexpr int kWidth = kThreads * N;
   for (int begin = static_cast<int>(threadIdx.x) * N; begin < whole; begin += kVectors * kWidth) {
@@ -113,12 +133,12 @@ template <class T, int N> __device__ __forceinline__ void scale(T* x, int elems,
     for (int k = 0; k < kVectors; ++k)
       if (begin + k * kWidth < whole) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[k].at[i] = device::from_float<T>(device::to_float(v[k].at[i]) * factor);
+        for (int i = 0; i < N; ++i) v[k].at[i] = function(v[k].at[i]);
         device::store_vector(x + begin + k * kWidth, v[k]);
       }
   }
   if (const int rest = whole + static_cast<int>(threadIdx.x); rest < elems)
-    device::store(x + rest, device::from_float<T>(device::to_float(device::load(x + rest)) * factor));
+    device::store(x + rest, function(device::load(x + rest)));
 }
 
 static __global__ void __launch_bounds__(kThreads) clip(const __grid_constant__ ClipParams p) {
@@ -126,11 +146,52 @@ static __global__ void __launch_bounds__(kThreads) clip(const __grid_constant__ 
   if (factor == 1.0f) return;
   visit_chunk(p.tensors, p.chunks, [&](auto* x, int elems) {
     using T = std::remove_pointer_t<decltype(x)>;
+    const auto scaled = [&](T v) { return device::from_float<T>(device::to_float(v) * factor); };
     if (aligned(x))
-      scale<T, device::kElementsPer16Bytes<T>>(x, elems, factor);
+      transform<T, device::kElementsPer16Bytes<T>>(x, elems, scaled);
     else
-      scale<T, 1>(x, elems, factor);
+      transform<T, 1>(x, elems, scaled);
   });
+}
+
+// Adds what the threads of a block counted to their tensor's count. A chunk's count is exact in float32.
+static __device__ __forceinline__ bool add_bad(const ListChunk* chunks, int bad, float* scratch, int64_t* bad_counts) {
+  const float all = device::block_sum<kThreads>(static_cast<float>(bad), scratch);
+  if (threadIdx.x != 0 || all == 0.0f) return false;
+  atomicAdd(reinterpret_cast<unsigned long long*>(bad_counts + chunks[blockIdx.x].tensor),
+            static_cast<unsigned long long>(all));
+  return true;
+}
+
+static __global__ void __launch_bounds__(kThreads) count_bad(const __grid_constant__ GradCheckParams p) {
+  WARPSMITH_SHARED(float, scratch, kThreads / 32);
+  if (device::load(p.found_inf) == 0.0f) return;
+  const float factor = inverse<float>(device::load(p.scale));
+  int bad = 0;
+  visit_chunk(p.norm.tensors, p.norm.chunks, [&](const auto* x, int elems) {
+    for (int i = static_cast<int>(threadIdx.x); i < elems; i += kThreads)
+      bad += !is_finite(device::to_float(device::load(x + i)) * factor);
+  });
+  add_bad(p.norm.chunks, bad, scratch, p.bad_counts);
+}
+
+static __global__ void __launch_bounds__(kThreads) unscale(const __grid_constant__ UnscaleParams p) {
+  WARPSMITH_SHARED(float, scratch, kThreads / 32);
+  const float factor = device::load(p.inv_scale);
+  int bad = 0;
+  visit_chunk(p.tensors, p.chunks, [&](auto* x, int elems) {
+    using T = std::remove_pointer_t<decltype(x)>;
+    const auto unscaled = [&](T v) {
+      const T stored = device::from_float<T>(device::to_float(v) * factor);
+      bad += !is_finite(device::to_float(stored));
+      return stored;
+    };
+    if (aligned(x))
+      transform<T, device::kElementsPer16Bytes<T>>(x, elems, unscaled);
+    else
+      transform<T, 1>(x, elems, unscaled);
+  });
+  if (add_bad(p.chunks, bad, scratch, p.bad_counts)) atomicExch(p.found_inf, 1.0f);
 }
 
 }  // namespace warpsmith::grad_norm

@@ -8,7 +8,7 @@
 #include "common/status.h"
 #include "common/tensor_list.h"
 
-// The norm of many tensors as of one vector, and their scaling by what clips it.
+// The norm of many tensors as of one vector, their scaling by what clips it, and what a loss scaler asks of them.
 namespace warpsmith {
 
 enum class NormOrder : uint8_t { one, two, infinity };
@@ -45,10 +45,41 @@ struct ClipParams {
   double max_norm;
 };
 
+// The norm of gradients whose loss was multiplied by `scale`, once they are divided by it; whether the step must be
+// skipped; and what an optimizer's kernel has to divide by so that it unscales and clips at once.
+struct GradCheckParams {
+  GradNormParams norm;  // norm.norm is that of the unscaled gradients, norm.power_sum that of the scaled ones
+  const float* scale;   // one element
+  double max_norm;      // infinite: no clipping
+  float* grad_scale;    // one element, written: scale / clip_factor, exactly scale where nothing is clipped
+  float* found_inf;     // one element, 1 written where the norm is not finite, else left alone
+  int64_t* bad_counts;  // [tensors]; where the norm is not finite, plus each tensor's elements that are not, unscaled
+};
+
+// Every element is multiplied by `inv_scale`, in place.
+struct UnscaleParams {
+  const NormTensor* tensors;
+  const ListChunk* chunks;  // [chunk_count]
+  int64_t chunk_count;
+  const float* inv_scale;  // one element
+  float* found_inf;        // one element, 1 written where an element is not finite once it is stored, else left alone
+  int64_t* bad_counts;     // [tensors], plus each tensor's elements of which that is true
+};
+
 Status grad_norm_cuda(const GradNormParams& params, void* stream);
 Status grad_norm_cpu(const GradNormParams& params, const Parallel& parallel);
+// The two halves of grad_norm, for tensors that lie on several ranks: `partials` from the tensors, and `power_sum` and
+// `norm` from the partials. Neither reads nor writes what belongs to the other.
+Status grad_norm_partials_cuda(const GradNormParams& params, void* stream);
+Status grad_norm_partials_cpu(const GradNormParams& params, const Parallel& parallel);
+Status grad_norm_finish_cuda(const GradNormParams& params, void* stream);
+Status grad_norm_finish_cpu(const GradNormParams& params);
 Status clip_grads_cuda(const ClipParams& params, void* stream);
 Status clip_grads_cpu(const ClipParams& params, const Parallel& parallel);
+Status grad_check_cuda(const GradCheckParams& params, void* stream);
+Status grad_check_cpu(const GradCheckParams& params, const Parallel& parallel);
+Status unscale_grads_cuda(const UnscaleParams& params, void* stream);
+Status unscale_grads_cpu(const UnscaleParams& params, const Parallel& parallel);
 
 // Elements of a chunk for tensors of these sizes in all: on CUDA the longest, in powers of two, of which every
 // multiprocessor gets 16.
@@ -71,6 +102,29 @@ WARPSMITH_HOST_DEVICE double norm_of(double power_sum, NormOrder order) {
 template <class T> WARPSMITH_HOST_DEVICE T clip_factor(T norm, double max_norm) {
   const T factor = static_cast<T>(max_norm) / (norm + static_cast<T>(1e-6));
   return factor > T(1) ? T(1) : factor;
+}
+
+template <class T> WARPSMITH_HOST_DEVICE bool is_finite(T x) { return x - x == T(0); }
+
+// 1 / scale, rounded once.
+template <class T> WARPSMITH_HOST_DEVICE T inverse(float scale) {
+  return static_cast<T>(1.0 / static_cast<double>(scale));
+}
+
+template <class T> struct CheckedNorm {
+  T norm;
+  bool finite;
+  float grad_scale;
+};
+
+// T: the dtype of the norm.
+template <class T>
+WARPSMITH_HOST_DEVICE CheckedNorm<T> check_norm(double power_sum, NormOrder order, float scale, double max_norm) {
+  const T norm = static_cast<T>(norm_of(power_sum, order) / static_cast<double>(scale));
+  const bool finite = is_finite(norm);
+  const T factor = clip_factor(norm, max_norm);
+  const bool clips = finite && factor < T(1);
+  return {norm, finite, clips ? static_cast<float>(static_cast<double>(scale) / static_cast<double>(factor)) : scale};
 }
 
 }  // namespace warpsmith

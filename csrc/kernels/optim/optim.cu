@@ -27,6 +27,9 @@ Status optim_cuda(const OptimParams& p, void* stream) {
     case Storage::float64: return no_cuda_kernel(Dtype::float64);
     case Storage::bfloat16:
     case Storage::float16: return optim::launch_16bit(p, config, stream);
+    case Storage::bfloat16_stochastic:
+    case Storage::bfloat16_compensated:
+    case Storage::bfloat16_remainder: return optim::launch_refined(p, config, stream);
     default: return optim::launch_mixed(p, config, stream);
   }
 }

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <iterator>
 
 #include "common/dtype.h"
 #include "common/host_device.h"
@@ -9,46 +10,85 @@
 #include "common/tensor_list.h"
 #include "kernels/optim/optim_ops.h"
 #include "kernels/optim/optimizers.h"
+#include "kernels/optim/refine.h"
 
 namespace warpsmith {
 
 WARPSMITH_DEFINE_OPS(Optim, WARPSMITH_OPTIM_OPS)
 
 // What a table's arrays are stored in. Arithmetic is float32 (float64 of float64) whatever it is; what is stored in 16
-// bits is rounded to nearest once a step.
+// bits is rounded once a step: to nearest, unless another rounding is named.
 enum class Storage : uint8_t {
-  float32,          // all arrays
-  float64,          // all arrays; on the CPU
-  bfloat16,         // all arrays: what torch does to a model in bfloat16
-  float16,          // all arrays
-  bfloat16_master,  // parameters and gradients; states and masters in float32
-  float16_master,   // parameters and gradients; states and masters in float32
-  bfloat16_states,  // the states; parameters and gradients in float32
+  float32,               // all arrays
+  float64,               // all arrays; on the CPU
+  bfloat16,              // all arrays: what torch does to a model in bfloat16
+  float16,               // all arrays
+  bfloat16_master,       // parameters and gradients; states and masters in float32
+  float16_master,        // parameters and gradients; states and masters in float32
+  bfloat16_states,       // the states; parameters and gradients in float32
+  bfloat16_stochastic,   // all arrays; parameters and states are rounded up or down at random
+  bfloat16_compensated,  // all arrays, and what rounding drops of the parameter, in bfloat16 too
+  bfloat16_remainder,    // parameters and gradients, and 16 bits that make the parameter a float32; states in float32
 };
-constexpr const char* kStorageNames[] = {"float32",         "float64",        "bfloat16",       "float16",
-                                         "bfloat16_master", "float16_master", "bfloat16_states"};
-constexpr int kStorages = 7;
+constexpr const char* kStorageNames[] = {"float32",
+                                         "float64",
+                                         "bfloat16",
+                                         "float16",
+                                         "bfloat16_master",
+                                         "float16_master",
+                                         "bfloat16_states",
+                                         "bfloat16_stochastic",
+                                         "bfloat16_compensated",
+                                         "bfloat16_remainder"};
+constexpr int kStorages = static_cast<int>(std::size(kStorageNames));
 
 constexpr Dtype param_dtype(Storage s) {
   switch (s) {
     case Storage::float64: return Dtype::float64;
     case Storage::bfloat16:
-    case Storage::bfloat16_master: return Dtype::bfloat16;
+    case Storage::bfloat16_master:
+    case Storage::bfloat16_stochastic:
+    case Storage::bfloat16_compensated:
+    case Storage::bfloat16_remainder: return Dtype::bfloat16;
     case Storage::float16:
     case Storage::float16_master: return Dtype::float16;
     default: return Dtype::float32;
   }
 }
 constexpr bool has_master(Storage s) { return s == Storage::bfloat16_master || s == Storage::float16_master; }
+
+// How a bfloat16 parameter keeps what rounding to nearest would lose.
+enum class Refinement : uint8_t {
+  none,
+  stochastic,   // in the mean: parameter and states are rounded up with the probability of the part that is dropped
+  compensated,  // the part that is dropped, in bfloat16: the parameter's value is the sum of both
+  remainder,    // the part that is dropped, exact, in 16 bits: the parameter's value is the float32 of both
+};
+constexpr Refinement refinement_of(Storage s) {
+  switch (s) {
+    case Storage::bfloat16_stochastic: return Refinement::stochastic;
+    case Storage::bfloat16_compensated: return Refinement::compensated;
+    case Storage::bfloat16_remainder: return Refinement::remainder;
+    default: return Refinement::none;
+  }
+}
+// Whether there is an array of what rounding drops, 16 bits an element.
+constexpr bool keeps_dropped(Refinement r) { return r == Refinement::compensated || r == Refinement::remainder; }
+constexpr bool has_extra(Storage s) { return has_master(s) || keeps_dropped(refinement_of(s)); }
 constexpr Dtype state_dtype(Storage s) {
   if (s == Storage::bfloat16_states) return Dtype::bfloat16;
-  return has_master(s) ? Dtype::float32 : param_dtype(s);
+  return has_master(s) || s == Storage::bfloat16_remainder ? Dtype::float32 : param_dtype(s);
 }
 
 // One tensor of the table. All its arrays have numel elements in the same memory order, in the dtypes of the storage.
 struct OptimTensor {
-  void* param;                    // read and written; only written where there is a master
-  float* master;                  // the parameter before it was rounded, read and written; null without masters
+  void* param;  // read and written; only written where there is a master
+  union {
+    // What the storage keeps of the parameter beside it, read and written: the float32 master, which is the parameter
+    // before it was rounded, the bfloat16 compensation, or the int16 remainder. Null in other storages.
+    void* extra;
+    uint64_t first_elem;  // bfloat16_stochastic: its first element's index among those of all tensors
+  };
   void* states[kOptimMaxStates];  // in the order of the functor's names, read and written; null where `has` lacks it
   float* step;  // one element: steps taken; plus one by a step that is not skipped. Null: steps are not counted
   int64_t numel;
@@ -88,6 +128,7 @@ struct OptimParams {
   Storage storage;
   uint32_t most;  // bits of all tensors' `has` together
   OptimGroup groups[kOptimMaxGroups];
+  uint64_t seeds[kOptimMaxGroups];  // of the groups; bfloat16_stochastic reads them
 };
 
 Status optim_cuda(const OptimParams& params, void* stream);

@@ -3,6 +3,7 @@
 #include <iterator>
 #include <type_traits>
 
+#include "device/stochastic_rounding.h"
 #include "device/vector.h"
 #include "kernels/optim/optim.h"
 #include "kernels/optim/optim_config.h"
@@ -22,8 +23,32 @@ constexpr int kScalars = 2;  // in flight where an address is not a multiple of 
 template <class P, class S, bool kHasMaster> struct Stored {
   using Param = P;  // and gradient
   using State = S;
+  using Extra = float;
   static constexpr bool kMaster = kHasMaster;
+  static constexpr Refinement kRefinement = Refinement::none;
   static constexpr int kLanes = kMaster || sizeof(P) == 4 || sizeof(S) == 4 ? 4 : 8;
+};
+
+// A bfloat16 parameter with a refinement.
+template <class S, Refinement kRefinement_> struct Refined {
+  using Param = bfloat16;
+  using State = S;
+  using Extra = bfloat16;
+  static constexpr bool kMaster = false;
+  static constexpr Refinement kRefinement = kRefinement_;
+  static constexpr int kLanes = sizeof(S) == 4 ? 4 : 8;
+};
+
+template <class In> constexpr bool kHasExtra = In::kMaster || keeps_dropped(In::kRefinement);
+template <class In> constexpr bool kIsStochastic = In::kRefinement == Refinement::stochastic;
+
+// What all elements of a chunk share in this step.
+template <class F, class In, bool = kIsStochastic<In>> struct Constants {
+  typename F::template Scalars<float> scalars;
+};
+template <class F, class In> struct Constants<F, In, true> {
+  typename F::template Scalars<float> scalars;
+  uint32_t step;  // the number of this step
 };
 
 // A chunk of one tensor. Positions in it are 32-bit; only the addresses know how far into the tensor it lies.
@@ -31,17 +56,20 @@ template <class P, class S, bool kHasMaster> struct Stored {
 template <class In, unsigned kMost> struct Chunk {
   using Param = typename In::Param;
   using State = typename In::State;
+  using Extra = typename In::Extra;
   const Param* grad;
   Param* param;
-  float* master;
+  Extra* extra;
   State* states[kOptimMaxStates];
   int elems;
+  uint64_t first_elem;  // where rounding is stochastic
 
   __device__ __forceinline__ Chunk(const OptimTensor& t, const void* tensor_grad, int64_t begin)
       : grad(static_cast<const Param*>(tensor_grad) + begin),
         param(static_cast<Param*>(t.param) + begin),
-        master(In::kMaster ? t.master + begin : nullptr),
-        elems(static_cast<int>(t.numel - begin < t.chunk_elems ? t.numel - begin : t.chunk_elems)) {
+        extra(kHasExtra<In> ? static_cast<Extra*>(t.extra) + begin : nullptr),
+        elems(static_cast<int>(t.numel - begin < t.chunk_elems ? t.numel - begin : t.chunk_elems)),
+        first_elem(kIsStochastic<In> ? t.first_elem + static_cast<uint64_t>(begin) : 0) {
 #pragma unroll
     for (int i = 0; i < kOptimMaxStates; ++i)
       states[i] = (kMost >> i) & 1 && t.states[i] ? static_cast<State*>(t.states[i]) + begin : nullptr;
@@ -49,7 +77,7 @@ template <class In, unsigned kMost> struct Chunk {
 
   __device__ __forceinline__ bool aligned() const {
     uintptr_t bits = reinterpret_cast<uintptr_t>(grad) | reinterpret_cast<uintptr_t>(param);
-    if constexpr (In::kMaster) bits |= reinterpret_cast<uintptr_t>(master);
+    if constexpr (kHasExtra<In>) bits |= reinterpret_cast<uintptr_t>(extra);
 #pragma unroll
     for (int i = 0; i < kOptimMaxStates; ++i) bits |= reinterpret_cast<uintptr_t>(states[i]);
     return bits % 16 == 0;
@@ -65,6 +93,7 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
   Vector<Param, N> grad[kVectors];
   Vector<Value, N> value[kVectors];
   Vector<State, N> states[kVectors][kOptimMaxStates];
+  Vector<bfloat16, N> dropped[kVectors];  // what the refinement keeps
 
   static constexpr int kElems = kOptimThreads * kVectors * N;
 
@@ -79,16 +108,18 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
       if (i >= end) continue;
       grad[k] = device::load_vector<N>(c.grad + i);
       if constexpr (In::kMaster)
-        value[k] = device::load_vector<N>(c.master + i);
+        value[k] = device::load_vector<N>(c.extra + i);
       else
         value[k] = device::load_vector<N>(c.param + i);
+      if constexpr (kHasExtra<In> && !In::kMaster) dropped[k] = device::load_vector<N>(c.extra + i);
 #pragma unroll
       for (int s = 0; s < kOptimMaxStates; ++s)
         if ((kHas >> s) & 1) states[k][s] = device::load_vector<N>(c.states[s] + i);
     }
   }
 
-  __device__ __forceinline__ void update_and_store(const typename F::template Scalars<float>& scalars,
+  // `seed`: the group's, where rounding is stochastic.
+  __device__ __forceinline__ void update_and_store(const Constants<F, In>& constants, uint64_t seed,
                                                    const Chunk<In, kMost>& c, int begin, int end) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -97,23 +128,42 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
 #pragma unroll
       for (int e = 0; e < N; ++e) {
         float p = device::to_float(value[k].at[e]), x[kOptimMaxStates];
+        if constexpr (In::kRefinement == Refinement::compensated) p += device::to_float(dropped[k].at[e]);
+        if constexpr (In::kRefinement == Refinement::remainder) p = join_float(value[k].at[e], dropped[k].at[e]);
 #pragma unroll
         for (int s = 0; s < kOptimMaxStates; ++s)
           if ((kHas >> s) & 1) x[s] = device::to_float(states[k][s].at[e]);
-        F::template element<kHas, float>(scalars, device::to_float(grad[k].at[e]), p, x);
-        value[k].at[e] = device::from_float<Value>(p);
+        F::template element<kHas, float>(constants.scalars, device::to_float(grad[k].at[e]), p, x);
+        if constexpr (kIsStochastic<In>) {
+          const auto words = rounding_words(seed, constants.step, c.first_elem + static_cast<uint64_t>(i + e));
+          value[k].at[e] = device::round_stochastic(p, words.word[0]);
+#pragma unroll
+          for (int s = 0; s < kOptimMaxStates; ++s)
+            if ((kHas >> s) & 1) states[k][s].at[e] = device::round_stochastic(x[s], words.word[1 + s]);
+          continue;
+        }
+        if constexpr (In::kRefinement == Refinement::remainder) {
+          const SplitFloat split = split_float(p);
+          value[k].at[e] = split.rounded;
+          dropped[k].at[e] = split.remainder;
+        } else {
+          value[k].at[e] = device::from_float<Value>(p);
+        }
+        if constexpr (In::kRefinement == Refinement::compensated)
+          dropped[k].at[e] = device::from_float<bfloat16>(compensation_of(p, device::to_float(value[k].at[e])));
 #pragma unroll
         for (int s = 0; s < kOptimMaxStates; ++s)
           if ((kHas >> s) & 1) states[k][s].at[e] = device::from_float<State>(x[s]);
       }
       if constexpr (In::kMaster) {
-        device::store_vector(c.master + i, value[k]);
+        device::store_vector(c.extra + i, value[k]);
         Vector<Param, N> rounded;
 #pragma unroll
         for (int e = 0; e < N; ++e) rounded.at[e] = device::from_float<Param>(value[k].at[e]);
         device::store_vector(c.param + i, rounded);
       } else {
         device::store_vector(c.param + i, value[k]);
+        if constexpr (kHasExtra<In>) device::store_vector(c.extra + i, dropped[k]);
       }
 #pragma unroll
       for (int s = 0; s < kOptimMaxStates; ++s)
@@ -123,8 +173,8 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
 };
 
 // The tensor's constants of this step, from device memory; and the step is counted. Called by warp 0, converged.
-template <class F> __device__ __forceinline__ void prepare(const OptimParams& p, OptimTensor* t,
-                                                           typename F::template Scalars<float>* shared) {
+template <class F, class In>
+__device__ __forceinline__ void prepare(const OptimParams& p, OptimTensor* t, Constants<F, In>* shared) {
   const OptimGroup& group = p.groups[t->group - p.first_group];
   // Whoever corrects a bias counts steps.
   const bool counts = F::kPowers > 0 || t->step;
@@ -138,7 +188,9 @@ template <class F> __device__ __forceinline__ void prepare(const OptimParams& p,
     for (int i = 0; i < F::kPowers; ++i) corrections[i] = __shfl_sync(0xffffffffu, correction, i);
   }
   if (threadIdx.x != 0) return;
-  *shared = optim_scalars<F, float>(group, p.grad_scale, corrections, counts ? static_cast<double>(taken) + 1 : 0.0);
+  shared->scalars =
+      optim_scalars<F, float>(group, p.grad_scale, corrections, counts ? static_cast<double>(taken) + 1 : 0.0);
+  if constexpr (kIsStochastic<In>) shared->step = static_cast<uint32_t>(taken) + 1;
   if (!counts) return;
   if (t->chunks > 1) {
     __threadfence();  // the counter is read before this block is counted
@@ -152,21 +204,22 @@ template <class F> __device__ __forceinline__ void prepare(const OptimParams& p,
 // One chunk; its first tile is on its way while warp 0 computes the constants.
 template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
 __device__ __forceinline__ void update(const OptimParams& p, OptimTensor* t, const Chunk<In, kMost>& c,
-                                       typename F::template Scalars<float>* shared) {
+                                       Constants<F, In>* shared) {
   Tile<F, In, kMost, kHas, N, kVectors> tile;
   const int whole = c.elems / N * N;
   tile.load(c, 0, whole);
-  if (threadIdx.x < 32) prepare<F>(p, t, shared);
+  if (threadIdx.x < 32) prepare(p, t, shared);
   __syncthreads();
   const auto s = *shared;
+  const uint64_t seed = kIsStochastic<In> ? p.seeds[t->group - p.first_group] : 0;
   for (int begin = 0; begin < whole; begin += tile.kElems) {
     if (begin != 0) tile.load(c, begin, whole);
-    tile.update_and_store(s, c, begin, whole);
+    tile.update_and_store(s, seed, c, begin, whole);
   }
   if constexpr (N > 1) {
     Tile<F, In, kMost, kHas, 1, 1> rest{};
     rest.load(c, whole, c.elems);
-    rest.update_and_store(s, c, whole, c.elems);
+    rest.update_and_store(s, seed, c, whole, c.elems);
   }
 }
 
@@ -181,7 +234,7 @@ template <class F, unsigned kMost> constexpr unsigned only_variant() {
 // `update` of the variant whose states the tensor has, among those that are part of kMost.
 template <class F, class In, unsigned kMost, size_t kFirst = 0>
 __device__ __forceinline__ void of_variant(const OptimParams& p, OptimTensor* t, const Chunk<In, kMost>& c,
-                                           typename F::template Scalars<float>* shared) {
+                                           Constants<F, In>* shared) {
   constexpr unsigned kHas = F::kVariants[kFirst], kOnly = only_variant<F, kMost>();
   if constexpr ((kHas & ~kMost) == 0) {
     if (kHas == kOnly || t->has == kHas) {
@@ -198,12 +251,14 @@ __device__ __forceinline__ void of_variant(const OptimParams& p, OptimTensor* t,
 // Blocks for which registers are kept free: fewer where 64 registers a thread would spill, by what ptxas says: on
 // sm_80, with three states, with eight elements a thread and several states, with a master and two states.
 template <class In, unsigned kMost> constexpr int resident_blocks() {
-  constexpr int kStates = (kMost & 1) + (kMost >> 1 & 1) + (kMost >> 2 & 1);
+  constexpr bool kKeepsDropped = keeps_dropped(In::kRefinement);
+  constexpr int kStates =
+      (kMost & 1) + (kMost >> 1 & 1) + (kMost >> 2 & 1) + (kKeepsDropped && In::kLanes == 8);  // or as much as one
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  return kOptimBlocksAMultiprocessor - 1 - (In::kLanes == 8 && kStates == 3);
+  return kOptimBlocksAMultiprocessor - 1 - (In::kLanes == 8 && kStates >= 3);
 #else
-  return kOptimBlocksAMultiprocessor - (kStates == 3) - (In::kLanes == 8 && kStates >= 2) -
-         (In::kMaster && kStates == 2);
+  return kOptimBlocksAMultiprocessor - (kStates >= 3) - (In::kLanes == 8 && kStates >= 2) -
+         ((In::kMaster || kKeepsDropped) && In::kLanes == 4 && kStates == 2);
 #endif
 }
 
@@ -211,8 +266,8 @@ template <class In, unsigned kMost> constexpr int resident_blocks() {
 template <class F, class In, unsigned kMost>
 __global__ void __launch_bounds__(kOptimThreads, (resident_blocks<In, kMost>()))
     step(const __grid_constant__ OptimParams p) {
-  using Scalars = typename F::template Scalars<float>;
-  WARPSMITH_SHARED(Scalars, scalars, 1);
+  using Shared = Constants<F, In>;
+  WARPSMITH_SHARED(Shared, constants, 1);
   if (p.found_inf && *p.found_inf != 0.0f) return;
   const ListChunk at = p.chunks[blockIdx.x];
   OptimTensor* t = p.tensors + at.tensor;
@@ -221,7 +276,7 @@ __global__ void __launch_bounds__(kOptimThreads, (resident_blocks<In, kMost>()))
   if (!grad || group < 0 || group >= p.group_count) return;
 
   const Chunk<In, kMost> c(*t, grad, int64_t{at.chunk} * t->chunk_elems);
-  of_variant<F, In, kMost>(p, t, c, scalars);
+  of_variant<F, In, kMost>(p, t, c, constants);
 }
 
 }  // namespace warpsmith::optim

@@ -11,13 +11,13 @@
 #include "kernels/rope/rope_config.h"
 #include "kernels/rope/rotary.cuh"
 
-// The backward of qk_norm_rope. Bytes: 3 * sizeof(T) an element. Extras: angles as in the forward, and a row of partial
-// sums (2 * head_dim floats) a block, which is written and read once.
+// The backward of qk_norm_rope. Moves 3 * sizeof(T) bytes per element. Beside that: angles as in the forward, and one
+// row of partial sums per block (2 * head_dim floats), written and read once.
 namespace warpsmith::qk_norm_rope {
 
-// A thread's place in one tensor of heads: it walks over the heads of its group, in one token after another.
+// A thread's position in one tensor of heads. It walks over the heads of its group, token after token.
 struct Walk {
-  const char* at;  // the thread's first element of a head
+  const char* at;  // the thread's first element of the current head
   int64_t step;    // bytes from head to head
 
   template <class T>
@@ -28,13 +28,16 @@ struct Walk {
 };
 
 // Persistent blocks step through the tokens side by side. A thread keeps its columns of a head, and q or k, for the
-// whole launch. Asynchronous copies bring the next heads of x and dy into shared memory, each thread's into slots that
-// no other thread reads, so there is no barrier. The ring has a stage for each of U heads, so every slot has a constant
-// address. At the end shared memory holds the block's sums (4 bytes a column and group of lanes, never more than the
-// ring). I: of kQkNormRopeBackward.
+// whole launch.
+//
+// Asynchronous copies bring the next heads of x and dy into shared memory. Each thread has its own slots, so there is
+// no barrier. The ring has one stage for each of U heads, so every slot has a constant address. At the end shared
+// memory holds the block's sums (4 bytes per column and group of lanes, never more than the ring).
+//
+// I: an element of kQkNormRopeBackward.
 template <class T, class C, class I> __global__ void __launch_bounds__(I::value.threads, I::value.blocks)
     backward_ring(QkNormRopeBwdParams p, QkNormRopeConfig c, float eps, float scale_of_sum) {
-  constexpr int N = 16 / sizeof(T);  // elements of one memory access
+  constexpr int N = 16 / sizeof(T);  // elements per memory access
   constexpr int U = I::value.heads, kLanes = I::value.lanes(sizeof(T)), kThreads = I::value.threads;
   constexpr bool kInterleaved = I::value.interleaved;
   WARPSMITH_DYNAMIC_SHARED(shared);
@@ -104,7 +107,7 @@ template <class T, class C, class I> __global__ void __launch_bounds__(I::value.
   }
   void* const gradient = group.of_k ? p.dk : p.dq;
   for (int64_t base = int64_t{blockIdx.x} * c.tokens_a_block; base < tokens; base += step) {
-    int heads = base + slot < tokens ? group.count : 0;  // left to compute
+    int heads = base + slot < tokens ? group.count : 0;  // heads left to compute
     if (!kAnglesAhead && of.rotates && heads > 0) load_angles();
     const rotary::PackedAngles<C, N, kInterleaved> angles = asked_angles;
     Walk dx = {};
@@ -178,8 +181,8 @@ template <class T, class C, class I> __global__ void __launch_bounds__(I::value.
   }
 }
 
-// Any length and alignment: a warp takes one head after another and reads it and its gradient up to three times. It
-// adds weight gradients to its own row of `partials`, each column by one thread.
+// Any length and alignment. A warp takes one head after another and reads it and its gradient up to three times. It
+// adds weight gradients to its own row of `partials`; each column belongs to one thread.
 template <class T, class C> __global__ void __launch_bounds__(rope_detail::kMaxThreads)
     backward_looped(QkNormRopeBwdParams p, QkNormRopeConfig c) {
   const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
@@ -237,7 +240,8 @@ template <class T, class C> __global__ void __launch_bounds__(rope_detail::kMaxT
 
 constexpr int kSumThreads = 128;
 
-// Both weight gradients from the partial rows: a warp sums two columns, each lane every 32nd row, in a fixed order.
+// Sums both weight gradients over the partial rows, in a fixed order: a warp sums two columns, each lane every 32nd
+// row.
 template <class T> __global__ void __launch_bounds__(kSumThreads)
     sum_partials(QkNormRopeBwdParams p, int64_t partial_rows) {
   device::wait_for_previous_kernel();
@@ -245,7 +249,7 @@ template <class T> __global__ void __launch_bounds__(kSumThreads)
   if (pair >= dim) return;
   const float* from = static_cast<const float*>(p.partials) + 2 * pair;
   const int lane = threadIdx.x % 32;
-  constexpr int kTogether = 9;  // loads in flight, of 32 rows each: all rows of two blocks a multiprocessor
+  constexpr int kTogether = 9;  // loads in flight, 32 rows each: covers the rows of two blocks per multiprocessor
   float sums[2] = {};
   for (int64_t first = lane; first < partial_rows; first += 32 * kTogether) {
     device::Vector<float, 2> two[kTogether] = {};

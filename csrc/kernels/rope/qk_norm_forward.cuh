@@ -9,16 +9,16 @@
 #include "kernels/rope/rope_config.h"
 #include "kernels/rope/rotary.cuh"
 
-// The forward of qk_norm_rope. T: storage of the activations. Statistics and sums are float, in a fixed order. Bytes:
-// 2 * sizeof(T) an element. Extras: each group of heads of a token reads the token's cos and sin from a cache.
+// The forward of qk_norm_rope. T: storage type of the activations. Statistics and sums are float, in a fixed order.
+// Moves 2 * sizeof(T) bytes per element; each group of heads also reads its token's cos and sin from a cache.
 namespace warpsmith::qk_norm_rope {
 
-// A thread holds two vectors of U heads of one token. All threads of a warp take part in the sums over the heads.
-// Where the number of lanes is known (kWhole), every element is rotated, every group has U heads and the weights are T.
-// I: of kQkNormRopeForward.
+// A thread holds two vectors of U heads of one token. All threads of a warp take part in the sums over heads. kWhole:
+// the number of lanes is known at compile time; then every element is rotated, every group has U heads and the weights
+// are T. I: an element of kQkNormRopeForward.
 template <class T, class C, class I> __global__ void __launch_bounds__(I::value.threads, I::value.blocks)
     forward_registers(QkNormRopeFwdParams p, QkNormRopeConfig c, float eps, float scale_of_sum) {
-  constexpr int N = 16 / sizeof(T);  // elements of one memory access
+  constexpr int N = 16 / sizeof(T);  // elements per memory access
   constexpr int U = I::value.heads, kLanes = I::value.lanes(sizeof(T));
   constexpr bool kInterleaved = I::value.interleaved, kWhole = kLanes > 0;
   const int slot = slot_of(c), rest = blockIdx.y * blockDim.x + threadIdx.x - slot * c.threads_a_token;
@@ -100,7 +100,7 @@ template <class T, class C, class I> __global__ void __launch_bounds__(I::value.
   }
 }
 
-// Any length and alignment: a warp takes one head after another and reads each twice.
+// Any length and alignment. A warp takes one head after another and reads each twice.
 template <class T, class C> __global__ void __launch_bounds__(rope_detail::kMaxThreads)
     forward_looped(QkNormRopeFwdParams p, QkNormRopeConfig c) {
   const int warps = blockDim.x / 32, lane = threadIdx.x % 32;

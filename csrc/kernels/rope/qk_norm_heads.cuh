@@ -8,8 +8,8 @@
 #include "kernels/rope/rope_config.h"
 #include "kernels/rope/rotary.cuh"
 
-// The heads of q and k side by side: which of them a thread or a warp takes, where they are in memory, and the weights
-// of their columns.
+// The heads of q and k side by side: which heads a thread or a warp takes, where they are in memory, and the weights of
+// their columns.
 namespace warpsmith::qk_norm_rope {
 
 using rotary::packed_at;
@@ -17,7 +17,7 @@ using rotary::packed_at;
 // A group of consecutive heads, all of q or all of k.
 struct Group {
   bool of_k;
-  int first, count;  // heads; count is 0 where the group lies beyond both tensors
+  int first, count;  // heads; count is 0 if the group is beyond both tensors
 };
 
 __device__ __forceinline__ Group group_of(int group, int64_t q_heads, int64_t k_heads, int heads_a_group) {
@@ -77,12 +77,12 @@ template <int N> __device__ __forceinline__ void scale(float (&x)[N], const floa
   for (int k = 0; k < N; ++k) x[k] *= by[k];
 }
 
-// The index of the thread's token among the block's.
+// Index of the thread's token in the block.
 __device__ __forceinline__ int slot_of(const QkNormRopeConfig& c) {
   return static_cast<int>((threadIdx.x * static_cast<uint32_t>(c.slot_factor)) >> qk_norm_rope_detail::kSlotShift);
 }
 
-// One head of one token, for the kernels that go element by element.
+// One head of one token, for the element-by-element kernels.
 struct Row {
   bool of_k;
   int64_t head;

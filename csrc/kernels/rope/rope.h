@@ -13,11 +13,11 @@ namespace warpsmith {
 
 WARPSMITH_DEFINE_OPS(RopeOp, WARPSMITH_ROPE_OPS)
 
-// ---- What both ops share: which tensors are rotated, by which angles, at which positions.
+// ---- Shared by both ops: which tensors are rotated, by which angles, at which positions.
 
 // One tensor of heads, [batch, tokens, heads, head_dim]. The elements of a head are adjacent.
 struct RotaryHeads {
-  int64_t heads;                                    // 0: there is no tensor
+  int64_t heads;                                    // 0: no such tensor
   int64_t batch_stride, token_stride, head_stride;  // in elements
 };
 
@@ -32,7 +32,7 @@ struct RotaryAngles {
   Dtype dtype;            // the activation's dtype, or float32 beside a 16-bit activation
 };
 
-// The position of a token is its index in the batch entry (packed: in its sequence) plus `offset` plus its entry of
+// A token's position is its index in the batch entry (packed: in its sequence), plus `offset`, plus its entry of
 // `offsets`.
 struct RotaryPositions {
   const int32_t* cu_seqlens;  // [sequences + 1]: the first token of each packed sequence, then T; null: not packed
@@ -44,18 +44,18 @@ struct RotaryPositions {
 };
 
 struct RotaryShape {
-  int64_t batch, tokens;  // tokens: of one batch entry
+  int64_t batch, tokens;  // tokens: per batch entry
   int64_t head_dim, rotary_dim;
-  bool interleaved;  // pairs are neighbours (2i, 2i + 1); else (i, i + rotary_dim / 2)
+  bool interleaved;  // pairs are neighbours (2i, 2i + 1); otherwise (i, i + rotary_dim / 2)
   bool inverse;      // rotate by the negative angle, as gradients do
 };
 
-// CUDA kernels write NaN to the rotated elements of a token whose position has no row of cos, or that lies in no
+// CUDA kernels write NaN to the rotated elements of a token whose position has no row of cos, or that is in no
 // sequence. On the CPU this check refuses such positions before anything is written.
 Status rotary_check_positions_cpu(const RotaryShape& shape, const RotaryAngles& angles,
                                   const RotaryPositions& positions);
 
-// The conditions of 16-byte vectors: every token, head and row of cos begins on 16 bytes.
+// Whether 16-byte vectors can be used: every token, head and row of cos is aligned to 16 bytes.
 inline bool heads_on_16_bytes(const void* base, const RotaryHeads& h, Dtype dtype) {
   return h.heads == 0 || (on_16_bytes(base) && on_16_bytes(h.batch_stride, dtype) &&
                           on_16_bytes(h.token_stride, dtype) && on_16_bytes(h.head_stride, dtype));
@@ -85,7 +85,7 @@ struct RopeParams {
 Status rope_cuda(const RopeParams& params, void* stream);
 Status rope_cpu(const RopeParams& params, const Parallel& parallel);
 
-// With a configuration of the caller's choice, for tuning and tests.
+// The same with a given configuration, for tuning and tests.
 struct RopeConfig;
 Status rope_cuda_with(const RopeConfig& config, const RopeParams& params, void* stream);
 
@@ -120,7 +120,7 @@ struct QkNormRopeBwdParams {
   void* dk;         // as k; null: not wanted
   void* dq_weight;  // [head_dim], weight_dtype; null: not wanted
   void* dk_weight;  // [head_dim], weight_dtype; null: not wanted
-  void* partials;   // [partial rows, 2, head_dim], float (double for float64); null: no weight's gradient is wanted
+  void* partials;   // [partial rows, 2, head_dim], float (double for float64); null: no weight gradient is wanted
   RotaryHeads dq_out_layout, dk_out_layout, q_layout, k_layout, dq_layout, dk_layout;
   RotaryAngles angles;
   RotaryPositions positions;
@@ -134,13 +134,13 @@ Status qk_norm_rope_forward_cpu(const QkNormRopeFwdParams& params, const Paralle
 Status qk_norm_rope_backward_cuda(const QkNormRopeBwdParams& params, void* stream);
 Status qk_norm_rope_backward_cpu(const QkNormRopeBwdParams& params, const Parallel& parallel);
 
-// Weight gradients are summed in two stages in a fixed order: into `partials` by blocks of tokens, then over its rows.
-// The number of rows that a backward on the current device writes:
+// Weight gradients are summed in two stages, in a fixed order: blocks of tokens into `partials`, then over its rows.
+// Sets partial_rows to the number that a backward on the current device writes.
 Status qk_norm_rope_partial_rows_cuda(const QkNormRopeBwdParams& params, int64_t* partial_rows);
-// and on the CPU:
+// Returns that number on the CPU.
 int64_t qk_norm_rope_partial_rows_cpu(int64_t tokens);
 
-// With a configuration of the caller's choice, for tuning and tests. `partials` must have its
+// The same with a given configuration, for tuning and tests. `partials` must have that configuration's
 // qk_norm_rope_partial_rows.
 struct QkNormRopeConfig;
 Status qk_norm_rope_forward_cuda_with(const QkNormRopeConfig& config, const QkNormRopeFwdParams& params, void* stream);

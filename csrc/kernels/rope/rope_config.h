@@ -4,28 +4,28 @@
 
 #include "common/alignment.h"
 
-// Which kernel runs a problem of rope or qk_norm_rope, and how the problem is laid out on threads. Pure functions,
-// printable through warpsmith.plan(op, ...).
+// Which kernel runs a problem of rope or qk_norm_rope, and how threads divide the problem. Pure functions, printable
+// through warpsmith.plan(op, ...).
 namespace warpsmith {
 
 struct RopeProblem {
-  int64_t tokens = 0;  // of all batch entries
+  int64_t tokens = 0;  // over all batch entries
   int64_t q_heads = 0, k_heads = 0;
   int64_t head_dim = 0, rotary_dim = 0;
   int element_bytes = 2;
-  bool aligned = true;   // every pointer, token, head and row of cos begins on 16 bytes
+  bool aligned = true;   // every pointer, token, head and row of cos is aligned to 16 bytes
   bool inplace = false;  // rope: elements that are not rotated are not copied
   // qk_norm_rope:
   bool interleaved = false;  // pairs are neighbours
   bool own_weights = true;   // the weights have the activation's dtype
   int multiprocessors = 132;
-  int max_shared_bytes = 227 * 1024;  // dynamic shared memory of one block, at most
+  int max_shared_bytes = 227 * 1024;  // most dynamic shared memory per block
 };
 
 namespace rope_detail {
 constexpr int kMaxThreads = 256, kVectorBytes = 16, kMaxLanes = 32;
 
-// Groups of heads of one token: a group's heads are all of q or all of k.
+// Groups of heads per token. A group's heads are all of q or all of k.
 constexpr int64_t head_groups(const RopeProblem& p, int heads_a_group) {
   return ceil_div(p.q_heads, heads_a_group) + ceil_div(p.k_heads, heads_a_group);
 }
@@ -36,24 +36,24 @@ constexpr bool made_of_vectors(const RopeProblem& p, int vector_elems) {
 
 // ---- rope
 
-// A thread holds two vectors of a head, which are both members of its pairs, for `heads_a_thread` heads of one token.
-// It loads their angles once.
+// A thread holds two vectors of a head that together hold whole pairs, for `heads_a_thread` heads of one token. It
+// loads their angles once.
 struct RopeConfig {
-  int vector_elems = 1;  // elements of one memory access
+  int vector_elems = 1;  // elements per memory access
   int heads_a_thread = 1;
-  int rotating = 0;                                  // pairs of vectors of a head that are rotated
-  int columns = 1;                                   // the same plus pairs of vectors that are copied
-  int threads_x = 1, threads_y = 1, threads_z = 1;   // of a block: columns, groups of heads, tokens
-  int64_t blocks_x = 1, blocks_y = 1, blocks_z = 1;  // of the grid: tokens, groups of heads, columns
+  int rotating = 0;                                  // pairs of vectors per head that are rotated
+  int columns = 1;                                   // `rotating` plus the pairs of vectors that are copied
+  int threads_x = 1, threads_y = 1, threads_z = 1;   // block: columns, groups of heads, tokens
+  int64_t blocks_x = 1, blocks_y = 1, blocks_z = 1;  // grid: tokens, groups of heads, columns
   const char* why = "";
 };
 
-// The kernels of rope that are compiled.
+// The compiled kernels of rope.
 struct RopeInstance {
-  bool vectors;  // 16-byte vectors; else element by element
+  bool vectors;  // 16-byte vectors; otherwise element by element
   bool interleaved;
   int heads_a_thread;
-  int blocks;  // of kMaxThreads, for which a multiprocessor has registers
+  int blocks;  // blocks of kMaxThreads per multiprocessor that the registers allow
 
   constexpr bool matches(const RopeConfig& c, bool of_neighbours) const {
     return vectors == (c.vector_elems > 1) && (!vectors || interleaved == of_neighbours) &&
@@ -88,25 +88,20 @@ constexpr RopeConfig rope_config_of(const RopeProblem& p, int heads_a_thread, in
   return c;
 }
 
-// Two heads a thread where a token then fits one block (64 heads of 128 elements), else four: a token that is cut into
-// several blocks loses 0.03. Short heads: one head a thread. Their blocks have 64 threads where a token fills them,
-// 0.01 to 0.03 better than others; in place 128, 0.005 to 0.03 better. Measured on one H200 (bf16, lab/rope.cu;
-// every block size is in docs/design/2026-11-22-rope-and-heads.md), the best block's fraction of a copy of the
-// same bytes, out of place and in place (heads of 128: out of place):
-//   heads x D, tokens       one head a thread    two heads         four heads
-//   40 x 128, 16384         below 0.95           0.962             0.961
-//   72 x 128, 8192          below 0.93           0.932             0.966
-//   40 x 80, 16384          0.899, 0.914         0.919, 0.925      0.904, 0.908
-//   32 x 64, 16384          0.973, 0.982         0.956, 0.975      0.940, 0.943
-//   24 x 64, 8192           0.935, 0.969         0.937, 0.961      0.907, 0.924
-//   16 x 64, 16384          0.940, 0.972         0.934, 0.957      0.898, 0.889
-//   64 x 32, 32768          0.981, 0.987         0.929, 0.922      0.884, 0.861
+// Chooses the kernel. Measured on one H200 (bf16, lab/rope.cu); every block size is in
+// docs/design/2026-11-22-rope-and-heads.md, fractions of a copy of the same bytes:
+//
+// - Heads of 128: two heads per thread if a token then fits in one block, which holds 64 heads (40 heads: 0.962);
+//   otherwise four (72 heads: 0.966). A token divided over several blocks loses 0.03.
+// - Short heads: one head per thread (32 x 64: 0.973; two heads 0.956, four 0.940).
+// - Blocks of short heads: 64 threads if a token fills them, 0.01 to 0.03 better than others; in place 128 threads,
+//   0.005 to 0.03 better.
 constexpr RopeConfig choose_rope(const RopeProblem& p) {
   using namespace rope_detail;
   constexpr int kShortHead = 4;  // columns
   const RopeConfig c = rope_config_of(p, 2, kMaxThreads);
   if (c.vector_elems == 1) return c;
-  const int64_t threads = c.columns * head_groups(p, 1);  // of a token, with one head a thread
+  const int64_t threads = c.columns * head_groups(p, 1);  // threads per token, with one head per thread
   if (c.columns <= kShortHead && threads <= kMaxThreads) {
     const bool small = p.inplace ? threads <= 128 : threads % 64 == 0;
     return rope_config_of(p, 1, !small ? kMaxThreads : p.inplace ? 128 : 64);
@@ -133,31 +128,31 @@ constexpr const char* name(QkNormRopeKernel k) {
 
 struct QkNormRopeConfig {
   QkNormRopeKernel kernel = QkNormRopeKernel::looped;
-  int vector_elems = 1;    // elements of one memory access
-  int rotating = 0;        // pairs of vectors of a head that are rotated
-  int columns = 0;         // the same plus pairs of vectors that are not
-  int lanes = 32;          // threads of a head, a power of two
+  int vector_elems = 1;    // elements per memory access
+  int rotating = 0;        // pairs of vectors per head that are rotated
+  int columns = 0;         // `rotating` plus the pairs of vectors that are not
+  int lanes = 32;          // threads per head, a power of two
   int lane_bits = 5;       // log2(lanes)
-  int known_lanes = 0;     // lanes, where the kernel is compiled for their number; 0: it is not
-  int heads_a_thread = 1;  // of one token: side by side (registers), one after the other (ring)
+  int known_lanes = 0;     // lanes, if the kernel is compiled for that number; otherwise 0
+  int heads_a_thread = 1;  // heads of one token: side by side (registers), one after the other (ring)
   int threads_a_token = 32;
-  int slot_factor = 1;  // (thread * slot_factor) >> kSlotShift is the thread's token among the block's
+  int slot_factor = 1;  // (thread * slot_factor) >> kSlotShift is the index of the thread's token in the block
   int tokens_a_block = 1;
   int threads = 256;
   int64_t blocks = 1;
-  int64_t parts = 1;  // blocks along the heads of a token (registers)
+  int64_t parts = 1;  // blocks that share the heads of a token (registers)
   int stages = 0;     // heads in the ring, including the one in use
   int64_t shared_bytes = 0;
   const char* why = "";
 };
 
-// The kernels of qk_norm_rope that are compiled, beside the looped ones.
+// The compiled kernels of qk_norm_rope, beside the looped ones.
 struct QkNormRopeInstance {
   bool interleaved;
-  int head_dim;  // 64, 128: heads with the lanes of such a head, whose number the compiler knows; 0: any lanes
-  int heads;     // forward: of a thread; backward: in the ring
-  int threads;   // of a block, at most
-  int blocks;    // of `threads`, for which a multiprocessor has registers
+  int head_dim;  // 64, 128: the lanes of such a head are known at compile time; 0: any lanes
+  int heads;     // forward: per thread; backward: in the ring
+  int threads;   // most threads per block
+  int blocks;    // blocks of `threads` per multiprocessor that the registers allow
 
   constexpr int lanes(int element_bytes) const { return head_dim * element_bytes / 32; }
   constexpr bool matches(const QkNormRopeConfig& c, bool of_neighbours, int heads_of_c, int element_bytes) const {
@@ -178,7 +173,7 @@ using namespace rope_detail;
 constexpr int kSlotShift = 20;
 constexpr int slot_factor(int threads_a_token) { return (1 << kSlotShift) / threads_a_token + 1; }
 
-// The vectors and lanes of a head; `looped` where there are none.
+// Vectors and lanes of a head. `looped` if the head is not made of vectors.
 constexpr QkNormRopeConfig head_of(const RopeProblem& p) {
   QkNormRopeConfig c;
   const int vector = kVectorBytes / p.element_bytes;
@@ -199,7 +194,7 @@ constexpr QkNormRopeConfig head_of(const RopeProblem& p) {
   return c;
 }
 
-// c.lanes, where a kernel of the list is compiled for them; else 0.
+// c.lanes, if a kernel of the list is compiled for that number; otherwise 0.
 template <size_t kCount>
 constexpr int known_lanes(const QkNormRopeInstance (&list)[kCount], const RopeProblem& p, const QkNormRopeConfig& c) {
   for (const QkNormRopeInstance& i : list)
@@ -220,7 +215,8 @@ constexpr QkNormRopeConfig qk_norm_rope_forward_config(const RopeProblem& p, int
     return c;
   }
   c.heads_a_thread = heads_a_thread;
-  // The kernels that know their lanes also expect that every lane rotates two vectors and every group is full.
+  // Kernels compiled for a number of lanes also require that every lane rotates two vectors and that every group is
+  // full.
   const bool whole = c.lanes == c.rotating && c.lanes == c.columns && p.own_weights &&
                      p.q_heads % heads_a_thread == 0 && p.k_heads % heads_a_thread == 0;
   c.known_lanes = whole ? known_lanes(kQkNormRopeForward, p, c) : 0;
@@ -264,13 +260,13 @@ constexpr QkNormRopeConfig qk_norm_rope_backward_config(const RopeProblem& p, in
 }
 
 // Measured on one H200 (bf16, lab/qk_norm_rope.cu), fractions of a copy of the same bytes:
-//   heads x D                          40 x 128    72 x 128    32 x 64
-//   blocks of 96 threads                 0.970                   0.937
-//   blocks of 160 (96 registers)         0.964       0.960       0.929
-//   blocks of 320                        0.960       0.956       0.912
-//   2 heads a thread, blocks of 160      0.963                   0.940
-//   8 heads, blocks of 160               0.955       0.950       0.902
-//   lanes not known to the compiler      0.947       0.937       0.897
+//   heads x D                             40 x 128    72 x 128    32 x 64
+//   blocks of 96 threads                  0.970                   0.937
+//   blocks of 160 (96 registers)          0.964       0.960       0.929
+//   blocks of 320                         0.960       0.956       0.912
+//   2 heads per thread, blocks of 160     0.963                   0.940
+//   8 heads, blocks of 160                0.955       0.950       0.902
+//   lanes not known at compile time       0.947       0.937       0.897
 constexpr QkNormRopeConfig choose_qk_norm_rope_forward(const RopeProblem& p) {
   constexpr int kSmall = 96, kHeads = kQkNormRopeForward[0].heads, kThreads = kQkNormRopeForward[0].threads;
   const QkNormRopeConfig c = qk_norm_rope_forward_config(p, kHeads, kThreads);
@@ -278,9 +274,8 @@ constexpr QkNormRopeConfig choose_qk_norm_rope_forward(const RopeProblem& p) {
   return small ? qk_norm_rope_forward_config(p, kHeads, kSmall) : c;
 }
 
-// Takes the fewest heads a thread that fill 7/8 of a block's threads without lowering the number of blocks. Measured
-// as above:
-//   heads a thread            2              4              6              8
+// Takes the fewest heads per thread that fill 7/8 of a block's threads without fewer blocks. Measured as above:
+//   heads per thread          2              4              6              8
 //   40 x 128 (threads)    0.911 (480)    0.910 (480)    0.894 (512)    0.893 (480)
 //   72 x 128              0.851 (288)    0.908 (448)    0.900 (416)    0.908 (512)
 //   32 x 64               0.805 (512)    0.796 (512)    0.800 (512)    0.777 (512)
@@ -298,7 +293,7 @@ constexpr QkNormRopeConfig choose_qk_norm_rope_backward(const RopeProblem& p) {
   return best;
 }
 
-// Rows of partial sums that a backward writes: one a block (ring), or one a warp (looped).
+// Rows of partial sums that a backward writes: one per block (ring) or one per warp (looped).
 constexpr int64_t qk_norm_rope_partial_rows(const QkNormRopeConfig& c) {
   return c.kernel == QkNormRopeKernel::ring ? c.blocks : c.blocks * (c.threads / 32);
 }

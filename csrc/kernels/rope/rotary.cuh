@@ -4,13 +4,13 @@
 #include "device/packed.h"
 #include "kernels/rope/rope.h"
 
-// Device code that rope and qk_norm_rope share. T: storage of the activations; C: storage of cos and sin. Arithmetic is
-// float.
+// Device code that rope and qk_norm_rope share. T: storage type of the activations; C: storage type of cos and sin.
+// Arithmetic is float.
 namespace warpsmith::rotary {
 
 using device::Packed, device::packed_at, device::rounded, device::unpack;
 
-// N elements as floats, in pieces of at most 16 bytes.
+// Loads N elements as floats, in accesses of at most 16 bytes.
 template <int N, class T> __device__ __forceinline__ void load_floats(float (&to)[N], const T* from) {
   constexpr int kPiece = N * sizeof(T) > 16 ? 16 / sizeof(T) : N;
 #pragma unroll
@@ -22,14 +22,14 @@ template <int N, class T> __device__ __forceinline__ void load_floats(float (&to
   }
 }
 
-// The place of a token, and its angles.
+// Where a token is, and where its angles are.
 struct Token {
-  int64_t batch, index;  // batch entry, and index in it
-  int64_t angles;        // the first element of its row of cos and sin
-  bool valid;            // it has a row
+  int64_t batch, index;  // batch entry, and index in that entry
+  int64_t angles;        // index of the first element of the token's row of cos and sin
+  bool valid;            // the token has a row of cos and sin
 };
 
-// The last sequence that begins at or before `token`. It is not empty unless the token lies in no sequence.
+// The last sequence that begins at or before `token`. It is empty only if the token is in no sequence.
 __device__ __forceinline__ int64_t sequence_of(const RotaryPositions& p, int64_t token) {
   int64_t low = 0, high = p.sequences;  // low == 0 or cu_seqlens[low] <= token; cu_seqlens[high] > token
   while (high - low > 1) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ int64_t sequence_of(const RotaryPositions& p, int64_t
   return low;
 }
 
-// Finds the place alone.
+// Finds the batch entry and index, not the angles.
 __device__ __forceinline__ Token place_of(const RotaryShape& shape, int64_t token) {
   Token t{0, token, 0, true};
   if (shape.batch > 1) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ Token place_of(const RotaryShape& shape, int64_t toke
   return t;
 }
 
-// Finds the angles of a token whose place is known.
+// Finds the angles of a token whose batch entry and index are known.
 __device__ __forceinline__ void find_angles(Token& t, const RotaryShape& shape, const RotaryAngles& a,
                                             const RotaryPositions& p) {
   if (a.per_token) {
@@ -88,12 +88,12 @@ __device__ __forceinline__ Token find_token(const RotaryShape& shape, const Rota
   return t;
 }
 
-// A thread's elements of a head: two vectors that hold both members of each of their pairs, or two vectors that are not
-// rotated. The two are half the rotary dimension apart; single elements of interleaved pairs are neighbours.
+// A thread's elements of a head: two vectors that together hold whole pairs, or two vectors that are not rotated. The
+// two vectors are half the rotary dimension apart. Single elements of interleaved pairs are neighbours.
 struct Columns {
   int first, second;  // elements of the head
   bool rotates;
-  bool has_second;  // true wherever it rotates
+  bool has_second;  // always true if the vectors rotate
 };
 
 template <int N>
@@ -107,13 +107,14 @@ __device__ __forceinline__ Columns columns_of(const RotaryShape& shape, int rota
   return {first, second, false, second < shape.head_dim};
 }
 
-// The N angles of a thread's two vectors. Half-split vectors and single elements: angle k is that of pair (first[k],
-// second[k]). Interleaved vectors: the N / 2 pairs of the first vector, then the N / 2 pairs of the second.
+// The N angles of a thread's two vectors. Half-split vectors and single elements: angle k belongs to the pair
+// (first[k], second[k]). Interleaved vectors: first the N / 2 pairs of the first vector, then the N / 2 pairs of the
+// second.
 template <int N> struct Angles {
   float cos[N], sin[N];
 };
 
-// A float with all bits set is a NaN, of 32 bits and of 16. A word holds two 16-bit elements.
+// With all bits set, 32-bit and 16-bit floats are NaN. A word holds two 16-bit elements.
 __device__ __forceinline__ void set_bits(uint32_t& two) { two = 0xffffffffu; }
 __device__ __forceinline__ void set_bits(float& x) { x = __uint_as_float(0xffffffffu); }
 template <class T> __device__ __forceinline__ void set_bits(T& x) { x.bits = 0xffff; }
@@ -129,13 +130,13 @@ template <class C, int N, bool kInterleaved> struct PackedAngles {
   static constexpr int kPiece = kAdjacent < kMost ? kAdjacent : kMost, kPieces = N / kPiece;
   Packed<C, kPiece> cos[kPieces], sin[kPieces];
 
-  // NaN, which stays where a token has no angles.
+  // Starts as NaN; a token without angles keeps it.
   __device__ __forceinline__ PackedAngles() {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) cos[i] = sin[i] = all_bits();
   }
 
-  // Only for a token that has angles.
+  // Call it only for a token that has angles.
   __device__ __forceinline__ void load(const RotaryShape& shape, const RotaryAngles& a, const Token& token,
                                        const Columns& c) {
     const C *cos_row = static_cast<const C*>(a.cos) + token.angles,
@@ -187,7 +188,7 @@ template <class C, int N, bool kInterleaved> struct PackedAngles {
     return piece;
   }
 
-  // Angles that are stored twice, element by element. This form is rare and must not cost the others registers.
+  // Reads angles that are stored twice, element by element. This form is rare and must not cost the others registers.
   __device__ __forceinline__ static Packed<C, kPiece> every_second(const C* from) {
     float x[kPiece];
 #pragma unroll
@@ -196,7 +197,7 @@ template <class C, int N, bool kInterleaved> struct PackedAngles {
   }
 };
 
-// (a, b) -> (a cos - b sin, b cos + a sin) for the pairs of two vectors.
+// Rotates the pairs of two vectors: (a, b) -> (a cos - b sin, b cos + a sin).
 template <bool kInterleaved, int N>
 __device__ __forceinline__ void rotate(float (&first)[N], float (&second)[N], const Angles<N>& by) {
   if constexpr (!kInterleaved) {

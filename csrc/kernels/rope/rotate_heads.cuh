@@ -6,15 +6,16 @@
 #include "kernels/rope/rope_config.h"
 #include "kernels/rope/rotary.cuh"
 
-// The kernel of rope, both directions. Reads each element of q and k once and writes it once: 2 * sizeof(T) bytes an
-// element (in place: a rotated element). Extras: each group of heads of a token reads the token's cos and sin,
-// 2 * sizeof(C) bytes a pair of rotated elements, from the L1 or L2 cache. With packed sequences or offsets every
-// thread reads 4 or 8 bytes for each step of its search.
+// The kernel of rope, for both directions. Reads and writes each element of q and k once: 2 * sizeof(T) bytes per
+// element (in place: per rotated element).
+//
+// Beside that: each group of heads reads its token's cos and sin from the L1 or L2 cache, 2 * sizeof(C) bytes per pair.
+// With packed sequences or offsets every thread reads 4 or 8 bytes per step of its search.
 namespace warpsmith::rope {
 
-// The heads of one group of one token.
+// The heads of one group, of one token.
 struct Heads {
-  const void* in;  // the first head
+  const void* in;  // address of the first head
   void* out;
   int64_t in_step, out_step;  // elements from head to head
   int count;
@@ -31,12 +32,12 @@ template <class T> __device__ __forceinline__ Heads heads_of(const RopeParams& p
           out.head_stride, static_cast<int>(in.heads) - first};
 }
 
-// A thread holds two vectors of U heads of one token. Its column, group of heads and token are the block's three
-// dimensions, so that it divides only by the tokens of a batch entry. There is no barrier and no shared memory: threads
-// without work return. I: of kRopeInstances.
+// A thread holds two vectors of U heads of one token. The block's three dimensions are columns, groups of heads, and
+// tokens, so the only division is by the number of tokens. No barrier and no shared memory: threads without work
+// return. I: an element of kRopeInstances.
 template <class T, class C, class I> __global__ void __launch_bounds__(rope_detail::kMaxThreads, I::value.blocks)
     rotate_heads(RopeParams p, RopeConfig c) {
-  constexpr int N = I::value.vectors ? 16 / sizeof(T) : 1;  // elements of one memory access
+  constexpr int N = I::value.vectors ? 16 / sizeof(T) : 1;  // elements per memory access
   constexpr int U = I::value.heads_a_thread;
   constexpr bool kInterleaved = I::value.interleaved;
   const int column = blockIdx.z * blockDim.x + threadIdx.x, group = blockIdx.y * blockDim.y + threadIdx.y;

@@ -6,18 +6,18 @@
 
 namespace warpsmith {
 
-// Every refusal states op, argument, what was expected and what came; it reaches Python as ValueError with exactly this
-// text.
+// Every refusal states op, argument, what was expected and what was given. It reaches Python as a ValueError with
+// exactly this text.
 [[noreturn]] inline void refuse(const char* op, const char* argument, const std::string& expected,
                                 const std::string& got) {
   throw std::invalid_argument(std::string(op) + ": " + argument + ": expected " + expected + ", got " + got);
 }
 
-// Before torch 2.13 the reason of a failed call does not cross the stable ABI, so an allocation names itself; Python
-// turns this text back into torch.OutOfMemoryError (ops/_library.py).
+// Before torch 2.13 the reason of a failed call does not cross the stable ABI, so an allocation failure names itself.
+// Python turns this text back into torch.OutOfMemoryError (ops/_library.py).
 inline constexpr const char* kOutOfMemory = "out of memory: ";
 
-// The one place where a native failure becomes an exception.
+// The only place where a native failure becomes an exception.
 inline void raise_if_failed(const char* op, const Status& status) {
   switch (status.kind()) {
     case Status::Kind::ok: return;

@@ -7,7 +7,7 @@
 #include "torch/support/matmul.h"
 #include "torch/support/rows.h"
 
-// What the linear losses share: their inputs, the walk over chunks of rows, and the gradients that chunks add up to.
+// What the linear losses share: their inputs, the loop over chunks of rows, and the sums of gradients over chunks.
 namespace warpsmith {
 
 #ifdef WARPSMITH_CUDA
@@ -29,7 +29,7 @@ struct OnDeviceOf {
 
 // The checked inputs of a linear loss, as matrices.
 struct LinearInputs : LossRows {
-  Tensor hidden_any;           // as given: its gradient has this shape
+  Tensor hidden_any;           // as given: the gradient has this shape
   Tensor hidden;               // [rows, width], adjacent columns
   Tensor weight;               // [classes, width]
   std::optional<Tensor> bias;  // [classes]
@@ -52,7 +52,7 @@ inline LinearInputs linear_inputs(const char* op, const Tensor& hidden, const Te
     check_shape(op, "bias", *bias, {classes});
     check_same_device(op, "bias", *bias, hidden);
   }
-  // Rows that overlap (expanded ones) are copied: a matrix product wants them apart.
+  // Rows that overlap (expanded tensors) are copied, because matrix products cannot read them.
   const bool apart = rows.stride >= rows.columns;
   const Tensor base = apart ? rows.tensor : as_contiguous(rows.tensor);
   const int64_t stride = std::max<int64_t>(apart ? rows.stride : rows.columns, 1);
@@ -72,8 +72,8 @@ inline LinearLossChunks chunks_of(const LinearInputs& in, int64_t max_chunk_byte
   return choose_linear_loss_chunks({in.rows, in.classes, size_bytes(in.dtype), max_chunk_bytes, in.hidden.is_cuda()});
 }
 
-// What fills a row up to whole vectors is zero: matrix products read it with the last classes, into results that nobody
-// keeps.
+// Columns beyond the classes, which fill a row up to whole vectors, are zero: matrix products read them together with
+// the last classes and write results that nobody uses.
 inline Tensor allocate_logits(const LinearInputs& in, int64_t rows, const LinearLossChunks& chunks) {
   const int64_t sizes[2] = {rows, chunks.logits_stride}, rest = chunks.logits_stride - in.classes;
   Tensor logits = allocate(in.op, "logits", sizes, 2, dtype_code(in.hidden), in.hidden);
@@ -95,9 +95,9 @@ inline void make_logits(const LinearInputs& in, int64_t first, const Tensor& log
     multiply(logits, hidden, weight, scale);
 }
 
-// Calls use(p, first, chunk) for each chunk of rows: `first` row, `chunk` a place [rows, classes] for its logits, and
-// the params of cross_entropy over it. All chunks have one place in turn; or with `all`, a tensor of all rows' logits,
-// each its own.
+// Calls use(p, first, chunk) for each chunk of rows. `first` is the chunk's first row, `chunk` the place of its logits
+// [rows, classes], `p` the params of cross_entropy over it. All chunks share one place, one after the other; with
+// `all`, a tensor of all rows' logits, each chunk has its own.
 template <class Use>
 void for_chunks(const LinearInputs& in, const LinearLossChunks& chunks, const std::optional<Tensor>& all, Use&& use) {
   if (in.rows == 0) return;
@@ -126,8 +126,8 @@ inline void check_wanted(const LinearInputs& in, const WantedGradients& wanted) 
   if (wanted.bias && !in.bias) refuse(in.op, "bias", "a tensor when its gradient is wanted", "None");
 }
 
-// The gradients of a linear loss, to which each chunk of dlogits adds its part. The weight's is summed in `sum_dtype`
-// or straight into `weight_sum`; the bias's in real.
+// The gradients of a linear loss; each chunk of dlogits adds its part. The weight gradient is summed in `sum_dtype`, or
+// directly into `weight_sum`; the bias gradient in real.
 class GradientSums {
  public:
   GradientSums(const LinearInputs& in, WantedGradients wanted, int32_t sum_dtype,
@@ -147,7 +147,7 @@ class GradientSums {
     if (wanted.bias && in.rows == 0) torch::stable::zero_(dbias_);
   }
 
-  // dlogits: of the rows from `first` on, [rows, classes] with adjacent classes.
+  // dlogits: [rows, classes] with adjacent classes, of the rows from `first` on.
   void add(int64_t first, const Tensor& dlogits) {
     const int64_t rows = dlogits.size(0), stride = in_.hidden.stride(0);
     const bool more = first > 0;
@@ -163,7 +163,7 @@ class GradientSums {
   const Tensor& dweight() const { return dweight_; }
   const Tensor& dbias() const { return dbias_; }
 
-  // As a backward returns them: in the dtype of hidden, nothing for a weight whose sum the caller has.
+  // Returns the gradients as a backward does: in the dtype of hidden; no weight gradient if the caller owns its sum.
   std::tuple<Tensor, Tensor, Tensor> rounded() const {
     const int32_t own = dtype_code(in_.hidden);
     return {dhidden_,
@@ -201,8 +201,8 @@ class GradientSums {
   Tensor dhidden_, dweight_, dbias_;
 };
 
-// The dtype in which the weight's gradient is summed: float32 where 16-bit chunks would round once each, unless the
-// caller says otherwise.
+// The dtype in which the weight gradient is summed. float32 if several 16-bit chunks would each round, unless the
+// caller chooses.
 inline int32_t weight_sum_dtype(const LinearInputs& in, std::optional<ScalarType> dw_dtype, int64_t chunks) {
   const int32_t own = dtype_code(in.hidden), wide = real_code(in.dtype);
   if (!dw_dtype) return chunks > 1 || in.dtype == Dtype::float16 ? wide : own;

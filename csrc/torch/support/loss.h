@@ -6,8 +6,8 @@
 #include "torch/support/device.h"
 #include "torch/support/tensor.h"
 
-// What the bindings of cross_entropy and of the linear losses share: options, targets, class weights, and the sums
-// before and after the pass over the logits.
+// What the bindings of cross_entropy and the linear losses share: options, targets, class weights, and the sums
+// computed before and after the pass over the logits.
 namespace warpsmith {
 
 // The dtype of losses, row statistics and class weights: float32, or float64 for float64 logits.
@@ -25,12 +25,12 @@ inline Tensor allocate_scalar(const char* op, const char* argument, int32_t dtyp
   return allocate(op, argument, nullptr, 0, dtype, like);
 }
 
-// An output that is not wanted: a tensor without elements.
+// Stands for an output that is not wanted: a tensor without elements.
 inline Tensor nothing(const char* op, int32_t dtype, const Tensor& like) {
   return allocate_vector(op, "no result", 0, dtype, like);
 }
 
-// The address of element `offset` of a tensor that may be absent.
+// Address of element `offset` of an optional tensor, or null.
 inline void* at(const std::optional<Tensor>& t, int64_t offset = 0) {
   if (!t) return nullptr;
   return static_cast<char*>(t->mutable_data_ptr()) + offset * static_cast<int64_t>(t->element_size());
@@ -61,8 +61,8 @@ inline Reduction check_reduction(const char* op, int64_t number) {
   return reduction;
 }
 
-// The targets of the rows of `like`, whose last dimension holds the elements of a row, as int64. Like torch's losses
-// this takes uint8 classes as well.
+// Returns the targets of the rows of `like` (its last dimension is a row) as int64. Accepts uint8 classes, as torch's
+// losses do.
 inline Tensor check_target(const char* op, const Tensor& target, const Tensor& like) {
   const ScalarType dtype = dtype_of(op, "target", target);
   if (dtype != ScalarType::Long && dtype != ScalarType::Byte)
@@ -78,7 +78,7 @@ inline Tensor check_target(const char* op, const Tensor& target, const Tensor& l
   return as_contiguous(in_dtype(op, "target", target, aoti_torch_dtype_int64()));
 }
 
-// The rows of a loss, without their logits.
+// What a loss knows of its rows, without their logits.
 struct LossRows {
   const char* op;
   Dtype dtype;    // of the logits
@@ -97,8 +97,8 @@ struct LossRows {
     class_weight = as_contiguous(in_dtype(op, "class_weight", *weight, real_code(dtype)));
   }
 
-  // Refuses labels that are neither classes nor ignore_index, and names the first. On CUDA the host must wait for the
-  // device, so this happens on request alone.
+  // Refuses labels that are neither classes nor ignore_index, and names the first. On CUDA the host would have to wait
+  // for the device, so labels there are checked only if `on_cuda_too`.
   void check_labels(bool on_cuda_too = false) const {
     if (target.is_cuda() && !on_cuda_too) return;
     Tensor labels = target;
@@ -121,7 +121,7 @@ struct LossRows {
            std::to_string(label[bad]) + " at position " + std::to_string(bad));
   }
 
-  // The rows from `first` on, `count` of them, whose logits lie `stride` elements apart.
+  // Params for `count` rows from row `first` on. The rows of `logits` are `stride` elements apart.
   CrossEntropyParams params(const Tensor& logits, int64_t stride, int64_t first, int64_t count) const {
     CrossEntropyParams p{};
     p.logits = logits.const_data_ptr();
@@ -141,12 +141,12 @@ struct LossRows {
   template <class Cuda, class Cpu> void run(Cuda&& cuda, Cpu&& cpu) const { run_on(op, target, cuda, cpu); }
 };
 
-// Sums over the rows need this buffer, one after the other.
+// The buffer for sums over rows. One sum after the other may use it.
 inline Tensor allocate_partials(const LossRows& in) {
   return allocate_vector(in.op, "partial sums", kCrossEntropyPartials, real_code(in.dtype), in.target);
 }
 
-// What is summed before any logit is read: what a mean divides by, and for label smoothing the class weights.
+// Sums computed before any logit is read: what a mean divides by, and for label smoothing the sum of class weights.
 struct Denominator {
   std::optional<Tensor> denominator, class_weight_total;  // scalars
   CrossEntropyDenominatorParams p{};
@@ -165,7 +165,7 @@ struct Denominator {
   Status cpu(const Parallel& threads) const { return wanted() ? cross_entropy_denominator_cpu(p, threads) : Status(); }
 };
 
-// What is summed over the results of all rows: the loss, unless there is no reduction, and with `argmax` the accuracy.
+// Sums over the results of all rows: the loss, unless reduction is none, and with `argmax` the accuracy.
 struct Reduced {
   std::optional<Tensor> loss, accuracy;  // scalars
   CrossEntropyReduceParams p{};
@@ -192,7 +192,7 @@ struct Reduced {
   Status cpu(const Parallel& threads) const { return wanted() ? cross_entropy_reduce_cpu(p, threads) : Status(); }
 };
 
-// Runs a Denominator or a Reduced.
+// Computes a Denominator or a Reduced.
 template <class Sums> void run_sums(const LossRows& in, const Sums& sums) {
   if (!sums.wanted()) return;
   in.run([&](void* stream) { return sums.cuda(stream); }, [&](const Parallel& threads) { return sums.cpu(threads); });

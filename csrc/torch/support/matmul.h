@@ -10,8 +10,8 @@
 #include "common/cublas.h"
 #endif
 
-// Matrix products by torch, on the tensors' device and stream. Called below the dispatcher: neither autograd nor
-// autocast sees them. Shapes and dtypes are the caller's business.
+// Matrix products by torch, on the tensors' device and stream. They run below the dispatcher, so neither autograd nor
+// autocast sees them. The caller checks shapes and dtypes.
 extern "C" {
 AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2);
 AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat1,
@@ -29,7 +29,7 @@ __attribute__((weak)) AOTITorchError torch_get_current_cuda_blas_handle(void** h
 
 namespace warpsmith {
 
-// A view of a tensor's memory from its element `offset` on, of two dimensions; unknown to autograd.
+// A two-dimensional view of a tensor's memory from element `offset` on. Autograd does not see it.
 inline Tensor matrix_view(const Tensor& t, int64_t offset, int64_t rows, int64_t columns, int64_t row_stride,
                           int64_t column_stride = 1) {
   const int64_t sizes[2] = {rows, columns}, strides[2] = {row_stride, column_stride};
@@ -79,8 +79,8 @@ inline void multiply_add(const Tensor& out, const Tensor& c, const Tensor& a, co
   matmul_detail::addmm_out(out, c, a, b, scale, scale);
 }
 
-// sum (+)= a^T @ b, where a and b [rows, ...] have adjacent columns and sum is contiguous; in float32 whatever the
-// dtype of a and b, if sum is.
+// sum (+)= a^T @ b, where a and b [rows, ...] have adjacent columns and sum is contiguous. If sum is float32, products
+// are added in float32 whatever the dtype of a and b.
 inline void add_outer_products(const char* op, const Tensor& sum, const Tensor& a, const Tensor& b, bool add) {
   const Tensor transposed = matrix_view(a, 0, a.size(1), a.size(0), 1, a.stride(0));
   if (dtype_code(sum) == dtype_code(a)) {

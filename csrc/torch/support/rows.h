@@ -3,9 +3,8 @@
 
 namespace warpsmith {
 
-// A tensor read as rows over its last dimension: adjacent columns, one stride between rows. Tensors whose leading
-// dimensions do not collapse to one stride (or whose columns are not adjacent) are copied once; `tensor` keeps that
-// copy alive.
+// A tensor read as rows over its last dimension: adjacent columns, one stride between rows. A tensor whose columns are
+// not adjacent, or whose leading dimensions do not collapse to one stride, is copied; `tensor` keeps the copy alive.
 struct Rows {
   Tensor tensor;
   int64_t rows = 1;

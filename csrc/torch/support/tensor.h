@@ -32,7 +32,7 @@ inline std::string device_text(const Tensor& t) {
                      : "a tensor on another kind of device";
 }
 
-// As Python writes it, for the dtypes that users mix up; the others by torch's internal name.
+// The name that Python uses, for dtypes that users mix up; torch's internal name for the others.
 inline std::string dtype_text(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Float: return "float32";
@@ -53,13 +53,13 @@ inline std::string dtype_text(ScalarType dtype) {
   }
 }
 
-// The dtype of an argument that must be given: the dispatcher lets Python's None pass as a tensor that is none.
+// The dtype of a required argument. The dispatcher lets Python's None pass as an undefined tensor.
 inline ScalarType dtype_of(const char* op, const char* argument, const Tensor& t) {
   if (!t.defined()) refuse(op, argument, "a tensor", "None");
   return t.scalar_type();
 }
 
-// The dtype of a floating tensor that our kernels know.
+// The dtype of a floating-point tensor that the kernels support.
 inline Dtype float_dtype(const char* op, const char* argument, const Tensor& t) {
   switch (dtype_of(op, argument, t)) {
     case ScalarType::Float: return Dtype::float32;
@@ -76,7 +76,8 @@ inline void check_dtype(const char* op, const char* argument, const Tensor& t, D
   if (const Dtype got = float_dtype(op, argument, t); got != expected) refuse(op, argument, name(expected), name(got));
 }
 
-// The dtype of a weight, bias, residual or table beside an activation of `dtype`: the same, or float32 beside 16 bits.
+// The dtype of a weight, bias, residual or table beside an activation of `dtype`: the same, or float32 beside a 16-bit
+// one.
 inline Dtype check_dtype_beside(const char* op, const char* argument, const Tensor& t, Dtype dtype) {
   const Dtype got = float_dtype(op, argument, t);
   if (!is_same_or_float32(got, dtype)) refuse(op, argument, same_or_float32_text(dtype), name(got));
@@ -100,14 +101,14 @@ inline void check_same_shape(const char* op, const char* argument, const Tensor&
   if (!same) refuse(op, argument, "shape " + shape_text(like), shape_text(t));
 }
 
-// The kind of device is compared as well as its index: a meta tensor among real ones has index 0 too.
+// Compares the kind of device as well as its index: a meta tensor has index 0 too.
 inline void check_same_device(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
   const auto a = t.device(), b = like.device();
   if (a.type() != b.type() || a.index() != b.index()) refuse(op, argument, device_text(like), device_text(t));
 }
 
-// A new tensor on the device of `like`, from torch's allocator. Straight through the C shim: torch::stable::empty goes
-// through the boxed dispatcher and costs about 1 us more.
+// Allocates a tensor on the device of `like`, through torch's allocator. Calls the C shim directly:
+// torch::stable::empty goes through the boxed dispatcher and costs about 1 us more.
 inline Tensor allocate_strided(const char* op, const char* argument, const int64_t* sizes, const int64_t* strides,
                                int64_t dim, int32_t dtype, const Tensor& like) {
   int32_t device_type = 0;
@@ -157,8 +158,8 @@ inline Tensor allocate_like(const char* op, const char* argument, const Tensor& 
   return allocate(op, argument, sizes.data(), static_cast<int64_t>(sizes.size()), dtype_code(like), like);
 }
 
-// Itself, or a contiguous copy. Not torch::stable::contiguous: it goes through the boxed dispatcher, 0.5 us for
-// nothing, and where memory is short its failure has no reason.
+// Returns t, or a contiguous copy. torch::stable::contiguous goes through the boxed dispatcher (0.5 us even if it does
+// nothing), and if memory is short its error has no reason.
 inline Tensor as_contiguous(const Tensor& t, const char* op = "warpsmith") {
   if (t.is_contiguous()) return t;
   Tensor copy = allocate_like(op, "a contiguous copy", t);
@@ -166,7 +167,7 @@ inline Tensor as_contiguous(const Tensor& t, const char* op = "warpsmith") {
   return copy;
 }
 
-// A copy in another dtype.
+// Returns a copy in another dtype.
 inline Tensor converted(const char* op, const char* what, const Tensor& t, int32_t dtype) {
   const auto sizes = t.sizes();
   Tensor copy = allocate(op, what, sizes.data(), static_cast<int64_t>(sizes.size()), dtype, t);

@@ -10,7 +10,7 @@ from warpsmith.nn._dropout_add import DropoutAdd
 from warpsmith.nn._dropout_add_layer_norm import DropoutAddLayerNorm
 from warpsmith.nn._dropout_add_rms_norm import DropoutAddRMSNorm
 from warpsmith.nn._layer_norm import LayerNorm
-from warpsmith.nn._linear_cross_entropy import LinearCrossEntropyLoss
+from warpsmith.nn._linear_cross_entropy_head import LinearCrossEntropyHead
 from warpsmith.nn._qk_norm_rope import QKNormRoPE
 from warpsmith.nn._rms_norm import RMSNorm
 from warpsmith.nn._rotary_embedding import RotaryEmbedding
@@ -26,7 +26,7 @@ __all__ = [
     "DropoutAddLayerNorm",
     "DropoutAddRMSNorm",
     "LayerNorm",
-    "LinearCrossEntropyLoss",
+    "LinearCrossEntropyHead",
     "QKNormRoPE",
     "RMSNorm",
     "RotaryEmbedding",

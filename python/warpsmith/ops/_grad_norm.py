@@ -1,8 +1,9 @@
-"""The raw ops of gradient norms, with their fakes."""
+"""The raw ops of gradient norms, with the fakes of those that traced code may call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +32,27 @@ def _fake_clip(tensors: list[Tensor], norm: Tensor, max_norm: float) -> None:
     _check.same_device("clip_grads", "norm", norm, tensors[0])
 
 
+def _check_scalars(op: str, tensors: Sequence[Tensor], **scalars: Tensor) -> None:
+    _check_lists(op, tensors)
+    for name, t in scalars.items():
+        _check.same_device(op, name, t, tensors[0])
+
+
+def _fake_check(
+    tensors: list[Tensor], p: float, scale: Tensor, max_norm: float, found_inf: Tensor, bad_counts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_scalars("grad_check", tensors, scale=scale, found_inf=found_inf, bad_counts=bad_counts)
+    return *_fake_norm(tensors, p), tensors[0].new_empty((), dtype=torch.float32)
+
+
+def _fake_unscale(tensors: list[Tensor], inv_scale: Tensor, found_inf: Tensor, bad_counts: Tensor) -> None:
+    _check_scalars("unscale_grads", tensors, inv_scale=inv_scale, found_inf=found_inf, bad_counts=bad_counts)
+
+
 register_fake("grad_norm", _fake_norm)
 register_fake("clip_grads", _fake_clip)
+register_fake("grad_check", _fake_check)
+register_fake("unscale_grads", _fake_unscale)
 
 
 def norm_and_power_sum(tensors: Sequence[Tensor], p: float) -> tuple[Tensor, Tensor]:
@@ -40,6 +60,55 @@ def norm_and_power_sum(tensors: Sequence[Tensor], p: float) -> tuple[Tensor, Ten
     return call_raw(raw.grad_norm.default, list(tensors), p)
 
 
+# What the chunks of a norm begin at in a tensor: all lengths that a chunk may have divide it
+# (csrc/kernels/optim/grad_norm.h). So the chunks of a tensor that is cut there are those of the whole one.
+CUT_ELEMS = {"cpu": 16 * 1024, "cuda": 64 * 1024}
+
+
+def chunk_elems(like: Tensor, total_elems: int) -> int:
+    """The elements of a chunk on the device of ``like``, for so many on all ranks."""
+    elems: int = raw.grad_norm_chunk_elems.default(like, total_elems)
+    return elems
+
+
+def partial_power_sums(tensors: Sequence[Tensor], p: float, total_elems: int) -> Tensor:
+    """The float64 sums of the chunks of dense tensors of one device, of ``total_elems`` on all ranks."""
+    return call_raw(raw.grad_norm_partials.default, list(tensors), p, total_elems)
+
+
+def norm_of_partials(partials: Tensor, p: float, wide: bool) -> tuple[Tensor, Tensor]:
+    """What ``norm_and_power_sum`` gives, from all chunks in order; ``wide``: for a norm in float64."""
+    return call_raw(raw.grad_norm_finish.default, partials, p, wide)
+
+
 def clip_in_place(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Multiplies dense tensors of one device by ``min(1, max_norm / (norm + 1e-6))``."""
     call_raw(raw.clip_grads.default, list(tensors), norm, max_norm)
+
+
+class Checked(NamedTuple):
+    """What :func:`check_gradients` finds out about dense tensors of one device."""
+
+    norm: Tensor  # once they are divided by the scale; dtype as norm_and_power_sum's
+    power_sum: Tensor  # of the scaled ones, float64
+    grad_scale: Tensor  # float32: scale / min(1, max_norm / (norm + 1e-6)); the scale itself where nothing is clipped
+    found_inf: Tensor  # float32: 1 where the norm is not finite, else 0
+    bad_counts: Tensor  # int64, one a tensor: elements that are not finite; all 0 where the norm is finite
+
+
+def check_gradients(tensors: Sequence[Tensor], p: float, scale: Tensor, max_norm: float) -> Checked:
+    """Reads dense tensors of one device once, and a second time only where their norm is not finite."""
+    found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+    bad_counts = torch.zeros(len(tensors), dtype=torch.int64, device=scale.device)
+    arguments = (list(tensors), p, scale, max_norm, found_inf, bad_counts)
+    norm, power_sum, grad_scale = call_raw(raw.grad_check.default, *arguments)
+    return Checked(norm, power_sum, grad_scale, found_inf, bad_counts)
+
+
+def unscale_in_place(tensors: Sequence[Tensor], inv_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiplies dense tensors of one device by ``inv_scale``. Returns ``found_inf`` and ``bad_counts``, as
+    :class:`Checked` has them, of what is stored."""
+    found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
+    bad_counts = torch.zeros(len(tensors), dtype=torch.int64, device=inv_scale.device)
+    call_raw(raw.unscale_grads.default, list(tensors), inv_scale, found_inf, bad_counts)
+    return found_inf, bad_counts

@@ -11,7 +11,7 @@ from warpsmith import _C
 from warpsmith.ops._library import call_raw, raw
 
 COUNTER = "step"  # the name of a step counter among states
-MASTER = "master"  # and of a float32 master
+EXTRAS = ("master", "compensation", "remainder")  # what a storage may keep of a parameter beside its states
 
 
 def index_of(optimizer: str) -> int:
@@ -40,22 +40,24 @@ def optim_table(
     params: Sequence[Tensor],
     states: Sequence[Mapping[str, Tensor]],
     groups: Sequence[int],
+    first_elems: Sequence[int] = (),
 ) -> tuple[Tensor, int]:
     """The table of addresses and sizes of :data:`optim_step`, on the device of the parameters, and its ``most``.
 
-    ``states[i]`` has the states of tensor ``i`` by name, its counter as ``step`` if its steps are counted, and its
-    ``master`` where the storage has masters;
-    ``groups[i]`` is the row of hyperparameters that tensor ``i`` takes. The table refers to the tensors without keeping
-    them alive.
+    ``states[i]`` has the states of tensor ``i`` by name, its counter as ``step`` if its steps are counted, and what
+    the storage keeps of it beside them by its name in :data:`EXTRAS`;
+    ``groups[i]`` is the row of hyperparameters that tensor ``i`` takes. ``first_elems[i]``, where rounding is random:
+    the index of its first element among those of all tensors. The table refers to the tensors without keeping them
+    alive.
     """
     names = state_names(optimizer)
-    arrays = [state[name] for state in states for name in (*names, COUNTER, MASTER) if name in state]
+    arrays = [state[name] for state in states for name in (*names, COUNTER, *EXTRAS) if name in state]
     has = [sum(1 << bit for bit, name in enumerate((*names, COUNTER)) if name in state) for state in states]
     most = 0
     for bits in has:
         most |= bits & ((1 << len(names)) - 1)
     kind = (index_of(optimizer), storage_index(storage))
-    table = call_raw(raw.optim_table.default, *kind, list(params), arrays, has, list(groups))
+    table = call_raw(raw.optim_table.default, *kind, list(params), arrays, has, list(groups), list(first_elems))
     return table, most
 
 

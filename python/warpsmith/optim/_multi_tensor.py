@@ -16,7 +16,6 @@ from warpsmith import _C
 from warpsmith.ops import _check
 from warpsmith.ops._optim import (
     COUNTER,
-    MASTER,
     index_of,
     optim_pointers,
     optim_step,
@@ -26,6 +25,7 @@ from warpsmith.ops._optim import (
     value_names,
 )
 from warpsmith.optim import _tensor_list as lists
+from warpsmith.optim._precision import EXTRA_DTYPES, PRECISIONS, dtypes_of, storage_of
 
 Group = dict[str, Any]
 Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
@@ -36,33 +36,6 @@ AT_LEAST_0: Check = ("a number >= 0", lambda x: x >= 0)
 A_NUMBER: Check = ("a number", lambda x: x == x)
 A_PART: Check = ("a number in [0, 1)", lambda x: not isinstance(x, Tensor) and 0 <= x < 1)
 TWO_PARTS: Check = ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(A_PART[1](b) for b in x))
-
-
-# {precision: {dtype of a parameter: what it and its states are stored in}}. By default the first that has the dtype.
-_STORAGES: dict[str, dict[torch.dtype, str]] = {
-    "fp32": {torch.float32: "float32", torch.float64: "float64"},
-    "bf16": {torch.bfloat16: "bfloat16", torch.float16: "float16"},
-    "master": {torch.bfloat16: "bfloat16_master", torch.float16: "float16_master", torch.float32: "float32"},
-    "bf16_states": {torch.float32: "bfloat16_states", torch.bfloat16: "bfloat16"},
-}
-# Of storages in which states have another dtype than parameters.
-_STATE_DTYPES = {
-    "bfloat16_master": torch.float32,
-    "float16_master": torch.float32,
-    "bfloat16_states": torch.bfloat16,
-}
-PRECISIONS = (None, *_STORAGES)
-
-
-def storage_of(precision: str | None, dtype: torch.dtype) -> str | None:
-    """The storage of a parameter of this dtype; None where the precision does not take it."""
-    names = _STORAGES if precision is None else (precision,)
-    return next((_STORAGES[name][dtype] for name in names if dtype in _STORAGES[name]), None)
-
-
-def state_dtype(storage: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the states of a parameter of this dtype."""
-    return _STATE_DTYPES.get(storage, dtype)
 
 
 class Kind(NamedTuple):
@@ -85,12 +58,20 @@ class _Bucket:
         storage = storage_of(kind.precision, parts[0].dtype)
         assert storage is not None
         self.device, self.row = parts[0].device, kind.row
-        self.index, self.storage = index_of(self.row), storage_index(storage)
-        master = (MASTER,) * storage.endswith("_master")
+        self.index, self.storage = index_of(self.row), storage_index(storage.name)
         states = [
-            {name: lists.local(state[params[i]][name]) for name in (*kinds[owners[i]].names, *master)} for i in indices
+            {name: lists.local(state[params[i]][name]) for name in storage.arrays(kinds[owners[i]].names)}
+            for i in indices
         ]
-        self.table, self.most = optim_table(self.row, storage, parts, states, [owners[i] for i in indices])
+        first_elems = lists.first_elements(params) if storage.stochastic else []
+        self.table, self.most = optim_table(
+            self.row,
+            storage.name,
+            parts,
+            states,
+            [owners[i] for i in indices],
+            [first_elems[i] for i in indices if storage.stochastic],
+        )
         self.pointers = torch.empty(len(indices), dtype=torch.int64, device=self.device)
         self.written = -1  # the version of the column that `pointers` holds
 
@@ -133,7 +114,7 @@ class _Plan:
             for i in indices:
                 numbers[i] = number
         names = [name for kind in self.kinds for name in kind.names]
-        self.state_names = tuple(dict.fromkeys([*names, MASTER]))
+        self.state_names = tuple(dict.fromkeys([*names, COUNTER, *EXTRA_DTYPES]))
         group_params = [g["params"] for g in groups]
         api = Tensor.__dlpack_c_exchange_api__
         self.watch = _C.TensorWatch(
@@ -182,9 +163,10 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     _checks: ClassVar[Mapping[str, Check]]  # of hyperparameters other than lr
     _of_every_group: ClassVar[Mapping[str, Any]] = {}  # values that no argument, group or loaded state changes
 
-    def __init__(self, params: Any, defaults: dict[str, Any], precision: str | None) -> None:
-        if precision is not None:  # torch's groups have no such entry
-            defaults["precision"] = precision
+    def __init__(self, params: Any, defaults: dict[str, Any], precision: str | None, seed: int) -> None:
+        # torch's groups have no such entries.
+        defaults |= {"precision": precision} if precision is not None else {}
+        defaults |= {"seed": seed} if seed != 0 else {}
         if defaults.get("foreach") and defaults.get("fused"):
             self._refuse("fused", "not both foreach and fused", "both True")
         defaults.update(self._of_every_group)
@@ -233,6 +215,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 self._refuse(name, expected, group[name])
         if group.get("precision") not in PRECISIONS:
             self._refuse("precision", f"one of {', '.join(map(str, PRECISIONS))}", group["precision"])
+        seed = group.get("seed", 0)
+        if not isinstance(seed, int) or not 0 <= seed < 2**53:
+            self._refuse("seed", "a whole number in [0, 2^53)", seed)
         if group.get("differentiable"):
             self._refuse("differentiable", "False: the fused step has no derivative", True)
 
@@ -265,7 +250,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         """Refuses states of other shapes than their parameters' before anything is loaded."""
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = lists.all_params(self.param_groups)
-        names = {name for group in self.param_groups for name in state_names(self._row_of(group))}
+        names = {name for group in self.param_groups for name in state_names(self._row_of(group))} | set(EXTRA_DTYPES)
         if len(saved) != len(params):
             return  # torch says so
         for index, (key, p) in enumerate(zip(saved, params, strict=True)):
@@ -280,11 +265,11 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         owners = [group for group in self.param_groups for _ in group["params"]]
         for key, p, group in zip(saved, lists.all_params(self.param_groups), owners, strict=True):
             storage = storage_of(group.get("precision"), p.dtype)
-            if storage not in _STATE_DTYPES:
+            if storage is None or (storage.state_dtype == p.dtype and storage.extra is None):
                 continue
             for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and name in (*state_names(self._row_of(group)), MASTER):
-                    self.state[p][name] = value.to(device=p.device, dtype=state_dtype(storage, p.dtype))
+                if isinstance(value, Tensor) and name in (*state_names(self._row_of(group)), storage.extra):
+                    self.state[p][name] = value.to(device=p.device, dtype=storage.array_dtype(name))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         captured = getattr(self, "_captured", [])
@@ -351,8 +336,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         for i in active:  # a gradient is refused before any state is made
             if params[i].grad is not None:
                 lists.checked_gradient(self._op, self.param_groups, i, params[i])
-        needs_state = [self._states_of(g) or g.get("precision") == "master" for g in owners]
-        if capturing and any(needs_state[i] and not self.state.get(params[i]) for i in active):
+        if capturing and any(self._arrays_of(params[i], owners[i]) and not self.state.get(params[i]) for i in active):
             raise RuntimeError(f"{self._op}: take one step before the capture: a replay would make the states anew")
         for i in active:
             self._prepare_state(params[i], owners[i])
@@ -366,9 +350,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         precision = group.get("precision")
         storage = storage_of(precision, p.dtype)
         if storage is None and precision is not None:
-            known = " or ".join(str(d).removeprefix("torch.") for d in _STORAGES[precision])
+            known = " or ".join(str(d).removeprefix("torch.") for d in dtypes_of(precision))
             self._refuse(argument, f"{known} for precision {precision}", _check.dtype_text(p.dtype))
-        if storage is None or (storage == "float64" and p.device.type != "cpu"):
+        if storage is None or (p.dtype == torch.float64 and p.device.type != "cpu"):
             self._refuse(argument, "float32, float16, bfloat16, or float64 on the CPU", _check.dtype_text(p.dtype))
         if p.device.type not in ("cpu", "cuda"):
             self._refuse(argument, "a tensor on the CPU or on CUDA", p.device)
@@ -377,34 +361,42 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             self._refuse(argument, "elements without gaps or overlap", got)
         state = self.state.get(param)
         needed = sorted(self._needed, key=COUNTER.__eq__)
-        missing = [name for name in needed if state and set(state) != {MASTER} and name not in state]
+        of_storage = {*EXTRA_DTYPES, *(() if COUNTER in needed else (COUNTER,))}
+        of_optimizer = set(state or ()) - of_storage
+        missing = [name for name in needed if of_optimizer and name not in of_optimizer]
         if missing:  # another optimizer's
             self._refuse(argument, f"a state with {', '.join(needed)}", f"one without {', '.join(missing)}")
-        expected = {name: state_dtype(storage, p.dtype) for name in state_names(self._row_of(group))}
-        for name, dtype in {**expected, MASTER: torch.float32}.items():
+        for name in (*state_names(self._row_of(group)), *EXTRA_DTYPES):
+            dtype = storage.array_dtype(name)
             if state and name in state and state[name].dtype != dtype:
                 got = _check.dtype_text(state[name].dtype)
                 self._refuse(f"{argument}: {name}", _check.dtype_text(dtype), got)
 
-    def _prepare_state(self, param: Tensor, group: Group) -> None:
+    def _arrays_of(self, param: Tensor, group: Group) -> tuple[str, ...]:
         storage = storage_of(group.get("precision"), param.dtype)
         assert storage is not None
-        names = (*self._states_of(group), *(MASTER,) * storage.endswith("_master"))
+        return storage.arrays(self._states_of(group))
+
+    def _prepare_state(self, param: Tensor, group: Group) -> None:
+        storage = storage_of(group.get("precision"), param.dtype)
+        names = self._arrays_of(param, group)
         if not names:
             return
+        assert storage is not None
         state = self.state[param]
         if COUNTER in names and COUNTER not in state:
             # A state whose steps were not counted so far has taken some.
-            taken = float(bool(set(state) - {MASTER}))
+            taken = float(bool(set(state) - set(EXTRA_DTYPES)))
             state[COUNTER] = torch.full((), taken, dtype=torch.float32, device=param.device)
         for name in names:
             if name == COUNTER:
                 continue
-            if name == MASTER and name not in state:
+            if name == "master" and name not in state:
                 state[name] = param.detach().to(torch.float32, memory_format=torch.preserve_format)
             elif name not in state:
-                dtype, preserve = state_dtype(storage, param.dtype), torch.preserve_format
-                state[name] = torch.full_like(param, self._initial(group, name), dtype=dtype, memory_format=preserve)
+                dtype, preserve = storage.array_dtype(name), torch.preserve_format
+                value = 0.0 if name in EXTRA_DTYPES else self._initial(group, name)
+                state[name] = torch.full_like(param, value, dtype=dtype, memory_format=preserve)
             elif state[name].layout != torch.strided:
                 self._refuse(f"state {name}", "a dense tensor", str(state[name].layout).removeprefix("torch."))
             elif state[name].shape == param.shape and not lists.same_layout(
@@ -413,15 +405,16 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 state[name] = torch.empty_like(param, dtype=state[name].dtype).copy_(state[name])
 
     def _constants_of(self, row: str, kinds: list[Kind]) -> Tensor:
-        """A line for each group: the values of the row and ``maximize``. Groups of other rows have zeros."""
+        """A line for each group: the values of the row, ``maximize``, the seed. Groups of other rows have zeros."""
         names = value_names(row)
         lines = []
         for group, kind in zip(self.param_groups, kinds, strict=True):
             if kind.row == row:
                 own = self._values_of(group)
-                lines.append((*(float(own[n] if n in own else group[n]) for n in names), float(group["maximize"])))
+                values = (float(own[n] if n in own else group[n]) for n in names)
+                lines.append((*values, float(group["maximize"]), float(group.get("seed", 0))))
             else:
-                lines.append((0.0,) * (len(names) + 1))
+                lines.append((0.0,) * (len(names) + 2))
         known = self._constants.get(row)
         if known is None or known[0] != lines:
             known = self._constants[row] = (lines, torch.tensor(lines, **_HOST_DOUBLE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,28 @@ def whole(t: Tensor | None) -> Tensor | None:
 def all_params(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
     """The parameters of all groups in their order."""
     return [p for group in groups for p in group["params"]]
+
+
+def first_elements(params: Sequence[Tensor]) -> list[int]:
+    """The index of each tensor's first element among the elements of all of them; of a DTensor, that of its local part.
+
+    A DTensor that is sharded along its first dimension has the indices it would have in one piece.
+    """
+    indices, before = [], 0
+    for p in params:
+        indices.append(before + _offset_of_shard(p))
+        before += p.numel()
+    return indices
+
+
+def _offset_of_shard(t: Tensor) -> int:
+    mesh, placements = getattr(t, "device_mesh", None), getattr(t, "placements", None)
+    if mesh is None or placements is None:
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, begin = compute_local_shape_and_global_offset(t.shape, mesh, placements)
+    return sum(at * math.prod(t.shape[d + 1 :]) for d, at in enumerate(begin))
 
 
 def describe(groups: Sequence[dict[str, Any]], index: int) -> str:

@@ -24,7 +24,7 @@ class Adagrad(MultiTensorOptimizer):
         maximize: go up the gradient.
         foreach, fused: accepted, without effect. Not both may be True.
         differentiable: only False.
-        precision: as for :class:`warpsmith.optim.AdamW`; also an option of a group.
+        precision, seed: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 
     Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
     :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
@@ -65,6 +65,7 @@ class Adagrad(MultiTensorOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         precision: str | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -77,7 +78,7 @@ class Adagrad(MultiTensorOptimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
-        super().__init__(params, defaults, precision)
+        super().__init__(params, defaults, precision, seed)
 
     def _initial(self, group: Group, name: str) -> float:
         return group["initial_accumulator_value"]

@@ -26,7 +26,7 @@ class Adam(MultiTensorOptimizer):
         decoupled_weight_decay: decay the parameters and not the gradients, as AdamW does.
         foreach, fused, capturable: accepted, without effect. Not both of foreach and fused may be True.
         differentiable: only False.
-        precision: as for :class:`warpsmith.optim.AdamW`; also an option of a group.
+        precision, seed: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 
     Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
     :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
@@ -68,6 +68,7 @@ class Adam(MultiTensorOptimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         precision: str | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -82,7 +83,7 @@ class Adam(MultiTensorOptimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, defaults, precision)
+        super().__init__(params, defaults, precision, seed)
 
     def _row_of(self, group: Group) -> str:
         return "adamw" if group["decoupled_weight_decay"] else "adam"

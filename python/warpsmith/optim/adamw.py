@@ -39,7 +39,7 @@ class AdamW(Adam):
             states exist.
         differentiable: only False.
         precision: what is stored in which dtype; also an option of a group. Arithmetic is float32 (float64 of float64),
-            and rounding is to nearest, once a step.
+            rounded once a step: to nearest, unless the precision says otherwise.
 
             - None: ``"fp32"`` of float32 and float64 parameters, ``"bf16"`` of 16-bit ones, as in torch.
             - ``"fp32"``: states in the dtype of the parameters, which are float32 or float64.
@@ -48,6 +48,18 @@ class AdamW(Adam):
             - ``"master"``: 16-bit parameters, of which the state keeps a float32 ``master``; states in float32. The
               parameter is the master, rounded. Values written to a parameter between steps are lost.
             - ``"bf16_states"``: states in bfloat16, of float32 or bfloat16 parameters.
+            - ``"bf16_sr"``: bfloat16 parameters and states, rounded up or down at random so that the mean is right. A
+              group that counts no steps otherwise has a counter ``step`` then.
+            - ``"bf16_kahan"``: bfloat16 parameters and states, and a bfloat16 state ``compensation`` of what rounding
+              dropped of the parameter: together 16 significant bits.
+            - ``"remainder"``: bfloat16 parameters, and an int16 state ``remainder``: both are the float32 parameter,
+              bit by bit; states in float32. The parameter is that float32 rounded to nearest, halfway cases away from
+              zero.
+
+            The last three take float32 parameters as ``"fp32"`` does.
+        seed: of ``"bf16_sr"``; also an option of a group. A whole number in [0, 2^53), the same on all ranks that hold
+            copies of a parameter. The random bits depend on seed, step and the element's index among those of all
+            parameters alone: on no device, launch, thread or cut into tensors.
 
     ``grad_scale`` and ``found_inf``, which ``torch.amp.GradScaler`` sets, are read on the device: gradients are divided
     by the scale, and where ``found_inf`` is not zero nothing changes, step counters neither. Other than torch's, the
@@ -92,6 +104,7 @@ class AdamW(Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         precision: str | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__(
             params,
@@ -106,4 +119,5 @@ class AdamW(Adam):
             differentiable=differentiable,
             fused=fused,
             precision=precision,
+            seed=seed,
         )

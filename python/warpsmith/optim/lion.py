@@ -22,7 +22,7 @@ class Lion(MultiTensorOptimizer):
             Learning rates are three to ten times smaller than for AdamW, weight decay that much larger.
         betas: two numbers in [0, 1). weight_decay: a number >= 0.
         maximize: go up the gradient.
-        precision: as for :class:`warpsmith.optim.AdamW`; also an option of a group.
+        precision, seed: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 
     Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
     :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
@@ -55,9 +55,10 @@ class Lion(MultiTensorOptimizer):
         *,
         maximize: bool = False,
         precision: str | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, precision)
+        super().__init__(params, defaults, precision, seed)
 
     def _values_of(self, group: Group) -> dict[str, float]:
         beta1, beta2 = group["betas"]

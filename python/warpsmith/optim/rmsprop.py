@@ -29,7 +29,7 @@ class RMSprop(MultiTensorOptimizer):
         maximize: go up the gradient.
         capturable, foreach: accepted, without effect.
         differentiable: only False.
-        precision: as for :class:`warpsmith.optim.AdamW`; also an option of a group.
+        precision, seed: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 
     Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
     :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
@@ -69,6 +69,7 @@ class RMSprop(MultiTensorOptimizer):
         differentiable: bool = False,
         *,
         precision: str | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -82,7 +83,7 @@ class RMSprop(MultiTensorOptimizer):
             "maximize": maximize,
             "differentiable": differentiable,
         }
-        super().__init__(params, defaults, precision)
+        super().__init__(params, defaults, precision, seed)
 
     def _states_of(self, group: Group) -> tuple[str, ...]:
         momentum, centered = ("momentum_buffer",) * (group["momentum"] > 0), ("grad_avg",) * bool(group["centered"])

@@ -27,7 +27,7 @@ class SGD(MultiTensorOptimizer):
         maximize: go up the gradient.
         foreach, fused: accepted, without effect. Not both may be True.
         differentiable: only False.
-        precision: as for :class:`warpsmith.optim.AdamW`; also an option of a group.
+        precision, seed: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 
     Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
     :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
@@ -66,6 +66,7 @@ class SGD(MultiTensorOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         precision: str | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -78,7 +79,7 @@ class SGD(MultiTensorOptimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
-        super().__init__(params, defaults, precision)
+        super().__init__(params, defaults, precision, seed)
 
     def _check_hyperparameters(self, group: Group) -> None:
         super()._check_hyperparameters(group)

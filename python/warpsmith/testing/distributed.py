@@ -9,54 +9,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import functools
-import importlib
 import inspect
 import os
 import signal
 import subprocess
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch._C._distributed_c10d import FileStore
+
+from warpsmith.testing.ranks import RankPool
 
 ENDINGS = ("returned", "raised", "died", "hung")
 FAULTS = ("kill", "stop", "slow", "exception")
-_START_S = 120.0  # to import torch on a busy machine
-_GRACE_S = 5.0  # that ranks have to end by themselves when another one has failed
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a rank ended. ending: one of ``returned``, ``raised``, ``died``, ``hung``; text: the traceback or the exit
-    code; seconds: from the start of the call.
-
-    Example:
-        >>> Outcome(1, "died", text="exit code -9", seconds=0.2)
-        Outcome(rank=1, ending='died', value=None, text='exit code -9', seconds=0.2)
-    """
-
-    rank: int
-    ending: str
-    value: Any = None
-    text: str = ""
-    seconds: float = 0.0
 
 
 class InjectedFault(RuntimeError):
     """What the fault ``exception`` raises.
 
     Example:
+        >>> import torch
         >>> with fault("exception", rank=0):
         ...     torch.distributed.barrier()
         Traceback (most recent call last):
@@ -121,133 +95,6 @@ def _happen(kind: str, words: str, seconds: float) -> None:
         # A stopped process cannot wake itself up.
         subprocess.Popen(["sh", "-c", f"sleep {seconds:g}; kill -CONT {os.getpid()}"], stdin=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-
-
-class RankPool:
-    """Processes that run functions as the ranks of a job, one function after the other.
-
-    Each call gets a process group of its own, so nothing of a test is left for the next one but what the module keeps.
-    After a call in which a rank did not return, the processes are ended, and the next call starts new ones. The ranks
-    meet through a file and talk over loopback.
-
-    Example:
-        >>> import operator
-        >>> with RankPool(2) as pool:
-        ...     [outcome.value for outcome in pool.run(operator.add)]
-        [2, 3]
-    """
-
-    def __init__(self, world_size: int, backend: str = "gloo") -> None:
-        if world_size < 1:
-            raise ValueError(f"RankPool: world_size: expected at least 1, got {world_size}")
-        self.world_size, self.backend = world_size, backend
-        self._folder = tempfile.TemporaryDirectory(prefix="warpsmith-ranks-")
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
-        self._calls = 0
-
-    def run(
-        self, fn: Callable[..., Any], arguments: Mapping[str, Any] | None = None, timeout_s: float = 60.0
-    ) -> list[Outcome]:
-        """Calls ``fn(rank, world_size, **arguments)`` on every rank; how each ended, in rank order.
-
-        fn: can be imported by its module and name. What it takes and returns must survive multiprocessing; tensors
-        among the results do not. Where one rank fails, the others have 5 seconds to end by themselves.
-        """
-        if not self._processes:
-            self._start()
-        self._calls += 1
-        store = str(Path(self._folder.name) / f"store-{self._calls}")
-        call = (fn.__module__, fn.__qualname__, dict(arguments or {}), store, self.backend, timeout_s)
-        for pipe in self._pipes:
-            pipe.send(call)
-        outcomes = self._collect(timeout_s)
-        if any(outcome.ending != "returned" for outcome in outcomes):
-            self.close()
-        return outcomes
-
-    def close(self) -> None:
-        """Ends the processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes = [], []
-
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _start(self) -> None:
-        context = mp.get_context("spawn")
-        for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(_START_S):
-                self.close()
-                raise RuntimeError(f"RankPool: rank {rank} has not started within {_START_S:g} s")
-            try:
-                pipe.recv()
-            except EOFError:
-                self.close()
-                raise RuntimeError(f"RankPool: rank {rank} died before its first call") from None
-
-    def _collect(self, timeout_s: float) -> list[Outcome]:
-        start = time.monotonic()
-        deadline = start + timeout_s
-        outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < self.world_size and (left := deadline - time.monotonic()) > 0:
-            waiting = [p for r, p in enumerate(self._pipes) if r not in outcomes]
-            for pipe in wait(waiting, left):
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
-                seconds = time.monotonic() - start
-                try:
-                    ending, value, text = self._pipes[rank].recv()
-                except (EOFError, ConnectionResetError):
-                    self._processes[rank].join()
-                    ending, value, text = "died", None, f"exit code {self._processes[rank].exitcode}"
-                outcomes[rank] = Outcome(rank, ending, value, text, seconds)
-                if ending != "returned":
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
-        seconds = time.monotonic() - start
-        for rank in range(self.world_size):
-            outcomes.setdefault(rank, Outcome(rank, "hung", None, f"still running after {seconds:.1f} s", seconds))
-        return [outcomes[rank] for rank in range(self.world_size)]
-
-
-def _serve(rank: int, world_size: int, pipe: Connection) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    pipe.send("ready")
-    while True:
-        try:
-            module, name, arguments, store, backend, timeout_s = pipe.recv()
-        except EOFError:
-            return
-        try:
-            dist.init_process_group(
-                backend,
-                store=FileStore(store, world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=datetime.timedelta(seconds=timeout_s),
-            )
-            fn: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-            value = inspect.unwrap(fn)(rank, world_size, **arguments)
-            dist.barrier()
-            dist.destroy_process_group()
-            pipe.send(("returned", value, ""))
-        except BaseException:
-            pipe.send(("raised", None, traceback.format_exc()))
-            os._exit(1)  # as a program ends with an exception: the other ranks see closed connections
 
 
 _pools: dict[tuple[int, str], RankPool] = {}

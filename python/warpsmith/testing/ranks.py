@@ -1,29 +1,178 @@
-"""Runs a function on several ranks of this machine, for tests of distributed code: no hang, every rank's error
-reported."""
+"""Runs functions as the ranks of a job on this machine: no hang, and every rank's error reported."""
 
 from __future__ import annotations
 
 import datetime
+import functools
+import importlib
+import inspect
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import FileStore
 
-_POLL_S = 0.02
+_START_S = 120.0  # to import torch on a busy machine
+_GRACE_S = 5.0  # that ranks have to end by themselves when another one has failed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended. ending: one of ``returned``, ``raised``, ``died``, ``hung``; text: the traceback or the exit
+    code; seconds: from the start of the call.
+
+    Example:
+        >>> Outcome(1, "died", text="exit code -9", seconds=0.2)
+        Outcome(rank=1, ending='died', value=None, text='exit code -9', seconds=0.2)
+    """
+
+    rank: int
+    ending: str
+    value: Any = None
+    text: str = ""
+    seconds: float = 0.0
+
+
+class RankPool:
+    """Processes that run functions as the ranks of a job, one function after the other.
+
+    Each call gets a process group of its own, so nothing of a test is left for the next one but what the module keeps.
+    After a call in which a rank did not return, the processes are ended, and the next call starts new ones. The ranks
+    meet through a file and talk over loopback.
+
+    Example:
+        >>> import operator
+        >>> with RankPool(2) as pool:
+        ...     [outcome.value for outcome in pool.run(operator.add)]
+        [2, 3]
+    """
+
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        if world_size < 1:
+            raise ValueError(f"RankPool: world_size: expected at least 1, got {world_size}")
+        self.world_size, self.backend = world_size, backend
+        self._folder = tempfile.TemporaryDirectory(prefix="warpsmith-ranks-")
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._calls = 0
+
+    def run(
+        self, fn: Callable[..., Any], arguments: Mapping[str, Any] | None = None, timeout_s: float = 60.0
+    ) -> list[Outcome]:
+        """Calls ``fn(rank, world_size, **arguments)`` on every rank; how each ended, in rank order.
+
+        fn: can be imported by its module and name. What it takes and returns must survive multiprocessing; tensors
+        among the results do not. Where one rank fails, the others have 5 seconds to end by themselves.
+        """
+        if not self._processes:
+            self._start()
+        self._calls += 1
+        store = str(Path(self._folder.name) / f"store-{self._calls}")
+        call = (fn.__module__, fn.__qualname__, dict(arguments or {}), store, self.backend, timeout_s)
+        for pipe in self._pipes:
+            pipe.send(call)
+        outcomes = self._collect(timeout_s)
+        if any(outcome.ending != "returned" for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(_START_S):
+                self.close()
+                raise RuntimeError(f"RankPool: rank {rank} has not started within {_START_S:g} s")
+            try:
+                pipe.recv()
+            except EOFError:
+                self.close()
+                raise RuntimeError(f"RankPool: rank {rank} died before its first call") from None
+
+    def _collect(self, timeout_s: float) -> list[Outcome]:
+        start = time.monotonic()
+        deadline = start + timeout_s
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < self.world_size and (left := deadline - time.monotonic()) > 0:
+            waiting = [p for r, p in enumerate(self._pipes) if r not in outcomes]
+            for pipe in wait(waiting, left):
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                seconds = time.monotonic() - start
+                try:
+                    ending, value, text = self._pipes[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join()
+                    ending, value, text = "died", None, f"exit code {self._processes[rank].exitcode}"
+                outcomes[rank] = Outcome(rank, ending, value, text, seconds)
+                if ending != "returned":
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        seconds = time.monotonic() - start
+        for rank in range(self.world_size):
+            outcomes.setdefault(rank, Outcome(rank, "hung", None, f"still running after {seconds:.1f} s", seconds))
+        return [outcomes[rank] for rank in range(self.world_size)]
+
+
+def _serve(rank: int, world_size: int, pipe: Connection) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    while True:
+        try:
+            module, name, arguments, store, backend, timeout_s = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                backend,
+                store=FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=datetime.timedelta(seconds=timeout_s),
+            )
+            fn: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+            value = inspect.unwrap(fn)(rank, world_size, **arguments)
+            dist.barrier()
+            dist.destroy_process_group()
+            pipe.send(("returned", value, ""))
+        except BaseException:
+            pipe.send(("raised", None, traceback.format_exc()))
+            os._exit(1)  # as a program ends with an exception: the other ranks see closed connections
 
 
 def run_ranks(
     fn: Callable[..., Any], world_size: int = 2, *args: Any, backend: str = "gloo", timeout_s: float = 60.0
 ) -> list[Any]:
-    """Calls ``fn(rank, world_size, *args)`` in ``world_size`` processes that share a process group.
+    """Calls ``fn(rank, world_size, *args)`` in ``world_size`` new processes that share a process group.
 
     The ranks meet through a file and talk over the loopback interface, so nothing listens elsewhere. Each rank
     computes with one thread.
@@ -32,7 +181,7 @@ def run_ranks(
         fn: a function that can be imported (defined at the top level of a module): ranks are fresh processes.
         args: passed on; they and the results must survive multiprocessing.
         backend: of torch.distributed.
-        timeout_s: for the whole run. A collective that waits for a dead rank gives up after the same time.
+        timeout_s: for the call. A collective that waits for a dead rank gives up after the same time.
 
     Returns:
         What each rank returned, in rank order.
@@ -41,74 +190,12 @@ def run_ranks(
         RuntimeError: one or more ranks raised, died or were still running at the timeout; the message has every
             rank's traceback. All processes are gone when it is raised.
     """
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="warpsmith-ranks-") as folder:
-        store = str(Path(folder) / "store")
-        arguments = (fn, world_size, store, backend, timeout_s, results, args)
-        ranks = [context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(world_size)]
-        for process in ranks:
-            process.start()
-        try:
-            return _collect(ranks, results, timeout_s)
-        finally:
-            for process in ranks:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-
-
-def _collect(ranks: Sequence[BaseProcess], results: Any, timeout_s: float) -> list[Any]:
-    deadline = time.monotonic() + timeout_s
-    values: dict[int, Any] = {}
-    errors: dict[int, str] = {}
-    while len(values) + len(errors) < len(ranks):
-        if not results.empty():
-            rank, good, value = results.get()
-            (values if good else errors)[rank] = value
-            if not good:  # the others may wait for this rank in a collective: give them a moment to fail by themselves
-                deadline = min(deadline, time.monotonic() + 2.0)
-            continue
-        for rank, process in enumerate(ranks):
-            if rank not in values and rank not in errors and process.exitcode is not None and results.empty():
-                errors[rank] = f"died with exit code {process.exitcode}"
-                deadline = min(deadline, time.monotonic() + 2.0)
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_S)
-    for rank in range(len(ranks)):
-        if rank not in values and rank not in errors:
-            errors[rank] = f"was still running {'after another rank failed' if errors else f'after {timeout_s:g} s'}"
-    if errors:
-        raise RuntimeError("run_ranks:\n" + "\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
-    return [values[rank] for rank in range(len(ranks))]
-
-
-def _rank(
-    rank: int,
-    fn: Callable[..., Any],
-    world_size: int,
-    store: str,
-    backend: str,
-    timeout_s: float,
-    results: Any,
-    args: tuple[Any, ...],
-) -> None:
-    import torch
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            backend,
-            store=FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
-        value = fn(rank, world_size, *args)
-        dist.barrier()
-        dist.destroy_process_group()
-        results.put((rank, True, value))
-    except BaseException:
-        results.put((rank, False, traceback.format_exc()))
+    names = list(inspect.signature(fn).parameters)[2:]
+    if len(args) > len(names):
+        raise TypeError(f"run_ranks: {fn.__name__}: expected at most {len(names)} argument(s), got {len(args)}")
+    with RankPool(world_size, backend) as pool:
+        outcomes = pool.run(fn, dict(zip(names, args, strict=False)), timeout_s)
+    wrong = [f"rank {o.rank} {o.ending}: {o.text}" for o in outcomes if o.ending != "returned"]
+    if wrong:
+        raise RuntimeError("run_ranks:\n" + "\n".join(wrong))
+    return [outcome.value for outcome in outcomes]

@@ -41,7 +41,8 @@ class Checkpointer:
         folder: of this run's checkpoints; it is made when needed. All ranks must see it as one folder.
         keep: how many of the newest checkpoints stay, at least 1.
         process_group: the ranks that train together; default: all. Rank 0 writes; ``save`` and ``load`` are collective.
-            The state must be the same on all of them, as under DDP: sharded tensors (FSDP) are refused.
+            The state must be the same on all of them, as under DDP: sharded tensors (FSDP) are refused. The state of a
+            ``warpsmith.distributed.ShardedOptimizer`` of the same group is saved whole, for any number of ranks.
 
     Attributes:
         extra: after ``load``, what ``save`` was given as ``extra``; tensors on the CPU.
@@ -99,6 +100,8 @@ class Checkpointer:
         """
         rank, size = rank_and_size(self.process_group)
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+        if hasattr(optimizer, "consolidate_state_dict"):  # each rank has a part of the state
+            optimizer.consolidate_state_dict(to=0)
         files: Files = {}
         failure: BaseException | None = None
         if rank == 0:  # the others learn from the exchange below whether it went well: no rank may stay behind
@@ -345,7 +348,14 @@ def _check_model(name: str, model: Any, state: dict[str, Any]) -> None:
 
 
 def _check_optimizer(name: str, optimizer: Any, state: dict[str, Any]) -> None:
-    own = [len(group["params"]) for group in optimizer.state_dict()["param_groups"]]
+    if hasattr(optimizer, "check_state_dict"):  # a ShardedOptimizer, whose groups have fragments
+        try:
+            optimizer.check_state_dict(state)
+        except ValueError as error:
+            raise ValueError(f"Checkpointer.load: optimizer: {name}: {error}") from None
+        return
+    groups = getattr(optimizer, "param_groups", None) or optimizer.state_dict()["param_groups"]
+    own = [len(group["params"]) for group in groups]
     saved = [len(group["params"]) for group in state["param_groups"]]
     if own != saved:
         raise ValueError(

@@ -10,11 +10,12 @@ from warpsmith.ops.linear_cross_entropy import linear_cross_entropy
 torch.fx.wrap("linear_cross_entropy")  # torch.fx.symbolic_trace keeps the call whole
 
 
-class LinearCrossEntropyLoss(nn.Linear):
+class LinearCrossEntropyHead(nn.Linear):
     """A language-model head and its loss: :func:`warpsmith.linear_cross_entropy` with its weight.
 
     Constructor and ``state_dict`` are those of ``torch.nn.Linear``, so that a head's checkpoint loads. To share the
-    weight with an embedding, assign it: ``head.weight = embedding.weight``.
+    weight with an embedding, assign it: ``head.weight = embedding.weight``. ``torch.nn.LinearCrossEntropyLoss`` of
+    torch 2.13 is another module: its ``weight`` holds the weights of the classes, and its layer is ``.linear``.
 
     Args:
         in_features: H, the width of the hidden states.
@@ -30,7 +31,7 @@ class LinearCrossEntropyLoss(nn.Linear):
 
     Example:
         >>> import torch, warpsmith
-        >>> head = warpsmith.nn.LinearCrossEntropyLoss(8, 100)
+        >>> head = warpsmith.nn.LinearCrossEntropyHead(8, 100)
         >>> loss = head(torch.zeros(2, 3, 8), torch.ones(2, 3, dtype=torch.int64))
         >>> round(loss.item(), 4)
         4.6052
@@ -55,7 +56,7 @@ class LinearCrossEntropyLoss(nn.Linear):
         dw_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        reduction_number("LinearCrossEntropyLoss", reduction)
+        reduction_number("LinearCrossEntropyHead", reduction)
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.label_smoothing = label_smoothing

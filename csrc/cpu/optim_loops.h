@@ -1,0 +1,75 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "common/half_host.h"
+#include "kernels/optim/optim.h"
+
+// What the optimizers' CPU loops share: the update of adjacent elements in float32 or float64, and the walk over
+// chunks.
+namespace warpsmith::cpu::optim {
+
+// Elements that the loops take at least, a multiple of every vector: which products the compiler contracts differs
+// between a vectorised loop and its scalar rest, so there never is a rest.
+constexpr int64_t kBlock = 64;
+// Elements of 16-bit arrays that are widened at a time: their float32 values stay in the first cache.
+constexpr int64_t kWideElems = 512;
+constexpr int64_t whole_blocks(int64_t elems) { return (elems + kBlock - 1) / kBlock * kBlock; }
+
+// A piece of one tensor, a multiple of kBlock. State pointers are null where the tensor lacks the state.
+template <class T> struct Piece {
+  int64_t count;
+  const T* grad;
+  T* param;
+  T* states[kOptimMaxStates];
+  uint32_t has;
+};
+
+// One step of every element of a piece. The first argument only chooses the optimizer.
+#define WARPSMITH_ROW(optimizer, F)                                       \
+  void update(F*, const F::Scalars<float>& s, const Piece<float>& piece); \
+  void update(F*, const F::Scalars<double>& s, const Piece<double>& piece);
+WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+
+// The values of `count` elements in float32, and their rounding to nearest.
+#define WARPSMITH_DTYPE(T)                                                       \
+  void widen(const T* __restrict__ from, float* __restrict__ to, int64_t count); \
+  void narrow(const float* __restrict__ from, T* __restrict__ to, int64_t count);
+WARPSMITH_DTYPE(bfloat16)
+WARPSMITH_DTYPE(float16)
+WARPSMITH_DTYPE(float)
+#undef WARPSMITH_DTYPE
+
+inline bool takes_part(const OptimParams& p, int64_t tensor) {
+  const int32_t group = p.tensors[tensor].group - p.first_group;
+  return p.grads[tensor] && group >= 0 && group < p.group_count;
+}
+
+template <class F, class T> typename F::template Scalars<T> scalars_of(const OptimParams& p, const OptimTensor& t) {
+  const OptimGroup& group = p.groups[t.group - p.first_group];
+  double corrections[F::kPowers + 1];
+  const float taken = t.step ? *t.step : 0;
+  for (int i = 0; i < F::kPowers; ++i) corrections[i] = bias_correction(group.values[i], taken);
+  return optim_scalars<F, T>(group, p.grad_scale, corrections, t.step ? static_cast<double>(taken) + 1 : 0.0);
+}
+
+// Calls chunk(tensor, its gradient, first element, elements) on all threads, then counts the steps.
+template <class Chunk> void for_chunks(const OptimParams& p, const Parallel& parallel, Chunk&& chunk) {
+  parallel(p.chunk_count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const ListChunk c = p.chunks[i];
+      if (!takes_part(p, c.tensor)) continue;
+      const OptimTensor& t = p.tensors[c.tensor];
+      const int64_t first = static_cast<int64_t>(c.chunk) * t.chunk_elems;
+      chunk(t, p.grads[c.tensor], first, std::min<int64_t>(t.chunk_elems, t.numel - first));
+    }
+  });
+  for (int64_t i = 0; i < p.tensor_count; ++i)
+    if (takes_part(p, i) && p.tensors[i].step) *p.tensors[i].step += 1;
+}
+
+// The storages of optim_refined.cpp.
+void step_refined(const OptimParams& p, const Parallel& parallel);
+
+}  // namespace warpsmith::cpu::optim

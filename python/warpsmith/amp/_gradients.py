@@ -1,0 +1,136 @@
+"""What a scaler asks of all gradients of an optimizer, on any mix of devices and meshes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from warpsmith.ops import _check
+from warpsmith.ops._grad_norm import check_gradients, unscale_in_place
+from warpsmith.optim._tensor_list import all_params, describe, holds_its_elements, is_dense, local
+from warpsmith.optim.clip import _combined, _shared_out, _whole_sums
+
+
+class Gradient(NamedTuple):
+    """A gradient, and the number of its parameter among those of all groups."""
+
+    number: int
+    values: Tensor  # of a sparse gradient its values
+
+
+class BadCounts(NamedTuple):
+    """How many elements of some gradients are not finite."""
+
+    indices: tuple[int, ...]
+    counts: Tensor  # int64, one an index
+
+
+class Verdict(NamedTuple):
+    """What is known about gradients once they were read. Tensors are on the scale's device."""
+
+    found_inf: Tensor  # float32: 1 if a gradient is not finite once it is unscaled, on any device or rank, else 0
+    bad: dict[torch.device, list[BadCounts]]
+    norm: Tensor  # of the unscaled gradients
+    grad_scale: Tensor  # by which a step divides to unscale and clip at once
+
+
+def gradients(op: str, optimizer: torch.optim.Optimizer) -> list[Gradient]:
+    """The gradients of an optimizer; those of all other dtypes and layouts are refused."""
+    found = []
+    for index, p in enumerate(all_params(optimizer.param_groups)):
+        grad = p.grad
+        if grad is None or grad._is_zerotensor():
+            continue
+        if grad.is_sparse:
+            if not grad.is_coalesced():  # summands that are finite may have a sum that is not
+                p.grad = grad = grad.coalesce()
+            grad = grad._values()
+        wide_on_cuda = grad.dtype == torch.float64 and grad.device.type == "cuda"
+        if wide_on_cuda or grad.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            where = describe(optimizer.param_groups, index) + ".grad"
+            expected = "float32, float16, bfloat16, or float64 on the CPU"
+            _check.refuse(op, where, expected, _check.dtype_text(grad.dtype))
+        found.append(Gradient(index, grad))
+    return found
+
+
+class _Group(NamedTuple):
+    """Gradients of one device that are shared out over ranks in one way."""
+
+    device: torch.device
+    shared: Any
+    indices: tuple[int, ...]
+    parts: list[Tensor]  # dense
+    originals: list[Tensor]
+
+
+def _groups(grads: Sequence[Gradient], prepared: Callable[[Tensor], Tensor]) -> Iterator[_Group]:
+    groups: dict[Any, list[tuple[int, Tensor]]] = {}
+    for index, grad in grads:
+        whole = prepared(grad)
+        part = local(whole)
+        groups.setdefault((part.device, _shared_out(whole)), []).append((index, part))
+    for (device, shared), members in groups.items():
+        originals = [part for _, part in members]
+        parts = [t if is_dense(t) and holds_its_elements(t) else t.resolve_neg().contiguous() for t in originals]
+        yield _Group(device, shared, tuple(index for index, _ in members), parts, originals)
+
+
+def _over_ranks(t: Tensor, shared: Any, operation: str) -> Tensor:
+    if shared is None:
+        return t
+    from torch.distributed._functional_collectives import all_reduce
+
+    mesh, dims = shared
+    for d in dims:
+        t = all_reduce(t, operation, (mesh, d))
+    return t
+
+
+def _largest(flags: Sequence[Tensor], device: torch.device) -> Tensor:
+    flags = [f.to(device, non_blocking=True) for f in flags]
+    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+
+
+@torch.no_grad()
+def check(grads: Sequence[Gradient], scale: Tensor, p: float = math.inf, max_norm: float = math.inf) -> Verdict:
+    """Reads every gradient once."""
+    sums, flags = [], []
+    bad: dict[torch.device, list[BadCounts]] = {}
+    for group in _groups(grads, _whole_sums):
+        checked = check_gradients(group.parts, p, scale.to(group.device, non_blocking=True), max_norm)
+        # A maximum over ranks may lose a NaN: ranks tell each other whether they found one.
+        flags.append(_over_ranks(checked.found_inf, group.shared, "max"))
+        sums.append(_over_ranks(checked.power_sum, group.shared, "max" if p == math.inf else "sum"))
+        bad.setdefault(group.device, []).append(BadCounts(group.indices, checked.bad_counts))
+    found_inf = _largest(flags, scale.device)
+    if len(sums) == 1 and group.shared is None:
+        norm, grad_scale = (t.to(scale.device, non_blocking=True) for t in (checked.norm, checked.grad_scale))
+        return Verdict(found_inf, bad, norm, grad_scale)
+    total = _combined(sums, p).to(scale.device, non_blocking=True)
+    wide = any(g.values.dtype == torch.float64 for g in grads)
+    norm = (total.sqrt() if p == 2 else total) / scale.double()
+    norm = norm.to(torch.float64 if wide else torch.float32)
+    found_inf = torch.maximum(found_inf, (~norm.isfinite()).float())
+    factor = max_norm / (norm + 1e-6)
+    grad_scale = torch.where(factor < 1, scale.double() / factor.double(), scale.double()).float()
+    return Verdict(found_inf, bad, norm, grad_scale)
+
+
+@torch.no_grad()
+def unscale(grads: Sequence[Gradient], inv_scale: Tensor) -> tuple[Tensor, dict[torch.device, list[BadCounts]]]:
+    """Multiplies every gradient by ``inv_scale`` in place. Returns what :class:`Verdict` has of found_inf and bad."""
+    flags = []
+    bad: dict[torch.device, list[BadCounts]] = {}
+    for group in _groups(grads, lambda t: t):
+        found, counts = unscale_in_place(group.parts, inv_scale.to(group.device, non_blocking=True))
+        for original, part in zip(group.originals, group.parts, strict=True):
+            if part is not original:
+                original.copy_(part)
+        flags.append(_over_ranks(found, group.shared, "max"))
+        bad.setdefault(group.device, []).append(BadCounts(group.indices, counts))
+    return _largest(flags, inv_scale.device), bad

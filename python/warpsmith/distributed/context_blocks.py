@@ -1,0 +1,192 @@
+"""Attention of a rank's queries to some of the keys: which blocks there are, and one kernel call for each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from warpsmith.ops._attention import Dims, dims_of
+from warpsmith.ops._library import call_raw, raw
+
+
+class Options(NamedTuple):
+    """What all blocks of a call share. ``left`` and ``right`` bound the window in the whole sequence, -1: no limit."""
+
+    layout: int
+    left: int
+    right: int
+    softmax_scale: float | None
+    softcap: float
+    deterministic: bool
+    max_seqlen: int  # of the documents; 0: not packed
+
+    @property
+    def dims(self) -> Dims:
+        return dims_of(self.layout, False)
+
+
+class Block(NamedTuple):
+    """Queries and keys of one kernel call. ``q_start`` counts within the rank's tokens, ``k_start`` within the keys
+    at hand. Query i of the block sees its keys j with -left <= j - i - (k_len - q_len) <= right."""
+
+    q_start: int
+    q_len: int
+    k_start: int
+    k_len: int
+    left: int
+    right: int
+    sink: bool  # whether this block counts the sinks: one of those that a query is in
+    # Packed documents alone: the first query's and the first key's place in the whole sequence. `more` queries of zeros
+    # follow, so that the last document's queries end where its keys do, as the window wants it.
+    q_at: int = 0
+    k_at: int = 0
+    more: int = 0
+
+
+def gather_block(q_start: int, start: int, length: int, tokens: int, left: int, right: int, packed: bool) -> Block:
+    """The block of queries ``start`` to ``start + length`` of the sequence, where all its keys are at hand."""
+    end = start + length
+    k_len = tokens if right < 0 else min(tokens, end + right)  # no query sees the keys behind
+    behind = k_len - end
+    if packed:
+        more = behind if right > 0 or (right < 0 and left >= 0) else 0
+        return Block(q_start, length, 0, k_len, left, right, True, start, 0, more)
+    # The op lets the last query meet the last key, which lies `behind` keys further than the query's own.
+    return Block(
+        q_start, length, 0, k_len, left if left < 0 else left + behind, right if right < 0 else right - behind, True
+    )
+
+
+def ring_block(
+    q_start: int, k_start: int, q_at: int, k_at: int, length: int, left: int, right: int, packed: bool
+) -> Block | None:
+    """The block of ``length`` queries from ``q_at`` and as many keys from ``k_at`` of the sequence; None if no query
+    sees a key."""
+    distance = q_at - k_at
+    # Query i sees the keys j with low <= j - i <= high; both count within their chunks.
+    low = -length if left < 0 else distance - left
+    high = length if right < 0 else distance + right
+    if low >= length or high <= -length:
+        return None
+    # A window that begins behind a query's own place, or ends before it, leaves out queries and keys at the ends.
+    skip_k, skip_q = max(low, 0), max(-high, 0)
+    low, high = low - skip_k + skip_q, high - skip_k + skip_q
+    size = length - skip_k - skip_q
+    return Block(
+        q_start + skip_q,
+        size,
+        k_start + skip_k,
+        size,
+        -1 if low <= 1 - size else -low,
+        -1 if high >= size - 1 else high,
+        q_at == k_at,
+        q_at if packed else 0,
+        k_at if packed else 0,
+    )
+
+
+class _Call(NamedTuple):
+    """The arguments of the raw ops that a block fixes."""
+
+    q: Tensor
+    rest: tuple[Any, ...]  # k to deterministic
+
+
+def _call(
+    o: Options, b: Block, q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, alibi: Tensor | None, sink: Tensor | None
+) -> _Call:
+    tokens = o.dims.tokens
+    q = _rows(q, tokens, b)
+    k, v = (t.narrow(tokens, b.k_start, b.k_len) for t in (k, v))
+    cu_q = cu_k = None
+    longest_q = longest_k = 0
+    if cu is not None:
+        # A document with no part here becomes an empty one. On the device: the host does not know the offsets.
+        cu_q = cu.clamp(b.q_at, b.q_at + b.q_len + b.more) - b.q_at
+        cu_k = cu.clamp(b.k_at, b.k_at + b.k_len) - b.k_at
+        longest_q, longest_k = (min(o.max_seqlen, n) for n in (b.q_len + b.more, b.k_len))
+    sinks = sink if b.sink else None
+    rest = (
+        *(k, v, cu_q, cu_k, alibi, None, sinks, None, longest_q, longest_k, o.layout, 0, True, b.left, b.right),
+        *(o.softmax_scale, o.softcap, 0.0, o.deterministic),
+    )
+    return _Call(q, rest)
+
+
+def _rows(t: Tensor, dim: int, b: Block) -> Tensor:
+    """The block's queries of a tensor that has the rank's along ``dim``."""
+    t = t.narrow(dim, b.q_start, b.q_len)
+    if not b.more:
+        return t
+    zeros = list(t.shape)
+    zeros[dim] = b.more
+    return torch.cat([t, t.new_zeros(zeros)], dim)
+
+
+def nothing_yet(q: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor]:
+    """out and lse over no keys, wider than what a block gives: merging adds no rounding of its own."""
+    batch = () if o.dims.batch is None else q.shape[:1]
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wider(q.dtype))
+    return out, q.new_full((*batch, q.shape[o.dims.heads], q.shape[o.dims.tokens]), -torch.inf, dtype=torch.float64)
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which blocks are added up: float32 for 16 bits, else float64."""
+    return torch.float32 if dtype.itemsize == 2 else torch.float64
+
+
+def merge_block(out: Tensor, lse: Tensor, b: Block, part: Tensor, part_lse: Tensor, o: Options) -> None:
+    """Adds a block's results to the block's queries of ``out`` and ``lse``, in their dtype:
+
+    share = sigmoid(part_lse - lse),  out' = out + share (part - out),  lse' = log(exp(lse) + exp(part_lse))
+
+    The shares of both add up to 1 whatever lse's rounding, which exp(lse - lse') of each would not.
+    """
+    out = out.narrow(o.dims.tokens, b.q_start, b.q_len)
+    lse = lse.narrow(-1, b.q_start, b.q_len)
+    part_lse = part_lse.to(lse.dtype)
+    share = torch.sigmoid(part_lse - lse).nan_to_num_(nan=0.0)  # no keys in either: -inf - -inf
+    out.addcmul_(part.to(out.dtype) - out, _of_heads(share.to(out.dtype), o))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _of_heads(t: Tensor, o: Options) -> Tensor:
+    """A number for each query and head, as lse has them, to be multiplied with what has the layout of q."""
+    return (t if o.layout == 1 else t.transpose(-1, -2)).unsqueeze(-1)
+
+
+def forward_block(
+    o: Options, b: Block, q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, alibi: Tensor | None, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of the block's queries over its keys alone."""
+    call = _call(o, b, q, k, v, cu, alibi, sink)
+    out, lse = call_raw(raw.attention_forward.default, call.q, *call.rest)
+    return out.narrow(o.dims.tokens, 0, b.q_len), lse.narrow(-1, 0, b.q_len)
+
+
+def backward_block(
+    o: Options,
+    b: Block,
+    dout: Tensor,
+    dlse: Tensor | None,
+    saved: tuple[Tensor, Tensor, Tensor],
+    constants: tuple[Tensor | None, Tensor | None, Tensor | None],
+    out: Tensor,
+    lse: Tensor,
+    want_sink: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The block's part of the gradients of its q, k and v, and of the sinks if it counts them. ``out`` and ``lse`` are
+    those over all keys: with them the weights of the block's keys are what they are in the whole."""
+    q, k, v = saved
+    call = _call(o, b, q, k, v, *constants)
+    tokens = o.dims.tokens
+    dout, out = (_rows(t, tokens, b) for t in (dout, out))
+    lse = _rows(lse, -1, b).contiguous()
+    dlse = None if dlse is None else _rows(dlse, -1, b).contiguous()
+    want_sink = want_sink and b.sink
+    dq, dk, dv, _, dsink = call_raw(
+        raw.attention_backward.default, dout, dlse, call.q, *call.rest, out, lse, False, want_sink
+    )
+    return dq.narrow(tokens, 0, b.q_len), dk, dv, dsink if want_sink else None

@@ -1,0 +1,266 @@
+"""The three ways of context parallel attention: all keys gathered, keys in a ring, heads instead of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from warpsmith.distributed.context_blocks import (
+    Block,
+    Options,
+    backward_block,
+    forward_block,
+    gather_block,
+    merge_block,
+    nothing_yet,
+    ring_block,
+    wider,
+)
+from warpsmith.distributed.exchange import rank_and_size
+from warpsmith.distributed.sequence import Exchange, chunks_of, gather_sequence, in_sequence_order, of_rank
+from warpsmith.distributed.sequence import reduce_scatter_sequence as reduce_scatter
+from warpsmith.ops._library import _once
+from warpsmith.ops.attention import attention
+from warpsmith.ops.attention_varlen import attention_varlen
+
+_KEYS, _GRADIENTS = 1, 2  # tags: between two ranks both may be under way
+
+
+class Place(NamedTuple):
+    """Where a call runs: its ranks, and how the sequence lies on them."""
+
+    group: ProcessGroup | None
+    sharding: str
+    rank: int
+    ranks: int
+
+    def chunks(self, rank: int, tokens: int) -> list[tuple[int, int]]:
+        """(first token in the rank's own, first token in the sequence) of each chunk of a rank with so many tokens."""
+        chunks = chunks_of(rank, self.ranks, self.sharding)
+        length = tokens // len(chunks)
+        return [(i * length, chunk * length) for i, chunk in enumerate(chunks)]
+
+
+def place_of(group: ProcessGroup | None, sharding: str) -> Place:
+    return Place(group, sharding, *rank_and_size(group))
+
+
+def _unpack(kv: Tensor, k: Tensor) -> list[Tensor]:
+    """k and v of a tensor that holds both, side by side in each head: one collective instead of two."""
+    return list(kv.split([k.shape[-1], kv.shape[-1] - k.shape[-1]], -1))
+
+
+def _gather_blocks(q: Tensor, place: Place, o: Options, packed: bool) -> list[Block]:
+    own = q.shape[o.dims.tokens]
+    chunks = place.chunks(place.rank, own)
+    length, tokens = own // len(chunks), own * place.ranks
+    return [gather_block(start, at, length, tokens, o.left, o.right, packed) for start, at in chunks]
+
+
+def _ring_blocks(q: Tensor, source: int, place: Place, o: Options, packed: bool) -> Iterator[Block]:
+    """The blocks of this rank's queries and the keys of rank ``source``."""
+    own = q.shape[o.dims.tokens]
+    queries, keys = place.chunks(place.rank, own), place.chunks(source, own)
+    for q_start, q_at in queries:
+        for k_start, k_at in keys:
+            block = ring_block(q_start, k_start, q_at, k_at, own // len(queries), o.left, o.right, packed)
+            if block is not None:
+                yield block
+
+
+class _Gradients:
+    """The sums over blocks of a rank's gradients, in float32 or wider."""
+
+    def __init__(self, q: Tensor, o: Options, want_sink: bool) -> None:
+        self.dq = torch.zeros_like(q, dtype=wider(q.dtype))
+        self.dsink: Tensor | None = None
+        self.o, self.want_sink = o, want_sink
+
+    def add(self, b: Block, dkv: Tensor, kv: list[Tensor], ctx: Any, dout: Tensor, dlse: Tensor | None) -> None:
+        """A block's share, of which that of keys and values goes into ``dkv``."""
+        q, _, _, sink, cu, alibi, out, lse = ctx.saved_tensors
+        dq, dk, dv, dsink = backward_block(
+            self.o, b, dout, dlse, (q, kv[0], kv[1]), (cu, alibi, sink), out, lse, self.want_sink
+        )
+        tokens = self.o.dims.tokens
+        self.dq.narrow(tokens, b.q_start, b.q_len).add_(dq)
+        for total, part in zip(_unpack(dkv, dk), (dk, dv), strict=True):
+            total.narrow(tokens, b.k_start, b.k_len).add_(part)
+        if dsink is not None:
+            self.dsink = dsink.to(wider(dsink.dtype)) if self.dsink is None else self.dsink + dsink
+
+    def results(self, ctx: Any, dkv: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, _, sink = ctx.saved_tensors[:4]
+        dk, dv = _unpack(dkv.to(k.dtype), k)
+        dsink = None if self.dsink is None else self.dsink.to(sink.dtype)
+        return self.dq.to(q.dtype), dk, dv, dsink, None, None, None, None
+
+
+class Gathered(torch.autograd.Function):
+    """Every rank has all keys and values during the call; they are gathered again for the backward, not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        cu: Tensor | None,
+        alibi: Tensor | None,
+        o: Options,
+        place: Place,
+    ) -> tuple[Tensor, Tensor]:
+        kv = gather_sequence(torch.cat([k, v], -1), o.dims.tokens, place.sharding, place.group)
+        keys, values = _unpack(kv, k)
+        blocks = _gather_blocks(q, place, o, cu is not None)
+        parts = [forward_block(o, b, q, keys, values, cu, alibi, sink) for b in blocks]
+        out, lse = parts[0]
+        if len(parts) > 1:
+            out, lse = torch.cat([p[0] for p in parts], o.dims.tokens), torch.cat([p[1] for p in parts], -1)
+        ctx.save_for_backward(q, k, v, sink, cu, alibi, out, lse)
+        ctx.o, ctx.place = o, place
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, _, cu, _, out, _ = ctx.saved_tensors
+        o, place = ctx.o, ctx.place
+        dout = torch.zeros_like(out) if dout is None else dout
+        kv = gather_sequence(torch.cat([k, v], -1), o.dims.tokens, place.sharding, place.group)
+        keys, dkv = _unpack(kv, k), torch.zeros_like(kv, dtype=wider(kv.dtype))
+        sums = _Gradients(q, o, ctx.needs_input_grad[3])
+        for b in _gather_blocks(q, place, o, cu is not None):
+            sums.add(b, dkv, keys, ctx, dout, dlse)
+        return sums.results(ctx, reduce_scatter(dkv, o.dims.tokens, place.sharding, place.group, k.dtype))
+
+    backward = staticmethod(_once("context_parallel_attention", _formula))
+
+
+class Ring(torch.autograd.Function):
+    """Keys and values go from rank to rank; each rank adds up what its queries see of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        cu: Tensor | None,
+        alibi: Tensor | None,
+        o: Options,
+        place: Place,
+    ) -> tuple[Tensor, Tensor]:
+        wide_out, lse = nothing_yet(q, v, o)
+        kv = torch.cat([k, v], -1)
+        for step in range(place.ranks):
+            coming = _Passing(kv, place, _KEYS) if step + 1 < place.ranks else None
+            keys, values = _unpack(kv, k)
+            for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o, cu is not None):
+                part, part_lse = forward_block(o, b, q, keys, values, cu, alibi, sink)
+                merge_block(wide_out, lse, b, part, part_lse, o)
+            if coming is not None:
+                kv = coming.arrived()
+        out, lse = wide_out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+        ctx.save_for_backward(q, k, v, sink, cu, alibi, out, lse)
+        ctx.o, ctx.place = o, place
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, _, cu, _, out, _ = ctx.saved_tensors
+        o, place = ctx.o, ctx.place
+        dout = torch.zeros_like(out) if dout is None else dout
+        kv = torch.cat([k, v], -1)
+        sums = _Gradients(q, o, ctx.needs_input_grad[3])
+        passed: _Passing | None = None
+        for step in range(place.ranks):
+            coming = _Passing(kv, place, _KEYS) if step + 1 < place.ranks else None
+            # This rank's part of the gradients of the keys at hand; the sum of the ranks before it arrives meanwhile.
+            dkv, keys = torch.zeros_like(kv, dtype=wider(kv.dtype)), _unpack(kv, k)
+            for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o, cu is not None):
+                sums.add(b, dkv, keys, ctx, dout, dlse)
+            if passed is not None:
+                dkv += passed.arrived()
+            if place.ranks > 1:
+                passed = _Passing(dkv, place, _GRADIENTS)  # after the last step to the rank whose keys they are
+            if coming is not None:
+                kv = coming.arrived()
+        return sums.results(ctx, dkv if passed is None else passed.arrived())
+
+    backward = staticmethod(_once("context_parallel_attention", _formula))
+
+
+class _Passing:
+    """A tensor on its way to the next rank, while that of the rank before comes in."""
+
+    def __init__(self, t: Tensor, place: Place, tag: int) -> None:
+        self._received = torch.empty_like(t)
+        after, before = (place.rank + 1) % place.ranks, (place.rank - 1) % place.ranks
+        if place.group is not None:
+            after, before = (dist.get_global_rank(place.group, rank) for rank in (after, before))
+        both = [
+            dist.P2POp(dist.isend, t, after, place.group, tag),
+            dist.P2POp(dist.irecv, self._received, before, place.group, tag),
+        ]
+        self._sent = t  # must live until it is gone
+        self._work = dist.batch_isend_irecv(both)
+
+    def arrived(self) -> Tensor:
+        for work in self._work:
+            work.wait()
+        return self._received
+
+
+def ulysses(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    cu: Tensor | None,
+    alibi: Tensor | None,
+    o: Options,
+    place: Place,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Each rank computes all tokens of its share of the heads: an all-to-all before and one after. On one rank
+    the op itself."""
+    tokens, heads = o.dims.tokens, o.dims.heads
+
+    def to_heads(t: Tensor) -> Tensor:
+        if place.ranks == 1:
+            return t
+        parts = Exchange.apply(torch.stack(t.chunk(place.ranks, heads)), place.group)
+        return in_sequence_order(parts.unbind(), tokens, place.sharding)
+
+    def to_tokens(t: Tensor, tokens: int, heads: int) -> Tensor:
+        if place.ranks == 1:
+            return t
+        parts = [of_rank(t, tokens, place.sharding, rank, place.ranks) for rank in range(place.ranks)]
+        return torch.cat(Exchange.apply(torch.stack(parts), place.group).unbind(), heads)
+
+    share = q.shape[heads] // place.ranks
+    own = slice(place.rank * share, (place.rank + 1) * share)
+    arguments: dict[str, Any] = {
+        "window_size": (o.left, o.right),
+        "softmax_scale": o.softmax_scale,
+        "softcap": o.softcap,
+        "deterministic": o.deterministic,
+        "sink": None if sink is None else sink[own],
+        "alibi_slopes": None if alibi is None else alibi[..., own].contiguous(),
+        "return_lse": True,
+    }
+    q, k, v = (to_heads(t) for t in (q, k, v))
+    if cu is None:
+        out, lse = attention(q, k, v, layout=("bshd", "bhsd", "thd")[o.layout], **arguments)
+    else:
+        out, lse = attention_varlen(q, k, v, cu, max_seqlen_q=o.max_seqlen, **arguments)
+    return to_tokens(out, tokens, heads), to_tokens(lse, -1, -2) if return_lse else None

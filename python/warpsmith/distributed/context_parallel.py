@@ -1,0 +1,253 @@
+"""Attention over a sequence that lies on several ranks."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from warpsmith.distributed.context_blocks import Options
+from warpsmith.distributed.context_modes import Gathered, Place, Ring, place_of, ulysses
+from warpsmith.distributed.exchange import all_gather_bytes
+from warpsmith.distributed.sequence import check_sharding, chunks_of
+from warpsmith.ops import _attention, _check
+
+_OP = "context_parallel_attention"
+_MODES = ("all_gather", "ring", "ulysses")
+# By group: the calls that all its ranks have compared.
+_agreed: weakref.WeakKeyDictionary[ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+
+
+class _Call(NamedTuple):
+    """The arguments that decide what a mode can do."""
+
+    mode: str
+    q: Tensor
+    k: Tensor
+    options: Options
+    cu_seqlens: Tensor | None
+    alibi_slopes: Tensor | None
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mode: str = "all_gather",
+    process_group: ProcessGroup | None = None,
+    sharding: str = "zigzag",
+    causal: bool = False,
+    window_size: Sequence[int] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    layout: str = "bshd",
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention within a sequence whose tokens lie on several ranks, as :func:`warpsmith.attention` gives it for the
+    whole.
+
+    .. math:: \mathrm{out}_i = \sum_j e^{s_{ij} - \mathrm{lse}_i} \, v_j
+
+    over the keys j of all ranks that query i sees. Each rank gives its tokens (:func:`shard_sequence`) and gets the
+    result of its own queries.
+
+    ============ ================================================ ===================================================
+    mode         what travels                                     what it takes
+    ============ ================================================ ===================================================
+    all_gather   forward: keys and values to all ranks; backward: memory for all keys and values, in the backward also
+                 the same, and their gradients back, added in     for the wider sums of their gradients
+                 rank order
+    ring         keys and values from rank to rank, beside the    memory for the keys and values of two ranks
+                 computation; in the backward their gradients too
+    ulysses      q, k, v and out: each rank computes all tokens   a number of ranks that divides the heads of q and
+                 of its share of the heads                        of k
+    ============ ================================================ ===================================================
+
+    ============================== ============ ============ =========
+    mask                           all_gather   ring         ulysses
+    ============================== ============ ============ =========
+    causal, windows, sink, softcap yes          yes          yes
+    alibi_slopes                   causal       no           yes
+    cu_seqlens                     yes          no windows   yes
+    dropout                        no           no           no
+    ============================== ============ ============ =========
+
+    Args:
+        q: this rank's queries, shape (B, S / N, H, D) for N ranks. Dtypes, strides and D as for
+            :func:`warpsmith.attention`.
+        k: this rank's keys, shape (B, S / N, Hk, D): the same tokens.
+        v: this rank's values, shape (B, S / N, Hk, Dv).
+        mode: "all_gather", "ring" or "ulysses".
+        process_group: the ranks that share the sequence. Default: all. A world of one is fine.
+        sharding: how :func:`shard_sequence` has cut the sequence. "zigzag" gives the ranks the same work under a causal
+            mask.
+        dropout_p: 0: the op's dropout mask counts the queries and heads of a call, so that it would not be that of the
+            whole sequence.
+        sink: shape (H,), the same on all ranks. Its gradient is the part of this rank, as a weight's is.
+        alibi_slopes: as for :func:`warpsmith.attention`; the same on all ranks.
+        cu_seqlens: int32, shape (documents + 1,), the same on all ranks: the offsets of the documents in the whole
+            sequence, for ``layout="thd"``. A document may lie on several ranks.
+        max_seqlen: no document is longer. Needed with ``cu_seqlens``.
+        causal, window_size, softmax_scale, softcap, return_lse, deterministic, layout: as for
+            :func:`warpsmith.attention`. Positions count in the whole sequence.
+
+    Returns:
+        out of this rank's queries, of the dtype of ``q``; or (out, lse), lse in float32 (float64 for float64). Shapes
+        and autocast as for :func:`warpsmith.attention`.
+
+    Gradients for ``q``, ``k``, ``v`` and ``sink``, of out and of lse: those of the sum of all ranks' losses. Second
+    derivatives are refused.
+
+    Numbers: what several blocks give for one query or key has the dtype of ``q`` and is added in float32 (float64 for
+    float32 and float64), then rounded once. ulysses has no such sums.
+
+    Deterministic: every sum has a fixed order, in every mode. Modes differ from each other in rounding.
+
+    Raises:
+        ValueError: a dtype, shape or number that does not fit, a mask that the mode cannot do (with the reason), or
+            ranks whose calls differ. Ranks compare their calls when the sizes or options are new to them, so on these
+            calls a mistake of one rank is an error of all, not a hang.
+
+    Source: the ring is that of Liu et al., Ring Attention with Blockwise Transformers, 2023; zigzag that of
+    ring-flash-attention; ulysses that of Jacobs et al., DeepSpeed Ulysses, 2023.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> from warpsmith.distributed import context_parallel_attention, shard_sequence
+        >>> q, k, v = (shard_sequence(torch.randn(2, 64, 4, 32)) for _ in range(3))
+        >>> context_parallel_attention(q, k, v, causal=True).shape  # on 4 ranks: (2, 16, 4, 32)
+        torch.Size([2, 64, 4, 32])
+    """
+    which = _attention.choice(_OP, "layout", layout, _attention.LAYOUTS)
+    _attention.choice(_OP, "mode", mode, _MODES)
+    check_sharding(_OP, sharding)
+    left, right = _attention.check_window(_OP, causal, window_size)
+    place = place_of(process_group, sharding)
+    q, k, v = _attention.under_autocast(_OP, q, k, v)  # type: ignore[assignment]
+    options = Options(which, left, right, softmax_scale, softcap, deterministic, max_seqlen or 0)
+    call = _Call(mode, q, k, options, cu_seqlens, alibi_slopes)
+    refusal: ValueError | None = None
+    try:
+        _attention.refuse_gradient(_OP, alibi_slopes=alibi_slopes)
+        _check_packing(call, max_seqlen)
+        _check_tensors(call, v, sink, dropout_p)
+        _check_mode(call, place)
+    except ValueError as error:
+        refusal = error
+    _agree(place, {} if refusal is not None else _facts(call, v, place), refusal)
+
+    if mode == "ulysses" or place.ranks == 1:
+        out, lse = ulysses(q, k, v, sink, cu_seqlens, alibi_slopes, options, place, return_lse)
+    else:
+        function = Gathered if mode == "all_gather" else Ring
+        out, lse = function.apply(q, k, v, sink, cu_seqlens, alibi_slopes, options, place)
+    return (out, lse) if return_lse else out  # type: ignore[return-value]
+
+
+def _check_packing(call: _Call, max_seqlen: Any) -> None:
+    if call.cu_seqlens is None:
+        if max_seqlen is not None:
+            _check.refuse(_OP, "max_seqlen", "None without cu_seqlens", str(max_seqlen))
+        return
+    if call.options.layout != _attention.LAYOUTS.index("thd"):
+        _check.refuse(_OP, "layout", "thd with cu_seqlens", _attention.LAYOUTS[call.options.layout])
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 1:
+        _check.refuse(_OP, "max_seqlen", "an integer >= 1 with cu_seqlens", str(max_seqlen))
+
+
+def _check_tensors(call: _Call, v: Tensor, sink: Tensor | None, dropout_p: float) -> None:
+    """What the op itself would refuse, and what it would not."""
+    q, k, o = call.q, call.k, call.options
+    inputs = (
+        *(q, k, v, call.cu_seqlens, call.cu_seqlens, call.alibi_slopes, None, sink, None, o.max_seqlen, o.max_seqlen),
+        *(o.layout, 0, True, o.left, o.right, o.softmax_scale, o.softcap, dropout_p, o.deterministic),
+    )
+    problem = _attention._check_inputs(_OP, inputs)
+    if problem.k[1] != problem.q[1]:
+        _check.refuse(_OP, "k", f"{problem.q[1]} tokens, as q has", str(problem.k[1]))
+    if _attention.drops(_OP, dropout_p):
+        reason = "the mask counts the queries of a call, and would not be that of the whole sequence"
+        _check.refuse(_OP, "dropout_p", f"0 ({reason})", str(dropout_p))
+
+
+def _check_mode(call: _Call, place: Place) -> None:
+    q, k, o, mode = call.q, call.k, call.options, call.mode
+    tokens, chunks = q.shape[o.dims.tokens], len(chunks_of(place.rank, place.ranks, place.sharding))
+    if place.ranks > 1 and tokens % chunks:
+        got = f"{tokens}: pad the sequence to a multiple of {place.ranks * chunks}, or take sharding='contiguous'"
+        _check.refuse(_OP, "q", "an even number of tokens of each rank for sharding zigzag", got)
+    if mode == "ulysses":
+        for name, t in (("q", q), ("k", k)):
+            if t.shape[o.dims.heads] % place.ranks:
+                got = f"{t.shape[o.dims.heads]}: take mode='all_gather' or 'ring', or fewer ranks"
+                _check.refuse(_OP, name, f"a number of heads that {place.ranks} ranks divide, in mode ulysses", got)
+    if call.alibi_slopes is not None and (mode == "ring" or (mode == "all_gather" and o.right != 0)):
+        reason = f"None in mode {mode}" + (" without causal=True" if mode == "all_gather" else "")
+        _check.refuse(
+            _OP,
+            "alibi_slopes",
+            f"{reason} (the op counts distances from where a call's last query meets its last key)",
+            "a tensor: take mode='ulysses'",
+        )
+    if mode == "ring" and call.cu_seqlens is not None and (o.left >= 0 or o.right > 0):
+        reason = "where a document's window ends in a block depends on offsets that only the device knows"
+        got = f"({o.left}, {o.right}): take mode='all_gather' or 'ulysses'"
+        _check.refuse(_OP, "window_size", f"None with cu_seqlens in mode ring ({reason})", got)
+
+
+def _facts(call: _Call, v: Tensor, place: Place) -> dict[str, str]:
+    """What must be the same on all ranks, by argument."""
+    o, tensors = call.options, {"q": call.q, "k": call.k, "v": v}
+    return {
+        "mode": call.mode,
+        "sharding": place.sharding,
+        **{name: f"{_check.dtype_text(t.dtype)} {_check.shape_text(t.shape)}" for name, t in tensors.items()},
+        "layout": _attention.LAYOUTS[o.layout],
+        "window_size": f"({o.left}, {o.right})",
+        "softmax_scale": str(o.softmax_scale),
+        "softcap": str(o.softcap),
+        "cu_seqlens": "None" if call.cu_seqlens is None else _check.shape_text(call.cu_seqlens.shape),
+        "max_seqlen": str(o.max_seqlen or None),
+    }
+
+
+def _agree(place: Place, facts: dict[str, str], refusal: ValueError | None) -> None:
+    """Raises this rank's refusal. Where the facts are new, ranks compare them first, and an error of one is raised on
+    all: ranks in different collectives would wait for each other."""
+    if place.ranks == 1:
+        if refusal is not None:
+            raise refusal
+        return
+    group = place.group if place.group is not None else dist.group.WORLD
+    assert group is not None
+    known, signature = _agreed.setdefault(group, set()), json.dumps(facts)
+    if refusal is None and signature in known:
+        return
+    here, words = f"{_OP}: rank {{}} of {place.ranks}: ", str(refusal or "").removeprefix(f"{_OP}: ")
+    answers = [json.loads(a) for a in all_gather_bytes(json.dumps([facts, words]).encode(), place.group)]
+    if refusal is not None:
+        raise ValueError(here.format(place.rank) + words)
+    for rank, (_, wrong) in enumerate(answers):
+        if wrong:
+            raise ValueError(here.format(rank) + wrong)
+    first = answers[0][0]
+    for rank, (theirs, _) in enumerate(answers):
+        for name, value in theirs.items():
+            if value != first[name]:
+                raise ValueError(
+                    f"{here.format(rank)}{name}: expected {first[name]}, as rank 0 has, got {value}: give all ranks "
+                    "the same sizes and options"
+                )
+    known.add(signature)

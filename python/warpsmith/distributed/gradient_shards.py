@@ -1,0 +1,254 @@
+"""Reduces gradients during the backward, so that each rank ends with the means of the elements that it owns."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from warpsmith.distributed.exchange import rank_and_size
+from warpsmith.distributed.hook import _all_gather, mean_in_rank_order
+from warpsmith.distributed.shards import Bucket, Fragment
+from warpsmith.ops._grad_norm import norm_and_power_sum
+from warpsmith.optim._tensor_list import same_layout
+
+_OP = "ShardedOptimizer"
+IN_FLIGHT = 2  # buckets whose exchange may be under way; more would hold the memory of all gradients once more
+
+IDLE, REDUCING, REDUCED = "idle", "reducing", "reduced"
+
+
+def _place(p: Tensor) -> tuple[Any, ...]:
+    """What must stay as it is while a parameter is shared out."""
+    return p.data_ptr(), p.shape, p.stride(), p.dtype, p.requires_grad
+
+
+def flat(t: Tensor) -> Tensor:
+    """The elements of a dense tensor as they lie in memory; shares that memory."""
+    return t.as_strided((t.numel(),), (1,))
+
+
+class GradientShards:
+    """The reduction of the gradients of some parameters over ranks, one backward after another.
+
+    A hook of each parameter reports its gradient. A bucket whose gradients are all there is sent off: an all-to-all
+    brings each rank the parts that it owns, and the backward goes on meanwhile. Buckets leave in the same order on all
+    ranks. The end of the backward sends what is missing, with zeros for parameters without a gradient, and exchanges a
+    report, in which each rank says whether something is wrong.
+
+    ``reduced`` is called when all is there. ``fragments``: those of this rank, in the order of the parameters;
+    ``gradients``: what was reduced of each, None for a parameter that no rank used.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        buckets: Sequence[Bucket],
+        *,
+        group: ProcessGroup | None,
+        wire: torch.dtype,
+        keep_whole: bool,
+        find_unused: bool,
+        reduced: Callable[[], None],
+    ) -> None:
+        self.params, self.names, self.buckets = list(params), list(names), list(buckets)
+        self.group, self.wire, self.keep_whole, self.find_unused = group, wire, keep_whole, find_unused
+        self._reduced = reduced
+        self._places = [_place(p) for p in params]
+        self.rank, self.world_size = rank_and_size(group)
+        own = [f for bucket in buckets for f in bucket.fragments if f.rank == self.rank]
+        self.fragments = sorted(own, key=lambda f: (f.param, f.start))
+        self.synchronizing = True
+        self.used = [True] * len(params)  # after a reduction: whether any rank has a gradient of the parameter
+        self.nonfinite: Tensor | None = None  # after a reduction: 1 where any rank's gradients are not finite, else 0
+        self._bucket_of = {param: n for n, bucket in enumerate(buckets) for param in bucket.params}
+        self.forget()
+        this = weakref.ref(self)  # a parameter must not keep its optimizer alive
+
+        def report(index: int) -> Any:
+            def arrived(_: Tensor) -> None:
+                shards = this()
+                if shards is not None:
+                    shards._arrived(index)
+
+            return arrived
+
+        for index, p in enumerate(params):
+            p.register_post_accumulate_grad_hook(report(index))
+
+    def forget(self) -> None:
+        """Drops the reduced gradients: the next backward reduces anew."""
+        self.phase = IDLE
+        self.gradients: list[Tensor | None] = [None] * len(self.fragments)
+        self._means: dict[Fragment, Tensor] = {}
+        self._arrived_params: set[int] = set()
+        self._waiting = [len(bucket.params) for bucket in self.buckets]
+        self._next = 0
+        self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Any]] = deque()
+
+    def require_reduced(self, call: str) -> None:
+        """Raises unless a backward has reduced the gradients, of parameters that are as they were. Takes the part of
+        this rank in a reduction that other ranks may be in, so that they hear of it instead of waiting."""
+        if self.phase != REDUCED:
+            self._finish(without_backward=call)
+        elif (changed := self._changed()) is not None:
+            raise RuntimeError(f"{_OP}: {self._words_of(self.rank, changed)}")
+
+    # The backward.
+
+    def _arrived(self, index: int) -> None:
+        if not self.synchronizing:
+            return
+        if self.phase == REDUCED or index in self._arrived_params:
+            raise RuntimeError(
+                f"{_OP}: rank {self.rank} of {self.world_size}: a second gradient of {self.names[index]} after the "
+                "first was reduced: call all backwards of a step but the last under no_sync(), and zero_grad() or "
+                "step() after the last"
+            )
+        if self.phase == IDLE:
+            self.phase = REDUCING
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._arrived_params.add(index)
+        self._waiting[self._bucket_of[index]] -= 1
+        while self._next < len(self.buckets) and self._waiting[self._next] == 0:
+            self._send_next()
+
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        bucket = self.buckets[self._next]
+        self._next += 1
+        if bucket.numel == 0:
+            return
+        like = self.params[bucket.params[0]]
+        sent_as = self.wire if like.dtype == torch.float32 else like.dtype
+        sent = torch.empty(bucket.numel, dtype=sent_as, device=like.device)
+        whole = {i: self._gradient(i) for i in bucket.params}
+        to, of = [], []
+        for f in bucket.fragments:
+            gradient, end = whole[f.param], f.offset + f.count
+            if gradient is None:
+                sent[f.offset : end].zero_()
+            else:
+                to.append(sent[f.offset : end])
+                of.append(gradient[f.start : f.start + f.count])
+            sent[end : f.offset + f.padded].zero_()
+        if to:
+            torch._foreach_copy_(to, of)
+        if not self.keep_whole:
+            for i in bucket.params:
+                self.params[i].grad = None
+        own = bucket.parts[self.rank]
+        received = sent.new_empty(self.world_size * own)
+        work = dist.all_to_all_single(
+            received, sent, [own] * self.world_size, bucket.parts, group=self.group, async_op=True
+        )
+        self._in_flight.append((bucket, sent, received, work))
+        while len(self._in_flight) > IN_FLIGHT:
+            self._take_first()
+
+    def _gradient(self, index: int) -> Tensor | None:
+        """The elements of a parameter's gradient in the order of the parameter's memory."""
+        param, gradient = self.params[index], self.params[index].grad
+        if gradient is None or _place(param) != self._places[index]:  # the end of the backward reports it
+            return None
+        if gradient.layout != torch.strided or gradient.dtype != param.dtype or gradient.shape != param.shape:
+            dtype = str(param.dtype).removeprefix("torch.")
+            got = f"{str(gradient.dtype).removeprefix('torch.')} {tuple(gradient.shape)} {gradient.layout}"
+            raise ValueError(
+                f"{_OP}: gradient of {self.names[index]}: expected a dense {dtype} {tuple(param.shape)}, got {got}"
+            )
+        gradient = gradient.detach()
+        if not same_layout(gradient, param) or gradient.is_neg():
+            gradient = torch.empty_like(param).copy_(gradient)
+        return flat(gradient)
+
+    @torch.no_grad()
+    def _take_first(self) -> None:
+        bucket, _, received, work = self._in_flight.popleft()
+        work.wait()  # on CUDA the stream waits, not the host
+        own, first = bucket.parts[self.rank], bucket.first_of(self.rank)
+        if own == 0:
+            return
+        mean = mean_in_rank_order(received.view(self.world_size, own)).to(self.params[bucket.params[0]].dtype)
+        for f in bucket.fragments:
+            if f.rank == self.rank:
+                self._means[f] = mean[f.offset - first : f.offset - first + f.count]
+
+    def _finish(self, without_backward: str = "") -> None:
+        used = [p.grad is not None or i in self._arrived_params for i, p in enumerate(self.params)]
+        while self._next < len(self.buckets):
+            self._send_next()
+        while self._in_flight:
+            self._take_first()
+        if self.find_unused:
+            self.used = self._on_any_rank(used)
+        self.gradients = [self._means[f] if self.used[f.param] else None for f in self.fragments]
+        missing = next((i for i, has in enumerate(used) if not has and not self.find_unused), None)
+        own = [without_backward != "", _number(missing), _number(self._changed())]
+        reports = self._reports(own)
+        self.nonfinite = reports[:, 0].max()
+        problem = self._problem_of(reports, own, without_backward)
+        if problem:
+            self.forget()
+            raise RuntimeError(f"{_OP}: {problem}")
+        self.phase = REDUCED
+        self._reduced()
+
+    def _on_any_rank(self, used: list[bool]) -> list[bool]:
+        flags = torch.tensor(used, dtype=torch.int32, device=self.params[0].device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _reports(self, own: list[int]) -> Tensor:
+        """[ranks, 4], of each rank: whether its gradients are not finite, and its ``own``: whether it ran no backward;
+        1 + the index of a parameter without a gradient, or 0; 1 + that of one that was replaced, or 0."""
+        report = torch.tensor([0, *own], dtype=torch.int32).to(self.params[0].device, non_blocking=True)
+        present = [g for g in self.gradients if g is not None]
+        if present:
+            _, largest = norm_and_power_sum(present, torch.inf)
+            report[0] = ~largest.isfinite()
+        reports = report.new_empty(self.world_size * 4)
+        _all_gather(reports, report, group=self.group)
+        return reports.view(self.world_size, 4)
+
+    def _problem_of(self, reports: Tensor, own: list[int], without_backward: str) -> str:
+        """What is wrong and on which rank. On CUDA of this rank alone: the host does not wait for the others'."""
+        rows = {self.rank: own} if reports.is_cuda else dict(enumerate(reports[:, 1:].tolist()))
+        for rank, (_, _, changed) in rows.items():
+            if changed:
+                return self._words_of(rank, changed - 1)
+        if idle := [rank for rank, row in rows.items() if row[0]]:
+            ranks = f"rank {idle[0]}" if len(idle) == 1 else "ranks " + ", ".join(map(str, idle))
+            return (
+                f"{ranks} of {self.world_size}: {without_backward or 'a step'} without a backward that reduced "
+                "gradients: give every rank equally many batches (ResumableSampler does) and run the last backward of "
+                "a step outside of no_sync(); a rank without data can run the backward of 0 times the loss of any batch"
+            )
+        for rank, (_, missing, _) in rows.items():
+            if missing:
+                return (
+                    f"rank {rank} of {self.world_size}: {self.names[missing - 1]} has no gradient: use it in the loss, "
+                    "or give ShardedOptimizer find_unused_parameters=True"
+                )
+        return ""
+
+    def _changed(self) -> int | None:
+        places = zip(self.params, self._places, strict=True)
+        return next((i for i, (p, place) in enumerate(places) if _place(p) != place), None)
+
+    def _words_of(self, rank: int, changed: int) -> str:
+        return (
+            f"rank {rank} of {self.world_size}: {self.names[changed]} was frozen or replaced (memory, dtype, shape) "
+            "since this optimizer was made: change the model on all ranks first, then make the optimizer"
+        )
+
+
+def _number(index: int | None) -> int:
+    return 0 if index is None else index + 1

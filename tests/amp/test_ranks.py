@@ -1,0 +1,63 @@
+"""warpsmith.amp.GradScaler on DTensors: all ranks decide alike, whichever has the bad value."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import warpsmith
+from torch import nn
+from torch.testing import assert_close
+from warpsmith.testing.distributed import multirank
+
+
+def sharded(world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (world_size,))
+    placements = [((6, 4), Shard(0)), ((3,), Shard(0)), ((1,), Shard(0)), ((5,), Replicate())]
+    whole = [nn.Parameter(torch.zeros(shape)) for shape, _ in placements]
+    pairs = zip(whole, placements, strict=True)
+    return [nn.Parameter(distribute_tensor(w.detach().clone(), mesh, [p])) for w, (_, p) in pairs], whole
+
+
+def set_gradients(params, whole, step, bad):
+    from torch.distributed.tensor import distribute_tensor
+
+    generator = torch.Generator().manual_seed(step)
+    for i, (p, w) in enumerate(zip(params, whole, strict=True)):
+        w.grad = torch.randn(w.shape, generator=generator) * 1024
+        if i == bad:
+            w.grad.view(-1)[-1] = math.nan if step % 2 else math.inf
+        p.grad = distribute_tensor(w.grad.clone(), p.device_mesh, p.placements)
+
+
+@multirank(2, timeout_s=300)
+@pytest.mark.parametrize(("norm_type", "unscale"), [(None, False), (2.0, False), (2.0, True), (math.inf, False)])
+def test_ranks_skip_together(rank, world_size, norm_type, unscale):
+    """As one process with whole tensors; the last element of each tensor lies on one rank alone."""
+    params, whole = sharded(world_size)
+    pairs = []
+    for own in (params, whole):
+        scaler = warpsmith.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(torch.ones(()))
+        pairs.append((warpsmith.optim.AdamW(own, lr=0.1), scaler))
+    for step, bad in enumerate([0, None, 1, 2, 3, None]):
+        set_gradients(params, whole, step, bad)
+        norms = []
+        for optimizer, scaler in pairs:
+            if unscale:
+                scaler.unscale_(optimizer)
+            if norm_type is not None:
+                norms.append(scaler.clip_(optimizer, 0.5, norm_type))
+            scaler.step(optimizer)
+            scaler.update()
+        assert len({scaler.last_skipped for _, scaler in pairs} | {bad is not None}) == 1
+        if norms and bad is None:
+            assert_close(*norms, rtol=1e-6, atol=0)
+    assert pairs[0][1].state_dict() == pairs[1][1].state_dict()
+    assert pairs[0][1].skipped_steps == 4
+    for p, w in zip(params, whole, strict=True):
+        assert_close(p.full_tensor(), w, rtol=1e-5, atol=1e-6)

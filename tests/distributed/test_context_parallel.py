@@ -1,0 +1,191 @@
+"""Context parallel attention on real ranks: every mask and mode against one rank's oracle, numbers, refusals."""
+
+import itertools
+import statistics
+
+import pytest
+import torch
+import torch.distributed as dist
+import warpsmith
+from context_cases import HEAD_DIM, MASKS, REFUSED, Problem
+from warpsmith.distributed import context_parallel_attention, shard_sequence, unshard_sequence
+from warpsmith.testing.distributed import fault, multirank
+from warpsmith.testing.law import MEDIAN_LIMIT, measure
+
+MODES = ("all_gather", "ring", "ulysses")
+SHARDINGS = ("zigzag", "contiguous")
+
+
+def check_exact(problem, mode, sharding, group=None):
+    """All results of this rank in float64, against the oracle's."""
+    got, want = problem.sharded(mode, sharding, group), problem.oracle()
+    if "sink" in got:
+        dist.all_reduce(got["sink"], group=group)
+    for name, t in got.items():
+        part = want[name] if name == "sink" else problem.part_of(name, want[name], sharding, group)
+        torch.testing.assert_close(t, part, rtol=1e-11, atol=1e-11, msg=lambda m, n=name: f"{mode} {sharding} {n}: {m}")
+
+
+def every_mask(shardings):
+    """In float64. Masks and modes take the lists of shardings in turns."""
+    checked = 0
+    for mode, (i, name) in itertools.product(MODES, enumerate(MASKS)):
+        if name in REFUSED.get(mode, ()):
+            continue
+        layout = ("bshd", "bhsd", "thd")[(i + MODES.index(mode)) % 3]
+        for sharding in shardings[(i + MODES.index(mode)) % len(shardings)]:
+            check_exact(Problem(name, torch.float64, layout=layout, batch=1), mode, sharding)
+        checked += 1
+    assert checked == 3 * len(MASKS) - len(REFUSED["ring"])
+
+
+@multirank(2, timeout_s=300)
+def test_every_mask_of_every_mode_on_two_ranks(rank, world_size):
+    every_mask([SHARDINGS])
+
+
+@multirank(4, timeout_s=300)
+def test_every_mask_of_every_mode_on_four_ranks(rank, world_size):
+    every_mask([[sharding] for sharding in SHARDINGS])
+
+
+def check_errors():
+    """Against one rank's kernel as the law holds an op against PyTorch. In 16 bits, where rounding and not the order of
+    sums decides, out and gradients are also held to 1.1 one by one."""
+    ratios = []
+    for dtype, name in itertools.product(
+        (torch.bfloat16, torch.float16, torch.float32), ("all", "causal", "causal window", "packed sink")
+    ):
+        problem = Problem(name, dtype)
+        oracle, alone = problem.oracle(), problem.one_rank()
+        for mode in MODES:
+            for result, t in problem.sharded(mode, "zigzag").items():
+                if result == "sink":
+                    continue  # a part of a sum over ranks
+                whole = unshard_sequence(t, -1 if result == "lse" else problem.dim)
+                error = measure(f"{mode} {name} {dtype} {result}", whole, oracle[result], alone[result])
+                assert error.ok, str(error)
+                if dtype.itemsize == 2 and result != "lse":
+                    assert error.ratio <= MEDIAN_LIMIT, f"{error}, ratio {error.ratio:.2f}"
+                ratios.append(error.ratio)
+    assert statistics.median(ratios) <= MEDIAN_LIMIT
+
+
+@multirank(2, timeout_s=300)
+def test_errors_on_two_ranks_are_at_most_1_1_times_those_of_one(rank, world_size):
+    check_errors()
+
+
+@multirank(4, timeout_s=300)
+def test_errors_on_four_ranks_are_at_most_1_1_times_those_of_one(rank, world_size):
+    check_errors()
+
+
+@multirank(4)
+def test_groups_of_two_of_four_ranks(rank, world_size):
+    """Two sequences at the same time, each on two ranks."""
+    groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
+    for mode in MODES:
+        check_exact(Problem("causal", torch.float64, batch=1 + rank % 2), mode, "zigzag", groups[rank % 2])
+
+
+@multirank(2)
+def test_the_same_bits_at_every_run(rank, world_size):
+    for mode in MODES:
+        problem = Problem("packed sink", torch.bfloat16)
+        first, second = problem.sharded(mode, "zigzag"), problem.sharded(mode, "zigzag")
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@multirank(2)
+def test_autocast_and_second_derivatives(rank, world_size):
+    q = shard_sequence(Problem("causal", torch.float32).inputs["q"]).requires_grad_()
+    for mode in MODES:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert context_parallel_attention(q, q, q, mode=mode).dtype == torch.bfloat16
+        out = context_parallel_attention(q, q, q, mode=mode)
+        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="expected one derivative, got a second"):
+            grad.sum().backward()
+
+
+@multirank(2)
+def test_unshard_is_the_inverse_of_shard_and_sums_gradients(rank, world_size):
+    whole = torch.arange(24.0).view(2, 12)
+    for sharding in SHARDINGS:
+        part = shard_sequence(whole, sharding=sharding)
+        held = (0, 1, 2, 9, 10, 11) if sharding == "zigzag" else (0, 1, 2, 3, 4, 5)
+        if rank == 0:
+            assert torch.equal(part, whole[:, held])
+        part.requires_grad_()
+        again = unshard_sequence(part, sharding=sharding)
+        assert torch.equal(again, whole)
+        (again * whole * (rank + 1)).sum().backward()
+        assert torch.equal(part.grad, 3 * part)
+
+
+@multirank(4)
+def test_gradients_of_ranks_are_added_in_rank_order(rank, world_size):
+    """2^24 + 1 is 2^24 in float32: the order shows in the result."""
+    grad = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)][rank]).expand(1, 8)
+    part = torch.zeros(1, 2, requires_grad=True)
+    unshard_sequence(part).backward(grad)
+    assert torch.equal(part.grad, torch.zeros(1, 2))
+
+
+def refused(words, *tensors, **options):
+    with pytest.raises(ValueError, match=words):
+        context_parallel_attention(*tensors, **options)
+
+
+@multirank(2)
+def test_what_does_not_fit_is_refused_on_every_rank(rank, world_size):
+    def heads(tokens, q_heads, k_heads=None, lead=(1,)):
+        k = torch.zeros(*lead, tokens, k_heads or q_heads, HEAD_DIM)
+        return torch.zeros(*lead, tokens, q_heads, HEAD_DIM), k, k
+
+    own = f"context_parallel_attention: rank {rank} of 2: "
+    of_one = "context_parallel_attention: rank 1 of 2: "
+    cu, documents = torch.tensor([0, 5], dtype=torch.int32), heads(4, 2, lead=())
+    slopes = torch.ones(2)
+    refused(own + "q: .* heads that 2 ranks divide, in mode ulysses, got 3: take mode=", *heads(4, 3), mode="ulysses")
+    refused(own + "k: .* heads that 2 ranks divide, in mode ulysses, got 1", *heads(4, 4, 1), mode="ulysses")
+    refused(own + "q: expected an even number of tokens .* got 3: pad the sequence to a multiple of 4", *heads(3, 2))
+    refused(own + r"dropout_p: expected 0 \(the mask counts", *heads(4, 2), dropout_p=0.1)
+    refused(own + "alibi_slopes: expected None in mode ring", *heads(4, 2), mode="ring", alibi_slopes=slopes)
+    refused(own + "alibi_slopes: .* without causal=True", *heads(4, 2), alibi_slopes=slopes)
+    packed = {"layout": "thd", "cu_seqlens": cu, "max_seqlen": 5}
+    refused(own + "window_size: .* in mode ring", *documents, mode="ring", window_size=(2, 0), **packed)
+    refused(own + "layout: expected thd with cu_seqlens, got bshd", *heads(4, 2), cu_seqlens=cu, max_seqlen=5)
+    refused(own + "max_seqlen: expected an integer", *documents, layout="thd", cu_seqlens=cu)
+    refused(own + "k: expected 4 tokens, as q has, got 6", heads(4, 2)[0], *heads(6, 2)[1:])
+    refused("mode: expected one of all_gather, ring, ulysses, got both", *heads(4, 2), mode="both")
+    refused("sharding: expected one of zigzag, contiguous, got striped", *heads(4, 2), sharding="striped")
+    with pytest.raises(ValueError, match=f"shard_sequence: rank {rank} of 2: t: expected a multiple of 4 tokens"):
+        shard_sequence(torch.zeros(1, 6))
+
+    # Mistakes of one rank: all ranks raise, and none waits for another.
+    more = 2 * rank
+    refused(of_one + r"q: expected float32 \(1, 4, 2, 16\), as rank 0 has, got float32 \(1, 6", *heads(4 + more, 2))
+    refused(of_one + "q: expected float32", *(t.to((torch.float32, torch.float64)[rank]) for t in heads(4, 2)))
+    refused(of_one + "k: expected 4 tokens", heads(4, 2)[0], *heads(4 + more, 2)[1:])
+    refused(of_one + "mode: expected ring, as rank 0 has", *heads(4, 2), mode=("ring", "ulysses")[rank])
+    refused(of_one + "window_size: expected", *heads(4, 2), causal=rank == 1)
+    assert context_parallel_attention(*heads(4, 2)).shape == (1, 4, 2, HEAD_DIM)  # and the group still works
+
+
+@multirank(2, ends={0: "raised", 1: "died"}, timeout_s=60)
+def test_a_rank_that_dies_in_the_ring_is_an_error_of_the_other(rank, world_size):
+    q = torch.zeros(1, 4, 2, HEAD_DIM)
+    with fault("kill", rank=1, call="batch_isend_irecv", nth=2):
+        for _ in range(3):
+            context_parallel_attention(q, q, q, mode="ring")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_world_of_one(mode):
+    problem = Problem("packed causal", torch.bfloat16)
+    got, want = problem.sharded(mode, "zigzag"), problem.one_rank()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    q = torch.zeros(1, 3, 2, HEAD_DIM)  # an odd number of tokens
+    assert torch.equal(context_parallel_attention(q, q, q, mode=mode), warpsmith.attention(q, q, q))
