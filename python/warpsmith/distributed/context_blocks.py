@@ -117,7 +117,15 @@ def _call(
 
 def _rows(t: Tensor, dim: int, b: Block) -> Tensor:
     """The block's queries of a tensor that has the rank's along ``dim``."""
-    t = t.narrow(dim, b.q_start, b.q_len)
+    return _with_more(queries_of(t, dim, b), dim, b)
+
+
+def queries_of(t: Tensor, dim: int, b: Block) -> Tensor:
+    """The rank's queries of the block, without those of zeros that may follow."""
+    return t.narrow(dim, b.q_start, b.q_len)
+
+
+def _with_more(t: Tensor, dim: int, b: Block) -> Tensor:
     if not b.more:
         return t
     zeros = list(t.shape)
@@ -152,6 +160,21 @@ def merge_block(out: Tensor, lse: Tensor, b: Block, part: Tensor, part_lse: Tens
     torch.logaddexp(lse, part_lse, out=lse)
 
 
+def unmerge_block(
+    part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, o: Options
+) -> tuple[Tensor, Tensor]:
+    """The gradients of a block's own results, from those of what :func:`merge_block` made of all; each over the block's
+    queries. With share = exp(part_lse - lse):
+
+    dpart = share dout,  dpart_lse = share (dot(dout, part - out) + dlse)
+    """
+    share = torch.exp(part_lse - lse).nan_to_num_(nan=0.0)  # no keys at all: -inf - -inf
+    wide_dout = dout.to(wider(dout.dtype))
+    more = (wide_dout * (part.to(wide_dout.dtype) - out)).sum(-1)
+    more = (more if o.layout == 1 else more.transpose(-1, -2)).to(lse.dtype)
+    return (wide_dout * _of_heads(share, o)).to(dout.dtype), share * (more if dlse is None else more + dlse)
+
+
 def _of_heads(t: Tensor, o: Options) -> Tensor:
     """A number for each query and head, as lse has them, to be multiplied with what has the layout of q."""
     return (t if o.layout == 1 else t.transpose(-1, -2)).unsqueeze(-1)
@@ -177,14 +200,16 @@ def backward_block(
     lse: Tensor,
     want_sink: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The block's part of the gradients of its q, k and v, and of the sinks if it counts them. ``out`` and ``lse`` are
-    those over all keys: with them the weights of the block's keys are what they are in the whole."""
+    """The gradients of a block's q, k and v, and of the sinks if it counts them.
+
+    ``out`` and ``lse`` are the block's own results, ``dout`` and ``dlse`` their gradients.
+    """
     q, k, v = saved
     call = _call(o, b, q, k, v, *constants)
     tokens = o.dims.tokens
-    dout, out = (_rows(t, tokens, b) for t in (dout, out))
-    lse = _rows(lse, -1, b).contiguous()
-    dlse = None if dlse is None else _rows(dlse, -1, b).contiguous()
+    dout, out = (_with_more(t, tokens, b) for t in (dout, out))
+    lse = _with_more(lse, -1, b).contiguous()
+    dlse = None if dlse is None else _with_more(dlse, -1, b).contiguous()
     want_sink = want_sink and b.sink
     dq, dk, dv, _, dsink = call_raw(
         raw.attention_backward.default, dout, dlse, call.q, *call.rest, out, lse, False, want_sink

@@ -18,7 +18,9 @@ from warpsmith.distributed.context_blocks import (
     gather_block,
     merge_block,
     nothing_yet,
+    queries_of,
     ring_block,
+    unmerge_block,
     wider,
 )
 from warpsmith.distributed.exchange import rank_and_size
@@ -81,9 +83,12 @@ class _Gradients:
         self.dq = torch.zeros_like(saved[0], dtype=wider(saved[0].dtype))
         self.dsink: Tensor | None = None
 
-    def add(self, b: Block, dkv: Tensor, kv: list[Tensor], dout: Tensor, dlse: Tensor | None) -> None:
-        """A block's share, of which that of keys and values goes into ``dkv``."""
-        q, _, _, sink, cu, alibi, out, lse = self.saved
+    def add(
+        self, b: Block, dkv: Tensor, kv: list[Tensor], results: tuple[Tensor, Tensor], dout: Tensor, dlse: Tensor | None
+    ) -> None:
+        """A block's gradients, from those of its results; those of keys and values go into ``dkv``."""
+        q, _, _, sink, cu, alibi, _, _ = self.saved
+        out, lse = results
         dq, dk, dv, dsink = backward_block(
             self.o, b, dout, dlse, (q, kv[0], kv[1]), (cu, alibi, sink), out, lse, self.want_sink
         )
@@ -131,14 +136,16 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: an activation checkpoint makes them again, and allows no second look
-        q, k, v, _, cu, _, out, _ = saved
+        q, k, v, _, cu, _, out, lse = saved
         o, place = ctx.o, ctx.place
         dout = torch.zeros_like(out) if dout is None else dout
         kv = gather_sequence(torch.cat([k, v], -1), o.dims.tokens, place.sharding, place.group)
         keys, dkv = _unpack(kv, k), torch.zeros_like(kv, dtype=wider(kv.dtype))
         sums = _Gradients(saved, o, ctx.needs_input_grad[3])
         for b in _gather_blocks(q, place, o, cu is not None):
-            sums.add(b, dkv, keys, dout, dlse)
+            part, part_dout = (queries_of(t, o.dims.tokens, b) for t in (out, dout))
+            part_dlse = None if dlse is None else queries_of(dlse, -1, b)
+            sums.add(b, dkv, keys, (part, queries_of(lse, -1, b)), part_dout, part_dlse)
         return sums.results(reduce_scatter(dkv, o.dims.tokens, place.sharding, place.group, k.dtype))
 
     backward = staticmethod(_once("context_parallel_attention", _formula))
@@ -178,7 +185,7 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: an activation checkpoint makes them again, and allows no second look
-        q, k, v, _, cu, _, out, _ = saved
+        q, k, v, sink, cu, alibi, out, lse = saved
         o, place = ctx.o, ctx.place
         dout = torch.zeros_like(out) if dout is None else dout
         kv = torch.cat([k, v], -1)
@@ -189,7 +196,11 @@ class Ring(torch.autograd.Function):
             # This rank's part of the gradients of the keys at hand; the sum of the ranks before it arrives meanwhile.
             dkv, keys = torch.zeros_like(kv, dtype=wider(kv.dtype)), _unpack(kv, k)
             for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o, cu is not None):
-                sums.add(b, dkv, keys, dout, dlse)
+                # The backward of the op wants all of a softmax: the block's own results, which are made again.
+                own = forward_block(o, b, q, keys[0], keys[1], cu, alibi, sink)
+                whole = (queries_of(out, o.dims.tokens, b), queries_of(lse, -1, b))
+                upstream = queries_of(dout, o.dims.tokens, b), None if dlse is None else queries_of(dlse, -1, b)
+                sums.add(b, dkv, keys, own, *unmerge_block(*own, *whole, *upstream, o))
             if passed is not None:
                 dkv += passed.arrived()
             if place.ranks > 1:

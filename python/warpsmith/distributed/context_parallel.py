@@ -112,6 +112,7 @@ def context_parallel_attention(
 
     Numbers: what several blocks give for one query or key has the dtype of ``q`` and is added in float32 (float64 for
     float32 and float64), then rounded once. ulysses has no such sums.
+    The backward of ring makes the results of its blocks again.
 
     Deterministic: every sum has a fixed order, in every mode. Modes differ from each other in rounding.
 
