@@ -20,6 +20,9 @@ PARAMS = [
     (torch.float16, (16_385,), "bf16"),
     (torch.float32, (16_384,), "master"),
     (torch.bfloat16, (40,), "bf16_states"),
+    (torch.bfloat16, (16_400,), "bf16_sr"),
+    (torch.bfloat16, (17_003,), "remainder"),
+    (torch.bfloat16, (300,), "bf16_kahan"),
 ]
 
 

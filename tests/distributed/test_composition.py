@@ -23,7 +23,7 @@ class Block(nn.Module):
         return self.drop(self.mlp(self.norm(x)), x)
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_activation_checkpoints_under_a_sharded_optimizer(rank, world_size, stage):
     """The same bits with and without: the blocks run twice, but their gradients are reduced once."""
@@ -45,7 +45,7 @@ def test_activation_checkpoints_under_a_sharded_optimizer(rank, world_size, stag
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_tensor_parallel_blocks_train_as_whole_ones(rank, world_size):
     """Two by two ranks: norms and blocks under tensor parallelism, gradients averaged over the data dimension. In
     float64, where the order of sums does not show."""

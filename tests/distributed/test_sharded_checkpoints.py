@@ -70,7 +70,7 @@ def test_states_of_other_optimizers(rank, world_size):
     train(fresh, 0, 2)
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_a_state_is_refused_before_anything_is_loaded(rank, world_size, tmp_path):
     pair = Pair(rank, None, params=SMALL)
     train(pair, 0, 1)

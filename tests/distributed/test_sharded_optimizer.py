@@ -95,10 +95,11 @@ def test_unused_parameters(rank, world_size, stage):
 
 @multirank(4, timeout_s=200)
 @pytest.mark.parametrize("unscale", [False, True])
-def test_under_a_grad_scaler(rank, world_size, unscale):
-    """torch's, which looks for infinite gradients in param_groups: one rank's overflow must be seen by all."""
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, warpsmith.amp.GradScaler], ids=["torch", "warpsmith"])
+def test_under_a_grad_scaler(rank, world_size, kind, unscale):
+    """They look for infinite gradients in param_groups: one rank's overflow must be seen by all."""
     pair = Pair(rank, None, stage=2, params=WIDE, bucket_cap_mb=0.05)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3) for _ in range(2)]
+    scalers = [kind("cpu", init_scale=2.0**8, growth_interval=3) for _ in range(2)]
     models, optimizers = (pair.ours, pair.theirs), (pair.sharded, pair.plain)
     scales = []
     for step in range(12):
@@ -107,10 +108,14 @@ def test_under_a_grad_scaler(rank, world_size, unscale):
             x[0] = float("inf")
         for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
             scaler.scale(model(x)).backward()
-            if unscale:
+            if unscale and kind is torch.amp.GradScaler:
                 scaler.unscale_(optimizer)
         if unscale and step not in (0, 6):
-            pair.clip(0.5)
+            if kind is torch.amp.GradScaler:
+                pair.clip(0.5)
+            else:  # a clip_ that knew only the fragments of this rank would find another norm
+                norms = [scaler.clip_(optimizer, 0.5) for scaler, optimizer in zip(scalers, optimizers, strict=True)]
+                assert torch.equal(*norms)
         for optimizer, scaler in zip(optimizers, scalers, strict=True):
             scaler.step(optimizer)
             scaler.update()
@@ -164,7 +169,7 @@ def test_norms(rank, world_size, norm_type):
             pair.sharded.clip_grad_norm_(-1)
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_parameters_without_elements(rank, world_size):
     """They take part: in the order of chunks, which is part of a norm on CUDA, each has an empty one."""
     empty = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((0,), (3, 0))]
@@ -179,7 +184,7 @@ def test_parameters_without_elements(rank, world_size):
         assert list(sharded.state_dict()["state"]) == [1]
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_the_reduction_begins_during_the_backward(rank, world_size):
     layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
     with torch.no_grad():
@@ -193,7 +198,7 @@ def test_the_reduction_begins_during_the_backward(rank, world_size):
     assert sent == [4]  # of layers 5 to 2; those of 1 and 0 are to come
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_each_rank_holds_a_part_of_the_states(rank, world_size):
     pair = Pair(rank, None, params=[(torch.float32, (50_001,), None)] * 8, stage=2)
     pair.backward(0)
@@ -206,7 +211,7 @@ def test_each_rank_holds_a_part_of_the_states(rank, world_size):
     assert total == 400_008
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_an_optimizer_that_is_gone_reduces_no_more(rank, world_size):
     model = Uneven(SMALL)
     first = warpsmith.distributed.ShardedOptimizer(model.parameters(), warpsmith.optim.SGD)

@@ -45,7 +45,7 @@ def bad_lr(model, arguments):
     arguments["lr"] = -1.0
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -65,7 +65,7 @@ def test_a_rank_that_differs(rank, world_size, change, words):
         ShardedOptimizer(model.parameters(), AdamW, **arguments)
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_an_argument_that_one_rank_refuses(rank, world_size):
     arguments = {"lr": -1.0 if rank == 3 else 1e-3}
     words = "^AdamW: lr: expected" if rank == 3 else "^ShardedOptimizer: rank 3 of 4: AdamW: lr: expected"
@@ -73,7 +73,7 @@ def test_an_argument_that_one_rank_refuses(rank, world_size):
         ShardedOptimizer(Uneven(SMALL).parameters(), AdamW, **arguments)
 
 
-@multirank(4, timeout_s=120)
+@multirank(4, timeout_s=200)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_rank_without_data(rank, world_size, stage):
     """It comes to the step, to the norm or has run all backwards under no_sync, while others are in theirs."""
@@ -102,7 +102,7 @@ def test_a_rank_without_data(rank, world_size, stage):
         sharded.step()
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_a_parameter_without_a_gradient(rank, world_size):
     model = Uneven(SMALL)
     sharded = ShardedOptimizer(model.named_parameters(), AdamW)
@@ -115,7 +115,7 @@ def test_a_parameter_without_a_gradient(rank, world_size):
     sharded.step()
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_model_that_changed(rank, world_size, stage):
     """On one rank; all ranks hear of it at the end of the backward."""
@@ -152,11 +152,37 @@ def test_a_model_that_changed(rank, world_size, stage):
         sharded.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
 
 
+@multirank(4, timeout_s=200)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_that_come_too_late(rank, world_size, stage):
+    """Torch's clipping, which scales this rank's own gradients; a backward under no_sync() after the last one."""
+    model = Uneven(SMALL)
+    sharded = ShardedOptimizer(model.parameters(), AdamW, stage=stage)
+    words = rf"rank {rank} of 4: the gradient of .*\[0\] was written to after it was reduced, which {{}} would not see"
+    model(input_of(rank, 0)).backward()
+    with sharded.no_sync():
+        model(input_of(rank, 1)).backward()
+    with pytest.raises(RuntimeError, match=words.format(r"step\(\)")):
+        sharded.step()
+    sharded.zero_grad()
+    model(input_of(rank, 0)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    if stage == 1:
+        with pytest.raises(RuntimeError, match=words.format(r"grad_norm\(\)") + ".*clip_grad_norm_"):
+            sharded.grad_norm()
+    else:  # there is nothing to clip
+        sharded.step()
+        sharded.zero_grad(set_to_none=False)
+    sharded.zero_grad(set_to_none=False)
+    model(input_of(rank, 0)).backward()
+    sharded.step()
+
+
 class Lamb(AdamW):
     """Stands for an optimizer that needs the norms of whole tensors."""
 
 
-@multirank(4)
+@multirank(4, timeout_s=200)
 def test_arguments(rank, world_size):
     model = Uneven(SMALL)
 

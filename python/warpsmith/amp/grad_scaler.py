@@ -191,6 +191,8 @@ class GradScaler(torch.amp.GradScaler):
         the registers of the optimizer's kernel, so that ``step`` is the second and last pass over them. The gradients
         stay scaled. Call it between backward and ``step``, without :meth:`unscale_` before or with it, once a step.
         Optimizers that do not divide by ``grad_scale`` themselves get unscaled and clipped gradients at once.
+        With :class:`warpsmith.distributed.ShardedOptimizer` the norm is that of all ranks, and every rank must call;
+        the check is then a read of its own.
 
         Args:
             optimizer: one whose gradients were computed from a scaled loss.
@@ -224,7 +226,7 @@ class GradScaler(torch.amp.GradScaler):
             return clip_grad_norm_(all_params(optimizer.param_groups), max_norm, p)
         assert self._scale is not None
         scale = torch.ones_like(self._scale) if state["stage"] is OptState.UNSCALED else self._scale
-        verdict = _gradients.check(grads, scale, p, max_norm)
+        verdict = _gradients.check_to_clip(optimizer, grads, scale, p, max_norm)
         known = state["found_inf_per_device"]
         found_inf = self._worst(verdict.found_inf, *known.values())
         state["found_inf_per_device"] = self._note(optimizer, found_inf, verdict.bad)

@@ -88,6 +88,7 @@ class GradientShards:
         self.phase = IDLE
         self.gradients: list[Tensor | None] = [None] * len(self.fragments)
         self._means: dict[Fragment, Tensor] = {}
+        self._sent: dict[int, tuple[int, int]] = {}  # of a gradient that was sent and kept: its address and version
         self._arrived_params: set[int] = set()
         self._waiting = [len(bucket.params) for bucket in self.buckets]
         self._next = 0
@@ -100,6 +101,15 @@ class GradientShards:
             self._finish(without_backward=call)
         elif (changed := self._changed()) is not None:
             raise RuntimeError(f"{_OP}: {self._words_of(self.rank, changed)}")
+        elif (late := next((i for i, p in enumerate(self.params) if self._is_late(i, p)), None)) is not None:
+            raise RuntimeError(
+                f"{_OP}: rank {self.rank} of {self.world_size}: the gradient of {self.names[late]} was written to "
+                f"after it was reduced, which {call} would not see: clip by the optimizer's clip_grad_norm_() or a "
+                "scaler's, and let the backward outside of no_sync() be the last of a step"
+            )
+
+    def _is_late(self, index: int, p: Tensor) -> bool:
+        return p.grad is not None and (p.grad.data_ptr(), p.grad._version) != self._sent.get(index)
 
     # The backward.
 
@@ -141,9 +151,11 @@ class GradientShards:
             sent[end : f.offset + f.padded].zero_()
         if to:
             torch._foreach_copy_(to, of)
-        if not self.keep_whole:
-            for i in bucket.params:
+        for i in bucket.params:
+            if not self.keep_whole:
                 self.params[i].grad = None
+            elif (gradient := self.params[i].grad) is not None:
+                self._sent[i] = gradient.data_ptr(), gradient._version
         own = bucket.parts[self.rank]
         received = sent.new_empty(self.world_size * own)
         work = dist.all_to_all_single(

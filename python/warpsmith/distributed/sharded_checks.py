@@ -20,7 +20,7 @@ from warpsmith.optim._tensor_list import all_params, describe, is_dense
 
 OP = "ShardedOptimizer"
 _CLASSES = (optim.SGD, optim.Adagrad, optim.Adam, optim.AdamW, optim.Lion, optim.RMSprop)
-_PRECISIONS = (None, "fp32", "bf16", "master", "bf16_states")
+_PRECISIONS = (None, "fp32", "bf16", "master", "bf16_states", "bf16_sr", "remainder", "bf16_kahan")
 _NOT_VALUES = ("params", "param_names")  # entries of a group that are no hyperparameters
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -66,7 +67,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     element of which the gradient is infinite where any rank's gradients are not finite: so ``torch.amp.GradScaler``,
     ``unscale_`` too, finds the same on all ranks. Divided and skipped steps are those of the optimizer's kernel.
 
-    Clip with :meth:`clip_grad_norm_`: other functions know only the fragments of this rank, or none.
+    Clip with :meth:`clip_grad_norm_` or ``warpsmith.amp.GradScaler.clip_``: other functions know only the fragments of
+    this rank, or none.
 
     Memory of N ranks: states 1 / N of the unsharded optimizer's, masters too. Moves on the wire what ``accurate_hook``
     moves, but gathers parameters in their own dtype. Deterministic. On CUDA the host does not wait for the device
@@ -77,9 +79,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: an argument out of range; an optimizer or precision that needs whole tensors; parameters that differ
             between ranks, on every rank, with the rank that differs.
-        RuntimeError: gradients that would be reduced twice; a step without a backward; a parameter that was replaced or
-            frozen since. The message names the rank and the remedy. On the CPU every rank raises what one rank reports
-            at the end of a backward; on CUDA that rank alone.
+        RuntimeError: gradients that would be reduced twice, or were written to after they were reduced; a step without
+            a backward; a parameter that was replaced or frozen since. The message names the rank and the remedy. On the
+            CPU every rank raises what one rank reports at the end of a backward; on CUDA that rank alone.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020; arguments as
     ``torch.distributed.optim.ZeroRedundancyOptimizer``.
@@ -151,6 +153,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._tensors = [
             flat(self._params[f.param].detach())[f.start : f.start + f.count] for f in self._shards.fragments
         ]
+        before = [0, *itertools.accumulate(p.numel() for p in whole)]
+        for f, tensor in zip(self._shards.fragments, self._tensors, strict=True):  # for bits drawn by element
+            tensor.first_element = before[self._trainable[f.param]] + f.start  # type: ignore[attr-defined]
         self._flag = torch.zeros((), dtype=torch.float32, device=self._params[0].device)
         self._inner: Any = optimizer_class(self._fragment_groups(), **defaults)
         self._consolidated: States | None = None
@@ -232,7 +237,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Scales the averaged gradients so that the norm of all of them is at most ``max_norm``, as
         :func:`warpsmith.optim.clip_grad_norm_`, bit for bit, and returns the norm before. A collective.
 
-        Each rank reads and writes its fragments alone. Under a ``GradScaler`` call ``unscale_`` before.
+        Each rank reads and writes its fragments alone. Under a ``GradScaler`` call ``unscale_`` before, or
+        :meth:`warpsmith.amp.GradScaler.clip_` in place of both.
 
         Raises:
             ValueError: a negative or NaN ``max_norm``, or another ``norm_type``.

@@ -35,13 +35,15 @@ def all_params(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
 
 
 def first_elements(params: Sequence[Tensor]) -> list[int]:
-    """The index of each tensor's first element among the elements of all of them; of a DTensor, that of its local part.
+    """The index of each tensor's first element among the elements of all of them; of a DTensor, that of its local part;
+    of a fragment of a tensor what its attribute ``first_element`` says.
 
     A DTensor that is sharded along its first dimension has the indices it would have in one piece.
     """
     indices, before = [], 0
     for p in params:
-        indices.append(before + _offset_of_shard(p))
+        own = getattr(p, "first_element", None)
+        indices.append(before + _offset_of_shard(p) if own is None else own)
         before += p.numel()
     return indices
 
