@@ -104,8 +104,8 @@ class GradientShards:
         elif (late := next((i for i, p in enumerate(self.params) if self._is_late(i, p)), None)) is not None:
             raise RuntimeError(
                 f"{_OP}: rank {self.rank} of {self.world_size}: the gradient of {self.names[late]} was written to "
-                f"after it was reduced, which {call} would not see: clip by the optimizer's clip_grad_norm_() or a scaler's, "
-                "and let the backward outside of no_sync() be the last of a step"
+                f"after it was reduced, which {call} would not see: clip by the optimizer's clip_grad_norm_() or a "
+                "scaler's clip_(), and let the backward outside of no_sync() be the last of a step"
             )
 
     def _is_late(self, index: int, p: Tensor) -> bool:
