@@ -51,6 +51,7 @@ PRECISIONS = {
     "bf16_sr": (torch.bfloat16, 2, 2, 0, 0),
     "bf16_kahan": (torch.bfloat16, 2, 2, 0, 2),
     "remainder": (torch.bfloat16, 2, 4, 0, 2),
+    "8bit": (torch.bfloat16, 2, 1 + 4 / 256, 0, 0),
 }
 
 
@@ -86,7 +87,7 @@ def case_rows(row, shape, sizes, device, options, precision):
         steps["torch fused"] = rival(params, lr=LR, fused=True, **given).step
     if rival is not None:
         steps["torch foreach"] = rival(params, lr=LR, foreach=True, **given).step
-    floor = floor_bytes(precision, states) * sum(p.numel() for p in params)
+    floor = int(floor_bytes(precision, states) * sum(p.numel() for p in params))
     stored = "float32" if precision == "fp32" else precision
     contenders = {**steps, YARDSTICK: copy_call(floor)} if device == "cuda" else steps
     gpu = {"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}

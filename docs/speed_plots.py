@@ -50,8 +50,10 @@ def attention_rates(rows: list[dict[str, Any]]) -> dict[tuple[int, str, str], di
     return found
 
 
-def colour(i: int, name: str) -> str:
-    return "black" if name == OURS else COLOURS[i % len(COLOURS)]
+def style(i: int, name: str) -> dict[str, Any]:
+    """Of a line: ours is black and thicker, rivals differ in colour and marker."""
+    colour = "black" if name == OURS else COLOURS[i % len(COLOURS)]
+    return {"color": colour, "marker": MARKERS[i % len(MARKERS)], "linewidth": 1 + (name == OURS), "markersize": 5}
 
 
 def attention_by_length(rows: list[dict[str, Any]], title: str) -> None:
@@ -74,7 +76,7 @@ def attention_by_length(rows: list[dict[str, Any]], title: str) -> None:
                 points = sorted(rates.get((dim, mask, direction), {}).get(name, {}).items())
                 if points:
                     lengths, values = zip(*points, strict=True)
-                    axis.plot(lengths, values, color=colour(i, name), linewidth=1 + (name == OURS), marker="o")
+                    axis.plot(lengths, values, **style(i, name))
             axis.set_title(f"{direction}, {mask}, heads of {dim}", fontsize=10)
             axis.set_xscale("log", base=2)
             axis.set_xticks([1024, 4096, 16384], ["1k", "4k", "16k"])
@@ -84,7 +86,7 @@ def attention_by_length(rows: list[dict[str, Any]], title: str) -> None:
         axis.set_xlabel("tokens of a sequence")
     axes[0, 0].set_ylim(bottom=0)
     for i, name in enumerate(names):
-        axes[0, 0].plot([], [], color=colour(i, name), label=name)
+        axes[0, 0].plot([], [], **style(i, name), label=name)
     figure.legend(loc="lower center", ncols=len(names), frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(rect=(0, 0.05, 1, 1))

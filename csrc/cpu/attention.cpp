@@ -111,16 +111,9 @@ template <class T> class ForwardChunk {
                 q_of(tile));
     std::fill(out_.begin(), out_.end(), F(0));
     // The sink is a key that comes first and has no value.
-    const F sink = p.sink ? sink_of(head) : -kInfinity;
+    const F sink = p.sink ? sink_of<F>(p, head) : -kInfinity;
     std::fill(max_.begin(), max_.end(), sink);
     std::fill(sum_.begin(), sum_.end(), sink == -kInfinity ? F(0) : F(1));
-  }
-
-  F sink_of(int64_t head) const {
-    F sink = 0;
-    (void)visit_cpu_dtype(p_.problem.sink_dtype,
-                          [&]<class E>() { sink = static_cast<F>(to_float(*at<E>(p_.problem.sink, head))); });
-    return sink;
   }
 
   // One tile of keys, for one tile of queries.

@@ -3,31 +3,52 @@
 #include "cpu/attention_tiles.h"
 #include "cpu/elementwise.h"
 
-// Backward. A task is a stripe of the keys of one head of k: for a block of keys it goes over all queries that see it,
-// and adds to dk and dv of the block, and to its own dq in the workspace, so that no two tasks write to the same place.
-// The stripes' dq are added at the end. How many stripes there are depends on the problem alone.
+// Backward. A task is a stripe of the queries of the heads that share one head of k: for a tile of queries it goes over
+// all keys that they see, twice. First it makes probabilities and their gradients, which it keeps, and delta; then it
+// adds to dq of the tile, and to its own dk and dv in the workspace, so that no two tasks write to the same place. The
+// stripes' dk and dv are added at the end. How many stripes there are depends on the problem alone.
 namespace warpsmith {
 namespace cpu {
 namespace {
 
 // Free functions, one an arithmetic type: target_clones reaches neither lambdas nor templates.
-#define WARPSMITH_BACKWARD_LOOPS(F)                                                                          \
-  /* p = exp(scale * s - lse), ds = factor * p * (ds - delta + dlse) */                                      \
-  WARPSMITH_VECTORIZE void gradients(F* __restrict__ s, F* __restrict__ ds, int64_t keys, F scale, F factor, \
-                                     const F* __restrict__ lse, const F* __restrict__ delta,                 \
-                                     const F* __restrict__ dlse) {                                           \
-    for (int64_t n = 0; n < keys; ++n)                                                                       \
-      for (int m = 0; m < kTile; ++m) {                                                                      \
-        const F p = math::exp_nonpositive(s[n * kTile + m] * scale - lse[m]);                                \
-        s[n * kTile + m] = p;                                                                                \
-        ds[n * kTile + m] = factor * p * ((ds[n * kTile + m] - delta[m]) + dlse[m]);                         \
-      }                                                                                                      \
-  }                                                                                                          \
-  WARPSMITH_VECTORIZE void multiply_tile(F* __restrict__ s, const F* __restrict__ factor, int64_t keys) {    \
-    for (int64_t i = 0; i < keys * kTile; ++i) s[i] *= factor[i];                                            \
-  }                                                                                                          \
-  WARPSMITH_VECTORIZE void add_row(F* __restrict__ x, const F* __restrict__ y, int64_t count) {              \
-    for (int64_t i = 0; i < count; ++i) x[i] += y[i];                                                        \
+#define WARPSMITH_BACKWARD_LOOPS(F)                                                                                  \
+  /* p = exp(scale * s - lse), ds = dp - delta, and sums over the keys of p and of p * ds, which are sums of 8 terms \
+   */                                                                                                                \
+  WARPSMITH_VECTORIZE void probabilities(F* __restrict__ s, F* __restrict__ ds, int64_t keys, F scale,               \
+                                         const F* __restrict__ lse, const F* __restrict__ delta,                     \
+                                         F* __restrict__ sum_p, F* __restrict__ sum_ds) {                            \
+    for (int64_t n0 = 0; n0 < keys; n0 += 8) {                                                                       \
+      F of_p[kTile] = {}, of_ds[kTile] = {};                                                                         \
+      for (int64_t n = n0; n < keys && n < n0 + 8; ++n)                                                              \
+        for (int m = 0; m < kTile; ++m) {                                                                            \
+          const F p = math::exp_nonpositive(s[n * kTile + m] * scale - lse[m]);                                      \
+          const F difference = p == F(0) ? F(0) : ds[n * kTile + m] - delta[m];                                      \
+          s[n * kTile + m] = p;                                                                                      \
+          ds[n * kTile + m] = difference;                                                                            \
+          of_p[m] += p;                                                                                              \
+          of_ds[m] += p * difference;                                                                                \
+        }                                                                                                            \
+      for (int m = 0; m < kTile; ++m) sum_p[m] += of_p[m];                                                           \
+      for (int m = 0; m < kTile; ++m) sum_ds[m] += of_ds[m];                                                         \
+    }                                                                                                                \
+  }                                                                                                                  \
+  /* p *= norm, ds = factor * p * (ds - correction + dlse) */                                                        \
+  WARPSMITH_VECTORIZE void gradients(F* __restrict__ p, F* __restrict__ ds, int64_t keys, F factor,                  \
+                                     const F* __restrict__ norm, const F* __restrict__ correction,                   \
+                                     const F* __restrict__ dlse) {                                                   \
+    for (int64_t n = 0; n < keys; ++n)                                                                               \
+      for (int m = 0; m < kTile; ++m) {                                                                              \
+        const F weight = p[n * kTile + m] * norm[m];                                                                 \
+        p[n * kTile + m] = weight;                                                                                   \
+        ds[n * kTile + m] = factor * weight * ((ds[n * kTile + m] - correction[m]) + dlse[m]);                       \
+      }                                                                                                              \
+  }                                                                                                                  \
+  WARPSMITH_VECTORIZE void multiply_tile(F* __restrict__ s, const F* __restrict__ factor, int64_t keys) {            \
+    for (int64_t i = 0; i < keys * kTile; ++i) s[i] *= factor[i];                                                    \
+  }                                                                                                                  \
+  WARPSMITH_VECTORIZE void add_row(F* __restrict__ x, const F* __restrict__ y, int64_t count) {                      \
+    for (int64_t i = 0; i < count; ++i) x[i] += y[i];                                                                \
   }
 WARPSMITH_BACKWARD_LOOPS(float)
 WARPSMITH_BACKWARD_LOOPS(double)
@@ -66,53 +87,47 @@ template <class T> class BackwardTask {
         work_(workspace),
         dbias_(params),
         logits_(params.problem),
-        k_stride_(round_up(params.problem.head_dim, kProductColumns)),
-        v_stride_(round_up(params.problem.head_dim_v, kProductColumns)),
         q_columns_(static_cast<size_t>(params.problem.head_dim * kTile)),
         dout_columns_(static_cast<size_t>(params.problem.head_dim_v * kTile)),
-        s_(kTile * kTile),
-        ds_(kTile * kTile),
-        dk_(static_cast<size_t>(kBlock * k_stride_)),
-        dv_(static_cast<size_t>(kBlock * v_stride_)) {
-    if (params.problem.dropout.seed) lanes_.resize(kTile * kTile);
-  }
+        dq_(static_cast<size_t>(kTile * workspace.dk_width)) {}
 
-  // The blocks stripe, stripe + stripes, ... of head kv_head of sequence s, in turn for each head of q that reads it.
+  // The tiles stripe, stripe + stripes, ... of the queries of sequence s, in turn for each head that reads kv_head.
   void run(const SequencePair& s, int64_t kv_head, int64_t stripe) {
     const AttentionProblem& p = p_.problem;
     const int64_t ratio = p.heads_q / p.heads_k;
+    dk_ = work_.dk_of(stripe, s.of_keys(p, kv_head));
+    std::fill_n(dk_, s.k.length * work_.width, F(0));
     for (int64_t h = kv_head * ratio; h < (kv_head + 1) * ratio; ++h)
-      std::fill_n(work_.dq_of(stripe, s.of_lse(p, h)), s.q.length * work_.dq_stride, F(0));
-    for (int64_t k0 = stripe * kBlock; k0 < s.k.length; k0 += work_.tasks.stripes * kBlock) {
-      const int64_t keys = std::min(kBlock, s.k.length - k0);
-      k_ = rows_of<T>(p_.k, s.of_k(p_.k_strides, k0, kv_head), p_.k_strides.seq, keys, p.head_dim, k_room_);
-      v_ = rows_of<T>(p_.v, s.of_k(p_.v_strides, k0, kv_head), p_.v_strides.seq, keys, p.head_dim_v, v_room_);
-      std::fill(dk_.begin(), dk_.end(), F(0));
-      std::fill(dv_.begin(), dv_.end(), F(0));
-      for (int64_t h = kv_head * ratio; h < (kv_head + 1) * ratio; ++h) queries_of(s, h, stripe, k0, keys);
-      for (int64_t n = 0; n < keys; ++n) {
-        narrow(dk_.data() + n * k_stride_, at<T>(p_.dk, s.of_k(p_.dk_strides, k0 + n, kv_head)), p.head_dim, F(1));
-        narrow(dv_.data() + n * v_stride_, at<T>(p_.dv, s.of_k(p_.dv_strides, k0 + n, kv_head)), p.head_dim_v, F(1));
-      }
-    }
+      for (int64_t q0 = stripe * kTile; q0 < s.q.length; q0 += work_.tasks.stripes * kTile)
+        queries_of(s, h, kv_head, q0, std::min(kTile, s.q.length - q0));
   }
 
  private:
   static constexpr F kInfinity = std::numeric_limits<F>::infinity();
+  static constexpr int64_t kElements = kTile * kTile;
 
-  void queries_of(const SequencePair& s, int64_t head, int64_t stripe, int64_t k0, int64_t keys) {
+  void queries_of(const SequencePair& s, int64_t head, int64_t kv_head, int64_t q0, int64_t queries) {
     const AttentionProblem& p = p_.problem;
-    // Query i sees key j where -window_left <= j - (i + shift) <= window_right.
-    const int64_t first = p.window_right < 0 ? 0 : std::max<int64_t>(0, k0 - s.shift - p.window_right);
-    const int64_t end = p.window_left < 0 ? s.q.length : std::min(s.q.length, k0 + keys - s.shift + p.window_left);
-    for (int64_t q0 = first / kTile * kTile; q0 < end; q0 += kTile) {
-      const int64_t queries = std::min(kTile, s.q.length - q0);
-      load(s, head, q0, queries);
-      for (int64_t n0 = 0; n0 < keys; n0 += kTile) {
-        const TileAt t{head, q0, queries, k0 + n0, std::min(kTile, keys - n0)};
-        if (sees_a_key(p, s, t)) add(s, t, n0, work_.dq_of(stripe, s.of_lse(p, head) + q0));
-      }
-    }
+    load(s, head, q0, queries);
+    const AttentionKeys seen = attention_keys(p, q0, q0 + queries - 1, s.shift, s.k.length);
+    const int64_t first = seen.begin / kTile * kTile;
+    const auto for_tiles = [&](auto&& visit) {
+      for (int64_t k0 = first, i = 0; k0 < seen.end; k0 += kTile, ++i)
+        visit(TileAt{head, q0, queries, k0, std::min(kTile, s.k.length - k0)}, static_cast<size_t>(i * kElements));
+    };
+    const auto tiles = static_cast<size_t>(std::max<int64_t>(0, (seen.end - first + kTile - 1) / kTile));
+    s_.resize(std::max(s_.size(), tiles * kElements));
+    ds_.resize(s_.size());
+    if (p.softcap > 0) slope_.resize(s_.size());
+    if (p.dropout.seed) lanes_.resize(s_.size());
+    std::fill_n(sum_p_, kTile, F(0));
+    std::fill_n(sum_ds_, kTile, F(0));
+    for_tiles([&](const TileAt& t, size_t at) { make_probabilities(s, t, kv_head, at); });
+    correct_statistics(s, head, q0, queries);
+    std::fill(dq_.begin(), dq_.end(), F(0));
+    for_tiles([&](const TileAt& t, size_t at) { add(s, t, kv_head, at); });
+    for (int64_t m = 0; m < queries; ++m)
+      narrow(dq_.data() + m * work_.dk_width, at<T>(p_.dq, s.of_q(p_.dq_strides, q0 + m, head)), p.head_dim, F(1));
   }
 
   // A tile of queries: rows and columns of q and dout, and what its rows have for statistics.
@@ -123,56 +138,90 @@ template <class T> class BackwardTask {
     transpose(at<T>(p_.dout, dout), p_.dout_strides.seq, queries, p.head_dim_v, dout_columns_.data());
     q_ = rows_of<T>(p_.q, q, p_.q_strides.seq, queries, p.head_dim, q_room_);
     dout_ = rows_of<T>(p_.dout, dout, p_.dout_strides.seq, queries, p.head_dim_v, dout_room_);
+    dots(at<T>(p_.dout, dout), p_.dout_strides.seq, at<T>(p_.out, s.of_q(p_.out_strides, q0, head)), p_.out_strides.seq,
+         queries, p.head_dim_v, delta_);
     const F* lse = at<F>(p_.lse, s.of_lse(p, head) + q0);
-    const F* delta = work_.delta + s.of_lse(p, head) + q0;
     const F* dlse = p_.dlse ? at<F>(p_.dlse, s.of_lse(p, head) + q0) : nullptr;
     for (int64_t m = 0; m < kTile; ++m) {
-      // exp(s - lse) of a row without keys is 0, and so is that of a lane without a query.
-      lse_[m] = m < queries && lse[m] != -kInfinity ? lse[m] : kInfinity;
-      delta_[m] = m < queries ? delta[m] : F(0);
-      dlse_[m] = m < queries && dlse && lse[m] != -kInfinity ? dlse[m] : F(0);
+      // exp(s - lse) of a row without keys is 0, and so is that of a lane without a query. It has no gradient, whatever
+      // its incoming ones are.
+      const bool seen = m < queries && lse[m] != -kInfinity;
+      lse_[m] = seen ? lse[m] : kInfinity;
+      delta_[m] = seen ? delta_[m] : F(0);
+      dlse_[m] = seen && dlse ? dlse[m] : F(0);
     }
   }
 
-  void add(const SequencePair& s, const TileAt& t, int64_t n0, F* dq) {
+  RowsOf<F> keys_of(const SequencePair& s, const TileAt& t, int64_t kv_head) {
+    return rows_of<T>(p_.k, s.of_k(p_.k_strides, t.k0, kv_head), p_.k_strides.seq, t.keys, p_.problem.head_dim,
+                      k_room_);
+  }
+
+  void make_probabilities(const SequencePair& s, const TileAt& t, int64_t kv_head, size_t place) {
     const AttentionProblem& p = p_.problem;
     const int64_t lanes = round_up(t.queries, kProductColumns);
-    const F* k = k_.data + n0 * k_.stride;
-    product({k, k_.stride, 1, q_columns_.data(), kTile, s_.data(), kTile, t.keys, lanes, p.head_dim, false});
-    product({v_.data + n0 * v_.stride, v_.stride, 1, dout_columns_.data(), kTile, ds_.data(), kTile, t.keys, lanes,
-             p.head_dim_v, false});
-    const F scale = logits_.apply(s_.data(), s, t), keep = static_cast<F>(p.dropout.scale);
+    const RowsOf<F> k = keys_of(s, t, kv_head), v = rows_of<T>(p_.v, s.of_k(p_.v_strides, t.k0, kv_head),
+                                                               p_.v_strides.seq, t.keys, p.head_dim_v, v_room_);
+    F *logits = s_.data() + place, *ds = ds_.data() + place;
+    product({k.data, k.stride, 1, q_columns_.data(), kTile, logits, kTile, t.keys, lanes, p.head_dim, false});
+    product({v.data, v.stride, 1, dout_columns_.data(), kTile, ds, kTile, t.keys, lanes, p.head_dim_v, false});
+    const F scale = logits_.apply(logits, s, t);
+    if (const F* slope = logits_.slope()) std::copy_n(slope, t.keys * kTile, slope_.data() + place);
     if (p.dropout.seed) {
-      dropout_tile(p, s, t, lanes_.data());
-      drop(ds_.data(), lanes_.data(), t.keys, p.dropout.threshold, keep);
+      dropout_tile(p, s, t, lanes_.data() + place);
+      drop(ds, lanes_.data() + place, t.keys, p.dropout.threshold, static_cast<F>(p.dropout.scale));
     }
-    // dbias is the gradient by the logits; those of q and k are by the products, which is softmax_scale times more.
-    const F to_products = static_cast<F>(p.softmax_scale);
-    gradients(s_.data(), ds_.data(), t.keys, scale, dbias_.wanted ? F(1) : to_products, lse_, delta_, dlse_);
-    if (p.dropout.seed) drop(s_.data(), lanes_.data(), t.keys, p.dropout.threshold, keep);
-    if (dbias_.wanted) {
-      add_bias_gradient(s, t);
-      scale_logits(ds_.data(), t.keys, to_products);
-    }
-    if (const F* slope = logits_.slope()) multiply_tile(ds_.data(), slope, t.keys);
-    product({s_.data(), kTile, 1, dout_.data, dout_.stride, dv_.data() + n0 * v_stride_, v_stride_, t.keys, v_stride_,
-             t.queries, true});
-    product({ds_.data(), kTile, 1, q_.data, q_.stride, dk_.data() + n0 * k_stride_, k_stride_, t.keys, k_stride_,
-             t.queries, true});
-    product({ds_.data(), 1, kTile, k, k_.stride, dq, work_.dq_stride, t.queries, work_.dq_stride, t.keys, true});
+    probabilities(logits, ds, t.keys, scale, lse_, delta_, sum_p_, sum_ds_);
   }
 
-  void add_bias_gradient(const SequencePair& s, const TileAt& t) {
+  // delta = dot(dout, out) has the rounding of out, and p that of lse, which is large where logits are. Where a softmax
+  // is saturated, dp - delta cancels, and those roundings would be most of what is left. The sums over the keys of p
+  // and of p * (dp - delta) say by how much both are off.
+  void correct_statistics(const SequencePair& s, int64_t head, int64_t q0, int64_t queries) {
+    const AttentionProblem& p = p_.problem;
+    const F sink = p.sink ? sink_of<F>(p, head) : -kInfinity;
+    F* delta = work_.delta + s.of_lse(p, head) + q0;
+    for (int64_t m = 0; m < kTile; ++m) {
+      const F of_sink = sink == -kInfinity || lse_[m] == kInfinity ? F(0) : std::exp(sink - lse_[m]);
+      const F total = sum_p_[m] + of_sink;
+      norm_[m] = total > F(0.5) && total < F(2) ? F(1) / total : F(1);  // else lse is no number, or there are no keys
+      correction_[m] = (sum_ds_[m] - of_sink * delta_[m]) * norm_[m];
+      if (m < queries) delta[m] = delta_[m] + correction_[m];
+    }
+  }
+
+  void add(const SequencePair& s, const TileAt& t, int64_t kv_head, size_t place) {
+    const AttentionProblem& p = p_.problem;
+    const RowsOf<F> k = keys_of(s, t, kv_head);
+    F *weights = s_.data() + place, *ds = ds_.data() + place;
+    // dbias is the gradient by the logits; those of q and k are by the products, which is softmax_scale times more.
+    const F to_products = static_cast<F>(p.softmax_scale);
+    gradients(weights, ds, t.keys, dbias_.wanted ? F(1) : to_products, norm_, correction_, dlse_);
+    if (p.dropout.seed)
+      drop(weights, lanes_.data() + place, t.keys, p.dropout.threshold, static_cast<F>(p.dropout.scale));
+    if (dbias_.wanted) {
+      add_bias_gradient(s, t, ds);
+      scale_logits(ds, t.keys, to_products);
+    }
+    if (p.softcap > 0) multiply_tile(ds, slope_.data() + place, t.keys);
+    F *dk = dk_ + t.k0 * work_.width, *dv = dk + work_.dk_width;
+    const int64_t dv_width = work_.width - work_.dk_width;
+    product({weights, kTile, 1, dout_.data, dout_.stride, dv, work_.width, t.keys, dv_width, t.queries, true});
+    product({ds, kTile, 1, q_.data, q_.stride, dk, work_.width, t.keys, work_.dk_width, t.queries, true});
+    product({ds, 1, kTile, k.data, k.stride, dq_.data(), work_.dk_width, t.queries, work_.dk_width, t.keys, true});
+  }
+
+  void add_bias_gradient(const SequencePair& s, const TileAt& t, const F* ds) {
     const Dtype dtype = p_.problem.bias_dtype;
-    if (dbias_.needs_workspace(dtype)) return add_to(work_.dbias, dbias_.contiguous(), s, t);
+    if (dbias_.needs_workspace(dtype)) return add_to(work_.dbias, dbias_.contiguous(), s, t, ds);
     (void)visit_cpu_dtype(dtype, [&]<class E>() {
       if constexpr (sizeof(E) == sizeof(F)) {
-        add_to(static_cast<F*>(p_.dbias), p_.dbias_strides, s, t);
+        add_to(static_cast<F*>(p_.dbias), p_.dbias_strides, s, t, ds);
       } else if constexpr (sizeof(E) == 2 && sizeof(F) == 4) {  // an element has one tile
         E* to = first_of(static_cast<E*>(p_.dbias), p_.dbias_strides, s, t);
         for (int64_t m = 0; m < t.queries; ++m)
           for (int64_t n = 0; n < t.keys; ++n)
-            to[m * p_.dbias_strides.q + n * p_.dbias_strides.k] = from_float<E>(ds_[n * kTile + m]);
+            to[m * p_.dbias_strides.q + n * p_.dbias_strides.k] = from_float<E>(ds[n * kTile + m]);
       }
     });
   }
@@ -183,7 +232,7 @@ template <class T> class BackwardTask {
   }
 
   // A tile's own sums are added first, in double: one after the other to one element they would lose bits.
-  void add_to(F* base, const AttentionBiasStrides& strides, const SequencePair& s, const TileAt& t) {
+  void add_to(F* base, const AttentionBiasStrides& strides, const SequencePair& s, const TileAt& t, const F* ds) {
     F* to = first_of(base, strides, s, t);
     const int64_t queries = strides.q == 0 ? 1 : t.queries, keys = strides.k == 0 ? 1 : t.keys;
     const int64_t of_queries = strides.q == 0 ? t.queries : 1, of_keys = strides.k == 0 ? t.keys : 1;
@@ -191,7 +240,7 @@ template <class T> class BackwardTask {
       for (int64_t n = 0; n < keys; ++n) {
         double sum = 0;
         for (int64_t i = 0; i < of_queries; ++i)
-          for (int64_t j = 0; j < of_keys; ++j) sum += static_cast<double>(ds_[(n + j) * kTile + m + i]);
+          for (int64_t j = 0; j < of_keys; ++j) sum += static_cast<double>(ds[(n + j) * kTile + m + i]);
         to[m * strides.q + n * strides.k] += static_cast<F>(sum);
       }
   }
@@ -200,11 +249,12 @@ template <class T> class BackwardTask {
   const Workspace<F>& work_;
   BiasGradient dbias_;
   Logits<F> logits_;
-  int64_t k_stride_, v_stride_;
-  std::vector<F> q_columns_, dout_columns_, s_, ds_, dk_, dv_, q_room_, dout_room_, k_room_, v_room_;
+  F* dk_ = nullptr;  // of the sequence and head of k
+  std::vector<F> q_columns_, dout_columns_, dq_, q_room_, dout_room_, k_room_, v_room_;
+  std::vector<F> s_, ds_, slope_;  // of all tiles of keys that a tile of queries sees
   std::vector<uint16_t> lanes_;
-  RowsOf<F> q_{}, dout_{}, k_{}, v_{};
-  F lse_[kTile], delta_[kTile], dlse_[kTile];
+  RowsOf<F> q_{}, dout_{};
+  F lse_[kTile], delta_[kTile], dlse_[kTile], sum_p_[kTile], sum_ds_[kTile], norm_[kTile], correction_[kTile];
 };
 
 // A problem in float64 has a bias and a sink in float64, and no other has.
@@ -212,61 +262,33 @@ template <class E> constexpr bool kIsWide = sizeof(E) == sizeof(double);
 
 constexpr int64_t kRowGrain = 512;  // rows of a head that a thread takes at least
 
-// The row of a head in lse's order: its head, and where it lies in tensors of q's shape.
-struct Row {
-  int64_t batch, head, token;
-
-  Row(const AttentionProblem& p, int64_t row) {
-    const int64_t length = p.cu_seqlens_q ? p.total_q : p.seqlen_q, h = row / length;
-    token = row % length;
-    head = h % p.heads_q;
-    batch = h / p.heads_q;
-  }
-  int64_t of(const AttentionStrides& s) const { return batch * s.batch + token * s.seq + head * s.head; }
-};
-
-// Rows [begin, end), which may be of several heads.
+// dk and dv of a row of keys: the sums over the stripes. Tokens behind the last packed sequence have none.
 template <class T, class F>
-void compute_delta(const AttentionBwdParams& params, const Workspace<F>& w, int64_t begin, int64_t end) {
+void write_keys(const AttentionBwdParams& params, const Workspace<F>& w, int64_t row, int64_t k_end) {
   const AttentionProblem& p = params.problem;
-  const int64_t length = p.cu_seqlens_q ? p.total_q : p.seqlen_q;
-  for (int64_t row = begin; row < end;) {
-    const Row r(p, row);
-    const int64_t count = std::min(end - row, length - r.token);
-    dots(at<T>(params.dout, r.of(params.dout_strides)), params.dout_strides.seq,
-         at<T>(params.out, r.of(params.out_strides)), params.out_strides.seq, count, p.head_dim_v, w.delta + row);
-    const F* lse = at<F>(params.lse, row);
-    for (int64_t i = 0; i < count; ++i) {
-      // A row without keys has no gradient, whatever its incoming ones are.
-      if (lse[i] == -std::numeric_limits<F>::infinity()) w.delta[row + i] = F(0);
-    }
-    row += count;
-  }
-}
-
-// dq of a row: the sum over the stripes. Tokens behind the last packed sequence have none.
-template <class T, class F>
-void write_dq(const AttentionBwdParams& params, const Workspace<F>& w, int64_t row, int64_t q_end) {
-  const AttentionProblem& p = params.problem;
-  const Row r(p, row);
-  T* dq = at<T>(params.dq, r.of(params.dq_strides));
-  if (r.token >= q_end) {
-    std::fill_n(dq, p.head_dim, T{});
+  const int64_t length = p.cu_seqlens_q ? p.total_k : p.seqlen_k, token = row % length;
+  const int64_t head = row / length % p.heads_k, batch = row / length / p.heads_k;
+  const auto of = [&](void* base, const AttentionStrides& s) {
+    return at<T>(base, batch * s.batch + token * s.seq + head * s.head);
+  };
+  T *dk = of(params.dk, params.dk_strides), *dv = of(params.dv, params.dv_strides);
+  if (token >= k_end) {
+    std::fill_n(dk, p.head_dim, T{});
+    std::fill_n(dv, p.head_dim_v, T{});
     return;
   }
-  F* sum = w.dq_of(0, row);
-  for (int64_t stripe = 1; stripe < w.tasks.stripes; ++stripe) add_row(sum, w.dq_of(stripe, row), p.head_dim);
-  narrow(sum, dq, p.head_dim, F(1));
+  F* sum = w.dk_of(0, row);
+  for (int64_t stripe = 1; stripe < w.tasks.stripes; ++stripe) add_row(sum, w.dk_of(stripe, row), w.width);
+  narrow(sum, dk, p.head_dim, F(1));
+  narrow(sum + w.dk_width, dv, p.head_dim_v, F(1));
 }
 
 template <class T> void clear_rest(const AttentionBwdParams& params) {
   const AttentionProblem& p = params.problem;
   const SequencePair last(p, p.batch - 1);
-  for (int64_t t = last.k.start + last.k.length; t < p.total_k; ++t)
-    for (int64_t h = 0; h < p.heads_k; ++h) {
-      std::fill_n(at<T>(params.dk, t * params.dk_strides.seq + h * params.dk_strides.head), p.head_dim, T{});
-      std::fill_n(at<T>(params.dv, t * params.dv_strides.seq + h * params.dv_strides.head), p.head_dim_v, T{});
-    }
+  for (int64_t t = last.q.start + last.q.length; t < p.total_q; ++t)
+    for (int64_t h = 0; h < p.heads_q; ++h)
+      std::fill_n(at<T>(params.dq, t * params.dq_strides.seq + h * params.dq_strides.head), p.head_dim, T{});
 }
 
 // Calls visit(element of dbias, element of its sum in the workspace) for all of dbias.
@@ -339,7 +361,6 @@ Status attention_backward_cpu(const AttentionBwdParams& params, const Parallel& 
     using F = Arithmetic<T>;
     const Workspace<F> w(params);
     const Tasks& tasks = w.tasks;
-    parallel(w.rows, kRowGrain, [&](int64_t begin, int64_t end) { compute_delta<T>(params, w, begin, end); });
     if (params.dbias) clear_dbias(params, w, parallel);
     const int64_t flops = p.seqlen_q * p.seqlen_k * (6 * p.head_dim + 4 * p.head_dim_v) / tasks.stripes;
     parallel(tasks.batches * tasks.heads * tasks.stripes, task_grain(flops), [&](int64_t begin, int64_t end) {
@@ -352,14 +373,14 @@ Status attention_backward_cpu(const AttentionBwdParams& params, const Parallel& 
             work.run(SequencePair(p, b), h, stripe);
       }
     });
-    int64_t q_end = p.seqlen_q;
+    int64_t k_end = p.seqlen_k;
     if (p.cu_seqlens_q && p.batch > 0) {
       const SequencePair last(p, p.batch - 1);
-      q_end = last.q.start + last.q.length;
+      k_end = last.k.start + last.k.length;
       clear_rest<T>(params);
     }
     parallel(w.rows, kRowGrain, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) write_dq<T>(params, w, row, q_end);
+      for (int64_t row = begin; row < end; ++row) write_keys<T>(params, w, row, k_end);
     });
     if (params.dbias) write_dbias(params, w, parallel);
     if (params.dsink) write_dsink(params, w, parallel);

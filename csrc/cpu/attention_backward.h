@@ -9,11 +9,13 @@
 // alone.
 namespace warpsmith::cpu {
 
-constexpr int64_t kBlock = 256;  // keys whose dk and dv a task holds at a time
-constexpr int64_t kTasks = 32;   // stripes are added until there are so many tasks
+constexpr int64_t kTasks = 32;  // stripes are added until there are so many tasks
 
 inline int64_t lse_rows(const AttentionProblem& p) {
   return p.heads_q * (p.cu_seqlens_q ? p.total_q : p.batch * p.seqlen_q);
+}
+inline int64_t key_rows(const AttentionProblem& p) {
+  return p.heads_k * (p.cu_seqlens_q ? p.total_k : p.batch * p.seqlen_k);
 }
 
 // dbias as the tasks see it: [batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1].
@@ -41,8 +43,8 @@ struct BiasGradient {
   bool needs_workspace(Dtype dtype) const { return wanted && sums() && size_bytes(dtype) == 2; }
 };
 
-// The tasks of a problem: (batch or all) x (head of k or all) x stripe. A task that is the only one to add to an
-// element of dbias needs all batches or heads over which dbias is a sum.
+// The tasks of a problem: (batch or all) x (head of k or all) x stripe of its queries. A task that is the only one to
+// add to an element of dbias needs all batches, heads or queries over which dbias is a sum.
 struct Tasks {
   int64_t batches, heads, stripes;
 
@@ -51,31 +53,35 @@ struct Tasks {
     const BiasGradient dbias(params);
     batches = dbias.wanted && dbias.one_batch ? 1 : p.batch;
     heads = dbias.wanted && dbias.one_head ? 1 : p.heads_k;
-    const int64_t blocks = std::max<int64_t>(1, (p.seqlen_k + kBlock - 1) / kBlock), groups = batches * heads;
+    const int64_t tiles = std::max<int64_t>(1, (p.seqlen_q + kTile - 1) / kTile), groups = batches * heads;
     stripes =
-        dbias.wanted && dbias.one_key ? 1 : std::min(blocks, (kTasks + groups - 1) / std::max<int64_t>(1, groups));
+        dbias.wanted && dbias.one_query ? 1 : std::min(tiles, (kTasks + groups - 1) / std::max<int64_t>(1, groups));
   }
 };
 
-// delta [rows], then dq [stripes, rows, head_dim rounded up] and, where the bias is broadcast and of 16 bits, dbias,
-// all of the arithmetic type; rows are those of lse.
+// delta [lse_rows], then dk and dv of every stripe [stripes, key_rows, width], where a row is head_dim and head_dim_v,
+// each rounded up, and, where the bias is broadcast and of 16 bits, dbias. All of the arithmetic type.
 template <class F> struct Workspace {
   F* delta;
-  F* dq;
+  F* keys;
   F* dbias;
-  int64_t rows, dq_stride;
+  int64_t rows, dk_width, width;
   Tasks tasks;
 
   explicit Workspace(const AttentionBwdParams& params)
-      : rows(lse_rows(params.problem)), dq_stride(round_up(params.problem.head_dim, kProductColumns)), tasks(params) {
+      : rows(key_rows(params.problem)),
+        dk_width(round_up(params.problem.head_dim, kProductColumns)),
+        width(dk_width + round_up(params.problem.head_dim_v, kProductColumns)),
+        tasks(params) {
     delta = static_cast<F*>(params.workspace);
-    dq = delta + round_up(rows, kProductColumns);
-    dbias = dq + tasks.stripes * rows * dq_stride;
+    keys = delta + round_up(lse_rows(params.problem), kProductColumns);
+    dbias = keys + tasks.stripes * rows * width;
   }
-  F* dq_of(int64_t stripe, int64_t row) const { return dq + (stripe * rows + row) * dq_stride; }
+  // dk of a row; dv is dk_width behind it.
+  F* dk_of(int64_t stripe, int64_t row) const { return keys + (stripe * rows + row) * width; }
   int64_t elements(const AttentionBwdParams& params) const {
     const BiasGradient bias(params);
-    return round_up(rows, kProductColumns) + tasks.stripes * rows * dq_stride +
+    return round_up(lse_rows(params.problem), kProductColumns) + tasks.stripes * rows * width +
            (bias.needs_workspace(params.problem.bias_dtype) ? bias.elements() : 0);
   }
 };

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "common/visit_dtype.h"
 #include "cpu/attention_loops.h"
 #include "cpu/attention_product.h"
 #include "kernels/attention/attention.h"
@@ -44,12 +45,23 @@ struct SequencePair {
   int64_t of_lse(const AttentionProblem& p, int64_t h) const {
     return packed ? h * p.total_q + q.start : (index * p.heads_q + h) * p.seqlen_q;
   }
+  // The first row of head h of k in tensors [heads_k, total_k] or [batch, heads_k, seqlen_k].
+  int64_t of_keys(const AttentionProblem& p, int64_t h) const {
+    return packed ? h * p.total_k + k.start : (index * p.heads_k + h) * p.seqlen_k;
+  }
 
  private:
   int64_t of(const AttentionStrides& strides, int64_t start, int64_t s, int64_t h) const {
     return (packed ? 0 : index * strides.batch) + (start + s) * strides.seq + h * strides.head;
   }
 };
+
+// The sink of a head of q, of a problem that has sinks.
+template <class F> F sink_of(const AttentionProblem& p, int64_t head) {
+  F sink = 0;
+  (void)visit_cpu_dtype(p.sink_dtype, [&]<class E>() { sink = static_cast<F>(to_float(*at<E>(p.sink, head))); });
+  return sink;
+}
 
 // Which tile: queries [q0, q0 + queries), keys [k0, k0 + keys), each at most kTile.
 struct TileAt {

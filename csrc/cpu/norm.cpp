@@ -153,8 +153,8 @@ template <class M, class S, class T> void forward(const NormForwardParams& p, co
       });
       M mean = 0, total = static_cast<M>(sums);
       if (layer) {
-        // The first sum's rounding error is of the size of the mean's, which shows if the mean dwarfs the variance. The
-        // sum of the differences from the mean corrects the mean and the squares.
+        // The first sum's rounding error grows with the mean, and shows if the mean dwarfs the variance. The sum of the
+        // differences from the mean corrects the mean and the squares.
         mean = total / M(p.columns);
         M differences = 0;
         total = 0;

@@ -159,6 +159,9 @@ Status optim_cpu(const OptimParams& p, const Parallel& parallel) {
       case Storage::bfloat16_stochastic:
       case Storage::bfloat16_compensated:
       case Storage::bfloat16_remainder: step_refined(p, parallel); break;
+      case Storage::float32_8bit:
+      case Storage::bfloat16_8bit:
+      case Storage::float16_8bit: step_8bit(p, parallel); break;
     }
     return {};
   });

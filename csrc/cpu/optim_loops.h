@@ -69,7 +69,8 @@ template <class Chunk> void for_chunks(const OptimParams& p, const Parallel& par
     if (takes_part(p, i) && p.tensors[i].step) *p.tensors[i].step += 1;
 }
 
-// The storages of optim_refined.cpp.
+// The storages of optim_refined.cpp and optim_8bit.cpp.
 void step_refined(const OptimParams& p, const Parallel& parallel);
+void step_8bit(const OptimParams& p, const Parallel& parallel);
 
 }  // namespace warpsmith::cpu::optim

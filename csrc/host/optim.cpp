@@ -1,4 +1,9 @@
 #include "kernels/optim/optim.h"
+
+#include <pybind11/stl.h>
+
+#include <vector>
+
 #include "host/bindings.h"
 #include "host/problem.h"
 #include "kernels/optim/optim_config.h"
@@ -28,10 +33,10 @@ py::dict plan(const char* op, const py::kwargs& given) {
 const RegisterPlanner planners[] = {WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)};
 #undef WARPSMITH_ROW
 
-// (index, states, hyperparameters) of a row.
+// (index, states, hyperparameters, mask of the states that are never negative) of a row.
 template <class F> py::tuple row(Optimizer optimizer) {
   const auto split = [](const char* names) { return py::tuple(py::str(names).attr("split")(", ")); };
-  return py::make_tuple(static_cast<int>(optimizer), split(F::kStateNames), split(F::kHyperNames));
+  return py::make_tuple(static_cast<int>(optimizer), split(F::kStateNames), split(F::kHyperNames), F::kNotNegative);
 }
 
 const RegisterBinder registered([](py::module_& m) {
@@ -43,6 +48,11 @@ const RegisterBinder registered([](py::module_& m) {
   py::dict storages;  // {name: index}
   for (int i = 0; i < kStorages; ++i) storages[kStorageNames[i]] = i;
   m.attr("OPTIMIZER_STORAGES") = storages;
+  std::vector<float> maps[2];  // of 8-bit codes, without and with sign
+  for (int is_signed = 0; is_signed < 2; ++is_signed)
+    for (int code = 0; code < kCodes; ++code) maps[is_signed].push_back(dynamic_value(code, is_signed));
+  m.attr("DYNAMIC_MAPS") = py::make_tuple(maps[0], maps[1]);
+  m.attr("QUANT_BLOCK") = kQuantBlock;
 });
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <variant>
 #include <vector>
@@ -84,8 +85,9 @@ std::vector<std::string> state_names(Optimizer optimizer) {
 }
 
 // A table holds addresses, not references: whoever keeps it keeps the tensors. `arrays`: of every tensor the states of
-// its bits in `has`, in order, then its step counter if it has the bit after all states', then what the storage keeps
-// beside it. `first_elems`: of each tensor where the storage rounds at random, otherwise empty.
+// its bits in `has`, in order, then its step counter if it has the bit after all states', its scales if it has the next
+// bit, then what the storage keeps beside it. `first_elems`: of each tensor where the storage rounds at random,
+// otherwise empty.
 Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const Tensors& params, const Tensors& arrays,
                    const std::vector<int64_t>& has, const std::vector<int64_t>& groups,
                    const std::vector<int64_t>& first_elems) {
@@ -115,10 +117,16 @@ Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const T
     const Tensor& p = params[i];
     OptimTensor& record = records[i];
     record.param = p.mutable_data_ptr();
+    const bool quantized = (has[i] >> (names.size() + 1)) & 1;
+    if (quantized && !is_8bit(storage)) refuse(op, item("has", i).c_str(), "no scales", "some");
     for (size_t state = 0; state < names.size(); ++state) {
       if (!((has[i] >> state) & 1)) continue;
       const Tensor& t = take();
-      check_like(op, (names[state] + "s").c_str(), i, t, p, state_dtype(storage));
+      const std::string list = names[state] + "s";
+      if (quantized)
+        check_like(op, list.c_str(), i, t, p, ScalarType::Byte);
+      else
+        check_like(op, list.c_str(), i, t, p, state_dtype(storage));
       record.states[state] = t.mutable_data_ptr();
       record.has |= 1u << state;
     }
@@ -126,6 +134,16 @@ Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const T
       const Tensor& t = take();
       check_scalar(op, item("steps", i).c_str(), t, p);
       record.step = static_cast<float*>(t.mutable_data_ptr());
+    }
+    if (quantized) {
+      const Tensor& t = take();
+      const std::string argument = item("scales", i);
+      check_dtype(op, argument.c_str(), t, Dtype::float32);
+      check_same_device(op, argument.c_str(), t, p);
+      check_shape(op, argument.c_str(), t, {int64_t{std::popcount(record.has)}, quant_blocks(p.numel())});
+      if (!is_dense(t) || (t.size(0) > 1 && t.stride(0) != t.size(1)))
+        refuse(op, argument.c_str(), "a contiguous tensor", "other strides");
+      record.extra = t.mutable_data_ptr();
     }
     if (has_extra(storage)) {
       const Tensor& t = take();

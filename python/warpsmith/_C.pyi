@@ -4,7 +4,9 @@ from typing import Any
 REDUCTIONS: dict[str, int]
 NO_ELEMENTS: int
 OPTIMIZER_STORAGES: dict[str, int]
-OPTIMIZERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]]
+OPTIMIZERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], int]]
+DYNAMIC_MAPS: tuple[list[float], list[float]]
+QUANT_BLOCK: int
 
 def build() -> dict[str, Any]: ...
 def plan(op: str, **problem: Any) -> dict[str, Any]: ...

@@ -118,6 +118,35 @@ def test_a_resumed_run_goes_on_bit_for_bit():
     assert second[2].state_dict() == first[2].state_dict() == {"steps_taken": 10}
 
 
+def test_a_checkpointer_keeps_scaler_and_schedule(tmp_path):
+    def parts(model):
+        optimizer = warpsmith.optim.AdamW(model.parameters(), lr=0.01)
+        scaler = ours(growth_interval=4, min_scale=1.0, hysteresis=2)
+        schedule = DeviceLR(optimizer, FACTORS["cosine"], 20, scaler)
+        return {"model": model, "optimizer": optimizer, "scheduler": schedule, "scaler": scaler}
+
+    def run(model, optimizer, scheduler, scaler, steps):
+        for step in steps:
+            backward(model, scaler, step, step in {1, 2, 7})
+            scaler.clip_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+
+    first = parts(make_model())
+    run(**first, steps=range(5))
+    with warpsmith.train.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, **first)
+    run(**first, steps=range(5, 12))
+    second = parts(make_model())
+    with warpsmith.train.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load(**second)
+    run(**second, steps=range(5, 12))
+    pairs = zip(first["model"].parameters(), second["model"].parameters(), strict=True)
+    assert all(bitwise_equal(a, b) for a, b in pairs)
+    assert all(first[name].state_dict() == second[name].state_dict() for name in ("scheduler", "scaler"))
+
+
 def test_takes_the_place_of_a_lambda_lr_under_way():
     optimizer = warpsmith.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
     torchs = LambdaLR(optimizer, [FACTORS["wsd"]])

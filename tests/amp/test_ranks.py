@@ -61,3 +61,36 @@ def test_ranks_skip_together(rank, world_size, norm_type, unscale):
     assert pairs[0][1].skipped_steps == 4
     for p, w in zip(params, whole, strict=True):
         assert_close(p.full_tensor(), w, rtol=1e-5, atol=1e-6)
+
+
+@multirank(2, timeout_s=300)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_sharded_optimizer_clips_by_the_norm_of_all_ranks(rank, world_size, stage):
+    """Beside torch's scaler with unscale_ and clip_grad_norm_ of the optimizer; the bad batch is one rank's."""
+    runs = []
+    for scaler in (warpsmith.amp.GradScaler("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5))
+        optimizer = warpsmith.distributed.ShardedOptimizer(
+            model.parameters(), warpsmith.optim.SGD, stage=stage, lr=0.1, momentum=0.9
+        )
+        norms = []
+        for step in range(5):
+            x = torch.randn(6, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+            if step == 2 and rank == 1:
+                x[0, 0] = math.inf
+            scaler.scale(model(x).square().mean()).backward()
+            if isinstance(scaler, warpsmith.amp.GradScaler):
+                norms.append(scaler.clip_(optimizer, 0.05))
+            else:
+                scaler.unscale_(optimizer)
+                norms.append(optimizer.clip_grad_norm_(0.05))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        runs.append((model, scaler, norms))
+    (ours, scaler, norms), (theirs, other, others) = runs
+    assert scaler.skipped_steps == 1 and scaler.state_dict() == other.state_dict()
+    good = [0, 1, 3, 4]
+    assert_close([norms[i] for i in good], [others[i] for i in good], rtol=1e-5, atol=0)
+    assert_close([*ours.parameters()], [*theirs.parameters()], rtol=1e-5, atol=1e-6)

@@ -3,65 +3,13 @@
 #include <limits>
 #include <numeric>
 
-#include "harness.h"
-#include "kernels/attention/attention.h"
+#include "attention_case.h"
+#include "attention_law.h"
 #include "kernels/attention/attention_dropout.h"
 
 // Problems of attention for tests on the host: inputs, params, and what forward and backward must give, in double
 // precision.
 namespace warpsmith::test {
-
-struct AttentionCase {
-  int64_t batch = 1, queries = 1, keys = 1, heads = 1, key_heads = 1, head_dim = 64, head_dim_v = 0;  // 0: as head_dim
-  int64_t window_left = -1, window_right = -1;
-  bool bottom_right = true;
-  double softcap = 0;
-  bool sink = false;
-  bool heads_first = false;                             // (batch, heads, length, dim) in memory
-  std::vector<int64_t> lengths_q = {}, lengths_k = {};  // packed sequences
-  int64_t spare_tokens = 0;                             // packed: behind the last sequence
-  float logit_growth = 0;                               // factor on keys from the last (1) to the first
-  double softmax_scale = 0;                             // 0: 1 / sqrt(head_dim)
-  std::string bias = "", mask = "";                     // "1001": of shape (batch, 1, 1, keys); "": none
-  bool bias_is_float = false;                           // else of the dtype, as the sink is
-  int alibi = 0;                                        // dimensions of the slopes
-  double dropout = 0;
-  bool narrow_sink = false;  // of the dtype
-
-  bool packed() const { return !lengths_q.empty(); }
-  int64_t dim_v() const { return head_dim_v ? head_dim_v : head_dim; }
-};
-
-// A tensor of heads in memory, with a stride of its own for each dimension.
-template <class T> struct HeadBuffer {
-  AttentionStrides strides;
-  int64_t dim;
-  Buffer<T> data;
-
-  HeadBuffer(int64_t batch, int64_t length, int64_t heads, int64_t head_dim, bool heads_first)
-      : strides(heads_first ? AttentionStrides{heads * length * head_dim, head_dim, length * head_dim}
-                            : AttentionStrides{length * heads * head_dim, heads * head_dim, head_dim}),
-        dim(head_dim),
-        data(static_cast<size_t>(batch * length * heads * head_dim)) {}
-  size_t at(int64_t b, int64_t s, int64_t h, int64_t d) const {
-    return static_cast<size_t>(b * strides.batch + s * strides.seq + h * strides.head + d);
-  }
-};
-
-// A tensor that is broadcast to [batch, heads, queries, keys].
-struct BroadcastShape {
-  int64_t count = 1;
-  AttentionBiasStrides strides{};
-
-  BroadcastShape(const std::string& kept, const int64_t (&sizes)[4]) {
-    int64_t* of[4] = {&strides.batch, &strides.head, &strides.q, &strides.k};
-    for (size_t i = 4; i-- > 0 && !kept.empty();)
-      if (kept[i] == '1' && sizes[i] > 1) *of[i] = count, count *= sizes[i];
-  }
-  size_t at(int64_t b, int64_t h, int64_t i, int64_t j) const {
-    return static_cast<size_t>(b * strides.batch + h * strides.head + i * strides.q + j * strides.k);
-  }
-};
 
 template <class T> struct AttentionData {
   AttentionCase shape;
@@ -77,8 +25,8 @@ template <class T> struct AttentionData {
   Buffer<int32_t> cu_q, cu_k;
   Buffer<unsigned char> workspace;
   std::vector<double> want_out, want_lse, want_dq, want_dk, want_dv, want_dsink, want_dbias;
-  // Sums of squares of what is added up in each element: rounding errors of the terms grow like their square root.
-  std::vector<double> squares_dq, squares_dk, squares_dv, squares_dbias, squares_dsink;
+  Deviations of_out, of_dq, of_dk, of_dv, of_dbias, of_dsink;  // how far each may be off
+  bool delta_of_rounded_out = false;  // the kernels take delta from out, and round P before dS is made of it
 
   explicit AttentionData(const AttentionCase& c, uint64_t data_seed = 1)
       : shape(c),
@@ -228,9 +176,15 @@ template <class T> struct AttentionData {
     const std::vector<double> wq = wide(q.data), wk = wide(k.data), wv = wide(v.data), wg = wide(dout.data);
     want_out.assign(out.data.size(), 0.0), want_lse.assign(lse.size(), -std::numeric_limits<double>::infinity());
     want_dq.assign(dq.data.size(), 0.0), want_dk.assign(dk.data.size(), 0.0), want_dv.assign(dv.data.size(), 0.0);
-    squares_dq = want_dq, squares_dk = want_dk, squares_dv = want_dv;
-    want_dsink.assign(static_cast<size_t>(c.heads), 0.0), squares_dsink = want_dsink;
-    want_dbias.assign(bias.size(), 0.0), squares_dbias = want_dbias;
+    want_dsink.assign(static_cast<size_t>(c.heads), 0.0), want_dbias.assign(bias.size(), 0.0);
+    const auto shared = static_cast<double>(length_q) * static_cast<double>(c.heads) / static_cast<double>(c.key_heads);
+    const double of_bias = static_cast<double>(sequences() * c.heads * length_q * length_k) /
+                           static_cast<double>(std::max<int64_t>(1, bias_shape.count));
+    const auto keys_of_row = static_cast<double>(length_k), queries_of_head = static_cast<double>(length_q);
+    of_out = {want_out.size(), keys_of_row, keys_of_row}, of_dq = {want_dq.size(), keys_of_row, keys_of_row};
+    of_dk = {want_dk.size(), shared, keys_of_row}, of_dv = {want_dv.size(), shared, keys_of_row};
+    of_dsink = {want_dsink.size(), static_cast<double>(batch_memory) * queries_of_head, keys_of_row};
+    of_dbias = {want_dbias.size(), of_bias, keys_of_row};
     if (gradients) fill_normal(dlse, 77, with_dlse ? 0.3f : 0.0f);
     for (int64_t b = 0; b < sequences(); ++b)
       for (int64_t h = 0; h < c.heads; ++h) {
@@ -274,18 +228,25 @@ template <class T> struct AttentionData {
     const double sink_logit = static_cast<double>(sink[static_cast<size_t>(h)]);
     if (c.sink) largest = sink_logit;
     std::vector<double> s(static_cast<size_t>(std::max<int64_t>(0, end - begin))), slope(s.size(), 1.0);
-    std::vector<double> keep(s.size(), 1.0);
+    std::vector<double> keep(s.size(), 1.0), of_logit(s.size()), of_slope(s.size());
     for (int64_t j = begin; j < end; ++j) {
-      double dot = 0;
+      double dot = 0, squares = 0;
       const size_t key = k.at(mb, k0 + j, hk, 0);
-      for (int64_t d = 0; d < c.head_dim; ++d)
-        dot += wq[row + static_cast<size_t>(d)] * wk[key + static_cast<size_t>(d)];
-      dot *= scale();
+      for (int64_t d = 0; d < c.head_dim; ++d) {
+        const double term = wq[row + static_cast<size_t>(d)] * wk[key + static_cast<size_t>(d)];
+        dot += term;
+        squares += term * term;
+      }
       const auto at = static_cast<size_t>(j - begin);
+      of_logit[at] =
+          square(scale()) * (additions(static_cast<double>(c.head_dim), squares, dot) + rounding<float>(dot));
+      dot *= scale();
       if (c.softcap > 0) {
         const double t = std::tanh(dot / c.softcap);
         dot = c.softcap * t;
         slope[at] = 1 - t * t;
+        of_logit[at] = square(slope[at]) * of_logit[at] + square(kTanhError * dot);
+        of_slope[at] = square(2 * t * t * kTanhError);
       }
       if (c.alibi > 0)
         dot -= static_cast<double>(slopes[static_cast<size_t>(c.alibi == 2 ? b * c.heads + h : h)]) *
@@ -293,6 +254,7 @@ template <class T> struct AttentionData {
       if (!c.bias.empty()) dot += static_cast<double>(bias[bias_shape.at(b, h, i, j)]);
       if (!c.mask.empty() && mask[mask_shape.at(b, h, i, j)] == 0) dot = -std::numeric_limits<double>::infinity();
       keep[at] = kept(b, h, i, j);
+      of_logit[at] += 2 * rounding<float>(dot) + square(kExponentialError);
       s[at] = dot;
       largest = std::max(largest, dot);
     }
@@ -302,75 +264,119 @@ template <class T> struct AttentionData {
     for (const double x : s) total += std::exp(x - largest);
     const double row_lse = largest + std::log(total);
     want_lse[stat] = row_lse;
-    double delta = 0, delta_squares = 0;
-    for (int64_t j = begin; j < end; ++j) {
-      const auto at = static_cast<size_t>(j - begin);
-      const double p = std::exp(s[at] - row_lse) * keep[at];
-      const size_t value = v.at(mb, k0 + j, hk, 0);
-      for (int64_t d = 0; d < c.dim_v(); ++d)
-        want_out[row_v + static_cast<size_t>(d)] += p * wv[value + static_cast<size_t>(d)];
-    }
-    for (int64_t d = 0; d < c.dim_v(); ++d) {
-      const size_t e = row_v + static_cast<size_t>(d);
-      delta += wg[e] * want_out[e];
-      delta_squares += wg[e] * want_out[e] * wg[e] * want_out[e];
-      if (gradients) out.data[e] = from_float<T>(static_cast<float>(want_out[e]));
-    }
-    if (!gradients) return;
-    lse[stat] = static_cast<float>(row_lse);
-    delta -= static_cast<double>(dlse[stat]);
-    if (c.sink) {
-      const double p = std::exp(sink_logit - row_lse);
-      want_dsink[static_cast<size_t>(h)] -= p * delta;
-      // In float the additions over queries round as well: also where delta is -dlse alone.
-      const double of_sum = std::is_same_v<T, float> ? delta * delta : 0;
-      squares_dsink[static_cast<size_t>(h)] += p * p * (delta_squares + of_sum);
-    }
-    // delta's error is that of all keys: it does not average out in a sum over keys.
-    if (!c.bias.empty() && bias_shape.strides.k == 0) squares_dbias[bias_shape.at(b, h, i, 0)] += delta_squares;
+    double delta = 0;
+    RowDeviations off;  // of attention_law.h, beside whose formulas these sums stand
+    off.lse = 4 * rounding<float>(row_lse) + square(kExponentialError * (2 + row_lse - largest));
     for (int64_t j = begin; j < end; ++j) {
       const auto at = static_cast<size_t>(j - begin);
       const double p = std::exp(s[at] - row_lse);
-      const size_t key = k.at(mb, k0 + j, hk, 0), value = v.at(mb, k0 + j, hk, 0);
-      double dp = 0;
+      const size_t value = v.at(mb, k0 + j, hk, 0);
+      for (int64_t d = 0; d < c.dim_v(); ++d)
+        want_out[row_v + static_cast<size_t>(d)] += p * keep[at] * wv[value + static_cast<size_t>(d)];
+      off.weight += p;
+      off.weight_squares += p * p;
+      if (p > 0) off.lse += p * p * of_logit[at];
+    }
+    off.lse += additions(static_cast<double>(s.size()), off.weight_squares, off.weight);
+    for (int64_t j = begin; j < end; ++j) {
+      const auto at = static_cast<size_t>(j - begin);
+      const double p = std::exp(s[at] - row_lse);
+      const size_t value = v.at(mb, k0 + j, hk, 0);
+      if (p == 0) continue;
+      const double of_rounding = rounding_of_operand<T>(p * keep[at] * total) / square(total);
       for (int64_t d = 0; d < c.dim_v(); ++d) {
-        dp += wg[row_v + static_cast<size_t>(d)] * wv[value + static_cast<size_t>(d)];
-        const double term = p * keep[at] * wg[row_v + static_cast<size_t>(d)];
-        want_dv[value + static_cast<size_t>(d)] += term;
-        squares_dv[value + static_cast<size_t>(d)] += term * term;
+        const double x = wv[value + static_cast<size_t>(d)];
+        const size_t e = row_v + static_cast<size_t>(d);
+        of_out.add(e, p * keep[at] * x,
+                   square(p * (keep[at] * x - want_out[e])) * of_logit[at] + square(x) * of_rounding);
       }
+    }
+    double delta_squares = 0;
+    for (int64_t d = 0; d < c.dim_v(); ++d) {
+      const size_t e = row_v + static_cast<size_t>(d);
+      delta += wg[e] * want_out[e];
+      delta_squares += square(wg[e] * want_out[e]);
+      if (gradients) out.data[e] = from_float<T>(static_cast<float>(want_out[e]));
+      if (delta_of_rounded_out) off.delta += square(wg[e]) * rounding<T>(want_out[e]);
+    }
+    if (!gradients) return;
+    if (delta_of_rounded_out) off.delta += additions(static_cast<double>(c.dim_v()), delta_squares, delta);
+    lse[stat] = static_cast<float>(row_lse);
+    off.delta += 2 * rounding<float>(delta) + 2 * rounding<float>(static_cast<double>(dlse[stat]));
+    delta -= static_cast<double>(dlse[stat]);
+
+    // The gradients of the logits, how far each is off by what has been computed for its key alone, and their sums.
+    std::vector<double> ds(s.size()), own(s.size()), mean(static_cast<size_t>(c.head_dim));
+    double sum_ds = 0, size = 0, ds_squares = 0;
+    for (int64_t j = begin; j < end; ++j) {
+      const auto at = static_cast<size_t>(j - begin);
+      const double p = std::exp(s[at] - row_lse);
+      if (p == 0) continue;
+      const size_t key = k.at(mb, k0 + j, hk, 0), value = v.at(mb, k0 + j, hk, 0);
+      double dp = 0, squares = 0;
+      for (int64_t d = 0; d < c.dim_v(); ++d) {
+        const double g = wg[row_v + static_cast<size_t>(d)], term = g * wv[value + static_cast<size_t>(d)];
+        const double weight = p * keep[at], of_weight = square(weight) * (of_logit[at] + off.lse);
+        dp += term;
+        squares += term * term;
+        want_dv[value + static_cast<size_t>(d)] += weight * g;
+        of_dv.add(value + static_cast<size_t>(d), weight * g, square(g) * (of_weight + rounding_of_operand<T>(weight)));
+      }
+      own[at] = square(keep[at]) * (additions(static_cast<double>(c.dim_v()), squares, dp) + rounding<float>(dp));
       dp *= keep[at];
-      // out, which delta is made of, is rounded as well.
-      const double of_logit = p * (std::fabs(dp - delta) + std::sqrt(delta_squares));
+      own[at] = square(p) * (own[at] + square(dp - delta) * of_logit[at]);
+      ds[at] = p * (dp - delta);
+      if (delta_of_rounded_out) own[at] += square(dp - delta) * rounding<T>(p);
+      off.of_keys += own[at];
+      sum_ds += ds[at];
+      size += std::fabs(ds[at]);
+      ds_squares += square(ds[at]);
+      for (int64_t d = 0; d < c.head_dim; ++d)
+        mean[static_cast<size_t>(d)] += p * slope[at] * wk[key + static_cast<size_t>(d)];
+    }
+    off.delta += additions(static_cast<double>(s.size()), ds_squares, sum_ds);
+    const std::vector<double> centre = delta_of_rounded_out ? std::vector<double>(mean.size()) : mean;
+    if (c.sink) {
+      const double p = std::exp(sink_logit - row_lse), term = p * delta;
+      want_dsink[static_cast<size_t>(h)] -= term;
+      of_dsink.add(static_cast<size_t>(h), term,
+                   square(p) * (off.delta + off.of_keys) +
+                       square(term) * (off.lse + 2 * rounding<float>(sink_logit) + square(kExponentialError)));
+    }
+    if (!c.bias.empty() && bias_shape.strides.k == 0)
+      of_dbias.add(bias_shape.at(b, h, i, 0), 0,
+                   square(1 - off.weight) * off.of_keys + square(off.weight) * off.delta + square(sum_ds) * off.lse);
+    for (int64_t j = begin; j < end; ++j) {
+      const auto at = static_cast<size_t>(j - begin);
+      const double p = std::exp(s[at] - row_lse);
+      const size_t key = k.at(mb, k0 + j, hk, 0);
+      const double of_ds = off.of_gradient(p, ds[at], own[at], delta_of_rounded_out);
       if (!c.bias.empty()) {
-        want_dbias[bias_shape.at(b, h, i, j)] += p * (dp - delta);
-        squares_dbias[bias_shape.at(b, h, i, j)] += of_logit * of_logit;
+        const size_t element = bias_shape.at(b, h, i, j);
+        want_dbias[element] += ds[at];
+        of_dbias.add(element, ds[at], bias_shape.strides.k == 0 ? 0 : of_ds);
       }
-      const double ds = p * (dp - delta) * slope[at] * scale();
-      const double size = of_logit * slope[at] * std::fabs(scale());
+      const double product = ds[at] * slope[at] * scale();
+      const double of_product = square(slope[at] * scale()) * of_ds + square(ds[at] * scale()) * of_slope[at] +
+                                square(scale()) * rounding_of_operand<T>(ds[at] * slope[at]) + rounding<float>(product);
+      // The parts of of_ds that are the same for all keys of a row are added to dq below.
+      const double of_dq_alone = of_product - square(slope[at] * scale()) * of_ds;
       for (int64_t d = 0; d < c.head_dim; ++d) {
-        const double of_q = size * wk[key + static_cast<size_t>(d)], of_k = size * wq[row + static_cast<size_t>(d)];
-        squares_dq[row + static_cast<size_t>(d)] += of_q * of_q;
-        squares_dk[key + static_cast<size_t>(d)] += of_k * of_k;
-        want_dq[row + static_cast<size_t>(d)] += ds * wk[key + static_cast<size_t>(d)];
-        want_dk[key + static_cast<size_t>(d)] += ds * wq[row + static_cast<size_t>(d)];
+        const size_t e = static_cast<size_t>(d);
+        const double wide_q = wq[row + e], wide_k = wk[key + e];
+        want_dq[row + e] += product * wide_k;
+        want_dk[key + e] += product * wide_q;
+        of_dq.add(row + e, product * wide_k,
+                  square(scale() * (slope[at] * wide_k - centre[e])) * own[at] + square(wide_k) * of_dq_alone);
+        of_dk.add(key + e, product * wide_q, square(wide_q) * of_product);
       }
+    }
+    for (size_t d = 0; d < static_cast<size_t>(c.head_dim); ++d) {
+      of_dq.variance[row + d] += square(scale() * mean[d]) * off.delta + square(want_dq[row + d]) * off.lse;
+      if (c.softcap == 0 && !delta_of_rounded_out)
+        of_dq.slack[row + d] += kHalfStep<T> / 8 * size * std::fabs(scale() * mean[d]);
     }
   }
 };
-
-// Within `roundings` half steps of R on every term, added up like independent errors, and two steps of the result. What
-// float16 cannot represent is allowed as well.
-template <class T, class R = T> void expect_sums(const std::string& name, const Buffer<T>& actual,
-                                                 const std::vector<double>& expected,
-                                                 const std::vector<double>& squares, double roundings) {
-  const double half_step = std::ldexp(1.0, -kMantissaBits<R> - 1);
-  int reported = 0;
-  for (size_t i = 0; i < actual.size() && reported < 4; ++i) {
-    const double allowed = roundings * half_step * std::sqrt(squares[i]) + 0x1p-20;
-    expect_close_element(name, i, static_cast<double>(to_float(actual[i])), expected[i], kMantissaBits<T>,
-                         kLeastExponent<T>, {.ulps = 2, .relative = 0, .absolute = allowed}, reported);
-  }
-}
 
 }  // namespace warpsmith::test

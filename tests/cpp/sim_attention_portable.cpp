@@ -42,6 +42,26 @@ TEST(softcap_sink_and_scale) {
   check<float16>({.queries = 90, .keys = 70, .softcap = 0.5, .sink = true, .softmax_scale = -0.2, .narrow_sink = true});
   check<bfloat16>({.queries = 90, .keys = 30, .window_right = 0, .sink = true, .narrow_sink = true});
 }
+// Most rows have a weight near 1: what is left of dP - delta is smaller than the rounding of out, times k of many
+// logits.
+template <class T> void check_saturated(int64_t dim) {
+  check<T>({.queries = 70, .keys = 90, .heads = 2, .key_heads = 1, .head_dim = dim, .softmax_scale = 4});
+  check<T>({.queries = 40,
+            .keys = 50,
+            .head_dim = dim,
+            .window_right = 0,
+            .softcap = 30,
+            .sink = true,
+            .softmax_scale = 4,
+            .bias = "0011",
+            .dropout = 0.3});
+}
+TEST(saturated_softmax) {
+  SeedsAtMost few(2);
+  check_saturated<bfloat16>(64);
+  check_saturated<float16>(128);
+  check_saturated<float>(64);
+}
 TEST(alibi) {
   SeedsAtMost few(2);
   check<bfloat16>({.batch = 2, .queries = 70, .keys = 90, .heads = 2, .key_heads = 2, .alibi = 1});

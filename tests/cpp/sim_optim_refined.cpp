@@ -2,6 +2,7 @@
 // links: csrc/kernels/optim/optim_16bit.cu
 // links: csrc/kernels/optim/optim_mixed.cu
 // links: csrc/kernels/optim/optim_refined.cu
+// links: csrc/kernels/optim/optim_8bit.cu
 // The optimizers' kernels with bfloat16 parameters that keep more than rounding to nearest does: at random,
 // compensated, and with the remainder that makes them float32.
 #include <bit>

@@ -2,6 +2,7 @@
 // links: csrc/kernels/optim/optim_16bit.cu
 // links: csrc/kernels/optim/optim_mixed.cu
 // links: csrc/kernels/optim/optim_refined.cu
+// links: csrc/kernels/optim/optim_8bit.cu
 // The optimizers' kernels with 16-bit parameters and states, with and without masters.
 #include <bit>
 #include <cmath>

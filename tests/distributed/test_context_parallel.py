@@ -27,26 +27,26 @@ def check_exact(problem, mode, sharding, group=None):
 
 
 def every_mask(shardings):
-    """In float64. Masks and modes take the lists of shardings in turns."""
+    """In float64. Masks and modes take the shardings in turns: on two ranks those that they do not take on four."""
     checked = 0
     for mode, (i, name) in itertools.product(MODES, enumerate(MASKS)):
         if name in REFUSED.get(mode, ()):
             continue
         layout = ("bshd", "bhsd", "thd")[(i + MODES.index(mode)) % 3]
-        for sharding in shardings[(i + MODES.index(mode)) % len(shardings)]:
-            check_exact(Problem(name, torch.float64, layout=layout, batch=1), mode, sharding)
+        sharding = shardings[(i + MODES.index(mode)) % 2]
+        check_exact(Problem(name, torch.float64, layout=layout, batch=1), mode, sharding)
         checked += 1
     assert checked == 3 * len(MASKS) - len(REFUSED["ring"])
 
 
 @multirank(2, timeout_s=300)
 def test_every_mask_of_every_mode_on_two_ranks(rank, world_size):
-    every_mask([SHARDINGS])
+    every_mask(["zigzag", "contiguous"])
 
 
 @multirank(4, timeout_s=300)
 def test_every_mask_of_every_mode_on_four_ranks(rank, world_size):
-    every_mask([[sharding] for sharding in SHARDINGS])
+    every_mask(["contiguous", "zigzag"])
 
 
 def check_errors():
@@ -81,7 +81,7 @@ def test_errors_on_four_ranks_are_at_most_1_1_times_those_of_one(rank, world_siz
     check_errors()
 
 
-@multirank(4)
+@multirank(4, timeout_s=300)
 def test_groups_of_two_of_four_ranks(rank, world_size):
     """Two sequences at the same time, each on two ranks."""
     groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
@@ -89,7 +89,7 @@ def test_groups_of_two_of_four_ranks(rank, world_size):
         check_exact(Problem("causal", torch.float64, batch=1 + rank % 2), mode, "zigzag", groups[rank % 2])
 
 
-@multirank(2)
+@multirank(2, timeout_s=300)
 def test_the_same_bits_at_every_run(rank, world_size):
     for mode in MODES:
         problem = Problem("packed sink", torch.bfloat16)
@@ -97,7 +97,7 @@ def test_the_same_bits_at_every_run(rank, world_size):
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@multirank(2)
+@multirank(2, timeout_s=300)
 def test_autocast_and_second_derivatives(rank, world_size):
     q = shard_sequence(Problem("causal", torch.float32).inputs["q"]).requires_grad_()
     for mode in MODES:
@@ -109,7 +109,7 @@ def test_autocast_and_second_derivatives(rank, world_size):
             grad.sum().backward()
 
 
-@multirank(2)
+@multirank(2, timeout_s=300)
 def test_unshard_is_the_inverse_of_shard_and_sums_gradients(rank, world_size):
     whole = torch.arange(24.0).view(2, 12)
     for sharding in SHARDINGS:
@@ -124,7 +124,7 @@ def test_unshard_is_the_inverse_of_shard_and_sums_gradients(rank, world_size):
         assert torch.equal(part.grad, 3 * part)
 
 
-@multirank(4)
+@multirank(4, timeout_s=300)
 def test_gradients_of_ranks_are_added_in_rank_order(rank, world_size):
     """2^24 + 1 is 2^24 in float32: the order shows in the result."""
     grad = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)][rank]).expand(1, 8)
@@ -138,7 +138,7 @@ def refused(words, *tensors, **options):
         context_parallel_attention(*tensors, **options)
 
 
-@multirank(2)
+@multirank(2, timeout_s=300)
 def test_what_does_not_fit_is_refused_on_every_rank(rank, world_size):
     def heads(tokens, q_heads, k_heads=None, lead=(1,)):
         k = torch.zeros(*lead, tokens, k_heads or q_heads, HEAD_DIM)
@@ -166,15 +166,15 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank, world_size):
 
     # Mistakes of one rank: all ranks raise, and none waits for another.
     more = 2 * rank
-    refused(of_one + r"q: expected float32 \(1, 4, 2, 16\), as rank 0 has, got float32 \(1, 6", *heads(4 + more, 2))
+    refused(of_one + r"q: expected float32 \(1, 4, 2, 16\), as on rank 0, got float32 \(1, 6", *heads(4 + more, 2))
     refused(of_one + "q: expected float32", *(t.to((torch.float32, torch.float64)[rank]) for t in heads(4, 2)))
     refused(of_one + "k: expected 4 tokens", heads(4, 2)[0], *heads(4 + more, 2)[1:])
-    refused(of_one + "mode: expected ring, as rank 0 has", *heads(4, 2), mode=("ring", "ulysses")[rank])
+    refused(of_one + "mode: expected ring, as on rank 0", *heads(4, 2), mode=("ring", "ulysses")[rank])
     refused(of_one + "window_size: expected", *heads(4, 2), causal=rank == 1)
     assert context_parallel_attention(*heads(4, 2)).shape == (1, 4, 2, HEAD_DIM)  # and the group still works
 
 
-@multirank(2, ends={0: "raised", 1: "died"}, timeout_s=60)
+@multirank(2, ends={0: "raised", 1: "died"}, timeout_s=300)
 def test_a_rank_that_dies_in_the_ring_is_an_error_of_the_other(rank, world_size):
     q = torch.zeros(1, 4, 2, HEAD_DIM)
     with fault("kill", rank=1, call="batch_isend_irecv", nth=2):

@@ -15,10 +15,12 @@ SAME_STEPS = 40  # before the model learns; while it does, rounding grows
 
 
 def run(ranks, mode, steps):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     options = ["--device", "cpu", "--batch", "8", "--tokens", "64", "--steps", str(steps), "--mode", mode]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launcher, str(EXAMPLE), *options], capture_output=True, text=True, timeout=240, env=environ)
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(EXAMPLE), *options], capture_output=True, text=True, timeout=240, env=environ
+    )
     assert done.returncode == 0, done.stderr
     assert f"{ranks} ranks, {mode}, {64 // ranks} tokens each" in done.stderr
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", done.stderr)}
@@ -31,7 +33,7 @@ def losses_of_one_rank():
     return losses
 
 
-@pytest.mark.parametrize("mode", ["all_gather", "ring", "ulysses"])
+@pytest.mark.parametrize("mode", ["all_gather", "ring"])
 def test_two_ranks_train_as_one(mode, losses_of_one_rank):
     losses = run(2, mode, 120 if mode == "all_gather" else SAME_STEPS)
     assert {step: losses[step] for step in losses_of_one_rank} == pytest.approx(losses_of_one_rank, rel=1e-4)

@@ -56,6 +56,25 @@ def in_float64(sample):
     return sample.transform(wide)
 
 
+def orders_of(name, dtype, sample):
+    """Orders of a head's elements, in which a sample of attention is computed: attention does not depend on them.
+
+    Torch's samples have logits of about a hundred. In float32 most of a gradient's error then is the rounding of a few
+    products of q and k, for which the order of their additions is decisive: over orders, errors of torch and of ours
+    are equally large, in one of them either may be four times the other. The law is about the largest over some.
+    """
+    if name != "scaled_dot_product_attention" or dtype != torch.float32:
+        return [None]
+    width = sample.input.shape[-1]
+    return [torch.randperm(width, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+
+
+def in_order(function, order):
+    if order is None:
+        return function
+    return lambda q, k, *rest, **options: function(q[..., order], k[..., order], *rest, **options)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_torchs_sample_inputs(name, dtype, figure):
@@ -67,23 +86,22 @@ def test_torchs_sample_inputs(name, dtype, figure):
     torch.manual_seed(0)
     count = fused = 0
     for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
-        with Calls() as calls:
-            found, grads = run(getattr(ours, name), sample, dtype)
-        with sdpa_kernel(SDPBackend.MATH):  # the law's measure is plain PyTorch
-            expected, expected_grads = run(getattr(theirs, name), sample, dtype)
-        exact, exact_grads = run(getattr(theirs, name), in_float64(sample), dtype)
+        triples = []
+        for order in orders_of(name, dtype, sample):
+            with Calls() as calls:
+                found, grads = run(in_order(getattr(ours, name), order), sample, dtype)
+            with sdpa_kernel(SDPBackend.MATH):  # the law's measure is plain PyTorch
+                expected, expected_grads = run(in_order(getattr(theirs, name), order), sample, dtype)
+            exact, exact_grads = run(getattr(theirs, name), in_float64(sample), dtype)
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape), sample
+            triples.append([(found, exact, expected), *zip(grads, exact_grads, expected_grads, strict=True)])
         count, fused = count + 1, fused + bool(calls.ours)
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), sample
         if sample.kwargs.get("dropout_p"):
             continue
-        triples = [(found, exact, expected), *zip(grads, exact_grads, expected_grads, strict=True)]
-        if name == "scaled_dot_product_attention" and dtype != torch.float64:
-            # Torch's samples have logits of some hundreds, for which tests/ops/test_attention.py makes no claim.
-            triples = triples[:1]
-        for actual, oracle, baseline in triples:
-            assert (actual is None) == (baseline is None)
-            if actual is not None:
-                error = measure(name, actual, oracle, baseline)
+        for of_orders in zip(*triples, strict=True):
+            assert all((actual is None) == (baseline is None) for actual, _, baseline in of_orders)
+            if of_orders[0][0] is not None:
+                error = measure(name, *(torch.stack(tensors) for tensors in zip(*of_orders, strict=True)))
                 assert error.ok, f"{error}: {sample}"
     assert count and fused
     figure(f"nn.functional.{name} {dtype}: {fused} of torch's {count} sample inputs are fused")

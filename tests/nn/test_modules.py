@@ -70,12 +70,16 @@ MADE_ON_META = {
 }
 
 
-def test_a_name_that_torch_has_is_a_subclass_of_torchs():
+@pytest.mark.parametrize(
+    "frame, known", [("nn", {"RMSNorm", "LayerNorm", "CrossEntropyLoss"}), ("amp", {"GradScaler"})]
+)
+def test_a_name_that_torch_has_is_a_subclass_of_torchs(frame, known):
     """The law of names: what torch calls by a name means the same here."""
-    modules = [name for name in warpsmith.nn.__all__ if isinstance(getattr(warpsmith.nn, name), type)]
-    shared = [name for name in modules if hasattr(torch.nn, name)]
-    assert {"RMSNorm", "LayerNorm", "CrossEntropyLoss"} <= set(shared)
-    assert [name for name in shared if not issubclass(getattr(warpsmith.nn, name), getattr(torch.nn, name))] == []
+    ours, theirs = getattr(warpsmith, frame), getattr(torch, frame)
+    classes = [name for name in ours.__all__ if isinstance(getattr(ours, name), type)]
+    shared = {name for name in classes if hasattr(theirs, name)}
+    assert known <= shared
+    assert {name for name in shared if not issubclass(getattr(ours, name), getattr(theirs, name))} == set()
 
 
 def test_modules_with_tensors_are_all_made_on_meta_below():

@@ -87,7 +87,7 @@ SPEC = OpSpec(
     laid_out=("q", "k", "v"),
     zero_sizes=False,
     one_element=False,
-    edge_steps=8,  # as for attention
+    edge_steps=2,  # as for attention
     gradcheck_cases=[
         Case((4, 2, 8), FP64, options={"lengths": (1, 3), "k_heads": 1, "bias": "0111", "sink": 0.0, **CAUSAL}),
     ],

@@ -50,7 +50,7 @@ def run_spec(spec: OpSpec, device: str, most_cases: int) -> int:
 
 
 def run_optimizers(device: str) -> int:
-    """Two steps of each over tensors of odd sizes, one of them misaligned."""
+    """Two steps of each over tensors of odd sizes, one of them misaligned; and steps by way of a scaler."""
     sizes = (1, 3, 127, 1024, 4097, 20_000)
     params = [torch.ones(n).to(device).requires_grad_() for n in sizes]
     params.append(torch.ones(514).to(device)[1:].detach().requires_grad_())
@@ -64,6 +64,17 @@ def run_optimizers(device: str) -> int:
         for _ in range(2):
             optimizer.step()
             calls += 1
+    scaler = warpsmith.amp.GradScaler(device)
+    scaler.scale(torch.ones(()).to(device))
+    for bad in (1.0, torch.inf):
+        params[-1].grad[3] = bad
+        scaler.clip_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        calls += 2
     return calls
 
 

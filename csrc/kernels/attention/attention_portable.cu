@@ -13,10 +13,13 @@ namespace warpsmith {
 namespace attention {
 namespace {
 
-bool fits_vectors(const HeadTensor& t, Dtype dtype) {
-  const auto fits = [&](int64_t stride, int64_t size) { return size <= 1 || stride * size_bytes(dtype) % 16 == 0; };
-  return reinterpret_cast<uintptr_t>(t.base) % 16 == 0 && fits(t.strides.seq, t.length) &&
-         fits(t.strides.head, t.heads) && fits(t.strides.batch, t.batch);
+template <class P> bool fits_vectors(const P& p) {
+  return all_fit(p, [&](const HeadTensor& t) {
+    const int64_t bytes = size_bytes(p.problem.dtype);
+    const auto fits = [&](int64_t stride, int64_t size) { return size <= 1 || stride * bytes % 16 == 0; };
+    return reinterpret_cast<uintptr_t>(t.base) % 16 == 0 && fits(t.strides.seq, t.length) &&
+           fits(t.strides.head, t.heads) && fits(t.strides.batch, t.batch);
+  });
 }
 
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
@@ -42,34 +45,24 @@ int tile_of(const AttentionProblem& p) {
 Status attention_forward_supported_portable(const AttentionFwdParams& x) {
   using namespace attention;
   const AttentionProblem& p = x.problem;
-  const bool vectors = fits_vectors(head_tensor(x.q, x.q_strides, p, true, p.head_dim), p.dtype) &&
-                       fits_vectors(head_tensor(x.k, x.k_strides, p, false, p.head_dim), p.dtype) &&
-                       fits_vectors(head_tensor(x.v, x.v_strides, p, false, p.head_dim_v), p.dtype) &&
-                       fits_vectors(head_tensor(x.out, x.out_strides, p, true, p.head_dim_v), p.dtype);
-  return supported(p, vectors, row_tiles(p, false, kPortableForward[tile_of(p)].rows) * p.heads_q);
+  return supported(p, fits_vectors(x), row_tiles(p, false, kPortableForward[tile_of(p)].rows) * p.heads_q);
 }
 
 Status attention_backward_supported_portable(const AttentionBwdParams& x) {
   using namespace attention;
   const AttentionProblem& p = x.problem;
-  const bool vectors = fits_vectors(head_tensor(x.q, x.q_strides, p, true, p.head_dim), p.dtype) &&
-                       fits_vectors(head_tensor(x.k, x.k_strides, p, false, p.head_dim), p.dtype) &&
-                       fits_vectors(head_tensor(x.v, x.v_strides, p, false, p.head_dim_v), p.dtype) &&
-                       fits_vectors(head_tensor(x.out, x.out_strides, p, true, p.head_dim_v), p.dtype) &&
-                       fits_vectors(head_tensor(x.dout, x.dout_strides, p, true, p.head_dim_v), p.dtype) &&
-                       fits_vectors(head_tensor(x.dq, x.dq_strides, p, true, p.head_dim), p.dtype) &&
-                       fits_vectors(head_tensor(x.dk, x.dk_strides, p, false, p.head_dim), p.dtype) &&
-                       fits_vectors(head_tensor(x.dv, x.dv_strides, p, false, p.head_dim_v), p.dtype);
   const PortableTile& tile = kPortableBackward[tile_of(p)];
   int64_t blocks = std::max(row_tiles(p, false, std::min(tile.rows, kStatisticsQueries)) * p.heads_q,
                             row_tiles(p, true, tile.rows) * p.heads_k);
   if (x.dbias != nullptr) blocks = std::max(blocks, BiasTiles(p, x.dbias_strides, tile.rows, tile.columns).count);
-  return supported(p, vectors, blocks);
+  return supported(p, fits_vectors(x), blocks);
 }
 
 int64_t attention_backward_workspace_portable(const AttentionBwdParams& x) {
   using namespace attention;
-  return row_tiles(x.problem, false, kStatisticsQueries) * x.problem.heads_q * kStatistics * 4;
+  const int64_t statistics = row_tiles(x.problem, false, kStatisticsQueries) * kStatistics;
+  const int64_t blocks = row_tiles(x.problem, false, kPortableBackward[tile_of(x.problem)].rows);
+  return (statistics + blocks) * x.problem.heads_q * 4;
 }
 
 Status attention_forward_portable(const AttentionFwdParams& p, void* stream) {

@@ -3,9 +3,14 @@
 #include "kernels/attention/portable_config.h"
 #include "kernels/attention/portable_logits.cuh"
 
-// The backward of attention in code of sm_80, with every option and without an atomic: dk and dv, dq, and dbias each
+// The backward of attention in code of sm_80, with every option and without an atomic: dq, dk and dv, and dbias each
 // have a kernel whose blocks own a part of the result and add to it in the order of their steps. The price is that each
-// makes the probabilities again: 5 products for dk and dv, 3 for dq, 2 for dbias, where one kernel would need 5 in all.
+// makes the probabilities again: 4 products for dk and dv, 3 or 6 for dq, 2 for dbias, where one kernel would need 5.
+//
+// delta = dot(dout, out) has the rounding of out. Where a softmax is saturated, the differences dP - delta that the
+// gradients are made of cancel, and that rounding is all that is left of them. The kernel of dq, which runs first, sums
+// p * (dP - delta) over the keys of a row, which says by how much delta is off, and corrects it for all that run after
+// it. It is launched twice: the second time, blocks in which no correction counts return at once.
 namespace warpsmith::attention {
 
 // Statistics of queries (kStatistics) are in the blocks of which backward_sink makes its sums. lse is +inf where a
@@ -163,12 +168,71 @@ template <int kColumns> __device__ __forceinline__ void fill(Accumulators<kColum
 template <int kTile, bool kKeysAreRows> constexpr int kBackwardThreads =
     kKeysAreRows ? kPortableBackward[kTile].threads_of_keys() : kPortableBackward[kTile].threads();
 
+// The correction of delta counts from this part of a row's sum of |ds| on: an eighth of the most by which the rounding
+// of every ds to T, before its product with k, moves that sum.
+template <class T> constexpr float kDeltaCounts =
+    sizeof(T) == 4 ? 0x1p-27f : (std::is_same_v<T, float16> ? 0x1p-14f : 0x1p-11f);
+
+// A thread's part of the sums of ds and |ds| of its two rows.
+struct SumsOfRows {
+  float sum[2] = {0.0f, 0.0f}, size[2] = {0.0f, 0.0f};
+
+  template <int kColumns> __device__ __forceinline__ void add(const Accumulators<kColumns>& ds) {
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        sum[e / 2] += ds[n][e];
+        size[e / 2] += fabsf(ds[n][e]);
+      }
+  }
+};
+
+// Corrects delta of a warp's rows in the workspace. Returns whether that counts for any row of the thread. Softmax and
+// sink have 1 in sum, so that the sum over keys of p * delta lacks the sink's part.
+template <class T> __device__ __forceinline__ bool correct_delta(const AttentionBwdParams& p, const SequenceOfTile& s,
+                                                                 int head, SumsOfRows& sums, WarpRows<false>& own,
+                                                                 int lane) {
+  const AttentionProblem& a = p.problem;
+  const float sink = sink_of<T>(a, head);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    sums.sum[r] = device::group_sum<4>(sums.sum[r]);
+    sums.size[r] = device::group_sum<4>(sums.size[r]);
+  }
+  bool counts = false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = own.first + lane / 4 + 8 * r;
+    if (row >= s.queries || own.lse[r] == INFINITY) continue;
+    float correction = sums.sum[r] - device::exp2(sink - own.lse[r]) * own.delta[r];
+    if (p.dlse != nullptr) {
+      const int64_t length = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
+      correction -=
+          device::load(static_cast<const float*>(p.dlse) + (s.batch * a.heads_q + head) * length + s.first_query + row);
+    }
+    if (lane % 4 == 0)
+      device::store(static_cast<float*>(p.workspace) + statistics_of(a, s, row, head) + kBlockQueries,
+                    own.delta[r] + correction);
+    counts = counts || !(fabsf(correction) <= kDeltaCounts<T> * sums.size[r]);
+  }
+  return counts;
+}
+
+struct BackwardPortableParams {
+  AttentionBwdParams gradients;
+  int* again;   // [blocks of dq], in the workspace: whether a block must run again
+  bool second;  // it does
+};
+
 // dk and dv (kKeysAreRows), or dq. A block owns a tile of keys of one head of k, whose rows of k and v stay in shared
 // memory, and goes over the queries that see them, head after head of those that share it; or a tile of queries, and
-// goes over keys. Reads its own rows once, the others once for each tile that they meet; writes its gradients once.
+// goes over keys. Reads its own rows once, the others once for each tile that they meet; writes its gradients once. The
+// first dq corrects delta; with a softcap, whose derivative has no place in the sums for that, it does nothing else.
 template <class T, int kTile, bool kKeysAreRows>
 __global__ void __launch_bounds__(kBackwardThreads<kTile, kKeysAreRows>, 1)
-    backward_portable(const __grid_constant__ AttentionBwdParams p) {
+    backward_portable(const __grid_constant__ BackwardPortableParams params) {
+  const AttentionBwdParams& p = params.gradients;
   constexpr PortableTile tile = kPortableBackward[kTile];
   constexpr int kDepth = tile.head_dim, kColumns = tile.columns, kStride = kSharedStride<T, kDepth>;
   constexpr int kThreads = kBackwardThreads<kTile, kKeysAreRows>, kRowWarps = tile.rows / 16;
@@ -187,6 +251,8 @@ __global__ void __launch_bounds__(kBackwardThreads<kTile, kKeysAreRows>, 1)
   const SequenceOfTile s = sequence_of_tile<kKeysAreRows>(a, at.sequence);
   const int length = kKeysAreRows ? s.keys : s.queries, count = min(tile.rows, length - at.first);
   if (count <= 0) return;
+  if (!kKeysAreRows && params.second && device::load(params.again + block) == 0) return;
+  const bool for_delta_alone = !kKeysAreRows && !params.second && a.softcap > 0;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
 
   WarpRows<kKeysAreRows> own;
@@ -227,6 +293,7 @@ __global__ void __launch_bounds__(kBackwardThreads<kTile, kKeysAreRows>, 1)
   Accumulators<kWidth> of_products, of_values;  // the gradient of k or q, and that of v
   fill<kWidth>(of_products, 0.0f);
   fill<kWidth>(of_values, 0.0f);
+  SumsOfRows sums;
   if (steps > 0) {
     if constexpr (kKeysAreRows)
       copy_pair<T, kDepth, tile.rows, kThreads>(rows, k_rows<T>(p, s, head), v_rows<T>(p, s, head), at.first, s.keys,
@@ -246,14 +313,23 @@ __global__ void __launch_bounds__(kBackwardThreads<kTile, kKeysAreRows>, 1)
       const T* others = reinterpret_cast<const T*>(stage(step));
       Accumulators<kColumns> probabilities, ds;
       make_gradients<T, kDepth, kColumns, tile.rows, kKeysAreRows>(
-          probabilities, ds, true, a, s, own, head_of(step), first_of(step), rows, local, others,
+          probabilities, ds, !for_delta_alone, a, s, own, head_of(step), first_of(step), rows, local, others,
           reinterpret_cast<const float*>(others + 2 * kColumns * kStride), lane);
       if constexpr (kKeysAreRows)
         add_product<T, kDepth, kColumns, kWidth>(of_values, probabilities, others + kColumns * kStride + first_width,
                                                  lane);
+      else
+        sums.template add<kColumns>(ds);
       add_product<T, kDepth, kColumns, kWidth>(of_products, ds, others + first_width, lane);
       __syncthreads();  // every warp has read the stage
       if (tile.stages == 1 && step + 1 < steps) copy_columns(step + 1);
+    }
+  }
+  if constexpr (!kKeysAreRows) {
+    if (!params.second) {
+      const int again = __syncthreads_or(correct_delta<T>(p, s, head, sums, own, lane) || for_delta_alone);
+      if (thread == 0) device::store(params.again + block, again != 0 ? 1 : 0);
+      if (again != 0) return;
     }
   }
 

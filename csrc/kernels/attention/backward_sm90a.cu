@@ -7,28 +7,8 @@ namespace warpsmith {
 namespace attention {
 namespace {
 
-HeadTensor q_tensor(const AttentionBwdParams& p) {
-  return head_tensor(p.q, p.q_strides, p.problem, true, p.problem.head_dim);
-}
-HeadTensor k_tensor(const AttentionBwdParams& p) {
-  return head_tensor(p.k, p.k_strides, p.problem, false, p.problem.head_dim);
-}
-HeadTensor v_tensor(const AttentionBwdParams& p) {
-  return head_tensor(p.v, p.v_strides, p.problem, false, p.problem.head_dim_v);
-}
-HeadTensor dout_tensor(const AttentionBwdParams& p) {
-  return head_tensor(p.dout, p.dout_strides, p.problem, true, p.problem.head_dim_v);
-}
-
 AttentionBackwardChoice choose(const AttentionBwdParams& p) {
-  const AttentionProblem& a = p.problem;
-  const bool aligned = fits_tensor_map(q_tensor(p)) && fits_tensor_map(k_tensor(p)) && fits_tensor_map(v_tensor(p)) &&
-                       fits_tensor_map(dout_tensor(p)) &&
-                       fits_tensor_map(head_tensor(p.out, p.out_strides, a, true, a.head_dim_v)) &&
-                       fits_tensor_map(head_tensor(p.dq, p.dq_strides, a, true, a.head_dim)) &&
-                       fits_tensor_map(head_tensor(p.dk, p.dk_strides, a, false, a.head_dim)) &&
-                       fits_tensor_map(head_tensor(p.dv, p.dv_strides, a, false, a.head_dim_v));
-  AttentionKernelProblem problem = kernel_problem(a, aligned);
+  AttentionKernelProblem problem = kernel_problem(p.problem, all_fit(p, fits_tensor_map));
   problem.sm90a_code = runs_sm90a_code();
   return choose_attention_backward_sm90(problem);
 }

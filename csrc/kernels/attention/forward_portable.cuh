@@ -61,12 +61,6 @@ struct RunningSoftmax {
   }
 };
 
-template <class T> __device__ __forceinline__ float sink_of(const AttentionProblem& p, int head) {
-  if (p.sink == nullptr) return -INFINITY;
-  if (p.sink_dtype == Dtype::float32) return device::load(static_cast<const float*>(p.sink) + head) * kLog2e;
-  return device::to_float(device::load(static_cast<const T*>(p.sink) + head)) * kLog2e;
-}
-
 template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward[kTile].threads(), 1)
     forward_portable(const __grid_constant__ AttentionFwdParams p) {
   constexpr PortableTile tile = kPortableForward[kTile];

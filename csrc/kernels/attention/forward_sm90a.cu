@@ -6,23 +6,8 @@ namespace warpsmith {
 namespace attention {
 namespace {
 
-HeadTensor q_tensor(const AttentionFwdParams& p) {
-  return head_tensor(p.q, p.q_strides, p.problem, true, p.problem.head_dim);
-}
-HeadTensor k_tensor(const AttentionFwdParams& p) {
-  return head_tensor(p.k, p.k_strides, p.problem, false, p.problem.head_dim);
-}
-HeadTensor v_tensor(const AttentionFwdParams& p) {
-  return head_tensor(p.v, p.v_strides, p.problem, false, p.problem.head_dim_v);
-}
-HeadTensor out_tensor(const AttentionFwdParams& p) {
-  return head_tensor(p.out, p.out_strides, p.problem, true, p.problem.head_dim_v);
-}
-
 AttentionForwardChoice choose(const AttentionFwdParams& p) {
-  const bool aligned = fits_tensor_map(q_tensor(p)) && fits_tensor_map(k_tensor(p)) && fits_tensor_map(v_tensor(p)) &&
-                       fits_tensor_map(out_tensor(p));
-  AttentionKernelProblem problem = kernel_problem(p.problem, aligned);
+  AttentionKernelProblem problem = kernel_problem(p.problem, all_fit(p, fits_tensor_map));
   problem.sm90a_code = runs_sm90a_code();
   return choose_attention_forward_sm90(problem);
 }

@@ -41,26 +41,31 @@ template <class T> Status run_backward_portable(const AttentionBwdParams& p, voi
   const int64_t query_blocks = row_tiles(a, false, kStatisticsQueries);
   WARPSMITH_RETURN_IF_FAILED(
       launch_portable(portable_statistics<T>, query_blocks * a.heads_q, kStatisticsThreads, 0, stream, p));
-  if (p.dsink != nullptr) {
-    const SinkParams sink{static_cast<const float*>(p.workspace), a.sink, p.dsink, query_blocks,
-                          static_cast<int>(a.heads_q)};
-    const bool wide = a.sink_dtype == Dtype::float32;
-    WARPSMITH_RETURN_IF_FAILED(
-        launch_portable(wide ? backward_sink<float> : backward_sink<T>, a.heads_q, kSinkThreads, 0, stream, sink));
-  }
   return with_portable_tile<T>(a, [&]<int i>() {
     constexpr PortableTile tile = kPortableBackward[i];
-    const auto run = [&](auto* kernel, int64_t blocks, int threads) {
-      return launch_portable(kernel, blocks, threads, tile.backward_shared_bytes(), stream, p);
+    const auto run = [&](auto* kernel, int64_t blocks, int threads, const auto& params) {
+      return launch_portable(kernel, blocks, threads, tile.backward_shared_bytes(), stream, params);
     };
+    BackwardPortableParams x{p, static_cast<int*>(p.workspace) + query_blocks * a.heads_q * kStatistics, false};
+    // First dq, which corrects delta: all others read that.
+    for (const bool second : {false, true}) {
+      x.second = second;
+      WARPSMITH_RETURN_IF_FAILED(run(backward_portable<T, i, false>, row_tiles(a, false, tile.rows) * a.heads_q,
+                                     kBackwardThreads<i, false>, x));
+    }
+    if (p.dsink != nullptr) {
+      const SinkParams sink{static_cast<const float*>(p.workspace), a.sink, p.dsink, query_blocks,
+                            static_cast<int>(a.heads_q)};
+      const bool wide = a.sink_dtype == Dtype::float32;
+      WARPSMITH_RETURN_IF_FAILED(
+          launch_portable(wide ? backward_sink<float> : backward_sink<T>, a.heads_q, kSinkThreads, 0, stream, sink));
+    }
     WARPSMITH_RETURN_IF_FAILED(
-        run(backward_portable<T, i, false>, row_tiles(a, false, tile.rows) * a.heads_q, kBackwardThreads<i, false>));
-    WARPSMITH_RETURN_IF_FAILED(
-        run(backward_portable<T, i, true>, row_tiles(a, true, tile.rows) * a.heads_k, kBackwardThreads<i, true>));
+        run(backward_portable<T, i, true>, row_tiles(a, true, tile.rows) * a.heads_k, kBackwardThreads<i, true>, x));
     if (p.dbias == nullptr) return Status();
     const int64_t blocks = BiasTiles(a, p.dbias_strides, tile.rows, tile.columns).count;
-    if (a.bias_dtype == Dtype::float32) return run(backward_portable_bias<T, float, i>, blocks, tile.threads());
-    return run(backward_portable_bias<T, T, i>, blocks, tile.threads());
+    if (a.bias_dtype == Dtype::float32) return run(backward_portable_bias<T, float, i>, blocks, tile.threads(), p);
+    return run(backward_portable_bias<T, T, i>, blocks, tile.threads(), p);
   });
 }
 

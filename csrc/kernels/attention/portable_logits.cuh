@@ -115,6 +115,13 @@ struct Logits {
   }
 };
 
+// The sink of a head of q in units of log2; -inf: none.
+template <class T> __device__ __forceinline__ float sink_of(const AttentionProblem& p, int head) {
+  if (p.sink == nullptr) return -INFINITY;
+  if (p.sink_dtype == Dtype::float32) return device::load(static_cast<const float*>(p.sink) + head) * kLog2e;
+  return device::to_float(device::load(static_cast<const T*>(p.sink) + head)) * kLog2e;
+}
+
 // What the dropout of one sequence and head is made of.
 struct DropoutOfHead {
   uint64_t seed, offset;

@@ -30,6 +30,9 @@ Status optim_cuda(const OptimParams& p, void* stream) {
     case Storage::bfloat16_stochastic:
     case Storage::bfloat16_compensated:
     case Storage::bfloat16_remainder: return optim::launch_refined(p, config, stream);
+    case Storage::float32_8bit:
+    case Storage::bfloat16_8bit:
+    case Storage::float16_8bit: return optim::launch_8bit(p, config, stream);
     default: return optim::launch_mixed(p, config, stream);
   }
 }

@@ -10,6 +10,7 @@
 #include "common/tensor_list.h"
 #include "kernels/optim/optim_ops.h"
 #include "kernels/optim/optimizers.h"
+#include "kernels/optim/quantize.h"
 #include "kernels/optim/refine.h"
 
 namespace warpsmith {
@@ -29,6 +30,9 @@ enum class Storage : uint8_t {
   bfloat16_stochastic,   // all arrays; parameters and states are rounded up or down at random
   bfloat16_compensated,  // all arrays, and what rounding drops of the parameter, in bfloat16 too
   bfloat16_remainder,    // parameters and gradients, and 16 bits that make the parameter a float32; states in float32
+  float32_8bit,          // parameters and gradients; states as 8-bit codes with float32 scales, or in float32
+  bfloat16_8bit,         // the same with 16-bit parameters and gradients
+  float16_8bit,
 };
 constexpr const char* kStorageNames[] = {"float32",
                                          "float64",
@@ -39,7 +43,10 @@ constexpr const char* kStorageNames[] = {"float32",
                                          "bfloat16_states",
                                          "bfloat16_stochastic",
                                          "bfloat16_compensated",
-                                         "bfloat16_remainder"};
+                                         "bfloat16_remainder",
+                                         "float32_8bit",
+                                         "bfloat16_8bit",
+                                         "float16_8bit"};
 constexpr int kStorages = static_cast<int>(std::size(kStorageNames));
 
 constexpr Dtype param_dtype(Storage s) {
@@ -49,11 +56,16 @@ constexpr Dtype param_dtype(Storage s) {
     case Storage::bfloat16_master:
     case Storage::bfloat16_stochastic:
     case Storage::bfloat16_compensated:
-    case Storage::bfloat16_remainder: return Dtype::bfloat16;
+    case Storage::bfloat16_remainder:
+    case Storage::bfloat16_8bit: return Dtype::bfloat16;
     case Storage::float16:
-    case Storage::float16_master: return Dtype::float16;
+    case Storage::float16_master:
+    case Storage::float16_8bit: return Dtype::float16;
     default: return Dtype::float32;
   }
+}
+constexpr bool is_8bit(Storage s) {
+  return s == Storage::float32_8bit || s == Storage::bfloat16_8bit || s == Storage::float16_8bit;
 }
 constexpr bool has_master(Storage s) { return s == Storage::bfloat16_master || s == Storage::float16_master; }
 
@@ -75,9 +87,10 @@ constexpr Refinement refinement_of(Storage s) {
 // Whether there is an array of what rounding drops, 16 bits an element.
 constexpr bool keeps_dropped(Refinement r) { return r == Refinement::compensated || r == Refinement::remainder; }
 constexpr bool has_extra(Storage s) { return has_master(s) || keeps_dropped(refinement_of(s)); }
+// Of 8-bit storages: that of states which are not codes.
 constexpr Dtype state_dtype(Storage s) {
   if (s == Storage::bfloat16_states) return Dtype::bfloat16;
-  return has_master(s) || s == Storage::bfloat16_remainder ? Dtype::float32 : param_dtype(s);
+  return has_master(s) || is_8bit(s) || s == Storage::bfloat16_remainder ? Dtype::float32 : param_dtype(s);
 }
 
 // One tensor of the table. All its arrays have numel elements in the same memory order, in the dtypes of the storage.
@@ -85,7 +98,9 @@ struct OptimTensor {
   void* param;  // read and written; only written where there is a master
   union {
     // What the storage keeps of the parameter beside it, read and written: the float32 master, which is the parameter
-    // before it was rounded, the bfloat16 compensation, or the int16 remainder. Null in other storages.
+    // before it was rounded, the bfloat16 compensation, or the int16 remainder. Of 8-bit
+    // storages the float32 scales, [states, quant_blocks(numel)]; null: this tensor's states are float32. Null in
+    // other storages.
     void* extra;
     uint64_t first_elem;  // bfloat16_stochastic: its first element's index among those of all tensors
   };

@@ -9,8 +9,9 @@
 //
 // A functor names its states and its hyperparameters, in the order in which tables and launches hold them. A tensor has
 // the first state, or the states of one of the masks in kVariants (bit i: state i); the enumerators are indices.
-// `scalars` computes once a chunk, in double, what all elements of a tensor share; `element` updates one of them. The
-// order of operations is that of torch's fused CPU step where torch has one.
+// States of the mask kNotNegative are never below 0. `scalars` computes once a chunk, in double, what all elements of a
+// tensor share; `element` updates one of them. The order of operations is that of torch's fused CPU step where torch
+// has one.
 namespace warpsmith {
 
 #define WARPSMITH_NAMES(Enum, ...)               \
@@ -44,6 +45,7 @@ template <bool kDecoupled> struct AdamWithDecay {
   WARPSMITH_NAMES(State, exp_avg, exp_avg_sq, max_exp_avg_sq)
   WARPSMITH_NAMES(Hyper, beta1, beta2, eps, weight_decay)
   static constexpr unsigned kVariants[] = {0b011, 0b111};
+  static constexpr unsigned kNotNegative = 0b110;
   static constexpr int kPowers = 2;
 
   template <class T> struct Scalars {
@@ -88,6 +90,7 @@ struct SGD {
   WARPSMITH_NAMES(State, momentum_buffer)
   WARPSMITH_NAMES(Hyper, momentum, dampening, weight_decay, nesterov)
   static constexpr unsigned kVariants[] = {0b0, 0b1};
+  static constexpr unsigned kNotNegative = 0;
   static constexpr int kPowers = 0;
 
   template <class T> struct Scalars {
@@ -118,6 +121,7 @@ struct Lion {
   WARPSMITH_NAMES(State, exp_avg)
   WARPSMITH_NAMES(Hyper, beta1, beta2, weight_decay)
   static constexpr unsigned kVariants[] = {0b1};
+  static constexpr unsigned kNotNegative = 0;
   static constexpr int kPowers = 0;
 
   template <class T> struct Scalars {
@@ -143,6 +147,7 @@ struct Adagrad {
   WARPSMITH_NAMES(State, sum)
   WARPSMITH_NAMES(Hyper, lr_decay, weight_decay, eps)
   static constexpr unsigned kVariants[] = {0b1};
+  static constexpr unsigned kNotNegative = 0b1;
   static constexpr int kPowers = 0;
 
   template <class T> struct Scalars {
@@ -169,6 +174,7 @@ struct RMSprop {
   WARPSMITH_NAMES(State, square_avg, momentum_buffer, grad_avg)
   WARPSMITH_NAMES(Hyper, alpha, eps, weight_decay, momentum)
   static constexpr unsigned kVariants[] = {0b001, 0b011, 0b101, 0b111};
+  static constexpr unsigned kNotNegative = 0b001;
   static constexpr int kPowers = 0;
 
   template <class T> struct Scalars {

@@ -5,10 +5,11 @@
 // Launches of `step`, for the files that instantiate it: one a group of storages, so that they compile side by side.
 namespace warpsmith::optim {
 
-// The storages of optim_16bit.cu, optim_mixed.cu and optim_refined.cu.
+// The storages of optim_16bit.cu, optim_mixed.cu, optim_refined.cu and optim_8bit.cu.
 Status launch_16bit(const OptimParams& p, const LaunchConfig& config, void* stream);
 Status launch_mixed(const OptimParams& p, const LaunchConfig& config, void* stream);
 Status launch_refined(const OptimParams& p, const LaunchConfig& config, void* stream);
+Status launch_8bit(const OptimParams& p, const LaunchConfig& config, void* stream);
 
 // The first of the functor's variants that has all states of any tensor.
 template <class F, class In, size_t kFirst = 0>

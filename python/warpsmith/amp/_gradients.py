@@ -113,12 +113,28 @@ def check(grads: Sequence[Gradient], scale: Tensor, p: float = math.inf, max_nor
         return Verdict(found_inf, bad, norm, grad_scale)
     total = _combined(sums, p).to(scale.device, non_blocking=True)
     wide = any(g.values.dtype == torch.float64 for g in grads)
-    norm = (total.sqrt() if p == 2 else total) / scale.double()
-    norm = norm.to(torch.float64 if wide else torch.float32)
-    found_inf = torch.maximum(found_inf, (~norm.isfinite()).float())
+    norm = (total.sqrt() if p == 2 else total).to(torch.float64 if wide else torch.float32)
+    return judged(Verdict(found_inf, bad, norm, scale), norm, scale, max_norm)
+
+
+@torch.no_grad()
+def judged(verdict: Verdict, norm: Tensor, scale: Tensor, max_norm: float) -> Verdict:
+    """The verdict with another norm of the scaled gradients."""
+    norm = (norm.to(scale.device, non_blocking=True).double() / scale.double()).to(norm.dtype)
+    found_inf = torch.maximum(verdict.found_inf, (~norm.isfinite()).float())
     factor = max_norm / (norm + 1e-6)
     grad_scale = torch.where(factor < 1, scale.double() / factor.double(), scale.double()).float()
-    return Verdict(found_inf, bad, norm, grad_scale)
+    return Verdict(found_inf, verdict.bad, norm, grad_scale)
+
+
+def check_to_clip(
+    optimizer: torch.optim.Optimizer, grads: Sequence[Gradient], scale: Tensor, p: float, max_norm: float
+) -> Verdict:
+    """:func:`check`, with the norm of all ranks of an optimizer that holds a part of each gradient."""
+    norm_of_all_ranks = getattr(optimizer, "grad_norm", None)
+    if norm_of_all_ranks is None:
+        return check(grads, scale, p, max_norm)
+    return judged(check(grads, scale), norm_of_all_ranks(p), scale, max_norm)
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from warpsmith.amp.grad_scaler import GradScaler
 from warpsmith.ops import _check
-from warpsmith.optim._multi_tensor import MultiTensorOptimizer
 
 _OP = "DeviceLR"
 
@@ -73,7 +72,7 @@ class DeviceLR:
         self.optimizer, self.scaler, self.total_steps = optimizer, scaler, total_steps
         factors = {f: self._factors_of(f) for f in dict.fromkeys(lambdas)}
         self.base_lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
-        dtype = torch.float64 if isinstance(optimizer, MultiTensorOptimizer) else torch.float32
+        dtype = torch.float64 if type(optimizer).__module__.startswith("warpsmith.") else torch.float32
         devices = [group["params"][0].device if group["params"] else torch.device("cpu") for group in groups]
         # One table a group, of learning rates: the product is computed on the host, as LambdaLR's.
         self._tables, self._lrs = [], []

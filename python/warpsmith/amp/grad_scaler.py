@@ -30,14 +30,6 @@ def _takes_scale(optimizer: Optimizer) -> bool:
     return bool(takes) and "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
-def _clip_now(optimizer: Optimizer, max_norm: float, p: float) -> Tensor:
-    """Where gradients lie on several ranks, the optimizer knows the norm of all of them."""
-    if hasattr(optimizer, "clip_grad_norm_"):
-        norm: Tensor = optimizer.clip_grad_norm_(max_norm, p)
-        return norm
-    return clip_grad_norm_(all_params(optimizer.param_groups), max_norm, p)
-
-
 def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -198,8 +190,9 @@ class GradScaler(torch.amp.GradScaler):
         The norm and the check for infinite and NaN elements read the gradients once; unscaling and clipping happen in
         the registers of the optimizer's kernel, so that ``step`` is the second and last pass over them. The gradients
         stay scaled. Call it between backward and ``step``, without :meth:`unscale_` before or with it, once a step.
-        Optimizers that do not divide by ``grad_scale`` themselves, and a
-        :class:`warpsmith.distributed.ShardedOptimizer`, get unscaled and clipped gradients at once.
+        Optimizers that do not divide by ``grad_scale`` themselves get unscaled and clipped gradients at once.
+        With :class:`warpsmith.distributed.ShardedOptimizer` the norm is that of all ranks, and every rank must call;
+        the check is then a read of its own.
 
         Args:
             optimizer: one whose gradients were computed from a scaled loss.
@@ -220,20 +213,20 @@ class GradScaler(torch.amp.GradScaler):
         if not max_norm >= 0:
             _check.refuse(f"{_OP}.clip_", "max_norm", "a number >= 0", str(max_norm))
         if not self._enabled:
-            return _clip_now(optimizer, max_norm, p)
+            return clip_grad_norm_(all_params(optimizer.param_groups), max_norm, p)
         state = self._state_of(optimizer, "clip_")
         if state["stage"] is OptState.STEPPED or "grad_scale" in state:
             raise RuntimeError(f"{_OP}.clip_: expected one call before step(), got one after it or a second one")
         grads = _gradients.gradients(f"{_OP}.clip_", optimizer)
         if not grads:
             self._refuse_no_gradient("clip_", optimizer)
-        if not _takes_scale(optimizer) or hasattr(optimizer, "clip_grad_norm_"):
+        if not _takes_scale(optimizer):
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            return _clip_now(optimizer, max_norm, p)
+            return clip_grad_norm_(all_params(optimizer.param_groups), max_norm, p)
         assert self._scale is not None
         scale = torch.ones_like(self._scale) if state["stage"] is OptState.UNSCALED else self._scale
-        verdict = _gradients.check(grads, scale, p, max_norm)
+        verdict = _gradients.check_to_clip(optimizer, grads, scale, p, max_norm)
         known = state["found_inf_per_device"]
         found_inf = self._worst(verdict.found_inf, *known.values())
         state["found_inf_per_device"] = self._note(optimizer, found_inf, verdict.bad)

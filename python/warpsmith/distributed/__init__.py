@@ -1,5 +1,5 @@
 """Training on many ranks, over torch.distributed: launch, data order, gradient reduction, sharded optimizers, context
-parallel."""
+parallel, reports of hangs."""
 
 from warpsmith.distributed.context import Context, init
 from warpsmith.distributed.context_parallel import context_parallel_attention
@@ -8,15 +8,18 @@ from warpsmith.distributed.output import RankFilter
 from warpsmith.distributed.sampler import ResumableSampler
 from warpsmith.distributed.sequence import shard_sequence, unshard_sequence
 from warpsmith.distributed.sharded_optimizer import ShardedOptimizer
+from warpsmith.distributed.watching import Watch, watch
 
 __all__ = [
     "Context",
     "RankFilter",
     "ResumableSampler",
     "ShardedOptimizer",
+    "Watch",
     "accurate_hook",
     "context_parallel_attention",
     "init",
     "shard_sequence",
     "unshard_sequence",
+    "watch",
 ]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from warpsmith.distributed.agreement import require_agreement
 from warpsmith.distributed.context_blocks import Options
 from warpsmith.distributed.context_modes import Gathered, Place, Ring, place_of, ulysses
-from warpsmith.distributed.exchange import all_gather_bytes
 from warpsmith.distributed.sequence import check_sharding, chunks_of
 from warpsmith.ops import _attention, _check
 
@@ -235,19 +235,17 @@ def _agree(place: Place, facts: dict[str, str], refusal: ValueError | None) -> N
     known, signature = _agreed.setdefault(group, set()), json.dumps(facts)
     if refusal is None and signature in known:
         return
-    here, words = f"{_OP}: rank {{}} of {place.ranks}: ", str(refusal or "").removeprefix(f"{_OP}: ")
-    answers = [json.loads(a) for a in all_gather_bytes(json.dumps([facts, words]).encode(), place.group)]
-    if refusal is not None:
-        raise ValueError(here.format(place.rank) + words)
-    for rank, (_, wrong) in enumerate(answers):
-        if wrong:
-            raise ValueError(here.format(rank) + wrong)
-    first = answers[0][0]
-    for rank, (theirs, _) in enumerate(answers):
-        for name, value in theirs.items():
-            if value != first[name]:
-                raise ValueError(
-                    f"{here.format(rank)}{name}: expected {first[name]}, as rank 0 has, got {value}: give all ranks "
-                    "the same sizes and options"
-                )
+    words = str(refusal or "").removeprefix(f"{_OP}: ")
+
+    def describe() -> list[tuple[str, str]]:
+        if refusal is not None:
+            raise ValueError(words)
+        return list(facts.items())
+
+    try:
+        require_agreement(_OP, describe, "give all ranks the same sizes and options", place.group)
+    except ValueError:
+        if refusal is not None:
+            raise ValueError(f"{_OP}: rank {place.rank} of {place.ranks}: {words}") from None
+        raise
     known.add(signature)

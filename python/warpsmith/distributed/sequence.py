@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 from warpsmith.distributed.exchange import rank_and_size
 
 SHARDINGS = ("zigzag", "contiguous")
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
 
 
 def chunks_of(rank: int, ranks: int, sharding: str) -> tuple[int, ...]:
@@ -55,7 +54,8 @@ def gather_sequence(t: Tensor, dim: int, sharding: str, group: ProcessGroup | No
     if ranks == 1:
         return t
     parts = t.new_empty((ranks, *t.shape))
-    _all_gather(parts.view(ranks * t.shape[0], *t.shape[1:]), t.contiguous(), group=group)
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+    all_gather(parts.view(ranks * t.shape[0], *t.shape[1:]), t.contiguous(), group=group)
     return in_sequence_order(list(parts.unbind()), dim, sharding)
 
 

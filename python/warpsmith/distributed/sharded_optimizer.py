@@ -237,7 +237,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Scales the averaged gradients so that the norm of all of them is at most ``max_norm``, as
         :func:`warpsmith.optim.clip_grad_norm_`, bit for bit, and returns the norm before. A collective.
 
-        Each rank reads and writes its fragments alone. Under a ``GradScaler`` call ``unscale_`` before.
+        Each rank reads and writes its fragments alone. Under a ``GradScaler`` call ``unscale_`` before, or
+        :meth:`warpsmith.amp.GradScaler.clip_` in place of both.
 
         Raises:
             ValueError: a negative or NaN ``max_norm``, or another ``norm_type``.

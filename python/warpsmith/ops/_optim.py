@@ -11,6 +11,7 @@ from warpsmith import _C
 from warpsmith.ops._library import call_raw, raw
 
 COUNTER = "step"  # the name of a step counter among states
+SCALES = "scales"  # of 8-bit states
 EXTRAS = ("master", "compensation", "remainder")  # what a storage may keep of a parameter beside its states
 
 
@@ -29,6 +30,12 @@ def value_names(optimizer: str) -> tuple[str, ...]:
     return _C.OPTIMIZERS[optimizer][2]
 
 
+def not_negative(optimizer: str) -> tuple[str, ...]:
+    """The states of an optimizer's row that are never below 0."""
+    mask = _C.OPTIMIZERS[optimizer][3]
+    return tuple(name for i, name in enumerate(state_names(optimizer)) if mask >> i & 1)
+
+
 def storage_index(storage: str) -> int:
     """The number of a storage (csrc/kernels/optim/optim.h)."""
     return _C.OPTIMIZER_STORAGES[storage]
@@ -44,15 +51,15 @@ def optim_table(
 ) -> tuple[Tensor, int]:
     """The table of addresses and sizes of :data:`optim_step`, on the device of the parameters, and its ``most``.
 
-    ``states[i]`` has the states of tensor ``i`` by name, its counter as ``step`` if its steps are counted, and what
-    the storage keeps of it beside them by its name in :data:`EXTRAS`;
+    ``states[i]`` has the states of tensor ``i`` by name, its counter as ``step`` if its steps are counted, its
+    ``scales`` if its states are 8-bit codes, and what the storage keeps of it by its name in :data:`EXTRAS`;
     ``groups[i]`` is the row of hyperparameters that tensor ``i`` takes. ``first_elems[i]``, where rounding is random:
     the index of its first element among those of all tensors. The table refers to the tensors without keeping them
     alive.
     """
     names = state_names(optimizer)
-    arrays = [state[name] for state in states for name in (*names, COUNTER, *EXTRAS) if name in state]
-    has = [sum(1 << bit for bit, name in enumerate((*names, COUNTER)) if name in state) for state in states]
+    arrays = [state[name] for state in states for name in (*names, COUNTER, SCALES, *EXTRAS) if name in state]
+    has = [sum(1 << bit for bit, name in enumerate((*names, COUNTER, SCALES)) if name in state) for state in states]
     most = 0
     for bits in has:
         most |= bits & ((1 << len(names)) - 1)

@@ -1,5 +1,6 @@
 """Optimizers with the constructors and state of their counterparts in ``torch.optim``, and the norm of gradients."""
 
+from warpsmith.optim._eight_bit import float32_states
 from warpsmith.optim.adagrad import Adagrad
 from warpsmith.optim.adam import Adam
 from warpsmith.optim.adamw import AdamW
@@ -8,4 +9,4 @@ from warpsmith.optim.lion import Lion
 from warpsmith.optim.rmsprop import RMSprop
 from warpsmith.optim.sgd import SGD
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "clip_grad_norm_", "grad_norm"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "clip_grad_norm_", "float32_states", "grad_norm"]

@@ -1,31 +1,24 @@
 """The base of all optimizers: every parameter of a device and dtype in one launch.
 
-A class names its row of ``csrc/kernels/optim/optim_ops.h`` and says which of the row's states a group has; tables of
-addresses, checks, loading and the step are here.
+A class names its row of ``csrc/kernels/optim/optim_ops.h`` and says which of the row's states a group has; checks,
+loading and the step are here, tables of addresses in ``_plan.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from warpsmith import _C
 from warpsmith.ops import _check
-from warpsmith.ops._optim import (
-    COUNTER,
-    index_of,
-    optim_pointers,
-    optim_step,
-    optim_table,
-    state_names,
-    storage_index,
-    value_names,
-)
+from warpsmith.ops._optim import COUNTER, SCALES, optim_step, state_names, value_names
+from warpsmith.optim import _eight_bit as eight_bit
 from warpsmith.optim import _tensor_list as lists
-from warpsmith.optim._precision import EXTRA_DTYPES, PRECISIONS, dtypes_of, storage_of
+from warpsmith.optim._plan import Kind, Plan
+from warpsmith.optim._precision import EXTRA_DTYPES, PRECISIONS, Storage, dtypes_of, storage_of
 
 Group = dict[str, Any]
 Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
@@ -36,120 +29,6 @@ AT_LEAST_0: Check = ("a number >= 0", lambda x: x >= 0)
 A_NUMBER: Check = ("a number", lambda x: x == x)
 A_PART: Check = ("a number in [0, 1)", lambda x: not isinstance(x, Tensor) and 0 <= x < 1)
 TWO_PARTS: Check = ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(A_PART[1](b) for b in x))
-
-
-class Kind(NamedTuple):
-    """What decides about a parameter's table: the row and precision of its group, and the names of its states."""
-
-    row: str
-    names: tuple[str, ...]
-    precision: str | None
-
-
-class _Bucket:
-    """The parameters of one device, dtype and row: one table, one launch."""
-
-    def __init__(
-        self, groups: list[Group], kinds: list[Kind], state: dict[Tensor, Any], indices: list[int], owners: list[int]
-    ) -> None:
-        params = lists.all_params(groups)
-        parts = [lists.local(params[i]) for i in indices]
-        kind = kinds[owners[indices[0]]]
-        storage = storage_of(kind.precision, parts[0].dtype)
-        assert storage is not None
-        self.device, self.row = parts[0].device, kind.row
-        self.index, self.storage = index_of(self.row), storage_index(storage.name)
-        states = [
-            {name: lists.local(state[params[i]][name]) for name in storage.arrays(kinds[owners[i]].names)}
-            for i in indices
-        ]
-        first_elems = lists.first_elements(params) if storage.stochastic else []
-        self.table, self.most = optim_table(
-            self.row,
-            storage.name,
-            parts,
-            states,
-            [owners[i] for i in indices],
-            [first_elems[i] for i in indices if storage.stochastic],
-        )
-        self.pointers = torch.empty(len(indices), dtype=torch.int64, device=self.device)
-        self.written = -1  # the version of the column that `pointers` holds
-
-    def gradient_pointers(self, watch: _C.TensorWatch, number: int, capturing: bool) -> Tensor:
-        """The column of gradient addresses on the device, as of the last look. `number`: of this bucket."""
-        if capturing:
-            # A column of the graph's own: an eager step in between must not change what a replay reads. A node of the
-            # graph writes it, so later nodes may use its memory again.
-            pointers = torch.empty_like(self.pointers)
-            optim_pointers(pointers, lists.words(watch.column(number)))
-            return pointers
-        version = watch.version(number)
-        if self.written != version:
-            optim_pointers(self.pointers, lists.words(watch.column(number)))
-            self.written = version
-        return self.pointers
-
-
-class _Plan:
-    """The tables of an optimizer, and whether the addresses in them are still those of its tensors.
-
-    The tables hold addresses, not references, so that memory which is taken from a parameter or state between two steps
-    is free at once. Every step compares all addresses with those of the tensors that the optimizer has then; the memory
-    that it touches is therefore that of living tensors.
-    """
-
-    def __init__(self, optimizer: MultiTensorOptimizer, active: list[int]) -> None:
-        groups, state = optimizer.param_groups, optimizer.state
-        params = lists.all_params(groups)
-        owners = [g for g, group in enumerate(groups) for _ in group["params"]]
-        self.op = optimizer._op
-        self.kinds = [optimizer._kind(g) for g in groups]
-        self.active_params = [params[i] for i in active]
-        by_kind: dict[Any, list[int]] = {}
-        for i in active:
-            kind = self.kinds[owners[i]]
-            by_kind.setdefault((params[i].device, params[i].dtype, kind.row, kind.precision), []).append(i)
-        numbers = [-1] * len(params)
-        for number, indices in enumerate(by_kind.values()):
-            for i in indices:
-                numbers[i] = number
-        names = [name for kind in self.kinds for name in kind.names]
-        self.state_names = tuple(dict.fromkeys([*names, COUNTER, *EXTRA_DTYPES]))
-        group_params = [g["params"] for g in groups]
-        api = Tensor.__dlpack_c_exchange_api__
-        self.watch = _C.TensorWatch(
-            api, lists.local, group_params, state, self.state_names, numbers, lists.ADDRESS_READER
-        )
-        self.buckets = [_Bucket(groups, self.kinds, state, indices, owners) for indices in by_kind.values()]
-        self.copies: list[Tensor] = []  # of gradients with other strides than their parameters, until the next look
-        self.held: list[Tensor] = []
-
-    def hold(self, state: dict[Tensor, Any]) -> None:
-        """Keeps the memory of parameters and states, for a CUDA graph that points to it."""
-        states = [state.get(p, {}) for p in self.active_params]
-        tensors = [s[name] for s in states for name in self.state_names if name in s]
-        self.held = [lists.local(t).detach() for t in [*self.active_params, *tensors]]
-
-    def look(self, optimizer: MultiTensorOptimizer) -> bool:
-        """Whether the tables hold. Then the columns of gradient addresses are those of now. Raises if a gradient does
-        not fit."""
-        groups = optimizer.param_groups
-        if [optimizer._kind(g) for g in groups] != self.kinds:
-            return False
-        if not self.watch.look([g["params"] for g in groups], optimizer.state):
-            return False
-        copies = []
-        unusual = self.watch.unusual
-        params = lists.all_params(groups) if unusual else []
-        for i in unusual:
-            grad = lists.checked_gradient(self.op, groups, i, params[i])
-            like_param = lists.same_layout(grad, lists.local(params[i])) and lists.holds_its_elements(grad)
-            if not like_param:
-                grad = torch.empty_like(lists.local(params[i])).copy_(grad)
-                copies.append(grad)
-            self.watch.set_gradient(i, grad.data_ptr() or _C.NO_ELEMENTS, like_param)
-        self.copies = copies
-        return True
 
 
 class MultiTensorOptimizer(torch.optim.Optimizer):
@@ -163,10 +42,13 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     _checks: ClassVar[Mapping[str, Check]]  # of hyperparameters other than lr
     _of_every_group: ClassVar[Mapping[str, Any]] = {}  # values that no argument, group or loaded state changes
 
-    def __init__(self, params: Any, defaults: dict[str, Any], precision: str | None, seed: int) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], precision: str | None, seed: int, keep_fp32: Sequence[str] = ()
+    ) -> None:
         # torch's groups have no such entries.
         defaults |= {"precision": precision} if precision is not None else {}
         defaults |= {"seed": seed} if seed != 0 else {}
+        defaults |= {"keep_fp32": keep_fp32} if keep_fp32 else {}
         if defaults.get("foreach") and defaults.get("fused"):
             self._refuse("fused", "not both foreach and fused", "both True")
         defaults.update(self._of_every_group)
@@ -186,6 +68,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     def _values_of(self, group: Group) -> dict[str, float]:
         """Hyperparameters whose name in the row is not their name in the group."""
         return {}
+
+    def _takes_8bit(self, group: Group) -> bool:
+        return False
 
     def _initial(self, group: Group, name: str) -> float:
         """What a state is filled with."""
@@ -218,15 +103,21 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         seed = group.get("seed", 0)
         if not isinstance(seed, int) or not 0 <= seed < 2**53:
             self._refuse("seed", "a whole number in [0, 2^53)", seed)
+        if group.get("precision") == "8bit" and not self._takes_8bit(group):
+            self._refuse("precision", "another one: 8bit is for Adam without amsgrad, Lion and SGD", "8bit")
+        keep = group.get("keep_fp32", ())
+        if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in keep):
+            self._refuse("keep_fp32", "a sequence of patterns for names of parameters", keep)
         if group.get("differentiable"):
             self._refuse("differentiable", "False: the fused step has no derivative", True)
 
     def _kind(self, group: Group) -> Kind:
-        return Kind(self._row_of(group), self._states_of(group), group.get("precision"))
+        keep_fp32 = tuple(group.get("keep_fp32", ()))
+        return Kind(self._row_of(group), self._states_of(group), group.get("precision"), keep_fp32)
 
     def _forget(self) -> None:
-        self._plan: _Plan | None = None
-        self._captured: list[_Plan] = []  # what CUDA graphs point to
+        self._plan: Plan | None = None
+        self._captured: list[Plan] = []  # what CUDA graphs point to
         self._constants: dict[str, tuple[list[tuple[float, ...]], Tensor]] = {}
         self._host_lr: dict[float, Tensor] = {}
 
@@ -264,12 +155,18 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         owners = [group for group in self.param_groups for _ in group["params"]]
         for key, p, group in zip(saved, lists.all_params(self.param_groups), owners, strict=True):
-            storage = storage_of(group.get("precision"), p.dtype)
-            if storage is None or (storage.state_dtype == p.dtype and storage.extra is None):
+            storage, row = self._storage(p, group), self._row_of(group)
+            saved_state = state_dict["state"].get(key, {})
+            if storage is None or (
+                storage.state_dtype == p.dtype and storage.extra is None and SCALES not in saved_state
+            ):
                 continue
-            for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and name in (*state_names(self._row_of(group)), storage.extra):
+            state = (eight_bit.encoded_state if storage.is_quantized else eight_bit.decoded_state)(saved_state, row)
+            for name, value in state.items():
+                if isinstance(value, Tensor) and name in (*state_names(row), storage.extra):
                     self.state[p][name] = value.to(device=p.device, dtype=storage.array_dtype(name))
+            if SCALES not in state:
+                self.state[p].pop(SCALES, None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         captured = getattr(self, "_captured", [])
@@ -325,7 +222,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 None if found_inf is None else found_inf.to(bucket.device, torch.float32, non_blocking=True),
             )
 
-    def _make_plan(self, capturing: bool) -> _Plan | None:
+    def _make_plan(self, capturing: bool) -> Plan | None:
         params = lists.all_params(self.param_groups)
         active = [i for i, p in enumerate(params) if p.grad is not None or self.state.get(p)]
         if not active:
@@ -340,7 +237,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{self._op}: take one step before the capture: a replay would make the states anew")
         for i in active:
             self._prepare_state(params[i], owners[i])
-        plan = _Plan(self, active)
+        plan = Plan(self, active)
         if not capturing:  # a table made in a capture has its contents only once the graph has run
             self._plan = plan
         return plan
@@ -348,7 +245,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     def _check_param(self, index: int, param: Tensor, group: Group) -> None:
         p, argument = lists.local(param), lists.describe(self.param_groups, index)
         precision = group.get("precision")
-        storage = storage_of(precision, p.dtype)
+        storage = self._storage(param, group)
         if storage is None and precision is not None:
             known = " or ".join(str(d).removeprefix("torch.") for d in dtypes_of(precision))
             self._refuse(argument, f"{known} for precision {precision}", _check.dtype_text(p.dtype))
@@ -359,26 +256,41 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         if not lists.is_dense(p):
             got = f"strides {p.stride()} for shape {tuple(p.shape)}"
             self._refuse(argument, "elements without gaps or overlap", got)
+        if precision == "8bit" and hasattr(param, "to_local"):
+            self._refuse(argument, "a plain tensor for precision 8bit", "a DTensor")
+        if precision == "8bit" and group.get("keep_fp32") and "param_names" not in group:
+            self._refuse(argument, "a parameter that was given with its name, for keep_fp32", "one without")
         state = self.state.get(param)
         needed = sorted(self._needed, key=COUNTER.__eq__)
-        of_storage = {*EXTRA_DTYPES, *(() if COUNTER in needed else (COUNTER,))}
+        of_storage = {*EXTRA_DTYPES, SCALES, *(() if COUNTER in needed else (COUNTER,))}
         of_optimizer = set(state or ()) - of_storage
         missing = [name for name in needed if of_optimizer and name not in of_optimizer]
         if missing:  # another optimizer's
             self._refuse(argument, f"a state with {', '.join(needed)}", f"one without {', '.join(missing)}")
-        for name in (*state_names(self._row_of(group)), *EXTRA_DTYPES):
+        for name in (*state_names(self._row_of(group)), SCALES, *EXTRA_DTYPES):
             dtype = storage.array_dtype(name)
             if state and name in state and state[name].dtype != dtype:
                 got = _check.dtype_text(state[name].dtype)
                 self._refuse(f"{argument}: {name}", _check.dtype_text(dtype), got)
 
+    def _storage(self, param: Tensor, group: Group) -> Storage | None:
+        """How a parameter is stored; None where the precision does not take its dtype."""
+        exact = False
+        if group.get("precision") == "8bit":
+            exact = param.numel() < eight_bit.LEAST_ELEMS or not self._states_of(group)
+            if patterns := group.get("keep_fp32", ()):
+                names = group.get("param_names", [""] * len(group["params"]))
+                name = next(n for n, p in zip(names, group["params"], strict=True) if p is param)
+                exact = exact or any(fnmatchcase(name, pattern) for pattern in patterns)
+        return storage_of(group.get("precision"), param.dtype, exact)
+
     def _arrays_of(self, param: Tensor, group: Group) -> tuple[str, ...]:
-        storage = storage_of(group.get("precision"), param.dtype)
+        storage = self._storage(param, group)
         assert storage is not None
         return storage.arrays(self._states_of(group))
 
     def _prepare_state(self, param: Tensor, group: Group) -> None:
-        storage = storage_of(group.get("precision"), param.dtype)
+        storage = self._storage(param, group)
         names = self._arrays_of(param, group)
         if not names:
             return
@@ -386,16 +298,22 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if COUNTER in names and COUNTER not in state:
             # A state whose steps were not counted so far has taken some.
-            taken = float(bool(set(state) - set(EXTRA_DTYPES)))
+            taken = float(bool(set(state) - {*EXTRA_DTYPES, SCALES}))
             state[COUNTER] = torch.full((), taken, dtype=torch.float32, device=param.device)
         for name in names:
             if name == COUNTER:
                 continue
-            if name == "master" and name not in state:
+            if name == SCALES:
+                if name not in state:
+                    shape = (len(names) - (COUNTER in names) - 1, eight_bit.blocks_of(param.numel()))
+                    state[name] = torch.zeros(shape, dtype=torch.float32, device=param.device)
+            elif name == "master" and name not in state:
                 state[name] = param.detach().to(torch.float32, memory_format=torch.preserve_format)
             elif name not in state:
                 dtype, preserve = storage.array_dtype(name), torch.preserve_format
                 value = 0.0 if name in EXTRA_DTYPES else self._initial(group, name)
+                if storage.is_quantized:
+                    value = eight_bit.ZERO_CODES[eight_bit.is_signed(self._row_of(group), name)]
                 state[name] = torch.full_like(param, value, dtype=dtype, memory_format=preserve)
             elif state[name].layout != torch.strided:
                 self._refuse(f"state {name}", "a dense tensor", str(state[name].layout).removeprefix("torch."))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,7 @@ class Adam(MultiTensorOptimizer):
         decoupled_weight_decay: decay the parameters and not the gradients, as AdamW does.
         foreach, fused, capturable: accepted, without effect. Not both of foreach and fused may be True.
         differentiable: only False.
-        precision, seed: as for :class:`warpsmith.optim.AdamW`; also options of a group.
+        precision, seed, keep_fp32: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 
     Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
     :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
@@ -69,6 +70,7 @@ class Adam(MultiTensorOptimizer):
         decoupled_weight_decay: bool = False,
         precision: str | None = None,
         seed: int = 0,
+        keep_fp32: Sequence[str] = (),
     ) -> None:
         defaults = {
             "lr": lr,
@@ -83,7 +85,7 @@ class Adam(MultiTensorOptimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, defaults, precision, seed)
+        super().__init__(params, defaults, precision, seed, keep_fp32)
 
     def _row_of(self, group: Group) -> str:
         return "adamw" if group["decoupled_weight_decay"] else "adam"
@@ -94,3 +96,6 @@ class Adam(MultiTensorOptimizer):
     def _values_of(self, group: Group) -> dict[str, float]:
         beta1, beta2 = group["betas"]
         return {"beta1": beta1, "beta2": beta2}
+
+    def _takes_8bit(self, group: Group) -> bool:
+        return not group["amsgrad"]

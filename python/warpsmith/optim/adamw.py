@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -55,11 +56,17 @@ class AdamW(Adam):
             - ``"remainder"``: bfloat16 parameters, and an int16 state ``remainder``: both are the float32 parameter,
               bit by bit; states in float32. The parameter is that float32 rounded to nearest, halfway cases away from
               zero.
+            - ``"8bit"``: float32, float16 or bfloat16 parameters, and states of one byte: a uint8 code an element, and
+              a float32 scale in the state ``scales``, of shape (states, blocks), for each block of 256 elements in
+              memory order. Not with amsgrad, and not for DTensors. Parameters of fewer than 4,096 elements, and those
+              that ``keep_fp32`` names, have float32 states, in the same launch.
 
-            The last three take float32 parameters as ``"fp32"`` does.
+            ``"bf16_sr"``, ``"bf16_kahan"`` and ``"remainder"`` take float32 parameters as ``"fp32"`` does.
         seed: of ``"bf16_sr"``; also an option of a group. A whole number in [0, 2^53), the same on all ranks that hold
             copies of a parameter. The random bits depend on seed, step and the element's index among those of all
             parameters alone: on no device, launch, thread or cut into tensors.
+        keep_fp32: of ``"8bit"``; also an option of a group. Patterns (``fnmatch``, as ``"*norm*"``) of names of
+            parameters whose states stay float32; the optimizer must be given (name, tensor) pairs.
 
     ``grad_scale`` and ``found_inf``, which ``torch.amp.GradScaler`` sets, are read on the device: gradients are divided
     by the scale, and where ``found_inf`` is not zero nothing changes, step counters neither. Other than torch's, the
@@ -105,6 +112,7 @@ class AdamW(Adam):
         fused: bool | None = None,
         precision: str | None = None,
         seed: int = 0,
+        keep_fp32: Sequence[str] = (),
     ) -> None:
         super().__init__(
             params,
@@ -120,4 +128,5 @@ class AdamW(Adam):
             fused=fused,
             precision=precision,
             seed=seed,
+            keep_fp32=keep_fp32,
         )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,7 @@ class Lion(MultiTensorOptimizer):
             Learning rates are three to ten times smaller than for AdamW, weight decay that much larger.
         betas: two numbers in [0, 1). weight_decay: a number >= 0.
         maximize: go up the gradient.
-        precision, seed: as for :class:`warpsmith.optim.AdamW`; also options of a group.
+        precision, seed, keep_fp32: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 
     Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
     :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
@@ -56,10 +57,14 @@ class Lion(MultiTensorOptimizer):
         maximize: bool = False,
         precision: str | None = None,
         seed: int = 0,
+        keep_fp32: Sequence[str] = (),
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, precision, seed)
+        super().__init__(params, defaults, precision, seed, keep_fp32)
 
     def _values_of(self, group: Group) -> dict[str, float]:
         beta1, beta2 = group["betas"]
         return {"beta1": beta1, "beta2": beta2}
+
+    def _takes_8bit(self, group: Group) -> bool:
+        return True

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,7 @@ class SGD(MultiTensorOptimizer):
         maximize: go up the gradient.
         foreach, fused: accepted, without effect. Not both may be True.
         differentiable: only False.
-        precision, seed: as for :class:`warpsmith.optim.AdamW`; also options of a group.
+        precision, seed, keep_fp32: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 
     Gradient scaling, skipped steps, DTensors, CUDA graphs and the watch of addresses: as for
     :class:`warpsmith.optim.AdamW`. Deterministic. The host never waits for the device.
@@ -67,6 +68,7 @@ class SGD(MultiTensorOptimizer):
         fused: bool | None = None,
         precision: str | None = None,
         seed: int = 0,
+        keep_fp32: Sequence[str] = (),
     ) -> None:
         defaults = {
             "lr": lr,
@@ -79,7 +81,7 @@ class SGD(MultiTensorOptimizer):
             "differentiable": differentiable,
             "fused": fused,
         }
-        super().__init__(params, defaults, precision, seed)
+        super().__init__(params, defaults, precision, seed, keep_fp32)
 
     def _check_hyperparameters(self, group: Group) -> None:
         super()._check_hyperparameters(group)
@@ -95,3 +97,6 @@ class SGD(MultiTensorOptimizer):
     def _adopt(self, state: dict[str, Any]) -> None:
         if state.get("momentum_buffer", 0) is None:
             state.clear()
+
+    def _takes_8bit(self, group: Group) -> bool:
+        return True

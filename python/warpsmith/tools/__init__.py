@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from warpsmith.tools import info
+from warpsmith.tools import doctor, info
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -13,5 +13,6 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m warpsmith", description="Tools of the warpsmith package.")
     tools = parser.add_subparsers(dest="tool", required=True)
     info.add_to(tools)
+    doctor.add_to(tools)
     given = parser.parse_args(arguments)
     return given.run(given)

@@ -1,0 +1,137 @@
+"""The tables of addresses of an optimizer, and whether they are still those of its tensors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from warpsmith import _C
+from warpsmith.ops._optim import COUNTER, SCALES, index_of, optim_pointers, optim_table, storage_index
+from warpsmith.optim import _tensor_list as lists
+from warpsmith.optim._precision import EXTRA_DTYPES, Storage
+
+Optimizer = Any  # a MultiTensorOptimizer, which imports this module
+
+
+class Kind(NamedTuple):
+    """What decides about a parameter's table: the row and precision of its group, and the names of its states."""
+
+    row: str
+    names: tuple[str, ...]
+    precision: str | None
+    keep_fp32: tuple[str, ...]
+
+
+class Bucket:
+    """The parameters of one device, dtype and row: one table, one launch."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        kinds: list[Kind],
+        state: dict[Tensor, Any],
+        indices: list[int],
+        owners: list[int],
+        storages_of_all: dict[int, Storage | None],
+    ) -> None:
+        params = lists.all_params(groups)
+        parts = [lists.local(params[i]) for i in indices]
+        kind = kinds[owners[indices[0]]]
+        storages = [storage for i in indices if (storage := storages_of_all[i])]
+        storage = storages[0]
+        self.device, self.row = parts[0].device, kind.row
+        self.index, self.storage = index_of(self.row), storage_index(storage.name)
+        states = [
+            {name: lists.local(state[params[i]][name]) for name in stored.arrays(kinds[owners[i]].names)}
+            for i, stored in zip(indices, storages, strict=True)
+        ]
+        first_elems = lists.first_elements(params) if storage.stochastic else []
+        self.table, self.most = optim_table(
+            self.row,
+            storage.name,
+            parts,
+            states,
+            [owners[i] for i in indices],
+            [first_elems[i] for i in indices if storage.stochastic],
+        )
+        self.pointers = torch.empty(len(indices), dtype=torch.int64, device=self.device)
+        self.written = -1  # the version of the column that `pointers` holds
+
+    def gradient_pointers(self, watch: _C.TensorWatch, number: int, capturing: bool) -> Tensor:
+        """The column of gradient addresses on the device, as of the last look. `number`: of this bucket."""
+        if capturing:
+            # A column of the graph's own: an eager step in between must not change what a replay reads. A node of the
+            # graph writes it, so later nodes may use its memory again.
+            pointers = torch.empty_like(self.pointers)
+            optim_pointers(pointers, lists.words(watch.column(number)))
+            return pointers
+        version = watch.version(number)
+        if self.written != version:
+            optim_pointers(self.pointers, lists.words(watch.column(number)))
+            self.written = version
+        return self.pointers
+
+
+class Plan:
+    """The tables of an optimizer, and whether the addresses in them are still those of its tensors.
+
+    The tables hold addresses, not references, so that memory which is taken from a parameter or state between two steps
+    is free at once. Every step compares all addresses with those of the tensors that the optimizer has then; the memory
+    that it touches is therefore that of living tensors.
+    """
+
+    def __init__(self, optimizer: Optimizer, active: list[int]) -> None:
+        groups, state = optimizer.param_groups, optimizer.state
+        params = lists.all_params(groups)
+        owners = [g for g, group in enumerate(groups) for _ in group["params"]]
+        self.op = optimizer._op
+        self.kinds = [optimizer._kind(g) for g in groups]
+        self.active_params = [params[i] for i in active]
+        by_kind: dict[Any, list[int]] = {}
+        for i in active:
+            kind = self.kinds[owners[i]]
+            by_kind.setdefault((params[i].device, params[i].dtype, kind.row, kind.precision), []).append(i)
+        numbers = [-1] * len(params)
+        for number, indices in enumerate(by_kind.values()):
+            for i in indices:
+                numbers[i] = number
+        names = [name for kind in self.kinds for name in kind.names]
+        self.state_names = tuple(dict.fromkeys([*names, COUNTER, SCALES, *EXTRA_DTYPES]))
+        group_params = [g["params"] for g in groups]
+        api = Tensor.__dlpack_c_exchange_api__
+        self.watch = _C.TensorWatch(
+            api, lists.local, group_params, state, self.state_names, numbers, lists.ADDRESS_READER
+        )
+        storages = {i: optimizer._storage(params[i], groups[owners[i]]) for i in active}
+        self.buckets = [Bucket(groups, self.kinds, state, indices, owners, storages) for indices in by_kind.values()]
+        self.copies: list[Tensor] = []  # of gradients with other strides than their parameters, until the next look
+        self.held: list[Tensor] = []
+
+    def hold(self, state: dict[Tensor, Any]) -> None:
+        """Keeps the memory of parameters and states, for a CUDA graph that points to it."""
+        states = [state.get(p, {}) for p in self.active_params]
+        tensors = [s[name] for s in states for name in self.state_names if name in s]
+        self.held = [lists.local(t).detach() for t in [*self.active_params, *tensors]]
+
+    def look(self, optimizer: Optimizer) -> bool:
+        """Whether the tables hold. Then the columns of gradient addresses are those of now. Raises if a gradient does
+        not fit."""
+        groups = optimizer.param_groups
+        if [optimizer._kind(g) for g in groups] != self.kinds:
+            return False
+        if not self.watch.look([g["params"] for g in groups], optimizer.state):
+            return False
+        copies = []
+        unusual = self.watch.unusual
+        params = lists.all_params(groups) if unusual else []
+        for i in unusual:
+            grad = lists.checked_gradient(self.op, groups, i, params[i])
+            like_param = lists.same_layout(grad, lists.local(params[i])) and lists.holds_its_elements(grad)
+            if not like_param:
+                grad = torch.empty_like(lists.local(params[i])).copy_(grad)
+                copies.append(grad)
+            self.watch.set_gradient(i, grad.data_ptr() or _C.NO_ELEMENTS, like_param)
+        self.copies = copies
+        return True
