@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import warpsmith
 from context_cases import HEAD_DIM, MASKS, REFUSED, Problem
+from torch.utils.checkpoint import checkpoint
 from warpsmith.distributed import context_parallel_attention, shard_sequence, unshard_sequence
 from warpsmith.testing.distributed import fault, multirank
 from warpsmith.testing.law import MEDIAN_LIMIT, measure
@@ -95,6 +96,18 @@ def test_the_same_bits_at_every_run(rank, world_size):
         problem = Problem("packed sink", torch.bfloat16)
         first, second = problem.sharded(mode, "zigzag"), problem.sharded(mode, "zigzag")
         assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@multirank(2, timeout_s=300)
+def test_an_activation_checkpoint_gives_the_same_bits(rank, world_size):
+    tokens = shard_sequence(Problem("causal", torch.float32).inputs["k"])
+    for mode in MODES:
+        grads = []
+        for run in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=False)):
+            x = tokens.clone().requires_grad_()
+            out = run(lambda x, m=mode: context_parallel_attention(2 * x, x, x + 1, causal=True, mode=m), x)
+            grads.append(torch.autograd.grad(out.square().sum(), x)[0])
+        assert torch.equal(*grads)
 
 
 @multirank(2, timeout_s=300)

@@ -76,14 +76,14 @@ def _ring_blocks(q: Tensor, source: int, place: Place, o: Options, packed: bool)
 class _Gradients:
     """The sums over blocks of a rank's gradients, in float32 or wider."""
 
-    def __init__(self, q: Tensor, o: Options, want_sink: bool) -> None:
-        self.dq = torch.zeros_like(q, dtype=wider(q.dtype))
+    def __init__(self, saved: tuple[Tensor, ...], o: Options, want_sink: bool) -> None:
+        self.saved, self.o, self.want_sink = saved, o, want_sink
+        self.dq = torch.zeros_like(saved[0], dtype=wider(saved[0].dtype))
         self.dsink: Tensor | None = None
-        self.o, self.want_sink = o, want_sink
 
-    def add(self, b: Block, dkv: Tensor, kv: list[Tensor], ctx: Any, dout: Tensor, dlse: Tensor | None) -> None:
+    def add(self, b: Block, dkv: Tensor, kv: list[Tensor], dout: Tensor, dlse: Tensor | None) -> None:
         """A block's share, of which that of keys and values goes into ``dkv``."""
-        q, _, _, sink, cu, alibi, out, lse = ctx.saved_tensors
+        q, _, _, sink, cu, alibi, out, lse = self.saved
         dq, dk, dv, dsink = backward_block(
             self.o, b, dout, dlse, (q, kv[0], kv[1]), (cu, alibi, sink), out, lse, self.want_sink
         )
@@ -94,8 +94,8 @@ class _Gradients:
         if dsink is not None:
             self.dsink = dsink.to(wider(dsink.dtype)) if self.dsink is None else self.dsink + dsink
 
-    def results(self, ctx: Any, dkv: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, _, sink = ctx.saved_tensors[:4]
+    def results(self, dkv: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, _, sink = self.saved[:4]
         dk, dv = _unpack(dkv.to(k.dtype), k)
         dsink = None if self.dsink is None else self.dsink.to(sink.dtype)
         return self.dq.to(q.dtype), dk, dv, dsink, None, None, None, None
@@ -130,15 +130,16 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, _, cu, _, out, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: an activation checkpoint makes them again, and allows no second look
+        q, k, v, _, cu, _, out, _ = saved
         o, place = ctx.o, ctx.place
         dout = torch.zeros_like(out) if dout is None else dout
         kv = gather_sequence(torch.cat([k, v], -1), o.dims.tokens, place.sharding, place.group)
         keys, dkv = _unpack(kv, k), torch.zeros_like(kv, dtype=wider(kv.dtype))
-        sums = _Gradients(q, o, ctx.needs_input_grad[3])
+        sums = _Gradients(saved, o, ctx.needs_input_grad[3])
         for b in _gather_blocks(q, place, o, cu is not None):
-            sums.add(b, dkv, keys, ctx, dout, dlse)
-        return sums.results(ctx, reduce_scatter(dkv, o.dims.tokens, place.sharding, place.group, k.dtype))
+            sums.add(b, dkv, keys, dout, dlse)
+        return sums.results(reduce_scatter(dkv, o.dims.tokens, place.sharding, place.group, k.dtype))
 
     backward = staticmethod(_once("context_parallel_attention", _formula))
 
@@ -176,25 +177,26 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, _, cu, _, out, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: an activation checkpoint makes them again, and allows no second look
+        q, k, v, _, cu, _, out, _ = saved
         o, place = ctx.o, ctx.place
         dout = torch.zeros_like(out) if dout is None else dout
         kv = torch.cat([k, v], -1)
-        sums = _Gradients(q, o, ctx.needs_input_grad[3])
+        sums = _Gradients(saved, o, ctx.needs_input_grad[3])
         passed: _Passing | None = None
         for step in range(place.ranks):
             coming = _Passing(kv, place, _KEYS) if step + 1 < place.ranks else None
             # This rank's part of the gradients of the keys at hand; the sum of the ranks before it arrives meanwhile.
             dkv, keys = torch.zeros_like(kv, dtype=wider(kv.dtype)), _unpack(kv, k)
             for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o, cu is not None):
-                sums.add(b, dkv, keys, ctx, dout, dlse)
+                sums.add(b, dkv, keys, dout, dlse)
             if passed is not None:
                 dkv += passed.arrived()
             if place.ranks > 1:
                 passed = _Passing(dkv, place, _GRADIENTS)  # after the last step to the rank whose keys they are
             if coming is not None:
                 kv = coming.arrived()
-        return sums.results(ctx, dkv if passed is None else passed.arrived())
+        return sums.results(dkv if passed is None else passed.arrived())
 
     backward = staticmethod(_once("context_parallel_attention", _formula))
 
