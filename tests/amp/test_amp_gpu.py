@@ -97,3 +97,22 @@ def test_the_first_step_is_not_captured():
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         scaler.scale(torch.ones((), device="cuda"))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_parameters_on_the_cpu_wait_for_a_scale_on_the_gpu(clip):
+    """A copy to the host that is not waited for would be read before it has arrived."""
+    params = [nn.Parameter(torch.zeros(3, device=d)) for d in ("cpu", "cuda")]
+    optimizer, scaler = warpsmith.optim.SGD(params, lr=1.0), warpsmith.amp.GradScaler(init_scale=1024.0)
+    for step in range(3):
+        torch.cuda._sleep(50_000_000)
+        scaler.scale(torch.ones((), device="cuda"))
+        for p in params:
+            p.grad = torch.full_like(p, 1024.0)
+        if step == 1:
+            params[1].grad[0] = torch.inf
+        if clip:
+            scaler.clip_(optimizer, 100.0)
+        scaler.step(optimizer)
+        scaler.update(1024.0)
+    assert all(torch.equal(p.detach().cpu(), torch.full((3,), -2.0)) for p in params)

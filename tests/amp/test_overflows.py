@@ -287,3 +287,34 @@ def test_flags_that_others_reduced_are_obeyed(clip):
     assert not p.any() and scaler.skipped_steps == 1
     scaler.update()
     assert scaler.get_scale() == 512.0
+
+
+def test_the_ops_are_checked_by_torch():
+    tensors = [torch.randn(5), torch.randn(3, 2).bfloat16()]
+    scale, found_inf, counts = torch.tensor(3.0), torch.zeros(()), torch.zeros(2, dtype=torch.int64)
+    ops = torch.ops.warpsmith
+    torch.library.opcheck(ops.grad_check.default, (tensors, 2.0, scale, 1.0, found_inf, counts))
+    torch.library.opcheck(ops.unscale_grads.default, (tensors, scale, found_inf, counts))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tensors": []}, "tensors: expected at least one tensor, got none"),
+        ({"scale": torch.ones(2)}, r"scale: expected one element, got \(2\)"),
+        ({"scale": torch.ones((), dtype=torch.float64)}, "scale: expected float32, got float64"),
+        ({"found_inf": torch.zeros((), dtype=torch.int32)}, "found_inf: expected float32, .*got int32"),
+        ({"counts": torch.zeros(3, dtype=torch.int64)}, r"bad_counts: expected shape \(2\), got \(3\)"),
+        ({"counts": torch.zeros(2)}, "bad_counts: expected int64, got float32"),
+        ({"counts": torch.zeros(4, dtype=torch.int64)[::2]}, "bad_counts: expected adjacent elements"),
+    ],
+)
+def test_what_the_ops_refuse(changed, message):
+    given = {"tensors": [torch.ones(5), torch.ones(3, 2)], "scale": torch.ones(()), "found_inf": torch.zeros(())}
+    given |= {"counts": torch.zeros(2, dtype=torch.int64)} | changed
+    tensors, scale, found_inf, counts = given.values()
+    with pytest.raises(ValueError, match=f"grad_check: {message}"):
+        torch.ops.warpsmith.grad_check(tensors, 2.0, scale, 1.0, found_inf, counts)
+    with pytest.raises(ValueError, match=f"unscale_grads: {message.replace('scale:', 'inv_scale:')}"):
+        torch.ops.warpsmith.unscale_grads(tensors, scale, found_inf, counts)
+    assert all(bool((t == 1).all()) for t in tensors)

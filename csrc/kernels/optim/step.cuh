@@ -51,9 +51,15 @@ template <class F, class In> struct Constants<F, In, true> {
   uint32_t step;  // the number of this step
 };
 
+// The number of a chunk's first element among the elements of all tensors.
+template <bool kThere> struct Numbered {};
+template <> struct Numbered<true> {
+  uint64_t first_elem;
+};
+
 // A chunk of one tensor. Positions in it are 32-bit; only the addresses know how far into the tensor it lies.
 // States outside of kMost are not there.
-template <class In, unsigned kMost> struct Chunk {
+template <class In, unsigned kMost> struct Chunk : Numbered<kIsStochastic<In>> {
   using Param = typename In::Param;
   using State = typename In::State;
   using Extra = typename In::Extra;
@@ -62,14 +68,13 @@ template <class In, unsigned kMost> struct Chunk {
   Extra* extra;
   State* states[kOptimMaxStates];
   int elems;
-  uint64_t first_elem;  // where rounding is stochastic
 
   __device__ __forceinline__ Chunk(const OptimTensor& t, const void* tensor_grad, int64_t begin)
       : grad(static_cast<const Param*>(tensor_grad) + begin),
         param(static_cast<Param*>(t.param) + begin),
         extra(kHasExtra<In> ? static_cast<Extra*>(t.extra) + begin : nullptr),
-        elems(static_cast<int>(t.numel - begin < t.chunk_elems ? t.numel - begin : t.chunk_elems)),
-        first_elem(kIsStochastic<In> ? t.first_elem + static_cast<uint64_t>(begin) : 0) {
+        elems(static_cast<int>(t.numel - begin < t.chunk_elems ? t.numel - begin : t.chunk_elems)) {
+    if constexpr (kIsStochastic<In>) this->first_elem = t.first_elem + static_cast<uint64_t>(begin);
 #pragma unroll
     for (int i = 0; i < kOptimMaxStates; ++i)
       states[i] = (kMost >> i) & 1 && t.states[i] ? static_cast<State*>(t.states[i]) + begin : nullptr;
@@ -84,16 +89,22 @@ template <class In, unsigned kMost> struct Chunk {
   }
 };
 
+// What a refinement keeps of the elements that a thread has in flight.
+template <bool kThere, int N, int kVectors> struct Dropped {};
+template <int N, int kVectors> struct Dropped<true, N, kVectors> {
+  Vector<bfloat16, N> dropped[kVectors];
+};
+
 // What one thread has in flight: kVectors groups of N adjacent elements, a block's width apart. The states and the
 // gradient are not read again before the next step, the parameters by the next forward pass.
-template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors> struct Tile {
+template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors> struct Tile
+    : Dropped<kHasExtra<In> && !In::kMaster, N, kVectors> {
   using Param = typename In::Param;
   using State = typename In::State;
   using Value = std::conditional_t<In::kMaster, float, Param>;  // in which the parameter is kept
   Vector<Param, N> grad[kVectors];
   Vector<Value, N> value[kVectors];
   Vector<State, N> states[kVectors][kOptimMaxStates];
-  Vector<bfloat16, N> dropped[kVectors];  // what the refinement keeps
 
   static constexpr int kElems = kOptimThreads * kVectors * N;
 
@@ -111,7 +122,7 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
         value[k] = device::load_vector<N>(c.extra + i);
       else
         value[k] = device::load_vector<N>(c.param + i);
-      if constexpr (kHasExtra<In> && !In::kMaster) dropped[k] = device::load_vector<N>(c.extra + i);
+      if constexpr (kHasExtra<In> && !In::kMaster) this->dropped[k] = device::load_vector<N>(c.extra + i);
 #pragma unroll
       for (int s = 0; s < kOptimMaxStates; ++s)
         if ((kHas >> s) & 1) states[k][s] = device::load_vector<N>(c.states[s] + i);
@@ -128,8 +139,8 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
 #pragma unroll
       for (int e = 0; e < N; ++e) {
         float p = device::to_float(value[k].at[e]), x[kOptimMaxStates];
-        if constexpr (In::kRefinement == Refinement::compensated) p += device::to_float(dropped[k].at[e]);
-        if constexpr (In::kRefinement == Refinement::remainder) p = join_float(value[k].at[e], dropped[k].at[e]);
+        if constexpr (In::kRefinement == Refinement::compensated) p += device::to_float(this->dropped[k].at[e]);
+        if constexpr (In::kRefinement == Refinement::remainder) p = join_float(value[k].at[e], this->dropped[k].at[e]);
 #pragma unroll
         for (int s = 0; s < kOptimMaxStates; ++s)
           if ((kHas >> s) & 1) x[s] = device::to_float(states[k][s].at[e]);
@@ -145,12 +156,12 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
         if constexpr (In::kRefinement == Refinement::remainder) {
           const SplitFloat split = split_float(p);
           value[k].at[e] = split.rounded;
-          dropped[k].at[e] = split.remainder;
+          this->dropped[k].at[e] = split.remainder;
         } else {
           value[k].at[e] = device::from_float<Value>(p);
         }
         if constexpr (In::kRefinement == Refinement::compensated)
-          dropped[k].at[e] = device::from_float<bfloat16>(compensation_of(p, device::to_float(value[k].at[e])));
+          this->dropped[k].at[e] = device::from_float<bfloat16>(compensation_of(p, device::to_float(value[k].at[e])));
 #pragma unroll
         for (int s = 0; s < kOptimMaxStates; ++s)
           if ((kHas >> s) & 1) states[k][s].at[e] = device::from_float<State>(x[s]);
@@ -163,7 +174,7 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
         device::store_vector(c.param + i, rounded);
       } else {
         device::store_vector(c.param + i, value[k]);
-        if constexpr (kHasExtra<In>) device::store_vector(c.extra + i, dropped[k]);
+        if constexpr (kHasExtra<In>) device::store_vector(c.extra + i, this->dropped[k]);
       }
 #pragma unroll
       for (int s = 0; s < kOptimMaxStates; ++s)

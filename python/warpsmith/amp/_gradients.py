@@ -11,7 +11,7 @@ from torch import Tensor
 
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import check_gradients, unscale_in_place
-from warpsmith.optim._tensor_list import all_params, describe, holds_its_elements, is_dense, local
+from warpsmith.optim._tensor_list import all_params, describe, holds_its_elements, is_dense, local, moved
 from warpsmith.optim.clip import _combined, _shared_out, _whole_sums
 
 
@@ -92,7 +92,7 @@ def _over_ranks(t: Tensor, shared: Any, operation: str) -> Tensor:
 
 
 def _largest(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    flags = [f.to(device, non_blocking=True) for f in flags]
+    flags = [moved(f, device) for f in flags]
     return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
 
@@ -102,16 +102,16 @@ def check(grads: Sequence[Gradient], scale: Tensor, p: float = math.inf, max_nor
     sums, flags = [], []
     bad: dict[torch.device, list[BadCounts]] = {}
     for group in _groups(grads, _whole_sums):
-        checked = check_gradients(group.parts, p, scale.to(group.device, non_blocking=True), max_norm)
+        checked = check_gradients(group.parts, p, moved(scale, group.device), max_norm)
         # A maximum over ranks may lose a NaN: ranks tell each other whether they found one.
         flags.append(_over_ranks(checked.found_inf, group.shared, "max"))
         sums.append(_over_ranks(checked.power_sum, group.shared, "max" if p == math.inf else "sum"))
         bad.setdefault(group.device, []).append(BadCounts(group.indices, checked.bad_counts))
     found_inf = _largest(flags, scale.device)
     if len(sums) == 1 and group.shared is None:
-        norm, grad_scale = (t.to(scale.device, non_blocking=True) for t in (checked.norm, checked.grad_scale))
+        norm, grad_scale = (moved(t, scale.device) for t in (checked.norm, checked.grad_scale))
         return Verdict(found_inf, bad, norm, grad_scale)
-    total = _combined(sums, p).to(scale.device, non_blocking=True)
+    total = moved(_combined(sums, p), scale.device)
     wide = any(g.values.dtype == torch.float64 for g in grads)
     norm = (total.sqrt() if p == 2 else total).to(torch.float64 if wide else torch.float32)
     return judged(Verdict(found_inf, bad, norm, scale), norm, scale, max_norm)
@@ -120,7 +120,7 @@ def check(grads: Sequence[Gradient], scale: Tensor, p: float = math.inf, max_nor
 @torch.no_grad()
 def judged(verdict: Verdict, norm: Tensor, scale: Tensor, max_norm: float) -> Verdict:
     """The verdict with another norm of the scaled gradients."""
-    norm = (norm.to(scale.device, non_blocking=True).double() / scale.double()).to(norm.dtype)
+    norm = (moved(norm, scale.device).double() / scale.double()).to(norm.dtype)
     found_inf = torch.maximum(verdict.found_inf, (~norm.isfinite()).float())
     factor = max_norm / (norm + 1e-6)
     grad_scale = torch.where(factor < 1, scale.double() / factor.double(), scale.double()).float()
@@ -143,7 +143,7 @@ def unscale(grads: Sequence[Gradient], inv_scale: Tensor) -> tuple[Tensor, dict[
     flags = []
     bad: dict[torch.device, list[BadCounts]] = {}
     for group in _groups(grads, lambda t: t):
-        found, counts = unscale_in_place(group.parts, inv_scale.to(group.device, non_blocking=True))
+        found, counts = unscale_in_place(group.parts, moved(inv_scale, group.device))
         for original, part in zip(group.originals, group.parts, strict=True):
             if part is not original:
                 original.copy_(part)

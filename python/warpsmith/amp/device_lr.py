@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from warpsmith.amp.grad_scaler import GradScaler
 from warpsmith.ops import _check
+from warpsmith.optim._tensor_list import moved
 
 _OP = "DeviceLR"
 
@@ -110,7 +111,7 @@ class DeviceLR:
     def _look_up(self) -> None:
         index = self._taken.clamp(max=self.total_steps).long().view(1)
         for table, lr in zip(self._tables, self._lrs, strict=True):
-            lr.copy_(table.index_select(0, index.to(table.device, non_blocking=True)).view(()))
+            lr.copy_(table.index_select(0, moved(index, table.device)).view(()))
         self._attach()
 
     @torch.no_grad()
@@ -118,7 +119,7 @@ class DeviceLR:
         """Sets the learning rate for the next step. Call it once after each step of the optimizer."""
         self._taken.add_(1)
         if self.scaler is not None and self.scaler.is_enabled():
-            self._taken.sub_(self.scaler.found_inf(self.optimizer).to(self._taken.device, non_blocking=True))
+            self._taken.sub_(moved(self.scaler.found_inf(self.optimizer), self._taken.device))
         self._look_up()
 
     def get_last_lr(self) -> list[float]:

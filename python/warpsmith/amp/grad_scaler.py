@@ -15,7 +15,7 @@ from warpsmith.amp import _gradients
 from warpsmith.amp._record import Overflow, Record
 from warpsmith.ops import _check
 from warpsmith.optim._multi_tensor import MultiTensorOptimizer
-from warpsmith.optim._tensor_list import all_params, describe
+from warpsmith.optim._tensor_list import all_params, describe, moved
 from warpsmith.optim.clip import _order, clip_grad_norm_
 
 _OP = "GradScaler"
@@ -146,7 +146,7 @@ class GradScaler(torch.amp.GradScaler):
         """Keeps the counts of a step that will be skipped. Returns ``found_inf`` by device, as torch's scaler does."""
         record, flags = self._record(optimizer), {}
         for device, parts in bad.items():
-            flags[device] = here = found_inf.to(device, non_blocking=True)
+            flags[device] = here = moved(found_inf, device)
             known = record.bad.get(device, [])
             if [part.indices for part in known] != [part.indices for part in parts]:
                 known = record.bad[device] = [_gradients.BadCounts(i, torch.zeros_like(n)) for i, n in parts]
@@ -235,7 +235,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _worst(self, *flags: Tensor) -> Tensor:
         assert self._scale is not None
-        here = [f.to(self._scale.device, non_blocking=True) for f in flags]
+        here = [moved(f, self._scale.device) for f in flags]
         return here[0] if len(here) == 1 else torch.stack(here).amax()
 
     # The step.

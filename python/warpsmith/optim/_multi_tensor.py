@@ -218,8 +218,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 bucket.index,
                 bucket.storage,
                 bucket.most,
-                None if grad_scale is None else grad_scale.to(bucket.device, torch.float32, non_blocking=True),
-                None if found_inf is None else found_inf.to(bucket.device, torch.float32, non_blocking=True),
+                None if grad_scale is None else lists.moved(grad_scale, bucket.device).float(),
+                None if found_inf is None else lists.moved(found_inf, bucket.device).float(),
             )
 
     def _make_plan(self, capturing: bool) -> Plan | None:
@@ -340,7 +340,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     def _lr(self, lr: float | Tensor, device: torch.device) -> Tensor:
         if isinstance(lr, Tensor):
-            return lr if lr.device.type == "cpu" else lr.to(device, non_blocking=True)
+            return lr if lr.device.type == "cpu" else lists.moved(lr, device)
         known = self._host_lr.get(lr)
         if known is None:
             self._host_lr = {} if len(self._host_lr) >= len(self.param_groups) else self._host_lr

@@ -29,6 +29,11 @@ def whole(t: Tensor | None) -> Tensor | None:
     return t.full_tensor() if t is not None and hasattr(t, "full_tensor") else t
 
 
+def moved(t: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. The host waits only for a copy to its own memory, which it is going to read."""
+    return t.to(device, non_blocking=device.type != "cpu")
+
+
 def all_params(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
     """The parameters of all groups in their order."""
     return [p for group in groups for p in group["params"]]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import clip_in_place, norm_and_power_sum
-from warpsmith.optim._tensor_list import is_dense, local
+from warpsmith.optim._tensor_list import is_dense, local, moved
 
 _FUSED = (1.0, 2.0, math.inf)
 
@@ -54,7 +54,7 @@ def _whole_sums(t: Any) -> Any:
 def _combined(sums: list[Tensor], p: float) -> Tensor:
     if len(sums) == 1:
         return sums[0]
-    stacked = torch.stack([s.to(sums[0].device, non_blocking=True) for s in sums])
+    stacked = torch.stack([moved(s, sums[0].device) for s in sums])
     return stacked.max() if p == math.inf else stacked.sum()
 
 
@@ -189,7 +189,7 @@ def clip_grad_norm_(
     for part in map(local, grads):
         by_device.setdefault(part.device, []).append(part)
     for device, parts in by_device.items():
-        here = norm.to(device, non_blocking=True)
+        here = moved(norm, device)
         for gaps in (t for t in parts if not is_dense(t)):
             gaps.mul_((max_norm / (here + 1e-6)).clamp(max=1.0))
         if dense := [t for t in parts if is_dense(t)]:
