@@ -93,15 +93,15 @@ template <Knobs k> struct Body {
 template <int threads, int blocks, int vectors, Cache load, Cache store, bool approximate, bool all_streaming>
 __global__ void __launch_bounds__(threads, blocks) step(const __grid_constant__ OptimParams p) {
   constexpr Knobs k{threads, blocks, vectors, load, store, approximate, all_streaming};
-  __shared__ AdamW::Scalars<float> scalars;
+  __shared__ optim::Constants<AdamW, In> constants;
   const ListChunk at = p.chunks[blockIdx.x];
   OptimTensor* t = p.tensors + at.tensor;
   const optim::Chunk<In, 3> c(*t, static_cast<const float*>(p.grads[at.tensor]), int64_t{at.chunk} * t->chunk_elems);
   Body<k> body;
   body.load(c, 0, c.elems);
-  if (threadIdx.x < 32) optim::prepare<AdamW>(p, t, &scalars);
+  if (threadIdx.x < 32) optim::prepare<AdamW>(p, t, &constants);
   __syncthreads();
-  const AdamW::Scalars<float> s = scalars;
+  const AdamW::Scalars<float> s = constants.scalars;
   for (int begin = 0; begin < c.elems; begin += k.threads * k.vectors * 4) {
     if (begin != 0) body.load(c, begin, c.elems);
     body.update_and_store(s, c, begin, c.elems);

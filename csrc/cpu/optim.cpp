@@ -41,27 +41,42 @@ WARPSMITH_HOST_DEVICE void update_piece(const typename F::template Scalars<T>& s
     update_piece<F, T, kFirst + 1>(s, piece);
 }
 
-}  // namespace
-
-// Free functions, two an optimizer: target_clones reaches neither lambdas nor templates that are not inlined.
+// Free functions, two an optimizer: target_clones reaches neither lambdas nor templates that are not inlined. Clones
+// are exported whatever the visibility, so other files call them by way of a function that is not cloned.
 #define WARPSMITH_ROW(optimizer, F)                                                              \
-  WARPSMITH_VECTORIZE void update(F*, const F::Scalars<float>& s, const Piece<float>& piece) {   \
+  WARPSMITH_VECTORIZE void clones(F*, const F::Scalars<float>& s, const Piece<float>& piece) {   \
     update_piece<F, float>(s, piece);                                                            \
   }                                                                                              \
-  WARPSMITH_VECTORIZE void update(F*, const F::Scalars<double>& s, const Piece<double>& piece) { \
+  WARPSMITH_VECTORIZE void clones(F*, const F::Scalars<double>& s, const Piece<double>& piece) { \
     update_piece<F, double>(s, piece);                                                           \
   }
 WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 
 // 16-bit arrays are widened into blocks of float32 that stay in the first cache, updated there and rounded back.
-#define WARPSMITH_DTYPE(T)                                                                             \
-  WARPSMITH_VECTORIZE void widen(const T* __restrict__ from, float* __restrict__ to, int64_t count) {  \
-    for (int64_t i = 0; i < count; ++i) to[i] = to_float(from[i]);                                     \
-  }                                                                                                    \
-  WARPSMITH_VECTORIZE void narrow(const float* __restrict__ from, T* __restrict__ to, int64_t count) { \
-    for (int64_t i = 0; i < count; ++i) to[i] = from_float<T>(from[i]);                                \
+#define WARPSMITH_DTYPE(T)                                                                                    \
+  WARPSMITH_VECTORIZE void widen_clones(const T* __restrict__ from, float* __restrict__ to, int64_t count) {  \
+    for (int64_t i = 0; i < count; ++i) to[i] = to_float(from[i]);                                            \
+  }                                                                                                           \
+  WARPSMITH_VECTORIZE void narrow_clones(const float* __restrict__ from, T* __restrict__ to, int64_t count) { \
+    for (int64_t i = 0; i < count; ++i) to[i] = from_float<T>(from[i]);                                       \
   }
+WARPSMITH_DTYPE(bfloat16)
+WARPSMITH_DTYPE(float16)
+WARPSMITH_DTYPE(float)
+#undef WARPSMITH_DTYPE
+
+}  // namespace
+
+#define WARPSMITH_ROW(optimizer, F)                                                                     \
+  void update(F* row, const F::Scalars<float>& s, const Piece<float>& piece) { clones(row, s, piece); } \
+  void update(F* row, const F::Scalars<double>& s, const Piece<double>& piece) { clones(row, s, piece); }
+WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+
+#define WARPSMITH_DTYPE(T)                                                                                         \
+  void widen(const T* __restrict__ from, float* __restrict__ to, int64_t count) { widen_clones(from, to, count); } \
+  void narrow(const float* __restrict__ from, T* __restrict__ to, int64_t count) { narrow_clones(from, to, count); }
 WARPSMITH_DTYPE(bfloat16)
 WARPSMITH_DTYPE(float16)
 WARPSMITH_DTYPE(float)

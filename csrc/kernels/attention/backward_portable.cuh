@@ -200,6 +200,7 @@ template <class T> __device__ __forceinline__ bool correct_delta(const Attention
     sums.sum[r] = device::group_sum<4>(sums.sum[r]);
     sums.size[r] = device::group_sum<4>(sums.size[r]);
   }
+  __syncwarp(0xffffffffu);  // all lanes of a row have read the delta that one of them writes
   bool counts = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

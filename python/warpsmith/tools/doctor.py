@@ -18,10 +18,10 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:  # the tools are imported where torch is missing or broken too, to say so
+    import torch
 
 _MATTERS = re.compile(
     r"(NCCL|TORCH_NCCL|TORCH_DISTRIBUTED|TORCH_FR|GLOO|MASTER|LOCAL|GROUP|UCX)_\w+|RANK|WORLD_SIZE|OMP_NUM_THREADS|"
@@ -102,6 +102,9 @@ def _loadable_folders(environ: Mapping[str, str]) -> list[Path]:
 
 def gather() -> dict[str, Any]:
     """The facts of this process and what is wrong with them."""
+    import torch
+    import torch.distributed as dist
+
     cuda = torch.cuda.is_available()
     maps = Path("/proc/self/maps").read_text() if Path("/proc/self/maps").exists() else ""
     interfaces = [name for _, name in socket.if_nameindex()]
@@ -147,6 +150,9 @@ def differences(facts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def measure_all_reduce(device: torch.device) -> list[dict[str, float]]:
     """The median time of an all-reduce, and its bus bandwidth 2 (N - 1) / N * bytes / time (as nccl-tests count)."""
+    import torch
+    import torch.distributed as dist
+
     ranks, found = dist.get_world_size(), []
     for size_bytes in _SIZES_BYTES:
         t = torch.zeros(size_bytes // 4, device=device)
