@@ -250,6 +250,31 @@ def test_a_channels_last_parameter_has_blocks_in_memory_order():
     assert bitwise_equal(p.detach().permute(0, 2, 3, 1).reshape(-1), q.detach())
 
 
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_codes_follow_a_parameter_into_another_memory_order(options, loaded):
+    """Blocks then hold other elements, whose scales differ by decades."""
+    size = torch.logspace(-4, 0, 8 * 16 * 6 * 6).view(8, 16, 6, 6)
+    p = nn.Parameter(torch.randn(8, 16, 6, 6))
+    optimizer = options.ours([p], lr=0.0, precision="8bit")
+    p.grad = size.clone()
+    optimizer.step()
+    before = decoded(optimizer.state[p])
+    saved = copy.deepcopy(optimizer.state_dict())
+    p.data = p.data.contiguous(memory_format=torch.channels_last)
+    if loaded:
+        optimizer = options.ours([p], lr=0.0, precision="8bit")
+        optimizer.load_state_dict(saved)
+    optimizer.found_inf = torch.tensor(1.0)  # the step is skipped: only the layout changes
+    optimizer.step()
+    state, names = optimizer.state[p], [name for name in before if name != "step"]
+    for name, scales in zip(names, state["scales"], strict=True):
+        expected = quantize_blockwise(before[name].permute(0, 2, 3, 1).contiguous(), name != "exp_avg_sq")
+        assert state[name].stride() == p.stride()
+        assert bitwise_equal(state[name].permute(0, 2, 3, 1).contiguous(), expected[0])
+        assert bitwise_equal(scales, expected[1])
+
+
 BAD = [
     ("AdamW", {"amsgrad": True}, r"precision: expected another one: 8bit is for Adam without amsgrad"),
     ("RMSprop", {}, r"precision: expected another one"),

@@ -334,6 +334,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             else:
                 lines.append((0.0,) * (len(names) + 2))
         known = self._constants.get(row)
+                if storage.is_quantized:
+                    eight_bit.lay_as(state, name, self._row_of(group), param.detach())
+                    continue
         if known is None or known[0] != lines:
             known = self._constants[row] = (lines, torch.tensor(lines, **_HOST_DOUBLE))
         return known[1]
