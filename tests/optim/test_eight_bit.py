@@ -313,3 +313,18 @@ def test_bad_parameters_and_states_are_refused():
     state = {"state": {0: {"a": torch.zeros(3, dtype=torch.uint8), "scales": torch.zeros(1, 1)}}, "param_groups": []}
     with pytest.raises(ValueError, match=r"^float32_states: state_dict: expected states of Adam, Lion or SGD, got a"):
         warpsmith.optim.float32_states(state)
+
+
+def test_loaded_states_may_be_views_of_anything():
+    p = nn.Parameter(torch.zeros(64, 64))
+    saved = warpsmith.optim.Adam([p]).state_dict()
+    first = torch.randn(64, 64)
+    wide = torch.cat([first, torch.full((64, 64), 99.0)], 1)
+    saved["state"] = {
+        0: {"step": torch.ones(()), "exp_avg": wide[:, :64], "exp_avg_sq": torch.tensor(0.5).expand(64, 64)}
+    }
+    optimizer = warpsmith.optim.Adam([p], precision="8bit")
+    optimizer.load_state_dict(saved)
+    codes, scales = quantize_blockwise(first, True)
+    assert bitwise_equal(optimizer.state[p]["exp_avg"], codes)
+    assert bitwise_equal(optimizer.state[p]["scales"], torch.stack([scales, torch.full((16,), 0.5)]))
