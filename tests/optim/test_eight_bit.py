@@ -328,3 +328,16 @@ def test_loaded_states_may_be_views_of_anything():
     codes, scales = quantize_blockwise(first, True)
     assert bitwise_equal(optimizer.state[p]["exp_avg"], codes)
     assert bitwise_equal(optimizer.state[p]["scales"], torch.stack([scales, torch.full((16,), 0.5)]))
+
+
+def test_scales_that_do_not_fit_are_refused_before_anything_is_loaded():
+    params = make_params(shapes=[(5000,)])
+    optimizer = warpsmith.optim.Adam(params, precision="8bit")
+    run(optimizer, params, 1)
+    before = copy.deepcopy(states_of(optimizer, params))
+    for bad in (torch.ones(2, 3), torch.ones(3, 20), None):
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0]["scales"] = bad
+        with pytest.raises(ValueError, match=r"^Adam: state_dict: scales .* expected shape \(2, 20\)"):
+            optimizer.load_state_dict(saved)
+        assert_same_bits(states_of(optimizer, params), before)

@@ -145,11 +145,20 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         if len(saved) != len(params):
             return  # torch says so
         for index, (key, p) in enumerate(zip(saved, params, strict=True)):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if name in names and isinstance(value, Tensor) and value.shape != p.shape:
+            state, quantized = state_dict["state"].get(key, {}), 0
+            for name, value in state.items():
+                if name not in names or not isinstance(value, Tensor):
+                    continue
+                quantized += value.dtype == torch.uint8
+                if value.shape != p.shape:
                     argument = f"state_dict: {name} of {lists.describe(self.param_groups, index)}"
                     self._refuse(argument, f"shape {tuple(p.shape)}", tuple(value.shape))
 
+            expected, scales = (quantized, eight_bit.blocks_of(p.numel())), state.get(SCALES)
+            got = tuple(scales.shape) if isinstance(scales, Tensor) else scales
+            if (quantized or got is not None) and got != expected:
+                argument = f"state_dict: {SCALES} of {lists.describe(self.param_groups, index)}"
+                self._refuse(argument, f"shape {expected} beside 8-bit states", got)
     def _restore_precision(self, state_dict: dict[str, Any]) -> None:
         """torch gives every loaded state the dtype of its parameter: takes those of another dtype as they were."""
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
