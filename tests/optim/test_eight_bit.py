@@ -341,3 +341,19 @@ def test_scales_that_do_not_fit_are_refused_before_anything_is_loaded():
         with pytest.raises(ValueError, match=r"^Adam: state_dict: scales .* expected shape \(2, 20\)"):
             optimizer.load_state_dict(saved)
         assert_same_bits(states_of(optimizer, params), before)
+
+
+def test_options_that_change_between_steps():
+    params = make_params(shapes=[(5000,)])
+    optimizer = warpsmith.optim.SGD(params, momentum=0.9, precision="8bit")
+    run(optimizer, params, 1)
+    before = copy.deepcopy(states_of(optimizer, params))
+    optimizer.param_groups[0]["momentum"] = 0
+    run(optimizer, params, 1)  # as in torch: the buffer stays and is not used
+    assert_same_bits(states_of(optimizer, params), before)
+    adam = warpsmith.optim.Adam(params, precision="8bit")
+    run(adam, params, 1)
+    adam.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="precision: expected another one: 8bit is for Adam without amsgrad"):
+        adam.step()
+    assert "max_exp_avg_sq" not in adam.state[params[0]]
