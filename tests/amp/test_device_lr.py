@@ -209,3 +209,21 @@ def test_what_is_refused(given, error, message):
 def test_schedules_that_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_what_is_refused_counts_no_step():
+    optimizer = warpsmith.optim.AdamW([nn.Parameter(torch.ones(2))], lr=1.0)
+    schedule = DeviceLR(optimizer, schedules.linear(10), 10, ours())
+    with pytest.raises(AssertionError, match="expected a call of scale"):
+        schedule.step()
+    for bad in (-3, math.nan, math.inf, 2.5, "x"):
+        with pytest.raises(
+            ValueError, match=r"^DeviceLR.load_state_dict: steps_taken: expected a number of steps >= 0"
+        ):
+            schedule.load_state_dict({"steps_taken": bad})
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    for call in (schedule.step, lambda: schedule.load_state_dict({"steps_taken": 3})):
+        schedule.scaler = None
+        with pytest.raises(ValueError, match=r"^DeviceLR: optimizer: expected 1 groups, .* got 2"):
+            call()
+    assert schedule.steps_taken == 0 and schedule.get_last_lr() == [1.0]

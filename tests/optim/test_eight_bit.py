@@ -250,6 +250,31 @@ def test_a_channels_last_parameter_has_blocks_in_memory_order():
     assert bitwise_equal(p.detach().permute(0, 2, 3, 1).reshape(-1), q.detach())
 
 
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_codes_follow_a_parameter_into_another_memory_order(options, loaded):
+    """Blocks then hold other elements, whose scales differ by decades."""
+    size = torch.logspace(-4, 0, 8 * 16 * 6 * 6).view(8, 16, 6, 6)
+    p = nn.Parameter(torch.randn(8, 16, 6, 6))
+    optimizer = options.ours([p], lr=0.0, precision="8bit")
+    p.grad = size.clone()
+    optimizer.step()
+    before = decoded(optimizer.state[p])
+    saved = copy.deepcopy(optimizer.state_dict())
+    p.data = p.data.contiguous(memory_format=torch.channels_last)
+    if loaded:
+        optimizer = options.ours([p], lr=0.0, precision="8bit")
+        optimizer.load_state_dict(saved)
+    optimizer.found_inf = torch.tensor(1.0)  # the step is skipped: only the layout changes
+    optimizer.step()
+    state, names = optimizer.state[p], [name for name in before if name != "step"]
+    for name, scales in zip(names, state["scales"], strict=True):
+        expected = quantize_blockwise(before[name].permute(0, 2, 3, 1).contiguous(), name != "exp_avg_sq")
+        assert state[name].stride() == p.stride()
+        assert bitwise_equal(state[name].permute(0, 2, 3, 1).contiguous(), expected[0])
+        assert bitwise_equal(scales, expected[1])
+
+
 BAD = [
     ("AdamW", {"amsgrad": True}, r"precision: expected another one: 8bit is for Adam without amsgrad"),
     ("RMSprop", {}, r"precision: expected another one"),
@@ -288,3 +313,47 @@ def test_bad_parameters_and_states_are_refused():
     state = {"state": {0: {"a": torch.zeros(3, dtype=torch.uint8), "scales": torch.zeros(1, 1)}}, "param_groups": []}
     with pytest.raises(ValueError, match=r"^float32_states: state_dict: expected states of Adam, Lion or SGD, got a"):
         warpsmith.optim.float32_states(state)
+
+
+def test_loaded_states_may_be_views_of_anything():
+    p = nn.Parameter(torch.zeros(64, 64))
+    saved = warpsmith.optim.Adam([p]).state_dict()
+    first = torch.randn(64, 64)
+    wide = torch.cat([first, torch.full((64, 64), 99.0)], 1)
+    saved["state"] = {
+        0: {"step": torch.ones(()), "exp_avg": wide[:, :64], "exp_avg_sq": torch.tensor(0.5).expand(64, 64)}
+    }
+    optimizer = warpsmith.optim.Adam([p], precision="8bit")
+    optimizer.load_state_dict(saved)
+    codes, scales = quantize_blockwise(first, True)
+    assert bitwise_equal(optimizer.state[p]["exp_avg"], codes)
+    assert bitwise_equal(optimizer.state[p]["scales"], torch.stack([scales, torch.full((16,), 0.5)]))
+
+
+def test_scales_that_do_not_fit_are_refused_before_anything_is_loaded():
+    params = make_params(shapes=[(5000,)])
+    optimizer = warpsmith.optim.Adam(params, precision="8bit")
+    run(optimizer, params, 1)
+    before = copy.deepcopy(states_of(optimizer, params))
+    for bad in (torch.ones(2, 3), torch.ones(3, 20), None):
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0]["scales"] = bad
+        with pytest.raises(ValueError, match=r"^Adam: state_dict: scales .* expected shape \(2, 20\)"):
+            optimizer.load_state_dict(saved)
+        assert_same_bits(states_of(optimizer, params), before)
+
+
+def test_options_that_change_between_steps():
+    params = make_params(shapes=[(5000,)])
+    optimizer = warpsmith.optim.SGD(params, momentum=0.9, precision="8bit")
+    run(optimizer, params, 1)
+    before = copy.deepcopy(states_of(optimizer, params))
+    optimizer.param_groups[0]["momentum"] = 0
+    run(optimizer, params, 1)  # as in torch: the buffer stays and is not used
+    assert_same_bits(states_of(optimizer, params), before)
+    adam = warpsmith.optim.Adam(params, precision="8bit")
+    run(adam, params, 1)
+    adam.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="precision: expected another one: 8bit is for Adam without amsgrad"):
+        adam.step()
+    assert "max_exp_avg_sq" not in adam.state[params[0]]

@@ -107,6 +107,11 @@ class DeviceLR:
         for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=True):
             group["lr"] = lr
 
+    def _check_groups(self) -> None:
+        now, then = len(self.optimizer.param_groups), len(self._lrs)
+        if now != then:
+            _check.refuse(_OP, "optimizer", f"{then} groups, as when this schedule was made", str(now))
+
     @torch.no_grad()
     def _look_up(self) -> None:
         index = self._taken.clamp(max=self.total_steps).long().view(1)
@@ -117,9 +122,13 @@ class DeviceLR:
     @torch.no_grad()
     def step(self) -> None:
         """Sets the learning rate for the next step. Call it once after each step of the optimizer."""
-        self._taken.add_(1)
+        self._check_groups()
+        skipped = None
         if self.scaler is not None and self.scaler.is_enabled():
-            self._taken.sub_(moved(self.scaler.found_inf(self.optimizer), self._taken.device))
+            skipped = moved(self.scaler.found_inf(self.optimizer), self._taken.device)
+        self._taken.add_(1)
+        if skipped is not None:
+            self._taken.sub_(skipped)
         self._look_up()
 
     def get_last_lr(self) -> list[float]:
@@ -137,5 +146,9 @@ class DeviceLR:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on after a number of steps, with the functions of this schedule."""
-        self._taken.fill_(state_dict["steps_taken"])
+        taken = state_dict["steps_taken"]
+        if not (isinstance(taken, int) and taken >= 0):
+            _check.refuse(f"{_OP}.load_state_dict", "steps_taken", "a number of steps >= 0", str(taken))
+        self._check_groups()
+        self._taken.fill_(taken)
         self._look_up()

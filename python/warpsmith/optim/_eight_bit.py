@@ -10,6 +10,7 @@ from torch import Tensor
 
 from warpsmith import _C
 from warpsmith.ops._optim import SCALES, not_negative, state_names
+from warpsmith.optim._tensor_list import is_dense
 
 LEAST_ELEMS = 4096  # of a parameter whose states become codes
 ZERO_CODES = {True: 127, False: 0}  # with and without sign
@@ -29,8 +30,13 @@ def _flat(t: Tensor) -> Tensor:
     return t.as_strided((t.numel(),), (1,))
 
 
+def _dense(t: Tensor) -> Tensor:
+    return t if is_dense(t) else t.contiguous()
+
+
 def encode(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """The codes of a dense float32 tensor, uint8 with its strides, and the scales of its blocks."""
+    """The codes of a float32 tensor, uint8 with its strides if it is dense, and the scales of its blocks."""
+    value = _dense(value)
     code_values = torch.tensor(_C.DYNAMIC_MAPS[signed], device=value.device)
     borders = (code_values[:-1] + code_values[1:]) * 0.5
     blocks = torch.nn.functional.pad(_flat(value), (0, -value.numel() % _C.QUANT_BLOCK)).view(-1, _C.QUANT_BLOCK)
@@ -45,12 +51,22 @@ def encode(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """The float32 values of codes, with their strides."""
+    """The float32 values of codes, with their strides if they are dense."""
+    codes = _dense(codes)
     code_values = torch.tensor(_C.DYNAMIC_MAPS[signed], device=codes.device)
     of_elements = scales.repeat_interleave(_C.QUANT_BLOCK)[: codes.numel()]
     result = torch.empty_like(codes, dtype=torch.float32)
     _flat(result).copy_(code_values[_flat(codes).long()] * of_elements)
     return result
+
+
+def lay_as(state: dict[str, Any], name: str, row: str, like: Tensor) -> None:
+    """Brings a state of codes into the memory order of another tensor: blocks of other elements, so other scales."""
+    scales = state[SCALES][[n for n in state_names(row) if n in state].index(name)]
+    value = torch.empty_like(like, dtype=torch.float32, memory_format=torch.preserve_format)
+    value.copy_(decode(state[name], scales, is_signed(row, name)))
+    state[name], moved = encode(value, is_signed(row, name))
+    scales.copy_(moved)
 
 
 def decoded_state(state: Mapping[str, Any], row: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from warpsmith.optim._precision import EXTRA_DTYPES, PRECISIONS, Storage, dtypes
 Group = dict[str, Any]
 Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
 
+_NOT_8BIT = "another one: 8bit is for Adam without amsgrad, Lion and SGD"
 _HOST_DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default device
 
 AT_LEAST_0: Check = ("a number >= 0", lambda x: x >= 0)
@@ -104,7 +105,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         if not isinstance(seed, int) or not 0 <= seed < 2**53:
             self._refuse("seed", "a whole number in [0, 2^53)", seed)
         if group.get("precision") == "8bit" and not self._takes_8bit(group):
-            self._refuse("precision", "another one: 8bit is for Adam without amsgrad, Lion and SGD", "8bit")
+            self._refuse("precision", _NOT_8BIT, "8bit")
         keep = group.get("keep_fp32", ())
         if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in keep):
             self._refuse("keep_fp32", "a sequence of patterns for names of parameters", keep)
@@ -145,10 +146,19 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         if len(saved) != len(params):
             return  # torch says so
         for index, (key, p) in enumerate(zip(saved, params, strict=True)):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if name in names and isinstance(value, Tensor) and value.shape != p.shape:
+            state, quantized = state_dict["state"].get(key, {}), 0
+            for name, value in state.items():
+                if name not in names or not isinstance(value, Tensor):
+                    continue
+                quantized += value.dtype == torch.uint8
+                if value.shape != p.shape:
                     argument = f"state_dict: {name} of {lists.describe(self.param_groups, index)}"
                     self._refuse(argument, f"shape {tuple(p.shape)}", tuple(value.shape))
+            expected, scales = (quantized, eight_bit.blocks_of(p.numel())), state.get(SCALES)
+            got = tuple(scales.shape) if isinstance(scales, Tensor) else scales
+            if (quantized or got is not None) and got != expected:
+                argument = f"state_dict: {SCALES} of {lists.describe(self.param_groups, index)}"
+                self._refuse(argument, f"shape {expected} beside 8-bit states", got)
 
     def _restore_precision(self, state_dict: dict[str, Any]) -> None:
         """torch gives every loaded state the dtype of its parameter: takes those of another dtype as they were."""
@@ -256,6 +266,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         if not lists.is_dense(p):
             got = f"strides {p.stride()} for shape {tuple(p.shape)}"
             self._refuse(argument, "elements without gaps or overlap", got)
+        if precision == "8bit" and not self._takes_8bit(group):
+            self._refuse("precision", _NOT_8BIT, "8bit")
         if precision == "8bit" and hasattr(param, "to_local"):
             self._refuse(argument, "a plain tensor for precision 8bit", "a DTensor")
         if precision == "8bit" and group.get("keep_fp32") and "param_names" not in group:
@@ -267,7 +279,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         missing = [name for name in needed if of_optimizer and name not in of_optimizer]
         if missing:  # another optimizer's
             self._refuse(argument, f"a state with {', '.join(needed)}", f"one without {', '.join(missing)}")
-        for name in (*state_names(self._row_of(group)), SCALES, *EXTRA_DTYPES):
+        for name in storage.arrays(self._states_of(group)):
+            if name == COUNTER:
+                continue
             dtype = storage.array_dtype(name)
             if state and name in state and state[name].dtype != dtype:
                 got = _check.dtype_text(state[name].dtype)
@@ -320,6 +334,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             elif state[name].shape == param.shape and not lists.same_layout(
                 lists.local(state[name]), lists.local(param)
             ):
+                if storage.is_quantized:
+                    eight_bit.lay_as(state, name, self._row_of(group), param.detach())
+                    continue
                 state[name] = torch.empty_like(param, dtype=state[name].dtype).copy_(state[name])
 
     def _constants_of(self, row: str, kinds: list[Kind]) -> Tensor:
