@@ -4,13 +4,14 @@ import inspect
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 import warpsmith
 from torch import nn
 from warpsmith.train import sync_audit
-from warpsmith.train.syncs import callers, line_of
+from warpsmith.train.syncs import callers, line_of, waits
 
 SCRIPT = """
 import sys
@@ -110,6 +111,32 @@ def test_the_devices():
         text = "sync_audit: device: expected cpu, since torch finds no GPU, got cuda"
         with pytest.raises(ValueError, match=text), sync_audit("cuda"):
             pass
+
+
+@pytest.mark.parametrize("filtered", ["default", "ignore", "error"])
+def test_what_torch_tells_is_counted_whatever_the_filters(monkeypatch, filtered):
+    """With a stand-in for torch's debug mode, which warns."""
+    modes, others, text = [0], [], "called a synchronizing CUDA operation (Triggered internally at X.cpp:162.)"
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+
+    def set_mode(mode):
+        modes.append(mode)
+        if mode == "warn":
+            warnings.warn("Synchronization debug mode is a prototype feature and does not detect all", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter(filtered)
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *args, **kwargs: others.append(str(message)))
+        with waits(lambda frame: found.append(line_of(callers(frame)))):
+            for _ in range(3):
+                warnings.warn(text, stacklevel=1)
+            if filtered == "default":
+                warnings.warn("another one", stacklevel=1)
+    assert [line.source for line in found] == ["warnings.warn(text, stacklevel=1)"] * 3
+    assert {line.file for line in found} == {__file__}
+    assert modes == [0, "warn", 0] and others == ["another one"] * (filtered == "default")
 
 
 def test_lines():

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warpsmith.ops import _check
 
 _OURS = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["warpsmith"]))
-_LIBRARY = (*_OURS, str(Path(contextlib.__file__).parent / "contextlib.py"), str(Path(functools.__file__)), "<frozen")
+_LIBRARY = (*_OURS, *(str(module.__file__) for module in (contextlib, functools, warnings)), "<frozen")
 _SYNC_TEXT = "called a synchronizing CUDA operation"
 
 # What a device would make the host wait for, for a dry run on the CPU.
@@ -103,8 +103,9 @@ def waits(found: Callable[[FrameType], None]) -> Iterator[None]:
 
         warnings.showwarning = show
         warnings.filterwarnings("always", message=f".*{_SYNC_TEXT}")
-        torch.cuda.set_sync_debug_mode("warn")
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
         try:
+            torch.cuda.set_sync_debug_mode("warn")
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
