@@ -6,7 +6,7 @@
     python examples/train_gpt.py --compare                        the same steps beside plain torch modules
     torchrun --nproc-per-node 8 examples/train_gpt.py --preset gpt2-124m
 
-Beside this file: the model (gpt_model.py), the data, the recipe, the ranks, and checkpoints.
+Beside this file: the model (gpt_model.py), the data, the recipe, the log, the ranks, and checkpoints.
 
 A run writes `log.jsonl`, `loss.png` and `checkpoints/` into its folder. All randomness is a function of (seed, step)
 and a step's batch does not depend on the number of ranks, so a resumed run yields bit for bit the losses of the
@@ -16,13 +16,13 @@ uninterrupted one on the same machine.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,15 +35,14 @@ from torch import Tensor, nn
 try:  # the files beside this one
     import checkpoint
     from gpt_data import Data
+    from gpt_log import NATS, as_json_lines, plot_losses, read_log
     from gpt_model import GPT, modules_of
     from gpt_ranks import PROBLEMS, FailedElsewhere, Ranks, UserError
     from gpt_recipe import CHOICES, PRESETS, RECIPE, default_out, preset_of, recipe_of
-    from matplotlib.figure import Figure
 except ImportError as missing:
     sys.exit(f"train_gpt: error: {missing.name} is not installed: pip install safetensors tqdm matplotlib")
 
 TIME_IS_UP = 1000  # a reason to stop, beside the signals' numbers
-NATS = "nats per token"
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -52,7 +51,7 @@ NATS = "nats per token"
 class Run:
     """A model and its optimizer. `done` counts the steps taken."""
 
-    def __init__(self, s: SimpleNamespace, kind: str, ranks: Ranks) -> None:
+    def __init__(self, s: SimpleNamespace, kind: str, ranks: Ranks, captured: bool = False) -> None:
         self.s, self.ranks, self.done = s, ranks, 0
         modules = modules_of(kind)
         torch.manual_seed(s.seed)
@@ -66,6 +65,10 @@ class Run:
         if ranks.world > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None
             self.loss = nn.parallel.DistributedDataParallel(self.model, device_ids=ids, gradient_as_bucket_view=True)
+        self.state = [self.model, self.optimizer, self.scaler]
+        self.update: Callable[[Tensor], Tensor] = self.update_once
+        if captured:
+            self.update = warpsmith.train.CapturedStep(self.update_once, state=self.state)
 
     def autocast(self) -> torch.autocast:
         dtype = torch.float16 if self.s.dtype == "float16" else torch.bfloat16
@@ -81,6 +84,12 @@ class Run:
         """One update; the loss of this rank's rows before it, still on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
+        loss = self.update(tokens)
+        self.done += 1
+        return loss
+
+    def update_once(self, tokens: Tensor) -> Tensor:
+        """What a step does on the device; with --captured it is one CUDA graph."""
         with self.autocast():
             loss = self.loss(tokens)
         self.scaler.scale(loss).backward()
@@ -88,7 +97,6 @@ class Run:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        self.done += 1
         return loss.detach()
 
     def clip(self) -> None:
@@ -137,7 +145,7 @@ class Training:
         self.data = Data(s, args.data, ranks, args.out)
         if state.get("data", self.data.sha256) != self.data.sha256:
             raise UserError(f"--data: expected the data that {args.out} was trained on, got other content")
-        self.run = Run(s, s.modules, ranks)
+        self.run = Run(s, s.modules, ranks, args.captured)
         if args.resume:
             checkpoint.unpack(files, self.run.model, self.run.optimizer)
             self.run.scaler.load_state_dict(state["scaler"] if self.run.scaler.is_enabled() else {})
@@ -261,36 +269,6 @@ class Training:
         return 128 + reason if killed else 0
 
 
-def as_json_lines(lines: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(line) + "\n" for line in lines).encode()
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """A line a step {"step", "loss", "lr", "tokens_per_s", "seconds"}, and lines {"step", "validation_loss"}."""
-    lines = []
-    for text in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):  # a kill or a full disk can cut a line short
-            lines.append(json.loads(text))
-    return [line for line in lines if isinstance(line, dict) and "step" in line]
-
-
-def plot_losses(lines: list[dict[str, Any]], title: str) -> Figure:
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for key, label, style in (
-        ("loss", "training batch", {"color": "tab:blue", "alpha": 0.6, "linewidth": 0.8}),
-        ("validation_loss", "validation", {"color": "tab:orange", "marker": "o", "markersize": 4}),
-    ):
-        points = [(line["step"], line[key]) for line in lines if key in line]
-        if points:
-            label = f"{label} (last: {points[-1][1]:.3f})"
-            axes.plot(*zip(*points, strict=True), label=label, **style)
-    axes.set(xlabel="step", ylabel=f"loss [{NATS}]", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return figure
-
-
 def compare(args: argparse.Namespace, ranks: Ranks) -> None:
     """The same steps with both kinds of modules, by turns in one process, so that both meet the same disturbances."""
     args.steps = args.steps or 100
@@ -342,6 +320,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from --out's newest checkpoint (default: the last runs/PRESET-N)")
     add("--compare", action="store_true", help="warpsmith's and torch's modules side by side (--steps 100)")
     add("--seconds", type=float, default=math.inf, metavar="X", help="stop after so much training, with a checkpoint")
+    add("--captured", action="store_true", help="the step as one CUDA graph, on one GPU (docs/step.md)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     add("--save-every", type=int, default=200, metavar="N", help="steps between checkpoints (default: 200)")
     add("--eval-every", type=int, default=100, metavar="N", help="steps between validations (default: 100)")
