@@ -178,6 +178,29 @@ def test_settings_that_are_refused(given, message):
         ours(**given)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"min_scale": math.nan}, "min_scale: expected a number from 0 to max_scale = 4096.0, got nan"),
+        ({"min_scale": 8192.0}, "min_scale: expected a number from 0 to max_scale = 4096.0, got 8192.0"),
+        ({"max_scale": math.nan}, "max_scale: expected a number >= 0, got nan"),
+        ({"max_scale": 1.0}, "min_scale: expected a number from 0 to max_scale = 1.0, got 2.0"),
+        ({"hysteresis": 0}, "hysteresis: expected a number of overflows >= 1, got 0"),
+        ({"_hysteresis_tracker": 4}, "_hysteresis_tracker: expected a number from 0 to hysteresis = 3, got 4"),
+        ({"scale": math.nan}, "scale: expected a number >= 0, got nan"),
+    ],
+)
+@pytest.mark.parametrize("used", [False, True])
+def test_states_that_are_refused_change_nothing(changed, message, used):
+    scaler = ours(min_scale=2.0, max_scale=4096.0, hysteresis=3)
+    if used:
+        scaler.scale(torch.ones(()))
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match="GradScaler.load_state_dict: " + message):
+        scaler.load_state_dict({**before, "_growth_tracker": 7, **changed})
+    assert scaler.state_dict() == before
+
+
 def test_groups_without_gradients_are_no_obstacle():
     a, b, c = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)

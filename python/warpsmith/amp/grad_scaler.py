@@ -30,6 +30,15 @@ def _takes_scale(optimizer: Optimizer) -> bool:
     return bool(takes) and "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
+def _check_settings(op: str, min_scale: float, max_scale: float, hysteresis: int) -> None:
+    if not max_scale >= 0:
+        _check.refuse(op, "max_scale", "a number >= 0", str(max_scale))
+    if not 0 <= min_scale <= max_scale:
+        _check.refuse(op, "min_scale", f"a number from 0 to max_scale = {max_scale}", str(min_scale))
+    if not hysteresis >= 1:
+        _check.refuse(op, "hysteresis", "a number of overflows >= 1", str(hysteresis))
+
+
 def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -100,12 +109,9 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float = math.inf,
         hysteresis: int = 1,
     ) -> None:
-        if not 0 <= min_scale <= max_scale:
-            _check.refuse(_OP, "min_scale", f"a number from 0 to max_scale = {max_scale}", str(min_scale))
+        _check_settings(_OP, min_scale, max_scale, hysteresis)
         if not min_scale <= init_scale <= max_scale:
             _check.refuse(_OP, "init_scale", f"a number from {min_scale} to {max_scale}", str(init_scale))
-        if not hysteresis >= 1:
-            _check.refuse(_OP, "hysteresis", "a number of overflows >= 1", str(hysteresis))
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._min_scale, self._max_scale, self._hysteresis = float(min_scale), float(max_scale), int(hysteresis)
         self._init_hysteresis_tracker = self._hysteresis  # overflows until the scale shrinks
@@ -370,20 +376,32 @@ class GradScaler(torch.amp.GradScaler):
         return {**state, **settings, "_hysteresis_tracker": self._hysteresis_left()} if state and settings else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this class or of torch's, whose scale is brought between the bounds."""
+        """Loads a state of this class or of torch's, whose scale is brought between the bounds.
+
+        Raises:
+            ValueError: a scale that is no number, or bounds or a hysteresis that the constructor refuses. Nothing has
+                changed then.
+        """
         if not self._enabled:
             return
         missing = [key for key in _KEYS if key not in state_dict]
         if state_dict and missing:
             raise KeyError(f"{_OP}.load_state_dict: expected {', '.join(_KEYS)}, got a state without {missing[0]}")
         if state_dict:
-            bounds = [float(state_dict.get(name, getattr(self, f"_{name}"))) for name in ("min_scale", "max_scale")]
-            scale = min(max(state_dict["scale"], bounds[0]), bounds[1])
+            low, high = (float(state_dict.get(name, getattr(self, f"_{name}"))) for name in ("min_scale", "max_scale"))
+            hysteresis = int(state_dict.get("hysteresis", self._hysteresis))
+            left = int(state_dict.get("_hysteresis_tracker", hysteresis))
+            op = f"{_OP}.load_state_dict"
+            _check_settings(op, low, high, hysteresis)
+            if not 0 <= left <= hysteresis:
+                _check.refuse(op, "_hysteresis_tracker", f"a number from 0 to hysteresis = {hysteresis}", str(left))
+            if not state_dict["scale"] >= 0:
+                _check.refuse(op, "scale", "a number >= 0", str(state_dict["scale"]))
+            scale = min(max(state_dict["scale"], low), high)
             state_dict = {**state_dict, "scale": scale}
         super().load_state_dict(state_dict)
-        self._min_scale, self._max_scale = bounds
-        self._hysteresis = int(state_dict.get("hysteresis", self._hysteresis))
-        self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", self._hysteresis))
+        self._min_scale, self._max_scale = low, high
+        self._hysteresis, self._init_hysteresis_tracker = hysteresis, left
         if self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
 

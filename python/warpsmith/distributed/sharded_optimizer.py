@@ -360,7 +360,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         every rank; each keeps its fragments. Not a collective.
 
         Raises:
-            ValueError: other groups, or a state of another shape than its parameter. Nothing has changed then.
+            ValueError: other groups, a precision that cannot be shared out, or a state of another shape than its
+                parameter. Nothing has changed then.
         """
         groups = state_dict["param_groups"]
         checks.check_state(self._whole.param_groups, state_dict)
@@ -383,6 +384,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Raises where ``load_state_dict`` would, and changes nothing.
 
         Raises:
-            ValueError: other groups, or a state of another shape than its parameter.
+            ValueError: other groups, a precision that cannot be shared out, or a state of another shape than its
+                parameter.
         """
         checks.check_state(self._whole.param_groups, state_dict)
