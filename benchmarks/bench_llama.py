@@ -1,8 +1,10 @@
 """A training step of a Llama of transformers (1.2B parameters, random weights, bf16, torch's fused AdamW): patched by
-this package, as it is, under torch.compile, and patched by Liger-Kernel where that is installed. A tiny one on the CPU.
+this package with its attention, as it is, under torch.compile, and patched by Liger-Kernel where that is installed. A
+tiny one on the CPU.
 
-Steps in a row from an idle device, waited for; the time is one step's. Rows named "peak memory" have megabytes above
-weights and optimizer states. Without transformers there are no rows.
+"warpsmith, SDPA" keeps torch's attention, "warpsmith, AdamW" has this package's optimizer as well. Steps in a row from
+an idle device, waited for; the time is one step's. Rows named "peak memory" have megabytes above weights and optimizer
+states. Without transformers there are no rows.
 """
 
 import copy
@@ -10,6 +12,7 @@ import functools
 import sys
 
 import torch
+import warpsmith
 from warpsmith.testing import time_cpu
 from warpsmith.testing.rows import OURS, Row, make_rows
 
@@ -31,10 +34,11 @@ BUDGET_S = {"cuda": 12.0, "cpu": 4.0}
 class Run:
     """A model with its optimizer, and what computes its loss."""
 
-    def __init__(self, model, loss=None):
+    def __init__(self, model, loss=None, adamw=None):
         self.model = model
         self.loss = loss or (lambda tokens: model(tokens, labels=tokens, use_cache=False).loss)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        adamw = adamw or functools.partial(torch.optim.AdamW, fused=True)
+        self.optimizer = adamw(model.parameters(), lr=1e-4)
 
     def step(self, tokens):
         loss = self.loss(tokens)
@@ -44,12 +48,19 @@ class Run:
         return loss.detach()
 
 
-def patched_by_us(model):
+def patched_by_us(model, attention=True, **run):
     from warpsmith.integrations.transformers import patch
 
-    done = patch(model)
+    done = patch(model, attention=attention)
     assert not done.kept, done
-    return Run(model)
+    return Run(model, **run)
+
+
+OURS_BY_NAME = {
+    OURS: patched_by_us,
+    f"{OURS}, SDPA": functools.partial(patched_by_us, attention=False),
+    f"{OURS}, AdamW": functools.partial(patched_by_us, adamw=warpsmith.optim.AdamW),
+}
 
 
 def patched_by_liger(model):
@@ -66,7 +77,7 @@ def under_compile(model):
 
 def runs_of(model, device, options):
     """{contender: Run}. Liger changes classes as well as the model, so it comes last."""
-    makers = {OURS: patched_by_us, "torch": Run} if options.samples else {}
+    makers = {**OURS_BY_NAME, "torch": Run} if options.samples else {}
     if options.compile and not options.quick and device == "cuda":
         makers["torch.compile"] = under_compile
     if options.samples and device == "cuda":
