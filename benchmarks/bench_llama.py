@@ -63,11 +63,28 @@ OURS_BY_NAME = {
 }
 
 
-def patched_by_liger(model):
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
+class LigerRun(Run):
+    """Liger patches the model, and names in transformers' module, such as the function that rotates q and k: these
+    would be in the other contenders' steps too, and stand there only during this one's."""
 
-    apply_liger_kernel_to_llama(fused_linear_cross_entropy=True, model=model)
-    return Run(model)
+    def __init__(self, model):
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        module = sys.modules[type(model).__module__]
+        before = dict(vars(module))
+        apply_liger_kernel_to_llama(fused_linear_cross_entropy=True, model=model)
+        self.names = vars(module)
+        self.theirs = {name: value for name, value in self.names.items() if before.get(name) is not value}
+        self.before = {name: before[name] for name in self.theirs if name in before}
+        self.names.update(self.before)
+        super().__init__(model)
+
+    def step(self, tokens):
+        self.names.update(self.theirs)
+        try:
+            return super().step(tokens)
+        finally:
+            self.names.update(self.before)
 
 
 def under_compile(model):
@@ -76,12 +93,12 @@ def under_compile(model):
 
 
 def runs_of(model, device, options):
-    """{contender: Run}. Liger changes classes as well as the model, so it comes last."""
+    """{contender: Run}."""
     makers = {**OURS_BY_NAME, "torch": Run} if options.samples else {}
     if options.compile and not options.quick and device == "cuda":
         makers["torch.compile"] = under_compile
     if options.samples and device == "cuda":
-        makers["liger"] = patched_by_liger
+        makers["liger"] = LigerRun
     runs = {}
     for name, make in makers.items():
         with rivals.optional():
