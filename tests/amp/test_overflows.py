@@ -6,6 +6,7 @@ import pytest
 import torch
 import warpsmith
 from torch import nn
+from torch.testing import assert_close
 from warpsmith.testing import bitwise_equal
 
 from tests.amp.runs import OPTIMIZERS, backward, by_scaler, make_model, ours, torchs_scaler, train
@@ -110,6 +111,24 @@ def test_a_norm_that_overflows_alone_skips_a_clipped_step():
     scaler.step(optimizer)
     assert not p.any() and scaler.last_skipped
     assert scaler.overflow(optimizer) == warpsmith.amp.Overflow(None, 0, {})
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 0.5, 1.0, 3.0, 2.0**16, 1e30])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_squares_of_scaled_gradients_do_not_overflow(scale, norm_type, dtype):
+    """Gradients of 1e15 at scale 2^16 have squares of 4e39; torch divides by the scale before it squares."""
+    values = 1e15 if scale <= 2**16 else 1.0
+    gradient = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * values
+    p = nn.Parameter(torch.zeros(20_000, dtype=dtype))
+    optimizer, scaler = warpsmith.optim.SGD([p], lr=1.0), ours(init_scale=scale)
+    scaler.scale(torch.ones(()))
+    p.grad = (gradient * scale).to(dtype)
+    expected = (p.grad.double() / scale).norm(norm_type)
+    assert_close(scaler.clip_(optimizer, 1.0, norm_type).double(), expected, rtol=1e-6, atol=0)
+    scaler.step(optimizer)
+    assert not scaler.last_skipped
+    assert_close(p.detach().double().norm(norm_type), torch.ones((), dtype=torch.float64), rtol=1e-2, atol=0)
 
 
 def test_floor_and_ceiling_hold():

@@ -23,7 +23,7 @@ from warpsmith.distributed.shard_state import States, cut_states, gather_states
 from warpsmith.distributed.shards import plan_buckets
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import CUT_ELEMS, clip_in_place
-from warpsmith.optim._tensor_list import all_params, describe
+from warpsmith.optim._tensor_list import all_params, describe, moved
 from warpsmith.optim.clip import _order
 
 _OP = checks.OP
@@ -231,6 +231,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         p = _order(f"{_OP}.grad_norm", norm_type)
         self._shards.require_reduced("grad_norm()")
         return self._norm.norm(p)
+
+    @torch.no_grad()
+    def _norm_of_scaled(self, p: float, scale: Tensor) -> Tensor:
+        """:meth:`grad_norm` of gradients that were multiplied by ``scale``, for a scaler."""
+        self._shards.require_reduced("grad_norm()")
+        return self._norm.norm(p, moved(scale, self._flag.device))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
