@@ -1,5 +1,7 @@
 """attention on a GPU: the Hopper and the portable kernels against the reference in float64, and what none serves."""
 
+import threading
+
 import pytest
 import torch
 import warpsmith
@@ -173,6 +175,17 @@ def test_a_step_is_captured_and_never_waits():
         found = run(warpsmith.attention, tensors, dout, causal=True)
     graph.replay()
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_thread_whose_first_work_is_attention():
+    """Tensor maps are made by the driver, which does not bind a context to a thread by itself."""
+    tensors = leaves(1, 128, 128, 2, 2, 64)
+    dout = torch.randn_like(tensors[0])
+    expected, found = run(warpsmith.attention, tensors, dout), []
+    thread = threading.Thread(target=lambda: found.extend(run(warpsmith.attention, tensors, dout)))
+    thread.start()
+    thread.join()
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("shape", [(2, 130, 130, 4, 2, 64), (2, 200, 130, 4, 2, 128), (2, 65, 65, 4, 2, 72)])
