@@ -56,6 +56,27 @@ TEST(forward_causal_128) {
   check_forward<bfloat16>(
       {.queries = 300, .keys = 300, .heads = 2, .key_heads = 2, .head_dim = 128, .window_right = 0});
 }
+// Head dimensions above 128: tiles one after the other, a base that follows the maxima.
+TEST(forward_256) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_forward<bfloat16>({.batch = 2, .queries = 200, .keys = 300, .heads = 2, .key_heads = 1, .head_dim = 256});
+  check_forward<float16>({.queries = 300, .keys = 300, .heads = 2, .key_heads = 2, .head_dim = 256, .window_right = 0});
+  check_forward<bfloat16>(
+      {.queries = 130, .keys = 250, .heads = 2, .key_heads = 2, .head_dim = 200, .head_dim_v = 136});
+}
+TEST(forward_256_packed_with_softcap_and_sink) {
+  SeedsAtMost few(2);
+  Multiprocessors one(1);
+  check_forward<bfloat16>({.heads = 2,
+                           .key_heads = 1,
+                           .head_dim = 256,
+                           .window_right = 0,
+                           .softcap = 3.0,
+                           .sink = true,
+                           .lengths_q = {130, 0, 70},
+                           .lengths_k = {260, 40, 70}});
+}
 TEST(forward_full_64) {
   Multiprocessors two(2);
   check_forward<bfloat16>({.batch = 2, .queries = 200, .keys = 300, .heads = 2, .key_heads = 1, .head_dim = 64});
@@ -150,7 +171,7 @@ TEST(forward_maxima_outgrow_the_base) {
   SeedsAtMost few(2);
   Multiprocessors one(1);
   for (const float growth : {8.0f, 300.0f})
-    for (const int64_t dim : {64, 128}) {
+    for (const int64_t dim : {64, 128, 256}) {
       AttentionCase shape{.queries = 150, .keys = 700, .head_dim = dim, .logit_growth = growth};
       check_forward<bfloat16>(shape, {.ulps = 1, .relative = 0, .absolute = 0x1p-7});
       check_forward<float16>(shape, {.ulps = 1, .relative = 0, .absolute = 0x1p-9});
@@ -330,8 +351,8 @@ RANDOM_TEST(forward_random) {
                       .keys = random.size(1, 400),
                       .heads = key_heads * random.integer(1, 2),
                       .key_heads = key_heads,
-                      .head_dim = 8 * random.integer(1, 16),
-                      .head_dim_v = 8 * random.integer(1, 16)};
+                      .head_dim = 8 * random.integer(1, random.coin() ? 16 : 32),
+                      .head_dim_v = 8 * random.integer(1, random.coin() ? 16 : 32)};
   if (random.coin()) shape.window_right = random.size(0, 200);
   if (random.coin()) shape.window_left = random.size(0, 200);
   shape.bottom_right = random.coin();

@@ -25,6 +25,9 @@ SANITIZER_OPTIONS = {
     # Without it racecheck misses an order that goes from a lane through __syncwarp to another lane's arrival at an
     # mbarrier, as attention's do (docs/design/2026-11-21-attention-fixture.md). Since 2023.3.
     "racecheck": ["--racecheck-indirect-barrier-dependency"],
+    # It takes memory that a tensor's bulk copy has written for unwritten: `out` of the Hopper forward, which this
+    # kernel reads. test_attention_cuda.py shows that all of `out` is written.
+    "initcheck": ["--kernel-name-exclude", "kns=backward_statistics"],
 }
 # What each tool must say itself: a tool that is missing, or saw no kernel, must not pass.
 CLEAN = r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed \(0 errors, 0 warnings\)"

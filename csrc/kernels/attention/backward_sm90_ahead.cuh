@@ -57,7 +57,7 @@ template <class T, BackwardTile tile> struct BackwardAhead : BackwardConsumer<T,
     device::hold(dp);
     device::hold(dk);
     hold_score_gradients();
-    if (it != 0) Base::arrive(shared.empty(stage_of<kQueries>(it - 1)));
+    if (it != 0) Base::release(shared.empty(stage_of<kQueries>(it - 1)));
     if (last_of_tile) Base::arrive(shared.v_empty(v_stage));
     Base::score_gradients(statistics + kBlockQueries / 4);
     device::mbarrier_wait(shared.ds_empty(ds_stage), parity_of(it + 1) ^ 1);  // step -1 has used its buffer, too
