@@ -189,6 +189,8 @@ class CapturedStep:
             if bucket.replay is not None:
                 bucket.forget()
                 bucket.eager_steps = 2  # a schedule may put its learning rate back first
+        if self._graphs is not None:
+            self._graphs.forget()
         self._recaptures += 1
         if self._recaptures > _RECAPTURES:
             self._give_up(f"what a capture fixes changed {self._recaptures} times, at last: {changed}")
