@@ -4,6 +4,7 @@
 // links: csrc/kernels/attention/backward_sm90a.cu
 #include "attention_problem.h"
 #include "kernels/attention/attention_sm90.h"
+#include "kernels/attention/backward_plan.h"
 
 namespace warpsmith::test {
 namespace {
@@ -304,6 +305,43 @@ TEST(backward_packed) {
                               .lengths_q = {150, 0, 3, 200, 64},
                               .lengths_k = {150, 10, 7, 230, 0},
                               .spare_tokens = 5});
+}
+
+// Tiles so long that the query heads of a key head go to several blocks, whose dk and dv are summed afterwards.
+TEST(backward_parts) {
+  SeedsAtMost few(2);
+  Multiprocessors three(3);
+  const AttentionCase shapes[] = {{.queries = 2800, .keys = 70, .heads = 6, .key_heads = 1, .head_dim = 64},
+                                  {.heads = 4,
+                                   .key_heads = 2,
+                                   .head_dim = 72,
+                                   .head_dim_v = 104,
+                                   .window_right = 0,
+                                   .lengths_q = {100, 8200, 0},
+                                   .lengths_k = {100, 200, 300},
+                                   .spare_tokens = 9}};
+  for (const AttentionCase& shape : shapes) {
+    AttentionData<bfloat16> data(shape);
+    expect_equal("parts", attention::backward_parts(data.backward().problem), 2);
+    check_backward<bfloat16>(shape);
+  }
+}
+// A window so narrow that each head's blocks are visited before the next head's.
+TEST(backward_blocks_first) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const int64_t dim : {64, 128}) {
+    const AttentionCase shape{.queries = 900,
+                              .keys = 930,
+                              .heads = 3,
+                              .key_heads = 1,
+                              .head_dim = dim,
+                              .window_left = 60,
+                              .window_right = 20};
+    AttentionData<bfloat16> data(shape);
+    expect_equal("blocks first", attention::visits_blocks_first(data.backward().problem), true);
+    check_backward<bfloat16>(shape);
+  }
 }
 
 RANDOM_TEST(forward_random) {

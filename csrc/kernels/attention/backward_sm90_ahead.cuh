@@ -57,7 +57,7 @@ template <class T, BackwardTile tile> struct BackwardAhead : BackwardConsumer<T,
     device::hold(dp);
     device::hold(dk);
     hold_score_gradients();
-    if (it != 0) Base::release(shared.empty(stage_of<kQueries>(it - 1)));
+    if (it != 0) Base::arrive(shared.empty(stage_of<kQueries>(it - 1)));
     if (last_of_tile) Base::arrive(shared.v_empty(v_stage));
     Base::score_gradients(statistics + kBlockQueries / 4);
     device::mbarrier_wait(shared.ds_empty(ds_stage), parity_of(it + 1) ^ 1);  // step -1 has used its buffer, too
@@ -95,16 +95,13 @@ template <class T, BackwardTile tile> struct BackwardAhead : BackwardConsumer<T,
     while (t != nullptr) {
       Base::clear_gradients();
       // The same in every lane, and known to be.
-      const int steps = __shfl_sync(0xffffffffu, device::load(&t->blocks), 0) * p.heads_per_key_head;
+      const int blocks = __shfl_sync(0xffffffffu, device::load(&t->blocks), 0), steps = blocks * p.heads_per_part;
       int first_query = __shfl_sync(0xffffffffu, device::load(&t->last_block), 0) * kBlockQueries;
       Base::set_whole();
       const KeyTile* next = nullptr;
-      for (int j = 0, head = 0; j < steps; ++j) {
+      for (int j = 0, inner = 0; j < steps; ++j) {
         next = step(first_query, j == 0, j == steps - 1);
-        if (++head == p.heads_per_key_head) {
-          head = 0;
-          first_query -= kBlockQueries;
-        }
+        Base::next_query(first_query, inner, blocks);
       }
       device::wgmma_wait<0>();
       device::hold(dk);

@@ -25,7 +25,7 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
     Base::multiply_rows(dp, shared.v(v_stage), shared.dout(stage));
     device::wgmma_wait<1>();  // s, and dk of the step before
     device::hold(s);
-    if (!first_of_tile) Base::release(shared.empty(stage ^ 1));
+    if (!first_of_tile) Base::arrive(shared.empty(stage ^ 1));
     Base::mask(first_query);
     const Statistics* statistics = reinterpret_cast<const Statistics*>(shared.statistics(stage)) + lane % 4;
     device::named_barrier_arrive(kTurnBarrier + 1 - group, kTurnThreads);
@@ -74,18 +74,15 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
       const unsigned key_stage = stage_of(tiles), v_stage = stage_of<tile.value_stages>(tiles);
       device::mbarrier_wait(shared.k_full(key_stage), parity_of(tiles));
       device::mbarrier_wait(shared.v_full(v_stage), parity_of<tile.value_stages>(tiles));
-      const int steps = blocks * p.heads_per_key_head;
-      for (int j = 0, head = 0, first_query = last_block * kBlockQueries; j < steps; ++j) {
+      const int steps = blocks * p.heads_per_part;
+      for (int j = 0, inner = 0, first_query = last_block * kBlockQueries; j < steps; ++j) {
         step(first_query, key_stage, v_stage, j == 0, j == steps - 1);
-        if (++head == p.heads_per_key_head) {
-          head = 0;
-          first_query -= kBlockQueries;
-        }
+        Base::next_query(first_query, inner, blocks);
       }
       device::wgmma_wait<0>();
       device::hold(dk);
       device::hold(dv);
-      Base::release(shared.empty(stage_of(it - 1)));
+      Base::arrive(shared.empty(stage_of(it - 1)));
       Base::store_gradients();
       __syncwarp(0xffffffffu);  // all lanes have read the tile
       Base::arrive(shared.slot_empty(tiles));
