@@ -31,7 +31,7 @@ def gpt2(device, tiny=False):
     recipe = SimpleNamespace(**(gpt.PRESETS[preset] | {"tokens": "random"} | (TINY if tiny else {})))
     ranks = gpt.Ranks(device)
     run = gpt.Run(recipe, "warpsmith", ranks)
-    return Script(run.update, run.state, (gpt.Data(recipe, None, ranks).batch(0),))
+    return Script(run.update_once, [run.model, run.optimizer, run.scaler], (gpt.Data(recipe, None, ranks).batch(0),))
 
 
 def in_a_row(step, batch, steps):

@@ -1,15 +1,23 @@
-"""The log of train_gpt.py: a line of JSON a step, and a plot of its losses."""
+"""The log of train_gpt.py: a line of JSON a step, and the plot of its losses."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 NATS = "nats per token"
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def as_json_lines(lines: list[dict[str, Any]]) -> bytes:
