@@ -1,4 +1,4 @@
-#include "kernels/optim/optim.h"
+#include "kernels/optim/layerwise.h"
 
 #include <algorithm>
 #include <array>
@@ -74,7 +74,7 @@ void check_scalar(const char* op, const char* argument, const std::optional<Tens
 
 // The names of an optimizer's states, as `#__VA_ARGS__` gives them.
 std::vector<std::string> state_names(Optimizer optimizer) {
-  const std::string all = visit_optimizer(optimizer, []<class F>() { return F::kStateNames; });
+  const std::string all = visit_any_optimizer(optimizer, []<class F>() { return F::kStateNames; });
   std::vector<std::string> names;
   for (size_t begin = 0; begin < all.size();) {
     const size_t end = std::min(all.find(", ", begin), all.size());
@@ -87,7 +87,7 @@ std::vector<std::string> state_names(Optimizer optimizer) {
 // Refuses states that the kernels have no code for: a mask that is none of the optimizer's variants, or no counter
 // where a bias is corrected by it.
 void check_has(const char* op, Optimizer optimizer, Storage storage, size_t i, int64_t has) {
-  visit_optimizer(optimizer, [&]<class F>() {
+  visit_any_optimizer(optimizer, [&]<class F>() {
     constexpr int64_t kStates = (int64_t{1} << F::kStateEnd) - 1, kCounter = kStates + 1;
     const std::string argument = item("has", i);
     const bool known = std::any_of(std::begin(F::kVariants), std::end(F::kVariants),
@@ -113,6 +113,8 @@ Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const T
                    const std::vector<int64_t>& has, const std::vector<int64_t>& groups,
                    const std::vector<int64_t>& first_elems) {
   check_params(op, params, param_dtype(storage));
+  if (is_layerwise(optimizer) && !layerwise_takes(storage))
+    refuse(op, "storage", "float32, float64 or one with masters", kStorageNames[static_cast<int>(storage)]);
   const size_t count = params.size();
   const auto index_of_each = [&](const char* list, const std::vector<int64_t>& indices) {
     if (indices.size() != count) refuse(op, list, std::to_string(count) + " indices", std::to_string(indices.size()));
@@ -231,11 +233,22 @@ void run(const char* op, OptimParams& p, const Tensor& table, const Tensor& poin
   p.found_inf = found_inf ? static_cast<const float*>(found_inf->const_data_ptr()) : nullptr;
   p.tensor_count = count;
   p.chunk_count = table.numel() - count * kWordsATensor;
+  Tensor scratch;
+  if (is_layerwise(p.optimizer))
+    scratch = allocate_vector(op, "sums of squares", 2 * p.chunk_count + count, aoti_torch_dtype_float64(), table);
   for (size_t first = 0; first < groups.size(); first += kOptimMaxGroups) {
     p.first_group = static_cast<int32_t>(first);
     p.group_count = static_cast<int32_t>(std::min<size_t>(kOptimMaxGroups, groups.size() - first));
     std::copy_n(groups.begin() + static_cast<int64_t>(first), p.group_count, p.groups);
     std::copy_n(seeds.begin() + static_cast<int64_t>(first), p.group_count, p.seeds);
+    if (is_layerwise(p.optimizer)) {
+      LayerwiseParams layerwise{p, static_cast<double*>(scratch.mutable_data_ptr()), nullptr};
+      layerwise.ratios = layerwise.partials + 2 * p.chunk_count;
+      run_on(
+          op, table, [&](void* stream) { return layerwise_cuda(layerwise, stream); },
+          [&](const Parallel& threads) { return layerwise_cpu(layerwise, threads); });
+      continue;
+    }
     run_on(
         op, table, [&](void* stream) { return optim_cuda(p, stream); },
         [&](const Parallel& threads) { return optim_cpu(p, threads); });
@@ -244,7 +257,7 @@ void run(const char* op, OptimParams& p, const Tensor& table, const Tensor& poin
 
 Optimizer optimizer_of(const char* op, int64_t index) {
 #define WARPSMITH_ROW(optimizer, F) +1
-  constexpr int64_t kCount = 0 WARPSMITH_OPTIMIZERS(WARPSMITH_ROW);
+  constexpr int64_t kCount = 0 WARPSMITH_OPTIMIZERS(WARPSMITH_ROW) WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW);
 #undef WARPSMITH_ROW
   if (index < 0 || index >= kCount) refuse(op, "optimizer", "an index of a row", std::to_string(index));
   return static_cast<Optimizer>(index);
@@ -306,7 +319,7 @@ void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tenso
   p.optimizer = optimizer_of(kStep, facts[kOptimizer]);
   p.storage = storage_of(kStep, facts[kStorage]);
   p.most = static_cast<uint32_t>(facts[kMost]);
-  const int64_t values = visit_optimizer(p.optimizer, []<class F>() { return int64_t{F::kHyperEnd}; });
+  const int64_t values = visit_any_optimizer(p.optimizer, []<class F>() { return int64_t{F::kHyperEnd}; });
   check_dtype(kStep, "constants", constants, Dtype::float64);
   check_shape(kStep, "constants", constants, {static_cast<int64_t>(lr.size()), values + 2});
   if (!constants.is_cpu()) refuse(kStep, "constants", "a CPU tensor", device_text(constants));

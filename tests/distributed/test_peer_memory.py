@@ -15,28 +15,48 @@ from torch.distributed import _symmetric_memory
 from torch.nn.parallel import DistributedDataParallel
 from warpsmith.distributed import accurate_hook, reduction_plan
 from warpsmith.distributed.hook import average_by_peers, mean_in_rank_order
-from warpsmith.distributed.peer_memory import peer_memory
+from warpsmith.distributed.peer_memory import box_offsets, peer_memory
 from warpsmith.testing import run_ranks
 
 SIZES = [1, 8, 9, 65, 1001, 30_000]
 DTYPES = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)]
 
 
+BYTES = 1 << 18
+
+
 class Files:
     """Memory that processes share, in place of memory that GPUs share."""
 
     def __init__(self, folder, rank, world_size):
-        self.folder, self.rank, self.world_size = Path(folder), rank, world_size
+        self.rank, self.world_size = rank, world_size
+        self.files = [
+            torch.from_file(str(Path(folder) / str(r)), shared=True, size=BYTES, dtype=torch.uint8)
+            for r in range(world_size)
+        ]
 
     def boxes(self, dtype, part):
-        def box(kind, r):
-            path, elements = self.folder / f"{kind}{r}-{dtype}-{part}", self.world_size * part
-            return torch.from_file(str(path), shared=True, size=elements, dtype=dtype).view(self.world_size, part)
+        elements = self.world_size * part
 
-        return tuple([box(kind, r) for r in range(self.world_size)] for kind in ("in", "out"))
+        def box(file, offset):
+            return file.view(dtype)[offset : offset + elements].view(self.world_size, part)
+
+        return tuple([box(file, offset) for file in self.files] for offset in box_offsets(BYTES, dtype))
 
     def barrier(self, channel):
         dist.barrier()
+
+
+def test_no_inbox_lies_where_an_outbox_does(tmp_path):
+    """Of whatever bucket: the ranks are never further apart than one is in its outbox, another in the next inbox."""
+    files = Files(tmp_path, 0, 2)
+    places = {"in": [], "out": []}
+    for dtype in (torch.float32, torch.bfloat16):
+        for part in (8, 520, BYTES // 4 // dtype.itemsize):
+            for kind, boxes in zip(places, files.boxes(dtype, part), strict=True):
+                begin = boxes[0].data_ptr()
+                places[kind].append((begin, begin + boxes[0].numel() * dtype.itemsize))
+    assert max(end for _, end in places["in"]) <= min(begin for begin, _ in places["out"])
 
 
 def gradients_of(rank, size, dtype):

@@ -31,7 +31,7 @@ def kept_bytes(layer, x, rotary):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_layer_keeps_no_normed_rows(dtype):
+def test_a_layer_keeps_no_normed_rows_and_no_activation(dtype):
     model = model_of("llama", dtype)
     model.set_attn_implementation("sdpa")
     tokens, width, keys, inner = 64, 64, 32, 96
@@ -39,8 +39,8 @@ def test_a_layer_keeps_no_normed_rows(dtype):
     rotary = model.model.rotary_emb(x, torch.arange(tokens)[None])
     with patch(model):
         found = kept_bytes(model.model.layers[0], x, rotary)
-    # the stream twice, q, k, v, what attention gives, and three of the feed-forward layer
-    elements = 2 * width + (2 * width + 2 * keys) + 3 * inner
+    # the stream twice, q, k, v, what attention gives, gate and up
+    elements = 2 * width + (2 * width + 2 * keys) + 2 * inner
     statistics = 8 + 4 * 4  # rstd of two norms, and attention's logsumexp of four heads, in float32
     assert found <= tokens * (elements * dtype.itemsize + statistics) + 64
 
@@ -128,3 +128,14 @@ def test_the_loss_has_the_same_bits_without_gradients(name):
         loss = model(TOKENS, labels=TOKENS, use_cache=False).loss
         with torch.no_grad():
             assert torch.equal(model(TOKENS, labels=TOKENS, use_cache=False).loss, loss)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+def test_each_activation_is_made_again(act):
+    model = model_of("llama", hidden_act=act)
+    expected = loss_and_gradients(model)
+    with patch(model) as done:
+        found = loss_and_gradients(model)
+    assert not done.kept
+    for n, a in expected.items():
+        torch.testing.assert_close(found[n], a, rtol=1e-3, atol=1e-4)

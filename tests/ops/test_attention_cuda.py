@@ -190,7 +190,7 @@ def test_a_thread_whose_first_work_is_attention():
 
 @pytest.mark.parametrize("shape", [(2, 130, 130, 4, 2, 64), (2, 200, 130, 4, 2, 128), (2, 65, 65, 4, 2, 72)])
 def test_every_element_of_new_memory_is_written_before_it_is_read(shape):
-    """initcheck does not see what the Hopper kernels' bulk stores write (tools/gpu/stages.py)."""
+    """initcheck does not see what the Hopper kernels' bulk copies write (tools/gpu/sanitized_workload.py)."""
     tensors = leaves(*shape)
     dout = torch.randn_like(tensors[0])
     expected = run(warpsmith.attention, tensors, dout, causal=True)

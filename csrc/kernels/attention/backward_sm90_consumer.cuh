@@ -39,12 +39,6 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   __device__ __forceinline__ void arrive(Mbarrier* barrier) {
     if (lane == 0) device::mbarrier_arrive(barrier);
   }
-  // Gives a buffer back that the lanes have read. They meet at the hand-over of dS, after their last read, already; the
-  // second time is for racecheck, which follows no order from lanes through __syncwarp and another arrival to this one.
-  __device__ __forceinline__ void release(Mbarrier* barrier) {
-    __syncwarp(0xffffffffu);
-    arrive(barrier);
-  }
   static __device__ __forceinline__ uint64_t k_major(const unsigned char* start) {
     return device::wgmma_descriptor(Swizzle::bytes128, start, 16, 1024);
   }

@@ -25,7 +25,7 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
     Base::multiply_rows(dp, shared.v(v_stage), shared.dout(stage));
     device::wgmma_wait<1>();  // s, and dk of the step before
     device::hold(s);
-    if (!first_of_tile) Base::release(shared.empty(stage ^ 1));
+    if (!first_of_tile) Base::arrive(shared.empty(stage ^ 1));
     Base::mask(first_query);
     const Statistics* statistics = reinterpret_cast<const Statistics*>(shared.statistics(stage)) + lane % 4;
     device::named_barrier_arrive(kTurnBarrier + 1 - group, kTurnThreads);
@@ -74,7 +74,7 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
       device::wgmma_wait<0>();
       device::hold(dk);
       device::hold(dv);
-      Base::release(shared.empty(stage_of(it - 1)));
+      Base::arrive(shared.empty(stage_of(it - 1)));
       Base::store_gradients();
       __syncwarp(0xffffffffu);  // all lanes have read the tile
       Base::arrive(shared.slot_empty(tiles));

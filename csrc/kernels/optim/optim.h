@@ -126,7 +126,7 @@ struct OptimTensor {
 };
 static_assert(sizeof(OptimTensor) == 80);
 
-constexpr int kOptimMaxValues = 4;
+constexpr int kOptimMaxValues = 6;
 
 struct OptimGroup {
   const void*

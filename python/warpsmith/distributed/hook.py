@@ -180,4 +180,4 @@ def average_by_peers(gradients: Tensor, peers: PeerMemory, sent_as: torch.dtype,
     means, end = outboxes[rank].view(-1), len(gradients)
     for begin, stop in ((0, min(rank * part, end)), (min((rank + 1) * part, end), end)):
         if begin < stop:
-            gradients[begin:stop].copy_(means[begin:stop])
+            rank_mean(means[None, begin:stop], [gradients[begin:stop]])  # of one rank: only widens, with vectors

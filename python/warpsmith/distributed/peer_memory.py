@@ -52,10 +52,10 @@ class PeerMemory:
             self._grow(1 << (wanted - 1).bit_length())
         found = self._boxes.get((dtype, part))
         if found is None:
-            shape, elements = (self.world_size, part), self.world_size * part
+            shape = self.world_size, part
             inboxes, outboxes = (
                 [self._handle.get_buffer(r, shape, dtype, offset) for r in range(self.world_size)]
-                for offset in (0, elements)
+                for offset in box_offsets(self._bytes, dtype)
             )
             found = self._boxes[dtype, part] = inboxes, outboxes
         return found
@@ -75,6 +75,17 @@ class PeerMemory:
             self._buffer = _symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
             self._handle = _symmetric_memory.rendezvous(self._buffer, group)
         self._bytes = size
+
+
+def box_offsets(size: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Where inboxes and outboxes begin in a buffer of so many bytes, in elements. The same bytes for every shape and
+    dtype: a rank fills the inbox for one bucket while another still reads its outbox of the bucket before.
+
+    Example:
+        >>> box_offsets(1024, torch.bfloat16), box_offsets(1024, torch.float32)
+        ((0, 256), (0, 128))
+    """
+    return 0, size // 2 // dtype.itemsize
 
 
 def peer_memory(group: ProcessGroup | None, device: torch.device, user: str) -> PeerMemory | str:

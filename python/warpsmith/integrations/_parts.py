@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple
 
 from warpsmith.nn import functional
+from warpsmith.ops import _gated_linear
 from warpsmith.ops._norm_linears import fits, norm_linears
 from warpsmith.ops.add_layer_norm import add_layer_norm
 from warpsmith.ops.add_rms_norm import add_rms_norm
@@ -75,6 +76,12 @@ def _watched(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a module is a matrix product and no more."""
+    plain = type(linear) is nn.Linear and linear.bias is None
+    return plain and "forward" not in linear.__dict__ and not _watched(linear)
+
+
 # ---- feed-forward layers
 
 _SILU = ("SiLU", "SiLUActivation")
@@ -88,25 +95,27 @@ def _activation(module: Any) -> str:
     return name + ", tanh" if name == "GELU" and act.approximate == "tanh" else name
 
 
-def _gated_op(name: str) -> Callable[..., Tensor] | None:
-    if name in _SILU:
-        return swiglu
-    if name in _EXACT:
-        return geglu
-    if name in (*_TANH, "GELU, tanh"):
-        return functools.partial(geglu, approximate="tanh")
-    return reglu if name == "ReLU" else None
+# By activation: the op, and name and last arguments of its raw ops.
+_GATED_OPS: dict[str, tuple[Callable[..., Tensor], str, tuple[bool, ...]]] = {
+    **dict.fromkeys(_SILU, (swiglu, "swiglu", ())),
+    **dict.fromkeys(_EXACT, (geglu, "geglu", (False,))),
+    **dict.fromkeys((*_TANH, "GELU, tanh"), (functools.partial(geglu, approximate="tanh"), "geglu", (True,))),
+    "ReLU": (reglu, "reglu", ()),
+}
 
 
 def _why_not_gated(module: nn.Module) -> str | None:
     name = _activation(module)
-    return None if _gated_op(name) else f"its activation, {name}, is not fused"
+    return None if name in _GATED_OPS else f"its activation, {name}, is not fused"
 
 
 def _down(mlp: Any, gate: Tensor, up: Tensor) -> Tensor:
     """What a feed-forward layer makes of its first two products."""
+    op, name, extra = _GATED_OPS[_activation(mlp)]
+    if _is_plain(mlp.down_proj) and _gated_linear.fits(gate, up, mlp.down_proj.weight):
+        return _gated_linear.gated_linear(gate, up, mlp.down_proj.weight, name, *extra)
     alone = not any(t.requires_grad and t.is_leaf for t in (gate, up))
-    return mlp.down_proj(_gated_op(_activation(mlp))(gate, up, inplace_backward=alone))  # type: ignore[misc]
+    return mlp.down_proj(op(gate, up, inplace_backward=alone))
 
 
 def _gated(old: Forward) -> Forward:
@@ -197,9 +206,7 @@ def _normed(
     does not keep the normed rows; None where a module is another's, has hooks or does not fit."""
     linears = [getattr(layer, name) for name in names]
     ours = all(getattr(m.forward, "of_warpsmith", False) and not _watched(m) for m in (norm, layer))
-    if not ours or any(type(p) is not nn.Linear or p.bias is not None or _watched(p) for p in linears):
-        return None
-    if any("forward" in p.__dict__ for p in linears):
+    if not ours or not all(map(_is_plain, linears)):
         return None
     weights = [p.weight for p in linears]
     given = (x, norm.weight, *weights) if residual is None else (x, residual, norm.weight, *weights)

@@ -122,7 +122,7 @@ def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
     Parameters, ``state_dict``, arguments and outputs stay. A residual sum and the norm behind it become one op. In
     training mode, with ``labels``, the head and its loss are :func:`warpsmith.linear_cross_entropy`, and ``logits`` is
     None: they are never in memory. The gradients of a feed-forward layer's activation are written over its inputs, so
-    that a second backward through one graph is refused. The backward makes the normed rows of a layer again.
+    that a second backward through one graph is refused. The backward makes a layer's normed rows and activations again.
 
     Args:
         model_or_class: a model of Llama, Mistral, Qwen3, Gemma 2 or GPT-2, whose modules alone are changed; or such a
