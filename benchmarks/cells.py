@@ -15,13 +15,11 @@ CPU_THREADS = 2
 
 @functools.cache
 def runners():
-    """{op: run(device, options)} of the bench_*.py files beside this one. No rival is loaded by looking. A file with
-    neither OPS nor run is a program of its own."""
+    """{op: run(device, options)} of the bench_*.py files beside this one. No rival is loaded by looking."""
     found = {}
     for path in sorted(Path(__file__).parent.glob("bench_*.py")):
         module = importlib.import_module(f"benchmarks.{path.stem}")
-        if hasattr(module, "OPS") or hasattr(module, "run"):
-            found.update(getattr(module, "OPS", None) or {path.stem.removeprefix("bench_"): module.run})
+        found.update(module.OPS if hasattr(module, "OPS") else {path.stem.removeprefix("bench_"): module.run})
     return {name: _on_few_threads(run) for name, run in found.items()}
 
 
