@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -18,6 +18,7 @@ BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
 OURS, YARDSTICK, MEMORY = "warpsmith", "copy_", "peak memory"
 EAGER = ("torch", "torch, no cast", "torch fused")
 GPU, CPU, PORTABLE = "*-nvidia-h200.json", "*-cpu.json", "*-nvidia-h200-sm80-code.json"
+SHARED = {"linear_cross_entropy by chunks": "linear_cross_entropy"}  # drawn in one picture: from one run
 WHOLE = ("loss + gradient", "forward + backward", "step")  # what is measured in one piece
 NEAR = 0.98  # the README names the cells where a rival's time is less than this much of ours
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -25,10 +26,36 @@ Row = dict[str, Any]
 Cell = dict[str, Row]
 
 
-def newest(pattern: str = GPU) -> Path:
-    """The newest kept run that holds measurements."""
-    runs = sorted((ROOT / "benchmarks/results").glob(pattern))
-    return [path for path in runs if json.loads(path.read_text())["rows"]][-1]
+class Recording(NamedTuple):
+    """A kept run, with those of its rows that no newer one has."""
+
+    path: Path
+    environment: Row
+    rows: list[Row]
+
+
+def recordings(pattern: str = GPU) -> list[Recording]:
+    """The newest rows of each op and device, by run; newest run first."""
+    paths = sorted((ROOT / "benchmarks/results").glob(pattern), reverse=True)
+    return newest_rows(paths)
+
+
+def newest_rows(paths: list[Path]) -> list[Recording]:
+    """Of runs, newest first. A run that adds nothing is left out."""
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for path in paths:
+        run = json.loads(path.read_text())
+        new = {(row.get("device", ""), SHARED.get(row["op"], row["op"])) for row in run["rows"]} - seen
+        rows = [row for row in run["rows"] if (row.get("device", ""), SHARED.get(row["op"], row["op"])) in new]
+        if rows:
+            found.append(Recording(path, run["environment"], rows))
+        seen |= new
+    return found
+
+
+def all_rows(found: list[Recording]) -> list[Row]:
+    return [row for recording in found for row in recording.rows]
 
 
 def cells(rows: list[Row]) -> list[Cell]:
@@ -85,7 +112,7 @@ def head(columns: list[str]) -> str:
 
 
 def size_text(row: Row, usual: str) -> str:
-    return row["shape"] if row["dtype"] == usual else f"{row['shape']} {DTYPES[row['dtype']]}"
+    return row["shape"] if row["dtype"] == usual else f"{row['shape']} {DTYPES.get(row['dtype'], row['dtype'])}"
 
 
 def both_ways(found: list[Cell], usual: str) -> str:
@@ -161,51 +188,56 @@ def failures(rows: list[Row]) -> str:
     return f"\nWithout a time: {text}.\n" if text else ""
 
 
-def where(path: Path, run: Row) -> str:
-    """The machine, the versions and the file, in a sentence or two."""
-    e = run["environment"]
+def where(found: list[Recording]) -> str:
+    """The machine, the versions and the files, in a sentence for each run."""
+    return " ".join(where_one(recording, last=i == len(found) - 1) for i, recording in enumerate(found))
+
+
+def where_one(recording: Recording, last: bool) -> str:
+    """last: of several runs, the one whose ops need no list, as they are all the others."""
+    e = recording.environment
     machine = f"{e['gpu']} (driver {e['driver_version']}, {e['power.limit']}), " if e.get("gpu") else f"{e['cpu']}, "
     cuda = f", CUDA {e['cuda']}" if e["cuda"] else ""
+    ops = "" if last else ", ".join(f"`{op}`" for op in dict.fromkeys(r["op"].split(" ")[0] for r in recording.rows))
     return (
-        f"{machine}torch {e['torch']}{cuda}, Python {e['python']}, {e['date'][:16]}, one run of "
-        f"`python -m benchmarks`; all contenders: `{path.relative_to(ROOT)}`."
+        f"{ops}{': ' if ops else ''}{machine}torch {e['torch']}{cuda}, Python {e['python']}, {e['date'][:16]}, one run "
+        f"of `python -m benchmarks`; all contenders: `{recording.path.relative_to(ROOT)}`."
     )
 
 
-def rivals(run: Row) -> str:
-    """Who is in the run, and who is not."""
-    versions = run["environment"]["rivals"]
+def rivals(found: list[Recording]) -> str:
+    """Who is in the runs, and who is not."""
+    versions = {name: v for recording in reversed(found) for name, v in recording.environment["rivals"].items()}
     here = "".join(f", {name} {version}" for name, version in versions.items() if version != "absent")
     absent = ", ".join(name for name, version in versions.items() if version == "absent")
     return f"Rivals: torch eager, `torch.compile`{here}" + (f" (not installed: {absent})." if absent else ".")
 
 
-def tables(gpu_path: Path, cpu_path: Path) -> str:
+def tables(gpu_runs: list[Recording], cpu_runs: list[Recording]) -> str:
     """What stands between the marks of docs/benchmarks.md."""
-    run, cpu_run = (json.loads(path.read_text()) for path in (gpu_path, cpu_path))
-    gpu = [c for c in cells(run["rows"]) if on_gpu(c)]
-    cpu = [c for c in cells(cpu_run["rows"]) if not on_gpu(c)]
+    rows, cpu_rows = all_rows(gpu_runs), all_rows(cpu_runs)
+    gpu = [c for c in cells(rows) if on_gpu(c)]
+    cpu = [c for c in cells(cpu_rows) if not on_gpu(c)]
     return (
-        f"{where(gpu_path, run)} {rivals(run)} Below 1 under *rival / ours* the rival is faster.\n\n"
+        f"{where(gpu_runs)} {rivals(gpu_runs)} Below 1 under *rival / ours* the rival is faster.\n\n"
         f"bf16 unless the size says otherwise:\n\n"
-        f"{both_ways(gpu, 'bfloat16')}\n{the_rest(gpu, 'bfloat16')}\n{training(gpu)}{failures(run['rows'])}\n"
-        f"The CPU, 2 threads, fp32: {where(cpu_path, cpu_run)}\n\n"
-        f"{both_ways(cpu, 'float32')}\n{the_rest(cpu, 'float32')}\n{training(cpu)}{failures(cpu_run['rows'])}\n"
+        f"{both_ways(gpu, 'bfloat16')}\n{the_rest(gpu, 'bfloat16')}\n{training(gpu)}{failures(rows)}\n"
+        f"The CPU, 2 threads, fp32: {where(cpu_runs)}\n\n"
+        f"{both_ways(cpu, 'float32')}\n{the_rest(cpu, 'float32')}\n{training(cpu)}{failures(cpu_rows)}\n"
         f"{portable()}"
     )
 
 
 def portable() -> str:
     """What cards without kernels of their own run, on the card that is at hand; nothing where nobody recorded it."""
-    if not list((ROOT / "benchmarks/results").glob(PORTABLE)):
+    runs = recordings(PORTABLE)
+    if not runs:
         return ""
-    path = newest(PORTABLE)
-    run = json.loads(path.read_text())
-    found = [c for c in cells(run["rows"]) if on_gpu(c)]
+    found = [c for c in cells(all_rows(runs)) if on_gpu(c)]
     return (
         "## sm_80 code on an H200\n\n"
         "A library built for sm_80 alone, whose PTX the driver compiled: the kernels that A100, L40S and RTX 4090 "
-        f"run. The times are an H200's. {where(path, run)} {rivals(run)}\n\n{both_ways(found, 'bfloat16')}\n"
+        f"run. The times are an H200's. {where(runs)} {rivals(runs)}\n\n{both_ways(found, 'bfloat16')}\n"
         f"{the_rest(found, 'bfloat16')}"
     )
 
@@ -226,10 +258,9 @@ def short(cell: Cell | None) -> list[str]:
     return [time_text(ours).split(" (")[0], of_copy, ratio(cell, eager), ratio(cell, best_rival(cell), named=True)]
 
 
-def summary(path: Path) -> str:
+def summary(runs: list[Recording]) -> str:
     """What stands between the README's marks: each op at its first size, and where a rival is ahead."""
-    run = json.loads(path.read_text())
-    gpu = [c for c in cells(run["rows"]) if on_gpu(c)]
+    gpu = [c for c in cells(all_rows(runs)) if on_gpu(c)]
     firsts: dict[str, dict[str, Cell]] = {}
     for cell in gpu:
         row = cell[OURS]
@@ -237,7 +268,7 @@ def summary(path: Path) -> str:
         if row["direction"] in ("forward", "backward", *WHOLE) and {c[OURS]["shape"] for c in shapes.values()} <= {
             row["shape"]
         }:
-            shapes[row["direction"]] = cell
+            shapes.setdefault(row["direction"], cell)
     lines = []
     for op, shapes in firsts.items():
         pair = [shapes.get("forward"), shapes.get("backward")]
@@ -252,7 +283,7 @@ def summary(path: Path) -> str:
             lines.append(line([f"`{op}`", size, *short(pair[0]), *short(pair[1])]))
     columns = ["of copy", "torch / ours", "best rival / ours"]
     return (
-        f"{where(path, run)} {rivals(run)}\n\n"
+        f"{where(runs)} {rivals(runs)}\n\n"
         "bf16 unless the size says otherwise. *Of copy*: the rate as a fraction of a device copy of the same bytes. "
         "*torch / ours*, *best rival / ours*: their time over Warpsmith's; above 1, Warpsmith is faster.\n\n"
         f"{head(['op', 'size', 'forward', *columns, 'backward', *columns])}" + "\n".join(lines) + f"\n\n{behind(gpu)}"
@@ -271,7 +302,7 @@ def behind(found: list[Cell]) -> str:
             held = memory.get((ours["op"], ours["shape"]), {})
             peaks = [f"{held[n]['value'] / 1e3:.2f} GB" for n in (best["contender"], OURS) if n in held]
             price = f" (memory: {' beside our '.join(peaks)})" if peaks else ""
-            what = [f"`{ours['op']}`", ours["shape"], ours["direction"]]
+            what = [f"`{ours['op']}`", size_text(ours, "bfloat16"), ours["direction"]]
             ahead.append((best["value"] / ours["value"], what, best["contender"] + price))
     listed = [line([*what, f"{ratio:.2f}", who]) for ratio, what, who in sorted(ahead)]
     text = f"Over all sizes a rival is more than {1 - NEAR:.0%} faster in {len(ahead)} of {len(timed)} cells"
@@ -289,16 +320,21 @@ def write(path: Path, text: str) -> None:
 
 
 def main() -> None:
-    write(ROOT / "README.md", summary(newest()))
-    write(ROOT / "docs/benchmarks.md", tables(newest(), newest(CPU)))
+    runs = recordings()
+    write(ROOT / "README.md", summary(runs))
+    write(ROOT / "docs/benchmarks.md", tables(runs, recordings(CPU)))
     from speed_plots import attention_by_length, beside_rivals, memory_curve
 
-    run = json.loads(newest().read_text())
-    rows = run["rows"]
-    gpu, date = run["environment"]["gpu"], run["environment"]["date"][:10]
-    memory_curve(rows, f"{gpu}, {date}")
-    attention_by_length(rows, f"{gpu}, bf16, 16,384 tokens, hidden size 2,048: {newest().name}")
-    beside_rivals([c for c in cells(rows) if on_gpu(c)], f"{gpu}, bf16 unless said otherwise, {date}")
+    rows = all_rows(runs)
+    gpu, date = runs[0].environment["gpu"], runs[0].environment["date"][:10]
+    memory_curve(rows, f"{gpu}, {date_of(runs, 'linear_cross_entropy')}")
+    attention_by_length(rows, f"{gpu}, bf16, 16,384 tokens, hidden size 2,048, {date_of(runs, 'attention')}")
+    beside_rivals([c for c in cells(rows) if on_gpu(c)], f"{gpu}, bf16 unless said otherwise, to {date}")
+
+
+def date_of(runs: list[Recording], op: str) -> str:
+    """The day on which an op's rows were measured."""
+    return next(str(r.environment["date"][:10]) for r in runs if any(row["op"] == op for row in r.rows))
 
 
 if __name__ == "__main__":

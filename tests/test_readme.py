@@ -81,7 +81,7 @@ def between_marks(speed_table, document):
 
 
 def test_the_speed_tables_are_those_of_the_newest_runs(speed_table):
-    gpu, cpu = speed_table.newest(), speed_table.newest(speed_table.CPU)
+    gpu, cpu = speed_table.recordings(), speed_table.recordings(speed_table.CPU)
     assert between_marks(speed_table, "README.md") == speed_table.summary(gpu).strip()
     assert between_marks(speed_table, "docs/benchmarks.md") == speed_table.tables(gpu, cpu).strip()
 
@@ -113,7 +113,8 @@ def recording(speed_table, tmp_path, monkeypatch):
     def table(*cells, short=False):
         path = tmp_path / "run.json"
         path.write_text(json.dumps({"environment": environment, "rows": [row for cell in cells for row in cell]}))
-        return (speed_table.summary(path) if short else speed_table.tables(path, path)).splitlines()
+        runs = speed_table.newest_rows([path])
+        return (speed_table.summary(runs) if short else speed_table.tables(runs, runs)).splitlines()
 
     return table
 
@@ -146,6 +147,17 @@ def test_variants_memory_and_training_have_their_lines(recording):
     rates = "Tokens a second in training `gpt2-124m` (64x1024 a step): warpsmith 655,360, torch 327,680."
     assert rates in lines
     assert "Without a time: cce at `linear_cross_entropy` 8x9 (no reason)." in lines
+
+
+def test_an_op_is_shown_as_its_newest_run_has_it(speed_table, tmp_path):
+    for name, rows in {
+        "1": measured("rope", "forward", warpsmith=9.0) + measured("adamw", "step", warpsmith=8.0),
+        "2": measured("rope", "backward", warpsmith=7.0),
+        "3": measured("rope", "forward", shape="2x2", warpsmith=6.0) + measured("rope", "step", "cpu", warpsmith=5.0),
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"environment": {}, "rows": rows}))
+    runs = speed_table.newest_rows([tmp_path / f"{name}.json" for name in "321"])
+    assert [(r.path.stem, [row["value"] for row in r.rows]) for r in runs] == [("3", [6.0, 5.0]), ("1", [8.0])]
 
 
 def test_the_cpu_has_tables_of_its_own(recording):

@@ -3,11 +3,12 @@ parallel, reports of hangs."""
 
 from warpsmith.distributed.context import Context, init
 from warpsmith.distributed.context_parallel import context_parallel_attention
-from warpsmith.distributed.hook import accurate_hook
+from warpsmith.distributed.hook import accurate_hook, reduction_plan
 from warpsmith.distributed.output import RankFilter
 from warpsmith.distributed.sampler import ResumableSampler
 from warpsmith.distributed.sequence import shard_sequence, unshard_sequence
 from warpsmith.distributed.sharded_optimizer import ShardedOptimizer
+from warpsmith.distributed.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from warpsmith.distributed.watching import Watch, watch
 
 __all__ = [
@@ -19,7 +20,10 @@ __all__ = [
     "accurate_hook",
     "context_parallel_attention",
     "init",
+    "reduction_plan",
     "shard_sequence",
     "unshard_sequence",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
     "watch",
 ]
