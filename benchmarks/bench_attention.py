@@ -5,6 +5,8 @@ Products bind, not memory: rows have times, and a cell's FLOPs are 4 B H Sq Sk D
 half of it with a causal mask. All contenders get tensors in bshd; torch's functions see them transposed, not copied.
 """
 
+import contextlib
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ from benchmarks.cells import CPU_THREADS, compiled, forget_compiled
 from benchmarks.rivals import optional
 
 MEAN_DOCUMENT = 1024
+PORTABLE = f"{OURS}, portable"  # the kernels of other GPUs, where the Hopper kernels would run
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,21 @@ def extras(cell, device, dtype):
 def tokens(*tensors):
     """Without the batch dimension, as views. The gradient of ``q[0]`` would be cleared and copied as a whole."""
     return [t.squeeze(0) for t in tensors]
+
+
+@contextlib.contextmanager
+def portable_alone():
+    library = ctypes.CDLL(next(path for path in torch.ops.loaded_libraries if "warpsmith_ops" in path))
+    library.warpsmith_attention_portable_alone(1)
+    try:
+        yield
+    finally:
+        library.warpsmith_attention_portable_alone(0)
+
+
+def kernels_of(name):
+    """In which a contender's forward and its backward run."""
+    return portable_alone() if name == PORTABLE else contextlib.nullcontext()
 
 
 def ours(cell, options, cu_seqlens, longest, **more):
@@ -168,6 +186,8 @@ def contenders_of(cell, device, dtype, settings):
         )
         return found, options
     found["warpsmith, any order"] = ours(cell, options, cu_seqlens, max(lengths), deterministic=False)
+    if cell.dim <= 128 and cell.extra in ("", "sink"):
+        found[PORTABLE] = found[OURS]
     found.update(torch_backends(cell, options))
     if not cell.extra:
         found.update(flash_attn(cell, cu_seqlens, max(lengths)))
@@ -195,11 +215,20 @@ def rows_of(cell, device, settings):
     contenders, options = contenders_of(cell, device, dtype, settings)
     leaves = inputs + [t for t in options.values() if isinstance(t, torch.Tensor)]
     measure = timer_of(device, settings.samples)
-    forward = {name: (lambda fn=fn: fn(*inputs)) for name, fn in contenders.items()}
+
+    def within(name, call):
+        def run():
+            with kernels_of(name):
+                return call()
+
+        return run if name == PORTABLE else call
+
+    forward = {name: within(name, lambda fn=fn: fn(*inputs)) for name, fn in contenders.items()}
     backwards = {}
     for name, fn in contenders.items():
         try:
-            backwards[name] = backward(fn, leaves)
+            with kernels_of(name):
+                backwards[name] = within(name, backward(fn, leaves))
         except Exception:
             continue  # its forward row says why
     name = str(dtype).removeprefix("torch.")

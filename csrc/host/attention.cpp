@@ -25,8 +25,8 @@ pybind11::dict describe(const Choice& hopper, const AttentionKernelProblem& p, c
     d["why"] = std::string("no CUDA kernel for ") + against;
     return d;
   }
-  const attention::PortableTile& tile =
-      tiles[attention::portable_tile(p.element_bytes, std::max(p.head_dim, p.head_dim_v))];
+  const attention::PortableTile& tile = tiles[attention::portable_tile(
+      p.element_bytes, p.softcap || p.mask || p.bias || p.alibi || p.dropout, std::max(p.head_dim, p.head_dim_v))];
   d["kernel"] = "sm_80";
   d["why"] = std::string("the portable kernel takes every option; no Hopper kernel for ") + hopper.why;
   d["head_dim"] = tile.head_dim;
@@ -53,7 +53,7 @@ pybind11::dict plan_attention(const char* op, const pybind11::kwargs& given) {
 
   pybind11::dict d;
   d["forward"] = describe(choose_attention_forward_sm90(p), p, attention::kPortableForward);
-  d["backward"] = describe(choose_attention_backward_sm90(p), p, attention::kPortableBackward);
+  d["backward"] = describe(choose_attention_backward_sm90(p), p, attention::kPortableQueries);
   return d;
 }
 

@@ -25,19 +25,19 @@ template <int kColumns, int kWidth> __global__ void products(const float* p, con
   constexpr int kStride = attention::kSharedStride<float, kWidth>;
   WARPSMITH_SHARED(float, rows, kColumns* kStride);
   const auto lane = static_cast<int>(threadIdx.x);
-  attention::Accumulators<kWidth> sum = {};
+  attention::Accumulators<kWidth> sum[1] = {};
   for (int step = 0; step < steps; ++step) {
     for (int i = lane; i < kColumns * kWidth; i += 32)
       rows[i / kWidth * kStride + i % kWidth] = b[step * kColumns * kWidth + i];
     __syncwarp(0xffffffffu);
-    attention::Accumulators<kColumns> factors;
+    attention::Accumulators<kColumns> factors[1];
     for (int n = 0; n < kColumns / 8; ++n)
-      for (int e = 0; e < 4; ++e) factors[n][e] = p[((step * kColumns / 8 + n) * 4 + e) * 32 + lane];
-    attention::add_product<float, kWidth, kColumns, kWidth>(sum, factors, rows, lane);
+      for (int e = 0; e < 4; ++e) factors[0][n][e] = p[((step * kColumns / 8 + n) * 4 + e) * 32 + lane];
+    attention::add_product<float, kWidth, kColumns, kWidth, 1>(sum, factors, rows, lane);
     __syncwarp(0xffffffffu);
   }
   for (int n = 0; n < kWidth / 8; ++n)
-    for (int e = 0; e < 4; ++e) x[(lane / 4 + e / 2 * 8) * kWidth + n * 8 + lane % 4 * 2 + e % 2] = sum[n][e];
+    for (int e = 0; e < 4; ++e) x[(lane / 4 + e / 2 * 8) * kWidth + n * 8 + lane % 4 * 2 + e % 2] = sum[0][n][e];
 }
 
 // A step's sum is made by itself and then added, so that errors are those of chains of columns + steps additions. In

@@ -1,5 +1,6 @@
 """attention on a GPU: the Hopper and the portable kernels against the reference in float64, and what none serves."""
 
+import ctypes
 import threading
 
 import pytest
@@ -186,6 +187,21 @@ def test_a_thread_whose_first_work_is_attention():
     thread.start()
     thread.join()
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.fixture
+def portable_alone():
+    library = ctypes.CDLL(next(p for p in torch.ops.loaded_libraries if "warpsmith_ops" in p))
+    library.warpsmith_attention_portable_alone(1)
+    yield
+    library.warpsmith_attention_portable_alone(0)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (64, 33)}])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("shape", [(2, 113, 203, 4, 2, 128), (1, 300, 300, 6, 1, 64, 40), (1, 140, 70, 3, 3, 256, 136)])
+def test_plain_problems_in_portable_kernels(portable_alone, shape, dtype, options):
+    check_law(leaves(*shape, dtype=dtype), **options)
 
 
 @pytest.mark.parametrize("shape", [(2, 130, 130, 4, 2, 64), (2, 200, 130, 4, 2, 128), (2, 65, 65, 4, 2, 72)])

@@ -1,10 +1,20 @@
 #include "kernels/attention/attention.h"
 
+#include <atomic>
+
 #include "kernels/attention/attention_portable.h"
 #include "kernels/attention/attention_sm90.h"
 
 // Which kernels run a problem: those of sm_90a where the library was built for that architecture and they take it, else
 // the portable ones, which take every option.
+namespace {
+std::atomic<bool> portable_alone{false};
+}
+
+// For tests and benchmarks on a Hopper GPU: from now on the process runs portable kernels, as on other GPUs. Not
+// between a forward and its backward.
+extern "C" void warpsmith_attention_portable_alone(int on) { portable_alone = on != 0; }
+
 namespace warpsmith {
 
 namespace {
@@ -13,40 +23,48 @@ constexpr bool kHopperKernels = true;
 #else
 constexpr bool kHopperKernels = false;
 #endif
+
+// Whether the Hopper kernels take the problem. Where there are none, neither is called.
+[[maybe_unused]] bool on_hopper(const AttentionFwdParams& p) {
+  return !portable_alone && attention_forward_supported_sm90(p).ok();
+}
+[[maybe_unused]] bool on_hopper(const AttentionBwdParams& p) {
+  return !portable_alone && attention_backward_supported_sm90(p).ok();
+}
 }  // namespace
 
 Status attention_forward_supported_cuda(const AttentionFwdParams& p) {
   if constexpr (kHopperKernels)
-    if (attention_forward_supported_sm90(p).ok()) return {};
+    if (on_hopper(p)) return {};
   return attention_forward_supported_portable(p);
 }
 Status attention_backward_supported_cuda(const AttentionBwdParams& p) {
   if constexpr (kHopperKernels)
-    if (attention_backward_supported_sm90(p).ok()) return {};
+    if (on_hopper(p)) return {};
   return attention_backward_supported_portable(p);
 }
 
 Status attention_forward_workspace_cuda([[maybe_unused]] const AttentionFwdParams& p, int64_t* bytes) {
   if constexpr (kHopperKernels)
-    if (attention_forward_supported_sm90(p).ok()) return attention_forward_workspace_sm90(p, bytes);
+    if (on_hopper(p)) return attention_forward_workspace_sm90(p, bytes);
   *bytes = 0;
   return {};
 }
 Status attention_backward_workspace_cuda(const AttentionBwdParams& p, int64_t* bytes) {
   if constexpr (kHopperKernels)
-    if (attention_backward_supported_sm90(p).ok()) return attention_backward_workspace_sm90(p, bytes);
+    if (on_hopper(p)) return attention_backward_workspace_sm90(p, bytes);
   *bytes = attention_backward_workspace_portable(p);
   return {};
 }
 
 Status attention_forward_cuda(const AttentionFwdParams& p, void* stream) {
   if constexpr (kHopperKernels)
-    if (attention_forward_supported_sm90(p).ok()) return attention_forward_sm90(p, stream);
+    if (on_hopper(p)) return attention_forward_sm90(p, stream);
   return attention_forward_portable(p, stream);
 }
 Status attention_backward_cuda(const AttentionBwdParams& p, void* stream) {
   if constexpr (kHopperKernels)
-    if (attention_backward_supported_sm90(p).ok()) return attention_backward_sm90(p, stream);
+    if (on_hopper(p)) return attention_backward_sm90(p, stream);
   return attention_backward_portable(p, stream);
 }
 

@@ -36,7 +36,7 @@ Status supported(const AttentionProblem& p, bool vectors, int64_t blocks) {
 }
 
 int tile_of(const AttentionProblem& p) {
-  return portable_tile(std::min(size_bytes(p.dtype), 4), std::max(p.head_dim, p.head_dim_v));
+  return portable_tile(std::min(size_bytes(p.dtype), 4), is_extended(p), std::max(p.head_dim, p.head_dim_v));
 }
 
 }  // namespace
@@ -51,17 +51,20 @@ Status attention_forward_supported_portable(const AttentionFwdParams& x) {
 Status attention_backward_supported_portable(const AttentionBwdParams& x) {
   using namespace attention;
   const AttentionProblem& p = x.problem;
-  const PortableTile& tile = kPortableBackward[tile_of(p)];
+  const PortableTile& tile = kPortableQueries[tile_of(p)];
   int64_t blocks = std::max(row_tiles(p, false, std::min(tile.rows, kStatisticsQueries)) * p.heads_q,
-                            row_tiles(p, true, tile.rows) * p.heads_k);
-  if (x.dbias != nullptr) blocks = std::max(blocks, BiasTiles(p, x.dbias_strides, tile.rows, tile.columns).count);
+                            row_tiles(p, true, portable_key_rows(tile_of(p))) * p.heads_k);
+  if (x.dbias != nullptr) {
+    const PortableTile& bias = kPortableBias[tile_of(p) - kPortablePlain];
+    blocks = std::max(blocks, BiasTiles(p, x.dbias_strides, bias.rows, bias.columns).count);
+  }
   return supported(p, fits_vectors(x), blocks);
 }
 
 int64_t attention_backward_workspace_portable(const AttentionBwdParams& x) {
   using namespace attention;
   const int64_t statistics = row_tiles(x.problem, false, kStatisticsQueries) * kStatistics;
-  const int64_t blocks = row_tiles(x.problem, false, kPortableBackward[tile_of(x.problem)].rows);
+  const int64_t blocks = row_tiles(x.problem, false, kPortableQueries[tile_of(x.problem)].rows);
   return (statistics + blocks) * x.problem.heads_q * 4;
 }
 

@@ -1,7 +1,6 @@
 #pragma once
-#include "kernels/attention/backward_order.cuh"
 #include "kernels/attention/portable_config.h"
-#include "kernels/attention/portable_logits.cuh"
+#include "kernels/attention/portable_gradients.cuh"
 
 // The backward of attention in code of sm_80, with every option and without an atomic: dq, dk and dv, and dbias each
 // have a kernel whose blocks own a part of the result and add to it in the order of their steps. The price is that each
@@ -12,17 +11,6 @@
 // p * (dP - delta) over the keys of a row, which says by how much delta is off, and corrects it for all that run after
 // it. It is launched twice: the second time, blocks in which no correction counts return at once.
 namespace warpsmith::attention {
-
-// Statistics of queries (kStatistics) are in the blocks of which backward_sink makes its sums. lse is +inf where a
-// query sees no key or does not exist, so that its probabilities are 0.
-static_assert(kStatisticsQueries == kBlockQueries);
-
-__device__ __forceinline__ int64_t statistics_of(const AttentionProblem& p, const SequenceOfTile& s, int query,
-                                                 int head) {
-  const int64_t block =
-      first_block(p.cu_seqlens_q, s.sequence, s.first_query, p.seqlen_q, kBlockQueries) + query / kBlockQueries;
-  return (block * p.heads_q + head) * kStatistics + query % kBlockQueries;
-}
 
 constexpr int kStatisticsThreads = 256;
 
@@ -66,108 +54,9 @@ template <class T> __global__ void __launch_bounds__(kStatisticsThreads)
   }
 }
 
-// Elements of the tensors of one sequence, from its first token of a head on.
-template <class T> struct HeadRows {
-  const T* first;
-  int64_t stride;
-
-  __device__ __forceinline__ HeadRows(const void* base, const AttentionStrides& strides, int64_t batch, int head,
-                                      int64_t token)
-      : first(static_cast<const T*>(base) + batch * strides.batch + head * strides.head + token * strides.seq),
-        stride(strides.seq) {}
-};
-
-template <class T>
-__device__ __forceinline__ HeadRows<T> q_rows(const AttentionBwdParams& p, const SequenceOfTile& s, int head) {
-  return {p.q, p.q_strides, s.batch, head, s.first_query};
-}
-template <class T>
-__device__ __forceinline__ HeadRows<T> dout_rows(const AttentionBwdParams& p, const SequenceOfTile& s, int head) {
-  return {p.dout, p.dout_strides, s.batch, head, s.first_query};
-}
-template <class T>
-__device__ __forceinline__ HeadRows<T> k_rows(const AttentionBwdParams& p, const SequenceOfTile& s, int key_head) {
-  return {p.k, p.k_strides, s.batch, key_head, s.first_key};
-}
-template <class T>
-__device__ __forceinline__ HeadRows<T> v_rows(const AttentionBwdParams& p, const SequenceOfTile& s, int key_head) {
-  return {p.v, p.v_strides, s.batch, key_head, s.first_key};
-}
-
-// Starts copies of rows [first, first + kRows) of a pair of tensors: q and dout, or k and v.
-template <class T, int kDepth, int kRows, int kThreads>
-__device__ __forceinline__ void copy_pair(T* to, const HeadRows<T>& x, const HeadRows<T>& y, int first, int length,
-                                          const AttentionProblem& p) {
-  copy_rows<T, kDepth, kRows, kThreads>(to, x.first + first * x.stride, x.stride, length - first,
-                                        static_cast<int>(p.head_dim));
-  copy_rows<T, kDepth, kRows, kThreads>(to + kRows * kSharedStride<T, kDepth>, y.first + first * y.stride, y.stride,
-                                        length - first, static_cast<int>(p.head_dim_v));
-}
-
-// A warp's 16 rows of the matrix of queries and keys of one head: what is the same for all columns.
-template <bool kKeysAreRows> struct WarpRows {
-  int first;          // of the warp
-  Columns seen[2];    // of the thread's rows
-  float lse[2] = {};  // queries are rows: of these
-  float delta[2] = {};
-};
-
-// Probabilities and their gradients for 16 rows and kColumns columns, from the rows of both pairs of tensors in shared
-// memory: p holds probabilities as they meet dout, ds the gradients of logits or, `of_products`, those of products over
-// softmax_scale. `statistics`: keys are rows: lse of the columns, then delta.
-template <class T, int kDepth, int kColumns, int kRows, bool kKeysAreRows>
-__device__ __forceinline__ void make_gradients(Accumulators<kColumns>& p, Accumulators<kColumns>& ds, bool of_products,
-                                               const AttentionProblem& a, const SequenceOfTile& s,
-                                               const WarpRows<kKeysAreRows>& warp, int head, int first_column,
-                                               const T* rows, int row, const T* columns, const float* statistics,
-                                               int lane) {
-  constexpr int kStride = kSharedStride<T, kDepth>;
-  const int column = lane % 4 * 2;  // of the thread's first element
-  multiply_rows<T, kDepth, kColumns>(ds, rows + (kRows + row) * kStride, columns + kColumns * kStride, lane);
-  const bool dropout = a.dropout.seed != nullptr;
-  const float keep_scale = static_cast<float>(a.dropout.scale);
-  static_assert(kColumns <= 64);
-  uint32_t kept = 0xffffffffu;  // a bit an element
-  if (dropout) {
-    kept = 0;
-    DropoutOfHead(a, s, head)
-        .template apply<kColumns, kKeysAreRows>(warp.first, first_column, lane, [&](int n, int e, bool keep) {
-          kept |= static_cast<uint32_t>(keep) << (4 * n + e);
-          ds[n][e] = keep ? ds[n][e] * keep_scale : 0.0f;
-        });
-  }
-#pragma unroll
-  for (int n = 0; n < kColumns / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      ds[n][e] -= kKeysAreRows ? statistics[kColumns + n * 8 + column + e % 2] : warp.delta[e / 2];
-  const Logits logits(a, s, head);
-  multiply_rows<T, kDepth, kColumns>(p, rows + row * kStride, columns, lane);
-  logits.scale_products<kColumns>(p, [&](int n, int e, float derivative) {
-    if (of_products) ds[n][e] *= derivative;
-  });
-  logits.finish<T, kColumns>(p, Place<kKeysAreRows>{warp.first + lane / 4, first_column + column}, warp.seen);
-#pragma unroll
-  for (int n = 0; n < kColumns / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float lse = kKeysAreRows ? statistics[n * 8 + column + e % 2] : warp.lse[e / 2];
-      p[n][e] = device::exp2(p[n][e] - lse);
-      // Where nothing is seen, values and gradients that are not finite must not count.
-      ds[n][e] = p[n][e] == 0.0f ? 0.0f : p[n][e] * ds[n][e];
-      if (dropout) p[n][e] = (kept >> (4 * n + e) & 1) != 0 ? p[n][e] * keep_scale : 0.0f;
-    }
-}
-
-template <int kColumns> __device__ __forceinline__ void fill(Accumulators<kColumns>& x, float value) {
-#pragma unroll
-  for (int n = 0; n < kColumns / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) x[n][e] = value;
-}
-
-template <int kTile, bool kKeysAreRows> constexpr int kBackwardThreads =
-    kKeysAreRows ? kPortableBackward[kTile].threads_of_keys() : kPortableBackward[kTile].threads();
+// dk and dv of this kernel are those of float.
+template <int kTile, bool kKeysAreRows> constexpr PortableTile kBackwardTile =
+    kKeysAreRows ? kPortableFloatKeys[kTile - kPortable16Bit] : kPortableQueries[kTile];
 
 // The correction of delta counts from this part of a row's sum of |ds| on: an eighth of the most by which the rounding
 // of every ds to T, before its product with k, moves that sum.
@@ -192,8 +81,8 @@ struct SumsOfRows {
 // Corrects delta of a warp's rows in the workspace. Returns whether that counts for any row of the thread. Softmax and
 // sink have 1 in sum, so that the sum over keys of p * delta lacks the sink's part.
 template <class T> __device__ __forceinline__ bool correct_delta(const AttentionBwdParams& p, const SequenceOfTile& s,
-                                                                 int head, SumsOfRows& sums, WarpRows<false>& own,
-                                                                 int lane) {
+                                                                 int head, SumsOfRows& sums, int first_row,
+                                                                 const float* of_rows, int lane) {
   const AttentionProblem& a = p.problem;
   const float sink = sink_of<T>(a, head);
 #pragma unroll
@@ -201,13 +90,19 @@ template <class T> __device__ __forceinline__ bool correct_delta(const Attention
     sums.sum[r] = device::group_sum<4>(sums.sum[r]);
     sums.size[r] = device::group_sum<4>(sums.size[r]);
   }
+  float lse[2], delta[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    lse[r] = device::load(of_rows + 8 * r);
+    delta[r] = device::load(of_rows + 8 * r + kBlockQueries);
+  }
   __syncwarp(0xffffffffu);  // all lanes of a row have read the delta that one of them writes
   bool counts = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = own.first + lane / 4 + 8 * r;
-    if (row >= s.queries || own.lse[r] == INFINITY) continue;
-    float correction = sums.sum[r] - device::exp2(sink - own.lse[r]) * own.delta[r];
+    const int row = first_row + lane / 4 + 8 * r;
+    if (row >= s.queries || lse[r] == INFINITY) continue;
+    float correction = sums.sum[r] - device::exp2(sink - lse[r]) * delta[r];
     if (p.dlse != nullptr) {
       const int64_t length = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
       correction -=
@@ -215,7 +110,7 @@ template <class T> __device__ __forceinline__ bool correct_delta(const Attention
     }
     if (lane % 4 == 0)
       device::store(static_cast<float*>(p.workspace) + statistics_of(a, s, row, head) + kBlockQueries,
-                    own.delta[r] + correction);
+                    delta[r] + correction);
     counts = counts || !(fabsf(correction) <= kDeltaCounts<T> * sums.size[r]);
   }
   return counts;
@@ -227,22 +122,37 @@ struct BackwardPortableParams {
   bool second;  // it does
 };
 
-// dk and dv (kKeysAreRows), or dq. A block owns a tile of keys of one head of k, whose rows of k and v stay in shared
-// memory, and goes over the queries that see them, head after head of those that share it; or a tile of queries, and
-// goes over keys. Reads its own rows once, the others once for each tile that they meet; writes its gradients once. The
-// first dq corrects delta; with a softcap, whose derivative has no place in the sums for that, it does nothing else.
+// Writes the rows of a warp times `factor`.
+template <class T, int kWidth, int kTiles>
+__device__ __forceinline__ void write_gradient(T* to, int64_t stride, Accumulators<kWidth> (&x)[kTiles], float factor,
+                                               int rows, int columns, int lane) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kWidth / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[i][n][e] *= factor;
+    store_rows<T, kWidth>(to + 16 * i * stride, stride, x[i], rows - 16 * i, columns, lane);
+  }
+}
+
+// dk and dv of float (kKeysAreRows), or dq. A block owns a tile of keys of one head of k, whose rows of k and v stay in
+// shared memory, and goes over the queries that see them, head after head of those that share it; or a tile of queries,
+// and goes over keys. Reads its own rows once, the others once for each tile that they meet; writes its gradients once.
+// The first dq corrects delta; with a softcap, whose derivative has no place in the sums for that, it does nothing
+// else.
 template <class T, int kTile, bool kKeysAreRows>
-__global__ void __launch_bounds__(kBackwardThreads<kTile, kKeysAreRows>, 1)
+__global__ void __launch_bounds__(kBackwardTile<kTile, kKeysAreRows>.threads(), 1)
     backward_portable(const __grid_constant__ BackwardPortableParams params) {
   const AttentionBwdParams& p = params.gradients;
-  constexpr PortableTile tile = kPortableBackward[kTile];
+  constexpr PortableTile tile = kBackwardTile<kTile, kKeysAreRows>;
   constexpr int kDepth = tile.head_dim, kColumns = tile.columns, kStride = kSharedStride<T, kDepth>;
-  constexpr int kThreads = kBackwardThreads<kTile, kKeysAreRows>, kRowWarps = tile.rows / 16;
+  constexpr int kThreads = tile.threads(), kTiles = tile.warp_tiles, kRowWarps = tile.rows / 16 / kTiles;
   constexpr int kWidth = kKeysAreRows ? kDepth / tile.column_parts : kDepth;  // columns of gradients a warp adds to
   WARPSMITH_DYNAMIC_SHARED(memory);
   T* const rows = reinterpret_cast<T*>(memory);
   const auto stage = [&](int step) {
-    return memory + 2 * tile.rows * tile.row_bytes() + step % tile.stages * tile.stage_bytes();
+    return memory + 2 * tile.rows * tile.row_bytes() + step % tile.stages * tile.stage_bytes(kKeysAreRows);
   };
   const AttentionProblem& a = p.problem;
   const int ratio = static_cast<int>(a.heads_q / a.heads_k);
@@ -254,26 +164,19 @@ __global__ void __launch_bounds__(kBackwardThreads<kTile, kKeysAreRows>, 1)
   const int length = kKeysAreRows ? s.keys : s.queries, count = min(tile.rows, length - at.first);
   if (count <= 0) return;
   if (!kKeysAreRows && params.second && device::load(params.again + block) == 0) return;
-  const bool for_delta_alone = !kKeysAreRows && !params.second && a.softcap > 0;
+  const bool for_delta_alone = tile.extended && !kKeysAreRows && !params.second && a.softcap > 0;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
 
-  WarpRows<kKeysAreRows> own;
-  const int local = warp % kRowWarps * 16, first_width = warp / kRowWarps * kWidth;
-  own.first = at.first + local;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = own.first + lane / 4 + 8 * r;
-    own.seen[r] = columns_of_rows<kKeysAreRows>(a, s, row, row);
-    if (!kKeysAreRows && row < s.queries) {
-      const float* from = static_cast<const float*>(p.workspace) + statistics_of(a, s, row, head);
-      own.lse[r] = device::load(from);
-      own.delta[r] = device::load(from + kBlockQueries);
-    }
-  }
+  const int local = warp % kRowWarps * 16 * kTiles, first_width = warp / kRowWarps * kWidth;
+  const int first_row = at.first + local;  // of the warp
+  const Columns of_all = columns_of_all<kKeysAreRows>(a, s, first_row, first_row + 16 * kTiles - 1);
+  const float* of_rows = kKeysAreRows ? nullptr : statistics_of_rows(p, s, first_row + lane / 4, at.first, head);
   const Steps<kColumns> columns(columns_of_rows<kKeysAreRows>(a, s, at.first, at.first + count - 1));
   const int steps = columns.count * (kKeysAreRows ? ratio : 1);
   const auto head_of = [&](int step) { return kKeysAreRows ? head * ratio + step / columns.count : head; };
-  const auto first_of = [&](int step) { return columns.begin + step % columns.count * kColumns; };
+  const auto first_of = [&](int step) {
+    return columns.begin + (kKeysAreRows ? step % columns.count : step) * kColumns;
+  };
   const auto copy_columns = [&](int step) {
     T* to = reinterpret_cast<T*>(stage(step));
     const int first = first_of(step);
@@ -292,10 +195,14 @@ __global__ void __launch_bounds__(kBackwardThreads<kTile, kKeysAreRows>, 1)
     device::copy_async_commit();
   };
 
-  Accumulators<kWidth> of_products, of_values;  // the gradient of k or q, and that of v
-  fill<kWidth>(of_products, 0.0f);
-  fill<kWidth>(of_values, 0.0f);
-  SumsOfRows sums;
+  Accumulators<kWidth> of_products[kTiles], of_values[kTiles];  // the gradient of k or q, and that of v
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    fill<kWidth>(of_products[i], 0.0f);
+    fill<kWidth>(of_values[i], 0.0f);
+  }
+  SumsOfRows sums[kTiles];
+  const T *own_x = rows + local * kStride, *own_y = own_x + tile.rows * kStride;
   if (steps > 0) {
     if constexpr (kKeysAreRows)
       copy_pair<T, kDepth, tile.rows, kThreads>(rows, k_rows<T>(p, s, head), v_rows<T>(p, s, head), at.first, s.keys,
@@ -313,38 +220,41 @@ __global__ void __launch_bounds__(kBackwardThreads<kTile, kKeysAreRows>, 1)
       }
       __syncthreads();
       const T* others = reinterpret_cast<const T*>(stage(step));
-      Accumulators<kColumns> probabilities, ds;
-      make_gradients<T, kDepth, kColumns, tile.rows, kKeysAreRows>(
-          probabilities, ds, !for_delta_alone, a, s, own, head_of(step), first_of(step), rows, local, others,
-          reinterpret_cast<const float*>(others + 2 * kColumns * kStride), lane);
-      if constexpr (kKeysAreRows)
-        add_product<T, kDepth, kColumns, kWidth>(of_values, probabilities, others + kColumns * kStride + first_width,
-                                                 lane);
-      else
-        sums.template add<kColumns>(ds);
-      add_product<T, kDepth, kColumns, kWidth>(of_products, ds, others + first_width, lane);
+      const float* lse = kKeysAreRows ? reinterpret_cast<const float*>(others + 2 * kColumns * kStride) : of_rows;
+      Accumulators<kColumns> probabilities[kTiles], ds[kTiles];
+      make_gradients<T, kDepth, kColumns, kTiles, kKeysAreRows, tile.extended>(
+          probabilities, ds, !for_delta_alone, a, s, first_row, of_all, head_of(step), first_of(step), own_x, own_y,
+          others, others + kColumns * kStride, lse, lse + (kKeysAreRows ? kColumns : kBlockQueries), lane);
+      if constexpr (kKeysAreRows) {
+        add_product<T, kDepth, kColumns, kWidth, kTiles>(of_values, probabilities,
+                                                         others + kColumns * kStride + first_width, lane);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) sums[i].template add<kColumns>(ds[i]);
+      }
+      add_product<T, kDepth, kColumns, kWidth, kTiles>(of_products, ds, others + first_width, lane);
       __syncthreads();  // every warp has read the stage
       if (tile.stages == 1 && step + 1 < steps) copy_columns(step + 1);
     }
   }
   if constexpr (!kKeysAreRows) {
     if (!params.second) {
-      const int again = __syncthreads_or(correct_delta<T>(p, s, head, sums, own, lane) || for_delta_alone);
+      bool counts = for_delta_alone;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        counts = correct_delta<T>(p, s, head, sums[i], first_row + 16 * i, of_rows + 16 * i, lane) || counts;
+      }
+      const int again = __syncthreads_or(counts);
       if (thread == 0) device::store(params.again + block, again != 0 ? 1 : 0);
       if (again != 0) return;
     }
   }
 
-  const auto write = [&](void* base, const AttentionStrides& strides, Accumulators<kWidth>& x, int64_t head_dim,
-                         float factor) {
-#pragma unroll
-    for (int n = 0; n < kWidth / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[n][e] *= factor;
-    T* to = static_cast<T*>(base) + s.batch * strides.batch + head * strides.head +
-            ((kKeysAreRows ? s.first_key : s.first_query) + own.first) * strides.seq;
-    store_rows<T, kWidth>(to + first_width, strides.seq, x, length - own.first,
-                          static_cast<int>(head_dim) - first_width, lane);
+  const auto write = [&](void* base, const AttentionStrides& strides, Accumulators<kWidth>(&x)[kTiles],
+                         int64_t head_dim, float factor) {
+    const HeadRows<T> to(base, strides, s.batch, head, kKeysAreRows ? s.first_key : s.first_query);
+    write_gradient<T, kWidth, kTiles>(const_cast<T*>(to.first) + first_row * to.stride + first_width, to.stride, x,
+                                      factor, length - first_row, static_cast<int>(head_dim) - first_width, lane);
   };
   const float scale = static_cast<float>(a.softmax_scale);
   if constexpr (kKeysAreRows) {

@@ -65,7 +65,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
     forward_portable(const __grid_constant__ AttentionFwdParams p) {
   constexpr PortableTile tile = kPortableForward[kTile];
   constexpr int kDepth = tile.head_dim, kColumns = tile.columns, kStride = kSharedStride<T, kDepth>;
-  constexpr int kThreads = tile.threads();
+  constexpr int kThreads = tile.threads(), kTiles = tile.warp_tiles;
   WARPSMITH_DYNAMIC_SHARED(memory);
   T* const q_rows = reinterpret_cast<T*>(memory);
   T* const k_rows = q_rows + tile.rows * kStride;
@@ -97,17 +97,15 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
     device::copy_async_commit();
   };
 
-  const int first_row = at.first + 16 * warp;  // of the warp
-  const int row = first_row + lane / 4;        // of the thread
-  const Columns seen[2] = {columns_of_rows<false>(a, s, row, row), columns_of_rows<false>(a, s, row + 8, row + 8)};
-  Accumulators<kDepth> out;
+  const int first_row = at.first + 16 * kTiles * warp;  // of the warp
+  const int row = first_row + lane / 4;                 // of the thread, in the first of kTiles
+  const Columns of_all = columns_of_all<false>(a, s, first_row, first_row + 16 * kTiles - 1);
+  Accumulators<kDepth> out[kTiles];
+  RunningSoftmax softmax[kTiles];
 #pragma unroll
-  for (int n = 0; n < kDepth / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) out[n][e] = 0.0f;
-  RunningSoftmax softmax;
+  for (int i = 0; i < kTiles; ++i) fill<kDepth>(out[i], 0.0f);
   if (steps.count > 0) {
-    const Logits logits(a, s, head);
+    const Logits<tile.extended> logits(a, s, head);
     const T* from = static_cast<const T*>(p.q) + s.batch * p.q_strides.batch + head * p.q_strides.head +
                     (s.first_query + at.first) * p.q_strides.seq;
     copy_rows<T, kDepth, tile.rows, kThreads>(q_rows, from, p.q_strides.seq, rows, head_dim);
@@ -116,42 +114,54 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
       device::copy_async_wait<0>();
       __syncthreads();  // keys are there, and every warp has read the values of the step before
       copy_values(step);
-      Accumulators<kColumns> x;
-      multiply_rows<T, kDepth, kColumns>(x, q_rows + 16 * warp * kStride, k_rows, lane);
+      Accumulators<kColumns> x[kTiles];
+      multiply_rows<T, kDepth, kColumns, kTiles>(x, q_rows + 16 * kTiles * warp * kStride, k_rows, lane);
       device::copy_async_wait<0>();
       __syncthreads();  // values are there, and every warp has read the keys
       if (step + 1 < steps.count) copy_keys(step + 1);
       const int first_column = steps.begin + step * kColumns;
-      logits.scale_products<kColumns>(x, [](int, int, float) {});
-      logits.finish<T, kColumns>(x, Place<false>{row, first_column + lane % 4 * 2}, seen);
-      softmax.add<kColumns, kDepth>(x, out);
-      if (a.dropout.seed != nullptr)
-        DropoutOfHead(a, s, head).apply<kColumns, false>(first_row, first_column, lane, [&](int n, int e, bool keep) {
-          if (!keep) x[n][e] = 0.0f;
-        });
-      add_product<T, kDepth, kColumns, kDepth>(out, x, v_rows, lane);
+      const DropoutOfHead dropout(a, s, head);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        logits.template scale_products<kColumns>(x[i], [](int, int, float) {});
+        logits.template finish<T, kColumns>(x[i], Place<false>{row + 16 * i, first_column + lane % 4 * 2}, of_all, a,
+                                            s);
+        softmax[i].template add<kColumns, kDepth>(x[i], out[i]);
+        if (tile.extended && a.dropout.seed != nullptr)
+          dropout.template apply<kColumns, false>(a.dropout.threshold, first_row + 16 * i, first_column, lane,
+                                                  [&](int n, int e, bool keep) {
+                                                    if (!keep) x[i][n][e] = 0.0f;
+                                                  });
+      }
+      add_product<T, kDepth, kColumns, kDepth, kTiles>(out, x, v_rows, lane);
     }
   }
 
   const float sink = sink_of<T>(a, head);
   const bool exists = at.sequence < a.batch;  // packed: else tokens after the last sequence, whose lse is -inf
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float factor = softmax.total(r, exists ? sink : -INFINITY);
-    if (a.dropout.seed != nullptr) factor *= static_cast<float>(a.dropout.scale);
+  for (int i = 0; i < kTiles; ++i)
 #pragma unroll
-    for (int n = 0; n < kDepth / 8; ++n) {
-      out[n][2 * r] *= factor;
-      out[n][2 * r + 1] *= factor;
+    for (int r = 0; r < 2; ++r) {
+      float factor = softmax[i].total(r, exists ? sink : -INFINITY);
+      if (tile.extended && a.dropout.seed != nullptr) factor *= static_cast<float>(a.dropout.scale);
+#pragma unroll
+      for (int n = 0; n < kDepth / 8; ++n) {
+        out[i][n][2 * r] *= factor;
+        out[i][n][2 * r + 1] *= factor;
+      }
+      const int64_t length = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
+      if (p.lse != nullptr && lane % 4 == 0 && row + 16 * i + 8 * r < s.queries)
+        device::store(
+            static_cast<float*>(p.lse) + (s.batch * heads + head) * length + s.first_query + row + 16 * i + 8 * r,
+            softmax[i].lse(r));
     }
-    const int64_t length = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
-    if (p.lse != nullptr && lane % 4 == 0 && row + 8 * r < s.queries)
-      device::store(static_cast<float*>(p.lse) + (s.batch * heads + head) * length + s.first_query + row + 8 * r,
-                    softmax.lse(r));
-  }
   T* to = static_cast<T*>(p.out) + s.batch * p.out_strides.batch + head * p.out_strides.head +
           (s.first_query + first_row) * p.out_strides.seq;
-  store_rows<T, kDepth>(to, p.out_strides.seq, out, s.queries - first_row, head_dim_v, lane);
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i)
+    store_rows<T, kDepth>(to + i * 16 * p.out_strides.seq, p.out_strides.seq, out[i], s.queries - first_row - 16 * i,
+                          head_dim_v, lane);
 }
 
 }  // namespace warpsmith::attention

@@ -4,50 +4,98 @@
 // What the portable kernels of attention (code of sm_80 and newer) are compiled for.
 namespace warpsmith::attention {
 
-// A block owns `rows` rows of the matrix of queries and keys, and goes over its columns in steps. A warp owns 16 rows.
-// In the forward and for dq rows are queries, for dk and dv they are keys.
+// A block owns `rows` rows of the matrix of queries and keys, and goes over its columns in steps. In the forward and
+// for dq rows are queries, for dk and dv they are keys.
 struct PortableTile {
   int element_bytes;
+  bool extended;     // with softcap, biases, masks and dropout: more registers, and more code between the products
   int head_dim;      // of q, k and v, which are padded to it
   int rows;          // a block's
   int columns;       // a step's
-  int column_parts;  // warps that share 16 keys and their products, each with a part of the columns of dk and dv
+  int warp_tiles;    // a warp owns 16 times as many rows
+  int column_parts;  // of dk and dv in float: warps that share 16 keys and their products, each with a part of columns
   int stages;        // steps whose rows are in shared memory or on the way
 
   // 16 bytes more than the elements: eight neighbouring rows lie in different banks.
   constexpr int row_bytes() const { return head_dim * element_bytes + 16; }
-  constexpr int threads() const { return rows * 2; }
-  constexpr int threads_of_keys() const { return threads() * column_parts; }
+  constexpr int threads() const { return rows * 2 / warp_tiles * column_parts; }
   constexpr int forward_shared_bytes() const { return (rows + 2 * columns) * row_bytes(); }
-  // Two tensors of rows; a stage has two of columns, and lse and delta of each column.
-  constexpr int stage_bytes() const { return 2 * columns * row_bytes() + 2 * columns * 4; }
-  constexpr int backward_shared_bytes() const { return 2 * rows * row_bytes() + stages * stage_bytes(); }
+  // A stage has the columns of two tensors, and for dk and dv the lse and delta of each column.
+  constexpr int stage_bytes(bool of_keys) const { return 2 * columns * row_bytes() + (of_keys ? 2 * columns * 4 : 0); }
+  constexpr int backward_shared_bytes(bool of_keys) const {
+    return 2 * rows * row_bytes() + stages * stage_bytes(of_keys);
+  }
+};
+
+// dk and dv of 16-bit elements: four warps make probabilities and dS of a step together, and exchange them in shared
+// memory. `rows`, `columns`, `head_dim`: as above.
+struct PortableKeyTile {
+  bool extended;
+  int head_dim, rows, columns;
+  int warp_tiles;  // a warp makes 16 times as many rows of dS
+  int stages;
+  static constexpr int kWarps = 4, kGradientTiles = 2;  // of 16 keys, in dk and dv of a warp
+
+  constexpr int row_bytes() const { return head_dim * 2 + 16; }
+  constexpr int threads() const { return kWarps * 32; }
+  constexpr int warp_columns() const { return columns * rows / (16 * warp_tiles) / kWarps; }     // of dS
+  constexpr int warp_width() const { return head_dim * rows / (16 * kGradientTiles) / kWarps; }  // of dk and dv
+  constexpr int score_bytes() const { return rows * (columns * 2 + 16); }
+  constexpr int stage_bytes() const { return 2 * columns * (row_bytes() + 4); }
+  constexpr int shared_bytes() const { return 2 * (rows * row_bytes() + score_bytes()) + stages * stage_bytes(); }
 };
 
 // Within the 99 KiB that a block may have on GPUs of compute capability 8.6, 8.9 and 12.0.
 constexpr int kPortableSharedBytes = 99 * 1024;
 
 constexpr PortableTile kPortableForward[] = {
-    {2, 64, 64, 64, 1, 1}, {2, 128, 64, 64, 1, 1}, {2, 256, 64, 32, 1, 1},
-    {4, 64, 64, 32, 1, 1}, {4, 128, 64, 32, 1, 1}, {4, 256, 64, 16, 1, 1},
+    {2, false, 64, 128, 64, 2, 1, 1}, {2, false, 128, 64, 64, 1, 1, 1}, {2, false, 256, 64, 64, 1, 1, 1},
+    {2, true, 64, 128, 32, 2, 1, 1},  {2, true, 128, 128, 32, 2, 1, 1}, {2, true, 256, 64, 32, 1, 1, 1},
+    {4, true, 64, 64, 32, 1, 1, 1},   {4, true, 128, 64, 32, 1, 1, 1},  {4, true, 256, 64, 16, 1, 1, 1},
 };
-constexpr PortableTile kPortableBackward[] = {
-    {2, 64, 64, 32, 1, 2}, {2, 128, 64, 32, 1, 2}, {2, 256, 64, 16, 2, 1},
-    {4, 64, 64, 32, 1, 2}, {4, 128, 64, 16, 2, 1}, {4, 256, 32, 16, 4, 1},
+constexpr PortableTile kPortableQueries[] = {
+    {2, false, 64, 128, 32, 2, 1, 2}, {2, false, 128, 64, 32, 1, 1, 2}, {2, false, 256, 64, 32, 1, 1, 1},
+    {2, true, 64, 128, 32, 2, 1, 2},  {2, true, 128, 128, 16, 2, 1, 2}, {2, true, 256, 64, 32, 1, 1, 1},
+    {4, true, 64, 64, 32, 1, 1, 2},   {4, true, 128, 64, 16, 1, 1, 1},  {4, true, 256, 32, 16, 1, 1, 1},
 };
+// dbias: extended problems alone.
+constexpr PortableTile kPortableBias[] = {
+    {2, true, 64, 64, 64, 1, 1, 1}, {2, true, 128, 64, 64, 1, 1, 1}, {2, true, 256, 64, 32, 1, 1, 1},
+    {4, true, 64, 64, 32, 1, 1, 1}, {4, true, 128, 64, 16, 1, 1, 1}, {4, true, 256, 32, 16, 1, 1, 1},
+};
+constexpr int kPortablePlain = 3;  // tiles of the other lists before these
+// dk and dv: in 16 bits, and in float.
+constexpr PortableKeyTile kPortableKeys[] = {
+    {false, 64, 64, 64, 2, 2}, {false, 128, 64, 32, 2, 2}, {false, 256, 32, 32, 1, 1},
+    {true, 64, 64, 64, 2, 2},  {true, 128, 64, 32, 2, 2},  {true, 256, 32, 32, 1, 1},
+};
+constexpr PortableTile kPortableFloatKeys[] = {
+    {4, true, 64, 64, 32, 1, 1, 2}, {4, true, 128, 64, 16, 1, 2, 1}, {4, true, 256, 32, 16, 1, 4, 1}};
+constexpr int kPortable16Bit = 6;  // tiles of each list, which begins with those of 16 bits
 
-// The place in either list of the first tile for these elements and head dimensions (the larger of both).
-constexpr int portable_tile(int element_bytes, int64_t head_dim) {
+// The place in the lists of the first tile for these elements and head dimensions (the larger of both).
+constexpr int portable_tile(int element_bytes, bool extended, int64_t head_dim) {
   int i = 0;
-  while (kPortableForward[i].element_bytes != element_bytes || kPortableForward[i].head_dim < head_dim) ++i;
+  while (kPortableForward[i].element_bytes != element_bytes ||
+         kPortableForward[i].extended != (extended || element_bytes == 4) || kPortableForward[i].head_dim < head_dim)
+    ++i;
   return i;
+}
+constexpr int portable_key_rows(int tile) {
+  return tile < kPortable16Bit ? kPortableKeys[tile].rows : kPortableFloatKeys[tile - kPortable16Bit].rows;
 }
 
 constexpr bool portable_tiles_fit() {
   for (const PortableTile& t : kPortableForward)
     if (t.forward_shared_bytes() > kPortableSharedBytes) return false;
-  for (const PortableTile& t : kPortableBackward)
-    if (t.backward_shared_bytes() > kPortableSharedBytes) return false;
+  for (const PortableTile& t : kPortableQueries)
+    if (t.backward_shared_bytes(false) > kPortableSharedBytes) return false;
+  for (const PortableTile& t : kPortableBias)
+    if (t.backward_shared_bytes(false) > kPortableSharedBytes) return false;
+  for (const PortableTile& t : kPortableFloatKeys)
+    if (t.backward_shared_bytes(true) > kPortableSharedBytes) return false;
+  for (const PortableKeyTile& t : kPortableKeys)
+    if (t.shared_bytes() > kPortableSharedBytes) return false;
   return true;
 }
 static_assert(portable_tiles_fit());

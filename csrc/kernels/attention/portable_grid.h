@@ -1,8 +1,14 @@
 #pragma once
 #include "kernels/attention/attention.h"
 
-// How many blocks the portable kernels have, for their launchers and for the check that a grid holds them.
+// Which tiles a problem takes, and how many blocks the portable kernels have, for their launchers and for the check
+// that a grid holds them.
 namespace warpsmith::attention {
+
+inline bool is_extended(const AttentionProblem& p) {
+  return p.softcap > 0 || p.alibi_slopes != nullptr || p.bias != nullptr || p.mask != nullptr ||
+         p.dropout.seed != nullptr;
+}
 
 // Tiles of `rows` queries or keys are numbered over the sequences: of equally long ones one after the other, of packed
 // ones so that each begins at its first token / rows + its number. Numbers between sequences may stay unused.

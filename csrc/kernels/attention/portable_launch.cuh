@@ -1,22 +1,29 @@
 #pragma once
+#include <algorithm>
+
 #include "common/launch.h"
 #include "kernels/attention/attention_portable.h"
 #include "kernels/attention/backward_portable_bias.cuh"
+#include "kernels/attention/backward_portable_keys.cuh"
 #include "kernels/attention/backward_rows.cuh"
 #include "kernels/attention/forward_portable.cuh"
 
 // Launches of the portable kernels for elements T: included by the .cu of each dtype.
 namespace warpsmith::attention {
 
-// Calls use.template operator()<i>() for the tile of a problem.
-template <class T, int i = portable_tile(sizeof(T), 1), class Use>
-Status with_portable_tile(const AttentionProblem& p, Use&& use) {
-  const int64_t head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+// Calls use.template operator()<i>() for the tile of a problem: of its options, and of its head dimensions.
+template <int i, class Use> Status with_portable_tile_from(const AttentionProblem& p, Use&& use) {
   if constexpr (kPortableForward[i].head_dim < 256) {
-    if (head_dim > kPortableForward[i].head_dim)
-      return with_portable_tile<T, portable_tile(sizeof(T), kPortableForward[i].head_dim + 1)>(p, use);
+    if (std::max(p.head_dim, p.head_dim_v) > kPortableForward[i].head_dim)
+      return with_portable_tile_from<i + 1>(p, use);
   }
   return use.template operator()<i>();
+}
+template <class T, class Use> Status with_portable_tile(const AttentionProblem& p, Use&& use) {
+  if constexpr (sizeof(T) == 2) {
+    if (!is_extended(p)) return with_portable_tile_from<portable_tile(sizeof(T), false, 1)>(p, use);
+  }
+  return with_portable_tile_from<portable_tile(sizeof(T), true, 1)>(p, use);
 }
 
 template <class P> Status launch_portable(void (*kernel)(P), int64_t blocks, int threads, int shared_bytes,
@@ -36,22 +43,34 @@ template <class T> Status run_forward_portable(const AttentionFwdParams& p, void
   });
 }
 
+template <class T, int i> Status launch_keys(const BackwardPortableParams& x, void* stream) {
+  const AttentionProblem& a = x.gradients.problem;
+  const int64_t blocks = row_tiles(a, true, portable_key_rows(i)) * a.heads_k;
+  if constexpr (sizeof(T) == 2) {
+    constexpr PortableKeyTile tile = kPortableKeys[i];
+    return launch_portable(backward_portable_keys<T, i>, blocks, tile.threads(), tile.shared_bytes(), stream, x);
+  } else {
+    constexpr PortableTile tile = kPortableFloatKeys[i - kPortable16Bit];
+    return launch_portable(backward_portable<T, i, true>, blocks, tile.threads(), tile.backward_shared_bytes(true),
+                           stream, x);
+  }
+}
+
 template <class T> Status run_backward_portable(const AttentionBwdParams& p, void* stream) {
   const AttentionProblem& a = p.problem;
   const int64_t query_blocks = row_tiles(a, false, kStatisticsQueries);
   WARPSMITH_RETURN_IF_FAILED(
       launch_portable(portable_statistics<T>, query_blocks * a.heads_q, kStatisticsThreads, 0, stream, p));
   return with_portable_tile<T>(a, [&]<int i>() {
-    constexpr PortableTile tile = kPortableBackward[i];
-    const auto run = [&](auto* kernel, int64_t blocks, int threads, const auto& params) {
-      return launch_portable(kernel, blocks, threads, tile.backward_shared_bytes(), stream, params);
-    };
+    constexpr PortableTile tile = kPortableQueries[i];
+    constexpr int kSharedBytes = tile.backward_shared_bytes(false);
     BackwardPortableParams x{p, static_cast<int*>(p.workspace) + query_blocks * a.heads_q * kStatistics, false};
     // First dq, which corrects delta: all others read that.
     for (const bool second : {false, true}) {
       x.second = second;
-      WARPSMITH_RETURN_IF_FAILED(run(backward_portable<T, i, false>, row_tiles(a, false, tile.rows) * a.heads_q,
-                                     kBackwardThreads<i, false>, x));
+      const Status queries = launch_portable(backward_portable<T, i, false>, row_tiles(a, false, tile.rows) * a.heads_q,
+                                             tile.threads(), kSharedBytes, stream, x);
+      WARPSMITH_RETURN_IF_FAILED(queries);
     }
     if (p.dsink != nullptr) {
       const SinkParams sink{static_cast<const float*>(p.workspace),
@@ -64,12 +83,19 @@ template <class T> Status run_backward_portable(const AttentionBwdParams& p, voi
       WARPSMITH_RETURN_IF_FAILED(
           launch_portable(wide ? backward_sink<float> : backward_sink<T>, a.heads_q, kSinkThreads, 0, stream, sink));
     }
-    WARPSMITH_RETURN_IF_FAILED(
-        run(backward_portable<T, i, true>, row_tiles(a, true, tile.rows) * a.heads_k, kBackwardThreads<i, true>, x));
-    if (p.dbias == nullptr) return Status();
-    const int64_t blocks = BiasTiles(a, p.dbias_strides, tile.rows, tile.columns).count;
-    if (a.bias_dtype == Dtype::float32) return run(backward_portable_bias<T, float, i>, blocks, tile.threads(), p);
-    return run(backward_portable_bias<T, T, i>, blocks, tile.threads(), p);
+    const Status keys = launch_keys<T, i>(x, stream);
+    WARPSMITH_RETURN_IF_FAILED(keys);
+    if constexpr (tile.extended) {
+      if (p.dbias == nullptr) return Status();
+      constexpr int kBias = i - kPortablePlain;
+      constexpr PortableTile bias = kPortableBias[kBias];
+      const int64_t blocks = BiasTiles(a, p.dbias_strides, bias.rows, bias.columns).count;
+      auto* kernel = a.bias_dtype == Dtype::float32 ? backward_portable_bias<T, float, kBias>
+                                                    : backward_portable_bias<T, T, kBias>;
+      return launch_portable(kernel, blocks, bias.threads(), bias.backward_shared_bytes(false), stream, p);
+    } else {
+      return Status();
+    }
   });
 }
 

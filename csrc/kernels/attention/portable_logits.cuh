@@ -28,8 +28,8 @@ template <bool kKeysAreRows> struct Place {
   }
 };
 
-// 2^logit instead of e^logit: logits are in units of log2.
-struct Logits {
+// 2^logit instead of e^logit: logits are in units of log2. Only `extended` ones have softcap, biases and masks.
+template <bool kExtended> struct Logits {
   float scale;    // of products; with a softcap of the argument of tanh
   float softcap;  // 0: none
   float slope;    // 0: none
@@ -52,8 +52,9 @@ struct Logits {
         mask(nullptr),
         mask_q(p.mask_strides.q),
         mask_k(p.mask_strides.k) {
-    scale = softcap > 0.0f ? scale / softcap : scale * kLog2e;
+    scale = kExtended && softcap > 0.0f ? scale / softcap : scale * kLog2e;
     softcap *= kLog2e;
+    if constexpr (!kExtended) return;
     if (p.alibi_slopes != nullptr)
       slope = device::load(p.alibi_slopes + s.sequence * p.alibi_batch_stride + head) * kLog2e;
     if (p.bias != nullptr)
@@ -67,7 +68,7 @@ struct Logits {
   // one.
   template <int kColumns, class Softcapped>
   __device__ __forceinline__ void scale_products(Accumulators<kColumns>& x, Softcapped&& softcapped) const {
-    if (softcap > 0.0f) {
+    if (kExtended && softcap > 0.0f) {
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
@@ -84,34 +85,75 @@ struct Logits {
     }
   }
 
-  // Adds ALiBi and bias, and hides what the mask and the window hide. `seen`: the columns that the rows `row` and row +
-  // 8 see.
+  // Reads nothing that is not seen, and two neighbours by one load where they lie together. Most tiles are seen whole:
+  // their loads have no condition and are in flight together.
+  template <class B, int kColumns, bool kKeysAreRows>
+  __device__ __forceinline__ void add_bias(Accumulators<kColumns>& x, const Place<kKeysAreRows>& at, bool all,
+                                           const Columns (&seen)[2]) const {
+    const int64_t of_row = kKeysAreRows ? bias_k : bias_q, of_column = kKeysAreRows ? bias_q : bias_k;
+    const B* from = static_cast<const B*>(bias) + at.row * of_row + at.column * of_column;
+    if (all && of_column == 1 && of_row % 2 == 0 && reinterpret_cast<uintptr_t>(bias) % (2 * sizeof(B)) == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) {
+          const auto two = device::load_vector<2>(from + 8 * r * of_row + n * 8);
+#pragma unroll
+          for (int e = 0; e < 2; ++e) x[n][2 * r + e] += kLog2e * device::to_float(two.at[e]);
+        }
+      return;
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int column = n * 8 + e % 2;
+        if (all || (at.column + column >= seen[e / 2].begin && at.column + column < seen[e / 2].end))
+          x[n][e] += kLog2e * device::to_float(device::load(from + e / 2 * 8 * of_row + column * of_column));
+      }
+  }
+
+  // Adds ALiBi and bias, and hides what the mask and the window hide. `of_all`: the columns that all rows of the warp
+  // see. Few steps have others: only they ask which of them the rows `row` and row + 8 see.
   template <class T, int kColumns, bool kKeysAreRows>
   __device__ __forceinline__ void finish(Accumulators<kColumns>& x, const Place<kKeysAreRows>& at,
-                                         const Columns (&seen)[2]) const {
+                                         const Columns& of_all, const AttentionProblem& p,
+                                         const SequenceOfTile& s) const {
+    const bool all = at.column >= of_all.begin && at.column + kColumns - 7 < of_all.end;
+    Columns seen[2] = {of_all, of_all};
+    if (kExtended && !all) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) seen[r] = columns_of_rows<kKeysAreRows>(p, s, at.row + 8 * r, at.row + 8 * r);
+    }
     const auto sees = [&](int n, int e) {
       const int column = at.column + n * 8 + e % 2;
       return column >= seen[e / 2].begin && column < seen[e / 2].end;
     };
-    if (slope != 0.0f)
+    if (kExtended && slope != 0.0f)
       at.template for_elements<kColumns>(
           [&](int n, int e, int query, int key) { x[n][e] -= slope * fabsf(static_cast<float>(query + shift - key)); });
-    if (bias != nullptr)
-      at.template for_elements<kColumns>([&](int n, int e, int query, int key) {
-        if (!sees(n, e)) return;
-        const int64_t element = query * bias_q + key * bias_k;
-        x[n][e] += kLog2e * (bias_is_float ? device::load(static_cast<const float*>(bias) + element)
-                                           : device::to_float(device::load(static_cast<const T*>(bias) + element)));
-      });
-    if (mask != nullptr)
+    if (kExtended && bias != nullptr) {
+      if (bias_is_float)
+        add_bias<float, kColumns>(x, at, all, seen);
+      else
+        add_bias<T, kColumns>(x, at, all, seen);
+    }
+    if (kExtended && mask != nullptr)
       at.template for_elements<kColumns>([&](int n, int e, int query, int key) {
         if (sees(n, e) && device::load(mask + query * mask_q + key * mask_k) == 0) x[n][e] = -INFINITY;
       });
-    const int last = at.column + kColumns - 7;
-    if (at.column < max(seen[0].begin, seen[1].begin) || last >= min(seen[0].end, seen[1].end))
-      at.template for_elements<kColumns>([&](int n, int e, int, int) {
-        if (!sees(n, e)) x[n][e] = -INFINITY;
-      });
+    if (all) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Columns some = columns_of_rows<kKeysAreRows>(p, s, at.row + 8 * r, at.row + 8 * r);
+      const int first = some.begin - at.column;
+      const auto count = static_cast<unsigned>(some.end - some.begin);
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (static_cast<unsigned>(n * 8 + e - first) >= count) x[n][2 * r + e] = -INFINITY;
+    }
   }
 };
 
@@ -122,28 +164,30 @@ template <class T> __device__ __forceinline__ float sink_of(const AttentionProbl
   return device::to_float(device::load(static_cast<const T*>(p.sink) + head)) * kLog2e;
 }
 
-// What the dropout of one sequence and head is made of.
+// What the dropout of one sequence and head is made of. Made before the loop over steps: its loads would be waited for
+// in each.
 struct DropoutOfHead {
-  uint64_t seed, offset;
-  int64_t row_block, heads, head;
-  uint32_t threshold;
+  uint64_t seed = 0, offset = 0;
+  uint32_t first_row = 0, heads = 0;  // word 1 of the first row block, and from one to the next
 
-  __device__ __forceinline__ DropoutOfHead(const AttentionProblem& p, const SequenceOfTile& s, int head_of_q)
-      : seed(static_cast<uint64_t>(device::load(p.dropout.seed))),
-        offset(static_cast<uint64_t>(device::load(p.dropout.seed + 1))),
-        row_block(attention_row_block(p.cu_seqlens_q, s.sequence, p.seqlen_q)),
-        heads(p.heads_q),
-        head(head_of_q),
-        threshold(p.dropout.threshold) {}
+  __device__ __forceinline__ DropoutOfHead(const AttentionProblem& p, const SequenceOfTile& s, int head_of_q) {
+    if (p.dropout.seed == nullptr) return;
+    seed = static_cast<uint64_t>(device::load(p.dropout.seed));
+    offset = static_cast<uint64_t>(device::load(p.dropout.seed + 1));
+    heads = static_cast<uint32_t>(p.heads_q);
+    first_row =
+        attention_dropout_row(attention_row_block(p.cu_seqlens_q, s.sequence, p.seqlen_q), 0, p.heads_q, head_of_q);
+  }
 
   // kept(n, e, whether it is kept) for every element of a warp's 16 x kColumns, which begin at multiples of 16. The
   // whole warp.
   template <int kColumns, bool kKeysAreRows, class Kept>
-  __device__ __forceinline__ void apply(int first_row, int first_column, int lane, Kept&& kept) const {
+  __device__ __forceinline__ void apply(uint32_t threshold, int row_of_warp, int first_column, int lane,
+                                        Kept&& kept) const {
 #pragma unroll
     for (int block = 0; block < kColumns / 16; ++block) {
-      const int row = first_row / kAttentionDropoutBlock, column = first_column / kAttentionDropoutBlock + block;
-      const uint32_t word1 = attention_dropout_row(row_block, kKeysAreRows ? column : row, heads, head);
+      const int row = row_of_warp / kAttentionDropoutBlock, column = first_column / kAttentionDropoutBlock + block;
+      const uint32_t word1 = first_row + static_cast<uint32_t>(kKeysAreRows ? column : row) * heads;
       const auto k_block = static_cast<uint32_t>(kKeysAreRows ? row : column);
       if constexpr (!kKeysAreRows) {
         const PhiloxCounter own = attention_dropout_lanes(seed, offset, word1, k_block, static_cast<uint32_t>(lane));

@@ -13,47 +13,63 @@ namespace warpsmith::attention {
 
 template <int kColumns> using Accumulators = float[kColumns / 8][4];
 
+template <int kColumns> __device__ __forceinline__ void fill(Accumulators<kColumns>& x, float value) {
+#pragma unroll
+  for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[n][e] = value;
+}
+
 // From row to row in shared memory, in elements.
 template <class T, int kDepth> constexpr int kSharedStride = kDepth + 16 / static_cast<int>(sizeof(T));
 
 // Starts copies of kRows rows by all threads of the block. Rows from `rows` on and columns from `columns` on become
-// zeros.
+// zeros. A thread copies the same columns of several rows.
 template <class T, int kDepth, int kRows, int kThreads>
 __device__ __forceinline__ void copy_rows(T* to, const T* from, int64_t stride, int rows, int columns) {
   constexpr int kElements = 16 / static_cast<int>(sizeof(T)), kChunks = kDepth / kElements;
+  constexpr int kAtOnce = kThreads / kChunks;  // rows
+  static_assert(kThreads % kChunks == 0 && kRows % kAtOnce == 0);
+  const int first = static_cast<int>(threadIdx.x) / kChunks;
+  const int column = static_cast<int>(threadIdx.x) % kChunks * kElements;
+  const T* source = from + first * stride + column;
+  T* const target = to + first * kSharedStride<T, kDepth> + column;
+  const int end = column < columns ? rows - first : 0;
 #pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
-    const int row = i / kChunks, column = i % kChunks * kElements;
-    const bool valid = row < rows && column < columns;
-    device::copy_async<16>(to + row * kSharedStride<T, kDepth> + column, valid ? from + row * stride + column : from,
-                           valid);
+  for (int row = 0; row < kRows; row += kAtOnce) {
+    device::copy_async<16>(target + row * kSharedStride<T, kDepth>, row < end ? source : from, row < end);
+    source += kAtOnce * stride;
   }
 }
 
-// x[16 x kColumns] = a[16 x kDepth] * b[kColumns x kDepth]^T. `a` is the warp's first row.
-template <class T, int kDepth, int kColumns>
-__device__ __forceinline__ void multiply_rows(Accumulators<kColumns>& x, const T* a, const T* b, int lane) {
+// x = a b^T for kTiles times 16 rows of a, and kColumns of b. `a` is the warp's first row. A warp with more tiles loads
+// as much of b for all of them as for one.
+template <class T, int kDepth, int kColumns, int kTiles>
+__device__ __forceinline__ void multiply_rows(Accumulators<kColumns> (&x)[kTiles], const T* a, const T* b, int lane) {
   constexpr int kStride = kSharedStride<T, kDepth>;
 #pragma unroll
-  for (int n = 0; n < kColumns / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) x[n][e] = 0.0f;
+  for (int i = 0; i < kTiles; ++i) fill<kColumns>(x[i], 0.0f);
   if constexpr (sizeof(T) == 2) {
     const T* row_a = a + lane % 16 * kStride + lane / 16 * 8;
     const T* row_b = b + (lane % 8 + lane / 16 * 8) * kStride + lane / 8 % 2 * 8;
 #pragma unroll
     for (int k = 0; k < kDepth; k += 16) {
-      uint32_t left[4];
-      device::load_matrix(left, row_a + k);
+      uint32_t left[kTiles][4];
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) device::load_matrix(left[i], row_a + i * 16 * kStride + k);
 #pragma unroll
       for (int n = 0; n < kColumns / 16; ++n) {
         uint32_t right[4];
         device::load_matrix(right, row_b + n * 16 * kStride + k);
-        device::mma_m16n8k16<T>(x[2 * n], left, {right[0], right[1]});
-        device::mma_m16n8k16<T>(x[2 * n + 1], left, {right[2], right[3]});
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          device::mma_m16n8k16<T>(x[i][2 * n], left[i], {right[0], right[1]});
+          device::mma_m16n8k16<T>(x[i][2 * n + 1], left[i], {right[2], right[3]});
+        }
       }
     }
   } else {
+    static_assert(kTiles == 1);
     using Four = device::Vector<float, 4>;
     const T* row_a = a + lane / 4 * kStride;
     const T* row_b = b + lane % 4 * 2 * kStride;
@@ -66,44 +82,52 @@ __device__ __forceinline__ void multiply_rows(Accumulators<kColumns>& x, const T
         const Four b1 = device::load_vector<4>(row_b + (n * 8 + 1) * kStride + k);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          x[n][0] += a0.at[i] * b0.at[i];
-          x[n][1] += a0.at[i] * b1.at[i];
-          x[n][2] += a1.at[i] * b0.at[i];
-          x[n][3] += a1.at[i] * b1.at[i];
+          x[0][n][0] += a0.at[i] * b0.at[i];
+          x[0][n][1] += a0.at[i] * b1.at[i];
+          x[0][n][2] += a1.at[i] * b0.at[i];
+          x[0][n][3] += a1.at[i] * b1.at[i];
         }
       }
     }
   }
 }
 
-// x[16 x kWidth] += p[16 x kColumns] * b[kColumns x kWidth], p rounded to T. `b` is the first of the kWidth columns.
-template <class T, int kDepth, int kColumns, int kWidth>
-__device__ __forceinline__ void add_product(Accumulators<kWidth>& x, const Accumulators<kColumns>& p, const T* b,
-                                            int lane) {
+// x += p b for kTiles times 16 rows of p, which is rounded to T; b has kColumns rows. `b` is the first of the kWidth
+// columns.
+template <class T, int kDepth, int kColumns, int kWidth, int kTiles>
+__device__ __forceinline__ void add_product(Accumulators<kWidth> (&x)[kTiles],
+                                            const Accumulators<kColumns> (&p)[kTiles], const T* b, int lane) {
   constexpr int kStride = kSharedStride<T, kDepth>;
   if constexpr (sizeof(T) == 2) {
     const T* row_b = b + lane % 16 * kStride + lane / 16 * 8;
 #pragma unroll
     for (int k = 0; k < kColumns / 16; ++k) {
-      const uint32_t left[4] = {device::pack<T>(p[2 * k][0], p[2 * k][1]), device::pack<T>(p[2 * k][2], p[2 * k][3]),
-                                device::pack<T>(p[2 * k + 1][0], p[2 * k + 1][1]),
-                                device::pack<T>(p[2 * k + 1][2], p[2 * k + 1][3])};
+      uint32_t left[kTiles][4];
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          left[i][j] = device::pack<T>(p[i][2 * k + j / 2][j % 2 * 2], p[i][2 * k + j / 2][j % 2 * 2 + 1]);
 #pragma unroll
       for (int n = 0; n < kWidth / 16; ++n) {
         uint32_t right[4];
         device::load_matrix<true>(right, row_b + k * 16 * kStride + n * 16);
-        device::mma_m16n8k16<T>(x[2 * n], left, {right[0], right[1]});
-        device::mma_m16n8k16<T>(x[2 * n + 1], left, {right[2], right[3]});
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          device::mma_m16n8k16<T>(x[i][2 * n], left[i], {right[0], right[1]});
+          device::mma_m16n8k16<T>(x[i][2 * n + 1], left[i], {right[2], right[3]});
+        }
       }
     }
   } else {
+    static_assert(kTiles == 1);
     // The step's sum is made apart and then added: one chain of all additions would round as often as there are columns
     // in all steps, and lose twice what torch's blocked products do. It is made for `kPart` columns at a time, as many
     // as registers hold beside x.
     constexpr int kPart = kWidth > 128 ? 16 : 64;
     static_assert(kWidth % kPart == 0);
     const auto factor = [&](int k, int r) {  // column k of p, of the row r that this thread adds to
-      return __shfl_sync(0xffffffffu, p[k / 8][2 * r + k % 2], lane / 4 * 4 + k % 8 / 2);
+      return __shfl_sync(0xffffffffu, p[0][k / 8][2 * r + k % 2], lane / 4 * 4 + k % 8 / 2);
     };
     constexpr bool kHold = kWidth > 4 * kPart;
     float held[kHold ? kColumns : 1][2];
@@ -137,7 +161,44 @@ __device__ __forceinline__ void add_product(Accumulators<kWidth>& x, const Accum
 #pragma unroll
       for (int n = 0; n < kPart / 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[part + n][e] += sum[n][e];
+        for (int e = 0; e < 4; ++e) x[0][part + n][e] += sum[n][e];
+    }
+  }
+}
+
+// Writes x, rounded to T, to the warp's rows in shared memory.
+template <class T, int kColumns>
+__device__ __forceinline__ void store_scores(T* to, int stride, const Accumulators<kColumns>& x, int lane) {
+  T* row = to + lane / 4 * stride + lane % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      device::store_vector(reinterpret_cast<uint32_t*>(row + 8 * r * stride + n * 8),
+                           device::Vector<uint32_t, 1>{{device::pack<T>(x[n][2 * r], x[n][2 * r + 1])}});
+}
+
+// x += p b as add_product(), of 16-bit elements, with p in shared memory: rows of kColumns + 8 elements.
+template <class T, int kDepth, int kColumns, int kWidth, int kTiles>
+__device__ __forceinline__ void add_shared_product(Accumulators<kWidth> (&x)[kTiles], const T* p, const T* b,
+                                                   int lane) {
+  constexpr int kStride = kSharedStride<T, kDepth>, kStrideOfP = kColumns + 8;
+  const T* row_p = p + lane % 16 * kStrideOfP + lane / 16 * 8;
+  const T* row_b = b + lane % 16 * kStride + lane / 16 * 8;
+#pragma unroll
+  for (int k = 0; k < kColumns; k += 16) {
+    uint32_t left[kTiles][4];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) device::load_matrix(left[i], row_p + i * 16 * kStrideOfP + k);
+#pragma unroll
+    for (int n = 0; n < kWidth / 16; ++n) {
+      uint32_t right[4];
+      device::load_matrix<true>(right, row_b + k * kStride + n * 16);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        device::mma_m16n8k16<T>(x[i][2 * n], left[i], {right[0], right[1]});
+        device::mma_m16n8k16<T>(x[i][2 * n + 1], left[i], {right[2], right[3]});
+      }
     }
   }
 }

@@ -21,24 +21,25 @@ __device__ __forceinline__ AttentionSequence tokens_of(const int32_t* cu_seqlens
 
 // A sequence of queries and its keys. The tokens after the last packed sequence meet nothing.
 struct SequenceOfTile {
-  int64_t sequence;
-  int64_t batch;  // the entry of tensors in memory: 0 where sequences are packed
-  int64_t first_query, first_key;
+  int sequence;
+  int batch;  // the entry of tensors in memory: 0 where sequences are packed
+  int first_query, first_key;
   int queries, keys;
   int shift;
 };
 
 template <bool kKeysAreRows>
 __device__ __forceinline__ SequenceOfTile sequence_of_tile(const AttentionProblem& p, int64_t sequence) {
-  SequenceOfTile s{sequence, sequence, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k), 0};
+  const int number = static_cast<int>(sequence);
+  SequenceOfTile s{number, number, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k), 0};
   if (p.cu_seqlens_q != nullptr) {
     const bool rest = sequence == p.batch;
     AttentionSequence q{}, k{};
     if (!rest || !kKeysAreRows) q = tokens_of(p.cu_seqlens_q, sequence, p.batch, p.total_q, p.seqlen_q);
     if (!rest || kKeysAreRows) k = tokens_of(p.cu_seqlens_k, sequence, p.batch, p.total_k, p.seqlen_k);
     s.batch = 0;
-    s.first_query = q.start;
-    s.first_key = k.start;
+    s.first_query = static_cast<int>(q.start);
+    s.first_key = static_cast<int>(k.start);
     s.queries = static_cast<int>(q.length);
     s.keys = static_cast<int>(k.length);
   }
@@ -91,16 +92,27 @@ template <bool kKeysAreRows> __device__ __forceinline__ Columns columns_of_rows(
                                                                                 const SequenceOfTile& s, int first,
                                                                                 int last) {
   if (first > last || last >= (kKeysAreRows ? s.keys : s.queries)) return {0, 0};
-  if constexpr (!kKeysAreRows) {
-    const AttentionKeys keys = attention_keys(p, first, last, s.shift, s.keys);
-    return {static_cast<int>(keys.begin), static_cast<int>(keys.end < keys.begin ? keys.begin : keys.end)};
-  } else {  // key j is seen by the queries from j - shift - right to j - shift + left
-    const int64_t begin = p.window_right < 0 ? 0 : first - s.shift - p.window_right;
-    const int64_t end = p.window_left < 0 ? s.queries : last - s.shift + p.window_left + 1;
-    const int64_t from = begin < 0 ? 0 : begin > s.queries ? s.queries : begin;
-    const int64_t to = end > s.queries ? s.queries : end;
-    return {static_cast<int>(from), static_cast<int>(to < from ? from : to)};
-  }
+  // In 32 bits, to save registers: an unbounded side is one of 2^30.
+  const auto side = [](int64_t bound) {
+    return bound < 0 || bound > kNoRow ? static_cast<int>(kNoRow) : static_cast<int>(bound);
+  };
+  const int left = side(p.window_left), right = side(p.window_right);
+  // Query i sees the keys from i + shift - left to i + shift + right, key j is seen by the queries from j - shift -
+  // right to j - shift + left.
+  const int from = kKeysAreRows ? first - s.shift - right : first + s.shift - left;
+  const int to = kKeysAreRows ? last - s.shift + left : last + s.shift + right;
+  const int length = kKeysAreRows ? s.queries : s.keys;
+  const int begin = min(max(from, 0), length);
+  return {begin, max(begin, min(to + 1, length))};
+}
+
+// The columns that every one of rows [first, last] sees.
+template <bool kKeysAreRows> __device__ __forceinline__ Columns columns_of_all(const AttentionProblem& p,
+                                                                               const SequenceOfTile& s, int first,
+                                                                               int last) {
+  const Columns x = columns_of_rows<kKeysAreRows>(p, s, first, first);
+  const Columns y = columns_of_rows<kKeysAreRows>(p, s, last, last);
+  return {max(x.begin, y.begin), min(x.end, y.end)};
 }
 
 // The steps of kColumns columns that cover them.
