@@ -14,6 +14,7 @@ struct ForwardTile {
   int block_stages;  // blocks of keys or values in flight
   bool turns;        // warpgroups issue their products one after the other
   bool extended;     // softcap
+  bool dropout = false;
 
   constexpr int tile_rows() const { return 64 * groups; }
   constexpr int threads() const { return 128 * (groups + 1); }
@@ -34,9 +35,11 @@ constexpr ForwardTile kForward64{64, 3, 96, 8, true, false};
 constexpr ForwardTile kForward64Short{64, 2, 128, 8, true, false};
 constexpr ForwardTile kForward128Extended{128, 2, 128, 5, false, true};
 constexpr ForwardTile kForward64Extended{64, 2, 128, 8, true, true};
+constexpr ForwardTile kForward128Dropout{128, 2, 128, 5, false, false, true};
+constexpr ForwardTile kForward64Dropout{64, 2, 128, 8, true, false, true};
 
-constexpr ForwardTile kForwardTiles[] = {kForward128, kForward64, kForward64Short, kForward128Extended,
-                                         kForward64Extended};
+constexpr ForwardTile kForwardTiles[] = {kForward128,        kForward64,         kForward64Short,  kForward128Extended,
+                                         kForward64Extended, kForward128Dropout, kForward64Dropout};
 
 // What a Hopper backward kernel is compiled for: tiles of 128 keys, steps of 64 queries, two consumer warpgroups.
 struct BackwardTile {
@@ -110,7 +113,6 @@ constexpr const char* reason_against_sm90(const AttentionKernelProblem& p) {
   if (p.mask) return "a mask tensor";
   if (p.bias) return "a bias";
   if (p.alibi) return "ALiBi slopes";
-  if (p.dropout) return "dropout";
   if (!p.positive_scale) return "a softmax_scale that is not positive";
   if (!p.aligned) return "addresses or strides that are no multiples of 16 bytes";
   if (p.seqlen_q >= int64_t{1} << 28 || p.seqlen_k >= int64_t{1} << 28) return "sequences of 2^28 tokens or more";
@@ -133,10 +135,14 @@ constexpr const char* reason_against_portable(const AttentionKernelProblem& p) {
 constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKernelProblem& p) {
   AttentionForwardChoice c;
   c.why = attention::reason_against_sm90(p);
+  if (c.why == nullptr && p.dropout && p.softcap) c.why = "dropout beside a softcap";
   if (c.why != nullptr) return c;
   c.supported = true;
   const bool small = p.head_dim <= 64 && p.head_dim_v <= 64;
-  if (p.softcap) {
+  if (p.dropout) {
+    c.tile = small ? attention::kForward64Dropout : attention::kForward128Dropout;
+    c.why = "dropout: the kernel that makes the mask while the tensor cores multiply";
+  } else if (p.softcap) {
     c.tile = small ? attention::kForward64Extended : attention::kForward128Extended;
     c.why = "softcap: the kernel with more arithmetic between the products";
   } else if (!small) {
@@ -163,6 +169,7 @@ constexpr AttentionBackwardChoice choose_attention_backward_sm90(const Attention
   AttentionBackwardChoice c;
   c.why = attention::reason_against_sm90(p);
   if (c.why == nullptr && p.softcap) c.why = "softcap";
+  if (c.why == nullptr && p.dropout) c.why = "dropout";
   if (c.why != nullptr) return c;
   c.supported = true;
   c.tile = p.head_dim <= 64 && p.head_dim_v <= 64 ? attention::kBackward64 : attention::kBackward128;

@@ -1,0 +1,75 @@
+#pragma once
+#include "device/halves.h"
+#include "device/philox.h"
+#include "device/vector.h"
+#include "kernels/attention/attention_dropout.h"
+
+// The dropout mask on the accumulators of the Hopper kernels. A thread makes one Philox call for its 8 elements of each
+// 16 x 16, and turns its words into masks of packed pairs: 25 instructions for the call, whose first rounds need only
+// what changes from call to call, 16 for the masks, 4 to apply them (docs/design/2026-11-22-attention-sm90.md).
+namespace warpsmith::attention {
+
+struct DropoutParams {
+  const int64_t* seed;  // {seed, offset}; null: none
+  device::HalvesThreshold threshold;
+  float scale;
+};
+
+inline DropoutParams dropout_params(const Dropout& d) {
+  return {d.seed, device::halves_threshold(d.threshold), static_cast<float>(d.scale)};
+}
+
+__device__ __forceinline__ uint32_t high_word(uint64_t x) { return static_cast<uint32_t>(x >> 32); }
+
+// Calls of one row of blocks: word 1 of the counter is given, word 0 differs from call to call.
+struct RowDropout {
+  using Product = device::OneWideProduct;
+  uint64_t key;       // of the third round
+  uint32_t known[4];  // parts of the first two rounds
+
+  __device__ __forceinline__ RowDropout(const DropoutParams& p, uint32_t row) {
+    const auto seed = static_cast<uint64_t>(device::load(p.seed)),
+               offset = static_cast<uint64_t>(device::load(p.seed + 1));
+    const auto key0 = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(seed)),
+               key1 = __reduce_or_sync(0xffffffffu, high_word(seed));
+    const uint64_t first = uint64_t{kPhiloxFactor2} * static_cast<uint32_t>(offset);
+    const uint64_t second = uint64_t{kPhiloxFactor0} * (high_word(first) ^ row ^ key0);
+    known[0] = high_word(offset) ^ key1;
+    known[1] = static_cast<uint32_t>(first) ^ (key0 + kPhiloxKeyStep0);
+    known[2] = high_word(second) ^ (key1 + kPhiloxKeyStep1);
+    known[3] = static_cast<uint32_t>(second);
+    key = uint64_t{key1 + 2 * kPhiloxKeyStep1} << 32 | (key0 + 2 * kPhiloxKeyStep0);
+  }
+  // attention_dropout_lanes() with counter word 0.
+  __device__ __forceinline__ PhiloxCounter call(uint32_t word0) const {
+    const uint64_t first = Product()(kPhiloxFactor0, word0);
+    const uint64_t second = Product()(kPhiloxFactor2, high_word(first) ^ known[0]);
+    return philox<kAttentionPhiloxRounds - 2, Product>({{high_word(second) ^ known[1], static_cast<uint32_t>(second),
+                                                         known[2] ^ static_cast<uint32_t>(first), known[3]}},
+                                                       key);
+  }
+};
+
+// What the halves of a call's words say, in the highest bit of each: 1 for an element that is kept.
+__device__ __forceinline__ void kept_halves(PhiloxCounter& c, const device::HalvesThreshold& threshold) {
+#pragma unroll
+  for (uint32_t& word : c.word) word = device::halves_reach(word, threshold);
+}
+
+// Rows are queries: masks of the four packed pairs of 16 queries x 16 keys, an A operand of wgmma.
+__device__ __forceinline__ void pair_masks(const PhiloxCounter& kept, uint32_t (&masks)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)  // the row 8 below, then 8 keys on
+    masks[i] = device::spread_signs(kept.word[i % 2], kept.word[2 + i % 2],
+                                    i < 2 ? device::spread_selector(0, 2) : device::spread_selector(1, 3));
+}
+// The same masks on the elements themselves.
+__device__ __forceinline__ void drop(const PhiloxCounter& kept, float* accumulators) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {  // bit 2: 8 keys on; bit 1: the row 8 below; bit 0: the next key
+    const uint32_t word = kept.word[i % 2 * 2 + i / 2 % 2];
+    if (static_cast<int32_t>(i < 4 ? word << 16 : word) >= 0) accumulators[i] = 0.0f;
+  }
+}
+
+}  // namespace warpsmith::attention
