@@ -106,10 +106,85 @@ TEST(forward_maxima_outgrow_the_base) {
     check_dropped_forward<float16>({.queries = 150, .keys = 700, .logit_growth = growth, .dropout = 0.4});
   }
 }
+template <class T> void check_dropped_backward(const AttentionCase& shape) {
+  expect_ok(attention_backward_supported_sm90(AttentionData<T>(shape).backward()));
+  check_backward<T>(shape);
+}
+
+TEST(backward_128) {
+  NEEDS_SM90_CODE;
+  Multiprocessors two(2);
+  check_dropped_backward<bfloat16>(
+      {.queries = 150, .keys = 300, .heads = 2, .key_heads = 1, .head_dim = 128, .dropout = 0.1});
+}
+TEST(backward_64) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(3);
+  Multiprocessors two(2);
+  check_dropped_backward<bfloat16>(
+      {.batch = 2, .queries = 200, .keys = 200, .heads = 2, .key_heads = 2, .window_right = 0, .dropout = 0.4});
+}
+TEST(backward_float16_sink_and_probabilities_at_the_ends) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const int64_t dim : {40, 104})
+    for (const double p : {0.5, 0.00001, 0.9, 1.0})
+      check_dropped_backward<float16>({.queries = 70, .keys = 140, .head_dim = dim, .sink = true, .dropout = p});
+}
+TEST(backward_packed_and_windows) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const int64_t dim : {64, 128})
+    check_dropped_backward<bfloat16>({.heads = 2,
+                                      .key_heads = 1,
+                                      .head_dim = dim,
+                                      .window_left = 90,
+                                      .window_right = 0,
+                                      .lengths_q = {150, 0, 3, 130, 64},
+                                      .lengths_k = {150, 10, 7, 200, 0},
+                                      .spare_tokens = 5,
+                                      .dropout = 0.2});
+}
 TEST(a_softcap_beside_it_is_refused) {
   NEEDS_SM90_CODE;
   AttentionData<bfloat16> data({.queries = 64, .keys = 64, .softcap = 2, .dropout = 0.1});
   expect_refused(attention_forward_sm90(data.forward(), nullptr), "dropout beside a softcap");
+}
+TEST(a_backward_that_would_overflow_is_refused) {
+  NEEDS_SM90_CODE;
+  AttentionData<float16> data({.queries = 64, .keys = 64, .dropout = 0.9995});
+  expect_refused(attention_backward_sm90(data.backward(), nullptr), "dropout of more than 0.999");
+}
+
+// Forward and backward, of shapes and windows at random.
+RANDOM_TEST(random_shapes) {
+  NEEDS_SM90_CODE;
+  const int64_t key_heads = random.integer(1, 2);
+  AttentionCase shape{.batch = random.integer(1, 2),
+                      .queries = random.size(1, 200),
+                      .keys = random.size(1, 300),
+                      .heads = key_heads * random.integer(1, 2),
+                      .key_heads = key_heads,
+                      .head_dim = 8 * random.integer(1, 16)};
+  if (random.coin()) shape.window_right = random.size(0, 200);
+  if (random.coin()) shape.window_left = random.size(0, 200);
+  shape.dropout = static_cast<double>(random.integer(1, 90)) / 100;
+  sim::options().seed = static_cast<uint64_t>(random.integer(0, 7));
+  sim::options().properties.multiprocessors = static_cast<int>(random.integer(1, 3));
+  AttentionData<bfloat16> data(shape, random.bits() % 1000);
+  data.delta_of_rounded_out = true;
+  data.solve(true);
+  data.poison_gradients();
+  expect_ok(run_backward(data));
+  compare_gradients(data);
+  data.poison_outputs();
+  expect_ok(run_forward(data));
+  expect_within("out", data.out.data, data.want_out, data.of_out);
+  expect_close("lse", data.lse, data.want_lse, kLseTolerance);
+  sim::options().seed = 0;
+  sim::options().properties.multiprocessors = 132;
 }
 
 }  // namespace

@@ -283,7 +283,8 @@ def test_plans_say_why_no_faster_kernel_is_taken():
     assert [plan[part]["kernel"] for part in ("forward", "backward")] == ["sm_90a", "sm_80"]
     assert plan["backward"]["why"] == "the portable kernel takes every option; no Hopper kernel for softcap"
     plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=128, dropout=True)
-    assert [plan[part]["kernel"] for part in ("forward", "backward")] == ["sm_90a", "sm_80"]
+    assert [plan[part]["kernel"] for part in ("forward", "backward")] == ["sm_90a", "sm_90a"]
+    assert plan["forward"]["why"].startswith("dropout") and plan["backward"]["why"].startswith("dropout")
     plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=128, dropout=True, softcap=True)
     assert plan["forward"]["why"].endswith("no Hopper kernel for dropout beside a softcap")
     for change, reason in (

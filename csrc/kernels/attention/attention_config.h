@@ -49,6 +49,7 @@ struct BackwardTile {
   int value_stages;
   int adders;  // threads that add dq to global memory
   bool ahead;  // scores of the next step are multiplied during this one, instead of steps in turns
+  bool dropout = false;
 
   // The loader and three adders fill a warpgroup, further adders a second one.
   constexpr int producer_groups() const { return adders > 3 ? 2 : 1; }
@@ -56,6 +57,7 @@ struct BackwardTile {
   // After registers have been moved to the consumers: together no more than 3 * 168 or 4 * 128.
   constexpr int producer_registers() const { return producer_groups() == 1 ? 24 : 32; }
   constexpr int consumer_registers() const { return producer_groups() == 1 ? 240 : 224; }
+  constexpr int statistics_bytes() const { return dropout ? 528 : 512; }  // of a block of queries
   constexpr bool operator==(const BackwardTile&) const = default;
 };
 
@@ -63,7 +65,9 @@ struct BackwardTile {
 // step apart instead. At 64 there is room for them, and steps are so short that three adders could not keep up.
 constexpr BackwardTile kBackward128{128, 2, 2, 1, 3, false};
 constexpr BackwardTile kBackward64{64, 4, 3, 2, 6, true};
-constexpr BackwardTile kBackwardTiles[] = {kBackward128, kBackward64};
+constexpr BackwardTile kBackward128Dropout{128, 2, 2, 1, 3, false, true};
+constexpr BackwardTile kBackward64Dropout{64, 4, 3, 2, 6, true, true};
+constexpr BackwardTile kBackwardTiles[] = {kBackward128, kBackward64, kBackward128Dropout, kBackward64Dropout};
 
 // Where a tile stands in its list. Kernels take this number as their argument, because nvcc 13.0 cannot write the
 // host's half of a kernel whose argument is a value of a class in a namespace.
@@ -88,6 +92,7 @@ struct AttentionKernelProblem {
   bool causal = false;  // no key after the diagonal: window_right >= 0
   bool softcap = false;
   bool mask = false, bias = false, alibi = false, dropout = false;
+  bool drops_nearly_all = false;  // a scale above 1,024
   bool positive_scale = true;
   bool aligned = true;     // base addresses and strides are multiples of 16 bytes and below 2^40, none is 0
   bool vectors = true;     // base addresses and strides are multiples of 16 bytes
@@ -169,11 +174,18 @@ constexpr AttentionBackwardChoice choose_attention_backward_sm90(const Attention
   AttentionBackwardChoice c;
   c.why = attention::reason_against_sm90(p);
   if (c.why == nullptr && p.softcap) c.why = "softcap";
-  if (c.why == nullptr && p.dropout) c.why = "dropout";
+  // The scale goes into the probabilities before they are rounded to T.
+  if (c.why == nullptr && p.drops_nearly_all) c.why = "dropout of more than 0.999";
   if (c.why != nullptr) return c;
   c.supported = true;
-  c.tile = p.head_dim <= 64 && p.head_dim_v <= 64 ? attention::kBackward64 : attention::kBackward128;
-  c.why = "128 keys a block, 64 queries a step; dq is added in the order of the keys";
+  const bool small = p.head_dim <= 64 && p.head_dim_v <= 64;
+  if (p.dropout) {
+    c.tile = small ? attention::kBackward64Dropout : attention::kBackward128Dropout;
+    c.why = "dropout: the kernel that makes the mask again while the tensor cores multiply";
+  } else {
+    c.tile = small ? attention::kBackward64 : attention::kBackward128;
+    c.why = "128 keys a block, 64 queries a step; dq is added in the order of the keys";
+  }
   return c;
 }
 

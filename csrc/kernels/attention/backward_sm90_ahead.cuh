@@ -36,6 +36,7 @@ template <class T, BackwardTile tile> struct BackwardAhead : BackwardConsumer<T,
     const unsigned v_stage = stage_of<tile.value_stages>(tiles);
     if (first_of_tile) device::mbarrier_wait(shared.v_full(v_stage), parity_of<tile.value_stages>(tiles));
     Base::multiply_rows(dp, shared.v(v_stage), shared.dout(stage));
+    if constexpr (tile.dropout) Base::dropout_masks(shared.statistics(stage));
     Base::mask(first_query);
     const Statistics* statistics = reinterpret_cast<const Statistics*>(shared.statistics(stage)) + lane % 4;
     Base::exponentials(statistics);

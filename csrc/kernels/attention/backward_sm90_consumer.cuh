@@ -29,6 +29,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   float s[32], dp[32];  // transposed: 64 keys x 64 queries
   float dq[kHalf / 2];
   uint32_t pr[4][4], ds[4][4];  // packed probabilities and dS: A operands
+  uint32_t all[4][4];           // dropout: the probabilities of which pr has those that are kept
 
   __device__ __forceinline__ BackwardConsumer(const BackwardParams& params, const Shared& memory, int warpgroup)
       : p(params), shared(memory), group(warpgroup), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4) {}
@@ -127,7 +128,21 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     }
   }
   using Statistics = device::Vector<float, 4>;
-  // p = 2^(scale_log2 * s - lse), packed.
+  // Of all pairs of probabilities of a step, in their place. Depends on no product.
+  __device__ __forceinline__ void dropout_masks(const float* statistics) {
+    using Four = device::Vector<uint32_t, 4>;
+    const KeyDropout dropout(p.dropout, t->first_key + group * 64 + warp * 16, lane);
+    const Four rows = device::load(reinterpret_cast<const Four*>(statistics + kStatisticsFloats));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) dropout.pair_masks(rows.at[i], p.dropout.threshold, pr[i]);
+  }
+  __device__ __forceinline__ void keep_masks_before_wait() {
+    uint32_t x = 0;
+#pragma unroll
+    for (const auto& four : pr) x ^= four[0] ^ four[2];
+    device::keep_before_wait(__uint_as_float(x & 0x7fffffffu), shared.statistics(0));
+  }
+  // p = 2^(scale_log2 * s - lse), packed. Dropout: pr holds masks, which p takes.
   __device__ __forceinline__ void exponentials(const Statistics* lse) {
 #pragma unroll
     for (int i = 0; i < 32; i += 8) {
@@ -136,13 +151,20 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
         return device::pack<T>(device::exp2(s[i + at] * p.scale_log2 - l.at[of]),
                                device::exp2(s[i + at + 1] * p.scale_log2 - l.at[of + 1]));
       };
-      pr[i / 8][0] = both(0, 0);
-      pr[i / 8][1] = both(2, 0);
-      pr[i / 8][2] = both(4, 2);
-      pr[i / 8][3] = both(6, 2);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t two = both(2 * e, e / 2 * 2);
+        if constexpr (tile.dropout) {
+          all[i / 8][e] = two;
+          pr[i / 8][e] &= two;
+        } else {
+          pr[i / 8][e] = two;
+        }
+      }
     }
   }
-  // dS = p (dp - delta), packed; from p as it was rounded, which saves its registers.
+  // dS = p (dp - delta), packed; from p as it was rounded, which saves its registers. Dropout: dp counts where p is
+  // kept, delta everywhere.
   __device__ __forceinline__ void score_gradients(const Statistics* delta) {
 #pragma unroll
     for (int i = 0; i < 32; i += 8) {
@@ -151,6 +173,13 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
       for (int e = 0; e < 4; ++e) {
         const uint32_t two = pr[i / 8][e];
         const int of = e / 2 * 2;
+        if constexpr (tile.dropout) {
+          const uint32_t both = all[i / 8][e];
+          ds[i / 8][e] = device::pack<T>(
+              device::low_half<T>(two) * dp[i + 2 * e] - device::low_half<T>(both) * d.at[of],
+              device::high_half<T>(two) * dp[i + 2 * e + 1] - device::high_half<T>(both) * d.at[of + 1]);
+          continue;
+        }
         ds[i / 8][e] = device::pack<T>(device::low_half<T>(two) * (dp[i + 2 * e] - d.at[of]),
                                        device::high_half<T>(two) * (dp[i + 2 * e + 1] - d.at[of + 1]));
       }

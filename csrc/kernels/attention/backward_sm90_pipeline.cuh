@@ -5,6 +5,7 @@
 #include "device/tensor_copy.h"
 #include "kernels/attention/attention_config.h"
 #include "kernels/attention/backward_order.cuh"
+#include "kernels/attention/dropout_sm90.cuh"
 
 // The first warpgroup of the Hopper backward (backward_sm90.cuh): the loader and the threads that add dq to global
 // memory; and what all warpgroups share.
@@ -17,7 +18,6 @@ constexpr int kRowBytes = 128;  // a swizzled row of 64 16-bit columns
 constexpr int kStages = 2;      // of dS
 constexpr int kKeySlots = 4;    // tiles that the loader is ahead of the slowest reader, at most
 constexpr int kBackwardConsumerWarps = 8;
-constexpr int kStatisticsFloats = 2 * kBlockQueries;  // of a query block: lse * log2(e), delta
 
 struct BackwardParams {
   Schedule schedule;  // of tiles of keys; `heads` are those of k
@@ -26,12 +26,13 @@ struct BackwardParams {
   int batch, heads, heads_per_key_head;
   int queries, keys, total_q, total_k;
   int head_dim, head_dim_v;
-  const float* statistics;  // [blocks, heads, 2, 64], as statistics_place() says
+  const float* statistics;  // [blocks, heads, statistics_stride()]
   float* dq_sums;           // [blocks, heads, 64 * head dim of the kernel], as accumulators lie in registers
   int* turns;               // [blocks, heads, 2]: whose turn it is to add to a half
   void *dk, *dv;
   AttentionStrides dk_strides, dv_strides;
   float scale, scale_log2;
+  DropoutParams dropout;
 };
 
 // A tile of keys as the loader publishes it, in shared memory until all have finished with it.
@@ -52,7 +53,7 @@ template <BackwardTile tile> struct BackwardShared {
   static constexpr int kV = 0, kK = tile.value_stages * kKeyBytes, kQ = kK + tile.key_stages * kKeyBytes;
   static constexpr int kDs = kQ + tile.query_stages * 2 * kQueryBytes;
   static constexpr int kDq = kDs + kStages * kScoreBytes, kStatistics = kDq + 2 * kHalfBytes;
-  static constexpr int kSlots = kStatistics + tile.query_stages * kStatisticsFloats * 4;
+  static constexpr int kSlots = kStatistics + tile.query_stages * tile.statistics_bytes();
   static constexpr int kBarriers = kSlots + kKeySlots * static_cast<int>(sizeof(KeyTile));
   static constexpr int kOtherBarriers = 2 * (tile.query_stages + tile.value_stages + tile.key_stages);
   static constexpr int kBytes = kBarriers + (kOtherBarriers + 12 + 2 * kKeySlots) * static_cast<int>(sizeof(Mbarrier));
@@ -66,7 +67,7 @@ template <BackwardTile tile> struct BackwardShared {
   __device__ __forceinline__ unsigned char* ds(unsigned i) const { return memory + kDs + i * kScoreBytes; }
   __device__ __forceinline__ unsigned char* dq(unsigned half) const { return memory + kDq + half * kHalfBytes; }
   __device__ __forceinline__ float* statistics(unsigned i) const {
-    return reinterpret_cast<float*>(memory + kStatistics) + i * kStatisticsFloats;
+    return reinterpret_cast<float*>(memory + kStatistics + i * tile.statistics_bytes());
   }
   __device__ __forceinline__ KeyTile* slot(unsigned i) const {
     return reinterpret_cast<KeyTile*>(memory + kSlots) + i % kKeySlots;
@@ -218,12 +219,12 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
       const unsigned stage = stage_of<tile.query_stages>(it);
       Mbarrier* full = shared.full(stage);
       device::mbarrier_wait(shared.empty(stage), parity_of<tile.query_stages>(it) ^ 1);
-      device::mbarrier_arrive_expect(full, 2 * Shared::kQueryBytes + kStatisticsFloats * 4);
+      device::mbarrier_arrive_expect(full, 2 * Shared::kQueryBytes + tile.statistics_bytes());
       load_panels<kPanels>(shared.q(stage), &maps.q, full, kBlockQueries, row, head, t->batch);
-      device::bulk_load(
-          shared.statistics(stage),
-          p.statistics + (static_cast<int64_t>(t->first_block + block) * p.heads + head) * kStatisticsFloats,
-          kStatisticsFloats * 4, full);
+      device::bulk_load(shared.statistics(stage),
+                        p.statistics + (static_cast<int64_t>(t->first_block + block) * p.heads + head) *
+                                           statistics_stride(tile.dropout),
+                        tile.statistics_bytes(), full);
       load_panels<kPanels>(shared.dout(stage), &maps.dout, full, kBlockQueries, row, head, t->batch);
       if (i == 0) {
         const unsigned v_stage = stage_of<tile.value_stages>(tiles);

@@ -23,6 +23,10 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
     device::mbarrier_wait(shared.full(stage), parity_of(it));
     Base::multiply_rows(s, shared.k(key_stage), shared.q(stage));
     Base::multiply_rows(dp, shared.v(v_stage), shared.dout(stage));
+    if constexpr (tile.dropout) {
+      Base::dropout_masks(shared.statistics(stage));
+      Base::keep_masks_before_wait();
+    }
     device::wgmma_wait<1>();  // s, and dk of the step before
     device::hold(s);
     if (!first_of_tile) Base::arrive(shared.empty(stage ^ 1));

@@ -72,4 +72,56 @@ __device__ __forceinline__ void drop(const PhiloxCounter& kept, float* accumulat
   }
 }
 
+// Calls of one block of 16 keys, whose rows of an accumulator are keys: word 0 of the counter is given, and word 1
+// differs from call to call.
+//
+// The queries 2 t and 2 t + 1 of lane 4 g + t are of two calls. The lanes of keys g and g ^ 1 make one each, and swap.
+struct KeyDropout {
+  using Product = device::OneWideProduct;
+  uint64_t key;       // of the fourth round
+  uint32_t known[5];  // parts of the first three rounds
+  bool odd;
+  uint32_t selectors[2];  // of keys g, and of those 8 below
+
+  __device__ __forceinline__ KeyDropout(const DropoutParams& p, int first_key, int lane) : odd(lane / 4 % 2 != 0) {
+    const auto seed = static_cast<uint64_t>(device::load(p.seed)),
+               offset = static_cast<uint64_t>(device::load(p.seed + 1));
+    const auto key0 = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(seed)),
+               key1 = __reduce_or_sync(0xffffffffu, high_word(seed));
+    const auto word0 = static_cast<uint32_t>(2 * first_key + 8 * (lane % 4) + (odd ? 4 : 0) + lane / 8);
+    const uint64_t p0 = Product()(kPhiloxFactor0, word0);
+    const uint64_t p1 = Product()(kPhiloxFactor2, static_cast<uint32_t>(offset));
+    const uint64_t q1 = Product()(kPhiloxFactor2, high_word(p0) ^ high_word(offset) ^ key1);
+    const uint64_t r0 = Product()(kPhiloxFactor0, high_word(q1) ^ static_cast<uint32_t>(p1) ^ (key0 + kPhiloxKeyStep0));
+    known[0] = high_word(p1) ^ key0;
+    known[1] = static_cast<uint32_t>(p0) ^ (key1 + kPhiloxKeyStep1);
+    known[2] = static_cast<uint32_t>(q1) ^ (key0 + 2 * kPhiloxKeyStep0);
+    known[3] = high_word(r0) ^ (key1 + 2 * kPhiloxKeyStep1);
+    known[4] = static_cast<uint32_t>(r0);
+    key = uint64_t{key1 + 3 * kPhiloxKeyStep1} << 32 | (key0 + 3 * kPhiloxKeyStep0);
+    selectors[0] = odd ? device::spread_selector(2, 0) : device::spread_selector(0, 2);
+    selectors[1] = odd ? device::spread_selector(3, 1) : device::spread_selector(1, 3);
+  }
+  // The call of queries whose counter word 1 is `row`.
+  __device__ __forceinline__ PhiloxCounter call(uint32_t row) const {
+    const uint64_t q0 = Product()(kPhiloxFactor0, known[0] ^ row);
+    const uint64_t r1 = Product()(kPhiloxFactor2, high_word(q0) ^ known[1]);
+    return philox<kAttentionPhiloxRounds - 3, Product>(
+        {{high_word(r1) ^ known[2], static_cast<uint32_t>(r1), known[3] ^ static_cast<uint32_t>(q0), known[4]}}, key);
+  }
+  // Masks of the four packed pairs of 16 keys x 16 queries, an A operand of wgmma. The whole warp.
+  __device__ __forceinline__ void pair_masks(uint32_t row, const device::HalvesThreshold& threshold,
+                                             uint32_t (&masks)[4]) const {
+    PhiloxCounter halves = call(row);
+    kept_halves(halves, threshold);
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {  // 8 queries on
+      const uint32_t own = odd ? halves.word[2 + w] : halves.word[w];
+      const uint32_t given = __shfl_xor_sync(0xffffffffu, odd ? halves.word[w] : halves.word[2 + w], 4);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) masks[2 * w + r] = device::spread_signs(own, given, selectors[r]);
+    }
+  }
+};
+
 }  // namespace warpsmith::attention
