@@ -22,7 +22,9 @@ OPTIMIZERS = {
     "lion": ("Lion", {}, 1),
     "adagrad": ("Adagrad", {}, 1),
     "rmsprop": ("RMSprop", {}, 1),
+    "lamb": ("LAMB", {}, 2),
 }
+TWICE = ("lamb",)  # parameter (or master) and states are read twice: the step needs norms of whole tensors first
 # A step of many small tensors keeps the host busy for milliseconds: the spin must be longer than torch's foreach takes.
 SPIN_CYCLES = 60_000_000
 
@@ -87,7 +89,11 @@ def case_rows(row, shape, sizes, device, options, precision):
         steps["torch fused"] = rival(params, lr=LR, fused=True, **given).step
     if rival is not None:
         steps["torch foreach"] = rival(params, lr=LR, foreach=True, **given).step
-    floor = int(floor_bytes(precision, states) * sum(p.numel() for p in params))
+    each = floor_bytes(precision, states)
+    if row in TWICE:
+        _, param, state, master, _ = PRECISIONS[precision]
+        each += (master or param) + states * state
+    floor = int(each * sum(p.numel() for p in params))
     stored = "float32" if precision == "fp32" else precision
     contenders = {**steps, YARDSTICK: copy_call(floor)} if device == "cuda" else steps
     gpu = {"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}

@@ -6,8 +6,8 @@
 
 #include "host/bindings.h"
 #include "host/problem.h"
+#include "kernels/optim/layerwise.h"
 #include "kernels/optim/optim_config.h"
-#include "kernels/optim/optimizers.h"
 
 namespace py = pybind11;
 
@@ -30,7 +30,7 @@ py::dict plan(const char* op, const py::kwargs& given) {
 }
 
 #define WARPSMITH_ROW(optimizer, F) {#optimizer, [](const py::kwargs& given) { return plan(#optimizer, given); }},
-const RegisterPlanner planners[] = {WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)};
+const RegisterPlanner planners[] = {WARPSMITH_OPTIMIZERS(WARPSMITH_ROW) WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW)};
 #undef WARPSMITH_ROW
 
 // (index, states, hyperparameters, mask of the states that are never negative) of a row.
@@ -43,6 +43,7 @@ const RegisterBinder registered([](py::module_& m) {
   py::dict rows;
 #define WARPSMITH_ROW(optimizer, F) rows[#optimizer] = row<F>(Optimizer::optimizer);
   WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
+  WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
   m.attr("OPTIMIZERS") = rows;
   py::dict storages;  // {name: index}

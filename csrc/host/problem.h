@@ -7,13 +7,13 @@
 
 namespace warpsmith::host {
 
-// What a planner without a problem ends with: its keys, and what each takes.
+// Thrown by a planner that was called without a problem: the keys it takes, and the values of each.
 struct Keys {
   pybind11::dict keys;
 };
 
-// The keyword arguments of warpsmith.plan, read one by one; what is missing, of the wrong kind or unknown is refused by
-// name. Without any, all keys are read as if they had been given, and refuse_unknown() throws them as Keys.
+// The keyword arguments of warpsmith.plan. A planner reads them one by one; a missing, wrong or unknown one is refused
+// by name. Without any arguments every read succeeds, and refuse_unknown() throws the keys that were read, as Keys.
 class Problem {
  public:
   Problem(const char* op, const pybind11::kwargs& given) : op_(op), given_(given), lists_(given.empty()) {}

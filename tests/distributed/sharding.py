@@ -25,6 +25,8 @@ PARAMS = [
     (torch.bfloat16, (300,), "bf16_kahan"),
 ]
 
+LONGEST = 200_003
+
 
 class Uneven(torch.nn.Module):
     def __init__(self, params=PARAMS):
@@ -53,16 +55,18 @@ class Uneven(torch.nn.Module):
 
 def input_of(rank, step, micro=0):
     draw = torch.Generator().manual_seed(10_000 * rank + 10 * step + micro)
-    return torch.randn(50_001, generator=draw)
+    return torch.randn(LONGEST, generator=draw)
 
 
 class Pair:
     """The same model trained twice: ``ours`` by a ShardedOptimizer, ``theirs`` by DDP and the plain optimizer."""
 
-    def __init__(self, rank, group, optimizer_class=warpsmith.optim.AdamW, *, stage=1, params=PARAMS, **options):
-        self.rank, self.group = rank, group
+    def __init__(
+        self, rank, group, optimizer_class=warpsmith.optim.AdamW, *, stage=1, params=PARAMS, device="cpu", **options
+    ):
+        self.rank, self.group, self.device = rank, group, device
         sharding = {k: options.pop(k) for k in ("bucket_cap_mb", "wire", "find_unused_parameters") if k in options}
-        self.ours, model = Uneven(params), Uneven(params)
+        self.ours, model = Uneven(params).to(device), Uneven(params).to(device)
         self.sharded = ShardedOptimizer(
             self.ours.groups(params), optimizer_class, stage=stage, process_group=group, **sharding, **options
         )
@@ -74,7 +78,7 @@ class Pair:
     def backward(self, step, micros=1, unused=(), scale=1.0):
         for micro in range(micros):
             last = micro == micros - 1
-            x = input_of(self.rank, step, micro)
+            x = input_of(self.rank, step, micro).to(self.device)
             for model, owner in ((self.ours, self.sharded), (self.theirs, self.theirs)):
                 if last:
                     (model(x, unused) * scale).backward()
@@ -94,7 +98,7 @@ class Pair:
         for optimizer in (self.sharded, self.plain):
             for name, value in scaling.items():
                 alone = name == "found_inf" and optimizer is self.sharded and self.rank != 0
-                setattr(optimizer, name, torch.tensor(0.0 if alone else value))
+                setattr(optimizer, name, torch.tensor(0.0 if alone else value, device=self.device))
             optimizer.step()
             for name in scaling:
                 delattr(optimizer, name)

@@ -197,7 +197,8 @@ def test_arguments(rank, world_size):
     for stage in (0, 3):
         refused(f"stage: expected 1 or 2, got {stage}", stage=stage)
     refused("wire: expected torch.bfloat16 or torch.float16, got torch.float32", wire=torch.float32)
-    refused("bucket_cap_mb: expected a number > 0, got 0", bucket_cap_mb=0)
+    for size in (0, -1.0, float("nan"), float("inf")):
+        refused(f"bucket_cap_mb: expected a finite number > 0, got {size}", bucket_cap_mb=size)
     refused("precision: expected", precision="8bit")
     refused("empty parameter list", [])
     refused("a parameter that requires a gradient, got none", [torch.nn.Parameter(torch.zeros(2), requires_grad=False)])

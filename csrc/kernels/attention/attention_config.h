@@ -8,14 +8,16 @@ namespace attention {
 
 // What a Hopper forward kernel is compiled for.
 struct ForwardTile {
-  int head_dim;      // of q, k and v, which are padded to it
-  int groups;        // consumer warpgroups, of 64 query rows each
-  int block_keys;    // keys of a block
-  int block_stages;  // blocks of keys or values in flight
-  bool turns;        // warpgroups issue their products one after the other
-  bool extended;     // softcap
+  int head_dim;          // of q, k and v, which are padded to it
+  int groups;            // consumer warpgroups, of 64 query rows each
+  int block_keys;        // keys of a block
+  int block_stages;      // blocks of keys or values in flight
+  bool turns;            // warpgroups issue their products one after the other
+  bool extended;         // softcap
+  int query_stages = 2;  // tiles of queries in shared memory. 1: a tile ends before the next one begins
   bool dropout = false;
 
+  constexpr bool serial() const { return query_stages == 1; }
   constexpr int tile_rows() const { return 64 * groups; }
   constexpr int threads() const { return 128 * (groups + 1); }
   // Registers of a thread after they have been moved from the first warpgroup to the consumers. Together no more than
@@ -24,7 +26,7 @@ struct ForwardTile {
   constexpr int consumer_registers() const { return groups == 2 ? 232 : 160; }
   constexpr int query_bytes() const { return 64 * head_dim * 2; }  // of one warpgroup
   constexpr int block_bytes() const { return block_keys * head_dim * 2; }
-  constexpr int shared_bytes() const { return 2 * groups * query_bytes() + block_stages * block_bytes(); }
+  constexpr int shared_bytes() const { return query_stages * groups * query_bytes() + block_stages * block_bytes(); }
   constexpr bool operator==(const ForwardTile&) const = default;
 };
 
@@ -35,11 +37,14 @@ constexpr ForwardTile kForward64{64, 3, 96, 8, true, false};
 constexpr ForwardTile kForward64Short{64, 2, 128, 8, true, false};
 constexpr ForwardTile kForward128Extended{128, 2, 128, 5, false, true};
 constexpr ForwardTile kForward64Extended{64, 2, 128, 8, true, true};
-constexpr ForwardTile kForward128Dropout{128, 2, 128, 5, false, false, true};
-constexpr ForwardTile kForward64Dropout{64, 2, 128, 8, true, false, true};
+constexpr ForwardTile kForward128Dropout{128, 2, 128, 5, false, false, 2, true};
+constexpr ForwardTile kForward64Dropout{64, 2, 128, 8, true, false, 2, true};
+// Output takes half of a thread's registers and one tile of queries 64 KiB: there is room for 80 keys a step, and for
+// no second tile of queries. The probabilities have no second place either, so that the base follows the maxima.
+constexpr ForwardTile kForward256{256, 2, 80, 4, false, true, 1};
 
-constexpr ForwardTile kForwardTiles[] = {kForward128,        kForward64,         kForward64Short,  kForward128Extended,
-                                         kForward64Extended, kForward128Dropout, kForward64Dropout};
+constexpr ForwardTile kForwardTiles[] = {kForward128,        kForward64,  kForward64Short,    kForward128Extended,
+                                         kForward64Extended, kForward256, kForward128Dropout, kForward64Dropout};
 
 // What a Hopper backward kernel is compiled for: tiles of 128 keys, steps of 64 queries, two consumer warpgroups.
 struct BackwardTile {
@@ -113,7 +118,6 @@ namespace attention {
 constexpr const char* reason_against_sm90(const AttentionKernelProblem& p) {
   if (!p.sm90a_code) return "a device that runs no code of sm_90a";
   if (p.element_bytes != 2) return "a dtype other than float16 and bfloat16";
-  if (p.head_dim > 128 || p.head_dim_v > 128) return "head dimensions above 128";
   if (p.seqlen_q <= 0 || p.seqlen_k <= 0) return "sequences without tokens";
   if (p.mask) return "a mask tensor";
   if (p.bias) return "a bias";
@@ -141,12 +145,17 @@ constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKe
   AttentionForwardChoice c;
   c.why = attention::reason_against_sm90(p);
   if (c.why == nullptr && p.dropout && p.softcap) c.why = "dropout beside a softcap";
+  if (c.why == nullptr && p.dropout && (p.head_dim > 128 || p.head_dim_v > 128))
+    c.why = "dropout with head dimensions above 128";
   if (c.why != nullptr) return c;
   c.supported = true;
   const bool small = p.head_dim <= 64 && p.head_dim_v <= 64;
   if (p.dropout) {
     c.tile = small ? attention::kForward64Dropout : attention::kForward128Dropout;
     c.why = "dropout: the kernel that makes the mask while the tensor cores multiply";
+  } else if (p.head_dim > 128 || p.head_dim_v > 128) {
+    c.tile = attention::kForward256;
+    c.why = "head dimensions up to 256: two warpgroups of 64 queries, 80 keys a step";
   } else if (p.softcap) {
     c.tile = small ? attention::kForward64Extended : attention::kForward128Extended;
     c.why = "softcap: the kernel with more arithmetic between the products";
@@ -173,6 +182,7 @@ struct AttentionBackwardChoice {
 constexpr AttentionBackwardChoice choose_attention_backward_sm90(const AttentionKernelProblem& p) {
   AttentionBackwardChoice c;
   c.why = attention::reason_against_sm90(p);
+  if (c.why == nullptr && (p.head_dim > 128 || p.head_dim_v > 128)) c.why = "head dimensions above 128";
   if (c.why == nullptr && p.softcap) c.why = "softcap";
   // The scale goes into the probabilities before they are rounded to T.
   if (c.why == nullptr && p.drops_nearly_all) c.why = "dropout of more than 0.999";

@@ -1,4 +1,5 @@
 #pragma once
+#include "kernels/attention/backward_plan.h"
 #include "kernels/attention/mask.cuh"
 #include "kernels/attention/scheduler.cuh"
 
@@ -14,8 +15,6 @@
 // Neighbouring tiles reach a block at least one step apart, because a tile that starts with its predecessor falls one
 // step behind and stays there. Neighbouring numbers are different heads, so that tiles of one head start apart.
 namespace warpsmith::attention {
-
-constexpr int kTileKeys = 128, kBlockQueries = 64;
 
 // The query blocks [first, end) that see keys of a tile.
 struct VisitedBlocks {
@@ -59,9 +58,18 @@ __host__ __device__ __forceinline__ int64_t first_block(const int32_t* cu_seqlen
   return cu_seqlens_q != nullptr ? start / kBlockQueries + sequence
                                  : sequence * ((queries + kBlockQueries - 1) / kBlockQueries);
 }
+// Tiles of keys are numbered likewise.
+__host__ __device__ __forceinline__ int64_t first_tile(const int32_t* cu_seqlens_k, int64_t sequence, int64_t start,
+                                                       int64_t keys) {
+  return cu_seqlens_k != nullptr ? start / kTileKeys + sequence : sequence * ((keys + kTileKeys - 1) / kTileKeys);
+}
 inline int64_t total_blocks(const AttentionProblem& p) {
   return p.cu_seqlens_q != nullptr ? p.total_q / kBlockQueries + p.batch + 1
                                    : p.batch * ((p.seqlen_q + kBlockQueries - 1) / kBlockQueries);
+}
+inline int64_t total_tiles(const AttentionProblem& p) {
+  return p.cu_seqlens_k != nullptr ? p.total_k / kTileKeys + p.batch + 1
+                                   : p.batch * ((p.seqlen_k + kTileKeys - 1) / kTileKeys);
 }
 
 // Statistics of a block of queries: lse * log2(e) of each query, then delta, so that probabilities and dS come out

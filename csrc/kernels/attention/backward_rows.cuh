@@ -173,20 +173,31 @@ template <class T, int kHeadDim> __global__ void __launch_bounds__(kDqThreads) b
   }
 }
 
-struct UnseenParams {
-  Schedule schedule;  // of tiles of keys
+struct KeyParams {
+  Schedule schedule;  // of tiles of keys; `heads` are those of k
   Window window;
   const int32_t *cu_seqlens_q, *cu_seqlens_k;  // null: not packed
   int queries, keys, total_q, total_k;
   int head_dim, head_dim_v;
   void *dk, *dv;
   AttentionStrides dk_strides, dv_strides;
+  const float* key_sums;  // as in BackwardParams
+  int parts;              // of a key head
+  float scale;
 };
 
-// dk = dv = 0 for tiles of keys that no query sees: backward_sm90 does not visit them. A block a tile.
-template <class T> __global__ void __launch_bounds__(kDqThreads) backward_unseen_keys(const UnseenParams p) {
-  const TileIndex at = tile_at(p.schedule, static_cast<int>(blockIdx.x));
-  if (at.batch < 0) return;
+// A tile of keys of one key head: where its rows lie, and whether some query sees it.
+struct KeyRows {
+  int batch;  // packed: 0; -1: there is no such tile
+  int head, rows;
+  int64_t token;   // the first row
+  int64_t number;  // of the tile, as first_tile() counts
+  bool visited;
+};
+
+__device__ __forceinline__ KeyRows key_rows(const KeyParams& p, int n) {
+  const TileIndex at = tile_at(p.schedule, n);
+  if (at.batch < 0) return {-1, 0, 0, 0, 0, false};
   int queries = p.queries, keys = p.keys, token = 0, batch = at.batch;
   if (p.cu_seqlens_q != nullptr) {
     const Sequence k = sequence_at(p.cu_seqlens_k, at.batch, p.schedule.batch, p.total_k, p.keys);
@@ -198,17 +209,58 @@ template <class T> __global__ void __launch_bounds__(kDqThreads) backward_unseen
     batch = 0;
   }
   const VisitedBlocks visited = visited_blocks(p.window, at.row_tile, queries, keys);
-  if (visited.end > visited.first) return;
-  const int first = at.row_tile * kTileKeys, rows = min(kTileKeys, keys - first);
+  const int first = at.row_tile * kTileKeys;
+  return {batch,
+          at.head,
+          min(kTileKeys, keys - first),
+          int64_t{token} + first,
+          first_tile(p.cu_seqlens_k, at.batch, token, keys) + at.row_tile,
+          visited.end > visited.first};
+}
+
+// dk = dv = 0 for tiles of keys that no query sees: backward_sm90 does not visit them. A block a tile.
+template <class T> __global__ void __launch_bounds__(kDqThreads) backward_unseen_keys(const KeyParams p) {
+  const KeyRows at = key_rows(p, static_cast<int>(blockIdx.x));
+  if (at.batch < 0 || at.visited) return;
   using Eight = device::Packed<T, 8>;
   const auto clear = [&](void* to, const AttentionStrides& s, int columns) {
-    T* base = static_cast<T*>(to) + batch * s.batch + at.head * s.head + (int64_t{token} + first) * s.seq;
+    T* base = static_cast<T*>(to) + at.batch * s.batch + at.head * s.head + at.token * s.seq;
     const int chunks = columns / 8;
-    for (int i = static_cast<int>(threadIdx.x); i < rows * chunks; i += kDqThreads)
+    for (int i = static_cast<int>(threadIdx.x); i < at.rows * chunks; i += kDqThreads)
       device::store(device::packed_at<T, 8>(base, i / chunks * s.seq + i % chunks * 8), Eight{});
   };
   clear(p.dk, p.dk_strides, p.head_dim);
   clear(p.dv, p.dv_strides, p.head_dim_v);
+}
+
+constexpr int kDkvThreads = 256;
+
+// dv and dk of tiles whose key head has several parts: the sums of the parts in their order, dk times scale. Two blocks
+// a tile, for dv and dk; the threads are those of two consumer warpgroups.
+template <class T, int kHeadDim> __global__ void __launch_bounds__(kDkvThreads) backward_dkv(const KeyParams p) {
+  device::wait_for_previous_kernel();
+  const KeyRows at = key_rows(p, static_cast<int>(blockIdx.x / 2));
+  if (at.batch < 0 || !at.visited) return;
+  using Four = device::Vector<float, 4>;
+  const int tensor = static_cast<int>(blockIdx.x % 2), thread = static_cast<int>(threadIdx.x % 128),
+            group = static_cast<int>(threadIdx.x / 128);
+  float x[kHeadDim / 2] = {};
+  for (int part = 0; part < p.parts; ++part) {
+    const int64_t sums = ((at.number * p.schedule.heads + at.head) * p.parts + part) * 2 + tensor;
+    const Four* from =
+        reinterpret_cast<const Four*>(p.key_sums + sums * kTileKeys * kHeadDim) + group * 16 * kHeadDim + thread;
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 8; ++j) {
+      const Four four = device::load(from + j * 128);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[4 * j + e] += four.at[e];
+    }
+  }
+  const AttentionStrides& s = tensor == 0 ? p.dv_strides : p.dk_strides;
+  T* to = static_cast<T*>(tensor == 0 ? p.dv : p.dk) + at.batch * s.batch + at.head * s.head +
+          (at.token + group * 64) * s.seq;
+  store_accumulators(to, s.seq, x, tensor == 0 ? 1.0f : p.scale, thread / 32 * 16 + thread % 32 / 4,
+                     at.rows - group * 64, tensor == 0 ? p.head_dim_v : p.head_dim, thread % 32);
 }
 
 struct SinkParams {

@@ -96,16 +96,13 @@ template <class T, BackwardTile tile> struct BackwardAhead : BackwardConsumer<T,
     while (t != nullptr) {
       Base::clear_gradients();
       // The same in every lane, and known to be.
-      const int steps = __shfl_sync(0xffffffffu, device::load(&t->blocks), 0) * p.heads_per_key_head;
+      const int blocks = __shfl_sync(0xffffffffu, device::load(&t->blocks), 0), steps = blocks * p.heads_per_part;
       int first_query = __shfl_sync(0xffffffffu, device::load(&t->last_block), 0) * kBlockQueries;
       Base::set_whole();
       const KeyTile* next = nullptr;
-      for (int j = 0, head = 0; j < steps; ++j) {
+      for (int j = 0, inner = 0; j < steps; ++j) {
         next = step(first_query, j == 0, j == steps - 1);
-        if (++head == p.heads_per_key_head) {
-          head = 0;
-          first_query -= kBlockQueries;
-        }
+        Base::next_query(first_query, inner, blocks);
       }
       device::wgmma_wait<0>();
       device::hold(dk);

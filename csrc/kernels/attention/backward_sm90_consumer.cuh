@@ -110,6 +110,15 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     whole_first = __shfl_sync(0xffffffffu, first_key + 63 < t->keys ? first : 1 << 30, 0);
     whole_last = __shfl_sync(0xffffffffu, last, 0);
   }
+  // From a step's first query to that of the next step of the tile. `inner` counts the steps of the inner loop.
+  __device__ __forceinline__ void next_query(int& first_query, int& inner, int blocks) {
+    const bool wraps = ++inner == (p.blocks_first ? blocks : p.heads_per_part);
+    if (wraps) inner = 0;
+    if (wraps != p.blocks_first)
+      first_query -= kBlockQueries;
+    else if (wraps)
+      first_query += (blocks - 1) * kBlockQueries;
+  }
   // Sets scores of pairs that do not see each other to -inf.
   __device__ __forceinline__ void mask(int first_query) {
     if (first_query >= whole_first && first_query <= whole_last) return;
@@ -202,7 +211,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
                                                                            const float (&x)[kRegisters], float factor,
                                                                            int columns) {
     const int first_key = t->first_key + group * 64;
-    T* at = static_cast<T*>(to) + t->batch * strides.batch + t->key_head * strides.head +
+    T* at = static_cast<T*>(to) + t->batch * strides.batch + t->part * strides.head +
             (int64_t{t->k_token} + first_key) * strides.seq;
     store_accumulators(at, strides.seq, x, factor, warp * 16 + lane / 4, t->keys - first_key, columns, lane);
   }
@@ -210,7 +219,22 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
 #pragma unroll
     for (int i = 0; i < tile.head_dim / 2; ++i) dk[i] = dv[i] = 0.0f;
   }
+  // A part's dv (tensor 0) or dk (1), for backward_dkv.
+  template <int kRegisters> __device__ __forceinline__ void store_sums(int tensor, const float (&x)[kRegisters]) {
+    using Four = device::Vector<float, 4>;
+    const int64_t at = (static_cast<int64_t>(t->first_tile + t->tile) * p.schedule.heads + t->part) * 2 + tensor;
+    Four* to = reinterpret_cast<Four*>(p.key_sums + at * kTileKeys * tile.head_dim) + group * 16 * tile.head_dim +
+               threadIdx.x % 128;
+#pragma unroll
+    for (int j = 0; j < kRegisters / 4; ++j)
+      device::store(to + j * 128, Four{{x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]}});
+  }
   __device__ __forceinline__ void store_gradients() {
+    if (p.key_sums != nullptr) {
+      store_sums(0, dv);
+      store_sums(1, dk);
+      return;
+    }
     store_gradient(p.dv, p.dv_strides, dv, 1.0f, p.head_dim_v);
     store_gradient(p.dk, p.dk_strides, dk, p.scale, p.head_dim);
   }

@@ -78,13 +78,10 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
       const unsigned key_stage = stage_of(tiles), v_stage = stage_of<tile.value_stages>(tiles);
       device::mbarrier_wait(shared.k_full(key_stage), parity_of(tiles));
       device::mbarrier_wait(shared.v_full(v_stage), parity_of<tile.value_stages>(tiles));
-      const int steps = blocks * p.heads_per_key_head;
-      for (int j = 0, head = 0, first_query = last_block * kBlockQueries; j < steps; ++j) {
+      const int steps = blocks * p.heads_per_part;
+      for (int j = 0, inner = 0, first_query = last_block * kBlockQueries; j < steps; ++j) {
         step(first_query, key_stage, v_stage, j == 0, j == steps - 1);
-        if (++head == p.heads_per_key_head) {
-          head = 0;
-          first_query -= kBlockQueries;
-        }
+        Base::next_query(first_query, inner, blocks);
       }
       device::wgmma_wait<0>();
       device::hold(dk);

@@ -67,6 +67,16 @@ constexpr Dtype param_dtype(Storage s) {
 constexpr bool is_8bit(Storage s) {
   return s == Storage::float32_8bit || s == Storage::bfloat16_8bit || s == Storage::float16_8bit;
 }
+// The states that an optimizer may have as 8-bit codes, a bit each; none: 8-bit storages do not take it.
+constexpr uint32_t states_of_8bit(Optimizer optimizer) {
+  switch (optimizer) {
+    case Optimizer::adamw:
+    case Optimizer::adam: return 0b011;
+    case Optimizer::sgd:
+    case Optimizer::lion: return 0b1;
+    default: return 0;
+  }
+}
 constexpr bool has_master(Storage s) { return s == Storage::bfloat16_master || s == Storage::float16_master; }
 
 // How a bfloat16 parameter keeps what rounding to nearest would lose.
@@ -116,7 +126,7 @@ struct OptimTensor {
 };
 static_assert(sizeof(OptimTensor) == 80);
 
-constexpr int kOptimMaxValues = 4;
+constexpr int kOptimMaxValues = 6;
 
 struct OptimGroup {
   const void*

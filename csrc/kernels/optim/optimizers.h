@@ -212,17 +212,18 @@ struct RMSprop {
 
 enum class Optimizer : uint8_t {
 #define WARPSMITH_ROW(optimizer, F) optimizer,
-  WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
+  WARPSMITH_OPTIMIZERS(WARPSMITH_ROW) WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 };
 
-// visit.template operator()<F>() of an optimizer's functor.
+// visit.template operator()<F>() of an optimizer's functor; of none that is layerwise (layerwise.h).
 template <class Visit> auto visit_optimizer(Optimizer optimizer, Visit&& visit) {
   switch (optimizer) {
 #define WARPSMITH_ROW(optimizer, F) \
   case Optimizer::optimizer: return visit.template operator()<F>();
     WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
+    default: break;
   }
   return visit.template operator()<AdamW>();
 }

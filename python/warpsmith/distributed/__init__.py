@@ -3,7 +3,7 @@ parallel, reports of hangs."""
 
 from warpsmith.distributed.context import Context, init
 from warpsmith.distributed.context_parallel import context_parallel_attention
-from warpsmith.distributed.hook import accurate_hook
+from warpsmith.distributed.hook import accurate_hook, reduction_plan
 from warpsmith.distributed.output import RankFilter
 from warpsmith.distributed.sampler import ResumableSampler
 from warpsmith.distributed.sequence import shard_sequence, unshard_sequence
@@ -19,6 +19,7 @@ __all__ = [
     "accurate_hook",
     "context_parallel_attention",
     "init",
+    "reduction_plan",
     "shard_sequence",
     "unshard_sequence",
     "watch",

@@ -9,12 +9,16 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
 
+from warpsmith.distributed.peer_memory import PeerMemory, peer_memory
+from warpsmith.ops._rank_mean import rank_mean
+
 Future = torch.futures.Future[Tensor]
 Hook = Callable[[Any, GradBucket], Future]
 
 _WIRES = (torch.bfloat16, torch.float16)
 _ALIGN_ELEMS = 8  # parts of a bucket begin at multiples of 16 bytes
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+_USER = "accurate_hook"  # of peer memory
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -36,17 +40,20 @@ def accurate_hook(  # type: ignore[misc]  # DDP reads these annotations, and wan
     .. math::
         g \leftarrow \mathrm{wire}\Big(\frac{1}{N} \sum_{r=0}^{N-1} \mathrm{wire}(g_r)\Big)
 
-    The sum is taken in float32, in the order of the ranks. Rank r sums the r-th part of the bucket: an all-to-all
-    brings the ranks' parts, an all-gather takes the means back. A ring's all-reduce in bfloat16 rounds at every rank
-    instead, and its error grows with their number.
+    The sum is taken in float32, in the order of the ranks. Rank r sums the r-th part of the bucket. Where all ranks
+    are GPUs of one host with access to each other's memory, they write the parts, and the kernel that adds writes the
+    means, straight into it. Elsewhere an all-to-all brings the ranks' parts and an all-gather takes the means back.
+    :func:`reduction_plan` tells which. A ring's all-reduce in bfloat16 rounds at every rank instead, and its error
+    grows with their number.
 
     Buckets of bfloat16 and float16 gradients travel in their own dtype, buckets of float64 are sent and summed in
     float64. float16 has no values above 65,504: a gradient beyond is infinite on the wire, which a loss scaler sees.
     Under ``no_sync()`` DDP calls no hook, so accumulated gradients are rounded and reduced once.
 
     Deterministic: the same bits in every run, on every rank, for every backend and topology. On CUDA the bucket is
-    reduced on a side stream while the backward goes on, and the host does not wait. On the CPU the reduction runs where
-    the hook is called.
+    reduced on a side stream while the backward goes on. The host waits only where ranks set up the memory that they
+    share: at the first bucket, and at a larger one than any before. On the CPU the reduction runs where the hook is
+    called.
 
     Raises:
         ValueError: ``wire`` is neither bfloat16 nor float16.
@@ -73,6 +80,30 @@ def accurate_hook(  # type: ignore[misc]  # DDP reads these annotations, and wan
     return hook
 
 
+def reduction_plan(process_group: ProcessGroup | None = None, device: torch.device | str | None = None) -> str:
+    """How :func:`accurate_hook` reduces gradients of these ranks, and why. A collective: every rank must call.
+
+    Args:
+        process_group: the ranks; default: all.
+        device: of the gradients; default: this rank's current GPU, or the CPU where there is none.
+
+    Example:
+        >>> import warpsmith
+        >>> with warpsmith.distributed.init(device="cpu"):
+        ...     warpsmith.distributed.reduction_plan(device="cpu")
+        'all-to-all, sum, all-gather: the gradients are on the CPU'
+    """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    found = peer_memory(process_group, device, _USER)
+    if isinstance(found, str):
+        return f"all-to-all, sum, all-gather: {found}"
+    return f"one kernel over peer memory: {found.world_size} GPUs of one host"
+
+
 def mean_in_rank_order(parts: Tensor) -> Tensor:
     """The mean over dimension 0: a sum in float32 (float64 for float64) from the first rank to the last, divided by
     their number and rounded once to the parts' dtype.
@@ -81,11 +112,14 @@ def mean_in_rank_order(parts: Tensor) -> Tensor:
         >>> mean_in_rank_order(torch.tensor([[1.0, 4.0], [2.0, 4.0]], dtype=torch.bfloat16))
         tensor([1.5000, 4.0000], dtype=torch.bfloat16)
     """
-    wide = torch.float64 if parts.dtype == torch.float64 else torch.float32
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.div_(len(parts)).to(parts.dtype)
+    if parts.dtype == torch.float64 and parts.is_cuda:
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total.div_(torch.full_like(total[:1], len(parts)))  # by a number torch would multiply by its inverse
+    mean = torch.empty_like(parts[0])
+    rank_mean(parts, [mean])
+    return mean
 
 
 def _reduce(group: ProcessGroup | None, bucket: GradBucket, wire: torch.dtype) -> Future:
@@ -114,6 +148,10 @@ def _average(gradients: Tensor, group: ProcessGroup | None, wire: torch.dtype) -
     sent_as = wire if gradients.dtype == torch.float32 else gradients.dtype
     count = gradients.numel()
     part = -(-count // (ranks * _ALIGN_ELEMS)) * _ALIGN_ELEMS
+    peers = peer_memory(group, gradients.device, _USER) if sent_as != torch.float64 else "float64"
+    if isinstance(peers, PeerMemory):
+        average_by_peers(gradients, peers, sent_as, part)
+        return
     sent = torch.empty(ranks * part, dtype=sent_as, device=gradients.device)
     sent[:count].copy_(gradients)
     sent[count:].zero_()
@@ -121,3 +159,25 @@ def _average(gradients: Tensor, group: ProcessGroup | None, wire: torch.dtype) -
     dist.all_to_all_single(received, sent, group=group)
     _all_gather(sent, mean_in_rank_order(received.view(ranks, part)), group=group)
     gradients.copy_(sent[:count])
+
+
+def average_by_peers(gradients: Tensor, peers: PeerMemory, sent_as: torch.dtype, part: int) -> None:
+    """In place. Each rank writes what it sends into the inboxes of the others; adds what came into its own and writes
+    the mean into their outboxes; and takes their means out of its own. An inbox is free again after the second barrier,
+    an outbox after the first of the next bucket."""
+    rank, ranks = peers.rank, peers.world_size
+    inboxes, outboxes = peers.boxes(sent_as, part)
+    parts = [gradients[r * part : (r + 1) * part] for r in range(ranks)]  # the last ones may be shorter, or empty
+    others = [(rank + step) % ranks for step in range(1, ranks)]  # not all to the same rank at once
+    for r in others:
+        inboxes[r][rank, : len(parts[r])].copy_(parts[r])
+    peers.barrier(0)
+    own = parts[rank]
+    if len(own):
+        outs = [own, *(outboxes[r][rank, : len(own)] for r in others)]
+        rank_mean(inboxes[rank][:, : len(own)], outs, own=own, rank=rank)
+    peers.barrier(1)
+    means, end = outboxes[rank].view(-1), len(gradients)
+    for begin, stop in ((0, min(rank * part, end)), (min((rank + 1) * part, end), end)):
+        if begin < stop:
+            rank_mean(means[None, begin:stop], [gradients[begin:stop]])  # of one rank: only widens, with vectors

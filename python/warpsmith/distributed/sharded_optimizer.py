@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,14 +16,14 @@ from torch.distributed import ProcessGroup
 from warpsmith.distributed import sharded_checks as checks
 from warpsmith.distributed.agreement import require_agreement
 from warpsmith.distributed.exchange import rank_and_size
-from warpsmith.distributed.gradient_shards import IN_FLIGHT, GradientShards, flat
-from warpsmith.distributed.hook import _all_gather
+from warpsmith.distributed.gradient_shards import GradientShards, flat
+from warpsmith.distributed.param_gather import ParamGather
 from warpsmith.distributed.shard_norm import ShardNorm
 from warpsmith.distributed.shard_state import States, cut_states, gather_states
-from warpsmith.distributed.shards import Bucket, plan_buckets
+from warpsmith.distributed.shards import plan_buckets
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import CUT_ELEMS, clip_in_place
-from warpsmith.optim._tensor_list import all_params, describe
+from warpsmith.optim._tensor_list import all_params, describe, moved
 from warpsmith.optim.clip import _order
 
 _OP = checks.OP
@@ -150,6 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             reduced=self._take_gradients,
         )
         self._norm = ShardNorm(self._shards)
+        self._gather = ParamGather(self._shards, self._params)
         self._tensors = [
             flat(self._params[f.param].detach())[f.start : f.start + f.count] for f in self._shards.fragments
         ]
@@ -233,6 +233,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._norm.norm(p)
 
     @torch.no_grad()
+    def _norm_of_scaled(self, p: float, scale: Tensor) -> Tensor:
+        """:meth:`grad_norm` of gradients that were multiplied by ``scale``, for a scaler."""
+        self._shards.require_reduced("grad_norm()")
+        return self._norm.norm(p, moved(scale, self._flag.device))
+
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales the averaged gradients so that the norm of all of them is at most ``max_norm``, as
         :func:`warpsmith.optim.clip_grad_norm_`, bit for bit, and returns the norm before. A collective.
@@ -277,45 +283,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
             found_inf = found_inf.detach().to(self._flag.device, torch.float32, copy=True)
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
         self._inner.grad_scale, self._inner.found_inf = getattr(self, "grad_scale", None), found_inf
+        self._gather.take()  # what no forward has waited for
         self._inner.step()
-        self._gather_params()
+        self._gather.start() if self._gather.in_forward else self._gather.gather()
         self._shards.forget()
         self._consolidated = None
         return loss
 
-    @torch.no_grad()
-    def _gather_params(self) -> None:
-        if self._shards.world_size == 1:
-            return
-        in_flight: deque[tuple[Bucket, Tensor, Tensor, Any]] = deque()
-        for bucket in self._shards.buckets:
-            if bucket.numel == 0:
-                continue
-            like = self._params[bucket.params[0]].detach()
-            sent = like.new_empty(max(bucket.parts))
-            first = bucket.first_of(self._shards.rank)
-            for f in bucket.fragments:
-                if f.rank == self._shards.rank:
-                    own = flat(self._params[f.param].detach())[f.start : f.start + f.count]
-                    sent[f.offset - first : f.offset - first + f.count].copy_(own)
-            received = sent.new_empty(self._shards.world_size * len(sent))
-            work = _all_gather(received, sent, group=self.process_group, async_op=True)
-            in_flight.append((bucket, sent, received, work))
-            if len(in_flight) > IN_FLIGHT:
-                self._take_params(*in_flight.popleft())
-        while in_flight:
-            self._take_params(*in_flight.popleft())
+    def gather_in_forward(self, model: torch.nn.Module) -> None:
+        """From now on ``step`` only starts to gather the parameters, and the next forward of ``model`` waits for them
+        block by block, so that they travel behind its computation. The bits stay the same.
 
-    def _take_params(self, bucket: Bucket, sent: Tensor, received: Tensor, work: Any) -> None:
-        work.wait()  # on CUDA the stream waits, not the host
-        to, of = [], []
-        for f in bucket.fragments:
-            if f.rank != self._shards.rank:
-                at = f.rank * len(sent) + f.offset - bucket.first_of(f.rank)
-                to.append(flat(self._params[f.param].detach())[f.start : f.start + f.count])
-                of.append(received[at : at + f.count])
-        if to:
-            torch._foreach_copy_(to, of)
+        Blocks are the elements of the model's outermost ``ModuleList``, ``Sequential`` or ``ModuleDict``: the forward
+        of a block waits for the block's parameters, that of the model for those that are in no block. A model must not
+        use the parameters of a block before it calls the block. ``model.state_dict()`` and ``load_state_dict`` wait
+        for all; code that reads parameters by itself between ``step`` and the forward calls
+        :meth:`wait_for_parameters` first.
+
+        Takes the memory of the parameters once more, until the forward has taken them. Not for compiled models.
+
+        Raises:
+            ValueError: the model lacks a parameter of this optimizer.
+        """
+        inside = {id(p) for p in model.parameters()}
+        for name, p in zip(self._shards.names, self._params, strict=True):
+            if id(p) not in inside:
+                _check.refuse(f"{_OP}.gather_in_forward", "model", f"one that holds {name}", type(model).__name__)
+        self._gather.wait_in_forward(model)
+
+    def wait_for_parameters(self) -> None:
+        """Waits for the parameters that :meth:`gather_in_forward` has left under way; on CUDA the stream does. Nothing
+        to do elsewhere."""
+        self._gather.take()
 
     # Checkpoints.
 
@@ -360,7 +359,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         every rank; each keeps its fragments. Not a collective.
 
         Raises:
-            ValueError: other groups, or a state of another shape than its parameter. Nothing has changed then.
+            ValueError: other groups, a precision that cannot be shared out, or a state of another shape than its
+                parameter. Nothing has changed then.
         """
         groups = state_dict["param_groups"]
         checks.check_state(self._whole.param_groups, state_dict)
@@ -383,6 +383,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Raises where ``load_state_dict`` would, and changes nothing.
 
         Raises:
-            ValueError: other groups, or a state of another shape than its parameter.
+            ValueError: other groups, a precision that cannot be shared out, or a state of another shape than its
+                parameter.
         """
         checks.check_state(self._whole.param_groups, state_dict)

@@ -5,8 +5,20 @@ from warpsmith.optim.adagrad import Adagrad
 from warpsmith.optim.adam import Adam
 from warpsmith.optim.adamw import AdamW
 from warpsmith.optim.clip import clip_grad_norm_, grad_norm
+from warpsmith.optim.lamb import LAMB
 from warpsmith.optim.lion import Lion
 from warpsmith.optim.rmsprop import RMSprop
 from warpsmith.optim.sgd import SGD
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "clip_grad_norm_", "float32_states", "grad_norm"]
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "RMSprop",
+    "clip_grad_norm_",
+    "float32_states",
+    "grad_norm",
+]

@@ -222,12 +222,10 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         for number, bucket in enumerate(plan.buckets):
             optim_step(
                 bucket.table,
+                bucket.facts,
                 bucket.gradient_pointers(plan.watch, number, capturing),
                 [self._lr(group["lr"], bucket.device) for group in self.param_groups],
                 self._constants_of(bucket.row, plan.kinds),
-                bucket.index,
-                bucket.storage,
-                bucket.most,
                 None if grad_scale is None else lists.moved(grad_scale, bucket.device).float(),
                 None if found_inf is None else lists.moved(found_inf, bucket.device).float(),
             )

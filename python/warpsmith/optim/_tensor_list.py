@@ -86,6 +86,8 @@ def holds_its_elements(t: Tensor) -> bool:
 
 def is_dense(t: Tensor) -> bool:
     """Whether the elements fill their memory without gaps or overlap, in any order of the dimensions."""
+    if t.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted((s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1):
         if stride != expected:

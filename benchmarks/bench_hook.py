@@ -1,0 +1,261 @@
+"""What many ranks cost: gradient reduction, the sharded optimizer's step, GPT-2 on more GPUs, context parallelism.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_hook.py                     on GPUs: all parts
+    torchrun --nproc-per-node 2 benchmarks/bench_hook.py --parts reduce,step
+    torchrun --nproc-per-node 2 benchmarks/bench_hook.py --device cpu --quick    does the script itself work?
+
+Contenders of a part take turns. A time is the median over the rounds of the slowest rank's.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import warpsmith
+from torch.nn.parallel import DistributedDataParallel
+from warpsmith.distributed import ShardedOptimizer, accurate_hook, context_parallel_attention, reduction_plan
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("reduce", "step", "gpt2", "context")
+MIB = 1 << 20
+
+
+class Bench:
+    """The ranks, and the rows that rank 0 prints."""
+
+    def __init__(self, ctx, quick):
+        self.ctx, self.quick, self.device, self.rows = ctx, quick, ctx.device, []
+
+    def say(self, part, what, name, value, unit, **more):
+        row = {"part": part, "what": what, "name": name, "value": value, "unit": unit} | more
+        self.rows.append(row)
+        if self.ctx.rank == 0:
+            extra = " ".join(f"{k} {v}" for k, v in more.items())
+            print(f"{part:8} {what:24} {name:28} {value:12.4f} {unit} {extra}\n", end="", flush=True)
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def once(self, call, repeats):
+        """Milliseconds of a call, the slowest rank's."""
+        self.synchronize()
+        dist.barrier()
+        self.synchronize()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        self.synchronize()
+        ms = torch.tensor((time.perf_counter() - began) * 1e3 / repeats, device=self.device)
+        dist.all_reduce(ms, dist.ReduceOp.MAX)
+        return float(ms)
+
+    def times(self, calls, rounds, repeats):
+        """{name: median milliseconds}; the contenders take turns."""
+        rounds, repeats = (1, 1) if self.quick else (rounds, repeats)
+        for call in calls.values():
+            for _ in range(1 if self.quick else 3):
+                call()
+        found = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                found[name].append(self.once(call, repeats))
+        return {name: statistics.median(values) for name, values in found.items()}
+
+
+def reduce_part(bench):
+    """Reduction of a bucket of float32 gradients; casts are counted."""
+    if bench.ctx.rank == 0:
+        print(f"reduce   {reduction_plan(device=bench.device)}\n", end="", flush=True)
+    else:
+        reduction_plan(device=bench.device)
+    for mib in (1,) if bench.quick else (1, 16, 64, 1024):
+        gradients = torch.randn(mib * MIB // 4, device=bench.device)
+        bucket = SimpleNamespace(buffer=lambda gradients=gradients: gradients)
+        calls = {
+            "all-reduce float32": functools.partial(all_reduce_mean, gradients),
+            "all-reduce bfloat16": functools.partial(all_reduce_bfloat16, gradients),
+            "all-reduce bfloat16, no cast": functools.partial(dist.all_reduce, gradients.bfloat16()),
+            "accurate_hook": lambda bucket=bucket: accurate_hook(None, bucket).wait(),
+        }
+        times = bench.times(calls, 7, max(2, 512 // mib) if mib < 1024 else 5)
+        base, lowest = times["all-reduce float32"], times["all-reduce bfloat16, no cast"]
+        for name, ms in times.items():
+            bench.say(
+                "reduce", f"{mib} MiB", name, ms, "ms", of_fp32=round(ms / base, 3), of_bf16=round(ms / lowest, 3)
+            )
+
+
+def all_reduce_mean(gradients):
+    dist.all_reduce(gradients)
+    gradients.div_(dist.get_world_size())
+
+
+def all_reduce_bfloat16(gradients):
+    """As torch's bf16_compress_hook."""
+    sent = gradients.to(torch.bfloat16).div_(dist.get_world_size())
+    dist.all_reduce(sent)
+    gradients.copy_(sent)
+
+
+class Sums(torch.nn.Module):
+    """Parameters whose backward is little but to write their gradients."""
+
+    def __init__(self, count, numel, device):
+        super().__init__()
+        self.weights = torch.nn.ParameterList([torch.full((numel,), 0.5, device=device) for _ in range(count)])
+
+    def forward(self, _):
+        return sum(Fill.apply(w) for w in self.weights)
+
+
+class Fill(torch.autograd.Function):
+    """0, with a gradient of ones."""
+
+    @staticmethod
+    def forward(ctx, w):
+        ctx.like = w
+        return w.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return torch.ones_like(ctx.like)
+
+
+def step_part(bench):
+    """Backward and step of AdamW over 1e9 parameters: all that is not the model's."""
+    count, numel = (3, 1000) if bench.quick else (40, 25_000_000)
+    ids = [bench.device.index] if bench.device.type == "cuda" else None
+
+    def ddp(hook):
+        model = Sums(count, numel, bench.device)
+        loss = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        if hook:
+            loss.register_comm_hook(None, accurate_hook)
+        return loss, warpsmith.optim.AdamW(model.parameters(), lr=1e-6)
+
+    def sharded(stage):
+        model = Sums(count, numel, bench.device)
+        return model, ShardedOptimizer(model.parameters(), warpsmith.optim.AdamW, stage=stage, lr=1e-6)
+
+    makers = {
+        "DDP, AdamW": lambda: ddp(False),
+        "DDP, accurate_hook, AdamW": lambda: ddp(True),
+        "ShardedOptimizer, stage 1": lambda: sharded(1),
+        "ShardedOptimizer, stage 2": lambda: sharded(2),
+    }
+    calls, peaks = {}, {}
+    for name, make in makers.items():
+        before = memory(bench)
+        loss, optimizer = make()
+        calls[name] = functools.partial(train_step, loss, optimizer)
+        calls[name]()
+        calls[name]()
+        if bench.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        calls[name]()
+        peaks[name] = ((torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else 0) - before) / 1e9
+    times = bench.times(calls, 5, 3)
+    base = times["DDP, AdamW"]
+    for name, ms in times.items():
+        bench.say("step", f"{count * numel:.0e} parameters", name, ms, "ms", of_ddp=round(ms / base, 3),
+                  peak_gb=round(peaks[name], 2))  # fmt: skip
+
+
+def memory(bench):
+    return torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
+
+
+def train_step(loss, optimizer):
+    loss(0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def gpt2_part(bench):
+    """GPT-2 124M of examples/train_gpt.py: a rank alone, and all together."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import train_gpt as gpt
+
+    preset = "nano" if bench.device.type == "cpu" else "gpt2-124m"
+    tiny = {"layers": 1, "heads": 2, "width": 32, "context": 16, "batch": 2} if bench.quick else {}
+    values = gpt.PRESETS[preset] | {"tokens": "random"} | tiny
+    alone = SimpleNamespace(rank=0, world=1, first=True, device=bench.device)
+    together = SimpleNamespace(rank=bench.ctx.rank, world=bench.ctx.world_size, first=False, device=bench.device)
+    rows = values["batch"]
+
+    def steps(ranks, hook):
+        recipe = SimpleNamespace(**values | {"batch": rows * ranks.world})
+        run = gpt.Run(recipe, "warpsmith", ranks)
+        if hook:
+            run.loss.register_comm_hook(None, accurate_hook)
+        data = gpt.Data(recipe, None, ranks)
+        batches = [data.batch(i) for i in range(2)]
+        return lambda: [run.step(tokens) for tokens in batches]
+
+    calls = {"alone": steps(alone, False)}
+    if bench.ctx.world_size > 1:
+        calls |= {"DDP": steps(together, False), "DDP, accurate_hook": steps(together, True)}
+    times = bench.times(calls, 5, 4)
+    for name, ms in times.items():
+        rate = 2 * rows * values["context"] / ms
+        bench.say("gpt2", f"{preset} {rows} a rank", name, rate, "k tokens/s a rank",
+                  of_alone=round(times["alone"] / ms, 4))  # fmt: skip
+
+
+def context_part(bench):
+    """Causal attention over one long sequence, forward and backward."""
+    tokens, heads, dim = (64, 2, 16) if bench.quick else (65_536, 16, 128)
+    dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
+    ranks = bench.ctx.world_size
+
+    def both(count, attend):
+        q, k, v, out = (torch.randn(1, count, heads, dim, device=bench.device, dtype=dtype) for _ in range(4))
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        return lambda: torch.autograd.grad(attend(*inputs), inputs, out)
+
+    calls = {"one rank": both(tokens, functools.partial(warpsmith.attention, causal=True))}
+    for mode in ("all_gather", "ring", "ulysses"):
+        attend = functools.partial(context_parallel_attention, mode=mode, causal=True)
+        calls[mode] = both(tokens // ranks, attend)
+    times = bench.times(calls, 3, 1)
+    for name, ms in times.items():
+        share = times["one rank"] / ms / (1 if name == "one rank" else ranks)
+        bench.say("context", f"{tokens} tokens", name, ms, "ms", efficiency=round(share, 3))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--quick", action="store_true", help="next to nothing to do")
+    parser.add_argument("--json", type=Path, help="rank 0 writes its rows there")
+    args = parser.parse_args()
+    parts = {"reduce": reduce_part, "step": step_part, "gpt2": gpt2_part, "context": context_part}
+    with warpsmith.distributed.init(device=args.device) as ctx:
+        bench = Bench(ctx, args.quick)
+        for name in args.parts.split(","):
+            began = time.perf_counter()
+            parts[name](bench)
+            gc.collect()
+            if ctx.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if ctx.rank == 0:
+                print(f"{name:8} took {time.perf_counter() - began:.1f} s\n", end="", flush=True)
+        if args.json and ctx.rank == 0:
+            place = {"ranks": ctx.world_size, "device": str(ctx.device), "torch": torch.__version__}
+            if ctx.device.type == "cuda":
+                place["gpu"] = torch.cuda.get_device_name()
+            args.json.write_text(json.dumps(place | {"rows": bench.rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

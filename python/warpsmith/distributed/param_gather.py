@@ -1,0 +1,130 @@
+"""Brings the parameters that other ranks have updated: in the step, or behind the next forward."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from warpsmith.distributed.gradient_shards import IN_FLIGHT, GradientShards, flat
+from warpsmith.distributed.hook import _all_gather
+from warpsmith.distributed.shards import Bucket
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class _Sent(NamedTuple):
+    number: int  # of the bucket
+    own: Tensor
+    received: Tensor
+    work: Any
+
+
+class ParamGather:
+    """The all-gathers of the parameters, a bucket each.
+
+    Either ``gather`` starts and ends them; or ``start`` starts all of them, and hooks of :meth:`wait_in_forward` wait
+    for a bucket when a module needs it. All ranks start them in the same order at the same place of their programs,
+    whatever their forwards do.
+    """
+
+    def __init__(self, shards: GradientShards, params: Sequence[Tensor]) -> None:
+        self._shards, self._params = shards, params
+        self._in_flight: deque[_Sent] = deque()
+        self.in_forward = False
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """With few buckets in flight, so that little memory is held."""
+        for number in range(len(self._shards.buckets)):
+            self._start(number)
+            if len(self._in_flight) > IN_FLIGHT:
+                self._take_first()
+        self.take()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """All buckets, in the order of the forward: the backward's from the end."""
+        for number in reversed(range(len(self._shards.buckets))):
+            self._start(number)
+
+    @torch.no_grad()
+    def take(self, buckets: frozenset[int] | None = None) -> None:
+        """Writes what has been gathered into the parameters: until all of these buckets are there, or all there are.
+        On CUDA the stream waits, not the host."""
+        while self._in_flight and (buckets is None or any(sent.number in buckets for sent in self._in_flight)):
+            self._take_first()
+
+    def _start(self, number: int) -> None:
+        bucket = self._shards.buckets[number]
+        if self._shards.world_size == 1 or bucket.numel == 0:
+            return
+        like = self._params[bucket.params[0]].detach()
+        own = like.new_empty(max(bucket.parts))
+        first = bucket.first_of(self._shards.rank)
+        for f in bucket.fragments:
+            if f.rank == self._shards.rank:
+                of = flat(self._params[f.param].detach())[f.start : f.start + f.count]
+                own[f.offset - first : f.offset - first + f.count].copy_(of)
+        received = own.new_empty(self._shards.world_size * len(own))
+        work = _all_gather(received, own, group=self._shards.group, async_op=True)
+        self._in_flight.append(_Sent(number, own, received, work))
+
+    def _take_first(self) -> None:
+        number, own, received, work = self._in_flight.popleft()
+        bucket: Bucket = self._shards.buckets[number]
+        work.wait()  # on CUDA the stream waits, not the host
+        to, of = [], []
+        for f in bucket.fragments:
+            if f.rank != self._shards.rank:
+                at = f.rank * len(own) + f.offset - bucket.first_of(f.rank)
+                to.append(flat(self._params[f.param].detach())[f.start : f.start + f.count])
+                of.append(received[at : at + f.count])
+        if to:
+            torch._foreach_copy_(to, of)
+
+    def wait_in_forward(self, model: nn.Module) -> None:
+        """From now on the forward of a unit (:func:`units_of`) waits for the unit's buckets, and so does all that
+        reads or writes a state_dict of the model."""
+        self.in_forward = True
+        this = weakref.ref(self)  # a model must not keep its optimizer alive
+        bucket_of = {id(self._params[p]): n for n, bucket in enumerate(self._shards.buckets) for p in bucket.params}
+
+        def waiting(buckets: frozenset[int] | None) -> Callable[..., None]:
+            def wait(*_: Any) -> None:
+                gather = this()
+                if gather is not None:
+                    gather.take(buckets)
+
+            return wait
+
+        for module, params in units_of(model):
+            module.register_forward_pre_hook(waiting(frozenset(bucket_of[id(p)] for p in params if id(p) in bucket_of)))
+        for module in model.modules():
+            module.register_state_dict_pre_hook(waiting(None))
+            module.register_load_state_dict_pre_hook(waiting(None))
+
+
+def units_of(model: nn.Module) -> list[tuple[nn.Module, list[Tensor]]]:
+    """Modules whose forwards wait, with the parameters that each waits for: the elements of the outermost lists,
+    sequences and dicts of modules, whole; the modules that hold those, with all that is not in an element.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2, bias=False)))
+        >>> [(type(module).__name__, len(params)) for module, params in units_of(net)]
+        [('Sequential', 0), ('Linear', 2), ('Sequential', 1)]
+    """
+    own: list[Tensor] = list(model.parameters(recurse=False))
+    inner: list[tuple[nn.Module, list[Tensor]]] = []
+    for child in model.children():
+        if isinstance(model, _CONTAINERS):
+            inner.append((child, list(child.parameters())))
+        elif any(isinstance(module, _CONTAINERS) for module in child.modules()):
+            inner += units_of(child)
+        else:
+            own += child.parameters()
+    return [(model, own), *inner]

@@ -1,0 +1,236 @@
+"""Reduction over memory that ranks share: the bits of the other path, one decision on all ranks, and its reason."""
+
+import os
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import warpsmith
+from torch.distributed import _symmetric_memory
+from torch.nn.parallel import DistributedDataParallel
+from warpsmith.distributed import accurate_hook, reduction_plan
+from warpsmith.distributed.hook import average_by_peers, mean_in_rank_order
+from warpsmith.distributed.peer_memory import box_offsets, peer_memory
+from warpsmith.testing import run_ranks
+
+SIZES = [1, 8, 9, 65, 1001, 30_000]
+DTYPES = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)]
+
+
+BYTES = 1 << 18
+
+
+class Files:
+    """Memory that processes share, in place of memory that GPUs share."""
+
+    def __init__(self, folder, rank, world_size):
+        self.rank, self.world_size = rank, world_size
+        self.files = [
+            torch.from_file(str(Path(folder) / str(r)), shared=True, size=BYTES, dtype=torch.uint8)
+            for r in range(world_size)
+        ]
+
+    def boxes(self, dtype, part):
+        elements = self.world_size * part
+
+        def box(file, offset):
+            return file.view(dtype)[offset : offset + elements].view(self.world_size, part)
+
+        return tuple([box(file, offset) for file in self.files] for offset in box_offsets(BYTES, dtype))
+
+    def barrier(self, channel):
+        dist.barrier()
+
+
+def test_no_inbox_lies_where_an_outbox_does(tmp_path):
+    """Of whatever bucket: the ranks are never further apart than one is in its outbox, another in the next inbox."""
+    files = Files(tmp_path, 0, 2)
+    places = {"in": [], "out": []}
+    for dtype in (torch.float32, torch.bfloat16):
+        for part in (8, 520, BYTES // 4 // dtype.itemsize):
+            for kind, boxes in zip(places, files.boxes(dtype, part), strict=True):
+                begin = boxes[0].data_ptr()
+                places[kind].append((begin, begin + boxes[0].numel() * dtype.itemsize))
+    assert max(end for _, end in places["in"]) <= min(begin for begin, _ in places["out"])
+
+
+def gradients_of(rank, size, dtype):
+    draw = torch.Generator().manual_seed(1000 * rank + size)
+    return (torch.randn(size, generator=draw) * 3).to(dtype)
+
+
+def formula(world_size, size, dtype, wire):
+    total = gradients_of(0, size, dtype).to(wire).float()
+    for rank in range(1, world_size):
+        total = total + gradients_of(rank, size, dtype).to(wire).float()
+    return (total / world_size).to(wire).to(dtype)
+
+
+def on_ranks_that_share_files(rank, world_size, folder):
+    peers, checked = Files(folder, rank, world_size), 0
+    for dtype, wire in DTYPES:
+        for size in SIZES:
+            part = -(-size // (world_size * 8)) * 8
+            for _ in range(2):  # the second finds the boxes full
+                gradients = gradients_of(rank, size, dtype)
+                average_by_peers(gradients, peers, wire, part)
+                assert torch.equal(gradients, formula(world_size, size, dtype, wire)), (dtype, wire, size)
+                checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("world_size", [3])
+def test_shared_memory_gives_the_formulas_bits(world_size, tmp_path):
+    checked = run_ranks(on_ranks_that_share_files, world_size, str(tmp_path), timeout_s=200)
+    assert checked == [2 * len(DTYPES) * len(SIZES)] * world_size
+
+
+def machine(rank, gpus=("a", "b"), host="h", visible=None, peers=True):
+    """What torch says of GPUs, where there are none."""
+    visible = list(gpus) if visible is None else visible
+    index = visible.index(gpus[rank])
+    stack = ExitStack()
+    stack.enter_context(patch.object(torch.cuda, "device_count", lambda: len(visible)))
+    stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=visible[i])))
+    stack.enter_context(patch.object(torch.cuda, "can_device_access_peer", lambda a, b: peers))
+    stack.enter_context(patch.object(torch.cuda, "synchronize", lambda device: None))
+    stack.enter_context(patch.object(socket, "gethostname", lambda: host))
+    return stack, torch.device("cuda", index)
+
+
+def reasons_on(rank, world_size):
+    def no_memory(*size, **options):
+        if rank == 1:
+            raise RuntimeError("no handle\nmore of it")
+        return torch.empty(1)
+
+    found = []
+    cases = [
+        {"gpus": ("a", "a"), "visible": ["a"]},
+        {"host": f"host{rank}"},
+        {"visible": ["ab"[rank]]},
+        {"peers": False},
+        {},
+    ]
+    for n, case in enumerate(cases):
+        stack, device = machine(rank, **case)
+        with stack, patch.object(_symmetric_memory, "empty", no_memory):
+            with patch.object(_symmetric_memory, "rendezvous", lambda buffer, group: None):
+                found.append(str(peer_memory(None, device, f"case {n}")))
+    stack, device = machine(rank)
+    os.environ["WARPSMITH_PEER_MEMORY"] = str(1 - rank)
+    with stack:
+        found.append(str(peer_memory(None, device, "off")))
+    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ  # as it was
+    return found
+
+
+def test_all_ranks_decide_alike_and_say_why():
+    ranks = run_ranks(reasons_on, 2, timeout_s=200)
+    assert ranks[0] == ranks[1]
+    assert ranks[0] == [
+        "ranks 0 and 1 of 2 share a GPU",
+        "rank 1 of 2 is on another host than rank 0",
+        "the GPU of rank 1 is not visible to the others (CUDA_VISIBLE_DEVICES)",
+        "the GPUs of ranks 0 and 1 have no peer access",
+        "rank 1 of 2: torch's symmetric memory: no handle",
+        "rank 1 of 2 has WARPSMITH_PEER_MEMORY=0",
+    ]
+
+
+def test_one_rank_shares_nothing():
+    with warpsmith.distributed.init(device="cpu"):
+        assert peer_memory(None, torch.device("cuda", 0), "user") == "one rank"
+        assert reduction_plan(device="cpu") == "all-to-all, sum, all-gather: the gradients are on the CPU"
+
+
+# The raw op.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_mean_over_ranks_is_the_formula(dtype, ranks):
+    parts = torch.randn(ranks, 3001, generator=torch.Generator().manual_seed(ranks)).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part
+    want = (total / ranks).to(dtype)
+    assert torch.equal(mean_in_rank_order(parts), want)
+    padded = torch.cat([parts, torch.full_like(parts[:, :5], torch.nan)], 1)[:, :3001]
+    assert torch.equal(mean_in_rank_order(padded), want)
+    if dtype.itemsize == 2:  # a part that is not rounded yet, and two outputs, one of them in its place
+        own = torch.randn(3001, generator=torch.Generator().manual_seed(9))
+        parts[ranks - 1] = own.to(dtype)
+        want, out = mean_in_rank_order(parts), torch.empty(3001, dtype=dtype)
+        parts[ranks - 1] = torch.nan
+        torch.ops.warpsmith.rank_mean(parts, own, ranks - 1, [out, own])
+        assert torch.equal(out, want) and torch.equal(own, want.float())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"parts": torch.zeros(4)}, r"parts: expected shape \(ranks, elements\)"),
+        ({"parts": torch.zeros(2, 4, dtype=torch.int32)}, "parts: expected"),
+        ({"parts": torch.zeros(4, 2).T}, "parts: expected rows of adjacent elements"),
+        ({"rank": 2}, "rank: expected a row of parts, of 2, got 2"),
+        ({"own": torch.zeros(5)}, "own: expected"),
+        ({"own": torch.zeros(4, dtype=torch.float16)}, "own: expected float32, got float16"),
+        ({"outs": [torch.zeros(4), torch.zeros(8)[::2]]}, r"outs\[1\]: expected adjacent elements"),
+        ({"outs": [torch.zeros(4)] * 17}, "outs: expected at most 16, got 17"),
+    ],
+)
+def test_what_the_mean_over_ranks_refuses(change, message):
+    given = {"parts": torch.zeros(2, 4), "own": torch.zeros(4), "rank": 0, "outs": [torch.zeros(4)]} | change
+    with pytest.raises(ValueError, match=message):
+        torch.ops.warpsmith.rank_mean(*given.values())
+
+
+# On GPUs.
+
+
+def on_gpus(rank, world_size):
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    assert reduction_plan() == f"one kernel over peer memory: {world_size} GPUs of one host"
+    os.environ["WARPSMITH_PEER_MEMORY"] = "0"
+    without = dist.new_group()
+    assert reduction_plan(without) == f"all-to-all, sum, all-gather: rank 0 of {world_size} has WARPSMITH_PEER_MEMORY=0"
+    for size in (*SIZES, 7_000_001, 1001):  # memory grows in between
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            found = []
+            for group in (None, without):
+                model = torch.nn.ParameterList([torch.zeros(size, device=device, dtype=dtype)])
+                ddp = DistributedDataParallel(Product(model), process_group=group)
+                ddp.register_comm_hook(group, accurate_hook)
+                for _ in range(3):
+                    ddp.zero_grad()
+                    ddp(gradients_of(rank, size, dtype).to(device)).backward()
+                found.append(model[0].grad)
+            assert torch.equal(*found), (size, dtype)
+            if size <= 1001 and dtype == torch.float32:
+                assert torch.equal(found[0].cpu(), formula(world_size, size, dtype, torch.bfloat16))
+    return True
+
+
+class Product(torch.nn.Module):
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, x):
+        return (self.weights[0] * x).sum()
+
+
+@pytest.mark.gpu
+def test_peer_memory_has_the_bits_of_nccls_path():
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("needs 2 GPUs")
+    assert run_ranks(on_gpus, count, backend="nccl", timeout_s=200) == [True] * count
