@@ -12,27 +12,19 @@ struct PhiloxCounter {
   uint32_t word[4];
 };
 
-// A round multiplies words 0 and 2; the halves of the key then grow.
-constexpr uint32_t kPhiloxFactor0 = 0xd2511f53, kPhiloxFactor2 = 0xcd9e8d57;
-constexpr uint32_t kPhiloxKeyStep0 = 0x9e3779b9, kPhiloxKeyStep1 = 0xbb67ae85;
-
-struct WideProduct {
-  WARPSMITH_HOST_DEVICE uint64_t operator()(uint32_t a, uint32_t b) const { return uint64_t{a} * b; }
-};
-
-// Ten rounds are the paper's recommendation; seven are the fewest that pass its tests. `Product` multiplies two words.
-template <int rounds = 10, class Product = WideProduct>
-WARPSMITH_HOST_DEVICE PhiloxCounter philox(PhiloxCounter c, uint64_t key) {
+// Ten rounds are the paper's recommendation; seven are the fewest that pass its tests.
+template <int rounds = 10> WARPSMITH_HOST_DEVICE PhiloxCounter philox(PhiloxCounter c, uint64_t key) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
   for (int round = 0; round < rounds; ++round) {
-    const uint64_t p0 = Product()(kPhiloxFactor0, c.word[0]), p1 = Product()(kPhiloxFactor2, c.word[2]);
+    const uint64_t p0 = static_cast<uint64_t>(0xd2511f53u) * c.word[0],
+                   p1 = static_cast<uint64_t>(0xcd9e8d57u) * c.word[2];
     c = {{static_cast<uint32_t>(p1 >> 32) ^ c.word[1] ^ k0, static_cast<uint32_t>(p1),
           static_cast<uint32_t>(p0 >> 32) ^ c.word[3] ^ k1, static_cast<uint32_t>(p0)}};
-    k0 += kPhiloxKeyStep0;
-    k1 += kPhiloxKeyStep1;
+    k0 += 0x9e3779b9u;
+    k1 += 0xbb67ae85u;
   }
   return c;
 }

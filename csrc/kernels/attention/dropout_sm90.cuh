@@ -1,7 +1,7 @@
 #pragma once
 #include "device/halves.h"
-#include "device/philox.h"
 #include "device/vector.h"
+#include "device/wide_product.h"
 #include "kernels/attention/attention_dropout.h"
 
 // The dropout mask on the accumulators of the Hopper kernels. A thread makes one Philox call for its 8 elements of each
@@ -21,9 +21,26 @@ inline DropoutParams dropout_params(const Dropout& d) {
 
 __device__ __forceinline__ uint32_t high_word(uint64_t x) { return static_cast<uint32_t>(x >> 32); }
 
+// The rounds of common/philox.h. Here, since a call begins with its third or fourth round.
+constexpr uint32_t kPhiloxFactor0 = 0xd2511f53, kPhiloxFactor2 = 0xcd9e8d57;
+constexpr uint32_t kPhiloxKeyStep0 = 0x9e3779b9, kPhiloxKeyStep1 = 0xbb67ae85;
+
+template <int rounds> __device__ __forceinline__ PhiloxCounter philox_rounds(PhiloxCounter c, uint64_t key) {
+  uint32_t key0 = static_cast<uint32_t>(key), key1 = high_word(key);
+#pragma unroll
+  for (int round = 0; round < rounds; ++round) {
+    const uint64_t p0 = device::wide_product(kPhiloxFactor0, c.word[0]);
+    const uint64_t p1 = device::wide_product(kPhiloxFactor2, c.word[2]);
+    c = {{high_word(p1) ^ c.word[1] ^ key0, static_cast<uint32_t>(p1), high_word(p0) ^ c.word[3] ^ key1,
+          static_cast<uint32_t>(p0)}};
+    key0 += kPhiloxKeyStep0;
+    key1 += kPhiloxKeyStep1;
+  }
+  return c;
+}
+
 // Calls of one row of blocks: word 1 of the counter is given, word 0 differs from call to call.
 struct RowDropout {
-  using Product = device::OneWideProduct;
   uint64_t key;       // of the third round
   uint32_t known[4];  // parts of the first two rounds
 
@@ -32,8 +49,8 @@ struct RowDropout {
                offset = static_cast<uint64_t>(device::load(p.seed + 1));
     const auto key0 = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(seed)),
                key1 = __reduce_or_sync(0xffffffffu, high_word(seed));
-    const uint64_t first = uint64_t{kPhiloxFactor2} * static_cast<uint32_t>(offset);
-    const uint64_t second = uint64_t{kPhiloxFactor0} * (high_word(first) ^ row ^ key0);
+    const uint64_t first = device::wide_product(kPhiloxFactor2, static_cast<uint32_t>(offset));
+    const uint64_t second = device::wide_product(kPhiloxFactor0, high_word(first) ^ row ^ key0);
     known[0] = high_word(offset) ^ key1;
     known[1] = static_cast<uint32_t>(first) ^ (key0 + kPhiloxKeyStep0);
     known[2] = high_word(second) ^ (key1 + kPhiloxKeyStep1);
@@ -42,11 +59,11 @@ struct RowDropout {
   }
   // attention_dropout_lanes() with counter word 0.
   __device__ __forceinline__ PhiloxCounter call(uint32_t word0) const {
-    const uint64_t first = Product()(kPhiloxFactor0, word0);
-    const uint64_t second = Product()(kPhiloxFactor2, high_word(first) ^ known[0]);
-    return philox<kAttentionPhiloxRounds - 2, Product>({{high_word(second) ^ known[1], static_cast<uint32_t>(second),
-                                                         known[2] ^ static_cast<uint32_t>(first), known[3]}},
-                                                       key);
+    const uint64_t first = device::wide_product(kPhiloxFactor0, word0);
+    const uint64_t second = device::wide_product(kPhiloxFactor2, high_word(first) ^ known[0]);
+    return philox_rounds<kAttentionPhiloxRounds - 2>({{high_word(second) ^ known[1], static_cast<uint32_t>(second),
+                                                       known[2] ^ static_cast<uint32_t>(first), known[3]}},
+                                                     key);
   }
 };
 
@@ -77,7 +94,6 @@ __device__ __forceinline__ void drop(const PhiloxCounter& kept, float* accumulat
 //
 // The queries 2 t and 2 t + 1 of lane 4 g + t are of two calls. The lanes of keys g and g ^ 1 make one each, and swap.
 struct KeyDropout {
-  using Product = device::OneWideProduct;
   uint64_t key;       // of the fourth round
   uint32_t known[5];  // parts of the first three rounds
   bool odd;
@@ -89,10 +105,11 @@ struct KeyDropout {
     const auto key0 = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(seed)),
                key1 = __reduce_or_sync(0xffffffffu, high_word(seed));
     const auto word0 = static_cast<uint32_t>(2 * first_key + 8 * (lane % 4) + (odd ? 4 : 0) + lane / 8);
-    const uint64_t p0 = Product()(kPhiloxFactor0, word0);
-    const uint64_t p1 = Product()(kPhiloxFactor2, static_cast<uint32_t>(offset));
-    const uint64_t q1 = Product()(kPhiloxFactor2, high_word(p0) ^ high_word(offset) ^ key1);
-    const uint64_t r0 = Product()(kPhiloxFactor0, high_word(q1) ^ static_cast<uint32_t>(p1) ^ (key0 + kPhiloxKeyStep0));
+    const uint64_t p0 = device::wide_product(kPhiloxFactor0, word0);
+    const uint64_t p1 = device::wide_product(kPhiloxFactor2, static_cast<uint32_t>(offset));
+    const uint64_t q1 = device::wide_product(kPhiloxFactor2, high_word(p0) ^ high_word(offset) ^ key1);
+    const uint64_t r0 =
+        device::wide_product(kPhiloxFactor0, high_word(q1) ^ static_cast<uint32_t>(p1) ^ (key0 + kPhiloxKeyStep0));
     known[0] = high_word(p1) ^ key0;
     known[1] = static_cast<uint32_t>(p0) ^ (key1 + kPhiloxKeyStep1);
     known[2] = static_cast<uint32_t>(q1) ^ (key0 + 2 * kPhiloxKeyStep0);
@@ -104,9 +121,9 @@ struct KeyDropout {
   }
   // The call of queries whose counter word 1 is `row`.
   __device__ __forceinline__ PhiloxCounter call(uint32_t row) const {
-    const uint64_t q0 = Product()(kPhiloxFactor0, known[0] ^ row);
-    const uint64_t r1 = Product()(kPhiloxFactor2, high_word(q0) ^ known[1]);
-    return philox<kAttentionPhiloxRounds - 3, Product>(
+    const uint64_t q0 = device::wide_product(kPhiloxFactor0, known[0] ^ row);
+    const uint64_t r1 = device::wide_product(kPhiloxFactor2, high_word(q0) ^ known[1]);
+    return philox_rounds<kAttentionPhiloxRounds - 3>(
         {{high_word(r1) ^ known[2], static_cast<uint32_t>(r1), known[3] ^ static_cast<uint32_t>(q0), known[4]}}, key);
   }
   // Masks of the four packed pairs of 16 keys x 16 queries, an A operand of wgmma. The whole warp.
