@@ -196,10 +196,13 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   }
   // To shared memory, rows of keys.
   __device__ __forceinline__ void store_score_gradients(unsigned char* to) {
-    const int row = group * 64 + warp * 16 + lane % 16;
+    uint32_t thread[1] = {threadIdx.x % 128};
+    if constexpr (tile.dropout) device::hold(thread);  // no registers that keep the addresses from step to step
+    const int row = group * 64 + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 16);
+    const int first = static_cast<int>(thread[0] / 16 % 2);
     unsigned char* at = to + row * kRowBytes;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) device::store_matrix(at + (((2 * i + lane / 16) ^ (row & 7)) << 4), ds[i]);
+    for (int i = 0; i < 4; ++i) device::store_matrix(at + (((2 * i + first) ^ (row & 7)) << 4), ds[i]);
   }
 
   __device__ __forceinline__ void hold_probabilities() {
