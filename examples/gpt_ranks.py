@@ -7,18 +7,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import checkpoint  # beside this file
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
+from warpsmith.train import CheckpointError
 
 
 class UserError(Exception):
     """Something the user can put right: printed as one line, exit code 2."""
 
 
-PROBLEMS = (UserError, checkpoint.CheckpointError, OSError)
+PROBLEMS = (UserError, CheckpointError, OSError)
 
 
 class FailedElsewhere(Exception):

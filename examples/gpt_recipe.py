@@ -31,6 +31,8 @@ RECIPE: dict[str, tuple[Any, Any, str]] = {  # name: (nano, gpt2-124m, help)
     "stream": ("float32", "float32", "dtype of the residual stream; bfloat16 moves fewer bytes and rounds every sum"),
     "seed": (1, 1, "of weights and data order"),
     "tokens": ("bytes", "bytes", "the data's bytes, or random ones for a benchmark"),
+    "reduce": ("float32", "float32", "how gradients travel: float32 by all-reduce, or bfloat16 by accurate_hook"),
+    "shard": ("none", "none", "what each rank keeps a part of: AdamW's states (ZeRO-1), gradients too (ZeRO-2)"),
     "modules": ("warpsmith", "warpsmith", "whose norms, positions, attention, activation, loss and optimizer"),
 }
 PRESETS = {
@@ -43,6 +45,8 @@ CHOICES = {
     "dtype": ("float32", "bfloat16", "float16"),
     "stream": ("float32", "bfloat16"),
     "tokens": ("bytes", "random"),
+    "reduce": ("float32", "bfloat16"),
+    "shard": ("none", "states", "gradients"),
     "modules": ("warpsmith", "torch"),
 }
 
@@ -84,5 +88,7 @@ def recipe_of(args: argparse.Namespace, ranks: Ranks, stored: dict[str, Any] | N
     head_dim = s.width // s.heads
     expect(head_dim % 8 == 0 and head_dim <= 256, "heads", f"--width {s.width} / heads in steps of 8 up to 256")
     expect(s.stream == "float32" or s.dtype == "bfloat16", "stream", f"float32 where --dtype is {s.dtype}")
+    expect(s.shard == "none" or s.reduce == "bfloat16", "shard", f"none where --reduce is {s.reduce}")
+    expect(s.shard == "none" or s.modules == "warpsmith", "shard", f"none where --modules is {s.modules}")
     expect(s.batch % ranks.world == 0, "batch", f"a multiple of the {ranks.world} ranks")
     return s

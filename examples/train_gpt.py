@@ -5,8 +5,9 @@
     python examples/train_gpt.py --resume                         go on after Ctrl-C, `kill` or a crash
     python examples/train_gpt.py --compare                        the same steps beside plain torch modules
     torchrun --nproc-per-node 8 examples/train_gpt.py --preset gpt2-124m
+    torchrun --nproc-per-node 8 examples/train_gpt.py --preset gpt2-124m --reduce bfloat16 --shard states
 
-Beside this file: the model (gpt_model.py), the data, the recipe, the ranks, and checkpoints.
+Beside this file: the model (gpt_model.py), the data, the recipe, the ranks and the log.
 
 A run writes `log.jsonl`, `loss.png` and `checkpoints/` into its folder. All randomness is a function of (seed, step)
 and a step's batch does not depend on the number of ranks, so a resumed run yields bit for bit the losses of the
@@ -16,7 +17,6 @@ uninterrupted one on the same machine.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -31,19 +31,18 @@ import torch
 import torch.distributed as dist
 import warpsmith
 from torch import Tensor, nn
+from warpsmith.distributed import ShardedOptimizer, accurate_hook
 
 try:  # the files beside this one
-    import checkpoint
     from gpt_data import Data
+    from gpt_log import NATS, as_json_lines, plot_losses, read_log, write_synced
     from gpt_model import GPT, modules_of
     from gpt_ranks import PROBLEMS, FailedElsewhere, Ranks, UserError
     from gpt_recipe import CHOICES, PRESETS, RECIPE, default_out, preset_of, recipe_of
-    from matplotlib.figure import Figure
 except ImportError as missing:
     sys.exit(f"train_gpt: error: {missing.name} is not installed: pip install safetensors tqdm matplotlib")
 
 TIME_IS_UP = 1000  # a reason to stop, beside the signals' numbers
-NATS = "nats per token"
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -60,12 +59,30 @@ class Run:
         matrices = [p for p in self.model.parameters() if p.dim() >= 2]
         vectors = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = modules.AdamW([g for g in groups if g["params"]], lr=s.lr, betas=(0.9, 0.95))
+        groups = [g for g in groups if g["params"]]
+        options: dict[str, Any] = {"lr": s.lr, "betas": (0.9, 0.95)}
+        self.optimizer: Any
         self.scaler = warpsmith.amp.GradScaler(ranks.device.type, enabled=s.dtype == "float16")
         self.loss: nn.Module = self.model
+        self.sharded = ranks.world > 1 and s.shard != "none" and kind == "warpsmith"
+        if self.sharded:
+            stage = {"states": 1, "gradients": 2}[s.shard]
+            self.optimizer = ShardedOptimizer(groups, modules.AdamW, stage=stage, **options)
+            self.optimizer.gather_in_forward(self.model)
+            return
+        self.optimizer = modules.AdamW(groups, **options)
         if ranks.world > 1:
             ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-            self.loss = nn.parallel.DistributedDataParallel(self.model, device_ids=ids, gradient_as_bucket_view=True)
+            self.loss = ddp = nn.parallel.DistributedDataParallel(
+                self.model, device_ids=ids, gradient_as_bucket_view=True
+            )
+            if s.reduce == "bfloat16":
+                ddp.register_comm_hook(None, accurate_hook)
+
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        scaler = self.scaler if self.scaler.is_enabled() else None
+        return {"model": self.model, "optimizer": self.optimizer, "scaler": scaler}
 
     def autocast(self) -> torch.autocast:
         dtype = torch.float16 if self.s.dtype == "float16" else torch.bfloat16
@@ -96,7 +113,8 @@ class Run:
         if self.scaler.is_enabled():
             self.scaler.clip_(self.optimizer, self.s.clip)
             return
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = self.optimizer.grad_norm() if self.sharded else nn.utils.get_total_norm(grads)
         self.optimizer.grad_scale = (norm / self.s.clip).clamp(min=1.0)
 
     @torch.no_grad()
@@ -127,11 +145,13 @@ class Training:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda received, _: self.signals.append(received))
         self.log, self.checkpoints = args.out / "log.jsonl", args.out / "checkpoints"
+        self.saved = warpsmith.train.Checkpointer(self.checkpoints, keep=2)
         state: dict[str, Any] = {"seconds": 0.0}
         if args.resume:
-            files = checkpoint.read(self.checkpoints, self.say)
-            state = json.loads(files["state.json"])
-        elif checkpoint.found(self.checkpoints):
+            if self.saved.load(rng=False) is None:
+                raise UserError(f"--resume: no checkpoint in {self.checkpoints}")
+            state = self.saved.extra
+        elif any(self.checkpoints.glob("step-*")):
             raise UserError(f"--out: {args.out} holds checkpoints: add --resume, or choose another folder")
         s = self.s = recipe_of(args, ranks, state.get("recipe"))
         self.data = Data(s, args.data, ranks, args.out)
@@ -139,9 +159,7 @@ class Training:
             raise UserError(f"--data: expected the data that {args.out} was trained on, got other content")
         self.run = Run(s, s.modules, ranks)
         if args.resume:
-            checkpoint.unpack(files, self.run.model, self.run.optimizer)
-            self.run.scaler.load_state_dict(state["scaler"] if self.run.scaler.is_enabled() else {})
-            self.run.done = state["step"]
+            self.run.done = self.saved.load(**self.run.parts()) or 0
         self.saved_at = self.run.done if args.resume else -1
         self.resumed_seconds = self.seconds = state["seconds"]  # of training, without validation and checkpoints
         self.pending: list[tuple[float, Tensor]] = []  # learning rate and loss of the steps that are not in the log
@@ -161,7 +179,7 @@ class Training:
         self.args.out.mkdir(parents=True, exist_ok=True)
         lines = [line for line in read_log(self.log) if line["step"] <= self.run.done] if self.args.resume else []
         temporary = self.log.with_suffix(".unfinished")
-        checkpoint.write_synced(temporary, as_json_lines(lines))
+        write_synced(temporary, as_json_lines(lines))
         temporary.replace(self.log)
 
     def append(self, lines: list[dict[str, Any]]) -> None:
@@ -200,17 +218,15 @@ class Training:
     def save(self) -> None:
         self.flush()
         if self.saved_at != self.run.done:
-            self.ranks.on_first(self.write_checkpoint)
+            self.ranks.on_first(self.sync_log)
+            extra = {"seconds": self.seconds, "data": self.data.sha256, "recipe": vars(self.s)}
+            self.saved.save(self.run.done, **self.run.parts(), extra=extra)  # writes while the training goes on
             self.saved_at = self.run.done
         self.lap_began = time.perf_counter()
 
-    def write_checkpoint(self) -> None:
+    def sync_log(self) -> None:
         with open(self.log, "ab") as log:
             os.fsync(log.fileno())  # on disk before the checkpoint that will not repeat its steps
-        done = self.run.done
-        state = {"step": done, "seconds": self.seconds, "data": self.data.sha256, "recipe": vars(self.s)}
-        state["scaler"] = self.run.scaler.state_dict()
-        checkpoint.write(self.checkpoints, done, checkpoint.pack(self.run.model, self.run.optimizer, state))
 
     def reason_to_stop(self) -> int:
         """0, a signal's number or TIME_IS_UP, the same on all ranks."""
@@ -238,6 +254,7 @@ class Training:
                 if run.done % args.save_every == 0:
                     self.save()
             self.save()
+            self.ranks.on_first(self.saved.wait)
         return self.finish(reason)
 
     def finish(self, reason: int) -> int:
@@ -259,36 +276,6 @@ class Training:
             cause = signal.Signals(reason).name if killed else "--seconds"
             self.say(f"stopped by {cause} at step {run.done}; to go on: --resume --out {self.args.out}")
         return 128 + reason if killed else 0
-
-
-def as_json_lines(lines: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(line) + "\n" for line in lines).encode()
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """A line a step {"step", "loss", "lr", "tokens_per_s", "seconds"}, and lines {"step", "validation_loss"}."""
-    lines = []
-    for text in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):  # a kill or a full disk can cut a line short
-            lines.append(json.loads(text))
-    return [line for line in lines if isinstance(line, dict) and "step" in line]
-
-
-def plot_losses(lines: list[dict[str, Any]], title: str) -> Figure:
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for key, label, style in (
-        ("loss", "training batch", {"color": "tab:blue", "alpha": 0.6, "linewidth": 0.8}),
-        ("validation_loss", "validation", {"color": "tab:orange", "marker": "o", "markersize": 4}),
-    ):
-        points = [(line["step"], line[key]) for line in lines if key in line]
-        if points:
-            label = f"{label} (last: {points[-1][1]:.3f})"
-            axes.plot(*zip(*points, strict=True), label=label, **style)
-    axes.set(xlabel="step", ylabel=f"loss [{NATS}]", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return figure
 
 
 def compare(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -326,7 +313,7 @@ def compare(args: argparse.Namespace, ranks: Ranks) -> None:
     gap = result["largest_loss_gap"] = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
     ranks.say(f"warpsmith / torch: {speedup:.3f}x the tokens/s; the losses of a step differ by {gap:.1e} at most")
     ranks.on_first(lambda: args.out.mkdir(parents=True, exist_ok=True))
-    ranks.on_first(checkpoint.write_synced, args.out / "compare.json", json.dumps(result).encode())
+    ranks.on_first(write_synced, args.out / "compare.json", json.dumps(result).encode())
     ranks.say(f"written: {args.out / 'compare.json'}")
 
 

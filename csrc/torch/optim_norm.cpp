@@ -152,7 +152,9 @@ Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems, std::o
 std::tuple<Tensor, Tensor> grad_norm_finish(Tensor partials, double p, bool wide) {
   GradNormParams params{};
   params.order = order_of(kFinish, p);
-  check_dtype(kFinish, "partials", partials, Dtype::float64);
+  const ScalarType dtype = dtype_of(kFinish, "partials", partials);
+  if (dtype != ScalarType::Double)  // on CUDA too, where float_dtype knows no float64
+    refuse(kFinish, "partials", name(Dtype::float64), dtype_text(dtype));
   if (partials.dim() != 1 || (partials.numel() > 1 && partials.stride(0) != 1))
     refuse(kFinish, "partials", "one dimension of adjacent elements", shape_text(partials));
   const auto results = allocate_results(kFinish, wide, partials, params);

@@ -130,14 +130,12 @@ template <class P> struct Layers {
 
   void build() {
     std::vector<OptimTensor> records;
-    int64_t total = 0;
     addresses.clear();
     for (const auto& t : layers) {
       records.push_back(t->record());
       addresses.push_back(t->has_grad ? reinterpret_cast<int64_t>(t->grad.data()) : 0);
-      total += static_cast<int64_t>(t->count);
     }
-    words = tensor_list_words(records, choose_optim(total, 132).chunk_elems);
+    words = tensor_list_words(records, kOptimTileElems);
     OptimParams& p = params.step;
     p.optimizer = Optimizer::lamb;
     p.storage = Layer<P>::kMaster ? (std::is_same_v<P, bfloat16> ? Storage::bfloat16_master : Storage::float16_master)

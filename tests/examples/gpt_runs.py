@@ -33,7 +33,11 @@ def losses(out: Path) -> dict[int, float]:
 
 
 def checkpoint_names(out: Path) -> list[str]:
-    return sorted(path.name for path in (out / "checkpoints").iterdir())
+    return sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+
+
+def newest_step(out: Path) -> int:
+    return max(int(name.split("-")[1].split(".")[0]) for name in checkpoint_names(out))
 
 
 def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import checkpoint
 import gpt_data
 import pytest
 import torch
@@ -21,6 +20,7 @@ from gpt_runs import (
     TINY,
     checkpoint_names,
     losses,
+    newest_step,
     one_error_line,
     recipe,
     start,
@@ -189,6 +189,11 @@ def test_rank_batches_are_rows_of_the_global_batch(data: Path) -> None:
         (["--vocab", "100"], "--vocab: expected at least 256 for bytes, got 100"),
         (["--heads", "3"], "--heads: expected a divisor of --width 32, got 3"),
         (["--heads", "32"], "--heads: expected --width 32 / heads in steps of 8 up to 256, got 32"),
+        (["--shard", "states"], "--shard: expected none where --reduce is float32, got states"),
+        (
+            ["--shard", "states", "--reduce", "bfloat16", "--modules", "torch"],
+            "--shard: expected none where --modules is torch, got states",
+        ),
         (["--stream", "bfloat16"], "--stream: expected float32 where --dtype is float32, got bfloat16"),
         (["--steps", "0"], "--steps: expected more than 0, got 0"),
         (["--lr", "-1"], "--lr: expected more than 0, got -1.0"),
@@ -270,7 +275,7 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(data: Path, tmp_path: Pat
     wait_for(lambda: max(losses(parts), default=0) >= 60, process, "step 60")
     process.terminate()
     process.communicate(timeout=60)
-    stopped_at = checkpoint.step_of(checkpoint.found(parts / "checkpoints")[-1])
+    stopped_at = newest_step(parts)
     assert 60 <= stopped_at < steps
     result = subprocess.run(
         torchrun(SCRIPT, [*tiny(data, parts), "--device", device, "--resume"]),
@@ -282,6 +287,30 @@ def test_two_ranks_train_as_one_and_resume_bit_for_bit(data: Path, tmp_path: Pat
     assert result.returncode == 0, result.stderr
     assert f"resumed at step {stopped_at}" in result.stdout
     assert losses(parts) == two
+
+
+@pytest.mark.parametrize("shard", ["none", "gradients"])
+def test_the_hook_and_the_sharded_optimizer_resume_bit_for_bit(data: Path, tmp_path: Path, shard: str) -> None:
+    """On two ranks; and a rank alone goes on from what two have saved."""
+    whole, parts, alone = (tmp_path / name for name in ("whole", "parts", "alone"))
+
+    def run(out: Path, *more: object) -> None:
+        command = torchrun(SCRIPT, tiny(data, out, *more))
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+        assert result.returncode == 0, result.stderr
+
+    run(whole, "--steps", 40, "--reduce", "bfloat16", "--shard", shard)
+    for out in (parts, alone):
+        shutil.copytree(whole, out)
+        shutil.rmtree(out / "checkpoints/step-00000040")
+    run(parts, "--resume")
+    assert losses(parts) == losses(whole)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        last = f"checkpoints/step-00000040/{name}"
+        assert (parts / last).read_bytes() == (whole / last).read_bytes()
+    assert train_gpt.main([*tiny(data, alone), "--resume"]) == 0
+    of_two, of_one = ([losses(out)[step] for step in range(31, 41)] for out in (whole, alone))
+    assert of_one == pytest.approx(of_two, rel=1e-2)
 
 
 def test_an_error_on_the_first_rank_stops_all(data: Path) -> None:

@@ -8,6 +8,7 @@ from warpsmith.distributed.output import RankFilter
 from warpsmith.distributed.sampler import ResumableSampler
 from warpsmith.distributed.sequence import shard_sequence, unshard_sequence
 from warpsmith.distributed.sharded_optimizer import ShardedOptimizer
+from warpsmith.distributed.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from warpsmith.distributed.watching import Watch, watch
 
 __all__ = [
@@ -22,5 +23,7 @@ __all__ = [
     "reduction_plan",
     "shard_sequence",
     "unshard_sequence",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
     "watch",
 ]

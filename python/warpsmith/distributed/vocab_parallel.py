@@ -1,0 +1,311 @@
+"""Losses over classes that lie on several ranks, as tensor parallelism leaves them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from warpsmith.distributed.agreement import require_agreement
+from warpsmith.distributed.exchange import rank_and_size
+from warpsmith.distributed.hook import _all_gather
+from warpsmith.ops import _check
+from warpsmith.ops._cross_entropy import (
+    NONE,
+    check_inputs,
+    check_labels_on_host,
+    check_options,
+    real_dtype,
+    reduction_number,
+)
+from warpsmith.ops._library import call_raw, raw
+
+_LOSS, _LINEAR = "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"
+_CHUNK_BYTES = 64 << 20  # of logits that exist at a time
+_IGNORED = -1  # among local targets
+# By group: the sizes that all its ranks have compared.
+_agreed: weakref.WeakKeyDictionary[ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+
+
+class _Options(NamedTuple):
+    ignore_index: int
+    reduction: str
+    z_loss: float
+    softcap: float
+
+
+class _Targets(NamedTuple):
+    """Of each row: the class within this rank's shard (0 where another rank has it), who has it, what counts."""
+
+    local: Tensor
+    here: Tensor
+    ignored: Tensor
+    bad: Tensor  # no class, nor ignore_index
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    process_group: ProcessGroup | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    r"""Cross-entropy of logits whose classes lie on several ranks: what :func:`warpsmith.cross_entropy` gives for all.
+
+    Rank r of N has the logits of the classes from :math:`r V / N` on, as ``ColwiseParallel`` of the last layer gives
+    them. Each row's largest logit, sum of exponentials and target logit are gathered: 12 bytes a row and rank.
+
+    .. math::
+        \mathrm{loss} = \log \sum_r s_r e^{m_r - m} + m - z_t + z_{\mathrm{loss}} \operatorname{logsumexp}(z)^2,
+        \qquad m = \max_r m_r
+
+    Args:
+        logits: this rank's, shape (..., V / N), in the dtypes of :func:`warpsmith.cross_entropy`.
+        target: shape (...), int64 classes in [0, V) or ``ignore_index``; the same on all ranks.
+        process_group: the ranks that share the classes; default: all. A world of one is fine.
+        ignore_index, reduction, z_loss, softcap: as for :func:`warpsmith.cross_entropy`.
+
+    Returns:
+        The loss, the same bits on every rank; dtype and shape as for :func:`warpsmith.cross_entropy`. The gradient for
+        ``logits`` is that of this rank's classes, and the same as without the other ranks but for rounding. A second
+        derivative is refused.
+
+    A collective: every rank must call. Deterministic: ranks are added in their order. Ranks compare sizes and options
+    on the first call that has them, where on CUDA the host waits; if one rank alone changes them later, they wait for
+    each other until the group's timeout. A target out of range gives NaN on CUDA.
+
+    Raises:
+        ValueError: as :func:`warpsmith.cross_entropy`; or ranks with other shapes, dtypes or options, on every rank.
+
+    Source: Shoeybi et al., Megatron-LM, 2019.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> logits = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+        >>> warpsmith.distributed.vocab_parallel_cross_entropy(logits, torch.tensor([0, 0]))
+        tensor(0.7201)
+    """
+    check_inputs(_LOSS, logits, target, None)
+    options = _checked(_LOSS, process_group, logits, logits.shape[-1], ignore_index, reduction, z_loss, softcap)
+    loss: Tensor = _Loss.apply(logits, target.long(), process_group, options)
+    return loss
+
+
+def vocab_parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    process_group: ProcessGroup | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    r"""Cross-entropy of ``hidden @ weight.T + bias`` whose classes lie on several ranks, without the logits in memory.
+
+    As :func:`vocab_parallel_cross_entropy` of the logits, which exist 64 MiB at a time and are computed once more in
+    the backward. The gradient for ``hidden`` is summed over the ranks, so that it is whole on each.
+
+    Args:
+        hidden: shape (..., H), the same on all ranks.
+        weight: this rank's rows, shape (V / N, H), of the dtype of ``hidden``; bias: shape (V / N,) in that dtype.
+        target, process_group, ignore_index, reduction, z_loss, softcap: as for :func:`vocab_parallel_cross_entropy`.
+
+    Returns:
+        The loss, as :func:`vocab_parallel_cross_entropy`. Gradients for ``hidden``, ``weight`` and ``bias`` in their
+        dtype: sums over chunks and ranks are float32, and deterministic where the backend's all-reduce is. A second
+        derivative is refused.
+
+    Raises:
+        ValueError: a dtype, shape, device or value that does not fit; or ranks with other ones, on every rank.
+
+    Source: Shoeybi et al., Megatron-LM, 2019; Wijmans et al., Cut Your Losses, 2024.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> hidden, weight = torch.eye(2), torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+        >>> warpsmith.distributed.vocab_parallel_linear_cross_entropy(hidden, weight, torch.tensor([0, 0]))
+        tensor(0.7201)
+    """
+    _check.float_dtype(_LINEAR, "hidden", hidden)
+    _check.at_least_one_dimension(_LINEAR, "hidden", hidden)
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
+        _check.refuse(_LINEAR, "weight", f"shape (classes, {hidden.shape[-1]})", _check.shape_text(weight.shape))
+    for name, t, shape in (("weight", weight, weight.shape), ("bias", bias, weight.shape[:1])):
+        if t is not None:
+            _check.same_shape(_LINEAR, name, t, shape)
+            _check.same_device(_LINEAR, name, t, hidden)
+            if t.dtype != hidden.dtype:
+                _check.refuse(_LINEAR, name, _check.dtype_text(hidden.dtype), _check.dtype_text(t.dtype))
+    check_inputs(_LINEAR, hidden, target, None)
+    options = _checked(_LINEAR, process_group, hidden, weight.shape[0], ignore_index, reduction, z_loss, softcap)
+    loss: Tensor = _LinearLoss.apply(hidden, weight, bias, target.long(), process_group, options)
+    return loss
+
+
+def _checked(
+    op: str, group: ProcessGroup | None, rows: Tensor, classes: int, ignore: int, reduction: str, z: float, cap: float
+) -> _Options:
+    reduction_number(op, reduction)
+    check_options(op, 0.0, z, cap)
+    options = _Options(ignore, reduction, z, cap)
+    _, size = rank_and_size(group)
+    if size > 1:
+        own = f"{rows.dtype} {tuple(rows.shape[:-1])} rows of {classes} classes, {options}"
+        key: Any = dist.group.WORLD if group is None else group
+        known = _agreed.setdefault(key, set())
+        if f"{op} {own}" not in known:
+            require_agreement(op, lambda: [("logits", own)], "give all ranks equal parts of one problem", group)
+            known.add(f"{op} {own}")
+    return options
+
+
+def _targets(op: str, target: Tensor, classes: int, group: ProcessGroup | None, ignore_index: int) -> _Targets:
+    rank, size = rank_and_size(group)
+    if not target.is_cuda:
+        check_labels_on_host(op, target, classes * size, ignore_index)
+    ignored = target == ignore_index
+    local = target - rank * classes
+    here = (local >= 0) & (local < classes) & ~ignored
+    bad = ((target < 0) | (target >= classes * size)) & ~ignored
+    return _Targets(torch.where(ignored, _IGNORED, torch.where(here, local, 0)), here, ignored, bad)
+
+
+def _cap(z: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(z / softcap) if softcap else z
+
+
+def _statistics(logits: Tensor, t: _Targets, softcap: float) -> Tensor:
+    """(3, rows): of this rank's classes the largest, the sum of exponentials relative to it; and the target's, or 0."""
+    outputs = call_raw(
+        raw.cross_entropy_forward.default, logits, t.local, None, _IGNORED, NONE, 0.0, 0.0, softcap, False
+    )
+    of_target = logits.gather(-1, t.local.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(real_dtype(logits))
+    return torch.stack([*outputs[-2:], torch.where(t.here, _cap(of_target, softcap), 0.0)])
+
+
+def _over_ranks(own: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The same of all ranks' classes."""
+    _, size = rank_and_size(group)
+    if size == 1:
+        return own
+    every = own.new_empty(size * own.shape[0], *own.shape[1:])
+    _all_gather(every, own.contiguous(), group=group)
+    every = every.view(size, *own.shape)
+    largest = every[:, 0].amax(0)
+    total, of_target = torch.zeros_like(largest), torch.zeros_like(largest)
+    for part in every:
+        total += part[1] * torch.where(part[0] == largest, 1.0, torch.exp(part[0] - largest))
+        of_target += part[2]
+    return torch.stack([largest, total, of_target])
+
+
+def _loss(statistics: Tensor, t: _Targets, options: _Options) -> tuple[Tensor, Tensor]:
+    """The reduced loss, and what the gradient of a row is divided by."""
+    largest, total, of_target = statistics
+    loss = total.log() + (largest - of_target)
+    if options.z_loss:
+        loss = loss + options.z_loss * (total.log() + largest).square()
+    loss = torch.where(t.bad, torch.nan, torch.where(t.ignored, 0.0, loss))
+    count = (~t.ignored).sum().to(loss.dtype) if options.reduction == "mean" else loss.new_ones(())
+    return (loss if options.reduction == "none" else loss.sum() / count), count
+
+
+def _gradient(logits: Tensor, of_rows: Tensor, statistics: Tensor, t: _Targets, options: _Options) -> Tensor:
+    """For this rank's logits. of_rows: the upstream gradient of each row."""
+    largest, total, _ = statistics
+    of_rows = torch.where(t.bad, torch.nan, of_rows).contiguous()
+    none = of_rows.new_empty(0)
+    arguments = of_rows, logits, t.local, None, largest.contiguous(), total.contiguous(), none
+    grad = call_raw(
+        raw.cross_entropy_backward.default, *arguments, False, _IGNORED, 0.0, options.z_loss, options.softcap
+    )
+    # Rows whose target is elsewhere were told that it is class 0: that element once more, without the target's share.
+    z = _cap(logits[..., 0].to(largest.dtype), options.softcap)
+    first = of_rows * torch.exp(z - largest) / total * (1 + 2 * options.z_loss * (total.log() + largest))
+    if options.softcap:
+        first = first * (1 - (z / options.softcap).square())
+    grad[..., 0] = torch.where(t.here | t.ignored, grad[..., 0], first.to(grad.dtype))
+    return grad
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: ProcessGroup | None, options: _Options) -> Tensor:
+        t = _targets(_LOSS, target, logits.shape[-1], group, options.ignore_index)
+        statistics = _over_ranks(_statistics(logits, t, options.softcap), group)
+        loss, count = _loss(statistics, t, options)
+        ctx.save_for_backward(logits, statistics, count, *t)
+        ctx.options = options
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        logits, statistics, count, *t = ctx.saved_tensors
+        of_rows = (upstream / count).expand(logits.shape[:-1])
+        return _gradient(logits, of_rows, statistics, _Targets(*t), ctx.options), None, None, None
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        group: ProcessGroup | None,
+        options: _Options,
+    ) -> Tensor:
+        t = _targets(_LINEAR, target.flatten(), weight.shape[0], group, options.ignore_index)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        own = [
+            _statistics(F.linear(rows[a:b], weight, bias), _Targets(*(x[a:b] for x in t)), options.softcap)
+            for a, b in _chunks(len(rows), weight)
+        ]
+        statistics = _over_ranks(torch.cat(own, 1), group)
+        loss, count = _loss(statistics, t, options)
+        ctx.save_for_backward(hidden, weight, bias, statistics, count, *t)
+        ctx.options, ctx.group = options, group
+        return loss.view(target.shape) if options.reduction == "none" else loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        hidden, weight, bias, statistics, count, *t = ctx.saved_tensors
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        of_rows = (upstream / count).expand(hidden.shape[:-1]).reshape(-1)
+        wide = real_dtype(hidden)
+        dhidden = torch.empty(rows.shape, dtype=wide, device=rows.device)
+        dweight = torch.zeros(weight.shape, dtype=wide, device=rows.device)
+        dbias = None if bias is None else torch.zeros(bias.shape, dtype=wide, device=rows.device)
+        for a, b in _chunks(len(rows), weight):
+            logits = F.linear(rows[a:b], weight, bias)
+            part = _Targets(*(x[a:b] for x in t))
+            grad = _gradient(logits, of_rows[a:b], statistics[:, a:b], part, ctx.options)
+            dhidden[a:b] = grad @ weight
+            dweight += grad.T @ rows[a:b]
+            if dbias is not None:
+                dbias += grad.sum(0, dtype=wide)
+        if rank_and_size(ctx.group)[1] > 1:
+            dist.all_reduce(dhidden, group=ctx.group)
+        dbias = None if dbias is None else dbias.to(hidden.dtype)
+        return dhidden.to(hidden.dtype).view(hidden.shape), dweight.to(weight.dtype), dbias, None, None, None
+
+
+def _chunks(rows: int, weight: Tensor) -> list[tuple[int, int]]:
+    """At least one, so that no rows are a chunk too."""
+    step = max(1, _CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
+    return [(a, min(a + step, rows)) for a in range(0, max(rows, 1), step)]
