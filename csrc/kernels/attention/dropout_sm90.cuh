@@ -44,6 +44,7 @@ struct RowDropout {
   uint64_t key;       // of the third round
   uint32_t known[4];  // parts of the first two rounds
 
+  RowDropout() = default;
   __device__ __forceinline__ RowDropout(const DropoutParams& p, uint32_t row) {
     const auto seed = static_cast<uint64_t>(device::load(p.seed)),
                offset = static_cast<uint64_t>(device::load(p.seed + 1));

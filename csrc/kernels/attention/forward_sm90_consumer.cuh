@@ -84,17 +84,18 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
                                                          device::advance(v, i * 16 * kPanelRowBytes), true);
     device::wgmma_commit();
   }
-  // Starts both products of a step, calls `meanwhile`, and returns when s is there; the second product is then in
-  // flight.
-  template <class Meanwhile>
-  __device__ __forceinline__ int start_step(const Probabilities& probabilities, Meanwhile&& meanwhile) {
+  // Starts both products of a step and returns when s is there; the second product is then in flight. `between` is
+  // called when the first product is: the second one's operands are registers, so that a warp waits for the tensor
+  // cores while it issues it.
+  template <class Between>
+  __device__ __forceinline__ int start_step(const Probabilities& probabilities, Between&& between) {
     const int keys = take_block();
     take_turn();
     multiply_keys(keys);
+    between();
     const int values = take_block();
     multiply_values(values, probabilities);
     pass_turn();
-    meanwhile();
     device::wgmma_wait<1>();
     device::hold(s);
     release_block(keys);
@@ -138,6 +139,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   }
   // What the calls of a step have in common. Made in every step, because nothing of it has a place in registers.
   __device__ __forceinline__ RowDropout row_dropout() const {
+    if constexpr (!tile.dropout) return {};
     return RowDropout(p.dropout, t->dropout_row + static_cast<uint32_t>((group * 4 + warp) * p.heads));
   }
   // Of the 16 keys after `first_key` + 16 c.
@@ -157,12 +159,12 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     Softmax::pack(s, probabilities);
   }
   // A step without mask. The scores are kept, so that exponentials which outgrow the base can be taken again.
-  // The dropout mask depends on neither product: it is made while the tensor cores multiply.
+  // The dropout mask depends on neither product: it is made beside the first one.
   __device__ __forceinline__ void lazy_step(int visit, const Probabilities& old, Probabilities& probabilities) {
+    const int first_key = (t->whole_end - 1 - (visit - masked)) * tile.block_keys;
+    [[maybe_unused]] const RowDropout dropout = row_dropout();
     const int values = start_step(old, [&] {
       if constexpr (tile.dropout) {
-        const RowDropout dropout = row_dropout();
-        const int first_key = (t->whole_end - 1 - (visit - masked)) * tile.block_keys;
         uint32_t all = 0;
 #pragma unroll
         for (int c = 0; c < tile.block_keys / 16; ++c) {
