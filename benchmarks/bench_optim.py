@@ -126,6 +126,26 @@ def run_clip(device, options):
     return rows
 
 
+def run_ema(device, options):
+    """An update of averages: average and weight read, average written. torch's averages have the weights' dtype."""
+    rows = []
+    for shape, sizes in cases(device, options.quick).items():
+        for dtype, each in ((torch.float32, 12), (torch.bfloat16, 10)):
+            params = [torch.randn(s, device=device).to(dtype) for s in sizes]
+            theirs = [p.clone() for p in params]
+            calls = {
+                OURS: warpsmith.optim.EMA(params).update,
+                "torch": functools.partial(torch._foreach_lerp_, theirs, params, 1e-3),
+            }
+            floor = each * sum(p.numel() for p in params)
+            contenders = {**calls, YARDSTICK: copy_call(floor)} if device == "cuda" else calls
+            gpu = {"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}
+            timings = timer_of(device, options.samples, **gpu)(contenders)
+            stored = str(dtype).removeprefix("torch.")
+            rows += make_rows("ema", shape, stored, "update", timings, floor_bytes=floor)
+    return rows
+
+
 def run_clipped_step(device, options):
     """A step with clipping, as training scripts take it: AdamW, SGD with momentum and Lion, beside torch's fused ones.
 
@@ -158,6 +178,6 @@ def run_clipped_step(device, options):
     return rows
 
 
-OPS = {"clip_grad_norm": run_clip, "clipped_step": run_clipped_step} | {
+OPS = {"clip_grad_norm": run_clip, "ema": run_ema, "clipped_step": run_clipped_step} | {
     row: functools.partial(run, row) for row in OPTIMIZERS
 }

@@ -190,7 +190,7 @@ def test_arguments(rank, world_size):
         with pytest.raises(ValueError, match=words):
             ShardedOptimizer(model.parameters() if params is None else params, optimizer_class, **arguments)
 
-    for other in (Lamb, torch.optim.AdamW, "AdamW"):
+    for other in (Lamb, warpsmith.optim.LAMB, torch.optim.AdamW, "AdamW"):
         refused(
             r"optimizer_class: expected SGD, .* of warpsmith.optim \(each rank has only parts of tensors", None, other
         )

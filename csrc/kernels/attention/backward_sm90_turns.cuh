@@ -23,38 +23,27 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
     device::mbarrier_wait(shared.full(stage), parity_of(it));
     Base::multiply_rows(s, shared.k(key_stage), shared.q(stage));
     Base::multiply_rows(dp, shared.v(v_stage), shared.dout(stage));
-    if constexpr (tile.dropout) {
-      Base::dropout_masks(shared.statistics(stage));
-      Base::keep_masks_before_wait();
-    }
+    if constexpr (tile.dropout && !Base::kMasksOneByOne) Base::dropout_masks(shared.statistics(stage));
     device::wgmma_wait<1>();  // s, and dk of the step before
     device::hold(s);
     if (!first_of_tile) Base::arrive(shared.empty(stage ^ 1));
     Base::mask(first_query);
     const Statistics* statistics = reinterpret_cast<const Statistics*>(shared.statistics(stage)) + lane % 4;
     device::named_barrier_arrive(kTurnBarrier + 1 - group, kTurnThreads);
-    Base::exponentials(statistics);
+    Base::exponentials(statistics, shared.statistics(stage));
     Base::multiply_dv(stage);
     Base::multiply_dq(it - 1, last_keys);
     device::wgmma_wait<2>();  // dp
     device::hold(dp);
     if (last_of_tile) Base::arrive(shared.v_empty(v_stage));
-    Base::score_gradients(statistics + kBlockQueries / 4);
+    Base::score_gradients(statistics + Base::kBlock / 4);
     device::mbarrier_wait(shared.ds_empty(stage), parity_of(it + 1) ^ 1);  // step -1 has used its buffer, too
     Base::store_score_gradients(shared.ds(stage));
     device::fence_async_shared();
     __syncwarp(0xffffffffu);
     Base::arrive(shared.ds_full(stage));
     device::named_barrier_wait(kOwnBarrier + group, 128);
-    // From shared memory, which leaves registers free.
-    const uint64_t own = Base::k_major(shared.ds(stage) + group * 64 * kRowBytes);
-    const uint64_t q = Base::mn_major(shared.q(stage), kBlockQueries);
-    device::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      device::wgmma<T, tile.head_dim, device::Major::k, device::Major::mn>(
-          dk, device::advance(own, i * 32), device::advance(q, i * 16 * kRowBytes), true);
-    device::wgmma_commit();
+    Base::multiply_dk(stage, stage);
     device::wgmma_wait<1>();  // dv, dq of the step before
     device::hold(dq);
     Base::hold_probabilities();
@@ -79,7 +68,7 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
       device::mbarrier_wait(shared.k_full(key_stage), parity_of(tiles));
       device::mbarrier_wait(shared.v_full(v_stage), parity_of<tile.value_stages>(tiles));
       const int steps = blocks * p.heads_per_part;
-      for (int j = 0, inner = 0, first_query = last_block * kBlockQueries; j < steps; ++j) {
+      for (int j = 0, inner = 0, first_query = last_block * Base::kBlock; j < steps; ++j) {
         step(first_query, key_stage, v_stage, j == 0, j == steps - 1);
         Base::next_query(first_query, inner, blocks);
       }

@@ -100,6 +100,7 @@ struct KeyDropout {
   bool odd;
   uint32_t selectors[2];  // of keys g, and of those 8 below
 
+  KeyDropout() = default;
   __device__ __forceinline__ KeyDropout(const DropoutParams& p, int first_key, int lane) : odd(lane / 4 % 2 != 0) {
     const auto seed = static_cast<uint64_t>(device::load(p.seed)),
                offset = static_cast<uint64_t>(device::load(p.seed + 1));

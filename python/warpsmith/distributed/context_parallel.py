@@ -126,8 +126,8 @@ def context_parallel_attention(
             ranks whose calls differ in a size, an option, ``return_lse`` or in whether gradients are needed. The ranks
             compare their calls before they exchange tensors, so a mistake of one rank is an error of all, not a hang.
             In groups of NCCL, where the host would have to wait for the device, a rank compares only calls whose sizes
-            and options are new to it: ranks that mix up calls which all of them have made before wait for the group's
-            timeout.
+            and options are new to it, or that it refuses: where another rank has made its own call before, both wait
+            for the group's timeout.
 
     Source: the ring is that of Liu et al., Ring Attention with Blockwise Transformers, 2023; zigzag that of
     ring-flash-attention; ulysses that of Jacobs et al., DeepSpeed Ulysses, 2023.
