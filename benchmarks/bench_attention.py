@@ -78,11 +78,16 @@ def extras(cell, device, dtype):
     return {}
 
 
+def tokens(*tensors):
+    """Without the batch dimension, as views. The gradient of ``q[0]`` would be cleared and copied as a whole."""
+    return [t.squeeze(0) for t in tensors]
+
+
 def ours(cell, options, cu_seqlens, longest, **more):
     window = (cell.window - 1, 0) if cell.window else None
     options = {**options, **more, "causal": cell.causal, "window_size": window}
     if cell.documents:
-        return lambda q, k, v: warpsmith.attention_varlen(q[0], k[0], v[0], cu_seqlens, max_seqlen_q=longest, **options)
+        return lambda q, k, v: warpsmith.attention_varlen(*tokens(q, k, v), cu_seqlens, max_seqlen_q=longest, **options)
     return lambda q, k, v: warpsmith.attention(q, k, v, **options)
 
 
@@ -134,7 +139,7 @@ def flash_attn(cell, cu_seqlens, longest):
 
         if cell.documents:
             found["flash-attn 2"] = lambda q, k, v: flash_attn_varlen_func(
-                q[0], k[0], v[0], cu_seqlens, cu_seqlens, longest, longest, causal=cell.causal
+                *tokens(q, k, v), cu_seqlens, cu_seqlens, longest, longest, causal=cell.causal
             )
         else:
             found["flash-attn 2"] = lambda q, k, v: flash_attn_func(q, k, v, causal=cell.causal, window_size=window)
@@ -145,7 +150,7 @@ def flash_attn(cell, cu_seqlens, longest):
         sides = tuple(None if w < 0 else w for w in window)
         if cell.documents:
             found["flash-attn 4"] = lambda q, k, v: cute_varlen_func(
-                q[0], k[0], v[0], cu_seqlens, cu_seqlens, longest, longest, causal=cell.causal
+                *tokens(q, k, v), cu_seqlens, cu_seqlens, longest, longest, causal=cell.causal
             )[0]
         else:
             found["flash-attn 4"] = lambda q, k, v: cute_func(q, k, v, causal=cell.causal, window_size=sides)[0]

@@ -1,5 +1,6 @@
-"""A training step of examples/train_gpt.py on random tokens: with this package's modules, with torch's, and (on a
-GPU) with torch's compiled. GPT-2 124M in bf16 autocast on a GPU, the small preset on the CPU.
+"""A training step of examples/train_gpt.py on random tokens: with this package's modules, with these and torch's
+attention ("warpsmith, SDPA"), with torch's modules, and (on a GPU) with torch's compiled. GPT-2 124M in bf16 autocast
+on a GPU, the small preset on the CPU.
 
 Several steps in a row from an idle device, waited for; the time is one step's. Rows named "peak memory" have megabytes
 above the weights and optimizer states.
@@ -18,6 +19,7 @@ from benchmarks.bench_linear_loss import peak_mb
 from benchmarks.cells import compiled, forget_compiled
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+WITH_SDPA = f"{OURS}, SDPA"
 IN_A_ROW = {"cuda": 10, "cpu": 2}
 PRESETS = {"cuda": "gpt2-124m", "cpu": "nano"}
 TINY = {"layers": 1, "heads": 2, "width": 32, "context": 16, "batch": 4}
@@ -36,8 +38,10 @@ def example():
 def contenders_of(gpt, recipe, device, options):
     """{name: Run}, each with a model and an optimizer of its own."""
     ranks = gpt.Ranks(device)
-    kinds = {OURS: "warpsmith", "torch": "torch"} if options.samples else {}
+    kinds = {OURS: "warpsmith", WITH_SDPA: "warpsmith", "torch": "torch"} if options.samples else {}
     runs = {name: gpt.Run(recipe, kind, ranks) for name, kind in kinds.items()}
+    if options.samples:  # all blocks of a model share one set of modules
+        runs[WITH_SDPA].model.modules_.attention = runs["torch"].model.modules_.attention
     if options.compile and not options.quick and device == "cuda":
         forget_compiled()
         runs["torch.compile"] = gpt.Run(recipe, "torch", ranks)

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from warpsmith.distributed import ShardedOptimizer, accurate_hook, context_parallel_attention, reduction_plan
 
 ROOT = Path(__file__).resolve().parents[1]
+OPS = {}  # none for `python -m benchmarks`, which is one process
 PARTS = ("reduce", "step", "gpt2", "context")
 MIB = 1 << 20
 

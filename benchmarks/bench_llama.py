@@ -1,8 +1,10 @@
 """A training step of a Llama of transformers (1.2B parameters, random weights, bf16, torch's fused AdamW): patched by
-this package, as it is, under torch.compile, and patched by Liger-Kernel where that is installed. A tiny one on the CPU.
+this package with its attention, as it is, under torch.compile, and patched by Liger-Kernel where that is installed. A
+tiny one on the CPU.
 
-Steps in a row from an idle device, waited for; the time is one step's. Rows named "peak memory" have megabytes above
-weights and optimizer states. Without transformers there are no rows.
+"warpsmith, SDPA" keeps torch's attention, "warpsmith, AdamW" has this package's optimizer as well. Steps in a row from
+an idle device, waited for; the time is one step's. Rows named "peak memory" have megabytes above weights and optimizer
+states. Without transformers there are no rows.
 """
 
 import copy
@@ -10,6 +12,7 @@ import functools
 import sys
 
 import torch
+import warpsmith
 from warpsmith.testing import time_cpu
 from warpsmith.testing.rows import OURS, Row, make_rows
 
@@ -31,10 +34,11 @@ BUDGET_S = {"cuda": 12.0, "cpu": 4.0}
 class Run:
     """A model with its optimizer, and what computes its loss."""
 
-    def __init__(self, model, loss=None):
+    def __init__(self, model, loss=None, adamw=None):
         self.model = model
         self.loss = loss or (lambda tokens: model(tokens, labels=tokens, use_cache=False).loss)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        adamw = adamw or functools.partial(torch.optim.AdamW, fused=True)
+        self.optimizer = adamw(model.parameters(), lr=1e-4)
 
     def step(self, tokens):
         loss = self.loss(tokens)
@@ -44,19 +48,43 @@ class Run:
         return loss.detach()
 
 
-def patched_by_us(model):
+def patched_by_us(model, attention=True, **run):
     from warpsmith.integrations.transformers import patch
 
-    done = patch(model)
+    done = patch(model, attention=attention)
     assert not done.kept, done
-    return Run(model)
+    return Run(model, **run)
 
 
-def patched_by_liger(model):
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
+OURS_BY_NAME = {
+    OURS: patched_by_us,
+    f"{OURS}, SDPA": functools.partial(patched_by_us, attention=False),
+    f"{OURS}, AdamW": functools.partial(patched_by_us, adamw=warpsmith.optim.AdamW),
+}
 
-    apply_liger_kernel_to_llama(fused_linear_cross_entropy=True, model=model)
-    return Run(model)
+
+class LigerRun(Run):
+    """Liger patches the model, and names in transformers' module, such as the function that rotates q and k: these
+    would be in the other contenders' steps too, and stand there only during this one's."""
+
+    def __init__(self, model):
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        module = sys.modules[type(model).__module__]
+        before = dict(vars(module))
+        apply_liger_kernel_to_llama(fused_linear_cross_entropy=True, model=model)
+        self.names = vars(module)
+        self.theirs = {name: value for name, value in self.names.items() if before.get(name) is not value}
+        self.before = {name: before[name] for name in self.theirs if name in before}
+        self.names.update(self.before)
+        super().__init__(model)
+
+    def step(self, tokens):
+        self.names.update(self.theirs)
+        try:
+            return super().step(tokens)
+        finally:
+            self.names.update(self.before)
 
 
 def under_compile(model):
@@ -65,12 +93,12 @@ def under_compile(model):
 
 
 def runs_of(model, device, options):
-    """{contender: Run}. Liger changes classes as well as the model, so it comes last."""
-    makers = {OURS: patched_by_us, "torch": Run} if options.samples else {}
+    """{contender: Run}."""
+    makers = {**OURS_BY_NAME, "torch": Run} if options.samples else {}
     if options.compile and not options.quick and device == "cuda":
         makers["torch.compile"] = under_compile
     if options.samples and device == "cuda":
-        makers["liger"] = patched_by_liger
+        makers["liger"] = LigerRun
     runs = {}
     for name, make in makers.items():
         with rivals.optional():

@@ -22,7 +22,9 @@ OPTIMIZERS = {
     "lion": ("Lion", {}, 1),
     "adagrad": ("Adagrad", {}, 1),
     "rmsprop": ("RMSprop", {}, 1),
+    "lamb": ("LAMB", {}, 2),
 }
+TWICE = ("lamb",)  # parameter (or master) and states are read twice: the step needs norms of whole tensors first
 # A step of many small tensors keeps the host busy for milliseconds: the spin must be longer than torch's foreach takes.
 SPIN_CYCLES = 60_000_000
 
@@ -87,7 +89,11 @@ def case_rows(row, shape, sizes, device, options, precision):
         steps["torch fused"] = rival(params, lr=LR, fused=True, **given).step
     if rival is not None:
         steps["torch foreach"] = rival(params, lr=LR, foreach=True, **given).step
-    floor = int(floor_bytes(precision, states) * sum(p.numel() for p in params))
+    each = floor_bytes(precision, states)
+    if row in TWICE:
+        _, param, state, master, _ = PRECISIONS[precision]
+        each += (master or param) + states * state
+    floor = int(each * sum(p.numel() for p in params))
     stored = "float32" if precision == "fp32" else precision
     contenders = {**steps, YARDSTICK: copy_call(floor)} if device == "cuda" else steps
     gpu = {"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}
@@ -117,6 +123,26 @@ def run_clip(device, options):
             gpu = {"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}
             timings = timer_of(device, options.samples, **gpu)(contenders)
             rows += make_rows("clip_grad_norm", shape, "float32", kind, timings, floor_bytes=floor)
+    return rows
+
+
+def run_ema(device, options):
+    """An update of averages: average and weight read, average written. torch's averages have the weights' dtype."""
+    rows = []
+    for shape, sizes in cases(device, options.quick).items():
+        for dtype, each in ((torch.float32, 12), (torch.bfloat16, 10)):
+            params = [torch.randn(s, device=device).to(dtype) for s in sizes]
+            theirs = [p.clone() for p in params]
+            calls = {
+                OURS: warpsmith.optim.EMA(params).update,
+                "torch": functools.partial(torch._foreach_lerp_, theirs, params, 1e-3),
+            }
+            floor = each * sum(p.numel() for p in params)
+            contenders = {**calls, YARDSTICK: copy_call(floor)} if device == "cuda" else calls
+            gpu = {"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}
+            timings = timer_of(device, options.samples, **gpu)(contenders)
+            stored = str(dtype).removeprefix("torch.")
+            rows += make_rows("ema", shape, stored, "update", timings, floor_bytes=floor)
     return rows
 
 
@@ -152,6 +178,6 @@ def run_clipped_step(device, options):
     return rows
 
 
-OPS = {"clip_grad_norm": run_clip, "clipped_step": run_clipped_step} | {
+OPS = {"clip_grad_norm": run_clip, "ema": run_ema, "clipped_step": run_clipped_step} | {
     row: functools.partial(run, row) for row in OPTIMIZERS
 }

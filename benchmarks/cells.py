@@ -19,7 +19,7 @@ def runners():
     found = {}
     for path in sorted(Path(__file__).parent.glob("bench_*.py")):
         module = importlib.import_module(f"benchmarks.{path.stem}")
-        found.update(getattr(module, "OPS", None) or {path.stem.removeprefix("bench_"): module.run})
+        found.update(module.OPS if hasattr(module, "OPS") else {path.stem.removeprefix("bench_"): module.run})
     return {name: _on_few_threads(run) for name, run in found.items()}
 
 

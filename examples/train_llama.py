@@ -11,7 +11,7 @@ import time
 import torch
 import transformers
 import warpsmith
-from warpsmith.integrations.transformers import patch, register
+from warpsmith.integrations.transformers import patch
 
 
 def model_of(given, device):
@@ -58,10 +58,7 @@ def main(arguments=None):
     results = {"transformers": train(model_of(given, device), given, device)}
     if not given.plain:
         model = model_of(given, device)
-        print(patch(model))
-        if given.attention:
-            register()
-            model.set_attn_implementation("warpsmith")
+        print(patch(model, attention=given.attention))
         results["warpsmith"] = train(model, given, device)
     for name, (losses, speed) in results.items():
         print(f"{name:<13} loss {losses[0]:.4f} to {losses[-1]:.4f}, {speed:,.0f} tokens/s")

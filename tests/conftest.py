@@ -123,13 +123,13 @@ def pytest_unconfigure(config):
 
 def merged_coverage(dumped):
     """The table of a session, and what is below the floor if the session ran all tests."""
-    import coverage
+    import device_coverage
 
     import build
 
-    counts = coverage.Coverage()
+    counts = device_coverage.Coverage()
     for path in dumped:
         counts.merge(Path(path))
     table, low = counts.table()
     all_ran = len(dumped) == len(build.tests_of(None))
-    return table, [f"{coverage.FLOOR}: {', '.join(low)}"] if low and all_ran else []
+    return table, [f"{device_coverage.FLOOR}: {', '.join(low)}"] if low and all_ran else []

@@ -16,8 +16,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 def test_there_are_notebooks() -> None:
-    names = ["01_first_ten_minutes.ipynb", "02_attention.ipynb", "03_mixed_precision_and_the_step.ipynb"]
-    assert [path.name for path in NOTEBOOKS][:3] == names
+    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

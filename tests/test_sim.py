@@ -1,7 +1,7 @@
 """Kernels on the CPU: every tests/cpp/sim_*.cpp in three builds, its coverage, and random cases by hypothesis.
 
-By hand: `python tools/sim/run.py --op <op>`, `coverage.py` and `fuzz.py` beside it. `figure` prints a line, and the
-coverage table, at the end of the session. What passed before with the same content answers from the store.
+By hand: `python tools/sim/run.py --op <op>`, `device_coverage.py` and `fuzz.py` beside it. `figure` prints a line,
+and the coverage table, at the end of the session. What passed before with the same content answers from the store.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import affected  # noqa: E402
-import coverage  # noqa: E402
 import crash  # noqa: E402
+import device_coverage  # noqa: E402
 import tiers  # noqa: E402
 import verdicts as verdict  # noqa: E402
 
@@ -39,7 +39,7 @@ FLAGS = {
     "tsan": ["--seeds", "3", "--random", "3"],  # 1 and 2: see harness.cpp
 }
 AS_CODE_OF_SM80 = ["--code", "80", "--seeds", "1", "--random", "2"]
-TOOLS = [Path(__file__), Path(coverage.__file__)]
+TOOLS = [Path(__file__), Path(device_coverage.__file__)]
 STANDING = ("sim_async", "sim_rope")  # their sanitizers run every time: does the machinery still work?
 SANITIZERS_S = 1200  # of building and running, for all others together without --slow; what changed lately comes first
 CHANGED = {ROOT / name for name in tiers.recently_changed(ROOT)}
@@ -91,14 +91,14 @@ def test_kernels_on_the_host(test: Path, variant: str, verdicts, sanitizers, fig
         pytest.skip(f"{SANITIZERS_S} s of sanitizers are used up; --slow runs all")
     counts = None
     if variant == "coverage":
-        result, folder = coverage.run(test, FLAGS[variant])
+        result, folder = device_coverage.run(test, FLAGS[variant])
     else:
         result = build.run(build.build(test, variant), FLAGS[variant])
     assert result.returncode == 0, result.stdout + result.stderr + crash.explain(test, variant, result)
     assert "passed" in result.stdout, "the program ran no test"
     assert "WARNING: ThreadSanitizer" not in result.stderr, result.stderr
     if variant == "coverage":
-        counts = coverage.Coverage()
+        counts = device_coverage.Coverage()
         counts.add(folder)
         counts.dump(counted)
         record_property("sim coverage", str(counted))
@@ -234,7 +234,7 @@ def test_failing_random_cases_are_made_smaller(fuzz, tmp_path: Path) -> None:
 
 
 def test_coverage_below_the_floor_is_noticed() -> None:
-    counts = coverage.Coverage()
+    counts = device_coverage.Coverage()
     counts.lines["kernels/a/a.cu"] = {1: 1, 2: 0}
     counts.lines["device/b.h"] = dict.fromkeys(range(100), 1)
     counts.branches["kernels/a/a.cu"] = {1: [1, 0]}

@@ -42,11 +42,12 @@ def rows(root: Path = ROOT) -> tuple[OpRow, ...]:
 
 
 def optimizers(root: Path = ROOT) -> tuple[str, ...]:
-    """The rows of the list of optimizers, whose pages are docs/optim/<row>.md, or that of an op of the same name."""
+    """The rows of the lists of optimizers, whose pages are docs/optim/<row>.md, or that of an op of the same name."""
     text = (root / "csrc/kernels/optim/optim_ops.h").read_text()
-    block = re.search(r"^#define WARPSMITH_OPTIMIZERS\(ROW\)((?:[^\n]*\\\n)*[^\n]*)", text, re.MULTILINE)
-    assert block is not None
-    return tuple(re.findall(r"\bROW\((\w+),", block[1]))
+    lists = r"^#define WARPSMITH_(?:LAYERWISE_)?OPTIMIZERS\(ROW\)((?:[^\n]*\\\n)*[^\n]*)"
+    blocks = re.findall(lists, text, re.MULTILINE)
+    assert blocks
+    return tuple(name for block in blocks for name in re.findall(r"\bROW\((\w+),", block))
 
 
 def family_of(op: str, root: Path = ROOT) -> str:

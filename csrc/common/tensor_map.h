@@ -93,10 +93,19 @@ inline Status make_tensor_map(TensorMap& out, const TensorMapSpec& spec) {
     element_strides[i] = 1;
   }
   static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
-  const CUresult result = encode(reinterpret_cast<CUtensorMap*>(&out), type, static_cast<cuuint32_t>(spec.rank),
-                                 const_cast<void*>(spec.base), sizes, strides, box, element_strides,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle[static_cast<int>(spec.swizzle)],
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encoded = [&] {
+    return encode(reinterpret_cast<CUtensorMap*>(&out), type, static_cast<cuuint32_t>(spec.rank),
+                  const_cast<void*>(spec.base), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  kSwizzle[static_cast<int>(spec.swizzle)], CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encoded();
+  // A thread without a call of the runtime that needed the device: autograd's, before its first launch. Calls of the
+  // runtime bind the device's context to the thread by themselves, calls of the driver do not.
+  int device = 0;
+  if (result == CUDA_ERROR_INVALID_CONTEXT && cudaGetDevice(&device) == cudaSuccess &&
+      cudaSetDevice(device) == cudaSuccess)
+    result = encoded();
   if (result != CUDA_SUCCESS)
     return Status::device("cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(result)));
   return {};

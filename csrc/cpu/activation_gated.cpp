@@ -24,6 +24,17 @@ namespace {
       dup[i] = from_float<T>(d * f.value());                                                                           \
     }                                                                                                                  \
   }                                                                                                                    \
+  WARPSMITH_VECTORIZE void name##_backward_y(const T* dy, const T* gate, const T* up, T* dgate, T* dup, T* y,          \
+                                             int64_t count) {                                                          \
+    using Math = HostMath<Arithmetic<T>>;                                                                              \
+    WARPSMITH_INDEPENDENT_TURNS for (int64_t i = 0; i < count; ++i) {                                                  \
+      const auto d = to_float(dy[i]), u = to_float(up[i]);                                                             \
+      const activation::F<Math> f(to_float(gate[i]));                                                                  \
+      dgate[i] = from_float<T>(f.times_derivative(d * u));                                                             \
+      dup[i] = from_float<T>(d * f.value());                                                                           \
+      y[i] = from_float<T>(f.value() * u);                                                                             \
+    }                                                                                                                  \
+  }                                                                                                                    \
   WARPSMITH_VECTORIZE void name##_dgate(const T* dy, const T* gate, const T* up, T* dgate, int64_t count) {            \
     using Math = HostMath<Arithmetic<T>>;                                                                              \
     WARPSMITH_INDEPENDENT_TURNS for (int64_t i = 0; i < count; ++i) dgate[i] =                                         \
@@ -36,23 +47,26 @@ namespace {
   }
 
 // Defines the struct `name` with the loops for all storage types.
-#define WARPSMITH_LOOPS(name, F)                                                                                    \
-  WARPSMITH_LOOPS_OF(name, F, float)                                                                                \
-  WARPSMITH_LOOPS_OF(name, F, double)                                                                               \
-  WARPSMITH_LOOPS_OF(name, F, float16)                                                                              \
-  WARPSMITH_LOOPS_OF(name, F, bfloat16)                                                                             \
-  struct name {                                                                                                     \
-    template <class T> static void forward(const T* gate, const T* up, T* y, int64_t n) {                           \
-      name##_forward(gate, up, y, n);                                                                               \
-    }                                                                                                               \
-    template <class T> static void backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup, int64_t n) { \
-      if (dgate && dup)                                                                                             \
-        name##_backward(dy, gate, up, dgate, dup, n);                                                               \
-      else if (dgate)                                                                                               \
-        name##_dgate(dy, gate, up, dgate, n);                                                                       \
-      else if (dup)                                                                                                 \
-        name##_dup(dy, gate, dup, n);                                                                               \
-    }                                                                                                               \
+#define WARPSMITH_LOOPS(name, F)                                                                       \
+  WARPSMITH_LOOPS_OF(name, F, float)                                                                   \
+  WARPSMITH_LOOPS_OF(name, F, double)                                                                  \
+  WARPSMITH_LOOPS_OF(name, F, float16)                                                                 \
+  WARPSMITH_LOOPS_OF(name, F, bfloat16)                                                                \
+  struct name {                                                                                        \
+    template <class T> static void forward(const T* gate, const T* up, T* y, int64_t n) {              \
+      name##_forward(gate, up, y, n);                                                                  \
+    }                                                                                                  \
+    template <class T>                                                                                 \
+    static void backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup, T* y, int64_t n) { \
+      if (y)                                                                                           \
+        name##_backward_y(dy, gate, up, dgate, dup, y, n);                                             \
+      else if (dgate && dup)                                                                           \
+        name##_backward(dy, gate, up, dgate, dup, n);                                                  \
+      else if (dgate)                                                                                  \
+        name##_dgate(dy, gate, up, dgate, n);                                                          \
+      else if (dup)                                                                                    \
+        name##_dup(dy, gate, dup, n);                                                                  \
+    }                                                                                                  \
   };
 
 #define WARPSMITH_USE(op, F) WARPSMITH_LOOPS(op##_##F, F)
@@ -79,7 +93,7 @@ template <class Loops> Status gated_backward(const GatedBwdParams& p, const Para
     for_pieces(p.rows, p.columns, contiguous, parallel, [&](int64_t r, int64_t c, int64_t count) {
       Loops::backward(offset<const T>(p.dy, r * p.dy_stride + c), offset<const T>(p.gate, r * p.gate_stride + c),
                       offset<const T>(p.up, r * p.up_stride + c), offset<T>(p.dgate, r * p.dgate_stride + c),
-                      offset<T>(p.dup, r * p.dup_stride + c), count);
+                      offset<T>(p.dup, r * p.dup_stride + c), offset<T>(p.y, r * p.dy_stride + c), count);
     });
     return Status();
   });

@@ -19,29 +19,32 @@ template <NormOrder order, class A> WARPSMITH_HOST_DEVICE A add(A sum, A x) {
   return order == NormOrder::two ? sum + x * x : sum + size;
 }
 
-// The sums of kLanes interleaved parts of x; `sums` has kLanes elements.
-template <NormOrder order, class T>
-WARPSMITH_HOST_DEVICE void add_lanes(const T* __restrict__ x, int64_t count, Arithmetic<T>* __restrict__ sums) {
+// The sums of kLanes interleaved parts of factor x; `sums` has kLanes elements.
+template <NormOrder order, class T> WARPSMITH_HOST_DEVICE void add_lanes(const T* __restrict__ x, int64_t count,
+                                                                         Arithmetic<T> factor,
+                                                                         Arithmetic<T>* __restrict__ sums) {
   const int64_t whole = count / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes)
-    for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] = add<order>(sums[lane], to_float(x[i + lane]));
-  for (int64_t lane = 0; lane < count - whole; ++lane) sums[lane] = add<order>(sums[lane], to_float(x[whole + lane]));
+    for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] = add<order>(sums[lane], to_float(x[i + lane]) * factor);
+  for (int64_t lane = 0; lane < count - whole; ++lane)
+    sums[lane] = add<order>(sums[lane], to_float(x[whole + lane]) * factor);
 }
 
 // Free functions, one a dtype: target_clones reaches neither lambdas nor templates that are not inlined.
-#define WARPSMITH_DTYPE(T)                                                                           \
-  WARPSMITH_VECTORIZE void add_up(NormOrder order, const T* x, int64_t count, Arithmetic<T>* sums) { \
-    if (order == NormOrder::one) return add_lanes<NormOrder::one>(x, count, sums);                   \
-    if (order == NormOrder::two) return add_lanes<NormOrder::two>(x, count, sums);                   \
-    add_lanes<NormOrder::infinity>(x, count, sums);                                                  \
-  }                                                                                                  \
-  WARPSMITH_VECTORIZE void scale(T* x, int64_t count, Arithmetic<T> factor) {                        \
-    for (int64_t i = 0; i < count; ++i) x[i] = from_float<T>(to_float(x[i]) * factor);               \
-  }                                                                                                  \
-  WARPSMITH_VECTORIZE int64_t count_bad(const T* x, int64_t count, Arithmetic<T> factor) {           \
-    int64_t bad = 0;                                                                                 \
-    for (int64_t i = 0; i < count; ++i) bad += !is_finite(to_float(x[i]) * factor);                  \
-    return bad;                                                                                      \
+#define WARPSMITH_DTYPE(T)                                                                          \
+  WARPSMITH_VECTORIZE void add_up(NormOrder order, const T* x, int64_t count, Arithmetic<T> factor, \
+                                  Arithmetic<T>* sums) {                                            \
+    if (order == NormOrder::one) return add_lanes<NormOrder::one>(x, count, factor, sums);          \
+    if (order == NormOrder::two) return add_lanes<NormOrder::two>(x, count, factor, sums);          \
+    add_lanes<NormOrder::infinity>(x, count, Arithmetic<T>(1), sums);                               \
+  }                                                                                                 \
+  WARPSMITH_VECTORIZE void scale(T* x, int64_t count, Arithmetic<T> factor) {                       \
+    for (int64_t i = 0; i < count; ++i) x[i] = from_float<T>(to_float(x[i]) * factor);              \
+  }                                                                                                 \
+  WARPSMITH_VECTORIZE int64_t count_bad(const T* x, int64_t count, Arithmetic<T> factor) {          \
+    int64_t bad = 0;                                                                                \
+    for (int64_t i = 0; i < count; ++i) bad += !is_finite(to_float(x[i]) * factor);                 \
+    return bad;                                                                                     \
   }
 WARPSMITH_DTYPE(float)
 WARPSMITH_DTYPE(float16)
@@ -51,12 +54,12 @@ WARPSMITH_DTYPE(double)
 
 double combine(NormOrder order, double a, double b) { return order == NormOrder::infinity ? largest(a, b) : a + b; }
 
-template <class T> double partial_sum(NormOrder order, const T* x, int64_t count) {
+template <class T> double partial_sum(NormOrder order, const T* x, int64_t count, float factor) {
   Arithmetic<T> sums[kLanes] = {};
-  add_up(order, x, count, sums);
+  add_up(order, x, count, static_cast<Arithmetic<T>>(factor), sums);
   double sum = 0;
   for (const Arithmetic<T> lane : sums) sum = combine(order, sum, static_cast<double>(lane));
-  return sum;
+  return without_factor(sum, factor, order);
 }
 
 // visit.template operator()<T>(data, count) of every chunk's elements, on all threads.
@@ -89,8 +92,9 @@ void add_bad(int64_t bad, int64_t* bad_counts, int32_t tensor) {
 int32_t norm_chunk_elems_cpu() { return kChunkElems; }
 
 Status grad_norm_partials_cpu(const GradNormParams& p, const Parallel& parallel) {
+  const float factor = p.scale ? inverse_power_of_two(*p.scale) : 1.0f;
   return for_chunks(p.tensors, p.chunks, p.chunk_count, parallel, [&](int64_t chunk, const auto* x, int64_t count) {
-    p.partials[chunk] = partial_sum(p.order, x, count);
+    p.partials[chunk] = partial_sum(p.order, x, count, factor);
   });
 }
 

@@ -6,8 +6,8 @@
 
 #include "host/bindings.h"
 #include "host/problem.h"
+#include "kernels/optim/layerwise.h"
 #include "kernels/optim/optim_config.h"
-#include "kernels/optim/optimizers.h"
 
 namespace py = pybind11;
 
@@ -18,9 +18,10 @@ py::dict plan(const char* op, const py::kwargs& given) {
   Problem problem(op, given);
   const int64_t total_elems = problem.integer("total_elems", 0);
   const auto multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
+  const auto storage = static_cast<Storage>(problem.one_of("storage", kStorageNames));
   problem.refuse_unknown();
 
-  const OptimConfig c = choose_optim(total_elems, multiprocessors);
+  const OptimConfig c = choose_optim(total_elems, multiprocessors, storage);
   py::dict d;
   d["threads"] = c.threads;
   d["vectors_a_thread"] = c.vectors;
@@ -30,7 +31,7 @@ py::dict plan(const char* op, const py::kwargs& given) {
 }
 
 #define WARPSMITH_ROW(optimizer, F) {#optimizer, [](const py::kwargs& given) { return plan(#optimizer, given); }},
-const RegisterPlanner planners[] = {WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)};
+const RegisterPlanner planners[] = {WARPSMITH_OPTIMIZERS(WARPSMITH_ROW) WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW)};
 #undef WARPSMITH_ROW
 
 // (index, states, hyperparameters, mask of the states that are never negative) of a row.
@@ -43,6 +44,7 @@ const RegisterBinder registered([](py::module_& m) {
   py::dict rows;
 #define WARPSMITH_ROW(optimizer, F) rows[#optimizer] = row<F>(Optimizer::optimizer);
   WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
+  WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
   m.attr("OPTIMIZERS") = rows;
   py::dict storages;  // {name: index}

@@ -7,13 +7,13 @@
 
 namespace warpsmith::host {
 
-// What a planner without a problem ends with: its keys, and what each takes.
+// Thrown by a planner that was called without a problem: the keys it takes, and the values of each.
 struct Keys {
   pybind11::dict keys;
 };
 
-// The keyword arguments of warpsmith.plan, read one by one; what is missing, of the wrong kind or unknown is refused by
-// name. Without any, all keys are read as if they had been given, and refuse_unknown() throws them as Keys.
+// The keyword arguments of warpsmith.plan. A planner reads them one by one; a missing, wrong or unknown one is refused
+// by name. Without any arguments every read succeeds, and refuse_unknown() throws the keys that were read, as Keys.
 class Problem {
  public:
   Problem(const char* op, const pybind11::kwargs& given) : op_(op), given_(given), lists_(given.empty()) {}
@@ -43,6 +43,17 @@ class Problem {
     if (!has(key) || given_[key].is_none()) return otherwise;
     const std::string value = pybind11::str(given_[key]);
     return value.rfind("torch.", 0) == 0 ? value.substr(6) : value;
+  }
+
+  // The index of one of these names; without one, the first.
+  template <size_t N> int one_of(const char* key, const char* const (&names)[N]) {
+    std::string all;
+    for (const char* name : names) all += (all.empty() ? "" : ", ") + std::string(name);
+    if (lists_) list(key, "one of " + all, true);
+    const std::string value = text(key, names[0]);
+    for (size_t i = 0; i < N; ++i)
+      if (value == names[i]) return static_cast<int>(i);
+    refuse(key, "one of " + all);
   }
 
   // Of a CUDA floating dtype, by name or as torch.dtype.

@@ -22,13 +22,13 @@ namespace {
 using Address = int64_t;
 using ReadAddress = void* (*)(PyObject*);  // of a tensor object; throws for a tensor without memory
 
-// Where a tensor object and what torch keeps of it were, to be prefetched and nothing else.
+// Where a tensor object and torch's record of it were at the last look. Only prefetched, never read through.
 struct Seen {
   const void* object = nullptr;
   const char* sizes = nullptr;
 };
 
-// Where a tensor's elements lie. Sizes, then strides, are in a vector shared by all.
+// Where a tensor's elements lie. Its sizes, then its strides, are in one vector that all places share.
 struct Place {
   Address address = 0;
   dlpack::Device device{};
@@ -40,8 +40,8 @@ struct Place {
   Seen seen;
 };
 
-// Between two steps all of these leave the caches: what will be looked at soon is requested early. The sizes lie in the
-// middle of what torch keeps of a tensor.
+// A training step between two looks evicts all of these from the caches, so each is prefetched kAhead entries early.
+// The sizes lie in the middle of torch's record of a tensor.
 constexpr size_t kAhead = 12;
 inline void prefetch(const Seen& seen) {
   __builtin_prefetch(seen.object);
@@ -78,9 +78,10 @@ class View {
 
 class TensorWatch {
  public:
-  // params: the lists of all groups. buckets: for each parameter the column that its gradient's address belongs to,
-  // -1: it has no gradient. state, names: the tensors by name of each parameter with a bucket.
-  // read_address: a ReadAddress as a number, 0: there is none.
+  // params: the parameter lists of all groups.
+  // buckets: for each parameter the column that takes its gradient's address; -1 where there is no gradient.
+  // state, names: the state tensors by name, of each parameter that has a bucket.
+  // read_address: a ReadAddress as a number; 0 where torch has none.
   TensorWatch(const py::capsule& exchange_api, py::object local, const py::list& params, const py::dict& state,
               const py::tuple& names, const std::vector<int>& buckets, uintptr_t read_address)
       : api_(find(exchange_api)), local_(std::move(local)), read_address_(reinterpret_cast<ReadAddress>(read_address)) {
@@ -122,8 +123,8 @@ class TensorWatch {
     }
   }
 
-  // Whether all parameters and states are where they were. Then the columns hold the addresses of the gradients as they
-  // are now, but for the `unusual` ones.
+  // Returns whether all parameters and states are where they were. If so, the columns hold the gradients' present
+  // addresses; those that the caller must examine itself are listed by unusual().
   bool look(const py::list& params, const py::dict& state) {
     unusual_.clear();
     return look_at_params(params) && look_at_states(state);
@@ -131,7 +132,7 @@ class TensorWatch {
 
   const std::vector<size_t>& unusual() const { return unusual_; }
 
-  // `like_param`: the gradient itself lies there, and need not be examined again while it does.
+  // like_param: `address` is the gradient's own, not a copy's. A gradient at that address is not examined again.
   void set_gradient(size_t index, Address address, bool like_param) {
     seen_.at(index) = like_param ? address : kNoGradient;
     write(slots_.at(index), address);
@@ -174,7 +175,7 @@ class TensorWatch {
     return *api;
   }
 
-  // The C function behind `grad` where the type has one: half the price of a look-up by name.
+  // Returns the C function behind `grad` if the type has one: half the time of a look-up by name.
   const PyGetSetDef* getter_of(PyObject* param) const {
     const auto attribute = py::reinterpret_steal<py::object>(
         PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(param)), grad_name_.ptr()));
@@ -221,8 +222,8 @@ class TensorWatch {
     return same_kind(place, view) && view.address() == place.address;
   }
 
-  // Of the object that was here the address is compared alone, another one is examined. For states, and for parameters
-  // of one dimension: they have one order, and another length shows in the gradient.
+  // For the object that was here at the last look, compares only the address; examines any other object. Enough for
+  // states and for parameters of one dimension: those have one order, and a changed length shows in the gradient.
   bool is_still(const Place& place, const PyObject* known, PyObject* tensor) const {
     if (!read_address_ || tensor != known || place.sharded) return is_at(place, tensor);
     try {
@@ -266,7 +267,7 @@ class TensorWatch {
     const Place& param = param_places_[i];
     const View view(api_, local_, grad.ptr(), param.sharded);
     const Address address = view.readable() && view.address() == 0 && view.empty() ? kNoElements : view.address();
-    // An address alone does not tell how a distributed gradient is placed.
+    // A distributed gradient at a known address may still be placed differently over the ranks.
     grads_[i] = {grad.ptr(), reinterpret_cast<const char*>(view.at().shape)};
     const bool alike = same_kind(param, view);
     if (!alike && !is_at(param, params_[i].ptr())) return false;  // both have changed, at the address that was
@@ -277,7 +278,7 @@ class TensorWatch {
     return true;
   }
 
-  // The dicts are walked in their order, which is cheaper than looking names up.
+  // Walks the dicts in their order, which is cheaper than looking names up.
   bool look_at_states(const py::dict& state) const {
     if (state.size() != owners_.size()) return false;
     auto owner = owners_.begin();
@@ -303,8 +304,8 @@ class TensorWatch {
     return get ? get->get(param, get->closure) : PyObject_GetAttr(param, grad_name_.ptr());
   }
 
-  // Whether the elements in memory are the negatives of those meant. Autograd leaves the imaginary part of a conjugate
-  // so; its stride is 2: it looks like its parameter only when it has a single element.
+  // Returns whether the tensor has torch's negative bit: memory holds the negatives of its values. The imaginary part
+  // of a conjugate has it. Its stride is 2, so only one of a single element looks like its parameter.
   bool is_negative(const py::object& grad) const {
     const auto answer = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(grad.ptr(), is_neg_name_.ptr()));
     if (!answer) throw py::error_already_set();

@@ -78,8 +78,9 @@ struct GatedTarget {
   int64_t stride = 0;
 };
 
+// y: dy_any, if that is contiguous and what the forward gave is written over it.
 void gated_gradients(Gated op, const Tensor& dy_any, const Tensor& gate, const GatedRows& r, GatedTarget dgate,
-                     GatedTarget dup, bool tanh) {
+                     GatedTarget dup, bool tanh, void* y = nullptr) {
   const Rows dy = as_rows(backward_name(op), "dy", dy_any);
   if (r.gate.rows == 0 || r.columns == 0 || (!dgate.data && !dup.data)) return;
   const GatedBwdParams p{dy.tensor.const_data_ptr(),
@@ -95,7 +96,8 @@ void gated_gradients(Gated op, const Tensor& dy_any, const Tensor& gate, const G
                          dgate.data ? dgate.stride : r.columns,
                          dup.data ? dup.stride : r.columns,
                          tanh,
-                         r.dtype};
+                         r.dtype,
+                         y};
   run_on(
       backward_name(op), gate, [&](void* stream) { return gated_backward_cuda(op, p, stream); },
       [&](const Parallel& threads) { return gated_backward_cpu(op, p, threads); });
@@ -136,22 +138,30 @@ std::tuple<Tensor, Tensor> gated_backward(Gated op, const Tensor& dy, const Tens
   return {dgate, dup};
 }
 
-// The same, written over gate and up, which must be contiguous. The caller makes sure that they do not overlap.
+void check_contiguous(Gated op, const char* argument, const Tensor& t, const Rows& rows) {
+  if (t.numel() == 0) return;  // e.g. the chunk of an expert without tokens: its strides mean nothing
+  if (rows.stride != rows.columns || rows.tensor.const_data_ptr() != t.const_data_ptr())
+    refuse(backward_name(op), argument, "a contiguous tensor to overwrite", "gaps or another order");
+}
+
+// The same, written over gate and up, which must be contiguous. The caller makes sure that they do not overlap. y: the
+// place of what the forward gave, in the order of a contiguous dy, or null.
 void gated_backward_inplace(Gated op, const Tensor& dy, Tensor& gate, std::optional<Tensor>& up, bool tanh,
-                            bool want_dgate, bool want_dup) {
+                            bool want_dgate, bool want_dup, void* y = nullptr) {
   const GatedRows r = gated_backward_rows(op, dy, gate, up);
-  const auto check_contiguous = [&](const char* argument, const Tensor& t, const Rows& rows) {
-    if (t.numel() == 0) return;  // e.g. the chunk of an expert without tokens: its strides mean nothing
-    if (rows.stride != rows.columns || rows.tensor.const_data_ptr() != t.const_data_ptr())
-      refuse(backward_name(op), argument, "a contiguous tensor to overwrite", "gaps or another order");
-  };
-  check_contiguous("gate", gate, r.gate);
-  if (up) check_contiguous("up", *up, *r.up_rows);
+  check_contiguous(op, "gate", gate, r.gate);
+  if (up) check_contiguous(op, "up", *up, *r.up_rows);
   GatedTarget to_dgate, to_dup;
   if (want_dgate) to_dgate = {gate.mutable_data_ptr(), r.gate.stride};
   if (!up && want_dgate) to_dup = {elements_behind(to_dgate.data, r.columns, r.dtype), r.gate.stride};
   if (up && want_dup) to_dup = {up->mutable_data_ptr(), r.up_stride};
-  gated_gradients(op, dy, gate, r, to_dgate, to_dup, tanh);
+  gated_gradients(op, dy, gate, r, to_dgate, to_dup, tanh, y);
+}
+
+// Both gradients over gate and up, and what the forward gave over dy: all contiguous, none of them overlapping.
+void gated_backward_with_output(Gated op, Tensor& dy, Tensor& gate, std::optional<Tensor>& up, bool tanh) {
+  check_contiguous(op, "dy", dy, as_rows(backward_name(op), "dy", dy));
+  gated_backward_inplace(op, dy, gate, up, tanh, true, true, dy.mutable_data_ptr());
 }
 
 // The kernels of one row, with the signatures of its schemas. Flag: bool, or nothing.
@@ -168,6 +178,9 @@ template <Gated op, class... Flag> struct Bound {
                                Flag... flag) {
     gated_backward_inplace(op, dy, gate, up, (false || ... || flag), want_dgate, want_dup);
   }
+  static void backward_with_output(Tensor dy, Tensor gate, std::optional<Tensor> up, Flag... flag) {
+    gated_backward_with_output(op, dy, gate, up, (false || ... || flag));
+  }
 };
 
 // g++ 12 does not instantiate a function whose address only a template takes.
@@ -183,6 +196,7 @@ WARPSMITH_SCHEMAS(m) {
     m.def((op + "_forward" + forward).c_str());
     m.def((op + "_backward(Tensor dy, Tensor gate, Tensor? up" + wants + "(Tensor dgate, Tensor dup)").c_str());
     m.def((op + "_backward_(Tensor dy, Tensor(a!) gate, Tensor(b!)? up" + wants + "()").c_str());
+    m.def((op + "_backward_with_output_(Tensor(a!) dy, Tensor(b!) gate, Tensor(c!)? up" + flag + ") -> ()").c_str());
   };
 #define WARPSMITH_ROW(op, function, flag) def(#op, WARPSMITH_FLAG_SCHEMA_##flag);
   WARPSMITH_GATED_OPS(WARPSMITH_ROW)
@@ -190,13 +204,14 @@ WARPSMITH_SCHEMAS(m) {
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
-#define WARPSMITH_ROW(op, function, flag)                         \
-  {                                                               \
-    using Row = WARPSMITH_FLAG_ARGUMENT_##flag(Bound, Gated::op); \
-    m.impl(#op, TORCH_BOX(&Row::forward));                        \
-    m.impl(#op "_forward", TORCH_BOX(&Row::forward));             \
-    m.impl(#op "_backward", TORCH_BOX(&Row::backward));           \
-    m.impl(#op "_backward_", TORCH_BOX(&Row::backward_inplace));  \
+#define WARPSMITH_ROW(op, function, flag)                                        \
+  {                                                                              \
+    using Row = WARPSMITH_FLAG_ARGUMENT_##flag(Bound, Gated::op);                \
+    m.impl(#op, TORCH_BOX(&Row::forward));                                       \
+    m.impl(#op "_forward", TORCH_BOX(&Row::forward));                            \
+    m.impl(#op "_backward", TORCH_BOX(&Row::backward));                          \
+    m.impl(#op "_backward_", TORCH_BOX(&Row::backward_inplace));                 \
+    m.impl(#op "_backward_with_output_", TORCH_BOX(&Row::backward_with_output)); \
   }
   WARPSMITH_GATED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW

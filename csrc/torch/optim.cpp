@@ -1,4 +1,4 @@
-#include "kernels/optim/optim.h"
+#include "kernels/optim/layerwise.h"
 
 #include <algorithm>
 #include <array>
@@ -74,7 +74,7 @@ void check_scalar(const char* op, const char* argument, const std::optional<Tens
 
 // The names of an optimizer's states, as `#__VA_ARGS__` gives them.
 std::vector<std::string> state_names(Optimizer optimizer) {
-  const std::string all = visit_optimizer(optimizer, []<class F>() { return F::kStateNames; });
+  const std::string all = visit_any_optimizer(optimizer, []<class F>() { return F::kStateNames; });
   std::vector<std::string> names;
   for (size_t begin = 0; begin < all.size();) {
     const size_t end = std::min(all.find(", ", begin), all.size());
@@ -84,6 +84,27 @@ std::vector<std::string> state_names(Optimizer optimizer) {
   return names;
 }
 
+// Refuses states that the kernels have no code for: a mask that is none of the optimizer's variants, or no counter
+// where a bias is corrected by it.
+void check_has(const char* op, Optimizer optimizer, Storage storage, size_t i, int64_t has) {
+  visit_any_optimizer(optimizer, [&]<class F>() {
+    constexpr int64_t kStates = (int64_t{1} << F::kStateEnd) - 1, kCounter = kStates + 1;
+    const std::string argument = item("has", i);
+    const bool known = std::any_of(std::begin(F::kVariants), std::end(F::kVariants),
+                                   [&](unsigned variant) { return int64_t{variant} == (has & kStates); });
+    if (!known) refuse(op, argument.c_str(), "a set of states of the optimizer", std::to_string(has));
+    if (F::kPowers > 0 && !(has & kCounter))
+      refuse(op, argument.c_str(), "a step counter", "none: " + std::to_string(has));
+    if (is_8bit(storage) && (!states_of_8bit(optimizer) || (has & kStates & ~int64_t{states_of_8bit(optimizer)})))
+      refuse(op, argument.c_str(), "states that may be 8-bit codes", std::to_string(has));
+    if (has >= 4 * kCounter) refuse(op, argument.c_str(), "bits of states, counter and scales", std::to_string(has));
+  });
+}
+
+// What optim_step checks of a table, on the host, in this order: the address and words of the table, its tensors, and
+// what it was built for.
+enum Fact : int { kAddress, kWords, kTensors, kOptimizer, kStorage, kMost, kFactEnd };
+
 // A table holds addresses, not references: whoever keeps it keeps the tensors. `arrays`: of every tensor the states of
 // its bits in `has`, in order, then its step counter if it has the bit after all states', its scales if it has the next
 // bit, then what the storage keeps beside it. `first_elems`: of each tensor where the storage rounds at random,
@@ -92,6 +113,8 @@ Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const T
                    const std::vector<int64_t>& has, const std::vector<int64_t>& groups,
                    const std::vector<int64_t>& first_elems) {
   check_params(op, params, param_dtype(storage));
+  if (is_layerwise(optimizer) && !layerwise_takes(storage))
+    refuse(op, "storage", "float32, float64 or one with masters", kStorageNames[static_cast<int>(storage)]);
   const size_t count = params.size();
   const auto index_of_each = [&](const char* list, const std::vector<int64_t>& indices) {
     if (indices.size() != count) refuse(op, list, std::to_string(count) + " indices", std::to_string(indices.size()));
@@ -117,6 +140,7 @@ Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const T
     const Tensor& p = params[i];
     OptimTensor& record = records[i];
     record.param = p.mutable_data_ptr();
+    check_has(op, optimizer, storage, i, has[i]);
     const bool quantized = (has[i] >> (names.size() + 1)) & 1;
     if (quantized && !is_8bit(storage)) refuse(op, item("has", i).c_str(), "no scales", "some");
     for (size_t state = 0; state < names.size(); ++state) {
@@ -166,7 +190,7 @@ Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const T
   if (next != arrays.size()) refuse(op, "arrays", std::to_string(next), std::to_string(arrays.size()));
   int32_t chunk_elems = 0;
   run_on(
-      op, params[0], [&](void*) { return optim_chunk_elems_cuda(total, &chunk_elems); },
+      op, params[0], [&](void*) { return optim_chunk_elems_cuda(total, storage, &chunk_elems); },
       [&](const Parallel&) {
         chunk_elems = optim_chunk_elems_cpu();
         return Status();
@@ -209,11 +233,22 @@ void run(const char* op, OptimParams& p, const Tensor& table, const Tensor& poin
   p.found_inf = found_inf ? static_cast<const float*>(found_inf->const_data_ptr()) : nullptr;
   p.tensor_count = count;
   p.chunk_count = table.numel() - count * kWordsATensor;
+  Tensor scratch;
+  if (is_layerwise(p.optimizer))
+    scratch = allocate_vector(op, "sums of squares", 2 * p.chunk_count + count, aoti_torch_dtype_float64(), table);
   for (size_t first = 0; first < groups.size(); first += kOptimMaxGroups) {
     p.first_group = static_cast<int32_t>(first);
     p.group_count = static_cast<int32_t>(std::min<size_t>(kOptimMaxGroups, groups.size() - first));
     std::copy_n(groups.begin() + static_cast<int64_t>(first), p.group_count, p.groups);
     std::copy_n(seeds.begin() + static_cast<int64_t>(first), p.group_count, p.seeds);
+    if (is_layerwise(p.optimizer)) {
+      LayerwiseParams layerwise{p, static_cast<double*>(scratch.mutable_data_ptr()), nullptr};
+      layerwise.ratios = layerwise.partials + 2 * p.chunk_count;
+      run_on(
+          op, table, [&](void* stream) { return layerwise_cuda(layerwise, stream); },
+          [&](const Parallel& threads) { return layerwise_cpu(layerwise, threads); });
+      continue;
+    }
     run_on(
         op, table, [&](void* stream) { return optim_cuda(p, stream); },
         [&](const Parallel& threads) { return optim_cpu(p, threads); });
@@ -222,7 +257,7 @@ void run(const char* op, OptimParams& p, const Tensor& table, const Tensor& poin
 
 Optimizer optimizer_of(const char* op, int64_t index) {
 #define WARPSMITH_ROW(optimizer, F) +1
-  constexpr int64_t kCount = 0 WARPSMITH_OPTIMIZERS(WARPSMITH_ROW);
+  constexpr int64_t kCount = 0 WARPSMITH_OPTIMIZERS(WARPSMITH_ROW) WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW);
 #undef WARPSMITH_ROW
   if (index < 0 || index >= kCount) refuse(op, "optimizer", "an index of a row", std::to_string(index));
   return static_cast<Optimizer>(index);
@@ -233,16 +268,28 @@ Storage storage_of(const char* op, int64_t index) {
   return static_cast<Storage>(index);
 }
 
-Tensor optim_table(int64_t optimizer, int64_t storage, Tensors params, Tensors arrays, std::vector<int64_t> has,
-                   std::vector<int64_t> groups, std::vector<int64_t> first_elems) {
-  return build_table(kTable, optimizer_of(kTable, optimizer), storage_of(kTable, storage), params, arrays, has, groups,
-                     first_elems);
-}
-
 void check_words(const char* op, const char* argument, const Tensor& t) {
   if (t.scalar_type() != ScalarType::Long) refuse(op, argument, "int64", dtype_text(t.scalar_type()));
   if (t.dim() != 1 || (t.numel() > 1 && t.stride(0) != 1))
     refuse(op, argument, "one dimension of adjacent elements", shape_text(t));
+}
+
+std::tuple<Tensor, std::vector<int64_t>> optim_table(int64_t optimizer, int64_t storage, Tensors params, Tensors arrays,
+                                                     std::vector<int64_t> has, std::vector<int64_t> groups,
+                                                     std::vector<int64_t> first_elems) {
+  const Tensor table = build_table(kTable, optimizer_of(kTable, optimizer), storage_of(kTable, storage), params, arrays,
+                                   has, groups, first_elems);
+  int64_t most = 0;
+  const size_t states = state_names(static_cast<Optimizer>(optimizer)).size();
+  for (const int64_t bits : has) most |= bits & ((int64_t{1} << states) - 1);
+  std::vector<int64_t> facts(kFactEnd);
+  facts[kAddress] = reinterpret_cast<int64_t>(table.const_data_ptr());
+  facts[kWords] = table.numel();
+  facts[kTensors] = static_cast<int64_t>(params.size());
+  facts[kOptimizer] = optimizer;
+  facts[kStorage] = storage;
+  facts[kMost] = most;
+  return {table, facts};
 }
 
 void optim_pointers(Tensor pointers, Tensor values) {
@@ -255,23 +302,38 @@ void optim_pointers(Tensor pointers, Tensor values) {
 
 // constants: float64 [groups, hyperparameters + 2] on the CPU: the values in the order of their names, then maximize,
 // then the seed of random rounding, a whole number below 2^53.
-// most: all bits of states that a tensor of the table has.
-void optim_step(Tensor table, Tensor pointers, Tensors lr, Tensor constants, int64_t optimizer, int64_t storage,
-                int64_t most, std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
+// device_constants: the same on the tables' device, of which the kernel reads the values in place of those of
+// `constants`, at each replay of a CUDA graph too.
+// facts: what optim_table gave beside the table.
+void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tensors lr, Tensor constants,
+                std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
+                std::optional<Tensor> device_constants) {
   check_words(kStep, "table", table);
   check_words(kStep, "pointers", pointers);
   check_same_device(kStep, "pointers", pointers, table);
-  if (table.numel() < pointers.numel() * kWordsATensor)
-    refuse(kStep, "table", "a table of " + std::to_string(pointers.numel()) + " tensors",
-           std::to_string(table.numel()) + " words");
+  if (facts.size() != kFactEnd)
+    refuse(kStep, "facts", std::to_string(kFactEnd) + " numbers", std::to_string(facts.size()));
+  if (facts[kAddress] != reinterpret_cast<int64_t>(table.const_data_ptr()) || facts[kWords] != table.numel())
+    refuse(kStep, "table", "that of the facts, of " + std::to_string(facts[kWords]) + " words",
+           "another, of " + std::to_string(table.numel()));
+  if (pointers.numel() != facts[kTensors])
+    refuse(kStep, "pointers", std::to_string(facts[kTensors]) + " addresses", std::to_string(pointers.numel()));
   OptimParams p{};
-  p.optimizer = optimizer_of(kStep, optimizer);
-  p.storage = storage_of(kStep, storage);
-  p.most = static_cast<uint32_t>(most);
-  const int64_t values = visit_optimizer(p.optimizer, []<class F>() { return int64_t{F::kHyperEnd}; });
+  p.optimizer = optimizer_of(kStep, facts[kOptimizer]);
+  p.storage = storage_of(kStep, facts[kStorage]);
+  p.most = static_cast<uint32_t>(facts[kMost]);
+  const int64_t values = visit_any_optimizer(p.optimizer, []<class F>() { return int64_t{F::kHyperEnd}; });
   check_dtype(kStep, "constants", constants, Dtype::float64);
   check_shape(kStep, "constants", constants, {static_cast<int64_t>(lr.size()), values + 2});
   if (!constants.is_cpu()) refuse(kStep, "constants", "a CPU tensor", device_text(constants));
+  const double* device_row = nullptr;
+  if (device_constants) {
+    check_dtype(kStep, "device_constants", *device_constants, Dtype::float64);
+    check_same_shape(kStep, "device_constants", *device_constants, constants);
+    check_same_device(kStep, "device_constants", *device_constants, table);
+    if (!device_constants->is_contiguous()) refuse(kStep, "device_constants", "a contiguous tensor", "other strides");
+    device_row = static_cast<const double*>(device_constants->const_data_ptr());
+  }
   const Tensor rows = as_contiguous(constants);
   const double* row = static_cast<const double*>(rows.const_data_ptr());
   std::vector<OptimGroup> groups;
@@ -279,6 +341,7 @@ void optim_step(Tensor table, Tensor pointers, Tensors lr, Tensor constants, int
   for (size_t i = 0; i < lr.size(); ++i, row += values + 2) {
     OptimGroup g = group_of(kStep, item("lr", i), lr[i], table);
     std::copy_n(row, values, g.values);
+    if (device_row) g.values_device = device_row + static_cast<int64_t>(i) * (values + 2);
     g.maximize = row[values] != 0;
     groups.push_back(g);
     seeds.push_back(static_cast<uint64_t>(row[values + 1]));
@@ -344,13 +407,12 @@ WARPSMITH_SCHEMAS(m) {
       "maximize, Tensor? grad_scale, Tensor? found_inf) -> ()");
   m.def(
       "optim_table(int optimizer, int storage, Tensor[] params, Tensor[] arrays, int[] has, int[] groups, int[] "
-      "first_elems) -> Tensor");
+      "first_elems) -> (Tensor table, int[] facts)");
   m.def("optim_pointers(Tensor(a!) pointers, Tensor values) -> ()");
   // Also writes to what the table points to: no schema can say so, therefore it is only for eager code.
   m.def(
-      "optim_step(Tensor(a!) table, Tensor pointers, Tensor[] lr, Tensor constants, int optimizer, int storage, "
-      "int most, "
-      "Tensor? grad_scale, Tensor? found_inf) -> ()");
+      "optim_step(Tensor(a!) table, int[] facts, Tensor pointers, Tensor[] lr, Tensor constants, Tensor? grad_scale, "
+      "Tensor? found_inf, Tensor? device_constants=None) -> ()");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {

@@ -127,12 +127,21 @@ std::tuple<Tensor, Tensor> grad_norm(Tensors tensors, double p) {
 
 int64_t grad_norm_chunk_elems(Tensor like, int64_t total_elems) { return chunk_elems_of(kChunk, like, total_elems); }
 
-Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems) {
+// One float32 element on the device of the tensors.
+float* float_of(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
+  check_dtype(op, argument, t, Dtype::float32);
+  check_same_device(op, argument, t, like);
+  if (t.numel() != 1) refuse(op, argument, "one element", shape_text(t));
+  return static_cast<float*>(t.mutable_data_ptr());
+}
+
+Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems, std::optional<Tensor> scale) {
   GradNormParams params{};
   params.order = order_of(kPartials, p);
   if (total_elems < 0) refuse(kPartials, "total_elems", "a number >= 0", std::to_string(total_elems));
   const NormTable table = table_of(kPartials, tensors, address_to_read, total_elems);
   params.norm_dtype = any_double(tensors) ? Dtype::float64 : Dtype::float32;
+  if (scale) params.scale = float_of(kPartials, "scale", *scale, tensors[0]);
   const Tensor partials = allocate_partials(kPartials, table, tensors[0], params);
   run_on(
       kPartials, tensors[0], [&](void* stream) { return grad_norm_partials_cuda(params, stream); },
@@ -157,14 +166,6 @@ std::tuple<Tensor, Tensor> grad_norm_finish(Tensor partials, double p, bool wide
   return results;
 }
 
-// One float32 element on the device of the tensors.
-float* float_of(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
-  check_dtype(op, argument, t, Dtype::float32);
-  check_same_device(op, argument, t, like);
-  if (t.numel() != 1) refuse(op, argument, "one element", shape_text(t));
-  return static_cast<float*>(t.mutable_data_ptr());
-}
-
 int64_t* counts_of(const char* op, const Tensor& t, const Tensors& tensors) {
   constexpr const char* kArgument = "bad_counts";
   if (t.scalar_type() != ScalarType::Long) refuse(op, kArgument, "int64", dtype_text(t.scalar_type()));
@@ -177,10 +178,11 @@ int64_t* counts_of(const char* op, const Tensor& t, const Tensors& tensors) {
 std::tuple<Tensor, Tensor, Tensor> grad_check(Tensors tensors, double p, Tensor scale, double max_norm,
                                               Tensor found_inf, Tensor bad_counts) {
   if (!(max_norm >= 0)) refuse(kCheck, "max_norm", "a number >= 0", std::to_string(max_norm));
-  const Norm n = norm_of(kCheck, tensors, p);
+  Norm n = norm_of(kCheck, tensors, p);
+  n.params.scale = float_of(kCheck, "scale", scale, tensors[0]);
   const Tensor grad_scale = scalar(kCheck, "grad_scale", false, tensors[0]);
   GradCheckParams params{n.params,
-                         float_of(kCheck, "scale", scale, tensors[0]),
+                         n.params.scale,
                          max_norm,
                          static_cast<float*>(grad_scale.mutable_data_ptr()),
                          float_of(kCheck, "found_inf", found_inf, tensors[0]),
@@ -229,7 +231,7 @@ WARPSMITH_SCHEMAS(m) {
   // The halves of grad_norm, for tensors on several ranks, and the elements of a chunk there. total_elems: of the
   // tensors of all ranks. Equal bits to grad_norm's, where the partials are joined in the order of its chunks.
   m.def("grad_norm_chunk_elems(Tensor like, int total_elems) -> int");
-  m.def("grad_norm_partials(Tensor[] tensors, float p, int total_elems) -> Tensor");
+  m.def("grad_norm_partials(Tensor[] tensors, float p, int total_elems, Tensor? scale=None) -> Tensor");
   m.def("grad_norm_finish(Tensor partials, float p, bool wide) -> (Tensor norm, Tensor power_sum)");
   m.def("clip_grads(Tensor(a!)[] tensors, Tensor norm, float max_norm) -> ()");
   m.def(

@@ -164,6 +164,17 @@ def test_takes_the_place_of_a_lambda_lr_under_way():
         expected.step()
 
 
+def test_subclasses_of_our_optimizers_have_its_bits():
+    class Own(warpsmith.optim.AdamW):
+        pass
+
+    for cls in (warpsmith.optim.AdamW, Own):
+        optimizer = cls([nn.Parameter(torch.zeros(1))], lr=0.1)
+        schedule = DeviceLR(optimizer, lambda t: 1 / 3, 4)
+        assert optimizer.param_groups[0]["lr"].dtype == torch.float64
+        assert schedule.get_last_lr() == [0.1 * (1 / 3)]
+
+
 def test_torchs_optimizers_read_it_too():
     models = make_model(), make_model()
     a = torch.optim.AdamW(models[0].parameters(), lr=0.01, fused=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import warpsmith
 from torch import nn
+from torch.testing import assert_close
 from warpsmith.testing import bitwise_equal
 
 from tests.amp.runs import OPTIMIZERS, backward, by_scaler, make_model, ours, torchs_scaler, train
@@ -112,6 +113,24 @@ def test_a_norm_that_overflows_alone_skips_a_clipped_step():
     assert scaler.overflow(optimizer) == warpsmith.amp.Overflow(None, 0, {})
 
 
+@pytest.mark.parametrize("scale", [2.0**-100, 0.5, 1.0, 3.0, 2.0**16, 1e30])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_squares_of_scaled_gradients_do_not_overflow(scale, norm_type, dtype):
+    """Gradients of 1e15 at scale 2^16 have squares of 4e39; torch divides by the scale before it squares."""
+    values = 1e15 if scale <= 2**16 else 1.0
+    gradient = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * values
+    p = nn.Parameter(torch.zeros(20_000, dtype=dtype))
+    optimizer, scaler = warpsmith.optim.SGD([p], lr=1.0), ours(init_scale=scale)
+    scaler.scale(torch.ones(()))
+    p.grad = (gradient * scale).to(dtype)
+    expected = (p.grad.double() / scale).norm(norm_type)
+    assert_close(scaler.clip_(optimizer, 1.0, norm_type).double(), expected, rtol=1e-6, atol=0)
+    scaler.step(optimizer)
+    assert not scaler.last_skipped
+    assert_close(p.detach().double().norm(norm_type), torch.ones((), dtype=torch.float64), rtol=1e-2, atol=0)
+
+
 def test_floor_and_ceiling_hold():
     model = make_model()
     optimizer = warpsmith.optim.AdamW(model.parameters())
@@ -176,6 +195,29 @@ def test_settings_beyond_torchs_are_saved():
 def test_settings_that_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         ours(**given)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"min_scale": math.nan}, "min_scale: expected a number from 0 to max_scale = 4096.0, got nan"),
+        ({"min_scale": 8192.0}, "min_scale: expected a number from 0 to max_scale = 4096.0, got 8192.0"),
+        ({"max_scale": math.nan}, "max_scale: expected a number >= 0, got nan"),
+        ({"max_scale": 1.0}, "min_scale: expected a number from 0 to max_scale = 1.0, got 2.0"),
+        ({"hysteresis": 0}, "hysteresis: expected a number of overflows >= 1, got 0"),
+        ({"_hysteresis_tracker": 4}, "_hysteresis_tracker: expected a number from 0 to hysteresis = 3, got 4"),
+        ({"scale": math.nan}, "scale: expected a number >= 0, got nan"),
+    ],
+)
+@pytest.mark.parametrize("used", [False, True])
+def test_states_that_are_refused_change_nothing(changed, message, used):
+    scaler = ours(min_scale=2.0, max_scale=4096.0, hysteresis=3)
+    if used:
+        scaler.scale(torch.ones(()))
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match="GradScaler.load_state_dict: " + message):
+        scaler.load_state_dict({**before, "_growth_tracker": 7, **changed})
+    assert scaler.state_dict() == before
 
 
 def test_groups_without_gradients_are_no_obstacle():

@@ -35,6 +35,18 @@ def set_gradients(params, whole, step, bad):
 
 
 @multirank(2, timeout_s=300)
+def test_squares_of_scaled_gradients_do_not_overflow_on_ranks(rank, world_size):
+    whole = nn.Parameter(torch.zeros(40_000))
+    optimizer = warpsmith.distributed.ShardedOptimizer([whole], warpsmith.optim.SGD, lr=1.0)
+    scaler = warpsmith.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale((whole * 1e15).sum()).backward()
+    assert_close(scaler.clip_(optimizer, 1.0), torch.tensor(200e15), rtol=1e-2, atol=0)
+    scaler.step(optimizer)
+    assert not scaler.last_skipped
+    assert_close(whole.detach().norm(), torch.tensor(1.0), rtol=1e-4, atol=0)
+
+
+@multirank(2, timeout_s=300)
 @pytest.mark.parametrize(("norm_type", "unscale"), [(None, False), (2.0, False), (2.0, True), (math.inf, False)])
 def test_ranks_skip_together(rank, world_size, norm_type, unscale):
     """As one process with whole tensors; the last element of each tensor lies on one rank alone."""

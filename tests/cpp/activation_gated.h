@@ -171,6 +171,39 @@ inline void gated_gradients(const GatedOp& op) {
   });
 }
 
+// With what the forward gave over dy, bit for bit, and the gradients over gate and up: one tensor and two; full
+// vectors, a last one that is not, single elements; 3 elements read and 3 written.
+inline void gated_output_again(const GatedOp& op) {
+  const auto run = [&]<class T>(T, const GatedShape& shape) {
+    GatedProblem<T> p(op, shape);
+    const int64_t unit = shape.rows * shape.columns * int64_t{sizeof(T)};
+    Buffer<T> gate(p.gate.size()), up(p.up.size()), dy(p.dy.size());
+    const auto copy = [](Buffer<T>& to, const Buffer<T>& from) {
+      std::memcpy(to.data(), from.data(), from.size() * sizeof(T));
+    };
+    copy(gate, p.gate), copy(up, p.up), copy(dy, p.dy);
+    GatedBwdParams b = p.backward;
+    b.gate = b.dgate = p.dgate.data();
+    b.up = b.dup = shape.packed ? p.dgate.data() + shape.columns : p.dup.data();
+    b.dy = b.y = dy.data();
+    under_every_seed([&] {
+      copy(p.dgate, gate), copy(p.dup, up), copy(dy, p.dy);
+      expect_ok(op.forward(p.forward, nullptr));
+      sim::counters() = {};
+      expect_ok(op.backward(b, nullptr));
+      expect_bytes({.read = 3 * unit, .written = 3 * unit});
+      p.check_backward();
+      if (std::memcmp(dy.data(), p.y.data(), dy.size() * sizeof(T)) != 0) fail("y: other bits than the forward's");
+    });
+  };
+  for (const bool packed : {false, true}) {
+    run(bfloat16{}, {.rows = 3, .columns = 1032, .packed = packed});
+    run(bfloat16{}, {.rows = 3, .columns = 33, .packed = packed});
+    run(float{}, {.rows = 2, .columns = 514, .packed = packed});
+    run(float16{}, {.rows = 2, .columns = 264, .packed = packed});
+  }
+}
+
 // Exactly the floor: 3 elements forward, 5 backward; one tensor and two, full vectors and not.
 inline void gated_bytes(const GatedOp& op) {
   for (const GatedShape& shape : {GatedShape{.rows = 6, .columns = 1032}, GatedShape{.rows = 7, .columns = 33},

@@ -73,6 +73,7 @@ inline void formula_of(Optimizer optimizer, const OptimGroup& group, double g, d
       e.p -= lr * update;
       return;
     }
+    default: return;  // layerwise: not a function of one element
   }
 }
 

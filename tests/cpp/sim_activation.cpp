@@ -15,6 +15,7 @@ namespace {
 #define GATED_TESTS(op, F, flag)                                                      \
   TEST(op##_every_path) { gated_paths({Gated::op, ORACLE(F)}); }                      \
   TEST(op##_bytes_moved) { gated_bytes({Gated::op, ORACLE(F)}); }                     \
+  TEST(op##_output_again) { gated_output_again({Gated::op, ORACLE(F)}); }             \
   TEST(op##_refuses_float64) { gated_refuses_float64({Gated::op, ORACLE(F)}); }       \
   RANDOM_TEST(op##_random_problems) { gated_random({Gated::op, ORACLE(F)}, random); } \
   GATED_TESTS_##flag(op, F)

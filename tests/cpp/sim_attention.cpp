@@ -4,6 +4,7 @@
 // links: csrc/kernels/attention/backward_sm90a.cu
 #include "attention_problem.h"
 #include "kernels/attention/attention_sm90.h"
+#include "kernels/attention/backward_plan.h"
 
 namespace warpsmith::test {
 namespace {
@@ -54,6 +55,27 @@ TEST(forward_causal_128) {
   Multiprocessors two(2);
   check_forward<bfloat16>(
       {.queries = 300, .keys = 300, .heads = 2, .key_heads = 2, .head_dim = 128, .window_right = 0});
+}
+// Head dimensions above 128: tiles one after the other, a base that follows the maxima.
+TEST(forward_256) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_forward<bfloat16>({.batch = 2, .queries = 200, .keys = 300, .heads = 2, .key_heads = 1, .head_dim = 256});
+  check_forward<float16>({.queries = 300, .keys = 300, .heads = 2, .key_heads = 2, .head_dim = 256, .window_right = 0});
+  check_forward<bfloat16>(
+      {.queries = 130, .keys = 250, .heads = 2, .key_heads = 2, .head_dim = 200, .head_dim_v = 136});
+}
+TEST(forward_256_packed_with_softcap_and_sink) {
+  SeedsAtMost few(2);
+  Multiprocessors one(1);
+  check_forward<bfloat16>({.heads = 2,
+                           .key_heads = 1,
+                           .head_dim = 256,
+                           .window_right = 0,
+                           .softcap = 3.0,
+                           .sink = true,
+                           .lengths_q = {130, 0, 70},
+                           .lengths_k = {260, 40, 70}});
 }
 TEST(forward_full_64) {
   Multiprocessors two(2);
@@ -149,7 +171,7 @@ TEST(forward_maxima_outgrow_the_base) {
   SeedsAtMost few(2);
   Multiprocessors one(1);
   for (const float growth : {8.0f, 300.0f})
-    for (const int64_t dim : {64, 128}) {
+    for (const int64_t dim : {64, 128, 256}) {
       AttentionCase shape{.queries = 150, .keys = 700, .head_dim = dim, .logit_growth = growth};
       check_forward<bfloat16>(shape, {.ulps = 1, .relative = 0, .absolute = 0x1p-7});
       check_forward<float16>(shape, {.ulps = 1, .relative = 0, .absolute = 0x1p-9});
@@ -285,6 +307,43 @@ TEST(backward_packed) {
                               .spare_tokens = 5});
 }
 
+// Tiles so long that the query heads of a key head go to several blocks, whose dk and dv are summed afterwards.
+TEST(backward_parts) {
+  SeedsAtMost few(2);
+  Multiprocessors three(3);
+  const AttentionCase shapes[] = {{.queries = 2800, .keys = 70, .heads = 6, .key_heads = 1, .head_dim = 64},
+                                  {.heads = 4,
+                                   .key_heads = 2,
+                                   .head_dim = 72,
+                                   .head_dim_v = 104,
+                                   .window_right = 0,
+                                   .lengths_q = {100, 8200, 0},
+                                   .lengths_k = {100, 200, 300},
+                                   .spare_tokens = 9}};
+  for (const AttentionCase& shape : shapes) {
+    AttentionData<bfloat16> data(shape);
+    expect_equal("parts", attention::backward_parts(data.backward().problem), 2);
+    check_backward<bfloat16>(shape);
+  }
+}
+// A window so narrow that each head's blocks are visited before the next head's.
+TEST(backward_blocks_first) {
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const int64_t dim : {64, 128}) {
+    const AttentionCase shape{.queries = 900,
+                              .keys = 930,
+                              .heads = 3,
+                              .key_heads = 1,
+                              .head_dim = dim,
+                              .window_left = 60,
+                              .window_right = 20};
+    AttentionData<bfloat16> data(shape);
+    expect_equal("blocks first", attention::visits_blocks_first(data.backward().problem), true);
+    check_backward<bfloat16>(shape);
+  }
+}
+
 RANDOM_TEST(forward_random) {
   const int64_t key_heads = random.integer(1, 2);
   AttentionCase shape{.batch = random.integer(1, 2),
@@ -292,8 +351,8 @@ RANDOM_TEST(forward_random) {
                       .keys = random.size(1, 400),
                       .heads = key_heads * random.integer(1, 2),
                       .key_heads = key_heads,
-                      .head_dim = 8 * random.integer(1, 16),
-                      .head_dim_v = 8 * random.integer(1, 16)};
+                      .head_dim = 8 * random.integer(1, random.coin() ? 16 : 32),
+                      .head_dim_v = 8 * random.integer(1, random.coin() ? 16 : 32)};
   if (random.coin()) shape.window_right = random.size(0, 200);
   if (random.coin()) shape.window_left = random.size(0, 200);
   shape.bottom_right = random.coin();

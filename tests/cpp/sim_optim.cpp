@@ -146,7 +146,7 @@ struct Problem {
       total += static_cast<int64_t>(t->count);
     }
     int32_t chunk_elems = 0;
-    expect_ok(optim_chunk_elems_cuda(total, &chunk_elems));
+    expect_ok(optim_chunk_elems_cuda(total, Storage::float32, &chunk_elems));
     words = tensor_list_words(records, chunk_elems);
     device_words.assign(words.size(), -1);
     device_addresses.assign(addresses.size(), -1);
@@ -179,10 +179,13 @@ struct Problem {
 
   bool skips() const { return params.found_inf && *params.found_inf != 0; }
 
-  // A group whose rate lies on the device has another one here.
+  // A group whose rate or values lie on the device has others here.
   void hide_rates() {
-    for (int32_t g = 0; g < params.group_count; ++g)
-      if (params.groups[g].lr_device) params.groups[g].lr = -1;
+    for (int32_t g = 0; g < params.group_count; ++g) {
+      OptimGroup& group = params.groups[g];
+      if (group.lr_device) group.lr = -1;
+      if (group.values_device) std::fill_n(group.values, kOptimMaxValues, -1.0);
+    }
   }
 
   void check_all() {
@@ -397,7 +400,7 @@ TEST(more_than_2_to_the_31_elements) {
   records[0].step = &step;
   records[0].numel = kElems;
   records[0].has = 0b111;
-  std::vector<int64_t> words = tensor_list_words(records, kOptimMaxChunkElems);
+  std::vector<int64_t> words = tensor_list_words(records, longest_optim_chunk(Storage::float32));
   constexpr int64_t kRecordWords = sizeof(OptimTensor) / sizeof(int64_t);
   const void* address = grad.data();
   OptimParams p{};
@@ -428,15 +431,22 @@ TEST(uploads_longer_than_one_launch_takes) {
 }
 
 TEST(the_chooser) {
-  for (int64_t total : {int64_t{0}, int64_t{1}, int64_t{8'192'000}, int64_t{1} << 33}) {
-    const int chunk = choose_optim(total, 132).chunk_elems;
-    expect(chunk % kOptimTileElems == 0 && chunk <= kOptimMaxChunkElems, "chunk of " + std::to_string(chunk));
-  }
-  expect_equal("small", choose_optim(1000, 132).chunk_elems, kOptimTileElems);
-  expect_equal("2,000 tensors of 4,096", choose_optim(8'192'000, 132).chunk_elems, 4096);
-  expect_equal("three chunks for every resident block", choose_optim(3 * 4 * 132 * 4096, 132).chunk_elems, 4096);
-  expect_equal("one element less", choose_optim(3 * 4 * 132 * 4096 - 1, 132).chunk_elems, 2048);
-  expect_equal("large", choose_optim(1'000'000'000, 132).chunk_elems, kOptimMaxChunkElems);
+  const auto chunk_of = [](int64_t total, Storage storage = Storage::float32) {
+    return choose_optim(total, 132, storage).chunk_elems;
+  };
+  for (int storage = 0; storage < kStorages; ++storage)
+    for (int64_t total : {int64_t{0}, int64_t{1}, int64_t{8'192'000}, int64_t{1} << 33}) {
+      const int chunk = chunk_of(total, static_cast<Storage>(storage));
+      expect(chunk % kOptimTileElems == 0 && chunk <= kOptimMaxChunkElems, "chunk of " + std::to_string(chunk));
+    }
+  expect_equal("small", chunk_of(1000), kOptimTileElems);
+  expect_equal("2,000 tensors of 4,096", chunk_of(8'192'000), 4096);
+  expect_equal("three chunks for every resident block", chunk_of(3 * 4 * 132 * 4096), 4096);
+  expect_equal("one element less", chunk_of(3 * 4 * 132 * 4096 - 1), 2048);
+  expect_equal("large", chunk_of(1'000'000'000), 4096);
+  expect_equal("masters", chunk_of(1'000'000'000, Storage::bfloat16_master), 8192);
+  expect_equal("16 bits", chunk_of(1'000'000'000, Storage::bfloat16), 16384);
+  expect_equal("8 bits", chunk_of(1'000'000'000, Storage::bfloat16_8bit), kOptimMaxChunkElems);
 }
 
 TEST(float64_is_refused_on_cuda) {
@@ -461,7 +471,7 @@ RANDOM_TEST(random_lists) {
   const Optimizer optimizer = kAll[random.integer(0, std::size(kAll) - 1)];
   Problem p(optimizer);
   Buffer<float> scale(1), found_inf(1), rates(3);
-  Buffer<double> wide_rates(3);
+  Buffer<double> wide_rates(3), values(3 * kOptimMaxValues);
   const int groups = static_cast<int>(random.integer(1, 3));
   for (int g = 0; g < groups; ++g) {
     const double lr = random.choice({0x1p-7, 0x1p-5});
@@ -470,6 +480,9 @@ RANDOM_TEST(random_lists) {
     group.values[2] = random.choice({1e-8, 1e-3});  // Lion's and SGD's decay, for the others an eps or a decay
     group.values[3] = random.choice({0.1, 0.0});
     rates[static_cast<size_t>(g)] = static_cast<float>(lr), wide_rates[static_cast<size_t>(g)] = lr;
+    double* const here = &values[static_cast<size_t>(g) * kOptimMaxValues];
+    std::copy_n(group.values, kOptimMaxValues, here);
+    if (random.coin()) group.values_device = here;
     const int64_t on_device = random.integer(0, 2);
     group.lr_is_double = on_device == 2;
     if (on_device)

@@ -80,22 +80,22 @@ struct Norms {
 
   Status run(NormOrder order) {
     Buffer<double> partials(static_cast<size_t>(chunk_count));
-    return grad_norm_cuda(
-        {tensors(), chunks(), chunk_count, partials.data(), power_sum.data(), norm.data(), Dtype::float32, order},
-        nullptr);
+    return grad_norm_cuda({tensors(), chunks(), chunk_count, partials.data(), power_sum.data(), norm.data(),
+                           Dtype::float32, order, nullptr},
+                          nullptr);
   }
 
   Status check_gradients(NormOrder order, double max_norm, const Buffer<float>& scale, Buffer<float>& grad_scale,
                          Buffer<float>& found_inf, Buffer<int64_t>& bad_counts) {
     Buffer<double> partials(static_cast<size_t>(chunk_count));
-    return grad_check_cuda(
-        {{tensors(), chunks(), chunk_count, partials.data(), power_sum.data(), norm.data(), Dtype::float32, order},
-         scale.data(),
-         max_norm,
-         grad_scale.data(),
-         found_inf.data(),
-         bad_counts.data()},
-        nullptr);
+    return grad_check_cuda({{tensors(), chunks(), chunk_count, partials.data(), power_sum.data(), norm.data(),
+                             Dtype::float32, order, scale.data()},
+                            scale.data(),
+                            max_norm,
+                            grad_scale.data(),
+                            found_inf.data(),
+                            bad_counts.data()},
+                           nullptr);
   }
 
   double expected(NormOrder order) const {
@@ -160,13 +160,14 @@ TEST(tensors_cut_where_chunks_begin_have_the_norm_of_whole_ones) {
           const auto chunks = static_cast<int64_t>(words.size()) - record_words;
           expect_ok(grad_norm_partials_cuda({reinterpret_cast<const NormTensor*>(words.data()),
                                              reinterpret_cast<const ListChunk*>(words.data() + record_words), chunks,
-                                             partials.data() + done, nullptr, nullptr, Dtype::float32, order},
+                                             partials.data() + done, nullptr, nullptr, Dtype::float32, order, nullptr},
                                             nullptr));
           done += chunks;
         }
       expect_equal<int64_t, int64_t>("chunks", done, whole.chunk_count);
       expect_ok(grad_norm_finish_cuda(
-          {nullptr, nullptr, done, partials.data(), power_sum.data(), norm.data(), Dtype::float32, order}, nullptr));
+          {nullptr, nullptr, done, partials.data(), power_sum.data(), norm.data(), Dtype::float32, order, nullptr},
+          nullptr));
       expect_equal("norm", norm[0], whole.norm[0]);
       expect_equal("power sum", power_sum[0], whole.power_sum[0]);
     });
@@ -287,6 +288,32 @@ TEST(a_check_gives_the_unscaled_norm_and_the_divisor) {
       }
 }
 
+// A power of two changes no bit of the norm, and the squares of scaled gradients may be larger than float32.
+TEST(a_scale_of_two_to_the_n_changes_no_bit_of_the_norm) {
+  const SeedsAtMost few(2);
+  for (const NormOrder order : kOrders) {
+    float plain = 0;
+    for (const float scale : {1.0f, 0x1p-90f, 0x1p16f, 0x1p90f}) {
+      Norms n;
+      Grad& g = n.add(Dtype::float32, 9001);
+      for (size_t i = 0; i < g.count; ++i) g.set(i, static_cast<float>(g.at(i)) * scale);
+      n.build();
+      Found f(1, scale);
+      under_every_seed([&] {
+        f.reset();
+        expect_ok(n.check_gradients(order, 1.0, f.scale, f.grad_scale, f.found_inf, f.bad_counts));
+        expect_equal("found_inf", f.found_inf[0], 0.0f);
+        if (scale == 1.0f) plain = n.norm[0];
+        expect_equal("norm", n.norm[0], plain);
+      });
+    }
+  }
+  for (const float scale : {0.0f, 1e-45f, 0x1p127f, -2.0f, HUGE_VALF, NAN})
+    expect_equal("no power of two", inverse_power_of_two(scale), 1.0f);
+  expect_equal("the largest", inverse_power_of_two(0x1.8p126f), 0x1p-126f);
+  expect_equal("the smallest", inverse_power_of_two(0x1p-126f), 0x1p126f);
+}
+
 TEST(a_check_reads_finite_gradients_once) {
   Norms n;
   n.add(Dtype::float32, 8192);
@@ -295,8 +322,8 @@ TEST(a_check_reads_finite_gradients_once) {
   Found f(2, 2.0f);
   under_every_seed([&] {
     expect_ok(n.check_gradients(NormOrder::two, 1.0, f.scale, f.grad_scale, f.found_inf, f.bad_counts));
-    // Beside the sums: the scale, and found_inf for every thread of the blocks that return at once.
-    expect_bytes({.read = 8192 * 4 + 4096 * 2 + n.chunk_count * 8 + 4 + 4 * kThreadsOfABlock * n.chunk_count,
+    // Beside the sums: the scale, also for every thread of the sums, and found_inf for those that return at once.
+    expect_bytes({.read = 8192 * 4 + 4096 * 2 + n.chunk_count * 8 + 4 + 8 * kThreadsOfABlock * n.chunk_count,
                   .written = n.chunk_count * 8 + 8 + 4 + 4});
   });
 }
@@ -390,8 +417,8 @@ TEST(float64_is_refused_on_cuda) {
   Buffer<double> norm(1);
   expect_refused(clip_grads_cuda({n.tensors(), n.chunks(), n.chunk_count, norm.data(), Dtype::float64, 1.0}, nullptr),
                  "float64");
-  const GradNormParams params{n.tensors(), n.chunks(),  n.chunk_count,  norm.data(),
-                              norm.data(), norm.data(), Dtype::float64, NormOrder::two};
+  const GradNormParams params{n.tensors(), n.chunks(),     n.chunk_count,  norm.data(), norm.data(),
+                              norm.data(), Dtype::float64, NormOrder::two, nullptr};
   expect_refused(grad_norm_cuda(params, nullptr), "float64");
   expect_refused(grad_check_cuda({params, nullptr, 1.0, nullptr, nullptr, nullptr}, nullptr), "float64");
 }

@@ -184,7 +184,28 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank, world_size):
     refused(of_one + "k: expected 4 tokens", heads(4, 2)[0], *heads(4 + more, 2)[1:])
     refused(of_one + "mode: expected ring, as on rank 0", *heads(4, 2), mode=("ring", "ulysses")[rank])
     refused(of_one + "window_size: expected", *heads(4, 2), causal=rank == 1)
+    refused(of_one + "sink: expected None", *heads(4, 2), sink=torch.zeros(2) if rank else None)
+    layouts = heads(2, 2)  # of the same shape in both
+    refused(of_one + "layout: expected bshd, as on rank 0, got bhsd", *layouts, layout=("bshd", "bhsd")[rank])
+    ulysses = {"mode": "ulysses", "return_lse": rank == 1}
+    refused(of_one + "return_lse: expected False, as on rank 0, got True", *heads(4, 2), **ulysses)
+    of_a_leaf = [t.requires_grad_(rank == 1) for t in heads(4, 2)[:2]]
+    refused(of_one + "requires_grad: expected none.*got q, k or v", *of_a_leaf, of_a_leaf[1])
+    for argument, value in {"mode": "both", "layout": "bhds", "sharding": "striped", "window_size": (1,)}.items():
+        refused(of_one + argument, *heads(4, 2), **({argument: value} if rank else {}))
+    with pytest.raises(TypeError if rank else ValueError, match="" if rank else of_one):
+        context_parallel_attention(*heads(4, 2), softcap="much" if rank else 0.0)
     assert context_parallel_attention(*heads(4, 2)).shape == (1, 4, 2, HEAD_DIM)  # and the group still works
+
+
+@multirank(2, timeout_s=300)
+def test_calls_that_all_ranks_have_made_are_not_mixed_up(rank, world_size):
+    q = torch.zeros(1, 4, 2, HEAD_DIM)
+    for mode in MODES:
+        context_parallel_attention(q, q, q, mode=mode)
+    refused("rank 1 of 2: mode: expected ring, as on rank 0, got ulysses", q, q, q, mode=("ring", "ulysses")[rank])
+    refused("rank 0 of 2: dropout_p", q, q, q, mode="ring", dropout_p=0.0 if rank else 0.5)
+    assert context_parallel_attention(q, q, q, mode="ring").shape == q.shape
 
 
 @multirank(2, ends={0: "raised", 1: "died"}, timeout_s=300)

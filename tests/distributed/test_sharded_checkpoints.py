@@ -91,6 +91,15 @@ def test_a_state_is_refused_before_anything_is_loaded(rank, world_size, tmp_path
     state["state"][1] = {**state["state"][1], "exp_avg": torch.zeros(5)}
     with pytest.raises(ValueError, match=r"exp_avg of param_groups\[0\]\['params'\]\[1\]: expected shape \(5,\)"):
         pair.sharded.load_state_dict({**state, "state": {**state["state"], 1: {"exp_avg": torch.zeros(4)}}})
+    words = {
+        "8bit": "whose elements do not depend on others, got 8bit",
+        "fp8": "one of None, fp32",
+        "bf16": "expected one that takes float32, got bf16",
+    }
+    for precision, expected in words.items():
+        groups = [{**group, "precision": precision} for group in state["param_groups"]]
+        with pytest.raises(ValueError, match=rf"precision of param_groups\[0\]: .*{expected}"):
+            pair.sharded.load_state_dict({**state, "param_groups": groups})
     other = [(torch.float32, (40_000,), None), (torch.float32, (5,), None)]
     model = Uneven(other)
     with warpsmith.train.Checkpointer(tmp_path) as checkpoints:

@@ -190,14 +190,15 @@ def test_arguments(rank, world_size):
         with pytest.raises(ValueError, match=words):
             ShardedOptimizer(model.parameters() if params is None else params, optimizer_class, **arguments)
 
-    for other in (Lamb, torch.optim.AdamW, "AdamW"):
+    for other in (Lamb, warpsmith.optim.LAMB, torch.optim.AdamW, "AdamW"):
         refused(
             r"optimizer_class: expected SGD, .* of warpsmith.optim \(each rank has only parts of tensors", None, other
         )
     for stage in (0, 3):
         refused(f"stage: expected 1 or 2, got {stage}", stage=stage)
     refused("wire: expected torch.bfloat16 or torch.float16, got torch.float32", wire=torch.float32)
-    refused("bucket_cap_mb: expected a number > 0, got 0", bucket_cap_mb=0)
+    for size in (0, -1.0, float("nan"), float("inf")):
+        refused(f"bucket_cap_mb: expected a finite number > 0, got {size}", bucket_cap_mb=size)
     refused("precision: expected", precision="8bit")
     refused("empty parameter list", [])
     refused("a parameter that requires a gradient, got none", [torch.nn.Parameter(torch.zeros(2), requires_grad=False)])

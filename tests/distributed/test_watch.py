@@ -6,13 +6,14 @@ import re
 import signal
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from warpsmith.distributed import watch
-from warpsmith.distributed.watch_report import Said, State, is_trouble, likely_cause, report
+from warpsmith.distributed.watch_report import EVERYBODY, Said, State, is_trouble, likely_cause, report
 from warpsmith.testing.distributed import InjectedFault, fault, multirank
 
 TIMEOUT_S = 2.0
@@ -184,6 +185,23 @@ def nothing_wrong(rank, world_size, shared):
 
 def test_no_report_where_nothing_is_wrong(shared):
     nothing_wrong(shared=shared)
+
+
+@multirank(2, timeout_s=300)
+def calls_of_others(rank, world_size, shared):
+    """Every rank calls, as torch allows: one that is not in the group returns at once, and is not ahead of others."""
+    group = dist.new_group([0])
+    with watch(60, on_report=Reports(shared, rank)) as watching, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.all_reduce(torch.ones(3), group=group)
+        dist.all_reduce(torch.ones(3), dist.ReduceOp.SUM, group)
+        dist.barrier()
+        assert watching._recorder.last[EVERYBODY].number == 1  # the barrier
+        assert watching._recorder.calls == (1 if rank else 3)
+
+
+def test_calls_of_a_group_without_this_rank_do_not_count(shared):
+    calls_of_others(shared=shared)
 
 
 @multirank(2, ends={0: "raised", 1: "died"}, timeout_s=300)

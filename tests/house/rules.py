@@ -1,7 +1,9 @@
 """The house rules that are about files and their text."""
 
 import ast
+import importlib.metadata
 import re
+import sys
 
 from files import CODE, CPP, DOCUMENTS, code_of, files, lines_matching, read
 
@@ -74,6 +76,20 @@ def without_a_row(root):
             found.append(f"{path.relative_to(root).as_posix()}: has no list of ops")
     public = {p.stem for p in (root / "python/warpsmith/ops").glob("*.py") if not p.stem.startswith("_")}
     return found + [f"python/warpsmith/ops/{op}.py: has no row" for op in sorted(public - {row.name for row in rows})]
+
+
+# Folders that go on sys.path, in the processes of tests for instance.
+FOLDERS_OF_MODULES = ("tools/sim", "tools/gpu", "tools/gpu/conformance", "lab", "examples", "docs")
+# Packages that other packages import where they are installed: numba, which torch.testing imports, wants coverage.
+IMPORTED_BY_OTHERS = {"coverage", "numba", "numpy", "scipy", "pandas", "psutil", "yaml", "transformers", "accelerate"}
+FREE_NAMES = {"build"}  # the Python Packaging Authority's runs in a process of its own, and is imported by nobody
+
+
+def hiding_modules(root):
+    """Modules of ours that another package's import would find instead of what it means."""
+    taken = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions(), *IMPORTED_BY_OTHERS} - FREE_NAMES
+    modules = [path for folder in FOLDERS_OF_MODULES for path in sorted((root / folder).glob("*.py"))]
+    return [f"{p.relative_to(root).as_posix()}: hides the package {p.stem}" for p in modules if p.stem in taken]
 
 
 def line_counts(root):

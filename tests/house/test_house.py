@@ -55,6 +55,10 @@ def test_the_generated_tables_are_those_of_the_rows():
     none(op_tables.stale())
 
 
+def test_no_module_hides_a_package():
+    none(rules.hiding_modules(ROOT))
+
+
 def test_files_are_short():
     exceptions = rules.read_exceptions(HERE / "exceptions.txt")
     none(rules.too_long(ROOT, exceptions) + rules.stale_exceptions(ROOT, exceptions))

@@ -350,6 +350,15 @@ def test_a_dead_citation_is_found(plant):
     ]
 
 
+def test_a_module_that_hides_a_package_is_found(plant):
+    root = plant({"tools/sim/coverage.py": "", "tools/sim/crash.py": "", "examples/numpy.py": "", "lab/queue.py": ""})
+    assert rules.hiding_modules(root) == [
+        "tools/sim/coverage.py: hides the package coverage",
+        "lab/queue.py: hides the package queue",
+        "examples/numpy.py: hides the package numpy",
+    ]
+
+
 def good_op():
     """Scales.
 

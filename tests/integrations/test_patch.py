@@ -189,6 +189,24 @@ def test_what_does_not_fit_is_kept_and_said():
     assert len(calls) == 5
 
 
+def test_attention_is_set_and_put_back():
+    model = model_of("llama")
+    seen = []
+    hooks = [m.register_forward_hook(lambda *a: seen.append(a[2][1])) for m in model.modules() if hasattr(m, "q_proj")]
+    expected = loss_and_gradients(model)
+    with patch(model, attention=True) as done:
+        assert model.config._attn_implementation == done.replaced["attn_implementation"] == "warpsmith"
+        found = loss_and_gradients(model)
+    assert model.config._attn_implementation == "eager"
+    # transformers' eager attention returns its weights, ours never makes them
+    assert len(hooks) == 2 and [w is None for w in seen] == [False, False, True, True]
+    for n, a in expected.items():
+        torch.testing.assert_close(found[n], a, rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="^patch: attention: expected False for a class"):
+        patch(type(model), attention=True)
+    assert not hasattr(type(model).forward, "of_warpsmith")
+
+
 @pytest.mark.parametrize("bad", [torch.nn.Linear(2, 2), transformers.BertModel, 3])
 def test_other_models_are_refused(bad):
     with pytest.raises(ValueError, match="^patch: model_or_class: expected a model of transformers, one of Llama"):

@@ -240,3 +240,38 @@ def test_plan_says_how_the_card_is_used():
     odd = warpsmith.plan("swiglu", rows=10, columns=33, contiguous=False, dtype="float32")
     assert (odd["vector_elems"], odd["vectors"]) == (1, 330)
     assert warpsmith.plan("swiglu", rows=10, columns=33)["vectors"] == 42  # the last one is not full
+
+
+RAW = [("swiglu", ()), ("geglu", (False,)), ("geglu", (True,)), ("reglu", ())]
+ON_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CARD)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("name", "extra"), RAW, ids=lambda v: str(v))
+def test_a_backward_that_makes_the_output_again(name, extra, packed, device):
+    """Over dy the bits of the forward, over the inputs those of the backward."""
+    forward, backward, again = (
+        getattr(torch.ops.warpsmith, name + suffix).default
+        for suffix in ("_forward", "_backward", "_backward_with_output_")
+    )
+    for dtype in (FP32, BF16, FP16, *([FP64] if device == "cpu" else [])):
+        for shape in ((3, 33), (2, 4, 1032), (0, 8)):
+            wide = (*shape[:-1], shape[-1] * (2 if packed else 1))
+            gate, up = torch.randn(wide, device=device).to(dtype), torch.randn(shape, device=device).to(dtype)
+            given, dy = None if packed else up, torch.randn(shape, device=device).to(dtype)
+            y, grads = forward(gate, given, True, *extra), backward(dy, gate, given, True, True, *extra)
+            again(dy, gate, given, *extra)
+            assert bitwise_equal(dy, y) and bitwise_equal(gate, grads[0])
+            assert packed or bitwise_equal(up, grads[1])
+
+
+def test_what_is_overwritten_must_be_contiguous():
+    again = torch.ops.warpsmith.swiglu_backward_with_output_.default
+    for place, argument in enumerate(("dy", "gate", "up")):
+        tensors = [torch.randn(4, 6) for _ in range(3)]
+        tensors[place] = torch.randn(6, 4).t()
+        before = [t.clone() for t in tensors]
+        with pytest.raises(ValueError, match=f"swiglu_backward: {argument}: expected a contiguous tensor to overwrite"):
+            again(*tensors)
+        assert all(map(bitwise_equal, tensors, before))

@@ -1,5 +1,7 @@
 """attention on a GPU: the Hopper and the portable kernels against the reference in float64, and what none serves."""
 
+import threading
+
 import pytest
 import torch
 import warpsmith
@@ -175,6 +177,32 @@ def test_a_step_is_captured_and_never_waits():
     assert all(map(torch.equal, found, expected))
 
 
+def test_a_thread_whose_first_work_is_attention():
+    """Tensor maps are made by the driver, which does not bind a context to a thread by itself."""
+    tensors = leaves(1, 128, 128, 2, 2, 64)
+    dout = torch.randn_like(tensors[0])
+    expected, found = run(warpsmith.attention, tensors, dout), []
+    thread = threading.Thread(target=lambda: found.extend(run(warpsmith.attention, tensors, dout)))
+    thread.start()
+    thread.join()
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("shape", [(2, 130, 130, 4, 2, 64), (2, 200, 130, 4, 2, 128), (2, 65, 65, 4, 2, 72)])
+def test_every_element_of_new_memory_is_written_before_it_is_read(shape):
+    """initcheck does not see what the Hopper kernels' bulk copies write (tools/gpu/sanitized_workload.py)."""
+    tensors = leaves(*shape)
+    dout = torch.randn_like(tensors[0])
+    expected = run(warpsmith.attention, tensors, dout, causal=True)
+    torch.use_deterministic_algorithms(True)  # new memory is filled, that of floats with NaN
+    try:
+        assert torch.empty(8, device="cuda").isnan().all()
+        found = run(warpsmith.attention, tensors, dout, causal=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, found, expected))
+
+
 SEED = torch.tensor([5**25, 7**20])
 SHAPES = {"bias": (2, 4, 130, 150), "head bias": (4, 130, 150), "key bias": (150,), "float bias": (1, 4, 1, 150)}
 
@@ -267,5 +295,5 @@ def test_packed_sequences_with_every_option_are_those_of_the_cpu():
 
 
 def test_float64_is_refused():
-    with pytest.raises(ValueError, match="attention: no portable kernel for float64"):
+    with pytest.raises(ValueError, match="attention: q: expected float32, float16 or bfloat16 on CUDA, got float64"):
         warpsmith.attention(*leaves(1, 64, 64, 2, 2, 64, dtype=torch.float64))

@@ -282,12 +282,15 @@ def test_plans_say_why_no_faster_kernel_is_taken():
     plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=128, softcap=True)
     assert [plan[part]["kernel"] for part in ("forward", "backward")] == ["sm_90a", "sm_80"]
     assert plan["backward"]["why"] == "the portable kernel takes every option; no Hopper kernel for softcap"
+    plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=64, head_dim_v=256)
+    assert [plan[part]["kernel"] for part in ("forward", "backward")] == ["sm_90a", "sm_80"]
+    assert plan["forward"]["head_dim"] == 256
+    assert plan["backward"]["why"].endswith("no Hopper kernel for head dimensions above 128")
     for change, reason in (
         ({"bias": True}, "a bias"),
         ({"mask": True}, "a mask tensor"),
         ({"dropout": True}, "dropout"),
         ({"alibi": True}, "ALiBi slopes"),
-        ({"head_dim_v": 256}, "head dimensions above 128"),
         ({"dtype": "float32"}, "a dtype other than float16 and bfloat16"),
         ({"sm90a_code": False}, "a device that runs no code of sm_90a"),
     ):

@@ -145,3 +145,36 @@ def test_the_sweep_of_the_linear_losses_runs():
     assert {"linear_log_prob, saved logits", "for weight, 24 rows, cublas"} <= {
         line[17:].strip() for line in run.stdout.splitlines()
     }
+
+
+def test_what_liger_puts_into_transformers_is_in_no_other_contenders_step(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    import types
+
+    import torch
+
+    from benchmarks import bench_llama
+    from benchmarks.cells import Options
+
+    modeling = sys.modules[transformers.LlamaForCausalLM.__module__]
+    plain, calls = modeling.apply_rotary_pos_emb, []
+
+    def rotated(*arguments):
+        calls.append(1)
+        return plain(*arguments)
+
+    def apply(fused_linear_cross_entropy, model):
+        monkeypatch.setattr(modeling, "apply_rotary_pos_emb", rotated)
+
+    liger = types.ModuleType("liger_kernel.transformers")
+    liger.apply_liger_kernel_to_llama = apply
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    options = Options(quick=True)
+    runs = [make(bench_llama.model_of("cpu", options)) for make in (bench_llama.LigerRun, bench_llama.Run)]
+    counts = []
+    for run in (*runs, runs[0]):
+        run.step(torch.zeros(1, 4, dtype=torch.int64))
+        counts.append(len(calls))
+    layers = bench_llama.SMALL["num_hidden_layers"]
+    assert counts == [layers, layers, 2 * layers] and modeling.apply_rotary_pos_emb is plain

@@ -8,7 +8,7 @@
     python tools/sim/run.py --op norm --only bytes --counters  # bytes, FLOPs, bank conflicts, predicted time
 
 Variants: plain (fast), asan (address and undefined-behaviour sanitizers: out of bounds, misalignment, integer
-overflow), tsan (data races between CUDA threads), coverage (see tools/sim/coverage.py).
+overflow), tsan (data races between CUDA threads), coverage (see tools/sim/device_coverage.py).
 
 --code 80: what csrc/device compiles out below sm_90 does nothing, choosers are told so. Tests that ask for such things
 by hand are not run, and say so.

@@ -26,7 +26,7 @@ struct GatedFwdParams {
   Dtype dtype;
 };
 
-// dgate = dy * up * f'(gate), dup = dy * f(gate). dgate may be gate and dup may be up.
+// dgate = dy * up * f'(gate), dup = dy * f(gate). dgate may be gate and dup may be up. With y, both are wanted.
 struct GatedBwdParams {
   const void* dy;    // [rows, columns], dtype; rows dy_stride apart
   const void* gate;  // as in the forward
@@ -36,6 +36,7 @@ struct GatedBwdParams {
   int64_t rows, columns, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride;
   bool tanh;
   Dtype dtype;
+  void* y = nullptr;  // as in the forward, with its bits, but rows dy_stride apart; may be dy; null: not wanted
 };
 
 Status gated_forward_cuda(Gated op, const GatedFwdParams& params, void* stream);

@@ -85,7 +85,7 @@ __device__ __forceinline__ void elementwise_at(const Op& op, const ElementwisePa
   }
 }
 
-template <class Op, class T, int N> __global__ void __launch_bounds__(128, 16)
+template <class Op, class T, int N> __global__ void __launch_bounds__(128, Op::O > 2 ? 12 : 16)
     elementwise(Op op, ElementwiseParams<Op::I, Op::O> p, ElementwiseIndex index) {
   const int64_t v = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (v >= index.vectors) return;

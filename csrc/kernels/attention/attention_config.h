@@ -8,13 +8,15 @@ namespace attention {
 
 // What a Hopper forward kernel is compiled for.
 struct ForwardTile {
-  int head_dim;      // of q, k and v, which are padded to it
-  int groups;        // consumer warpgroups, of 64 query rows each
-  int block_keys;    // keys of a block
-  int block_stages;  // blocks of keys or values in flight
-  bool turns;        // warpgroups issue their products one after the other
-  bool extended;     // softcap
+  int head_dim;          // of q, k and v, which are padded to it
+  int groups;            // consumer warpgroups, of 64 query rows each
+  int block_keys;        // keys of a block
+  int block_stages;      // blocks of keys or values in flight
+  bool turns;            // warpgroups issue their products one after the other
+  bool extended;         // softcap
+  int query_stages = 2;  // tiles of queries in shared memory. 1: a tile ends before the next one begins
 
+  constexpr bool serial() const { return query_stages == 1; }
   constexpr int tile_rows() const { return 64 * groups; }
   constexpr int threads() const { return 128 * (groups + 1); }
   // Registers of a thread after they have been moved from the first warpgroup to the consumers. Together no more than
@@ -23,7 +25,7 @@ struct ForwardTile {
   constexpr int consumer_registers() const { return groups == 2 ? 232 : 160; }
   constexpr int query_bytes() const { return 64 * head_dim * 2; }  // of one warpgroup
   constexpr int block_bytes() const { return block_keys * head_dim * 2; }
-  constexpr int shared_bytes() const { return 2 * groups * query_bytes() + block_stages * block_bytes(); }
+  constexpr int shared_bytes() const { return query_stages * groups * query_bytes() + block_stages * block_bytes(); }
   constexpr bool operator==(const ForwardTile&) const = default;
 };
 
@@ -34,32 +36,32 @@ constexpr ForwardTile kForward64{64, 3, 96, 8, true, false};
 constexpr ForwardTile kForward64Short{64, 2, 128, 8, true, false};
 constexpr ForwardTile kForward128Extended{128, 2, 128, 5, false, true};
 constexpr ForwardTile kForward64Extended{64, 2, 128, 8, true, true};
+// Output takes half of a thread's registers and one tile of queries 64 KiB: there is room for 80 keys a step, and for
+// no second tile of queries. The probabilities have no second place either, so that the base follows the maxima.
+constexpr ForwardTile kForward256{256, 2, 80, 4, false, true, 1};
 
-constexpr ForwardTile kForwardTiles[] = {kForward128, kForward64, kForward64Short, kForward128Extended,
-                                         kForward64Extended};
+constexpr ForwardTile kForwardTiles[] = {kForward128,         kForward64,         kForward64Short,
+                                         kForward128Extended, kForward64Extended, kForward256};
 
-// What a Hopper backward kernel is compiled for: tiles of 128 keys, steps of 64 queries, two consumer warpgroups.
+// What a Hopper backward kernel is compiled for: tiles of 128 keys, two consumer warpgroups.
 struct BackwardTile {
-  int head_dim;      // of q, k and v, which are padded to it
-  int query_stages;  // blocks of q and dout in flight
-  int key_stages;    // tiles of k in flight, and of v
+  int head_dim;       // of q, k and v, which are padded to it
+  int block_queries;  // queries of a step, 64 or 128
+  int query_stages;   // blocks of q and dout in flight
+  int key_stages;     // tiles of k in flight, and of v
   int value_stages;
-  int adders;  // threads that add dq to global memory
-  bool ahead;  // scores of the next step are multiplied during this one, instead of steps in turns
 
-  // The loader and three adders fill a warpgroup, further adders a second one.
-  constexpr int producer_groups() const { return adders > 3 ? 2 : 1; }
-  constexpr int threads() const { return 128 * (producer_groups() + 2); }
-  // After registers have been moved to the consumers: together no more than 3 * 168 or 4 * 128.
-  constexpr int producer_registers() const { return producer_groups() == 1 ? 24 : 32; }
-  constexpr int consumer_registers() const { return producer_groups() == 1 ? 240 : 224; }
+  static constexpr int threads() { return 3 * 128; }
+  // After registers have been moved to the consumers: together no more than 3 * 168.
+  static constexpr int producer_registers() { return 24; }
+  static constexpr int consumer_registers() { return 240; }
   constexpr bool operator==(const BackwardTile&) const = default;
 };
 
-// Head dimension 128 takes every register, so that the scores of the next step have no place: the consumers keep half a
-// step apart instead. At 64 there is room for them, and steps are so short that three adders could not keep up.
-constexpr BackwardTile kBackward128{128, 2, 2, 1, 3, false};
-constexpr BackwardTile kBackward64{64, 4, 3, 2, 6, true};
+// A step has the same products at both head dimensions, and the same dq. With steps of 64 queries at head dimension 64,
+// the waits between products took more time than the products.
+constexpr BackwardTile kBackward128{128, 64, 2, 2, 1};
+constexpr BackwardTile kBackward64{64, 128, 2, 2, 2};
 constexpr BackwardTile kBackwardTiles[] = {kBackward128, kBackward64};
 
 // Where a tile stands in its list. Kernels take this number as their argument, because nvcc 13.0 cannot write the
@@ -105,7 +107,6 @@ namespace attention {
 constexpr const char* reason_against_sm90(const AttentionKernelProblem& p) {
   if (!p.sm90a_code) return "a device that runs no code of sm_90a";
   if (p.element_bytes != 2) return "a dtype other than float16 and bfloat16";
-  if (p.head_dim > 128 || p.head_dim_v > 128) return "head dimensions above 128";
   if (p.seqlen_q <= 0 || p.seqlen_k <= 0) return "sequences without tokens";
   if (p.mask) return "a mask tensor";
   if (p.bias) return "a bias";
@@ -136,7 +137,10 @@ constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKe
   if (c.why != nullptr) return c;
   c.supported = true;
   const bool small = p.head_dim <= 64 && p.head_dim_v <= 64;
-  if (p.softcap) {
+  if (p.head_dim > 128 || p.head_dim_v > 128) {
+    c.tile = attention::kForward256;
+    c.why = "head dimensions up to 256: two warpgroups of 64 queries, 80 keys a step";
+  } else if (p.softcap) {
     c.tile = small ? attention::kForward64Extended : attention::kForward128Extended;
     c.why = "softcap: the kernel with more arithmetic between the products";
   } else if (!small) {
@@ -162,6 +166,7 @@ struct AttentionBackwardChoice {
 constexpr AttentionBackwardChoice choose_attention_backward_sm90(const AttentionKernelProblem& p) {
   AttentionBackwardChoice c;
   c.why = attention::reason_against_sm90(p);
+  if (c.why == nullptr && (p.head_dim > 128 || p.head_dim_v > 128)) c.why = "head dimensions above 128";
   if (c.why == nullptr && p.softcap) c.why = "softcap";
   if (c.why != nullptr) return c;
   c.supported = true;

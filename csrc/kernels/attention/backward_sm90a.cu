@@ -13,16 +13,19 @@ AttentionBackwardChoice choose(const AttentionBwdParams& p) {
   return choose_attention_backward_sm90(problem);
 }
 
-// dq sums, statistics, turns, then the counter and the tiles of packed sequences.
+// dq sums, sums of the parts' dk and dv, statistics, turns, then the counter and the tiles of packed sequences.
 struct Workspace {
-  int64_t sums, statistics, turns, counter, first_tiles, bytes;
+  int64_t sums, key_sums, statistics, turns, counter, first_tiles, bytes;
 };
 Workspace workspace_of(const AttentionProblem& p, const BackwardTile& tile) {
   const auto aligned = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
-  const int64_t blocks = total_blocks(p) * p.heads_q;
+  const int64_t blocks = total_blocks(p, tile.block_queries) * p.heads_q;
   Workspace w{};
-  w.statistics = w.sums + blocks * kBlockQueries * tile.head_dim * 4;
-  w.turns = w.statistics + blocks * kStatisticsFloats * 4;
+  w.key_sums = w.sums + blocks * tile.block_queries * tile.head_dim * 4;
+  const int64_t parts = backward_parts(p);
+  const int64_t key_sums = parts == 1 ? 0 : total_tiles(p) * p.heads_k * parts * 2 * kTileKeys * tile.head_dim;
+  w.statistics = w.key_sums + key_sums * 4;
+  w.turns = w.statistics + blocks * 2 * tile.block_queries * 4;
   w.counter = w.turns + aligned(blocks * 8);
   w.first_tiles = w.counter + 16;
   w.bytes = aligned(w.first_tiles + (p.cu_seqlens_q != nullptr ? 4 * (p.batch + 2) : 0));
@@ -41,7 +44,9 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   p.cu_seqlens_k = a.cu_seqlens_k;
   p.batch = i32(a.batch);
   p.heads = i32(a.heads_q);
-  p.heads_per_key_head = i32(a.heads_q / a.heads_k);
+  p.parts = backward_parts(a);
+  p.heads_per_part = i32(a.heads_q / a.heads_k / p.parts);
+  p.blocks_first = visits_blocks_first(a);
   p.queries = i32(a.seqlen_q);
   p.keys = i32(a.seqlen_k);
   p.total_q = i32(a.total_q);
@@ -53,6 +58,7 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   p.turns = reinterpret_cast<int*>(memory + w.turns);
   p.dk = x.dk;
   p.dv = x.dv;
+  if (p.parts > 1) p.key_sums = reinterpret_cast<float*>(memory + w.key_sums);
   p.dk_strides = x.dk_strides;
   p.dv_strides = x.dv_strides;
   p.scale = static_cast<float>(a.softmax_scale);
@@ -61,15 +67,17 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   s.counter = reinterpret_cast<int*>(memory + w.counter);
   if (a.cu_seqlens_q != nullptr) s.first_tiles = reinterpret_cast<const int*>(memory + w.first_tiles);
   s.batch = p.batch;
-  s.heads = i32(a.heads_k);
+  s.heads = i32(a.heads_k * p.parts);
   s.row_tiles = i32((a.seqlen_k + kTileKeys - 1) / kTileKeys);
-  s.tiles = i32(s.row_tiles * a.batch * a.heads_k);
+  s.tiles = i32(int64_t{s.row_tiles} * a.batch * s.heads);
   s.heads_first = true;
   // Heads at a time: so many that tiles of one head start several steps apart, so few that their q, dout and sums of dq
-  // stay in the L2 cache.
-  constexpr int64_t kCacheBytes = 32 << 20;
-  const int64_t head_bytes = std::max<int64_t>(a.seqlen_q, 1) * tile.head_dim * 8 * p.heads_per_key_head;
-  s.heads_together = i32(std::clamp<int64_t>(kCacheBytes / head_bytes, 1, 32));
+  // mostly stay in the L2 cache. Tiles of unequal length gain more by the distance (measured:
+  // docs/design/2026-11-22-attention-sm90.md).
+  const bool equal = p.window.left == Window::kUnbounded && p.window.right == Window::kUnbounded;
+  const int64_t cache_bytes = (equal ? 32 : 64) << 20;
+  const int64_t head_bytes = std::max<int64_t>(a.seqlen_q, 1) * tile.head_dim * 8 * p.heads_per_part;
+  s.heads_together = i32(std::clamp<int64_t>(cache_bytes / head_bytes, 1, 4096 / tile.head_dim));
   return p;
 }
 
@@ -103,18 +111,42 @@ RowParams row_params(const AttentionBwdParams& x, const BackwardParams& b) {
   return p;
 }
 
+KeyParams key_params(const AttentionBwdParams& x, const BackwardParams& b) {
+  KeyParams p{};
+  p.schedule = b.schedule;
+  p.schedule.heads = i32(x.problem.heads_k);
+  p.schedule.tiles = i32(int64_t{p.schedule.row_tiles} * x.problem.batch * x.problem.heads_k);
+  p.window = b.window;
+  p.cu_seqlens_q = b.cu_seqlens_q;
+  p.cu_seqlens_k = b.cu_seqlens_k;
+  p.queries = b.queries;
+  p.keys = b.keys;
+  p.total_q = b.total_q;
+  p.total_k = b.total_k;
+  p.head_dim = b.head_dim;
+  p.head_dim_v = b.head_dim_v;
+  p.dk = b.dk;
+  p.dv = b.dv;
+  p.dk_strides = b.dk_strides;
+  p.dv_strides = b.dv_strides;
+  p.key_sums = b.key_sums;
+  p.parts = b.parts;
+  p.scale = b.scale;
+  return p;
+}
+
 // Some tile of keys may be seen by no query. In equally long sequences that is the first or the last one.
 bool has_unseen_keys(const BackwardParams& p) {
   const auto unseen = [&](int tile) {
-    const VisitedBlocks visited = visited_blocks(p.window, tile, p.queries, p.keys);
+    const VisitedBlocks visited = visited_blocks(p.window, tile, p.queries, p.keys, kTileKeys);
     return visited.first >= visited.end;
   };
   return p.cu_seqlens_q != nullptr || unseen(0) || unseen(p.schedule.row_tiles - 1);
 }
 
-Status run_sink(const AttentionBwdParams& x, const BackwardParams& p, void* stream) {
+Status run_sink(const AttentionBwdParams& x, const BackwardParams& p, int block_queries, void* stream) {
   const AttentionProblem& a = x.problem;
-  const SinkParams sink{p.statistics, a.sink, x.dsink, total_blocks(a), p.heads};
+  const SinkParams sink{p.statistics, a.sink, x.dsink, total_blocks(a, block_queries), p.heads, block_queries};
   const LaunchConfig config{.grid = static_cast<unsigned>(p.heads), .block = kSinkThreads};
   if (a.sink_dtype == Dtype::float32) return launch(backward_sink<float>, config, stream, sink);
   if (a.sink_dtype == Dtype::float16) return launch(backward_sink<float16>, config, stream, sink);
@@ -124,40 +156,42 @@ Status run_sink(const AttentionBwdParams& x, const BackwardParams& p, void* stre
 template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, void* stream) {
   const AttentionProblem& a = x.problem;
   BackwardMaps maps;
-  WARPSMITH_RETURN_IF_FAILED(head_map(maps.q, q_tensor(x), a.dtype, kBlockQueries));
+  WARPSMITH_RETURN_IF_FAILED(head_map(maps.q, q_tensor(x), a.dtype, tile.block_queries));
   WARPSMITH_RETURN_IF_FAILED(head_map(maps.k, k_tensor(x), a.dtype, kTileKeys));
   WARPSMITH_RETURN_IF_FAILED(head_map(maps.v, v_tensor(x), a.dtype, kTileKeys));
-  WARPSMITH_RETURN_IF_FAILED(head_map(maps.dout, dout_tensor(x), a.dtype, kBlockQueries));
+  WARPSMITH_RETURN_IF_FAILED(head_map(maps.dout, dout_tensor(x), a.dtype, tile.block_queries));
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   const BackwardParams p = device_params(x, tile);
   const RowParams rows = row_params(x, p);
-  const auto row_grid = static_cast<unsigned>(total_blocks(a) * a.heads_q);
-  int64_t tiles = p.schedule.tiles;
+  const auto row_grid = static_cast<unsigned>(total_blocks(a, tile.block_queries) * a.heads_q);
+  const KeyParams keys = key_params(x, p);
+  const auto key_grid = static_cast<unsigned>(total_tiles(a) * a.heads_k);
   if (p.cu_seqlens_q != nullptr) {
-    tiles = (a.total_k / kTileKeys + a.batch + 1) * a.heads_k;
     const PrepareParams prepare{
         p.schedule.counter, const_cast<int*>(p.schedule.first_tiles), a.cu_seqlens_k, p.batch, p.total_k, p.keys,
         kTileKeys};
     WARPSMITH_RETURN_IF_FAILED(launch(prepare_schedule<kPrepareThreads>, {.block = kPrepareThreads}, stream, prepare));
   }
   if (has_unseen_keys(p)) {
-    const UnseenParams unseen{p.schedule, p.window,  p.cu_seqlens_q, p.cu_seqlens_k, p.queries,
-                              p.keys,     p.total_q, p.total_k,      p.head_dim,     p.head_dim_v,
-                              p.dk,       p.dv,      p.dk_strides,   p.dv_strides};
-    WARPSMITH_RETURN_IF_FAILED(
-        launch(backward_unseen_keys<T>, {.grid = static_cast<unsigned>(tiles), .block = kDqThreads}, stream, unseen));
+    WARPSMITH_RETURN_IF_FAILED(launch(backward_unseen_keys<T>, {.grid = key_grid, .block = kDqThreads}, stream, keys));
   }
-  WARPSMITH_RETURN_IF_FAILED(launch(backward_statistics<T>, {.grid = row_grid, .block = kRowThreads}, stream, rows));
+  WARPSMITH_RETURN_IF_FAILED(launch(backward_statistics<T, tile.block_queries>,
+                                    {.grid = row_grid, .block = row_threads(tile.block_queries)}, stream, rows));
   const bool sink = a.sink != nullptr && x.dsink != nullptr;
-  if (sink) WARPSMITH_RETURN_IF_FAILED(run_sink(x, p, stream));
-  const LaunchConfig config{.grid = static_cast<unsigned>(std::min<int64_t>(device.multiprocessors, tiles)),
-                            .block = tile.threads(),
-                            .dynamic_shared_bytes = BackwardShared<tile>::kBytes,
-                            .programmatic_dependent = !sink};
+  if (sink) WARPSMITH_RETURN_IF_FAILED(run_sink(x, p, tile.block_queries, stream));
+  const LaunchConfig config{
+      .grid = static_cast<unsigned>(std::min<int64_t>(device.multiprocessors, int64_t{key_grid} * p.parts)),
+      .block = tile.threads(),
+      .dynamic_shared_bytes = BackwardShared<tile>::kBytes,
+      .programmatic_dependent = !sink};
   WARPSMITH_RETURN_IF_FAILED(launch(backward_sm90<T, index_of(tile)>, config, stream, maps, p));
-  return launch(backward_dq<T, tile.head_dim>, {.grid = row_grid, .block = kDqThreads, .programmatic_dependent = true},
-                stream, rows);
+  if (p.parts > 1)
+    WARPSMITH_RETURN_IF_FAILED(launch(backward_dkv<T, tile.head_dim>,
+                                      {.grid = 2 * key_grid, .block = kDkvThreads, .programmatic_dependent = true},
+                                      stream, keys));
+  return launch(backward_dq<T, tile.head_dim, tile.block_queries>,
+                {.grid = row_grid, .block = kDqThreads, .programmatic_dependent = true}, stream, rows);
 }
 
 template <BackwardTile tile> Status run_dtype(const AttentionBwdParams& x, void* stream) {

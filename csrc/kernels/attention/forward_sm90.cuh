@@ -25,8 +25,8 @@ template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kT
   constexpr ForwardTile tile = kForwardTiles[kTile];
   constexpr int kConsumerWarps = 4 * tile.groups;
   WARPSMITH_DYNAMIC_SHARED(memory);
-  WARPSMITH_SHARED(Mbarrier, query_full, tile.groups * kQueryStages);
-  WARPSMITH_SHARED(Mbarrier, query_empty, tile.groups * kQueryStages);
+  WARPSMITH_SHARED(Mbarrier, query_full, tile.groups * tile.query_stages);
+  WARPSMITH_SHARED(Mbarrier, query_empty, tile.groups * tile.query_stages);
   WARPSMITH_SHARED(Mbarrier, block_full, tile.block_stages);
   WARPSMITH_SHARED(Mbarrier, block_empty, tile.block_stages);
   WARPSMITH_SHARED(Mbarrier, slot_full, kTileSlots);
@@ -36,7 +36,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kT
   const ForwardShared<tile> shared{memory,    query_full, query_empty, block_full, block_empty,
                                    slot_full, slot_empty, slots,       scratch};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < tile.groups * kQueryStages; ++i) {
+    for (int i = 0; i < tile.groups * tile.query_stages; ++i) {
       device::mbarrier_init(query_full + i, 1);
       device::mbarrier_init(query_empty + i, 1);
     }

@@ -25,7 +25,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   const ForwardParams& p;
   const ForwardShared<tile>& shared;
   const int group, lane, warp;
-  Ring<kQueryStages> queries;
+  Ring<tile.query_stages> queries;
   Ring<tile.block_stages> ring;
   Ring<kTileSlots> slots;
   const Tile* t;       // in shared memory
@@ -153,18 +153,35 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     if (outgrown) rescale(factor);
   }
 
+  // A step without mask and without a second place for the probabilities, which are packed after the product that reads
+  // the old ones.
+  __device__ __forceinline__ void following_step(Probabilities& probabilities) {
+    const int values = start_step(probabilities);
+    cap();
+    float factor[2];
+    const bool raised = softmax.follow_maxima(s, p.scale_log2, factor);
+    softmax.exponentials_in_place(s, p.scale_log2);
+    finish_step(values);
+    if (raised) rescale(factor);
+    Softmax::pack(s, probabilities);
+  }
+
   // The next tile; false after the last.
   __device__ __forceinline__ bool take_tile() {
-    device::mbarrier_wait(shared.slot_full + slots.stage, slots.parity);
-    t = shared.slots + slots.stage;
+    const Ring<kTileSlots> slot = slots;
     slots.next();
+    return take_tile(slot.stage, slot.parity, queries.parity);
+  }
+  __device__ __forceinline__ bool take_tile(unsigned slot, unsigned slot_parity, unsigned parity) {
+    device::mbarrier_wait(shared.slot_full + slot, slot_parity);
+    t = shared.slots + slot;
     // The same in every lane, and known to be: loop counts and descriptors belong into uniform registers.
     visits = __shfl_sync(0xffffffffu, device::load(&t->visits), 0);
     masked = __shfl_sync(0xffffffffu, device::load(&t->masked), 0);
     query = device::load(&t->first_query) + group * kGroupRows + warp * 16 + lane / 4;
     softmax.begin();
     if (visits < 0) return false;
-    device::mbarrier_wait(shared.query_full + queries.stage * tile.groups + group, queries.parity);
+    device::mbarrier_wait(shared.query_full + queries.stage * tile.groups + group, parity);
     q = device::wgmma_descriptor(Swizzle::bytes128, shared.query(queries.stage, group), 16, 1024);
     return true;
   }
@@ -225,20 +242,54 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     for (float& x : o) x = 0.0f;
   }
 
+  // The first scores of a tile, to probabilities.
+  __device__ __forceinline__ void first_step(Probabilities& probabilities) {
+    const int first = take_block();
+    multiply_keys(first);
+    device::wgmma_wait<0>();
+    device::hold(s);
+    release_block(first);
+    float factor[2];
+    masked_softmax(mask_place(0), factor);
+    Softmax::pack(s, probabilities);
+  }
+  // The last product of a tile, beside nothing.
+  __device__ __forceinline__ void last_product(const Probabilities& probabilities) {
+    const int values = take_block();
+    multiply_values(values, probabilities);
+    device::wgmma_wait<0>();
+    device::hold(o);
+    release_block(values);
+  }
+
   __device__ __forceinline__ void run() {
+    if constexpr (tile.serial())
+      run_serial();
+    else
+      run_overlapped();
+  }
+  __device__ __forceinline__ void run_serial() {
+    Probabilities probabilities;
+    // The number of the tile is in its slot, since a register for it would be spilled.
+    for (unsigned n = 0; take_tile(n % kTileSlots, n / kTileSlots & 1, n & 1);) {
+      clear_output();
+      first_step(probabilities);
+      int visit = 1;
+      for (; visit < masked; ++visit) masked_step(visit, probabilities);
+      for (; visit < visits; ++visit) following_step(probabilities);
+      last_product(probabilities);
+      n = device::load(&t->number) + 1;
+      hand_over(finish_tile());
+    }
+  }
+  __device__ __forceinline__ void run_overlapped() {
     if (tile.turns && group == tile.groups - 1) pass_turn();
     if (!take_tile()) return;
     // Two arrays: the next probabilities are written while the tensor cores still read the last ones.
     Probabilities p0, p1;
     float factor[2];
     clear_output();
-    const int first = take_block();
-    multiply_keys(first);
-    device::wgmma_wait<0>();
-    device::hold(s);
-    release_block(first);
-    masked_softmax(mask_place(0), factor);
-    Softmax::pack(s, p0);
+    first_step(p0);
     for (;;) {
       int visit = 1;
       for (; visit < masked; ++visit) masked_step(visit, p0);
@@ -255,10 +306,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       // The last product of this tile runs beside the first one of the next.
       const Finished finished = finish_tile();
       if (!take_tile()) {
-        const int values = take_block();
-        multiply_values(values, p0);
-        device::wgmma_wait<0>();
-        device::hold(o);
+        last_product(p0);
         hand_over(finished);
         break;
       }

@@ -19,7 +19,7 @@ using device::Swizzle;
 constexpr int kGroupRows = 64;     // query rows of a consumer warpgroup: the M of wgmma
 constexpr int kPanelColumns = 64;  // 16-bit columns of a swizzled row of 128 bytes
 constexpr int kPanelRowBytes = 128;
-constexpr int kQueryStages = 2;
+constexpr int kMostQueryStages = 2;
 constexpr int kTileSlots = 4;  // tiles that the loader is ahead of the stored ones, at most
 
 struct ForwardParams {
@@ -43,7 +43,8 @@ struct ForwardParams {
 // A tile of query rows as the loader publishes it. In shared memory until its rows are stored, so that it costs the
 // consumers no registers.
 struct alignas(16) Tile {
-  int visits;  // blocks of keys; -1: there are no more tiles
+  int visits;       // blocks of keys; -1: there are no more tiles
+  unsigned number;  // of the block's tiles, from 0
   int first_query, queries, keys;
   int shift, head, key_head, batch;                     // packed: batch 0
   int q_token, k_token;                                 // the sequence's first token in packed tensors
@@ -66,14 +67,14 @@ template <ForwardTile tile> struct ForwardShared {
     return memory + (stage * tile.groups + group) * tile.query_bytes();
   }
   __device__ __forceinline__ unsigned char* block(int stage) const {
-    return memory + kQueryStages * tile.groups * tile.query_bytes() + stage * tile.block_bytes();
+    return memory + tile.query_stages * tile.groups * tile.query_bytes() + stage * tile.block_bytes();
   }
 };
 
 // A consumer warpgroup and its storing warp meet here. Each stage of the queries has a barrier of its own: with one for
 // both, consumers that run a tile ahead would arrive twice in a phase.
 constexpr int kStoreThreads = 128 + 32;
-__device__ __forceinline__ int store_barrier(int stage, int group) { return 1 + stage + group * kQueryStages; }
+__device__ __forceinline__ int store_barrier(int stage, int group) { return 1 + stage + group * kMostQueryStages; }
 
 template <ForwardTile tile>
 __device__ __forceinline__ void describe_tile(const ForwardParams& p, const TileIndex& at, Tile* t) {
@@ -140,8 +141,8 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
     load_rows<kPanels>(shared.block(stage), map, full, tile.block_keys, t->k_token + t->block(visit) * tile.block_keys,
                        t->key_head, t->batch);
   };
-  // Values are one step behind keys, also from tile to tile: the last block of values is still to be loaded. Until then
-  // nobody releases the tile's slot.
+  // Values are one step behind keys, also from tile to tile unless these are serial: the last block of values is still
+  // to be loaded. Until then nobody releases the tile's slot.
   const auto load_last_values = [&] {
     const Tile* t = shared.slots + (tiles - 1) % kTileSlots;
     load_block(v, t, t->visits - 1);
@@ -153,27 +154,30 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
     if (at.batch >= 0) {
       next = next_tile(p.schedule, n);  // arrives during the loads
       describe_tile<tile>(p, at, t);
+      device::store(&t->number, tiles);
     } else {
       device::store(&t->visits, -1);
     }
     device::mbarrier_arrive(shared.slot_full + tiles % kTileSlots);
     if (at.batch < 0) break;
+    if (tile.serial()) load_block(k, t, 0);
     for (int group = 0; group < tile.groups; ++group) {
-      const int stage = tiles % kQueryStages, i = stage * tile.groups + group;
-      device::mbarrier_wait(shared.query_empty + i, (tiles / kQueryStages & 1) ^ 1);
+      const int stage = tiles % tile.query_stages, i = stage * tile.groups + group;
+      device::mbarrier_wait(shared.query_empty + i, (tiles / tile.query_stages & 1) ^ 1);
       device::mbarrier_arrive_expect(shared.query_full + i, tile.query_bytes());
       load_rows<kPanels>(shared.query(stage, group), q, shared.query_full + i, kGroupRows,
                          t->q_token + t->first_query + group * kGroupRows, t->head, t->batch);
-      if (group == 0) load_block(k, t, 0);
+      if (group == 0 && !tile.serial()) load_block(k, t, 0);
     }
-    if (tiles > 0) load_last_values();
+    if (tiles > 0 && !tile.serial()) load_last_values();
     for (int visit = 1; visit < t->visits; ++visit) {
       load_block(k, t, visit);
       load_block(v, t, visit - 1);
     }
     ++tiles;
+    if (tile.serial()) load_last_values();
   }
-  if (tiles > 0) load_last_values();
+  if (tiles > 0 && !tile.serial()) load_last_values();
 }
 
 // The first `rows` rows of a warpgroup's output, by ordinary stores. The whole warp.
@@ -198,7 +202,7 @@ template <int kPanels> __device__ __forceinline__ void store_rows(const ForwardP
 template <ForwardTile tile> __device__ __forceinline__ void store_tiles(const ForwardParams& p, const TensorMap* out,
                                                                         const ForwardShared<tile>& shared, int group) {
   constexpr int kPanels = ForwardShared<tile>::kPanels;
-  Ring<kQueryStages> queries;
+  Ring<tile.query_stages> queries;
   Ring<kTileSlots> slots;
   const bool leader = threadIdx.x % 32 == 0;
   for (;;) {

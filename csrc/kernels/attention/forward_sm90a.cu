@@ -115,6 +115,7 @@ Status attention_forward_sm90(const AttentionFwdParams& p, void* stream) {
   if (choice.tile == kForward64) return run_dtype<kForward64>(p, stream);
   if (choice.tile == kForward64Short) return run_dtype<kForward64Short>(p, stream);
   if (choice.tile == kForward128Extended) return run_dtype<kForward128Extended>(p, stream);
+  if (choice.tile == kForward256) return run_dtype<kForward256>(p, stream);
   return run_dtype<kForward64Extended>(p, stream);
 }
 

@@ -53,6 +53,23 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     }
   }
 
+  // Raises the base where the block's maximum is more than kSlack above the one it was raised for; false: in no row of
+  // the warp, and `factor` is not set. p stays below 2^14 in float16, 2^-22 in bfloat16.
+  static constexpr float kSlack = 8.0f;
+  __device__ __forceinline__ bool follow_maxima(const Scores& s, float scale, float (&factor)[2]) {
+    bool lags = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = s[2 * r];
+#pragma unroll
+      for (int i = 0; i < kScores; i += 4) largest = fmaxf(largest, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+      lags |= largest * scale + (kHeadroom<T> - kSlack) > base[r];
+    }
+    if (!__any_sync(0xffffffffu, lags)) return false;
+    raise_base(s, scale, factor);
+    return true;
+  }
+
   // From s to p in place, added to the sums. Rows that have seen no key stay without one.
   __device__ __forceinline__ void exponentials_in_place(Scores& s, float scale) {
 #pragma unroll

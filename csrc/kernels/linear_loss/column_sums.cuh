@@ -15,7 +15,7 @@ using device::Vector;
 constexpr int kColumnThreads = 256;
 constexpr int kRowsAStep = 8;  // rows whose loads are in flight together
 
-// Adds pairs, then pairs of pairs: in a chain of additions rounding errors would grow with its length.
+// Adds pairs, then pairs of pairs. The rounding errors of one long chain of additions would grow with its length.
 template <class T, int N> __device__ __forceinline__ float sum_of_step(const Vector<T, N> (&row)[kRowsAStep], int k) {
   float part[kRowsAStep];
 #pragma unroll

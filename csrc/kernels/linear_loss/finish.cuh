@@ -43,8 +43,8 @@ __device__ __forceinline__ float finishing_factor(const LinearFinishParams& p) {
   return denominator == 0.f ? factor : factor / denominator;
 }
 
-// Reads x and writes out: sizeof(In) + sizeof(Out) bytes an element. Each thread reads the factors, 4 or 8 bytes; in
-// place with a factor of 1 nothing else is read or written.
+// Reads x and writes out: sizeof(In) + sizeof(Out) bytes an element. Each thread reads the factors, 4 or 8 bytes. In
+// place and with a factor of 1, the kernel touches nothing else.
 template <class In, class Out, int N> __global__ void __launch_bounds__(kFinishThreads) finish(LinearFinishParams p) {
   const float factor = finishing_factor(p);
   if (p.out == p.x && factor == 1.f) return;

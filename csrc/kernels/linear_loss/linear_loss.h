@@ -7,12 +7,12 @@
 #include "common/status.h"
 #include "kernels/linear_loss/linear_loss_ops.h"
 
-// What the linear losses compute beside matrix products and cross_entropy. "real" is float, double for float64.
+// The linear losses' own kernels: all but the matrix products and cross_entropy. "real" is float; double for float64.
 namespace warpsmith {
 
 WARPSMITH_DEFINE_OPS(LinearLoss, WARPSMITH_LINEAR_LOSS_OPS)
 
-// Finishes the gradients that a linear_cross_entropy computed in its forward, once the upstream gradient is known. With
+// Scales the gradients that linear_cross_entropy computed in its forward, once the upstream gradient is known. With
 // s = factor / denominator, for each element of x:
 //   sum is null:  out = x * s, rounded to out_dtype. Where out is x, nothing is touched if s is 1.
 //   otherwise:    sum += x * s, and x becomes 0.

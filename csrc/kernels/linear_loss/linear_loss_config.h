@@ -66,14 +66,14 @@ constexpr bool sums_wider(const LinearLossProblem& p, bool float32_sums) {
   return float32_sums && p.element_bytes < kLinearLossSumBytes;
 }
 
-// What a row of a chunk takes: its logits; and on a CPU, whose products do not add 16-bit factors in float32, the
-// factors of the weight's gradient in float32.
+// Bytes of a row of a chunk: its logits. On a CPU also the factors of the weight gradient in float32, because CPU
+// matrix products of 16-bit factors do not add up in float32.
 constexpr int64_t linear_loss_row_bytes(const LinearLossProblem& p, int64_t logits_stride, bool float32_sums) {
   const bool copies = !p.cuda && sums_wider(p, float32_sums);
   return logits_stride * p.element_bytes + (copies ? (p.classes + p.hidden_size) * kLinearLossSumBytes : 0);
 }
 
-// The gradients of hidden and weight, which stay; losses, statistics and sums of columns.
+// Bytes that stay until the end: the gradients of hidden and weight, losses, statistics and column sums.
 constexpr int64_t linear_loss_lasting_bytes(const LinearLossProblem& p, bool float32_sums) {
   const int64_t weight = p.classes * p.hidden_size;
   const int64_t sums = weight * (sums_wider(p, float32_sums) ? kLinearLossSumBytes : p.element_bytes);
@@ -81,8 +81,8 @@ constexpr int64_t linear_loss_lasting_bytes(const LinearLossProblem& p, bool flo
   return p.rows * p.hidden_size * p.element_bytes + sums + kStatistics * p.rows + kBias * p.classes + kPartials;
 }
 
-// The most memory that a linear cross-entropy holds beyond its inputs, forward and backward together: what stays, and
-// the larger of a chunk and of the weight's gradient rounded to 16 bits beside its float32 sum.
+// The peak of a linear cross-entropy beyond its inputs, forward and backward together: the bytes that stay, plus the
+// larger of one chunk and of the 16-bit weight gradient beside its float32 sum.
 constexpr int64_t linear_loss_peak_bytes(const LinearLossProblem& p, const LinearLossChunks& c, bool float32_sums) {
   const int64_t chunk = std::min(c.chunk_rows, p.rows) * linear_loss_row_bytes(p, c.logits_stride, float32_sums);
   const int64_t rounded = sums_wider(p, float32_sums) ? p.classes * p.hidden_size * p.element_bytes : 0;
@@ -94,7 +94,7 @@ struct LinearLossBudget {
   bool fits = false;
   bool float32_sums = false;
   LinearLossChunks chunks;
-  int64_t peak_bytes = 0;  // with these; where nothing fits, the least there is
+  int64_t peak_bytes = 0;  // of this choice; if no choice keeps the bound, the smallest possible
   const char* why = "";
 };
 

@@ -27,8 +27,9 @@ template <NormOrder order> __device__ __forceinline__ float add(float sum, float
   return order == NormOrder::two ? sum + x * x : sum + fabsf(x);
 }
 
-// What a thread adds of a chunk: vectors a block's width apart, each of kVectors to a sum of its own.
-template <class T, int N, NormOrder order> __device__ __forceinline__ float sum_of(const T* x, int elems) {
+// What a thread adds of a chunk, times `factor`: vectors a block's width apart, each of kVectors to a sum of its own.
+template <class T, int N, NormOrder order>
+__device__ __forceinline__ float sum_of(const T* x, int elems, float factor) {
   float sums[kVectors] = {};
   constexpr int kWidth = kThreads * N;
   const int whole = elems / N * N;
@@ -41,11 +42,11 @@ template <class T, int N, NormOrder order> __device__ __forceinline__ float sum_
     for (int k = 0; k < kVectors; ++k)
       if (begin + k * kWidth < whole) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) sums[k] = add<order>(sums[k], device::to_float(v[k].at[i]));
+        for (int i = 0; i < N; ++i) sums[k] = add<order>(sums[k], device::to_float(v[k].at[i]) * factor);
       }
   }
   if (const int rest = whole + static_cast<int>(threadIdx.x); rest < elems)  // fewer than N
-    sums[0] = add<order>(sums[0], device::to_float(device::load(x + rest)));
+    sums[0] = add<order>(sums[0], device::to_float(device::load(x + rest)) * factor);
   if constexpr (order == NormOrder::infinity)
     return largest(largest(sums[0], sums[1]), largest(sums[2], sums[3]));
   else
@@ -74,15 +75,19 @@ template <NormOrder order> __global__ void __launch_bounds__(kThreads)
     partial_sums(const __grid_constant__ GradNormParams p) {
   WARPSMITH_SHARED(float, scratch, kThreads / 32);
   float sums[1] = {};
+  // The largest element is found exactly without it.
+  const float factor = order != NormOrder::infinity && p.scale ? inverse_power_of_two(device::load(p.scale)) : 1.0f;
   visit_chunk(p.tensors, p.chunks, [&](const auto* x, int elems) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
-    sums[0] = aligned(x) ? sum_of<T, device::kElementsPer16Bytes<T>, order>(x, elems) : sum_of<T, 1, order>(x, elems);
+    sums[0] = aligned(x) ? sum_of<T, device::kElementsPer16Bytes<T>, order>(x, elems, factor)
+                         : sum_of<T, 1, order>(x, elems, factor);
   });
   if constexpr (order == NormOrder::infinity)
     device::block_reduce<kThreads>(sums, scratch, LargestOrNan());
   else
     device::block_reduce<kThreads>(sums, scratch, device::Sum());
-  if (threadIdx.x == 0) device::store(p.partials + blockIdx.x, static_cast<double>(sums[0]));
+  if (threadIdx.x == 0)
+    device::store(p.partials + blockIdx.x, without_factor(static_cast<double>(sums[0]), factor, order));
 }
 
 // The sum over all chunks by one block, for thread 0.

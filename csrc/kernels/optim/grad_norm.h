@@ -1,4 +1,5 @@
 #pragma once
+#include <bit>
 #include <cmath>
 #include <cstdint>
 
@@ -33,6 +34,10 @@ struct GradNormParams {
   void* norm;         // one element, written: power_sum, or its root
   Dtype norm_dtype;   // float32 or float64
   NormOrder order;
+  // One element, or null: by what the gradients were multiplied. Then sums are formed of elements that are divided by
+  // the power of two below it, and multiplied again in float64: neither changes a bit of a normal number, and squares
+  // overflow float32 only where those of the unscaled gradients would.
+  const float* scale;
 };
 
 // Every element is multiplied by min(1, max_norm / (norm + 1e-6)). Nothing is read or written where that is 1.
@@ -102,6 +107,19 @@ WARPSMITH_HOST_DEVICE double norm_of(double power_sum, NormOrder order) {
 template <class T> WARPSMITH_HOST_DEVICE T clip_factor(T norm, double max_norm) {
   const T factor = static_cast<T>(max_norm) / (norm + static_cast<T>(1e-6));
   return factor > T(1) ? T(1) : factor;
+}
+
+// The inverse of the power of two that is at most `scale`; 1 where there is none, or its inverse is no normal number.
+WARPSMITH_HOST_DEVICE float inverse_power_of_two(float scale) {
+  if (!(scale >= 0x1p-126f && scale < 0x1p127f)) return 1;
+  const uint32_t exponent = std::bit_cast<uint32_t>(scale) >> 23;
+  return std::bit_cast<float>((254 - exponent) << 23);
+}
+
+// A sum of powers of elements that were multiplied by `factor`, a power of two, as that of the elements.
+WARPSMITH_HOST_DEVICE double without_factor(double sum, float factor, NormOrder order) {
+  const double undo = 1.0 / static_cast<double>(factor);
+  return order == NormOrder::infinity ? sum : order == NormOrder::one ? sum * undo : sum * undo * undo;
 }
 
 template <class T> WARPSMITH_HOST_DEVICE bool is_finite(T x) { return x - x == T(0); }

@@ -67,6 +67,16 @@ constexpr Dtype param_dtype(Storage s) {
 constexpr bool is_8bit(Storage s) {
   return s == Storage::float32_8bit || s == Storage::bfloat16_8bit || s == Storage::float16_8bit;
 }
+// The states that an optimizer may have as 8-bit codes, a bit each; none: 8-bit storages do not take it.
+constexpr uint32_t states_of_8bit(Optimizer optimizer) {
+  switch (optimizer) {
+    case Optimizer::adamw:
+    case Optimizer::adam: return 0b011;
+    case Optimizer::sgd:
+    case Optimizer::lion: return 0b1;
+    default: return 0;
+  }
+}
 constexpr bool has_master(Storage s) { return s == Storage::bfloat16_master || s == Storage::float16_master; }
 
 // How a bfloat16 parameter keeps what rounding to nearest would lose.
@@ -116,12 +126,13 @@ struct OptimTensor {
 };
 static_assert(sizeof(OptimTensor) == 80);
 
-constexpr int kOptimMaxValues = 4;
+constexpr int kOptimMaxValues = 6;
 
 struct OptimGroup {
   const void*
       lr_device;  // one float (double if lr_is_double) on the tensors' device, read by the kernel; null: lr counts
   double lr;
+  const double* values_device;     // as many on the tensors' device, read by the kernel; null: values count
   double values[kOptimMaxValues];  // hyperparameters in the order of the functor's names
   bool lr_is_double, maximize;
 };
@@ -154,7 +165,7 @@ Status optim_cpu(const OptimParams& params, const Parallel& parallel);
 Status optim_upload_cuda(const int64_t* host, int64_t* device, int64_t words, void* stream);
 
 // Elements of a chunk for tensors of these sizes in all. The CUDA answer depends on the current device.
-Status optim_chunk_elems_cuda(int64_t total_elems, int32_t* chunk_elems);
+Status optim_chunk_elems_cuda(int64_t total_elems, Storage storage, int32_t* chunk_elems);
 int32_t optim_chunk_elems_cpu();
 
 // base^exponent for a whole exponent >= 0 by squaring: a relative error below 1e-14, and the same bits on every
@@ -173,6 +184,10 @@ WARPSMITH_HOST_DEVICE double bias_correction(double base, float taken) {
   return 1 - power(base, static_cast<int64_t>(taken) + 1);
 }
 
+WARPSMITH_HOST_DEVICE const double* values_of(const OptimGroup& group) {
+  return group.values_device ? group.values_device : group.values;
+}
+
 // What all elements of a tensor share. `corrections`: bias_correction of the first F::kPowers values.
 template <class F, class T>
 WARPSMITH_HOST_DEVICE typename F::template Scalars<T> optim_scalars(const OptimGroup& group, const float* grad_scale,
@@ -182,7 +197,7 @@ WARPSMITH_HOST_DEVICE typename F::template Scalars<T> optim_scalars(const OptimG
     lr =
         group.lr_is_double ? *static_cast<const double*>(group.lr_device) : *static_cast<const float*>(group.lr_device);
   const double factor = grad_scale ? 1.0 / static_cast<double>(*grad_scale) : 1.0;
-  return F::template scalars<T>({group.values, corrections, lr, group.maximize ? -factor : factor, step});
+  return F::template scalars<T>({values_of(group), corrections, lr, group.maximize ? -factor : factor, step});
 }
 
 }  // namespace warpsmith

@@ -12,3 +12,6 @@
   ROW(lion, Lion)                 \
   ROW(adagrad, Adagrad)           \
   ROW(rmsprop, RMSprop)
+
+// Optimizers whose step also takes norms of whole tensors, a row each: ROW(optimizer, functor of layerwise.h).
+#define WARPSMITH_LAYERWISE_OPTIMIZERS(ROW) ROW(lamb, LAMB)

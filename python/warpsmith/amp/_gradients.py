@@ -131,10 +131,12 @@ def check_to_clip(
     optimizer: torch.optim.Optimizer, grads: Sequence[Gradient], scale: Tensor, p: float, max_norm: float
 ) -> Verdict:
     """:func:`check`, with the norm of all ranks of an optimizer that holds a part of each gradient."""
+    of_scaled = getattr(optimizer, "_norm_of_scaled", None)
     norm_of_all_ranks = getattr(optimizer, "grad_norm", None)
     if norm_of_all_ranks is None:
         return check(grads, scale, p, max_norm)
-    return judged(check(grads, scale), norm_of_all_ranks(p), scale, max_norm)
+    norm = norm_of_all_ranks(p) if of_scaled is None else of_scaled(p, scale)
+    return judged(check(grads, scale), norm, scale, max_norm)
 
 
 @torch.no_grad()

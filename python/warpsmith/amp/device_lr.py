@@ -14,6 +14,11 @@ from warpsmith.optim._tensor_list import moved
 _OP = "DeviceLR"
 
 
+def _reads_double(optimizer: Optimizer) -> bool:
+    """Whether it is an optimizer of this package or of a class that is made from one."""
+    return any(base.__module__.startswith("warpsmith.") for base in type(optimizer).__mro__)
+
+
 class DeviceLR:
     r"""A learning rate on the device that follows the steps which were taken, not those that a scaler skipped.
 
@@ -26,8 +31,8 @@ class DeviceLR:
 
     Args:
         optimizer: one of :mod:`warpsmith.optim`, whose kernels read the learning rate where it lies, or of torch with
-            ``capturable=True`` or ``fused=True``. The ``lr`` of each group becomes a tensor: float64 for ours, float32
-            for others.
+            ``capturable=True`` or ``fused=True``. The ``lr`` of each group becomes a tensor: float64 for ours and
+            their subclasses, float32 for others.
         lr_lambda: a function from the number of steps taken to a factor, such as those of
             :mod:`warpsmith.amp.schedules`, or one for each group.
         total_steps: factors are computed for 0 to ``total_steps``, 8 bytes each; the last one holds from then on.
@@ -73,7 +78,7 @@ class DeviceLR:
         self.optimizer, self.scaler, self.total_steps = optimizer, scaler, total_steps
         factors = {f: self._factors_of(f) for f in dict.fromkeys(lambdas)}
         self.base_lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
-        dtype = torch.float64 if type(optimizer).__module__.startswith("warpsmith.") else torch.float32
+        dtype = torch.float64 if _reads_double(optimizer) else torch.float32
         devices = [group["params"][0].device if group["params"] else torch.device("cpu") for group in groups]
         # One table a group, of learning rates: the product is computed on the host, as LambdaLR's.
         self._tables, self._lrs = [], []

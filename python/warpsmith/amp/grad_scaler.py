@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from warpsmith.amp import _gradients
 from warpsmith.amp._record import Overflow, Record
+from warpsmith.amp._settings import check_loaded, check_settings
 from warpsmith.ops import _check
 from warpsmith.optim._multi_tensor import MultiTensorOptimizer
 from warpsmith.optim._tensor_list import all_params, describe, moved
@@ -100,12 +101,9 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float = math.inf,
         hysteresis: int = 1,
     ) -> None:
-        if not 0 <= min_scale <= max_scale:
-            _check.refuse(_OP, "min_scale", f"a number from 0 to max_scale = {max_scale}", str(min_scale))
+        check_settings(_OP, min_scale, max_scale, hysteresis)
         if not min_scale <= init_scale <= max_scale:
             _check.refuse(_OP, "init_scale", f"a number from {min_scale} to {max_scale}", str(init_scale))
-        if not hysteresis >= 1:
-            _check.refuse(_OP, "hysteresis", "a number of overflows >= 1", str(hysteresis))
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._min_scale, self._max_scale, self._hysteresis = float(min_scale), float(max_scale), int(hysteresis)
         self._init_hysteresis_tracker = self._hysteresis  # overflows until the scale shrinks
@@ -201,8 +199,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Returns:
             the norm of the unscaled gradients before clipping: a scalar tensor on the scale's device, float32, or
-            float64 if a gradient is. If it is not finite the step will be skipped. That includes a norm of finite
-            gradients that overflows float32.
+            float64 if a gradient is. If it is not finite the step will be skipped. That includes finite gradients
+            whose squares, once unscaled, overflow the float32 sums of at most 65,536 of them: elements of 1e17 do.
 
         Raises:
             ValueError: a negative or NaN ``max_norm``, another ``norm_type``, a gradient's dtype.
@@ -361,8 +359,7 @@ class GradScaler(torch.amp.GradScaler):
         return {} if settings == {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1} else settings
 
     def _hysteresis_left(self) -> int:
-        tracker = self._hysteresis_tracker
-        return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
+        return int(self._init_hysteresis_tracker if (left := self._hysteresis_tracker) is None else left.item())
 
     def state_dict(self) -> dict[str, Any]:
         """The state as Python numbers; empty if the scaler is not enabled. The host waits."""
@@ -370,20 +367,25 @@ class GradScaler(torch.amp.GradScaler):
         return {**state, **settings, "_hysteresis_tracker": self._hysteresis_left()} if state and settings else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this class or of torch's, whose scale is brought between the bounds."""
+        """Loads a state of this class or of torch's, whose scale is brought between the bounds.
+
+        Raises:
+            ValueError: settings that the constructor refuses, or a scale that is none. Nothing has changed then.
+        """
         if not self._enabled:
             return
         missing = [key for key in _KEYS if key not in state_dict]
         if state_dict and missing:
             raise KeyError(f"{_OP}.load_state_dict: expected {', '.join(_KEYS)}, got a state without {missing[0]}")
         if state_dict:
-            bounds = [float(state_dict.get(name, getattr(self, f"_{name}"))) for name in ("min_scale", "max_scale")]
-            scale = min(max(state_dict["scale"], bounds[0]), bounds[1])
-            state_dict = {**state_dict, "scale": scale}
+            low, high = (float(state_dict.get(name, getattr(self, f"_{name}"))) for name in ("min_scale", "max_scale"))
+            hysteresis = int(state_dict.get("hysteresis", self._hysteresis))
+            left = int(state_dict.get("_hysteresis_tracker", hysteresis))
+            check_loaded(f"{_OP}.load_state_dict", state_dict["scale"], low, high, hysteresis, left)
+            state_dict = {**state_dict, "scale": min(max(state_dict["scale"], low), high)}
         super().load_state_dict(state_dict)
-        self._min_scale, self._max_scale = bounds
-        self._hysteresis = int(state_dict.get("hysteresis", self._hysteresis))
-        self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", self._hysteresis))
+        self._min_scale, self._max_scale = low, high
+        self._hysteresis, self._init_hysteresis_tracker = hysteresis, left
         if self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
 

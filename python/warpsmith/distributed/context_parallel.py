@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -19,7 +21,7 @@ from warpsmith.ops import _attention, _check
 
 _OP = "context_parallel_attention"
 _MODES = ("all_gather", "ring", "ulysses")
-# By group: the calls that all its ranks have compared.
+# By group of NCCL: the calls that all its ranks have compared.
 _agreed: weakref.WeakKeyDictionary[ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -29,9 +31,12 @@ class _Call(NamedTuple):
     mode: str
     q: Tensor
     k: Tensor
+    v: Tensor
     options: Options
     cu_seqlens: Tensor | None
     alibi_slopes: Tensor | None
+    sink: Tensor | None
+    return_lse: bool
 
 
 def context_parallel_attention(
@@ -118,8 +123,11 @@ def context_parallel_attention(
 
     Raises:
         ValueError: a dtype, shape or number that does not fit, a mask that the mode cannot do (with the reason), or
-            ranks whose calls differ. Ranks compare their calls when the sizes or options are new to them, so on these
-            calls a mistake of one rank is an error of all, not a hang.
+            ranks whose calls differ in a size, an option, ``return_lse`` or in whether gradients are needed. The ranks
+            compare their calls before they exchange tensors, so a mistake of one rank is an error of all, not a hang.
+            In groups of NCCL, where the host would have to wait for the device, a rank compares only calls whose sizes
+            and options are new to it, or that it refuses: where another rank has made its own call before, both wait
+            for the group's timeout.
 
     Source: the ring is that of Liu et al., Ring Attention with Blockwise Transformers, 2023; zigzag that of
     ring-flash-attention; ulysses that of Jacobs et al., DeepSpeed Ulysses, 2023.
@@ -131,23 +139,25 @@ def context_parallel_attention(
         >>> context_parallel_attention(q, k, v, causal=True).shape  # on 4 ranks: (2, 16, 4, 32)
         torch.Size([2, 64, 4, 32])
     """
-    which = _attention.choice(_OP, "layout", layout, _attention.LAYOUTS)
-    _attention.choice(_OP, "mode", mode, _MODES)
-    check_sharding(_OP, sharding)
-    left, right = _attention.check_window(_OP, causal, window_size)
     place = place_of(process_group, sharding)
-    q, k, v = _attention.under_autocast(_OP, q, k, v)  # type: ignore[assignment]
-    options = Options(which, left, right, softmax_scale, softcap, deterministic, max_seqlen or 0)
-    call = _Call(mode, q, k, options, cu_seqlens, alibi_slopes)
-    refusal: ValueError | None = None
+    refusal: Exception | None = None
+    facts: dict[str, str] = {}
     try:
+        which = _attention.choice(_OP, "layout", layout, _attention.LAYOUTS)
+        _attention.choice(_OP, "mode", mode, _MODES)
+        check_sharding(_OP, sharding)
+        left, right = _attention.check_window(_OP, causal, window_size)
+        q, k, v = _attention.under_autocast(_OP, q, k, v)  # type: ignore[assignment]
+        options = Options(which, left, right, softmax_scale, softcap, deterministic, max_seqlen or 0)
+        call = _Call(mode, q, k, v, options, cu_seqlens, alibi_slopes, sink, return_lse)
         _attention.refuse_gradient(_OP, alibi_slopes=alibi_slopes)
         _check_packing(call, max_seqlen)
-        _check_tensors(call, v, sink, dropout_p)
+        _check_tensors(call, dropout_p)
         _check_mode(call, place)
-    except ValueError as error:
+        facts = _facts(call, place)
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
         refusal = error
-    _agree(place, {} if refusal is not None else _facts(call, v, place), refusal)
+    _agree(place, facts, refusal)
 
     if mode == "ulysses" or place.ranks == 1:
         out, lse = ulysses(q, k, v, sink, cu_seqlens, alibi_slopes, options, place, return_lse)
@@ -168,11 +178,11 @@ def _check_packing(call: _Call, max_seqlen: Any) -> None:
         _check.refuse(_OP, "max_seqlen", "an integer >= 1 with cu_seqlens", str(max_seqlen))
 
 
-def _check_tensors(call: _Call, v: Tensor, sink: Tensor | None, dropout_p: float) -> None:
+def _check_tensors(call: _Call, dropout_p: float) -> None:
     """What the op itself would refuse, and what it would not."""
-    q, k, o = call.q, call.k, call.options
+    q, k, o, cu = call.q, call.k, call.options, call.cu_seqlens
     inputs = (
-        *(q, k, v, call.cu_seqlens, call.cu_seqlens, call.alibi_slopes, None, sink, None, o.max_seqlen, o.max_seqlen),
+        *(q, k, call.v, cu, cu, call.alibi_slopes, None, call.sink, None, o.max_seqlen, o.max_seqlen),
         *(o.layout, 0, True, o.left, o.right, o.softmax_scale, o.softcap, dropout_p, o.deterministic),
     )
     problem = _attention._check_inputs(_OP, inputs)
@@ -208,25 +218,37 @@ def _check_mode(call: _Call, place: Place) -> None:
         _check.refuse(_OP, "window_size", f"None with cu_seqlens in mode ring ({reason})", got)
 
 
-def _facts(call: _Call, v: Tensor, place: Place) -> dict[str, str]:
-    """What must be the same on all ranks, by argument."""
-    o, tensors = call.options, {"q": call.q, "k": call.k, "v": v}
+def _facts(call: _Call, place: Place) -> dict[str, str]:
+    """What must be the same on all ranks, by argument. All that decides which collectives run is part of it."""
+    o, tensors = call.options, {"q": call.q, "k": call.k, "v": call.v}
+    optional = {"cu_seqlens": call.cu_seqlens, "sink": call.sink, "alibi_slopes": call.alibi_slopes}
+    wanted = [name for name, t in tensors.items() if torch.is_grad_enabled() and t.requires_grad]
+    if call.mode != "ulysses":  # one backward gives the gradients of all
+        with_sink = torch.is_grad_enabled() and call.sink is not None and call.sink.requires_grad
+        wanted = ["q, k or v"] if wanted or with_sink else []
     return {
         "mode": call.mode,
         "sharding": place.sharding,
-        **{name: f"{_check.dtype_text(t.dtype)} {_check.shape_text(t.shape)}" for name, t in tensors.items()},
         "layout": _attention.LAYOUTS[o.layout],
+        **{name: _text(t) for name, t in tensors.items()},
         "window_size": f"({o.left}, {o.right})",
         "softmax_scale": str(o.softmax_scale),
         "softcap": str(o.softcap),
-        "cu_seqlens": "None" if call.cu_seqlens is None else _check.shape_text(call.cu_seqlens.shape),
+        "deterministic": str(o.deterministic),
+        "return_lse": str(bool(call.return_lse)),
+        **{name: "None" if t is None else _text(t) for name, t in optional.items()},
         "max_seqlen": str(o.max_seqlen or None),
+        "requires_grad": ", ".join(wanted) or "none",
     }
 
 
-def _agree(place: Place, facts: dict[str, str], refusal: ValueError | None) -> None:
-    """Raises this rank's refusal. Where the facts are new, ranks compare them first, and an error of one is raised on
-    all: ranks in different collectives would wait for each other."""
+def _text(t: Tensor) -> str:
+    return f"{_check.dtype_text(t.dtype)} {_check.shape_text(t.shape)}"
+
+
+def _agree(place: Place, facts: dict[str, str], refusal: Exception | None) -> None:
+    """Raises this rank's refusal. Ranks compare their facts first, and an error of one is raised on all: ranks in
+    different collectives would wait for each other."""
     if place.ranks == 1:
         if refusal is not None:
             raise refusal
@@ -234,7 +256,10 @@ def _agree(place: Place, facts: dict[str, str], refusal: ValueError | None) -> N
     group = place.group if place.group is not None else dist.group.WORLD
     assert group is not None
     known, signature = _agreed.setdefault(group, set()), json.dumps(facts)
-    if refusal is None and signature in known:
+    if "nccl" not in dist.get_backend_config(group):
+        if _is_everywhere(signature if refusal is None else "", place.ranks, group):
+            return
+    elif refusal is None and signature in known:
         return
     words = str(refusal or "").removeprefix(f"{_OP}: ")
 
@@ -246,7 +271,18 @@ def _agree(place: Place, facts: dict[str, str], refusal: ValueError | None) -> N
     try:
         require_agreement(_OP, describe, "give all ranks the same sizes and options", place.group)
     except ValueError:
-        if refusal is not None:
+        if isinstance(refusal, ValueError):
             raise ValueError(f"{_OP}: rank {place.rank} of {place.ranks}: {words}") from None
+        if refusal is not None:
+            raise refusal from None
         raise
     known.add(signature)
+
+
+def _is_everywhere(signature: str, ranks: int, group: ProcessGroup) -> bool:
+    """Whether all ranks have this signature, and none the empty one of a refusal. A collective of 8 bytes a rank."""
+    digest = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:7], "little") if signature else -1
+    own = torch.tensor([digest], dtype=torch.int64, device="cpu")
+    found = torch.empty(ranks, dtype=torch.int64, device="cpu")
+    dist.all_gather(list(found.split(1)), own, group=group)
+    return all(other == digest != -1 for other in found.tolist())

@@ -21,15 +21,16 @@ class ShardNorm:
         self._shards = shards
         self._known: tuple[list[bool], int, int, Tensor] | None = None
 
-    def norm(self, p: float) -> Tensor:
-        """A scalar: float64 if a gradient is, else float32."""
+    def norm(self, p: float, scale: Tensor | None = None) -> Tensor:
+        """A scalar: float64 if a gradient is, else float32. ``scale``: by what the gradients were multiplied, so that
+        their squares do not overflow; the norm is that of the scaled ones."""
         shards = self._shards
         like = shards.params[0]
         total, most, order = self._chunk_order()
         own = [g for g in shards.gradients if g is not None]
         sums = torch.zeros(most, dtype=torch.float64, device=like.device)
         if own:
-            partials = partial_power_sums(own, p, total)
+            partials = partial_power_sums(own, p, total, scale)
             sums[: len(partials)] = partials
         gathered = sums.new_empty(shards.world_size * most)
         _all_gather(gathered, sums, group=shards.group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,8 +46,8 @@ def check_arguments(optimizer_class: Any, stage: Any, wire: Any, bucket_cap_mb: 
         _check.refuse(OP, "stage", "1 or 2", str(stage))
     if wire not in _WIRES:
         _check.refuse(OP, "wire", "torch.bfloat16 or torch.float16", str(wire))
-    if not bucket_cap_mb > 0:
-        _check.refuse(OP, "bucket_cap_mb", "a number > 0", str(bucket_cap_mb))
+    if not 0 < bucket_cap_mb < math.inf:
+        _check.refuse(OP, "bucket_cap_mb", "a finite number > 0", str(bucket_cap_mb))
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
@@ -57,11 +58,7 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
     if not trainable:
         _check.refuse(OP, "params", "a parameter that requires a gradient", "none")
     for group in groups:
-        if group.get("precision") not in _PRECISIONS:
-            known = ", ".join(map(str, _PRECISIONS))
-            _check.refuse(
-                OP, "precision", f"one of {known}, whose elements do not depend on others", group["precision"]
-            )
+        _check_precision(OP, "precision", group)
     first = params[trainable[0]]
     for i in trainable:
         p, argument = params[i], describe(groups, i)  # type: ignore[arg-type]
@@ -79,6 +76,13 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
         if not is_dense(p):
             got = f"strides {p.stride()} for shape {tuple(p.shape)}"
             _check.refuse(OP, argument, "elements without gaps or overlap", got)
+
+
+def _check_precision(op: str, argument: str, group: Mapping[str, Any]) -> None:
+    if group.get("precision") not in _PRECISIONS:
+        known = ", ".join(map(str, _PRECISIONS))
+        expected = f"one of {known}, whose elements do not depend on others"
+        _check.refuse(op, argument, expected, str(group["precision"]))
 
 
 def description(
@@ -101,11 +105,19 @@ def description(
 
 
 def check_state(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Raises ValueError for a state of other groups, or of another shape than its parameter."""
+    """Raises ValueError for a state of other groups, of a precision that cannot be shared out or does not take its
+    parameters, or of another shape than its parameter."""
     saved = [len(group["params"]) for group in state_dict["param_groups"]]
     own = [len(group["params"]) for group in groups]
     if saved != own:
         _check.refuse(f"{OP}.load_state_dict", "state_dict", f"groups of {own} parameters", str(saved))
+    for g, (group, loaded) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
+        where = f"state_dict: precision of param_groups[{g}]"
+        _check_precision(f"{OP}.load_state_dict", where, loaded)
+        for p in group["params"]:
+            if p.requires_grad and storage_of(loaded.get("precision"), p.dtype) is None:
+                expected = f"one that takes {_check.dtype_text(p.dtype)}"
+                _check.refuse(f"{OP}.load_state_dict", where, expected, str(loaded["precision"]))
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     for index, (key, p) in enumerate(zip(keys, all_params(groups), strict=True)):  # type: ignore[arg-type]
         for name, value in state_dict["state"].get(key, {}).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from warpsmith.distributed.shard_state import States, cut_states, gather_states
 from warpsmith.distributed.shards import plan_buckets
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import CUT_ELEMS, clip_in_place
-from warpsmith.optim._tensor_list import all_params, describe
+from warpsmith.optim._tensor_list import all_params, describe, moved, numbered
 from warpsmith.optim.clip import _order
 
 _OP = checks.OP
@@ -153,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._tensors = [
             flat(self._params[f.param].detach())[f.start : f.start + f.count] for f in self._shards.fragments
         ]
-        before = [0, *itertools.accumulate(p.numel() for p in whole)]
+        before = numbered([p.numel() for p in whole])
         for f, tensor in zip(self._shards.fragments, self._tensors, strict=True):  # for bits drawn by element
             tensor.first_element = before[self._trainable[f.param]] + f.start  # type: ignore[attr-defined]
         self._flag = torch.zeros((), dtype=torch.float32, device=self._params[0].device)
@@ -231,6 +230,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         p = _order(f"{_OP}.grad_norm", norm_type)
         self._shards.require_reduced("grad_norm()")
         return self._norm.norm(p)
+
+    @torch.no_grad()
+    def _norm_of_scaled(self, p: float, scale: Tensor) -> Tensor:
+        """:meth:`grad_norm` of gradients that were multiplied by ``scale``, for a scaler."""
+        self._shards.require_reduced("grad_norm()")
+        return self._norm.norm(p, moved(scale, self._flag.device))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -353,7 +358,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         every rank; each keeps its fragments. Not a collective.
 
         Raises:
-            ValueError: other groups, or a state of another shape than its parameter. Nothing has changed then.
+            ValueError: other groups, a precision that cannot be shared out, or a state of another shape than its
+                parameter. Nothing has changed then.
         """
         groups = state_dict["param_groups"]
         checks.check_state(self._whole.param_groups, state_dict)
@@ -376,6 +382,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Raises where ``load_state_dict`` would, and changes nothing.
 
         Raises:
-            ValueError: other groups, or a state of another shape than its parameter.
+            ValueError: other groups, a precision that cannot be shared out, or a state of another shape than its
+                parameter.
         """
         checks.check_state(self._whole.param_groups, state_dict)

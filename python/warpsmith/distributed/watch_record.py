@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import time
@@ -73,9 +74,14 @@ class Recorder:
         self._originals.clear()
 
     def _recording(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        names = list(inspect.signature(original).parameters)
+        at = names.index("group") if "group" in names else len(names)
+
         @functools.wraps(original)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            if self.waiting is not None:  # one collective made of others
+            # One collective made of others; or one of a group without this rank, which returns at once.
+            given = args[at] if at < len(args) else kwargs.get("group")
+            if self.waiting is not None or given == dist.GroupMember.NON_GROUP_MEMBER:
                 return original(*args, **kwargs)
             group = "pairs of ranks" if name in _PAIRS else _group_of(args, kwargs)
             before = self.last.get(group)

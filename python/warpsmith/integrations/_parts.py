@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple
 
 from warpsmith.nn import functional
+from warpsmith.ops import _gated_linear
+from warpsmith.ops._norm_linears import fits, norm_linears
 from warpsmith.ops.add_layer_norm import add_layer_norm
 from warpsmith.ops.add_rms_norm import add_rms_norm
 from warpsmith.ops.bias_gelu import bias_gelu
@@ -74,6 +76,12 @@ def _watched(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a module is a matrix product and no more."""
+    plain = type(linear) is nn.Linear and linear.bias is None
+    return plain and "forward" not in linear.__dict__ and not _watched(linear)
+
+
 # ---- feed-forward layers
 
 _SILU = ("SiLU", "SiLUActivation")
@@ -87,29 +95,32 @@ def _activation(module: Any) -> str:
     return name + ", tanh" if name == "GELU" and act.approximate == "tanh" else name
 
 
-def _gated_op(name: str) -> Callable[..., Tensor] | None:
-    if name in _SILU:
-        return swiglu
-    if name in _EXACT:
-        return geglu
-    if name in (*_TANH, "GELU, tanh"):
-        return functools.partial(geglu, approximate="tanh")
-    return reglu if name == "ReLU" else None
+# By activation: the op, and name and last arguments of its raw ops.
+_GATED_OPS: dict[str, tuple[Callable[..., Tensor], str, tuple[bool, ...]]] = {
+    **dict.fromkeys(_SILU, (swiglu, "swiglu", ())),
+    **dict.fromkeys(_EXACT, (geglu, "geglu", (False,))),
+    **dict.fromkeys((*_TANH, "GELU, tanh"), (functools.partial(geglu, approximate="tanh"), "geglu", (True,))),
+    "ReLU": (reglu, "reglu", ()),
+}
 
 
 def _why_not_gated(module: nn.Module) -> str | None:
     name = _activation(module)
-    return None if _gated_op(name) else f"its activation, {name}, is not fused"
+    return None if name in _GATED_OPS else f"its activation, {name}, is not fused"
+
+
+def _down(mlp: Any, gate: Tensor, up: Tensor) -> Tensor:
+    """What a feed-forward layer makes of its first two products."""
+    op, name, extra = _GATED_OPS[_activation(mlp)]
+    if _is_plain(mlp.down_proj) and _gated_linear.fits(gate, up, mlp.down_proj.weight):
+        return _gated_linear.gated_linear(gate, up, mlp.down_proj.weight, name, *extra)
+    alone = not any(t.requires_grad and t.is_leaf for t in (gate, up))
+    return mlp.down_proj(op(gate, up, inplace_backward=alone))
 
 
 def _gated(old: Forward) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
-        op = _gated_op(_activation(self))
-        if op is None:
-            return old(self, x)
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        alone = not any(t.requires_grad and t.is_leaf for t in (gate, up))
-        return self.down_proj(op(gate, up, inplace_backward=alone))
+        return old(self, x) if _why_not_gated(self) else _down(self, self.gate_proj(x), self.up_proj(x))
 
     return forward
 
@@ -137,36 +148,42 @@ def _gpt2_mlp(old: Forward) -> Forward:
 # ---- attention: its rotation
 
 
+def _attend(
+    layer: Any,
+    qkv: Sequence[Tensor],
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What an attention layer makes of its first three products, (..., heads * head_dim)."""
+    shape = qkv[0].shape[:-1]
+    q, k, v = (t.unflatten(-1, (-1, layer.head_dim)) for t in qkv)
+    cos, sin = position_embeddings  # type: ignore[misc]
+    norms = getattr(layer, "q_norm", None), getattr(layer, "k_norm", None)
+    if norms[0] is None or norms[1] is None:
+        q, k = rope(q, k, cos, sin)
+    elif any(map(_watched, norms)):  # type: ignore[arg-type]
+        q, k = rope(norms[0](q), norms[1](k), cos, sin)
+    else:
+        q, k = qk_norm_rope(q, k, norms[0].weight, norms[1].weight, cos, sin, eps=_eps(norms[0]))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, layer.layer_idx)
+    eager = sys.modules[type(layer).__module__].eager_attention_forward
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(layer.config._attn_implementation, eager)
+    for name, attribute in (("sliding_window", "sliding_window"), ("softcap", "attn_logit_softcapping")):
+        if hasattr(layer, attribute):
+            options[name] = getattr(layer, attribute)
+    dropout = layer.attention_dropout if layer.training else 0.0
+    out, weights = attend(layer, q, k, v, attention_mask, dropout=dropout, scaling=layer.scaling, **options)
+    return layer.o_proj(out.reshape(*shape, -1)), weights
+
+
 def _attention(old: Forward) -> Forward:
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        shape = hidden_states.shape[:-1]
-        q, k, v = (p(hidden_states).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        cos, sin = position_embeddings  # type: ignore[misc]
-        norms = getattr(self, "q_norm", None), getattr(self, "k_norm", None)
-        if norms[0] is None or norms[1] is None:
-            q, k = rope(q, k, cos, sin)
-        elif any(map(_watched, norms)):  # type: ignore[arg-type]
-            q, k = rope(norms[0](q), norms[1](k), cos, sin)
-        else:
-            q, k = qk_norm_rope(q, k, norms[0].weight, norms[1].weight, cos, sin, eps=_eps(norms[0]))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        eager = sys.modules[type(self).__module__].eager_attention_forward
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
-        for name, attribute in (("sliding_window", "sliding_window"), ("softcap", "attn_logit_softcapping")):
-            if hasattr(self, attribute):
-                options[name] = getattr(self, attribute)
-        dropout = self.attention_dropout if self.training else 0.0
-        out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **options)
-        return self.o_proj(out.reshape(*shape, -1)), weights
+    def forward(self: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        qkv = [p(hidden_states) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        return _attend(self, qkv, *arguments, **options)
 
     return forward
 
@@ -182,13 +199,47 @@ def _sum_and_rms(x: Tensor, residual: Tensor, norm: Any, offset: float) -> tuple
     return add_rms_norm(x, residual, _beside(norm.weight, x), _eps(norm), offset)
 
 
+def _normed(
+    norm: Any, offset: float, layer: Any, names: Sequence[str], x: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, ...] | None:
+    """(s, and the products of a layer's named projections with the norm of s), s = x or x + residual, as one op that
+    does not keep the normed rows; None where a module is another's, has hooks or does not fit."""
+    linears = [getattr(layer, name) for name in names]
+    ours = all(getattr(m.forward, "of_warpsmith", False) and not _watched(m) for m in (norm, layer))
+    if not ours or not all(map(_is_plain, linears)):
+        return None
+    weights = [p.weight for p in linears]
+    given = (x, norm.weight, *weights) if residual is None else (x, residual, norm.weight, *weights)
+    return norm_linears(x, residual, norm.weight, _eps(norm), offset, weights) if fits(*given) else None
+
+
+_QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+
+def _self_attention(block: Any, offset: float, x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(out, x) of a decoder layer's first norm and attention."""
+    done = _normed(block.input_layernorm, offset, block.self_attn, _QKV, x)
+    if done is None:
+        return block.self_attn(hidden_states=block.input_layernorm(x), **options)[0], x
+    return _attend(block.self_attn, done[1:], **options)[0], done[0]
+
+
+def _feed_forward(block: Any, norm: Any, offset: float, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, x + residual) of a decoder layer's second sum, norm and feed-forward layer."""
+    done = None if _why_not_gated(block.mlp) else _normed(norm, offset, block.mlp, _GATE_UP, x, residual)
+    if done is None:
+        y, residual = _sum_and_rms(x, residual, norm, offset)
+        return block.mlp(y), residual
+    return _down(block.mlp, *done[1:]), done[0]
+
+
 def _decoder(old: Forward) -> Forward:
     def forward(self: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
         if arguments:
             return old(self, hidden_states, *arguments, **options)
-        x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
-        y, residual = _sum_and_rms(x, hidden_states, self.post_attention_layernorm, 0.0)
-        return residual + self.mlp(y)
+        x, residual = _self_attention(self, 0.0, hidden_states, options)
+        x, residual = _feed_forward(self, self.post_attention_layernorm, 0.0, x, residual)
+        return residual + x
 
     return forward
 
@@ -197,10 +248,10 @@ def _gemma2_decoder(old: Forward) -> Forward:
     def forward(self: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
         if arguments:
             return old(self, hidden_states, *arguments, **options)
-        x, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
+        x, residual = _self_attention(self, 1.0, hidden_states, options)
         x = self.post_attention_layernorm(x)
-        y, residual = _sum_and_rms(x, hidden_states, self.pre_feedforward_layernorm, 1.0)
-        return residual + self.post_feedforward_layernorm(self.mlp(y))
+        x, residual = _feed_forward(self, self.pre_feedforward_layernorm, 1.0, x, residual)
+        return residual + self.post_feedforward_layernorm(x)
 
     return forward
 

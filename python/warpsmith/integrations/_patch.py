@@ -70,6 +70,12 @@ class Patched:
         module.forward = types.MethodType(_marked(part.make(type(module).forward)), module)
         self._undo.append(lambda: module.__dict__.pop("forward", None))
 
+    def set_attention(self, model: Any, name: str) -> None:
+        old = model.config._attn_implementation
+        model.set_attn_implementation(name)
+        self.replaced["attn_implementation"] = name
+        self._undo.append(lambda: model.set_attn_implementation(old))
+
     def patch_class(self, cls: Any, part: Part) -> None:
         old = cls.forward
         cls.forward = _marked(part.make(old))

@@ -116,17 +116,18 @@ def register(name: str = "warpsmith") -> None:
     AttentionMaskInterface.register(name, attention_mask)
 
 
-def patch(model_or_class: Any) -> Patched:
+def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
     """Puts our ops into a model of transformers: its norms, rotary embedding, feed-forward layers and loss.
 
     Parameters, ``state_dict``, arguments and outputs stay. A residual sum and the norm behind it become one op. In
     training mode, with ``labels``, the head and its loss are :func:`warpsmith.linear_cross_entropy`, and ``logits`` is
     None: they are never in memory. The gradients of a feed-forward layer's activation are written over its inputs, so
-    that a second backward through one graph is refused.
+    that a second backward through one graph is refused. The backward makes a layer's normed rows and activations again.
 
     Args:
         model_or_class: a model of Llama, Mistral, Qwen3, Gemma 2 or GPT-2, whose modules alone are changed; or such a
-            class, for all its models. Attention itself is not changed: see :func:`register`.
+            class, for all its models.
+        attention: of a model, also :func:`register` ``"warpsmith"`` and make it the model's ``attn_implementation``.
 
     Returns:
         :class:`Patched`: what was replaced, what was not and why, and ``undo()``.
@@ -134,7 +135,8 @@ def patch(model_or_class: Any) -> Patched:
     Loss and gradients obey the error law beside the model as it was. Deterministic as the ops are.
 
     Raises:
-        ValueError: another kind of model, or one that is patched already.
+        ValueError: another kind of model, one that is patched already, or a class with ``attention``: the
+            implementation stands in the model's config. Nothing has changed.
 
     Source: the idea is Liger-Kernel's.
 
@@ -161,5 +163,11 @@ def patch(model_or_class: Any) -> Patched:
     if _patch.is_patched(model_or_class):
         _check.refuse("patch", "model_or_class", "what is not patched yet", "what is: undo() it first")
     if isinstance(model_or_class, type):
+        if attention:
+            _check.refuse("patch", "attention", "False for a class: a model's config says its attention", "True")
         return _patch.patch_class(model_or_class, family)
-    return _patch.patch_model(model_or_class, family)
+    done = _patch.patch_model(model_or_class, family)
+    if attention:
+        register()
+        done.set_attention(model_or_class, "warpsmith")
+    return done

@@ -46,7 +46,7 @@ def _is_plain_and_contiguous(t: Tensor) -> bool:
     return type(t) is Tensor and t.is_contiguous() and not t.is_neg()
 
 
-def _may_overwrite(gate: Tensor, up: Tensor | None) -> bool:
+def may_overwrite(gate: Tensor, up: Tensor | None) -> bool:
     if not _is_plain_and_contiguous(gate):
         return False
     if up is None:
@@ -57,7 +57,7 @@ def _may_overwrite(gate: Tensor, up: Tensor | None) -> bool:
     return abs(gate.data_ptr() - up.data_ptr()) >= size
 
 
-def _gradient_in_place_of(t: Tensor) -> Tensor:
+def gradient_in_place_of(t: Tensor) -> Tensor:
     # The new version number makes a second backward that would read the old values an error, as after torch's own
     # in-place operations.
     torch.autograd.graph.increment_version(t)
@@ -85,6 +85,10 @@ def gated(name: str, function: Function) -> Callable[..., Tensor]:
     def fake_backward_inplace(dy: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> None:
         _check_backward(name + "_backward", dy, gate, up)
 
+    def fake_backward_with_output(dy: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> None:
+        _check_backward(name + "_backward", dy, gate, up)
+
+    register_fake(name + "_backward_with_output_", fake_backward_with_output)
     register_fake(name, fake_forward)
     register_fake(name + "_forward", fake_forward)
     register_fake(name + "_backward", fake_backward)
@@ -95,10 +99,10 @@ def gated(name: str, function: Function) -> Callable[..., Tensor]:
     def backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
         gate, up = saved.gate, saved.up
         extra = [getattr(saved, option) for option in options]
-        if saved.inplace_backward and not is_batched(dy) and _may_overwrite(gate, up):
+        if saved.inplace_backward and not is_batched(dy) and may_overwrite(gate, up):
             call_raw(raw_backward_inplace, dy, gate, up, wants.gate, wants.up, *extra)
-            dgate = _gradient_in_place_of(gate) if wants.gate else None
-            return {"gate": dgate, "up": _gradient_in_place_of(up) if wants.up else None}
+            dgate = gradient_in_place_of(gate) if wants.gate else None
+            return {"gate": dgate, "up": gradient_in_place_of(up) if wants.up else None}
         dgate, dup = call_raw(raw_backward, dy, gate, up, wants.gate, wants.up, *extra)
         return {"gate": dgate, "up": dup}
 

@@ -71,9 +71,12 @@ def chunk_elems(like: Tensor, total_elems: int) -> int:
     return elems
 
 
-def partial_power_sums(tensors: Sequence[Tensor], p: float, total_elems: int) -> Tensor:
-    """The float64 sums of the chunks of dense tensors of one device, of ``total_elems`` on all ranks."""
-    return call_raw(raw.grad_norm_partials.default, list(tensors), p, total_elems)
+def partial_power_sums(tensors: Sequence[Tensor], p: float, total_elems: int, scale: Tensor | None = None) -> Tensor:
+    """The float64 sums of the chunks of dense tensors of one device, of ``total_elems`` on all ranks.
+
+    ``scale``: by what the tensors were multiplied. Squares then overflow only where those of the unscaled ones would.
+    """
+    return call_raw(raw.grad_norm_partials.default, list(tensors), p, total_elems, scale)
 
 
 def norm_of_partials(partials: Tensor, p: float, wide: bool) -> tuple[Tensor, Tensor]:

@@ -48,8 +48,9 @@ def optim_table(
     states: Sequence[Mapping[str, Tensor]],
     groups: Sequence[int],
     first_elems: Sequence[int] = (),
-) -> tuple[Tensor, int]:
-    """The table of addresses and sizes of :data:`optim_step`, on the device of the parameters, and its ``most``.
+) -> tuple[Tensor, list[int]]:
+    """The table of addresses and sizes of :data:`optim_step`, on the device of the parameters, and the facts by which
+    the step knows it again.
 
     ``states[i]`` has the states of tensor ``i`` by name, its counter as ``step`` if its steps are counted, its
     ``scales`` if its states are 8-bit codes, and what the storage keeps of it by its name in :data:`EXTRAS`;
@@ -60,12 +61,9 @@ def optim_table(
     names = state_names(optimizer)
     arrays = [state[name] for state in states for name in (*names, COUNTER, SCALES, *EXTRAS) if name in state]
     has = [sum(1 << bit for bit, name in enumerate((*names, COUNTER, SCALES)) if name in state) for state in states]
-    most = 0
-    for bits in has:
-        most |= bits & ((1 << len(names)) - 1)
     kind = (index_of(optimizer), storage_index(storage))
-    table = call_raw(raw.optim_table.default, *kind, list(params), arrays, has, list(groups), list(first_elems))
-    return table, most
+    table, facts = call_raw(raw.optim_table.default, *kind, list(params), arrays, has, list(groups), list(first_elems))
+    return table, facts
 
 
 optim_pointers = raw.optim_pointers.default

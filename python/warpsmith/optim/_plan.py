@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from warpsmith import _C
-from warpsmith.ops._optim import COUNTER, SCALES, index_of, optim_pointers, optim_table, storage_index
+from warpsmith.ops._optim import COUNTER, SCALES, optim_pointers, optim_table
 from warpsmith.optim import _tensor_list as lists
 from warpsmith.optim._precision import EXTRA_DTYPES, Storage
 
@@ -42,13 +42,12 @@ class Bucket:
         storages = [storage for i in indices if (storage := storages_of_all[i])]
         storage = storages[0]
         self.device, self.row = parts[0].device, kind.row
-        self.index, self.storage = index_of(self.row), storage_index(storage.name)
         states = [
             {name: lists.local(state[params[i]][name]) for name in stored.arrays(kinds[owners[i]].names)}
             for i, stored in zip(indices, storages, strict=True)
         ]
         first_elems = lists.first_elements(params) if storage.stochastic else []
-        self.table, self.most = optim_table(
+        self.table, self.facts = optim_table(
             self.row,
             storage.name,
             parts,

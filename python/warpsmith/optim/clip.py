@@ -61,9 +61,12 @@ def _combined(sums: list[Tensor], p: float) -> Tensor:
 def _total(tensors: Sequence[Tensor], p: float) -> Tensor:
     """The norm over all devices and ranks, on the first tensor's device."""
     groups: dict[Any, list[Tensor]] = {}
-    for t in map(_whole_sums, tensors):
-        part = local(t)
-        groups.setdefault((part.device, _shared_out(t)), []).append(part if is_dense(part) else part.contiguous())
+    for t in tensors:
+        part, shared = t, None
+        if type(t) is not Tensor:
+            summed = _whole_sums(t)
+            part, shared = local(summed), _shared_out(summed)
+        groups.setdefault((part.device, shared), []).append(part if is_dense(part) else part.contiguous())
     sums, norm = [], None
     for (_, shared), parts in groups.items():
         norm, power_sum = norm_and_power_sum(parts, p)
@@ -190,8 +193,12 @@ def clip_grad_norm_(
         by_device.setdefault(part.device, []).append(part)
     for device, parts in by_device.items():
         here = moved(norm, device)
-        for gaps in (t for t in parts if not is_dense(t)):
-            gaps.mul_((max_norm / (here + 1e-6)).clamp(max=1.0))
-        if dense := [t for t in parts if is_dense(t)]:
+        dense = []
+        for part in parts:
+            if is_dense(part):
+                dense.append(part)
+            else:
+                part.mul_((max_norm / (here + 1e-6)).clamp(max=1.0))
+        if dense:
             clip_in_place(dense, here, max_norm)
     return norm

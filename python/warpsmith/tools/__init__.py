@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from warpsmith.tools import doctor, info
+from warpsmith.tools import doctor, info, sync_audit
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -14,5 +14,6 @@ def main(arguments: Sequence[str]) -> int:
     tools = parser.add_subparsers(dest="tool", required=True)
     info.add_to(tools)
     doctor.add_to(tools)
+    sync_audit.add_to(tools)
     given = parser.parse_args(arguments)
     return given.run(given)

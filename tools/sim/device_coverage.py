@@ -1,7 +1,7 @@
 """Line and branch coverage of device code and launchers, executed on the CPU.
 
-    python tools/sim/coverage.py --op norm
-    python tools/sim/coverage.py                     # all tests; exit status 1 below 95 % of lines or 85 % of branches
+    python tools/sim/device_coverage.py --op norm
+    python tools/sim/device_coverage.py       # all tests; exit status 1 below 95 % of lines or 85 % of branches
 
 Counts csrc/kernels and csrc/device, per file; a template's instances are one line. Device bodies (PTX) are not compiled
 here and do not count. A line with `// not covered on the host: <reason>` is left out. The floor holds for the whole and

@@ -1,0 +1,45 @@
+#include <algorithm>
+
+#include "common/half_host.h"
+#include "common/vectorize.h"
+#include "common/visit_dtype.h"
+#include "kernels/optim/average.h"
+
+namespace warpsmith {
+namespace {
+
+constexpr int64_t kGrainChunks = 4;  // fewer are done before another thread is awake
+
+// Free functions, for target_clones.
+#define WARPSMITH_DTYPE(P)                                                                                 \
+  WARPSMITH_VECTORIZE void average_chunk(Arithmetic<P>* __restrict__ average, const P* __restrict__ value, \
+                                         int64_t count, Arithmetic<P> weight) {                            \
+    for (int64_t i = 0; i < count; ++i) average[i] = averaged(average[i], to_float(value[i]), weight);     \
+  }
+WARPSMITH_DTYPE(float)
+WARPSMITH_DTYPE(float16)
+WARPSMITH_DTYPE(bfloat16)
+WARPSMITH_DTYPE(double)
+#undef WARPSMITH_DTYPE
+
+}  // namespace
+
+Status average_cpu(const AverageParams& p, const Parallel& parallel) {
+  if (p.found_inf && *p.found_inf != 0) return {};
+  parallel(p.chunk_count, kGrainChunks, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const AverageTensor& t = p.tensors[p.chunks[i].tensor];
+      const int64_t first = int64_t{p.chunks[i].chunk} * t.chunk_elems;
+      const int64_t count = std::min<int64_t>(t.chunk_elems, t.numel - first);
+      // Every dtype has a loop: the visit cannot fail.
+      (void)visit_cpu_dtype(t.value_dtype, [&]<class P>() {
+        using A = Arithmetic<P>;
+        average_chunk(static_cast<A*>(t.average) + first, static_cast<const P*>(t.value) + first, count,
+                      static_cast<A>(p.weight));
+      });
+    }
+  });
+  return {};
+}
+
+}  // namespace warpsmith

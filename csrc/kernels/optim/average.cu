@@ -1,0 +1,15 @@
+#include "kernels/optim/average.cuh"
+
+#include "common/launch.h"
+
+namespace warpsmith {
+
+Status average_cuda(const AverageParams& p, void* stream) {
+  if (p.chunk_count > 0x7fffffff) return Status::unsupported("more than 2^31 chunks in one launch");
+  LaunchConfig config;
+  config.grid.x = static_cast<unsigned>(p.chunk_count);
+  config.block.x = average::kThreads;
+  return launch(average::moving_average, config, stream, p);
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,36 @@
+#include "common/launch.h"
+#include "common/visit_dtype.h"
+#include "kernels/optim/layerwise.cuh"
+
+namespace warpsmith {
+namespace {
+
+template <class P, bool kMaster> Status launch_layerwise(const LayerwiseParams& p, void* stream) {
+  LaunchConfig config;
+  config.grid.x = static_cast<unsigned>(p.step.chunk_count);
+  config.block.x = layerwise::kThreads;
+  switch (p.step.optimizer) {
+#define WARPSMITH_ROW(row, F)                                                                           \
+  case Optimizer::row:                                                                                  \
+    WARPSMITH_RETURN_IF_FAILED(launch(layerwise::layerwise_moments<F, P, kMaster>, config, stream, p)); \
+    return launch(layerwise::layerwise_apply<F, P, kMaster>, config, stream, p);
+    WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+    default: return Status::unsupported("an optimizer that is not layerwise");
+  }
+}
+
+}  // namespace
+
+Status layerwise_cuda(const LayerwiseParams& p, void* stream) {
+  if (p.step.chunk_count > 0x7fffffff) return Status::unsupported("more than 2^31 chunks in one launch");
+  switch (p.step.storage) {
+    case Storage::float32: return launch_layerwise<float, false>(p, stream);
+    case Storage::bfloat16_master: return launch_layerwise<bfloat16, true>(p, stream);
+    case Storage::float16_master: return launch_layerwise<float16, true>(p, stream);
+    case Storage::float64: return no_cuda_kernel(Dtype::float64);
+    default: return Status::unsupported("a storage other than float32 and masters");
+  }
+}
+
+}  // namespace warpsmith

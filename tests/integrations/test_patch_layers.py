@@ -1,0 +1,141 @@
+"""A patched decoder layer: what it keeps for its backward, frozen parameters, hooks, second derivatives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from warpsmith.integrations.transformers import patch  # noqa: E402
+
+from .test_patch import TOKENS, loss_and_gradients, model_of  # noqa: E402
+
+WITH_LAYERS = ["llama", "qwen3", "mistral", "gemma2"]
+
+
+def kept_bytes(layer, x, rotary):
+    """Bytes of the storages that a layer's graph holds, without its parameters and the rotary tables."""
+    others = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *rotary)}
+    found = {}
+
+    def keep(t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in others:
+            found[storage.data_ptr()] = storage.nbytes(), t  # held, so that no other storage gets its address
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        layer(x, position_embeddings=rotary)
+    return sum(size for size, _ in found.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_keeps_no_normed_rows_and_no_activation(dtype):
+    model = model_of("llama", dtype)
+    model.set_attn_implementation("sdpa")
+    tokens, width, keys, inner = 64, 64, 32, 96
+    x = torch.randn(1, tokens, width, dtype=dtype).requires_grad_() * 1
+    rotary = model.model.rotary_emb(x, torch.arange(tokens)[None])
+    with patch(model):
+        found = kept_bytes(model.model.layers[0], x, rotary)
+    # the stream twice, q, k, v, what attention gives, gate and up
+    elements = 2 * width + (2 * width + 2 * keys) + 2 * inner
+    statistics = 8 + 4 * 4  # rstd of two norms, and attention's logsumexp of four heads, in float32
+    assert found <= tokens * (elements * dtype.itemsize + statistics) + 64
+
+
+@pytest.mark.parametrize("name", WITH_LAYERS)
+def test_frozen_parameters_get_no_gradient(name):
+    model = model_of(name)
+    frozen = ("layers.0.input_layernorm", "layers.1.self_attn.q_proj", "layers.0.mlp.gate_proj", "embed", "lm_head")
+    for key, p in model.named_parameters():
+        p.requires_grad_(not any(part in key for part in frozen))
+    expected = loss_and_gradients(model)
+    with patch(model):
+        found = loss_and_gradients(model)
+    assert found.keys() == expected.keys() and "model.layers.0.mlp.up_proj.weight" in found
+    for n, a in expected.items():
+        torch.testing.assert_close(found[n], a, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("part", ["input_layernorm", "self_attn", "self_attn.v_proj", "mlp", "mlp.up_proj"])
+def test_a_module_with_hooks_is_called(part):
+    model = model_of("llama")
+    expected, calls = loss_and_gradients(model), []
+    with patch(model):
+        model.model.layers[1].get_submodule(part).register_forward_hook(lambda *_: calls.append(1))
+        found = loss_and_gradients(model)
+    assert calls == [1]
+    for n, a in expected.items():
+        torch.testing.assert_close(found[n], a, rtol=1e-3, atol=1e-4)
+
+
+def test_a_projection_of_another_kind_is_called():
+    class Twice(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = model_of("llama")
+    layer = model.model.layers[0]
+    for module, name in ((layer.self_attn, "k_proj"), (layer.mlp, "gate_proj")):
+        old = getattr(module, name)
+        new = Twice(old.in_features, old.out_features, bias=False)
+        new.weight = old.weight
+        setattr(module, name, new)
+    expected = loss_and_gradients(model)
+    with patch(model):
+        found = loss_and_gradients(model)
+    for n, a in expected.items():
+        torch.testing.assert_close(found[n], a, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", WITH_LAYERS)
+def test_second_derivatives(name):
+    """A penalty on the gradient of the logits by the embeddings, as without the patch."""
+    model = model_of(name, torch.float64).eval()
+    embedded = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
+
+    def penalty():
+        model.zero_grad()
+        out = model(inputs_embeds=embedded, use_cache=False).logits.square().mean()
+        (grad,) = torch.autograd.grad(out, embedded, create_graph=True)
+        grad.square().sum().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = penalty()
+    with patch(model):
+        found = penalty()
+    assert found.keys() == expected.keys() and "model.layers.0.input_layernorm.weight" in found
+    for n, a in expected.items():
+        torch.testing.assert_close(found[n], a, rtol=1e-4, atol=1e-6 * float(a.abs().max()))
+
+
+def test_a_second_backward_is_refused():
+    model = model_of("llama")
+    with patch(model):
+        loss = model(TOKENS, labels=TOKENS, use_cache=False).loss
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("name", WITH_LAYERS)
+def test_the_loss_has_the_same_bits_without_gradients(name):
+    """Without gradients a layer is made of the single ops."""
+    model = model_of(name)
+    with patch(model):
+        loss = model(TOKENS, labels=TOKENS, use_cache=False).loss
+        with torch.no_grad():
+            assert torch.equal(model(TOKENS, labels=TOKENS, use_cache=False).loss, loss)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+def test_each_activation_is_made_again(act):
+    model = model_of("llama", hidden_act=act)
+    expected = loss_and_gradients(model)
+    with patch(model) as done:
+        found = loss_and_gradients(model)
+    assert not done.kept
+    for n, a in expected.items():
+        torch.testing.assert_close(found[n], a, rtol=1e-3, atol=1e-4)

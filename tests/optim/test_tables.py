@@ -1,0 +1,100 @@
+"""The raw ops below the optimizers: a table or a set of states that does not fit is an error, never a crash."""
+
+import pytest
+import torch
+import warpsmith
+
+raw = torch.ops.warpsmith
+# Rows of csrc/kernels/optim/optim_ops.h, and storages of optim.h.
+ADAMW, SGD, RMSPROP = 0, 2, 5
+FLOAT32, FLOAT32_8BIT = 0, 10
+COUNTER = {ADAMW: 0b1000, SGD: 0b10, RMSPROP: 0b1000}
+
+
+def make_table(optimizer, storage, has, count=2, elems=5):
+    """A table of tensors with the arrays of `has`, which are returned beside it."""
+    params = [torch.ones(elems) for _ in range(count)]
+    arrays = []
+    for p in params:
+        arrays += [torch.zeros_like(p) for _ in range(bin(has & (COUNTER[optimizer] - 1)).count("1"))]
+        arrays += [torch.zeros(())] if has & COUNTER[optimizer] else []
+    given = (params, arrays, [has] * count, [0] * count, [])
+    table, facts = raw.optim_table.default(optimizer, storage, *given)
+    return table, facts, (params, arrays)
+
+
+def step(table, facts, pointers):
+    constants = torch.zeros(1, 4 + 2, dtype=torch.float64)  # SGD's
+    raw.optim_step.default(table, facts, pointers, [torch.tensor(0.5)], constants, None, None)
+
+
+def test_a_table_is_taken_only_with_its_own_facts():
+    table, facts, (params, _) = make_table(SGD, FLOAT32, 0)
+    other = make_table(SGD, FLOAT32, 0, count=3)
+    grads = [torch.ones(5), torch.ones(5)]
+    pointers = torch.tensor([g.data_ptr() for g in grads])
+    for wrong in (other[1], facts[:-1], [*facts, 0], []):
+        with pytest.raises(
+            ValueError, match="^optim_step: (table: expected that of the facts|facts: expected 6 numbers)"
+        ):
+            step(table, wrong, pointers)
+    for wrong in (other[0], table.clone(), table[:10], torch.zeros(1, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="^optim_step: table: expected that of the facts, of 22 words"):
+            step(wrong, facts, pointers)
+    for count in (0, 1, 3):
+        with pytest.raises(ValueError, match=f"^optim_step: pointers: expected 2 addresses, got {count}"):
+            step(table, facts, torch.zeros(count, dtype=torch.int64))
+    assert all(torch.equal(p, torch.ones(5)) for p in params)
+    step(table, facts, pointers)
+    assert all(torch.equal(p, torch.full((5,), 0.5)) for p in params)
+
+
+def test_hyperparameters_in_memory_count_instead_of_those_in_the_call():
+    """The kernel reads them, so that a graph follows what is written there; CPU memory is the CPU's device."""
+    results = []
+    for way in ("call", "memory"):
+        table, facts, (params, _) = make_table(SGD, FLOAT32, 0, count=1)
+        grad = torch.ones(5)
+        pointers = torch.tensor([grad.data_ptr()])
+        right = torch.tensor([[0.0, 0.0, 0.25, 0.0, 0.0, 0.0]], dtype=torch.float64)  # weight decay
+        given, memory = (right, None) if way == "call" else (torch.zeros_like(right), right)
+        raw.optim_step.default(table, facts, pointers, [torch.tensor(0.5)], given, None, None, memory)
+        results.append(params[0])
+        for wrong, text in (
+            (right.float(), "device_constants: expected float64"),
+            (right[:, :5], "device_constants: expected shape"),
+            (torch.zeros(6, 2, dtype=torch.float64)[:, :1].t(), "device_constants: expected a contiguous tensor"),
+        ):
+            with pytest.raises(ValueError, match=f"^optim_step: {text}"):
+                raw.optim_step.default(table, facts, pointers, [torch.tensor(0.5)], right, None, None, wrong)
+    assert torch.equal(results[0], torch.full((5,), 0.375)) and torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "storage", "has", "expected"),
+    [
+        (RMSPROP, FLOAT32, 0b110, "a set of states of the optimizer"),
+        (RMSPROP, FLOAT32, 0b000, "a set of states of the optimizer"),
+        (ADAMW, FLOAT32, 0b1101, "a set of states of the optimizer"),
+        (ADAMW, FLOAT32, 0b1001, "a set of states of the optimizer"),
+        (ADAMW, FLOAT32, 0b0011, "a step counter"),
+        (RMSPROP, FLOAT32_8BIT, 0b101, "states that may be 8-bit codes"),
+        (ADAMW, FLOAT32_8BIT, 0b1111, "states that may be 8-bit codes"),
+        (SGD, FLOAT32, 0b1001, "bits of states, counter and scales"),
+    ],
+)
+def test_sets_of_states_that_no_kernel_has(optimizer, storage, has, expected):
+    with pytest.raises(ValueError, match=rf"^optim_table: has\[0\]: expected {expected}, got "):
+        make_table(optimizer, storage, has)
+
+
+@pytest.mark.parametrize("has", [0b001, 0b011, 0b101, 0b111])
+def test_all_sets_of_states_of_rmsprop(has):
+    assert make_table(RMSPROP, FLOAT32, has)[1][-1] == has
+
+
+def test_a_step_of_the_package_still_fits():
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    warpsmith.optim.SGD([p], lr=0.5).step()
+    assert torch.equal(p.detach(), torch.full((3,), 0.5))

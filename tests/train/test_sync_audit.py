@@ -1,0 +1,198 @@
+"""sync_audit and `python -m warpsmith sync-audit` in dry runs: CPU tensors stand for those of a GPU."""
+
+import inspect
+import json
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import warpsmith
+from torch import nn
+from warpsmith.train import sync_audit
+from warpsmith.train.syncs import callers, line_of, waits
+
+SCRIPT = """
+import sys
+import torch
+
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print(model.weight.sum().item(), sys.argv[1:])
+for step in range(int(sys.argv[1])):
+    loss = model(torch.ones(4, 3)).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if "--log" in sys.argv:
+        loss.item()
+    if loss is None or step == 100:
+        sys.exit(7)
+"""
+
+
+def test_each_wait_has_its_line_and_count():
+    x = torch.arange(4.0)
+    mask = x > 1
+    with sync_audit("cpu") as audit:
+        for _ in range(3):
+            x.item() if x.numel() == 1 else x.sum().item()
+            if x[0] > 1:
+                pass
+            x[mask]
+            x.tolist()
+            x.nonzero()
+            torch.equal(x, x)
+            x.cpu().numpy()
+            x.masked_fill(mask, 0.0).add_(1)[1:3].sum()
+    lines, first = inspect.getsourcelines(test_each_wait_has_its_line_and_count)
+    assert {s.operation: s.count for s in audit.syncs} == {
+        "torch.Tensor.item": 3,
+        "torch.Tensor.__bool__": 3,
+        "torch.Tensor.__getitem__": 3,
+        "torch.Tensor.tolist": 3,
+        "torch.Tensor.nonzero": 3,
+        "torch.equal": 3,
+        "torch.Tensor.cpu": 3,
+        "torch.Tensor.numpy": 3,
+    }
+    for s in audit.syncs:
+        assert s.file == __file__ and s.source == lines[s.line - first].strip() and s.seconds > 0
+        name = {"__bool__": "if x", "__getitem__": "x[mask]"}.get(
+            s.operation.split(".")[-1], s.operation.split(".")[-1]
+        )
+        assert name in s.source
+    assert audit.total == 24 and str(audit).startswith("the host waited 24 times in 0 steps")
+    audit.clear()
+    assert audit.total == 0 and str(audit) == "no wait of the host in 0 steps"
+
+
+def test_the_line_is_the_users_and_nothing_is_left_behind():
+    """A wait within torch or Warpsmith is blamed on the line that called them."""
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    with sync_audit("cpu") as audit:
+        warpsmith.optim.clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
+    assert audit.total >= 1 and {s.source.split("(")[0] for s in audit.syncs} == {"warpsmith.optim.clip_grad_norm_"}
+    with sync_audit("cpu") as after:
+        pass
+    p.sum().item()
+    assert after.total == 0
+
+
+def test_a_scaled_step_of_ours_has_no_wait():
+    model = nn.Linear(3, 2)
+    optimizer = warpsmith.optim.AdamW(model.parameters())
+    scaler = warpsmith.amp.GradScaler("cpu", init_scale=8.0)
+    schedule = warpsmith.amp.DeviceLR(optimizer, lambda t: 1.0, 10, scaler)
+    with sync_audit("cpu") as audit:
+        for _ in range(3):
+            scaler.scale(model(torch.ones(4, 3)).sum()).backward()
+            scaler.clip_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            optimizer.zero_grad()
+    assert audit.total == 0 and audit.steps == 3, str(audit)
+
+
+def test_the_audit_ends_with_an_error():
+    with pytest.raises(RuntimeError, match="cannot be converted"), sync_audit("cpu") as audit:
+        torch.ones(2).item()
+    assert audit.total == 0
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_the_devices():
+    with pytest.raises(ValueError, match="sync_audit: device: expected cpu or cuda, got tpu"), sync_audit("tpu"):
+        pass
+    if not torch.cuda.is_available():
+        text = "sync_audit: device: expected cpu, since torch finds no GPU, got cuda"
+        with pytest.raises(ValueError, match=text), sync_audit("cuda"):
+            pass
+
+
+@pytest.mark.parametrize("filtered", ["default", "ignore", "error"])
+def test_what_torch_tells_is_counted_whatever_the_filters(monkeypatch, filtered):
+    """With a stand-in for torch's debug mode, which warns."""
+    modes, others, text = [0], [], "called a synchronizing CUDA operation (Triggered internally at X.cpp:162.)"
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+
+    def set_mode(mode):
+        modes.append(mode)
+        if mode == "warn":
+            warnings.warn("Synchronization debug mode is a prototype feature and does not detect all", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter(filtered)
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *args, **kwargs: others.append(str(message)))
+        with waits(lambda frame: found.append(line_of(callers(frame)))):
+            for _ in range(3):
+                warnings.warn(text, stacklevel=1)
+            if filtered == "default":
+                warnings.warn("another one", stacklevel=1)
+    assert [line.source for line in found] == ["warnings.warn(text, stacklevel=1)"] * 3
+    assert {line.file for line in found} == {__file__}
+    assert modes == [0, "warn", 0] and others == ["another one"] * (filtered == "default")
+
+
+def test_lines():
+    assert line_of([]).file == "" and str(line_of([])) == "unknown line"
+    here = line_of(callers(sys._getframe()))
+    assert here.file == __file__ and "here = line_of" in here.source
+    assert str(here) == f"{__file__}:{here.number}: {here.source}"
+
+
+def command(script, *arguments):
+    line = [sys.executable, "-m", "warpsmith", "sync-audit", "--device", "cpu", *arguments[:-1], str(script)]
+    return subprocess.run([*line, *arguments[-1]], capture_output=True, text=True, timeout=300)
+
+
+def test_the_command(tmp_path):
+    """What happens before the third step does not count; the exit code is for CI."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    logs = command(script, "--json", ["6", "--log"])
+    assert logs.returncode == 1, logs.stderr
+    found = json.loads(logs.stdout[logs.stdout.index("{") :])
+    assert found["steps"] == 3 and [(s["operation"], s["line"], s["count"]) for s in found["syncs"]] == [
+        ("torch.Tensor.item", 14, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "code"),
+    [
+        (["--warmup", "0", "--allow", "1"], ["4"], 0),  # one wait, before the first step
+        (["--warmup", "0"], ["4"], 1),
+        ([], ["5"], 0),
+        ([], ["2"], 2),  # too few steps
+        ([], ["200"], 7),  # the script's own
+    ],
+)
+def test_exit_codes(tmp_path, capsys, options, arguments, code):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    assert warpsmith_main(["sync-audit", "--device", "cpu", *options, str(script), *arguments]) == code
+    said = capsys.readouterr()
+    if not options and code == 0:
+        assert said.out.splitlines()[0].endswith("['5']") and said.out.endswith("no wait of the host in 2 steps\n")
+    if code == 2:
+        assert "the script took 2 optimizer steps: expected more than --warmup 3" in said.err
+
+
+def warpsmith_main(arguments):
+    from warpsmith.tools import main
+
+    return main(arguments)
+
+
+def test_usage(tmp_path, capsys):
+    assert warpsmith_main(["sync-audit", str(tmp_path / "no.py")]) == 2
+    assert "script: expected a Python file" in capsys.readouterr().err
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    assert warpsmith_main(["sync-audit", "--warmup", "-1", str(script), "3"]) == 2
