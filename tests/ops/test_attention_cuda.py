@@ -7,6 +7,7 @@ import pytest
 import torch
 import warpsmith
 from warpsmith.reference.attention import attention as reference
+from warpsmith.reference.attention import dropout_mask
 from warpsmith.testing import bitwise_equal
 
 pytestmark = [
@@ -289,6 +290,63 @@ def test_the_dropout_mask_is_the_cpus():
     out = warpsmith.attention(q, k, ones, dropout_p=0.5, seed=SEED.cuda())
     on_cpu = warpsmith.attention(q.cpu(), k.cpu(), ones.cpu(), dropout_p=0.5, seed=SEED)
     assert (out.cpu().float() - on_cpu.float()).abs().max() <= 0.02
+
+
+def weights_of_chunks(op, length, d):
+    """Which weights are not 0, (B, H, Sq, Sk), from calls with values that are 1 in one column for each of d keys."""
+    chunks = []
+    for first in range(0, length, d):
+        at = torch.arange(length, device="cuda")[:, None] - first == torch.arange(d, device="cuda")
+        chunks.append(op(at.to(BF16)) != 0)
+    return torch.cat(chunks, -1)[..., :length]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_hopper_and_portable_kernels_drop_the_same_weights(d, causal):
+    """Every decision of forward and backward, with equal logits: against the definition and against the portable
+    kernels, which take the float32."""
+    b, h, sq, sk = 2, 3, 200, 330
+    options = {"dropout_p": 0.3, "seed": SEED.cuda(), "causal": causal}
+
+    def forward(dtype):
+        q, k = (torch.zeros(b, n, h, d, device="cuda", dtype=dtype) for n in (sq, sk))
+
+        def op(values):
+            v = values.to(dtype)[None, :, None].expand(b, sk, h, d).contiguous()
+            return warpsmith.attention(q, k, v, **options).transpose(1, 2)
+
+        return weights_of_chunks(op, sk, d)
+
+    def backward(dtype):
+        q, k, v = (torch.zeros(b, n, h, d, device="cuda", dtype=dtype).requires_grad_() for n in (sq, sk, sk))
+        out = warpsmith.attention(q, k, v, **options)
+
+        def op(upstream):
+            dout = upstream.to(dtype)[None, :, None].expand(b, sq, h, d).contiguous()
+            return torch.autograd.grad(out, v, dout, retain_graph=True)[0].transpose(1, 2)
+
+        return weights_of_chunks(op, sq, d).transpose(2, 3)
+
+    kept = dropout_mask(SEED.cuda(), torch.arange(b, device="cuda") * ((sq + 15) // 16), h, sq, sk, 0.3)
+    if causal:
+        kept &= torch.ones(sq, sk, device="cuda").tril(sk - sq).bool()
+    for made_by in (forward, backward):
+        assert torch.equal(made_by(BF16), kept)
+        assert torch.equal(made_by(FP32), kept)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (90, 0)}])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("d", [40, 64, 128])
+def test_dropout_in_hopper_kernels(d, dtype, options):
+    tensors = leaves(2, 400, 530, 4, 2, d, dtype=dtype)
+    options = {**options, "dropout_p": 0.1, "seed": SEED.cuda()}
+    check_law(tensors, **options)
+    dout = torch.randn_like(tensors[0])
+    first = run(warpsmith.attention, tensors, dout, **options)
+    for _ in range(5):
+        assert all(map(torch.equal, run(warpsmith.attention, tensors, dout, **options), first))
 
 
 def test_packed_sequences_with_every_option_are_those_of_the_cpu():

@@ -282,6 +282,13 @@ def test_plans_say_why_no_faster_kernel_is_taken():
     plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=128, softcap=True)
     assert [plan[part]["kernel"] for part in ("forward", "backward")] == ["sm_90a", "sm_80"]
     assert plan["backward"]["why"] == "the portable kernel takes every option; no Hopper kernel for softcap"
+    plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=128, dropout=True)
+    assert [plan[part]["kernel"] for part in ("forward", "backward")] == ["sm_90a", "sm_90a"]
+    assert plan["forward"]["why"].startswith("dropout") and plan["backward"]["why"].startswith("dropout")
+    plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=128, dropout=True, softcap=True)
+    assert plan["forward"]["why"].endswith("no Hopper kernel for dropout beside a softcap")
+    plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=256, dropout=True)
+    assert plan["forward"]["why"].endswith("no Hopper kernel for dropout with head dimensions above 128")
     plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=64, head_dim_v=256)
     assert [plan[part]["kernel"] for part in ("forward", "backward")] == ["sm_90a", "sm_80"]
     assert plan["forward"]["head_dim"] == 256
@@ -289,7 +296,6 @@ def test_plans_say_why_no_faster_kernel_is_taken():
     for change, reason in (
         ({"bias": True}, "a bias"),
         ({"mask": True}, "a mask tensor"),
-        ({"dropout": True}, "dropout"),
         ({"alibi": True}, "ALiBi slopes"),
         ({"dtype": "float32"}, "a dtype other than float16 and bfloat16"),
         ({"sm90a_code": False}, "a device that runs no code of sm_90a"),

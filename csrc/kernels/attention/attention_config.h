@@ -15,6 +15,7 @@ struct ForwardTile {
   bool turns;            // warpgroups issue their products one after the other
   bool extended;         // softcap
   int query_stages = 2;  // tiles of queries in shared memory. 1: a tile ends before the next one begins
+  bool dropout = false;
 
   constexpr bool serial() const { return query_stages == 1; }
   constexpr int tile_rows() const { return 64 * groups; }
@@ -36,12 +37,14 @@ constexpr ForwardTile kForward64{64, 3, 96, 8, true, false};
 constexpr ForwardTile kForward64Short{64, 2, 128, 8, true, false};
 constexpr ForwardTile kForward128Extended{128, 2, 128, 5, false, true};
 constexpr ForwardTile kForward64Extended{64, 2, 128, 8, true, true};
+constexpr ForwardTile kForward128Dropout{128, 2, 128, 5, false, false, 2, true};
+constexpr ForwardTile kForward64Dropout{64, 2, 128, 8, true, false, 2, true};
 // Output takes half of a thread's registers and one tile of queries 64 KiB: there is room for 80 keys a step, and for
 // no second tile of queries. The probabilities have no second place either, so that the base follows the maxima.
 constexpr ForwardTile kForward256{256, 2, 80, 4, false, true, 1};
 
-constexpr ForwardTile kForwardTiles[] = {kForward128,         kForward64,         kForward64Short,
-                                         kForward128Extended, kForward64Extended, kForward256};
+constexpr ForwardTile kForwardTiles[] = {kForward128,        kForward64,  kForward64Short,    kForward128Extended,
+                                         kForward64Extended, kForward256, kForward128Dropout, kForward64Dropout};
 
 // What a Hopper backward kernel is compiled for: tiles of 128 keys, two consumer warpgroups.
 struct BackwardTile {
@@ -50,11 +53,14 @@ struct BackwardTile {
   int query_stages;   // blocks of q and dout in flight
   int key_stages;     // tiles of k in flight, and of v
   int value_stages;
+  bool dropout = false;
 
   static constexpr int threads() { return 3 * 128; }
   // After registers have been moved to the consumers: together no more than 3 * 168.
   static constexpr int producer_registers() { return 24; }
   static constexpr int consumer_registers() { return 240; }
+  // Of a block of queries: lse and delta, and dropout's counter words.
+  constexpr int statistics_bytes() const { return block_queries * 8 + (dropout ? block_queries / 4 : 0); }
   constexpr bool operator==(const BackwardTile&) const = default;
 };
 
@@ -62,7 +68,9 @@ struct BackwardTile {
 // the waits between products took more time than the products.
 constexpr BackwardTile kBackward128{128, 64, 2, 2, 1};
 constexpr BackwardTile kBackward64{64, 128, 2, 2, 2};
-constexpr BackwardTile kBackwardTiles[] = {kBackward128, kBackward64};
+constexpr BackwardTile kBackward128Dropout{128, 64, 2, 2, 1, true};
+constexpr BackwardTile kBackward64Dropout{64, 128, 2, 2, 2, true};
+constexpr BackwardTile kBackwardTiles[] = {kBackward128, kBackward64, kBackward128Dropout, kBackward64Dropout};
 
 // Where a tile stands in its list. Kernels take this number as their argument, because nvcc 13.0 cannot write the
 // host's half of a kernel whose argument is a value of a class in a namespace.
@@ -87,6 +95,7 @@ struct AttentionKernelProblem {
   bool causal = false;  // no key after the diagonal: window_right >= 0
   bool softcap = false;
   bool mask = false, bias = false, alibi = false, dropout = false;
+  bool drops_nearly_all = false;  // a scale above 1,024
   bool positive_scale = true;
   bool aligned = true;     // base addresses and strides are multiples of 16 bytes and below 2^40, none is 0
   bool vectors = true;     // base addresses and strides are multiples of 16 bytes
@@ -111,7 +120,6 @@ constexpr const char* reason_against_sm90(const AttentionKernelProblem& p) {
   if (p.mask) return "a mask tensor";
   if (p.bias) return "a bias";
   if (p.alibi) return "ALiBi slopes";
-  if (p.dropout) return "dropout";
   if (!p.positive_scale) return "a softmax_scale that is not positive";
   if (!p.aligned) return "addresses or strides that are no multiples of 16 bytes";
   if (p.seqlen_q >= int64_t{1} << 28 || p.seqlen_k >= int64_t{1} << 28) return "sequences of 2^28 tokens or more";
@@ -134,10 +142,16 @@ constexpr const char* reason_against_portable(const AttentionKernelProblem& p) {
 constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKernelProblem& p) {
   AttentionForwardChoice c;
   c.why = attention::reason_against_sm90(p);
+  if (c.why == nullptr && p.dropout && p.softcap) c.why = "dropout beside a softcap";
+  if (c.why == nullptr && p.dropout && (p.head_dim > 128 || p.head_dim_v > 128))
+    c.why = "dropout with head dimensions above 128";
   if (c.why != nullptr) return c;
   c.supported = true;
   const bool small = p.head_dim <= 64 && p.head_dim_v <= 64;
-  if (p.head_dim > 128 || p.head_dim_v > 128) {
+  if (p.dropout) {
+    c.tile = small ? attention::kForward64Dropout : attention::kForward128Dropout;
+    c.why = "dropout: the kernel that makes the mask while the tensor cores multiply";
+  } else if (p.head_dim > 128 || p.head_dim_v > 128) {
     c.tile = attention::kForward256;
     c.why = "head dimensions up to 256: two warpgroups of 64 queries, 80 keys a step";
   } else if (p.softcap) {
@@ -168,10 +182,18 @@ constexpr AttentionBackwardChoice choose_attention_backward_sm90(const Attention
   c.why = attention::reason_against_sm90(p);
   if (c.why == nullptr && (p.head_dim > 128 || p.head_dim_v > 128)) c.why = "head dimensions above 128";
   if (c.why == nullptr && p.softcap) c.why = "softcap";
+  // The scale goes into the probabilities before they are rounded to T.
+  if (c.why == nullptr && p.drops_nearly_all) c.why = "dropout of more than 0.999";
   if (c.why != nullptr) return c;
   c.supported = true;
-  c.tile = p.head_dim <= 64 && p.head_dim_v <= 64 ? attention::kBackward64 : attention::kBackward128;
-  c.why = "128 keys a block, 64 queries a step; dq is added in the order of the keys";
+  const bool small = p.head_dim <= 64 && p.head_dim_v <= 64;
+  if (p.dropout) {
+    c.tile = small ? attention::kBackward64Dropout : attention::kBackward128Dropout;
+    c.why = "dropout: the kernel that makes the mask again while the tensor cores multiply";
+  } else {
+    c.tile = small ? attention::kBackward64 : attention::kBackward128;
+    c.why = "128 keys a block, 64 queries a step; dq is added in the order of the keys";
+  }
   return c;
 }
 

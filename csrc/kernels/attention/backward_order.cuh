@@ -74,6 +74,13 @@ inline int64_t total_tiles(const AttentionProblem& p) {
                                    : p.batch * ((p.seqlen_k + kTileKeys - 1) / kTileKeys);
 }
 
+// Statistics of a block of queries: lse * log2(e) of each query, then delta, so that probabilities and dS come out
+// multiplied by dropout's scale: 2^(-lse) times it, delta divided by it. With dropout also its counter word 1 of each
+// 16 queries. Floats from block to block: a power of two, because the loader has no registers for other products.
+__host__ __device__ __forceinline__ constexpr int statistics_stride(int block_queries, bool dropout) {
+  return dropout ? 4 * block_queries : 2 * block_queries;
+}
+
 // Where the statistics of a block's query i lie: a thread's sixteen columns become four 16-byte loads without bank
 // conflicts.
 __host__ __device__ __forceinline__ int statistics_place(int i) {

@@ -5,6 +5,7 @@
 #include "device/packed.h"
 #include "device/programmatic_launch.h"
 #include "device/reduce.h"
+#include "kernels/attention/attention_dropout.h"
 #include "kernels/attention/backward_order.cuh"
 #include "kernels/attention/online_softmax.cuh"
 #include "kernels/attention/store_accumulators.cuh"
@@ -27,15 +28,18 @@ struct RowParams {
   int* turns;
   int* counter;
   float scale;
+  bool dropout;
+  float dropout_scale;  // 1 where nothing is dropped, or everything
 };
 
 // The queries of a block: its sequence, where its rows lie, and whether some tile of keys visits it.
 struct RowBlock {
-  int64_t batch;      // packed: 0
-  int64_t token;      // the first row
-  int64_t statistic;  // of the first row in lse, without its head's part
-  int64_t head_rows;  // from head to head in lse
-  int rows;           // 0: the number belongs to no block
+  int64_t batch;          // packed: 0
+  int64_t token;          // the first row
+  int64_t statistic;      // of the first row in lse, without its head's part
+  int64_t head_rows;      // from head to head in lse
+  int64_t dropout_block;  // number of the first 16 queries, as attention_row_block() counts
+  int rows;               // 0: the number belongs to no block
   bool visited;
 };
 
@@ -70,6 +74,7 @@ template <int kBlock> __device__ __forceinline__ RowBlock row_block(const RowPar
     r.head_rows = queries;
   }
   r.token = start + block * kBlock;
+  r.dropout_block = attention_row_block(p.cu_seqlens_q, sequence, p.queries) + block * (kBlock / 16);
   r.statistic += block * kBlock;
   const int64_t left = queries - block * kBlock;
   r.rows = static_cast<int>(left < 0 ? 0 : left < kBlock ? left : kBlock);
@@ -96,6 +101,9 @@ template <class T, int kBlock> __global__ void __launch_bounds__(row_threads(kBl
   const int64_t at = number * p.heads + head;
   if (thread < 2) device::store(p.turns + at * 2 + thread, 0);
   const RowBlock r = row_block<kBlock>(p, number);
+  if (p.dropout && thread < kBlock / 16)
+    device::store(p.statistics + at * statistics_stride(kBlock, true) + 2 * kBlock + thread,
+                  __uint_as_float(attention_dropout_row(r.dropout_block, thread, p.heads, head)));
   using Eight = device::Packed<T, 8>;
   constexpr int kRows = row_threads(kBlock) / kRowLanes, kTurns = kBlock / kRows;
   const T* dout = static_cast<const T*>(p.dout) + r.batch * p.dout_strides.batch + head * p.dout_strides.head;
@@ -123,13 +131,13 @@ template <class T, int kBlock> __global__ void __launch_bounds__(row_threads(kBl
       float lse = INFINITY;
       if (row < r.rows) {
         const int64_t statistic = r.statistic + head * r.head_rows + row;
-        lse = device::load(p.lse + statistic) * kLog2e;
+        lse = device::load(p.lse + statistic) * kLog2e - device::log2(p.dropout_scale);
         if (lse == -INFINITY) lse = INFINITY;
         if (p.dlse != nullptr) delta -= device::load(p.dlse + statistic);
       }
-      float* to = p.statistics + at * 2 * kBlock + statistics_place(row);
+      float* to = p.statistics + at * statistics_stride(kBlock, p.dropout) + statistics_place(row);
       device::store(to, lse);
-      device::store(to + kBlock, delta);
+      device::store(to + kBlock, delta * (1.0f / p.dropout_scale));
     }
     if (!r.visited && row < r.rows && t * 8 < p.head_dim) {
       T* dq = static_cast<T*>(p.dq) + r.batch * p.dq_strides.batch + head * p.dq_strides.head;
@@ -263,6 +271,7 @@ struct SinkParams {
   void* dsink;              // [heads]
   int64_t blocks;
   int heads, block_queries;
+  bool dropout = false;
 };
 
 constexpr int kSinkThreads = 256;
@@ -275,7 +284,8 @@ template <class S> __global__ void __launch_bounds__(kSinkThreads) backward_sink
   float sums[1] = {0.0f};
   const int at_once = kSinkThreads / p.block_queries;
   for (int64_t i = thread / p.block_queries; i < p.blocks; i += at_once) {
-    const float* row = p.statistics + (i * p.heads + head) * 2 * p.block_queries + thread % p.block_queries;
+    const float* row =
+        p.statistics + (i * p.heads + head) * statistics_stride(p.block_queries, p.dropout) + thread % p.block_queries;
     sums[0] -= device::exp2(sink - device::load(row)) * device::load(row + p.block_queries);
   }
   device::block_reduce<kSinkThreads>(sums, scratch, device::Sum());

@@ -19,6 +19,8 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   // Of dq, a warpgroup makes 64 x 64: half of the columns of 64 queries, or all 64 columns of half of 128 queries.
   static constexpr bool kHalfColumns = kBlock == 64;
   static_assert(kBlock * tile.head_dim == 2 * 64 * 64);
+  // With 128 queries a step, masks are made as scores leave their registers.
+  static constexpr bool kMasksOneByOne = tile.dropout && kBlock == 128;
 
   const BackwardParams& p;
   const Shared& shared;
@@ -32,6 +34,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   float s[kBlock / 2], dp[kBlock / 2];  // transposed: 64 keys x a block of queries
   float dq[32];
   uint32_t pr[kBlock / 16][4], ds[kBlock / 16][4];  // packed probabilities and dS: A operands
+  uint32_t all[kBlock / 16][4];                     // dropout: the probabilities of which pr has those that are kept
 
   __device__ __forceinline__ BackwardConsumer(const BackwardParams& params, const Shared& memory, int warpgroup)
       : p(params), shared(memory), group(warpgroup), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4) {}
@@ -139,22 +142,52 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     }
   }
   using Statistics = device::Vector<float, 4>;
-  // p = 2^(scale_log2 * s - lse), packed.
-  __device__ __forceinline__ void exponentials(const Statistics* lse) {
+  // Dropout masks of the pairs of 16 queries, in the place of their probabilities. They depend on no product.
+  __device__ __forceinline__ void dropout_masks(const KeyDropout& dropout, const float* statistics, int i) {
+    dropout.pair_masks(__float_as_uint(device::load(statistics + 2 * kBlock + i)), p.dropout.threshold, pr[i]);
+  }
+  __device__ __forceinline__ KeyDropout key_dropout() const {
+    return KeyDropout(p.dropout, t->first_key + group * 64 + warp * 16, lane);
+  }
+  // Where there are registers for the masks of a whole step: all of them, beside the first products.
+  __device__ __forceinline__ void dropout_masks(const float* statistics) {
+    const KeyDropout dropout = key_dropout();
+#pragma unroll
+    for (int i = 0; i < kBlock / 16; ++i) dropout_masks(dropout, statistics, i);
+    keep_masks_before_wait();
+  }
+  __device__ __forceinline__ void keep_masks_before_wait() {
+    uint32_t x = 0;
+#pragma unroll
+    for (const auto& four : pr) x ^= four[0] ^ four[2];
+    device::keep_before_wait(__uint_as_float(x & 0x7fffffffu), shared.statistics(0));
+  }
+  // p = 2^(scale_log2 * s - lse), packed. Dropout: pr holds masks, which p takes.
+  __device__ __forceinline__ void exponentials(const Statistics* lse, [[maybe_unused]] const float* statistics) {
+    [[maybe_unused]] KeyDropout dropout;
+    if constexpr (kMasksOneByOne) dropout = key_dropout();
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 8) {
+      if constexpr (kMasksOneByOne) dropout_masks(dropout, statistics, i / 8);
       const Statistics l = device::load(lse + i / 2);
       const auto both = [&](int at, int of) {
         return device::pack<T>(device::exp2(s[i + at] * p.scale_log2 - l.at[of]),
                                device::exp2(s[i + at + 1] * p.scale_log2 - l.at[of + 1]));
       };
-      pr[i / 8][0] = both(0, 0);
-      pr[i / 8][1] = both(2, 0);
-      pr[i / 8][2] = both(4, 2);
-      pr[i / 8][3] = both(6, 2);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t two = both(2 * e, e / 2 * 2);
+        if constexpr (tile.dropout) {
+          all[i / 8][e] = two;
+          pr[i / 8][e] &= two;
+        } else {
+          pr[i / 8][e] = two;
+        }
+      }
     }
   }
-  // dS = p (dp - delta), packed; from p as it was rounded, which saves its registers.
+  // dS = p (dp - delta), packed; from p as it was rounded, which saves its registers. Dropout: dp counts where p is
+  // kept, delta everywhere.
   __device__ __forceinline__ void score_gradients(const Statistics* delta) {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 8) {
@@ -163,6 +196,13 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
       for (int e = 0; e < 4; ++e) {
         const uint32_t two = pr[i / 8][e];
         const int of = e / 2 * 2;
+        if constexpr (tile.dropout) {
+          const uint32_t both = all[i / 8][e];
+          ds[i / 8][e] = device::pack<T>(
+              device::low_half<T>(two) * dp[i + 2 * e] - device::low_half<T>(both) * d.at[of],
+              device::high_half<T>(two) * dp[i + 2 * e + 1] - device::high_half<T>(both) * d.at[of + 1]);
+          continue;
+        }
         ds[i / 8][e] = device::pack<T>(device::low_half<T>(two) * (dp[i + 2 * e] - d.at[of]),
                                        device::high_half<T>(two) * (dp[i + 2 * e + 1] - d.at[of + 1]));
       }
@@ -170,11 +210,14 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   }
   // To shared memory, rows of keys.
   __device__ __forceinline__ void store_score_gradients(unsigned char* to) {
-    const int row = group * 64 + warp * 16 + lane % 16;
+    uint32_t thread[1] = {threadIdx.x % 128};
+    if constexpr (tile.dropout) device::hold(thread);  // no registers that keep the addresses from step to step
+    const int row = group * 64 + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 16);
+    const int first = static_cast<int>(thread[0] / 16 % 2);
     unsigned char* at = to + row * kRowBytes;
 #pragma unroll
     for (int i = 0; i < kBlock / 16; ++i)
-      device::store_matrix(at + i / 4 * kTileKeys * kRowBytes + (((2 * (i % 4) + lane / 16) ^ (row & 7)) << 4), ds[i]);
+      device::store_matrix(at + i / 4 * kTileKeys * kRowBytes + (((2 * (i % 4) + first) ^ (row & 7)) << 4), ds[i]);
   }
 
   // dk += dS q, asynchronously. This warpgroup's dS is read from shared memory, which leaves registers free.

@@ -5,6 +5,7 @@
 #include "device/tensor_copy.h"
 #include "kernels/attention/attention_config.h"
 #include "kernels/attention/backward_order.cuh"
+#include "kernels/attention/dropout_sm90.cuh"
 
 // The first warpgroup of the Hopper backward (backward_sm90.cuh): the loader and the threads that add dq to global
 // memory; and what all warpgroups share.
@@ -29,7 +30,7 @@ struct BackwardParams {
   bool blocks_first;   // a tile visits all blocks for one query head, then for the next one; else all heads of a block
   int queries, keys, total_q, total_k;
   int head_dim, head_dim_v;
-  const float* statistics;  // [blocks, heads, 2 (lse * log2(e), delta), block], as statistics_place() says
+  const float* statistics;  // [blocks, heads, statistics_stride()]
   float* dq_sums;           // [blocks, heads, block * head dim of the kernel], as accumulators lie in registers
   int* turns;               // [blocks, heads, 2]: whose turn it is to add to a half
   void *dk, *dv;
@@ -37,6 +38,7 @@ struct BackwardParams {
                     // in registers; null: one part, whose dk and dv are stored at once
   AttentionStrides dk_strides, dv_strides;
   float scale, scale_log2;
+  DropoutParams dropout;
 };
 
 // The number of a block of queries of a head. Unsigned: a sign would take the loader's last registers.
@@ -72,14 +74,13 @@ struct alignas(16) KeyTile {
 
 template <BackwardTile tile> struct BackwardShared {
   static constexpr int kPanels = tile.head_dim / 64, kBlock = tile.block_queries;
-  static constexpr int kStatisticsFloats = 2 * kBlock;
   static constexpr int kKeyBytes = kTileKeys * tile.head_dim * 2, kQueryBytes = kBlock * tile.head_dim * 2;
   static constexpr int kScoreBytes = kTileKeys * kBlock * 2;     // of dS
   static constexpr int kHalfBytes = kBlock * tile.head_dim * 2;  // half of dq, fp32
   static constexpr int kV = 0, kK = tile.value_stages * kKeyBytes, kQ = kK + tile.key_stages * kKeyBytes;
   static constexpr int kDs = kQ + tile.query_stages * 2 * kQueryBytes;
   static constexpr int kDq = kDs + kStages * kScoreBytes, kStatistics = kDq + 2 * kHalfBytes;
-  static constexpr int kSlots = kStatistics + tile.query_stages * kStatisticsFloats * 4;
+  static constexpr int kSlots = kStatistics + tile.query_stages * tile.statistics_bytes();
   static constexpr int kBarriers = kSlots + kKeySlots * static_cast<int>(sizeof(KeyTile));
   static constexpr int kOtherBarriers = 2 * (tile.query_stages + tile.value_stages + tile.key_stages);
   static constexpr int kBytes = kBarriers + (kOtherBarriers + 12 + 2 * kKeySlots) * static_cast<int>(sizeof(Mbarrier));
@@ -93,7 +94,7 @@ template <BackwardTile tile> struct BackwardShared {
   __device__ __forceinline__ unsigned char* ds(unsigned i) const { return memory + kDs + i * kScoreBytes; }
   __device__ __forceinline__ unsigned char* dq(unsigned half) const { return memory + kDq + half * kHalfBytes; }
   __device__ __forceinline__ float* statistics(unsigned i) const {
-    return reinterpret_cast<float*>(memory + kStatistics) + i * kStatisticsFloats;
+    return reinterpret_cast<float*>(memory + kStatistics + i * tile.statistics_bytes());
   }
   __device__ __forceinline__ KeyTile* slot(unsigned i) const {
     return reinterpret_cast<KeyTile*>(memory + kSlots) + i % kKeySlots;
@@ -248,11 +249,12 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
       const unsigned stage = stage_of<tile.query_stages>(it);
       Mbarrier* full = shared.full(stage);
       device::mbarrier_wait(shared.empty(stage), parity_of<tile.query_stages>(it) ^ 1);
-      device::mbarrier_arrive_expect(full, 2 * Shared::kQueryBytes + Shared::kStatisticsFloats * 4);
+      device::mbarrier_arrive_expect(full, 2 * Shared::kQueryBytes + tile.statistics_bytes());
       load_panels<kPanels>(shared.q(stage), &maps.q, full, Shared::kBlock, row, head, t->batch);
       device::bulk_load(shared.statistics(stage),
-                        p.statistics + block_of_head(p, t->first_block + block, head) * Shared::kStatisticsFloats,
-                        Shared::kStatisticsFloats * 4, full);
+                        p.statistics + block_of_head(p, t->first_block + block, head) *
+                                           statistics_stride(Shared::kBlock, tile.dropout),
+                        tile.statistics_bytes(), full);
       load_panels<kPanels>(shared.dout(stage), &maps.dout, full, Shared::kBlock, row, head, t->batch);
       if (i == 0) {
         const unsigned v_stage = stage_of<tile.value_stages>(tiles);

@@ -23,13 +23,14 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
     device::mbarrier_wait(shared.full(stage), parity_of(it));
     Base::multiply_rows(s, shared.k(key_stage), shared.q(stage));
     Base::multiply_rows(dp, shared.v(v_stage), shared.dout(stage));
+    if constexpr (tile.dropout && !Base::kMasksOneByOne) Base::dropout_masks(shared.statistics(stage));
     device::wgmma_wait<1>();  // s, and dk of the step before
     device::hold(s);
     if (!first_of_tile) Base::arrive(shared.empty(stage ^ 1));
     Base::mask(first_query);
     const Statistics* statistics = reinterpret_cast<const Statistics*>(shared.statistics(stage)) + lane % 4;
     device::named_barrier_arrive(kTurnBarrier + 1 - group, kTurnThreads);
-    Base::exponentials(statistics);
+    Base::exponentials(statistics, shared.statistics(stage));
     Base::multiply_dv(stage);
     Base::multiply_dq(it - 1, last_keys);
     device::wgmma_wait<2>();  // dp

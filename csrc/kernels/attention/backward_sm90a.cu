@@ -25,7 +25,7 @@ Workspace workspace_of(const AttentionProblem& p, const BackwardTile& tile) {
   const int64_t parts = backward_parts(p);
   const int64_t key_sums = parts == 1 ? 0 : total_tiles(p) * p.heads_k * parts * 2 * kTileKeys * tile.head_dim;
   w.statistics = w.key_sums + key_sums * 4;
-  w.turns = w.statistics + blocks * 2 * tile.block_queries * 4;
+  w.turns = w.statistics + blocks * statistics_stride(tile.block_queries, tile.dropout) * 4;
   w.counter = w.turns + aligned(blocks * 8);
   w.first_tiles = w.counter + 16;
   w.bytes = aligned(w.first_tiles + (p.cu_seqlens_q != nullptr ? 4 * (p.batch + 2) : 0));
@@ -63,6 +63,7 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   p.dv_strides = x.dv_strides;
   p.scale = static_cast<float>(a.softmax_scale);
   p.scale_log2 = p.scale * kLog2e;
+  p.dropout = dropout_params(a.dropout);
   Schedule& s = p.schedule;
   s.counter = reinterpret_cast<int*>(memory + w.counter);
   if (a.cu_seqlens_q != nullptr) s.first_tiles = reinterpret_cast<const int*>(memory + w.first_tiles);
@@ -108,6 +109,8 @@ RowParams row_params(const AttentionBwdParams& x, const BackwardParams& b) {
   p.turns = b.turns;
   p.counter = b.schedule.counter;
   p.scale = b.scale;
+  p.dropout = a.dropout.seed != nullptr;
+  p.dropout_scale = p.dropout && a.dropout.scale > 0 ? static_cast<float>(a.dropout.scale) : 1.0f;
   return p;
 }
 
@@ -146,7 +149,8 @@ bool has_unseen_keys(const BackwardParams& p) {
 
 Status run_sink(const AttentionBwdParams& x, const BackwardParams& p, int block_queries, void* stream) {
   const AttentionProblem& a = x.problem;
-  const SinkParams sink{p.statistics, a.sink, x.dsink, total_blocks(a, block_queries), p.heads, block_queries};
+  const SinkParams sink{
+      p.statistics, a.sink, x.dsink, total_blocks(a, block_queries), p.heads, block_queries, a.dropout.seed != nullptr};
   const LaunchConfig config{.grid = static_cast<unsigned>(p.heads), .block = kSinkThreads};
   if (a.sink_dtype == Dtype::float32) return launch(backward_sink<float>, config, stream, sink);
   if (a.sink_dtype == Dtype::float16) return launch(backward_sink<float16>, config, stream, sink);
@@ -217,6 +221,8 @@ Status attention_backward_sm90(const AttentionBwdParams& p, void* stream) {
   using namespace attention;
   const AttentionBackwardChoice choice = choose(p);
   if (!choice.supported) return no_kernel(choice.why);
+  if (choice.tile == kBackward128Dropout) return run_dtype<kBackward128Dropout>(p, stream);
+  if (choice.tile == kBackward64Dropout) return run_dtype<kBackward64Dropout>(p, stream);
   return choice.tile == kBackward64 ? run_dtype<kBackward64>(p, stream) : run_dtype<kBackward128>(p, stream);
 }
 

@@ -35,7 +35,6 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   float s[tile.block_keys / 2];  // scores; in masked steps p
   float o[tile.head_dim / 2];    // sum of p * v
   Softmax softmax;
-
   __device__ __forceinline__ ForwardConsumer(const ForwardParams& params, const ForwardShared<tile>& memory,
                                              int warpgroup)
       : p(params), shared(memory), group(warpgroup), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4) {}
@@ -85,11 +84,15 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
                                                          device::advance(v, i * 16 * kPanelRowBytes), true);
     device::wgmma_commit();
   }
-  // Starts both products of a step and returns when s is there; the second product is then in flight.
-  __device__ __forceinline__ int start_step(const Probabilities& probabilities) {
+  // Starts both products of a step and returns when s is there; the second product is then in flight. `between` is
+  // called when the first product is: the second one's operands are registers, so that a warp waits for the tensor
+  // cores while it issues it.
+  template <class Between>
+  __device__ __forceinline__ int start_step(const Probabilities& probabilities, Between&& between) {
     const int keys = take_block();
     take_turn();
     multiply_keys(keys);
+    between();
     const int values = take_block();
     multiply_values(values, probabilities);
     pass_turn();
@@ -97,6 +100,9 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     device::hold(s);
     release_block(keys);
     return values;
+  }
+  __device__ __forceinline__ int start_step(const Probabilities& probabilities) {
+    return start_step(probabilities, [] {});
   }
   __device__ __forceinline__ void finish_step(int values) {
     device::keep_before_wait(softmax.sum[0] + softmax.sum[1], shared.scratch);
@@ -125,6 +131,22 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     mask_scores(s, p.window, query, m.first_key, lane, m.shift, m.keys);
     softmax.raise_base(s, p.scale_log2, factor);
     softmax.exponentials_in_place(s, p.scale_log2);
+    if constexpr (tile.dropout) {
+      const RowDropout dropout = row_dropout();
+#pragma unroll
+      for (int c = 0; c < tile.block_keys / 16; ++c) drop(kept(dropout, m.first_key, c), s + 8 * c);
+    }
+  }
+  // What the calls of a step have in common. Made in every step, because nothing of it has a place in registers.
+  __device__ __forceinline__ RowDropout row_dropout() const {
+    if constexpr (!tile.dropout) return {};
+    return RowDropout(p.dropout, t->dropout_row + static_cast<uint32_t>((group * 4 + warp) * p.heads));
+  }
+  // Of the 16 keys after `first_key` + 16 c.
+  __device__ __forceinline__ PhiloxCounter kept(const RowDropout& dropout, int first_key, int c) const {
+    PhiloxCounter halves = dropout.call(static_cast<uint32_t>(2 * first_key + 32 * c + lane));
+    kept_halves(halves, p.dropout.threshold);
+    return halves;
   }
   // Probabilities are packed after the product that reads the old ones.
   __device__ __forceinline__ void masked_step(int visit, Probabilities& probabilities) {
@@ -137,15 +159,29 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     Softmax::pack(s, probabilities);
   }
   // A step without mask. The scores are kept, so that exponentials which outgrow the base can be taken again.
-  __device__ __forceinline__ void lazy_step(const Probabilities& old, Probabilities& probabilities) {
-    const int values = start_step(old);
+  // The dropout mask depends on neither product: it is made beside the first one.
+  __device__ __forceinline__ void lazy_step(int visit, const Probabilities& old, Probabilities& probabilities) {
+    const int first_key = (t->whole_end - 1 - (visit - masked)) * tile.block_keys;
+    [[maybe_unused]] const RowDropout dropout = row_dropout();
+    const int values = start_step(old, [&] {
+      if constexpr (tile.dropout) {
+        uint32_t all = 0;
+#pragma unroll
+        for (int c = 0; c < tile.block_keys / 16; ++c) {
+          pair_masks(kept(dropout, first_key, c), probabilities[c]);
+          all ^= probabilities[c][0] ^ probabilities[c][1];
+        }
+        device::keep_before_wait(__uint_as_float(all & 0x7fffffffu), shared.scratch);
+      }
+    });
     cap();
     float sums[2], factor[2];
-    softmax.exponentials(s, p.scale_log2, probabilities, sums);
+    softmax.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
     const bool outgrown = __any_sync(0xffffffffu, Softmax::outgrown(sums));
     if (outgrown) {
+      if constexpr (tile.dropout) Softmax::masks_again(probabilities);
       softmax.raise_base(s, p.scale_log2, factor);
-      softmax.exponentials(s, p.scale_log2, probabilities, sums);
+      softmax.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
     }
     softmax.sum[0] += sums[0];
     softmax.sum[1] += sums[1];
@@ -214,6 +250,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
         inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
         lse = fmaxf(lse, sink) + device::log2(1.0f + above) * kLn2;
       }
+      if constexpr (tile.dropout) inverse[r] *= p.dropout.scale;
       const int row = f.query + 8 * r;
       if (lane % 4 == 0 && p.lse != nullptr && row < f.queries) device::store(p.lse + f.t->lse + row, lse);
     }
@@ -294,11 +331,11 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       int visit = 1;
       for (; visit < masked; ++visit) masked_step(visit, p0);
       for (; visit + 1 < visits; visit += 2) {
-        lazy_step(p0, p1);
-        lazy_step(p1, p0);
+        lazy_step(visit, p0, p1);
+        lazy_step(visit + 1, p1, p0);
       }
       if (visit < visits) {
-        lazy_step(p0, p1);
+        lazy_step(visit, p0, p1);
         // A plain copy would be merged by ptxas with registers that the product in flight still reads.
 #pragma unroll
         for (int i = 0; i < tile.block_keys / 4; ++i) p0[i / 4][i % 4] = p1[i / 4][i % 4] ^ p.zero;

@@ -5,6 +5,7 @@
 #include "device/tensor_copy.h"
 #include "device/vector.h"
 #include "kernels/attention/attention_config.h"
+#include "kernels/attention/dropout_sm90.cuh"
 #include "kernels/attention/mask.cuh"
 #include "kernels/attention/scheduler.cuh"
 
@@ -37,7 +38,8 @@ struct ForwardParams {
   bool sink_is_float;         // else of the dtype of q
   float scale_log2;           // of the scores that go into exponentials, times log2(e)
   float softcap, to_softcap;  // softcap 0: none. Else s becomes softcap * tanh(s * to_softcap)
-  uint32_t zero;              // 0, which the compiler does not know
+  DropoutParams dropout;
+  uint32_t zero;  // 0, which the compiler does not know
 };
 
 // A tile of query rows as the loader publishes it. In shared memory until its rows are stored, so that it costs the
@@ -49,6 +51,7 @@ struct alignas(16) Tile {
   int shift, head, key_head, batch;                     // packed: batch 0
   int q_token, k_token;                                 // the sequence's first token in packed tensors
   int masked, right, right_end, left_begin, whole_end;  // as in BlockPlan
+  uint32_t dropout_row;                                 // counter word 1 of the first 16 queries
   int64_t lse;                                          // offset of the sequence's first row
 
   __device__ __forceinline__ int block(int visit) const {
@@ -110,6 +113,11 @@ __device__ __forceinline__ void describe_tile(const ForwardParams& p, const Tile
   device::store(&t->right_end, plan.right_end);
   device::store(&t->left_begin, plan.left_begin);
   device::store(&t->whole_end, plan.whole_end);
+  if constexpr (tile.dropout) {
+    const int64_t row_block = attention_row_block(p.cu_seqlens_q, at.batch, p.queries);
+    device::store(&t->dropout_row,
+                  attention_dropout_row(row_block, first_query / kAttentionDropoutBlock, p.heads, at.head));
+  }
   device::store(&t->lse, lse);
   device::store(&t->visits, plan.blocks);
 }

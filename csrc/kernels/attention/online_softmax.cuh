@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "device/convert.h"
+#include "device/halves.h"
 #include "device/math.h"
 #include "device/reduce.h"
 
@@ -92,7 +93,9 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     for (int i = 0; i < kScores / 2; ++i) out[i / 4][i % 4] = device::pack<T>(s[2 * i], s[2 * i + 1]);
   }
 
-  // From s to packed p, without a change of s or of the sums: `sums` is the block's part.
+  // From s to packed p, without a change of s or of the sums: `sums` is the block's part. kMasked: `out` holds masks of
+  // the pairs, which p takes and the sums do not.
+  template <bool kMasked = false>
   __device__ __forceinline__ void exponentials(const Scores& s, float scale, Probabilities& out, float (&sums)[2]) {
     float partial[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -103,11 +106,20 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
         x[e] = device::exp2(s[i + e] * scale - base[e / 2]);
         partial[e] += x[e];
       }
-      out[i / 8][i / 2 % 4] = device::pack<T>(x[0], x[1]);
-      out[i / 8][i / 2 % 4 + 1] = device::pack<T>(x[2], x[3]);
+      uint32_t* pairs = out[i / 8] + i / 2 % 4;
+      pairs[0] = device::pack<T>(x[0], x[1]) & (kMasked ? pairs[0] : 0xffffffffu);
+      pairs[1] = device::pack<T>(x[2], x[3]) & (kMasked ? pairs[1] : 0xffffffffu);
     }
     sums[0] = partial[0] + partial[1];
     sums[1] = partial[2] + partial[3];
+  }
+  // Masks that give the same zeros again under a higher base: what is 0 under the old one is 0 under it, too.
+  static __device__ __forceinline__ void masks_again(Probabilities& p) {
+#pragma unroll
+    for (auto& four : p)
+#pragma unroll
+      for (uint32_t& pair : four)  // p >= 0, or the NaN 0x7fff: a half's highest bit is clear
+        pair = device::spread_signs(pair + 0x7fff7fffu, 0, device::spread_selector(0, 1));
   }
   // A row without a base has infinite p, and NaN compares false.
   static __device__ __forceinline__ bool outgrown(const float (&sums)[2]) {

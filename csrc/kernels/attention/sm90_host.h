@@ -54,6 +54,7 @@ inline AttentionKernelProblem kernel_problem(const AttentionProblem& p, bool ali
   k.bias = p.bias != nullptr;
   k.alibi = p.alibi_slopes != nullptr;
   k.dropout = p.dropout.seed != nullptr;
+  k.drops_nearly_all = k.dropout && p.dropout.scale > 1024;
   k.positive_scale = p.softmax_scale > 0;
   k.aligned = aligned;
   return k;

@@ -296,8 +296,11 @@ __device__ __forceinline__ void update_quantized(const QuantChunk<P>& c, const M
   }
 }
 
+// Elements of float32 parameters take registers that a third block would need.
+template <class P> constexpr int kBlocks8Bit = sizeof(P) == 4 ? 2 : kOptimBlocks8Bit;
+
 // kMost: the states of a tensor with scales, and those that one without may have.
-template <class F, class P, unsigned kMost> __global__ void __launch_bounds__(kOptimThreads, kOptimBlocks8Bit)
+template <class F, class P, unsigned kMost> __global__ void __launch_bounds__(kOptimThreads, kBlocks8Bit<P>)
     step_8bit(const __grid_constant__ OptimParams p) {
   using In = Stored<P, float, false>;
   using Shared = Constants<F, In>;

@@ -1,0 +1,191 @@
+// Dropout in the Hopper kernels of attention on the host: the mask of attention_dropout.h, against double precision.
+// links: csrc/kernels/attention/attention.cu
+// links: csrc/kernels/attention/attention_portable.cu
+// links: csrc/kernels/attention/forward_sm90a.cu
+// links: csrc/kernels/attention/backward_sm90a.cu
+// links: csrc/kernels/attention/portable_bfloat16.cu
+// links: csrc/kernels/attention/portable_float16.cu
+// links: csrc/kernels/attention/portable_float32.cu
+#include "attention_sm90_runs.h"
+#include "device/halves.h"
+
+namespace warpsmith::test {
+namespace {
+
+// Every word against every threshold that has a case of its own, and many others.
+TEST(halves_reach_their_threshold) {
+  Random random(1);
+  std::vector<uint32_t> thresholds{0, 1, 0x7fff, 0x8000, 0x8001, 0xffff, 0x10000};
+  for (int i = 0; i < 50; ++i) thresholds.push_back(static_cast<uint32_t>(random.integer(0, 65536)));
+  for (const uint32_t threshold : thresholds) {
+    const device::HalvesThreshold halves = device::halves_threshold(threshold);
+    for (int i = 0; i < 400; ++i) {
+      const auto near = [&] {
+        const int64_t x = random.coin() ? random.integer(0, 65535) : int64_t{threshold} + random.integer(-2, 2);
+        return static_cast<uint32_t>(std::clamp<int64_t>(x, 0, 65535));
+      };
+      const uint32_t low = near(), high = near(), kept = device::halves_reach(high << 16 | low, halves);
+      expect_equal("low half", (kept >> 15 & 1) != 0, low >= threshold);
+      expect_equal("high half", kept >> 31 != 0, high >= threshold);
+    }
+  }
+}
+TEST(signs_are_spread) {
+  expect_equal("0, 2", device::spread_signs(0x00008000, 0x7fff7fff, device::spread_selector(0, 2)), 0x0000ffffu);
+  expect_equal("1, 3", device::spread_signs(0x7fff8000, 0x80000000, device::spread_selector(1, 3)), 0xffff0000u);
+  expect_equal("1, 0", device::spread_signs(0x8000ffff, 0, device::spread_selector(1, 0)), 0xffffffffu);
+}
+
+// Where weights are so unequal that p of the kept ones may underflow, out is close to 0 beside values about 1.
+constexpr Tolerance kUnequalWeights{.ulps = 1, .relative = 0, .absolute = 0x1p-7};
+
+template <class T> void check_dropped_forward(const AttentionCase& shape) {
+  AttentionData<T> data(shape);
+  data.solve(true);  // of_out as well
+  expect_ok(attention_forward_supported_sm90(data.forward()));
+  under_every_seed([&] {
+    data.poison_outputs();
+    expect_ok(run_forward(data));
+    same_bits_for_every_seed("out", data.out.data);
+    same_bits_for_every_seed("lse", data.lse);
+    if (shape.logit_growth > 0)
+      expect_close("out", data.out.data, data.want_out, kUnequalWeights);
+    else
+      expect_within("out", data.out.data, data.want_out, data.of_out);
+    expect_close("lse", data.lse, data.want_lse, kLseTolerance);
+    expect_equal("bank conflicts", sim::counters().bank_conflicts, int64_t{0});
+  });
+}
+
+TEST(forward_128) {
+  NEEDS_SM90_CODE;
+  Multiprocessors two(2);
+  check_dropped_forward<bfloat16>(
+      {.queries = 150, .keys = 420, .heads = 2, .key_heads = 1, .head_dim = 128, .dropout = 0.1});
+}
+TEST(forward_64) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_dropped_forward<bfloat16>(
+      {.queries = 200, .keys = 400, .heads = 3, .key_heads = 3, .window_right = 0, .dropout = 0.6});
+}
+TEST(forward_float16_and_probabilities_at_the_ends) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_dropped_forward<float16>(
+      {.queries = 200, .keys = 260, .heads = 2, .key_heads = 2, .head_dim = 128, .window_right = 0, .dropout = 0.3});
+  for (const double p : {0.5, 0.00001, 0.99, 1.0})
+    check_dropped_forward<float16>({.queries = 70, .keys = 300, .head_dim = 40, .sink = true, .dropout = p});
+}
+TEST(forward_packed_and_windows) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  check_dropped_forward<bfloat16>({.heads = 2,
+                                   .key_heads = 1,
+                                   .head_dim = 128,
+                                   .window_left = 150,
+                                   .window_right = 0,
+                                   .lengths_q = {150, 0, 3, 300, 64},
+                                   .lengths_k = {150, 10, 7, 430, 0},
+                                   .spare_tokens = 5,
+                                   .dropout = 0.2});
+  check_dropped_forward<bfloat16>(
+      {.queries = 300, .keys = 520, .window_left = 300, .window_right = 70, .bottom_right = false, .dropout = 0.2});
+}
+// The base follows the maxima, and what was dropped before stays so.
+TEST(forward_maxima_outgrow_the_base) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(2);
+  Multiprocessors one(1);
+  for (const float growth : {8.0f, 300.0f}) {
+    check_dropped_forward<bfloat16>(
+        {.queries = 150, .keys = 700, .head_dim = 128, .logit_growth = growth, .dropout = 0.4});
+    check_dropped_forward<float16>({.queries = 150, .keys = 700, .logit_growth = growth, .dropout = 0.4});
+  }
+}
+template <class T> void check_dropped_backward(const AttentionCase& shape) {
+  expect_ok(attention_backward_supported_sm90(AttentionData<T>(shape).backward()));
+  check_backward<T>(shape);
+}
+
+TEST(backward_128) {
+  NEEDS_SM90_CODE;
+  Multiprocessors two(2);
+  check_dropped_backward<bfloat16>(
+      {.queries = 150, .keys = 300, .heads = 2, .key_heads = 1, .head_dim = 128, .dropout = 0.1});
+}
+TEST(backward_64) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(3);
+  Multiprocessors two(2);
+  check_dropped_backward<bfloat16>(
+      {.batch = 2, .queries = 200, .keys = 200, .heads = 2, .key_heads = 2, .window_right = 0, .dropout = 0.4});
+}
+TEST(backward_float16_sink_and_probabilities_at_the_ends) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const int64_t dim : {40, 104})
+    for (const double p : {0.5, 0.00001, 0.9, 1.0})
+      check_dropped_backward<float16>({.queries = 70, .keys = 140, .head_dim = dim, .sink = true, .dropout = p});
+}
+TEST(backward_packed_and_windows) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const int64_t dim : {64, 128})
+    check_dropped_backward<bfloat16>({.heads = 2,
+                                      .key_heads = 1,
+                                      .head_dim = dim,
+                                      .window_left = 90,
+                                      .window_right = 0,
+                                      .lengths_q = {150, 0, 3, 130, 64},
+                                      .lengths_k = {150, 10, 7, 200, 0},
+                                      .spare_tokens = 5,
+                                      .dropout = 0.2});
+}
+TEST(a_softcap_beside_it_is_refused) {
+  NEEDS_SM90_CODE;
+  AttentionData<bfloat16> data({.queries = 64, .keys = 64, .softcap = 2, .dropout = 0.1});
+  expect_refused(attention_forward_sm90(data.forward(), nullptr), "dropout beside a softcap");
+}
+TEST(a_backward_that_would_overflow_is_refused) {
+  NEEDS_SM90_CODE;
+  AttentionData<float16> data({.queries = 64, .keys = 64, .dropout = 0.9995});
+  expect_refused(attention_backward_sm90(data.backward(), nullptr), "dropout of more than 0.999");
+}
+
+// Forward and backward, of shapes and windows at random.
+RANDOM_TEST(random_shapes) {
+  NEEDS_SM90_CODE;
+  const int64_t key_heads = random.integer(1, 2);
+  AttentionCase shape{.batch = random.integer(1, 2),
+                      .queries = random.size(1, 200),
+                      .keys = random.size(1, 300),
+                      .heads = key_heads * random.integer(1, 2),
+                      .key_heads = key_heads,
+                      .head_dim = 8 * random.integer(1, 16)};
+  if (random.coin()) shape.window_right = random.size(0, 200);
+  if (random.coin()) shape.window_left = random.size(0, 200);
+  shape.dropout = static_cast<double>(random.integer(1, 90)) / 100;
+  sim::options().seed = static_cast<uint64_t>(random.integer(0, 7));
+  sim::options().properties.multiprocessors = static_cast<int>(random.integer(1, 3));
+  AttentionData<bfloat16> data(shape, random.bits() % 1000);
+  data.delta_of_rounded_out = true;
+  data.solve(true);
+  data.poison_gradients();
+  expect_ok(run_backward(data));
+  compare_gradients(data);
+  data.poison_outputs();
+  expect_ok(run_forward(data));
+  expect_within("out", data.out.data, data.want_out, data.of_out);
+  expect_close("lse", data.lse, data.want_lse, kLseTolerance);
+  sim::options().seed = 0;
+  sim::options().properties.multiprocessors = 132;
+}
+
+}  // namespace
+}  // namespace warpsmith::test
