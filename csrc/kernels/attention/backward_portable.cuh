@@ -91,6 +91,7 @@ template <class T> __device__ __forceinline__ bool correct_delta(const Attention
     sums.size[r] = device::group_sum<4>(sums.size[r]);
   }
   float lse[2], delta[2];
+  if (of_rows == nullptr) return false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     lse[r] = device::load(of_rows + 8 * r);
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(kBackwardTile<kTile, kKeysAreRows>.threads(), 
   const int local = warp % kRowWarps * 16 * kTiles, first_width = warp / kRowWarps * kWidth;
   const int first_row = at.first + local;  // of the warp
   const Columns of_all = columns_of_all<kKeysAreRows>(a, s, first_row, first_row + 16 * kTiles - 1);
-  const float* of_rows = kKeysAreRows ? nullptr : statistics_of_rows(p, s, first_row + lane / 4, at.first, head);
+  const float* of_rows = kKeysAreRows ? nullptr : statistics_of_rows(p, s, first_row + lane / 4, head);
   const Steps<kColumns> columns(columns_of_rows<kKeysAreRows>(a, s, at.first, at.first + count - 1));
   const int steps = columns.count * (kKeysAreRows ? ratio : 1);
   const auto head_of = [&](int step) { return kKeysAreRows ? head * ratio + step / columns.count : head; };
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(kBackwardTile<kTile, kKeysAreRows>.threads(), 
       Accumulators<kColumns> probabilities[kTiles], ds[kTiles];
       make_gradients<T, kDepth, kColumns, kTiles, kKeysAreRows, tile.extended>(
           probabilities, ds, !for_delta_alone, a, s, first_row, of_all, head_of(step), first_of(step), own_x, own_y,
-          others, others + kColumns * kStride, lse, lse + (kKeysAreRows ? kColumns : kBlockQueries), lane);
+          others, others + kColumns * kStride, lse, kKeysAreRows ? kColumns : kBlockQueries, lane);
       if constexpr (kKeysAreRows) {
         add_product<T, kDepth, kColumns, kWidth, kTiles>(of_values, probabilities,
                                                          others + kColumns * kStride + first_width, lane);
@@ -242,7 +243,9 @@ __global__ void __launch_bounds__(kBackwardTile<kTile, kKeysAreRows>.threads(), 
       bool counts = for_delta_alone;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        counts = correct_delta<T>(p, s, head, sums[i], first_row + 16 * i, of_rows + 16 * i, lane) || counts;
+        counts = correct_delta<T>(p, s, head, sums[i], first_row + 16 * i,
+                                  of_rows == nullptr ? nullptr : of_rows + 16 * i, lane) ||
+                 counts;
       }
       const int again = __syncthreads_or(counts);
       if (thread == 0) device::store(params.again + block, again != 0 ? 1 : 0);

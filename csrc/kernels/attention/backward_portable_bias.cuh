@@ -34,7 +34,7 @@ template <class T, class B, int kTile> __global__ void __launch_bounds__(kPortab
     if (some.begin >= min(some.end, first_column + kColumns) || some.end <= first_column) return;
     const int first = first_row + local;  // of the warp
     const Columns of_all = columns_of_all<false>(a, s, first, first + 16 * kTiles - 1);
-    const float* lse = statistics_of_rows(p, s, first + lane / 4, first_row, head);
+    const float* lse = statistics_of_rows(p, s, first + lane / 4, head);
     __syncthreads();  // every warp has read the rows before
     copy_pair<T, kDepth, tile.rows, kThreads>(rows, q_rows<T>(p, s, head), dout_rows<T>(p, s, head), first_row,
                                               s.queries, a);
@@ -45,9 +45,9 @@ template <class T, class B, int kTile> __global__ void __launch_bounds__(kPortab
     __syncthreads();
     Accumulators<kColumns> probabilities[kTiles], ds[kTiles];
     const T *own_q = rows + local * kStride, *own_dout = own_q + tile.rows * kStride;
-    make_gradients<T, kDepth, kColumns, kTiles, false, true>(
-        probabilities, ds, false, a, s, first, of_all, head, first_column, own_q, own_dout, columns,
-        columns + kColumns * kStride, lse, lse + kBlockQueries, lane);
+    make_gradients<T, kDepth, kColumns, kTiles, false, true>(probabilities, ds, false, a, s, first, of_all, head,
+                                                             first_column, own_q, own_dout, columns,
+                                                             columns + kColumns * kStride, lse, kBlockQueries, lane);
 #pragma unroll
     for (int i = 0; i < kTiles; ++i)
 #pragma unroll

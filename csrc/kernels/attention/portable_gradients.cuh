@@ -17,12 +17,12 @@ __device__ __forceinline__ int64_t statistics_of(const AttentionProblem& p, cons
   return (block * p.heads_q + head) * kStatistics + query % kBlockQueries;
 }
 
-// lse of a thread's rows of queries, row + 8 r; delta is kBlockQueries behind. Rows of a tile that do not exist have
-// those of others: nothing is seen there.
+// lse of a thread's rows of queries, row + 8 r; delta is kBlockQueries behind. Null where the warp's block of queries
+// does not exist: nothing is seen there, and another warp's delta may be corrected at any time.
 __device__ __forceinline__ const float* statistics_of_rows(const AttentionBwdParams& p, const SequenceOfTile& s,
-                                                           int row, int first_of_tile, int head) {
-  return static_cast<const float*>(p.workspace) +
-         statistics_of(p.problem, s, row / kBlockQueries * kBlockQueries < s.queries ? row : first_of_tile, head);
+                                                           int row, int head) {
+  if (row / kBlockQueries * kBlockQueries >= s.queries) return nullptr;
+  return static_cast<const float*>(p.workspace) + statistics_of(p.problem, s, row, head);
 }
 
 // Elements of the tensors of one sequence, from its first token of a head on.
@@ -66,7 +66,8 @@ __device__ __forceinline__ void copy_pair(T* to, const HeadRows<T>& x, const Hea
 // Probabilities and their gradients for the rows of a warp, from `first_row` on, and kColumns columns. All T are in
 // shared memory, in rows: x is q and y dout where queries are rows or columns, and k and v where keys are. p holds
 // probabilities as they meet dout, ds the gradients of logits or, `of_products`, those of products over softmax_scale.
-// `lse`, `delta`: of the queries, from the first column on or from the thread's first row on. Those of rows are read
+// `lse`: of the queries, from the first column on or from the thread's first row on (null: none), and delta `to_delta`
+// behind it. Those of rows are read
 // again in each step: registers are short.
 template <class T, int kDepth, int kColumns, int kTiles, bool kKeysAreRows, bool kExtended>
 __device__ __forceinline__ void make_gradients(Accumulators<kColumns> (&p)[kTiles],
@@ -74,7 +75,7 @@ __device__ __forceinline__ void make_gradients(Accumulators<kColumns> (&p)[kTile
                                                const AttentionProblem& a, const SequenceOfTile& s, int first_row,
                                                const Columns& of_all, int head, int first_column, const T* rows_x,
                                                const T* rows_y, const T* columns_x, const T* columns_y,
-                                               const float* lse, const float* delta, int lane) {
+                                               const float* lse, int to_delta, int lane) {
   const int column = lane % 4 * 2;  // of the thread's first element
   multiply_rows<T, kDepth, kColumns, kTiles>(ds, rows_y, columns_y, lane);
   const bool dropout = kExtended && a.dropout.seed != nullptr;
@@ -95,19 +96,22 @@ __device__ __forceinline__ void make_gradients(Accumulators<kColumns> (&p)[kTile
     }
   }
   // f(i, n, of its two queries) for all elements of a thread.
-  const auto for_queries = [&](const float* of, auto&& f) {
+  const auto for_queries = [&](int at, auto&& f) {
     device::Vector<float, 2> two;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
-      if constexpr (!kKeysAreRows) two = {{device::load(of + 16 * i), device::load(of + 16 * i + 8)}};
+      if constexpr (!kKeysAreRows) {
+        two = {};
+        if (lse != nullptr) two = {{device::load(lse + at + 16 * i), device::load(lse + at + 16 * i + 8)}};
+      }
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
-        if constexpr (kKeysAreRows) two = device::load_vector<2>(of + n * 8 + column);
+        if constexpr (kKeysAreRows) two = device::load_vector<2>(lse + at + n * 8 + column);
         f(i, n, two);
       }
     }
   };
-  for_queries(delta, [&](int i, int n, const device::Vector<float, 2>& two) {
+  for_queries(to_delta, [&](int i, int n, const device::Vector<float, 2>& two) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) ds[i][n][e] -= two.at[kKeysAreRows ? e % 2 : e / 2];
   });
@@ -121,7 +125,7 @@ __device__ __forceinline__ void make_gradients(Accumulators<kColumns> (&p)[kTile
     logits.template finish<T, kColumns>(p[i], Place<kKeysAreRows>{first_row + 16 * i + lane / 4, first_column + column},
                                         of_all, a, s);
   }
-  for_queries(lse, [&](int i, int n, const device::Vector<float, 2>& two) {
+  for_queries(0, [&](int i, int n, const device::Vector<float, 2>& two) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       p[i][n][e] = device::exp2(p[i][n][e] - two.at[kKeysAreRows ? e % 2 : e / 2]);
