@@ -88,6 +88,8 @@ def recipe_of(args: argparse.Namespace, ranks: Ranks, stored: dict[str, Any] | N
     head_dim = s.width // s.heads
     expect(head_dim % 8 == 0 and head_dim <= 256, "heads", f"--width {s.width} / heads in steps of 8 up to 256")
     expect(s.stream == "float32" or s.dtype == "bfloat16", "stream", f"float32 where --dtype is {s.dtype}")
+    expect(not args.captured or ranks.world == 1, "captured", f"one process where there are {ranks.world}", args)
+    expect(not args.captured or s.modules == "warpsmith", "captured", "--modules warpsmith", args)
     expect(s.shard == "none" or s.reduce == "bfloat16", "shard", f"none where --reduce is {s.reduce}")
     expect(s.shard == "none" or s.modules == "warpsmith", "shard", f"none where --modules is {s.modules}")
     expect(s.batch % ranks.world == 0, "batch", f"a multiple of the {ranks.world} ranks")

@@ -23,6 +23,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ TIME_IS_UP = 1000  # a reason to stop, beside the signals' numbers
 class Run:
     """A model and its optimizer. `done` counts the steps taken."""
 
-    def __init__(self, s: SimpleNamespace, kind: str, ranks: Ranks) -> None:
+    def __init__(self, s: SimpleNamespace, kind: str, ranks: Ranks, captured: bool = False) -> None:
         self.s, self.ranks, self.done = s, ranks, 0
         modules = modules_of(kind)
         torch.manual_seed(s.seed)
@@ -64,6 +65,7 @@ class Run:
         self.optimizer: Any
         self.scaler = warpsmith.amp.GradScaler(ranks.device.type, enabled=s.dtype == "float16")
         self.loss: nn.Module = self.model
+        self.update: Callable[[Tensor], Tensor] = self.update_once
         self.sharded = ranks.world > 1 and s.shard != "none" and kind == "warpsmith"
         if self.sharded:
             stage = {"states": 1, "gradients": 2}[s.shard]
@@ -78,6 +80,9 @@ class Run:
             )
             if s.reduce == "bfloat16":
                 ddp.register_comm_hook(None, accurate_hook)
+        if captured:
+            state = [self.model, self.optimizer, self.scaler]
+            self.update = warpsmith.train.CapturedStep(self.update_once, state=state)
 
     def parts(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
@@ -98,6 +103,12 @@ class Run:
         """One update; the loss of this rank's rows before it, still on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
+        loss = self.update(tokens)
+        self.done += 1
+        return loss
+
+    def update_once(self, tokens: Tensor) -> Tensor:
+        """What a step does on the device; with --captured it is one CUDA graph."""
         with self.autocast():
             loss = self.loss(tokens)
         self.scaler.scale(loss).backward()
@@ -105,7 +116,6 @@ class Run:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        self.done += 1
         return loss.detach()
 
     def clip(self) -> None:
@@ -157,7 +167,7 @@ class Training:
         self.data = Data(s, args.data, ranks, args.out)
         if state.get("data", self.data.sha256) != self.data.sha256:
             raise UserError(f"--data: expected the data that {args.out} was trained on, got other content")
-        self.run = Run(s, s.modules, ranks)
+        self.run = Run(s, s.modules, ranks, args.captured)
         if args.resume:
             self.run.done = self.saved.load(**self.run.parts()) or 0
         self.saved_at = self.run.done if args.resume else -1
@@ -329,6 +339,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from --out's newest checkpoint (default: the last runs/PRESET-N)")
     add("--compare", action="store_true", help="warpsmith's and torch's modules side by side (--steps 100)")
     add("--seconds", type=float, default=math.inf, metavar="X", help="stop after so much training, with a checkpoint")
+    add("--captured", action="store_true", help="the step as one CUDA graph, on one GPU (docs/step.md)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     add("--save-every", type=int, default=200, metavar="N", help="steps between checkpoints (default: 200)")
     add("--eval-every", type=int, default=100, metavar="N", help="steps between validations (default: 100)")

@@ -50,7 +50,7 @@ template <class F, class T> typename F::template Scalars<T> scalars_of(const Opt
   const OptimGroup& group = p.groups[t.group - p.first_group];
   double corrections[F::kPowers + 1];
   const float taken = t.step ? *t.step : 0;
-  for (int i = 0; i < F::kPowers; ++i) corrections[i] = bias_correction(group.values[i], taken);
+  for (int i = 0; i < F::kPowers; ++i) corrections[i] = bias_correction(values_of(group)[i], taken);
   return optim_scalars<F, T>(group, p.grad_scale, corrections, t.step ? static_cast<double>(taken) + 1 : 0.0);
 }
 

@@ -302,9 +302,12 @@ void optim_pointers(Tensor pointers, Tensor values) {
 
 // constants: float64 [groups, hyperparameters + 2] on the CPU: the values in the order of their names, then maximize,
 // then the seed of random rounding, a whole number below 2^53.
+// device_constants: the same on the tables' device, of which the kernel reads the values in place of those of
+// `constants`, at each replay of a CUDA graph too.
 // facts: what optim_table gave beside the table.
 void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tensors lr, Tensor constants,
-                std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf) {
+                std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
+                std::optional<Tensor> device_constants) {
   check_words(kStep, "table", table);
   check_words(kStep, "pointers", pointers);
   check_same_device(kStep, "pointers", pointers, table);
@@ -323,6 +326,14 @@ void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tenso
   check_dtype(kStep, "constants", constants, Dtype::float64);
   check_shape(kStep, "constants", constants, {static_cast<int64_t>(lr.size()), values + 2});
   if (!constants.is_cpu()) refuse(kStep, "constants", "a CPU tensor", device_text(constants));
+  const double* device_row = nullptr;
+  if (device_constants) {
+    check_dtype(kStep, "device_constants", *device_constants, Dtype::float64);
+    check_same_shape(kStep, "device_constants", *device_constants, constants);
+    check_same_device(kStep, "device_constants", *device_constants, table);
+    if (!device_constants->is_contiguous()) refuse(kStep, "device_constants", "a contiguous tensor", "other strides");
+    device_row = static_cast<const double*>(device_constants->const_data_ptr());
+  }
   const Tensor rows = as_contiguous(constants);
   const double* row = static_cast<const double*>(rows.const_data_ptr());
   std::vector<OptimGroup> groups;
@@ -330,6 +341,7 @@ void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tenso
   for (size_t i = 0; i < lr.size(); ++i, row += values + 2) {
     OptimGroup g = group_of(kStep, item("lr", i), lr[i], table);
     std::copy_n(row, values, g.values);
+    if (device_row) g.values_device = device_row + static_cast<int64_t>(i) * (values + 2);
     g.maximize = row[values] != 0;
     groups.push_back(g);
     seeds.push_back(static_cast<uint64_t>(row[values + 1]));
@@ -400,7 +412,7 @@ WARPSMITH_SCHEMAS(m) {
   // Also writes to what the table points to: no schema can say so, therefore it is only for eager code.
   m.def(
       "optim_step(Tensor(a!) table, int[] facts, Tensor pointers, Tensor[] lr, Tensor constants, Tensor? grad_scale, "
-      "Tensor? found_inf) -> ()");
+      "Tensor? found_inf, Tensor? device_constants=None) -> ()");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {

@@ -179,10 +179,13 @@ struct Problem {
 
   bool skips() const { return params.found_inf && *params.found_inf != 0; }
 
-  // A group whose rate lies on the device has another one here.
+  // A group whose rate or values lie on the device has others here.
   void hide_rates() {
-    for (int32_t g = 0; g < params.group_count; ++g)
-      if (params.groups[g].lr_device) params.groups[g].lr = -1;
+    for (int32_t g = 0; g < params.group_count; ++g) {
+      OptimGroup& group = params.groups[g];
+      if (group.lr_device) group.lr = -1;
+      if (group.values_device) std::fill_n(group.values, kOptimMaxValues, -1.0);
+    }
   }
 
   void check_all() {
@@ -461,7 +464,7 @@ RANDOM_TEST(random_lists) {
   const Optimizer optimizer = kAll[random.integer(0, std::size(kAll) - 1)];
   Problem p(optimizer);
   Buffer<float> scale(1), found_inf(1), rates(3);
-  Buffer<double> wide_rates(3);
+  Buffer<double> wide_rates(3), values(3 * kOptimMaxValues);
   const int groups = static_cast<int>(random.integer(1, 3));
   for (int g = 0; g < groups; ++g) {
     const double lr = random.choice({0x1p-7, 0x1p-5});
@@ -470,6 +473,9 @@ RANDOM_TEST(random_lists) {
     group.values[2] = random.choice({1e-8, 1e-3});  // Lion's and SGD's decay, for the others an eps or a decay
     group.values[3] = random.choice({0.1, 0.0});
     rates[static_cast<size_t>(g)] = static_cast<float>(lr), wide_rates[static_cast<size_t>(g)] = lr;
+    double* const here = &values[static_cast<size_t>(g) * kOptimMaxValues];
+    std::copy_n(group.values, kOptimMaxValues, here);
+    if (random.coin()) group.values_device = here;
     const int64_t on_device = random.integer(0, 2);
     group.lr_is_double = on_device == 2;
     if (on_device)

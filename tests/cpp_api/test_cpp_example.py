@@ -12,13 +12,21 @@ from tools import families
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_example_learns(build, run):
-    program = build(ROOT / "examples/cpp") / "train"
-    # The program brings its libraries by itself.
+@pytest.fixture(scope="module")
+def examples(build):
+    """The folder of the built programs of examples/cpp."""
+    return build(ROOT / "examples/cpp")
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [("train", ["step 50", "the loss fell from"]), ("scaled_step", ["scale 1024", "scale 2048", "1 step was skipped"])],
+)
+def test_the_examples_learn(examples, run, program, expected):
+    # The programs bring their libraries by themselves.
     environment = {k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "LD_PRELOAD")}
-    output = run(program, env=environment)
-    assert "step 50" in output
-    assert "the loss fell from" in output
+    output = run(examples / program, env=environment)
+    assert all(text in output for text in expected), output
 
 
 def inputs(dtype, weight_dtype=None, shape=(3, 5, 40)):

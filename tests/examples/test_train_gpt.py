@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 
 import gpt_data
@@ -82,6 +83,16 @@ def test_the_largest_seed_and_no_time_at_all(data: Path, tmp_path: Path, capsys:
     assert train_gpt.main(tiny(data, tmp_path / "seed", "--steps", 1, "--seed", 2**43 - 1)) == 0
     assert train_gpt.main(tiny(data, tmp_path / "time", "--seconds", 1e-9)) == 0
     assert "0 steps in 0 s, 0 tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_captured_run_has_the_losses_of_an_eager_one(data: Path, tmp_path: Path, device: str) -> None:
+    flags = ["--device", device, "--steps", "12", "--dtype", "bfloat16"]
+    assert train_gpt.main(tiny(data, tmp_path / "eager", *flags)) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if device == "cpu" else "error", RuntimeWarning)  # on the CPU it is eager
+        assert train_gpt.main(tiny(data, tmp_path / "captured", *flags, "--captured")) == 0
+    assert losses(tmp_path / "captured") == losses(tmp_path / "eager")
 
 
 @pytest.mark.parametrize("kind", ["warpsmith", "torch"])
@@ -195,6 +206,7 @@ def test_rank_batches_are_rows_of_the_global_batch(data: Path) -> None:
             "--shard: expected none where --modules is torch, got states",
         ),
         (["--stream", "bfloat16"], "--stream: expected float32 where --dtype is float32, got bfloat16"),
+        (["--captured", "--modules", "torch"], "--captured: expected --modules warpsmith, got True"),
         (["--steps", "0"], "--steps: expected more than 0, got 0"),
         (["--lr", "-1"], "--lr: expected more than 0, got -1.0"),
         (["--seed", str(2**43)], "--seed: expected fewer than 44 bits, got 8796093022208"),

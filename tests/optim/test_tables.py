@@ -49,6 +49,27 @@ def test_a_table_is_taken_only_with_its_own_facts():
     assert all(torch.equal(p, torch.full((5,), 0.5)) for p in params)
 
 
+def test_hyperparameters_in_memory_count_instead_of_those_in_the_call():
+    """The kernel reads them, so that a graph follows what is written there; CPU memory is the CPU's device."""
+    results = []
+    for way in ("call", "memory"):
+        table, facts, (params, _) = make_table(SGD, FLOAT32, 0, count=1)
+        grad = torch.ones(5)
+        pointers = torch.tensor([grad.data_ptr()])
+        right = torch.tensor([[0.0, 0.0, 0.25, 0.0, 0.0, 0.0]], dtype=torch.float64)  # weight decay
+        given, memory = (right, None) if way == "call" else (torch.zeros_like(right), right)
+        raw.optim_step.default(table, facts, pointers, [torch.tensor(0.5)], given, None, None, memory)
+        results.append(params[0])
+        for wrong, text in (
+            (right.float(), "device_constants: expected float64"),
+            (right[:, :5], "device_constants: expected shape"),
+            (torch.zeros(6, 2, dtype=torch.float64)[:, :1].t(), "device_constants: expected a contiguous tensor"),
+        ):
+            with pytest.raises(ValueError, match=f"^optim_step: {text}"):
+                raw.optim_step.default(table, facts, pointers, [torch.tensor(0.5)], right, None, None, wrong)
+    assert torch.equal(results[0], torch.full((5,), 0.375)) and torch.equal(*results)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "storage", "has", "expected"),
     [

@@ -117,7 +117,7 @@ def same(a, b):
 def check(options, inputs, between=None, state=lambda t: t.state, captured=True, **more):
     """Both ways end with the same bits; returns the captured step and its training."""
     eager, graphed = Training(**options), Training(**options)
-    expected = run(eager, inputs, between=between)
+    expected, random_state = run(eager, inputs, between=between), torch.cuda.get_rng_state()
     step = CapturedStep(graphed.step, state=state(graphed), **more)
     with warnings.catch_warnings():
         warnings.simplefilter("error" if captured else "ignore")
@@ -127,7 +127,7 @@ def check(options, inputs, between=None, state=lambda t: t.state, captured=True,
     if eager.scaler is not None:
         assert eager.scaler.state_dict() == graphed.scaler.state_dict()
         assert eager.scaler.skipped_steps == graphed.scaler.skipped_steps
-    assert torch.equal(torch.cuda.get_rng_state(), torch.cuda.get_rng_state())
+    assert torch.equal(random_state, torch.cuda.get_rng_state())
     return step, graphed
 
 
@@ -170,11 +170,31 @@ def test_a_scheduler_of_torch_around_the_step():
     check({}, batches("mlp", torch.float32), between)
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Lion", "RMSprop", "Adagrad"])
+def test_hyperparameters_between_steps(optimizer, monkeypatch):
+    """They are on the device: one capture serves all. With momentum, OneCycleLR moves that too."""
+    more = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
+    cycles = {}
+
+    def between(training, i):
+        if id(training) not in cycles:
+            cycles[id(training)] = torch.optim.lr_scheduler.OneCycleLR(
+                training.optimizer, 0.01, CALLS, cycle_momentum=optimizer not in ("Adagrad",)
+            )
+        elif i:
+            cycles[id(training)].step()
+        training.optimizer.param_groups[0]["weight_decay"] = 0.01 * i
+
+    captures, capture = [], torch.cuda.CUDAGraph.capture_begin
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda *a, **k: captures.append(1) or capture(*a, **k))
+    check({"optimizer": optimizer, **more}, batches("mlp", torch.float32), between)
+    assert len(captures) == 1
+
+
 def test_other_numbers_are_noticed():
     def between(training, i):
         if i == 7:
-            training.optimizer.param_groups[0]["weight_decay"] = 0.3
-            training.optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+            training.optimizer.param_groups[0]["maximize"] = True
 
     check({}, batches("mlp", torch.float32), between)
 

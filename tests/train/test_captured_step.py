@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from warpsmith.testing import bitwise_equal
 from warpsmith.train import CapturedStep, CaptureError, captured_step
-from warpsmith.train.device_rates import DeviceRates
+from warpsmith.train.device_values import DeviceValues
 from warpsmith.train.random_state import random_state
 from warpsmith.train.step_state import StepState, names_of, same_bits
 
@@ -78,6 +78,9 @@ class Replayed:
             self.spoil()
 
         return replay, result
+
+    def forget(self):
+        self.forgotten = getattr(self, "forgotten", 0) + 1
 
     def host_random_state(self):
         return {name: value for name, value in random_state().items() if name != "torch"}
@@ -293,7 +296,7 @@ def test_changes_between_steps_are_noticed(graphs):
     def between(training, i):
         group = training.optimizer.param_groups[0]
         if i == 5:
-            group["weight_decay"] = 0.2
+            group["maximize"] = True
         if i == 8:
             training.optimizer.load_state_dict(training.optimizer.state_dict())
         if i == 11:
@@ -311,15 +314,15 @@ def test_changes_between_steps_are_noticed(graphs):
             between(training, i)
             training.last = step(batch)
     assert bitwise_equal(eager.last.detach(), graphed.last) and same(eager.tensors(), graphed.tensors())
-    assert graphs[0].captures == 7 and step.fallback_reason is None
+    assert graphs[0].captures == graphs[0].forgotten + 1 == 7 and step.fallback_reason is None
 
 
 def test_a_number_that_changes_all_the_time_keeps_steps_eager(graphs):
     training = Training()
     step = training.captured(self_test=0)
-    with pytest.warns(RuntimeWarning, match=r"changed 9 times, at last: state\[1\]\.param_groups\[0\]\['betas'\] was"):
+    with pytest.warns(RuntimeWarning, match=r"changed 9 times, at last: state\[1\]\.param_groups\[0\]\['seed'\] was"):
         for i, batch in enumerate(batches(40)):
-            training.optimizer.param_groups[0]["betas"] = (0.9 - i / 100, 0.99)
+            training.optimizer.param_groups[0]["seed"] = i
             step(batch)
 
 
@@ -445,21 +448,39 @@ def test_arguments():
         CapturedStep(lambda x: average(model(x)), state=[training.model])
 
 
-def test_learning_rates_on_the_device():
-    """A captured optimizer reads the tensor; the group shows the number."""
-    ours = warpsmith.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5)
+def test_hyperparameters_on_the_device():
+    """A captured optimizer reads tensors; its groups show the numbers."""
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    ours = warpsmith.optim.SGD([{"params": [p]}, {"params": [q], "lr": 0.25}], lr=0.5, weight_decay=0.125)
     torchs = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5)
-    rates = DeviceRates([ours, torchs], torch.device("cpu"))
+    values = DeviceValues([ours, torchs], torch.device("cpu"))
     group = ours.param_groups[0]
-    with rates.on_device():
-        tensor = group["lr"]
-        assert tensor.dtype == torch.float64 and tensor == 0.5 and torchs.param_groups[0]["lr"] == 0.5
-    assert group["lr"] == 0.5 and isinstance(group["lr"], float)
-    group["lr"] = 0.1
-    assert rates.refresh() is None and tensor.item() == 0.1
-    assert rates.holds(group, "lr") and not rates.holds(torchs.param_groups[0], "lr")
-    group["lr"] = torch.tensor(0.3)
-    assert rates.refresh() == "a learning rate is a tensor on the device now"
+
+    def step():
+        for t in (p, q):
+            t.data.fill_(1.0)
+            t.grad = torch.zeros(2)
+        ours.step()
+        return [t[0].item() for t in (p, q)]
+
+    with values.on_device():
+        rate = group["lr"]
+        assert rate.dtype == torch.float64 and rate == 0.5 and torchs.param_groups[0]["lr"] == 0.5
+        assert step() == [1 - 0.5 * 0.125, 1 - 0.25 * 0.125]
+    assert group["lr"] == 0.5 and isinstance(group["lr"], float) and not ours.device_constants
+    group["lr"], group["weight_decay"] = 0.1, 0.5
+    with values.on_device():
+        assert step() == [1 - 0.5 * 0.125, 1 - 0.25 * 0.125]  # as a replay would
+    assert values.refresh() is None and rate.item() == 0.1
+    group["lr"] = 0.75  # of the launch, which a replay does not read
+    with values.on_device():
+        assert step() == pytest.approx([1 - 0.1 * 0.5, 1 - 0.25 * 0.125], rel=1e-6)
+    assert values.holds(group, "lr") and values.holds(group, "weight_decay") and not values.holds(group, "maximize")
+    assert not values.holds(torchs.param_groups[0], "lr")
+    group["momentum"] = 0.9  # with a state
+    assert values.refresh() == "SGD has other states or groups"
+    group["momentum"], group["lr"] = 0, torch.tensor(0.3)
+    assert values.refresh() == "a learning rate is a tensor on the device now"
 
 
 def test_names_of_a_function():

@@ -1,10 +1,13 @@
 #pragma once
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
 
+#include <cmath>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "warpsmith/op.h"
 
@@ -52,6 +55,33 @@ inline void adamw(at::TensorList params, at::TensorList grads, at::TensorList ex
       if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
   };
   for (const at::TensorList list : {params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps}) written(list);
+}
+
+// What is known about the gradients of a loss that was multiplied by a scale; each of one element, on their device.
+struct CheckedGradients {
+  at::Tensor norm;        // 2-norm of all gradients once they are divided by the scale
+  at::Tensor grad_scale;  // float32: what `adamw` divides by to unscale and clip
+  at::Tensor found_inf;   // float32: 1 if an unscaled gradient is infinite or NaN, or their norm is, else 0
+};
+
+// Reads the gradients once, on CUDA in two launches, and the host does not wait. They are only read, and stay scaled.
+//
+// grads: float32, float16 or bfloat16, or float64 on the CPU, of one device; elements without gaps. scale: one float32
+// element there. max_norm: the norm to clip to; without it nothing is clipped.
+//
+// Throws when a dtype, device, layout or number does not fit.
+inline CheckedGradients check_gradients(at::TensorList grads, const at::Tensor& scale, double max_norm = HUGE_VAL) {
+  using Signature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(at::TensorList, double, const at::Tensor&, double,
+                                                                   at::Tensor&, at::Tensor&);
+  static const auto op = detail::find_op<Signature>("warpsmith::grad_check");
+  if (!(max_norm >= 0))
+    throw std::invalid_argument("check_gradients: max_norm: expected a number >= 0, got " + std::to_string(max_norm));
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::Tensor found_inf = at::zeros({}, scale.options().dtype(at::kFloat));
+  at::Tensor bad_counts = at::zeros({static_cast<int64_t>(grads.size())}, scale.options().dtype(at::kLong));
+  auto [norm, power_sum, grad_scale] = op.call(grads, /*p=*/2, scale, max_norm, found_inf, bad_counts);
+  return {norm, grad_scale, found_inf};
 }
 
 }  // namespace warpsmith

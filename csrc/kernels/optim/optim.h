@@ -132,6 +132,7 @@ struct OptimGroup {
   const void*
       lr_device;  // one float (double if lr_is_double) on the tensors' device, read by the kernel; null: lr counts
   double lr;
+  const double* values_device;     // as many on the tensors' device, read by the kernel; null: values count
   double values[kOptimMaxValues];  // hyperparameters in the order of the functor's names
   bool lr_is_double, maximize;
 };
@@ -183,6 +184,10 @@ WARPSMITH_HOST_DEVICE double bias_correction(double base, float taken) {
   return 1 - power(base, static_cast<int64_t>(taken) + 1);
 }
 
+WARPSMITH_HOST_DEVICE const double* values_of(const OptimGroup& group) {
+  return group.values_device ? group.values_device : group.values;
+}
+
 // What all elements of a tensor share. `corrections`: bias_correction of the first F::kPowers values.
 template <class F, class T>
 WARPSMITH_HOST_DEVICE typename F::template Scalars<T> optim_scalars(const OptimGroup& group, const float* grad_scale,
@@ -192,7 +197,7 @@ WARPSMITH_HOST_DEVICE typename F::template Scalars<T> optim_scalars(const OptimG
     lr =
         group.lr_is_double ? *static_cast<const double*>(group.lr_device) : *static_cast<const float*>(group.lr_device);
   const double factor = grad_scale ? 1.0 / static_cast<double>(*grad_scale) : 1.0;
-  return F::template scalars<T>({group.values, corrections, lr, group.maximize ? -factor : factor, step});
+  return F::template scalars<T>({values_of(group), corrections, lr, group.maximize ? -factor : factor, step});
 }
 
 }  // namespace warpsmith

@@ -194,7 +194,7 @@ __device__ __forceinline__ void prepare(const OptimParams& p, OptimTensor* t, Co
   double corrections[F::kPowers > 0 ? F::kPowers : 1];
   if constexpr (F::kPowers > 0) {  // each by a lane of its own
     const int mine = static_cast<int>(threadIdx.x) < F::kPowers ? static_cast<int>(threadIdx.x) : 0;
-    const double correction = bias_correction(group.values[mine], taken);
+    const double correction = bias_correction(values_of(group)[mine], taken);
 #pragma unroll
     for (int i = 0; i < F::kPowers; ++i) corrections[i] = __shfl_sync(0xffffffffu, correction, i);
   }

@@ -121,6 +121,14 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         self._captured: list[Plan] = []  # what CUDA graphs point to
         self._constants: dict[str, tuple[list[tuple[float, ...]], Tensor]] = {}
         self._host_lr: dict[float, Tensor] = {}
+        self.device_constants: dict[str, Tensor] = {}
+
+    def host_constants(self) -> dict[str, Tensor]:
+        """The hyperparameters of all groups by row, as a launch takes them; an entry of ``device_constants`` of the
+        same form is read by the kernel in place of them, at each replay of a CUDA graph too. A row whose values are the
+        same has the same tensor."""
+        kinds = [self._kind(group) for group in self.param_groups]
+        return {row: self._constants_of(row, kinds) for row in dict.fromkeys(kind.row for kind in kinds)}
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group of parameters, with its own values for any of the constructor's arguments."""
@@ -228,6 +236,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 self._constants_of(bucket.row, plan.kinds),
                 None if grad_scale is None else lists.moved(grad_scale, bucket.device).float(),
                 None if found_inf is None else lists.moved(found_inf, bucket.device).float(),
+                self.device_constants.get(bucket.row),
             )
 
     def _make_plan(self, capturing: bool) -> Plan | None:

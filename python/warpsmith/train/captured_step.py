@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from warpsmith.ops import _check
 from warpsmith.train.cuda_graphs import CudaGraphs
-from warpsmith.train.device_rates import DeviceRates
+from warpsmith.train.device_values import DeviceValues
 from warpsmith.train.self_test import Differs, compare
 from warpsmith.train.step_inputs import fill, input_key, on_device, shapes_text, static_copies
 from warpsmith.train.step_state import Gradients, StepState, names_of, parameters_of
@@ -84,11 +84,11 @@ class CapturedStep:
         fallback_reason: why all steps are eager; None while they are captured or will be.
         self_test_result: what the last self-test found, in words; None before.
 
-    **What may change between calls.** Values of inputs, parameters and states; the learning rate, also by a scheduler
-    of torch, with optimizers of :mod:`warpsmith.optim`, whose kernels then read it on the device; with other
-    optimizers, a learning rate that is a tensor on the device. Other numbers of an optimizer's groups (weight decay,
-    betas), ``train()`` and ``eval()``, loaded optimizer states and replaced parameters are noticed: two steps are
-    eager, and the next is captured anew. After 8 such changes all steps are eager.
+    **What may change between calls.** Values of inputs, parameters and states; with optimizers of
+    :mod:`warpsmith.optim` the learning rate, weight decay, betas, momentum and ``eps``, also by a scheduler of torch:
+    kernels then read them on the device. With other optimizers a learning rate that is a tensor on the device. Other
+    numbers of an optimizer's groups, ``train()`` and ``eval()``, loaded optimizer states and replaced parameters are
+    noticed: two steps are eager, and the next is captured anew. After 8 such changes all steps are eager.
 
     **What a replay does not repeat.** Anything that Python does in the step: ``print``, counters, ``scheduler.step()``
     of torch, ``random``. Where that changes ``state`` or a random state it is noticed, and the steps stay eager.
@@ -171,17 +171,17 @@ class CapturedStep:
                 _check.refuse(_OP, "state", f"all that step_fn changes, {name} too", f"a list without {name}")
 
     def _look(self) -> StepState:
-        """The state to capture, with learning rates on the device where that is possible."""
+        """The state to capture, with hyperparameters on the device where that is possible."""
         assert self._graphs is not None
         optimizers = [o for o in StepState(self._roots()).objects if isinstance(o, torch.optim.Optimizer)]
-        self._rates = DeviceRates(optimizers, self._graphs.device)
-        return StepState(self._roots(), self._graphs.device, self._rates.holds)
+        self._values = DeviceValues(optimizers, self._graphs.device)
+        return StepState(self._roots(), self._graphs.device, self._values.holds)
 
     def _notice_changes(self) -> None:
         """Drops all captures if something is not as they have fixed it."""
         if self._state is None:
             return
-        changed = self._state.changed() or self._rates.refresh()
+        changed = self._state.changed() or self._values.refresh()
         if changed is None:
             return
         self._state = None
@@ -189,6 +189,8 @@ class CapturedStep:
             if bucket.replay is not None:
                 bucket.forget()
                 bucket.eager_steps = 2  # a schedule may put its learning rate back first
+        if self._graphs is not None:
+            self._graphs.forget()
         self._recaptures += 1
         if self._recaptures > _RECAPTURES:
             self._give_up(f"what a capture fixes changed {self._recaptures} times, at last: {changed}")
@@ -275,7 +277,7 @@ class CapturedStep:
         bucket.without_gradients = all(g is None for g in before.tensors)
         before.clear()  # the graph's gradients shall lie in its own memory
         try:
-            with self._rates.on_device():
+            with self._values.on_device():
                 replay, outputs = graphs.capture(lambda: self._call(bucket.inputs, spec))
         except Exception as error:
             before.restore()

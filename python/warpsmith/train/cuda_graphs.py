@@ -53,24 +53,23 @@ class CudaGraphs:
         torch.cuda.empty_cache()
         # In the mode "thread_local" a thread of a data loader may pin memory meanwhile.
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                result = function()
-            except BaseException:
-                self._abandon(graph)
-                raise
-            try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = function()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # it says again that the capture has failed
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
             except BaseException:
                 self._mend()
                 raise
         return graph.replay, result
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        try:
-            graph.capture_end()
-        except RuntimeError:  # the capture failed before: that error is the one to show
-            self._mend()
+    def forget(self) -> None:
+        """All captures have been dropped: torch does not let others use their memory."""
+        self._pool = torch.cuda.graph_pool_handle()
 
     def _mend(self) -> None:
         """Takes allocator and generators out of a capture that torch leaves half-ended when it fails."""
@@ -78,7 +77,6 @@ class CudaGraphs:
             torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
         for generator in self._generators:
             generator.graphsafe_set_state(generator.clone_state())
-        self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
     def watched(self, found: Callable[[FrameType], None]) -> Iterator[None]:
