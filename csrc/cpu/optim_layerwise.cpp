@@ -103,7 +103,7 @@ template <class F, class T, class P> void step_layerwise(const LayerwiseParams& 
     double sums[2] = {};
     for (int64_t chunk = i; chunk < i + t.chunks; ++chunk)
       for (int k = 0; k < 2; ++k) sums[k] += params.partials[2 * chunk + k];
-    params.ratios[c.tensor] = trust_ratio(F::adapts(p.groups[t.group - p.first_group].values), sums[0], sums[1]);
+    params.ratios[c.tensor] = trust_ratio(F::adapts(values_of(p.groups[t.group - p.first_group])), sums[0], sums[1]);
   }
 
   for_numbered_chunks(p, parallel, [&](int64_t chunk, const OptimTensor& t, const void*, int64_t begin, int64_t count) {

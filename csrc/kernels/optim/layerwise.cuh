@@ -55,7 +55,7 @@ template <class F> __device__ __forceinline__ void prepare(const OptimParams& p,
                                                            typename F::template Scalars<float>* shared) {
   const OptimGroup& group = p.groups[t.group - p.first_group];
   const int mine = static_cast<int>(threadIdx.x) < F::kPowers ? static_cast<int>(threadIdx.x) : 0;
-  const double correction = bias_correction(group.values[mine], taken);  // each by a lane of its own
+  const double correction = bias_correction(values_of(group)[mine], taken);  // each by a lane of its own
   double corrections[F::kPowers];
 #pragma unroll
   for (int i = 0; i < F::kPowers; ++i) corrections[i] = __shfl_sync(0xffffffffu, correction, i);
@@ -133,7 +133,7 @@ template <class F, class P, bool kMaster> __global__ void __launch_bounds__(kThr
     __syncthreads();
   }
   if (threadIdx.x != 0) return;
-  const bool adapts = F::adapts(p.groups[t->group - p.first_group].values);
+  const bool adapts = F::adapts(values_of(p.groups[t->group - p.first_group]));
   device::store(params.ratios + at.tensor, trust_ratio(adapts, totals[0], totals[kThreads]));
   atomicExch(&t->chunks_done, 0u);
   *t->step = taken + 1;
