@@ -193,18 +193,20 @@ def gpt2_part(bench):
     together = SimpleNamespace(rank=bench.ctx.rank, world=bench.ctx.world_size, first=False, device=bench.device)
     rows = values["batch"]
 
-    def steps(ranks, hook):
-        recipe = SimpleNamespace(**values | {"batch": rows * ranks.world})
+    def steps(ranks, **flags):
+        recipe = SimpleNamespace(**values | {"batch": rows * ranks.world} | flags)
         run = gpt.Run(recipe, "warpsmith", ranks)
-        if hook:
-            run.loss.register_comm_hook(None, accurate_hook)
         data = gpt.Data(recipe, None, ranks)
         batches = [data.batch(i) for i in range(2)]
         return lambda: [run.step(tokens) for tokens in batches]
 
-    calls = {"alone": steps(alone, False)}
+    calls = {"alone": steps(alone)}
     if bench.ctx.world_size > 1:
-        calls |= {"DDP": steps(together, False), "DDP, accurate_hook": steps(together, True)}
+        calls |= {
+            "DDP": steps(together),
+            "DDP, accurate_hook": steps(together, reduce="bfloat16"),
+            "ShardedOptimizer": steps(together, reduce="bfloat16", shard="states"),
+        }
     times = bench.times(calls, 5, 4)
     for name, ms in times.items():
         rate = 2 * rows * values["context"] / ms

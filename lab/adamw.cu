@@ -234,7 +234,7 @@ void run(const char* title, int64_t count, int64_t elems, int samples,
     const auto [at, first] = best.try_emplace(name, row);
     if (!first && us < at->second.us) at->second = row;
   };
-  const int chosen_chunk = choose_optim(tensors.total(), device.multiProcessorCount).chunk_elems;
+  const int chosen_chunk = choose_optim(tensors.total(), device.multiProcessorCount, Storage::float32).chunk_elems;
   {
     const OptimParams p = tensors.with_chunks(chosen_chunk);
     bool ok = true;

@@ -19,8 +19,10 @@ WARPSMITH_VECTORIZE void draw_words(Rounding* __restrict__ rounding, uint64_t fi
   const uint32_t step = rounding->step;
   WARPSMITH_INDEPENDENT_TURNS
   for (int64_t i = 0; i < count; ++i) {
-    const PhiloxCounter c = rounding_words(seed, step, first_elem + static_cast<uint64_t>(i));
-    for (int w = 0; w <= kOptimMaxStates; ++w) rounding->words[w][i] = c.word[w];
+    const uint64_t element = first_elem + static_cast<uint64_t>(i);
+    PhiloxCounter words[1];
+    rounding_words(words, seed, step, element / 2);
+    for (int w = 0; w <= kOptimMaxStates; ++w) rounding->words[w][i] = rounding_bits(words[0], element % 2 != 0, w);
   }
 }
 

@@ -48,6 +48,17 @@ __device__ __forceinline__ float reciprocal(float x) {
 // 1 / sqrt(x), max relative error 2^-22.9; subnormal inputs kept.
 __device__ __forceinline__ float rsqrt(float x) { return rsqrtf(x); }
 
+// The smaller of both, NaN if one is. PTX ISA 9.7.3 "min".
+__device__ __forceinline__ float smaller_or_nan(float a, float b) {
+#ifdef WARPSMITH_SIM
+  return a != a || b != b ? std::numeric_limits<float>::quiet_NaN() : fminf(a, b);
+#else
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#endif
+}
+
 // tanh(x), max relative error 2^-11.
 __device__ __forceinline__ float fast_tanh(float x) {
 #ifdef WARPSMITH_SIM

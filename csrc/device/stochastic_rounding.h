@@ -10,10 +10,13 @@
 namespace warpsmith::device {
 
 __device__ __forceinline__ bfloat16 round_stochastic(float x, uint32_t random) {
-  const uint32_t u = __float_as_uint(x);
-  if ((u & 0x7fffffffu) > 0x7f800000u) return {0x7fff};
-  if ((u & 0x7fffffffu) == 0x7f800000u) return {static_cast<uint16_t>(u >> 16)};
-  return {static_cast<uint16_t>((u + (random & 0xffffu)) >> 16)};
+  const uint32_t sum = __float_as_uint(x) + (random & 0xffffu);  // no carry reaches an infinity's upper half
+  return {static_cast<uint16_t>(x != x ? 0x7fffu : sum >> 16)};
+}
+
+// Of two that are not NaN, `low` in the low half. `random_*`: below 2^16.
+__device__ __forceinline__ uint32_t pack_stochastic(float low, float high, uint32_t random_low, uint32_t random_high) {
+  return __byte_perm(__float_as_uint(low) + random_low, __float_as_uint(high) + random_high, 0x7632);
 }
 
 }  // namespace warpsmith::device

@@ -18,9 +18,10 @@ py::dict plan(const char* op, const py::kwargs& given) {
   Problem problem(op, given);
   const int64_t total_elems = problem.integer("total_elems", 0);
   const auto multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
+  const auto storage = static_cast<Storage>(problem.one_of("storage", kStorageNames));
   problem.refuse_unknown();
 
-  const OptimConfig c = choose_optim(total_elems, multiprocessors);
+  const OptimConfig c = choose_optim(total_elems, multiprocessors, storage);
   py::dict d;
   d["threads"] = c.threads;
   d["vectors_a_thread"] = c.vectors;

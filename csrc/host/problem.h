@@ -45,6 +45,17 @@ class Problem {
     return value.rfind("torch.", 0) == 0 ? value.substr(6) : value;
   }
 
+  // The index of one of these names; without one, the first.
+  template <size_t N> int one_of(const char* key, const char* const (&names)[N]) {
+    std::string all;
+    for (const char* name : names) all += (all.empty() ? "" : ", ") + std::string(name);
+    if (lists_) list(key, "one of " + all, true);
+    const std::string value = text(key, names[0]);
+    for (size_t i = 0; i < N; ++i)
+      if (value == names[i]) return static_cast<int>(i);
+    refuse(key, "one of " + all);
+  }
+
   // Of a CUDA floating dtype, by name or as torch.dtype.
   int dtype_bytes(const char* key, const std::string& otherwise) {
     if (lists_) list(key, "float32, float16 or bfloat16", true);

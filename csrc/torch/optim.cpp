@@ -190,7 +190,7 @@ Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const T
   if (next != arrays.size()) refuse(op, "arrays", std::to_string(next), std::to_string(arrays.size()));
   int32_t chunk_elems = 0;
   run_on(
-      op, params[0], [&](void*) { return optim_chunk_elems_cuda(total, &chunk_elems); },
+      op, params[0], [&](void*) { return optim_chunk_elems_cuda(total, storage, &chunk_elems); },
       [&](const Parallel&) {
         chunk_elems = optim_chunk_elems_cpu();
         return Status();

@@ -146,7 +146,7 @@ struct Problem {
       total += static_cast<int64_t>(t->count);
     }
     int32_t chunk_elems = 0;
-    expect_ok(optim_chunk_elems_cuda(total, &chunk_elems));
+    expect_ok(optim_chunk_elems_cuda(total, Storage::float32, &chunk_elems));
     words = tensor_list_words(records, chunk_elems);
     device_words.assign(words.size(), -1);
     device_addresses.assign(addresses.size(), -1);
@@ -400,7 +400,7 @@ TEST(more_than_2_to_the_31_elements) {
   records[0].step = &step;
   records[0].numel = kElems;
   records[0].has = 0b111;
-  std::vector<int64_t> words = tensor_list_words(records, kOptimMaxChunkElems);
+  std::vector<int64_t> words = tensor_list_words(records, longest_optim_chunk(Storage::float32));
   constexpr int64_t kRecordWords = sizeof(OptimTensor) / sizeof(int64_t);
   const void* address = grad.data();
   OptimParams p{};
@@ -431,15 +431,22 @@ TEST(uploads_longer_than_one_launch_takes) {
 }
 
 TEST(the_chooser) {
-  for (int64_t total : {int64_t{0}, int64_t{1}, int64_t{8'192'000}, int64_t{1} << 33}) {
-    const int chunk = choose_optim(total, 132).chunk_elems;
-    expect(chunk % kOptimTileElems == 0 && chunk <= kOptimMaxChunkElems, "chunk of " + std::to_string(chunk));
-  }
-  expect_equal("small", choose_optim(1000, 132).chunk_elems, kOptimTileElems);
-  expect_equal("2,000 tensors of 4,096", choose_optim(8'192'000, 132).chunk_elems, 4096);
-  expect_equal("three chunks for every resident block", choose_optim(3 * 4 * 132 * 4096, 132).chunk_elems, 4096);
-  expect_equal("one element less", choose_optim(3 * 4 * 132 * 4096 - 1, 132).chunk_elems, 2048);
-  expect_equal("large", choose_optim(1'000'000'000, 132).chunk_elems, kOptimMaxChunkElems);
+  const auto chunk_of = [](int64_t total, Storage storage = Storage::float32) {
+    return choose_optim(total, 132, storage).chunk_elems;
+  };
+  for (int storage = 0; storage < kStorages; ++storage)
+    for (int64_t total : {int64_t{0}, int64_t{1}, int64_t{8'192'000}, int64_t{1} << 33}) {
+      const int chunk = chunk_of(total, static_cast<Storage>(storage));
+      expect(chunk % kOptimTileElems == 0 && chunk <= kOptimMaxChunkElems, "chunk of " + std::to_string(chunk));
+    }
+  expect_equal("small", chunk_of(1000), kOptimTileElems);
+  expect_equal("2,000 tensors of 4,096", chunk_of(8'192'000), 4096);
+  expect_equal("three chunks for every resident block", chunk_of(3 * 4 * 132 * 4096), 4096);
+  expect_equal("one element less", chunk_of(3 * 4 * 132 * 4096 - 1), 2048);
+  expect_equal("large", chunk_of(1'000'000'000), 4096);
+  expect_equal("masters", chunk_of(1'000'000'000, Storage::bfloat16_master), 8192);
+  expect_equal("16 bits", chunk_of(1'000'000'000, Storage::bfloat16), 16384);
+  expect_equal("8 bits", chunk_of(1'000'000'000, Storage::bfloat16_8bit), kOptimMaxChunkElems);
 }
 
 TEST(float64_is_refused_on_cuda) {

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "harness.h"
+#include "kernels/optim/code_map.h"
 #include "kernels/optim/optim.h"
 #include "kernels/optim/optim_config.h"
 #include "optim_formulas.h"
@@ -206,12 +207,13 @@ TEST(every_argument_misaligned_alone) {
   problem.check(group_of(0x1p-5));
 }
 
-TEST(bytes_are_the_floor) {
+TEST(bytes_are_the_floor_and_the_maps) {
   constexpr int64_t kElems = 4096, kBlocks = kElems / kQuantBlock;
   Problem<bfloat16> problem;
   problem.add(kKinds[0], kElems, true);
   problem.check(group_of(0x1p-5));
-  expect_bytes({.read = kElems * (2 + 2 + 2) + 2 * 4 * kBlocks, .written = kElems * (2 + 2) + 2 * 4 * kBlocks});
+  constexpr int64_t kMaps = kElems / kOptimTileElems * (sizeof(CodeMap<true>) + sizeof(CodeMap<false>));  // each block
+  expect_bytes({.read = kElems * (2 + 2 + 2) + 2 * 4 * kBlocks + kMaps, .written = kElems * (2 + 2) + 2 * 4 * kBlocks});
 }
 
 // Ascending, and every value is its own code; a value halfway takes the lower one.

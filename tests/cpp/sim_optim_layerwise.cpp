@@ -149,6 +149,8 @@ template <class P> struct Layers {
     p.grads = reinterpret_cast<const void* const*>(addresses.data());
     p.group_count = static_cast<int32_t>(groups.size());
     std::copy(groups.begin(), groups.end(), p.groups);
+    for (OptimGroup& g : p.groups)  // one whose values lie on the device has others here
+      if (g.values_device) std::fill_n(g.values, kOptimMaxValues, -1.0);
   }
 
   Status run() {
@@ -294,6 +296,12 @@ TEST(other_storages_are_refused) {
 template <class P> void random_layers_of(Random& random) {
   Layers<P> n;
   n.groups = {group_of(0.1), group_of(0.05, 0.0, random.integer(0, 1) != 0)};
+  Buffer<double> values(2 * kOptimMaxValues);
+  for (size_t g = 0; g < 2; ++g) {
+    double* const here = &values[g * kOptimMaxValues];
+    std::copy_n(n.groups[g].values, kOptimMaxValues, here);
+    if (random.coin()) n.groups[g].values_device = here;
+  }
   const int64_t tensors = random.integer(1, 4);
   for (int64_t i = 0; i < tensors; ++i)
     n.add(static_cast<size_t>(random.size(0, 6000)), static_cast<int>(random.integer(0, 1)),

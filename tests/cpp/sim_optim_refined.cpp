@@ -102,14 +102,15 @@ template <class S, Storage kStorage> struct Refined {
     return optim_cuda(p, nullptr);
   }
 
-  // The bits must be those that word `array` of the element's random words gives; where float32 arithmetic may decide
-  // otherwise than float64, either neighbour.
+  // The bits must be those that number `array` of the element's four random numbers gives; where float32 arithmetic may
+  // decide otherwise than float64, either neighbour.
   void expect_drawn(const std::string& name, bfloat16 got, double want, size_t i, int array) {
     if (std::abs(want) <= 1e-4) return;  // too small for an error that is absolute
-    const uint64_t element = first_elem + i;
+    const uint64_t element = first_elem + i, pair = element / 2;
     const PhiloxCounter words =
-        philox<7>({{static_cast<uint32_t>(element), static_cast<uint32_t>(element >> 32), 7, 0x6f707469u}}, kSeed);
-    const double random = words.word[array] & 0xffff;
+        philox<7>({{static_cast<uint32_t>(pair), static_cast<uint32_t>(pair >> 32), 7, 0x6f707469u}}, kSeed);
+    const uint64_t number = element % 2 * 4 + static_cast<uint64_t>(array);
+    const double random = words.word[number / 2] >> (number % 2 * 16) & 0xffff;
     const double ulp = std::ldexp(1.0, std::ilogb(want) - 7), magnitude = std::abs(want) / ulp;
     const double low = std::floor(magnitude), sum = (magnitude - low) * 65536 + random;
     const double slack = 65536 * (2e-6 + 0x1p-22 * std::abs(want)) / ulp;

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warpsmith
+from sharding import Pair
 from torch.distributed import _symmetric_memory
 from torch.nn.parallel import DistributedDataParallel
 from warpsmith.distributed import accurate_hook, reduction_plan
@@ -22,14 +23,14 @@ SIZES = [1, 8, 9, 65, 1001, 30_000]
 DTYPES = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)]
 
 
-BYTES = 1 << 18
+BYTES = 1 << 19
 
 
 class Files:
     """Memory that processes share, in place of memory that GPUs share."""
 
     def __init__(self, folder, rank, world_size):
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.views = rank, world_size, {}
         self.files = [
             torch.from_file(str(Path(folder) / str(r)), shared=True, size=BYTES, dtype=torch.uint8)
             for r in range(world_size)
@@ -88,6 +89,34 @@ def on_ranks_that_share_files(rank, world_size, folder):
 def test_shared_memory_gives_the_formulas_bits(world_size, tmp_path):
     checked = run_ranks(on_ranks_that_share_files, world_size, str(tmp_path), timeout_s=200)
     assert checked == [2 * len(DTYPES) * len(SIZES)] * world_size
+
+
+def sharded_on_ranks_that_share_files(rank, world_size, folder):
+    memories = {}
+
+    def memory(group, device, user):
+        place = Path(folder) / user
+        place.mkdir(exist_ok=True)
+        return memories.setdefault(user, Files(place, rank, world_size))
+
+    with (
+        patch("warpsmith.distributed.gradient_shards.peer_memory", memory),
+        patch("warpsmith.distributed.param_gather.peer_memory", memory),
+    ):
+        for stage in (1, 2):
+            pair = Pair(rank, None, stage=stage, bucket_cap_mb=0.05, lr=0.01, find_unused_parameters=stage == 2)
+            for step in range(5):
+                pair.backward(step, unused=(2, 9) if stage == 2 and rank == 1 and step == 3 else ())
+                pair.clip(0.5)
+                pair.step()
+                pair.check(step)
+            pair.check_state()
+    return sorted(memories)
+
+
+def test_a_sharded_optimizer_has_the_same_bits_over_shared_memory(tmp_path):
+    memories = run_ranks(sharded_on_ranks_that_share_files, 3, str(tmp_path), timeout_s=200)
+    assert memories == [["ShardedOptimizer", "parameters of ShardedOptimizer"]] * 3
 
 
 def machine(rank, gpus=("a", "b"), host="h", visible=None, peers=True):

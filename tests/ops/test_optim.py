@@ -258,6 +258,10 @@ def test_plan_tells_the_chunks():
     large = warpsmith.plan("adamw", total_elems=10**9)
     assert (small["chunk_elems"], large["chunk_elems"]) == (1024, 4096)
     assert small["why"] != large["why"]
-    assert set(warpsmith.plan("adamw")["keys"]) == {"total_elems", "multiprocessors"}
+    narrow = warpsmith.plan("adamw", total_elems=10**9, storage="bfloat16")
+    assert narrow["chunk_elems"] == 16384  # about the bytes of a float32 chunk
+    assert set(warpsmith.plan("adamw")["keys"]) == {"total_elems", "multiprocessors", "storage"}
+    with pytest.raises(ValueError, match="^plan: adamw: storage: expected one of float32, .*, got 'int8'"):
+        warpsmith.plan("adamw", total_elems=5, storage="int8")
     with pytest.raises(ValueError, match="total_elems"):
         warpsmith.plan("adamw", elements=5)

@@ -274,6 +274,26 @@ def test_what_prevents_a_capture_is_named(how):
         run(graphed, inputs, refusing)
 
 
+def test_an_average_and_large_layers():
+    """LAMB and EMA in the step, in bfloat16 with masters."""
+    results = []
+    for captured in (False, True):
+        training = Training(optimizer="LAMB", dtype=torch.bfloat16, precision="master", half="guard", clip=0.5)
+        ema = warpsmith.optim.EMA(training.model.parameters(), 0.9, optimizer=training.optimizer)
+
+        def step(batch, training=training, ema=ema):
+            loss = training.step(batch)
+            ema.update(training.scaler.found_inf(training.optimizer))
+            return loss
+
+        inputs = batches("mlp", torch.bfloat16)
+        inputs[7][0, 0] = torch.nan
+        step = CapturedStep(step, state=[*training.state, ema]) if captured else step
+        results.append([*run(training, inputs, step), *training.tensors(), *ema.averages])
+    assert step.fallback_reason is None, step.fallback_reason
+    assert same(*results)
+
+
 def test_an_optimizer_of_torch():
     torch.manual_seed(0)
     model = Mlp().cuda()

@@ -157,6 +157,25 @@ def test_every_call_is_one_step_and_the_self_test_leaves_no_trace(graphs):
     assert all(p.grad is None for p in graphed.model.parameters())
 
 
+def test_an_average_of_the_weights(graphs):
+    """EMA, which follows the steps that were not skipped."""
+    losses, averages, inputs = [], [], batches(bad=(6,))
+    for captured in (False, True):
+        training = Training()
+        ema = warpsmith.optim.EMA(training.model.parameters(), 0.5)
+
+        def step(batch, training=training, ema=ema):
+            loss = training.step(batch)
+            ema.update(training.scaler.found_inf(training.optimizer))
+            return loss
+
+        training.state.append(ema)
+        step = training.captured(step) if captured else step
+        losses.append(run(step, inputs))
+        averages.append(ema.averages)
+    assert step.fallback_reason is None and same(*losses) and same(*averages)
+
+
 def test_each_call_has_its_own_outputs(graphs):
     step = Training().captured()
     losses = [step(batch) for batch in batches()]
@@ -446,6 +465,9 @@ def test_arguments():
     model, average = training.model, nn.Linear(2, 2)
     with pytest.raises(ValueError, match="state: expected all that step_fn changes, average too"):
         CapturedStep(lambda x: average(model(x)), state=[training.model])
+    ema = warpsmith.optim.EMA(model.parameters())
+    with pytest.raises(ValueError, match="state: expected all that step_fn changes, ema too"):
+        CapturedStep(lambda x: (model(x), ema.update()), state=[training.model])
 
 
 def test_hyperparameters_on_the_device():

@@ -43,28 +43,25 @@ constexpr ForwardTile kForward256{256, 2, 80, 4, false, true, 1};
 constexpr ForwardTile kForwardTiles[] = {kForward128,         kForward64,         kForward64Short,
                                          kForward128Extended, kForward64Extended, kForward256};
 
-// What a Hopper backward kernel is compiled for: tiles of 128 keys, steps of 64 queries, two consumer warpgroups.
+// What a Hopper backward kernel is compiled for: tiles of 128 keys, two consumer warpgroups.
 struct BackwardTile {
-  int head_dim;      // of q, k and v, which are padded to it
-  int query_stages;  // blocks of q and dout in flight
-  int key_stages;    // tiles of k in flight, and of v
+  int head_dim;       // of q, k and v, which are padded to it
+  int block_queries;  // queries of a step, 64 or 128
+  int query_stages;   // blocks of q and dout in flight
+  int key_stages;     // tiles of k in flight, and of v
   int value_stages;
-  int adders;  // threads that add dq to global memory
-  bool ahead;  // scores of the next step are multiplied during this one, instead of steps in turns
 
-  // The loader and three adders fill a warpgroup, further adders a second one.
-  constexpr int producer_groups() const { return adders > 3 ? 2 : 1; }
-  constexpr int threads() const { return 128 * (producer_groups() + 2); }
-  // After registers have been moved to the consumers: together no more than 3 * 168 or 4 * 128.
-  constexpr int producer_registers() const { return producer_groups() == 1 ? 24 : 32; }
-  constexpr int consumer_registers() const { return producer_groups() == 1 ? 240 : 224; }
+  static constexpr int threads() { return 3 * 128; }
+  // After registers have been moved to the consumers: together no more than 3 * 168.
+  static constexpr int producer_registers() { return 24; }
+  static constexpr int consumer_registers() { return 240; }
   constexpr bool operator==(const BackwardTile&) const = default;
 };
 
-// Head dimension 128 takes every register, so that the scores of the next step have no place: the consumers keep half a
-// step apart instead. At 64 there is room for them, and steps are so short that three adders could not keep up.
-constexpr BackwardTile kBackward128{128, 2, 2, 1, 3, false};
-constexpr BackwardTile kBackward64{64, 4, 3, 2, 6, true};
+// A step has the same products at both head dimensions, and the same dq. With steps of 64 queries at head dimension 64,
+// the waits between products took more time than the products.
+constexpr BackwardTile kBackward128{128, 64, 2, 2, 1};
+constexpr BackwardTile kBackward64{64, 128, 2, 2, 2};
 constexpr BackwardTile kBackwardTiles[] = {kBackward128, kBackward64};
 
 // Where a tile stands in its list. Kernels take this number as their argument, because nvcc 13.0 cannot write the

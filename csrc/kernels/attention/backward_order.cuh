@@ -21,7 +21,8 @@ struct VisitedBlocks {
   int first, end;
 };
 
-__host__ __device__ __forceinline__ VisitedBlocks visited_blocks(const Window& w, int tile, int queries, int keys) {
+__host__ __device__ __forceinline__ VisitedBlocks visited_blocks(const Window& w, int tile, int queries, int keys,
+                                                                 int block_queries) {
   const int shift = w.shift(queries, keys), first_key = tile * kTileKeys;
   const int last_key = first_key + kTileKeys < keys ? first_key + kTileKeys - 1 : keys - 1;
   if (queries <= 0 || last_key < first_key) return {0, 0};
@@ -31,7 +32,7 @@ __host__ __device__ __forceinline__ VisitedBlocks visited_blocks(const Window& w
   first_query = first_query > 0 ? first_query : 0;
   last_query = last_query < queries - 1 ? last_query : queries - 1;
   if (last_query < first_query) return {0, 0};
-  return {first_query / kBlockQueries, last_query / kBlockQueries + 1};
+  return {first_query / block_queries, last_query / block_queries + 1};
 }
 
 // The tiles [first, end) that visit a query block, in the order of their adds.
@@ -39,9 +40,10 @@ struct VisitingTiles {
   int first, end;
 };
 
-__host__ __device__ __forceinline__ VisitingTiles visiting_tiles(const Window& w, int block, int queries, int keys) {
-  const int shift = w.shift(queries, keys), first_query = block * kBlockQueries;
-  const int last_query = first_query + kBlockQueries < queries ? first_query + kBlockQueries - 1 : queries - 1;
+__host__ __device__ __forceinline__ VisitingTiles visiting_tiles(const Window& w, int block, int queries, int keys,
+                                                                 int block_queries) {
+  const int shift = w.shift(queries, keys), first_query = block * block_queries;
+  const int last_query = first_query + block_queries < queries ? first_query + block_queries - 1 : queries - 1;
   if (keys <= 0 || last_query < first_query) return {0, 0};
   int first_key = w.left == Window::kUnbounded ? 0 : first_query + shift - w.left;
   int last_key = w.right == Window::kUnbounded ? keys - 1 : last_query + shift + w.right;
@@ -54,18 +56,18 @@ __host__ __device__ __forceinline__ VisitingTiles visiting_tiles(const Window& w
 // Query blocks are numbered over the sequences: of equally long ones one after the other, of packed ones so that each
 // begins at cu_seqlens_q / 64 + its number. Numbers between sequences may stay unused.
 __host__ __device__ __forceinline__ int64_t first_block(const int32_t* cu_seqlens_q, int64_t sequence, int64_t start,
-                                                        int64_t queries) {
-  return cu_seqlens_q != nullptr ? start / kBlockQueries + sequence
-                                 : sequence * ((queries + kBlockQueries - 1) / kBlockQueries);
+                                                        int64_t queries, int block_queries) {
+  return cu_seqlens_q != nullptr ? start / block_queries + sequence
+                                 : sequence * ((queries + block_queries - 1) / block_queries);
 }
 // Tiles of keys are numbered likewise.
 __host__ __device__ __forceinline__ int64_t first_tile(const int32_t* cu_seqlens_k, int64_t sequence, int64_t start,
                                                        int64_t keys) {
   return cu_seqlens_k != nullptr ? start / kTileKeys + sequence : sequence * ((keys + kTileKeys - 1) / kTileKeys);
 }
-inline int64_t total_blocks(const AttentionProblem& p) {
-  return p.cu_seqlens_q != nullptr ? p.total_q / kBlockQueries + p.batch + 1
-                                   : p.batch * ((p.seqlen_q + kBlockQueries - 1) / kBlockQueries);
+inline int64_t total_blocks(const AttentionProblem& p, int block_queries) {
+  return p.cu_seqlens_q != nullptr ? p.total_q / block_queries + p.batch + 1
+                                   : p.batch * ((p.seqlen_q + block_queries - 1) / block_queries);
 }
 inline int64_t total_tiles(const AttentionProblem& p) {
   return p.cu_seqlens_k != nullptr ? p.total_k / kTileKeys + p.batch + 1

@@ -6,7 +6,8 @@
 // How the Hopper backward cuts a problem into work: functions of the problem alone.
 namespace warpsmith::attention {
 
-constexpr int kTileKeys = 128, kBlockQueries = 64;
+constexpr int kTileKeys = 128;
+constexpr int kBlockQueries = 64;  // of the portable kernels; those for Hopper: BackwardTile::block_queries
 
 // At most so many queries of a head see keys of one tile.
 inline int64_t most_visited(const AttentionProblem& p) {

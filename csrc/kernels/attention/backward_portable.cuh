@@ -19,7 +19,8 @@ static_assert(kStatisticsQueries == kBlockQueries);
 
 __device__ __forceinline__ int64_t statistics_of(const AttentionProblem& p, const SequenceOfTile& s, int query,
                                                  int head) {
-  const int64_t block = first_block(p.cu_seqlens_q, s.sequence, s.first_query, p.seqlen_q) + query / kBlockQueries;
+  const int64_t block =
+      first_block(p.cu_seqlens_q, s.sequence, s.first_query, p.seqlen_q, kBlockQueries) + query / kBlockQueries;
   return (block * p.heads_q + head) * kStatistics + query % kBlockQueries;
 }
 

@@ -9,7 +9,8 @@
 #include "kernels/attention/online_softmax.cuh"
 #include "kernels/attention/store_accumulators.cuh"
 
-// What surrounds the Hopper backward, by blocks of 64 query rows of one head: the statistics before it, dq after it.
+// What surrounds the Hopper backward, by blocks of 64 or 128 query rows of one head: the statistics before it, dq after
+// it.
 namespace warpsmith::attention {
 
 struct RowParams {
@@ -38,14 +39,14 @@ struct RowBlock {
   bool visited;
 };
 
-__device__ __forceinline__ RowBlock row_block(const RowParams& p, int64_t number) {
+template <int kBlock> __device__ __forceinline__ RowBlock row_block(const RowParams& p, int64_t number) {
   RowBlock r{};
   int64_t sequence, queries = p.queries, keys = p.keys, start = 0, block;
   if (p.cu_seqlens_q != nullptr) {
     const int batch = static_cast<int>(p.batch), total_q = static_cast<int>(p.total_q);
     const int most_q = static_cast<int>(p.queries), most_k = static_cast<int>(p.keys);
     const auto first = [&](int i) {
-      return first_block(p.cu_seqlens_q, i, sequence_at(p.cu_seqlens_q, i, batch, total_q, most_q).start, 0);
+      return first_block(p.cu_seqlens_q, i, sequence_at(p.cu_seqlens_q, i, batch, total_q, most_q).start, 0, kBlock);
     };
     int low = 0, high = batch + 1;  // first(low) <= number < first(high)
     while (high - low > 1) {
@@ -61,31 +62,32 @@ __device__ __forceinline__ RowBlock row_block(const RowParams& p, int64_t number
     r.statistic = start;
     r.head_rows = p.total_q;
   } else {
-    const int64_t blocks = (queries + kBlockQueries - 1) / kBlockQueries;
+    const int64_t blocks = (queries + kBlock - 1) / kBlock;
     sequence = number / blocks;
     block = number - sequence * blocks;
     r.batch = sequence;
     r.statistic = sequence * p.heads * queries;
     r.head_rows = queries;
   }
-  r.token = start + block * kBlockQueries;
-  r.statistic += block * kBlockQueries;
-  const int64_t left = queries - block * kBlockQueries;
-  r.rows = static_cast<int>(left < 0 ? 0 : left < kBlockQueries ? left : kBlockQueries);
+  r.token = start + block * kBlock;
+  r.statistic += block * kBlock;
+  const int64_t left = queries - block * kBlock;
+  r.rows = static_cast<int>(left < 0 ? 0 : left < kBlock ? left : kBlock);
   if (r.rows > 0) {
     const VisitingTiles tiles =
-        visiting_tiles(p.window, static_cast<int>(block), static_cast<int>(queries), static_cast<int>(keys));
+        visiting_tiles(p.window, static_cast<int>(block), static_cast<int>(queries), static_cast<int>(keys), kBlock);
     r.visited = tiles.end > tiles.first;
   }
   return r;
 }
 
-constexpr int kRowThreads = 256;
+constexpr int row_threads(int block_queries) { return 4 * block_queries; }
 constexpr int kRowLanes = 16;  // threads of a row: 8 columns each
 
 // delta = rowsum(dout * out) - dlse, and lse in units of log2; +inf for rows without keys and rows that do not exist,
 // whose probabilities are then 0. Resets the turns and the counter. dq = 0 where no tile adds anything.
-template <class T> __global__ void __launch_bounds__(kRowThreads) backward_statistics(const RowParams p) {
+template <class T, int kBlock> __global__ void __launch_bounds__(row_threads(kBlock))
+    backward_statistics(const RowParams p) {
   device::launch_dependents();
   const int64_t number = blockIdx.x / static_cast<unsigned>(p.heads);
   const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.heads));
@@ -93,9 +95,9 @@ template <class T> __global__ void __launch_bounds__(kRowThreads) backward_stati
   if (blockIdx.x == 0 && thread == 0) device::store(p.counter, 0);
   const int64_t at = number * p.heads + head;
   if (thread < 2) device::store(p.turns + at * 2 + thread, 0);
-  const RowBlock r = row_block(p, number);
+  const RowBlock r = row_block<kBlock>(p, number);
   using Eight = device::Packed<T, 8>;
-  constexpr int kRows = kRowThreads / kRowLanes, kTurns = kBlockQueries / kRows;
+  constexpr int kRows = row_threads(kBlock) / kRowLanes, kTurns = kBlock / kRows;
   const T* dout = static_cast<const T*>(p.dout) + r.batch * p.dout_strides.batch + head * p.dout_strides.head;
   const T* out = static_cast<const T*>(p.out) + r.batch * p.out_strides.batch + head * p.out_strides.head;
   Eight x[kTurns], y[kTurns];
@@ -125,9 +127,9 @@ template <class T> __global__ void __launch_bounds__(kRowThreads) backward_stati
         if (lse == -INFINITY) lse = INFINITY;
         if (p.dlse != nullptr) delta -= device::load(p.dlse + statistic);
       }
-      float* to = p.statistics + at * 2 * kBlockQueries + statistics_place(row);
+      float* to = p.statistics + at * 2 * kBlock + statistics_place(row);
       device::store(to, lse);
-      device::store(to + kBlockQueries, delta);
+      device::store(to + kBlock, delta);
     }
     if (!r.visited && row < r.rows && t * 8 < p.head_dim) {
       T* dq = static_cast<T*>(p.dq) + r.batch * p.dq_strides.batch + head * p.dq_strides.head;
@@ -139,29 +141,29 @@ template <class T> __global__ void __launch_bounds__(kRowThreads) backward_stati
 constexpr int kDqThreads = 128;
 
 // dq = scale * its sums, which lie as the accumulators of two warpgroups: halves of the columns one after the other.
-template <class T, int kHeadDim> __global__ void __launch_bounds__(kDqThreads) backward_dq(const RowParams p) {
+template <class T, int kHeadDim, int kBlock> __global__ void __launch_bounds__(kDqThreads)
+    backward_dq(const RowParams p) {
   device::wait_for_previous_kernel();
   const int64_t number = blockIdx.x / static_cast<unsigned>(p.heads);
   const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.heads));
-  const RowBlock r = row_block(p, number);
+  const RowBlock r = row_block<kBlock>(p, number);
   if (!r.visited) return;
-  constexpr int kHalf = kHeadDim / 2;
   using Four = device::Vector<float, 4>;
   const int thread = static_cast<int>(threadIdx.x);
-  const Four* from =
-      reinterpret_cast<const Four*>(p.dq_sums + (number * p.heads + head) * kBlockQueries * kHeadDim) + thread;
+  const Four* from = reinterpret_cast<const Four*>(p.dq_sums + (number * p.heads + head) * kBlock * kHeadDim) + thread;
   T* dq = static_cast<T*>(p.dq) + r.batch * p.dq_strides.batch + head * p.dq_strides.head + r.token * p.dq_strides.seq;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float x[kHalf / 2];
+    const int column = kBlock == 64 ? half * 64 : 0, row = kBlock == 64 ? 0 : half * 64;
+    float x[32];
 #pragma unroll
-    for (int i = 0; i < kHalf / 8; ++i) {
-      const Four four = device::load(from + (half * kHalf / 8 + i) * kDqThreads);
+    for (int i = 0; i < 8; ++i) {
+      const Four four = device::load(from + (half * 8 + i) * kDqThreads);
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[4 * i + e] = four.at[e];
     }
-    store_accumulators(dq + half * kHalf, p.dq_strides.seq, x, p.scale, thread / 32 * 16 + thread % 32 / 4, r.rows,
-                       p.head_dim - half * kHalf, thread % 32);
+    store_accumulators(dq + row * p.dq_strides.seq + column, p.dq_strides.seq, x, p.scale,
+                       thread / 32 * 16 + thread % 32 / 4, r.rows - row, p.head_dim - column, thread % 32);
   }
 }
 
@@ -200,7 +202,7 @@ __device__ __forceinline__ KeyRows key_rows(const KeyParams& p, int n) {
       queries = sequence_at(p.cu_seqlens_q, at.batch, p.schedule.batch, p.total_q, p.queries).length;
     batch = 0;
   }
-  const VisitedBlocks visited = visited_blocks(p.window, at.row_tile, queries, keys);
+  const VisitedBlocks visited = visited_blocks(p.window, at.row_tile, queries, keys, kTileKeys);
   const int first = at.row_tile * kTileKeys;
   return {batch,
           at.head,
@@ -260,7 +262,7 @@ struct SinkParams {
   const void* sink;         // [heads]
   void* dsink;              // [heads]
   int64_t blocks;
-  int heads;
+  int heads, block_queries;
 };
 
 constexpr int kSinkThreads = 256;
@@ -271,10 +273,10 @@ template <class S> __global__ void __launch_bounds__(kSinkThreads) backward_sink
   const int head = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
   const float sink = device::to_float(device::load(static_cast<const S*>(p.sink) + head)) * kLog2e;
   float sums[1] = {0.0f};
-  constexpr int kAtOnce = kSinkThreads / kBlockQueries;
-  for (int64_t i = thread / kBlockQueries; i < p.blocks; i += kAtOnce) {
-    const float* row = p.statistics + (i * p.heads + head) * 2 * kBlockQueries + thread % kBlockQueries;
-    sums[0] -= device::exp2(sink - device::load(row)) * device::load(row + kBlockQueries);
+  const int at_once = kSinkThreads / p.block_queries;
+  for (int64_t i = thread / p.block_queries; i < p.blocks; i += at_once) {
+    const float* row = p.statistics + (i * p.heads + head) * 2 * p.block_queries + thread % p.block_queries;
+    sums[0] -= device::exp2(sink - device::load(row)) * device::load(row + p.block_queries);
   }
   device::block_reduce<kSinkThreads>(sums, scratch, device::Sum());
   if (thread == 0) device::store(static_cast<S*>(p.dsink) + head, device::from_float<S>(sums[0]));

@@ -1,7 +1,6 @@
 #pragma once
 #include "device/programmatic_launch.h"
 #include "device/register_budget.h"
-#include "kernels/attention/backward_sm90_ahead.cuh"
 #include "kernels/attention/backward_sm90_turns.cuh"
 
 // The backward of attention on Hopper: dq, dk and dv in one pass over tiles of 128 keys, the same bits on every run.
@@ -11,13 +10,12 @@
 // probabilities and dS are rounded to T before they are multiplied. Rows and keys that are masked are multiplied by 0,
 // so that an element of their blocks which is not finite spoils the sums.
 //
-// One block a multiprocessor; a step is one block of 64 queries, downwards:
-//   first warpgroups: the loader (one thread) claims tiles, and copies k (two buffers), v, and a ring of q and dout;
-//   other
-//                threads add dq to global memory in the order of the tiles (backward_order.cuh);
-//   last two warpgroups, the consumers: 64 keys each, transposed, so that probabilities are operands in registers:
+// One block a multiprocessor; a step is one block of 64 or 128 queries, downwards:
+//   warpgroup 0: the loader (one thread) claims tiles, and copies k (two buffers), v, and a ring of q and dout; three
+//                threads of other warps add dq to global memory in the order of the tiles (backward_order.cuh);
+//   warpgroups 1 and 2, the consumers: 64 keys each, transposed, so that probabilities are operands in registers:
 //                s = k q^T and dp = v dout^T | p | dv += p dout | dS to shared memory | dk += dS q. Each also
-//                multiplies half of the columns of dq = dS^T k, one step late, when the other's dS is there for sure.
+//                multiplies half of dq = dS^T k, one step late, when the other's dS is there for sure.
 namespace warpsmith::attention {
 
 template <class T, int kTile> __global__ void __launch_bounds__(kBackwardTiles[kTile].threads(), 1)
@@ -30,21 +28,17 @@ template <class T, int kTile> __global__ void __launch_bounds__(kBackwardTiles[k
   __syncthreads();
   device::wait_for_previous_kernel();
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
-  if (warpgroup < tile.producer_groups()) {
+  if (warpgroup == 0) {
     device::decrease_registers<tile.producer_registers()>();
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
     if (threadIdx.x % 32 != 0) return;
     if (warp == 0)
       load_steps<tile>(p, maps, shared);
-    else if (warp <= tile.adders)
+    else if (warp <= kAdders)
       add_dq<tile>(p, shared, warp - 1);
   } else {
     device::increase_registers<tile.consumer_registers()>();
-    const int group = warpgroup - tile.producer_groups();
-    if constexpr (tile.ahead)
-      BackwardAhead<T, tile>(p, shared, group).run();
-    else
-      BackwardInTurns<T, tile>(p, shared, group).run();
+    BackwardInTurns<T, tile>(p, shared, warpgroup - 1).run();
   }
 }
 

@@ -9,13 +9,16 @@
 #include "kernels/attention/store_accumulators.cuh"
 
 // What the consumer warpgroups of the Hopper backward (backward_sm90.cuh) do in a step: the five products and what is
-// between them. In which order: backward_sm90_turns.cuh, backward_sm90_ahead.cuh.
+// between them. In which order: backward_sm90_turns.cuh.
 namespace warpsmith::attention {
 
 // A warpgroup owns 64 keys of each tile. Of the transposed scores a thread has two rows (keys): `row` and eight below.
 template <class T, BackwardTile tile> struct BackwardConsumer {
   using Shared = BackwardShared<tile>;
-  static constexpr int kPanels = Shared::kPanels, kHalf = tile.head_dim / 2;  // columns of dq of a warpgroup
+  static constexpr int kPanels = Shared::kPanels, kBlock = tile.block_queries;
+  // Of dq, a warpgroup makes 64 x 64: half of the columns of 64 queries, or all 64 columns of half of 128 queries.
+  static constexpr bool kHalfColumns = kBlock == 64;
+  static_assert(kBlock * tile.head_dim == 2 * 64 * 64);
 
   const BackwardParams& p;
   const Shared& shared;
@@ -26,9 +29,9 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   // Blocks of queries from the first to the last of these see all of the warpgroup's keys.
   int whole_first, whole_last;
   float dk[tile.head_dim / 2], dv[tile.head_dim / 2];
-  float s[32], dp[32];  // transposed: 64 keys x 64 queries
-  float dq[kHalf / 2];
-  uint32_t pr[4][4], ds[4][4];  // packed probabilities and dS: A operands
+  float s[kBlock / 2], dp[kBlock / 2];  // transposed: 64 keys x a block of queries
+  float dq[32];
+  uint32_t pr[kBlock / 16][4], ds[kBlock / 16][4];  // packed probabilities and dS: A operands
 
   __device__ __forceinline__ BackwardConsumer(const BackwardParams& params, const Shared& memory, int warpgroup)
       : p(params), shared(memory), group(warpgroup), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4) {}
@@ -44,45 +47,45 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   }
 
   // out = own rows of `keys` times queries^T, asynchronously.
-  __device__ __forceinline__ void multiply_rows(float (&out)[32], const unsigned char* keys,
+  __device__ __forceinline__ void multiply_rows(float (&out)[kBlock / 2], const unsigned char* keys,
                                                 const unsigned char* queries) {
     const uint64_t a = k_major(keys + group * 64 * kRowBytes), b = k_major(queries);
     device::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < tile.head_dim / 16; ++i) {
       const uint64_t x = device::advance(a, i / 4 * kTileKeys * kRowBytes + i % 4 * 32);
-      const uint64_t y = device::advance(b, i / 4 * kBlockQueries * kRowBytes + i % 4 * 32);
+      const uint64_t y = device::advance(b, i / 4 * kBlock * kRowBytes + i % 4 * 32);
       if (i == 0)
-        device::wgmma_overwrite<T, 64>(out, x, y);
+        device::wgmma_overwrite<T, kBlock>(out, x, y);
       else
-        device::wgmma<T, 64>(out, x, y, true);
+        device::wgmma<T, kBlock>(out, x, y, true);
     }
     device::wgmma_commit();
   }
-  // This warpgroup's columns of dq = dS k of step i, when the other warpgroup's dS is there as well, asynchronously.
+  // This warpgroup's half of dq = dS k of step i, when the other warpgroup's dS is there as well, asynchronously.
   __device__ __forceinline__ void multiply_dq(unsigned i, unsigned key_stage) {
     device::mbarrier_wait(shared.ds_full(stage_of(i)), parity_of(i));
-    constexpr int kColumnBytes = kHalf * 2;
-    const unsigned char* k = shared.k(key_stage) + group * kColumnBytes / kRowBytes * kTileKeys * kRowBytes +
-                             group * kColumnBytes % kRowBytes;
-    const uint64_t a = mn_major(shared.ds(stage_of(i)), kTileKeys), b = mn_major(k, kTileKeys);
+    // A panel of 64 columns: of k, or of the queries of dS.
+    const int panel = group * kTileKeys * kRowBytes;
+    const uint64_t a = mn_major(shared.ds(stage_of(i)) + (kHalfColumns ? 0 : panel), kTileKeys);
+    const uint64_t b = mn_major(shared.k(key_stage) + (kHalfColumns ? panel : 0), kTileKeys);
     device::wgmma_fence();
 #pragma unroll
     for (int j = 0; j < kTileKeys / 16; ++j) {
       const uint64_t x = device::advance(a, j * 16 * kRowBytes), y = device::advance(b, j * 16 * kRowBytes);
       if (j == 0)
-        device::wgmma_overwrite<T, kHalf, device::Major::mn, device::Major::mn>(dq, x, y);
+        device::wgmma_overwrite<T, 64, device::Major::mn, device::Major::mn>(dq, x, y);
       else
-        device::wgmma<T, kHalf, device::Major::mn, device::Major::mn>(dq, x, y, true);
+        device::wgmma<T, 64, device::Major::mn, device::Major::mn>(dq, x, y, true);
     }
     device::wgmma_commit();
   }
   // dv += p dout, asynchronously.
   __device__ __forceinline__ void multiply_dv(unsigned stage) {
-    const uint64_t dout = mn_major(shared.dout(stage), kBlockQueries);
+    const uint64_t dout = mn_major(shared.dout(stage), kBlock);
     device::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < kBlock / 16; ++i)
       device::wgmma<T, tile.head_dim, device::Major::mn>(dv, pr[i], device::advance(dout, i * 16 * kRowBytes), true);
     device::wgmma_commit();
   }
@@ -94,7 +97,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     using Four = device::Vector<float, 4>;
     Four* to = reinterpret_cast<Four*>(shared.dq(group)) + threadIdx.x % 128;
 #pragma unroll
-    for (int j = 0; j < kHalf / 8; ++j)
+    for (int j = 0; j < 8; ++j)
       device::store(to + j * 128, Four{{dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]}});
     device::fence_async_shared();
     __syncwarp(0xffffffffu);
@@ -104,7 +107,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
 
   __device__ __forceinline__ void set_whole() {
     const int first_key = t->first_key + group * 64, shift = t->shift;
-    const int first = first_key + 63 - shift - p.window.right, last = first_key - 63 - shift + p.window.left;
+    const int first = first_key + 63 - shift - p.window.right, last = first_key - (kBlock - 1) - shift + p.window.left;
     // The same in every lane, and known to be.
     whole_first = __shfl_sync(0xffffffffu, first_key + 63 < t->keys ? first : 1 << 30, 0);
     whole_last = __shfl_sync(0xffffffffu, last, 0);
@@ -114,9 +117,9 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     const bool wraps = ++inner == (p.blocks_first ? blocks : p.heads_per_part);
     if (wraps) inner = 0;
     if (wraps != p.blocks_first)
-      first_query -= kBlockQueries;
+      first_query -= kBlock;
     else if (wraps)
-      first_query += (blocks - 1) * kBlockQueries;
+      first_query += (blocks - 1) * kBlock;
   }
   // Sets scores of pairs that do not see each other to -inf.
   __device__ __forceinline__ void mask(int first_query) {
@@ -126,10 +129,10 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     for (int r = 0; r < 2; ++r) {
       const int key = t->first_key + group * 64 + warp * 16 + lane / 4 + 8 * r, column = first_query + lane % 4 * 2;
       // Columns from `low` to `high` see the key.
-      const int low = key >= keys ? 64 : key - shift - p.window.right - column;
+      const int low = key >= keys ? kBlock : key - shift - p.window.right - column;
       const int high = key - shift + p.window.left - column;
 #pragma unroll
-      for (int i = 0; i < 32; i += 4)
+      for (int i = 0; i < kBlock / 2; i += 4)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
           if (2 * i + e < low || 2 * i + e > high) s[i + 2 * r + e] = -INFINITY;
@@ -139,7 +142,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   // p = 2^(scale_log2 * s - lse), packed.
   __device__ __forceinline__ void exponentials(const Statistics* lse) {
 #pragma unroll
-    for (int i = 0; i < 32; i += 8) {
+    for (int i = 0; i < kBlock / 2; i += 8) {
       const Statistics l = device::load(lse + i / 2);
       const auto both = [&](int at, int of) {
         return device::pack<T>(device::exp2(s[i + at] * p.scale_log2 - l.at[of]),
@@ -154,7 +157,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   // dS = p (dp - delta), packed; from p as it was rounded, which saves its registers.
   __device__ __forceinline__ void score_gradients(const Statistics* delta) {
 #pragma unroll
-    for (int i = 0; i < 32; i += 8) {
+    for (int i = 0; i < kBlock / 2; i += 8) {
       const Statistics d = device::load(delta + i / 2);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -170,7 +173,21 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     const int row = group * 64 + warp * 16 + lane % 16;
     unsigned char* at = to + row * kRowBytes;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) device::store_matrix(at + (((2 * i + lane / 16) ^ (row & 7)) << 4), ds[i]);
+    for (int i = 0; i < kBlock / 16; ++i)
+      device::store_matrix(at + i / 4 * kTileKeys * kRowBytes + (((2 * (i % 4) + lane / 16) ^ (row & 7)) << 4), ds[i]);
+  }
+
+  // dk += dS q, asynchronously. This warpgroup's dS is read from shared memory, which leaves registers free.
+  __device__ __forceinline__ void multiply_dk(unsigned stage, unsigned ds_stage) {
+    const uint64_t own = k_major(shared.ds(ds_stage) + group * 64 * kRowBytes);
+    const uint64_t q = mn_major(shared.q(stage), kBlock);
+    device::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kBlock / 16; ++i)
+      device::wgmma<T, tile.head_dim, device::Major::k, device::Major::mn>(
+          dk, device::advance(own, i / 4 * kTileKeys * kRowBytes + i % 4 * 32), device::advance(q, i * 16 * kRowBytes),
+          true);
+    device::wgmma_commit();
   }
 
   __device__ __forceinline__ void hold_probabilities() {

@@ -17,7 +17,7 @@ constexpr int kRowBytes = 128;  // a swizzled row of 64 16-bit columns
 constexpr int kStages = 2;      // of dS
 constexpr int kKeySlots = 4;    // tiles that the loader is ahead of the slowest reader, at most
 constexpr int kBackwardConsumerWarps = 8;
-constexpr int kStatisticsFloats = 2 * kBlockQueries;  // of a query block: lse * log2(e), delta
+constexpr int kAdders = 3;  // threads that add dq to global memory; with the loader, one of each warp of a warpgroup
 
 struct BackwardParams {
   Schedule schedule;  // of tiles of keys; `heads` are the parts of key heads
@@ -29,8 +29,8 @@ struct BackwardParams {
   bool blocks_first;   // a tile visits all blocks for one query head, then for the next one; else all heads of a block
   int queries, keys, total_q, total_k;
   int head_dim, head_dim_v;
-  const float* statistics;  // [blocks, heads, 2, 64], as statistics_place() says
-  float* dq_sums;           // [blocks, heads, 64 * head dim of the kernel], as accumulators lie in registers
+  const float* statistics;  // [blocks, heads, 2 (lse * log2(e), delta), block], as statistics_place() says
+  float* dq_sums;           // [blocks, heads, block * head dim of the kernel], as accumulators lie in registers
   int* turns;               // [blocks, heads, 2]: whose turn it is to add to a half
   void *dk, *dv;
   float* key_sums;  // [key_tiles, heads of the schedule, 2 (dv, dk), 128 * head dim of the kernel], as accumulators lie
@@ -38,6 +38,12 @@ struct BackwardParams {
   AttentionStrides dk_strides, dv_strides;
   float scale, scale_log2;
 };
+
+// The number of a block of queries of a head. Unsigned: a sign would take the loader's last registers.
+__device__ __forceinline__ int64_t block_of_head(const BackwardParams& p, int block, int head) {
+  return static_cast<int64_t>(uint64_t{static_cast<unsigned>(block)} * static_cast<unsigned>(p.heads) +
+                              static_cast<unsigned>(head));
+}
 
 // One step of a tile: a block of queries of one head. Numbered from the first step of the tile.
 struct VisitedStep {
@@ -65,10 +71,11 @@ struct alignas(16) KeyTile {
 };
 
 template <BackwardTile tile> struct BackwardShared {
-  static constexpr int kPanels = tile.head_dim / 64;
-  static constexpr int kKeyBytes = kTileKeys * tile.head_dim * 2, kQueryBytes = kBlockQueries * tile.head_dim * 2;
-  static constexpr int kScoreBytes = kTileKeys * kBlockQueries * 2;     // of dS
-  static constexpr int kHalfBytes = kBlockQueries * tile.head_dim * 2;  // half of dq, fp32
+  static constexpr int kPanels = tile.head_dim / 64, kBlock = tile.block_queries;
+  static constexpr int kStatisticsFloats = 2 * kBlock;
+  static constexpr int kKeyBytes = kTileKeys * tile.head_dim * 2, kQueryBytes = kBlock * tile.head_dim * 2;
+  static constexpr int kScoreBytes = kTileKeys * kBlock * 2;     // of dS
+  static constexpr int kHalfBytes = kBlock * tile.head_dim * 2;  // half of dq, fp32
   static constexpr int kV = 0, kK = tile.value_stages * kKeyBytes, kQ = kK + tile.key_stages * kKeyBytes;
   static constexpr int kDs = kQ + tile.query_stages * 2 * kQueryBytes;
   static constexpr int kDq = kDs + kStages * kScoreBytes, kStatistics = kDq + 2 * kHalfBytes;
@@ -138,7 +145,7 @@ template <BackwardTile tile> struct BackwardShared {
     for (unsigned i = 0; i < 6; ++i) device::mbarrier_init(dq_full(i), 4);
     for (unsigned i = 0; i < kKeySlots; ++i) {
       device::mbarrier_init(slot_full(i), 1);
-      device::mbarrier_init(slot_empty(i), kBackwardConsumerWarps + tile.adders);
+      device::mbarrier_init(slot_empty(i), kBackwardConsumerWarps + kAdders);
     }
     device::mbarrier_init_fence();
   }
@@ -151,6 +158,7 @@ template <BackwardTile tile> struct BackwardShared {
   }
 };
 
+template <int kBlock>
 __device__ __forceinline__ void describe_key_tile(const BackwardParams& p, const TileIndex& at, KeyTile* t) {
   device::store(&t->tile, at.row_tile);
   device::store(&t->first_key, at.row_tile * kTileKeys);
@@ -160,7 +168,7 @@ __device__ __forceinline__ void describe_key_tile(const BackwardParams& p, const
     device::store(&t->batch, at.batch);
     device::store(&t->q_token, 0);
     device::store(&t->k_token, 0);
-    device::store(&t->first_block, static_cast<int>(first_block(nullptr, at.batch, 0, queries)));
+    device::store(&t->first_block, static_cast<int>(first_block(nullptr, at.batch, 0, queries, kBlock)));
     device::store(&t->first_tile, static_cast<int>(first_tile(nullptr, at.batch, 0, keys)));
   } else {
     device::store(&t->batch, 0);
@@ -170,13 +178,13 @@ __device__ __forceinline__ void describe_key_tile(const BackwardParams& p, const
     keys = k.length;
     const Sequence q = sequence_at(p.cu_seqlens_q, at.batch, p.batch, p.total_q, p.queries);
     device::store(&t->q_token, q.start);
-    device::store(&t->first_block, static_cast<int>(first_block(p.cu_seqlens_q, at.batch, q.start, 0)));
+    device::store(&t->first_block, static_cast<int>(first_block(p.cu_seqlens_q, at.batch, q.start, 0, kBlock)));
     queries = at.batch < p.batch ? q.length : 0;
   }
   device::store(&t->queries, queries);
   device::store(&t->keys, keys);
   device::store(&t->shift, p.window.shift(queries, keys));
-  const VisitedBlocks visited = visited_blocks(p.window, at.row_tile, queries, keys);
+  const VisitedBlocks visited = visited_blocks(p.window, at.row_tile, queries, keys, kBlock);
   device::store(&t->last_block, visited.end - 1);
   device::store(&t->blocks, visited.end - visited.first);
 }
@@ -216,7 +224,7 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
     do {
       const TileIndex at = tile_at(p.schedule, atomicAdd(p.schedule.counter, 1));
       if (at.batch >= 0)
-        describe_key_tile(p, at, t);
+        describe_key_tile<Shared::kBlock>(p, at, t);
       else
         device::store(&t->blocks, -1);
     } while (t->blocks == 0);
@@ -236,17 +244,16 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
       const auto it = static_cast<unsigned>(t->first_step + i);
       const VisitedStep visited = visited_step(p, i, t->blocks);
       const int block = t->last_block - visited.down, head = t->part * p.heads_per_part + visited.head;
-      const int row = t->q_token + block * kBlockQueries;
+      const int row = t->q_token + block * Shared::kBlock;
       const unsigned stage = stage_of<tile.query_stages>(it);
       Mbarrier* full = shared.full(stage);
       device::mbarrier_wait(shared.empty(stage), parity_of<tile.query_stages>(it) ^ 1);
-      device::mbarrier_arrive_expect(full, 2 * Shared::kQueryBytes + kStatisticsFloats * 4);
-      load_panels<kPanels>(shared.q(stage), &maps.q, full, kBlockQueries, row, head, t->batch);
-      device::bulk_load(
-          shared.statistics(stage),
-          p.statistics + (static_cast<int64_t>(t->first_block + block) * p.heads + head) * kStatisticsFloats,
-          kStatisticsFloats * 4, full);
-      load_panels<kPanels>(shared.dout(stage), &maps.dout, full, kBlockQueries, row, head, t->batch);
+      device::mbarrier_arrive_expect(full, 2 * Shared::kQueryBytes + Shared::kStatisticsFloats * 4);
+      load_panels<kPanels>(shared.q(stage), &maps.q, full, Shared::kBlock, row, head, t->batch);
+      device::bulk_load(shared.statistics(stage),
+                        p.statistics + block_of_head(p, t->first_block + block, head) * Shared::kStatisticsFloats,
+                        Shared::kStatisticsFloats * 4, full);
+      load_panels<kPanels>(shared.dout(stage), &maps.dout, full, Shared::kBlock, row, head, t->batch);
       if (i == 0) {
         const unsigned v_stage = stage_of<tile.value_stages>(tiles);
         device::mbarrier_wait(shared.v_empty(v_stage), parity_of<tile.value_stages>(tiles) ^ 1);
@@ -256,7 +263,7 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
   }
 }
 
-// One thread of `tile.adders`: adds every third or sixth half of dq to global memory, when its turn has come. The
+// One thread of three: adds every third half of dq to global memory, when its turn has come. The
 // latencies of an add (turn, copy, completion, release) are some 3,000 cycles: one thread could not keep up.
 //
 // Halves are numbered over all tiles. The consumers hand over the result of each step one step late, so that halves 0
@@ -272,16 +279,16 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const BackwardSh
     if (x < 2) {
       device::mbarrier_wait(shared.dq_full(x), 0);
       device::mbarrier_arrive(shared.dq_empty(x));
-      x += tile.adders;
+      x += kAdders;
     }
     const unsigned end = first + 2 * static_cast<unsigned>(t->blocks * p.heads_per_part);
 #pragma unroll 1
-    for (; x < end; x += tile.adders) {
+    for (; x < end; x += kAdders) {
       const unsigned half = x & 1;
       const VisitedStep visited = visited_step(p, static_cast<int>(x - first) / 2, t->blocks);
       const int block = t->last_block - visited.down, head = t->part * p.heads_per_part + visited.head;
-      const int64_t at = (static_cast<int64_t>(t->first_block + block) * p.heads + head) * 2 + half;
-      const VisitingTiles visiting = visiting_tiles(p.window, block, t->queries, t->keys);
+      const int64_t at = block_of_head(p, t->first_block + block, head) * 2 + half;
+      const VisitingTiles visiting = visiting_tiles(p.window, block, t->queries, t->keys, Shared::kBlock);
       const int turn = t->tile - visiting.first;
       if (turn > 0)
         while (device::load_acquire(p.turns + at) != turn) {}

@@ -35,22 +35,14 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
     device::wgmma_wait<2>();  // dp
     device::hold(dp);
     if (last_of_tile) Base::arrive(shared.v_empty(v_stage));
-    Base::score_gradients(statistics + kBlockQueries / 4);
+    Base::score_gradients(statistics + Base::kBlock / 4);
     device::mbarrier_wait(shared.ds_empty(stage), parity_of(it + 1) ^ 1);  // step -1 has used its buffer, too
     Base::store_score_gradients(shared.ds(stage));
     device::fence_async_shared();
     __syncwarp(0xffffffffu);
     Base::arrive(shared.ds_full(stage));
     device::named_barrier_wait(kOwnBarrier + group, 128);
-    // From shared memory, which leaves registers free.
-    const uint64_t own = Base::k_major(shared.ds(stage) + group * 64 * kRowBytes);
-    const uint64_t q = Base::mn_major(shared.q(stage), kBlockQueries);
-    device::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      device::wgmma<T, tile.head_dim, device::Major::k, device::Major::mn>(
-          dk, device::advance(own, i * 32), device::advance(q, i * 16 * kRowBytes), true);
-    device::wgmma_commit();
+    Base::multiply_dk(stage, stage);
     device::wgmma_wait<1>();  // dv, dq of the step before
     device::hold(dq);
     Base::hold_probabilities();
@@ -75,7 +67,7 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
       device::mbarrier_wait(shared.k_full(key_stage), parity_of(tiles));
       device::mbarrier_wait(shared.v_full(v_stage), parity_of<tile.value_stages>(tiles));
       const int steps = blocks * p.heads_per_part;
-      for (int j = 0, inner = 0, first_query = last_block * kBlockQueries; j < steps; ++j) {
+      for (int j = 0, inner = 0, first_query = last_block * Base::kBlock; j < steps; ++j) {
         step(first_query, key_stage, v_stage, j == 0, j == steps - 1);
         Base::next_query(first_query, inner, blocks);
       }

@@ -19,13 +19,13 @@ struct Workspace {
 };
 Workspace workspace_of(const AttentionProblem& p, const BackwardTile& tile) {
   const auto aligned = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
-  const int64_t blocks = total_blocks(p) * p.heads_q;
+  const int64_t blocks = total_blocks(p, tile.block_queries) * p.heads_q;
   Workspace w{};
-  w.key_sums = w.sums + blocks * kBlockQueries * tile.head_dim * 4;
+  w.key_sums = w.sums + blocks * tile.block_queries * tile.head_dim * 4;
   const int64_t parts = backward_parts(p);
   const int64_t key_sums = parts == 1 ? 0 : total_tiles(p) * p.heads_k * parts * 2 * kTileKeys * tile.head_dim;
   w.statistics = w.key_sums + key_sums * 4;
-  w.turns = w.statistics + blocks * kStatisticsFloats * 4;
+  w.turns = w.statistics + blocks * 2 * tile.block_queries * 4;
   w.counter = w.turns + aligned(blocks * 8);
   w.first_tiles = w.counter + 16;
   w.bytes = aligned(w.first_tiles + (p.cu_seqlens_q != nullptr ? 4 * (p.batch + 2) : 0));
@@ -72,10 +72,12 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   s.tiles = i32(int64_t{s.row_tiles} * a.batch * s.heads);
   s.heads_first = true;
   // Heads at a time: so many that tiles of one head start several steps apart, so few that their q, dout and sums of dq
-  // mostly stay in the L2 cache (docs/design/2026-11-22-attention-sm90.md has the times of other numbers).
-  constexpr int64_t kCacheBytes = 64 << 20;
+  // mostly stay in the L2 cache. Tiles of unequal length gain more by the distance (measured:
+  // docs/design/2026-11-22-attention-sm90.md).
+  const bool equal = p.window.left == Window::kUnbounded && p.window.right == Window::kUnbounded;
+  const int64_t cache_bytes = (equal ? 32 : 64) << 20;
   const int64_t head_bytes = std::max<int64_t>(a.seqlen_q, 1) * tile.head_dim * 8 * p.heads_per_part;
-  s.heads_together = i32(std::clamp<int64_t>(kCacheBytes / head_bytes, 1, 4096 / tile.head_dim));
+  s.heads_together = i32(std::clamp<int64_t>(cache_bytes / head_bytes, 1, 4096 / tile.head_dim));
   return p;
 }
 
@@ -136,15 +138,15 @@ KeyParams key_params(const AttentionBwdParams& x, const BackwardParams& b) {
 // Some tile of keys may be seen by no query. In equally long sequences that is the first or the last one.
 bool has_unseen_keys(const BackwardParams& p) {
   const auto unseen = [&](int tile) {
-    const VisitedBlocks visited = visited_blocks(p.window, tile, p.queries, p.keys);
+    const VisitedBlocks visited = visited_blocks(p.window, tile, p.queries, p.keys, kTileKeys);
     return visited.first >= visited.end;
   };
   return p.cu_seqlens_q != nullptr || unseen(0) || unseen(p.schedule.row_tiles - 1);
 }
 
-Status run_sink(const AttentionBwdParams& x, const BackwardParams& p, void* stream) {
+Status run_sink(const AttentionBwdParams& x, const BackwardParams& p, int block_queries, void* stream) {
   const AttentionProblem& a = x.problem;
-  const SinkParams sink{p.statistics, a.sink, x.dsink, total_blocks(a), p.heads};
+  const SinkParams sink{p.statistics, a.sink, x.dsink, total_blocks(a, block_queries), p.heads, block_queries};
   const LaunchConfig config{.grid = static_cast<unsigned>(p.heads), .block = kSinkThreads};
   if (a.sink_dtype == Dtype::float32) return launch(backward_sink<float>, config, stream, sink);
   if (a.sink_dtype == Dtype::float16) return launch(backward_sink<float16>, config, stream, sink);
@@ -154,15 +156,15 @@ Status run_sink(const AttentionBwdParams& x, const BackwardParams& p, void* stre
 template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, void* stream) {
   const AttentionProblem& a = x.problem;
   BackwardMaps maps;
-  WARPSMITH_RETURN_IF_FAILED(head_map(maps.q, q_tensor(x), a.dtype, kBlockQueries));
+  WARPSMITH_RETURN_IF_FAILED(head_map(maps.q, q_tensor(x), a.dtype, tile.block_queries));
   WARPSMITH_RETURN_IF_FAILED(head_map(maps.k, k_tensor(x), a.dtype, kTileKeys));
   WARPSMITH_RETURN_IF_FAILED(head_map(maps.v, v_tensor(x), a.dtype, kTileKeys));
-  WARPSMITH_RETURN_IF_FAILED(head_map(maps.dout, dout_tensor(x), a.dtype, kBlockQueries));
+  WARPSMITH_RETURN_IF_FAILED(head_map(maps.dout, dout_tensor(x), a.dtype, tile.block_queries));
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   const BackwardParams p = device_params(x, tile);
   const RowParams rows = row_params(x, p);
-  const auto row_grid = static_cast<unsigned>(total_blocks(a) * a.heads_q);
+  const auto row_grid = static_cast<unsigned>(total_blocks(a, tile.block_queries) * a.heads_q);
   const KeyParams keys = key_params(x, p);
   const auto key_grid = static_cast<unsigned>(total_tiles(a) * a.heads_k);
   if (p.cu_seqlens_q != nullptr) {
@@ -174,9 +176,10 @@ template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, vo
   if (has_unseen_keys(p)) {
     WARPSMITH_RETURN_IF_FAILED(launch(backward_unseen_keys<T>, {.grid = key_grid, .block = kDqThreads}, stream, keys));
   }
-  WARPSMITH_RETURN_IF_FAILED(launch(backward_statistics<T>, {.grid = row_grid, .block = kRowThreads}, stream, rows));
+  WARPSMITH_RETURN_IF_FAILED(launch(backward_statistics<T, tile.block_queries>,
+                                    {.grid = row_grid, .block = row_threads(tile.block_queries)}, stream, rows));
   const bool sink = a.sink != nullptr && x.dsink != nullptr;
-  if (sink) WARPSMITH_RETURN_IF_FAILED(run_sink(x, p, stream));
+  if (sink) WARPSMITH_RETURN_IF_FAILED(run_sink(x, p, tile.block_queries, stream));
   const LaunchConfig config{
       .grid = static_cast<unsigned>(std::min<int64_t>(device.multiprocessors, int64_t{key_grid} * p.parts)),
       .block = tile.threads(),
@@ -187,8 +190,8 @@ template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, vo
     WARPSMITH_RETURN_IF_FAILED(launch(backward_dkv<T, tile.head_dim>,
                                       {.grid = 2 * key_grid, .block = kDkvThreads, .programmatic_dependent = true},
                                       stream, keys));
-  return launch(backward_dq<T, tile.head_dim>, {.grid = row_grid, .block = kDqThreads, .programmatic_dependent = true},
-                stream, rows);
+  return launch(backward_dq<T, tile.head_dim, tile.block_queries>,
+                {.grid = row_grid, .block = kDqThreads, .programmatic_dependent = true}, stream, rows);
 }
 
 template <BackwardTile tile> Status run_dtype(const AttentionBwdParams& x, void* stream) {

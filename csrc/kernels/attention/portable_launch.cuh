@@ -54,8 +54,12 @@ template <class T> Status run_backward_portable(const AttentionBwdParams& p, voi
                                      kBackwardThreads<i, false>, x));
     }
     if (p.dsink != nullptr) {
-      const SinkParams sink{static_cast<const float*>(p.workspace), a.sink, p.dsink, query_blocks,
-                            static_cast<int>(a.heads_q)};
+      const SinkParams sink{static_cast<const float*>(p.workspace),
+                            a.sink,
+                            p.dsink,
+                            query_blocks,
+                            static_cast<int>(a.heads_q),
+                            kBlockQueries};
       const bool wide = a.sink_dtype == Dtype::float32;
       WARPSMITH_RETURN_IF_FAILED(
           launch_portable(wide ? backward_sink<float> : backward_sink<T>, a.heads_q, kSinkThreads, 0, stream, sink));

@@ -10,10 +10,10 @@ Status optim_upload_cuda(const int64_t* host, int64_t* device, int64_t words, vo
   return table_upload::upload(host, device, words, stream);
 }
 
-Status optim_chunk_elems_cuda(int64_t total_elems, int32_t* chunk_elems) {
+Status optim_chunk_elems_cuda(int64_t total_elems, Storage storage, int32_t* chunk_elems) {
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
-  *chunk_elems = choose_optim(total_elems, device.multiprocessors).chunk_elems;
+  *chunk_elems = choose_optim(total_elems, device.multiprocessors, storage).chunk_elems;
   return {};
 }
 

@@ -165,7 +165,7 @@ Status optim_cpu(const OptimParams& params, const Parallel& parallel);
 Status optim_upload_cuda(const int64_t* host, int64_t* device, int64_t words, void* stream);
 
 // Elements of a chunk for tensors of these sizes in all. The CUDA answer depends on the current device.
-Status optim_chunk_elems_cuda(int64_t total_elems, int32_t* chunk_elems);
+Status optim_chunk_elems_cuda(int64_t total_elems, Storage storage, int32_t* chunk_elems);
 int32_t optim_chunk_elems_cpu();
 
 // base^exponent for a whole exponent >= 0 by squaring: a relative error below 1e-14, and the same bits on every

@@ -1,8 +1,11 @@
 #pragma once
 #include <cstdint>
 
+#include "kernels/optim/optim.h"
+
 // How a step's launch is cut: pure functions of the problem, printable through warpsmith.plan("adamw", ...), by the
-// name of any optimizer. The arithmetic behind the numbers is in docs/design/2026-11-20-adamw.md.
+// name of any optimizer. The arithmetic behind the numbers is in docs/design/2026-11-20-adamw.md and
+// 2026-11-23-optimizer-arithmetic.md.
 namespace warpsmith {
 
 struct OptimConfig {
@@ -17,15 +20,36 @@ constexpr int kOptimThreads = 256;
 // the same bytes: one vector, 4 blocks a multiprocessor, chunks of 4,096 elements, plain loads and stores 0.97; the
 // same with registers for 3 blocks 0.92; two vectors, 3 blocks, chunks of 16,384, streaming hints 0.91.
 constexpr int kOptimBlocksAMultiprocessor = 4;  // that registers should leave room for: 64 a thread
+constexpr int kOptimBlocks8Bit = 3;
 constexpr int kOptimVectors = 1;
-constexpr int kOptimTileElems = kOptimThreads * kOptimVectors * 4;  // that a block reads at once
-constexpr int kOptimMaxChunkElems = 4 * kOptimTileElems;
+constexpr int kOptimTileElems = kOptimThreads * kOptimVectors * 4;  // that a block reads at once, of float32
+
+// The longest chunk of a storage. A block's start takes about 3 us, in which only its first tile travels: the fewer
+// bytes an element has, the more elements must share it. Measured with AdamW on one H200 (2026-11-23), 5e8 parameters,
+// fractions of a copy, chunks of 4,096 / 8,192 / 16,384: bfloat16 0.83 / 0.92 / 0.96, stochastic 0.67 / 0.78 / 0.83,
+// compensated 0.90 / 0.96 / 0.96, masters 0.93 / 0.95, remainder 0.92 / 0.95. A block of 8-bit states begins with the
+// copy of two maps, 18 KB.
+constexpr int kOptimMaxChunkElems = 65536;
+constexpr int longest_optim_chunk(Storage storage) {
+  switch (storage) {
+    case Storage::float32:
+    case Storage::float64: return 4096;
+    case Storage::bfloat16:
+    case Storage::float16:
+    case Storage::bfloat16_stochastic:
+    case Storage::bfloat16_compensated: return 16384;
+    case Storage::float32_8bit:
+    case Storage::bfloat16_8bit:
+    case Storage::float16_8bit: return kOptimMaxChunkElems;
+    default: return 8192;
+  }
+}
 
 // The longest chunk, in powers of two of a tile, that still gives every resident block three chunks in turn.
 // `total_elems`: of all tensors together.
-constexpr OptimConfig choose_optim(int64_t total_elems, int multiprocessors) {
+constexpr OptimConfig choose_optim(int64_t total_elems, int multiprocessors, Storage storage) {
   const int64_t wanted_blocks = int64_t{3} * kOptimBlocksAMultiprocessor * multiprocessors;
-  OptimConfig c{kOptimThreads, kOptimVectors, kOptimMaxChunkElems,
+  OptimConfig c{kOptimThreads, kOptimVectors, longest_optim_chunk(storage),
                 "long chunks: a block's start is a few percent of its life"};
   while (c.chunk_elems > kOptimTileElems && total_elems / c.chunk_elems < wanted_blocks) {
     c.chunk_elems /= 2;

@@ -9,9 +9,9 @@
 //
 // A functor names its states and its hyperparameters, in the order in which tables and launches hold them. A tensor has
 // the first state, or the states of one of the masks in kVariants (bit i: state i); the enumerators are indices.
-// States of the mask kNotNegative are never below 0. `scalars` computes once a chunk, in double, what all elements of a
-// tensor share; `element` updates one of them. The order of operations is that of torch's fused CPU step where torch
-// has one.
+// States of the mask kNotNegative are never below 0. kDivides: `element` calls its Math. `scalars` computes
+// once a chunk, in double, what all elements of a tensor share; `element` updates one of them. The order of operations
+// is that of torch's fused CPU step where torch has one.
 namespace warpsmith {
 
 #define WARPSMITH_NAMES(Enum, ...)               \
@@ -33,9 +33,25 @@ struct OptimStep {
 template <class T> WARPSMITH_HOST_DEVICE T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : x; }
 template <class T> WARPSMITH_HOST_DEVICE T larger_or_nan(T a, T b) { return a > b || a != a ? a : b; }
 
+// How an optimizer that divides does it: here as IEEE 754 says. Kernels have a faster way (quick_math.h).
+struct IeeeMath {
+  template <class T> WARPSMITH_HOST_DEVICE static T root(T x) { return std::sqrt(x); }
+  template <class T> WARPSMITH_HOST_DEVICE static T quotient(T a, T b) { return a / b; }
+};
+
+// a b + c: in kernels rounded once, and said so, because which products the compiler contracts depends on the code
+// around them; on the CPU as the loop is compiled.
+template <class T> WARPSMITH_HOST_DEVICE T product_plus(T a, T b, T c) {
+#if defined(__CUDA_ARCH__) || defined(WARPSMITH_SIM)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // m + weight (g - m) in two forms, each exact at its end of the range, where the weight is 0 and 1.
 template <class T> WARPSMITH_HOST_DEVICE T lerp(T m, T g, T weight) {
-  return weight < T(0.5) ? m + weight * (g - m) : g + (weight - T(1)) * (g - m);
+  return product_plus(weight < T(0.5) ? weight : weight - T(1), g - m, weight < T(0.5) ? m : g);
 }
 
 // m <- m + (1 - beta1) (g - m),  v <- beta2 v + (1 - beta2) g^2,  v_max <- max(v_max, v)
@@ -47,6 +63,7 @@ template <bool kDecoupled> struct AdamWithDecay {
   static constexpr unsigned kVariants[] = {0b011, 0b111};
   static constexpr unsigned kNotNegative = 0b110;
   static constexpr int kPowers = 2;
+  static constexpr bool kDivides = true;
 
   template <class T> struct Scalars {
     T grad_factor, decay, weight1, beta2, weight2, step_size, bias2_sqrt, eps;
@@ -63,20 +80,18 @@ template <bool kDecoupled> struct AdamWithDecay {
             T(s.values[eps])};
   }
 
-  template <unsigned kHas, class T>
+  template <unsigned kHas, class T, class Math = IeeeMath>
   WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
     T &m = state[exp_avg], &v = state[exp_avg_sq];
     T g = grad * s.grad_factor;
-    if constexpr (kDecoupled)
-      p *= s.decay;
-    else
-      g = s.decay != T(0) ? p * s.decay + g : g;
+    if constexpr (!kDecoupled) g = s.decay != T(0) ? p * s.decay + g : g;
     m = lerp(m, g, s.weight1);
-    v = v * s.beta2 + s.weight2 * g * g;
+    v = product_plus(s.weight2 * g, g, v * s.beta2);
     T second = v;
     if constexpr ((kHas >> max_exp_avg_sq) & 1)
       second = state[max_exp_avg_sq] = larger_or_nan(v, state[max_exp_avg_sq]);
-    p -= s.step_size * m / (std::sqrt(second) / s.bias2_sqrt + s.eps);
+    const T update = Math::quotient(s.step_size * m, Math::quotient(Math::root(second), s.bias2_sqrt) + s.eps);
+    p = kDecoupled ? product_plus(p, s.decay, -update) : p - update;
   }
 };
 using AdamW = AdamWithDecay<true>;
@@ -92,6 +107,7 @@ struct SGD {
   static constexpr unsigned kVariants[] = {0b0, 0b1};
   static constexpr unsigned kNotNegative = 0;
   static constexpr int kPowers = 0;
+  static constexpr bool kDivides = false;
 
   template <class T> struct Scalars {
     T grad_factor, minus_lr, momentum, weight, decay, nesterov;
@@ -103,7 +119,7 @@ struct SGD {
             T(s.values[weight_decay]), T(s.values[nesterov])};
   }
 
-  template <unsigned kHas, class T>
+  template <unsigned kHas, class T, class Math = IeeeMath>
   WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
     T g = grad * s.grad_factor;
     g = s.decay != T(0) ? p * s.decay + g : g;
@@ -123,6 +139,7 @@ struct Lion {
   static constexpr unsigned kVariants[] = {0b1};
   static constexpr unsigned kNotNegative = 0;
   static constexpr int kPowers = 0;
+  static constexpr bool kDivides = false;
 
   template <class T> struct Scalars {
     T grad_factor, decay, weight1, weight2, lr;
@@ -133,7 +150,7 @@ struct Lion {
             T(s.lr)};
   }
 
-  template <unsigned kHas, class T>
+  template <unsigned kHas, class T, class Math = IeeeMath>
   WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
     T& m = state[exp_avg];
     const T g = grad * s.grad_factor;
@@ -149,6 +166,7 @@ struct Adagrad {
   static constexpr unsigned kVariants[] = {0b1};
   static constexpr unsigned kNotNegative = 0b1;
   static constexpr int kPowers = 0;
+  static constexpr bool kDivides = true;
 
   template <class T> struct Scalars {
     T grad_factor, decay, step_size, eps;
@@ -159,12 +177,12 @@ struct Adagrad {
             T(s.values[eps])};
   }
 
-  template <unsigned kHas, class T>
+  template <unsigned kHas, class T, class Math = IeeeMath>
   WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
     T g = grad * s.grad_factor;
     g = s.decay != T(0) ? p * s.decay + g : g;
     state[sum] += g * g;
-    p -= s.step_size * g / (std::sqrt(state[sum]) + s.eps);
+    p -= Math::quotient(s.step_size * g, Math::root(state[sum]) + s.eps);
   }
 };
 
@@ -176,6 +194,7 @@ struct RMSprop {
   static constexpr unsigned kVariants[] = {0b001, 0b011, 0b101, 0b111};
   static constexpr unsigned kNotNegative = 0b001;
   static constexpr int kPowers = 0;
+  static constexpr bool kDivides = true;
 
   template <class T> struct Scalars {
     T grad_factor, decay, alpha, weight, eps, momentum, lr;
@@ -191,7 +210,7 @@ struct RMSprop {
             T(s.lr)};
   }
 
-  template <unsigned kHas, class T>
+  template <unsigned kHas, class T, class Math = IeeeMath>
   WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
     T g = grad * s.grad_factor;
     g = s.decay != T(0) ? p * s.decay + g : g;
@@ -203,7 +222,7 @@ struct RMSprop {
       a = lerp(a, g, s.weight);
       second = v - a * a;
     }
-    T update = g / (std::sqrt(second) + s.eps);
+    T update = Math::quotient(g, Math::root(second) + s.eps);
     if constexpr ((kHas >> momentum_buffer) & 1)
       update = state[momentum_buffer] = state[momentum_buffer] * s.momentum + update;
     p -= s.lr * update;

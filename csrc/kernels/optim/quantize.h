@@ -15,7 +15,7 @@ constexpr int64_t quant_blocks(int64_t numel) { return (numel + kQuantBlock - 1)
 // The value of a code, ascending in [-1, 1] (signed) or [0, 1]: 0, 1, and in each of the seven decades below 1 the
 // middles of n equal parts of [0.1, 1] of the decade. n doubles from decade to decade: from 1 to 64 for each sign, or
 // from 2 to 128. One rounding of an exact fraction: the same bits on every machine.
-WARPSMITH_HOST_DEVICE float dynamic_value(int code, bool is_signed) {
+constexpr WARPSMITH_HOST_DEVICE float dynamic_value(int code, bool is_signed) {
   const int zero = is_signed ? 127 : 0;
   if (code == zero) return 0.0f;
   if (code == kCodes - 1) return 1.0f;
@@ -32,7 +32,7 @@ WARPSMITH_HOST_DEVICE float dynamic_value(int code, bool is_signed) {
 }
 
 // The border between a code and the next one: halfway. There the lower code is taken.
-WARPSMITH_HOST_DEVICE float dynamic_border(int code, bool is_signed) {
+constexpr WARPSMITH_HOST_DEVICE float dynamic_border(int code, bool is_signed) {
   if (code == kCodes - 1) return 1.0f;
   return (dynamic_value(code, is_signed) + dynamic_value(code + 1, is_signed)) * 0.5f;
 }

@@ -7,6 +7,7 @@
 #include "device/vector.h"
 #include "kernels/optim/optim.h"
 #include "kernels/optim/optim_config.h"
+#include "kernels/optim/quick_math.h"
 
 // One step of an optimizer over any number of tensors; one block a chunk. Reads the gradient, the parameter (or its
 // master) and each state once and writes all but the gradient, and some 90 bytes a chunk. AdamW: 28 bytes an element in
@@ -80,19 +81,50 @@ template <class In, unsigned kMost> struct Chunk : Numbered<kIsStochastic<In>> {
       states[i] = (kMost >> i) & 1 && t.states[i] ? static_cast<State*>(t.states[i]) + begin : nullptr;
   }
 
+  // Whether vectors of In::kLanes elements can be taken, and where rounding is random begin a pair.
   __device__ __forceinline__ bool aligned() const {
     uintptr_t bits = reinterpret_cast<uintptr_t>(grad) | reinterpret_cast<uintptr_t>(param);
     if constexpr (kHasExtra<In>) bits |= reinterpret_cast<uintptr_t>(extra);
 #pragma unroll
     for (int i = 0; i < kOptimMaxStates; ++i) bits |= reinterpret_cast<uintptr_t>(states[i]);
+    if constexpr (kIsStochastic<In>) {
+      if (this->first_elem % 2 != 0) return false;
+    }
     return bits % 16 == 0;
+  }
+};
+
+// N adjacent elements. 16-bit ones stay in pairs in 32-bit registers: values that live from one turn of a loop to the
+// next would otherwise take a register each.
+template <class T, int N, bool kPairs = sizeof(T) == 2 && N % 2 == 0> struct Lanes {
+  Vector<T, N> v;
+  __device__ __forceinline__ void load(const T* from) { v = device::load_vector<N>(from); }
+  __device__ __forceinline__ void store(T* to) const { device::store_vector(to, v); }
+  __device__ __forceinline__ T get(int e) const { return v.at[e]; }
+  __device__ __forceinline__ void set(int e, T x) { v.at[e] = x; }
+  __device__ __forceinline__ float value(int e) const { return device::to_float(v.at[e]); }
+};
+template <class T, int N> struct Lanes<T, N, true> {
+  Vector<uint32_t, N / 2> v;
+  __device__ __forceinline__ void load(const T* from) {
+    v = device::load_vector<N / 2>(reinterpret_cast<const uint32_t*>(from));
+  }
+  __device__ __forceinline__ void store(T* to) const { device::store_vector(reinterpret_cast<uint32_t*>(to), v); }
+  __device__ __forceinline__ T get(int e) const { return {static_cast<uint16_t>(v.at[e / 2] >> (e % 2 * 16))}; }
+  __device__ __forceinline__ void set(int e, T x) {
+    uint32_t& two = v.at[e / 2];
+    two = e % 2 ? (two & 0xffffu) | static_cast<uint32_t>(x.bits) << 16 : (two & 0xffff0000u) | x.bits;
+  }
+  __device__ __forceinline__ void set_pair(int pair, uint32_t two) { v.at[pair] = two; }
+  __device__ __forceinline__ float value(int e) const {
+    return e % 2 ? device::high_half<T>(v.at[e / 2]) : device::low_half<T>(v.at[e / 2]);
   }
 };
 
 // What a refinement keeps of the elements that a thread has in flight.
 template <bool kThere, int N, int kVectors> struct Dropped {};
 template <int N, int kVectors> struct Dropped<true, N, kVectors> {
-  Vector<bfloat16, N> dropped[kVectors];
+  Lanes<bfloat16, N> dropped[kVectors];
 };
 
 // What one thread has in flight: kVectors groups of N adjacent elements, a block's width apart. The states and the
@@ -102,9 +134,9 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
   using Param = typename In::Param;
   using State = typename In::State;
   using Value = std::conditional_t<In::kMaster, float, Param>;  // in which the parameter is kept
-  Vector<Param, N> grad[kVectors];
-  Vector<Value, N> value[kVectors];
-  Vector<State, N> states[kVectors][kOptimMaxStates];
+  Lanes<Param, N> grad[kVectors];
+  Lanes<Value, N> value[kVectors];
+  Lanes<State, N> states[kVectors][kOptimMaxStates];
 
   static constexpr int kElems = kOptimThreads * kVectors * N;
 
@@ -114,19 +146,20 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
 
   __device__ __forceinline__ void load(const Chunk<In, kMost>& c, int begin, int end) {
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int i = place(begin, k);
-      if (i >= end) continue;
-      grad[k] = device::load_vector<N>(c.grad + i);
-      if constexpr (In::kMaster)
-        value[k] = device::load_vector<N>(c.extra + i);
-      else
-        value[k] = device::load_vector<N>(c.param + i);
-      if constexpr (kHasExtra<In> && !In::kMaster) this->dropped[k] = device::load_vector<N>(c.extra + i);
+    for (int k = 0; k < kVectors; ++k)
+      if (const int i = place(begin, k); i < end) load_at(k, c, i);
+  }
+
+  __device__ __forceinline__ void load_at(int k, const Chunk<In, kMost>& c, int i) {
+    grad[k].load(c.grad + i);
+    if constexpr (In::kMaster)
+      value[k].load(c.extra + i);
+    else
+      value[k].load(c.param + i);
+    if constexpr (kHasExtra<In> && !In::kMaster) this->dropped[k].load(c.extra + i);
 #pragma unroll
-      for (int s = 0; s < kOptimMaxStates; ++s)
-        if ((kHas >> s) & 1) states[k][s] = device::load_vector<N>(c.states[s] + i);
-    }
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) states[k][s].load(c.states[s] + i);
   }
 
   // `seed`: the group's, where rounding is stochastic.
@@ -136,50 +169,130 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
     for (int k = 0; k < kVectors; ++k) {
       const int i = place(begin, k);
       if (i >= end) continue;
+      if (update(k, constants, seed, c, i)) {
+        store(k, c, i);
+      } else if constexpr (N > 1) {  // nothing of these elements is stored yet
+#pragma unroll 1
+        for (int e = 0; e < N; ++e) {
+          Tile<F, In, kMost, kHas, 1, 1> one;
+          one.load_at(0, c, i + e);
+          one.update(0, constants, seed, c, i + e);
+          one.store(0, c, i + e);
+        }
+      }
+    }
+  }
+
+  // Every element by QuickMath, and if its parameter is NaN then again by IeeeMath: this only of a single one; of
+  // several, returns whether there was none.
+  __device__ __forceinline__ bool update(int k, const Constants<F, In>& constants, uint64_t seed,
+                                         const Chunk<In, kMost>& c, int i) {
+    if constexpr (kIsStochastic<In>) {
+      PhiloxCounter words[N == 1 ? 1 : N / 2];
+      const uint64_t element = c.first_elem + static_cast<uint64_t>(i);
+      rounding_words(words, seed, constants.step, element / 2);
+      if constexpr (N == 1) {
+        float p, x[kOptimMaxStates];
+        updated(k, 0, constants, p, x);
+        round_at_random(k, words[0], element % 2 != 0, p, x);
+        return true;
+      } else {
+        bool is_nan = false;
+#pragma unroll
+        for (int pair = 0; pair < N / 2; ++pair) is_nan |= !update_pair(k, pair, constants, words[pair]);
+        return !is_nan;
+      }
+    } else {
+      bool is_nan = false;
 #pragma unroll
       for (int e = 0; e < N; ++e) {
-        float p = device::to_float(value[k].at[e]), x[kOptimMaxStates];
-        if constexpr (In::kRefinement == Refinement::compensated) p += device::to_float(this->dropped[k].at[e]);
-        if constexpr (In::kRefinement == Refinement::remainder) p = join_float(value[k].at[e], this->dropped[k].at[e]);
-#pragma unroll
-        for (int s = 0; s < kOptimMaxStates; ++s)
-          if ((kHas >> s) & 1) x[s] = device::to_float(states[k][s].at[e]);
-        F::template element<kHas, float>(constants.scalars, device::to_float(grad[k].at[e]), p, x);
-        if constexpr (kIsStochastic<In>) {
-          const auto words = rounding_words(seed, constants.step, c.first_elem + static_cast<uint64_t>(i + e));
-          value[k].at[e] = device::round_stochastic(p, words.word[0]);
-#pragma unroll
-          for (int s = 0; s < kOptimMaxStates; ++s)
-            if ((kHas >> s) & 1) states[k][s].at[e] = device::round_stochastic(x[s], words.word[1 + s]);
-          continue;
-        }
-        if constexpr (In::kRefinement == Refinement::remainder) {
-          const SplitFloat split = split_float(p);
-          value[k].at[e] = split.rounded;
-          this->dropped[k].at[e] = split.remainder;
-        } else {
-          value[k].at[e] = device::from_float<Value>(p);
-        }
-        if constexpr (In::kRefinement == Refinement::compensated)
-          this->dropped[k].at[e] = device::from_float<bfloat16>(compensation_of(p, device::to_float(value[k].at[e])));
-#pragma unroll
-        for (int s = 0; s < kOptimMaxStates; ++s)
-          if ((kHas >> s) & 1) states[k][s].at[e] = device::from_float<State>(x[s]);
+        float p, x[kOptimMaxStates];
+        is_nan |= !updated(k, e, constants, p, x);
+        round(k, e, p, x);
       }
-      if constexpr (In::kMaster) {
-        device::store_vector(c.extra + i, value[k]);
-        Vector<Param, N> rounded;
-#pragma unroll
-        for (int e = 0; e < N; ++e) rounded.at[e] = device::from_float<Param>(value[k].at[e]);
-        device::store_vector(c.param + i, rounded);
-      } else {
-        device::store_vector(c.param + i, value[k]);
-        if constexpr (kHasExtra<In>) device::store_vector(c.extra + i, this->dropped[k]);
-      }
-#pragma unroll
-      for (int s = 0; s < kOptimMaxStates; ++s)
-        if ((kHas >> s) & 1) device::store_vector(c.states[s] + i, states[k][s]);
+      return !is_nan;
     }
+  }
+
+  // The new values of one element, not rounded; returns as `update`.
+  __device__ __forceinline__ bool updated(int k, int e, const Constants<F, In>& constants, float& p,
+                                          float (&x)[kOptimMaxStates]) const {
+    element<QuickMath>(k, e, constants, p, x);
+    if constexpr (F::kDivides) {
+      if constexpr (N > 1) return p == p;
+      if (p != p) element<IeeeMath>(k, e, constants, p, x);
+    }
+    return true;
+  }
+
+  template <class Math> __device__ __forceinline__ void element(int k, int e, const Constants<F, In>& constants,
+                                                                float& p, float (&x)[kOptimMaxStates]) const {
+    p = value[k].value(e);
+    if constexpr (In::kRefinement == Refinement::compensated) p += this->dropped[k].value(e);
+    if constexpr (In::kRefinement == Refinement::remainder) p = join_float(value[k].get(e), this->dropped[k].get(e));
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) x[s] = states[k][s].value(e);
+    F::template element<kHas, float, Math>(constants.scalars, grad[k].value(e), p, x);
+  }
+
+  __device__ __forceinline__ void round(int k, int e, float p, const float (&x)[kOptimMaxStates]) {
+    if constexpr (In::kRefinement == Refinement::remainder) {
+      const SplitFloat split = split_float(p);
+      value[k].set(e, split.rounded);
+      this->dropped[k].set(e, split.remainder);
+    } else {
+      value[k].set(e, device::from_float<Value>(p));
+    }
+    if constexpr (In::kRefinement == Refinement::compensated)
+      this->dropped[k].set(e, device::from_float<bfloat16>(compensation_of(p, value[k].value(e))));
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) states[k][s].set(e, device::from_float<State>(x[s]));
+  }
+
+  // The tile's single element.
+  __device__ __forceinline__ void round_at_random(int k, const PhiloxCounter& words, bool odd, float p,
+                                                  const float (&x)[kOptimMaxStates]) {
+    value[k].set(0, device::round_stochastic(p, rounding_bits(words, odd, 0)));
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) states[k][s].set(0, device::round_stochastic(x[s], rounding_bits(words, odd, 1 + s)));
+  }
+
+  // Two elements, rounded at random. Where the parameters are not NaN, the states are not either if the optimizer
+  // divides: only then nothing looks for NaN.
+  __device__ __forceinline__ bool update_pair(int k, int pair, const Constants<F, In>& constants,
+                                              const PhiloxCounter& words) {
+    float p[2], x[2][kOptimMaxStates];
+    const bool both = updated(k, 2 * pair, constants, p[0], x[0]) & updated(k, 2 * pair + 1, constants, p[1], x[1]);
+    const auto rounded = [&](float low, float high, int array) {
+      const uint32_t random_low = rounding_bits(words, false, array), random_high = rounding_bits(words, true, array);
+      if constexpr (F::kDivides) return device::pack_stochastic(low, high, random_low, random_high);
+      return device::round_stochastic(low, random_low).bits |
+             static_cast<uint32_t>(device::round_stochastic(high, random_high).bits) << 16;
+    };
+    value[k].set_pair(pair, rounded(p[0], p[1], 0));
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) states[k][s].set_pair(pair, rounded(x[0][s], x[1][s], 1 + s));
+    return both;
+  }
+
+  __device__ __forceinline__ void store(int k, const Chunk<In, kMost>& c, int i) const {
+    if constexpr (In::kMaster) {
+      value[k].store(c.extra + i);
+      Lanes<Param, N> rounded{};
+#pragma unroll
+      for (int e = 0; e < N; ++e) rounded.set(e, device::from_float<Param>(value[k].value(e)));
+      rounded.store(c.param + i);
+    } else {
+      value[k].store(c.param + i);
+      if constexpr (kHasExtra<In>) this->dropped[k].store(c.extra + i);
+    }
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) states[k][s].store(c.states[s] + i);
   }
 };
 
@@ -268,6 +381,8 @@ template <class In, unsigned kMost> constexpr int resident_blocks() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return kOptimBlocksAMultiprocessor - 1 - (In::kLanes == 8 && kStates >= 3);
 #else
+  // Measured on one H200 (2026-11-23): random rounding, of all the longest in registers, gains by the fourth block.
+  if (kIsStochastic<In> && kStates <= 2) return kOptimBlocksAMultiprocessor;
   return kOptimBlocksAMultiprocessor - (kStates >= 3) - (In::kLanes == 8 && kStates >= 2) -
          ((In::kMaster || kKeepsDropped) && In::kLanes == 4 && kStates == 2);
 #endif

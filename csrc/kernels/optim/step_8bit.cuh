@@ -1,151 +1,310 @@
 #pragma once
 #include <cstdint>
 
-#include "device/reduce.h"
-#include "kernels/optim/quantize.h"
+#include "kernels/optim/code_map.h"
 #include "kernels/optim/step.cuh"
 
 // One step of an optimizer with 8-bit states; one block of threads a chunk, one warp for each 256 elements. Reads the
 // gradient, the parameter, the codes and the scales once and writes all but the gradient: AdamW 16 bytes an element
-// with float32 parameters, 10 with 16-bit ones. A tensor without scales has float32 states, in the same launch.
+// with float32 parameters, 10 with 16-bit ones; and 18 KB of maps a chunk. A tensor without scales has float32 states,
+// in the same launch.
 namespace warpsmith::optim {
 
-// The values of all codes and the borders between them; [1]: of signed states.
-struct Maps {
-  float values[2][kCodes], borders[2][kCodes];
-};
+constexpr __device__ CodeMap<true> kSignedMap{};
+constexpr __device__ CodeMap<false> kUnsignedMap{};
 
 template <class F> constexpr bool is_signed(int state) { return !((F::kNotNegative >> state) & 1); }
 
+// The maps that the states `kHas` of an optimizer need, in shared memory.
+template <bool kBoth> struct Maps {
+  CodeMap<true> with_sign;
+};
+template <> struct Maps<true> : Maps<false> {
+  CodeMap<false> without_sign;
+};
+template <class F, unsigned kHas> using MapsOf = Maps<(kHas & F::kNotNegative) != 0>;
+
 // By all threads of a block; a barrier must follow.
-template <class F, unsigned kHas> __device__ __forceinline__ void fill(Maps& maps) {
-  static_assert(kOptimThreads == kCodes);
-  const int code = static_cast<int>(threadIdx.x);
-#pragma unroll
-  for (int with_sign = 0; with_sign < 2; ++with_sign) {
-    const unsigned of_kind = with_sign ? kHas & ~F::kNotNegative : kHas & F::kNotNegative;
-    if (of_kind == 0) continue;
-    maps.values[with_sign][code] = dynamic_value(code, with_sign);
-    maps.borders[with_sign][code] = dynamic_border(code, with_sign);
-  }
+template <class Map> __device__ __forceinline__ void fill(Map& to, const Map& from) {
+  static_assert(sizeof(Map) % 16 == 0);
+  const auto* source = reinterpret_cast<const Vector<uint32_t, 4>*>(&from);
+  auto* target = reinterpret_cast<Vector<uint32_t, 4>*>(&to);
+  for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(sizeof(Map) / 16); i += kOptimThreads)
+    target[i] = device::load(source + i);
 }
 
-struct LargerOrNan {
-  __device__ __forceinline__ float operator()(float a, float b) const { return larger_or_nan(a, b); }
-};
-
-// What of a chunk the 256 elements from `begin` on are; `block`: their number in the tensor.
-template <class P> struct QuantBlock {
+// Where the arrays of a chunk begin. In shared memory, from where they are read again at every use: in registers they
+// would take a quarter of what a thread has.
+template <class P> struct QuantChunk {
   const P* grad;
   P* param;
   uint8_t* codes[kOptimMaxStates];
   float* scales[kOptimMaxStates];
   int elems;
-};
+  bool aligned;  // for loads of eight elements
 
-// Loads or stores of four adjacent elements: at once, or by those that there are.
-template <class T> __device__ __forceinline__ Vector<T, 4> load_four(const T* from, int count, bool aligned) {
-  if (aligned) return device::load_vector<4>(from);
-  Vector<T, 4> v{};
-#pragma unroll
-  for (int e = 0; e < 4; ++e)
-    if (e < count) v.at[e] = device::load(from + e);
-  return v;
-}
-template <class T> __device__ __forceinline__ void store_four(T* to, const Vector<T, 4>& v, int count, bool aligned) {
-  if (aligned) return device::store_vector(to, v);
-#pragma unroll
-  for (int e = 0; e < 4; ++e)
-    if (e < count) device::store(to + e, v.at[e]);
-}
-
-// One block by one warp, converged: each lane has four adjacent elements at a time. `aligned`: all 256 elements are
-// there, at addresses for vectors.
-template <class F, class P, unsigned kHas>
-__device__ __forceinline__ void update_block(const QuantBlock<P>& b, bool aligned, const Maps& maps,
-                                             const typename F::template Scalars<float>& scalars) {
-  constexpr int kLanes = 4, kGroups = kQuantBlock / 32 / kLanes;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const auto place = [&](int k) { return (k * 32 + lane) * kLanes; };
-  Vector<P, kLanes> grad[kGroups], param[kGroups];
-  Vector<uint8_t, kLanes> codes[kGroups][kOptimMaxStates];
-  float scales[kOptimMaxStates], largest[kOptimMaxStates] = {}, x[kGroups][kLanes][kOptimMaxStates];
-#pragma unroll
-  for (int s = 0; s < kOptimMaxStates; ++s)
-    if ((kHas >> s) & 1) scales[s] = __shfl_sync(0xffffffffu, lane == 0 ? device::load(b.scales[s]) : 0.0f, 0);
-#pragma unroll
-  for (int k = 0; k < kGroups; ++k) {
-    grad[k] = load_four(b.grad + place(k), b.elems - place(k), aligned);
-    param[k] = load_four(b.param + place(k), b.elems - place(k), aligned);
+  // States outside of `has` are not there.
+  __device__ __forceinline__ void set(const OptimTensor& t, const void* tensor_grad, int64_t begin, unsigned has) {
+    const int64_t blocks = quant_blocks(t.numel);
+    grad = static_cast<const P*>(tensor_grad) + begin;
+    param = static_cast<P*>(t.param) + begin;
+    elems = static_cast<int>(t.numel - begin < t.chunk_elems ? t.numel - begin : t.chunk_elems);
+    const uintptr_t bits = reinterpret_cast<uintptr_t>(grad) | reinterpret_cast<uintptr_t>(param);
+    uintptr_t code_bits = 0;
 #pragma unroll
     for (int s = 0; s < kOptimMaxStates; ++s)
-      if ((kHas >> s) & 1) codes[k][s] = load_four(b.codes[s] + place(k), b.elems - place(k), aligned);
+      if ((has >> s) & 1) {
+        codes[s] = static_cast<uint8_t*>(t.states[s]) + begin;
+        scales[s] = static_cast<float*>(t.extra) + s * blocks + begin / kQuantBlock;
+        code_bits |= reinterpret_cast<uintptr_t>(codes[s]);
+      }
+    aligned = bits % 16 == 0 && code_bits % 8 == 0;
   }
+};
+
+constexpr int kEight = 8;  // adjacent elements that a lane has of a block
+static_assert(kQuantBlock == 32 * kEight);
+
+// Eight adjacent elements, in loads of at most 16 bytes; or of them those that there are.
+template <class T> struct Eight {
+  static constexpr int kLanes = sizeof(T) == 4 ? 4 : 8;
+  Lanes<T, kLanes> part[kEight / kLanes];
+
+  __device__ __forceinline__ void load(const T* from) {
 #pragma unroll
-  for (int k = 0; k < kGroups; ++k) {
+    for (int k = 0; k < kEight / kLanes; ++k) part[k].load(from + k * kLanes);
+  }
+  __device__ __forceinline__ void load(const T* from, int count) {
 #pragma unroll
-    for (int e = 0; e < kLanes; ++e) {
-      float p = device::to_float(param[k].at[e]);
+    for (int e = 0; e < kEight; ++e) set(e, e < count ? device::load(from + e) : T{});
+  }
+  __device__ __forceinline__ void store(T* to) const {
+#pragma unroll
+    for (int k = 0; k < kEight / kLanes; ++k) part[k].store(to + k * kLanes);
+  }
+  __device__ __forceinline__ void store(T* to, int count) const {
+#pragma unroll
+    for (int e = 0; e < kEight; ++e)
+      if (e < count) device::store(to + e, part[e / kLanes].get(e % kLanes));
+  }
+  __device__ __forceinline__ void set(int e, T x) { part[e / kLanes].set(e % kLanes, x); }
+  __device__ __forceinline__ float value(int e) const { return part[e / kLanes].value(e % kLanes); }
+};
+
+// Eight codes, in two words.
+struct EightCodes {
+  Vector<uint32_t, 2> v;
+  __device__ __forceinline__ void load(const uint8_t* from) {
+    v = device::load_vector<2>(reinterpret_cast<const uint32_t*>(from));
+  }
+  // Those that are missing become `zero`, the code of 0.
+  __device__ __forceinline__ void load(const uint8_t* from, int count, uint32_t zero) {
+    v = {};
+#pragma unroll
+    for (int e = 0; e < kEight; ++e)
+      v.at[e / 4] |= (e < count ? uint32_t{device::load(from + e)} : zero) << (e % 4 * 8);
+  }
+  __device__ __forceinline__ void store(uint8_t* to) const { device::store_vector(reinterpret_cast<uint32_t*>(to), v); }
+  __device__ __forceinline__ void store(uint8_t* to, int count) const {
+#pragma unroll
+    for (int e = 0; e < kEight; ++e)
+      if (e < count) device::store(to + e, static_cast<uint8_t>(get(e)));
+  }
+  __device__ __forceinline__ uint32_t get(int e) const { return __byte_perm(v.at[e / 4], 0, 0x4440 + e % 4); }
+  // The low bytes.
+  __device__ __forceinline__ void set(const uint32_t (&codes)[kEight]) {
+#pragma unroll
+    for (int w = 0; w < 2; ++w)
+      v.at[w] = __byte_perm(__byte_perm(codes[4 * w], codes[4 * w + 1], 0x0040),
+                            __byte_perm(codes[4 * w + 2], codes[4 * w + 3], 0x0040), 0x5410);
+  }
+};
+
+// What a lane has of a block in memory.
+template <class F, class P, unsigned kHas> struct Raw {
+  Eight<P> grad, param;
+  EightCodes codes[kOptimMaxStates];
+  float scales[kOptimMaxStates];  // lane 0's
+
+  // Of the block that begins with element `at` of the chunk; no load waits for another one. `aligned`: all 256
+  // elements are there, at addresses for vectors. Those that are missing are zeros and stay zeros.
+  __device__ __forceinline__ void load(const QuantChunk<P>& c, int at, bool aligned) {
+    const int lane = static_cast<int>(threadIdx.x % 32), first = at + lane * kEight, count = c.elems - first;
+    if (aligned) {
+      grad.load(c.grad + first);
+      param.load(c.param + first);
 #pragma unroll
       for (int s = 0; s < kOptimMaxStates; ++s)
-        if ((kHas >> s) & 1) x[k][e][s] = maps.values[is_signed<F>(s)][codes[k][s].at[e]] * scales[s];
-      F::template element<kHas, float>(scalars, device::to_float(grad[k].at[e]), p, x[k][e]);
-      param[k].at[e] = device::from_float<P>(p);
+        if ((kHas >> s) & 1) codes[s].load(c.codes[s] + first);
+    } else {
+      grad.load(c.grad + first, count);
+      param.load(c.param + first, count);
 #pragma unroll
       for (int s = 0; s < kOptimMaxStates; ++s)
-        if (((kHas >> s) & 1) && place(k) + e < b.elems) largest[s] = larger_or_nan(largest[s], fabsf(x[k][e][s]));
+        if ((kHas >> s) & 1) codes[s].load(c.codes[s] + first, count, is_signed<F>(s) ? 127 : 0);
     }
-    store_four(b.param + place(k), param[k], b.elems - place(k), aligned);
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) scales[s] = lane == 0 ? device::load(c.scales[s] + at / kQuantBlock) : 0.0f;
   }
+  __device__ __forceinline__ void share_scales() {
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) scales[s] = __shfl_sync(0xffffffffu, scales[s], 0);
+  }
+};
+
+// By the values of all codes, for any x and in a rolled loop.
+__device__ __forceinline__ uint32_t searched_code(const float* values, float x, bool with_sign) {
+  int code = 0;
+#pragma unroll 1
+  for (int half = kCodes / 2; half > 0; half /= 2) {
+    const int below = code + half - 1;
+    if ((values[below] + values[below + 1]) * 0.5f < x) code += half;
+  }
+  return !with_sign && code == 0 && x > 0.0f ? 1 : static_cast<uint32_t>(code);
+}
+
+// The codes of x / scale. Every lane of a warp has the same scale.
+template <bool kSigned>
+__device__ __forceinline__ EightCodes encode(const CodeMap<kSigned>& map, const float (&x)[kEight], float scale) {
+  uint32_t codes[kEight];
+  // Where the quotient's correction is exact for all that is not far below the lowest border.
+  if (scale >= 0x1p-80f && scale <= 0x1p80f) {
+    const float inverse = 1.0f / scale;
+#pragma unroll
+    for (int e = 0; e < kEight; ++e) {
+      const float guess = x[e] * inverse;
+      codes[e] = mapped_code(map, fmaf(fmaf(-scale, guess, x[e]), inverse, guess));
+    }
+  } else {
+#pragma unroll 1
+    for (int n = 0; n < kEight; ++n) {
+      float mine = x[0];
+#pragma unroll
+      for (int e = 1; e < kEight; ++e) mine = e == n ? x[e] : mine;
+      const uint32_t code = searched_code(map.values, scaled(mine, scale), kSigned);
+#pragma unroll
+      for (int e = 0; e < kEight; ++e) codes[e] = e == n ? code : codes[e];
+    }
+  }
+  EightCodes packed;
+  packed.set(codes);
+  return packed;
+}
+
+// One block by one warp, converged, of what `raw` has loaded.
+template <class F, class P, unsigned kHas>
+__device__ __forceinline__ void update_block(const QuantChunk<P>& c, int at, bool aligned, Raw<F, P, kHas>& raw,
+                                             const MapsOf<F, kHas>& maps,
+                                             const typename F::template Scalars<float>& scalars) {
+  const int lane = static_cast<int>(threadIdx.x % 32), first = at + lane * kEight;
+  auto& [grad, param, codes, scales] = raw;
+  float x[kOptimMaxStates][kEight];
+  raw.share_scales();
+  const auto decoded = [&](int s, uint32_t code) {
+    if constexpr ((kHas & F::kNotNegative) != 0)
+      return (is_signed<F>(s) ? maps.with_sign.values : maps.without_sign.values)[code] * scales[s];
+    else
+      return maps.with_sign.values[code] * scales[s];
+  };
+  bool is_nan = false;
+#pragma unroll
+  for (int e = 0; e < kEight; ++e) {
+    float one[kOptimMaxStates], p = param.value(e);
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) one[s] = decoded(s, codes[s].get(e));
+    F::template element<kHas, float, QuickMath>(scalars, grad.value(e), p, one);
+    is_nan |= p != p;
+    param.set(e, device::from_float<P>(p));
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) x[s][e] = one[s];
+  }
+  if (F::kDivides && is_nan) {
+#pragma unroll 1
+    for (int n = 0; n < kEight && n < c.elems - first; ++n) {
+      float one[kOptimMaxStates], mine = device::to_float(device::load(c.param + first + n));
+      const float before = mine, g = device::to_float(device::load(c.grad + first + n));
+      const auto decode_all = [&] {
+#pragma unroll
+        for (int s = 0; s < kOptimMaxStates; ++s)
+          if ((kHas >> s) & 1) one[s] = decoded(s, device::load(c.codes[s] + first + n));
+      };
+      decode_all();
+      F::template element<kHas, float, QuickMath>(scalars, g, mine, one);
+      if (mine == mine) continue;  // another one of the eight
+      mine = before;
+      decode_all();
+      F::template element<kHas, float, IeeeMath>(scalars, g, mine, one);
+#pragma unroll
+      for (int e = 0; e < kEight; ++e) {
+        if (e != n) continue;
+        param.set(e, device::from_float<P>(mine));
+#pragma unroll
+        for (int s = 0; s < kOptimMaxStates; ++s)
+          if ((kHas >> s) & 1) x[s][e] = one[s];
+      }
+    }
+  }
+  __syncwarp(0xffffffffu);  // the compiler reads what is in shared memory again
+  const int count = c.elems - first;
+  if (aligned)
+    param.store(c.param + first);
+  else
+    param.store(c.param + first, count);
 #pragma unroll
   for (int s = 0; s < kOptimMaxStates; ++s) {
     if (!((kHas >> s) & 1)) continue;
-    const float scale = device::group_reduce<32>(largest[s], LargerOrNan());
-    if (lane == 0) device::store(b.scales[s], scale);
+    uint32_t largest = 0;  // as bits: a NaN is larger than all numbers
 #pragma unroll
-    for (int k = 0; k < kGroups; ++k) {
-#pragma unroll
-      for (int e = 0; e < kLanes; ++e)
-        codes[k][s].at[e] = static_cast<uint8_t>(
-            dynamic_code(maps.borders[is_signed<F>(s)], scaled(x[k][e][s], scale), is_signed<F>(s)));
-      store_four(b.codes[s] + place(k), codes[k][s], b.elems - place(k), aligned);
+    for (int e = 0; e < kEight; ++e) {
+      const uint32_t bits = __float_as_uint(x[s][e]) & 0x7fffffffu;
+      largest = bits > largest ? bits : largest;
     }
+    const float scale = __uint_as_float(__reduce_max_sync(0xffffffffu, largest));
+    if (lane == 0) device::store(c.scales[s] + at / kQuantBlock, scale);
+    if constexpr ((kHas & F::kNotNegative) != 0)
+      codes[s] = is_signed<F>(s) ? encode(maps.with_sign, x[s], scale) : encode(maps.without_sign, x[s], scale);
+    else
+      codes[s] = encode(maps.with_sign, x[s], scale);
+    if (aligned)
+      codes[s].store(c.codes[s] + first);
+    else
+      codes[s].store(c.codes[s] + first, count);
   }
 }
 
 // One chunk of a tensor with scales: its blocks, in turn to the warps.
 template <class F, class P, unsigned kHas>
-__device__ __forceinline__ void update_quantized(const OptimTensor& t, const void* grad, int64_t begin,
-                                                 const Maps& maps, const typename F::template Scalars<float>& scalars) {
-  constexpr int kWarps = kOptimThreads / 32;
-  const int elems = static_cast<int>(t.numel - begin < t.chunk_elems ? t.numel - begin : t.chunk_elems);
-  const int64_t blocks = quant_blocks(t.numel);
-  for (int at = static_cast<int>(threadIdx.x) / 32 * kQuantBlock; at < elems; at += kWarps * kQuantBlock) {
-    QuantBlock<P> b;
-    b.grad = static_cast<const P*>(grad) + begin + at;
-    b.param = static_cast<P*>(t.param) + begin + at;
-    b.elems = elems - at < kQuantBlock ? elems - at : kQuantBlock;
-    uintptr_t bits = reinterpret_cast<uintptr_t>(b.grad) | reinterpret_cast<uintptr_t>(b.param);
-    uintptr_t code_bits = 0;
-#pragma unroll
-    for (int s = 0; s < kOptimMaxStates; ++s)
-      if ((kHas >> s) & 1) {
-        b.codes[s] = static_cast<uint8_t*>(t.states[s]) + begin + at;
-        b.scales[s] = static_cast<float*>(t.extra) + s * blocks + (begin + at) / kQuantBlock;
-        code_bits |= reinterpret_cast<uintptr_t>(b.codes[s]);
-      }
-    const bool aligned = b.elems == kQuantBlock && bits % (4 * sizeof(P)) == 0 && code_bits % 4 == 0;
-    update_block<F, P, kHas>(b, aligned, maps, scalars);
+__device__ __forceinline__ void update_quantized(const QuantChunk<P>& c, const MapsOf<F, kHas>& maps,
+                                                 const typename F::template Scalars<float>& scalars) {
+  constexpr int kStride = kOptimThreads / 32 * kQuantBlock;
+  int at = static_cast<int>(threadIdx.x) / 32 * kQuantBlock;
+  const auto aligned = [&] { return c.aligned && c.elems - at >= kQuantBlock; };
+  if (at >= c.elems) return;
+  Raw<F, P, kHas> next;
+  next.load(c, at, aligned());
+  while (at < c.elems) {
+    Raw<F, P, kHas> raw = next;
+    const int here = at;
+    const bool here_aligned = aligned();
+    at += kStride;
+    if (at < c.elems) next.load(c, at, aligned());
+    update_block<F, P, kHas>(c, here, here_aligned, raw, maps, scalars);
   }
 }
 
 // kMost: the states of a tensor with scales, and those that one without may have.
-template <class F, class P, unsigned kMost> __global__ void __launch_bounds__(kOptimThreads, 2)
+template <class F, class P, unsigned kMost> __global__ void __launch_bounds__(kOptimThreads, kOptimBlocks8Bit)
     step_8bit(const __grid_constant__ OptimParams p) {
   using In = Stored<P, float, false>;
   using Shared = Constants<F, In>;
   WARPSMITH_SHARED(Shared, constants, 1);
-  WARPSMITH_SHARED(Maps, maps, 1);
+  using Tables = MapsOf<F, kMost>;
+  WARPSMITH_SHARED(Tables, maps, 1);
+  WARPSMITH_SHARED(QuantChunk<P>, quantized, 1);
   if (p.found_inf && *p.found_inf != 0.0f) return;
   const ListChunk at = p.chunks[blockIdx.x];
   OptimTensor* t = p.tensors + at.tensor;
@@ -158,10 +317,12 @@ template <class F, class P, unsigned kMost> __global__ void __launch_bounds__(kO
     of_variant<F, In, kMost>(p, t, Chunk<In, kMost>(*t, grad, begin), constants);
     return;
   }
-  fill<F, kMost>(maps[0]);
+  fill(maps[0].with_sign, kSignedMap);
+  if constexpr ((kMost & F::kNotNegative) != 0) fill(maps[0].without_sign, kUnsignedMap);
   if (threadIdx.x < 32) prepare(p, t, constants);
+  if (threadIdx.x == 32) quantized[0].set(*t, grad, begin, kMost);
   __syncthreads();
-  update_quantized<F, P, kMost>(*t, grad, begin, maps[0], constants[0].scalars);
+  update_quantized<F, P, kMost>(quantized[0], maps[0], constants[0].scalars);
 }
 
 }  // namespace warpsmith::optim

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from warpsmith.distributed.exchange import rank_and_size
-from warpsmith.distributed.hook import _all_gather, mean_in_rank_order
+from warpsmith.distributed.hook import _all_gather, mean_in_rank_order, side_stream
+from warpsmith.distributed.peer_memory import PeerMemory, peer_memory
 from warpsmith.distributed.shards import Bucket, Fragment
 from warpsmith.ops._grad_norm import norm_and_power_sum
+from warpsmith.ops._rank_mean import rank_mean
 from warpsmith.optim._tensor_list import same_layout
 
 _OP = "ShardedOptimizer"
@@ -32,6 +34,17 @@ def _place(p: Tensor) -> tuple[Any, ...]:
 def flat(t: Tensor) -> Tensor:
     """The elements of a dense tensor as they lie in memory; shares that memory."""
     return t.as_strided((t.numel(),), (1,))
+
+
+Gradients = dict[int, Tensor | None]  # by parameter
+
+
+class _InFlight(NamedTuple):
+    """A bucket that is under way."""
+
+    bucket: Bucket
+    mean: Callable[[], Tensor]  # waits, on CUDA the stream, for the means of this rank's part
+    held: tuple[Tensor, ...]  # what is read meanwhile
 
 
 class GradientShards:
@@ -66,6 +79,7 @@ class GradientShards:
         own = [f for bucket in buckets for f in bucket.fragments if f.rank == self.rank]
         self.fragments = sorted(own, key=lambda f: (f.param, f.start))
         self.synchronizing = True
+        self._turn = 0  # which box of the peer memory the next bucket takes
         self.used = [True] * len(params)  # after a reduction: whether any rank has a gradient of the parameter
         self.nonfinite: Tensor | None = None  # after a reduction: 1 where any rank's gradients are not finite, else 0
         self._bucket_of = {param: n for n, bucket in enumerate(buckets) for param in bucket.params}
@@ -92,7 +106,7 @@ class GradientShards:
         self._arrived_params: set[int] = set()
         self._waiting = [len(bucket.params) for bucket in self.buckets]
         self._next = 0
-        self._in_flight: deque[tuple[Bucket, Tensor, Tensor, Any]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
 
     def require_reduced(self, call: str) -> None:
         """Raises unless a backward has reduced the gradients, of parameters that are as they were. Takes the part of
@@ -138,8 +152,23 @@ class GradientShards:
             return
         like = self.params[bucket.params[0]]
         sent_as = self.wire if like.dtype == torch.float32 else like.dtype
-        sent = torch.empty(bucket.numel, dtype=sent_as, device=like.device)
         whole = {i: self._gradient(i) for i in bucket.params}
+        peers = peer_memory(self.group, like.device, _OP) if sent_as != torch.float64 else "float64"
+        if isinstance(peers, str):
+            self._in_flight.append(self._send(bucket, whole, sent_as, like))
+        else:
+            self._in_flight.append(self._push(bucket, whole, sent_as, like, peers))
+        for i in bucket.params:
+            if not self.keep_whole:
+                self.params[i].grad = None
+            elif (gradient := self.params[i].grad) is not None:
+                self._sent[i] = gradient.data_ptr(), gradient._version
+        while len(self._in_flight) > IN_FLIGHT:
+            self._take_first()
+
+    def _send(self, bucket: Bucket, whole: Gradients, sent_as: torch.dtype, like: Tensor) -> _InFlight:
+        """By an all-to-all."""
+        sent = torch.empty(bucket.numel, dtype=sent_as, device=like.device)
         to, of = [], []
         for f in bucket.fragments:
             gradient, end = whole[f.param], f.offset + f.count
@@ -151,19 +180,49 @@ class GradientShards:
             sent[end : f.offset + f.padded].zero_()
         if to:
             torch._foreach_copy_(to, of)
-        for i in bucket.params:
-            if not self.keep_whole:
-                self.params[i].grad = None
-            elif (gradient := self.params[i].grad) is not None:
-                self._sent[i] = gradient.data_ptr(), gradient._version
         own = bucket.parts[self.rank]
         received = sent.new_empty(self.world_size * own)
         work = dist.all_to_all_single(
             received, sent, [own] * self.world_size, bucket.parts, group=self.group, async_op=True
         )
-        self._in_flight.append((bucket, sent, received, work))
-        while len(self._in_flight) > IN_FLIGHT:
-            self._take_first()
+
+        def mean() -> Tensor:
+            work.wait()  # on CUDA the stream waits, not the host
+            return mean_in_rank_order(received.view(self.world_size, own)).to(like.dtype)
+
+        return _InFlight(bucket, mean, (sent,))
+
+    def _push(
+        self, bucket: Bucket, whole: Gradients, sent_as: torch.dtype, like: Tensor, peers: PeerMemory
+    ) -> _InFlight:
+        """Into the memory of the other ranks, on a side stream. Buckets take the two boxes in turn, so that one barrier
+        is enough: a rank writes into a box again behind the barrier of the next bucket, and by then its owner has added
+        what was in it."""
+        own = bucket.parts[self.rank]
+        boxes = peers.boxes(sent_as, max(bucket.parts))[self._turn]
+        self._turn ^= 1
+        mean = torch.empty(own, dtype=like.dtype, device=like.device)
+        to, of = [], []
+        with side_stream(like.device) as done:
+            for f in bucket.fragments:
+                gradient, begin = whole[f.param], f.offset - bucket.first_of(f.rank)
+                box = boxes[f.rank][self.rank, begin : begin + f.count]
+                if gradient is None:
+                    box.zero_()
+                else:
+                    to.append(box)
+                    of.append(gradient[f.start : f.start + f.count])
+            if to:
+                torch._foreach_copy_(to, of)
+            peers.barrier(self._turn)
+            if own:
+                rank_mean(boxes[self.rank][:, :own], [mean])
+
+        def there() -> Tensor:
+            done()
+            return mean
+
+        return _InFlight(bucket, there, tuple(of))  # which other streams must not write to before
 
     def _gradient(self, index: int) -> Tensor | None:
         """The elements of a parameter's gradient in the order of the parameter's memory."""
@@ -183,12 +242,8 @@ class GradientShards:
 
     @torch.no_grad()
     def _take_first(self) -> None:
-        bucket, _, received, work = self._in_flight.popleft()
-        work.wait()  # on CUDA the stream waits, not the host
-        own, first = bucket.parts[self.rank], bucket.first_of(self.rank)
-        if own == 0:
-            return
-        mean = mean_in_rank_order(received.view(self.world_size, own)).to(self.params[bucket.params[0]].dtype)
+        bucket, there, _ = self._in_flight.popleft()
+        mean, first = there(), bucket.first_of(self.rank)
         for f in bucket.fragments:
             if f.rank == self.rank:
                 self._means[f] = mean[f.offset - first : f.offset - first + f.count]

@@ -1,7 +1,8 @@
 """A DDP communication hook: 16 bits on the wire, float32 sums in rank order."""
 
-from collections.abc import Callable
-from typing import Any, overload
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -129,9 +130,7 @@ def _reduce(group: ProcessGroup | None, bucket: GradBucket, wire: torch.dtype) -
     future: Future
     if gradients.is_cuda:
         device = gradients.device
-        side = _side_streams.setdefault(device, torch.cuda.Stream(device))
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+        with side_stream(device):
             _average(gradients, group, wire)
             future = torch.futures.Future(devices=[device])
             future.set_result(gradients)  # DDP's wait makes its stream wait for this one
@@ -140,6 +139,23 @@ def _reduce(group: ProcessGroup | None, bucket: GradBucket, wire: torch.dtype) -
         future = torch.futures.Future()
         future.set_result(gradients)
     return future
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[Callable[[], None]]:
+    """On CUDA: work in the block runs on a stream of its own, behind what the current stream has to do. What the block
+    is given makes, called later, the then current stream wait for the block. Elsewhere the block runs as ever."""
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    side = _side_streams.get(device)
+    if side is None:
+        side = _side_streams[device] = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    end = torch.cuda.Event()
+    with torch.cuda.stream(side):
+        yield lambda: torch.cuda.current_stream(device).wait_event(end)
+        end.record(side)
 
 
 def _average(gradients: Tensor, group: ProcessGroup | None, wire: torch.dtype) -> None:
@@ -161,23 +177,45 @@ def _average(gradients: Tensor, group: ProcessGroup | None, wire: torch.dtype) -
     gradients.copy_(sent[:count])
 
 
+class _Views(NamedTuple):
+    """Of the memory of all ranks, for buckets of one size."""
+
+    pushes: list[tuple[int, Tensor]]  # where this rank's parts go: (rank of the part, its inbox)
+    inbox: Tensor
+    outs: list[Tensor]  # where the mean of this rank's part goes
+    takes: list[tuple[int, int, Tensor]]  # (begin, end) in the bucket, and the means of other ranks' parts
+
+
+def _views_of(peers: PeerMemory, dtype: torch.dtype, part: int, count: int) -> _Views:
+    inboxes, outboxes = peers.boxes(dtype, part)
+    found: _Views | None = peers.views.get((dtype, count))
+    if found is None:
+        rank, ranks = peers.rank, peers.world_size
+        lengths = [max(0, min(part, count - r * part)) for r in range(ranks)]  # the last may be shorter, or empty
+        others = [(rank + step) % ranks for step in range(1, ranks)]  # not all to the same rank at once
+        means = outboxes[rank].view(1, -1)
+        ranges = [(0, min(rank * part, count)), (min((rank + 1) * part, count), count)]
+        found = peers.views[dtype, count] = _Views(
+            pushes=[(r, inboxes[r][rank, : lengths[r]]) for r in others if lengths[r]],
+            inbox=inboxes[rank][:, : lengths[rank]],
+            outs=[outboxes[r][rank, : lengths[rank]] for r in others],
+            takes=[(begin, end, means[:, begin:end]) for begin, end in ranges if begin < end],
+        )
+    return found
+
+
 def average_by_peers(gradients: Tensor, peers: PeerMemory, sent_as: torch.dtype, part: int) -> None:
     """In place. Each rank writes what it sends into the inboxes of the others; adds what came into its own and writes
     the mean into their outboxes; and takes their means out of its own. An inbox is free again after the second barrier,
     an outbox after the first of the next bucket."""
-    rank, ranks = peers.rank, peers.world_size
-    inboxes, outboxes = peers.boxes(sent_as, part)
-    parts = [gradients[r * part : (r + 1) * part] for r in range(ranks)]  # the last ones may be shorter, or empty
-    others = [(rank + step) % ranks for step in range(1, ranks)]  # not all to the same rank at once
-    for r in others:
-        inboxes[r][rank, : len(parts[r])].copy_(parts[r])
+    views = _views_of(peers, sent_as, part, len(gradients))
+    parts = gradients.split(max(part, 1))
+    for r, inbox in views.pushes:
+        inbox.copy_(parts[r])
     peers.barrier(0)
-    own = parts[rank]
-    if len(own):
-        outs = [own, *(outboxes[r][rank, : len(own)] for r in others)]
-        rank_mean(inboxes[rank][:, : len(own)], outs, own=own, rank=rank)
+    if views.inbox.shape[1]:
+        own = parts[peers.rank]
+        rank_mean(views.inbox, [own, *views.outs], own=own, rank=peers.rank)
     peers.barrier(1)
-    means, end = outboxes[rank].view(-1), len(gradients)
-    for begin, stop in ((0, min(rank * part, end)), (min((rank + 1) * part, end), end)):
-        if begin < stop:
-            rank_mean(means[None, begin:stop], [gradients[begin:stop]])  # of one rank: only widens, with vectors
+    for begin, end, means in views.takes:
+        rank_mean(means, [gradients[begin:end]])  # of one rank: only widens, with vectors

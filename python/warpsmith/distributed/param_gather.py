@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from warpsmith.distributed.gradient_shards import IN_FLIGHT, GradientShards, flat
 from warpsmith.distributed.hook import _all_gather
+from warpsmith.distributed.peer_memory import PeerMemory, peer_memory
 from warpsmith.distributed.shards import Bucket
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -35,11 +36,18 @@ class ParamGather:
     def __init__(self, shards: GradientShards, params: Sequence[Tensor]) -> None:
         self._shards, self._params = shards, params
         self._in_flight: deque[_Sent] = deque()
+        self._turn = 0  # which box of the peer memory the next bucket takes
         self.in_forward = False
 
     @torch.no_grad()
     def gather(self) -> None:
         """With few buckets in flight, so that little memory is held."""
+        if self._shards.world_size > 1:
+            peers = peer_memory(self._shards.group, self._params[0].device, "parameters of ShardedOptimizer")
+            if not isinstance(peers, str):
+                for bucket in self._shards.buckets:
+                    self._exchange(bucket, peers)
+                return
         for number in range(len(self._shards.buckets)):
             self._start(number)
             if len(self._in_flight) > IN_FLIGHT:
@@ -58,6 +66,29 @@ class ParamGather:
         On CUDA the stream waits, not the host."""
         while self._in_flight and (buckets is None or any(sent.number in buckets for sent in self._in_flight)):
             self._take_first()
+
+    def _exchange(self, bucket: Bucket, peers: PeerMemory) -> None:
+        """Straight into the memory of the other ranks. Buckets take the two boxes in turn, so that one barrier is
+        enough: a rank writes into a box again behind the barrier of the next bucket, and by then its owner has taken
+        what was in it."""
+        if bucket.numel == 0:
+            return
+        rank, size = self._shards.rank, self._shards.world_size
+        boxes = peers.boxes(self._params[bucket.params[0]].dtype, max(bucket.parts))[self._turn]
+        self._turn ^= 1
+        own: list[tuple[Tensor, int, int, int]] = []
+        others: list[tuple[Tensor, int, int, int]] = []
+        for f in bucket.fragments:
+            whole, begin = flat(self._params[f.param].detach()), f.offset - bucket.first_of(f.rank)
+            place = whole[f.start : f.start + f.count], begin, begin + f.count, f.rank
+            (own if f.rank == rank else others).append(place)
+        for step in range(1, size):  # not all to the same rank at once
+            box = boxes[(rank + step) % size][rank]
+            if own:
+                torch._foreach_copy_([box[a:b] for _, a, b, _ in own], [part for part, *_ in own])
+        peers.barrier(self._turn)
+        if others:
+            torch._foreach_copy_([part for part, *_ in others], [boxes[rank][r, a:b] for _, a, b, r in others])
 
     def _start(self, number: int) -> None:
         bucket = self._shards.buckets[number]

@@ -42,6 +42,7 @@ class PeerMemory:
         self._buffer: Tensor | None = None
         self._handle: Any = None
         self._boxes: dict[tuple[torch.dtype, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self.views: dict[Any, Any] = {}  # of the boxes, made by users: gone when the memory is
         self._grow(_LEAST_BYTES)
 
     def boxes(self, dtype: torch.dtype, part: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -71,7 +72,7 @@ class PeerMemory:
         assert group is not None
         torch.cuda.synchronize(self.device)  # the memory that is given up may be in use
         with _without_multicast():
-            self._boxes, self._handle, self._buffer = {}, None, None
+            self._boxes, self.views, self._handle, self._buffer = {}, {}, None, None
             self._buffer = _symmetric_memory.empty(size, dtype=torch.uint8, device=self.device)
             self._handle = _symmetric_memory.rendezvous(self._buffer, group)
         self._bytes = size

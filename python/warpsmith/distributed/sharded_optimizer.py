@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from warpsmith.distributed.shard_state import States, cut_states, gather_states
 from warpsmith.distributed.shards import plan_buckets
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import CUT_ELEMS, clip_in_place
-from warpsmith.optim._tensor_list import all_params, describe, moved
+from warpsmith.optim._tensor_list import all_params, describe, moved, numbered
 from warpsmith.optim.clip import _order
 
 _OP = checks.OP
@@ -153,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._tensors = [
             flat(self._params[f.param].detach())[f.start : f.start + f.count] for f in self._shards.fragments
         ]
-        before = [0, *itertools.accumulate(p.numel() for p in whole)]
+        before = numbered([p.numel() for p in whole])
         for f, tensor in zip(self._shards.fragments, self._tensors, strict=True):  # for bits drawn by element
             tensor.first_element = before[self._trainable[f.param]] + f.start  # type: ignore[attr-defined]
         self._flag = torch.zeros((), dtype=torch.float32, device=self._params[0].device)

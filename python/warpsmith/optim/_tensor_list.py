@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -40,17 +41,19 @@ def all_params(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
 
 
 def first_elements(params: Sequence[Tensor]) -> list[int]:
-    """The index of each tensor's first element among the elements of all of them; of a DTensor, that of its local part;
-    of a fragment of a tensor what its attribute ``first_element`` says.
+    """The index of each tensor's first element among the elements of all of them, of which each begins at an even one;
+    of a DTensor, that of its local part; of a fragment of a tensor what its attribute ``first_element`` says.
 
     A DTensor that is sharded along its first dimension has the indices it would have in one piece.
     """
-    indices, before = [], 0
-    for p in params:
-        own = getattr(p, "first_element", None)
-        indices.append(before + _offset_of_shard(p) if own is None else own)
-        before += p.numel()
-    return indices
+    of_fragments = [getattr(p, "first_element", None) for p in params]
+    of_others = [n + _offset_of_shard(p) for n, p in zip(numbered([p.numel() for p in params]), params, strict=True)]
+    return [other if own is None else own for own, other in zip(of_fragments, of_others, strict=True)]
+
+
+def numbered(sizes: Sequence[int]) -> list[int]:
+    """The first number of each tensor where all elements have one, and the first of a tensor an even one."""
+    return [0, *itertools.accumulate(size + size % 2 for size in sizes)][: len(sizes)]
 
 
 def _offset_of_shard(t: Tensor) -> int:

@@ -16,12 +16,12 @@ from warpsmith.train.cuda_graphs import CudaGraphs
 from warpsmith.train.device_values import DeviceValues
 from warpsmith.train.self_test import Differs, compare
 from warpsmith.train.step_inputs import fill, input_key, on_device, shapes_text, static_copies
-from warpsmith.train.step_state import Gradients, StepState, names_of, parameters_of
+from warpsmith.train.step_state import Gradients, StepState, is_known, names_of, parameters_of
 from warpsmith.train.syncs import Line, callers, line_of
 
 _OP = "CapturedStep"
 _RECAPTURES = 8
-_STATEFUL = (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
+_STATEFUL = (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
 
 
 class CaptureError(RuntimeError):
@@ -68,8 +68,8 @@ class CapturedStep:
         step_fn: a function of the batch that takes one whole step, ``zero_grad`` included. Tensors may be in tuples,
             lists and dicts; they come to ``step_fn`` on the device. Other arguments (numbers, strings) are part of
             the capture: other values are another capture.
-        state: all that the step changes or reads: modules, optimizers, scaler, ``DeviceLR``, containers of tensors.
-            Modules, optimizers, scalers and schedulers that ``step_fn`` names must be among them.
+        state: all that the step changes or reads: modules, optimizers, scaler, ``DeviceLR``, ``EMA``, containers of
+            tensors. Modules, optimizers, scalers, schedules and averages that ``step_fn`` names must be among them.
         warmup: eager steps for each kind of inputs before its capture, at least 2; 11 under DDP.
         self_test: for so many steps a new capture is compared with eager steps from the same state. Afterwards
             parameters, buffers, states, scaler, gradients and random numbers are as before. Needs memory for two copies
@@ -167,7 +167,7 @@ class CapturedStep:
     def _refuse_missing(self, found: StepState) -> None:
         known = {id(o) for o in found.objects}
         for name, (scope, key) in names_of(self._step_fn).items():
-            if isinstance(scope[key], _STATEFUL) and id(scope[key]) not in known:
+            if (isinstance(scope[key], _STATEFUL) or is_known(scope[key])) and id(scope[key]) not in known:
                 _check.refuse(_OP, "state", f"all that step_fn changes, {name} too", f"a list without {name}")
 
     def _look(self) -> StepState:

@@ -29,6 +29,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, _NUMBERS) or (isinstance(value, tuple) and all(map(_is_number, value)))
 
 
+def is_known(value: Any) -> bool:
+    """Whether an object is one of a training step: a scaler, a schedule, an average, of torch or of this package."""
+    return f"{type(value).__module__}.".startswith(_KNOWN) and not isinstance(value, (type, FunctionType))
+
+
 class Cells(dict[str, Any]):
     """The variables of a function's closure under their names, as they are at each look."""
 
@@ -109,8 +114,11 @@ class StepState:
             return self._of_optimizer(value, path)
         if isinstance(value, _CONTAINERS):
             return self._of_container(value, path)
-        known = f"{type(value).__module__}.".startswith(_KNOWN)
-        if (given or known) and hasattr(value, "__dict__") and not isinstance(value, (type, FunctionType, ModuleType)):
+        if (
+            (given or is_known(value))
+            and hasattr(value, "__dict__")
+            and not isinstance(value, (type, FunctionType, ModuleType))
+        ):
             return self._of_object(value, path)
         return None
 

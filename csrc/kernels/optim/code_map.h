@@ -1,0 +1,53 @@
+#pragma once
+#include <bit>
+#include <cstdint>
+
+#include "kernels/optim/quantize.h"
+
+// What kernels look up in place of a search through the borders of all codes (dynamic_code in quantize.h, whose codes
+// these are): the magnitudes of [0, 1] in cells of equal upper bits, so narrow that a border at most lies in each.
+namespace warpsmith {
+
+template <bool kSigned> struct CodeMap {
+  static constexpr int kUpperBits = kSigned ? 6 : 7;               // of the mantissa
+  static constexpr uint32_t kFirst = 127 + (kSigned ? -22 : -21);  // the exponent of the first cell: no border below it
+  static constexpr int kCellShift = 24 - kUpperBits;  // of a magnitude whose sign was rotated to the lowest bit
+  static constexpr uint32_t kFirstCell = kFirst << kUpperBits, kLastCell = 127u << kUpperBits;  // the last: of 1 alone
+  static constexpr uint32_t kCells = kLastCell - kFirstCell + 1;
+
+  static constexpr float kBelowOne = dynamic_value(kCodes - 2, kSigned);  // of the code before 1's
+
+  alignas(16) float values[kCodes];
+  // Highest bits: the border inside, as the bits of a magnitude below its cell's, and a lowest bit of 0; or more than
+  // any. Lowest eight: the code of what is below the border, or with a sign that code's distance from zero's.
+  uint32_t cells[(kCells + 3) / 4 * 4];
+
+  constexpr CodeMap() : values(), cells() {
+    constexpr int kZero = kSigned ? 127 : 0;
+    for (int code = 0; code < kCodes; ++code) values[code] = dynamic_value(code, kSigned);
+    int code = kSigned ? kZero : 1;  // a second moment above 0 has no code 0
+    for (uint32_t cell = 0; cell < kCells; ++cell) {
+      const uint32_t begin = (kFirstCell + cell) << (23 - kUpperBits), end = begin + (1u << (23 - kUpperBits));
+      while (code < kCodes - 1 && std::bit_cast<uint32_t>(dynamic_border(code, kSigned)) < begin) ++code;
+      const uint32_t border = code < kCodes - 1 ? std::bit_cast<uint32_t>(dynamic_border(code, kSigned)) : end;
+      const uint32_t inside = border < end ? 2 * (border - begin) : (1u << kCellShift) - 1;
+      cells[cell] = inside << (32 - kCellShift) | static_cast<uint32_t>(code - kZero);
+    }
+  }
+};
+
+// The low byte is the code of x in [-1, 1], or in [0, 1].
+template <bool kSigned> WARPSMITH_HOST_DEVICE uint32_t mapped_code(const CodeMap<kSigned>& map, float x) {
+  using Map = CodeMap<kSigned>;
+  if constexpr (kSigned) x = x < -Map::kBelowOne ? -Map::kBelowOne : x;  // -1 has no code
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  // Of a negative number the lowest bit is 1, so that at a border its magnitude is above: halfway is the lower code.
+  const uint32_t magnitude = bits << 1 | (kSigned ? bits >> 31 : 0), cell = magnitude >> Map::kCellShift;
+  uint32_t code = map.cells[(cell > Map::kFirstCell ? cell : Map::kFirstCell) - Map::kFirstCell];
+  if (magnitude << (32 - Map::kCellShift) > code) ++code;
+  if constexpr (!kSigned) return magnitude == 0 ? 0 : code;
+  const uint32_t sign = bits >> 31 ? ~0u : 0u;
+  return 127 + (code ^ sign) - sign;
+}
+
+}  // namespace warpsmith
