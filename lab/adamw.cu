@@ -3,7 +3,9 @@
 // links: csrc/kernels/optim/optim.cu
 // links: csrc/kernels/optim/optim_16bit.cu
 // links: csrc/kernels/optim/optim_mixed.cu
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <map>
 #include <utility>
 
@@ -200,7 +202,9 @@ class Tensors {
     p.optimizer = Optimizer::adamw;
     p.storage = Storage::float32;
     p.most = 3;
-    p.groups[0] = {nullptr, 1e-6, {0.9, 0.999, 1e-8, 1e-2}, false, false};
+    p.groups[0].lr = 1e-6;
+    const double values[] = {0.9, 0.999, 1e-8, 1e-2};
+    std::copy(std::begin(values), std::end(values), p.groups[0].values);
     return p;
   }
 

@@ -328,7 +328,9 @@ void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tenso
   if (!constants.is_cpu()) refuse(kStep, "constants", "a CPU tensor", device_text(constants));
   const double* device_row = nullptr;
   if (device_constants) {
-    check_dtype(kStep, "device_constants", *device_constants, Dtype::float64);
+    const ScalarType dtype = dtype_of(kStep, "device_constants", *device_constants);
+    if (dtype != ScalarType::Double)  // on CUDA too, where float_dtype knows no float64
+      refuse(kStep, "device_constants", name(Dtype::float64), dtype_text(dtype));
     check_same_shape(kStep, "device_constants", *device_constants, constants);
     check_same_device(kStep, "device_constants", *device_constants, table);
     if (!device_constants->is_contiguous()) refuse(kStep, "device_constants", "a contiguous tensor", "other strides");

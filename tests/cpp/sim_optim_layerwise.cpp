@@ -233,6 +233,20 @@ TEST(scales_skips_and_missing_gradients) {
   }
 }
 
+// A group whose values lie on the device has others in the launch.
+TEST(values_are_read_on_the_device) {
+  Layers<float> n;
+  n.groups = {group_of(0.1, 0.25, true, 1.0)};
+  n.add(9001);
+  n.build();
+  Buffer<double> values(kOptimMaxValues);
+  std::copy_n(n.groups[0].values, kOptimMaxValues, values.data());
+  OptimGroup& launched = n.params.step.groups[0];
+  launched.values_device = values.data();
+  std::fill_n(launched.values, kOptimMaxValues, 0.0);
+  n.step_under_every_seed();
+}
+
 TEST(tensors_of_other_groups_are_left_alone) {
   Layers<float> n;
   n.groups = {group_of(0.1), group_of(0.2)};

@@ -265,6 +265,32 @@ def test_an_error_of_the_capture_is_named_with_its_line(graphs):
     assert same(expected, losses) and same(eager.tensors(), graphed.tensors())
 
 
+def test_a_scaler_that_is_off_and_a_step_that_stays_eager(graphs):
+    """An error of the capture leaves nothing behind, and later steps get their inputs as the earlier ones did."""
+    training, moved, calls = Training(), [], []
+    training.state[2] = training.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    training.state[3:] = []
+
+    def step(batch, calls=calls):
+        calls.append(1)
+        moved.append(batch)
+        if len(calls) == 4:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        training.optimizer.zero_grad()
+        loss = training.model(batch).square().mean()
+        training.scaler.scale(loss).backward()
+        training.scaler.step(training.optimizer)
+        training.scaler.update()
+        return loss
+
+    captured = training.captured(lambda batch: step(batch))
+    entered, aside = [], graphs[0].aside
+    graphs[0].aside = lambda: entered.append(1) or aside()
+    with pytest.warns(RuntimeWarning, match="operation not permitted"):
+        losses = run(captured, batches())
+    assert len(losses) == CALLS and len(entered) == CALLS and len(moved) == CALLS + 1
+
+
 def changes_on_the_host():
     training = Training()
     training.state[2:] = [training.scaler]

@@ -61,12 +61,16 @@ def run_optimizers(device: str) -> int:
         p.grad = torch.full(p.shape, 0.5).to(device)
     calls = 0
     found = (getattr(warpsmith.optim, name) for name in warpsmith.optim.__all__)
-    for optim in (f for f in found if isinstance(f, type)):
+    for optim in (f for f in found if isinstance(f, type) and issubclass(f, torch.optim.Optimizer)):
         warpsmith.optim.clip_grad_norm_(params, 1.0)
         optimizer = optim(params, lr=1e-3)
         for _ in range(2):
             optimizer.step()
             calls += 1
+    average = warpsmith.optim.EMA(params)
+    for _ in range(2):
+        average.update()
+        calls += 1
     scaler = warpsmith.amp.GradScaler(device)
     scaler.scale(torch.ones(()).to(device))
     for bad in (1.0, torch.inf):

@@ -204,7 +204,7 @@ class CapturedStep:
             bucket = self._bucket(key, leaves)
             self._notice_changes()
         if self.fallback_reason is not None:
-            return _detached(self._step_fn(*args, **kwargs))
+            return self._eager(leaves, spec)
         if bucket.replay is not None:
             return self._replay(bucket, leaves)
         bucket.eager_steps -= 1
@@ -216,7 +216,7 @@ class CapturedStep:
             self._capture(bucket, leaves, spec)
         except _CannotCapture as why:
             self._give_up(str(why), why.__cause__)
-            return _detached(self._step_fn(*args, **kwargs))
+            return self._eager(leaves, spec)
         return self._replay(bucket, leaves)
 
     def _bucket(self, key: Any, leaves: Sequence[Any]) -> _Bucket:
@@ -245,7 +245,9 @@ class CapturedStep:
             torch.clear_autocast_cache()
 
     def _eager(self, leaves: Sequence[Any], spec: Any) -> Any:
-        assert self._graphs is not None
+        """The step as it is; where there is a GPU with its inputs there, and on the stream of the other steps."""
+        if self._graphs is None:
+            return self._call(leaves, spec)
         inputs = on_device(leaves, self._graphs.device)
         with self._graphs.aside():
             outputs = self._call(inputs, spec)
@@ -283,7 +285,8 @@ class CapturedStep:
             before.restore()
             state.restore_numbers()
             for scaler in (o for o in state.objects if isinstance(o, torch.amp.GradScaler)):
-                scaler._per_optimizer_states.clear()  # half a step's notes
+                if scaler.is_enabled():
+                    scaler._per_optimizer_states.clear()  # half a step's notes
             raise _CannotCapture(_blamed(error)) from error
         bucket.replay, bucket.outputs = replay, outputs
         bucket.gradients = [(p, p.grad) for p in params]
