@@ -20,17 +20,15 @@ namespace warpsmith {
 namespace {
 #if defined(WARPSMITH_SM90A) || defined(WARPSMITH_SIM)
 constexpr bool kHopperKernels = true;
+
+// Whether the Hopper kernels take the problem.
+bool on_hopper(const AttentionFwdParams& p) { return !portable_alone && attention_forward_supported_sm90(p).ok(); }
+bool on_hopper(const AttentionBwdParams& p) { return !portable_alone && attention_backward_supported_sm90(p).ok(); }
 #else
 constexpr bool kHopperKernels = false;
-#endif
 
-// Whether the Hopper kernels take the problem. Where there are none, neither is called.
-[[maybe_unused]] bool on_hopper(const AttentionFwdParams& p) {
-  return !portable_alone && attention_forward_supported_sm90(p).ok();
-}
-[[maybe_unused]] bool on_hopper(const AttentionBwdParams& p) {
-  return !portable_alone && attention_backward_supported_sm90(p).ok();
-}
+template <class P> constexpr bool on_hopper(const P&) { return false; }
+#endif
 }  // namespace
 
 Status attention_forward_supported_cuda(const AttentionFwdParams& p) {
