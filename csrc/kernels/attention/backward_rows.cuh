@@ -28,8 +28,7 @@ struct RowParams {
   int* turns;
   int* counter;
   float scale;
-  bool dropout;
-  float dropout_scale;  // 1 where nothing is dropped, or everything
+  float dropout_log2_scale, dropout_inverse_scale;  // read with dropout alone
 };
 
 // The queries of a block: its sequence, where its rows lie, and whether some tile of keys visits it.
@@ -91,7 +90,7 @@ constexpr int kRowLanes = 16;  // threads of a row: 8 columns each
 
 // delta = rowsum(dout * out) - dlse, and lse in units of log2; +inf for rows without keys and rows that do not exist,
 // whose probabilities are then 0. Resets the turns and the counter. dq = 0 where no tile adds anything.
-template <class T, int kBlock> __global__ void __launch_bounds__(row_threads(kBlock))
+template <class T, int kBlock, bool kDropout> __global__ void __launch_bounds__(row_threads(kBlock))
     backward_statistics(const RowParams p) {
   device::launch_dependents();
   const int64_t number = blockIdx.x / static_cast<unsigned>(p.heads);
@@ -101,9 +100,10 @@ template <class T, int kBlock> __global__ void __launch_bounds__(row_threads(kBl
   const int64_t at = number * p.heads + head;
   if (thread < 2) device::store(p.turns + at * 2 + thread, 0);
   const RowBlock r = row_block<kBlock>(p, number);
-  if (p.dropout && thread < kBlock / 16)
-    device::store(p.statistics + at * statistics_stride(kBlock, true) + 2 * kBlock + thread,
-                  __uint_as_float(attention_dropout_row(r.dropout_block, thread, p.heads, head)));
+  if constexpr (kDropout)
+    if (thread < kBlock / 16)
+      device::store(p.statistics + at * statistics_stride(kBlock, true) + 2 * kBlock + thread,
+                    __uint_as_float(attention_dropout_row(r.dropout_block, thread, p.heads, head)));
   using Eight = device::Packed<T, 8>;
   constexpr int kRows = row_threads(kBlock) / kRowLanes, kTurns = kBlock / kRows;
   const T* dout = static_cast<const T*>(p.dout) + r.batch * p.dout_strides.batch + head * p.dout_strides.head;
@@ -131,13 +131,14 @@ template <class T, int kBlock> __global__ void __launch_bounds__(row_threads(kBl
       float lse = INFINITY;
       if (row < r.rows) {
         const int64_t statistic = r.statistic + head * r.head_rows + row;
-        lse = device::load(p.lse + statistic) * kLog2e - device::log2(p.dropout_scale);
+        lse = device::load(p.lse + statistic) * kLog2e;
+        if constexpr (kDropout) lse -= p.dropout_log2_scale;
         if (lse == -INFINITY) lse = INFINITY;
         if (p.dlse != nullptr) delta -= device::load(p.dlse + statistic);
       }
-      float* to = p.statistics + at * statistics_stride(kBlock, p.dropout) + statistics_place(row);
+      float* to = p.statistics + at * statistics_stride(kBlock, kDropout) + statistics_place(row);
       device::store(to, lse);
-      device::store(to + kBlock, delta * (1.0f / p.dropout_scale));
+      device::store(to + kBlock, kDropout ? delta * p.dropout_inverse_scale : delta);
     }
     if (!r.visited && row < r.rows && t * 8 < p.head_dim) {
       T* dq = static_cast<T*>(p.dq) + r.batch * p.dq_strides.batch + head * p.dq_strides.head;

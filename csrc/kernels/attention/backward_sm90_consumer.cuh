@@ -144,7 +144,11 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   using Statistics = device::Vector<float, 4>;
   // Dropout masks of the pairs of 16 queries, in the place of their probabilities. They depend on no product.
   __device__ __forceinline__ void dropout_masks(const KeyDropout& dropout, const float* statistics, int i) {
-    dropout.pair_masks(__float_as_uint(device::load(statistics + 2 * kBlock + i)), p.dropout.threshold, pr[i]);
+    uint32_t row = __float_as_uint(device::load(statistics + 2 * kBlock + i));
+    // One call after the other: beside each other they spill. Probabilities have no sign, nor has the NaN of exp2.
+    if constexpr (kMasksOneByOne && std::is_same_v<T, float16>)
+      if (i >= 1) row ^= all[i - 1][3] & 0x80000000u;
+    dropout.pair_masks(row, p.dropout.threshold, pr[i]);
   }
   __device__ __forceinline__ KeyDropout key_dropout() const {
     return KeyDropout(p.dropout, t->first_key + group * 64 + warp * 16, lane);

@@ -1,3 +1,5 @@
+#include <cmath>
+
 #include "kernels/attention/attention_sm90.h"
 #include "kernels/attention/backward_rows.cuh"
 #include "kernels/attention/backward_sm90.cuh"
@@ -73,12 +75,15 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   s.tiles = i32(int64_t{s.row_tiles} * a.batch * s.heads);
   s.heads_first = true;
   // Heads at a time: so many that tiles of one head start several steps apart, so few that their q, dout and sums of dq
-  // mostly stay in the L2 cache. Tiles of unequal length gain more by the distance (measured:
-  // docs/design/2026-11-22-attention-sm90.md).
+  // mostly stay in the L2 cache. With tiles of unequal length, 64 MB of them are better than 32 at head dimension 64,
+  // and at 128 where 32 MB are fewer than 4 heads (measured: docs/design/2026-11-22-attention-sm90.md).
   const bool equal = p.window.left == Window::kUnbounded && p.window.right == Window::kUnbounded;
-  const int64_t cache_bytes = (equal ? 32 : 64) << 20;
   const int64_t head_bytes = std::max<int64_t>(a.seqlen_q, 1) * tile.head_dim * 8 * p.heads_per_part;
-  s.heads_together = i32(std::clamp<int64_t>(cache_bytes / head_bytes, 1, 4096 / tile.head_dim));
+  const int64_t in_32_mb = (32 << 20) / head_bytes, in_64_mb = (64 << 20) / head_bytes;
+  const int64_t together = equal                 ? in_32_mb
+                           : tile.head_dim == 64 ? in_64_mb
+                                                 : std::max(in_32_mb, std::min<int64_t>(in_64_mb, 4));
+  s.heads_together = i32(std::clamp<int64_t>(together, 1, 4096 / tile.head_dim));
   return p;
 }
 
@@ -109,8 +114,9 @@ RowParams row_params(const AttentionBwdParams& x, const BackwardParams& b) {
   p.turns = b.turns;
   p.counter = b.schedule.counter;
   p.scale = b.scale;
-  p.dropout = a.dropout.seed != nullptr;
-  p.dropout_scale = p.dropout && a.dropout.scale > 0 ? static_cast<float>(a.dropout.scale) : 1.0f;
+  const double scale = a.dropout.scale > 0 ? a.dropout.scale : 1.0;  // 0: everything is dropped
+  p.dropout_log2_scale = static_cast<float>(std::log2(scale));
+  p.dropout_inverse_scale = static_cast<float>(1.0 / scale);
   return p;
 }
 
@@ -180,7 +186,7 @@ template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, vo
   if (has_unseen_keys(p)) {
     WARPSMITH_RETURN_IF_FAILED(launch(backward_unseen_keys<T>, {.grid = key_grid, .block = kDqThreads}, stream, keys));
   }
-  WARPSMITH_RETURN_IF_FAILED(launch(backward_statistics<T, tile.block_queries>,
+  WARPSMITH_RETURN_IF_FAILED(launch(backward_statistics<T, tile.block_queries, tile.dropout>,
                                     {.grid = row_grid, .block = row_threads(tile.block_queries)}, stream, rows));
   const bool sink = a.sink != nullptr && x.dsink != nullptr;
   if (sink) WARPSMITH_RETURN_IF_FAILED(run_sink(x, p, tile.block_queries, stream));
