@@ -25,7 +25,8 @@
 //   dS is rounded to T before it meets q and k (not in float).
 //
 // Portable kernels may leave a delta in dq that is off by an eighth of T's half step times the row's sum of |dS|
-// (kDeltaCounts). Hopper kernels take delta from the rounded out, and dS from the rounded P.
+// (kDeltaCounts). Hopper kernels take delta from the rounded out, and dS from the rounded P. The oracle takes their
+// delta from the same rounded out: its roundings are no random ones where rows see one key, and so have one out.
 namespace warpsmith::test {
 
 constexpr double kExponentialError = 0x1p-22, kTanhError = 0x1p-21;  // relative, of device/math.h

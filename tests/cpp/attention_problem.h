@@ -294,10 +294,11 @@ template <class T> struct AttentionData {
     double delta_squares = 0;
     for (int64_t d = 0; d < c.dim_v(); ++d) {
       const size_t e = row_v + static_cast<size_t>(d);
-      delta += wg[e] * want_out[e];
-      delta_squares += square(wg[e] * want_out[e]);
-      if (gradients) out.data[e] = from_float<T>(static_cast<float>(want_out[e]));
-      if (delta_of_rounded_out) off.delta += square(wg[e]) * rounding<T>(want_out[e]);
+      const T rounded = from_float<T>(static_cast<float>(want_out[e]));
+      const double term = wg[e] * (delta_of_rounded_out ? static_cast<double>(to_float(rounded)) : want_out[e]);
+      delta += term;
+      delta_squares += square(term);
+      if (gradients) out.data[e] = rounded;
     }
     if (!gradients) return;
     if (delta_of_rounded_out) off.delta += additions(static_cast<double>(c.dim_v()), delta_squares, delta);

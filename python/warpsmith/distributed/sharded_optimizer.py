@@ -69,8 +69,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     this rank, or none.
 
     Memory of N ranks: states 1 / N of the unsharded optimizer's, masters too. Moves on the wire what ``accurate_hook``
-    moves, but gathers parameters in their own dtype. Deterministic. On CUDA the host does not wait for the device
-    (but see ``find_unused_parameters``, and for ``error_if_nonfinite``). Its speed on GPUs is not measured.
+    moves, but gathers parameters in their own dtype. Deterministic. On CUDA the host waits for the device only where
+    ranks set up the memory that they share: in the first step, and for a larger bucket than any before (but see
+    ``find_unused_parameters``, and for ``error_if_nonfinite``).
 
     Activation checkpointing: the form with ``use_reentrant=False``.
 
