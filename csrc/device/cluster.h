@@ -35,9 +35,9 @@ __device__ __forceinline__ unsigned cluster_size() {
 #endif
 }
 
-// Every thread of every block of the cluster arrives once, then waits once; what was done before the arrival is visible
-// after the wait. Shared memory of another block may be accessed between a first such barrier (it has started) and a
-// last (it has not exited).
+// A barrier of the cluster: every thread of every block arrives once, then waits once. Writes before the arrival are
+// visible after the wait. A kernel that accesses another block's shared memory needs two such barriers: a first one
+// after which the other block has started, and a last one before which it has not exited.
 __device__ __forceinline__ void cluster_arrive(WARPSMITH_ONLY_SITE) {
 #ifdef WARPSMITH_SIM
   sim::cluster_arrive(site);
@@ -46,8 +46,8 @@ __device__ __forceinline__ void cluster_arrive(WARPSMITH_ONLY_SITE) {
 #endif
 }
 
-// The same without making anything visible, for a first barrier that only says that a block has started: the release of
-// cluster_arrive is a fence of the whole device.
+// The arrival without the release: earlier writes need not be visible after the wait. Enough for the first barrier,
+// which only says that a block has started, and cheaper: the release of cluster_arrive is a fence of the whole device.
 __device__ __forceinline__ void cluster_arrive_relaxed(WARPSMITH_ONLY_SITE) {
 #ifdef WARPSMITH_SIM
   sim::cluster_arrive(site);
@@ -69,8 +69,8 @@ __device__ __forceinline__ void cluster_barrier(WARPSMITH_ONLY_SITE) {
   device::cluster_wait(WARPSMITH_PASS_ONLY_SITE);
 }
 
-// The same variable in the shared memory of the block with this rank (distributed shared memory), for ordinary
-// accesses.
+// The address of the same shared variable in the block with this rank (distributed shared memory). Ordinary loads and
+// stores may use it.
 template <class T> __device__ __forceinline__ T* cluster_shared(T* shared, unsigned rank WARPSMITH_SITE) {
 #ifdef WARPSMITH_SIM
   return static_cast<T*>(sim::cluster_shared(shared, rank, site));
@@ -83,9 +83,10 @@ template <class T> __device__ __forceinline__ T* cluster_shared(T* shared, unsig
 #endif
 }
 
-// Sixteen bytes into the shared memory of a block of the cluster, counted on an mbarrier of that block like a bulk
-// copy: who waits for its phase sees them. No fence, and no barrier of the cluster. Both addresses come from
-// cluster_shared(), `remote` on 16 bytes. PTX ISA 9.7.9.12 "st.async".
+// Stores 16 bytes in the shared memory of a block of the cluster, and counts them on an mbarrier of that block, as a
+// bulk copy does. A thread that has waited for the mbarrier's phase sees the bytes; neither a fence nor a barrier of
+// the cluster is needed. Both addresses come from cluster_shared(); `remote` is aligned to 16 bytes. PTX ISA
+// 9.7.9.12 "st.async".
 template <class V>
 __device__ __forceinline__ void store_async(V* remote, const V& value, Mbarrier* remote_barrier WARPSMITH_SITE) {
   static_assert(sizeof(V) == 16);

@@ -71,8 +71,7 @@ template <> __device__ __forceinline__ uint32_t pack<float16>(float low, float h
 #endif
 }
 
-// The halves of such a register as floats. Keeping 16-bit values packed in 32-bit registers until they are used halves
-// the registers that a thread needs for them.
+// Unpacks both halves to floats. A kernel that keeps 16-bit values packed until it uses them needs half the registers.
 template <class T> __device__ __forceinline__ float low_half(uint32_t two);
 template <class T> __device__ __forceinline__ float high_half(uint32_t two);
 
@@ -89,7 +88,7 @@ template <> __device__ __forceinline__ float high_half<float16>(uint32_t two) {
 
 #ifdef WARPSMITH_SIM
 namespace detail {
-// As the device has it: a NaN gives way to a number, and +0 is larger than -0.
+// The device's rules: max(NaN, number) is the number, and +0 is larger than -0.
 inline float larger(float a, float b) {
   if (a != a || b != b) return a != a ? b : a;
   return a == b ? (std::bit_cast<uint32_t>(a) >> 31 ? b : a) : a > b ? a : b;
@@ -100,8 +99,8 @@ template <class T> uint32_t max_halves(uint32_t a, uint32_t b) {
 }  // namespace detail
 #endif
 
-// The larger of both halves, each by itself: one instruction for two elements. A NaN gives way to a number; two give
-// the canonical one. PTX ISA 9.7.4 "max".
+// The larger value of each half: one instruction for two elements. max(NaN, number) is the number; max(NaN, NaN) is the
+// canonical NaN. PTX ISA 9.7.4 "max".
 template <class T> __device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b);
 
 template <> __device__ __forceinline__ uint32_t max_halves<bfloat16>(uint32_t a, uint32_t b) {
@@ -123,8 +122,8 @@ template <> __device__ __forceinline__ uint32_t max_halves<float16>(uint32_t a, 
 #endif
 }
 
-// The compiler takes the register for a new value from here on: what it unpacked before, it unpacks again, rather than
-// carry two floats in its place. No instruction; it may stand in divergent code.
+// Makes the compiler treat the register as a new value. It then unpacks the register again after this point, instead of
+// keeping two unpacked floats alive. Emits no instruction; may be called in divergent code.
 __device__ __forceinline__ void keep_packed(uint32_t& two) {
 #ifdef WARPSMITH_SIM
   (void)two;

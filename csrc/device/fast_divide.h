@@ -3,9 +3,9 @@
 
 #include "device/platform.h"
 
-// Division by a number that is known when a kernel is launched: a multiplication and a shift instead of some 70
-// instructions. Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication" (PLDI 1994),
-// section 4. Any thread.
+// Division by a number that the host knows at launch: a multiplication and a shift instead of about 70 instructions.
+// Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication" (PLDI 1994), section 4. Any
+// thread.
 namespace warpsmith::device {
 
 class FastDivide {

@@ -9,8 +9,9 @@
 // Ordering between ordinary accesses and the asynchronous proxy (bulk copies, wgmma operands), and between blocks.
 namespace warpsmith::device {
 
-// Every thread that wrote shared memory with ordinary stores calls this before the barrier behind which wgmma or a bulk
-// copy reads or overwrites it. Ordinary loads need no fence, only the barrier. PTX ISA 9.7.13.5 "fence.proxy.async".
+// Orders a thread's ordinary stores to shared memory before later accesses by wgmma and bulk copies. Every thread that
+// stored calls it, then the block meets at a barrier, then wgmma or the copy may start. Ordinary loads need only the
+// barrier. PTX ISA 9.7.13.5 "fence.proxy.async".
 __device__ __forceinline__ void fence_async_shared() {
 #ifdef WARPSMITH_SIM
   sim::proxy_fence();
@@ -19,8 +20,8 @@ __device__ __forceinline__ void fence_async_shared() {
 #endif
 }
 
-// The same for every state space: also before a flag hands global memory from bulk copies of one block to those of
-// another.
+// The same for every state space. Needed for global memory too: before a flag that tells another block's bulk copies
+// that this block's bulk copies are done.
 __device__ __forceinline__ void fence_async() {
 #ifdef WARPSMITH_SIM
   sim::proxy_fence();
@@ -29,9 +30,9 @@ __device__ __forceinline__ void fence_async() {
 #endif
 }
 
-// A flag in global memory, between blocks of one launch: what happened before store_release is visible to the thread
-// that reads the value by load_acquire. Waiting blocks must be resident together with the one they wait for
-// (cooperative launch, or an order of work in which the awaited block has started before). PTX ISA 9.7.9.8
+// A flag in global memory between blocks of one launch. Writes before store_release are visible to a thread that has
+// read the new value by load_acquire. A block may wait only for a block that is running or has run: launch
+// cooperatively, or hand out work in an order in which the awaited block has started before. PTX ISA 9.7.9.8
 // "ld.acquire", 9.7.9.11 "st.release".
 __device__ __forceinline__ int load_acquire(const int* p) {
 #ifdef WARPSMITH_SIM

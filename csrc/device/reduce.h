@@ -10,7 +10,7 @@ struct Sum {
   static constexpr float identity = 0.0f;
 };
 
-// NaN is dropped unless both are NaN (fmaxf).
+// max(NaN, number) is the number (fmaxf).
 struct Max {
   __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
   static constexpr float identity = -__builtin_huge_valf();
@@ -76,7 +76,7 @@ template <int Threads> __device__ __forceinline__ float block_max(float v, float
   return values[0];
 }
 
-// The same where the number of lanes is known only at run time; `lanes` is a power of two up to 32, the same in the
+// group_sum for a number of lanes known only at run time: a power of two up to 32, equal in all lanes of the
 // warp.
 __device__ __forceinline__ float group_sum(float v, int lanes WARPSMITH_SITE) {
   for (int distance = lanes / 2; distance > 0; distance /= 2)

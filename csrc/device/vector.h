@@ -14,8 +14,8 @@ template <class T, int N> struct alignas(sizeof(T) * N) Vector {
 
 template <class T> constexpr int kElementsPer16Bytes = 16 / sizeof(T);
 
-// How long data is worth keeping: `streaming` marks global memory that is read or written once (evict first), `keep` is
-// the default and works for shared memory too.
+// A cache hint. `streaming`: global memory that is read or written once (evict first). `keep`: the default, for shared
+// memory too.
 enum class Cache { keep, streaming };
 
 namespace detail {

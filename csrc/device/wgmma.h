@@ -33,12 +33,14 @@ enum class Major : int { k = 0, mn = 1 };  // which dimension of an operand in s
 
 // Describes an operand tile in shared memory. `start` is aligned to the swizzle's period, then moved inside by
 // advance().
-//   K-major:  rows (along M or N) of `span` bytes along K; stride = bytes between groups of 8 rows; leading unused (16
-//   for none:
-//             bytes between the two 16-byte halves along K). The next 16 elements of K are 32 bytes on.
-//   MN-major: rows (along K) of `span` bytes along M or N; stride = bytes between groups of 8 rows along K; leading =
-//   bytes
-//             between panels of `span` bytes along M or N. Without swizzle leading is along K and stride along M or N.
+//   K-major: rows (along M or N) of `span` bytes along K.
+//     stride: bytes between groups of 8 rows
+//     leading: not used; without swizzle the bytes between the two 16-byte halves along K
+//     the next 16 elements of K are 32 bytes on
+//   MN-major: rows (along K) of `span` bytes along M or N.
+//     stride: bytes between groups of 8 rows along K
+//     leading: bytes between panels of `span` bytes along M or N
+//     without swizzle the two change places
 __device__ __forceinline__ uint64_t wgmma_descriptor(Swizzle swizzle, const void* start, uint32_t leading_bytes,
                                                      uint32_t stride_bytes WARPSMITH_SITE) {
 #ifdef WARPSMITH_SIM
@@ -85,8 +87,8 @@ __device__ __forceinline__ void wgmma(float (&d)[Registers], uint64_t a, uint64_
 #endif
 }
 
-// d = a * b: the first instruction of a sum. The registers of d are free for other values until here, whereas
-// wgmma(..., false) keeps them occupied.
+// d = a * b: the first instruction of a sum. ptxas may use the registers of d for other values until here;
+// wgmma(..., false) would keep them occupied.
 template <class T, int N, Major AMajor = Major::k, Major BMajor = Major::k, int Registers>
 __device__ __forceinline__ void wgmma_overwrite(float (&d)[Registers], uint64_t a, uint64_t b WARPSMITH_SITE) {
   static_assert(N == 2 * Registers, "a thread holds N / 2 accumulators");
@@ -164,7 +166,8 @@ template <int GroupsInFlight> __device__ __forceinline__ void wgmma_wait(WARPSMI
 #endif
 }
 
-// The compiler sees an asynchronous result as ready at issue: this keeps arithmetic on these registers behind the wait.
+// Keeps arithmetic on these registers behind the wait. Without it the compiler may move that arithmetic up, since it
+// takes an asynchronous result as ready when the instruction is issued.
 template <class T, int N> __device__ __forceinline__ void hold([[maybe_unused]] T (&r)[N]) {
 #ifndef WARPSMITH_SIM
 #pragma unroll
@@ -177,9 +180,9 @@ template <class T, int N> __device__ __forceinline__ void hold([[maybe_unused]] 
 #endif
 }
 
-// hold() stops the compiler's front end; ptxas itself may still move a wait up, past arithmetic that does not depend on
-// the products in flight, and end their overlap. Before the wait: keeps the computation of `x` >= 0 in front of it.
-// `shared` is never written. Costs two instructions.
+// Called before a wait: keeps the computation of `x` (>= 0) in front of the wait. hold() binds the compiler's front end
+// alone; ptxas may still move a wait above arithmetic that does not depend on the products in flight, and that
+// arithmetic would then no longer overlap with them. `shared` is never written. Costs two instructions.
 __device__ __forceinline__ void keep_before_wait([[maybe_unused]] float x, [[maybe_unused]] float* shared) {
 #ifndef WARPSMITH_SIM
   asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(x),
