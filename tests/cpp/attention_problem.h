@@ -181,10 +181,11 @@ template <class T> struct AttentionData {
     const double of_bias = static_cast<double>(sequences() * c.heads * length_q * length_k) /
                            static_cast<double>(std::max<int64_t>(1, bias_shape.count));
     const auto keys_of_row = static_cast<double>(length_k), queries_of_head = static_cast<double>(length_q);
-    of_out = {want_out.size(), keys_of_row, keys_of_row}, of_dq = {want_dq.size(), keys_of_row, keys_of_row};
-    of_dk = {want_dk.size(), shared, keys_of_row}, of_dv = {want_dv.size(), shared, keys_of_row};
-    of_dsink = {want_dsink.size(), static_cast<double>(batch_memory) * queries_of_head, keys_of_row};
-    of_dbias = {want_dbias.size(), of_bias, keys_of_row};
+    of_out = {want_out.size(), c.dim_v(), keys_of_row, keys_of_row};
+    of_dq = {want_dq.size(), c.head_dim, keys_of_row, keys_of_row};
+    of_dk = {want_dk.size(), c.head_dim, shared, keys_of_row}, of_dv = {want_dv.size(), c.dim_v(), shared, keys_of_row};
+    of_dsink = {want_dsink.size(), 1, static_cast<double>(batch_memory) * queries_of_head, keys_of_row};
+    of_dbias = {want_dbias.size(), 1, of_bias, keys_of_row};
     if (gradients) fill_normal(dlse, 77, with_dlse ? 0.3f : 0.0f);
     for (int64_t b = 0; b < sequences(); ++b)
       for (int64_t h = 0; h < c.heads; ++h) {

@@ -314,8 +314,7 @@ RANDOM_TEST(backward_random) {
   sim::options().seed = static_cast<uint64_t>(random.integer(0, 7));
   sim::options().properties.multiprocessors = static_cast<int>(random.integer(1, 3));
   AttentionData<bfloat16> data(shape, random.bits() % 1000);
-  data.delta_of_rounded_out = true;
-  data.solve(true);
+  solve_gradients(data);
   expect_ok(run_backward(data));
   compare_gradients(data);
   sim::options().seed = 0;

@@ -174,8 +174,7 @@ RANDOM_TEST(random_shapes) {
   sim::options().seed = static_cast<uint64_t>(random.integer(0, 7));
   sim::options().properties.multiprocessors = static_cast<int>(random.integer(1, 3));
   AttentionData<bfloat16> data(shape, random.bits() % 1000);
-  data.delta_of_rounded_out = true;
-  data.solve(true);
+  solve_gradients(data);
   data.poison_gradients();
   expect_ok(run_backward(data));
   compare_gradients(data);
