@@ -9,9 +9,9 @@
 // The norm of any number of tensors of any mix of dtypes. One block per chunk writes a partial sum, then one block adds
 // them. Reads every element once, and 8 bytes per chunk twice.
 //
-//   clip:    one block per chunk multiplies in place (reads and writes every element). Returns at once for a factor
-//   of 1. check:   the norm; only if it is not finite, one block per chunk counts the elements that are not (reads them
-//   all). unscale: multiplies in place, and counts elements that are not finite.
+//   clip:    one block per chunk multiplies in place (reads and writes every element); factor 1: returns at once.
+//   check:   the norm; only if it is not finite, one block per chunk counts the elements that are not (reads them all).
+//   unscale: multiplies in place, and counts elements that are not finite.
 namespace warpsmith::grad_norm {
 
 constexpr int kThreads = 256;
