@@ -250,6 +250,24 @@ def test_grad_scaler(unscale):
     assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+def test_fused_false_leaves_the_gradients_to_the_scaler(name):
+    """Lightning clips only for optimizers that say so: that GradScaler is to divide before the step."""
+    make = getattr(warpsmith.optim, name)
+    for fused in (None, True, False):
+        optimizer = make(make_params(), lr=1e-2, fused=fused)
+        for made in (optimizer, copy.deepcopy(optimizer)):
+            assert made._step_supports_amp_scaling is (fused is not False)
+    (scaled, plain), scaler = (make_params(), make_params()), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))
+    set_grads(scaled, 0, scale=1024.0)
+    set_grads(plain, 0)
+    scaler.step(make(scaled, lr=1e-2, fused=False))
+    make(plain, lr=1e-2).step()
+    assert_same_bits(scaled, plain)
+    assert_same_bits([p.grad for p in scaled], [p.grad for p in plain])
+
+
 def test_compiled_training_step():
     model = nn.Linear(4, 4)
     plain = copy.deepcopy(model)

@@ -52,6 +52,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         defaults |= {"keep_fp32": keep_fp32} if keep_fp32 else {}
         if defaults.get("foreach") and defaults.get("fused"):
             self._refuse("fused", "not both foreach and fused", "both True")
+        if defaults.get("fused") is False:  # as torch's: those who divide and clip gradients themselves ask for this
+            self._step_supports_amp_scaling = False
         defaults.update(self._of_every_group)
         self._check_hyperparameters(defaults)
         self._forget()
@@ -198,6 +200,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                     self.state[p][name] = value.to(device=p.device, dtype=storage.array_dtype(name))
             if SCALES not in state:
                 self.state[p].pop(SCALES, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_step_supports_amp_scaling": self._step_supports_amp_scaling}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         captured = getattr(self, "_captured", [])
