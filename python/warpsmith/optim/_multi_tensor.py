@@ -146,8 +146,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         self._plan = None
 
     def _check_dtypes(self, number: int) -> None:
-        """Refuses trainable parameters of a group whose dtype the step would refuse. A frozen one may have any."""
-        group = self.param_groups[number]
+        """Refuses trainable parameters of a group whose dtype no precision takes. A frozen one may have any."""
+        group = {**self.param_groups[number], "precision": None}
         first = sum(len(g["params"]) for g in self.param_groups[:number])
         for index, param in enumerate(group["params"], first):
             if param.requires_grad:
