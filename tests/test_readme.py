@@ -160,6 +160,21 @@ def test_an_op_is_shown_as_its_newest_run_has_it(speed_table, tmp_path):
     assert [(r.path.stem, [row["value"] for row in r.rows]) for r in runs] == [("3", [6.0, 5.0]), ("1", [8.0])]
 
 
+def test_several_runs_are_a_list_and_their_machine_is_named_once(speed_table, tmp_path, monkeypatch):
+    monkeypatch.setattr(speed_table, "ROOT", tmp_path)
+    facts = ("gpu", "driver_version", "power.limit", "torch", "cuda", "python")
+    for name, op in (("1", "rope"), ("2", "adamw")):
+        environment = dict.fromkeys(facts, "some") | {"rivals": {}, "date": f"2026-01-0{name} 10:00:00"}
+        rows = measured(op, "forward", warpsmith=1.0, torch=2.0)
+        (tmp_path / f"{name}.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    runs = speed_table.newest_rows([tmp_path / f"{name}.json" for name in "21"])
+    lines = speed_table.tables(runs, runs).splitlines()
+    assert lines[2:4] == ["- 2026-01-02 10:00, `2.json`: `adamw`", "- 2026-01-01 10:00, `1.json`: `rope`"]
+    assert lines[0].count("driver some") == 1 and lines[5].startswith("Rivals: ")
+    first = speed_table.summary(runs).splitlines()[0]
+    assert "2 runs from 2026-01-01 to 2026-01-02: [list](docs/benchmarks.md)). Rivals" in first and ".json" not in first
+
+
 def test_the_cpu_has_tables_of_its_own(recording):
     lines = recording(
         measured("rope", "forward", device="cpu", warpsmith=1.0, torch=2.0),
