@@ -279,6 +279,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             self._refuse(argument, "a plain tensor for precision 8bit", "a DTensor")
         if precision == "8bit" and group.get("keep_fp32") and "param_names" not in group:
             self._refuse(argument, "a parameter that was given with its name, for keep_fp32", "one without")
+        first = getattr(param, "first_element", 0)
+        if type(first) is not int or first < 0:
+            self._refuse(f"{argument}: first_element", "a whole number >= 0", first)
         state = self.state.get(param)
         needed = sorted(self._needed, key=COUNTER.__eq__)
         of_storage = {*EXTRA_DTYPES, SCALES, *(() if COUNTER in needed else (COUNTER,))}
