@@ -28,7 +28,7 @@ class Cluster:
         ranks_per_host: GPUs of a host.
         network_bytes_per_s: that a GPU's share of the host's network reaches, one direction.
         base_s, link_latency_s, network_latency_s: of a call, of a step inside a host and between hosts. The defaults
-            are NCCL's own (src/graph/tuning.cc: ring, protocol "simple").
+            are NCCL's own (src/graph/tuning.cc at commit 01afd20a: ring, protocol "simple").
         collective_sms: share of the multiprocessors that a collective takes from compute that it overlaps with.
         spread: standard deviation of a rank's step time, as a share. A step ends with the slowest rank.
         failures_per_gpu_hour: unexpected ends of the job. The default is Llama 3's: 419 in 54 days on 16,384 H100

@@ -108,8 +108,8 @@ KERNELS = {
 }
 # AdamW and the norm of gradients over 1e9 float32 parameters on the H200, of the copy rate: torch's fused ones 0.81.
 OPTIMIZER_SHARE = 0.81
-# Step times of one script on H200s of different days and hosts (docs/step.md: GPT-2 124M, torch, six recordings): their
-# standard deviation, as a share.
+# Step times of one script on H200s of different days (benchmarks/results, --op gpt2, torch's row of the six files of
+# 2026-11-22 and 23): their standard deviation, as a share.
 SPREAD = 0.012
 # Multiprocessors that NCCL takes while it overlaps with compute: 16 (Megatron-Core's documentation of its DDP options,
 # NVLink and InfiniBand together) of the 132 of an H100.

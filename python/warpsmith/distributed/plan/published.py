@@ -55,10 +55,8 @@ def _predicted(case: Case) -> Prediction:
 class Error:
     """How published figures differ from predicted ones.
 
-    Attributes:
-        ratios: by case, published / predicted.
-        low, high: the lowest and the highest ratio.
-        mean, worst: of |predicted / published - 1|.
+    Args:
+        ratios: published / predicted, by the case's name.
 
     Example:
         >>> errors()["step"].low < 1 < errors()["step"].high
@@ -69,18 +67,22 @@ class Error:
 
     @property
     def low(self) -> float:
+        """The lowest ratio."""
         return min(self.ratios.values())
 
     @property
     def high(self) -> float:
+        """The highest ratio."""
         return max(self.ratios.values())
 
     @property
     def mean(self) -> float:
+        """Of ``|predicted / published - 1|``."""
         return sum(abs(1 / r - 1) for r in self.ratios.values()) / len(self.ratios)
 
     @property
     def worst(self) -> float:
+        """The largest ``|predicted / published - 1|``."""
         return max(abs(1 / r - 1) for r in self.ratios.values())
 
 
