@@ -27,6 +27,20 @@ def test_the_documents_table_is_the_report():
     assert plan.report() in (Path(__file__).parents[2] / "docs/plan.md").read_text(encoding="utf-8")
 
 
+def test_the_document_says_what_an_unstated_setting_decides():
+    cases = {case.name: case for case in plan.cases()}
+    few, many = (cases[f"Megatron 177B, H100 x {ranks}"] for ranks in (96, 4608))
+    shares = []
+    for chunks in (16, 8, 4, 2, 1):
+        runs = [
+            dataclasses.replace(case, layout=dataclasses.replace(case.layout, interleave=chunks))
+            for case in (few, many)
+        ]
+        shares.append(f"{plan.efficiency([run.predict() for run in runs])[1]:.2f}")
+    text = (Path(__file__).parents[2] / "docs/plan.md").read_text(encoding="utf-8")
+    assert f"{', '.join(shares[:-1])} and {shares[-1]}" in text
+
+
 def test_published_runs_cover_what_they_should():
     names = [case.name for case in plan.cases()]
     assert len(names) == len(set(names))
