@@ -128,6 +128,28 @@ def test_a_fit_of_measured_times_is_near_them():
         assert 1e-6 < latency < 2e-5 and 3.2e11 < bandwidth < 3.8e11 and error < most
 
 
+@pytest.mark.parametrize("kind", MEASURED)
+@pytest.mark.parametrize("left_out", [64, 256])
+def test_timed_collectives_predict_the_size_between_them(kind, left_out):
+    known = [plan.Timed(kind, 4, 4, mib * 2**20, ms / 1e3) for mib, ms in MEASURED[kind].items() if mib != left_out]
+    cluster = dataclasses.replace(plan.Cluster.of("H200", ranks_per_host=4), timed=tuple(known[::-1]))
+    seconds = cluster.collective_s(kind, left_out * 2**20, ranks=4)
+    assert 1e3 * seconds == pytest.approx(MEASURED[kind][left_out], rel=0.05)
+    for timed in known:
+        assert cluster.collective_s(kind, timed.tensor_bytes, ranks=4) == pytest.approx(timed.seconds)
+    assert cluster.collective_s(kind, 1.0, ranks=4) == known[0].seconds
+    last, before = known[-1], known[-2]
+    slope = (last.seconds - before.seconds) / (last.tensor_bytes - before.tensor_bytes)
+    longer = cluster.collective_s(kind, 2 * last.tensor_bytes, ranks=4)
+    assert longer == pytest.approx(last.seconds + slope * last.tensor_bytes)
+    # Between hosts nothing was timed: the formula stays.
+    plain = dataclasses.replace(cluster, timed=())
+    assert cluster.collective_s(kind, 1e9, ranks=64) == plain.collective_s(kind, 1e9, ranks=64)
+    # Another number of ranks: more of the tensor travels, in more steps.
+    two = cluster.collective_s(kind, 2**30, ranks=2)
+    assert two < cluster.collective_s(kind, 2**30, ranks=4) < cluster.collective_s(kind, 2**30, ranks=8)
+
+
 @pytest.mark.parametrize("seconds", [(1e-3, 1e-3), (2e-3, 1e-3), (1e-3, 5e-3), (1e-5, 1.0)])
 def test_a_fit_stays_physical_where_times_are_noisy(seconds):
     sizes = (1 << 20, 1 << 22)

@@ -141,7 +141,9 @@ def calibrated(rank, world_size):
         cluster = plan.calibrate("cpu", ranks_per_host=per_host, matmul=64, sizes=(1 << 12, 1 << 20), repeats=2)
         numbers = [*dataclasses.astuple(cluster.gpu)[1:], cluster.network_bytes_per_s, cluster.link_latency_s]
         numbers += [cluster.network_latency_s, cluster.spread]
-        found.append((numbers, cluster.source, cluster.ranks_per_host))
+        for one in cluster.timed:  # what was timed is what is predicted
+            assert cluster.collective_s(one.kind, one.tensor_bytes, ranks=2) == pytest.approx(one.seconds)
+        found.append((numbers + [len(cluster.timed)], cluster.source, cluster.ranks_per_host))
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from warpsmith.distributed.plan.cluster import Cluster
+from warpsmith.distributed.plan.cluster import Cluster, Timed
 from warpsmith.distributed.plan.gpus import GPUS, Gpu
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # their names since torch 2.13
@@ -160,8 +160,9 @@ def calibrate(
         repeats: of each timing, of which the median counts.
 
     Returns:
-        The same ``Cluster`` on every rank. Its ``source`` says what was measured, and how far the alpha-beta fit is
-        from the measured times.
+        The same ``Cluster`` on every rank, with the timed collectives in it. Its ``source`` says what was measured, and
+        how far one latency and one bandwidth for all collectives and sizes are from the times; they serve where nothing
+        was timed.
 
     Raises:
         ValueError: no sizes, repeats below 1, ranks that ``ranks_per_host`` does not divide; on any rank, before
@@ -193,24 +194,30 @@ def calibrate(
         return dataclasses.replace(cluster, source=f"{source}; links: not measured, one rank")
     timer, rank = _Timer(device, repeats), dist.get_rank()
     found: dict[str, float] = {"base_s": 0.0}
+    timed: list[Timed] = []
     if per_host > 1:
         groups = [dist.new_group(list(range(first, first + per_host))) for first in range(0, world, per_host)]
-        points = _collectives(timer, groups[rank // per_host], per_host, sizes)
-        latency, bandwidth, error = _fit_mean(points, device)
+        points = _mean_points(_collectives(timer, groups[rank // per_host], per_host, sizes), device)
+        latency, bandwidth, error = fit_link(points)
+        timed += [Timed(kind, ranks, per_host, size, seconds) for kind, ranks, size, seconds in points]
         found["link_latency_s"] = latency
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, link_bytes_per_s=bandwidth))
-        source += f"; links of {per_host} ranks, fit within {error:.0%} on average"
+        source += f"; links of {per_host} ranks ({error:.0%} off one alpha and beta)"
     if world > per_host:
-        latency, bandwidth, error = _fit_mean(_collectives(timer, None, world, sizes), device)
+        points = _mean_points(_collectives(timer, None, world, sizes), device)
+        latency, bandwidth, error = fit_link(points)
+        timed += [Timed(kind, ranks, per_host, size, seconds) for kind, ranks, size, seconds in points]
         found |= {"network_latency_s": latency, "network_bytes_per_s": bandwidth / per_host}
-        source += f"; network of {world // per_host} hosts, fit within {error:.0%}"
-    return dataclasses.replace(cluster, source=source, **found)  # type: ignore[arg-type]
+        source += f"; network of {world // per_host} hosts ({error:.0%} off one alpha and beta)"
+    return dataclasses.replace(cluster, source=source, timed=tuple(timed), **found)  # type: ignore[arg-type]
 
 
-def _fit_mean(points: list[tuple[str, int, int, float]], device: torch.device) -> tuple[float, float, float]:
-    """The fit to the mean of the ranks' times: the same on all ranks."""
+def _mean_points(
+    points: list[tuple[str, int, int, float]], device: torch.device
+) -> list[tuple[str, int, float, float]]:
+    """With the mean of the ranks' times: the same on all ranks."""
     means = _mean_over_ranks([p[3] for p in points], device)
-    return fit_link([(kind, ranks, size, t) for (kind, ranks, size, _), t in zip(points, means, strict=True)])
+    return [(kind, ranks, float(size), t) for (kind, ranks, size, _), t in zip(points, means, strict=True)]
 
 
 def _gpu_here(timer: _Timer, matmul: int | None, world: int) -> tuple[Gpu, float]:

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from warpsmith.distributed.plan.gpus import COLLECTIVE_SMS, GPUS, SPREAD, Gpu
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+class Timed(NamedTuple):
+    """A collective that was timed: of the whole tensor's bytes over ``ranks``, of which ``in_host`` share a host.
+
+    Example:
+        >>> Timed("all_reduce", 4, 4, 2**26, 0.324e-3).seconds
+        0.000324
+    """
+
+    kind: str
+    ranks: int
+    in_host: int
+    tensor_bytes: float
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +39,11 @@ class Cluster:
     those of a ring, ``n - 1`` or twice as many; an all-reduce may take a tree instead, whose steps between hosts grow
     with log2.
 
+    Where collectives of this kind were ``timed``, inside a host or between hosts, they are taken instead: ``t`` is then
+    linear between neighbouring sizes (an alpha and a beta for each), the first time for smaller tensors, and goes on
+    with the last slope for larger ones. For another number of ranks its bandwidth part follows ``(n - 1) / n``, and its
+    steps the latency of a step.
+
     Args:
         gpu: its rates.
         ranks_per_host: GPUs of a host.
@@ -35,6 +56,7 @@ class Cluster:
             (arXiv 2407.21783).
         restart_s, checkpoint_s: from a failure to the next step, and what a checkpoint takes from training. Nobody
             publishes them; put in yours.
+        timed: collectives that were timed; ``calibrate`` fills them in.
         source: where the rates are from, printed with each prediction.
 
     Raises:
@@ -58,6 +80,7 @@ class Cluster:
     failures_per_gpu_hour: float = 419 / (54 * 24 * 16384)
     restart_s: float = 600.0
     checkpoint_s: float = 10.0
+    timed: tuple[Timed, ...] = ()
     source: str = "table of GPUs"
 
     def __post_init__(self) -> None:
@@ -106,6 +129,13 @@ class Cluster:
         passes = 2 if kind == "all_reduce" else 1
         between = passes * (hosts - 1)
         latency = (passes * (ranks - 1) - between) * self.link_latency_s + between * self.network_latency_s
+        timed = sorted((t for t in self.timed if t.kind == kind and (t.ranks > t.in_host) == (hosts > 1)), key=_size)
+        if timed:
+            known = timed[0]
+            crossed = passes * (math.ceil(known.ranks / known.in_host) - 1)
+            before = (passes * (known.ranks - 1) - crossed) * self.link_latency_s + crossed * self.network_latency_s
+            share = (ranks - 1) / ranks / ((known.ranks - 1) / known.ranks)
+            return _between(timed, share * tensor_bytes) + max(0.0, latency - before)
         if kind == "all_reduce":
             tree = 2 * ((in_host - 1) * self.link_latency_s + math.log2(hosts) * self.network_latency_s)
             latency = min(latency, tree)
@@ -124,3 +154,17 @@ class Cluster:
         if in_host:
             return self.base_s + self.link_latency_s + message_bytes / self.gpu.link_bytes_per_s
         return self.base_s + self.network_latency_s + message_bytes / self.network_bytes_per_s
+
+
+def _size(timed: Timed) -> float:
+    return timed.tensor_bytes
+
+
+def _between(timed: list[Timed], size: float) -> float:
+    """Seconds of a tensor of that size, by the line through the two timed sizes around it."""
+    if len(timed) == 1 or size <= timed[0].tensor_bytes:
+        return timed[0].seconds * max(1.0, size / timed[0].tensor_bytes)
+    after = next((i for i in range(1, len(timed)) if size <= timed[i].tensor_bytes), len(timed) - 1)
+    a, b = timed[after - 1], timed[after]
+    slope = (b.seconds - a.seconds) / (b.tensor_bytes - a.tensor_bytes)
+    return b.seconds + (slope if size < b.tensor_bytes else max(0.0, slope)) * (size - b.tensor_bytes)
