@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 OPS = sorted(f"docs/ops/{page.name}" for page in (ROOT / "docs/ops").glob("*.md") if page.name != "index.md")
-GUIDES = ("docs/attention.md", "docs/migration.md", "docs/mixed_precision.md", "docs/transformers.md")
+GUIDES = ("docs/attention.md", "docs/migration.md", "docs/mixed_precision.md", "docs/plan.md", "docs/transformers.md")
 DOCUMENTS = ("README.md", "docs/index.md", *OPS, "docs/testing.md", *GUIDES)
 
 
