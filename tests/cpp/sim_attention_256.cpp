@@ -37,7 +37,8 @@ TEST(float16_rounds_as_it_should) {
 TEST(windows) {
   NEEDS_SM90_CODE;
   SeedsAtMost few(2);
-  for (const auto& [left, right] : {std::pair{100, 0}, {0, 0}, {130, 70}, {-1, 40}, {60, -1}, {200, 5}})
+  // In the third, some blocks miss being seen whole by one key or one query, at either edge.
+  for (const auto& [left, right] : {std::pair{100, 0}, {0, 0}, {128, 60}, {-1, 40}, {60, -1}, {200, 5}})
     check<bfloat16>({.queries = 140, .keys = 270, .head_dim = 256, .window_left = left, .window_right = right});
 }
 // Sequences of unequal length, among them rows without keys and keys without queries.
