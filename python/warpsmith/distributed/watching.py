@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from warpsmith.distributed.watch_flight import pending
 from warpsmith.distributed.watch_record import Recorder, user_line
 from warpsmith.distributed.watch_report import Said, State, is_trouble, report
 
@@ -158,6 +159,8 @@ class Watch:
         if place != self._place:
             self._place, self._still_since = place, now
         self._beats += 1
+        still_s = now - self._still_since
+        blind = waiting is None and (still_s >= self._timeout_s or self._phase == "raised")
         calls = {group: Said(call.op, call.number, call.what, call.at) for group, call in list(recorder.last.items())}
         state = State(
             rank=self._rank,
@@ -169,8 +172,9 @@ class Watch:
             waiting=None if waiting is None else waiting.group,
             waiting_s=0.0 if waiting is None else now - waiting.since,
             at=user_line(frame),
-            still_s=now - self._still_since,
+            still_s=still_s,
             work=work,
+            pending=pending() if blind else "",
         )
         self._store.set(str(self._rank), state.to_json())
 
