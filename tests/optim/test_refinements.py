@@ -230,6 +230,20 @@ def test_bad_seeds_are_refused(given, message):
         warpsmith.optim.Lion(make_params(BF16), precision="bf16_sr", **given)
 
 
+@pytest.mark.parametrize("first", [-1, 0.5, True])
+def test_a_bad_first_element_is_refused(first):
+    params = make_params(BF16)
+    params[1].first_element = first
+    optimizer = warpsmith.optim.SGD(params, lr=LR, precision="bf16_sr")
+    set_grads(params, 0)
+    before = copy.deepcopy(params)
+    text = r"^SGD: param_groups\[0\]\['params'\]\[1\]: first_element: expected a whole number >= 0, got"
+    with pytest.raises(ValueError, match=f"{text} {first}"):
+        optimizer.step()
+    assert_same_bits(params, before)
+    assert not optimizer.state
+
+
 @pytest.mark.parametrize("precision", REFINED)
 def test_float16_is_refused_and_float32_is_plain(precision):
     params = make_params(torch.float16)

@@ -15,7 +15,7 @@ AttentionBackwardChoice choose(const AttentionBwdParams& p) {
   return choose_attention_backward_sm90(problem);
 }
 
-// dq sums, sums of the parts' dk and dv, statistics, turns, then the counter and the tiles of packed sequences.
+// The workspace: sums of dq, dk and dv of each part, statistics, turns, then the counter and first_tiles (packed only).
 struct Workspace {
   int64_t sums, key_sums, statistics, turns, counter, first_tiles, bytes;
 };
@@ -74,9 +74,9 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   s.row_tiles = i32((a.seqlen_k + kTileKeys - 1) / kTileKeys);
   s.tiles = i32(int64_t{s.row_tiles} * a.batch * s.heads);
   s.heads_first = true;
-  // Heads at a time: so many that tiles of one head start several steps apart, so few that their q, dout and sums of dq
-  // mostly stay in the L2 cache. With tiles of unequal length, 64 MB of them are better than 32 at head dimension 64,
-  // and at 128 where 32 MB are fewer than 4 heads (measured: docs/design/2026-11-22-attention-sm90.md).
+  // The number of heads scheduled together. More heads: the tiles of one head start several steps apart. Fewer heads:
+  // their q, dout and sums of dq mostly stay in the L2 cache. With tiles of unequal length, 64 MB beat 32 MB at head
+  // dimension 64, and at 128 where 32 MB hold fewer than 4 heads (measured: docs/design/2026-11-22-attention-sm90.md).
   const bool equal = p.window.left == Window::kUnbounded && p.window.right == Window::kUnbounded;
   const int64_t head_bytes = std::max<int64_t>(a.seqlen_q, 1) * tile.head_dim * 8 * p.heads_per_part;
   const int64_t in_32_mb = (32 << 20) / head_bytes, in_64_mb = (64 << 20) / head_bytes;
@@ -144,7 +144,7 @@ KeyParams key_params(const AttentionBwdParams& x, const BackwardParams& b) {
   return p;
 }
 
-// Some tile of keys may be seen by no query. In equally long sequences that is the first or the last one.
+// Whether some tile of keys may be seen by no query. Without packing, only the first and the last tile can be.
 bool has_unseen_keys(const BackwardParams& p) {
   const auto unseen = [&](int tile) {
     const VisitedBlocks visited = visited_blocks(p.window, tile, p.queries, p.keys, kTileKeys);

@@ -35,7 +35,10 @@ class AdamW(Adam):
         betas: two numbers in [0, 1). eps, weight_decay: numbers >= 0.
         amsgrad: divide by the root of the largest ``v`` so far.
         maximize: go up the gradient.
-        foreach, fused: choose among torch's implementations; accepted, without effect. Not both may be True.
+        foreach, fused: choose among torch's implementations; accepted, without effect on the step. Not both may be
+            True. With ``fused=False``, ``torch.amp.GradScaler`` divides the gradients before the step, and the host
+            waits, as for torch's unfused optimizers. Frameworks that clip gradients themselves want this: Lightning
+            refuses to clip for optimizers that divide in their step.
         capturable: accepted, without effect: every step can be captured. Take one step before the capture, so that
             states exist.
         differentiable: only False.
@@ -64,7 +67,9 @@ class AdamW(Adam):
             ``"bf16_sr"``, ``"bf16_kahan"`` and ``"remainder"`` take float32 parameters as ``"fp32"`` does.
         seed: of ``"bf16_sr"``; also an option of a group. A whole number in [0, 2^53), the same on all ranks that hold
             copies of a parameter. The random bits depend on seed, step and the element's index among those of all
-            parameters alone: on no device, launch, thread or cut into tensors.
+            parameters alone: on no device, launch, thread or cut into tensors. Each parameter begins at an even index.
+            A parameter that is a piece of a larger tensor has an attribute ``first_element``, the index of its first
+            element, even or odd; it is read before the first step.
         keep_fp32: of ``"8bit"``; also an option of a group. Patterns (``fnmatch``, as ``"*norm*"``) of names of
             parameters whose states stay float32; the optimizer must be given (name, tensor) pairs.
 
