@@ -36,6 +36,7 @@ class State:
     at: where its program is now. still_s: for how long nothing has changed there.
     work: how many collectives the backend has run, DDP's too, where it tells.
     pending: collectives that torch's flight recorder has begun and not completed, where the rank is in no call itself.
+    steps: that the program has counted. step_ms, own_ms: the median of the last ones, whole and outside of collectives.
     """
 
     rank: int
@@ -50,6 +51,9 @@ class State:
     still_s: float = 0.0
     work: int = 0
     pending: str = ""
+    steps: int = 0
+    step_ms: float = 0.0
+    own_ms: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
