@@ -250,24 +250,6 @@ def test_grad_scaler(unscale):
     assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
-def test_fused_false_leaves_the_gradients_to_the_scaler(name):
-    """Lightning clips only for optimizers that say so: that GradScaler is to divide before the step."""
-    make = getattr(warpsmith.optim, name)
-    for fused in (None, True, False):
-        optimizer = make(make_params(), lr=1e-2, fused=fused)
-        for made in (optimizer, copy.deepcopy(optimizer)):
-            assert made._step_supports_amp_scaling is (fused is not False)
-    (scaled, plain), scaler = (make_params(), make_params()), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.zeros(()))
-    set_grads(scaled, 0, scale=1024.0)
-    set_grads(plain, 0)
-    scaler.step(make(scaled, lr=1e-2, fused=False))
-    make(plain, lr=1e-2).step()
-    assert_same_bits(scaled, plain)
-    assert_same_bits([p.grad for p in scaled], [p.grad for p in plain])
-
-
 def test_compiled_training_step():
     model = nn.Linear(4, 4)
     plain = copy.deepcopy(model)
@@ -365,23 +347,3 @@ def test_bad_parameters_are_refused_by_name(label, started):
         assert_same_bits(states_of(optimizer, params[:2]), before[1])
     else:
         assert not optimizer.state
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion", "Adagrad", "RMSprop", "LAMB"])
-def test_dtypes_that_no_step_takes_are_refused_with_their_group(name):
-    make = getattr(warpsmith.optim, name)
-    good, frozen = torch.ones(3, requires_grad=True), torch.ones(3, dtype=torch.int32)
-    optimizer = make([good, frozen], lr=0.1)  # a frozen parameter may have any dtype, as in torch
-    for dtype in (torch.complex64, torch.float8_e4m3fn):
-        bad = torch.ones(3).to(dtype).requires_grad_()
-        got = str(dtype).removeprefix("torch.")
-        message = rf"{name}: param_groups\[{{}}\]\['params'\]\[1\] \(b\): expected float32.*got {got}"
-        with pytest.raises(ValueError, match=message.format(0)):
-            make([("a", good), ("b", bad)], lr=0.1)
-        with pytest.raises(ValueError, match=message.format(1).replace(r" \(b\)", "")):
-            optimizer.add_param_group({"params": [torch.ones(3, requires_grad=True), bad]})
-        assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)]})  # nothing is left of the refused one
-    good.grad = torch.ones(3)
-    optimizer.step()
-    assert not torch.equal(good, torch.ones(3))

@@ -71,6 +71,8 @@ constexpr BackwardTile kBackward128{128, 64, 2, 2, 1};
 constexpr BackwardTile kBackward64{64, 128, 2, 2, 2};
 constexpr BackwardTile kBackward128Dropout{128, 64, 2, 2, 1, true};
 constexpr BackwardTile kBackward64Dropout{64, 128, 2, 2, 2, true};
+// Two kernels, for dk and dv and for dq (backward_wide.cuh), so this one is not in the list.
+constexpr BackwardTile kBackward256{256, 64, 2, 2, 1};
 constexpr BackwardTile kBackwardTiles[] = {kBackward128, kBackward64, kBackward128Dropout, kBackward64Dropout};
 
 // The index of a tile in its list. Kernels take the index as their template argument, because nvcc 13.0 cannot generate
@@ -181,14 +183,18 @@ struct AttentionBackwardChoice {
 constexpr AttentionBackwardChoice choose_attention_backward_sm90(const AttentionKernelProblem& p) {
   AttentionBackwardChoice c;
   c.why = attention::reason_against_sm90(p);
-  if (c.why == nullptr && (p.head_dim > 128 || p.head_dim_v > 128)) c.why = "head dimensions above 128";
+  const bool wide = p.head_dim > 128 || p.head_dim_v > 128;
   if (c.why == nullptr && p.softcap) c.why = "softcap";
+  if (c.why == nullptr && p.dropout && wide) c.why = "dropout with head dimensions above 128";
   // The kernel multiplies the probabilities by dropout.scale before it rounds them to T.
   if (c.why == nullptr && p.drops_nearly_all) c.why = "dropout of more than 0.999";
   if (c.why != nullptr) return c;
   c.supported = true;
   const bool small = p.head_dim <= 64 && p.head_dim_v <= 64;
-  if (p.dropout) {
+  if (wide) {
+    c.tile = attention::kBackward256;
+    c.why = "head dimensions up to 256: one kernel for dk and dv of 64 keys, one for dq of 128 queries";
+  } else if (p.dropout) {
     c.tile = small ? attention::kBackward64Dropout : attention::kBackward128Dropout;
     c.why = "dropout: the kernel that makes the mask again while the tensor cores multiply";
   } else {

@@ -25,9 +25,9 @@ struct VisitedBlocks {
 };
 
 __host__ __device__ __forceinline__ VisitedBlocks visited_blocks(const Window& w, int tile, int queries, int keys,
-                                                                 int block_queries) {
-  const int shift = w.shift(queries, keys), first_key = tile * kTileKeys;
-  const int last_key = first_key + kTileKeys < keys ? first_key + kTileKeys - 1 : keys - 1;
+                                                                 int block_queries, int tile_keys = kTileKeys) {
+  const int shift = w.shift(queries, keys), first_key = tile * tile_keys;
+  const int last_key = first_key + tile_keys < keys ? first_key + tile_keys - 1 : keys - 1;
   if (queries <= 0 || last_key < first_key) return {0, 0};
   // Query i sees keys from i + shift - left to i + shift + right.
   int first_query = w.right == Window::kUnbounded ? 0 : first_key - shift - w.right;
@@ -44,7 +44,7 @@ struct VisitingTiles {
 };
 
 __host__ __device__ __forceinline__ VisitingTiles visiting_tiles(const Window& w, int block, int queries, int keys,
-                                                                 int block_queries) {
+                                                                 int block_queries, int tile_keys = kTileKeys) {
   const int shift = w.shift(queries, keys), first_query = block * block_queries;
   const int last_query = first_query + block_queries < queries ? first_query + block_queries - 1 : queries - 1;
   if (keys <= 0 || last_query < first_query) return {0, 0};
@@ -53,7 +53,7 @@ __host__ __device__ __forceinline__ VisitingTiles visiting_tiles(const Window& w
   first_key = first_key > 0 ? first_key : 0;
   last_key = last_key < keys - 1 ? last_key : keys - 1;
   if (last_key < first_key) return {0, 0};
-  return {first_key / kTileKeys, last_key / kTileKeys + 1};
+  return {first_key / tile_keys, last_key / tile_keys + 1};
 }
 
 // The number of a sequence's first query block. Sequences of equal length are numbered one after the other. A packed

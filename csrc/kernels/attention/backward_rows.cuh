@@ -25,8 +25,8 @@ struct RowParams {
   AttentionStrides dout_strides, out_strides, dq_strides;
   float* statistics;  // as in BackwardParams
   const float* dq_sums;
-  int* turns;
-  int* counter;
+  int* turns;    // null: none
+  int* counter;  // null: none
   float scale;
   float dropout_log2_scale, dropout_inverse_scale;  // read only with dropout
 };
@@ -85,28 +85,29 @@ template <int kBlock> __device__ __forceinline__ RowBlock row_block(const RowPar
   return r;
 }
 
-constexpr int row_threads(int block_queries) { return 4 * block_queries; }
-constexpr int kRowLanes = 16;  // threads per row; each has 8 columns
+constexpr int kRowLanes = 16;      // threads per row; each has 8 columns
+constexpr int kWideRowLanes = 32;  // the same for head dimensions above 128
+constexpr int row_threads(int block_queries, int lanes = kRowLanes) { return block_queries * lanes / 4; }
 
 // Writes delta = rowsum(dout * out) - dlse, and lse in units of log2. A row without keys and a row that does not exist
 // get lse = +inf, so that their probabilities are 0. Also resets the turns and the counter, and writes dq = 0 for
-// blocks that no tile visits.
-template <class T, int kBlock, bool kDropout> __global__ void __launch_bounds__(row_threads(kBlock))
-    backward_statistics(const RowParams p) {
+// blocks that no tile visits. turns and counter may be null.
+template <class T, int kBlock, bool kDropout, int kLanes = kRowLanes>
+__global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statistics(const RowParams p) {
   device::launch_dependents();
   const int64_t number = blockIdx.x / static_cast<unsigned>(p.heads);
   const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.heads));
-  const int thread = static_cast<int>(threadIdx.x), t = thread % kRowLanes, first = thread / kRowLanes;
-  if (blockIdx.x == 0 && thread == 0) device::store(p.counter, 0);
+  const int thread = static_cast<int>(threadIdx.x), t = thread % kLanes, first = thread / kLanes;
+  if (p.counter != nullptr && blockIdx.x == 0 && thread == 0) device::store(p.counter, 0);
   const int64_t at = number * p.heads + head;
-  if (thread < 2) device::store(p.turns + at * 2 + thread, 0);
+  if (p.turns != nullptr && thread < 2) device::store(p.turns + at * 2 + thread, 0);
   const RowBlock r = row_block<kBlock>(p, number);
   if constexpr (kDropout)
     if (thread < kBlock / 16)
       device::store(p.statistics + at * statistics_stride(kBlock, true) + 2 * kBlock + thread,
                     __uint_as_float(attention_dropout_row(r.dropout_block, thread, p.heads, head)));
   using Eight = device::Packed<T, 8>;
-  constexpr int kRows = row_threads(kBlock) / kRowLanes, kTurns = kBlock / kRows;
+  constexpr int kRows = row_threads(kBlock, kLanes) / kLanes, kTurns = kBlock / kRows;
   const T* dout = static_cast<const T*>(p.dout) + r.batch * p.dout_strides.batch + head * p.dout_strides.head;
   const T* out = static_cast<const T*>(p.out) + r.batch * p.out_strides.batch + head * p.out_strides.head;
   Eight x[kTurns], y[kTurns];
@@ -127,7 +128,7 @@ template <class T, int kBlock, bool kDropout> __global__ void __launch_bounds__(
     device::unpack<T, 8>(b, y[i]);
 #pragma unroll
     for (int e = 0; e < 8; ++e) delta += a[e] * b[e];
-    delta = device::group_sum<kRowLanes>(delta);
+    delta = device::group_sum<kLanes>(delta);
     if (t == 0) {
       float lse = INFINITY;
       if (row < r.rows) {

@@ -155,11 +155,20 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of an optimizer of this class, here or in ``torch.optim``."""
-        for group in state_dict["param_groups"]:
-            self._check_hyperparameters({**self.defaults, **group, **self._of_every_group})
-        self._check_shapes(state_dict)
-        super().load_state_dict(state_dict)
-        self._restore_precision(state_dict)
+        checked = []
+
+        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+            for group in given["param_groups"]:
+                self._check_hyperparameters({**self.defaults, **group, **self._of_every_group})
+            self._check_shapes(given)
+            checked.append(given)
+
+        last = self.register_load_state_dict_pre_hook(check)  # after all others, which may change what is loaded
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        self._restore_precision(checked[0])
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
         """Refuses states of other shapes than their parameters' before anything is loaded."""
