@@ -8,7 +8,9 @@
 //   values: s = k q^T | p = exp(s - lse), to the other warpgroup as well | dv += p dout
 //   keys:   dp = v dout^T | dS = p (dp - delta)                          | dk += dS q
 // Scores are transposed: a row is a key, so that p and dS are A operands in registers. p goes to the other warpgroup as
-// the registers lie, through 8 KiB of shared memory that no tensor core reads.
+// the registers lie, through 8 KiB of shared memory that no tensor core reads. The buffers of p need no barrier of
+// their own to become free: the other warpgroup has read p before it gives back the q of its step, and q has as many
+// stages.
 namespace warpsmith::attention {
 
 constexpr int kWideStages = 2;  // of q, of dout and of p
@@ -19,7 +21,7 @@ struct WideKeysShared {
   static constexpr int kP = kDout + kWideStages * kWideBytes, kRows = kP + kWideStages * kExchangeBytes;
   static constexpr int kTile = kRows + kWideStages * kStatisticsBytes;
   static constexpr int kBarriers = kTile + static_cast<int>(sizeof(WideTile));
-  static constexpr int kBytes = kBarriers + (2 + 6 * kWideStages) * static_cast<int>(sizeof(Mbarrier));
+  static constexpr int kBytes = kBarriers + (2 + 5 * kWideStages) * static_cast<int>(sizeof(Mbarrier));
 
   unsigned char* memory;
 
@@ -45,7 +47,6 @@ struct WideKeysShared {
   __device__ __forceinline__ Mbarrier* dout_full(unsigned i) const { return barrier(6 + i); }
   __device__ __forceinline__ Mbarrier* dout_empty(unsigned i) const { return barrier(8 + i); }
   __device__ __forceinline__ Mbarrier* p_full(unsigned i) const { return barrier(10 + i); }
-  __device__ __forceinline__ Mbarrier* p_empty(unsigned i) const { return barrier(12 + i); }
 
   // One thread.
   __device__ __forceinline__ void initialise() const {
@@ -57,7 +58,6 @@ struct WideKeysShared {
       device::mbarrier_init(dout_full(i), 1);
       device::mbarrier_init(dout_empty(i), 8);
       device::mbarrier_init(p_full(i), 4);
-      device::mbarrier_init(p_empty(i), 4);
     }
     device::mbarrier_init_fence();
   }
@@ -203,7 +203,6 @@ template <class T> struct WideValueGradient : WideKeysConsumer<T> {
         device::hold(s);
         mask(first_query, whole_first, whole_last);
         exponentials(Base::statistics(stage));
-        device::mbarrier_wait(shared.p_empty(stage), parity ^ 1);
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           device::store(shared.exchange(stage) + j * 128,
@@ -269,8 +268,7 @@ template <class T> struct WideKeyGradient : WideKeysConsumer<T> {
         device::mbarrier_wait(shared.q_full(stage), parity);
         device::mbarrier_wait(shared.p_full(stage), parity);
         score_gradients(Base::statistics(stage) + kWideStep / 4, stage);
-        __syncwarp(0xffffffffu);
-        arrive_as_warp(shared.p_empty(stage));
+        __syncwarp(0xffffffffu);  // all lanes have read p and delta, before the next step gives q back
         accumulate_wide_rows<T>(dk, ds, shared.q(stage));
       }
       device::wgmma_wait<0>();
