@@ -16,6 +16,9 @@ constexpr int64_t kBlock = 64;
 constexpr int64_t kWideElems = 512;
 constexpr int64_t whole_blocks(int64_t elems) { return (elems + kBlock - 1) / kBlock * kBlock; }
 
+// The values of `count` elements of a gradient from element `first` on.
+void widen(const Gradient& from, int64_t first, float* to, int64_t count);
+
 // A piece of one tensor, a multiple of kBlock. State pointers are null where the tensor lacks the state.
 template <class T> struct Piece {
   int64_t count;
@@ -62,7 +65,8 @@ template <class Chunk> void for_chunks(const OptimParams& p, const Parallel& par
       if (!takes_part(p, c.tensor)) continue;
       const OptimTensor& t = p.tensors[c.tensor];
       const int64_t first = static_cast<int64_t>(c.chunk) * t.chunk_elems;
-      chunk(t, p.grads[c.tensor], first, std::min<int64_t>(t.chunk_elems, t.numel - first));
+      chunk(t, gradient_of(p.grads[c.tensor], param_dtype(p.storage)), first,
+            std::min<int64_t>(t.chunk_elems, t.numel - first));
     }
   });
   for (int64_t i = 0; i < p.tensor_count; ++i)

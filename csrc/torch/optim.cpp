@@ -250,7 +250,7 @@ void run(const char* op, OptimParams& p, const Tensor& table, const Tensor& poin
       continue;
     }
     run_on(
-        op, table, [&](void* stream) { return optim_cuda(p, stream); },
+        op, table, [&](void* stream) { return p.mixed_grads ? optim_any_cuda(p, stream) : optim_cuda(p, stream); },
         [&](const Parallel& threads) { return optim_cpu(p, threads); });
   }
 }
@@ -305,9 +305,10 @@ void optim_pointers(Tensor pointers, Tensor values) {
 // device_constants: the same on the tables' device, of which the kernel reads the values in place of those of
 // `constants`, at each replay of a CUDA graph too.
 // facts: what optim_table gave beside the table.
+// mixed_grads: whether entries of `pointers` may have a dtype (kernels/optim/gradient.h).
 void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tensors lr, Tensor constants,
                 std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
-                std::optional<Tensor> device_constants) {
+                std::optional<Tensor> device_constants, bool mixed_grads) {
   check_words(kStep, "table", table);
   check_words(kStep, "pointers", pointers);
   check_same_device(kStep, "pointers", pointers, table);
@@ -322,6 +323,7 @@ void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tenso
   p.optimizer = optimizer_of(kStep, facts[kOptimizer]);
   p.storage = storage_of(kStep, facts[kStorage]);
   p.most = static_cast<uint32_t>(facts[kMost]);
+  p.mixed_grads = mixed_grads;
   const int64_t values = visit_any_optimizer(p.optimizer, []<class F>() { return int64_t{F::kHyperEnd}; });
   check_dtype(kStep, "constants", constants, Dtype::float64);
   check_shape(kStep, "constants", constants, {static_cast<int64_t>(lr.size()), values + 2});
@@ -414,7 +416,7 @@ WARPSMITH_SCHEMAS(m) {
   // Also writes to what the table points to: no schema can say so, therefore it is only for eager code.
   m.def(
       "optim_step(Tensor(a!) table, int[] facts, Tensor pointers, Tensor[] lr, Tensor constants, Tensor? grad_scale, "
-      "Tensor? found_inf, Tensor? device_constants=None) -> ()");
+      "Tensor? found_inf, Tensor? device_constants=None, bool mixed_grads=False) -> ()");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {

@@ -237,6 +237,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 None if grad_scale is None else lists.moved(grad_scale, bucket.device).float(),
                 None if found_inf is None else lists.moved(found_inf, bucket.device).float(),
                 self.device_constants.get(bucket.row),
+                plan.watch.mixed(number),
             )
 
     def _make_plan(self, capturing: bool) -> Plan | None:

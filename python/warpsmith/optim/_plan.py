@@ -129,8 +129,8 @@ class Plan:
             grad = lists.checked_gradient(self.op, groups, i, params[i])
             like_param = lists.same_layout(grad, lists.local(params[i])) and lists.holds_its_elements(grad)
             if not like_param:
-                grad = torch.empty_like(lists.local(params[i])).copy_(grad)
+                grad = torch.empty_like(lists.local(params[i]), dtype=grad.dtype).copy_(grad)
                 copies.append(grad)
-            self.watch.set_gradient(i, grad.data_ptr() or _C.NO_ELEMENTS, like_param)
+            self.watch.set_gradient(i, lists.entry_of(grad, params[i].dtype), like_param)
         self.copies = copies
         return True
