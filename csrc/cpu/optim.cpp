@@ -173,7 +173,11 @@ int32_t optim_chunk_elems_cpu() { return cpu::optim::kChunkElems; }
 
 Status optim_cpu(const OptimParams& p, const Parallel& parallel) {
   using namespace cpu::optim;
-  if (p.found_inf && *p.found_inf != 0) return {};
+  if (p.found_inf && *p.found_inf != 0) {
+    for (int64_t i = 0; p.zero_grads && i < p.tensor_count; ++i)
+      if (takes_part(p, i)) do_beside(p, i, 0, p.tensors[i].numel, true);
+    return {};
+  }
   return visit_optimizer(p.optimizer, [&]<class F>() -> Status {
     switch (p.storage) {
       case Storage::float32: step<F, float>(p, parallel); break;

@@ -6,6 +6,7 @@ NO_ELEMENTS: int
 GRADIENT_MARKS: dict[str, int]
 OPTIMIZER_STORAGES: dict[str, int]
 OPTIMIZERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], int]]
+LAYERWISE_OPTIMIZERS: frozenset[str]
 DYNAMIC_MAPS: tuple[list[float], list[float]]
 QUANT_BLOCK: int
 

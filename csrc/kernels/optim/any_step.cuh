@@ -3,12 +3,14 @@
 #include <iterator>
 
 #include "kernels/optim/any_lanes.cuh"
+#include "kernels/optim/average.h"
 #include "kernels/optim/step.cuh"
 
-// One step of an optimizer whose gradients have other dtypes than their parameters: dtypes and rounding are known at
-// run time alone, and there is one kernel an optimizer. Has the bits of `step` with the gradients converted to float32.
-// Reads and writes what `step` does, the gradient in its own width: AdamW with float32 gradients 30 bytes an element
-// with 16-bit parameters and masters, 16 in bfloat16.
+// One step of an optimizer whose gradients have other dtypes than their parameters, or which does more (OptimBeside,
+// zero_grads): dtypes and rounding are known at run time alone, and there is one kernel an optimizer. Has the bits of
+// `step` with the gradients converted to float32. Reads and writes what `step` does, the gradient in its own width:
+// AdamW with float32 gradients 30 bytes an element with 16-bit parameters and masters, 16 in bfloat16. Beside these 8
+// bytes of an average, 2 of a copy, and those of a gradient that is zeroed.
 namespace warpsmith::optim {
 
 struct AnyStorage {
@@ -25,6 +27,9 @@ struct AnyChunk {
   bool has_master;
   uint64_t first_elem;  // where rounding is random
   int elems;
+  AnyArray average{nullptr, Dtype::float32}, copy{nullptr, Dtype::float16};  // OptimBeside
+  float weight = 0;
+  bool averages_param = false, zeroes = false;
 
   __device__ __forceinline__ AnyChunk(const AnyStorage& storage, const OptimTensor& t, const Gradient& gradient,
                                       int64_t begin)
@@ -43,10 +48,21 @@ struct AnyChunk {
     for (int s = 0; s < kOptimMaxStates; ++s) states[s] = AnyArray::of(t.states[s], storage.state, begin);
   }
 
+  __device__ __forceinline__ void set_beside(const OptimParams& p, int tensor, int64_t begin) {
+    zeroes = p.zero_grads;
+    if (!p.beside) return;
+    const OptimBeside& beside = p.beside[tensor];
+    average = AnyArray::of(beside.average, Dtype::float32, begin);
+    copy = AnyArray::of(beside.copy, beside.copy_dtype, begin);
+    weight = static_cast<float>(p.ema_weight);
+    averages_param = beside.averages_param || !has_master;
+  }
+
   // Whether vectors can be taken, and where rounding is random begin a pair.
   __device__ __forceinline__ bool aligned() const {
     uintptr_t bits = reinterpret_cast<uintptr_t>(grad.at) | reinterpret_cast<uintptr_t>(param.at) |
-                     reinterpret_cast<uintptr_t>(kept.at);
+                     reinterpret_cast<uintptr_t>(kept.at) | reinterpret_cast<uintptr_t>(average.at) |
+                     reinterpret_cast<uintptr_t>(copy.at);
 #pragma unroll
     for (int s = 0; s < kOptimMaxStates; ++s) bits |= reinterpret_cast<uintptr_t>(states[s].at);
     return bits % 16 == 0 && first_elem % 2 == 0;
@@ -58,12 +74,13 @@ using AnyIn =
 
 // What one thread has in flight.
 template <class F, unsigned kHas, int N> struct AnyTile {
-  AnyLanes<N> grad, param, kept, states[kOptimMaxStates];
+  AnyLanes<N> grad, param, kept, average, states[kOptimMaxStates];
 
   __device__ __forceinline__ void load(const AnyChunk& c, int i) {
     grad.load(c.grad, i);
     if (!c.has_master) param.load(c.param, i);
     if (c.kept.at) kept.load(c.kept, i);
+    if (c.average.at) average.load(c.average, i);
 #pragma unroll
     for (int s = 0; s < kOptimMaxStates; ++s)
       if ((kHas >> s) & 1) states[s].load(c.states[s], i);
@@ -132,8 +149,45 @@ template <class F, unsigned kHas, int N> struct AnyTile {
 #pragma unroll
     for (int s = 0; s < kOptimMaxStates; ++s)
       if ((kHas >> s) & 1) states[s].store(c.states[s], i);
+    store_beside(c, i);
+  }
+
+  // Of what is stored.
+  __device__ __forceinline__ void store_beside(const AnyChunk& c, int i) const {
+    constexpr Dtype kWide = Dtype::float32;
+    if (c.zeroes) AnyLanes<N>{}.store(c.grad, i);
+    if (c.average.at) {
+      AnyLanes<N> moved;
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        const float value = c.averages_param ? param.value(e, c.param.dtype) : kept.value(e, kWide);
+        moved.set(e, kWide, averaged(average.value(e, kWide), value, c.weight));
+      }
+      moved.store(c.average, i);
+    }
+    if (c.copy.at) {
+      AnyLanes<N> rounded{};
+#pragma unroll
+      for (int e = 0; e < N; ++e) rounded.set(e, c.copy.dtype, param.value(e, kWide));
+      rounded.store(c.copy, i);
+    }
   }
 };
+
+// What is left of a chunk in a step that is skipped, or whose tensor has no gradient.
+__device__ __forceinline__ void only_beside(const AnyChunk& c, bool skips) {
+  constexpr Dtype kWide = Dtype::float32;
+  for (int i = static_cast<int>(threadIdx.x); i < c.elems; i += kOptimThreads) {
+    if (c.grad.at && c.zeroes) AnyLanes<1>{}.store(c.grad, i);
+    if (skips || !c.average.at) continue;
+    const AnyArray& of = c.averages_param ? c.param : c.kept;
+    AnyLanes<1> average, value;
+    average.load(c.average, i);
+    value.load(of, i);
+    average.set(0, kWide, averaged(average.value(0, kWide), value.value(0, of.dtype), c.weight));
+    average.store(c.average, i);
+  }
+}
 
 template <class F, unsigned kHas, int N> __device__ __forceinline__ void update_any(const OptimParams& p,
                                                                                     OptimTensor* t, const AnyChunk& c,
@@ -183,13 +237,17 @@ template <class F> __global__ void __launch_bounds__(kOptimThreads, kOptimBlocks
     any_step(const __grid_constant__ OptimParams p, const AnyStorage storage) {
   using Shared = Constants<F, AnyIn>;
   WARPSMITH_SHARED(Shared, constants, 1);
-  if (p.found_inf && *p.found_inf != 0.0f) return;
+  const bool skips = p.found_inf && *p.found_inf != 0.0f;
+  if (skips && !p.zero_grads) return;
   const ListChunk at = p.chunks[blockIdx.x];
   OptimTensor* t = p.tensors + at.tensor;
   const void* entry = p.grads[at.tensor];
   const int group = t->group - p.first_group;
-  if (!entry || group < 0 || group >= p.group_count) return;
-  const AnyChunk c(storage, *t, gradient_of(entry, storage.param), int64_t{at.chunk} * t->chunk_elems);
+  if (group < 0 || group >= p.group_count) return;
+  const int64_t begin = int64_t{at.chunk} * t->chunk_elems;
+  AnyChunk c(storage, *t, gradient_of(entry, storage.param), begin);
+  c.set_beside(p, at.tensor, begin);
+  if (skips || !entry) return only_beside(c, skips);
   update_any_variant<F, ~0u>(p, t, c, constants);
 }
 

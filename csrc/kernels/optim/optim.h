@@ -8,6 +8,7 @@
 #include "common/parallel.h"
 #include "common/status.h"
 #include "common/tensor_list.h"
+#include "kernels/optim/beside.h"
 #include "kernels/optim/gradient.h"
 #include "kernels/optim/optim_ops.h"
 #include "kernels/optim/optimizers.h"
@@ -159,10 +160,16 @@ struct OptimParams {
   uint32_t most;     // bits of all tensors' `has` together
   OptimGroup groups[kOptimMaxGroups];
   uint64_t seeds[kOptimMaxGroups];  // of the groups; bfloat16_stochastic reads them
+  const OptimBeside* beside;        // [tensor_count], or null; not for 8-bit storages on CUDA, nor for layerwise ones
+  double ema_weight;                // of its averages, from 0 to 1; a tensor without gradient has one too
+  bool zero_grads;  // gradients become 0 once they are read, in a skipped step too; with the same limits
 };
 
+// Whether the step does more than update parameters and states.
+WARPSMITH_HOST_DEVICE bool does_more(const OptimParams& p) { return p.beside || p.zero_grads; }
+
 Status optim_cuda(const OptimParams& params, void* stream);
-Status optim_any_cuda(const OptimParams& params, void* stream);  // also with mixed_grads
+Status optim_any_cuda(const OptimParams& params, void* stream);  // also with mixed_grads, beside and zero_grads
 Status optim_cpu(const OptimParams& params, const Parallel& parallel);
 
 // Writes words of a table or of a column of addresses; `host` is free again when the call returns, which waits for
