@@ -188,21 +188,32 @@ def failures(rows: list[Row]) -> str:
     return f"\nWithout a time: {text}.\n" if text else ""
 
 
-def where(found: list[Recording]) -> str:
-    """The machine, the versions and the files, in a sentence for each run."""
-    return " ".join(where_one(recording, last=i == len(found) - 1) for i, recording in enumerate(found))
+def where(found: list[Recording], short: bool = False) -> str:
+    """The machine, the versions and the files: a sentence for one run, a list for several. short: without the list."""
+    if len(found) == 1:
+        run = found[0]
+        return (
+            f"{facts(run)}, {run.environment['date'][:16]}, one run of `python -m benchmarks`; "
+            f"all contenders: `{run.path.relative_to(ROOT)}`. "
+        )
+    machines = list(dict.fromkeys(facts(run) for run in found))
+    dates = sorted(run.environment["date"][:10] for run in found)
+    text = f"{'; '.join(machines)}. Each op has the figures of its newest run of `python -m benchmarks`"
+    if short:
+        return f"{text} ({len(found)} runs from {dates[0]} to {dates[-1]}: [list](docs/benchmarks.md)). "
+    lines = []
+    for run in found:
+        ops = ", ".join(f"`{op}`" for op in dict.fromkeys(row["op"].split(" ")[0] for row in run.rows))
+        machine = f" ({facts(run)})" if len(machines) > 1 else ""
+        lines.append(f"- {run.environment['date'][:16]}{machine}, `{run.path.relative_to(ROOT)}`: {ops}")
+    return f"{text}; a file has all contenders:\n\n" + "\n".join(lines) + "\n\n"
 
 
-def where_one(recording: Recording, last: bool) -> str:
-    """last: of several runs, the one whose ops need no list, as they are all the others."""
-    e = recording.environment
-    machine = f"{e['gpu']} (driver {e['driver_version']}, {e['power.limit']}), " if e.get("gpu") else f"{e['cpu']}, "
+def facts(run: Recording) -> str:
+    e = run.environment
+    machine = f"{e['gpu']} (driver {e['driver_version']}, {e['power.limit']})" if e.get("gpu") else e["cpu"]
     cuda = f", CUDA {e['cuda']}" if e["cuda"] else ""
-    ops = "" if last else ", ".join(f"`{op}`" for op in dict.fromkeys(r["op"].split(" ")[0] for r in recording.rows))
-    return (
-        f"{ops}{': ' if ops else ''}{machine}torch {e['torch']}{cuda}, Python {e['python']}, {e['date'][:16]}, one run "
-        f"of `python -m benchmarks`; all contenders: `{recording.path.relative_to(ROOT)}`."
-    )
+    return f"{machine}, torch {e['torch']}{cuda}, Python {e['python']}"
 
 
 def rivals(found: list[Recording]) -> str:
@@ -219,10 +230,10 @@ def tables(gpu_runs: list[Recording], cpu_runs: list[Recording]) -> str:
     gpu = [c for c in cells(rows) if on_gpu(c)]
     cpu = [c for c in cells(cpu_rows) if not on_gpu(c)]
     return (
-        f"{where(gpu_runs)} {rivals(gpu_runs)} Below 1 under *rival / ours* the rival is faster.\n\n"
+        f"{where(gpu_runs)}{rivals(gpu_runs)} Below 1 under *rival / ours* the rival is faster.\n\n"
         f"bf16 unless the size says otherwise:\n\n"
         f"{both_ways(gpu, 'bfloat16')}\n{the_rest(gpu, 'bfloat16')}\n{training(gpu)}{failures(rows)}\n"
-        f"The CPU, 2 threads, fp32: {where(cpu_runs)}\n\n"
+        f"The CPU, 2 threads, fp32: {where(cpu_runs).strip()}\n\n"
         f"{both_ways(cpu, 'float32')}\n{the_rest(cpu, 'float32')}\n{training(cpu)}{failures(cpu_rows)}\n"
         f"{portable()}"
     )
@@ -237,7 +248,7 @@ def portable() -> str:
     return (
         "## sm_80 code on an H200\n\n"
         "A library built for sm_80 alone, whose PTX the driver compiled: the kernels that A100, L40S and RTX 4090 "
-        f"run. The times are an H200's. {where(runs)} {rivals(runs)}\n\n{both_ways(found, 'bfloat16')}\n"
+        f"run. The times are an H200's. {where(runs)}{rivals(runs)}\n\n{both_ways(found, 'bfloat16')}\n"
         f"{the_rest(found, 'bfloat16')}"
     )
 
@@ -283,7 +294,7 @@ def summary(runs: list[Recording]) -> str:
             lines.append(line([f"`{op}`", size, *short(pair[0]), *short(pair[1])]))
     columns = ["of copy", "torch / ours", "best rival / ours"]
     return (
-        f"{where(runs)} {rivals(runs)}\n\n"
+        f"{where(runs, short=True)}{rivals(runs)}\n\n"
         "bf16 unless the size says otherwise. *Of copy*: the rate as a fraction of a device copy of the same bytes. "
         "*torch / ours*, *best rival / ours*: their time over Warpsmith's; above 1, Warpsmith is faster.\n\n"
         f"{head(['op', 'size', 'forward', *columns, 'backward', *columns])}" + "\n".join(lines) + f"\n\n{behind(gpu)}"

@@ -30,11 +30,14 @@ def recorded() -> dict[str, dict[str, list[float]]]:
 
 def medians() -> dict[str, tuple[float, float]]:
     """{contender: (thousand tokens a second, gigabytes)}."""
-    found = recorded()
-    return {
-        name: (TOKENS / statistics.median(found["step"][name]), statistics.median(found["peak memory"][name]) / 1e3)
-        for name in CONTENDERS
-    }
+    speeds, memory = figures(recorded())
+    return {name: (statistics.median(speeds[name]), statistics.median(memory[name])) for name in CONTENDERS}
+
+
+def figures(found: dict[str, dict[str, list[float]]]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Thousand tokens a second and gigabytes of every recording, by contender."""
+    speeds = {name: [TOKENS / ms for ms in found["step"][name]] for name in CONTENDERS}
+    return speeds, {name: [mb / 1e3 for mb in found["peak memory"][name]] for name in CONTENDERS}
 
 
 def main() -> None:
@@ -44,8 +47,7 @@ def main() -> None:
     import matplotlib.pyplot as plt
 
     found = recorded()
-    speeds = {name: [TOKENS / ms for ms in found["step"][name]] for name in CONTENDERS}
-    memory = {name: [mb / 1e3 for mb in found["peak memory"][name]] for name in CONTENDERS}
+    speeds, memory = figures(found)
     figure, axes = plt.subplots(1, 2, figsize=(9, 2.4), layout="constrained")
     for axis, values, title in (
         (axes[0], speeds, "thousand tokens a second (longer is better)"),

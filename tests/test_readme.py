@@ -5,14 +5,25 @@ import importlib.util
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OPS = sorted(f"docs/ops/{page.name}" for page in (ROOT / "docs/ops").glob("*.md") if page.name != "index.md")
-GUIDES = ("docs/attention.md", "docs/migration.md", "docs/mixed_precision.md", "docs/transformers.md")
-DOCUMENTS = ("README.md", "docs/index.md", *OPS, "docs/testing.md", *GUIDES)
+OF_MANY_RANKS = "docs/distributed.md"  # its blocks start process groups: in a process of their own
+
+
+def python_pages():
+    """README and all pages with a Python block; design notes quote code as it was."""
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        name = str(path.relative_to(ROOT))
+        if not name.startswith("docs/design/") and "\n```python\n" in path.read_text(encoding="utf-8"):
+            yield name
+
+
+DOCUMENTS = [name for name in python_pages() if name != OF_MANY_RANKS]
 
 
 def python_blocks(text):
@@ -37,6 +48,15 @@ def test_python_blocks_run_in_order(name):
             exec(compile(code, name, "exec"), scope)
         assert printed.getvalue().splitlines() == promised_output(code)
     assert scope.get("failed", {}) == {}
+
+
+def test_python_blocks_of_many_ranks_run_on_one(tmp_path):
+    blocks = python_blocks((ROOT / OF_MANY_RANKS).read_text(encoding="utf-8"))
+    assert len(blocks) >= 6
+    script = "for code in " + repr(blocks) + ":\n    exec(compile(code, 'distributed.md', 'exec'), {})\nprint('done')\n"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr
+    assert (tmp_path / "runs/mine").is_dir()
 
 
 def test_the_readmes_example_learns():
@@ -68,6 +88,7 @@ def test_the_first_pictures_figures_are_the_recordings():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{ours} thousand tokens a second beside {torchs} with torch and {compiled} with torch.compile" in text
     assert f"{gigabytes[2]} GB beside {gigabytes[0]} and {gigabytes[1]}]" in text
+    assert f"medians of {len(script('step_plot').recorded()['step']['warpsmith'])} recordings on H200 cards" in text
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +179,21 @@ def test_an_op_is_shown_as_its_newest_run_has_it(speed_table, tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps({"environment": {}, "rows": rows}))
     runs = speed_table.newest_rows([tmp_path / f"{name}.json" for name in "321"])
     assert [(r.path.stem, [row["value"] for row in r.rows]) for r in runs] == [("3", [6.0, 5.0]), ("1", [8.0])]
+
+
+def test_several_runs_are_a_list_and_their_machine_is_named_once(speed_table, tmp_path, monkeypatch):
+    monkeypatch.setattr(speed_table, "ROOT", tmp_path)
+    facts = ("gpu", "driver_version", "power.limit", "torch", "cuda", "python")
+    for name, op in (("1", "rope"), ("2", "adamw")):
+        environment = dict.fromkeys(facts, "some") | {"rivals": {}, "date": f"2026-01-0{name} 10:00:00"}
+        rows = measured(op, "forward", warpsmith=1.0, torch=2.0)
+        (tmp_path / f"{name}.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    runs = speed_table.newest_rows([tmp_path / f"{name}.json" for name in "21"])
+    lines = speed_table.tables(runs, runs).splitlines()
+    assert lines[2:4] == ["- 2026-01-02 10:00, `2.json`: `adamw`", "- 2026-01-01 10:00, `1.json`: `rope`"]
+    assert lines[0].count("driver some") == 1 and lines[5].startswith("Rivals: ")
+    first = speed_table.summary(runs).splitlines()[0]
+    assert "2 runs from 2026-01-01 to 2026-01-02: [list](docs/benchmarks.md)). Rivals" in first and ".json" not in first
 
 
 def test_the_cpu_has_tables_of_its_own(recording):

@@ -1,15 +1,15 @@
 #include "cpu/attention_tiles.h"
 #include "cpu/elementwise.h"
 
-// Forward: a task is a chunk of queries of one head. It goes over the keys tile by tile, with the softmax of
-// Milakov and Gimelshein (2018): running maximum, running sum, and out rescaled where the maximum grew.
+// Forward. A task is a chunk of queries of one head. It loops over the keys tile by tile, with the online softmax of
+// Milakov and Gimelshein (2018): running maximum, running sum, and out rescaled whenever the maximum grows.
 namespace warpsmith {
 namespace cpu {
 namespace {
 
-constexpr int64_t kChunkTiles = 4;  // tiles of queries that share the rows of k and v a task has at hand
+constexpr int64_t kChunkTiles = 4;  // tiles of queries per task; they share its converted rows of k and v
 
-// Free functions, one an arithmetic type: target_clones reaches neither lambdas nor templates.
+// Free functions, one per arithmetic type, because target_clones reaches neither lambdas nor templates.
 #define WARPSMITH_FORWARD_LOOPS(F)                                                                            \
   WARPSMITH_VECTORIZE void largest(const F* __restrict__ s, int64_t keys, F* __restrict__ max) {              \
     for (int64_t n = 0; n < keys; ++n)                                                                        \
@@ -32,7 +32,7 @@ WARPSMITH_FORWARD_LOOPS(float)
 WARPSMITH_FORWARD_LOOPS(double)
 #undef WARPSMITH_FORWARD_LOOPS
 
-// Philox4x32-7 of the 32 calls of a block, words[word][call].
+// The results of the 32 Philox4x32-7 calls of a block: words[word][call].
 WARPSMITH_VECTORIZE void fill_block(uint64_t seed, uint64_t offset, uint32_t row, uint32_t k_block, uint32_t* words) {
   for (uint32_t lane = 0; lane < 32; ++lane) {
     const PhiloxCounter c = attention_dropout_lanes(seed, offset, row, k_block, lane);
@@ -63,7 +63,7 @@ void dropout_tile(const AttentionProblem& p, const SequencePair& s, const TileAt
 
 namespace {
 
-// The queries of one chunk: what is kept from one tile of keys to the next.
+// The state of one chunk of queries, kept from one tile of keys to the next.
 template <class T> class ForwardChunk {
   using F = Arithmetic<T>;
 
@@ -110,13 +110,13 @@ template <class T> class ForwardChunk {
       transpose(at<T>(p_.q, s.of_q(p_.q_strides, q0, head)), p_.q_strides.seq, std::min(kTile, q_end - q0), p.head_dim,
                 q_of(tile));
     std::fill(out_.begin(), out_.end(), F(0));
-    // The sink is a key that comes first and has no value.
+    // The sink counts as a first key without a value.
     const F sink = p.sink ? sink_of<F>(p, head) : -kInfinity;
     std::fill(max_.begin(), max_.end(), sink);
     std::fill(sum_.begin(), sum_.end(), sink == -kInfinity ? F(0) : F(1));
   }
 
-  // One tile of keys, for one tile of queries.
+  // Adds one tile of keys to one tile of queries.
   void add(const SequencePair& s, const TileAt& t, int64_t tile, const RowsOf<F>& k, const RowsOf<F>& v) {
     const AttentionProblem& p = p_.problem;
     const int64_t lanes = round_up(t.queries, kProductColumns);
@@ -130,7 +130,7 @@ template <class T> class ForwardChunk {
     largest(s_.data(), t.keys, tile_max);
     for (int64_t m = 0; m < t.queries; ++m) {
       const F found = tile_max[m] * scale, grown = found > max[m] ? found : max[m];
-      // Where the maximum is no number to subtract, exponentials are of the logits themselves.
+      // An infinite maximum cannot be subtracted: then the exponentials are of the logits themselves.
       base[m] = std::isinf(grown) ? F(0) : grown;
       if (grown > max[m]) {
         const F factor = std::exp(max[m] - grown);
@@ -168,7 +168,7 @@ template <class T> class ForwardChunk {
   std::vector<uint16_t> lanes_;
 };
 
-// Tokens behind the last packed sequence.
+// Writes out = 0 and lse = -inf for the tokens after the last packed sequence.
 template <class T> void clear_rest(const AttentionFwdParams& params) {
   using F = Arithmetic<T>;
   const AttentionProblem& p = params.problem;
@@ -193,7 +193,7 @@ Status attention_forward_cpu(const AttentionFwdParams& params, const Parallel& p
     parallel(p.batch * p.heads_q * chunks, task_grain(flops), [&](int64_t begin, int64_t end) {
       ForwardChunk<T> work(params);
       for (int64_t i = begin; i < end; ++i) {
-        // Chunks of the end first: with a causal mask they take longest.
+        // The last chunks come first: with a causal mask they take longest.
         const int64_t q0 = (chunks - 1 - i % chunks) * kChunk, head = i / chunks % p.heads_q;
         const SequencePair s(p, i / chunks / p.heads_q);
         if (q0 < s.q.length) work.run(s, head, q0, std::min(q0 + kChunk, s.q.length));

@@ -3,15 +3,16 @@
 #include "cpu/attention_tiles.h"
 #include "cpu/elementwise.h"
 
-// Backward. A task is a stripe of the queries of the heads that share one head of k: for a tile of queries it goes over
-// all keys that they see, twice. First it makes probabilities and their gradients, which it keeps, and delta; then it
-// adds to dq of the tile, and to its own dk and dv in the workspace, so that no two tasks write to the same place. The
-// stripes' dk and dv are added at the end. How many stripes there are depends on the problem alone.
+// Backward. A task is a stripe of the queries of all heads that share one key head. For each tile of queries it makes
+// two passes over the keys that they see. The first pass makes probabilities, their gradients and delta, and stores
+// them. The second pass adds to dq of the tile, and to the dk and dv of the stripe in the workspace, so that no two
+// tasks write to the same place. The dk and dv of all stripes are summed at the end. The number of stripes depends only
+// on the problem.
 namespace warpsmith {
 namespace cpu {
 namespace {
 
-// Free functions, one an arithmetic type: target_clones reaches neither lambdas nor templates.
+// Free functions, one per arithmetic type, because target_clones reaches neither lambdas nor templates.
 #define WARPSMITH_BACKWARD_LOOPS(F)                                                                                  \
   /* p = exp(scale * s - lse), ds = dp - delta, and sums over the keys of p and of p * ds, which are sums of 8 terms \
    */                                                                                                                \
@@ -53,8 +54,8 @@ namespace {
 WARPSMITH_BACKWARD_LOOPS(float)
 WARPSMITH_BACKWARD_LOOPS(double)
 #undef WARPSMITH_BACKWARD_LOOPS
-// out[r] = dot of rows r of x and y, in the order in which product() adds: where a row sees one key, delta and the
-// product of dout and v are then equal to the last bit, and their difference is 0 as it must be.
+// out[r] = dot(x[r], y[r]), in the order of additions of product(). If a row sees one key, delta and dot(dout, v) then
+// agree to the last bit, and their difference is 0 as it must be.
 #define WARPSMITH_DOTS(T, F)                                                                                          \
   WARPSMITH_VECTORIZE void dots(const T* __restrict__ x, int64_t x_stride, const T* __restrict__ y, int64_t y_stride, \
                                 int64_t rows, int64_t count, F* __restrict__ out) {                                   \
@@ -91,7 +92,7 @@ template <class T> class BackwardTask {
         dout_columns_(static_cast<size_t>(params.problem.head_dim_v * kTile)),
         dq_(static_cast<size_t>(kTile * workspace.dk_width)) {}
 
-  // The tiles stripe, stripe + stripes, ... of the queries of sequence s, in turn for each head that reads kv_head.
+  // Runs the tiles stripe, stripe + stripes, ... of the queries of sequence s, for each query head that reads kv_head.
   void run(const SequencePair& s, int64_t kv_head, int64_t stripe) {
     const AttentionProblem& p = p_.problem;
     const int64_t ratio = p.heads_q / p.heads_k;
@@ -130,7 +131,7 @@ template <class T> class BackwardTask {
       narrow(dq_.data() + m * work_.dk_width, at<T>(p_.dq, s.of_q(p_.dq_strides, q0 + m, head)), p.head_dim, F(1));
   }
 
-  // A tile of queries: rows and columns of q and dout, and what its rows have for statistics.
+  // Loads a tile of queries: q and dout by rows and by columns, and the statistics of its rows.
   void load(const SequencePair& s, int64_t head, int64_t q0, int64_t queries) {
     const AttentionProblem& p = p_.problem;
     const int64_t q = s.of_q(p_.q_strides, q0, head), dout = s.of_q(p_.dout_strides, q0, head);
@@ -143,8 +144,8 @@ template <class T> class BackwardTask {
     const F* lse = at<F>(p_.lse, s.of_lse(p, head) + q0);
     const F* dlse = p_.dlse ? at<F>(p_.dlse, s.of_lse(p, head) + q0) : nullptr;
     for (int64_t m = 0; m < kTile; ++m) {
-      // exp(s - lse) of a row without keys is 0, and so is that of a lane without a query. It has no gradient, whatever
-      // its incoming ones are.
+      // lse = +inf makes exp(s - lse) = 0, for a row without keys and for a lane without a query. Such a row has no
+      // gradient, whatever its upstream gradients are.
       const bool seen = m < queries && lse[m] != -kInfinity;
       lse_[m] = seen ? lse[m] : kInfinity;
       delta_[m] = seen ? delta_[m] : F(0);
@@ -174,9 +175,9 @@ template <class T> class BackwardTask {
     probabilities(logits, ds, t.keys, scale, lse_, delta_, sum_p_, sum_ds_);
   }
 
-  // delta = dot(dout, out) has the rounding of out, and p that of lse, which is large where logits are. Where a softmax
-  // is saturated, dp - delta cancels, and those roundings would be most of what is left. The sums over the keys of p
-  // and of p * (dp - delta) say by how much both are off.
+  // delta = dot(dout, out) carries the rounding of out, and p carries that of lse, which is large where logits are
+  // large. In a saturated softmax dp - delta cancels, and these roundings would dominate what is left. The sums over
+  // the keys of p and of p * (dp - delta) are the errors of p and delta, and correct both.
   void correct_statistics(const SequencePair& s, int64_t head, int64_t q0, int64_t queries) {
     const AttentionProblem& p = p_.problem;
     const F sink = p.sink ? sink_of<F>(p, head) : -kInfinity;
@@ -184,7 +185,7 @@ template <class T> class BackwardTask {
     for (int64_t m = 0; m < kTile; ++m) {
       const F of_sink = sink == -kInfinity || lse_[m] == kInfinity ? F(0) : std::exp(sink - lse_[m]);
       const F total = sum_p_[m] + of_sink;
-      norm_[m] = total > F(0.5) && total < F(2) ? F(1) / total : F(1);  // else lse is no number, or there are no keys
+      norm_[m] = total > F(0.5) && total < F(2) ? F(1) / total : F(1);  // else lse is not finite, or no keys
       correction_[m] = (sum_ds_[m] - of_sink * delta_[m]) * norm_[m];
       if (m < queries) delta[m] = delta_[m] + correction_[m];
     }
@@ -194,7 +195,8 @@ template <class T> class BackwardTask {
     const AttentionProblem& p = p_.problem;
     const RowsOf<F> k = keys_of(s, t, kv_head);
     F *weights = s_.data() + place, *ds = ds_.data() + place;
-    // dbias is the gradient by the logits; those of q and k are by the products, which is softmax_scale times more.
+    // dbias is the gradient of the logits. The gradients of q and k need that of the products, which is softmax_scale
+    // times as large.
     const F to_products = static_cast<F>(p.softmax_scale);
     gradients(weights, ds, t.keys, dbias_.wanted ? F(1) : to_products, norm_, correction_, dlse_);
     if (p.dropout.seed)
@@ -217,7 +219,7 @@ template <class T> class BackwardTask {
     (void)visit_cpu_dtype(dtype, [&]<class E>() {
       if constexpr (sizeof(E) == sizeof(F)) {
         add_to(static_cast<F*>(p_.dbias), p_.dbias_strides, s, t, ds);
-      } else if constexpr (sizeof(E) == 2 && sizeof(F) == 4) {  // an element has one tile
+      } else if constexpr (sizeof(E) == 2 && sizeof(F) == 4) {  // not broadcast: one tile per element
         E* to = first_of(static_cast<E*>(p_.dbias), p_.dbias_strides, s, t);
         for (int64_t m = 0; m < t.queries; ++m)
           for (int64_t n = 0; n < t.keys; ++n)
@@ -231,7 +233,8 @@ template <class T> class BackwardTask {
     return base + s.index * strides.batch + t.head * strides.head + t.q0 * strides.q + t.k0 * strides.k;
   }
 
-  // A tile's own sums are added first, in double: one after the other to one element they would lose bits.
+  // Sums the tile's own broadcast elements first, in double. Added one by one to the same element, they would lose
+  // bits.
   void add_to(F* base, const AttentionBiasStrides& strides, const SequencePair& s, const TileAt& t, const F* ds) {
     F* to = first_of(base, strides, s, t);
     const int64_t queries = strides.q == 0 ? 1 : t.queries, keys = strides.k == 0 ? 1 : t.keys;
@@ -249,20 +252,20 @@ template <class T> class BackwardTask {
   const Workspace<F>& work_;
   BiasGradient dbias_;
   Logits<F> logits_;
-  F* dk_ = nullptr;  // of the sequence and head of k
+  F* dk_ = nullptr;  // dk of the current sequence and key head
   std::vector<F> q_columns_, dout_columns_, dq_, q_room_, dout_room_, k_room_, v_room_;
-  std::vector<F> s_, ds_, slope_;  // of all tiles of keys that a tile of queries sees
+  std::vector<F> s_, ds_, slope_;  // for all tiles of keys that the tile of queries sees
   std::vector<uint16_t> lanes_;
   RowsOf<F> q_{}, dout_{};
   F lse_[kTile], delta_[kTile], dlse_[kTile], sum_p_[kTile], sum_ds_[kTile], norm_[kTile], correction_[kTile];
 };
 
-// A problem in float64 has a bias and a sink in float64, and no other has.
+// A float64 problem has a float64 bias and sink; no other problem has.
 template <class E> constexpr bool kIsWide = sizeof(E) == sizeof(double);
 
-constexpr int64_t kRowGrain = 512;  // rows of a head that a thread takes at least
+constexpr int64_t kRowGrain = 512;  // least rows per thread
 
-// dk and dv of a row of keys: the sums over the stripes. Tokens behind the last packed sequence have none.
+// dk and dv of one row of keys: the sums over the stripes. Tokens after the last packed sequence get 0.
 template <class T, class F>
 void write_keys(const AttentionBwdParams& params, const Workspace<F>& w, int64_t row, int64_t k_end) {
   const AttentionProblem& p = params.problem;
@@ -291,7 +294,7 @@ template <class T> void clear_rest(const AttentionBwdParams& params) {
       std::fill_n(at<T>(params.dq, t * params.dq_strides.seq + h * params.dq_strides.head), p.head_dim, T{});
 }
 
-// Calls visit(element of dbias, element of its sum in the workspace) for all of dbias.
+// Calls visit(offset in dbias, offset in its sum in the workspace) for every element of dbias.
 template <class Visit> void for_bias_rows(const AttentionBwdParams& params, const Parallel& parallel, Visit&& visit) {
   const BiasGradient b(params);
   const AttentionBiasStrides& s = params.dbias_strides;

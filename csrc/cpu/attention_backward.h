@@ -5,11 +5,11 @@
 #include "cpu/attention_tiles.h"
 #include "kernels/attention/attention.h"
 
-// How the CPU's backward of attention is cut into tasks, and what lies in its workspace. For attention_backward.cpp
-// alone.
+// How the CPU backward of attention is divided into tasks, and the layout of its workspace. Only for
+// attention_backward.cpp.
 namespace warpsmith::cpu {
 
-constexpr int64_t kTasks = 32;  // stripes are added until there are so many tasks
+constexpr int64_t kTasks = 32;  // the number of stripes is chosen to give about so many tasks
 
 inline int64_t lse_rows(const AttentionProblem& p) {
   return p.heads_q * (p.cu_seqlens_q ? p.total_q : p.batch * p.seqlen_q);
@@ -18,7 +18,7 @@ inline int64_t key_rows(const AttentionProblem& p) {
   return p.heads_k * (p.cu_seqlens_q ? p.total_k : p.batch * p.seqlen_k);
 }
 
-// dbias as the tasks see it: [batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1].
+// The shape of dbias: [batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1].
 struct BiasGradient {
   bool wanted, one_batch, one_head, one_query, one_key;  // one_*: broadcast, a sum over that dimension
   int64_t sizes[4];
@@ -35,7 +35,7 @@ struct BiasGradient {
   }
   bool sums() const { return one_batch || one_head || one_query || one_key; }
   int64_t elements() const { return sizes[0] * sizes[1] * sizes[2] * sizes[3]; }
-  // Strides of a contiguous tensor of these sizes, 0 along dimensions of one.
+  // Strides of a contiguous tensor of these sizes; 0 along dimensions of size 1.
   AttentionBiasStrides contiguous() const {
     return {sizes[0] > 1 ? sizes[1] * sizes[2] * sizes[3] : 0, sizes[1] > 1 ? sizes[2] * sizes[3] : 0,
             sizes[2] > 1 ? sizes[3] : 0, sizes[3] > 1 ? 1 : 0};
@@ -43,8 +43,9 @@ struct BiasGradient {
   bool needs_workspace(Dtype dtype) const { return wanted && sums() && size_bytes(dtype) == 2; }
 };
 
-// The tasks of a problem: (batch or all) x (head of k or all) x stripe of its queries. A task that is the only one to
-// add to an element of dbias needs all batches, heads or queries over which dbias is a sum.
+// The tasks of a problem: (one batch entry or all) x (one key head or all) x one stripe of queries. An element of dbias
+// must be summed by one task. So where dbias is a sum over batch entries, heads or queries, the task takes all of
+// these.
 struct Tasks {
   int64_t batches, heads, stripes;
 
@@ -59,8 +60,8 @@ struct Tasks {
   }
 };
 
-// delta [lse_rows], then dk and dv of every stripe [stripes, key_rows, width], where a row is head_dim and head_dim_v,
-// each rounded up, and, where the bias is broadcast and of 16 bits, dbias. All of the arithmetic type.
+// Layout: delta [lse_rows]; dk and dv of every stripe [stripes, key_rows, width], where a row is head_dim and
+// head_dim_v, each rounded up; dbias, if the bias has 16 bits and is broadcast. All in the arithmetic type.
 template <class F> struct Workspace {
   F* delta;
   F* keys;
@@ -77,7 +78,7 @@ template <class F> struct Workspace {
     keys = delta + round_up(lse_rows(params.problem), kProductColumns);
     dbias = keys + tasks.stripes * rows * width;
   }
-  // dk of a row; dv is dk_width behind it.
+  // dk of a row; dv follows dk_width later.
   F* dk_of(int64_t stripe, int64_t row) const { return keys + (stripe * rows + row) * width; }
   int64_t elements(const AttentionBwdParams& params) const {
     const BiasGradient bias(params);

@@ -5,13 +5,13 @@
 #include "common/vectorize.h"
 #include "cpu/vector_math.h"
 
-// The inner loops of attention's CPU body, over tiles of logits that lie transposed: a row for each key, in it kTile
-// lanes, one for each query. So no loop sums across the lanes of a vector. F is float or double.
+// The inner loops of attention on the CPU, over transposed tiles of logits: one row per key, with kTile lanes, one per
+// query. So no loop sums across the lanes of a vector. F is float or double.
 namespace warpsmith::cpu {
 
-constexpr int64_t kTile = 64;  // queries and keys of a tile
+constexpr int64_t kTile = 64;  // queries, and keys, per tile
 
-// Free functions, one an arithmetic type: target_clones reaches neither lambdas nor templates.
+// Free functions, one per arithmetic type, because target_clones reaches neither lambdas nor templates.
 #define WARPSMITH_ATTENTION_LOOPS(F)                                                                                   \
   WARPSMITH_VECTORIZE static void scale_logits(F* s, int64_t keys, F scale) {                                          \
     for (int64_t i = 0; i < keys * kTile; ++i) s[i] *= scale;                                                          \
@@ -47,7 +47,7 @@ WARPSMITH_ATTENTION_LOOPS(float)
 WARPSMITH_ATTENTION_LOOPS(double)
 #undef WARPSMITH_ATTENTION_LOOPS
 
-// Conversions of rows, one storage type each.
+// Conversions of rows, one set of functions per storage type.
 #define WARPSMITH_ATTENTION_ROWS(T, F)                                                                              \
   WARPSMITH_VECTORIZE static void widen(const T* __restrict__ x, F* __restrict__ y, int64_t count) {                \
     for (int64_t i = 0; i < count; ++i) y[i] = to_float(x[i]);                                                      \

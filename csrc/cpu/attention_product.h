@@ -4,12 +4,14 @@
 
 #include "common/vectorize.h"
 
-// The matrix product of attention's tiles: a block of c in registers, one row of b and a column of a at a time.
+// The matrix product of attention's tiles. Keeps a block of c in registers and reads one row of b and one column of a
+// at a time.
 //
 //   c[i][j] = (add ? c[i][j] : 0) + sum over k of a[i * a_row + k * a_step] * b[k * b_row + j]
 //
-// `columns` is a multiple of kProductColumns; rows and depth are free. The sum over k is one of sums of kSegment terms,
-// each in order: half the rounding error of one long sum, and independent of the rows and columns beside it.
+// `columns` is a multiple of kProductColumns; rows and depth are free. The sum over k is a sum of sums of kSegment
+// terms, each in order. That has half the rounding error of one long sum, and does not depend on the neighbouring rows
+// and columns.
 namespace warpsmith::cpu {
 
 constexpr int64_t kProductColumns = 32, kSegment = 32;
@@ -31,7 +33,7 @@ template <class F> struct Product {
 #define WARPSMITH_UNROLL_ALL _Pragma("GCC unroll 16")
 #endif
 
-// kRows x kVectors accumulators of type V, which is a vector of F.
+// One block of kRows x kVectors accumulators of type V, a vector of F.
 #define WARPSMITH_PRODUCT_TILE(F, V, kRows, kVectors)                                                              \
   {                                                                                                                \
     V sum[kRows][kVectors];                                                                                        \
@@ -71,7 +73,7 @@ template <class F> struct Product {
       for (int64_t j = 0; j < p.columns; j += kColumns) WARPSMITH_PRODUCT_TILE(F, V, 1, kVectors)     \
   }
 
-// Blocks that fill the registers of each instruction set: 32 of 64 bytes, 16 of 32, 16 of 16.
+// Block sizes that fill the vector registers of each instruction set: 32 of 64 bytes, 16 of 32 bytes, 16 of 16 bytes.
 #if defined(WARPSMITH_CLONES) && !defined(__clang__)
 #define WARPSMITH_PRODUCTS(F)                                                          \
   __attribute__((target("arch=x86-64-v4"))) static void product(const Product<F>& p) { \

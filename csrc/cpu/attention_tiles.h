@@ -11,18 +11,18 @@
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_dropout.h"
 
-// What forward and backward of attention share on the CPU: where a sequence lies, and the logits of one tile.
+// What the forward and the backward of attention share on the CPU: the place of a sequence, and the logits of a tile.
 namespace warpsmith::cpu {
 
 constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// Tasks that a thread takes at least, each of `flops`: waking another one costs as much as some 10^6 of them.
+// The least number of tasks of `flops` each per thread. Waking a thread costs as much as about 10^6 of them.
 inline int64_t task_grain(int64_t flops) { return 1 + (int64_t{1} << 21) / std::max<int64_t>(1, flops); }
 
 template <class T> const T* at(const void* base, int64_t elements) { return static_cast<const T*>(base) + elements; }
 template <class T> T* at(void* base, int64_t elements) { return static_cast<T*>(base) + elements; }
 
-// One sequence: its tokens in q and in k, and how far its diagonal lies to the right.
+// One sequence: its tokens in q and in k, and the shift of its diagonal.
 struct SequencePair {
   int64_t index;
   AttentionSequence q, k;
@@ -38,14 +38,14 @@ struct SequencePair {
     shift = p.align_bottom_right ? k.length - q.length : 0;
   }
 
-  // The first element of head h of token s.
+  // The offset of head h of token s.
   int64_t of_q(const AttentionStrides& strides, int64_t s, int64_t h) const { return of(strides, q.start, s, h); }
   int64_t of_k(const AttentionStrides& strides, int64_t s, int64_t h) const { return of(strides, k.start, s, h); }
-  // The first row of head h of lse and delta.
+  // The offset of head h in lse and delta.
   int64_t of_lse(const AttentionProblem& p, int64_t h) const {
     return packed ? h * p.total_q + q.start : (index * p.heads_q + h) * p.seqlen_q;
   }
-  // The first row of head h of k in tensors [heads_k, total_k] or [batch, heads_k, seqlen_k].
+  // The offset of key head h in tensors of shape [heads_k, total_k] or [batch, heads_k, seqlen_k].
   int64_t of_keys(const AttentionProblem& p, int64_t h) const {
     return packed ? h * p.total_k + k.start : (index * p.heads_k + h) * p.seqlen_k;
   }
@@ -56,14 +56,14 @@ struct SequencePair {
   }
 };
 
-// The sink of a head of q, of a problem that has sinks.
+// The sink of a query head. The problem must have a sink.
 template <class F> F sink_of(const AttentionProblem& p, int64_t head) {
   F sink = 0;
   (void)visit_cpu_dtype(p.sink_dtype, [&]<class E>() { sink = static_cast<F>(to_float(*at<E>(p.sink, head))); });
   return sink;
 }
 
-// Which tile: queries [q0, q0 + queries), keys [k0, k0 + keys), each at most kTile.
+// A tile of one head: queries [q0, q0 + queries) and keys [k0, k0 + keys), each at most kTile.
 struct TileAt {
   int64_t head, q0, queries, k0, keys;
 };
@@ -79,7 +79,7 @@ inline bool sees_all_keys(const AttentionProblem& p, const SequencePair& s, cons
          (p.window_right < 0 || t.k0 + t.keys - 1 - (t.q0 + s.shift) <= p.window_right);
 }
 
-// tile[n][m] = convert(element (q0 + m, k0 + n)), lanes beyond the queries stay.
+// Calls convert(tile[n][m], element (q0 + m, k0 + n)). Lanes beyond the queries keep their values.
 template <class E, class F, class Convert> void gather_tile(const void* base, const AttentionBiasStrides& strides,
                                                             const SequencePair& s, const TileAt& t, F* tile,
                                                             Convert&& convert) {
@@ -88,10 +88,10 @@ template <class E, class F, class Convert> void gather_tile(const void* base, co
     for (int64_t n = 0; n < t.keys; ++n) convert(tile[n * kTile + m], first[m * strides.q + n * strides.k]);
 }
 
-// The 16-bit lanes of the mask of a tile, lanes[n][m]. q0 and k0 are multiples of 16.
+// Writes the 16-bit dropout lanes of a tile, lanes[n][m]. q0 and k0 are multiples of 16.
 void dropout_tile(const AttentionProblem& p, const SequencePair& s, const TileAt& t, uint16_t* lanes);
 
-// The logits of tiles: everything between the product q k^T and the exponential.
+// Makes the logits of a tile: everything between the product q k^T and the exponential.
 template <class F> class Logits {
  public:
   explicit Logits(const AttentionProblem& problem)
@@ -100,7 +100,8 @@ template <class F> class Logits {
     if (p_.softcap > 0) slope_.resize(kTile * kTile);
   }
 
-  // Turns products into logits, of which hidden ones are -inf. Returns what is still to be multiplied by.
+  // Turns products into logits; hidden ones become -inf. Returns the factor by which the logits are still to be
+  // multiplied.
   F apply(F* s, const SequencePair& sequence, const TileAt& t) {
     const bool all = sees_all_keys(p_, sequence, t);
     const F scale = static_cast<F>(p_.softmax_scale);
@@ -123,7 +124,8 @@ template <class F> class Logits {
     return F(1);
   }
 
-  // After apply(): the derivative of the capped logits by those before, of the same tile. null: 1.
+  // After apply(): the derivative of the capped logits with respect to the logits before the cap, for the same tile.
+  // null: 1.
   const F* slope() const { return p_.softcap > 0 ? slope_.data() : nullptr; }
 
  private:
@@ -145,7 +147,7 @@ template <class F> class Logits {
   }
 
   void hide_beyond_window(F* s, const SequencePair& sequence, const TileAt& t) const {
-    for (int64_t n = 0; n < t.keys; ++n) {  // the queries that see a key are neighbours
+    for (int64_t n = 0; n < t.keys; ++n) {  // the queries that see a key are contiguous
       const int64_t from_diagonal = t.k0 + n - sequence.shift - t.q0;
       const int64_t first = p_.window_right < 0 ? 0 : std::clamp<int64_t>(from_diagonal - p_.window_right, 0, kTile);
       const int64_t end =
@@ -160,8 +162,8 @@ template <class F> class Logits {
   std::vector<F> bias_, slope_;
 };
 
-// `rows` rows of a tensor as F, with `columns` rounded up to kProductColumns: where they lie, if they are F and need no
-// padding, else a copy in `room`.
+// `rows` rows of a tensor as F, with `columns` rounded up to kProductColumns. Points into the tensor if it is F and
+// needs no padding, otherwise to a copy in `room`.
 template <class F> struct RowsOf {
   const F* data;
   int64_t stride;
@@ -173,7 +175,7 @@ template <class T, class F> RowsOf<F> rows_of(const void* base, int64_t first, i
   if constexpr (sizeof(T) == sizeof(F))
     if (columns % kProductColumns == 0) return {reinterpret_cast<const F*>(x), stride};
   const int64_t padded = round_up(columns, kProductColumns);
-  room.resize(static_cast<size_t>(rows * padded));  // elements that are new are 0, and padding is never written
+  room.resize(static_cast<size_t>(rows * padded));  // new elements are 0, and the padding is never written
   for (int64_t r = 0; r < rows; ++r) widen(x + r * stride, room.data() + r * padded, columns);
   return {room.data(), padded};
 }

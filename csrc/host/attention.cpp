@@ -9,7 +9,7 @@
 namespace warpsmith::host {
 namespace {
 
-// The Hopper kernel if there is one, else the portable one of `tiles`, with the reason.
+// Describes the Hopper kernel if it supports the problem, otherwise the portable kernel of `tiles`, with the reason.
 template <class Choice, class Tiles>
 pybind11::dict describe(const Choice& hopper, const AttentionKernelProblem& p, const Tiles& tiles) {
   pybind11::dict d;

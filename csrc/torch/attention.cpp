@@ -11,7 +11,7 @@ using namespace attention;
 
 bool nothing_to_do(const AttentionProblem& p) { return p.batch == 0 || p.heads_q == 0; }
 
-// Runs a kernel on the device of q: `bytes` says how much workspace it wants, and `run` is given it.
+// Calls `run` with a workspace on the device of q. `bytes` computes its size.
 template <class Bytes, class Run>
 Status with_workspace(const char* op, const Tensor& q, OptionalTensor& workspace, Bytes&& bytes, Run&& run) {
   int64_t count = 0;
@@ -20,7 +20,7 @@ Status with_workspace(const char* op, const Tensor& q, OptionalTensor& workspace
   return run(workspace ? workspace->mutable_data_ptr() : nullptr);
 }
 
-// (batch, heads, tokens), without a batch dimension where there is none.
+// Shape (batch, heads, tokens), or (heads, tokens) for layouts without a batch dimension.
 Tensor allocate_lse(const char* op, const Inputs& in, const AttentionProblem& p) {
   const int64_t tokens = in.layout == kTokensHeads ? p.total_q : p.seqlen_q;
   const int64_t sizes[3] = {p.batch, p.heads_q, tokens};
@@ -87,7 +87,8 @@ std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor v,
   return {out, lse};
 }
 
-// Gradients of q, k and v, in tensors like the given ones: dk and dv have no elements where dq (or dk) holds them.
+// The gradients of q, k and v, in tensors like the given ones. Where q (or k) stacks several tensors, dq (or dk) does
+// too, and the others have no elements.
 struct Gradients {
   Tensor dq, dk, dv;
 };
@@ -106,7 +107,7 @@ Gradients allocate_gradients(const char* op, const Tensor& q, const OptionalTens
 
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// Gradients that are not wanted come back with zero elements.
+// Unwanted gradients are returned with zero elements.
 FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor k, OptionalTensor v,
                      OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, OptionalTensor alibi_slopes,
                      OptionalTensor bias, OptionalTensor sink, OptionalTensor seed, int64_t max_seqlen_q,

@@ -3,6 +3,7 @@
 // links: csrc/kernels/attention/attention_portable.cu
 // links: csrc/kernels/attention/forward_sm90a.cu
 // links: csrc/kernels/attention/backward_sm90a.cu
+// links: csrc/kernels/attention/backward_wide_sm90a.cu
 // links: csrc/kernels/attention/portable_bfloat16.cu
 // links: csrc/kernels/attention/portable_float16.cu
 // links: csrc/kernels/attention/portable_float32.cu

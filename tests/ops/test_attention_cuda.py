@@ -76,6 +76,8 @@ def check_law(tensors, **options):
         (2, 300, 300, 3, 3, 40, 72),
         (1, 1024, 1024, 2, 2, 96, None),
         (1, 33, 31, 2, 2, 8, None),
+        (2, 203, 330, 4, 2, 256, None),
+        (1, 300, 140, 2, 2, 136, 200),
     ],
 )
 def test_the_law(shape, dtype, causal):
@@ -92,7 +94,7 @@ def test_the_law(shape, dtype, causal):
         {"causal": True, "window_size": (100, 0)},
     ],
 )
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_options_under_the_law(options, d):
     check_law(leaves(2, 260, 330, 4, 2, d), **options)
 
@@ -154,8 +156,9 @@ def test_expanded_and_misaligned_tensors():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_hundred_backwards_have_the_same_bits(causal):
-    tensors = leaves(2, 1000, 1000, 8, 2, 64)
+@pytest.mark.parametrize("d", [64, 256])
+def test_a_hundred_backwards_have_the_same_bits(causal, d):
+    tensors = leaves(2, 1000, 1000, 8, 2, d)
     dout = torch.randn_like(tensors[0])
     first = run(warpsmith.attention, tensors, dout, causal=causal)
     for _ in range(100):
@@ -205,7 +208,9 @@ def test_plain_problems_in_portable_kernels(portable_alone, shape, dtype, option
     check_law(leaves(*shape, dtype=dtype), **options)
 
 
-@pytest.mark.parametrize("shape", [(2, 130, 130, 4, 2, 64), (2, 200, 130, 4, 2, 128), (2, 65, 65, 4, 2, 72)])
+@pytest.mark.parametrize(
+    "shape", [(2, 130, 130, 4, 2, 64), (2, 200, 130, 4, 2, 128), (2, 65, 65, 4, 2, 72), (2, 130, 70, 4, 2, 256)]
+)
 def test_every_element_of_new_memory_is_written_before_it_is_read(shape):
     """initcheck does not see what the Hopper kernels' bulk copies write (tools/gpu/sanitized_workload.py)."""
     tensors = leaves(*shape)

@@ -289,10 +289,11 @@ def test_plans_say_why_no_faster_kernel_is_taken():
     assert plan["forward"]["why"].endswith("no Hopper kernel for dropout beside a softcap")
     plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=256, dropout=True)
     assert plan["forward"]["why"].endswith("no Hopper kernel for dropout with head dimensions above 128")
+    assert plan["backward"]["why"].endswith("no Hopper kernel for dropout with head dimensions above 128")
     plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=64, head_dim_v=256)
-    assert [plan[part]["kernel"] for part in ("forward", "backward")] == ["sm_90a", "sm_80"]
-    assert plan["forward"]["head_dim"] == 256
-    assert plan["backward"]["why"].endswith("no Hopper kernel for head dimensions above 128")
+    assert [plan[part]["kernel"] for part in ("forward", "backward")] == ["sm_90a", "sm_90a"]
+    assert plan["forward"]["head_dim"] == plan["backward"]["head_dim"] == 256
+    assert plan["backward"]["why"].startswith("head dimensions up to 256: one kernel for dk and dv")
     for change, reason in (
         ({"bias": True}, "a bias"),
         ({"mask": True}, "a mask tensor"),

@@ -173,6 +173,32 @@ def test_a_state_without_strided_memory_is_refused():
     assert torch.equal(params[0], before)
 
 
+@pytest.mark.parametrize("name", ["exp_avg", "step"])
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (None, TypeError, "expected a tensor, got None"),
+        (3, TypeError, "expected a tensor, got the int 3"),
+        (torch.empty(8, 8, device="meta"), ValueError, "expected a tensor on cpu, got one on meta"),
+    ],
+    ids=["None", "int", "meta"],
+)
+@pytest.mark.parametrize("started", [False, True])
+def test_a_state_that_is_no_tensor_here_is_refused_by_name(name, value, error, message, started):
+    params = make_params(shapes=[(8, 8), (3,)])
+    optimizer = warpsmith.optim.AdamW(params)
+    run(optimizer, params, 2)
+    if not started:
+        optimizer = copy.deepcopy(optimizer)
+        params = optimizer.param_groups[0]["params"]
+    set_grads(params, 2)
+    before = [p.detach().clone() for p in params]
+    optimizer.state[params[1]][name] = value
+    with pytest.raises(error, match=rf"AdamW: param_groups\[0\]\['params'\]\[1\]: {name}: {message}"):
+        optimizer.step()
+    assert_same_bits(params, before)
+
+
 def test_states_taken_away_between_steps_are_freed():
     params = make_params(shapes=[(1000,)])
     optimizer = warpsmith.optim.AdamW(params)

@@ -44,6 +44,7 @@ SOURCES = [
     "tools/gpu/attention_library.cu",
     "csrc/kernels/attention/forward_sm90a.cu",
     "csrc/kernels/attention/backward_sm90a.cu",
+    "csrc/kernels/attention/backward_wide_sm90a.cu",
 ]
 ROUNDS, IDLE_S, BURST_FLOPS = 9, 0.03, 6e12
 
@@ -225,15 +226,16 @@ def check(library: ctypes.CDLL, small: bool) -> int:
         cases += [Problem(queries=2048, growth=20.0), Problem(queries=2048, growth=3.0)]
     problems = []
     for case in cases:
-        for dim in (128, 64):
+        for dim in (256, 128, 64):
             for right in (-1, 0):
                 problems.append(Problem(**{**vars(case), "dim": dim, "dim_v": dim, "right": right}))
     problems += [
-        Problem(queries=500, keys=700, dim=d, left=w, right=r) for d in (64, 128) for w, r in [(100, 0), (64, 70)]
+        Problem(queries=500, keys=700, dim=d, left=w, right=r) for d in (64, 128, 256) for w, r in [(100, 0), (64, 70)]
     ]
     problems += [Problem(queries=500, keys=300, right=0, bottom_right=False), Problem(queries=300, dim=96, dim_v=40)]
-    problems += [Problem(queries=700, dim=d, right=0, dtype=torch.float16) for d in (64, 128)]
-    problems += [Problem(dim=d, right=0, lengths=(150, 1, 3, 700, 64), key_heads=2) for d in (64, 128)]
+    problems += [Problem(queries=300, dim=136, dim_v=200)]
+    problems += [Problem(queries=700, dim=d, right=0, dtype=torch.float16) for d in (64, 128, 256)]
+    problems += [Problem(dim=d, right=0, lengths=(150, 1, 3, 700, 64), key_heads=2) for d in (64, 128, 256)]
     problems += [Problem(queries=700, dim=d, right=r, softcap=5.0) for d in (64, 128) for r in (-1, 0)]
     wrong = 0
     worst: dict[str, float] = {}
@@ -280,6 +282,7 @@ def check_bits(library: ctypes.CDLL, runs: int) -> int:
         Problem(queries=8192, heads=8),
         Problem(batch=4, queries=2048, heads=16, key_heads=4),
         Problem(batch=2, queries=4096, heads=16, dim=64),
+        Problem(batch=2, queries=2048, heads=8, key_heads=4, dim=256),
         Problem(queries=8192, heads=16, key_heads=2, dim=64, left=700),
         Problem(lengths=tuple(random.Random(1).randint(1, 2000) for _ in range(16)), heads=16),
     ):
@@ -301,7 +304,7 @@ def check_bits(library: ctypes.CDLL, runs: int) -> int:
 
 
 def cells() -> Iterator[tuple[str, Problem]]:
-    for dim in (128, 64):
+    for dim in (256, 128, 64):
         for length in (16384, 4096, 1024):
             for right in (-1, 0):
                 p = Problem(batch=16384 // length, queries=length, heads=2048 // dim, dim=dim, right=right)

@@ -106,6 +106,7 @@ def run_attention(device: str, op: str) -> int:
         (64, 130, {"causal": True}),
         (128, 200, {}),
         (72, 65, {"window_size": (20, 0)}),
+        (256, 130, {"causal": True}),
     )
     portable = (
         (64, 100, {"softcap": 5.0, "dropout_p": 0.1}),

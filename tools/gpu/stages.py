@@ -24,7 +24,7 @@ SANITIZER_OPTIONS = {
     "memcheck": ["--padding", "256"],
     # Without the first racecheck misses an order that goes from a lane through __syncwarp to another lane's arrival at
     # an mbarrier, as attention's do (docs/design/2026-11-21-attention-fixture.md). Since 2023.3. It does not see that
-    # order from reads to a bulk copy of one thread: this kernel's statistics, whose order is written down in
+    # order from reads to a bulk copy of one thread: these kernels' statistics, whose order is written down in
     # docs/design/2026-11-22-attention-sm90.md, and checked by the thread sanitizer on the host layer.
     "racecheck": ["--racecheck-indirect-barrier-dependency", "--kernel-name-exclude", "kns=backward_sm90"],
 }

@@ -16,7 +16,7 @@ namespace warpsmith {
 
 enum class AttentionLayout : int64_t { bshd, bhsd, thd };
 
-// As the keyword arguments of warpsmith.attention in Python; -1 is no limit of the window.
+// The keyword arguments of warpsmith.attention in Python. -1: no limit of the window.
 struct AttentionOptions {
   bool causal = false;
   bool align_bottom_right = true;
@@ -40,9 +40,9 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr size_t kAttentionTensors = 9;
-constexpr size_t kAttentionInputs[5] = {0, 1, 2, 6, 7};  // those of them that have gradients
+constexpr size_t kAttentionInputs[5] = {0, 1, 2, 6, 7};  // the inputs that have gradients
 
-// The arguments of the raw ops: tensors (undefined: none) in the order of the schema, and the numbers.
+// The arguments of the raw ops, in the order of the schema. An undefined tensor is an absent one.
 struct AttentionCall {
   variable_list tensors;          // q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sink, seed
   std::vector<int64_t> integers;  // max_seqlen_q, max_seqlen_k, layout, kv_heads, bottom right, window, deterministic
@@ -65,7 +65,7 @@ inline std::tuple<at::Tensor, at::Tensor> attention_forward(const AttentionCall&
                  c.softcap, c.dropout_p, i[7] != 0);
 }
 
-// {dq, dk, dv, dbias, dsink}; what is not wanted, or lies in dq or dk, has no elements.
+// {dq, dk, dv, dbias, dsink}. A gradient that is not wanted, or that lies inside dq or dk, has no elements.
 inline variable_list attention_backward(const at::Tensor& dout, const OptionalTensor& dlse, const AttentionCall& c,
                                         const at::Tensor& out, const at::Tensor& lse, bool want_dbias,
                                         bool want_dsink) {
@@ -84,9 +84,10 @@ inline variable_list attention_backward(const at::Tensor& dout, const OptionalTe
   return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias), std::move(dsink)};
 }
 
-// The gradients as a function of their own, for create_graph alone: their derivative is refused, never silently zero.
+// The gradients as a separate autograd function, for create_graph only. It refuses its derivative, which would
+// otherwise silently be zero.
 struct AttentionBackward : torch::autograd::Function<AttentionBackward> {
-  // The tensors that may have a graph stand as arguments of their own: in a list they would have no edges.
+  // Tensors that may have a graph are separate arguments, because tensors in a list get no autograd edges.
   static variable_list forward(AutogradContext*, const at::Tensor& dout, const OptionalTensor& dlse, const at::Tensor&,
                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                                const OptionalTensor&, const AttentionCall& call, const at::Tensor& out,
@@ -117,7 +118,7 @@ struct Attention : torch::autograd::Function<Attention> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    variable_list result(6);  // one for each input of forward
+    variable_list result(6);  // one per input of forward
     if (!grads[0].defined() && !grads[1].defined()) return result;
     variable_list kept = ctx->get_saved_variables();
     const at::Tensor out = kept[kAttentionTensors], lse = kept[kAttentionTensors + 1];
@@ -128,7 +129,7 @@ struct Attention : torch::autograd::Function<Attention> {
                              ctx->saved_data["softcap"].toDouble(), ctx->saved_data["dropout_p"].toDouble()};
     const at::Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(out);
     const OptionalTensor dlse = grads[1].defined() ? OptionalTensor(grads[1]) : std::nullopt;
-    bool needs[5] = {};  // only inputs that are there have an edge
+    bool needs[5] = {};  // only inputs that are present have an edge
     size_t edge = 0;
     for (size_t i = 0; i < 5; ++i)
       if (call.tensors[kAttentionInputs[i]].defined()) needs[i] = ctx->needs_input_grad(edge++);
@@ -173,19 +174,19 @@ inline std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const O
 
 }  // namespace detail
 
-// Scaled dot-product attention: {out, lse}, with gradients for q, k, v, options.bias and options.sink.
+// Scaled dot-product attention. Returns {out, lse}, with gradients for q, k, v, options.bias and options.sink.
 //
-// q: (B, Sq, H, D), k: (B, Sk, Hk, D), v: (B, Sk, Hk, Dv), or as options.layout says. Without v, k holds both, (B, Sk,
-// 2, Hk, D); without k, q holds all three, (B, S, 3, H, D), or along its heads with options.kv_heads. Everything else,
-// and errors, as warpsmith.attention in Python.
+// q: (B, Sq, H, D), k: (B, Sk, Hk, D), v: (B, Sk, Hk, Dv), or in the order of options.layout. Without v, k holds both:
+// (B, Sk, 2, Hk, D). Without k, q holds all three: (B, S, 3, H, D), or along its heads with options.kv_heads.
+// Everything else, errors included, is as for warpsmith.attention in Python.
 inline std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const std::optional<at::Tensor>& k,
                                                     const std::optional<at::Tensor>& v,
                                                     const AttentionOptions& options = {}) {
   return detail::attention(q, k, v, std::nullopt, std::nullopt, 0, 0, options, options.layout);
 }
 
-// The same within packed sequences: q (Tq, H, D), k (Tk, Hk, D), v (Tk, Hk, Dv); cu_seqlens_*: (N + 1,), int32.
-// options.layout is not read. As warpsmith.attention_varlen in Python.
+// Attention within packed sequences, as warpsmith.attention_varlen in Python. q: (Tq, H, D), k: (Tk, Hk, D), v: (Tk,
+// Hk, Dv), cu_seqlens_*: (N + 1,), int32. Ignores options.layout.
 inline std::tuple<at::Tensor, at::Tensor> attention_varlen(const at::Tensor& q, const std::optional<at::Tensor>& k,
                                                            const std::optional<at::Tensor>& v,
                                                            const at::Tensor& cu_seqlens_q,

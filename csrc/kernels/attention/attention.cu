@@ -5,14 +5,14 @@
 #include "kernels/attention/attention_portable.h"
 #include "kernels/attention/attention_sm90.h"
 
-// Which kernels run a problem: those of sm_90a where the library was built for that architecture and they take it, else
-// the portable ones, which take every option.
+// Chooses the kernels of a problem: the Hopper kernels (sm_90a) where the library contains them and they support the
+// problem, otherwise the portable kernels, which support every option.
 namespace {
 std::atomic<bool> portable_alone{false};
 }
 
-// For tests and benchmarks on a Hopper GPU: from now on the process runs portable kernels, as on other GPUs. Not
-// between a forward and its backward.
+// For tests and benchmarks on a Hopper GPU: with `on`, the whole process runs the portable kernels, as other GPUs do.
+// Must not change between a forward and its backward.
 extern "C" void warpsmith_attention_portable_alone(int on) { portable_alone = on != 0; }
 
 namespace warpsmith {

@@ -7,28 +7,28 @@
 #include "common/parallel.h"
 #include "common/status.h"
 
-// Scaled dot-product attention, one params struct for equally long sequences and for packed ones (varlen).
+// Scaled dot-product attention. One params struct serves sequences of equal length and packed sequences (varlen).
 //
-// With s the logit of query i and key j of one sequence and one head (head h of q reads head h * heads_k / heads_q of k
-// and v), and visible(i, j) from the window and the mask:
+// s is the logit of query i and key j within one sequence and one head. Head h of q reads head h * heads_k / heads_q of
+// k and v. visible(i, j) follows from the window and the mask:
 //   s   = dot(q[i], k[j]) * softmax_scale
 //   s   = softcap * tanh(s / softcap)                                       if softcap > 0
 //   s  += -slope[h] * |i + shift - j|                                       if alibi_slopes
 //   s  += bias[b, h, i, j]                                                  if bias
-//   lse = log(sum over visible j of exp(s) + exp(sink[h]))                  without sink: of the sum alone
+//   lse = log(sum over visible j of exp(s) + exp(sink[h]))                  without a sink: no second term
 //   out = sum over visible j of exp(s - lse) * kept(i, j) * dropout.scale * v[j]
-// A row without a visible key gives out = 0 and lse = -inf (with a sink: lse = sink), and no gradient. Masked logits
-// count as -inf whatever q, k and bias hold. Logits, sums and statistics are float (double for float64).
+// A row without a visible key has out = 0, lse = -inf (lse = sink if there is a sink) and no gradient. A masked logit
+// counts as -inf, whatever q, k and bias contain. Logits, sums and statistics are float (double for float64).
 namespace warpsmith {
 
-// Where the elements of a tensor of heads lie: element (b, s, h, d) at b * batch + s * seq + h * head + d, in elements.
-// Packed sequences: token t of the whole tensor at t * seq + h * head + d, and `batch` is not used.
+// Strides of a tensor of heads, in elements: element (b, s, h, d) is at b * batch + s * seq + h * head + d. In a packed
+// tensor, token t of the whole tensor is at t * seq + h * head + d, and `batch` is not used.
 struct AttentionStrides {
   int64_t batch, seq, head;
 };
 
-// A tensor that is broadcast to [batch, heads_q, seqlen_q, seqlen_k]: strides in elements, 0 along a dimension of 1.
-// In packed sequences i and j count within the sequence.
+// Strides, in elements, of a tensor that broadcasts to [batch, heads_q, seqlen_q, seqlen_k]: 0 along a dimension of
+// size 1. In packed sequences, i and j are positions within the sequence.
 struct AttentionBiasStrides {
   int64_t batch, head, q, k;
 };
@@ -36,33 +36,33 @@ struct AttentionBiasStrides {
 struct AttentionProblem {
   int64_t batch;               // sequences
   int64_t heads_q, heads_k;    // heads_q is a multiple of heads_k
-  int64_t seqlen_q, seqlen_k;  // packed sequences: max_seqlen_q, max_seqlen_k, bounds that no sequence exceeds
+  int64_t seqlen_q, seqlen_k;  // packed: max_seqlen_q, max_seqlen_k; no sequence is longer
   int64_t head_dim;            // of q and k: 8 to 256 in steps of 8
   int64_t head_dim_v;          // of v and out: 8 to 256 in steps of 8
 
-  const int32_t* cu_seqlens_q;  // [batch + 1], first token of each sequence in q, and the end; null: not packed
-  const int32_t* cu_seqlens_k;  // [batch + 1], the same of k and v; null where cu_seqlens_q is
-  int64_t total_q, total_k;     // tokens of q and of k when packed; else batch * seqlen_q and batch * seqlen_k
+  const int32_t* cu_seqlens_q;  // [batch + 1], first token of each sequence in q, then the end; null: not packed
+  const int32_t* cu_seqlens_k;  // [batch + 1], the same for k and v; null if cu_seqlens_q is null
+  int64_t total_q, total_k;     // packed: tokens of q and of k; else batch * seqlen_q and batch * seqlen_k
 
   double softmax_scale;
   double softcap;  // 0: none
 
-  // Key j is in the window of query i where -window_left <= j - (i + shift) <= window_right; -1: unbounded on that
-  // side. shift is seqlen_k - seqlen_q of the sequence (bottom right) or 0 (top left). causal = window_right of 0.
+  // Key j is in the window of query i if -window_left <= j - (i + shift) <= window_right; -1: no limit on that side.
+  // shift is seqlen_k - seqlen_q of the sequence (bottom right) or 0 (top left). Causal attention has window_right = 0.
   int64_t window_left, window_right;
   bool align_bottom_right;
 
-  const void* mask;  // bool (a byte, 0: not visible), by mask_strides; null: none
+  const void* mask;  // bool (one byte, 0: not visible), at mask_strides; null: no mask
   AttentionBiasStrides mask_strides;
-  const void* bias;  // bias_dtype, by bias_strides; null: none
+  const void* bias;  // bias_dtype, at bias_strides; null: no bias
   AttentionBiasStrides bias_strides;
-  Dtype bias_dtype;            // dtype, or float32 beside a 16-bit one
+  Dtype bias_dtype;            // dtype, or float32 if dtype has 16 bits
   const float* alibi_slopes;   // [heads_q], or [batch, heads_q] with alibi_batch_stride = heads_q; null: none
   int64_t alibi_batch_stride;  // 0 or heads_q
   const void* sink;            // [heads_q], logits, sink_dtype; null: none
-  Dtype sink_dtype;            // dtype, or float32 beside a 16-bit one
+  Dtype sink_dtype;            // dtype, or float32 if dtype has 16 bits
 
-  Dropout dropout;  // seed null: none. The mask: kernels/attention/attention_dropout.h
+  Dropout dropout;  // seed null: no dropout. The mask: kernels/attention/attention_dropout.h
   Dtype dtype;      // of q, k, v, out and their gradients
 };
 
@@ -74,16 +74,16 @@ struct AttentionFwdParams {
   void* out;      // [batch, seqlen_q, heads_q, head_dim_v], or packed [total_q, heads_q, head_dim_v]
   void* lse;      // [batch, heads_q, seqlen_q], or packed [heads_q, total_q]; contiguous, float; null: not wanted
   AttentionStrides q_strides, k_strides, v_strides, out_strides;
-  // attention_forward_workspace_*(...) bytes, aligned to 256, contents undefined; null where that is 0.
+  // attention_forward_workspace_*() bytes, aligned to 256, contents undefined; null if that is 0.
   void* workspace;
 };
 
-// With p = exp(s - lse), m = kept * dropout.scale and delta = dot(dout[i], out[i]) - dlse[i]:
+// p = exp(s - lse), m = kept * dropout.scale, delta = dot(dout[i], out[i]) - dlse[i]:
 //   dv[j] = sum over i of p * m * dout[i]          ds = p * (m * dot(dout[i], v[j]) - delta)
 //   dsink = -sum over b, i of exp(sink - lse) * delta       dbias = ds, summed over the dimensions of stride 0
 //   ds *= 1 - (capped s / softcap)^2 if softcap > 0
 //   dq[i] = softmax_scale * sum over j of ds * k[j]         dk[j] = softmax_scale * sum over i of ds * q[i]
-// dk and dv sum over the heads of q that share a head of k.
+// dk and dv are summed over the query heads that share a key head.
 struct AttentionBwdParams {
   AttentionProblem problem;
   const void* dout;  // as out
@@ -96,23 +96,23 @@ struct AttentionBwdParams {
   void* dq;         // as q
   void* dk;         // as k
   void* dv;         // as v; dq, dk and dv are never null
-  void* dbias;      // as bias, bias_dtype, by dbias_strides; null: not wanted
+  void* dbias;      // as bias, bias_dtype, at dbias_strides; null: not wanted
   void* dsink;      // [heads_q], sink_dtype; null: not wanted
   AttentionStrides dout_strides, q_strides, k_strides, v_strides, out_strides, dq_strides, dk_strides, dv_strides;
-  AttentionBiasStrides dbias_strides;  // 0 where bias_strides is 0 or the dimension is 1
-  bool deterministic;                  // equal bits run to run; false allows a faster path with atomics
-  // attention_backward_workspace_*(...) bytes, aligned to 256, contents undefined: delta, dq in float, semaphores and
-  // whatever else a kernel needs; it initialises what it uses. null where that is 0.
+  AttentionBiasStrides dbias_strides;  // 0 where bias_strides is 0 or the size is 1
+  bool deterministic;                  // the same bits on every run; false allows a faster path with atomics
+  // attention_backward_workspace_*() bytes, aligned to 256, contents undefined; null if that is 0. Holds delta, dq in
+  // float, semaphores and whatever else a kernel needs. The kernels initialise what they use.
   void* workspace;
 };
 
-// Every strides struct: head_dim is contiguous, and no other stride is promised: they may be 0 (expanded dout, k and v)
-// or anything else, and offsets exceed 2^31. Pointers are aligned to their element only; kernels that need more
-// (16-byte vectors, TMA) say so through *_supported_cuda, and the binding then makes an aligned copy.
+// Strides: head_dim is contiguous. Any other stride may have any value, 0 included (expanded dout, k and v), and
+// offsets exceed 2^31. Pointers are aligned to their element only. A kernel that needs more (16-byte vectors, TMA)
+// refuses through *_supported_cuda; the binding passes aligned copies to CUDA.
 //
-// What is packed: the kernels clamp the entries of cu_seqlens (attention_sequence), so that no value of theirs leads to
-// an access out of bounds. Tokens of q at or after cu_seqlens_q[batch] get out = 0, lse = -inf and dq = 0; tokens of k
-// at or after cu_seqlens_k[batch] get dk = dv = 0.
+// Packed sequences: the kernels clamp the entries of cu_seqlens (attention_sequence), so that no entry leads to an
+// access out of bounds. Tokens of q at or after cu_seqlens_q[batch] get out = 0, lse = -inf and dq = 0. Tokens of k at
+// or after cu_seqlens_k[batch] get dk = dv = 0.
 
 // The tokens [start, start + length) of a packed sequence.
 struct AttentionSequence {
@@ -127,8 +127,8 @@ WARPSMITH_HOST_DEVICE AttentionSequence attention_sequence(const int32_t* cu_seq
   return {start, end - start > max_seqlen ? max_seqlen : end - start};
 }
 
-// The keys [begin, end) in the window of queries [first, last] (inclusive) of a sequence: a superset for those of each
-// query, exact where first == last. `shift` as in AttentionProblem. begin >= end: none.
+// The keys [begin, end) that some query of [first, last] (inclusive) has in its window. Exact if first == last,
+// otherwise a superset of each query's keys. `shift` as in AttentionProblem. begin >= end: no key.
 struct AttentionKeys {
   int64_t begin, end;
 };
@@ -140,12 +140,12 @@ WARPSMITH_HOST_DEVICE AttentionKeys attention_keys(const AttentionProblem& p, in
   return {begin < 0 ? 0 : begin, end > seqlen_k ? seqlen_k : end};
 }
 
-// Whether there is a kernel on the current device: ok, or `unsupported` with the reason in one sentence.
+// Whether the current device has a kernel for the problem: ok, or `unsupported` with the reason in one sentence.
 Status attention_forward_supported_cuda(const AttentionFwdParams& params);
 Status attention_backward_supported_cuda(const AttentionBwdParams& params);
 
-// How many bytes of workspace a call needs; `workspace` of params is not read. The CUDA answer depends on the current
-// device. None grows with seqlen_q * seqlen_k.
+// The bytes of workspace that a call needs. Does not read params.workspace. The CUDA answer depends on the current
+// device. No workspace grows with seqlen_q * seqlen_k.
 Status attention_forward_workspace_cuda(const AttentionFwdParams& params, int64_t* bytes);
 Status attention_backward_workspace_cuda(const AttentionBwdParams& params, int64_t* bytes);
 int64_t attention_backward_workspace_cpu(const AttentionBwdParams& params);

@@ -6,32 +6,32 @@ namespace warpsmith {
 
 namespace attention {
 
-// What a Hopper forward kernel is compiled for.
+// The configuration of a Hopper forward kernel.
 struct ForwardTile {
-  int head_dim;          // of q, k and v, which are padded to it
-  int groups;            // consumer warpgroups, of 64 query rows each
-  int block_keys;        // keys of a block
-  int block_stages;      // blocks of keys or values in flight
-  bool turns;            // warpgroups issue their products one after the other
-  bool extended;         // softcap
-  int query_stages = 2;  // tiles of queries in shared memory. 1: a tile ends before the next one begins
+  int head_dim;          // q, k and v are padded to it
+  int groups;            // consumer warpgroups; each owns 64 query rows
+  int block_keys;        // keys per block
+  int block_stages;      // blocks of keys or values in shared memory or in flight
+  bool turns;            // warpgroups take turns to issue their products
+  bool extended;         // with softcap
+  int query_stages = 2;  // tiles of queries in shared memory. 1: tiles do not overlap
   bool dropout = false;
 
   constexpr bool serial() const { return query_stages == 1; }
   constexpr int tile_rows() const { return 64 * groups; }
   constexpr int threads() const { return 128 * (groups + 1); }
-  // Registers of a thread after they have been moved from the first warpgroup to the consumers. Together no more than
-  // at entry: 168 of 384 threads, 128 of 512.
+  // Registers per thread after setmaxnreg has moved some from the first warpgroup to the consumers. The total must not
+  // exceed that at launch: 168 for each of 384 threads, 128 for each of 512.
   constexpr int producer_registers() const { return groups == 2 ? 40 : 32; }
   constexpr int consumer_registers() const { return groups == 2 ? 232 : 160; }
-  constexpr int query_bytes() const { return 64 * head_dim * 2; }  // of one warpgroup
+  constexpr int query_bytes() const { return 64 * head_dim * 2; }  // per warpgroup
   constexpr int block_bytes() const { return block_keys * head_dim * 2; }
   constexpr int shared_bytes() const { return query_stages * groups * query_bytes() + block_stages * block_bytes(); }
   constexpr bool operator==(const ForwardTile&) const = default;
 };
 
-// At head dimension 64 exponentials take as long as products: three warpgroups keep both units busy. Tiles of two leave
-// less of a short triangle to the mask.
+// At head dimension 64, exponentials take as long as products, and three warpgroups keep both units busy. Tiles of two
+// warpgroups waste less work on the masked half of a short causal triangle.
 constexpr ForwardTile kForward128{128, 2, 128, 5, false, false};
 constexpr ForwardTile kForward64{64, 3, 96, 8, true, false};
 constexpr ForwardTile kForward64Short{64, 2, 128, 8, true, false};
@@ -39,41 +39,44 @@ constexpr ForwardTile kForward128Extended{128, 2, 128, 5, false, true};
 constexpr ForwardTile kForward64Extended{64, 2, 128, 8, true, true};
 constexpr ForwardTile kForward128Dropout{128, 2, 128, 5, false, false, 2, true};
 constexpr ForwardTile kForward64Dropout{64, 2, 128, 8, true, false, 2, true};
-// Output takes half of a thread's registers and one tile of queries 64 KiB: there is room for 80 keys a step, and for
-// no second tile of queries. The probabilities have no second place either, so that the base follows the maxima.
+// The output takes half of a thread's registers, and a tile of queries takes 64 KiB. That leaves room for 80 keys a
+// step and for one tile of queries. There are no registers for a second set of probabilities, so the base of the
+// softmax follows the row maxima (online_softmax.cuh).
 constexpr ForwardTile kForward256{256, 2, 80, 4, false, true, 1};
 
 constexpr ForwardTile kForwardTiles[] = {kForward128,        kForward64,  kForward64Short,    kForward128Extended,
                                          kForward64Extended, kForward256, kForward128Dropout, kForward64Dropout};
 
-// What a Hopper backward kernel is compiled for: tiles of 128 keys, two consumer warpgroups.
+// The configuration of a Hopper backward kernel: tiles of 128 keys, two consumer warpgroups.
 struct BackwardTile {
-  int head_dim;       // of q, k and v, which are padded to it
-  int block_queries;  // queries of a step, 64 or 128
+  int head_dim;       // q, k and v are padded to it
+  int block_queries;  // queries per step, 64 or 128
   int query_stages;   // blocks of q and dout in flight
-  int key_stages;     // tiles of k in flight, and of v
-  int value_stages;
+  int key_stages;     // tiles of k in flight
+  int value_stages;   // tiles of v in flight
   bool dropout = false;
 
   static constexpr int threads() { return 3 * 128; }
-  // After registers have been moved to the consumers: together no more than 3 * 168.
+  // Registers per thread after setmaxnreg: the total must not exceed 3 * 168 per lane of the three warpgroups.
   static constexpr int producer_registers() { return 24; }
   static constexpr int consumer_registers() { return 240; }
-  // Of a block of queries: lse and delta, and dropout's counter words.
+  // lse and delta of a block of queries, and with dropout its counter words.
   constexpr int statistics_bytes() const { return block_queries * 8 + (dropout ? block_queries / 4 : 0); }
   constexpr bool operator==(const BackwardTile&) const = default;
 };
 
-// A step has the same products at both head dimensions, and the same dq. With steps of 64 queries at head dimension 64,
-// the waits between products took more time than the products.
+// A step has as many products and as much of dq at both head dimensions. At head dimension 64 with 64 queries a step,
+// the waits between products took longer than the products.
 constexpr BackwardTile kBackward128{128, 64, 2, 2, 1};
 constexpr BackwardTile kBackward64{64, 128, 2, 2, 2};
 constexpr BackwardTile kBackward128Dropout{128, 64, 2, 2, 1, true};
 constexpr BackwardTile kBackward64Dropout{64, 128, 2, 2, 2, true};
+// Two kernels, for dk and dv and for dq (backward_wide.cuh), so this one is not in the list.
+constexpr BackwardTile kBackward256{256, 64, 2, 2, 1};
 constexpr BackwardTile kBackwardTiles[] = {kBackward128, kBackward64, kBackward128Dropout, kBackward64Dropout};
 
-// Where a tile stands in its list. Kernels take this number as their argument, because nvcc 13.0 cannot write the
-// host's half of a kernel whose argument is a value of a class in a namespace.
+// The index of a tile in its list. Kernels take the index as their template argument, because nvcc 13.0 cannot generate
+// the host stub of a kernel whose template argument is a value of a class in a namespace.
 constexpr int index_of(const ForwardTile& tile) {
   int i = 0;
   while (!(kForwardTiles[i] == tile)) ++i;
@@ -89,16 +92,16 @@ constexpr int index_of(const BackwardTile& tile) {
 
 // What the choice of a kernel depends on.
 struct AttentionKernelProblem {
-  int64_t seqlen_q = 0, seqlen_k = 0;  // packed: the most
+  int64_t seqlen_q = 0, seqlen_k = 0;  // packed: the maxima
   int head_dim = 0, head_dim_v = 0;
   int element_bytes = 2;
-  bool causal = false;  // no key after the diagonal: window_right >= 0
+  bool causal = false;  // window_right >= 0: keys beyond the diagonal are bounded
   bool softcap = false;
   bool mask = false, bias = false, alibi = false, dropout = false;
-  bool drops_nearly_all = false;  // a scale above 1,024
+  bool drops_nearly_all = false;  // dropout.scale above 1,024
   bool positive_scale = true;
-  bool aligned = true;     // base addresses and strides are multiples of 16 bytes and below 2^40, none is 0
-  bool vectors = true;     // base addresses and strides are multiples of 16 bytes
+  bool aligned = true;     // for TMA: addresses and strides are multiples of 16 bytes, strides in (0, 2^40)
+  bool vectors = true;     // addresses and strides are multiples of 16 bytes
   bool fits_grid = true;   // no kernel needs more than 2^31 - 1 blocks
   bool sm90a_code = true;  // the current device runs code of sm_90a
 };
@@ -137,8 +140,8 @@ constexpr const char* reason_against_portable(const AttentionKernelProblem& p) {
 
 }  // namespace attention
 
-// Measured on one H200 (2026-11-22, docs/design/2026-11-22-attention-sm90.md): at head dimension 64 and causal, tiles
-// of 128 rows are ahead up to 2,048 keys.
+// Measured on one H200 (2026-11-22, docs/design/2026-11-22-attention-sm90.md): for causal attention at head dimension
+// 64, tiles of 128 rows are faster up to 2,048 keys.
 constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKernelProblem& p) {
   AttentionForwardChoice c;
   c.why = attention::reason_against_sm90(p);
@@ -180,14 +183,18 @@ struct AttentionBackwardChoice {
 constexpr AttentionBackwardChoice choose_attention_backward_sm90(const AttentionKernelProblem& p) {
   AttentionBackwardChoice c;
   c.why = attention::reason_against_sm90(p);
-  if (c.why == nullptr && (p.head_dim > 128 || p.head_dim_v > 128)) c.why = "head dimensions above 128";
+  const bool wide = p.head_dim > 128 || p.head_dim_v > 128;
   if (c.why == nullptr && p.softcap) c.why = "softcap";
-  // The scale goes into the probabilities before they are rounded to T.
+  if (c.why == nullptr && p.dropout && wide) c.why = "dropout with head dimensions above 128";
+  // The kernel multiplies the probabilities by dropout.scale before it rounds them to T.
   if (c.why == nullptr && p.drops_nearly_all) c.why = "dropout of more than 0.999";
   if (c.why != nullptr) return c;
   c.supported = true;
   const bool small = p.head_dim <= 64 && p.head_dim_v <= 64;
-  if (p.dropout) {
+  if (wide) {
+    c.tile = attention::kBackward256;
+    c.why = "head dimensions up to 256: one kernel for dk and dv of 64 keys, one for dq of 128 queries";
+  } else if (p.dropout) {
     c.tile = small ? attention::kBackward64Dropout : attention::kBackward128Dropout;
     c.why = "dropout: the kernel that makes the mask again while the tensor cores multiply";
   } else {

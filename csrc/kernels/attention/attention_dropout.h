@@ -4,24 +4,24 @@
 #include "common/dropout.h"
 #include "common/philox.h"
 
-// The dropout mask of attention, which is never stored: a function of the seed tensor {seed, offset} and the position
-// (sequence, head, query, key), whatever tiles a kernel has. The same bits on CPU, CUDA and in
-// python/warpsmith/reference/attention.py.
+// The dropout mask of attention is never stored. It is a function of the seed tensor {seed, offset} and of the position
+// (sequence, head, query, key), and does not depend on the tiles of a kernel. CPU, CUDA and
+// python/warpsmith/reference/attention.py compute the same bits.
 //
-// One Philox4x32-7 call (seven rounds are the fewest that pass BigCrush: Salmon et al., SC 2011, table 2) serves 8
-// elements, 16 bits each. It is laid out for the accumulators of mma.sync and wgmma. In a block of 16 queries x 16 keys
-// lane 4 * (q % 8) + (k % 8) / 2 of a warp holds the elements q, q + 8 and k, k + 1, k + 8, k + 9, and these are the
-// elements of one call:
+// One Philox4x32-7 call serves 8 elements, 16 bits each. (Seven rounds are the fewest that pass BigCrush: Salmon et
+// al., SC 2011, table 2.) The layout fits the accumulators of mma.sync and wgmma. In a block of 16 queries x 16 keys,
+// lane 4 * (q % 8) + (k % 8) / 2 of a warp holds the elements q, q + 8 and k, k + 1, k + 8, k + 9. These 8 are one
+// call:
 //   counter word 0: (k / 16) * 32 + 4 * (q % 8) + (k % 8) / 2
 //   counter word 1: (row block + q / 16) * heads_q + head
 //   counter words 2 and 3: offset;  key: seed
-//   element: word 2 * (k % 2) + (q / 8) % 2 of the result, its low half where (k / 8) % 2 == 0, else its high half.
-// In a transposed accumulator (rows are keys) lanes l and l ^ 4 hold the elements of two calls: each makes one call and
-// they swap two words.
+//   element: word 2 * (k % 2) + (q / 8) % 2 of the result; its low half if (k / 8) % 2 == 0, else its high half.
+// In a transposed accumulator, whose rows are keys, lanes l and l ^ 4 hold the elements of two calls. Each lane makes
+// one of the calls, and the two lanes swap two words.
 //
-// `row block` numbers blocks of 16 queries over the sequences: sequence * ceil(seqlen_q / 16), or for packed sequences
-// cu_seqlens_q[sequence] / 16 + sequence. q and k count within the sequence. An element is kept where its 16 bits >=
-// threshold, and then multiplied by scale.
+// `row block` numbers the blocks of 16 queries of all sequences: the first block of a sequence is sequence *
+// ceil(seqlen_q / 16), or cu_seqlens_q[sequence] / 16 + sequence if sequences are packed. q and k are positions within
+// the sequence. An element is kept if its 16 bits >= threshold; a kept element is multiplied by scale.
 namespace warpsmith {
 
 constexpr int kAttentionDropoutBlock = 16, kAttentionPhiloxRounds = 7;
@@ -31,13 +31,13 @@ WARPSMITH_HOST_DEVICE int64_t attention_row_block(const int32_t* cu_seqlens_q, i
                                  : sequence * ((seqlen_q + kAttentionDropoutBlock - 1) / kAttentionDropoutBlock);
 }
 
-// Counter word 1 of the queries of block `q_block` (q / 16).
+// Counter word 1 of the 16 queries of block `q_block` (q / 16).
 WARPSMITH_HOST_DEVICE uint32_t attention_dropout_row(int64_t row_block, int64_t q_block, int64_t heads_q,
                                                      int64_t head) {
   return static_cast<uint32_t>((row_block + q_block) * heads_q + head);
 }
 
-// The call of `lane` (0 to 31) in the block of keys `k_block` (k / 16).
+// The Philox call of `lane` (0 to 31) for the block of keys `k_block` (k / 16).
 WARPSMITH_HOST_DEVICE PhiloxCounter attention_dropout_lanes(uint64_t seed, uint64_t offset, uint32_t row,
                                                             uint32_t k_block, uint32_t lane) {
   return philox<kAttentionPhiloxRounds>(
@@ -48,7 +48,7 @@ WARPSMITH_HOST_DEVICE uint32_t attention_dropout_lane(int64_t q, int64_t k) {
   return static_cast<uint32_t>(4 * (q % 8) + (k % 8) / 2);
 }
 
-// Whether element (q, k) of its call is kept.
+// Whether element (q, k) is kept. `lanes`: the result of its call.
 WARPSMITH_HOST_DEVICE bool attention_dropout_keeps(const PhiloxCounter& lanes, int64_t q, int64_t k,
                                                    uint32_t threshold) {
   const uint32_t word = lanes.word[2 * (k % 2) + (q / 8) % 2];

@@ -1,8 +1,8 @@
 #pragma once
 #include "kernels/attention/attention.h"
 
-// The portable kernels (code of sm_80 and newer), one implementation of what attention.h declares, with every option.
-// Every pointer to rows and every stride must be a multiple of 16 bytes; strides may be 0.
+// The portable kernels (code of sm_80 and newer) implement attention.h with every option. Addresses and strides of q,
+// k, v, out and their gradients must be multiples of 16 bytes; strides may be 0.
 namespace warpsmith {
 
 Status attention_forward_supported_portable(const AttentionFwdParams& params);
@@ -14,7 +14,7 @@ Status attention_backward_portable(const AttentionBwdParams& params, void* strea
 
 namespace attention {
 
-// The kernels of one dtype, each in a .cu of its own. T: float, float16 or bfloat16.
+// Run the kernels of one dtype. Each dtype is compiled in a .cu of its own. T: float, float16 or bfloat16.
 template <class T> Status run_forward_portable(const AttentionFwdParams& params, void* stream);
 template <class T> Status run_backward_portable(const AttentionBwdParams& params, void* stream);
 

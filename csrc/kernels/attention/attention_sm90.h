@@ -1,7 +1,8 @@
 #pragma once
 #include "kernels/attention/attention.h"
 
-// The Hopper kernels (sm_90a), one implementation of what attention.h declares: supported, workspace and run as there.
+// The Hopper kernels (sm_90a) implement attention.h for the problems that they support. The functions mean what their
+// namesakes there mean.
 namespace warpsmith {
 
 Status attention_forward_supported_sm90(const AttentionFwdParams& params);

@@ -3,28 +3,31 @@
 #include "kernels/attention/mask.cuh"
 #include "kernels/attention/scheduler.cuh"
 
-// Which query blocks a tile of keys visits in the backward, and in which order the tiles of a head add to a query
-// block.
+// Which query blocks a tile of keys visits in the backward, and in which order the tiles of a head add to the dq of a
+// query block.
 //
-// Tiles are claimed in the order of their numbers, with ascending keys, and each visits its blocks from the last to the
-// first. The tiles of a head add to a block in the order of their numbers. No circle of waiting is possible: the
-// unfinished tile with the lowest number waits for nobody, and since claims are in order, a block that waits holds a
-// tile with a higher number than the running one it waits for. Neither a cooperative launch nor a certain number of
-// resident blocks is needed.
+// Blocks of threads claim tiles in the order of their numbers, with ascending keys. A tile visits its query blocks from
+// the last to the first. The tiles of a head add to a query block in the order of their numbers, so the sums have a
+// fixed order.
 //
-// Neighbouring tiles reach a block at least one step apart, because a tile that starts with its predecessor falls one
-// step behind and stays there. Neighbouring numbers are different heads, so that tiles of one head start apart.
+// This cannot deadlock. A tile waits only for tiles with lower numbers. Since tiles are claimed in order, those are
+// already running or finished, and the unfinished tile with the lowest number waits for none. So neither a cooperative
+// launch nor a certain number of resident blocks is needed.
+//
+// Neighbouring tiles of a head reach a query block at least one step apart: a tile that starts together with its
+// predecessor falls one step behind and stays there. Neighbouring numbers are different heads, so that the tiles of one
+// head start apart.
 namespace warpsmith::attention {
 
-// The query blocks [first, end) that see keys of a tile.
+// The query blocks [first, end) that see some key of a tile.
 struct VisitedBlocks {
   int first, end;
 };
 
 __host__ __device__ __forceinline__ VisitedBlocks visited_blocks(const Window& w, int tile, int queries, int keys,
-                                                                 int block_queries) {
-  const int shift = w.shift(queries, keys), first_key = tile * kTileKeys;
-  const int last_key = first_key + kTileKeys < keys ? first_key + kTileKeys - 1 : keys - 1;
+                                                                 int block_queries, int tile_keys = kTileKeys) {
+  const int shift = w.shift(queries, keys), first_key = tile * tile_keys;
+  const int last_key = first_key + tile_keys < keys ? first_key + tile_keys - 1 : keys - 1;
   if (queries <= 0 || last_key < first_key) return {0, 0};
   // Query i sees keys from i + shift - left to i + shift + right.
   int first_query = w.right == Window::kUnbounded ? 0 : first_key - shift - w.right;
@@ -35,13 +38,13 @@ __host__ __device__ __forceinline__ VisitedBlocks visited_blocks(const Window& w
   return {first_query / block_queries, last_query / block_queries + 1};
 }
 
-// The tiles [first, end) that visit a query block, in the order of their adds.
+// The tiles [first, end) that visit a query block. They add in this order.
 struct VisitingTiles {
   int first, end;
 };
 
 __host__ __device__ __forceinline__ VisitingTiles visiting_tiles(const Window& w, int block, int queries, int keys,
-                                                                 int block_queries) {
+                                                                 int block_queries, int tile_keys = kTileKeys) {
   const int shift = w.shift(queries, keys), first_query = block * block_queries;
   const int last_query = first_query + block_queries < queries ? first_query + block_queries - 1 : queries - 1;
   if (keys <= 0 || last_query < first_query) return {0, 0};
@@ -50,17 +53,18 @@ __host__ __device__ __forceinline__ VisitingTiles visiting_tiles(const Window& w
   first_key = first_key > 0 ? first_key : 0;
   last_key = last_key < keys - 1 ? last_key : keys - 1;
   if (last_key < first_key) return {0, 0};
-  return {first_key / kTileKeys, last_key / kTileKeys + 1};
+  return {first_key / tile_keys, last_key / tile_keys + 1};
 }
 
-// Query blocks are numbered over the sequences: of equally long ones one after the other, of packed ones so that each
-// begins at cu_seqlens_q / 64 + its number. Numbers between sequences may stay unused.
+// The number of a sequence's first query block. Sequences of equal length are numbered one after the other. A packed
+// sequence begins at start / block_queries + its index, so that the host need not read cu_seqlens; some numbers between
+// sequences stay unused.
 __host__ __device__ __forceinline__ int64_t first_block(const int32_t* cu_seqlens_q, int64_t sequence, int64_t start,
                                                         int64_t queries, int block_queries) {
   return cu_seqlens_q != nullptr ? start / block_queries + sequence
                                  : sequence * ((queries + block_queries - 1) / block_queries);
 }
-// Tiles of keys are numbered likewise.
+// The number of a sequence's first tile of keys, by the same rule.
 __host__ __device__ __forceinline__ int64_t first_tile(const int32_t* cu_seqlens_k, int64_t sequence, int64_t start,
                                                        int64_t keys) {
   return cu_seqlens_k != nullptr ? start / kTileKeys + sequence : sequence * ((keys + kTileKeys - 1) / kTileKeys);
@@ -74,15 +78,16 @@ inline int64_t total_tiles(const AttentionProblem& p) {
                                    : p.batch * ((p.seqlen_k + kTileKeys - 1) / kTileKeys);
 }
 
-// Statistics of a block of queries: lse * log2(e) of each query, then delta, so that probabilities and dS come out
-// multiplied by dropout's scale: 2^(-lse) times it, delta divided by it. With dropout also its counter word 1 of each
-// 16 queries. Floats from block to block: a power of two, because the loader has no registers for other products.
+// Floats per query block in the statistics: first lse * log2(e) of each query, then delta. With dropout both carry its
+// scale: 2^(-lse) is multiplied by it and delta is divided by it, so that probabilities and dS come out multiplied by
+// it. Dropout adds counter word 1 of each 16 queries. The stride is a power of two, because the loader has no registers
+// for other products.
 __host__ __device__ __forceinline__ constexpr int statistics_stride(int block_queries, bool dropout) {
   return dropout ? 4 * block_queries : 2 * block_queries;
 }
 
-// Where the statistics of a block's query i lie: a thread's sixteen columns become four 16-byte loads without bank
-// conflicts.
+// The place of query i in the statistics of its block. In this order, a thread loads the statistics of its sixteen
+// columns by four 16-byte loads without bank conflicts.
 __host__ __device__ __forceinline__ int statistics_place(int i) {
   return i / 16 * 16 + i / 2 % 4 * 4 + i / 8 % 2 * 2 + i % 2;
 }

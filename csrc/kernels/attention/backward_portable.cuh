@@ -2,21 +2,24 @@
 #include "kernels/attention/portable_config.h"
 #include "kernels/attention/portable_gradients.cuh"
 
-// The backward of attention in code of sm_80, with every option and without an atomic: dq, dk and dv, and dbias each
-// have a kernel whose blocks own a part of the result and add to it in the order of their steps. The price is that each
-// makes the probabilities again: 4 products for dk and dv, 3 or 6 for dq, 2 for dbias, where one kernel would need 5.
+// The backward of attention for sm_80 and newer, with every option and without atomics. dq, then dk and dv, then dbias
+// have a kernel each. A block owns a part of the result and adds to it step by step, in a fixed order. The price: each
+// kernel recomputes the probabilities. dk and dv take 4 products, dq takes 3 or 6, dbias 2; a single kernel would take
+// 5 in all.
 //
-// delta = dot(dout, out) has the rounding of out. Where a softmax is saturated, the differences dP - delta that the
-// gradients are made of cancel, and that rounding is all that is left of them. The kernel of dq, which runs first, sums
-// p * (dP - delta) over the keys of a row, which says by how much delta is off, and corrects it for all that run after
-// it. It is launched twice: the second time, blocks in which no correction counts return at once.
+// delta = dot(dout, out) carries the rounding of out. In a saturated softmax the differences dP - delta, from which the
+// gradients are made, cancel, and only that rounding is left. So the dq kernel, which runs first, sums p * (dP - delta)
+// over the keys of each row. The sum is the error of delta; the kernel corrects delta for itself and for all later
+// kernels. It is launched twice. In the second launch, blocks whose correction does not count return at once.
 namespace warpsmith::attention {
 
 constexpr int kStatisticsThreads = 256;
 
-// delta = dot(dout, out) - dlse. Reads both once. A block takes 64 queries of one head, 16 lanes a query. In float one
-// thread adds in the order of multiply_rows: where a query sees one key, delta and the product of dout and v are then
-// equal to the last bit, and their difference is 0 as it must be.
+// delta = dot(dout, out) - dlse. Reads dout and out once. A block takes 64 queries of one head, with 16 lanes per
+// query.
+//
+// In float, one thread adds a whole row, in the order of multiply_rows. If a query sees one key, delta and dot(dout, v)
+// then agree to the last bit, and their difference is 0 as it must be.
 template <class T> __global__ void __launch_bounds__(kStatisticsThreads)
     portable_statistics(const __grid_constant__ AttentionBwdParams p) {
   constexpr int kLanes = sizeof(T) == 4 ? 1 : 16, kAtOnce = kStatisticsThreads / kLanes,
@@ -54,16 +57,16 @@ template <class T> __global__ void __launch_bounds__(kStatisticsThreads)
   }
 }
 
-// dk and dv of this kernel are those of float.
+// This kernel computes dk and dv in float only; for 16-bit elements backward_portable_keys does.
 template <int kTile, bool kKeysAreRows> constexpr PortableTile kBackwardTile =
     kKeysAreRows ? kPortableFloatKeys[kTile - kPortable16Bit] : kPortableQueries[kTile];
 
-// The correction of delta counts from this part of a row's sum of |ds| on: an eighth of the most by which the rounding
-// of every ds to T, before its product with k, moves that sum.
+// The correction of delta counts if it exceeds this fraction of the row's sum of |ds|: an eighth of the most by which
+// that sum can move when every ds is rounded to T before its product with k.
 template <class T> constexpr float kDeltaCounts =
     sizeof(T) == 4 ? 0x1p-27f : (std::is_same_v<T, float16> ? 0x1p-14f : 0x1p-11f);
 
-// A thread's part of the sums of ds and |ds| of its two rows.
+// A thread's partial sums of ds and |ds| for its two rows.
 struct SumsOfRows {
   float sum[2] = {0.0f, 0.0f}, size[2] = {0.0f, 0.0f};
 
@@ -78,8 +81,9 @@ struct SumsOfRows {
   }
 };
 
-// Corrects delta of a warp's rows in the workspace. Returns whether that counts for any row of the thread. Softmax and
-// sink have 1 in sum, so that the sum over keys of p * delta lacks the sink's part.
+// Corrects delta of a warp's rows in the workspace. Returns whether the correction counts for some row of the thread.
+// The probabilities of keys and sink sum to 1, so the sum of p * delta over the keys lacks the sink's share; it is
+// subtracted.
 template <class T> __device__ __forceinline__ bool correct_delta(const AttentionBwdParams& p, const SequenceOfTile& s,
                                                                  int head, SumsOfRows& sums, int first_row,
                                                                  const float* of_rows, int lane) {
@@ -119,8 +123,8 @@ template <class T> __device__ __forceinline__ bool correct_delta(const Attention
 
 struct BackwardPortableParams {
   AttentionBwdParams gradients;
-  int* again;   // [blocks of dq], in the workspace: whether a block must run again
-  bool second;  // it does
+  int* again;   // [blocks of dq], in the workspace: whether a block must run a second time
+  bool second;  // this is the second launch
 };
 
 // Writes the rows of a warp times `factor`.
@@ -137,11 +141,13 @@ __device__ __forceinline__ void write_gradient(T* to, int64_t stride, Accumulato
   }
 }
 
-// dk and dv of float (kKeysAreRows), or dq. A block owns a tile of keys of one head of k, whose rows of k and v stay in
-// shared memory, and goes over the queries that see them, head after head of those that share it; or a tile of queries,
-// and goes over keys. Reads its own rows once, the others once for each tile that they meet; writes its gradients once.
-// The first dq corrects delta; with a softcap, whose derivative has no place in the sums for that, it does nothing
-// else.
+// dk and dv in float (kKeysAreRows), or dq. For dk and dv, a block owns a tile of keys of one key head, keeps its rows
+// of k and v in shared memory, and loops over the queries that see them, one query head of the group after the other.
+// For dq, a block owns a tile of queries of one head and loops over the keys.
+//
+// Reads its own rows once, and the other rows once for each tile that meets them. Writes its gradients once. The first
+// launch for dq corrects delta. With a softcap, the first launch does nothing else: the sums for the correction must
+// not contain the softcap's derivative, and dq needs it.
 template <class T, int kTile, bool kKeysAreRows>
 __global__ void __launch_bounds__(kBackwardTile<kTile, kKeysAreRows>.threads(), 1)
     backward_portable(const __grid_constant__ BackwardPortableParams params) {
@@ -149,7 +155,7 @@ __global__ void __launch_bounds__(kBackwardTile<kTile, kKeysAreRows>.threads(), 
   constexpr PortableTile tile = kBackwardTile<kTile, kKeysAreRows>;
   constexpr int kDepth = tile.head_dim, kColumns = tile.columns, kStride = kSharedStride<T, kDepth>;
   constexpr int kThreads = tile.threads(), kTiles = tile.warp_tiles, kRowWarps = tile.rows / 16 / kTiles;
-  constexpr int kWidth = kKeysAreRows ? kDepth / tile.column_parts : kDepth;  // columns of gradients a warp adds to
+  constexpr int kWidth = kKeysAreRows ? kDepth / tile.column_parts : kDepth;  // columns of gradients per warp
   WARPSMITH_DYNAMIC_SHARED(memory);
   T* const rows = reinterpret_cast<T*>(memory);
   const auto stage = [&](int step) {

@@ -3,8 +3,8 @@
 
 namespace warpsmith::attention {
 
-// A block owns a tile of dbias, and adds to it over everything that it is broadcast to: sequences, heads, tiles of
-// queries and of keys, in this order. Reads rows of q, dout, k and v once for each tile that it adds.
+// dbias. A block owns a tile of dbias and adds to it over everything that the tile is broadcast to: sequences, heads,
+// tiles of queries and tiles of keys, in this order. Reads rows of q, dout, k and v once for each tile that it adds.
 template <class T, class B, int kTile> __global__ void __launch_bounds__(kPortableBias[kTile].threads(), 1)
     backward_portable_bias(const __grid_constant__ AttentionBwdParams p) {
   constexpr PortableTile tile = kPortableBias[kTile];
@@ -77,7 +77,8 @@ template <class T, class B, int kTile> __global__ void __launch_bounds__(kPortab
   };
   const int own_rows = rest(strides.q == 0, a.seqlen_q, query_tile * tile.rows, tile.rows);
   const int own_columns = rest(strides.k == 0, a.seqlen_k, key_tile * kColumns, kColumns);
-  // Nothing is broadcast within the tile, and neighbours lie together: from registers, two elements at a time.
+  // Nothing is broadcast within the tile and neighbouring keys are adjacent in memory: store from registers, two
+  // elements at a time.
   if (strides.q != 0 && strides.k == 1 && strides.q % 2 == 0 &&
       reinterpret_cast<uintptr_t>(to) % (2 * sizeof(B)) == 0 && own_columns % 2 == 0) {
 #pragma unroll
@@ -98,7 +99,7 @@ template <class T, class B, int kTile> __global__ void __launch_bounds__(kPortab
     return;
   }
 
-  // Sums over rows and columns that are broadcast, by one thread for each element of dbias.
+  // Sums over broadcast rows and columns. One thread makes each element of dbias.
   constexpr int kSumStride = kColumns + 1;
   float* const sums = reinterpret_cast<float*>(memory);
   __syncthreads();

@@ -3,14 +3,15 @@
 
 namespace warpsmith::attention {
 
-// dk and dv of 16-bit elements. A block owns a tile of keys of one head of k, whose rows of k and v stay in shared
-// memory, and goes over the queries that see them, head after head of those that share it. Reads its own rows once, the
-// others once for each tile of keys that they meet; writes its gradients once.
+// dk and dv of 16-bit elements. A block owns a tile of keys of one key head, keeps its rows of k and v in shared
+// memory, and loops over the queries that see them, one query head of the group after the other. Reads its own rows
+// once, and the other rows once for each tile of keys that meets them. Writes its gradients once.
 //
-// A step has two halves, in which the four warps divide the work differently: first each makes a part of the
-// probabilities and of dS, rounded to T in shared memory; then each multiplies all queries of the step for 32 keys and
-// a part of the columns of dk and dv. No product is made twice, and a matrix in shared memory is loaded for 32 rows or
-// columns at once: loads of it, not tensor cores, bound the kernel before.
+// A step has two halves, and the four warps divide the work differently in each. In the first half, each warp makes a
+// part of the probabilities and of dS, and rounds them to T into shared memory. In the second half, each warp
+// multiplies all queries of the step for 32 keys and some of the columns of dk and dv. So no product is made twice, and
+// one load of a matrix from shared memory serves 32 rows or columns. Before, these loads and not the tensor cores
+// limited the kernel.
 template <class T, int kTile> __global__ void __launch_bounds__(kPortableKeys[kTile].threads(), 1)
     backward_portable_keys(const __grid_constant__ BackwardPortableParams params) {
   const AttentionBwdParams& p = params.gradients;
@@ -75,7 +76,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableKeys[kT
     const T *own_k = rows + local * kStride, *own_v = own_k + tile.rows * kStride;
     for (int step = 0; at_step.head < end_head; ++step) {
       device::copy_async_wait<0>();
-      __syncthreads();  // the columns are there, and every warp has read the stage and the scores before
+      __syncthreads();  // the columns have arrived, and every warp has read the previous stage and scores
       if (tile.stages > 1 && after(at_step).head < end_head) copy_step(step + 1, after(at_step));
       const T* q = reinterpret_cast<const T*>(stage(step));
       const T* dout = q + kColumns * kStride;

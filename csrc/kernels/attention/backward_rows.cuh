@@ -10,8 +10,8 @@
 #include "kernels/attention/online_softmax.cuh"
 #include "kernels/attention/store_accumulators.cuh"
 
-// What surrounds the Hopper backward, by blocks of 64 or 128 query rows of one head: the statistics before it, dq after
-// it.
+// The kernels around the Hopper backward, which work on blocks of 64 or 128 query rows of one head: the statistics
+// before it, and dq, dk, dv and dsink after it.
 namespace warpsmith::attention {
 
 struct RowParams {
@@ -20,25 +20,25 @@ struct RowParams {
   int64_t batch, queries, keys, total_q, total_k;
   int heads, head_dim, head_dim_v;
   const void *dout, *out;
-  const float *lse, *dlse;  // dlse: null: zero
+  const float *lse, *dlse;  // dlse null: zero
   void* dq;
   AttentionStrides dout_strides, out_strides, dq_strides;
   float* statistics;  // as in BackwardParams
   const float* dq_sums;
-  int* turns;
-  int* counter;
+  int* turns;    // null: none
+  int* counter;  // null: none
   float scale;
-  float dropout_log2_scale, dropout_inverse_scale;  // read with dropout alone
+  float dropout_log2_scale, dropout_inverse_scale;  // read only with dropout
 };
 
-// The queries of a block: its sequence, where its rows lie, and whether some tile of keys visits it.
+// A block of queries: its sequence, the place of its rows, and whether some tile of keys visits it.
 struct RowBlock {
   int64_t batch;          // packed: 0
   int64_t token;          // the first row
-  int64_t statistic;      // of the first row in lse, without its head's part
-  int64_t head_rows;      // from head to head in lse
-  int64_t dropout_block;  // number of the first 16 queries, as attention_row_block() counts
-  int rows;               // 0: the number belongs to no block
+  int64_t statistic;      // offset of the first row in lse, without that of the head
+  int64_t head_rows;      // rows from one head to the next in lse
+  int64_t dropout_block;  // number of the first 16 queries, as counted by attention_row_block()
+  int rows;               // 0: no block has this number
   bool visited;
 };
 
@@ -85,27 +85,29 @@ template <int kBlock> __device__ __forceinline__ RowBlock row_block(const RowPar
   return r;
 }
 
-constexpr int row_threads(int block_queries) { return 4 * block_queries; }
-constexpr int kRowLanes = 16;  // threads of a row: 8 columns each
+constexpr int kRowLanes = 16;      // threads per row; each has 8 columns
+constexpr int kWideRowLanes = 32;  // the same for head dimensions above 128
+constexpr int row_threads(int block_queries, int lanes = kRowLanes) { return block_queries * lanes / 4; }
 
-// delta = rowsum(dout * out) - dlse, and lse in units of log2; +inf for rows without keys and rows that do not exist,
-// whose probabilities are then 0. Resets the turns and the counter. dq = 0 where no tile adds anything.
-template <class T, int kBlock, bool kDropout> __global__ void __launch_bounds__(row_threads(kBlock))
-    backward_statistics(const RowParams p) {
+// Writes delta = rowsum(dout * out) - dlse, and lse in units of log2. A row without keys and a row that does not exist
+// get lse = +inf, so that their probabilities are 0. Also resets the turns and the counter, and writes dq = 0 for
+// blocks that no tile visits. turns and counter may be null.
+template <class T, int kBlock, bool kDropout, int kLanes = kRowLanes>
+__global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statistics(const RowParams p) {
   device::launch_dependents();
   const int64_t number = blockIdx.x / static_cast<unsigned>(p.heads);
   const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.heads));
-  const int thread = static_cast<int>(threadIdx.x), t = thread % kRowLanes, first = thread / kRowLanes;
-  if (blockIdx.x == 0 && thread == 0) device::store(p.counter, 0);
+  const int thread = static_cast<int>(threadIdx.x), t = thread % kLanes, first = thread / kLanes;
+  if (p.counter != nullptr && blockIdx.x == 0 && thread == 0) device::store(p.counter, 0);
   const int64_t at = number * p.heads + head;
-  if (thread < 2) device::store(p.turns + at * 2 + thread, 0);
+  if (p.turns != nullptr && thread < 2) device::store(p.turns + at * 2 + thread, 0);
   const RowBlock r = row_block<kBlock>(p, number);
   if constexpr (kDropout)
     if (thread < kBlock / 16)
       device::store(p.statistics + at * statistics_stride(kBlock, true) + 2 * kBlock + thread,
                     __uint_as_float(attention_dropout_row(r.dropout_block, thread, p.heads, head)));
   using Eight = device::Packed<T, 8>;
-  constexpr int kRows = row_threads(kBlock) / kRowLanes, kTurns = kBlock / kRows;
+  constexpr int kRows = row_threads(kBlock, kLanes) / kLanes, kTurns = kBlock / kRows;
   const T* dout = static_cast<const T*>(p.dout) + r.batch * p.dout_strides.batch + head * p.dout_strides.head;
   const T* out = static_cast<const T*>(p.out) + r.batch * p.out_strides.batch + head * p.out_strides.head;
   Eight x[kTurns], y[kTurns];
@@ -126,7 +128,7 @@ template <class T, int kBlock, bool kDropout> __global__ void __launch_bounds__(
     device::unpack<T, 8>(b, y[i]);
 #pragma unroll
     for (int e = 0; e < 8; ++e) delta += a[e] * b[e];
-    delta = device::group_sum<kRowLanes>(delta);
+    delta = device::group_sum<kLanes>(delta);
     if (t == 0) {
       float lse = INFINITY;
       if (row < r.rows) {
@@ -149,7 +151,8 @@ template <class T, int kBlock, bool kDropout> __global__ void __launch_bounds__(
 
 constexpr int kDqThreads = 128;
 
-// dq = scale * its sums, which lie as the accumulators of two warpgroups: halves of the columns one after the other.
+// dq = scale * dq_sums. The sums are stored in the order of the accumulators of two warpgroups: one half (columns or
+// rows) after the other.
 template <class T, int kHeadDim, int kBlock> __global__ void __launch_bounds__(kDqThreads)
     backward_dq(const RowParams p) {
   device::wait_for_previous_kernel();
@@ -177,7 +180,7 @@ template <class T, int kHeadDim, int kBlock> __global__ void __launch_bounds__(k
 }
 
 struct KeyParams {
-  Schedule schedule;  // of tiles of keys; `heads` are those of k
+  Schedule schedule;  // of tiles of keys; `heads` counts key heads
   Window window;
   const int32_t *cu_seqlens_q, *cu_seqlens_k;  // null: not packed
   int queries, keys, total_q, total_k;
@@ -185,16 +188,16 @@ struct KeyParams {
   void *dk, *dv;
   AttentionStrides dk_strides, dv_strides;
   const float* key_sums;  // as in BackwardParams
-  int parts;              // of a key head
+  int parts;              // per key head
   float scale;
 };
 
-// A tile of keys of one key head: where its rows lie, and whether some query sees it.
+// A tile of keys of one key head: the place of its rows, and whether some query sees it.
 struct KeyRows {
-  int batch;  // packed: 0; -1: there is no such tile
+  int batch;  // packed: 0; -1: no tile has this number
   int head, rows;
   int64_t token;   // the first row
-  int64_t number;  // of the tile, as first_tile() counts
+  int64_t number;  // of the tile, as counted by first_tile()
   bool visited;
 };
 
@@ -221,7 +224,7 @@ __device__ __forceinline__ KeyRows key_rows(const KeyParams& p, int n) {
           visited.end > visited.first};
 }
 
-// dk = dv = 0 for tiles of keys that no query sees: backward_sm90 does not visit them. A block a tile.
+// dk = dv = 0 for tiles of keys that no query sees, since backward_sm90 does not visit them. One block per tile.
 template <class T> __global__ void __launch_bounds__(kDqThreads) backward_unseen_keys(const KeyParams p) {
   const KeyRows at = key_rows(p, static_cast<int>(blockIdx.x));
   if (at.batch < 0 || at.visited) return;
@@ -238,8 +241,8 @@ template <class T> __global__ void __launch_bounds__(kDqThreads) backward_unseen
 
 constexpr int kDkvThreads = 256;
 
-// dv and dk of tiles whose key head has several parts: the sums of the parts in their order, dk times scale. Two blocks
-// a tile, for dv and dk; the threads are those of two consumer warpgroups.
+// dv and dk where a key head has several parts: sums the parts in their order, and multiplies dk by scale. Two blocks
+// per tile, one for dv and one for dk. The threads correspond to those of the two consumer warpgroups.
 template <class T, int kHeadDim> __global__ void __launch_bounds__(kDkvThreads) backward_dkv(const KeyParams p) {
   device::wait_for_previous_kernel();
   const KeyRows at = key_rows(p, static_cast<int>(blockIdx.x / 2));
@@ -277,7 +280,7 @@ struct SinkParams {
 
 constexpr int kSinkThreads = 256;
 
-// dsink = -sum over rows of exp(sink - lse) * delta, in a fixed order. A block a head. S: the dtype of sink.
+// dsink = -sum over rows of exp(sink - lse) * delta, in a fixed order. One block per head. S: the dtype of sink.
 template <class S> __global__ void __launch_bounds__(kSinkThreads) backward_sink(const SinkParams p) {
   WARPSMITH_SHARED(float, scratch, kSinkThreads / 32);
   const int head = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);

@@ -3,19 +3,20 @@
 #include "device/register_budget.h"
 #include "kernels/attention/backward_sm90_turns.cuh"
 
-// The backward of attention on Hopper: dq, dk and dv in one pass over tiles of 128 keys, the same bits on every run.
+// The backward of attention on Hopper: dq, dk and dv in one pass over tiles of 128 keys, with the same bits on every
+// run.
 //
-// Reads k and v once, and q, dout and 8 bytes of statistics a row once for each tile of keys that sees the row; writes
-// dk and dv once; adds 4 bytes an element of dq for each tile that sees its row. Sums accumulate in float;
-// probabilities and dS are rounded to T before they are multiplied. Rows and keys that are masked are multiplied by 0,
-// so that an element of their blocks which is not finite spoils the sums.
+// Reads k and v once. Reads q, dout and 8 bytes of statistics per row once for each tile of keys that sees the row.
+// Writes dk and dv once. Adds 4 bytes per element of dq for each tile that sees its row. Accumulates in float;
+// probabilities and dS are rounded to T before they are multiplied. Masked rows and keys are multiplied by 0, so a
+// non-finite element of a visited block spoils the sums even if it is masked.
 //
-// One block a multiprocessor; a step is one block of 64 or 128 queries, downwards:
-//   warpgroup 0: the loader (one thread) claims tiles, and copies k (two buffers), v, and a ring of q and dout; three
-//                threads of other warps add dq to global memory in the order of the tiles (backward_order.cuh);
-//   warpgroups 1 and 2, the consumers: 64 keys each, transposed, so that probabilities are operands in registers:
-//                s = k q^T and dp = v dout^T | p | dv += p dout | dS to shared memory | dk += dS q. Each also
-//                multiplies half of dq = dS^T k, one step late, when the other's dS is there for sure.
+// One block per multiprocessor. A step is one block of 64 or 128 queries; steps go downwards.
+//   warpgroup 0: the loader (one thread) claims tiles, and copies k (two buffers), v, and a ring of q and dout.
+//                Three threads of other warps add dq to global memory, in the order of the tiles (backward_order.cuh).
+//   warpgroups 1 and 2, the consumers: 64 keys each. Scores are transposed: probabilities are register operands.
+//                s = k q^T and dp = v dout^T | p | dv += p dout | dS to shared memory | dk += dS q.
+//                Each also multiplies half of dq = dS^T k, one step late: by then the other's dS has arrived.
 namespace warpsmith::attention {
 
 template <class T, int kTile> __global__ void __launch_bounds__(kBackwardTiles[kTile].threads(), 1)

@@ -8,33 +8,34 @@
 #include "kernels/attention/backward_sm90_pipeline.cuh"
 #include "kernels/attention/store_accumulators.cuh"
 
-// What the consumer warpgroups of the Hopper backward (backward_sm90.cuh) do in a step: the five products and what is
-// between them. In which order: backward_sm90_turns.cuh.
+// The work of a consumer warpgroup of the Hopper backward (backward_sm90.cuh) in one step: five products and the
+// arithmetic between them. backward_sm90_turns.cuh has their order.
 namespace warpsmith::attention {
 
-// A warpgroup owns 64 keys of each tile. Of the transposed scores a thread has two rows (keys): `row` and eight below.
+// A warpgroup owns 64 keys of each tile. In the transposed scores, a thread has two rows (keys): `row` and row + 8.
 template <class T, BackwardTile tile> struct BackwardConsumer {
   using Shared = BackwardShared<tile>;
   static constexpr int kPanels = Shared::kPanels, kBlock = tile.block_queries;
-  // Of dq, a warpgroup makes 64 x 64: half of the columns of 64 queries, or all 64 columns of half of 128 queries.
+  // A warpgroup makes 64 x 64 of dq: half of the columns of 64 queries, or all 64 columns of half of 128 queries.
   static constexpr bool kHalfColumns = kBlock == 64;
   static_assert(kBlock * tile.head_dim == 2 * 64 * 64);
-  // With 128 queries a step, masks are made as scores leave their registers.
+  // With 128 queries a step there are no registers for all masks, so each is made right before the exponentials that
+  // need it.
   static constexpr bool kMasksOneByOne = tile.dropout && kBlock == 128;
 
   const BackwardParams& p;
   const Shared& shared;
   const int group, lane, warp;
   unsigned it = 0, tiles = 0;  // steps and tiles so far
-  unsigned step3 = 0;          // halves of dq handed over, modulo 3
+  unsigned step3 = 0;          // halves of dq that this warpgroup has handed over, modulo 3
   const KeyTile* t;            // in shared memory
-  // Blocks of queries from the first to the last of these see all of the warpgroup's keys.
+  // Query blocks that begin between these two queries see all of the warpgroup's keys.
   int whole_first, whole_last;
   float dk[tile.head_dim / 2], dv[tile.head_dim / 2];
   float s[kBlock / 2], dp[kBlock / 2];  // transposed: 64 keys x a block of queries
   float dq[32];
   uint32_t pr[kBlock / 16][4], ds[kBlock / 16][4];  // packed probabilities and dS: A operands
-  uint32_t all[kBlock / 16][4];                     // dropout: the probabilities of which pr has those that are kept
+  uint32_t all[kBlock / 16][4];                     // dropout: all probabilities; pr has the kept ones
 
   __device__ __forceinline__ BackwardConsumer(const BackwardParams& params, const Shared& memory, int warpgroup)
       : p(params), shared(memory), group(warpgroup), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4) {}
@@ -49,7 +50,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     return device::wgmma_descriptor(Swizzle::bytes128, start, rows * kRowBytes, 1024);
   }
 
-  // out = own rows of `keys` times queries^T, asynchronously.
+  // out = own rows of `keys` times queries^T. Asynchronous.
   __device__ __forceinline__ void multiply_rows(float (&out)[kBlock / 2], const unsigned char* keys,
                                                 const unsigned char* queries) {
     const uint64_t a = k_major(keys + group * 64 * kRowBytes), b = k_major(queries);
@@ -65,10 +66,10 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     }
     device::wgmma_commit();
   }
-  // This warpgroup's half of dq = dS k of step i, when the other warpgroup's dS is there as well, asynchronously.
+  // This warpgroup's half of dq = dS k of step i. Waits until the other warpgroup's dS has arrived too. Asynchronous.
   __device__ __forceinline__ void multiply_dq(unsigned i, unsigned key_stage) {
     device::mbarrier_wait(shared.ds_full(stage_of(i)), parity_of(i));
-    // A panel of 64 columns: of k, or of the queries of dS.
+    // The half is a panel of 64 columns: of k (half of the columns), or of dS (half of the queries).
     const int panel = group * kTileKeys * kRowBytes;
     const uint64_t a = mn_major(shared.ds(stage_of(i)) + (kHalfColumns ? 0 : panel), kTileKeys);
     const uint64_t b = mn_major(shared.k(key_stage) + (kHalfColumns ? panel : 0), kTileKeys);
@@ -83,7 +84,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     }
     device::wgmma_commit();
   }
-  // dv += p dout, asynchronously.
+  // dv += p dout. Asynchronous.
   __device__ __forceinline__ void multiply_dv(unsigned stage) {
     const uint64_t dout = mn_major(shared.dout(stage), kBlock);
     device::wgmma_fence();
@@ -92,8 +93,8 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
       device::wgmma<T, tile.head_dim, device::Major::mn>(dv, pr[i], device::advance(dout, i * 16 * kRowBytes), true);
     device::wgmma_commit();
   }
-  // dq of step i to its staging buffer, as the registers lie. Step -1 goes through as well, as nothing: control flow
-  // that issues products in one branch only would make ptxas serialise all of them.
+  // Writes dq of step i to its staging buffer, in register order. Step -1 is staged as well, although it holds nothing:
+  // with a branch around a product, ptxas would serialise all products.
   __device__ __forceinline__ void stage_dq(unsigned i) {
     arrive(shared.ds_empty(stage_of(i)));
     device::mbarrier_wait(shared.dq_empty(group), i & 1);
@@ -115,7 +116,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     whole_first = __shfl_sync(0xffffffffu, first_key + 63 < t->keys ? first : 1 << 30, 0);
     whole_last = __shfl_sync(0xffffffffu, last, 0);
   }
-  // From a step's first query to that of the next step of the tile. `inner` counts the steps of the inner loop.
+  // Advances `first_query` to the next step of the tile. `inner` counts the steps of the inner loop.
   __device__ __forceinline__ void next_query(int& first_query, int& inner, int blocks) {
     const bool wraps = ++inner == (p.blocks_first ? blocks : p.heads_per_part);
     if (wraps) inner = 0;
@@ -124,14 +125,14 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     else if (wraps)
       first_query += (blocks - 1) * kBlock;
   }
-  // Sets scores of pairs that do not see each other to -inf.
+  // Sets the scores of hidden pairs of query and key to -inf.
   __device__ __forceinline__ void mask(int first_query) {
     if (first_query >= whole_first && first_query <= whole_last) return;
     const int shift = t->shift, keys = t->keys;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = t->first_key + group * 64 + warp * 16 + lane / 4 + 8 * r, column = first_query + lane % 4 * 2;
-      // Columns from `low` to `high` see the key.
+      // The columns (queries) from `low` to `high` see the key.
       const int low = key >= keys ? kBlock : key - shift - p.window.right - column;
       const int high = key - shift + p.window.left - column;
 #pragma unroll
@@ -142,10 +143,12 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     }
   }
   using Statistics = device::Vector<float, 4>;
-  // Dropout masks of the pairs of 16 queries, in the place of their probabilities. They depend on no product.
+  // Writes the dropout masks of packed pairs of 16 queries to pr, where their probabilities will be. The masks depend
+  // on no product.
   __device__ __forceinline__ void dropout_masks(const KeyDropout& dropout, const float* statistics, int i) {
     uint32_t row = __float_as_uint(device::load(statistics + 2 * kBlock + i));
-    // One call after the other: beside each other they spill. Probabilities have no sign, nor has the NaN of exp2.
+    // Orders this Philox call after the previous one by a fake dependence: interleaved, the calls spill registers. The
+    // bit is always 0, because probabilities have no sign, and neither has the NaN of exp2.
     if constexpr (kMasksOneByOne && std::is_same_v<T, float16>)
       if (i >= 1) row ^= all[i - 1][3] & 0x80000000u;
     dropout.pair_masks(row, p.dropout.threshold, pr[i]);
@@ -153,7 +156,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   __device__ __forceinline__ KeyDropout key_dropout() const {
     return KeyDropout(p.dropout, t->first_key + group * 64 + warp * 16, lane);
   }
-  // Where there are registers for the masks of a whole step: all of them, beside the first products.
+  // Makes all masks of a step while the first products run. For tiles with enough registers.
   __device__ __forceinline__ void dropout_masks(const float* statistics) {
     const KeyDropout dropout = key_dropout();
 #pragma unroll
@@ -166,7 +169,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     for (const auto& four : pr) x ^= four[0] ^ four[2];
     device::keep_before_wait(__uint_as_float(x & 0x7fffffffu), shared.statistics(0));
   }
-  // p = 2^(scale_log2 * s - lse), packed. Dropout: pr holds masks, which p takes.
+  // p = 2^(scale_log2 * s - lse), packed. With dropout, pr holds the masks and receives the kept probabilities.
   __device__ __forceinline__ void exponentials(const Statistics* lse, [[maybe_unused]] const float* statistics) {
     [[maybe_unused]] KeyDropout dropout;
     if constexpr (kMasksOneByOne) dropout = key_dropout();
@@ -190,8 +193,8 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
       }
     }
   }
-  // dS = p (dp - delta), packed; from p as it was rounded, which saves its registers. Dropout: dp counts where p is
-  // kept, delta everywhere.
+  // dS = p (dp - delta), packed. Uses the rounded p, which saves the registers of the unrounded one. With dropout, dp
+  // counts only where p is kept, and delta counts everywhere.
   __device__ __forceinline__ void score_gradients(const Statistics* delta) {
 #pragma unroll
     for (int i = 0; i < kBlock / 2; i += 8) {
@@ -212,10 +215,10 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
       }
     }
   }
-  // To shared memory, rows of keys.
+  // Stores dS to shared memory; its rows are keys.
   __device__ __forceinline__ void store_score_gradients(unsigned char* to) {
     uint32_t thread[1] = {threadIdx.x % 128};
-    if constexpr (tile.dropout) device::hold(thread);  // no registers that keep the addresses from step to step
+    if constexpr (tile.dropout) device::hold(thread);  // recompute addresses in each step, to save registers
     const int row = group * 64 + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 16);
     const int first = static_cast<int>(thread[0] / 16 % 2);
     unsigned char* at = to + row * kRowBytes;
@@ -224,7 +227,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
       device::store_matrix(at + i / 4 * kTileKeys * kRowBytes + (((2 * (i % 4) + first) ^ (row & 7)) << 4), ds[i]);
   }
 
-  // dk += dS q, asynchronously. This warpgroup's dS is read from shared memory, which leaves registers free.
+  // dk += dS q. Asynchronous. Reads this warpgroup's dS from shared memory, which frees registers.
   __device__ __forceinline__ void multiply_dk(unsigned stage, unsigned ds_stage) {
     const uint64_t own = k_major(shared.ds(ds_stage) + group * 64 * kRowBytes);
     const uint64_t q = mn_major(shared.q(stage), kBlock);
@@ -254,7 +257,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
 #pragma unroll
     for (int i = 0; i < tile.head_dim / 2; ++i) dk[i] = dv[i] = 0.0f;
   }
-  // A part's dv (tensor 0) or dk (1), for backward_dkv.
+  // Stores dv (tensor 0) or dk (tensor 1) of a part, for backward_dkv.
   template <int kRegisters> __device__ __forceinline__ void store_sums(int tensor, const float (&x)[kRegisters]) {
     using Four = device::Vector<float, 4>;
     const int64_t at = (static_cast<int64_t>(t->first_tile + t->tile) * p.schedule.heads + t->part) * 2 + tensor;

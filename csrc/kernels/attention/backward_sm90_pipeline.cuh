@@ -7,32 +7,32 @@
 #include "kernels/attention/backward_order.cuh"
 #include "kernels/attention/dropout_sm90.cuh"
 
-// The first warpgroup of the Hopper backward (backward_sm90.cuh): the loader and the threads that add dq to global
-// memory; and what all warpgroups share.
+// The first warpgroup of the Hopper backward (backward_sm90.cuh), with the loader and the threads that add dq to global
+// memory, and the shared memory and barriers of all warpgroups.
 namespace warpsmith::attention {
 
 using device::Mbarrier;
 using device::Swizzle;
 
 constexpr int kRowBytes = 128;  // a swizzled row of 64 16-bit columns
-constexpr int kStages = 2;      // of dS
-constexpr int kKeySlots = 4;    // tiles that the loader is ahead of the slowest reader, at most
+constexpr int kStages = 2;      // buffers of dS
+constexpr int kKeySlots = 4;    // the loader is at most so many tiles ahead of the slowest reader
 constexpr int kBackwardConsumerWarps = 8;
-constexpr int kAdders = 3;  // threads that add dq to global memory; with the loader, one of each warp of a warpgroup
+constexpr int kAdders = 3;  // threads that add dq to global memory, in warps 1 to 3; the loader is in warp 0
 
 struct BackwardParams {
-  Schedule schedule;  // of tiles of keys; `heads` are the parts of key heads
+  Schedule schedule;  // of tiles of keys; `heads` counts parts of key heads
   Window window;
   const int32_t *cu_seqlens_q, *cu_seqlens_k;  // null: not packed
   int batch, heads;
-  int parts;           // of a key head: blocks that each visit a share of its query heads
-  int heads_per_part;  // query heads of a part
-  bool blocks_first;   // a tile visits all blocks for one query head, then for the next one; else all heads of a block
+  int parts;           // per key head; each part visits a share of its query heads
+  int heads_per_part;  // query heads per part
+  bool blocks_first;   // true: all blocks of a query head, then the next head; false: all heads of a block first
   int queries, keys, total_q, total_k;
   int head_dim, head_dim_v;
   const float* statistics;  // [blocks, heads, statistics_stride()]
   float* dq_sums;           // [blocks, heads, block * head dim of the kernel], as accumulators lie in registers
-  int* turns;               // [blocks, heads, 2]: whose turn it is to add to a half
+  int* turns;               // [blocks, heads, 2]: tiles that have added to a half so far
   void *dk, *dv;
   float* key_sums;  // [key_tiles, heads of the schedule, 2 (dv, dk), 128 * head dim of the kernel], as accumulators lie
                     // in registers; null: one part, whose dk and dv are stored at once
@@ -41,16 +41,16 @@ struct BackwardParams {
   DropoutParams dropout;
 };
 
-// The number of a block of queries of a head. Unsigned: a sign would take the loader's last registers.
+// The index of (query block, head). Unsigned, because sign handling would take the loader's last registers.
 __device__ __forceinline__ int64_t block_of_head(const BackwardParams& p, int block, int head) {
   return static_cast<int64_t>(uint64_t{static_cast<unsigned>(block)} * static_cast<unsigned>(p.heads) +
                               static_cast<unsigned>(head));
 }
 
-// One step of a tile: a block of queries of one head. Numbered from the first step of the tile.
+// One step of a tile: a query block of one head. `step` counts from the first step of the tile.
 struct VisitedStep {
-  int down;  // from the tile's last block
-  int head;  // of the part
+  int down;  // blocks below the tile's last block
+  int head;  // within the part
 };
 __device__ __forceinline__ VisitedStep visited_step(const BackwardParams& p, int step, int blocks) {
   if (p.blocks_first) {
@@ -61,21 +61,21 @@ __device__ __forceinline__ VisitedStep visited_step(const BackwardParams& p, int
   return {down, step - down * p.heads_per_part};
 }
 
-// A tile of keys as the loader publishes it, in shared memory until all have finished with it.
+// A tile of keys as the loader publishes it. Stays in shared memory until all readers have finished with it.
 struct alignas(16) KeyTile {
-  int blocks;  // query blocks to visit, downwards from `last_block`, each for all heads; -1: there are no more tiles
+  int blocks;  // query blocks to visit, from `last_block` downwards, per query head; -1: no more tiles
   int last_block, tile, first_key;
-  int queries, keys, shift, part;  // part: of all key heads
+  int queries, keys, shift, part;  // part: counted over all key heads
   int batch, q_token, k_token;     // packed: batch 0; the sequence's first tokens
-  int first_block;                 // number of the sequence's first query block
-  int first_tile;                  // and of its first tile of keys
-  int first_step;                  // steps of all tiles before
+  int first_block;                 // index of the sequence's first query block
+  int first_tile;                  // index of its first tile of keys
+  int first_step;                  // steps of all earlier tiles of this thread block
 };
 
 template <BackwardTile tile> struct BackwardShared {
   static constexpr int kPanels = tile.head_dim / 64, kBlock = tile.block_queries;
   static constexpr int kKeyBytes = kTileKeys * tile.head_dim * 2, kQueryBytes = kBlock * tile.head_dim * 2;
-  static constexpr int kScoreBytes = kTileKeys * kBlock * 2;     // of dS
+  static constexpr int kScoreBytes = kTileKeys * kBlock * 2;     // dS
   static constexpr int kHalfBytes = kBlock * tile.head_dim * 2;  // half of dq, fp32
   static constexpr int kV = 0, kK = tile.value_stages * kKeyBytes, kQ = kK + tile.key_stages * kKeyBytes;
   static constexpr int kDs = kQ + tile.query_stages * 2 * kQueryBytes;
@@ -102,8 +102,12 @@ template <BackwardTile tile> struct BackwardShared {
   __device__ __forceinline__ Mbarrier* barrier(unsigned i) const {
     return reinterpret_cast<Mbarrier*>(memory + kBarriers) + i;
   }
-  // Barriers. full, empty: q, dout and statistics. ds_full, ds_empty: dS. dq_full: half of dq of a step, by its number
-  // modulo 6, so that each barrier has one reader that sees all of its phases; dq_empty: its buffer.
+  // Barriers:
+  //   full, empty:         q, dout and statistics
+  //   ds_full, ds_empty:   dS
+  //   dq_full:             half of the dq of a step, by the number of the half modulo 6, so that each barrier has one
+  //                        reader, which sees every phase
+  //   dq_empty:            the staging buffer of that half
   __device__ __forceinline__ Mbarrier* full(unsigned i) const { return barrier(i); }
   __device__ __forceinline__ Mbarrier* empty(unsigned i) const { return barrier(tile.query_stages + i); }
   __device__ __forceinline__ Mbarrier* v_full(unsigned i) const { return barrier(2 * tile.query_stages + i); }
@@ -150,7 +154,7 @@ template <BackwardTile tile> struct BackwardShared {
     }
     device::mbarrier_init_fence();
   }
-  // The first step multiplies the dS of a step before it, and the result belongs to nobody.
+  // The first step multiplies the dS of a step that does not exist, and drops the result. Clears that dS.
   __device__ __forceinline__ void clear_step_before_first() const {
     using Four = device::Vector<float, 4>;
     for (int i = static_cast<int>(threadIdx.x) * 16; i < kScoreBytes; i += tile.threads() * 16)
@@ -202,11 +206,11 @@ template <int kPanels> __device__ __forceinline__ void load_panels(unsigned char
     device::tensor_load(to + panel * rows * kRowBytes, map, full, {panel * 64, row, head, batch});
 }
 
-// Position in a ring, of dS if nothing else is said: `it` is the number of steps or tiles so far.
+// Stage and parity in a ring (by default that of dS). `it`: the number of steps or tiles so far.
 template <int kRing = kStages> __device__ __forceinline__ unsigned stage_of(unsigned it) { return it % kRing; }
 template <int kRing = kStages> __device__ __forceinline__ unsigned parity_of(unsigned it) { return it / kRing & 1; }
 
-// One thread.
+// The loader, one thread.
 template <BackwardTile tile> __device__ __forceinline__ void load_steps(const BackwardParams& p,
                                                                         const BackwardMaps& maps,
                                                                         const BackwardShared<tile>& shared) {
@@ -216,12 +220,12 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
   device::prefetch_tensor_map(&maps.k);
   device::prefetch_tensor_map(&maps.v);
   device::prefetch_tensor_map(&maps.dout);
-  // Few registers: what is needed rarely waits in the tile's slot.
+  // The loader has few registers, so rarely used values stay in the tile's slot in shared memory.
   for (unsigned tiles = 0;; ++tiles) {
     KeyTile* t = shared.slot(tiles);
     device::mbarrier_wait(shared.slot_empty(tiles), (tiles / kKeySlots & 1) ^ 1);
-    // Not earlier: who claims a tile long before it starts makes the tiles after it wait. Tiles that no query sees are
-    // not published: dq of a step is staged in the next one, which may be any number of such tiles away.
+    // Claim a tile only now: a tile claimed long before it starts delays the tiles after it. Tiles that no query sees
+    // are not published, because dq of a step is staged in the next step, and any number of such tiles may lie between.
     do {
       const TileIndex at = tile_at(p.schedule, atomicAdd(p.schedule.counter, 1));
       if (at.batch >= 0)
@@ -265,11 +269,11 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
   }
 }
 
-// One thread of three: adds every third half of dq to global memory, when its turn has come. The
-// latencies of an add (turn, copy, completion, release) are some 3,000 cycles: one thread could not keep up.
+// One of three threads. Adds every third half of dq to global memory when its turn has come. The latencies of one add
+// (turn, copy, completion, release) sum to about 3,000 cycles, so one thread could not keep up.
 //
-// Halves are numbered over all tiles. The consumers hand over the result of each step one step late, so that halves 0
-// and 1 belong to no step.
+// Halves are numbered over all tiles. The consumers hand over each step's dq one step late, so halves 0 and 1 belong to
+// no step.
 template <BackwardTile tile>
 __device__ __forceinline__ void add_dq(const BackwardParams& p, const BackwardShared<tile>& shared, int adder) {
   using Shared = BackwardShared<tile>;
@@ -296,7 +300,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const BackwardSh
         while (device::load_acquire(p.turns + at) != turn) {}
       device::mbarrier_wait(shared.dq_full(x % 6), x / 6 & 1);
       float* sums = p.dq_sums + at * (Shared::kHalfBytes / 4);
-      if (turn == 0)  // nothing has to be cleared
+      if (turn == 0)  // the first tile stores, so the sums need no clearing
         device::bulk_store(sums, shared.dq(half), Shared::kHalfBytes);
       else
         device::bulk_add(sums, reinterpret_cast<const float*>(shared.dq(half)), Shared::kHalfBytes);
@@ -304,7 +308,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const BackwardSh
       device::bulk_wait_read<0>();
       device::mbarrier_arrive(shared.dq_empty(half));
       if (t->tile + 1 < visiting.end) {
-        // Without the fence or the release adds overtake each other, and results differ between runs (measured).
+        // Without the fence or the release, adds overtake each other and results differ from run to run (measured).
         device::bulk_wait<0>();
         device::fence_async();
         device::store_release(p.turns + at, turn + 1);

@@ -1,8 +1,9 @@
 #pragma once
 #include "kernels/attention/backward_sm90_consumer.cuh"
 
-// The backward's steps in turns: the warpgroups keep half a step apart, so that one multiplies while the other takes
-// exponentials. In phase they would leave the tensor cores idle (H200, 4,096 keys: 552 instead of 601 TFLOP/s).
+// The order of the Hopper backward's steps. The two warpgroups keep half a step apart: one multiplies while the other
+// computes exponentials. In phase, both would leave the tensor cores idle at once (H200, 4,096 keys: 552 instead of 601
+// TFLOP/s).
 namespace warpsmith::attention {
 
 template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<T, tile> {
@@ -11,7 +12,7 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
   using Base::s, Base::dp, Base::dk, Base::dv, Base::dq;
   using typename Base::Statistics;
   static constexpr int kTurnThreads = 256;
-  static constexpr int kOwnBarrier = 1, kTurnBarrier = 3;  // and the next one: of the other warpgroup
+  static constexpr int kOwnBarrier = 1, kTurnBarrier = 3;  // each + group: one barrier per warpgroup
 
   using Base::Base;
 
@@ -24,7 +25,7 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
     Base::multiply_rows(s, shared.k(key_stage), shared.q(stage));
     Base::multiply_rows(dp, shared.v(v_stage), shared.dout(stage));
     if constexpr (tile.dropout && !Base::kMasksOneByOne) Base::dropout_masks(shared.statistics(stage));
-    device::wgmma_wait<1>();  // s, and dk of the step before
+    device::wgmma_wait<1>();  // s, and dk of the previous step
     device::hold(s);
     if (!first_of_tile) Base::arrive(shared.empty(stage ^ 1));
     Base::mask(first_query);
@@ -37,14 +38,14 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
     device::hold(dp);
     if (last_of_tile) Base::arrive(shared.v_empty(v_stage));
     Base::score_gradients(statistics + Base::kBlock / 4);
-    device::mbarrier_wait(shared.ds_empty(stage), parity_of(it + 1) ^ 1);  // step -1 has used its buffer, too
+    device::mbarrier_wait(shared.ds_empty(stage), parity_of(it + 1) ^ 1);  // step -1 has used its buffer as well
     Base::store_score_gradients(shared.ds(stage));
     device::fence_async_shared();
     __syncwarp(0xffffffffu);
     Base::arrive(shared.ds_full(stage));
     device::named_barrier_wait(kOwnBarrier + group, 128);
     Base::multiply_dk(stage, stage);
-    device::wgmma_wait<1>();  // dv, dq of the step before
+    device::wgmma_wait<1>();  // dv, and dq of the previous step
     device::hold(dq);
     Base::hold_probabilities();
     Base::stage_dq(it - 1);
@@ -58,7 +59,7 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
     for (;; ++tiles) {
       device::mbarrier_wait(shared.slot_full(tiles), tiles / kKeySlots & 1);
       t = shared.slot(tiles);
-      // The same in every lane, and known to be.
+      // The shuffle tells the compiler that the value is the same in every lane.
       const int blocks = __shfl_sync(0xffffffffu, device::load(&t->blocks), 0);
       if (blocks < 0) break;
       Base::clear_gradients();

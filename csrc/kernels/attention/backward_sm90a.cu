@@ -1,9 +1,7 @@
-#include <cmath>
-
 #include "kernels/attention/attention_sm90.h"
-#include "kernels/attention/backward_rows.cuh"
+#include "kernels/attention/backward_rows_host.h"
 #include "kernels/attention/backward_sm90.cuh"
-#include "kernels/attention/sm90_host.h"
+#include "kernels/attention/backward_wide.h"
 
 namespace warpsmith {
 namespace attention {
@@ -15,7 +13,7 @@ AttentionBackwardChoice choose(const AttentionBwdParams& p) {
   return choose_attention_backward_sm90(problem);
 }
 
-// dq sums, sums of the parts' dk and dv, statistics, turns, then the counter and the tiles of packed sequences.
+// The workspace: sums of dq, dk and dv of each part, statistics, turns, then the counter and first_tiles (packed only).
 struct Workspace {
   int64_t sums, key_sums, statistics, turns, counter, first_tiles, bytes;
 };
@@ -33,8 +31,6 @@ Workspace workspace_of(const AttentionProblem& p, const BackwardTile& tile) {
   w.bytes = aligned(w.first_tiles + (p.cu_seqlens_q != nullptr ? 4 * (p.batch + 2) : 0));
   return w;
 }
-
-constexpr int i32(int64_t v) { return static_cast<int>(v); }
 
 BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& tile) {
   const AttentionProblem& a = x.problem;
@@ -74,9 +70,9 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   s.row_tiles = i32((a.seqlen_k + kTileKeys - 1) / kTileKeys);
   s.tiles = i32(int64_t{s.row_tiles} * a.batch * s.heads);
   s.heads_first = true;
-  // Heads at a time: so many that tiles of one head start several steps apart, so few that their q, dout and sums of dq
-  // mostly stay in the L2 cache. With tiles of unequal length, 64 MB of them are better than 32 at head dimension 64,
-  // and at 128 where 32 MB are fewer than 4 heads (measured: docs/design/2026-11-22-attention-sm90.md).
+  // The number of heads scheduled together. More heads: the tiles of one head start several steps apart. Fewer heads:
+  // their q, dout and sums of dq mostly stay in the L2 cache. With tiles of unequal length, 64 MB beat 32 MB at head
+  // dimension 64, and at 128 where 32 MB hold fewer than 4 heads (measured: docs/design/2026-11-22-attention-sm90.md).
   const bool equal = p.window.left == Window::kUnbounded && p.window.right == Window::kUnbounded;
   const int64_t head_bytes = std::max<int64_t>(a.seqlen_q, 1) * tile.head_dim * 8 * p.heads_per_part;
   const int64_t in_32_mb = (32 << 20) / head_bytes, in_64_mb = (64 << 20) / head_bytes;
@@ -88,35 +84,11 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
 }
 
 RowParams row_params(const AttentionBwdParams& x, const BackwardParams& b) {
-  const AttentionProblem& a = x.problem;
-  RowParams p{};
-  p.window = b.window;
-  p.cu_seqlens_q = a.cu_seqlens_q;
-  p.cu_seqlens_k = a.cu_seqlens_k;
-  p.batch = a.batch;
-  p.queries = a.seqlen_q;
-  p.keys = a.seqlen_k;
-  p.total_q = a.total_q;
-  p.total_k = a.total_k;
-  p.heads = b.heads;
-  p.head_dim = b.head_dim;
-  p.head_dim_v = b.head_dim_v;
-  p.dout = x.dout;
-  p.out = x.out;
-  p.lse = static_cast<const float*>(x.lse);
-  p.dlse = static_cast<const float*>(x.dlse);
-  p.dq = x.dq;
-  p.dout_strides = x.dout_strides;
-  p.out_strides = x.out_strides;
-  p.dq_strides = x.dq_strides;
+  RowParams p = problem_rows(x);
   p.statistics = const_cast<float*>(b.statistics);
   p.dq_sums = b.dq_sums;
   p.turns = b.turns;
   p.counter = b.schedule.counter;
-  p.scale = b.scale;
-  const double scale = a.dropout.scale > 0 ? a.dropout.scale : 1.0;  // 0: everything is dropped
-  p.dropout_log2_scale = static_cast<float>(std::log2(scale));
-  p.dropout_inverse_scale = static_cast<float>(1.0 / scale);
   return p;
 }
 
@@ -144,23 +116,13 @@ KeyParams key_params(const AttentionBwdParams& x, const BackwardParams& b) {
   return p;
 }
 
-// Some tile of keys may be seen by no query. In equally long sequences that is the first or the last one.
+// Whether some tile of keys may be seen by no query. Without packing, only the first and the last tile can be.
 bool has_unseen_keys(const BackwardParams& p) {
   const auto unseen = [&](int tile) {
     const VisitedBlocks visited = visited_blocks(p.window, tile, p.queries, p.keys, kTileKeys);
     return visited.first >= visited.end;
   };
   return p.cu_seqlens_q != nullptr || unseen(0) || unseen(p.schedule.row_tiles - 1);
-}
-
-Status run_sink(const AttentionBwdParams& x, const BackwardParams& p, int block_queries, void* stream) {
-  const AttentionProblem& a = x.problem;
-  const SinkParams sink{
-      p.statistics, a.sink, x.dsink, total_blocks(a, block_queries), p.heads, block_queries, a.dropout.seed != nullptr};
-  const LaunchConfig config{.grid = static_cast<unsigned>(p.heads), .block = kSinkThreads};
-  if (a.sink_dtype == Dtype::float32) return launch(backward_sink<float>, config, stream, sink);
-  if (a.sink_dtype == Dtype::float16) return launch(backward_sink<float16>, config, stream, sink);
-  return launch(backward_sink<bfloat16>, config, stream, sink);
 }
 
 template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, void* stream) {
@@ -189,7 +151,7 @@ template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, vo
   WARPSMITH_RETURN_IF_FAILED(launch(backward_statistics<T, tile.block_queries, tile.dropout>,
                                     {.grid = row_grid, .block = row_threads(tile.block_queries)}, stream, rows));
   const bool sink = a.sink != nullptr && x.dsink != nullptr;
-  if (sink) WARPSMITH_RETURN_IF_FAILED(run_sink(x, p, tile.block_queries, stream));
+  if (sink) WARPSMITH_RETURN_IF_FAILED(run_sink(x, p.statistics, tile.block_queries, stream));
   const LaunchConfig config{
       .grid = static_cast<unsigned>(std::min<int64_t>(device.multiprocessors, int64_t{key_grid} * p.parts)),
       .block = tile.threads(),
@@ -219,7 +181,8 @@ Status attention_backward_supported_sm90(const AttentionBwdParams& p) {
 Status attention_backward_workspace_sm90(const AttentionBwdParams& p, int64_t* bytes) {
   const AttentionBackwardChoice choice = attention::choose(p);
   if (!choice.supported) return attention::no_kernel(choice.why);
-  *bytes = attention::workspace_of(p.problem, choice.tile).bytes;
+  *bytes = choice.tile == attention::kBackward256 ? attention::wide_workspace_bytes(p.problem)
+                                                  : attention::workspace_of(p.problem, choice.tile).bytes;
   return {};
 }
 
@@ -227,6 +190,7 @@ Status attention_backward_sm90(const AttentionBwdParams& p, void* stream) {
   using namespace attention;
   const AttentionBackwardChoice choice = choose(p);
   if (!choice.supported) return no_kernel(choice.why);
+  if (choice.tile == kBackward256) return run_wide_backward(p, stream);
   if (choice.tile == kBackward128Dropout) return run_dtype<kBackward128Dropout>(p, stream);
   if (choice.tile == kBackward64Dropout) return run_dtype<kBackward64Dropout>(p, stream);
   return choice.tile == kBackward64 ? run_dtype<kBackward64>(p, stream) : run_dtype<kBackward128>(p, stream);

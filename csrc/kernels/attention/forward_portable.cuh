@@ -2,20 +2,22 @@
 #include "kernels/attention/portable_config.h"
 #include "kernels/attention/portable_logits.cuh"
 
-// The forward of attention in code of sm_80, with every option.
+// The forward of attention for sm_80 and newer, with every option.
 //
-// Reads q once, and the keys and values that some query of a tile sees once for each tile and head of q; writes out and
-// lse once. A block owns a tile of queries of one head. Values of a step are copied while its scores are multiplied,
-// the keys of the next one meanwhile the probabilities are. Scores, sums and out are float; probabilities are rounded
-// to T before they meet the values. A hidden key multiplies its value by 0, so that a value which is not finite spoils
-// the rows of its tile.
+// A block owns a tile of queries of one head. Reads q once. Reads the keys and values that some query of the tile sees
+// once for each tile and query head. Writes out and lse once. The values of a step are copied while its scores are
+// computed, and the keys of the next step while the probabilities meet the values.
+//
+// Scores, sums and out are float; probabilities are rounded to T before they are multiplied by the values. A hidden key
+// multiplies its value by 0, so a non-finite value spoils the rows of its tile even if it is hidden.
 namespace warpsmith::attention {
 
-// The running maximum and sum of a thread's rows, lane / 4 of the warp's 16 and eight below, in units of log2.
+// The running maximum and sum of a thread's two rows, in units of log2. The rows are lane / 4 and lane / 4 + 8 of the
+// warp's 16.
 struct RunningSoftmax {
   float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};  // `sum` is this thread's share until total()
 
-  // From s to probabilities in place. `out` is what has been summed up so far.
+  // Turns s into probabilities in place, and rescales `out`, the sum so far.
   template <int kColumns, int kWidth>
   __device__ __forceinline__ void add(Accumulators<kColumns>& s, Accumulators<kWidth>& out) {
 #pragma unroll
@@ -45,8 +47,8 @@ struct RunningSoftmax {
     }
   }
 
-  // The sums of whole rows, in every lane of the quad. `sink` is a logit more, in units of log2; -inf: none. Returns by
-  // which row r of what was summed up must be multiplied.
+  // Makes `sum` the sum of the whole row, in every lane of the quad. `sink`: one more logit, in units of log2; -inf:
+  // none. Returns the factor by which row r of the output must be multiplied.
   __device__ __forceinline__ float total(int r, float sink) {
     sum[r] = device::group_sum<4>(sum[r]);
     const float most = fmaxf(largest[r], sink), base = most == -INFINITY ? 0.0f : most;
@@ -112,12 +114,12 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
     copy_keys(0);
     for (int step = 0; step < steps.count; ++step) {
       device::copy_async_wait<0>();
-      __syncthreads();  // keys are there, and every warp has read the values of the step before
+      __syncthreads();  // keys have arrived, and every warp has read the previous step's values
       copy_values(step);
       Accumulators<kColumns> x[kTiles];
       multiply_rows<T, kDepth, kColumns, kTiles>(x, q_rows + 16 * kTiles * warp * kStride, k_rows, lane);
       device::copy_async_wait<0>();
-      __syncthreads();  // values are there, and every warp has read the keys
+      __syncthreads();  // values have arrived, and every warp has read the keys
       if (step + 1 < steps.count) copy_keys(step + 1);
       const int first_column = steps.begin + step * kColumns;
       const DropoutOfHead dropout(a, s, head);
@@ -138,7 +140,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
   }
 
   const float sink = sink_of<T>(a, head);
-  const bool exists = at.sequence < a.batch;  // packed: else tokens after the last sequence, whose lse is -inf
+  const bool exists = at.sequence < a.batch;  // packed, false: tokens after the last sequence, with lse -inf
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll

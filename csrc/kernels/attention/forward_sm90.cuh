@@ -2,20 +2,19 @@
 #include "device/register_budget.h"
 #include "kernels/attention/forward_sm90_consumer.cuh"
 
-// The forward of attention on Hopper: TMA, wgmma, warpgroups with roles, tiles from a counter.
+// The forward of attention on Hopper: TMA, wgmma, specialised warpgroups, persistent blocks.
 //
-// Reads q once, and k and v once for each tile of query rows; writes out and lse once. Scores, sums and out accumulate
-// in float; probabilities are rounded to T before they meet the values. A masked key multiplies its value by 0, so that
-// a value which is not finite spoils the rows of its tile.
+// Reads q once, and k and v once for each tile of query rows. Writes out and lse once. Scores, sums and out accumulate
+// in float; probabilities are rounded to T before they are multiplied by the values. A masked key multiplies its value
+// by 0, so a non-finite value spoils the rows of its tile even if it is masked.
 //
-// One block a multiprocessor:
+// One block per multiprocessor:
 //   warpgroup 0: the loader (one thread) publishes tiles in a ring of slots, and copies queries and blocks of keys and
-//                values into rings of buffers; a storing warp for each consumer copies out to global memory;
-//   warpgroups 1 and up, the consumers: 64 query rows each. A step multiplies the queries with a block of keys while
-//   the
-//                probabilities of the block before are multiplied with its values; the exponentials of the first
-//                product are computed in the shadow of the second. The last product of a tile runs beside the first
-//                one of the next tile. Finished rows go through the shared memory of the tile's queries.
+//                values into rings of buffers. For each consumer, a storing warp copies out to global memory.
+//   warpgroups 1 and up, the consumers: 64 query rows each. A step multiplies the queries by a block of keys, while the
+//                previous block's probabilities are multiplied by its values. The exponentials of the first product
+//                overlap with the second product. The last product of a tile overlaps with the first of the next tile.
+//                Finished rows are staged in the shared memory of the tile's queries.
 namespace warpsmith::attention {
 
 template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kTile].threads(), 1)

@@ -7,8 +7,8 @@
 // The consumer warpgroups of the Hopper forward (forward_sm90.cuh): both products and the softmax.
 namespace warpsmith::attention {
 
-// s becomes softcap * tanh(s * to_softcap). Two special functions an element, but the error is that of float:
-// tanh.approx would put 2^-11 of the cap into the exponent.
+// s = softcap * tanh(s * to_softcap). Takes two special functions per element, with the error of float. tanh.approx
+// would put an error of 2^-11 of the cap into the exponent.
 template <int kRegisters>
 __device__ __forceinline__ void cap_scores(float (&s)[kRegisters], float softcap, float to_softcap) {
 #pragma unroll
@@ -16,7 +16,7 @@ __device__ __forceinline__ void cap_scores(float (&s)[kRegisters], float softcap
     x = softcap - 2.0f * softcap * device::reciprocal(1.0f + device::exp2(2.0f * kLog2e * to_softcap * x));
 }
 
-// A warpgroup owns 64 query rows of each tile. A thread has two of them: `query`, and eight below.
+// A warpgroup owns 64 query rows of each tile. A thread has two of them: `query` and query + 8.
 template <class T, ForwardTile tile> struct ForwardConsumer {
   using Softmax = OnlineSoftmax<T, tile.block_keys>;
   using Probabilities = typename Softmax::Probabilities;
@@ -32,7 +32,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   int visits, masked;  // of the tile
   int query;
   uint64_t q;                    // descriptor
-  float s[tile.block_keys / 2];  // scores; in masked steps p
+  float s[tile.block_keys / 2];  // scores; after a masked step, probabilities
   float o[tile.head_dim / 2];    // sum of p * v
   Softmax softmax;
   __device__ __forceinline__ ForwardConsumer(const ForwardParams& params, const ForwardShared<tile>& memory,
@@ -45,13 +45,14 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     ring.next();
     return stage;
   }
-  // The warp's reads of the block are complete.
+  // Call when the warp has finished reading the block.
   __device__ __forceinline__ void release_block(int stage) {
     if (lane == 0) device::mbarrier_arrive(shared.block_empty + stage);
   }
 
-  // Where products bind as much as exponentials, a warpgroup issues both products of a step before the next warpgroup
-  // may: their exponentials then fall into each other's products.
+  // With tile.turns, a warpgroup issues both products of a step before the next warpgroup may issue its own. The
+  // exponentials of one warpgroup then overlap with the products of the others. For tiles whose products and
+  // exponentials take equally long.
   static __device__ __forceinline__ int turn_barrier(int g) { return store_barrier(0, tile.groups) + g; }
   __device__ __forceinline__ void take_turn() {
     if (tile.turns) device::named_barrier_wait(turn_barrier(group), kTurnThreads);
@@ -60,7 +61,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     if (tile.turns) device::named_barrier_arrive(turn_barrier(group == tile.groups - 1 ? 0 : group + 1), kTurnThreads);
   }
 
-  // s = q k^T, asynchronously.
+  // s = q k^T. Asynchronous.
   __device__ __forceinline__ void multiply_keys(int stage) {
     const uint64_t k = device::wgmma_descriptor(Swizzle::bytes128, shared.block(stage), 16, 1024);
     device::wgmma_fence();
@@ -73,7 +74,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     }
     device::wgmma_commit();
   }
-  // o += probabilities * v, asynchronously.
+  // o += probabilities * v. Asynchronous.
   __device__ __forceinline__ void multiply_values(int stage, const Probabilities& probabilities) {
     const uint64_t v =
         device::wgmma_descriptor(Swizzle::bytes128, shared.block(stage), tile.block_keys * kPanelRowBytes, 1024);
@@ -84,9 +85,10 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
                                                          device::advance(v, i * 16 * kPanelRowBytes), true);
     device::wgmma_commit();
   }
-  // Starts both products of a step and returns when s is there; the second product is then in flight. `between` is
-  // called when the first product is: the second one's operands are registers, so that a warp waits for the tensor
-  // cores while it issues it.
+  // Starts both products of a step. Returns when s is complete; the second product is then still in flight.
+  //
+  // `between` runs after the first product has been issued. The operands of the second product are registers, so a warp
+  // stalls while it issues that product; work in `between` overlaps with the first product.
   template <class Between>
   __device__ __forceinline__ int start_step(const Probabilities& probabilities, Between&& between) {
     const int keys = take_block();
@@ -118,14 +120,14 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     if (tile.extended && p.softcap != 0.0f) cap_scores(s, p.softcap, p.to_softcap);
   }
 
-  // What the mask of a visit needs, loaded before the products so that its latency is hidden.
+  // What the mask of a visit needs. Loaded before the products, which hide the latency.
   struct MaskPlace {
     int first_key, shift, keys;
   };
   __device__ __forceinline__ MaskPlace mask_place(int visit) const {
     return {t->block(visit) * tile.block_keys, t->shift, t->keys};
   }
-  // From the scores of a masked visit to p, under a base that follows the maximum.
+  // Turns the scores of a masked visit into probabilities, under a base that follows the maximum.
   __device__ __forceinline__ void masked_softmax(const MaskPlace& m, float (&factor)[2]) {
     cap();
     mask_scores(s, p.window, query, m.first_key, lane, m.shift, m.keys);
@@ -137,18 +139,19 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       for (int c = 0; c < tile.block_keys / 16; ++c) drop(kept(dropout, m.first_key, c), s + 8 * c);
     }
   }
-  // What the calls of a step have in common. Made in every step, because nothing of it has a place in registers.
+  // The parts that the Philox calls of a step share. Computed in every step, because there are no registers to keep
+  // them.
   __device__ __forceinline__ RowDropout row_dropout() const {
     if constexpr (!tile.dropout) return {};
     return RowDropout(p.dropout, t->dropout_row + static_cast<uint32_t>((group * 4 + warp) * p.heads));
   }
-  // Of the 16 keys after `first_key` + 16 c.
+  // Which elements are kept, for the 16 keys from first_key + 16 c on.
   __device__ __forceinline__ PhiloxCounter kept(const RowDropout& dropout, int first_key, int c) const {
     PhiloxCounter halves = dropout.call(static_cast<uint32_t>(2 * first_key + 32 * c + lane));
     kept_halves(halves, p.dropout.threshold);
     return halves;
   }
-  // Probabilities are packed after the product that reads the old ones.
+  // A step with a mask. Packs the new probabilities after the product that reads the old ones has finished.
   __device__ __forceinline__ void masked_step(int visit, Probabilities& probabilities) {
     const MaskPlace place = mask_place(visit);
     const int values = start_step(probabilities);
@@ -158,8 +161,9 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     rescale(factor);
     Softmax::pack(s, probabilities);
   }
-  // A step without mask. The scores are kept, so that exponentials which outgrow the base can be taken again.
-  // The dropout mask depends on neither product: it is made beside the first one.
+  // A step without a mask, with the base of the previous steps. Keeps the scores: if the exponentials outgrow the base,
+  // they are computed again under a higher base. The dropout mask depends on neither product, and is made while the
+  // first one runs.
   __device__ __forceinline__ void lazy_step(int visit, const Probabilities& old, Probabilities& probabilities) {
     const int first_key = (t->whole_end - 1 - (visit - masked)) * tile.block_keys;
     [[maybe_unused]] const RowDropout dropout = row_dropout();
@@ -189,8 +193,8 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     if (outgrown) rescale(factor);
   }
 
-  // A step without mask and without a second place for the probabilities, which are packed after the product that reads
-  // the old ones.
+  // A step without a mask, for tiles without registers for a second set of probabilities. Packs the new probabilities
+  // after the product that reads the old ones has finished.
   __device__ __forceinline__ void following_step(Probabilities& probabilities) {
     const int values = start_step(probabilities);
     cap();
@@ -211,7 +215,8 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   __device__ __forceinline__ bool take_tile(unsigned slot, unsigned slot_parity, unsigned parity) {
     device::mbarrier_wait(shared.slot_full + slot, slot_parity);
     t = shared.slots + slot;
-    // The same in every lane, and known to be: loop counts and descriptors belong into uniform registers.
+    // The shuffle tells the compiler that the values are the same in every lane, so that loop counts and descriptors go
+    // into uniform registers.
     visits = __shfl_sync(0xffffffffu, device::load(&t->visits), 0);
     masked = __shfl_sync(0xffffffffu, device::load(&t->masked), 0);
     query = device::load(&t->first_query) + group * kGroupRows + warp * 16 + lane / 4;
@@ -221,7 +226,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     q = device::wgmma_descriptor(Swizzle::bytes128, shared.query(queries.stage, group), 16, 1024);
     return true;
   }
-  // What a tile still needs while the next one has begun.
+  // What a tile still needs after the next tile has begun.
   struct Finished {
     const Tile* t;
     int query, queries, stage;
@@ -237,14 +242,14 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     return p.sink_is_float ? device::load(static_cast<const float*>(p.sink) + head)
                            : device::to_float(device::load(static_cast<const T*>(p.sink) + head));
   }
-  // o / sum to the tile's buffer of q, whose reads are complete, and on to the storing warp.
+  // Writes o / sum to the tile's buffer of q, which nobody reads any more, and signals the storing warp.
   __device__ __forceinline__ void hand_over(const Finished& f) {
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       inverse[r] = f.softmax.sum[r] != 0.0f ? device::reciprocal(f.softmax.sum[r]) : 0.0f;
       float lse = f.softmax.lse(r);
-      if (p.sink != nullptr) {  // one more logit in the sum, which has no value
+      if (p.sink != nullptr) {  // one more logit in the sum, without a value
         const float sink = sink_logit(f.t->head), difference = lse - sink;
         const float above = device::exp2(-fabsf(difference) * kLog2e);
         inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
@@ -254,7 +259,8 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       const int row = f.query + 8 * r;
       if (lane % 4 == 0 && p.lse != nullptr && row < f.queries) device::store(p.lse + f.t->lse + row, lse);
     }
-    // Four 8 x 8 matrices at once: rows 0-7 and 8-15 of the warp's columns c..c+7, then of c+8..c+15.
+    // Four 8 x 8 matrices per instruction: rows 0-7 and 8-15 of the warp's columns c to c + 7, then of columns c + 8 to
+    // c + 15.
     unsigned char* buffer = shared.query(f.stage, group);
     const auto first = static_cast<uint32_t>((warp * 16 + lane % 16) * kPanelRowBytes + lane / 16 * 16);
 #pragma unroll
@@ -271,7 +277,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     release_slot(f.t);
   }
   __device__ __forceinline__ void release_slot(const Tile* slot) {
-    __syncwarp(0xffffffffu);  // all lanes have read before one of them releases the slot
+    __syncwarp(0xffffffffu);  // all lanes have read the slot before one of them releases it
     if (lane == 0) device::mbarrier_arrive(shared.slot_empty + (slot - shared.slots));
   }
   __device__ __forceinline__ void clear_output() {
@@ -279,7 +285,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     for (float& x : o) x = 0.0f;
   }
 
-  // The first scores of a tile, to probabilities.
+  // The first step of a tile: scores and probabilities of its first block.
   __device__ __forceinline__ void first_step(Probabilities& probabilities) {
     const int first = take_block();
     multiply_keys(first);
@@ -290,7 +296,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     masked_softmax(mask_place(0), factor);
     Softmax::pack(s, probabilities);
   }
-  // The last product of a tile, beside nothing.
+  // The last product of a tile, which overlaps with nothing.
   __device__ __forceinline__ void last_product(const Probabilities& probabilities) {
     const int values = take_block();
     multiply_values(values, probabilities);
@@ -307,7 +313,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   }
   __device__ __forceinline__ void run_serial() {
     Probabilities probabilities;
-    // The number of the tile is in its slot, since a register for it would be spilled.
+    // The number of the tile is read from its slot. A register for it would be spilled.
     for (unsigned n = 0; take_tile(n % kTileSlots, n / kTileSlots & 1, n & 1);) {
       clear_output();
       first_step(probabilities);
@@ -322,7 +328,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   __device__ __forceinline__ void run_overlapped() {
     if (tile.turns && group == tile.groups - 1) pass_turn();
     if (!take_tile()) return;
-    // Two arrays: the next probabilities are written while the tensor cores still read the last ones.
+    // Two arrays: the next probabilities are written while the tensor cores still read the previous ones.
     Probabilities p0, p1;
     float factor[2];
     clear_output();
@@ -336,11 +342,12 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       }
       if (visit < visits) {
         lazy_step(visit, p0, p1);
-        // A plain copy would be merged by ptxas with registers that the product in flight still reads.
+        // The XOR with a zero that the compiler does not know keeps this copy. ptxas would merge a plain copy with
+        // registers that the product in flight still reads.
 #pragma unroll
         for (int i = 0; i < tile.block_keys / 4; ++i) p0[i / 4][i % 4] = p1[i / 4][i % 4] ^ p.zero;
       }
-      // The last product of this tile runs beside the first one of the next.
+      // The last product of this tile overlaps with the first product of the next tile.
       const Finished finished = finish_tile();
       if (!take_tile()) {
         last_product(p0);

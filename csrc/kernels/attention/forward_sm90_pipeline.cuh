@@ -9,8 +9,8 @@
 #include "kernels/attention/mask.cuh"
 #include "kernels/attention/scheduler.cuh"
 
-// The first warpgroup of the Hopper forward (forward_sm90.cuh): the loader and the storing warps; and what all
-// warpgroups share.
+// The first warpgroup of the Hopper forward (forward_sm90.cuh), with the loader and the storing warps, and the shared
+// memory and barriers of all warpgroups.
 namespace warpsmith::attention {
 
 using device::Mbarrier;
@@ -21,32 +21,32 @@ constexpr int kGroupRows = 64;     // query rows of a consumer warpgroup: the M 
 constexpr int kPanelColumns = 64;  // 16-bit columns of a swizzled row of 128 bytes
 constexpr int kPanelRowBytes = 128;
 constexpr int kMostQueryStages = 2;
-constexpr int kTileSlots = 4;  // tiles that the loader is ahead of the stored ones, at most
+constexpr int kTileSlots = 4;  // the loader is at most so many tiles ahead of the stores
 
 struct ForwardParams {
   Schedule schedule;
   Window window;
   const int32_t *cu_seqlens_q, *cu_seqlens_k;  // null: not packed
   int batch, heads, heads_per_key_head;
-  int queries, keys;     // of a sequence; packed: the most
+  int queries, keys;     // of a sequence; packed: the maxima
   int total_q, total_k;  // packed: tokens
   int head_dim_v;
-  void* out;                  // for the last rows of packed sequences; all others go through its tensor map
+  void* out;                  // for the last rows of packed sequences; the tensor map stores all others
   int64_t out_seq, out_head;  // strides
   float* lse;                 // null: not wanted
   const void* sink;           // null: none
   bool sink_is_float;         // else of the dtype of q
-  float scale_log2;           // of the scores that go into exponentials, times log2(e)
+  float scale_log2;           // log2(e) * scale of the scores in the exponentials
   float softcap, to_softcap;  // softcap 0: none. Else s becomes softcap * tanh(s * to_softcap)
   DropoutParams dropout;
-  uint32_t zero;  // 0, which the compiler does not know
+  uint32_t zero;  // always 0, but unknown to the compiler
 };
 
-// A tile of query rows as the loader publishes it. In shared memory until its rows are stored, so that it costs the
-// consumers no registers.
+// A tile of query rows as the loader publishes it. Stays in shared memory until its rows are stored, so that it takes
+// no registers of the consumers.
 struct alignas(16) Tile {
   int visits;       // blocks of keys; -1: there are no more tiles
-  unsigned number;  // of the block's tiles, from 0
+  unsigned number;  // counts the tiles of this thread block, from 0
   int first_query, queries, keys;
   int shift, head, key_head, batch;                     // packed: batch 0
   int q_token, k_token;                                 // the sequence's first token in packed tensors
@@ -74,8 +74,8 @@ template <ForwardTile tile> struct ForwardShared {
   }
 };
 
-// A consumer warpgroup and its storing warp meet here. Each stage of the queries has a barrier of its own: with one for
-// both, consumers that run a tile ahead would arrive twice in a phase.
+// The named barrier at which a consumer warpgroup meets its storing warp. Each query stage has its own barrier: with
+// one for both stages, a consumer that runs a tile ahead would arrive twice in one phase.
 constexpr int kStoreThreads = 128 + 32;
 __device__ __forceinline__ int store_barrier(int stage, int group) { return 1 + stage + group * kMostQueryStages; }
 
@@ -122,7 +122,7 @@ __device__ __forceinline__ void describe_tile(const ForwardParams& p, const Tile
   device::store(&t->visits, plan.blocks);
 }
 
-// `rows` rows of a head as panels of 64 columns; columns beyond the head dimension arrive as zero.
+// Loads `rows` rows of a head as panels of 64 columns. Columns beyond the head dimension arrive as zeros.
 template <int kPanels> __device__ __forceinline__ void load_rows(unsigned char* to, const TensorMap* map,
                                                                  Mbarrier* full, int rows, int row, int head,
                                                                  int batch) {
@@ -131,7 +131,7 @@ template <int kPanels> __device__ __forceinline__ void load_rows(unsigned char* 
     device::tensor_load(to + panel * rows * kPanelRowBytes, map, full, {panel * kPanelColumns, row, head, batch});
 }
 
-// One thread.
+// The loader, one thread.
 template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const ForwardParams& p, const TensorMap* q,
                                                                        const TensorMap* k, const TensorMap* v,
                                                                        const ForwardShared<tile>& shared) {
@@ -139,7 +139,7 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
   device::prefetch_tensor_map(q);
   device::prefetch_tensor_map(k);
   device::prefetch_tensor_map(v);
-  unsigned tiles = 0, blocks = 0;  // so far: positions in the rings, in fewer registers than Ring takes
+  unsigned tiles = 0, blocks = 0;  // counts so far: the positions in the rings, in fewer registers than Ring takes
   const auto load_block = [&](const TensorMap* map, const Tile* t, int visit) {
     const unsigned stage = blocks % tile.block_stages, parity = blocks / tile.block_stages & 1;
     ++blocks;
@@ -149,8 +149,8 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
     load_rows<kPanels>(shared.block(stage), map, full, tile.block_keys, t->k_token + t->block(visit) * tile.block_keys,
                        t->key_head, t->batch);
   };
-  // Values are one step behind keys, also from tile to tile unless these are serial: the last block of values is still
-  // to be loaded. Until then nobody releases the tile's slot.
+  // Loads the last block of values of the previous tile. Values are loaded one step after keys, also across tiles
+  // (unless tiles are serial). Until then nobody releases the tile's slot.
   const auto load_last_values = [&] {
     const Tile* t = shared.slots + (tiles - 1) % kTileSlots;
     load_block(v, t, t->visits - 1);
@@ -160,7 +160,7 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
     device::mbarrier_wait(shared.slot_empty + tiles % kTileSlots, (tiles / kTileSlots & 1) ^ 1);
     const TileIndex at = tile_at(p.schedule, n);
     if (at.batch >= 0) {
-      next = next_tile(p.schedule, n);  // arrives during the loads
+      next = next_tile(p.schedule, n);  // its latency overlaps with the loads
       describe_tile<tile>(p, at, t);
       device::store(&t->number, tiles);
     } else {
@@ -188,7 +188,7 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
   if (tiles > 0 && !tile.serial()) load_last_values();
 }
 
-// The first `rows` rows of a warpgroup's output, by ordinary stores. The whole warp.
+// Writes the first `rows` rows of a warpgroup's output by ordinary stores. Called by the whole warp.
 template <int kPanels> __device__ __forceinline__ void store_rows(const ForwardParams& p, const unsigned char* from,
                                                                   const Tile& t, int first_query, int rows) {
   using Chunk = device::Vector<uint32_t, 4>;  // 8 columns
@@ -206,7 +206,7 @@ template <int kPanels> __device__ __forceinline__ void store_rows(const ForwardP
   }
 }
 
-// One warp for each consumer warpgroup: copies its finished rows to `out`, then gives their buffer back to the loader.
+// One warp per consumer warpgroup. Copies finished rows to `out`, then returns their buffer to the loader.
 template <ForwardTile tile> __device__ __forceinline__ void store_tiles(const ForwardParams& p, const TensorMap* out,
                                                                         const ForwardShared<tile>& shared, int group) {
   constexpr int kPanels = ForwardShared<tile>::kPanels;
@@ -221,7 +221,7 @@ template <ForwardTile tile> __device__ __forceinline__ void store_tiles(const Fo
     const int first_query = device::load(&t.first_query) + group * kGroupRows;
     const int rows = device::load(&t.queries) - first_query;
     const unsigned char* from = shared.query(queries.stage, group);
-    // A box would write over the next sequence of a packed tensor.
+    // A TMA store of 64 rows would overwrite the next sequence of a packed tensor.
     if (p.cu_seqlens_q != nullptr && rows < kGroupRows) {
       store_rows<kPanels>(p, from, t, first_query, rows);
       __syncwarp(0xffffffffu);

@@ -12,7 +12,7 @@ AttentionForwardChoice choose(const AttentionFwdParams& p) {
   return choose_attention_forward_sm90(problem);
 }
 
-// Tiles of unequal length are taken from a counter.
+// Whether tiles differ in length. Blocks then take tiles from a counter.
 bool needs_counter(const AttentionProblem& p) {
   return p.cu_seqlens_q != nullptr || p.window_left >= 0 || p.window_right >= 0;
 }
@@ -56,7 +56,8 @@ ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile
   s.row_tiles = i32((a.seqlen_q + tile.tile_rows() - 1) / tile.tile_rows());
   s.tiles = i32(s.row_tiles * a.batch * a.heads_q);
   s.heads_first = s.descending = needs_counter(a);
-  // Key heads whose keys and values fit into 32 MiB of the L2 cache, a power of two, in query heads.
+  // The number of query heads scheduled together: those of as many key heads, a power of two, as have keys and values
+  // that fit into 32 MiB of the L2 cache.
   constexpr int64_t kCacheBytes = 32 << 20;
   const int64_t fit = kCacheBytes / (std::max<int64_t>(a.seqlen_k, 1) * tile.head_dim * 4);
   int64_t key_heads = 1;
@@ -75,7 +76,7 @@ template <class T, ForwardTile tile> Status run(const AttentionFwdParams& x, voi
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   const ForwardParams p = device_params(x, tile);
-  // Packed: a bound, since the lengths are on the device. Blocks without a tile end at once.
+  // Packed: an upper bound, because the lengths are on the device. Blocks without a tile return at once.
   int64_t tiles = p.schedule.tiles;
   if (p.cu_seqlens_q != nullptr) tiles = (a.total_q / tile.tile_rows() + a.batch + 1) * a.heads_q;
   if (p.schedule.counter != nullptr) {

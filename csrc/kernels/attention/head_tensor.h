@@ -3,7 +3,7 @@
 
 namespace warpsmith::attention {
 
-// A tensor of heads as its kernels address it.
+// Address, strides and sizes of a tensor of heads.
 struct HeadTensor {
   const void* base;
   AttentionStrides strides;
@@ -17,7 +17,7 @@ inline HeadTensor head_tensor(const void* base, const AttentionStrides& strides,
   return {base, strides, packed ? 1 : p.batch, length, query ? p.heads_q : p.heads_k, head_dim};
 }
 
-// Of the params of a forward or a backward.
+// P: the params of a forward or a backward.
 template <class P> HeadTensor q_tensor(const P& p) {
   return head_tensor(p.q, p.q_strides, p.problem, true, p.problem.head_dim);
 }

@@ -3,15 +3,15 @@
 
 #include "device/platform.h"
 
-// Which keys a query sees: the window of AttentionProblem, for tiles, for blocks of keys and for the accumulators of a
-// product. Positions count within a sequence and fit in 30 bits.
+// Which keys a query sees: the window of AttentionProblem, applied to tiles, to blocks of keys and to the accumulators
+// of a product. Positions count within a sequence and fit in 30 bits.
 namespace warpsmith::attention {
 
-// Keys j with -left <= j - (i + shift) <= right are in the window of query i.
+// Key j is in the window of query i if -left <= j - (i + shift) <= right.
 struct Window {
   static constexpr int kUnbounded = 1 << 29;
   int left, right;
-  bool bottom_right;  // shift is keys - queries of the sequence, else 0
+  bool bottom_right;  // true: shift is keys - queries of the sequence; false: 0
 
   __host__ __device__ __forceinline__ int shift(int queries, int keys) const {
     return bottom_right ? keys - queries : 0;
@@ -22,8 +22,8 @@ struct Window {
 //   1. blocks at the right edge of the window, downwards;
 //   2. blocks at its left edge, upwards;
 //   3. blocks that every query of the tile sees whole, downwards.
-// The first `masked` blocks need a mask. There is always at least one, which may lie outside of the window: a tile
-// without visible keys visits a block that is masked throughout.
+// The first `masked` visits need a mask. There is always at least one, and it may lie outside the window: a tile
+// without visible keys visits one fully masked block.
 struct BlockPlan {
   int blocks, masked;
   int right_end;   // one past the block that is visited first
@@ -53,7 +53,7 @@ template <int kBlockKeys> __host__ __device__ __forceinline__ BlockPlan plan_blo
   }
   const int begin = begin_key > 0 ? begin_key / kBlockKeys : 0;
   const int end = (end_key + kBlockKeys - 1) / kBlockKeys;
-  // Keys below `seen_by_all` are not cut off at the right for any query, keys from `not_left` on not at the left.
+  // Every query's window ends at `seen_by_all` (exclusive) or later, and begins at `not_left` or earlier.
   int seen_by_all = w.right < Window::kUnbounded ? first_query + shift + w.right + 1 : keys;
   seen_by_all = seen_by_all < keys ? seen_by_all : keys;
   const int not_left = w.left < Window::kUnbounded ? last_query + shift - w.left : 0;
@@ -72,8 +72,8 @@ template <int kBlockKeys> __host__ __device__ __forceinline__ BlockPlan plan_blo
   return plan;
 }
 
-// Sets scores outside of the window to -inf. `s` holds the accumulators of wgmma: rows are queries (`query` is the
-// thread's first one), columns are keys from `first_key` on.
+// Sets scores outside the window to -inf. `s` holds the accumulators of wgmma. Rows are queries (`query` is the
+// thread's first); columns are keys, from `first_key` on.
 template <int kRegisters> __device__ __forceinline__ void mask_scores(float (&s)[kRegisters], const Window& w,
                                                                       int query, int first_key, int lane, int shift,
                                                                       int keys) {

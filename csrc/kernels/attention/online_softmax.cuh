@@ -7,38 +7,39 @@
 #include "device/math.h"
 #include "device/reduce.h"
 
-// The softmax of rows whose scores arrive block by block, with lazy rescaling, in the registers of a wgmma warpgroup.
+// An online softmax with lazy rescaling, for rows whose scores arrive block by block in the registers of a wgmma
+// warpgroup.
 namespace warpsmith::attention {
 
 // A row's probabilities are p = 2^(scale * s - base). Any base gives the same quotient o / sum as long as nothing
-// overflows, so the base need not follow the row's maximum: it is raised only when a sum of probabilities says that it
-// lags far behind. Then neither the maximum nor the rescaling of o stand before the exponentials (measured on an H200
-// at head dimension 128: 838 instead of 712 TFLOP/s, docs/design/2026-11-22-attention-sm90.md).
+// overflows. So the base need not follow the row's maximum: it is raised only when a sum of probabilities shows that it
+// lags far behind. The exponentials then wait neither for the maximum nor for the rescaling of o. Measured on an H200
+// at head dimension 128: 838 instead of 712 TFLOP/s (docs/design/2026-11-22-attention-sm90.md).
 //
-// base = maximum + kHeadroom when it is raised. A thread's part of a row's sum stays below kLargestSum, else the base
-// is raised and the block's exponentials are taken again.
-//   bfloat16: p has the exponents of float: from 2^-30 it may grow by 2^90.
-//   float16:  p <= 2^6 at first, which leaves 20 binary orders of magnitude above the first rounding of subnormals;
-//             a sum below 61440 keeps every p finite.
+// A raised base is maximum + kHeadroom. If a thread's part of a row's sum reaches kLargestSum, the base is raised and
+// the block's exponentials are computed again.
+//   bfloat16: p has the exponent range of float. It starts at 2^-30 and may grow by 2^90.
+//   float16:  p starts at 2^6 or less, 20 binary orders of magnitude above the rounding of subnormals. A sum below
+//             61440 keeps every p finite.
 template <class T> constexpr float kHeadroom = std::is_same_v<T, bfloat16> ? 30.0f : -6.0f;
 template <class T> constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 0x1p60f : 61440.0f;
 
 constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
-// The rows of a thread: lane / 4 of its warp's 16 rows and eight below. The four lanes of a quad share them.
+// The state of a thread's two rows: lane / 4 and lane / 4 + 8 of its warp's 16. The four lanes of a quad share them.
 template <class T, int kBlockKeys> struct OnlineSoftmax {
   static constexpr int kScores = kBlockKeys / 2;
   using Scores = float[kScores];
   using Probabilities = uint32_t[kBlockKeys / 16][4];  // A operands of one wgmma each
 
-  float base[2], sum[2];  // `sum` is this thread's share until total()
+  float base[2], sum[2];  // `sum`: this thread's partial sum, until total()
 
   __device__ __forceinline__ void begin() {
     base[0] = base[1] = -INFINITY;
     sum[0] = sum[1] = 0.0f;
   }
 
-  // `factor`: by which everything summed up under the old base must be multiplied.
+  // Raises the base to this block's maximum. Everything summed under the old base must be multiplied by `factor`.
   __device__ __forceinline__ void raise_base(const Scores& s, float scale, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -54,8 +55,9 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     }
   }
 
-  // Raises the base where the block's maximum is more than kSlack above the one it was raised for; false: in no row of
-  // the warp, and `factor` is not set. p stays below 2^14 in float16, 2^-22 in bfloat16.
+  // Raises the base if the block's maximum in some row of the warp exceeds the maximum that the base was raised for by
+  // more than kSlack. Returns false if not; `factor` is then not set. p stays below 2^14 in float16 and below 2^-22 in
+  // bfloat16.
   static constexpr float kSlack = 8.0f;
   __device__ __forceinline__ bool follow_maxima(const Scores& s, float scale, float (&factor)[2]) {
     bool lags = false;
@@ -71,7 +73,7 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     return true;
   }
 
-  // From s to p in place, added to the sums. Rows that have seen no key stay without one.
+  // Turns s into p in place and adds p to the sums. A row that has seen no key keeps a sum of 0.
   __device__ __forceinline__ void exponentials_in_place(Scores& s, float scale) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -93,8 +95,8 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     for (int i = 0; i < kScores / 2; ++i) out[i / 4][i % 4] = device::pack<T>(s[2 * i], s[2 * i + 1]);
   }
 
-  // From s to packed p, without a change of s or of the sums: `sums` is the block's part. kMasked: `out` holds masks of
-  // the pairs, which p takes and the sums do not.
+  // Writes packed p to `out` and the block's sums to `sums`, and changes neither s nor `sum`. kMasked: `out` holds
+  // masks of the pairs on entry. They apply to p and not to the sums.
   template <bool kMasked = false>
   __device__ __forceinline__ void exponentials(const Scores& s, float scale, Probabilities& out, float (&sums)[2]) {
     float partial[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -113,7 +115,8 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     sums[0] = partial[0] + partial[1];
     sums[1] = partial[2] + partial[3];
   }
-  // Masks that give the same zeros again under a higher base: what is 0 under the old one is 0 under it, too.
+  // Recovers the masks from masked p, so that p can be computed again under a higher base. A p that is 0 under the old
+  // base is also 0 under a higher one.
   static __device__ __forceinline__ void masks_again(Probabilities& p) {
 #pragma unroll
     for (auto& four : p)
@@ -121,12 +124,12 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
       for (uint32_t& pair : four)  // p >= 0, or the NaN 0x7fff: a half's highest bit is clear
         pair = device::spread_signs(pair + 0x7fff7fffu, 0, device::spread_selector(0, 1));
   }
-  // A row without a base has infinite p, and NaN compares false.
+  // A row without a base has infinite p. NaN compares false, so it counts as outgrown.
   static __device__ __forceinline__ bool outgrown(const float (&sums)[2]) {
     return !(sums[0] < kLargestSum<T> && sums[1] < kLargestSum<T>);
   }
 
-  // The rows' whole sums, in every lane of the quad.
+  // Makes `sum` the sum of the whole row, in every lane of the quad.
   __device__ __forceinline__ void total() {
     sum[0] = device::group_sum<4>(sum[0]);
     sum[1] = device::group_sum<4>(sum[1]);

@@ -1,40 +1,40 @@
 #pragma once
 #include <cstdint>
 
-// What the portable kernels of attention (code of sm_80 and newer) are compiled for.
+// The configurations of the portable attention kernels (code of sm_80 and newer).
 namespace warpsmith::attention {
 
-// A block owns `rows` rows of the matrix of queries and keys, and goes over its columns in steps. In the forward and
-// for dq rows are queries, for dk and dv they are keys.
+// A block owns `rows` rows of the matrix of queries and keys, and loops over its columns in steps. Rows are queries in
+// the forward and for dq; rows are keys for dk and dv.
 struct PortableTile {
   int element_bytes;
   bool extended;     // with softcap, biases, masks and dropout: more registers, and more code between the products
-  int head_dim;      // of q, k and v, which are padded to it
-  int rows;          // a block's
-  int columns;       // a step's
-  int warp_tiles;    // a warp owns 16 times as many rows
-  int column_parts;  // of dk and dv in float: warps that share 16 keys and their products, each with a part of columns
-  int stages;        // steps whose rows are in shared memory or on the way
+  int head_dim;      // q, k and v are padded to it
+  int rows;          // per block
+  int columns;       // per step
+  int warp_tiles;    // a warp owns 16 * warp_tiles rows
+  int column_parts;  // dk and dv in float: warps that share 16 keys and divide the columns of dk and dv
+  int stages;        // steps whose data is in shared memory or in flight
 
-  // 16 bytes more than the elements: eight neighbouring rows lie in different banks.
+  // 16 bytes of padding put eight neighbouring rows into different banks.
   constexpr int row_bytes() const { return head_dim * element_bytes + 16; }
   constexpr int threads() const { return rows * 2 / warp_tiles * column_parts; }
   constexpr int forward_shared_bytes() const { return (rows + 2 * columns) * row_bytes(); }
-  // A stage has the columns of two tensors, and for dk and dv the lse and delta of each column.
+  // A stage holds the columns of two tensors. For dk and dv it also holds the lse and delta of each column.
   constexpr int stage_bytes(bool of_keys) const { return 2 * columns * row_bytes() + (of_keys ? 2 * columns * 4 : 0); }
   constexpr int backward_shared_bytes(bool of_keys) const {
     return 2 * rows * row_bytes() + stages * stage_bytes(of_keys);
   }
 };
 
-// dk and dv of 16-bit elements: four warps make probabilities and dS of a step together, and exchange them in shared
-// memory. `rows`, `columns`, `head_dim`: as above.
+// dk and dv of 16-bit elements. Four warps together make the probabilities and dS of a step, and exchange them in
+// shared memory. `rows`, `columns` and `head_dim` as above.
 struct PortableKeyTile {
   bool extended;
   int head_dim, rows, columns;
-  int warp_tiles;  // a warp makes 16 times as many rows of dS
+  int warp_tiles;  // a warp makes 16 * warp_tiles rows of dS
   int stages;
-  static constexpr int kWarps = 4, kGradientTiles = 2;  // of 16 keys, in dk and dv of a warp
+  static constexpr int kWarps = 4, kGradientTiles = 2;  // kGradientTiles: 16-key tiles of dk and dv per warp
 
   constexpr int row_bytes() const { return head_dim * 2 + 16; }
   constexpr int threads() const { return kWarps * 32; }
@@ -45,7 +45,7 @@ struct PortableKeyTile {
   constexpr int shared_bytes() const { return 2 * (rows * row_bytes() + score_bytes()) + stages * stage_bytes(); }
 };
 
-// Within the 99 KiB that a block may have on GPUs of compute capability 8.6, 8.9 and 12.0.
+// The most shared memory of a block on GPUs of compute capability 8.6, 8.9 and 12.0.
 constexpr int kPortableSharedBytes = 99 * 1024;
 
 constexpr PortableTile kPortableForward[] = {
@@ -58,22 +58,22 @@ constexpr PortableTile kPortableQueries[] = {
     {2, true, 64, 128, 32, 2, 1, 2},  {2, true, 128, 128, 16, 2, 1, 2}, {2, true, 256, 64, 32, 1, 1, 1},
     {4, true, 64, 64, 32, 1, 1, 2},   {4, true, 128, 64, 16, 1, 1, 1},  {4, true, 256, 32, 16, 1, 1, 1},
 };
-// dbias: extended problems alone.
+// dbias. Only extended problems have a bias.
 constexpr PortableTile kPortableBias[] = {
     {2, true, 64, 64, 64, 1, 1, 1}, {2, true, 128, 64, 64, 1, 1, 1}, {2, true, 256, 64, 32, 1, 1, 1},
     {4, true, 64, 64, 32, 1, 1, 1}, {4, true, 128, 64, 16, 1, 1, 1}, {4, true, 256, 32, 16, 1, 1, 1},
 };
-constexpr int kPortablePlain = 3;  // tiles of the other lists before these
-// dk and dv: in 16 bits, and in float.
+constexpr int kPortablePlain = 3;  // tiles of the other lists without counterpart here
+// dk and dv of 16-bit elements, then of float.
 constexpr PortableKeyTile kPortableKeys[] = {
     {false, 64, 64, 64, 2, 2}, {false, 128, 64, 32, 2, 2}, {false, 256, 32, 32, 1, 1},
     {true, 64, 64, 64, 2, 2},  {true, 128, 64, 32, 2, 2},  {true, 256, 32, 32, 1, 1},
 };
 constexpr PortableTile kPortableFloatKeys[] = {
     {4, true, 64, 64, 32, 1, 1, 2}, {4, true, 128, 64, 16, 1, 2, 1}, {4, true, 256, 32, 16, 1, 4, 1}};
-constexpr int kPortable16Bit = 6;  // tiles of each list, which begins with those of 16 bits
+constexpr int kPortable16Bit = 6;  // tiles of 16-bit elements, at the start of each list
 
-// The place in the lists of the first tile for these elements and head dimensions (the larger of both).
+// The index of the first tile for these elements and this head dimension (the larger of head_dim and head_dim_v).
 constexpr int portable_tile(int element_bytes, bool extended, int64_t head_dim) {
   int i = 0;
   while (kPortableForward[i].element_bytes != element_bytes ||

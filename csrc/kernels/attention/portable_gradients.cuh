@@ -2,12 +2,12 @@
 #include "kernels/attention/backward_order.cuh"
 #include "kernels/attention/portable_logits.cuh"
 
-// What all portable kernels of the backward do in a step: rows of both pairs of tensors to shared memory,
-// probabilities, and the gradients of logits.
+// The step that all portable backward kernels share: copy the rows of two tensors to shared memory, then make
+// probabilities and the gradients of logits.
 namespace warpsmith::attention {
 
-// Statistics of queries (kStatistics) are in the blocks of which backward_sink makes its sums. lse is +inf where a
-// query sees no key or does not exist, so that its probabilities are 0.
+// The statistics of queries (kStatistics) have the block size that backward_sink reads. A query that sees no key or
+// does not exist has lse = +inf, so that its probabilities are 0.
 static_assert(kStatisticsQueries == kBlockQueries);
 
 __device__ __forceinline__ int64_t statistics_of(const AttentionProblem& p, const SequenceOfTile& s, int query,
@@ -17,15 +17,16 @@ __device__ __forceinline__ int64_t statistics_of(const AttentionProblem& p, cons
   return (block * p.heads_q + head) * kStatistics + query % kBlockQueries;
 }
 
-// lse of a thread's rows of queries, row + 8 r; delta is kBlockQueries behind. Null where the warp's block of queries
-// does not exist: nothing is seen there, and another warp's delta may be corrected at any time.
+// The lse of a thread's rows (queries) row and row + 8; delta follows kBlockQueries later. Null if the warp's block of
+// queries does not exist: such a warp sees nothing, and must not read, because another warp may be correcting the delta
+// there.
 __device__ __forceinline__ const float* statistics_of_rows(const AttentionBwdParams& p, const SequenceOfTile& s,
                                                            int row, int head) {
   if (row / kBlockQueries * kBlockQueries >= s.queries) return nullptr;
   return static_cast<const float*>(p.workspace) + statistics_of(p.problem, s, row, head);
 }
 
-// Elements of the tensors of one sequence, from its first token of a head on.
+// The rows of one sequence and head of a tensor, from the sequence's first token on.
 template <class T> struct HeadRows {
   const T* first;
   int64_t stride;
@@ -53,7 +54,7 @@ __device__ __forceinline__ HeadRows<T> v_rows(const AttentionBwdParams& p, const
   return {p.v, p.v_strides, s.batch, key_head, s.first_key};
 }
 
-// Starts copies of rows [first, first + kRows) of a pair of tensors: q and dout, or k and v.
+// Starts the copies of rows [first, first + kRows) of two tensors: q and dout, or k and v.
 template <class T, int kDepth, int kRows, int kThreads>
 __device__ __forceinline__ void copy_pair(T* to, const HeadRows<T>& x, const HeadRows<T>& y, int first, int length,
                                           const AttentionProblem& p) {
@@ -63,12 +64,13 @@ __device__ __forceinline__ void copy_pair(T* to, const HeadRows<T>& x, const Hea
                                         length - first, static_cast<int>(p.head_dim_v));
 }
 
-// Probabilities and their gradients for the rows of a warp, from `first_row` on, and kColumns columns. All T are in
-// shared memory, in rows: x is q and y dout where queries are rows or columns, and k and v where keys are. p holds
-// probabilities as they meet dout, ds the gradients of logits or, `of_products`, those of products over softmax_scale.
-// `lse`: of the queries, from the first column on or from the thread's first row on (null: none), and delta `to_delta`
-// behind it. Those of rows are read
-// again in each step: registers are short.
+// Makes probabilities and their gradients for kTiles * 16 rows of a warp, from `first_row` on, and kColumns columns.
+//   rows_x, rows_y, columns_x, columns_y: rows in shared memory. x is q and y is dout for queries; for keys, x is k
+//        and y is v.
+//   p:   output: probabilities after dropout, as they are multiplied by dout.
+//   ds:  output: gradients of the logits; with `of_products`, gradients of the products q k^T over softmax_scale.
+//   lse: statistics of the queries, from the first column on (keys are rows) or from the thread's first row on; null:
+//        none. delta follows `to_delta` floats later. Read again in each step, because registers are short.
 template <class T, int kDepth, int kColumns, int kTiles, bool kKeysAreRows, bool kExtended>
 __device__ __forceinline__ void make_gradients(Accumulators<kColumns> (&p)[kTiles],
                                                Accumulators<kColumns> (&ds)[kTiles], bool of_products,
@@ -82,7 +84,7 @@ __device__ __forceinline__ void make_gradients(Accumulators<kColumns> (&p)[kTile
   const float keep_scale = static_cast<float>(a.dropout.scale);
   const DropoutOfHead mask(a, s, head);
   static_assert(kColumns <= 64);
-  uint32_t kept[kTiles];  // a bit an element
+  uint32_t kept[kTiles];  // one bit per element
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
     kept[i] = 0xffffffffu;
@@ -95,7 +97,7 @@ __device__ __forceinline__ void make_gradients(Accumulators<kColumns> (&p)[kTile
                                                   });
     }
   }
-  // f(i, n, of its two queries) for all elements of a thread.
+  // Calls f(i, n, statistics of two queries) for all elements of a thread.
   const auto for_queries = [&](int at, auto&& f) {
     device::Vector<float, 2> two;
 #pragma unroll
@@ -129,7 +131,7 @@ __device__ __forceinline__ void make_gradients(Accumulators<kColumns> (&p)[kTile
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       p[i][n][e] = device::exp2(p[i][n][e] - two.at[kKeysAreRows ? e % 2 : e / 2]);
-      // Where nothing is seen, values and gradients that are not finite must not count.
+      // A hidden pair must contribute 0 even if its value or gradient is not finite.
       ds[i][n][e] = p[i][n][e] == 0.0f ? 0.0f : p[i][n][e] * ds[i][n][e];
       if (dropout) p[i][n][e] = (kept[i] >> (4 * n + e) & 1) != 0 ? p[i][n][e] * keep_scale : 0.0f;
     }

@@ -1,8 +1,7 @@
 #pragma once
 #include "kernels/attention/attention.h"
 
-// Which tiles a problem takes, and how many blocks the portable kernels have, for their launchers and for the check
-// that a grid holds them.
+// The tiles and grid sizes of the portable kernels, for their launchers and for the check that a grid can hold them.
 namespace warpsmith::attention {
 
 inline bool is_extended(const AttentionProblem& p) {
@@ -10,17 +9,18 @@ inline bool is_extended(const AttentionProblem& p) {
          p.dropout.seed != nullptr;
 }
 
-// Tiles of `rows` queries or keys are numbered over the sequences: of equally long ones one after the other, of packed
-// ones so that each begins at its first token / rows + its number. Numbers between sequences may stay unused.
+// The number of tiles of `rows` queries or keys over all sequences. Sequences of equal length are numbered one after
+// the other. A packed sequence begins at its first token / rows + its index, so that the host need not read cu_seqlens;
+// some numbers between sequences stay unused.
 inline int64_t row_tiles(const AttentionProblem& p, bool of_keys, int rows) {
   if (p.cu_seqlens_q != nullptr) return (of_keys ? p.total_k : p.total_q) / rows + p.batch + 1;
   return p.batch * (((of_keys ? p.seqlen_k : p.seqlen_q) + rows - 1) / rows);
 }
 
-// lse in units of log2 and delta of every query, in blocks of queries: [block][head][2][64] floats in the workspace.
+// lse (in units of log2) and delta of every query, in the workspace: float [block][head][2][64].
 constexpr int kStatisticsQueries = 64, kStatistics = 2 * kStatisticsQueries;
 
-// dbias in tiles: of [batch, heads, queries, keys] a dimension has one tile where dbias is broadcast along it.
+// The tiles of dbias. A dimension of [batch, heads, queries, keys] along which dbias is broadcast has one tile.
 struct BiasTiles {
   int64_t all_queries, all_keys;  // tiles of a problem's queries and keys
   int64_t batch, heads, queries, keys;

@@ -8,10 +8,10 @@
 #include "kernels/attention/backward_rows.cuh"
 #include "kernels/attention/forward_portable.cuh"
 
-// Launches of the portable kernels for elements T: included by the .cu of each dtype.
+// Launches the portable kernels for elements T. Each dtype's .cu includes this file.
 namespace warpsmith::attention {
 
-// Calls use.template operator()<i>() for the tile of a problem: of its options, and of its head dimensions.
+// Calls use.template operator()<i>() for the tile i of a problem, which depends on its options and head dimensions.
 template <int i, class Use> Status with_portable_tile_from(const AttentionProblem& p, Use&& use) {
   if constexpr (kPortableForward[i].head_dim < 256) {
     if (std::max(p.head_dim, p.head_dim_v) > kPortableForward[i].head_dim)
@@ -65,7 +65,7 @@ template <class T> Status run_backward_portable(const AttentionBwdParams& p, voi
     constexpr PortableTile tile = kPortableQueries[i];
     constexpr int kSharedBytes = tile.backward_shared_bytes(false);
     BackwardPortableParams x{p, static_cast<int*>(p.workspace) + query_blocks * a.heads_q * kStatistics, false};
-    // First dq, which corrects delta: all others read that.
+    // dq first: it corrects the delta that all later kernels read.
     for (const bool second : {false, true}) {
       x.second = second;
       const Status queries = launch_portable(backward_portable<T, i, false>, row_tiles(a, false, tile.rows) * a.heads_q,

@@ -7,16 +7,17 @@
 #include "kernels/attention/portable_product.cuh"
 #include "kernels/attention/portable_tiles.cuh"
 
-// From products to logits, and dropout, on the accumulators of a warp. Rows of the accumulators are queries, or keys
-// (kKeysAreRows). Each option is a branch that the whole grid takes, outside of the loops over elements.
+// Turns products into logits, and makes dropout masks, on the accumulators of a warp. Rows of the accumulators are
+// queries, or keys (kKeysAreRows). Each option is a branch that the whole grid takes together, outside the loops over
+// elements.
 namespace warpsmith::attention {
 
-// Where a thread's accumulators lie in the matrix of a sequence's queries and keys: rows `row` and row + 8, columns
+// The place of a thread's accumulators in the matrix of queries and keys of a sequence: rows `row` and row + 8, columns
 // column + 8 n + e.
 template <bool kKeysAreRows> struct Place {
   int row, column;
 
-  // f(n, e, query, key) for every element.
+  // Calls f(n, e, query, key) for every element.
   template <int kColumns, class F> __device__ __forceinline__ void for_elements(F&& f) const {
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n)
@@ -28,14 +29,15 @@ template <bool kKeysAreRows> struct Place {
   }
 };
 
-// 2^logit instead of e^logit: logits are in units of log2. Only `extended` ones have softcap, biases and masks.
+// The logits of one sequence and head, in units of log2: exponentials are 2^logit. Only with kExtended are there a
+// softcap, biases and masks.
 template <bool kExtended> struct Logits {
-  float scale;    // of products; with a softcap of the argument of tanh
+  float scale;    // of the products; with a softcap, of the argument of tanh
   float softcap;  // 0: none
   float slope;    // 0: none
   int shift;
   bool bias_is_float;
-  const void* bias;  // null: none. Of this sequence and head, as the mask
+  const void* bias;  // of this sequence and head, as the mask is; null: none
   int64_t bias_q, bias_k;
   const unsigned char* mask;  // null: none
   int64_t mask_q, mask_k;
@@ -64,8 +66,7 @@ template <bool kExtended> struct Logits {
       mask = static_cast<const unsigned char*>(p.mask) + s.sequence * p.mask_strides.batch + head * p.mask_strides.head;
   }
 
-  // Products to logits before biases. `softcapped(n, e, derivative)` is told the softcap's derivative, where there is
-  // one.
+  // Turns products into logits without biases. With a softcap, calls `softcapped(n, e, derivative of the softcap)`.
   template <int kColumns, class Softcapped>
   __device__ __forceinline__ void scale_products(Accumulators<kColumns>& x, Softcapped&& softcapped) const {
     if (kExtended && softcap > 0.0f) {
@@ -85,8 +86,8 @@ template <bool kExtended> struct Logits {
     }
   }
 
-  // Reads nothing that is not seen, and two neighbours by one load where they lie together. Most tiles are seen whole:
-  // their loads have no condition and are in flight together.
+  // Adds the bias. Reads only visible elements, and two neighbours in one load where they are adjacent. In the common
+  // case that all rows see all columns, the loads have no condition and are in flight together.
   template <class B, int kColumns, bool kKeysAreRows>
   __device__ __forceinline__ void add_bias(Accumulators<kColumns>& x, const Place<kKeysAreRows>& at, bool all,
                                            const Columns (&seen)[2]) const {
@@ -113,8 +114,8 @@ template <bool kExtended> struct Logits {
       }
   }
 
-  // Adds ALiBi and bias, and hides what the mask and the window hide. `of_all`: the columns that all rows of the warp
-  // see. Few steps have others: only they ask which of them the rows `row` and row + 8 see.
+  // Adds ALiBi and bias, then sets the logits that the mask or the window hides to -inf. `of_all`: the columns that all
+  // rows of the warp see. Only the few steps with other columns compute which columns the rows `row` and row + 8 see.
   template <class T, int kColumns, bool kKeysAreRows>
   __device__ __forceinline__ void finish(Accumulators<kColumns>& x, const Place<kKeysAreRows>& at,
                                          const Columns& of_all, const AttentionProblem& p,
@@ -164,11 +165,11 @@ template <class T> __device__ __forceinline__ float sink_of(const AttentionProbl
   return device::to_float(device::load(static_cast<const T*>(p.sink) + head)) * kLog2e;
 }
 
-// What the dropout of one sequence and head is made of. Made before the loop over steps: its loads would be waited for
-// in each.
+// The dropout state of one sequence and head. Construct it before the loop over steps: inside, each step would wait for
+// its loads.
 struct DropoutOfHead {
   uint64_t seed = 0, offset = 0;
-  uint32_t first_row = 0, heads = 0;  // word 1 of the first row block, and from one to the next
+  uint32_t first_row = 0, heads = 0;  // counter word 1 of the first row block; stride from one row block to the next
 
   __device__ __forceinline__ DropoutOfHead(const AttentionProblem& p, const SequenceOfTile& s, int head_of_q) {
     if (p.dropout.seed == nullptr) return;
@@ -179,8 +180,8 @@ struct DropoutOfHead {
         attention_dropout_row(attention_row_block(p.cu_seqlens_q, s.sequence, p.seqlen_q), 0, p.heads_q, head_of_q);
   }
 
-  // kept(n, e, whether it is kept) for every element of a warp's 16 x kColumns, which begin at multiples of 16. The
-  // whole warp.
+  // Calls kept(n, e, whether the element is kept) for every element of a warp's 16 x kColumns block, which begins at
+  // multiples of 16. Called by the whole warp.
   template <int kColumns, bool kKeysAreRows, class Kept>
   __device__ __forceinline__ void apply(uint32_t threshold, int row_of_warp, int first_column, int lane,
                                         Kept&& kept) const {
@@ -195,12 +196,13 @@ struct DropoutOfHead {
         for (int i = 0; i < 8; ++i)
           kept(2 * block + i / 4, i % 4, attention_dropout_keeps(own, i % 4 / 2 * 8, i / 4 * 8 + i % 2, threshold));
       } else {
-        // The queries 2 t and 2 t + 1 are of two calls. The lanes of keys g and g ^ 1 make one each, and swap.
+        // The queries 2 t and 2 t + 1 belong to two calls. The lanes of keys g and g ^ 1 make one call each and swap
+        // words.
         const int g = lane / 4, t = lane % 4;
         const bool odd = g % 2 != 0;
         const PhiloxCounter own =
             attention_dropout_lanes(seed, offset, word1, k_block, static_cast<uint32_t>(8 * t + (odd ? 4 : 0) + g / 2));
-        uint32_t words[2][2];  // of queries 2 t and 2 t + 1, and of those 8 further
+        uint32_t words[2][2];  // [query 2 t or 2 t + 1][0, or 8 queries further]
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
           const uint32_t given = __shfl_xor_sync(0xffffffffu, odd ? own.word[w] : own.word[2 + w], 4);

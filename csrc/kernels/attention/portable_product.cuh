@@ -6,9 +6,9 @@
 #include "device/vector.h"
 #include "kernels/attention/store_accumulators.cuh"
 
-// Products of a warp with rows in shared memory: tensor cores for 16-bit elements, float arithmetic for float. Both
-// have the accumulators of mma.m16n8k16: with g = lane / 4 and t = lane % 4, element e of x[n] is in row g + 8 (e / 2)
-// and column 8 n + 2 t + e % 2. The whole warp, converged.
+// Products of a warp with rows in shared memory: by tensor cores for 16-bit elements, by float arithmetic for float.
+// Both have the accumulator layout of mma.m16n8k16: with g = lane / 4 and t = lane % 4, element e of x[n] is in row g +
+// 8 (e / 2) and column 8 n + 2 t + e % 2. Called by the whole warp, converged.
 namespace warpsmith::attention {
 
 template <int kColumns> using Accumulators = float[kColumns / 8][4];
@@ -20,11 +20,11 @@ template <int kColumns> __device__ __forceinline__ void fill(Accumulators<kColum
     for (int e = 0; e < 4; ++e) x[n][e] = value;
 }
 
-// From row to row in shared memory, in elements.
+// The stride of rows in shared memory, in elements.
 template <class T, int kDepth> constexpr int kSharedStride = kDepth + 16 / static_cast<int>(sizeof(T));
 
-// Starts copies of kRows rows by all threads of the block. Rows from `rows` on and columns from `columns` on become
-// zeros. A thread copies the same columns of several rows.
+// Starts the copies of kRows rows, by all threads of the block. Rows from `rows` on and columns from `columns` on
+// become zeros. A thread copies the same columns of several rows.
 template <class T, int kDepth, int kRows, int kThreads>
 __device__ __forceinline__ void copy_rows(T* to, const T* from, int64_t stride, int rows, int columns) {
   constexpr int kElements = 16 / static_cast<int>(sizeof(T)), kChunks = kDepth / kElements;
@@ -42,8 +42,8 @@ __device__ __forceinline__ void copy_rows(T* to, const T* from, int64_t stride, 
   }
 }
 
-// x = a b^T for kTiles times 16 rows of a, and kColumns of b. `a` is the warp's first row. A warp with more tiles loads
-// as much of b for all of them as for one.
+// x = a b^T for kTiles * 16 rows of a and kColumns rows of b. `a` points to the warp's first row. A warp loads b once
+// for all of its tiles.
 template <class T, int kDepth, int kColumns, int kTiles>
 __device__ __forceinline__ void multiply_rows(Accumulators<kColumns> (&x)[kTiles], const T* a, const T* b, int lane) {
   constexpr int kStride = kSharedStride<T, kDepth>;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void multiply_rows(Accumulators<kColumns> (&x)[kTiles
   }
 }
 
-// x += p b for kTiles times 16 rows of p, which is rounded to T; b has kColumns rows. `b` is the first of the kWidth
+// x += p b for kTiles * 16 rows of p, which is rounded to T. b has kColumns rows; it points to the first of kWidth
 // columns.
 template <class T, int kDepth, int kColumns, int kWidth, int kTiles>
 __device__ __forceinline__ void add_product(Accumulators<kWidth> (&x)[kTiles],
@@ -121,12 +121,12 @@ __device__ __forceinline__ void add_product(Accumulators<kWidth> (&x)[kTiles],
     }
   } else {
     static_assert(kTiles == 1);
-    // The step's sum is made apart and then added: one chain of all additions would round as often as there are columns
-    // in all steps, and lose twice what torch's blocked products do. It is made for `kPart` columns at a time, as many
-    // as registers hold beside x.
+    // Sums each step separately and then adds it to x. A single chain of additions would round once for every column of
+    // every step, and have twice the error of torch's blocked products. Makes kPart columns at a time, as many as fit
+    // into registers beside x.
     constexpr int kPart = kWidth > 128 ? 16 : 64;
     static_assert(kWidth % kPart == 0);
-    const auto factor = [&](int k, int r) {  // column k of p, of the row r that this thread adds to
+    const auto factor = [&](int k, int r) {  // element k of p, in row r of this thread
       return __shfl_sync(0xffffffffu, p[0][k / 8][2 * r + k % 2], lane / 4 * 4 + k % 8 / 2);
     };
     constexpr bool kHold = kWidth > 4 * kPart;
@@ -178,7 +178,7 @@ __device__ __forceinline__ void store_scores(T* to, int stride, const Accumulato
                            device::Vector<uint32_t, 1>{{device::pack<T>(x[n][2 * r], x[n][2 * r + 1])}});
 }
 
-// x += p b as add_product(), of 16-bit elements, with p in shared memory: rows of kColumns + 8 elements.
+// x += p b as in add_product(), for 16-bit elements, with p in shared memory in rows of kColumns + 8 elements.
 template <class T, int kDepth, int kColumns, int kWidth, int kTiles>
 __device__ __forceinline__ void add_shared_product(Accumulators<kWidth> (&x)[kTiles], const T* p, const T* b,
                                                    int lane) {
@@ -203,8 +203,8 @@ __device__ __forceinline__ void add_shared_product(Accumulators<kWidth> (&x)[kTi
   }
 }
 
-// Writes x to rows of a tensor: `to` is column 0 of the warp's first row. Rows from `rows` on and columns from
-// `columns` on do not exist.
+// Writes x to rows of a tensor. `to` is column 0 of the warp's first row. Skips rows from `rows` on and columns from
+// `columns` on.
 template <class T, int kWidth> __device__ __forceinline__ void store_rows(T* to, int64_t stride,
                                                                           const Accumulators<kWidth>& x, int rows,
                                                                           int columns, int lane) {

@@ -2,11 +2,11 @@
 #include "device/vector.h"
 #include "kernels/attention/portable_grid.h"
 
-// Which rows a block of the portable kernels owns, and which columns of the matrix of queries and keys they meet.
+// The rows that a block of the portable kernels owns, and the columns of the matrix of queries and keys that they meet.
 // Positions within a sequence fit in 28 bits, tokens of packed tensors in 31.
 namespace warpsmith::attention {
 
-// As attention_sequence(). Number `batch` holds the tokens after the last sequence.
+// As attention_sequence(). Sequence number `batch` is the tokens after the last sequence.
 __device__ __forceinline__ AttentionSequence tokens_of(const int32_t* cu_seqlens, int64_t sequence, int64_t batch,
                                                        int64_t total, int64_t max_seqlen) {
   const auto at = [&](int64_t i) {
@@ -19,10 +19,10 @@ __device__ __forceinline__ AttentionSequence tokens_of(const int32_t* cu_seqlens
   return {start, length < 0 ? 0 : length > max_seqlen ? max_seqlen : length};
 }
 
-// A sequence of queries and its keys. The tokens after the last packed sequence meet nothing.
+// A sequence of queries and its keys. The tokens after the last packed sequence have no keys (or no queries).
 struct SequenceOfTile {
   int sequence;
-  int batch;  // the entry of tensors in memory: 0 where sequences are packed
+  int batch;  // the batch entry in memory; 0 if sequences are packed
   int first_query, first_key;
   int queries, keys;
   int shift;
@@ -48,10 +48,10 @@ __device__ __forceinline__ SequenceOfTile sequence_of_tile(const AttentionProble
 }
 
 // Which rows a tile of row_tiles() has.
-constexpr int64_t kNoRow = int64_t{1} << 30;  // no sequence is that long
+constexpr int64_t kNoRow = int64_t{1} << 30;  // beyond every sequence
 
-// Longest tiles first: under a causal window the last queries see most keys, and the first keys are seen by most
-// queries.
+// The number of a block, so that the longest tiles start first. Under a causal window, the last queries see most keys,
+// and the first keys are seen by most queries.
 template <bool kOfKeys> __device__ __forceinline__ unsigned block_number(const AttentionProblem& p) {
   return !kOfKeys && p.window_right >= 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
 }
@@ -77,13 +77,12 @@ __device__ __forceinline__ RowTile row_tile(const AttentionProblem& p, int64_t n
     const int64_t middle = (low + high) / 2;
     (first(middle) <= number ? low : high) = middle;
   }
-  // A number before the first sequence, and whatever offsets that fall lead to, has no rows.
+  // A number before the first sequence has no rows, and neither has a number that falling offsets lead to.
   const int64_t tile = number - first(low), most = kNoRow / kRows;
   return {low, static_cast<int>(tile < 0 || tile > most ? kNoRow : tile * kRows)};
 }
 
-// The columns [begin, end) of the matrix of queries and keys that some of its rows [first, last] (inclusive) see: exact
-// where first == last. begin >= end: none.
+// The columns [begin, end) that some row of [first, last] (inclusive) sees. Exact if first == last. begin >= end: none.
 struct Columns {
   int begin, end;
 };
@@ -92,12 +91,12 @@ template <bool kKeysAreRows> __device__ __forceinline__ Columns columns_of_rows(
                                                                                 const SequenceOfTile& s, int first,
                                                                                 int last) {
   if (first > last || last >= (kKeysAreRows ? s.keys : s.queries)) return {0, 0};
-  // In 32 bits, to save registers: an unbounded side is one of 2^30.
+  // In 32 bits, to save registers. An unbounded side becomes 2^30.
   const auto side = [](int64_t bound) {
     return bound < 0 || bound > kNoRow ? static_cast<int>(kNoRow) : static_cast<int>(bound);
   };
   const int left = side(p.window_left), right = side(p.window_right);
-  // Query i sees the keys from i + shift - left to i + shift + right, key j is seen by the queries from j - shift -
+  // Query i sees the keys from i + shift - left to i + shift + right. Key j is seen by the queries from j - shift -
   // right to j - shift + left.
   const int from = kKeysAreRows ? first - s.shift - right : first + s.shift - left;
   const int to = kKeysAreRows ? last - s.shift + left : last + s.shift + right;
@@ -106,7 +105,7 @@ template <bool kKeysAreRows> __device__ __forceinline__ Columns columns_of_rows(
   return {begin, max(begin, min(to + 1, length))};
 }
 
-// The columns that every one of rows [first, last] sees.
+// The columns that every row of [first, last] sees.
 template <bool kKeysAreRows> __device__ __forceinline__ Columns columns_of_all(const AttentionProblem& p,
                                                                                const SequenceOfTile& s, int first,
                                                                                int last) {
@@ -115,7 +114,7 @@ template <bool kKeysAreRows> __device__ __forceinline__ Columns columns_of_all(c
   return {max(x.begin, y.begin), min(x.end, y.end)};
 }
 
-// The steps of kColumns columns that cover them.
+// The steps of kColumns columns that cover the columns c.
 template <int kColumns> struct Steps {
   int begin, count;
 

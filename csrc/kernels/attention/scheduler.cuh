@@ -5,28 +5,28 @@
 #include "device/vector.h"
 #include "kernels/attention/attention.h"
 
-// Which tile of query rows a block works on next.
+// Which tile a block works on next.
 //
-// Tiles are numbered. Where all are equally long, a block takes every gridDim.x-th one. Else blocks take the next
-// number from a counter, so that none waits for a block with longer tiles, and the longest come first.
+// Tiles are numbered. If all tiles are equally long, a block takes every gridDim.x-th tile. Otherwise blocks take the
+// next number from a counter, with the longest tiles first, so that no block waits for a block with longer tiles.
 //
-// Equally long sequences: (section, row tile, head), where the heads of a section have keys and values that fit
-// together into the L2 cache. Packed sequences: sequence by sequence; `first_tiles` says at which number each begins. A
-// sequence beyond the last one holds the tokens after cu_seqlens_q[batch], which see no key.
+// Sequences of equal length are numbered by (section, row tile, head). A section is a group of heads whose keys and
+// values fit together into the L2 cache. Packed sequences are numbered one after the other; `first_tiles` has the first
+// number of each. One more sequence, after the last, holds the tokens after cu_seqlens_q[batch], which see no key.
 namespace warpsmith::attention {
 
 struct Schedule {
-  int* counter;            // next number to take, less gridDim.x; null: every gridDim.x-th tile
+  int* counter;            // the next number, less gridDim.x; null: every gridDim.x-th tile
   const int* first_tiles;  // packed: [batch + 2], in row tiles, without heads
   int batch, heads, row_tiles;
-  int tiles;           // of equally long sequences
-  int heads_together;  // of a section
-  bool heads_first;    // neighbouring numbers are heads
-  bool descending;     // and the last row tile comes first: the longest, if causal
+  int tiles;           // of sequences of equal length
+  int heads_together;  // heads of a section
+  bool heads_first;    // neighbouring numbers are different heads
+  bool descending;     // with heads_first: the last row tile, the longest if causal, comes first
 };
 
 struct TileIndex {
-  int batch, head, row_tile;  // batch < 0: there is no such tile
+  int batch, head, row_tile;  // batch < 0: no tile has this number
 };
 
 __device__ __forceinline__ TileIndex tile_at(const Schedule& p, int n) {
@@ -56,13 +56,13 @@ __device__ __forceinline__ TileIndex tile_at(const Schedule& p, int n) {
   return {head / p.heads, head % p.heads, row_tile};
 }
 
-// Before the next number can be needed. By one thread.
+// The number of the tile after n. Called by one thread, early enough to hide the latency of the counter.
 __device__ __forceinline__ int next_tile(const Schedule& p, int n) {
   const int blocks = static_cast<int>(gridDim.x);
   return p.counter == nullptr ? n + blocks : atomicAdd(p.counter, 1) + blocks;
 }
 
-// As attention_sequence(), in 32 bits. Number `batch`: the tokens after the last sequence.
+// As attention_sequence(), in 32 bits. Sequence number `batch` is the tokens after the last sequence.
 struct Sequence {
   int start, length;
 };
@@ -85,7 +85,7 @@ struct PrepareParams {
   int tile_rows;
 };
 
-// One block: resets the counter, and sums up the tiles of the packed sequences before each.
+// One block. Resets the counter and, for packed sequences, writes the number of tiles before each sequence.
 template <int kThreads> __global__ void __launch_bounds__(kThreads) prepare_schedule(const PrepareParams p) {
   WARPSMITH_SHARED(int, sums, kThreads / 32);
   device::wait_for_previous_kernel();
@@ -101,7 +101,7 @@ template <int kThreads> __global__ void __launch_bounds__(kThreads) prepare_sche
   };
   int own = 0;
   for (int i = begin; i < end; ++i) own += tiles_of(i);
-  int before = own;  // up to and including this thread
+  int before = own;  // tiles up to and including this thread's
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     const int other = __shfl_up_sync(0xffffffffu, before, distance);

@@ -7,12 +7,14 @@
 #include "kernels/attention/head_tensor.h"
 #include "kernels/attention/mask.cuh"
 
-// From the params of attention to what the Hopper kernels take: the problem of the choosers, tensor maps, the window.
+// Converts the params of attention to the arguments of the Hopper kernels: the problem for the choosers, tensor maps,
+// the window.
 namespace warpsmith::attention {
 
-constexpr int kMapColumns = 64;  // of 16 bits: 128 bytes, the span of the swizzle
+constexpr int kMapColumns = 64;  // 16-bit columns of a box: 128 bytes, the span of the swizzle
 
-// TMA takes addresses and strides of 16 bytes. Broadcast dimensions (stride 0) are left to copies.
+// Whether TMA can read the tensor: addresses and strides are multiples of 16 bytes, and no dimension is broadcast
+// (stride 0). The binding passes copies of other tensors.
 inline bool fits_tensor_map(const HeadTensor& t) {
   const auto fits = [](int64_t stride, int64_t size) {
     return size == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t{1} << 39);
@@ -21,7 +23,7 @@ inline bool fits_tensor_map(const HeadTensor& t) {
          fits(t.strides.head, t.heads) && fits(t.strides.batch, t.batch);
 }
 
-// (head dim, length, heads, batch); a copy brings `rows` rows of 64 columns.
+// A tensor map over (head dim, length, heads, batch) whose box is `rows` rows of 64 columns.
 inline Status head_map(TensorMap& map, const HeadTensor& t, Dtype dtype, int rows) {
   const auto bytes = [](int64_t stride, int64_t size) { return size == 1 ? 16 : 2 * stride; };
   return make_tensor_map(map, {.base = t.base,

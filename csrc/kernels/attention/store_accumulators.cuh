@@ -4,9 +4,9 @@
 
 namespace warpsmith::attention {
 
-// Writes 64 rows of accumulators times `factor` to global memory, rows below `rows` and columns below `columns`. A
-// transpose of 4 x 4 words in each quad of lanes gives every lane whole pieces of 16 bytes. `to`: the warpgroup's first
-// row; `row`: the thread's first.
+// Writes 64 rows of accumulators times `factor` to global memory, except rows from `rows` on and columns from `columns`
+// on. A 4 x 4 transpose of words within each quad gives every lane whole 16-byte pieces. `to`: the warpgroup's first
+// row; `row`: the thread's first row.
 template <class T, int kRegisters>
 __device__ __forceinline__ void store_accumulators(T* to, int64_t stride, const float (&x)[kRegisters], float factor,
                                                    int row, int rows, int columns, int lane) {
@@ -15,7 +15,7 @@ __device__ __forceinline__ void store_accumulators(T* to, int64_t stride, const 
   for (int r = 0; r < 2; ++r) {
     T* at = to + (row + 8 * r) * stride + t * 8;
 #pragma unroll
-    for (int c = 0; c < kRegisters / 16; ++c) {  // 32 columns
+    for (int c = 0; c < kRegisters / 16; ++c) {  // 32 columns each
       device::Vector<uint32_t, 4> w;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

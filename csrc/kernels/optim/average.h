@@ -12,7 +12,7 @@ namespace warpsmith {
 
 // One tensor of the table. Both arrays have numel elements in the same memory order, without gaps.
 struct AverageTensor {
-  void* average;      // float32, or float64 beside float64 values; read and written
+  void* average;      // float32, or float64 for float64 values; read and written
   const void* value;  // of value_dtype
   int64_t numel;
   int32_t chunk_elems;
@@ -21,7 +21,7 @@ struct AverageTensor {
 };
 static_assert(sizeof(AverageTensor) == 40);
 
-// average <- average + weight (value - average). Nothing is read or written where found_inf is not zero.
+// average <- average + weight (value - average). Reads and writes nothing if found_inf is not zero.
 struct AverageParams {
   const AverageTensor* tensors;
   const ListChunk* chunks;  // [chunk_count]
@@ -33,7 +33,7 @@ struct AverageParams {
 Status average_cuda(const AverageParams& params, void* stream);
 Status average_cpu(const AverageParams& params, const Parallel& parallel);
 
-// In two forms, each exact at its end of the range: weight 1 gives the value's bits.
+// average + weight (value - average), in two forms: one is exact at weight 0, the other gives value's bits at weight 1.
 template <class T> WARPSMITH_HOST_DEVICE T averaged(T average, T value, T weight) {
   return weight < T(0.5) ? average + weight * (value - average) : value + (weight - T(1)) * (value - average);
 }

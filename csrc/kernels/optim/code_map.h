@@ -4,22 +4,24 @@
 
 #include "kernels/optim/quantize.h"
 
-// What kernels look up in place of a search through the borders of all codes (dynamic_code in quantize.h, whose codes
-// these are): the magnitudes of [0, 1] in cells of equal upper bits, so narrow that a border at most lies in each.
+// The table in which kernels look up the codes of quantize.h, instead of a search through the borders as in
+// dynamic_code(). Magnitudes in [0, 1] are divided into cells with equal upper bits, so narrow that each contains at
+// most one border.
 namespace warpsmith {
 
 template <bool kSigned> struct CodeMap {
   static constexpr int kUpperBits = kSigned ? 6 : 7;               // of the mantissa
   static constexpr uint32_t kFirst = 127 + (kSigned ? -22 : -21);  // the exponent of the first cell: no border below it
   static constexpr int kCellShift = 24 - kUpperBits;  // of a magnitude whose sign was rotated to the lowest bit
-  static constexpr uint32_t kFirstCell = kFirst << kUpperBits, kLastCell = 127u << kUpperBits;  // the last: of 1 alone
+  static constexpr uint32_t kFirstCell = kFirst << kUpperBits, kLastCell = 127u << kUpperBits;  // the last: only 1
   static constexpr uint32_t kCells = kLastCell - kFirstCell + 1;
 
-  static constexpr float kBelowOne = dynamic_value(kCodes - 2, kSigned);  // of the code before 1's
+  static constexpr float kBelowOne = dynamic_value(kCodes - 2, kSigned);  // the value of the code below that of 1
 
   alignas(16) float values[kCodes];
-  // Highest bits: the border inside, as the bits of a magnitude below its cell's, and a lowest bit of 0; or more than
-  // any. Lowest eight: the code of what is below the border, or with a sign that code's distance from zero's.
+  // Highest bits: the border inside the cell, as the bits of a magnitude below those of the cell, with a lowest bit of
+  // 0; or more than any magnitude has. Lowest eight bits: the code below the border; if signed, its distance from the
+  // code of zero.
   uint32_t cells[(kCells + 3) / 4 * 4];
 
   constexpr CodeMap() : values(), cells() {
@@ -41,7 +43,7 @@ template <bool kSigned> WARPSMITH_HOST_DEVICE uint32_t mapped_code(const CodeMap
   using Map = CodeMap<kSigned>;
   if constexpr (kSigned) x = x < -Map::kBelowOne ? -Map::kBelowOne : x;  // -1 has no code
   const uint32_t bits = std::bit_cast<uint32_t>(x);
-  // Of a negative number the lowest bit is 1, so that at a border its magnitude is above: halfway is the lower code.
+  // A negative number has the lowest bit 1. So at a border its magnitude is above, which gives it the lower code.
   const uint32_t magnitude = bits << 1 | (kSigned ? bits >> 31 : 0), cell = magnitude >> Map::kCellShift;
   uint32_t code = map.cells[(cell > Map::kFirstCell ? cell : Map::kFirstCell) - Map::kFirstCell];
   if (magnitude << (32 - Map::kCellShift) > code) ++code;

@@ -6,16 +6,17 @@
 #include "device/vector.h"
 #include "kernels/optim/grad_norm.h"
 
-// The norm of any number of tensors of any mix of dtypes: one block a chunk writes a partial sum, one block adds them.
-// Reads every element once, and 8 bytes a chunk twice over. Clipping: one block a chunk multiplies it in place (reads
-// and writes every element), or returns at once where the factor is 1. A check for a loss scaler is the norm, and one
-// block a chunk that counts what is not finite (reads every element) only where the norm is not; unscaling multiplies
-// in place and counts on the way.
+// The norm of any number of tensors of any mix of dtypes. One block per chunk writes a partial sum, then one block adds
+// them. Reads every element once, and 8 bytes per chunk twice.
+//
+//   clip:    one block per chunk multiplies in place (reads and writes every element); factor 1: returns at once.
+//   check:   the norm; only if it is not finite, one block per chunk counts the elements that are not (reads them all).
+//   unscale: multiplies in place, and counts elements that are not finite.
 namespace warpsmith::grad_norm {
 
 constexpr int kThreads = 256;
 constexpr int kFinishThreads = 512;
-constexpr int kVectors = 4;  // 16-byte vectors that a thread has in flight
+constexpr int kVectors = 4;  // 16-byte vectors per thread in flight
 
 struct LargestOrNan {
   __device__ __forceinline__ float operator()(float a, float b) const { return largest(a, b); }
@@ -27,7 +28,8 @@ template <NormOrder order> __device__ __forceinline__ float add(float sum, float
   return order == NormOrder::two ? sum + x * x : sum + fabsf(x);
 }
 
-// What a thread adds of a chunk, times `factor`: vectors a block's width apart, each of kVectors to a sum of its own.
+// A thread's sum over a chunk, of elements times `factor`. It takes vectors a block's width apart, and sums each of its
+// kVectors vectors separately.
 template <class T, int N, NormOrder order>
 __device__ __forceinline__ float sum_of(const T* x, int elems, float factor) {
   float sums[kVectors] = {};
@@ -53,7 +55,7 @@ __device__ __forceinline__ float sum_of(const T* x, int elems, float factor) {
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// A chunk of the block's: visit.template operator()<T>(data, elems).
+// Calls visit.template operator()<T>(data, elems) for a chunk of the block.
 template <class Visit>
 __device__ __forceinline__ void visit_chunk(const NormTensor* tensors, const ListChunk* chunks, Visit&& visit) {
   const ListChunk at = chunks[blockIdx.x];
@@ -75,7 +77,7 @@ template <NormOrder order> __global__ void __launch_bounds__(kThreads)
     partial_sums(const __grid_constant__ GradNormParams p) {
   WARPSMITH_SHARED(float, scratch, kThreads / 32);
   float sums[1] = {};
-  // The largest element is found exactly without it.
+  // The largest element needs no factor.
   const float factor = order != NormOrder::infinity && p.scale ? inverse_power_of_two(device::load(p.scale)) : 1.0f;
   visit_chunk(p.tensors, p.chunks, [&](const auto* x, int elems) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
@@ -124,7 +126,7 @@ static __global__ void __launch_bounds__(kFinishThreads) finish_check(const __gr
   if (!checked.finite) device::store(p.found_inf, 1.0f);
 }
 
-// Each element becomes function(element), in place.
+// Replaces each element by function(element).
 template <class T, int N, class Function>
 __device__ __forceinline__ void transform(T* x, int elems, Function&& function) {
   const int whole = elems / N * N;
@@ -159,7 +161,7 @@ static __global__ void __launch_bounds__(kThreads) clip(const __grid_constant__ 
   });
 }
 
-// Adds what the threads of a block counted to their tensor's count. A chunk's count is exact in float32.
+// Adds the counts of a block's threads to the count of their tensor. A chunk's count is exact in float32.
 static __device__ __forceinline__ bool add_bad(const ListChunk* chunks, int bad, float* scratch, int64_t* bad_counts) {
   const float all = device::block_sum<kThreads>(static_cast<float>(bad), scratch);
   if (threadIdx.x != 0 || all == 0.0f) return false;

@@ -9,14 +9,14 @@
 #include "common/status.h"
 #include "common/tensor_list.h"
 
-// The norm of many tensors as of one vector, their scaling by what clips it, and what a loss scaler asks of them.
+// The norm of many tensors, taken as one vector; clipping by this norm; and the checks of a loss scaler.
 namespace warpsmith {
 
 enum class NormOrder : uint8_t { one, two, infinity };
 
 // One tensor of the table.
 struct NormTensor {
-  void* data;  // numel elements of its dtype without gaps, in any order of dimensions; written to only by clip
+  void* data;  // numel elements without gaps, in any order of dimensions; only clip and unscale write
   int64_t numel;
   int32_t chunk_elems;
   int32_t chunks;
@@ -34,13 +34,13 @@ struct GradNormParams {
   void* norm;         // one element, written: power_sum, or its root
   Dtype norm_dtype;   // float32 or float64
   NormOrder order;
-  // One element, or null: by what the gradients were multiplied. Then sums are formed of elements that are divided by
-  // the power of two below it, and multiplied again in float64: neither changes a bit of a normal number, and squares
-  // overflow float32 only where those of the unscaled gradients would.
+  // One element, or null: the factor by which the gradients were multiplied. The kernel divides elements by the power
+  // of two below it before it sums, and multiplies back in float64. Neither changes a bit of a normal number, and
+  // squares overflow float32 only if those of the unscaled gradients would.
   const float* scale;
 };
 
-// Every element is multiplied by min(1, max_norm / (norm + 1e-6)). Nothing is read or written where that is 1.
+// Multiplies every element by min(1, max_norm / (norm + 1e-6)). Reads and writes nothing if that is 1.
 struct ClipParams {
   const NormTensor* tensors;
   const ListChunk* chunks;  // [chunk_count]
@@ -50,31 +50,31 @@ struct ClipParams {
   double max_norm;
 };
 
-// The norm of gradients whose loss was multiplied by `scale`, once they are divided by it; whether the step must be
-// skipped; and what an optimizer's kernel has to divide by so that it unscales and clips at once.
+// The norm of the unscaled gradients, for a loss that was multiplied by `scale`; whether the step must be skipped; and
+// the divisor with which an optimizer's kernel unscales and clips at once.
 struct GradCheckParams {
-  GradNormParams norm;  // norm.norm is that of the unscaled gradients, norm.power_sum that of the scaled ones
+  GradNormParams norm;  // norm.norm: of the unscaled gradients; norm.power_sum: of the scaled ones
   const float* scale;   // one element
   double max_norm;      // infinite: no clipping
-  float* grad_scale;    // one element, written: scale / clip_factor, exactly scale where nothing is clipped
-  float* found_inf;     // one element, 1 written where the norm is not finite, else left alone
+  float* grad_scale;    // one element, written: scale / clip_factor; exactly scale if nothing is clipped
+  float* found_inf;     // one element: 1 is written if the norm is not finite; else unchanged
   int64_t* bad_counts;  // [tensors]; where the norm is not finite, plus each tensor's elements that are not, unscaled
 };
 
-// Every element is multiplied by `inv_scale`, in place.
+// Multiplies every element by `inv_scale`, in place.
 struct UnscaleParams {
   const NormTensor* tensors;
   const ListChunk* chunks;  // [chunk_count]
   int64_t chunk_count;
   const float* inv_scale;  // one element
-  float* found_inf;        // one element, 1 written where an element is not finite once it is stored, else left alone
-  int64_t* bad_counts;     // [tensors], plus each tensor's elements of which that is true
+  float* found_inf;        // one element: 1 is written if a stored result is not finite; else unchanged
+  int64_t* bad_counts;     // [tensors]; adds the number of such elements per tensor
 };
 
 Status grad_norm_cuda(const GradNormParams& params, void* stream);
 Status grad_norm_cpu(const GradNormParams& params, const Parallel& parallel);
-// The two halves of grad_norm, for tensors that lie on several ranks: `partials` from the tensors, and `power_sum` and
-// `norm` from the partials. Neither reads nor writes what belongs to the other.
+// The two halves of grad_norm, for tensors spread over several ranks: `partials` from the tensors, then `power_sum` and
+// `norm` from the partials. Neither half accesses what belongs to the other.
 Status grad_norm_partials_cuda(const GradNormParams& params, void* stream);
 Status grad_norm_partials_cpu(const GradNormParams& params, const Parallel& parallel);
 Status grad_norm_finish_cuda(const GradNormParams& params, void* stream);
@@ -86,8 +86,7 @@ Status grad_check_cpu(const GradCheckParams& params, const Parallel& parallel);
 Status unscale_grads_cuda(const UnscaleParams& params, void* stream);
 Status unscale_grads_cpu(const UnscaleParams& params, const Parallel& parallel);
 
-// Elements of a chunk for tensors of these sizes in all: on CUDA the longest, in powers of two, of which every
-// multiprocessor gets 16.
+// The elements of a chunk. On CUDA the largest power of two that gives every multiprocessor 16 chunks.
 constexpr int64_t choose_norm_chunk(int64_t total_elems, int multiprocessors) {
   int64_t chunk = 64 * 1024;
   while (chunk > 4096 && total_elems / chunk < int64_t{16} * multiprocessors) chunk /= 2;
@@ -96,27 +95,29 @@ constexpr int64_t choose_norm_chunk(int64_t total_elems, int multiprocessors) {
 Status norm_chunk_elems_cuda(int64_t total_elems, int32_t* chunk_elems);
 int32_t norm_chunk_elems_cpu();
 
-// A NaN stays visible, whichever comes first.
+// Keeps a NaN in either argument.
 template <class T> WARPSMITH_HOST_DEVICE T largest(T a, T b) { return a > b || a != a ? a : b; }
 
 WARPSMITH_HOST_DEVICE double norm_of(double power_sum, NormOrder order) {
   return order == NormOrder::two ? std::sqrt(power_sum) : power_sum;
 }
 
-// In the dtype of the norm, as torch computes it. A NaN stays a NaN.
+// The clipping factor, in the dtype of the norm, as torch computes it. Keeps a NaN.
 template <class T> WARPSMITH_HOST_DEVICE T clip_factor(T norm, double max_norm) {
   const T factor = static_cast<T>(max_norm) / (norm + static_cast<T>(1e-6));
   return factor > T(1) ? T(1) : factor;
 }
 
-// The inverse of the power of two that is at most `scale`; 1 where there is none, or its inverse is no normal number.
+// The inverse of the largest power of two that is at most `scale`; 1 if there is none or its inverse is not a normal
+// number.
 WARPSMITH_HOST_DEVICE float inverse_power_of_two(float scale) {
   if (!(scale >= 0x1p-126f && scale < 0x1p127f)) return 1;
   const uint32_t exponent = std::bit_cast<uint32_t>(scale) >> 23;
   return std::bit_cast<float>((254 - exponent) << 23);
 }
 
-// A sum of powers of elements that were multiplied by `factor`, a power of two, as that of the elements.
+// Converts a sum of powers of elements that were multiplied by `factor`, a power of two, to that of the original
+// elements.
 WARPSMITH_HOST_DEVICE double without_factor(double sum, float factor, NormOrder order) {
   const double undo = 1.0 / static_cast<double>(factor);
   return order == NormOrder::infinity ? sum : order == NormOrder::one ? sum * undo : sum * undo * undo;

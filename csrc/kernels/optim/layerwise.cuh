@@ -8,17 +8,17 @@
 #include "kernels/optim/layerwise.h"
 #include "kernels/optim/optim_config.h"
 
-// A step of a layerwise optimizer in two launches, one block a chunk each. `layerwise_moments` reads gradient,
-// parameter and states, writes the states and the sums of squares of its chunk; the last block of a tensor adds these
-// in their order, so that the ratio has the same bits whichever block is last, and counts the step. `layerwise_apply`
-// reads parameter and states and writes the parameter. LAMB: 24 + 16 bytes an element in float32, 22 + 18 with 16-bit
-// parameters and masters, and 36 bytes a chunk.
+// A step of a layerwise optimizer: two launches, with one block per chunk each. `layerwise_moments` reads gradient,
+// parameter and states, and writes the states and its chunk's sums of squares. The last block of a tensor adds these
+// sums in their order, so that the ratio has the same bits whichever block is last, and counts the step.
+// `layerwise_apply` reads parameter and states and writes the parameter. LAMB: 24 + 16 bytes per element in float32, 22
+// + 18 with 16-bit parameters and masters, and 36 bytes per chunk.
 namespace warpsmith::layerwise {
 
 using device::Vector;
 
 constexpr int kThreads = kOptimThreads;
-constexpr int kLanes = 4;  // elements a thread takes at a time: 16 bytes of float32
+constexpr int kLanes = 4;  // elements per thread at a time: 16 bytes of float32
 
 // A chunk of one tensor. P: of the parameter, which with a master is its rounded copy; kAny: gradients of any dtype.
 template <class P, bool kMaster, bool kAny> struct Chunk {
@@ -42,7 +42,7 @@ template <class P, bool kMaster, bool kAny> struct Chunk {
            !misaligned(value, 16) && !misaligned(m, 16) && !misaligned(v, 16);
   }
 
-  // body.template operator()<N>(first element) for all elements of the chunk, those of a thread N at a time.
+  // Calls body.template operator()<N>(first element) for all elements of the chunk, N adjacent elements at a time.
   template <class Body> __device__ __forceinline__ void for_elements(Body&& body) const {
     const int whole = aligned() ? elems / kLanes * kLanes : 0;
     for (int i = static_cast<int>(threadIdx.x) * kLanes; i < whole; i += kThreads * kLanes)
@@ -51,12 +51,13 @@ template <class P, bool kMaster, bool kAny> struct Chunk {
   }
 };
 
-// What all elements of a tensor share in the step after `taken` steps. Called by warp 0, converged; lane 0 writes.
+// Computes the scalars that all elements of a tensor share, in the step after `taken` steps. Called by warp 0,
+// converged; lane 0 writes.
 template <class F> __device__ __forceinline__ void prepare(const OptimParams& p, const OptimTensor& t, float taken,
                                                            typename F::template Scalars<float>* shared) {
   const OptimGroup& group = p.groups[t.group - p.first_group];
   const int mine = static_cast<int>(threadIdx.x) < F::kPowers ? static_cast<int>(threadIdx.x) : 0;
-  const double correction = bias_correction(values_of(group)[mine], taken);  // each by a lane of its own
+  const double correction = bias_correction(values_of(group)[mine], taken);  // one lane per correction
   double corrections[F::kPowers];
 #pragma unroll
   for (int i = 0; i < F::kPowers; ++i) corrections[i] = __shfl_sync(0xffffffffu, correction, i);
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, kOptimBlocksAMultiprocessor)
   __syncthreads();
   const Scalars s = *scalars;
 
-  float sums[2] = {};  // of the squares of parameters and directions
+  float sums[2] = {};  // sums of squares of parameters and of directions
   c.for_elements([&]<int N>(int i) {
     const auto grad = optim::load_gradient<N>(c.grad, i);
     const auto value = device::load_vector<N>(c.value + i);
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, kOptimBlocksAMultiprocessor)
     device::store(params.partials + 2 * int64_t{blockIdx.x} + 1, static_cast<double>(sums[1]));
     __threadfence();  // the sums are written and the counter is read before this block is counted
     *is_last = atomicAdd(&t->chunks_done, 1u) + 1 == static_cast<uint32_t>(t->chunks);
-    __threadfence();  // and the sums of all blocks are read after they have been
+    __threadfence();  // the sums of all blocks are read after all blocks have been counted
   }
   __syncthreads();
   if (!*is_last) return;

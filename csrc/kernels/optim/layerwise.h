@@ -5,10 +5,10 @@
 #include "kernels/optim/optim.h"
 
 // Optimizers whose step also depends on norms of whole tensors. A step has two passes: the first updates the states and
-// sums up squares, the second moves the parameters. The states hold all that the second one needs of the gradient.
+// sums squares, the second moves the parameters. The second pass reads the states and no gradient.
 //
-// A functor names states and hyperparameters as those of optimizers.h do. `moments` updates the states of one element,
-// `direction` is its update before the tensor's ratio, `adapts` says whether the group has a ratio at all.
+// A functor names states and hyperparameters as in optimizers.h. `moments` updates the states of one element,
+// `direction` is its update before the tensor's ratio, and `adapts` says whether the group has a ratio at all.
 namespace warpsmith {
 
 // m <- beta1 m + beta3 g,  v <- beta2 v + (1 - beta2) g^2
@@ -54,8 +54,7 @@ struct LAMB {
   }
 };
 
-// By what a tensor's step is multiplied, from the sums of the squares of its parameter and of its direction. A NaN
-// stays visible.
+// The factor of a tensor's step, from the sums of squares of its parameter and of its direction. Keeps a NaN.
 WARPSMITH_HOST_DEVICE double trust_ratio(bool adapts, double params_squared, double directions_squared) {
   return adapts && params_squared != 0 && directions_squared != 0 ? std::sqrt(params_squared / directions_squared) : 1;
 }
@@ -66,10 +65,10 @@ constexpr bool is_layerwise(Optimizer optimizer) {
 #undef WARPSMITH_ROW
 }
 
-// The storages of layerwise optimizers: the second pass reads states, which must be those that the first one had.
+// The storages of layerwise optimizers. The second pass must read exactly the states that the first pass computed.
 constexpr bool layerwise_takes(Storage s) { return s == Storage::float32 || s == Storage::float64 || has_master(s); }
 
-// visit.template operator()<F>() of the functor of any optimizer, layerwise or not.
+// Calls visit.template operator()<F>() with the functor F of any optimizer, layerwise or not.
 template <class Visit> auto visit_any_optimizer(Optimizer optimizer, Visit&& visit) {
   switch (optimizer) {
 #define WARPSMITH_ROW(row, F) \
@@ -80,7 +79,7 @@ template <class Visit> auto visit_any_optimizer(Optimizer optimizer, Visit&& vis
   }
 }
 
-// The same contract as OptimParams: nothing changes where found_inf is not zero or a tensor has no gradient.
+// As OptimParams: nothing changes if found_inf is not zero, or for a tensor without a gradient.
 struct LayerwiseParams {
   OptimParams step;
   double* partials;  // [2 chunk_count], scratch: the sums of squares of a chunk's parameters and directions

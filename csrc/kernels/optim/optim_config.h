@@ -3,15 +3,15 @@
 
 #include "kernels/optim/optim.h"
 
-// How a step's launch is cut: pure functions of the problem, printable through warpsmith.plan("adamw", ...), by the
-// name of any optimizer. The arithmetic behind the numbers is in docs/design/2026-11-20-adamw.md and
-// 2026-11-23-optimizer-arithmetic.md.
+// How a step is divided into blocks: pure functions of the problem, printable through warpsmith.plan("adamw", ...) and
+// under the name of every other optimizer. docs/design/2026-11-20-adamw.md and 2026-11-23-optimizer-arithmetic.md
+// derive the numbers.
 namespace warpsmith {
 
 struct OptimConfig {
-  int threads = 0;      // of a block
-  int vectors = 0;      // 16-byte vectors of each array that a thread has in flight
-  int chunk_elems = 0;  // elements of one block, at most
+  int threads = 0;      // per block
+  int vectors = 0;      // 16-byte vectors per array and thread in flight
+  int chunk_elems = 0;  // most elements per block
   const char* why = "";
 };
 
@@ -19,16 +19,16 @@ constexpr int kOptimThreads = 256;
 // Measured with AdamW on one H200 (2026-11-20, through Python and lab/adamw.cu), 1e9 parameters, fractions of a copy of
 // the same bytes: one vector, 4 blocks a multiprocessor, chunks of 4,096 elements, plain loads and stores 0.97; the
 // same with registers for 3 blocks 0.92; two vectors, 3 blocks, chunks of 16,384, streaming hints 0.91.
-constexpr int kOptimBlocksAMultiprocessor = 4;  // that registers should leave room for: 64 a thread
+constexpr int kOptimBlocksAMultiprocessor = 4;  // blocks that the registers should allow: 64 per thread
 constexpr int kOptimBlocks8Bit = 3;
 constexpr int kOptimVectors = 1;
-constexpr int kOptimTileElems = kOptimThreads * kOptimVectors * 4;  // that a block reads at once, of float32
+constexpr int kOptimTileElems = kOptimThreads * kOptimVectors * 4;  // float32 elements that a block reads at once
 
-// The longest chunk of a storage. A block's start takes about 3 us, in which only its first tile travels: the fewer
-// bytes an element has, the more elements must share it. Measured with AdamW on one H200 (2026-11-23), 5e8 parameters,
-// fractions of a copy, chunks of 4,096 / 8,192 / 16,384: bfloat16 0.83 / 0.92 / 0.96, stochastic 0.67 / 0.78 / 0.83,
-// compensated 0.90 / 0.96 / 0.96, masters 0.93 / 0.95, remainder 0.92 / 0.95. A block of 8-bit states begins with the
-// copy of two maps, 18 KB.
+// The longest chunk of a storage. The start of a block takes about 3 us, in which only its first tile is in flight: the
+// fewer bytes an element has, the more elements must share that cost. Measured with AdamW on one H200 (2026-11-23), 5e8
+// parameters, fractions of a copy, chunks of 4,096 / 8,192 / 16,384: bfloat16 0.83 / 0.92 / 0.96, stochastic 0.67 /
+// 0.78 / 0.83, compensated 0.90 / 0.96 / 0.96, masters 0.93 / 0.95, remainder 0.92 / 0.95. A block of 8-bit states
+// starts with the copy of two code maps, 18 KB.
 constexpr int kOptimMaxChunkElems = 65536;
 constexpr int longest_optim_chunk(Storage storage) {
   switch (storage) {
@@ -45,8 +45,8 @@ constexpr int longest_optim_chunk(Storage storage) {
   }
 }
 
-// The longest chunk, in powers of two of a tile, that still gives every resident block three chunks in turn.
-// `total_elems`: of all tensors together.
+// The longest chunk, a power of two of tiles, that still gives every resident block three chunks. `total_elems`: of all
+// tensors together.
 constexpr OptimConfig choose_optim(int64_t total_elems, int multiprocessors, Storage storage) {
   const int64_t wanted_blocks = int64_t{3} * kOptimBlocksAMultiprocessor * multiprocessors;
   OptimConfig c{kOptimThreads, kOptimVectors, longest_optim_chunk(storage),

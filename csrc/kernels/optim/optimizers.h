@@ -5,13 +5,13 @@
 #include "common/host_device.h"
 #include "kernels/optim/optim_ops.h"
 
-// What one step of each optimizer does to one element: functors for the CPU and for kernels.
+// The step of each optimizer on one element: functors for the CPU and for kernels.
 //
-// A functor names its states and its hyperparameters, in the order in which tables and launches hold them. A tensor has
-// the first state, or the states of one of the masks in kVariants (bit i: state i); the enumerators are indices.
-// States of the mask kNotNegative are never below 0. kDivides: `element` calls its Math. `scalars` computes
-// once a chunk, in double, what all elements of a tensor share; `element` updates one of them. The order of operations
-// is that of torch's fused CPU step where torch has one.
+// A functor names its states and hyperparameters, in the order in which tables and launches hold them; the enumerators
+// are indices. A tensor has the first state, or the states of one of the masks in kVariants (bit i: state i). The
+// states of the mask kNotNegative are never below 0. kDivides: `element` calls its Math. `scalars` computes, once per
+// chunk and in double, what all elements of a tensor share; `element` updates one element. The order of operations is
+// that of torch's fused CPU step, if torch has one.
 namespace warpsmith {
 
 #define WARPSMITH_NAMES(Enum, ...)               \
@@ -20,27 +20,27 @@ namespace warpsmith {
 
 constexpr int kOptimMaxStates = 3;
 
-// What `scalars` gets.
+// The arguments of `scalars`.
 struct OptimStep {
   const double* values;       // the group's hyperparameters
   const double* corrections;  // [kPowers] 1 - values[i]^step
   double lr;
   double grad_factor;  // gradients are multiplied by it: 1 / grad_scale, negated by maximize
-  double step;         // the number of this step, from 1; 0 where the tensor has no counter
+  double step;         // the number of this step, from 1; 0 if the tensor has no counter
 };
 
-// A NaN stays visible.
+// Keeps a NaN.
 template <class T> WARPSMITH_HOST_DEVICE T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : x; }
 template <class T> WARPSMITH_HOST_DEVICE T larger_or_nan(T a, T b) { return a > b || a != a ? a : b; }
 
-// How an optimizer that divides does it: here as IEEE 754 says. Kernels have a faster way (quick_math.h).
+// Division and square root of optimizers, as IEEE 754 defines them. Kernels have a faster version (quick_math.h).
 struct IeeeMath {
   template <class T> WARPSMITH_HOST_DEVICE static T root(T x) { return std::sqrt(x); }
   template <class T> WARPSMITH_HOST_DEVICE static T quotient(T a, T b) { return a / b; }
 };
 
-// a b + c: in kernels rounded once, and said so, because which products the compiler contracts depends on the code
-// around them; on the CPU as the loop is compiled.
+// a b + c. Kernels ask for one rounding explicitly, because otherwise the surrounding code decides which products the
+// compiler contracts. On the CPU, as the loop is compiled.
 template <class T> WARPSMITH_HOST_DEVICE T product_plus(T a, T b, T c) {
 #if defined(__CUDA_ARCH__) || defined(WARPSMITH_SIM)
   return std::fma(a, b, c);
@@ -49,14 +49,14 @@ template <class T> WARPSMITH_HOST_DEVICE T product_plus(T a, T b, T c) {
 #endif
 }
 
-// m + weight (g - m) in two forms, each exact at its end of the range, where the weight is 0 and 1.
+// m + weight (g - m), in two forms: one is exact at weight 0, the other at weight 1.
 template <class T> WARPSMITH_HOST_DEVICE T lerp(T m, T g, T weight) {
   return product_plus(weight < T(0.5) ? weight : weight - T(1), g - m, weight < T(0.5) ? m : g);
 }
 
 // m <- m + (1 - beta1) (g - m),  v <- beta2 v + (1 - beta2) g^2,  v_max <- max(v_max, v)
 // p <- p - lr / (1 - beta1^t) m / (sqrt(v or v_max) / sqrt(1 - beta2^t) + eps)
-// Before it, decoupled decay: p <- p (1 - lr weight_decay); otherwise g <- g + weight_decay p.
+// First the decay: decoupled p <- p (1 - lr weight_decay); otherwise g <- g + weight_decay p.
 template <bool kDecoupled> struct AdamWithDecay {
   WARPSMITH_NAMES(State, exp_avg, exp_avg_sq, max_exp_avg_sq)
   WARPSMITH_NAMES(Hyper, beta1, beta2, eps, weight_decay)
@@ -99,8 +99,8 @@ using Adam = AdamWithDecay<false>;
 
 // g <- g + weight_decay p;  b <- momentum b + (1 - dampening) g, in the first step b <- g
 // p <- p - lr (b, or with Nesterov g + momentum b, or without a buffer g)
-// Only where there is dampening does the first step differ from one that begins with zeros: only then is there a
-// counter.
+// With dampening, the first step differs from one that starts with zeros, so there is a counter; without, there is
+// none.
 struct SGD {
   WARPSMITH_NAMES(State, momentum_buffer)
   WARPSMITH_NAMES(Hyper, momentum, dampening, weight_decay, nesterov)
@@ -235,7 +235,7 @@ enum class Optimizer : uint8_t {
 #undef WARPSMITH_ROW
 };
 
-// visit.template operator()<F>() of an optimizer's functor; of none that is layerwise (layerwise.h).
+// Calls visit.template operator()<F>() with an optimizer's functor F, unless it is layerwise (layerwise.h).
 template <class Visit> auto visit_optimizer(Optimizer optimizer, Visit&& visit) {
   switch (optimizer) {
 #define WARPSMITH_ROW(optimizer, F) \

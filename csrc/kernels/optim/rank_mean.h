@@ -5,21 +5,21 @@
 #include "common/parallel.h"
 #include "common/status.h"
 
-// The mean over ranks of one part of a gradient bucket. The sum is float32 (float64 for float64), from rank 0 to the
-// last rank, divided by their number and rounded once to the dtype in which the ranks sent their parts.
+// The mean over ranks of one part of a gradient bucket. Sums in float32 (float64 for float64), from rank 0 to the last
+// rank, divides by the number of ranks, and rounds once to the dtype in which the ranks sent their parts.
 namespace warpsmith {
 
 constexpr int kMostRankMeanOuts = 16;
 
-// Where the mean goes. An output may be the same memory as `own`, but no other input.
+// An output of the mean. It may share memory with `own`, but with no other input.
 struct RankMeanOut {
   void* data;   // [count]
-  Dtype dtype;  // that of the parts, or float32
+  Dtype dtype;  // the dtype of the parts, or float32
 };
 
 struct RankMeanParams {
-  const void* parts;  // [ranks, count], rows `stride` elements apart: what each rank sent
-  const void* own;    // [count], the part of `rank`, which is then not read from `parts`; may be null
+  const void* parts;  // [ranks, count], rows `stride` elements apart: the part of each rank
+  const void* own;    // [count], the part of `rank`, read instead of its row in `parts`; may be null
   int64_t count;      // elements of a part
   int64_t stride;     // between the rows of `parts`, in elements
   int32_t ranks;      // at least 1

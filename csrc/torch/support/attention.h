@@ -10,17 +10,17 @@
 #include "kernels/attention/attention.h"
 #include "torch/support/tensor.h"
 
-// The binding of attention: tensors as views of heads, checks, the problem.
+// The binding of attention: views of tensors as heads, checks, and the problem.
 namespace warpsmith::attention {
 
 enum Layout : int64_t { kBatchTokensHeads, kBatchHeadsTokens, kTokensHeads };
 
 using OptionalTensor = std::optional<Tensor>;
 
-// Where the dimensions of a tensor stand. Tensors that hold several of q, k and v have one more dimension before their
+// The positions of a tensor's dimensions. A tensor that stacks several of q, k and v has one more dimension before its
 // heads.
 struct Dims {
-  int64_t rank, batch, tokens, heads;  // batch: -1 where there is none
+  int64_t rank, batch, tokens, heads;  // batch: -1 without a batch dimension
 
   Dims(int64_t layout, bool stacked) {
     const int64_t more = stacked ? 1 : 0;
@@ -31,7 +31,7 @@ struct Dims {
   }
 };
 
-// As messages name it; `count`: tensors in one, or 0.
+// The layout as messages name it. `count`: the number of stacked tensors, or 0.
 inline std::string layout_text(int64_t layout, int64_t count) {
   const std::string several = count ? std::to_string(count) + ", " : "";
   if (layout == kTokensHeads) return "shape (tokens, " + several + "heads, head_dim)";
@@ -39,10 +39,10 @@ inline std::string layout_text(int64_t layout, int64_t count) {
   return "shape (batch, " + several + "heads, tokens, head_dim)";
 }
 
-// A tensor of heads inside another one: `tensor` keeps that (or a copy whose head_dim is contiguous) alive.
+// A view of heads inside a tensor. `tensor` keeps that tensor alive (or a copy of it whose head_dim is contiguous).
 struct Heads {
   Tensor tensor;
-  int64_t first = 0;  // elements before this one's
+  int64_t first = 0;  // offset of the view, in elements
   AttentionStrides strides{};
   int64_t batch = 0, tokens = 0, heads = 0, width = 0;
 
@@ -54,7 +54,7 @@ struct Heads {
   }
 };
 
-// Heads [begin, begin + heads) of t; with `stacked` those of its entry `begin`.
+// Heads [begin, begin + heads) of t. With `stacked`, the heads of entry `begin` of the stack.
 inline Heads part_of(const Tensor& t, const Dims& dims, bool stacked, int64_t begin, int64_t heads) {
   Heads h;
   h.tensor = t;
@@ -67,8 +67,8 @@ inline Heads part_of(const Tensor& t, const Dims& dims, bool stacked, int64_t be
   return h;
 }
 
-// The number of tensors that q, k and v are: three; two, of which the second holds k and v stacked; or one, in which q,
-// k and v are stacked or, with kv_heads, lie along its heads.
+// How q, k and v are packed: in three tensors; in two, where the second stacks k and v; or in one, which stacks q, k
+// and v or, with kv_heads, holds them along its heads.
 struct Packing {
   int64_t tensors;
   bool stacked_q, stacked_k;
@@ -86,7 +86,7 @@ struct ThreeHeads {
   Heads q, k, v;
 };
 
-// q, k and v as they lie in the given tensors (or in their gradients).
+// Views of q, k and v (or of their gradients) inside the given tensors.
 inline ThreeHeads split(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, int64_t layout,
                         int64_t kv_heads) {
   const Packing packing(k, v, kv_heads);
@@ -109,18 +109,18 @@ inline ThreeHeads split(const Tensor& q, const OptionalTensor& k, const Optional
           part_of(q, plain, false, heads_q + kv_heads, kv_heads)};
 }
 
-// Itself, or a contiguous copy if the elements of a head are apart.
+// Returns t, or a contiguous copy if the last dimension is not contiguous.
 inline Tensor with_adjacent_elements(const char* op, const Tensor& t) {
   return t.size(t.dim() - 1) > 1 && t.stride(t.dim() - 1) != 1 ? as_contiguous(t, op) : t;
 }
 
-// Whether the tokens of a head lie nearer to each other than the heads of a token.
+// Whether neighbouring tokens of a head are closer in memory than neighbouring heads of a token.
 inline bool is_head_major(const Tensor& t, const Dims& dims) {
   return t.size(dims.tokens) > 1 && t.size(dims.heads) > 1 && t.stride(dims.heads) > t.stride(dims.tokens);
 }
 
-// A new tensor of t's shape, but for the size of its last dimension and, if `one`, without the dimension that stacks q,
-// k and v. Contiguous in the order in which tokens and heads of t lie.
+// A new tensor with the shape of t, except for the size of its last dimension and, with `one`, without the stacking
+// dimension. Contiguous, with tokens and heads in the order that they have in the memory of t.
 inline Tensor allocate_heads(const char* op, const char* argument, const Tensor& t, int64_t layout, bool stacked,
                              bool one, int64_t heads, int64_t width) {
   const Dims from(layout, stacked), to(layout, stacked && !one);
@@ -151,7 +151,8 @@ inline int32_t statistics_dtype(Dtype dtype) {
   return dtype == Dtype::float64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
 }
 
-// Itself, or a copy if tensor maps cannot read it: those take addresses and strides of 16 bytes, and no stride of 0.
+// Returns t, or a copy if tensor maps cannot read t: they need addresses and strides that are multiples of 16 bytes,
+// and no stride of 0.
 inline Tensor for_tensor_maps(const char* op, const Tensor& t) {
   const int64_t bytes = size_bytes(float_dtype(op, "q", t));
   bool fits = on_16_bytes(t.const_data_ptr());
@@ -163,7 +164,7 @@ inline Tensor for_tensor_maps(const char* op, const Tensor& t) {
   return copy;
 }
 
-// The strides of a tensor that is broadcast to (batch, heads, seqlen_q, seqlen_k).
+// The strides of a tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k).
 inline AttentionBiasStrides broadcast_strides(const Tensor& t) {
   int64_t strides[4] = {};
   for (int64_t i = 0; i < t.dim(); ++i) strides[4 - t.dim() + i] = t.size(i) == 1 ? 0 : t.stride(i);

@@ -5,10 +5,10 @@
 
 #include "torch/support/attention.h"
 
-// What attention, attention_varlen and their backward are given, and the checks that make a problem of it.
+// The inputs of attention, attention_varlen and their backward, and the checks that turn them into a problem.
 namespace warpsmith::attention {
 
-// What forward and backward are given beside their own tensors.
+// The inputs that forward and backward share.
 struct Inputs {
   Tensor q;
   OptionalTensor k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sink, seed;
@@ -19,7 +19,8 @@ struct Inputs {
   double softcap, dropout_p;
 };
 
-// The tensors that a problem points to are kept alive by `in`, whose last dimensions it makes contiguous.
+// The checked problem. It points into the tensors of `in`, which keep the memory alive; the check replaces tensors that
+// the kernels cannot read by copies.
 struct Checked {
   ThreeHeads heads;
   AttentionProblem problem{};
@@ -67,7 +68,7 @@ inline void check_sizes(const char* op, const Inputs& in, const ThreeHeads& h) {
     refuse(op, k, "a number of heads that divides " + std::to_string(h.q.heads), std::to_string(h.k.heads));
 }
 
-// Offsets that the host can read are checked; on a GPU the kernels clamp them.
+// Checks offsets that the host can read. On a GPU the kernels clamp them.
 inline void check_offsets(const char* op, const char* argument, const int32_t* cu, int64_t sequences, int64_t total,
                           const char* max_argument, int64_t max_seqlen) {
   if (cu[0] != 0) refuse(op, argument, "0 as the first offset", std::to_string(cu[0]));
@@ -125,7 +126,7 @@ inline void check_bias(const char* op, const Tensor& bias, const Inputs& in, Att
 inline void check_numbers(const char* op, const Inputs& in, AttentionProblem& p) {
   const auto window = [&](int64_t size) {
     if (size < -1) refuse(op, "window_size", "two integers >= -1", std::to_string(size));
-    return size >= p.seqlen_q + p.seqlen_k ? -1 : size;  // no key is that far away
+    return size >= p.seqlen_q + p.seqlen_k ? -1 : size;  // no key is that far from a query
   };
   p.window_left = window(in.window_left);
   p.window_right = window(in.window_right);

@@ -1,6 +1,7 @@
 """Training on many ranks, over torch.distributed: launch, data order, gradient reduction, sharded optimizers, context
-parallel, reports of hangs."""
+parallel, reports of hangs, and what a step on many ranks will take."""
 
+from warpsmith.distributed import plan
 from warpsmith.distributed.context import Context, init
 from warpsmith.distributed.context_parallel import context_parallel_attention
 from warpsmith.distributed.hook import accurate_hook, reduction_plan
@@ -20,6 +21,7 @@ __all__ = [
     "accurate_hook",
     "context_parallel_attention",
     "init",
+    "plan",
     "reduction_plan",
     "shard_sequence",
     "unshard_sequence",

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from warpsmith.distributed import output
+from warpsmith.distributed.gloo_threads import wait_until_idle
 from warpsmith.distributed.meeting import keep_to_loopback, meet
 from warpsmith.distributed.place import Place, find_place
 from warpsmith.distributed.stopping import Stopping
@@ -107,6 +108,7 @@ class Context:
                 _abort()
         else:
             dist.destroy_process_group()
+        wait_until_idle()
 
     def __enter__(self) -> Context:
         return self

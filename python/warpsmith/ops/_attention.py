@@ -1,4 +1,4 @@
-"""The raw ops of attention and attention_varlen: fakes with the checks of the C++ binding, and the gradients."""
+"""The raw ops of attention and attention_varlen: fakes, which repeat the checks of the C++ binding, and gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _THD = 2
 
 
 class Dims(NamedTuple):
-    """Where the dimensions of a tensor of heads stand; ``batch`` is None where there is none."""
+    """The positions of the dimensions of a tensor of heads; ``batch`` is None without a batch dimension."""
 
     rank: int
     batch: int | None
@@ -49,12 +49,12 @@ def _check_rank(op: str, argument: str, t: Tensor, layout: int, count: int) -> N
 
 
 class Problem(NamedTuple):
-    """The sizes of a problem; q and k are (batch entries, tokens, heads, elements) as the tensors have them."""
+    """The sizes of a problem. ``q``, ``k`` and ``v`` are (batch entries, tokens, heads, elements) of the tensors."""
 
     q: tuple
     k: tuple
     v: tuple
-    full: tuple  # (batch, heads, seqlen_q, seqlen_k): what a bias is broadcast to
+    full: tuple  # (batch, heads, seqlen_q, seqlen_k): the shape to which a bias broadcasts
 
 
 def _sizes(t: Tensor, dims: Dims, heads: Any) -> tuple:
@@ -138,7 +138,7 @@ def _check_bias(op: str, bias: Tensor, q: Tensor, full: tuple) -> None:
 
 
 def _check_inputs(op: str, inputs: Sequence[Any]) -> Problem:
-    """The checks of csrc/torch/attention.cpp, in their order, but for the entries of cu_seqlens."""
+    """The checks of csrc/torch/attention.cpp, in the same order, except those of the entries of cu_seqlens."""
     q, k, v, cu_q, cu_k, alibi_slopes, bias, sink, seed, max_q, max_k, layout, kv_heads = inputs[:13]
     _, window_left, window_right, softmax_scale, softcap, dropout_p, _ = inputs[13:20]
     of_q, of_k, of_v = _check_heads(op, q, k, v, layout, kv_heads)
@@ -177,14 +177,14 @@ def _op_name(inputs: Sequence[Any]) -> str:
 
 
 def _empty_heads(t: Tensor, layout: int, stacked: bool, one: bool, heads: Any, width: Any) -> Tensor:
-    """A new tensor like ``t``, contiguous in the order in which its tokens and heads lie; with ``one`` without the
-    dimension that stacks q, k and v."""
+    """A new tensor like ``t``, contiguous, with tokens and heads in the order that they have in the memory of ``t``.
+    With ``one``, without the dimension that stacks q, k and v."""
     dims = dims_of(layout, stacked)
     batch = [] if dims.batch is None else [t.shape[0]]
     several = [t.shape[dims.heads - 1]] if stacked and not one else []
     tokens = t.shape[dims.tokens]
     head_major = tokens > 1 and t.shape[dims.heads] > 1 and t.stride(dims.heads) > t.stride(dims.tokens)
-    # In memory, and then in the order of the layout.
+    # Allocate in memory order, then view in the order of the layout.
     if head_major:
         made = t.new_empty((*batch, *several, heads, tokens, width))
         return made if layout == 1 else made.movedim(-2, len(batch))
@@ -272,7 +272,7 @@ attend = differentiable(
 
 
 def under_autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """As torch does for ``scaled_dot_product_attention``: under autocast its operands are cast."""
+    """Casts the operands under autocast, as torch does for ``scaled_dot_product_attention``."""
     q = tensors[0]
     if not isinstance(q, Tensor):
         raise TypeError(f"{op}: q: expected a tensor, got {type(q).__name__}")
@@ -286,14 +286,14 @@ def under_autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...
 
 
 def refuse_gradient(op: str, **tensors: Tensor | None) -> None:
-    """Inputs without a gradient: one that wants it is refused, not given none."""
+    """Refuses tensors that require a gradient, for inputs that have none: silence would leave ``.grad`` empty."""
     for name, t in tensors.items():
         if t is not None and torch.is_grad_enabled() and getattr(t, "requires_grad", False):
             refuse(op, name, "a tensor that requires no gradient", "one that does")
 
 
 def check_window(op: str, causal: bool, window_size: Sequence[int] | None) -> tuple[Any, Any]:
-    """(left, right) with -1 for no limit."""
+    """Returns (left, right); -1: no limit."""
     if window_size is None:
         return -1, 0 if causal else -1
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
@@ -306,7 +306,7 @@ def check_window(op: str, causal: bool, window_size: Sequence[int] | None) -> tu
 
 
 def drops(op: str, dropout_p: float) -> bool:
-    """Whether there is dropout. Checked before a seed is drawn, so that bad input does not change the generator."""
+    """Whether there is dropout. Checks ``dropout_p`` before a seed is drawn: bad input must not move the generator."""
     if not 0 <= dropout_p < 1:
         refuse(op, "dropout_p", "a number in [0, 1)", f"{dropout_p:f}")
     return dropout_p > 0

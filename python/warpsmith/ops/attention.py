@@ -35,7 +35,7 @@ def attention(
     .. math:: \mathrm{out}_i = \sum_j e^{s_{ij} - \mathrm{lse}_i} \, v_j, \qquad
         \mathrm{lse}_i = \log \sum_j e^{s_{ij}}, \qquad s_{ij} = \mathrm{softmax\_scale} \cdot q_i^\top k_j
 
-    over the keys that query i sees, for each batch entry and head. The options change the logits in this order:
+    over the keys that query i sees, for each batch entry and head. The options apply to the logits in this order:
     ``softcap`` (:math:`s \mapsto c \tanh(s / c)`), ``alibi_slopes`` (:math:`s_{ij} - m_h |i + \mathrm{shift} - j|`),
     ``bias`` (added), then the window and the mask.
 
@@ -43,42 +43,42 @@ def attention(
         q: shape (B, Sq, H, D); float32, float16, bfloat16, or float64 on the CPU. D is 8 to 256 in steps of 8. Any
             strides; a tensor whose last dimension is not contiguous is copied once.
         k: shape (B, Sk, Hk, D). Hk divides H: head h of ``q`` reads head h * Hk / H (MQA and GQA).
-        v: shape (B, Sk, Hk, Dv), with Dv as D, but it need not be equal.
+        v: shape (B, Sk, Hk, Dv). Dv is 8 to 256 in steps of 8, and need not equal D.
         causal: query i sees the keys j <= i + shift.
-        causal_align: what shift is: "bottom_right": Sk - Sq, so that the last query sees all keys; "top_left": 0.
-            Windows and ALiBi count from there as well.
+        causal_align: defines shift. "bottom_right": Sk - Sq, so that the last query sees all keys; "top_left": 0.
+            Windows and ALiBi use the same shift.
         window_size: (left, right): query i sees i + shift - left <= j <= i + shift + right. -1: no limit. None: all.
         softmax_scale: default :math:`1 / \sqrt{D}`.
-        softcap: c, >= 0; 0: none.
-        dropout_p: the probability of dropping a weight, 0 to 1 (1 excluded), in steps of 1 / 65536. The kept ones are
-            divided by 1 - p. ``lse`` is that of all weights.
+        softcap: c >= 0; 0: no cap.
+        dropout_p: the probability of dropping a weight, 0 to 1 (1 excluded), in steps of 1 / 65536. Kept weights are
+            divided by 1 - p. ``lse`` counts all weights.
         alibi_slopes: float32, shape (H,) or (B, H); without gradient.
-        bias: broadcasts to (B, H, Sq, Sk). Floating (the dtype of ``q``, or float32 beside a 16-bit one): added to the
-            logits, with a gradient, summed over broadcast dimensions. Boolean: True where a query sees a key.
-        sink: shape (H,), dtype as for ``bias``: a logit for each head that takes weight and has no value. ``lse``
+        bias: broadcasts to (B, H, Sq, Sk). Floating (the dtype of ``q``, or float32 if that has 16 bits): added to the
+            logits, with a gradient, which is summed over broadcast dimensions. Boolean: True where a query sees a key.
+        sink: shape (H,), dtype as for ``bias``: one more logit per head, which takes weight but has no value. ``lse``
             counts it.
         return_lse: return ``lse`` as well.
         deterministic: False allows a backward whose sums have no fixed order, where that is faster.
-        layout: "bshd" as above; "bhsd" (B, H, S, D); "thd" (S, H, D), one sequence without a batch dimension. All by
-            strides: none is copied to another.
-        seed: two int64 that determine the dropout mask, on the device of ``q``. None: drawn from torch's default
+        layout: "bshd" as above; "bhsd" (B, H, S, D); "thd" (S, H, D), one sequence without a batch dimension. No
+            layout is copied: kernels read by strides.
+        seed: two int64 on the device of ``q``, which determine the dropout mask. None: drawn from torch's default
             generator of that device.
-        kv_heads: Hk, where ``q`` holds all three along its heads.
+        kv_heads: Hk, if ``q`` holds q, k and v along its heads.
 
-    One tensor for several: ``attention(q, kv)`` with ``kv`` of shape (B, Sk, 2, Hk, D); ``attention(qkv)`` with
-    (B, S, 3, H, D), or with (B, S, H + 2 Hk, D) and ``kv_heads=Hk``. (The new dimension stands before the heads in
-    every layout.) Nothing is copied, and the gradient is one tensor, written in place.
+    Packed inputs: ``attention(q, kv)`` with ``kv`` of shape (B, Sk, 2, Hk, D); ``attention(qkv)`` with
+    (B, S, 3, H, D), or with (B, S, H + 2 Hk, D) and ``kv_heads=Hk``. (In every layout,
+    the new dimension stands before the heads.) Nothing is copied, and the gradient is one tensor, packed likewise.
 
     Returns:
-        out, of the dtype of ``q``, shape (B, Sq, H, Dv), in memory in the order in which tokens and heads of ``q`` lie;
-        or (out, lse) with lse (B, H, Sq), float32 (float64 for float64). Arithmetic is float32 (float64 for float64). A
+        out, of the dtype of ``q`` and shape (B, Sq, H, Dv), with tokens and heads in the memory order of ``q``; or
+        (out, lse) with lse (B, H, Sq), float32 (float64 for float64). Arithmetic is float32 (float64 for float64). A
         query that sees no key has out 0, lse -inf (the sink, if there is one) and no gradient. Under autocast q, k, v
         and floating biases are cast to its dtype, as for ``torch.nn.functional.scaled_dot_product_attention``.
 
-    Gradients for ``q``, ``k``, ``v``, ``bias`` and ``sink``, of out and of lse. Second derivatives are refused.
+    Gradients flow from out and from lse to ``q``, ``k``, ``v``, ``bias`` and ``sink``. Second derivatives are refused.
 
-    Deterministic: every sum has a fixed order, forward and backward. The dropout mask is a function of ``seed`` and of
-    batch entry, head, query and key: the same on every device.
+    Deterministic: every sum has a fixed order, forward and backward. The dropout mask is a function of ``seed``, batch
+    entry, head, query and key, and is the same on every device.
 
     Raises:
         ValueError: a dtype, shape, device or number that does not fit.

@@ -40,40 +40,41 @@ def attention_varlen(
     seed: Tensor | None = None,
     kv_heads: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Attention within packed sequences (documents), which lie one behind the other in one tensor.
+    r"""Attention within packed sequences (documents), stored one after the other in one tensor.
 
     .. math:: \mathrm{out}_i = \sum_j e^{s_{ij} - \mathrm{lse}_i} \, v_j
 
-    for each sequence by itself, as :func:`warpsmith.attention` would give it.
+    for each sequence separately: the result of :func:`warpsmith.attention` on that sequence.
 
     Args:
         q: shape (Tq, H, D): the tokens of all sequences. Dtypes, strides and D as for :func:`warpsmith.attention`.
         k: shape (Tk, Hk, D).
         v: shape (Tk, Hk, Dv).
         cu_seqlens_q: int32, shape (N + 1,): sequence n has the tokens from entry n to entry n + 1 (excluded) of ``q``.
-            A sequence may be empty, and the last may end before the tensor does: the tokens behind it get out 0, lse
+            A sequence may be empty, and the last may end before the tensor does: the tokens after it get out 0, lse
             -inf and no gradient.
-        cu_seqlens_k: the same of ``k`` and ``v``. None: ``cu_seqlens_q``.
-        max_seqlen_q: no sequence of ``q`` is longer. A Python integer: the host never reads ``cu_seqlens``.
-        max_seqlen_k: the same of ``k``. None: ``max_seqlen_q``.
+        cu_seqlens_k: the same for ``k`` and ``v``. None: ``cu_seqlens_q``.
+        max_seqlen_q: the length of the longest sequence of ``q``, or more. A Python integer, so that the host never
+            reads ``cu_seqlens``.
+        max_seqlen_k: the same for ``k``. None: ``max_seqlen_q``.
         causal, causal_align, window_size: as for :func:`warpsmith.attention`, within each sequence.
         bias: broadcasts to (N, H, max_seqlen_q, max_seqlen_k); queries and keys count within their sequence.
         alibi_slopes: float32, shape (H,) or (N, H).
         softmax_scale, softcap, dropout_p, sink, return_lse, deterministic, seed: as for :func:`warpsmith.attention`.
-        kv_heads: as there. Tensors that hold several are ``kv`` (Tk, 2, Hk, D), ``qkv`` (T, 3, H, D) or
-            (T, H + 2 Hk, D).
+        kv_heads: as for :func:`warpsmith.attention`. Packed inputs are ``kv`` (Tk, 2, Hk, D), ``qkv`` (T, 3, H, D)
+            or (T, H + 2 Hk, D).
 
     Returns:
         out (Tq, H, Dv), or (out, lse) with lse (H, Tq). Dtypes as for :func:`warpsmith.attention`.
 
     Gradients as for :func:`warpsmith.attention`.
 
-    Deterministic, as there.
+    Deterministic, as :func:`warpsmith.attention`.
 
     Raises:
-        ValueError: a dtype, shape, device or number that does not fit; on the CPU offsets that do not begin with 0,
-            fall or exceed the tokens, and a sequence longer than its maximum. On CUDA, where the host does not read
-            offsets, they are clamped: no offset leads out of bounds.
+        ValueError: a dtype, shape, device or number that does not fit; on the CPU also offsets that do not
+            begin with 0, that fall or that exceed the tokens, and a sequence longer than its maximum. On CUDA the host
+            does not read offsets; kernels clamp them, so that none leads out of bounds.
 
     Source: as for :func:`warpsmith.attention`.
 

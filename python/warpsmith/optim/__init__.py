@@ -14,7 +14,6 @@ from warpsmith.optim.sgd import SGD
 
 __all__ = [
     "EMA",
-    "EMA",
     "LAMB",
     "SGD",
     "Adagrad",

@@ -53,6 +53,8 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
         defaults |= {"keep_fp32": keep_fp32} if keep_fp32 else {}
         if defaults.get("foreach") and defaults.get("fused"):
             self._refuse("fused", "not both foreach and fused", "both True")
+        if defaults.get("fused") is False:  # as torch's: those who divide and clip gradients themselves ask for this
+            self._step_supports_amp_scaling = False
         defaults.update(self._of_every_group)
         self._check_hyperparameters(defaults)
         self._forget()
@@ -137,15 +139,37 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
             self._check_hyperparameters({**self.defaults, **param_group, **self._of_every_group})
         super().add_param_group(param_group)
         self.param_groups[-1].update(self._of_every_group)
+        try:
+            self._check_dtypes(len(self.param_groups) - 1)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         self._plan = None
+
+    def _check_dtypes(self, number: int) -> None:
+        """Refuses trainable parameters of a group whose dtype no precision takes. A frozen one may have any."""
+        group = {**self.param_groups[number], "precision": None}
+        first = sum(len(g["params"]) for g in self.param_groups[:number])
+        for index, param in enumerate(group["params"], first):
+            if param.requires_grad:
+                self._checked_storage(lists.describe(self.param_groups, index), param, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of an optimizer of this class, here or in ``torch.optim``."""
-        for group in state_dict["param_groups"]:
-            self._check_hyperparameters({**self.defaults, **group, **self._of_every_group})
-        self._check_shapes(state_dict)
-        super().load_state_dict(state_dict)
-        self._restore_precision(state_dict)
+        checked = []
+
+        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+            for group in given["param_groups"]:
+                self._check_hyperparameters({**self.defaults, **group, **self._of_every_group})
+            self._check_shapes(given)
+            checked.append(given)
+
+        last = self.register_load_state_dict_pre_hook(check)  # after all others, which may change what is loaded
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        self._restore_precision(checked[0])
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
         """Refuses states of other shapes than their parameters' before anything is loaded."""
@@ -186,6 +210,9 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
                     self.state[p][name] = value.to(device=p.device, dtype=storage.array_dtype(name))
             if SCALES not in state:
                 self.state[p].pop(SCALES, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_step_supports_amp_scaling": self._step_supports_amp_scaling}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         captured = getattr(self, "_captured", [])
@@ -268,12 +295,7 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
     def _check_param(self, index: int, param: Tensor, group: Group) -> None:
         p, argument = lists.local(param), lists.describe(self.param_groups, index)
         precision = group.get("precision")
-        storage = self._storage(param, group)
-        if storage is None and precision is not None:
-            known = " or ".join(str(d).removeprefix("torch.") for d in dtypes_of(precision))
-            self._refuse(argument, f"{known} for precision {precision}", _check.dtype_text(p.dtype))
-        if storage is None or (p.dtype == torch.float64 and p.device.type != "cpu"):
-            self._refuse(argument, "float32, float16, bfloat16, or float64 on the CPU", _check.dtype_text(p.dtype))
+        storage = self._checked_storage(argument, param, group)
         if p.device.type not in ("cpu", "cuda"):
             self._refuse(argument, "a tensor on the CPU or on CUDA", p.device)
         if not lists.is_dense(p):
@@ -296,12 +318,25 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
         if missing:  # another optimizer's
             self._refuse(argument, f"a state with {', '.join(needed)}", f"one without {', '.join(missing)}")
         for name in storage.arrays(self._states_of(group)):
-            if name == COUNTER:
+            if not state or name not in state:
                 continue
-            dtype = storage.array_dtype(name)
-            if state and name in state and state[name].dtype != dtype:
-                got = _check.dtype_text(state[name].dtype)
-                self._refuse(f"{argument}: {name}", _check.dtype_text(dtype), got)
+            value = state[name]
+            if not isinstance(value, Tensor):
+                _check.refuse_type(self._op, f"{argument}: {name}", "a tensor", value)
+            if value.device != param.device:
+                self._refuse(f"{argument}: {name}", f"a tensor on {param.device}", f"one on {value.device}")
+            dtype = torch.float32 if name == COUNTER else storage.array_dtype(name)
+            if value.dtype != dtype:
+                self._refuse(f"{argument}: {name}", _check.dtype_text(dtype), _check.dtype_text(value.dtype))
+
+    def _checked_storage(self, argument: str, param: Tensor, group: Group) -> Storage:
+        storage, precision = self._storage(param, group), group.get("precision")
+        if storage is None and precision is not None:
+            known = " or ".join(str(d).removeprefix("torch.") for d in dtypes_of(precision))
+            self._refuse(argument, f"{known} for precision {precision}", _check.dtype_text(param.dtype))
+        if storage is None or (param.dtype == torch.float64 and param.device.type == "cuda"):
+            self._refuse(argument, "float32, float16, bfloat16, or float64 on the CPU", _check.dtype_text(param.dtype))
+        return storage
 
     def _storage(self, param: Tensor, group: Group) -> Storage | None:
         """How a parameter is stored; None where the precision does not take its dtype."""

@@ -22,7 +22,8 @@ class Adagrad(MultiTensorOptimizer):
         lr: a number, or a tensor of one float32 or float64 element; one on the device is read by the kernel.
         lr_decay, weight_decay, initial_accumulator_value, eps: numbers >= 0.
         maximize: go up the gradient.
-        foreach, fused: accepted, without effect. Not both may be True.
+        foreach, fused: accepted, without effect on the step. Not both may be True. With ``fused=False``
+            ``torch.amp.GradScaler`` divides the gradients before the step, as :class:`warpsmith.optim.AdamW` says.
         differentiable: only False.
         precision, seed: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 

@@ -25,7 +25,9 @@ class Adam(MultiTensorOptimizer):
         amsgrad: divide by the root of the largest ``v`` so far.
         maximize: go up the gradient.
         decoupled_weight_decay: decay the parameters and not the gradients, as AdamW does.
-        foreach, fused, capturable: accepted, without effect. Not both of foreach and fused may be True.
+        foreach, fused, capturable: accepted, without effect on the step. Not both of foreach and fused may be True.
+            With ``fused=False`` ``torch.amp.GradScaler`` divides the gradients before the step, as
+            :class:`warpsmith.optim.AdamW` says.
         differentiable: only False.
         precision, seed, keep_fp32: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 

@@ -36,7 +36,10 @@ class AdamW(Adam):
         betas: two numbers in [0, 1). eps, weight_decay: numbers >= 0.
         amsgrad: divide by the root of the largest ``v`` so far.
         maximize: go up the gradient.
-        foreach, fused: choose among torch's implementations; accepted, without effect. Not both may be True.
+        foreach, fused: choose among torch's implementations; accepted, without effect on the step. Not both may be
+            True. With ``fused=False``, ``torch.amp.GradScaler`` divides the gradients before the step, and the host
+            waits, as for torch's unfused optimizers. Frameworks that clip gradients themselves want this: Lightning
+            refuses to clip for optimizers that divide in their step.
         capturable: accepted, without effect: every step can be captured. Take one step before the capture, so that
             states exist.
         differentiable: only False.

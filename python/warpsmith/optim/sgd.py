@@ -26,7 +26,8 @@ class SGD(MultiTensorOptimizer):
         momentum, weight_decay: numbers >= 0. dampening: a number.
         nesterov: look ahead; wants momentum, and no dampening.
         maximize: go up the gradient.
-        foreach, fused: accepted, without effect. Not both may be True.
+        foreach, fused: accepted, without effect on the step. Not both may be True. With ``fused=False``
+            ``torch.amp.GradScaler`` divides the gradients before the step, as :class:`warpsmith.optim.AdamW` says.
         differentiable: only False.
         precision, seed, keep_fp32: as for :class:`warpsmith.optim.AdamW`; also options of a group.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from warpsmith.tools import doctor, info, sync_audit
+from warpsmith.tools import doctor, info, plan, sync_audit
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -15,5 +15,6 @@ def main(arguments: Sequence[str]) -> int:
     info.add_to(tools)
     doctor.add_to(tools)
     sync_audit.add_to(tools)
+    plan.add_to(tools, named=list(arguments[:1]) == ["plan"])
     given = parser.parse_args(arguments)
     return given.run(given)
