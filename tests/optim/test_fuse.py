@@ -153,7 +153,8 @@ def test_moved_averages_are_seen_and_a_second_call_replaces_the_first():
     kept = before.clone()
     optimizer.step()
     assert bitwise_equal(before, kept)
-    assert bitwise_equal(ema.averages[0], kept + 0.5 * (params[0].detach() - kept))
+    value = params[0].detach()
+    assert bitwise_equal(ema.averages[0], value - 0.5 * (value - kept))
     optimizer.load_state_dict(optimizer.state_dict())  # changes nothing here
     optimizer.fuse()
     kept = ema.averages[0].clone()
@@ -176,7 +177,7 @@ def test_bad_arguments_are_refused():
         ({params[0]: good, others[0]: good}, r"copies\[1\]: expected a copy of a parameter of this optimizer"),
         ({params[0]: good, narrow: torch.ones(3, dtype=BF16)}, r"copies\[1\]: expected a copy of a float32 parameter"),
         ({params[0]: good, params[1]: torch.ones(3)}, r"copies\[1\]: expected float16 or bfloat16, got float32"),
-        ({params[0]: good, params[1]: torch.ones(4, dtype=BF16)}, r"copies\[1\]: expected shape \(3,\)"),
+        ({params[0]: good, params[1]: torch.ones(4, dtype=BF16)}, r"copies\[1\]: expected shape \(3\), got \(4\)"),
         ({params[0]: torch.ones(4, 6, dtype=BF16).t()}, r"copies\[0\]: expected the strides of its parameter"),
         ({params[0]: good.clone().requires_grad_()}, r"copies\[0\]: expected a tensor that requires no gradient"),
     ]

@@ -180,7 +180,7 @@ __device__ __forceinline__ void only_beside(const AnyChunk& c, bool skips) {
   for (int i = static_cast<int>(threadIdx.x); i < c.elems; i += kOptimThreads) {
     if (c.grad.at && c.zeroes) AnyLanes<1>{}.store(c.grad, i);
     if (skips || !c.average.at) continue;
-    const AnyArray& of = c.averages_param ? c.param : c.kept;
+    const AnyArray of{c.averages_param ? c.param.at : c.kept.at, c.averages_param ? c.param.dtype : kWide};
     AnyLanes<1> average, value;
     average.load(c.average, i);
     value.load(of, i);
