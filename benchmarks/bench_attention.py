@@ -36,7 +36,7 @@ class Cell:
     causal: bool = False
     window: int = 0
     documents: bool = False
-    extra: str = ""  # dropout, bias or sink
+    extra: str = ""  # dropout, bias, frozen bias, padding, alibi or sink
 
     def __str__(self):
         names = [n for n in ("causal", "documents") if getattr(self, n)]
@@ -55,7 +55,8 @@ GPU_CELLS = (
     Cell(1, 32768, 16, 128, causal=True, documents=True),
     Cell(1, 32768, 64, 64, 8, causal=True, window=1024),
     Cell(1, 8192, 64, 128, 8, causal=True),
-    *(Cell(4, 4096, 16, 128, causal=True, extra=e) for e in ("", "dropout", "bias", "sink")),
+    *(Cell(4, 4096, 16, 128, causal=True, extra=e) for e in ("", "dropout", "bias", "frozen bias", "alibi", "sink")),
+    Cell(4, 4096, 16, 128, extra="padding"),
 )
 CPU_CELLS = (Cell(2, 1024, 8, 64), Cell(2, 1024, 8, 64, causal=True))
 
@@ -73,9 +74,14 @@ def extras(cell, device, dtype):
     """The optional tensors of a cell, as keywords of ours."""
     if cell.extra == "dropout":
         return {"dropout_p": 0.1}
-    if cell.extra == "bias":
+    if cell.extra in ("bias", "frozen bias"):
         shape = (1, cell.heads, cell.tokens, cell.tokens)
-        return {"bias": torch.randn(shape, device=device, dtype=dtype, requires_grad=True)}
+        return {"bias": torch.randn(shape, device=device, dtype=dtype, requires_grad=cell.extra == "bias")}
+    if cell.extra == "padding":  # a sixteenth of each sequence
+        seen = torch.arange(cell.tokens, device=device) < cell.tokens - cell.tokens // 16
+        return {"bias": seen.expand(cell.batch, 1, 1, cell.tokens).contiguous()}
+    if cell.extra == "alibi":
+        return {"alibi_slopes": 2.0 ** -torch.arange(1, cell.heads + 1, device=device, dtype=torch.float32)}
     if cell.extra == "sink":
         return {"sink": torch.randn(cell.heads, device=device, requires_grad=True)}
     return {}
@@ -111,13 +117,13 @@ def ours(cell, options, cu_seqlens, longest, **more):
 
 def torch_backends(cell, options):
     """scaled_dot_product_attention with each back end alone."""
-    if cell.window or cell.documents or cell.extra == "sink":
+    if cell.window or cell.documents or cell.extra in ("sink", "alibi"):
         return {}
     bias = options.get("bias")
     known = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     known["efficient"] = SDPBackend.EFFICIENT_ATTENTION
     arguments = {"is_causal": cell.causal, "enable_gqa": bool(cell.k_heads), "dropout_p": options.get("dropout_p", 0.0)}
-    if bias is not None:
+    if bias is not None and cell.causal:
         causal = torch.ones(cell.tokens, cell.tokens, dtype=torch.bool, device=bias.device).tril()
         mask = torch.where(causal, 0.0, float("-inf")).to(bias.dtype)
         arguments.update(is_causal=False)
@@ -125,7 +131,7 @@ def torch_backends(cell, options):
     def function(backend):
         def call(q, k, v):
             with sdpa_kernel(backend):
-                more = {"attn_mask": bias + mask} if bias is not None else {}
+                more = {"attn_mask": bias + mask if cell.causal else bias} if bias is not None else {}
                 return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), **arguments, **more)
 
         return call
@@ -186,7 +192,7 @@ def contenders_of(cell, device, dtype, settings):
         )
         return found, options
     found["warpsmith, any order"] = ours(cell, options, cu_seqlens, max(lengths), deterministic=False)
-    if cell.dim <= 128 and cell.extra in ("", "sink"):
+    if cell.dim <= 128 and cell.extra in ("", "sink", "bias", "frozen bias", "padding", "alibi"):
         found[PORTABLE] = found[OURS]
     found.update(torch_backends(cell, options))
     if not cell.extra:
@@ -213,7 +219,7 @@ def rows_of(cell, device, settings):
         for shape in ((cell.batch, cell.tokens, cell.heads, cell.dim), k_shape, k_shape)
     ]
     contenders, options = contenders_of(cell, device, dtype, settings)
-    leaves = inputs + [t for t in options.values() if isinstance(t, torch.Tensor)]
+    leaves = inputs + [t for t in options.values() if isinstance(t, torch.Tensor) and t.requires_grad]
     measure = timer_of(device, settings.samples)
 
     def within(name, call):

@@ -257,7 +257,7 @@ PORTABLE = (
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("name", PORTABLE)
-def test_portable_kernels_under_the_law(name, d):
+def test_portable_kernels_under_the_law(portable_alone, name, d):
     tensors = leaves(2, 130, 150, 4, 2, d)
     check_law(tensors, **option(name))
 
@@ -352,6 +352,26 @@ def test_dropout_in_hopper_kernels(d, dtype, options):
     first = run(warpsmith.attention, tensors, dout, **options)
     for _ in range(5):
         assert all(map(torch.equal, run(warpsmith.attention, tensors, dout, **options), first))
+
+
+@pytest.mark.parametrize("name", ["bias", "head bias", "padding", "rows without keys", "alibi"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("d", [40, 64, 128])
+def test_biases_in_hopper_kernels(d, dtype, name):
+    tensors = leaves(2, 400, 530, 4, 2, d, dtype=dtype)
+    rows, keys = (torch.arange(n, device="cuda") for n in (400, 530))
+    options = {
+        "bias": {"bias": made(2, 4, 400, 530, dtype=dtype)},
+        "head bias": {"bias": made(4, 400, 530, dtype=dtype), "causal": True},
+        "padding": {"bias": keys < torch.tensor([530, 90], device="cuda")[:, None, None, None]},
+        "rows without keys": {"bias": torch.rand(400, 530, device="cuda") < rows[:, None] % 3 / 4},
+        "alibi": {"alibi_slopes": torch.rand(2, 4, device="cuda") / 4, "window_size": (300, 0)},
+    }[name]
+    check_law(tensors, **options)
+    dout = torch.randn_like(tensors[0])
+    first = run(warpsmith.attention, tensors, dout, **options)
+    for _ in range(5):
+        assert all(map(bitwise_equal, run(warpsmith.attention, tensors, dout, **options), first))
 
 
 def test_packed_sequences_with_every_option_are_those_of_the_cpu():

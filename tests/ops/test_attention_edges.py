@@ -294,10 +294,19 @@ def test_plans_say_why_no_faster_kernel_is_taken():
     assert [plan[part]["kernel"] for part in ("forward", "backward")] == ["sm_90a", "sm_90a"]
     assert plan["forward"]["head_dim"] == plan["backward"]["head_dim"] == 256
     assert plan["backward"]["why"].startswith("head dimensions up to 256: one kernel for dk and dv")
+    for option in ("bias", "mask", "alibi"):
+        for part in warpsmith.plan("attention", seqlen_q=4096, head_dim=64, **{option: True}).values():
+            assert part["kernel"] == "sm_90a" and part["why"].startswith("bias, mask or ALiBi")
+        plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=128, **{option: True})
+        assert plan["forward"]["kernel"] == "sm_90a"
+        assert plan["backward"]["why"].endswith(
+            "no Hopper kernel for a bias, mask or ALiBi with head dimensions above 64"
+        )
     for change, reason in (
-        ({"bias": True}, "a bias"),
-        ({"mask": True}, "a mask tensor"),
-        ({"alibi": True}, "ALiBi slopes"),
+        ({"bias": True, "mask": True}, "a bias beside a mask"),
+        ({"bias": True, "dropout": True}, "dropout beside a bias, mask or ALiBi"),
+        ({"alibi": True, "softcap": True}, "a softcap beside a bias, mask or ALiBi"),
+        ({"mask": True, "head_dim_v": 256}, "a bias, mask or ALiBi with head dimensions above 128"),
         ({"dtype": "float32"}, "a dtype other than float16 and bfloat16"),
         ({"sm90a_code": False}, "a device that runs no code of sm_90a"),
     ):

@@ -23,12 +23,34 @@ constexpr bool kHopperKernels = true;
 
 // Whether the Hopper kernels take the problem.
 bool on_hopper(const AttentionFwdParams& p) { return !portable_alone && attention_forward_supported_sm90(p).ok(); }
-bool on_hopper(const AttentionBwdParams& p) { return !portable_alone && attention_backward_supported_sm90(p).ok(); }
+bool on_hopper(const AttentionBwdParams& p) {
+  return !portable_alone && attention_backward_supported_sm90(p).ok() &&
+         (p.dbias == nullptr || attention_backward_supported_portable(p).ok());
+}
 #else
 constexpr bool kHopperKernels = false;
 
 template <class P> constexpr bool on_hopper(const P&) { return false; }
 #endif
+
+// A Hopper backward takes dbias from the portable kernel, whose workspace follows its own. Templates, because the
+// Hopper functions exist only where the code above says so.
+constexpr int64_t aligned_bytes(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+template <class P> Status hopper_workspace(const P& p, int64_t* bytes) {
+  WARPSMITH_RETURN_IF_FAILED(attention_backward_workspace_sm90(p, bytes));
+  if (p.dbias != nullptr) *bytes = aligned_bytes(*bytes) + attention_dbias_workspace_portable(p);
+  return {};
+}
+template <class P> Status run_hopper(const P& p, void* stream) {
+  WARPSMITH_RETURN_IF_FAILED(attention_backward_sm90(p, stream));
+  if (p.dbias == nullptr) return {};
+  int64_t bytes = 0;
+  WARPSMITH_RETURN_IF_FAILED(attention_backward_workspace_sm90(p, &bytes));
+  P x = p;
+  x.workspace = static_cast<unsigned char*>(p.workspace) + aligned_bytes(bytes);
+  return attention_dbias_portable(x, stream);
+}
 }  // namespace
 
 Status attention_forward_supported_cuda(const AttentionFwdParams& p) {
@@ -50,7 +72,7 @@ Status attention_forward_workspace_cuda([[maybe_unused]] const AttentionFwdParam
 }
 Status attention_backward_workspace_cuda(const AttentionBwdParams& p, int64_t* bytes) {
   if constexpr (kHopperKernels)
-    if (on_hopper(p)) return attention_backward_workspace_sm90(p, bytes);
+    if (on_hopper(p)) return hopper_workspace(p, bytes);
   *bytes = attention_backward_workspace_portable(p);
   return {};
 }
@@ -62,7 +84,7 @@ Status attention_forward_cuda(const AttentionFwdParams& p, void* stream) {
 }
 Status attention_backward_cuda(const AttentionBwdParams& p, void* stream) {
   if constexpr (kHopperKernels)
-    if (on_hopper(p)) return attention_backward_sm90(p, stream);
+    if (on_hopper(p)) return run_hopper(p, stream);
   return attention_backward_portable(p, stream);
 }
 

@@ -16,6 +16,7 @@ struct ForwardTile {
   bool extended;         // with softcap
   int query_stages = 2;  // tiles of queries in shared memory. 1: tiles do not overlap
   bool dropout = false;
+  bool biased = false;  // bias tensors, masks and ALiBi
 
   constexpr bool serial() const { return query_stages == 1; }
   constexpr int tile_rows() const { return 64 * groups; }
@@ -39,13 +40,18 @@ constexpr ForwardTile kForward128Extended{128, 2, 128, 5, false, true};
 constexpr ForwardTile kForward64Extended{64, 2, 128, 8, true, true};
 constexpr ForwardTile kForward128Dropout{128, 2, 128, 5, false, false, 2, true};
 constexpr ForwardTile kForward64Dropout{64, 2, 128, 8, true, false, 2, true};
+// There are no registers for the end of one tile beside the biases at the beginning of the next, and at head dimension
+// 128 not for the biases of 128 keys.
+constexpr ForwardTile kForward128Biased{128, 2, 96, 8, false, false, 1, false, true};
+constexpr ForwardTile kForward64Biased{64, 2, 128, 10, true, false, 1, false, true};
 // The output takes half of a thread's registers, and a tile of queries takes 64 KiB. That leaves room for 80 keys a
 // step and for one tile of queries. There are no registers for a second set of probabilities, so the base of the
 // softmax follows the row maxima (online_softmax.cuh).
 constexpr ForwardTile kForward256{256, 2, 80, 4, false, true, 1};
 
-constexpr ForwardTile kForwardTiles[] = {kForward128,        kForward64,  kForward64Short,    kForward128Extended,
-                                         kForward64Extended, kForward256, kForward128Dropout, kForward64Dropout};
+constexpr ForwardTile kForwardTiles[] = {kForward128,        kForward64,      kForward64Short,    kForward128Extended,
+                                         kForward64Extended, kForward256,     kForward128Dropout, kForward64Dropout,
+                                         kForward128Biased,  kForward64Biased};
 
 // The configuration of a Hopper backward kernel: tiles of 128 keys, two consumer warpgroups.
 struct BackwardTile {
@@ -55,6 +61,7 @@ struct BackwardTile {
   int key_stages;     // tiles of k in flight
   int value_stages;   // tiles of v in flight
   bool dropout = false;
+  bool biased = false;  // bias tensors, masks and ALiBi
 
   static constexpr int threads() { return 3 * 128; }
   // Registers per thread after setmaxnreg: the total must not exceed 3 * 168 per lane of the three warpgroups.
@@ -71,9 +78,11 @@ constexpr BackwardTile kBackward128{128, 64, 2, 2, 1};
 constexpr BackwardTile kBackward64{64, 128, 2, 2, 2};
 constexpr BackwardTile kBackward128Dropout{128, 64, 2, 2, 1, true};
 constexpr BackwardTile kBackward64Dropout{64, 128, 2, 2, 2, true};
+constexpr BackwardTile kBackward64Biased{64, 128, 2, 2, 2, false, true};
 // Two kernels, for dk and dv and for dq (backward_wide.cuh), so this one is not in the list.
 constexpr BackwardTile kBackward256{256, 64, 2, 2, 1};
-constexpr BackwardTile kBackwardTiles[] = {kBackward128, kBackward64, kBackward128Dropout, kBackward64Dropout};
+constexpr BackwardTile kBackwardTiles[] = {kBackward128, kBackward64, kBackward128Dropout, kBackward64Dropout,
+                                           kBackward64Biased};
 
 // The index of a tile in its list. Kernels take the index as their template argument, because nvcc 13.0 cannot generate
 // the host stub of a kernel whose template argument is a value of a class in a namespace.
@@ -98,6 +107,9 @@ struct AttentionKernelProblem {
   bool causal = false;  // window_right >= 0: keys beyond the diagonal are bounded
   bool softcap = false;
   bool mask = false, bias = false, alibi = false, dropout = false;
+  bool bias_of_dtype = true;      // else float32 beside 16 bits
+  bool pairs_of_keys = true;      // of bias and mask: keys 2 i and 2 i + 1 are aligned pairs of elements
+  bool scale_has_inverse = true;  // softmax_scale is at least 2^-64
   bool drops_nearly_all = false;  // dropout.scale above 1,024
   bool positive_scale = true;
   bool aligned = true;     // for TMA: addresses and strides are multiples of 16 bytes, strides in (0, 2^40)
@@ -120,12 +132,24 @@ constexpr const char* reason_against_sm90(const AttentionKernelProblem& p) {
   if (!p.sm90a_code) return "a device that runs no code of sm_90a";
   if (p.element_bytes != 2) return "a dtype other than float16 and bfloat16";
   if (p.seqlen_q <= 0 || p.seqlen_k <= 0) return "sequences without tokens";
-  if (p.mask) return "a mask tensor";
-  if (p.bias) return "a bias";
-  if (p.alibi) return "ALiBi slopes";
   if (!p.positive_scale) return "a softmax_scale that is not positive";
   if (!p.aligned) return "addresses or strides that are no multiples of 16 bytes";
   if (p.seqlen_q >= int64_t{1} << 28 || p.seqlen_k >= int64_t{1} << 28) return "sequences of 2^28 tokens or more";
+  return nullptr;
+}
+
+constexpr bool has_biases(const AttentionKernelProblem& p) { return p.mask || p.bias || p.alibi; }
+
+// Why no Hopper kernel takes the problem's bias, mask or ALiBi slopes; null if one does or there are none.
+constexpr const char* reason_against_biases(const AttentionKernelProblem& p) {
+  if (!has_biases(p)) return nullptr;
+  if (p.bias && p.mask) return "a bias beside a mask";
+  if (p.bias && !p.bias_of_dtype) return "a float32 bias beside 16-bit tensors";
+  if (!p.pairs_of_keys) return "a bias or mask whose keys are no aligned pairs";
+  if (!p.scale_has_inverse) return "a bias, mask or ALiBi beside a softmax_scale below 2^-64";
+  if (p.dropout) return "dropout beside a bias, mask or ALiBi";
+  if (p.softcap) return "a softcap beside a bias, mask or ALiBi";
+  if (p.head_dim > 128 || p.head_dim_v > 128) return "a bias, mask or ALiBi with head dimensions above 128";
   return nullptr;
 }
 
@@ -145,6 +169,7 @@ constexpr const char* reason_against_portable(const AttentionKernelProblem& p) {
 constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKernelProblem& p) {
   AttentionForwardChoice c;
   c.why = attention::reason_against_sm90(p);
+  if (c.why == nullptr) c.why = attention::reason_against_biases(p);
   if (c.why == nullptr && p.dropout && p.softcap) c.why = "dropout beside a softcap";
   if (c.why == nullptr && p.dropout && (p.head_dim > 128 || p.head_dim_v > 128))
     c.why = "dropout with head dimensions above 128";
@@ -154,6 +179,9 @@ constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKe
   if (p.dropout) {
     c.tile = small ? attention::kForward64Dropout : attention::kForward128Dropout;
     c.why = "dropout: the kernel that makes the mask while the tensor cores multiply";
+  } else if (attention::has_biases(p)) {
+    c.tile = small ? attention::kForward64Biased : attention::kForward128Biased;
+    c.why = "bias, mask or ALiBi: the kernel that loads biases while the tensor cores multiply";
   } else if (p.head_dim > 128 || p.head_dim_v > 128) {
     c.tile = attention::kForward256;
     c.why = "head dimensions up to 256: two warpgroups of 64 queries, 80 keys a step";
@@ -183,20 +211,25 @@ struct AttentionBackwardChoice {
 constexpr AttentionBackwardChoice choose_attention_backward_sm90(const AttentionKernelProblem& p) {
   AttentionBackwardChoice c;
   c.why = attention::reason_against_sm90(p);
-  const bool wide = p.head_dim > 128 || p.head_dim_v > 128;
+  const bool small = p.head_dim <= 64 && p.head_dim_v <= 64, wide = p.head_dim > 128 || p.head_dim_v > 128;
+  if (c.why == nullptr) c.why = attention::reason_against_biases(p);
+  if (c.why == nullptr && attention::has_biases(p) && !small)
+    c.why = "a bias, mask or ALiBi with head dimensions above 64";  // no registers beside 64 x 128 of dk and dv
   if (c.why == nullptr && p.softcap) c.why = "softcap";
   if (c.why == nullptr && p.dropout && wide) c.why = "dropout with head dimensions above 128";
   // The kernel multiplies the probabilities by dropout.scale before it rounds them to T.
   if (c.why == nullptr && p.drops_nearly_all) c.why = "dropout of more than 0.999";
   if (c.why != nullptr) return c;
   c.supported = true;
-  const bool small = p.head_dim <= 64 && p.head_dim_v <= 64;
   if (wide) {
     c.tile = attention::kBackward256;
     c.why = "head dimensions up to 256: one kernel for dk and dv of 64 keys, one for dq of 128 queries";
   } else if (p.dropout) {
     c.tile = small ? attention::kBackward64Dropout : attention::kBackward128Dropout;
     c.why = "dropout: the kernel that makes the mask again while the tensor cores multiply";
+  } else if (attention::has_biases(p)) {
+    c.tile = attention::kBackward64Biased;
+    c.why = "bias, mask or ALiBi: the kernel that loads biases while the tensor cores multiply";
   } else {
     c.tile = small ? attention::kBackward64 : attention::kBackward128;
     c.why = "128 keys a block, 64 queries a step; dq is added in the order of the keys";

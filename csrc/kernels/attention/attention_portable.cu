@@ -68,6 +68,11 @@ int64_t attention_backward_workspace_portable(const AttentionBwdParams& x) {
   return (statistics + blocks) * x.problem.heads_q * 4;
 }
 
+int64_t attention_dbias_workspace_portable(const AttentionBwdParams& x) {
+  using namespace attention;
+  return row_tiles(x.problem, false, kStatisticsQueries) * kStatistics * x.problem.heads_q * 4;
+}
+
 Status attention_forward_portable(const AttentionFwdParams& p, void* stream) {
   WARPSMITH_RETURN_IF_FAILED(attention_forward_supported_portable(p));
   switch (p.problem.dtype) {
@@ -84,6 +89,12 @@ Status attention_backward_portable(const AttentionBwdParams& p, void* stream) {
     case Dtype::float16: return attention::run_backward_portable<float16>(p, stream);
     default: return attention::run_backward_portable<float>(p, stream);
   }
+}
+
+Status attention_dbias_portable(const AttentionBwdParams& p, void* stream) {
+  WARPSMITH_RETURN_IF_FAILED(attention_backward_supported_portable(p));
+  return p.problem.dtype == Dtype::bfloat16 ? attention::run_dbias_portable<bfloat16>(p, stream)
+                                            : attention::run_dbias_portable<float16>(p, stream);
 }
 
 }  // namespace warpsmith

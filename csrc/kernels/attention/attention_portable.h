@@ -12,11 +12,16 @@ Status attention_backward_supported_portable(const AttentionBwdParams& params);
 int64_t attention_backward_workspace_portable(const AttentionBwdParams& params);
 Status attention_backward_portable(const AttentionBwdParams& params, void* stream);
 
+// Makes dbias alone, beside the Hopper kernels. `workspace` holds at least as many bytes as the first function says.
+int64_t attention_dbias_workspace_portable(const AttentionBwdParams& params);
+Status attention_dbias_portable(const AttentionBwdParams& params, void* stream);
+
 namespace attention {
 
 // Run the kernels of one dtype. Each dtype is compiled in a .cu of its own. T: float, float16 or bfloat16.
 template <class T> Status run_forward_portable(const AttentionFwdParams& params, void* stream);
 template <class T> Status run_backward_portable(const AttentionBwdParams& params, void* stream);
+template <class T> Status run_dbias_portable(const AttentionBwdParams& params, void* stream);
 
 }  // namespace attention
 }  // namespace warpsmith

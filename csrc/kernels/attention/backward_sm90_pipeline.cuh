@@ -5,6 +5,7 @@
 #include "device/tensor_copy.h"
 #include "kernels/attention/attention_config.h"
 #include "kernels/attention/backward_order.cuh"
+#include "kernels/attention/bias_sm90.cuh"
 #include "kernels/attention/dropout_sm90.cuh"
 
 // The first warpgroup of the Hopper backward (backward_sm90.cuh), with the loader and the threads that add dq to global
@@ -39,6 +40,7 @@ struct BackwardParams {
   AttentionStrides dk_strides, dv_strides;
   float scale, scale_log2;
   DropoutParams dropout;
+  BiasParams biases;
 };
 
 // The index of (query block, head). Unsigned, because sign handling would take the loader's last registers.
@@ -70,6 +72,7 @@ struct alignas(16) KeyTile {
   int first_block;                 // index of the sequence's first query block
   int first_tile;                  // index of its first tile of keys
   int first_step;                  // steps of all earlier tiles of this thread block
+  int sequence;                    // packed or not; set where the kernel adds biases
 };
 
 template <BackwardTile tile> struct BackwardShared {
@@ -163,8 +166,9 @@ template <BackwardTile tile> struct BackwardShared {
   }
 };
 
-template <int kBlock>
+template <int kBlock, bool kBiased>
 __device__ __forceinline__ void describe_key_tile(const BackwardParams& p, const TileIndex& at, KeyTile* t) {
+  if constexpr (kBiased) device::store(&t->sequence, at.batch);
   device::store(&t->tile, at.row_tile);
   device::store(&t->first_key, at.row_tile * kTileKeys);
   device::store(&t->part, at.head);
@@ -229,7 +233,7 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
     do {
       const TileIndex at = tile_at(p.schedule, atomicAdd(p.schedule.counter, 1));
       if (at.batch >= 0)
-        describe_key_tile<Shared::kBlock>(p, at, t);
+        describe_key_tile<Shared::kBlock, tile.biased>(p, at, t);
       else
         device::store(&t->blocks, -1);
     } while (t->blocks == 0);

@@ -5,6 +5,7 @@
 #include "device/tensor_copy.h"
 #include "device/vector.h"
 #include "kernels/attention/attention_config.h"
+#include "kernels/attention/bias_sm90.cuh"
 #include "kernels/attention/dropout_sm90.cuh"
 #include "kernels/attention/mask.cuh"
 #include "kernels/attention/scheduler.cuh"
@@ -39,6 +40,7 @@ struct ForwardParams {
   float scale_log2;           // log2(e) * scale of the scores in the exponentials
   float softcap, to_softcap;  // softcap 0: none. Else s becomes softcap * tanh(s * to_softcap)
   DropoutParams dropout;
+  BiasParams biases;
   uint32_t zero;  // always 0, but unknown to the compiler
 };
 
@@ -52,6 +54,7 @@ struct alignas(16) Tile {
   int q_token, k_token;                                 // the sequence's first token in packed tensors
   int masked, right, right_end, left_begin, whole_end;  // as in BlockPlan
   uint32_t dropout_row;                                 // counter word 1 of the first 16 queries
+  int sequence;                                         // packed or not; set where the kernel adds biases
   int64_t lse;                                          // offset of the sequence's first row
 
   __device__ __forceinline__ int block(int visit) const {
@@ -118,6 +121,7 @@ __device__ __forceinline__ void describe_tile(const ForwardParams& p, const Tile
     device::store(&t->dropout_row,
                   attention_dropout_row(row_block, first_query / kAttentionDropoutBlock, p.heads, at.head));
   }
+  if constexpr (tile.biased) device::store(&t->sequence, at.batch);
   device::store(&t->lse, lse);
   device::store(&t->visits, plan.blocks);
 }

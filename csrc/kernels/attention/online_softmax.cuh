@@ -39,6 +39,13 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     sum[0] = sum[1] = 0.0f;
   }
 
+  // Rows that have seen no key get a base under which their probabilities are 0 and not NaN.
+  __device__ __forceinline__ void give_base() {
+#pragma unroll
+    for (float& b : base)
+      if (b == -INFINITY) b = 0.0f;
+  }
+
   // Raises the base to this block's maximum. Everything summed under the old base must be multiplied by `factor`.
   __device__ __forceinline__ void raise_base(const Scores& s, float scale, float (&factor)[2]) {
 #pragma unroll

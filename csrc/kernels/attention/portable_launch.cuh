@@ -56,11 +56,32 @@ template <class T, int i> Status launch_keys(const BackwardPortableParams& x, vo
   }
 }
 
+template <class T> Status launch_statistics(const AttentionBwdParams& p, void* stream) {
+  return launch_portable(portable_statistics<T>, row_tiles(p.problem, false, kStatisticsQueries) * p.problem.heads_q,
+                         kStatisticsThreads, 0, stream, p);
+}
+
+// Reads lse and delta from the workspace.
+template <class T, int i> Status launch_bias(const AttentionBwdParams& p, void* stream) {
+  constexpr int kBias = i - kPortablePlain;
+  constexpr PortableTile bias = kPortableBias[kBias];
+  const int64_t blocks = BiasTiles(p.problem, p.dbias_strides, bias.rows, bias.columns).count;
+  auto* kernel = p.problem.bias_dtype == Dtype::float32 ? backward_portable_bias<T, float, kBias>
+                                                        : backward_portable_bias<T, T, kBias>;
+  return launch_portable(kernel, blocks, bias.threads(), bias.backward_shared_bytes(false), stream, p);
+}
+
+// Takes delta from the rounded out, as the Hopper kernels do.
+template <class T> Status run_dbias_portable(const AttentionBwdParams& p, void* stream) {
+  WARPSMITH_RETURN_IF_FAILED(launch_statistics<T>(p, stream));
+  return with_portable_tile_from<portable_tile(sizeof(T), true, 1)>(
+      p.problem, [&]<int i>() { return launch_bias<T, i>(p, stream); });
+}
+
 template <class T> Status run_backward_portable(const AttentionBwdParams& p, void* stream) {
   const AttentionProblem& a = p.problem;
   const int64_t query_blocks = row_tiles(a, false, kStatisticsQueries);
-  WARPSMITH_RETURN_IF_FAILED(
-      launch_portable(portable_statistics<T>, query_blocks * a.heads_q, kStatisticsThreads, 0, stream, p));
+  WARPSMITH_RETURN_IF_FAILED(launch_statistics<T>(p, stream));
   return with_portable_tile<T>(a, [&]<int i>() {
     constexpr PortableTile tile = kPortableQueries[i];
     constexpr int kSharedBytes = tile.backward_shared_bytes(false);
@@ -87,12 +108,7 @@ template <class T> Status run_backward_portable(const AttentionBwdParams& p, voi
     WARPSMITH_RETURN_IF_FAILED(keys);
     if constexpr (tile.extended) {
       if (p.dbias == nullptr) return Status();
-      constexpr int kBias = i - kPortablePlain;
-      constexpr PortableTile bias = kPortableBias[kBias];
-      const int64_t blocks = BiasTiles(a, p.dbias_strides, bias.rows, bias.columns).count;
-      auto* kernel = a.bias_dtype == Dtype::float32 ? backward_portable_bias<T, float, kBias>
-                                                    : backward_portable_bias<T, T, kBias>;
-      return launch_portable(kernel, blocks, bias.threads(), bias.backward_shared_bytes(false), stream, p);
+      return launch_bias<T, i>(p, stream);
     } else {
       return Status();
     }

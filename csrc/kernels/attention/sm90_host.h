@@ -4,6 +4,7 @@
 #include "common/launch.h"
 #include "common/tensor_map.h"
 #include "kernels/attention/attention_config.h"
+#include "kernels/attention/bias_sm90.cuh"
 #include "kernels/attention/head_tensor.h"
 #include "kernels/attention/mask.cuh"
 
@@ -55,6 +56,10 @@ inline AttentionKernelProblem kernel_problem(const AttentionProblem& p, bool ali
   k.mask = p.mask != nullptr;
   k.bias = p.bias != nullptr;
   k.alibi = p.alibi_slopes != nullptr;
+  k.bias_of_dtype = p.bias == nullptr || p.bias_dtype == p.dtype;
+  k.pairs_of_keys = (p.bias == nullptr || has_pairs_of_keys(p.bias, 2, p.bias_strides, p.seqlen_k)) &&
+                    (p.mask == nullptr || has_pairs_of_keys(p.mask, 1, p.mask_strides, p.seqlen_k));
+  k.scale_has_inverse = p.softmax_scale >= kLeastBiasedScale;
   k.dropout = p.dropout.seed != nullptr;
   k.drops_nearly_all = k.dropout && p.dropout.scale > 1024;
   k.positive_scale = p.softmax_scale > 0;

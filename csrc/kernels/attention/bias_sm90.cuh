@@ -1,0 +1,195 @@
+#pragma once
+#include <cmath>
+
+#include "device/convert.h"
+#include "device/vector.h"
+#include "kernels/attention/attention.h"
+
+// A bias tensor or a boolean mask, and ALiBi, on the accumulators of the Hopper kernels. Biases are added to scores
+// that are not yet multiplied by softmax_scale, so each bias is divided by it.
+namespace warpsmith::attention {
+
+constexpr double kLeastBiasedScale = 0x1p-64;  // of softmax_scale: its inverse times a bias has to fit in float
+
+struct BiasParams {
+  const void* bias;           // of the dtype of q; null: none
+  const unsigned char* mask;  // null: none. Never beside a bias
+  AttentionBiasStrides bias_strides, mask_strides;
+  const float* slopes;  // null: none
+  int64_t slopes_batch;
+  float to_scores;  // 1 / softmax_scale
+};
+
+// Whether each pair of keys 2 i and 2 i + 1 lies in an aligned pair of elements, and rows less than 2^31 elements
+// apart.
+inline bool has_pairs_of_keys(const void* base, int element_bytes, const AttentionBiasStrides& s, int64_t keys) {
+  return reinterpret_cast<uintptr_t>(base) % static_cast<uintptr_t>(2 * element_bytes) == 0 && keys % 2 == 0 &&
+         s.k == 1 && s.q % 2 == 0 && s.q < int64_t{1} << 31 && s.head % 2 == 0 && s.batch % 2 == 0;
+}
+
+inline BiasParams bias_params(const AttentionProblem& p) {
+  return {p.bias,
+          static_cast<const unsigned char*>(p.mask),
+          p.bias_strides,
+          p.mask_strides,
+          p.alibi_slopes,
+          p.alibi_batch_stride,
+          p.softmax_scale >= kLeastBiasedScale ? static_cast<float>(1.0 / p.softmax_scale) : 0.0f};
+}
+
+// Where biases of one sequence and one head of q lie.
+struct BiasOfHead {
+  int64_t bias, mask;  // offsets
+
+  __device__ __forceinline__ BiasOfHead(const BiasParams& p, int sequence, int head)
+      : bias(sequence * p.bias_strides.batch + head * p.bias_strides.head),
+        mask(sequence * p.mask_strides.batch + head * p.mask_strides.head) {}
+};
+
+// Biases of a block of keys. A thread has the rows `query` and query + 8, and in each the keys key + 8 n and the next.
+// Rows beyond the last query get the biases of the last query, and are not stored.
+template <class T, int kBlockKeys> struct QueryBiases {
+  static constexpr int kPairs = kBlockKeys / 8, kPairsAtOnce = kPairs / 2;
+  using Scores = float[kBlockKeys / 2];
+  using Packed = uint32_t[kBlockKeys / 16][4];  // pairs, as OnlineSoftmax has probabilities; or two bytes of the mask
+
+  const BiasParams& p;
+  int sequence, head, query, queries, key, keys, shift;
+
+  // The biases of row r from the thread's first key on.
+  template <class E>
+  __device__ __forceinline__ const E* row(const void* base, const AttentionBiasStrides& of, int r) const {
+    return static_cast<const E*>(base) + sequence * of.batch + head * of.head + min(query + 8 * r, queries - 1) * of.q +
+           key;
+  }
+
+  // Of a block whose keys all exist. Pair: two elements, E.
+  template <class Pair, class E>
+  __device__ __forceinline__ void load(Packed& to, const void* base, const AttentionBiasStrides& of) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const E* from = row<E>(base, of, r);
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n)
+        to[n / 2][n % 2 * 2 + r] = device::load(reinterpret_cast<const Pair*>(from + 8 * n));
+    }
+  }
+  __device__ __forceinline__ void load(Packed& to) const {
+    if (p.bias != nullptr)
+      load<uint32_t, T>(to, p.bias, p.bias_strides);
+    else if (p.mask != nullptr)
+      load<uint16_t, unsigned char>(to, p.mask, p.mask_strides);
+  }
+  __device__ __forceinline__ void add(Scores& s, const Packed& pairs) const {
+    add_alibi(s);
+    if (p.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kBlockKeys / 2; i += 2) add_pair(s, i, pairs[i / 8][i / 2 % 4]);
+    } else if (p.mask != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kBlockKeys / 2; i += 2) hide_pair(s, i, pairs[i / 8][i / 2 % 4]);
+    }
+  }
+  // Loads and adds the biases of a masked visit, none at or beyond `keys`. A few at a time: there are no registers for
+  // all of them.
+  __device__ __forceinline__ void add_edge(Scores& s) const {
+    add_alibi(s);
+    if (p.bias != nullptr)
+      for_edge_pairs<uint32_t, T>(p.bias, p.bias_strides, [&](int i, uint32_t two) { add_pair(s, i, two); });
+    else if (p.mask != nullptr)
+      for_edge_pairs<uint16_t, unsigned char>(p.mask, p.mask_strides,
+                                              [&](int i, uint32_t visible) { hide_pair(s, i, visible); });
+  }
+  template <class Pair, class E, class Use>
+  __device__ __forceinline__ void for_edge_pairs(const void* base, const AttentionBiasStrides& of, Use&& use) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const E* from = row<E>(base, of, r);
+#pragma unroll
+      for (int n = 0; n < kPairs; n += kPairsAtOnce) {
+        Pair two[kPairsAtOnce] = {};
+#pragma unroll
+        for (int i = 0; i < kPairsAtOnce; ++i)
+          if (key + 8 * (n + i) < keys) two[i] = device::load(reinterpret_cast<const Pair*>(from + 8 * (n + i)));
+#pragma unroll
+        for (int i = 0; i < kPairsAtOnce; ++i) use(4 * (n + i) + 2 * r, two[i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_pair(Scores& s, int i, uint32_t two) const {
+    s[i] = fmaf(device::low_half<T>(two), p.to_scores, s[i]);
+    s[i + 1] = fmaf(device::high_half<T>(two), p.to_scores, s[i + 1]);
+  }
+  static __device__ __forceinline__ void hide_pair(Scores& s, int i, uint32_t visible) {
+    if ((visible & 0xff) == 0) s[i] = -INFINITY;
+    if ((visible & 0xff00) == 0) s[i + 1] = -INFINITY;
+  }
+  __device__ __forceinline__ void add_alibi(Scores& s) const {
+    if (p.slopes == nullptr) return;
+    const float slope = device::load(p.slopes + sequence * p.slopes_batch + head) * -p.to_scores;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const auto distance = static_cast<float>(query + 8 * r + shift - key);
+#pragma unroll
+      for (int i = 0; i < kBlockKeys / 2; i += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[i + 2 * r + e];
+          x = fmaf(fabsf(distance - static_cast<float>(2 * i + e)), slope, x);
+        }
+    }
+  }
+};
+
+// Biases of transposed scores: rows are keys, and each element is loaded by itself. A thread has the keys `key` and
+// key + 8, and the queries `query` + 8 n and the next. Reads no key and no query that does not exist.
+template <class T> struct KeyBiases {
+  const BiasParams& p;
+  const unsigned char* from;  // of the first key and query 0: elements of T, or bytes of the mask
+  int query, queries, keys;   // keys: from the first one to the last of the sequence
+
+  using Chunk = uint16_t[8];  // elements of 16 queries, in the order of accumulators
+
+  __device__ __forceinline__ KeyBiases(const BiasParams& params, const BiasOfHead& at, int first_query, int all_queries,
+                                       int key, int all_keys)
+      : p(params), from(nullptr), query(first_query), queries(all_queries), keys(all_keys - key) {
+    if (p.bias != nullptr)
+      from = reinterpret_cast<const unsigned char*>(static_cast<const T*>(p.bias) + at.bias + key);
+    else if (p.mask != nullptr)
+      from = p.mask + at.mask + key;
+  }
+
+  template <class E> __device__ __forceinline__ void load(Chunk& to, int stride, int chunk) const {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = query + 16 * chunk + 2 * i + e;
+        const E* at = reinterpret_cast<const E*>(from) + int64_t{row} * stride;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          to[i + 2 * r + e] = 0;
+          if (row < queries && 8 * r < keys) to[i + 2 * r + e] = device::load(at + 8 * r);
+        }
+      }
+  }
+  __device__ __forceinline__ void load(Chunk& to, int chunk) const {
+    if (p.bias != nullptr)
+      load<uint16_t>(to, static_cast<int>(p.bias_strides.q), chunk);
+    else if (p.mask != nullptr)
+      load<unsigned char>(to, static_cast<int>(p.mask_strides.q), chunk);
+  }
+  __device__ __forceinline__ void add(float* scores, const Chunk& of) const {
+    if (p.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) scores[i] = fmaf(device::to_float(T{of[i]}), p.to_scores, scores[i]);
+    } else if (p.mask != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (of[i] == 0) scores[i] = -INFINITY;
+    }
+  }
+};
+
+}  // namespace warpsmith::attention
