@@ -25,7 +25,7 @@ STAMPS := $(ENV)/.warpsmith
 NEEDED := scikit-build-core pybind11 cmake ninja numpy safetensors tqdm matplotlib
 SOURCES := $(shell find csrc build_backend python -type f -not -name '*.pyc') CMakeLists.txt pyproject.toml
 
-.PHONY: train test lint docs sim clean
+.PHONY: train test lint docs sim soak clean
 .DELETE_ON_ERROR:
 
 # Without a GPU, training needs the CPU library alone. One of two stamps says what is installed: `package`, built for
@@ -42,6 +42,10 @@ test: $(STAMPS)/tools $(STAMPS)/package
 # Kernels on the CPU: make sim OP=norm
 sim: $(STAMPS)/tools
 	$(PY) tools/sim/run.py $(if $(OP),--op $(OP)) $(ARGS)
+
+# Kills training jobs 1,200 times, and writes the table of docs/soak.md. Fewer: make soak ARGS='--kills 100 --deaths 24'
+soak: $(STAMPS)/tools $(STAMPS)/$(TO_TRAIN)
+	OMP_NUM_THREADS=1 $(PY) tools/soak/run.py $(or $(ARGS),--write)
 
 lint: $(STAMPS)/tools
 	$(PY) -m ruff check .

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +85,19 @@ def test_one_rule_of_defaults():
     modules = [n for n in warpsmith.nn.__all__ if n != "functional"]
     asked = {n for n in modules if settable & set(defaults(getattr(warpsmith.nn, n)))}
     assert asked == set(MODULES)
+
+
+def test_the_rule_of_defaults_holds_in_cpp():
+    headers = Path(__file__).resolve().parents[1] / "csrc/include/warpsmith"
+    text = "".join((headers / f"{name}.h").read_text(encoding="utf-8") for name in ("norm", "activation", "rope"))
+    eps = {**dict.fromkeys(RMS_NORMS, "std::nullopt"), **dict.fromkeys(LAYER_NORMS, "1e-5")}
+    p = dict.fromkeys(("dropout_add", "dropout_add_rms_norm", "dropout_add_layer_norm"), "0.5")
+    for names, argument in ((eps, r"eps(?:ilon)?"), (p, "p")):
+        for name, expected in names.items():
+            arguments = re.search(rf"^inline [^;{{]*?\b{name}\((.*?)\) {{$", text, re.MULTILINE | re.DOTALL)
+            assert arguments, name
+            assert re.findall(rf"double>? {argument} = ([^,)]+)", arguments[1]) == [expected], name
+    assert set(re.findall(r"bool tanh = (\w+)[,)]", text)) == {"false"}  # approximate="none"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <iterator>
+#include <type_traits>
 
 #include "common/vectorize.h"
 #include "cpu/optim_loops.h"
@@ -82,6 +83,14 @@ WARPSMITH_DTYPE(float16)
 WARPSMITH_DTYPE(float)
 #undef WARPSMITH_DTYPE
 
+void widen(const Gradient& from, int64_t first, float* to, int64_t count) {
+  switch (from.dtype) {
+    case Dtype::float16: return widen(static_cast<const float16*>(from.at) + first, to, count);
+    case Dtype::bfloat16: return widen(static_cast<const bfloat16*>(from.at) + first, to, count);
+    default: return widen(static_cast<const float*>(from.at) + first, to, count);
+  }
+}
+
 namespace {
 
 // The last elements of a chunk, fewer than kBlock, among zeros.
@@ -114,7 +123,7 @@ template <class F, class T> void update_chunk(const typename F::template Scalars
 }
 
 template <class F, class P, class S, bool kMaster>
-void update_stored(const typename F::template Scalars<float>& scalars, const OptimTensor& t, const void* grad,
+void update_stored(const typename F::template Scalars<float>& scalars, const OptimTensor& t, const Gradient& grad,
                    int64_t begin, int64_t count) {
   float* master = kMaster ? static_cast<float*>(t.extra) : nullptr;
   float g[kWideElems] = {}, p[kWideElems] = {}, x[kOptimMaxStates][kWideElems] = {};
@@ -125,7 +134,7 @@ void update_stored(const typename F::template Scalars<float>& scalars, const Opt
   for (int64_t at = begin; at < begin + count; at += kWideElems) {
     const int64_t elems = std::min(kWideElems, begin + count - at), blocks = whole_blocks(elems);
     P* param = static_cast<P*>(t.param) + at;
-    widen(static_cast<const P*>(grad) + at, g, elems);
+    widen(grad, at, g, elems);
     if constexpr (kMaster)
       widen(master + at, p, elems);
     else
@@ -139,8 +148,11 @@ void update_stored(const typename F::template Scalars<float>& scalars, const Opt
 }
 
 template <class F, class T> void step(const OptimParams& p, const Parallel& parallel) {
-  for_chunks(p, parallel, [&](const OptimTensor& t, const void* grad, int64_t first, int64_t count) {
-    Piece<T> piece{count, static_cast<const T*>(grad) + first, static_cast<T*>(t.param) + first, {}, t.has};
+  for_chunks(p, parallel, [&](const OptimTensor& t, const Gradient& grad, int64_t first, int64_t count) {
+    if constexpr (std::is_same_v<T, float>)
+      if (grad.dtype != Dtype::float32)
+        return update_stored<F, float, float, false>(scalars_of<F, float>(p, t), t, grad, first, count);
+    Piece<T> piece{count, static_cast<const T*>(grad.at) + first, static_cast<T*>(t.param) + first, {}, t.has};
     for (int s = 0; s < kOptimMaxStates; ++s)
       if ((t.has >> s) & 1) piece.states[s] = static_cast<T*>(t.states[s]) + first;
     update_chunk<F>(scalars_of<F, T>(p, t), piece);
@@ -149,7 +161,7 @@ template <class F, class T> void step(const OptimParams& p, const Parallel& para
 
 template <class F, class P, class S, bool kMaster = false>
 void step_stored(const OptimParams& p, const Parallel& parallel) {
-  for_chunks(p, parallel, [&](const OptimTensor& t, const void* grad, int64_t first, int64_t count) {
+  for_chunks(p, parallel, [&](const OptimTensor& t, const Gradient& grad, int64_t first, int64_t count) {
     update_stored<F, P, S, kMaster>(scalars_of<F, float>(p, t), t, grad, first, count);
   });
 }
@@ -161,7 +173,11 @@ int32_t optim_chunk_elems_cpu() { return cpu::optim::kChunkElems; }
 
 Status optim_cpu(const OptimParams& p, const Parallel& parallel) {
   using namespace cpu::optim;
-  if (p.found_inf && *p.found_inf != 0) return {};
+  if (p.found_inf && *p.found_inf != 0) {
+    for (int64_t i = 0; p.zero_grads && i < p.tensor_count; ++i)
+      if (takes_part(p, i)) do_beside(p, i, 0, p.tensors[i].numel, true);
+    return {};
+  }
   return visit_optimizer(p.optimizer, [&]<class F>() -> Status {
     switch (p.storage) {
       case Storage::float32: step<F, float>(p, parallel); break;

@@ -42,7 +42,7 @@ WARPSMITH_VECTORIZE float encode(const Map& map, const float* __restrict__ from,
 }
 
 template <class F, class P> void update_chunk(const typename F::template Scalars<float>& scalars, const OptimTensor& t,
-                                              const void* grad, int64_t begin, int64_t count) {
+                                              const Gradient& grad, int64_t begin, int64_t count) {
   float g[kQuantBlock] = {}, p[kQuantBlock] = {}, x[kOptimMaxStates][kQuantBlock] = {};
   float* scales = static_cast<float*>(t.extra);
   const int64_t blocks = quant_blocks(t.numel);
@@ -55,7 +55,7 @@ template <class F, class P> void update_chunk(const typename F::template Scalars
     };
     const auto codes = [&](int s) { return static_cast<uint8_t*>(t.states[s]) + at; };
     const auto scale = [&](int s) { return scales + s * blocks + at / kQuantBlock; };
-    widen(static_cast<const P*>(grad) + at, g, elems);
+    widen(grad, at, g, elems);
     widen(param, p, elems);
     each_state([&](int s, const Map& map) {
       if (scales)
@@ -76,7 +76,7 @@ template <class F, class P> void update_chunk(const typename F::template Scalars
 
 template <class P> void step_as(const OptimParams& p, const Parallel& parallel) {
   visit_optimizer(p.optimizer, [&]<class F>() {
-    for_chunks(p, parallel, [&](const OptimTensor& t, const void* grad, int64_t first, int64_t count) {
+    for_chunks(p, parallel, [&](const OptimTensor& t, const Gradient& grad, int64_t first, int64_t count) {
       update_chunk<F, P>(scalars_of<F, float>(p, t), t, grad, first, count);
     });
   });

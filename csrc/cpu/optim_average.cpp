@@ -3,6 +3,7 @@
 #include "common/half_host.h"
 #include "common/vectorize.h"
 #include "common/visit_dtype.h"
+#include "cpu/optim_loops.h"
 #include "kernels/optim/average.h"
 
 namespace warpsmith {
@@ -24,6 +25,14 @@ WARPSMITH_DTYPE(double)
 
 }  // namespace
 
+void cpu::optim::average_values(void* averages, const void* values, Dtype dtype, int64_t count, double weight) {
+  // Every dtype has a loop: the visit cannot fail.
+  (void)visit_cpu_dtype(dtype, [&]<class P>() {
+    using A = Arithmetic<P>;
+    average_chunk(static_cast<A*>(averages), static_cast<const P*>(values), count, static_cast<A>(weight));
+  });
+}
+
 Status average_cpu(const AverageParams& p, const Parallel& parallel) {
   if (p.found_inf && *p.found_inf != 0) return {};
   parallel(p.chunk_count, kGrainChunks, [&](int64_t begin, int64_t end) {
@@ -31,12 +40,10 @@ Status average_cpu(const AverageParams& p, const Parallel& parallel) {
       const AverageTensor& t = p.tensors[p.chunks[i].tensor];
       const int64_t first = int64_t{p.chunks[i].chunk} * t.chunk_elems;
       const int64_t count = std::min<int64_t>(t.chunk_elems, t.numel - first);
-      // Every dtype has a loop: the visit cannot fail.
-      (void)visit_cpu_dtype(t.value_dtype, [&]<class P>() {
-        using A = Arithmetic<P>;
-        average_chunk(static_cast<A*>(t.average) + first, static_cast<const P*>(t.value) + first, count,
-                      static_cast<A>(p.weight));
-      });
+      const Dtype wide = t.value_dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32;
+      cpu::optim::average_values(static_cast<char*>(t.average) + first * size_bytes(wide),
+                                 static_cast<const char*>(t.value) + first * size_bytes(t.value_dtype), t.value_dtype,
+                                 count, p.weight);
     }
   });
   return {};

@@ -62,7 +62,8 @@ template <class Chunk> void for_numbered_chunks(const OptimParams& p, const Para
       if (!takes_part(p, c.tensor)) continue;
       const OptimTensor& t = p.tensors[c.tensor];
       const int64_t first = int64_t{c.chunk} * t.chunk_elems;
-      chunk(i, t, p.grads[c.tensor], first, std::min<int64_t>(t.chunk_elems, t.numel - first));
+      chunk(i, t, gradient_of(p.grads[c.tensor], param_dtype(p.storage)), first,
+            std::min<int64_t>(t.chunk_elems, t.numel - first));
     }
   });
 }
@@ -74,18 +75,17 @@ template <class F, class T, class P> void step_layerwise(const LayerwiseParams& 
   F* const row = nullptr;
   const auto value_of = [](const OptimTensor& t) { return static_cast<T*>(kMaster ? t.extra : t.param); };
   for_numbered_chunks(p, parallel,
-                      [&](int64_t chunk, const OptimTensor& t, const void* grad, int64_t begin, int64_t count) {
+                      [&](int64_t chunk, const OptimTensor& t, const Gradient& grad, int64_t begin, int64_t count) {
                         const auto scalars = scalars_of<F, T>(p, t);
                         double params_squared[kSumLanes] = {}, directions_squared[kSumLanes] = {};
                         T wide[kWideElems], u[kWideElems];
                         for (int64_t at = begin; at < begin + count; at += kWideElems) {
                           const int64_t elems = std::min(kWideElems, begin + count - at);
-                          const P* own = static_cast<const P*>(grad) + at;
                           const T* g = wide;
-                          if constexpr (kMaster)
-                            widen(own, wide, elems);
-                          else
-                            g = own;
+                          if constexpr (std::is_same_v<T, float>)
+                            if (grad.dtype != Dtype::float32) widen(grad, at, wide, elems);
+                          if (sizeof(T) == static_cast<size_t>(size_bytes(grad.dtype)))
+                            g = static_cast<const T*>(grad.at) + at;
                           const T* value = value_of(t) + at;
                           moments(row, scalars, elems, g, value, static_cast<T*>(t.states[0]) + at,
                                   static_cast<T*>(t.states[1]) + at, u);
@@ -106,14 +106,15 @@ template <class F, class T, class P> void step_layerwise(const LayerwiseParams& 
     params.ratios[c.tensor] = trust_ratio(F::adapts(values_of(p.groups[t.group - p.first_group])), sums[0], sums[1]);
   }
 
-  for_numbered_chunks(p, parallel, [&](int64_t chunk, const OptimTensor& t, const void*, int64_t begin, int64_t count) {
-    const auto scalars = scalars_of<F, T>(p, t);
-    const T step = static_cast<T>(static_cast<double>(scalars.lr) * params.ratios[p.chunks[chunk].tensor]);
-    T* value = value_of(t) + begin;
-    apply(row, scalars, step, count, value, static_cast<const T*>(t.states[0]) + begin,
-          static_cast<const T*>(t.states[1]) + begin);
-    if constexpr (kMaster) narrow(value, static_cast<P*>(t.param) + begin, count);
-  });
+  for_numbered_chunks(
+      p, parallel, [&](int64_t chunk, const OptimTensor& t, const Gradient&, int64_t begin, int64_t count) {
+        const auto scalars = scalars_of<F, T>(p, t);
+        const T step = static_cast<T>(static_cast<double>(scalars.lr) * params.ratios[p.chunks[chunk].tensor]);
+        T* value = value_of(t) + begin;
+        apply(row, scalars, step, count, value, static_cast<const T*>(t.states[0]) + begin,
+              static_cast<const T*>(t.states[1]) + begin);
+        if constexpr (kMaster) narrow(value, static_cast<P*>(t.param) + begin, count);
+      });
   for (int64_t i = 0; i < p.tensor_count; ++i)
     if (takes_part(p, i)) *p.tensors[i].step += 1;
 }

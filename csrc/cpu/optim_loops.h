@@ -16,6 +16,16 @@ constexpr int64_t kBlock = 64;
 constexpr int64_t kWideElems = 512;
 constexpr int64_t whole_blocks(int64_t elems) { return (elems + kBlock - 1) / kBlock * kBlock; }
 
+// The values of `count` elements of a gradient from element `first` on.
+void widen(const Gradient& from, int64_t first, float* to, int64_t count);
+
+// average.h on `count` adjacent elements; averages are float32, of float64 values float64.
+void average_values(void* averages, const void* values, Dtype dtype, int64_t count, double weight);
+
+// What the step does beside its own with elements [first, first + count) of a tensor; `skips`: it only zeroes
+// gradients.
+void do_beside(const OptimParams& p, int64_t tensor, int64_t first, int64_t count, bool skips);
+
 // A piece of one tensor, a multiple of kBlock. State pointers are null where the tensor lacks the state.
 template <class T> struct Piece {
   int64_t count;
@@ -41,10 +51,11 @@ WARPSMITH_DTYPE(float16)
 WARPSMITH_DTYPE(float)
 #undef WARPSMITH_DTYPE
 
-inline bool takes_part(const OptimParams& p, int64_t tensor) {
+inline bool is_launched(const OptimParams& p, int64_t tensor) {
   const int32_t group = p.tensors[tensor].group - p.first_group;
-  return p.grads[tensor] && group >= 0 && group < p.group_count;
+  return group >= 0 && group < p.group_count;
 }
+inline bool takes_part(const OptimParams& p, int64_t tensor) { return p.grads[tensor] && is_launched(p, tensor); }
 
 template <class F, class T> typename F::template Scalars<T> scalars_of(const OptimParams& p, const OptimTensor& t) {
   const OptimGroup& group = p.groups[t.group - p.first_group];
@@ -59,10 +70,12 @@ template <class Chunk> void for_chunks(const OptimParams& p, const Parallel& par
   parallel(p.chunk_count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const ListChunk c = p.chunks[i];
-      if (!takes_part(p, c.tensor)) continue;
+      if (!is_launched(p, c.tensor)) continue;
       const OptimTensor& t = p.tensors[c.tensor];
       const int64_t first = static_cast<int64_t>(c.chunk) * t.chunk_elems;
-      chunk(t, p.grads[c.tensor], first, std::min<int64_t>(t.chunk_elems, t.numel - first));
+      const int64_t count = std::min<int64_t>(t.chunk_elems, t.numel - first);
+      if (p.grads[c.tensor]) chunk(t, gradient_of(p.grads[c.tensor], param_dtype(p.storage)), first, count);
+      if (does_more(p)) do_beside(p, c.tensor, first, count, false);
     }
   });
   for (int64_t i = 0; i < p.tensor_count; ++i)

@@ -61,7 +61,7 @@ WARPSMITH_VECTORIZE void narrow_halves(const float* __restrict__ from, bfloat16*
 
 template <class F, class S, Refinement kRefinement>
 void update_chunk(const typename F::template Scalars<float>& scalars, Rounding* rounding, const OptimTensor& t,
-                  const void* grad, int64_t begin, int64_t count) {
+                  const Gradient& grad, int64_t begin, int64_t count) {
   float g[kWideElems] = {}, p[kWideElems] = {}, x[kOptimMaxStates][kWideElems] = {};
   const auto each_state = [&](int64_t at, auto&& visit) {
     for (int s = 0; s < kOptimMaxStates; ++s)
@@ -71,7 +71,7 @@ void update_chunk(const typename F::template Scalars<float>& scalars, Rounding* 
     const int64_t elems = std::min(kWideElems, begin + count - at);
     bfloat16* param = static_cast<bfloat16*>(t.param) + at;
     bfloat16* dropped = keeps_dropped(kRefinement) ? static_cast<bfloat16*>(t.extra) + at : nullptr;
-    widen(static_cast<const bfloat16*>(grad) + at, g, elems);
+    widen(grad, at, g, elems);
     if constexpr (kRefinement == Refinement::compensated)
       widen_sums(param, dropped, p, elems);
     else if constexpr (kRefinement == Refinement::remainder)
@@ -95,7 +95,7 @@ void update_chunk(const typename F::template Scalars<float>& scalars, Rounding* 
 }
 
 template <class F, class S, Refinement kRefinement> void step_as(const OptimParams& p, const Parallel& parallel) {
-  for_chunks(p, parallel, [&](const OptimTensor& t, const void* grad, int64_t first, int64_t count) {
+  for_chunks(p, parallel, [&](const OptimTensor& t, const Gradient& grad, int64_t first, int64_t count) {
     Rounding rounding;
     if constexpr (kRefinement == Refinement::stochastic) {
       rounding.seed = p.seeds[t.group - p.first_group];

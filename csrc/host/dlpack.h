@@ -24,6 +24,8 @@ struct DataType {
   bool operator==(const DataType&) const = default;
 };
 
+constexpr uint8_t kFloat = 2, kBfloat = 4;  // codes
+
 struct Tensor {
   void* data;
   Device device;

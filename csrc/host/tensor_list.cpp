@@ -9,6 +9,7 @@
 #include "common/tensor_list.h"
 #include "host/bindings.h"
 #include "host/dlpack.h"
+#include "kernels/optim/gradient.h"
 
 // The per-step bookkeeping of multi-tensor optimizers: whether thousands of tensors are still where they were, and
 // where their gradients are. One pass of C calls, without knowing torch: 0.06 us a tensor by DLPack's exchange
@@ -132,7 +133,8 @@ class TensorWatch {
 
   const std::vector<size_t>& unusual() const { return unusual_; }
 
-  // like_param: `address` is the gradient's own, not a copy's. A gradient at that address is not examined again.
+  // address: an entry of kernels/optim/gradient.h. like_param: it is the gradient's own, not a copy's. A gradient at
+  // that address is not examined again.
   void set_gradient(size_t index, Address address, bool like_param) {
     seen_.at(index) = like_param ? address : kNoGradient;
     write(slots_.at(index), address);
@@ -144,6 +146,7 @@ class TensorWatch {
   }
 
   int64_t version(size_t bucket) const { return columns_.at(bucket).version; }
+  bool mixed(size_t bucket) const { return columns_.at(bucket).marked != 0; }
 
  private:
   struct Slot {
@@ -153,6 +156,7 @@ class TensorWatch {
   struct Column {
     std::vector<Address> addresses;
     int64_t version = 0;  // grows with every change
+    int64_t marked = 0;   // entries with a dtype
   };
   struct Owner {            // of states
     const PyObject* param;  // only compared; one that counts is kept by params_
@@ -206,11 +210,15 @@ class TensorWatch {
     return place;
   }
 
-  // dtype, device, sizes and strides; strides of dimensions of one element mean nothing.
+  // dtype, device, sizes and strides.
   bool same_kind(const Place& place, const View& view) const {
+    return same_layout(place, view) && view.at().dtype == place.dtype;
+  }
+
+  // Device, sizes and strides; strides of dimensions of one element mean nothing.
+  bool same_layout(const Place& place, const View& view) const {
     const dlpack::Tensor& at = view.at();
-    if (!view.readable() || at.ndim != place.dims || !(at.device == place.device) || !(at.dtype == place.dtype))
-      return false;
+    if (!view.readable() || at.ndim != place.dims || !(at.device == place.device)) return false;
     const int64_t *sizes = sizes_.data() + place.sizes_at, *strides = sizes + place.dims;
     for (int32_t i = 0; i < place.dims; ++i)
       if (at.shape[i] != sizes[i] || (sizes[i] > 1 && at.strides[i] != strides[i])) return false;
@@ -256,7 +264,7 @@ class TensorWatch {
   }
 
   bool look_at_gradient(size_t i) {
-    const auto grad = py::reinterpret_steal<py::object>(gradient_of(i));
+    const auto grad = py::reinterpret_steal<py::object>(grad_of(i));
     if (!grad) throw py::error_already_set();
     const Slot slot = slots_[i];
     if (slot.bucket < 0) return grad.is_none();
@@ -271,8 +279,9 @@ class TensorWatch {
     grads_[i] = {grad.ptr(), reinterpret_cast<const char*>(view.at().shape)};
     const bool alike = same_kind(param, view);
     if (!alike && !is_at(param, params_[i].ptr())) return false;  // both have changed, at the address that was
-    if (alike && address != 0 && (!param.sharded || address == seen_[i]) && !(param.single && is_negative(grad)))
-      write(slot, address);
+    const Address mark = alike ? 0 : mark_of(param, view), entry = address == kNoElements ? address : address | mark;
+    if (mark >= 0 && address != 0 && (!param.sharded || entry == seen_[i]) && !(param.single && is_negative(grad)))
+      write(slot, entry);
     else
       unusual_.push_back(i);
     return true;
@@ -298,7 +307,21 @@ class TensorWatch {
     return owner == owners_.end();
   }
 
-  PyObject* gradient_of(size_t i) const {
+  // What marks the address of a gradient in another dtype than its parameter's; -1: the kernels do not take it.
+  Address mark_of(const Place& param, const View& view) const {
+    const auto dtype_of = [](const dlpack::DataType& d) {
+      for (const Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16})
+        if (d == dlpack::DataType{dtype == Dtype::bfloat16 ? dlpack::kBfloat : dlpack::kFloat,
+                                  static_cast<uint8_t>(8 * size_bytes(dtype)), 1})
+          return dtype;
+      return Dtype::float64;
+    };
+    if (!same_layout(param, view)) return -1;
+    const Dtype own = dtype_of(view.at().dtype);
+    return own == Dtype::float64 || dtype_of(param.dtype) == Dtype::float64 ? -1 : gradient_mark(own);
+  }
+
+  PyObject* grad_of(size_t i) const {
     PyObject* param = params_[i].ptr();
     const PyGetSetDef* get = getters_[i];
     return get ? get->get(param, get->closure) : PyObject_GetAttr(param, grad_name_.ptr());
@@ -314,8 +337,10 @@ class TensorWatch {
 
   void write(const Slot& slot, Address address) {
     Column& column = columns_[static_cast<size_t>(slot.bucket)];
-    if (column.addresses[slot.at] == address) return;
-    column.addresses[slot.at] = address;
+    Address& entry = column.addresses[slot.at];
+    if (entry == address) return;
+    column.marked += (address >> kGradientDtypeShift != 0) - (entry >> kGradientDtypeShift != 0);
+    entry = address;
     ++column.version;
   }
 
@@ -340,6 +365,9 @@ class TensorWatch {
 
 const RegisterBinder registered([](py::module_& m) {
   m.attr("NO_ELEMENTS") = kNoElements;
+  py::dict marks;  // by dtype
+  for (const Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16}) marks[name(dtype)] = gradient_mark(dtype);
+  m.attr("GRADIENT_MARKS") = marks;
   py::class_<TensorWatch>(m, "TensorWatch",
                           "The places of parameters and states, and the addresses of gradients in columns.")
       .def(py::init<const py::capsule&, py::object, const py::list&, const py::dict&, const py::tuple&,
@@ -352,7 +380,8 @@ const RegisterBinder registered([](py::module_& m) {
                              "Parameters whose gradient must be examined: other strides, dtype, device or layout.")
       .def("set_gradient", &TensorWatch::set_gradient, py::arg("index"), py::arg("address"), py::arg("like_param"))
       .def("column", &TensorWatch::column, py::arg("bucket"), "Addresses of a bucket's gradients, 64 bits each.")
-      .def("version", &TensorWatch::version, py::arg("bucket"), "Another number for every change of a column.");
+      .def("version", &TensorWatch::version, py::arg("bucket"), "Another number for every change of a column.")
+      .def("mixed", &TensorWatch::mixed, py::arg("bucket"), "Whether a gradient has another dtype than its parameter.");
 });
 
 }  // namespace

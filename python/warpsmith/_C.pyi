@@ -3,8 +3,10 @@ from typing import Any
 
 REDUCTIONS: dict[str, int]
 NO_ELEMENTS: int
+GRADIENT_MARKS: dict[str, int]
 OPTIMIZER_STORAGES: dict[str, int]
 OPTIMIZERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], int]]
+LAYERWISE_OPTIMIZERS: frozenset[str]
 DYNAMIC_MAPS: tuple[list[float], list[float]]
 QUANT_BLOCK: int
 
@@ -28,3 +30,4 @@ class TensorWatch:
     def set_gradient(self, index: int, address: int, like_param: bool) -> None: ...
     def column(self, bucket: int) -> bytearray: ...
     def version(self, bucket: int) -> int: ...
+    def mixed(self, bucket: int) -> bool: ...

@@ -2,6 +2,7 @@
 // LAMB's two kernels: ratios of whole tensors, whichever block of a tensor is the last.
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <memory>
 
 #include "harness.h"
@@ -122,6 +123,7 @@ template <class P> struct Layers {
   std::vector<int64_t> words, device_words, addresses;
   Buffer<float> scale{1}, found_inf{1};
   LayerwiseParams params{};
+  std::function<void(size_t)> after_reset = [](size_t) {};  // of a layer
 
   Layer<P>& add(size_t elems, int group = 0, const Offsets& offset = {}) {
     layers.push_back(std::make_unique<Layer<P>>(elems, group, offset));
@@ -165,8 +167,10 @@ template <class P> struct Layers {
     const bool skips = p.found_inf && *p.found_inf != 0;
     under_every_seed([&] {
       uint64_t seed = 0;
-      for (const auto& t : layers) {
+      for (size_t i = 0; i < layers.size(); ++i) {
+        const auto& t = layers[i];
         t->reset(seed += 10);
+        after_reset(i);
         if (t->has_grad && !skips && t->group >= p.first_group && t->group < p.first_group + p.group_count)
           t->expect_from(groups[static_cast<size_t>(t->group)], p.grad_scale ? static_cast<double>(*p.grad_scale) : 1);
         else
@@ -208,6 +212,32 @@ template <class P> void misaligned() {
 }
 TEST(misaligned_tensors) { misaligned<float>(); }
 TEST(misaligned_tensors_with_masters) { misaligned<bfloat16>(); }
+
+// Gradients in G hold the values that P holds too.
+template <class P, class G> void other_gradients(Dtype dtype) {
+  Layers<P> n;
+  n.groups = {group_of(0.1)};
+  std::vector<std::unique_ptr<Buffer<G>>> grads;
+  for (const size_t offset : {0, 0, 1}) {
+    n.add(grads.empty() ? 9001 : 2500, 0, offset);
+    grads.push_back(std::make_unique<Buffer<G>>(n.layers.back()->count, offset));
+  }
+  n.add(2500);  // of the own dtype
+  n.build();
+  n.params.step.mixed_grads = true;
+  for (size_t i = 0; i < grads.size(); ++i)
+    n.addresses[i] = reinterpret_cast<int64_t>(grads[i]->data()) | gradient_mark(dtype);
+  n.after_reset = [&](size_t i) {
+    Layer<P>& t = *n.layers[i];
+    for (size_t k = 0; i < grads.size() && k < t.count; ++k) {
+      (*grads[i])[k] = from_float<G>(to_float(from_float<bfloat16>(to_float(t.grad[k]))));
+      t.grad[k] = from_float<P>(to_float((*grads[i])[k]));
+    }
+  };
+  n.step_under_every_seed();
+}
+TEST(float32_gradients_beside_masters) { other_gradients<bfloat16, float>(Dtype::float32); }
+TEST(bfloat16_gradients_beside_float32) { other_gradients<float, bfloat16>(Dtype::bfloat16); }
 
 TEST(ratios_are_one_without_a_norm_or_decay) {
   Layers<float> n;

@@ -8,11 +8,11 @@
 #include <bit>
 #include <cmath>
 
-#include "common/philox.h"
 #include "harness.h"
 #include "kernels/optim/optim.h"
 #include "kernels/optim/optim_config.h"
 #include "optim_formulas.h"
+#include "optim_rounding.h"
 
 namespace warpsmith::test {
 namespace {
@@ -102,23 +102,6 @@ template <class S, Storage kStorage> struct Refined {
     return optim_cuda(p, nullptr);
   }
 
-  // The bits must be those that number `array` of the element's four random numbers gives; where float32 arithmetic may
-  // decide otherwise than float64, either neighbour.
-  void expect_drawn(const std::string& name, bfloat16 got, double want, size_t i, int array) {
-    if (std::abs(want) <= 1e-4) return;  // too small for an error that is absolute
-    const uint64_t element = first_elem + i, pair = element / 2;
-    const PhiloxCounter words =
-        philox<7>({{static_cast<uint32_t>(pair), static_cast<uint32_t>(pair >> 32), 7, 0x6f707469u}}, kSeed);
-    const uint64_t number = element % 2 * 4 + static_cast<uint64_t>(array);
-    const double random = words.word[number / 2] >> (number % 2 * 16) & 0xffff;
-    const double ulp = std::ldexp(1.0, std::ilogb(want) - 7), magnitude = std::abs(want) / ulp;
-    const double low = std::floor(magnitude), sum = (magnitude - low) * 65536 + random;
-    const double slack = 65536 * (2e-6 + 0x1p-22 * std::abs(want)) / ulp;
-    const double down = std::copysign(low * ulp, want), up = std::copysign((low + 1) * ulp, want), is = to_float(got);
-    const bool fits = std::abs(sum - 65536) <= slack ? is == down || is == up : is == (sum < 65536 ? down : up);
-    expect(fits, name + "[" + std::to_string(i) + "]: " + std::to_string(is) + " of " + std::to_string(want));
-  }
-
   void check(const OptimGroup& group) {
     const size_t count = param.size();
     reset();
@@ -138,9 +121,9 @@ template <class S, Storage kStorage> struct Refined {
       expect_equal("step", step[0], kSteps + 1);
       for (size_t i = 0; i < count; ++i) {
         if constexpr (kRefinement == Refinement::stochastic) {
-          expect_drawn("param", param[i], want_param[i], i, 0);
+          expect_drawn("param", param[i], want_param[i], kSeed, 7, first_elem + i, 0);
           for (int s = 0; s < kOptimMaxStates; ++s)
-            if ((has >> s) & 1) expect_drawn("state", states[s][i], want_states[s][i], i, 1 + s);
+            if ((has >> s) & 1) expect_drawn("state", states[s][i], want_states[s][i], kSeed, 7, first_elem + i, 1 + s);
           continue;
         }
         const double error = std::abs(value(i) - want_param[i]), size = std::abs(want_param[i]);

@@ -166,6 +166,27 @@ def test_a_stopped_rank(shared):
 
 
 @multirank(2, timeout_s=300)
+def slow_backward(rank, world_size, shared):
+    reports = Reports(shared, rank)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3))
+    with watch(TIMEOUT_S, on_report=reports):
+        loss = model(torch.ones(2, 4)).sum()
+        if rank == 1:
+            reports.wait()
+        loss.backward()
+
+
+def test_the_flight_recorder_names_what_ddp_calls(shared):
+    slow_backward(shared=shared)
+    _, cause, of_0, _, recorded = the_report(shared)
+    assert "rank 1 is behind the others, at " in cause
+    assert re.search(r"outside of collectives, at \S+test_watch.py:\d+ in slow_backward; ", of_0)
+    assert re.fullmatch(
+        r"torch's flight recorder, rank 0: not completed: all_?reduce #\d+ of Float \(15,\) \(default_pg\)", recorded
+    )
+
+
+@multirank(2, timeout_s=300)
 def nothing_wrong(rank, world_size, shared):
     reports = Reports(shared, rank)
     originals = dist.all_reduce, dist.barrier
@@ -284,6 +305,7 @@ def test_computing_is_no_trouble_and_other_counts_are():
     assert not is_trouble(states, set(), 10.0)
     assert is_trouble(states | {1: outside(1, work=4)}, set(), 10.0)
     assert likely_cause(states | {1: outside(1, work=4)}, set()).startswith("a slow or stuck rank: rank 1 is behind")
+    assert not is_trouble({rank: outside(rank, work=4 + rank, still_s=1.0) for rank in range(3)}, set(), 10.0)
 
 
 def test_a_state_survives_the_store():

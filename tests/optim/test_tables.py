@@ -6,9 +6,9 @@ import warpsmith
 
 raw = torch.ops.warpsmith
 # Rows of csrc/kernels/optim/optim_ops.h, and storages of optim.h.
-ADAMW, SGD, RMSPROP = 0, 2, 5
+ADAMW, SGD, RMSPROP, LAMB = 0, 2, 5, 6
 FLOAT32, FLOAT32_8BIT = 0, 10
-COUNTER = {ADAMW: 0b1000, SGD: 0b10, RMSPROP: 0b1000}
+COUNTER = {ADAMW: 0b1000, SGD: 0b10, RMSPROP: 0b1000, LAMB: 0b100}
 
 
 def make_table(optimizer, storage, has, count=2, elems=5):
@@ -98,3 +98,22 @@ def test_a_step_of_the_package_still_fits():
     p.grad = torch.ones(3)
     warpsmith.optim.SGD([p], lr=0.5).step()
     assert torch.equal(p.detach(), torch.full((3,), 0.5))
+
+
+def test_what_a_step_does_beside_its_own_is_checked():
+    table, facts, _ = make_table(SGD, FLOAT32, 0)
+    pointers, constants = torch.zeros(2, dtype=torch.int64), torch.zeros(1, 4 + 2, dtype=torch.float64)
+    given = (facts, pointers, [torch.tensor(0.5)], constants, None, None, None, False)
+    for beside, weight, text in (
+        (torch.zeros(5, dtype=torch.int64), 0.0, "beside: expected 6 words, got 5"),
+        (torch.zeros(6), 0.0, "beside: expected int64, got float32"),
+        (None, 1.5, "ema_weight: expected a number from 0 to 1, got 1.5"),
+        (None, float("nan"), "ema_weight: expected a number from 0 to 1, got nan"),
+    ):
+        with pytest.raises(ValueError, match=f"^optim_step: {text}"):
+            raw.optim_step.default(table, *given, beside, weight, False)
+    table, facts, _ = make_table(LAMB, FLOAT32, 0b111)
+    constants = torch.zeros(1, 6 + 2, dtype=torch.float64)
+    given = (facts, pointers, [torch.tensor(0.5)], constants, None, None, None, False)
+    with pytest.raises(ValueError, match="^optim_step: zero_grads: expected none with 8-bit states or a layerwise"):
+        raw.optim_step.default(table, *given, None, 0.0, True)

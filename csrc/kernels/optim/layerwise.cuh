@@ -4,6 +4,7 @@
 
 #include "device/reduce.h"
 #include "device/vector.h"
+#include "kernels/optim/any_lanes.cuh"
 #include "kernels/optim/layerwise.h"
 #include "kernels/optim/optim_config.h"
 
@@ -19,15 +20,15 @@ using device::Vector;
 constexpr int kThreads = kOptimThreads;
 constexpr int kLanes = 4;  // elements per thread at a time: 16 bytes of float32
 
-// A chunk of one tensor. P: of parameter and gradient; with a master the parameter is its rounded copy.
-template <class P, bool kMaster> struct Chunk {
-  const P* grad;
+// A chunk of one tensor. P: of the parameter, which with a master is its rounded copy; kAny: gradients of any dtype.
+template <class P, bool kMaster, bool kAny> struct Chunk {
+  optim::ChunkGradient<P, kAny> grad;
   P* param;
   float *value, *m, *v;
   int elems;
 
   __device__ __forceinline__ Chunk(const OptimTensor& t, const void* tensor_grad, int64_t begin)
-      : grad(static_cast<const P*>(tensor_grad) + begin),
+      : grad(optim::chunk_gradient<P, kAny>(tensor_grad, begin)),
         param(static_cast<P*>(t.param) + begin),
         value(static_cast<float*>(kMaster ? t.extra : t.param) + begin),
         m(static_cast<float*>(t.states[0]) + begin),
@@ -37,8 +38,8 @@ template <class P, bool kMaster> struct Chunk {
   // Whether vectors of kLanes elements are aligned in all arrays.
   __device__ __forceinline__ bool aligned() const {
     const auto misaligned = [](const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes != 0; };
-    return !misaligned(grad, kLanes * sizeof(P)) && !misaligned(param, kLanes * sizeof(P)) && !misaligned(value, 16) &&
-           !misaligned(m, 16) && !misaligned(v, 16);
+    return optim::address_of(grad) % (kAny ? 16 : kLanes * sizeof(P)) == 0 && !misaligned(param, kLanes * sizeof(P)) &&
+           !misaligned(value, 16) && !misaligned(m, 16) && !misaligned(v, 16);
   }
 
   // Calls body.template operator()<N>(first element) for all elements of the chunk, N adjacent elements at a time.
@@ -71,7 +72,8 @@ __device__ __forceinline__ bool takes_part(const OptimParams& p, const ListChunk
   return p.grads[at.tensor] && group >= 0 && group < p.group_count;
 }
 
-template <class F, class P, bool kMaster> __global__ void __launch_bounds__(kThreads, kOptimBlocksAMultiprocessor)
+template <class F, class P, bool kMaster, bool kAny>
+__global__ void __launch_bounds__(kThreads, kOptimBlocksAMultiprocessor)
     layerwise_moments(const __grid_constant__ LayerwiseParams params) {
   using Scalars = typename F::template Scalars<float>;
   WARPSMITH_SHARED(Scalars, scalars, 1);
@@ -82,7 +84,7 @@ template <class F, class P, bool kMaster> __global__ void __launch_bounds__(kThr
   const ListChunk at = p.chunks[blockIdx.x];
   if (!takes_part(p, at)) return;
   OptimTensor* t = p.tensors + at.tensor;
-  const Chunk<P, kMaster> c(*t, p.grads[at.tensor], int64_t{at.chunk} * t->chunk_elems);
+  const Chunk<P, kMaster, kAny> c(*t, p.grads[at.tensor], int64_t{at.chunk} * t->chunk_elems);
   // Warp 0 alone reads the counter: thread 0's fence below then orders the reads before the write of the last block.
   float taken = 0;
   if (threadIdx.x < 32) {
@@ -94,12 +96,12 @@ template <class F, class P, bool kMaster> __global__ void __launch_bounds__(kThr
 
   float sums[2] = {};  // sums of squares of parameters and of directions
   c.for_elements([&]<int N>(int i) {
-    const auto grad = device::load_vector<N>(c.grad + i);
+    const auto grad = optim::load_gradient<N>(c.grad, i);
     const auto value = device::load_vector<N>(c.value + i);
     auto m = device::load_vector<N>(c.m + i), v = device::load_vector<N>(c.v + i);
 #pragma unroll
     for (int e = 0; e < N; ++e) {
-      F::template moments<float>(s, device::to_float(grad.at[e]), m.at[e], v.at[e]);
+      F::template moments<float>(s, optim::gradient_value(c.grad, grad, e), m.at[e], v.at[e]);
       const float u = F::template direction<float>(s, value.at[e], m.at[e], v.at[e]);
       sums[0] += value.at[e] * value.at[e];
       sums[1] += u * u;
@@ -140,7 +142,8 @@ template <class F, class P, bool kMaster> __global__ void __launch_bounds__(kThr
   *t->step = taken + 1;
 }
 
-template <class F, class P, bool kMaster> __global__ void __launch_bounds__(kThreads, kOptimBlocksAMultiprocessor)
+template <class F, class P, bool kMaster, bool kAny>
+__global__ void __launch_bounds__(kThreads, kOptimBlocksAMultiprocessor)
     layerwise_apply(const __grid_constant__ LayerwiseParams params) {
   using Scalars = typename F::template Scalars<float>;
   WARPSMITH_SHARED(Scalars, scalars, 1);
@@ -148,7 +151,7 @@ template <class F, class P, bool kMaster> __global__ void __launch_bounds__(kThr
   const ListChunk at = p.chunks[blockIdx.x];
   if (!takes_part(p, at)) return;
   const OptimTensor& t = p.tensors[at.tensor];
-  const Chunk<P, kMaster> c(t, p.grads[at.tensor], int64_t{at.chunk} * t.chunk_elems);
+  const Chunk<P, kMaster, kAny> c(t, p.grads[at.tensor], int64_t{at.chunk} * t.chunk_elems);
   if (threadIdx.x < 32) prepare<F>(p, t, *t.step - 1, scalars);
   __syncthreads();
   const Scalars s = *scalars;

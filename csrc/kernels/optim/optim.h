@@ -8,6 +8,8 @@
 #include "common/parallel.h"
 #include "common/status.h"
 #include "common/tensor_list.h"
+#include "kernels/optim/beside.h"
+#include "kernels/optim/gradient.h"
 #include "kernels/optim/optim_ops.h"
 #include "kernels/optim/optimizers.h"
 #include "kernels/optim/quantize.h"
@@ -143,21 +145,31 @@ constexpr int kOptimMaxGroups = 32;  // by value in the launch: a new learning r
 // (negated by maximize) for every tensor whose gradient is not null; then step <- t. Nothing at all changes where
 // found_inf is not zero. Gradients are only read.
 struct OptimParams {
-  OptimTensor* tensors;      // [tensor_count]
-  const ListChunk* chunks;   // [chunk_count]
-  const void* const* grads;  // [tensor_count], addresses; null: this tensor has no gradient in this step
-  const float* grad_scale;   // one element, or null
-  const float* found_inf;    // one element, or null
+  OptimTensor* tensors;     // [tensor_count]
+  const ListChunk* chunks;  // [chunk_count]
+  // [tensor_count], addresses; null: this tensor has no gradient in this step. Where mixed_grads says so, and on the
+  // CPU, entries of gradient.h.
+  const void* const* grads;
+  const float* grad_scale;  // one element, or null
+  const float* found_inf;   // one element, or null
   int64_t tensor_count, chunk_count;
   int32_t first_group, group_count;  // tensors of other groups are left alone
   Optimizer optimizer;
   Storage storage;
-  uint32_t most;  // bits of all tensors' `has` together
+  bool mixed_grads;  // some gradient may be float32, float16 or bfloat16 beside a parameter of another one of these
+  uint32_t most;     // bits of all tensors' `has` together
   OptimGroup groups[kOptimMaxGroups];
   uint64_t seeds[kOptimMaxGroups];  // of the groups; bfloat16_stochastic reads them
+  const OptimBeside* beside;        // [tensor_count], or null; not for 8-bit storages on CUDA, nor for layerwise ones
+  double ema_weight;                // of its averages, from 0 to 1; a tensor without gradient has one too
+  bool zero_grads;  // gradients become 0 once they are read, in a skipped step too; with the same limits
 };
 
+// Whether the step does more than update parameters and states.
+WARPSMITH_HOST_DEVICE bool does_more(const OptimParams& p) { return p.beside || p.zero_grads; }
+
 Status optim_cuda(const OptimParams& params, void* stream);
+Status optim_any_cuda(const OptimParams& params, void* stream);  // also with mixed_grads, beside and zero_grads
 Status optim_cpu(const OptimParams& params, const Parallel& parallel);
 
 // Writes words of a table or of a column of addresses; `host` is free again when the call returns, which waits for

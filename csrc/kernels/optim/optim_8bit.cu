@@ -2,14 +2,15 @@
 #include "kernels/optim/step_8bit.cuh"
 #include "kernels/optim/step_launch.cuh"
 
-// 8-bit states, beside parameters and gradients of one dtype.
+// 8-bit states.
 namespace warpsmith::optim {
 namespace {
 
 template <class F, class P, unsigned kMost>
 Status launch_states(const OptimParams& p, const LaunchConfig& config, void* stream) {
   if ((p.most & ~kMost) != 0) return Status::unsupported("8-bit states other than the optimizer's first ones");
-  return launch(step_8bit<F, P, kMost>, config, stream, p);
+  return p.mixed_grads ? launch(step_8bit<F, P, kMost, true>, config, stream, p)
+                       : launch(step_8bit<F, P, kMost, false>, config, stream, p);
 }
 
 template <class P> Status launch_params(const OptimParams& p, const LaunchConfig& config, void* stream) {

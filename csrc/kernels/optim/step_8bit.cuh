@@ -1,8 +1,8 @@
 #pragma once
 #include <cstdint>
 
+#include "kernels/optim/any_step.cuh"
 #include "kernels/optim/code_map.h"
-#include "kernels/optim/step.cuh"
 
 // One step of an optimizer with 8-bit states; one block of threads a chunk, one warp for each 256 elements. Reads the
 // gradient, the parameter, the codes and the scales once and writes all but the gradient: AdamW 16 bytes an element
@@ -34,9 +34,9 @@ template <class Map> __device__ __forceinline__ void fill(Map& to, const Map& fr
 }
 
 // Where the arrays of a chunk begin. In shared memory, from where they are read again at every use: in registers they
-// would take a quarter of what a thread has.
-template <class P> struct QuantChunk {
-  const P* grad;
+// would take a quarter of what a thread has. kAny: gradients of any dtype.
+template <class P, bool kAny> struct QuantChunk {
+  ChunkGradient<P, kAny> grad;
   P* param;
   uint8_t* codes[kOptimMaxStates];
   float* scales[kOptimMaxStates];
@@ -46,10 +46,10 @@ template <class P> struct QuantChunk {
   // States outside of `has` are not there.
   __device__ __forceinline__ void set(const OptimTensor& t, const void* tensor_grad, int64_t begin, unsigned has) {
     const int64_t blocks = quant_blocks(t.numel);
-    grad = static_cast<const P*>(tensor_grad) + begin;
+    grad = chunk_gradient<P, kAny>(tensor_grad, begin);
     param = static_cast<P*>(t.param) + begin;
     elems = static_cast<int>(t.numel - begin < t.chunk_elems ? t.numel - begin : t.chunk_elems);
-    const uintptr_t bits = reinterpret_cast<uintptr_t>(grad) | reinterpret_cast<uintptr_t>(param);
+    const uintptr_t bits = address_of(grad) | reinterpret_cast<uintptr_t>(param);
     uintptr_t code_bits = 0;
 #pragma unroll
     for (int s = 0; s < kOptimMaxStates; ++s)
@@ -91,6 +91,28 @@ template <class T> struct Eight {
   __device__ __forceinline__ float value(int e) const { return part[e / kLanes].value(e % kLanes); }
 };
 
+// Eight adjacent elements of a gradient of any dtype; those that there are not have any value.
+struct AnyEight {
+  AnyLanes<4> part[2];
+  Dtype dtype;
+
+  __device__ __forceinline__ void load(const AnyArray& from, int first) {
+    dtype = from.dtype;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) part[k].load(from, first + 4 * k);
+  }
+  __device__ __forceinline__ void load(const AnyArray& from, int first, int count) {
+    dtype = from.dtype;
+#pragma unroll
+    for (int e = 0; e < kEight; ++e) {
+      AnyLanes<1> one{};
+      if (e < count) one.load(from, first + e);
+      part[e / 4].set(e % 4, dtype, one.value(0, dtype));
+    }
+  }
+  __device__ __forceinline__ float value(int e) const { return part[e / 4].value(e % 4, dtype); }
+};
+
 // Eight codes, in two words.
 struct EightCodes {
   Vector<uint32_t, 2> v;
@@ -121,23 +143,30 @@ struct EightCodes {
 };
 
 // What a lane has of a block in memory.
-template <class F, class P, unsigned kHas> struct Raw {
-  Eight<P> grad, param;
+template <class F, class P, unsigned kHas, bool kAny> struct Raw {
+  std::conditional_t<kAny, AnyEight, Eight<P>> grad;
+  Eight<P> param;
   EightCodes codes[kOptimMaxStates];
   float scales[kOptimMaxStates];  // lane 0's
 
   // Of the block that begins with element `at` of the chunk; no load waits for another one. `aligned`: all 256
   // elements are there, at addresses for vectors. Those that are missing are zeros and stay zeros.
-  __device__ __forceinline__ void load(const QuantChunk<P>& c, int at, bool aligned) {
+  __device__ __forceinline__ void load(const QuantChunk<P, kAny>& c, int at, bool aligned) {
     const int lane = static_cast<int>(threadIdx.x % 32), first = at + lane * kEight, count = c.elems - first;
     if (aligned) {
-      grad.load(c.grad + first);
+      if constexpr (kAny)
+        grad.load(c.grad, first);
+      else
+        grad.load(c.grad + first);
       param.load(c.param + first);
 #pragma unroll
       for (int s = 0; s < kOptimMaxStates; ++s)
         if ((kHas >> s) & 1) codes[s].load(c.codes[s] + first);
     } else {
-      grad.load(c.grad + first, count);
+      if constexpr (kAny)
+        grad.load(c.grad, first, count);
+      else
+        grad.load(c.grad + first, count);
       param.load(c.param + first, count);
 #pragma unroll
       for (int s = 0; s < kOptimMaxStates; ++s)
@@ -194,9 +223,9 @@ __device__ __forceinline__ EightCodes encode(const CodeMap<kSigned>& map, const 
 }
 
 // One block by one warp, converged, of what `raw` has loaded.
-template <class F, class P, unsigned kHas>
-__device__ __forceinline__ void update_block(const QuantChunk<P>& c, int at, bool aligned, Raw<F, P, kHas>& raw,
-                                             const MapsOf<F, kHas>& maps,
+template <class F, class P, unsigned kHas, bool kAny>
+__device__ __forceinline__ void update_block(const QuantChunk<P, kAny>& c, int at, bool aligned,
+                                             Raw<F, P, kHas, kAny>& raw, const MapsOf<F, kHas>& maps,
                                              const typename F::template Scalars<float>& scalars) {
   const int lane = static_cast<int>(threadIdx.x % 32), first = at + lane * kEight;
   auto& [grad, param, codes, scales] = raw;
@@ -226,7 +255,8 @@ __device__ __forceinline__ void update_block(const QuantChunk<P>& c, int at, boo
 #pragma unroll 1
     for (int n = 0; n < kEight && n < c.elems - first; ++n) {
       float one[kOptimMaxStates], mine = device::to_float(device::load(c.param + first + n));
-      const float before = mine, g = device::to_float(device::load(c.grad + first + n));
+      const auto own = load_gradient<1>(c.grad, first + n);
+      const float before = mine, g = gradient_value(c.grad, own, 0);
       const auto decode_all = [&] {
 #pragma unroll
         for (int s = 0; s < kOptimMaxStates; ++s)
@@ -277,37 +307,39 @@ __device__ __forceinline__ void update_block(const QuantChunk<P>& c, int at, boo
 }
 
 // One chunk of a tensor with scales: its blocks, in turn to the warps.
-template <class F, class P, unsigned kHas>
-__device__ __forceinline__ void update_quantized(const QuantChunk<P>& c, const MapsOf<F, kHas>& maps,
+template <class F, class P, unsigned kHas, bool kAny>
+__device__ __forceinline__ void update_quantized(const QuantChunk<P, kAny>& c, const MapsOf<F, kHas>& maps,
                                                  const typename F::template Scalars<float>& scalars) {
   constexpr int kStride = kOptimThreads / 32 * kQuantBlock;
   int at = static_cast<int>(threadIdx.x) / 32 * kQuantBlock;
   const auto aligned = [&] { return c.aligned && c.elems - at >= kQuantBlock; };
   if (at >= c.elems) return;
-  Raw<F, P, kHas> next;
+  Raw<F, P, kHas, kAny> next;
   next.load(c, at, aligned());
   while (at < c.elems) {
-    Raw<F, P, kHas> raw = next;
+    Raw<F, P, kHas, kAny> raw = next;
     const int here = at;
     const bool here_aligned = aligned();
     at += kStride;
     if (at < c.elems) next.load(c, at, aligned());
-    update_block<F, P, kHas>(c, here, here_aligned, raw, maps, scalars);
+    update_block<F, P, kHas, kAny>(c, here, here_aligned, raw, maps, scalars);
   }
 }
 
-// Elements of float32 parameters take registers that a third block would need.
-template <class P> constexpr int kBlocks8Bit = sizeof(P) == 4 ? 2 : kOptimBlocks8Bit;
+// Elements of float32 parameters and gradients take registers that a third block would need.
+template <class P, bool kAny> constexpr int kBlocks8Bit = sizeof(P) == 4 || kAny ? 2 : kOptimBlocks8Bit;
 
 // kMost: the states of a tensor with scales, and those that one without may have.
-template <class F, class P, unsigned kMost> __global__ void __launch_bounds__(kOptimThreads, kBlocks8Bit<P>)
+template <class F, class P, unsigned kMost, bool kAny>
+__global__ void __launch_bounds__(kOptimThreads, (kBlocks8Bit<P, kAny>))
     step_8bit(const __grid_constant__ OptimParams p) {
-  using In = Stored<P, float, false>;
+  using In = std::conditional_t<kAny, AnyIn, Stored<P, float, false>>;
   using Shared = Constants<F, In>;
   WARPSMITH_SHARED(Shared, constants, 1);
   using Tables = MapsOf<F, kMost>;
   WARPSMITH_SHARED(Tables, maps, 1);
-  WARPSMITH_SHARED(QuantChunk<P>, quantized, 1);
+  using Quantized = QuantChunk<P, kAny>;
+  WARPSMITH_SHARED(Quantized, quantized, 1);
   if (p.found_inf && *p.found_inf != 0.0f) return;
   const ListChunk at = p.chunks[blockIdx.x];
   OptimTensor* t = p.tensors + at.tensor;
@@ -317,15 +349,20 @@ template <class F, class P, unsigned kMost> __global__ void __launch_bounds__(kO
 
   const int64_t begin = int64_t{at.chunk} * t->chunk_elems;
   if (!t->extra) {
-    of_variant<F, In, kMost>(p, t, Chunk<In, kMost>(*t, grad, begin), constants);
+    if constexpr (kAny) {
+      const AnyStorage storage{kDtypeOf<P>, Dtype::float32, false, Refinement::none};
+      update_any_variant<F, kMost>(p, t, AnyChunk(storage, *t, gradient_of(grad, storage.param), begin), constants);
+    } else {
+      of_variant<F, In, kMost>(p, t, Chunk<In, kMost>(*t, grad, begin), constants);
+    }
     return;
   }
   fill(maps[0].with_sign, kSignedMap);
   if constexpr ((kMost & F::kNotNegative) != 0) fill(maps[0].without_sign, kUnsignedMap);
-  if (threadIdx.x < 32) prepare(p, t, constants);
+  if (threadIdx.x < 32) prepare<F, In>(p, t, constants);
   if (threadIdx.x == 32) quantized[0].set(*t, grad, begin, kMost);
   __syncthreads();
-  update_quantized<F, P, kMost>(quantized[0], maps[0], constants[0].scalars);
+  update_quantized<F, P, kMost, kAny>(quantized[0], maps[0], constants[0].scalars);
 }
 
 }  // namespace warpsmith::optim

@@ -57,6 +57,7 @@ class Recorder:
         self.waiting: Call | None = None
         self.last: dict[str, Call] = {}  # by group
         self.calls = 0
+        self.waited_s = 0.0  # in all calls so far
         self._originals: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
     def open(self) -> None:
@@ -93,6 +94,7 @@ class Recorder:
                 return original(*args, **kwargs)
             finally:
                 self.waiting = None
+                self.waited_s += time.monotonic() - call.since
 
         return recorded
 

@@ -35,6 +35,8 @@ class State:
     calls: the last call in each group. waiting: the group in whose call the rank is, for waiting_s seconds.
     at: where its program is now. still_s: for how long nothing has changed there.
     work: how many collectives the backend has run, DDP's too, where it tells.
+    pending: collectives that torch's flight recorder has begun and not completed, where the rank is in no call itself.
+    steps: that the program has counted. step_ms, own_ms: the median of the last ones, whole and outside of collectives.
     """
 
     rank: int
@@ -48,6 +50,10 @@ class State:
     at: str = ""
     still_s: float = 0.0
     work: int = 0
+    pending: str = ""
+    steps: int = 0
+    step_ms: float = 0.0
+    own_ms: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -60,10 +66,13 @@ class State:
 
 
 def is_trouble(states: Mapping[int, State | None], silent: set[int], timeout_s: float) -> bool:
-    """Whether ranks wait for something that does not come. All computing without a word is none."""
+    """Whether ranks wait for something that does not come. All computing without a word is none, and neither are ranks
+    that have moved on since the first look."""
     known = [s for s in states.values() if s is not None]
     if silent or any(s.phase == "raised" or (s.waiting and s.waiting_s >= timeout_s) for s in known):
         return True
+    if not any(s.still_s >= timeout_s for s in known):
+        return False
     return len({(s.work, s.calls[EVERYBODY].number if EVERYBODY in s.calls else 0) for s in known}) > 1
 
 
@@ -147,10 +156,13 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def report(states: Mapping[int, State | None], silent: set[int], timeout_s: float) -> str:
-    """The text: the likely cause, then a line for each rank."""
+    """The text: the likely cause, then a line for each rank, then what torch's flight recorder adds."""
     lines = [f"warpsmith: watch: {len(states)} ranks are stuck, or one has failed (timeout {timeout_s:g} s)"]
     lines.append(f"likely cause: {likely_cause(states, silent)}")
-    return "\n".join(lines + [f"rank {rank}: {_line(s, rank in silent)}" for rank, s in sorted(states.items())]) + "\n"
+    lines += [f"rank {rank}: {_line(s, rank in silent)}" for rank, s in sorted(states.items())]
+    recorded = {rank: s.pending for rank, s in sorted(states.items()) if s is not None and s.pending}
+    lines += [f"torch's flight recorder, rank {rank}: not completed: {text}" for rank, text in recorded.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _line(s: State | None, silent: bool) -> str:

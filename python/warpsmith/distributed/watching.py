@@ -11,10 +11,13 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+from warpsmith.distributed.watch_flight import pending
 from warpsmith.distributed.watch_record import Recorder, user_line
 from warpsmith.distributed.watch_report import Said, State, is_trouble, report
+from warpsmith.distributed.watch_steps import Steps, table
 
 _LONGEST_BEAT_S = 0.5
 _BEATS_OF_SILENCE = 5
@@ -33,7 +36,7 @@ class Watch:
 
     def __init__(self, timeout_s: float, on_report: Callable[[str], None]) -> None:
         self._timeout_s, self._on_report = timeout_s, on_report
-        self._recorder = Recorder()
+        self._recorder, self._steps = Recorder(), Steps()
         self._stop, self._done = threading.Event(), threading.Event()
         self._phase, self._error, self._order, self._beats = "running", "", 0, 0
         self._place: Any = None
@@ -48,6 +51,41 @@ class Watch:
     def reported(self) -> bool:
         """Whether this rank has reported, or has seen why another one did."""
         return self._done.is_set()
+
+    def step(self, **values: float | Tensor) -> None:
+        """Says that a training step has ended, for :meth:`step_times`.
+
+        values: numbers of the step, such as ``loss=loss``. When one is first NaN or infinite, this rank reports its
+        name and the step. The watch's thread reads the tensors, within half a second, so the program does not wait for
+        the device. Give it tensors that are not written to meanwhile, and none while a CUDA graph is captured.
+
+        Example:
+            >>> import warpsmith
+            >>> with warpsmith.distributed.watch() as watching:
+            ...     for _ in range(3):
+            ...         watching.step(loss=0.5)
+        """
+        if self._thread is not None:
+            self._steps.end(self._recorder.waited_s, values)
+
+    def step_times(self) -> str:
+        """A table of the ranks: steps, the median milliseconds of the last 50, and those outside of collectives.
+
+        A rank that takes over 1.25 times the ranks' median outside of collectives is marked as a straggler. Counted as
+        collectives are calls through ``torch.distributed.<name>`` in which the host waits: on GPUs it seldom does, and
+        then no rank is marked. Not a collective; other ranks' numbers are up to half a second old. Empty in a world of
+        one.
+
+        Example:
+            >>> import warpsmith
+            >>> with warpsmith.distributed.watch() as watching:
+            ...     watching.step_times()
+            ''
+        """
+        if self._thread is None:
+            return ""
+        self._publish()
+        return table(self._states())
 
     def _open(self) -> None:
         global _started
@@ -79,6 +117,7 @@ class Watch:
         self._stop.set()
         self._thread.join(2 * _BEATS_OF_SILENCE * self._beat_s)
         self._thread = None
+        self._tell_not_finite()
         self._recorder.close()
         if self._phase == "running":
             self._phase = "ended"
@@ -106,6 +145,7 @@ class Watch:
         try:
             while not self._stop.wait(self._beat_s):
                 self._publish()
+                self._tell_not_finite()
                 now = time.monotonic()
                 stuck = now - self._still_since >= self._timeout_s and now >= self._next_look
                 if not self._done.is_set() and (stuck or self._phase == "raised"):
@@ -140,6 +180,10 @@ class Watch:
         self._on_report(text)
         self._done.set()
 
+    def _tell_not_finite(self) -> None:
+        for words in self._steps.not_finite():
+            self._on_report(f"warpsmith: watch: rank {self._rank} of {self._ranks}: {words}\n")
+
     def _states(self) -> dict[int, State | None]:
         keys = [str(rank) for rank in range(self._ranks)]
         store: Any = self._store  # torch's stubs lack some of its methods
@@ -158,6 +202,9 @@ class Watch:
         if place != self._place:
             self._place, self._still_since = place, now
         self._beats += 1
+        still_s = now - self._still_since
+        blind = waiting is None and (still_s >= self._timeout_s or self._phase == "raised")
+        step_ms, own_ms = self._steps.medians_ms()
         calls = {group: Said(call.op, call.number, call.what, call.at) for group, call in list(recorder.last.items())}
         state = State(
             rank=self._rank,
@@ -169,8 +216,12 @@ class Watch:
             waiting=None if waiting is None else waiting.group,
             waiting_s=0.0 if waiting is None else now - waiting.since,
             at=user_line(frame),
-            still_s=now - self._still_since,
+            still_s=still_s,
             work=work,
+            pending=pending() if blind else "",
+            steps=self._steps.count,
+            step_ms=step_ms,
+            own_ms=own_ms,
         )
         self._store.set(str(self._rank), state.to_json())
 
@@ -198,6 +249,9 @@ def watch(timeout_s: float = 300.0, *, on_report: Callable[[str], None] | None =
     collective, another order, other shapes or dtypes) and a line for each rank with its collective, the number of that
     among the group's, the tensors, and the line. Nothing is ended: that is up to the process group's timeout, which
     should be longer.
+
+    With ``watching.step(loss=loss)`` once a step, a rank also reports a loss that is not finite, and
+    ``watching.step_times()`` is a table of the ranks that marks stragglers.
 
     Args:
         timeout_s: how long a rank may stay where it is.

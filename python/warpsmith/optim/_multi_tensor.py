@@ -17,6 +17,7 @@ from warpsmith.ops import _check
 from warpsmith.ops._optim import COUNTER, SCALES, optim_step, state_names, value_names
 from warpsmith.optim import _eight_bit as eight_bit
 from warpsmith.optim import _tensor_list as lists
+from warpsmith.optim._beside import Fusing
 from warpsmith.optim._plan import Kind, Plan
 from warpsmith.optim._precision import EXTRA_DTYPES, PRECISIONS, Storage, dtypes_of, storage_of
 
@@ -32,7 +33,7 @@ A_PART: Check = ("a number in [0, 1)", lambda x: not isinstance(x, Tensor) and 0
 TWO_PARTS: Check = ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(A_PART[1](b) for b in x))
 
 
-class MultiTensorOptimizer(torch.optim.Optimizer):
+class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
     """What all optimizers of this package share; they are its subclasses."""
 
     _step_supports_amp_scaling = True  # GradScaler then leaves dividing and skipping to step()
@@ -247,13 +248,15 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         if plan is None or not plan.look(self):
             plan = self._make_plan(capturing)
             if plan is None:
+                self._finish(None, False)
                 return
             if not plan.look(self):
                 raise RuntimeError(f"{self._op}: a parameter or state has another address at every look")
         if capturing and plan not in self._captured:
             plan.hold(self.state)
             self._captured.append(plan)
-        grad_scale, found_inf = (lists.whole(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
+        grad_scale, found_inf = lists.whole(getattr(self, "grad_scale", None)), self._skip_flag()
+        zeroes = self._zeroes_in_kernels(plan)
         for number, bucket in enumerate(plan.buckets):
             optim_step(
                 bucket.table,
@@ -264,7 +267,10 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 None if grad_scale is None else lists.moved(grad_scale, bucket.device).float(),
                 None if found_inf is None else lists.moved(found_inf, bucket.device).float(),
                 self.device_constants.get(bucket.row),
+                plan.watch.mixed(number),
+                *self._more(plan, bucket, zeroes, capturing),
             )
+        self._finish(plan, zeroes)
 
     def _make_plan(self, capturing: bool) -> Plan | None:
         params = lists.all_params(self.param_groups)

@@ -41,7 +41,9 @@ class Bucket:
         kind = kinds[owners[indices[0]]]
         storages = [storage for i in indices if (storage := storages_of_all[i])]
         storage = storages[0]
-        self.device, self.row = parts[0].device, kind.row
+        self.device, self.row, self.indices = parts[0].device, kind.row, indices
+        self.fuses = kind.precision != "8bit" and kind.row not in _C.LAYERWISE_OPTIMIZERS
+        self.beside: tuple[list[int], Tensor] | None = None  # what the table of `Beside` was made of
         states = [
             {name: lists.local(state[params[i]][name]) for name in stored.arrays(kinds[owners[i]].names)}
             for i, stored in zip(indices, storages, strict=True)
@@ -105,6 +107,8 @@ class Plan:
         )
         storages = {i: optimizer._storage(params[i], groups[owners[i]]) for i in active}
         self.buckets = [Bucket(groups, self.kinds, state, indices, owners, storages) for indices in by_kind.values()]
+        self.params = params
+        self.copied: set[Tensor] = set()  # parameters with copies of their gradients
         self.copies: list[Tensor] = []  # of gradients with other strides than their parameters, until the next look
         self.held: list[Tensor] = []
 
@@ -122,15 +126,16 @@ class Plan:
             return False
         if not self.watch.look([g["params"] for g in groups], optimizer.state):
             return False
-        copies = []
+        copies, copied = [], set()
         unusual = self.watch.unusual
         params = lists.all_params(groups) if unusual else []
         for i in unusual:
             grad = lists.checked_gradient(self.op, groups, i, params[i])
             like_param = lists.same_layout(grad, lists.local(params[i])) and lists.holds_its_elements(grad)
             if not like_param:
-                grad = torch.empty_like(lists.local(params[i])).copy_(grad)
+                grad = torch.empty_like(lists.local(params[i]), dtype=grad.dtype).copy_(grad)
                 copies.append(grad)
-            self.watch.set_gradient(i, grad.data_ptr() or _C.NO_ELEMENTS, like_param)
-        self.copies = copies
+                copied.add(params[i])
+            self.watch.set_gradient(i, lists.entry_of(grad, params[i].dtype), like_param)
+        self.copies, self.copied = copies, copied
         return True

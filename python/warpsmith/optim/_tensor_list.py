@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpsmith import _C
 from warpsmith.ops import _check
 
 # The C function by which torch's own compiled code reads the address of a tensor object, as a number. Not part of
 # torch's public interface: without it the watch takes DLPack's, which does the same in six times the time.
 ADDRESS_READER: int = getattr(getattr(torch._C._dynamo, "guards", None), "_torchinductor_pyobject_tensor_data_ptr", 0)
+
+# What an address is marked with if it is that of a gradient in another dtype than its parameter's; the dtypes that may
+# stand beside each other.
+MARKS: dict[torch.dtype, int] = {getattr(torch, name): mark for name, mark in _C.GRADIENT_MARKS.items()}
 
 
 def local(t: Tensor) -> Tensor:
@@ -100,7 +105,8 @@ def is_dense(t: Tensor) -> bool:
 
 
 def checked_gradient(op: str, groups: Sequence[dict[str, Any]], index: int, param: Tensor) -> Tensor:
-    """The local part of a parameter's gradient, if it has the dtype, device and shape of the parameter's."""
+    """The local part of a parameter's gradient, if it has the device and shape of the parameter's, and its dtype or
+    another one of :data:`MARKS`."""
     grad = param.grad
     assert grad is not None
     argument = describe(groups, index) + ".grad"
@@ -110,10 +116,18 @@ def checked_gradient(op: str, groups: Sequence[dict[str, Any]], index: int, para
     if expected != got:
         _check.refuse(op, argument, f"placements {expected}", str(got))
     grad, part = local(grad), local(param)
-    _check.same_dtype(op, argument, grad, part)
+    if not (grad.dtype in MARKS and part.dtype in MARKS):
+        _check.same_dtype(op, argument, grad, part)
     _check.same_device(op, argument, grad, part)
     _check.same_shape(op, argument, grad, part.shape)
     return grad
+
+
+def entry_of(grad: Tensor, param_dtype: torch.dtype) -> int:
+    """What a column of addresses holds of a gradient (csrc/kernels/optim/gradient.h)."""
+    if grad.numel() == 0:
+        return _C.NO_ELEMENTS
+    return grad.data_ptr() | (0 if grad.dtype == param_dtype else MARKS[grad.dtype])
 
 
 def words(column: bytearray) -> Tensor:

@@ -27,8 +27,9 @@ class AdamW(Adam):
 
     Args:
         params: tensors, (name, tensor) pairs or dicts of groups. float32, float16, bfloat16, or float64 on the
-            CPU; gradients alike. Any number of devices, one launch each. DTensor parameters (FSDP2) are updated shard
-            by shard. Elements must fill their memory without gaps or overlap, in any order of dimensions.
+            CPU; gradients alike, or any of the first three beside any (``p.grad_dtype``). Any number of devices, one
+            launch each. DTensor parameters (FSDP2) are updated shard by shard. Elements must fill their memory without
+            gaps or overlap, in any order of dimensions.
         lr: a number, or a tensor of one float32 or float64 element. A number goes along in the launch, so a scheduler
             costs no copy; captured in a CUDA graph it is fixed. A tensor on the parameters' device is read by the
             kernel, at each replay too.

@@ -108,8 +108,12 @@ class EMA:
             ValueError: a decay out of range; a parameter that changed its dtype, shape, strides or device.
         """
         weight = _weight(f"{_OP}.update", self.decay if decay is None else decay)
+        self._move(range(len(self._params)), weight, found_inf)
+
+    def _move(self, indices: Iterable[int], weight: float, found_inf: Tensor | None) -> None:
         by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for average, value in zip(self.averages, self._values(), strict=True):
+        all_values = self._values()
+        for average, value in ((self.averages[i], all_values[i]) for i in indices):
             averages, values = by_device.setdefault(value.device, ([], []))
             averages.append(local(average))
             values.append(local(value).detach())

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import FileStore
 
-_START_S = 120.0  # to import torch on a busy machine
+_START_S = 300.0  # to import torch on a busy machine
 _GRACE_S = 5.0  # that ranks have to end by themselves when another one has failed
 
 

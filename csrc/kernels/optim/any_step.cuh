@@ -1,0 +1,254 @@
+#pragma once
+#include <cstdint>
+#include <iterator>
+
+#include "kernels/optim/any_lanes.cuh"
+#include "kernels/optim/average.h"
+#include "kernels/optim/step.cuh"
+
+// One step of an optimizer whose gradients have other dtypes than their parameters, or which does more (OptimBeside,
+// zero_grads): dtypes and rounding are known at run time alone, and there is one kernel an optimizer. Has the bits of
+// `step` with the gradients converted to float32. Reads and writes what `step` does, the gradient in its own width:
+// AdamW with float32 gradients 30 bytes an element with 16-bit parameters and masters, 16 in bfloat16. Beside these 8
+// bytes of an average, 2 of a copy, and those of a gradient that is zeroed.
+namespace warpsmith::optim {
+
+struct AnyStorage {
+  Dtype param, state;
+  bool has_master;
+  Refinement refinement;
+};
+
+// A chunk of one tensor.
+struct AnyChunk {
+  AnyArray grad, param, kept;  // kept: the master, or what rounding dropped
+  AnyArray states[kOptimMaxStates];
+  Refinement refinement;
+  bool has_master;
+  uint64_t first_elem;  // where rounding is random
+  int elems;
+  AnyArray average{nullptr, Dtype::float32}, copy{nullptr, Dtype::float16};  // OptimBeside
+  float weight = 0;
+  bool averages_param = false, zeroes = false;
+
+  __device__ __forceinline__ AnyChunk(const AnyStorage& storage, const OptimTensor& t, const Gradient& gradient,
+                                      int64_t begin)
+      : grad(AnyArray::of(const_cast<void*>(gradient.at), gradient.dtype, begin)),
+        param(AnyArray::of(t.param, storage.param, begin)),
+        kept{nullptr, Dtype::float32},
+        refinement(storage.refinement),
+        has_master(storage.has_master),
+        first_elem(0),
+        elems(static_cast<int>(t.numel - begin < t.chunk_elems ? t.numel - begin : t.chunk_elems)) {
+    if (refinement == Refinement::stochastic)
+      first_elem = t.first_elem + static_cast<uint64_t>(begin);
+    else if (has_master || refinement != Refinement::none)
+      kept = AnyArray::of(t.extra, has_master ? Dtype::float32 : Dtype::bfloat16, begin);
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s) states[s] = AnyArray::of(t.states[s], storage.state, begin);
+  }
+
+  __device__ __forceinline__ void set_beside(const OptimParams& p, int tensor, int64_t begin) {
+    zeroes = p.zero_grads;
+    if (!p.beside) return;
+    const OptimBeside& beside = p.beside[tensor];
+    average = AnyArray::of(beside.average, Dtype::float32, begin);
+    copy = AnyArray::of(beside.copy, beside.copy_dtype, begin);
+    weight = static_cast<float>(p.ema_weight);
+    averages_param = beside.averages_param || !has_master;
+  }
+
+  // Whether vectors can be taken, and where rounding is random begin a pair.
+  __device__ __forceinline__ bool aligned() const {
+    uintptr_t bits = reinterpret_cast<uintptr_t>(grad.at) | reinterpret_cast<uintptr_t>(param.at) |
+                     reinterpret_cast<uintptr_t>(kept.at) | reinterpret_cast<uintptr_t>(average.at) |
+                     reinterpret_cast<uintptr_t>(copy.at);
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s) bits |= reinterpret_cast<uintptr_t>(states[s].at);
+    return bits % 16 == 0 && first_elem % 2 == 0;
+  }
+};
+
+using AnyIn =
+    Refined<bfloat16, Refinement::stochastic>;  // with the number of the step, which only random rounding reads
+
+// What one thread has in flight.
+template <class F, unsigned kHas, int N> struct AnyTile {
+  AnyLanes<N> grad, param, kept, average, states[kOptimMaxStates];
+
+  __device__ __forceinline__ void load(const AnyChunk& c, int i) {
+    grad.load(c.grad, i);
+    if (!c.has_master) param.load(c.param, i);
+    if (c.kept.at) kept.load(c.kept, i);
+    if (c.average.at) average.load(c.average, i);
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) states[s].load(c.states[s], i);
+  }
+
+  template <class Math> __device__ __forceinline__ void element(int e, const Constants<F, AnyIn>& constants,
+                                                                const AnyChunk& c, float& p,
+                                                                float (&x)[kOptimMaxStates]) const {
+    p = c.has_master ? kept.value(e, Dtype::float32) : param.value(e, c.param.dtype);
+    if (c.refinement == Refinement::compensated) p += kept.value(e, Dtype::bfloat16);
+    if (c.refinement == Refinement::remainder) p = join_float(param.half(e), kept.half(e));
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) x[s] = states[s].value(e, c.states[s].dtype);
+    F::template element<kHas, float, Math>(constants.scalars, grad.value(e, c.grad.dtype), p, x);
+  }
+
+  // All elements as `step` computes them: what becomes NaN by QuickMath is computed again.
+  __device__ __forceinline__ void update(const Constants<F, AnyIn>& constants, uint64_t seed, const AnyChunk& c,
+                                         int i) {
+    constexpr int kPairs = N == 1 ? 1 : N / 2;
+    PhiloxCounter words[kPairs] = {};
+    const uint64_t first = c.first_elem + static_cast<uint64_t>(i);
+    const bool at_random = c.refinement == Refinement::stochastic;
+    if (at_random) rounding_words(words, seed, constants.step, first / 2);
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      float p, x[kOptimMaxStates];
+      element<QuickMath>(e, constants, c, p, x);
+      if constexpr (F::kDivides) {
+        if (p != p) element<IeeeMath>(e, constants, c, p, x);
+      }
+      if (at_random) {
+        const bool odd = N == 1 ? first % 2 != 0 : e % 2 != 0;
+        const PhiloxCounter& random = words[e / 2];
+        param.set_half(e, device::round_stochastic(p, rounding_bits(random, odd, 0)).bits);
+#pragma unroll
+        for (int s = 0; s < kOptimMaxStates; ++s)
+          if ((kHas >> s) & 1)
+            states[s].set_half(e, device::round_stochastic(x[s], rounding_bits(random, odd, 1 + s)).bits);
+      } else {
+        round(e, c, p, x);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void round(int e, const AnyChunk& c, float p, const float (&x)[kOptimMaxStates]) {
+    if (c.refinement == Refinement::remainder) {
+      const SplitFloat split = split_float(p);
+      param.set_half(e, split.rounded.bits);
+      kept.set_half(e, split.remainder.bits);
+    } else {
+      param.set(e, c.param.dtype, p);
+      if (c.has_master) kept.set(e, Dtype::float32, p);
+      if (c.refinement == Refinement::compensated)
+        kept.set(e, Dtype::bfloat16, compensation_of(p, param.value(e, Dtype::bfloat16)));
+    }
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) states[s].set(e, c.states[s].dtype, x[s]);
+  }
+
+  __device__ __forceinline__ void store(const AnyChunk& c, int i) const {
+    param.store(c.param, i);
+    if (c.kept.at) kept.store(c.kept, i);
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s)
+      if ((kHas >> s) & 1) states[s].store(c.states[s], i);
+    store_beside(c, i);
+  }
+
+  // Of what is stored.
+  __device__ __forceinline__ void store_beside(const AnyChunk& c, int i) const {
+    constexpr Dtype kWide = Dtype::float32;
+    if (c.zeroes) AnyLanes<N>{}.store(c.grad, i);
+    if (c.average.at) {
+      AnyLanes<N> moved;
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        const float value = c.averages_param ? param.value(e, c.param.dtype) : kept.value(e, kWide);
+        moved.set(e, kWide, averaged(average.value(e, kWide), value, c.weight));
+      }
+      moved.store(c.average, i);
+    }
+    if (c.copy.at) {
+      AnyLanes<N> rounded{};
+#pragma unroll
+      for (int e = 0; e < N; ++e) rounded.set(e, c.copy.dtype, param.value(e, kWide));
+      rounded.store(c.copy, i);
+    }
+  }
+};
+
+// What is left of a chunk in a step that is skipped, or whose tensor has no gradient.
+__device__ __forceinline__ void only_beside(const AnyChunk& c, bool skips) {
+  constexpr Dtype kWide = Dtype::float32;
+  for (int i = static_cast<int>(threadIdx.x); i < c.elems; i += kOptimThreads) {
+    if (c.grad.at && c.zeroes) AnyLanes<1>{}.store(c.grad, i);
+    if (skips || !c.average.at) continue;
+    const AnyArray of{c.averages_param ? c.param.at : c.kept.at, c.averages_param ? c.param.dtype : kWide};
+    AnyLanes<1> average, value;
+    average.load(c.average, i);
+    value.load(of, i);
+    average.set(0, kWide, averaged(average.value(0, kWide), value.value(0, of.dtype), c.weight));
+    average.store(c.average, i);
+  }
+}
+
+template <class F, unsigned kHas, int N> __device__ __forceinline__ void update_any(const OptimParams& p,
+                                                                                    OptimTensor* t, const AnyChunk& c,
+                                                                                    Constants<F, AnyIn>* shared) {
+  AnyTile<F, kHas, N> tile;
+  const int whole = c.elems / N * N, first = static_cast<int>(threadIdx.x) * N;
+  if (first < whole) tile.load(c, first);
+  if (threadIdx.x < 32) prepare<F, AnyIn>(p, t, shared);
+  __syncthreads();
+  const auto constants = *shared;
+  const uint64_t seed = p.seeds[t->group - p.first_group];
+  for (int i = first; i < whole; i += kOptimThreads * N) {
+    if (i != first) tile.load(c, i);
+    tile.update(constants, seed, c, i);
+    tile.store(c, i);
+  }
+  if constexpr (N > 1) {
+    if (const int i = whole + static_cast<int>(threadIdx.x); i < c.elems) {
+      AnyTile<F, kHas, 1> rest;
+      rest.load(c, i);
+      rest.update(constants, seed, c, i);
+      rest.store(c, i);
+    }
+  }
+}
+
+// `update_any` of the variant whose states the tensor has, among those that are part of kMost.
+template <class F, unsigned kMost, size_t kFirst = 0>
+__device__ __forceinline__ void update_any_variant(const OptimParams& p, OptimTensor* t, const AnyChunk& c,
+                                                   Constants<F, AnyIn>* shared) {
+  constexpr unsigned kHas = F::kVariants[kFirst];
+  if constexpr ((kHas & ~kMost) == 0) {
+    if (t->has == kHas) {
+      if (c.aligned())
+        update_any<F, kHas, 4>(p, t, c, shared);
+      else
+        update_any<F, kHas, 1>(p, t, c, shared);
+      return;
+    }
+  }
+  if constexpr (kFirst + 1 < std::size(F::kVariants)) update_any_variant<F, kMost, kFirst + 1>(p, t, c, shared);
+}
+
+constexpr int kOptimBlocksAny = 2;  // that registers leave room for: 128 a thread
+
+template <class F> __global__ void __launch_bounds__(kOptimThreads, kOptimBlocksAny)
+    any_step(const __grid_constant__ OptimParams p, const AnyStorage storage) {
+  using Shared = Constants<F, AnyIn>;
+  WARPSMITH_SHARED(Shared, constants, 1);
+  const bool skips = p.found_inf && *p.found_inf != 0.0f;
+  if (skips && !p.zero_grads) return;
+  const ListChunk at = p.chunks[blockIdx.x];
+  OptimTensor* t = p.tensors + at.tensor;
+  const void* entry = p.grads[at.tensor];
+  const int group = t->group - p.first_group;
+  if (group < 0 || group >= p.group_count) return;
+  const int64_t begin = int64_t{at.chunk} * t->chunk_elems;
+  AnyChunk c(storage, *t, gradient_of(entry, storage.param), begin);
+  c.set_beside(p, at.tensor, begin);
+  if (skips || !entry) return only_beside(c, skips);
+  update_any_variant<F, ~0u>(p, t, c, constants);
+}
+
+}  // namespace warpsmith::optim
