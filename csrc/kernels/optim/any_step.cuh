@@ -219,10 +219,11 @@ template <class F, unsigned kMost, size_t kFirst = 0>
 __device__ __forceinline__ void update_any_variant(const OptimParams& p, OptimTensor* t, const AnyChunk& c,
                                                    Constants<F, AnyIn>* shared) {
   constexpr unsigned kHas = F::kVariants[kFirst];
+  constexpr int kLanes = std::size(F::kVariants) > 2 ? 2 : 4;  // of many variants, half the code
   if constexpr ((kHas & ~kMost) == 0) {
     if (t->has == kHas) {
       if (c.aligned())
-        update_any<F, kHas, 4>(p, t, c, shared);
+        update_any<F, kHas, kLanes>(p, t, c, shared);
       else
         update_any<F, kHas, 1>(p, t, c, shared);
       return;
