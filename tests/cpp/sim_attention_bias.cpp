@@ -346,5 +346,13 @@ RANDOM_TEST(random_shapes) {
   sim::options().properties.multiprocessors = 132;
 }
 
+TEST(code_below_sm90_is_refused) {
+  on_machine(132, 80, [] {
+    AttentionData<bfloat16> data({.queries = 64, .keys = 64, .bias = "0011"});
+    expect_refused(attention_forward_sm90(data.forward(), nullptr), "runs no code of sm_90a");
+    expect_refused(attention_backward_sm90(data.backward(), nullptr), "runs no code of sm_90a");
+  });
+}
+
 }  // namespace
 }  // namespace warpsmith::test
