@@ -12,14 +12,16 @@ class _Choice(NamedTuple):
 
     ours: str
     why_not: Callable[..., str | None]
+    theirs: str
 
 
 _choices: dict[str, _Choice] = {}
 
 
-def register(name: str, ours: str, why_not: Callable[..., str | None]) -> None:
-    """Lets ``plan(name, **problem)`` say whether a function of torch's name calls ``ours``, and why not."""
-    _choices[name] = _Choice(ours, why_not)
+def register(name: str, ours: str, why_not: Callable[..., str | None], theirs: str | None = None) -> None:
+    """Lets ``plan(name, **problem)`` say whether a function of torch's name calls ``ours`` or ``theirs`` (None: torch's
+    function of that name), and why."""
+    _choices[name] = _Choice(ours, why_not, theirs or f"torch.{name}")
 
 
 def _dtype(value: Any) -> Any:
@@ -30,7 +32,7 @@ def _dtype(value: Any) -> Any:
 
 
 def _choose(name: str, problem: dict[str, Any]) -> dict[str, Any]:
-    ours, why_not = _choices[name]
+    ours, why_not, theirs = _choices[name]
     keys = inspect.signature(why_not).parameters
     if not problem:
         optional = inspect.Parameter.empty
@@ -42,7 +44,7 @@ def _choose(name: str, problem: dict[str, Any]) -> dict[str, Any]:
         if parameter.default is inspect.Parameter.empty and key not in problem:
             raise ValueError(f"plan: {name}: {key}: expected a value, got none")
     why = why_not(**{key: _dtype(v) if key.endswith("dtype") else v for key, v in problem.items()})
-    return {"calls": ours if why is None else f"torch.{name}", "why": why or "fused"}
+    return {"calls": ours if why is None else theirs, "why": why or "fused"}
 
 
 def plan(op: str, **problem: Any) -> dict[str, Any]:

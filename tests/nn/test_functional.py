@@ -14,11 +14,13 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from warpsmith.testing import measure
 
-NAMES = ("layer_norm", "rms_norm", "cross_entropy", "scaled_dot_product_attention")
-INFOS = {
+NAMES = ["layer_norm", "rms_norm", "cross_entropy", "scaled_dot_product_attention"]
+if hasattr(theirs, "linear_cross_entropy"):  # newer than torch 2.11
+    NAMES.append("linear_cross_entropy")
+INFOS = {  # variants have options of linear_cross_entropy, which is torch's with them
     info.name.removeprefix("nn.functional."): info
     for info in op_db
-    if info.name in {f"nn.functional.{name}" for name in NAMES}
+    if info.name in {f"nn.functional.{name}" for name in NAMES} and not info.variant_test_name
 }
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CLOSE_IN_16_BITS = {"rtol": 4e-2, "atol": 4e-2}
@@ -127,7 +129,7 @@ def test_signatures_are_torchs(name):
         assert list(inspect.signature(ours.scaled_dot_product_attention).parameters) == names
         return
     found, expected = (inspect.signature(getattr(f, name)).parameters for f in (ours, theirs))
-    assert [(k, p.default) for k, p in found.items()] == [(k, p.default) for k, p in expected.items()]
+    assert [(k, p.kind, p.default) for k, p in found.items()] == [(k, p.kind, p.default) for k, p in expected.items()]
 
 
 def test_every_other_name_is_torchs():

@@ -1,12 +1,12 @@
 """``torch.nn.functional`` with fused ops in it: ``import warpsmith.nn.functional as F`` in the place of torch's.
 
-Signatures, defaults, dtypes and meaning are torch's. ``layer_norm``, ``rms_norm``, ``cross_entropy`` and
-``scaled_dot_product_attention`` run our ops where these compute what torch's arguments say, and call torch where they
-do not; ``warpsmith.plan("nn.functional.layer_norm", dtype="float16")`` says which, and why. Every other name is
-torch's own. Under ``torch.autocast`` tensors are cast as torch casts them.
+Signatures, defaults, dtypes and meaning are torch's. ``layer_norm``, ``rms_norm``, ``cross_entropy``,
+``linear_cross_entropy`` and ``scaled_dot_product_attention`` run our ops where these compute what torch's arguments
+say, and call torch where they do not; ``warpsmith.plan("nn.functional.layer_norm", dtype="float16")`` says which, and
+why. Every other name is torch's own. Under ``torch.autocast`` tensors are cast as torch casts them.
 
 What differs: a label out of range is a ``ValueError`` on the CPU and a NaN loss on CUDA; the second derivative of
-``cross_entropy`` and of attention is refused.
+``cross_entropy``, ``linear_cross_entropy`` and attention is refused.
 
 Example:
     >>> import torch
@@ -19,8 +19,6 @@ Example:
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,16 +27,21 @@ import torch.nn.functional as _torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from warpsmith import _plan
+from warpsmith.nn import _composed
+from warpsmith.nn._fused import (
+    HALVES,
+    why_not_cross_entropy,
+    why_not_layer_norm,
+    why_not_linear_cross_entropy,
+    why_not_scaled_dot_product_attention,
+)
+from warpsmith.ops._dtensor import is_dtensor
 from warpsmith.ops._library import raw
 from warpsmith.ops.attention import attention
 from warpsmith.ops.cross_entropy import cross_entropy as _cross_entropy
 from warpsmith.ops.layer_norm import layer_norm as _layer_norm
+from warpsmith.ops.linear_cross_entropy import linear_cross_entropy as _linear_cross_entropy
 from warpsmith.ops.rms_norm import rms_norm as _rms_norm
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_HALVES = (torch.float16, torch.bfloat16)
-_DEVICES = ("cpu", "cuda", "meta")
 
 
 def __getattr__(name: str) -> Any:
@@ -47,91 +50,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *dir(_torch)})
-
-
-# Why a case is torch's; None: it is ours. These functions see facts alone, so that `plan` can ask the same.
-
-
-def _why_not(dtype: torch.dtype, device: str) -> str | None:
-    if dtype not in _FLOATS:
-        return f"{dtype} is not fused"
-    if device not in _DEVICES:
-        return f"there are no kernels for {device}"
-    if dtype is torch.float64 and device == "cuda":
-        return "float64 is fused on the CPU alone"
-    return None
-
-
-def _why_not_layer_norm(
-    dtype: torch.dtype,
-    device: str = "cuda",
-    weight_dtype: torch.dtype | None = None,
-    bias_dtype: torch.dtype | None = None,
-    eps: float | None = 1e-5,
-) -> str | None:
-    if eps is not None and not 0 <= eps < math.inf:
-        return "eps is negative or not finite"
-    for name, other in (("weight", weight_dtype), ("bias", bias_dtype)):
-        if other is not None and other is not dtype and not (other is torch.float32 and dtype in _HALVES):
-            return f"{name} is {other} beside {dtype}"
-    if weight_dtype is not None and bias_dtype is not None and weight_dtype is not bias_dtype:
-        return "weight and bias have two dtypes"
-    return _why_not(dtype, device)
-
-
-def _why_not_rms_norm(
-    dtype: torch.dtype, device: str = "cuda", weight_dtype: torch.dtype | None = None, eps: float | None = None
-) -> str | None:
-    if weight_dtype in _HALVES:  # cast where that is exact
-        weight_dtype = dtype
-    return _why_not_layer_norm(dtype, device, weight_dtype, None, eps)
-
-
-def _why_not_cross_entropy(
-    dtype: torch.dtype,
-    device: str = "cuda",
-    target_dtype: torch.dtype = torch.int64,
-    weight_dtype: torch.dtype | None = None,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-) -> str | None:
-    if target_dtype not in (torch.int64, torch.uint8):
-        return f"targets are {target_dtype}: only class indices are fused"
-    if weight_dtype is not None and weight_dtype is not dtype:
-        return f"weight is {weight_dtype} beside {dtype}"
-    if not 0 <= label_smoothing <= 1 or reduction not in ("none", "mean", "sum"):
-        return "label_smoothing or reduction is none that torch takes"
-    return _why_not(dtype, device)
-
-
-@functools.cache
-def _why_not_scaled_dot_product_attention(
-    dtype: torch.dtype,
-    device: str = "cuda",
-    head_dim: int = 64,
-    head_dim_v: int | None = None,
-    mask_dtype: torch.dtype | None = None,
-    dropout: bool = False,
-    code_capability: int = 90,
-) -> str | None:
-    head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    if any(d % 8 or not 8 <= d <= 256 for d in (head_dim, head_dim_v)):
-        return "head dimensions are fused from 8 to 256 in steps of 8"
-    why = _why_not(dtype, device)
-    if why is not None or device != "cuda":
-        return why
-    problem = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": head_dim_v, "dropout": dropout}
-    masks = {"mask": mask_dtype is torch.bool, "bias": mask_dtype not in (None, torch.bool)}
-    found = _plan.plan("attention", seqlen_q=1, **problem, **masks, sm90a_code=code_capability == 90)
-    return None if found["backward"]["kernel"] else found["backward"]["why"]
-
-
-_plan.register("nn.functional.layer_norm", "warpsmith.layer_norm", _why_not_layer_norm)
-_plan.register("nn.functional.rms_norm", "warpsmith.rms_norm", _why_not_rms_norm)
-_plan.register("nn.functional.cross_entropy", "warpsmith.cross_entropy", _why_not_cross_entropy)
-_plan.register(
-    "nn.functional.scaled_dot_product_attention", "warpsmith.attention", _why_not_scaled_dot_product_attention
-)
 
 
 # What no dtype tells, in the tensors themselves.
@@ -163,7 +81,7 @@ def _autocasts(op: str, input: Tensor) -> bool:
 
 
 def _wide(t: Tensor | None) -> Tensor | None:
-    return t.float() if t is not None and t.dtype in _HALVES else t
+    return t.float() if t is not None and t.dtype in HALVES else t
 
 
 def _flat(t: Tensor | None, rank: int) -> Tensor | None:
@@ -193,7 +111,7 @@ def layer_norm(
         input, weight, bias = _wide(input), _wide(weight), _wide(bias)  # type: ignore[assignment]
     of_weight, of_bias = None if weight is None else weight.dtype, None if bias is None else bias.dtype
     shape = tuple(normalized_shape)
-    if not _affine_fits(shape, input, weight, bias) or _why_not_layer_norm(
+    if not _affine_fits(shape, input, weight, bias) or why_not_layer_norm(
         input.dtype, input.device.type, of_weight, of_bias, eps
     ):
         return _torch.layer_norm(input, *arguments)
@@ -218,10 +136,10 @@ def rms_norm(
         return _torch.rms_norm(input, normalized_shape, weight, eps)
     if _autocasts("rms_norm", input):
         input, weight = _wide(input), _wide(weight)  # type: ignore[assignment]
-    if weight is not None and weight.dtype in _HALVES and weight.dtype is not input.dtype:
-        weight = weight.to(torch.float32 if input.dtype in _HALVES else input.dtype)
+    if weight is not None and weight.dtype in HALVES and weight.dtype is not input.dtype:
+        weight = weight.to(torch.float32 if input.dtype in HALVES else input.dtype)
     shape = normalized_shape if isinstance(normalized_shape, tuple) else tuple(normalized_shape)
-    if not _affine_fits(shape, input, weight) or _why_not_layer_norm(
+    if not _affine_fits(shape, input, weight) or why_not_layer_norm(
         input.dtype, input.device.type, None if weight is None else weight.dtype, None, eps
     ):
         return _torch.rms_norm(input, normalized_shape, weight, eps)
@@ -273,7 +191,7 @@ def cross_entropy(
     fits = fits and target.device == input.device
     if weight is not None:
         fits = fits and weight.shape == logits.shape[-1:] and weight.device == input.device and not weight.requires_grad
-    if not fits or _why_not_cross_entropy(
+    if not fits or why_not_cross_entropy(
         input.dtype,
         input.device.type,
         target.dtype,
@@ -284,6 +202,96 @@ def cross_entropy(
         return _torch.cross_entropy(input, target, weight, **options)
     loss = _cross_entropy(logits, target, class_weight=weight, **options)
     return loss if is_autocast(input) else loss.to(input.dtype)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> Tensor:
+    """``torch.nn.functional.linear_cross_entropy`` by :func:`warpsmith.linear_cross_entropy`, without all logits in
+    memory: the cross-entropy of ``linear(input, linear_weight, linear_bias)``.
+
+    Class probabilities, weights of more than two dimensions and calls with ``options`` are torch's. Where torch
+    lacks the function, as 2.11 does, these are torch's ``linear`` and ``cross_entropy``, and ``options`` are refused.
+    The loss has the dtype of ``input``, float32 under autocast.
+
+    Args: torch's.
+
+    Raises:
+        ValueError: where torch has no such function, ``options`` or a shape that does not fit.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> input, linear_weight = torch.ones(2, 8), torch.zeros(4, 8)
+        >>> warpsmith.nn.functional.linear_cross_entropy(input, linear_weight, torch.tensor([0, 3]))
+        tensor(1.3863)
+    """
+    of_loss: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing}
+    tensors = input, linear_weight, target, linear_bias, weight
+    if _overridden(*tensors) or not _head_fits(*tensors, options=options, **of_loss):
+        theirs = getattr(_torch, "linear_cross_entropy", _composed.linear_cross_entropy)
+        others = {"linear_bias": linear_bias, "weight": weight, "ignore_index": ignore_index, "options": options}
+        return theirs(input, linear_weight, target, **others, **of_loss)
+    loss: Any = _linear_cross_entropy(
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        class_weight=_wide(weight) if is_autocast(input) else weight,
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        **of_loss,
+    )
+    return loss if is_autocast(input) else loss.to(input.dtype)
+
+
+def _head_fits(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    options: Any,
+) -> bool:
+    """Whether a call of linear_cross_entropy is ours: rows, a matrix, class indices, and what the kernels take."""
+    if input.dim() not in (1, 2) or linear_weight.dim() != 2 or target.shape != input.shape[:-1]:
+        return False
+    classes = linear_weight.shape[:1]
+    if linear_weight.shape[1] != input.shape[-1] or classes[0] == 0:
+        return False
+    if any(t is not None and t.shape != classes for t in (linear_bias, weight)):
+        return False
+    if any(t is not None and t.device != input.device for t in (linear_weight, target, linear_bias, weight)):
+        return False
+    if (weight is not None and weight.requires_grad) or any(map(is_dtensor, (input, linear_weight, target))):
+        return False
+    autocast = is_autocast(input)
+
+    def of_product(t: Tensor | None) -> Any:
+        cast = autocast and t is not None and t.is_floating_point() and t.dtype is not torch.float64
+        return torch.get_autocast_dtype(input.device.type) if cast else None if t is None else t.dtype
+
+    return not why_not_linear_cross_entropy(
+        of_product(input),
+        input.device.type,
+        of_product(linear_weight),
+        of_product(linear_bias),
+        target.dtype,
+        None if weight is None else weight.dtype,
+        label_smoothing,
+        reduction,
+        options is not None,
+        autocast,
+    )
 
 
 def scaled_dot_product_attention(
@@ -351,6 +359,6 @@ def _attention_fits(
         return False
     capability = raw._code_capability(query.device.index) if kind == "cuda" else 0
     of_mask = None if mask is None else mask.dtype
-    return not _why_not_scaled_dot_product_attention(
+    return not why_not_scaled_dot_product_attention(
         dtype, kind, head_dim, value.shape[-1], of_mask, dropout_p > 0, capability
     )

@@ -1,0 +1,127 @@
+"""Which calls of ``warpsmith.nn.functional`` are fused. ``why_not_...`` is None for a call of ours, else the reason why
+it is torch's. The functions see facts alone, so that ``warpsmith.plan`` can ask the same."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch.nn import functional
+
+from warpsmith import _plan
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+HALVES = (torch.float16, torch.bfloat16)
+_DEVICES = ("cpu", "cuda", "meta")
+
+
+def _why_not(dtype: torch.dtype, device: str) -> str | None:
+    if dtype not in _FLOATS:
+        return f"{dtype} is not fused"
+    if device not in _DEVICES:
+        return f"there are no kernels for {device}"
+    if dtype is torch.float64 and device == "cuda":
+        return "float64 is fused on the CPU alone"
+    return None
+
+
+def why_not_layer_norm(
+    dtype: torch.dtype,
+    device: str = "cuda",
+    weight_dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
+    eps: float | None = 1e-5,
+) -> str | None:
+    if eps is not None and not 0 <= eps < math.inf:
+        return "eps is negative or not finite"
+    for name, other in (("weight", weight_dtype), ("bias", bias_dtype)):
+        if other is not None and other is not dtype and not (other is torch.float32 and dtype in HALVES):
+            return f"{name} is {other} beside {dtype}"
+    if weight_dtype is not None and bias_dtype is not None and weight_dtype is not bias_dtype:
+        return "weight and bias have two dtypes"
+    return _why_not(dtype, device)
+
+
+def why_not_rms_norm(
+    dtype: torch.dtype, device: str = "cuda", weight_dtype: torch.dtype | None = None, eps: float | None = None
+) -> str | None:
+    if weight_dtype in HALVES:  # cast where that is exact
+        weight_dtype = dtype
+    return why_not_layer_norm(dtype, device, weight_dtype, None, eps)
+
+
+def why_not_cross_entropy(
+    dtype: torch.dtype,
+    device: str = "cuda",
+    target_dtype: torch.dtype = torch.int64,
+    weight_dtype: torch.dtype | None = None,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> str | None:
+    if target_dtype not in (torch.int64, torch.uint8):
+        return f"targets are {target_dtype}: only class indices are fused"
+    if weight_dtype is not None and weight_dtype is not dtype:
+        return f"weight is {weight_dtype} beside {dtype}"
+    if not 0 <= label_smoothing <= 1 or reduction not in ("none", "mean", "sum"):
+        return "label_smoothing or reduction is none that torch takes"
+    return _why_not(dtype, device)
+
+
+def why_not_linear_cross_entropy(
+    dtype: torch.dtype,
+    device: str = "cuda",
+    linear_weight_dtype: torch.dtype | None = None,
+    linear_bias_dtype: torch.dtype | None = None,
+    target_dtype: torch.dtype = torch.int64,
+    weight_dtype: torch.dtype | None = None,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    options: bool = False,
+    autocast: bool = False,
+) -> str | None:
+    """``dtype``, ``linear_weight_dtype`` and ``linear_bias_dtype`` are those of the product: under autocast, its."""
+    if options:
+        return "options choose how torch takes it in chunks"
+    for name, other in (("linear_weight", linear_weight_dtype), ("linear_bias", linear_bias_dtype)):
+        if other is not None and other is not dtype:
+            return f"{name} is {other} beside {dtype}"
+    if autocast and dtype in HALVES and weight_dtype in (torch.float32, *HALVES):
+        weight_dtype = dtype  # torch computes the loss in float32 then, and so do we
+    return why_not_cross_entropy(dtype, device, target_dtype, weight_dtype, label_smoothing, reduction)
+
+
+@functools.cache
+def why_not_scaled_dot_product_attention(
+    dtype: torch.dtype,
+    device: str = "cuda",
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    mask_dtype: torch.dtype | None = None,
+    dropout: bool = False,
+    code_capability: int = 90,
+) -> str | None:
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    if any(d % 8 or not 8 <= d <= 256 for d in (head_dim, head_dim_v)):
+        return "head dimensions are fused from 8 to 256 in steps of 8"
+    why = _why_not(dtype, device)
+    if why is not None or device != "cuda":
+        return why
+    problem = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": head_dim_v, "dropout": dropout}
+    masks = {"mask": mask_dtype is torch.bool, "bias": mask_dtype not in (None, torch.bool)}
+    found = _plan.plan("attention", seqlen_q=1, **problem, **masks, sm90a_code=code_capability == 90)
+    return None if found["backward"]["kernel"] else found["backward"]["why"]
+
+
+_plan.register("nn.functional.layer_norm", "warpsmith.layer_norm", why_not_layer_norm)
+_plan.register("nn.functional.rms_norm", "warpsmith.rms_norm", why_not_rms_norm)
+_plan.register("nn.functional.cross_entropy", "warpsmith.cross_entropy", why_not_cross_entropy)
+_plan.register(
+    "nn.functional.linear_cross_entropy",
+    "warpsmith.linear_cross_entropy",
+    why_not_linear_cross_entropy,
+    None if hasattr(functional, "linear_cross_entropy") else "torch.nn.functional.linear and cross_entropy",
+)
+_plan.register(
+    "nn.functional.scaled_dot_product_attention", "warpsmith.attention", why_not_scaled_dot_product_attention
+)
