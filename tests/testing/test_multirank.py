@@ -119,12 +119,24 @@ def test_a_failing_rank_fails_the_test(tmp_path):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="kind: expected one of kill, stop, slow, exception, got nap"):
+    with pytest.raises(
+        ValueError, match="kind: expected one of kill, stop, slow, exception, mismatch, nan, torn, store, got nap"
+    ):
         fault("nap", rank=0).__enter__()
     with pytest.raises(ValueError, match="call: expected a function of torch.distributed, got nothing"):
         fault("kill", rank=0, call="nothing").__enter__()
     with pytest.raises(ValueError, match="nth: expected at least 1, got 0"):
         fault("kill", rank=0, nth=0).__enter__()
+    with pytest.raises(ValueError, match="path: expected a file, got None"):
+        fault("torn", rank=0).__enter__()
+    with pytest.raises(ValueError, match="path: expected none for kill, got state.json"):
+        fault("kill", rank=0, path="state.json").__enter__()
+    with pytest.raises(ValueError, match="call: expected another function than barrier for mismatch, got barrier"):
+        fault("mismatch", rank=0, call="barrier").__enter__()
+    with fault("nan", rank=0, call="barrier"), pytest.raises(ValueError, match="in barrier, got no tensor"):
+        dist.barrier()
+    with fault("nan", rank=0), pytest.raises(ValueError, match="in all_reduce, got 2 of torch.int64"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int64))
     with pytest.raises(ValueError, match="ends: expected returned, raised, died, hung, got left"):
         multirank(2, ends={0: "left"})
     with pytest.raises(ValueError, match="expected parameters rank, world_size first, got"):

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import inspect
+import math
 import os
 import signal
 import subprocess
@@ -19,11 +20,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from warpsmith.testing.ranks import RankPool
 
 ENDINGS = ("returned", "raised", "died", "hung")
-FAULTS = ("kill", "stop", "slow", "exception")
+FAULTS = ("kill", "stop", "slow", "exception", "mismatch", "nan", "torn", "store")
+# torch's names of what a rank gives to a collective. "tensor" comes last: in scatter it is an output.
+_INPUTS = ("input", "input_list", "input_tensor", "input_tensor_list", "scatter_list", "tensor")
 
 
 class InjectedFault(RuntimeError):
@@ -40,18 +45,42 @@ class InjectedFault(RuntimeError):
 
 
 @contextlib.contextmanager
-def fault(kind: str, *, rank: int, call: str | None = None, nth: int = 1, seconds: float = 1.0) -> Iterator[None]:
+def fault(
+    kind: str,
+    *,
+    rank: int,
+    call: str | None = None,
+    nth: int = 1,
+    seconds: float = 1.0,
+    path: str | os.PathLike[str] | None = None,
+) -> Iterator[None]:
     """Plants a fault on one rank, before the n-th call of a function of torch.distributed in the block.
 
     Args:
-        kind: ``kill`` (SIGKILL), ``stop`` (SIGSTOP, and SIGCONT after so many seconds), ``slow`` (sleeps), or
-            ``exception`` (raises ``InjectedFault``).
+        kind: one of these.
+
+            - ``kill``: SIGKILL.
+            - ``stop``: SIGSTOP, and SIGCONT after so many seconds.
+            - ``slow``: sleeps.
+            - ``exception``: raises ``InjectedFault``.
+            - ``mismatch``: this rank calls ``barrier`` instead. On gloo all ranks then wait.
+            - ``nan``: the first element of the tensor that this rank gives to the call becomes NaN, in place.
+            - ``torn``: the file ``path`` loses its second half.
+            - ``store``: the job's store fails on all ranks until this rank leaves the block. Only the store of
+              ``multirank``, a file.
         rank: on which it happens; 0 where there is no process group.
-        call: a function such as ``"all_reduce"``; default: ``"barrier"``.
+        call: a function such as ``"all_reduce"``; default: ``"all_reduce"`` for ``mismatch`` and ``nan``, else
+            ``"barrier"``.
         nth: of its calls, from 1.
         seconds: of ``stop`` and ``slow``.
+        path: of ``torn``.
 
-    Only calls through ``torch.distributed.<call>`` are seen, not those that DDP makes in C++.
+    Only calls through ``torch.distributed.<call>`` are seen, not those that DDP makes in C++. Plant a fault inside the
+    block of ``warpsmith.distributed.watch``, whose report then has what the planted rank calls.
+
+    Raises:
+        ValueError: an argument is none of these, or a ``mismatch`` of ``barrier``; at the call: ``nan`` finds no
+            floating-point element, ``store`` another store.
 
     Example:
         >>> with fault("slow", rank=1, call="all_reduce", seconds=0.1):
@@ -61,25 +90,43 @@ def fault(kind: str, *, rank: int, call: str | None = None, nth: int = 1, second
         raise ValueError(f"fault: kind: expected one of {', '.join(FAULTS)}, got {kind}")
     if nth < 1:
         raise ValueError(f"fault: nth: expected at least 1, got {nth}")
-    call = call or "barrier"
+    if (path is None) == (kind == "torn"):
+        wanted = "a file" if kind == "torn" else f"none for {kind}"
+        raise ValueError(f"fault: path: expected {wanted}, got {path}")
+    call = call or ("all_reduce" if kind in ("mismatch", "nan") else "barrier")
+    if kind == "mismatch" and call == "barrier":
+        raise ValueError("fault: call: expected another function than barrier for mismatch, got barrier")
     original = getattr(dist, call, None)
     if not callable(original):
         raise ValueError(f"fault: call: expected a function of torch.distributed, got {call}")
     own = dist.get_rank() if dist.is_initialized() else 0
     calls = 0
+    # What ends with the block.
+    mending = contextlib.ExitStack()
 
     @functools.wraps(original)
     def planted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == nth:
-            _happen(kind, f"planted before {call} on rank {own}", seconds)
+            if kind == "mismatch":
+                given = inspect.signature(original).bind(*args, **kwargs).arguments
+                return dist.barrier(**{name: given[name] for name in ("group", "async_op") if name in given})
+            if kind == "nan":
+                _write_nan(original, args, kwargs)
+            elif kind == "torn":
+                os.truncate(path, os.path.getsize(path) // 2)  # type: ignore[arg-type]
+            elif kind == "store":
+                mending.enter_context(_dead_store())
+            else:
+                _happen(kind, f"planted before {call} on rank {own}", seconds)
         return original(*args, **kwargs)
 
     if own == rank:
         setattr(dist, call, planted)
     try:
-        yield
+        with mending:
+            yield
     finally:
         if own == rank:
             setattr(dist, call, original)
@@ -95,6 +142,36 @@ def _happen(kind: str, words: str, seconds: float) -> None:
         # A stopped process cannot wake itself up.
         subprocess.Popen(["sh", "-c", f"sleep {seconds:g}; kill -CONT {os.getpid()}"], stdin=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
+def _write_nan(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Writes a NaN into the first tensor that the rank gives to a call."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    value = next((given[name] for name in _INPUTS if given.get(name) is not None), None)
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    if not (isinstance(first, Tensor) and first.is_floating_point() and first.numel()):
+        found = f"{first.numel()} of {first.dtype}" if isinstance(first, Tensor) else "no tensor"
+        raise ValueError(f"fault: nan: expected floating-point elements in {original.__name__}, got {found}")
+    first.detach()[(0,) * first.dim()] = math.nan
+
+
+@contextlib.contextmanager
+def _dead_store() -> Iterator[None]:
+    """A link that leads nowhere lies where the store's file was: every access of every rank fails at once."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, FileStore):
+        raise ValueError(f"fault: store: expected the FileStore of multirank, got {type(store).__name__}")
+    file, aside, broken = store.path, f"{store.path}.aside", f"{store.path}.broken"
+    os.link(file, aside)
+    # Below a file there is none, so that opening fails. A missing file would be waited for, or made anew.
+    os.symlink(f"{os.devnull}/store", broken)
+    os.replace(broken, file)
+    try:
+        yield
+    finally:
+        os.replace(aside, file)
 
 
 _pools: dict[tuple[int, str], RankPool] = {}
