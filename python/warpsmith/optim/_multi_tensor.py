@@ -1,7 +1,7 @@
 """The base of all optimizers: every parameter of a device and dtype in one launch.
 
-A class names its row of ``csrc/kernels/optim/optim_ops.h`` and says which of the row's states a group has; checks,
-loading and the step are here, tables of addresses in ``_plan.py``.
+A class names its row of ``csrc/kernels/optim/optim_ops.h`` and says which of the row's states a group has. Checks and
+the step are here, loading is in ``_loading.py``, tables of addresses are in ``_plan.py``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._optim import COUNTER, SCALES, optim_step, state_names, value_names
+from warpsmith.ops._optim import COUNTER, SCALES, optim_step, value_names
 from warpsmith.optim import _eight_bit as eight_bit
+from warpsmith.optim import _loading as loading
 from warpsmith.optim import _tensor_list as lists
 from warpsmith.optim._beside import Fusing
 from warpsmith.optim._plan import Kind, Plan
@@ -161,7 +162,7 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
         def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
             for group in given["param_groups"]:
                 self._check_hyperparameters({**self.defaults, **group, **self._of_every_group})
-            self._check_shapes(given)
+            loading.check_shapes(self, given)
             checked.append(given)
 
         last = self.register_load_state_dict_pre_hook(check)  # after all others, which may change what is loaded
@@ -169,47 +170,7 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        self._restore_precision(checked[0])
-
-    def _check_shapes(self, state_dict: dict[str, Any]) -> None:
-        """Refuses states of other shapes than their parameters' before anything is loaded."""
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = lists.all_params(self.param_groups)
-        names = {name for group in self.param_groups for name in state_names(self._row_of(group))} | set(EXTRA_DTYPES)
-        if len(saved) != len(params):
-            return  # torch says so
-        for index, (key, p) in enumerate(zip(saved, params, strict=True)):
-            state, quantized = state_dict["state"].get(key, {}), 0
-            for name, value in state.items():
-                if name not in names or not isinstance(value, Tensor):
-                    continue
-                quantized += value.dtype == torch.uint8
-                if value.shape != p.shape:
-                    argument = f"state_dict: {name} of {lists.describe(self.param_groups, index)}"
-                    self._refuse(argument, f"shape {tuple(p.shape)}", tuple(value.shape))
-            expected, scales = (quantized, eight_bit.blocks_of(p.numel())), state.get(SCALES)
-            got = tuple(scales.shape) if isinstance(scales, Tensor) else scales
-            if (quantized or got is not None) and got != expected:
-                argument = f"state_dict: {SCALES} of {lists.describe(self.param_groups, index)}"
-                self._refuse(argument, f"shape {expected} beside 8-bit states", got)
-
-    def _restore_precision(self, state_dict: dict[str, Any]) -> None:
-        """torch gives every loaded state the dtype of its parameter: takes those of another dtype as they were."""
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        owners = [group for group in self.param_groups for _ in group["params"]]
-        for key, p, group in zip(saved, lists.all_params(self.param_groups), owners, strict=True):
-            storage, row = self._storage(p, group), self._row_of(group)
-            saved_state = state_dict["state"].get(key, {})
-            if storage is None or (
-                storage.state_dtype == p.dtype and storage.extra is None and SCALES not in saved_state
-            ):
-                continue
-            state = (eight_bit.encoded_state if storage.is_quantized else eight_bit.decoded_state)(saved_state, row)
-            for name, value in state.items():
-                if isinstance(value, Tensor) and name in (*state_names(row), storage.extra):
-                    self.state[p][name] = value.to(device=p.device, dtype=storage.array_dtype(name))
-            if SCALES not in state:
-                self.state[p].pop(SCALES, None)
+        loading.restore_precision(self, checked[0])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_step_supports_amp_scaling": self._step_supports_amp_scaling}

@@ -1,0 +1,57 @@
+"""Loading the state of a multi-tensor optimizer: the checks before torch loads it, and the dtypes after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpsmith.ops._optim import SCALES, state_names
+from warpsmith.optim import _eight_bit as eight_bit
+from warpsmith.optim import _tensor_list as lists
+from warpsmith.optim._precision import EXTRA_DTYPES
+
+
+def check_shapes(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Refuses states of other shapes than their parameters' before anything is loaded."""
+    saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+    params = lists.all_params(optimizer.param_groups)
+    rows = {optimizer._row_of(group) for group in optimizer.param_groups}
+    names = {*EXTRA_DTYPES, *(name for row in rows for name in state_names(row))}
+    if len(saved) != len(params):
+        return  # torch says so
+    for index, (key, p) in enumerate(zip(saved, params, strict=True)):
+        state, quantized = state_dict["state"].get(key, {}), 0
+        for name, value in state.items():
+            if name not in names or not isinstance(value, Tensor):
+                continue
+            quantized += value.dtype == torch.uint8
+            if value.shape != p.shape:
+                argument = f"state_dict: {name} of {lists.describe(optimizer.param_groups, index)}"
+                optimizer._refuse(argument, f"shape {tuple(p.shape)}", tuple(value.shape))
+        expected, scales = (quantized, eight_bit.blocks_of(p.numel())), state.get(SCALES)
+        got = tuple(scales.shape) if isinstance(scales, Tensor) else scales
+        if (quantized or got is not None) and got != expected:
+            argument = f"state_dict: {SCALES} of {lists.describe(optimizer.param_groups, index)}"
+            optimizer._refuse(argument, f"shape {expected} beside 8-bit states", got)
+
+
+def restore_precision(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Restores the dtypes of loaded states: torch has given each the dtype of its parameter.
+
+    Encodes or decodes states if they are 8-bit codes on one side only.
+    """
+    saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+    owners = [group for group in optimizer.param_groups for _ in group["params"]]
+    for key, p, group in zip(saved, lists.all_params(optimizer.param_groups), owners, strict=True):
+        storage, row = optimizer._storage(p, group), optimizer._row_of(group)
+        saved_state = state_dict["state"].get(key, {})
+        if storage is None or (storage.state_dtype == p.dtype and storage.extra is None and SCALES not in saved_state):
+            continue
+        state = (eight_bit.encoded_state if storage.is_quantized else eight_bit.decoded_state)(saved_state, row)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name in (*state_names(row), storage.extra):
+                optimizer.state[p][name] = value.to(device=p.device, dtype=storage.array_dtype(name))
+        if SCALES not in state:
+            optimizer.state[p].pop(SCALES, None)
