@@ -163,7 +163,8 @@ def _dead_store() -> Iterator[None]:
         store = store.underlying_store
     if not isinstance(store, FileStore):
         raise ValueError(f"fault: store: expected the FileStore of multirank, got {type(store).__name__}")
-    file, aside, broken = store.path, f"{store.path}.aside", f"{store.path}.broken"
+    file: str = store.path  # type: ignore[attr-defined]  # torch's stub lacks it
+    aside, broken = f"{file}.aside", f"{file}.broken"
     os.link(file, aside)
     # Below a file there is none, so that opening fails. A missing file would be waited for, or made anew.
     os.symlink(f"{os.devnull}/store", broken)
