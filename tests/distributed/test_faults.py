@@ -67,6 +67,7 @@ def test_a_torn_file_is_refused_on_all_ranks(tmp_path):
 def dead_store(rank, world_size, shared):
     said = []
     with watch(120, on_report=said.append) as watching:
+        dist.barrier()  # the watches of both have opened the store
         with fault("store", rank=1, call="all_reduce"):
             dist.all_reduce(torch.ones(1))
             deadline = time.monotonic() + LIMIT_S
