@@ -42,8 +42,8 @@ WARPSMITH_HOST_DEVICE void update_piece(const typename F::template Scalars<T>& s
     update_piece<F, T, kFirst + 1>(s, piece);
 }
 
-// Free functions, two an optimizer: target_clones reaches neither lambdas nor templates that are not inlined. Clones
-// are exported whatever the visibility, so other files call them by way of a function that is not cloned.
+// Free functions, two per optimizer: target_clones reaches neither lambdas nor templates that are not inlined. Clones
+// are exported whatever the visibility, so other files call them through functions that are not cloned.
 #define WARPSMITH_ROW(optimizer, F)                                                              \
   WARPSMITH_VECTORIZE void clones(F*, const F::Scalars<float>& s, const Piece<float>& piece) {   \
     update_piece<F, float>(s, piece);                                                            \
@@ -93,7 +93,7 @@ void widen(const Gradient& from, int64_t first, float* to, int64_t count) {
 
 namespace {
 
-// The last elements of a chunk, fewer than kBlock, among zeros.
+// Updates the last elements of a chunk, fewer than kBlock, in a block padded with zeros.
 template <class F, class T> void update_rest(const typename F::template Scalars<T>& scalars, const Piece<T>& rest) {
   T grad[kBlock] = {}, param[kBlock] = {}, states[kOptimMaxStates][kBlock] = {};
   Piece<T> block{kBlock, grad, param, {states[0], states[1], states[2]}, rest.has};
@@ -108,7 +108,7 @@ template <class F, class T> void update_rest(const typename F::template Scalars<
   each([&](T* to, const T* from) { std::copy_n(from, rest.count, to); });
 }
 
-// All arrays of one chunk, in T.
+// Updates a chunk whose arrays are all of type T.
 template <class F, class T> void update_chunk(const typename F::template Scalars<T>& scalars, Piece<T> piece) {
   const int64_t count = piece.count, whole = count / kBlock * kBlock;
   piece.count = whole;
@@ -122,6 +122,7 @@ template <class F, class T> void update_chunk(const typename F::template Scalars
   update_rest<F>(scalars, piece);
 }
 
+// Updates a chunk whose arrays differ from float32 in dtype: parameters P, states S.
 template <class F, class P, class S, bool kMaster>
 void update_stored(const typename F::template Scalars<float>& scalars, const OptimTensor& t, const Gradient& grad,
                    int64_t begin, int64_t count) {

@@ -8,7 +8,7 @@
 namespace warpsmith::cpu::optim {
 namespace {
 
-// The values of all codes and the borders between them, of states with or without sign.
+// The values of all codes and the borders between them, for states with or without sign.
 struct Map {
   float values[kCodes], borders[kCodes];
   bool is_signed;
@@ -31,7 +31,7 @@ WARPSMITH_VECTORIZE void decode(const Map& map, const uint8_t* __restrict__ code
   for (int64_t i = 0; i < count; ++i) to[i] = map.values[codes[i]] * scale;
 }
 
-// Returns the scale.
+// Writes the codes of one block of `count` elements and returns its scale.
 WARPSMITH_VECTORIZE float encode(const Map& map, const float* __restrict__ from, uint8_t* __restrict__ codes,
                                  int64_t count) {
   float scale = 0;

@@ -2,7 +2,7 @@
 
 #include "cpu/optim_loops.h"
 
-// Averages, copies and zeros of a step.
+// The averages, copies and zeroed gradients of a step (kernels/optim/beside.h).
 namespace warpsmith::cpu::optim {
 namespace {
 

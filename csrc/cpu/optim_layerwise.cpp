@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kSumLanes = 16;  // sums side by side, whatever the processor's vectors: the order is fixed
 
-// Free functions, for target_clones. `u`: the directions; a block of at most kWideElems.
+// Free functions, for target_clones. `u`: the directions of a block of at most kWideElems elements.
 #define WARPSMITH_LOOPS(F, T)                                                                                          \
   WARPSMITH_VECTORIZE void moments(F*, const F::Scalars<T>& s, int64_t count, const T* __restrict__ grad,              \
                                    const T* __restrict__ p, T* __restrict__ m, T* __restrict__ v, T* __restrict__ u) { \
@@ -54,7 +54,7 @@ double sum_of(const double* lanes) {
   return sum;
 }
 
-// Calls chunk(number of the chunk, tensor, its gradient, first element, elements) on all threads.
+// Calls chunk(number, tensor, gradient, first element, elements) for every chunk that is updated, on all threads.
 template <class Chunk> void for_numbered_chunks(const OptimParams& p, const Parallel& parallel, Chunk&& chunk) {
   parallel(p.chunk_count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -68,7 +68,7 @@ template <class Chunk> void for_numbered_chunks(const OptimParams& p, const Para
   });
 }
 
-// T: of arithmetic, states and master; P: of parameter and gradient.
+// T: type of arithmetic, states and master. P: type of the parameters.
 template <class F, class T, class P> void step_layerwise(const LayerwiseParams& params, const Parallel& parallel) {
   constexpr bool kMaster = !std::is_same_v<T, P>;
   const OptimParams& p = params.step;

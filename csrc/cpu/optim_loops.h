@@ -9,24 +9,26 @@
 // chunks.
 namespace warpsmith::cpu::optim {
 
-// Elements that the loops take at least, a multiple of every vector: which products the compiler contracts differs
-// between a vectorised loop and its scalar rest, so there never is a rest.
+// Loops take a multiple of this many elements, which is a multiple of every vector length, so they never have a scalar
+// tail. In a tail the compiler would contract other products than in the vectorised loop.
 constexpr int64_t kBlock = 64;
 // Elements of 16-bit arrays that are widened at a time: their float32 values stay in the first cache.
 constexpr int64_t kWideElems = 512;
 constexpr int64_t whole_blocks(int64_t elems) { return (elems + kBlock - 1) / kBlock * kBlock; }
 
-// The values of `count` elements of a gradient from element `first` on.
+// Converts `count` elements of a gradient, from element `first` on, to float32.
 void widen(const Gradient& from, int64_t first, float* to, int64_t count);
 
-// average.h on `count` adjacent elements; averages are float32, of float64 values float64.
+// Moves `count` adjacent averages towards their values (average.h). `dtype`: of the values. Averages are float32, for
+// float64 values float64.
 void average_values(void* averages, const void* values, Dtype dtype, int64_t count, double weight);
 
-// What the step does beside its own with elements [first, first + count) of a tensor; `skips`: it only zeroes
-// gradients.
+// Moves averages, writes copies and zeroes gradients of elements [first, first + count) of a tensor, as the step asks.
+// `skips`: only zeroes gradients.
 void do_beside(const OptimParams& p, int64_t tensor, int64_t first, int64_t count, bool skips);
 
-// A piece of one tensor, a multiple of kBlock. State pointers are null where the tensor lacks the state.
+// Adjacent elements of one tensor; `update` takes a multiple of kBlock. State pointers are null where the tensor lacks
+// the state.
 template <class T> struct Piece {
   int64_t count;
   const T* grad;
@@ -42,7 +44,7 @@ template <class T> struct Piece {
 WARPSMITH_OPTIMIZERS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 
-// The values of `count` elements in float32, and their rounding to nearest.
+// widen converts `count` elements to float32; narrow rounds them to nearest.
 #define WARPSMITH_DTYPE(T)                                                       \
   void widen(const T* __restrict__ from, float* __restrict__ to, int64_t count); \
   void narrow(const float* __restrict__ from, T* __restrict__ to, int64_t count);

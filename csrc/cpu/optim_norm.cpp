@@ -19,7 +19,7 @@ template <NormOrder order, class A> WARPSMITH_HOST_DEVICE A add(A sum, A x) {
   return order == NormOrder::two ? sum + x * x : sum + size;
 }
 
-// The sums of kLanes interleaved parts of factor x; `sums` has kLanes elements.
+// Adds factor * x to kLanes interleaved sums; `sums` has kLanes elements.
 template <NormOrder order, class T> WARPSMITH_HOST_DEVICE void add_lanes(const T* __restrict__ x, int64_t count,
                                                                          Arithmetic<T> factor,
                                                                          Arithmetic<T>* __restrict__ sums) {
@@ -62,7 +62,7 @@ template <class T> double partial_sum(NormOrder order, const T* x, int64_t count
   return without_factor(sum, factor, order);
 }
 
-// visit.template operator()<T>(data, count) of every chunk's elements, on all threads.
+// Calls visit(number, pointer to its elements, how many) for every chunk, on all threads.
 template <class Visit> Status for_chunks(const NormTensor* tensors, const ListChunk* chunks, int64_t chunk_count,
                                          const Parallel& parallel, Visit&& visit) {
   parallel(chunk_count, kGrainChunks, [&](int64_t begin, int64_t end) {

@@ -7,7 +7,8 @@
 namespace warpsmith::cpu::optim {
 namespace {
 
-// What rounds a chunk at random, and the words of one block of it: [0] for parameters, [1 + i] for state i.
+// What rounding a chunk at random needs. `words`: random bits of kWideElems elements, [0] for the parameter, [1 + i]
+// for state i.
 struct Rounding {
   uint64_t seed;
   uint32_t step;
@@ -45,7 +46,7 @@ WARPSMITH_VECTORIZE void narrow_sums(const float* __restrict__ from, bfloat16* _
   }
 }
 
-// It is the float32 of which both are halves.
+// A parameter's value is the float32 that parameter and remainder form together.
 WARPSMITH_VECTORIZE void widen_halves(const bfloat16* __restrict__ param, const bfloat16* __restrict__ remainder,
                                       float* __restrict__ to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = join_float(param[i], remainder[i]);

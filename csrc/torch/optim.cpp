@@ -48,7 +48,7 @@ void check_like(const char* op, const char* list, size_t i, const Tensor& t, con
   if (!same_layout(t, param)) refuse(op, argument.c_str(), "the strides of its parameter", "others");
 }
 
-// The dtype of the parameters of `adamw`, which takes no 16-bit ones.
+// Returns the dtype of the parameters of `adamw`; refuses 16-bit parameters.
 Dtype wide_dtype(const char* op, const Tensors& params) {
   if (params.empty()) refuse(op, "params", "at least one tensor", "none");
   const Dtype dtype = float_dtype(op, "params[0]", params[0]);
@@ -73,7 +73,7 @@ void check_scalar(const char* op, const char* argument, const std::optional<Tens
   if (t->numel() != 1) refuse(op, argument, "one element", shape_text(*t));
 }
 
-// The names of an optimizer's states, as `#__VA_ARGS__` gives them.
+// Splits the names of an optimizer's states, which `#__VA_ARGS__` gives as one string with commas.
 std::vector<std::string> state_names(Optimizer optimizer) {
   const std::string all = visit_any_optimizer(optimizer, []<class F>() { return F::kStateNames; });
   std::vector<std::string> names;
@@ -85,8 +85,8 @@ std::vector<std::string> state_names(Optimizer optimizer) {
   return names;
 }
 
-// Refuses states that the kernels have no code for: a mask that is none of the optimizer's variants, or no counter
-// where a bias is corrected by it.
+// Refuses states that the kernels have no code for: a mask that is none of the optimizer's variants, a missing counter
+// if the optimizer corrects a bias, or 8-bit codes of other states than states_of_8bit.
 void check_has(const char* op, Optimizer optimizer, Storage storage, size_t i, int64_t has) {
   visit_any_optimizer(optimizer, [&]<class F>() {
     constexpr int64_t kStates = (int64_t{1} << F::kStateEnd) - 1, kCounter = kStates + 1;
@@ -102,14 +102,16 @@ void check_has(const char* op, Optimizer optimizer, Storage storage, size_t i, i
   });
 }
 
-// What optim_step checks of a table, on the host, in this order: the address and words of the table, its tensors, and
-// what it was built for.
+// Indices into the facts of a table, which optim_step checks on the host: address and words of the table, number of its
+// tensors, then the optimizer, storage and states (OptimParams::most) that the table was built for.
 enum Fact : int { kAddress, kWords, kTensors, kOptimizer, kStorage, kMost, kFactEnd };
 
-// A table holds addresses, not references: whoever keeps it keeps the tensors. `arrays`: of every tensor the states of
-// its bits in `has`, in order, then its step counter if it has the bit after all states', its scales if it has the next
-// bit, then what the storage keeps beside it. `first_elems`: of each tensor where the storage rounds at random,
-// otherwise empty.
+// Builds the table of addresses. It holds no references: the caller keeps the tensors alive.
+//
+// `has`: for each parameter, bit i for state i, the next bit for a step counter, the bit after that for scales.
+// `arrays`: for each parameter the states, step counter and scales that it has, in this order, then the array that the
+//   storage adds (has_extra).
+// `first_elems`: one per parameter if the storage rounds at random, otherwise empty.
 Tensor build_table(const char* op, Optimizer optimizer, Storage storage, const Tensors& params, const Tensors& arrays,
                    const std::vector<int64_t>& has, const std::vector<int64_t>& groups,
                    const std::vector<int64_t>& first_elems) {
@@ -219,7 +221,7 @@ OptimGroup group_of(const char* op, const std::string& argument, const Tensor& l
   return g;
 }
 
-// Fills in what a launch takes from the tensors, and launches for every kOptimMaxGroups groups.
+// Fills in what a launch takes from the tensors, then launches once per kOptimMaxGroups groups.
 void run(const char* op, OptimParams& p, const Tensor& table, const Tensor& pointers,
          const std::vector<OptimGroup>& groups, const std::vector<uint64_t>& seeds,
          const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
@@ -302,13 +304,14 @@ void optim_pointers(Tensor pointers, Tensor values) {
   write_words(kPointers, static_cast<const int64_t*>(values.const_data_ptr()), pointers);
 }
 
+// facts: what optim_table returned with the table.
 // constants: float64 [groups, hyperparameters + 2] on the CPU: the values in the order of their names, then maximize,
-// then the seed of random rounding, a whole number below 2^53.
-// device_constants: the same on the tables' device, of which the kernel reads the values in place of those of
-// `constants`, at each replay of a CUDA graph too.
-// facts: what optim_table gave beside the table.
-// beside: an OptimBeside for each tensor (kernels/optim/beside.h). zero_grads: writes to the gradients.
-// mixed_grads: whether entries of `pointers` may have a dtype (kernels/optim/gradient.h).
+//   then the seed of random rounding, a whole number below 2^53.
+// device_constants: the same on the table's device. The kernel reads its values in place of those of `constants`, at
+//   each replay of a CUDA graph too. maximize and seed always come from `constants`.
+// mixed_grads: whether entries of `pointers` may hold a dtype (kernels/optim/gradient.h).
+// beside: an OptimBeside for each tensor (kernels/optim/beside.h).
+// zero_grads: the step writes to the gradients.
 void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tensors lr, Tensor constants,
                 std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
                 std::optional<Tensor> device_constants, bool mixed_grads, std::optional<Tensor> beside,
@@ -348,7 +351,7 @@ void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tenso
   const double* device_row = nullptr;
   if (device_constants) {
     const ScalarType dtype = dtype_of(kStep, "device_constants", *device_constants);
-    if (dtype != ScalarType::Double)  // on CUDA too, where float_dtype knows no float64
+    if (dtype != ScalarType::Double)  // float_dtype would refuse float64 on CUDA
       refuse(kStep, "device_constants", name(Dtype::float64), dtype_text(dtype));
     check_same_shape(kStep, "device_constants", *device_constants, constants);
     check_same_device(kStep, "device_constants", *device_constants, table);
@@ -430,7 +433,7 @@ WARPSMITH_SCHEMAS(m) {
       "optim_table(int optimizer, int storage, Tensor[] params, Tensor[] arrays, int[] has, int[] groups, int[] "
       "first_elems) -> (Tensor table, int[] facts)");
   m.def("optim_pointers(Tensor(a!) pointers, Tensor values) -> ()");
-  // Also writes to what the table points to: no schema can say so, therefore it is only for eager code.
+  // optim_step also writes to the arrays that the table points to. A schema cannot say so: it is for eager code only.
   m.def(
       "optim_step(Tensor(a!) table, int[] facts, Tensor pointers, Tensor[] lr, Tensor constants, Tensor? grad_scale, "
       "Tensor? found_inf, Tensor? device_constants=None, bool mixed_grads=False, Tensor? beside=None, float "

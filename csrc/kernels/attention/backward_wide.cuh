@@ -15,10 +15,11 @@
 // another. docs/design/2026-11-22-attention-sm90.md has the budget.
 //
 // Both read 8 bytes of statistics for each query row (backward_statistics). Sums accumulate in float. dS is rounded to
-// T before it is multiplied, and so are the probabilities of dv. The dS of dk is made of rounded probabilities, the dS
-// of dq is not. Masked rows and keys are multiplied by 0, so a non-finite element of their blocks spoils the sums.
+// T before it is multiplied, and so are the probabilities of dv. dk computes dS from the rounded probabilities, dq from
+// the unrounded ones. Masked rows and keys are multiplied by 0, so a non-finite element in their blocks makes the sums
+// NaN.
 //
-// One tile a block of threads: warpgroup 0 loads (one thread), warpgroups 1 and 2 multiply.
+// A block of threads has one tile. One thread of warpgroup 0 loads; warpgroups 1 and 2 multiply.
 namespace warpsmith::attention {
 
 template <class T> __global__ void __launch_bounds__(kWideThreads, 1)

@@ -7,10 +7,9 @@
 // key head, and has four products of 64 x 64 x 256. Two warpgroups have two each:
 //   values: s = k q^T | p = exp(s - lse), to the other warpgroup as well | dv += p dout
 //   keys:   dp = v dout^T | dS = p (dp - delta)                          | dk += dS q
-// Scores are transposed: a row is a key, so that p and dS are A operands in registers. p goes to the other warpgroup as
-// the registers lie, through 8 KiB of shared memory that no tensor core reads. The buffers of p need no barrier of
-// their own to become free: the other warpgroup has read p before it gives back the q of its step, and q has as many
-// stages.
+// Scores are transposed: a row is a key, so that p and dS are A operands in registers. p goes to the other warpgroup in
+// register order, through 8 KiB of shared memory that no tensor core reads. The buffers of p need no `empty` barrier:
+// the other warpgroup reads p before it releases the q of its step, and q has as many stages.
 namespace warpsmith::attention {
 
 constexpr int kWideStages = 2;  // of q, of dout and of p
@@ -42,13 +41,13 @@ struct WideKeysShared {
   }
   __device__ __forceinline__ Mbarrier* k_full() const { return barrier(0); }
   __device__ __forceinline__ Mbarrier* v_full() const { return barrier(1); }
-  __device__ __forceinline__ Mbarrier* q_full(unsigned i) const { return barrier(2 + i); }  // and statistics
+  __device__ __forceinline__ Mbarrier* q_full(unsigned i) const { return barrier(2 + i); }  // q, statistics
   __device__ __forceinline__ Mbarrier* q_empty(unsigned i) const { return barrier(4 + i); }
   __device__ __forceinline__ Mbarrier* dout_full(unsigned i) const { return barrier(6 + i); }
   __device__ __forceinline__ Mbarrier* dout_empty(unsigned i) const { return barrier(8 + i); }
   __device__ __forceinline__ Mbarrier* p_full(unsigned i) const { return barrier(10 + i); }
 
-  // One thread.
+  // Called by one thread.
   __device__ __forceinline__ void initialise() const {
     device::mbarrier_init(k_full(), 1);
     device::mbarrier_init(v_full(), 1);
@@ -63,7 +62,7 @@ struct WideKeysShared {
   }
 };
 
-// One thread.
+// Called by one thread.
 __device__ __forceinline__ void describe_wide_keys(const WideParams& p, WideTile* t) {
   const TileIndex at = describe_wide_tile(p, kWideKeys, t);
   if (at.batch < 0) return;
@@ -73,8 +72,8 @@ __device__ __forceinline__ void describe_wide_keys(const WideParams& p, WideTile
   device::store(&t->end, blocks.end);
 }
 
-// One thread. Blocks of queries come downwards, head by head: tiles of one head that start together then read the same
-// blocks at about the same time, whatever the mask cuts off.
+// Called by one thread. Loads query blocks from the last to the first, head by head. Tiles of one head that start
+// together then read the same blocks at about the same time, whichever blocks the mask cuts off.
 __device__ __forceinline__ void load_wide_keys(const WideParams& p, const WideMaps& maps,
                                                const WideKeysShared& shared) {
   const WideTile* t = shared.tile();
@@ -108,7 +107,7 @@ __device__ __forceinline__ void load_wide_keys(const WideParams& p, const WideMa
   }
 }
 
-// Loops and stores of both warpgroups.
+// What both consumer warpgroups share.
 template <class T> struct WideKeysConsumer {
   using Statistics = device::Vector<float, 4>;
 
@@ -118,12 +117,12 @@ template <class T> struct WideKeysConsumer {
 
   __device__ __forceinline__ WideKeysConsumer(const WideParams& params, const WideKeysShared& memory)
       : p(params), shared(memory) {
-    // The same in every lane, and known to be: loop counts belong into uniform registers.
+    // The shuffle tells the compiler that all lanes have the same count, so that it goes to a uniform register.
     const WideTile* t = shared.tile();
     blocks = __shfl_sync(0xffffffffu, max(device::load(&t->end) - device::load(&t->begin), 0), 0);
     steps = blocks * p.heads_per_key_head;
   }
-  // Four of a thread's sixteen lse; delta is kWideStep / 4 further.
+  // The first four of a thread's sixteen lse. Its delta are kWideStep / 4 vectors further.
   __device__ __forceinline__ const Statistics* statistics(unsigned stage) const {
     return reinterpret_cast<const Statistics*>(shared.statistics(stage)) + threadIdx.x % 4;
   }
@@ -147,8 +146,8 @@ template <class T> struct WideValueGradient : WideKeysConsumer<T> {
 
   using Base::Base;
 
-  // Sets scores of pairs that do not see each other to -inf. `first`, `last`: blocks that start there and between see
-  // all keys of the tile.
+  // Sets scores of pairs that do not see each other to -inf. Blocks whose first query is at `first` to `last` see all
+  // keys of the tile.
   __device__ __forceinline__ void mask(int first_query, int first, int last) {
     if (first_query >= first && first_query <= last) return;
     const WideTile* t = shared.tile();
@@ -196,7 +195,7 @@ template <class T> struct WideValueGradient : WideKeysConsumer<T> {
         const unsigned stage = i % kWideStages, parity = i / kWideStages & 1;
         device::mbarrier_wait(shared.q_full(stage), parity);
         multiply_wide_rows<T>(s, shared.k(), shared.q(stage));
-        device::wgmma_wait<1>();  // dv of the step before
+        device::wgmma_wait<1>();  // dv of the previous step is done
         hold_weights(pr);
         if (i > 0) arrive_as_warp(shared.dout_empty(stage ^ 1));
         device::wgmma_wait<0>();
@@ -208,7 +207,7 @@ template <class T> struct WideValueGradient : WideKeysConsumer<T> {
           device::store(shared.exchange(stage) + j * 128,
                         device::Vector<uint32_t, 4>{{pr[j][0], pr[j][1], pr[j][2], pr[j][3]}});
         __syncwarp(0xffffffffu);
-        arrive_as_warp(shared.q_empty(stage));  // q and lse are read
+        arrive_as_warp(shared.q_empty(stage));  // q and lse have been read
         arrive_as_warp(shared.p_full(stage));
         device::mbarrier_wait(shared.dout_full(stage), parity);
         accumulate_wide_rows<T>(dv, pr, shared.dout(stage));
@@ -235,7 +234,7 @@ template <class T> struct WideKeyGradient : WideKeysConsumer<T> {
 
   using Base::Base;
 
-  // dS = p (dp - delta), packed; from p as it was rounded.
+  // dS = p (dp - delta), packed, from the rounded p.
   __device__ __forceinline__ void score_gradients(const Statistics* delta, unsigned stage) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -259,7 +258,7 @@ template <class T> struct WideKeyGradient : WideKeysConsumer<T> {
         const unsigned stage = i % kWideStages, parity = i / kWideStages & 1;
         device::mbarrier_wait(shared.dout_full(stage), parity);
         multiply_wide_rows<T>(dp, shared.v(), shared.dout(stage));
-        device::wgmma_wait<1>();  // dk of the step before
+        device::wgmma_wait<1>();  // dk of the previous step is done
         hold_weights(ds);
         if (i > 0) arrive_as_warp(shared.q_empty(stage ^ 1));
         device::wgmma_wait<0>();
@@ -268,7 +267,7 @@ template <class T> struct WideKeyGradient : WideKeysConsumer<T> {
         device::mbarrier_wait(shared.q_full(stage), parity);
         device::mbarrier_wait(shared.p_full(stage), parity);
         score_gradients(Base::statistics(stage) + kWideStep / 4, stage);
-        __syncwarp(0xffffffffu);  // all lanes have read p and delta, before the next step gives q back
+        __syncwarp(0xffffffffu);  // all lanes have read p and delta before the next step releases q
         accumulate_wide_rows<T>(dk, ds, shared.q(stage));
       }
       device::wgmma_wait<0>();

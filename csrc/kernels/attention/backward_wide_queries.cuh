@@ -7,12 +7,12 @@
 // Reads q, dout and statistics of the tile once. A step reads 64 rows of k and v. Each of two warpgroups has 64 query
 // rows and three products of 64 x 64 x 256 a step:
 //   s = q k^T | p = exp(s - lse) | dp = dout v^T | dS = p (dp - delta) | dq += dS k
-// dS is an A operand in registers. dq of a step runs beside the scores of the next one.
+// dS is an A operand in registers. dq of a step overlaps with the scores of the next step.
 namespace warpsmith::attention {
 
 struct WideQueriesShared {
-  // k has two buffers, because dq of a step reads it until the next scores are multiplied. v has one: its next block is
-  // loaded during two products of each warpgroup.
+  // k has two buffers, because dq of a step still reads k while the next scores are computed. v has one: its next block
+  // is loaded during two products of each warpgroup.
   static constexpr unsigned kKeyStages = 2;
   static constexpr int kDout = 2 * kWideBytes, kK = 4 * kWideBytes, kV = kK + kKeyStages * kWideBytes;
   static constexpr int kTile = kV + kWideBytes;
@@ -35,7 +35,7 @@ struct WideQueriesShared {
   __device__ __forceinline__ Mbarrier* k_full(unsigned i) const { return barrier(4 + i); }
   __device__ __forceinline__ Mbarrier* k_empty(unsigned i) const { return barrier(4 + kKeyStages + i); }
 
-  // One thread.
+  // Called by one thread.
   __device__ __forceinline__ void initialise() const {
     for (unsigned group = 0; group < 2; ++group) device::mbarrier_init(rows_full(group), 1);
     device::mbarrier_init(v_full(), 1);
@@ -48,7 +48,7 @@ struct WideQueriesShared {
   }
 };
 
-// One thread.
+// Called by one thread.
 __device__ __forceinline__ void describe_wide_queries(const WideParams& p, WideTile* t) {
   const TileIndex at = describe_wide_tile(p, kWideRows, t);
   if (at.batch < 0) return;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void describe_wide_queries(const WideParams& p, WideT
   device::store(&t->end, blocks.end);
 }
 
-// One thread.
+// Called by one thread.
 __device__ __forceinline__ void load_wide_queries(const WideParams& p, const WideMaps& maps,
                                                   const WideQueriesShared& shared) {
   const WideTile* t = shared.tile();
@@ -117,7 +117,7 @@ template <class T> struct WideQueryGradient {
       }
     }
   }
-  // From s to p, in place.
+  // p = 2^(scale_log2 * s - lse), in place of s.
   __device__ __forceinline__ void exponentials() {
 #pragma unroll
     for (int i = 0; i < kWideKeys / 2; ++i) s[i] = device::exp2(s[i] * p.scale_log2 - lse[i / 2 % 2]);
@@ -134,12 +134,12 @@ template <class T> struct WideQueryGradient {
 #pragma unroll
     for (float& x : dq) x = 0.0f;
     const WideTile* t = shared.tile();
-    // The same in every lane, and known to be: loop counts belong into uniform registers.
+    // The shuffles tell the compiler that all lanes have the same bounds, so that these go to uniform registers.
     const int begin = __shfl_sync(0xffffffffu, device::load(&t->begin), 0);
     const int end = __shfl_sync(0xffffffffu, device::load(&t->end), 0);
     if (begin < end) {
       load_statistics();
-      // Blocks whose first key is at `whole_first` to `whole_last` are seen whole by all 64 rows.
+      // Blocks whose first key is at `whole_first` to `whole_last` are seen as a whole by all 64 rows.
       const int first = first_query() + t->shift;
       const int last_whole = min(first + p.window.right, t->keys - 1) - (kWideKeys - 1);
       const int whole_first = __shfl_sync(0xffffffffu, first + 63 - p.window.left, 0);
@@ -150,7 +150,7 @@ template <class T> struct WideQueryGradient {
         const unsigned step = static_cast<unsigned>(block - begin), stage = step % WideQueriesShared::kKeyStages;
         device::mbarrier_wait(shared.k_full(stage), step / WideQueriesShared::kKeyStages & 1);
         multiply_wide_rows<T>(s, shared.q(group), shared.k(stage));
-        device::wgmma_wait<1>();  // dq of the step before
+        device::wgmma_wait<1>();  // dq of the previous step is done
         hold_weights(ds);
         if (step > 0) arrive_as_warp(shared.k_empty(stage ^ 1));
         device::mbarrier_wait(shared.v_full(), step & 1);

@@ -6,13 +6,14 @@
 namespace warpsmith::attention {
 namespace {
 
-// Statistics, then for packed sequences the first tiles of keys and of query rows.
+// Offsets in the workspace: the statistics, then for packed sequences the first tiles of keys and of query rows.
 struct Workspace {
   int64_t statistics, first_key_tiles, first_row_tiles, bytes;
 };
 Workspace workspace_of(const AttentionProblem& p) {
   const auto aligned = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
-  // Four words of a counter that prepare_schedule resets and nobody reads, then [batch + 2] first tiles.
+  // Each has four words of a counter, which prepare_schedule resets and these kernels do not read, then [batch + 2]
+  // first tiles.
   const int64_t first_tiles = p.cu_seqlens_q != nullptr ? aligned(16 + 4 * (p.batch + 2)) : 0;
   Workspace w{};
   w.first_key_tiles = aligned(total_blocks(p, kWideStep) * p.heads_q * kWideStatistics * 4);
@@ -21,7 +22,7 @@ Workspace workspace_of(const AttentionProblem& p) {
   return w;
 }
 
-// `length`: tokens of a sequence; `cached_bytes`: what the tiles of a head read, for each token.
+// `length`: tokens of a sequence. `cached_bytes`: bytes that every tile of a head reads, if no mask cuts any off.
 Schedule schedule_of(const AttentionProblem& a, unsigned char* first_tiles, int64_t heads, int64_t length,
                      int tile_rows, int64_t cached_bytes) {
   Schedule s{};

@@ -23,12 +23,12 @@ constexpr int kWideKeys = 64;   // keys of a tile of the first kernel, and of a 
 constexpr int kWideStep = 64;   // queries of a step of the first kernel, and of a block of statistics
 constexpr int kWideRows = 128;  // query rows of a tile of the second kernel
 constexpr int kWideThreads = 3 * 128;
-// Together no more than 3 * 168, which the launch bounds leave.
+// Per thread. One producer and two consumer warpgroups together may have 3 * 168, which the launch bounds leave.
 constexpr int kWideProducerRegisters = 24, kWideConsumerRegisters = 240;
 
-constexpr int kWidePanels = kWideDim / 64;      // of 64 16-bit columns, the span of the swizzle
-constexpr int kWideRowBytes = 128;              // of a panel
-constexpr int kWideBytes = 64 * kWideDim * 2;   // of 64 rows
+constexpr int kWidePanels = kWideDim / 64;      // panels of 64 16-bit columns, the span of the swizzle
+constexpr int kWideRowBytes = 128;              // bytes of a panel's row
+constexpr int kWideBytes = 64 * kWideDim * 2;   // bytes of 64 rows
 constexpr int kWideStatistics = 2 * kWideStep;  // floats of a block of queries: lse and delta
 
 struct WideParams {
@@ -50,7 +50,7 @@ struct WideMaps {
 
 // The tile of a block of threads, in shared memory.
 struct alignas(16) WideTile {
-  int batch;             // packed: 0; -1: there is no such tile
+  int batch;             // packed: 0; -1: the block of threads has no tile
   int head;              // of keys, or of queries
   int first;             // the first key or query row
   int begin, end;        // blocks to visit: of 64 queries, or of 64 keys
@@ -60,7 +60,7 @@ struct alignas(16) WideTile {
   int first_block;       // of the sequence's statistics
 };
 
-// Fills in all but the blocks to visit. Returns the sequence; batch < 0: there is no tile.
+// Fills in all but `begin` and `end`. Returns the tile's place in the schedule; batch < 0: there is no tile.
 __device__ __forceinline__ TileIndex describe_wide_tile(const WideParams& p, int tile_rows, WideTile* t) {
   const TileIndex at = tile_at(p.schedule, static_cast<int>(blockIdx.x));
   if (at.batch < 0) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ TileIndex describe_wide_tile(const WideParams& p, int
     return at;
   }
   const bool packed = p.cu_seqlens_q != nullptr;
-  // Number p.batch holds the tokens after the last sequence, which see nothing and are seen by nothing.
+  // Sequence number p.batch holds the tokens after the last sequence, which see nothing and are seen by nothing.
   Sequence q{0, p.queries}, k{0, p.keys};
   if (packed) {
     q = sequence_at(p.cu_seqlens_q, at.batch, p.batch, p.total_q, p.queries);
@@ -86,7 +86,7 @@ __device__ __forceinline__ TileIndex describe_wide_tile(const WideParams& p, int
   return at;
 }
 
-// 64 rows of a head as panels of 64 columns. Rows and columns beyond the tensor arrive as zero.
+// Loads 64 rows of a head as panels of 64 columns. Rows and columns beyond the tensor arrive as zero.
 __device__ __forceinline__ void load_wide_rows(unsigned char* to, const TensorMap* map, Mbarrier* full, int row,
                                                int head, int batch) {
 #pragma unroll
@@ -94,7 +94,7 @@ __device__ __forceinline__ void load_wide_rows(unsigned char* to, const TensorMa
     device::tensor_load(to + panel * 64 * kWideRowBytes, map, full, {panel * 64, row, head, batch});
 }
 
-// out = 64 rows times 64 rows^T, over all columns; asynchronously.
+// Starts out = a b^T for 64 rows of each, over all columns. Asynchronous.
 template <class T>
 __device__ __forceinline__ void multiply_wide_rows(float (&out)[32], const unsigned char* a, const unsigned char* b) {
   const uint64_t left = device::wgmma_descriptor(Swizzle::bytes128, a, 16, 1024);
@@ -111,7 +111,7 @@ __device__ __forceinline__ void multiply_wide_rows(float (&out)[32], const unsig
   device::wgmma_commit();
 }
 
-// sum += weights times 64 rows: 64 x 64 in registers, the A operands of four instructions; asynchronously.
+// Starts sum += weights * rows for 64 rows. Asynchronous. `weights`: 64 x 64, the A operands of four instructions.
 template <class T> __device__ __forceinline__ void accumulate_wide_rows(float (&sum)[kWideDim / 2],
                                                                         const uint32_t (&weights)[4][4],
                                                                         const unsigned char* rows) {
@@ -128,12 +128,12 @@ __device__ __forceinline__ void hold_weights(uint32_t (&weights)[4][4]) {
   for (auto& four : weights) device::hold(four);
 }
 
-// One arrival of a warp whose lanes have met.
+// Arrives once for the whole warp. Its lanes must have synchronised before.
 __device__ __forceinline__ void arrive_as_warp(Mbarrier* barrier) {
   if (threadIdx.x % 32 == 0) device::mbarrier_arrive(barrier);
 }
 
-// The thread's first row of the 64 of its warpgroup; the second is 8 below.
+// The thread's first row among the 64 rows of its warpgroup. Its second row is 8 further.
 __device__ __forceinline__ int wide_row() { return static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4); }
 
 }  // namespace warpsmith::attention

@@ -9,19 +9,19 @@
 // that are not yet multiplied by softmax_scale, so each bias is divided by it.
 namespace warpsmith::attention {
 
-constexpr double kLeastBiasedScale = 0x1p-64;  // of softmax_scale: its inverse times a bias has to fit in float
+constexpr double kLeastBiasedScale = 0x1p-64;  // least softmax_scale: its inverse times a bias must fit in float
 
 struct BiasParams {
   const void* bias;           // of the dtype of q; null: none
-  const unsigned char* mask;  // null: none. Never beside a bias
+  const unsigned char* mask;  // null: none. Never together with a bias
   AttentionBiasStrides bias_strides, mask_strides;
   const float* slopes;  // null: none
   int64_t slopes_batch;
   float to_scores;  // 1 / softmax_scale
 };
 
-// Whether each pair of keys 2 i and 2 i + 1 lies in an aligned pair of elements, and rows less than 2^31 elements
-// apart.
+// Whether the kernels may load the elements of keys 2 i and 2 i + 1 as one aligned pair. Rows must also be less than
+// 2^31 elements apart.
 inline bool has_pairs_of_keys(const void* base, int element_bytes, const AttentionBiasStrides& s, int64_t keys) {
   return reinterpret_cast<uintptr_t>(base) % static_cast<uintptr_t>(2 * element_bytes) == 0 && keys % 2 == 0 &&
          s.k == 1 && s.q % 2 == 0 && s.q < int64_t{1} << 31 && s.head % 2 == 0 && s.batch % 2 == 0;
@@ -37,7 +37,7 @@ inline BiasParams bias_params(const AttentionProblem& p) {
           p.softmax_scale >= kLeastBiasedScale ? static_cast<float>(1.0 / p.softmax_scale) : 0.0f};
 }
 
-// Where biases of one sequence and one head of q lie.
+// Offsets of the bias and of the mask of one sequence and one query head.
 struct BiasOfHead {
   int64_t bias, mask;  // offsets
 
@@ -46,24 +46,25 @@ struct BiasOfHead {
         mask(sequence * p.mask_strides.batch + head * p.mask_strides.head) {}
 };
 
-// Biases of a block of keys. A thread has the rows `query` and query + 8, and in each the keys key + 8 n and the next.
-// Rows beyond the last query get the biases of the last query, and are not stored.
+// Adds biases to the scores of a block of keys. A thread has the rows `query` and query + 8, and in each row the keys
+// key + 8 n and key + 8 n + 1. Rows beyond the last query read the biases of the last query; the kernel does not store
+// these rows.
 template <class T, int kBlockKeys> struct QueryBiases {
   static constexpr int kPairs = kBlockKeys / 8, kPairsAtOnce = kPairs / 2;
   using Scores = float[kBlockKeys / 2];
-  using Packed = uint32_t[kBlockKeys / 16][4];  // pairs, as OnlineSoftmax has probabilities; or two bytes of the mask
+  using Packed = uint32_t[kBlockKeys / 16][4];  // pairs, ordered as OnlineSoftmax's; or two bytes of the mask
 
   const BiasParams& p;
   int sequence, head, query, queries, key, keys, shift;
 
-  // The biases of row r from the thread's first key on.
+  // The address of the thread's first key in row r.
   template <class E>
   __device__ __forceinline__ const E* row(const void* base, const AttentionBiasStrides& of, int r) const {
     return static_cast<const E*>(base) + sequence * of.batch + head * of.head + min(query + 8 * r, queries - 1) * of.q +
            key;
   }
 
-  // Of a block whose keys all exist. Pair: two elements, E.
+  // Loads a block whose keys all exist. A Pair holds two elements of type E.
   template <class Pair, class E>
   __device__ __forceinline__ void load(Packed& to, const void* base, const AttentionBiasStrides& of) const {
 #pragma unroll
@@ -90,8 +91,8 @@ template <class T, int kBlockKeys> struct QueryBiases {
       for (int i = 0; i < kBlockKeys / 2; i += 2) hide_pair(s, i, pairs[i / 8][i / 2 % 4]);
     }
   }
-  // Loads and adds the biases of a masked visit, none at or beyond `keys`. A few at a time: there are no registers for
-  // all of them.
+  // Loads and adds the biases of a block at an edge of the mask. Reads no key at or beyond `keys`. Loads half a row at
+  // a time: there are no registers for all biases.
   __device__ __forceinline__ void add_edge(Scores& s) const {
     add_alibi(s);
     if (p.bias != nullptr)
@@ -142,12 +143,13 @@ template <class T, int kBlockKeys> struct QueryBiases {
   }
 };
 
-// Biases of transposed scores: rows are keys, and each element is loaded by itself. A thread has the keys `key` and
-// key + 8, and the queries `query` + 8 n and the next. Reads no key and no query that does not exist.
+// Adds biases to transposed scores, whose rows are keys. Adjacent scores are of different queries, so each element is
+// loaded by itself. A thread has the keys `key` and key + 8, and the queries query + 8 n and query + 8 n + 1. Reads no
+// key and no query that does not exist.
 template <class T> struct KeyBiases {
   const BiasParams& p;
-  const unsigned char* from;  // of the first key and query 0: elements of T, or bytes of the mask
-  int query, queries, keys;   // keys: from the first one to the last of the sequence
+  const unsigned char* from;  // the bias (of type T) or mask byte of the first key and query 0
+  int query, queries, keys;   // keys: how many from the first key to the end of the sequence
 
   using Chunk = uint16_t[8];  // elements of 16 queries, in the order of accumulators
 

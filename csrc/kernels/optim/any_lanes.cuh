@@ -7,7 +7,7 @@
 #include "device/vector.h"
 #include "kernels/optim/gradient.h"
 
-// Arrays whose dtype is known at run time alone: float32, float16 or bfloat16.
+// Arrays whose dtype, float32, float16 or bfloat16, is known only at run time.
 namespace warpsmith::optim {
 
 using device::Vector;
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t narrowed(float x, Dtype dtype) {
   return dtype == Dtype::float16 ? device::from_float<float16>(x).bits : device::from_float<bfloat16>(x).bits;
 }
 
-// An array at the first element of a chunk.
+// An array from the first element of a chunk on.
 struct AnyArray {
   void* at;
   Dtype dtype;
@@ -30,8 +30,8 @@ struct AnyArray {
   }
 };
 
-// N adjacent elements of an array as they lie in memory, 16-bit ones in pairs. They are converted at use, so that the
-// loads of several arrays are in flight together.
+// N adjacent elements of an array, as stored: a word per float32 element, or per pair of 16-bit elements. Elements are
+// converted when they are used: converting in `load` would stall on each array's load.
 template <int N> struct AnyLanes {
   uint32_t words[N];
 
@@ -92,7 +92,7 @@ template <class P> constexpr Dtype kDtypeOf = sizeof(P) == 4                ? Dt
                                               : std::is_same_v<P, bfloat16> ? Dtype::bfloat16
                                                                             : Dtype::float16;
 
-// The gradient of a chunk from element `begin` of its tensor on: of its parameter's type P, or with kAny of any dtype.
+// The gradient of a chunk. Its dtype is that of the parameter, P, or with kAny known only at run time.
 template <class P, bool kAny> using ChunkGradient = std::conditional_t<kAny, AnyArray, const P*>;
 
 template <class P, bool kAny>
@@ -110,7 +110,7 @@ template <class P> __device__ __forceinline__ uintptr_t address_of(const P* grad
 }
 __device__ __forceinline__ uintptr_t address_of(const AnyArray& grad) { return reinterpret_cast<uintptr_t>(grad.at); }
 
-// N of its elements in memory's form, and the value of one.
+// load_gradient loads N elements as stored; gradient_value converts one of them.
 template <int N, class P> __device__ __forceinline__ Vector<P, N> load_gradient(const P* grad, int i) {
   return device::load_vector<N>(grad + i);
 }

@@ -6,11 +6,12 @@
 #include "kernels/optim/average.h"
 #include "kernels/optim/step.cuh"
 
-// One step of an optimizer whose gradients have other dtypes than their parameters, or which does more (OptimBeside,
-// zero_grads): dtypes and rounding are known at run time alone, and there is one kernel an optimizer. Has the bits of
-// `step` with the gradients converted to float32. Reads and writes what `step` does, the gradient in its own width:
-// AdamW with float32 gradients 30 bytes an element with 16-bit parameters and masters, 16 in bfloat16. Beside these 8
-// bytes of an average, 2 of a copy, and those of a gradient that is zeroed.
+// One step of an optimizer for two cases: gradients may differ from their parameters in dtype, or the step does more
+// than update (OptimBeside, zero_grads). One kernel per optimizer: dtypes and rounding are known only at run time.
+//
+// The results have the bits of `step` with the gradients converted to float32. Reads and writes what `step` does, but
+// the gradient in its own dtype: AdamW with float32 gradients 30 bytes per element with 16-bit parameters and masters,
+// 16 in bfloat16. An average adds 8 bytes, a copy 2, a zeroed gradient the size of its dtype.
 namespace warpsmith::optim {
 
 struct AnyStorage {
@@ -21,11 +22,11 @@ struct AnyStorage {
 
 // A chunk of one tensor.
 struct AnyChunk {
-  AnyArray grad, param, kept;  // kept: the master, or what rounding dropped
+  AnyArray grad, param, kept;  // kept: the master or the rounding errors
   AnyArray states[kOptimMaxStates];
   Refinement refinement;
   bool has_master;
-  uint64_t first_elem;  // where rounding is random
+  uint64_t first_elem;  // only random rounding reads it
   int elems;
   AnyArray average{nullptr, Dtype::float32}, copy{nullptr, Dtype::float16};  // OptimBeside
   float weight = 0;
@@ -58,7 +59,7 @@ struct AnyChunk {
     averages_param = beside.averages_param || !has_master;
   }
 
-  // Whether vectors can be taken, and where rounding is random begin a pair.
+  // Whether vectors are aligned. With random rounding the chunk must also begin a pair.
   __device__ __forceinline__ bool aligned() const {
     uintptr_t bits = reinterpret_cast<uintptr_t>(grad.at) | reinterpret_cast<uintptr_t>(param.at) |
                      reinterpret_cast<uintptr_t>(kept.at) | reinterpret_cast<uintptr_t>(average.at) |
@@ -70,7 +71,7 @@ struct AnyChunk {
 };
 
 using AnyIn =
-    Refined<bfloat16, Refinement::stochastic>;  // with the number of the step, which only random rounding reads
+    Refined<bfloat16, Refinement::stochastic>;  // its Constants hold the number of the step, for random rounding
 
 // What one thread has in flight.
 template <class F, unsigned kHas, int N> struct AnyTile {
@@ -98,7 +99,7 @@ template <class F, unsigned kHas, int N> struct AnyTile {
     F::template element<kHas, float, Math>(constants.scalars, grad.value(e, c.grad.dtype), p, x);
   }
 
-  // All elements as `step` computes them: what becomes NaN by QuickMath is computed again.
+  // Updates N elements as `step` does. An element whose parameter becomes NaN is repeated with IeeeMath.
   __device__ __forceinline__ void update(const Constants<F, AnyIn>& constants, uint64_t seed, const AnyChunk& c,
                                          int i) {
     constexpr int kPairs = N == 1 ? 1 : N / 2;
@@ -152,7 +153,7 @@ template <class F, unsigned kHas, int N> struct AnyTile {
     store_beside(c, i);
   }
 
-  // Of what is stored.
+  // Writes zeros, average and copy, from the rounded values that `store` has written.
   __device__ __forceinline__ void store_beside(const AnyChunk& c, int i) const {
     constexpr Dtype kWide = Dtype::float32;
     if (c.zeroes) AnyLanes<N>{}.store(c.grad, i);
@@ -174,7 +175,8 @@ template <class F, unsigned kHas, int N> struct AnyTile {
   }
 };
 
-// What is left of a chunk in a step that is skipped, or whose tensor has no gradient.
+// The work beside the update, for a chunk that is not updated. A skipped step only zeroes the gradient. A tensor
+// without a gradient only moves its average.
 __device__ __forceinline__ void only_beside(const AnyChunk& c, bool skips) {
   constexpr Dtype kWide = Dtype::float32;
   for (int i = static_cast<int>(threadIdx.x); i < c.elems; i += kOptimThreads) {
@@ -214,12 +216,12 @@ template <class F, unsigned kHas, int N> __device__ __forceinline__ void update_
   }
 }
 
-// `update_any` of the variant whose states the tensor has, among those that are part of kMost.
+// Calls `update_any` for the variant whose states the tensor has. Compiles only variants whose states are all in kMost.
 template <class F, unsigned kMost, size_t kFirst = 0>
 __device__ __forceinline__ void update_any_variant(const OptimParams& p, OptimTensor* t, const AnyChunk& c,
                                                    Constants<F, AnyIn>* shared) {
   constexpr unsigned kHas = F::kVariants[kFirst];
-  constexpr int kLanes = std::size(F::kVariants) > 2 ? 2 : 4;  // of many variants, half the code
+  constexpr int kLanes = std::size(F::kVariants) > 2 ? 2 : 4;  // halves the code of RMSprop, which has four variants
   if constexpr ((kHas & ~kMost) == 0) {
     if (t->has == kHas) {
       if (c.aligned())
@@ -232,7 +234,7 @@ __device__ __forceinline__ void update_any_variant(const OptimParams& p, OptimTe
   if constexpr (kFirst + 1 < std::size(F::kVariants)) update_any_variant<F, kMost, kFirst + 1>(p, t, c, shared);
 }
 
-constexpr int kOptimBlocksAny = 2;  // that registers leave room for: 128 a thread
+constexpr int kOptimBlocksAny = 2;  // blocks that the registers allow: 128 per thread
 
 template <class F> __global__ void __launch_bounds__(kOptimThreads, kOptimBlocksAny)
     any_step(const __grid_constant__ OptimParams p, const AnyStorage storage) {

@@ -3,14 +3,14 @@
 
 #include "common/dtype.h"
 
-// What a step does beside its own for one tensor, once its parameter is stored.
+// What a step does for one tensor after it has stored the parameter: moves an average and writes a copy.
 namespace warpsmith {
 
 struct OptimBeside {
-  void* average;        // float32, of float64 parameters float64: moves towards the parameter (average.h); or null
-  void* copy;           // of a float32 parameter: the parameter, rounded to nearest; or null
+  void* average;        // float32, for float64 parameters float64; moves towards the parameter (average.h). Null: none
+  void* copy;           // a float32 parameter, rounded to nearest. Null: none
   Dtype copy_dtype;     // float16 or bfloat16
-  bool averages_param;  // the average is that of the parameter also where there is a master
+  bool averages_param;  // with a master: the average follows the parameter, not the master
 };
 static_assert(sizeof(OptimBeside) == 24);
 

@@ -4,13 +4,13 @@
 #include "common/dtype.h"
 #include "common/host_device.h"
 
-// Gradients in a column of addresses. The entry of a gradient in another dtype than its parameter's has the dtype in
-// its upper bits, which no address uses.
+// The entries of a column of gradient addresses. If a gradient's dtype differs from its parameter's, its entry also
+// holds the dtype, in the upper four bits, which no address uses.
 namespace warpsmith {
 
 constexpr int kGradientDtypeShift = 60;
 
-// What an entry has beside the address of such a gradient.
+// The upper bits of the entry of a gradient whose dtype differs.
 constexpr int64_t gradient_mark(Dtype dtype) {
   return (int64_t{1} + static_cast<int64_t>(dtype)) << kGradientDtypeShift;
 }

@@ -19,22 +19,22 @@ namespace warpsmith {
 
 WARPSMITH_DEFINE_OPS(Optim, WARPSMITH_OPTIM_OPS)
 
-// What a table's arrays are stored in. Arithmetic is float32 (float64 of float64) whatever it is; what is stored in 16
-// bits is rounded once a step: to nearest, unless another rounding is named.
+// The dtypes of a table's arrays. Arithmetic is in float32, for float64 arrays in float64. A 16-bit array is rounded
+// once per step, to nearest unless its enumerator names another rounding.
 enum class Storage : uint8_t {
   float32,               // all arrays
-  float64,               // all arrays; on the CPU
-  bfloat16,              // all arrays: what torch does to a model in bfloat16
+  float64,               // all arrays; CPU only
+  bfloat16,              // all arrays, as torch.optim stores them for a bfloat16 model
   float16,               // all arrays
-  bfloat16_master,       // parameters and gradients; states and masters in float32
-  float16_master,        // parameters and gradients; states and masters in float32
-  bfloat16_states,       // the states; parameters and gradients in float32
+  bfloat16_master,       // parameters and gradients in bfloat16; states and masters in float32
+  float16_master,        // parameters and gradients in float16; states and masters in float32
+  bfloat16_states,       // states in bfloat16; parameters and gradients in float32
   bfloat16_stochastic,   // all arrays; parameters and states are rounded up or down at random
-  bfloat16_compensated,  // all arrays, and what rounding drops of the parameter, in bfloat16 too
-  bfloat16_remainder,    // parameters and gradients, and 16 bits that make the parameter a float32; states in float32
-  float32_8bit,          // parameters and gradients; states as 8-bit codes with float32 scales, or in float32
-  bfloat16_8bit,         // the same with 16-bit parameters and gradients
-  float16_8bit,
+  bfloat16_compensated,  // all arrays, and one more that holds the rounding errors of the parameters
+  bfloat16_remainder,    // parameters and gradients; 16 more bits complete a parameter to a float32; states in float32
+  float32_8bit,          // parameters and gradients in float32; states are 8-bit codes with float32 scales, or float32
+  bfloat16_8bit,         // the same with bfloat16 parameters and gradients
+  float16_8bit,          // the same with float16 parameters and gradients
 };
 constexpr const char* kStorageNames[] = {"float32",
                                          "float64",
@@ -69,7 +69,7 @@ constexpr Dtype param_dtype(Storage s) {
 constexpr bool is_8bit(Storage s) {
   return s == Storage::float32_8bit || s == Storage::bfloat16_8bit || s == Storage::float16_8bit;
 }
-// The states that an optimizer may have as 8-bit codes, a bit each; none: 8-bit storages do not take it.
+// Bit i: 8-bit storages may hold state i of the optimizer as codes. 0: 8-bit storages refuse the optimizer.
 constexpr uint32_t states_of_8bit(Optimizer optimizer) {
   switch (optimizer) {
     case Optimizer::adamw:
@@ -84,9 +84,9 @@ constexpr bool has_master(Storage s) { return s == Storage::bfloat16_master || s
 // How a bfloat16 parameter keeps what rounding to nearest would lose.
 enum class Refinement : uint8_t {
   none,
-  stochastic,   // in the mean: parameter and states are rounded up with the probability of the part that is dropped
-  compensated,  // the part that is dropped, in bfloat16: the parameter's value is the sum of both
-  remainder,    // the part that is dropped, exact, in 16 bits: the parameter's value is the float32 of both
+  stochastic,   // rounds parameter and states up or down at random, so that the mean of the rounding error is 0
+  compensated,  // keeps the rounding error in bfloat16: the parameter's value is the sum of both
+  remainder,    // keeps the rounding error exactly, in 16 bits: both arrays together are the float32 value
 };
 constexpr Refinement refinement_of(Storage s) {
   switch (s) {
@@ -96,10 +96,10 @@ constexpr Refinement refinement_of(Storage s) {
     default: return Refinement::none;
   }
 }
-// Whether there is an array of what rounding drops, 16 bits an element.
+// Whether the refinement keeps the rounding errors of the parameters in an array, 16 bits per element.
 constexpr bool keeps_dropped(Refinement r) { return r == Refinement::compensated || r == Refinement::remainder; }
 constexpr bool has_extra(Storage s) { return has_master(s) || keeps_dropped(refinement_of(s)); }
-// Of 8-bit storages: that of states which are not codes.
+// The dtype of the states. For 8-bit storages: of the states that are not codes.
 constexpr Dtype state_dtype(Storage s) {
   if (s == Storage::bfloat16_states) return Dtype::bfloat16;
   return has_master(s) || is_8bit(s) || s == Storage::bfloat16_remainder ? Dtype::float32 : param_dtype(s);
@@ -107,20 +107,23 @@ constexpr Dtype state_dtype(Storage s) {
 
 // One tensor of the table. All its arrays have numel elements in the same memory order, in the dtypes of the storage.
 struct OptimTensor {
-  void* param;  // read and written; only written where there is a master
+  void* param;  // read and written; with a master only written
   union {
-    // What the storage keeps of the parameter beside it, read and written: the float32 master, which is the parameter
-    // before it was rounded, the bfloat16 compensation, or the int16 remainder. Of 8-bit
-    // storages the float32 scales, [states, quant_blocks(numel)]; null: this tensor's states are float32. Null in
-    // other storages.
+    // Read and written. What it is depends on the storage:
+    //   *_master              the float32 masters: the parameters before rounding
+    //   bfloat16_compensated  the bfloat16 rounding errors
+    //   bfloat16_remainder    the int16 remainders
+    //   *_8bit                the float32 scales, [states, quant_blocks(numel)]; null: this tensor's states are float32
+    //   others                null
     void* extra;
-    uint64_t first_elem;  // bfloat16_stochastic: its first element's index among those of all tensors
+    uint64_t first_elem;  // bfloat16_stochastic: index of the first element among the elements of all tensors
   };
-  void* states[kOptimMaxStates];  // in the order of the functor's names, read and written; null where `has` lacks it
-  float* step;  // one element: steps taken; plus one by a step that is not skipped. Null: steps are not counted
+  void* states[kOptimMaxStates];  // in the order of the functor's names, read and written; null where `has` lacks the
+                                  // state
+  float* step;  // one element: steps taken, without skipped ones; read and written. Null: steps are not counted
   int64_t numel;
-  uint32_t has;         // bit i: there is state i
-  int32_t group;        // whose hyperparameters
+  uint32_t has;         // bit i: the tensor has state i
+  int32_t group;        // index of the group with its hyperparameters
   int32_t chunk_elems;  // a multiple of 16 bytes
   int32_t chunks;
   uint32_t chunks_done;  // scratch of the kernel, zero between launches
@@ -132,37 +135,37 @@ constexpr int kOptimMaxValues = 6;
 
 struct OptimGroup {
   const void*
-      lr_device;  // one float (double if lr_is_double) on the tensors' device, read by the kernel; null: lr counts
+      lr_device;  // one float (double if lr_is_double) on the tensors' device, read by the kernel; null: `lr` is used
   double lr;
-  const double* values_device;     // as many on the tensors' device, read by the kernel; null: values count
+  const double* values_device;     // the same on the tensors' device, read by the kernel; null: `values` is used
   double values[kOptimMaxValues];  // hyperparameters in the order of the functor's names
   bool lr_is_double, maximize;
 };
 
-constexpr int kOptimMaxGroups = 32;  // by value in the launch: a new learning rate costs no copy
+constexpr int kOptimMaxGroups = 32;  // passed by value in the launch: a new learning rate costs no copy
 
-// One step of an optimizer: its formula (kernels/optim/optimizers.h) with t = step + 1 and g = grad / grad_scale
-// (negated by maximize) for every tensor whose gradient is not null; then step <- t. Nothing at all changes where
-// found_inf is not zero. Gradients are only read.
+// One step of an optimizer. It applies the formula of kernels/optim/optimizers.h to every tensor with a gradient, with
+// t = step + 1 and g = grad / grad_scale (negated by maximize); then step <- t. If found_inf is not zero, the step is
+// skipped and writes nothing except the zeros of zero_grads.
 struct OptimParams {
   OptimTensor* tensors;     // [tensor_count]
   const ListChunk* chunks;  // [chunk_count]
-  // [tensor_count], addresses; null: this tensor has no gradient in this step. Where mixed_grads says so, and on the
-  // CPU, entries of gradient.h.
+  // [tensor_count], addresses; null: the tensor has no gradient in this step. With mixed_grads, and always on the CPU,
+  // an entry may also hold a dtype (gradient.h).
   const void* const* grads;
   const float* grad_scale;  // one element, or null
   const float* found_inf;   // one element, or null
   int64_t tensor_count, chunk_count;
-  int32_t first_group, group_count;  // tensors of other groups are left alone
+  int32_t first_group, group_count;  // the step leaves tensors of other groups alone
   Optimizer optimizer;
   Storage storage;
-  bool mixed_grads;  // some gradient may be float32, float16 or bfloat16 beside a parameter of another one of these
-  uint32_t most;     // bits of all tensors' `has` together
+  bool mixed_grads;  // a gradient may differ from its parameter in dtype: float32, float16 or bfloat16
+  uint32_t most;     // the bits that any tensor has in `has`
   OptimGroup groups[kOptimMaxGroups];
-  uint64_t seeds[kOptimMaxGroups];  // of the groups; bfloat16_stochastic reads them
-  const OptimBeside* beside;        // [tensor_count], or null; not for 8-bit storages on CUDA, nor for layerwise ones
-  double ema_weight;                // of its averages, from 0 to 1; a tensor without gradient has one too
-  bool zero_grads;  // gradients become 0 once they are read, in a skipped step too; with the same limits
+  uint64_t seeds[kOptimMaxGroups];  // one per group; only bfloat16_stochastic reads them
+  const OptimBeside* beside;        // [tensor_count], or null. Not for 8-bit storages on CUDA or layerwise optimizers
+  double ema_weight;                // weight of the averages, from 0 to 1; those of tensors without gradient move too
+  bool zero_grads;  // sets gradients to 0 after reading them, also in a skipped step. Same limits as `beside`
 };
 
 // Whether the step does more than update parameters and states.
@@ -172,11 +175,12 @@ Status optim_cuda(const OptimParams& params, void* stream);
 Status optim_any_cuda(const OptimParams& params, void* stream);  // also with mixed_grads, beside and zero_grads
 Status optim_cpu(const OptimParams& params, const Parallel& parallel);
 
-// Writes words of a table or of a column of addresses; `host` is free again when the call returns, which waits for
-// nothing.
+// Writes words of a table or of a column of addresses. Does not wait for the device. The caller may reuse `host` as
+// soon as the call returns.
 Status optim_upload_cuda(const int64_t* host, int64_t* device, int64_t words, void* stream);
 
-// Elements of a chunk for tensors of these sizes in all. The CUDA answer depends on the current device.
+// Elements per chunk for tensors that have total_elems elements together. The CUDA answer depends on the current
+// device.
 Status optim_chunk_elems_cuda(int64_t total_elems, Storage storage, int32_t* chunk_elems);
 int32_t optim_chunk_elems_cpu();
 
@@ -200,7 +204,7 @@ WARPSMITH_HOST_DEVICE const double* values_of(const OptimGroup& group) {
   return group.values_device ? group.values_device : group.values;
 }
 
-// What all elements of a tensor share. `corrections`: bias_correction of the first F::kPowers values.
+// Computes what all elements of a tensor share. `corrections`: bias_correction of the first F::kPowers values.
 template <class F, class T>
 WARPSMITH_HOST_DEVICE typename F::template Scalars<T> optim_scalars(const OptimGroup& group, const float* grad_scale,
                                                                     const double* corrections, double step) {

@@ -7,11 +7,14 @@
 
 // The step of each optimizer on one element: functors for the CPU and for kernels.
 //
-// A functor names its states and hyperparameters, in the order in which tables and launches hold them; the enumerators
-// are indices. A tensor has the first state, or the states of one of the masks in kVariants (bit i: state i). The
-// states of the mask kNotNegative are never below 0. kDivides: `element` calls its Math. `scalars` computes, once per
-// chunk and in double, what all elements of a tensor share; `element` updates one element. The order of operations is
-// that of torch's fused CPU step, if torch has one.
+// A functor has:
+//   State, Hyper  enumerators that name its states and hyperparameters. They are indices into tables and launches
+//   kVariants     masks (bit i: state i). A tensor has the states of one of them
+//   kNotNegative  mask of the states that are never below 0
+//   kPowers       number of hyperparameters, the first ones, that `scalars` needs a bias correction of
+//   kDivides      whether `element` calls its Math
+//   scalars       computes, once per chunk and in double, what all elements of a tensor share
+//   element       updates one element. If torch has a fused CPU step, the order of operations is torch's
 namespace warpsmith {
 
 #define WARPSMITH_NAMES(Enum, ...)               \
@@ -29,7 +32,7 @@ struct OptimStep {
   double step;         // the number of this step, from 1; 0 if the tensor has no counter
 };
 
-// Keeps a NaN.
+// NaN of NaN.
 template <class T> WARPSMITH_HOST_DEVICE T sign(T x) { return x > T(0) ? T(1) : x < T(0) ? T(-1) : x; }
 template <class T> WARPSMITH_HOST_DEVICE T larger_or_nan(T a, T b) { return a > b || a != a ? a : b; }
 
@@ -40,7 +43,7 @@ struct IeeeMath {
 };
 
 // a b + c. Kernels ask for one rounding explicitly, because otherwise the surrounding code decides which products the
-// compiler contracts. On the CPU, as the loop is compiled.
+// compiler contracts. On the CPU the compiler decides, for each loop as a whole.
 template <class T> WARPSMITH_HOST_DEVICE T product_plus(T a, T b, T c) {
 #if defined(__CUDA_ARCH__) || defined(WARPSMITH_SIM)
   return std::fma(a, b, c);
@@ -99,8 +102,7 @@ using Adam = AdamWithDecay<false>;
 
 // g <- g + weight_decay p;  b <- momentum b + (1 - dampening) g, in the first step b <- g
 // p <- p - lr (b, or with Nesterov g + momentum b, or without a buffer g)
-// With dampening, the first step differs from one that starts with zeros, so there is a counter; without, there is
-// none.
+// Steps are counted only with dampening: then the first step differs from a step whose buffer is zero.
 struct SGD {
   WARPSMITH_NAMES(State, momentum_buffer)
   WARPSMITH_NAMES(Hyper, momentum, dampening, weight_decay, nesterov)

@@ -9,18 +9,18 @@
 #include "kernels/optim/optim_config.h"
 #include "kernels/optim/quick_math.h"
 
-// One step of an optimizer over any number of tensors; one block a chunk. Reads the gradient, the parameter (or its
-// master) and each state once and writes all but the gradient, and some 90 bytes a chunk. AdamW: 28 bytes an element in
-// float32, 14 in 16 bits, 28 with 16-bit parameters and masters; SGD with momentum and Lion: 20 in float32. All
-// arithmetic is elementwise, so the result does not depend on the chunks. The last block of a tensor to have read its
-// step counter advances it.
+// One step of an optimizer over any number of tensors; one block per chunk.
+// Reads the gradient, the parameter (or its master) and each state once, and writes all but the gradient. Bytes per
+// element: AdamW 28 in float32, 14 in 16 bits, 28 with 16-bit parameters and masters; SGD with momentum and Lion 20 in
+// float32. A chunk adds about 90 bytes. All arithmetic is elementwise, so the result does not depend on the chunks. The
+// last block that reads a tensor's step counter advances it.
 namespace warpsmith::optim {
 
 using device::Vector;
 
-constexpr int kScalars = 2;  // in flight where an address is not a multiple of 16
+constexpr int kScalars = 2;  // elements a thread has in flight if an array is not 16-byte aligned
 
-// The types of a table's arrays. kLanes: elements a thread takes at a time, 16 bytes of the widest.
+// The types of a table's arrays. kLanes: elements per vector, 16 bytes of the widest type.
 template <class P, class S, bool kHasMaster> struct Stored {
   using Param = P;  // and gradient
   using State = S;
@@ -52,14 +52,14 @@ template <class F, class In> struct Constants<F, In, true> {
   uint32_t step;  // the number of this step
 };
 
-// The number of a chunk's first element among the elements of all tensors.
+// Index of a chunk's first element among the elements of all tensors. Only random rounding needs it.
 template <bool kThere> struct Numbered {};
 template <> struct Numbered<true> {
   uint64_t first_elem;
 };
 
-// A chunk of one tensor. Positions in it are 32-bit; only the addresses know how far into the tensor it lies.
-// States outside of kMost are not there.
+// A chunk of one tensor. The addresses include the chunk's offset in the tensor, so positions in the chunk are 32-bit.
+// Addresses of states outside of kMost are null.
 template <class In, unsigned kMost> struct Chunk : Numbered<kIsStochastic<In>> {
   using Param = typename In::Param;
   using State = typename In::State;
@@ -81,7 +81,7 @@ template <class In, unsigned kMost> struct Chunk : Numbered<kIsStochastic<In>> {
       states[i] = (kMost >> i) & 1 && t.states[i] ? static_cast<State*>(t.states[i]) + begin : nullptr;
   }
 
-  // Whether vectors of In::kLanes elements can be taken, and where rounding is random begin a pair.
+  // Whether vectors of In::kLanes elements are aligned. With random rounding the chunk must also begin a pair.
   __device__ __forceinline__ bool aligned() const {
     uintptr_t bits = reinterpret_cast<uintptr_t>(grad) | reinterpret_cast<uintptr_t>(param);
     if constexpr (kHasExtra<In>) bits |= reinterpret_cast<uintptr_t>(extra);
@@ -94,8 +94,8 @@ template <class In, unsigned kMost> struct Chunk : Numbered<kIsStochastic<In>> {
   }
 };
 
-// N adjacent elements. 16-bit ones stay in pairs in 32-bit registers: values that live from one turn of a loop to the
-// next would otherwise take a register each.
+// N adjacent elements. 16-bit elements stay packed, two per 32-bit register: unpacked, each element that lives across
+// loop iterations would take a register of its own.
 template <class T, int N, bool kPairs = sizeof(T) == 2 && N % 2 == 0> struct Lanes {
   Vector<T, N> v;
   __device__ __forceinline__ void load(const T* from) { v = device::load_vector<N>(from); }
@@ -121,19 +121,18 @@ template <class T, int N> struct Lanes<T, N, true> {
   }
 };
 
-// What a refinement keeps of the elements that a thread has in flight.
+// The rounding errors that a refinement keeps, of the elements that a thread has in flight.
 template <bool kThere, int N, int kVectors> struct Dropped {};
 template <int N, int kVectors> struct Dropped<true, N, kVectors> {
   Lanes<bfloat16, N> dropped[kVectors];
 };
 
-// What one thread has in flight: kVectors groups of N adjacent elements, a block's width apart. The states and the
-// gradient are not read again before the next step, the parameters by the next forward pass.
+// What one thread has in flight: kVectors vectors of N adjacent elements. Adjacent threads have adjacent vectors.
 template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors> struct Tile
     : Dropped<kHasExtra<In> && !In::kMaster, N, kVectors> {
   using Param = typename In::Param;
   using State = typename In::State;
-  using Value = std::conditional_t<In::kMaster, float, Param>;  // in which the parameter is kept
+  using Value = std::conditional_t<In::kMaster, float, Param>;  // master or parameter
   Lanes<Param, N> grad[kVectors];
   Lanes<Value, N> value[kVectors];
   Lanes<State, N> states[kVectors][kOptimMaxStates];
@@ -162,7 +161,7 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
       if ((kHas >> s) & 1) states[k][s].load(c.states[s] + i);
   }
 
-  // `seed`: the group's, where rounding is stochastic.
+  // `seed`: of the group. Only random rounding reads it.
   __device__ __forceinline__ void update_and_store(const Constants<F, In>& constants, uint64_t seed,
                                                    const Chunk<In, kMost>& c, int begin, int end) {
 #pragma unroll
@@ -171,7 +170,7 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
       if (i >= end) continue;
       if (update(k, constants, seed, c, i)) {
         store(k, c, i);
-      } else if constexpr (N > 1) {  // nothing of these elements is stored yet
+      } else if constexpr (N > 1) {  // repeats the vector by single elements; none is stored yet
 #pragma unroll 1
         for (int e = 0; e < N; ++e) {
           Tile<F, In, kMost, kHas, 1, 1> one;
@@ -183,8 +182,8 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
     }
   }
 
-  // Every element by QuickMath, and if its parameter is NaN then again by IeeeMath: this only of a single one; of
-  // several, returns whether there was none.
+  // Updates N elements with QuickMath. If a parameter becomes NaN, a tile of one element repeats it with IeeeMath; a
+  // tile of several elements returns false, and the caller repeats all of them one by one.
   __device__ __forceinline__ bool update(int k, const Constants<F, In>& constants, uint64_t seed,
                                          const Chunk<In, kMost>& c, int i) {
     if constexpr (kIsStochastic<In>) {
@@ -214,7 +213,7 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
     }
   }
 
-  // The new values of one element, not rounded; returns as `update`.
+  // Computes the new values of one element, not yet rounded. Returns as `update` does.
   __device__ __forceinline__ bool updated(int k, int e, const Constants<F, In>& constants, float& p,
                                           float (&x)[kOptimMaxStates]) const {
     element<QuickMath>(k, e, constants, p, x);
@@ -251,7 +250,7 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
       if ((kHas >> s) & 1) states[k][s].set(e, device::from_float<State>(x[s]));
   }
 
-  // The tile's single element.
+  // Rounds the single element of a tile with N == 1.
   __device__ __forceinline__ void round_at_random(int k, const PhiloxCounter& words, bool odd, float p,
                                                   const float (&x)[kOptimMaxStates]) {
     value[k].set(0, device::round_stochastic(p, rounding_bits(words, odd, 0)));
@@ -260,8 +259,8 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
       if ((kHas >> s) & 1) states[k][s].set(0, device::round_stochastic(x[s], rounding_bits(words, odd, 1 + s)));
   }
 
-  // Two elements, rounded at random. Where the parameters are not NaN, the states are not either if the optimizer
-  // divides: only then nothing looks for NaN.
+  // Updates two elements and rounds them at random. pack_stochastic takes no NaN. An optimizer that divides may call
+  // it: a NaN state makes the parameter NaN, and then the caller repeats the elements one by one.
   __device__ __forceinline__ bool update_pair(int k, int pair, const Constants<F, In>& constants,
                                               const PhiloxCounter& words) {
     float p[2], x[2][kOptimMaxStates];
@@ -296,16 +295,16 @@ template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
   }
 };
 
-// The tensor's constants of this step, from device memory; and the step is counted. Called by warp 0, converged.
+// Computes the tensor's constants of this step from device memory, and counts the step. Called by warp 0, converged.
 template <class F, class In>
 __device__ __forceinline__ void prepare(const OptimParams& p, OptimTensor* t, Constants<F, In>* shared) {
   const OptimGroup& group = p.groups[t->group - p.first_group];
-  // Whoever corrects a bias counts steps.
+  // An optimizer that corrects a bias always has a counter.
   const bool counts = F::kPowers > 0 || t->step;
-  // Lane 0 alone reads the counter: its fences then order all reads of it before the write.
+  // Only lane 0 reads the counter, so its fences order every read before the write.
   const float taken = __shfl_sync(0xffffffffu, threadIdx.x == 0 && counts ? *t->step : 0.0f, 0);
   double corrections[F::kPowers > 0 ? F::kPowers : 1];
-  if constexpr (F::kPowers > 0) {  // each by a lane of its own
+  if constexpr (F::kPowers > 0) {  // one lane per correction
     const int mine = static_cast<int>(threadIdx.x) < F::kPowers ? static_cast<int>(threadIdx.x) : 0;
     const double correction = bias_correction(values_of(group)[mine], taken);
 #pragma unroll
@@ -317,15 +316,15 @@ __device__ __forceinline__ void prepare(const OptimParams& p, OptimTensor* t, Co
   if constexpr (kIsStochastic<In>) shared->step = static_cast<uint32_t>(taken) + 1;
   if (!counts) return;
   if (t->chunks > 1) {
-    __threadfence();  // the counter is read before this block is counted
+    __threadfence();  // this block reads the counter before it is counted
     if (atomicAdd(&t->chunks_done, 1u) + 1 != static_cast<uint32_t>(t->chunks)) return;
-    __threadfence();  // and written after every block has been
+    __threadfence();  // and the counter is written after all blocks have been counted
     atomicExch(&t->chunks_done, 0u);
   }
   *t->step = taken + 1;
 }
 
-// One chunk; its first tile is on its way while warp 0 computes the constants.
+// Updates one chunk. Its first tile is in flight while warp 0 computes the constants.
 template <class F, class In, unsigned kMost, unsigned kHas, int N, int kVectors>
 __device__ __forceinline__ void update(const OptimParams& p, OptimTensor* t, const Chunk<In, kMost>& c,
                                        Constants<F, In>* shared) {
@@ -347,7 +346,7 @@ __device__ __forceinline__ void update(const OptimParams& p, OptimTensor* t, con
   }
 }
 
-// The functor's only variant that is part of kMost; all bits where there are several.
+// The functor's only variant whose states are all in kMost; ~0u if several are.
 template <class F, unsigned kMost> constexpr unsigned only_variant() {
   unsigned found = 0, count = 0;
   for (const unsigned has : F::kVariants)
@@ -355,7 +354,7 @@ template <class F, unsigned kMost> constexpr unsigned only_variant() {
   return count == 1 ? found : ~0u;
 }
 
-// `update` of the variant whose states the tensor has, among those that are part of kMost.
+// Calls `update` for the variant whose states the tensor has. Compiles only variants whose states are all in kMost.
 template <class F, class In, unsigned kMost, size_t kFirst = 0>
 __device__ __forceinline__ void of_variant(const OptimParams& p, OptimTensor* t, const Chunk<In, kMost>& c,
                                            Constants<F, In>* shared) {
@@ -372,16 +371,16 @@ __device__ __forceinline__ void of_variant(const OptimParams& p, OptimTensor* t,
   if constexpr (kFirst + 1 < std::size(F::kVariants)) of_variant<F, In, kMost, kFirst + 1>(p, t, c, shared);
 }
 
-// Blocks for which registers are kept free: fewer where 64 registers a thread would spill, by what ptxas says: on
-// sm_80, with three states, with eight elements a thread and several states, with a master and two states.
+// Blocks per multiprocessor that the launch bounds ask for. Fewer where ptxas reports spills at 64 registers a thread:
+// on sm_80, with three states, with eight elements a thread and several states, with a master and two states.
 template <class In, unsigned kMost> constexpr int resident_blocks() {
   constexpr bool kKeepsDropped = keeps_dropped(In::kRefinement);
   constexpr int kStates =
-      (kMost & 1) + (kMost >> 1 & 1) + (kMost >> 2 & 1) + (kKeepsDropped && In::kLanes == 8);  // or as much as one
+      (kMost & 1) + (kMost >> 1 & 1) + (kMost >> 2 & 1) + (kKeepsDropped && In::kLanes == 8);  // counts as a state
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return kOptimBlocksAMultiprocessor - 1 - (In::kLanes == 8 && kStates >= 3);
 #else
-  // Measured on one H200 (2026-11-23): random rounding, of all the longest in registers, gains by the fourth block.
+  // Measured on one H200 (2026-11-23): random rounding computes the longest per element and gains from a 4th block.
   if (kIsStochastic<In> && kStates <= 2) return kOptimBlocksAMultiprocessor;
   return kOptimBlocksAMultiprocessor - (kStates >= 3) - (In::kLanes == 8 && kStates >= 2) -
          ((In::kMaster || kKeepsDropped) && In::kLanes == 4 && kStates == 2);

@@ -4,10 +4,11 @@
 #include "kernels/optim/any_step.cuh"
 #include "kernels/optim/code_map.h"
 
-// One step of an optimizer with 8-bit states; one block of threads a chunk, one warp for each 256 elements. Reads the
-// gradient, the parameter, the codes and the scales once and writes all but the gradient: AdamW 16 bytes an element
-// with float32 parameters, 10 with 16-bit ones; and 18 KB of maps a chunk. A tensor without scales has float32 states,
-// in the same launch.
+// One step of an optimizer with 8-bit states; one block of threads per chunk, one warp per 256 elements.
+//
+// Reads the gradient, the parameter, the codes and the scales once, and writes all but the gradient: AdamW 16 bytes per
+// element with float32 parameters, 10 with 16-bit parameters. A chunk adds 18 KB of code maps. Tensors without scales
+// have float32 states and are updated in the same launch.
 namespace warpsmith::optim {
 
 constexpr __device__ CodeMap<true> kSignedMap{};
@@ -24,7 +25,7 @@ template <> struct Maps<true> : Maps<false> {
 };
 template <class F, unsigned kHas> using MapsOf = Maps<(kHas & F::kNotNegative) != 0>;
 
-// By all threads of a block; a barrier must follow.
+// Copies a map to shared memory. Called by all threads of a block; a barrier must follow.
 template <class Map> __device__ __forceinline__ void fill(Map& to, const Map& from) {
   static_assert(sizeof(Map) % 16 == 0);
   const auto* source = reinterpret_cast<const Vector<uint32_t, 4>*>(&from);
@@ -33,17 +34,17 @@ template <class Map> __device__ __forceinline__ void fill(Map& to, const Map& fr
     target[i] = device::load(source + i);
 }
 
-// Where the arrays of a chunk begin. In shared memory, from where they are read again at every use: in registers they
-// would take a quarter of what a thread has. kAny: gradients of any dtype.
+// Where the arrays of a chunk begin. Lives in shared memory and is read again at every use: in registers it would take
+// a quarter of what a thread has. kAny: the gradient's dtype is known only at run time.
 template <class P, bool kAny> struct QuantChunk {
   ChunkGradient<P, kAny> grad;
   P* param;
   uint8_t* codes[kOptimMaxStates];
   float* scales[kOptimMaxStates];
   int elems;
-  bool aligned;  // for loads of eight elements
+  bool aligned;  // whether a lane may load its eight elements as vectors
 
-  // States outside of `has` are not there.
+  // Leaves codes and scales of states outside of `has` unset.
   __device__ __forceinline__ void set(const OptimTensor& t, const void* tensor_grad, int64_t begin, unsigned has) {
     const int64_t blocks = quant_blocks(t.numel);
     grad = chunk_gradient<P, kAny>(tensor_grad, begin);
@@ -62,10 +63,10 @@ template <class P, bool kAny> struct QuantChunk {
   }
 };
 
-constexpr int kEight = 8;  // adjacent elements that a lane has of a block
+constexpr int kEight = 8;  // adjacent elements per lane of a block of 256
 static_assert(kQuantBlock == 32 * kEight);
 
-// Eight adjacent elements, in loads of at most 16 bytes; or of them those that there are.
+// Eight adjacent elements, in loads of at most 16 bytes. With `count`, only the first `count` are loaded or stored.
 template <class T> struct Eight {
   static constexpr int kLanes = sizeof(T) == 4 ? 4 : 8;
   Lanes<T, kLanes> part[kEight / kLanes];
@@ -91,7 +92,7 @@ template <class T> struct Eight {
   __device__ __forceinline__ float value(int e) const { return part[e / kLanes].value(e % kLanes); }
 };
 
-// Eight adjacent elements of a gradient of any dtype; those that there are not have any value.
+// Eight adjacent elements of a gradient whose dtype is known only at run time. Elements from `count` on are 0.
 struct AnyEight {
   AnyLanes<4> part[2];
   Dtype dtype;
@@ -119,7 +120,7 @@ struct EightCodes {
   __device__ __forceinline__ void load(const uint8_t* from) {
     v = device::load_vector<2>(reinterpret_cast<const uint32_t*>(from));
   }
-  // Those that are missing become `zero`, the code of 0.
+  // Codes from `count` on become `zero`, the code of 0.
   __device__ __forceinline__ void load(const uint8_t* from, int count, uint32_t zero) {
     v = {};
 #pragma unroll
@@ -133,7 +134,7 @@ struct EightCodes {
       if (e < count) device::store(to + e, static_cast<uint8_t>(get(e)));
   }
   __device__ __forceinline__ uint32_t get(int e) const { return __byte_perm(v.at[e / 4], 0, 0x4440 + e % 4); }
-  // The low bytes.
+  // Takes the lowest byte of each word.
   __device__ __forceinline__ void set(const uint32_t (&codes)[kEight]) {
 #pragma unroll
     for (int w = 0; w < 2; ++w)
@@ -142,15 +143,16 @@ struct EightCodes {
   }
 };
 
-// What a lane has of a block in memory.
+// A lane's part of a block of 256 elements, as stored.
 template <class F, class P, unsigned kHas, bool kAny> struct Raw {
   std::conditional_t<kAny, AnyEight, Eight<P>> grad;
   Eight<P> param;
   EightCodes codes[kOptimMaxStates];
   float scales[kOptimMaxStates];  // lane 0's
 
-  // Of the block that begins with element `at` of the chunk; no load waits for another one. `aligned`: all 256
-  // elements are there, at addresses for vectors. Those that are missing are zeros and stay zeros.
+  // Loads the block that begins with element `at` of the chunk. No load depends on another one. `aligned`: all 256
+  // elements exist, at addresses that allow vectors. Elements beyond the chunk are 0 and stay 0, so no scale depends on
+  // them.
   __device__ __forceinline__ void load(const QuantChunk<P, kAny>& c, int at, bool aligned) {
     const int lane = static_cast<int>(threadIdx.x % 32), first = at + lane * kEight, count = c.elems - first;
     if (aligned) {
@@ -183,7 +185,7 @@ template <class F, class P, unsigned kHas, bool kAny> struct Raw {
   }
 };
 
-// By the values of all codes, for any x and in a rolled loop.
+// The code of any x, by a binary search through the values of all codes in a rolled loop.
 __device__ __forceinline__ uint32_t searched_code(const float* values, float x, bool with_sign) {
   int code = 0;
 #pragma unroll 1
@@ -198,7 +200,7 @@ __device__ __forceinline__ uint32_t searched_code(const float* values, float x, 
 template <bool kSigned>
 __device__ __forceinline__ EightCodes encode(const CodeMap<kSigned>& map, const float (&x)[kEight], float scale) {
   uint32_t codes[kEight];
-  // Where the quotient's correction is exact for all that is not far below the lowest border.
+  // In this range the correction of the quotient is exact, except for x far below the lowest border.
   if (scale >= 0x1p-80f && scale <= 0x1p80f) {
     const float inverse = 1.0f / scale;
 #pragma unroll
@@ -222,7 +224,7 @@ __device__ __forceinline__ EightCodes encode(const CodeMap<kSigned>& map, const 
   return packed;
 }
 
-// One block by one warp, converged, of what `raw` has loaded.
+// Updates one block of 256 elements from what `raw` has loaded. Called by one warp, converged.
 template <class F, class P, unsigned kHas, bool kAny>
 __device__ __forceinline__ void update_block(const QuantChunk<P, kAny>& c, int at, bool aligned,
                                              Raw<F, P, kHas, kAny>& raw, const MapsOf<F, kHas>& maps,
@@ -264,7 +266,7 @@ __device__ __forceinline__ void update_block(const QuantChunk<P, kAny>& c, int a
       };
       decode_all();
       F::template element<kHas, float, QuickMath>(scalars, g, mine, one);
-      if (mine == mine) continue;  // another one of the eight
+      if (mine == mine) continue;  // the NaN is at another one of the eight
       mine = before;
       decode_all();
       F::template element<kHas, float, IeeeMath>(scalars, g, mine, one);
@@ -278,7 +280,7 @@ __device__ __forceinline__ void update_block(const QuantChunk<P, kAny>& c, int a
       }
     }
   }
-  __syncwarp(0xffffffffu);  // the compiler reads what is in shared memory again
+  __syncwarp(0xffffffffu);  // makes the compiler read `c` from shared memory again
   const int count = c.elems - first;
   if (aligned)
     param.store(c.param + first);
@@ -306,7 +308,8 @@ __device__ __forceinline__ void update_block(const QuantChunk<P, kAny>& c, int a
   }
 }
 
-// One chunk of a tensor with scales: its blocks, in turn to the warps.
+// Updates one chunk of a tensor with scales. Warps take its blocks in turn; a warp loads its next block before it
+// updates the one it has.
 template <class F, class P, unsigned kHas, bool kAny>
 __device__ __forceinline__ void update_quantized(const QuantChunk<P, kAny>& c, const MapsOf<F, kHas>& maps,
                                                  const typename F::template Scalars<float>& scalars) {
@@ -326,10 +329,11 @@ __device__ __forceinline__ void update_quantized(const QuantChunk<P, kAny>& c, c
   }
 }
 
-// Elements of float32 parameters and gradients take registers that a third block would need.
+// Blocks per multiprocessor that the launch bounds ask for. float32 parameters and gradients, or gradients of any
+// dtype, take the registers that a third block would need.
 template <class P, bool kAny> constexpr int kBlocks8Bit = sizeof(P) == 4 || kAny ? 2 : kOptimBlocks8Bit;
 
-// kMost: the states of a tensor with scales, and those that one without may have.
+// kMost: the states of a tensor with scales. A tensor without scales may have fewer.
 template <class F, class P, unsigned kMost, bool kAny>
 __global__ void __launch_bounds__(kOptimThreads, (kBlocks8Bit<P, kAny>))
     step_8bit(const __grid_constant__ OptimParams p) {

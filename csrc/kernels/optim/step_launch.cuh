@@ -2,16 +2,17 @@
 #include "common/launch.h"
 #include "kernels/optim/step.cuh"
 
-// Launches of `step`, for the files that instantiate it: one a group of storages, so that they compile side by side.
+// Launches of `step`. Each group of storages has a file of its own that instantiates them, so the files compile in
+// parallel.
 namespace warpsmith::optim {
 
-// The storages of optim_16bit.cu, optim_mixed.cu, optim_refined.cu and optim_8bit.cu.
+// Launch the storages of optim_16bit.cu, optim_mixed.cu, optim_refined.cu and optim_8bit.cu.
 Status launch_16bit(const OptimParams& p, const LaunchConfig& config, void* stream);
 Status launch_mixed(const OptimParams& p, const LaunchConfig& config, void* stream);
 Status launch_refined(const OptimParams& p, const LaunchConfig& config, void* stream);
 Status launch_8bit(const OptimParams& p, const LaunchConfig& config, void* stream);
 
-// The first of the functor's variants that has all states of any tensor.
+// Launches `step` for the functor's first variant that has all states of p.most.
 template <class F, class In, size_t kFirst = 0>
 Status launch_variant(const OptimParams& p, const LaunchConfig& config, void* stream) {
   constexpr unsigned kMost = F::kVariants[kFirst];
