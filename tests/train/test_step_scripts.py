@@ -1,7 +1,10 @@
 """The scripts of the benchmark learn without a wait of the host, and captured steps have rows beside eager ones."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.autograd.profiler import profile
 from warpsmith.train import sync_audit
 
 from benchmarks import bench_step
@@ -25,6 +28,17 @@ def test_a_script_steps_without_a_wait(name):
         assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.parametrize("name", [*SCRIPTS, "gpt2"])
+def test_no_operation_within_a_step_asks_for_a_number(name):
+    """Within backward too: torch's formulas of some gradients, as prod's, read a number of the device."""
+    script = {**SCRIPTS, "gpt2": bench_step.gpt2}[name]("cpu", tiny=True)
+    with profile() as profiled:
+        script.step(*script.batch)
+    ran = {event.name for event in profiled.function_events}
+    assert any(name.endswith("Backward0") for name in ran)
+    assert not ran & {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"}
+
+
 def test_matching_gives_each_target_the_cheapest_query_that_is_left():
     cost = torch.tensor([[[1.0, 0.0], [2.0, 5.0], [3.0, 1.0]], [[4.0, 0.0], [2.0, 1.0], [3.0, 0.5]]])
     kept = cost.clone()
@@ -37,3 +51,28 @@ def test_the_benchmark_has_both_ways():
         (direction, who) for direction in ("step", "host") for who in ("warpsmith", "eager")
     }
     assert all(r.value is not None for r in rows)
+
+
+def test_a_script_that_cannot_be_captured_has_its_reason(monkeypatch):
+    """And one that breaks leaves the rows of the others."""
+
+    def stand_in(make, device, tiny):
+        if make is bench_step.gpt2:
+            raise RuntimeError("boom")
+        calls = {who: (lambda: torch.ones(()), ()) for who in ("warpsmith", "eager")}
+        return calls, SimpleNamespace(fallback_reason="a.py:1: x.item(): the host waits for the device")
+
+    monkeypatch.setattr(bench_step, "contenders_of", stand_in)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(bench_step, "BUDGET_S", {"cuda": 0.01})
+    rows = bench_step.run("cuda", Options(rounds=3))
+    ours = {(r.shape, r.direction): r for r in rows if r.contender == "warpsmith"}
+    assert {shape for shape, _ in ours} == {*SCRIPTS, "gpt2"} and all(r.value is None for r in ours.values())
+    assert (
+        ours["detector", "step"].note
+        == ours["detector", "host"].note
+        == "a.py:1: x.item(): the host waits for the device"
+    )
+    assert ours["gpt2", "step"].note == "RuntimeError: boom"
+    eager = [r for r in rows if r.contender == "eager"]
+    assert len(eager) == 2 * len(SCRIPTS) and all(r.value is not None for r in eager)
