@@ -9,7 +9,6 @@ import pytest
 import torch
 import warpsmith
 from torch import nn
-from warpsmith import _C
 from warpsmith.train.step_state import StepState
 
 
@@ -107,19 +106,3 @@ def test_without_torchs_reader_of_addresses_python_looks(monkeypatch):
     assert training.state.changed() is None and not training.state.watches_natively
     training.model[0].weight.data = torch.zeros(4, 3)
     assert "another address" in training.state.changed()
-
-
-def test_gradients():
-    tensors = [torch.ones(2, requires_grad=True), nn.Parameter(torch.ones(1))]
-    assert not _C.have_gradients(tensors) and not _C.have_gradients([])
-    tensors[1].sum().backward()
-    assert _C.have_gradients(tensors)
-    with pytest.raises(AttributeError):
-        _C.have_gradients([1])
-
-
-def test_arguments():
-    with pytest.raises(ValueError, match="StepWatch: containers: expected dicts, lists and tuples"):
-        _C.StepWatch([({1}, True, [])], [], [], [], [], 0)
-    with pytest.raises(ValueError, match="StepWatch: expected an address for each tensor"):
-        _C.StepWatch([], [torch.ones(1)], [], [], [], 0)
