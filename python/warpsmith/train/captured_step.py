@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from warpsmith import _C
 from warpsmith.ops import _check
 from warpsmith.train.cuda_graphs import CudaGraphs
 from warpsmith.train.device_values import DeviceValues
@@ -50,7 +51,8 @@ class _Bucket:
         self.replay: Callable[[], None] | None = None
         self.inputs: list[Any] = []  # the graph reads these tensors
         self.outputs: Any = None  # and writes these
-        self.gradients: list[tuple[Tensor, Tensor | None]] = []  # of parameters, after the step
+        self.params: list[Tensor] = []
+        self.gradients: list[tuple[Tensor, Tensor | None]] = []  # of parameters after the step, where it changes them
         self.without_gradients = False  # there were none before the step
 
 
@@ -289,7 +291,8 @@ class CapturedStep:
                     scaler._per_optimizer_states.clear()  # half a step's notes
             raise _CannotCapture(_blamed(error)) from error
         bucket.replay, bucket.outputs = replay, outputs
-        bucket.gradients = [(p, p.grad) for p in params]
+        bucket.params = params
+        bucket.gradients = [(p, p.grad) for p in params if p.grad is not None or not bucket.without_gradients]
         before.restore()
         if (changed := state.changed()) is not None:
             raise _CannotCapture(f"the step changes what a replay would not change: {changed}")
@@ -328,7 +331,7 @@ class CapturedStep:
             raise _CannotCapture(str(difference)) from difference
 
     def _replay(self, bucket: _Bucket, leaves: Sequence[Any]) -> Any:
-        if bucket.without_gradients and any(p.grad is not None for p, _ in bucket.gradients):
+        if bucket.without_gradients and _C.have_gradients(bucket.params):
             _check.refuse(
                 _OP, "gradients", "none before the step, as at its capture", "some: call zero_grad in the step"
             )
