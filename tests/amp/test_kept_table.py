@@ -4,7 +4,7 @@ import pytest
 import torch
 import warpsmith
 from torch import nn
-from warpsmith.amp import _record
+from warpsmith.amp import _kept_table
 from warpsmith.testing import bitwise_equal
 
 STEPS = 8
@@ -62,8 +62,8 @@ def tables(monkeypatch):
         made.append(len(tensors))
         return original(tensors)
 
-    original = _record.table_of_gradients
-    monkeypatch.setattr(_record, "table_of_gradients", counting)
+    original = _kept_table.table_of_gradients
+    monkeypatch.setattr(_kept_table, "table_of_gradients", counting)
     return made
 
 
@@ -77,7 +77,7 @@ def test_by_a_table_as_without_one(tables, monkeypatch, name, clip, put):
     """Bit by bit, overflows and their counts too."""
     found = run(SCALERS[name](), clip, put)
     assert tables
-    monkeypatch.setattr(_record, "_places", lambda optimizer: None)
+    monkeypatch.setattr(_kept_table, "_places", lambda optimizer: None)
     count = len(tables)
     expected = run(SCALERS[name](), clip, put)
     assert len(tables) == count

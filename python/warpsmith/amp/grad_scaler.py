@@ -12,7 +12,8 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from warpsmith.amp import _gradients
-from warpsmith.amp._record import Overflow, Record, capturing
+from warpsmith.amp._kept_table import capturing
+from warpsmith.amp._record import Overflow, Record
 from warpsmith.amp._scale_rule import adapt, check_loaded, check_settings
 from warpsmith.ops import _check
 from warpsmith.optim._multi_tensor import MultiTensorOptimizer
@@ -168,7 +169,7 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         state = self._state_of(optimizer, "_check_inf_per_device")
         scale = self._scale_of(state)
-        verdict = self._record(optimizer).check(f"{_OP}.step", optimizer, scale, math.inf, math.inf)
+        verdict = self._record(optimizer).kept.check(f"{_OP}.step", optimizer, scale, math.inf, math.inf)
         if verdict is not None:
             state["found_inf_per_device"] = {scale.device: verdict.found_inf}
         elif grads := _gradients.gradients(f"{_OP}.step", optimizer):
@@ -219,7 +220,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError(f"{_OP}.clip_: expected one call before step(), got one after it or a second one")
         op, known = f"{_OP}.clip_", state["found_inf_per_device"]
         scale = self._scale_of(state)
-        verdict = None if known else self._record(optimizer).check(op, optimizer, scale, p, max_norm)
+        verdict = None if known else self._record(optimizer).kept.check(op, optimizer, scale, p, max_norm)
         if verdict is not None:
             state["found_inf_per_device"] = {scale.device: verdict.found_inf}
         else:
