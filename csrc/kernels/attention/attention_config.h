@@ -24,8 +24,9 @@ struct ForwardTile {
   bool extended;         // with softcap
   int query_stages = 2;  // tiles of queries in shared memory. 1: tiles do not overlap
   bool dropout = false;
-  bool biased = false;  // bias tensors, masks and ALiBi
+  Biases biases = Biases::none;
 
+  constexpr bool biased() const { return biases != Biases::none; }
   constexpr bool serial() const { return query_stages == 1; }
   constexpr int tile_rows() const { return 64 * groups; }
   constexpr int threads() const { return 128 * (groups + 1); }
@@ -48,10 +49,13 @@ constexpr ForwardTile kForward128Extended{128, 2, 128, 5, false, true};
 constexpr ForwardTile kForward64Extended{64, 2, 128, 8, true, true};
 constexpr ForwardTile kForward128Dropout{128, 2, 128, 5, false, false, 2, true};
 constexpr ForwardTile kForward64Dropout{64, 2, 128, 8, true, false, 2, true};
-// There are no registers for the end of one tile beside the biases at the beginning of the next, and at head dimension
-// 128 not for the biases of 128 keys.
-constexpr ForwardTile kForward128Biased{128, 2, 96, 8, false, false, 1, false, true};
-constexpr ForwardTile kForward64Biased{64, 2, 128, 10, true, false, 1, false, true};
+// At head dimension 128 there are no registers for the biases of 128 keys.
+constexpr ForwardTile kForward128Bias{128, 2, 96, 6, false, false, 2, false, Biases::tensor};
+constexpr ForwardTile kForward128Mask{128, 2, 96, 6, false, false, 2, false, Biases::mask};
+constexpr ForwardTile kForward128Alibi{128, 2, 128, 5, false, false, 2, false, Biases::alibi};
+constexpr ForwardTile kForward64Bias{64, 2, 128, 8, true, false, 2, false, Biases::tensor};
+constexpr ForwardTile kForward64Mask{64, 2, 128, 8, true, false, 2, false, Biases::mask};
+constexpr ForwardTile kForward64Alibi{64, 2, 128, 8, true, false, 2, false, Biases::alibi};
 // The output takes half of a thread's registers, and a tile of queries takes 64 KiB. That leaves room for 80 keys a
 // step and for one tile of queries. There are no registers for a second set of probabilities, so the base of the
 // softmax follows the row maxima (online_softmax.cuh).
@@ -59,7 +63,8 @@ constexpr ForwardTile kForward256{256, 2, 80, 4, false, true, 1};
 
 constexpr ForwardTile kForwardTiles[] = {kForward128,        kForward64,      kForward64Short,    kForward128Extended,
                                          kForward64Extended, kForward256,     kForward128Dropout, kForward64Dropout,
-                                         kForward128Biased,  kForward64Biased};
+                                         kForward128Bias,    kForward128Mask, kForward128Alibi,   kForward64Bias,
+                                         kForward64Mask,     kForward64Alibi};
 
 // The configuration of a Hopper backward kernel: tiles of 128 keys, two consumer warpgroups.
 struct BackwardTile {
@@ -198,7 +203,13 @@ constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKe
     c.tile = small ? attention::kForward64Dropout : attention::kForward128Dropout;
     c.why = "dropout: the kernel that makes the mask while the tensor cores multiply";
   } else if (attention::has_biases(p)) {
-    c.tile = small ? attention::kForward64Biased : attention::kForward128Biased;
+    const attention::Biases biases = attention::biases_of(p);
+    if (!small && biases == attention::Biases::alibi) {
+      c.tile = attention::kForward128Alibi;
+    } else {
+      c.tile = small ? attention::kForward64Bias : attention::kForward128Bias;
+      c.tile.biases = biases;
+    }
     c.why = "bias, mask or ALiBi: the kernel that loads biases while the tensor cores multiply";
   } else if (p.head_dim > 128 || p.head_dim_v > 128) {
     c.tile = attention::kForward256;

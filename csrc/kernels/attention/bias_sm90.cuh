@@ -42,7 +42,7 @@ inline BiasParams bias_params(const AttentionProblem& p) {
 // Adds biases to the scores of a block of keys. A thread has the rows `query` and query + 8, and in each row the keys
 // key + 8 n and key + 8 n + 1. Rows beyond the last query read the biases of the last query; the kernel does not store
 // these rows.
-template <class T, int kBlockKeys> struct QueryBiases {
+template <class T, int kBlockKeys, Biases kBiases> struct QueryBiases {
   static constexpr int kPairs = kBlockKeys / 8, kPairsAtOnce = kPairs / 2;
   using Scores = float[kBlockKeys / 2];
   using Packed = uint32_t[kBlockKeys / 16][4];  // pairs, ordered as OnlineSoftmax's; or two bytes of the mask
@@ -69,17 +69,17 @@ template <class T, int kBlockKeys> struct QueryBiases {
     }
   }
   __device__ __forceinline__ void load(Packed& to) const {
-    if (p.bias != nullptr)
+    if constexpr (kBiases == Biases::tensor)
       load<uint32_t, T>(to, p.bias, p.bias_strides);
-    else if (p.mask != nullptr)
+    else if constexpr (kBiases == Biases::mask)
       load<uint16_t, unsigned char>(to, p.mask, p.mask_strides);
   }
   __device__ __forceinline__ void add(Scores& s, const Packed& pairs) const {
     add_alibi(s);
-    if (p.bias != nullptr) {
+    if constexpr (kBiases == Biases::tensor) {
 #pragma unroll
       for (int i = 0; i < kBlockKeys / 2; i += 2) add_pair(s, i, pairs[i / 8][i / 2 % 4]);
-    } else if (p.mask != nullptr) {
+    } else if constexpr (kBiases == Biases::mask) {
 #pragma unroll
       for (int i = 0; i < kBlockKeys / 2; i += 2) hide_pair(s, i, pairs[i / 8][i / 2 % 4]);
     }
@@ -88,9 +88,9 @@ template <class T, int kBlockKeys> struct QueryBiases {
   // a time: there are no registers for all biases.
   __device__ __forceinline__ void add_edge(Scores& s) const {
     add_alibi(s);
-    if (p.bias != nullptr)
+    if constexpr (kBiases == Biases::tensor)
       for_edge_pairs<uint32_t, T>(p.bias, p.bias_strides, [&](int i, uint32_t two) { add_pair(s, i, two); });
-    else if (p.mask != nullptr)
+    else if constexpr (kBiases == Biases::mask)
       for_edge_pairs<uint16_t, unsigned char>(p.mask, p.mask_strides,
                                               [&](int i, uint32_t visible) { hide_pair(s, i, visible); });
   }
@@ -120,19 +120,13 @@ template <class T, int kBlockKeys> struct QueryBiases {
     if ((visible & 0xff00) == 0) s[i + 1] = -INFINITY;
   }
   __device__ __forceinline__ void add_alibi(Scores& s) const {
-    if (p.slopes == nullptr) return;
+    if (kBiases != Biases::alibi && p.slopes == nullptr) return;
     const float slope = device::load(p.slopes + sequence * p.slopes_batch + head) * -p.to_scores;
+    // Rows 8 apart have the distances of keys 8 apart in common, so half of them are computed.
+    const auto distance = static_cast<float>(query + shift - key);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const auto distance = static_cast<float>(query + 8 * r + shift - key);
-#pragma unroll
-      for (int i = 0; i < kBlockKeys / 2; i += 4)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[i + 2 * r + e];
-          x = fmaf(fabsf(distance - static_cast<float>(2 * i + e)), slope, x);
-        }
-    }
+    for (int i = 0; i < kBlockKeys / 2; ++i)
+      s[i] = fmaf(fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), slope, s[i]);
   }
 };
 
