@@ -24,8 +24,8 @@ _CONTAINERS = (dict, list, tuple, WeakKeyDictionary)
 _NATIVE = (dict, OrderedDict, defaultdict, list, tuple)  # that _C.StepWatch reads
 # Objects that are looked into where another one refers to them; any class where it is given itself.
 _KNOWN = ("warpsmith.amp.", "warpsmith.optim.", "torch.amp.", "torch.optim.")
-# A scaler's notes between two of its calls, and an optimizer's defaults, have no part in the next step.
-_PASSING = ("_per_optimizer_states",)
+# A scaler's notes between two of its calls, and where it last found gradients, have no part in the next step.
+_PASSING = ("_per_optimizer_states", "kept")
 
 
 def _is_number(value: Any) -> bool:
