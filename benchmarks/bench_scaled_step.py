@@ -148,8 +148,8 @@ def checked(shape, sizes, device, options):
     return timed((shape, "float32"), "norm and check", steps, floor, device, options)
 
 
-def captured(shape, sizes, device, options):
-    """The host's time of the scaled step as one CUDA graph. It gets gradients as a backward pass would leave them."""
+def graph_of(sizes, device, **options):
+    """The scaled step and the same as one CUDA graph. It gets gradients as a backward pass would leave them."""
     params = parameters(sizes, torch.float32, device)
     grads = [p.grad for p in params]
     optimizer, scaler = warpsmith.optim.AdamW(params, lr=LR), warpsmith.amp.GradScaler(device, init_scale=1.0)
@@ -163,15 +163,23 @@ def captured(shape, sizes, device, options):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on the CPU it is eager
-        graphed = CapturedStep(step, state=[params, grads, optimizer, scaler])
+        graphed = CapturedStep(step, state=[params, grads, optimizer, scaler], **options)
         for _ in range(FIRST_STEPS):
             graphed()
+    return step, graphed
+
+
+def captured(shape, sizes, device, options):
+    """The host's time of the scaled step, eager and as a graph: with a look at what a capture fixes, and without."""
+    step, graphed = graph_of(sizes, device)
+    _, unwatched = graph_of(sizes, device, watch=False)
     cell = (f"AdamW, {shape}", "float32", "captured, host")
     if graphed.fallback_reason is not None and device == "cuda":
         return [Row("scaled_step", *cell, OURS, None, "us", note=graphed.fallback_reason)]
     if not options.samples:
         return []
-    timings = host_time_us({OURS: graphed, "eager": step}, calls=1, rounds=options.samples)
+    calls = {OURS: graphed, f"{OURS}, watch=False": unwatched, "eager": step}
+    timings = host_time_us(calls, calls=1, rounds=options.samples)
     return make_rows("scaled_step", *cell, timings, unit="us")
 
 
