@@ -106,3 +106,14 @@ def test_less_than_half_of_the_expected_bandwidth_is_a_problem():
         rows = [{"bytes": 4, "bus_gigabytes_per_s": 1e-6}, {"bytes": 2**30, "bus_gigabytes_per_s": got}]
         assert len(expect(rows, cluster, source, hosts)) == problems
         assert rows[1]["expected_gigabytes_per_s"] == pytest.approx(354, rel=0.02)
+
+
+def test_the_text_names_what_was_expected(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    hosts = ["a"] * 2
+    for device, words in (("cuda", "expected 35"), ("cpu", "no expectation known: ranks are on cpu")):
+        row = {"bytes": 2**30, "microseconds": 3000.0, "bus_gigabytes_per_s": 340.0}
+        assert expect([row], *expectation(device, ["NVIDIA H200"], hosts, None), hosts) == []
+        facts = doctor.gather() | {"ranks": 2, "backend": "nccl", "hosts": hosts, "all_reduce": [row]}
+        line = next(line for line in doctor._text(facts).splitlines() if line.startswith("bandwidth"))
+        assert "3000.0 us, bus 340.000 GB/s; " + words in line
