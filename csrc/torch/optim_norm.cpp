@@ -108,10 +108,10 @@ struct Norm {
   GradNormParams params;
 };
 
-Norm norm_of(const char* op, const Tensors& tensors, double p) {
+Norm norm_of(const char* op, const Tensors& tensors, double p, int64_t chunks_of = 0) {
   Norm n{};
   n.params.order = order_of(op, p);
-  n.table = table_of(op, tensors, address_to_read);
+  n.table = table_of(op, tensors, address_to_read, chunks_of);
   std::tie(n.norm, n.power_sum) = allocate_results(op, any_double(tensors), tensors[0], n.params);
   n.partials = allocate_partials(op, n.table, tensors[0], n.params);
   return n;
@@ -135,13 +135,26 @@ float* float_of(const char* op, const char* argument, const Tensor& t, const Ten
   return static_cast<float*>(t.mutable_data_ptr());
 }
 
-Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems, std::optional<Tensor> scale) {
+// The known sums of a table's chunks.
+const double* known_of(const char* op, const std::optional<Tensor>& known, const NormTable& table, const Tensor& like) {
+  if (!known) return nullptr;
+  const ScalarType dtype = dtype_of(op, "known", *known);
+  if (dtype != ScalarType::Double) refuse(op, "known", name(Dtype::float64), dtype_text(dtype));
+  check_same_device(op, "known", *known, like);
+  check_shape(op, "known", *known, {table.chunk_count});
+  if (known->numel() > 1 && known->stride(0) != 1) refuse(op, "known", "adjacent elements", "other strides");
+  return static_cast<const double*>(known->const_data_ptr());
+}
+
+Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems, std::optional<Tensor> scale,
+                          std::optional<Tensor> known) {
   GradNormParams params{};
   params.order = order_of(kPartials, p);
   if (total_elems < 0) refuse(kPartials, "total_elems", "a number >= 0", std::to_string(total_elems));
   const NormTable table = table_of(kPartials, tensors, address_to_read, total_elems);
   params.norm_dtype = any_double(tensors) ? Dtype::float64 : Dtype::float32;
   if (scale) params.scale = float_of(kPartials, "scale", *scale, tensors[0]);
+  params.known = known_of(kPartials, known, table, tensors[0]);
   const Tensor partials = allocate_partials(kPartials, table, tensors[0], params);
   run_on(
       kPartials, tensors[0], [&](void* stream) { return grad_norm_partials_cuda(params, stream); },
@@ -176,9 +189,12 @@ int64_t* counts_of(const char* op, const Tensor& t, const Tensors& tensors) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> grad_check(Tensors tensors, double p, Tensor scale, double max_norm,
-                                              Tensor found_inf, Tensor bad_counts) {
+                                              Tensor found_inf, Tensor bad_counts, int64_t total_elems,
+                                              std::optional<Tensor> known) {
   if (!(max_norm >= 0)) refuse(kCheck, "max_norm", "a number >= 0", std::to_string(max_norm));
-  Norm n = norm_of(kCheck, tensors, p);
+  if (total_elems < 0) refuse(kCheck, "total_elems", "a number >= 0", std::to_string(total_elems));
+  Norm n = norm_of(kCheck, tensors, p, total_elems);
+  n.params.known = known_of(kCheck, known, n.table, tensors[0]);
   n.params.scale = float_of(kCheck, "scale", scale, tensors[0]);
   const Tensor grad_scale = scalar(kCheck, "grad_scale", false, tensors[0]);
   GradCheckParams params{n.params,
@@ -231,12 +247,15 @@ WARPSMITH_SCHEMAS(m) {
   // The halves of grad_norm, for tensors on several ranks, and the elements of a chunk there. total_elems: of the
   // tensors of all ranks. Equal bits to grad_norm's, where the partials are joined in the order of its chunks.
   m.def("grad_norm_chunk_elems(Tensor like, int total_elems) -> int");
-  m.def("grad_norm_partials(Tensor[] tensors, float p, int total_elems, Tensor? scale=None) -> Tensor");
+  // known: what grad_norm_partials gave for the same tensors without a scale. Chunks whose sum was finite are not read.
+  m.def(
+      "grad_norm_partials(Tensor[] tensors, float p, int total_elems, Tensor? scale=None, Tensor? known=None)"
+      " -> Tensor");
   m.def("grad_norm_finish(Tensor partials, float p, bool wide) -> (Tensor norm, Tensor power_sum)");
   m.def("clip_grads(Tensor(a!)[] tensors, Tensor norm, float max_norm) -> ()");
   m.def(
-      "grad_check(Tensor[] tensors, float p, Tensor scale, float max_norm, Tensor(a!) found_inf, Tensor(b!) bad_counts)"
-      " -> (Tensor norm, Tensor power_sum, Tensor grad_scale)");
+      "grad_check(Tensor[] tensors, float p, Tensor scale, float max_norm, Tensor(a!) found_inf, Tensor(b!) bad_counts,"
+      " int total_elems=0, Tensor? known=None) -> (Tensor norm, Tensor power_sum, Tensor grad_scale)");
   m.def("unscale_grads(Tensor(a!)[] tensors, Tensor inv_scale, Tensor(b!) found_inf, Tensor(c!) bad_counts) -> ()");
 }
 
