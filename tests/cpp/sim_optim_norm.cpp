@@ -94,7 +94,8 @@ struct Norms {
                             max_norm,
                             grad_scale.data(),
                             found_inf.data(),
-                            bad_counts.data()},
+                            bad_counts.data(),
+                            static_cast<int64_t>(bad_counts.size())},
                            nullptr);
   }
 
@@ -273,6 +274,7 @@ TEST(a_check_gives_the_unscaled_norm_and_the_divisor) {
         const double factor = std::min(1.0, max_norm / (norm + 1e-6));
         under_every_seed([&] {
           f.reset();
+          f.found_inf.poison();
           expect_ok(n.check_gradients(order, max_norm, f.scale, f.grad_scale, f.found_inf, f.bad_counts));
           expect_close("norm", n.norm, std::vector<double>{norm}, {.ulps = 2});
           if (factor == 1)
@@ -323,8 +325,8 @@ TEST(a_check_reads_finite_gradients_once) {
   under_every_seed([&] {
     expect_ok(n.check_gradients(NormOrder::two, 1.0, f.scale, f.grad_scale, f.found_inf, f.bad_counts));
     // Beside the sums: the scale, also for every thread of the sums, and found_inf for those that return at once.
-    expect_bytes({.read = 8192 * 4 + 4096 * 2 + n.chunk_count * 8 + 4 + 8 * kThreadsOfABlock * n.chunk_count,
-                  .written = n.chunk_count * 8 + 8 + 4 + 4});
+    expect_bytes({.read = 8192 * 4 + 4096 * 2 + n.chunk_count * 8 + 4 * 512 + 8 * kThreadsOfABlock * n.chunk_count,
+                  .written = n.chunk_count * 8 + 8 + 4 + 4 + 4});
   });
 }
 
@@ -353,7 +355,7 @@ TEST(known_sums_give_the_bits_of_a_check_that_reads) {
       under_every_seed([&] {
         f.reset(), partials.poison(), n.norm.poison(), n.power_sum.poison();
         expect_ok(grad_check_cuda(
-            {sums, f.scale.data(), 1.0, f.grad_scale.data(), f.found_inf.data(), f.bad_counts.data()}, nullptr));
+            {sums, f.scale.data(), 1.0, f.grad_scale.data(), f.found_inf.data(), f.bad_counts.data(), 3}, nullptr));
         expect_equal("norm", n.norm[0], norm);
         expect_equal("power sum", n.power_sum[0], power_sum);
         expect_equal("divisor", f.grad_scale[0], want.grad_scale[0]);
@@ -361,10 +363,10 @@ TEST(known_sums_give_the_bits_of_a_check_that_reads) {
         expect_equal("skipped", f.found_inf[0],
                      planted > 0x1p60f && (scale == 1.0f || planted > 0x1p80f) ? 1.0f : 0.0f);
         for (size_t i = 0; i < 3; ++i) expect_equal("bad values", f.bad_counts[i], want.bad_counts[i]);
-        // Each thread of a chunk reads its known sum, and found_inf where it returns at once; others read the scale.
+        // Each thread of a chunk reads its known sum, then found_inf; those of the finish read the scale.
         if (planted == 1.0f)
-          expect_bytes({.read = (8 + 4) * kThreadsOfABlock * n.chunk_count + n.chunk_count * 8 + 4,
-                        .written = n.chunk_count * 8 + 8 + 4 + 4});
+          expect_bytes({.read = (8 + 4) * kThreadsOfABlock * n.chunk_count + n.chunk_count * 8 + 4 * 512,
+                        .written = n.chunk_count * 8 + 8 + 4 + 4 + 4});
       });
     }
 }
@@ -392,6 +394,7 @@ TEST(bad_values_are_counted_tensor_by_tensor) {
               {n.tensors(), n.chunks(), n.chunk_count, f.grad_scale.data(), f.found_inf.data(), f.bad_counts.data()},
               nullptr));
         } else {
+          f.found_inf.poison(), f.bad_counts.poison();  // a check writes both
           expect_ok(n.check_gradients(order, 1.0, scale, f.grad_scale, f.found_inf, f.bad_counts));
         }
         expect_equal("found_inf", f.found_inf[0], 1.0f);
@@ -461,7 +464,7 @@ TEST(float64_is_refused_on_cuda) {
   const GradNormParams params{n.tensors(), n.chunks(),     n.chunk_count,  norm.data(), norm.data(),
                               norm.data(), Dtype::float64, NormOrder::two, nullptr};
   expect_refused(grad_norm_cuda(params, nullptr), "float64");
-  expect_refused(grad_check_cuda({params, nullptr, 1.0, nullptr, nullptr, nullptr}, nullptr), "float64");
+  expect_refused(grad_check_cuda({params, nullptr, 1.0, nullptr, nullptr, nullptr, 0}, nullptr), "float64");
 }
 
 TEST(the_chooser_of_chunks) {

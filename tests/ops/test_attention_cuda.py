@@ -1,6 +1,5 @@
 """attention on a GPU: the Hopper and the portable kernels against the reference in float64, and what none serves."""
 
-import ctypes
 import threading
 
 import pytest
@@ -195,10 +194,9 @@ def test_a_thread_whose_first_work_is_attention():
 
 @pytest.fixture
 def portable_alone():
-    library = ctypes.CDLL(next(p for p in torch.ops.loaded_libraries if "warpsmith_ops" in p))
-    library.warpsmith_attention_portable_alone(1)
+    torch.ops.warpsmith._attention_portable_alone(True)
     yield
-    library.warpsmith_attention_portable_alone(0)
+    torch.ops.warpsmith._attention_portable_alone(False)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (64, 33)}])

@@ -274,6 +274,27 @@ def test_what_prevents_a_capture_is_named(how):
         run(graphed, inputs, refusing)
 
 
+def test_a_gradient_that_waits_is_named():
+    """torch tells of the wait after the backward pass; the next eager step finds whose formula it was."""
+    training = Training()
+
+    def step(batch):
+        loss = (training.model[0](batch).prod(-1).float() ** 2).mean()
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        return loss
+
+    captured = CapturedStep(step, state=training.state)
+    text = r"loss.backward\(\): the host waits for the device in ProdBackward1, the gradient of .*loss = .*prod\(-1\)"
+    with pytest.warns(RuntimeWarning, match=text):
+        run(training, batches("mlp", torch.float32), captured)
+    with sync_audit() as audit:
+        step(batches("mlp", torch.float32)[0])
+    [found] = audit.syncs
+    assert found.operation.startswith("torch.Tensor.backward in ProdBackward1, the gradient of "), str(audit)
+
+
 def test_an_average_and_large_layers():
     """LAMB and EMA in the step, in bfloat16 with masters."""
     results = []

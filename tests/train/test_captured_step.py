@@ -239,6 +239,50 @@ def test_a_wait_is_named_with_its_line(graphs):
         run(graphed.captured(step, fallback=False), inputs)
 
 
+def test_a_wait_in_backward_is_named_by_its_gradient(graphs, monkeypatch):
+    """torch tells of it after the whole backward pass. One more eager step finds what it was."""
+    eager, graphed, inputs = Training(), Training(), batches()
+    found, run_backward = [], torch.autograd._engine_run_backward
+
+    @contextlib.contextmanager
+    def watched(self, tell):
+        found.append(tell)
+        yield
+        found.pop()
+
+    def tells_at_the_end(*args, **kwargs):
+        result = run_backward(*args, **kwargs)
+        for tell in found:
+            tell(sys._getframe(1))
+        return result
+
+    monkeypatch.setattr(Replayed, "watched", watched)
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", tells_at_the_end)
+
+    def make(training):
+        def step(batch):
+            loss = training.model(batch).prod(1).square().mean()
+            loss.backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            return loss
+
+        return step
+
+    expected = run(make(eager), inputs)
+    step = make(graphed)
+    first = inspect.getsourcelines(step)[1]
+    captured = graphed.captured(step)
+    text = (
+        rf"test_captured_step.py:{first + 2}: loss.backward\(\): the host waits for the device in ProdBackward1, "
+        rf"the gradient of .*test_captured_step.py:{first + 1}: loss = .*prod\(1\).*$"
+    )
+    with pytest.warns(RuntimeWarning, match=text) as told:
+        losses = run(captured, inputs)
+    assert len(told) == 1 and graphs[0].captures == 0
+    assert same(expected, losses) and same(eager.tensors(), graphed.tensors())
+
+
 def test_an_error_of_the_capture_is_named_with_its_line(graphs):
     """Half a step was captured: what the host noted of it is taken back, and the step is taken eagerly."""
     eager, graphed, inputs = Training(), Training(), batches()

@@ -60,8 +60,10 @@ struct GradCheckParams {
   const float* scale;   // one element
   double max_norm;      // infinite: no clipping
   float* grad_scale;    // one element, written: scale / clip_factor; exactly scale if nothing is clipped
-  float* found_inf;     // one element: 1 is written if the norm is not finite; else unchanged
-  int64_t* bad_counts;  // [tensors]; where the norm is not finite, plus each tensor's elements that are not, unscaled
+  float* found_inf;     // one element, written: 1 if the norm is not finite, else 0
+  int64_t*
+      bad_counts;  // [tensor_count]; written if the norm is not finite: each tensor's elements that are not, unscaled
+  int64_t tensor_count;
 };
 
 // Multiplies every element by `inv_scale`, in place.

@@ -70,13 +70,13 @@ class _Group(NamedTuple):
     originals: list[Tensor]
 
 
-def _groups(grads: Sequence[Gradient], prepared: Callable[[Tensor], Tensor]) -> Iterator[_Group]:
-    groups: dict[Any, list[tuple[int, Tensor]]] = {}
+def groups(grads: Sequence[Gradient], prepared: Callable[[Tensor], Tensor]) -> Iterator[_Group]:
+    found: dict[Any, list[tuple[int, Tensor]]] = {}
     for index, grad, _ in grads:
         whole = prepared(grad)
         part = local(whole)
-        groups.setdefault((part.device, _shared_out(whole)), []).append((index, part))
-    for (device, shared), members in groups.items():
+        found.setdefault((part.device, _shared_out(whole)), []).append((index, part))
+    for (device, shared), members in found.items():
         originals = [part for _, part in members]
         parts = [t if is_dense(t) and holds_its_elements(t) else t.resolve_neg().contiguous() for t in originals]
         yield _Group(device, shared, tuple(index for index, _ in members), parts, originals)
@@ -105,7 +105,7 @@ def check(grads: Sequence[Gradient], scale: Tensor, p: float = math.inf, max_nor
         return _check_known(grads, scale, max_norm, known)
     sums, flags = [], []
     bad: dict[torch.device, list[BadCounts]] = {}
-    for group in _groups(grads, _whole_sums):
+    for group in groups(grads, _whole_sums):
         checked = check_gradients(group.parts, p, moved(scale, group.device), max_norm)
         # A maximum over ranks may lose a NaN: ranks tell each other whether they found one.
         flags.append(_over_ranks(checked.found_inf, group.shared, "max"))
@@ -169,7 +169,7 @@ def unscale(grads: Sequence[Gradient], inv_scale: Tensor) -> tuple[Tensor, dict[
     """Multiplies every gradient by ``inv_scale`` in place. Returns what :class:`Verdict` has of found_inf and bad."""
     flags = []
     bad: dict[torch.device, list[BadCounts]] = {}
-    for group in _groups(grads, lambda t: t):
+    for group in groups(grads, lambda t: t):
         found, counts = unscale_in_place(group.parts, moved(inv_scale, group.device))
         for original, part in zip(group.originals, group.parts, strict=True):
             if part is not original:

@@ -126,10 +126,33 @@ def check_gradients(
 ) -> Checked:
     """Reads dense tensors of one device once, and a second time only where their norm is not finite. With ``known``,
     the :func:`partial_power_sums` of ``total_elems`` without a scale, reads only chunks whose sum is not finite."""
-    found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+    found_inf = torch.empty((), dtype=torch.float32, device=scale.device)
     bad_counts = torch.zeros(len(tensors), dtype=torch.int64, device=scale.device)
     arguments = (list(tensors), p, scale, max_norm, found_inf, bad_counts, total_elems, known)
     norm, power_sum, grad_scale = call_raw(raw.grad_check.default, *arguments)
+    return Checked(norm, power_sum, grad_scale, found_inf, bad_counts)
+
+
+class GradientTable(NamedTuple):
+    """Where dense tensors of one device lie, on that device. It holds addresses, not references."""
+
+    words: Tensor
+    size: int  # how many tensors
+    wide: bool  # one of them is float64
+
+
+def table_of_gradients(tensors: Sequence[Tensor]) -> GradientTable:
+    wide = any(t.dtype == torch.float64 for t in tensors)
+    return GradientTable(call_raw(raw.grad_table.default, list(tensors)), len(tensors), wide)
+
+
+def check_table(
+    table: GradientTable, p: float, scale: Tensor, max_norm: float, found_inf: Tensor, bad_counts: Tensor
+) -> Checked:
+    """:func:`check_gradients` of tensors that are where they were. Writes ``found_inf``; and ``bad_counts`` where the
+    norm is not finite."""
+    arguments = (table.words, table.size, table.wide, p, scale, max_norm, found_inf, bad_counts)
+    norm, power_sum, grad_scale = call_raw(raw.grad_check_table.default, *arguments)
     return Checked(norm, power_sum, grad_scale, found_inf, bad_counts)
 
 

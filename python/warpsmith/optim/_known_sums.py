@@ -62,6 +62,11 @@ def _first_of(t: Tensor) -> Tensor:
     return t.detach().as_strided((min(t.numel(), _WITNESS_ELEMS),), (1,))
 
 
+def has_sums(params: Sequence[Tensor]) -> bool:
+    """Whether sums of some gradients are kept, be they valid or not."""
+    return bool(_known) and any(param in _known for param in params)
+
+
 def know(param: Tensor, sums: Sums) -> None:
     """From now on ``sums`` are those of ``param.grad``, until it is replaced or written to."""
     gradient = param.grad

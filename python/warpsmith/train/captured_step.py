@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -11,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from warpsmith import _C
 from warpsmith.ops import _check
+from warpsmith.train.backward_waits import NotedCalls, backward_waits
 from warpsmith.train.cuda_graphs import CudaGraphs
 from warpsmith.train.device_values import DeviceValues
 from warpsmith.train.self_test import Differs, compare
+from warpsmith.train.source_lines import Line, callers, in_backward, line_of
 from warpsmith.train.step_inputs import fill, input_key, on_device, shapes_text, static_copies
 from warpsmith.train.step_state import Gradients, StepState, is_known, names_of, parameters_of
-from warpsmith.train.syncs import Line, callers, line_of
 
 _OP = "CapturedStep"
 _RECAPTURES = 8
@@ -43,6 +46,7 @@ class _Bucket:
 
     def __init__(self, eager_steps: int, leaves: Sequence[Any]) -> None:
         self.eager_steps = eager_steps  # until the capture
+        self.waits_in_backward = False  # which the next step looks into
         self.text = shapes_text(leaves)
         self.forget()
 
@@ -50,7 +54,8 @@ class _Bucket:
         self.replay: Callable[[], None] | None = None
         self.inputs: list[Any] = []  # the graph reads these tensors
         self.outputs: Any = None  # and writes these
-        self.gradients: list[tuple[Tensor, Tensor | None]] = []  # of parameters, after the step
+        self.params: list[Tensor] = []
+        self.gradients: list[tuple[Tensor, Tensor | None]] = []  # of parameters after the step, where it changes them
         self.without_gradients = False  # there were none before the step
 
 
@@ -211,7 +216,7 @@ class CapturedStep:
         if bucket.eager_steps > 0:
             return self._eager(leaves, spec)
         if bucket.eager_steps == 0:
-            return self._audited(leaves, spec)
+            return self._audited(bucket, leaves, spec)
         try:
             self._capture(bucket, leaves, spec)
         except _CannotCapture as why:
@@ -253,15 +258,24 @@ class CapturedStep:
             outputs = self._call(inputs, spec)
         return _cloned(outputs)
 
-    def _audited(self, leaves: Sequence[Any], spec: Any) -> Any:
+    def _audited(self, bucket: _Bucket, leaves: Sequence[Any], spec: Any) -> Any:
         """An eager step that shows what a capture would get wrong."""
         assert self._graphs is not None
-        found: list[Line] = []
+        found: list[tuple[Line, bool]] = []
         state, host = StepState(self._roots(), self._graphs.device), self._graphs.host_random_state()
-        with self._graphs.watched(lambda frame: found.append(line_of(callers(frame)))):
+        calls = NotedCalls()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._graphs.watched(lambda f: found.append((line_of(callers(f)), in_backward(f)))))
+            if bucket.waits_in_backward:
+                within = stack.enter_context(backward_waits())
+                stack.enter_context(calls)
             outputs = self._eager(leaves, spec)
-        if found:
-            self._give_up(f"{found[0]}: the host waits for the device")
+        if found and found[0][1] and not bucket.waits_in_backward:
+            bucket.waits_in_backward, bucket.eager_steps = True, 1
+        elif found:
+            gradients = within.text(calls.lines) if bucket.waits_in_backward else ""
+            where = f" in {gradients}" if gradients else ""
+            self._give_up(f"{found[0][0]}: the host waits for the device{where}")
         elif (changed := state.changed()) is not None:
             self._give_up(f"the step changes what a replay would not change: {changed}")
         elif drawn := [name for name, value in self._graphs.host_random_state().items() if value != host[name]]:
@@ -289,7 +303,8 @@ class CapturedStep:
                     scaler._per_optimizer_states.clear()  # half a step's notes
             raise _CannotCapture(_blamed(error)) from error
         bucket.replay, bucket.outputs = replay, outputs
-        bucket.gradients = [(p, p.grad) for p in params]
+        bucket.params = params
+        bucket.gradients = [(p, p.grad) for p in params if p.grad is not None or not bucket.without_gradients]
         before.restore()
         if (changed := state.changed()) is not None:
             raise _CannotCapture(f"the step changes what a replay would not change: {changed}")
@@ -328,7 +343,7 @@ class CapturedStep:
             raise _CannotCapture(str(difference)) from difference
 
     def _replay(self, bucket: _Bucket, leaves: Sequence[Any]) -> Any:
-        if bucket.without_gradients and any(p.grad is not None for p, _ in bucket.gradients):
+        if bucket.without_gradients and _C.have_gradients(bucket.params):
             _check.refuse(
                 _OP, "gradients", "none before the step, as at its capture", "some: call zero_grad in the step"
             )
