@@ -94,7 +94,8 @@ int32_t norm_chunk_elems_cpu() { return kChunkElems; }
 Status grad_norm_partials_cpu(const GradNormParams& p, const Parallel& parallel) {
   const float factor = p.scale ? inverse_power_of_two(*p.scale) : 1.0f;
   return for_chunks(p.tensors, p.chunks, p.chunk_count, parallel, [&](int64_t chunk, const auto* x, int64_t count) {
-    p.partials[chunk] = partial_sum(p.order, x, count, factor);
+    const bool is_known = p.known && is_finite(p.known[chunk]);
+    p.partials[chunk] = is_known ? p.known[chunk] : partial_sum(p.order, x, count, factor);
   });
 }
 

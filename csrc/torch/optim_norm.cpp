@@ -119,9 +119,9 @@ Norm norm_of(const char* op, NormTable table, double p, bool wide) {
   return n;
 }
 
-Norm norm_of(const char* op, const Tensors& tensors, double p) {
+Norm norm_of(const char* op, const Tensors& tensors, double p, int64_t chunks_of = 0) {
   order_of(op, p);  // refused before the table is made
-  return norm_of(op, table_of(op, tensors, address_to_read), p, any_double(tensors));
+  return norm_of(op, table_of(op, tensors, address_to_read, chunks_of), p, any_double(tensors));
 }
 
 std::tuple<Tensor, Tensor> grad_norm(Tensors tensors, double p) {
@@ -142,13 +142,26 @@ float* float_of(const char* op, const char* argument, const Tensor& t, const Ten
   return static_cast<float*>(t.mutable_data_ptr());
 }
 
-Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems, std::optional<Tensor> scale) {
+// The known sums of a table's chunks.
+const double* known_of(const char* op, const std::optional<Tensor>& known, const NormTable& table, const Tensor& like) {
+  if (!known) return nullptr;
+  const ScalarType dtype = dtype_of(op, "known", *known);
+  if (dtype != ScalarType::Double) refuse(op, "known", name(Dtype::float64), dtype_text(dtype));
+  check_same_device(op, "known", *known, like);
+  check_shape(op, "known", *known, {table.chunk_count});
+  if (known->numel() > 1 && known->stride(0) != 1) refuse(op, "known", "adjacent elements", "other strides");
+  return static_cast<const double*>(known->const_data_ptr());
+}
+
+Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems, std::optional<Tensor> scale,
+                          std::optional<Tensor> known) {
   GradNormParams params{};
   params.order = order_of(kPartials, p);
   if (total_elems < 0) refuse(kPartials, "total_elems", "a number >= 0", std::to_string(total_elems));
   const NormTable table = table_of(kPartials, tensors, address_to_read, total_elems);
   params.norm_dtype = any_double(tensors) ? Dtype::float64 : Dtype::float32;
   if (scale) params.scale = float_of(kPartials, "scale", *scale, tensors[0]);
+  params.known = known_of(kPartials, known, table, tensors[0]);
   const Tensor partials = allocate_partials(kPartials, table, tensors[0], params);
   run_on(
       kPartials, tensors[0], [&](void* stream) { return grad_norm_partials_cuda(params, stream); },
@@ -210,10 +223,13 @@ std::tuple<Tensor, Tensor, Tensor> check_of(const char* op, Norm n, int64_t tens
 }
 
 std::tuple<Tensor, Tensor, Tensor> grad_check(Tensors tensors, double p, Tensor scale, double max_norm,
-                                              Tensor found_inf, Tensor bad_counts) {
+                                              Tensor found_inf, Tensor bad_counts, int64_t total_elems,
+                                              std::optional<Tensor> known) {
   check_max_norm(kCheck, max_norm);
-  return check_of(kCheck, norm_of(kCheck, tensors, p), static_cast<int64_t>(tensors.size()), scale, max_norm, found_inf,
-                  bad_counts);
+  if (total_elems < 0) refuse(kCheck, "total_elems", "a number >= 0", std::to_string(total_elems));
+  Norm n = norm_of(kCheck, tensors, p, total_elems);
+  n.params.known = known_of(kCheck, known, n.table, tensors[0]);
+  return check_of(kCheck, std::move(n), static_cast<int64_t>(tensors.size()), scale, max_norm, found_inf, bad_counts);
 }
 
 Tensor grad_table(Tensors tensors) { return table_of(kTable, tensors, address_to_read).words; }
@@ -270,12 +286,15 @@ WARPSMITH_SCHEMAS(m) {
   // The halves of grad_norm, for tensors on several ranks, and the elements of a chunk there. total_elems: of the
   // tensors of all ranks. Equal bits to grad_norm's, where the partials are joined in the order of its chunks.
   m.def("grad_norm_chunk_elems(Tensor like, int total_elems) -> int");
-  m.def("grad_norm_partials(Tensor[] tensors, float p, int total_elems, Tensor? scale=None) -> Tensor");
+  // known: what grad_norm_partials gave for the same tensors without a scale. Chunks whose sum was finite are not read.
+  m.def(
+      "grad_norm_partials(Tensor[] tensors, float p, int total_elems, Tensor? scale=None, Tensor? known=None)"
+      " -> Tensor");
   m.def("grad_norm_finish(Tensor partials, float p, bool wide) -> (Tensor norm, Tensor power_sum)");
   m.def("clip_grads(Tensor(a!)[] tensors, Tensor norm, float max_norm) -> ()");
   m.def(
-      "grad_check(Tensor[] tensors, float p, Tensor scale, float max_norm, Tensor(a!) found_inf, Tensor(b!) bad_counts)"
-      " -> (Tensor norm, Tensor power_sum, Tensor grad_scale)");
+      "grad_check(Tensor[] tensors, float p, Tensor scale, float max_norm, Tensor(a!) found_inf, Tensor(b!) bad_counts,"
+      " int total_elems=0, Tensor? known=None) -> (Tensor norm, Tensor power_sum, Tensor grad_scale)");
   // The same for gradients that stay where they are: their table, then checks of it.
   m.def("grad_table(Tensor[] tensors) -> Tensor");
   m.def(

@@ -330,6 +330,47 @@ TEST(a_check_reads_finite_gradients_once) {
   });
 }
 
+// What a reduction has summed is not read again, but for chunks whose squares are too large without the scale.
+TEST(known_sums_give_the_bits_of_a_check_that_reads) {
+  const SeedsAtMost few(2);
+  for (const float scale : {1.0f, 3000.0f, 0x1p16f})
+    for (const float planted : {1.0f, 0x1p70f, INFINITY}) {
+      Norms n;
+      n.add(Dtype::float32, 9001, 1);
+      n.add(Dtype::bfloat16, 4097);
+      n.add(Dtype::float16, 0);
+      n.grads[1]->set(4096, planted);
+      n.build();
+      Found f(3, scale), want(3, scale);
+      expect_ok(n.check_gradients(NormOrder::two, 1.0, want.scale, want.grad_scale, want.found_inf, want.bad_counts));
+      const float norm = n.norm[0];
+      const double power_sum = n.power_sum[0];
+      Buffer<double> known(static_cast<size_t>(n.chunk_count)), partials(static_cast<size_t>(n.chunk_count));
+      GradNormParams sums{n.tensors(),   n.chunks(),     n.chunk_count,  known.data(), n.power_sum.data(),
+                          n.norm.data(), Dtype::float32, NormOrder::two, nullptr};
+      expect_ok(grad_norm_partials_cuda(sums, nullptr));
+      sums.partials = partials.data();
+      sums.scale = f.scale.data();
+      sums.known = known.data();
+      under_every_seed([&] {
+        f.reset(), partials.poison(), n.norm.poison(), n.power_sum.poison();
+        expect_ok(grad_check_cuda(
+            {sums, f.scale.data(), 1.0, f.grad_scale.data(), f.found_inf.data(), f.bad_counts.data(), 3}, nullptr));
+        expect_equal("norm", n.norm[0], norm);
+        expect_equal("power sum", n.power_sum[0], power_sum);
+        expect_equal("divisor", f.grad_scale[0], want.grad_scale[0]);
+        expect_equal("found_inf", f.found_inf[0], want.found_inf[0]);
+        expect_equal("skipped", f.found_inf[0],
+                     planted > 0x1p60f && (scale == 1.0f || planted > 0x1p80f) ? 1.0f : 0.0f);
+        for (size_t i = 0; i < 3; ++i) expect_equal("bad values", f.bad_counts[i], want.bad_counts[i]);
+        // Each thread of a chunk reads its known sum, then found_inf; those of the finish read the scale.
+        if (planted == 1.0f)
+          expect_bytes({.read = (8 + 4) * kThreadsOfABlock * n.chunk_count + n.chunk_count * 8 + 4 * 512,
+                        .written = n.chunk_count * 8 + 8 + 4 + 4 + 4});
+      });
+    }
+}
+
 TEST(bad_values_are_counted_tensor_by_tensor) {
   const SeedsAtMost few(3);
   for (const bool unscales : {false, true})

@@ -11,6 +11,7 @@
 //
 //   clip:    one block per chunk multiplies in place (reads and writes every element); factor 1: returns at once.
 //   check:   the norm; only if it is not finite, one block per chunk counts the elements that are not (reads them all).
+//            Of chunks with a known sum it reads the sum, and elements only if the sum is not finite.
 //   unscale: multiplies in place, and counts elements that are not finite.
 namespace warpsmith::grad_norm {
 
@@ -76,6 +77,13 @@ template <class T> __device__ __forceinline__ bool aligned(const T* x) {
 template <NormOrder order> __global__ void __launch_bounds__(kThreads)
     partial_sums(const __grid_constant__ GradNormParams p) {
   WARPSMITH_SHARED(float, scratch, kThreads / 32);
+  if (p.known) {
+    const double known = device::load(p.known + blockIdx.x);
+    if (is_finite(known)) {
+      if (threadIdx.x == 0) device::store(p.partials + blockIdx.x, known);
+      return;
+    }
+  }
   float sums[1] = {};
   // The largest element needs no factor.
   const float factor = order != NormOrder::infinity && p.scale ? inverse_power_of_two(device::load(p.scale)) : 1.0f;

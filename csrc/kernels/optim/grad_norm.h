@@ -38,6 +38,9 @@ struct GradNormParams {
   // of two below it before it sums, and multiplies back in float64. Neither changes a bit of a normal number, and
   // squares overflow float32 only if those of the unscaled gradients would.
   const float* scale;
+  // [chunk_count], or null: sums of the chunks, taken before and without a scale. A chunk whose known sum is finite is
+  // not read: `partials` gets the known sum.
+  const double* known = nullptr;
 };
 
 // Multiplies every element by min(1, max_norm / (norm + 1e-6)). Reads and writes nothing if that is 1.

@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 
 from warpsmith.amp._gradients import BadCounts, Gradient, Verdict, gradients, groups
 from warpsmith.ops._grad_norm import GradientTable, check_table, table_of_gradients
+from warpsmith.optim._known_sums import has_sums
 from warpsmith.optim._multi_tensor import MultiTensorOptimizer
 from warpsmith.optim._plan import Plan
+from warpsmith.optim._tensor_list import all_params
 
 
 class _Places(NamedTuple):
@@ -50,7 +52,9 @@ class KeptTable:
     @torch.no_grad()
     def check(self, op: str, optimizer: Optimizer, scale: Tensor, p: float, max_norm: float) -> Verdict | None:
         """What ``_gradients.check`` says, in three launches and without a look of Python at any gradient. None where
-        one table is not enough."""
+        one table is not enough, or a reduction has kept sums, by which the device need not read the gradients."""
+        if has_sums(all_params(optimizer.param_groups)):
+            return None
         places = _places(optimizer)
         if places is None:
             return None

@@ -173,7 +173,7 @@ class GradScaler(torch.amp.GradScaler):
         if verdict is not None:
             state["found_inf_per_device"] = {scale.device: verdict.found_inf}
         elif grads := _gradients.gradients(f"{_OP}.step", optimizer):
-            verdict = _gradients.check(grads, scale)
+            verdict = _gradients.check_elements(grads, scale)
             state["found_inf_per_device"] = self._note(optimizer, verdict.found_inf, verdict.bad)
         return state["found_inf_per_device"]
 
@@ -188,7 +188,8 @@ class GradScaler(torch.amp.GradScaler):
         .. math::
             g \leftarrow \frac{\tilde g}{s} \min\Big(1, \frac{\text{max\_norm}}{\|\tilde g / s\| + 10^{-6}}\Big)
 
-        The norm and the check for infinite and NaN elements read the gradients once; unscaling and clipping happen in
+        The norm and the check for infinite and NaN elements read the gradients once (not at all where the reduction has
+        kept their sums: :func:`warpsmith.distributed.accurate_hook`); unscaling and clipping happen in
         the registers of the optimizer's kernel, so that ``step`` is the second and last pass over them. The gradients
         stay scaled. Call it between backward and ``step``, without :meth:`unscale_` before or with it, once a step.
         Optimizers that do not divide by ``grad_scale`` themselves get unscaled and clipped gradients at once.
