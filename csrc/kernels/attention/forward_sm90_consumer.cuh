@@ -130,7 +130,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   // Turns the scores of a masked visit into probabilities, under a base that follows the maximum.
   __device__ __forceinline__ void masked_softmax(const MaskPlace& m, float (&factor)[2]) {
     cap();
-    if constexpr (tile.biased) biases(m.first_key).add_edge(s);
+    if constexpr (tile.biased()) biases(m.first_key).add_edge(s);
     mask_scores(s, p.window, query, m.first_key, lane, m.shift, m.keys);
     softmax.raise_base(s, p.scale_log2, factor);
     softmax.exponentials_in_place(s, p.scale_log2);
@@ -144,8 +144,8 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       }
     }
   }
-  using Biases = QueryBiases<T, tile.block_keys>;
-  __device__ __forceinline__ Biases biases(int first_key) const {
+  using StepBiases = QueryBiases<T, tile.block_keys, tile.biases>;
+  __device__ __forceinline__ StepBiases biases(int first_key) const {
     return {p.biases, t->sequence, t->head, query, t->queries, first_key + lane % 4 * 2, t->keys, t->shift};
   }
   // The parts that the Philox calls of a step share. Computed in every step, because there are no registers to keep
@@ -193,10 +193,10 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     [[maybe_unused]] const RowDropout dropout = row_dropout();
     const int values = start_step(old, [&] {
       if constexpr (tile.dropout) make_gates(dropout, first_key, probabilities);
-      if constexpr (tile.biased) biases(first_key).load(probabilities);
+      if constexpr (tile.biased()) biases(first_key).load(probabilities);
     });
     cap();
-    if constexpr (tile.biased) biases(first_key).add(s, probabilities);
+    if constexpr (tile.biased()) biases(first_key).add(s, probabilities);
     float sums[2], factor[2];
     softmax.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
     const bool outgrown = __any_sync(0xffffffffu, Softmax::outgrown(sums));
@@ -204,7 +204,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       if constexpr (tile.dropout) Softmax::gates_again(probabilities);
       softmax.raise_base(s, p.scale_log2, factor);
       Softmax raised = softmax;
-      if constexpr (tile.biased) raised.give_base();
+      if constexpr (tile.biased()) raised.give_base();
       raised.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
     }
     softmax.sum[0] += sums[0];
@@ -339,20 +339,8 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       clear_output();
       first_step(probabilities);
       int visit = 1;
-      if constexpr (tile.biased) {
-        // Lazy steps come in pairs. An odd one goes through the code for masked steps, which saves a third copy of the
-        // code that adds biases.
-        const int one_by_one = masked + (visits - masked) % 2;
-        for (; visit < one_by_one; ++visit) masked_step(visit, probabilities);
-        Probabilities next;
-        for (; visit < visits; visit += 2) {
-          lazy_step(visit, probabilities, next);
-          lazy_step(visit + 1, next, probabilities);
-        }
-      } else {
-        for (; visit < masked; ++visit) masked_step(visit, probabilities);
-        for (; visit < visits; ++visit) following_step(probabilities);
-      }
+      for (; visit < masked; ++visit) masked_step(visit, probabilities);
+      for (; visit < visits; ++visit) following_step(probabilities);
       last_product(probabilities);
       n = device::load(&t->number) + 1;
       hand_over(finish_tile());

@@ -121,7 +121,7 @@ __device__ __forceinline__ void describe_tile(const ForwardParams& p, const Tile
     device::store(&t->dropout_row,
                   attention_dropout_row(row_block, first_query / kAttentionDropoutQueries, p.heads, at.head));
   }
-  if constexpr (tile.biased)
+  if constexpr (tile.biased())
     device::store(&t->sequence, min(at.batch, p.batch - 1));  // tokens of no sequence have no slope
   device::store(&t->lse, lse);
   device::store(&t->visits, plan.blocks);
