@@ -309,13 +309,13 @@ def weights_of_chunks(op, length, d):
     return torch.cat(chunks, -1)[..., :length]
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("p", "causal"), [(0.3, False), (0.3, True), (0.002, False), (0.9999, False)])
 @pytest.mark.parametrize("d", [64, 128])
-def test_hopper_and_portable_kernels_drop_the_same_weights(d, causal):
+def test_hopper_and_portable_kernels_drop_the_same_weights(d, p, causal):
     """Every decision of forward and backward, with equal logits: against the definition and against the portable
     kernels, which take the float32."""
     b, h, sq, sk = 2, 3, 200, 330
-    options = {"dropout_p": 0.3, "seed": SEED.cuda(), "causal": causal}
+    options = {"dropout_p": p, "seed": SEED.cuda(), "causal": causal}
 
     def forward(dtype):
         q, k = (torch.zeros(b, n, h, d, device="cuda", dtype=dtype) for n in (sq, sk))
@@ -336,7 +336,7 @@ def test_hopper_and_portable_kernels_drop_the_same_weights(d, causal):
 
         return weights_of_chunks(op, sq, d).transpose(2, 3)
 
-    kept = dropout_mask(SEED.cuda(), torch.arange(b, device="cuda") * ((sq + 15) // 16), h, sq, sk, 0.3)
+    kept = dropout_mask(SEED.cuda(), torch.arange(b, device="cuda") * ((sq + 15) // 16), h, sq, sk, p)
     if causal:
         kept &= torch.ones(sq, sk, device="cuda").tril(sk - sq).bool()
     for made_by in (forward, backward):
