@@ -247,6 +247,22 @@ def test_accumulation_in_the_step():
     assert same(expected, losses) and same(eager.tensors(), graphed.tensors())
 
 
+def test_inputs_that_are_freed_after_each_step():
+    """The memory that the capture was given is used for other things, and replays read none of it."""
+    eager, graphed = Training(), Training()
+    inputs = batches("mlp", torch.float32)
+    expected = run(eager, inputs)
+    step = CapturedStep(graphed.step, state=graphed.state)
+    torch.manual_seed(5)
+    losses = []
+    for batch in inputs:
+        mine = batch.clone()
+        losses.append(step(mine))
+        mine.untyped_storage().resize_(0)
+        torch.full((1 << 20,), torch.nan, device="cuda")
+    assert step.fallback_reason is None and same(expected, losses) and same(eager.tensors(), graphed.tensors())
+
+
 @pytest.mark.parametrize("how", ["item", "synchronize"])
 def test_what_prevents_a_capture_is_named(how):
     """A wait that torch tells of is found before the capture; another one fails it. Eager steps go on, bit for bit."""

@@ -406,6 +406,50 @@ def test_changes_between_steps_are_noticed(graphs):
     assert graphs[0].captures == graphs[0].forgotten + 1 == 7 and step.fallback_reason is None
 
 
+def test_a_step_that_nobody_watches(graphs, monkeypatch):
+    """Learning rates are followed all the same; what else a capture fixes is up to forget()."""
+    eager, graphed, inputs = Training(), Training(), batches(16)
+    for training in (eager, graphed):
+        training.state[3:], training.schedule = [], SimpleNamespace(step=lambda: None)
+    captured = graphed.captured(watch=False)
+    looks, changed = [], StepState.changed
+    monkeypatch.setattr(StepState, "changed", lambda self: looks.append(1) or changed(self))
+    for training, step in ((eager, eager.step), (graphed, captured)):
+        torch.manual_seed(5)
+        for i, batch in enumerate(inputs):
+            training.optimizer.param_groups[0]["lr"] = 0.01 * (i + 1)
+            if i == 6:
+                del looks[:]
+            if i == 10:
+                assert not looks
+                training.model.eval()
+                if training is graphed:
+                    captured.forget()
+            training.last = step(batch)
+    assert captured.fallback_reason is None and graphs[0].captures == 2
+    assert bitwise_equal(eager.last.detach(), graphed.last) and same(eager.tensors(), graphed.tensors())
+    training.model.train()  # a replay would have dropout's numbers, or not: nobody looks
+    graphed.model[0].weight.grad = torch.ones_like(graphed.model[0].weight)
+    captured(inputs[0])
+    assert graphs[0].captures == 2
+
+
+def test_inputs_that_are_freed_after_each_step(graphs):
+    """Captures own what they read: replays have the bits of eager steps when the caller's memory is gone."""
+    eager, graphed, inputs = Training(), Training(), batches()
+    expected = run(eager.step, inputs)
+    captured = graphed.captured()
+    torch.manual_seed(5)
+    losses = []
+    for batch in inputs:
+        mine = batch.clone()
+        losses.append(captured(mine))
+        mine.fill_(torch.nan)
+        mine.untyped_storage().resize_(0)
+    assert graphs[0].replays > len(inputs) - 4 and captured.fallback_reason is None
+    assert same(expected, losses) and same(eager.tensors(), graphed.tensors())
+
+
 def test_a_number_that_changes_all_the_time_keeps_steps_eager(graphs):
     training = Training()
     step = training.captured(self_test=0)

@@ -80,6 +80,10 @@ class CapturedStep:
             parameters, buffers, states, scaler, gradients and random numbers are as before. Needs memory for two copies
             of the state; they lie on the host if the device has no room. 0 leaves the comparison out.
         max_buckets: kinds of inputs (shapes, dtypes, other values) that are captured. One more is refused.
+        watch: False leaves out, before a replay, the look at what a capture fixes, whose time grows with the number of
+            parameters: all of the paragraphs below on what is noticed, and the error for gradients that are there
+            before the step, are then up to you. After such a change call :meth:`forget`. Hyperparameters that kernels
+            read on the device are brought up to date all the same.
         generators: random generators on the device that the step uses beside torch's default one.
         fallback: False raises :class:`CaptureError` where a step on a GPU would run eagerly for good.
 
@@ -133,6 +137,7 @@ class CapturedStep:
         warmup: int = 3,
         self_test: int = 3,
         max_buckets: int = 4,
+        watch: bool = True,
         generators: Sequence[torch.Generator] = (),
         fallback: bool = True,
     ) -> None:
@@ -145,6 +150,7 @@ class CapturedStep:
             _check.refuse(_OP, "state", "a list of what the step changes, such as [model, optimizer]", str(state))
         self._step_fn, self._given = step_fn, list(state)
         self._warmup, self._tests, self._most, self._fallback = warmup, self_test, max_buckets, fallback
+        self._watch = bool(watch)
         self.fallback_reason: str | None = None
         self.self_test_result: str | None = None
         self._graphs: CudaGraphs | None = None
@@ -182,13 +188,8 @@ class CapturedStep:
         self._values = DeviceValues(optimizers, self._graphs.device)
         return StepState(self._roots(), self._graphs.device, self._values.holds)
 
-    def _notice_changes(self) -> None:
-        """Drops all captures if something is not as they have fixed it."""
-        if self._state is None:
-            return
-        changed = self._state.changed() or self._values.refresh()
-        if changed is None:
-            return
+    def forget(self) -> None:
+        """Drops all captures: two steps of each kind of inputs are eager, and the next one is captured anew."""
         self._state = None
         for bucket in self._buckets.values():
             if bucket.replay is not None:
@@ -196,6 +197,15 @@ class CapturedStep:
                 bucket.eager_steps = 2  # a schedule may put its learning rate back first
         if self._graphs is not None:
             self._graphs.forget()
+
+    def _notice_changes(self) -> None:
+        """Drops all captures if something is not as they have fixed it."""
+        if self._state is None:
+            return
+        changed = (self._state.changed() if self._watch else None) or self._values.refresh()
+        if changed is None:
+            return
+        self.forget()
         self._recaptures += 1
         if self._recaptures > _RECAPTURES:
             self._give_up(f"what a capture fixes changed {self._recaptures} times, at last: {changed}")
@@ -343,7 +353,7 @@ class CapturedStep:
             raise _CannotCapture(str(difference)) from difference
 
     def _replay(self, bucket: _Bucket, leaves: Sequence[Any]) -> Any:
-        if bucket.without_gradients and _C.have_gradients(bucket.params):
+        if self._watch and bucket.without_gradients and _C.have_gradients(bucket.params):
             _check.refuse(
                 _OP, "gradients", "none before the step, as at its capture", "some: call zero_grad in the step"
             )

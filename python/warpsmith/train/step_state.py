@@ -223,10 +223,11 @@ class StepState:
             if entries:  # a key is another object, though equal
                 return None
             of_native.append((container, True, in_order))
-        # Nobody asks whether states of optimizers require gradients.
-        optimizers = [o for o in self.objects if isinstance(o, torch.optim.Optimizer)]
-        states = {id(t) for o in optimizers for state in o.state.values() for t in state.values()}
-        trained = [(t, now) for t, now in zip(self.tensors, self._trained, strict=True) if id(t) not in states]
+        # Nobody asks whether states of optimizers require gradients, or tensors in a list that do not.
+        modules = [o for o in self.objects if isinstance(o, nn.Module)]
+        of_modules = {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
+        pairs = zip(self.tensors, self._trained, strict=True)
+        trained = [(t, now) for t, now in pairs if now or id(t) in of_modules or isinstance(t, nn.Parameter)]
         tensors, flags = [t for t, _ in trained], [now for _, now in trained]
         return _C.StepWatch(of_native, self.parts, self._addresses, tensors, flags, ADDRESS_READER)
 
