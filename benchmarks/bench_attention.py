@@ -6,7 +6,6 @@ half of it with a causal mask. All contenders get tensors in bshd; torch's funct
 """
 
 import contextlib
-import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -95,12 +94,11 @@ def tokens(*tensors):
 
 @contextlib.contextmanager
 def portable_alone():
-    library = ctypes.CDLL(next(path for path in torch.ops.loaded_libraries if "warpsmith_ops" in path))
-    library.warpsmith_attention_portable_alone(1)
+    torch.ops.warpsmith._attention_portable_alone(True)
     try:
         yield
     finally:
-        library.warpsmith_attention_portable_alone(0)
+        torch.ops.warpsmith._attention_portable_alone(False)
 
 
 def kernels_of(name):

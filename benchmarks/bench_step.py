@@ -7,13 +7,14 @@ host has launched a step, without waiting for the device.
 
 import functools
 import time
+import traceback
 import warnings
 from types import SimpleNamespace
 
 import torch
 from warpsmith.testing import time_cpu
-from warpsmith.testing.gpu_timer import Timing
-from warpsmith.testing.rows import OURS, make_rows
+from warpsmith.testing.gpu_timer import Timing, first_line
+from warpsmith.testing.rows import OURS, Row, make_rows
 from warpsmith.train import CapturedStep
 
 from benchmarks.bench_gpt2 import TINY, example, one_step
@@ -65,20 +66,32 @@ def contenders_of(make, device, tiny):
     return {OURS: (captured, graphed.batch), "eager": (eager.step, eager.batch)}, captured
 
 
+def rows_of(name, make, device, options):
+    """The rows of one script. Where its step cannot be captured, ours have the reason in place of a time."""
+    tiny = options.quick or device == "cpu"
+    steps = 1 if options.quick else IN_A_ROW[device]
+    contenders, captured = contenders_of(make, device, tiny)
+    why = captured.fallback_reason if device == "cuda" else None
+    if why is not None:
+        del contenders[OURS]
+    refused = {} if why is None else {OURS: Timing(None, error=why)}
+    calls = {who: functools.partial(in_a_row, *what, steps) for who, what in contenders.items()}
+    timings = time_cpu(calls, rounds=options.samples, budget_s=BUDGET_S[device])
+    cell = ("captured_step", name, "mixed")
+    rows = make_rows(*cell, "step", refused | {who: one_step(t, steps) for who, t in timings.items()})
+    if options.samples:
+        host = {who: host_ms(*what, device, 2 * steps + 1) for who, what in contenders.items()}
+        rows += make_rows(*cell, "host", refused | host)
+    return rows
+
+
 def run(device, options):
     rows = []
     makers = {**SCRIPTS, "gpt2": gpt2}
     for name in options.shapes(device, tuple(makers), ("policy gradient",), "policy gradient"):
-        tiny = options.quick or device == "cpu"
-        steps = 1 if options.quick else IN_A_ROW[device]
-        contenders, captured = contenders_of(makers[name], device, tiny)
-        if captured.fallback_reason is not None and device == "cuda":
-            raise RuntimeError(f"{name}: {captured.fallback_reason}")
-        calls = {who: functools.partial(in_a_row, *what, steps) for who, what in contenders.items()}
-        timings = time_cpu(calls, rounds=options.samples, budget_s=BUDGET_S[device])
-        cell = ("captured_step", name, "mixed")
-        rows += make_rows(*cell, "step", {who: one_step(t, steps) for who, t in timings.items()})
-        if options.samples:
-            host = {who: host_ms(*what, device, 2 * steps + 1) for who, what in contenders.items()}
-            rows += make_rows(*cell, "host", host)
+        try:
+            rows += rows_of(name, makers[name], device, options)
+        except Exception as error:  # the other scripts keep their rows
+            traceback.print_exc()
+            rows.append(Row("captured_step", name, "mixed", "step", OURS, None, note=first_line(error)))
     return rows

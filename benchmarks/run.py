@@ -24,6 +24,8 @@ if __package__ in (None, ""):
 
 import torch  # noqa: E402
 from warpsmith.testing import Row, environment, format_table, write_json  # noqa: E402
+from warpsmith.testing.gpu_timer import NOT_TIMED  # noqa: E402
+from warpsmith.testing.rows import OURS  # noqa: E402
 
 from benchmarks import rivals, warm  # noqa: E402
 from benchmarks.cells import Options, compile_seconds, runners  # noqa: E402
@@ -82,6 +84,12 @@ def run_op(op, device, settings):
     return rows
 
 
+def without_our_time(rows):
+    """Cells in which our own contender failed, each with its error."""
+    failed = (r for r in rows if r.contender == OURS and r.value is None and r.note != NOT_TIMED.error)
+    return list(dict.fromkeys(f"{r.shape}: {r.note}" for r in failed))
+
+
 def context_is_lost():
     """Whether the GPU answers nothing any more, as after an illegal access in some contender's kernel."""
     try:
@@ -125,7 +133,9 @@ def main(arguments=None):
             facts["rivals"] = rivals.installed()
         load = HostLoad()
         try:
-            rows += run_op(op, device, settings)
+            of_op = run_op(op, device, settings)
+            rows += of_op
+            facts["failed"] += [f"{op} on {device}: {cell}" for cell in without_our_time(of_op)]
         except Exception:
             traceback.print_exc()
             facts["failed"].append(f"{op} on {device}")

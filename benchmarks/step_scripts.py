@@ -88,12 +88,17 @@ def match(cost: Tensor) -> Tensor:
     return torch.cat(chosen, dim=1)
 
 
+def area(sides: Tensor) -> Tensor:
+    """Width times height. The backward of ``prod(-1)`` would ask the device how many factors are 0."""
+    return sides[..., 0] * sides[..., 1]
+
+
 def box_loss(a: Tensor, b: Tensor) -> Tensor:
     """1 - generalized IoU of boxes (centre, size), element by element."""
     (a0, a1), (b0, b1) = ((x[..., :2] - x[..., 2:] / 2, x[..., :2] + x[..., 2:] / 2) for x in (a, b))
-    inner = (torch.minimum(a1, b1) - torch.maximum(a0, b0)).clamp(min=0).prod(-1)
-    outer = (torch.maximum(a1, b1) - torch.minimum(a0, b0)).prod(-1)
-    union = a[..., 2:].prod(-1) + b[..., 2:].prod(-1) - inner
+    inner = area((torch.minimum(a1, b1) - torch.maximum(a0, b0)).clamp(min=0))
+    outer = area(torch.maximum(a1, b1) - torch.minimum(a0, b0))
+    union = area(a[..., 2:]) + area(b[..., 2:]) - inner
     return 1 - inner / union.clamp(min=1e-6) + (outer - union) / outer.clamp(min=1e-6)
 
 

@@ -5,6 +5,7 @@
 #include "common/visit_dtype.h"
 #include "cpu/optim_loops.h"
 #include "kernels/optim/average.h"
+#include "kernels/optim/contraction.h"
 
 namespace warpsmith {
 namespace {
@@ -15,7 +16,7 @@ constexpr int64_t kGrainChunks = 4;  // fewer are done before another thread is 
 #define WARPSMITH_DTYPE(P)                                                                                 \
   WARPSMITH_VECTORIZE void average_chunk(Arithmetic<P>* __restrict__ average, const P* __restrict__ value, \
                                          int64_t count, Arithmetic<P> weight) {                            \
-    for (int64_t i = 0; i < count; ++i) average[i] = averaged(average[i], to_float(value[i]), weight);     \
+    for (int64_t i = 0; i < count; ++i) average[i] = lerp(average[i], to_float(value[i]), weight);         \
   }
 WARPSMITH_DTYPE(float)
 WARPSMITH_DTYPE(float16)

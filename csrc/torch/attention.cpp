@@ -244,5 +244,13 @@ WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl("attention_backward", TORCH_BOX(&backward));
 }
 
+#ifdef WARPSMITH_CUDA
+WARPSMITH_SCHEMAS(m) { m.def("_attention_portable_alone(bool on) -> ()"); }
+
+STABLE_TORCH_LIBRARY_IMPL(warpsmith, CompositeExplicitAutograd, m) {
+  m.impl("_attention_portable_alone", TORCH_BOX(&attention_portable_alone));
+}
+#endif
+
 }  // namespace
 }  // namespace warpsmith

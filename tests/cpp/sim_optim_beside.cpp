@@ -3,6 +3,7 @@
 // What a step does beside its own: averages, copies, gradients that become zero.
 #include "harness.h"
 #include "kernels/optim/average.h"
+#include "kernels/optim/contraction.h"
 #include "optim_mixed.h"
 
 namespace warpsmith::test {
@@ -43,7 +44,7 @@ void check_beside(size_t elems, const Offsets& offset, bool averages_param) {
           expect(missing || to_float(m.grad[i]) == 0, "a gradient that is not 0");
           float value = to_float(m.param[i]);
           if (M::kMaster && !averages_param) value = m.master[i];
-          expect_equal("average", average[i], skips ? before[i] : averaged(before[i], value, weight));
+          expect_equal("average", average[i], skips ? before[i] : lerp(before[i], value, weight));
           if (!M::kMaster && !skips && !missing)
             expect_equal("copy", copy[i].bits, from_float<float16>(to_float(m.param[i])).bits);
         }

@@ -66,6 +66,21 @@ def test_a_benchmark_that_breaks_does_not_stop_the_others(toy_benchmarks, tmp_pa
     assert len(json.loads(out.read_text())["rows"]) == 2
 
 
+def test_a_cell_without_our_time_fails_the_run_and_keeps_its_row(toy_benchmarks, tmp_path, monkeypatch, capsys):
+    from warpsmith.testing import Row
+
+    def rows(device, options):
+        cell = ("good", "big", "float32", "forward")
+        return [Row(*cell, "warpsmith", None, note="no room"), Row(*cell, "torch", None, note="no room either")]
+
+    monkeypatch.setattr(toy_benchmarks.run, "runners", lambda: {"good": rows})
+    out = tmp_path / "rows.json"
+    assert toy_benchmarks.run.main(["--device", "cpu", "--json", str(out), "--op", "good"]) == 1
+    read = json.loads(out.read_text())
+    assert len(read["rows"]) == 2 and read["environment"]["failed"] == ["good on cpu: big: no room"]
+    assert "no room" in capsys.readouterr().out.splitlines()[-2]
+
+
 def test_a_lost_gpu_costs_one_benchmark(toy_benchmarks, tmp_path, monkeypatch):
     """The process is replaced by one that has the other ops still to do."""
     started = []

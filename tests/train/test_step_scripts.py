@@ -1,5 +1,7 @@
 """The scripts of the benchmark learn without a wait of the host, and captured steps have rows beside eager ones."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from warpsmith.train import sync_audit
@@ -9,10 +11,11 @@ from benchmarks.cells import Options
 from benchmarks.step_scripts import SCRIPTS, match
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, "gpt2"])
 def test_a_script_steps_without_a_wait(name):
+    """Its backward neither: torch's formulas of some gradients, as prod's, read a number of the device."""
     torch.manual_seed(0)
-    script = SCRIPTS[name]("cpu", tiny=True)
+    script = {**SCRIPTS, "gpt2": bench_step.gpt2}[name]("cpu", tiny=True)
     before = [p.detach().clone() for p in script.state[0].parameters()]
     with sync_audit("cpu") as audit:
         losses = [script.step(*script.batch).detach() for _ in range(20)]
@@ -37,3 +40,28 @@ def test_the_benchmark_has_both_ways():
         (direction, who) for direction in ("step", "host") for who in ("warpsmith", "eager")
     }
     assert all(r.value is not None for r in rows)
+
+
+def test_a_script_that_cannot_be_captured_has_its_reason(monkeypatch):
+    """And one that breaks leaves the rows of the others."""
+
+    def stand_in(make, device, tiny):
+        if make is bench_step.gpt2:
+            raise RuntimeError("boom")
+        calls = {who: (lambda: torch.ones(()), ()) for who in ("warpsmith", "eager")}
+        return calls, SimpleNamespace(fallback_reason="a.py:1: x.item(): the host waits for the device")
+
+    monkeypatch.setattr(bench_step, "contenders_of", stand_in)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(bench_step, "BUDGET_S", {"cuda": 0.01})
+    rows = bench_step.run("cuda", Options(rounds=3))
+    ours = {(r.shape, r.direction): r for r in rows if r.contender == "warpsmith"}
+    assert {shape for shape, _ in ours} == {*SCRIPTS, "gpt2"} and all(r.value is None for r in ours.values())
+    assert (
+        ours["detector", "step"].note
+        == ours["detector", "host"].note
+        == "a.py:1: x.item(): the host waits for the device"
+    )
+    assert ours["gpt2", "step"].note == "RuntimeError: boom"
+    eager = [r for r in rows if r.contender == "eager"]
+    assert len(eager) == 2 * len(SCRIPTS) and all(r.value is not None for r in eager)

@@ -11,11 +11,9 @@ namespace {
 std::atomic<bool> portable_alone{false};
 }
 
-// For tests and benchmarks on a Hopper GPU: with `on`, the whole process runs the portable kernels, as other GPUs do.
-// Must not change between a forward and its backward.
-extern "C" void warpsmith_attention_portable_alone(int on) { portable_alone = on != 0; }
-
 namespace warpsmith {
+
+void attention_portable_alone(bool on) { portable_alone = on; }
 
 namespace {
 #if defined(WARPSMITH_SM90A) || defined(WARPSMITH_SIM)

@@ -152,6 +152,10 @@ int64_t attention_backward_workspace_cpu(const AttentionBwdParams& params);
 
 Status attention_forward_cuda(const AttentionFwdParams& params, void* stream);
 Status attention_backward_cuda(const AttentionBwdParams& params, void* stream);
+
+// For tests and benchmarks on a Hopper GPU: with `on`, the whole process runs the portable kernels, as other GPUs do.
+// Must not change between a forward and its backward.
+void attention_portable_alone(bool on);
 Status attention_forward_cpu(const AttentionFwdParams& params, const Parallel& parallel);
 Status attention_backward_cpu(const AttentionBwdParams& params, const Parallel& parallel);
 

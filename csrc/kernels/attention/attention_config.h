@@ -130,7 +130,6 @@ struct AttentionKernelProblem {
   bool bias_of_dtype = true;      // else float32 beside 16 bits
   bool pairs_of_keys = true;      // of bias and mask: keys 2 i and 2 i + 1 are aligned pairs of elements
   bool scale_has_inverse = true;  // softmax_scale is at least 2^-64
-  bool drops_nearly_all = false;  // dropout.scale above 1,024
   bool positive_scale = true;
   bool aligned = true;     // for TMA: addresses and strides are multiples of 16 bytes, strides in (0, 2^40)
   bool vectors = true;     // addresses and strides are multiples of 16 bytes
@@ -244,8 +243,6 @@ constexpr AttentionBackwardChoice choose_attention_backward_sm90(const Attention
   if (c.why == nullptr) c.why = attention::reason_against_biases(p);
   if (c.why == nullptr && p.softcap) c.why = "softcap";
   if (c.why == nullptr && p.dropout && wide) c.why = "dropout with head dimensions above 128";
-  // The kernel multiplies the probabilities by dropout.scale before it rounds them to T.
-  if (c.why == nullptr && p.drops_nearly_all) c.why = "dropout of more than 0.999";
   if (c.why != nullptr) return c;
   c.supported = true;
   if (wide) {

@@ -161,7 +161,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     // bit is always 0, because probabilities have no sign, and neither has the NaN of exp2.
     if constexpr (kMasksOneByOne && std::is_same_v<T, float16>)
       if (i >= 1) row ^= all[i - 1][3] & 0x80000000u;
-    dropout.pair_masks(row, p.dropout.threshold, pr[i]);
+    dropout.pair_masks(row, p.dropout.bytes, pr[i]);
   }
   __device__ __forceinline__ KeyDropout key_dropout() const {
     return KeyDropout(p.dropout, t->first_key + group * 64 + warp * 16, lane);
@@ -176,7 +176,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   __device__ __forceinline__ void keep_masks_before_wait() {
     uint32_t x = 0;
 #pragma unroll
-    for (const auto& four : pr) x ^= four[0] ^ four[2];
+    for (const auto& four : pr) x ^= four[0] ^ four[1];
     device::keep_before_wait(__uint_as_float(x & 0x7fffffffu), shared.statistics(0));
   }
   // p = 2^(scale_log2 * s - lse), packed. With dropout, pr holds the masks and receives the kept probabilities.

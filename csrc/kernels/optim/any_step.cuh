@@ -4,6 +4,7 @@
 
 #include "kernels/optim/any_lanes.cuh"
 #include "kernels/optim/average.h"
+#include "kernels/optim/contraction.h"
 #include "kernels/optim/step.cuh"
 
 // One step of an optimizer for two cases: gradients may differ from their parameters in dtype, or the step does more
@@ -162,7 +163,7 @@ template <class F, unsigned kHas, int N> struct AnyTile {
 #pragma unroll
       for (int e = 0; e < N; ++e) {
         const float value = c.averages_param ? param.value(e, c.param.dtype) : kept.value(e, kWide);
-        moved.set(e, kWide, averaged(average.value(e, kWide), value, c.weight));
+        moved.set(e, kWide, lerp(average.value(e, kWide), value, c.weight));
       }
       moved.store(c.average, i);
     }
@@ -186,7 +187,7 @@ __device__ __forceinline__ void only_beside(const AnyChunk& c, bool skips) {
     AnyLanes<1> average, value;
     average.load(c.average, i);
     value.load(of, i);
-    average.set(0, kWide, averaged(average.value(0, kWide), value.value(0, of.dtype), c.weight));
+    average.set(0, kWide, lerp(average.value(0, kWide), value.value(0, of.dtype), c.weight));
     average.store(c.average, i);
   }
 }

@@ -3,6 +3,7 @@
 
 #include "device/vector.h"
 #include "kernels/optim/average.h"
+#include "kernels/optim/contraction.h"
 
 // Moving averages of any number of tensors of any mix of dtypes: one block a chunk. Reads average and value and writes
 // the average once: 12 bytes an element of float32 values, 10 of 16-bit ones. Elementwise: the result does not depend
@@ -22,7 +23,7 @@ template <int N, class P>
 __device__ __forceinline__ void average_chunk(float* average, const P* value, int elems, float weight) {
   constexpr int kWidth = kThreads * N;
   const int whole = elems / N * N;
-  const auto one = [&](float a, P v) { return averaged(a, device::to_float(v), weight); };
+  const auto one = [&](float a, P v) { return lerp(a, device::to_float(v), weight); };
   for (int begin = static_cast<int>(threadIdx.x) * N; begin < whole; begin += kVectors * kWidth) {
     device::Vector<float, N> a[kVectors];
     device::Vector<P, N> v[kVectors];

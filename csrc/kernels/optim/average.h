@@ -2,7 +2,6 @@
 #include <cstdint>
 
 #include "common/dtype.h"
-#include "common/host_device.h"
 #include "common/parallel.h"
 #include "common/status.h"
 #include "common/tensor_list.h"
@@ -32,10 +31,5 @@ struct AverageParams {
 
 Status average_cuda(const AverageParams& params, void* stream);
 Status average_cpu(const AverageParams& params, const Parallel& parallel);
-
-// average + weight (value - average), in two forms: one is exact at weight 0, the other gives value's bits at weight 1.
-template <class T> WARPSMITH_HOST_DEVICE T averaged(T average, T value, T weight) {
-  return weight < T(0.5) ? average + weight * (value - average) : value + (weight - T(1)) * (value - average);
-}
 
 }  // namespace warpsmith

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "common/host_device.h"
+#include "kernels/optim/contraction.h"
 #include "kernels/optim/optim_ops.h"
 
 // The step of each optimizer on one element: functors for the CPU and for kernels.
@@ -42,21 +43,6 @@ struct IeeeMath {
   template <class T> WARPSMITH_HOST_DEVICE static T quotient(T a, T b) { return a / b; }
 };
 
-// a b + c. Kernels ask for one rounding explicitly, because otherwise the surrounding code decides which products the
-// compiler contracts. On the CPU the compiler decides, for each loop as a whole.
-template <class T> WARPSMITH_HOST_DEVICE T product_plus(T a, T b, T c) {
-#if defined(__CUDA_ARCH__) || defined(WARPSMITH_SIM)
-  return std::fma(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
-// m + weight (g - m), in two forms: one is exact at weight 0, the other at weight 1.
-template <class T> WARPSMITH_HOST_DEVICE T lerp(T m, T g, T weight) {
-  return product_plus(weight < T(0.5) ? weight : weight - T(1), g - m, weight < T(0.5) ? m : g);
-}
-
 // m <- m + (1 - beta1) (g - m),  v <- beta2 v + (1 - beta2) g^2,  v_max <- max(v_max, v)
 // p <- p - lr / (1 - beta1^t) m / (sqrt(v or v_max) / sqrt(1 - beta2^t) + eps)
 // First the decay: decoupled p <- p (1 - lr weight_decay); otherwise g <- g + weight_decay p.
@@ -86,8 +72,8 @@ template <bool kDecoupled> struct AdamWithDecay {
   template <unsigned kHas, class T, class Math = IeeeMath>
   WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
     T &m = state[exp_avg], &v = state[exp_avg_sq];
-    T g = grad * s.grad_factor;
-    if constexpr (!kDecoupled) g = s.decay != T(0) ? p * s.decay + g : g;
+    T g = product(grad, s.grad_factor);
+    if constexpr (!kDecoupled) g = s.decay != T(0) ? product_plus(p, s.decay, g) : g;
     m = lerp(m, g, s.weight1);
     v = product_plus(s.weight2 * g, g, v * s.beta2);
     T second = v;
@@ -123,14 +109,14 @@ struct SGD {
 
   template <unsigned kHas, class T, class Math = IeeeMath>
   WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
-    T g = grad * s.grad_factor;
-    g = s.decay != T(0) ? p * s.decay + g : g;
+    T g = product(grad, s.grad_factor);
+    g = s.decay != T(0) ? product_plus(p, s.decay, g) : g;
     if constexpr (kHas & 1) {
       T& b = state[momentum_buffer];
-      b = g * s.weight + b * s.momentum;
-      g = s.nesterov != T(0) ? b * s.momentum + g : b;
+      b = product_plus(b, s.momentum, product(g, s.weight));
+      g = s.nesterov != T(0) ? product_plus(b, s.momentum, g) : b;
     }
-    p += g * s.minus_lr;
+    p = product_plus(g, s.minus_lr, p);
   }
 };
 
@@ -155,8 +141,8 @@ struct Lion {
   template <unsigned kHas, class T, class Math = IeeeMath>
   WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
     T& m = state[exp_avg];
-    const T g = grad * s.grad_factor;
-    p = p * s.decay - s.lr * sign(lerp(m, g, s.weight1));
+    const T g = product(grad, s.grad_factor);
+    p = product_plus(p, s.decay, -s.lr * sign(lerp(m, g, s.weight1)));
     m = lerp(m, g, s.weight2);
   }
 };
@@ -181,9 +167,9 @@ struct Adagrad {
 
   template <unsigned kHas, class T, class Math = IeeeMath>
   WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
-    T g = grad * s.grad_factor;
-    g = s.decay != T(0) ? p * s.decay + g : g;
-    state[sum] += g * g;
+    T g = product(grad, s.grad_factor);
+    g = s.decay != T(0) ? product_plus(p, s.decay, g) : g;
+    state[sum] = product_plus(g, g, state[sum]);
     p -= Math::quotient(s.step_size * g, Math::root(state[sum]) + s.eps);
   }
 };
@@ -214,20 +200,20 @@ struct RMSprop {
 
   template <unsigned kHas, class T, class Math = IeeeMath>
   WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
-    T g = grad * s.grad_factor;
-    g = s.decay != T(0) ? p * s.decay + g : g;
+    T g = product(grad, s.grad_factor);
+    g = s.decay != T(0) ? product_plus(p, s.decay, g) : g;
     T& v = state[square_avg];
-    v = v * s.alpha + s.weight * g * g;
+    v = product_plus(s.weight * g, g, v * s.alpha);
     T second = v;
     if constexpr ((kHas >> grad_avg) & 1) {
       T& a = state[grad_avg];
       a = lerp(a, g, s.weight);
-      second = v - a * a;
+      second = v - product(a, a);  // rounded as v is: with alpha 0 their difference is 0, never below it
     }
     T update = Math::quotient(g, Math::root(second) + s.eps);
     if constexpr ((kHas >> momentum_buffer) & 1)
-      update = state[momentum_buffer] = state[momentum_buffer] * s.momentum + update;
-    p -= s.lr * update;
+      update = state[momentum_buffer] = product_plus(state[momentum_buffer], s.momentum, update);
+    p = product_plus(-s.lr, update, p);
   }
 };
 
