@@ -303,6 +303,22 @@ TEST(backward_hidden_rows) {
   }
 }
 
+// Blocks that a mask leaves whole, hides in part (one key of a pair too), and hides as a whole.
+TEST(padding_masks) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(1);
+  Multiprocessors two(2);
+  for (const int64_t dim : {64, 128}) {
+    const AttentionCase shape{.batch = 3, .queries = 130, .keys = 420, .head_dim = dim, .mask = "1001"};
+    AttentionData<bfloat16> data(shape);
+    const int64_t ends[] = {420, 255, 96};
+    for (int64_t b = 0; b < 3; ++b)
+      for (int64_t j = 0; j < 420; ++j) data.mask[data.mask_shape.at(b, 0, 0, j)] = j < ends[b];
+    check_biased_forward(data);
+    check_biased_backward(data);
+  }
+}
+
 // dbias by its Hopper kernel: everything that a bias may be broadcast to, tails of tiles, ALiBi beside it.
 TEST(bias_gradient) {
   NEEDS_SM90_CODE;
