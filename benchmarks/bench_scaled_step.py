@@ -148,8 +148,8 @@ def checked(shape, sizes, device, options):
     return timed((shape, "float32"), "norm and check", steps, floor, device, options)
 
 
-def captured(shape, sizes, device, options):
-    """The host's time of the scaled step as one CUDA graph. It gets gradients as a backward pass would leave them."""
+def graph_of(sizes, device, **options):
+    """The scaled step and the same as one CUDA graph. It gets gradients as a backward pass would leave them."""
     params = parameters(sizes, torch.float32, device)
     grads = [p.grad for p in params]
     optimizer, scaler = warpsmith.optim.AdamW(params, lr=LR), warpsmith.amp.GradScaler(device, init_scale=1.0)
@@ -163,15 +163,51 @@ def captured(shape, sizes, device, options):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on the CPU it is eager
-        graphed = CapturedStep(step, state=[params, grads, optimizer, scaler])
+        graphed = CapturedStep(step, state=[params, grads, optimizer, scaler], **options)
         for _ in range(FIRST_STEPS):
             graphed()
+    return step, graphed
+
+
+def averaged(shape, sizes, device, options):
+    """AdamW and a moving average of the weights, in one launch and in two."""
+    steps = {}
+    for name in (OURS, f"{OURS}, two launches"):
+        params = parameters(sizes, torch.float32, device)
+        optimizer = warpsmith.optim.AdamW(params, lr=LR)
+        ema = warpsmith.optim.EMA(params, decay=0.999, optimizer=optimizer)
+        if name == OURS:
+            optimizer.fuse(ema=ema)
+            steps[name] = optimizer.step
+        else:
+            steps[name] = lambda optimizer=optimizer, ema=ema: (optimizer.step(), ema.update())
+    floor = 36 * sum(p.numel() for p in params)
+    return timed((f"AdamW + EMA, {shape}", "float32"), "step", steps, floor, device, options)
+
+
+def wide_gradients(shape, sizes, device, options):
+    """Gradients in float32 beside parameters in bfloat16 with masters."""
+    params = parameters(sizes, torch.bfloat16, device)
+    for p in params:
+        p.grad = None
+        p.grad_dtype = torch.float32
+        p.grad = torch.randn(p.shape, device=device)
+    steps = {OURS: warpsmith.optim.AdamW(params, lr=LR, precision="master").step}
+    floor = 32 * sum(p.numel() for p in params)
+    return timed((f"AdamW, float32 gradients, {shape}", "master"), "step", steps, floor, device, options)
+
+
+def captured(shape, sizes, device, options):
+    """The host's time of the scaled step, eager and as a graph: with a look at what a capture fixes, and without."""
+    step, graphed = graph_of(sizes, device)
+    _, unwatched = graph_of(sizes, device, watch=False)
     cell = (f"AdamW, {shape}", "float32", "captured, host")
     if graphed.fallback_reason is not None and device == "cuda":
         return [Row("scaled_step", *cell, OURS, None, "us", note=graphed.fallback_reason)]
     if not options.samples:
         return []
-    timings = host_time_us({OURS: graphed, "eager": step}, calls=1, rounds=options.samples)
+    calls = {OURS: graphed, f"{OURS}, watch=False": unwatched, "eager": step}
+    timings = host_time_us(calls, calls=1, rounds=options.samples)
     return make_rows("scaled_step", *cell, timings, unit="us")
 
 
@@ -184,6 +220,9 @@ def run(device, options):
         free(device)
     for precision in WITH_GUARD:
         rows += guarded(*large, device, options, precision)
+        free(device)
+    for rows_of in (averaged, wide_gradients):
+        rows += rows_of(*large, device, options)
         free(device)
     rows += llama(device, options)
     free(device)

@@ -42,21 +42,19 @@ WARPSMITH_VECTORIZE void fill_block(uint64_t seed, uint64_t offset, uint32_t row
 
 }  // namespace
 
-void dropout_tile(const AttentionProblem& p, const SequencePair& s, const TileAt& t, uint16_t* lanes) {
+void dropout_tile(const AttentionProblem& p, const SequencePair& s, const TileAt& t, uint8_t* bytes) {
   const auto seed = static_cast<uint64_t>(p.dropout.seed[0]), offset = static_cast<uint64_t>(p.dropout.seed[1]);
   const int64_t row_block = attention_row_block(p.cu_seqlens_q, s.index, p.seqlen_q);
   uint32_t words[4 * 32];
-  for (int64_t m0 = 0; m0 < t.queries; m0 += kAttentionDropoutBlock) {
-    const uint32_t row = attention_dropout_row(row_block, (t.q0 + m0) / kAttentionDropoutBlock, p.heads_q, t.head);
-    for (int64_t n0 = 0; n0 < t.keys; n0 += kAttentionDropoutBlock) {
-      fill_block(seed, offset, row, static_cast<uint32_t>((t.k0 + n0) / kAttentionDropoutBlock), words);
+  for (int64_t m0 = 0; m0 < t.queries; m0 += kAttentionDropoutQueries) {
+    const uint32_t row = attention_dropout_row(row_block, (t.q0 + m0) / kAttentionDropoutQueries, p.heads_q, t.head);
+    for (int64_t n0 = 0; n0 < t.keys; n0 += kAttentionDropoutKeys) {
+      fill_block(seed, offset, row, static_cast<uint32_t>((t.k0 + n0) / kAttentionDropoutKeys), words);
       for (int call = 0; call < 32; ++call)
-        for (int w = 0; w < 4; ++w) {
-          const uint32_t word = words[w * 32 + call];
-          uint16_t* to = lanes + (n0 + call % 4 * 2 + w / 2) * kTile + m0 + call / 4 + w % 2 * 8;
-          to[0] = static_cast<uint16_t>(word);
-          to[8 * kTile] = static_cast<uint16_t>(word >> 16);
-        }
+        for (int w = 0; w < 4; ++w)
+          for (int i = 0; i < 4; ++i)
+            bytes[(n0 + w * 8 + call % 4 * 2 + i % 2) * kTile + m0 + call / 4 + i / 2 * 8] =
+                static_cast<uint8_t>(words[w * 32 + call] >> (8 * i));
     }
   }
 }
@@ -77,7 +75,7 @@ template <class T> class ForwardChunk {
         max_(kChunkTiles * kTile),
         sum_(kChunkTiles * kTile),
         s_(kTile * kTile) {
-    if (params.problem.dropout.seed) lanes_.resize(kTile * kTile);
+    if (params.problem.dropout.seed) kept_bytes_.resize(kTile * kTile);
   }
 
   void run(const SequencePair& s, int64_t head, int64_t q_begin, int64_t q_end) {
@@ -142,8 +140,8 @@ template <class T> class ForwardChunk {
     std::fill(base + t.queries, base + kTile, F(0));
     exponentials(s_.data(), t.keys, scale, base, sum);
     if (p.dropout.seed) {
-      dropout_tile(p, s, t, lanes_.data());
-      drop(s_.data(), lanes_.data(), t.keys, p.dropout.threshold, static_cast<F>(p.dropout.scale));
+      dropout_tile(p, s, t, kept_bytes_.data());
+      drop(s_.data(), kept_bytes_.data(), t.keys, p.dropout.threshold, static_cast<F>(p.dropout.scale));
     }
     product({s_.data(), 1, kTile, v.data, v.stride, out, out_stride_, t.queries, out_stride_, t.keys, true});
   }
@@ -165,7 +163,7 @@ template <class T> class ForwardChunk {
   Logits<F> logits_;
   int64_t out_stride_;
   std::vector<F> q_, out_, max_, sum_, s_, k_room_, v_room_;
-  std::vector<uint16_t> lanes_;
+  std::vector<uint8_t> kept_bytes_;  // dropout: a byte per weight
 };
 
 // Writes out = 0 and lse = -inf for the tokens after the last packed sequence.

@@ -120,7 +120,7 @@ template <class T> class BackwardTask {
     s_.resize(std::max(s_.size(), tiles * kElements));
     ds_.resize(s_.size());
     if (p.softcap > 0) slope_.resize(s_.size());
-    if (p.dropout.seed) lanes_.resize(s_.size());
+    if (p.dropout.seed) kept_bytes_.resize(s_.size());
     std::fill_n(sum_p_, kTile, F(0));
     std::fill_n(sum_ds_, kTile, F(0));
     for_tiles([&](const TileAt& t, size_t at) { make_probabilities(s, t, kv_head, at); });
@@ -169,8 +169,8 @@ template <class T> class BackwardTask {
     const F scale = logits_.apply(logits, s, t);
     if (const F* slope = logits_.slope()) std::copy_n(slope, t.keys * kTile, slope_.data() + place);
     if (p.dropout.seed) {
-      dropout_tile(p, s, t, lanes_.data() + place);
-      drop(ds, lanes_.data() + place, t.keys, p.dropout.threshold, static_cast<F>(p.dropout.scale));
+      dropout_tile(p, s, t, kept_bytes_.data() + place);
+      drop(ds, kept_bytes_.data() + place, t.keys, p.dropout.threshold, static_cast<F>(p.dropout.scale));
     }
     probabilities(logits, ds, t.keys, scale, lse_, delta_, sum_p_, sum_ds_);
   }
@@ -200,7 +200,7 @@ template <class T> class BackwardTask {
     const F to_products = static_cast<F>(p.softmax_scale);
     gradients(weights, ds, t.keys, dbias_.wanted ? F(1) : to_products, norm_, correction_, dlse_);
     if (p.dropout.seed)
-      drop(weights, lanes_.data() + place, t.keys, p.dropout.threshold, static_cast<F>(p.dropout.scale));
+      drop(weights, kept_bytes_.data() + place, t.keys, p.dropout.threshold, static_cast<F>(p.dropout.scale));
     if (dbias_.wanted) {
       add_bias_gradient(s, t, ds);
       scale_logits(ds, t.keys, to_products);
@@ -254,8 +254,8 @@ template <class T> class BackwardTask {
   Logits<F> logits_;
   F* dk_ = nullptr;  // dk of the current sequence and key head
   std::vector<F> q_columns_, dout_columns_, dq_, q_room_, dout_room_, k_room_, v_room_;
-  std::vector<F> s_, ds_, slope_;  // for all tiles of keys that the tile of queries sees
-  std::vector<uint16_t> lanes_;
+  std::vector<F> s_, ds_, slope_;    // for all tiles of keys that the tile of queries sees
+  std::vector<uint8_t> kept_bytes_;  // dropout: a byte per weight
   RowsOf<F> q_{}, dout_{};
   F lse_[kTile], delta_[kTile], dlse_[kTile], sum_p_[kTile], sum_ds_[kTile], norm_[kTile], correction_[kTile];
 };

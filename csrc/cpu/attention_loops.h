@@ -35,12 +35,12 @@ constexpr int64_t kTile = 64;  // queries, and keys, per tile
   WARPSMITH_VECTORIZE static void add_tile(F* __restrict__ s, const F* __restrict__ bias, int64_t keys) {              \
     for (int64_t i = 0; i < keys * kTile; ++i) s[i] += bias[i];                                                        \
   }                                                                                                                    \
-  /* s where its lane is kept, times scale; else 0 */                                                                  \
-  WARPSMITH_VECTORIZE static void drop(F* __restrict__ s, const uint16_t* __restrict__ lanes, int64_t keys,            \
+  /* s where its byte is kept, times scale; else 0 */                                                                  \
+  WARPSMITH_VECTORIZE static void drop(F* __restrict__ s, const uint8_t* __restrict__ bytes, int64_t keys,             \
                                        uint32_t threshold, F scale) {                                                  \
     for (int64_t i = 0; i < keys * kTile; ++i) {                                                                       \
       const F kept = s[i] * scale;                                                                                     \
-      s[i] = lanes[i] >= threshold ? kept : F(0);                                                                      \
+      s[i] = bytes[i] >= threshold ? kept : F(0);                                                                      \
     }                                                                                                                  \
   }
 WARPSMITH_ATTENTION_LOOPS(float)

@@ -88,8 +88,8 @@ template <class E, class F, class Convert> void gather_tile(const void* base, co
     for (int64_t n = 0; n < t.keys; ++n) convert(tile[n * kTile + m], first[m * strides.q + n * strides.k]);
 }
 
-// Writes the 16-bit dropout lanes of a tile, lanes[n][m]. q0 and k0 are multiples of 16.
-void dropout_tile(const AttentionProblem& p, const SequencePair& s, const TileAt& t, uint16_t* lanes);
+// Writes the dropout bytes of a tile, bytes[n][m]. q0 is a multiple of 16 and k0 of 32.
+void dropout_tile(const AttentionProblem& p, const SequencePair& s, const TileAt& t, uint8_t* bytes);
 
 // Makes the logits of a tile: everything between the product q k^T and the exponential.
 template <class F> class Logits {

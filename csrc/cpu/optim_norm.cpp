@@ -94,7 +94,8 @@ int32_t norm_chunk_elems_cpu() { return kChunkElems; }
 Status grad_norm_partials_cpu(const GradNormParams& p, const Parallel& parallel) {
   const float factor = p.scale ? inverse_power_of_two(*p.scale) : 1.0f;
   return for_chunks(p.tensors, p.chunks, p.chunk_count, parallel, [&](int64_t chunk, const auto* x, int64_t count) {
-    p.partials[chunk] = partial_sum(p.order, x, count, factor);
+    const bool is_known = p.known && is_finite(p.known[chunk]);
+    p.partials[chunk] = is_known ? p.known[chunk] : partial_sum(p.order, x, count, factor);
   });
 }
 
@@ -135,10 +136,11 @@ Status grad_check_cpu(const GradCheckParams& p, const Parallel& parallel) {
     *p.grad_scale = checked.grad_scale;
     return checked.finite;
   };
-  if (p.norm.norm_dtype == Dtype::float64 ? decide(static_cast<double*>(p.norm.norm))
-                                          : decide(static_cast<float*>(p.norm.norm)))
-    return {};
-  *p.found_inf = 1;
+  const bool finite = p.norm.norm_dtype == Dtype::float64 ? decide(static_cast<double*>(p.norm.norm))
+                                                          : decide(static_cast<float*>(p.norm.norm));
+  *p.found_inf = finite ? 0.0f : 1.0f;
+  if (finite) return {};
+  std::fill_n(p.bad_counts, p.tensor_count, 0);
   return for_chunks(
       p.norm.tensors, p.norm.chunks, p.norm.chunk_count, parallel, [&](int64_t chunk, auto* x, int64_t count) {
         using T = std::remove_pointer_t<decltype(x)>;

@@ -16,6 +16,8 @@ constexpr const char* kFinish = "grad_norm_finish";
 constexpr const char* kChunk = "grad_norm_chunk_elems";
 constexpr const char* kClip = "clip_grads";
 constexpr const char* kCheck = "grad_check";
+constexpr const char* kTable = "grad_table";
+constexpr const char* kCheckTable = "grad_check_table";
 constexpr const char* kUnscale = "unscale_grads";
 
 NormOrder order_of(const char* op, double p) {
@@ -108,13 +110,18 @@ struct Norm {
   GradNormParams params;
 };
 
-Norm norm_of(const char* op, const Tensors& tensors, double p) {
+Norm norm_of(const char* op, NormTable table, double p, bool wide) {
   Norm n{};
   n.params.order = order_of(op, p);
-  n.table = table_of(op, tensors, address_to_read);
-  std::tie(n.norm, n.power_sum) = allocate_results(op, any_double(tensors), tensors[0], n.params);
-  n.partials = allocate_partials(op, n.table, tensors[0], n.params);
+  n.table = std::move(table);
+  std::tie(n.norm, n.power_sum) = allocate_results(op, wide, n.table.words, n.params);
+  n.partials = allocate_partials(op, n.table, n.table.words, n.params);
   return n;
+}
+
+Norm norm_of(const char* op, const Tensors& tensors, double p, int64_t chunks_of = 0) {
+  order_of(op, p);  // refused before the table is made
+  return norm_of(op, table_of(op, tensors, address_to_read, chunks_of), p, any_double(tensors));
 }
 
 std::tuple<Tensor, Tensor> grad_norm(Tensors tensors, double p) {
@@ -135,13 +142,26 @@ float* float_of(const char* op, const char* argument, const Tensor& t, const Ten
   return static_cast<float*>(t.mutable_data_ptr());
 }
 
-Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems, std::optional<Tensor> scale) {
+// The known sums of a table's chunks.
+const double* known_of(const char* op, const std::optional<Tensor>& known, const NormTable& table, const Tensor& like) {
+  if (!known) return nullptr;
+  const ScalarType dtype = dtype_of(op, "known", *known);
+  if (dtype != ScalarType::Double) refuse(op, "known", name(Dtype::float64), dtype_text(dtype));
+  check_same_device(op, "known", *known, like);
+  check_shape(op, "known", *known, {table.chunk_count});
+  if (known->numel() > 1 && known->stride(0) != 1) refuse(op, "known", "adjacent elements", "other strides");
+  return static_cast<const double*>(known->const_data_ptr());
+}
+
+Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems, std::optional<Tensor> scale,
+                          std::optional<Tensor> known) {
   GradNormParams params{};
   params.order = order_of(kPartials, p);
   if (total_elems < 0) refuse(kPartials, "total_elems", "a number >= 0", std::to_string(total_elems));
   const NormTable table = table_of(kPartials, tensors, address_to_read, total_elems);
   params.norm_dtype = any_double(tensors) ? Dtype::float64 : Dtype::float32;
   if (scale) params.scale = float_of(kPartials, "scale", *scale, tensors[0]);
+  params.known = known_of(kPartials, known, table, tensors[0]);
   const Tensor partials = allocate_partials(kPartials, table, tensors[0], params);
   run_on(
       kPartials, tensors[0], [&](void* stream) { return grad_norm_partials_cuda(params, stream); },
@@ -166,31 +186,66 @@ std::tuple<Tensor, Tensor> grad_norm_finish(Tensor partials, double p, bool wide
   return results;
 }
 
-int64_t* counts_of(const char* op, const Tensor& t, const Tensors& tensors) {
+int64_t* counts_of(const char* op, const Tensor& t, int64_t tensors, const Tensor& like) {
   constexpr const char* kArgument = "bad_counts";
   if (t.scalar_type() != ScalarType::Long) refuse(op, kArgument, "int64", dtype_text(t.scalar_type()));
-  check_shape(op, kArgument, t, {static_cast<int64_t>(tensors.size())});
+  check_shape(op, kArgument, t, {tensors});
   if (t.numel() > 1 && t.stride(0) != 1) refuse(op, kArgument, "adjacent elements", "other strides");
-  check_same_device(op, kArgument, t, tensors[0]);
+  check_same_device(op, kArgument, t, like);
   return static_cast<int64_t*>(t.mutable_data_ptr());
 }
 
-std::tuple<Tensor, Tensor, Tensor> grad_check(Tensors tensors, double p, Tensor scale, double max_norm,
-                                              Tensor found_inf, Tensor bad_counts) {
-  if (!(max_norm >= 0)) refuse(kCheck, "max_norm", "a number >= 0", std::to_string(max_norm));
-  Norm n = norm_of(kCheck, tensors, p);
-  n.params.scale = float_of(kCheck, "scale", scale, tensors[0]);
-  const Tensor grad_scale = scalar(kCheck, "grad_scale", false, tensors[0]);
+int64_t* counts_of(const char* op, const Tensor& t, const Tensors& tensors) {
+  return counts_of(op, t, static_cast<int64_t>(tensors.size()), tensors[0]);
+}
+
+void check_max_norm(const char* op, double max_norm) {
+  if (!(max_norm >= 0)) refuse(op, "max_norm", "a number >= 0", std::to_string(max_norm));
+}
+
+// The check of a norm's table of `tensors` records.
+std::tuple<Tensor, Tensor, Tensor> check_of(const char* op, Norm n, int64_t tensors, const Tensor& scale,
+                                            double max_norm, const Tensor& found_inf, const Tensor& bad_counts) {
+  const Tensor& like = n.table.words;
+  n.params.scale = float_of(op, "scale", scale, like);
+  const Tensor grad_scale = scalar(op, "grad_scale", false, like);
   GradCheckParams params{n.params,
                          n.params.scale,
                          max_norm,
                          static_cast<float*>(grad_scale.mutable_data_ptr()),
-                         float_of(kCheck, "found_inf", found_inf, tensors[0]),
-                         counts_of(kCheck, bad_counts, tensors)};
+                         float_of(op, "found_inf", found_inf, like),
+                         counts_of(op, bad_counts, tensors, like),
+                         tensors};
   run_on(
-      kCheck, tensors[0], [&](void* stream) { return grad_check_cuda(params, stream); },
+      op, like, [&](void* stream) { return grad_check_cuda(params, stream); },
       [&](const Parallel& threads) { return grad_check_cpu(params, threads); });
   return {n.norm, n.power_sum, grad_scale};
+}
+
+std::tuple<Tensor, Tensor, Tensor> grad_check(Tensors tensors, double p, Tensor scale, double max_norm,
+                                              Tensor found_inf, Tensor bad_counts, int64_t total_elems,
+                                              std::optional<Tensor> known) {
+  check_max_norm(kCheck, max_norm);
+  if (total_elems < 0) refuse(kCheck, "total_elems", "a number >= 0", std::to_string(total_elems));
+  Norm n = norm_of(kCheck, tensors, p, total_elems);
+  n.params.known = known_of(kCheck, known, n.table, tensors[0]);
+  return check_of(kCheck, std::move(n), static_cast<int64_t>(tensors.size()), scale, max_norm, found_inf, bad_counts);
+}
+
+Tensor grad_table(Tensors tensors) { return table_of(kTable, tensors, address_to_read).words; }
+
+// tensors: of the table. wide: one of them is float64. Their memory must be that of the table.
+std::tuple<Tensor, Tensor, Tensor> grad_check_table(Tensor table, int64_t tensors, bool wide, double p, Tensor scale,
+                                                    double max_norm, Tensor found_inf, Tensor bad_counts) {
+  check_max_norm(kCheckTable, max_norm);
+  constexpr int64_t kWords = sizeof(NormTensor) / sizeof(int64_t);
+  if (table.scalar_type() != ScalarType::Long || table.dim() != 1 || !table.is_contiguous())
+    refuse(kCheckTable, "table", "what grad_table returned", "another tensor");
+  if (tensors < 1 || table.numel() < tensors * kWords)
+    refuse(kCheckTable, "tensors", "their number in the table", std::to_string(tensors));
+  NormTable known{table, tensors * kWords, table.numel() - tensors * kWords};
+  return check_of(kCheckTable, norm_of(kCheckTable, std::move(known), p, wide), tensors, scale, max_norm, found_inf,
+                  bad_counts);
 }
 
 void unscale_grads(Tensors tensors, Tensor inv_scale, Tensor found_inf, Tensor bad_counts) {
@@ -231,12 +286,20 @@ WARPSMITH_SCHEMAS(m) {
   // The halves of grad_norm, for tensors on several ranks, and the elements of a chunk there. total_elems: of the
   // tensors of all ranks. Equal bits to grad_norm's, where the partials are joined in the order of its chunks.
   m.def("grad_norm_chunk_elems(Tensor like, int total_elems) -> int");
-  m.def("grad_norm_partials(Tensor[] tensors, float p, int total_elems, Tensor? scale=None) -> Tensor");
+  // known: what grad_norm_partials gave for the same tensors without a scale. Chunks whose sum was finite are not read.
+  m.def(
+      "grad_norm_partials(Tensor[] tensors, float p, int total_elems, Tensor? scale=None, Tensor? known=None)"
+      " -> Tensor");
   m.def("grad_norm_finish(Tensor partials, float p, bool wide) -> (Tensor norm, Tensor power_sum)");
   m.def("clip_grads(Tensor(a!)[] tensors, Tensor norm, float max_norm) -> ()");
   m.def(
-      "grad_check(Tensor[] tensors, float p, Tensor scale, float max_norm, Tensor(a!) found_inf, Tensor(b!) bad_counts)"
-      " -> (Tensor norm, Tensor power_sum, Tensor grad_scale)");
+      "grad_check(Tensor[] tensors, float p, Tensor scale, float max_norm, Tensor(a!) found_inf, Tensor(b!) bad_counts,"
+      " int total_elems=0, Tensor? known=None) -> (Tensor norm, Tensor power_sum, Tensor grad_scale)");
+  // The same for gradients that stay where they are: their table, then checks of it.
+  m.def("grad_table(Tensor[] tensors) -> Tensor");
+  m.def(
+      "grad_check_table(Tensor table, int tensors, bool wide, float p, Tensor scale, float max_norm,"
+      " Tensor(a!) found_inf, Tensor(b!) bad_counts) -> (Tensor norm, Tensor power_sum, Tensor grad_scale)");
   m.def("unscale_grads(Tensor(a!)[] tensors, Tensor inv_scale, Tensor(b!) found_inf, Tensor(c!) bad_counts) -> ()");
 }
 
@@ -247,6 +310,8 @@ WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl("grad_norm_finish", TORCH_BOX(&grad_norm_finish));
   m.impl("clip_grads", TORCH_BOX(&clip_grads));
   m.impl("grad_check", TORCH_BOX(&grad_check));
+  m.impl("grad_table", TORCH_BOX(&grad_table));
+  m.impl("grad_check_table", TORCH_BOX(&grad_check_table));
   m.impl("unscale_grads", TORCH_BOX(&unscale_grads));
 }
 

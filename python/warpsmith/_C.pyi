@@ -12,6 +12,19 @@ QUANT_BLOCK: int
 
 def build() -> dict[str, Any]: ...
 def plan(op: str, **problem: Any) -> dict[str, Any]: ...
+def have_gradients(tensors: list[Any]) -> bool: ...
+
+class StepWatch:
+    def __init__(
+        self,
+        containers: list[tuple[Any, bool, list[tuple[Any, Any, int]]]],
+        tensors: list[Any],
+        addresses: list[int],
+        trained: list[Any],
+        requires_grad: list[bool],
+        read_address: int,
+    ) -> None: ...
+    def same(self) -> bool: ...
 
 class TensorWatch:
     def __init__(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import warpsmith
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from warpsmith.testing import bitwise_equal
 
 pytestmark = pytest.mark.gpu
@@ -116,3 +117,26 @@ def test_parameters_on_the_cpu_wait_for_a_scale_on_the_gpu(clip):
         scaler.step(optimizer)
         scaler.update(1024.0)
     assert all(torch.equal(p.detach().cpu(), torch.full((3,), -2.0)) for p in params)
+
+
+def test_launches_of_a_scaled_and_clipped_step_of_2000_tensors():
+    params = [nn.Parameter(torch.randn(64, device="cuda")) for _ in range(2000)]
+    optimizer, scaler = warpsmith.optim.AdamW(params, lr=1e-3), warpsmith.amp.GradScaler(init_scale=1024.0)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    scaler.scale(torch.ones((), device="cuda"))
+
+    def step():
+        scaler.clip_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    on_gpu = [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    launches = [name for name in on_gpu if not name.startswith("Optimizer.")]  # torch marks the step on the device too
+    assert 0 < len(launches) <= 8, launches

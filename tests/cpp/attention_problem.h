@@ -132,7 +132,7 @@ template <class T> struct AttentionData {
     p.mask_strides = mask_shape.strides;
     if (c.alibi > 0) p.alibi_slopes = slopes.data();
     p.alibi_batch_stride = c.alibi == 2 ? c.heads : 0;
-    p.dropout = make_dropout(c.dropout > 0 ? seed.data() : nullptr, c.dropout);
+    p.dropout = make_attention_dropout(c.dropout > 0 ? seed.data() : nullptr, c.dropout);
     return p;
   }
   AttentionFwdParams forward() {
@@ -212,8 +212,8 @@ template <class T> struct AttentionData {
     const int64_t row_block = attention_row_block(p.cu_seqlens_q, b, p.seqlen_q);
     const PhiloxCounter lanes =
         attention_dropout_lanes(static_cast<uint64_t>(seed[0]), static_cast<uint64_t>(seed[1]),
-                                attention_dropout_row(row_block, i / kAttentionDropoutBlock, p.heads_q, h),
-                                static_cast<uint32_t>(j / kAttentionDropoutBlock), attention_dropout_lane(i, j));
+                                attention_dropout_row(row_block, i / kAttentionDropoutQueries, p.heads_q, h),
+                                static_cast<uint32_t>(j / kAttentionDropoutKeys), attention_dropout_lane(i, j));
     return attention_dropout_keeps(lanes, i, j, p.dropout.threshold) ? p.dropout.scale : 0.0;
   }
 

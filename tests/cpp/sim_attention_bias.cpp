@@ -195,20 +195,24 @@ TEST(backward_full) {
   NEEDS_SM90_CODE;
   SeedsAtMost few(3);
   Multiprocessors two(2);
-  check_biased_backward<bfloat16>({.queries = 150, .keys = 300, .heads = 2, .key_heads = 1, .bias = "1111"});
+  for (const int64_t dim : {64, 128})
+    check_biased_backward<bfloat16>(
+        {.queries = 150, .keys = 300, .heads = 2, .key_heads = 1, .head_dim = dim, .bias = "1111"});
 }
-TEST(backward_64) {
+TEST(backward_causal_with_sink) {
   NEEDS_SM90_CODE;
   SeedsAtMost few(2);
   Multiprocessors two(2);
-  check_biased_backward<float16>({.batch = 2,
-                                  .queries = 200,
-                                  .keys = 200,
-                                  .heads = 2,
-                                  .key_heads = 2,
-                                  .window_right = 0,
-                                  .sink = true,
-                                  .bias = "0111"});
+  for (const int64_t dim : {64, 112})
+    check_biased_backward<float16>({.batch = 2,
+                                    .queries = 200,
+                                    .keys = 200,
+                                    .heads = 2,
+                                    .key_heads = 2,
+                                    .head_dim = dim,
+                                    .window_right = 0,
+                                    .sink = true,
+                                    .bias = "0111"});
 }
 TEST(backward_broadcast) {
   NEEDS_SM90_CODE;
@@ -221,7 +225,7 @@ TEST(backward_broadcast) {
                                        .keys = 150,
                                        .heads = 2,
                                        .key_heads = 1,
-                                       .head_dim = mask ? 64 : 40,
+                                       .head_dim = (kept == "0101") != mask ? 128 : 40,
                                        .bias = mask ? "" : kept,
                                        .mask = mask ? kept : "",
                                        .alibi = mask ? 1 : 0});
@@ -233,6 +237,7 @@ TEST(backward_packed_and_windows) {
   for (const bool mask : {false, true})
     check_biased_backward<bfloat16>({.heads = 2,
                                      .key_heads = 1,
+                                     .head_dim = mask ? 128 : 64,
                                      .window_left = mask ? -1 : 90,
                                      .window_right = 0,
                                      .lengths_q = {150, 0, 3, 131, 64},
@@ -241,6 +246,20 @@ TEST(backward_packed_and_windows) {
                                      .bias = mask ? "" : "1111",
                                      .mask = mask ? "1011" : "",
                                      .alibi = 2});
+}
+TEST(backward_alibi) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const int64_t dim : {64, 128})
+    check_biased_backward<float16>({.batch = 2,
+                                    .queries = 130,
+                                    .keys = 200,
+                                    .heads = 2,
+                                    .key_heads = 1,
+                                    .head_dim = dim,
+                                    .window_right = dim == 64 ? 0 : -1,
+                                    .alibi = dim == 64 ? 1 : 2});
 }
 // A window so narrow that without a bias each head's blocks would be visited before the next head's.
 TEST(backward_narrow_window) {
@@ -262,8 +281,12 @@ TEST(backward_hidden_rows) {
   SeedsAtMost few(1);
   Multiprocessors one(1);
   for (const bool by_bias : {false, true}) {
-    const AttentionCase shape{
-        .queries = 130, .keys = 200, .window_right = 0, .bias = by_bias ? "0011" : "", .mask = by_bias ? "" : "0011"};
+    const AttentionCase shape{.queries = 130,
+                              .keys = 200,
+                              .head_dim = by_bias ? 128 : 64,
+                              .window_right = 0,
+                              .bias = by_bias ? "0011" : "",
+                              .mask = by_bias ? "" : "0011"};
     AttentionData<bfloat16> data(shape);
     for (int64_t i = 0; i < shape.queries; ++i)
       for (int64_t j = 0; j < shape.keys; ++j) {
@@ -294,8 +317,8 @@ TEST(what_the_kernels_lack_is_refused) {
   refused({.queries = 64, .keys = 64, .softcap = 2, .alibi = 1}, "a softcap beside a bias");
   refused({.queries = 64, .keys = 64, .bias = "0011", .mask = "0011"}, "a bias beside a mask");
   refused({.queries = 64, .keys = 64, .head_dim = 136, .alibi = 1}, "with head dimensions above 128");
-  AttentionData<bfloat16> wide({.queries = 64, .keys = 64, .head_dim = 72, .alibi = 1});
-  expect_refused(attention_backward_sm90(wide.backward(), nullptr), "with head dimensions above 64");
+  AttentionData<bfloat16> wide({.queries = 64, .keys = 64, .head_dim = 136, .alibi = 1});
+  expect_refused(attention_backward_sm90(wide.backward(), nullptr), "with head dimensions above 128");
   AttentionData<bfloat16> data({.queries = 64, .keys = 64, .bias = "0011"});
   AttentionFwdParams p = data.forward();
   p.problem.bias_strides.q = 33;
@@ -330,13 +353,11 @@ RANDOM_TEST(random_shapes) {
   sim::options().properties.multiprocessors = static_cast<int>(random.integer(1, 3));
   AttentionData<bfloat16> data(shape, random.bits() % 1000);
   solve_gradients(data);
-  if (shape.head_dim <= 64) {
-    expect_ok(attention_backward_supported_sm90(data.backward()));
-    data.poison_gradients();
-    expect_ok(run_backward(data));
-    compare_gradients(data);
-    compare_dbias(data);
-  }
+  expect_ok(attention_backward_supported_sm90(data.backward()));
+  data.poison_gradients();
+  expect_ok(run_backward(data));
+  compare_gradients(data);
+  compare_dbias(data);
   data.poison_outputs();
   expect_ok(attention_forward_supported_sm90(data.forward()));
   expect_ok(run_forward(data));

@@ -94,7 +94,8 @@ struct Norms {
                             max_norm,
                             grad_scale.data(),
                             found_inf.data(),
-                            bad_counts.data()},
+                            bad_counts.data(),
+                            static_cast<int64_t>(bad_counts.size())},
                            nullptr);
   }
 
@@ -273,6 +274,7 @@ TEST(a_check_gives_the_unscaled_norm_and_the_divisor) {
         const double factor = std::min(1.0, max_norm / (norm + 1e-6));
         under_every_seed([&] {
           f.reset();
+          f.found_inf.poison();
           expect_ok(n.check_gradients(order, max_norm, f.scale, f.grad_scale, f.found_inf, f.bad_counts));
           expect_close("norm", n.norm, std::vector<double>{norm}, {.ulps = 2});
           if (factor == 1)
@@ -323,9 +325,50 @@ TEST(a_check_reads_finite_gradients_once) {
   under_every_seed([&] {
     expect_ok(n.check_gradients(NormOrder::two, 1.0, f.scale, f.grad_scale, f.found_inf, f.bad_counts));
     // Beside the sums: the scale, also for every thread of the sums, and found_inf for those that return at once.
-    expect_bytes({.read = 8192 * 4 + 4096 * 2 + n.chunk_count * 8 + 4 + 8 * kThreadsOfABlock * n.chunk_count,
-                  .written = n.chunk_count * 8 + 8 + 4 + 4});
+    expect_bytes({.read = 8192 * 4 + 4096 * 2 + n.chunk_count * 8 + 4 * 512 + 8 * kThreadsOfABlock * n.chunk_count,
+                  .written = n.chunk_count * 8 + 8 + 4 + 4 + 4});
   });
+}
+
+// What a reduction has summed is not read again, but for chunks whose squares are too large without the scale.
+TEST(known_sums_give_the_bits_of_a_check_that_reads) {
+  const SeedsAtMost few(2);
+  for (const float scale : {1.0f, 3000.0f, 0x1p16f})
+    for (const float planted : {1.0f, 0x1p70f, INFINITY}) {
+      Norms n;
+      n.add(Dtype::float32, 9001, 1);
+      n.add(Dtype::bfloat16, 4097);
+      n.add(Dtype::float16, 0);
+      n.grads[1]->set(4096, planted);
+      n.build();
+      Found f(3, scale), want(3, scale);
+      expect_ok(n.check_gradients(NormOrder::two, 1.0, want.scale, want.grad_scale, want.found_inf, want.bad_counts));
+      const float norm = n.norm[0];
+      const double power_sum = n.power_sum[0];
+      Buffer<double> known(static_cast<size_t>(n.chunk_count)), partials(static_cast<size_t>(n.chunk_count));
+      GradNormParams sums{n.tensors(),   n.chunks(),     n.chunk_count,  known.data(), n.power_sum.data(),
+                          n.norm.data(), Dtype::float32, NormOrder::two, nullptr};
+      expect_ok(grad_norm_partials_cuda(sums, nullptr));
+      sums.partials = partials.data();
+      sums.scale = f.scale.data();
+      sums.known = known.data();
+      under_every_seed([&] {
+        f.reset(), partials.poison(), n.norm.poison(), n.power_sum.poison();
+        expect_ok(grad_check_cuda(
+            {sums, f.scale.data(), 1.0, f.grad_scale.data(), f.found_inf.data(), f.bad_counts.data(), 3}, nullptr));
+        expect_equal("norm", n.norm[0], norm);
+        expect_equal("power sum", n.power_sum[0], power_sum);
+        expect_equal("divisor", f.grad_scale[0], want.grad_scale[0]);
+        expect_equal("found_inf", f.found_inf[0], want.found_inf[0]);
+        expect_equal("skipped", f.found_inf[0],
+                     planted > 0x1p60f && (scale == 1.0f || planted > 0x1p80f) ? 1.0f : 0.0f);
+        for (size_t i = 0; i < 3; ++i) expect_equal("bad values", f.bad_counts[i], want.bad_counts[i]);
+        // Each thread of a chunk reads its known sum, then found_inf; those of the finish read the scale.
+        if (planted == 1.0f)
+          expect_bytes({.read = (8 + 4) * kThreadsOfABlock * n.chunk_count + n.chunk_count * 8 + 4 * 512,
+                        .written = n.chunk_count * 8 + 8 + 4 + 4 + 4});
+      });
+    }
 }
 
 TEST(bad_values_are_counted_tensor_by_tensor) {
@@ -351,6 +394,7 @@ TEST(bad_values_are_counted_tensor_by_tensor) {
               {n.tensors(), n.chunks(), n.chunk_count, f.grad_scale.data(), f.found_inf.data(), f.bad_counts.data()},
               nullptr));
         } else {
+          f.found_inf.poison(), f.bad_counts.poison();  // a check writes both
           expect_ok(n.check_gradients(order, 1.0, scale, f.grad_scale, f.found_inf, f.bad_counts));
         }
         expect_equal("found_inf", f.found_inf[0], 1.0f);
@@ -420,7 +464,7 @@ TEST(float64_is_refused_on_cuda) {
   const GradNormParams params{n.tensors(), n.chunks(),     n.chunk_count,  norm.data(), norm.data(),
                               norm.data(), Dtype::float64, NormOrder::two, nullptr};
   expect_refused(grad_norm_cuda(params, nullptr), "float64");
-  expect_refused(grad_check_cuda({params, nullptr, 1.0, nullptr, nullptr, nullptr}, nullptr), "float64");
+  expect_refused(grad_check_cuda({params, nullptr, 1.0, nullptr, nullptr, nullptr, 0}, nullptr), "float64");
 }
 
 TEST(the_chooser_of_chunks) {

@@ -6,6 +6,7 @@
 #include "device/programmatic_launch.h"
 #include "device/reduce.h"
 #include "device/stochastic_rounding.h"
+#include "device/transpose_matrix.h"
 #include "device/vector.h"
 #include "harness.h"
 
@@ -120,6 +121,21 @@ TEST(store_matrix_and_its_transpose) {
           expect_equal("stored", int{plain[m * 64 + r * 8 + c]}, 100 * m + 8 * r + c);
           expect_equal("stored transposed", int{transposed[m * 64 + r * 8 + c]}, 100 * m + 8 * c + r);
         }
+  });
+}
+
+__global__ void transpose(uint32_t* out) {
+  const uint32_t low = 2 * threadIdx.x;  // element (row, column) is 8 row + column
+  out[threadIdx.x] = device::transpose_matrix(low | (low + 1) << 16);
+}
+
+TEST(transposed_in_registers) {
+  under_every_seed([] {
+    std::vector<uint32_t> out(32);
+    expect_ok(launch(transpose, {.block = 32}, nullptr, out.data()));
+    for (int r = 0; r < 8; ++r)
+      for (int c = 0; c < 8; ++c)
+        expect_equal("transposed", static_cast<int>(out[r * 4 + c / 2] >> c % 2 * 16 & 0xffff), 8 * c + r);
   });
 }
 

@@ -227,14 +227,32 @@ def test_dropout_follows_its_seed(p):
     assert bitwise_equal(warpsmith.attention(q, k, v, dropout_p=0.0, seed=SEED), warpsmith.attention(q, k, v))
 
 
-def test_the_mask_has_its_probability_everywhere():
-    kept = dropout_mask(SEED, torch.arange(3) * 8, 5, 128, 512, 0.3)
-    share = kept.double()
-    deviation = (0.3 * 0.7 / kept.numel()) ** 0.5
-    assert abs(float(share.mean()) - 0.7) < 4 * deviation
+@pytest.mark.parametrize(("p", "of_256"), [(0.3, 77), (0.1, 26), (1e-9, 1), (0.9999, 255)])
+def test_the_mask_has_its_probability_everywhere(p, of_256):
+    """``p`` is rounded to a multiple of 1 / 256, but neither to 0 nor to 1."""
+    kept = dropout_mask(SEED, torch.arange(3) * 8, 5, 128, 512, p)
+    share, expected = kept.double(), 1 - of_256 / 256
+    deviation = (expected * (1 - expected) / kept.numel()) ** 0.5
+    assert abs(float(share.mean()) - expected) < 4 * deviation
     for dim, size in enumerate(kept.shape):
         along = share.transpose(0, dim).reshape(size, -1).mean(1)
-        assert float((along - 0.7).abs().max()) < 5 * deviation * size**0.5
+        assert float((along - expected).abs().max()) < 5 * deviation * size**0.5
+
+
+@pytest.mark.parametrize(("p", "of_256"), [(0.3, 77), (0.002, 1), (1e-9, 1), (0.5, 128), (0.997, 255), (0.9999, 255)])
+def test_every_decision_and_the_scale_are_the_definitions(p, of_256):
+    """Equal logits, and values that are 1 in one column for each key: out is the weights after dropout."""
+    b, h, sq, sk = 2, 3, 53, 72
+    q, k = (torch.zeros(b, n, h, 8, dtype=torch.float64) for n in (sq, sk))
+    v = torch.eye(sk, dtype=torch.float64)[None, :, None].expand(b, sk, h, sk).contiguous().requires_grad_()
+    out = warpsmith.attention(q, k, v, dropout_p=p, seed=SEED)
+    kept = dropout_mask(SEED, torch.arange(b) * 4, h, sq, sk, p)
+    assert torch.equal(out.transpose(1, 2) != 0, kept)
+    torch.testing.assert_close(out.transpose(1, 2), kept.double() * (256 / (256 - of_256) / sk))
+    dout = torch.eye(sq, dtype=torch.float64)[None, :, None].expand(b, sq, h, sq)
+    padded = torch.nn.functional.pad(dout, (0, sk - sq))
+    (dv,) = torch.autograd.grad(out, v, padded)
+    assert torch.equal(dv[..., :sq].permute(0, 2, 3, 1) != 0, kept)
 
 
 def test_threads_do_not_change_bits():
@@ -295,13 +313,9 @@ def test_plans_say_why_no_faster_kernel_is_taken():
     assert plan["forward"]["head_dim"] == plan["backward"]["head_dim"] == 256
     assert plan["backward"]["why"].startswith("head dimensions up to 256: one kernel for dk and dv")
     for option in ("bias", "mask", "alibi"):
-        for part in warpsmith.plan("attention", seqlen_q=4096, head_dim=64, **{option: True}).values():
-            assert part["kernel"] == "sm_90a" and part["why"].startswith("bias, mask or ALiBi")
-        plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=128, **{option: True})
-        assert plan["forward"]["kernel"] == "sm_90a"
-        assert plan["backward"]["why"].endswith(
-            "no Hopper kernel for a bias, mask or ALiBi with head dimensions above 64"
-        )
+        for d in (64, 128):
+            for part in warpsmith.plan("attention", seqlen_q=4096, head_dim=d, **{option: True}).values():
+                assert part["kernel"] == "sm_90a" and part["why"].startswith("bias, mask or ALiBi")
     for change, reason in (
         ({"bias": True, "mask": True}, "a bias beside a mask"),
         ({"bias": True, "dropout": True}, "dropout beside a bias, mask or ALiBi"),

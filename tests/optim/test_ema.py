@@ -57,6 +57,36 @@ def test_200_updates_on_cuda(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", [None, "master"])
+def test_the_host_never_waits(precision):
+    """With and without the flag of a scaler, from parameters or masters, and around an evaluation."""
+    params = make(torch.float32 if precision is None else torch.bfloat16, "cuda")
+    optimizer = warpsmith.optim.AdamW(params, lr=1e-2, precision=precision)
+    guard, ema = warpsmith.amp.StepGuard(), EMA(params, 0.9, optimizer=optimizer)
+
+    def step():
+        for p in params:
+            p.grad = torch.ones_like(p)
+        guard.step(optimizer)
+        guard.update()
+        ema.update(guard.found_inf(optimizer))
+        ema.update(decay=0.5)
+        with ema.applied():
+            sums = [p.sum() for p in params]
+        return sums
+
+    step()
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.gpu
 def test_a_graph_of_step_and_average():
     finals = []
     for captured in (False, True):

@@ -25,14 +25,18 @@ def test_one_process():
     assert f"torch        {torch.__version__}" in lines
     assert "environment  GLOO_SOCKET_IFNAME=nosuch0" in lines
     assert lines[-1].startswith("problem: GLOO_SOCKET_IFNAME=nosuch0: expected one of ")
+    assert any(line.startswith("links        ") for line in lines)
     assert any("not measured: one process" in line for line in lines)
 
 
 def test_two_ranks():
-    done = run([*LAUNCHER, "-m", "warpsmith", "doctor", "--distributed", "--json"])
+    done = run([*LAUNCHER, "-m", "warpsmith", "doctor", "--distributed", "--json"], CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     facts = json.loads(done.stdout)
     assert facts["problems"] == []
+    assert facts["links"].keys() == {"gpus", "topology", "missing"}
+    assert [row["expected_gigabytes_per_s"] for row in facts["all_reduce"]] == [None, None]
+    assert facts["all_reduce"][0]["expectation_from"] == "ranks are on cpu"
     assert facts["ranks"] == len(facts["hosts"]) == 2
     small, large = facts["all_reduce"]
     assert small["bytes"] < large["bytes"]

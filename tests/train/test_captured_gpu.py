@@ -247,6 +247,22 @@ def test_accumulation_in_the_step():
     assert same(expected, losses) and same(eager.tensors(), graphed.tensors())
 
 
+def test_inputs_that_are_freed_after_each_step():
+    """The memory that the capture was given is used for other things, and replays read none of it."""
+    eager, graphed = Training(), Training()
+    inputs = batches("mlp", torch.float32)
+    expected = run(eager, inputs)
+    step = CapturedStep(graphed.step, state=graphed.state)
+    torch.manual_seed(5)
+    losses = []
+    for batch in inputs:
+        mine = batch.clone()
+        losses.append(step(mine))
+        mine.untyped_storage().resize_(0)
+        torch.full((1 << 20,), torch.nan, device="cuda")
+    assert step.fallback_reason is None and same(expected, losses) and same(eager.tensors(), graphed.tensors())
+
+
 @pytest.mark.parametrize("how", ["item", "synchronize"])
 def test_what_prevents_a_capture_is_named(how):
     """A wait that torch tells of is found before the capture; another one fails it. Eager steps go on, bit for bit."""
@@ -272,6 +288,27 @@ def test_what_prevents_a_capture_is_named(how):
     refusing = CapturedStep(step, state=graphed.state, fallback=False)
     with pytest.raises(CaptureError, match=how):
         run(graphed, inputs, refusing)
+
+
+def test_a_gradient_that_waits_is_named():
+    """torch tells of the wait after the backward pass; the next eager step finds whose formula it was."""
+    training = Training()
+
+    def step(batch):
+        loss = (training.model[0](batch).prod(-1).float() ** 2).mean()
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        return loss
+
+    captured = CapturedStep(step, state=training.state)
+    text = r"loss.backward\(\): the host waits for the device in ProdBackward1, the gradient of .*loss = .*prod\(-1\)"
+    with pytest.warns(RuntimeWarning, match=text):
+        run(training, batches("mlp", torch.float32), captured)
+    with sync_audit() as audit:
+        step(batches("mlp", torch.float32)[0])
+    [found] = audit.syncs
+    assert found.operation.startswith("torch.Tensor.backward in ProdBackward1, the gradient of "), str(audit)
 
 
 def test_an_average_and_large_layers():

@@ -239,6 +239,50 @@ def test_a_wait_is_named_with_its_line(graphs):
         run(graphed.captured(step, fallback=False), inputs)
 
 
+def test_a_wait_in_backward_is_named_by_its_gradient(graphs, monkeypatch):
+    """torch tells of it after the whole backward pass. One more eager step finds what it was."""
+    eager, graphed, inputs = Training(), Training(), batches()
+    found, run_backward = [], torch.autograd._engine_run_backward
+
+    @contextlib.contextmanager
+    def watched(self, tell):
+        found.append(tell)
+        yield
+        found.pop()
+
+    def tells_at_the_end(*args, **kwargs):
+        result = run_backward(*args, **kwargs)
+        for tell in found:
+            tell(sys._getframe(1))
+        return result
+
+    monkeypatch.setattr(Replayed, "watched", watched)
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", tells_at_the_end)
+
+    def make(training):
+        def step(batch):
+            loss = training.model(batch).prod(1).square().mean()
+            loss.backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            return loss
+
+        return step
+
+    expected = run(make(eager), inputs)
+    step = make(graphed)
+    first = inspect.getsourcelines(step)[1]
+    captured = graphed.captured(step)
+    text = (
+        rf"test_captured_step.py:{first + 2}: loss.backward\(\): the host waits for the device in ProdBackward1, "
+        rf"the gradient of .*test_captured_step.py:{first + 1}: loss = .*prod\(1\).*$"
+    )
+    with pytest.warns(RuntimeWarning, match=text) as told:
+        losses = run(captured, inputs)
+    assert len(told) == 1 and graphs[0].captures == 0
+    assert same(expected, losses) and same(eager.tensors(), graphed.tensors())
+
+
 def test_an_error_of_the_capture_is_named_with_its_line(graphs):
     """Half a step was captured: what the host noted of it is taken back, and the step is taken eagerly."""
     eager, graphed, inputs = Training(), Training(), batches()
@@ -360,6 +404,50 @@ def test_changes_between_steps_are_noticed(graphs):
             training.last = step(batch)
     assert bitwise_equal(eager.last.detach(), graphed.last) and same(eager.tensors(), graphed.tensors())
     assert graphs[0].captures == graphs[0].forgotten + 1 == 7 and step.fallback_reason is None
+
+
+def test_a_step_that_nobody_watches(graphs, monkeypatch):
+    """Learning rates are followed all the same; what else a capture fixes is up to forget()."""
+    eager, graphed, inputs = Training(), Training(), batches(16)
+    for training in (eager, graphed):
+        training.state[3:], training.schedule = [], SimpleNamespace(step=lambda: None)
+    captured = graphed.captured(watch=False)
+    looks, changed = [], StepState.changed
+    monkeypatch.setattr(StepState, "changed", lambda self: looks.append(1) or changed(self))
+    for training, step in ((eager, eager.step), (graphed, captured)):
+        torch.manual_seed(5)
+        for i, batch in enumerate(inputs):
+            training.optimizer.param_groups[0]["lr"] = 0.01 * (i + 1)
+            if i == 6:
+                del looks[:]
+            if i == 10:
+                assert not looks
+                training.model.eval()
+                if training is graphed:
+                    captured.forget()
+            training.last = step(batch)
+    assert captured.fallback_reason is None and graphs[0].captures == 2
+    assert bitwise_equal(eager.last.detach(), graphed.last) and same(eager.tensors(), graphed.tensors())
+    training.model.train()  # a replay would have dropout's numbers, or not: nobody looks
+    graphed.model[0].weight.grad = torch.ones_like(graphed.model[0].weight)
+    captured(inputs[0])
+    assert graphs[0].captures == 2
+
+
+def test_inputs_that_are_freed_after_each_step(graphs):
+    """Captures own what they read: replays have the bits of eager steps when the caller's memory is gone."""
+    eager, graphed, inputs = Training(), Training(), batches()
+    expected = run(eager.step, inputs)
+    captured = graphed.captured()
+    torch.manual_seed(5)
+    losses = []
+    for batch in inputs:
+        mine = batch.clone()
+        losses.append(captured(mine))
+        mine.fill_(torch.nan)
+        mine.untyped_storage().resize_(0)
+    assert graphs[0].replays > len(inputs) - 4 and captured.fallback_reason is None
+    assert same(expected, losses) and same(eager.tensors(), graphed.tensors())
 
 
 def test_a_number_that_changes_all_the_time_keeps_steps_eager(graphs):

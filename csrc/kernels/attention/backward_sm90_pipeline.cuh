@@ -233,7 +233,7 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
     do {
       const TileIndex at = tile_at(p.schedule, atomicAdd(p.schedule.counter, 1));
       if (at.batch >= 0)
-        describe_key_tile<Shared::kBlock, tile.biased>(p, at, t);
+        describe_key_tile<Shared::kBlock, tile.biased()>(p, at, t);
       else
         device::store(&t->blocks, -1);
     } while (t->blocks == 0);

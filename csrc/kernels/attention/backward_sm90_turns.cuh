@@ -20,17 +20,18 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
   __device__ __forceinline__ void step(int first_query, [[maybe_unused]] int head, unsigned key_stage, unsigned v_stage,
                                        bool first_of_tile, bool last_of_tile) {
     const unsigned stage = stage_of(it), last_keys = first_of_tile && it != 0 ? key_stage ^ 1 : key_stage;
+    // Loaded here, biases arrive while this warpgroup waits for its turn and for the first product.
+    [[maybe_unused]] uint32_t biases[Base::kBlock / 16][4];
+    if constexpr (tile.biased()) Base::key_biases(first_query, head).load(biases, lane);
     device::named_barrier_wait(kTurnBarrier + group, kTurnThreads);
     device::mbarrier_wait(shared.full(stage), parity_of(it));
     Base::multiply_rows(s, shared.k(key_stage), shared.q(stage));
     Base::multiply_rows(dp, shared.v(v_stage), shared.dout(stage));
     if constexpr (tile.dropout && !Base::kMasksOneByOne) Base::dropout_masks(shared.statistics(stage));
-    [[maybe_unused]] typename KeyBiases<T>::Chunk biases;
-    if constexpr (tile.biased) Base::key_biases(first_query, head).load(biases, 0);
     device::wgmma_wait<1>();  // s, and dk of the previous step
     device::hold(s);
     if (!first_of_tile) Base::arrive(shared.empty(stage ^ 1));
-    if constexpr (tile.biased) Base::add_biases(Base::key_biases(first_query, head), biases, head);
+    if constexpr (tile.biased()) Base::key_biases(first_query, head).add(s, biases, t->shift, lane);
     Base::mask(first_query);
     const Statistics* statistics = reinterpret_cast<const Statistics*>(shared.statistics(stage)) + lane % 4;
     device::named_barrier_arrive(kTurnBarrier + 1 - group, kTurnThreads);

@@ -44,7 +44,8 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   p.heads = i32(a.heads_q);
   p.parts = backward_parts(a);
   p.heads_per_part = i32(a.heads_q / a.heads_k / p.parts);
-  p.blocks_first = !tile.biased && visits_blocks_first(a);  // with biases a step's head is its place in the inner loop
+  p.blocks_first =
+      !tile.biased() && visits_blocks_first(a);  // with biases a step's head is its place in the inner loop
   p.queries = i32(a.seqlen_q);
   p.keys = i32(a.seqlen_k);
   p.total_q = i32(a.total_q);
@@ -61,7 +62,7 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   p.dv_strides = x.dv_strides;
   p.scale = static_cast<float>(a.softmax_scale);
   p.scale_log2 = p.scale * kLog2e;
-  p.dropout = dropout_params(a.dropout);
+  p.dropout = dropout_params(a.dropout, a.dtype);
   p.biases = bias_params(a);
   Schedule& s = p.schedule;
   s.counter = reinterpret_cast<int*>(memory + w.counter);
@@ -193,7 +194,12 @@ Status attention_backward_sm90(const AttentionBwdParams& p, void* stream) {
   if (!choice.supported) return no_kernel(choice.why);
   if (choice.tile == kBackward256) return run_wide_backward(p, stream);
   if (choice.tile == kBackward128Dropout) return run_dtype<kBackward128Dropout>(p, stream);
-  if (choice.tile == kBackward64Biased) return run_dtype<kBackward64Biased>(p, stream);
+  if (choice.tile == kBackward128Bias) return run_dtype<kBackward128Bias>(p, stream);
+  if (choice.tile == kBackward128Mask) return run_dtype<kBackward128Mask>(p, stream);
+  if (choice.tile == kBackward128Alibi) return run_dtype<kBackward128Alibi>(p, stream);
+  if (choice.tile == kBackward64Bias) return run_dtype<kBackward64Bias>(p, stream);
+  if (choice.tile == kBackward64Mask) return run_dtype<kBackward64Mask>(p, stream);
+  if (choice.tile == kBackward64Alibi) return run_dtype<kBackward64Alibi>(p, stream);
   if (choice.tile == kBackward64Dropout) return run_dtype<kBackward64Dropout>(p, stream);
   return choice.tile == kBackward64 ? run_dtype<kBackward64>(p, stream) : run_dtype<kBackward128>(p, stream);
 }

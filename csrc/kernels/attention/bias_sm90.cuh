@@ -2,8 +2,10 @@
 #include <cmath>
 
 #include "device/convert.h"
+#include "device/transpose_matrix.h"
 #include "device/vector.h"
 #include "kernels/attention/attention.h"
+#include "kernels/attention/attention_config.h"
 
 // A bias tensor or a boolean mask, and ALiBi, on the accumulators of the Hopper kernels. Biases are added to scores
 // that are not yet multiplied by softmax_scale, so each bias is divided by it.
@@ -37,19 +39,10 @@ inline BiasParams bias_params(const AttentionProblem& p) {
           p.softmax_scale >= kLeastBiasedScale ? static_cast<float>(1.0 / p.softmax_scale) : 0.0f};
 }
 
-// Offsets of the bias and of the mask of one sequence and one query head.
-struct BiasOfHead {
-  int64_t bias, mask;  // offsets
-
-  __device__ __forceinline__ BiasOfHead(const BiasParams& p, int sequence, int head)
-      : bias(sequence * p.bias_strides.batch + head * p.bias_strides.head),
-        mask(sequence * p.mask_strides.batch + head * p.mask_strides.head) {}
-};
-
 // Adds biases to the scores of a block of keys. A thread has the rows `query` and query + 8, and in each row the keys
 // key + 8 n and key + 8 n + 1. Rows beyond the last query read the biases of the last query; the kernel does not store
 // these rows.
-template <class T, int kBlockKeys> struct QueryBiases {
+template <class T, int kBlockKeys, Biases kBiases> struct QueryBiases {
   static constexpr int kPairs = kBlockKeys / 8, kPairsAtOnce = kPairs / 2;
   using Scores = float[kBlockKeys / 2];
   using Packed = uint32_t[kBlockKeys / 16][4];  // pairs, ordered as OnlineSoftmax's; or two bytes of the mask
@@ -76,17 +69,17 @@ template <class T, int kBlockKeys> struct QueryBiases {
     }
   }
   __device__ __forceinline__ void load(Packed& to) const {
-    if (p.bias != nullptr)
+    if constexpr (kBiases == Biases::tensor)
       load<uint32_t, T>(to, p.bias, p.bias_strides);
-    else if (p.mask != nullptr)
+    else if constexpr (kBiases == Biases::mask)
       load<uint16_t, unsigned char>(to, p.mask, p.mask_strides);
   }
   __device__ __forceinline__ void add(Scores& s, const Packed& pairs) const {
     add_alibi(s);
-    if (p.bias != nullptr) {
+    if constexpr (kBiases == Biases::tensor) {
 #pragma unroll
       for (int i = 0; i < kBlockKeys / 2; i += 2) add_pair(s, i, pairs[i / 8][i / 2 % 4]);
-    } else if (p.mask != nullptr) {
+    } else if constexpr (kBiases == Biases::mask) {
 #pragma unroll
       for (int i = 0; i < kBlockKeys / 2; i += 2) hide_pair(s, i, pairs[i / 8][i / 2 % 4]);
     }
@@ -95,9 +88,9 @@ template <class T, int kBlockKeys> struct QueryBiases {
   // a time: there are no registers for all biases.
   __device__ __forceinline__ void add_edge(Scores& s) const {
     add_alibi(s);
-    if (p.bias != nullptr)
+    if constexpr (kBiases == Biases::tensor)
       for_edge_pairs<uint32_t, T>(p.bias, p.bias_strides, [&](int i, uint32_t two) { add_pair(s, i, two); });
-    else if (p.mask != nullptr)
+    else if constexpr (kBiases == Biases::mask)
       for_edge_pairs<uint16_t, unsigned char>(p.mask, p.mask_strides,
                                               [&](int i, uint32_t visible) { hide_pair(s, i, visible); });
   }
@@ -127,70 +120,73 @@ template <class T, int kBlockKeys> struct QueryBiases {
     if ((visible & 0xff00) == 0) s[i + 1] = -INFINITY;
   }
   __device__ __forceinline__ void add_alibi(Scores& s) const {
-    if (p.slopes == nullptr) return;
+    if (kBiases != Biases::alibi && p.slopes == nullptr) return;
     const float slope = device::load(p.slopes + sequence * p.slopes_batch + head) * -p.to_scores;
+    // Rows 8 apart have the distances of keys 8 apart in common, so half of them are computed.
+    const auto distance = static_cast<float>(query + shift - key);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const auto distance = static_cast<float>(query + 8 * r + shift - key);
-#pragma unroll
-      for (int i = 0; i < kBlockKeys / 2; i += 4)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[i + 2 * r + e];
-          x = fmaf(fabsf(distance - static_cast<float>(2 * i + e)), slope, x);
-        }
-    }
+    for (int i = 0; i < kBlockKeys / 2; ++i)
+      s[i] = fmaf(fabsf(distance + static_cast<float>(i / 2 % 2 * 8 - i / 4 * 8 - i % 2)), slope, s[i]);
   }
 };
 
-// Adds biases to transposed scores, whose rows are keys. Adjacent scores are of different queries, so each element is
-// loaded by itself. A thread has the keys `key` and key + 8, and the queries query + 8 n and query + 8 n + 1. Reads no
-// key and no query that does not exist.
-template <class T> struct KeyBiases {
+// Adds biases to a step's transposed scores, whose rows are keys. A thread has the keys `key` and key + 8, and the
+// queries 2 (lane % 4) + 8 n and the next. Neighbours in memory are keys, so matrices of 8 queries x 8 keys are loaded
+// as they lie, a pair of keys a thread, and transposed in registers. Reads no key and no query that does not exist.
+template <class T, int kBlock, Biases kBiases> struct KeyBiases {
+  using Pairs = uint32_t[kBlock / 16][4];  // ordered as packed probabilities
+
   const BiasParams& p;
-  const unsigned char* from;  // the bias (of type T) or mask byte of the first key and query 0
-  int query, queries, keys;   // keys: how many from the first key to the end of the sequence
+  int sequence, head, first_query, queries, first_key, keys;  // first_key: of the warp's 16
 
-  using Chunk = uint16_t[8];  // elements of 16 queries, in the order of accumulators
-
-  __device__ __forceinline__ KeyBiases(const BiasParams& params, const BiasOfHead& at, int first_query, int all_queries,
-                                       int key, int all_keys)
-      : p(params), from(nullptr), query(first_query), queries(all_queries), keys(all_keys - key) {
-    if (p.bias != nullptr)
-      from = reinterpret_cast<const unsigned char*>(static_cast<const T*>(p.bias) + at.bias + key);
-    else if (p.mask != nullptr)
-      from = p.mask + at.mask + key;
-  }
-
-  template <class E> __device__ __forceinline__ void load(Chunk& to, int stride, int chunk) const {
+  template <class Pair, class E>
+  __device__ __forceinline__ void load(Pairs& to, const void* base, const AttentionBiasStrides& of, int lane) const {
+    const int query = first_query + lane / 4, key = first_key + lane % 4 * 2;
+    const E* from = static_cast<const E*>(base) + sequence * of.batch + head * of.head + key;
 #pragma unroll
-    for (int i = 0; i < 8; i += 4)
+    for (int n = 0; n < kBlock / 8; ++n)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = query + 16 * chunk + 2 * i + e;
-        const E* at = reinterpret_cast<const E*>(from) + int64_t{row} * stride;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          to[i + 2 * r + e] = 0;
-          if (row < queries && 8 * r < keys) to[i + 2 * r + e] = device::load(at + 8 * r);
-        }
+      for (int r = 0; r < 2; ++r) {
+        Pair two = 0;
+        if (query + 8 * n < queries && key + 8 * r < keys)
+          two = device::load(
+              reinterpret_cast<const Pair*>(from + int64_t{query + 8 * n} * static_cast<int>(of.q) + 8 * r));
+        to[n / 2][n % 2 * 2 + r] = two;
       }
   }
-  __device__ __forceinline__ void load(Chunk& to, int chunk) const {
-    if (p.bias != nullptr)
-      load<uint16_t>(to, static_cast<int>(p.bias_strides.q), chunk);
-    else if (p.mask != nullptr)
-      load<unsigned char>(to, static_cast<int>(p.mask_strides.q), chunk);
+  __device__ __forceinline__ void load(Pairs& to, int lane) const {
+    if constexpr (kBiases == Biases::tensor)
+      load<uint32_t, T>(to, p.bias, p.bias_strides, lane);
+    else if constexpr (kBiases == Biases::mask)
+      load<uint16_t, unsigned char>(to, p.mask, p.mask_strides, lane);
   }
-  __device__ __forceinline__ void add(float* scores, const Chunk& of) const {
-    if (p.bias != nullptr) {
+  __device__ __forceinline__ void add(float (&s)[kBlock / 2], const Pairs& pairs, int shift, int lane) const {
+    if (kBiases == Biases::alibi || p.slopes != nullptr)
+      add_alibi(s, first_query + lane % 4 * 2 + shift - first_key - lane / 4);
+    if constexpr (kBiases == Biases::tensor) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) scores[i] = fmaf(device::to_float(T{of[i]}), p.to_scores, scores[i]);
-    } else if (p.mask != nullptr) {
+      for (int i = 0; i < kBlock / 2; i += 2) {
+        const uint32_t two = device::transpose_matrix(pairs[i / 8][i / 2 % 4]);
+        s[i] = fmaf(device::low_half<T>(two), p.to_scores, s[i]);
+        s[i + 1] = fmaf(device::high_half<T>(two), p.to_scores, s[i + 1]);
+      }
+    } else if constexpr (kBiases == Biases::mask) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        if (of[i] == 0) scores[i] = -INFINITY;
+      for (int i = 0; i < kBlock / 2; i += 2) {
+        const uint32_t bytes = pairs[i / 8][i / 2 % 4];
+        const uint32_t two = device::transpose_matrix((bytes & 0xff) | (bytes & 0xff00) << 8);
+        if ((two & 0xffffu) == 0) s[i] = -INFINITY;
+        if (two < 0x10000u) s[i + 1] = -INFINITY;
+      }
     }
+  }
+  // `distance`: of the thread's first query from its first key.
+  __device__ __forceinline__ void add_alibi(float (&s)[kBlock / 2], int distance) const {
+    const float slope = device::load(p.slopes + sequence * p.slopes_batch + head) * -p.to_scores;
+    const auto first = static_cast<float>(distance);
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; ++i)
+      s[i] = fmaf(fabsf(first + static_cast<float>(i / 4 * 8 + i % 2 - i / 2 % 2 * 8)), slope, s[i]);
   }
 };
 

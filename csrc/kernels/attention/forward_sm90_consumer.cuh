@@ -130,18 +130,22 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   // Turns the scores of a masked visit into probabilities, under a base that follows the maximum.
   __device__ __forceinline__ void masked_softmax(const MaskPlace& m, float (&factor)[2]) {
     cap();
-    if constexpr (tile.biased) biases(m.first_key).add_edge(s);
+    if constexpr (tile.biased()) biases(m.first_key).add_edge(s);
     mask_scores(s, p.window, query, m.first_key, lane, m.shift, m.keys);
     softmax.raise_base(s, p.scale_log2, factor);
     softmax.exponentials_in_place(s, p.scale_log2);
     if constexpr (tile.dropout) {
       const RowDropout dropout = row_dropout();
 #pragma unroll
-      for (int c = 0; c < tile.block_keys / 16; ++c) drop(kept(dropout, m.first_key, c), s + 8 * c);
+      for (int c = 0; c < tile.block_keys / kAttentionDropoutKeys; ++c) {
+        const PhiloxCounter call = dropout.call(call_of(m.first_key, c));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) drop<T>(call, half, p.dropout.threshold, s + 8 * (2 * c + half));
+      }
     }
   }
-  using Biases = QueryBiases<T, tile.block_keys>;
-  __device__ __forceinline__ Biases biases(int first_key) const {
+  using StepBiases = QueryBiases<T, tile.block_keys, tile.biases>;
+  __device__ __forceinline__ StepBiases biases(int first_key) const {
     return {p.biases, t->sequence, t->head, query, t->queries, first_key + lane % 4 * 2, t->keys, t->shift};
   }
   // The parts that the Philox calls of a step share. Computed in every step, because there are no registers to keep
@@ -150,11 +154,26 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     if constexpr (!tile.dropout) return {};
     return RowDropout(p.dropout, t->dropout_row + static_cast<uint32_t>((group * 4 + warp) * p.heads));
   }
-  // Which elements are kept, for the 16 keys from first_key + 16 c on.
-  __device__ __forceinline__ PhiloxCounter kept(const RowDropout& dropout, int first_key, int c) const {
-    PhiloxCounter halves = dropout.call(static_cast<uint32_t>(2 * first_key + 32 * c + lane));
-    kept_halves(halves, p.dropout.threshold);
-    return halves;
+  // Counter word 0 for the keys from first_key + 32 c on.
+  __device__ __forceinline__ uint32_t call_of(int first_key, int c) const {
+    static_assert(!tile.dropout || tile.block_keys % kAttentionDropoutKeys == 0);
+    return static_cast<uint32_t>(first_key + 32 * c + lane);
+  }
+  // Writes the gates of a step to `gates`, where its probabilities will be.
+  __device__ __forceinline__ void make_gates(const RowDropout& dropout, int first_key, Probabilities& gates) const {
+    uint32_t threshold[1] = {p.dropout.threshold}, all = 0;
+    device::hold(threshold);  // in a register, from which every pair takes it
+#pragma unroll
+    for (int c = 0; c < tile.block_keys / kAttentionDropoutKeys; ++c) {
+      const PhiloxCounter call = dropout.call(call_of(first_key, c));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        uint32_t& pair = gates[2 * c + i / 4][i % 4];
+        pair = pair_gates(call, i / 4, i % 4, threshold[0]);
+        if (i % 2 == 0) all ^= pair;
+      }
+    }
+    device::keep_before_wait(__uint_as_float(all), shared.scratch);
   }
   // A step with a mask. Packs the new probabilities after the product that reads the old ones has finished.
   __device__ __forceinline__ void masked_step(int visit, Probabilities& probabilities) {
@@ -173,27 +192,19 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     const int first_key = (t->whole_end - 1 - (visit - masked)) * tile.block_keys;
     [[maybe_unused]] const RowDropout dropout = row_dropout();
     const int values = start_step(old, [&] {
-      if constexpr (tile.dropout) {
-        uint32_t all = 0;
-#pragma unroll
-        for (int c = 0; c < tile.block_keys / 16; ++c) {
-          pair_masks(kept(dropout, first_key, c), probabilities[c]);
-          all ^= probabilities[c][0] ^ probabilities[c][1];
-        }
-        device::keep_before_wait(__uint_as_float(all & 0x7fffffffu), shared.scratch);
-      }
-      if constexpr (tile.biased) biases(first_key).load(probabilities);
+      if constexpr (tile.dropout) make_gates(dropout, first_key, probabilities);
+      if constexpr (tile.biased()) biases(first_key).load(probabilities);
     });
     cap();
-    if constexpr (tile.biased) biases(first_key).add(s, probabilities);
+    if constexpr (tile.biased()) biases(first_key).add(s, probabilities);
     float sums[2], factor[2];
     softmax.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
     const bool outgrown = __any_sync(0xffffffffu, Softmax::outgrown(sums));
     if (outgrown) {
-      if constexpr (tile.dropout) Softmax::masks_again(probabilities);
+      if constexpr (tile.dropout) Softmax::gates_again(probabilities);
       softmax.raise_base(s, p.scale_log2, factor);
       Softmax raised = softmax;
-      if constexpr (tile.biased) raised.give_base();
+      if constexpr (tile.biased()) raised.give_base();
       raised.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
     }
     softmax.sum[0] += sums[0];
@@ -328,20 +339,8 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       clear_output();
       first_step(probabilities);
       int visit = 1;
-      if constexpr (tile.biased) {
-        // Lazy steps come in pairs. An odd one goes through the code for masked steps, which saves a third copy of the
-        // code that adds biases.
-        const int one_by_one = masked + (visits - masked) % 2;
-        for (; visit < one_by_one; ++visit) masked_step(visit, probabilities);
-        Probabilities next;
-        for (; visit < visits; visit += 2) {
-          lazy_step(visit, probabilities, next);
-          lazy_step(visit + 1, next, probabilities);
-        }
-      } else {
-        for (; visit < masked; ++visit) masked_step(visit, probabilities);
-        for (; visit < visits; ++visit) following_step(probabilities);
-      }
+      for (; visit < masked; ++visit) masked_step(visit, probabilities);
+      for (; visit < visits; ++visit) following_step(probabilities);
       last_product(probabilities);
       n = device::load(&t->number) + 1;
       hand_over(finish_tile());

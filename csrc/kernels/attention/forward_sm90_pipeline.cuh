@@ -119,9 +119,9 @@ __device__ __forceinline__ void describe_tile(const ForwardParams& p, const Tile
   if constexpr (tile.dropout) {
     const int64_t row_block = attention_row_block(p.cu_seqlens_q, at.batch, p.queries);
     device::store(&t->dropout_row,
-                  attention_dropout_row(row_block, first_query / kAttentionDropoutBlock, p.heads, at.head));
+                  attention_dropout_row(row_block, first_query / kAttentionDropoutQueries, p.heads, at.head));
   }
-  if constexpr (tile.biased)
+  if constexpr (tile.biased())
     device::store(&t->sequence, min(at.batch, p.batch - 1));  // tokens of no sequence have no slope
   device::store(&t->lse, lse);
   device::store(&t->visits, plan.blocks);

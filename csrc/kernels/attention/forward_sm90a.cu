@@ -47,7 +47,7 @@ ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile
     p.softcap = static_cast<float>(a.softcap);
     p.to_softcap = static_cast<float>(a.softmax_scale / a.softcap);
   }
-  p.dropout = dropout_params(a.dropout);
+  p.dropout = dropout_params(a.dropout, a.dtype);
   p.biases = bias_params(a);
   Schedule& s = p.schedule;
   if (needs_counter(a)) s.counter = static_cast<int*>(x.workspace);
@@ -119,8 +119,12 @@ Status attention_forward_sm90(const AttentionFwdParams& p, void* stream) {
   if (choice.tile == kForward64Short) return run_dtype<kForward64Short>(p, stream);
   if (choice.tile == kForward128Dropout) return run_dtype<kForward128Dropout>(p, stream);
   if (choice.tile == kForward64Dropout) return run_dtype<kForward64Dropout>(p, stream);
-  if (choice.tile == kForward128Biased) return run_dtype<kForward128Biased>(p, stream);
-  if (choice.tile == kForward64Biased) return run_dtype<kForward64Biased>(p, stream);
+  if (choice.tile == kForward128Bias) return run_dtype<kForward128Bias>(p, stream);
+  if (choice.tile == kForward128Mask) return run_dtype<kForward128Mask>(p, stream);
+  if (choice.tile == kForward128Alibi) return run_dtype<kForward128Alibi>(p, stream);
+  if (choice.tile == kForward64Bias) return run_dtype<kForward64Bias>(p, stream);
+  if (choice.tile == kForward64Mask) return run_dtype<kForward64Mask>(p, stream);
+  if (choice.tile == kForward64Alibi) return run_dtype<kForward64Alibi>(p, stream);
   if (choice.tile == kForward128Extended) return run_dtype<kForward128Extended>(p, stream);
   if (choice.tile == kForward256) return run_dtype<kForward256>(p, stream);
   return run_dtype<kForward64Extended>(p, stream);

@@ -102,9 +102,9 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     for (int i = 0; i < kScores / 2; ++i) out[i / 4][i % 4] = device::pack<T>(s[2 * i], s[2 * i + 1]);
   }
 
-  // Writes packed p to `out` and the block's sums to `sums`, and changes neither s nor `sum`. kMasked: `out` holds
-  // masks of the pairs on entry. They apply to p and not to the sums.
-  template <bool kMasked = false>
+  // Writes packed p to `out` and the block's sums to `sums`, and changes neither s nor `sum`. kGated: `out` holds
+  // gates of the pairs on entry (device/halves.h). They apply to p and not to the sums.
+  template <bool kGated = false>
   __device__ __forceinline__ void exponentials(const Scores& s, float scale, Probabilities& out, float (&sums)[2]) {
     float partial[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -116,20 +116,22 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
         partial[e] += x[e];
       }
       uint32_t* pairs = out[i / 8] + i / 2 % 4;
-      pairs[0] = device::pack<T>(x[0], x[1]) & (kMasked ? pairs[0] : 0xffffffffu);
-      pairs[1] = device::pack<T>(x[2], x[3]) & (kMasked ? pairs[1] : 0xffffffffu);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t two = device::pack<T>(x[2 * r], x[2 * r + 1]);
+        pairs[r] = kGated ? device::multiply_halves<T>(two, pairs[r]) : two;
+      }
     }
     sums[0] = partial[0] + partial[1];
     sums[1] = partial[2] + partial[3];
   }
-  // Recovers the masks from masked p, so that p can be computed again under a higher base. A p that is 0 under the old
+  // Recovers the gates from gated p, so that p can be computed again under a higher base. A p that is 0 under the old
   // base is also 0 under a higher one.
-  static __device__ __forceinline__ void masks_again(Probabilities& p) {
+  static __device__ __forceinline__ void gates_again(Probabilities& p) {
 #pragma unroll
     for (auto& four : p)
 #pragma unroll
-      for (uint32_t& pair : four)  // p >= 0, or the NaN 0x7fff: a half's highest bit is clear
-        pair = device::spread_signs(pair + 0x7fff7fffu, 0, device::spread_selector(0, 1));
+      for (uint32_t& pair : four) pair = device::gates_again<T>(pair);
   }
   // A row without a base has infinite p. NaN compares false, so it counts as outgrown.
   static __device__ __forceinline__ bool outgrown(const float (&sums)[2]) {

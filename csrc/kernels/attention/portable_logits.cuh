@@ -180,39 +180,46 @@ struct DropoutOfHead {
         attention_dropout_row(attention_row_block(p.cu_seqlens_q, s.sequence, p.seqlen_q), 0, p.heads_q, head_of_q);
   }
 
-  // Calls kept(n, e, whether the element is kept) for every element of a warp's 16 x kColumns block, which begins at
-  // multiples of 16. Called by the whole warp.
+  // Calls kept(n, e, whether the element is kept) for every element of a warp's 16 x kColumns block. The block begins
+  // at multiples of 16, of kColumns where columns are keys. Called by the whole warp.
   template <int kColumns, bool kKeysAreRows, class Kept>
   __device__ __forceinline__ void apply(uint32_t threshold, int row_of_warp, int first_column, int lane,
                                         Kept&& kept) const {
+    if constexpr (!kKeysAreRows) {
+      constexpr bool kWholeCalls = kColumns % kAttentionDropoutKeys == 0;
+      const uint32_t word1 = first_row + static_cast<uint32_t>(row_of_warp / kAttentionDropoutQueries) * heads;
+      PhiloxCounter own;
 #pragma unroll
-    for (int block = 0; block < kColumns / 16; ++block) {
-      const int row = row_of_warp / kAttentionDropoutBlock, column = first_column / kAttentionDropoutBlock + block;
-      const uint32_t word1 = first_row + static_cast<uint32_t>(kKeysAreRows ? column : row) * heads;
-      const auto k_block = static_cast<uint32_t>(kKeysAreRows ? row : column);
-      if constexpr (!kKeysAreRows) {
-        const PhiloxCounter own = attention_dropout_lanes(seed, offset, word1, k_block, static_cast<uint32_t>(lane));
+      for (int block = 0; block < kColumns / 16; ++block) {
+        const int column = first_column / 16 + block;
+        const bool last = (kWholeCalls ? block : column) % 2 != 0;  // the last 16 keys of a call
+        if (!kWholeCalls || block % 2 == 0)
+          own = attention_dropout_lanes(seed, offset, word1, static_cast<uint32_t>(column / 2),
+                                        static_cast<uint32_t>(lane));
+        const uint32_t words[2] = {last ? own.word[2] : own.word[0], last ? own.word[3] : own.word[1]};
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-          kept(2 * block + i / 4, i % 4, attention_dropout_keeps(own, i % 4 / 2 * 8, i / 4 * 8 + i % 2, threshold));
-      } else {
-        // The queries 2 t and 2 t + 1 belong to two calls. The lanes of keys g and g ^ 1 make one call each and swap
-        // words.
-        const int g = lane / 4, t = lane % 4;
-        const bool odd = g % 2 != 0;
-        const PhiloxCounter own =
-            attention_dropout_lanes(seed, offset, word1, k_block, static_cast<uint32_t>(8 * t + (odd ? 4 : 0) + g / 2));
-        uint32_t words[2][2];  // [query 2 t or 2 t + 1][0, or 8 queries further]
+        for (int i = 0; i < 8; ++i) kept(2 * block + i / 4, i % 4, (words[i / 4] >> (8 * (i % 4)) & 0xff) >= threshold);
+      }
+    } else {
+      // The queries 2 t and 2 t + 1 belong to two calls. The lanes of keys g and g ^ 1 make one call each, of which the
+      // warp's 16 keys have two words, and swap two bytes of each word.
+      const int g = lane / 4, t = lane % 4;
+      const bool odd = g % 2 != 0, last = row_of_warp / 16 % 2 != 0;
+      const auto k_block = static_cast<uint32_t>(row_of_warp / kAttentionDropoutKeys),
+                 call = static_cast<uint32_t>(8 * t + (odd ? 4 : 0) + g / 2);
 #pragma unroll
-        for (int w = 0; w < 2; ++w) {
-          const uint32_t given = __shfl_xor_sync(0xffffffffu, odd ? own.word[w] : own.word[2 + w], 4);
-          words[0][w] = odd ? given : own.word[w];
-          words[1][w] = odd ? own.word[2 + w] : given;
-        }
+      for (int block = 0; block < kColumns / 16; ++block) {
+        const uint32_t word1 =
+            first_row + static_cast<uint32_t>(first_column / kAttentionDropoutQueries + block) * heads;
+        const PhiloxCounter both = attention_dropout_lanes(seed, offset, word1, k_block, call);
+        const uint32_t of_keys = last ? both.word[2] : both.word[0], of_next = last ? both.word[3] : both.word[1];
+        // Bytes: key g and query, query + 8; key g + 8 and query, query + 8.
+        const uint32_t own = __byte_perm(of_keys, of_next, odd ? 0x7531 : 0x6420);
+        const uint32_t given = __shfl_xor_sync(0xffffffffu, __byte_perm(of_keys, of_next, odd ? 0x6420 : 0x7531), 4);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const uint32_t word = words[i % 2][i / 4];
-          kept(2 * block + i / 4, i % 4, (i % 4 / 2 != 0 ? word >> 16 : word & 0xffff) >= threshold);
+          const uint32_t word = (i % 2 != 0) == odd ? own : given;
+          kept(2 * block + i / 4, i % 4, (word >> (8 * (i % 4 / 2 * 2 + i / 4)) & 0xff) >= threshold);
         }
       }
     }

@@ -61,7 +61,6 @@ inline AttentionKernelProblem kernel_problem(const AttentionProblem& p, bool ali
                     (p.mask == nullptr || has_pairs_of_keys(p.mask, 1, p.mask_strides, p.seqlen_k));
   k.scale_has_inverse = p.softmax_scale >= kLeastBiasedScale;
   k.dropout = p.dropout.seed != nullptr;
-  k.drops_nearly_all = k.dropout && p.dropout.scale > 1024;
   k.positive_scale = p.softmax_scale > 0;
   k.aligned = aligned;
   return k;

@@ -11,6 +11,7 @@
 //
 //   clip:    one block per chunk multiplies in place (reads and writes every element); factor 1: returns at once.
 //   check:   the norm; only if it is not finite, one block per chunk counts the elements that are not (reads them all).
+//            Of chunks with a known sum it reads the sum, and elements only if the sum is not finite.
 //   unscale: multiplies in place, and counts elements that are not finite.
 namespace warpsmith::grad_norm {
 
@@ -76,6 +77,13 @@ template <class T> __device__ __forceinline__ bool aligned(const T* x) {
 template <NormOrder order> __global__ void __launch_bounds__(kThreads)
     partial_sums(const __grid_constant__ GradNormParams p) {
   WARPSMITH_SHARED(float, scratch, kThreads / 32);
+  if (p.known) {
+    const double known = device::load(p.known + blockIdx.x);
+    if (is_finite(known)) {
+      if (threadIdx.x == 0) device::store(p.partials + blockIdx.x, known);
+      return;
+    }
+  }
   float sums[1] = {};
   // The largest element needs no factor.
   const float factor = order != NormOrder::infinity && p.scale ? inverse_power_of_two(device::load(p.scale)) : 1.0f;
@@ -92,7 +100,7 @@ template <NormOrder order> __global__ void __launch_bounds__(kThreads)
     device::store(p.partials + blockIdx.x, without_factor(static_cast<double>(sums[0]), factor, order));
 }
 
-// The sum over all chunks by one block, for thread 0.
+// The sum over all chunks by one block, for all its threads.
 static __device__ __forceinline__ double sum_of_chunks(const GradNormParams& p, double* sums) {
   const auto combine = [&](double a, double b) { return p.order == NormOrder::infinity ? largest(a, b) : a + b; };
   double sum = 0;
@@ -118,12 +126,14 @@ static __global__ void __launch_bounds__(kFinishThreads) finish(const __grid_con
 static __global__ void __launch_bounds__(kFinishThreads) finish_check(const __grid_constant__ GradCheckParams p) {
   WARPSMITH_SHARED(double, sums, kFinishThreads);
   const double sum = sum_of_chunks(p.norm, sums);
-  if (threadIdx.x != 0) return;
   const auto checked = check_norm<float>(sum, p.norm.order, device::load(p.scale), p.max_norm);
+  if (!checked.finite)
+    for (int64_t i = threadIdx.x; i < p.tensor_count; i += kFinishThreads) device::store(p.bad_counts + i, int64_t{0});
+  if (threadIdx.x != 0) return;
   device::store(p.norm.power_sum, sum);
   device::store(static_cast<float*>(p.norm.norm), checked.norm);
   device::store(p.grad_scale, checked.grad_scale);
-  if (!checked.finite) device::store(p.found_inf, 1.0f);
+  device::store(p.found_inf, checked.finite ? 0.0f : 1.0f);
 }
 
 // Replaces each element by function(element).

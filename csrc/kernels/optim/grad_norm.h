@@ -38,6 +38,9 @@ struct GradNormParams {
   // of two below it before it sums, and multiplies back in float64. Neither changes a bit of a normal number, and
   // squares overflow float32 only if those of the unscaled gradients would.
   const float* scale;
+  // [chunk_count], or null: sums of the chunks, taken before and without a scale. A chunk whose known sum is finite is
+  // not read: `partials` gets the known sum.
+  const double* known = nullptr;
 };
 
 // Multiplies every element by min(1, max_norm / (norm + 1e-6)). Reads and writes nothing if that is 1.
@@ -57,8 +60,10 @@ struct GradCheckParams {
   const float* scale;   // one element
   double max_norm;      // infinite: no clipping
   float* grad_scale;    // one element, written: scale / clip_factor; exactly scale if nothing is clipped
-  float* found_inf;     // one element: 1 is written if the norm is not finite; else unchanged
-  int64_t* bad_counts;  // [tensors]; where the norm is not finite, plus each tensor's elements that are not, unscaled
+  float* found_inf;     // one element, written: 1 if the norm is not finite, else 0
+  int64_t*
+      bad_counts;  // [tensor_count]; written if the norm is not finite: each tensor's elements that are not, unscaled
+  int64_t tensor_count;
 };
 
 // Multiplies every element by `inv_scale`, in place.

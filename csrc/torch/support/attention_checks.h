@@ -3,6 +3,7 @@
 #include <optional>
 #include <string>
 
+#include "kernels/attention/attention_dropout.h"
 #include "torch/support/attention.h"
 
 // The inputs of attention, attention_varlen and their backward, and the checks that turn them into a problem.
@@ -162,7 +163,7 @@ inline void check_parameters(const char* op, Inputs& in, AttentionProblem& p) {
   }
   if (!(in.dropout_p >= 0 && in.dropout_p < 1))
     refuse(op, "dropout_p", "a number in [0, 1)", std::to_string(in.dropout_p));
-  p.dropout = make_dropout(nullptr, in.dropout_p);
+  p.dropout = make_attention_dropout(nullptr, in.dropout_p);
   if (in.seed && in.dropout_p > 0) {
     if (in.seed->scalar_type() != ScalarType::Long) refuse(op, "seed", "int64", dtype_text(in.seed->scalar_type()));
     check_shape(op, "seed", *in.seed, {2});

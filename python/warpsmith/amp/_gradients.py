@@ -11,6 +11,7 @@ from torch import Tensor
 
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import check_gradients, unscale_in_place
+from warpsmith.optim._known_sums import Joined, known_sums
 from warpsmith.optim._tensor_list import all_params, describe, holds_its_elements, is_dense, local, moved
 from warpsmith.optim.clip import _combined, _shared_out, _whole_sums
 
@@ -20,6 +21,7 @@ class Gradient(NamedTuple):
 
     number: int
     values: Tensor  # of a sparse gradient its values
+    param: Tensor
 
 
 class BadCounts(NamedTuple):
@@ -54,7 +56,7 @@ def gradients(op: str, optimizer: torch.optim.Optimizer) -> list[Gradient]:
             where = describe(optimizer.param_groups, index) + ".grad"
             expected = "float32, float16, bfloat16, or float64 on the CPU"
             _check.refuse(op, where, expected, _check.dtype_text(grad.dtype))
-        found.append(Gradient(index, grad))
+        found.append(Gradient(index, grad, p))
     return found
 
 
@@ -68,13 +70,13 @@ class _Group(NamedTuple):
     originals: list[Tensor]
 
 
-def _groups(grads: Sequence[Gradient], prepared: Callable[[Tensor], Tensor]) -> Iterator[_Group]:
-    groups: dict[Any, list[tuple[int, Tensor]]] = {}
-    for index, grad in grads:
+def groups(grads: Sequence[Gradient], prepared: Callable[[Tensor], Tensor]) -> Iterator[_Group]:
+    found: dict[Any, list[tuple[int, Tensor]]] = {}
+    for index, grad, _ in grads:
         whole = prepared(grad)
         part = local(whole)
-        groups.setdefault((part.device, _shared_out(whole)), []).append((index, part))
-    for (device, shared), members in groups.items():
+        found.setdefault((part.device, _shared_out(whole)), []).append((index, part))
+    for (device, shared), members in found.items():
         originals = [part for _, part in members]
         parts = [t if is_dense(t) and holds_its_elements(t) else t.resolve_neg().contiguous() for t in originals]
         yield _Group(device, shared, tuple(index for index, _ in members), parts, originals)
@@ -98,10 +100,12 @@ def _largest(flags: Sequence[Tensor], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def check(grads: Sequence[Gradient], scale: Tensor, p: float = math.inf, max_norm: float = math.inf) -> Verdict:
-    """Reads every gradient once."""
+    """Reads every gradient once; for p = 2 none where their sums of squares are known, and finite."""
+    if p == 2 and (known := known_sums([g.param for g in grads])) is not None:
+        return _check_known(grads, scale, max_norm, known)
     sums, flags = [], []
     bad: dict[torch.device, list[BadCounts]] = {}
-    for group in _groups(grads, _whole_sums):
+    for group in groups(grads, _whole_sums):
         checked = check_gradients(group.parts, p, moved(scale, group.device), max_norm)
         # A maximum over ranks may lose a NaN: ranks tell each other whether they found one.
         flags.append(_over_ranks(checked.found_inf, group.shared, "max"))
@@ -115,6 +119,27 @@ def check(grads: Sequence[Gradient], scale: Tensor, p: float = math.inf, max_nor
     wide = any(g.values.dtype == torch.float64 for g in grads)
     norm = (total.sqrt() if p == 2 else total).to(torch.float64 if wide else torch.float32)
     return judged(Verdict(found_inf, bad, norm, scale), norm, scale, max_norm)
+
+
+def _check_known(grads: Sequence[Gradient], scale: Tensor, max_norm: float, known: Joined) -> Verdict:
+    tensors, device = [g.values for g in grads], grads[0].values.device
+    checked = check_gradients(tensors, 2.0, moved(scale, device), max_norm, known.total_elems, known.of_all)
+    bad = {device: [BadCounts(tuple(g.number for g in grads), checked.bad_counts)]}
+    found_inf, norm, grad_scale = (
+        moved(t, scale.device) for t in (checked.found_inf, checked.norm, checked.grad_scale)
+    )
+    return Verdict(found_inf, bad, norm, grad_scale)
+
+
+@torch.no_grad()
+def check_elements(grads: Sequence[Gradient], scale: Tensor) -> Verdict:
+    """:func:`check` where nobody asks for the norm: only an element that is not finite is a reason to skip."""
+    known = known_sums([g.param for g in grads], any_chunks=True)
+    if known is None:
+        return check(grads, scale)
+    verdict = _check_known(grads, scale, math.inf, known)
+    (counts,) = (part.counts for parts in verdict.bad.values() for part in parts)
+    return verdict._replace(found_inf=moved(counts.any().float(), scale.device))  # the norm may be infinite before
 
 
 @torch.no_grad()
@@ -136,7 +161,7 @@ def check_to_clip(
     if norm_of_all_ranks is None:
         return check(grads, scale, p, max_norm)
     norm = norm_of_all_ranks(p) if of_scaled is None else of_scaled(p, scale)
-    return judged(check(grads, scale), norm, scale, max_norm)
+    return judged(check_elements(grads, scale), norm, scale, max_norm)
 
 
 @torch.no_grad()
@@ -144,7 +169,7 @@ def unscale(grads: Sequence[Gradient], inv_scale: Tensor) -> tuple[Tensor, dict[
     """Multiplies every gradient by ``inv_scale`` in place. Returns what :class:`Verdict` has of found_inf and bad."""
     flags = []
     bad: dict[torch.device, list[BadCounts]] = {}
-    for group in _groups(grads, lambda t: t):
+    for group in groups(grads, lambda t: t):
         found, counts = unscale_in_place(group.parts, moved(inv_scale, group.device))
         for original, part in zip(group.originals, group.parts, strict=True):
             if part is not original:

@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from warpsmith.amp._gradients import BadCounts
+from warpsmith.amp._kept_table import KeptTable
 from warpsmith.optim._tensor_list import describe
 
 
@@ -28,6 +29,7 @@ class Record:
         self.found_inf = self.now[1]
         self.tally = torch.zeros(2, dtype=torch.float64, device=device)  # steps, and how many of them were skipped
         self.bad: dict[torch.device, list[BadCounts]] = {}  # in the last step that was skipped
+        self.kept = KeptTable(device, self.bad)
 
     def overflow(self, optimizer: Optimizer) -> Overflow | None:
         """What made the last skipped step one; None if no step was skipped. The host waits."""

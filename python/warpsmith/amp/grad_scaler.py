@@ -12,8 +12,9 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from warpsmith.amp import _gradients
+from warpsmith.amp._kept_table import capturing
 from warpsmith.amp._record import Overflow, Record
-from warpsmith.amp._settings import check_loaded, check_settings
+from warpsmith.amp._scale_rule import adapt, check_loaded, check_settings
 from warpsmith.ops import _check
 from warpsmith.optim._multi_tensor import MultiTensorOptimizer
 from warpsmith.optim._tensor_list import all_params, describe, moved
@@ -29,10 +30,6 @@ def _takes_scale(optimizer: Optimizer) -> bool:
         return True
     takes = getattr(optimizer, "_step_supports_amp_scaling", False)
     return bool(takes) and "grad_scaler" not in inspect.signature(optimizer.step).parameters
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -113,7 +110,7 @@ class GradScaler(torch.amp.GradScaler):
     # Gradients.
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if _capturing():
+        if capturing():
             raise RuntimeError(f"{_OP}: take one step before the capture: a replay would begin with the first scale")
         super()._lazy_init_scale_growth_tracker(dev)
         self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
@@ -129,7 +126,7 @@ class GradScaler(torch.amp.GradScaler):
     def _record(self, optimizer: Optimizer) -> Record:
         record = self._records.get(optimizer)
         if record is None:
-            if _capturing():
+            if capturing():
                 raise RuntimeError(f"{_OP}: take one step before the capture: a replay would count from 0")
             assert self._scale is not None
             record = self._records[optimizer] = Record(self._scale.device)
@@ -171,13 +168,19 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         state = self._state_of(optimizer, "_check_inf_per_device")
-        assert self._scale is not None
-        grads = _gradients.gradients(f"{_OP}.step", optimizer)
-        if grads:
-            scale = torch.ones_like(self._scale) if state["stage"] is OptState.UNSCALED else self._scale
-            verdict = _gradients.check(grads, scale)
+        scale = self._scale_of(state)
+        verdict = self._record(optimizer).kept.check(f"{_OP}.step", optimizer, scale, math.inf, math.inf)
+        if verdict is not None:
+            state["found_inf_per_device"] = {scale.device: verdict.found_inf}
+        elif grads := _gradients.gradients(f"{_OP}.step", optimizer):
+            verdict = _gradients.check_elements(grads, scale)
             state["found_inf_per_device"] = self._note(optimizer, verdict.found_inf, verdict.bad)
         return state["found_inf_per_device"]
+
+    def _scale_of(self, state: dict[str, Any]) -> Tensor:
+        """By what the gradients are multiplied."""
+        assert self._scale is not None
+        return torch.ones_like(self._scale) if state["stage"] is OptState.UNSCALED else self._scale
 
     def clip_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         r"""Clips the norm of all gradients of an optimizer in its next :meth:`step`.
@@ -185,7 +188,8 @@ class GradScaler(torch.amp.GradScaler):
         .. math::
             g \leftarrow \frac{\tilde g}{s} \min\Big(1, \frac{\text{max\_norm}}{\|\tilde g / s\| + 10^{-6}}\Big)
 
-        The norm and the check for infinite and NaN elements read the gradients once; unscaling and clipping happen in
+        The norm and the check for infinite and NaN elements read the gradients once (not at all where the reduction has
+        kept their sums: :func:`warpsmith.distributed.accurate_hook`); unscaling and clipping happen in
         the registers of the optimizer's kernel, so that ``step`` is the second and last pass over them. The gradients
         stay scaled. Call it between backward and ``step``, without :meth:`unscale_` before or with it, once a step.
         Optimizers that do not divide by ``grad_scale`` themselves get unscaled and clipped gradients at once.
@@ -215,19 +219,22 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer, "clip_")
         if state["stage"] is OptState.STEPPED or "grad_scale" in state:
             raise RuntimeError(f"{_OP}.clip_: expected one call before step(), got one after it or a second one")
-        grads = _gradients.gradients(f"{_OP}.clip_", optimizer)
-        if not grads:
-            self._refuse_no_gradient("clip_", optimizer)
-        if not _takes_scale(optimizer):
-            if state["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-            return clip_grad_norm_(all_params(optimizer.param_groups), max_norm, p)
-        assert self._scale is not None
-        scale = torch.ones_like(self._scale) if state["stage"] is OptState.UNSCALED else self._scale
-        verdict = _gradients.check_to_clip(optimizer, grads, scale, p, max_norm)
-        known = state["found_inf_per_device"]
-        found_inf = self._worst(verdict.found_inf, *known.values())
-        state["found_inf_per_device"] = self._note(optimizer, found_inf, verdict.bad)
+        op, known = f"{_OP}.clip_", state["found_inf_per_device"]
+        scale = self._scale_of(state)
+        verdict = None if known else self._record(optimizer).kept.check(op, optimizer, scale, p, max_norm)
+        if verdict is not None:
+            state["found_inf_per_device"] = {scale.device: verdict.found_inf}
+        else:
+            grads = _gradients.gradients(op, optimizer)
+            if not grads:
+                self._refuse_no_gradient("clip_", optimizer)
+            if not _takes_scale(optimizer):
+                if state["stage"] is OptState.READY:
+                    self.unscale_(optimizer)
+                return clip_grad_norm_(all_params(optimizer.param_groups), max_norm, p)
+            verdict = _gradients.check_to_clip(optimizer, grads, scale, p, max_norm)
+            found_inf = self._worst(verdict.found_inf, *known.values())
+            state["found_inf_per_device"] = self._note(optimizer, found_inf, verdict.bad)
         state["grad_scale"] = verdict.grad_scale
         return verdict.norm
 
@@ -308,25 +315,14 @@ class GradScaler(torch.amp.GradScaler):
                     f"{_OP}.update: expected step() of an optimizer since the last update(), got none. "
                     "(torch: No inf checks were recorded prior to update.)"
                 )
-            self._adapt(scale, growth_tracker, self._worst(*flags))
+            factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
+            left = self._hysteresis_tracker if self._hysteresis > 1 else None
+            adapt(scale, growth_tracker, self._worst(*flags), factors, left, self._hysteresis)
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         else:
             super().update(new_scale)
         if self._min_scale > 0 or self._max_scale < math.inf:
             scale.clamp_(self._min_scale, self._max_scale)
-
-    def _adapt(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:
-        factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
-        if self._hysteresis == 1:
-            torch._amp_update_scale_(scale, growth_tracker, found_inf, *factors)
-            return
-        left, found = self._hysteresis_tracker, found_inf > 0
-        assert left is not None
-        left.copy_(torch.where(found, (left - 1).clamp(min=0), self._hysteresis))
-        next_scale, next_growth = scale.clone(), growth_tracker.clone()
-        torch._amp_update_scale_(next_scale, next_growth, found_inf, *factors)
-        scale.copy_(torch.where(found & (left > 0), scale, next_scale))
-        growth_tracker.copy_(next_growth)
 
     # What the host may ask.
 

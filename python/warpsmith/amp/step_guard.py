@@ -73,7 +73,7 @@ class StepGuard(GradScaler):
         grads = _gradients.gradients(f"{_OP}.unscale_", optimizer)
         if not grads:
             return {}
-        verdict = _gradients.check(grads, inv_scale)
+        verdict = _gradients.check_elements(grads, inv_scale)
         return self._note(optimizer, verdict.found_inf, verdict.bad)
 
     def clip_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -16,8 +16,9 @@ from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.hook import _all_gather, mean_in_rank_order, side_stream
 from warpsmith.distributed.peer_memory import PeerMemory, peer_memory
 from warpsmith.distributed.shards import Bucket, Fragment
-from warpsmith.ops._grad_norm import norm_and_power_sum
+from warpsmith.ops._grad_norm import check_gradients
 from warpsmith.ops._rank_mean import rank_mean
+from warpsmith.optim._known_sums import Joined, Sums, joined, sums_of
 from warpsmith.optim._tensor_list import same_layout
 
 _OP = "ShardedOptimizer"
@@ -43,7 +44,7 @@ class _InFlight(NamedTuple):
     """A bucket that is under way."""
 
     bucket: Bucket
-    mean: Callable[[], Tensor]  # waits, on CUDA the stream, for the means of this rank's part
+    mean: Callable[[], tuple[Tensor, list[Sums]]]  # waits, on CUDA the stream, for the means of this rank's part
     held: tuple[Tensor, ...]  # what is read meanwhile
 
 
@@ -102,6 +103,7 @@ class GradientShards:
         self.phase = IDLE
         self.gradients: list[Tensor | None] = [None] * len(self.fragments)
         self._means: dict[Fragment, Tensor] = {}
+        self.sums: dict[Fragment, Sums] = {}  # of squares, taken when the mean was made
         self._sent: dict[int, tuple[int, int]] = {}  # of a gradient that was sent and kept: its address and version
         self._arrived_params: set[int] = set()
         self._waiting = [len(bucket.params) for bucket in self.buckets]
@@ -186,9 +188,10 @@ class GradientShards:
             received, sent, [own] * self.world_size, bucket.parts, group=self.group, async_op=True
         )
 
-        def mean() -> Tensor:
+        def mean() -> tuple[Tensor, list[Sums]]:
             work.wait()  # on CUDA the stream waits, not the host
-            return mean_in_rank_order(received.view(self.world_size, own)).to(like.dtype)
+            found = mean_in_rank_order(received.view(self.world_size, own)).to(like.dtype)
+            return found, self._sums(bucket, found)
 
         return _InFlight(bucket, mean, (sent,))
 
@@ -217,10 +220,11 @@ class GradientShards:
             peers.barrier(self._turn)
             if own:
                 rank_mean(boxes[self.rank][:, :own], [mean])
+            sums = self._sums(bucket, mean)
 
-        def there() -> Tensor:
+        def there() -> tuple[Tensor, list[Sums]]:
             done()
-            return mean
+            return mean, sums
 
         return _InFlight(bucket, there, tuple(of))  # which other streams must not write to before
 
@@ -243,10 +247,29 @@ class GradientShards:
     @torch.no_grad()
     def _take_first(self) -> None:
         bucket, there, _ = self._in_flight.popleft()
-        mean, first = there(), bucket.first_of(self.rank)
-        for f in bucket.fragments:
-            if f.rank == self.rank:
-                self._means[f] = mean[f.offset - first : f.offset - first + f.count]
+        mean, sums = there()
+        own = self._own(bucket, mean)
+        self._means.update(own)
+        self.sums.update(zip(own, sums, strict=True))
+
+    def _own(self, bucket: Bucket, mean: Tensor) -> dict[Fragment, Tensor]:
+        """This rank's fragments of a bucket, from the means of its part."""
+        first = bucket.first_of(self.rank)
+        own = [f for f in bucket.fragments if f.rank == self.rank]
+        return {f: mean[f.offset - first : f.offset - first + f.count] for f in own}
+
+    def _sums(self, bucket: Bucket, mean: Tensor) -> list[Sums]:
+        """Of its squares while they are in the cache: what norms and checks need of the gradients."""
+        own = list(self._own(bucket, mean).values())
+        return sums_of(own, sum(p.numel() for p in self.params)) if own else []
+
+    def known_sums(self, total_elems: int) -> Joined | None:
+        """The sums of ``gradients`` in their order; None where one was written to since, or for chunks of another
+        length than those of so many elements."""
+        present = [(f, g) for f, g in zip(self.fragments, self.gradients, strict=True) if g is not None]
+        if not present or any(g._version != self._versions[f] for f, g in present):
+            return None
+        return joined([self.sums[f] for f, _ in present], [g for _, g in present], total_elems)
 
     def _finish(self, without_backward: str = "") -> None:
         used = [p.grad is not None or i in self._arrived_params for i, p in enumerate(self.params)]
@@ -257,6 +280,7 @@ class GradientShards:
         if self.find_unused:
             self.used = self._on_any_rank(used)
         self.gradients = [self._means[f] if self.used[f.param] else None for f in self.fragments]
+        self._versions = {f: mean._version for f, mean in self._means.items()}
         missing = next((i for i, has in enumerate(used) if not has and not self.find_unused), None)
         own = [without_backward != "", _number(missing), _number(self._changed())]
         reports = self._reports(own)
@@ -279,8 +303,11 @@ class GradientShards:
         report = torch.tensor([0, *own], dtype=torch.int32).to(self.params[0].device, non_blocking=True)
         present = [g for g in self.gradients if g is not None]
         if present:
-            _, largest = norm_and_power_sum(present, torch.inf)
-            report[0] = ~largest.isfinite()
+            total = sum(p.numel() for p in self.params)
+            known = self.known_sums(total)
+            one = torch.ones((), dtype=torch.float32, device=report.device)
+            checked = check_gradients(present, 2.0, one, torch.inf, total, known.of_all if known else None)
+            report[0] = checked.bad_counts.any()
         reports = report.new_empty(self.world_size * 4)
         _all_gather(reports, report, group=self.group)
         return reports.view(self.world_size, 4)

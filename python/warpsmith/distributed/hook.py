@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
 
+from warpsmith.distributed.bucket_norms import BucketNorms
 from warpsmith.distributed.peer_memory import PeerMemory, peer_memory
 from warpsmith.ops._rank_mean import rank_mean
 
@@ -26,12 +27,13 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 @overload
 def accurate_hook(state: ProcessGroup | None, bucket: GradBucket) -> Future: ...
 @overload
-def accurate_hook(*, wire: torch.dtype) -> Hook: ...
+def accurate_hook(*, wire: torch.dtype = ..., keep_norm: bool = ...) -> Hook: ...
 def accurate_hook(  # type: ignore[misc]  # DDP reads these annotations, and wants them exactly so
     state: Any = None,
     bucket: GradBucket = None,  # type: ignore[assignment]
     *,
     wire: torch.dtype = torch.bfloat16,
+    keep_norm: bool = False,
 ) -> torch.futures.Future[torch.Tensor]:
     r"""Averages gradients over ranks with half the bytes of float32 and one rounding of the sum.
 
@@ -50,6 +52,16 @@ def accurate_hook(  # type: ignore[misc]  # DDP reads these annotations, and wan
     Buckets of bfloat16 and float16 gradients travel in their own dtype, buckets of float64 are sent and summed in
     float64. float16 has no values above 65,504: a gradient beyond is infinite on the wire, which a loss scaler sees.
     Under ``no_sync()`` DDP calls no hook, so accumulated gradients are rounded and reduced once.
+
+    ``accurate_hook(keep_norm=True)`` is a hook that also sums the squares of each bucket right after its reduction.
+    :func:`warpsmith.optim.clip_grad_norm_`, :func:`~warpsmith.optim.grad_norm`, :class:`warpsmith.amp.GradScaler` and
+    :class:`~warpsmith.amp.StepGuard` then take the 2-norm and the check for infinite and NaN elements from these sums,
+    and do not read the gradients: their first pass is gone, the bits are the same. They read the gradients as before
+    where one was replaced or written to in place since (by a backward under ``no_sync()`` too), where one took no part
+    in the reduction, and on CUDA in the first step, which does not know how many elements there are. Writes that torch
+    does not count (``p.grad.data.mul_()``, collectives, ``torch.amp.GradScaler.unscale_``) are seen if they reach the
+    first elements of the smallest gradient of a bucket, as those to all gradients do; one to a few others leaves the
+    norm of before. Hence the hook keeps norms only when asked. Not for hooks that change what this one returns.
 
     Deterministic: the same bits in every run, on every rank, for every backend and topology. On CUDA the bucket is
     reduced on a side stream while the backward goes on. The host waits only where ranks set up the memory that they
@@ -73,10 +85,11 @@ def accurate_hook(  # type: ignore[misc]  # DDP reads these annotations, and wan
     if wire not in _WIRES:
         raise ValueError(f"accurate_hook: wire: expected torch.bfloat16 or torch.float16, got {wire}")
     if bucket is not None:
-        return _reduce(state, bucket, wire)
+        return _reduce(state, bucket, wire, None)
+    norms = BucketNorms() if keep_norm else None
 
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return _reduce(state, bucket, wire)
+        return _reduce(state, bucket, wire, norms)
 
     return hook
 
@@ -123,7 +136,7 @@ def mean_in_rank_order(parts: Tensor) -> Tensor:
     return mean
 
 
-def _reduce(group: ProcessGroup | None, bucket: GradBucket, wire: torch.dtype) -> Future:
+def _reduce(group: ProcessGroup | None, bucket: GradBucket, wire: torch.dtype, norms: BucketNorms | None) -> Future:
     gradients = bucket.buffer()
     if not gradients.is_floating_point():
         raise TypeError(f"accurate_hook: bucket: expected floating point gradients, got {gradients.dtype}")
@@ -132,10 +145,14 @@ def _reduce(group: ProcessGroup | None, bucket: GradBucket, wire: torch.dtype) -
         device = gradients.device
         with side_stream(device):
             _average(gradients, group, wire)
+            if norms is not None:
+                norms.take(bucket)
             future = torch.futures.Future(devices=[device])
             future.set_result(gradients)  # DDP's wait makes its stream wait for this one
     else:
         _average(gradients, group, wire)
+        if norms is not None:
+            norms.take(bucket)
         future = torch.futures.Future()
         future.set_result(gradients)
     return future

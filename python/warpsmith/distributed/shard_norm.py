@@ -30,7 +30,8 @@ class ShardNorm:
         own = [g for g in shards.gradients if g is not None]
         sums = torch.zeros(most, dtype=torch.float64, device=like.device)
         if own:
-            partials = partial_power_sums(own, p, total, scale)
+            known = shards.known_sums(total) if p == 2 else None
+            partials = partial_power_sums(own, p, total, scale, known.of_all if known else None)
             sums[: len(partials)] = partials
         gathered = sums.new_empty(shards.world_size * most)
         _all_gather(gathered, sums, group=shards.group)

@@ -22,6 +22,7 @@ from warpsmith.distributed.shard_state import States, cut_states, gather_states
 from warpsmith.distributed.shards import plan_buckets
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import CUT_ELEMS, clip_in_place
+from warpsmith.optim._known_sums import know, sums_of
 from warpsmith.optim._tensor_list import all_params, describe, moved, numbered
 from warpsmith.optim.clip import _order
 
@@ -218,6 +219,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         nonfinite = self._shards.nonfinite
         assert nonfinite is not None
         self._flag.grad = torch.zeros_like(self._flag).masked_fill_(nonfinite != 0, math.inf)
+        of_flag = sums_of([self._flag.grad], sum(p.numel() for p in self._params))
+        for tensor, sums in zip(
+            (*self._tensors, self._flag),
+            (*(self._shards.sums[f] for f in self._shards.fragments), *of_flag),
+            strict=True,
+        ):
+            if tensor.grad is not None:
+                know(tensor, sums)
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:

@@ -306,7 +306,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` by :func:`warpsmith.attention`, in torch's layout.
 
-    Args: torch's.
+    Args: torch's. :func:`warpsmith.attention` rounds ``dropout_p`` to a multiple of 1 / 256.
 
     Example:
         >>> import torch, warpsmith

@@ -39,7 +39,14 @@ def _check_scalars(op: str, tensors: Sequence[Tensor], **scalars: Tensor) -> Non
 
 
 def _fake_check(
-    tensors: list[Tensor], p: float, scale: Tensor, max_norm: float, found_inf: Tensor, bad_counts: Tensor
+    tensors: list[Tensor],
+    p: float,
+    scale: Tensor,
+    max_norm: float,
+    found_inf: Tensor,
+    bad_counts: Tensor,
+    total_elems: int = 0,
+    known: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_scalars("grad_check", tensors, scale=scale, found_inf=found_inf, bad_counts=bad_counts)
     return *_fake_norm(tensors, p), tensors[0].new_empty((), dtype=torch.float32)
@@ -71,12 +78,15 @@ def chunk_elems(like: Tensor, total_elems: int) -> int:
     return elems
 
 
-def partial_power_sums(tensors: Sequence[Tensor], p: float, total_elems: int, scale: Tensor | None = None) -> Tensor:
+def partial_power_sums(
+    tensors: Sequence[Tensor], p: float, total_elems: int, scale: Tensor | None = None, known: Tensor | None = None
+) -> Tensor:
     """The float64 sums of the chunks of dense tensors of one device, of ``total_elems`` on all ranks.
 
     ``scale``: by what the tensors were multiplied. Squares then overflow only where those of the unscaled ones would.
+    ``known``: the sums without a scale, taken before: chunks whose sum is finite are not read.
     """
-    return call_raw(raw.grad_norm_partials.default, list(tensors), p, total_elems, scale)
+    return call_raw(raw.grad_norm_partials.default, list(tensors), p, total_elems, scale, known)
 
 
 def norm_of_partials(partials: Tensor, p: float, wide: bool) -> tuple[Tensor, Tensor]:
@@ -87,6 +97,13 @@ def norm_of_partials(partials: Tensor, p: float, wide: bool) -> tuple[Tensor, Te
 def clip_in_place(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Multiplies dense tensors of one device by ``min(1, max_norm / (norm + 1e-6))``."""
     call_raw(raw.clip_grads.default, list(tensors), norm, max_norm)
+    _written(tensors)
+
+
+def _written(tensors: Sequence[Tensor]) -> None:
+    """Counts a write in place, as torch's own operations do: what is known of the values before does not hold."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(list(tensors))
 
 
 class Checked(NamedTuple):
@@ -99,12 +116,43 @@ class Checked(NamedTuple):
     bad_counts: Tensor  # int64, one a tensor: elements that are not finite; all 0 where the norm is finite
 
 
-def check_gradients(tensors: Sequence[Tensor], p: float, scale: Tensor, max_norm: float) -> Checked:
-    """Reads dense tensors of one device once, and a second time only where their norm is not finite."""
-    found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+def check_gradients(
+    tensors: Sequence[Tensor],
+    p: float,
+    scale: Tensor,
+    max_norm: float,
+    total_elems: int = 0,
+    known: Tensor | None = None,
+) -> Checked:
+    """Reads dense tensors of one device once, and a second time only where their norm is not finite. With ``known``,
+    the :func:`partial_power_sums` of ``total_elems`` without a scale, reads only chunks whose sum is not finite."""
+    found_inf = torch.empty((), dtype=torch.float32, device=scale.device)
     bad_counts = torch.zeros(len(tensors), dtype=torch.int64, device=scale.device)
-    arguments = (list(tensors), p, scale, max_norm, found_inf, bad_counts)
+    arguments = (list(tensors), p, scale, max_norm, found_inf, bad_counts, total_elems, known)
     norm, power_sum, grad_scale = call_raw(raw.grad_check.default, *arguments)
+    return Checked(norm, power_sum, grad_scale, found_inf, bad_counts)
+
+
+class GradientTable(NamedTuple):
+    """Where dense tensors of one device lie, on that device. It holds addresses, not references."""
+
+    words: Tensor
+    size: int  # how many tensors
+    wide: bool  # one of them is float64
+
+
+def table_of_gradients(tensors: Sequence[Tensor]) -> GradientTable:
+    wide = any(t.dtype == torch.float64 for t in tensors)
+    return GradientTable(call_raw(raw.grad_table.default, list(tensors)), len(tensors), wide)
+
+
+def check_table(
+    table: GradientTable, p: float, scale: Tensor, max_norm: float, found_inf: Tensor, bad_counts: Tensor
+) -> Checked:
+    """:func:`check_gradients` of tensors that are where they were. Writes ``found_inf``; and ``bad_counts`` where the
+    norm is not finite."""
+    arguments = (table.words, table.size, table.wide, p, scale, max_norm, found_inf, bad_counts)
+    norm, power_sum, grad_scale = call_raw(raw.grad_check_table.default, *arguments)
     return Checked(norm, power_sum, grad_scale, found_inf, bad_counts)
 
 
@@ -114,4 +162,5 @@ def unscale_in_place(tensors: Sequence[Tensor], inv_scale: Tensor) -> tuple[Tens
     found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
     bad_counts = torch.zeros(len(tensors), dtype=torch.int64, device=inv_scale.device)
     call_raw(raw.unscale_grads.default, list(tensors), inv_scale, found_inf, bad_counts)
+    _written(tensors)
     return found_inf, bad_counts

@@ -50,8 +50,9 @@ def attention(
         window_size: (left, right): query i sees i + shift - left <= j <= i + shift + right. -1: no limit. None: all.
         softmax_scale: default :math:`1 / \sqrt{D}`.
         softcap: c >= 0; 0: no cap.
-        dropout_p: the probability of dropping a weight, 0 to 1 (1 excluded), in steps of 1 / 65536. Kept weights are
-            divided by 1 - p. ``lse`` counts all weights.
+        dropout_p: the probability p of dropping a weight, 0 to 1 (1 excluded), rounded to a multiple of 1 / 256 (0.1:
+            26 / 256). Between 0 and 1 at least 1 and at most 255 of 256 weights are dropped. Kept weights are divided
+            by 1 - p with the rounded p, so that the expectation is exact. ``lse`` counts all weights.
         alibi_slopes: float32, shape (H,) or (B, H); without gradient.
         bias: broadcasts to (B, H, Sq, Sk). Floating (the dtype of ``q``, or float32 if that has 16 bits): added to the
             logits, with a gradient, which is summed over broadcast dimensions. Boolean: True where a query sees a key.

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._grad_norm import clip_in_place, norm_and_power_sum
+from warpsmith.ops._grad_norm import clip_in_place, norm_and_power_sum, norm_of_partials, partial_power_sums
+from warpsmith.optim._known_sums import known_sums
 from warpsmith.optim._tensor_list import is_dense, local, moved
 
 _FUSED = (1.0, 2.0, math.inf)
@@ -85,10 +86,20 @@ def _total(tensors: Sequence[Tensor], p: float) -> Tensor:
     return (total.sqrt() if p == 2 else total).to(torch.float64 if wide else torch.float32)
 
 
-def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+def _with_gradients(parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters that have a gradient, and the gradients."""
     all_params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [p.grad for p in all_params if p.grad is not None]
-    return [g for g in grads if not g._is_zerotensor()]  # zeros without memory: nothing to add and nothing to scale
+    found = [(p, p.grad) for p in all_params if p.grad is not None]
+    found = [(p, g) for p, g in found if not g._is_zerotensor()]  # zeros without memory: nothing to add or to scale
+    return [p for p, _ in found], [g for _, g in found]
+
+
+def _norm(params: Sequence[Tensor], grads: Sequence[Tensor], p: float) -> Tensor:
+    known = known_sums(params) if p == 2 else None
+    if known is None:
+        return _total(grads, p)
+    sums = partial_power_sums(grads, p, known.total_elems, None, known.of_all)
+    return norm_of_partials(sums, p, any(g.dtype == torch.float64 for g in grads))[0]
 
 
 @torch.no_grad()
@@ -110,7 +121,8 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> 
 
     Returns:
         a scalar tensor on the first gradient's device: float32, or float64 if a gradient is. 0 without gradients. Reads
-        every gradient once. NaN and infinite elements make it NaN or infinite. Deterministic: the order of sums is
+        every gradient once; of gradients whose sums :func:`warpsmith.distributed.accurate_hook` has kept, nothing, for
+        the same bits. NaN and infinite elements make it NaN or infinite. Deterministic: the order of sums is
         fixed by the sizes (across ranks: by the backend's all-reduce). The host does not wait.
 
     Raises:
@@ -127,9 +139,9 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> 
         tensor(5.)
     """
     p = _order("grad_norm", norm_type)
-    grads = _gradients(parameters)
+    params, grads = _with_gradients(parameters)
     _checked("grad_norm", grads)
-    return _total(grads, p) if grads else torch.tensor(0.0)
+    return _norm(params, grads, p) if grads else torch.tensor(0.0)
 
 
 @torch.no_grad()
@@ -158,7 +170,8 @@ def clip_grad_norm_(
         the norm before clipping, as :func:`grad_norm` gives it. Where it is NaN, so are the gradients afterwards; where
         it is infinite, finite gradients become 0 and others NaN.
 
-    Reads every gradient once, and reads and writes it again only where the factor is not 1. Deterministic.
+    Reads every gradient once, for the norm (none where :func:`warpsmith.distributed.accurate_hook` has kept the sums),
+    and reads and writes it again only where the factor is not 1. Deterministic.
 
     Raises:
         ValueError: a negative or NaN ``max_norm``, another ``norm_type``, a sparse, complex or integer gradient.
@@ -181,11 +194,11 @@ def clip_grad_norm_(
     max_norm = float(max_norm)
     if not max_norm >= 0:
         _check.refuse(op, "max_norm", "a number >= 0", str(max_norm))
-    grads = _gradients(parameters)
+    params, grads = _with_gradients(parameters)
     if not grads:
         return torch.tensor(0.0)
     _checked(op, grads)
-    norm = _total(grads, p)
+    norm = _norm(params, grads, p)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"{op}: expected a finite norm of the gradients, got {norm.item()}")
     by_device: dict[torch.device, list[Tensor]] = {}

@@ -12,21 +12,31 @@ def dropout_mask(seed: Tensor, row_blocks: Tensor, heads: int, seqlen_q: int, se
     """Which weights are kept, shape (sequences, heads, seqlen_q, seqlen_k).
 
     ``row_blocks``: for each sequence the number of its first block of 16 queries. One Philox4x32-7 call serves the
-    queries q, q + 8 and the keys k, k + 1, k + 8, k + 9 of a block of 16 x 16, in the order that
+    queries q, q + 8 and the keys k + 8 i, k + 8 i + 1 of a block of 16 x 32, in the order that
     ``csrc/kernels/attention/attention_dropout.h`` states.
     """
     seed = seed.to(row_blocks.device)
     q, k = (torch.arange(n, device=seed.device) for n in (seqlen_q, seqlen_k))
     q, k = q[:, None], k[None, :]
     head = torch.arange(heads, device=seed.device)[:, None, None]
-    call = (k // 16) * 32 + 4 * (q % 8) + k % 8 // 2
+    call = (k // 32) * 32 + 4 * (q % 8) + k % 8 // 2
     row = (row_blocks[:, None, None, None] + q // 16) * heads + head
     counter = [call & _WORD, row & _WORD, seed[1] & _WORD, (seed[1] >> 32) & _WORD]
     counter = list(torch.broadcast_tensors(*counter))
     words = torch.stack(philox(counter, [seed[0] & _WORD, (seed[0] >> 32) & _WORD], rounds=7), -1)
-    which = (2 * (k % 2) + q // 8 % 2).expand(words.shape[:-1])[..., None]
-    lane = words.gather(-1, which)[..., 0] >> 16 * (k // 8 % 2) & 0xFFFF
-    return lane >= int(p * 65536 + 0.5)
+    which = (k // 8 % 4).expand(words.shape[:-1])[..., None]
+    byte = words.gather(-1, which)[..., 0] >> (16 * (q // 8 % 2) + 8 * (k % 2)) & 0xFF
+    return byte >= dropped_of_256(p)
+
+
+def dropped_of_256(p: float) -> int:
+    """How many of 256 values of a byte drop a weight: 256 p, rounded (half up), but 1 to 255 if 0 < p < 1."""
+    return min(max(int(p * 256 + 0.5), 1), 255) if 0 < p < 1 else int(256 * p)
+
+
+def keep_scale(p: float) -> float:
+    """By what kept weights are multiplied: the inverse of the share that is kept."""
+    return 256 / (256 - dropped_of_256(p))
 
 
 def window_of(seqlen_q: int, seqlen_k: int, causal: bool, align: str, window: tuple[int, int] | None) -> tuple:
@@ -142,7 +152,7 @@ def attention(
         bias=bias,
         sink=sink,
         kept=kept,
-        keep_scale=1 / (1 - dropout_p),
+        keep_scale=keep_scale(dropout_p),
     )
     out = out.to(q.dtype)
     if layout == "thd":

@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor
 
-from warpsmith.reference.attention import attend, dropout_mask, unpack, window_of
+from warpsmith.reference.attention import attend, dropout_mask, keep_scale, unpack, window_of
 
 
 def attention_varlen(
@@ -60,7 +60,7 @@ def attention_varlen(
             bias=own_bias,
             sink=sink,
             kept=kept,
-            keep_scale=1 / (1 - dropout_p),
+            keep_scale=keep_scale(dropout_p),
         )
         out.append(result[0][0].transpose(0, 1))
         lse.append(result[1][0])

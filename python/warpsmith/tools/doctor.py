@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from warpsmith.tools.links import expect, expectation, gpu_words, link_problems, links
+
 if TYPE_CHECKING:  # the tools are imported where torch is missing or broken too, to say so
     import torch
 
@@ -38,7 +40,7 @@ _SET_AND_FORGOTTEN = {
 }
 _RENAMED = ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG")  # torch's, now TORCH_NCCL_...
 _PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SIZES_BYTES = (4, 16 * 2**20)
+_SIZES_BYTES, _MORE_BYTES_ON_GPUS = (4, 16 * 2**20), (2**30,)
 _REPEATS = 10
 
 
@@ -117,6 +119,8 @@ def gather() -> dict[str, Any]:
         )
     if cuda and not dist.is_nccl_available():
         problems.append("this torch has no NCCL: GPUs will talk through gloo")
+    joined = links() if os.environ.get("LOCAL_RANK", "0") == "0" else None  # once for each host
+    problems += link_problems(joined["gpus"]) if joined else []
     return {
         "host": platform.node(),
         "python": platform.python_version(),
@@ -127,6 +131,7 @@ def gather() -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None,
         "nccl_libraries": libraries,
         "interfaces": interfaces,
+        "links": joined,
         "environment": {name: value for name, value in sorted(os.environ.items()) if _MATTERS.fullmatch(name)},
         "problems": problems,
     }
@@ -148,13 +153,13 @@ def differences(facts: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def measure_all_reduce(device: torch.device) -> list[dict[str, float]]:
+def measure_all_reduce(device: torch.device) -> list[dict[str, Any]]:
     """The median time of an all-reduce, and its bus bandwidth 2 (N - 1) / N * bytes / time (as nccl-tests count)."""
     import torch
     import torch.distributed as dist
 
-    ranks, found = dist.get_world_size(), []
-    for size_bytes in _SIZES_BYTES:
+    ranks, found = dist.get_world_size(), list[dict[str, Any]]()
+    for size_bytes in _SIZES_BYTES + (_MORE_BYTES_ON_GPUS if device.type == "cuda" else ()):
         t = torch.zeros(size_bytes // 4, device=device)
         times = []
         for _ in range(_REPEATS + 2):
@@ -174,15 +179,27 @@ def _text(facts: Mapping[str, Any]) -> str:
     lines = [f"{name:12s} {_words(facts[name])}" for name in ("host", "python", "torch", "cuda", "gpus", "backends")]
     lines.append(f"{'nccl':12s} {_words(facts['nccl'])}; libraries: {_words(facts['nccl_libraries'])}")
     lines.append(f"{'interfaces':12s} {_words(facts['interfaces'])}")
+    if facts["links"]:
+        lines += [f"{'links':12s} {words}" for words in _link_words(facts["links"])]
     lines += [f"{'environment':12s} {name}={value}" for name, value in facts["environment"].items()]
     if "all_reduce" not in facts:
         lines.append(f"{'bandwidth':12s} not measured: one process; torchrun ... -m warpsmith doctor --distributed")
     for row in facts.get("all_reduce", ()):
         where = f"over {facts['ranks']} ranks, {facts['backend']}"
         speed = f"{row['microseconds']:.1f} us, bus {row['bus_gigabytes_per_s']:.3f} GB/s"
-        lines.append(f"{'bandwidth':12s} all-reduce of {row['bytes']:.0f} bytes {where}: {speed}")
+        expected = f"no expectation known: {row['expectation_from']}"
+        if row["expected_gigabytes_per_s"] is not None:
+            expected = f"expected {row['expected_gigabytes_per_s']:.3f} ({row['expectation_from']})"
+        lines.append(f"{'bandwidth':12s} all-reduce of {row['bytes']:.0f} bytes {where}: {speed}; {expected}")
     lines += [f"problem: {words}" for words in facts["problems"]] or ["no problem found"]
     return "\n".join(lines) + "\n"
+
+
+def _link_words(found: Mapping[str, Any]) -> list[str]:
+    """Lines of what ``links`` found."""
+    if found["missing"]:
+        return [f"not known: {found['missing']}"]
+    return [gpu_words(gpu) for gpu in found["gpus"]] + found["topology"]
 
 
 def _words(value: Any) -> str:
@@ -204,6 +221,9 @@ def _run(given: argparse.Namespace) -> int:
             ] + differences(everybody)
             facts |= {"ranks": ctx.world_size, "backend": ctx.backend, "hosts": [one["host"] for one in everybody]}
             facts["all_reduce"] = measure_all_reduce(ctx.device)
+            gpus = [name for one in everybody for name in one["gpus"]]
+            known = expectation(ctx.device.type, gpus, facts["hosts"], given.network_gbit)
+            facts["problems"] += expect(facts["all_reduce"], *known, facts["hosts"])
     if rank == 0:
         sys.stdout.write(json.dumps(facts, indent=2) + "\n" if given.json else _text(facts))
     return 1 if facts["problems"] else 0
@@ -214,4 +234,5 @@ def add_to(tools: Any) -> None:
     parser = tools.add_parser("doctor", help="what keeps ranks from meeting, or makes them slow")
     parser.add_argument("--distributed", action="store_true", required=True, help="look at what many ranks need")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--network-gbit", type=float, help="Gbit/s of each GPU between hosts, for the expectation")
     parser.set_defaults(run=_run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -11,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from warpsmith import _C
 from warpsmith.ops import _check
+from warpsmith.train.backward_waits import NotedCalls, backward_waits
 from warpsmith.train.cuda_graphs import CudaGraphs
 from warpsmith.train.device_values import DeviceValues
 from warpsmith.train.self_test import Differs, compare
+from warpsmith.train.source_lines import Line, callers, in_backward, line_of
 from warpsmith.train.step_inputs import fill, input_key, on_device, shapes_text, static_copies
 from warpsmith.train.step_state import Gradients, StepState, is_known, names_of, parameters_of
-from warpsmith.train.syncs import Line, callers, line_of
 
 _OP = "CapturedStep"
 _RECAPTURES = 8
@@ -43,6 +46,7 @@ class _Bucket:
 
     def __init__(self, eager_steps: int, leaves: Sequence[Any]) -> None:
         self.eager_steps = eager_steps  # until the capture
+        self.waits_in_backward = False  # which the next step looks into
         self.text = shapes_text(leaves)
         self.forget()
 
@@ -50,7 +54,8 @@ class _Bucket:
         self.replay: Callable[[], None] | None = None
         self.inputs: list[Any] = []  # the graph reads these tensors
         self.outputs: Any = None  # and writes these
-        self.gradients: list[tuple[Tensor, Tensor | None]] = []  # of parameters, after the step
+        self.params: list[Tensor] = []
+        self.gradients: list[tuple[Tensor, Tensor | None]] = []  # of parameters after the step, where it changes them
         self.without_gradients = False  # there were none before the step
 
 
@@ -75,6 +80,10 @@ class CapturedStep:
             parameters, buffers, states, scaler, gradients and random numbers are as before. Needs memory for two copies
             of the state; they lie on the host if the device has no room. 0 leaves the comparison out.
         max_buckets: kinds of inputs (shapes, dtypes, other values) that are captured. One more is refused.
+        watch: False leaves out, before a replay, the look at what a capture fixes, whose time grows with the number of
+            parameters: all of the paragraphs below on what is noticed, and the error for gradients that are there
+            before the step, are then up to you. After such a change call :meth:`forget`. Hyperparameters that kernels
+            read on the device are brought up to date all the same.
         generators: random generators on the device that the step uses beside torch's default one.
         fallback: False raises :class:`CaptureError` where a step on a GPU would run eagerly for good.
 
@@ -128,6 +137,7 @@ class CapturedStep:
         warmup: int = 3,
         self_test: int = 3,
         max_buckets: int = 4,
+        watch: bool = True,
         generators: Sequence[torch.Generator] = (),
         fallback: bool = True,
     ) -> None:
@@ -140,6 +150,7 @@ class CapturedStep:
             _check.refuse(_OP, "state", "a list of what the step changes, such as [model, optimizer]", str(state))
         self._step_fn, self._given = step_fn, list(state)
         self._warmup, self._tests, self._most, self._fallback = warmup, self_test, max_buckets, fallback
+        self._watch = bool(watch)
         self.fallback_reason: str | None = None
         self.self_test_result: str | None = None
         self._graphs: CudaGraphs | None = None
@@ -177,13 +188,8 @@ class CapturedStep:
         self._values = DeviceValues(optimizers, self._graphs.device)
         return StepState(self._roots(), self._graphs.device, self._values.holds)
 
-    def _notice_changes(self) -> None:
-        """Drops all captures if something is not as they have fixed it."""
-        if self._state is None:
-            return
-        changed = self._state.changed() or self._values.refresh()
-        if changed is None:
-            return
+    def forget(self) -> None:
+        """Drops all captures: two steps of each kind of inputs are eager, and the next one is captured anew."""
         self._state = None
         for bucket in self._buckets.values():
             if bucket.replay is not None:
@@ -191,6 +197,15 @@ class CapturedStep:
                 bucket.eager_steps = 2  # a schedule may put its learning rate back first
         if self._graphs is not None:
             self._graphs.forget()
+
+    def _notice_changes(self) -> None:
+        """Drops all captures if something is not as they have fixed it."""
+        if self._state is None:
+            return
+        changed = (self._state.changed() if self._watch else None) or self._values.refresh()
+        if changed is None:
+            return
+        self.forget()
         self._recaptures += 1
         if self._recaptures > _RECAPTURES:
             self._give_up(f"what a capture fixes changed {self._recaptures} times, at last: {changed}")
@@ -211,7 +226,7 @@ class CapturedStep:
         if bucket.eager_steps > 0:
             return self._eager(leaves, spec)
         if bucket.eager_steps == 0:
-            return self._audited(leaves, spec)
+            return self._audited(bucket, leaves, spec)
         try:
             self._capture(bucket, leaves, spec)
         except _CannotCapture as why:
@@ -253,15 +268,24 @@ class CapturedStep:
             outputs = self._call(inputs, spec)
         return _cloned(outputs)
 
-    def _audited(self, leaves: Sequence[Any], spec: Any) -> Any:
+    def _audited(self, bucket: _Bucket, leaves: Sequence[Any], spec: Any) -> Any:
         """An eager step that shows what a capture would get wrong."""
         assert self._graphs is not None
-        found: list[Line] = []
+        found: list[tuple[Line, bool]] = []
         state, host = StepState(self._roots(), self._graphs.device), self._graphs.host_random_state()
-        with self._graphs.watched(lambda frame: found.append(line_of(callers(frame)))):
+        calls = NotedCalls()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._graphs.watched(lambda f: found.append((line_of(callers(f)), in_backward(f)))))
+            if bucket.waits_in_backward:
+                within = stack.enter_context(backward_waits())
+                stack.enter_context(calls)
             outputs = self._eager(leaves, spec)
-        if found:
-            self._give_up(f"{found[0]}: the host waits for the device")
+        if found and found[0][1] and not bucket.waits_in_backward:
+            bucket.waits_in_backward, bucket.eager_steps = True, 1
+        elif found:
+            gradients = within.text(calls.lines) if bucket.waits_in_backward else ""
+            where = f" in {gradients}" if gradients else ""
+            self._give_up(f"{found[0][0]}: the host waits for the device{where}")
         elif (changed := state.changed()) is not None:
             self._give_up(f"the step changes what a replay would not change: {changed}")
         elif drawn := [name for name, value in self._graphs.host_random_state().items() if value != host[name]]:
@@ -289,7 +313,8 @@ class CapturedStep:
                     scaler._per_optimizer_states.clear()  # half a step's notes
             raise _CannotCapture(_blamed(error)) from error
         bucket.replay, bucket.outputs = replay, outputs
-        bucket.gradients = [(p, p.grad) for p in params]
+        bucket.params = params
+        bucket.gradients = [(p, p.grad) for p in params if p.grad is not None or not bucket.without_gradients]
         before.restore()
         if (changed := state.changed()) is not None:
             raise _CannotCapture(f"the step changes what a replay would not change: {changed}")
@@ -328,7 +353,7 @@ class CapturedStep:
             raise _CannotCapture(str(difference)) from difference
 
     def _replay(self, bucket: _Bucket, leaves: Sequence[Any]) -> Any:
-        if bucket.without_gradients and any(p.grad is not None for p, _ in bucket.gradients):
+        if self._watch and bucket.without_gradients and _C.have_gradients(bucket.params):
             _check.refuse(
                 _OP, "gradients", "none before the step, as at its capture", "some: call zero_grad in the step"
             )

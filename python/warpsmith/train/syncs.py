@@ -4,41 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import linecache
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from warpsmith.ops import _check
+from warpsmith.train.backward_waits import WAITING_OPS, ForwardLines, backward_waits, next_node
+from warpsmith.train.source_lines import callers, line_of
 
-_OURS = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["warpsmith"]))
-_LIBRARY = (*_OURS, *(str(module.__file__) for module in (contextlib, functools, warnings)), "<frozen")
 _SYNC_TEXT = "called a synchronizing CUDA operation"
 
 # What a device would make the host wait for, for a dry run on the CPU.
 _WAITING_METHODS = ("item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__")
-_WAITING_OPS = (
-    "_local_scalar_dense",
-    "equal",
-    "is_nonzero",
-    "masked_select",
-    "nonzero",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "bincount",
-)
 
 
 @dataclass(frozen=True)
@@ -53,39 +40,14 @@ class Sync:
         [('torch.Tensor.tolist', 1)]
     """
 
-    operation: str  #: torch's name of the function that waited, or of the kind of wait
+    operation: (
+        str  #: torch's name of the function that waited, or of the kind of wait; of a backward pass with its node
+    )
     file: str  #: the innermost file that is neither torch's nor Warpsmith's; empty where no line is to blame
     line: int
     source: str  #: the line's text
     count: int
     seconds: float  #: that the host spent in the calls, waits and work; 0 where torch only tells that it waited
-
-
-class Line(NamedTuple):
-    """A line of a program."""
-
-    file: str
-    number: int
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.number}: {self.source}" if self.file else "unknown line"
-
-
-def line_of(frames: Iterable[tuple[FrameType, int]]) -> Line:
-    """The first line that is neither torch's nor Warpsmith's among frames with their current lines, innermost first."""
-    for frame, number in frames:
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARY):
-            return Line(file, number, linecache.getline(file, number).strip())
-    return Line("", 0, "")
-
-
-def callers(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    """A running frame and those that called it, with their current lines."""
-    while frame is not None:
-        yield frame, frame.f_lineno
-        frame = frame.f_back
 
 
 @contextlib.contextmanager
@@ -165,8 +127,10 @@ class _Calls(TorchFunctionMode):
     """Times every call of a torch function, and notes those in which the host waited."""
 
     def __init__(self, audit: SyncAudit, dry: bool) -> None:
+        super().__init__()
         self.audit, self.dry = audit, dry
         self.depth = self.hits = 0
+        self.lines = ForwardLines()
 
     def hit(self, frame: FrameType | None) -> None:
         """A wait: of the call that is running, else of the line that is."""
@@ -179,22 +143,36 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.depth:
             return func(*args, **kwargs)
+        name, frame = getattr(func, "__name__", str(func)), sys._getframe(1)
         self.depth, self.hits = 1, 0
+        node, within = next_node(), ""
         began = time.perf_counter()
         try:
-            result = func(*args, **kwargs)
+            if name == "backward":
+                result, within = self._backward(func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
         finally:
             self.depth = 0
         seconds = time.perf_counter() - began
-        name = getattr(func, "__name__", str(func))
+        self.lines.note(node, frame)
         if self.dry:
-            self.hits += name in _WAITING_METHODS or _selects_by_mask(name, args)
+            self.hits += bool(within) or name in _WAITING_METHODS or _selects_by_mask(name, args)
         elif not self.hits and _copies_pageable(name, args, result):
             self.hits, name = 1, f"{name} with pageable memory"
         if self.hits:
-            shown = resolve_name(func) or name
-            self.audit.add(name if " " in name else shown, sys._getframe(1), seconds)
+            shown = name if " " in name else resolve_name(func) or name
+            self.audit.add(f"{shown} in {within}" if within else shown, frame, seconds)
         return result
+
+    def _backward(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
+        """A backward pass, and the gradients whose formulas wait.
+
+        In a dry run torch must not see the mode that notes operators: formulas that would wait take another way then.
+        """
+        with backward_waits() as found, _disable_current_modes() if self.dry else contextlib.nullcontext():
+            result = func(*args, **kwargs)
+        return result, found.text(self.lines)
 
 
 def _selects_by_mask(name: str, args: Any) -> bool:
@@ -225,7 +203,7 @@ class _DryRun(TorchDispatchMode):
         self.hit = hit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in _WAITING_OPS:
+        if func.overloadpacket.__name__ in WAITING_OPS:
             self.hit(sys._getframe(1))
         return func(*args, **(kwargs or {}))
 
@@ -289,6 +267,9 @@ def sync_audit(device: str | None = None) -> Iterator[SyncAudit]:
     ``torch.cuda.synchronize``, ``Stream.synchronize``, ``Event.synchronize`` and ``empty_cache``; and copies between
     host and device of memory that is not pinned, which wait even with ``non_blocking=True``. Where memory was full,
     the allocator's retries are counted without a line.
+
+    Where ``backward()`` waits, the operation names the gradients for which it does, with the line of the forward pass
+    that each is of. That comes from torch's profiler; if the program runs one itself, the names are missing.
 
     Args:
         device: ``"cuda"``, or ``"cpu"`` for a dry run: counts the operations on CPU tensors for which the host would

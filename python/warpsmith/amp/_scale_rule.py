@@ -1,6 +1,9 @@
-"""What a scaler refuses of its settings, given or loaded."""
+"""The rule by which a scaler adapts its scale, and what it refuses of the settings of that rule."""
 
 from __future__ import annotations
+
+import torch
+from torch import Tensor
 
 from warpsmith.ops import _check
 
@@ -22,3 +25,23 @@ def check_loaded(op: str, scale: float, min_scale: float, max_scale: float, hyst
         _check.refuse(op, "_hysteresis_tracker", f"a number from 0 to hysteresis = {hysteresis}", str(left))
     if not scale >= 0:
         _check.refuse(op, "scale", "a number >= 0", str(scale))
+
+
+def adapt(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    factors: tuple[float, float, int],
+    left: Tensor | None,
+    hysteresis: int,
+) -> None:
+    """torch's rule for the next scale. left: overflows until the scale shrinks, of ``hysteresis``; None: one."""
+    if left is None:
+        torch._amp_update_scale_(scale, growth_tracker, found_inf, *factors)
+        return
+    found = found_inf > 0
+    left.copy_(torch.where(found, (left - 1).clamp(min=0), hysteresis))
+    next_scale, next_growth = scale.clone(), growth_tracker.clone()
+    torch._amp_update_scale_(next_scale, next_growth, found_inf, *factors)
+    scale.copy_(torch.where(found & (left > 0), scale, next_scale))
+    growth_tracker.copy_(next_growth)
