@@ -141,6 +141,7 @@ TEST(no_tokens_and_results_that_nobody_wants) {
   SeedsAtMost few(1);
   check<bfloat16>({.queries = 40, .keys = 0, .head_dim = 16, .sink = true});
   check<bfloat16>({.queries = 0, .keys = 40, .head_dim = 16, .sink = true, .bias = "0101"});
+  check<bfloat16>({.queries = 0, .keys = 300, .head_dim = 16});
   AttentionData<bfloat16> data({.queries = 40, .keys = 30, .sink = true, .bias = "0011"});
   solve_gradients(data);
   under_every_seed([&] {

@@ -91,7 +91,8 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableTurns[k
   const AttentionProblem& a = p.problem;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   unsigned block = blockIdx.x;
-  if (a.seqlen_k > tile.rows) {  // sequences of one tile need no order
+  // Sequences of one tile need no order, and without queries nothing has reset the counter.
+  if (a.seqlen_k > tile.rows && a.seqlen_q > 0) {
     if (thread == 0) device::store(claimed, static_cast<unsigned>(atomicAdd(params.counter, 1)));
     __syncthreads();
     block = device::load(claimed);
@@ -133,8 +134,8 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableTurns[k
   const Columns of_all = columns_of_all<true>(a, s, first_row, first_row + 16 * kTiles - 1);
   const auto copy_step = [&](int step, const Step& next) {
     T* to = reinterpret_cast<T*>(stage(step));
-    copy_pair<T, kDepth, kColumns, kThreads>(to, q_rows<T>(p, s, next.head), dout_rows<T>(p, s, next.head), next.first,
-                                             s.queries, a);
+    copy_pair<T, kDepth, kColumns, kThreads, kDepth == 256>(to, q_rows<T>(p, s, next.head),
+                                                            dout_rows<T>(p, s, next.head), next.first, s.queries, a);
     if (thread < 2 * kColumns)
       device::copy_async<4>(
           to + 2 * kColumns * kStride + thread * 2,

@@ -68,9 +68,9 @@ constexpr int kPortableSharedBytes = 99 * 1024;
 constexpr int kMostSharedBytes = 227 * 1024;  // of a GPU of compute capability 9.0
 
 constexpr PortableTile kPortableForward[] = {
-    {2, false, 64, 128, 64, 2, 1, 1}, {2, false, 128, 64, 64, 1, 1, 1}, {2, false, 256, 64, 64, 1, 1, 1},
-    {2, true, 64, 128, 32, 2, 1, 1},  {2, true, 128, 128, 32, 2, 1, 1}, {2, true, 256, 64, 32, 1, 1, 1},
-    {4, true, 64, 64, 32, 1, 1, 1},   {4, true, 128, 64, 32, 1, 1, 1},  {4, true, 256, 64, 16, 1, 1, 1},
+    {2, false, 64, 128, 64, 2, 1, 1}, {2, false, 128, 128, 48, 2, 1, 1}, {2, false, 256, 64, 64, 1, 1, 1},
+    {2, true, 64, 128, 32, 2, 1, 1},  {2, true, 128, 128, 32, 2, 1, 1},  {2, true, 256, 64, 32, 1, 1, 1},
+    {4, true, 64, 64, 32, 1, 1, 1},   {4, true, 128, 64, 32, 1, 1, 1},   {4, true, 256, 64, 16, 1, 1, 1},
 };
 constexpr PortableTile kPortableQueries[] = {
     {2, false, 64, 128, 32, 2, 1, 2}, {2, false, 128, 64, 32, 1, 1, 2}, {2, false, 256, 64, 32, 1, 1, 1},
