@@ -32,11 +32,8 @@ template <class T> void compare_gradients(const AttentionData<T>& data) {
 
 // By the law of the kernel that will run: those that take turns take delta from the rounded out.
 template <class T> void solve_gradients(AttentionData<T>& data, bool with_dlse = true) {
-  const AttentionProblem p = data.backward().problem;
-  data.delta_of_rounded_out = sizeof(T) == 2 && !attention::is_extended(p) &&
-                              attention::portable_turns_tile(std::max(p.head_dim, p.head_dim_v),
-                                                             sim::options().properties.max_dynamic_shared_bytes) <
-                                  attention::kPortableTurnsTiles;
+  data.delta_of_rounded_out =
+      attention::takes_turns(data.backward().problem, sim::options().properties.max_dynamic_shared_bytes);
   data.solve(true, with_dlse);
 }
 

@@ -292,6 +292,16 @@ def test_portable_backwards_have_the_same_bits():
         assert all(map(torch.equal, run(warpsmith.attention, tensors, dout, **options), first))
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_tiles_of_keys_add_dq_in_a_fixed_order(portable_alone, d):
+    tensors = leaves(2, 1000, 1000, 8, 2, d)
+    dout = torch.randn_like(tensors[0])
+    for options in ({}, {"causal": True}):
+        first = run(warpsmith.attention, tensors, dout, **options)
+        for _ in range(10):
+            assert all(map(torch.equal, run(warpsmith.attention, tensors, dout, **options), first))
+
+
 def test_the_dropout_mask_is_the_cpus():
     q, k, v = (t.detach() for t in leaves(2, 100, 90, 4, 2, 64))
     ones = torch.ones_like(v)

@@ -58,15 +58,16 @@ __device__ __forceinline__ void add_transposed(Accumulators<kWidth> (&x)[kTiles]
 
 // The place of a tile among those that add to the dq of a block of queries.
 struct Turn {
-  int64_t block;  // its number, times heads plus head
-  int number;     // 0: the first tile
+  int block;   // its number, times heads plus head: fits, as a grid has had it
+  int number;  // 0: the first tile
   bool last;
 };
 
 template <int kRows> __device__ __forceinline__ Turn turn_of(const AttentionProblem& a, const SequenceOfTile& s,
                                                              int tile, int head, int first) {
   const Columns seen = columns_of_rows<false>(a, s, first, min(first + kBlockQueries, s.queries) - 1);
-  return {statistics_of(a, s, first, head) / kStatistics, tile - seen.begin / kRows, tile == (seen.end - 1) / kRows};
+  return {static_cast<int>(statistics_of(a, s, first, head) / kStatistics), tile - seen.begin / kRows,
+          tile == (seen.end - 1) / kRows};
 }
 
 template <class T, int kTile> __global__ void __launch_bounds__(kPortableTurns[kTile].threads(), 1)
@@ -134,8 +135,8 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableTurns[k
   const Columns of_all = columns_of_all<true>(a, s, first_row, first_row + 16 * kTiles - 1);
   const auto copy_step = [&](int step, const Step& next) {
     T* to = reinterpret_cast<T*>(stage(step));
-    copy_pair<T, kDepth, kColumns, kThreads, kDepth == 256>(to, q_rows<T>(p, s, next.head),
-                                                            dout_rows<T>(p, s, next.head), next.first, s.queries, a);
+    copy_pair<T, kDepth, kColumns, kThreads, (kDepth < 256)>(to, q_rows<T>(p, s, next.head),
+                                                             dout_rows<T>(p, s, next.head), next.first, s.queries, a);
     if (thread < 2 * kColumns)
       device::copy_async<4>(
           to + 2 * kColumns * kStride + thread * 2,
@@ -181,7 +182,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableTurns[k
         }
       }
       __syncthreads();  // probabilities and dS of all warps, and the turn
-      Four* const sums = of_warp + turn.block * (tile.warps * kSumsOfThread * 32);
+      Four* const sums = of_warp + int64_t{turn.block} * (tile.warps * kSumsOfThread * 32);
       Accumulators<kQueryWidth> dq[kQueryTiles];
 #pragma unroll
       for (int i = 0; i < kSumsOfThread; ++i) {

@@ -21,6 +21,13 @@ inline int64_t row_tiles(const AttentionProblem& p, bool of_keys, int rows) {
 // lse (in units of log2) and delta of every query, in the workspace: float [block][head][2][64].
 constexpr int kStatisticsQueries = 64, kStatistics = 2 * kStatisticsQueries;
 
+// Whether the portable backward makes dq, dk and dv in one kernel, on a GPU whose blocks can have so much dynamic
+// shared memory. Then it takes delta from the rounded out.
+inline bool takes_turns(const AttentionProblem& p, int shared_bytes) {
+  return size_bytes(p.dtype) == 2 && !is_extended(p) &&
+         portable_turns_tile(p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v, shared_bytes) < kPortableTurnsTiles;
+}
+
 // The workspace of backward_portable_turns: offsets in bytes. Statistics come first. The sums of dq have the padded
 // head dimension.
 struct PortableTurnsWorkspace {

@@ -128,10 +128,9 @@ template <class T> Status run_backward_portable(const AttentionBwdParams& p, voi
   if constexpr (sizeof(T) == 2) {
     DeviceProperties device;
     WARPSMITH_RETURN_IF_FAILED(device_properties(device));
-    const int turns = is_extended(a)
-                          ? kPortableTurnsTiles
-                          : portable_turns_tile(std::max(a.head_dim, a.head_dim_v), device.max_dynamic_shared_bytes);
-    if (turns < kPortableTurnsTiles) return launch_turns<T>(turns, p, stream);
+    const int most = device.max_dynamic_shared_bytes;
+    if (takes_turns(a, most))
+      return launch_turns<T>(portable_turns_tile(std::max(a.head_dim, a.head_dim_v), most), p, stream);
   }
   const int64_t query_blocks = row_tiles(a, false, kStatisticsQueries);
   WARPSMITH_RETURN_IF_FAILED(launch_statistics<T>(p, nullptr, nullptr, stream));

@@ -144,7 +144,7 @@ template <bool kExtended> struct Logits {
         if (sees(n, e) && device::load(mask + query * mask_q + key * mask_k) == 0) x[n][e] = -INFINITY;
       });
     if (all) return;
-    const int row = kExtended ? at.row : computed_anew(at.row);
+    const int row = kExtended || kKeysAreRows ? at.row : computed_anew(at.row, at.column);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const Columns some = columns_of_rows<kKeysAreRows>(p, s, row + 8 * r, row + 8 * r);

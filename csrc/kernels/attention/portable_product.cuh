@@ -13,14 +13,10 @@ namespace warpsmith::attention {
 
 template <int kColumns> using Accumulators = float[kColumns / 8][4];
 
-// x, of which the compiler knows nothing: what is computed from it is computed again in each step, instead of once and
-// then kept in registers that the loop lacks.
-__device__ __forceinline__ int computed_anew(int x) {
-#ifndef WARPSMITH_SIM
-  asm volatile("" : "+r"(x));
-#endif
-  return x;
-}
+// Returns x. `position` differs in each step of a loop and is below 2^30, which the compiler does not know. So it
+// computes what depends on the result in each step, instead of once before the loop and then keeping it in registers
+// that the loop lacks.
+__device__ __forceinline__ int computed_anew(int x, int position) { return x + (max(position, 0) >> 30); }
 
 template <int kColumns> __device__ __forceinline__ void fill(Accumulators<kColumns>& x, float value) {
 #pragma unroll
@@ -39,7 +35,7 @@ __device__ __forceinline__ void copy_rows(T* to, const T* from, int64_t stride, 
   constexpr int kElements = 16 / static_cast<int>(sizeof(T)), kChunks = kDepth / kElements;
   constexpr int kAtOnce = kThreads / kChunks;  // rows
   static_assert(kThreads % kChunks == 0 && kRows % kAtOnce == 0);
-  const int number = static_cast<int>(threadIdx.x), thread = kAnew ? computed_anew(number) : number;
+  const int number = static_cast<int>(threadIdx.x), thread = kAnew ? computed_anew(number, rows) : number;
   const int first = thread / kChunks, column = thread % kChunks * kElements;
   const T* source = from + first * stride + column;
   T* const target = to + first * kSharedStride<T, kDepth> + column;
