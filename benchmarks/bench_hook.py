@@ -1,4 +1,5 @@
-"""What many ranks cost: gradient reduction, the sharded optimizer's step, GPT-2 on more GPUs, context parallelism.
+"""What many ranks cost: gradient reduction, the sharded optimizer's step, GPT-2 on more GPUs, context parallelism,
+and being watched.
 
     torchrun --nproc-per-node 2 benchmarks/bench_hook.py                     on GPUs: all parts
     torchrun --nproc-per-node 2 benchmarks/bench_hook.py --parts reduce,step
@@ -25,7 +26,7 @@ from warpsmith.distributed import ShardedOptimizer, accurate_hook, context_paral
 
 ROOT = Path(__file__).resolve().parents[1]
 OPS = {}  # none for `python -m benchmarks`, which is one process
-PARTS = ("reduce", "step", "gpt2", "context")
+PARTS = ("reduce", "step", "gpt2", "context", "watch")
 MIB = 1 << 20
 
 
@@ -181,26 +182,34 @@ def train_step(loss, optimizer):
     optimizer.zero_grad()
 
 
-def gpt2_part(bench):
-    """GPT-2 124M of examples/train_gpt.py: a rank alone, and all together."""
+def gpt2_of(bench):
+    """The values of a preset, and what makes two steps of GPT-2 for some ranks and flags."""
     sys.path.insert(0, str(ROOT / "examples"))
     import train_gpt as gpt
 
     preset = "nano" if bench.device.type == "cpu" else "gpt2-124m"
     tiny = {"layers": 1, "heads": 2, "width": 32, "context": 16, "batch": 2} if bench.quick else {}
     values = gpt.PRESETS[preset] | {"tokens": "random"} | tiny
-    alone = SimpleNamespace(rank=0, world=1, first=True, device=bench.device)
-    together = SimpleNamespace(rank=bench.ctx.rank, world=bench.ctx.world_size, first=False, device=bench.device)
-    rows = values["batch"]
 
     def steps(ranks, **flags):
-        recipe = SimpleNamespace(**values | {"batch": rows * ranks.world} | flags)
+        recipe = SimpleNamespace(**values | {"batch": values["batch"] * ranks.world} | flags)
         run = gpt.Run(recipe, "warpsmith", ranks)
         data = gpt.Data(recipe, None, ranks)
         batches = [data.batch(i) for i in range(2)]
         return lambda: [run.step(tokens) for tokens in batches]
 
-    calls = {"alone": steps(alone)}
+    return preset, values, steps
+
+
+def together_of(bench):
+    return SimpleNamespace(rank=bench.ctx.rank, world=bench.ctx.world_size, first=False, device=bench.device)
+
+
+def gpt2_part(bench):
+    """GPT-2 124M of examples/train_gpt.py: a rank alone, and all together."""
+    preset, values, steps = gpt2_of(bench)
+    rows, together = values["batch"], together_of(bench)
+    calls = {"alone": steps(SimpleNamespace(rank=0, world=1, first=True, device=bench.device))}
     if bench.ctx.world_size > 1:
         calls |= {
             "DDP": steps(together),
@@ -235,6 +244,48 @@ def context_part(bench):
         bench.say("context", f"{tokens} tokens", name, ms, "ms", efficiency=round(share, 3))
 
 
+def watch_part(bench):
+    """A step of GPT-2 under DDP with and without ``watch``, and a small collective. Goal: below 1 % of a step.
+
+    Time of the CPU is that of all threads of this rank: other programs of the machine are not in it."""
+    preset, _, steps = gpt2_of(bench)
+    small, loss = torch.zeros(1, device=bench.device), torch.ones((), device=bench.device)
+    run = steps(together_of(bench))
+    calls = {
+        f"{preset}, two steps": (run, 4),
+        "all_reduce of 4 bytes": (functools.partial(dist.all_reduce, small), 500),
+    }
+    for what, (call, repeats) in calls.items():
+        found = {"alone": [], "watched": []}
+        rounds, repeats = (1, 1) if bench.quick else (9, repeats)
+        for _ in range(1 if bench.quick else 3):
+            call()
+        for _ in range(rounds):
+            found["alone"].append(wall_and_cpu(bench, call, repeats))
+            with warpsmith.distributed.watch(timeout_s=600) as watching:
+                watched = functools.partial(watched_step, watching, call, loss) if "step" in what else call
+                found["watched"].append(wall_and_cpu(bench, watched, repeats))
+        times = {
+            name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()
+        }
+        for name, (ms, cpu) in times.items():
+            alone = times["alone"]
+            bench.say("watch", what, name, ms, "ms", of_alone=round(ms / alone[0], 4), cpu_ms=round(cpu, 4),
+                      cpu_of_alone=round(cpu / alone[1], 4))  # fmt: skip
+
+
+def wall_and_cpu(bench, call, repeats):
+    """Milliseconds of a call by the clock, the slowest rank's; and of this rank's threads."""
+    began = time.process_time()
+    ms = bench.once(call, repeats)
+    return ms, (time.process_time() - began) * 1e3 / repeats
+
+
+def watched_step(watching, call, loss):
+    call()
+    watching.step(loss=loss)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
@@ -242,7 +293,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="next to nothing to do")
     parser.add_argument("--json", type=Path, help="rank 0 writes its rows there")
     args = parser.parse_args()
-    parts = {"reduce": reduce_part, "step": step_part, "gpt2": gpt2_part, "context": context_part}
+    parts = {"reduce": reduce_part, "step": step_part, "gpt2": gpt2_part, "context": context_part, "watch": watch_part}
     with warpsmith.distributed.init(device=args.device) as ctx:
         bench = Bench(ctx, args.quick)
         for name in args.parts.split(","):

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from sharding import Pair
 from torch.distributed import _symmetric_memory
 from torch.nn.parallel import DistributedDataParallel
 from warpsmith.distributed import accurate_hook, reduction_plan
-from warpsmith.distributed.hook import average_by_peers, mean_in_rank_order
+from warpsmith.distributed.hook import average_by_peers, average_whole, mean_in_rank_order
 from warpsmith.distributed.peer_memory import box_offsets, peer_memory
 from warpsmith.testing import run_ranks
 
@@ -30,7 +31,7 @@ class Files:
     """Memory that processes share, in place of memory that GPUs share."""
 
     def __init__(self, folder, rank, world_size):
-        self.rank, self.world_size, self.views = rank, world_size, {}
+        self.rank, self.world_size, self.views, self.turn = rank, world_size, {}, 0
         self.files = [
             torch.from_file(str(Path(folder) / str(r)), shared=True, size=BYTES, dtype=torch.uint8)
             for r in range(world_size)
@@ -89,6 +90,35 @@ def on_ranks_that_share_files(rank, world_size, folder):
 def test_shared_memory_gives_the_formulas_bits(world_size, tmp_path):
     checked = run_ranks(on_ranks_that_share_files, world_size, str(tmp_path), timeout_s=200)
     assert checked == [2 * len(DTYPES) * len(SIZES)] * world_size
+
+
+class Late(Files):
+    """One rank, in turn, comes late from a barrier: the other one is at its next bucket by then."""
+
+    barriers = 0
+
+    def barrier(self, channel):
+        dist.barrier()
+        self.barriers += 1
+        if self.barriers % 2 == self.rank:
+            time.sleep(0.02)
+
+
+def whole_on_ranks_that_share_files(rank, world_size, folder):
+    peers, checked = Late(folder, rank, world_size), 0
+    for dtype, wire in DTYPES:
+        for size in SIZES:
+            for _ in range(3):
+                gradients = gradients_of(rank, size, dtype)
+                average_whole(gradients, peers, wire)
+                assert torch.equal(gradients, formula(world_size, size, dtype, wire)), (dtype, wire, size)
+                checked += 1
+    return checked
+
+
+def test_two_ranks_that_send_whole_buckets_have_the_formulas_bits(tmp_path):
+    checked = run_ranks(whole_on_ranks_that_share_files, 2, str(tmp_path), timeout_s=200)
+    assert checked == [3 * len(DTYPES) * len(SIZES)] * 2
 
 
 def sharded_on_ranks_that_share_files(rank, world_size, folder):

@@ -9,6 +9,7 @@ from warpsmith.distributed.output import RankFilter
 from warpsmith.distributed.sampler import ResumableSampler
 from warpsmith.distributed.sequence import shard_sequence, unshard_sequence
 from warpsmith.distributed.sharded_optimizer import ShardedOptimizer
+from warpsmith.distributed.sharded_state import ShardedState
 from warpsmith.distributed.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from warpsmith.distributed.watching import Watch, watch
 
@@ -17,6 +18,7 @@ __all__ = [
     "RankFilter",
     "ResumableSampler",
     "ShardedOptimizer",
+    "ShardedState",
     "Watch",
     "accurate_hook",
     "context_parallel_attention",

@@ -21,6 +21,8 @@ _WIRES = (torch.bfloat16, torch.float16)
 _ALIGN_ELEMS = 8  # parts of a bucket begin at multiples of 16 bytes
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
 _USER = "accurate_hook"  # of peer memory
+_USER_OF_WHOLE = "accurate_hook, whole buckets"  # boxes of its own: the two ways take turns differently
+_MOST_WHOLE_BYTES = 32 << 20  # of gradients; larger buckets are worth two barriers
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -143,7 +145,7 @@ def _reduce(group: ProcessGroup | None, bucket: GradBucket, wire: torch.dtype, n
     future: Future
     if gradients.is_cuda:
         device = gradients.device
-        with side_stream(device):
+        with side_stream(device, wait_for_end=False):  # DDP waits for the future
             _average(gradients, group, wire)
             if norms is not None:
                 norms.take(bucket)
@@ -159,9 +161,10 @@ def _reduce(group: ProcessGroup | None, bucket: GradBucket, wire: torch.dtype, n
 
 
 @contextmanager
-def side_stream(device: torch.device) -> Iterator[Callable[[], None]]:
+def side_stream(device: torch.device, wait_for_end: bool = True) -> Iterator[Callable[[], None]]:
     """On CUDA: work in the block runs on a stream of its own, behind what the current stream has to do. What the block
-    is given makes, called later, the then current stream wait for the block. Elsewhere the block runs as ever."""
+    is given makes, called later, the then current stream wait for the block, if ``wait_for_end``. Elsewhere the block
+    runs as ever."""
     if device.type != "cuda":
         yield lambda: None
         return
@@ -169,10 +172,11 @@ def side_stream(device: torch.device) -> Iterator[Callable[[], None]]:
     if side is None:
         side = _side_streams[device] = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
-    end = torch.cuda.Event()
+    end = torch.cuda.Event() if wait_for_end else None
     with torch.cuda.stream(side):
-        yield lambda: torch.cuda.current_stream(device).wait_event(end)
-        end.record(side)
+        yield lambda: None if end is None else torch.cuda.current_stream(device).wait_event(end)
+        if end is not None:
+            end.record(side)
 
 
 def _average(gradients: Tensor, group: ProcessGroup | None, wire: torch.dtype) -> None:
@@ -181,9 +185,11 @@ def _average(gradients: Tensor, group: ProcessGroup | None, wire: torch.dtype) -
     sent_as = wire if gradients.dtype == torch.float32 else gradients.dtype
     count = gradients.numel()
     part = -(-count // (ranks * _ALIGN_ELEMS)) * _ALIGN_ELEMS
-    peers = peer_memory(group, gradients.device, _USER) if sent_as != torch.float64 else "float64"
+    whole = ranks == 2 and gradients.nbytes <= _MOST_WHOLE_BYTES
+    user = _USER_OF_WHOLE if whole else _USER
+    peers = peer_memory(group, gradients.device, user) if sent_as != torch.float64 else "float64"
     if isinstance(peers, PeerMemory):
-        average_by_peers(gradients, peers, sent_as, part)
+        average_whole(gradients, peers, sent_as) if whole else average_by_peers(gradients, peers, sent_as, part)
         return
     sent = torch.empty(ranks * part, dtype=sent_as, device=gradients.device)
     sent[:count].copy_(gradients)
@@ -192,6 +198,22 @@ def _average(gradients: Tensor, group: ProcessGroup | None, wire: torch.dtype) -
     dist.all_to_all_single(received, sent, group=group)
     _all_gather(sent, mean_in_rank_order(received.view(ranks, part)), group=group)
     gradients.copy_(sent[:count])
+
+
+def average_whole(gradients: Tensor, peers: PeerMemory, sent_as: torch.dtype) -> None:
+    """In place, for two ranks: each writes its whole bucket into the other's memory and adds both. As many bytes travel
+    as by :func:`average_by_peers`, in three launches: copy, barrier, mean. Buckets take the two boxes in turn: a rank
+    writes into a box again behind the barrier of the next bucket, and by then its owner has added what was in it."""
+    count, rank, turn = len(gradients), peers.rank, peers.turn
+    boxes = peers.boxes(sent_as, -(-count // _ALIGN_ELEMS) * _ALIGN_ELEMS)[turn]
+    peers.turn ^= 1
+    views = peers.views.get((sent_as, count, turn))
+    if views is None:
+        views = peers.views[sent_as, count, turn] = boxes[1 - rank][rank, :count], boxes[rank][:, :count]
+    inbox_of_other, inbox = views
+    inbox_of_other.copy_(gradients)
+    peers.barrier(turn)
+    rank_mean(inbox, [gradients], own=gradients, rank=rank)
 
 
 class _Views(NamedTuple):

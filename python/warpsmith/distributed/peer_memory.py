@@ -43,6 +43,7 @@ class PeerMemory:
         self._handle: Any = None
         self._boxes: dict[tuple[torch.dtype, int], tuple[list[Tensor], list[Tensor]]] = {}
         self.views: dict[Any, Any] = {}  # of the boxes, made by users: gone when the memory is
+        self.turn = 0  # for users whose buckets take the boxes in turn
         self._grow(_LEAST_BYTES)
 
     def boxes(self, dtype: torch.dtype, part: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,9 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Memory of N ranks: states 1 / N of the unsharded optimizer's, masters too. Moves on the wire what ``accurate_hook``
     moves, but gathers parameters in their own dtype. Deterministic. On CUDA the host waits for the device only where
     ranks set up the memory that they share: in the first step, and for a larger bucket than any before (but see
-    ``find_unused_parameters``, and for ``error_if_nonfinite``).
-
-    Activation checkpointing: the form with ``use_reentrant=False``.
+    ``find_unused_parameters``, and for ``error_if_nonfinite``). Activation checkpointing: with ``use_reentrant=False``.
 
     Raises:
         ValueError: an argument out of range; an optimizer or precision that needs whole tensors; parameters that differ
@@ -377,12 +375,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         trainable = {at: i for i, at in enumerate(self._trainable)}
         saved = {numbers[key]: state for key, state in state_dict["state"].items() if state}
         whole = {trainable[at]: state for at, state in saved.items() if at in trainable}
+        self._load_own(cut_states(self._shards, whole), groups)
+
+    def _load_own(self, states: States, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Loads the states of this rank's fragments, and hyperparameters of groups."""
         local, first = [], 0
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             count = len(inner["params"])
             local.append({**checks.values_of(group), "params": list(range(first, first + count))})
             first += count
-        self._inner.load_state_dict({"state": cut_states(self._shards, whole), "param_groups": local})
+        self._inner.load_state_dict({"state": states, "param_groups": local})
         for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update(checks.values_of(inner))
         self.state = self._inner.state

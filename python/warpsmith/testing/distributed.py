@@ -187,7 +187,8 @@ def multirank(
     the next test with as many ranks.
 
     Args:
-        world_size: how many ranks. backend: of torch.distributed.
+        world_size: how many ranks.
+        backend: of torch.distributed. With ``"nccl"`` ranks take the GPUs in turn, and several may share one.
         timeout_s: for the test; also of its collectives.
         ends: ``{rank: ending}`` for ranks that must not return: ``raised``, ``died`` or ``hung``. All others must.
 

@@ -47,7 +47,8 @@ class RankPool:
 
     Each call gets a process group of its own, so nothing of a test is left for the next one but what the module keeps.
     After a call in which a rank did not return, the processes are ended, and the next call starts new ones. The ranks
-    meet through a file and talk over loopback.
+    meet through a file and talk over loopback. With NCCL the ranks take the GPUs in turn, and several share
+    one where GPUs are fewer (:func:`nccl_environment`).
 
     Example:
         >>> import operator
@@ -104,7 +105,7 @@ class RankPool:
         context = mp.get_context("spawn")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.world_size, theirs, self.backend), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -142,8 +143,28 @@ class RankPool:
         return [outcomes[rank] for rank in range(self.world_size)]
 
 
-def _serve(rank: int, world_size: int, pipe: Connection) -> None:
+def nccl_environment(rank: int, world_size: int, gpus: int) -> dict[str, str]:
+    """Variables by which NCCL takes several ranks of one GPU. It refuses two ranks of a host with the same GPU; with a
+    ``NCCL_HOSTID`` each, ranks are on hosts of their own, and talk through sockets on loopback. Such ranks show that
+    code is right, not how fast it is.
+
+    Example:
+        >>> nccl_environment(1, 2, gpus=1)
+        {'NCCL_HOSTID': 'warpsmith-rank-1', 'NCCL_NET': 'Socket', 'NCCL_SOCKET_IFNAME': 'lo'}
+        >>> nccl_environment(1, 2, gpus=2)
+        {}
+    """
+    if world_size <= gpus:
+        return {}
+    return {"NCCL_HOSTID": f"warpsmith-rank-{rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def _serve(rank: int, world_size: int, pipe: Connection, backend: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    gpus = torch.cuda.device_count() if "nccl" in backend else 0
+    if gpus:
+        os.environ.update(nccl_environment(rank, world_size, gpus))
+        torch.cuda.set_device(rank % gpus)
     torch.set_num_threads(1)
     pipe.send("ready")
     while True:
