@@ -105,5 +105,12 @@ TEST(bias_gradients_that_the_portable_kernel_makes) {
   expect(!attention_dbias_on_sm90(p), "an address that is no multiple of 16 bytes");
 }
 
+TEST(code_below_sm90_has_no_kernel) {
+  on_machine(132, 80, [] {
+    AttentionData<bfloat16> data({.queries = 64, .keys = 64, .bias = "0011"});
+    expect(!attention_dbias_on_sm90(data.backward()), "code of sm_80");
+  });
+}
+
 }  // namespace
 }  // namespace warpsmith::test
