@@ -90,13 +90,15 @@ def test_a_backward_pass_that_waits_names_the_gradients():
             loss.backward()
         loss = (x[:, 0] * x[:, 1]).sum()
         loss.backward()
+        torch.autograd.grad(x.prod(-1).sum(), x)
     lines, first = inspect.getsourcelines(test_a_backward_pass_that_waits_names_the_gradients)
 
     def at(text):
         number = next(i for i, line in enumerate(lines) if text in line)
         return f"{__file__}:{first + number}: {lines[number].strip()}"
 
-    [found] = audit.syncs
+    [found, of_grad] = sorted(audit.syncs, key=lambda s: s.line)
+    assert of_grad.operation == f"torch.autograd.grad in ProdBackward1, the gradient of {at('autograd.grad(x.prod')}"
     assert found.source == "loss.backward()" and found.count == 2
     assert found.operation.startswith("torch.Tensor.backward in AsksInBackwardBackward, ")
     assert f"ProdBackward1, the gradient of {at('x.prod')}" in found.operation

@@ -75,7 +75,7 @@ class CapturedStep:
             the capture: other values are another capture.
         state: all that the step changes or reads: modules, optimizers, scaler, ``DeviceLR``, ``EMA``, containers of
             tensors. Modules, optimizers, scalers, schedules and averages that ``step_fn`` names must be among them.
-        warmup: eager steps for each kind of inputs before its capture, at least 2; 11 under DDP.
+        warmup: eager steps for each kind of inputs before its capture, at least 2; 11 under DDP (docs/step.md).
         self_test: for so many steps a new capture is compared with eager steps from the same state. Afterwards
             parameters, buffers, states, scaler, gradients and random numbers are as before. Needs memory for two copies
             of the state; they lie on the host if the device has no room. 0 leaves the comparison out.

@@ -17,6 +17,7 @@ import torch
 _OURS = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["warpsmith"]))
 _LIBRARY = (*_OURS, *(str(module.__file__) for module in (contextlib, functools, warnings)), "<frozen")
 _AUTOGRAD = str(Path(torch.autograd.__file__ or "").parent)
+_PASSES = ("backward", "grad", "_engine_run_backward")  # torch's functions that run a backward pass
 
 
 class Line(NamedTuple):
@@ -48,4 +49,5 @@ def callers(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
 
 def in_backward(frame: FrameType | None) -> bool:
     """Whether a frame runs for a backward pass, whose operations have no line of their own."""
-    return any(caller.f_code.co_filename.startswith(_AUTOGRAD) for caller, _ in callers(frame))
+    codes = (caller.f_code for caller, _ in callers(frame))
+    return any(code.co_name in _PASSES and code.co_filename.startswith(_AUTOGRAD) for code in codes)

@@ -24,6 +24,8 @@ from warpsmith.train.source_lines import callers, line_of
 
 _SYNC_TEXT = "called a synchronizing CUDA operation"
 
+_PASSES: dict[Any, str] = {Tensor.backward: "torch.Tensor.backward", torch.autograd.grad: "torch.autograd.grad"}
+
 # What a device would make the host wait for, for a dry run on the CPU.
 _WAITING_METHODS = ("item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__")
 
@@ -148,7 +150,7 @@ class _Calls(TorchFunctionMode):
         node, within = next_node(), ""
         began = time.perf_counter()
         try:
-            if name == "backward":
+            if func in _PASSES:
                 result, within = self._backward(func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
@@ -161,7 +163,7 @@ class _Calls(TorchFunctionMode):
         elif not self.hits and _copies_pageable(name, args, result):
             self.hits, name = 1, f"{name} with pageable memory"
         if self.hits:
-            shown = name if " " in name else resolve_name(func) or name
+            shown = name if " " in name else _PASSES.get(func) or resolve_name(func) or name
             self.audit.add(f"{shown} in {within}" if within else shown, frame, seconds)
         return result
 
