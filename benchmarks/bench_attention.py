@@ -56,6 +56,7 @@ GPU_CELLS = (
     Cell(1, 8192, 64, 128, 8, causal=True),
     *(Cell(4, 4096, 16, 128, causal=True, extra=e) for e in ("", "dropout", "bias", "frozen bias", "alibi", "sink")),
     Cell(4, 4096, 16, 128, extra="padding"),
+    *(Cell(4, 4096, 32, 64, causal=True, extra=e) for e in ("bias", "frozen bias", "alibi")),
 )
 CPU_CELLS = (Cell(2, 1024, 8, 64), Cell(2, 1024, 8, 64, causal=True))
 

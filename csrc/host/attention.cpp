@@ -9,9 +9,11 @@
 namespace warpsmith::host {
 namespace {
 
-// Describes the Hopper kernel if it supports the problem, otherwise the portable kernel of `tiles`, with the reason.
-template <class Choice, class Tiles>
-pybind11::dict describe(const Choice& hopper, const AttentionKernelProblem& p, const Tiles& tiles) {
+bool extended(const AttentionKernelProblem& p) { return p.softcap || p.mask || p.bias || p.alibi || p.dropout; }
+
+// Describes the Hopper kernel if it supports the problem, otherwise the portable kernel with `tile`, with the reason.
+template <class Choice, class Tile>
+pybind11::dict describe(const Choice& hopper, const AttentionKernelProblem& p, const Tile& tile) {
   pybind11::dict d;
   if (hopper.supported) {
     d["kernel"] = "sm_90a";
@@ -25,8 +27,6 @@ pybind11::dict describe(const Choice& hopper, const AttentionKernelProblem& p, c
     d["why"] = std::string("no CUDA kernel for ") + against;
     return d;
   }
-  const attention::PortableTile& tile = tiles[attention::portable_tile(
-      p.element_bytes, p.softcap || p.mask || p.bias || p.alibi || p.dropout, std::max(p.head_dim, p.head_dim_v))];
   d["kernel"] = "sm_80";
   d["why"] = std::string("the portable kernel takes every option; no Hopper kernel for ") + hopper.why;
   d["head_dim"] = tile.head_dim;
@@ -52,8 +52,14 @@ pybind11::dict plan_attention(const char* op, const pybind11::kwargs& given) {
   problem.refuse_unknown();
 
   pybind11::dict d;
-  d["forward"] = describe(choose_attention_forward_sm90(p), p, attention::kPortableForward);
-  d["backward"] = describe(choose_attention_backward_sm90(p), p, attention::kPortableQueries);
+  const int head_dim = std::max(p.head_dim, p.head_dim_v);
+  const int tile = attention::portable_tile(std::min(p.element_bytes, 4), extended(p), std::min(head_dim, 256));
+  d["forward"] = describe(choose_attention_forward_sm90(p), p, attention::kPortableForward[tile]);
+  const int turns = attention::portable_turns_tile(head_dim, attention::kMostSharedBytes);
+  if (p.element_bytes == 2 && !extended(p) && turns < attention::kPortableTurnsTiles)
+    d["backward"] = describe(choose_attention_backward_sm90(p), p, attention::kPortableTurns[turns]);
+  else
+    d["backward"] = describe(choose_attention_backward_sm90(p), p, attention::kPortableQueries[tile]);
   return d;
 }
 

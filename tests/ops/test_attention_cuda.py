@@ -357,13 +357,19 @@ def test_dropout_in_hopper_kernels(d, dtype, options):
         assert all(map(torch.equal, run(warpsmith.attention, tensors, dout, **options), first))
 
 
-@pytest.mark.parametrize("name", ["bias", "head bias", "padding", "rows without keys", "alibi"])
+BIASES = ("bias", "head bias", "padding", "rows without keys", "alibi", "bias of tiles", "shared bias of tiles")
+
+
+@pytest.mark.parametrize("name", BIASES)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("d", [40, 64, 128])
 def test_biases_in_hopper_kernels(d, dtype, name):
-    tensors = leaves(2, 400, 530, 4, 2, d, dtype=dtype)
+    tensors = leaves(2, 400, 528 if "tiles" in name else 530, 4, 2, d, dtype=dtype)
     rows, keys = (torch.arange(n, device="cuda") for n in (400, 530))
     options = {
+        # dbias by its Hopper kernel
+        "bias of tiles": {"bias": made(1, 4, 400, 528, dtype=dtype), "causal": True},
+        "shared bias of tiles": {"bias": made(400, 528, dtype=dtype)},
         "bias": {"bias": made(2, 4, 400, 530, dtype=dtype)},
         "head bias": {"bias": made(4, 400, 530, dtype=dtype), "causal": True},
         "padding": {"bias": keys < torch.tensor([530, 90], device="cuda")[:, None, None, None]},

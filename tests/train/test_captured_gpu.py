@@ -307,8 +307,8 @@ def test_a_gradient_that_waits_is_named():
         run(training, batches("mlp", torch.float32), captured)
     with sync_audit() as audit:
         step(batches("mlp", torch.float32)[0])
-    [found] = audit.syncs
-    assert found.operation.startswith("torch.Tensor.backward in ProdBackward1, the gradient of "), str(audit)
+    own = "torch.Tensor.backward in ProdBackward1, the gradient of "  # torch 2.11 has waits beside it
+    assert any(found.operation.startswith(own) for found in audit.syncs), str(audit)
 
 
 def test_an_average_and_large_layers():

@@ -31,18 +31,19 @@ constexpr bool kHopperKernels = false;
 template <class P> constexpr bool on_hopper(const P&) { return false; }
 #endif
 
-// A Hopper backward takes dbias from the portable kernel, whose workspace follows its own. Templates, because the
-// Hopper functions exist only where the code above says so.
+// Where the Hopper backward has no kernel for dbias, the portable kernel makes it, with a workspace after the Hopper
+// kernels' own. Templates, because the Hopper functions exist only where the code above says so.
 constexpr int64_t aligned_bytes(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
+template <class P> bool portable_dbias(const P& p) { return p.dbias != nullptr && !attention_dbias_on_sm90(p); }
 template <class P> Status hopper_workspace(const P& p, int64_t* bytes) {
   WARPSMITH_RETURN_IF_FAILED(attention_backward_workspace_sm90(p, bytes));
-  if (p.dbias != nullptr) *bytes = aligned_bytes(*bytes) + attention_dbias_workspace_portable(p);
+  if (portable_dbias(p)) *bytes = aligned_bytes(*bytes) + attention_dbias_workspace_portable(p);
   return {};
 }
 template <class P> Status run_hopper(const P& p, void* stream) {
   WARPSMITH_RETURN_IF_FAILED(attention_backward_sm90(p, stream));
-  if (p.dbias == nullptr) return {};
+  if (!portable_dbias(p)) return {};
   int64_t bytes = 0;
   WARPSMITH_RETURN_IF_FAILED(attention_backward_workspace_sm90(p, &bytes));
   P x = p;

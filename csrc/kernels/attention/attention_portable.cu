@@ -63,9 +63,11 @@ Status attention_backward_supported_portable(const AttentionBwdParams& x) {
 
 int64_t attention_backward_workspace_portable(const AttentionBwdParams& x) {
   using namespace attention;
+  const bool turns = size_bytes(x.problem.dtype) == 2 && !is_extended(x.problem);
+  const int64_t of_turns = turns ? PortableTurnsWorkspace(x.problem).bytes : 0;
   const int64_t statistics = row_tiles(x.problem, false, kStatisticsQueries) * kStatistics;
   const int64_t blocks = row_tiles(x.problem, false, kPortableQueries[tile_of(x.problem)].rows);
-  return (statistics + blocks) * x.problem.heads_q * 4;
+  return std::max(of_turns, (statistics + blocks) * x.problem.heads_q * 4);
 }
 
 int64_t attention_dbias_workspace_portable(const AttentionBwdParams& x) {

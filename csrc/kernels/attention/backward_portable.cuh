@@ -20,8 +20,17 @@ constexpr int kStatisticsThreads = 256;
 //
 // In float, one thread adds a whole row, in the order of multiply_rows. If a query sees one key, delta and dot(dout, v)
 // then agree to the last bit, and their difference is 0 as it must be.
+//
+// With `turns`, it also resets the turns of its queries and the counter, and writes dq = 0 where no query of the block
+// sees a key, since backward_portable_turns does not visit such blocks.
+struct PortableStatisticsParams {
+  AttentionBwdParams gradients;
+  int *turns, *counter;  // of backward_portable_turns; null: another kernel makes dq
+};
+
 template <class T> __global__ void __launch_bounds__(kStatisticsThreads)
-    portable_statistics(const __grid_constant__ AttentionBwdParams p) {
+    portable_statistics(const __grid_constant__ PortableStatisticsParams params) {
+  const AttentionBwdParams& p = params.gradients;
   constexpr int kLanes = sizeof(T) == 4 ? 1 : 16, kAtOnce = kStatisticsThreads / kLanes,
                 kElements = 16 / static_cast<int>(sizeof(T));
   const AttentionProblem& a = p.problem;
@@ -32,6 +41,20 @@ template <class T> __global__ void __launch_bounds__(kStatisticsThreads)
   const int t = static_cast<int>(threadIdx.x) % kLanes;
   const T* dout = static_cast<const T*>(p.dout) + s.batch * p.dout_strides.batch + head * p.dout_strides.head;
   const T* out = static_cast<const T*>(p.out) + s.batch * p.out_strides.batch + head * p.out_strides.head;
+  if (params.turns != nullptr) {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread == 0) device::store(params.turns + blockIdx.x, 0);
+    if (blockIdx.x == 0 && thread == 0) device::store(params.counter, 0);
+    const int last = min(at.first + kBlockQueries, s.queries) - 1;
+    const Columns seen = columns_of_rows<false>(a, s, at.first, last);
+    if (seen.begin >= seen.end) {
+      T* dq = static_cast<T*>(p.dq) + s.batch * p.dq_strides.batch + head * p.dq_strides.head;
+      const int chunks = static_cast<int>(a.head_dim) / kElements;
+      for (int i = thread; i < (last + 1 - at.first) * chunks; i += kStatisticsThreads)
+        device::store_vector(dq + (s.first_query + at.first + i / chunks) * p.dq_strides.seq + i % chunks * kElements,
+                             device::Vector<T, kElements>{});
+    }
+  }
   const int64_t of_head =
       (s.batch * a.heads_q + head) * (a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q) + s.first_query;
   for (int i = static_cast<int>(threadIdx.x) / kLanes; i < kBlockQueries; i += kAtOnce) {

@@ -1,4 +1,5 @@
 #include "kernels/attention/attention_sm90.h"
+#include "kernels/attention/backward_bias_sm90.cuh"
 #include "kernels/attention/backward_rows_host.h"
 #include "kernels/attention/backward_sm90.cuh"
 #include "kernels/attention/backward_wide.h"
@@ -127,6 +128,44 @@ bool has_unseen_keys(const BackwardParams& p) {
   return p.cu_seqlens_q != nullptr || unseen(0) || unseen(p.schedule.row_tiles - 1);
 }
 
+// Whether dbias has a Hopper kernel: rows of it are stored in pieces of 16 bytes, and nothing is added over queries.
+bool fits_bias_gradient(const AttentionBwdParams& x) {
+  const AttentionBiasStrides& s = x.dbias_strides;
+  return reinterpret_cast<uintptr_t>(x.dbias) % 16 == 0 && x.problem.seqlen_k % 8 == 0 && s.k == 1 && s.q != 0 &&
+         s.q % 8 == 0 && s.head % 8 == 0 && s.batch % 8 == 0;
+}
+
+template <class T, BackwardTile tile>
+Status run_bias_gradient(const AttentionBwdParams& x, const BackwardMaps& maps, const BackwardParams& b, void* stream) {
+  const AttentionProblem& a = x.problem;
+  const auto tiles = [](int64_t length) { return (length + kBiasTile - 1) / kBiasTile; };
+  BiasGradientParams p{};
+  p.window = b.window;
+  p.cu_seqlens_q = b.cu_seqlens_q;
+  p.cu_seqlens_k = b.cu_seqlens_k;
+  p.batch = b.batch;
+  p.heads = b.heads;
+  p.heads_per_key_head = i32(a.heads_q / a.heads_k);
+  p.queries = b.queries;
+  p.keys = b.keys;
+  p.total_q = b.total_q;
+  p.total_k = b.total_k;
+  p.statistics = b.statistics;
+  p.biases = b.biases;
+  p.scale_log2 = b.scale_log2;
+  p.query_tiles = i32(tiles(a.seqlen_q));
+  p.key_tiles = i32(tiles(a.seqlen_k));
+  p.bias_batch = x.dbias_strides.batch == 0 ? 1 : p.batch;
+  p.bias_heads = x.dbias_strides.head == 0 ? 1 : p.heads;
+  p.dbias = x.dbias;
+  p.strides = x.dbias_strides;
+  return launch(backward_sm90_bias<T, tile.head_dim, tile.block_queries>,
+                {.grid = static_cast<unsigned>(int64_t{p.query_tiles} * p.key_tiles * p.bias_heads * p.bias_batch),
+                 .block = kBiasThreads,
+                 .dynamic_shared_bytes = BiasGradientShared<tile.head_dim>::kBytes},
+                stream, maps, p);
+}
+
 template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, void* stream) {
   const AttentionProblem& a = x.problem;
   BackwardMaps maps;
@@ -164,8 +203,12 @@ template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, vo
     WARPSMITH_RETURN_IF_FAILED(launch(backward_dkv<T, tile.head_dim>,
                                       {.grid = 2 * key_grid, .block = kDkvThreads, .programmatic_dependent = true},
                                       stream, keys));
-  return launch(backward_dq<T, tile.head_dim, tile.block_queries>,
-                {.grid = row_grid, .block = kDqThreads, .programmatic_dependent = true}, stream, rows);
+  WARPSMITH_RETURN_IF_FAILED(launch(backward_dq<T, tile.head_dim, tile.block_queries>,
+                                    {.grid = row_grid, .block = kDqThreads, .programmatic_dependent = true}, stream,
+                                    rows));
+  if constexpr (tile.biases == Biases::tensor)
+    if (x.dbias != nullptr && fits_bias_gradient(x)) return run_bias_gradient<T, tile>(x, maps, p, stream);
+  return {};
 }
 
 template <BackwardTile tile> Status run_dtype(const AttentionBwdParams& x, void* stream) {
@@ -178,6 +221,10 @@ template <BackwardTile tile> Status run_dtype(const AttentionBwdParams& x, void*
 Status attention_backward_supported_sm90(const AttentionBwdParams& p) {
   const AttentionBackwardChoice choice = attention::choose(p);
   return choice.supported ? Status() : attention::no_kernel(choice.why);
+}
+
+bool attention_dbias_on_sm90(const AttentionBwdParams& p) {
+  return attention::choose(p).tile.biases == attention::Biases::tensor && attention::fits_bias_gradient(p);
 }
 
 Status attention_backward_workspace_sm90(const AttentionBwdParams& p, int64_t* bytes) {

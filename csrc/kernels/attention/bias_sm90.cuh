@@ -39,6 +39,15 @@ inline BiasParams bias_params(const AttentionProblem& p) {
           p.softmax_scale >= kLeastBiasedScale ? static_cast<float>(1.0 / p.softmax_scale) : 0.0f};
 }
 
+// Whether a mask hides nothing from the warp: most blocks of a padding mask. `pairs`: two bytes each. False as well
+// where bytes of True have no bit in common.
+template <int kCount> __device__ __forceinline__ bool all_visible(const uint32_t (&pairs)[kCount][4]) {
+  uint32_t common = 0xffff;
+#pragma unroll
+  for (const auto& four : pairs) common &= four[0] & four[1] & four[2] & four[3];
+  return __all_sync(0xffffffffu, (common & 0xff) != 0 && common > 0xff);
+}
+
 // Adds biases to the scores of a block of keys. A thread has the rows `query` and query + 8, and in each row the keys
 // key + 8 n and key + 8 n + 1. Rows beyond the last query read the biases of the last query; the kernel does not store
 // these rows.
@@ -80,6 +89,7 @@ template <class T, int kBlockKeys, Biases kBiases> struct QueryBiases {
 #pragma unroll
       for (int i = 0; i < kBlockKeys / 2; i += 2) add_pair(s, i, pairs[i / 8][i / 2 % 4]);
     } else if constexpr (kBiases == Biases::mask) {
+      if (all_visible(pairs)) return;
 #pragma unroll
       for (int i = 0; i < kBlockKeys / 2; i += 2) hide_pair(s, i, pairs[i / 8][i / 2 % 4]);
     }
@@ -171,6 +181,7 @@ template <class T, int kBlock, Biases kBiases> struct KeyBiases {
         s[i + 1] = fmaf(device::high_half<T>(two), p.to_scores, s[i + 1]);
       }
     } else if constexpr (kBiases == Biases::mask) {
+      if (all_visible(pairs)) return;
 #pragma unroll
       for (int i = 0; i < kBlock / 2; i += 2) {
         const uint32_t bytes = pairs[i / 8][i / 2 % 4];

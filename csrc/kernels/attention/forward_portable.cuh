@@ -17,16 +17,18 @@ namespace warpsmith::attention {
 struct RunningSoftmax {
   float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};  // `sum` is this thread's share until total()
 
-  // Turns s into probabilities in place, and rescales `out`, the sum so far.
+  // Turns s, logits over `scale` > 0, into probabilities in place, and rescales `out`, the sum so far. Most steps raise
+  // no row's maximum: then the factors are 1 and the warp multiplies nothing.
   template <int kColumns, int kWidth>
-  __device__ __forceinline__ void add(Accumulators<kColumns>& s, Accumulators<kWidth>& out) {
+  __device__ __forceinline__ void add(Accumulators<kColumns>& s, Accumulators<kWidth>& out, float scale) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most = largest[r];
+      float most = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) most = fmaxf(most, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+      for (int n = 1; n < kColumns / 8; ++n) most = fmaxf(most, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
       most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
       most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      most = fmaxf(largest[r], most * scale);
       const float base = most == -INFINITY ? 0.0f : most;  // -inf - -inf would be NaN
       const float factor = device::exp2(largest[r] - base);
       largest[r] = most;
@@ -35,10 +37,11 @@ struct RunningSoftmax {
       for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          s[n][e] = device::exp2(s[n][e] - base);
+          s[n][e] = device::exp2(s[n][e] * scale - base);
           partial += s[n][e];
         }
       sum[r] = sum[r] * factor + partial;
+      if (!__any_sync(0xffffffffu, factor != 1.0f)) continue;
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) {
         out[n][2 * r] *= factor;
@@ -88,14 +91,14 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
     const int first = steps.begin + step * kColumns;
     const T* from = static_cast<const T*>(p.k) + s.batch * p.k_strides.batch + key_head * p.k_strides.head +
                     (s.first_key + first) * p.k_strides.seq;
-    copy_rows<T, kDepth, kColumns, kThreads>(k_rows, from, p.k_strides.seq, s.keys - first, head_dim);
+    copy_rows<T, kDepth, kColumns, kThreads, !tile.extended>(k_rows, from, p.k_strides.seq, s.keys - first, head_dim);
     device::copy_async_commit();
   };
   const auto copy_values = [&](int step) {
     const int first = steps.begin + step * kColumns;
     const T* from = static_cast<const T*>(p.v) + s.batch * p.v_strides.batch + key_head * p.v_strides.head +
                     (s.first_key + first) * p.v_strides.seq;
-    copy_rows<T, kDepth, kColumns, kThreads>(v_rows, from, p.v_strides.seq, s.keys - first, head_dim_v);
+    copy_rows<T, kDepth, kColumns, kThreads, !tile.extended>(v_rows, from, p.v_strides.seq, s.keys - first, head_dim_v);
     device::copy_async_commit();
   };
 
@@ -112,6 +115,8 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
                     (s.first_query + at.first) * p.q_strides.seq;
     copy_rows<T, kDepth, tile.rows, kThreads>(q_rows, from, p.q_strides.seq, rows, head_dim);
     copy_keys(0);
+    constexpr bool kScaleLater = !tile.extended;
+    const float later = kScaleLater && logits.scale > 0.0f ? logits.scale : 1.0f;
     for (int step = 0; step < steps.count; ++step) {
       device::copy_async_wait<0>();
       __syncthreads();  // keys have arrived, and every warp has read the previous step's values
@@ -125,10 +130,12 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
       const DropoutOfHead dropout(a, s, head);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
-        logits.template scale_products<kColumns>(x[i], [](int, int, float) {});
+        // The scale is multiplied by where the exponentials are made, unless a hidden element, -inf, has no sign then.
+        if (!kScaleLater || logits.scale <= 0.0f)
+          logits.template scale_products<kColumns>(x[i], [](int, int, float) {});
         logits.template finish<T, kColumns>(x[i], Place<false>{row + 16 * i, first_column + lane % 4 * 2}, of_all, a,
                                             s);
-        softmax[i].template add<kColumns, kDepth>(x[i], out[i]);
+        softmax[i].template add<kColumns, kDepth>(x[i], out[i], later);
         if (tile.extended && a.dropout.seed != nullptr)
           dropout.template apply<kColumns, false>(a.dropout.threshold, first_row + 16 * i, first_column, lane,
                                                   [&](int n, int e, bool keep) {

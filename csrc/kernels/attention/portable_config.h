@@ -45,13 +45,32 @@ struct PortableKeyTile {
   constexpr int shared_bytes() const { return 2 * (rows * row_bytes() + score_bytes()) + stages * stage_bytes(); }
 };
 
+// dq, dk and dv in one kernel: 16-bit elements, problems that are not extended. `rows` are keys, `columns` queries. The
+// warps divide each product anew: probabilities and dS, then dk and dv, then dq.
+struct PortableTurnsTile {
+  int head_dim, rows, columns, warps;
+  int query_tiles;  // a warp owns 16 * query_tiles rows of dq
+  int stages;
+  static constexpr int kRowTiles = 2;  // a warp owns 32 rows of dS, dk and dv
+
+  constexpr int row_bytes() const { return head_dim * 2 + 16; }
+  constexpr int threads() const { return warps * 32; }
+  constexpr int warp_columns() const { return columns * rows / (16 * kRowTiles) / warps; }       // of dS
+  constexpr int warp_width() const { return head_dim * rows / (16 * kRowTiles) / warps; }        // of dk and dv
+  constexpr int query_width() const { return head_dim * columns / (16 * query_tiles) / warps; }  // of dq
+  constexpr int score_bytes() const { return rows * (columns * 2 + 16); }
+  constexpr int stage_bytes() const { return 2 * columns * (row_bytes() + 4); }
+  constexpr int shared_bytes() const { return 2 * (rows * row_bytes() + score_bytes()) + stages * stage_bytes(); }
+};
+
 // The most shared memory of a block on GPUs of compute capability 8.6, 8.9 and 12.0.
 constexpr int kPortableSharedBytes = 99 * 1024;
+constexpr int kMostSharedBytes = 227 * 1024;  // of a GPU of compute capability 9.0
 
 constexpr PortableTile kPortableForward[] = {
-    {2, false, 64, 128, 64, 2, 1, 1}, {2, false, 128, 64, 64, 1, 1, 1}, {2, false, 256, 64, 64, 1, 1, 1},
-    {2, true, 64, 128, 32, 2, 1, 1},  {2, true, 128, 128, 32, 2, 1, 1}, {2, true, 256, 64, 32, 1, 1, 1},
-    {4, true, 64, 64, 32, 1, 1, 1},   {4, true, 128, 64, 32, 1, 1, 1},  {4, true, 256, 64, 16, 1, 1, 1},
+    {2, false, 64, 128, 64, 2, 1, 1}, {2, false, 128, 128, 48, 2, 1, 1}, {2, false, 256, 64, 64, 1, 1, 1},
+    {2, true, 64, 128, 32, 2, 1, 1},  {2, true, 128, 128, 32, 2, 1, 1},  {2, true, 256, 64, 32, 1, 1, 1},
+    {4, true, 64, 64, 32, 1, 1, 1},   {4, true, 128, 64, 32, 1, 1, 1},   {4, true, 256, 64, 16, 1, 1, 1},
 };
 constexpr PortableTile kPortableQueries[] = {
     {2, false, 64, 128, 32, 2, 1, 2}, {2, false, 128, 64, 32, 1, 1, 2}, {2, false, 256, 64, 32, 1, 1, 1},
@@ -72,6 +91,23 @@ constexpr PortableKeyTile kPortableKeys[] = {
 constexpr PortableTile kPortableFloatKeys[] = {
     {4, true, 64, 64, 32, 1, 1, 2}, {4, true, 128, 64, 16, 1, 2, 1}, {4, true, 256, 32, 16, 1, 4, 1}};
 constexpr int kPortable16Bit = 6;  // tiles of 16-bit elements, at the start of each list
+
+// For each head dimension, the largest tile first. The small tile of head dimension 128 is for GPUs whose shared memory
+// holds no other. It has half the keys, so that dq is added twice as often.
+constexpr PortableTurnsTile kPortableTurns[] = {
+    {64, 128, 64, 8, 1, 1}, {128, 128, 64, 8, 2, 1}, {128, 64, 64, 4, 2, 1}, {256, 64, 64, 8, 2, 1}};
+constexpr int kPortableTurnsTiles = static_cast<int>(sizeof(kPortableTurns) / sizeof(kPortableTurns[0]));
+
+// The index in kPortableTurns for this head dimension (the larger of head_dim and head_dim_v) on a GPU whose blocks can
+// have so much dynamic shared memory; kPortableTurnsTiles: none.
+constexpr int portable_turns_tile(int64_t head_dim, int shared_bytes) {
+  constexpr int kStaticBytes = 16;
+  int i = 0;
+  while (i < kPortableTurnsTiles &&
+         (kPortableTurns[i].head_dim < head_dim || kPortableTurns[i].shared_bytes() + kStaticBytes > shared_bytes))
+    ++i;
+  return i;
+}
 
 // The index of the first tile for these elements and this head dimension (the larger of head_dim and head_dim_v).
 constexpr int portable_tile(int element_bytes, bool extended, int64_t head_dim) {
@@ -96,7 +132,9 @@ constexpr bool portable_tiles_fit() {
     if (t.backward_shared_bytes(true) > kPortableSharedBytes) return false;
   for (const PortableKeyTile& t : kPortableKeys)
     if (t.shared_bytes() > kPortableSharedBytes) return false;
-  return true;
+  // Every GPU has a tile of kPortableTurns for head dimensions to 128, and the kernels that it replaces are not built.
+  return portable_turns_tile(64, kPortableSharedBytes) < kPortableTurnsTiles &&
+         portable_turns_tile(128, kPortableSharedBytes) < kPortableTurnsTiles;
 }
 static_assert(portable_tiles_fit());
 

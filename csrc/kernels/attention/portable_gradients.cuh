@@ -55,13 +55,13 @@ __device__ __forceinline__ HeadRows<T> v_rows(const AttentionBwdParams& p, const
 }
 
 // Starts the copies of rows [first, first + kRows) of two tensors: q and dout, or k and v.
-template <class T, int kDepth, int kRows, int kThreads>
+template <class T, int kDepth, int kRows, int kThreads, bool kAnew = false>
 __device__ __forceinline__ void copy_pair(T* to, const HeadRows<T>& x, const HeadRows<T>& y, int first, int length,
                                           const AttentionProblem& p) {
-  copy_rows<T, kDepth, kRows, kThreads>(to, x.first + first * x.stride, x.stride, length - first,
-                                        static_cast<int>(p.head_dim));
-  copy_rows<T, kDepth, kRows, kThreads>(to + kRows * kSharedStride<T, kDepth>, y.first + first * y.stride, y.stride,
-                                        length - first, static_cast<int>(p.head_dim_v));
+  copy_rows<T, kDepth, kRows, kThreads, kAnew>(to, x.first + first * x.stride, x.stride, length - first,
+                                               static_cast<int>(p.head_dim));
+  copy_rows<T, kDepth, kRows, kThreads, kAnew>(to + kRows * kSharedStride<T, kDepth>, y.first + first * y.stride,
+                                               y.stride, length - first, static_cast<int>(p.head_dim_v));
 }
 
 // Makes probabilities and their gradients for kTiles * 16 rows of a warp, from `first_row` on, and kColumns columns.

@@ -1,5 +1,6 @@
 #pragma once
 #include "kernels/attention/attention.h"
+#include "kernels/attention/portable_config.h"
 
 // The tiles and grid sizes of the portable kernels, for their launchers and for the check that a grid can hold them.
 namespace warpsmith::attention {
@@ -19,6 +20,23 @@ inline int64_t row_tiles(const AttentionProblem& p, bool of_keys, int rows) {
 
 // lse (in units of log2) and delta of every query, in the workspace: float [block][head][2][64].
 constexpr int kStatisticsQueries = 64, kStatistics = 2 * kStatisticsQueries;
+
+// The workspace of backward_portable_turns: offsets in bytes. Statistics come first. The sums of dq have the padded
+// head dimension.
+struct PortableTurnsWorkspace {
+  int64_t sums, turns, counter, bytes;
+
+  explicit PortableTurnsWorkspace(const AttentionProblem& p) {
+    const int64_t blocks = row_tiles(p, false, kStatisticsQueries) * p.heads_q;
+    const int64_t head_dim = p.head_dim > 128 || p.head_dim_v > 128 ? 256
+                             : p.head_dim > 64 || p.head_dim_v > 64 ? 128
+                                                                    : 64;
+    sums = blocks * kStatistics * 4;
+    turns = sums + blocks * kStatisticsQueries * head_dim * 4;
+    counter = turns + blocks * 4;
+    bytes = counter + 4;
+  }
+};
 
 // The tiles of dbias. A dimension of [batch, heads, queries, keys] along which dbias is broadcast has one tile.
 struct BiasTiles {

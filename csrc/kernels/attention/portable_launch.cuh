@@ -5,6 +5,7 @@
 #include "kernels/attention/attention_portable.h"
 #include "kernels/attention/backward_portable_bias.cuh"
 #include "kernels/attention/backward_portable_keys.cuh"
+#include "kernels/attention/backward_portable_turns.cuh"
 #include "kernels/attention/backward_rows.cuh"
 #include "kernels/attention/forward_portable.cuh"
 
@@ -22,6 +23,15 @@ template <int i, class Use> Status with_portable_tile_from(const AttentionProble
 template <class T, class Use> Status with_portable_tile(const AttentionProblem& p, Use&& use) {
   if constexpr (sizeof(T) == 2) {
     if (!is_extended(p)) return with_portable_tile_from<portable_tile(sizeof(T), false, 1)>(p, use);
+  }
+  return with_portable_tile_from<portable_tile(sizeof(T), true, 1)>(p, use);
+}
+
+// The tile of a backward that takes turns neither by its options nor by its head dimension: only at head dimension 256
+// does a GPU lack the shared memory.
+template <class T, class Use> Status with_portable_backward_tile(const AttentionProblem& p, Use&& use) {
+  if constexpr (sizeof(T) == 2) {
+    if (!is_extended(p)) return use.template operator()<portable_tile(sizeof(T), false, 256)>();
   }
   return with_portable_tile_from<portable_tile(sizeof(T), true, 1)>(p, use);
 }
@@ -56,9 +66,44 @@ template <class T, int i> Status launch_keys(const BackwardPortableParams& x, vo
   }
 }
 
-template <class T> Status launch_statistics(const AttentionBwdParams& p, void* stream) {
+template <class T> Status launch_statistics(const AttentionBwdParams& p, int* turns, int* counter, void* stream) {
   return launch_portable(portable_statistics<T>, row_tiles(p.problem, false, kStatisticsQueries) * p.problem.heads_q,
-                         kStatisticsThreads, 0, stream, p);
+                         kStatisticsThreads, 0, stream, PortableStatisticsParams{p, turns, counter});
+}
+
+// dsink, from lse and delta in the workspace.
+template <class T> Status launch_sink(const AttentionBwdParams& p, void* stream) {
+  const AttentionProblem& a = p.problem;
+  if (p.dsink == nullptr) return {};
+  const SinkParams sink{static_cast<const float*>(p.workspace),
+                        a.sink,
+                        p.dsink,
+                        row_tiles(a, false, kStatisticsQueries),
+                        static_cast<int>(a.heads_q),
+                        kBlockQueries};
+  const bool wide = a.sink_dtype == Dtype::float32;
+  return launch_portable(wide ? backward_sink<float> : backward_sink<T>, a.heads_q, kSinkThreads, 0, stream, sink);
+}
+
+// dq, dk and dv in one kernel, by tile i of kPortableTurns.
+template <class T, int i> Status launch_turns(const AttentionBwdParams& p, void* stream) {
+  constexpr PortableTurnsTile tile = kPortableTurns[i];
+  const AttentionProblem& a = p.problem;
+  const PortableTurnsWorkspace workspace(a);
+  auto* const bytes = static_cast<unsigned char*>(p.workspace);
+  const BackwardTurnsParams x{p, reinterpret_cast<float*>(bytes + workspace.sums),
+                              reinterpret_cast<int*>(bytes + workspace.turns),
+                              reinterpret_cast<int*>(bytes + workspace.counter)};
+  WARPSMITH_RETURN_IF_FAILED(launch_statistics<T>(p, x.turns, x.counter, stream));
+  WARPSMITH_RETURN_IF_FAILED(launch_sink<T>(p, stream));
+  return launch_portable(backward_portable_turns<T, i>, row_tiles(a, true, tile.rows) * a.heads_k, tile.threads(),
+                         tile.shared_bytes(), stream, x);
+}
+template <class T, int i = 0> Status launch_turns(int tile, const AttentionBwdParams& p, void* stream) {
+  if constexpr (i + 1 < kPortableTurnsTiles) {
+    if (tile != i) return launch_turns<T, i + 1>(tile, p, stream);
+  }
+  return launch_turns<T, i>(p, stream);
 }
 
 // Reads lse and delta from the workspace.
@@ -73,16 +118,24 @@ template <class T, int i> Status launch_bias(const AttentionBwdParams& p, void* 
 
 // Takes delta from the rounded out, as the Hopper kernels do.
 template <class T> Status run_dbias_portable(const AttentionBwdParams& p, void* stream) {
-  WARPSMITH_RETURN_IF_FAILED(launch_statistics<T>(p, stream));
+  WARPSMITH_RETURN_IF_FAILED(launch_statistics<T>(p, nullptr, nullptr, stream));
   return with_portable_tile_from<portable_tile(sizeof(T), true, 1)>(
       p.problem, [&]<int i>() { return launch_bias<T, i>(p, stream); });
 }
 
 template <class T> Status run_backward_portable(const AttentionBwdParams& p, void* stream) {
   const AttentionProblem& a = p.problem;
+  if constexpr (sizeof(T) == 2) {
+    DeviceProperties device;
+    WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+    const int turns = is_extended(a)
+                          ? kPortableTurnsTiles
+                          : portable_turns_tile(std::max(a.head_dim, a.head_dim_v), device.max_dynamic_shared_bytes);
+    if (turns < kPortableTurnsTiles) return launch_turns<T>(turns, p, stream);
+  }
   const int64_t query_blocks = row_tiles(a, false, kStatisticsQueries);
-  WARPSMITH_RETURN_IF_FAILED(launch_statistics<T>(p, stream));
-  return with_portable_tile<T>(a, [&]<int i>() {
+  WARPSMITH_RETURN_IF_FAILED(launch_statistics<T>(p, nullptr, nullptr, stream));
+  return with_portable_backward_tile<T>(a, [&]<int i>() {
     constexpr PortableTile tile = kPortableQueries[i];
     constexpr int kSharedBytes = tile.backward_shared_bytes(false);
     BackwardPortableParams x{p, static_cast<int*>(p.workspace) + query_blocks * a.heads_q * kStatistics, false};
@@ -93,17 +146,7 @@ template <class T> Status run_backward_portable(const AttentionBwdParams& p, voi
                                              tile.threads(), kSharedBytes, stream, x);
       WARPSMITH_RETURN_IF_FAILED(queries);
     }
-    if (p.dsink != nullptr) {
-      const SinkParams sink{static_cast<const float*>(p.workspace),
-                            a.sink,
-                            p.dsink,
-                            query_blocks,
-                            static_cast<int>(a.heads_q),
-                            kBlockQueries};
-      const bool wide = a.sink_dtype == Dtype::float32;
-      WARPSMITH_RETURN_IF_FAILED(
-          launch_portable(wide ? backward_sink<float> : backward_sink<T>, a.heads_q, kSinkThreads, 0, stream, sink));
-    }
+    WARPSMITH_RETURN_IF_FAILED(launch_sink<T>(p, stream));
     const Status keys = launch_keys<T, i>(x, stream);
     WARPSMITH_RETURN_IF_FAILED(keys);
     if constexpr (tile.extended) {

@@ -144,9 +144,10 @@ template <bool kExtended> struct Logits {
         if (sees(n, e) && device::load(mask + query * mask_q + key * mask_k) == 0) x[n][e] = -INFINITY;
       });
     if (all) return;
+    const int row = kExtended ? at.row : computed_anew(at.row);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const Columns some = columns_of_rows<kKeysAreRows>(p, s, at.row + 8 * r, at.row + 8 * r);
+      const Columns some = columns_of_rows<kKeysAreRows>(p, s, row + 8 * r, row + 8 * r);
       const int first = some.begin - at.column;
       const auto count = static_cast<unsigned>(some.end - some.begin);
 #pragma unroll

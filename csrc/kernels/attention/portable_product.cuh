@@ -13,6 +13,15 @@ namespace warpsmith::attention {
 
 template <int kColumns> using Accumulators = float[kColumns / 8][4];
 
+// x, of which the compiler knows nothing: what is computed from it is computed again in each step, instead of once and
+// then kept in registers that the loop lacks.
+__device__ __forceinline__ int computed_anew(int x) {
+#ifndef WARPSMITH_SIM
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 template <int kColumns> __device__ __forceinline__ void fill(Accumulators<kColumns>& x, float value) {
 #pragma unroll
   for (int n = 0; n < kColumns / 8; ++n)
@@ -24,14 +33,14 @@ template <int kColumns> __device__ __forceinline__ void fill(Accumulators<kColum
 template <class T, int kDepth> constexpr int kSharedStride = kDepth + 16 / static_cast<int>(sizeof(T));
 
 // Starts the copies of kRows rows, by all threads of the block. Rows from `rows` on and columns from `columns` on
-// become zeros. A thread copies the same columns of several rows.
-template <class T, int kDepth, int kRows, int kThreads>
+// become zeros. A thread copies the same columns of several rows. kAnew: every call computes its addresses.
+template <class T, int kDepth, int kRows, int kThreads, bool kAnew = false>
 __device__ __forceinline__ void copy_rows(T* to, const T* from, int64_t stride, int rows, int columns) {
   constexpr int kElements = 16 / static_cast<int>(sizeof(T)), kChunks = kDepth / kElements;
   constexpr int kAtOnce = kThreads / kChunks;  // rows
   static_assert(kThreads % kChunks == 0 && kRows % kAtOnce == 0);
-  const int first = static_cast<int>(threadIdx.x) / kChunks;
-  const int column = static_cast<int>(threadIdx.x) % kChunks * kElements;
+  const int number = static_cast<int>(threadIdx.x), thread = kAnew ? computed_anew(number) : number;
+  const int first = thread / kChunks, column = thread % kChunks * kElements;
   const T* source = from + first * stride + column;
   T* const target = to + first * kSharedStride<T, kDepth> + column;
   const int end = column < columns ? rows - first : 0;

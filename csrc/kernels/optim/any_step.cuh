@@ -60,6 +60,33 @@ struct AnyChunk {
     averages_param = beside.averages_param || !has_master;
   }
 
+  // What is known of a chunk when the code is compiled. `as` makes it known: the rest of the code then has no branch
+  // for it. With branches AdamW and an average moved 3.13 TB/s of the copy's 4.29 (H200, 2026-11-23).
+  enum class Known { nothing, floats, masters };
+  __device__ __forceinline__ Known known() const {
+    bool floats = refinement == Refinement::none;
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s) floats &= !states[s].at || states[s].dtype == Dtype::float32;
+    if (!floats) return Known::nothing;
+    if (has_master) return Known::masters;
+    return grad.dtype == Dtype::float32 && param.dtype == Dtype::float32 ? Known::floats : Known::nothing;
+  }
+  template <Known what> __device__ __forceinline__ AnyChunk as() const {
+    AnyChunk c = *this;
+    if constexpr (what == Known::nothing) return c;
+    c.refinement = Refinement::none;
+    c.first_elem = 0;
+#pragma unroll
+    for (int s = 0; s < kOptimMaxStates; ++s) c.states[s].dtype = Dtype::float32;
+    c.has_master = what == Known::masters;
+    if constexpr (what == Known::floats) {
+      c.grad.dtype = c.param.dtype = Dtype::float32;
+      c.kept.at = nullptr;
+      c.averages_param = true;
+    }
+    return c;
+  }
+
   // Whether vectors are aligned. With random rounding the chunk must also begin a pair.
   __device__ __forceinline__ bool aligned() const {
     uintptr_t bits = reinterpret_cast<uintptr_t>(grad.at) | reinterpret_cast<uintptr_t>(param.at) |
@@ -192,9 +219,10 @@ __device__ __forceinline__ void only_beside(const AnyChunk& c, bool skips) {
   }
 }
 
-template <class F, unsigned kHas, int N> __device__ __forceinline__ void update_any(const OptimParams& p,
-                                                                                    OptimTensor* t, const AnyChunk& c,
-                                                                                    Constants<F, AnyIn>* shared) {
+template <class F, unsigned kHas, int N, AnyChunk::Known known = AnyChunk::Known::nothing>
+__device__ __forceinline__ void update_any(const OptimParams& p, OptimTensor* t, const AnyChunk& given,
+                                           Constants<F, AnyIn>* shared) {
+  const AnyChunk c = given.as<known>();
   AnyTile<F, kHas, N> tile;
   const int whole = c.elems / N * N, first = static_cast<int>(threadIdx.x) * N;
   if (first < whole) tile.load(c, first);
@@ -225,7 +253,13 @@ __device__ __forceinline__ void update_any_variant(const OptimParams& p, OptimTe
   constexpr int kLanes = std::size(F::kVariants) > 2 ? 2 : 4;  // halves the code of RMSprop, which has four variants
   if constexpr ((kHas & ~kMost) == 0) {
     if (t->has == kHas) {
-      if (c.aligned())
+      using enum AnyChunk::Known;
+      const AnyChunk::Known known = c.aligned() ? c.known() : nothing;
+      if (known == floats)
+        update_any<F, kHas, kLanes, floats>(p, t, c, shared);
+      else if (known == masters)
+        update_any<F, kHas, kLanes, masters>(p, t, c, shared);
+      else if (c.aligned())
         update_any<F, kHas, kLanes>(p, t, c, shared);
       else
         update_any<F, kHas, 1>(p, t, c, shared);
