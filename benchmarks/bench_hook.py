@@ -26,7 +26,7 @@ from warpsmith.distributed import ShardedOptimizer, accurate_hook, context_paral
 
 ROOT = Path(__file__).resolve().parents[1]
 OPS = {}  # none for `python -m benchmarks`, which is one process
-PARTS = ("reduce", "step", "gpt2", "context", "watch")
+PARTS = ("reduce", "step", "clip", "gpt2", "context", "watch")
 MIB = 1 << 20
 
 
@@ -172,6 +172,37 @@ def step_part(bench):
                   peak_gb=round(peaks[name], 2))  # fmt: skip
 
 
+def clip_part(bench):
+    """Backward, clipping and step of AdamW over 1e9 parameters: with norms that read the gradients, and kept ones."""
+    count, numel = (3, 1000) if bench.quick else (40, 25_000_000)
+    ids = [bench.device.index] if bench.device.type == "cuda" else None
+
+    def ddp(hook):
+        model = Sums(count, numel, bench.device)
+        loss = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        loss.register_comm_hook(None, hook)
+        return loss, warpsmith.optim.AdamW(model.parameters(), lr=1e-6)
+
+    def clipped(loss, optimizer, clip):
+        loss(0).backward()
+        clip(1e9)  # larger than the norm: nothing is scaled
+        optimizer.step()
+        optimizer.zero_grad()
+
+    calls = {}
+    for name, hook in {"accurate_hook": accurate_hook, "with keep_norm": accurate_hook(keep_norm=True)}.items():
+        loss, optimizer = ddp(hook)
+        clip = functools.partial(warpsmith.optim.clip_grad_norm_, list(loss.parameters()))
+        calls[name] = functools.partial(clipped, loss, optimizer, clip)
+    model = Sums(count, numel, bench.device)
+    sharded = ShardedOptimizer(model.parameters(), warpsmith.optim.AdamW, stage=2, lr=1e-6)
+    calls["ShardedOptimizer, stage 2"] = functools.partial(clipped, model, sharded, sharded.clip_grad_norm_)
+    times = bench.times(calls, 5, 3)
+    for name, ms in times.items():
+        share = round(ms / times["accurate_hook"], 3)
+        bench.say("clip", f"{count * numel:.0e} parameters", name, ms, "ms", of_read=share)
+
+
 def memory(bench):
     return torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
 
@@ -293,7 +324,14 @@ def main():
     parser.add_argument("--quick", action="store_true", help="next to nothing to do")
     parser.add_argument("--json", type=Path, help="rank 0 writes its rows there")
     args = parser.parse_args()
-    parts = {"reduce": reduce_part, "step": step_part, "gpt2": gpt2_part, "context": context_part, "watch": watch_part}
+    parts = {
+        "reduce": reduce_part,
+        "step": step_part,
+        "clip": clip_part,
+        "gpt2": gpt2_part,
+        "context": context_part,
+        "watch": watch_part,
+    }
     with warpsmith.distributed.init(device=args.device) as ctx:
         bench = Bench(ctx, args.quick)
         for name in args.parts.split(","):

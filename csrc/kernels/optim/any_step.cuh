@@ -254,11 +254,12 @@ __device__ __forceinline__ void update_any_variant(const OptimParams& p, OptimTe
   if constexpr ((kHas & ~kMost) == 0) {
     if (t->has == kHas) {
       using enum AnyChunk::Known;
-      const AnyChunk::Known known = c.aligned() ? c.known() : nothing;
+      const AnyChunk::Known known = kLanes == 4 && c.aligned() ? c.known() : nothing;
+      // Not for four variants, whose code would be half as long again.
       if (known == floats)
-        update_any<F, kHas, kLanes, floats>(p, t, c, shared);
+        update_any<F, kHas, kLanes, kLanes == 4 ? floats : nothing>(p, t, c, shared);
       else if (known == masters)
-        update_any<F, kHas, kLanes, masters>(p, t, c, shared);
+        update_any<F, kHas, kLanes, kLanes == 4 ? masters : nothing>(p, t, c, shared);
       else if (c.aligned())
         update_any<F, kHas, kLanes>(p, t, c, shared);
       else

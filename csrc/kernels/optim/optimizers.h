@@ -73,7 +73,8 @@ template <bool kDecoupled> struct AdamWithDecay {
   WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
     T &m = state[exp_avg], &v = state[exp_avg_sq];
     T g = product(grad, s.grad_factor);
-    if constexpr (!kDecoupled) g = s.decay != T(0) ? product_plus(p, s.decay, g) : g;
+    // nvcc contracts this one, for which it has one way; the explicit form spilled two registers of 8-bit steps.
+    if constexpr (!kDecoupled) g = s.decay != T(0) ? p * s.decay + g : g;
     m = lerp(m, g, s.weight1);
     v = product_plus(s.weight2 * g, g, v * s.beta2);
     T second = v;
