@@ -237,7 +237,7 @@ __device__ __forceinline__ void update_any(const OptimParams& p, OptimTensor* t,
   }
   if constexpr (N > 1) {
     if (const int i = whole + static_cast<int>(threadIdx.x); i < c.elems) {
-      AnyTile<F, kHas, 1> rest;
+      AnyTile<F, kHas, 1> rest{};
       rest.load(c, i);
       rest.update(constants, seed, c, i);
       rest.store(c, i);
