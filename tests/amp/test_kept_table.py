@@ -109,3 +109,23 @@ def test_a_gradient_that_is_replaced_is_read(tables):
         scaler.update()
         assert scaler.last_skipped == (step == 3)
     assert tables == [3, 3] and scaler.overflow(optimizer).first == "param_groups[0]['params'][1]"
+
+
+def test_a_gradient_that_is_a_zero_tensor_for_one_step():
+    """It has no memory, and its step no table; then the old gradient is back at its address."""
+    params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer, scaler = warpsmith.optim.SGD(params, lr=1.0), SCALERS["scaler"]()
+    own = [torch.zeros(4) for _ in params]
+    for step in range(5):
+        scaler.scale(torch.ones(()))
+        for p, grad in zip(params, own, strict=True):
+            p.grad = grad
+        if step == 3:
+            params[1].grad = torch._efficientzerotensor((4,))
+        own[2][0] = torch.nan if step == 4 else 0.0
+        scaler.clip_(optimizer, 1.0)
+        if step == 3:
+            params[1].grad = own[1]  # the optimizers take no zero tensor
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.overflow(optimizer).tensors == {"param_groups[0]['params'][2]": 1}

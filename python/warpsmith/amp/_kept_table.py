@@ -48,6 +48,7 @@ class KeptTable:
         self._found_inf = torch.zeros((), device=device)
         self._table: GradientTable | None = None  # None: several tables were needed
         self._places: _Places | None = None
+        self._noted: list[BadCounts] | None = None  # of the table's gradients
 
     @torch.no_grad()
     def check(self, op: str, optimizer: Optimizer, scale: Tensor, p: float, max_norm: float) -> Verdict | None:
@@ -58,8 +59,10 @@ class KeptTable:
         places = _places(optimizer)
         if places is None:
             return None
-        if places != self._places:
+        # A step without a table may have noted fewer gradients, though all lie again where they were.
+        if places != self._places or self._bad.get(scale.device) is not self._noted:
             self._places, self._table = places, self._make_table(gradients(op, optimizer), scale.device)
+            self._noted = self._bad.get(scale.device)
         if self._table is None:
             return None
         counts = self._bad[scale.device][0].counts
