@@ -20,7 +20,7 @@ struct BiasParams {
   const float* slopes;  // null: none
   int64_t slopes_batch;
   float to_scores;  // 1 / softmax_scale
-  bool vectors;     // of a bias: 8 keys at multiples of 8 are aligned to 16 bytes
+  bool tensor_map;  // TMA can read the bias
 };
 
 // Whether the kernels may load the elements of keys 2 i and 2 i + 1 as one aligned pair. Rows must also be less than
@@ -30,9 +30,10 @@ inline bool has_pairs_of_keys(const void* base, int element_bytes, const Attenti
          s.k == 1 && s.q % 2 == 0 && s.q < int64_t{1} << 31 && s.head % 2 == 0 && s.batch % 2 == 0;
 }
 
-inline bool has_vectors_of_keys(const void* base, const AttentionBiasStrides& s, int64_t keys) {
-  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && keys % 8 == 0 && s.k == 1 && s.q % 8 == 0 && s.head % 8 == 0 &&
-         s.batch % 8 == 0;
+// Whether TMA can read the bias: addresses and strides are multiples of 16 bytes.
+inline bool fits_bias_map(const void* base, const AttentionBiasStrides& s) {
+  const auto fits = [](int64_t stride) { return stride >= 0 && stride % 8 == 0 && stride < int64_t{1} << 39; };
+  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && s.k == 1 && fits(s.q) && fits(s.head) && fits(s.batch);
 }
 
 inline BiasParams bias_params(const AttentionProblem& p) {
@@ -43,7 +44,7 @@ inline BiasParams bias_params(const AttentionProblem& p) {
           p.alibi_slopes,
           p.alibi_batch_stride,
           p.softmax_scale >= kLeastBiasedScale ? static_cast<float>(1.0 / p.softmax_scale) : 0.0f,
-          has_vectors_of_keys(p.bias, p.bias_strides, p.seqlen_k)};
+          p.bias != nullptr && fits_bias_map(p.bias, p.bias_strides)};
 }
 
 // Whether a mask hides nothing from the warp: most blocks of a padding mask. `pairs`: two bytes each. False as well

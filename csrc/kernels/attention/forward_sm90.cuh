@@ -20,7 +20,7 @@ namespace warpsmith::attention {
 template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kTile].threads(), 1)
     forward_sm90(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                  const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out,
-                 const __grid_constant__ ForwardParams p) {
+                 const __grid_constant__ TensorMap bias, const __grid_constant__ ForwardParams p) {
   constexpr ForwardTile tile = kForwardTiles[kTile];
   constexpr int kConsumerWarps = 4 * tile.groups;
   WARPSMITH_DYNAMIC_SHARED(memory);
@@ -50,7 +50,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kT
       device::mbarrier_init(slot_empty + i, kConsumerWarps + tile.groups + (tile.stages_biases() ? 1 : 0));
     }
     for (int i = 0; tile.stages_biases() && i < tile.groups; ++i) {
-      device::mbarrier_init(bias_full + i, 32);
+      device::mbarrier_init(bias_full + i, 1);
       device::mbarrier_init(bias_empty + i, 4);
     }
     device::mbarrier_init_fence();
@@ -66,7 +66,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kT
     } else if (warp <= tile.groups) {
       store_tiles<tile>(p, &out, shared, warp - 1);
     } else if constexpr (tile.stages_biases()) {
-      load_biases<tile>(p, shared);
+      load_biases<tile>(p, &bias, shared);
     }
   } else {
     device::increase_registers<tile.consumer_registers()>();

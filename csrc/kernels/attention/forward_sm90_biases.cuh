@@ -1,42 +1,48 @@
 #pragma once
 #include "device/async_copy.h"
 #include "device/matrix_access.h"
+#include "device/tensor_copy.h"
 #include "kernels/attention/forward_sm90_pipeline.cuh"
 
 // The way of a bias tensor through shared memory in the Hopper forward (forward_sm90.cuh): one warp of warpgroup 0
-// copies, a tile of 64 queries x block_keys for each consumer warpgroup and visit, and the consumers read matrices.
+// fetches a tile of 64 queries x block_keys for each consumer warpgroup and visit, and the consumers read matrices.
 // Loaded by the consumers as their accumulators lie, 4 bytes a thread touched 8 rows.
 //
-// A tile is panels of 64 keys with rows of 128 bytes, swizzled, as those of the queries. Keys that the sequence lacks
-// are 0, and rows beyond its last query repeat that one.
+// A tile is panels of 64 keys with rows of 128 bytes, swizzled, as those of the queries. A bias that is broadcast over
+// queries has one row. Keys that the bias lacks are 0.
 namespace warpsmith::attention {
 
-// Copies of kBytes each. Called by the whole warp.
-template <int kBytes, ForwardTile tile> __device__ __forceinline__ void copy_biases(unsigned char* to,
-                                                                                    const BiasParams& p, const Tile& t,
-                                                                                    int first_query, int first_key) {
-  constexpr int kElements = kBytes / 2, kPerRow = tile.block_keys / kElements;
-  const int64_t row_bytes = 2 * p.bias_strides.q;
+// Pairs of keys, for biases that TMA cannot read. Called by the whole warp.
+template <ForwardTile tile> __device__ __forceinline__ void copy_biases(unsigned char* to, const BiasParams& p,
+                                                                        const Tile& t, int first_query, int first_key) {
+  constexpr int kPerRow = tile.block_keys / 2;
   const unsigned char* from = static_cast<const unsigned char*>(p.bias) +
                               2 * (t.sequence * p.bias_strides.batch + t.head * p.bias_strides.head + first_key);
+  const int64_t row_bytes = 2 * p.bias_strides.q;
   const int last_query = t.queries - 1, keys = t.keys - first_key;
-#pragma unroll 4
+#pragma unroll 8
   for (int i = static_cast<int>(threadIdx.x % 32); i < kGroupRows * kPerRow; i += 32) {
-    const int row = i / kPerRow, column = i % kPerRow * kElements;
+    const int row = i / kPerRow, column = i % kPerRow * 2;
     const uint32_t at =
         static_cast<uint32_t>(column / kPanelColumns * kGroupRows * kPanelRowBytes) +
         device::swizzled(Swizzle::bytes128, static_cast<uint32_t>(row * kPanelRowBytes + column % kPanelColumns * 2));
-    device::copy_async<kBytes>(to + at, from + min(first_query + row, last_query) * row_bytes + 2 * column,
-                               column < keys);
+    device::copy_async<4>(to + at, from + min(first_query + row, last_query) * row_bytes + 2 * column, column < keys);
   }
   device::copy_async_commit();
 }
 
-// One warp. A warpgroup's tile is announced after the next copies, of the other warpgroup, have been issued: so each
-// has about half a step to arrive.
-template <ForwardTile tile>
-__device__ __forceinline__ void load_biases(const ForwardParams& p, const ForwardShared<tile>& shared) {
+// One thread with TMA. Else one warp, and a warpgroup's tile is announced after the copies of the other one have been
+// issued, so that each has about half a step to arrive.
+template <ForwardTile tile> __device__ __forceinline__ void load_biases(const ForwardParams& p, const TensorMap* map,
+                                                                        const ForwardShared<tile>& shared) {
   static_assert(tile.groups == 2);
+  const BiasParams& biases = p.biases;
+  const bool leader = threadIdx.x % 32 == 0;
+  if (biases.tensor_map && !leader) return;
+  const auto announce = [&](int group) {
+    __syncwarp(0xffffffffu);
+    if (leader) device::mbarrier_arrive(shared.bias_full + group);
+  };
   Ring<kTileSlots> slots;
   unsigned parity = 0;  // of the visit
   for (;;) {
@@ -48,20 +54,30 @@ __device__ __forceinline__ void load_biases(const ForwardParams& p, const Forwar
       const int first_key = t.block(visit) * tile.block_keys;
 #pragma unroll
       for (int group = 0; group < tile.groups; ++group) {
-        device::mbarrier_wait(shared.bias_empty + group, parity ^ 1);
         const int first_query = t.first_query + group * kGroupRows;
-        if (p.biases.vectors)
-          copy_biases<16, tile>(shared.biases(group), p.biases, t, first_query, first_key);
-        else
-          copy_biases<4, tile>(shared.biases(group), p.biases, t, first_query, first_key);
-        device::copy_async_wait<1>();
-        if (visit > 0 || group > 0) device::mbarrier_arrive(shared.bias_full + (1 - group));
+        unsigned char* to = shared.biases(group);
+        Mbarrier* full = shared.bias_full + group;
+        device::mbarrier_wait(shared.bias_empty + group, parity ^ 1);
+        if (!biases.tensor_map) {
+          copy_biases<tile>(to, biases, t, first_query, first_key);
+          device::copy_async_wait<1>();
+          if (visit > 0 || group > 0) announce(1 - group);
+        } else {
+          device::mbarrier_arrive_expect(full, tile.bias_bytes());
+#pragma unroll
+          for (int panel = 0; panel < tile.block_keys / kPanelColumns; ++panel)
+            device::tensor_load(
+                to + panel * kGroupRows * kPanelRowBytes, map, full,
+                {first_key + panel * kPanelColumns, biases.bias_strides.q != 0 ? first_query : 0,
+                 biases.bias_strides.head != 0 ? t.head : 0, biases.bias_strides.batch != 0 ? t.sequence : 0});
+        }
       }
     }
-    device::copy_async_wait<0>();
-    device::mbarrier_arrive(shared.bias_full + 1);
-    __syncwarp(0xffffffffu);
-    if (threadIdx.x % 32 == 0) device::mbarrier_arrive(shared.slot_empty + slots.stage);
+    if (!biases.tensor_map) {
+      device::copy_async_wait<0>();
+      announce(1);  // after which no lane reads the slot
+    }
+    if (leader) device::mbarrier_arrive(shared.slot_empty + slots.stage);
     slots.next();
   }
 }
@@ -72,12 +88,12 @@ template <class T, ForwardTile tile> struct StagedBiases {
   using Packed = uint32_t[kColumns][4];  // ordered as OnlineSoftmax's
 
   const ForwardShared<tile>& shared;
-  int group, warp, lane;
+  int group, row, lane;  // row: of this lane's address in the first matrices
   unsigned parity;
 
   // Four matrices: keys 16 c to 16 c + 15 of the warp's 16 rows.
   __device__ __forceinline__ void read(uint32_t (&pairs)[4], int c) const {
-    const auto first = static_cast<uint32_t>((warp * 16 + lane % 16) * kPanelRowBytes + lane / 16 * 16);
+    const auto first = static_cast<uint32_t>(row * kPanelRowBytes + lane / 16 * 16);
     const uint32_t panel = c / 4 * kGroupRows * kPanelRowBytes, column_bytes = c % 4 * 32;
     device::load_matrix(pairs,
                         shared.biases(group) + panel + (device::swizzled(Swizzle::bytes128, first) ^ column_bytes));

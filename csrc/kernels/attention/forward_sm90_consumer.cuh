@@ -154,7 +154,8 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     return {p.biases, t->sequence, t->head, query, t->queries, first_key + lane % 4 * 2, t->keys, t->shift};
   }
   __device__ __forceinline__ StagedBiases<T, tile> staged_biases() const {
-    return {shared, group, warp, lane, bias_parity};
+    const bool one_row = p.biases.tensor_map && p.biases.bias_strides.q == 0;
+    return {shared, group, one_row ? 0 : warp * 16 + lane % 16, lane, bias_parity};
   }
   // The parts that the Philox calls of a step share. Computed in every step, because there are no registers to keep
   // them.

@@ -69,14 +69,15 @@ ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile
 
 template <class T, ForwardTile tile> Status run(const AttentionFwdParams& x, void* stream) {
   const AttentionProblem& a = x.problem;
-  TensorMap q, k, v, out;
+  TensorMap q, k, v, out, bias{};
   WARPSMITH_RETURN_IF_FAILED(head_map(q, q_tensor(x), a.dtype, kGroupRows));
   WARPSMITH_RETURN_IF_FAILED(head_map(k, k_tensor(x), a.dtype, tile.block_keys));
   WARPSMITH_RETURN_IF_FAILED(head_map(v, v_tensor(x), a.dtype, tile.block_keys));
   WARPSMITH_RETURN_IF_FAILED(head_map(out, out_tensor(x), a.dtype, kGroupRows));
+  const ForwardParams p = device_params(x, tile);
+  if (p.biases.tensor_map) WARPSMITH_RETURN_IF_FAILED(bias_map(bias, a, kGroupRows));
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
-  const ForwardParams p = device_params(x, tile);
   // Packed: an upper bound, because the lengths are on the device. Blocks without a tile return at once.
   int64_t tiles = p.schedule.tiles;
   if (p.cu_seqlens_q != nullptr) tiles = (a.total_q / tile.tile_rows() + a.batch + 1) * a.heads_q;
@@ -90,7 +91,7 @@ template <class T, ForwardTile tile> Status run(const AttentionFwdParams& x, voi
                             .block = static_cast<unsigned>(tile.threads()),
                             .dynamic_shared_bytes = static_cast<size_t>(tile.shared_bytes()),
                             .programmatic_dependent = p.schedule.counter != nullptr};
-  return launch(forward_sm90<T, index_of(tile)>, config, stream, q, k, v, out, p);
+  return launch(forward_sm90<T, index_of(tile)>, config, stream, q, k, v, out, bias, p);
 }
 
 template <ForwardTile tile> Status run_dtype(const AttentionFwdParams& x, void* stream) {

@@ -37,6 +37,21 @@ inline Status head_map(TensorMap& map, const HeadTensor& t, Dtype dtype, int row
                                .swizzle = device::Swizzle::bytes128});
 }
 
+// A tensor map over (keys, queries, heads, batch) of the bias. Dimensions that it is broadcast along have size 1.
+inline Status bias_map(TensorMap& map, const AttentionProblem& p, int rows) {
+  const AttentionBiasStrides& s = p.bias_strides;
+  const auto size = [](int64_t stride, int64_t all) { return stride == 0 ? int64_t{1} : all; };
+  const auto bytes = [](int64_t stride) { return stride == 0 ? int64_t{16} : 2 * stride; };
+  return make_tensor_map(map,
+                         {.base = p.bias,
+                          .dtype = p.bias_dtype,
+                          .rank = 4,
+                          .sizes = {p.seqlen_k, size(s.q, p.seqlen_q), size(s.head, p.heads_q), size(s.batch, p.batch)},
+                          .strides_bytes = {0, bytes(s.q), bytes(s.head), bytes(s.batch)},
+                          .box = {kMapColumns, rows, 1, 1},
+                          .swizzle = device::Swizzle::bytes128});
+}
+
 inline Window window_of(const AttentionProblem& p) {
   const auto side = [](int64_t w) {
     return w < 0 || w >= Window::kUnbounded ? Window::kUnbounded : static_cast<int>(w);
