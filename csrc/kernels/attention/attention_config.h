@@ -36,7 +36,11 @@ struct ForwardTile {
   constexpr int consumer_registers() const { return groups == 2 ? 232 : 160; }
   constexpr int query_bytes() const { return 64 * head_dim * 2; }  // per warpgroup
   constexpr int block_bytes() const { return block_keys * head_dim * 2; }
-  constexpr int shared_bytes() const { return query_stages * groups * query_bytes() + block_stages * block_bytes(); }
+  constexpr bool stages_biases() const { return biases == Biases::tensor; }
+  constexpr int bias_bytes() const { return stages_biases() ? 64 * block_keys * 2 : 0; }  // per warpgroup
+  constexpr int shared_bytes() const {
+    return query_stages * groups * query_bytes() + block_stages * block_bytes() + groups * bias_bytes();
+  }
   constexpr bool operator==(const ForwardTile&) const = default;
 };
 
@@ -49,9 +53,8 @@ constexpr ForwardTile kForward128Extended{128, 2, 128, 5, false, true};
 constexpr ForwardTile kForward64Extended{64, 2, 128, 8, true, true};
 constexpr ForwardTile kForward128Dropout{128, 2, 128, 5, false, false, 2, true};
 constexpr ForwardTile kForward64Dropout{64, 2, 128, 8, true, false, 2, true};
-// At head dimension 128 there are no registers for the biases of 128 keys.
-constexpr ForwardTile kForward128Bias{128, 2, 96, 6, false, false, 2, false, Biases::tensor};
-constexpr ForwardTile kForward128Mask{128, 2, 96, 6, false, false, 2, false, Biases::mask};
+constexpr ForwardTile kForward128Bias{128, 2, 128, 4, false, false, 2, false, Biases::tensor};
+constexpr ForwardTile kForward128Mask{128, 2, 128, 5, false, false, 2, false, Biases::mask};
 constexpr ForwardTile kForward128Alibi{128, 2, 128, 5, false, false, 2, false, Biases::alibi};
 constexpr ForwardTile kForward64Bias{64, 2, 128, 8, true, false, 2, false, Biases::tensor};
 constexpr ForwardTile kForward64Mask{64, 2, 128, 8, true, false, 2, false, Biases::mask};
@@ -203,12 +206,13 @@ constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKe
     c.why = "dropout: the kernel that makes the mask while the tensor cores multiply";
   } else if (attention::has_biases(p)) {
     const attention::Biases biases = attention::biases_of(p);
-    if (!small && biases == attention::Biases::alibi) {
-      c.tile = attention::kForward128Alibi;
-    } else {
+    using attention::Biases;
+    if (biases == Biases::tensor)
       c.tile = small ? attention::kForward64Bias : attention::kForward128Bias;
-      c.tile.biases = biases;
-    }
+    else if (biases == Biases::mask)
+      c.tile = small ? attention::kForward64Mask : attention::kForward128Mask;
+    else
+      c.tile = small ? attention::kForward64Alibi : attention::kForward128Alibi;
     c.why = "bias, mask or ALiBi: the kernel that loads biases while the tensor cores multiply";
   } else if (p.head_dim > 128 || p.head_dim_v > 128) {
     c.tile = attention::kForward256;

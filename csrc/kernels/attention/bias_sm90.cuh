@@ -20,6 +20,7 @@ struct BiasParams {
   const float* slopes;  // null: none
   int64_t slopes_batch;
   float to_scores;  // 1 / softmax_scale
+  bool vectors;     // of a bias: 8 keys at multiples of 8 are aligned to 16 bytes
 };
 
 // Whether the kernels may load the elements of keys 2 i and 2 i + 1 as one aligned pair. Rows must also be less than
@@ -29,6 +30,11 @@ inline bool has_pairs_of_keys(const void* base, int element_bytes, const Attenti
          s.k == 1 && s.q % 2 == 0 && s.q < int64_t{1} << 31 && s.head % 2 == 0 && s.batch % 2 == 0;
 }
 
+inline bool has_vectors_of_keys(const void* base, const AttentionBiasStrides& s, int64_t keys) {
+  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && keys % 8 == 0 && s.k == 1 && s.q % 8 == 0 && s.head % 8 == 0 &&
+         s.batch % 8 == 0;
+}
+
 inline BiasParams bias_params(const AttentionProblem& p) {
   return {p.bias,
           static_cast<const unsigned char*>(p.mask),
@@ -36,7 +42,8 @@ inline BiasParams bias_params(const AttentionProblem& p) {
           p.mask_strides,
           p.alibi_slopes,
           p.alibi_batch_stride,
-          p.softmax_scale >= kLeastBiasedScale ? static_cast<float>(1.0 / p.softmax_scale) : 0.0f};
+          p.softmax_scale >= kLeastBiasedScale ? static_cast<float>(1.0 / p.softmax_scale) : 0.0f,
+          has_vectors_of_keys(p.bias, p.bias_strides, p.seqlen_k)};
 }
 
 // Whether a mask hides nothing from the warp: most blocks of a padding mask. `pairs`: two bytes each. False as well
@@ -51,7 +58,7 @@ template <int kCount> __device__ __forceinline__ bool all_visible(const uint32_t
 // Adds biases to the scores of a block of keys. A thread has the rows `query` and query + 8, and in each row the keys
 // key + 8 n and key + 8 n + 1. Rows beyond the last query read the biases of the last query; the kernel does not store
 // these rows.
-template <class T, int kBlockKeys, Biases kBiases> struct QueryBiases {
+template <int kBlockKeys, Biases kBiases> struct QueryBiases {
   static constexpr int kPairs = kBlockKeys / 8, kPairsAtOnce = kPairs / 2;
   using Scores = float[kBlockKeys / 2];
   using Packed = uint32_t[kBlockKeys / 16][4];  // pairs, ordered as OnlineSoftmax's; or two bytes of the mask
@@ -78,17 +85,11 @@ template <class T, int kBlockKeys, Biases kBiases> struct QueryBiases {
     }
   }
   __device__ __forceinline__ void load(Packed& to) const {
-    if constexpr (kBiases == Biases::tensor)
-      load<uint32_t, T>(to, p.bias, p.bias_strides);
-    else if constexpr (kBiases == Biases::mask)
-      load<uint16_t, unsigned char>(to, p.mask, p.mask_strides);
+    if constexpr (kBiases == Biases::mask) load<uint16_t, unsigned char>(to, p.mask, p.mask_strides);
   }
   __device__ __forceinline__ void add(Scores& s, const Packed& pairs) const {
     add_alibi(s);
-    if constexpr (kBiases == Biases::tensor) {
-#pragma unroll
-      for (int i = 0; i < kBlockKeys / 2; i += 2) add_pair(s, i, pairs[i / 8][i / 2 % 4]);
-    } else if constexpr (kBiases == Biases::mask) {
+    if constexpr (kBiases == Biases::mask) {
       if (all_visible(pairs)) return;
 #pragma unroll
       for (int i = 0; i < kBlockKeys / 2; i += 2) hide_pair(s, i, pairs[i / 8][i / 2 % 4]);
@@ -98,9 +99,7 @@ template <class T, int kBlockKeys, Biases kBiases> struct QueryBiases {
   // a time: there are no registers for all biases.
   __device__ __forceinline__ void add_edge(Scores& s) const {
     add_alibi(s);
-    if constexpr (kBiases == Biases::tensor)
-      for_edge_pairs<uint32_t, T>(p.bias, p.bias_strides, [&](int i, uint32_t two) { add_pair(s, i, two); });
-    else if constexpr (kBiases == Biases::mask)
+    if constexpr (kBiases == Biases::mask)
       for_edge_pairs<uint16_t, unsigned char>(p.mask, p.mask_strides,
                                               [&](int i, uint32_t visible) { hide_pair(s, i, visible); });
   }
@@ -121,10 +120,6 @@ template <class T, int kBlockKeys, Biases kBiases> struct QueryBiases {
     }
   }
 
-  __device__ __forceinline__ void add_pair(Scores& s, int i, uint32_t two) const {
-    s[i] = fmaf(device::low_half<T>(two), p.to_scores, s[i]);
-    s[i + 1] = fmaf(device::high_half<T>(two), p.to_scores, s[i + 1]);
-  }
   static __device__ __forceinline__ void hide_pair(Scores& s, int i, uint32_t visible) {
     if ((visible & 0xff) == 0) s[i] = -INFINITY;
     if ((visible & 0xff00) == 0) s[i + 1] = -INFINITY;

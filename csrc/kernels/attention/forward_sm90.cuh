@@ -30,10 +30,12 @@ template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kT
   WARPSMITH_SHARED(Mbarrier, block_empty, tile.block_stages);
   WARPSMITH_SHARED(Mbarrier, slot_full, kTileSlots);
   WARPSMITH_SHARED(Mbarrier, slot_empty, kTileSlots);
+  WARPSMITH_SHARED(Mbarrier, bias_full, tile.groups);
+  WARPSMITH_SHARED(Mbarrier, bias_empty, tile.groups);
   WARPSMITH_SHARED(Tile, slots, kTileSlots);
   WARPSMITH_SHARED(float, scratch, 1);
-  const ForwardShared<tile> shared{memory,    query_full, query_empty, block_full, block_empty,
-                                   slot_full, slot_empty, slots,       scratch};
+  const ForwardShared<tile> shared{memory,     query_full, query_empty, block_full, block_empty, slot_full,
+                                   slot_empty, bias_full,  bias_empty,  slots,      scratch};
   if (threadIdx.x == 0) {
     for (int i = 0; i < tile.groups * tile.query_stages; ++i) {
       device::mbarrier_init(query_full + i, 1);
@@ -45,7 +47,11 @@ template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kT
     }
     for (int i = 0; i < kTileSlots; ++i) {
       device::mbarrier_init(slot_full + i, 1);
-      device::mbarrier_init(slot_empty + i, kConsumerWarps + tile.groups);
+      device::mbarrier_init(slot_empty + i, kConsumerWarps + tile.groups + (tile.stages_biases() ? 1 : 0));
+    }
+    for (int i = 0; tile.stages_biases() && i < tile.groups; ++i) {
+      device::mbarrier_init(bias_full + i, 32);
+      device::mbarrier_init(bias_empty + i, 4);
     }
     device::mbarrier_init_fence();
   }
@@ -59,6 +65,8 @@ template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kT
       if (threadIdx.x == 0) load_tiles<tile>(p, &q, &k, &v, shared);
     } else if (warp <= tile.groups) {
       store_tiles<tile>(p, &out, shared, warp - 1);
+    } else if constexpr (tile.stages_biases()) {
+      load_biases<tile>(p, shared);
     }
   } else {
     device::increase_registers<tile.consumer_registers()>();

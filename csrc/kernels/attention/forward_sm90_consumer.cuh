@@ -1,7 +1,7 @@
 #pragma once
 #include "device/matrix_access.h"
 #include "device/wgmma.h"
-#include "kernels/attention/forward_sm90_pipeline.cuh"
+#include "kernels/attention/forward_sm90_biases.cuh"
 #include "kernels/attention/online_softmax.cuh"
 
 // The consumer warpgroups of the Hopper forward (forward_sm90.cuh): both products and the softmax.
@@ -25,12 +25,11 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   const ForwardParams& p;
   const ForwardShared<tile>& shared;
   const int group, lane, warp;
-  Ring<tile.query_stages> queries;
   Ring<tile.block_stages> ring;
-  Ring<kTileSlots> slots;
   const Tile* t;       // in shared memory
   int visits, masked;  // of the tile
   int query;
+  unsigned bias_parity = 0;      // of the visit
   uint64_t q;                    // descriptor
   float s[tile.block_keys / 2];  // scores; after a masked step, probabilities
   float o[tile.head_dim / 2];    // sum of p * v
@@ -130,7 +129,13 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   // Turns the scores of a masked visit into probabilities, under a base that follows the maximum.
   __device__ __forceinline__ void masked_softmax(const MaskPlace& m, float (&factor)[2]) {
     cap();
-    if constexpr (tile.biased()) biases(m.first_key).add_edge(s);
+    if constexpr (tile.stages_biases()) {
+      biases(m.first_key).add_alibi(s);
+      staged_biases().load_and_add(s, p.biases.to_scores);
+      bias_parity ^= 1;
+    } else if constexpr (tile.biased()) {
+      biases(m.first_key).add_edge(s);
+    }
     mask_scores(s, p.window, query, m.first_key, lane, m.shift, m.keys);
     softmax.raise_base(s, p.scale_log2, factor);
     softmax.exponentials_in_place(s, p.scale_log2);
@@ -144,9 +149,12 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       }
     }
   }
-  using StepBiases = QueryBiases<T, tile.block_keys, tile.biases>;
+  using StepBiases = QueryBiases<tile.block_keys, tile.biases>;
   __device__ __forceinline__ StepBiases biases(int first_key) const {
     return {p.biases, t->sequence, t->head, query, t->queries, first_key + lane % 4 * 2, t->keys, t->shift};
+  }
+  __device__ __forceinline__ StagedBiases<T, tile> staged_biases() const {
+    return {shared, group, warp, lane, bias_parity};
   }
   // The parts that the Philox calls of a step share. Computed in every step, because there are no registers to keep
   // them.
@@ -194,10 +202,19 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     [[maybe_unused]] const RowDropout dropout = row_dropout();
     const int values = start_step(old, [&] {
       if constexpr (tile.dropout) make_gates(dropout, first_key, probabilities);
-      if constexpr (tile.biased()) biases(first_key).load(probabilities);
+      if constexpr (tile.stages_biases())
+        staged_biases().load(probabilities);
+      else if constexpr (tile.biased())
+        biases(first_key).load(probabilities);
     });
     cap();
-    if constexpr (tile.biased()) biases(first_key).add(s, probabilities);
+    if constexpr (tile.stages_biases()) {
+      bias_parity ^= 1;
+      biases(first_key).add_alibi(s);
+      StagedBiases<T, tile>::add(s, probabilities, p.biases.to_scores);
+    } else if constexpr (tile.biased()) {
+      biases(first_key).add(s, probabilities);
+    }
     float sums[2], factor[2];
     softmax.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
     const bool outgrown = __any_sync(0xffffffffu, Softmax::outgrown(sums));
@@ -227,36 +244,38 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     Softmax::pack(s, probabilities);
   }
 
-  // The next tile; false after the last.
-  __device__ __forceinline__ bool take_tile() {
-    const Ring<kTileSlots> slot = slots;
-    slots.next();
-    return take_tile(slot.stage, slot.parity, queries.parity);
+  __device__ __forceinline__ int first_row(const Tile* of) const {
+    return device::load(&of->first_query) + group * kGroupRows + warp * 16 + lane / 4;
   }
-  __device__ __forceinline__ bool take_tile(unsigned slot, unsigned slot_parity, unsigned parity) {
-    device::mbarrier_wait(shared.slot_full + slot, slot_parity);
-    t = shared.slots + slot;
+  // The number of a tile says where its slot and its queries are.
+  static __device__ __forceinline__ unsigned slot_of(unsigned number) { return number % kTileSlots; }
+  static __device__ __forceinline__ unsigned query_stage_of(unsigned number) { return number % tile.query_stages; }
+
+  // Takes tile `number`; false after the last.
+  __device__ __forceinline__ bool take_tile(unsigned number) {
+    device::mbarrier_wait(shared.slot_full + slot_of(number), number / kTileSlots & 1);
+    t = shared.slots + slot_of(number);
     // The shuffle tells the compiler that the values are the same in every lane, so that loop counts and descriptors go
     // into uniform registers.
     visits = __shfl_sync(0xffffffffu, device::load(&t->visits), 0);
     masked = __shfl_sync(0xffffffffu, device::load(&t->masked), 0);
-    query = device::load(&t->first_query) + group * kGroupRows + warp * 16 + lane / 4;
+    query = first_row(t);
     softmax.begin();
     if (visits < 0) return false;
-    device::mbarrier_wait(shared.query_full + queries.stage * tile.groups + group, parity);
-    q = device::wgmma_descriptor(Swizzle::bytes128, shared.query(queries.stage, group), 16, 1024);
+    const unsigned stage = query_stage_of(number);
+    device::mbarrier_wait(shared.query_full + stage * tile.groups + group, number / tile.query_stages & 1);
+    q = device::wgmma_descriptor(Swizzle::bytes128, shared.query(stage, group), 16, 1024);
     return true;
   }
   // What a tile still needs after the next tile has begun.
   struct Finished {
-    const Tile* t;
-    int query, queries, stage;
+    unsigned number;
     Softmax softmax;
   };
   __device__ __forceinline__ Finished finish_tile() {
-    Finished f{t, query, t->queries, queries.stage, softmax};
+    // The number is read from the slot. A register for it would be spilled.
+    Finished f{__shfl_sync(0xffffffffu, device::load(&t->number), 0), softmax};
     f.softmax.total();
-    queries.next();
     return f;
   }
   __device__ __forceinline__ float sink_logit(int head) const {
@@ -265,24 +284,27 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   }
   // Writes o / sum to the tile's buffer of q, which nobody reads any more, and signals the storing warp.
   __device__ __forceinline__ void hand_over(const Finished& f) {
+    const unsigned stage = query_stage_of(f.number);
+    const Tile* finished = shared.slots + slot_of(f.number);
+    const int finished_queries = device::load(&finished->queries), finished_query = first_row(finished);
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       inverse[r] = f.softmax.sum[r] != 0.0f ? device::reciprocal(f.softmax.sum[r]) : 0.0f;
       float lse = f.softmax.lse(r);
       if (p.sink != nullptr) {  // one more logit in the sum, without a value
-        const float sink = sink_logit(f.t->head), difference = lse - sink;
+        const float sink = sink_logit(finished->head), difference = lse - sink;
         const float above = device::exp2(-fabsf(difference) * kLog2e);
         inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
         lse = fmaxf(lse, sink) + device::log2(1.0f + above) * kLn2;
       }
       if constexpr (tile.dropout) inverse[r] *= p.dropout.scale;
-      const int row = f.query + 8 * r;
-      if (lane % 4 == 0 && p.lse != nullptr && row < f.queries) device::store(p.lse + f.t->lse + row, lse);
+      const int row = finished_query + 8 * r;
+      if (lane % 4 == 0 && p.lse != nullptr && row < finished_queries) device::store(p.lse + finished->lse + row, lse);
     }
     // Four 8 x 8 matrices per instruction: rows 0-7 and 8-15 of the warp's columns c to c + 7, then of columns c + 8 to
     // c + 15.
-    unsigned char* buffer = shared.query(f.stage, group);
+    unsigned char* buffer = shared.query(stage, group);
     const auto first = static_cast<uint32_t>((warp * 16 + lane % 16) * kPanelRowBytes + lane / 16 * 16);
 #pragma unroll
     for (int c = 0; c < tile.head_dim / 16; ++c) {
@@ -294,12 +316,9 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       device::store_matrix(buffer + panel + (device::swizzled(Swizzle::bytes128, first) ^ column_bytes), rows);
     }
     device::fence_async_shared();
-    device::named_barrier_arrive(store_barrier(f.stage, group), kStoreThreads);
-    release_slot(f.t);
-  }
-  __device__ __forceinline__ void release_slot(const Tile* slot) {
+    device::named_barrier_arrive(store_barrier(stage, group), kStoreThreads);
     __syncwarp(0xffffffffu);  // all lanes have read the slot before one of them releases it
-    if (lane == 0) device::mbarrier_arrive(shared.slot_empty + (slot - shared.slots));
+    if (lane == 0) device::mbarrier_arrive(shared.slot_empty + slot_of(f.number));
   }
   __device__ __forceinline__ void clear_output() {
 #pragma unroll
@@ -335,21 +354,21 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   __device__ __forceinline__ void run_serial() {
     if (tile.turns && group == tile.groups - 1) pass_turn();
     Probabilities probabilities;
-    // The number of the tile is read from its slot. A register for it would be spilled.
-    for (unsigned n = 0; take_tile(n % kTileSlots, n / kTileSlots & 1, n & 1);) {
+    for (unsigned number = 0; take_tile(number);) {
       clear_output();
       first_step(probabilities);
       int visit = 1;
       for (; visit < masked; ++visit) masked_step(visit, probabilities);
       for (; visit < visits; ++visit) following_step(probabilities);
       last_product(probabilities);
-      n = device::load(&t->number) + 1;
-      hand_over(finish_tile());
+      const Finished finished = finish_tile();
+      number = finished.number + 1;
+      hand_over(finished);
     }
   }
   __device__ __forceinline__ void run_overlapped() {
     if (tile.turns && group == tile.groups - 1) pass_turn();
-    if (!take_tile()) return;
+    if (!take_tile(0)) return;
     // Two arrays: the next probabilities are written while the tensor cores still read the previous ones.
     Probabilities p0, p1;
     float factor[2];
@@ -371,7 +390,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       }
       // The last product of this tile overlaps with the first product of the next tile.
       const Finished finished = finish_tile();
-      if (!take_tile()) {
+      if (!take_tile(finished.number + 1)) {
         last_product(p0);
         hand_over(finished);
         break;

@@ -65,7 +65,7 @@ struct alignas(16) Tile {
 template <ForwardTile tile> struct ForwardShared {
   static constexpr int kPanels = tile.head_dim / kPanelColumns;
   unsigned char* memory;
-  Mbarrier *query_full, *query_empty, *block_full, *block_empty, *slot_full, *slot_empty;
+  Mbarrier *query_full, *query_empty, *block_full, *block_empty, *slot_full, *slot_empty, *bias_full, *bias_empty;
   Tile* slots;
   float* scratch;
 
@@ -74,6 +74,9 @@ template <ForwardTile tile> struct ForwardShared {
   }
   __device__ __forceinline__ unsigned char* block(int stage) const {
     return memory + tile.query_stages * tile.groups * tile.query_bytes() + stage * tile.block_bytes();
+  }
+  __device__ __forceinline__ unsigned char* biases(int group) const {
+    return block(tile.block_stages) + group * tile.bias_bytes();
   }
 };
 
