@@ -33,9 +33,9 @@ WARPSMITH_FORWARD_LOOPS(double)
 #undef WARPSMITH_FORWARD_LOOPS
 
 // The results of the 32 Philox4x32-7 calls of a block: words[word][call].
-WARPSMITH_VECTORIZE void fill_block(uint64_t seed, uint64_t offset, uint32_t row, uint32_t k_block, uint32_t* words) {
+WARPSMITH_VECTORIZE void fill_block(uint64_t seed, uint64_t offset, uint32_t row, uint32_t word0, uint32_t* words) {
   for (uint32_t lane = 0; lane < 32; ++lane) {
-    const PhiloxCounter c = attention_dropout_lanes(seed, offset, row, k_block, lane);
+    const PhiloxCounter c = attention_dropout_lanes(seed, offset, row, word0, lane);
     for (int w = 0; w < 4; ++w) words[w * 32 + lane] = c.word[w];
   }
 }
@@ -44,12 +44,13 @@ WARPSMITH_VECTORIZE void fill_block(uint64_t seed, uint64_t offset, uint32_t row
 
 void dropout_tile(const AttentionProblem& p, const SequencePair& s, const TileAt& t, uint8_t* bytes) {
   const auto seed = static_cast<uint64_t>(p.dropout.seed[0]), offset = static_cast<uint64_t>(p.dropout.seed[1]);
-  const int64_t row_block = attention_row_block(p.cu_seqlens_q, s.index, p.seqlen_q);
+  const AttentionDropoutCounters counters = attention_dropout_counters(p);
+  const int64_t row_block = attention_row_block(counters, p.cu_seqlens_q, s.index);
   uint32_t words[4 * 32];
   for (int64_t m0 = 0; m0 < t.queries; m0 += kAttentionDropoutQueries) {
-    const uint32_t row = attention_dropout_row(row_block, (t.q0 + m0) / kAttentionDropoutQueries, p.heads_q, t.head);
+    const uint32_t row = attention_dropout_row(counters, row_block, (t.q0 + m0) / kAttentionDropoutQueries, t.head);
     for (int64_t n0 = 0; n0 < t.keys; n0 += kAttentionDropoutKeys) {
-      fill_block(seed, offset, row, static_cast<uint32_t>((t.k0 + n0) / kAttentionDropoutKeys), words);
+      fill_block(seed, offset, row, attention_dropout_word0(counters, t.k0 + n0), words);
       for (int call = 0; call < 32; ++call)
         for (int w = 0; w < 4; ++w)
           for (int i = 0; i < 4; ++i)

@@ -1,5 +1,7 @@
 #include "kernels/attention/attention.h"
 
+#include <utility>
+
 #include "torch/support/attention_checks.h"
 #include "torch/support/device.h"
 #include "torch/support/library.h"
@@ -33,7 +35,7 @@ std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor v,
                                    OptionalTensor sink, OptionalTensor seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
                                    int64_t layout, int64_t kv_heads, bool bottom_right, int64_t window_left,
                                    int64_t window_right, std::optional<double> softmax_scale, double softcap,
-                                   double dropout_p, bool) {
+                                   double dropout_p, bool, std::optional<std::vector<int64_t>> dropout_place) {
   const char* op = cu_seqlens_q || cu_seqlens_k ? "attention_varlen" : "attention";
   Inputs in{q,
             k,
@@ -53,7 +55,8 @@ std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor v,
             window_right,
             softmax_scale,
             softcap,
-            dropout_p};
+            dropout_p,
+            std::move(dropout_place)};
   const Checked c = check(op, in);
   const AttentionProblem& p = c.problem;
   const Packing packing(k, v, kv_heads);
@@ -113,7 +116,8 @@ FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor 
                      OptionalTensor bias, OptionalTensor sink, OptionalTensor seed, int64_t max_seqlen_q,
                      int64_t max_seqlen_k, int64_t layout, int64_t kv_heads, bool bottom_right, int64_t window_left,
                      int64_t window_right, std::optional<double> softmax_scale, double softcap, double dropout_p,
-                     bool deterministic, Tensor out, Tensor lse, bool want_dbias, bool want_dsink) {
+                     bool deterministic, Tensor out, Tensor lse, bool want_dbias, bool want_dsink,
+                     std::optional<std::vector<int64_t>> dropout_place) {
   const char* op = cu_seqlens_q || cu_seqlens_k ? "attention_varlen_backward" : "attention_backward";
   Inputs in{q,
             k,
@@ -133,7 +137,8 @@ FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor 
             window_right,
             softmax_scale,
             softcap,
-            dropout_p};
+            dropout_p,
+            std::move(dropout_place)};
   const Checked c = check(op, in);
   const AttentionProblem& p = c.problem;
   const Dims plain(layout, false);
@@ -229,12 +234,15 @@ FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor 
   "Tensor? sink, Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k, int layout, int kv_heads, "                 \
   "bool bottom_right, SymInt window_left, SymInt window_right, float? softmax_scale, float softcap, "                \
   "float dropout_p, bool deterministic"
+// (first_query, queries, first_key, first_head, heads) of a larger call of which the call is a part.
+#define WARPSMITH_DROPOUT_PLACE ", int[]? dropout_place=None"
 
 WARPSMITH_SCHEMAS(m) {
-  m.def("attention(" WARPSMITH_ATTENTION_INPUTS ") -> (Tensor out, Tensor lse)");
-  m.def("attention_forward(" WARPSMITH_ATTENTION_INPUTS ") -> (Tensor out, Tensor lse)");
+  m.def("attention(" WARPSMITH_ATTENTION_INPUTS WARPSMITH_DROPOUT_PLACE ") -> (Tensor out, Tensor lse)");
+  m.def("attention_forward(" WARPSMITH_ATTENTION_INPUTS WARPSMITH_DROPOUT_PLACE ") -> (Tensor out, Tensor lse)");
   m.def("attention_backward(Tensor dout, Tensor? dlse, " WARPSMITH_ATTENTION_INPUTS
-        ", Tensor out, Tensor lse, bool want_dbias, bool want_dsink)"
+        ", Tensor out, Tensor lse, bool want_dbias, bool want_dsink" WARPSMITH_DROPOUT_PLACE
+        ")"
         " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
 }
 

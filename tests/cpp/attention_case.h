@@ -23,11 +23,17 @@ struct AttentionCase {
   bool bias_is_float = false;                           // else of the dtype, as the sink is
   int alibi = 0;                                        // dimensions of the slopes
   double dropout = 0;
-  bool narrow_sink = false;  // of the dtype
+  AttentionDropoutPlace place = {};  // of the call in a larger one
+  bool narrow_sink = false;          // of the dtype
 
   bool packed() const { return !lengths_q.empty(); }
   int64_t dim_v() const { return head_dim_v ? head_dim_v : head_dim; }
 };
+
+// A part of a larger call: a place that every counter word of the dropout mask shows.
+inline AttentionDropoutPlace part_of_a_whole(const AttentionCase& c) {
+  return {.first_query = 48, .queries = c.queries + 90, .first_key = 160, .first_head = 3, .heads = c.heads + 5};
+}
 
 // A tensor of heads in memory, with a stride of its own for each dimension.
 template <class T> struct HeadBuffer {

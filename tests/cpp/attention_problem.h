@@ -133,6 +133,7 @@ template <class T> struct AttentionData {
     if (c.alibi > 0) p.alibi_slopes = slopes.data();
     p.alibi_batch_stride = c.alibi == 2 ? c.heads : 0;
     p.dropout = make_attention_dropout(c.dropout > 0 ? seed.data() : nullptr, c.dropout);
+    p.dropout_place = c.place;
     return p;
   }
   AttentionFwdParams forward() {
@@ -209,11 +210,15 @@ template <class T> struct AttentionData {
   double kept(int64_t b, int64_t h, int64_t i, int64_t j) {
     if (shape.dropout <= 0) return 1;
     const AttentionProblem p = problem();
-    const int64_t row_block = attention_row_block(p.cu_seqlens_q, b, p.seqlen_q);
+    // The counter words of attention_dropout.h, from positions in the whole.
+    const AttentionDropoutPlace& at = shape.place;
+    const int64_t queries = at.queries > 0 ? at.queries : p.seqlen_q, heads = at.heads > 0 ? at.heads : p.heads_q;
+    const int64_t row_block = shape.packed() ? cu_q[static_cast<size_t>(b)] / 16 + b : b * ((queries + 15) / 16);
+    i += at.first_query, j += at.first_key, h += at.first_head;
     const PhiloxCounter lanes =
         attention_dropout_lanes(static_cast<uint64_t>(seed[0]), static_cast<uint64_t>(seed[1]),
-                                attention_dropout_row(row_block, i / kAttentionDropoutQueries, p.heads_q, h),
-                                static_cast<uint32_t>(j / kAttentionDropoutKeys), attention_dropout_lane(i, j));
+                                static_cast<uint32_t>((row_block + i / 16) * heads + h),
+                                static_cast<uint32_t>(j / 32 * 32), attention_dropout_lane(i, j));
     return attention_dropout_keeps(lanes, i, j, p.dropout.threshold) ? p.dropout.scale : 0.0;
   }
 

@@ -95,6 +95,11 @@ template <class T> void check_dropped_forward(const AttentionCase& shape) {
   });
 }
 
+template <class T> void check_dropped_backward(const AttentionCase& shape) {
+  expect_ok(attention_backward_supported_sm90(AttentionData<T>(shape).backward()));
+  check_backward<T>(shape);
+}
+
 TEST(forward_128) {
   NEEDS_SM90_CODE;
   Multiprocessors two(2);
@@ -107,6 +112,23 @@ TEST(forward_64) {
   Multiprocessors two(2);
   check_dropped_forward<bfloat16>(
       {.queries = 200, .keys = 400, .heads = 3, .key_heads = 3, .window_right = 0, .dropout = 0.6});
+}
+// A part of a larger call drops what that call drops. Packed sequences can be a part of the heads.
+TEST(forward_and_backward_of_a_part) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(2);
+  Multiprocessors two(2);
+  for (const int64_t dim : {64, 128}) {
+    AttentionCase part{
+        .batch = 2, .queries = 150, .keys = 200, .heads = 2, .key_heads = 1, .head_dim = dim, .dropout = 0.3};
+    part.place = part_of_a_whole(part);
+    check_dropped_forward<bfloat16>(part);
+    check_dropped_backward<bfloat16>(part);
+  }
+  AttentionCase packed{.heads = 2, .key_heads = 1, .lengths_q = {70, 3}, .lengths_k = {70, 9}, .dropout = 0.3};
+  packed.place = {.first_head = 2, .heads = 6};
+  check_dropped_forward<float16>(packed);
+  check_dropped_backward<float16>(packed);
 }
 TEST(forward_float16_and_probabilities_at_the_ends) {
   NEEDS_SM90_CODE;
@@ -144,11 +166,6 @@ TEST(forward_maxima_outgrow_the_base) {
     check_dropped_forward<float16>({.queries = 150, .keys = 700, .logit_growth = growth, .dropout = 0.4});
   }
 }
-template <class T> void check_dropped_backward(const AttentionCase& shape) {
-  expect_ok(attention_backward_supported_sm90(AttentionData<T>(shape).backward()));
-  check_backward<T>(shape);
-}
-
 TEST(backward_128) {
   NEEDS_SM90_CODE;
   Multiprocessors two(2);
@@ -203,6 +220,7 @@ RANDOM_TEST(random_shapes) {
   if (random.coin()) shape.window_right = random.size(0, 200);
   if (random.coin()) shape.window_left = random.size(0, 200);
   shape.dropout = static_cast<double>(random.integer(1, 90)) / 100;
+  if (random.coin()) shape.place = part_of_a_whole(shape);
   sim::options().seed = static_cast<uint64_t>(random.integer(0, 7));
   sim::options().properties.multiprocessors = static_cast<int>(random.integer(1, 3));
   AttentionData<bfloat16> data(shape, random.bits() % 1000);

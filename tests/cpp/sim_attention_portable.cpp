@@ -164,6 +164,12 @@ TEST(dropout) {
   SeedsAtMost few(2);
   check<float16>({.queries = 40, .keys = 50, .head_dim = 256, .sink = true, .bias = "0011", .dropout = 0.2});
 }
+TEST(dropout_of_a_part) {
+  SeedsAtMost few(2);
+  AttentionCase part{.batch = 2, .queries = 70, .keys = 90, .heads = 2, .key_heads = 1, .dropout = 0.4};
+  part.place = part_of_a_whole(part);
+  check<bfloat16>(part);
+}
 TEST(packed) {
   check<bfloat16>({.heads = 2,
                    .key_heads = 1,
@@ -205,6 +211,7 @@ template <class T> void random_case(Random& random) {
   shape.narrow_sink = random.coin();
   shape.alibi = static_cast<int>(random.integer(0, 2));
   if (random.coin()) shape.dropout = 0.3;
+  if (random.coin()) shape.place = part_of_a_whole(shape);
   const auto kept = [&] {
     std::string dimensions;
     for (int i = 0; i < 4; ++i) dimensions += random.coin() ? '1' : '0';

@@ -7,6 +7,7 @@ from warpsmith.reference.attention import attention as reference
 from warpsmith.reference.attention_varlen import attention_varlen as reference_varlen
 
 TOKENS, HEADS, HEAD_DIM, DIM_V = 96, 8, 16, 24
+SEED = torch.tensor([5**25, 7**20])  # of dropout
 LENGTHS = (5, 0, 31, 1, 40, 12)  # of documents; 7 tokens follow the last one
 
 # Masks by name; `packed` ones have documents.
@@ -40,8 +41,10 @@ def offsets():
 class Problem:
     """A whole problem, the same on every rank: inputs, upstream gradients and options."""
 
-    def __init__(self, name, dtype, kv_heads=4, layout="bshd", batch=2):
+    def __init__(self, name, dtype, kv_heads=4, layout="bshd", batch=2, tokens=TOKENS, dropout_p=0.0):
         mask = dict(MASKS[name])
+        if dropout_p > 0:
+            mask |= {"dropout_p": dropout_p, "seed": SEED}
         self.packed = mask.pop("packed", False)
         self.layout = "thd" if self.packed else layout
         draw = torch.Generator().manual_seed(7)
@@ -51,10 +54,10 @@ class Problem:
 
         lead = () if self.layout == "thd" else (batch,)
         sizes = {"q": (HEADS, HEAD_DIM), "k": (kv_heads, HEAD_DIM), "v": (kv_heads, DIM_V)}
-        self.inputs = {name: normal(*lead, TOKENS, *size) for name, size in sizes.items()}
+        self.inputs = {name: normal(*lead, tokens, *size) for name, size in sizes.items()}
         self.dout, self.dlse = (
-            normal(*lead, TOKENS, HEADS, DIM_V),
-            normal(*lead, HEADS, TOKENS).to(torch.promote_types(dtype, torch.float32)),
+            normal(*lead, tokens, HEADS, DIM_V),
+            normal(*lead, HEADS, tokens).to(torch.promote_types(dtype, torch.float32)),
         )
         if self.layout == "bhsd":
             self.inputs = {name: t.transpose(1, 2) for name, t in self.inputs.items()}

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from warpsmith.distributed.context_blocks import gather_block, ring_block
+from warpsmith.distributed.context_blocks import KEY_STEP, QUERY_STEP, gather_block, ring_block
 from warpsmith.distributed.sequence import chunks_of, in_sequence_order, of_rank
 from warpsmith.reference.attention import window_of
 
@@ -24,7 +24,8 @@ def seen(block, at, tokens):
 @pytest.mark.parametrize("sharding", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("mode", ["all_gather", "ring"])
 def test_blocks_cover_every_mask_once(mode, sharding):
-    for ranks, length, (left, right) in itertools.product((1, 2, 3, 5), (1, 2, 7), WINDOWS):
+    sizes = [*itertools.product((1, 2, 3, 5), (1, 2, 7)), (2, 43)]  # 43: parts of a chunk begin at steps of 16 and 32
+    for (ranks, length), (left, right) in itertools.product(sizes, WINDOWS):
         chunks = len(chunks_of(0, ranks, sharding))
         tokens = ranks * chunks * length
         total = torch.zeros(tokens, tokens, dtype=torch.int)
@@ -33,15 +34,18 @@ def test_blocks_cover_every_mask_once(mode, sharding):
                 q_start, q_at = place * length, chunk * length
                 if mode == "all_gather":
                     block = gather_block(q_start, q_at, length, tokens, left, right, False)
+                    assert (block.q_at, block.k_at) == (q_at, 0)
                     assert block.sink
                     total += seen(block, (q_at, block.k_start), tokens)
                     continue
                 sinks = 0
                 for key_chunk in range(ranks * chunks):
                     k_start, k_at = 3 * length, key_chunk * length  # anywhere in what came in
-                    block = ring_block(q_start, k_start, q_at, k_at, length, left, right, False)
+                    block = ring_block(q_start, k_start, q_at, k_at, length, left, right)
                     if block is not None:
                         begin = q_at + block.q_start - q_start, k_at + block.k_start - k_start
+                        assert (block.q_at, block.k_at) == begin
+                        assert (block.q_at - q_at) % QUERY_STEP == (block.k_at - k_at) % KEY_STEP == 0
                         total += seen(block, begin, tokens)
                         sinks += block.sink
                         assert not block.sink or block.q_len == length  # every query of the chunk counts the sink

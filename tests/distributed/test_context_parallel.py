@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warpsmith
-from context_cases import HEAD_DIM, MASKS, REFUSED, Problem
+from context_cases import HEAD_DIM, MASKS, REFUSED, SEED, Problem
 from torch.utils.checkpoint import checkpoint
 from warpsmith.distributed import context_parallel_attention, shard_sequence, unshard_sequence
 from warpsmith.testing.distributed import fault, multirank
@@ -88,6 +88,67 @@ def test_groups_of_two_of_four_ranks(rank, world_size):
     groups = [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
     for mode in MODES:
         check_exact(Problem("causal", torch.float64, batch=1 + rank % 2), mode, "zigzag", groups[rank % 2])
+        check_drawn_seed(mode, groups[rank % 2])
+
+
+def drawn_seed():
+    """What an op without ``seed`` draws."""
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64)
+
+
+def check_drawn_seed(mode, group=None):
+    """Without ``seed``, rank 0 of a group draws for all, whatever the generators of the others."""
+    problem = Problem("causal", torch.float64, batch=1, tokens=128, dropout_p=0.3)
+    rank, first = dist.get_rank(), 0 if group is None else dist.get_global_rank(group, 0)
+    torch.manual_seed(100 + first)
+    problem.options["seed"] = drawn_seed()
+    want = problem.oracle()
+    problem.options["seed"] = None
+    torch.manual_seed(100 + rank)
+    drawn_seed()
+    after = torch.rand(())
+    torch.manual_seed(100 + rank)
+    got = problem.sharded(mode, "zigzag", group)
+    assert torch.equal(torch.rand(()), after)  # every generator has moved by a seed
+    for name, t in got.items():
+        torch.testing.assert_close(t, problem.part_of(name, want[name], "zigzag", group), rtol=1e-11, atol=1e-11)
+
+
+@multirank(2, timeout_s=300)
+def test_dropout_drops_what_one_rank_drops(rank, world_size):
+    """In float64 a single weight more or less would show."""
+    names = ("all", "causal", "far window", "window", "softcap", "sink in a window")
+    for mode, (i, name) in itertools.product(MODES, enumerate(names)):
+        layout, sharding = ("bshd", "bhsd", "thd")[i % 3], SHARDINGS[i % 2]
+        problem = Problem(name, torch.float64, layout=layout, batch=2, tokens=128, dropout_p=0.3)
+        check_exact(problem, mode, sharding)
+    check_exact(Problem("packed causal", torch.float64, dropout_p=0.3), "ulysses", "zigzag")
+    check_exact(Problem("alibi", torch.float64, tokens=64, dropout_p=0.3), "all_gather", "zigzag")
+    for mode in MODES:
+        check_drawn_seed(mode)
+
+
+@multirank(2, timeout_s=300)
+def test_dropout_has_the_errors_of_one_rank(rank, world_size):
+    for dtype in (torch.bfloat16, torch.float32):
+        problem = Problem("causal", dtype, tokens=128, dropout_p=0.3)
+        oracle, alone = problem.oracle(), problem.one_rank()
+        for mode in MODES:
+            for result, t in problem.sharded(mode, "zigzag").items():
+                whole = unshard_sequence(t, -1 if result == "lse" else problem.dim)
+                error = measure(f"{mode} {dtype} {result}", whole, oracle[result], alone[result])
+                assert error.ok, str(error)
+                if mode == "ulysses" and result == "out":
+                    assert torch.equal(whole, alone[result])
+    tokens = shard_sequence(Problem("causal", torch.float32, tokens=128).inputs["k"])
+    for mode in MODES:  # an activation checkpoint draws the same seed again
+        grads = []
+        for run in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=False)):
+            torch.manual_seed(rank)
+            x = tokens.clone().requires_grad_()
+            out = run(lambda x, m=mode: context_parallel_attention(2 * x, x, x + 1, mode=m, dropout_p=0.5), x)
+            grads.append(torch.autograd.grad(out.square().sum(), x)[0])
+        assert torch.equal(*grads)
 
 
 @multirank(2, timeout_s=300)
@@ -164,10 +225,20 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank, world_size):
     refused(own + "q: .* heads that 2 ranks divide, in mode ulysses, got 3: take mode=", *heads(4, 3), mode="ulysses")
     refused(own + "k: .* heads that 2 ranks divide, in mode ulysses, got 1", *heads(4, 4, 1), mode="ulysses")
     refused(own + "q: expected an even number of tokens .* got 3: pad the sequence to a multiple of 4", *heads(3, 2))
-    refused(own + r"dropout_p: expected 0 \(the mask counts", *heads(4, 2), dropout_p=0.1)
+    for mode, step in (("all_gather", 16), ("ring", 32)):
+        words = (
+            f"q: expected chunks of a multiple of {step} tokens for dropout in mode {mode}, got 24: pad the sequence "
+        )
+        refused(
+            own + words + f"to a multiple of {4 * step}, or take mode='ulys", *heads(48, 2), mode=mode, dropout_p=0.1
+        )
+    refused(own + r"seed: expected shape \(2\), got \(3\)", *heads(64, 2), dropout_p=0.1, seed=torch.zeros(3).long())
     refused(own + "alibi_slopes: expected None in mode ring", *heads(4, 2), mode="ring", alibi_slopes=slopes)
     refused(own + "alibi_slopes: .* without causal=True", *heads(4, 2), alibi_slopes=slopes)
     packed = {"layout": "thd", "cu_seqlens": cu, "max_seqlen": 5}
+    for mode in ("all_gather", "ring"):
+        words = rf"dropout_p: expected 0 with cu_seqlens in mode {mode} \(the mask counts .*, got 0.1: take"
+        refused(own + words, *documents, mode=mode, dropout_p=0.1, **packed)
     refused(own + "window_size: .* in mode ring", *documents, mode="ring", window_size=(2, 0), **packed)
     refused(own + "layout: expected thd with cu_seqlens, got bshd", *heads(4, 2), cu_seqlens=cu, max_seqlen=5)
     refused(own + "max_seqlen: expected an integer", *documents, layout="thd", cu_seqlens=cu)
@@ -184,6 +255,9 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank, world_size):
     refused(of_one + "k: expected 4 tokens", heads(4, 2)[0], *heads(4 + more, 2)[1:])
     refused(of_one + "mode: expected ring, as on rank 0", *heads(4, 2), mode=("ring", "ulysses")[rank])
     refused(of_one + "window_size: expected", *heads(4, 2), causal=rank == 1)
+    refused(of_one + "dropout_p: expected 0.1, as on rank 0, got 0.2", *heads(64, 2), dropout_p=(0.1, 0.2)[rank])
+    seed = torch.zeros(2).long() if rank else None
+    refused(of_one + "seed: expected None, as on rank 0, got int64", *heads(64, 2), dropout_p=0.1, seed=seed)
     refused(of_one + "sink: expected None", *heads(4, 2), sink=torch.zeros(2) if rank else None)
     layouts = heads(2, 2)  # of the same shape in both
     refused(of_one + "layout: expected bshd, as on rank 0, got bhsd", *layouts, layout=("bshd", "bhsd")[rank])
@@ -204,7 +278,7 @@ def test_calls_that_all_ranks_have_made_are_not_mixed_up(rank, world_size):
     for mode in MODES:
         context_parallel_attention(q, q, q, mode=mode)
     refused("rank 1 of 2: mode: expected ring, as on rank 0, got ulysses", q, q, q, mode=("ring", "ulysses")[rank])
-    refused("rank 0 of 2: dropout_p", q, q, q, mode="ring", dropout_p=0.0 if rank else 0.5)
+    refused("rank 0 of 2: dropout_p", q, q, q, mode="ring", dropout_p=0.0 if rank else 1.5)
     assert context_parallel_attention(q, q, q, mode="ring").shape == q.shape
 
 
@@ -221,5 +295,7 @@ def test_a_world_of_one(mode):
     problem = Problem("packed causal", torch.bfloat16)
     got, want = problem.sharded(mode, "zigzag"), problem.one_rank()
     assert all(torch.equal(got[name], want[name]) for name in want)
-    q = torch.zeros(1, 3, 2, HEAD_DIM)  # an odd number of tokens
+    q = torch.randn(1, 3, 2, HEAD_DIM)  # an odd number of tokens, which one rank may have with dropout too
+    dropped = context_parallel_attention(q, q, q, mode=mode, dropout_p=0.5, seed=SEED)
+    assert torch.equal(dropped, warpsmith.attention(q, q, q, dropout_p=0.5, seed=SEED))
     assert torch.equal(context_parallel_attention(q, q, q, mode=mode), warpsmith.attention(q, q, q))

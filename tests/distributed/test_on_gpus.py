@@ -5,6 +5,7 @@ import torch
 import warpsmith
 from sharding import LONGEST, PARAMS, Pair
 from warpsmith.distributed import context_parallel_attention, shard_sequence, unshard_sequence
+from warpsmith.reference.attention import attention as reference
 from warpsmith.testing import run_ranks
 
 # float64 has no optimizer on CUDA. Some are longer than what is cut at there, 65,536.
@@ -25,27 +26,31 @@ def check_sharded(rank, device, stage):
     pair.check_state()
 
 
-def exact(q, k, v, upstream):
+def exact(q, k, v, upstream, **options):
     """Causal attention in float64: out and the gradients."""
     q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
-    heads = [t.transpose(1, 2) for t in (q, k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+    out = reference(q, k, v, causal=True, **options)
     return out, *torch.autograd.grad(out, (q, k, v), upstream.double())
 
 
-def check_context(device, mode):
+def check_context(rank, device, mode, dropout_p):
     torch.manual_seed(0)
     q, k, v, upstream = (torch.randn(1, 768, 4, 64, device=device, dtype=torch.bfloat16) for _ in range(4))
-    want = exact(q, k, v, upstream)
+    torch.manual_seed(7)
+    seed = torch.randint(2**63 - 1, (2,), device=device)  # what rank 0 will draw for all
+    options = {"dropout_p": dropout_p, "seed": seed}
+    want = exact(q, k, v, upstream, **options)
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
-    one = warpsmith.attention(*whole, causal=True)
+    one = warpsmith.attention(*whole, causal=True, **options)
     one = one, *torch.autograd.grad(one, whole, upstream)
     own = [shard_sequence(t).requires_grad_() for t in (q, k, v)]
-    out = context_parallel_attention(*own, mode=mode, causal=True)
+    torch.manual_seed(7 + rank)
+    out = context_parallel_attention(*own, mode=mode, causal=True, dropout_p=dropout_p)
     found = out, *torch.autograd.grad(out, own, shard_sequence(upstream))
     for name, a, b, e in zip(("out", "dq", "dk", "dv"), found, one, want, strict=True):
         error, allowed = ((t.double() - e).abs().max() for t in (unshard_sequence(a.detach()), b))
-        assert error <= 1.1 * allowed + e.abs().max() * 2**-8, (mode, name, float(error), float(allowed))
+        told = mode, dropout_p, name, error, allowed
+        assert error <= 1.1 * allowed + e.abs().max() * 2**-8, told
 
 
 def on_gpus(rank, world_size):
@@ -56,7 +61,8 @@ def on_gpus(rank, world_size):
         check_sharded(rank, device, stage)
         done.append(f"stage {stage}")
     for mode in ("all_gather", "ring", "ulysses"):
-        check_context(device, mode)
+        for dropout_p in (0.0, 0.3):
+            check_context(rank, device, mode, dropout_p)
         done.append(mode)
     return done
 

@@ -56,13 +56,14 @@ inline std::tuple<at::Tensor, at::Tensor> attention_forward(const AttentionCall&
   using Signature = std::tuple<at::Tensor, at::Tensor>(
       const at::Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt,
-      c10::SymInt, int64_t, int64_t, bool, c10::SymInt, c10::SymInt, std::optional<double>, double, double, bool);
+      c10::SymInt, int64_t, int64_t, bool, c10::SymInt, c10::SymInt, std::optional<double>, double, double, bool,
+      at::OptionalIntArrayRef);
   static const auto op = find_op<Signature>("warpsmith::attention_forward");
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto& i = c.integers;
   return op.call(c.tensors[0], c.optional(1), c.optional(2), c.optional(3), c.optional(4), c.optional(5), c.optional(6),
                  c.optional(7), c.optional(8), i[0], i[1], i[2], i[3], i[4] != 0, i[5], i[6], c.softmax_scale,
-                 c.softcap, c.dropout_p, i[7] != 0);
+                 c.softcap, c.dropout_p, i[7] != 0, std::nullopt);
 }
 
 // {dq, dk, dv, dbias, dsink}. A gradient that is not wanted, or that lies inside dq or dk, has no elements.
@@ -73,14 +74,15 @@ inline variable_list attention_backward(const at::Tensor& dout, const OptionalTe
       const at::Tensor&, const OptionalTensor&, const at::Tensor&, const OptionalTensor&, const OptionalTensor&,
       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
       const OptionalTensor&, c10::SymInt, c10::SymInt, int64_t, int64_t, bool, c10::SymInt, c10::SymInt,
-      std::optional<double>, double, double, bool, const at::Tensor&, const at::Tensor&, bool, bool);
+      std::optional<double>, double, double, bool, const at::Tensor&, const at::Tensor&, bool, bool,
+      at::OptionalIntArrayRef);
   static const auto op = find_op<Signature>("warpsmith::attention_backward");
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto& i = c.integers;
   auto [dq, dk, dv, dbias, dsink] =
       op.call(dout, dlse, c.tensors[0], c.optional(1), c.optional(2), c.optional(3), c.optional(4), c.optional(5),
               c.optional(6), c.optional(7), c.optional(8), i[0], i[1], i[2], i[3], i[4] != 0, i[5], i[6],
-              c.softmax_scale, c.softcap, c.dropout_p, i[7] != 0, out, lse, want_dbias, want_dsink);
+              c.softmax_scale, c.softcap, c.dropout_p, i[7] != 0, out, lse, want_dbias, want_dsink, std::nullopt);
   return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias), std::move(dsink)};
 }
 

@@ -33,6 +33,16 @@ struct AttentionBiasStrides {
   int64_t batch, head, q, k;
 };
 
+// Where a call lies in a larger one, of which it computes some queries, keys or heads. It drops the weights that the
+// larger call drops. All 0: the call stands for itself.
+struct AttentionDropoutPlace {
+  int64_t first_query = 0;  // of each sequence, a multiple of 16; packed: 0
+  int64_t queries = 0;      // of each sequence of the larger call; 0: seqlen_q. Not used if sequences are packed
+  int64_t first_key = 0;    // of each sequence, a multiple of 32; packed: 0
+  int64_t first_head = 0;   // of q
+  int64_t heads = 0;        // of q in the larger call; 0: heads_q
+};
+
 struct AttentionProblem {
   int64_t batch;               // sequences
   int64_t heads_q, heads_k;    // heads_q is a multiple of heads_k
@@ -63,7 +73,8 @@ struct AttentionProblem {
   Dtype sink_dtype;            // dtype, or float32 if dtype has 16 bits
 
   Dropout dropout;  // seed null: no dropout. The mask: kernels/attention/attention_dropout.h
-  Dtype dtype;      // of q, k, v, out and their gradients
+  AttentionDropoutPlace dropout_place;
+  Dtype dtype;  // of q, k, v, out and their gradients
 };
 
 struct AttentionFwdParams {

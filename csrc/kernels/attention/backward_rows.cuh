@@ -29,6 +29,7 @@ struct RowParams {
   int* counter;  // null: none
   float scale;
   float dropout_log2_scale, dropout_inverse_scale;  // read only with dropout
+  AttentionDropoutCounters dropout;
 };
 
 // A block of queries: its sequence, the place of its rows, and whether some tile of keys visits it.
@@ -73,7 +74,7 @@ template <int kBlock> __device__ __forceinline__ RowBlock row_block(const RowPar
     r.head_rows = queries;
   }
   r.token = start + block * kBlock;
-  r.dropout_block = attention_row_block(p.cu_seqlens_q, sequence, p.queries) + block * (kBlock / 16);
+  r.dropout_block = attention_row_block(p.dropout, p.cu_seqlens_q, sequence) + block * (kBlock / 16);
   r.statistic += block * kBlock;
   const int64_t left = queries - block * kBlock;
   r.rows = static_cast<int>(left < 0 ? 0 : left < kBlock ? left : kBlock);
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statisti
   if constexpr (kDropout)
     if (thread < kBlock / 16)
       device::store(p.statistics + at * statistics_stride(kBlock, true) + 2 * kBlock + thread,
-                    __uint_as_float(attention_dropout_row(r.dropout_block, thread, p.heads, head)));
+                    __uint_as_float(attention_dropout_row(p.dropout, r.dropout_block, thread, head)));
   using Eight = device::Packed<T, 8>;
   constexpr int kRows = row_threads(kBlock, kLanes) / kLanes, kTurns = kBlock / kRows;
   const T* dout = static_cast<const T*>(p.dout) + r.batch * p.dout_strides.batch + head * p.dout_strides.head;

@@ -36,6 +36,7 @@ inline RowParams problem_rows(const AttentionBwdParams& x) {
   const double scale = a.dropout.scale > 0 ? a.dropout.scale : 1.0;  // 0: everything is dropped
   p.dropout_log2_scale = static_cast<float>(std::log2(scale));
   p.dropout_inverse_scale = static_cast<float>(1.0 / scale);
+  p.dropout = attention_dropout_counters(a);
   return p;
 }
 

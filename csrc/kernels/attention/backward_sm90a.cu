@@ -63,7 +63,7 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   p.dv_strides = x.dv_strides;
   p.scale = static_cast<float>(a.softmax_scale);
   p.scale_log2 = p.scale * kLog2e;
-  p.dropout = dropout_params(a.dropout, a.dtype);
+  p.dropout = dropout_params(a);
   p.biases = bias_params(a);
   Schedule& s = p.schedule;
   s.counter = reinterpret_cast<int*>(memory + w.counter);

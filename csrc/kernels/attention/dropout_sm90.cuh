@@ -19,6 +19,7 @@ struct DropoutParams {
   uint32_t threshold;   // as byte_gates() takes it
   device::BytesThreshold bytes;
   float scale;  // of a product of gated probabilities; contains the inverse of the gate
+  AttentionDropoutCounters counters;
 };
 
 // What a probability of the dtype is multiplied by if its gate is open.
@@ -26,9 +27,10 @@ inline double gate_of(Dtype dtype) {
   return dtype == Dtype::bfloat16 ? device::kGate<bfloat16> : device::kGate<float16>;
 }
 
-inline DropoutParams dropout_params(const Dropout& d, Dtype dtype) {
+inline DropoutParams dropout_params(const AttentionProblem& a) {
+  const Dropout& d = a.dropout;
   return {d.seed, device::byte_threshold(d.threshold), device::bytes_threshold(d.threshold),
-          static_cast<float>(d.scale / gate_of(dtype))};
+          static_cast<float>(d.scale / gate_of(a.dtype)), attention_dropout_counters(a)};
 }
 
 __device__ __forceinline__ uint32_t high_word(uint64_t x) { return static_cast<uint32_t>(x >> 32); }
@@ -115,8 +117,9 @@ struct KeyDropout {
                offset = static_cast<uint64_t>(device::load(p.seed + 1));
     const auto key0 = __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(seed)),
                key1 = __reduce_or_sync(0xffffffffu, high_word(seed));
-    const auto word0 =
-        static_cast<uint32_t>(first_key / kAttentionDropoutKeys * 32 + 8 * (lane % 4) + (odd ? 4 : 0) + lane / 8);
+    const uint32_t word0 =
+        attention_dropout_word0(p.counters, first_key / kAttentionDropoutKeys * kAttentionDropoutKeys) +
+        static_cast<uint32_t>(8 * (lane % 4) + (odd ? 4 : 0) + lane / 8);
     const uint64_t p0 = device::wide_product(kPhiloxFactor0, word0);
     const uint64_t p1 = device::wide_product(kPhiloxFactor2, static_cast<uint32_t>(offset));
     const uint64_t q1 = device::wide_product(kPhiloxFactor2, high_word(p0) ^ high_word(offset) ^ key1);

@@ -161,12 +161,13 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   // them.
   __device__ __forceinline__ RowDropout row_dropout() const {
     if constexpr (!tile.dropout) return {};
-    return RowDropout(p.dropout, t->dropout_row + static_cast<uint32_t>((group * 4 + warp) * p.heads));
+    return RowDropout(p.dropout, t->dropout_row + static_cast<uint32_t>(group * 4 + warp) * p.dropout.counters.heads);
   }
   // Counter word 0 for the keys from first_key + 32 c on.
   __device__ __forceinline__ uint32_t call_of(int first_key, int c) const {
     static_assert(!tile.dropout || tile.block_keys % kAttentionDropoutKeys == 0);
-    return static_cast<uint32_t>(first_key + 32 * c + lane);
+    return attention_dropout_word0(p.dropout.counters, first_key + c * kAttentionDropoutKeys) +
+           static_cast<uint32_t>(lane);
   }
   // Writes the gates of a step to `gates`, where its probabilities will be.
   __device__ __forceinline__ void make_gates(const RowDropout& dropout, int first_key, Probabilities& gates) const {

@@ -120,9 +120,10 @@ __device__ __forceinline__ void describe_tile(const ForwardParams& p, const Tile
   device::store(&t->left_begin, plan.left_begin);
   device::store(&t->whole_end, plan.whole_end);
   if constexpr (tile.dropout) {
-    const int64_t row_block = attention_row_block(p.cu_seqlens_q, at.batch, p.queries);
+    const AttentionDropoutCounters& counters = p.dropout.counters;
+    const int64_t row_block = attention_row_block(counters, p.cu_seqlens_q, at.batch);
     device::store(&t->dropout_row,
-                  attention_dropout_row(row_block, first_query / kAttentionDropoutQueries, p.heads, at.head));
+                  attention_dropout_row(counters, row_block, first_query / kAttentionDropoutQueries, at.head));
   }
   if constexpr (tile.biased())
     device::store(&t->sequence, min(at.batch, p.batch - 1));  // tokens of no sequence have no slope

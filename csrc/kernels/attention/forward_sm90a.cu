@@ -47,7 +47,7 @@ ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile
     p.softcap = static_cast<float>(a.softcap);
     p.to_softcap = static_cast<float>(a.softmax_scale / a.softcap);
   }
-  p.dropout = dropout_params(a.dropout, a.dtype);
+  p.dropout = dropout_params(a);
   p.biases = bias_params(a);
   Schedule& s = p.schedule;
   if (needs_counter(a)) s.counter = static_cast<int*>(x.workspace);

@@ -170,15 +170,16 @@ template <class T> __device__ __forceinline__ float sink_of(const AttentionProbl
 // its loads.
 struct DropoutOfHead {
   uint64_t seed = 0, offset = 0;
-  uint32_t first_row = 0, heads = 0;  // counter word 1 of the first row block; stride from one row block to the next
+  uint32_t first_row = 0;  // counter word 1 of the first row block
+  AttentionDropoutCounters counters{};
 
   __device__ __forceinline__ DropoutOfHead(const AttentionProblem& p, const SequenceOfTile& s, int head_of_q) {
     if (p.dropout.seed == nullptr) return;
     seed = static_cast<uint64_t>(device::load(p.dropout.seed));
     offset = static_cast<uint64_t>(device::load(p.dropout.seed + 1));
-    heads = static_cast<uint32_t>(p.heads_q);
+    counters = attention_dropout_counters(p);
     first_row =
-        attention_dropout_row(attention_row_block(p.cu_seqlens_q, s.sequence, p.seqlen_q), 0, p.heads_q, head_of_q);
+        attention_dropout_row(counters, attention_row_block(counters, p.cu_seqlens_q, s.sequence), 0, head_of_q);
   }
 
   // Calls kept(n, e, whether the element is kept) for every element of a warp's 16 x kColumns block. The block begins
@@ -188,14 +189,15 @@ struct DropoutOfHead {
                                         Kept&& kept) const {
     if constexpr (!kKeysAreRows) {
       constexpr bool kWholeCalls = kColumns % kAttentionDropoutKeys == 0;
-      const uint32_t word1 = first_row + static_cast<uint32_t>(row_of_warp / kAttentionDropoutQueries) * heads;
+      const uint32_t word1 = first_row + static_cast<uint32_t>(row_of_warp / kAttentionDropoutQueries) * counters.heads;
       PhiloxCounter own;
 #pragma unroll
       for (int block = 0; block < kColumns / 16; ++block) {
         const int column = first_column / 16 + block;
         const bool last = (kWholeCalls ? block : column) % 2 != 0;  // the last 16 keys of a call
         if (!kWholeCalls || block % 2 == 0)
-          own = attention_dropout_lanes(seed, offset, word1, static_cast<uint32_t>(column / 2),
+          own = attention_dropout_lanes(seed, offset, word1,
+                                        attention_dropout_word0(counters, column / 2 * kAttentionDropoutKeys),
                                         static_cast<uint32_t>(lane));
         const uint32_t words[2] = {last ? own.word[2] : own.word[0], last ? own.word[3] : own.word[1]};
 #pragma unroll
@@ -206,13 +208,13 @@ struct DropoutOfHead {
       // warp's 16 keys have two words, and swap two bytes of each word.
       const int g = lane / 4, t = lane % 4;
       const bool odd = g % 2 != 0, last = row_of_warp / 16 % 2 != 0;
-      const auto k_block = static_cast<uint32_t>(row_of_warp / kAttentionDropoutKeys),
+      const auto word0 = attention_dropout_word0(counters, row_of_warp / kAttentionDropoutKeys * kAttentionDropoutKeys),
                  call = static_cast<uint32_t>(8 * t + (odd ? 4 : 0) + g / 2);
 #pragma unroll
       for (int block = 0; block < kColumns / 16; ++block) {
         const uint32_t word1 =
-            first_row + static_cast<uint32_t>(first_column / kAttentionDropoutQueries + block) * heads;
-        const PhiloxCounter both = attention_dropout_lanes(seed, offset, word1, k_block, call);
+            first_row + static_cast<uint32_t>(first_column / kAttentionDropoutQueries + block) * counters.heads;
+        const PhiloxCounter both = attention_dropout_lanes(seed, offset, word1, word0, call);
         const uint32_t of_keys = last ? both.word[2] : both.word[0], of_next = last ? both.word[3] : both.word[1];
         // Bytes: key g and query, query + 8; key g + 8 and query, query + 8.
         const uint32_t own = __byte_perm(of_keys, of_next, odd ? 0x7531 : 0x6420);

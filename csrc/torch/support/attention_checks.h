@@ -1,7 +1,9 @@
 #pragma once
 #include <cmath>
+#include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "kernels/attention/attention_dropout.h"
 #include "torch/support/attention.h"
@@ -18,6 +20,7 @@ struct Inputs {
   int64_t window_left, window_right;
   std::optional<double> softmax_scale;
   double softcap, dropout_p;
+  std::optional<std::vector<int64_t>> dropout_place;  // in the order of AttentionDropoutPlace; none: the call itself
 };
 
 // The checked problem. It points into the tensors of `in`, which keep the memory alive; the check replaces tensors that
@@ -139,6 +142,28 @@ inline void check_numbers(const char* op, const Inputs& in, AttentionProblem& p)
   p.softcap = in.softcap;
 }
 
+inline void check_place(const char* op, const Inputs& in, AttentionProblem& p) {
+  const auto refuse_place = [&](const std::string& expected, int64_t got) {
+    refuse(op, "dropout_place", expected, std::to_string(got));
+  };
+  const std::vector<int64_t>& at = *in.dropout_place;
+  if (at.size() != 5) refuse_place("5 integers", static_cast<int64_t>(at.size()));
+  for (const int64_t i : at)
+    if (i < 0 || i > INT32_MAX) refuse_place("integers from 0 to 2147483647", i);
+  p.dropout_place = {at[0], at[1], at[2], at[3], at[4]};
+  const AttentionDropoutPlace& place = p.dropout_place;
+  if (p.cu_seqlens_q && (place.first_query || place.first_key))
+    refuse_place("0 as first query and first key with cu_seqlens",
+                 place.first_query ? place.first_query : place.first_key);
+  if (place.first_query % kAttentionDropoutQueries) refuse_place("a multiple of 16 as first query", place.first_query);
+  if (place.first_key % kAttentionDropoutKeys) refuse_place("a multiple of 32 as first key", place.first_key);
+  const int64_t queries = place.first_query + p.seqlen_q, heads = place.first_head + p.heads_q;
+  if (place.queries < queries) refuse_place("at least " + std::to_string(queries) + " queries", place.queries);
+  if (place.first_key + p.seqlen_k > INT32_MAX)
+    refuse_place("keys that end at 2147483647 at most", place.first_key + p.seqlen_k);
+  if (place.heads < heads) refuse_place("at least " + std::to_string(heads) + " heads", place.heads);
+}
+
 inline void check_parameters(const char* op, Inputs& in, AttentionProblem& p) {
   if (in.alibi_slopes) {
     Tensor& slopes = *in.alibi_slopes;
@@ -171,6 +196,7 @@ inline void check_parameters(const char* op, Inputs& in, AttentionProblem& p) {
     in.seed = as_contiguous(*in.seed, op);
     p.dropout.seed = static_cast<const int64_t*>(in.seed->const_data_ptr());
   }
+  if (in.dropout_place) check_place(op, in, p);
 }
 
 inline Checked check(const char* op, Inputs& in) {

@@ -21,15 +21,31 @@ class Options(NamedTuple):
     softcap: float
     deterministic: bool
     max_seqlen: int  # of the documents; 0: not packed
+    dropout_p: float
+    ranks: int
 
     @property
     def dims(self) -> Dims:
         return dims_of(self.layout, False)
 
 
+class Given(NamedTuple):
+    """The tensors beside q, k and v, the same on all ranks and for all blocks."""
+
+    cu_seqlens: Tensor | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    seed: Tensor | None  # None: no dropout
+
+
+# Where the queries and keys of a block may begin in a sequence with dropout: dropout_place of the raw ops.
+QUERY_STEP, KEY_STEP = 16, 32
+
+
 class Block(NamedTuple):
     """Queries and keys of one kernel call. ``q_start`` counts within the rank's tokens, ``k_start`` within the keys
-    at hand. Query i of the block sees its keys j with -left <= j - i - (k_len - q_len) <= right."""
+    at hand; ``q_at`` and ``k_at`` are the first query's and the first key's place in the whole sequence. Query i of the
+    block sees its keys j with -left <= j - i - (k_len - q_len) <= right."""
 
     q_start: int
     q_len: int
@@ -38,10 +54,10 @@ class Block(NamedTuple):
     left: int
     right: int
     sink: bool  # whether this block counts the sinks: one of those that a query is in
-    # Packed documents alone: the first query's and the first key's place in the whole sequence. `more` queries of zeros
-    # follow, so that the last document's queries end where its keys do, as the window wants it.
-    q_at: int = 0
-    k_at: int = 0
+    q_at: int
+    k_at: int
+    # Packed documents alone: so many queries of zeros follow, so that the last document's queries end where its keys
+    # do, as the window wants it.
     more: int = 0
 
 
@@ -54,14 +70,11 @@ def gather_block(q_start: int, start: int, length: int, tokens: int, left: int, 
         more = behind if right > 0 or (right < 0 and left >= 0) else 0
         return Block(q_start, length, 0, k_len, left, right, True, start, 0, more)
     # The op lets the last query meet the last key, which lies `behind` keys further than the query's own.
-    return Block(
-        q_start, length, 0, k_len, left if left < 0 else left + behind, right if right < 0 else right - behind, True
-    )
+    low, high = left if left < 0 else left + behind, right if right < 0 else right - behind
+    return Block(q_start, length, 0, k_len, low, high, True, start, 0)
 
 
-def ring_block(
-    q_start: int, k_start: int, q_at: int, k_at: int, length: int, left: int, right: int, packed: bool
-) -> Block | None:
+def ring_block(q_start: int, k_start: int, q_at: int, k_at: int, length: int, left: int, right: int) -> Block | None:
     """The block of ``length`` queries from ``q_at`` and as many keys from ``k_at`` of the sequence; None if no query
     sees a key."""
     distance = q_at - k_at
@@ -74,16 +87,24 @@ def ring_block(
     skip_k, skip_q = max(low, 0), max(-high, 0)
     low, high = low - skip_k + skip_q, high - skip_k + skip_q
     size = length - skip_k - skip_q
+    # A block begins at a whole step, as dropout wants it. The queries that this adds see no key, and the keys that it
+    # adds are seen by no query: the op lets the last query meet the last key, whatever comes before them.
+    skip_q, skip_k, q_len, k_len = (
+        skip_q - skip_q % QUERY_STEP,
+        skip_k - skip_k % KEY_STEP,
+        size + skip_q % QUERY_STEP,
+        size + skip_k % KEY_STEP,
+    )
     return Block(
         q_start + skip_q,
-        size,
+        q_len,
         k_start + skip_k,
-        size,
-        -1 if low <= 1 - size else -low,
-        -1 if high >= size - 1 else high,
+        k_len,
+        -1 if low <= 1 - k_len else -low,
+        -1 if high >= q_len - 1 else high,
         q_at == k_at,
-        q_at if packed else 0,
-        k_at if packed else 0,
+        q_at + skip_q,
+        k_at + skip_k,
     )
 
 
@@ -92,12 +113,12 @@ class _Call(NamedTuple):
 
     q: Tensor
     rest: tuple[Any, ...]  # k to deterministic
+    place: tuple[int, ...] | None  # dropout_place
 
 
-def _call(
-    o: Options, b: Block, q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, alibi: Tensor | None, sink: Tensor | None
-) -> _Call:
-    tokens = o.dims.tokens
+def _call(o: Options, b: Block, q: Tensor, k: Tensor, v: Tensor, given: Given) -> _Call:
+    tokens, cu = o.dims.tokens, given.cu_seqlens
+    place = None if given.seed is None else (b.q_at, o.ranks * q.shape[tokens], b.k_at, 0, q.shape[o.dims.heads])
     q = _rows(q, tokens, b)
     k, v = (t.narrow(tokens, b.k_start, b.k_len) for t in (k, v))
     cu_q = cu_k = None
@@ -107,12 +128,12 @@ def _call(
         cu_q = cu.clamp(b.q_at, b.q_at + b.q_len + b.more) - b.q_at
         cu_k = cu.clamp(b.k_at, b.k_at + b.k_len) - b.k_at
         longest_q, longest_k = (min(o.max_seqlen, n) for n in (b.q_len + b.more, b.k_len))
-    sinks = sink if b.sink else None
+    sinks = given.sink if b.sink else None
     rest = (
-        *(k, v, cu_q, cu_k, alibi, None, sinks, None, longest_q, longest_k, o.layout, 0, True, b.left, b.right),
-        *(o.softmax_scale, o.softcap, 0.0, o.deterministic),
+        *(k, v, cu_q, cu_k, given.alibi_slopes, None, sinks, given.seed, longest_q, longest_k, o.layout, 0, True),
+        *(b.left, b.right, o.softmax_scale, o.softcap, o.dropout_p, o.deterministic),
     )
-    return _Call(q, rest)
+    return _Call(q, rest, place)
 
 
 def _rows(t: Tensor, dim: int, b: Block) -> Tensor:
@@ -180,12 +201,10 @@ def _of_heads(t: Tensor, o: Options) -> Tensor:
     return (t if o.layout == 1 else t.transpose(-1, -2)).unsqueeze(-1)
 
 
-def forward_block(
-    o: Options, b: Block, q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, alibi: Tensor | None, sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def forward_block(o: Options, b: Block, q: Tensor, k: Tensor, v: Tensor, given: Given) -> tuple[Tensor, Tensor]:
     """out and lse of the block's queries over its keys alone."""
-    call = _call(o, b, q, k, v, cu, alibi, sink)
-    out, lse = call_raw(raw.attention_forward.default, call.q, *call.rest)
+    call = _call(o, b, q, k, v, given)
+    out, lse = call_raw(raw.attention_forward.default, call.q, *call.rest, call.place)
     return out.narrow(o.dims.tokens, 0, b.q_len), lse.narrow(-1, 0, b.q_len)
 
 
@@ -195,7 +214,7 @@ def backward_block(
     dout: Tensor,
     dlse: Tensor | None,
     saved: tuple[Tensor, Tensor, Tensor],
-    constants: tuple[Tensor | None, Tensor | None, Tensor | None],
+    given: Given,
     out: Tensor,
     lse: Tensor,
     want_sink: bool,
@@ -205,13 +224,13 @@ def backward_block(
     ``out`` and ``lse`` are the block's own results, ``dout`` and ``dlse`` their gradients.
     """
     q, k, v = saved
-    call = _call(o, b, q, k, v, *constants)
+    call = _call(o, b, q, k, v, given)
     tokens = o.dims.tokens
     dout, out = (_with_more(t, tokens, b) for t in (dout, out))
     lse = _with_more(lse, -1, b).contiguous()
     dlse = None if dlse is None else _with_more(dlse, -1, b).contiguous()
     want_sink = want_sink and b.sink
     dq, dk, dv, _, dsink = call_raw(
-        raw.attention_backward.default, dout, dlse, call.q, *call.rest, out, lse, False, want_sink
+        raw.attention_backward.default, dout, dlse, call.q, *call.rest, out, lse, False, want_sink, call.place
     )
     return dq.narrow(tokens, 0, b.q_len), dk, dv, dsink if want_sink else None

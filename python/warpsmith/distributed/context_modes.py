@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from warpsmith.distributed.context_blocks import (
     Block,
+    Given,
     Options,
     backward_block,
     forward_block,
@@ -26,9 +27,8 @@ from warpsmith.distributed.context_blocks import (
 from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.sequence import Exchange, chunks_of, gather_sequence, in_sequence_order, of_rank
 from warpsmith.distributed.sequence import reduce_scatter_sequence as reduce_scatter
+from warpsmith.ops._attention import attend
 from warpsmith.ops._library import _once
-from warpsmith.ops.attention import attention
-from warpsmith.ops.attention_varlen import attention_varlen
 
 _KEYS, _GRADIENTS = 1, 2  # tags: between two ranks both may be under way
 
@@ -64,13 +64,13 @@ def _gather_blocks(q: Tensor, place: Place, o: Options, packed: bool) -> list[Bl
     return [gather_block(start, at, length, tokens, o.left, o.right, packed) for start, at in chunks]
 
 
-def _ring_blocks(q: Tensor, source: int, place: Place, o: Options, packed: bool) -> Iterator[Block]:
+def _ring_blocks(q: Tensor, source: int, place: Place, o: Options) -> Iterator[Block]:
     """The blocks of this rank's queries and the keys of rank ``source``."""
     own = q.shape[o.dims.tokens]
     queries, keys = place.chunks(place.rank, own), place.chunks(source, own)
     for q_start, q_at in queries:
         for k_start, k_at in keys:
-            block = ring_block(q_start, k_start, q_at, k_at, own // len(queries), o.left, o.right, packed)
+            block = ring_block(q_start, k_start, q_at, k_at, own // len(queries), o.left, o.right)
             if block is not None:
                 yield block
 
@@ -87,10 +87,10 @@ class _Gradients:
         self, b: Block, dkv: Tensor, kv: list[Tensor], results: tuple[Tensor, Tensor], dout: Tensor, dlse: Tensor | None
     ) -> None:
         """A block's gradients, from those of its results; those of keys and values go into ``dkv``."""
-        q, _, _, sink, cu, alibi, _, _ = self.saved
+        q, _, _, sink, cu, alibi, seed, _, _ = self.saved
         out, lse = results
         dq, dk, dv, dsink = backward_block(
-            self.o, b, dout, dlse, (q, kv[0], kv[1]), (cu, alibi, sink), out, lse, self.want_sink
+            self.o, b, dout, dlse, (q, kv[0], kv[1]), Given(cu, alibi, sink, seed), out, lse, self.want_sink
         )
         tokens = self.o.dims.tokens
         self.dq.narrow(tokens, b.q_start, b.q_len).add_(dq)
@@ -103,7 +103,7 @@ class _Gradients:
         q, k, _, sink = self.saved[:4]
         dk, dv = _unpack(dkv.to(k.dtype), k)
         dsink = None if self.dsink is None else self.dsink.to(sink.dtype)
-        return self.dq.to(q.dtype), dk, dv, dsink, None, None, None, None
+        return self.dq.to(q.dtype), dk, dv, dsink, None, None, None, None, None
 
 
 class Gathered(torch.autograd.Function):
@@ -118,17 +118,19 @@ class Gathered(torch.autograd.Function):
         sink: Tensor | None,
         cu: Tensor | None,
         alibi: Tensor | None,
+        seed: Tensor | None,
         o: Options,
         place: Place,
     ) -> tuple[Tensor, Tensor]:
+        given = Given(cu, alibi, sink, seed)
         kv = gather_sequence(torch.cat([k, v], -1), o.dims.tokens, place.sharding, place.group)
         keys, values = _unpack(kv, k)
         blocks = _gather_blocks(q, place, o, cu is not None)
-        parts = [forward_block(o, b, q, keys, values, cu, alibi, sink) for b in blocks]
+        parts = [forward_block(o, b, q, keys, values, given) for b in blocks]
         out, lse = parts[0]
         if len(parts) > 1:
             out, lse = torch.cat([p[0] for p in parts], o.dims.tokens), torch.cat([p[1] for p in parts], -1)
-        ctx.save_for_backward(q, k, v, sink, cu, alibi, out, lse)
+        ctx.save_for_backward(q, k, v, sink, cu, alibi, seed, out, lse)
         ctx.o, ctx.place = o, place
         ctx.set_materialize_grads(False)
         return out, lse
@@ -136,7 +138,7 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: an activation checkpoint makes them again, and allows no second look
-        q, k, v, _, cu, _, out, lse = saved
+        q, k, v, _, cu, _, _, out, lse = saved
         o, place = ctx.o, ctx.place
         dout = torch.zeros_like(out) if dout is None else dout
         kv = gather_sequence(torch.cat([k, v], -1), o.dims.tokens, place.sharding, place.group)
@@ -163,21 +165,23 @@ class Ring(torch.autograd.Function):
         sink: Tensor | None,
         cu: Tensor | None,
         alibi: Tensor | None,
+        seed: Tensor | None,
         o: Options,
         place: Place,
     ) -> tuple[Tensor, Tensor]:
+        given = Given(cu, alibi, sink, seed)
         wide_out, lse = nothing_yet(q, v, o)
         kv = torch.cat([k, v], -1)
         for step in range(place.ranks):
             coming = _Passing(kv, place, _KEYS) if step + 1 < place.ranks else None
             keys, values = _unpack(kv, k)
-            for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o, cu is not None):
-                part, part_lse = forward_block(o, b, q, keys, values, cu, alibi, sink)
+            for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o):
+                part, part_lse = forward_block(o, b, q, keys, values, given)
                 merge_block(wide_out, lse, b, part, part_lse, o)
             if coming is not None:
                 kv = coming.arrived()
         out, lse = wide_out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
-        ctx.save_for_backward(q, k, v, sink, cu, alibi, out, lse)
+        ctx.save_for_backward(q, k, v, sink, cu, alibi, seed, out, lse)
         ctx.o, ctx.place = o, place
         ctx.set_materialize_grads(False)
         return out, lse
@@ -185,19 +189,19 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: an activation checkpoint makes them again, and allows no second look
-        q, k, v, sink, cu, alibi, out, lse = saved
+        q, k, v, sink, cu, alibi, seed, out, lse = saved
         o, place = ctx.o, ctx.place
         dout = torch.zeros_like(out) if dout is None else dout
-        kv = torch.cat([k, v], -1)
+        kv, given = torch.cat([k, v], -1), Given(cu, alibi, sink, seed)
         sums = _Gradients(saved, o, ctx.needs_input_grad[3])
         passed: _Passing | None = None
         for step in range(place.ranks):
             coming = _Passing(kv, place, _KEYS) if step + 1 < place.ranks else None
             # This rank's part of the gradients of the keys at hand; the sum of the ranks before it arrives meanwhile.
             dkv, keys = torch.zeros_like(kv, dtype=wider(kv.dtype)), _unpack(kv, k)
-            for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o, cu is not None):
+            for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o):
                 # The backward of the op wants all of a softmax: the block's own results, which are made again.
-                own = forward_block(o, b, q, keys[0], keys[1], cu, alibi, sink)
+                own = forward_block(o, b, q, keys[0], keys[1], given)
                 whole = (queries_of(out, o.dims.tokens, b), queries_of(lse, -1, b))
                 upstream = queries_of(dout, o.dims.tokens, b), None if dlse is None else queries_of(dlse, -1, b)
                 sums.add(b, dkv, keys, own, *unmerge_block(*own, *whole, *upstream, o))
@@ -240,6 +244,7 @@ def ulysses(
     sink: Tensor | None,
     cu: Tensor | None,
     alibi: Tensor | None,
+    seed: Tensor | None,
     o: Options,
     place: Place,
     return_lse: bool,
@@ -260,20 +265,15 @@ def ulysses(
         parts = [of_rank(t, tokens, place.sharding, rank, place.ranks) for rank in range(place.ranks)]
         return torch.cat(Exchange.apply(torch.stack(parts), place.group).unbind(), heads)
 
-    share = q.shape[heads] // place.ranks
+    all_heads = q.shape[heads]
+    share = all_heads // place.ranks
     own = slice(place.rank * share, (place.rank + 1) * share)
-    arguments: dict[str, Any] = {
-        "window_size": (o.left, o.right),
-        "softmax_scale": o.softmax_scale,
-        "softcap": o.softcap,
-        "deterministic": o.deterministic,
-        "sink": None if sink is None else sink[own],
-        "alibi_slopes": None if alibi is None else alibi[..., own].contiguous(),
-        "return_lse": True,
-    }
+    sink = None if sink is None else sink[own]
+    alibi = None if alibi is None else alibi[..., own].contiguous()
     q, k, v = (to_heads(t) for t in (q, k, v))
-    if cu is None:
-        out, lse = attention(q, k, v, layout=("bshd", "bhsd", "thd")[o.layout], **arguments)
-    else:
-        out, lse = attention_varlen(q, k, v, cu, max_seqlen_q=o.max_seqlen, **arguments)
+    of_all = None if seed is None else (0, o.max_seqlen or q.shape[tokens], 0, own.start, all_heads)
+    out, lse = attend(
+        *(q, k, v, cu, cu, alibi, None, sink, seed, o.max_seqlen, o.max_seqlen, o.layout, 0, True, o.left, o.right),
+        *(o.softmax_scale, o.softcap, o.dropout_p, o.deterministic, of_all),
+    )
     return to_tokens(out, tokens, heads), to_tokens(lse, -1, -2) if return_lse else None

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from warpsmith.distributed.agreement import require_agreement
-from warpsmith.distributed.context_blocks import Options
+from warpsmith.distributed.context_blocks import KEY_STEP, QUERY_STEP, Options
 from warpsmith.distributed.context_modes import Gathered, Place, Ring, place_of, ulysses
 from warpsmith.distributed.sequence import check_sharding, chunks_of
 from warpsmith.ops import _attention, _check
+from warpsmith.ops._dropout import draw_seed
 
 _OP = "context_parallel_attention"
 _MODES = ("all_gather", "ring", "ulysses")
@@ -36,6 +37,7 @@ class _Call(NamedTuple):
     cu_seqlens: Tensor | None
     alibi_slopes: Tensor | None
     sink: Tensor | None
+    seed: Tensor | None
     return_lse: bool
 
 
@@ -57,6 +59,7 @@ def context_parallel_attention(
     return_lse: bool = False,
     deterministic: bool = True,
     layout: str = "bshd",
+    seed: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -86,7 +89,8 @@ def context_parallel_attention(
     causal, windows, sink, softcap yes          yes          yes
     alibi_slopes                   causal       no           yes
     cu_seqlens                     yes          no windows   yes
-    dropout                        no           no           no
+    dropout                        chunks of 16 chunks of 32 yes
+    dropout with cu_seqlens        no           no           yes
     ============================== ============ ============ =========
 
     Args:
@@ -98,8 +102,11 @@ def context_parallel_attention(
         process_group: the ranks that share the sequence. Default: all. A world of one is fine.
         sharding: how :func:`shard_sequence` has cut the sequence. "zigzag" gives the ranks the same work under a causal
             mask.
-        dropout_p: 0: the op's dropout mask counts the queries and heads of a call, so that it would not be that of the
-            whole sequence.
+        dropout_p: as for :func:`warpsmith.attention`. The ranks drop the weights that one rank with all tokens would
+            drop with the same seed, in every mode. A chunk (S / N tokens, half of them with zigzag) must have a
+            multiple of 16 tokens in mode all_gather and of 32 in mode ring.
+        seed: two int64 on the device of ``q``, which determine the dropout mask; the same on all ranks. None: each rank
+            draws one from torch's default generator of that device, and that of rank 0 goes to all.
         sink: shape (H,), the same on all ranks. Its gradient is the part of this rank, as a weight's is.
         alibi_slopes: as for :func:`warpsmith.attention`; the same on all ranks.
         cu_seqlens: int32, shape (documents + 1,), the same on all ranks: the offsets of the documents in the whole
@@ -119,7 +126,8 @@ def context_parallel_attention(
     float32 and float64), then rounded once. ulysses has no such sums.
     The backward of ring makes the results of its blocks again.
 
-    Deterministic: every sum has a fixed order, in every mode. Modes differ from each other in rounding.
+    Deterministic: every sum has a fixed order, in every mode. Modes differ from each other in rounding. The dropout
+    mask is a function of ``seed``, batch entry, head, query and key, whatever the mode and the number of ranks.
 
     Raises:
         ValueError: a dtype, shape or number that does not fit, a mask that the mode cannot do (with the reason), or
@@ -148,23 +156,39 @@ def context_parallel_attention(
         check_sharding(_OP, sharding)
         left, right = _attention.check_window(_OP, causal, window_size)
         q, k, v = _attention.under_autocast(_OP, q, k, v)  # type: ignore[assignment]
-        options = Options(which, left, right, softmax_scale, softcap, deterministic, max_seqlen or 0)
-        call = _Call(mode, q, k, v, options, cu_seqlens, alibi_slopes, sink, return_lse)
+        dropout_p = dropout_p if _attention.drops(_OP, dropout_p) else 0.0
+        numbers = softmax_scale, softcap, deterministic, max_seqlen or 0, dropout_p, place.ranks
+        call = _Call(
+            mode, q, k, v, Options(which, left, right, *numbers), cu_seqlens, alibi_slopes, sink, seed, return_lse
+        )
         _attention.refuse_gradient(_OP, alibi_slopes=alibi_slopes)
         _check_packing(call, max_seqlen)
-        _check_tensors(call, dropout_p)
+        _check_tensors(call)
         _check_mode(call, place)
         facts = _facts(call, place)
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         refusal = error
     _agree(place, facts, refusal)
 
+    tensors = q, k, v, sink, cu_seqlens, alibi_slopes, _seed(call, place)
     if mode == "ulysses" or place.ranks == 1:
-        out, lse = ulysses(q, k, v, sink, cu_seqlens, alibi_slopes, options, place, return_lse)
+        out, lse = ulysses(*tensors, call.options, place, return_lse)
     else:
         function = Gathered if mode == "all_gather" else Ring
-        out, lse = function.apply(q, k, v, sink, cu_seqlens, alibi_slopes, options, place)
+        out, lse = function.apply(*tensors, call.options, place)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
+
+
+def _seed(call: _Call, place: Place) -> Tensor | None:
+    """The seed of all ranks, None without dropout. A collective if none is given."""
+    if call.options.dropout_p == 0:
+        return None
+    if call.seed is not None:
+        return call.seed
+    seed = draw_seed(call.q)  # on every rank, so that generators that were in the same state stay so
+    if place.ranks > 1:
+        dist.broadcast(seed, 0 if place.group is None else dist.get_global_rank(place.group, 0), place.group)
+    return seed
 
 
 def _check_packing(call: _Call, max_seqlen: Any) -> None:
@@ -178,19 +202,16 @@ def _check_packing(call: _Call, max_seqlen: Any) -> None:
         _check.refuse(_OP, "max_seqlen", "an integer >= 1 with cu_seqlens", str(max_seqlen))
 
 
-def _check_tensors(call: _Call, dropout_p: float) -> None:
+def _check_tensors(call: _Call) -> None:
     """What the op itself would refuse, and what it would not."""
     q, k, o, cu = call.q, call.k, call.options, call.cu_seqlens
     inputs = (
-        *(q, k, call.v, cu, cu, call.alibi_slopes, None, call.sink, None, o.max_seqlen, o.max_seqlen),
-        *(o.layout, 0, True, o.left, o.right, o.softmax_scale, o.softcap, dropout_p, o.deterministic),
+        *(q, k, call.v, cu, cu, call.alibi_slopes, None, call.sink, call.seed, o.max_seqlen, o.max_seqlen),
+        *(o.layout, 0, True, o.left, o.right, o.softmax_scale, o.softcap, o.dropout_p, o.deterministic),
     )
     problem = _attention._check_inputs(_OP, inputs)
     if problem.k[1] != problem.q[1]:
         _check.refuse(_OP, "k", f"{problem.q[1]} tokens, as q has", str(problem.k[1]))
-    if _attention.drops(_OP, dropout_p):
-        reason = "the mask counts the queries of a call, and would not be that of the whole sequence"
-        _check.refuse(_OP, "dropout_p", f"0 ({reason})", str(dropout_p))
 
 
 def _check_mode(call: _Call, place: Place) -> None:
@@ -204,6 +225,8 @@ def _check_mode(call: _Call, place: Place) -> None:
             if t.shape[o.dims.heads] % place.ranks:
                 got = f"{t.shape[o.dims.heads]}: take mode='all_gather' or 'ring', or fewer ranks"
                 _check.refuse(_OP, name, f"a number of heads that {place.ranks} ranks divide, in mode ulysses", got)
+    if o.dropout_p > 0 and place.ranks > 1 and mode != "ulysses":
+        _check_dropout(call, place, tokens // chunks)
     if call.alibi_slopes is not None and (mode == "ring" or (mode == "all_gather" and o.right != 0)):
         reason = f"None in mode {mode}" + (" without causal=True" if mode == "all_gather" else "")
         _check.refuse(
@@ -218,10 +241,24 @@ def _check_mode(call: _Call, place: Place) -> None:
         _check.refuse(_OP, "window_size", f"None with cu_seqlens in mode ring ({reason})", got)
 
 
+def _check_dropout(call: _Call, place: Place, chunk: int) -> None:
+    mode, step = call.mode, QUERY_STEP if call.mode == "all_gather" else KEY_STEP
+    if call.cu_seqlens is not None:
+        reason = "the mask counts within a document, which may begin anywhere in a rank's tokens"
+        got = f"{call.options.dropout_p}: take mode='ulysses'"
+        _check.refuse(_OP, "dropout_p", f"0 with cu_seqlens in mode {mode} ({reason})", got)
+    if chunk % step:
+        several = place.ranks * len(chunks_of(place.rank, place.ranks, place.sharding)) * step
+        got = f"{chunk}: pad the sequence to a multiple of {several}, or take mode='ulysses'"
+        _check.refuse(_OP, "q", f"chunks of a multiple of {step} tokens for dropout in mode {mode}", got)
+
+
 def _facts(call: _Call, place: Place) -> dict[str, str]:
     """What must be the same on all ranks, by argument. All that decides which collectives run is part of it."""
     o, tensors = call.options, {"q": call.q, "k": call.k, "v": call.v}
     optional = {"cu_seqlens": call.cu_seqlens, "sink": call.sink, "alibi_slopes": call.alibi_slopes}
+    if o.dropout_p > 0:
+        optional["seed"] = call.seed
     wanted = [name for name, t in tensors.items() if torch.is_grad_enabled() and t.requires_grad]
     if call.mode != "ulysses":  # one backward gives the gradients of all
         with_sink = torch.is_grad_enabled() and call.sink is not None and call.sink.requires_grad
@@ -234,6 +271,7 @@ def _facts(call: _Call, place: Place) -> dict[str, str]:
         "window_size": f"({o.left}, {o.right})",
         "softmax_scale": str(o.softmax_scale),
         "softcap": str(o.softcap),
+        "dropout_p": str(o.dropout_p),
         "deterministic": str(o.deterministic),
         "return_lse": str(bool(call.return_lse)),
         **{name: "None" if t is None else _text(t) for name, t in optional.items()},

@@ -137,8 +137,9 @@ def _check_bias(op: str, bias: Tensor, q: Tensor, full: tuple) -> None:
     _check.same_device(op, "bias", bias, q)
 
 
-def _check_inputs(op: str, inputs: Sequence[Any]) -> Problem:
-    """The checks of csrc/torch/attention.cpp, in the same order, except those of the entries of cu_seqlens."""
+def _check_inputs(op: str, inputs: Sequence[Any], place: Sequence[Any] | None = None) -> Problem:
+    """The checks of csrc/torch/attention.cpp, in the same order, except those of the entries of cu_seqlens. ``inputs``:
+    up to ``deterministic``; ``place``: ``dropout_place``."""
     q, k, v, cu_q, cu_k, alibi_slopes, bias, sink, seed, max_q, max_k, layout, kv_heads = inputs[:13]
     _, window_left, window_right, softmax_scale, softcap, dropout_p, _ = inputs[13:20]
     of_q, of_k, of_v = _check_heads(op, q, k, v, layout, kv_heads)
@@ -169,7 +170,34 @@ def _check_inputs(op: str, inputs: Sequence[Any]) -> Problem:
             refuse(op, "seed", "int64", _check.dtype_text(seed.dtype))
         _check.same_shape(op, "seed", seed, (2,))
         _check.same_device(op, "seed", seed, q)
+    if place is not None:
+        _check_place(op, place, cu_q is not None, full)
     return Problem(of_q, of_k, of_v, full)
+
+
+def _check_place(op: str, place: Sequence[Any], packed: bool, full: tuple) -> None:
+    def refuse_place(expected: str, got: Any) -> None:
+        refuse(op, "dropout_place", expected, str(got))
+
+    if len(place) != 5:
+        refuse_place("5 integers", len(place))
+    for i in place:
+        if i < 0 or i >= 2**31:
+            refuse_place("integers from 0 to 2147483647", i)
+    first_query, queries, first_key, first_head, heads = place
+    if packed and (first_query or first_key):
+        refuse_place("0 as first query and first key with cu_seqlens", first_query or first_key)
+    if first_query % 16:
+        refuse_place("a multiple of 16 as first query", first_query)
+    if first_key % 32:
+        refuse_place("a multiple of 32 as first key", first_key)
+    _, heads_q, seqlen_q, seqlen_k = full
+    if queries < first_query + seqlen_q:
+        refuse_place(f"at least {first_query + seqlen_q} queries", queries)
+    if first_key + seqlen_k >= 2**31:
+        refuse_place("keys that end at 2147483647 at most", first_key + seqlen_k)
+    if heads < first_head + heads_q:
+        refuse_place(f"at least {first_head + heads_q} heads", heads)
 
 
 def _op_name(inputs: Sequence[Any]) -> str:
@@ -203,16 +231,17 @@ def _lse_shape(problem: Problem, layout: int) -> tuple:
 
 def _fake(*inputs: Any) -> tuple[Tensor, Tensor]:
     q, k, layout, kv_heads = inputs[0], inputs[1], inputs[11], inputs[12]
-    problem = _check_inputs(_op_name(inputs), inputs)
+    # The dispatcher leaves out a last argument that equals its default.
+    problem = _check_inputs(_op_name(inputs), inputs, *inputs[20:])
     out = _empty_heads(q, layout, k is None and not kv_heads, True, problem.q[2], problem.v[3])
     return out, q.new_empty(_lse_shape(problem, layout), dtype=_real(q))
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    inputs, (out, lse, want_dbias, want_dsink) = rest[:20], rest[20:]
+    inputs, (out, lse, want_dbias, want_dsink), place = rest[:20], rest[20:24], rest[24:]
     q, k, v, layout, kv_heads = *inputs[:3], inputs[11], inputs[12]
     op = _op_name(inputs) + "_backward"
-    problem = _check_inputs(op, inputs)
+    problem = _check_inputs(op, inputs, *place)
     plain = dims_of(layout, False)
     for name, t in (("dout", dout), ("out", out)):
         _check.same_dtype(op, name, t, q)
@@ -255,9 +284,9 @@ _ARGUMENTS = [a.name for a in raw.attention_forward.default._schema.arguments]
 def _backward(saved: Saved, wants: Wants, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
     if dout is None:
         dout = torch.zeros_like(saved.out)
-    inputs = [getattr(saved, argument) for argument in _ARGUMENTS]
+    *inputs, place = (getattr(saved, argument) for argument in _ARGUMENTS)
     dq, dk, dv, dbias, dsink = call_raw(
-        _raw_backward, dout, dlse, *inputs, saved.out, saved.lse, wants.bias, wants.sink
+        _raw_backward, dout, dlse, *inputs, saved.out, saved.lse, wants.bias, wants.sink, place
     )
     return {"q": dq, "k": dk, "v": dv, "bias": dbias, "sink": dsink}
 

@@ -296,6 +296,8 @@ def differentiable(
         grads = grads[:public]
         needs = ctx.needs_input_grad
         gradients: list[Tensor | None] = [None] * len(needs)
+        if len(needs) < len(names):  # traced: the dispatcher leaves out last arguments that equal their defaults
+            needs = (*needs, *(False,) * (len(names) - len(needs)))
         if grads[0] is not None or any(g is not None for g in grads):  # a generator costs 0.3 us
             twice = differentiable_backward is not None and torch.is_grad_enabled()
             use: Callable = differentiable_backward if twice else backward  # type: ignore[assignment]

@@ -120,5 +120,6 @@ def attention(
         softcap,
         dropout_p,
         deterministic,
+        None,
     )
     return (out, lse) if return_lse else out

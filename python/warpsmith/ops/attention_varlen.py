@@ -118,5 +118,6 @@ def attention_varlen(
         softcap,
         dropout_p,
         deterministic,
+        None,
     )
     return (out, lse) if return_lse else out

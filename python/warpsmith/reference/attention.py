@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,19 +9,30 @@ from warpsmith.reference.dropout import philox
 _WORD = 0xFFFFFFFF
 
 
-def dropout_mask(seed: Tensor, row_blocks: Tensor, heads: int, seqlen_q: int, seqlen_k: int, p: float) -> Tensor:
+def dropout_mask(
+    seed: Tensor,
+    row_blocks: Tensor,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    p: float,
+    place: Sequence[int] | None = None,
+) -> Tensor:
     """Which weights are kept, shape (sequences, heads, seqlen_q, seqlen_k).
 
-    ``row_blocks``: for each sequence the number of its first block of 16 queries. One Philox4x32-7 call serves the
-    queries q, q + 8 and the keys k + 8 i, k + 8 i + 1 of a block of 16 x 32, in the order that
-    ``csrc/kernels/attention/attention_dropout.h`` states.
+    ``row_blocks``: for each sequence the number of its first block of 16 queries, in the larger call if there is one.
+    ``place``: as ``dropout_place`` of the raw op: (first_query, queries, first_key, first_head, heads).
+
+    One Philox4x32-7 call serves the queries q, q + 8 and the keys k + 8 i, k + 8 i + 1 of a block of 16 x 32, in the
+    order that ``csrc/kernels/attention/attention_dropout.h`` states.
     """
     seed = seed.to(row_blocks.device)
     q, k = (torch.arange(n, device=seed.device) for n in (seqlen_q, seqlen_k))
-    q, k = q[:, None], k[None, :]
-    head = torch.arange(heads, device=seed.device)[:, None, None]
+    first_query, _, first_key, first_head, all_heads = place or (0, seqlen_q, 0, 0, heads)
+    q, k = q[:, None] + first_query, k[None, :] + first_key
+    head = torch.arange(heads, device=seed.device)[:, None, None] + first_head
     call = (k // 32) * 32 + 4 * (q % 8) + k % 8 // 2
-    row = (row_blocks[:, None, None, None] + q // 16) * heads + head
+    row = (row_blocks[:, None, None, None] + q // 16) * all_heads + head
     counter = [call & _WORD, row & _WORD, seed[1] & _WORD, (seed[1] >> 32) & _WORD]
     counter = list(torch.broadcast_tensors(*counter))
     words = torch.stack(philox(counter, [seed[0] & _WORD, (seed[0] >> 32) & _WORD], rounds=7), -1)
@@ -126,10 +138,12 @@ def attention(
     seed: Tensor | None = None,
     kv_heads: int | None = None,
     products: torch.dtype | None = None,
+    dropout_place: Sequence[int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(q k^T * softmax_scale) v`` in float32 or wider, with every option of the op.
 
-    ``products``: another dtype for the two matrix products and what goes into them.
+    ``products``: another dtype for the two matrix products and what goes into them. ``dropout_place``: of a larger
+    call of which this one is a part, as of the raw op.
     """
     q, k, v = unpack(q, k, v, 2 if layout == "bshd" else 1, kv_heads)
     wide = torch.promote_types(q.dtype, torch.float32) if products is None else products
@@ -139,8 +153,9 @@ def attention(
     seqlen_k = heads[1].shape[2]
     kept = None
     if dropout_p > 0 and seed is not None:
-        row_blocks = torch.arange(batch, device=q.device) * ((seqlen_q + 15) // 16)
-        kept = dropout_mask(seed, row_blocks, heads_q, seqlen_q, seqlen_k, dropout_p)
+        queries = dropout_place[1] if dropout_place else seqlen_q
+        row_blocks = torch.arange(batch, device=q.device) * ((queries + 15) // 16)
+        kept = dropout_mask(seed, row_blocks, heads_q, seqlen_q, seqlen_k, dropout_p, dropout_place)
     out, lse = attend(
         heads[0],
         heads[1],
