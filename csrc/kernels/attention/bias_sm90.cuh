@@ -21,6 +21,7 @@ struct BiasParams {
   int64_t slopes_batch;
   float to_scores;  // 1 / softmax_scale
   bool tensor_map;  // TMA can read the bias
+  int rows;         // the forward's box of it: 1 if it is broadcast over queries
 };
 
 // Whether the kernels may load the elements of keys 2 i and 2 i + 1 as one aligned pair. Rows must also be less than
@@ -44,7 +45,8 @@ inline BiasParams bias_params(const AttentionProblem& p) {
           p.alibi_slopes,
           p.alibi_batch_stride,
           p.softmax_scale >= kLeastBiasedScale ? static_cast<float>(1.0 / p.softmax_scale) : 0.0f,
-          p.bias != nullptr && fits_bias_map(p.bias, p.bias_strides)};
+          p.bias != nullptr && fits_bias_map(p.bias, p.bias_strides),
+          p.bias_strides.q == 0 ? 1 : 64};
 }
 
 // Whether a mask hides nothing from the warp: most blocks of a padding mask. `pairs`: two bytes each. False as well

@@ -24,34 +24,24 @@ template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kT
   constexpr ForwardTile tile = kForwardTiles[kTile];
   constexpr int kConsumerWarps = 4 * tile.groups;
   WARPSMITH_DYNAMIC_SHARED(memory);
-  WARPSMITH_SHARED(Mbarrier, query_full, tile.groups * tile.query_stages);
-  WARPSMITH_SHARED(Mbarrier, query_empty, tile.groups * tile.query_stages);
-  WARPSMITH_SHARED(Mbarrier, block_full, tile.block_stages);
-  WARPSMITH_SHARED(Mbarrier, block_empty, tile.block_stages);
-  WARPSMITH_SHARED(Mbarrier, slot_full, kTileSlots);
-  WARPSMITH_SHARED(Mbarrier, slot_empty, kTileSlots);
-  WARPSMITH_SHARED(Mbarrier, bias_full, tile.groups);
-  WARPSMITH_SHARED(Mbarrier, bias_empty, tile.groups);
-  WARPSMITH_SHARED(Tile, slots, kTileSlots);
-  WARPSMITH_SHARED(float, scratch, 1);
-  const ForwardShared<tile> shared{memory,     query_full, query_empty, block_full, block_empty, slot_full,
-                                   slot_empty, bias_full,  bias_empty,  slots,      scratch};
+  WARPSMITH_SHARED(ForwardState<tile>, state, 1);
+  const ForwardShared<tile> shared(memory, state);
   if (threadIdx.x == 0) {
     for (int i = 0; i < tile.groups * tile.query_stages; ++i) {
-      device::mbarrier_init(query_full + i, 1);
-      device::mbarrier_init(query_empty + i, 1);
+      device::mbarrier_init(shared.query_full + i, 1);
+      device::mbarrier_init(shared.query_empty + i, 1);
     }
     for (int i = 0; i < tile.block_stages; ++i) {
-      device::mbarrier_init(block_full + i, 1);
-      device::mbarrier_init(block_empty + i, kConsumerWarps);
+      device::mbarrier_init(shared.block_full + i, 1);
+      device::mbarrier_init(shared.block_empty + i, kConsumerWarps);
     }
     for (int i = 0; i < kTileSlots; ++i) {
-      device::mbarrier_init(slot_full + i, 1);
-      device::mbarrier_init(slot_empty + i, kConsumerWarps + tile.groups + (tile.stages_biases() ? 1 : 0));
+      device::mbarrier_init(shared.slot_full + i, 1);
+      device::mbarrier_init(shared.slot_empty + i, kConsumerWarps + tile.groups + (tile.stages_biases() ? 1 : 0));
     }
-    for (int i = 0; tile.stages_biases() && i < tile.groups; ++i) {
-      device::mbarrier_init(bias_full + i, 1);
-      device::mbarrier_init(bias_empty + i, 4);
+    for (int i = 0; tile.stages_biases() && i < tile.groups * tile.bias_stages; ++i) {
+      device::mbarrier_init(shared.bias_full + i, 1);
+      device::mbarrier_init(shared.bias_empty + i, 4);
     }
     device::mbarrier_init_fence();
   }

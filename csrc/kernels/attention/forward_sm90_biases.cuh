@@ -39,43 +39,49 @@ template <ForwardTile tile> __device__ __forceinline__ void load_biases(const Fo
   const BiasParams& biases = p.biases;
   const bool leader = threadIdx.x % 32 == 0;
   if (biases.tensor_map && !leader) return;
-  const auto announce = [&](int group) {
+  const auto announce = [&](int stage, int group) {
     __syncwarp(0xffffffffu);
-    if (leader) device::mbarrier_arrive(shared.bias_full + group);
+    if (leader) device::mbarrier_arrive(shared.bias_full + stage * tile.groups + group);
   };
   Ring<kTileSlots> slots;
-  unsigned parity = 0;  // of the visit
+  Ring<tile.bias_stages> ring;
+  int before = 0;  // the stage of the visit before
   for (;;) {
     device::mbarrier_wait(shared.slot_full + slots.stage, slots.parity);
     const Tile& t = shared.slots[slots.stage];
     const int visits = device::load(&t.visits);
     if (visits < 0) break;
-    for (int visit = 0; visit < visits; ++visit, parity ^= 1) {
+    for (int visit = 0; visit < visits; ++visit) {
       const int first_key = t.block(visit) * tile.block_keys;
 #pragma unroll
       for (int group = 0; group < tile.groups; ++group) {
         const int first_query = t.first_query + group * kGroupRows;
-        unsigned char* to = shared.biases(group);
-        Mbarrier* full = shared.bias_full + group;
-        device::mbarrier_wait(shared.bias_empty + group, parity ^ 1);
+        unsigned char* to = shared.biases(ring.stage, group);
+        Mbarrier* full = shared.bias_full + ring.stage * tile.groups + group;
+        device::mbarrier_wait(shared.bias_empty + ring.stage * tile.groups + group, ring.parity ^ 1);
         if (!biases.tensor_map) {
           copy_biases<tile>(to, biases, t, first_query, first_key);
           device::copy_async_wait<1>();
-          if (visit > 0 || group > 0) announce(1 - group);
+          if (group > 0)
+            announce(ring.stage, 0);
+          else if (visit > 0)
+            announce(before, 1);
         } else {
-          device::mbarrier_arrive_expect(full, tile.bias_bytes());
+          device::mbarrier_arrive_expect(full, biases.rows * tile.block_keys * 2);
 #pragma unroll
           for (int panel = 0; panel < tile.block_keys / kPanelColumns; ++panel)
             device::tensor_load(
                 to + panel * kGroupRows * kPanelRowBytes, map, full,
-                {first_key + panel * kPanelColumns, biases.bias_strides.q != 0 ? first_query : 0,
+                {first_key + panel * kPanelColumns, biases.rows != 1 ? first_query : 0,
                  biases.bias_strides.head != 0 ? t.head : 0, biases.bias_strides.batch != 0 ? t.sequence : 0});
         }
       }
+      before = ring.stage;
+      ring.next();
     }
     if (!biases.tensor_map) {
       device::copy_async_wait<0>();
-      announce(1);  // after which no lane reads the slot
+      announce(before, 1);  // after which no lane reads the slot
     }
     if (leader) device::mbarrier_arrive(shared.slot_empty + slots.stage);
     slots.next();
@@ -88,20 +94,23 @@ template <class T, ForwardTile tile> struct StagedBiases {
   using Packed = uint32_t[kColumns][4];  // ordered as OnlineSoftmax's
 
   const ForwardShared<tile>& shared;
+  Ring<tile.bias_stages>& ring;
   int group, row, lane;  // row: of this lane's address in the first matrices
-  unsigned parity;
 
   // Four matrices: keys 16 c to 16 c + 15 of the warp's 16 rows.
   __device__ __forceinline__ void read(uint32_t (&pairs)[4], int c) const {
     const auto first = static_cast<uint32_t>(row * kPanelRowBytes + lane / 16 * 16);
     const uint32_t panel = c / 4 * kGroupRows * kPanelRowBytes, column_bytes = c % 4 * 32;
-    device::load_matrix(pairs,
-                        shared.biases(group) + panel + (device::swizzled(Swizzle::bytes128, first) ^ column_bytes));
+    device::load_matrix(
+        pairs, shared.biases(ring.stage, group) + panel + (device::swizzled(Swizzle::bytes128, first) ^ column_bytes));
   }
-  __device__ __forceinline__ void wait() const { device::mbarrier_wait(shared.bias_full + group, parity); }
+  __device__ __forceinline__ void wait() const {
+    device::mbarrier_wait(shared.bias_full + ring.stage * tile.groups + group, ring.parity);
+  }
   __device__ __forceinline__ void release() const {
     __syncwarp(0xffffffffu);
-    if (lane == 0) device::mbarrier_arrive(shared.bias_empty + group);
+    if (lane == 0) device::mbarrier_arrive(shared.bias_empty + ring.stage * tile.groups + group);
+    ring.next();
   }
   __device__ __forceinline__ void load(Packed& to) const {
     wait();

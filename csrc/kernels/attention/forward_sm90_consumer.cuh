@@ -26,10 +26,10 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   const ForwardShared<tile>& shared;
   const int group, lane, warp;
   Ring<tile.block_stages> ring;
+  Ring<tile.bias_stages> bias_ring;
   const Tile* t;       // in shared memory
   int visits, masked;  // of the tile
   int query;
-  unsigned bias_parity = 0;      // of the visit
   uint64_t q;                    // descriptor
   float s[tile.block_keys / 2];  // scores; after a masked step, probabilities
   float o[tile.head_dim / 2];    // sum of p * v
@@ -132,7 +132,6 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     if constexpr (tile.stages_biases()) {
       biases(m.first_key).add_alibi(s);
       staged_biases().load_and_add(s, p.biases.to_scores);
-      bias_parity ^= 1;
     } else if constexpr (tile.biased()) {
       biases(m.first_key).add_edge(s);
     }
@@ -153,9 +152,9 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   __device__ __forceinline__ StepBiases biases(int first_key) const {
     return {p.biases, t->sequence, t->head, query, t->queries, first_key + lane % 4 * 2, t->keys, t->shift};
   }
-  __device__ __forceinline__ StagedBiases<T, tile> staged_biases() const {
-    const bool one_row = p.biases.tensor_map && p.biases.bias_strides.q == 0;
-    return {shared, group, one_row ? 0 : warp * 16 + lane % 16, lane, bias_parity};
+  __device__ __forceinline__ StagedBiases<T, tile> staged_biases() {
+    const bool one_row = p.biases.tensor_map && p.biases.rows == 1;
+    return {shared, bias_ring, group, one_row ? 0 : warp * 16 + lane % 16, lane};
   }
   // The parts that the Philox calls of a step share. Computed in every step, because there are no registers to keep
   // them.
@@ -210,7 +209,6 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     });
     cap();
     if constexpr (tile.stages_biases()) {
-      bias_parity ^= 1;
       biases(first_key).add_alibi(s);
       StagedBiases<T, tile>::add(s, probabilities, p.biases.to_scores);
     } else if constexpr (tile.biased()) {

@@ -62,6 +62,16 @@ struct alignas(16) Tile {
   }
 };
 
+// One variable, so that one register holds the address of everything in it.
+template <ForwardTile tile> struct ForwardState {
+  Mbarrier query_full[tile.groups * tile.query_stages], query_empty[tile.groups * tile.query_stages];
+  Mbarrier block_full[tile.block_stages], block_empty[tile.block_stages];
+  Mbarrier slot_full[kTileSlots], slot_empty[kTileSlots];
+  Mbarrier bias_full[tile.groups * tile.bias_stages], bias_empty[tile.groups * tile.bias_stages];
+  Tile slots[kTileSlots];
+  float scratch[4];
+};
+
 template <ForwardTile tile> struct ForwardShared {
   static constexpr int kPanels = tile.head_dim / kPanelColumns;
   unsigned char* memory;
@@ -69,14 +79,27 @@ template <ForwardTile tile> struct ForwardShared {
   Tile* slots;
   float* scratch;
 
+  __device__ __forceinline__ ForwardShared(unsigned char* dynamic, ForwardState<tile>* s)
+      : memory(dynamic),
+        query_full(s->query_full),
+        query_empty(s->query_empty),
+        block_full(s->block_full),
+        block_empty(s->block_empty),
+        slot_full(s->slot_full),
+        slot_empty(s->slot_empty),
+        bias_full(s->bias_full),
+        bias_empty(s->bias_empty),
+        slots(s->slots),
+        scratch(s->scratch) {}
+
   __device__ __forceinline__ unsigned char* query(int stage, int group) const {
     return memory + (stage * tile.groups + group) * tile.query_bytes();
   }
   __device__ __forceinline__ unsigned char* block(int stage) const {
     return memory + tile.query_stages * tile.groups * tile.query_bytes() + stage * tile.block_bytes();
   }
-  __device__ __forceinline__ unsigned char* biases(int group) const {
-    return block(tile.block_stages) + group * tile.bias_bytes();
+  __device__ __forceinline__ unsigned char* biases(int stage, int group) const {
+    return block(tile.block_stages) + (stage * tile.groups + group) * tile.bias_bytes();
   }
 };
 

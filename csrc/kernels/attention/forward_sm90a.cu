@@ -57,6 +57,7 @@ ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile
   s.row_tiles = i32((a.seqlen_q + tile.tile_rows() - 1) / tile.tile_rows());
   s.tiles = i32(s.row_tiles * a.batch * a.heads_q);
   s.heads_first = s.descending = needs_counter(a);
+  s.batch_first = p.biases.bias != nullptr && p.biases.bias_strides.batch == 0;  // which all sequences read
   // The number of query heads scheduled together: those of as many key heads, a power of two, as have keys and values
   // that fit into 32 MiB of the L2 cache.
   constexpr int64_t kCacheBytes = 32 << 20;
@@ -75,7 +76,7 @@ template <class T, ForwardTile tile> Status run(const AttentionFwdParams& x, voi
   WARPSMITH_RETURN_IF_FAILED(head_map(v, v_tensor(x), a.dtype, tile.block_keys));
   WARPSMITH_RETURN_IF_FAILED(head_map(out, out_tensor(x), a.dtype, kGroupRows));
   const ForwardParams p = device_params(x, tile);
-  if (p.biases.tensor_map) WARPSMITH_RETURN_IF_FAILED(bias_map(bias, a, kGroupRows));
+  if (p.biases.tensor_map) WARPSMITH_RETURN_IF_FAILED(bias_map(bias, a, p.biases.rows));
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   // Packed: an upper bound, because the lengths are on the device. Blocks without a tile return at once.

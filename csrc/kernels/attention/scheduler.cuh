@@ -22,6 +22,7 @@ struct Schedule {
   int tiles;           // of sequences of equal length
   int heads_together;  // heads of a section
   bool heads_first;    // neighbouring numbers are different heads
+  bool batch_first;    // neighbouring heads are those of different sequences
   bool descending;     // with heads_first: the last row tile, the longest if causal, comes first
 };
 
@@ -53,6 +54,7 @@ __device__ __forceinline__ TileIndex tile_at(const Schedule& p, int n) {
     row_tile = p.descending ? p.row_tiles - 1 - within / heads : within / heads;
   }
   head += first_head;
+  if (p.batch_first) return {head % p.batch, head / p.batch, row_tile};
   return {head / p.heads, head % p.heads, row_tile};
 }
 
