@@ -4,6 +4,7 @@
 // links: csrc/kernels/attention/backward_sm90a.cu
 #include "attention_sm90_runs.h"
 #include "kernels/attention/backward_plan.h"
+#include "kernels/attention/sections.h"
 
 namespace warpsmith::test {
 namespace {
@@ -319,6 +320,43 @@ RANDOM_TEST(backward_random) {
   compare_gradients(data);
   sim::options().seed = 0;
   sim::options().properties.multiprocessors = 132;
+}
+
+void expect_each_tile_once(const attention::Sections& sections) {
+  std::vector<int> visits(static_cast<size_t>(sections.heads * sections.row_tiles));
+  for (int n = 0; n < sections.heads * sections.row_tiles; ++n) {
+    const attention::SectionTile at = attention::section_tile(sections, n);
+    expect(at.head >= 0 && at.head < sections.heads && at.row_tile >= 0 && at.row_tile < sections.row_tiles,
+           "a tile of no head");
+    ++visits[static_cast<size_t>(at.head * sections.row_tiles + at.row_tile)];
+  }
+  for (const int times : visits) expect_equal("visits of a tile", times, 1);
+}
+RANDOM_TEST(sections_have_each_tile_once) {
+  const int group = static_cast<int>(random.integer(1, 4)), key_heads = static_cast<int>(random.integer(1, 60));
+  attention::Sections sections{};
+  sections.heads = group * key_heads;
+  sections.row_tiles = static_cast<int>(random.integer(1, 9));
+  sections.heads_first = random.coin();
+  sections.descending = random.coin();
+  const attention::SectionHeads chosen = attention::forward_sections(sections.heads, random.integer(0, 80), group);
+  sections.together = chosen.together;
+  sections.joined = chosen.joined;
+  expect_each_tile_once(sections);
+  sections.joined = 0;  // the backward's: the last section may be smaller
+  sections.together = static_cast<int>(random.integer(1, 80));
+  expect_each_tile_once(sections);
+}
+TEST(a_forward_has_small_sections_and_a_large_last_one) {
+  const auto check = [](attention::SectionHeads s, int together, int joined) {
+    expect_equal("heads together", s.together, together);
+    expect_equal("joined heads", s.joined, joined);
+  };
+  check(attention::forward_sections(256, 64, 1), 16, 64);    // 16 sequences of 1,024 x 16 heads of 128
+  check(attention::forward_sections(768, 128, 1), 32, 128);  // 64 sequences of 1,024 x 12 heads of 64
+  check(attention::forward_sections(100, 64, 1), 16, 68);
+  check(attention::forward_sections(64, 8, 8), 16, 64);  // one section
+  check(attention::forward_sections(16, 0, 1), 1, 1);
 }
 
 TEST(code_below_sm90_is_refused) {

@@ -52,7 +52,7 @@ constexpr ForwardTile kForward64{64, 3, 96, 8, true, false};
 constexpr ForwardTile kForward64Short{64, 2, 128, 8, true, false};
 constexpr ForwardTile kForward128Extended{128, 2, 128, 5, false, true};
 constexpr ForwardTile kForward64Extended{64, 2, 128, 8, true, true};
-constexpr ForwardTile kForward128Dropout{128, 2, 128, 5, false, false, 2, true};
+constexpr ForwardTile kForward128Dropout{128, 2, 128, 5, true, false, 2, true};
 constexpr ForwardTile kForward64Dropout{64, 2, 128, 8, true, false, 2, true};
 // Adding a bias tensor makes exponentials take as long as products at head dimension 128 too.
 constexpr ForwardTile kForward128Bias{128, 2, 128, 4, true, false, 2, false, Biases::tensor};

@@ -34,6 +34,8 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   float s[tile.block_keys / 2];  // scores; after a masked step, probabilities
   float o[tile.head_dim / 2];    // sum of p * v
   Softmax softmax;
+  unsigned number = 0;  // of the tile
+  float inverse[2];     // 1 / sum of the rows of tile number - 1
   __device__ __forceinline__ ForwardConsumer(const ForwardParams& params, const ForwardShared<tile>& memory,
                                              int warpgroup)
       : p(params), shared(memory), group(warpgroup), lane(threadIdx.x % 32), warp(threadIdx.x / 32 % 4) {}
@@ -250,8 +252,12 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   static __device__ __forceinline__ unsigned slot_of(unsigned number) { return number % kTileSlots; }
   static __device__ __forceinline__ unsigned query_stage_of(unsigned number) { return number % tile.query_stages; }
 
+  // The tile's number, from its slot, for tiles in which a register for it would be spilled.
+  __device__ __forceinline__ unsigned read_number() const {
+    return __shfl_sync(0xffffffffu, device::load(&t->number), 0);
+  }
   // Takes tile `number`; false after the last.
-  __device__ __forceinline__ bool take_tile(unsigned number) {
+  __device__ __forceinline__ bool take_tile() {
     device::mbarrier_wait(shared.slot_full + slot_of(number), number / kTileSlots & 1);
     t = shared.slots + slot_of(number);
     // The shuffle tells the compiler that the values are the same in every lane, so that loop counts and descriptors go
@@ -266,41 +272,34 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     q = device::wgmma_descriptor(Swizzle::bytes128, shared.query(stage, group), 16, 1024);
     return true;
   }
-  // What a tile still needs after the next tile has begun.
-  struct Finished {
-    unsigned number;
-    Softmax softmax;
-  };
-  __device__ __forceinline__ Finished finish_tile() {
-    // The number is read from the slot. A register for it would be spilled.
-    Finished f{__shfl_sync(0xffffffffu, device::load(&t->number), 0), softmax};
-    f.softmax.total();
-    return f;
-  }
   __device__ __forceinline__ float sink_logit(int head) const {
     return p.sink_is_float ? device::load(static_cast<const float*>(p.sink) + head)
                            : device::to_float(device::load(static_cast<const T*>(p.sink) + head));
   }
-  // Writes o / sum to the tile's buffer of q, which nobody reads any more, and signals the storing warp.
-  __device__ __forceinline__ void hand_over(const Finished& f) {
-    const unsigned stage = query_stage_of(f.number);
-    const Tile* finished = shared.slots + slot_of(f.number);
-    const int finished_queries = device::load(&finished->queries), finished_query = first_row(finished);
-    float inverse[2];
+  // Writes `inverse` and lse of tile number - 1, whose softmax is `of`.
+  __device__ __forceinline__ void end_softmax(Softmax of) {
+    const Tile* ended = shared.slots + slot_of(number - 1);
+    const int queries = device::load(&ended->queries), first = first_row(ended);
+    of.total();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      inverse[r] = f.softmax.sum[r] != 0.0f ? device::reciprocal(f.softmax.sum[r]) : 0.0f;
-      float lse = f.softmax.lse(r);
+      inverse[r] = of.sum[r] != 0.0f ? device::reciprocal(of.sum[r]) : 0.0f;
+      float lse = of.lse(r);
       if (p.sink != nullptr) {  // one more logit in the sum, without a value
-        const float sink = sink_logit(finished->head), difference = lse - sink;
+        const float sink = sink_logit(ended->head), difference = lse - sink;
         const float above = device::exp2(-fabsf(difference) * kLog2e);
         inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
         lse = fmaxf(lse, sink) + device::log2(1.0f + above) * kLn2;
       }
       if constexpr (tile.dropout) inverse[r] *= p.dropout.scale;
-      const int row = finished_query + 8 * r;
-      if (lane % 4 == 0 && p.lse != nullptr && row < finished_queries) device::store(p.lse + finished->lse + row, lse);
+      const int row = first + 8 * r;
+      if (lane % 4 == 0 && p.lse != nullptr && row < queries) device::store(p.lse + ended->lse + row, lse);
     }
+  }
+  // Writes o * inverse to the buffer of q of tile number - 1, which nobody reads any more, and signals the storing
+  // warp.
+  __device__ __forceinline__ void hand_over() {
+    const unsigned of = number - 1, stage = query_stage_of(of);
     // Four 8 x 8 matrices per instruction: rows 0-7 and 8-15 of the warp's columns c to c + 7, then of columns c + 8 to
     // c + 15.
     unsigned char* buffer = shared.query(stage, group);
@@ -317,7 +316,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     device::fence_async_shared();
     device::named_barrier_arrive(store_barrier(stage, group), kStoreThreads);
     __syncwarp(0xffffffffu);  // all lanes have read the slot before one of them releases it
-    if (lane == 0) device::mbarrier_arrive(shared.slot_empty + slot_of(f.number));
+    if (lane == 0) device::mbarrier_arrive(shared.slot_empty + slot_of(of));
   }
   __device__ __forceinline__ void clear_output() {
 #pragma unroll
@@ -353,21 +352,21 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   __device__ __forceinline__ void run_serial() {
     if (tile.turns && group == tile.groups - 1) pass_turn();
     Probabilities probabilities;
-    for (unsigned number = 0; take_tile(number);) {
+    while (take_tile()) {
       clear_output();
       first_step(probabilities);
       int visit = 1;
       for (; visit < masked; ++visit) masked_step(visit, probabilities);
       for (; visit < visits; ++visit) following_step(probabilities);
       last_product(probabilities);
-      const Finished finished = finish_tile();
-      number = finished.number + 1;
-      hand_over(finished);
+      number = read_number() + 1;
+      end_softmax(softmax);
+      hand_over();
     }
   }
   __device__ __forceinline__ void run_overlapped() {
     if (tile.turns && group == tile.groups - 1) pass_turn();
-    if (!take_tile(0)) return;
+    if (!take_tile()) return;
     // Two arrays: the next probabilities are written while the tensor cores still read the previous ones.
     Probabilities p0, p1;
     float factor[2];
@@ -387,18 +386,21 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
 #pragma unroll
         for (int i = 0; i < tile.block_keys / 4; ++i) p0[i / 4][i % 4] = p1[i / 4][i % 4] ^ p.zero;
       }
-      // The last product of this tile overlaps with the first product of the next tile.
-      const Finished finished = finish_tile();
-      if (!take_tile(finished.number + 1)) {
+      // The last product of this tile overlaps with the first product of the next tile. So does the end of its softmax.
+      const Softmax ended = softmax;
+      if constexpr (tile.stages_biases()) number = read_number();
+      ++number;
+      if (!take_tile()) {
         last_product(p0);
-        hand_over(finished);
+        end_softmax(ended);
+        hand_over();
         break;
       }
       const MaskPlace place = mask_place(0);
-      const int values = start_step(p0);
+      const int values = start_step(p0, [&] { end_softmax(ended); });
       masked_softmax(place, factor);
       finish_step(values);
-      hand_over(finished);
+      hand_over();
       clear_output();
       Softmax::pack(s, p0);
     }

@@ -58,13 +58,11 @@ ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile
   s.tiles = i32(s.row_tiles * a.batch * a.heads_q);
   s.heads_first = s.descending = needs_counter(a);
   s.batch_first = p.biases.bias != nullptr && p.biases.bias_strides.batch == 0;  // which all sequences read
-  // The number of query heads scheduled together: those of as many key heads, a power of two, as have keys and values
-  // that fit into 32 MiB of the L2 cache.
-  constexpr int64_t kCacheBytes = 32 << 20;
+  constexpr int64_t kCacheBytes = 32 << 20;                                      // of the L2 cache, for keys and values
   const int64_t fit = kCacheBytes / (std::max<int64_t>(a.seqlen_k, 1) * tile.head_dim * 4);
-  int64_t key_heads = 1;
-  while (2 * key_heads <= fit && 2 * key_heads * p.heads_per_key_head <= a.batch * a.heads_q) key_heads *= 2;
-  s.heads_together = i32(key_heads * p.heads_per_key_head);
+  const SectionHeads sections = forward_sections(a.batch * a.heads_q, fit, p.heads_per_key_head);
+  s.heads_together = sections.together;
+  s.joined_heads = sections.joined;
   return p;
 }
 

@@ -72,30 +72,30 @@ template <int kBlockKeys> __host__ __device__ __forceinline__ BlockPlan plan_blo
   return plan;
 }
 
+// A thread's accumulators of one row are the columns 8 j and 8 j + 1. Returns bits 2 j and 2 j + 1 for the columns
+// before `end`. One instruction moves seven of them into predicates, where a comparison makes one.
+__device__ __forceinline__ uint32_t columns_before(int end) {
+  const int bits = end > 0 ? end / 8 * 2 + min(end % 8, 2) : 0;
+  return bits < 32 ? (1u << bits) - 1 : ~0u;
+}
+
 // Sets scores outside the window to -inf. `s` holds the accumulators of wgmma. Rows are queries (`query` is the
 // thread's first); columns are keys, from `first_key` on.
 template <int kRegisters> __device__ __forceinline__ void mask_scores(float (&s)[kRegisters], const Window& w,
                                                                       int query, int first_key, int lane, int shift,
                                                                       int keys) {
+  static_assert(kRegisters <= 64, "a word has a bit for each column of a row");
   const int column = first_key + lane % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int last = min(keys - 1, query + 8 * r + shift + w.right) - column;
+    const int diagonal = query + 8 * r + shift;
+    uint32_t seen = columns_before(min(keys, diagonal + w.right + 1) - column);
+    if (w.left != Window::kUnbounded) seen &= ~columns_before(diagonal - w.left - column);
 #pragma unroll
     for (int i = 0; i < kRegisters; i += 4)
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        if (2 * i + e > last) s[i + 2 * r + e] = -INFINITY;
-  }
-  if (w.left == Window::kUnbounded) return;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int first = query + 8 * r + shift - w.left - column;
-#pragma unroll
-    for (int i = 0; i < kRegisters; i += 4)
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (2 * i + e < first) s[i + 2 * r + e] = -INFINITY;
+        if ((seen >> (i / 2 + e) & 1) == 0) s[i + 2 * r + e] = -INFINITY;
   }
 }
 

@@ -4,15 +4,16 @@
 #include "device/reduce.h"
 #include "device/vector.h"
 #include "kernels/attention/attention.h"
+#include "kernels/attention/sections.h"
 
 // Which tile a block works on next.
 //
 // Tiles are numbered. If all tiles are equally long, a block takes every gridDim.x-th tile. Otherwise blocks take the
 // next number from a counter, with the longest tiles first, so that no block waits for a block with longer tiles.
 //
-// Sequences of equal length are numbered by (section, row tile, head). A section is a group of heads whose keys and
-// values fit together into the L2 cache. Packed sequences are numbered one after the other; `first_tiles` has the first
-// number of each. One more sequence, after the last, holds the tokens after cu_seqlens_q[batch], which see no key.
+// Sequences of equal length are numbered by sections of heads (sections.h). Packed sequences are numbered one after the
+// other; `first_tiles` has the first number of each. One more sequence, after the last, holds the tokens after
+// cu_seqlens_q[batch], which see no key.
 namespace warpsmith::attention {
 
 struct Schedule {
@@ -20,10 +21,10 @@ struct Schedule {
   const int* first_tiles;  // packed: [batch + 2], in row tiles, without heads
   int batch, heads, row_tiles;
   int tiles;           // of sequences of equal length
-  int heads_together;  // heads of a section
-  bool heads_first;    // neighbouring numbers are different heads
-  bool batch_first;    // neighbouring heads are those of different sequences
-  bool descending;     // with heads_first: the last row tile, the longest if causal, comes first
+  int heads_together;  // as in Sections, like the next three
+  int joined_heads;
+  bool heads_first, descending;
+  bool batch_first;  // neighbouring heads are those of different sequences
 };
 
 struct TileIndex {
@@ -45,17 +46,10 @@ __device__ __forceinline__ TileIndex tile_at(const Schedule& p, int n) {
     return {low, within % p.heads, p.descending ? tiles - 1 - within / p.heads : within / p.heads};
   }
   if (n >= p.tiles) return {-1, 0, 0};
-  const int per_section = p.heads_together * p.row_tiles, section = n / per_section;
-  const int within = n - section * per_section, first_head = section * p.heads_together;
-  const int heads = min(p.heads_together, p.batch * p.heads - first_head);
-  int row_tile = within % p.row_tiles, head = within / p.row_tiles;
-  if (p.heads_first) {
-    head = within % heads;
-    row_tile = p.descending ? p.row_tiles - 1 - within / heads : within / heads;
-  }
-  head += first_head;
-  if (p.batch_first) return {head % p.batch, head / p.batch, row_tile};
-  return {head / p.heads, head % p.heads, row_tile};
+  const SectionTile at =
+      section_tile({p.batch * p.heads, p.row_tiles, p.heads_together, p.joined_heads, p.heads_first, p.descending}, n);
+  if (p.batch_first) return {at.head % p.batch, at.head / p.batch, at.row_tile};
+  return {at.head / p.heads, at.head % p.heads, at.row_tile};
 }
 
 // The number of the tile after n. Called by one thread, early enough to hide the latency of the counter.
