@@ -1,6 +1,7 @@
 #pragma once
 #include <cmath>
 
+#include "device/async_copy.h"
 #include "device/convert.h"
 #include "device/math.h"
 #include "device/register_budget.h"
@@ -10,11 +11,13 @@
 
 // dbias on Hopper, after backward_sm90 and from its statistics: the same bits on every run.
 //
-// A block of threads owns 128 x 128 of dbias. It loops over the sequences and heads to which the bias is broadcast, in
-// ascending order, and adds dS = p (dp - delta) in registers, in float. Each step reads 128 rows of q, dout, k and v:
+// A tile is 128 x 128 of dbias. A block of threads takes one tile after the other; it loops over the sequences and
+// heads to which the bias is broadcast, in ascending order, and adds dS = p (dp - delta) in registers, in float. Each
+// step reads 128 rows of q, dout, k and v:
 //   s = q k^T | p = exp(s + bias - lse) | dp = dout v^T | dbias += p (dp - delta)
 // The bias itself is read once: every step has the same one, in shared memory. p and dS are not rounded. Masked rows
-// and keys are multiplied by 0, so a non-finite element in their blocks makes the sums NaN.
+// and keys are multiplied by 0, so a non-finite element in their blocks makes the sums NaN. The loads run ahead of the
+// sums across tiles: a tile has as few steps as there are sequences.
 //
 // One thread of warpgroup 0 loads. Warpgroups 1 and 2 have 64 rows each.
 namespace warpsmith::attention {
@@ -29,8 +32,8 @@ struct BiasGradientParams {
   const float* statistics;  // [blocks of queries, heads, statistics_stride()], of backward_sm90's blocks
   BiasParams biases;
   float scale_log2;
-  int query_tiles, key_tiles;
-  int bias_batch, bias_heads;  // sizes of dbias; 1: broadcast
+  int query_tiles, key_tiles, tiles;  // tiles: of all heads and sequences of dbias
+  int bias_batch, bias_heads;         // sizes of dbias; 1: broadcast
   void* dbias;
   AttentionBiasStrides strides;
 };
@@ -60,12 +63,11 @@ template <int kDim> struct BiasGradientShared {
   }
 };
 
-// The place of a block's tile in dbias. sequence, head: 0 where dbias is broadcast.
+// The place of a tile in dbias. sequence, head: 0 where dbias is broadcast.
 struct BiasGradientTile {
   int query_tile, key_tile, head, sequence;
 
-  __device__ __forceinline__ explicit BiasGradientTile(const BiasGradientParams& p) {
-    auto number = static_cast<int>(blockIdx.x);
+  __device__ __forceinline__ BiasGradientTile(const BiasGradientParams& p, int number) {
     key_tile = number % p.key_tiles;
     number /= p.key_tiles;
     query_tile = number % p.query_tiles;
@@ -74,6 +76,13 @@ struct BiasGradientTile {
     sequence = number / p.bias_heads;
   }
 };
+
+// Calls work(tile) for every tile of the block.
+template <class Work> __device__ __forceinline__ void for_each_bias_tile(const BiasGradientParams& p, Work&& work) {
+#pragma unroll 1
+  for (int number = static_cast<int>(blockIdx.x); number < p.tiles; number += static_cast<int>(gridDim.x))
+    work(BiasGradientTile(p, number));
+}
 
 // One sequence and head that adds to a tile.
 struct BiasGradientStep {
@@ -111,9 +120,8 @@ template <int kDim, int kBoxRows>
 __device__ __forceinline__ void load_bias_gradient(const BiasGradientParams& p, const BackwardMaps& maps,
                                                    const BiasGradientShared<kDim>& shared) {
   using Shared = BiasGradientShared<kDim>;
-  const BiasGradientTile tile(p);
   unsigned n = 0;
-  visit_bias_gradient(p, tile, [&](const BiasGradientStep& step) {
+  const auto load = [&](const BiasGradientTile& tile, const BiasGradientStep& step) {
     const int batch = p.cu_seqlens_q != nullptr ? 0 : step.sequence;
     const int row = step.q.start + tile.query_tile * kBiasTile, key = step.k.start + tile.key_tile * kBiasTile;
 #pragma unroll 1
@@ -133,6 +141,9 @@ __device__ __forceinline__ void load_bias_gradient(const BiasGradientParams& p, 
                             {panel * 64, key, step.head / p.heads_per_key_head, batch});
       }
     }
+  };
+  for_each_bias_tile(p, [&](const BiasGradientTile& tile) {
+    visit_bias_gradient(p, tile, [&](const BiasGradientStep& step) { load(tile, step); });
   });
 }
 
@@ -143,14 +154,12 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
 
   const BiasGradientParams& p;
   const Shared& shared;
-  const BiasGradientTile tile;
-  const int group, lane, row;  // row: within the tile
+  const int group, lane, row;  // row: within a tile
   float s[kBiasTile / 2], dp[kBiasTile / 2], sum[kBiasTile / 2];
 
   __device__ __forceinline__ BiasGradient(const BiasGradientParams& params, const Shared& memory, int warpgroup)
       : p(params),
         shared(memory),
-        tile(params),
         group(warpgroup),
         lane(threadIdx.x % 32),
         row(warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4) {}
@@ -159,21 +168,20 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
   __device__ __forceinline__ Four* own_biases() const {
     return reinterpret_cast<Four*>(shared.memory + Shared::kBias) + group * 8 * 128 + threadIdx.x % 128;
   }
-  __device__ __forceinline__ void load_biases() const {
+  __device__ __forceinline__ void load_biases(const BiasGradientTile& tile) const {
     const AttentionBiasStrides& of = p.biases.bias_strides;
     const int query = tile.query_tile * kBiasTile + row, key = tile.key_tile * kBiasTile + lane % 4 * 2;
     const T* from = static_cast<const T*>(p.biases.bias) + tile.sequence * of.batch + tile.head * of.head + key;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      Four four{};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int at = min(query + j % 2 * 8, p.queries - 1), n = 2 * i + j / 2;
-        if (key + 8 * n < p.keys)
-          four.at[j] = device::load(reinterpret_cast<const uint32_t*>(from + at * of.q + 8 * n));
+        const bool exists = key + 8 * n < p.keys;
+        device::copy_async<4>((own_biases() + i * 128)->at + j, from + (exists ? at * of.q + 8 * n : 0), exists);
       }
-      device::store(own_biases() + i * 128, four);
     }
+    device::copy_async_commit();
   }
   // out = own rows times keys^T. Asynchronous.
   __device__ __forceinline__ void multiply(float (&out)[kBiasTile / 2], unsigned stage) const {
@@ -191,12 +199,13 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
     }
     device::wgmma_commit();
   }
-  __device__ __forceinline__ void add_biases(const BiasGradientStep& step) {
+  __device__ __forceinline__ void add_biases(const BiasGradientTile& tile, const BiasGradientStep& step) {
     const int key = tile.key_tile * kBiasTile + lane % 4 * 2;
     QueryBiases<kBiasTile, Biases::tensor>{
         p.biases,      step.sequence, step.head,     tile.query_tile * kBiasTile + row,
         step.q.length, key,           step.k.length, step.shift}
         .add_alibi(s);
+    device::copy_async_wait<0>();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const Four four = device::load(own_biases() + i * 128);
@@ -209,7 +218,7 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
     }
   }
   // Hides what the window hides, and rows that the sequence does not have.
-  __device__ __forceinline__ void mask(const BiasGradientStep& step) {
+  __device__ __forceinline__ void mask(const BiasGradientTile& tile, const BiasGradientStep& step) {
     const int first_row = tile.query_tile * kBiasTile + group * 64, first_key = tile.key_tile * kBiasTile;
     const int first = first_row + step.shift;
     if (first_row + 64 <= step.q.length && first_key >= first + 63 - p.window.left &&
@@ -221,7 +230,7 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
     for (int i = 0; i < kBiasTile / 2; ++i)
       if (query + i / 2 % 2 * 8 >= step.q.length) s[i] = -INFINITY;
   }
-  __device__ __forceinline__ void add(const BiasGradientStep& step, unsigned n) {
+  __device__ __forceinline__ void add(const BiasGradientTile& tile, const BiasGradientStep& step, unsigned n) {
     const int64_t first = first_block(p.cu_seqlens_q, step.sequence, step.q.start, p.queries, kBlock);
     float lse[2], delta[2];
 #pragma unroll
@@ -244,8 +253,8 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
     device::wgmma_wait<1>();
     device::hold(s);
     if (lane == 0) device::mbarrier_arrive(shared.empty(scores));
-    add_biases(step);
-    mask(step);
+    add_biases(tile, step);
+    mask(tile, step);
 #pragma unroll
     for (int i = 0; i < kBiasTile / 2; ++i) s[i] = device::exp2(s[i] * p.scale_log2 - lse[i / 2 % 2]);
     device::wgmma_wait<0>();
@@ -255,18 +264,22 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
     for (int i = 0; i < kBiasTile / 2; ++i) sum[i] = fmaf(s[i], dp[i] - delta[i / 2 % 2], sum[i]);
   }
   __device__ __forceinline__ void run() {
-#pragma unroll
-    for (float& x : sum) x = 0.0f;
-    load_biases();
     unsigned n = 0;
-    visit_bias_gradient(p, tile, [&](const BiasGradientStep& step) {
-      add(step, n);
-      n += 2;
+    for_each_bias_tile(p, [&](const BiasGradientTile& tile) {
+#pragma unroll
+      for (float& x : sum) x = 0.0f;
+      bool loaded = false;
+      visit_bias_gradient(p, tile, [&](const BiasGradientStep& step) {
+        if (!loaded) load_biases(tile);
+        loaded = true;
+        add(tile, step, n);
+        n += 2;
+      });
+      const int first_row = tile.query_tile * kBiasTile + group * 64, first_key = tile.key_tile * kBiasTile;
+      T* to = static_cast<T*>(p.dbias) + tile.sequence * p.strides.batch + tile.head * p.strides.head +
+              first_row * p.strides.q + first_key;
+      store_accumulators(to, p.strides.q, sum, 1.0f, row - group * 64, p.queries - first_row, p.keys - first_key, lane);
     });
-    const int first_row = tile.query_tile * kBiasTile + group * 64, first_key = tile.key_tile * kBiasTile;
-    T* to = static_cast<T*>(p.dbias) + tile.sequence * p.strides.batch + tile.head * p.strides.head +
-            first_row * p.strides.q + first_key;
-    store_accumulators(to, p.strides.q, sum, 1.0f, row - group * 64, p.queries - first_row, p.keys - first_key, lane);
   }
 };
 

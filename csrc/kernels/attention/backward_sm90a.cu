@@ -157,10 +157,13 @@ Status run_bias_gradient(const AttentionBwdParams& x, const BackwardMaps& maps, 
   p.key_tiles = i32(tiles(a.seqlen_k));
   p.bias_batch = x.dbias_strides.batch == 0 ? 1 : p.batch;
   p.bias_heads = x.dbias_strides.head == 0 ? 1 : p.heads;
+  p.tiles = p.query_tiles * p.key_tiles * p.bias_heads * p.bias_batch;
   p.dbias = x.dbias;
   p.strides = x.dbias_strides;
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   return launch(backward_sm90_bias<T, tile.head_dim, tile.block_queries>,
-                {.grid = static_cast<unsigned>(int64_t{p.query_tiles} * p.key_tiles * p.bias_heads * p.bias_batch),
+                {.grid = static_cast<unsigned>(std::min(device.multiprocessors, p.tiles)),
                  .block = kBiasThreads,
                  .dynamic_shared_bytes = BiasGradientShared<tile.head_dim>::kBytes},
                 stream, maps, p);
