@@ -31,6 +31,7 @@ TEST(padding_masks) {
 // dbias by its Hopper kernel: everything that a bias may be broadcast to, tails of tiles, ALiBi beside it.
 TEST(bias_gradient) {
   NEEDS_SM90_CODE;
+  Multiprocessors two(2);
   SeedsAtMost few(2);
   for (const std::string kept : {"1111", "0111", "1011", "0011"}) {
     AttentionData<bfloat16> data({.batch = 2,
@@ -48,6 +49,7 @@ TEST(bias_gradient) {
 }
 TEST(bias_gradient_in_a_window) {
   NEEDS_SM90_CODE;
+  Multiprocessors two(2);
   SeedsAtMost few(1);
   for (const int64_t dim : {64, 128}) {
     AttentionData<float16> data({.queries = 300,
@@ -65,6 +67,7 @@ TEST(bias_gradient_in_a_window) {
 // What a bias holds beyond the end of a sequence does not count, and its gradient there is 0.
 TEST(bias_gradient_of_packed_sequences) {
   NEEDS_SM90_CODE;
+  Multiprocessors two(2);
   SeedsAtMost few(2);
   for (const std::string kept : {"1011", "0111"}) {
     AttentionData<bfloat16> data({.heads = 2,
