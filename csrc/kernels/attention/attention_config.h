@@ -25,7 +25,6 @@ struct ForwardTile {
   int query_stages = 2;  // tiles of queries in shared memory. 1: tiles do not overlap
   bool dropout = false;
   Biases biases = Biases::none;
-  int bias_stages = 1;  // tiles of a bias tensor in shared memory or in flight, for each warpgroup
 
   constexpr bool biased() const { return biases != Biases::none; }
   constexpr bool serial() const { return query_stages == 1; }
@@ -40,7 +39,7 @@ struct ForwardTile {
   constexpr bool stages_biases() const { return biases == Biases::tensor; }
   constexpr int bias_bytes() const { return stages_biases() ? 64 * block_keys * 2 : 0; }  // per warpgroup
   constexpr int shared_bytes() const {
-    return query_stages * groups * query_bytes() + block_stages * block_bytes() + groups * bias_stages * bias_bytes();
+    return query_stages * groups * query_bytes() + block_stages * block_bytes() + groups * bias_bytes();
   }
   constexpr bool operator==(const ForwardTile&) const = default;
 };

@@ -26,9 +26,9 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   const ForwardShared<tile>& shared;
   const int group, lane, warp;
   Ring<tile.block_stages> ring;
-  Ring<tile.bias_stages> bias_ring;
-  const Tile* t;       // in shared memory
-  int visits, masked;  // of the tile
+  unsigned bias_parity = 0;  // of the visit
+  const Tile* t;             // in shared memory
+  int visits, masked;        // of the tile
   int query;
   uint64_t q;                    // descriptor
   float s[tile.block_keys / 2];  // scores; after a masked step, probabilities
@@ -133,7 +133,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     cap();
     if constexpr (tile.stages_biases()) {
       biases(m.first_key).add_alibi(s);
-      staged_biases().load_and_add(s, p.biases.to_scores);
+      staged_biases(m.first_key).load_and_add(s, p.biases.to_scores);
     } else if constexpr (tile.biased()) {
       biases(m.first_key).add_edge(s);
     }
@@ -154,9 +154,8 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   __device__ __forceinline__ StepBiases biases(int first_key) const {
     return {p.biases, t->sequence, t->head, query, t->queries, first_key + lane % 4 * 2, t->keys, t->shift};
   }
-  __device__ __forceinline__ StagedBiases<T, tile> staged_biases() {
-    const bool one_row = p.biases.tensor_map && p.biases.rows == 1;
-    return {shared, bias_ring, group, one_row ? 0 : warp * 16 + lane % 16, lane};
+  __device__ __forceinline__ StagedBiases<T, tile> staged_biases(int first_key) {
+    return {p.biases, shared, bias_parity, t, group, warp, lane, first_key};
   }
   // The parts that the Philox calls of a step share. Computed in every step, because there are no registers to keep
   // them.
@@ -205,7 +204,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     const int values = start_step(old, [&] {
       if constexpr (tile.dropout) make_gates(dropout, first_key, probabilities);
       if constexpr (tile.stages_biases())
-        staged_biases().load(probabilities);
+        staged_biases(first_key).load(probabilities);
       else if constexpr (tile.biased())
         biases(first_key).load(probabilities);
     });

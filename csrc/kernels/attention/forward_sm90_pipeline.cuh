@@ -67,7 +67,7 @@ template <ForwardTile tile> struct ForwardState {
   Mbarrier query_full[tile.groups * tile.query_stages], query_empty[tile.groups * tile.query_stages];
   Mbarrier block_full[tile.block_stages], block_empty[tile.block_stages];
   Mbarrier slot_full[kTileSlots], slot_empty[kTileSlots];
-  Mbarrier bias_full[tile.groups * tile.bias_stages], bias_empty[tile.groups * tile.bias_stages];
+  Mbarrier bias_full[tile.groups], bias_empty[tile.groups];
   Tile slots[kTileSlots];
   float scratch[4];
 };
@@ -98,8 +98,8 @@ template <ForwardTile tile> struct ForwardShared {
   __device__ __forceinline__ unsigned char* block(int stage) const {
     return memory + tile.query_stages * tile.groups * tile.query_bytes() + stage * tile.block_bytes();
   }
-  __device__ __forceinline__ unsigned char* biases(int stage, int group) const {
-    return block(tile.block_stages) + (stage * tile.groups + group) * tile.bias_bytes();
+  __device__ __forceinline__ unsigned char* biases(int group) const {
+    return block(tile.block_stages) + group * tile.bias_bytes();
   }
 };
 
