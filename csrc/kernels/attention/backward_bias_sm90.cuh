@@ -297,6 +297,7 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
       device::mbarrier_wait(shared.slot_full(slots.stage), slots.parity);
       const int number = __shfl_sync(0xffffffffu, device::load(shared.number(slots.stage)), 0);
       if (number >= p.tiles) return;
+      __syncwarp(0xffffffffu);  // all lanes have read the slot before one of them releases it
       if (lane == 0) device::mbarrier_arrive(shared.slot_empty(slots.stage));
       make(BiasGradientTile(p, number), n);
     }
