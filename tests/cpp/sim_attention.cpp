@@ -352,10 +352,10 @@ TEST(a_forward_has_small_sections_and_a_large_last_one) {
     expect_equal("heads together", s.together, together);
     expect_equal("joined heads", s.joined, joined);
   };
-  check(attention::forward_sections(256, 64, 1), 16, 64);    // 16 sequences of 1,024 x 16 heads of 128
-  check(attention::forward_sections(768, 128, 1), 32, 128);  // 64 sequences of 1,024 x 12 heads of 64
-  check(attention::forward_sections(100, 64, 1), 16, 68);
-  check(attention::forward_sections(64, 8, 8), 16, 64);  // one section
+  check(attention::forward_sections(256, 64, 1), 8, 64);     // 16 sequences of 1,024 x 16 heads of 128
+  check(attention::forward_sections(768, 128, 1), 16, 128);  // 64 sequences of 1,024 x 12 heads of 64
+  check(attention::forward_sections(100, 64, 1), 8, 68);
+  check(attention::forward_sections(64, 8, 8), 8, 64);  // one section
   check(attention::forward_sections(16, 0, 1), 1, 1);
 }
 

@@ -11,9 +11,9 @@
 
 // dbias on Hopper, after backward_sm90 and from its statistics: the same bits on every run.
 //
-// A tile is 128 x 128 of dbias. A block of threads takes one tile after the other; it loops over the sequences and
-// heads to which the bias is broadcast, in ascending order, and adds dS = p (dp - delta) in registers, in float. Each
-// step reads 128 rows of q, dout, k and v:
+// A tile is 128 x 128 of dbias. A block of threads takes one tile after the other from a counter; it loops over the
+// sequences and heads to which the bias is broadcast, in ascending order, and adds dS = p (dp - delta) in registers, in
+// float. Each step reads 128 rows of q, dout, k and v:
 //   s = q k^T | p = exp(s + bias - lse) | dp = dout v^T | dbias += p (dp - delta)
 // The bias itself is read once: every step has the same one, in shared memory. p and dS are not rounded. Masked rows
 // and keys are multiplied by 0, so a non-finite element in their blocks makes the sums NaN. The loads run ahead of the
@@ -33,6 +33,7 @@ struct BiasGradientParams {
   BiasParams biases;
   float scale_log2;
   int query_tiles, key_tiles, tiles;  // tiles: of all heads and sequences of dbias
+  int* counter;                       // the next tile, less gridDim.x; 0 at the start
   int bias_batch, bias_heads;         // sizes of dbias; 1: broadcast
   void* dbias;
   AttentionBiasStrides strides;
@@ -43,7 +44,9 @@ template <int kDim> struct BiasGradientShared {
   static constexpr int kOperandBytes = kBiasTile * kDim * 2;
   static constexpr int kBias = kRing * 2 * kOperandBytes;
   static constexpr int kBarriers = kBias + kBiasTile * kBiasTile * 2;
-  static constexpr int kBytes = kBarriers + 2 * kRing * static_cast<int>(sizeof(Mbarrier));
+  static constexpr int kSlots = 4;  // the loads are at most so many tiles ahead
+  static constexpr int kNumbers = kBarriers + 2 * (kRing + kSlots) * static_cast<int>(sizeof(Mbarrier));
+  static constexpr int kBytes = kNumbers + kSlots * static_cast<int>(sizeof(int));
 
   unsigned char* memory;
 
@@ -53,8 +56,16 @@ template <int kDim> struct BiasGradientShared {
     return reinterpret_cast<Mbarrier*>(memory + kBarriers) + i;
   }
   __device__ __forceinline__ Mbarrier* empty(unsigned i) const { return full(kRing + i); }
+  // A slot holds the number of a tile. The numbers of a block end with one that no tile has.
+  __device__ __forceinline__ Mbarrier* slot_full(unsigned i) const { return full(2 * kRing + i); }
+  __device__ __forceinline__ Mbarrier* slot_empty(unsigned i) const { return slot_full(kSlots + i); }
+  __device__ __forceinline__ int* number(unsigned i) const { return reinterpret_cast<int*>(memory + kNumbers) + i; }
   // Called by one thread.
   __device__ __forceinline__ void initialise() const {
+    for (unsigned i = 0; i < kSlots; ++i) {
+      device::mbarrier_init(slot_full(i), 1);
+      device::mbarrier_init(slot_empty(i), kBackwardConsumerWarps);
+    }
     for (unsigned i = 0; i < kRing; ++i) {
       device::mbarrier_init(full(i), 1);
       device::mbarrier_init(empty(i), kBackwardConsumerWarps);
@@ -76,13 +87,6 @@ struct BiasGradientTile {
     sequence = number / p.bias_heads;
   }
 };
-
-// Calls work(tile) for every tile of the block.
-template <class Work> __device__ __forceinline__ void for_each_bias_tile(const BiasGradientParams& p, Work&& work) {
-#pragma unroll 1
-  for (int number = static_cast<int>(blockIdx.x); number < p.tiles; number += static_cast<int>(gridDim.x))
-    work(BiasGradientTile(p, number));
-}
 
 // One sequence and head that adds to a tile.
 struct BiasGradientStep {
@@ -142,9 +146,17 @@ __device__ __forceinline__ void load_bias_gradient(const BiasGradientParams& p, 
       }
     }
   };
-  for_each_bias_tile(p, [&](const BiasGradientTile& tile) {
+  device::Ring<Shared::kSlots> slots;
+  for (int number = static_cast<int>(blockIdx.x), next = 0;; number = next) {
+    device::mbarrier_wait(shared.slot_empty(slots.stage), slots.parity ^ 1);
+    device::store(shared.number(slots.stage), number);
+    device::mbarrier_arrive(shared.slot_full(slots.stage));
+    if (number >= p.tiles) return;
+    slots.next();
+    next = atomicAdd(p.counter, 1) + static_cast<int>(gridDim.x);  // its latency overlaps with the loads
+    const BiasGradientTile tile(p, number);
     visit_bias_gradient(p, tile, [&](const BiasGradientStep& step) { load(tile, step); });
-  });
+  }
 }
 
 // A warpgroup owns 64 rows of the tile. A thread has two of them: `row` and row + 8.
@@ -263,23 +275,32 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
 #pragma unroll
     for (int i = 0; i < kBiasTile / 2; ++i) sum[i] = fmaf(s[i], dp[i] - delta[i / 2 % 2], sum[i]);
   }
+  // Adds up a tile and stores it. n: the number of loads before it.
+  __device__ __forceinline__ void make(const BiasGradientTile& tile, unsigned& n) {
+#pragma unroll
+    for (float& x : sum) x = 0.0f;
+    bool loaded = false;
+    visit_bias_gradient(p, tile, [&](const BiasGradientStep& step) {
+      if (!loaded) load_biases(tile);
+      loaded = true;
+      add(tile, step, n);
+      n += 2;
+    });
+    const int first_row = tile.query_tile * kBiasTile + group * 64, first_key = tile.key_tile * kBiasTile;
+    T* to = static_cast<T*>(p.dbias) + tile.sequence * p.strides.batch + tile.head * p.strides.head +
+            first_row * p.strides.q + first_key;
+    store_accumulators(to, p.strides.q, sum, 1.0f, row - group * 64, p.queries - first_row, p.keys - first_key, lane);
+  }
   __device__ __forceinline__ void run() {
     unsigned n = 0;
-    for_each_bias_tile(p, [&](const BiasGradientTile& tile) {
-#pragma unroll
-      for (float& x : sum) x = 0.0f;
-      bool loaded = false;
-      visit_bias_gradient(p, tile, [&](const BiasGradientStep& step) {
-        if (!loaded) load_biases(tile);
-        loaded = true;
-        add(tile, step, n);
-        n += 2;
-      });
-      const int first_row = tile.query_tile * kBiasTile + group * 64, first_key = tile.key_tile * kBiasTile;
-      T* to = static_cast<T*>(p.dbias) + tile.sequence * p.strides.batch + tile.head * p.strides.head +
-              first_row * p.strides.q + first_key;
-      store_accumulators(to, p.strides.q, sum, 1.0f, row - group * 64, p.queries - first_row, p.keys - first_key, lane);
-    });
+    for (device::Ring<Shared::kSlots> slots;; slots.next()) {
+      device::mbarrier_wait(shared.slot_full(slots.stage), slots.parity);
+      const int number = __shfl_sync(0xffffffffu, device::load(shared.number(slots.stage)), 0);
+      if (number >= p.tiles) return;
+      __syncwarp(0xffffffffu);  // all lanes have read the slot before one of them releases it
+      if (lane == 0) device::mbarrier_arrive(shared.slot_empty(slots.stage));
+      make(BiasGradientTile(p, number), n);
+    }
   }
 };
 

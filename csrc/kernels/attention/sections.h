@@ -8,7 +8,7 @@
 //
 // In a large section all blocks read from memory at its start, and hardly later. In a small one at the end, most blocks
 // wait for the few that began a long tile late. So the forward's last section takes as many heads as fit, and the
-// others take a quarter of that.
+// others take an eighth of that.
 namespace warpsmith::attention {
 
 struct Sections {
@@ -45,7 +45,7 @@ struct SectionHeads {
 inline SectionHeads forward_sections(int64_t heads, int64_t fit, int64_t group) {
   int64_t key_heads = 1;  // a power of two
   while (2 * key_heads <= fit && 2 * key_heads * group <= heads) key_heads *= 2;
-  const int64_t last = key_heads * group, together = (key_heads < 4 ? 1 : key_heads / 4) * group;
+  const int64_t last = key_heads * group, together = (key_heads < 8 ? 1 : key_heads / 8) * group;
   return {static_cast<int>(together), static_cast<int>(heads - (heads - last) / together * together)};
 }
 
