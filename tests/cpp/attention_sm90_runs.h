@@ -19,8 +19,7 @@ template <class T> Tolerance output_tolerance() {
 }
 inline constexpr Tolerance kLseTolerance{.ulps = 0, .relative = 1e-5, .absolute = 1e-5};
 
-template <class T> Status run_forward(AttentionData<T>& data) {
-  AttentionFwdParams p = data.forward();
+template <class T> Status run_forward(AttentionData<T>& data, AttentionFwdParams p) {
   int64_t bytes = 0;
   WARPSMITH_RETURN_IF_FAILED(attention_forward_workspace_cuda(p, &bytes));
   if (data.workspace.size() != static_cast<size_t>(bytes))
@@ -28,6 +27,7 @@ template <class T> Status run_forward(AttentionData<T>& data) {
   p.workspace = data.workspace.data();
   return attention_forward_cuda(p, nullptr);
 }
+template <class T> Status run_forward(AttentionData<T>& data) { return run_forward(data, data.forward()); }
 
 // Rows after the last packed sequence are zero, with lse -inf: as the oracle's untouched rows.
 template <class T> void check_forward(const AttentionCase& shape, Tolerance tolerance = output_tolerance<T>()) {
@@ -44,8 +44,7 @@ template <class T> void check_forward(const AttentionCase& shape, Tolerance tole
   });
 }
 
-template <class T> Status run_backward(AttentionData<T>& data) {
-  AttentionBwdParams p = data.backward();
+template <class T> Status run_backward(AttentionData<T>& data, AttentionBwdParams p) {
   int64_t bytes = 0;
   WARPSMITH_RETURN_IF_FAILED(attention_backward_workspace_cuda(p, &bytes));
   if (data.workspace.size() != static_cast<size_t>(bytes))
@@ -53,6 +52,7 @@ template <class T> Status run_backward(AttentionData<T>& data) {
   p.workspace = data.workspace.data();
   return attention_backward_cuda(p, nullptr);
 }
+template <class T> Status run_backward(AttentionData<T>& data) { return run_backward(data, data.backward()); }
 
 template <class T> void compare_gradients(const AttentionData<T>& data) {
   expect_within("dq", data.dq.data, data.want_dq, data.of_dq);

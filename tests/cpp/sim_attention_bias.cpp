@@ -264,6 +264,45 @@ TEST(backward_hidden_rows) {
   }
 }
 
+// Rows with space between them, and batch and heads in the other order. The space holds NaN: the kernels read none of
+// it.
+TEST(strided_biases) {
+  NEEDS_SM90_CODE;
+  SeedsAtMost few(1);
+  Multiprocessors two(2);
+  for (const int64_t keys : {200, 198})
+    for (const int64_t space : {8, 2}) {  // 2: TMA cannot read them
+      const AttentionCase shape{.batch = 2, .queries = 150, .keys = keys, .heads = 2, .key_heads = 1, .bias = "1111"};
+      AttentionData<bfloat16> data(shape);
+      solve_gradients(data);
+      const int64_t row = (keys + 7) / 8 * 8 + space, head = shape.queries * row * shape.batch;
+      const AttentionBiasStrides strides{shape.queries * row, head, row, 1};
+      Buffer<bfloat16> biases(static_cast<size_t>(head * shape.heads));
+      for (size_t i = 0; i < biases.size(); ++i) biases[i] = from_float<bfloat16>(std::nanf(""));
+      for (int64_t b = 0; b < shape.batch; ++b)
+        for (int64_t h = 0; h < shape.heads; ++h)
+          for (int64_t i = 0; i < shape.queries; ++i)
+            for (int64_t j = 0; j < keys; ++j)
+              biases[static_cast<size_t>(b * strides.batch + h * strides.head + i * strides.q + j)] =
+                  data.narrow_bias[data.bias_shape.at(b, h, i, j)];
+      const auto replace = [&](auto params) {
+        params.problem.bias = biases.data();
+        params.problem.bias_strides = strides;
+        return params;
+      };
+      expect_ok(attention_forward_supported_sm90(replace(data.forward())));
+      expect_ok(attention_backward_supported_sm90(replace(data.backward())));
+      data.poison_gradients();
+      expect_ok(run_backward(data, replace(data.backward())));
+      compare_gradients(data);
+      compare_dbias(data);
+      data.poison_outputs();
+      expect_ok(run_forward(data, replace(data.forward())));
+      expect_within("out", data.out.data, data.want_out, data.of_out);
+      expect_close("lse", data.lse, data.want_lse, kLseTolerance);
+    }
+}
+
 TEST(what_the_kernels_lack_is_refused) {
   NEEDS_SM90_CODE;
   const auto refused = [](const AttentionCase& shape, const char* why) {
@@ -299,6 +338,18 @@ RANDOM_TEST(random_shapes) {
                       .heads = key_heads * random.integer(1, 2),
                       .key_heads = key_heads,
                       .head_dim = 8 * random.integer(1, 16)};
+  if (random.integer(0, 2) == 2) {  // packed: `keys`, which is even, is the longest
+    const int64_t sequences = random.integer(1, 4);
+    shape.lengths_k.push_back(shape.keys);
+    shape.lengths_q.push_back(random.size(0, 200));
+    for (int64_t i = 1; i < sequences; ++i) {
+      shape.lengths_k.push_back(random.size(0, shape.keys));
+      shape.lengths_q.push_back(random.size(0, 200));
+    }
+    shape.lengths_q.push_back(random.size(1, 200));
+    shape.lengths_k.push_back(random.size(0, shape.keys));
+    shape.spare_tokens = random.size(0, 200);
+  }
   if (random.coin()) shape.window_right = random.size(0, 200);
   if (random.coin()) shape.window_left = random.size(0, 200);
   const auto broadcast = [&] {

@@ -212,6 +212,16 @@ def refused(words, *tensors, **options):
         context_parallel_attention(*tensors, **options)
 
 
+WRONG_TYPES = [
+    ("seed", r"a tensor or None, got the int 5", 5),
+    ("sink", r"a tensor or None, got the list \[0.0, 0.0\]", [0.0, 0.0]),
+    ("dropout_p", r"a number in \[0, 1\), got the str '0.1'", "0.1"),
+    ("dropout_p", r"a number in \[0, 1\), got Tensor", torch.tensor([0.1, 0.2])),
+    ("softmax_scale", "a number or None, got the str", "1"),
+    ("softcap", "a number, got None", None),
+]
+
+
 @multirank(2, timeout_s=300)
 def test_what_does_not_fit_is_refused_on_every_rank(rank, world_size):
     def heads(tokens, q_heads, k_heads=None, lead=(1,)):
@@ -248,6 +258,10 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank, world_size):
     with pytest.raises(ValueError, match=f"shard_sequence: rank {rank} of 2: t: expected a multiple of 4 tokens"):
         shard_sequence(torch.zeros(1, 6))
 
+    for name, words, wrong in WRONG_TYPES:
+        with pytest.raises(TypeError, match=f"^context_parallel_attention: {name}: expected {words}"):
+            context_parallel_attention(*heads(64, 2), **({"dropout_p": 0.1} | {name: wrong}))
+
     # Mistakes of one rank: all ranks raise, and none waits for another.
     more = 2 * rank
     refused(of_one + r"q: expected float32 \(1, 4, 2, 16\), as on rank 0, got float32 \(1, 6", *heads(4 + more, 2))
@@ -258,6 +272,11 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank, world_size):
     refused(of_one + "dropout_p: expected 0.1, as on rank 0, got 0.2", *heads(64, 2), dropout_p=(0.1, 0.2)[rank])
     seed = torch.zeros(2).long() if rank else None
     refused(of_one + "seed: expected None, as on rank 0, got int64", *heads(64, 2), dropout_p=0.1, seed=seed)
+    if rank == 1:
+        with pytest.raises(TypeError, match="seed: expected a tensor or None, got the int 5"):
+            context_parallel_attention(*heads(64, 2), dropout_p=0.1, seed=5)
+    else:
+        refused(of_one + "seed: expected a tensor or None, got the int 5", *heads(64, 2), dropout_p=0.1, seed=SEED)
     refused(of_one + "sink: expected None", *heads(4, 2), sink=torch.zeros(2) if rank else None)
     layouts = heads(2, 2)  # of the same shape in both
     refused(of_one + "layout: expected bshd, as on rank 0, got bhsd", *layouts, layout=("bshd", "bhsd")[rank])
@@ -299,3 +318,14 @@ def test_a_world_of_one(mode):
     dropped = context_parallel_attention(q, q, q, mode=mode, dropout_p=0.5, seed=SEED)
     assert torch.equal(dropped, warpsmith.attention(q, q, q, dropout_p=0.5, seed=SEED))
     assert torch.equal(context_parallel_attention(q, q, q, mode=mode), warpsmith.attention(q, q, q))
+
+
+def test_a_world_of_one_is_exported_for_every_length():
+    class Block(torch.nn.Module):
+        def forward(self, q, seed):
+            return context_parallel_attention(q, q, q, causal=True, dropout_p=0.5, seed=seed)
+
+    lengths = {1: torch.export.Dim("tokens", min=2, max=1024)}
+    program = torch.export.export(Block(), (torch.randn(1, 64, 2, HEAD_DIM), SEED), dynamic_shapes=(lengths, None))
+    q = torch.randn(1, 48, 2, HEAD_DIM)
+    assert torch.equal(program.module()(q, SEED), Block()(q, SEED))

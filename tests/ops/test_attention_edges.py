@@ -294,6 +294,21 @@ def test_a_context_may_be_split_and_joined_by_lse():
     )
 
 
+@pytest.mark.parametrize(
+    ("p", "got"),
+    [("0.1", "the str '0.1'"), (None, "None"), ([0.1], r"the list \[0.1\]"), (torch.tensor(0.1), "Tensor")],
+)
+@pytest.mark.parametrize("seed", [None, SEED])
+def test_dropout_p_is_a_number(p, got, seed):
+    q, cu = torch.zeros(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    for op, call in (
+        ("attention", lambda: warpsmith.attention(q[None], q[None], q[None], dropout_p=p, seed=seed)),
+        ("attention_varlen", lambda: warpsmith.attention_varlen(q, q, q, cu, max_seqlen_q=4, dropout_p=p, seed=seed)),
+    ):
+        with pytest.raises(TypeError, match=rf"^{op}: dropout_p: expected a number in \[0, 1\), got {got}$"):
+            call()
+
+
 def test_plans_say_why_no_faster_kernel_is_taken():
     plan = warpsmith.plan("attention", seqlen_q=4096, head_dim=128)
     assert plan["forward"]["kernel"] == plan["backward"]["kernel"] == "sm_90a"

@@ -271,7 +271,8 @@ def ulysses(
     sink = None if sink is None else sink[own]
     alibi = None if alibi is None else alibi[..., own].contiguous()
     q, k, v = (to_heads(t) for t in (q, k, v))
-    of_all = None if seed is None else (0, o.max_seqlen or q.shape[tokens], 0, own.start, all_heads)
+    whole = seed is None or place.ranks == 1
+    of_all = None if whole else (0, o.max_seqlen or q.shape[tokens], 0, own.start, all_heads)
     out, lse = attend(
         *(q, k, v, cu, cu, alibi, None, sink, seed, o.max_seqlen, o.max_seqlen, o.layout, 0, True, o.left, o.right),
         *(o.softmax_scale, o.softcap, o.dropout_p, o.deterministic, of_all),

@@ -130,6 +130,7 @@ def context_parallel_attention(
     mask is a function of ``seed``, batch entry, head, query and key, whatever the mode and the number of ranks.
 
     Raises:
+        TypeError: an argument of another Python type.
         ValueError: a dtype, shape or number that does not fit, a mask that the mode cannot do (with the reason), or
             ranks whose calls differ in a size, an option, ``return_lse`` or in whether gradients are needed. The ranks
             compare their calls before they exchange tensors, so a mistake of one rank is an error of all, not a hang.
@@ -155,6 +156,8 @@ def context_parallel_attention(
         _attention.choice(_OP, "mode", mode, _MODES)
         check_sharding(_OP, sharding)
         left, right = _attention.check_window(_OP, causal, window_size)
+        optional = {"cu_seqlens": cu_seqlens, "alibi_slopes": alibi_slopes, "sink": sink, "seed": seed}
+        _check_types({"q": q, "k": k, "v": v}, optional, softmax_scale, softcap)
         q, k, v = _attention.under_autocast(_OP, q, k, v)  # type: ignore[assignment]
         dropout_p = dropout_p if _attention.drops(_OP, dropout_p) else 0.0
         numbers = softmax_scale, softcap, deterministic, max_seqlen or 0, dropout_p, place.ranks
@@ -165,7 +168,7 @@ def context_parallel_attention(
         _check_packing(call, max_seqlen)
         _check_tensors(call)
         _check_mode(call, place)
-        facts = _facts(call, place)
+        facts = _facts(call, place) if place.ranks > 1 else {}
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         refusal = error
     _agree(place, facts, refusal)
@@ -189,6 +192,22 @@ def _seed(call: _Call, place: Place) -> Tensor | None:
     if place.ranks > 1:
         dist.broadcast(seed, 0 if place.group is None else dist.get_global_rank(place.group, 0), place.group)
     return seed
+
+
+def _check_types(
+    tensors: dict[str, Any], optional: dict[str, Any], softmax_scale: float | None, softcap: float
+) -> None:
+    """Refuses values of another Python type. The checks after this one look at dtypes, shapes and sizes."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            _check.refuse_type(_OP, name, "a tensor", value)
+    for name, value in optional.items():
+        if value is not None and not isinstance(value, Tensor):
+            _check.refuse_type(_OP, name, "a tensor or None", value)
+    if softmax_scale is not None and type(softmax_scale) is not float and not _check.is_number(softmax_scale):
+        _check.refuse_type(_OP, "softmax_scale", "a number or None", softmax_scale)
+    if type(softcap) is not float and not _check.is_number(softcap):
+        _check.refuse_type(_OP, "softcap", "a number", softcap)
 
 
 def _check_packing(call: _Call, max_seqlen: Any) -> None:

@@ -336,6 +336,8 @@ def check_window(op: str, causal: bool, window_size: Sequence[int] | None) -> tu
 
 def drops(op: str, dropout_p: float) -> bool:
     """Whether there is dropout. Checks ``dropout_p`` before a seed is drawn: bad input must not move the generator."""
+    if type(dropout_p) not in (float, bool) and not _check.is_number(dropout_p):
+        _check.refuse_type(op, "dropout_p", "a number in [0, 1)", dropout_p)
     if not 0 <= dropout_p < 1:
         refuse(op, "dropout_p", "a number in [0, 1)", f"{dropout_p:f}")
     return dropout_p > 0

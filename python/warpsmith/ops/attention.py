@@ -98,7 +98,7 @@ def attention(
     align = _attention.choice(_OP, "causal_align", causal_align, ("bottom_right", "top_left"))
     window = _attention.check_window(_OP, causal, window_size)
     q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
-    if seed is None and _attention.drops(_OP, dropout_p):
+    if _attention.drops(_OP, dropout_p) and seed is None:
         seed = draw_seed(q)
     out, lse = _attention.attend(
         q,

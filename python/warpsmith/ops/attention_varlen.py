@@ -96,7 +96,7 @@ def attention_varlen(
     _check_length("max_seqlen_q", max_seqlen_q)
     _check_length("max_seqlen_k", max_seqlen_k)
     q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
-    if seed is None and _attention.drops(_OP, dropout_p):
+    if _attention.drops(_OP, dropout_p) and seed is None:
         seed = draw_seed(q)
     out, lse = _attention.attend(
         q,
