@@ -10,6 +10,7 @@ namespace attention {
 enum class Biases {
   none,
   tensor,  // a bias tensor, and ALiBi if there are slopes
+  pairs,   // in the forward: the same, for bias tensors that TMA cannot read
   mask,    // a boolean mask, and ALiBi if there are slopes
   alibi,
 };
@@ -55,6 +56,8 @@ constexpr ForwardTile kForward128Dropout{128, 2, 128, 5, true, false, 2, true};
 constexpr ForwardTile kForward64Dropout{64, 2, 128, 8, true, false, 2, true};
 // Adding a bias tensor makes exponentials take as long as products at head dimension 128 too.
 constexpr ForwardTile kForward128Bias{128, 2, 128, 4, true, false, 2, false, Biases::tensor};
+constexpr ForwardTile kForward128Pairs{128, 2, 96, 6, false, false, 2, false, Biases::pairs};
+constexpr ForwardTile kForward64Pairs{64, 2, 128, 8, true, false, 2, false, Biases::pairs};
 constexpr ForwardTile kForward128Mask{128, 2, 128, 5, false, false, 2, false, Biases::mask};
 constexpr ForwardTile kForward128Alibi{128, 2, 128, 5, false, false, 2, false, Biases::alibi};
 constexpr ForwardTile kForward64Bias{64, 2, 128, 8, true, false, 2, false, Biases::tensor};
@@ -68,7 +71,7 @@ constexpr ForwardTile kForward256{256, 2, 80, 4, false, true, 1};
 constexpr ForwardTile kForwardTiles[] = {kForward128,        kForward64,      kForward64Short,    kForward128Extended,
                                          kForward64Extended, kForward256,     kForward128Dropout, kForward64Dropout,
                                          kForward128Bias,    kForward128Mask, kForward128Alibi,   kForward64Bias,
-                                         kForward64Mask,     kForward64Alibi};
+                                         kForward64Mask,     kForward64Alibi, kForward128Pairs,   kForward64Pairs};
 
 // The configuration of a Hopper backward kernel: tiles of 128 keys, two consumer warpgroups.
 struct BackwardTile {
@@ -133,6 +136,7 @@ struct AttentionKernelProblem {
   bool mask = false, bias = false, alibi = false, dropout = false;
   bool bias_of_dtype = true;      // else float32 beside 16 bits
   bool pairs_of_keys = true;      // of bias and mask: keys 2 i and 2 i + 1 are aligned pairs of elements
+  bool bias_map = true;           // TMA can read the bias
   bool scale_has_inverse = true;  // softmax_scale is at least 2^-64
   bool positive_scale = true;
   bool aligned = true;     // for TMA: addresses and strides are multiples of 16 bytes, strides in (0, 2^40)
@@ -208,7 +212,9 @@ constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKe
   } else if (attention::has_biases(p)) {
     const attention::Biases biases = attention::biases_of(p);
     using attention::Biases;
-    if (biases == Biases::tensor)
+    if (biases == Biases::tensor && !p.bias_map)
+      c.tile = small ? attention::kForward64Pairs : attention::kForward128Pairs;
+    else if (biases == Biases::tensor)
       c.tile = small ? attention::kForward64Bias : attention::kForward128Bias;
     else if (biases == Biases::mask)
       c.tile = small ? attention::kForward64Mask : attention::kForward128Mask;

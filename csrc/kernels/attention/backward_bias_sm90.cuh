@@ -213,7 +213,7 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
   }
   __device__ __forceinline__ void add_biases(const BiasGradientTile& tile, const BiasGradientStep& step) {
     const int key = tile.key_tile * kBiasTile + lane % 4 * 2;
-    QueryBiases<kBiasTile, Biases::tensor>{
+    QueryBiases<T, kBiasTile, Biases::tensor>{
         p.biases,      step.sequence, step.head,     tile.query_tile * kBiasTile + row,
         step.q.length, key,           step.k.length, step.shift}
         .add_alibi(s);

@@ -20,8 +20,7 @@ struct BiasParams {
   const float* slopes;  // null: none
   int64_t slopes_batch;
   float to_scores;  // 1 / softmax_scale
-  bool tensor_map;  // TMA can read the bias
-  int rows;         // the forward's box of it: 1 if it is broadcast over queries
+  int rows;         // of a box of the bias: 1 if it is broadcast over queries
 };
 
 // Whether the kernels may load the elements of keys 2 i and 2 i + 1 as one aligned pair. Rows must also be less than
@@ -45,7 +44,6 @@ inline BiasParams bias_params(const AttentionProblem& p) {
           p.alibi_slopes,
           p.alibi_batch_stride,
           p.softmax_scale >= kLeastBiasedScale ? static_cast<float>(1.0 / p.softmax_scale) : 0.0f,
-          p.bias != nullptr && fits_bias_map(p.bias, p.bias_strides),
           p.bias_strides.q == 0 ? 1 : 64};
 }
 
@@ -61,7 +59,7 @@ template <int kCount> __device__ __forceinline__ bool all_visible(const uint32_t
 // Adds biases to the scores of a block of keys. A thread has the rows `query` and query + 8, and in each row the keys
 // key + 8 n and key + 8 n + 1. Rows beyond the last query read the biases of the last query; the kernel does not store
 // these rows.
-template <int kBlockKeys, Biases kBiases> struct QueryBiases {
+template <class T, int kBlockKeys, Biases kBiases> struct QueryBiases {
   static constexpr int kPairs = kBlockKeys / 8, kPairsAtOnce = kPairs / 2;
   using Scores = float[kBlockKeys / 2];
   using Packed = uint32_t[kBlockKeys / 16][4];  // pairs, ordered as OnlineSoftmax's; or two bytes of the mask
@@ -88,11 +86,18 @@ template <int kBlockKeys, Biases kBiases> struct QueryBiases {
     }
   }
   __device__ __forceinline__ void load(Packed& to) const {
-    if constexpr (kBiases == Biases::mask) load<uint16_t, unsigned char>(to, p.mask, p.mask_strides);
+    if constexpr (kBiases == Biases::pairs)
+      load<uint32_t, T>(to, p.bias, p.bias_strides);
+    else if constexpr (kBiases == Biases::mask)
+      load<uint16_t, unsigned char>(to, p.mask, p.mask_strides);
   }
+  // `pairs`: from load(), or from shared memory.
   __device__ __forceinline__ void add(Scores& s, const Packed& pairs) const {
     add_alibi(s);
-    if constexpr (kBiases == Biases::mask) {
+    if constexpr (kBiases == Biases::tensor || kBiases == Biases::pairs) {
+#pragma unroll
+      for (int i = 0; i < kBlockKeys / 2; i += 2) add_pair(s, i, pairs[i / 8][i / 2 % 4], p.to_scores);
+    } else if constexpr (kBiases == Biases::mask) {
       if (all_visible(pairs)) return;
 #pragma unroll
       for (int i = 0; i < kBlockKeys / 2; i += 2) hide_pair(s, i, pairs[i / 8][i / 2 % 4]);
@@ -102,7 +107,10 @@ template <int kBlockKeys, Biases kBiases> struct QueryBiases {
   // a time: there are no registers for all biases.
   __device__ __forceinline__ void add_edge(Scores& s) const {
     add_alibi(s);
-    if constexpr (kBiases == Biases::mask)
+    if constexpr (kBiases == Biases::pairs)
+      for_edge_pairs<uint32_t, T>(p.bias, p.bias_strides,
+                                  [&](int i, uint32_t two) { add_pair(s, i, two, p.to_scores); });
+    else if constexpr (kBiases == Biases::mask)
       for_edge_pairs<uint16_t, unsigned char>(p.mask, p.mask_strides,
                                               [&](int i, uint32_t visible) { hide_pair(s, i, visible); });
   }
@@ -123,6 +131,10 @@ template <int kBlockKeys, Biases kBiases> struct QueryBiases {
     }
   }
 
+  static __device__ __forceinline__ void add_pair(Scores& s, int i, uint32_t two, float to_scores) {
+    s[i] = fmaf(device::low_half<T>(two), to_scores, s[i]);
+    s[i + 1] = fmaf(device::high_half<T>(two), to_scores, s[i + 1]);
+  }
   static __device__ __forceinline__ void hide_pair(Scores& s, int i, uint32_t visible) {
     if ((visible & 0xff) == 0) s[i] = -INFINITY;
     if ((visible & 0xff00) == 0) s[i + 1] = -INFINITY;

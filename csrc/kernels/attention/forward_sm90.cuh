@@ -37,8 +37,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kT
     }
     for (int i = 0; i < kTileSlots; ++i) {
       device::mbarrier_init(shared.slot_full + i, 1);
-      device::mbarrier_init(shared.slot_empty + i,
-                            kConsumerWarps + tile.groups + (tile.stages_biases() && p.biases.tensor_map));
+      device::mbarrier_init(shared.slot_empty + i, kConsumerWarps + tile.groups + tile.stages_biases());
     }
     for (int i = 0; tile.stages_biases() && i < tile.groups; ++i) {
       device::mbarrier_init(shared.bias_full + i, 1);
@@ -57,7 +56,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kT
     } else if (warp <= tile.groups) {
       store_tiles<tile>(p, &out, shared, warp - 1);
     } else if constexpr (tile.stages_biases()) {
-      if (p.biases.tensor_map && threadIdx.x % 32 == 0) load_biases<tile>(p, &bias, shared);
+      if (threadIdx.x % 32 == 0) load_biases<tile>(p, &bias, shared);
     }
   } else {
     device::increase_registers<tile.consumer_registers()>();

@@ -1,5 +1,4 @@
 #pragma once
-#include "device/async_copy.h"
 #include "device/matrix_access.h"
 #include "device/tensor_copy.h"
 #include "kernels/attention/forward_sm90_pipeline.cuh"
@@ -9,8 +8,7 @@
 // Loaded by the consumers as their accumulators lie, 4 bytes a thread touched 8 rows.
 //
 // A tile is panels of 64 keys with rows of 128 bytes, swizzled, as those of the queries. A bias that is broadcast over
-// queries has one row. Keys that the bias lacks are 0. Biases that TMA cannot read are copied by the consumers, each
-// warp its 16 rows, when they need them.
+// queries has one row. Keys that the bias lacks are 0.
 namespace warpsmith::attention {
 
 // One thread.
@@ -49,52 +47,25 @@ template <ForwardTile tile> __device__ __forceinline__ void load_biases(const Fo
 // A consumer's side. A thread has the keys and rows of its accumulators (bias_sm90.cuh).
 template <class T, ForwardTile tile> struct StagedBiases {
   static constexpr int kColumns = tile.block_keys / 16;
+  using Query = QueryBiases<T, tile.block_keys, tile.biases>;
   using Packed = uint32_t[kColumns][4];  // ordered as OnlineSoftmax's
 
   const BiasParams& p;
   const ForwardShared<tile>& shared;
   unsigned& parity;  // of the visit
-  const Tile* t;
-  int group, warp, lane, first_key;
+  int group, warp, lane;
 
-  // The warp's rows, in pairs of keys.
-  __device__ __forceinline__ void copy_rows() const {
-    constexpr int kPerRow = tile.block_keys / 2;
-    const int first_row = warp * 16, first_query = t->first_query + group * kGroupRows, last_query = t->queries - 1;
-    const unsigned char* from = static_cast<const unsigned char*>(p.bias) +
-                                2 * (t->sequence * p.bias_strides.batch + t->head * p.bias_strides.head + first_key);
-    const int64_t row_bytes = 2 * p.bias_strides.q;
-    const int keys = t->keys - first_key;
-#pragma unroll 4
-    for (int i = lane; i < 16 * kPerRow; i += 32) {
-      const int row = first_row + i / kPerRow, column = i % kPerRow * 2;
-      const uint32_t at =
-          static_cast<uint32_t>(column / kPanelColumns * kGroupRows * kPanelRowBytes) +
-          device::swizzled(Swizzle::bytes128, static_cast<uint32_t>(row * kPanelRowBytes + column % kPanelColumns * 2));
-      device::copy_async<4>(shared.biases(group) + at,
-                            from + min(first_query + row, last_query) * row_bytes + 2 * column, column < keys);
-    }
-    device::copy_async_commit();
-    device::copy_async_wait<0>();
-    __syncwarp(0xffffffffu);
-  }
   // Four matrices: keys 16 c to 16 c + 15 of the warp's 16 rows.
   __device__ __forceinline__ void read(uint32_t (&pairs)[4], int c) const {
-    const int row = p.tensor_map && p.rows == 1 ? 0 : warp * 16 + lane % 16;
+    const int row = p.rows == 1 ? 0 : warp * 16 + lane % 16;
     const auto first = static_cast<uint32_t>(row * kPanelRowBytes + lane / 16 * 16);
     const uint32_t panel = c / 4 * kGroupRows * kPanelRowBytes, column_bytes = c % 4 * 32;
     device::load_matrix(pairs,
                         shared.biases(group) + panel + (device::swizzled(Swizzle::bytes128, first) ^ column_bytes));
   }
-  __device__ __forceinline__ void wait() const {
-    if (!p.tensor_map)
-      copy_rows();
-    else
-      device::mbarrier_wait(shared.bias_full + group, parity);
-  }
+  __device__ __forceinline__ void wait() const { device::mbarrier_wait(shared.bias_full + group, parity); }
   __device__ __forceinline__ void release() const {
     __syncwarp(0xffffffffu);
-    if (!p.tensor_map) return;
     if (lane == 0) device::mbarrier_arrive(shared.bias_empty + group);
     parity ^= 1;
   }
@@ -104,17 +75,6 @@ template <class T, ForwardTile tile> struct StagedBiases {
     for (int c = 0; c < kColumns; ++c) read(to[c], c);
     release();
   }
-  static __device__ __forceinline__ void add(float* s, const uint32_t (&pairs)[4], float to_scores) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      s[2 * i] = fmaf(device::low_half<T>(pairs[i]), to_scores, s[2 * i]);
-      s[2 * i + 1] = fmaf(device::high_half<T>(pairs[i]), to_scores, s[2 * i + 1]);
-    }
-  }
-  static __device__ __forceinline__ void add(float (&s)[tile.block_keys / 2], const Packed& pairs, float to_scores) {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) add(s + 8 * c, pairs[c], to_scores);
-  }
   // Without registers for all biases.
   __device__ __forceinline__ void load_and_add(float (&s)[tile.block_keys / 2], float to_scores) const {
     wait();
@@ -122,7 +82,8 @@ template <class T, ForwardTile tile> struct StagedBiases {
     for (int c = 0; c < kColumns; ++c) {
       uint32_t pairs[4];
       read(pairs, c);
-      add(s + 8 * c, pairs, to_scores);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) Query::add_pair(s, 8 * c + 2 * i, pairs[i], to_scores);
     }
     release();
   }

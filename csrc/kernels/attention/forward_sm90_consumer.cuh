@@ -133,7 +133,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     cap();
     if constexpr (tile.stages_biases()) {
       biases(m.first_key).add_alibi(s);
-      staged_biases(m.first_key).load_and_add(s, p.biases.to_scores);
+      staged_biases().load_and_add(s, p.biases.to_scores);
     } else if constexpr (tile.biased()) {
       biases(m.first_key).add_edge(s);
     }
@@ -150,12 +150,12 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       }
     }
   }
-  using StepBiases = QueryBiases<tile.block_keys, tile.biases>;
+  using StepBiases = QueryBiases<T, tile.block_keys, tile.biases>;
   __device__ __forceinline__ StepBiases biases(int first_key) const {
     return {p.biases, t->sequence, t->head, query, t->queries, first_key + lane % 4 * 2, t->keys, t->shift};
   }
-  __device__ __forceinline__ StagedBiases<T, tile> staged_biases(int first_key) {
-    return {p.biases, shared, bias_parity, t, group, warp, lane, first_key};
+  __device__ __forceinline__ StagedBiases<T, tile> staged_biases() {
+    return {p.biases, shared, bias_parity, group, warp, lane};
   }
   // The parts that the Philox calls of a step share. Computed in every step, because there are no registers to keep
   // them.
@@ -204,17 +204,12 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     const int values = start_step(old, [&] {
       if constexpr (tile.dropout) make_gates(dropout, first_key, probabilities);
       if constexpr (tile.stages_biases())
-        staged_biases(first_key).load(probabilities);
+        staged_biases().load(probabilities);
       else if constexpr (tile.biased())
         biases(first_key).load(probabilities);
     });
     cap();
-    if constexpr (tile.stages_biases()) {
-      biases(first_key).add_alibi(s);
-      StagedBiases<T, tile>::add(s, probabilities, p.biases.to_scores);
-    } else if constexpr (tile.biased()) {
-      biases(first_key).add(s, probabilities);
-    }
+    if constexpr (tile.biased()) biases(first_key).add(s, probabilities);
     float sums[2], factor[2];
     softmax.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
     const bool outgrown = __any_sync(0xffffffffu, Softmax::outgrown(sums));

@@ -74,7 +74,7 @@ template <class T, ForwardTile tile> Status run(const AttentionFwdParams& x, voi
   WARPSMITH_RETURN_IF_FAILED(head_map(v, v_tensor(x), a.dtype, tile.block_keys));
   WARPSMITH_RETURN_IF_FAILED(head_map(out, out_tensor(x), a.dtype, kGroupRows));
   const ForwardParams p = device_params(x, tile);
-  if (p.biases.tensor_map) WARPSMITH_RETURN_IF_FAILED(bias_map(bias, a, p.biases.rows));
+  if (tile.stages_biases()) WARPSMITH_RETURN_IF_FAILED(bias_map(bias, a, p.biases.rows));
   DeviceProperties device;
   WARPSMITH_RETURN_IF_FAILED(device_properties(device));
   // Packed: an upper bound, because the lengths are on the device. Blocks without a tile return at once.
@@ -120,6 +120,8 @@ Status attention_forward_sm90(const AttentionFwdParams& p, void* stream) {
   if (choice.tile == kForward128Dropout) return run_dtype<kForward128Dropout>(p, stream);
   if (choice.tile == kForward64Dropout) return run_dtype<kForward64Dropout>(p, stream);
   if (choice.tile == kForward128Bias) return run_dtype<kForward128Bias>(p, stream);
+  if (choice.tile == kForward128Pairs) return run_dtype<kForward128Pairs>(p, stream);
+  if (choice.tile == kForward64Pairs) return run_dtype<kForward64Pairs>(p, stream);
   if (choice.tile == kForward128Mask) return run_dtype<kForward128Mask>(p, stream);
   if (choice.tile == kForward128Alibi) return run_dtype<kForward128Alibi>(p, stream);
   if (choice.tile == kForward64Bias) return run_dtype<kForward64Bias>(p, stream);

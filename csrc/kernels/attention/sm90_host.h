@@ -74,6 +74,7 @@ inline AttentionKernelProblem kernel_problem(const AttentionProblem& p, bool ali
   k.bias_of_dtype = p.bias == nullptr || p.bias_dtype == p.dtype;
   k.pairs_of_keys = (p.bias == nullptr || has_pairs_of_keys(p.bias, 2, p.bias_strides, p.seqlen_k)) &&
                     (p.mask == nullptr || has_pairs_of_keys(p.mask, 1, p.mask_strides, p.seqlen_k));
+  k.bias_map = p.bias != nullptr && fits_bias_map(p.bias, p.bias_strides);
   k.scale_has_inverse = p.softmax_scale >= kLeastBiasedScale;
   k.dropout = p.dropout.seed != nullptr;
   k.positive_scale = p.softmax_scale > 0;
