@@ -190,7 +190,7 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
   for (int n = static_cast<int>(blockIdx.x), next = 0;; n = next) {
     Tile* t = shared.slots + tiles % kTileSlots;
     device::mbarrier_wait(shared.slot_empty + tiles % kTileSlots, (tiles / kTileSlots & 1) ^ 1);
-    const TileIndex at = tile_at(p.schedule, n);
+    const TileIndex at = tile_at<true>(p.schedule, n);
     if (at.batch >= 0) {
       next = next_tile(p.schedule, n);  // its latency overlaps with the loads
       describe_tile<tile>(p, at, t);

@@ -31,7 +31,8 @@ struct TileIndex {
   int batch, head, row_tile;  // batch < 0: no tile has this number
 };
 
-__device__ __forceinline__ TileIndex tile_at(const Schedule& p, int n) {
+// kForward: with joined heads and batch_first. The loader of the backward has no registers for them.
+template <bool kForward = false> __device__ __forceinline__ TileIndex tile_at(const Schedule& p, int n) {
   if (p.first_tiles != nullptr) {
     const int row = n / p.heads;
     int low = 0, high = p.batch + 1;  // first_tiles[low] <= row < first_tiles[high]
@@ -46,6 +47,18 @@ __device__ __forceinline__ TileIndex tile_at(const Schedule& p, int n) {
     return {low, within % p.heads, p.descending ? tiles - 1 - within / p.heads : within / p.heads};
   }
   if (n >= p.tiles) return {-1, 0, 0};
+  if constexpr (!kForward) {
+    const int per_section = p.heads_together * p.row_tiles, section = n / per_section;
+    const int within = n - section * per_section, first_head = section * p.heads_together;
+    const int heads = min(p.heads_together, p.batch * p.heads - first_head);
+    int row_tile = within % p.row_tiles, head = within / p.row_tiles;
+    if (p.heads_first) {
+      head = within % heads;
+      row_tile = p.descending ? p.row_tiles - 1 - within / heads : within / heads;
+    }
+    head += first_head;
+    return {head / p.heads, head % p.heads, row_tile};
+  }
   const SectionTile at =
       section_tile({p.batch * p.heads, p.row_tiles, p.heads_together, p.joined_heads, p.heads_first, p.descending}, n);
   if (p.batch_first) return {at.head % p.batch, at.head / p.batch, at.row_tile};
