@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
+from warpsmith.distributed import Context, init
 from warpsmith.train import CheckpointError
 
 
@@ -26,18 +27,23 @@ class FailedElsewhere(Exception):
 
 
 class Ranks:
-    """This process's place among those started by torchrun (one, when started without)."""
+    """This process's place among those started by torchrun (one, when started without). Leaving it ends the group."""
 
     def __init__(self, device: str) -> None:
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.first = self.rank == 0
-        self.device = torch.device(device)
-        if device == "cuda":
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(self.device)
-        if self.world > 1:
+        self.rank, self.world, self.device = 0, 1, torch.device(device, 0) if device == "cuda" else torch.device(device)
+        self.context: Context | None = None
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             # With GPUs, gloo still carries the ranks' agreements: they must not wait for the device.
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+            self.context = init(device=device)
+            self.rank, self.world, self.device = self.context.rank, self.context.world_size, self.context.device
+        self.first = self.rank == 0
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self.context is not None:
+            self.context.close(failed=error is not None)
 
     def agree(self, value: int) -> int:
         """The largest `value` of all ranks."""

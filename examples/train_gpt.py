@@ -29,7 +29,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import warpsmith
 from torch import Tensor, nn
 from warpsmith.distributed import ShardedOptimizer, accurate_hook
@@ -375,11 +374,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.device == "cuda" and not torch.cuda.is_available():
             raise UserError("--device: expected cpu, got cuda, but torch finds no GPU")
         set_determinism(args)
-        ranks = Ranks(args.device)
-        if args.compare:
-            compare(args, ranks)
-            return 0
-        return Training(args, ranks).loop()
+        with Ranks(args.device) as ranks:
+            if args.compare:
+                compare(args, ranks)
+                return 0
+            return Training(args, ranks).loop()
     except PROBLEMS as e:
         text = f"{e.filename or args.out}: {e.strerror}" if isinstance(e, OSError) else str(e)
         if os.environ.get("RANK", "0") == "0":
@@ -389,9 +388,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpt_data
 import pytest
@@ -248,14 +250,28 @@ sys.path.insert(0, {str(EXAMPLES)!r})
 import train_gpt
 args = train_gpt.parse(None)
 train_gpt.set_determinism(args)
-ranks = train_gpt.Ranks(args.device)
-training = train_gpt.Training(args, ranks)
-code = training.loop()
-digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in training.run.model.parameters()))
-(training.args.out / f"rank_{{ranks.rank}}.sha256").write_text(digest.hexdigest())
-train_gpt.dist.destroy_process_group()
+with train_gpt.Ranks(args.device) as ranks:
+    training = train_gpt.Training(args, ranks)
+    code = training.loop()
+    digest = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in training.run.model.parameters()))
+    (training.args.out / f"rank_{{ranks.rank}}.sha256").write_text(digest.hexdigest())
 sys.exit(code)
 """
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_ranks_leave_through_the_context_of_init(monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
+    """It waits for gloo's workers; without that, a rank on a busy machine aborted at its end."""
+    closed: list[bool] = []
+    context = SimpleNamespace(
+        rank=1, world_size=2, device=torch.device("cpu"), close=lambda failed=False: closed.append(failed)
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("gpt_ranks.init", lambda device: context)
+    with contextlib.suppress(ZeroDivisionError), train_gpt.Ranks("cpu") as ranks:
+        assert (ranks.rank, ranks.world, ranks.first) == (1, 2, False)
+        assert 1 / (not failed)
+    assert closed == [failed]
 
 
 @pytest.mark.parametrize("device", DEVICES)
