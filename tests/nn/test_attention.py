@@ -97,11 +97,29 @@ def test_state_dict_and_repr():
         ((64, 0), "num_heads: expected a number >= 1, got 0"),
         ((64, 4, 3), "num_kv_heads: expected a divisor of 4, got 3"),
         ((66, 4), "embed_dim: expected a multiple of 4 heads, or head_dim, got 66"),
+        ((48, 4), "head_dim: expected 8 to 256 elements a head, in steps of 8, got 12"),
+        ((64, 4, 2, 0), "head_dim: expected 8 to 256 elements a head, in steps of 8, got 0"),
     ],
 )
 def test_bad_sizes_are_named(arguments, message):
     with pytest.raises(ValueError, match=f"^Attention: {message}"):
         warpsmith.nn.Attention(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_heads": 4.0}, TypeError, "num_heads: expected an integer, got the float 4.0"),
+        ({"num_heads": "4"}, TypeError, "num_heads: expected an integer, got the str '4'"),
+        ({"num_kv_heads": True}, TypeError, "num_kv_heads: expected an integer, got the bool True"),
+        ({"dropout_p": 2.0}, ValueError, r"dropout_p: expected a number in \[0, 1\), got 2.0"),
+        ({"dropout_p": "0.1"}, TypeError, r"dropout_p: expected a number in \[0, 1\), got the str '0.1'"),
+        ({"window_size": 3}, ValueError, "window_size: expected two integers >= -1, or None, got 3"),
+    ],
+)
+def test_bad_options_are_named_when_it_is_made(options, error, message):
+    with pytest.raises(error, match=f"^Attention: {message}"):
+        warpsmith.nn.Attention(64, **{"num_heads": 4, **options})
 
 
 def test_one_table_of_angles_alone_is_named():

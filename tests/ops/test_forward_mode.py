@@ -86,8 +86,15 @@ def test_bad_inputs_are_refused_in_forward_mode_too():
         warpsmith.rms_norm(forward_ad.make_dual(X, X), W[:5])
 
 
-def test_losses_refuse_forward_mode():
+def test_attention_and_losses_refuse_forward_mode_by_name():
     target = torch.tensor([0, 1, 2, 3])
-    for loss in (lambda x: warpsmith.cross_entropy(x, target), lambda x: warpsmith.linear_cross_entropy(x, U, target)):
-        with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
-            loss(forward_ad.make_dual(X, X))
+    for name, op, x in (
+        ("attention", lambda q: warpsmith.attention(q, q, q), Q),
+        ("cross_entropy", lambda x: warpsmith.cross_entropy(x, target), X),
+        ("linear_cross_entropy", lambda x: warpsmith.linear_cross_entropy(x, U, target), X),
+    ):
+        words = f"^{name}: expected derivatives in backward mode, got forward mode"
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=words):
+            op(forward_ad.make_dual(x, x))
+        with pytest.raises(NotImplementedError, match=words):
+            torch.func.jvp(op, (x,), (x,))

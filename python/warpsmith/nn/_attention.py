@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from warpsmith.nn._rms_norm import RMSNorm
-from warpsmith.ops import _check
+from warpsmith.ops import _attention, _check
 from warpsmith.ops.attention import attention
 from warpsmith.ops.attention_varlen import attention_varlen
 from warpsmith.ops.qk_norm_rope import qk_norm_rope
@@ -38,7 +38,8 @@ class Attention(nn.Module):
     The ``state_dict`` has ``qkv_proj.weight`` ((H + 2 Hk) D, E), ``o_proj.weight`` (E, H D), and where wanted their
     ``bias``, ``q_norm.weight``, ``k_norm.weight`` and ``sink``.
 
-    Dtypes, gradients, determinism and errors: as :func:`warpsmith.attention`. Source: Vaswani et al., Attention is all
+    Dtypes, gradients, determinism and errors: as :func:`warpsmith.attention`; sizes, window and dropout are checked
+    when the module is made. Source: Vaswani et al., Attention is all
     you need, 2017; Ainslie et al., GQA, 2023.
 
     Example:
@@ -73,15 +74,24 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if size is not None and not _check.is_integer(size):
+                _check.refuse_type("Attention", name, "an integer", size)
         if num_heads < 1:
             _check.refuse("Attention", "num_heads", "a number >= 1", str(num_heads))
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             _check.refuse("Attention", "num_kv_heads", f"a divisor of {num_heads}", str(num_kv_heads))
         if head_dim is None and embed_dim % num_heads:
             _check.refuse("Attention", "embed_dim", f"a multiple of {num_heads} heads, or head_dim", str(embed_dim))
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        if self.head_dim < 8 or self.head_dim > 256 or self.head_dim % 8:
+            _check.refuse("Attention", "head_dim", "8 to 256 elements a head, in steps of 8", str(self.head_dim))
+        # What the op would refuse, but only at the first call, for dropout the first one in training.
+        _attention.check_window("Attention", causal, window_size)
+        _attention.drops("Attention", dropout_p)
         self.dropout_p, self.eps, self.interleaved = dropout_p, eps, interleaved
         self.options: dict[str, Any] = {
             "causal": causal,

@@ -285,10 +285,13 @@ def _backward(saved: Saved, wants: Wants, dout: Tensor | None, dlse: Tensor | No
     if dout is None:
         dout = torch.zeros_like(saved.out)
     *inputs, place = (getattr(saved, argument) for argument in _ARGUMENTS)
+    # The raw op knows a bias by its address, and one without elements has none. A traced size of 0 is an int too.
+    empty_bias = wants.bias and isinstance(saved.bias.numel(), int) and saved.bias.numel() == 0
+    wants_bias = wants.bias and not empty_bias
     dq, dk, dv, dbias, dsink = call_raw(
-        _raw_backward, dout, dlse, *inputs, saved.out, saved.lse, wants.bias, wants.sink, place
+        _raw_backward, dout, dlse, *inputs, saved.out, saved.lse, wants_bias, wants.sink, place
     )
-    return {"q": dq, "k": dk, "v": dv, "bias": dbias, "sink": dsink}
+    return {"q": dq, "k": dk, "v": dv, "bias": torch.empty_like(saved.bias) if empty_bias else dbias, "sink": dsink}
 
 
 attend = differentiable(
@@ -297,6 +300,7 @@ attend = differentiable(
     public=2,
     save=(*_ARGUMENTS, "out", "lse"),
     backward=_backward,
+    title=_op_name,
 )
 
 
@@ -310,7 +314,8 @@ def under_autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
-        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
     )
 
 
@@ -329,9 +334,22 @@ def check_window(op: str, causal: bool, window_size: Sequence[int] | None) -> tu
         refuse(op, "window_size", "two integers >= -1, or None", str(window_size))
     left, right = window_size
     for size in (left, right):
-        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+        if not _check.is_integer(size):
             refuse(op, "window_size", "two integers >= -1, or None", str(window_size))
     return left, 0 if causal and right != 0 and right >= -1 else right
+
+
+def kv_heads_of(op: str, k: Tensor | None, v: Tensor | None, kv_heads: int | None) -> int:
+    """``kv_heads`` as the raw ops take it, 0 for None. Refuses v without k, which no packing has."""
+    if k is None and v is not None:
+        refuse(op, "k", "a tensor beside v", "None")
+    if kv_heads is None:
+        return 0
+    if not _check.is_integer(kv_heads):
+        _check.refuse_type(op, "kv_heads", "an integer >= 1, or None", kv_heads)
+    if kv_heads < 1:
+        refuse(op, "kv_heads", "an integer >= 1, or None", str(kv_heads))
+    return kv_heads
 
 
 def drops(op: str, dropout_p: float) -> bool:

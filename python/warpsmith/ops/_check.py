@@ -39,6 +39,13 @@ def is_number(value: object) -> bool:
     return hasattr(value, "__float__") or isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
+def is_integer(value: object) -> bool:
+    """Whether it stands for one integer: Python's, NumPy's and symbolic ones; not True, and no tensor."""
+    if isinstance(value, (int, torch.SymInt)):  # first: torch.compile traces no hasattr of symbolic integers
+        return not isinstance(value, bool)
+    return hasattr(value, "__index__") and not isinstance(value, Tensor)
+
+
 def device_of(t: Tensor) -> torch.device:
     """The device of a tensor; inside a kernel of the Meta key a fake tensor says "meta" and keeps its own aside."""
     return getattr(t, "fake_device", None) or t.device

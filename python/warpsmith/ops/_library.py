@@ -57,11 +57,18 @@ def _raise_out_of_memory(error: RuntimeError) -> None:
         raise torch.OutOfMemoryError(str(error).splitlines()[0]) from None
 
 
-# What an argument of a schema's type is called in errors, and what fits it.
+def _is_int64(value: Any) -> bool:
+    return _check.is_integer(value) and (isinstance(value, torch.SymInt) or -(2**63) <= value < 2**63)
+
+
+# What an argument of a schema's type is called in errors, and what fits it. To a schema a dtype is an integer too.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "Tensor": ("a tensor", lambda value: isinstance(value, Tensor)),
     "Optional[Tensor]": ("a tensor or None", lambda value: value is None or isinstance(value, Tensor)),
     "float": ("a number", _check.is_number),
+    "Optional[float]": ("a number or None", lambda value: value is None or _check.is_number(value)),
+    "int": ("an integer of 64 bits", lambda value: _is_int64(value) or isinstance(value, torch.dtype)),
+    "List[int]": ("a list of integers", lambda value: isinstance(value, (list, tuple)) and all(map(_is_int64, value))),
     "bool": ("True or False", lambda value: isinstance(value, bool)),
 }
 Hint = Callable[[str, Any], str]  # what was meant by a value in the place of an argument; empty if there is no telling
@@ -221,6 +228,15 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise RuntimeError(f"{ctx.name}: backward: expected one derivative, got a second: its gradient has none")
 
 
+def _no_forward_mode(name: str) -> Callable:
+    """The ``jvp`` of an op without forward-mode derivatives: torch's own refusal does not name the op."""
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(f"{name}: expected derivatives in backward mode, got forward mode: it has no formula")
+
+    return jvp
+
+
 def _once(name: str, formula: Callable) -> Callable:
     """The formula of an op without second derivatives."""
 
@@ -249,6 +265,7 @@ def differentiable(
     differentiable_backward: Callable[..., Gradients] | None = None,
     plain: Callable | None = None,
     hint: Hint = lambda argument, value: "",
+    title: Callable[[Sequence[Any]], str] | None = None,
 ) -> Callable:
     """Builds the eager and traced function of an op.
 
@@ -273,6 +290,7 @@ def differentiable(
     plain(*inputs): the public outputs in plain torch operations, which is what forward-mode derivatives (``jvp``,
         ``jacfwd``, dual tensors) are taken of. Without it they are refused.
     hint(argument, value): what an error about a value of a wrong Python type says beside.
+    title(inputs): the name of the public function in such an error, where several share the op. Default: ``name``.
     """
     traced = getattr(raw, name).default
     schema = traced._schema.arguments
@@ -309,18 +327,21 @@ def differentiable(
 
     formula_of_grads: Callable = formula if differentiable_backward is not None else _once(name, formula)
 
+    refuse_jvp = _no_forward_mode(name)
+
     class Apply(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             try:
                 outputs = eager_forward(*inputs)
             except RuntimeError as error:
-                _explain(error, name, schema, inputs, hint)
+                _explain(error, title(inputs) if title else name, schema, inputs, hint)
                 raise
             kept.keep(ctx, inputs, outputs)
             return outputs[0] if one_of_several else public_part(outputs)
 
         backward = staticmethod(formula_of_grads)
+        jvp = staticmethod(refuse_jvp)
 
     class ApplyInTransform(torch.autograd.Function):
         # torch.func wants forward and setup_context apart (17 us a call dearer); then every output is the function's.
@@ -335,6 +356,7 @@ def differentiable(
             kept.keep(ctx, inputs, output)
 
         backward = staticmethod(formula_of_grads)
+        jvp = staticmethod(refuse_jvp)
 
     Apply.__name__ = Apply.__qualname__ = name
     _register_formula(name, kept, formula_of_grads)
@@ -369,7 +391,7 @@ def differentiable(
         try:
             return public_part(eager_inference(*inputs))
         except RuntimeError as error:
-            _explain(error, name, schema, inputs, hint)
+            _explain(error, title(inputs) if title else name, schema, inputs, hint)
             raise
 
     return call

@@ -97,6 +97,7 @@ def attention(
     which = _attention.choice(_OP, "layout", layout, _attention.LAYOUTS)
     align = _attention.choice(_OP, "causal_align", causal_align, ("bottom_right", "top_left"))
     window = _attention.check_window(_OP, causal, window_size)
+    heads = _attention.kv_heads_of(_OP, k, v, kv_heads)
     q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
     if _attention.drops(_OP, dropout_p) and seed is None:
         seed = draw_seed(q)
@@ -113,7 +114,7 @@ def attention(
         0,
         0,
         which,
-        kv_heads or 0,
+        heads,
         align == 0,
         *window,
         softmax_scale,

@@ -9,12 +9,16 @@ from warpsmith.ops import _attention, _check
 from warpsmith.ops._dropout import draw_seed
 
 _OP = "attention_varlen"
+_LONGEST = 2**31 - 1
 
 
 def _check_length(argument: str, length: object) -> None:
-    if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
+    if not _check.is_integer(length):
         got = "a tensor" if isinstance(length, Tensor) else type(length).__name__
         _check.refuse(_OP, argument, "an integer", got)
+    # The CPU goes over every block that a length allows. A traced length may be unknown: it cannot be compared.
+    if not torch.compiler.is_compiling() and isinstance(length, int) and length > _LONGEST:
+        _check.refuse(_OP, argument, f"at most {_LONGEST}, which is the end of int32 offsets", str(length))
 
 
 def attention_varlen(
@@ -95,6 +99,7 @@ def attention_varlen(
     max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
     _check_length("max_seqlen_q", max_seqlen_q)
     _check_length("max_seqlen_k", max_seqlen_k)
+    heads = _attention.kv_heads_of(_OP, k, v, kv_heads)
     q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
     if _attention.drops(_OP, dropout_p) and seed is None:
         seed = draw_seed(q)
@@ -111,7 +116,7 @@ def attention_varlen(
         max_seqlen_q,
         max_seqlen_k,
         _attention.LAYOUTS.index("thd"),
-        kv_heads or 0,
+        heads,
         align == 0,
         *window,
         softmax_scale,

@@ -1,0 +1,101 @@
+"""Arguments of attention and attention_varlen that are of a wrong Python type, or that do not go together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import warpsmith
+from warpsmith.testing import bitwise_equal
+
+CU = torch.tensor([0, 2, 6], dtype=torch.int32)
+
+
+def attention(**changes):
+    q = torch.zeros(1, 6, 2, 8, requires_grad=changes.pop("requires_grad", False))
+    return warpsmith.attention(**{"q": q, "k": q, "v": q, **changes})
+
+
+def attention_varlen(**changes):
+    q = torch.zeros(6, 2, 8, requires_grad=changes.pop("requires_grad", False))
+    return warpsmith.attention_varlen(
+        **{"q": q, "k": q, "v": q, "cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 4, **changes}
+    )
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("op", [attention, attention_varlen])
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("k", [1], r"a tensor or None, got the list \[1\]"),
+        ("softmax_scale", "x", "a number or None, got the str 'x'"),
+        ("softmax_scale", 1j, "a number or None, got complex"),
+        ("softcap", None, "a number, got None"),
+        ("alibi_slopes", 0.5, "a tensor or None, got the float 0.5"),
+        ("bias", np.zeros(1), "a tensor or None, got ndarray"),
+        ("kv_heads", "2", "an integer >= 1, or None, got the str '2'"),
+        ("kv_heads", {}, "an integer >= 1, or None, got dict"),
+        ("kv_heads", True, "an integer >= 1, or None, got the bool True"),
+        ("window_left", 2**63, "an integer of 64 bits, got the int 9223372036854775808"),
+    ],
+)
+def test_a_wrong_type_is_named(op, argument, value, words, requires_grad):
+    given = {"window_size": (value, 0)} if argument == "window_left" else {argument: value}
+    with pytest.raises(TypeError, match=f"^{op.__name__}: {argument}: expected {words}$"):
+        op(requires_grad=requires_grad, **given)
+
+
+def test_a_wrong_type_is_named_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="^attention: k: expected a tensor or"):
+        attention(k=[1])
+
+
+def test_offsets_in_a_list_are_refused():
+    with pytest.raises(TypeError, match=r"^attention_varlen: cu_seqlens_q: expected a tensor or None, got the list"):
+        attention_varlen(cu_seqlens_q=[0, 2, 6])
+
+
+@pytest.mark.parametrize("op", [attention, attention_varlen])
+def test_values_without_keys_are_refused(op):
+    """The raw op would take q for three packed tensors and then read keys that are not there."""
+    shape = (1, 6, 3, 2, 8) if op is attention else (6, 3, 2, 8)
+    with pytest.raises(ValueError, match=f"^{op.__name__}: k: expected a tensor beside v, got None$"):
+        op(q=torch.zeros(shape), k=None)
+    with pytest.raises(ValueError, match=f"^{op.__name__}: k: expected a tensor beside v, got None$"):
+        op(k=None, kv_heads=1)
+
+
+@pytest.mark.parametrize("heads", [0, -1])
+def test_heads_along_q_are_counted_from_one(heads):
+    with pytest.raises(ValueError, match=f"^attention: kv_heads: expected an integer >= 1, or None, got {heads}$"):
+        attention(k=None, v=None, kv_heads=heads)
+
+
+@pytest.mark.parametrize("argument", ["max_seqlen_q", "max_seqlen_k"])
+def test_a_length_beyond_every_offset_is_refused(argument):
+    """The CPU would go over 2^54 blocks of queries without a token."""
+    with pytest.raises(ValueError, match=rf"^attention_varlen: {argument}: expected at most 2147483647.* got {2**62}$"):
+        attention_varlen(**{argument: 2**62})
+
+
+def test_integers_of_numpy_are_integers():
+    torch.manual_seed(0)
+    q = torch.randn(6, 4, 8)
+    two, four = np.int64(2), np.int32(4)
+    out = warpsmith.attention_varlen(q, q, q, CU, max_seqlen_q=four, max_seqlen_k=np.int64(4), window_size=(two, -1))
+    assert bitwise_equal(out, warpsmith.attention_varlen(q, q, q, CU, max_seqlen_q=4, window_size=(2, -1)))
+    heads = warpsmith.attention(q[None], kv_heads=np.int64(1))
+    assert bitwise_equal(heads, warpsmith.attention(q[None], kv_heads=1))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 0, 1), (0, 5), (1, 4, 0, 5)])
+def test_a_bias_without_elements_has_a_gradient_without_elements(shape):
+    q = torch.zeros(2, 0, 4, 8)
+    k, sink = torch.zeros(2, 5, 4, 8), torch.zeros(4, requires_grad=True)
+    bias = torch.zeros(shape, requires_grad=True)
+    for op in (warpsmith.attention, torch.compile(warpsmith.attention, backend="aot_eager", fullgraph=True)):
+        out = op(q, k, k, bias=bias, sink=sink)
+        of_bias, of_sink = torch.autograd.grad(out.sum(), (bias, sink))
+        assert of_bias.shape == shape
+        assert of_sink.shape == (4,) and not of_sink.any()
