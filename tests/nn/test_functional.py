@@ -164,7 +164,7 @@ def test_weights_of_another_dtype(name, dtype, weight_dtype):
 
 
 def test_what_torch_refuses_is_refused():
-    x, target = torch.randn(3, 8), torch.tensor([0, 1, 2])
+    x, q, target = torch.randn(3, 8), torch.randn(1, 2, 3, 8), torch.tensor([0, 1, 2])
     for call in (
         lambda f: f.layer_norm(x, (7,)),
         lambda f: f.rms_norm(x, ()),
@@ -174,6 +174,12 @@ def test_what_torch_refuses_is_refused():
         lambda f: f.cross_entropy(x, target, reduction="x"),
         lambda f: f.cross_entropy(x, target, torch.ones(8, requires_grad=True)),
         lambda f: f.scaled_dot_product_attention(x, x, x[:2]),
+        lambda f: f.scaled_dot_product_attention(q, q, q, attn_mask=x[:2]),
+        lambda f: f.scaled_dot_product_attention(q, q, q, attn_mask=x[:2] > 0),
+        lambda f: f.scaled_dot_product_attention(q, q, q, attn_mask=x[0, :3]),
+        lambda f: f.scaled_dot_product_attention(q, q, q, scale="x"),
+        lambda f: f.scaled_dot_product_attention(q, q, q, dropout_p="0.1"),
+        lambda f: f.scaled_dot_product_attention(q, q, q, dropout_p=None),
     ):
         with pytest.raises(Exception) as expected:
             call(theirs)
@@ -259,3 +265,17 @@ def test_compiled():
     found = torch.compile(loss, fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(found, loss(x))
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected")
+def test_attention_is_compiled_without_a_warning():
+    torch._dynamo.reset()
+    q = torch.randn(1, 2, 3, 8)
+    mask = torch.zeros(3, 3)
+
+    def attend(scale):
+        return ours.scaled_dot_product_attention(q, q, q, mask, scale=scale)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for scale in (0.3, 0.5, 0.7):
+        assert torch.equal(compiled(scale), attend(scale))

@@ -35,6 +35,7 @@ from warpsmith.nn._fused import (
     why_not_linear_cross_entropy,
     why_not_scaled_dot_product_attention,
 )
+from warpsmith.ops import _check
 from warpsmith.ops._dtensor import is_dtensor
 from warpsmith.ops._library import raw
 from warpsmith.ops.attention import attention
@@ -330,6 +331,14 @@ def scaled_dot_product_attention(
     )
 
 
+# torch.compile traces what is behind a cache, and warns of the cache.
+_WHY_NOT_TRACED = why_not_scaled_dot_product_attention.__wrapped__
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (float, int) or _check.is_number(value)
+
+
 def _attention_fits(
     query: Tensor,
     key: Tensor,
@@ -341,16 +350,24 @@ def _attention_fits(
     enable_gqa: bool,
 ) -> bool:
     """Whether a call is ours: four dimensions that match, and what the kernels take."""
-    if not query.dim() == key.dim() == value.dim() == 4 or (mask is not None and (is_causal or mask.dim() > 4)):
+    if not query.dim() == key.dim() == value.dim() == 4 or not (scale is None or _is_number(scale)):
         return False
     (batch, heads, _, head_dim), (keys_batch, kv_heads, keys, width) = query.shape, key.shape
     if keys_batch != batch or width != head_dim or value.shape[:3] != key.shape[:3] or keys == 0:
         return False
     if heads != kv_heads and not (enable_gqa and kv_heads and heads % kv_heads == 0):
         return False
+    if mask is not None:
+        full = batch, heads, query.shape[2], keys
+        if is_causal or not 2 <= mask.dim() <= 4:
+            return False
+        if any(size not in (1, whole) for size, whole in zip(mask.shape, full[-mask.dim() :], strict=True)):
+            return False
     tensors = (key, value) if mask is None or mask.dtype is torch.bool else (key, value, mask)
     kind = query.device.type
-    if any(t.device != query.device for t in (key, value, mask) if t is not None) or not 0 <= dropout_p < 1:
+    if any(t.device != query.device for t in (key, value, mask) if t is not None):
+        return False
+    if not _is_number(dropout_p) or not 0 <= dropout_p < 1:
         return False
     dtype = query.dtype
     if is_autocast(query):
@@ -359,6 +376,5 @@ def _attention_fits(
         return False
     capability = raw._code_capability(query.device.index) if kind == "cuda" else 0
     of_mask = None if mask is None else mask.dtype
-    return not why_not_scaled_dot_product_attention(
-        dtype, kind, head_dim, value.shape[-1], of_mask, dropout_p > 0, capability
-    )
+    why_not = _WHY_NOT_TRACED if torch.compiler.is_compiling() else why_not_scaled_dot_product_attention
+    return not why_not(dtype, kind, head_dim, value.shape[-1], of_mask, dropout_p > 0, capability)
