@@ -99,3 +99,12 @@ def test_a_bias_without_elements_has_a_gradient_without_elements(shape):
         of_bias, of_sink = torch.autograd.grad(out.sum(), (bias, sink))
         assert of_bias.shape == shape
         assert of_sink.shape == (4,) and not of_sink.any()
+
+
+def test_torch_names_the_op_whose_result_was_overwritten():
+    q = torch.ones(1, 3, 2, 8, requires_grad=True)
+    out = warpsmith.attention(q, q, q)
+    assert out.grad_fn.name() == "attentionBackward" and "attentionBackward" in repr(out)
+    out.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.*output 0 of attention"):
+        out.sum().backward()

@@ -359,6 +359,8 @@ def differentiable(
         jvp = staticmethod(refuse_jvp)
 
     Apply.__name__ = Apply.__qualname__ = name
+    # What grad_fn, anomaly mode and errors of torch call the op.
+    Apply._backward_cls.__name__ = Apply._backward_cls.__qualname__ = f"{name}Backward"
     _register_formula(name, kept, formula_of_grads)
     # Function.apply without its Python wrapper, which looks for torch.func transforms: `call` has done that (1.5 us).
     apply = super(torch.autograd.Function, Apply).apply
