@@ -103,6 +103,18 @@ def test_generation_with_a_cache(name):
     assert torch.equal(eager.generate(tokens, **options), ours.generate(tokens, **options))
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_static_cache_that_is_filled_step_by_step(name):
+    """Its tensors have room for 16 tokens from the first call on, of which later ones are not seen."""
+    tokens, results = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1)), []
+    for model in pair(name):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        parts = tokens.split([6, 3, 1, 2], 1)
+        with torch.no_grad():
+            results.append(torch.cat([model.eval()(t, past_key_values=cache, use_cache=True).logits for t in parts], 1))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 def test_no_mask_is_made_for_sliding_windows(monkeypatch):
     made = []
     monkeypatch.setattr(

@@ -82,10 +82,15 @@ def attention_mask(*arguments: Any, **options: Any) -> Tensor | None:
     config, local_size = options.get("config"), options.get("local_size")
     plain = options.get("allow_is_causal_skip", True) and options.get("attention_mask") is None
     sliding = local_size is not None and local_size == getattr(config, "sliding_window", None)
-    same_end = options.get("q_offset", 0) + options["q_length"] == options.get("kv_offset", 0) + options["kv_length"]
+    q_offset, q_length, kv_length = options.get("q_offset", 0), options["q_length"], options["kv_length"]
+    # A static cache has its offset in a tensor, which the host must not wait for.
+    same_end = isinstance(q_offset, int) and q_offset + q_length == options.get("kv_offset", 0) + kv_length
     if plain and sliding and same_end and getattr(config, "attention_chunk_size", None) is None:
         return None
-    return sdpa_mask(*arguments, **options)
+    # transformers skips the mask of an empty static cache too, and takes the first queries and keys for aligned. Here
+    # no mask says that the last ones are.
+    skip = options.get("allow_is_causal_skip", True) and q_length in (1, kv_length)
+    return sdpa_mask(*arguments, **{**options, "allow_is_causal_skip": skip})
 
 
 def register(name: str = "warpsmith") -> None:
