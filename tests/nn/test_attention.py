@@ -114,6 +114,7 @@ def test_bad_sizes_are_named(arguments, message):
         ({"num_kv_heads": True}, TypeError, "num_kv_heads: expected an integer, got the bool True"),
         ({"dropout_p": 2.0}, ValueError, r"dropout_p: expected a number in \[0, 1\), got 2.0"),
         ({"dropout_p": "0.1"}, TypeError, r"dropout_p: expected a number in \[0, 1\), got the str '0.1'"),
+        ({"softmax_scale": "x"}, TypeError, "softmax_scale: expected a number or None, got the str 'x'"),
         ({"window_size": 3}, ValueError, "window_size: expected two integers >= -1, or None, got 3"),
     ],
 )

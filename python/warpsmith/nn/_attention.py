@@ -91,6 +91,7 @@ class Attention(nn.Module):
             _check.refuse("Attention", "head_dim", "8 to 256 elements a head, in steps of 8", str(self.head_dim))
         # What the op would refuse, but only at the first call, for dropout the first one in training.
         _attention.check_window("Attention", causal, window_size)
+        _attention.check_numbers("Attention", softmax_scale, softcap)
         _attention.drops("Attention", dropout_p)
         self.dropout_p, self.eps, self.interleaved = dropout_p, eps, interleaved
         self.options: dict[str, Any] = {

@@ -352,9 +352,21 @@ def kv_heads_of(op: str, k: Tensor | None, v: Tensor | None, kv_heads: int | Non
     return kv_heads
 
 
+def _is_plain_number(value: Any) -> bool:
+    # Not a tensor: the dispatcher would read it on the host, and drop its gradient in silence.
+    return type(value) in (float, int, bool) or _check.is_number(value)
+
+
+def check_numbers(op: str, softmax_scale: float | None, softcap: float) -> None:
+    if softmax_scale is not None and not _is_plain_number(softmax_scale):
+        _check.refuse_type(op, "softmax_scale", "a number or None", softmax_scale)
+    if not _is_plain_number(softcap):
+        _check.refuse_type(op, "softcap", "a number", softcap)
+
+
 def drops(op: str, dropout_p: float) -> bool:
     """Whether there is dropout. Checks ``dropout_p`` before a seed is drawn: bad input must not move the generator."""
-    if type(dropout_p) not in (float, bool) and not _check.is_number(dropout_p):
+    if not _is_plain_number(dropout_p):
         _check.refuse_type(op, "dropout_p", "a number in [0, 1)", dropout_p)
     if not 0 <= dropout_p < 1:
         refuse(op, "dropout_p", "a number in [0, 1)", f"{dropout_p:f}")

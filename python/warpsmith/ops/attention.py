@@ -97,6 +97,7 @@ def attention(
     which = _attention.choice(_OP, "layout", layout, _attention.LAYOUTS)
     align = _attention.choice(_OP, "causal_align", causal_align, ("bottom_right", "top_left"))
     window = _attention.check_window(_OP, causal, window_size)
+    _attention.check_numbers(_OP, softmax_scale, softcap)
     heads = _attention.kv_heads_of(_OP, k, v, kv_heads)
     q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
     if _attention.drops(_OP, dropout_p) and seed is None:

@@ -99,6 +99,7 @@ def attention_varlen(
     max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
     _check_length("max_seqlen_q", max_seqlen_q)
     _check_length("max_seqlen_k", max_seqlen_k)
+    _attention.check_numbers(_OP, softmax_scale, softcap)
     heads = _attention.kv_heads_of(_OP, k, v, kv_heads)
     q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
     if _attention.drops(_OP, dropout_p) and seed is None:
