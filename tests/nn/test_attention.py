@@ -128,6 +128,15 @@ def test_one_table_of_angles_alone_is_named():
         layer()(torch.randn(1, 5, 64), torch.ones(5, 8))
 
 
+def test_offsets_without_a_length_are_named():
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    for given in ({"cu_seqlens": cu_seqlens}, {"max_seqlen": 3}):
+        with pytest.raises(
+            ValueError, match="^Attention: max_seqlen: expected an integer beside cu_seqlens, or neither"
+        ):
+            layer()(torch.randn(5, 64), **given)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3}, {"num_kv_heads": 2, "qk_norm": True, "sink": True}])
 def test_activation_checkpointing_changes_no_bit(options, use_reentrant):

@@ -144,6 +144,8 @@ class Attention(nn.Module):
         """
         if (cos is None) != (sin is None):
             _check.refuse("Attention", "sin", "a tensor beside cos, or neither", "one of them")
+        if (cu_seqlens is None) != (max_seqlen is None):
+            _check.refuse("Attention", "max_seqlen", "an integer beside cu_seqlens, or neither", "one of them")
         kv_heads = self.num_kv_heads
         heads = self.qkv_proj(x).unflatten(-1, (self.num_heads + 2 * kv_heads, self.head_dim))
         tensors: dict[str, Any] = {"q": heads, "kv_heads": kv_heads}
