@@ -6,6 +6,7 @@ issues. Further edges are in test_attention_edges.py.
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -189,3 +190,39 @@ def test_repeats_have_the_same_bits_under_load():
     finally:
         done.set()
         other.join()
+
+
+def bytes_held(device, step):
+    """The most memory that a step holds at a time, beyond what there was before."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    held = itertools.accumulate(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
+    return max(held, default=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("option", ["plain", "softcap", "dropout", "alibi", "bias of the keys"])
+def test_memory_grows_with_the_length_and_not_with_its_square(device, option):
+    """Forward and backward together. At shorter lengths the CPU has fewer partial sums of dk and dv."""
+    dim, length = (8, 4096) if device == "cpu" else (64, 16384)
+
+    def held(length):
+        options = {
+            "plain": {"causal": True, "sink": torch.zeros(1, device=device, dtype=DTYPE[device])},
+            "softcap": {"softcap": 5.0},
+            "dropout": {"dropout_p": 0.1},
+            "alibi": {"alibi_slopes": torch.ones(1, device=device)},
+            "bias of the keys": {"bias": torch.zeros(length, device=device, dtype=DTYPE[device]).requires_grad_()},
+        }[option]
+        q, k, v = tensors = leaves(device, *[(1, length, 1, dim)] * 3)
+        dout = torch.ones_like(q)
+        return bytes_held(device, lambda: torch.autograd.grad(warpsmith.attention(q, k, v, **options), tensors, dout))
+
+    once, twice = held(length), held(2 * length)
+    assert 3 * 2 * length * dim * DTYPE[device].itemsize < twice < 2.2 * once
