@@ -144,7 +144,7 @@ def shard_sequence(
     """
     dim = _dimension("shard_sequence", t, dim)
     check_sharding("shard_sequence", sharding)
-    rank, ranks = rank_and_size(process_group)
+    rank, ranks = rank_and_size(process_group, "shard_sequence")
     if ranks == 1:
         return t
     chunks, tokens = ranks * len(chunks_of(rank, ranks, sharding)), t.shape[dim]
@@ -176,7 +176,7 @@ def unshard_sequence(
     """
     dim = _dimension("unshard_sequence", t, dim)
     check_sharding("unshard_sequence", sharding)
-    rank, ranks = rank_and_size(process_group)
+    rank, ranks = rank_and_size(process_group, "unshard_sequence")
     if ranks > 1 and sharding == "zigzag" and t.shape[dim] % 2:
         raise ValueError(
             f"unshard_sequence: rank {rank} of {ranks}: t: expected an even number of tokens along dimension {dim}, "

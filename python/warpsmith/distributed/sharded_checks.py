@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from warpsmith import optim
 from warpsmith.distributed.agreement import fingerprints
+from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.hook import _WIRES
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import CUT_ELEMS
@@ -127,9 +128,8 @@ def check_state(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, An
 
 
 def require_group(group: ProcessGroup | None) -> None:
-    """Raises RuntimeError where torch.distributed has no process group, ValueError where this rank is not in it."""
+    """Raises RuntimeError where torch.distributed has no process group, ValueError or TypeError where
+    it is no group with this rank."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise RuntimeError(f"{OP}: expected a process group: call warpsmith.distributed.init() first")
-    if torch.distributed.get_rank(group) < 0:
-        rank = torch.distributed.get_rank()
-        _check.refuse(OP, "process_group", f"a group with this rank, {rank}", "one without: make it on its ranks only")
+    rank_and_size(group, OP)

@@ -66,6 +66,7 @@ class Checkpointer:
     ) -> None:
         if keep < 1:
             raise ValueError(f"Checkpointer: keep: expected at least 1, got {keep}")
+        rank_and_size(process_group, "Checkpointer")
         self.folder, self.keep, self.process_group = Path(folder), keep, process_group
         self.extra: Any = None
         self.refused: list[str] = []
