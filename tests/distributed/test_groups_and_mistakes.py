@@ -1,4 +1,4 @@
-"""Groups without this rank, and mistakes of one rank: an error that names the argument, on the ranks that would wait."""
+"""Groups without this rank, and mistakes of one rank: errors that name the argument, on all ranks that would wait."""
 
 import pytest
 import torch

@@ -106,8 +106,13 @@ def description(
 
 
 def check_state(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Raises ValueError for a state of other groups, of a precision that cannot be shared out or does not take its
-    parameters, or of another shape than its parameter."""
+    """Raises TypeError for what is no state, and ValueError for a state of other groups, of a precision that cannot be
+    shared out or does not take its parameters, or of another shape than its parameter."""
+    expected = "a dict with state and param_groups, as state_dict() gives"
+    if not isinstance(state_dict, Mapping):
+        _check.refuse_type(f"{OP}.load_state_dict", "state_dict", expected, state_dict)
+    if missing := [name for name in ("state", "param_groups") if name not in state_dict]:
+        _check.refuse(f"{OP}.load_state_dict", "state_dict", expected, f"one without {' and '.join(missing)}")
     saved = [len(group["params"]) for group in state_dict["param_groups"]]
     own = [len(group["params"]) for group in groups]
     if saved != own:

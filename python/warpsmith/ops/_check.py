@@ -39,6 +39,18 @@ def is_number(value: object) -> bool:
     return hasattr(value, "__float__") or isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
+def refuse_non_int(op: str, argument: str, value: object) -> None:
+    """Refuses what is no whole number: a float, True, a tensor."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        refuse_type(op, argument, "an int", value)
+
+
+def refuse_non_number(op: str, argument: str, value: object) -> None:
+    """Refuses what is no number of Python or NumPy: a string, True, a tensor."""
+    if type(value) is not float and not is_number(value):
+        refuse_type(op, argument, "a number", value)
+
+
 def device_of(t: Tensor) -> torch.device:
     """The device of a tensor; inside a kernel of the Meta key a fake tensor says "meta" and keeps its own aside."""
     return getattr(t, "fake_device", None) or t.device
