@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from warpsmith.distributed.exchange import rank_and_size
+from warpsmith.ops import _check
 
 SHARDINGS = ("zigzag", "contiguous")
 
@@ -109,6 +110,7 @@ class _Gather(torch.autograd.Function):
 def _dimension(op: str, t: Tensor, dim: int) -> int:
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: t: expected a tensor, got {type(t).__name__}")
+    _check.refuse_non_int(op, "dim", dim)
     if not -t.dim() <= dim < t.dim():
         raise ValueError(f"{op}: dim: expected a dimension of a tensor of shape {tuple(t.shape)}, got {dim}")
     return dim % t.dim()

@@ -43,10 +43,11 @@ def check_arguments(optimizer_class: Any, stage: Any, wire: Any, bucket_cap_mb: 
         got = getattr(optimizer_class, "__name__", str(optimizer_class))
         reason = "each rank has only parts of tensors, so an update may need nothing but its own element"
         _check.refuse(OP, "optimizer_class", f"{names} of warpsmith.optim ({reason})", got)
-    if stage not in (1, 2):
+    if isinstance(stage, bool) or stage not in (1, 2):
         _check.refuse(OP, "stage", "1 or 2", str(stage))
     if wire not in _WIRES:
         _check.refuse(OP, "wire", "torch.bfloat16 or torch.float16", str(wire))
+    _check.refuse_non_number(OP, "bucket_cap_mb", bucket_cap_mb)
     if not 0 < bucket_cap_mb < math.inf:
         _check.refuse(OP, "bucket_cap_mb", "a finite number > 0", str(bucket_cap_mb))
 

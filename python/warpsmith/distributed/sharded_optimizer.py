@@ -260,6 +260,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for which the host waits.
         """
         op = f"{_OP}.clip_grad_norm_"
+        if not isinstance(max_norm, Tensor):
+            _check.refuse_non_number(op, "max_norm", max_norm)
         max_norm = float(max_norm)
         if not max_norm >= 0:
             _check.refuse(op, "max_norm", "a number >= 0", str(max_norm))
@@ -333,6 +335,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: ``to`` is no rank of the group.
         """
+        _check.refuse_non_int(f"{_OP}.consolidate_state_dict", "to", to)
         if not 0 <= to < self._shards.world_size:
             _check.refuse(f"{_OP}.consolidate_state_dict", "to", f"a rank below {self._shards.world_size}", str(to))
         own = [dict(self._inner.state.get(tensor, {})) for tensor in self._tensors]
