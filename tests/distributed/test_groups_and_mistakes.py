@@ -59,6 +59,29 @@ def test_groups_without_this_rank_and_what_is_none(rank, world_size):
 
 
 @multirank(2, timeout_s=200)
+def test_parts_that_are_no_sequence(rank, world_size):
+    """On gloo they ended the process."""
+    t = torch.zeros(1, 8)
+    for part, options, error, words in (
+        (t[:, : 8 - 4 * rank], {}, ValueError, r"t: expected float32 \(1, 8\), as on rank 0, got float32 \(1, 4\)"),
+        (t.to((torch.float32, torch.float64)[rank]), {}, ValueError, "t: expected float32 .*, got float64"),
+        (t, {"dim": (1, 0)[rank], "sharding": "contiguous"}, ValueError, "dim: expected 1, as on rank 0, got 0"),
+        (t, {"sharding": ("zigzag", "striped")[rank]}, ValueError, "sharding: expected one of zigzag, contiguous"),
+        (t.clone().requires_grad_(rank == 1), {}, ValueError, "requires_grad: expected False, as on rank 0, got True"),
+        (t[:, : 8 - rank], {}, ValueError, "t: expected an even number of tokens along dimension 1, as .*, got 7"),
+        ((t, [t])[rank], {}, TypeError, "t: expected a tensor, got list"),
+    ):
+        with pytest.raises(error if rank else ValueError, match=f"^unshard_sequence: (rank 1 of 2: )?{words}"):
+            unshard_sequence(part, **options)
+    assert unshard_sequence(t).shape == (1, 16)
+    q = torch.zeros(1, 8, 2, 16)
+    for mode in ("all_gather", "ring", "ulysses"):  # a refusal must not leave a message on its way
+        with pytest.raises(TypeError, match="^context_parallel_attention: deterministic: expected True or False, got"):
+            context_parallel_attention(q, q, q, mode=mode, deterministic="no")
+        assert context_parallel_attention(q, q, q, mode=mode).shape == q.shape
+
+
+@multirank(2, timeout_s=200)
 def test_a_mistake_of_one_rank_in_a_parallel_loss(rank, world_size):
     """Both ranks raise, with the words of the one that is wrong, and the group works on."""
     logits, weight = torch.zeros(3, 5), torch.zeros(5, 4)

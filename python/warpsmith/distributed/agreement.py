@@ -76,10 +76,22 @@ def agree_on_call(
         >>> agree_on_call("f", None, {"size": "3"}, None, "give all ranks the same size")
     """
     rank, ranks = rank_and_size(group)
-    if ranks == 1:
-        if refusal is not None:
-            raise refusal
-        return
+    if ranks > 1:
+        _compare(op, group, facts, refusal, remedy, rank, ranks)
+    elif refusal is not None:
+        raise refusal
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # tracing it would break the graph at each of its steps
+def _compare(
+    op: str,
+    group: ProcessGroup | None,
+    facts: Mapping[str, str],
+    refusal: Exception | None,
+    remedy: str,
+    rank: int,
+    ranks: int,
+) -> None:
     key = group if group is not None else dist.group.WORLD
     assert key is not None
     known, signature = _agreed.setdefault(key, set()), json.dumps([op, dict(facts)])

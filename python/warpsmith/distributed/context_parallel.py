@@ -182,7 +182,7 @@ def _attend(
         check_sharding(_OP, place.sharding)
         left, right = _attention.check_window(_OP, causal, window_size)
         optional = {"cu_seqlens": cu_seqlens, "alibi_slopes": alibi_slopes, "sink": sink, "seed": seed}
-        _check_types({"q": q, "k": k, "v": v}, optional, softmax_scale, softcap)
+        _check_types({"q": q, "k": k, "v": v}, optional, softmax_scale, softcap, deterministic)
         q, k, v = _attention.under_autocast(_OP, q, k, v)  # type: ignore[assignment]
         dropout_p = dropout_p if _attention.drops(_OP, dropout_p) else 0.0
         numbers = softmax_scale, softcap, deterministic, max_seqlen or 0, dropout_p, place.ranks
@@ -224,7 +224,7 @@ def _seed(call: _Call, place: Place) -> Tensor | None:
 
 
 def _check_types(
-    tensors: dict[str, Any], optional: dict[str, Any], softmax_scale: float | None, softcap: float
+    tensors: dict[str, Any], optional: dict[str, Any], softmax_scale: float | None, softcap: float, deterministic: bool
 ) -> None:
     """Refuses values of another Python type. The checks after this one look at dtypes, shapes and sizes."""
     for name, value in tensors.items():
@@ -237,6 +237,8 @@ def _check_types(
         _check.refuse_type(_OP, "softmax_scale", "a number or None", softmax_scale)
     if type(softcap) is not float and not _check.is_number(softcap):
         _check.refuse_type(_OP, "softcap", "a number", softcap)
+    if not isinstance(deterministic, bool):  # the raw op would say so when keys are on their way, and nobody takes them
+        _check.refuse_type(_OP, "deterministic", "True or False", deterministic)
 
 
 def _check_packing(call: _Call, max_seqlen: Any) -> None:
