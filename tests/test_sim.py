@@ -75,7 +75,7 @@ def sanitizers(request):
     return spent
 
 
-@pytest.mark.parametrize(("test", "variant"), each_variant())
+@pytest.mark.parametrize(("test", "variant"), [*each_variant()])
 def test_kernels_on_the_host(test: Path, variant: str, verdicts, sanitizers, figure, record_property) -> None:
     started = time.monotonic()
     counted = build.BUILD / "coverage" / f"{test.stem}.json"

@@ -21,6 +21,7 @@ from warpsmith.distributed.context_blocks import (
     nothing_yet,
     queries_of,
     ring_block,
+    takes_whole_results,
     unmerge_block,
     wider,
 )
@@ -193,6 +194,7 @@ class Ring(torch.autograd.Function):
         o, place = ctx.o, ctx.place
         dout = torch.zeros_like(out) if dout is None else dout
         kv, given = torch.cat([k, v], -1), Given(cu, alibi, sink, seed)
+        whole = takes_whole_results(o, q, v, given)  # else the block's own results are made again
         sums = _Gradients(saved, o, ctx.needs_input_grad[3])
         passed: _Passing | None = None
         for step in range(place.ranks):
@@ -200,11 +202,12 @@ class Ring(torch.autograd.Function):
             # This rank's part of the gradients of the keys at hand; the sum of the ranks before it arrives meanwhile.
             dkv, keys = torch.zeros_like(kv, dtype=wider(kv.dtype)), _unpack(kv, k)
             for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o):
-                # The backward of the op wants all of a softmax: the block's own results, which are made again.
-                own = forward_block(o, b, q, keys[0], keys[1], given)
-                whole = (queries_of(out, o.dims.tokens, b), queries_of(lse, -1, b))
+                results = queries_of(out, o.dims.tokens, b), queries_of(lse, -1, b)
                 upstream = queries_of(dout, o.dims.tokens, b), None if dlse is None else queries_of(dlse, -1, b)
-                sums.add(b, dkv, keys, own, *unmerge_block(*own, *whole, *upstream, o))
+                if not whole:
+                    own = forward_block(o, b, q, keys[0], keys[1], given)
+                    results, upstream = own, unmerge_block(*own, *results, *upstream, o)
+                sums.add(b, dkv, keys, results, *upstream)
             if passed is not None:
                 dkv += passed.arrived()
             if place.ranks > 1:

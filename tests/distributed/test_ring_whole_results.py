@@ -1,0 +1,128 @@
+"""The ring's backward where kernels take out and lse of the whole sequence. Those of the CPU do not: the formula in
+float64 stands for them. The kernels are held to it by tests/cpp/sim_attention_part.cpp, and below on a GPU."""
+
+import itertools
+
+import pytest
+import torch
+import warpsmith
+from context_cases import Problem
+from test_context_parallel import SHARDINGS, check_exact
+from warpsmith.distributed import context_blocks, context_modes
+from warpsmith.reference.attention import window_of
+from warpsmith.testing.distributed import multirank
+
+raw = torch.ops.warpsmith
+
+
+def gradients(dout, dlse, q, k, v, *rest):
+    """The raw op's, as csrc/kernels/attention/attention.h states them: from the out and lse that are given."""
+    sink, layout, left, right, scale = (rest[i] for i in (4, 8, 11, 12, 13))
+    out, lse, _, want_dsink, _ = rest[-5:]
+    heads_first = [t if layout == 1 else t.transpose(1, 2) for t in (q, k, v, out, dout)]
+    q, k, v, out, dout = heads_first
+    shared = q.shape[1] // k.shape[1]
+    every_k, every_v = (t.repeat_interleave(shared, 1) for t in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    _, visible = window_of(q.shape[2], k.shape[2], False, "bottom_right", (left, right))
+    p = torch.where(visible, torch.exp(q @ every_k.mT * scale - lse[..., None]), 0.0).nan_to_num(nan=0.0)
+    delta = (dout * out).sum(-1, keepdim=True) - (0.0 if dlse is None else dlse[..., None])
+    ds = p * (dout @ every_v.mT - delta) * scale
+    found = [ds @ every_k, *((t.mT @ x).unflatten(1, (-1, shared)).sum(2) for t, x in ((ds, q), (p, dout)))]
+    dq, dk, dv = (t if layout == 1 else t.transpose(1, 2) for t in found)
+    none = q.new_empty(0)
+    dsink = -(torch.exp(sink[:, None, None] - lse[..., None]) * delta).sum((0, 2, 3)) if want_dsink else none
+    return dq, dk, dv, none, dsink
+
+
+def check_ring():
+    forwards, call_raw = [], context_blocks.call_raw
+
+    def call(op, *inputs):
+        if op is raw.attention_backward.default:
+            return gradients(*inputs)
+        forwards.append(torch._C._current_graph_task_id() != -1)
+        return call_raw(op, *inputs)
+
+    masks = (
+        "all",
+        "causal",
+        "causal window",
+        "narrow causal window",
+        "far window",
+        "window",
+        "sink",
+        "sink in a window",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_blocks, "call_raw", call)
+        patch.setattr(context_modes, "takes_whole_results", lambda *_: True)
+        for (i, name), sharding in itertools.product(enumerate(masks), SHARDINGS):
+            check_exact(Problem(name, torch.float64, layout=("bshd", "bhsd")[i % 2], batch=2), "ring", sharding)
+    assert forwards
+    assert not any(forwards), "the backward made a block's results again"
+
+
+@multirank(2, timeout_s=300)
+def test_two_ranks(rank, world_size):
+    check_ring()
+
+
+@multirank(4, timeout_s=300)
+def test_four_ranks(rank, world_size):
+    check_ring()
+
+
+def options(softcap=0.0):
+    return context_blocks.Options(0, -1, 0, None, softcap, True, 0, 0.0, 2)
+
+
+def test_which_problems_have_such_kernels():
+    """On the CPU none; on a GPU those of 16 bits without what extends a kernel."""
+
+    def takes(dtype=torch.bfloat16, dim=128, dim_v=128, softcap=0.0, **given):
+        class OnGpu(torch.Tensor):
+            is_cuda = True
+
+        q, v = (torch.empty(1, 4, 2, d, dtype=dtype).as_subclass(OnGpu) for d in (dim, dim_v))
+        all_given = dict.fromkeys(("cu_seqlens", "alibi_slopes", "sink", "seed")) | given
+        return context_blocks.takes_whole_results(options(softcap), q, v, context_blocks.Given(**all_given))
+
+    some = torch.zeros(2)
+    assert takes()
+    assert takes(torch.float16, 64, 64, sink=some, cu_seqlens=some)
+    assert not takes(torch.float32)
+    assert not takes(dim_v=136)
+    assert not takes(dim=256)
+    assert not takes(softcap=1.0)
+    assert not takes(alibi_slopes=some)
+    assert not takes(seed=some)
+    q = torch.empty(1, 4, 2, 64, dtype=torch.bfloat16)
+    assert not context_blocks.takes_whole_results(options(), q, q, context_blocks.Given(None, None, None, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_take_results_of_the_whole(dtype, head_dim):
+    """Keys in two halves, each with out and lse of all: together the gradients of one call, and one more rounding."""
+    torch.manual_seed(0)
+    shape = 2, 512, 4, head_dim
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, lse = warpsmith.attention(*leaves, return_lse=True)
+    alone = torch.autograd.grad(out, leaves, dout)
+    wide = [t.double() for t in (dout, q, k, v, out, lse)]
+    rest = *[None] * 6, 0, 0, 0, 0, True, -1, -1, None, 0.0, 0.0, True
+    exact = gradients(wide[0], None, *wide[1:4], *rest, *wide[4:], False, False, None)
+    halves = []
+    for part in (slice(0, 256), slice(256, 512)):
+        halves.append(
+            raw.attention_backward(
+                dout, None, q, k[:, part], v[:, part], *rest, out.detach(), lse.detach(), False, False
+            )
+        )
+    found = halves[0][0].double() + halves[1][0], *(torch.cat(pair, 1) for pair in list(zip(*halves, strict=True))[1:3])
+    for name, got, one, want in zip(("dq", "dk", "dv"), found, alone, exact[:3], strict=True):
+        error, allowed = ((t.double() - want).abs().max() for t in (got, one))
+        assert error <= 1.1 * allowed + torch.finfo(dtype).eps / 2 * want.abs().max(), (name, error, allowed)
