@@ -114,12 +114,17 @@ def test_a_plain_process_is_a_world_of_one(alone):
         ctx.barrier()
         with pytest.raises(RuntimeError, match="expected no process group, got one"):
             warpsmith.distributed.init()
-        with pytest.raises(ValueError, match="expected a product of 1, the world size, got {'data': 2}"):
-            ctx.mesh(data=2)
+        for sizes in ({"data": 2}, {"data": -1, "tensor": -1}, {}):
+            with pytest.raises(ValueError, match="expected a product of 1, the world size, got {"):
+                ctx.mesh(**sizes)
+        with pytest.raises(TypeError, match="Context.mesh: data: expected an int, got the float 1.0"):
+            ctx.mesh(data=1.0)
     assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="Context.barrier: expected an open process group, got one that close"):
+        ctx.barrier()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     ctx.close()  # again
-    with warpsmith.distributed.init(device="cpu"):  # and a second life
+    with warpsmith.distributed.init("GLOO", device=torch.device("cpu")):  # and a second life
         assert dist.is_initialized()
 
 
@@ -139,8 +144,18 @@ def test_seeds_are_a_function_of_seed_and_rank(alone):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"timeout_s": 0}, ValueError, "timeout_s: expected more than 0 seconds, got 0"),
+        ({"timeout_s": 0}, ValueError, "timeout_s: expected more than 0 seconds and at most 1e.09, got 0"),
+        ({"timeout_s": float("inf")}, ValueError, "timeout_s: expected more than 0 seconds and at most 1e.09, got inf"),
+        ({"timeout_s": "600"}, TypeError, "init: timeout_s: expected a number, got the str '600'"),
+        ({"timeout_s": None}, TypeError, "init: timeout_s: expected a number, got None"),
         ({"device": "tpu"}, ValueError, "device: expected one of cpu, cuda, got tpu"),
+        ({"device": "cuda:1"}, ValueError, "got cuda:1: each rank takes the GPU of its LOCAL_RANK"),
+        ({"device": 0}, TypeError, "init: device: expected cpu or cuda, got the int 0"),
+        ({"backend": "bogus"}, ValueError, "init: backend: expected one of gloo, .*, got 'bogus'"),
+        ({"backend": ""}, ValueError, "init: backend: expected one of gloo, .*, got ''"),
+        ({"backend": 7}, TypeError, "init: backend: expected a name or None, got the int 7"),
+        ({"seed": "one"}, TypeError, "init: seed: expected an int, got the str 'one'"),
+        ({"seed": 1.0}, TypeError, "init: seed: expected an int, got the float 1.0"),
         (
             {"backend": "nccl", "device": "cpu"},
             RuntimeError,

@@ -12,10 +12,10 @@ with warpsmith.distributed.init(device="cpu", timeout_s=float(sys.argv[1])) as c
 """
 
 
-def messages(environments, timeout_s=8, limit_s=45):
+def messages(environments, timeout_s=8, limit_s=45, program=PROGRAM):
     """What ranks that cannot meet print, all of them within the limit."""
     begin = time.monotonic()
-    with started([start(PROGRAM, environ, timeout_s) for environ in environments]) as ranks:
+    with started([start(program, environ, timeout_s) for environ in environments]) as ranks:
         outputs = [p.communicate(timeout=limit_s) for p in ranks]
         assert time.monotonic() - begin < limit_s
         assert all(p.returncode == 1 for p in ranks), outputs
@@ -42,6 +42,25 @@ def test_ranks_that_do_not_come_are_named():
     port = free_port()
     errors = messages([by_hand(r, 4, port) for r in (0, 2)])
     assert "rank 0 of 4: 2 of 4 ranks have not come within 8 s: 1, 3: " in errors[0]
+
+
+def test_worlds_of_other_sizes():
+    port = free_port()
+    errors = messages([by_hand(0, 2, port), by_hand(1, 3, port)])
+    found = [f"rank {r} of {2 + r}: another rank of this job has a world of {3 - r}: set the same" for r in range(2)]
+    assert sum(words in error for words, error in zip(found, errors, strict=True)) == 1, errors  # who came second
+
+
+def test_a_rank_that_ends_when_all_have_met():
+    dying = PROGRAM.replace(
+        "with",
+        "import os; import torch.distributed as dist\nif os.environ['RANK'] == '1':\n    "
+        "dist.init_process_group = lambda *_, **__: sys.exit(1)\nwith",
+        1,
+    )
+    port = free_port()
+    error = messages([by_hand(r, 2, port) for r in range(2)], program=dying)[0]
+    assert "rank 0 of 2: gloo: the ranks have met, but not connected within 8 s: look for messages of the" in error
 
 
 def test_two_processes_with_one_rank():

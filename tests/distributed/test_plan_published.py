@@ -109,7 +109,17 @@ A100, H100 = plan.Cluster.of("A100"), plan.Cluster.of("H100")
         (lambda: plan.Layout(wire="int8"), "Layout: wire: expected one of float32, bfloat16, float16, got 'int8'"),
         (lambda: plan.Layout(interleave=2), "Layout: interleave: expected 1 without a pipeline, got 2"),
         (lambda: plan.Cluster.of("H999"), "Cluster.of: gpu: expected one of A100, H100, H200, B200"),
-        (lambda: plan.Cluster.of("H100", 0), "Cluster: network_bytes_per_s: expected above 0"),
+        (lambda: plan.Cluster.of("H100", 0), "Cluster.of: network_gbit: expected above 0, got 0"),
+        (lambda: plan.Cluster.of("H100", -4), "Cluster.of: network_gbit: expected above 0, got -4"),
+        (lambda: plan.Cluster(H100.gpu, network_bytes_per_s=0), "Cluster: network_bytes_per_s: expected above 0"),
+        (lambda: plan.Cluster.of("H100", base_s=float("inf")), "Cluster: base_s: expected at least 0 and finite"),
+        (lambda: plan.Model(True, 64, 4, 9, 9), "Model: layers: expected an int of at least 1, got True"),
+        (lambda: plan.Model(2, 64, 4, 9, 9, kv_heads="2"), "Model: kv_heads: expected an int of at least 0"),
+        (lambda: plan.Layout(data="8"), "Layout: data: expected an int of at least 1, got '8'"),
+        (lambda: plan.Layout(sharding=True), "Layout: sharding: expected one of 0, 1, 2, 3, got True"),
+        (lambda: H100.collective_s("all_reduce", 1, ranks=-2), "Cluster.collective_s: ranks: expected at least 1"),
+        (lambda: H100.collective_s("all_reduce", -1, ranks=2), "Cluster.collective_s: tensor_bytes: expected at"),
+        (lambda: plan.calibrate("cpu", matmul=-1), "calibrate: matmul: expected at least 1, got -1"),
         (lambda: plan.Cluster.of("H100", spread=1.5), "Cluster: spread: expected from 0 to below 1, got 1.5"),
         (lambda: H100.collective_s("gossip", 1, ranks=2), "Cluster.collective_s: kind: expected one of all_reduce"),
         (lambda: plan.predict(GPT, H100, plan.Layout(pipeline=4, interleave=3)), "predict: layout: expected at most 8"),
@@ -131,6 +141,29 @@ A100, H100 = plan.Cluster.of("A100"), plan.Cluster.of("H100")
 )
 def test_bad_input_is_named(call, words):
     with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: plan.Cluster.of(None), "Cluster: gpu: expected a Gpu, got None"),
+        (lambda: plan.Cluster.of("H100", "400"), "Cluster.of: network_gbit: expected a number, got the str '400'"),
+        (lambda: plan.Cluster.of("H100", ranks_per_host=2.5), "Cluster: ranks_per_host: expected an int, got the fl"),
+        (lambda: plan.Cluster.of("H100", spread="x"), "Cluster: spread: expected a number, got the str 'x'"),
+        (lambda: plan.predict(GPT, plan.Layout(), H100), "predict: cluster: expected a plan.Cluster, got Layout"),
+        (lambda: plan.predict(GPT, "H100", plan.Layout()), "predict: cluster: expected a plan.Cluster, got the str"),
+        (lambda: plan.scaling(GPT, H100, plan.Layout(), 8), "scaling: ranks: expected a list of numbers of ranks, got"),
+        (lambda: plan.scaling(GPT, H100, plan.Layout(), ("8",)), "scaling: ranks: expected an int, got the str '8'"),
+        (lambda: plan.Model.from_config(None), "Model.from_config: config: expected a configuration of transformers"),
+        (lambda: plan.Model.from_module(None), "Model.from_module: module: expected an nn.Module, got None"),
+        (lambda: plan.calibrate("cpu", repeats="1"), "calibrate: repeats: expected an int, got the str '1'"),
+        (lambda: plan.calibrate("cpu", sizes=3), "calibrate: sizes: expected a list of bytes, got the int 3"),
+    ],
+)
+def test_wrong_types_are_named(call, words):
+    with pytest.raises(TypeError) as error:
         call()
     assert str(error.value).startswith(words)
 
@@ -170,5 +203,9 @@ def test_command_line(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == plan.report()
     assert main(["plan", "--layers", "2"]) == 2
     assert capsys.readouterr().err == "plan: expected --config, or --hidden and the other sizes of a model\n"
+    for text, words in (("{", "expected JSON in"), ("[1]", "expected a JSON object in")):
+        config.write_text(text)
+        assert main(["plan", "--config", str(config)]) == 2
+        assert capsys.readouterr().err.startswith(f"plan: --config: {words} {config}")
     assert main(["plan", *SIZES, "--wire", "int8"]) == 2
     assert capsys.readouterr().err.startswith("plan: Layout: wire: expected one of")

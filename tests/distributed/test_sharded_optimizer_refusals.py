@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import warpsmith
 from sharding import Uneven, input_of
+from torch.nn.parallel import DistributedDataParallel
 from warpsmith.distributed import ShardedOptimizer
 from warpsmith.distributed.agreement import fingerprints, require_agreement
 from warpsmith.optim import AdamW
@@ -176,6 +177,17 @@ def test_gradients_that_come_too_late(rank, world_size, stage):
     sharded.zero_grad(set_to_none=False)
     model(input_of(rank, 0)).backward()
     sharded.step()
+
+
+@multirank(2, timeout_s=200)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_under_ddp_gradients_are_averaged_twice(rank, world_size, stage):
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+    sharded = ShardedOptimizer(ddp.parameters(), AdamW, stage=stage)
+    ddp(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="was written to after it was reduced.* wrap the model in no DistributedDat"):
+        sharded.step()
 
 
 class Lamb(AdamW):

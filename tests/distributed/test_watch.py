@@ -1,6 +1,7 @@
 """watch(): what is reported of faults on real ranks, and the likely cause from what ranks say."""
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -137,8 +138,34 @@ def test_an_exception_on_one_rank(shared):
     exception(shared=shared)
     _, cause, of_0, of_1 = the_report(shared)
     assert "likely cause: rank 1 raised InjectedFault: planted before all_reduce on rank 1" in cause
+    assert re.search(r"test_watch.py:\d+$", cause)  # not the line of the fault, nor of torch
     assert "all_reduce #3" in of_0
     assert of_1.endswith("last collective all_reduce #2 of float32 (3,) (all ranks)")
+
+
+@multirank(2, timeout_s=300)
+def failing_function(rank, world_size, shared):
+    reports = Reports(shared, rank)
+
+    def fails(text):
+        reports(text)
+        raise KeyError("planted")
+
+    with contextlib.redirect_stderr(io.StringIO()) as errors, watch(TIMEOUT_S, on_report=fails) as watching:
+        if rank == 1:
+            reports.wait()
+        dist.all_reduce(torch.ones(3))
+        deadline = time.monotonic() + 200
+        while reports.file.exists() and not watching.reported:  # this rank has reported
+            assert time.monotonic() < deadline, "the thread has ended"
+            time.sleep(0.02)
+    if reports.file.exists():
+        assert errors.getvalue() == f"{reports.all()[0]}warpsmith: watch: on_report: KeyError: 'planted'\n"
+
+
+def test_a_report_whose_function_fails(shared):
+    failing_function(shared=shared)
+    assert len(the_report(shared)) == 4
 
 
 @multirank(2, timeout_s=300)

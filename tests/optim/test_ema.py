@@ -204,6 +204,25 @@ def test_a_dtensor_is_averaged_shard_by_shard(rank, world_size):
         assert torch.equal(p.detach().full_tensor(), torch.arange(15.0).view(5, 3) / 4)
 
 
+@multirank(2)
+def test_an_optimizer_of_other_tensors_is_refused(rank, world_size):
+    """Its masters would silently not be averaged."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="^EMA: optimizer: expected an optimizer of params, got the AdamW of other"):
+        EMA(model.parameters(), optimizer=warpsmith.optim.AdamW(other.parameters()))
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).bfloat16()
+    sharded = warpsmith.distributed.ShardedOptimizer(model.parameters(), warpsmith.optim.AdamW, precision="master")
+    with pytest.raises(ValueError, match="ShardedOptimizer of other tensors: leave it out, or average those of its"):
+        EMA(model.parameters(), optimizer=sharded)
+    own = [p for group in sharded.param_groups for p in group["params"]]
+    model(torch.ones(1, 4).bfloat16()).sum().backward()
+    sharded.step()
+    ema = EMA(own, decay=0.0, optimizer=sharded)
+    for average, p in zip(ema.averages, own, strict=True):
+        assert torch.equal(average, sharded.state[p]["master"] if p in sharded.state else p)
+
+
 def test_what_is_refused():
     p = nn.Parameter(torch.zeros(4, 4))
     for decay in (-0.1, 1.1, math.nan):

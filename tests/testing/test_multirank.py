@@ -143,6 +143,18 @@ def test_bad_arguments():
         multirank(2)(lambda x: None)
     with pytest.raises(ValueError, match="world_size: expected at least 1, got 0"):
         RankPool(0)
+    with pytest.raises(ValueError, match="multirank: ends: expected ranks from 0 to 1, got 5"):
+        multirank(2, ends={5: "died"})
+    for call, words in (
+        (lambda: multirank(test_bad_arguments), r"multirank: world_size: expected an int, got a function: write @mult"),
+        (lambda: multirank("2"), "multirank: world_size: expected an int, got the str '2'"),
+        (lambda: RankPool("2"), "RankPool: world_size: expected an int, got the str '2'"),
+        (lambda: fault("kill", rank="1").__enter__(), "fault: rank: expected an int, got the str '1'"),
+        (lambda: fault("kill", rank=1, nth=1.0).__enter__(), "fault: nth: expected an int, got the float 1.0"),
+        (lambda: fault("slow", rank=1, seconds="1").__enter__(), "fault: seconds: expected a number, got the str '1'"),
+    ):
+        with pytest.raises(TypeError, match=f"^{words}"):
+            call()
 
 
 def test_pools_end():

@@ -51,3 +51,14 @@ def test_failures_end_with_the_rank_named(fn, words):
 def test_too_many_arguments_are_named():
     with pytest.raises(TypeError, match="run_ranks: total_of_ranks: expected at most 1 argument.s., got 2"):
         run_ranks(total_of_ranks, 2, 10, 11)
+
+
+def test_what_ranks_cannot_import_is_named():
+    def inner(rank, world_size):
+        return rank
+
+    for fn, got in ((lambda rank, world_size: rank, ".*<lambda>"), (inner, ".*<locals>.inner"), (3, "the int 3")):
+        with pytest.raises(TypeError, match=f"^run_ranks: fn: expected a function at the top level of .*, got {got}$"):
+            run_ranks(fn, 2)
+    with pytest.raises(TypeError, match="^run_ranks: timeout_s: expected a number, got the str '3'"):
+        run_ranks(total_of_ranks, 2, 10, timeout_s="3")

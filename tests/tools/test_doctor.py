@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from warpsmith import tools
 from warpsmith.tools import doctor
 
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -43,6 +44,31 @@ def test_two_ranks():
     assert all(row["microseconds"] > 0 for row in (small, large))
     # Of two ranks the bus carries the bytes once.
     assert large["bus_gigabytes_per_s"] == pytest.approx(large["bytes"] / large["microseconds"] / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "RANK is set without MASTER_ADDR, MASTER_PORT: start with torchrun"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, WORLD_SIZE is 2: start with torchrun"),
+        (
+            {"WORLD_SIZE": "two", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "WORLD_SIZE: expected a number from 1 to 2147483647, got 'two'",
+        ),
+    ],
+)
+def test_a_place_that_is_none_is_a_problem(variables, words, monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert tools.main(["doctor", "--distributed"]) == 1
+    assert f"problem: {words}" in capsys.readouterr().out
+
+
+def test_a_network_speed_that_is_none(capsys):
+    assert tools.main(["doctor", "--distributed", "--network-gbit", "-4"]) == 2
+    assert "doctor: --network-gbit: expected a number above 0, got -4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -13,6 +16,8 @@ from warpsmith.distributed.exchange import all_gather_bytes, rank_and_size
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE_ELEMS = 1 << 20
+# By group of NCCL: the calls that all its ranks have compared.
+_agreed: weakref.WeakKeyDictionary[ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 def require_agreement(
@@ -55,6 +60,71 @@ def require_agreement(
         if len(values) != len(first):
             counts = f"expected {len(first)} entries, as on rank 0, got {len(values)}"
             raise ValueError(f"{op}: rank {other} of {size}: {counts}: {remedy}")
+
+
+def agree_on_call(
+    op: str, group: ProcessGroup | None, facts: Mapping[str, str], refusal: Exception | None, remedy: str
+) -> None:
+    """Raises where the ranks do not make the same call, on every rank. A collective before those of the call: ranks in
+    different collectives would wait for each other.
+
+    facts: what must be the same on all ranks, by argument. refusal: this rank's error of its arguments; the other ranks
+    raise a ValueError with its words. In groups of NCCL the host would have to wait for the device, so a rank compares
+    only calls that are new to it, or that it refuses.
+
+    Example:
+        >>> agree_on_call("f", None, {"size": "3"}, None, "give all ranks the same size")
+    """
+    rank, ranks = rank_and_size(group)
+    if ranks > 1:
+        _compare(op, group, facts, refusal, remedy, rank, ranks)
+    elif refusal is not None:
+        raise refusal
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # tracing it would break the graph at each of its steps
+def _compare(
+    op: str,
+    group: ProcessGroup | None,
+    facts: Mapping[str, str],
+    refusal: Exception | None,
+    remedy: str,
+    rank: int,
+    ranks: int,
+) -> None:
+    key = group if group is not None else dist.group.WORLD
+    assert key is not None
+    known, signature = _agreed.setdefault(key, set()), json.dumps([op, dict(facts)])
+    if "nccl" not in dist.get_backend_config(key):
+        if _is_everywhere(signature if refusal is None else "", ranks, key):
+            return
+    elif refusal is None and signature in known:
+        return
+    words = str(refusal or "").removeprefix(f"{op}: ")
+
+    def describe() -> list[tuple[str, str]]:
+        if refusal is not None:
+            raise ValueError(words)
+        return list(facts.items())
+
+    try:
+        require_agreement(op, describe, remedy, group)
+    except ValueError:
+        if isinstance(refusal, ValueError):
+            raise ValueError(f"{op}: rank {rank} of {ranks}: {words}") from None
+        if refusal is not None:
+            raise refusal from None
+        raise
+    known.add(signature)
+
+
+def _is_everywhere(signature: str, ranks: int, group: ProcessGroup) -> bool:
+    """Whether all ranks have this signature, and none the empty one of a refusal. A collective of 8 bytes a rank."""
+    digest = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:7], "little") if signature else -1
+    own = torch.tensor([digest], dtype=torch.int64, device="cpu")
+    found = torch.empty(ranks, dtype=torch.int64, device="cpu")
+    dist.all_gather(list(found.split(1)), own, group=group)
+    return all(other == digest != -1 for other in found.tolist())
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:

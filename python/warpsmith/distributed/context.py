@@ -19,11 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from warpsmith.distributed import output
 from warpsmith.distributed.gloo_threads import wait_until_idle
-from warpsmith.distributed.meeting import keep_to_loopback, meet
+from warpsmith.distributed.meeting import first_line, keep_to_loopback, meet
 from warpsmith.distributed.place import Place, find_place
 from warpsmith.distributed.stopping import Stopping
+from warpsmith.ops import _check
 
 _DEVICES = ("cpu", "cuda")
+_LONGEST_S = 1e9  # what torch's clocks can add
 
 
 class Context:
@@ -65,11 +67,13 @@ class Context:
         """torch's ``DeviceMesh`` over all ranks, with named dimensions: ``ctx.mesh(data=2, tensor=4)``.
 
         Raises:
+            TypeError: a size is no int.
             ValueError: the sizes' product is not the world size.
         """
         product = 1
-        for size in sizes.values():
-            product *= size
+        for name, size in sizes.items():
+            _check.refuse_non_int("Context.mesh", name, size)
+            product *= max(size, 0)
         if not sizes or product != self.world_size:
             raise ValueError(
                 f"Context.mesh: sizes: expected a product of {self.world_size}, the world size, got {sizes}"
@@ -89,7 +93,13 @@ class Context:
         return output.progress(self.rank, iterable, options)
 
     def barrier(self) -> None:
-        """Waits until every rank is here."""
+        """Waits until every rank is here.
+
+        Raises:
+            RuntimeError: after :meth:`close`.
+        """
+        if not self._open:
+            raise RuntimeError("Context.barrier: expected an open process group, got one that close() has ended")
         if self.world_size > 1:
             dist.barrier()
 
@@ -151,7 +161,7 @@ def init(
     backend: str | None = None,
     timeout_s: float = 600.0,
     *,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     seed: int | None = None,
 ) -> Context:
     """Makes this process a rank of its job: process group, device and seeds, in one line.
@@ -177,6 +187,7 @@ def init(
     listens at MASTER_ADDR. (Under torchrun the store is torchrun's.)
 
     Raises:
+        TypeError: an argument of another Python type.
         ValueError: an argument or a variable of the environment is not as expected.
         RuntimeError: MASTER_ADDR is missing, a port is in use, NCCL or the rank's GPU is absent, or ranks have not come
             within the timeout. The message names the rank and the remedy.
@@ -189,10 +200,13 @@ def init(
         >>> total
         tensor([1., 1.])
     """
-    if not timeout_s > 0:
-        raise ValueError(f"init: timeout_s: expected more than 0 seconds, got {timeout_s}")
-    if device not in (None, *_DEVICES):
-        raise ValueError(f"init: device: expected one of {', '.join(_DEVICES)}, got {device}")
+    _check.refuse_non_number("init", "timeout_s", timeout_s)
+    if not 0 < timeout_s <= _LONGEST_S:
+        raise ValueError(f"init: timeout_s: expected more than 0 seconds and at most {_LONGEST_S:g}, got {timeout_s}")
+    if seed is not None:
+        _check.refuse_non_int("init", "seed", seed)
+    device = _type_of(device)
+    backend = None if backend is None else _known_backend(backend)
     if dist.is_initialized():
         raise RuntimeError("init: expected no process group, got one: call init() once, without init_process_group()")
     place = find_place(os.environ)
@@ -202,21 +216,49 @@ def init(
         keep_to_loopback()
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)  # before anything touches CUDA: else every rank leaves a context on GPU 0
-    store = meet(place, timeout_s)
+    store = meet(place, float(timeout_s))
     try:
         dist.init_process_group(
             backend,
             store=store,
             rank=place.rank,
             world_size=place.world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=datetime.timedelta(seconds=float(timeout_s)),
             device_id=chosen if chosen.type == "cuda" and "nccl" in backend else None,
         )
     except RuntimeError as error:
-        raise RuntimeError(f"init: {place.name}: {backend}: {error}") from error
+        raise RuntimeError(
+            f"init: {place.name}: {backend}: the ranks have met, but not connected within {timeout_s:g} s: look for "
+            f"messages of the others, of which one may have ended ({first_line(error)})"
+        ) from error
     if seed is not None:
         _seed(seed, place.rank)
     return Context(place, chosen, backend)
+
+
+def _type_of(device: Any) -> str | None:
+    if isinstance(device, torch.device):
+        device = str(device)
+    if device is not None and not isinstance(device, str):
+        _check.refuse_type("init", "device", f"{' or '.join(_DEVICES)}", device)
+    if device not in (None, *_DEVICES):
+        which = ": each rank takes the GPU of its LOCAL_RANK" if device.startswith("cuda:") else ""
+        raise ValueError(f"init: device: expected one of {', '.join(_DEVICES)}, got {device}{which}")
+    return device
+
+
+def _known_backend(backend: Any) -> str:
+    """The backend's name as torch has it, such as "gloo" or "cpu:gloo,cuda:nccl"."""
+    if not isinstance(backend, str):
+        _check.refuse_type("init", "backend", "a name or None", backend)
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    for part in backend.lower().split(","):
+        name = part.rpartition(":")[2]
+        if name not in known:
+            raise ValueError(f"init: backend: expected one of {', '.join(known)}, got {backend!r}")
+        if name != "nccl" and not dist.is_backend_available(name):  # that of NCCL says more
+            raise RuntimeError(f"init: backend: expected one that this torch is built with, got {name}")
+    return backend.lower()
 
 
 def _choose_device(place: Place, backend: str | None, device: str | None) -> torch.device:

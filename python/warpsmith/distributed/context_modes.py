@@ -49,8 +49,8 @@ class Place(NamedTuple):
         return [(i * length, chunk * length) for i, chunk in enumerate(chunks)]
 
 
-def place_of(group: ProcessGroup | None, sharding: str) -> Place:
-    return Place(group, sharding, *rank_and_size(group))
+def place_of(op: str, group: ProcessGroup | None, sharding: str) -> Place:
+    return Place(group, sharding, *rank_and_size(group, op))
 
 
 def _unpack(kv: Tensor, k: Tensor) -> list[Tensor]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from warpsmith.distributed.agreement import require_agreement
+from warpsmith.distributed.agreement import agree_on_call
 from warpsmith.distributed.context_blocks import KEY_STEP, QUERY_STEP, Options
 from warpsmith.distributed.context_modes import Gathered, Place, Ring, place_of, ulysses
 from warpsmith.distributed.sequence import check_sharding, chunks_of
@@ -22,8 +19,6 @@ from warpsmith.ops._dropout import draw_seed
 
 _OP = "context_parallel_attention"
 _MODES = ("all_gather", "ring", "ulysses")
-# By group of NCCL: the calls that all its ranks have compared.
-_agreed: weakref.WeakKeyDictionary[ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 class _Call(NamedTuple):
@@ -127,17 +122,20 @@ def context_parallel_attention(
     The backward of ring makes the results of its blocks again, except on a GPU for 16-bit heads of up to 128 elements
     without softcap and dropout, whose kernels take those of the whole sequence.
 
+    Under ``torch.compile`` a world of one is part of the graph, for every length; on several ranks the call is a graph
+    break and runs as it is.
+
     Deterministic: every sum has a fixed order, in every mode. Modes differ from each other in rounding. The dropout
     mask is a function of ``seed``, batch entry, head, query and key, whatever the mode and the number of ranks.
 
     Raises:
         TypeError: an argument of another Python type.
-        ValueError: a dtype, shape or number that does not fit, a mask that the mode cannot do (with the reason), or
-            ranks whose calls differ in a size, an option, ``return_lse`` or in whether gradients are needed. The ranks
-            compare their calls before they exchange tensors, so a mistake of one rank is an error of all, not a hang.
-            In groups of NCCL, where the host would have to wait for the device, a rank compares only calls whose sizes
-            and options are new to it, or that it refuses: where another rank has made its own call before, both wait
-            for the group's timeout.
+        ValueError: a dtype, shape or number that does not fit, a group without this rank, a mask that the mode cannot
+            do (with the reason), or ranks whose calls differ in a size, an option, ``return_lse`` or in whether
+            gradients are needed. The ranks compare their calls before they exchange tensors, so a mistake of one rank
+            is an error of all, not a hang. In groups of NCCL, where the host would have to wait for the device, a rank
+            compares only calls whose sizes and options are new to it, or that it refuses: where another rank has made
+            its own call before, both wait for the group's timeout.
 
     Source: the ring is that of Liu et al., Ring Attention with Blockwise Transformers, 2023; zigzag that of
     ring-flash-attention; ulysses that of Jacobs et al., DeepSpeed Ulysses, 2023.
@@ -149,16 +147,43 @@ def context_parallel_attention(
         >>> context_parallel_attention(q, k, v, causal=True).shape  # on 4 ranks: (2, 16, 4, 32)
         torch.Size([2, 64, 4, 32])
     """
-    place = place_of(process_group, sharding)
+    place = place_of(_OP, process_group, sharding)
+    attend = _attend if place.ranks == 1 else _attend_on_ranks
+    return attend(
+        *(place, q, k, v, mode, causal, window_size, softmax_scale, softcap, dropout_p, alibi_slopes, sink),
+        *(return_lse, deterministic, layout, seed, cu_seqlens, max_seqlen),
+    )
+
+
+def _attend(
+    place: Place,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mode: str,
+    causal: bool,
+    window_size: Sequence[int] | None,
+    softmax_scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    return_lse: bool,
+    deterministic: bool,
+    layout: str,
+    seed: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> Tensor | tuple[Tensor, Tensor]:
     refusal: Exception | None = None
     facts: dict[str, str] = {}
     try:
         which = _attention.choice(_OP, "layout", layout, _attention.LAYOUTS)
         _attention.choice(_OP, "mode", mode, _MODES)
-        check_sharding(_OP, sharding)
+        check_sharding(_OP, place.sharding)
         left, right = _attention.check_window(_OP, causal, window_size)
         optional = {"cu_seqlens": cu_seqlens, "alibi_slopes": alibi_slopes, "sink": sink, "seed": seed}
-        _check_types({"q": q, "k": k, "v": v}, optional, softmax_scale, softcap)
+        _check_types({"q": q, "k": k, "v": v}, optional, softmax_scale, softcap, deterministic)
         q, k, v = _attention.under_autocast(_OP, q, k, v)  # type: ignore[assignment]
         dropout_p = dropout_p if _attention.drops(_OP, dropout_p) else 0.0
         numbers = softmax_scale, softcap, deterministic, max_seqlen or 0, dropout_p, place.ranks
@@ -172,7 +197,7 @@ def context_parallel_attention(
         facts = _facts(call, place) if place.ranks > 1 else {}
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         refusal = error
-    _agree(place, facts, refusal)
+    agree_on_call(_OP, place.group, facts, refusal, "give all ranks the same sizes and options")
 
     tensors = q, k, v, sink, cu_seqlens, alibi_slopes, _seed(call, place)
     if mode == "ulysses" or place.ranks == 1:
@@ -181,6 +206,10 @@ def context_parallel_attention(
         function = Gathered if mode == "all_gather" else Ring
         out, lse = function.apply(*tensors, call.options, place)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
+
+
+# Tracing would compare the ranks' calls step by step, and break at each collective.
+_attend_on_ranks: Any = torch._disable_dynamo(_attend)  # type: ignore[attr-defined]
 
 
 def _seed(call: _Call, place: Place) -> Tensor | None:
@@ -196,7 +225,7 @@ def _seed(call: _Call, place: Place) -> Tensor | None:
 
 
 def _check_types(
-    tensors: dict[str, Any], optional: dict[str, Any], softmax_scale: float | None, softcap: float
+    tensors: dict[str, Any], optional: dict[str, Any], softmax_scale: float | None, softcap: float, deterministic: bool
 ) -> None:
     """Refuses values of another Python type. The checks after this one look at dtypes, shapes and sizes."""
     for name, value in tensors.items():
@@ -209,6 +238,8 @@ def _check_types(
         _check.refuse_type(_OP, "softmax_scale", "a number or None", softmax_scale)
     if type(softcap) is not float and not _check.is_number(softcap):
         _check.refuse_type(_OP, "softcap", "a number", softcap)
+    if not isinstance(deterministic, bool):  # the raw op would say so when keys are on their way, and nobody takes them
+        _check.refuse_type(_OP, "deterministic", "True or False", deterministic)
 
 
 def _check_packing(call: _Call, max_seqlen: Any) -> None:
@@ -302,45 +333,3 @@ def _facts(call: _Call, place: Place) -> dict[str, str]:
 
 def _text(t: Tensor) -> str:
     return f"{_check.dtype_text(t.dtype)} {_check.shape_text(t.shape)}"
-
-
-def _agree(place: Place, facts: dict[str, str], refusal: Exception | None) -> None:
-    """Raises this rank's refusal. Ranks compare their facts first, and an error of one is raised on all: ranks in
-    different collectives would wait for each other."""
-    if place.ranks == 1:
-        if refusal is not None:
-            raise refusal
-        return
-    group = place.group if place.group is not None else dist.group.WORLD
-    assert group is not None
-    known, signature = _agreed.setdefault(group, set()), json.dumps(facts)
-    if "nccl" not in dist.get_backend_config(group):
-        if _is_everywhere(signature if refusal is None else "", place.ranks, group):
-            return
-    elif refusal is None and signature in known:
-        return
-    words = str(refusal or "").removeprefix(f"{_OP}: ")
-
-    def describe() -> list[tuple[str, str]]:
-        if refusal is not None:
-            raise ValueError(words)
-        return list(facts.items())
-
-    try:
-        require_agreement(_OP, describe, "give all ranks the same sizes and options", place.group)
-    except ValueError:
-        if isinstance(refusal, ValueError):
-            raise ValueError(f"{_OP}: rank {place.rank} of {place.ranks}: {words}") from None
-        if refusal is not None:
-            raise refusal from None
-        raise
-    known.add(signature)
-
-
-def _is_everywhere(signature: str, ranks: int, group: ProcessGroup) -> bool:
-    """Whether all ranks have this signature, and none the empty one of a refusal. A collective of 8 bytes a rank."""
-    digest = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:7], "little") if signature else -1
-    own = torch.tensor([digest], dtype=torch.int64, device="cpu")
-    found = torch.empty(ranks, dtype=torch.int64, device="cpu")
-    dist.all_gather(list(found.split(1)), own, group=group)
-    return all(other == digest != -1 for other in found.tolist())

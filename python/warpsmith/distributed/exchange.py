@@ -6,12 +6,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from warpsmith.ops import _check
 
-def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
-    """This rank in the group and the group's size; 0 and 1 where torch.distributed is not in use."""
+
+def rank_and_size(group: ProcessGroup | None, op: str = "") -> tuple[int, int]:
+    """This rank in the group and the group's size; 0 and 1 where torch.distributed is not in use. op: refuses, in its
+    name, what is no group, and a group without this rank."""
+    if op and group is not None:
+        _check_group(op, group)
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _check_group(op: str, group: object) -> None:
+    outside = group == dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not isinstance(group, ProcessGroup):
+        hint = ": give one dimension of the mesh, as mesh.get_group('data')" if hasattr(group, "get_group") else ""
+        _check.refuse_type(op, "process_group", "a ProcessGroup or None", group, hint)
+    if outside or (dist.is_initialized() and dist.get_rank(group) < 0):  # type: ignore[arg-type]
+        here = f"a group with this rank, {dist.get_rank()}"
+        _check.refuse(op, "process_group", here, "one without: call on the ranks of the group only")
 
 
 def all_gather_bytes(own: bytes, group: ProcessGroup | None = None) -> list[bytes]:

@@ -121,7 +121,8 @@ class GradientShards:
             raise RuntimeError(
                 f"{_OP}: rank {self.rank} of {self.world_size}: the gradient of {self.names[late]} was written to "
                 f"after it was reduced, which {call} would not see: clip by the optimizer's clip_grad_norm_() or a "
-                "scaler's clip_(), and let the backward outside of no_sync() be the last of a step"
+                "scaler's clip_(), let the backward outside of no_sync() be the last of a step, and wrap the model in "
+                "no DistributedDataParallel"
             )
 
     def _is_late(self, index: int, p: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
 
 from warpsmith.distributed.bucket_norms import BucketNorms
+from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.peer_memory import PeerMemory, peer_memory
 from warpsmith.ops._rank_mean import rank_mean
 
@@ -87,10 +88,12 @@ def accurate_hook(  # type: ignore[misc]  # DDP reads these annotations, and wan
     if wire not in _WIRES:
         raise ValueError(f"accurate_hook: wire: expected torch.bfloat16 or torch.float16, got {wire}")
     if bucket is not None:
+        rank_and_size(state, "accurate_hook")
         return _reduce(state, bucket, wire, None)
     norms = BucketNorms() if keep_norm else None
 
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        rank_and_size(state, "accurate_hook")
         return _reduce(state, bucket, wire, norms)
 
     return hook
@@ -112,6 +115,7 @@ def reduction_plan(process_group: ProcessGroup | None = None, device: torch.devi
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     device = torch.device(device)
+    rank_and_size(process_group, "reduction_plan")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     found = peer_memory(process_group, device, _USER)

@@ -48,7 +48,7 @@ def meet(place: Place, timeout_s: float) -> Store:
             raise
         raise RuntimeError(
             f"init: {place.name}: no store of this job answers at {address}:{place.port} within {timeout_s:g} s: look "
-            f"for a message of rank 0; check MASTER_ADDR, MASTER_PORT and the firewall ({_first_line(error)})"
+            f"for a message of rank 0; check MASTER_ADDR, MASTER_PORT and the firewall ({first_line(error)})"
         ) from error
     store.set_timeout(timeout)
     return store
@@ -84,6 +84,12 @@ def _listen(place: Place, address: str, port: int) -> socket.socket:
 
 
 def _wait_for_all(store: Store, place: Place, timeout: datetime.timedelta) -> None:
+    size = store.compare_set("world size", "", str(place.world_size)).decode()
+    if size != str(place.world_size):
+        raise RuntimeError(
+            f"init: {place.name}: another rank of this job has a world of {size}: set the same WORLD_SIZE for all "
+            "ranks, and give each job its own MASTER_PORT"
+        )
     if store.add(f"rank {place.rank}", 1) > 1:
         raise RuntimeError(
             f"init: {place.name}: another process has come as rank {place.rank}: give each its own RANK, and each job "
@@ -112,5 +118,5 @@ def keep_to_loopback() -> None:
             os.environ.setdefault(variable, names[0])
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from warpsmith.ops import _check
+
 _STATE = ("seed", "length", "position")
 
 
@@ -37,6 +39,7 @@ class ResumableSampler(Sampler[int]):
     and 24 while it is made.
 
     Raises:
+        TypeError: an argument that is no int, a state that is no dict.
         ValueError: an argument out of range; a state of other data or of another seed.
 
     Example:
@@ -48,6 +51,8 @@ class ResumableSampler(Sampler[int]):
 
     def __init__(self, length: int, *, seed: int, rank: int, world_size: int) -> None:
         super().__init__()
+        for name, value in (("length", length), ("seed", seed), ("rank", rank), ("world_size", world_size)):
+            _check.refuse_non_int("ResumableSampler", name, value)
         if length < 1:
             raise ValueError(f"ResumableSampler: length: expected at least 1, got {length}")
         if not -(2**63) <= seed < 2**63:
@@ -88,6 +93,7 @@ class ResumableSampler(Sampler[int]):
             >>> sampler.state_dict()["position"]
             32
         """
+        _check.refuse_non_int("ResumableSampler.advance", "samples", samples)
         start = self._done if self._done is not None else self._begun
         done = start + samples * self.world_size
         if samples < 0 or done > self._drawn:
@@ -103,15 +109,18 @@ class ResumableSampler(Sampler[int]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the state was taken, whatever the world size was."""
-        missing = [name for name in _STATE if not isinstance(state.get(name), int)]
+        if not isinstance(state, dict):
+            _check.refuse_type("ResumableSampler.load_state_dict", "state", "a dict, as state_dict() gives", state)
+        missing = [name for name in _STATE if type(state.get(name)) is not int]
         if missing:
             raise ValueError(f"ResumableSampler.load_state_dict: {missing[0]}: expected an int, got {state}")
         for name, own in (("seed", self.seed), ("length", self.length)):
             if state[name] != own:
                 raise ValueError(f"ResumableSampler.load_state_dict: {name}: expected {own}, got {state[name]}")
-        if state["position"] < 0:
+        if not 0 <= state["position"] < 2**63:
             raise ValueError(
-                f"ResumableSampler.load_state_dict: position: expected at least 0, got {state['position']}"
+                f"ResumableSampler.load_state_dict: position: expected at least 0 and below 2**63, got "
+                f"{state['position']}"
             )
         self._drawn = self._begun = state["position"]
         self._done = None

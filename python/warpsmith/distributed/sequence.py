@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from warpsmith.distributed.agreement import agree_on_call
 from warpsmith.distributed.exchange import rank_and_size
+from warpsmith.ops import _check
 
 SHARDINGS = ("zigzag", "contiguous")
 
@@ -109,6 +111,7 @@ class _Gather(torch.autograd.Function):
 def _dimension(op: str, t: Tensor, dim: int) -> int:
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: t: expected a tensor, got {type(t).__name__}")
+    _check.refuse_non_int(op, "dim", dim)
     if not -t.dim() <= dim < t.dim():
         raise ValueError(f"{op}: dim: expected a dimension of a tensor of shape {tuple(t.shape)}, got {dim}")
     return dim % t.dim()
@@ -144,7 +147,7 @@ def shard_sequence(
     """
     dim = _dimension("shard_sequence", t, dim)
     check_sharding("shard_sequence", sharding)
-    rank, ranks = rank_and_size(process_group)
+    rank, ranks = rank_and_size(process_group, "shard_sequence")
     if ranks == 1:
         return t
     chunks, tokens = ranks * len(chunks_of(rank, ranks, sharding)), t.shape[dim]
@@ -169,17 +172,29 @@ def unshard_sequence(
         The tokens of all ranks in the order of the sequence. Its gradient is the sum of all ranks' gradients, added in
         float32 in rank order.
 
+    Raises:
+        TypeError, ValueError: an argument that does not fit, or parts that are not equal, on every rank (in groups of
+            NCCL as :func:`context_parallel_attention` does).
+
     Example:
         >>> import torch, warpsmith
         >>> warpsmith.distributed.unshard_sequence(torch.arange(4), 0)
         tensor([0, 1, 2, 3])
     """
-    dim = _dimension("unshard_sequence", t, dim)
-    check_sharding("unshard_sequence", sharding)
-    rank, ranks = rank_and_size(process_group)
-    if ranks > 1 and sharding == "zigzag" and t.shape[dim] % 2:
-        raise ValueError(
-            f"unshard_sequence: rank {rank} of {ranks}: t: expected an even number of tokens along dimension {dim}, "
-            f"as shard_sequence gives, got {t.shape[dim]}"
-        )
+    op = "unshard_sequence"
+    _, ranks = rank_and_size(process_group, op)
+    refusal: Exception | None = None
+    facts: dict[str, str] = {}
+    try:
+        dim = _dimension(op, t, dim)
+        check_sharding(op, sharding)
+        if ranks > 1 and sharding == "zigzag" and t.shape[dim] % 2:
+            expected = f"an even number of tokens along dimension {dim}, as shard_sequence gives"
+            _check.refuse(op, "t", expected, str(t.shape[dim]))
+        needs_grad = torch.is_grad_enabled() and t.requires_grad  # the backward is a collective too
+        facts = {"t": f"{_check.dtype_text(t.dtype)} {_check.shape_text(t.shape)}", "requires_grad": str(needs_grad)}
+        facts |= {"dim": str(dim), "sharding": sharding}
+    except (TypeError, ValueError) as error:  # the other ranks wait to hear of it
+        refusal = error
+    agree_on_call(op, process_group, facts, refusal, "give all ranks equal parts of one sequence")
     return _Gather.apply(t, dim, sharding, process_group) if ranks > 1 else t

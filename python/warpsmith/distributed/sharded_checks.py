@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from warpsmith import optim
 from warpsmith.distributed.agreement import fingerprints
+from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.hook import _WIRES
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import CUT_ELEMS
@@ -42,10 +43,11 @@ def check_arguments(optimizer_class: Any, stage: Any, wire: Any, bucket_cap_mb: 
         got = getattr(optimizer_class, "__name__", str(optimizer_class))
         reason = "each rank has only parts of tensors, so an update may need nothing but its own element"
         _check.refuse(OP, "optimizer_class", f"{names} of warpsmith.optim ({reason})", got)
-    if stage not in (1, 2):
+    if isinstance(stage, bool) or stage not in (1, 2):
         _check.refuse(OP, "stage", "1 or 2", str(stage))
     if wire not in _WIRES:
         _check.refuse(OP, "wire", "torch.bfloat16 or torch.float16", str(wire))
+    _check.refuse_non_number(OP, "bucket_cap_mb", bucket_cap_mb)
     if not 0 < bucket_cap_mb < math.inf:
         _check.refuse(OP, "bucket_cap_mb", "a finite number > 0", str(bucket_cap_mb))
 
@@ -105,8 +107,13 @@ def description(
 
 
 def check_state(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Raises ValueError for a state of other groups, of a precision that cannot be shared out or does not take its
-    parameters, or of another shape than its parameter."""
+    """Raises TypeError for what is no state, and ValueError for a state of other groups, of a precision that cannot be
+    shared out or does not take its parameters, or of another shape than its parameter."""
+    expected = "a dict with state and param_groups, as state_dict() gives"
+    if not isinstance(state_dict, Mapping):
+        _check.refuse_type(f"{OP}.load_state_dict", "state_dict", expected, state_dict)
+    if missing := [name for name in ("state", "param_groups") if name not in state_dict]:
+        _check.refuse(f"{OP}.load_state_dict", "state_dict", expected, f"one without {' and '.join(missing)}")
     saved = [len(group["params"]) for group in state_dict["param_groups"]]
     own = [len(group["params"]) for group in groups]
     if saved != own:
@@ -127,9 +134,8 @@ def check_state(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, An
 
 
 def require_group(group: ProcessGroup | None) -> None:
-    """Raises RuntimeError where torch.distributed has no process group, ValueError where this rank is not in it."""
+    """Raises RuntimeError where torch.distributed has no process group, ValueError or TypeError where
+    it is no group with this rank."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise RuntimeError(f"{OP}: expected a process group: call warpsmith.distributed.init() first")
-    if torch.distributed.get_rank(group) < 0:
-        rank = torch.distributed.get_rank()
-        _check.refuse(OP, "process_group", f"a group with this rank, {rank}", "one without: make it on its ranks only")
+    rank_and_size(group, OP)

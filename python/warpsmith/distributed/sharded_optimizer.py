@@ -23,6 +23,7 @@ from warpsmith.distributed.shards import plan_buckets
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import CUT_ELEMS, clip_in_place
 from warpsmith.optim._known_sums import know, sums_of
+from warpsmith.optim._loading import check_names
 from warpsmith.optim._tensor_list import all_params, describe, moved, numbered
 from warpsmith.optim.clip import _order
 
@@ -259,6 +260,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for which the host waits.
         """
         op = f"{_OP}.clip_grad_norm_"
+        if not isinstance(max_norm, Tensor):
+            _check.refuse_non_number(op, "max_norm", max_norm)
         max_norm = float(max_norm)
         if not max_norm >= 0:
             _check.refuse(op, "max_norm", "a number >= 0", str(max_norm))
@@ -332,6 +335,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: ``to`` is no rank of the group.
         """
+        _check.refuse_non_int(f"{_OP}.consolidate_state_dict", "to", to)
         if not 0 <= to < self._shards.world_size:
             _check.refuse(f"{_OP}.consolidate_state_dict", "to", f"a rank below {self._shards.world_size}", str(to))
         own = [dict(self._inner.state.get(tensor, {})) for tensor in self._tensors]
@@ -366,11 +370,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         every rank; each keeps its fragments. Not a collective.
 
         Raises:
-            ValueError: other groups, a precision that cannot be shared out, or a state of another shape than its
-                parameter. Nothing has changed then.
+            TypeError, ValueError: no state; other groups, a precision that cannot be shared out, a state of another
+                optimizer or of another shape than its parameter. Nothing has changed then.
         """
+        self.check_state_dict(state_dict)
         groups = state_dict["param_groups"]
-        checks.check_state(self._whole.param_groups, state_dict)
         numbers = {key: n for n, key in enumerate(key for group in groups for key in group["params"])}
         trainable = {at: i for i, at in enumerate(self._trainable)}
         saved = {numbers[key]: state for key, state in state_dict["state"].items() if state}
@@ -391,10 +395,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._consolidated = None
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises where ``load_state_dict`` would, and changes nothing.
-
-        Raises:
-            ValueError: other groups, a precision that cannot be shared out, or a state of another shape than its
-                parameter.
-        """
+        """Raises TypeError or ValueError where ``load_state_dict`` would, and changes nothing."""
         checks.check_state(self._whole.param_groups, state_dict)
+        check_names(self._whole, state_dict)  # on each rank, also on one that has no fragment of these states

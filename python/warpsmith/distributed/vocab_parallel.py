@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from warpsmith.distributed.agreement import require_agreement
+from warpsmith.distributed.agreement import agree_on_call
 from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.hook import _all_gather
 from warpsmith.ops import _check
@@ -29,8 +29,6 @@ from warpsmith.ops._library import call_raw, raw
 _LOSS, _LINEAR = "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"
 _CHUNK_BYTES = 64 << 20  # of logits that exist at a time
 _IGNORED = -1  # among local targets
-# By group: the sizes that all its ranks have compared.
-_agreed: weakref.WeakKeyDictionary[ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 class _Options(NamedTuple):
@@ -79,12 +77,16 @@ def vocab_parallel_cross_entropy(
         ``logits`` is that of this rank's classes, and the same as without the other ranks but for rounding. A second
         derivative is refused.
 
-    A collective: every rank must call. Deterministic: ranks are added in their order. Ranks compare sizes and options
-    on the first call that has them, where on CUDA the host waits; if one rank alone changes them later, they wait for
-    each other until the group's timeout. A target out of range gives NaN on CUDA.
+    A collective: every rank must call. Deterministic: ranks are added in their order. A target out of range gives NaN
+    on CUDA.
 
     Raises:
-        ValueError: as :func:`warpsmith.cross_entropy`; or ranks with other shapes, dtypes or options, on every rank.
+        TypeError: an argument of another Python type.
+        ValueError: as :func:`warpsmith.cross_entropy`; a group without this rank; or ranks with other shapes, dtypes or
+            options. The ranks compare their calls first, so a mistake of one rank is an error of all, not a hang. In
+            groups of NCCL, where the host would have to wait for the device, a rank compares only calls whose sizes and
+            options are new to it, or that it refuses: where another rank has made its own call before, both wait for
+            the group's timeout.
 
     Source: Shoeybi et al., Megatron-LM, 2019.
 
@@ -94,8 +96,14 @@ def vocab_parallel_cross_entropy(
         >>> warpsmith.distributed.vocab_parallel_cross_entropy(logits, torch.tensor([0, 0]))
         tensor(0.7201)
     """
-    check_inputs(_LOSS, logits, target, None)
-    options = _checked(_LOSS, process_group, logits, logits.shape[-1], ignore_index, reduction, z_loss, softcap)
+
+    def check() -> tuple[int, dict[str, str]]:
+        _check_tensors(_LOSS, {"logits": logits, "target": target})
+        check_inputs(_LOSS, logits, target, None)
+        return logits.shape[-1], {"logits": _rows_text(logits, logits.shape[-1])}
+
+    options = _Options(ignore_index, reduction, z_loss, softcap)
+    _agree(_LOSS, process_group, options, target, check)
     loss: Tensor = _Loss.apply(logits, target.long(), process_group, options)
     return loss
 
@@ -128,7 +136,7 @@ def vocab_parallel_linear_cross_entropy(
         derivative is refused.
 
     Raises:
-        ValueError: a dtype, shape, device or value that does not fit; or ranks with other ones, on every rank.
+        TypeError, ValueError: as :func:`vocab_parallel_cross_entropy`, and of the weight and the bias.
 
     Source: Shoeybi et al., Megatron-LM, 2019; Wijmans et al., Cut Your Losses, 2024.
 
@@ -138,6 +146,29 @@ def vocab_parallel_linear_cross_entropy(
         >>> warpsmith.distributed.vocab_parallel_linear_cross_entropy(hidden, weight, torch.tensor([0, 0]))
         tensor(0.7201)
     """
+    options = _Options(ignore_index, reduction, z_loss, softcap)
+    tensors = {"hidden": hidden, "weight": weight, "target": target} | ({} if bias is None else {"bias": bias})
+
+    def check() -> tuple[int, dict[str, str]]:
+        _check_tensors(_LINEAR, tensors)
+        _check_linear(hidden, weight, bias)
+        check_inputs(_LINEAR, hidden, target, None)
+        with_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
+        facts = {"hidden": _rows_text(hidden, weight.shape[0]), "bias": str(bias is not None)}
+        return weight.shape[0], facts | {"requires_grad": str(with_gradient)}  # the backward has a collective
+
+    _agree(_LINEAR, process_group, options, target, check)
+    loss: Tensor = _LinearLoss.apply(hidden, weight, bias, target.long(), process_group, options)
+    return loss
+
+
+def _check_tensors(op: str, tensors: dict[str, Any]) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            _check.refuse_type(op, name, "a tensor", value)
+
+
+def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     _check.float_dtype(_LINEAR, "hidden", hidden)
     _check.at_least_one_dimension(_LINEAR, "hidden", hidden)
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
@@ -148,33 +179,50 @@ def vocab_parallel_linear_cross_entropy(
             _check.same_device(_LINEAR, name, t, hidden)
             if t.dtype != hidden.dtype:
                 _check.refuse(_LINEAR, name, _check.dtype_text(hidden.dtype), _check.dtype_text(t.dtype))
-    check_inputs(_LINEAR, hidden, target, None)
-    options = _checked(_LINEAR, process_group, hidden, weight.shape[0], ignore_index, reduction, z_loss, softcap)
-    loss: Tensor = _LinearLoss.apply(hidden, weight, bias, target.long(), process_group, options)
-    return loss
 
 
-def _checked(
-    op: str, group: ProcessGroup | None, rows: Tensor, classes: int, ignore: int, reduction: str, z: float, cap: float
-) -> _Options:
-    reduction_number(op, reduction)
-    check_options(op, 0.0, z, cap)
-    options = _Options(ignore, reduction, z, cap)
-    _, size = rank_and_size(group)
-    if size > 1:
-        own = f"{rows.dtype} {tuple(rows.shape[:-1])} rows of {classes} classes, {options}"
-        key: Any = dist.group.WORLD if group is None else group
-        known = _agreed.setdefault(key, set())
-        if f"{op} {own}" not in known:
-            require_agreement(op, lambda: [("logits", own)], "give all ranks equal parts of one problem", group)
-            known.add(f"{op} {own}")
-    return options
+def _rows_text(rows: Tensor, classes: int) -> str:
+    return f"{_check.dtype_text(rows.dtype)} {_check.shape_text(rows.shape[:-1])} rows of {classes} classes"
 
 
-def _targets(op: str, target: Tensor, classes: int, group: ProcessGroup | None, ignore_index: int) -> _Targets:
+def _agree(
+    op: str,
+    group: ProcessGroup | None,
+    options: _Options,
+    target: Tensor,
+    check: Callable[[], tuple[int, dict[str, str]]],
+) -> None:
+    """Refuses what is wrong on any rank, on every rank. check: of this rank's tensors; returns how many classes it has,
+    and what must be the same on all ranks, by argument."""
+    _, size = rank_and_size(group, op)
+    refusal: Exception | None = None
+    bad_labels: Exception | None = None
+    facts: dict[str, str] = {}
+    try:
+        classes, facts = check()
+        reduction_number(op, options.reduction)
+        for name, value in (("z_loss", options.z_loss), ("softcap", options.softcap)):
+            if not _check.is_number(value):
+                _check.refuse_type(op, name, "a number", value)
+        if isinstance(options.ignore_index, bool) or not isinstance(options.ignore_index, int):
+            _check.refuse_type(op, "ignore_index", "an int", options.ignore_index)
+        check_options(op, 0.0, options.z_loss, options.softcap)
+        facts |= {name: str(value) for name, value in options._asdict().items()}
+        if not target.is_cuda:
+            facts["target"] = f"classes in [0, {classes * size})"
+            try:
+                check_labels_on_host(op, target.long(), classes * size, options.ignore_index)
+            except ValueError as error:  # may follow from ranks with other classes, which then is what they hear of
+                bad_labels, facts["target"] = error, str(error).rpartition(", got ")[2]
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        refusal = error
+    agree_on_call(op, group, facts, refusal, "give all ranks equal parts of one problem")
+    if bad_labels is not None:
+        raise bad_labels
+
+
+def _targets(target: Tensor, classes: int, group: ProcessGroup | None, ignore_index: int) -> _Targets:
     rank, size = rank_and_size(group)
-    if not target.is_cuda:
-        check_labels_on_host(op, target, classes * size, ignore_index)
     ignored = target == ignore_index
     local = target - rank * classes
     here = (local >= 0) & (local < classes) & ~ignored
@@ -243,7 +291,7 @@ def _gradient(logits: Tensor, of_rows: Tensor, statistics: Tensor, t: _Targets, 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, group: ProcessGroup | None, options: _Options) -> Tensor:
-        t = _targets(_LOSS, target, logits.shape[-1], group, options.ignore_index)
+        t = _targets(target, logits.shape[-1], group, options.ignore_index)
         statistics = _over_ranks(_statistics(logits, t, options.softcap), group)
         loss, count = _loss(statistics, t, options)
         ctx.save_for_backward(logits, statistics, count, *t)
@@ -269,7 +317,7 @@ class _LinearLoss(torch.autograd.Function):
         group: ProcessGroup | None,
         options: _Options,
     ) -> Tensor:
-        t = _targets(_LINEAR, target.flatten(), weight.shape[0], group, options.ignore_index)
+        t = _targets(target.flatten(), weight.shape[0], group, options.ignore_index)
         rows = hidden.reshape(-1, hidden.shape[-1])
         own = [
             _statistics(F.linear(rows[a:b], weight, bias), _Targets(*(x[a:b] for x in t)), options.softcap)

@@ -123,7 +123,7 @@ def _tensor(t: Tensor) -> str:
 def user_line(frame: FrameType | None) -> str:
     """File, line and function of the innermost frame that is neither torch's nor Python's nor ours."""
     innermost = frame
-    while frame is not None and _is_not_the_users(frame.f_code.co_filename):
+    while frame is not None and is_not_the_users(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or innermost
     if frame is None:
@@ -133,6 +133,6 @@ def user_line(frame: FrameType | None) -> str:
 
 
 @functools.cache
-def _is_not_the_users(file: str) -> bool:
+def is_not_the_users(file: str) -> bool:
     in_python = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
     return in_python or file.startswith(_NOT_THE_USERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+from warpsmith.distributed.place import find_place
 from warpsmith.distributed.watch_flight import pending
-from warpsmith.distributed.watch_record import Recorder, user_line
+from warpsmith.distributed.watch_record import Recorder, is_not_the_users, user_line
 from warpsmith.distributed.watch_report import Said, State, is_trouble, report
 from warpsmith.distributed.watch_steps import Steps, table
+from warpsmith.ops import _check
 
 _LONGEST_BEAT_S = 0.5
 _BEATS_OF_SILENCE = 5
@@ -55,9 +58,10 @@ class Watch:
     def step(self, **values: float | Tensor) -> None:
         """Says that a training step has ended, for :meth:`step_times`.
 
-        values: numbers of the step, such as ``loss=loss``. When one is first NaN or infinite, this rank reports its
-        name and the step. The watch's thread reads the tensors, within half a second, so the program does not wait for
-        the device. Give it tensors that are not written to meanwhile, and none while a CUDA graph is captured.
+        values: numbers of the step or tensors, such as ``loss=loss``. When one is first NaN or infinite, this rank
+        reports its name and the step. The watch's thread reads the tensors, within half a second, so the program does
+        not wait for the device. Give it tensors that are not written to meanwhile, and none while a CUDA graph is
+        captured.
 
         Example:
             >>> import warpsmith
@@ -65,6 +69,9 @@ class Watch:
             ...     for _ in range(3):
             ...         watching.step(loss=0.5)
         """
+        for name, value in values.items():
+            if not isinstance(value, Tensor):
+                _check.refuse_non_number("Watch.step", name, value)
         if self._thread is not None:
             self._steps.end(self._recorder.waited_s, values)
 
@@ -130,7 +137,8 @@ class Watch:
         """Tells the others of an exception, and gives the report time to be made before the process ends."""
         if self._thread is None:
             return
-        frames = traceback.extract_tb(error.__traceback__)
+        every = traceback.extract_tb(error.__traceback__)
+        frames = [f for f in every if not is_not_the_users(f.filename)] or every
         at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         first = str(error).splitlines()[0] if str(error) else ""
         self._error = f"{type(error).__name__}: {first}{at}"
@@ -177,12 +185,19 @@ class Watch:
         self._done.set()
 
     def _tell(self, text: str) -> None:
-        self._on_report(text)
+        self._hand_over(text)
         self._done.set()
+
+    def _hand_over(self, text: str) -> None:
+        """To the user's function. Where that fails, the text must still be seen, and the watch goes on."""
+        try:
+            self._on_report(text)
+        except Exception as error:
+            _to_stderr(f"{text}warpsmith: watch: on_report: {type(error).__name__}: {error}\n")
 
     def _tell_not_finite(self) -> None:
         for words in self._steps.not_finite():
-            self._on_report(f"warpsmith: watch: rank {self._rank} of {self._ranks}: {words}\n")
+            self._hand_over(f"warpsmith: watch: rank {self._rank} of {self._ranks}: {words}\n")
 
     def _states(self) -> dict[int, State | None]:
         keys = [str(rank) for rank in range(self._ranks)]
@@ -264,13 +279,20 @@ def watch(timeout_s: float = 300.0, *, on_report: Callable[[str], None] | None =
         A :class:`Watch`: use it in a ``with`` statement, on every rank, after ``init``.
 
     Raises:
+        TypeError: an argument of another Python type.
         ValueError: ``timeout_s`` is not more than 0.
+        RuntimeError: the environment has several ranks, and no process group has been made yet.
 
     Example:
         >>> import warpsmith
         >>> with warpsmith.distributed.init(device="cpu") as ctx, warpsmith.distributed.watch(timeout_s=120):
         ...     ctx.barrier()
     """
+    _check.refuse_non_number("watch", "timeout_s", timeout_s)
     if not timeout_s > 0:
         raise ValueError(f"watch: timeout_s: expected more than 0 seconds, got {timeout_s}")
+    if on_report is not None and not callable(on_report):
+        _check.refuse_type("watch", "on_report", "a function of the text, or None", on_report)
+    if not dist.is_initialized() and (place := find_place(os.environ)).world_size > 1:
+        raise RuntimeError(f"watch: {place.name}: expected a process group, got none: call init() before watch()")
     return Watch(timeout_s, on_report or _to_stderr)

@@ -150,9 +150,9 @@ def _check_inputs(op: str, inputs: Sequence[Any], place: Sequence[Any] | None = 
     for size in (window_left, window_right):
         if size < -1:
             refuse(op, "window_size", "two integers >= -1", str(size))
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
+    if softmax_scale is not None and not -math.inf < softmax_scale < math.inf:
         refuse(op, "softmax_scale", "a finite number", f"{softmax_scale:f}")
-    if not (softcap >= 0 and math.isfinite(softcap)):
+    if not 0 <= softcap < math.inf:
         refuse(op, "softcap", "a finite number >= 0", f"{softcap:f}")
     if alibi_slopes is not None:
         if alibi_slopes.dtype != torch.float32:

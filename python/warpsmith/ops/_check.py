@@ -46,6 +46,18 @@ def is_integer(value: object) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, Tensor)
 
 
+def refuse_non_int(op: str, argument: str, value: object) -> None:
+    """Refuses what is no whole number: a float, True, a tensor."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        refuse_type(op, argument, "an int", value)
+
+
+def refuse_non_number(op: str, argument: str, value: object) -> None:
+    """Refuses what is no number of Python or NumPy: a string, True, a tensor."""
+    if type(value) is not float and not is_number(value):
+        refuse_type(op, argument, "a number", value)
+
+
 def device_of(t: Tensor) -> torch.device:
     """The device of a tensor; inside a kernel of the Meta key a fake tensor says "meta" and keeps its own aside."""
     return getattr(t, "fake_device", None) or t.device

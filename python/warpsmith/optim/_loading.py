@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpsmith.ops._optim import SCALES, state_names
+from warpsmith.ops._optim import COUNTER, SCALES, state_names
 from warpsmith.optim import _eight_bit as eight_bit
 from warpsmith.optim import _tensor_list as lists
 from warpsmith.optim._precision import EXTRA_DTYPES
@@ -35,6 +35,19 @@ def check_shapes(optimizer: Any, state_dict: dict[str, Any]) -> None:
         if (quantized or got is not None) and got != expected:
             argument = f"state_dict: {SCALES} of {lists.describe(optimizer.param_groups, index)}"
             optimizer._refuse(argument, f"shape {expected} beside 8-bit states", got)
+
+
+def check_names(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Refuses the states of another optimizer before anything is loaded."""
+    keys = [i for group in state_dict["param_groups"] for i in group["params"]]
+    needed = sorted(optimizer._needed, key=COUNTER.__eq__)
+    of_storage = {*EXTRA_DTYPES, SCALES, *(() if COUNTER in needed else (COUNTER,))}
+    for index, key in enumerate(keys[: len(lists.all_params(optimizer.param_groups))]):
+        names = set(state_dict["state"].get(key, ())) - of_storage
+        missing = [name for name in needed if names and name not in names]
+        if missing:
+            argument = f"state_dict: state of {lists.describe(optimizer.param_groups, index)}"
+            optimizer._refuse(argument, f"one with {', '.join(needed)}", f"one without {', '.join(missing)}")
 
 
 def restore_precision(optimizer: Any, state_dict: dict[str, Any]) -> None:

@@ -41,7 +41,8 @@ class EMA:
     float32 parameter or master, 10 of a 16-bit one.
 
     Raises:
-        ValueError: a decay out of range; a parameter's dtype, device or strides, by its index.
+        ValueError: a decay out of range; a parameter's dtype, device or strides, by its index; an optimizer that has
+            none of ``params``, as one whose states are sharded.
 
     Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992; formula as
     ``torch.optim.swa_utils.get_ema_multi_avg_fn``.
@@ -68,6 +69,13 @@ class EMA:
             _check.refuse(_OP, "params", "at least one tensor", "none")
         for i, p in enumerate(self._params):
             self._check_param(f"params[{i}]", p)
+        if optimizer is not None:
+            own = {p for group in optimizer.param_groups for p in group["params"]}
+            if own.isdisjoint(self._params):
+                got = f"the {type(optimizer).__name__} of other tensors"
+                if hasattr(optimizer, "consolidate_state_dict"):  # a sharded one, whose groups have fragments
+                    got += ": leave it out, or average those of its param_groups"
+                _check.refuse(_OP, "optimizer", "an optimizer of params", got)
         self.averages = [
             value.detach().to(
                 torch.float64 if value.dtype == torch.float64 else torch.float32,

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
+from warpsmith.ops import _check
 from warpsmith.testing.ranks import RankPool
 
 ENDINGS = ("returned", "raised", "died", "hung")
@@ -79,6 +80,7 @@ def fault(
     block of ``warpsmith.distributed.watch``, whose report then has what the planted rank calls.
 
     Raises:
+        TypeError: an argument of another Python type.
         ValueError: an argument is none of these, or a ``mismatch`` of ``barrier``; at the call: ``nan`` finds no
             floating-point element, ``store`` another store.
 
@@ -88,6 +90,9 @@ def fault(
     """
     if kind not in FAULTS:
         raise ValueError(f"fault: kind: expected one of {', '.join(FAULTS)}, got {kind}")
+    for name, value in (("rank", rank), ("nth", nth)):
+        _check.refuse_non_int("fault", name, value)
+    _check.refuse_non_number("fault", "seconds", seconds)
     if nth < 1:
         raise ValueError(f"fault: nth: expected at least 1, got {nth}")
     if (path is None) == (kind == "torn"):
@@ -193,6 +198,7 @@ def multirank(
         ends: ``{rank: ending}`` for ranks that must not return: ``raised``, ``died`` or ``hung``. All others must.
 
     Raises:
+        TypeError, ValueError: an argument that does not fit.
         AssertionError: a rank ended otherwise; the message has every such rank's traceback.
 
     Example:
@@ -203,7 +209,14 @@ def multirank(
         ...     dist.all_reduce(total)
         ...     assert total == 3
     """
+    if callable(world_size):
+        raise TypeError("multirank: world_size: expected an int, got a function: write @multirank(2)")
+    _check.refuse_non_int("multirank", "world_size", world_size)
+    _check.refuse_non_number("multirank", "timeout_s", timeout_s)
     wanted = dict(ends or {})
+    for rank in wanted:
+        if rank not in range(world_size):
+            raise ValueError(f"multirank: ends: expected ranks from 0 to {world_size - 1}, got {rank!r}")
     bad = [ending for ending in wanted.values() if ending not in ENDINGS]
     if bad:
         raise ValueError(f"multirank: ends: expected {', '.join(ENDINGS)}, got {bad[0]}")

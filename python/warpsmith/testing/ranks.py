@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import FileStore
 
+from warpsmith.ops import _check
+
 _START_S = 300.0  # to import torch on a busy machine
 _GRACE_S = 5.0  # that ranks have to end by themselves when another one has failed
 
@@ -58,6 +60,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        _check.refuse_non_int("RankPool", "world_size", world_size)
         if world_size < 1:
             raise ValueError(f"RankPool: world_size: expected at least 1, got {world_size}")
         self.world_size, self.backend = world_size, backend
@@ -73,7 +76,11 @@ class RankPool:
 
         fn: can be imported by its module and name. What it takes and returns must survive multiprocessing; tensors
         among the results do not. Where one rank fails, the others have 5 seconds to end by themselves.
+
+        Raises:
+            TypeError: fn is no function of a module's top level.
         """
+        _check_call("RankPool.run", fn, timeout_s)
         if not self._processes:
             self._start()
         self._calls += 1
@@ -143,6 +150,17 @@ class RankPool:
         return [outcomes[rank] for rank in range(self.world_size)]
 
 
+def _check_call(op: str, fn: Any, timeout_s: Any) -> None:
+    """Refuses what the ranks, fresh processes, could not import."""
+    name = getattr(fn, "__qualname__", "")
+    if not callable(fn) or "<" in name or not name:
+        expected = "a function at the top level of a module, which fresh processes can import"
+        if name:
+            raise TypeError(f"{op}: fn: expected {expected}, got {name}")
+        _check.refuse_type(op, "fn", expected, fn)
+    _check.refuse_non_number(op, "timeout_s", timeout_s)
+
+
 def nccl_environment(rank: int, world_size: int, gpus: int) -> dict[str, str]:
     """Variables by which NCCL takes several ranks of one GPU. It refuses two ranks of a host with the same GPU; with a
     ``NCCL_HOSTID`` each, ranks are on hosts of their own, and talk through sockets on loopback. Such ranks show that
@@ -208,9 +226,11 @@ def run_ranks(
         What each rank returned, in rank order.
 
     Raises:
+        TypeError: ``fn`` is no function of a module's top level, or takes fewer arguments.
         RuntimeError: one or more ranks raised, died or were still running at the timeout; the message has every
             rank's traceback. All processes are gone when it is raised.
     """
+    _check_call("run_ranks", fn, timeout_s)
     names = list(inspect.signature(fn).parameters)[2:]
     if len(args) > len(names):
         raise TypeError(f"run_ranks: {fn.__name__}: expected at most {len(names)} argument(s), got {len(args)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import re
@@ -206,25 +207,39 @@ def _words(value: Any) -> str:
     return (", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or "")) or "none"
 
 
-def _run(given: argparse.Namespace) -> int:
-    facts = gather()
-    rank = 0
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from warpsmith.distributed import init
-        from warpsmith.distributed.exchange import all_gather_bytes
+def _together(facts: dict[str, Any], network_gbit: float | None) -> int:
+    """Adds what the ranks of a job find together; returns this rank. What keeps them from meeting is a problem."""
+    from warpsmith.distributed import init
+    from warpsmith.distributed.exchange import all_gather_bytes
+    from warpsmith.distributed.place import find_place
 
-        with init(timeout_s=120) as ctx:
-            rank = ctx.rank
-            everybody = [json.loads(text) for text in all_gather_bytes(json.dumps(facts).encode())]
-            facts["problems"] = [
-                f"rank {r}: {words}" for r, one in enumerate(everybody) for words in one["problems"]
-            ] + differences(everybody)
-            facts |= {"ranks": ctx.world_size, "backend": ctx.backend, "hosts": [one["host"] for one in everybody]}
-            facts["all_reduce"] = measure_all_reduce(ctx.device)
-            gpus = [name for one in everybody for name in one["gpus"]]
-            known = expectation(ctx.device.type, gpus, facts["hosts"], given.network_gbit)
-            facts["problems"] += expect(facts["all_reduce"], *known, facts["hosts"])
-    if rank == 0:
+    try:
+        if find_place(os.environ).world_size == 1:
+            return 0
+        ctx = init(timeout_s=120)
+    except (ValueError, RuntimeError) as error:
+        if not any(words.startswith("RANK is set without") for words in facts["problems"]):
+            facts["problems"].append(str(error).removeprefix("init: "))
+        return 0  # no other rank prints it
+    with ctx:
+        everybody = [json.loads(text) for text in all_gather_bytes(json.dumps(facts).encode())]
+        facts["problems"] = [
+            f"rank {r}: {words}" for r, one in enumerate(everybody) for words in one["problems"]
+        ] + differences(everybody)
+        facts |= {"ranks": ctx.world_size, "backend": ctx.backend, "hosts": [one["host"] for one in everybody]}
+        facts["all_reduce"] = measure_all_reduce(ctx.device)
+        gpus = [name for one in everybody for name in one["gpus"]]
+        known = expectation(ctx.device.type, gpus, facts["hosts"], network_gbit)
+        facts["problems"] += expect(facts["all_reduce"], *known, facts["hosts"])
+    return ctx.rank
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.network_gbit is not None and not 0 < given.network_gbit < math.inf:
+        print(f"doctor: --network-gbit: expected a number above 0, got {given.network_gbit:g}", file=sys.stderr)
+        return 2
+    facts = gather()
+    if _together(facts, given.network_gbit) == 0:
         sys.stdout.write(json.dumps(facts, indent=2) + "\n" if given.json else _text(facts))
     return 1 if facts["problems"] else 0
 

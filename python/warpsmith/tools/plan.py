@@ -67,7 +67,7 @@ def _run(given: argparse.Namespace) -> int:
     }
     try:
         if given.config:
-            model = plan.Model.from_config(json.loads(given.config.read_text()), **fields["model"])
+            model = plan.Model.from_config(_read(given.config), **fields["model"])
         else:
             lacks = [n for n in ("layers", "hidden", "heads", "vocabulary", "sequence") if n not in fields["model"]]
             if lacks:
@@ -78,10 +78,20 @@ def _run(given: argparse.Namespace) -> int:
             return _calibrated(given, model, layout)
         cluster = plan.Cluster.of(given.gpu, given.network_gbit, ranks_per_host=given.ranks_per_host)
         _show(given, model, cluster, layout)
-    except (ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--config: expected JSON in {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--config: expected a JSON object in {path}, got a {type(found).__name__}")
+    return found
 
 
 def _calibrated(given: argparse.Namespace, model: Any, layout: Any) -> int:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from warpsmith.distributed.exchange import all_gather_bytes, rank_and_size
+from warpsmith.ops import _check
 from warpsmith.train import checkpoint_folder
 from warpsmith.train.checkpoint_folder import CheckpointError, Files
+from warpsmith.train.checkpoint_parts import check_model, check_optimizer, check_parts, load_parts, plain
 from warpsmith.train.random_state import random_state, set_random_state
 from warpsmith.train.tree import Packer, unpack
 
@@ -64,8 +66,12 @@ class Checkpointer:
     def __init__(
         self, folder: str | os.PathLike[str], keep: int = 3, *, process_group: ProcessGroup | None = None
     ) -> None:
+        _check.refuse_non_int("Checkpointer", "keep", keep)
         if keep < 1:
             raise ValueError(f"Checkpointer: keep: expected at least 1, got {keep}")
+        if not isinstance(folder, (str, os.PathLike)):
+            _check.refuse_type("Checkpointer", "folder", "a path", folder)
+        rank_and_size(process_group, "Checkpointer")
         self.folder, self.keep, self.process_group = Path(folder), keep, process_group
         self.extra: Any = None
         self.refused: list[str] = []
@@ -96,10 +102,13 @@ class Checkpointer:
 
         Raises:
             CheckpointError: this save was refused, or the one before could not be written.
-            TypeError: a state holds something else; the message has its place.
+            TypeError: a state holds something else; the message has its place. ``step`` is no int, or an argument has
+                no ``state_dict``, of which the other ranks do not hear.
         """
         rank, size = rank_and_size(self.process_group)
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+        _check.refuse_non_int("Checkpointer.save", "step", step)
+        check_parts("Checkpointer.save", given, "state_dict")
         if hasattr(optimizer, "consolidate_state_dict"):  # each rank has a part of the state
             optimizer.consolidate_state_dict(to=0)
         files: Files = {}
@@ -145,11 +154,12 @@ class Checkpointer:
             ValueError: the checkpoint is of another model or optimizer, or has no state for one that is given. Nothing
                 has changed then.
         """
+        given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+        check_parts("Checkpointer.load", given, "load_state_dict")
         path, files = self._agree_on_one()
         if path is None:
             return None
         state = json.loads(_text(files[_STATE]))
-        given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         wanted = {name: value for name, value in given.items() if value is not None}
         parts = {}
         for name in (*wanted, "extra"):
@@ -160,11 +170,10 @@ class Checkpointer:
             assert isinstance(tensors, dict)
             parts[name] = unpack(state["parts"][name], tensors)
         if model is not None:
-            _check_model(path.name, _plain(model), parts["model"])
+            check_model(path.name, plain(model), parts["model"])
         if optimizer is not None:
-            _check_optimizer(path.name, optimizer, parts["optimizer"])
-        for name, value in wanted.items():
-            (_plain(value) if name == "model" else value).load_state_dict(parts[name])
+            check_optimizer(path.name, optimizer, parts["optimizer"])
+        load_parts(wanted, parts)
         self.extra = parts["extra"]
         if rng:
             self._restore_random(path.name, json.loads(_text(files[_RANKS])))
@@ -213,7 +222,7 @@ class Checkpointer:
         devices: set[torch.device] = set()
         for name, value in given.items():
             if value is not None:
-                value = (_plain(value) if name == "model" else value).state_dict()
+                value = (plain(value) if name == "model" else value).state_dict()
                 parts[name] = self._pack(name, value, files, buffers, devices)
         parts["extra"] = self._pack("extra", extra, files, buffers, devices)
         self._buffers = buffers
@@ -322,45 +331,6 @@ def _newest_whole(folder: Path) -> tuple[Path | None, Files, list[str]]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             refused.append(f"{path.name}: {checkpoint_folder.why(error)}")
     return None, {}, refused
-
-
-def _plain(model: Any) -> Any:
-    """The model inside of DistributedDataParallel and ``torch.compile``, whose names its state has."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif (inner := getattr(model, "_orig_mod", None)) is not None:
-            model = inner
-        else:
-            return model
-
-
-def _check_model(name: str, model: Any, state: dict[str, Any]) -> None:
-    own = {k: v.shape for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    saved = {k: v.shape for k, v in state.items() if isinstance(v, Tensor)}
-    if own == saved:
-        return
-    found = [f"{k}: missing in the checkpoint" for k in own if k not in saved]
-    found += [f"{k}: not in the model" for k in saved if k not in own]
-    found += [f"{k}: {tuple(saved[k])} for {tuple(own[k])}" for k in own if k in saved and own[k] != saved[k]]
-    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    raise ValueError(f"Checkpointer.load: model: expected the one of {name}, got another: {'; '.join(found[:5])}{more}")
-
-
-def _check_optimizer(name: str, optimizer: Any, state: dict[str, Any]) -> None:
-    if hasattr(optimizer, "check_state_dict"):  # a ShardedOptimizer, whose groups have fragments
-        try:
-            optimizer.check_state_dict(state)
-        except ValueError as error:
-            raise ValueError(f"Checkpointer.load: optimizer: {name}: {error}") from None
-        return
-    groups = getattr(optimizer, "param_groups", None) or optimizer.state_dict()["param_groups"]
-    own = [len(group["params"]) for group in groups]
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    if own != saved:
-        raise ValueError(
-            f"Checkpointer.load: optimizer: expected groups of {saved} parameters, as {name} has, got {own}"
-        )
 
 
 def _text(content: dict[str, Tensor] | bytes) -> bytes:

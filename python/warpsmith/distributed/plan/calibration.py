@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from warpsmith.distributed.plan.cluster import Cluster, Timed
 from warpsmith.distributed.plan.gpus import GPUS, Gpu
+from warpsmith.ops import _check
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # their names since torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -175,6 +176,14 @@ def calibrate(
         >>> here.gpu.matmul_flops > 0
         True
     """
+    _check.refuse_non_int("calibrate", "repeats", repeats)
+    for name, number in (("matmul", matmul), ("ranks_per_host", ranks_per_host)):
+        if number is not None:
+            _check.refuse_non_int("calibrate", name, number)
+    if isinstance(sizes, int):
+        _check.refuse_type("calibrate", "sizes", "a list of bytes", sizes)
+    if matmul is not None and matmul < 1:
+        raise ValueError(f"calibrate: matmul: expected at least 1, got {matmul}")
     if repeats < 1 or not sizes or min(sizes) < 1:
         raise ValueError(
             f"calibrate: expected repeats of at least 1 and sizes above 0, got {repeats} and {list(sizes)}"

@@ -7,7 +7,13 @@ import math
 from typing import NamedTuple
 
 from warpsmith.distributed.plan.gpus import COLLECTIVE_SMS, GPUS, SPREAD, Gpu
+from warpsmith.ops import _check
 
+_SHARES = ("collective_sms", "spread")
+_RATES = (
+    *("network_bytes_per_s", "checkpoint_s", "base_s", "link_latency_s", "network_latency_s"),
+    *("failures_per_gpu_hour", "restart_s"),
+)
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -60,6 +66,7 @@ class Cluster:
         source: where the rates are from, printed with each prediction.
 
     Raises:
+        TypeError: an argument of another Python type.
         ValueError: a rate that is not above 0, a share out of range.
 
     Example:
@@ -84,16 +91,21 @@ class Cluster:
     source: str = "table of GPUs"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.gpu, Gpu):
+            _check.refuse_type("Cluster", "gpu", "a Gpu", self.gpu)
+        _check.refuse_non_int("Cluster", "ranks_per_host", self.ranks_per_host)
+        for name in (*_RATES, *_SHARES):
+            _check.refuse_non_number("Cluster", name, getattr(self, name))
         if self.ranks_per_host < 1:
             raise ValueError(f"Cluster: ranks_per_host: expected at least 1, got {self.ranks_per_host}")
         if not self.network_bytes_per_s > 0:
             raise ValueError(f"Cluster: network_bytes_per_s: expected above 0, got {self.network_bytes_per_s}")
-        for name in ("base_s", "link_latency_s", "network_latency_s", "failures_per_gpu_hour", "restart_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"Cluster: {name}: expected at least 0, got {getattr(self, name)}")
+        for name in _RATES[2:]:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"Cluster: {name}: expected at least 0 and finite, got {getattr(self, name)}")
         if not self.checkpoint_s > 0:
             raise ValueError(f"Cluster: checkpoint_s: expected above 0, got {self.checkpoint_s}")
-        for name in ("collective_sms", "spread"):
+        for name in _SHARES:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"Cluster: {name}: expected from 0 to below 1, got {getattr(self, name)}")
 
@@ -111,6 +123,9 @@ class Cluster:
             if gpu not in GPUS:
                 raise ValueError(f"Cluster.of: gpu: expected one of {', '.join(GPUS)}, or a Gpu, got {gpu!r}")
             gpu = GPUS[gpu]
+        _check.refuse_non_number("Cluster.of", "network_gbit", network_gbit)
+        if not network_gbit > 0:
+            raise ValueError(f"Cluster.of: network_gbit: expected above 0, got {network_gbit}")
         return Cluster(gpu=gpu, network_bytes_per_s=network_gbit * 1e9 / 8 * 0.94, **more)  # type: ignore[arg-type]
 
     def collective_s(self, kind: str, tensor_bytes: float, *, ranks: int, in_host: int | None = None) -> float:
@@ -122,7 +137,12 @@ class Cluster:
         """
         if kind not in COLLECTIVES:
             raise ValueError(f"Cluster.collective_s: kind: expected one of {', '.join(COLLECTIVES)}, got {kind!r}")
-        if ranks <= 1:
+        _check.refuse_non_int("Cluster.collective_s", "ranks", ranks)
+        if ranks < 1:
+            raise ValueError(f"Cluster.collective_s: ranks: expected at least 1, got {ranks}")
+        if not tensor_bytes >= 0:
+            raise ValueError(f"Cluster.collective_s: tensor_bytes: expected at least 0, got {tensor_bytes}")
+        if ranks == 1:
             return 0.0
         in_host = max(1, min(ranks, in_host or self.ranks_per_host))
         hosts = math.ceil(ranks / in_host)

@@ -67,7 +67,7 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "pipeline", "micro_batch", "micro_batches", "interleave"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"Layout: {name}: expected an int of at least 1, got {value!r}")
         for name, allowed in (
             ("sharding", (0, 1, 2, 3)),
@@ -79,7 +79,8 @@ class Layout:
             ("wire", tuple(WIRE)),
             ("gather", tuple(GATHER)),
         ):
-            if getattr(self, name) not in allowed:
+            value = getattr(self, name)
+            if isinstance(value, bool) or value not in allowed:
                 raise ValueError(
                     f"Layout: {name}: expected one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}"
                 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from warpsmith.ops import _check
+
 DTYPES = ("bfloat16", "float16", "float8")
 
 
@@ -55,11 +57,12 @@ class Model:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"Model: {name}: expected an int of at least 1, got {value!r}")
         for name in ("intermediate", "kv_heads", "head_dim", "parameter_count"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"Model: {name}: expected at least 0 (0: the default), got {getattr(self, name)}")
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"Model: {name}: expected an int of at least 0 (0: the default), got {value!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"Model: dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.kv_heads and self.heads % self.kv_heads:
@@ -131,6 +134,9 @@ class Model:
             >>> Model.from_config({"model_type": "gpt2", "tie_word_embeddings": True, **sizes}).intermediate
             3072
         """
+        if not isinstance(config, dict) and not hasattr(config, "__dict__"):
+            expected = "a configuration of transformers, or a dict of one"
+            _check.refuse_type("Model.from_config", "config", expected, config)
         get = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
 
         def first(field: str, *names: str) -> Any:
@@ -179,6 +185,8 @@ class Model:
         """
         import torch
 
+        if not isinstance(module, torch.nn.Module):
+            _check.refuse_type("Model.from_module", "module", "an nn.Module", module)
         total = sum(p.numel() for p in module.parameters())
         if getattr(module, "config", None) is not None:
             return Model.from_config(module.config, sequence, **({"parameter_count": total} | more))

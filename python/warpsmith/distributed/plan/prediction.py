@@ -13,6 +13,7 @@ from warpsmith.distributed.plan.cluster import Cluster
 from warpsmith.distributed.plan.gpus import OPTIMIZER_SHARE
 from warpsmith.distributed.plan.layout import GATHER, PRECISIONS, WIRE, Layout
 from warpsmith.distributed.plan.model import Model
+from warpsmith.ops import _check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +216,7 @@ def predict(model: Model, cluster: Cluster, layout: Layout) -> Prediction:
         (``published.errors``).
 
     Raises:
+        TypeError: an argument that is none of these.
         ValueError: more pipeline chunks than layers, more tensor-parallel ranks than heads, float8 on a GPU without.
 
     Source: the alpha-beta model is Hockney's (1994), the bubble Narayanan et al.'s (arXiv 2104.04473).
@@ -225,6 +227,9 @@ def predict(model: Model, cluster: Cluster, layout: Layout) -> Prediction:
         >>> found.fits
         True
     """
+    for name, value, kind in (("model", model, Model), ("cluster", cluster, Cluster), ("layout", layout, Layout)):
+        if not isinstance(value, kind):
+            _check.refuse_type("predict", name, f"a plan.{kind.__name__}", value)
     if layout.pipeline * layout.interleave > model.layers:
         raise ValueError(
             f"predict: layout: expected at most {model.layers} chunks for {model.layers} layers, got "
@@ -284,6 +289,10 @@ def scaling(
         >>> first == 1.0 and 0.9 < last < 1.0
         True
     """
+    if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence):
+        _check.refuse_type("scaling", "ranks", "a list of numbers of ranks", ranks)
+    for count in ranks:
+        _check.refuse_non_int("scaling", "ranks", count)
     replica = layout.tensor * layout.pipeline
     chosen = list(ranks) or [replica * 2**k for k in range(14) if replica * 2**k <= 10_000] or [replica]
     found = []

@@ -1,0 +1,82 @@
+"""The parts of a checkpoint: checked before anything is loaded, and loaded so that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from warpsmith.ops import _check
+from warpsmith.optim._loading import check_names
+from warpsmith.optim._multi_tensor import MultiTensorOptimizer
+
+
+def plain(model: Any) -> Any:
+    """The model inside of DistributedDataParallel and ``torch.compile``, whose names its state has."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif (inner := getattr(model, "_orig_mod", None)) is not None:
+            model = inner
+        else:
+            return model
+
+
+def check_parts(op: str, given: dict[str, Any], method: str) -> None:
+    """Raises TypeError for a part that lacks the method."""
+    for name, value in given.items():
+        if value is not None and not hasattr(value, method):
+            _check.refuse_type(op, name, f"an object with {method}()", value)
+
+
+def load_parts(wanted: dict[str, Any], parts: dict[str, Any]) -> None:
+    """Loads what may refuse its state first, and the model, whose state has been checked, last. Where a later one
+    refuses, the small ones before it get their states back."""
+    undo = []
+    try:
+        for name in ("sampler", "scaler", "scheduler", "optimizer", "model"):
+            if name in wanted:
+                value = plain(wanted[name]) if name == "model" else wanted[name]
+                small = name in ("sampler", "scaler", "scheduler") and hasattr(value, "state_dict")
+                before = copy.deepcopy(value.state_dict()) if small else None
+                value.load_state_dict(parts[name])
+                if before is not None:
+                    undo.append((value, before))
+    except Exception:
+        for value, before in undo:
+            value.load_state_dict(before)
+        raise
+
+
+def check_model(name: str, model: Any, state: dict[str, Any]) -> None:
+    own = {k: v.shape for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    saved = {k: v.shape for k, v in state.items() if isinstance(v, Tensor)}
+    if own == saved:
+        return
+    found = [f"{k}: missing in the checkpoint" for k in own if k not in saved]
+    found += [f"{k}: not in the model" for k in saved if k not in own]
+    found += [f"{k}: {tuple(saved[k])} for {tuple(own[k])}" for k in own if k in saved and own[k] != saved[k]]
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    raise ValueError(f"Checkpointer.load: model: expected the one of {name}, got another: {'; '.join(found[:5])}{more}")
+
+
+def check_optimizer(name: str, optimizer: Any, state: dict[str, Any]) -> None:
+    if hasattr(optimizer, "check_state_dict"):  # a ShardedOptimizer, whose groups have fragments
+        try:
+            optimizer.check_state_dict(state)
+        except ValueError as error:
+            raise ValueError(f"Checkpointer.load: optimizer: {name}: {error}") from None
+        return
+    if isinstance(optimizer, MultiTensorOptimizer):
+        try:
+            check_names(optimizer, state)
+        except ValueError as error:
+            raise ValueError(f"Checkpointer.load: optimizer: {name}: {error}") from None
+    groups = getattr(optimizer, "param_groups", None) or optimizer.state_dict()["param_groups"]
+    own = [len(group["params"]) for group in groups]
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if own != saved:
+        raise ValueError(
+            f"Checkpointer.load: optimizer: expected groups of {saved} parameters, as {name} has, got {own}"
+        )
