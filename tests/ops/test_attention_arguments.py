@@ -110,3 +110,18 @@ def test_torch_names_the_op_whose_result_was_overwritten():
     out.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation.*output 0 of attention"):
         out.sum().backward()
+
+
+def test_raw_ops_refuse_what_crashed_or_hung():
+    """C++ programs and graphs call them without the checks of the Python functions."""
+    q, cu = torch.zeros(6, 3, 2, 8), torch.tensor([0, 6], dtype=torch.int32)
+
+    def raw(q, k, v, offsets, longest):
+        rest = 2, 0, True, -1, -1, None, 0.0, 0.0, True
+        return torch.ops.warpsmith.attention(q, k, v, offsets, offsets, *[None] * 4, longest, longest, *rest)
+
+    for device in ("cpu", "meta"):
+        with pytest.raises((ValueError, RuntimeError), match="k: expected a tensor beside v, got None"):
+            raw(q.to(device), None, q[:, 0].to(device), cu.to(device), 6)
+    with pytest.raises((ValueError, RuntimeError), match=f"max_seqlen_q: expected at most {2**31 - 1}.*, got {2**62}"):
+        raw(q[:, 0], q[:, 1], q[:, 2], cu, 2**62)

@@ -1,6 +1,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -31,6 +32,7 @@ struct Checked {
 };
 
 inline void check_heads(const char* op, Inputs& in, Dtype dtype) {
+  if (in.v && !in.k) refuse(op, "k", "a tensor beside v", "None");
   const Packing packing(in.k, in.v, in.kv_heads);
   check_rank(op, "q", in.q, in.layout, packing.stacked_q ? 3 : 0);
   if (in.k) {
@@ -100,8 +102,15 @@ inline void check_packed(const char* op, Inputs& in, const ThreeHeads& h, Attent
   p.cu_seqlens_k = check("cu_seqlens_k", in.cu_seqlens_k);
   p.batch = in.cu_seqlens_q->size(0) - 1;
   check_shape(op, "cu_seqlens_k", *in.cu_seqlens_k, {p.batch + 1});
-  if (in.max_seqlen_q < 0) refuse(op, "max_seqlen_q", "an integer >= 0", std::to_string(in.max_seqlen_q));
-  if (in.max_seqlen_k < 0) refuse(op, "max_seqlen_k", "an integer >= 0", std::to_string(in.max_seqlen_k));
+  const auto check_length = [&](const char* argument, int64_t length) {
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    if (length < 0) refuse(op, argument, "an integer >= 0", std::to_string(length));
+    if (length > kMost)
+      refuse(op, argument, "at most " + std::to_string(kMost) + ", which is the end of int32 offsets",
+             std::to_string(length));
+  };
+  check_length("max_seqlen_q", in.max_seqlen_q);
+  check_length("max_seqlen_k", in.max_seqlen_k);
   p.seqlen_q = in.max_seqlen_q;
   p.seqlen_k = in.max_seqlen_k;
   p.total_q = h.q.tokens;

@@ -76,6 +76,8 @@ def _split_sizes(q: Tensor, k: Tensor | None, v: Tensor | None, layout: int, kv_
 
 def _check_heads(op: str, q: Tensor, k: Tensor | None, v: Tensor | None, layout: int, kv_heads: int) -> tuple:
     _check.float_dtype(op, "q", q)
+    if k is None and v is not None:
+        refuse(op, "k", "a tensor beside v", "None")
     _check_rank(op, "q", q, layout, 3 if k is None and not kv_heads else 0)
     for name, t, count in (("k", k, 0 if v is not None else 2), ("v", v, 0)):
         if t is not None:
