@@ -211,9 +211,9 @@ def forward_block(o: Options, b: Block, q: Tensor, k: Tensor, v: Tensor, given: 
 def takes_whole_results(o: Options, q: Tensor, v: Tensor, given: Given) -> bool:
     """Whether :func:`backward_block` may be given out and lse of the whole sequence, with their gradients.
 
-    Kernels that take delta = dot(dout, out) as it is may. The others, among them all on the CPU, correct the rounding
-    of delta by a sum over the keys at hand, which lacks the keys of the other blocks. ``tests/cpp/sim_attention_part``
-    holds the kernels to this.
+    It may where the kernel takes delta = dot(dout, out) as it is. Other kernels, and the CPU's, correct the rounding of
+    delta by a sum over the keys at hand, which lacks the keys of the other blocks. ``tests/cpp/sim_attention_part``
+    tests both kinds of GPU kernels that may: Hopper and portable ones.
     """
     extended = o.softcap > 0 or given.alibi_slopes is not None or given.seed is not None
     # To 128 every GPU has such a kernel; above, it depends on the shared memory of the GPU.
@@ -233,8 +233,8 @@ def backward_block(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of a block's q, k and v, and of the sinks if it counts them.
 
-    ``out`` and ``lse`` are the block's own results, ``dout`` and ``dlse`` their gradients; where
-    :func:`takes_whole_results`, they may be those of the whole sequence.
+    ``out`` and ``lse`` are the block's own results, ``dout`` and ``dlse`` their gradients. Where
+    :func:`takes_whole_results` is true they may also be the whole sequence's.
     """
     q, k, v = saved
     call = _call(o, b, q, k, v, given)
