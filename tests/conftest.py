@@ -21,6 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import tiers  # noqa: E402
 
+if "--sim" in sys.argv:  # before anything imports warpsmith, which takes the library that is there
+    import library  # noqa: E402
+
+    library.load()
+
 
 def inductor_cache():
     """A cache of compiled graphs for each state of the bindings: torch's keys hold names of ops, not their schemas nor
@@ -40,6 +45,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also sanitizers, random cases, static checks, house rules")
     parser.addoption("--slow", action="store_true", help="--full without a budget, and the tests marked slow")
+    parser.addoption("--sim", action="store_true", help="ops run by their CUDA kernels, simulated on the CPU")
     parser.addoption("--no-cache", action="store_true", help="run what passed before with the same content, too")
 
 

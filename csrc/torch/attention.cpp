@@ -173,7 +173,7 @@ FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor 
     for (Tensor* t : {&gradients.dq, &gradients.dk, &gradients.dv, &dbias, &dsink}) torch::stable::zero_(*t);
     return {gradients.dq, gradients.dk, gradients.dv, dbias, dsink};
   }
-  const auto readable = q.is_cuda() ? for_tensor_maps : with_adjacent_elements;
+  const auto readable = runs_kernels(q) ? for_tensor_maps : with_adjacent_elements;
   dout = readable(op, dout);
   out = readable(op, out);
   lse = as_contiguous(lse, op);

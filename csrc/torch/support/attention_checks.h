@@ -213,7 +213,7 @@ inline Checked check(const char* op, Inputs& in) {
   AttentionProblem& p = c.problem;
   p.dtype = float_dtype(op, "q", in.q);
   check_heads(op, in, p.dtype);
-  const auto readable = in.q.is_cuda() ? for_tensor_maps : with_adjacent_elements;
+  const auto readable = runs_kernels(in.q) ? for_tensor_maps : with_adjacent_elements;
   in.q = readable(op, in.q);
   if (in.k) in.k = readable(op, *in.k);
   if (in.v) in.v = readable(op, *in.v);
