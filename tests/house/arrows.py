@@ -123,15 +123,13 @@ def import_violations(root, exceptions=()):
 
 
 def import_circles(root):
-    """Modules of the package that import each other, be it for types alone: "a imports b imports a". What a function
-    imports when it runs does not count, nor does a package's __init__, whose place is above its modules."""
+    """Modules of the package that import each other, be it for types alone or inside a function:
+    "a imports b imports a". A package's __init__ does not count: its place is above its modules."""
     modules = {_module(path): path for path in files(root, ".py", under="python/warpsmith")}
     arrows = {}
     for name, path in modules.items():
-        tree = ast.parse(read(root, path))
-        for function in [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]:
-            function.body = []
-        arrows[name] = {m for m in _imports(tree, path) if m in modules and modules[m].name != "__init__.py"}
+        imported = _imports(ast.parse(read(root, path)), path)
+        arrows[name] = {m for m in imported if m in modules and modules[m].name != "__init__.py"}
     found, done = [], set()
 
     def visit(name, way):

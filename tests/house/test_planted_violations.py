@@ -113,7 +113,15 @@ def test_a_wrong_import_is_found(plant, path, text, words):
         assert arrows.import_violations(plant({path: text}), exceptions=(path,)) == []
 
 
-@pytest.mark.parametrize("again", ["from warpsmith.ops.a import f", "if TYPES:\n    from warpsmith.ops import a"])
+@pytest.mark.parametrize(
+    "again",
+    [
+        "from warpsmith.ops.a import f",
+        "if TYPES:\n    from warpsmith.ops import a",
+        "def late():\n    from warpsmith.ops.a import f",
+        "class A:\n    async def late(self):\n        import warpsmith.ops.a",
+    ],
+)
 def test_modules_that_import_each_other_are_found(plant, again):
     ways = {
         "python/warpsmith/ops/a.py": "from warpsmith.ops import b",
@@ -122,12 +130,11 @@ def test_modules_that_import_each_other_are_found(plant, again):
     }
     (found,) = arrows.import_circles(plant(ways))
     assert found == " imports ".join(f"warpsmith.ops.{m}" for m in "abca")
-    clean = "def late():\n    from warpsmith.ops.a import f\n"
     init = {
         "python/warpsmith/__init__.py": "from warpsmith.ops import a",
         "python/warpsmith/ops/d.py": "import warpsmith",
     }
-    assert arrows.import_circles(plant({**ways, **init, "python/warpsmith/ops/c.py": clean})) == []
+    assert arrows.import_circles(plant({**ways, **init, "python/warpsmith/ops/c.py": "import torch"})) == []
 
 
 def test_clean_imports_pass(plant):
