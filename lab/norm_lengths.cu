@@ -11,7 +11,7 @@
 // links: csrc/kernels/norm/norm_backward_float32.cu
 // links: csrc/kernels/norm/norm_backward_float16.cu
 // links: csrc/kernels/norm/norm_backward_bfloat16.cu
-#include "common/launch.h"
+#include "device/launch.h"
 #include "kernels/norm/norm.h"
 #include "kernels/norm/norm_backward_config.h"
 #include "kernels/norm/norm_forward_config.h"

@@ -58,7 +58,7 @@ IN_LAUNCHERS = {
     # the family whose tests must notice: file, what stands there, what is planted
     "norm": ("kernels/norm/norm.cu", "= device.code_capability;", f"= {ASKS_THE_DEVICE};"),
     "cross_entropy": ("kernels/cross_entropy/cross_entropy.cu", "device.code_capability,", f"{ASKS_THE_DEVICE},"),
-    "activation": ("common/launch.h", "programmatic_dependent = code >= kSm90;", "programmatic_dependent = true;"),
+    "activation": ("device/launch.h", "programmatic_dependent = code >= kSm90;", "programmatic_dependent = true;"),
 }
 
 
@@ -71,7 +71,7 @@ def test_a_launcher_that_asks_the_device_is_noticed(op: str, refuses: bool, tmp_
     changes = [IN_LAUNCHERS[op]]
     if not refuses:
         changes.append(
-            ("common/launch.h", "if (code_capability >= kSm90) return {};", "if (code_capability) return {};")
+            ("device/launch.h", "if (code_capability >= kSm90) return {};", "if (code_capability) return {};")
         )
     for name, old, new in changes:
         planted_file = tmp_path / name

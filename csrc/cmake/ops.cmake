@@ -1,7 +1,7 @@
 # Every op is a folder of kernels/ and one file each of cpu/, torch/ and host/, all of the same name: nothing lists them.
 file(GLOB warpsmith_op_bindings CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/torch/*.cpp ${CMAKE_SOURCE_DIR}/csrc/torch/support/*.cpp)
 file(GLOB warpsmith_op_cpu CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/cpu/*.cpp)
-file(GLOB warpsmith_op_cuda CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/kernels/*/*.cu ${CMAKE_SOURCE_DIR}/csrc/common/*.cu)
+file(GLOB warpsmith_op_cuda CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/kernels/*/*.cu ${CMAKE_SOURCE_DIR}/csrc/device/*.cu)
 file(GLOB warpsmith_host CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/host/*.cpp)
 # Kernels that use what only sm_90a has (wgmma, setmaxnreg) are in files named *_sm90a.cu.
 set(warpsmith_op_cuda_sm90a ${warpsmith_op_cuda})
@@ -17,7 +17,7 @@ function(add_op_library target)
   # No run path: torch's library is in the process before this one is loaded, and a stored path would name the build machine.
   set_target_properties(${target} PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "")
   if(warpsmith_cuda)
-    # All for the same architectures, CMAKE_CUDA_ARCHITECTURES: csrc/common/code_probe.cu answers for every kernel.
+    # All for the same architectures, CMAKE_CUDA_ARCHITECTURES: csrc/device/code_probe.cu answers for every kernel.
     target_sources(${target} PRIVATE ${warpsmith_op_cuda})
     target_compile_definitions(${target} PRIVATE WARPSMITH_CUDA)
     add_cuda_options(${target})

@@ -2,9 +2,9 @@
 #include <algorithm>
 
 #include "attention_sm90_consumer.cuh"
-#include "common/launch.h"
-#include "common/tensor_map.h"
+#include "device/launch.h"
 #include "device/register_budget.h"
+#include "device/tensor_map.h"
 
 // A whole Hopper pipeline on the vocabulary, as a test of both: the forward of attention, bf16, head dimension 128.
 // sim_attention_sm90.cpp proves it on the host, planted_attention.cpp plants bugs in it, tools/gpu/attention_fixture.py

@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
-#include "common/launch.h"
-#include "common/tensor_map.h"
+#include "device/launch.h"
+#include "device/tensor_map.h"
 #include "harness.h"
 
 // Bugs that were planted on purpose, each with the check that must catch it. A planted bug is a kernel with a `bool

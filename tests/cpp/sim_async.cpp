@@ -1,11 +1,11 @@
 // Named barriers, mbarriers, bulk copies, clusters and register budgets against plain loops, under every schedule.
-#include "common/launch.h"
-#include "common/tensor_map.h"
 #include "device/cluster.h"
 #include "device/fence.h"
+#include "device/launch.h"
 #include "device/named_barrier.h"
 #include "device/register_budget.h"
 #include "device/tensor_copy.h"
+#include "device/tensor_map.h"
 #include "device/vector.h"
 #include "harness.h"
 

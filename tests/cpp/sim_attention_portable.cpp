@@ -5,7 +5,7 @@
 #include "kernels/attention/portable_product.cuh"
 
 #include "attention_portable_runs.h"
-#include "common/launch.h"
+#include "device/launch.h"
 
 namespace warpsmith::test {
 namespace {

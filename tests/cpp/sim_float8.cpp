@@ -3,10 +3,10 @@
 #include <limits>
 
 #include "../../tools/gpu/conformance/float8_product.cuh"
-#include "common/tensor_map.h"
 #include "device/float8.h"
 #include "device/mma.h"
 #include "device/tensor_copy.h"
+#include "device/tensor_map.h"
 #include "harness.h"
 
 namespace warpsmith::test {
@@ -197,7 +197,7 @@ TEST(wgmma_with_a_in_registers) {
   wgmma_matches<e4m3, e4m3, 64, Swizzle::bytes128, true>();
   wgmma_matches<e5m2, e4m3, 32, Swizzle::bytes64, true>();
 }
-// Tiles that arrive by tensor copies: pairs of 8-bit elements travel as 16-bit ones (common/tensor_map.h).
+// Tiles that arrive by tensor copies: pairs of 8-bit elements travel as 16-bit ones (device/tensor_map.h).
 __global__ void copied_product(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, float* d) {
   WARPSMITH_DYNAMIC_SHARED(memory);
   WARPSMITH_SHARED(device::Mbarrier, full, 1);

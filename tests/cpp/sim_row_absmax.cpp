@@ -1,7 +1,7 @@
 // The example of docs/writing_a_kernel.md, in one file: a kernel, its launcher and its test.
 #include <algorithm>
 
-#include "common/launch.h"
+#include "device/launch.h"
 #include "device/reduce.h"
 #include "device/vector.h"
 #include "harness.h"

@@ -1,7 +1,7 @@
 // The smallest proof that a kernel runs on the host: vector access, a block reduction, an asynchronous copy, launch
 // errors.
-#include "common/launch.h"
 #include "device/async_copy.h"
+#include "device/launch.h"
 #include "device/programmatic_launch.h"
 #include "device/reduce.h"
 #include "device/vector.h"

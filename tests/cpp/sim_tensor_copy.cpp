@@ -1,8 +1,8 @@
 // Copies of boxes by tensor maps, to and from shared memory and in every swizzle, against plain loops, under every
 // schedule; and the maps that a driver refuses.
-#include "common/launch.h"
-#include "common/tensor_map.h"
+#include "device/launch.h"
 #include "device/tensor_copy.h"
+#include "device/tensor_map.h"
 #include "harness.h"
 
 namespace warpsmith::test {

@@ -1,5 +1,5 @@
 // Warp operations against plain loops: shuffles, votes, reductions, mma, matrix loads and stores, and what they refuse.
-#include "common/launch.h"
+#include "device/launch.h"
 #include "device/matrix_access.h"
 #include "device/mma.h"
 #include "device/philox.h"

@@ -10,7 +10,7 @@ from files import CPP, files, read
 # torch have rules of their own below.
 ROOMS = {
     "device": {"device", "common"},
-    "common": {"common", "device"},
+    "common": {"common"},
     "sim": {"sim", "device", "common", "kernels"},
     "kernels": {"device", "common", "kernels"},
     "cpu": {"cpu", "common", "kernels"},

@@ -47,6 +47,7 @@ def test_clean_includes_pass(plant):
     [
         ("csrc/device/a.h", '"kernels/scale/scale.h"', "device must not use kernels"),
         ("csrc/common/a.h", '"kernels/scale/scale.h"', "common must not use kernels"),
+        ("csrc/common/a.h", '"device/vector.h"', "common must not use device"),
         ("csrc/common/a.h", "<torch/csrc/stable/tensor.h>", "common must not use torch"),
         ("csrc/sim/a.h", '"torch/support/tensor.h"', "sim must not use torch"),
         ("csrc/kernels/scale/a.cuh", '"kernels/norm/norm.h"', "another family's folder"),
@@ -267,7 +268,7 @@ def test_a_bare_launch_is_found(plant):
     root = plant(
         {
             "csrc/kernels/scale/a.cu": "// never <<<>>>\nvoid f() {\n  kernel<<<1, 2>>>();\n}\n",
-            "csrc/common/launch.h": "kernel<<<1, 2>>>();\n",
+            "csrc/device/launch.h": "kernel<<<1, 2>>>();\n",
         }
     )
     assert rules.bare_launches(root) == ["csrc/kernels/scale/a.cu:3: bare launch"]
@@ -278,7 +279,7 @@ def test_a_question_to_the_device_is_found(plant):
         {
             "csrc/kernels/scale/a.cu": "// cudaGetDeviceProperties\nint major = 0;\n"
             "cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);\n",
-            "csrc/common/launch.h": "cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, 0);\n",
+            "csrc/device/launch.h": "cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, 0);\n",
         }
     )
     (found,) = rules.questions_to_the_device(root)

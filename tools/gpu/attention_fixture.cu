@@ -3,7 +3,7 @@
 
 #include <cstdio>
 
-#include "common/code_probe.cu"  // which launches ask
+#include "device/code_probe.cu"  // which launches ask
 
 // Returns 0, or 1 after it has printed why. `cycles`: one int, raised to the longest life of a consumer warpgroup.
 extern "C" int attention_fixture(const void* q, const void* k, const void* v, void* o, float* lse, int* workspace,

@@ -1,7 +1,7 @@
 #pragma once
 #include <algorithm>
 
-#include "common/launch.h"
+#include "device/launch.h"
 #include "kernels/attention/attention_portable.h"
 #include "kernels/attention/backward_portable_bias.cuh"
 #include "kernels/attention/backward_portable_keys.cuh"

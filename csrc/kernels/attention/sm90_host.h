@@ -1,8 +1,8 @@
 #pragma once
 #include <algorithm>
 
-#include "common/launch.h"
-#include "common/tensor_map.h"
+#include "device/launch.h"
+#include "device/tensor_map.h"
 #include "kernels/attention/attention_config.h"
 #include "kernels/attention/bias_sm90.cuh"
 #include "kernels/attention/head_tensor.h"

@@ -3,8 +3,8 @@
 #include <cstddef>
 #include <utility>
 
-#include "common/launch.h"
 #include "common/status.h"
+#include "device/launch.h"
 #include "kernels/norm/norm.h"
 #include "kernels/norm/norm_config.h"
 

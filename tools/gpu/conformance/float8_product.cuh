@@ -1,6 +1,6 @@
 #pragma once
-#include "common/launch.h"
 #include "device/fence.h"
+#include "device/launch.h"
 #include "device/wgmma.h"
 
 // One product of 8-bit floats through wgmma: d[64 x N] = a[64 x 128] b[N x 128]^T with K-major operand tiles in any

@@ -1,6 +1,6 @@
 #pragma once
-#include "common/launch.h"
 #include "device/fence.h"
+#include "device/launch.h"
 #include "device/wgmma.h"
 
 // One product through wgmma in every form: d[64 x N] = a[64 x 64] b[N x 64]^T with operand tiles in any major and

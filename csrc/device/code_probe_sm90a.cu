@@ -1,7 +1,7 @@
 #include <atomic>
 
 #include "common/code_capability.h"
-#include "common/during_capture.h"
+#include "device/during_capture.h"
 
 namespace warpsmith {
 namespace {

@@ -4,8 +4,8 @@
 
 #include "common/dtype.h"
 #include "common/status.h"
-#include "common/tensor_map_type.h"
 #include "device/swizzle.h"
+#include "device/tensor_map_type.h"
 
 #ifndef WARPSMITH_SIM
 #include <cuda.h>

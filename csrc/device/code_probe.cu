@@ -2,8 +2,8 @@
 #include <atomic>
 
 #include "common/code_capability.h"
-#include "common/during_capture.h"
-#include "common/launch.h"
+#include "device/during_capture.h"
+#include "device/launch.h"
 
 namespace warpsmith {
 namespace {
