@@ -11,10 +11,11 @@ from files import CPP, files, read
 ROOMS = {
     "device": {"device", "common"},
     "common": {"common"},
+    "libraries": {"libraries", "common"},
     "sim": {"sim", "device", "common", "kernels"},
-    "kernels": {"device", "common", "kernels"},
+    "kernels": {"device", "common", "libraries", "kernels"},
     "cpu": {"cpu", "common", "kernels"},
-    "torch": {"torch", "common", "kernels"},
+    "torch": {"torch", "common", "libraries", "kernels"},
     "host": {"host", "common", "kernels"},
     "include": {"warpsmith"},
 }
@@ -22,6 +23,7 @@ TORCH_HEADERS = r"^(torch|ATen|c10|caffe2)/"
 STABLE_HEADERS = r"^torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)/"
 TEMPLATE_LIBRARIES = r"^(cutlass|cute|cub|thrust)/|^cooperative_groups"
 CUDA_HEADERS = r"^cuda"
+FOUND_AT_RUN_TIME = r"^(cublas|cudnn|nccl)|^dlfcn\.h$"
 
 
 def include_violations(root):
@@ -50,6 +52,10 @@ def _refused(root, path, room, name):
         return f"{room} must not use {target}"
     if room == "torch" and target == "torch" and not name.startswith("torch/support/"):
         return "torch may use torch/support alone"
+    if target == "libraries" and room == "kernels" and path.suffix == ".cuh":
+        return "device code must not use libraries"
+    if target == "libraries" and room == "torch" and path.parts[2] != "support":
+        return "torch may use libraries in torch/support alone"
     if target != "kernels":
         return None
     if room == "kernels" and name.split("/")[1] != path.parts[2]:
@@ -70,6 +76,8 @@ def _refused_outside(room, name):
         return None if re.match(STABLE_HEADERS, name) else "only headers of the stable ABI"
     if re.match(TEMPLATE_LIBRARIES, name):
         return "kernels are our own: no CUTLASS, CUB or cooperative groups"
+    if re.match(FOUND_AT_RUN_TIME, name) and room not in ("libraries", "sim"):  # sim asks for the names of kernels
+        return "libraries are opened at run time by csrc/libraries alone"
     if re.match(CUDA_HEADERS, name) and room in ("cpu", "host"):
         return f"{room} must not use the CUDA runtime"
     if name.startswith("pybind11/") and room != "host":

@@ -36,7 +36,7 @@ FAMILIES_ROOMS = ("csrc/cpu/*.cpp", "csrc/torch/*.cpp", "tests/cpp/sim_*.cpp")
 # Sim programs of the machine and of the vocabulary of device code, and of kernels that are not the package's.
 NOT_A_FAMILYS = {
     f"tests/cpp/sim_{name}.cpp"
-    for name in ("async attention_sm90 float8 math row_absmax smoke tensor_copy warp wgmma").split()
+    for name in ("async attention_sm90 float8 libraries math row_absmax smoke tensor_copy warp wgmma").split()
 }
 
 

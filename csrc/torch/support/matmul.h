@@ -7,7 +7,7 @@
 #include "torch/support/tensor.h"
 
 #ifdef WARPSMITH_CUDA
-#include "common/cublas.h"
+#include "libraries/cublas.h"
 #endif
 
 // Matrix products by torch, on the tensors' device and stream. They run below the dispatcher, so neither autograd nor
