@@ -8,8 +8,8 @@
 // runs: -DLAYER=1 -DRESIDUAL=1 -DDROPOUT=1 24
 #include <cmath>
 
-#include "kernels/norm/norm_backward_launch.cuh"
-#include "kernels/norm/norm_sum_partials.cuh"
+#include "kernels/norm/backward_launch.cuh"
+#include "kernels/norm/sum_partials.cuh"
 #include "sweep.h"
 
 using namespace warpsmith;

@@ -200,7 +200,7 @@ def test_a_crash_names_its_test_and_is_run_again_under_asan() -> None:
 
 
 def test_a_changed_header_names_the_ops_that_include_it() -> None:
-    ops = affected.affected([ROOT / "csrc/kernels/norm/norm_row.cuh"])
+    ops = affected.affected([ROOT / "csrc/kernels/norm/row.cuh"])
     assert "norm" in ops and "rope" not in ops
     assert len(affected.affected([ROOT / "csrc/sim/machine.h"])) == len(TESTS)
 

@@ -1,9 +1,9 @@
 #include <string>
 
 #include "host/problem.h"
+#include "kernels/norm/backward_config.h"
+#include "kernels/norm/forward_config.h"
 #include "kernels/norm/norm.h"
-#include "kernels/norm/norm_backward_config.h"
-#include "kernels/norm/norm_forward_config.h"
 
 namespace warpsmith::host {
 namespace {

@@ -3,9 +3,9 @@
 #include <string>
 
 #include "harness.h"
+#include "kernels/norm/backward_config.h"
+#include "kernels/norm/forward_config.h"
 #include "kernels/norm/norm.h"
-#include "kernels/norm/norm_backward_config.h"
-#include "kernels/norm/norm_forward_config.h"
 
 // Tests of the norm family's choosers. For sim_norm.cpp alone.
 namespace warpsmith::test {

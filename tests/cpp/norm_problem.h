@@ -7,9 +7,9 @@
 #include "dtypes.h"
 #include "far.h"
 #include "harness.h"
+#include "kernels/norm/backward_config.h"
+#include "kernels/norm/forward_config.h"
 #include "kernels/norm/norm.h"
-#include "kernels/norm/norm_backward_config.h"
-#include "kernels/norm/norm_forward_config.h"
 
 // A problem of the norm family with its inputs, outputs and oracle in double precision, for the suites of its ops.
 namespace warpsmith::test {

@@ -1,11 +1,11 @@
 #pragma once
-#include "kernels/norm/norm_forward.cuh"
-#include "kernels/norm/norm_forward_block.cuh"
-#include "kernels/norm/norm_forward_config.h"
-#include "kernels/norm/norm_forward_resident.cuh"
-#include "kernels/norm/norm_forward_shared.cuh"
-#include "kernels/norm/norm_forward_warp.cuh"
-#include "kernels/norm/norm_launch.h"
+#include "kernels/norm/forward.cuh"
+#include "kernels/norm/forward_block.cuh"
+#include "kernels/norm/forward_config.h"
+#include "kernels/norm/forward_resident.cuh"
+#include "kernels/norm/forward_shared.cuh"
+#include "kernels/norm/forward_warp.cuh"
+#include "kernels/norm/launch.h"
 
 namespace warpsmith::norm {
 

@@ -1,5 +1,5 @@
 #pragma once
-#include "kernels/norm/norm_forward.cuh"
+#include "kernels/norm/forward.cuh"
 
 namespace warpsmith::norm {
 
@@ -27,7 +27,7 @@ template <int kThreads> struct BlockSums {
 // * V * N columns; exactly that many if kFills.
 //
 // Sums are taken about a pivot, the mean of the row's first four elements: 30 instructions per thread fewer than
-// merging parts by Chan's formula (norm_forward.cuh). If the pivot is so far from the mean that the sum of squares
+// merging parts by Chan's formula (forward.cuh). If the pivot is so far from the mean that the sum of squares
 // exceeds kMostCancelled times the spread, every thread sees that in the same sums, and the row is summed again about
 // its mean. That happens to one row in 2,000 of normal numbers.
 template <class Op, class T, class C> __global__ void __launch_bounds__(C::instance.max_threads, kMinBlocks<C>)

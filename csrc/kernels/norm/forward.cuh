@@ -1,5 +1,5 @@
 #pragma once
-#include "kernels/norm/norm_row.cuh"
+#include "kernels/norm/row.cuh"
 
 // The forward kernels of the norm family: templates over the op, the storage types T (x and y) and R (residual), and
 // the threads per row. Statistics are float and summed in a fixed order.

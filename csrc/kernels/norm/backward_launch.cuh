@@ -1,8 +1,8 @@
 #pragma once
-#include "kernels/norm/norm_backward.cuh"
-#include "kernels/norm/norm_backward_config.h"
-#include "kernels/norm/norm_batches.cuh"
-#include "kernels/norm/norm_launch.h"
+#include "kernels/norm/backward.cuh"
+#include "kernels/norm/backward_config.h"
+#include "kernels/norm/batches.cuh"
+#include "kernels/norm/launch.h"
 
 namespace warpsmith::norm {
 

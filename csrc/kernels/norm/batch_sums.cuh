@@ -2,7 +2,7 @@
 #include "device/cluster.h"
 #include "device/mbarrier.h"
 #include "device/reduce.h"
-#include "kernels/norm/norm_row.cuh"
+#include "kernels/norm/row.cuh"
 
 // Sums of several values at once over the threads of a batch of rows: a warp, a block, or the blocks of a cluster.
 namespace warpsmith::norm {

@@ -1,6 +1,6 @@
 #pragma once
 #include "device/programmatic_launch.h"
-#include "kernels/norm/norm_row.cuh"
+#include "kernels/norm/row.cuh"
 
 // The second stage of the parameter gradients: sums the partial rows that a backward wrote.
 namespace warpsmith::norm {

@@ -1,7 +1,7 @@
 #pragma once
 #include "device/async_copy.h"
 #include "device/programmatic_launch.h"
-#include "kernels/norm/norm_row.cuh"
+#include "kernels/norm/row.cuh"
 
 // The backward kernels of the norm family: templates over the op, the storage types T (dy and dx) and R (s,
 // dresidual_out and dresidual), and the threads per row. Sums are float, in a fixed order.

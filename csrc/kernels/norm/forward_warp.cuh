@@ -1,5 +1,5 @@
 #pragma once
-#include "kernels/norm/norm_row.cuh"
+#include "kernels/norm/row.cuh"
 
 namespace warpsmith::norm {
 
@@ -7,7 +7,7 @@ namespace warpsmith::norm {
 // its lanes: kLanes * V vectors.
 //
 // layer_norm computes the mean first, then the deviations, which stay in registers. That is one exchange more than
-// Chan's formula (norm_forward.cuh) and three instructions per element fewer.
+// Chan's formula (forward.cuh) and three instructions per element fewer.
 template <class Op, class T, int kLanes, int V, int U> struct WarpRows {
   static constexpr int N = kVector<T>, kColumns = kLanes * V * N, kSide = 32 / kLanes, kRows = kSide * U;
   static constexpr float kInverseColumns = 1.f / kColumns;

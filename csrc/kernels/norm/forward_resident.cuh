@@ -1,7 +1,7 @@
 #pragma once
 #include "device/bulk_copy.h"
 #include "device/fence.h"
-#include "kernels/norm/norm_forward.cuh"
+#include "kernels/norm/forward.cuh"
 
 namespace warpsmith::norm {
 

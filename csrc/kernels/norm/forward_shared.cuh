@@ -1,6 +1,6 @@
 #pragma once
 #include "device/async_copy.h"
-#include "kernels/norm/norm_forward.cuh"
+#include "kernels/norm/forward.cuh"
 
 namespace warpsmith::norm {
 

@@ -1,8 +1,8 @@
 #pragma once
 #include <type_traits>
 
-#include "kernels/norm/norm_backward.cuh"
-#include "kernels/norm/norm_batch_sums.cuh"
+#include "kernels/norm/backward.cuh"
+#include "kernels/norm/batch_sums.cuh"
 
 // The backward for rows of a block or cluster, all tensors of dtype T, in batches of U rows. All sums of a batch take
 // one exchange. Keep says what stays in registers between a row's sums and its gradients: the ring's slots are then
