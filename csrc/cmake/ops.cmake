@@ -1,5 +1,5 @@
-# Every op is a folder of kernels/ and one file each of cpu/, torch/ and host/, all of the same name: nothing lists them.
-file(GLOB warpsmith_op_bindings CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/torch/*.cpp ${CMAKE_SOURCE_DIR}/csrc/torch/support/*.cpp)
+# Every op is a folder of kernels/ and one file each of cpu/, bindings/ and host/, all of the same name: nothing lists them.
+file(GLOB warpsmith_op_bindings CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/bindings/*.cpp ${CMAKE_SOURCE_DIR}/csrc/bindings/support/*.cpp)
 file(GLOB warpsmith_op_cpu CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/cpu/*.cpp)
 file(GLOB warpsmith_op_cuda CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/kernels/*/*.cu ${CMAKE_SOURCE_DIR}/csrc/device/*.cu)
 file(GLOB warpsmith_host CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/host/*.cpp)

@@ -196,7 +196,7 @@ def test_every_kernel_is_compiled_for_the_same_architectures_but_those_of_sm90a(
         "kernels/a/a.cu",
         "kernels/b/b.cu",
         "kernels/b/b_sm90a.cu",
-        "torch/a.cpp",
+        "bindings/a.cpp",
         "cpu/a.cpp",
     )
     for name in files:

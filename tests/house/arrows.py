@@ -7,7 +7,7 @@ import re
 from files import CPP, files, read
 
 # What each room of csrc may include, as the first part of the include's path; kernels and
-# torch have rules of their own below.
+# bindings have rules of their own below.
 ROOMS = {
     "device": {"device", "common"},
     "common": {"common"},
@@ -15,7 +15,7 @@ ROOMS = {
     "sim": {"sim", "device", "common", "kernels"},
     "kernels": {"device", "common", "libraries", "kernels"},
     "cpu": {"cpu", "common", "kernels"},
-    "torch": {"torch", "common", "libraries", "kernels"},
+    "bindings": {"bindings", "common", "libraries", "kernels"},
     "host": {"host", "common", "kernels"},
     "include": {"warpsmith"},
 }
@@ -50,17 +50,17 @@ def _refused(root, path, room, name):
     target = name.split("/")[0]
     if target not in ROOMS[room]:
         return f"{room} must not use {target}"
-    if room == "torch" and target == "torch" and not name.startswith("torch/support/"):
-        return "torch may use torch/support alone"
+    if room == "bindings" and target == "bindings" and not name.startswith("bindings/support/"):
+        return "bindings may use bindings/support alone"
     if target == "libraries" and room == "kernels" and path.suffix == ".cuh":
         return "device code must not use libraries"
-    if target == "libraries" and room == "torch" and path.parts[2] != "support":
-        return "torch may use libraries in torch/support alone"
+    if target == "libraries" and room == "bindings" and path.parts[2] != "support":
+        return "bindings may use libraries in bindings/support alone"
     if target != "kernels":
         return None
     if room == "kernels" and name.split("/")[1] != path.parts[2]:
         return "another family's folder"
-    if room in ("cpu", "torch") and not re.fullmatch(r"kernels/\w+/\w+\.h", name):
+    if room in ("cpu", "bindings") and not re.fullmatch(r"kernels/\w+/\w+\.h", name):
         return f"{room} may use an op's plain header alone"
     if room == "host" and not name.endswith(".h"):
         return "host may use config choosers alone"
@@ -71,7 +71,7 @@ def _refused_outside(room, name):
     if room == "include":
         return None
     if re.match(TORCH_HEADERS, name):
-        if room != "torch":
+        if room != "bindings":
             return f"{room} must not use torch"
         return None if re.match(STABLE_HEADERS, name) else "only headers of the stable ABI"
     if re.match(TEMPLATE_LIBRARIES, name):

@@ -19,7 +19,7 @@ OF_A_FAMILY = (
     "csrc/kernels/{0}/*.cu",
     "csrc/kernels/{0}/*_budget.json",
     "csrc/cpu/{0}*.cpp",
-    "csrc/torch/{0}*.cpp",
+    "csrc/bindings/{0}*.cpp",
     "csrc/host/{0}*.cpp",
     "csrc/include/warpsmith/{0}.h",
     "tests/cpp/sim_{0}.cpp",
@@ -32,7 +32,7 @@ OF_AN_OP = (
     "docs/ops/{0}.md",
 )
 # What holds files of families, and of nothing else.
-FAMILIES_ROOMS = ("csrc/cpu/*.cpp", "csrc/torch/*.cpp", "tests/cpp/sim_*.cpp")
+FAMILIES_ROOMS = ("csrc/cpu/*.cpp", "csrc/bindings/*.cpp", "tests/cpp/sim_*.cpp")
 # Sim programs of the machine and of the vocabulary of device code, and of kernels that are not the package's.
 NOT_A_FAMILYS = {
     f"tests/cpp/sim_{name}.cpp"

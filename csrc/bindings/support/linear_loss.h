@@ -1,11 +1,11 @@
 #pragma once
 #include <algorithm>
 
+#include "bindings/support/loss.h"
+#include "bindings/support/matmul.h"
+#include "bindings/support/rows.h"
 #include "kernels/linear_loss/linear_loss.h"
 #include "kernels/linear_loss/linear_loss_config.h"
-#include "torch/support/loss.h"
-#include "torch/support/matmul.h"
-#include "torch/support/rows.h"
 
 // What the linear losses share: their inputs, the loop over chunks of rows, and the sums of gradients over chunks.
 namespace warpsmith {

@@ -10,10 +10,10 @@
 #include <tuple>
 #include <utility>
 
+#include "bindings/support/errors.h"
 #include "common/dtype.h"
 #include "common/huge_pages.h"
 #include "common/visit_dtype.h"
-#include "torch/support/errors.h"
 
 namespace warpsmith {
 

@@ -4,9 +4,9 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/support/device.h"
+#include "bindings/support/tensor.h"
 #include "kernels/optim/optim.h"
-#include "torch/support/device.h"
-#include "torch/support/tensor.h"
 
 // What bindings of multi-tensor ops share: lists, and tables of 64-bit words on a device.
 namespace warpsmith {

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "bindings/support/attention.h"
 #include "kernels/attention/attention_dropout.h"
-#include "torch/support/attention.h"
 
 // The inputs of attention, attention_varlen and their backward, and the checks that turn them into a problem.
 namespace warpsmith::attention {

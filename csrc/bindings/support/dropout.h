@@ -1,6 +1,6 @@
 #pragma once
+#include "bindings/support/tensor.h"
 #include "common/dropout.h"
-#include "torch/support/tensor.h"
 
 namespace warpsmith {
 

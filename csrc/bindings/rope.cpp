@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "bindings/support/device.h"
+#include "bindings/support/library.h"
+#include "bindings/support/tensor.h"
 #include "common/overlap.h"
-#include "torch/support/device.h"
-#include "torch/support/library.h"
-#include "torch/support/tensor.h"
 
 // The bindings of rope and qk_norm_rope: checks, views, allocation, launch. python/warpsmith/ops/_rope.py makes the
 // same checks in the same words for fake tensors.

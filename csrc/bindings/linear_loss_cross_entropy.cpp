@@ -1,5 +1,5 @@
-#include "torch/support/library.h"
-#include "torch/support/linear_loss.h"
+#include "bindings/support/library.h"
+#include "bindings/support/linear_loss.h"
 
 namespace warpsmith {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <optional>
 
-#include "torch/support/device.h"
-#include "torch/support/tensor.h"
+#include "bindings/support/device.h"
+#include "bindings/support/tensor.h"
 
 #ifdef WARPSMITH_CUDA
 #include "libraries/cublas.h"

@@ -2,9 +2,9 @@
 #include <cmath>
 #include <limits>
 
+#include "bindings/support/device.h"
+#include "bindings/support/tensor.h"
 #include "kernels/cross_entropy/cross_entropy.h"
-#include "torch/support/device.h"
-#include "torch/support/tensor.h"
 
 // What the bindings of cross_entropy and the linear losses share: options, targets, class weights, and the sums
 // computed before and after the pass over the logits.

@@ -7,10 +7,10 @@
 #include <variant>
 #include <vector>
 
-#include "torch/support/device.h"
-#include "torch/support/library.h"
-#include "torch/support/tensor.h"
-#include "torch/support/tensor_list.h"
+#include "bindings/support/device.h"
+#include "bindings/support/library.h"
+#include "bindings/support/tensor.h"
+#include "bindings/support/tensor_list.h"
 
 namespace warpsmith {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <torch/csrc/stable/accelerator.h>
 
-#include "torch/support/errors.h"
-#include "torch/support/library.h"
+#include "bindings/support/errors.h"
+#include "bindings/support/library.h"
 
 // `python -m warpsmith info` asks it which code runs on a device: what the choosers of kernels go by.
 #ifdef WARPSMITH_CUDA

@@ -2,8 +2,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "bindings/support/tensor.h"
 #include "common/parallel.h"
-#include "torch/support/tensor.h"
 
 #ifdef WARPSMITH_CUDA
 // Absent in CPU builds of torch; reached only with a CUDA tensor in hand.

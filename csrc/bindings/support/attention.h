@@ -6,9 +6,9 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/support/tensor.h"
 #include "common/alignment.h"
 #include "kernels/attention/attention.h"
-#include "torch/support/tensor.h"
 
 // The binding of attention: views of tensors as heads, checks, and the problem.
 namespace warpsmith::attention {

@@ -1,8 +1,8 @@
 #include "kernels/cross_entropy/cross_entropy.h"
 
-#include "torch/support/library.h"
-#include "torch/support/loss.h"
-#include "torch/support/rows.h"
+#include "bindings/support/library.h"
+#include "bindings/support/loss.h"
+#include "bindings/support/rows.h"
 
 namespace warpsmith {
 namespace {

@@ -1,9 +1,9 @@
+#include "bindings/support/device.h"
+#include "bindings/support/library.h"
+#include "bindings/support/tensor.h"
+#include "bindings/support/tensor_list.h"
 #include "kernels/optim/average.h"
 #include "kernels/optim/grad_norm.h"
-#include "torch/support/device.h"
-#include "torch/support/library.h"
-#include "torch/support/tensor.h"
-#include "torch/support/tensor_list.h"
 
 namespace warpsmith {
 namespace {

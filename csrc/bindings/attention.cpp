@@ -2,9 +2,9 @@
 
 #include <utility>
 
-#include "torch/support/attention_checks.h"
-#include "torch/support/device.h"
-#include "torch/support/library.h"
+#include "bindings/support/attention_checks.h"
+#include "bindings/support/device.h"
+#include "bindings/support/library.h"
 
 namespace warpsmith {
 namespace {

@@ -1,11 +1,11 @@
 #include <vector>
 
+#include "bindings/support/device.h"
+#include "bindings/support/flag.h"
+#include "bindings/support/library.h"
+#include "bindings/support/rows.h"
+#include "bindings/support/tensor.h"
 #include "kernels/activation/activation.h"
-#include "torch/support/device.h"
-#include "torch/support/flag.h"
-#include "torch/support/library.h"
-#include "torch/support/rows.h"
-#include "torch/support/tensor.h"
 
 namespace warpsmith {
 namespace {

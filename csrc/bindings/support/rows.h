@@ -1,5 +1,5 @@
 #pragma once
-#include "torch/support/tensor.h"
+#include "bindings/support/tensor.h"
 
 namespace warpsmith {
 

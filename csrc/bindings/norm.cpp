@@ -5,11 +5,11 @@
 #include <string>
 #include <tuple>
 
-#include "torch/support/device.h"
-#include "torch/support/dropout.h"
-#include "torch/support/library.h"
-#include "torch/support/rows.h"
-#include "torch/support/tensor.h"
+#include "bindings/support/device.h"
+#include "bindings/support/dropout.h"
+#include "bindings/support/library.h"
+#include "bindings/support/rows.h"
+#include "bindings/support/tensor.h"
 
 namespace warpsmith {
 namespace {
