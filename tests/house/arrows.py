@@ -16,7 +16,7 @@ ROOMS = {
     "kernels": {"device", "common", "libraries", "kernels"},
     "cpu": {"cpu", "common", "kernels"},
     "bindings": {"bindings", "common", "libraries", "kernels"},
-    "host": {"host", "common", "kernels"},
+    "pymodule": {"pymodule", "common", "kernels"},
     "include": {"warpsmith"},
 }
 TORCH_HEADERS = r"^(torch|ATen|c10|caffe2)/"
@@ -62,8 +62,8 @@ def _refused(root, path, room, name):
         return "another family's folder"
     if room in ("cpu", "bindings") and not re.fullmatch(r"kernels/\w+/\w+\.h", name):
         return f"{room} may use an op's plain header alone"
-    if room == "host" and not name.endswith(".h"):
-        return "host may use config choosers alone"
+    if room == "pymodule" and not name.endswith(".h"):
+        return "pymodule may use config choosers alone"
     return None
 
 
@@ -78,10 +78,10 @@ def _refused_outside(room, name):
         return "kernels are our own: no CUTLASS, CUB or cooperative groups"
     if re.match(FOUND_AT_RUN_TIME, name) and room not in ("libraries", "sim"):  # sim asks for the names of kernels
         return "libraries are opened at run time by csrc/libraries alone"
-    if re.match(CUDA_HEADERS, name) and room in ("cpu", "host"):
+    if re.match(CUDA_HEADERS, name) and room in ("cpu", "pymodule"):
         return f"{room} must not use the CUDA runtime"
-    if name.startswith("pybind11/") and room != "host":
-        return "pybind11 belongs to host"
+    if name.startswith("pybind11/") and room != "pymodule":
+        return "pybind11 belongs to pymodule"
     return None
 
 

@@ -20,7 +20,7 @@ OF_A_FAMILY = (
     "csrc/kernels/{0}/*_budget.json",
     "csrc/cpu/{0}*.cpp",
     "csrc/bindings/{0}*.cpp",
-    "csrc/host/{0}*.cpp",
+    "csrc/pymodule/{0}*.cpp",
     "csrc/include/warpsmith/{0}.h",
     "tests/cpp/sim_{0}.cpp",
     "tests/ops/test_{0}*.py",

@@ -37,7 +37,7 @@ HEADERS = {
     "csrc/bindings/support/tensor.h": "#include <torch/csrc/stable/tensor.h>\n",
     "csrc/bindings/scale.cpp": '#include "kernels/scale/scale.h"\n#include "bindings/support/tensor.h"\n',
     "csrc/cpu/scale.cpp": '#include "kernels/scale/scale.h"\n',
-    "csrc/host/module.cpp": "#include <pybind11/pybind11.h>\n",
+    "csrc/pymodule/module.cpp": "#include <pybind11/pybind11.h>\n",
     "csrc/include/warpsmith/scale.h": "#include <torch/torch.h>\n",
 }
 
@@ -76,8 +76,8 @@ def test_clean_includes_pass(plant):
         ("csrc/bindings/a.cpp", "<c10/cuda/CUDAStream.h>", "stable ABI"),
         ("csrc/bindings/a.cpp", '"device/vector.h"', "bindings must not use device"),
         ("csrc/bindings/a.cpp", '"kernels/scale/scale_kernel.cuh"', "plain header alone"),
-        ("csrc/host/a.cpp", "<torch/torch.h>", "host must not use torch"),
-        ("csrc/kernels/scale/a.cuh", "<pybind11/pybind11.h>", "belongs to host"),
+        ("csrc/pymodule/a.cpp", "<torch/torch.h>", "pymodule must not use torch"),
+        ("csrc/kernels/scale/a.cuh", "<pybind11/pybind11.h>", "belongs to pymodule"),
         ("csrc/attic/a.h", "<string>", "not a room"),
         ("csrc/kernels/scale/a.cuh", '"../../lab/sweep.h"', "nothing uses lab"),
     ],
@@ -176,7 +176,7 @@ def complete(op, family):
                 f"csrc/kernels/{family}/{family}_budget.json",
                 f"csrc/cpu/{family}.cpp",
                 f"csrc/bindings/{family}_checks.cpp",
-                f"csrc/host/{family}.cpp",
+                f"csrc/pymodule/{family}.cpp",
                 f"csrc/include/warpsmith/{family}.h",
                 f"python/warpsmith/ops/{op}.py",
                 f"python/warpsmith/reference/{op}.py",

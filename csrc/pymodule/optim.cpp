@@ -4,10 +4,10 @@
 
 #include <vector>
 
-#include "host/bindings.h"
-#include "host/problem.h"
 #include "kernels/optim/layerwise.h"
 #include "kernels/optim/optim_config.h"
+#include "pymodule/bindings.h"
+#include "pymodule/problem.h"
 
 namespace py = pybind11;
 

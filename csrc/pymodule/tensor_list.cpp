@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "common/tensor_list.h"
-#include "host/bindings.h"
-#include "host/dlpack.h"
 #include "kernels/optim/gradient.h"
+#include "pymodule/bindings.h"
+#include "pymodule/dlpack.h"
 
 // The per-step bookkeeping of multi-tensor optimizers: whether thousands of tensors are still where they were, and
 // where their gradients are. One pass of C calls, without knowing torch: 0.06 us a tensor by DLPack's exchange

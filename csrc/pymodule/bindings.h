@@ -3,7 +3,7 @@
 
 #include <vector>
 
-// Lets a file of csrc/host add classes and functions to the module. Planners register themselves by plan.h.
+// Lets a file of csrc/pymodule add classes and functions to the module. Planners register themselves by plan.h.
 namespace warpsmith::host {
 
 using Binder = void (*)(pybind11::module_& module);

@@ -1,9 +1,9 @@
 #include <string>
 
-#include "host/problem.h"
 #include "kernels/norm/backward_config.h"
 #include "kernels/norm/forward_config.h"
 #include "kernels/norm/norm.h"
+#include "pymodule/problem.h"
 
 namespace warpsmith::host {
 namespace {

@@ -1,10 +1,10 @@
 #include <algorithm>
 #include <string>
 
-#include "host/problem.h"
 #include "kernels/attention/attention_config.h"
 #include "kernels/attention/attention_ops.h"
 #include "kernels/attention/portable_config.h"
+#include "pymodule/problem.h"
 
 namespace warpsmith::host {
 namespace {

@@ -3,7 +3,7 @@
 #include <set>
 #include <string>
 
-#include "host/plan.h"
+#include "pymodule/plan.h"
 
 namespace warpsmith::host {
 

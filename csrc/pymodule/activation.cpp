@@ -1,8 +1,8 @@
 #include <string>
 
-#include "host/problem.h"
 #include "kernels/activation/activation_config.h"
 #include "kernels/activation/activation_ops.h"
+#include "pymodule/problem.h"
 
 namespace warpsmith::host {
 namespace {

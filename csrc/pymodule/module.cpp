@@ -2,8 +2,8 @@
 
 #include <string>
 
-#include "host/bindings.h"
-#include "host/problem.h"
+#include "pymodule/bindings.h"
+#include "pymodule/problem.h"
 
 namespace py = pybind11;
 

@@ -1,9 +1,9 @@
 #include <string>
 
-#include "host/bindings.h"
-#include "host/problem.h"
 #include "kernels/cross_entropy/cross_entropy_config.h"
 #include "kernels/cross_entropy/cross_entropy_ops.h"
+#include "pymodule/bindings.h"
+#include "pymodule/problem.h"
 
 namespace py = pybind11;
 

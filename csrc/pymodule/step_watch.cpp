@@ -4,7 +4,7 @@
 #include <exception>
 #include <vector>
 
-#include "host/bindings.h"
+#include "pymodule/bindings.h"
 
 // Whether the thousands of objects that a captured step fixes are the objects that they were: one pass of C calls
 // before every replay. Python's own comparison takes ten times as long.

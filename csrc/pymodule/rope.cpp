@@ -1,8 +1,8 @@
 #include <string>
 
-#include "host/problem.h"
 #include "kernels/rope/rope_config.h"
 #include "kernels/rope/rope_ops.h"
+#include "pymodule/problem.h"
 
 namespace py = pybind11;
 

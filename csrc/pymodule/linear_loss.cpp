@@ -1,6 +1,6 @@
 #include "kernels/linear_loss/linear_loss.h"
-#include "host/problem.h"
 #include "kernels/linear_loss/linear_loss_config.h"
+#include "pymodule/problem.h"
 
 namespace py = pybind11;
 
