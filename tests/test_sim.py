@@ -1,4 +1,4 @@
-"""Kernels on the CPU: every tests/cpp/sim_*.cpp in three builds, its coverage, and random cases by hypothesis.
+"""Kernels on the CPU: every tests/sim/sim_*.cpp in three builds, its coverage, and random cases by hypothesis.
 
 By hand: `python tools/sim/run.py --op <op>`, `device_coverage.py` and `fuzz.py` beside it. `figure` prints a line,
 and the coverage table, at the end of the session. What passed before with the same content answers from the store.

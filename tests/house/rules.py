@@ -22,7 +22,7 @@ OF_A_FAMILY = (
     "csrc/bindings/{0}*.cpp",
     "csrc/pymodule/{0}*.cpp",
     "csrc/include/warpsmith/{0}.h",
-    "tests/cpp/sim_{0}.cpp",
+    "tests/sim/sim_{0}.cpp",
     "tests/ops/test_{0}*.py",
     "benchmarks/bench_{0}.py",
 )
@@ -32,10 +32,10 @@ OF_AN_OP = (
     "docs/ops/{0}.md",
 )
 # What holds files of families, and of nothing else.
-FAMILIES_ROOMS = ("csrc/cpu/*.cpp", "csrc/bindings/*.cpp", "tests/cpp/sim_*.cpp")
+FAMILIES_ROOMS = ("csrc/cpu/*.cpp", "csrc/bindings/*.cpp", "tests/sim/sim_*.cpp")
 # Sim programs of the machine and of the vocabulary of device code, and of kernels that are not the package's.
 NOT_A_FAMILYS = {
-    f"tests/cpp/sim_{name}.cpp"
+    f"tests/sim/sim_{name}.cpp"
     for name in ("async attention_sm90 float8 libraries math row_absmax smoke tensor_copy warp wgmma").split()
 }
 

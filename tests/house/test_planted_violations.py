@@ -180,7 +180,7 @@ def complete(op, family):
                 f"csrc/include/warpsmith/{family}.h",
                 f"python/warpsmith/ops/{op}.py",
                 f"python/warpsmith/reference/{op}.py",
-                f"tests/cpp/sim_{family}.cpp",
+                f"tests/sim/sim_{family}.cpp",
                 f"benchmarks/bench_{family}.py",
                 f"docs/ops/{op}.md",
             ],
@@ -221,7 +221,7 @@ def test_complete_families_pass_and_strays_are_found(plant):
     assert rules.missing_rooms(root) == rules.without_a_row(root) == []
     strays = {
         "csrc/bindings/shift.cpp": "belongs to no family",
-        "tests/cpp/sim_shift.cpp": "belongs to no family",
+        "tests/sim/sim_shift.cpp": "belongs to no family",
         "csrc/kernels/shift": "has no list of ops",
         "python/warpsmith/ops/shift.py": "has no row",
     }

@@ -1,5 +1,5 @@
-// The attention fixture (tests/cpp/attention_sm90_fixture.cuh) as a library for attention_fixture.py, which builds it.
-#include "../../tests/cpp/attention_sm90_fixture.cuh"
+// The attention fixture (tests/sim/attention_sm90_fixture.cuh) as a library for attention_fixture.py, which builds it.
+#include "../../tests/sim/attention_sm90_fixture.cuh"
 
 #include <cstdio>
 

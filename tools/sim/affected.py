@@ -18,7 +18,7 @@ from pathlib import Path
 
 import build
 
-MACHINE = (build.ROOT / "csrc" / "sim", build.ROOT / "tests" / "cpp" / "harness.cpp")
+MACHINE = (build.ROOT / "csrc" / "sim", build.ROOT / "tests" / "sim" / "harness.cpp")
 
 
 def includes(source: Path) -> frozenset[Path]:

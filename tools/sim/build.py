@@ -228,7 +228,7 @@ def machine(variant: str) -> Part:
 
 def main_part(test: Path, variant: str) -> Part:
     v = VARIANTS[variant]
-    main = ROOT / "tests" / "cpp" / ("planted_main.cpp" if test.stem.startswith("planted_") else "harness.cpp")
+    main = ROOT / "tests" / "sim" / ("planted_main.cpp" if test.stem.startswith("planted_") else "harness.cpp")
     return main, [*v.machine, f"-I{ROOT / 'csrc'}"], BUILD / v.machine_folder
 
 
@@ -311,9 +311,9 @@ def run(
 
 
 def tests_of(op: str | None) -> list[Path]:
-    folder = ROOT / "tests" / "cpp"
+    folder = ROOT / "tests" / "sim"
     found = sorted(folder.glob(f"sim_{op}.cpp" if op else "sim_*.cpp"))
     if not found:
         known = ", ".join(p.stem.removeprefix("sim_") for p in sorted(folder.glob("sim_*.cpp")))
-        sys.exit(f"no tests/cpp/sim_{op}.cpp; there are: {known}")
+        sys.exit(f"no tests/sim/sim_{op}.cpp; there are: {known}")
     return found

@@ -5,7 +5,7 @@
 
 A bug changes a copy of one file; the sources that include it are compiled against the copy, in the build that CI uses
 for the family's other tests, and the named test is run until its first failure. tests/test_planted_bugs.py does it too.
-Bugs of the machine's own checks are in tests/cpp/planted_*.cpp, where a bug costs no compilation.
+Bugs of the machine's own checks are in tests/sim/planted_*.cpp, where a bug costs no compilation.
 """
 
 from __future__ import annotations
