@@ -2,7 +2,7 @@
 # them.
 file(GLOB warpsmith_op_bindings CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/bindings/*.cpp ${CMAKE_SOURCE_DIR}/csrc/bindings/support/*.cpp)
 file(GLOB warpsmith_op_cpu CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/cpu/*.cpp)
-file(GLOB warpsmith_op_cuda CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/kernels/*/*.cu ${CMAKE_SOURCE_DIR}/csrc/device/*.cu)
+file(GLOB_RECURSE warpsmith_op_cuda CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/kernels/*.cu ${CMAKE_SOURCE_DIR}/csrc/device/*.cu)
 file(GLOB warpsmith_pymodule CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/pymodule/*.cpp)
 # Kernels that use what only sm_90a has (wgmma, setmaxnreg) are in files named *_sm90a.cu.
 set(warpsmith_op_cuda_sm90a ${warpsmith_op_cuda})

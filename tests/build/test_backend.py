@@ -195,7 +195,7 @@ def test_every_kernel_is_compiled_for_the_same_architectures_but_those_of_sm90a(
         "device/code_probe.cu",
         "kernels/a/a.cu",
         "kernels/b/b.cu",
-        "kernels/b/b_sm90a.cu",
+        "kernels/b/hopper/b_sm90a.cu",
         "bindings/a.cpp",
         "cpu/a.cpp",
     )

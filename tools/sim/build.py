@@ -205,11 +205,17 @@ def compile_object(source: Path, flags: list[str], folder: Path, keep: bool = Tr
     return target
 
 
+def family_folder(source: Path) -> Path:
+    """The folder of a source's family, in which it may lie in a folder for a target; of other sources their own."""
+    kernels = ROOT / "csrc" / "kernels"
+    return kernels / source.relative_to(kernels).parts[0] if source.is_relative_to(kernels) else source.parent
+
+
 def kernel_sources(test: Path) -> list[Path]:
     """All .cu of the family that the test is named after, and those named in lines `// links: csrc/...` of it."""
     kernels, name = ROOT / "csrc" / "kernels", test.stem.removeprefix("sim_")
     named = [ROOT / line for line in re.findall(r"^// links: (\S+)$", test.read_text(), re.M)]
-    return sorted({*(kernels / name).glob("*.cu"), *kernels.rglob(f"{name}.cu"), *named})
+    return sorted({*(kernels / name).rglob("*.cu"), *kernels.rglob(f"{name}.cu"), *named})
 
 
 Part = tuple[Path, list[str], Path]  # a source, its flags, and the folder of its object
