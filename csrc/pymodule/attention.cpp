@@ -3,7 +3,7 @@
 
 #include "kernels/attention/attention_config.h"
 #include "kernels/attention/attention_ops.h"
-#include "kernels/attention/portable_config.h"
+#include "kernels/attention/portable/portable_config.h"
 #include "pymodule/problem.h"
 
 namespace warpsmith::host {

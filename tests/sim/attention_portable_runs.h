@@ -1,7 +1,7 @@
 #pragma once
 #include "attention_problem.h"
-#include "kernels/attention/attention_portable.h"
-#include "kernels/attention/portable_grid.h"
+#include "kernels/attention/portable/attention_portable.h"
+#include "kernels/attention/portable/portable_grid.h"
 
 // Runs of the portable kernels of attention, compared with double precision.
 namespace warpsmith::test {

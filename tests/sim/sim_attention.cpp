@@ -1,7 +1,7 @@
 // The Hopper kernels of attention on the host: every feature against double precision under every schedule, with the
 // FLOPs that whole blocks of keys make.
-// links: csrc/kernels/attention/forward_sm90a.cu
-// links: csrc/kernels/attention/backward_sm90a.cu
+// links: csrc/kernels/attention/hopper/forward_sm90a.cu
+// links: csrc/kernels/attention/hopper/backward_sm90a.cu
 #include "attention_sm90_runs.h"
 #include "kernels/attention/backward_plan.h"
 #include "kernels/attention/sections.h"

@@ -1,13 +1,13 @@
 // The Hopper backward of attention for head dimensions above 128 on the host: every feature against double precision
 // under every schedule.
 // links: csrc/kernels/attention/attention.cu
-// links: csrc/kernels/attention/attention_portable.cu
-// links: csrc/kernels/attention/forward_sm90a.cu
-// links: csrc/kernels/attention/backward_sm90a.cu
-// links: csrc/kernels/attention/backward_wide_sm90a.cu
-// links: csrc/kernels/attention/portable_bfloat16.cu
-// links: csrc/kernels/attention/portable_float16.cu
-// links: csrc/kernels/attention/portable_float32.cu
+// links: csrc/kernels/attention/portable/attention_portable.cu
+// links: csrc/kernels/attention/hopper/forward_sm90a.cu
+// links: csrc/kernels/attention/hopper/backward_sm90a.cu
+// links: csrc/kernels/attention/hopper/backward_wide_sm90a.cu
+// links: csrc/kernels/attention/portable/portable_bfloat16.cu
+// links: csrc/kernels/attention/portable/portable_float16.cu
+// links: csrc/kernels/attention/portable/portable_float32.cu
 #include "attention_sm90_runs.h"
 
 namespace warpsmith::test {

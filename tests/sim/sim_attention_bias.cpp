@@ -1,12 +1,12 @@
 // Bias tensors, boolean masks and ALiBi in the Hopper kernels of attention on the host, against double precision.
 // links: csrc/kernels/attention/attention.cu
-// links: csrc/kernels/attention/attention_portable.cu
-// links: csrc/kernels/attention/forward_sm90a.cu
-// links: csrc/kernels/attention/backward_sm90a.cu
-// links: csrc/kernels/attention/backward_wide_sm90a.cu
-// links: csrc/kernels/attention/portable_bfloat16.cu
-// links: csrc/kernels/attention/portable_float16.cu
-// links: csrc/kernels/attention/portable_float32.cu
+// links: csrc/kernels/attention/portable/attention_portable.cu
+// links: csrc/kernels/attention/hopper/forward_sm90a.cu
+// links: csrc/kernels/attention/hopper/backward_sm90a.cu
+// links: csrc/kernels/attention/hopper/backward_wide_sm90a.cu
+// links: csrc/kernels/attention/portable/portable_bfloat16.cu
+// links: csrc/kernels/attention/portable/portable_float16.cu
+// links: csrc/kernels/attention/portable/portable_float32.cu
 #include "attention_bias_runs.h"
 
 namespace warpsmith::test {

@@ -1,13 +1,13 @@
 // A backward whose lse and out are those of a softmax over more keys than its own, as a block of a ring has them:
 // 16-bit problems without softcap, biases, masks and dropout, whose kernels take delta from out as it is.
 // links: csrc/kernels/attention/attention.cu
-// links: csrc/kernels/attention/attention_portable.cu
-// links: csrc/kernels/attention/forward_sm90a.cu
-// links: csrc/kernels/attention/backward_sm90a.cu
-// links: csrc/kernels/attention/backward_wide_sm90a.cu
-// links: csrc/kernels/attention/portable_bfloat16.cu
-// links: csrc/kernels/attention/portable_float16.cu
-// links: csrc/kernels/attention/portable_float32.cu
+// links: csrc/kernels/attention/portable/attention_portable.cu
+// links: csrc/kernels/attention/hopper/forward_sm90a.cu
+// links: csrc/kernels/attention/hopper/backward_sm90a.cu
+// links: csrc/kernels/attention/hopper/backward_wide_sm90a.cu
+// links: csrc/kernels/attention/portable/portable_bfloat16.cu
+// links: csrc/kernels/attention/portable/portable_float16.cu
+// links: csrc/kernels/attention/portable/portable_float32.cu
 #include "attention_sm90_runs.h"
 
 namespace warpsmith::test {

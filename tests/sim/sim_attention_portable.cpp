@@ -1,8 +1,8 @@
 // The portable kernels of attention on the host: every option against double precision under every schedule.
-// links: csrc/kernels/attention/portable_bfloat16.cu
-// links: csrc/kernels/attention/portable_float16.cu
-// links: csrc/kernels/attention/portable_float32.cu
-#include "kernels/attention/portable_product.cuh"
+// links: csrc/kernels/attention/portable/portable_bfloat16.cu
+// links: csrc/kernels/attention/portable/portable_float16.cu
+// links: csrc/kernels/attention/portable/portable_float32.cu
+#include "kernels/attention/portable/portable_product.cuh"
 
 #include "attention_portable_runs.h"
 #include "device/launch.h"

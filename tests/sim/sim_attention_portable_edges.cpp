@@ -1,8 +1,8 @@
 // The portable kernels of attention on the host: far and wrong offsets, strides of 0, what is hidden, what is refused.
-// links: csrc/kernels/attention/attention_portable.cu
-// links: csrc/kernels/attention/portable_bfloat16.cu
-// links: csrc/kernels/attention/portable_float16.cu
-// links: csrc/kernels/attention/portable_float32.cu
+// links: csrc/kernels/attention/portable/attention_portable.cu
+// links: csrc/kernels/attention/portable/portable_bfloat16.cu
+// links: csrc/kernels/attention/portable/portable_float16.cu
+// links: csrc/kernels/attention/portable/portable_float32.cu
 #include "attention_portable_runs.h"
 #include "far.h"
 
