@@ -144,21 +144,14 @@ def sanitizers(code: Code, order: Order) -> list[Verdict]:
 
 
 def bench(code: Code, order: Order) -> list[Verdict]:
-    """Rows of the portable kernels. The contender's name says whose code it is, so that no table takes them for the
-    card's own."""
+    """Rows of the portable kernels. The benchmarks put the code that runs behind the GPU's name."""
     what = ["cpu", "--quick", "--op", "relu_squared"] if order.dry else ["cuda", "--rounds", "15"]
     what += [] if order.dry else [word for op in BENCHMARKS for word in ("--op", op)]
     name = f"{code.name}_bench"
     found = stages.measure(name, order, "--no-compile", "--device", *what)
     rows = order.logs / f"{name}_rows.json"
     if rows.exists():
-        kept = json.loads(rows.read_text())
-        for row in kept["rows"]:
-            if row["contender"].startswith("warpsmith"):
-                row["contender"] += f" ({code.expected} code)"
-        if gpu := kept["environment"].get("gpu"):
-            kept["environment"]["gpu"] = f"{gpu}, {code.expected} code"
-        rows.rename(order.logs / f"{code.name}_rows.json").write_text(json.dumps(kept))
+        rows.rename(order.logs / f"{code.name}_rows.json")
     return renamed(code, [replace(verdict, stage="bench") for verdict in found])
 
 

@@ -73,13 +73,6 @@ def own_rows(rows: list[dict[str, Any]]) -> str:
     return format_table([Row(**row) for row in rows if row["contender"].startswith("warpsmith")])
 
 
-def row_by_row(kept: dict[str, Any]) -> str:
-    """JSON with one line for each of the rows, of which there are more than a thousand."""
-    rest = json.dumps({name: value for name, value in kept.items() if name != "rows"}, indent=1)
-    rows = ",\n".join(f"  {json.dumps(row)}" for row in kept["rows"])
-    return f'{rest[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
-
-
 def measured(logs: Path, ran: list[str]) -> dict[str, Any]:
     """The rows of the stages that measured, and where: the GPU's environment if its stage ran, else the CPU's."""
     kept: dict[str, Any] = {"environment": {}, "rows": []}
@@ -91,16 +84,15 @@ def measured(logs: Path, ran: list[str]) -> dict[str, Any]:
     return kept
 
 
-def finish(verdicts: list[Verdict], ran: list[str], logs: Path, results: Path, **facts: Any) -> Path:
-    """Prints the benchmark's table and the stages', and writes both as one JSON file named by date and GPU."""
+def finish(verdicts: list[Verdict], ran: list[str], logs: Path, **facts: Any) -> Path:
+    """Prints the benchmark's table and the stages', and writes both as one JSON file beside the logs."""
     kept = measured(logs, ran)
     if kept["rows"]:
         print(own_rows(kept["rows"]))
     merge_logs(logs)
     gpu = re.sub(r"\W+", "-", str(kept["environment"].get("gpu", "cpu" if "cpu_rows" in ran else "gpu"))).lower()
-    results.mkdir(parents=True, exist_ok=True)
-    target = results / f"{time.strftime('%Y-%m-%d-%H%M', time.gmtime())}-{gpu}.json"
-    target.write_text(row_by_row({"stages": [asdict(v) for v in verdicts], **facts, **kept}))
+    target = logs / f"{time.strftime('%Y-%m-%d-%H%M', time.gmtime())}-{gpu}.json"
+    target.write_text(json.dumps({"stages": [asdict(v) for v in verdicts], **facts, **kept}, indent=1) + "\n")
     print("\n".join(f"{name}: {value}" for name, value in kept["environment"].items()))
     print(verdict_table(verdicts))
     cut = [v.stage for v in verdicts if v.cut]
@@ -142,9 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{', '.join(group):16s}  {max(STAGES[name].limit_s for name in group):4.0f} s at most")
         print(f"{planned_s(chosen):.0f} s in all at most; the last gets what the others leave, to {deadline_s:.0f} s")
         return 0
-    out = os.environ.get("OUT")
-    results = Path(out) if out else ROOT / ("build/gpu-logs" if options.dry_run else "benchmarks/results")
-    logs = Path(out) if out else ROOT / "build/gpu-logs"
+    logs = Path(os.environ.get("OUT") or ROOT / "build/gpu-logs")
     logs.mkdir(parents=True, exist_ok=True)
 
     start = time.monotonic()
@@ -163,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
                 tail = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
                 print("\n".join(f"  | {line[:200]}" for line in tail), flush=True)
     facts = {"seconds": round(time.monotonic() - start, 1), "dry_run": options.dry_run}
-    finish(verdicts, chosen, logs, results, **facts)
+    finish(verdicts, chosen, logs, **facts)
     return 0 if all(v.ok and not v.cut for v in verdicts) else 1
 
 

@@ -10,10 +10,11 @@
 #
 # tests: those on the GPU, six processes; alone: those of them that want the card for themselves; warm: compiles what bench
 # will time, beside sanitize. Each stage has a limit (stages.py); the limits of one command together are under ten minutes, so
-# that it ends in time whatever happens. What a limit cut off is named in the table and in the JSON.
+# that it ends in time whatever happens. What a limit cut off is named in the table and in a JSON file beside the logs.
 #
-# A failing or cut stage does not stop the later ones, but makes the exit code non-zero. Results go to $OUT (default
-# benchmarks/results), logs to $OUT too (default build/gpu-logs). PYTHON names the interpreter that holds torch.
+# A failing or cut stage does not stop the later ones, but makes the exit code non-zero. Rows of the benchmarks join
+# $OUT/results.csv (default benchmarks/results.csv), logs go to $OUT too (default build/gpu-logs). WARPSMITH_COMMIT names
+# the sources where they are a copy without git. PYTHON names the interpreter that holds torch.
 set -eu
 cd "$(dirname "$0")/../.."
 exec "${PYTHON:-python3}" tools/gpu/record.py "$@"
