@@ -21,6 +21,11 @@ EAGER = ("torch", "torch, no cast", "torch fused")
 GPU, PORTABLE, NO_GPU = "NVIDIA H200", "NVIDIA H200, sm_80 code", ""
 WHOLE = ("loss + gradient", "forward + backward", "step")  # what is measured in one piece
 NEAR = 0.98  # the README names the cells where a rival's time is less than this much of ours
+README_OPS = tuple("rms_norm rope attention swiglu cross_entropy linear_cross_entropy adamw llama".split())
+UNITS = (
+    "bf16 unless the size says otherwise. *Of copy*: the rate as a fraction of a device copy of the same bytes. "
+    "*torch / ours*, *best rival / ours*: their time over Warpsmith's; above 1, Warpsmith is faster."
+)
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 Cell = dict[str, Row]
 
@@ -200,8 +205,8 @@ def tables(gpu_runs: list[Recording], cpu_runs: list[Recording]) -> str:
     rows, cpu_rows = all_rows(gpu_runs), all_rows(cpu_runs)
     gpu, cpu = cells(rows), cells(cpu_rows)
     return (
-        f"{where(gpu_runs)}{rivals(gpu_runs)} Below 1 under *rival / ours* the rival is faster.\n\n"
-        f"bf16 unless the size says otherwise:\n\n"
+        f"{where(gpu_runs)}{rivals(gpu_runs)} {UNITS} {behind(gpu)}\n\n"
+        f"Each op at its first size:\n\n{by_op(gpu)}\nAll sizes:\n\n"
         f"{both_ways(gpu, 'bfloat16')}\n{the_rest(gpu, 'bfloat16')}\n{training(gpu)}{failures(rows)}\n"
         f"The CPU, 2 threads, fp32: {where(cpu_runs).strip()}\n\n"
         f"{both_ways(cpu, 'float32')}\n{the_rest(cpu, 'float32')}\n{training(cpu)}{failures(cpu_rows)}\n"
@@ -246,11 +251,10 @@ def short(cell: Cell | None) -> list[str]:
     return [time_text(ours).split(" (")[0], of_copy, ratio(cell, eager), ratio(cell, best_rival(cell), named=True)]
 
 
-def summary(runs: list[Recording]) -> str:
-    """What stands between the README's marks: each op at its first size, and where a rival is ahead."""
-    gpu = cells(all_rows(runs))
+def by_op(found: list[Cell], ops: tuple[str, ...] = ()) -> str:
+    """Each op, or each of these, at its first size."""
     firsts: dict[str, dict[str, Cell]] = {}
-    for cell in gpu:
+    for cell in found:
         row = cell[OURS]
         shapes = firsts.setdefault(row["op"], {})
         if row["direction"] in ("forward", "backward", *WHOLE) and {c[OURS]["shape"] for c in shapes.values()} <= {
@@ -262,7 +266,7 @@ def summary(runs: list[Recording]) -> str:
         pair = [shapes.get("forward"), shapes.get("backward")]
         whole = [shapes[d] for d in WHOLE if d in shapes]
         first = next((c for c in [*pair, *whole] if c), None)
-        if first is None:
+        if first is None or (ops and op not in ops):
             continue
         size = size_text(first[OURS], "bfloat16")
         if whole:
@@ -270,11 +274,15 @@ def summary(runs: list[Recording]) -> str:
         else:
             lines.append(line([f"`{op}`", size, *short(pair[0]), *short(pair[1])]))
     columns = ["of copy", "torch / ours", "best rival / ours"]
+    return head(["op", "size", "forward", *columns, "backward", *columns]) + "\n".join(lines) + "\n"
+
+
+def summary(runs: list[Recording]) -> str:
+    """What stands between the README's marks: some ops at their first size, and where a rival is ahead."""
+    gpu = cells(all_rows(runs))
     return (
-        f"{where(runs, short=True)}{rivals(runs)}\n\n"
-        "bf16 unless the size says otherwise. *Of copy*: the rate as a fraction of a device copy of the same bytes. "
-        "*torch / ours*, *best rival / ours*: their time over Warpsmith's; above 1, Warpsmith is faster.\n\n"
-        f"{head(['op', 'size', 'forward', *columns, 'backward', *columns])}" + "\n".join(lines) + f"\n\n{behind(gpu)}"
+        f"{where(runs, short=True)}{rivals(runs)} {UNITS}\n\n{by_op(gpu, README_OPS)}\n"
+        f"{behind(gpu)} [All ops, sizes and rivals](docs/benchmarks.md).\n"
     )
 
 
@@ -289,22 +297,18 @@ def behind(found: list[Cell]) -> str:
         if ours["value"] and best["value"] / ours["value"] < NEAR:
             held = memory.get((ours["op"], ours["shape"]), {})
             peaks = [f"{held[n]['value'] / 1e3:.2f} GB" for n in (best["contender"], OURS) if n in held]
-            price = f" (memory: {' beside our '.join(peaks)})" if peaks else ""
-            what = [f"`{ours['op']}`", size_text(ours, "bfloat16"), ours["direction"]]
-            ahead.append((best["value"] / ours["value"], what, best["contender"] + price))
-    listed = [line([*what, f"{ratio:.2f}", who]) for ratio, what, who in sorted(ahead)]
+            price = f", memory: {' beside our '.join(peaks)}" if peaks else ""
+            ratio = best["value"] / ours["value"]
+            what = f"`{ours['op']}` {size_text(ours, 'bfloat16')} {ours['direction']}"
+            ahead.append((ratio, f"{what} ({ratio:.2f} {best['contender']}{price})"))
     text = f"Over all sizes a rival is more than {1 - NEAR:.0%} faster in {len(ahead)} of {len(timed)} cells"
-    if not listed:
-        return f"{text}.\n"
-    return (
-        f"{text}:\n\n{head(['op', 'size', 'direction', 'best rival / ours', 'best rival'])}" + "\n".join(listed) + "\n"
-    )
+    return f"{text}: {'; '.join(what for _, what in sorted(ahead))}." if ahead else f"{text}."
 
 
 def write(path: Path, text: str) -> None:
     """Between the marks of a document."""
     before, rest = path.read_text(encoding="utf-8").split(BEGIN)
-    path.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.split(END)[1], encoding="utf-8")
+    path.write_text(before + BEGIN + text + END + rest.split(END)[1], encoding="utf-8")
 
 
 def main() -> None:
