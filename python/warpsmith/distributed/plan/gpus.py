@@ -108,7 +108,7 @@ KERNELS = {
 }
 # AdamW and the norm of gradients over 1e9 float32 parameters on the H200, of the copy rate: torch's fused ones 0.81.
 OPTIMIZER_SHARE = 0.81
-# Step times of one script on H200s of different days (benchmarks/results.csv, train_gpt, torch's row of the six files of
+# Step times of one script on H200s of different days (benchmarks/results.csv, train_gpt: torch in the six runs of
 # 2026-11-22 and 23): their standard deviation, as a share.
 SPREAD = 0.012
 # Multiprocessors that NCCL takes while it overlaps with compute: 16 (Megatron-Core's documentation of its DDP options,
