@@ -3,7 +3,7 @@
 // log-probability must have the bits that the forward of cross_entropy writes, that of the entropy is compared with the
 // kernel of all options. 25 s to build, 5 s to run.
 // links: csrc/kernels/cross_entropy/cross_entropy.cu
-#include "common/launch.h"
+#include "device/launch.h"
 #include "kernels/cross_entropy/backward.cuh"
 #include "kernels/cross_entropy/cross_entropy_config.h"
 #include "kernels/cross_entropy/forward.cuh"

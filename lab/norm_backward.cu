@@ -8,8 +8,8 @@
 // runs: -DLAYER=1 -DRESIDUAL=1 -DDROPOUT=1 24
 #include <cmath>
 
-#include "kernels/norm/norm_backward_launch.cuh"
-#include "kernels/norm/norm_sum_partials.cuh"
+#include "kernels/norm/backward_launch.cuh"
+#include "kernels/norm/sum_partials.cuh"
 #include "sweep.h"
 
 using namespace warpsmith;
@@ -17,7 +17,7 @@ using namespace warpsmith::norm;
 using sweep::allocate, sweep::check, sweep::random_bfloat16;
 
 // Named outside the unnamed namespace: nvcc writes a kernel's template arguments as they are named, and
-// `using namespace warpsmith` makes that namespace's name ambiguous (common/code_probe.cu has one).
+// `using namespace warpsmith` makes that namespace's name ambiguous (device/code_probe.cu has one).
 using Op = NormOp<LAYER, RESIDUAL, DROPOUT>;
 
 // An instance that the package's lists need not have.

@@ -5,16 +5,16 @@
 // runs: -DLAYER=1 -DRESIDUAL=0 -DDROPOUT=0
 // runs: -DLAYER=1 -DRESIDUAL=1 -DDROPOUT=1
 // links: csrc/kernels/norm/norm.cu
-// links: csrc/kernels/norm/norm_forward_float32.cu
-// links: csrc/kernels/norm/norm_forward_float16.cu
-// links: csrc/kernels/norm/norm_forward_bfloat16.cu
-// links: csrc/kernels/norm/norm_backward_float32.cu
-// links: csrc/kernels/norm/norm_backward_float16.cu
-// links: csrc/kernels/norm/norm_backward_bfloat16.cu
-#include "common/launch.h"
+// links: csrc/kernels/norm/forward_float32.cu
+// links: csrc/kernels/norm/forward_float16.cu
+// links: csrc/kernels/norm/forward_bfloat16.cu
+// links: csrc/kernels/norm/backward_float32.cu
+// links: csrc/kernels/norm/backward_float16.cu
+// links: csrc/kernels/norm/backward_bfloat16.cu
+#include "device/launch.h"
+#include "kernels/norm/backward_config.h"
+#include "kernels/norm/forward_config.h"
 #include "kernels/norm/norm.h"
-#include "kernels/norm/norm_backward_config.h"
-#include "kernels/norm/norm_forward_config.h"
 #include "sweep.h"
 
 using namespace warpsmith;

@@ -1,7 +1,7 @@
 // Question: which configuration of qk_norm_rope's kernels is fastest, beside a copy of the same bytes?
 // links: csrc/kernels/rope/qk_norm_rope.cu
 #include "common/instances.h"
-#include "common/launch.h"
+#include "device/launch.h"
 #include "kernels/rope/qk_norm_backward.cuh"
 #include "kernels/rope/qk_norm_forward.cuh"
 #include "kernels/rope/rope_config.h"

@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "common/instances.h"
-#include "common/launch.h"
+#include "device/launch.h"
 #include "kernels/rope/rope_config.h"
 #include "kernels/rope/rotate_heads.cuh"
 #include "sweep.h"

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "common/code_probe.cu"  // which launchers ask
+#include "device/code_probe.cu"  // which launchers ask
 
 // What the programs of this folder share: memory with numbers in it, the timer, and the table beside a copy.
 namespace sweep {

@@ -26,7 +26,7 @@ def inductor_cache():
     """A cache of compiled graphs for each state of the bindings: torch's keys hold names of ops, not their schemas nor
     the formulas of their gradients, so that a cached graph would call what the ops once were."""
     sources = [
-        p for folder in ("csrc/torch", "python/warpsmith/ops") for p in (ROOT / folder).rglob("*") if p.is_file()
+        p for folder in ("csrc/bindings", "python/warpsmith/ops") for p in (ROOT / folder).rglob("*") if p.is_file()
     ]
     digest = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(sources) if p.suffix != ".pyc"))
     return ROOT / "build" / "inductor" / digest.hexdigest()[:16]

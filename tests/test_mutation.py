@@ -82,7 +82,7 @@ def test_only_lines_that_the_host_compiles_are_mutated() -> None:
 
 def test_an_op_is_mutated_with_what_its_family_shares() -> None:
     files = {f.name for f in mutate.files_of("norm")}
-    assert {"norm.cu", "norm_launch.h", "norm_config.h", "norm_batches.cuh", "norm_forward_bfloat16.cu"} <= files
+    assert {"norm.cu", "launch.h", "norm_config.h", "batches.cuh", "forward_bfloat16.cu"} <= files
 
 
 def test_known_equivalents_are_mutants_still() -> None:

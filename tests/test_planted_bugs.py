@@ -1,4 +1,4 @@
-"""Every planted bug is noticed: those of tests/cpp/planted_*.cpp by their check, which finds nothing in the same kernel
+"""Every planted bug is noticed: those of tests/sim/planted_*.cpp by their check, which finds nothing in the same kernel
 without the bug, and those of tools/sim/kernel_bugs.py in real kernels by the op's tests."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import verdicts as verdict  # noqa: E402
 import build  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and "CXX" not in build.os.environ, reason="no C++ compiler")
-FILES = sorted((ROOT / "tests" / "cpp").glob("planted_*.cpp"))
+FILES = sorted((ROOT / "tests" / "sim").glob("planted_*.cpp"))
 FILES = [f for f in FILES if f.stem != "planted_main"]
 
 
@@ -58,7 +58,7 @@ IN_LAUNCHERS = {
     # the family whose tests must notice: file, what stands there, what is planted
     "norm": ("kernels/norm/norm.cu", "= device.code_capability;", f"= {ASKS_THE_DEVICE};"),
     "cross_entropy": ("kernels/cross_entropy/cross_entropy.cu", "device.code_capability,", f"{ASKS_THE_DEVICE},"),
-    "activation": ("common/launch.h", "programmatic_dependent = code >= kSm90;", "programmatic_dependent = true;"),
+    "activation": ("device/launch.h", "programmatic_dependent = code >= kSm90;", "programmatic_dependent = true;"),
 }
 
 
@@ -71,7 +71,7 @@ def test_a_launcher_that_asks_the_device_is_noticed(op: str, refuses: bool, tmp_
     changes = [IN_LAUNCHERS[op]]
     if not refuses:
         changes.append(
-            ("common/launch.h", "if (code_capability >= kSm90) return {};", "if (code_capability) return {};")
+            ("device/launch.h", "if (code_capability >= kSm90) return {};", "if (code_capability) return {};")
         )
     for name, old, new in changes:
         planted_file = tmp_path / name
@@ -82,7 +82,7 @@ def test_a_launcher_that_asks_the_device_is_noticed(op: str, refuses: bool, tmp_
         planted_file.write_text(with_machine + text.replace(old, new))
     sources = [tmp_path / s.relative_to(ROOT / "csrc") for s in build.kernel_sources(test)]
     sources = [s if s.exists() else ROOT / "csrc" / s.relative_to(tmp_path) for s in sources]
-    flags = [*build.VARIANTS["plain"].kernel, *(f"-I{p}" for p in (tmp_path, ROOT / "csrc", ROOT / "tests" / "cpp"))]
+    flags = [*build.VARIANTS["plain"].kernel, *(f"-I{p}" for p in (tmp_path, ROOT / "csrc", ROOT / "tests" / "sim"))]
     objects = [build.machine_object("plain"), build.main_object(test, "plain")]
     objects += [build.compile_object(s, flags, tmp_path) for s in [*sources, test]]
     program = build.link(objects, "plain", tmp_path / test.stem)

@@ -1,4 +1,4 @@
-"""Kernels on the CPU: every tests/cpp/sim_*.cpp in three builds, its coverage, and random cases by hypothesis.
+"""Kernels on the CPU: every tests/sim/sim_*.cpp in three builds, its coverage, and random cases by hypothesis.
 
 By hand: `python tools/sim/run.py --op <op>`, `device_coverage.py` and `fuzz.py` beside it. `figure` prints a line,
 and the coverage table, at the end of the session. What passed before with the same content answers from the store.
@@ -200,7 +200,7 @@ def test_a_crash_names_its_test_and_is_run_again_under_asan() -> None:
 
 
 def test_a_changed_header_names_the_ops_that_include_it() -> None:
-    ops = affected.affected([ROOT / "csrc/kernels/norm/norm_row.cuh"])
+    ops = affected.affected([ROOT / "csrc/kernels/norm/row.cuh"])
     assert "norm" in ops and "rope" not in ops
     assert len(affected.affected([ROOT / "csrc/sim/machine.h"])) == len(TESTS)
 

@@ -18,6 +18,8 @@ sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import cuda  # noqa: E402
 import static_checks  # noqa: E402
 
+from tools import compare_sass  # noqa: E402
+
 OPS = static_checks.budgeted_ops()
 
 
@@ -42,7 +44,7 @@ def with_tools(test):
 def test_budgets_name_kernels_that_exist() -> None:
     """A family's budget is for all of its .cu files, none of which has every kernel that it names."""
     for budget in (ROOT / "csrc" / "kernels").rglob("*_budget.json"):
-        sources = "".join(p.read_text() for p in budget.parent.iterdir() if p.suffix in (".cu", ".cuh"))
+        sources = "".join(p.read_text() for p in budget.parent.rglob("*.*") if p.suffix in (".cu", ".cuh"))
         named = {*json.loads(budget.read_text())["registers"], *json.loads(budget.read_text()).get("sass", {})} - {"*"}
         unknown = [name for name in named if not re.search(rf"\b{name}\(", sources)]
         assert not unknown, f"{budget.name} names {unknown}"
@@ -129,6 +131,32 @@ def test_sass_is_read(tmp_path: Path) -> None:
     assert len(problems) == 6 and {p.split(" ")[1] for p in problems} == {"sm_80:", "sm_90:"}
     for part in ("no HGMMA in its SASS", "bytes of code, budget 16", "launched with 128 threads, compiled for 96"):
         assert sum(part in p for p in problems) == 2, problems
+
+
+def sass(name: str, instruction: str, architecture: str = "sm_80", unnamed: str = "4cc366e5_7_norm_cu_d9575be3") -> str:
+    """As cuobjdump prints a kernel of an unnamed namespace."""
+    half = "/* 0x000fe40000000f00 */"
+    lines = f"        /*0000*/    {instruction} ;    /* 0x00000a0000017a02 */\n        {half}\n"
+    space = f"_GLOBAL__N__{unnamed}"
+    return f"\tcode for {architecture}\n\t\tFunction : _ZN9warpsmith{len(space)}{space}{name}\n{lines}"
+
+
+def test_compared_code_differs_by_instructions_alone() -> None:
+    def found(*listings: str) -> list[str]:
+        return compare_sass.differences(*(compare_sass.kernels(listing.splitlines()) for listing in listings))
+
+    before = sass("3sumEv", "FADD R1, R2, R3") + sass("3maxEv", "FMNMX R1, R2, R3, PT")
+    moved = "01234567_15_forward_row_cu_89abcdef"
+    again = sass("3maxEv", "FMNMX  R1, R2, R3, PT", unnamed=moved) + sass("3sumEv", "FADD R1, R2, R3", unnamed=moved)
+    assert found(before, again) == []
+    other = again.replace("FADD R1, R2, R3", "FADD R1, R2, R4")
+    assert found(before, other) == ["sm_80 _ZN9warpsmithunnamed3sumEv: other instructions"]
+    for encoding in ("0x00000a0000017a02", "0x000fe40000000f00"):
+        assert len(found(before, again.replace(encoding, "0x00000a0000017a03", 1))) == 1
+    assert found(before, again + sass("3minEv", "EXIT", "sm_90")) == ["sm_90 _ZN9warpsmithunnamed3minEv: only after"]
+    assert found(again + again, before) == [
+        f"sm_80 _ZN9warpsmithunnamed3{name}Ev: other instructions" for name in ("max", "sum")
+    ]
 
 
 SPILLING = """

@@ -351,7 +351,7 @@ def test_the_longest_group_comes_first() -> None:
 def test_only_asked_for_tiers_run() -> None:
     listing = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     wanted = ["--ignore=tests/ops", "--ignore=tests/optim", "--ignore=tests/nn", "--ignore=tests/examples"]
-    wanted += [f"--ignore=tests/{name}" for name in ("convergence", "cpp_api", "house", "testing", "tools")]
+    wanted += [f"--ignore=tests/{name}" for name in ("convergence", "cpp_api", "structure", "testing", "tools")]
 
     def collected(*arguments: str) -> set[str]:
         done = subprocess.run([*listing, *arguments], cwd=ROOT, capture_output=True, text=True)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FULL = (
     "tests/build/",
     "tests/convergence/",
-    "tests/house/",
+    "tests/structure/",
     "tests/testing/",
     "tests/test_aoti_packages.py",
     "tests/test_compiled_cache.py",
@@ -40,7 +40,7 @@ GUESSES = {
     "tests/examples/": 40.0,
     "tests/cpp_api/": 42.0,
     "tests/test_notebooks.py": 60.0,
-    "tests/house/": 35.0,
+    "tests/structure/": 35.0,
     "tests/convergence/": 28.0,
     "tests/testing/": 25.0,
 }

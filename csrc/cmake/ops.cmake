@@ -1,8 +1,9 @@
-# Every op is a folder of kernels/ and one file each of cpu/, torch/ and host/, all of the same name: nothing lists them.
-file(GLOB warpsmith_op_bindings CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/torch/*.cpp ${CMAKE_SOURCE_DIR}/csrc/torch/support/*.cpp)
+# Every family is a folder of kernels/ and files of cpu/, bindings/ and pymodule/ that begin with its name: nothing lists
+# them.
+file(GLOB warpsmith_op_bindings CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/bindings/*.cpp ${CMAKE_SOURCE_DIR}/csrc/bindings/support/*.cpp)
 file(GLOB warpsmith_op_cpu CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/cpu/*.cpp)
-file(GLOB warpsmith_op_cuda CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/kernels/*/*.cu ${CMAKE_SOURCE_DIR}/csrc/common/*.cu)
-file(GLOB warpsmith_host CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/host/*.cpp)
+file(GLOB_RECURSE warpsmith_op_cuda CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/kernels/*.cu ${CMAKE_SOURCE_DIR}/csrc/device/*.cu)
+file(GLOB warpsmith_pymodule CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/pymodule/*.cpp)
 # Kernels that use what only sm_90a has (wgmma, setmaxnreg) are in files named *_sm90a.cu.
 set(warpsmith_op_cuda_sm90a ${warpsmith_op_cuda})
 list(FILTER warpsmith_op_cuda_sm90a INCLUDE REGEX "_sm90a\\.cu$")
@@ -17,7 +18,7 @@ function(add_op_library target)
   # No run path: torch's library is in the process before this one is loaded, and a stored path would name the build machine.
   set_target_properties(${target} PROPERTIES BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "")
   if(warpsmith_cuda)
-    # All for the same architectures, CMAKE_CUDA_ARCHITECTURES: csrc/common/code_probe.cu answers for every kernel.
+    # All for the same architectures, CMAKE_CUDA_ARCHITECTURES: csrc/device/code_probe.cu answers for every kernel.
     target_sources(${target} PRIVATE ${warpsmith_op_cuda})
     target_compile_definitions(${target} PRIVATE WARPSMITH_CUDA)
     add_cuda_options(${target})
@@ -37,10 +38,10 @@ function(add_cuda_options target)
   set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 endfunction()
 
-function(add_host_module target)
+function(add_python_module target)
   find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
   find_package(pybind11 CONFIG REQUIRED)
-  pybind11_add_module(${target} ${warpsmith_host})
+  pybind11_add_module(${target} ${warpsmith_pymodule})
   target_include_directories(${target} PRIVATE csrc)
   target_compile_options(${target} PRIVATE ${warpsmith_warnings})
   string(REPLACE ";" " " architectures "${CMAKE_CUDA_ARCHITECTURES}")

@@ -6,8 +6,8 @@
 namespace warpsmith {
 
 // What native code returns: ok, or the kind of failure and one sentence that tells the user what to do. Nothing is
-// thrown below csrc/torch, which turns a failure into one exception: invalid_argument and unsupported into ValueError,
-// out_of_memory into torch.OutOfMemoryError, device into RuntimeError.
+// thrown below csrc/bindings, which turns a failure into one exception: invalid_argument and unsupported into
+// ValueError, out_of_memory into torch.OutOfMemoryError, device into RuntimeError.
 class [[nodiscard]] Status {
  public:
   enum class Kind : uint8_t { ok, invalid_argument, unsupported, out_of_memory, device };

@@ -8,7 +8,7 @@
 #include "common/normal_distribution.h"
 
 // Elementary functions that the compiler turns into vector code inside a loop: no branches, tables or calls. float: the
-// bounds beside each function hold for every input (tests/cpp/sim_math.cpp), infinities and NaN as the standard
+// bounds beside each function hold for every input (tests/sim/sim_math.cpp), infinities and NaN as the standard
 // library's. double: the standard library's functions, for gradcheck. The coefficients are minimax fits as in
 // common/normal_distribution.h. Needs IEEE arithmetic, i.e. no -ffast-math.
 namespace warpsmith::math {

@@ -1,9 +1,9 @@
 #pragma once
-#include "common/tensor_map_type.h"
 #include "device/bulk_copy.h"
+#include "device/tensor_map_type.h"
 
 // Asynchronous copies of boxes of a tensor of up to five dimensions (TMA, sm_90 and newer), issued by one thread. The
-// tensor map (common/tensor_map.h) fixes tensor, box and swizzle and is a __grid_constant__ kernel parameter.
+// tensor map (device/tensor_map.h) fixes tensor, box and swizzle and is a __grid_constant__ kernel parameter.
 // Coordinates are of the box's first element, innermost dimension first, and may lie outside the tensor; the innermost
 // is a multiple of 16 bytes (an H200 ends the kernel with "illegal instruction" otherwise, 2026-11-20). The buffer in
 // shared memory is aligned to swizzle_alignment_bytes. PTX ISA 9.7.9.27 "cp.async.bulk.tensor",

@@ -4,8 +4,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "common/tensor_map.h"
 #include "device/host_hooks_sm90.h"
+#include "device/tensor_map.h"
 
 // The asynchronous proxy: bulk copies in flight, mbarriers, and which shared memory it has seen. Internal to csrc/sim.
 namespace warpsmith::sim {

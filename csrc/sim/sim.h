@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "common/launch.h"
+#include "device/launch.h"
 
 // What a test sees of the machine.
 namespace warpsmith::sim {

@@ -190,13 +190,13 @@ add_op_library(toy)
     ],
 )
 def test_every_kernel_is_compiled_for_the_same_architectures_but_those_of_sm90a(tmp_path, architectures, own, others):
-    """The probe of csrc/common/code_probe.cu answers for all of them."""
+    """The probe of csrc/device/code_probe.cu answers for all of them."""
     files = (
-        "common/code_probe.cu",
+        "device/code_probe.cu",
         "kernels/a/a.cu",
         "kernels/b/b.cu",
-        "kernels/b/b_sm90a.cu",
-        "torch/a.cpp",
+        "kernels/b/hopper/b_sm90a.cu",
+        "bindings/a.cpp",
         "cpu/a.cpp",
     )
     for name in files:

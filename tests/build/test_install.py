@@ -95,7 +95,7 @@ def test_the_sdist_holds_what_a_build_needs_and_no_build(sdist):
     for needed in (
         "CMakeLists.txt",
         "build_backend/backend.py",
-        "csrc/torch/norm.cpp",
+        "csrc/bindings/norm.cpp",
         "python/warpsmith/_C.pyi",
         "LICENSE",
     ):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from warpsmith.distributed import plan
+from warpsmith.distributed.plan import prediction
 from warpsmith.testing import run_ranks
 from warpsmith.tools import main
 
@@ -20,6 +21,13 @@ def test_errors_on_published_runs_do_not_grow(what, figure):
     found = plan.errors()[what]
     figure(f"plan: {what}: mean {found.mean:.3f}, worst {found.worst:.3f} of {len(found.ratios)} published runs")
     assert found.mean <= mean and found.worst <= worst, found.ratios
+
+
+def test_predictions_print_the_ratios_of_the_published_runs():
+    found = {what: (error.low, error.high) for what, error in plan.errors().items()}
+    assert found.keys() == prediction.PUBLISHED.keys()
+    for what, ratios in prediction.PUBLISHED.items():
+        assert ratios == pytest.approx(found[what], abs=5.1e-5), what
 
 
 def test_the_documents_table_is_the_report():

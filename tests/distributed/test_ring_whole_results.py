@@ -1,5 +1,5 @@
 """The ring's backward where kernels take out and lse of the whole sequence. Those of the CPU do not: the formula in
-float64 stands for them. The kernels are held to it by tests/cpp/sim_attention_part.cpp, and below on a GPU."""
+float64 stands for them. The kernels are held to it by tests/sim/sim_attention_part.cpp, and below on a GPU."""
 
 import itertools
 

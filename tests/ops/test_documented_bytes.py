@@ -84,4 +84,4 @@ def with_own_headers(file):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_sim_counts_bytes(op):
-    assert "expect_bytes(" in with_own_headers(ROOT / f"tests/cpp/sim_{FAMILY.get(op, op)}.cpp")
+    assert "expect_bytes(" in with_own_headers(ROOT / f"tests/sim/sim_{FAMILY.get(op, op)}.cpp")

@@ -1,9 +1,9 @@
-// The attention fixture (tests/cpp/attention_sm90_fixture.cuh) as a library for attention_fixture.py, which builds it.
-#include "../../tests/cpp/attention_sm90_fixture.cuh"
+// The attention fixture (tests/sim/attention_sm90_fixture.cuh) as a library for attention_fixture.py, which builds it.
+#include "../../tests/sim/attention_sm90_fixture.cuh"
 
 #include <cstdio>
 
-#include "common/code_probe.cu"  // which launches ask
+#include "device/code_probe.cu"  // which launches ask
 
 // Returns 0, or 1 after it has printed why. `cycles`: one int, raised to the longest life of a consumer warpgroup.
 extern "C" int attention_fixture(const void* q, const void* k, const void* v, void* o, float* lse, int* workspace,

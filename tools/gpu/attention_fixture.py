@@ -1,4 +1,4 @@
-"""Builds the attention fixture (tests/cpp/attention_sm90_fixture.cuh), checks it against fp64 and measures it on a GPU.
+"""Builds the attention fixture (tests/sim/attention_sm90_fixture.cuh), checks it against fp64 and measures it on a GPU.
 
     python tools/gpu/attention_fixture.py
     python tools/gpu/attention_fixture.py --beside path/to/attn_fwd.cu

@@ -1,6 +1,6 @@
 """Says which sim tests a changed file affects: those whose sources include it.
 
-    python tools/sim/affected.py csrc/kernels/norm/norm_row.cuh csrc/device/reduce.h
+    python tools/sim/affected.py csrc/kernels/norm/row.cuh csrc/device/reduce.h
     python tools/sim/affected.py                   # what differs from main, committed or not
     python tools/sim/affected.py --run             # and runs them: plain build, then a few random cases
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import build
 
-MACHINE = (build.ROOT / "csrc" / "sim", build.ROOT / "tests" / "cpp" / "harness.cpp")
+MACHINE = (build.ROOT / "csrc" / "sim", build.ROOT / "tests" / "sim" / "harness.cpp")
 
 
 def includes(source: Path) -> frozenset[Path]:

@@ -205,11 +205,17 @@ def compile_object(source: Path, flags: list[str], folder: Path, keep: bool = Tr
     return target
 
 
+def family_folder(source: Path) -> Path:
+    """The folder of a source's family, in which it may lie in a folder for a target; of other sources their own."""
+    kernels = ROOT / "csrc" / "kernels"
+    return kernels / source.relative_to(kernels).parts[0] if source.is_relative_to(kernels) else source.parent
+
+
 def kernel_sources(test: Path) -> list[Path]:
     """All .cu of the family that the test is named after, and those named in lines `// links: csrc/...` of it."""
     kernels, name = ROOT / "csrc" / "kernels", test.stem.removeprefix("sim_")
     named = [ROOT / line for line in re.findall(r"^// links: (\S+)$", test.read_text(), re.M)]
-    return sorted({*(kernels / name).glob("*.cu"), *kernels.rglob(f"{name}.cu"), *named})
+    return sorted({*(kernels / name).rglob("*.cu"), *kernels.rglob(f"{name}.cu"), *named})
 
 
 Part = tuple[Path, list[str], Path]  # a source, its flags, and the folder of its object
@@ -228,7 +234,7 @@ def machine(variant: str) -> Part:
 
 def main_part(test: Path, variant: str) -> Part:
     v = VARIANTS[variant]
-    main = ROOT / "tests" / "cpp" / ("planted_main.cpp" if test.stem.startswith("planted_") else "harness.cpp")
+    main = ROOT / "tests" / "sim" / ("planted_main.cpp" if test.stem.startswith("planted_") else "harness.cpp")
     return main, [*v.machine, f"-I{ROOT / 'csrc'}"], BUILD / v.machine_folder
 
 
@@ -311,9 +317,9 @@ def run(
 
 
 def tests_of(op: str | None) -> list[Path]:
-    folder = ROOT / "tests" / "cpp"
+    folder = ROOT / "tests" / "sim"
     found = sorted(folder.glob(f"sim_{op}.cpp" if op else "sim_*.cpp"))
     if not found:
         known = ", ".join(p.stem.removeprefix("sim_") for p in sorted(folder.glob("sim_*.cpp")))
-        sys.exit(f"no tests/cpp/sim_{op}.cpp; there are: {known}")
+        sys.exit(f"no tests/sim/sim_{op}.cpp; there are: {known}")
     return found

@@ -1,4 +1,4 @@
-"""Random cases by hypothesis: draws for the RANDOM_TESTs of tests/cpp/sim_<op>.cpp, made smaller when a case fails.
+"""Random cases by hypothesis: draws for the RANDOM_TESTs of tests/sim/sim_<op>.cpp, made smaller when a case fails.
 
     python tools/sim/fuzz.py --op norm --cases 2000
     python tools/sim/fuzz.py --op norm --variant asan --seed 7      # other draws, with the address sanitizer

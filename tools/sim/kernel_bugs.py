@@ -5,7 +5,7 @@
 
 A bug changes a copy of one file; the sources that include it are compiled against the copy, in the build that CI uses
 for the family's other tests, and the named test is run until its first failure. tests/test_planted_bugs.py does it too.
-Bugs of the machine's own checks are in tests/cpp/planted_*.cpp, where a bug costs no compilation.
+Bugs of the machine's own checks are in tests/sim/planted_*.cpp, where a bug costs no compilation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BUGS = (
     Bug(
         "cluster_start_barrier_dropped",
         "norm",
-        "norm/norm_forward.cuh",
+        "norm/forward.cuh",
         (
             ("if constexpr (S == Scope::cluster) device::cluster_arrive();", ""),
             ("if constexpr (S == Scope::cluster) device::cluster_wait();", ""),
@@ -57,7 +57,7 @@ BUGS = (
     Bug(
         "int_offset_of_an_output",
         "norm",
-        "norm/norm_batches.cuh",
+        "norm/batches.cuh",
         (
             (
                 "int64_t element = first_row * p.columns + lane_column;",
@@ -105,7 +105,7 @@ BUGS = (
     Bug(
         "newton_step_dropped",
         "norm",
-        "norm/norm_row.cuh",
+        "norm/row.cuh",
         (("return error == error ? fmaf(0.5f * y, error, y) : y;", "return error == error ? y : y;"),),
         "rms_norm_precise_rstd",
         "rstd of",

@@ -248,15 +248,16 @@ def fatal_mutant(file: Path) -> Mutant:
 
 
 def files_of(target: str) -> list[Path]:
-    """An op's kernel, config and launcher with what its family shares, or the headers of a folder."""
+    """The sources of the kernels that an op's tests link with what the family shares, or the headers of a folder."""
     if (build.ROOT / target).is_dir():
         hidden = ("host_hooks", "host_builtins", "platform")  # the machine's own side
         return [f for f in sorted((build.ROOT / target).glob("*.h")) if not f.name.startswith(hidden)]
     (test,) = build.tests_of(target)
-    folders = {k.parent for k in build.kernel_sources(test)}
-    sources = [f for folder in folders for f in folder.iterdir() if f.suffix in (".cu", ".cuh", ".h")]
-    others = tuple(f.stem for f in sources if f.suffix == ".cu" and not f.stem.startswith(target))
-    found = sorted(f for f in sources if f.stem.startswith(target) or not f.stem.startswith(others))
+    linked = build.kernel_sources(test)
+    folders = {build.family_folder(source) for source in linked}
+    sources = [f for folder in folders for f in folder.rglob("*.*") if f.suffix in (".cu", ".cuh", ".h")]
+    others = tuple(f.stem for f in sources if f.suffix == ".cu" and f not in linked)
+    found = sorted(f for f in sources if f in linked or f.stem.startswith(target) or not f.stem.startswith(others))
     return found or sys.exit(f"{target}: no kernels")
 
 

@@ -1,4 +1,4 @@
-"""Runs kernels on the CPU: builds csrc/sim, an op's launchers and tests/cpp/sim_<op>.cpp, and runs the tests.
+"""Runs kernels on the CPU: builds csrc/sim, an op's launchers and tests/sim/sim_<op>.cpp, and runs the tests.
 
     python tools/sim/run.py --op norm                      # plain build, 8 schedule seeds
     python tools/sim/run.py --op norm --variant tsan       # every pair of conflicting accesses without a barrier
@@ -40,7 +40,7 @@ FUZZ_SECONDS = 6.0  # a program
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", help="runs tests/cpp/sim_<op>.cpp; default: all")
+    parser.add_argument("--op", help="runs tests/sim/sim_<op>.cpp; default: all")
     parser.add_argument("--variant", choices=[*build.VARIANTS], default="plain")
     parser.add_argument("--seeds", type=int, help="schedule seeds (plain: 8; tsan: 3, without seed 0; others: 2)")
     parser.add_argument("--random", type=int, default=20, help="random cases for each RANDOM_TEST (default 20)")

@@ -198,7 +198,8 @@ def budget_path(source: Path) -> Path:
     """Its own, one that is named by the first words of its name, or its family's."""
     words = source.stem.split("_")
     names = ["_".join(words[:n]) for n in range(len(words), 0, -1)]
-    budgets = [source.with_name(f"{name}_budget.json") for name in (*names, source.parent.name)]
+    family = build.family_folder(source)
+    budgets = [source.with_name(f"{name}_budget.json") for name in names] + [family / f"{family.name}_budget.json"]
     return next((budget for budget in budgets if budget.exists()), budgets[-1])
 
 
@@ -291,7 +292,7 @@ def budgeted_ops() -> list[Path]:
     found = []
     for budget in budgets:
         name = budget.stem.removesuffix("_budget")
-        sources = sorted(budget.parent.glob("*.cu" if name == budget.parent.name else f"{name}.cu"))
+        sources = sorted(budget.parent.rglob("*.cu" if name == budget.parent.name else f"{name}.cu"))
         found += [source for source in sources if holds_kernels(source)]
     return list(dict.fromkeys(found))
 

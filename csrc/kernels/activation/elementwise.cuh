@@ -3,9 +3,9 @@
 #include <utility>
 
 #include "common/alignment.h"
-#include "common/launch.h"
 #include "common/visit_dtype.h"
 #include "device/fast_divide.h"
+#include "device/launch.h"
 #include "device/math.h"
 #include "device/packed.h"
 #include "kernels/activation/activation_config.h"

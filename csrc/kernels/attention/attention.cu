@@ -2,8 +2,8 @@
 
 #include <atomic>
 
-#include "kernels/attention/attention_portable.h"
-#include "kernels/attention/attention_sm90.h"
+#include "kernels/attention/hopper/attention_sm90.h"
+#include "kernels/attention/portable/attention_portable.h"
 
 // Chooses the kernels of a problem: the Hopper kernels (sm_90a) where the library contains them and they support the
 // problem, otherwise the portable kernels, which support every option.

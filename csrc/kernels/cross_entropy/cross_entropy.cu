@@ -1,5 +1,5 @@
-#include "common/launch.h"
 #include "common/visit_dtype.h"
+#include "device/launch.h"
 #include "kernels/cross_entropy/backward.cuh"
 #include "kernels/cross_entropy/cross_entropy_config.h"
 #include "kernels/cross_entropy/forward.cuh"

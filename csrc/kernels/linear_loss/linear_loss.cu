@@ -2,8 +2,8 @@
 #include <string>
 
 #include "common/alignment.h"
-#include "common/launch.h"
 #include "common/visit_dtype.h"
+#include "device/launch.h"
 #include "kernels/linear_loss/column_sums.cuh"
 #include "kernels/linear_loss/finish.cuh"
 

@@ -2,12 +2,12 @@
 
 #include "common/alignment.h"
 #include "common/visit_dtype.h"
-#include "kernels/norm/norm_backward.cuh"
-#include "kernels/norm/norm_backward_config.h"
-#include "kernels/norm/norm_forward.cuh"
-#include "kernels/norm/norm_forward_config.h"
-#include "kernels/norm/norm_launch.h"
-#include "kernels/norm/norm_sum_partials.cuh"
+#include "kernels/norm/backward.cuh"
+#include "kernels/norm/backward_config.h"
+#include "kernels/norm/forward.cuh"
+#include "kernels/norm/forward_config.h"
+#include "kernels/norm/launch.h"
+#include "kernels/norm/sum_partials.cuh"
 
 // From params to a kernel: problem, config, launch. The kernels of any length, `looped`, and the second stage of the
 // parameter gradients are compiled here.

@@ -5,7 +5,7 @@
 #include "common/alignment.h"
 
 // The norm family's problem and kernel config, printable through warpsmith.plan. The choosers are pure functions of the
-// problem: norm_forward_config.h and norm_backward_config.h.
+// problem: forward_config.h and backward_config.h.
 namespace warpsmith {
 
 struct NormProblem {

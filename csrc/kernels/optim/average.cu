@@ -1,6 +1,6 @@
 #include "kernels/optim/average.cuh"
 
-#include "common/launch.h"
+#include "device/launch.h"
 
 namespace warpsmith {
 

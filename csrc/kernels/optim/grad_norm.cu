@@ -1,6 +1,6 @@
 #include "kernels/optim/grad_norm.cuh"
 
-#include "common/launch.h"
+#include "device/launch.h"
 
 namespace warpsmith {
 namespace {

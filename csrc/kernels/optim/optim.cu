@@ -1,5 +1,5 @@
-#include "common/launch.h"
 #include "common/visit_dtype.h"
+#include "device/launch.h"
 #include "kernels/optim/optim_config.h"
 #include "kernels/optim/step_launch.cuh"
 #include "kernels/optim/table_upload.cuh"

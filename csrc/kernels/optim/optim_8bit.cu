@@ -1,4 +1,4 @@
-#include "common/launch.h"
+#include "device/launch.h"
 #include "kernels/optim/step_8bit.cuh"
 #include "kernels/optim/step_launch.cuh"
 

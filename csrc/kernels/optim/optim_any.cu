@@ -1,5 +1,5 @@
-#include "common/launch.h"
 #include "common/visit_dtype.h"
+#include "device/launch.h"
 #include "kernels/optim/any_step.cuh"
 #include "kernels/optim/step_launch.cuh"
 

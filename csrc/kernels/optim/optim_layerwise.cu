@@ -1,5 +1,5 @@
-#include "common/launch.h"
 #include "common/visit_dtype.h"
+#include "device/launch.h"
 #include "kernels/optim/layerwise.cuh"
 
 namespace warpsmith {

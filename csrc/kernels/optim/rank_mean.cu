@@ -1,7 +1,7 @@
 #include "kernels/optim/rank_mean.cuh"
 
-#include "common/launch.h"
 #include "common/visit_dtype.h"
+#include "device/launch.h"
 
 namespace warpsmith {
 namespace {

@@ -1,5 +1,5 @@
 #pragma once
-#include "common/launch.h"
+#include "device/launch.h"
 #include "kernels/optim/step.cuh"
 
 // Launches of `step`. Each group of storages has a file of its own that instantiates them, so the files compile in

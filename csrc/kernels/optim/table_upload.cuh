@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "common/launch.h"
+#include "device/launch.h"
 #include "device/vector.h"
 
 // Writes 64-bit words of host memory to device memory inside the arguments of launches: the host memory is free again

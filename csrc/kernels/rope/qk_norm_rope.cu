@@ -1,6 +1,6 @@
 #include "common/instances.h"
-#include "common/launch.h"
 #include "common/visit_dtype.h"
+#include "device/launch.h"
 #include "kernels/rope/qk_norm_backward.cuh"
 #include "kernels/rope/qk_norm_forward.cuh"
 #include "kernels/rope/rope_config.h"

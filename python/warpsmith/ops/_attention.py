@@ -140,8 +140,8 @@ def _check_bias(op: str, bias: Tensor, q: Tensor, full: tuple) -> None:
 
 
 def _check_inputs(op: str, inputs: Sequence[Any], place: Sequence[Any] | None = None) -> Problem:
-    """The checks of csrc/torch/attention.cpp, in the same order, except those of the entries of cu_seqlens. ``inputs``:
-    up to ``deterministic``; ``place``: ``dropout_place``."""
+    """The checks of csrc/bindings/attention.cpp, in the same order, except those of the entries of cu_seqlens.
+    ``inputs``: up to ``deterministic``; ``place``: ``dropout_place``."""
     q, k, v, cu_q, cu_k, alibi_slopes, bias, sink, seed, max_q, max_k, layout, kv_heads = inputs[:13]
     _, window_left, window_right, softmax_scale, softcap, dropout_p, _ = inputs[13:20]
     of_q, of_k, of_v = _check_heads(op, q, k, v, layout, kv_heads)

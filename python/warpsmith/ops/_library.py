@@ -29,7 +29,7 @@ _fragment = torch.library.Library("warpsmith", "FRAGMENT")
 # The names under which a backward finds what an eager forward returned beyond the schema's outputs: a tensor, kept as
 # autograd keeps tensors (an activation checkpoint drops it and makes it again), and an object.
 MADE, STATE = "made", "state"
-OUT_OF_MEMORY = "out of memory: "  # how csrc/torch/support/errors.h marks a failed allocation
+OUT_OF_MEMORY = "out of memory: "  # how csrc/bindings/support/errors.h marks a failed allocation
 
 
 # What a backward gets and gives. `saved` has an attribute for each kept value, `wants` a bool for each argument.

@@ -78,7 +78,7 @@ def logits_stride(hidden: Tensor, classes: Any) -> Any:
 
 
 def _check_inputs(op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    """The checks of csrc/torch/support/linear_loss.h, in their order."""
+    """The checks of csrc/bindings/support/linear_loss.h, in their order."""
     _check.float_dtype(op, "hidden", hidden)
     _check.at_least_one_dimension(op, "hidden", hidden)
     _check.float_dtype(op, "weight", weight)

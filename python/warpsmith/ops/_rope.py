@@ -1,4 +1,4 @@
-"""rope and qk_norm_rope: checks for fake and meta tensors, in the words of csrc/torch/rope.cpp, fakes and gradients."""
+"""rope and qk_norm_rope: checks for fake and meta tensors, in the words of csrc/bindings/rope.cpp, fakes, gradients."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@
 #ifdef WARPSMITH_SIM
 #include "sim/sim.h"
 #else
-#include "common/code_probe.cu"  // which launches ask
+#include "device/code_probe.cu"  // which launches ask
 #endif
 
 // Usage: `conformance record FILE` on a card, `conformance check FILE [stride]` anywhere (every stride-th seed of each

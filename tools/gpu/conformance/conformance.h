@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "common/launch.h"
-#include "common/tensor_map.h"
+#include "device/launch.h"
+#include "device/tensor_map.h"
 
 // One program, compiled by nvcc for a card and by a host compiler for the host execution layer. Each case runs one
 // primitive on inputs made from a seed; the results of a card are stored and replayed on the host. See README.md.

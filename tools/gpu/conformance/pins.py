@@ -220,7 +220,7 @@ def reached(*sources: Path) -> set[str]:
 
 def ops_and_fixture() -> list[Path]:
     kernels = [path for kind in ("*.cu*", "*.h") for path in sorted((ROOT / "csrc" / "kernels").rglob(kind))]
-    return [*kernels, *(ROOT / "tests" / "cpp").glob("attention_sm90_*.cuh")]
+    return [*kernels, *(ROOT / "tests" / "sim").glob("attention_sm90_*.cuh")]
 
 
 def record(tests_passed: bool) -> int:

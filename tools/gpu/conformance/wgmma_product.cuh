@@ -1,11 +1,11 @@
 #pragma once
-#include "common/launch.h"
 #include "device/fence.h"
+#include "device/launch.h"
 #include "device/wgmma.h"
 
 // One product through wgmma in every form: d[64 x N] = a[64 x 64] b[N x 64]^T with operand tiles in any major and
 // swizzle, or a in registers, in two groups of two instructions. The kernel of the conformance cases and of
-// tests/cpp/sim_wgmma.cpp.
+// tests/sim/sim_wgmma.cpp.
 namespace warpsmith::wgmma_product {
 
 using device::Major;

@@ -1,0 +1,264 @@
+#include "kernels/attention/attention.h"
+
+#include <utility>
+
+#include "bindings/support/attention_checks.h"
+#include "bindings/support/device.h"
+#include "bindings/support/library.h"
+
+namespace warpsmith {
+namespace {
+
+using namespace attention;
+
+bool nothing_to_do(const AttentionProblem& p) { return p.batch == 0 || p.heads_q == 0; }
+
+// Calls `run` with a workspace on the device of q. `bytes` computes its size.
+template <class Bytes, class Run>
+Status with_workspace(const char* op, const Tensor& q, OptionalTensor& workspace, Bytes&& bytes, Run&& run) {
+  int64_t count = 0;
+  WARPSMITH_RETURN_IF_FAILED(bytes(&count));
+  if (count > 0) workspace = allocate_vector(op, "workspace", count, aoti_torch_dtype_uint8(), q);
+  return run(workspace ? workspace->mutable_data_ptr() : nullptr);
+}
+
+// Shape (batch, heads, tokens), or (heads, tokens) for layouts without a batch dimension.
+Tensor allocate_lse(const char* op, const Inputs& in, const AttentionProblem& p) {
+  const int64_t tokens = in.layout == kTokensHeads ? p.total_q : p.seqlen_q;
+  const int64_t sizes[3] = {p.batch, p.heads_q, tokens};
+  const bool batched = in.layout != kTokensHeads;
+  return allocate(op, "lse", batched ? sizes : sizes + 1, batched ? 3 : 2, statistics_dtype(p.dtype), in.q);
+}
+
+std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor v, OptionalTensor cu_seqlens_q,
+                                   OptionalTensor cu_seqlens_k, OptionalTensor alibi_slopes, OptionalTensor bias,
+                                   OptionalTensor sink, OptionalTensor seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                                   int64_t layout, int64_t kv_heads, bool bottom_right, int64_t window_left,
+                                   int64_t window_right, std::optional<double> softmax_scale, double softcap,
+                                   double dropout_p, bool, std::optional<std::vector<int64_t>> dropout_place) {
+  const char* op = cu_seqlens_q || cu_seqlens_k ? "attention_varlen" : "attention";
+  Inputs in{q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            alibi_slopes,
+            bias,
+            sink,
+            seed,
+            max_seqlen_q,
+            max_seqlen_k,
+            layout,
+            kv_heads,
+            bottom_right,
+            window_left,
+            window_right,
+            softmax_scale,
+            softcap,
+            dropout_p,
+            std::move(dropout_place)};
+  const Checked c = check(op, in);
+  const AttentionProblem& p = c.problem;
+  const Packing packing(k, v, kv_heads);
+  const Tensor out = allocate_heads(op, "out", q, layout, packing.stacked_q, /*one=*/true, p.heads_q, p.head_dim_v);
+  const Tensor lse = allocate_lse(op, in, p);
+  if (nothing_to_do(p)) return {out, lse};
+  AttentionFwdParams params{p,
+                            c.heads.q.data(p.dtype),
+                            c.heads.k.data(p.dtype),
+                            c.heads.v.data(p.dtype),
+                            out.mutable_data_ptr(),
+                            lse.mutable_data_ptr(),
+                            c.heads.q.strides,
+                            c.heads.k.strides,
+                            c.heads.v.strides,
+                            part_of(out, Dims(layout, false), false, 0, p.heads_q).strides,
+                            nullptr};
+  OptionalTensor workspace;
+  run_on(
+      op, q,
+      [&](void* stream) {
+        WARPSMITH_RETURN_IF_FAILED(attention_forward_supported_cuda(params));
+        return with_workspace(
+            op, q, workspace, [&](int64_t* bytes) { return attention_forward_workspace_cuda(params, bytes); },
+            [&](void* memory) {
+              params.workspace = memory;
+              return attention_forward_cuda(params, stream);
+            });
+      },
+      [&](const Parallel& threads) { return attention_forward_cpu(params, threads); });
+  return {out, lse};
+}
+
+// The gradients of q, k and v, in tensors like the given ones. Where q (or k) stacks several tensors, dq (or dk) does
+// too, and the others have no elements.
+struct Gradients {
+  Tensor dq, dk, dv;
+};
+
+Gradients allocate_gradients(const char* op, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v,
+                             int64_t layout, int64_t kv_heads) {
+  const Packing packing(k, v, kv_heads);
+  const auto none = [&] { return allocate_vector(op, "no gradient", 0, dtype_code(q), q); };
+  const auto like = [&](const char* argument, const Tensor& t, bool stacked) {
+    return allocate_heads(op, argument, t, layout, stacked, /*one=*/false, t.size(Dims(layout, stacked).heads),
+                          t.size(t.dim() - 1));
+  };
+  return {like("dq", q, packing.stacked_q), k ? like("dk", *k, packing.stacked_k) : none(),
+          v ? like("dv", *v, false) : none()};
+}
+
+using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Unwanted gradients are returned with zero elements.
+FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor k, OptionalTensor v,
+                     OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, OptionalTensor alibi_slopes,
+                     OptionalTensor bias, OptionalTensor sink, OptionalTensor seed, int64_t max_seqlen_q,
+                     int64_t max_seqlen_k, int64_t layout, int64_t kv_heads, bool bottom_right, int64_t window_left,
+                     int64_t window_right, std::optional<double> softmax_scale, double softcap, double dropout_p,
+                     bool deterministic, Tensor out, Tensor lse, bool want_dbias, bool want_dsink,
+                     std::optional<std::vector<int64_t>> dropout_place) {
+  const char* op = cu_seqlens_q || cu_seqlens_k ? "attention_varlen_backward" : "attention_backward";
+  Inputs in{q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            alibi_slopes,
+            bias,
+            sink,
+            seed,
+            max_seqlen_q,
+            max_seqlen_k,
+            layout,
+            kv_heads,
+            bottom_right,
+            window_left,
+            window_right,
+            softmax_scale,
+            softcap,
+            dropout_p,
+            std::move(dropout_place)};
+  const Checked c = check(op, in);
+  const AttentionProblem& p = c.problem;
+  const Dims plain(layout, false);
+  const auto check_out = [&](const char* argument, const Tensor& t) {
+    check_dtype(op, argument, t, p.dtype);
+    check_rank(op, argument, t, layout, 0);
+    const Heads h = part_of(t, plain, false, 0, t.size(plain.heads)), &of = c.heads.q;
+    if (h.batch != of.batch || h.tokens != of.tokens || h.heads != p.heads_q || h.width != p.head_dim_v)
+      refuse(op, argument, "the shape of the output", shape_text(t));
+    check_same_device(op, argument, t, q);
+  };
+  check_out("dout", dout);
+  check_out("out", out);
+  const auto check_statistics = [&](const char* argument, const Tensor& t) {
+    check_dtype(op, argument, t, p.dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32);
+    if (layout == kTokensHeads)
+      check_shape(op, argument, t, {p.heads_q, c.heads.q.tokens});
+    else
+      check_shape(op, argument, t, {p.batch, p.heads_q, p.seqlen_q});
+    check_same_device(op, argument, t, q);
+  };
+  check_statistics("lse", lse);
+  if (dlse) check_statistics("dlse", *dlse);
+  if (want_dbias && (!bias || !p.bias)) refuse(op, "bias", "a floating tensor whose gradient is wanted", "none");
+  if (want_dsink && !sink) refuse(op, "sink", "a tensor whose gradient is wanted", "None");
+
+  Gradients gradients = allocate_gradients(op, q, k, v, layout, kv_heads);
+  const auto none = [&] { return allocate_vector(op, "no gradient", 0, dtype_code(q), q); };
+  Tensor dbias = want_dbias ? allocate_like(op, "dbias", *bias) : none();
+  Tensor dsink = want_dsink ? allocate_like(op, "dsink", *sink) : none();
+  if (nothing_to_do(p)) {
+    for (Tensor* t : {&gradients.dq, &gradients.dk, &gradients.dv, &dbias, &dsink}) torch::stable::zero_(*t);
+    return {gradients.dq, gradients.dk, gradients.dv, dbias, dsink};
+  }
+  const auto readable = q.is_cuda() ? for_tensor_maps : with_adjacent_elements;
+  dout = readable(op, dout);
+  out = readable(op, out);
+  lse = as_contiguous(lse, op);
+  if (dlse) dlse = as_contiguous(*dlse, op);
+  const ThreeHeads d = split(gradients.dq, k ? OptionalTensor(gradients.dk) : OptionalTensor(),
+                             v ? OptionalTensor(gradients.dv) : OptionalTensor(), layout, kv_heads);
+  AttentionBwdParams params{p,
+                            dout.const_data_ptr(),
+                            dlse ? dlse->const_data_ptr() : nullptr,
+                            c.heads.q.data(p.dtype),
+                            c.heads.k.data(p.dtype),
+                            c.heads.v.data(p.dtype),
+                            out.const_data_ptr(),
+                            lse.const_data_ptr(),
+                            d.q.mutable_data(p.dtype),
+                            d.k.mutable_data(p.dtype),
+                            d.v.mutable_data(p.dtype),
+                            want_dbias ? dbias.mutable_data_ptr() : nullptr,
+                            want_dsink ? dsink.mutable_data_ptr() : nullptr,
+                            part_of(dout, plain, false, 0, p.heads_q).strides,
+                            c.heads.q.strides,
+                            c.heads.k.strides,
+                            c.heads.v.strides,
+                            part_of(out, plain, false, 0, p.heads_q).strides,
+                            d.q.strides,
+                            d.k.strides,
+                            d.v.strides,
+                            want_dbias ? broadcast_strides(dbias) : AttentionBiasStrides{},
+                            deterministic,
+                            nullptr};
+  OptionalTensor workspace;
+  run_on(
+      op, q,
+      [&](void* stream) {
+        WARPSMITH_RETURN_IF_FAILED(attention_backward_supported_cuda(params));
+        return with_workspace(
+            op, q, workspace, [&](int64_t* bytes) { return attention_backward_workspace_cuda(params, bytes); },
+            [&](void* memory) {
+              params.workspace = memory;
+              return attention_backward_cuda(params, stream);
+            });
+      },
+      [&](const Parallel& threads) {
+        const auto bytes = [&](int64_t* count) {
+          *count = attention_backward_workspace_cpu(params);
+          return Status();
+        };
+        return with_workspace(op, q, workspace, bytes, [&](void* memory) {
+          params.workspace = memory;
+          return attention_backward_cpu(params, threads);
+        });
+      });
+  return {gradients.dq, gradients.dk, gradients.dv, dbias, dsink};
+}
+
+#define WARPSMITH_ATTENTION_INPUTS                                                                                   \
+  "Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, Tensor? bias, " \
+  "Tensor? sink, Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k, int layout, int kv_heads, "                 \
+  "bool bottom_right, SymInt window_left, SymInt window_right, float? softmax_scale, float softcap, "                \
+  "float dropout_p, bool deterministic"
+// (first_query, queries, first_key, first_head, heads) of a larger call of which the call is a part.
+#define WARPSMITH_DROPOUT_PLACE ", int[]? dropout_place=None"
+
+WARPSMITH_SCHEMAS(m) {
+  m.def("attention(" WARPSMITH_ATTENTION_INPUTS WARPSMITH_DROPOUT_PLACE ") -> (Tensor out, Tensor lse)");
+  m.def("attention_forward(" WARPSMITH_ATTENTION_INPUTS WARPSMITH_DROPOUT_PLACE ") -> (Tensor out, Tensor lse)");
+  m.def("attention_backward(Tensor dout, Tensor? dlse, " WARPSMITH_ATTENTION_INPUTS
+        ", Tensor out, Tensor lse, bool want_dbias, bool want_dsink" WARPSMITH_DROPOUT_PLACE
+        ")"
+        " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
+}
+
+WARPSMITH_IMPLEMENTATIONS(m) {
+  m.impl("attention", TORCH_BOX(&forward));
+  m.impl("attention_forward", TORCH_BOX(&forward));
+  m.impl("attention_backward", TORCH_BOX(&backward));
+}
+
+#ifdef WARPSMITH_CUDA
+WARPSMITH_SCHEMAS(m) { m.def("_attention_portable_alone(bool on) -> ()"); }
+
+STABLE_TORCH_LIBRARY_IMPL(warpsmith, CompositeExplicitAutograd, m) {
+  m.impl("_attention_portable_alone", TORCH_BOX(&attention_portable_alone));
+}
+#endif
+
+}  // namespace
+}  // namespace warpsmith

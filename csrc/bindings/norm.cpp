@@ -1,0 +1,353 @@
+#include "kernels/norm/norm.h"
+
+#include <cmath>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "bindings/support/device.h"
+#include "bindings/support/dropout.h"
+#include "bindings/support/library.h"
+#include "bindings/support/rows.h"
+#include "bindings/support/tensor.h"
+
+namespace warpsmith {
+namespace {
+
+// The bindings of the norm family: checks, outputs, params and launch.
+
+using OptionalTensor = std::optional<Tensor>;
+
+// Returns the common dtype of weight and bias: that of x, or float32 beside a 16-bit x. Refuses if they differ.
+Dtype check_affine(const char* op, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& x,
+                   Dtype dtype, int64_t columns) {
+  Dtype found = dtype;
+  const auto check = [&](const char* argument, const Tensor& t) {
+    check_shape(op, argument, t, {columns});
+    check_same_device(op, argument, t, x);
+  };
+  if (weight) {
+    found = check_dtype_beside(op, "weight", *weight, dtype);
+    check("weight", *weight);
+  }
+  if (bias) {
+    if (weight)
+      check_dtype(op, "bias", *bias, found);
+    else
+      found = check_dtype_beside(op, "bias", *bias, dtype);
+    check("bias", *bias);
+  }
+  return found;
+}
+
+void check_eps(const char* op, double eps) {
+  if (!(eps >= 0 && std::isfinite(eps))) refuse(op, "eps", "a finite number >= 0", std::to_string(eps));
+}
+
+OptionalTensor adjacent(const OptionalTensor& weight) {
+  return weight ? OptionalTensor(as_contiguous(*weight)) : std::nullopt;
+}
+
+const void* pointer(const OptionalTensor& t) { return t ? t->const_data_ptr() : nullptr; }
+
+Dtype statistics_dtype(Dtype dtype) { return dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32; }
+
+int32_t statistics_code(Dtype dtype) {
+  return dtype == Dtype::float64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
+}
+
+Tensor check_statistics(const char* op, const char* argument, const Tensor& t, Dtype dtype, int64_t rows,
+                        const Tensor& like) {
+  check_dtype(op, argument, t, statistics_dtype(dtype));
+  check_shape(op, argument, t, {rows});
+  check_same_device(op, argument, t, like);
+  return as_contiguous(t);
+}
+
+struct NormInputs {
+  Tensor x;
+  OptionalTensor residual = {}, weight = {}, bias = {};  // present if the op's row has them
+  OptionalTensor seed = {};                              // none: no dropout
+  double p = 0, eps = 0, weight_offset = 0;
+};
+
+struct NormOutputs {
+  Tensor y, residual_out, mean, rstd;  // outputs that the op lacks or that are not wanted have no storage
+};
+
+NormOutputs norm_forward(Norm norm, const NormInputs& in, bool with_statistics) {
+  const char* const op = name(norm);
+  const Dtype dtype = float_dtype(op, "x", in.x);
+  const Rows x = as_rows(op, "x", in.x);
+  NormForwardParams p;
+  p.op = norm;
+  p.dtype = p.residual_dtype = dtype;
+  std::optional<Rows> residual;
+  if (in.residual) {
+    p.residual_dtype = check_dtype_beside(op, "residual", *in.residual, dtype);
+    check_same_shape(op, "residual", *in.residual, in.x);
+    check_same_device(op, "residual", *in.residual, in.x);
+    residual = as_rows(op, "residual", *in.residual);
+  }
+  p.weight_dtype = check_affine(op, in.weight, in.bias, in.x, dtype, x.columns);
+  check_eps(op, in.eps);
+  p.dropout = check_dropout(op, in.seed, in.p, in.x);
+  const OptionalTensor weight = adjacent(in.weight), bias = adjacent(in.bias);
+
+  NormOutputs out;
+  out.y = allocate_like(op, "y", in.x);
+  if (residual) out.residual_out = allocate_like(op, "residual_out", *in.residual);
+  const bool with_mean = with_statistics && row_of(norm).layer;
+  if (with_mean) out.mean = allocate_vector(op, "mean", x.rows, statistics_code(dtype), in.x);
+  if (with_statistics) out.rstd = allocate_vector(op, "rstd", x.rows, statistics_code(dtype), in.x);
+  if (x.rows == 0 || x.columns == 0) {
+    if (with_mean) torch::stable::zero_(out.mean);
+    if (with_statistics) torch::stable::zero_(out.rstd);
+    return out;
+  }
+  p.x = x.tensor.const_data_ptr();
+  p.x_stride = x.stride;
+  if (residual) {
+    p.residual = residual->tensor.const_data_ptr();
+    p.residual_stride = residual->stride;
+    p.residual_out = out.residual_out.mutable_data_ptr();
+  }
+  p.weight = pointer(weight);
+  p.bias = pointer(bias);
+  p.y = out.y.mutable_data_ptr();
+  if (with_mean) p.mean = out.mean.mutable_data_ptr();
+  if (with_statistics) p.rstd = out.rstd.mutable_data_ptr();
+  p.rows = x.rows;
+  p.columns = x.columns;
+  p.eps = in.eps;
+  p.weight_offset = in.weight_offset;
+  run_on(
+      op, in.x, [&](void* stream) { return norm_forward_cuda(p, stream); },
+      [&](const Parallel& threads) { return norm_forward_cpu(p, threads); });
+  return out;
+}
+
+struct NormGradientInputs {
+  Tensor dy;
+  OptionalTensor dresidual_out = {};
+  Tensor s;  // x, or residual_out of an op with a residual
+  OptionalTensor weight = {}, bias = {}, mean = {};
+  Tensor rstd;
+  OptionalTensor seed = {};  // the forward's seed
+  double p = 0, weight_offset = 0;
+  bool want_dx = false, want_dresidual = false, want_dweight = false, want_dbias = false;
+};
+
+struct NormGradients {
+  Tensor dx, dresidual, dweight, dbias;
+};
+
+// Gradients that are not wanted have zero elements. So does dresidual if it equals dx (no dropout, one dtype): then dx
+// stands for both, and is computed if either is wanted.
+NormGradients norm_backward(Norm norm, const NormGradientInputs& in) {
+  const char* const op = backward_name(norm);
+  const bool residual = row_of(norm).residual;
+  const char* const s_name = residual ? "residual_out" : "x";
+  const Dtype dtype = float_dtype(op, "dy", in.dy);
+  NormBackwardParams p;
+  p.op = norm;
+  p.dtype = dtype;
+  if (residual)
+    p.residual_dtype = check_dtype_beside(op, s_name, in.s, dtype);
+  else
+    check_dtype(op, s_name, in.s, p.residual_dtype = dtype);
+  check_same_shape(op, s_name, in.s, in.dy);
+  check_same_device(op, s_name, in.s, in.dy);
+  const Rows s = as_rows(op, s_name, in.s), dy = as_rows(op, "dy", in.dy);
+  std::optional<Rows> dresidual_out;
+  if (in.dresidual_out) {
+    check_dtype(op, "dresidual_out", *in.dresidual_out, p.residual_dtype);
+    check_same_shape(op, "dresidual_out", *in.dresidual_out, in.dy);
+    check_same_device(op, "dresidual_out", *in.dresidual_out, in.dy);
+    dresidual_out = as_rows(op, "dresidual_out", *in.dresidual_out);
+  }
+  p.weight_dtype = check_affine(op, in.weight, in.bias, in.dy, dtype, s.columns);
+  if (in.want_dweight && !in.weight) refuse(op, "weight", "a tensor when its gradient is wanted", "None");
+  if (in.want_dbias && !in.bias) refuse(op, "bias", "a tensor when its gradient is wanted", "None");
+  OptionalTensor mean;
+  if (in.mean) mean = check_statistics(op, "mean", *in.mean, dtype, s.rows, in.dy);
+  const Tensor rstd = check_statistics(op, "rstd", in.rstd, dtype, s.rows, in.dy);
+  const OptionalTensor weight = adjacent(in.weight);
+
+  p.dropout = check_dropout(op, in.seed, in.p, in.dy);
+  const bool one_for_both = residual && p.residual_dtype == dtype && !in.seed;
+  const bool give_dx = in.want_dx || (one_for_both && in.want_dresidual);
+  const bool give_dresidual = in.want_dresidual && !one_for_both;
+  const Tensor none = allocate_vector(op, "no gradient", 0, dtype_code(in.dy), in.dy);
+  NormGradients out{give_dx ? allocate_like(op, "dx", in.dy) : none,
+                    give_dresidual ? allocate_like(op, "dresidual", in.s) : none,
+                    in.want_dweight ? allocate_like(op, "dweight", *in.weight) : none,
+                    in.want_dbias ? allocate_like(op, "dbias", *in.bias) : none};
+  if (s.rows == 0 || s.columns == 0) {
+    if (in.want_dweight) torch::stable::zero_(out.dweight);
+    if (in.want_dbias) torch::stable::zero_(out.dbias);
+    return out;
+  }
+  if (!give_dx && !give_dresidual && !in.want_dweight && !in.want_dbias) return out;
+
+  p.dy = dy.tensor.const_data_ptr();
+  p.dy_stride = dy.stride;
+  if (dresidual_out) {
+    p.dresidual_out = dresidual_out->tensor.const_data_ptr();
+    p.dresidual_out_stride = dresidual_out->stride;
+  }
+  p.s = s.tensor.const_data_ptr();
+  p.s_stride = s.stride;
+  p.weight = pointer(weight);
+  p.mean = pointer(mean);
+  p.rstd = rstd.const_data_ptr();
+  if (give_dx) p.dx = out.dx.mutable_data_ptr();
+  if (give_dresidual) p.dresidual = out.dresidual.mutable_data_ptr();
+  if (in.want_dweight) p.dweight = out.dweight.mutable_data_ptr();
+  if (in.want_dbias) p.dbias = out.dbias.mutable_data_ptr();
+  p.rows = s.rows;
+  p.columns = s.columns;
+  p.weight_offset = in.weight_offset;
+
+  OptionalTensor partials;
+  const auto with_partials = [&](int64_t partial_rows) {
+    const int64_t sums = in.want_dweight + in.want_dbias;
+    if (!sums) return;
+    const int64_t sizes[3] = {sums, partial_rows, s.columns};
+    partials = allocate(op, "partial sums of dweight and dbias", sizes, 3, statistics_code(dtype), in.dy);
+    char* base = static_cast<char*>(partials->mutable_data_ptr());
+    if (in.want_dweight) p.dweight_partials = base;
+    if (in.want_dbias)
+      p.dbias_partials = base + (sums - 1) * partial_rows * s.columns * size_bytes(statistics_dtype(dtype));
+  };
+  run_on(
+      op, in.dy,
+      [&](void* stream) {
+        int64_t partial_rows = 0;
+        WARPSMITH_RETURN_IF_FAILED(norm_partial_rows_cuda(p, &partial_rows));
+        with_partials(partial_rows);
+        return norm_backward_cuda(p, stream);
+      },
+      [&](const Parallel& threads) {
+        with_partials(norm_partial_rows_cpu(s.rows, s.columns));
+        return norm_backward_cpu(p, threads);
+      });
+  return out;
+}
+
+// The raw ops of all rows are boxed functions. They read their arguments in the order of the schemas below.
+
+class Arguments {
+ public:
+  explicit Arguments(StableIValue* stack) : next_(stack) {}
+  template <class T> T read() { return torch::stable::detail::to<T>(*next_++); }
+  template <class T> T read_if(bool there) { return there ? read<T>() : T(); }
+  OptionalTensor read_tensor_if(bool there) { return there ? OptionalTensor(read<Tensor>()) : std::nullopt; }
+
+ private:
+  StableIValue* next_;
+};
+
+class Results {
+ public:
+  explicit Results(StableIValue* stack) : next_(stack) {}
+  void write(const Tensor& t) { *next_++ = torch::stable::detail::from(t); }
+
+ private:
+  StableIValue* next_;
+};
+
+template <Norm op, bool with_statistics> void forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr NormRow row = row_of(op);
+  Arguments arguments(stack);
+  const NormInputs in{.x = arguments.read<Tensor>(),
+                      .residual = arguments.read_tensor_if(row.residual),
+                      .weight = arguments.read<OptionalTensor>(),
+                      .bias = arguments.read_if<OptionalTensor>(row.layer),
+                      .seed = arguments.read_if<OptionalTensor>(row.dropout),
+                      .p = arguments.read_if<double>(row.dropout),
+                      .eps = arguments.read<double>(),
+                      .weight_offset = arguments.read_if<double>(!row.layer)};
+  const NormOutputs out = norm_forward(op, in, with_statistics);
+  Results results(stack);
+  results.write(out.y);
+  if (row.residual) results.write(out.residual_out);
+  if (with_statistics && row.layer) results.write(out.mean);
+  if (with_statistics) results.write(out.rstd);
+}
+
+template <Norm op> void backward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr NormRow row = row_of(op);
+  Arguments arguments(stack);
+  const NormGradientInputs in{.dy = arguments.read<Tensor>(),
+                              .dresidual_out = arguments.read_if<OptionalTensor>(row.residual),
+                              .s = arguments.read<Tensor>(),
+                              .weight = arguments.read<OptionalTensor>(),
+                              .bias = arguments.read_if<OptionalTensor>(row.layer),
+                              .mean = arguments.read_tensor_if(row.layer),
+                              .rstd = arguments.read<Tensor>(),
+                              .seed = arguments.read_if<OptionalTensor>(row.dropout),
+                              .p = arguments.read_if<double>(row.dropout),
+                              .weight_offset = arguments.read_if<double>(!row.layer),
+                              .want_dx = arguments.read<bool>(),
+                              .want_dresidual = arguments.read_if<bool>(row.residual),
+                              .want_dweight = arguments.read<bool>(),
+                              .want_dbias = arguments.read_if<bool>(row.layer)};
+  const NormGradients out = norm_backward(op, in);
+  Results results(stack);
+  results.write(out.dx);
+  if (row.residual) results.write(out.dresidual);
+  results.write(out.dweight);
+  if (row.layer) results.write(out.dbias);
+}
+
+// g++ 12 does not instantiate a function whose address only a template takes.
+#define WARPSMITH_ROW(op, ...)                                               \
+  template void forward<Norm::op, true>(StableIValue*, uint64_t, uint64_t);  \
+  template void forward<Norm::op, false>(StableIValue*, uint64_t, uint64_t); \
+  template void backward<Norm::op>(StableIValue*, uint64_t, uint64_t);
+WARPSMITH_NORM_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+
+std::string text_if(bool there, const char* text) { return there ? text : ""; }
+
+std::string forward_schema(Norm op, const char* suffix, bool with_statistics) {
+  const auto [layer, residual, dropout] = row_of(op);
+  return std::string(name(op)) + suffix + "(Tensor x, " + text_if(residual, "Tensor residual, ") + "Tensor? weight, " +
+         text_if(layer, "Tensor? bias, ") + text_if(dropout, "Tensor? seed, float p, ") + "float eps" +
+         text_if(!layer, ", float weight_offset") + ") -> (Tensor y" + text_if(residual, ", Tensor residual_out") +
+         text_if(with_statistics && layer, ", Tensor mean") + text_if(with_statistics, ", Tensor rstd") + ")";
+}
+
+std::string backward_schema(Norm op) {
+  const auto [layer, residual, dropout] = row_of(op);
+  return std::string(backward_name(op)) + "(Tensor dy, " +
+         (residual ? "Tensor? dresidual_out, Tensor residual_out, " : "Tensor x, ") + "Tensor? weight, " +
+         text_if(layer, "Tensor? bias, Tensor mean, ") + "Tensor rstd, " + text_if(dropout, "Tensor? seed, float p, ") +
+         text_if(!layer, "float weight_offset, ") + "bool want_dx, " + text_if(residual, "bool want_dresidual, ") +
+         "bool want_dweight" + text_if(layer, ", bool want_dbias") + ") -> (Tensor dx, " +
+         text_if(residual, "Tensor dresidual, ") + "Tensor dweight" + text_if(layer, ", Tensor dbias") + ")";
+}
+
+WARPSMITH_SCHEMAS(m) {
+#define WARPSMITH_ROW(op, ...)                                  \
+  m.def(forward_schema(Norm::op, "", true).c_str());            \
+  m.def(forward_schema(Norm::op, "_forward", true).c_str());    \
+  m.def(forward_schema(Norm::op, "_inference", false).c_str()); \
+  m.def(backward_schema(Norm::op).c_str());
+  WARPSMITH_NORM_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+}
+
+WARPSMITH_IMPLEMENTATIONS(m) {
+#define WARPSMITH_ROW(op, ...)                         \
+  m.impl(#op, &forward<Norm::op, true>);               \
+  m.impl(#op "_forward", &forward<Norm::op, true>);    \
+  m.impl(#op "_inference", &forward<Norm::op, false>); \
+  m.impl(#op "_backward", &backward<Norm::op>);
+  WARPSMITH_NORM_OPS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+}
+
+}  // namespace
+}  // namespace warpsmith

@@ -1,0 +1,44 @@
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "bindings/support/tensor.h"
+#include "common/parallel.h"
+
+#ifdef WARPSMITH_CUDA
+// Absent in CPU builds of torch; reached only with a CUDA tensor in hand.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+#endif
+
+namespace warpsmith {
+
+#ifdef WARPSMITH_CUDA
+inline void* current_stream(const Tensor& t) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  return stream;
+}
+#endif
+
+inline const Parallel& torch_threads() {
+  static constexpr Parallel pool{[](int64_t count, int64_t grain, Parallel::Body body, void* context) {
+    TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, grain, body, context));
+  }};
+  return pool;
+}
+
+// Runs the kernel of the tensor's device: `cuda(stream)` with that device current, or `cpu(threads)`.
+template <class Cuda, class Cpu> void run_on(const char* op, const Tensor& t, Cuda&& cuda, Cpu&& cpu) {
+#ifdef WARPSMITH_CUDA
+  if (t.is_cuda()) {
+    const torch::stable::accelerator::DeviceGuard guard(t.get_device_index());
+    raise_if_failed(op, cuda(current_stream(t)));
+    return;
+  }
+#else
+  (void)t, (void)cuda;
+#endif
+  raise_if_failed(op, cpu(torch_threads()));
+}
+
+}  // namespace warpsmith

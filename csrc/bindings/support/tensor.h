@@ -1,0 +1,185 @@
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "bindings/support/errors.h"
+#include "common/dtype.h"
+#include "common/huge_pages.h"
+#include "common/visit_dtype.h"
+
+namespace warpsmith {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline std::string shape_text(const Tensor& t) {
+  std::string s = "(";
+  for (int64_t i = 0; i < t.dim(); ++i) s += (i ? ", " : "") + std::to_string(t.size(i));
+  return s + ")";
+}
+
+inline std::string device_text(const Tensor& t) {
+  if (t.is_cpu()) return "a CPU tensor";
+  return t.is_cuda() ? "a tensor on cuda:" + std::to_string(t.get_device_index())
+                     : "a tensor on another kind of device";
+}
+
+// The name that Python uses, for dtypes that users mix up; torch's internal name for the others.
+inline std::string dtype_text(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float: return "float32";
+    case ScalarType::Half: return "float16";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
+    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2: return "float8_e5m2";
+    default: return torch::headeronly::toString(dtype);
+  }
+}
+
+// The dtype of a required argument. The dispatcher lets Python's None pass as an undefined tensor.
+inline ScalarType dtype_of(const char* op, const char* argument, const Tensor& t) {
+  if (!t.defined()) refuse(op, argument, "a tensor", "None");
+  return t.scalar_type();
+}
+
+// The dtype of a floating-point tensor that the kernels support.
+inline Dtype float_dtype(const char* op, const char* argument, const Tensor& t) {
+  switch (dtype_of(op, argument, t)) {
+    case ScalarType::Float: return Dtype::float32;
+    case ScalarType::Half: return Dtype::float16;
+    case ScalarType::BFloat16: return Dtype::bfloat16;
+    case ScalarType::Double:
+      if (t.is_cuda()) refuse(op, argument, "float32, float16 or bfloat16 on CUDA", "float64");
+      return Dtype::float64;
+    default: refuse(op, argument, "float32, float16, bfloat16 or (on the CPU) float64", dtype_text(t.scalar_type()));
+  }
+}
+
+inline void check_dtype(const char* op, const char* argument, const Tensor& t, Dtype expected) {
+  if (const Dtype got = float_dtype(op, argument, t); got != expected) refuse(op, argument, name(expected), name(got));
+}
+
+// The dtype of a weight, bias, residual or table beside an activation of `dtype`: the same, or float32 beside a 16-bit
+// one.
+inline Dtype check_dtype_beside(const char* op, const char* argument, const Tensor& t, Dtype dtype) {
+  const Dtype got = float_dtype(op, argument, t);
+  if (!is_same_or_float32(got, dtype)) refuse(op, argument, same_or_float32_text(dtype), name(got));
+  return got;
+}
+
+inline void check_shape(const char* op, const char* argument, const Tensor& t,
+                        std::initializer_list<int64_t> expected) {
+  bool same = t.dim() == static_cast<int64_t>(expected.size());
+  int64_t i = 0;
+  for (const int64_t size : expected) same = same && t.size(i++) == size;
+  if (same) return;
+  std::string text;
+  for (const int64_t size : expected) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  refuse(op, argument, "shape (" + text + ")", shape_text(t));
+}
+
+inline void check_same_shape(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
+  bool same = t.dim() == like.dim();
+  for (int64_t i = 0; same && i < t.dim(); ++i) same = t.size(i) == like.size(i);
+  if (!same) refuse(op, argument, "shape " + shape_text(like), shape_text(t));
+}
+
+// Compares the kind of device as well as its index: a meta tensor has index 0 too.
+inline void check_same_device(const char* op, const char* argument, const Tensor& t, const Tensor& like) {
+  const auto a = t.device(), b = like.device();
+  if (a.type() != b.type() || a.index() != b.index()) refuse(op, argument, device_text(like), device_text(t));
+}
+
+// Allocates a tensor on the device of `like`, through torch's allocator. Calls the C shim directly:
+// torch::stable::empty goes through the boxed dispatcher and costs about 1 us more.
+inline Tensor allocate_strided(const char* op, const char* argument, const int64_t* sizes, const int64_t* strides,
+                               int64_t dim, int32_t dtype, const Tensor& like) {
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, like.get_device_index(), &handle) !=
+      AOTI_TORCH_SUCCESS) {
+    std::string text;
+    for (int64_t i = 0; i < dim; ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+    throw std::runtime_error(std::string(op) + ": " + kOutOfMemory + argument + " of shape (" + text + ") on " +
+                             device_text(like));
+  }
+  Tensor made(handle);
+  int64_t elements = 1;
+  for (int64_t i = 0; i < dim; ++i) elements *= sizes[i];
+  constexpr int64_t kLargestElement = 8;  // of fewer elements none needs the call below
+  if (elements >= kHugePagesFromBytes / kLargestElement && like.is_cpu()) {
+    int64_t bytes = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(made.get(), &bytes));
+    if (bytes >= kHugePagesFromBytes) advise_huge_pages(made.data_ptr(), bytes);
+  }
+  return made;
+}
+
+// The same, contiguous.
+inline Tensor allocate(const char* op, const char* argument, const int64_t* sizes, int64_t dim, int32_t dtype,
+                       const Tensor& like) {
+  constexpr int64_t kMaxDim = 64;
+  if (dim > kMaxDim) refuse(op, argument, "at most 64 dimensions", std::to_string(dim));
+  int64_t strides[kMaxDim] = {};  // with no dimension none is set, of which g++ warns
+  int64_t stride = 1;
+  for (int64_t i = dim - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= sizes[i] > 0 ? sizes[i] : 1;
+  }
+  return allocate_strided(op, argument, sizes, strides, dim, dtype, like);
+}
+
+inline int32_t dtype_code(const Tensor& t) {
+  int32_t code = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &code));
+  return code;
+}
+
+inline Tensor allocate_like(const char* op, const char* argument, const Tensor& like) {
+  const auto sizes = like.sizes();
+  return allocate(op, argument, sizes.data(), static_cast<int64_t>(sizes.size()), dtype_code(like), like);
+}
+
+// Returns t, or a contiguous copy. torch::stable::contiguous goes through the boxed dispatcher (0.5 us even if it does
+// nothing), and if memory is short its error has no reason.
+inline Tensor as_contiguous(const Tensor& t, const char* op = "warpsmith") {
+  if (t.is_contiguous()) return t;
+  Tensor copy = allocate_like(op, "a contiguous copy", t);
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
+// Returns a copy in another dtype.
+inline Tensor converted(const char* op, const char* what, const Tensor& t, int32_t dtype) {
+  const auto sizes = t.sizes();
+  Tensor copy = allocate(op, what, sizes.data(), static_cast<int64_t>(sizes.size()), dtype, t);
+  return torch::stable::copy_(copy, t);
+}
+
+inline Tensor in_dtype(const char* op, const char* what, const Tensor& t, int32_t dtype) {
+  return dtype_code(t) == dtype ? t : converted(op, what, t, dtype);
+}
+
+inline Tensor allocate_vector(const char* op, const char* argument, int64_t count, int32_t dtype, const Tensor& like) {
+  return allocate(op, argument, &count, 1, dtype, like);
+}
+
+}  // namespace warpsmith

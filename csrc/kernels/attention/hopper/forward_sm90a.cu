@@ -1,0 +1,135 @@
+#include "kernels/attention/hopper/attention_sm90.h"
+#include "kernels/attention/hopper/forward_sm90.cuh"
+#include "kernels/attention/hopper/sm90_host.h"
+
+namespace warpsmith {
+namespace attention {
+namespace {
+
+AttentionForwardChoice choose(const AttentionFwdParams& p) {
+  AttentionKernelProblem problem = kernel_problem(p.problem, all_fit(p, fits_tensor_map));
+  problem.sm90a_code = runs_sm90a_code();
+  return choose_attention_forward_sm90(problem);
+}
+
+// Whether tiles differ in length. Blocks then take tiles from a counter.
+bool needs_counter(const AttentionProblem& p) {
+  return p.cu_seqlens_q != nullptr || p.window_left >= 0 || p.window_right >= 0;
+}
+int64_t workspace_bytes(const AttentionProblem& p) {
+  if (!needs_counter(p)) return 0;
+  return 16 + (p.cu_seqlens_q != nullptr ? 4 * (p.batch + 2) : 0);
+}
+
+ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile) {
+  const AttentionProblem& a = x.problem;
+  constexpr auto i32 = [](int64_t v) { return static_cast<int>(v); };
+  ForwardParams p{};
+  p.window = window_of(a);
+  p.cu_seqlens_q = a.cu_seqlens_q;
+  p.cu_seqlens_k = a.cu_seqlens_k;
+  p.batch = i32(a.batch);
+  p.heads = i32(a.heads_q);
+  p.heads_per_key_head = i32(a.heads_q / a.heads_k);
+  p.queries = i32(a.seqlen_q);
+  p.keys = i32(a.seqlen_k);
+  p.total_q = i32(a.total_q);
+  p.total_k = i32(a.total_k);
+  p.head_dim_v = i32(a.head_dim_v);
+  p.out = x.out;
+  p.out_seq = x.out_strides.seq;
+  p.out_head = x.out_strides.head;
+  p.lse = static_cast<float*>(x.lse);
+  p.sink = a.sink;
+  p.sink_is_float = a.sink_dtype == Dtype::float32;
+  p.scale_log2 = static_cast<float>(a.softcap > 0 ? 1.0 : a.softmax_scale) * kLog2e;
+  if (a.softcap > 0) {
+    p.softcap = static_cast<float>(a.softcap);
+    p.to_softcap = static_cast<float>(a.softmax_scale / a.softcap);
+  }
+  p.dropout = dropout_params(a);
+  p.biases = bias_params(a);
+  Schedule& s = p.schedule;
+  if (needs_counter(a)) s.counter = static_cast<int*>(x.workspace);
+  if (a.cu_seqlens_q != nullptr) s.first_tiles = s.counter + 4;
+  s.batch = p.batch;
+  s.heads = p.heads;
+  s.row_tiles = i32((a.seqlen_q + tile.tile_rows() - 1) / tile.tile_rows());
+  s.tiles = i32(s.row_tiles * a.batch * a.heads_q);
+  s.heads_first = s.descending = needs_counter(a);
+  s.batch_first = p.biases.bias != nullptr && p.biases.bias_strides.batch == 0;  // which all sequences read
+  constexpr int64_t kCacheBytes = 32 << 20;                                      // of the L2 cache, for keys and values
+  const int64_t fit = kCacheBytes / (std::max<int64_t>(a.seqlen_k, 1) * tile.head_dim * 4);
+  const SectionHeads sections = forward_sections(a.batch * a.heads_q, fit, p.heads_per_key_head);
+  s.heads_together = sections.together;
+  s.joined_heads = sections.joined;
+  return p;
+}
+
+template <class T, ForwardTile tile> Status run(const AttentionFwdParams& x, void* stream) {
+  const AttentionProblem& a = x.problem;
+  TensorMap q, k, v, out, bias{};
+  WARPSMITH_RETURN_IF_FAILED(head_map(q, q_tensor(x), a.dtype, kGroupRows));
+  WARPSMITH_RETURN_IF_FAILED(head_map(k, k_tensor(x), a.dtype, tile.block_keys));
+  WARPSMITH_RETURN_IF_FAILED(head_map(v, v_tensor(x), a.dtype, tile.block_keys));
+  WARPSMITH_RETURN_IF_FAILED(head_map(out, out_tensor(x), a.dtype, kGroupRows));
+  const ForwardParams p = device_params(x, tile);
+  if (tile.stages_biases()) WARPSMITH_RETURN_IF_FAILED(bias_map(bias, a, p.biases.rows));
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  // Packed: an upper bound, because the lengths are on the device. Blocks without a tile return at once.
+  int64_t tiles = p.schedule.tiles;
+  if (p.cu_seqlens_q != nullptr) tiles = (a.total_q / tile.tile_rows() + a.batch + 1) * a.heads_q;
+  if (p.schedule.counter != nullptr) {
+    const PrepareParams prepare{
+        p.schedule.counter, const_cast<int*>(p.schedule.first_tiles), a.cu_seqlens_q, p.batch, p.total_q, p.queries,
+        tile.tile_rows()};
+    WARPSMITH_RETURN_IF_FAILED(launch(prepare_schedule<kPrepareThreads>, {.block = kPrepareThreads}, stream, prepare));
+  }
+  const LaunchConfig config{.grid = static_cast<unsigned>(std::min<int64_t>(device.multiprocessors, tiles)),
+                            .block = static_cast<unsigned>(tile.threads()),
+                            .dynamic_shared_bytes = static_cast<size_t>(tile.shared_bytes()),
+                            .programmatic_dependent = p.schedule.counter != nullptr};
+  return launch(forward_sm90<T, index_of(tile)>, config, stream, q, k, v, out, bias, p);
+}
+
+template <ForwardTile tile> Status run_dtype(const AttentionFwdParams& x, void* stream) {
+  return x.problem.dtype == Dtype::bfloat16 ? run<bfloat16, tile>(x, stream) : run<float16, tile>(x, stream);
+}
+
+}  // namespace
+}  // namespace attention
+
+Status attention_forward_supported_sm90(const AttentionFwdParams& p) {
+  const AttentionForwardChoice choice = attention::choose(p);
+  return choice.supported ? Status() : attention::no_kernel(choice.why);
+}
+
+Status attention_forward_workspace_sm90(const AttentionFwdParams& p, int64_t* bytes) {
+  *bytes = attention::workspace_bytes(p.problem);
+  return {};
+}
+
+Status attention_forward_sm90(const AttentionFwdParams& p, void* stream) {
+  using namespace attention;
+  const AttentionForwardChoice choice = choose(p);
+  if (!choice.supported) return no_kernel(choice.why);
+  if (choice.tile == kForward128) return run_dtype<kForward128>(p, stream);
+  if (choice.tile == kForward64) return run_dtype<kForward64>(p, stream);
+  if (choice.tile == kForward64Short) return run_dtype<kForward64Short>(p, stream);
+  if (choice.tile == kForward128Dropout) return run_dtype<kForward128Dropout>(p, stream);
+  if (choice.tile == kForward64Dropout) return run_dtype<kForward64Dropout>(p, stream);
+  if (choice.tile == kForward128Bias) return run_dtype<kForward128Bias>(p, stream);
+  if (choice.tile == kForward128Pairs) return run_dtype<kForward128Pairs>(p, stream);
+  if (choice.tile == kForward64Pairs) return run_dtype<kForward64Pairs>(p, stream);
+  if (choice.tile == kForward128Mask) return run_dtype<kForward128Mask>(p, stream);
+  if (choice.tile == kForward128Alibi) return run_dtype<kForward128Alibi>(p, stream);
+  if (choice.tile == kForward64Bias) return run_dtype<kForward64Bias>(p, stream);
+  if (choice.tile == kForward64Mask) return run_dtype<kForward64Mask>(p, stream);
+  if (choice.tile == kForward64Alibi) return run_dtype<kForward64Alibi>(p, stream);
+  if (choice.tile == kForward128Extended) return run_dtype<kForward128Extended>(p, stream);
+  if (choice.tile == kForward256) return run_dtype<kForward256>(p, stream);
+  return run_dtype<kForward64Extended>(p, stream);
+}
+
+}  // namespace warpsmith

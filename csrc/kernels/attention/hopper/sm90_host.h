@@ -1,0 +1,87 @@
+#pragma once
+#include <algorithm>
+
+#include "device/launch.h"
+#include "device/tensor_map.h"
+#include "kernels/attention/attention_config.h"
+#include "kernels/attention/head_tensor.h"
+#include "kernels/attention/hopper/bias_sm90.cuh"
+#include "kernels/attention/mask.cuh"
+
+// Converts the params of attention to the arguments of the Hopper kernels: the problem for the choosers, tensor maps,
+// the window.
+namespace warpsmith::attention {
+
+constexpr int kMapColumns = 64;  // 16-bit columns of a box: 128 bytes, the span of the swizzle
+
+// Whether TMA can read the tensor: addresses and strides are multiples of 16 bytes, and no dimension is broadcast
+// (stride 0). The binding passes copies of other tensors.
+inline bool fits_tensor_map(const HeadTensor& t) {
+  const auto fits = [](int64_t stride, int64_t size) {
+    return size == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t{1} << 39);
+  };
+  return reinterpret_cast<uintptr_t>(t.base) % 16 == 0 && fits(t.strides.seq, t.length) &&
+         fits(t.strides.head, t.heads) && fits(t.strides.batch, t.batch);
+}
+
+// A tensor map over (head dim, length, heads, batch) whose box is `rows` rows of 64 columns.
+inline Status head_map(TensorMap& map, const HeadTensor& t, Dtype dtype, int rows) {
+  const auto bytes = [](int64_t stride, int64_t size) { return size == 1 ? 16 : 2 * stride; };
+  return make_tensor_map(map, {.base = t.base,
+                               .dtype = dtype,
+                               .rank = 4,
+                               .sizes = {t.head_dim, t.length, t.heads, t.batch},
+                               .strides_bytes = {0, bytes(t.strides.seq, t.length), bytes(t.strides.head, t.heads),
+                                                 bytes(t.strides.batch, t.batch)},
+                               .box = {kMapColumns, rows, 1, 1},
+                               .swizzle = device::Swizzle::bytes128});
+}
+
+// A tensor map over (keys, queries, heads, batch) of the bias. Dimensions that it is broadcast along have size 1.
+inline Status bias_map(TensorMap& map, const AttentionProblem& p, int rows) {
+  const AttentionBiasStrides& s = p.bias_strides;
+  const auto size = [](int64_t stride, int64_t all) { return stride == 0 ? int64_t{1} : all; };
+  const auto bytes = [](int64_t stride) { return stride == 0 ? int64_t{16} : 2 * stride; };
+  return make_tensor_map(map,
+                         {.base = p.bias,
+                          .dtype = p.bias_dtype,
+                          .rank = 4,
+                          .sizes = {p.seqlen_k, size(s.q, p.seqlen_q), size(s.head, p.heads_q), size(s.batch, p.batch)},
+                          .strides_bytes = {0, bytes(s.q), bytes(s.head), bytes(s.batch)},
+                          .box = {kMapColumns, rows, 1, 1},
+                          .swizzle = device::Swizzle::bytes128});
+}
+
+inline Window window_of(const AttentionProblem& p) {
+  const auto side = [](int64_t w) {
+    return w < 0 || w >= Window::kUnbounded ? Window::kUnbounded : static_cast<int>(w);
+  };
+  return {side(p.window_left), side(p.window_right), p.align_bottom_right};
+}
+
+inline AttentionKernelProblem kernel_problem(const AttentionProblem& p, bool aligned) {
+  AttentionKernelProblem k;
+  k.seqlen_q = p.seqlen_q;
+  k.seqlen_k = p.seqlen_k;
+  k.head_dim = static_cast<int>(p.head_dim);
+  k.head_dim_v = static_cast<int>(p.head_dim_v);
+  k.element_bytes = size_bytes(p.dtype);
+  k.causal = p.window_right >= 0;
+  k.softcap = p.softcap > 0;
+  k.mask = p.mask != nullptr;
+  k.bias = p.bias != nullptr;
+  k.alibi = p.alibi_slopes != nullptr;
+  k.bias_of_dtype = p.bias == nullptr || p.bias_dtype == p.dtype;
+  k.pairs_of_keys = (p.bias == nullptr || has_pairs_of_keys(p.bias, 2, p.bias_strides, p.seqlen_k)) &&
+                    (p.mask == nullptr || has_pairs_of_keys(p.mask, 1, p.mask_strides, p.seqlen_k));
+  k.bias_map = p.bias != nullptr && fits_bias_map(p.bias, p.bias_strides);
+  k.scale_has_inverse = p.softmax_scale >= kLeastBiasedScale;
+  k.dropout = p.dropout.seed != nullptr;
+  k.positive_scale = p.softmax_scale > 0;
+  k.aligned = aligned;
+  return k;
+}
+
+inline Status no_kernel(const char* why) { return Status::unsupported(std::string("no Hopper kernel for ") + why); }
+
+}  // namespace warpsmith::attention

@@ -1,9 +1,0 @@
-#include "kernels/attention/portable_launch.cuh"
-
-namespace warpsmith::attention {
-
-template Status run_forward_portable<bfloat16>(const AttentionFwdParams&, void*);
-template Status run_backward_portable<bfloat16>(const AttentionBwdParams&, void*);
-template Status run_dbias_portable<bfloat16>(const AttentionBwdParams&, void*);
-
-}  // namespace warpsmith::attention

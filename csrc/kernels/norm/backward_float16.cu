@@ -1,0 +1,4 @@
+#include "kernels/norm/backward_launch.cuh"
+
+template warpsmith::Status warpsmith::norm::launch_backward<warpsmith::float16>(const NormConfig&,
+                                                                                const NormBackwardParams&, void*);

@@ -1,0 +1,3 @@
+#include "kernels/norm/backward_launch.cuh"
+
+template warpsmith::Status warpsmith::norm::launch_backward<float>(const NormConfig&, const NormBackwardParams&, void*);

@@ -1,0 +1,3 @@
+#include "kernels/norm/forward_launch.cuh"
+
+template warpsmith::Status warpsmith::norm::launch_forward<float>(const NormConfig&, const NormForwardParams&, void*);

@@ -1,4 +1,0 @@
-#include "kernels/norm/norm_backward_launch.cuh"
-
-template warpsmith::Status warpsmith::norm::launch_backward<warpsmith::float16>(const NormConfig&,
-                                                                                const NormBackwardParams&, void*);

@@ -1,3 +1,0 @@
-#include "kernels/norm/norm_backward_launch.cuh"
-
-template warpsmith::Status warpsmith::norm::launch_backward<float>(const NormConfig&, const NormBackwardParams&, void*);

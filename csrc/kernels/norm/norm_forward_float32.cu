@@ -1,3 +1,0 @@
-#include "kernels/norm/norm_forward_launch.cuh"
-
-template warpsmith::Status warpsmith::norm::launch_forward<float>(const NormConfig&, const NormForwardParams&, void*);

@@ -1,0 +1,61 @@
+#include <string>
+
+#include "kernels/cross_entropy/cross_entropy_config.h"
+#include "kernels/cross_entropy/cross_entropy_ops.h"
+#include "pymodule/bindings.h"
+#include "pymodule/problem.h"
+
+namespace py = pybind11;
+
+namespace warpsmith::host {
+namespace {
+
+py::dict describe(const CrossEntropyConfig& c) {
+  py::dict d;
+  d["kernel"] = name(c.kernel);
+  d["cluster"] = c.cluster;
+  d["threads_a_row"] = c.lanes * c.cluster;
+  d["threads"] = c.threads;
+  d["blocks"] = c.blocks;
+  d["vectors_of_a_thread"] = c.slots;
+  d["bulk_copies"] = c.bulk;
+  d["shared_bytes"] = c.shared_bytes;
+  d["why"] = c.why;
+  return d;
+}
+
+py::dict plan(const char* op, const py::kwargs& given) {
+  Problem problem(op, given);
+  CrossEntropyProblem p;
+  p.rows = problem.integer("rows", 1);
+  p.classes = problem.integer("classes", 1);
+  p.element_bytes = problem.dtype_bytes("dtype", "bfloat16");
+  p.aligned = problem.flag("aligned", true);
+  p.gradient = problem.flag("gradient", true);
+  p.loss = problem.flag("loss", true);
+  p.multiprocessors = static_cast<int>(problem.integer("multiprocessors", 1, 132));
+  p.code_capability = static_cast<int>(problem.integer("code_capability", 80, 90));
+  p.max_shared_bytes = static_cast<int>(problem.integer("max_shared_bytes", 0, 227 * 1024));
+  problem.refuse_unknown();
+
+  py::dict d;
+  d["forward"] = describe(choose_cross_entropy_forward(p));
+  d["backward"] = describe(choose_cross_entropy_backward(p));
+  return d;
+}
+
+#define WARPSMITH_ROW(op) {#op, [](const py::kwargs& given) { return plan(#op, given); }},
+const RegisterPlanner registered[] = {WARPSMITH_CROSS_ENTROPY_OPS(WARPSMITH_ROW)};
+#undef WARPSMITH_ROW
+
+#define WARPSMITH_ROW(name) numbers[#name] = number++;
+const RegisterBinder reductions([](py::module_& m) {
+  py::dict numbers;
+  int64_t number = 0;
+  WARPSMITH_REDUCTIONS(WARPSMITH_ROW)
+  m.attr("REDUCTIONS") = numbers;
+});
+#undef WARPSMITH_ROW
+
+}  // namespace
+}  // namespace warpsmith::host
