@@ -50,15 +50,19 @@ def load_parts(wanted: dict[str, Any], parts: dict[str, Any]) -> None:
 
 
 def check_model(name: str, model: Any, state: dict[str, Any]) -> None:
-    own = {k: v.shape for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    saved = {k: v.shape for k, v in state.items() if isinstance(v, Tensor)}
+    own, saved = ({k: _shape(k, v) for k, v in entries.items()} for entries in (model.state_dict(), state))
     if own == saved:
         return
     found = [f"{k}: missing in the checkpoint" for k in own if k not in saved]
     found += [f"{k}: not in the model" for k in saved if k not in own]
-    found += [f"{k}: {tuple(saved[k])} for {tuple(own[k])}" for k in own if k in saved and own[k] != saved[k]]
+    found += [f"{k}: {saved[k]} for {own[k]}" for k in own if k in saved and own[k] != saved[k]]
     more = f" and {len(found) - 5} more" if len(found) > 5 else ""
     raise ValueError(f"Checkpointer.load: model: expected the one of {name}, got another: {'; '.join(found[:5])}{more}")
+
+
+def _shape(key: str, value: Any) -> tuple[int, ...] | None:
+    """The shape that an entry of a model's state must have. An extra state may be another object at each save."""
+    return tuple(value.shape) if isinstance(value, Tensor) and key.rpartition(".")[2] != "_extra_state" else None
 
 
 def check_optimizer(name: str, optimizer: Any, state: dict[str, Any]) -> None:

@@ -98,7 +98,11 @@ class Checkpointer:
             step: at least 0, and not below that of a checkpoint in the folder which ``load`` has not refused.
             model: with or without DistributedDataParallel or ``torch.compile`` around it.
             optimizer, scheduler, scaler, sampler: whatever has ``state_dict`` and ``load_state_dict``.
-            extra: tensors, numbers, strings, bytes, None, and lists, tuples and dicts of them.
+            extra: tensors, numbers, strings, bytes, None, and lists, tuples and dicts of them. Keys of a dict hold no
+                tensor.
+
+        Tensors that are the same view of the same memory are one tensor when they are loaded. Other views, such as
+        slices of one tensor, get memory of their own.
 
         Raises:
             CheckpointError: this save was refused, or the one before could not be written.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 _PIECE_BYTES = 16 << 20
 _HEADER_LIMIT_BYTES = 100 << 20
+RESERVED = "__metadata__"  # in the header, the entry that is no tensor
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -103,7 +104,7 @@ def read(file: Hashed, length_bytes: int) -> dict[str, Tensor]:
     text = bytearray(header_bytes)
     file.read_into(memoryview(text))
     header = json.loads(text)
-    header.pop("__metadata__", None)
+    header.pop(RESERVED, None)
     tensors, offset = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
         elements = 1
