@@ -6,19 +6,8 @@ from warpsmith.train.safetensors_file import DTYPES
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
 # Few, so that paths of different keys meet: "a" above "b" and "a.b", 1 and "1", None and "None", a tuple and its text.
 KEYS = ["a", "b", "a.b", "", "1", 1, 0, "0", True, "True", None, "None", -1, (1, "b"), "(1, 'b')", (), "()", 1.5, "1.5"]
-KEYS += [
-    "_extra_state",
-    "a.1",
-    "a.1#2",
-    "1#2",
-    "key",
-    "$tensor",
-    "$dict",
-    b"a",
-    "b'a'",
-    "__metadata__",
-    "__metadata__#2",
-]
+KEYS += ["_extra_state", "a.1", "a.1#2", "1#2", "key", "$tensor", "$dict", b"a", "b'a'"]
+KEYS += ["__metadata__", "__metadata__#2"]
 PLAIN = [None, True, 0, 3, -1.5, float("inf"), "", "word", b"\x00", (), []]
 
 VIEWS = {

@@ -18,7 +18,7 @@ from warpsmith.distributed.exchange import all_gather_bytes, rank_and_size
 from warpsmith.ops import _check
 from warpsmith.train import checkpoint_folder
 from warpsmith.train.checkpoint_folder import CheckpointError, Files
-from warpsmith.train.checkpoint_parts import check_model, check_optimizer, check_parts, load_parts, plain
+from warpsmith.train.checkpoint_parts import check_model, check_optimizer, check_parts, known_class, load_parts, plain
 from warpsmith.train.random_state import random_state, set_random_state
 from warpsmith.train.tree import Packer, unpack
 
@@ -155,8 +155,9 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the folder holds checkpoints, and none is whole.
-            ValueError: the checkpoint is of another model or optimizer, or has no state for one that is given. Nothing
-                has changed then.
+            ValueError: the checkpoint is of another model or of an optimizer of another class of ``torch.optim`` or
+                ``warpsmith.optim``, or has no state for one that is given. Nothing has changed then. Classes of one
+                name in both packages load each other's states.
         """
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         check_parts("Checkpointer.load", given, "load_state_dict")
@@ -176,7 +177,7 @@ class Checkpointer:
         if model is not None:
             check_model(path.name, plain(model), parts["model"])
         if optimizer is not None:
-            check_optimizer(path.name, optimizer, parts["optimizer"])
+            check_optimizer(path.name, optimizer, parts["optimizer"], state.get("optimizer_class"))
         load_parts(wanted, parts)
         self.extra = parts["extra"]
         if rng:
@@ -234,6 +235,7 @@ class Checkpointer:
         for event, device in zip(self._copied, devices, strict=True):
             event.record(torch.cuda.current_stream(device))
         state = {"step": step, "world_size": world_size, "torch": torch.__version__, "parts": parts}
+        state["optimizer_class"] = known_class(given["optimizer"])
         files[_STATE] = json.dumps(state, indent=1).encode()
         return files
 
