@@ -279,6 +279,33 @@ class Checkpointer:
     def _agree_on_one(self) -> tuple[Path | None, Files]:
         """The checkpoint that rank 0 finds whole, as every rank reads it."""
         rank, _ = rank_and_size(self.process_group)
+        while True:
+            path, files = self._newest_of_rank_0(rank)
+            if path is None:
+                return None, {}
+            problem = ""
+            if rank != 0:
+                try:
+                    files = checkpoint_folder.read(path)
+                except (OSError, ValueError, KeyError, TypeError) as error:
+                    problem = checkpoint_folder.why(error)
+            problems = [text.decode() for text in all_gather_bytes(problem.encode(), self.process_group)]
+            if not any(problems):
+                break
+            dropped = b"" if rank != 0 or os.path.isdir(path) else b"dropped"  # by a writer, after rank 0 has read it
+            if not all_gather_bytes(dropped, self.process_group)[0]:
+                named = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
+                raise CheckpointError(
+                    f"Checkpointer.load: {path} is whole for rank 0, but not for others: {named}: expected one folder "
+                    "that all ranks see"
+                )
+        if rank == 0:
+            for line in self.refused:
+                _LOG.warning("refused %s; using %s", line, path.name)
+        return path, files
+
+    def _newest_of_rank_0(self, rank: int) -> tuple[Path | None, Files]:
+        """The newest checkpoint that rank 0 finds whole, and on rank 0 its files."""
         path: Path | None = None
         files: Files = {}
         failure: BaseException | None = None
@@ -301,24 +328,7 @@ class Checkpointer:
                 refused = "; ".join(self.refused)
                 raise CheckpointError(f"Checkpointer.load: no whole checkpoint in {self.folder}: {refused}")
             return None, {}
-        path = self.folder / choice["name"]
-        problem = ""
-        if rank != 0:
-            try:
-                files = checkpoint_folder.read(path)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                problem = checkpoint_folder.why(error)
-        problems = [text.decode() for text in all_gather_bytes(problem.encode(), self.process_group)]
-        if any(problems):
-            named = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
-            raise CheckpointError(
-                f"Checkpointer.load: {path} is whole for rank 0, but not for others: {named}: expected one folder that "
-                "all ranks see"
-            )
-        if rank == 0:
-            for line in self.refused:
-                _LOG.warning("refused %s; using %s", line, path.name)
-        return path, files
+        return self.folder / choice["name"], files
 
     def _restore_random(self, name: str, states: list[Any]) -> None:
         rank, size = rank_and_size(self.process_group)
@@ -330,13 +340,17 @@ class Checkpointer:
 
 
 def _newest_whole(folder: Path) -> tuple[Path | None, Files, list[str]]:
-    refused: list[str] = []
-    for path in reversed(checkpoint_folder.found(folder)):
-        try:
-            return path, checkpoint_folder.read(path), refused
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            refused.append(f"{path.name}: {checkpoint_folder.why(error)}")
-    return None, {}, refused
+    while True:
+        listed, refused = checkpoint_folder.found(folder), list[str]()
+        for path in reversed(listed):
+            try:
+                return path, checkpoint_folder.read(path), refused
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                refused.append(f"{path.name}: {checkpoint_folder.why(error)}")
+            if checkpoint_folder.found(folder) != listed:  # a writer has dropped it for a newer one
+                break
+        else:
+            return None, {}, refused
 
 
 def _text(content: dict[str, Tensor] | bytes) -> bytes:

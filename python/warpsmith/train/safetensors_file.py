@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import json
 import os
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -136,29 +137,28 @@ def write_file(path: Path, content: dict[str, Tensor] | bytes) -> dict[str, Any]
     return {"bytes": file.bytes, "sha256": file.sha256}
 
 
-def read_file(path: Path, expected: dict[str, Any]) -> dict[str, Tensor] | bytes:
-    """The tensors of a ``.safetensors`` file, or the bytes of another one.
+def read_file(raw: FileIO, name: str, expected: dict[str, Any]) -> dict[str, Tensor] | bytes:
+    """The tensors of an unbuffered ``.safetensors`` file, or the bytes of another one.
 
     Raises:
         ValueError: its length or sha256 is not the expected one.
     """
-    size = path.stat().st_size
+    size = os.fstat(raw.fileno()).st_size
     if size != expected["bytes"]:
-        raise ValueError(f"{path.name}: expected {expected['bytes']} bytes, got {size}")
-    with open(path, "rb", buffering=0) as raw:
-        file = Hashed(raw)
-        content: dict[str, Tensor] | bytes
-        try:
-            if path.suffix == ".safetensors":
-                content = read(file, size)
-            else:
-                buffer = bytearray(size)
-                file.read_into(memoryview(buffer))
-                content = bytes(buffer)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path.name}: {error}") from error
+        raise ValueError(f"{name}: expected {expected['bytes']} bytes, got {size}")
+    file = Hashed(raw)
+    content: dict[str, Tensor] | bytes
+    try:
+        if name.endswith(".safetensors"):
+            content = read(file, size)
+        else:
+            buffer = bytearray(size)
+            file.read_into(memoryview(buffer))
+            content = bytes(buffer)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{name}: {error}") from error
     if file.sha256 != expected["sha256"]:
-        raise ValueError(f"{path.name}: expected the manifest's sha256, got another")
+        raise ValueError(f"{name}: expected the manifest's sha256, got another")
     return content
 
 
