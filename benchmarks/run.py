@@ -4,6 +4,8 @@
     python benchmarks/run.py --op rms_norm --json out.json  one op
     python -m benchmarks --warm-compile 8                   compile alone, by 8 processes, for a timing run after it
 
+The rows join benchmarks/results.csv, in place of older ones of the same GPU, device and op (recorded.py).
+
 Each `bench_<family>.py` has `OPS`, `{op: run}`, or one `run` for the op of its own name; `run(device, options)` returns
 the rows of one device. How a time is taken, and what the
 columns mean, is in `warpsmith.testing` (GpuTimer, time_cpu, Row).
@@ -12,6 +14,7 @@ columns mean, is in `warpsmith.testing` (GpuTimer, time_cpu, Row).
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -27,7 +30,7 @@ from warpsmith.testing import Row, environment, format_table, write_json  # noqa
 from warpsmith.testing.gpu_timer import NOT_TIMED  # noqa: E402
 from warpsmith.testing.rows import OURS  # noqa: E402
 
-from benchmarks import rivals, warm  # noqa: E402
+from benchmarks import recorded, rivals, warm  # noqa: E402
 from benchmarks.cells import Options, compile_seconds, runners  # noqa: E402
 from benchmarks.host_load import HostLoad  # noqa: E402
 
@@ -48,6 +51,10 @@ def parser():
     made = argparse.ArgumentParser(prog="benchmarks", description="Speed of warpsmith's ops beside their rivals.")
     made.add_argument("--op", action="append", choices=available(), help="may be repeated; default: all")
     made.add_argument("--device", choices=("cpu", "cuda", "all"), default="all", help="default: all that are there")
+    made.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="of the results.csv that takes the rows; default: $OUT, or "
+        "benchmarks; --quick has no default",
+    )  # fmt: skip
     made.add_argument("--json", type=Path, help="also write the rows and the environment to this file")
     made.add_argument("--skip", type=int, default=0, metavar="N", help="go on: the --json file has N ops and devices")
     made.add_argument(
@@ -101,7 +108,33 @@ def context_is_lost():
 
 
 # What a run says of itself beside the machine. others_busy_cores: cores that other processes kept busy meanwhile.
-FACTS = {"rivals": dict, "failed": list, "left_out": list, "others_busy_cores": dict}
+FACTS = {"recording": str, "rivals": dict, "failed": list, "left_out": list, "others_busy_cores": dict}
+
+
+def machine():
+    """The environment. The GPU's name says so where code of other GPUs runs: "NVIDIA H200, sm_80 code"."""
+    found = environment()
+    if "gpu" in found:
+        command = [sys.executable, "-m", "warpsmith", "info", "--json"]
+        told = subprocess.run(command, capture_output=True, text=True).stdout
+        kernels = json.loads(told[told.index("{") :])["kernels"].get("cuda:0", {})
+        found["gpu"] = named_by_code(found["gpu"], kernels, torch.cuda.get_device_capability())
+    return found
+
+
+def named_by_code(gpu, kernels, capability):
+    """The GPU's name, and the code where that is no machine code of its own; `kernels`: what `info` says of it."""
+    code = kernels.get("code")
+    own = not code or (code.startswith("sm_{}{}".format(*capability)) and "PTX" not in kernels["why"])
+    return gpu if own else f"{gpu}, {code} code"
+
+
+def keep(rows, facts, place, options):
+    """Writes what was measured until now, as CSV and as JSON, where they are wanted."""
+    if options.results:
+        recorded.add(facts["recording"], rows, {**place, **facts}, options.results)
+    if options.json:
+        write_json(options.json, rows, **facts)
 
 
 def main(arguments=None):
@@ -119,11 +152,15 @@ def main(arguments=None):
     if options.warm_compile:
         warm.warm_compile(ops, devices, options.warm_compile, options.until)
         return 0
+    if not options.results and not options.quick:
+        options.results = Path(os.environ.get("OUT") or FOLDER)
 
     settings = Options(rounds=options.rounds, quick=options.quick, compile=not options.no_compile)
     kept = json.loads(options.json.read_text()) if options.skip else {"rows": [], "environment": {}}
     rows = [Row(**row) for row in kept["rows"]]
     facts = {name: kept["environment"].get(name, made_of()) for name, made_of in FACTS.items()}
+    place = machine()
+    facts["recording"] = facts["recording"] or recorded.name_of(place)
     todo = [(op, device) for device in devices for op in ops]
     for done, (op, device) in enumerate(todo[options.skip :], options.skip + 1):
         if options.until and time.time() > options.until:
@@ -140,13 +177,11 @@ def main(arguments=None):
             traceback.print_exc()
             facts["failed"].append(f"{op} on {device}")
         facts["others_busy_cores"][f"{op} on {device}"] = load.others_busy_cores()
-        if options.json:
-            write_json(options.json, rows, **facts)
-            if context_is_lost() and todo[done:]:  # no kernel runs in this process any more
-                same = sys.argv[1 : sys.argv.index("--skip")] if options.skip else sys.argv[1:]
-                os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *same, "--skip", str(done)])
-    if options.json:
-        write_json(options.json, rows, **facts)
+        keep(rows, facts, place, options)
+        if options.json and context_is_lost() and todo[done:]:  # no kernel runs in this process any more
+            same = sys.argv[1 : sys.argv.index("--skip")] if options.skip else sys.argv[1:]
+            os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *same, "--skip", str(done)])
+    keep(rows, facts, place, options)
     print("\n".join(f"{name}: {value}" for name, value in {**environment(), **facts}.items()))
     if options.quick:
         print("--quick: the sizes are tiny, the figures mean nothing")

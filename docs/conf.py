@@ -1,9 +1,15 @@
 """Sphinx: `make docs`. Markdown by MyST, the API from the docstrings of the installed package."""
 
 import importlib
+import sys
+from pathlib import Path
 
 import warpsmith
 import warpsmith.testing
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import speed_table
 
 project = "Warpsmith"
 author = "the Warpsmith authors"
@@ -52,5 +58,14 @@ def with_summary(app, what, name, obj, options, lines):
         lines += ["", ".. autosummary::", "   :nosignatures:", "", *(f"   {n}" for n in names), ""]
 
 
+def with_speed_tables(app, docname, source):
+    """Puts the tables of the recordings into docs/benchmarks.md."""
+    if docname == "benchmarks":
+        for name in ("results", "recordings"):
+            app.env.note_dependency(speed_table.ROOT / f"benchmarks/{name}.csv")
+        source[0] = speed_table.page(source[0])
+
+
 def setup(app):
+    app.connect("source-read", with_speed_tables)
     app.connect("autodoc-process-docstring", with_summary)

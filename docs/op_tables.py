@@ -90,21 +90,30 @@ def index_table() -> str:
     return table(heads, lines)
 
 
-def optimizer_page(row: str) -> str:
-    """Where an optimizer's page is, below docs."""
-    return f"ops/{row}.md" if any(op.name == row for op in rows()) else f"optim/{row}.md"
-
-
-def optimizer_table(columns: tuple[str, ...], folder: str) -> str:
-    """The optimizers; links are from a page in `folder`."""
-    lines = []
+def optimizer_cells() -> dict[str, dict[str, str]]:
+    """{an optimizer's page below docs: the cells of its table}."""
+    found = {}
     for row in optimizers():
-        page = optimizer_page(row)
-        found = cells(f"docs/{page}")
-        if missing := [name for name in OF_AN_OPTIMIZER if name not in found]:
+        page = f"ops/{row}.md" if any(op.name == row for op in rows()) else f"optim/{row}.md"
+        found[page] = cells(f"docs/{page}")
+        if missing := [name for name in OF_AN_OPTIMIZER if name not in found[page]]:
             raise SystemExit(f"docs/{page}: its table has no line {', '.join(missing)}")
-        lines.append([f"[{found['class']}]({folder}{page})", *(found[c] for c in columns)])
-    return table(["class", *columns], lines)
+    return found
+
+
+def optimizer_table() -> str:
+    """The optimizers, for docs/optim/index.md."""
+    lines = [
+        [f"[{found['class']}](../{page})", *(found[c] for c in OF_AN_OPTIMIZER[1:])]
+        for page, found in optimizer_cells().items()
+    ]
+    return table(list(OF_AN_OPTIMIZER), lines)
+
+
+def optimizer_line() -> str:
+    """The optimizers, for the README."""
+    classes = (found["class"].replace("warpsmith.optim.", "") for found in optimizer_cells().values())
+    return f"Optimizers of `warpsmith.optim`: {', '.join(classes)} ([what they share](docs/optim/index.md)).\n"
 
 
 def modules_of(op: str) -> list[str]:
@@ -247,13 +256,10 @@ def with_tables(path: str, **texts: str) -> str:
 
 def pages() -> dict[str, str]:
     """{path: what should stand there}."""
-    short = optimizer_table(("as in torch", "options", "bytes a parameter"), "docs/")
     return {
-        "README.md": with_tables("README.md", ops=readme_table(), optimizers=short),
+        "README.md": with_tables("README.md", ops=readme_table(), optimizers=optimizer_line()),
         "docs/ops/index.md": with_tables("docs/ops/index.md", ops=index_table()),
-        "docs/optim/index.md": with_tables(
-            "docs/optim/index.md", optimizers=optimizer_table(OF_AN_OPTIMIZER[1:], "../")
-        ),
+        "docs/optim/index.md": with_tables("docs/optim/index.md", optimizers=optimizer_table()),
         "docs/design/index.md": with_tables("docs/design/index.md", notes=notes_table()),
         **api_pages(),
     }

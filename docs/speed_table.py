@@ -1,57 +1,40 @@
-"""Writes the speed tables and plots from the newest runs in benchmarks/results: what stands in README.md in short, all
-of it in docs/benchmarks.md. `python docs/speed_table.py`."""
+"""The speed tables and plots, from benchmarks/results.csv. The docs build puts the tables into docs/benchmarks.md.
+
+python docs/speed_table.py   # writes README.md's few rows and the pictures
+"""
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.recorded import YARDSTICK, Recording, Row, load, newest  # noqa: E402
 from tools import families  # noqa: E402
 
-BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
-OURS, YARDSTICK, MEMORY = "warpsmith", "copy_", "peak memory"
+BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"  # in README.md
+MARK = "<!-- speed tables -->"  # in docs/benchmarks.md
+OURS, MEMORY = "warpsmith", "peak memory"
 EAGER = ("torch", "torch, no cast", "torch fused")
-GPU, CPU, PORTABLE = "*-nvidia-h200.json", "*-cpu.json", "*-nvidia-h200-sm80-code.json"
-SHARED = {"linear_cross_entropy by chunks": "linear_cross_entropy"}  # drawn in one picture: from one run
+GPU, PORTABLE, NO_GPU = "NVIDIA H200", "NVIDIA H200, sm_80 code", ""
 WHOLE = ("loss + gradient", "forward + backward", "step")  # what is measured in one piece
 NEAR = 0.98  # the README names the cells where a rival's time is less than this much of ours
+README_OPS = tuple("rms_norm rope attention swiglu cross_entropy linear_cross_entropy adamw llama".split())
+UNITS = (
+    "bf16 unless the size says otherwise. *Of copy*: the rate as a fraction of a device copy of the same bytes. "
+    "*torch / ours*, *best rival / ours*: their time over Warpsmith's; above 1, Warpsmith is faster."
+)
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-Row = dict[str, Any]
 Cell = dict[str, Row]
 
 
-class Recording(NamedTuple):
-    """A kept run, with those of its rows that no newer one has."""
-
-    path: Path
-    environment: Row
-    rows: list[Row]
-
-
-def recordings(pattern: str = GPU) -> list[Recording]:
-    """The newest rows of each op and device, by run; newest run first."""
-    paths = sorted((ROOT / "benchmarks/results").glob(pattern), reverse=True)
-    return newest_rows(paths)
-
-
-def newest_rows(paths: list[Path]) -> list[Recording]:
-    """Of runs, newest first. A run that adds nothing is left out."""
-    seen: set[tuple[str, str]] = set()
-    found = []
-    for path in paths:
-        run = json.loads(path.read_text())
-        new = {(row.get("device", ""), SHARED.get(row["op"], row["op"])) for row in run["rows"]} - seen
-        rows = [row for row in run["rows"] if (row.get("device", ""), SHARED.get(row["op"], row["op"])) in new]
-        if rows:
-            found.append(Recording(path, run["environment"], rows))
-        seen |= new
-    return found
+def recordings(gpu: str = GPU) -> list[Recording]:
+    """The newest rows of each op on one kind of machine, by run; newest run first."""
+    device = "cuda" if gpu else "cpu"
+    found = [Recording(facts, [row for row in rows if row["device"] == device]) for facts, rows in newest(load())]
+    return [found for found in found if found.facts["gpu"] == gpu and found.rows]
 
 
 def all_rows(found: list[Recording]) -> list[Row]:
@@ -71,10 +54,6 @@ def cells(rows: list[Row]) -> list[Cell]:
         return order.get(op.split(" ")[0], len(order)), op  # "geglu tanh" stands behind geglu
 
     return sorted((c for c in found.values() if OURS in c), key=place)
-
-
-def on_gpu(cell: Cell) -> bool:
-    return bool(cell[OURS]["device"] == "cuda")
 
 
 def time_text(row: Row) -> str:
@@ -182,22 +161,18 @@ def failures(rows: list[Row]) -> str:
     found: dict[tuple[str, ...], str] = {}
     for row in rows:
         if row["value"] is None:
-            note = re.sub(r"\x1b\[[\d;]*m", "", row["note"]).strip()  # compilers colour their messages
-            found.setdefault((row["contender"], row["op"], row["shape"]), note)
+            found.setdefault((row["contender"], row["op"], row["shape"]), row["note"])
     text = "; ".join(f"{c} at `{op}` {shape} ({why[:90]})" for (c, op, shape), why in found.items())
     return f"\nWithout a time: {text}.\n" if text else ""
 
 
 def where(found: list[Recording], short: bool = False) -> str:
-    """The machine, the versions and the files: a sentence for one run, a list for several. short: without the list."""
+    """The machine, the versions and the recordings: a sentence for one, a list for several. short: without the list."""
     if len(found) == 1:
         run = found[0]
-        return (
-            f"{facts(run)}, {run.environment['date'][:16]}, one run of `python -m benchmarks`; "
-            f"all contenders: `{run.path.relative_to(ROOT)}`. "
-        )
+        return f"{facts(run)}, {run.facts['date'][:16]}, one run of `python -m benchmarks`: recording `{run.name}`. "
     machines = list(dict.fromkeys(facts(run) for run in found))
-    dates = sorted(run.environment["date"][:10] for run in found)
+    dates = sorted(run.facts["date"][:10] for run in found)
     text = f"{'; '.join(machines)}. Each op has the figures of its newest run of `python -m benchmarks`"
     if short:
         return f"{text} ({len(found)} runs from {dates[0]} to {dates[-1]}: [list](docs/benchmarks.md)). "
@@ -205,33 +180,33 @@ def where(found: list[Recording], short: bool = False) -> str:
     for run in found:
         ops = ", ".join(f"`{op}`" for op in dict.fromkeys(row["op"].split(" ")[0] for row in run.rows))
         machine = f" ({facts(run)})" if len(machines) > 1 else ""
-        lines.append(f"- {run.environment['date'][:16]}{machine}, `{run.path.relative_to(ROOT)}`: {ops}")
-    return f"{text}; a file has all contenders:\n\n" + "\n".join(lines) + "\n\n"
+        lines.append(f"- {run.facts['date'][:16]}{machine}, recording `{run.name}`: {ops}")
+    return f"{text}:\n\n" + "\n".join(lines) + "\n\n"
 
 
 def facts(run: Recording) -> str:
-    e = run.environment
-    machine = f"{e['gpu']} (driver {e['driver_version']}, {e['power.limit']})" if e.get("gpu") else e["cpu"]
+    e = run.facts
+    machine = f"{e['gpu']} (driver {e['driver']}, {e['power']})" if e["gpu"] else e["cpu"]
     cuda = f", CUDA {e['cuda']}" if e["cuda"] else ""
     return f"{machine}, torch {e['torch']}{cuda}, Python {e['python']}"
 
 
 def rivals(found: list[Recording]) -> str:
     """Who is in the runs, and who is not."""
-    versions = {name: v for recording in reversed(found) for name, v in recording.environment["rivals"].items()}
+    told = (recording.facts["rivals"] for recording in reversed(found))
+    versions = dict(rival.rsplit(" ", 1) for text in told if text for rival in text.split(", "))
     here = "".join(f", {name} {version}" for name, version in versions.items() if version != "absent")
     absent = ", ".join(name for name, version in versions.items() if version == "absent")
     return f"Rivals: torch eager, `torch.compile`{here}" + (f" (not installed: {absent})." if absent else ".")
 
 
 def tables(gpu_runs: list[Recording], cpu_runs: list[Recording]) -> str:
-    """What stands between the marks of docs/benchmarks.md."""
+    """What the docs build puts into docs/benchmarks.md."""
     rows, cpu_rows = all_rows(gpu_runs), all_rows(cpu_runs)
-    gpu = [c for c in cells(rows) if on_gpu(c)]
-    cpu = [c for c in cells(cpu_rows) if not on_gpu(c)]
+    gpu, cpu = cells(rows), cells(cpu_rows)
     return (
-        f"{where(gpu_runs)}{rivals(gpu_runs)} Below 1 under *rival / ours* the rival is faster.\n\n"
-        f"bf16 unless the size says otherwise:\n\n"
+        f"{where(gpu_runs)}{rivals(gpu_runs)} {UNITS} {behind(gpu)}\n\n"
+        f"Each op at its first size:\n\n{by_op(gpu)}\nAll sizes:\n\n"
         f"{both_ways(gpu, 'bfloat16')}\n{the_rest(gpu, 'bfloat16')}\n{training(gpu)}{failures(rows)}\n"
         f"The CPU, 2 threads, fp32: {where(cpu_runs).strip()}\n\n"
         f"{both_ways(cpu, 'float32')}\n{the_rest(cpu, 'float32')}\n{training(cpu)}{failures(cpu_rows)}\n"
@@ -239,12 +214,19 @@ def tables(gpu_runs: list[Recording], cpu_runs: list[Recording]) -> str:
     )
 
 
+def page(text: str) -> str:
+    """docs/benchmarks.md with its tables."""
+    if text.count(MARK) != 1:
+        raise ValueError(f"docs/benchmarks.md: expected one line {MARK}")
+    return text.replace(MARK, tables(recordings(), recordings(NO_GPU)).strip())
+
+
 def portable() -> str:
     """What cards without kernels of their own run, on the card that is at hand; nothing where nobody recorded it."""
     runs = recordings(PORTABLE)
     if not runs:
         return ""
-    found = [c for c in cells(all_rows(runs)) if on_gpu(c)]
+    found = cells(all_rows(runs))
     return (
         "## sm_80 code on an H200\n\n"
         "A library built for sm_80 alone, whose PTX the driver compiled: the kernels that A100, L40S and RTX 4090 "
@@ -269,11 +251,10 @@ def short(cell: Cell | None) -> list[str]:
     return [time_text(ours).split(" (")[0], of_copy, ratio(cell, eager), ratio(cell, best_rival(cell), named=True)]
 
 
-def summary(runs: list[Recording]) -> str:
-    """What stands between the README's marks: each op at its first size, and where a rival is ahead."""
-    gpu = [c for c in cells(all_rows(runs)) if on_gpu(c)]
+def by_op(found: list[Cell], ops: tuple[str, ...] = ()) -> str:
+    """Each op, or each of these, at its first size."""
     firsts: dict[str, dict[str, Cell]] = {}
-    for cell in gpu:
+    for cell in found:
         row = cell[OURS]
         shapes = firsts.setdefault(row["op"], {})
         if row["direction"] in ("forward", "backward", *WHOLE) and {c[OURS]["shape"] for c in shapes.values()} <= {
@@ -285,7 +266,7 @@ def summary(runs: list[Recording]) -> str:
         pair = [shapes.get("forward"), shapes.get("backward")]
         whole = [shapes[d] for d in WHOLE if d in shapes]
         first = next((c for c in [*pair, *whole] if c), None)
-        if first is None:
+        if first is None or (ops and op not in ops):
             continue
         size = size_text(first[OURS], "bfloat16")
         if whole:
@@ -293,11 +274,15 @@ def summary(runs: list[Recording]) -> str:
         else:
             lines.append(line([f"`{op}`", size, *short(pair[0]), *short(pair[1])]))
     columns = ["of copy", "torch / ours", "best rival / ours"]
+    return head(["op", "size", "forward", *columns, "backward", *columns]) + "\n".join(lines) + "\n"
+
+
+def summary(runs: list[Recording]) -> str:
+    """What stands between the README's marks: some ops at their first size, and where a rival is ahead."""
+    gpu = cells(all_rows(runs))
     return (
-        f"{where(runs, short=True)}{rivals(runs)}\n\n"
-        "bf16 unless the size says otherwise. *Of copy*: the rate as a fraction of a device copy of the same bytes. "
-        "*torch / ours*, *best rival / ours*: their time over Warpsmith's; above 1, Warpsmith is faster.\n\n"
-        f"{head(['op', 'size', 'forward', *columns, 'backward', *columns])}" + "\n".join(lines) + f"\n\n{behind(gpu)}"
+        f"{where(runs, short=True)}{rivals(runs)} {UNITS}\n\n{by_op(gpu, README_OPS)}\n"
+        f"{behind(gpu)} [All ops, sizes and rivals](docs/benchmarks.md).\n"
     )
 
 
@@ -312,40 +297,35 @@ def behind(found: list[Cell]) -> str:
         if ours["value"] and best["value"] / ours["value"] < NEAR:
             held = memory.get((ours["op"], ours["shape"]), {})
             peaks = [f"{held[n]['value'] / 1e3:.2f} GB" for n in (best["contender"], OURS) if n in held]
-            price = f" (memory: {' beside our '.join(peaks)})" if peaks else ""
-            what = [f"`{ours['op']}`", size_text(ours, "bfloat16"), ours["direction"]]
-            ahead.append((best["value"] / ours["value"], what, best["contender"] + price))
-    listed = [line([*what, f"{ratio:.2f}", who]) for ratio, what, who in sorted(ahead)]
+            price = f", memory: {' beside our '.join(peaks)}" if peaks else ""
+            ratio = best["value"] / ours["value"]
+            what = f"`{ours['op']}` {size_text(ours, 'bfloat16')} {ours['direction']}"
+            ahead.append((ratio, f"{what} ({ratio:.2f} {best['contender']}{price})"))
     text = f"Over all sizes a rival is more than {1 - NEAR:.0%} faster in {len(ahead)} of {len(timed)} cells"
-    if not listed:
-        return f"{text}.\n"
-    return (
-        f"{text}:\n\n{head(['op', 'size', 'direction', 'best rival / ours', 'best rival'])}" + "\n".join(listed) + "\n"
-    )
+    return f"{text}: {'; '.join(what for _, what in sorted(ahead))}." if ahead else f"{text}."
 
 
 def write(path: Path, text: str) -> None:
     """Between the marks of a document."""
     before, rest = path.read_text(encoding="utf-8").split(BEGIN)
-    path.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.split(END)[1], encoding="utf-8")
+    path.write_text(before + BEGIN + text + END + rest.split(END)[1], encoding="utf-8")
 
 
 def main() -> None:
     runs = recordings()
     write(ROOT / "README.md", summary(runs))
-    write(ROOT / "docs/benchmarks.md", tables(runs, recordings(CPU)))
     from speed_plots import attention_by_length, beside_rivals, memory_curve
 
     rows = all_rows(runs)
-    gpu, date = runs[0].environment["gpu"], runs[0].environment["date"][:10]
+    gpu, date = runs[0].facts["gpu"], runs[0].facts["date"][:10]
     memory_curve(rows, f"{gpu}, {date_of(runs, 'linear_cross_entropy')}")
     attention_by_length(rows, f"{gpu}, bf16, 16,384 tokens, hidden size 2,048, {date_of(runs, 'attention')}")
-    beside_rivals([c for c in cells(rows) if on_gpu(c)], f"{gpu}, bf16 unless said otherwise, to {date}")
+    beside_rivals(cells(rows), f"{gpu}, bf16 unless said otherwise, to {date}")
 
 
 def date_of(runs: list[Recording], op: str) -> str:
     """The day on which an op's rows were measured."""
-    return next(str(r.environment["date"][:10]) for r in runs if any(row["op"] == op for row in r.rows))
+    return next(str(r.facts["date"][:10]) for r in runs if any(row["op"] == op for row in r.rows))
 
 
 if __name__ == "__main__":

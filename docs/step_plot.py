@@ -1,6 +1,6 @@
 """Draws docs/img/step.png: tokens a second and memory of a training step of GPT-2 124M, beside torch and torch.compile.
 
-    python -m benchmarks --op gpt2 --json benchmarks/results/<date>-<card>.json   # on a GPU, one file a card
+    python -m benchmarks --device cuda --op gpt2   # one more recording
     python docs/step_plot.py
 
 A bar is the median of all recordings of that step, its whisker their range.
@@ -8,11 +8,16 @@ A bar is the median of all recordings of that step, its whisker their range.
 
 from __future__ import annotations
 
-import json
 import statistics
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.recorded import load  # noqa: E402
+
+GPU = "NVIDIA H200"
 CELL = ("train_gpt", "gpt2-124m 64x1024")
 TOKENS = 64 * 1024
 CONTENDERS = {"torch": "#9aa0a6", "torch.compile": "#5f6368", "warpsmith": "#1a73e8"}
@@ -21,10 +26,9 @@ CONTENDERS = {"torch": "#9aa0a6", "torch.compile": "#5f6368", "warpsmith": "#1a7
 def recorded() -> dict[str, dict[str, list[float]]]:
     """{direction: {contender: values}} of every recording."""
     found: dict[str, dict[str, list[float]]] = {"step": {}, "peak memory": {}}
-    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
-        for row in json.loads(path.read_text()).get("rows", []):
-            if (row.get("op"), row.get("shape")) == CELL and row["device"] == "cuda" and row["value"] is not None:
-                found[row["direction"]].setdefault(row["contender"], []).append(row["value"])
+    for row in (row for facts, rows in load() if facts["gpu"] == GPU for row in rows):
+        if (row["op"], row["shape"]) == CELL and row["value"] is not None:
+            found[row["direction"]].setdefault(row["contender"], []).append(row["value"])
     return found
 
 

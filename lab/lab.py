@@ -1,13 +1,13 @@
 """Builds and runs an experiment of this folder on a GPU machine, from the repository's root.
 
     python lab/lab.py                       # the experiments, each with its question
-    python lab/lab.py rope elementwise      # builds these side by side, then runs one after the other
+    python lab/lab.py norm_lengths          # builds it, then runs it; of several all are built first
     python lab/lab.py --build norm_lengths  # needs nvcc, no GPU
-    python lab/lab.py --arch sm_80 rope
+    python lab/lab.py --arch sm_80 norm_lengths
 
 An experiment is a .cu whose first line is `// Question: ...`. Lines `// links: <source>` name further sources, lines
 `// runs: [-D<name>=<value> ...] [arguments]` its runs; each different set of -D is a program of its own. Tables go to
-build/lab as well. linear_loss.py is run by itself.
+build/lab as well.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ def gradients(dout, dlse, q, k, v, *rest):
     every_k, every_v = (t.repeat_interleave(shared, 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _, visible = window_of(q.shape[2], k.shape[2], False, "bottom_right", (left, right))
+    visible = visible.to(q.device)
     p = torch.where(visible, torch.exp(q @ every_k.mT * scale - lse[..., None]), 0.0).nan_to_num(nan=0.0)
     delta = (dout * out).sum(-1, keepdim=True) - (0.0 if dlse is None else dlse[..., None])
     ds = p * (dout @ every_v.mT - delta) * scale
@@ -71,6 +72,15 @@ def test_two_ranks(rank, world_size):
 @multirank(4, timeout_s=300)
 def test_four_ranks(rank, world_size):
     check_ring()
+
+
+def test_the_formula_stays_on_the_device_of_its_tensors():
+    """Meta tensors stand for a GPU's: torch refuses to mix either with tensors of the CPU."""
+    tensors = [torch.empty(2, 6, 4, 8, device="meta") for _ in range(5)]
+    lse, sink = torch.empty(2, 4, 6, device="meta"), torch.empty(4, device="meta")
+    rest = *[None] * 4, sink, None, 0, 0, 0, 0, True, 2, 0, None, 0.0, 0.0, True
+    found = gradients(tensors[0], lse, *tensors[1:4], *rest, tensors[4], lse, False, True, None)
+    assert {t.device.type for t in found} == {"meta"}
 
 
 def options(softcap=0.0):

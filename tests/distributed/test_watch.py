@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from warpsmith.distributed import watch
+from warpsmith.distributed.watch_record import _CALLS, _PAIRS
 from warpsmith.distributed.watch_report import EVERYBODY, Said, State, is_trouble, likely_cause, report
 from warpsmith.testing.distributed import InjectedFault, fault, multirank
 
@@ -96,6 +97,50 @@ def test_a_missing_collective(shared):
     _, cause, _, of_1 = the_report(shared)
     assert "a collective is missing: rank 1 has left its watch() without all_reduce #2 of float32 (3,), at " in cause
     assert of_1.startswith("rank 1: left watch()")
+
+
+@multirank(2, ends={0: "raised", 1: "died"}, timeout_s=300)
+def leaver(rank, world_size, shared):
+    with watch(TIMEOUT_S, on_report=Reports(shared, rank)):
+        dist.barrier()
+        if rank == 0:
+            dist.all_reduce(torch.ones(3))
+    os._exit(1)
+
+
+def test_a_rank_that_left_and_closed_its_connections(shared):
+    """The other rank raises because of that, and is not blamed."""
+    leaver(shared=shared)
+    _, cause, of_0, of_1 = the_report(shared)
+    assert (
+        "cause: a collective is missing: rank 1 has left its watch() without all_reduce #2 of float32 (3,), at" in cause
+    )
+    assert "rank 0 raised " in cause
+    assert of_0.startswith("rank 0: raised") and of_1.startswith("rank 1: left watch()")
+
+
+@multirank(2, ends={0: "raised", 1: "died"}, timeout_s=300)
+def other_shapes(rank, world_size, shared):
+    """In gloo's sum the rank with the smaller tensor goes on, and waits in the next one."""
+    reports = Reports(shared, rank)
+
+    def end():
+        reports.wait()
+        os._exit(1)
+
+    with watch(TIMEOUT_S, on_report=reports):
+        if rank == 1:
+            threading.Thread(target=end).start()
+        dist.all_reduce(torch.ones(3 + rank))
+        dist.all_reduce(torch.ones(2))
+        dist.barrier()
+
+
+def test_both_shapes_of_an_earlier_collective_are_told(shared):
+    other_shapes(shared=shared)
+    cause = the_report(shared)[1]
+    assert "other tensors: rank 1 gives float32 (4,) to all_reduce #1, at " in cause
+    assert "rank 0 gives float32 (3,), at " in cause
 
 
 @multirank(2, timeout_s=300)
@@ -317,7 +362,45 @@ def test_the_likely_cause(words, states, silent):
     assert is_trouble(everything, set(silent), 10.0)
 
 
+GONE = "RuntimeError: [/x/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        ("rank 2 raised E", {1: outside(1, phase="raised", error=GONE, order=1),
+                             2: outside(2, phase="raised", error="E", order=2)}),
+        ("a collective is missing: rank 1 has left its watch() without all_reduce #3", {
+            0: inside(0, phase="raised", error=GONE, order=1), 1: outside(1, phase="ended")}),
+        ("rank 1 left watch(); rank 0 raised", {
+            0: inside(0, phase="raised", error=GONE, order=1), 1: outside(1, number=3, phase="ended")}),
+        ("other tensors: rank 1 gives int8 (4,) to all_reduce #3", {
+            0: inside(0, phase="raised", error=GONE, order=1),
+            1: State(1, 9, "ended", calls={"all ranks": said(what="int8 (4,)")})}),
+        ("rank 0 raised RuntimeError", {0: inside(0, phase="raised", error=GONE, order=1)}),
+    ],
+)  # fmt: skip
+def test_who_lost_its_peer_is_not_blamed(words, states):
+    assert likely_cause({rank: inside(rank) for rank in range(3)} | states, set()).startswith(words)
+
+
+@pytest.mark.parametrize("op", [name for name in _CALLS if name not in _PAIRS])
+@pytest.mark.parametrize("ahead", [0, 1, 30])
+def test_of_every_call_that_wants_equal_tensors_both_are_told(op, ahead):
+    """Whether the rank with the smaller tensor waits in the same call or has gone on, as far as calls are kept."""
+    mine, other = (said(op, 3, what) for what in ("float32 (4,)", "float32 (5,)"))
+    later = [said(number=4 + i) for i in range(ahead)]
+    states = {0: inside(0, mine), 1: inside(1, [other, *later][-1], recent={"all ranks": [other, *later]})}
+    cause = likely_cause(states, set())
+    by_rank = "object" in op or op in ("all_to_all", "all_to_all_single", "gather", "scatter")
+    assert ("float32 (4,)" in cause and "float32 (5,)" in cause) is not by_rank
+    assert by_rank or cause.startswith(f"other tensors: rank 1 gives float32 (5,) to {op} #3")
+
+
 def test_ranks_may_give_uneven_tensors_to_some_calls():
+    earlier = {rank: [said("all_gather", 2, f"float32 ({rank},)"), said()] for rank in range(2)}
+    states = {rank: inside(rank, recent={"all ranks": calls}) for rank, calls in earlier.items()}
+    assert likely_cause(states, set()).startswith("all ranks are in all_reduce #3")
     calls = {rank: inside(rank, said("all_to_all_single", what=f"float32 ({rank},)")) for rank in range(2)}
     assert likely_cause(calls, set()).startswith("all ranks are in all_to_all_single")
 
@@ -336,5 +419,5 @@ def test_computing_is_no_trouble_and_other_counts_are():
 
 
 def test_a_state_survives_the_store():
-    state = inside(1, phase="raised", error="E: ü", order=2, work=7)
+    state = inside(1, phase="raised", error="E: ü", order=2, work=7, recent={"all ranks": [said(), said("barrier", 4)]})
     assert State.from_json(state.to_json()) == state

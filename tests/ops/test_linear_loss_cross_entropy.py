@@ -293,6 +293,7 @@ def test_every_plan_takes_all_rows_within_the_limit(rows, limit):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_more_than_2_31_logits_in_one_chunk(reduction):

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # Neither sources nor documents: builds, environments, caches, and what runs leave behind.
-SKIPPED = {"build", "dist", "runs", "results", "_build", "node_modules", "__pycache__"}
+SKIPPED = {"build", "dist", "runs", "_build", "node_modules", "__pycache__"}
 CODE = (".py", ".pyi", ".h", ".cuh", ".cu", ".cpp", ".cmake", ".sh")
 CPP = (".h", ".cuh", ".cu", ".cpp")
 DOCUMENTS = (".md", ".rst")

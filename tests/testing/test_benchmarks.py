@@ -34,6 +34,13 @@ def test_a_quick_run_prints_a_table_and_writes_json(tmp_path, command):
     assert all(row["contender"] in line for row, line in zip(read["rows"], table, strict=True))
 
 
+@pytest.fixture(autouse=True)
+def results(monkeypatch, tmp_path):
+    """Where rows go: not into the repository's tables."""
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    return tmp_path / "out"
+
+
 @pytest.fixture
 def toy_benchmarks(monkeypatch):
     """Two benchmarks in place of the ops': one breaks."""
@@ -54,7 +61,7 @@ def toy_benchmarks(monkeypatch):
     return benchmarks
 
 
-def test_a_benchmark_that_breaks_does_not_stop_the_others(toy_benchmarks, tmp_path, capsys):
+def test_a_benchmark_that_breaks_does_not_stop_the_others(toy_benchmarks, tmp_path, results, capsys):
     out = tmp_path / "rows.json"
     assert toy_benchmarks.run.main(["--device", "cpu", "--json", str(out), "--rounds", "7"]) == 1
     assert "RuntimeError: boom" in capsys.readouterr().err
@@ -63,7 +70,22 @@ def test_a_benchmark_that_breaks_does_not_stop_the_others(toy_benchmarks, tmp_pa
     assert read["environment"]["failed"] == ["bad on cpu"]
     more = ["--device", "cpu", "--json", str(out), "--skip", "1"]
     assert toy_benchmarks.run.main(more) == 1, "what failed before the rows were kept still counts"
-    assert len(json.loads(out.read_text())["rows"]) == 2
+    read = json.loads(out.read_text())
+    assert len(read["rows"]) == 2
+    table = {run.name: run for run in toy_benchmarks.recorded.load(results)}
+    assert len(table) == len(toy_benchmarks.recorded.load()) + 1, (
+        "the second run went on with the first one's recording"
+    )
+    assert len(table[read["environment"]["recording"]].rows) == 2
+
+
+def test_rows_go_where_they_should_and_those_of_a_quick_run_nowhere(toy_benchmarks, tmp_path, results):
+    arguments = ["--device", "cpu", "--op", "good"]
+    assert toy_benchmarks.run.main([*arguments, "--quick"]) == 0 and not results.exists()
+    assert toy_benchmarks.run.main([*arguments, "--results", str(tmp_path / "mine")]) == 0 and not results.exists()
+    assert "\ngood,cpu,1,float32,forward,warpsmith," in (tmp_path / "mine/results.csv").read_text()
+    assert toy_benchmarks.run.main(arguments) == 0
+    assert sorted(path.name for path in results.iterdir()) == ["recordings.csv", "results.csv"]
 
 
 def test_a_cell_without_our_time_fails_the_run_and_keeps_its_row(toy_benchmarks, tmp_path, monkeypatch, capsys):
@@ -151,15 +173,6 @@ def test_an_unknown_op_is_refused():
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 2
     assert "invalid choice: 'absent'" in run.stderr
-
-
-def test_the_sweep_of_the_linear_losses_runs():
-    command = [sys.executable, "lab/linear_loss.py", "--device", "cpu", "--shape", "96", "32", "160"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr
-    assert {"linear_log_prob, saved logits", "for weight, 24 rows, cublas"} <= {
-        line[17:].strip() for line in run.stdout.splitlines()
-    }
 
 
 def test_what_liger_puts_into_transformers_is_in_no_other_contenders_step(monkeypatch):

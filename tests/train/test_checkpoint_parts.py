@@ -8,6 +8,7 @@ import warpsmith
 from warpsmith.distributed import ResumableSampler, ShardedOptimizer
 from warpsmith.testing.distributed import multirank
 from warpsmith.train import Checkpointer
+from warpsmith.train.checkpoint_parts import known_class
 
 
 def run(optimizer_class, seed=0, **options):
@@ -66,6 +67,7 @@ def test_the_state_of_another_optimizer_is_refused_on_every_rank(rank, world_siz
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2, bias=False)  # one fragment, on one of the ranks
     optimizer = ShardedOptimizer(model.parameters(), warpsmith.optim.SGD, lr=0.1, momentum=0.9)
+    assert known_class(optimizer) == "SGD"
     alien = warpsmith.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     alien.step()

@@ -196,6 +196,36 @@ def command(script, *arguments):
     return subprocess.run([*line, *arguments[-1]], capture_output=True, text=True, timeout=300)
 
 
+LOOP = """
+import torch
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range({taken}):
+    {0}
+    weight.grad = torch.ones(3)
+    {1}
+    optimizer.step()
+    {2}
+{3}
+"""
+
+
+@pytest.mark.parametrize("taken", [4, 8])
+@pytest.mark.parametrize("places", [[0], [1], [2], [3], [0, 1, 2], [2, 3]])
+def test_a_wait_a_step_is_one_wherever_it_stands(tmp_path, capsys, places, taken):
+    """Each place in the loop has as many waits as there are steps: the last lines of the warmup's last iteration belong
+    to the first step, those of the script to none."""
+    script = tmp_path / "train.py"
+    lines = ["weight.sum().item()" if place in places else "pass" for place in range(4)]
+    script.write_text(LOOP.format(*lines, taken=taken))
+    in_loop = sum(place < 3 for place in places)
+    options = ["--device", "cpu", "--json", "--allow", str(in_loop)]
+    assert warpsmith_main(["sync-audit", *options, str(script)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == taken - 3
+    assert [s["count"] for s in found["syncs"]] == [taken - 3] * in_loop
+
+
 def test_the_command(tmp_path):
     """What happens before the third step does not count; the exit code is for CI."""
     script = tmp_path / "train.py"
@@ -204,7 +234,7 @@ def test_the_command(tmp_path):
     assert logs.returncode == 1, logs.stderr
     found = json.loads(logs.stdout[logs.stdout.index("{") :])
     assert found["steps"] == 3 and [(s["operation"], s["line"], s["count"]) for s in found["syncs"]] == [
-        ("torch.Tensor.item", 14, 4)
+        ("torch.Tensor.item", 14, 3)
     ]
 
 

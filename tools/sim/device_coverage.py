@@ -95,8 +95,8 @@ class Coverage:
         for name in sorted(self.lines):
             counts = self.counts(name)
             rows.append(row(name, counts))
-            folder = name.rpartition("/")[0]
-            for whole in ([folder] if folder.startswith("kernels/") else []) + ["all"]:
+            room, family = name.split("/")[:2]
+            for whole in ([f"{room}/{family}"] if room == "kernels" else []) + ["all"]:
                 sums[whole] = [a + b for a, b in zip(sums[whole], counts, strict=True)]
             if missing:
                 lines = sorted(n for n, c in self.lines[name].items() if c == 0)

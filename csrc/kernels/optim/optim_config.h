@@ -16,9 +16,9 @@ struct OptimConfig {
 };
 
 constexpr int kOptimThreads = 256;
-// Measured with AdamW on one H200 (2026-11-20, through Python and lab/adamw.cu), 1e9 parameters, fractions of a copy of
-// the same bytes: one vector, 4 blocks a multiprocessor, chunks of 4,096 elements, plain loads and stores 0.97; the
-// same with registers for 3 blocks 0.92; two vectors, 3 blocks, chunks of 16,384, streaming hints 0.91.
+// Measured with AdamW on one H200 (2026-11-20, through Python and 5ca5783:lab/adamw.cu), 1e9 parameters, fractions of a
+// copy of the same bytes: one vector, 4 blocks a multiprocessor, chunks of 4,096 elements, plain loads and stores 0.97;
+// the same with registers for 3 blocks 0.92; two vectors, 3 blocks, chunks of 16,384, streaming hints 0.91.
 constexpr int kOptimBlocksAMultiprocessor = 4;  // blocks that the registers should allow: 64 per thread
 constexpr int kOptimBlocks8Bit = 3;
 constexpr int kOptimVectors = 1;

@@ -88,7 +88,7 @@ constexpr RopeConfig rope_config_of(const RopeProblem& p, int heads_a_thread, in
   return c;
 }
 
-// Chooses the kernel. Measured on one H200 (bf16, lab/rope.cu); every block size is in
+// Chooses the kernel. Measured on one H200 (bf16, 5ca5783:lab/rope.cu); every block size is in
 // docs/design/2026-11-22-rope-and-heads.md, fractions of a copy of the same bytes:
 //
 // - Heads of 128: two heads per thread if a token then fits in one block, which holds 64 heads (40 heads: 0.962);
@@ -259,7 +259,7 @@ constexpr QkNormRopeConfig qk_norm_rope_backward_config(const RopeProblem& p, in
   return c;
 }
 
-// Measured on one H200 (bf16, lab/qk_norm_rope.cu), fractions of a copy of the same bytes:
+// Measured on one H200 (bf16, 5ca5783:lab/qk_norm_rope.cu), fractions of a copy of the same bytes:
 //   heads x D                             40 x 128    72 x 128    32 x 64
 //   blocks of 96 threads                  0.970                   0.937
 //   blocks of 160 (96 registers)          0.964       0.960       0.929

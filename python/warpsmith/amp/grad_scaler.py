@@ -318,11 +318,15 @@ class GradScaler(torch.amp.GradScaler):
             factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
             left = self._hysteresis_tracker if self._hysteresis > 1 else None
             adapt(scale, growth_tracker, self._worst(*flags), factors, left, self._hysteresis)
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            self._begin_iteration()
         else:
             super().update(new_scale)
         if self._min_scale > 0 or self._max_scale < math.inf:
             scale.clamp_(self._min_scale, self._max_scale)
+
+    def _begin_iteration(self) -> None:
+        """Forgets what was found and done in the steps of the last one."""
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     # What the host may ask.
 
@@ -363,7 +367,8 @@ class GradScaler(torch.amp.GradScaler):
         return {**state, **settings, "_hysteresis_tracker": self._hysteresis_left()} if state and settings else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this class or of torch's, whose scale is brought between the bounds.
+        """Loads a state of this class or of torch's, whose scale is brought between the bounds. A step that was begun
+        by :meth:`unscale_` or :meth:`clip_` is forgotten.
 
         Raises:
             ValueError: settings that the constructor refuses, or a scale that is none. Nothing has changed then.
@@ -380,6 +385,7 @@ class GradScaler(torch.amp.GradScaler):
             check_loaded(f"{_OP}.load_state_dict", state_dict["scale"], low, high, hysteresis, left)
             state_dict = {**state_dict, "scale": min(max(state_dict["scale"], low), high)}
         super().load_state_dict(state_dict)
+        self._begin_iteration()
         self._min_scale, self._max_scale = low, high
         self._hysteresis, self._init_hysteresis_tracker = hysteresis, left
         if self._hysteresis_tracker is not None:

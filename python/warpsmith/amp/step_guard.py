@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from warpsmith.amp import _gradients
@@ -30,7 +28,7 @@ class StepGuard(GradScaler):
 
     A check reads the gradients once; :meth:`GradScaler.clip_` checks and clips in one. Deterministic. The host never
     waits, as for :class:`GradScaler`. ``state_dict`` has the entries of ``torch.amp.GradScaler`` with a scale of 1;
-    loading any scaler's changes nothing.
+    loading any scaler's leaves it so.
 
     Raises:
         ValueError: ``update`` with another scale than 1; a gradient's dtype.
@@ -91,7 +89,7 @@ class StepGuard(GradScaler):
         if new_scale is not None and not (isinstance(new_scale, (int, float)) and new_scale == 1):
             _check.refuse(f"{_OP}.update", "new_scale", "None or 1", str(new_scale))
         if self._enabled:
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            self._begin_iteration()
 
     def found_inf(self, optimizer: Optimizer) -> Tensor:
         """:meth:`GradScaler.found_inf`, also before the first step."""
@@ -103,4 +101,5 @@ class StepGuard(GradScaler):
         return 1.0
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Changes nothing: there is no state but the scale, which is 1."""
+        """Forgets a step that was begun. There is no state but the scale, which is 1."""
+        self._begin_iteration()

@@ -115,7 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         checks.require_group(process_group)
-        self.process_group, self.stage = process_group, stage
+        self.process_group, self.stage, self.optimizer_class = process_group, stage, optimizer_class
         rank, world_size = rank_and_size(process_group)
         given = {"stage": stage, "wire": wire, "bucket_cap_mb": bucket_cap_mb, "unused": find_unused_parameters}
 

@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warpsmith.distributed.watch_report import EVERYBODY
+from warpsmith.distributed.watch_report import EVERYBODY, PAIRS
 
 _CALLS = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all"),
@@ -33,6 +34,7 @@ _CALLS = (
     *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
     *("batch_isend_irecv", "irecv", "isend", "monitored_barrier"),
 )
+_KEPT = 32  # calls of a group: a rank runs ahead of one that waits in a collective to which both gave other tensors
 # Calls of a pair of ranks: the numbers of others say nothing about them.
 _PAIRS = ("batch_isend_irecv", "irecv", "isend", "recv", "send")
 _NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen")
@@ -56,6 +58,7 @@ class Recorder:
     def __init__(self) -> None:
         self.waiting: Call | None = None
         self.last: dict[str, Call] = {}  # by group
+        self.recent: dict[str, deque[Call]] = {}  # by group, the last one included
         self.calls = 0
         self.waited_s = 0.0  # in all calls so far
         self._originals: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -84,11 +87,12 @@ class Recorder:
             given = args[at] if at < len(args) else kwargs.get("group")
             if self.waiting is not None or given == dist.GroupMember.NON_GROUP_MEMBER:
                 return original(*args, **kwargs)
-            group = "pairs of ranks" if name in _PAIRS else _group_of(args, kwargs)
+            group = PAIRS if name in _PAIRS else _group_of(args, kwargs)
             before = self.last.get(group)
             number = 1 if before is None else before.number + 1
             call = Call(name, group, number, _tensors(args, kwargs), user_line(sys._getframe(1)), time.monotonic())
             self.last[group], self.waiting = call, call
+            self.recent.setdefault(group, deque(maxlen=_KEPT)).append(call)
             self.calls += 1
             try:
                 return original(*args, **kwargs)

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from warpsmith.distributed.place import find_place
 from warpsmith.distributed.watch_flight import pending
-from warpsmith.distributed.watch_record import Recorder, is_not_the_users, user_line
+from warpsmith.distributed.watch_record import Call, Recorder, is_not_the_users, user_line
 from warpsmith.distributed.watch_report import Said, State, is_trouble, report
 from warpsmith.distributed.watch_steps import Steps, table
 from warpsmith.ops import _check
@@ -220,7 +220,10 @@ class Watch:
         still_s = now - self._still_since
         blind = waiting is None and (still_s >= self._timeout_s or self._phase == "raised")
         step_ms, own_ms = self._steps.medians_ms()
-        calls = {group: Said(call.op, call.number, call.what, call.at) for group, call in list(recorder.last.items())}
+        calls = {group: _said(call) for group, call in list(recorder.last.items())}
+        # A rank that moves needs no history: the store is spared.
+        tells_all = still_s >= self._beat_s or self._phase != "running"
+        recent = {group: [_said(c) for c in list(kept)] for group, kept in list(recorder.recent.items()) if tells_all}
         state = State(
             rank=self._rank,
             beat=self._beats,
@@ -228,6 +231,7 @@ class Watch:
             error=self._error,
             order=self._order,
             calls=calls,
+            recent=recent,
             waiting=None if waiting is None else waiting.group,
             waiting_s=0.0 if waiting is None else now - waiting.since,
             at=user_line(frame),
@@ -239,6 +243,10 @@ class Watch:
             own_ms=own_ms,
         )
         self._store.set(str(self._rank), state.to_json())
+
+
+def _said(call: Call) -> Said:
+    return Said(call.op, call.number, call.what, call.at)
 
 
 def _work_of_backend() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import runpy
 import sys
@@ -19,8 +20,9 @@ def add_to(tools: Any) -> None:
     parser: argparse.ArgumentParser = tools.add_parser(
         "sync-audit",
         help="run a training script and list every wait of the host for the device",
-        description="Runs a training script and lists every wait of the host for the device, with file, line, count "
-        "and time. Exit code 0: no more waits a step than --allow; 1: more; 2: no steps; else the script's own.",
+        description="Runs a training script and lists every wait of the host for the device, from the end of the "
+        "warmup to the end of the last optimizer step, with file, line, count and time. Exit code 0: no more waits a "
+        "step than --allow; 1: more; 2: no steps; else the script's own.",
     )
     add = parser.add_argument
     add("--warmup", type=int, default=3, metavar="N", help="leave out what happens before N optimizer steps (3)")
@@ -56,7 +58,8 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _audited(given: argparse.Namespace, device: str) -> tuple[int, SyncAudit, int]:
-    """Runs the script. Returns its exit code, what was found after the warmup, and the number of optimizer steps."""
+    """Runs the script. Returns its exit code, what was found in the steps after the warmup, and the number of optimizer
+    steps. A step ends with the optimizer's, so that the script's last lines belong to none."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from warpsmith.train import sync_audit
@@ -66,12 +69,14 @@ def _audited(given: argparse.Namespace, device: str) -> tuple[int, SyncAudit, in
     sys.path.insert(0, str(Path(given.script).resolve().parent))
     code = taken = 0
     with sync_audit(device) as audit:
+        until_last_step = audit
 
         def count(*_: Any) -> None:
-            nonlocal taken
+            nonlocal taken, until_last_step
             taken += 1
             if taken == given.warmup:
                 audit.clear()
+            until_last_step = copy.deepcopy(audit)
 
         hook = register_optimizer_step_post_hook(count)
         try:
@@ -83,7 +88,7 @@ def _audited(given: argparse.Namespace, device: str) -> tuple[int, SyncAudit, in
         finally:
             hook.remove()
             sys.argv, sys.path[:] = before
-    return code, audit, taken
+    return code, until_last_step, taken
 
 
 def _refuse(text: str) -> int:

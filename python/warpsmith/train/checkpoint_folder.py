@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def _write_locked(folder: Path, step: int, files: Files, keep: int, refused: set
 
 
 def read(path: Path) -> Files:
-    """The files of one checkpoint.
+    """The files of one checkpoint. All are opened before one is read: then a writer may drop the checkpoint.
 
     Raises:
         ValueError, OSError: something in it is missing or not what was written.
@@ -117,7 +118,11 @@ def read(path: Path) -> Files:
         raise ValueError(f"{_MANIFEST}: expected step {step}, got {manifest['step']}")
     if any(Path(name).name != name for name in manifest["files"]):
         raise ValueError(f"{_MANIFEST}: expected names of files, got {list(manifest['files'])}")
-    return {name: safetensors_file.read_file(path / name, entry) for name, entry in manifest["files"].items()}
+    with ExitStack() as stack:
+        opened = {name: stack.enter_context(open(path / name, "rb", buffering=0)) for name in manifest["files"]}
+        return {
+            name: safetensors_file.read_file(opened[name], name, entry) for name, entry in manifest["files"].items()
+        }
 
 
 def why(error: BaseException) -> str:

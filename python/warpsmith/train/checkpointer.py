@@ -18,7 +18,7 @@ from warpsmith.distributed.exchange import all_gather_bytes, rank_and_size
 from warpsmith.ops import _check
 from warpsmith.train import checkpoint_folder
 from warpsmith.train.checkpoint_folder import CheckpointError, Files
-from warpsmith.train.checkpoint_parts import check_model, check_optimizer, check_parts, load_parts, plain
+from warpsmith.train.checkpoint_parts import check_model, check_optimizer, check_parts, known_class, load_parts, plain
 from warpsmith.train.random_state import random_state, set_random_state
 from warpsmith.train.tree import Packer, unpack
 
@@ -98,7 +98,11 @@ class Checkpointer:
             step: at least 0, and not below that of a checkpoint in the folder which ``load`` has not refused.
             model: with or without DistributedDataParallel or ``torch.compile`` around it.
             optimizer, scheduler, scaler, sampler: whatever has ``state_dict`` and ``load_state_dict``.
-            extra: tensors, numbers, strings, bytes, None, and lists, tuples and dicts of them.
+            extra: tensors, numbers, strings, bytes, None, and lists, tuples and dicts of them. Keys of a dict hold no
+                tensor.
+
+        Tensors that are the same view of the same memory are one tensor when they are loaded. Other views, such as
+        slices of one tensor, get memory of their own.
 
         Raises:
             CheckpointError: this save was refused, or the one before could not be written.
@@ -151,8 +155,9 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the folder holds checkpoints, and none is whole.
-            ValueError: the checkpoint is of another model or optimizer, or has no state for one that is given. Nothing
-                has changed then.
+            ValueError: the checkpoint is of another model or of an optimizer of another class of ``torch.optim`` or
+                ``warpsmith.optim``, or has no state for one that is given. Nothing has changed then. Classes of one
+                name in both packages load each other's states.
         """
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
         check_parts("Checkpointer.load", given, "load_state_dict")
@@ -172,7 +177,7 @@ class Checkpointer:
         if model is not None:
             check_model(path.name, plain(model), parts["model"])
         if optimizer is not None:
-            check_optimizer(path.name, optimizer, parts["optimizer"])
+            check_optimizer(path.name, optimizer, parts["optimizer"], state.get("optimizer_class"))
         load_parts(wanted, parts)
         self.extra = parts["extra"]
         if rng:
@@ -230,6 +235,7 @@ class Checkpointer:
         for event, device in zip(self._copied, devices, strict=True):
             event.record(torch.cuda.current_stream(device))
         state = {"step": step, "world_size": world_size, "torch": torch.__version__, "parts": parts}
+        state["optimizer_class"] = known_class(given["optimizer"])
         files[_STATE] = json.dumps(state, indent=1).encode()
         return files
 
@@ -273,6 +279,33 @@ class Checkpointer:
     def _agree_on_one(self) -> tuple[Path | None, Files]:
         """The checkpoint that rank 0 finds whole, as every rank reads it."""
         rank, _ = rank_and_size(self.process_group)
+        while True:
+            path, files = self._newest_of_rank_0(rank)
+            if path is None:
+                return None, {}
+            problem = ""
+            if rank != 0:
+                try:
+                    files = checkpoint_folder.read(path)
+                except (OSError, ValueError, KeyError, TypeError) as error:
+                    problem = checkpoint_folder.why(error)
+            problems = [text.decode() for text in all_gather_bytes(problem.encode(), self.process_group)]
+            if not any(problems):
+                break
+            dropped = b"" if rank != 0 or os.path.isdir(path) else b"dropped"  # by a writer, after rank 0 has read it
+            if not all_gather_bytes(dropped, self.process_group)[0]:
+                named = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
+                raise CheckpointError(
+                    f"Checkpointer.load: {path} is whole for rank 0, but not for others: {named}: expected one folder "
+                    "that all ranks see"
+                )
+        if rank == 0:
+            for line in self.refused:
+                _LOG.warning("refused %s; using %s", line, path.name)
+        return path, files
+
+    def _newest_of_rank_0(self, rank: int) -> tuple[Path | None, Files]:
+        """The newest checkpoint that rank 0 finds whole, and on rank 0 its files."""
         path: Path | None = None
         files: Files = {}
         failure: BaseException | None = None
@@ -295,24 +328,7 @@ class Checkpointer:
                 refused = "; ".join(self.refused)
                 raise CheckpointError(f"Checkpointer.load: no whole checkpoint in {self.folder}: {refused}")
             return None, {}
-        path = self.folder / choice["name"]
-        problem = ""
-        if rank != 0:
-            try:
-                files = checkpoint_folder.read(path)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                problem = checkpoint_folder.why(error)
-        problems = [text.decode() for text in all_gather_bytes(problem.encode(), self.process_group)]
-        if any(problems):
-            named = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
-            raise CheckpointError(
-                f"Checkpointer.load: {path} is whole for rank 0, but not for others: {named}: expected one folder that "
-                "all ranks see"
-            )
-        if rank == 0:
-            for line in self.refused:
-                _LOG.warning("refused %s; using %s", line, path.name)
-        return path, files
+        return self.folder / choice["name"], files
 
     def _restore_random(self, name: str, states: list[Any]) -> None:
         rank, size = rank_and_size(self.process_group)
@@ -324,13 +340,17 @@ class Checkpointer:
 
 
 def _newest_whole(folder: Path) -> tuple[Path | None, Files, list[str]]:
-    refused: list[str] = []
-    for path in reversed(checkpoint_folder.found(folder)):
-        try:
-            return path, checkpoint_folder.read(path), refused
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            refused.append(f"{path.name}: {checkpoint_folder.why(error)}")
-    return None, {}, refused
+    while True:
+        listed, refused = checkpoint_folder.found(folder), list[str]()
+        for path in reversed(listed):
+            try:
+                return path, checkpoint_folder.read(path), refused
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                refused.append(f"{path.name}: {checkpoint_folder.why(error)}")
+            if checkpoint_folder.found(folder) != listed:  # a writer has dropped it for a newer one
+                break
+        else:
+            return None, {}, refused
 
 
 def _text(content: dict[str, Tensor] | bytes) -> bytes:

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import json
 import os
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 _PIECE_BYTES = 16 << 20
 _HEADER_LIMIT_BYTES = 100 << 20
+RESERVED = "__metadata__"  # in the header, the entry that is no tensor
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -103,7 +105,7 @@ def read(file: Hashed, length_bytes: int) -> dict[str, Tensor]:
     text = bytearray(header_bytes)
     file.read_into(memoryview(text))
     header = json.loads(text)
-    header.pop("__metadata__", None)
+    header.pop(RESERVED, None)
     tensors, offset = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
         elements = 1
@@ -135,29 +137,28 @@ def write_file(path: Path, content: dict[str, Tensor] | bytes) -> dict[str, Any]
     return {"bytes": file.bytes, "sha256": file.sha256}
 
 
-def read_file(path: Path, expected: dict[str, Any]) -> dict[str, Tensor] | bytes:
-    """The tensors of a ``.safetensors`` file, or the bytes of another one.
+def read_file(raw: FileIO, name: str, expected: dict[str, Any]) -> dict[str, Tensor] | bytes:
+    """The tensors of an unbuffered ``.safetensors`` file, or the bytes of another one.
 
     Raises:
         ValueError: its length or sha256 is not the expected one.
     """
-    size = path.stat().st_size
+    size = os.fstat(raw.fileno()).st_size
     if size != expected["bytes"]:
-        raise ValueError(f"{path.name}: expected {expected['bytes']} bytes, got {size}")
-    with open(path, "rb", buffering=0) as raw:
-        file = Hashed(raw)
-        content: dict[str, Tensor] | bytes
-        try:
-            if path.suffix == ".safetensors":
-                content = read(file, size)
-            else:
-                buffer = bytearray(size)
-                file.read_into(memoryview(buffer))
-                content = bytes(buffer)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path.name}: {error}") from error
+        raise ValueError(f"{name}: expected {expected['bytes']} bytes, got {size}")
+    file = Hashed(raw)
+    content: dict[str, Tensor] | bytes
+    try:
+        if name.endswith(".safetensors"):
+            content = read(file, size)
+        else:
+            buffer = bytearray(size)
+            file.read_into(memoryview(buffer))
+            content = bytes(buffer)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{name}: {error}") from error
     if file.sha256 != expected["sha256"]:
-        raise ValueError(f"{path.name}: expected the manifest's sha256, got another")
+        raise ValueError(f"{name}: expected the manifest's sha256, got another")
     return content
 
 

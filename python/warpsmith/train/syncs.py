@@ -305,12 +305,21 @@ def sync_audit(device: str | None = None) -> Iterator[SyncAudit]:
         _check.refuse("sync_audit", "device", "cpu, since torch finds no GPU", device)
     audit = SyncAudit()
     calls = _Calls(audit, dry=device == "cpu")
+    before = _allocator_counts()
+
+    def note_allocator() -> None:
+        nonlocal before
+        now = _allocator_counts()
+        for name, count in now.items():
+            if count > before.get(name, 0):
+                audit.add(_ALLOCATOR[name], None, count=count - before.get(name, 0))
+        before = now
 
     def count_step(*_: Any) -> None:
+        note_allocator()
         audit.steps += 1
 
     hook = register_optimizer_step_post_hook(count_step)
-    before = _allocator_counts()
     try:
         with contextlib.ExitStack() as stack:
             if device == "cpu":
@@ -322,6 +331,4 @@ def sync_audit(device: str | None = None) -> Iterator[SyncAudit]:
             yield audit
     finally:
         hook.remove()
-        for name, count in _allocator_counts().items():
-            if count > before.get(name, 0):
-                audit.add(_ALLOCATOR[name], None, count=count - before.get(name, 0))
+        note_allocator()

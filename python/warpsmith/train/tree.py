@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpsmith.train.safetensors_file import DTYPES
+from warpsmith.train.safetensors_file import DTYPES, RESERVED
 
 # A dict with one key of these stands for what JSON lacks.
 _TENSOR, _PAIRS, _TUPLE, _FLOAT, _BYTES, _COUNTER = "$tensor", "$dict", "$tuple", "$float", "$bytes", "$counter"
@@ -20,7 +20,12 @@ HostCopy = Callable[[str, Tensor], Tensor]
 
 
 class Packer:
-    """Collects the tensors of any number of trees; tensors that are one memory are collected once, as tied weights.
+    """Collects the tensors of any number of trees under names of their own.
+
+    A tensor's name is the path of keys that leads to it, with a number behind it where another tensor has that name:
+    the keys ``1`` and ``"1"`` give ``1`` and ``1#2``. The JSON says which tensor has which name.
+
+    Tensors that are the same view of the same memory are collected once, as tied weights are.
 
     host_copy: makes the copy that is kept of a tensor, under its name; contiguous, on the CPU.
     """
@@ -52,10 +57,14 @@ class Packer:
         if isinstance(value, list):
             return [self.pack(v, _below(path, i)) for i, v in enumerate(value)]
         if isinstance(value, dict):
-            if all(isinstance(k, str) and not k.startswith("$") for k in value) and not isinstance(value, Counter):
+            if all(type(k) is str and not k.startswith("$") for k in value) and not isinstance(value, Counter):
                 return {k: self.pack(v, _below(path, k)) for k, v in value.items()}
             tag = _COUNTER if isinstance(value, Counter) else _PAIRS
-            return {tag: [[self.pack(k, _below(path, "key")), self.pack(v, _below(path, k))] for k, v in value.items()]}
+            keys = [Packer(_no_key).pack(k, _below(path, "key")) for k in value]
+            if len({unpack(k, {}) for k in keys}) != len(keys):
+                raise TypeError(f"{path}: expected keys that differ as plain values, got {list(value)}")
+            values = [self.pack(v, _below(path, k)) for k, v in value.items()]
+            return {tag: [list(pair) for pair in zip(keys, values, strict=True)]}
         raise TypeError(
             f"{path}: expected tensors, numbers, strings, bytes, None and lists, tuples and dicts of them, "
             f"got {type(value).__module__}.{type(value).__qualname__}"
@@ -64,13 +73,17 @@ class Packer:
     def _pack_tensor(self, tensor: Tensor, path: str) -> dict[str, Any]:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             raise TypeError(f"{path}: expected a plain tensor, got a {type(tensor).__name__}")
-        if tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
-            raise TypeError(f"{path}: expected a dense tensor of a dtype that safetensors has, got {tensor.dtype}")
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.dtype not in DTYPES.values():
+            form = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
+            raise TypeError(
+                f"{path}: expected a dense tensor of a dtype that safetensors has, got {tensor.dtype}, {form}"
+            )
         memory = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if tensor.numel() and memory in self._names:
-            name = self._names[memory]
+        view = (*memory, tensor.is_conj(), tensor.is_neg())  # which change the values, not the memory
+        if tensor.numel() and view in self._names:
+            name = self._names[view]
         else:
-            name = self._names[memory] = path
+            name = self._names[view] = self._free_name(path)
             self._held.append(tensor)
             self.tensors[name] = self._copy(name, tensor)
         # The order of the dimensions in memory is part of a state: channels_last stays so.
@@ -78,22 +91,35 @@ class Packer:
         order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], -tensor.shape[d]))
         return {_TENSOR: name} if order == sorted(order) else {_TENSOR: name, "order": order}
 
+    def _free_name(self, path: str) -> str:
+        name, number = path, 1
+        while name in self.tensors or name == RESERVED:
+            number += 1
+            name = f"{path}#{number}"
+        return name
+
+
+def _no_key(name: str, tensor: Tensor) -> Tensor:
+    raise TypeError(f"{name}: expected a key that can be looked up when it is loaded, got a tensor")
+
 
 def _below(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What ``Packer.pack`` was given; tensors on the CPU."""
+    """What ``Packer.pack`` was given; tensors on the CPU. A tensor that has several places is one object in all of
+    them; ``tensors`` then holds it in the saved order of its dimensions."""
     if isinstance(value, list):
         return [unpack(v, tensors) for v in value]
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
     if tag == _TENSOR:
-        tensor = tensors[value[tag]]
-        order = value.get("order")
-        return tensor if order is None else _laid_out(tensor, order)
+        name, order = value[tag], value.get("order")
+        if order is not None:
+            tensors[name] = _laid_out(tensors[name], order)
+        return tensors[name]
     if tag == _FLOAT:
         return float(value[tag])
     if tag == _BYTES:
@@ -111,4 +137,6 @@ def _laid_out(tensor: Tensor, order: list[int]) -> Tensor:
     for d in reversed(order):
         strides[d] = step
         step *= tensor.shape[d]
+    if tensor.stride() == tuple(strides):
+        return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)

@@ -2,8 +2,9 @@
 
     python tools/gpu/conformance/pins.py                 # compares; exit status 1 if a piece has changed since its run
     python tools/gpu/conformance/pins.py add             # writes down new pieces as not yet run on a card
+    python tools/gpu/conformance/pins.py replay          # on a card: compares what it computes with golden.txt.xz
     python tools/gpu/conformance/pins.py record          # on a card: runs the conformance program, dates what it runs
-    python tools/gpu/conformance/pins.py record --tests  # after tools/gpu/run.sh has passed there: dates all pieces
+    python tools/gpu/conformance/pins.py record --tests  # after tools/gpu/run.py has passed there: dates all pieces
 
 The host never compiles a device body, so that no test without a card sees a wait that became too weak. A piece is a
 statement with `asm`, or with a macro that makes one, together with its condition; what is left of such a function; a
@@ -223,7 +224,7 @@ def ops_and_fixture() -> list[Path]:
     return [*kernels, *(ROOT / "tests" / "sim").glob("attention_sm90_*.cuh")]
 
 
-def record(tests_passed: bool) -> int:
+def program_for_card() -> Path:
     program = ROOT / "build" / "conformance"
     program.parent.mkdir(exist_ok=True)
     source = str(FOLDER / "conformance.cu")
@@ -231,6 +232,16 @@ def record(tests_passed: bool) -> int:
     subprocess.run(
         ["nvcc", "-std=c++20", "-O2", f"-I{ROOT / 'csrc'}", architecture, source, "-o", str(program)], check=True
     )
+    return program
+
+
+def replay() -> int:
+    """Whether this card computes what is written down."""
+    return subprocess.run([str(program_for_card()), "check", str(vectors.unpacked(ROOT / "build"))]).returncode
+
+
+def record(tests_passed: bool) -> int:
+    program = program_for_card()
     golden = program.with_name("golden.txt")
     subprocess.run([str(program), "record", str(golden)], check=True)
     vectors.pack(golden.read_text())
@@ -255,11 +266,13 @@ def cover(date: str, tests_passed: bool) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", nargs="?", choices=["check", "add", "record"], default="check")
+    parser.add_argument("action", nargs="?", choices=["check", "add", "replay", "record"], default="check")
     parser.add_argument("--tests", action="store_true", help="the ops' tests have passed on this card with this source")
     arguments = parser.parse_args()
     if arguments.action == "add":
         return add()
+    if arguments.action == "replay":
+        return replay()
     if arguments.action == "record":
         return record(arguments.tests)
     for p in changed():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-# Measured on one H200 (benchmarks/results/2026-11-22-2150-nvidia-h200.json and the project's first measurements of
+# Measured on one H200 (recording 2026-11-22-2150-nvidia-h200 and the project's first measurements of
 # 2026-11-20, torch 2.11): 60 matrix products of 8192 x 8192 x 8192 in a row, where power limits the clock, as shares of
 # the best single product that others found on the same GPU (stas00/ml-engineering, compute/accelerator/README.md: 794.5
 # TFLOP/s in bfloat16 and 1453.4 in float8). The shares are used for all GPUs alike.
@@ -98,7 +98,7 @@ class Kernels:
     loss_bytes: float  # of memory for each logit while the loss and its gradient are computed
 
 
-# Measured on the H200 (benchmarks/results/2026-11-22-2150-nvidia-h200.json): add_rms_norm, swiglu and bias_gelu of
+# Measured on the H200 (recording 2026-11-22-2150-nvidia-h200): add_rms_norm, swiglu and bias_gelu of
 # 16384 x 4096, rope of 4 x 4096 x 32 x 128, cross_entropy of 4096 x 128256, bfloat16. Memory of the loss: the peaks of
 # linear + cross-entropy of that size, 5.87 and 1.99 GiB.
 KERNELS = {
@@ -108,7 +108,7 @@ KERNELS = {
 }
 # AdamW and the norm of gradients over 1e9 float32 parameters on the H200, of the copy rate: torch's fused ones 0.81.
 OPTIMIZER_SHARE = 0.81
-# Step times of one script on H200s of different days (benchmarks/results, --op gpt2, torch's row of the six files of
+# Step times of one script on H200s of different days (benchmarks/results.csv, train_gpt: torch in the six runs of
 # 2026-11-22 and 23): their standard deviation, as a share.
 SPREAD = 0.012
 # Multiprocessors that NCCL takes while it overlaps with compute: 16 (Megatron-Core's documentation of its DDP options,

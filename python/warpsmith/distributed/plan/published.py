@@ -259,9 +259,9 @@ def _torchtitan() -> Iterator[Case]:
 
 
 def _ours() -> Iterator[Case]:
-    """This project's recordings on H200s: benchmarks/results/*.json of ``--op gpt2`` (medians of six), ``--op llama``
+    """This project's recordings on H200s (benchmarks/recordings.csv): of ``--op gpt2`` (medians of six), ``--op llama``
     (2026-11-23-0951) and of two GPUs (2026-11-23-0955). Memory: the peak above weights and states, and these."""
-    cluster, source = Cluster.of("H200"), "benchmarks/results"
+    cluster, source = Cluster.of("H200"), "benchmarks/recordings.csv"
     gpt2 = Model(12, 768, 12, 50304, 1024, tied=True)
     for kernels, attention, seconds, gigabytes in (
         ("eager", "flash", 0.15809, 55.316),
