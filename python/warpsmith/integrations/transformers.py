@@ -165,14 +165,20 @@ def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
         got = model_or_class if isinstance(model_or_class, type) else type(model_or_class)
         known = ", ".join(PREFIXES.values())
         _check.refuse("patch", "model_or_class", f"a model of transformers, one of {known}", got.__name__)
-    if _patch.is_patched(model_or_class):
+    if _patch.is_patched(model_or_class, family):
         _check.refuse("patch", "model_or_class", "what is not patched yet", "what is: undo() it first")
-    if isinstance(model_or_class, type):
+    if attention and isinstance(model_or_class, type):
+        _check.refuse("patch", "attention", "False for a class: a model's config says its attention", "True")
+    done = Patched()
+    try:
+        if isinstance(model_or_class, type):
+            _patch.patch_class(done, model_or_class, family)
+        else:
+            _patch.patch_model(done, model_or_class, family)
         if attention:
-            _check.refuse("patch", "attention", "False for a class: a model's config says its attention", "True")
-        return _patch.patch_class(model_or_class, family)
-    done = _patch.patch_model(model_or_class, family)
-    if attention:
-        register()
-        done.set_attention(model_or_class, "warpsmith")
+            register()
+            done.set_attention(model_or_class, "warpsmith")
+    except BaseException:
+        done.undo()
+        raise
     return done
