@@ -183,7 +183,7 @@ def _feed_forward(block: Any, norm: Any, offset: float, x: Tensor, residual: Ten
     if done is None:
         y, residual = _sum_and_rms(x, residual, norm, offset)
         return block.mlp(y), residual
-    return _down(block.mlp, *done[1:]), done[0]
+    return _down(block.mlp, done[1], done[2]), done[0]
 
 
 def _decoder(old: Forward) -> Forward:
@@ -244,10 +244,14 @@ def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
     return nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
 
 
-class _WithoutSoftcap(StandIn):
-    """A config for a forward whose logits are never made: the loss caps them."""
+class _Config(StandIn):
+    """The config of a model whose logits are never made. ``softcap`` is what its forward asks for to cap them."""
 
-    final_logit_softcapping = None
+    softcap = 0.0
+
+    @property
+    def final_logit_softcapping(self) -> None:
+        self.softcap = self._of.final_logit_softcapping or 0.0
 
 
 class _Head(StandIn):
@@ -255,7 +259,7 @@ class _Head(StandIn):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.config = _WithoutSoftcap(model.config)
+        self.config = _Config(model.config)
         self._hidden: Any = None
 
     def lm_head(self, hidden: Tensor) -> None:
@@ -280,7 +284,7 @@ class _Head(StandIn):
             head.bias,
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
-            softcap=getattr(self._of.config, "final_logit_softcapping", None) or 0.0,
+            softcap=self.config.softcap,
         )
         if num_items_in_batch is not None:
             count = num_items_in_batch

@@ -104,19 +104,20 @@ def _subclass(cls: Any, part: Part) -> Any:
     such wrapper. A deep copy is patched, and ``undo`` ends that too. A pickle names the base: what is loaded is not
     patched.
     """
-    stock = _stock(cls)
+    stock: Any = _stock(cls)
     forward = part.make(stock.forward)
     if forward is None:
         return None
     forward.of_warpsmith = True  # type: ignore[attr-defined]
 
     def reduce(self: Any, protocol: Any) -> Any:
-        function, (own, *others), *state = stock.__reduce_ex__(self, protocol)
+        # Protocol 1 makes the object by a function of any class. Later ones must name the object's own class.
+        function, (own, *others), *state = stock.__reduce_ex__(self, 1)
         return function, (_stock(own), *others), *state
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = copied = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(stock.__reduce_ex__(self, 4)[2], memo))
+        copied = memo[id(self)] = self.__new__(type(self))
+        copied.__setstate__(copy.deepcopy(stock.__reduce_ex__(self, 1)[2], memo))
         return copied
 
     names = {n: getattr(stock, n) for n in ("__module__", "__qualname__", "__doc__")}
