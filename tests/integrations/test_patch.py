@@ -213,8 +213,9 @@ def test_other_models_are_refused(bad):
         patch(bad)
 
 
-def test_compiled_without_graph_breaks():
-    model = model_of("llama")
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_compiled_without_graph_breaks(name):
+    model = model_of(name)
     patch(model)
     expected = model(TOKENS, labels=TOKENS, use_cache=False).loss
     torch._dynamo.reset()
