@@ -6,9 +6,8 @@ import sys
 
 import torch
 import transformers
-from warpsmith.integrations._parts import PARTS, PREFIXES
+from warpsmith.integrations.transformers import FAMILIES
 
-FAMILIES = list(PARTS)
 WINDOW, VOCABULARY = 5, 61
 # A config keeps the names that it does not know as plain attributes.
 SIZES = {
@@ -35,11 +34,11 @@ PADDED[1, :4] = 0
 
 
 def classes_of(family):
-    """{name of the part: class} of a family, and its causal model."""
+    """{name: class} of a family's classes in the table, and its causal model."""
     config = transformers.AutoConfig.for_model(family)
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     module = sys.modules[model.__module__]
-    found = {part: getattr(module, PREFIXES[family] + part) for part in PARTS[family]}
+    found = {name: getattr(module, name) for name in FAMILIES[family]}
     assert model in found.values()
     return found, model
 

@@ -12,8 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from warpsmith.integrations import _parts  # noqa: E402
-from warpsmith.integrations.transformers import patch  # noqa: E402
+from warpsmith.integrations.transformers import Patched, patch  # noqa: E402
 
 from .families import FAMILIES, TOKENS, classes_of, small_model  # noqa: E402
 
@@ -123,16 +122,19 @@ def test_no_class_stays_patched(family):
 @pytest.mark.parametrize("by_class", [False, True], ids=["model", "class"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_patch_that_fails_changes_nothing(family, by_class, monkeypatch):
-    """The maker of each part in turn raises, and at last what sets the attention."""
+    """The replacement of each class in turn raises, and at last what sets the attention."""
     before, model = forwards(family), small_model(family)
     target, types = type(model) if by_class else model, [type(m) for m in model.modules()]
+    replace = "patch_class" if by_class else "patch_module"
+    theirs = getattr(Patched, replace)
 
     def fail(*_):
         raise MemoryError
 
-    for name, part in _parts.PARTS[family].items():
+    for stop in range(len(FAMILIES[family])):
         with monkeypatch.context() as patched:
-            patched.setitem(_parts.PARTS[family], name, part._replace(make=fail))
+            steps = iter([theirs] * stop + [fail])
+            patched.setattr(Patched, replace, lambda *arguments, steps=steps: next(steps)(*arguments))
             with pytest.raises(MemoryError):
                 patch(target)
         assert forwards(family) == before and [type(m) for m in model.modules()] == types

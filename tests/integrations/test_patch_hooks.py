@@ -118,11 +118,13 @@ def test_a_hook_is_called_as_without_the_patch(family, way):
         if mode == "checkpointing":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         expected, loss = hooked(model, *way, mode)
-        with patch(model) as done:
-            found, ours = hooked(model, *way, mode)
-        assert expected and not done.kept
-        assert found == expected, mode
-        torch.testing.assert_close(ours, loss, rtol=1e-3, atol=1e-4)
+        assert expected
+        for target in (model, type(model)) if mode == "checkpointing" else (model,):
+            with patch(target) as done:
+                found, ours = hooked(model, *way, mode)
+            assert set(done.kept) <= {"LayerNorm"}
+            assert found == expected, (mode, target)
+            torch.testing.assert_close(ours, loss, rtol=1e-3, atol=1e-4)
 
 
 @warnings_of_torch

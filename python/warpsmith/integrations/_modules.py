@@ -10,17 +10,21 @@ import torch
 from torch import nn
 
 Forward = Callable[..., Any]
-_registries = torch.nn.modules.module
 # The hooks of state_dict and of registration run without a call. Every other kind runs at a call or in its backward.
 _HOOKS = tuple(n for n in vars(nn.Module()) if n.endswith("_hooks") and "state_dict" not in n)
 _GLOBAL_HOOKS = tuple(
-    n for n in vars(_registries) if n.startswith("_global_") and n.endswith("_hooks") and "registration" not in n
+    hooks
+    for n, hooks in vars(torch.nn.modules.module).items()
+    if n.startswith("_global_") and n.endswith("_hooks") and "registration" not in n
 )
 
 
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks hang on the calls of a module, its own or those of all modules. Then it must be called."""
-    return any(getattr(module, n) for n in _HOOKS) or any(getattr(_registries, n) for n in _GLOBAL_HOOKS)
+    for name in _HOOKS:
+        if getattr(module, name):
+            return True
+    return any(_GLOBAL_HOOKS)
 
 
 def is_untouched(module: nn.Module, cls: type) -> bool:
