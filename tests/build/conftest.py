@@ -17,7 +17,7 @@ def processor_seconds():
 
 
 class Built(NamedTuple):
-    """A wheel, the processor seconds that building it took, the folder in which it was compiled, and what it printed."""
+    """A wheel, the processor seconds that its build took, the folder in which it was compiled, what it printed."""
 
     path: Path
     seconds: float
