@@ -48,7 +48,7 @@ class Problem {
   // The index of one of these names; without one, the first.
   template <size_t N> int one_of(const char* key, const char* const (&names)[N]) {
     std::string all;
-    for (const char* name : names) all += (all.empty() ? "" : ", ") + std::string(name);
+    for (const char* name : names) all.append(all.empty() ? "" : ", ").append(name);
     if (lists_) list(key, "one of " + all, true);
     const std::string value = text(key, names[0]);
     for (size_t i = 0; i < N; ++i)
