@@ -333,11 +333,12 @@ def check_window(op: str, causal: bool, window_size: Sequence[int] | None) -> tu
     if window_size is None:
         return -1, 0 if causal else -1
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        refuse(op, "window_size", "two integers >= -1, or None", str(window_size))
+        refuse(op, "window_size", "two integers >= -1, or None", _check.value_text(window_size))
     left, right = window_size
-    for size in (left, right):
+    for name, size in (("window_left", left), ("window_right", right)):
         if not _check.is_integer(size):
-            refuse(op, "window_size", "two integers >= -1, or None", str(window_size))
+            refuse(op, "window_size", "two integers >= -1, or None", _check.value_text(window_size))
+        _check.refuse_non_int64(op, name, size)
     return left, 0 if causal and right != 0 and right >= -1 else right
 
 
@@ -347,35 +348,29 @@ def kv_heads_of(op: str, k: Tensor | None, v: Tensor | None, kv_heads: int | Non
         refuse(op, "k", "a tensor beside v", "None")
     if kv_heads is None:
         return 0
-    if not _check.is_integer(kv_heads):
-        _check.refuse_type(op, "kv_heads", "an integer >= 1, or None", kv_heads)
+    _check.refuse_non_int64(op, "kv_heads", kv_heads, "an integer >= 1, or None")
+    if k is not None:
+        refuse(op, "kv_heads", "None beside k: q holds its own heads alone", str(kv_heads))
     if kv_heads < 1:
         refuse(op, "kv_heads", "an integer >= 1, or None", str(kv_heads))
     return kv_heads
 
 
-def _is_plain_number(value: Any) -> bool:
-    # Not a tensor: the dispatcher would read it on the host, and drop its gradient in silence.
-    return type(value) in (float, int, bool) or _check.is_number(value)
-
-
 def check_numbers(op: str, softmax_scale: float | None, softcap: float) -> None:
-    if softmax_scale is not None and not _is_plain_number(softmax_scale):
-        _check.refuse_type(op, "softmax_scale", "a number or None", softmax_scale)
-    if not _is_plain_number(softcap):
-        _check.refuse_type(op, "softcap", "a number", softcap)
+    if softmax_scale is not None:
+        _check.refuse_non_number(op, "softmax_scale", softmax_scale, "a number or None")
+    _check.refuse_non_number(op, "softcap", softcap)
 
 
 def drops(op: str, dropout_p: float) -> bool:
     """Whether there is dropout. Checks ``dropout_p`` before a seed is drawn: bad input must not move the generator."""
-    if not _is_plain_number(dropout_p):
-        _check.refuse_type(op, "dropout_p", "a number in [0, 1)", dropout_p)
+    _check.refuse_non_number(op, "dropout_p", dropout_p, "a number in [0, 1)")
     if not 0 <= dropout_p < 1:
         refuse(op, "dropout_p", "a number in [0, 1)", f"{dropout_p:f}")
     return dropout_p > 0
 
 
 def choice(op: str, argument: str, value: Any, allowed: Sequence[str]) -> int:
-    if value not in allowed:
-        refuse(op, argument, "one of " + ", ".join(allowed), str(value))
+    if not isinstance(value, str) or value not in allowed:
+        refuse(op, argument, "one of " + ", ".join(allowed), _check.value_text(value))
     return allowed.index(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._cross_entropy import MEAN, NONE, check_class_weight, check_options, check_target, real_dtype
+from warpsmith.ops._cross_entropy import (
+    MEAN,
+    NONE,
+    check_class_weight,
+    check_divisor,
+    check_options,
+    check_target,
+    real_dtype,
+)
 from warpsmith.ops._library import (
     Gradients,
     Saved,
@@ -56,13 +65,14 @@ def bound_of_chunks(op: str, max_chunk_bytes: int | None) -> int:
     """The raw ops' form of ``max_chunk_bytes``; 0: the default of the device."""
     if max_chunk_bytes is None:
         return 0
+    _check.refuse_non_int64(op, "max_chunk_bytes", max_chunk_bytes, "an integer >= 1")
     if max_chunk_bytes < 1:
         _check.refuse(op, "max_chunk_bytes", "an integer >= 1", str(max_chunk_bytes))
     return max_chunk_bytes
 
 
 def check_sum_dtype(hidden: Tensor, dw_dtype: torch.dtype) -> None:
-    if dw_dtype not in (hidden.dtype, real_dtype(hidden)):
+    if not isinstance(dw_dtype, torch.dtype) or dw_dtype not in (hidden.dtype, real_dtype(hidden)):
         expected = dict.fromkeys(map(_check.dtype_text, (hidden.dtype, real_dtype(hidden))))
         got = _check.dtype_text(dw_dtype) if isinstance(dw_dtype, torch.dtype) else type(dw_dtype).__name__
         _check.refuse(_CROSS_ENTROPY, "dw_dtype", " or ".join(expected), got)
@@ -147,7 +157,7 @@ def _fake_cross_entropy(
 ) -> tuple[Tensor, ...]:
     _check_inputs(_CROSS_ENTROPY, hidden, weight, target, bias)
     check_class_weight(_CROSS_ENTROPY, class_weight, hidden, weight.shape[0])
-    check_options(_CROSS_ENTROPY, label_smoothing, z_loss, softcap)
+    check_options(_CROSS_ENTROPY, label_smoothing, z_loss, softcap, hidden.dtype)
     _check_main_grad(_CROSS_ENTROPY, main_grad, hidden, weight)
     real, reduced = real_dtype(hidden), reduction != NONE
     loss = target.new_empty(() if reduced else target.shape, dtype=real)
@@ -183,7 +193,7 @@ def _fake_rows_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_inputs(_ROWS_BACKWARD, hidden, weight, target, bias)
     check_class_weight(_ROWS_BACKWARD, class_weight, hidden, weight.shape[0])
-    check_options(_ROWS_BACKWARD, label_smoothing, z_loss, softcap)
+    check_options(_ROWS_BACKWARD, label_smoothing, z_loss, softcap, hidden.dtype)
     return _new_gradients(hidden, weight, wanted)
 
 
@@ -212,6 +222,12 @@ def _fake_in_place(*_: object) -> None:
     return None
 
 
+def _check_temperature(temperature: float, hidden: Tensor) -> None:
+    if not 0 < temperature < math.inf:
+        _check.refuse(_LOG_PROB, "temperature", "a finite number > 0", f"{temperature:f}")
+    check_divisor(_LOG_PROB, "temperature", temperature, hidden.dtype)
+
+
 def _fake_log_prob(
     hidden: Tensor,
     weight: Tensor,
@@ -222,6 +238,7 @@ def _fake_log_prob(
     max_chunk_bytes: int,
 ) -> tuple[Tensor, ...]:
     _check_inputs(_LOG_PROB, hidden, weight, target, bias)
+    _check_temperature(temperature, hidden)
     of_rows = (_new_like(target, True, real_dtype(hidden)) for _ in range(5))
     rows = target.numel() if save_logits else 0
     return *of_rows, hidden.new_empty((rows, logits_stride(hidden, weight.shape[0])))

@@ -111,8 +111,7 @@ def split_offset(op: str, position_offset: Any) -> tuple[Tensor | None, Any]:
     """``position_offset`` as the raw ops take it: a tensor or None, and a number."""
     if isinstance(position_offset, Tensor):
         return position_offset, 0
-    if not isinstance(position_offset, (int, torch.SymInt)) or isinstance(position_offset, bool):
-        _check.refuse_type(op, "position_offset", "an integer or a tensor of integers", position_offset)
+    _check.refuse_non_int64(op, "position_offset", position_offset, "an integer of 64 bits or a tensor of integers")
     return None, position_offset
 
 
@@ -279,6 +278,7 @@ def _fake_norm(
     *positions: Any,
 ) -> tuple[Tensor, Tensor]:
     _check_norm_inputs("qk_norm_rope", q, k, q_weight, k_weight, cos, sin, positions)
+    _check.refuse_non_eps("qk_norm_rope", eps)
     return _empty_heads(q), _empty_heads(k)
 
 
