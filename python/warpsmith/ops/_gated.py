@@ -131,7 +131,8 @@ def gated(name: str, function: Function) -> Callable[..., Tensor]:
     )
 
     def checked(gate: Tensor, up: Tensor | None, inplace_backward: bool, *extra: Any) -> Tensor:
-        _check.flags(name, inplace_backward=inplace_backward)
+        if inplace_backward is not False:
+            _check.flags(name, inplace_backward=inplace_backward)
         if inplace_backward:
             for argument, t in (("gate", gate), ("up", up)):
                 if isinstance(t, Tensor) and t.requires_grad and t.is_leaf:

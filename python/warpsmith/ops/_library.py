@@ -389,22 +389,6 @@ def differentiable(
         if _PLAIN_TYPES.issuperset(types):
             known_types.add(types)
 
-    def call_eager(*inputs: Any) -> Any:
-        if in_transform():
-            if plain is not None and forward_ad._current_level >= 0:
-                return in_plain_operations(*inputs)
-            return public_part(ApplyInTransform.apply(*inputs))
-        if is_grad_enabled():
-            for i in tensor_arguments:
-                if getattr(inputs[i], "requires_grad", False):
-                    if plain is not None and forward_ad._current_level >= 0:
-                        return in_plain_operations(*inputs)
-                    return apply(*inputs)
-        # torch refuses dual tensors in a Function without jvp; a raw op would drop them without a word.
-        if forward_ad._current_level >= 0:
-            return apply(*inputs) if plain is None else in_plain_operations(*inputs)
-        return public_part(eager_inference(*inputs))
-
     def call(*inputs: Any) -> Any:
         if rows and type(inputs[0]) not in common and _dtensor.is_dtensor(inputs[0]):
             return _dtensor.on_local_rows(name, names, rows, inputs, call, forward)
@@ -416,7 +400,20 @@ def differentiable(
         if types not in known_types:
             check_scalars(types, inputs)
         try:
-            return call_eager(*inputs)
+            if in_transform():
+                if plain is not None and forward_ad._current_level >= 0:
+                    return in_plain_operations(*inputs)
+                return public_part(ApplyInTransform.apply(*inputs))
+            if is_grad_enabled():
+                for i in tensor_arguments:
+                    if getattr(inputs[i], "requires_grad", False):
+                        if plain is not None and forward_ad._current_level >= 0:
+                            return in_plain_operations(*inputs)
+                        return apply(*inputs)
+            # torch refuses dual tensors in a Function without jvp; a raw op would drop them without a word.
+            if forward_ad._current_level >= 0:
+                return apply(*inputs) if plain is None else in_plain_operations(*inputs)
+            return public_part(eager_inference(*inputs))
         except (RuntimeError, ValueError) as error:  # the dispatcher's own error may fail to print a long integer
             _explain(error, title(inputs) if title else name, schema, inputs, hint)
             raise
