@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -138,6 +138,29 @@ def finite(op: str, argument: str, value: float, dtype: torch.dtype) -> None:
         refuse(op, argument, "a finite number" if wide else "a finite number of float32", f"{value:g}")
 
 
+def _is_settled(condition: Any) -> bool:
+    return isinstance(condition, bool) and not torch.compiler.is_dynamo_compiling()  # it shows a SymBool as a bool
+
+
+def known(condition: Any) -> bool:
+    """Whether a condition on sizes is known to hold. Under torch.compile one on a size that comes from data is not, and
+    the op itself looks when it runs."""
+    if _is_settled(condition):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+def possible(condition: Any) -> bool:
+    """Whether a condition on sizes is not known to fail."""
+    if _is_settled(condition):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(condition)
+
+
 def device_of(t: Tensor) -> torch.device:
     """The device of a tensor; inside a kernel of the Meta key a fake tensor says "meta" and keeps its own aside."""
     return getattr(t, "fake_device", None) or t.device
@@ -171,7 +194,7 @@ def same_dtype(op: str, argument: str, t: Tensor, like: Tensor) -> None:
 
 
 def same_shape(op: str, argument: str, t: Tensor, shape: Sequence[int]) -> None:
-    if len(t.shape) != len(shape) or any(a != b for a, b in zip(t.shape, shape, strict=True)):
+    if len(t.shape) != len(shape) or any(known(a != b) for a, b in zip(t.shape, shape, strict=True)):
         refuse(op, argument, f"shape {shape_text(shape)}", shape_text(t.shape))
 
 

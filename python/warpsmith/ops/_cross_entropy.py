@@ -109,7 +109,7 @@ def check_inputs(op: str, logits: Tensor, target: Tensor, class_weight: Tensor |
     _check.float_dtype(op, "logits", logits)
     _check.at_least_one_dimension(op, "logits", logits)
     check_target(op, target, logits)
-    if logits.shape[-1] == 0:
+    if _check.known(logits.shape[-1] == 0):
         _check.refuse(op, "logits", "at least one class in the last dimension", "none")
     check_class_weight(op, class_weight, logits, logits.shape[-1])
 

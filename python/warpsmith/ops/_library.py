@@ -204,20 +204,59 @@ class _Kept:
         return self.saved_type(*ctx.saved_tensors, *ctx.values)
 
 
+def _traced_function(op: Any, kept: _Kept, formula: Callable) -> Callable:
+    """The Autograd kernel of a traced op, as ``torch.library.register_autograd`` makes one, but also for functions of
+    ``torch.func``: the dispatcher has found the level of the transform by then, so that an ``apply`` that looks for
+    levels, and for ``setup_context``, would look twice."""
+    defaults = [a.default_value for a in op._schema.arguments if a.has_default_value()]
+    required = len(op._schema.arguments) - len(defaults)
+
+    def below(keyset: Any, args: Sequence[Any]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    class Traced(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            *inputs, keyset = args
+            outputs = below(keyset, inputs)
+            # The dispatcher leaves out last arguments that equal their defaults.
+            kept.keep(ctx, (*inputs, *defaults[len(inputs) - required :]), outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            needs = ctx.needs_input_grad
+            ctx.needs_input_grad = needs[:-1]  # without the keyset's
+            try:
+                return (*formula(ctx, *grads), None)
+            finally:
+                ctx.needs_input_grad = needs
+
+    Traced.__name__ = Traced.__qualname__ = f"{op._opname}_traced"
+    apply = super(torch.autograd.Function, Traced).apply
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return below(keyset, args)
+        if not torch._C._are_functorch_transforms_active():
+            return apply(*args, keyset)
+        from torch._functorch import autograd_function
+
+        with autograd_function.enable_single_level_autograd_function():  # type: ignore[attr-defined]
+            return apply(*args, keyset)
+
+    return kernel
+
+
 def _register_formula(name: str, kept: _Kept, formula: Callable) -> None:
-    # make_autograd_impl inspects classes for 0.5 ms an op: done at the first traced call, not at import.
     kernel: Callable | None = None
 
-    def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def autograd(keyset: Any, *args: Any) -> Any:
         nonlocal kernel
-        if kernel is None:
-            from torch._library.autograd import Info, make_autograd_impl
-
-            def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-                kept.keep(ctx, inputs, output)
-
-            kernel = make_autograd_impl(getattr(raw, name).default, Info(formula, setup_context))
-        return kernel(keyset, *args, **kwargs)
+        if kernel is None:  # two classes an op: made at the first traced call, not at import
+            kernel = _traced_function(getattr(raw, name).default, kept, formula)
+        return kernel(keyset, *args)
 
     _fragment.impl(name, autograd, "Autograd", with_keyset=True)
 

@@ -57,8 +57,11 @@ def under_autocast(
 
 
 def wants_gradient(t: Tensor | None) -> bool:
-    """Whether a gradient of this tensor may be asked for."""
-    return torch.is_grad_enabled() and getattr(t, "requires_grad", False)
+    """Whether a gradient of this tensor may be asked for. torch.compile shows a tensor that a function of torch.func
+    differentiates as one that requires none."""
+    if t is None or not torch.is_grad_enabled():
+        return False
+    return t.requires_grad or (torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active())
 
 
 def bound_of_chunks(op: str, max_chunk_bytes: int | None) -> int:
@@ -94,7 +97,7 @@ def _check_inputs(op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias:
     _check.float_dtype(op, "weight", weight)
     _check.same_dtype(op, "weight", weight, hidden)
     width = hidden.shape[-1]
-    if weight.dim() != 2 or weight.shape[1] != width or weight.shape[0] < 1:
+    if weight.dim() != 2 or _check.known(weight.shape[1] != width) or _check.known(weight.shape[0] < 1):
         _check.refuse(op, "weight", f"shape (V, {width}) with V >= 1", _check.shape_text(weight.shape))
     _check.same_device(op, "weight", weight, hidden)
     check_target(op, target, hidden)
@@ -128,10 +131,11 @@ def _new_gradients(hidden: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tu
     return _new_like(hidden, want_dhidden), _new_like(weight, want_dweight), dbias
 
 
-def _sum_dtype(hidden: Tensor, classes: Any, rows: Any, max_chunk_bytes: int) -> torch.dtype:
-    """The dtype in which the weight's gradient is summed by default: weight_sum_dtype and choose_linear_loss_chunks."""
+def sum_dtype(hidden: Tensor, classes: Any, rows: Any, max_chunk_bytes: int) -> torch.dtype:
+    """The dtype in which the weight's gradient is summed by default: weight_sum_dtype and choose_linear_loss_chunks.
+    Rows whose number comes from data may be of several chunks."""
     limit = max_chunk_bytes or (2**30 if _check.device_of(hidden).type == "cuda" else 2**26)
-    several = rows > max(1, limit // (logits_stride(hidden, classes) * hidden.dtype.itemsize))
+    several = _check.possible(rows > max(1, limit // (logits_stride(hidden, classes) * hidden.dtype.itemsize)))
     return real_dtype(hidden) if hidden.dtype == torch.float16 or several else hidden.dtype
 
 
@@ -170,7 +174,7 @@ def _fake_cross_entropy(
     dhidden = _new_like(hidden, reduced and want_dhidden)
     dweight = _new_like(weight, False)
     if reduced and want_dweight:
-        dtype = dw_dtype or _sum_dtype(hidden, weight.shape[0], target.numel(), max_chunk_bytes)
+        dtype = dw_dtype or sum_dtype(hidden, weight.shape[0], target.numel(), max_chunk_bytes)
         dweight = _new_like(weight, True, dtype)
     dbias = target.new_empty(weight.shape[:1] if reduced and want_dbias else (0,), dtype=real)
     return loss, lse, argmax, accuracy, denominator, dhidden, dweight, dbias

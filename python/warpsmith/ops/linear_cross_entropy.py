@@ -10,6 +10,7 @@ from warpsmith.ops._linear_loss import (
     check_sum_dtype,
     reduced_cross_entropy,
     rows_cross_entropy,
+    sum_dtype,
     under_autocast,
     wants_gradient,
 )
@@ -122,6 +123,9 @@ def linear_cross_entropy(
     check_max_bytes(_OP, max_bytes, max_chunk_bytes, dw_dtype)
     if max_bytes is not None:
         most_bytes, dw_dtype = within(_OP, hidden, weight, target, max_bytes)
+    if dw_dtype is None and torch.compiler.is_compiling() and hidden.dtype.itemsize == 2 and weight.dim() == 2:
+        # The traced op and its fake must agree, and a fake may not know the number of rows.
+        dw_dtype = sum_dtype(hidden, weight.shape[0], target.numel(), most_bytes)
     if dw_dtype is not None:
         check_sum_dtype(hidden, dw_dtype)
     refuse_learned_class_weight(_OP, class_weight)
