@@ -1,4 +1,5 @@
 #pragma once
+#include <limits>
 #include <optional>
 #include <set>
 #include <string>
@@ -29,6 +30,20 @@ class Problem {
     const int64_t value = PyLong_AsLongLongAndOverflow(pybind11::object(given_[key]).ptr(), &overflow);
     if (overflow > 0 || value > kMost) refuse(key, "an integer <= " + std::to_string(kMost));
     if (overflow < 0 || value < least) refuse(key, "an integer >= " + std::to_string(least));
+    return value;
+  }
+
+  // A multiple of `step`, from `step` to `most`.
+  int64_t multiple(const char* key, int64_t step, int64_t most, std::optional<int64_t> otherwise = std::nullopt) {
+    const std::string takes =
+        std::to_string(step) + " to " + std::to_string(most) + " in steps of " + std::to_string(step);
+    if (lists_) {
+      list(key, takes, otherwise.has_value());
+      return step;
+    }
+    if (!has(key)) return otherwise ? *otherwise : missing(key);
+    const int64_t value = integer(key, std::numeric_limits<int64_t>::min());
+    if (value < step || value > most || value % step != 0) refuse(key, takes);
     return value;
   }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._check import refuse, shape_text
+from warpsmith.ops._check import known, possible, refuse, shape_text
 from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 
 LAYOUTS = ("bshd", "bhsd", "thd")
@@ -44,7 +44,7 @@ def _layout_text(layout: int, count: int) -> str:
 
 def _check_rank(op: str, argument: str, t: Tensor, layout: int, count: int) -> None:
     dims = dims_of(layout, count > 0)
-    if t.dim() != dims.rank or (count and t.shape[dims.heads - 1] != count):
+    if t.dim() != dims.rank or (count and known(t.shape[dims.heads - 1] != count)):
         refuse(op, argument, _layout_text(layout, count), shape_text(t.shape))
 
 
@@ -87,7 +87,7 @@ def _check_heads(op: str, q: Tensor, k: Tensor | None, v: Tensor | None, layout:
             _check.same_device(op, name, t, q)
     if k is None and kv_heads:
         heads = q.shape[dims_of(layout, False).heads]
-        if kv_heads < 0 or kv_heads > (heads - 1) // 2:
+        if known(kv_heads < 0) or known(kv_heads > (heads - 1) // 2):
             refuse(op, "kv_heads", f"from 1 to {(heads - 1) // 2} of {heads} heads", str(kv_heads))
     sizes = of_q, of_k, of_v = _split_sizes(q, k, v, layout, kv_heads)
     name_k = "q" if k is None else "k"
@@ -99,12 +99,12 @@ def _check_heads(op: str, q: Tensor, k: Tensor | None, v: Tensor | None, layout:
         (name_v, "tokens", of_v[1], of_k[1]),
         (name_v, "heads", of_v[2], of_k[2]),
     ):
-        if got != expected:
+        if known(got != expected):
             refuse(op, name, f"{expected} {what}", str(got))
     for name, width in (("q", of_q[3]), (name_v, of_v[3])):
-        if width < 8 or width > 256 or width % 8:
+        if known(width < 8) or known(width > 256) or known(width % 8 != 0):
             refuse(op, name, "8 to 256 elements a head, in steps of 8", str(width))
-    if of_q[2] != 0 if of_k[2] == 0 else of_q[2] % of_k[2] != 0:
+    if known(of_q[2] != 0) if known(of_k[2] == 0) else known(of_q[2] % of_k[2] != 0):
         refuse(op, name_k, f"a number of heads that divides {of_q[2]}", str(of_k[2]))
     return sizes
 
@@ -116,14 +116,14 @@ def _check_packed(op: str, q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, 
             return None
         if cu.dtype != torch.int32:
             refuse(op, name, "int32", _check.dtype_text(cu.dtype))
-        if cu.dim() != 1 or cu.shape[0] < 2:
+        if cu.dim() != 1 or known(cu.shape[0] < 2):
             refuse(op, name, "shape (sequences + 1)", shape_text(cu.shape))
         _check.same_device(op, name, cu, q)
     assert cu_q is not None
     assert cu_k is not None
     _check.same_shape(op, "cu_seqlens_k", cu_k, cu_q.shape)
     for name, length in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
-        if length < 0:
+        if known(length < 0):
             refuse(op, name, "an integer >= 0", str(length))
     return cu_q.shape[0] - 1
 
@@ -132,7 +132,8 @@ def _check_bias(op: str, bias: Tensor, q: Tensor, full: tuple) -> None:
     if bias.dtype != torch.bool:
         _check.dtype_beside(op, "bias", bias, q.dtype)
     fits = bias.dim() <= 4 and all(
-        size in (1, whole) for size, whole in zip(bias.shape, full[4 - bias.dim() :], strict=True)
+        not (known(size != 1) and known(size != whole))
+        for size, whole in zip(bias.shape, full[4 - bias.dim() :], strict=True)
     )
     if not fits:
         refuse(op, "bias", f"a shape that broadcasts to {shape_text(full)}", shape_text(bias.shape))
@@ -150,7 +151,7 @@ def _check_inputs(op: str, inputs: Sequence[Any], place: Sequence[Any] | None = 
         batch, seqlen_q, seqlen_k = _check_packed(op, q, cu_q, cu_k, max_q, max_k), max_q, max_k
     full = batch, of_q[2], seqlen_q, seqlen_k
     for size in (window_left, window_right):
-        if size < -1:
+        if known(size < -1):
             refuse(op, "window_size", "two integers >= -1", str(size))
     if softmax_scale is not None and not -math.inf < softmax_scale < math.inf:
         refuse(op, "softmax_scale", "a finite number", f"{softmax_scale:f}")
@@ -184,7 +185,7 @@ def _check_place(op: str, place: Sequence[Any], packed: bool, full: tuple) -> No
     if len(place) != 5:
         refuse_place("5 integers", len(place))
     for i in place:
-        if i < 0 or i >= 2**31:
+        if known(i < 0) or known(i >= 2**31):
             refuse_place("integers from 0 to 2147483647", i)
     first_query, queries, first_key, first_head, heads = place
     if packed and (first_query or first_key):
@@ -194,11 +195,11 @@ def _check_place(op: str, place: Sequence[Any], packed: bool, full: tuple) -> No
     if first_key % 32:
         refuse_place("a multiple of 32 as first key", first_key)
     _, heads_q, seqlen_q, seqlen_k = full
-    if queries < first_query + seqlen_q:
+    if known(queries < first_query + seqlen_q):
         refuse_place(f"at least {first_query + seqlen_q} queries", queries)
-    if first_key + seqlen_k >= 2**31:
+    if known(first_key + seqlen_k >= 2**31):
         refuse_place("keys that end at 2147483647 at most", first_key + seqlen_k)
-    if heads < first_head + heads_q:
+    if known(heads < first_head + heads_q):
         refuse_place(f"at least {first_head + heads_q} heads", heads)
 
 
@@ -213,7 +214,8 @@ def _empty_heads(t: Tensor, layout: int, stacked: bool, one: bool, heads: Any, w
     batch = [] if dims.batch is None else [t.shape[0]]
     several = [t.shape[dims.heads - 1]] if stacked and not one else []
     tokens = t.shape[dims.tokens]
-    head_major = tokens > 1 and t.shape[dims.heads] > 1 and t.stride(dims.heads) > t.stride(dims.tokens)
+    sizes = possible(tokens > 1) and possible(t.shape[dims.heads] > 1)
+    head_major = sizes and possible(t.stride(dims.heads) > t.stride(dims.tokens))
     # Allocate in memory order, then view in the order of the layout.
     if head_major:
         made = t.new_empty((*batch, *several, heads, tokens, width))
@@ -248,7 +250,8 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tenso
     for name, t in (("dout", dout), ("out", out)):
         _check.same_dtype(op, name, t, q)
         _check_rank(op, name, t, layout, 0)
-        if _sizes(t, plain, t.shape[plain.heads]) != (*problem.q[:3], problem.v[3]):
+        expected = *problem.q[:3], problem.v[3]
+        if any(known(a != b) for a, b in zip(_sizes(t, plain, t.shape[plain.heads]), expected, strict=True)):
             refuse(op, name, "the shape of the output", shape_text(t.shape))
         _check.same_device(op, name, t, q)
     for name, t in (("lse", lse), ("dlse", dlse)):
@@ -333,11 +336,12 @@ def check_window(op: str, causal: bool, window_size: Sequence[int] | None) -> tu
     if window_size is None:
         return -1, 0 if causal else -1
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        refuse(op, "window_size", "two integers >= -1, or None", str(window_size))
+        refuse(op, "window_size", "two integers >= -1, or None", _check.value_text(window_size))
     left, right = window_size
-    for size in (left, right):
+    for name, size in (("window_left", left), ("window_right", right)):
         if not _check.is_integer(size):
-            refuse(op, "window_size", "two integers >= -1, or None", str(window_size))
+            refuse(op, "window_size", "two integers >= -1, or None", _check.value_text(window_size))
+        _check.refuse_non_int64(op, name, size)
     return left, 0 if causal and right != 0 and right >= -1 else right
 
 
@@ -347,35 +351,29 @@ def kv_heads_of(op: str, k: Tensor | None, v: Tensor | None, kv_heads: int | Non
         refuse(op, "k", "a tensor beside v", "None")
     if kv_heads is None:
         return 0
-    if not _check.is_integer(kv_heads):
-        _check.refuse_type(op, "kv_heads", "an integer >= 1, or None", kv_heads)
+    _check.refuse_non_int64(op, "kv_heads", kv_heads, "an integer >= 1, or None")
+    if k is not None:
+        refuse(op, "kv_heads", "None beside k: q holds its own heads alone", str(kv_heads))
     if kv_heads < 1:
         refuse(op, "kv_heads", "an integer >= 1, or None", str(kv_heads))
     return kv_heads
 
 
-def _is_plain_number(value: Any) -> bool:
-    # Not a tensor: the dispatcher would read it on the host, and drop its gradient in silence.
-    return type(value) in (float, int, bool) or _check.is_number(value)
-
-
 def check_numbers(op: str, softmax_scale: float | None, softcap: float) -> None:
-    if softmax_scale is not None and not _is_plain_number(softmax_scale):
-        _check.refuse_type(op, "softmax_scale", "a number or None", softmax_scale)
-    if not _is_plain_number(softcap):
-        _check.refuse_type(op, "softcap", "a number", softcap)
+    if softmax_scale is not None:
+        _check.refuse_non_number(op, "softmax_scale", softmax_scale, "a number or None")
+    _check.refuse_non_number(op, "softcap", softcap)
 
 
 def drops(op: str, dropout_p: float) -> bool:
     """Whether there is dropout. Checks ``dropout_p`` before a seed is drawn: bad input must not move the generator."""
-    if not _is_plain_number(dropout_p):
-        _check.refuse_type(op, "dropout_p", "a number in [0, 1)", dropout_p)
+    _check.refuse_non_number(op, "dropout_p", dropout_p, "a number in [0, 1)")
     if not 0 <= dropout_p < 1:
         refuse(op, "dropout_p", "a number in [0, 1)", f"{dropout_p:f}")
     return dropout_p > 0
 
 
 def choice(op: str, argument: str, value: Any, allowed: Sequence[str]) -> int:
-    if value not in allowed:
-        refuse(op, argument, "one of " + ", ".join(allowed), str(value))
+    if not isinstance(value, str) or value not in allowed:
+        refuse(op, argument, "one of " + ", ".join(allowed), _check.value_text(value))
     return allowed.index(value)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from warpsmith.ops import _attention
+from warpsmith.ops import _attention, _check
 from warpsmith.ops._dropout import draw_seed
 
 _OP = "attention"
@@ -94,6 +94,7 @@ def attention(
         torch.Size([2, 16, 8, 64])
     """
     _attention.refuse_gradient(_OP, alibi_slopes=alibi_slopes)
+    _check.flags(_OP, causal=causal, return_lse=return_lse, deterministic=deterministic)
     which = _attention.choice(_OP, "layout", layout, _attention.LAYOUTS)
     align = _attention.choice(_OP, "causal_align", causal_align, ("bottom_right", "top_left"))
     window = _attention.check_window(_OP, causal, window_size)

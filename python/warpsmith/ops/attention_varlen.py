@@ -18,7 +18,9 @@ def _check_length(argument: str, length: object) -> None:
         _check.refuse(_OP, argument, "an integer", got)
     # The CPU goes over every block that a length allows. A traced length may be unknown: it cannot be compared.
     if not torch.compiler.is_compiling() and isinstance(length, int) and length > _LONGEST:
-        _check.refuse(_OP, argument, f"at most {_LONGEST}, which is the end of int32 offsets", str(length))
+        _check.refuse(
+            _OP, argument, f"at most {_LONGEST}, which is the end of int32 offsets", _check.value_text(length)
+        )
 
 
 def attention_varlen(
@@ -91,6 +93,7 @@ def attention_varlen(
         True
     """
     _attention.refuse_gradient(_OP, alibi_slopes=alibi_slopes)
+    _check.flags(_OP, causal=causal, return_lse=return_lse, deterministic=deterministic)
     align = _attention.choice(_OP, "causal_align", causal_align, ("bottom_right", "top_left"))
     window = _attention.check_window(_OP, causal, window_size)
     if cu_seqlens_q is None:
