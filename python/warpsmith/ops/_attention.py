@@ -61,7 +61,7 @@ def _sizes(t: Tensor, dims: Dims, heads: Any) -> tuple:
     return 1 if dims.batch is None else t.shape[0], t.shape[dims.tokens], heads, t.shape[-1]
 
 
-def _split_sizes(q: Tensor, k: Tensor | None, v: Tensor | None, layout: int, kv_heads: int) -> tuple:
+def split_sizes(q: Tensor, k: Tensor | None, v: Tensor | None, layout: int, kv_heads: int) -> tuple:
     plain, stacked = dims_of(layout, False), dims_of(layout, True)
     if k is not None:
         dims = plain if v is not None else stacked
@@ -89,7 +89,7 @@ def _check_heads(op: str, q: Tensor, k: Tensor | None, v: Tensor | None, layout:
         heads = q.shape[dims_of(layout, False).heads]
         if known(kv_heads < 0) or known(kv_heads > (heads - 1) // 2):
             refuse(op, "kv_heads", f"from 1 to {(heads - 1) // 2} of {heads} heads", str(kv_heads))
-    sizes = of_q, of_k, of_v = _split_sizes(q, k, v, layout, kv_heads)
+    sizes = of_q, of_k, of_v = split_sizes(q, k, v, layout, kv_heads)
     name_k = "q" if k is None else "k"
     name_v = name_k if v is None else "v"
     for name, what, got, expected in (

@@ -64,7 +64,7 @@ def attention(
             layout is copied: kernels read by strides.
         seed: two int64 on the device of ``q``, which determine the dropout mask. None: drawn from torch's default
             generator of that device.
-        kv_heads: Hk, if ``q`` holds q, k and v along its heads.
+        kv_heads: Hk, if ``q`` holds q, k and v along its heads; None beside ``k``.
 
     Packed inputs: ``attention(q, kv)`` with ``kv`` of shape (B, Sk, 2, Hk, D); ``attention(qkv)`` with
     (B, S, 3, H, D), or with (B, S, H + 2 Hk, D) and ``kv_heads=Hk``. (In every layout,
