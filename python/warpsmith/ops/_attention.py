@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from warpsmith.ops import _check
 from warpsmith.ops._check import refuse, shape_text
+from warpsmith.ops._dropout import draw_seed
 from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 
 LAYOUTS = ("bshd", "bhsd", "thd")
 _THD = 2
+_SEED = 8  # its place among the inputs of the raw ops
 
 
 class Dims(NamedTuple):
@@ -373,6 +376,35 @@ def drops(op: str, dropout_p: float) -> bool:
     if not 0 <= dropout_p < 1:
         refuse(op, "dropout_p", "a number in [0, 1)", f"{dropout_p:f}")
     return dropout_p > 0
+
+
+def with_seed(op: str, *inputs: Any) -> tuple[Any, ...]:
+    """The inputs of :data:`attend`, with a seed from torch's generator where there is dropout without one. The seed is
+    drawn after all checks: a call that is refused must not move the generator."""
+    if not drops(op, inputs[18]) or inputs[_SEED] is not None:
+        return inputs
+    if not all(t is None or isinstance(t, Tensor) for t in inputs[:_SEED]):
+        return inputs  # which the raw op refuses
+    problem = _check_inputs(op, inputs)
+    if not torch.compiler.is_compiling():
+        for name, cu, total, longest in zip(
+            ("q", "k"), inputs[3:5], (problem.q[1], problem.k[1]), problem.full[2:], strict=True
+        ):
+            if cu is not None and cu.device.type == "cpu":
+                _check_offsets(op, name, cu.tolist(), total, longest)
+    return *inputs[:_SEED], draw_seed(inputs[0]), *inputs[_SEED + 1 :]
+
+
+def _check_offsets(op: str, name: str, cu: list[int], total: int, longest: int) -> None:
+    """The checks of the entries of cu_seqlens, which the C++ binding makes on the CPU."""
+    if cu[0] != 0:
+        refuse(op, f"cu_seqlens_{name}", "0 as the first offset", str(cu[0]))
+    for i, (begin, end) in enumerate(pairwise(cu)):
+        if end < begin or end > total:
+            expected = f"offsets that never fall, of at most {total} tokens"
+            refuse(op, f"cu_seqlens_{name}", expected, f"{end} after {begin} at index {i + 1}")
+        if end - begin > longest:
+            refuse(op, f"max_seqlen_{name}", f"at least {end - begin}, the length of sequence {i}", str(longest))
 
 
 def choice(op: str, argument: str, value: Any, allowed: Sequence[str]) -> int:
