@@ -17,6 +17,7 @@ from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differenti
 
 LAYOUTS = ("bshd", "bhsd", "thd")
 _THD = 2
+_MOST = 2.0**127  # of softmax_scale and softcap in float32: their products with log2(e) are finite
 _SEED = 8  # its place among the inputs of the raw ops
 
 
@@ -159,6 +160,14 @@ def _check_inputs(op: str, inputs: Sequence[Any], place: Sequence[Any] | None = 
         refuse(op, "softmax_scale", "a finite number", f"{softmax_scale:f}")
     if not 0 <= softcap < math.inf:
         refuse(op, "softcap", "a finite number >= 0", f"{softcap:f}")
+    if q.dtype != torch.float64:
+        scale = of_q[3] ** -0.5 if softmax_scale is None else abs(softmax_scale)
+        if scale > _MOST:
+            refuse(op, "softmax_scale", "at most 2^127 in size", f"{softmax_scale:g}")
+        if softcap > _MOST:
+            refuse(op, "softcap", "at most 2^127", f"{softcap:g}")
+        if softcap > 0 and scale / softcap > _MOST:
+            refuse(op, "softcap", "at least 2^-127 of softmax_scale", f"{softcap:g}")
     if alibi_slopes is not None:
         if alibi_slopes.dtype != torch.float32:
             refuse(op, "alibi_slopes", "float32", _check.dtype_text(alibi_slopes.dtype))
