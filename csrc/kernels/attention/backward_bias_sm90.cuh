@@ -31,7 +31,7 @@ struct BiasGradientParams {
   int queries, keys, total_q, total_k;
   const float* statistics;  // [blocks of queries, heads, statistics_stride()], of backward_sm90's blocks
   BiasParams biases;
-  float scale_log2;
+  float to_logits, scale_log2;        // as in ForwardParams
   int query_tiles, key_tiles, tiles;  // tiles: of all heads and sequences of dbias
   int* counter;                       // the next tile, less gridDim.x; 0 at the start
   int bias_batch, bias_heads;         // sizes of dbias; 1: broadcast
@@ -224,8 +224,8 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float* two = s + 8 * i + 2 * j;
-        two[0] = fmaf(device::low_half<T>(four.at[j]), p.biases.to_scores, two[0]);
-        two[1] = fmaf(device::high_half<T>(four.at[j]), p.biases.to_scores, two[1]);
+        two[0] = fmaf(two[0], p.biases.scale, device::low_half<T>(four.at[j]));
+        two[1] = fmaf(two[1], p.biases.scale, device::high_half<T>(four.at[j]));
       }
     }
   }
@@ -244,6 +244,11 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
   }
   __device__ __forceinline__ void add(const BiasGradientTile& tile, const BiasGradientStep& step, unsigned n) {
     const int64_t first = first_block(p.cu_seqlens_q, step.sequence, step.q.start, p.queries, kBlock);
+    constexpr int kStride = statistics_stride(kBlock, false);
+    const auto statistics = [&](int query) {
+      return p.statistics + ((first + query / kBlock) * p.heads + step.head) * kStride +
+             statistics_place(query % kBlock);
+    };
     float lse[2], delta[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -251,9 +256,7 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
       delta[r] = 0.0f;
       const int query = tile.query_tile * kBiasTile + row + 8 * r;
       if (query >= step.q.length) continue;
-      const float* at = p.statistics +
-                        ((first + query / kBlock) * p.heads + step.head) * statistics_stride(kBlock, false) +
-                        statistics_place(query % kBlock);
+      const float* at = statistics(query);
       lse[r] = device::load(at);
       delta[r] = device::load(at + kBlock);
     }
@@ -267,6 +270,14 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
     if (lane == 0) device::mbarrier_arrive(shared.empty(scores));
     add_biases(tile, step);
     mask(tile, step);
+    if (has_far_mark(lse[0]) || has_far_mark(lse[1])) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (!has_far_mark(lse[r])) continue;
+        const float* far = statistics(tile.query_tile * kBiasTile + row + 8 * r) + kStride / 2;
+        subtract_far_lse(s, r, device::load(far), device::load(far + kBlock), p.to_logits);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kBiasTile / 2; ++i) s[i] = device::exp2(s[i] * p.scale_log2 - lse[i / 2 % 2]);
     device::wgmma_wait<0>();

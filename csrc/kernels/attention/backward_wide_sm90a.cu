@@ -16,7 +16,7 @@ Workspace workspace_of(const AttentionProblem& p) {
   // first tiles.
   const int64_t first_tiles = p.cu_seqlens_q != nullptr ? aligned(16 + 4 * (p.batch + 2)) : 0;
   Workspace w{};
-  w.first_key_tiles = aligned(total_blocks(p, kWideStep) * p.heads_q * kWideStatistics * 4);
+  w.first_key_tiles = aligned(total_blocks(p, kWideStep) * p.heads_q * kWideStride * 4);
   w.first_row_tiles = w.first_key_tiles + first_tiles;
   w.bytes = w.first_row_tiles + first_tiles;
   return w;

@@ -243,19 +243,22 @@ def _lse_shape(problem: Problem, layout: int) -> tuple:
     return (heads, tokens) if layout == _THD else (batch, heads, tokens)
 
 
-def _fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, layout, kv_heads = inputs[0], inputs[1], inputs[11], inputs[12]
     # The dispatcher leaves out a last argument that equals its default.
     problem = _check_inputs(_op_name(inputs), inputs, *inputs[20:])
     out = _empty_heads(q, layout, k is None and not kv_heads, True, problem.q[2], problem.v[3])
-    return out, q.new_empty(_lse_shape(problem, layout), dtype=_real(q))
+    lse, lse_rest = (q.new_empty(_lse_shape(problem, layout), dtype=_real(q)) for _ in range(2))
+    return out, lse, lse_rest
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    inputs, (out, lse, want_dbias, want_dsink), place = rest[:20], rest[20:24], rest[24:]
+    inputs, (out, lse, want_dbias, want_dsink) = rest[:20], rest[20:24]
+    # The dispatcher leaves out last arguments that equal their defaults.
+    place, lse_rest = (*rest[24:], None, None)[:2]
     q, k, v, layout, kv_heads = *inputs[:3], inputs[11], inputs[12]
     op = _op_name(inputs) + "_backward"
-    problem = _check_inputs(op, inputs, *place)
+    problem = _check_inputs(op, inputs, place)
     plain = dims_of(layout, False)
     for name, t in (("dout", dout), ("out", out)):
         _check.same_dtype(op, name, t, q)
@@ -263,7 +266,7 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tenso
         if _sizes(t, plain, t.shape[plain.heads]) != (*problem.q[:3], problem.v[3]):
             refuse(op, name, "the shape of the output", shape_text(t.shape))
         _check.same_device(op, name, t, q)
-    for name, t in (("lse", lse), ("dlse", dlse)):
+    for name, t in (("lse", lse), ("dlse", dlse), ("lse_rest", lse_rest)):
         if t is not None:
             if t.dtype != _real(q):
                 refuse(op, name, _check.dtype_text(_real(q)), _check.dtype_text(t.dtype))
@@ -303,7 +306,7 @@ def _backward(saved: Saved, wants: Wants, dout: Tensor | None, dlse: Tensor | No
     empty_bias = wants.bias and isinstance(saved.bias.numel(), int) and saved.bias.numel() == 0
     wants_bias = wants.bias and not empty_bias
     dq, dk, dv, dbias, dsink = call_raw(
-        _raw_backward, dout, dlse, *inputs, saved.out, saved.lse, wants_bias, wants.sink, place
+        _raw_backward, dout, dlse, *inputs, saved.out, saved.lse, wants_bias, wants.sink, place, saved.lse_rest
     )
     return {"q": dq, "k": dk, "v": dv, "bias": torch.empty_like(saved.bias) if empty_bias else dbias, "sink": dsink}
 
@@ -312,7 +315,7 @@ attend = differentiable(
     "attention",
     forward=raw.attention_forward.default,
     public=2,
-    save=(*_ARGUMENTS, "out", "lse"),
+    save=(*_ARGUMENTS, "out", "lse", "lse_rest"),
     backward=_backward,
     title=_op_name,
 )
