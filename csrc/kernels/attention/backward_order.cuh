@@ -114,25 +114,22 @@ __host__ __device__ __forceinline__ int statistics_place(int i) {
 }
 
 // Turns transposed scores of a far block into differences from lse, in units in which exponentials still multiply them
-// by the scale of the scores. far: the thread's first lse, in the order of statistics_place().
-template <int kBlock> __device__ __forceinline__ void subtract_far_lse(float (&s)[kBlock / 2],
-                                                                       const device::Vector<float, 4>* far,
-                                                                       float to_logits) {
-  const float to_scores = device::reciprocal(to_logits);
+// by the scale of the scores. far: the thread's first lse, in the order of statistics_place(). Loads two lse at a time,
+// for want of registers.
+template <int kBlock> __device__ __forceinline__ void subtract_far_lse(float (&s)[kBlock / 2], const float* far,
+                                                                       float to_logits, float to_scores) {
 #pragma unroll
-  for (int i = 0; i < kBlock / 2; i += 8) {
-    const device::Vector<float, 4> lse = device::load(far + i / 2), rest = device::load(far + kBlock / 4 + i / 2);
+  for (int i = 0; i < kBlock / 2; i += 4) {
+    const float* of = far + i / 8 * 16 + i / 4 % 2 * 2;
+    const auto lse = device::load_vector<2>(of), rest = device::load_vector<2>(of + kBlock);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int of = e / 4 * 2 + e % 2;
-      s[i + e] = ((device::rounded_product(s[i + e], to_logits) - lse.at[of]) - rest.at[of]) * to_scores;
-    }
+    for (int e = 0; e < 4; ++e)
+      s[i + e] = ((device::rounded_product(s[i + e], to_logits) - lse.at[e % 2]) - rest.at[e % 2]) * to_scores;
   }
 }
 // The same where rows are queries: row r of a thread's two, whose lse and lse_rest are given.
-template <int kScores>
-__device__ __forceinline__ void subtract_far_lse(float (&s)[kScores], int r, float lse, float rest, float to_logits) {
-  const float to_scores = device::reciprocal(to_logits);
+template <int kScores> __device__ __forceinline__ void subtract_far_lse(float (&s)[kScores], int r, float lse,
+                                                                        float rest, float to_logits, float to_scores) {
 #pragma unroll
   for (int i = 2 * r; i < kScores; i += 4)
 #pragma unroll

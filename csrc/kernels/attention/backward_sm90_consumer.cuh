@@ -161,9 +161,9 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     const int64_t block =
         block_of_head(p, t->first_block + t->last_block - step.down, t->part * p.heads_per_part + step.head);
     constexpr int kStride = statistics_stride(kBlock, tile.dropout);
-    const Statistics* far =
-        reinterpret_cast<const Statistics*>(p.statistics + block * kStride + kStride / 2) + lane % 4;
-    subtract_far_lse<kBlock>(s, far, p.to_logits);
+    const float* far = p.statistics + block * kStride + kStride / 2 + lane % 4 * 4;
+    constexpr bool kLogits = tile.biases == Biases::tensor;
+    subtract_far_lse<kBlock>(s, far, kLogits ? 1.0f : p.to_logits, kLogits ? 1.0f : p.to_scores);
   }
   // Writes the dropout masks of packed pairs of 16 queries to pr, where their probabilities will be. The masks depend
   // on no product.

@@ -64,6 +64,7 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   p.dv_strides = x.dv_strides;
   p.scale = static_cast<float>(a.softmax_scale);
   p.to_logits = a.bias != nullptr ? 1.0f : p.scale;
+  p.to_scores = 1.0f / p.to_logits;
   p.scale_log2 = p.to_logits * kLog2e;
   p.dropout = dropout_params(a);
   p.biases = bias_params(a);
@@ -154,7 +155,6 @@ Status run_bias_gradient(const AttentionBwdParams& x, const BackwardMaps& maps, 
   p.total_k = b.total_k;
   p.statistics = b.statistics;
   p.biases = b.biases;
-  p.to_logits = b.to_logits;
   p.scale_log2 = b.scale_log2;
   p.query_tiles = i32(tiles(a.seqlen_q));
   p.key_tiles = i32(tiles(a.seqlen_k));

@@ -171,8 +171,8 @@ template <class T> struct WideValueGradient : WideKeysConsumer<T> {
     const WideTile* t = shared.tile();
     const int head = t->head * p.heads_per_key_head + step / blocks;
     const int64_t block = static_cast<int64_t>(t->first_block + first_query / kWideStep) * p.heads + head;
-    const float* far = p.statistics + block * kWideStride + kWideStride / 2;
-    subtract_far_lse<kWideStep>(s, reinterpret_cast<const Statistics*>(far) + threadIdx.x % 4, p.scale);
+    const float* far = p.statistics + block * kWideStride + kWideStride / 2 + threadIdx.x % 4 * 4;
+    subtract_far_lse<kWideStep>(s, far, p.scale, p.to_scores);
   }
   // p = 2^(scale_log2 * s - lse), packed.
   __device__ __forceinline__ void exponentials(const Statistics* lse) {

@@ -127,7 +127,7 @@ template <class T> struct WideQueryGradient {
     for (int r = 0; r < 2; ++r) {
       if (!has_far_mark(lse[r])) continue;
       const float* far = statistics() + kWideStride / 2 + statistics_place(wide_row() + 8 * r);
-      subtract_far_lse(s, r, device::load(far), device::load(far + kWideStep), p.scale);
+      subtract_far_lse(s, r, device::load(far), device::load(far + kWideStep), p.scale, p.to_scores);
     }
   }
   // p = 2^(scale_log2 * s - lse), in place of s.

@@ -80,6 +80,7 @@ WideParams device_params(const AttentionBwdParams& x, const float* statistics) {
   p.dk_strides = x.dk_strides;
   p.dv_strides = x.dv_strides;
   p.scale = static_cast<float>(a.softmax_scale);
+  p.to_scores = 1.0f / p.scale;
   p.scale_log2 = p.scale * kLog2e;
   return p;
 }

@@ -42,7 +42,7 @@ struct WideParams {
   const float* statistics;  // [blocks of 64 queries, heads, kWideStride], as statistics_place() orders them
   void *dq, *dk, *dv;
   AttentionStrides dq_strides, dk_strides, dv_strides;
-  float scale, scale_log2;
+  float scale, to_scores, scale_log2;  // to_scores: 1 / scale
 };
 
 struct WideMaps {

@@ -138,7 +138,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       biases(m.first_key).add_edge(s);
     }
     mask_scores(s, p.window, query, m.first_key, lane, m.shift, m.keys);
-    softmax.raise_base(s, p.scale_log2, p.to_logits, factor);
+    softmax.raise_base(s, p.scale_log2, p.to_logits, p.to_scores, factor);
     softmax.exponentials_in_place(s, p.scale_log2);
     if constexpr (tile.dropout) {
       const RowDropout dropout = row_dropout();
@@ -220,7 +220,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
         else
           Softmax::gates_again(probabilities);
       }
-      softmax.raise_base(s, p.scale_log2, p.to_logits, factor);
+      softmax.raise_base(s, p.scale_log2, p.to_logits, p.to_scores, factor);
       Softmax raised = softmax;
 #pragma unroll
       for (int r = 0; r < 2; ++r) raised.base[r] = softmax.subtracted(r);
@@ -238,7 +238,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     const int values = start_step(probabilities);
     cap();
     float factor[2];
-    const bool raised = softmax.follow_maxima(s, p.scale_log2, p.to_logits, factor);
+    const bool raised = softmax.follow_maxima(s, p.scale_log2, p.to_logits, p.to_scores, factor);
     softmax.exponentials_in_place(s, p.scale_log2);
     finish_step(values);
     if (raised) rescale(factor);

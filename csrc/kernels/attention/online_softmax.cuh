@@ -108,9 +108,11 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
   }
 
   // Raises the base to this block's maximum. Everything summed under the old base must be multiplied by `factor`.
-  // `to_logits`: what turns scores into logits; scale = to_logits * log2(e). Where the warp is far afterwards, the
-  // scores become differences from the maximum, in units in which exponentials still multiply them by `scale`.
-  __device__ __forceinline__ void raise_base(Scores& s, float scale, float to_logits, float (&factor)[2]) {
+  // `to_logits`: what turns scores into logits; its inverse is to_scores; scale = to_logits * log2(e). Where the warp
+  // is far afterwards, the scores become differences from the maximum, in units in which exponentials still multiply
+  // them by `scale`.
+  __device__ __forceinline__ void raise_base(Scores& s, float scale, float to_logits, float to_scores,
+                                             float (&factor)[2]) {
     float maxima[2], raised[2];
     bool leaves = far;
 #pragma unroll
@@ -125,7 +127,7 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
       leaves |= is_far<T>(raised[r], largest);
     }
     if (__any_sync(0xffffffffu, leaves)) {
-      raise_far(s, to_logits, maxima, factor);
+      raise_far(s, to_logits, to_scores, maxima, factor);
       return;
     }
 #pragma unroll
@@ -135,13 +137,13 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
       sum[r] *= factor[r];
     }
   }
-  __device__ __forceinline__ void raise_far(Scores& s, float to_logits, const float (&maxima)[2], float (&factor)[2]) {
+  __device__ __forceinline__ void raise_far(Scores& s, float to_logits, float to_scores, const float (&maxima)[2],
+                                            float (&factor)[2]) {
     float subtract[2];
     far = raise_far_bases<T>(far, base, maxima, to_logits, kHeadroom<T>, factor, subtract);
     sum[0] *= factor[0];
     sum[1] *= factor[1];
     if (!far) return;
-    const float to_scores = device::reciprocal(to_logits);
 #pragma unroll
     for (int i = 0; i < kScores; ++i)
       s[i] = (device::rounded_product(s[i], to_logits) - subtract[i / 2 % 2]) * to_scores;
@@ -151,7 +153,8 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
   // more than kSlack. Returns false if not; `factor` is then not set. p stays below 2^14 in float16 and below 2^-22 in
   // bfloat16.
   static constexpr float kSlack = 8.0f;
-  __device__ __forceinline__ bool follow_maxima(Scores& s, float scale, float to_logits, float (&factor)[2]) {
+  __device__ __forceinline__ bool follow_maxima(Scores& s, float scale, float to_logits, float to_scores,
+                                                float (&factor)[2]) {
     bool lags = far;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -161,7 +164,7 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
       lags |= largest * scale + (kHeadroom<T> - kSlack) > base[r];
     }
     if (!__any_sync(0xffffffffu, lags)) return false;
-    raise_base(s, scale, to_logits, factor);
+    raise_base(s, scale, to_logits, to_scores, factor);
     return true;
   }
 
