@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from warpsmith.ops import _attention, _check
-from warpsmith.ops._dropout import draw_seed
 
 _OP = "attention"
 
@@ -101,9 +100,8 @@ def attention(
     _attention.check_numbers(_OP, softmax_scale, softcap)
     heads = _attention.kv_heads_of(_OP, k, v, kv_heads)
     q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
-    if _attention.drops(_OP, dropout_p) and seed is None:
-        seed = draw_seed(q)
-    out, lse = _attention.attend(
+    inputs = _attention.with_seed(
+        _OP,
         q,
         k,
         v,
@@ -125,4 +123,5 @@ def attention(
         deterministic,
         None,
     )
+    out, lse = _attention.attend(*inputs)
     return (out, lse) if return_lse else out
