@@ -23,7 +23,7 @@ Inputs checked(const char* op, const Tensor& logits, const Tensor& target, const
   Inputs in{{op, dtype, check_target(op, target, logits), rows.rows, rows.columns, options, {}}, rows};
   if (in.classes == 0) refuse(op, "logits", "at least one class in the last dimension", "none");
   in.set_class_weight(class_weight);
-  check_options(op, options);
+  check_options(op, options, dtype);
   return in;
 }
 

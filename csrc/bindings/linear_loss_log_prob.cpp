@@ -12,6 +12,7 @@ LinearInputs checked(const char* op, const Tensor& hidden, const Tensor& weight,
   LinearInputs in = linear_inputs(op, hidden, weight, target, bias);
   if (!(temperature > 0 && std::isfinite(temperature)))
     refuse(op, "temperature", "a finite number > 0", std::to_string(temperature));
+  check_divisor(op, "temperature", temperature, in.dtype);
   return in;
 }
 

@@ -91,6 +91,7 @@ NormOutputs norm_forward(Norm norm, const NormInputs& in, bool with_statistics) 
   }
   p.weight_dtype = check_affine(op, in.weight, in.bias, in.x, dtype, x.columns);
   check_eps(op, in.eps);
+  check_finite(op, "weight_offset", in.weight_offset, dtype);
   p.dropout = check_dropout(op, in.seed, in.p, in.x);
   const OptionalTensor weight = adjacent(in.weight), bias = adjacent(in.bias);
 

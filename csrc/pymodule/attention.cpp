@@ -39,8 +39,8 @@ pybind11::dict plan_attention(const char* op, const pybind11::kwargs& given) {
   AttentionKernelProblem p;
   p.seqlen_q = problem.integer("seqlen_q", 0);
   p.seqlen_k = problem.integer("seqlen_k", 0, p.seqlen_q);
-  p.head_dim = static_cast<int>(problem.integer("head_dim", 8));
-  p.head_dim_v = static_cast<int>(problem.integer("head_dim_v", 8, p.head_dim));
+  p.head_dim = static_cast<int>(problem.multiple("head_dim", 8, 256));
+  p.head_dim_v = static_cast<int>(problem.multiple("head_dim_v", 8, 256, p.head_dim));
   p.element_bytes = problem.dtype_bytes("dtype", "bfloat16");
   p.causal = problem.flag("causal", false);
   p.softcap = problem.flag("softcap", false);
@@ -53,7 +53,7 @@ pybind11::dict plan_attention(const char* op, const pybind11::kwargs& given) {
 
   pybind11::dict d;
   const int head_dim = std::max(p.head_dim, p.head_dim_v);
-  const int tile = attention::portable_tile(std::min(p.element_bytes, 4), extended(p), std::min(head_dim, 256));
+  const int tile = attention::portable_tile(std::min(p.element_bytes, 4), extended(p), head_dim);
   d["forward"] = describe(choose_attention_forward_sm90(p), p, attention::kPortableForward[tile]);
   const int turns = attention::portable_turns_tile(head_dim, attention::kMostSharedBytes);
   if (p.element_bytes == 2 && !extended(p) && turns < attention::kPortableTurnsTiles)

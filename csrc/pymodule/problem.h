@@ -1,4 +1,5 @@
 #pragma once
+#include <limits>
 #include <optional>
 #include <set>
 #include <string>
@@ -32,6 +33,20 @@ class Problem {
     return value;
   }
 
+  // A multiple of `step`, from `step` to `most`.
+  int64_t multiple(const char* key, int64_t step, int64_t most, std::optional<int64_t> otherwise = std::nullopt) {
+    const std::string takes =
+        std::to_string(step) + " to " + std::to_string(most) + " in steps of " + std::to_string(step);
+    if (lists_) {
+      list(key, takes, otherwise.has_value());
+      return step;
+    }
+    if (!has(key)) return otherwise ? *otherwise : missing(key);
+    const int64_t value = integer(key, std::numeric_limits<int64_t>::min());
+    if (value < step || value > most || value % step != 0) refuse(key, takes);
+    return value;
+  }
+
   bool flag(const char* key, bool otherwise) {
     if (lists_) list(key, "True or False", true);
     if (!has(key)) return otherwise;
@@ -48,7 +63,7 @@ class Problem {
   // The index of one of these names; without one, the first.
   template <size_t N> int one_of(const char* key, const char* const (&names)[N]) {
     std::string all;
-    for (const char* name : names) all += (all.empty() ? "" : ", ") + std::string(name);
+    for (const char* name : names) all.append(all.empty() ? "" : ", ").append(name);
     if (lists_) list(key, "one of " + all, true);
     const std::string value = text(key, names[0]);
     for (size_t i = 0; i < N; ++i)

@@ -36,8 +36,9 @@ struct Place {
   dlpack::DataType dtype{};
   int32_t dims = 0;
   uint32_t sizes_at = 0;
-  bool sharded = false;  // a distributed tensor: its local part is meant
-  bool single = false;   // one element
+  bool sharded = false;   // a distributed tensor: its local part is meant
+  bool negative = false;  // memory holds the negatives of its values
+  bool single = false;    // one element
   Seen seen;
 };
 
@@ -52,15 +53,16 @@ inline void prefetch(const Seen& seen) {
 // A tensor, or the local part of a distributed one.
 class View {
  public:
-  View(const dlpack::ExchangeApi& api, const py::object& local, PyObject* tensor, bool sharded) {
+  View(const dlpack::ExchangeApi& api, const py::object& local, PyObject* tensor, bool sharded) : tensor_(tensor) {
     if (sharded) {
       part_ = py::reinterpret_steal<py::object>(PyObject_Vectorcall(local.ptr(), &tensor, 1, nullptr));
-      tensor = part_.ptr();
+      tensor_ = part_.ptr();
     }
-    readable_ = tensor && api.tensor_from_object(tensor, &at_) == 0;
+    readable_ = tensor_ && api.tensor_from_object(tensor_, &at_) == 0;
     if (!readable_) PyErr_Clear();
   }
 
+  PyObject* tensor() const { return tensor_; }
   bool readable() const { return readable_; }  // false for a sparse tensor, or no tensor
   const dlpack::Tensor& at() const { return at_; }
   Address address() const { return reinterpret_cast<Address>(at_.data) + static_cast<Address>(at_.byte_offset); }
@@ -73,6 +75,7 @@ class View {
 
  private:
   py::object part_;
+  PyObject* tensor_;
   dlpack::Tensor at_{};
   bool readable_ = false;
 };
@@ -179,6 +182,14 @@ class TensorWatch {
     return *api;
   }
 
+  // Returns the C function behind `is_neg` of torch's tensors: a third of the time of a call by name.
+  static PyCFunction negative_reader() {
+    const auto method = py::module_::import("torch").attr("Tensor").attr("is_neg");
+    if (!Py_IS_TYPE(method.ptr(), &PyMethodDescr_Type))
+      throw py::value_error("TensorWatch: expected Tensor.is_neg in C");
+    return reinterpret_cast<PyMethodDescrObject*>(method.ptr())->d_method->ml_meth;
+  }
+
   // Returns the C function behind `grad` if the type has one: half the time of a look-up by name.
   const PyGetSetDef* getter_of(PyObject* param) const {
     const auto attribute = py::reinterpret_steal<py::object>(
@@ -204,6 +215,7 @@ class TensorWatch {
     place.dims = view.at().ndim;
     place.seen = {tensor, reinterpret_cast<const char*>(view.at().shape)};
     place.sizes_at = static_cast<uint32_t>(sizes_.size());
+    place.negative = is_negative(view);
     place.single = std::all_of(view.at().shape, view.at().shape + place.dims, [](int64_t size) { return size == 1; });
     sizes_.insert(sizes_.end(), view.at().shape, view.at().shape + place.dims);
     sizes_.insert(sizes_.end(), view.at().strides, view.at().strides + place.dims);
@@ -227,7 +239,8 @@ class TensorWatch {
 
   bool is_at(const Place& place, PyObject* tensor) const {
     const View view(api_, local_, tensor, place.sharded);
-    return same_kind(place, view) && view.address() == place.address;
+    if (!same_kind(place, view) || view.address() != place.address) return false;
+    return (tensor == place.seen.object && !place.single) || is_negative(view) == place.negative;
   }
 
   // For the object that was here at the last look, compares only the address; examines any other object. Enough for
@@ -254,9 +267,9 @@ class TensorWatch {
         }
         PyObject* param = PyList_GET_ITEM(group, k);
         if (param != params_[i].ptr()) return false;
-        if (slots_[i].bucket >= 0 &&
-            !(param_places_[i].dims <= 1 ? is_still(param_places_[i], param, param) : is_at(param_places_[i], param)))
-          return false;
+        const Place& place = param_places_[i];
+        const bool by_address = place.dims <= 1 && !place.single;
+        if (slots_[i].bucket >= 0 && !(by_address ? is_still(place, param, param) : is_at(place, param))) return false;
         if (!look_at_gradient(i)) return false;
       }
     }
@@ -275,15 +288,18 @@ class TensorWatch {
     const Place& param = param_places_[i];
     const View view(api_, local_, grad.ptr(), param.sharded);
     const Address address = view.readable() && view.address() == 0 && view.empty() ? kNoElements : view.address();
+    const bool known = grads_[i].object == grad.ptr() && !param.single;
     // A distributed gradient at a known address may still be placed differently over the ranks.
     grads_[i] = {grad.ptr(), reinterpret_cast<const char*>(view.at().shape)};
     const bool alike = same_kind(param, view);
     if (!alike && !is_at(param, params_[i].ptr())) return false;  // both have changed, at the address that was
     const Address mark = alike ? 0 : mark_of(param, view), entry = address == kNoElements ? address : address | mark;
-    if (mark >= 0 && address != 0 && (!param.sharded || entry == seen_[i]) && !(param.single && is_negative(grad)))
+    if (mark >= 0 && address != 0 && (!param.sharded || entry == seen_[i]) && (known || !is_negative(view))) {
       write(slot, entry);
-    else
+    } else {
+      grads_[i].object = nullptr;
       unusual_.push_back(i);
+    }
     return true;
   }
 
@@ -327,10 +343,11 @@ class TensorWatch {
     return get ? get->get(param, get->closure) : PyObject_GetAttr(param, grad_name_.ptr());
   }
 
-  // Returns whether the tensor has torch's negative bit: memory holds the negatives of its values. The imaginary part
-  // of a conjugate has it. Its stride is 2, so only one of a single element looks like its parameter.
-  bool is_negative(const py::object& grad) const {
-    const auto answer = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(grad.ptr(), is_neg_name_.ptr()));
+  // Returns whether the tensor has torch's negative bit: memory holds the negatives of its values. DLPack does not say
+  // so. The imaginary part of a conjugate has it, at a stride of 2: of dense tensors only those of one element can get
+  // or lose the bit as the objects that they are, so only those are asked at every look.
+  bool is_negative(const View& view) const {
+    const auto answer = py::reinterpret_steal<py::object>(is_negative_(view.tensor(), nullptr));
     if (!answer) throw py::error_already_set();
     return answer.ptr() == Py_True;
   }
@@ -348,12 +365,12 @@ class TensorWatch {
   py::object local_;
   ReadAddress read_address_;
   py::str grad_name_ = py::reinterpret_steal<py::str>(PyUnicode_InternFromString("grad"));
-  py::str is_neg_name_ = py::reinterpret_steal<py::str>(PyUnicode_InternFromString("is_neg"));
+  PyCFunction is_negative_ = negative_reader();
   std::vector<py::object> params_;
   std::vector<const PyGetSetDef*> getters_;
   std::vector<Py_ssize_t> group_sizes_;
   std::vector<Place> param_places_;
-  std::vector<Seen> grads_;  // at the last look
+  std::vector<Seen> grads_;  // at the last look; without an object if it was unusual
   std::vector<int64_t> sizes_;
   std::vector<Owner> owners_;
   std::vector<Entry> entries_;

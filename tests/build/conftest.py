@@ -17,11 +17,12 @@ def processor_seconds():
 
 
 class Built(NamedTuple):
-    """A wheel, the processor seconds that building it took, and the folder in which it was compiled."""
+    """A wheel, the processor seconds that its build took, the folder in which it was compiled, what it printed."""
 
     path: Path
     seconds: float
     build_dir: Path
+    output: str
 
 
 @pytest.fixture(scope="session")
@@ -38,13 +39,13 @@ def wheel(unpacked, tmp_path_factory):
     """A CPU wheel, built from what the sdist holds and nothing else."""
     folder = tmp_path_factory.mktemp("wheel")
     before = processor_seconds()
-    succeed(
-        sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-index", "--no-deps",
+    output = succeed(
+        sys.executable, "-m", "pip", "wheel", "-v", "--disable-pip-version-check", "--no-index", "--no-deps",
         "--no-build-isolation", *cpu_only(folder / "build"), "-w", folder, unpacked,
     )  # fmt: skip
     seconds = processor_seconds() - before
     (path,) = folder.glob("*.whl")
-    return Built(path, seconds, folder / "build")
+    return Built(path, seconds, folder / "build", output)
 
 
 @pytest.fixture(scope="session")

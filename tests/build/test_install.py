@@ -82,6 +82,12 @@ def test_budgets_of_the_cpu_build(wheel, sdist):
     assert wheel.seconds <= CPU_BUILD_LIMIT_S
 
 
+def test_the_build_has_no_warnings(wheel):
+    """The compiler's are errors anyhow; with link-time optimisation some come only from the linker."""
+    assert "Linking CXX" in wheel.output
+    assert not [line for line in wheel.output.splitlines() if " warning: " in line]
+
+
 def test_the_wheel_holds_the_package_alone(wheel):
     names = zipfile.ZipFile(wheel.path).namelist()
     assert {n.split("/")[0].split("-")[0] for n in names} == {"warpsmith"}

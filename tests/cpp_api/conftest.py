@@ -23,6 +23,17 @@ def run_command(*command, **options):
     return done.stdout
 
 
+def headers_of_the_tree(folder):
+    """A folder with the layout of the installed headers and links to the tree's (CMakeLists.txt installs both)."""
+    detail = folder / "warpsmith/detail"
+    detail.mkdir(parents=True)
+    for header in (ROOT / "csrc/include/warpsmith").iterdir():
+        (folder / "warpsmith" / header.name).symlink_to(header)
+    for header in (ROOT / "csrc/kernels").glob("*/*_ops.h"):
+        (detail / header.name).symlink_to(header)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def run():
     """Runs a command and returns what it prints; fails with all of its output."""
@@ -33,15 +44,18 @@ def run():
 def build(tmp_path_factory):
     """Configures and builds a CMake project that uses find_package(warpsmith), with one compiler at a time.
 
-    Torch is not named: the package's config finds the one of the same Python.
+    Torch is not named: the package's config finds the one of the same Python. The headers are the source tree's, which
+    stand before the installed ones: an editable install has copied those, and would hide a change.
     """
+    headers = headers_of_the_tree(tmp_path_factory.mktemp("include"))
     cmake_dir = run_command(sys.executable, "-m", "warpsmith", "info", "--cmake-dir").strip()
 
     def build(source):
         folder = tmp_path_factory.mktemp(source.name)
         start = time.perf_counter()
         version = f"-DEXPECTED_VERSION={warpsmith.__version__}"
-        run_command(CMAKE, "-S", source, "-B", folder, f"-Dwarpsmith_DIR={cmake_dir}", version)
+        options = [f"-Dwarpsmith_DIR={cmake_dir}", version, f"-DCMAKE_CXX_FLAGS=-I{headers}"]
+        run_command(CMAKE, "-S", source, "-B", folder, *options)
         run_command(CMAKE, "--build", folder, "--parallel", "1")
         print(f"{source.name}: configured and built in {time.perf_counter() - start:.0f} s")
         return folder

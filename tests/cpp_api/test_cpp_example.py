@@ -1,6 +1,7 @@
 """The C++ side: the example builds and learns; its functions equal Python's in values, gradients and errors."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ def test_the_examples_learn(examples, run, program, expected):
     environment = {k: v for k, v in os.environ.items() if k not in ("LD_LIBRARY_PATH", "LD_PRELOAD")}
     output = run(examples / program, env=environment)
     assert all(text in output for text in expected), output
+
+
+def test_the_headers_are_the_source_trees(examples):
+    """By what the compiler has written down: an installed copy would hide a change of the tree's."""
+    listed = " ".join(path.read_text() for path in examples.rglob("*.o.d")).replace("\\\n", " ").split()
+    ours = {Path(name).resolve() for name in listed if re.search(r"/warpsmith/(detail/)?\w+\.h$", name)}
+    assert {path.name for path in ours} >= {"op.h", "norm.h", "norm_ops.h"}
+    assert all(path.is_relative_to(ROOT / "csrc") for path in ours), ours
 
 
 def inputs(dtype, weight_dtype=None, shape=(3, 5, 40)):

@@ -222,3 +222,32 @@ def test_an_optimizer_that_is_gone_reduces_no_more(rank, world_size):
     second.zero_grad()
     model(input_of(rank, 0)).backward()
     second.step()
+
+
+@multirank(2, timeout_s=200)
+@pytest.mark.parametrize("in_forward", [False, True])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_parameters_with_the_negative_bit(rank, world_size, name, in_forward):
+    """One of each length: with several fragments, with one, of a single element at a stride of 2."""
+    ours, plain = Uneven(SMALL), Uneven(SMALL)
+    for net in (ours, plain):
+        net.weights.append(torch.nn.Parameter(torch.ones(1)))
+    for p in ours.weights:
+        p.data = torch._neg_view(-p.data) if p.numel() > 1 else torch.complex(p.data, -p.data).conj().imag
+        assert p.is_neg()
+    optimizers = [
+        warpsmith.distributed.ShardedOptimizer(
+            net.parameters(), getattr(warpsmith.optim, name), lr=0.1, stage=2, bucket_cap_mb=0.05
+        )
+        for net in (ours, plain)
+    ]
+    if in_forward:
+        optimizers[0].gather_in_forward(ours)
+    for step in range(3):
+        for net, optimizer in zip((ours, plain), optimizers, strict=True):
+            net(input_of(rank, step)).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+    optimizers[0].wait_for_parameters()
+    for p, q in zip(ours.weights, plain.weights, strict=True):
+        assert p.is_neg() and torch.equal(p, q)

@@ -1,6 +1,8 @@
 """What a ShardedOptimizer refuses: every rank hears of it, the message names rank and remedy, and no rank waits."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -255,3 +257,39 @@ def test_agreement_of_one_rank():
     require_agreement("f", lambda: [("size", "3")], "nothing")
     with pytest.raises(KeyError):
         require_agreement("f", lambda: [{}["a"]], "nothing")
+
+
+@multirank(2, timeout_s=100)
+def test_two_over_one_model(rank, world_size):
+    """The second may be made while the first is alive, to load a state; a backward wants the first gone."""
+    model = Uneven(SMALL)
+    optimizer = ShardedOptimizer(model.parameters(), AdamW)
+    model(input_of(rank, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for shared in (list(model.parameters()), [model.weights[2]]):
+        other = ShardedOptimizer(shared, AdamW)
+        name = rf"param_groups\[0\]\['params'\]\[{'2' if len(shared) == 1 else '[0-2]'}\]"
+        words = rf"rank {rank} of 2: ({name}|.*\[0\]) belongs to another living ShardedOptimizer too.*delete the other"
+        with pytest.raises(RuntimeError, match=words):
+            model(input_of(rank, 1)).backward()
+        optimizer.zero_grad()
+        del other
+        model(input_of(rank, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer = ShardedOptimizer(model.parameters(), AdamW)  # the first is gone, but for a reference cycle
+    model(input_of(rank, 2)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())])
+def test_it_is_not_copied(copied):
+    """The error comes from the copy, not from what is made of it."""
+    with warpsmith.distributed.init(device="cpu"):
+        optimizer = ShardedOptimizer([torch.nn.Parameter(torch.zeros(2))], AdamW)
+        for holder in (optimizer, {"optimizer": optimizer}):
+            if copied is copy.copy and holder is not optimizer:
+                continue
+            with pytest.raises(TypeError, match=r"^ShardedOptimizer: expected no copy .*consolidate_state_dict\(\)"):
+                copied(holder)

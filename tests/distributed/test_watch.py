@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from warpsmith.distributed import watch
-from warpsmith.distributed.watch_record import _CALLS, _PAIRS
+from warpsmith.distributed.watch_record import CALLS, CALLS_OF_PAIRS
 from warpsmith.distributed.watch_report import EVERYBODY, Said, State, is_trouble, likely_cause, report
 from warpsmith.testing.distributed import InjectedFault, fault, multirank
 
@@ -384,7 +384,7 @@ def test_who_lost_its_peer_is_not_blamed(words, states):
     assert likely_cause({rank: inside(rank) for rank in range(3)} | states, set()).startswith(words)
 
 
-@pytest.mark.parametrize("op", [name for name in _CALLS if name not in _PAIRS])
+@pytest.mark.parametrize("op", [name for name in CALLS if name not in CALLS_OF_PAIRS])
 @pytest.mark.parametrize("ahead", [0, 1, 30])
 def test_of_every_call_that_wants_equal_tensors_both_are_told(op, ahead):
     """Whether the rank with the smaller tensor waits in the same call or has gone on, as far as calls are kept."""

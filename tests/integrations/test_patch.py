@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -99,6 +101,30 @@ def test_what_is_replaced_is_said_and_undone(name):
     assert all("forward" not in m.__dict__ for m in model.modules())
     after = loss_and_gradients(model)
     assert all(torch.equal(a, after[n]) for n, a in before.items())
+
+
+class Ops(TorchDispatchMode):
+    """The raw ops of ours that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "warpsmith":
+            self.called.add(func.name().rsplit("_", 1)[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_replaced_is_called(name):
+    """Without gradients, where a layer is made of the single ops."""
+    model = model_of(name)
+    with patch(model) as done, Ops() as ops, torch.no_grad():
+        model(TOKENS, labels=TOKENS)
+    # A feed-forward layer names three ops, of which its activation takes one.
+    for text in done.replaced.values():
+        assert ops.called & {f"warpsmith::{op}" for op in re.findall(r"\w+", text)}, text
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -213,8 +239,9 @@ def test_other_models_are_refused(bad):
         patch(bad)
 
 
-def test_compiled_without_graph_breaks():
-    model = model_of("llama")
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_compiled_without_graph_breaks(name):
+    model = model_of(name)
     patch(model)
     expected = model(TOKENS, labels=TOKENS, use_cache=False).loss
     torch._dynamo.reset()

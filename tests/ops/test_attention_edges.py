@@ -344,3 +344,20 @@ def test_plans_say_why_no_faster_kernel_is_taken():
     assert warpsmith.plan("attention", seqlen_q=100, head_dim=136)["forward"]["head_dim"] == 256
     long = warpsmith.plan("attention", seqlen_q=2**28, head_dim=64)["forward"]
     assert long == {"kernel": None, "why": "no CUDA kernel for sequences of 2^28 tokens or more"}
+
+
+@pytest.mark.parametrize("argument", ["head_dim", "head_dim_v"])
+def test_plans_take_the_head_dimensions_of_the_op(argument):
+    for width in (-8, 0, 1, 7, 8, 12, 64, 250, 256, 257, 264, 4096, 2**40):
+        sizes = {"head_dim": 64, "head_dim_v": 64, argument: width}
+        q = torch.empty(1, 1, 1, max(0, min(sizes["head_dim"], 5000)), device="meta")
+        v = torch.empty(1, 1, 1, max(0, min(sizes["head_dim_v"], 5000)), device="meta")
+        try:
+            warpsmith.attention(q, q, v)
+        except ValueError:
+            for op in ("attention", "attention_varlen"):
+                expected = f"^plan: {op}: {argument}: expected 8 to 256 in steps of 8, got {width}$"
+                with pytest.raises(ValueError, match=expected):
+                    warpsmith.plan(op, seqlen_q=128, **sizes)
+        else:
+            assert warpsmith.plan("attention", seqlen_q=128, **sizes)["forward"]["kernel"]

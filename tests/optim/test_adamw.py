@@ -314,15 +314,15 @@ def sparse(p):
     p.grad = torch.randn(p.shape).to_sparse()
 
 
-def with_gaps(p):
-    p.data = torch.randn(7, 10)[:, ::2]
+def overlapping(p):
+    p.data = torch.randn(7, 1).expand(7, 5)
     p.grad = torch.randn(7, 5)
 
 
 BAD_PARAMS = {
     "complex": (in_dtype(torch.complex64), "expected float32.*got complex64"),
     "sparse gradient": (sparse, r"\.grad: expected a dense gradient, got sparse_coo"),
-    "gaps": (with_gaps, "expected elements without gaps or overlap, got strides"),
+    "overlap": (overlapping, "expected elements without overlap, got strides"),
 }
 
 

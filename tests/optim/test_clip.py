@@ -45,12 +45,15 @@ def test_the_norm_is_that_of_one_vector(dtypes, order):
 @pytest.mark.parametrize("order", ORDERS[:3], ids=str)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e5])
 def test_clips_as_torch(max_norm, order):
+    """Beside torch's function in float64: in float32 its own sum of magnitudes is off by 1e-6 with one thread."""
     shapes = [s for s in SHAPES if s != (0,)]  # of which torch has no largest element
     ours, theirs = make(shapes=shapes), make(shapes=shapes)
+    for p in theirs[1:]:
+        p.data, p.grad = p.double(), p.grad.double()
     a = clip_grad_norm_(ours, max_norm, order)
     b = torch.nn.utils.clip_grad_norm_(theirs, max_norm, order)
-    assert_close(a, b, rtol=1e-6, atol=0)
-    assert_close([p.grad for p in ours[1:]], [p.grad for p in theirs[1:]], rtol=1e-6, atol=0)
+    assert_close(a.double(), b, rtol=3e-7, atol=0)
+    assert_close([p.grad.double() for p in ours[1:]], [p.grad for p in theirs[1:]], rtol=3e-7, atol=0)
     assert ours[0].grad is None
 
 

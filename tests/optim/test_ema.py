@@ -236,7 +236,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"params\[1\]: expected float32, .*, got int64"):
         EMA([p, torch.zeros(2, dtype=torch.int64)])
     with pytest.raises(ValueError, match=r"params\[0\]: expected a dense tensor"):
-        EMA([p[:, :2]])
+        EMA([p[:, :1].expand_as(p)])
     with pytest.raises(ValueError, match=r"params\[0\]: expected a tensor on the CPU or on CUDA, got meta"):
         EMA([torch.zeros(2, device="meta")])
     with pytest.raises(ValueError, match=r"load_state_dict: averages\[0\]: expected shape \(4, 4\), got \(2\)"):

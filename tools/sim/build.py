@@ -248,7 +248,7 @@ def main_object(test: Path, variant: str) -> Path:
 
 def parts(test: Path, variant: str) -> list[Part]:
     """What a test's program is made of."""
-    flags = [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'cpp'}"]
+    flags = [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'sim'}"]
     own = [(source, flags, BUILD / variant) for source in [*kernel_sources(test), test]]
     return [machine(variant), main_part(test, variant), *own]
 

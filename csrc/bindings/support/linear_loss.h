@@ -63,7 +63,7 @@ inline LinearInputs linear_inputs(const char* op, const Tensor& hidden, const Te
                   bias ? std::optional<Tensor>(as_contiguous(*bias)) : std::nullopt,
                   rows.columns};
   in.set_class_weight(class_weight);
-  check_options(op, options);
+  check_options(op, options, dtype);
   return in;
 }
 

@@ -47,11 +47,22 @@ struct LossOptions {
   double label_smoothing = 0, z_loss = 0, softcap = 0;
 };
 
-inline void check_options(const char* op, const LossOptions& o) {
+// Refuses a divisor that kernels cannot use in the arithmetic of the logits. They compute with its value and with its
+// reciprocal, and both must be normal numbers there.
+inline void check_divisor(const char* op, const char* argument, double value, Dtype dtype) {
+  const int exponent = dtype == Dtype::float64 ? 1022 : 126;
+  if (value >= std::ldexp(1.0, -exponent) && value <= std::ldexp(1.0, exponent)) return;
+  const std::string power = std::to_string(exponent);
+  refuse(op, argument, "a number from 2^-" + power + " to 2^" + power, short_text(value));
+}
+
+inline void check_options(const char* op, const LossOptions& o, Dtype dtype) {
   if (!(o.label_smoothing >= 0 && o.label_smoothing <= 1))
     refuse(op, "label_smoothing", "a number from 0 to 1", std::to_string(o.label_smoothing));
   for (const auto& [what, value] : {std::pair{"z_loss", o.z_loss}, std::pair{"softcap", o.softcap}})
     if (!(value >= 0 && std::isfinite(value))) refuse(op, what, "a finite number >= 0", std::to_string(value));
+  check_finite(op, "z_loss", o.z_loss, dtype);
+  if (o.softcap > 0) check_divisor(op, "softcap", o.softcap, dtype);
 }
 
 inline Reduction check_reduction(const char* op, int64_t number) {

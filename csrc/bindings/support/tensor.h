@@ -4,7 +4,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cstdio>
 #include <initializer_list>
+#include <limits>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -80,6 +82,21 @@ inline Dtype float_dtype(const char* op, const char* argument, const Tensor& t) 
       return Dtype::float64;
     default: refuse(op, argument, "float32, float16, bfloat16 or (on the CPU) float64", dtype_text(t.scalar_type()));
   }
+}
+
+// A number as %g prints it: std::to_string prints 1e-40 as 0.000000.
+inline std::string short_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", value);
+  return text;
+}
+
+// Refuses what is not finite in the arithmetic of a dtype: float64's own, float32 for every other.
+inline void check_finite(const char* op, const char* argument, double value, Dtype dtype) {
+  const bool wide = dtype == Dtype::float64;
+  const double most = wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  if (!(value >= -most && value <= most))
+    refuse(op, argument, wide ? "a finite number" : "a finite number of float32", short_text(value));
 }
 
 inline void check_dtype(const char* op, const char* argument, const Tensor& t, Dtype expected) {

@@ -52,8 +52,9 @@ struct AttentionCall {
   OptionalTensor optional(size_t i) const { return tensors[i].defined() ? OptionalTensor(tensors[i]) : std::nullopt; }
 };
 
-inline std::tuple<at::Tensor, at::Tensor> attention_forward(const AttentionCall& c) {
-  using Signature = std::tuple<at::Tensor, at::Tensor>(
+// {out, lse, lse_rest}
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_forward(const AttentionCall& c) {
+  using Signature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
       const at::Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt,
       c10::SymInt, int64_t, int64_t, bool, c10::SymInt, c10::SymInt, std::optional<double>, double, double, bool,
@@ -68,21 +69,21 @@ inline std::tuple<at::Tensor, at::Tensor> attention_forward(const AttentionCall&
 
 // {dq, dk, dv, dbias, dsink}. A gradient that is not wanted, or that lies inside dq or dk, has no elements.
 inline variable_list attention_backward(const at::Tensor& dout, const OptionalTensor& dlse, const AttentionCall& c,
-                                        const at::Tensor& out, const at::Tensor& lse, bool want_dbias,
-                                        bool want_dsink) {
+                                        const at::Tensor& out, const at::Tensor& lse, const at::Tensor& lse_rest,
+                                        bool want_dbias, bool want_dsink) {
   using Signature = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
       const at::Tensor&, const OptionalTensor&, const at::Tensor&, const OptionalTensor&, const OptionalTensor&,
       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
       const OptionalTensor&, c10::SymInt, c10::SymInt, int64_t, int64_t, bool, c10::SymInt, c10::SymInt,
       std::optional<double>, double, double, bool, const at::Tensor&, const at::Tensor&, bool, bool,
-      at::OptionalIntArrayRef);
+      at::OptionalIntArrayRef, const OptionalTensor&);
   static const auto op = find_op<Signature>("warpsmith::attention_backward");
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto& i = c.integers;
-  auto [dq, dk, dv, dbias, dsink] =
-      op.call(dout, dlse, c.tensors[0], c.optional(1), c.optional(2), c.optional(3), c.optional(4), c.optional(5),
-              c.optional(6), c.optional(7), c.optional(8), i[0], i[1], i[2], i[3], i[4] != 0, i[5], i[6],
-              c.softmax_scale, c.softcap, c.dropout_p, i[7] != 0, out, lse, want_dbias, want_dsink, std::nullopt);
+  auto [dq, dk, dv, dbias, dsink] = op.call(
+      dout, dlse, c.tensors[0], c.optional(1), c.optional(2), c.optional(3), c.optional(4), c.optional(5),
+      c.optional(6), c.optional(7), c.optional(8), i[0], i[1], i[2], i[3], i[4] != 0, i[5], i[6], c.softmax_scale,
+      c.softcap, c.dropout_p, i[7] != 0, out, lse, want_dbias, want_dsink, std::nullopt, lse_rest);
   return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias), std::move(dsink)};
 }
 
@@ -93,8 +94,8 @@ struct AttentionBackward : torch::autograd::Function<AttentionBackward> {
   static variable_list forward(AutogradContext*, const at::Tensor& dout, const OptionalTensor& dlse, const at::Tensor&,
                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                                const OptionalTensor&, const AttentionCall& call, const at::Tensor& out,
-                               const at::Tensor& lse, bool want_dbias, bool want_dsink) {
-    return attention_backward(dout, dlse, call, out, lse, want_dbias, want_dsink);
+                               const at::Tensor& lse, const at::Tensor& lse_rest, bool want_dbias, bool want_dsink) {
+    return attention_backward(dout, dlse, call, out, lse, lse_rest, want_dbias, want_dsink);
   }
 
   static variable_list backward(AutogradContext*, variable_list) {
@@ -106,10 +107,11 @@ struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& /*q*/, const OptionalTensor& /*k*/,
                                const OptionalTensor& /*v*/, const OptionalTensor& /*bias*/,
                                const OptionalTensor& /*sink*/, const AttentionCall& call) {
-    auto [out, lse] = attention_forward(call);
+    auto [out, lse, lse_rest] = attention_forward(call);
     variable_list kept = call.tensors;
     kept.push_back(out);
     kept.push_back(lse);
+    kept.push_back(std::move(lse_rest));
     ctx->save_for_backward(std::move(kept));
     ctx->saved_data["integers"] = call.integers;
     ctx->saved_data["softmax_scale"] = call.softmax_scale.value_or(std::numeric_limits<double>::quiet_NaN());
@@ -123,7 +125,8 @@ struct Attention : torch::autograd::Function<Attention> {
     variable_list result(6);  // one per input of forward
     if (!grads[0].defined() && !grads[1].defined()) return result;
     variable_list kept = ctx->get_saved_variables();
-    const at::Tensor out = kept[kAttentionTensors], lse = kept[kAttentionTensors + 1];
+    const at::Tensor out = kept[kAttentionTensors], lse = kept[kAttentionTensors + 1],
+                     lse_rest = kept[kAttentionTensors + 2];
     kept.resize(kAttentionTensors);
     const double scale = ctx->saved_data["softmax_scale"].toDouble();
     const AttentionCall call{std::move(kept), ctx->saved_data["integers"].toIntVector(),
@@ -138,8 +141,8 @@ struct Attention : torch::autograd::Function<Attention> {
     variable_list g =
         at::GradMode::is_enabled()
             ? AttentionBackward::apply(dout, dlse, call.tensors[0], call.optional(1), call.optional(2),
-                                       call.optional(6), call.optional(7), call, out, lse, needs[3], needs[4])
-            : attention_backward(dout, dlse, call, out, lse, needs[3], needs[4]);
+                                       call.optional(6), call.optional(7), call, out, lse, lse_rest, needs[3], needs[4])
+            : attention_backward(dout, dlse, call, out, lse, lse_rest, needs[3], needs[4]);
     for (size_t i = 0; i < 5; ++i)
       if (needs[i]) result[i] = std::move(g[i]);
     return result;
@@ -171,7 +174,8 @@ inline std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const O
       auto results = Attention::apply(q, call.optional(1), call.optional(2), call.optional(6), call.optional(7), call);
       return {results[0], results[1]};
     }
-  return attention_forward(call);
+  auto [out, lse, lse_rest] = attention_forward(call);
+  return {std::move(out), std::move(lse)};
 }
 
 }  // namespace detail

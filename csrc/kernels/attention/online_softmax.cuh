@@ -6,6 +6,7 @@
 #include "device/halves.h"
 #include "device/math.h"
 #include "device/reduce.h"
+#include "kernels/attention/attention.h"
 
 // An online softmax with lazy rescaling, for rows whose scores arrive block by block in the registers of a wgmma
 // warpgroup.
@@ -26,28 +27,94 @@ template <class T> constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 0
 
 constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
+// A warp is far where the base of one of its rows is not within this, in units of log2. A float cannot hold such a base
+// beside a sum, and a product that is scaled where the base is subtracted would not come out as 0 at the maximum. So a
+// far warp rounds its logits, subtracts the maximum, and takes exponentials of what is left. |lse| of other rows is
+// below kFarLse: bases are behind maxima by less than 100.
+template <class T> constexpr float kFarBase = sizeof(T) == 2 ? 1024.0f : 128.0f;
+static_assert((kFarBase<bfloat16> + 200.0f) * kLn2 < kFarLse<bfloat16>);
+static_assert((kFarBase<float> + 40.0f) * kLn2 < kFarLse<float>);  // its bases are not behind maxima
+
+// Whether a row's base is far. `maximum`: -inf where the row has seen no key.
+template <class T> __device__ __forceinline__ bool is_far(float base, float maximum) {
+  return maximum != -INFINITY && !(fabsf(base) < kFarBase<T>);
+}
+
+// Raises the bases of a warp that is far, or will be, to `maxima` (of scores). Returns whether it is far afterwards: it
+// is no longer once all of its maxima are ordinary, as the first blocks of a row may hold nothing but the least number
+// there is. `base`: maxima of logits if far, else those in units of log2 plus `headroom`; -inf: no key. Sets what a far
+// warp subtracts from its logits.
+template <class T> __device__ __forceinline__ bool raise_far_bases(bool far, float (&base)[2], const float (&maxima)[2],
+                                                                   float to_logits, float headroom, float (&factor)[2],
+                                                                   float (&subtract)[2]) {
+  bool stays = false;
+  float to[2], next[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float old = far || base[r] == -INFINITY ? base[r] : (base[r] - headroom) * kLn2;
+    to[r] = fmaxf(old, device::rounded_product(maxima[r], to_logits));
+    next[r] = to[r] * kLog2e + headroom;
+    stays |= is_far<T>(next[r], to[r]);
+    if (to[r] == -INFINITY)
+      factor[r] = 1.0f;
+    else if (base[r] == -INFINITY)
+      factor[r] = 0.0f;
+    else
+      factor[r] = device::exp2(far ? (old - to[r]) * kLog2e : base[r] - next[r]);
+  }
+  const bool remains = __any_sync(0xffffffffu, stays);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    base[r] = remains ? to[r] : next[r];
+    subtract[r] = to[r] == -INFINITY ? 0.0f : to[r];  // -inf - -inf would be NaN
+  }
+  return remains;
+}
+
+// What a row ends with: the factor of its output, the logarithm of its sum, and what rounding took from that.
+struct RowEnd {
+  float factor, lse, rest;
+};
+// The end of a row in natural units: exponentials of the row sum to `sum` * 2^`headroom` relative to e^`maximum`.
+// `sink`: one more logit; -inf: none.
+__device__ __forceinline__ RowEnd far_end(float maximum, float sum, float headroom, float sink) {
+  const float most = fmaxf(maximum, sink);
+  if (most == -INFINITY) return {sum == 0.0f ? 0.0f : sum, sum == 0.0f ? -INFINITY : sum, 0.0f};
+  if (most == INFINITY) return {NAN, INFINITY, 0.0f};
+  const float factor = device::exp2((maximum - most) * kLog2e + headroom);
+  const float whole = sum * factor + device::exp2((sink - most) * kLog2e);
+  const float log_sum = device::log2(whole) * kLn2, lse = most + log_sum;
+  return {factor / whole, lse, (most - lse) + log_sum};
+}
+
 // The state of a thread's two rows: lane / 4 and lane / 4 + 8 of its warp's 16. The four lanes of a quad share them.
 template <class T, int kBlockKeys> struct OnlineSoftmax {
   static constexpr int kScores = kBlockKeys / 2;
   using Scores = float[kScores];
   using Probabilities = uint32_t[kBlockKeys / 16][4];  // A operands of one wgmma each
 
-  float base[2], sum[2];  // `sum`: this thread's partial sum, until total()
+  float base[2], sum[2];  // base: where `far`, the maximum of the logits. sum: this thread's part, until total()
+  bool far;               // the same in all lanes
 
   __device__ __forceinline__ void begin() {
     base[0] = base[1] = -INFINITY;
     sum[0] = sum[1] = 0.0f;
+    far = false;
   }
 
-  // Rows that have seen no key get a base under which their probabilities are 0 and not NaN.
-  __device__ __forceinline__ void give_base() {
-#pragma unroll
-    for (float& b : base)
-      if (b == -INFINITY) b = 0.0f;
+  // What the exponentials of row r subtract. A row that has seen no key takes 0: -inf - -inf would be NaN.
+  __device__ __forceinline__ float subtracted(int r) const {
+    return far ? kHeadroom<T> : base[r] == -INFINITY ? 0.0f : base[r];
   }
 
   // Raises the base to this block's maximum. Everything summed under the old base must be multiplied by `factor`.
-  __device__ __forceinline__ void raise_base(const Scores& s, float scale, float (&factor)[2]) {
+  // `to_logits`: what turns scores into logits; its inverse is to_scores; scale = to_logits * log2(e). Where the warp
+  // is far afterwards, the scores become differences from the maximum, in units in which exponentials still multiply
+  // them by `scale`.
+  __device__ __forceinline__ void raise_base(Scores& s, float scale, float to_logits, float to_scores,
+                                             float (&factor)[2]) {
+    float maxima[2], raised[2];
+    bool leaves = far;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = s[2 * r];
@@ -55,19 +122,40 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
       for (int i = 0; i < kScores; i += 4) largest = fmaxf(largest, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const float raised = fmaxf(base[r], largest * scale + kHeadroom<T>);
-      factor[r] = raised == -INFINITY ? 1.0f : device::exp2(base[r] - raised);
-      base[r] = raised;
+      maxima[r] = largest;
+      raised[r] = fmaxf(base[r], largest * scale + kHeadroom<T>);
+      leaves |= is_far<T>(raised[r], largest);
+    }
+    if (__any_sync(0xffffffffu, leaves)) {
+      raise_far(s, to_logits, to_scores, maxima, factor);
+      return;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factor[r] = raised[r] == -INFINITY ? 1.0f : device::exp2(base[r] - raised[r]);
+      base[r] = raised[r];
       sum[r] *= factor[r];
     }
+  }
+  __device__ __forceinline__ void raise_far(Scores& s, float to_logits, float to_scores, const float (&maxima)[2],
+                                            float (&factor)[2]) {
+    float subtract[2];
+    far = raise_far_bases<T>(far, base, maxima, to_logits, kHeadroom<T>, factor, subtract);
+    sum[0] *= factor[0];
+    sum[1] *= factor[1];
+    if (!far) return;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i)
+      s[i] = (device::rounded_product(s[i], to_logits) - subtract[i / 2 % 2]) * to_scores;
   }
 
   // Raises the base if the block's maximum in some row of the warp exceeds the maximum that the base was raised for by
   // more than kSlack. Returns false if not; `factor` is then not set. p stays below 2^14 in float16 and below 2^-22 in
   // bfloat16.
   static constexpr float kSlack = 8.0f;
-  __device__ __forceinline__ bool follow_maxima(const Scores& s, float scale, float (&factor)[2]) {
-    bool lags = false;
+  __device__ __forceinline__ bool follow_maxima(Scores& s, float scale, float to_logits, float to_scores,
+                                                float (&factor)[2]) {
+    bool lags = far;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = s[2 * r];
@@ -76,7 +164,7 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
       lags |= largest * scale + (kHeadroom<T> - kSlack) > base[r];
     }
     if (!__any_sync(0xffffffffu, lags)) return false;
-    raise_base(s, scale, factor);
+    raise_base(s, scale, to_logits, to_scores, factor);
     return true;
   }
 
@@ -84,7 +172,7 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
   __device__ __forceinline__ void exponentials_in_place(Scores& s, float scale) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float b = base[r] == -INFINITY ? 0.0f : base[r];  // -inf - -inf would be NaN
+      const float b = subtracted(r);
       float partial[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int i = 0; i < kScores; i += 4)
@@ -133,9 +221,10 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
 #pragma unroll
       for (uint32_t& pair : four) pair = device::gates_again<T>(pair);
   }
-  // A row without a base has infinite p. NaN compares false, so it counts as outgrown.
-  static __device__ __forceinline__ bool outgrown(const float (&sums)[2]) {
-    return !(sums[0] < kLargestSum<T> && sums[1] < kLargestSum<T>);
+  // A row without a base has infinite p. NaN compares false, so it counts as outgrown. A far warp has no base in the
+  // units that exponentials() takes: it must raise its base in every step.
+  __device__ __forceinline__ bool outgrown(const float (&sums)[2]) const {
+    return far || !(sums[0] < kLargestSum<T> && sums[1] < kLargestSum<T>);
   }
 
   // Makes `sum` the sum of the whole row, in every lane of the quad.
@@ -143,7 +232,7 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     sum[0] = device::group_sum<4>(sum[0]);
     sum[1] = device::group_sum<4>(sum[1]);
   }
-  // The natural logarithm of row r's sum of exponentials, after total().
+  // The natural logarithm of row r's sum of exponentials, after total(), of a warp that is not far.
   __device__ __forceinline__ float lse(int r) const {
     return sum[r] != 0.0f ? (base[r] + device::log2(sum[r])) * kLn2 : -INFINITY;
   }

@@ -12,7 +12,7 @@ from torch import Tensor
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import check_gradients, unscale_in_place
 from warpsmith.optim._known_sums import Joined, known_sums
-from warpsmith.optim._tensor_list import all_params, describe, holds_its_elements, is_dense, local, moved
+from warpsmith.optim._tensor_list import all_params, describe, in_place, local, moved
 from warpsmith.optim.clip import _combined, _shared_out, _whole_sums
 
 
@@ -78,7 +78,7 @@ def groups(grads: Sequence[Gradient], prepared: Callable[[Tensor], Tensor]) -> I
         found.setdefault((part.device, _shared_out(whole)), []).append((index, part))
     for (device, shared), members in found.items():
         originals = [part for _, part in members]
-        parts = [t if is_dense(t) and holds_its_elements(t) else t.resolve_neg().contiguous() for t in originals]
+        parts = [t if in_place(t) else t.resolve_neg().contiguous() for t in originals]
         yield _Group(device, shared, tuple(index for index, _ in members), parts, originals)
 
 

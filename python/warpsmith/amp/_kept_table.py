@@ -34,7 +34,11 @@ def _places(optimizer: Optimizer) -> _Places | None:
     if plan is None or capturing():  # a table made in a capture has its contents only once the graph has run
         return None
     watch = plan.watch
-    if not watch.look([group["params"] for group in optimizer.param_groups], optimizer.state) or watch.unusual:
+    if (
+        not watch.look([group["params"] for group in optimizer.param_groups], optimizer.state)
+        or watch.unusual
+        or plan.staged
+    ):
         return None
     return _Places(ref(plan), [watch.version(number) for number in range(len(plan.buckets))])
 

@@ -138,7 +138,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     """
     sums = []
     for t in tensors:
-        words = t.detach().contiguous().view(-1).view(_INTEGERS[t.element_size()])
+        words = t.detach().resolve_neg().contiguous().view(-1).view(_INTEGERS[t.element_size()])
         total = torch.zeros((), dtype=torch.int64, device=t.device)
         for at in range(0, len(words), _PIECE_ELEMS):
             piece = words[at : at + _PIECE_ELEMS].to(torch.int64)

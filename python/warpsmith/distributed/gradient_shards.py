@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
 
 from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.hook import _all_gather, mean_in_rank_order, side_stream
@@ -36,6 +38,8 @@ def flat(t: Tensor) -> Tensor:
     """The elements of a dense tensor as they lie in memory; shares that memory."""
     return t.as_strided((t.numel(),), (1,))
 
+
+_reducing = WeakIdKeyDictionary()  # by parameter: the living reductions of its gradient
 
 Gradients = dict[int, Tensor | None]  # by parameter
 
@@ -89,14 +93,22 @@ class GradientShards:
 
         def report(index: int) -> Any:
             def arrived(_: Tensor) -> None:
-                shards = this()
-                if shards is not None:
+                if (found := this()) is not None and found._begins_beside_rivals():
+                    del found
+                    gc.collect()  # this reduction and its rivals may be alive in reference cycles alone
+                if (shards := this()) is not None:
                     shards._arrived(index)
 
             return arrived
 
+        self._rivals: list[weakref.ref[GradientShards]] = []
         for index, p in enumerate(params):
             p.register_post_accumulate_grad_hook(report(index))
+            known = _reducing.setdefault(p, [])
+            for rival in filter(None, (other() for other in known)):
+                rival._rivals.append(this)
+                self._rivals.append(weakref.ref(rival))
+            known[:] = [*(other for other in known if other() is not None), this]
 
     def forget(self) -> None:
         """Drops the reduced gradients: the next backward reduces anew."""
@@ -140,12 +152,29 @@ class GradientShards:
                 "step() after the last"
             )
         if self.phase == IDLE:
+            if self._rivals:
+                self._refuse_rivals()
             self.phase = REDUCING
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._arrived_params.add(index)
         self._waiting[self._bucket_of[index]] -= 1
         while self._next < len(self.buckets) and self._waiting[self._next] == 0:
             self._send_next()
+
+    def _begins_beside_rivals(self) -> bool:
+        return self.synchronizing and self.phase == IDLE and any(rival() is not None for rival in self._rivals)
+
+    def _refuse_rivals(self) -> None:
+        """Raises where another optimizer reduces one of these parameters too."""
+        self._rivals = [rival for rival in self._rivals if rival() is not None]
+        for rival in filter(None, (ref() for ref in self._rivals)):
+            if rival.synchronizing:
+                shared = {id(p) for p in rival.params}
+                name = next(n for n, p in zip(self.names, self.params, strict=True) if id(p) in shared)
+                raise RuntimeError(
+                    f"{_OP}: rank {self.rank} of {self.world_size}: {name} belongs to another living {_OP} too, which "
+                    "would reduce and step it a second time: give each parameter to one, and delete the other"
+                )
 
     @torch.no_grad()
     def _send_next(self) -> None:

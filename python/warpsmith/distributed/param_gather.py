@@ -87,8 +87,7 @@ class ParamGather:
             if own:
                 torch._foreach_copy_([box[a:b] for _, a, b, _ in own], [part for part, *_ in own])
         peers.barrier(self._turn)
-        if others:
-            torch._foreach_copy_([part for part, *_ in others], [boxes[rank][r, a:b] for _, a, b, r in others])
+        _copy([part for part, *_ in others], [boxes[rank][r, a:b] for _, a, b, r in others])
 
     def _start(self, number: int) -> None:
         bucket = self._shards.buckets[number]
@@ -115,8 +114,7 @@ class ParamGather:
                 at = f.rank * len(own) + f.offset - bucket.first_of(f.rank)
                 to.append(flat(self._params[f.param].detach())[f.start : f.start + f.count])
                 of.append(received[at : at + f.count])
-        if to:
-            torch._foreach_copy_(to, of)
+        _copy(to, of)
 
     def wait_in_forward(self, model: nn.Module) -> None:
         """From now on the forward of a unit (:func:`units_of`) waits for the unit's buckets, and so does all that
@@ -138,6 +136,17 @@ class ParamGather:
         for module in model.modules():
             module.register_state_dict_pre_hook(waiting(None))
             module.register_load_state_dict_pre_hook(waiting(None))
+
+
+def _copy(to: list[Tensor], of: list[Tensor]) -> None:
+    """In one launch, but for parameters with the negative bit, which torch's operations on lists do not write."""
+    pairs = list(zip(to, of, strict=True))
+    for t, value in pairs:
+        if t.is_neg():
+            t.copy_(value)
+    plain = [(t, value) for t, value in pairs if not t.is_neg()]
+    if plain:
+        torch._foreach_copy_([t for t, _ in plain], [value for _, value in plain])
 
 
 def units_of(model: nn.Module) -> list[tuple[nn.Module, list[Tensor]]]:

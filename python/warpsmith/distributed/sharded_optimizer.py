@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -79,8 +79,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ValueError: an argument out of range; an optimizer or precision that needs whole tensors; parameters that differ
             between ranks, on every rank, with the rank that differs.
         RuntimeError: gradients that would be reduced twice, or were written to after they were reduced; a step without
-            a backward; a parameter that was replaced or frozen since. The message names the rank and the remedy. On the
+            a backward; a parameter that was replaced or frozen since, or that another living ShardedOptimizer reduces
+            too. The message names the rank and the remedy. On the
             CPU every rank raises what one rank reports at the end of a backward; on CUDA that rank alone.
+        TypeError: a copy or pickle of the optimizer.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020; arguments as
     ``torch.distributed.optim.ZeroRedundancyOptimizer``.
@@ -187,6 +189,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._built:
             raise RuntimeError(f"{_OP}.add_param_group: expected all groups at construction: make a new {_OP} of them")
         super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused: a copy would lack the hooks and the ranks.
+
+        Raises:
+            TypeError: always, from ``copy`` and ``pickle``.
+        """
+        raise TypeError(
+            f"{_OP}: expected no copy and no pickle of it, whose hooks and ranks cannot be copied: make a new {_OP} of "
+            "the copied model's parameters, call consolidate_state_dict() on all ranks and load its state_dict() there"
+        )
 
     # Gradients.
 

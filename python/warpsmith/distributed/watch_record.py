@@ -19,7 +19,7 @@ from torch import Tensor
 
 from warpsmith.distributed.watch_report import EVERYBODY, PAIRS
 
-_CALLS = (
+CALLS = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all"),
     *(
         "all_to_all_single",
@@ -36,7 +36,7 @@ _CALLS = (
 )
 _KEPT = 32  # calls of a group: a rank runs ahead of one that waits in a collective to which both gave other tensors
 # Calls of a pair of ranks: the numbers of others say nothing about them.
-_PAIRS = ("batch_isend_irecv", "irecv", "isend", "recv", "send")
+CALLS_OF_PAIRS = ("batch_isend_irecv", "irecv", "isend", "recv", "send")
 _NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen")
 _STANDARD_LIBRARY = f"{Path(os.__file__).parent}{os.sep}"
 
@@ -64,7 +64,7 @@ class Recorder:
         self._originals: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
     def open(self) -> None:
-        for name in _CALLS:
+        for name in CALLS:
             original = getattr(dist, name, None)
             if original is not None:
                 ours = self._recording(name, original)
@@ -87,7 +87,7 @@ class Recorder:
             given = args[at] if at < len(args) else kwargs.get("group")
             if self.waiting is not None or given == dist.GroupMember.NON_GROUP_MEMBER:
                 return original(*args, **kwargs)
-            group = PAIRS if name in _PAIRS else _group_of(args, kwargs)
+            group = PAIRS if name in CALLS_OF_PAIRS else _group_of(args, kwargs)
             before = self.last.get(group)
             number = 1 if before is None else before.number + 1
             call = Call(name, group, number, _tensors(args, kwargs), user_line(sys._getframe(1)), time.monotonic())

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.generic import can_return_tuple
+from transformers.pytorch_utils import Conv1D
 
+from warpsmith.integrations._attention import Rows, attention, eps_of
+from warpsmith.integrations._modules import Forward, StandIn, by_name, is_free, is_untouched, is_watched
 from warpsmith.nn import functional
 from warpsmith.ops import _gated_linear
 from warpsmith.ops._norm_linears import fits, norm_linears
@@ -23,28 +21,20 @@ from warpsmith.ops.add_rms_norm import add_rms_norm
 from warpsmith.ops.bias_gelu import bias_gelu
 from warpsmith.ops.geglu import geglu
 from warpsmith.ops.linear_cross_entropy import linear_cross_entropy
-from warpsmith.ops.qk_norm_rope import qk_norm_rope
 from warpsmith.ops.reglu import reglu
 from warpsmith.ops.rms_norm import rms_norm
-from warpsmith.ops.rope import rope
 from warpsmith.ops.swiglu import swiglu
-
-Forward = Callable[..., Any]
 
 
 class Part(NamedTuple):
     """What stands in the place of a class's forward."""
 
     what: str  # for reports
-    make: Callable[[Forward], Forward]  # from the old forward
+    make: Callable[[Forward], Forward | None]  # from the old forward; None: it is not the one that we know
     why_not: Callable[[nn.Module], str | None] = lambda module: None  # of one module
 
 
 # ---- norms
-
-
-def _eps(norm: nn.Module) -> float:
-    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps  # type: ignore[return-value]
 
 
 def _beside(weight: Tensor, x: Tensor) -> Tensor:
@@ -55,7 +45,7 @@ def _beside(weight: Tensor, x: Tensor) -> Tensor:
 def _rms(offset: float) -> Callable[[Forward], Forward]:
     def make(old: Forward) -> Forward:
         def forward(self: Any, hidden_states: Tensor) -> Tensor:
-            y = rms_norm(hidden_states, _beside(self.weight, hidden_states), _eps(self), offset)
+            y = rms_norm(hidden_states, _beside(self.weight, hidden_states), eps_of(self), offset)
             # A wider weight makes a wider product; where the weight is stored around zero, the input's dtype comes out.
             return y if offset else y.to(torch.promote_types(y.dtype, self.weight.dtype))
 
@@ -71,15 +61,9 @@ def _layer(old: Forward) -> Forward:
     return forward
 
 
-def _watched(module: nn.Module) -> bool:
-    """Whether somebody hangs on the calls of a module (hooks: ZeRO, recorders): then it is called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
 def _is_plain(linear: nn.Module) -> bool:
     """Whether a module is a matrix product and no more."""
-    plain = type(linear) is nn.Linear and linear.bias is None
-    return plain and "forward" not in linear.__dict__ and not _watched(linear)
+    return is_untouched(linear, nn.Linear) and linear.bias is None
 
 
 # ---- feed-forward layers
@@ -89,10 +73,19 @@ _TANH = ("NewGELUActivation", "GELUTanh", "PytorchGELUTanh")
 _EXACT = ("GELUActivation", "GELU")
 
 
+def _act(module: Any) -> Any:
+    return module.act_fn if hasattr(module, "act_fn") else module.act
+
+
 def _activation(module: Any) -> str:
-    act = module.act_fn if hasattr(module, "act_fn") else module.act
+    act = _act(module)
     name = type(act).__name__
     return name + ", tanh" if name == "GELU" and act.approximate == "tanh" else name
+
+
+def _is_called(act: Any) -> bool:
+    """Whether somebody sees the calls of an activation, of those that are fused."""
+    return not is_untouched(act, type(act))
 
 
 # By activation: the op, and name and last arguments of its raw ops.
@@ -109,18 +102,21 @@ def _why_not_gated(module: nn.Module) -> str | None:
     return None if name in _GATED_OPS else f"its activation, {name}, is not fused"
 
 
-def _down(mlp: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """What a feed-forward layer makes of its first two products."""
+def _down(mlp: Any, gate: Tensor, up: Tensor, overwrite: bool = True) -> Tensor:
+    """What a feed-forward layer makes of its first two products, over which its backward may write."""
     op, name, extra = _GATED_OPS[_activation(mlp)]
-    if _is_plain(mlp.down_proj) and _gated_linear.fits(gate, up, mlp.down_proj.weight):
+    if overwrite and _is_plain(mlp.down_proj) and _gated_linear.fits(gate, up, mlp.down_proj.weight):
         return _gated_linear.gated_linear(gate, up, mlp.down_proj.weight, name, *extra)
-    alone = not any(t.requires_grad and t.is_leaf for t in (gate, up))
+    alone = overwrite and not any(t.requires_grad and t.is_leaf for t in (gate, up))
     return mlp.down_proj(op(gate, up, inplace_backward=alone))
 
 
 def _gated(old: Forward) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return old(self, x) if _why_not_gated(self) else _down(self, self.gate_proj(x), self.up_proj(x))
+        if _why_not_gated(self) or _is_called(_act(self)):
+            return old(self, x)
+        kept = is_watched(self.gate_proj) or is_watched(self.up_proj)  # a hook may keep what it sees
+        return _down(self, self.gate_proj(x), self.up_proj(x), overwrite=not kept)
 
     return forward
 
@@ -137,53 +133,10 @@ def _why_not_gpt2_mlp(module: nn.Module) -> str | None:
 def _gpt2_mlp(old: Forward) -> Forward:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         form, c_fc = _gelu_form(self), self.c_fc
-        if form is None or type(c_fc).__name__ != "Conv1D" or _watched(c_fc):
+        if form is None or _is_called(self.act) or not is_untouched(c_fc, Conv1D):
             return old(self, hidden_states)
         h = bias_gelu(hidden_states @ c_fc.weight, c_fc.bias, form)
         return self.dropout(self.c_proj(h))
-
-    return forward
-
-
-# ---- attention: its rotation
-
-
-def _attend(
-    layer: Any,
-    qkv: Sequence[Tensor],
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """What an attention layer makes of its first three products, (..., heads * head_dim)."""
-    shape = qkv[0].shape[:-1]
-    q, k, v = (t.unflatten(-1, (-1, layer.head_dim)) for t in qkv)
-    cos, sin = position_embeddings  # type: ignore[misc]
-    norms = getattr(layer, "q_norm", None), getattr(layer, "k_norm", None)
-    if norms[0] is None or norms[1] is None:
-        q, k = rope(q, k, cos, sin)
-    elif any(map(_watched, norms)):  # type: ignore[arg-type]
-        q, k = rope(norms[0](q), norms[1](k), cos, sin)
-    else:
-        q, k = qk_norm_rope(q, k, norms[0].weight, norms[1].weight, cos, sin, eps=_eps(norms[0]))
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, layer.layer_idx)
-    eager = sys.modules[type(layer).__module__].eager_attention_forward
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(layer.config._attn_implementation, eager)
-    for name, attribute in (("sliding_window", "sliding_window"), ("softcap", "attn_logit_softcapping")):
-        if hasattr(layer, attribute):
-            options[name] = getattr(layer, attribute)
-    dropout = layer.attention_dropout if layer.training else 0.0
-    out, weights = attend(layer, q, k, v, attention_mask, dropout=dropout, scaling=layer.scaling, **options)
-    return layer.o_proj(out.reshape(*shape, -1)), weights
-
-
-def _attention(old: Forward) -> Forward:
-    def forward(self: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        qkv = [p(hidden_states) for p in (self.q_proj, self.k_proj, self.v_proj)]
-        return _attend(self, qkv, *arguments, **options)
 
     return forward
 
@@ -193,10 +146,10 @@ def _attention(old: Forward) -> Forward:
 
 def _sum_and_rms(x: Tensor, residual: Tensor, norm: Any, offset: float) -> tuple[Tensor, Tensor]:
     fits = x.dtype == residual.dtype or (residual.dtype == torch.float32 and x.element_size() == 2)
-    if _watched(norm) or not fits:
+    if not is_free(norm) or not fits:
         total = residual + x
         return norm(total), total
-    return add_rms_norm(x, residual, _beside(norm.weight, x), _eps(norm), offset)
+    return add_rms_norm(x, residual, _beside(norm.weight, x), eps_of(norm), offset)
 
 
 def _normed(
@@ -205,12 +158,11 @@ def _normed(
     """(s, and the products of a layer's named projections with the norm of s), s = x or x + residual, as one op that
     does not keep the normed rows; None where a module is another's, has hooks or does not fit."""
     linears = [getattr(layer, name) for name in names]
-    ours = all(getattr(m.forward, "of_warpsmith", False) and not _watched(m) for m in (norm, layer))
-    if not ours or not all(map(_is_plain, linears)):
+    if not all(map(is_free, (norm, layer))) or not all(map(_is_plain, linears)):
         return None
     weights = [p.weight for p in linears]
     given = (x, norm.weight, *weights) if residual is None else (x, residual, norm.weight, *weights)
-    return norm_linears(x, residual, norm.weight, _eps(norm), offset, weights) if fits(*given) else None
+    return norm_linears(x, residual, norm.weight, eps_of(norm), offset, weights) if fits(*given) else None
 
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -221,23 +173,25 @@ def _self_attention(block: Any, offset: float, x: Tensor, options: dict[str, Any
     done = _normed(block.input_layernorm, offset, block.self_attn, _QKV, x)
     if done is None:
         return block.self_attn(hidden_states=block.input_layernorm(x), **options)[0], x
-    return _attend(block.self_attn, done[1:], **options)[0], done[0]
+    return block.self_attn.forward(Rows(x.shape), products=done[1:], **options)[0], done[0]
 
 
 def _feed_forward(block: Any, norm: Any, offset: float, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """(out, x + residual) of a decoder layer's second sum, norm and feed-forward layer."""
-    done = None if _why_not_gated(block.mlp) else _normed(norm, offset, block.mlp, _GATE_UP, x, residual)
+    whole = _why_not_gated(block.mlp) or _is_called(_act(block.mlp))
+    done = None if whole else _normed(norm, offset, block.mlp, _GATE_UP, x, residual)
     if done is None:
         y, residual = _sum_and_rms(x, residual, norm, offset)
         return block.mlp(y), residual
-    return _down(block.mlp, *done[1:]), done[0]
+    return _down(block.mlp, done[1], done[2]), done[0]
 
 
 def _decoder(old: Forward) -> Forward:
-    def forward(self: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        if arguments:
-            return old(self, hidden_states, *arguments, **options)
-        x, residual = _self_attention(self, 0.0, hidden_states, options)
+    given = by_name(old)
+
+    def forward(self: Any, *arguments: Any, **options: Any) -> Tensor:
+        options = given(arguments, options)
+        x, residual = _self_attention(self, 0.0, options.pop("hidden_states"), options)
         x, residual = _feed_forward(self, self.post_attention_layernorm, 0.0, x, residual)
         return residual + x
 
@@ -245,10 +199,11 @@ def _decoder(old: Forward) -> Forward:
 
 
 def _gemma2_decoder(old: Forward) -> Forward:
-    def forward(self: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        if arguments:
-            return old(self, hidden_states, *arguments, **options)
-        x, residual = _self_attention(self, 1.0, hidden_states, options)
+    given = by_name(old)
+
+    def forward(self: Any, *arguments: Any, **options: Any) -> Tensor:
+        options = given(arguments, options)
+        x, residual = _self_attention(self, 1.0, options.pop("hidden_states"), options)
         x = self.post_attention_layernorm(x)
         x, residual = _feed_forward(self, self.pre_feedforward_layernorm, 1.0, x, residual)
         return residual + self.post_feedforward_layernorm(x)
@@ -257,12 +212,14 @@ def _gemma2_decoder(old: Forward) -> Forward:
 
 
 def _gpt2_block(old: Forward) -> Forward:
-    def forward(self: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        ln = self.ln_2
-        if arguments or options.get("encoder_hidden_states") is not None or _watched(ln):
-            return old(self, hidden_states, *arguments, **options)
-        options = {k: v for k, v in options.items() if not k.startswith("encoder_")}
-        x, _ = self.attn(self.ln_1(hidden_states), **options)
+    given = by_name(old)
+
+    def forward(self: Any, *arguments: Any, **options: Any) -> Tensor:
+        ln, named = self.ln_2, given(arguments, options)
+        if named.pop("encoder_hidden_states") is not None or not (is_free(ln) or is_untouched(ln, nn.LayerNorm)):
+            return old(self, *arguments, **options)
+        hidden_states, _ = named.pop("hidden_states"), named.pop("encoder_attention_mask")
+        x, _ = self.attn(self.ln_1(hidden_states), **named)
         if x.dtype != hidden_states.dtype and hidden_states.dtype != torch.float32:
             total = x + hidden_states
             return total + self.mlp(ln(total))
@@ -287,47 +244,66 @@ def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
     return nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
 
 
-def _causal_lm(old: Forward) -> Forward:
-    names = list(inspect.signature(old).parameters)[1:]
+class _Config(StandIn):
+    """The config of a model whose logits are never made. ``softcap`` is what its forward asks for to cap them."""
 
-    @can_return_tuple
-    def fused(self: Any, **given: Any) -> Any:
-        labels, count = given.pop("labels"), given.pop("num_items_in_batch", None)
-        target, ignore_index = given.pop("shift_labels", None), given.pop("ignore_index", -100)
-        given.pop("logits_to_keep", None)
-        out = getattr(self, self.base_model_prefix)(**given)
-        hidden = out.last_hidden_state
-        target = (_shifted(labels, ignore_index) if target is None else target).to(hidden.device)
+    softcap = 0.0
+
+    @property
+    def final_logit_softcapping(self) -> None:
+        self.softcap = self._of.final_logit_softcapping or 0.0
+
+
+class _Head(StandIn):
+    """A causal model in its class's forward: its head makes no logits, its loss multiplies by the head's weight."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.config = _Config(model.config)
+        self._hidden: Any = None
+
+    def lm_head(self, hidden: Tensor) -> None:
+        self._hidden = hidden
+
+    def loss_function(
+        self,
+        logits: None,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        hidden, head = self._hidden, self._of.lm_head
+        target = (_shifted(labels, ignore_index) if shift_labels is None else shift_labels).to(hidden.device)
         loss: Any = linear_cross_entropy(
             hidden,
-            self.lm_head.weight,
+            head.weight,
             target.reshape(hidden.shape[:-1]),
-            self.lm_head.bias,
+            head.bias,
             ignore_index=ignore_index,
-            reduction="mean" if count is None else "sum",
-            softcap=getattr(self.config, "final_logit_softcapping", None) or 0.0,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            softcap=self.config.softcap,
         )
-        if count is not None:
+        if num_items_in_batch is not None:
+            count = num_items_in_batch
             loss = loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
-        fields = {k: out.get(k) for k in ("past_key_values", "hidden_states", "attentions")}
-        if hasattr(out, "cross_attentions"):
-            return CausalLMOutputWithCrossAttentions(loss=loss, **fields, cross_attentions=out.cross_attentions)
-        return CausalLMOutputWithPast(loss=loss, **fields)
+        return loss
+
+
+def _causal_lm(old: Forward) -> Forward:
+    given = by_name(old)
 
     @functools.wraps(old)
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:
-        given = {**dict(zip(names, arguments, strict=False)), **options}
-        keep = given.get("logits_to_keep", 0)
+        named = given(arguments, options)
+        keep = named["logits_to_keep"]
         whole = isinstance(keep, int) and keep == 0
-        if (
-            given.get("labels") is None
-            or not self.training
-            or not whole
-            or _why_not_head(self)
-            or _watched(self.lm_head)
-        ):
+        fused = named["labels"] is not None and self.training and whole
+        if not fused or _why_not_head(self) or not is_untouched(self.lm_head, nn.Linear):
             return old(self, *arguments, **options)
-        return fused(self, **given)
+        return old(_Head(self), *arguments, **options)
 
     return forward
 
@@ -336,8 +312,8 @@ def _causal_lm(old: Forward) -> Forward:
 
 _RMS = Part("warpsmith.rms_norm", _rms(0.0))
 _GATED = Part("warpsmith.swiglu, geglu or reglu", _gated, _why_not_gated)
-_ROTARY = Part("warpsmith.rope", _attention)
-_QK = Part("warpsmith.qk_norm_rope", _attention)
+_ROTARY = Part("warpsmith.rope", attention)
+_QK = Part("warpsmith.qk_norm_rope", attention)
 _LAYER = Part("warpsmith.add_rms_norm", _decoder)
 _HEAD = Part("warpsmith.linear_cross_entropy", _causal_lm, _why_not_head)
 

@@ -10,11 +10,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from warpsmith.integrations import _patch
-from warpsmith.integrations._parts import PREFIXES
+from warpsmith.integrations._parts import PARTS, PREFIXES
 from warpsmith.integrations._patch import Patched as Patched
 from warpsmith.ops import _check
 from warpsmith.ops.attention import attention
 from warpsmith.ops.attention_varlen import attention_varlen
+
+#: What :func:`patch` knows: by ``model_type`` of a config and class of transformers, what replaces its forward.
+FAMILIES = {
+    family: {PREFIXES[family] + name: part.what for name, part in parts.items()} for family, parts in PARTS.items()
+}
 
 
 def _window(causal: bool, sliding_window: int | None) -> dict[str, Any]:
@@ -128,6 +133,8 @@ def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
     training mode, with ``labels``, the head and its loss are :func:`warpsmith.linear_cross_entropy`, and ``logits`` is
     None: they are never in memory. The gradients of a feed-forward layer's activation are written over its inputs, so
     that a second backward through one graph is refused. The backward makes a layer's normed rows and activations again.
+    Hooks of modules are called as before, and attention functions get the same arguments. A deep copy is patched until
+    ``undo()``; a pickle is one of the model as it was.
 
     Args:
         model_or_class: a model of Llama, Mistral, Qwen3, Gemma 2 or GPT-2, whose modules alone are changed; or such a
@@ -140,8 +147,8 @@ def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
     Loss and gradients obey the error law beside the model as it was. Deterministic as the ops are.
 
     Raises:
-        ValueError: another kind of model, one that is patched already, or a class with ``attention``: the
-            implementation stands in the model's config. Nothing has changed.
+        ValueError: another kind of model, one that is patched already, wholly or in part, or a class with
+            ``attention``: the implementation stands in the model's config. Nothing has changed.
 
     Source: the idea is Liger-Kernel's.
 
@@ -165,14 +172,20 @@ def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
         got = model_or_class if isinstance(model_or_class, type) else type(model_or_class)
         known = ", ".join(PREFIXES.values())
         _check.refuse("patch", "model_or_class", f"a model of transformers, one of {known}", got.__name__)
-    if _patch.is_patched(model_or_class):
+    if _patch.is_patched(model_or_class, family):
         _check.refuse("patch", "model_or_class", "what is not patched yet", "what is: undo() it first")
-    if isinstance(model_or_class, type):
+    if attention and isinstance(model_or_class, type):
+        _check.refuse("patch", "attention", "False for a class: a model's config says its attention", "True")
+    done = Patched()
+    try:
+        if isinstance(model_or_class, type):
+            _patch.patch_class(done, model_or_class, family)
+        else:
+            _patch.patch_model(done, model_or_class, family)
         if attention:
-            _check.refuse("patch", "attention", "False for a class: a model's config says its attention", "True")
-        return _patch.patch_class(model_or_class, family)
-    done = _patch.patch_model(model_or_class, family)
-    if attention:
-        register()
-        done.set_attention(model_or_class, "warpsmith")
+            register()
+            done.set_attention(model_or_class, "warpsmith")
+    except BaseException:
+        done.undo()
+        raise
     return done

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from warpsmith.nn._rms_norm import RMSNorm
-from warpsmith.ops import _attention, _check
+from warpsmith.ops import _check
 from warpsmith.ops.attention import attention
 from warpsmith.ops.attention_varlen import attention_varlen
 from warpsmith.ops.qk_norm_rope import qk_norm_rope
@@ -38,8 +38,8 @@ class Attention(nn.Module):
     The ``state_dict`` has ``qkv_proj.weight`` ((H + 2 Hk) D, E), ``o_proj.weight`` (E, H D), and where wanted their
     ``bias``, ``q_norm.weight``, ``k_norm.weight`` and ``sink``.
 
-    Dtypes, gradients, determinism and errors: as :func:`warpsmith.attention`; sizes, window and dropout are checked
-    when the module is made. Source: Vaswani et al., Attention is all
+    Dtypes, gradients, determinism and errors: as :func:`warpsmith.attention`; sizes and options are checked when the
+    module is made. Source: Vaswani et al., Attention is all
     you need, 2017; Ainslie et al., GQA, 2023.
 
     Example:
@@ -75,12 +75,13 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for name, size in sizes.items():
-            if size is not None and not _check.is_integer(size):
-                _check.refuse_type("Attention", name, "an integer", size)
-        if num_heads < 1:
-            _check.refuse("Attention", "num_heads", "a number >= 1", str(num_heads))
+        _check.sizes("Attention", embed_dim=embed_dim)
+        _check.sizes("Attention", 1, num_heads=num_heads)
+        for name, size in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+            if size is not None:
+                _check.refuse_non_int64("Attention", name, size, "an integer")
+        _check.refuse_non_eps("Attention", eps, otherwise=True)
+        _check.flags("Attention", bias=bias, qk_norm=qk_norm, sink=sink, interleaved=interleaved)
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             _check.refuse("Attention", "num_kv_heads", f"a divisor of {num_heads}", str(num_kv_heads))
         if head_dim is None and embed_dim % num_heads:
@@ -89,10 +90,6 @@ class Attention(nn.Module):
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         if self.head_dim < 8 or self.head_dim > 256 or self.head_dim % 8:
             _check.refuse("Attention", "head_dim", "8 to 256 elements a head, in steps of 8", str(self.head_dim))
-        # What the op would refuse, but only at the first call, for dropout the first one in training.
-        _attention.check_window("Attention", causal, window_size)
-        _attention.check_numbers("Attention", softmax_scale, softcap)
-        _attention.drops("Attention", dropout_p)
         self.dropout_p, self.eps, self.interleaved = dropout_p, eps, interleaved
         self.options: dict[str, Any] = {
             "causal": causal,
@@ -101,6 +98,7 @@ class Attention(nn.Module):
             "softmax_scale": softmax_scale,
             "deterministic": deterministic,
         }
+        self._refuse_options(dtype)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         heads = num_heads + 2 * num_kv_heads
         self.qkv_proj = nn.Linear(embed_dim, heads * self.head_dim, bias, **made)
@@ -109,6 +107,15 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, eps, **made) if qk_norm else None
         self.register_parameter("sink", nn.Parameter(torch.empty(num_heads, **made)) if sink else None)
         self.reset_parameters()
+
+    def _refuse_options(self, dtype: torch.dtype | None) -> None:
+        """Refuses what the op would refuse, but only at the first call, for dropout the first one in training."""
+        heads, dtype = self.num_heads + 2 * self.num_kv_heads, dtype if dtype in _check.FLOAT_DTYPES else None
+        nothing = torch.empty((0, 1, heads, self.head_dim), device="meta", dtype=dtype)
+        try:
+            attention(nothing, kv_heads=self.num_kv_heads, dropout_p=self.dropout_p, **self.options)
+        except (TypeError, ValueError) as error:
+            raise type(error)(str(error).replace("attention", "Attention", 1)) from None
 
     def reset_parameters(self) -> None:
         """Zero sinks; the parts have their own."""

@@ -3,6 +3,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from warpsmith.ops import _check
+from warpsmith.ops._gelu import is_tanh
 from warpsmith.ops.bias_gelu import bias_gelu
 
 torch.fx.wrap("bias_gelu")  # torch.fx.symbolic_trace keeps the call whole
@@ -35,6 +37,8 @@ class BiasGELU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check.sizes("BiasGELU", num_features=num_features)
+        is_tanh("BiasGELU", approximate)
         self.approximate = approximate
         self.bias = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype))
         self.reset_parameters()

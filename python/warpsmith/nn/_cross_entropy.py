@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from warpsmith.nn import functional
 from warpsmith.ops import _check
-from warpsmith.ops._cross_entropy import reduction_number
+from warpsmith.ops._cross_entropy import check_loss_numbers, reduction_number
 from warpsmith.ops.cross_entropy import cross_entropy
 
 
@@ -63,6 +65,9 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         reduction_number("CrossEntropyLoss", self.reduction)
+        numbers: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
+        check_loss_numbers("CrossEntropyLoss", ignore_index=ignore_index, **numbers)
+        _check.flags("CrossEntropyLoss", inplace_backward=inplace_backward, check_labels=check_labels)
         self.z_loss = z_loss
         self.softcap = softcap
         self.inplace_backward = inplace_backward

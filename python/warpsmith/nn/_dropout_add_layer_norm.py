@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from warpsmith.nn._norm import Norm
+from warpsmith.ops._dropout import check_p
 from warpsmith.ops.dropout_add_layer_norm import dropout_add_layer_norm
 
 torch.fx.wrap("dropout_add_layer_norm")  # torch.fx.symbolic_trace keeps the call whole
@@ -50,6 +51,7 @@ class DropoutAddLayerNorm(Norm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_p(type(self).__name__, p)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, bias=bias, p=p)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from warpsmith.nn._norm import Norm
+from warpsmith.ops._dropout import check_p
 from warpsmith.ops.dropout_add_rms_norm import dropout_add_rms_norm
 
 torch.fx.wrap("dropout_add_rms_norm")  # torch.fx.symbolic_trace keeps the call whole
@@ -49,6 +50,7 @@ class DropoutAddRMSNorm(Norm):
         *,
         weight_offset: float = 0.0,
     ) -> None:
+        check_p(type(self).__name__, p)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset=weight_offset, p=p)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from warpsmith import _plan
+from warpsmith.ops import _check
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 HALVES = (torch.float16, torch.bfloat16)
@@ -33,8 +34,8 @@ def why_not_layer_norm(
     bias_dtype: torch.dtype | None = None,
     eps: float | None = 1e-5,
 ) -> str | None:
-    if eps is not None and not 0 <= eps < math.inf:
-        return "eps is negative or not finite"
+    if eps is not None and not (_check.is_number(eps) and 0 <= eps < math.inf):
+        return "eps is no finite number >= 0"
     for name, other in (("weight", weight_dtype), ("bias", bias_dtype)):
         if other is not None and other is not dtype and not (other is torch.float32 and dtype in HALVES):
             return f"{name} is {other} beside {dtype}"
@@ -63,7 +64,11 @@ def why_not_cross_entropy(
         return f"targets are {target_dtype}: only class indices are fused"
     if weight_dtype is not None and weight_dtype is not dtype:
         return f"weight is {weight_dtype} beside {dtype}"
-    if not 0 <= label_smoothing <= 1 or reduction not in ("none", "mean", "sum"):
+    if not (_check.is_number(label_smoothing) and 0 <= label_smoothing <= 1) or reduction not in (
+        "none",
+        "mean",
+        "sum",
+    ):
         return "label_smoothing or reduction is none that torch takes"
     return _why_not(dtype, device)
 

@@ -3,9 +3,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from warpsmith.ops._cross_entropy import reduction_number
+from warpsmith.ops import _check
+from warpsmith.ops._cross_entropy import check_loss_numbers, reduction_number
+from warpsmith.ops._linear_loss import bound_of_chunks
+from warpsmith.ops._linear_memory import check_max_bytes
 from warpsmith.ops.cross_entropy import CrossEntropyStats
 from warpsmith.ops.linear_cross_entropy import linear_cross_entropy
+
+_OWNER = "LinearCrossEntropyHead"
 
 torch.fx.wrap("linear_cross_entropy")  # torch.fx.symbolic_trace keeps the call whole
 
@@ -55,8 +60,17 @@ class LinearCrossEntropyHead(nn.Linear):
         max_bytes: int | None = None,
         dw_dtype: torch.dtype | None = None,
     ) -> None:
+        _check.sizes(_OWNER, in_features=in_features)
+        _check.sizes(_OWNER, 1, out_features=out_features)
         super().__init__(in_features, out_features, bias, device, dtype)
-        reduction_number("LinearCrossEntropyHead", reduction)
+        reduction_number(_OWNER, reduction)
+        numbers = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
+        check_loss_numbers(_OWNER, self.weight.dtype, ignore_index=ignore_index, **numbers)
+        _check.flags(_OWNER, check_labels=check_labels)
+        bound_of_chunks(_OWNER, max_chunk_bytes)
+        if dw_dtype is not None and not (isinstance(dw_dtype, torch.dtype) and dw_dtype in _check.FLOAT_DTYPES):
+            _check.refuse_type(_OWNER, "dw_dtype", "a floating dtype or None", dw_dtype)
+        check_max_bytes(_OWNER, max_bytes, max_chunk_bytes, dw_dtype)
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.label_smoothing = label_smoothing

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from warpsmith.ops import _check
-from warpsmith.ops._dropout import check_p
 
 
 def flat(x: Tensor, owner: str, name: str, shape: tuple[int, ...], checked_later: bool) -> Tensor:
@@ -61,16 +60,21 @@ class Norm(nn.Module):
         p: float | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not that of torch's norm, which a subclass may be as well
-        sizes = normalized_shape if isinstance(normalized_shape, Iterable) else (normalized_shape,)
+        several = isinstance(normalized_shape, Iterable) and not isinstance(normalized_shape, Tensor)
+        sizes: Iterable[Any] = normalized_shape if several else (normalized_shape,)  # type: ignore[assignment]
+        owner = type(self).__name__
+        for size in sizes:
+            _check.refuse_non_int64(owner, "normalized_shape", size, "one or more sizes >= 1")
         shape = tuple(map(operator.index, sizes))  # NumPy's integers too
         if not shape or any(size < 1 for size in shape):
-            _check.refuse(type(self).__name__, "normalized_shape", "one or more sizes >= 1", str(shape))
+            _check.refuse(owner, "normalized_shape", "one or more sizes >= 1", str(shape))
+        _check.refuse_non_eps(owner, eps, otherwise=bias is None)
+        _check.refuse_non_number(owner, "weight_offset", weight_offset)
         self.normalized_shape = shape
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.weight_offset = weight_offset
         if p is not None:
-            check_p(type(self).__name__, p)
             self.p = p
         names = {"weight": elementwise_affine}
         if bias is not None:
@@ -78,6 +82,8 @@ class Norm(nn.Module):
         for name, wanted in names.items():
             parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
             self.register_parameter(name, parameter)
+        weight = self._parameters["weight"]
+        _check.finite(owner, "weight_offset", weight_offset, torch.float64 if weight is None else weight.dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from warpsmith.nn._rms_norm import RMSNorm
+from warpsmith.ops import _check
 from warpsmith.ops.qk_norm_rope import qk_norm_rope
 
 torch.fx.wrap("qk_norm_rope")  # torch.fx.symbolic_trace keeps the call whole
@@ -42,6 +43,9 @@ class QKNormRoPE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check.sizes("QKNormRoPE", 1, head_dim=head_dim)
+        _check.refuse_non_eps("QKNormRoPE", eps, otherwise=True)
+        _check.flags("QKNormRoPE", interleaved=interleaved)
         self.eps = eps
         self.interleaved = interleaved
         self.q_norm = RMSNorm(head_dim, eps, device=device, dtype=dtype)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,12 +59,16 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.scaling = dict(scaling or {})
         base = self.scaling.get("rope_theta", base)
+        for name, size in (("dim", dim), ("max_positions", max_positions)):
+            _check.refuse_non_int64("RotaryEmbedding", name, size, "an integer")
+        _check.refuse_non_number("RotaryEmbedding", "base", base, "a number > 0")
+        _check.flags("RotaryEmbedding", interleaved=interleaved)
         if dim < 2 or dim % 2:
             _check.refuse("RotaryEmbedding", "dim", "an even number >= 2", str(dim))
         if max_positions < 1:
             _check.refuse("RotaryEmbedding", "max_positions", "a number >= 1", str(max_positions))
-        if not base > 0:
-            _check.refuse("RotaryEmbedding", "base", "a number > 0", str(base))
+        if not 0 < base < math.inf:
+            _check.refuse("RotaryEmbedding", "base", "a number > 0", _check.value_text(base))
         self.dim = dim
         self.max_positions = max_positions
         self.base = base

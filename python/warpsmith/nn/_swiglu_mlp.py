@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from warpsmith.ops import _check
 from warpsmith.ops.swiglu import swiglu
 
 torch.fx.wrap("swiglu")  # torch.fx.symbolic_trace keeps the call whole
@@ -42,6 +43,8 @@ class SwiGLUMLP(nn.Module):
         inplace_backward: bool = False,
     ) -> None:
         super().__init__()
+        _check.sizes("SwiGLUMLP", hidden_size=hidden_size, intermediate_size=intermediate_size)
+        _check.flags("SwiGLUMLP", inplace_backward=inplace_backward)
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._check import refuse, shape_text
+from warpsmith.ops._check import known, possible, refuse, shape_text
+from warpsmith.ops._dropout import draw_seed
 from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 
 LAYOUTS = ("bshd", "bhsd", "thd")
 _THD = 2
+_MOST = 2.0**127  # of softmax_scale and softcap in float32: their products with log2(e) are finite
+_SEED = 8  # its place among the inputs of the raw ops
 
 
 class Dims(NamedTuple):
@@ -44,7 +48,7 @@ def _layout_text(layout: int, count: int) -> str:
 
 def _check_rank(op: str, argument: str, t: Tensor, layout: int, count: int) -> None:
     dims = dims_of(layout, count > 0)
-    if t.dim() != dims.rank or (count and t.shape[dims.heads - 1] != count):
+    if t.dim() != dims.rank or (count and known(t.shape[dims.heads - 1] != count)):
         refuse(op, argument, _layout_text(layout, count), shape_text(t.shape))
 
 
@@ -61,7 +65,7 @@ def _sizes(t: Tensor, dims: Dims, heads: Any) -> tuple:
     return 1 if dims.batch is None else t.shape[0], t.shape[dims.tokens], heads, t.shape[-1]
 
 
-def _split_sizes(q: Tensor, k: Tensor | None, v: Tensor | None, layout: int, kv_heads: int) -> tuple:
+def split_sizes(q: Tensor, k: Tensor | None, v: Tensor | None, layout: int, kv_heads: int) -> tuple:
     plain, stacked = dims_of(layout, False), dims_of(layout, True)
     if k is not None:
         dims = plain if v is not None else stacked
@@ -87,9 +91,9 @@ def _check_heads(op: str, q: Tensor, k: Tensor | None, v: Tensor | None, layout:
             _check.same_device(op, name, t, q)
     if k is None and kv_heads:
         heads = q.shape[dims_of(layout, False).heads]
-        if kv_heads < 0 or kv_heads > (heads - 1) // 2:
+        if known(kv_heads < 0) or known(kv_heads > (heads - 1) // 2):
             refuse(op, "kv_heads", f"from 1 to {(heads - 1) // 2} of {heads} heads", str(kv_heads))
-    sizes = of_q, of_k, of_v = _split_sizes(q, k, v, layout, kv_heads)
+    sizes = of_q, of_k, of_v = split_sizes(q, k, v, layout, kv_heads)
     name_k = "q" if k is None else "k"
     name_v = name_k if v is None else "v"
     for name, what, got, expected in (
@@ -99,12 +103,12 @@ def _check_heads(op: str, q: Tensor, k: Tensor | None, v: Tensor | None, layout:
         (name_v, "tokens", of_v[1], of_k[1]),
         (name_v, "heads", of_v[2], of_k[2]),
     ):
-        if got != expected:
+        if known(got != expected):
             refuse(op, name, f"{expected} {what}", str(got))
     for name, width in (("q", of_q[3]), (name_v, of_v[3])):
-        if width < 8 or width > 256 or width % 8:
+        if known(width < 8) or known(width > 256) or known(width % 8 != 0):
             refuse(op, name, "8 to 256 elements a head, in steps of 8", str(width))
-    if of_q[2] != 0 if of_k[2] == 0 else of_q[2] % of_k[2] != 0:
+    if known(of_q[2] != 0) if known(of_k[2] == 0) else known(of_q[2] % of_k[2] != 0):
         refuse(op, name_k, f"a number of heads that divides {of_q[2]}", str(of_k[2]))
     return sizes
 
@@ -116,14 +120,14 @@ def _check_packed(op: str, q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, 
             return None
         if cu.dtype != torch.int32:
             refuse(op, name, "int32", _check.dtype_text(cu.dtype))
-        if cu.dim() != 1 or cu.shape[0] < 2:
+        if cu.dim() != 1 or known(cu.shape[0] < 2):
             refuse(op, name, "shape (sequences + 1)", shape_text(cu.shape))
         _check.same_device(op, name, cu, q)
     assert cu_q is not None
     assert cu_k is not None
     _check.same_shape(op, "cu_seqlens_k", cu_k, cu_q.shape)
     for name, length in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
-        if length < 0:
+        if known(length < 0):
             refuse(op, name, "an integer >= 0", str(length))
     return cu_q.shape[0] - 1
 
@@ -132,7 +136,8 @@ def _check_bias(op: str, bias: Tensor, q: Tensor, full: tuple) -> None:
     if bias.dtype != torch.bool:
         _check.dtype_beside(op, "bias", bias, q.dtype)
     fits = bias.dim() <= 4 and all(
-        size in (1, whole) for size, whole in zip(bias.shape, full[4 - bias.dim() :], strict=True)
+        not (known(size != 1) and known(size != whole))
+        for size, whole in zip(bias.shape, full[4 - bias.dim() :], strict=True)
     )
     if not fits:
         refuse(op, "bias", f"a shape that broadcasts to {shape_text(full)}", shape_text(bias.shape))
@@ -150,12 +155,20 @@ def _check_inputs(op: str, inputs: Sequence[Any], place: Sequence[Any] | None = 
         batch, seqlen_q, seqlen_k = _check_packed(op, q, cu_q, cu_k, max_q, max_k), max_q, max_k
     full = batch, of_q[2], seqlen_q, seqlen_k
     for size in (window_left, window_right):
-        if size < -1:
+        if known(size < -1):
             refuse(op, "window_size", "two integers >= -1", str(size))
     if softmax_scale is not None and not -math.inf < softmax_scale < math.inf:
         refuse(op, "softmax_scale", "a finite number", f"{softmax_scale:f}")
     if not 0 <= softcap < math.inf:
         refuse(op, "softcap", "a finite number >= 0", f"{softcap:f}")
+    if q.dtype != torch.float64:
+        scale = of_q[3] ** -0.5 if softmax_scale is None else abs(softmax_scale)
+        if scale > _MOST:
+            refuse(op, "softmax_scale", "at most 2^127 in size", f"{softmax_scale:g}")
+        if softcap > _MOST:
+            refuse(op, "softcap", "at most 2^127", f"{softcap:g}")
+        if softcap > 0 and scale / softcap > _MOST:
+            refuse(op, "softcap", "at least 2^-127 of softmax_scale", f"{softcap:g}")
     if alibi_slopes is not None:
         if alibi_slopes.dtype != torch.float32:
             refuse(op, "alibi_slopes", "float32", _check.dtype_text(alibi_slopes.dtype))
@@ -184,7 +197,7 @@ def _check_place(op: str, place: Sequence[Any], packed: bool, full: tuple) -> No
     if len(place) != 5:
         refuse_place("5 integers", len(place))
     for i in place:
-        if i < 0 or i >= 2**31:
+        if known(i < 0) or known(i >= 2**31):
             refuse_place("integers from 0 to 2147483647", i)
     first_query, queries, first_key, first_head, heads = place
     if packed and (first_query or first_key):
@@ -194,11 +207,11 @@ def _check_place(op: str, place: Sequence[Any], packed: bool, full: tuple) -> No
     if first_key % 32:
         refuse_place("a multiple of 32 as first key", first_key)
     _, heads_q, seqlen_q, seqlen_k = full
-    if queries < first_query + seqlen_q:
+    if known(queries < first_query + seqlen_q):
         refuse_place(f"at least {first_query + seqlen_q} queries", queries)
-    if first_key + seqlen_k >= 2**31:
+    if known(first_key + seqlen_k >= 2**31):
         refuse_place("keys that end at 2147483647 at most", first_key + seqlen_k)
-    if heads < first_head + heads_q:
+    if known(heads < first_head + heads_q):
         refuse_place(f"at least {first_head + heads_q} heads", heads)
 
 
@@ -213,7 +226,8 @@ def _empty_heads(t: Tensor, layout: int, stacked: bool, one: bool, heads: Any, w
     batch = [] if dims.batch is None else [t.shape[0]]
     several = [t.shape[dims.heads - 1]] if stacked and not one else []
     tokens = t.shape[dims.tokens]
-    head_major = tokens > 1 and t.shape[dims.heads] > 1 and t.stride(dims.heads) > t.stride(dims.tokens)
+    sizes = possible(tokens > 1) and possible(t.shape[dims.heads] > 1)
+    head_major = sizes and possible(t.stride(dims.heads) > t.stride(dims.tokens))
     # Allocate in memory order, then view in the order of the layout.
     if head_major:
         made = t.new_empty((*batch, *several, heads, tokens, width))
@@ -231,27 +245,31 @@ def _lse_shape(problem: Problem, layout: int) -> tuple:
     return (heads, tokens) if layout == _THD else (batch, heads, tokens)
 
 
-def _fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, layout, kv_heads = inputs[0], inputs[1], inputs[11], inputs[12]
     # The dispatcher leaves out a last argument that equals its default.
     problem = _check_inputs(_op_name(inputs), inputs, *inputs[20:])
     out = _empty_heads(q, layout, k is None and not kv_heads, True, problem.q[2], problem.v[3])
-    return out, q.new_empty(_lse_shape(problem, layout), dtype=_real(q))
+    lse, lse_rest = (q.new_empty(_lse_shape(problem, layout), dtype=_real(q)) for _ in range(2))
+    return out, lse, lse_rest
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    inputs, (out, lse, want_dbias, want_dsink), place = rest[:20], rest[20:24], rest[24:]
+    inputs, (out, lse, want_dbias, want_dsink) = rest[:20], rest[20:24]
+    # The dispatcher leaves out last arguments that equal their defaults.
+    place, lse_rest = (*rest[24:], None, None)[:2]
     q, k, v, layout, kv_heads = *inputs[:3], inputs[11], inputs[12]
     op = _op_name(inputs) + "_backward"
-    problem = _check_inputs(op, inputs, *place)
+    problem = _check_inputs(op, inputs, place)
     plain = dims_of(layout, False)
     for name, t in (("dout", dout), ("out", out)):
         _check.same_dtype(op, name, t, q)
         _check_rank(op, name, t, layout, 0)
-        if _sizes(t, plain, t.shape[plain.heads]) != (*problem.q[:3], problem.v[3]):
+        expected = *problem.q[:3], problem.v[3]
+        if any(known(a != b) for a, b in zip(_sizes(t, plain, t.shape[plain.heads]), expected, strict=True)):
             refuse(op, name, "the shape of the output", shape_text(t.shape))
         _check.same_device(op, name, t, q)
-    for name, t in (("lse", lse), ("dlse", dlse)):
+    for name, t in (("lse", lse), ("dlse", dlse), ("lse_rest", lse_rest)):
         if t is not None:
             if t.dtype != _real(q):
                 refuse(op, name, _check.dtype_text(_real(q)), _check.dtype_text(t.dtype))
@@ -291,7 +309,7 @@ def _backward(saved: Saved, wants: Wants, dout: Tensor | None, dlse: Tensor | No
     empty_bias = wants.bias and isinstance(saved.bias.numel(), int) and saved.bias.numel() == 0
     wants_bias = wants.bias and not empty_bias
     dq, dk, dv, dbias, dsink = call_raw(
-        _raw_backward, dout, dlse, *inputs, saved.out, saved.lse, wants_bias, wants.sink, place
+        _raw_backward, dout, dlse, *inputs, saved.out, saved.lse, wants_bias, wants.sink, place, saved.lse_rest
     )
     return {"q": dq, "k": dk, "v": dv, "bias": torch.empty_like(saved.bias) if empty_bias else dbias, "sink": dsink}
 
@@ -300,7 +318,7 @@ attend = differentiable(
     "attention",
     forward=raw.attention_forward.default,
     public=2,
-    save=(*_ARGUMENTS, "out", "lse"),
+    save=(*_ARGUMENTS, "out", "lse", "lse_rest"),
     backward=_backward,
     title=_op_name,
 )
@@ -333,11 +351,12 @@ def check_window(op: str, causal: bool, window_size: Sequence[int] | None) -> tu
     if window_size is None:
         return -1, 0 if causal else -1
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        refuse(op, "window_size", "two integers >= -1, or None", str(window_size))
+        refuse(op, "window_size", "two integers >= -1, or None", _check.value_text(window_size))
     left, right = window_size
-    for size in (left, right):
+    for name, size in (("window_left", left), ("window_right", right)):
         if not _check.is_integer(size):
-            refuse(op, "window_size", "two integers >= -1, or None", str(window_size))
+            refuse(op, "window_size", "two integers >= -1, or None", _check.value_text(window_size))
+        _check.refuse_non_int64(op, name, size)
     return left, 0 if causal and right != 0 and right >= -1 else right
 
 
@@ -347,35 +366,58 @@ def kv_heads_of(op: str, k: Tensor | None, v: Tensor | None, kv_heads: int | Non
         refuse(op, "k", "a tensor beside v", "None")
     if kv_heads is None:
         return 0
-    if not _check.is_integer(kv_heads):
-        _check.refuse_type(op, "kv_heads", "an integer >= 1, or None", kv_heads)
+    _check.refuse_non_int64(op, "kv_heads", kv_heads, "an integer >= 1, or None")
+    if k is not None:
+        refuse(op, "kv_heads", "None beside k: q holds its own heads alone", str(kv_heads))
     if kv_heads < 1:
         refuse(op, "kv_heads", "an integer >= 1, or None", str(kv_heads))
     return kv_heads
 
 
-def _is_plain_number(value: Any) -> bool:
-    # Not a tensor: the dispatcher would read it on the host, and drop its gradient in silence.
-    return type(value) in (float, int, bool) or _check.is_number(value)
-
-
 def check_numbers(op: str, softmax_scale: float | None, softcap: float) -> None:
-    if softmax_scale is not None and not _is_plain_number(softmax_scale):
-        _check.refuse_type(op, "softmax_scale", "a number or None", softmax_scale)
-    if not _is_plain_number(softcap):
-        _check.refuse_type(op, "softcap", "a number", softcap)
+    if softmax_scale is not None:
+        _check.refuse_non_number(op, "softmax_scale", softmax_scale, "a number or None")
+    _check.refuse_non_number(op, "softcap", softcap)
 
 
 def drops(op: str, dropout_p: float) -> bool:
     """Whether there is dropout. Checks ``dropout_p`` before a seed is drawn: bad input must not move the generator."""
-    if not _is_plain_number(dropout_p):
-        _check.refuse_type(op, "dropout_p", "a number in [0, 1)", dropout_p)
+    _check.refuse_non_number(op, "dropout_p", dropout_p, "a number in [0, 1)")
     if not 0 <= dropout_p < 1:
         refuse(op, "dropout_p", "a number in [0, 1)", f"{dropout_p:f}")
     return dropout_p > 0
 
 
+def with_seed(op: str, *inputs: Any) -> tuple[Any, ...]:
+    """The inputs of :data:`attend`, with a seed from torch's generator where there is dropout without one. The seed is
+    drawn after all checks: a call that is refused must not move the generator."""
+    if not drops(op, inputs[18]) or inputs[_SEED] is not None:
+        return inputs
+    if not all(t is None or isinstance(t, Tensor) for t in inputs[:_SEED]):
+        return inputs  # which the raw op refuses
+    problem = _check_inputs(op, inputs)
+    if not torch.compiler.is_compiling():
+        for name, cu, total, longest in zip(
+            ("q", "k"), inputs[3:5], (problem.q[1], problem.k[1]), problem.full[2:], strict=True
+        ):
+            if cu is not None and cu.device.type == "cpu":
+                _check_offsets(op, name, cu.tolist(), total, longest)
+    return *inputs[:_SEED], draw_seed(inputs[0]), *inputs[_SEED + 1 :]
+
+
+def _check_offsets(op: str, name: str, cu: list[int], total: int, longest: int) -> None:
+    """The checks of the entries of cu_seqlens, which the C++ binding makes on the CPU."""
+    if cu[0] != 0:
+        refuse(op, f"cu_seqlens_{name}", "0 as the first offset", str(cu[0]))
+    for i, (begin, end) in enumerate(pairwise(cu)):
+        if end < begin or end > total:
+            expected = f"offsets that never fall, of at most {total} tokens"
+            refuse(op, f"cu_seqlens_{name}", expected, f"{end} after {begin} at index {i + 1}")
+        if end - begin > longest:
+            refuse(op, f"max_seqlen_{name}", f"at least {end - begin}, the length of sequence {i}", str(longest))
+
+
 def choice(op: str, argument: str, value: Any, allowed: Sequence[str]) -> int:
-    if value not in allowed:
-        refuse(op, argument, "one of " + ", ".join(allowed), str(value))
+    if not isinstance(value, str) or value not in allowed:
+        refuse(op, argument, "one of " + ", ".join(allowed), _check.value_text(value))
     return allowed.index(value)

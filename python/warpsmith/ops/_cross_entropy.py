@@ -34,10 +34,10 @@ NONE, MEAN = _NUMBERS["none"], _NUMBERS["mean"]
 
 def reduction_number(op: str, reduction: str) -> int:
     """The number by which raw ops know a reduction."""
-    number = _NUMBERS.get(reduction)
+    number = _NUMBERS.get(reduction) if isinstance(reduction, str) else None
     if number is None:
         *others, last = _NUMBERS
-        _check.refuse(op, "reduction", f"{', '.join(others)} or {last}", str(reduction))
+        _check.refuse(op, "reduction", f"{', '.join(others)} or {last}", _check.value_text(reduction))
     return number
 
 
@@ -46,12 +46,34 @@ def real_dtype(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-def check_options(op: str, label_smoothing: float, z_loss: float, softcap: float) -> None:
+def check_divisor(op: str, argument: str, value: float, dtype: torch.dtype) -> None:
+    """Refuses a divisor that is no normal number in the arithmetic of the dtype, or whose reciprocal is none."""
+    exponent = 1022 if dtype == torch.float64 else 126
+    if not 2.0**-exponent <= value <= 2.0**exponent:
+        _check.refuse(op, argument, f"a number from 2^-{exponent} to 2^{exponent}", f"{value:g}")
+
+
+def check_options(
+    op: str, label_smoothing: float, z_loss: float, softcap: float, dtype: torch.dtype = torch.float64
+) -> None:
+    """dtype: of the logits. Its default is the one with the widest range."""
     if not 0 <= label_smoothing <= 1:
         _check.refuse(op, "label_smoothing", "a number from 0 to 1", f"{label_smoothing:f}")
     for name, value in (("z_loss", z_loss), ("softcap", softcap)):
         if not (value >= 0 and math.isfinite(value)):
             _check.refuse(op, name, "a finite number >= 0", f"{value:f}")
+    _check.finite(op, "z_loss", z_loss, dtype)
+    if softcap > 0:
+        check_divisor(op, "softcap", softcap, dtype)
+
+
+def check_loss_numbers(op: str, dtype: torch.dtype = torch.float64, **numbers: Any) -> None:
+    """The kinds and ranges of a loss's ``ignore_index``, ``label_smoothing``, ``z_loss`` and ``softcap``: what the op
+    would refuse at the first call, for a module."""
+    _check.refuse_non_int64(op, "ignore_index", numbers.pop("ignore_index"))
+    for name, value in numbers.items():
+        _check.refuse_non_number(op, name, value)
+    check_options(op, **numbers, dtype=dtype)
 
 
 def check_target(op: str, target: Tensor, rows: Tensor) -> None:
@@ -87,7 +109,7 @@ def check_inputs(op: str, logits: Tensor, target: Tensor, class_weight: Tensor |
     _check.float_dtype(op, "logits", logits)
     _check.at_least_one_dimension(op, "logits", logits)
     check_target(op, target, logits)
-    if logits.shape[-1] == 0:
+    if _check.known(logits.shape[-1] == 0):
         _check.refuse(op, "logits", "at least one class in the last dimension", "none")
     check_class_weight(op, class_weight, logits, logits.shape[-1])
 
@@ -105,7 +127,7 @@ def _fake_forward(
     inplace_backward: bool = False,
 ) -> tuple[Tensor, ...]:
     check_inputs(_OP, logits, target, class_weight)
-    check_options(_OP, label_smoothing, z_loss, softcap)
+    check_options(_OP, label_smoothing, z_loss, softcap, logits.dtype)
     real = real_dtype(logits)
     none = logits.new_empty((0,), dtype=real)
     loss = logits.new_empty(target.shape if reduction == NONE else (), dtype=real)
@@ -135,7 +157,7 @@ def _fake_backward(
     softcap: float,
 ) -> Tensor:
     check_inputs(_BACKWARD, logits, target, class_weight)
-    check_options(_BACKWARD, label_smoothing, z_loss, softcap)
+    check_options(_BACKWARD, label_smoothing, z_loss, softcap, logits.dtype)
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 

@@ -25,16 +25,9 @@ def draw_seed(x: Tensor) -> Tensor:
 
 def check_p(op: str, p: float) -> None:
     """Refuses what is no probability. True is ``training`` in the place of ``p``."""
-    if type(p) is not float and not _check.is_number(p):
-        _check.refuse_type(op, "p", "a number in [0, 1]", p)
+    _check.refuse_non_number(op, "p", p, "a number in [0, 1]")
     if not 0.0 <= p <= 1.0:
-        _check.refuse(op, "p", "a number in [0, 1]", str(p))
-
-
-def check_training(op: str, training: bool) -> None:
-    """Refuses what only happens to be true, such as the ``p`` of a call in another order."""
-    if training is not True and training is not False:
-        _check.refuse_type(op, "training", "True or False", training)
+        _check.refuse(op, "p", "a number in [0, 1]", _check.value_text(p))
 
 
 def check_seed(op: str, seed: Tensor | None, like: Tensor) -> None:

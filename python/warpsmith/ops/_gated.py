@@ -23,7 +23,7 @@ def _check_inputs(op: str, gate: Tensor, up: Tensor | None) -> None:
         _check.same_shape(op, "up", up, gate.shape)
         _check.same_device(op, "up", up, gate)
     _check.at_least_one_dimension(op, "gate", gate)
-    if up is None and gate.shape[-1] % 2:
+    if up is None and _check.known(gate.shape[-1] % 2 != 0):
         expected = "an even last dimension when there is no up"
         _check.refuse(op, "gate", expected, f"shape {_check.shape_text(gate.shape)}")
 
@@ -131,6 +131,8 @@ def gated(name: str, function: Function) -> Callable[..., Tensor]:
     )
 
     def checked(gate: Tensor, up: Tensor | None, inplace_backward: bool, *extra: Any) -> Tensor:
+        if inplace_backward is not False:
+            _check.flags(name, inplace_backward=inplace_backward)
         if inplace_backward:
             for argument, t in (("gate", gate), ("up", up)):
                 if isinstance(t, Tensor) and t.requires_grad and t.is_leaf:

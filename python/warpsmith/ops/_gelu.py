@@ -22,6 +22,11 @@ def gelu(x: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
 
 def is_tanh(op: str, approximate: str) -> bool:
     """The flag of the raw ops for torch's argument ``approximate``."""
-    if approximate not in ("none", "tanh"):
-        _check.refuse(op, "approximate", "'none' or 'tanh'", repr(approximate))
+    if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
+        _check.refuse(
+            op,
+            "approximate",
+            "'none' or 'tanh'",
+            repr(approximate) if isinstance(approximate, str) else _check.value_text(approximate),
+        )
     return approximate == "tanh"

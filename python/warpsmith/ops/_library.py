@@ -12,6 +12,7 @@ from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
+from types import NoneType
 from typing import Any
 
 import torch
@@ -52,36 +53,51 @@ def _without_wrapper(op: Callable) -> Callable:
     return getattr(op, "_op", op)
 
 
-def _raise_out_of_memory(error: RuntimeError) -> None:
+def _raise_out_of_memory(error: Exception) -> None:
     if OUT_OF_MEMORY in str(error) and "cuda" in str(error):
         raise torch.OutOfMemoryError(str(error).splitlines()[0]) from None
 
 
-def _is_int64(value: Any) -> bool:
-    return _check.is_integer(value) and (isinstance(value, torch.SymInt) or -(2**63) <= value < 2**63)
+def _is_int(value: Any) -> bool:
+    """Whether torch takes it for an integer. Of tensors it takes those of one integer without dimensions."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    return _check.is_int64(value)
 
 
-# What an argument of a schema's type is called in errors, and what fits it. To a schema a dtype is an integer too.
+# What an argument of a schema's type is called in errors, and what fits it. The dispatcher itself takes too much: True
+# and tensors for numbers (their gradient is lost), every number for a bool.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "Tensor": ("a tensor", lambda value: isinstance(value, Tensor)),
     "Optional[Tensor]": ("a tensor or None", lambda value: value is None or isinstance(value, Tensor)),
     "float": ("a number", _check.is_number),
     "Optional[float]": ("a number or None", lambda value: value is None or _check.is_number(value)),
-    "int": ("an integer of 64 bits", lambda value: _is_int64(value) or isinstance(value, torch.dtype)),
-    "List[int]": ("a list of integers", lambda value: isinstance(value, (list, tuple)) and all(map(_is_int64, value))),
-    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "int": ("an integer of 64 bits", _is_int),
+    "List[int]": ("a list of integers", lambda value: isinstance(value, (list, tuple)) and all(map(_is_int, value))),
+    "bool": ("True or False", _check.is_flag),
 }
+_SCALARS = ("float", "Optional[float]", "int", "bool")
+_PLAIN_TYPES = {float, int, bool, NoneType}  # a kind takes all values of such a type, but for integers out of range
 Hint = Callable[[str, Any], str]  # what was meant by a value in the place of an argument; empty if there is no telling
 
 
-def _explain(error: RuntimeError, name: str, arguments: Sequence[Any], inputs: Sequence[Any], hint: Hint) -> None:
+def _no_hint(argument: str, value: Any) -> str:
+    return ""
+
+
+def refuse_wrong_kinds(name: str, arguments: Sequence[Any], inputs: Sequence[Any], hint: Hint = _no_hint) -> None:
+    """Refuses the first of the inputs whose kind is not that of its argument in a schema."""
+    for argument, value in zip(arguments, inputs, strict=False):
+        expected, fits = _KINDS.get(str(argument.real_type), ("", None))
+        if fits is not None and not fits(value):
+            _check.refuse_type(name, argument.name, expected, value, hint(argument.name, value))
+
+
+def _explain(error: Exception, name: str, arguments: Sequence[Any], inputs: Sequence[Any], hint: Hint) -> None:
     """Raises what says more than torch's error of a raw op, where there is such a thing."""
     _raise_out_of_memory(error)
     _dtensor.refuse(name, [a.name for a in arguments], inputs)
-    for argument, value in zip(arguments, inputs, strict=False):
-        expected, fits = _KINDS.get(str(argument.type), ("", None))
-        if fits is not None and not fits(value):
-            _check.refuse_type(name, argument.name, expected, value, hint(argument.name, value))
+    refuse_wrong_kinds(name, arguments, inputs, hint)
 
 
 def call_raw(op: Callable, *inputs: Any) -> Any:
@@ -188,20 +204,59 @@ class _Kept:
         return self.saved_type(*ctx.saved_tensors, *ctx.values)
 
 
+def _traced_function(op: Any, kept: _Kept, formula: Callable) -> Callable:
+    """The Autograd kernel of a traced op, as ``torch.library.register_autograd`` makes one, but also for functions of
+    ``torch.func``: the dispatcher has found the level of the transform by then, so that an ``apply`` that looks for
+    levels, and for ``setup_context``, would look twice."""
+    defaults = [a.default_value for a in op._schema.arguments if a.has_default_value()]
+    required = len(op._schema.arguments) - len(defaults)
+
+    def below(keyset: Any, args: Sequence[Any]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    class Traced(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            *inputs, keyset = args
+            outputs = below(keyset, inputs)
+            # The dispatcher leaves out last arguments that equal their defaults.
+            kept.keep(ctx, (*inputs, *defaults[len(inputs) - required :]), outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            needs = ctx.needs_input_grad
+            ctx.needs_input_grad = needs[:-1]  # without the keyset's
+            try:
+                return (*formula(ctx, *grads), None)
+            finally:
+                ctx.needs_input_grad = needs
+
+    Traced.__name__ = Traced.__qualname__ = f"{op._opname}_traced"
+    apply = super(torch.autograd.Function, Traced).apply
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return below(keyset, args)
+        if not torch._C._are_functorch_transforms_active():
+            return apply(*args, keyset)
+        from torch._functorch import autograd_function
+
+        with autograd_function.enable_single_level_autograd_function():  # type: ignore[attr-defined]
+            return apply(*args, keyset)
+
+    return kernel
+
+
 def _register_formula(name: str, kept: _Kept, formula: Callable) -> None:
-    # make_autograd_impl inspects classes for 0.5 ms an op: done at the first traced call, not at import.
     kernel: Callable | None = None
 
-    def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def autograd(keyset: Any, *args: Any) -> Any:
         nonlocal kernel
-        if kernel is None:
-            from torch._library.autograd import Info, make_autograd_impl
-
-            def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-                kept.keep(ctx, inputs, output)
-
-            kernel = make_autograd_impl(getattr(raw, name).default, Info(formula, setup_context))
-        return kernel(keyset, *args, **kwargs)
+        if kernel is None:  # two classes an op: made at the first traced call, not at import
+            kernel = _traced_function(getattr(raw, name).default, kept, formula)
+        return kernel(keyset, *args)
 
     _fragment.impl(name, autograd, "Autograd", with_keyset=True)
 
@@ -264,7 +319,7 @@ def differentiable(
     backward: Callable[..., Gradients],
     differentiable_backward: Callable[..., Gradients] | None = None,
     plain: Callable | None = None,
-    hint: Hint = lambda argument, value: "",
+    hint: Hint = _no_hint,
     title: Callable[[Sequence[Any]], str] | None = None,
 ) -> Callable:
     """Builds the eager and traced function of an op.
@@ -296,6 +351,8 @@ def differentiable(
     schema = traced._schema.arguments
     names = [a.name for a in schema]
     tensor_arguments = [i for i, a in enumerate(traced._schema.arguments) if "Tensor" in str(a.type)]
+    scalars_of = _picked([i for i, a in enumerate(schema) if str(a.real_type) in _SCALARS])
+    known_types: set[tuple[type, ...]] = set()  # of scalars, in calls that were checked
     place = {argument: i for i, argument in enumerate(names)}
     kept = _Kept(save, traced._schema)
 
@@ -332,11 +389,7 @@ def differentiable(
     class Apply(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            try:
-                outputs = eager_forward(*inputs)
-            except RuntimeError as error:
-                _explain(error, title(inputs) if title else name, schema, inputs, hint)
-                raise
+            outputs = eager_forward(*inputs)
             kept.keep(ctx, inputs, outputs)
             return outputs[0] if one_of_several else public_part(outputs)
 
@@ -370,6 +423,11 @@ def differentiable(
             forward(*(t.new_empty(t.shape, device="meta") if isinstance(t, Tensor) else t for t in inputs))
         return plain(*inputs)  # type: ignore[misc]
 
+    def check_scalars(types: tuple[type, ...], inputs: Sequence[Any]) -> None:
+        refuse_wrong_kinds(title(inputs) if title else name, schema, inputs, hint)
+        if _PLAIN_TYPES.issuperset(types):
+            known_types.add(types)
+
     def call(*inputs: Any) -> Any:
         if rows and type(inputs[0]) not in common and _dtensor.is_dtensor(inputs[0]):
             return _dtensor.on_local_rows(name, names, rows, inputs, call, forward)
@@ -377,23 +435,27 @@ def differentiable(
             return public_part(traced(*inputs))
         if is_tracing():  # torch.jit.trace would record a Function as a call of Python
             return public_part(traced(*inputs))
-        if in_transform():
-            if plain is not None and forward_ad._current_level >= 0:
-                return in_plain_operations(*inputs)
-            return public_part(ApplyInTransform.apply(*inputs))
-        if is_grad_enabled():
-            for i in tensor_arguments:
-                if getattr(inputs[i], "requires_grad", False):
-                    if plain is not None and forward_ad._current_level >= 0:
-                        return in_plain_operations(*inputs)
-                    return apply(*inputs)
-        # torch refuses dual tensors in a Function without jvp; a raw op would drop them without a word.
-        if forward_ad._current_level >= 0:
-            return apply(*inputs) if plain is None else in_plain_operations(*inputs)
+        types = (*map(type, scalars_of(inputs)),)
+        if types not in known_types:
+            check_scalars(types, inputs)
         try:
+            if in_transform():
+                if plain is not None and forward_ad._current_level >= 0:
+                    return in_plain_operations(*inputs)
+                return public_part(ApplyInTransform.apply(*inputs))
+            if is_grad_enabled():
+                for i in tensor_arguments:
+                    if getattr(inputs[i], "requires_grad", False):
+                        if plain is not None and forward_ad._current_level >= 0:
+                            return in_plain_operations(*inputs)
+                        return apply(*inputs)
+            # torch refuses dual tensors in a Function without jvp; a raw op would drop them without a word.
+            if forward_ad._current_level >= 0:
+                return apply(*inputs) if plain is None else in_plain_operations(*inputs)
             return public_part(eager_inference(*inputs))
-        except RuntimeError as error:
-            _explain(error, title(inputs) if title else name, schema, inputs, hint)
+        except (RuntimeError, ValueError) as error:  # of torch; its error may fail to print a long integer
+            if ": expected " not in str(error):
+                _explain(error, title(inputs) if title else name, schema, inputs, hint)
             raise
 
     return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._cross_entropy import MEAN, NONE, check_class_weight, check_options, check_target, real_dtype
+from warpsmith.ops._cross_entropy import (
+    MEAN,
+    NONE,
+    check_class_weight,
+    check_divisor,
+    check_options,
+    check_target,
+    real_dtype,
+)
 from warpsmith.ops._library import (
     Gradients,
     Saved,
@@ -48,21 +57,25 @@ def under_autocast(
 
 
 def wants_gradient(t: Tensor | None) -> bool:
-    """Whether a gradient of this tensor may be asked for."""
-    return torch.is_grad_enabled() and getattr(t, "requires_grad", False)
+    """Whether a gradient of this tensor may be asked for. torch.compile shows a tensor that a function of torch.func
+    differentiates as one that requires none."""
+    if t is None or not torch.is_grad_enabled():
+        return False
+    return t.requires_grad or (torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active())
 
 
 def bound_of_chunks(op: str, max_chunk_bytes: int | None) -> int:
     """The raw ops' form of ``max_chunk_bytes``; 0: the default of the device."""
     if max_chunk_bytes is None:
         return 0
+    _check.refuse_non_int64(op, "max_chunk_bytes", max_chunk_bytes, "an integer >= 1")
     if max_chunk_bytes < 1:
         _check.refuse(op, "max_chunk_bytes", "an integer >= 1", str(max_chunk_bytes))
     return max_chunk_bytes
 
 
 def check_sum_dtype(hidden: Tensor, dw_dtype: torch.dtype) -> None:
-    if dw_dtype not in (hidden.dtype, real_dtype(hidden)):
+    if not isinstance(dw_dtype, torch.dtype) or dw_dtype not in (hidden.dtype, real_dtype(hidden)):
         expected = dict.fromkeys(map(_check.dtype_text, (hidden.dtype, real_dtype(hidden))))
         got = _check.dtype_text(dw_dtype) if isinstance(dw_dtype, torch.dtype) else type(dw_dtype).__name__
         _check.refuse(_CROSS_ENTROPY, "dw_dtype", " or ".join(expected), got)
@@ -84,7 +97,7 @@ def _check_inputs(op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias:
     _check.float_dtype(op, "weight", weight)
     _check.same_dtype(op, "weight", weight, hidden)
     width = hidden.shape[-1]
-    if weight.dim() != 2 or weight.shape[1] != width or weight.shape[0] < 1:
+    if weight.dim() != 2 or _check.known(weight.shape[1] != width) or _check.known(weight.shape[0] < 1):
         _check.refuse(op, "weight", f"shape (V, {width}) with V >= 1", _check.shape_text(weight.shape))
     _check.same_device(op, "weight", weight, hidden)
     check_target(op, target, hidden)
@@ -118,10 +131,11 @@ def _new_gradients(hidden: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tu
     return _new_like(hidden, want_dhidden), _new_like(weight, want_dweight), dbias
 
 
-def _sum_dtype(hidden: Tensor, classes: Any, rows: Any, max_chunk_bytes: int) -> torch.dtype:
-    """The dtype in which the weight's gradient is summed by default: weight_sum_dtype and choose_linear_loss_chunks."""
+def sum_dtype(hidden: Tensor, classes: Any, rows: Any, max_chunk_bytes: int) -> torch.dtype:
+    """The dtype in which the weight's gradient is summed by default: weight_sum_dtype and choose_linear_loss_chunks.
+    Rows whose number comes from data may be of several chunks."""
     limit = max_chunk_bytes or (2**30 if _check.device_of(hidden).type == "cuda" else 2**26)
-    several = rows > max(1, limit // (logits_stride(hidden, classes) * hidden.dtype.itemsize))
+    several = _check.possible(rows > max(1, limit // (logits_stride(hidden, classes) * hidden.dtype.itemsize)))
     return real_dtype(hidden) if hidden.dtype == torch.float16 or several else hidden.dtype
 
 
@@ -147,7 +161,7 @@ def _fake_cross_entropy(
 ) -> tuple[Tensor, ...]:
     _check_inputs(_CROSS_ENTROPY, hidden, weight, target, bias)
     check_class_weight(_CROSS_ENTROPY, class_weight, hidden, weight.shape[0])
-    check_options(_CROSS_ENTROPY, label_smoothing, z_loss, softcap)
+    check_options(_CROSS_ENTROPY, label_smoothing, z_loss, softcap, hidden.dtype)
     _check_main_grad(_CROSS_ENTROPY, main_grad, hidden, weight)
     real, reduced = real_dtype(hidden), reduction != NONE
     loss = target.new_empty(() if reduced else target.shape, dtype=real)
@@ -160,7 +174,7 @@ def _fake_cross_entropy(
     dhidden = _new_like(hidden, reduced and want_dhidden)
     dweight = _new_like(weight, False)
     if reduced and want_dweight:
-        dtype = dw_dtype or _sum_dtype(hidden, weight.shape[0], target.numel(), max_chunk_bytes)
+        dtype = dw_dtype or sum_dtype(hidden, weight.shape[0], target.numel(), max_chunk_bytes)
         dweight = _new_like(weight, True, dtype)
     dbias = target.new_empty(weight.shape[:1] if reduced and want_dbias else (0,), dtype=real)
     return loss, lse, argmax, accuracy, denominator, dhidden, dweight, dbias
@@ -183,7 +197,7 @@ def _fake_rows_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_inputs(_ROWS_BACKWARD, hidden, weight, target, bias)
     check_class_weight(_ROWS_BACKWARD, class_weight, hidden, weight.shape[0])
-    check_options(_ROWS_BACKWARD, label_smoothing, z_loss, softcap)
+    check_options(_ROWS_BACKWARD, label_smoothing, z_loss, softcap, hidden.dtype)
     return _new_gradients(hidden, weight, wanted)
 
 
@@ -212,6 +226,12 @@ def _fake_in_place(*_: object) -> None:
     return None
 
 
+def _check_temperature(temperature: float, hidden: Tensor) -> None:
+    if not 0 < temperature < math.inf:
+        _check.refuse(_LOG_PROB, "temperature", "a finite number > 0", f"{temperature:f}")
+    check_divisor(_LOG_PROB, "temperature", temperature, hidden.dtype)
+
+
 def _fake_log_prob(
     hidden: Tensor,
     weight: Tensor,
@@ -222,6 +242,7 @@ def _fake_log_prob(
     max_chunk_bytes: int,
 ) -> tuple[Tensor, ...]:
     _check_inputs(_LOG_PROB, hidden, weight, target, bias)
+    _check_temperature(temperature, hidden)
     of_rows = (_new_like(target, True, real_dtype(hidden)) for _ in range(5))
     rows = target.numel() if save_logits else 0
     return *of_rows, hidden.new_empty((rows, logits_stride(hidden, weight.shape[0])))

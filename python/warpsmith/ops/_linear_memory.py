@@ -9,6 +9,15 @@ from warpsmith import _C
 from warpsmith.ops import _check
 
 
+def check_max_bytes(op: str, max_bytes: int | None, max_chunk_bytes: int | None, dw_dtype: torch.dtype | None) -> None:
+    """Refuses a bound that is no integer, or that is not alone: it chooses what the other two arguments say."""
+    if max_bytes is None:
+        return
+    _check.sizes(op, 1, max_bytes=max_bytes)
+    if max_chunk_bytes is not None or dw_dtype is not None:
+        _check.refuse(op, "max_bytes", "None beside max_chunk_bytes or dw_dtype", str(max_bytes))
+
+
 def within(op: str, hidden: Tensor, weight: Tensor, target: Tensor, max_bytes: int) -> tuple[int, torch.dtype | None]:
     """Bound of the chunks and dtype of the weight's sum, with which a call takes at most ``max_bytes``."""
     if torch.compiler.is_compiling():

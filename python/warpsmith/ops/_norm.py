@@ -6,7 +6,6 @@ for an RMS norm.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from operator import attrgetter
 from types import NoneType
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._dropout import check_p, check_seed, check_training, draw_seed
+from warpsmith.ops._dropout import check_p, check_seed, draw_seed
 from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 
 _FLOAT32_EPS = torch.finfo(torch.float32).eps
@@ -97,6 +96,8 @@ def norm(op: str) -> Callable:
         given = dict(zip(arguments, inputs, strict=True))
         x, added = given["x"], given.get("residual")
         _check_inputs(op, x, added, given["weight"], given.get("bias"))
+        _check.refuse_non_eps(op, given["eps"])
+        _check.finite(op, "weight_offset", given.get("weight_offset", 0.0), x.dtype)
         if dropout:
             check_p(op, given["p"])
             check_seed(op, given["seed"], x)
@@ -228,11 +229,12 @@ def dropout_seed(
     eps: float,
     training: bool,
     seed: Tensor | None,
+    weight_offset: float = 0.0,
 ) -> Tensor | None:
     """The seed of a call, drawn where none is given; None where nothing is dropped. All that the op refuses is refused
     before, so that a refused call leaves the generator as it was."""
     check_p(op, p)
-    check_training(op, training)
+    _check.flags(op, training=training)
     if not training or p == 0:
         return None
     if seed is not None:
@@ -241,6 +243,7 @@ def dropout_seed(
         return None
     if isinstance(residual, Tensor) and isinstance(weight, (Tensor, NoneType)) and isinstance(bias, (Tensor, NoneType)):
         _check_inputs(op, x, residual, weight, bias)
-        if not 0 <= eps < math.inf:
-            _check.refuse(op, "eps", "a finite number >= 0", str(eps))
+        _check.refuse_non_eps(op, eps)
+        _check.refuse_non_number(op, "weight_offset", weight_offset)
+        _check.finite(op, "weight_offset", weight_offset, x.dtype)
     return draw_seed(x)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._check import dtype_text, refuse, shape_text
+from warpsmith.ops._check import dtype_text, known, possible, refuse, shape_text
 from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 from warpsmith.ops._rope_plain import plain_qk_norm_rope, plain_rope
 
@@ -47,7 +47,7 @@ def _check_heads(op: str, q: Tensor, k: Tensor, packed: bool) -> None:
     if q.dim() not in (3, 4):
         expected = "shape (batch, tokens, heads, head_dim) or (tokens, heads, head_dim)"
         refuse(op, "q", expected, shape_text(q.shape))
-    same = k.dim() == q.dim() and all(k.shape[i] == q.shape[i] for i in range(q.dim()) if i != q.dim() - 2)
+    same = k.dim() == q.dim() and not any(known(k.shape[i] != q.shape[i]) for i in range(q.dim()) if i != q.dim() - 2)
     if not same:
         heads_first = k.dim() == 4 and q.dim() == 4 and (*k.shape[:1], *k.shape[2:]) == (*q.shape[:1], *q.shape[2:])
         expected = f"the shape of q but for its heads, {shape_text(q.shape)}"
@@ -62,12 +62,12 @@ def _check_angles(op: str, q: Tensor, cos: Tensor) -> None:
     if cos.dim() == 3:
         rotary_dim = cos.shape[-1]
         batch, tokens = (q.shape[0] if q.dim() == 4 else 1), q.shape[-3]
-        if (cos.shape[0] != batch and cos.shape[0] != 1) or cos.shape[1] != tokens:
+        if (known(cos.shape[0] != batch) and known(cos.shape[0] != 1)) or known(cos.shape[1] != tokens):
             got = shape_text(cos.shape) + _HEADS_FIRST * (q.dim() == 4 and cos.shape[1] == q.shape[2])
             refuse(op, "cos", f"shape ({batch} or 1, {tokens}, rotary_dim)", got)
-        if rotary_dim % 2:
+        if known(rotary_dim % 2 != 0):
             refuse(op, "cos", "an even rotary dimension", shape_text(cos.shape))
-    if rotary_dim > q.shape[-1]:
+    if known(rotary_dim > q.shape[-1]):
         got = f"{rotary_dim} of shape {shape_text(cos.shape)}"
         refuse(op, "cos", f"a rotary dimension of at most {q.shape[-1]}", got)
 
@@ -80,21 +80,21 @@ def _check_positions(
             refuse(op, "cu_seqlens", "None beside cos of a row for each token", "a tensor")
         if offsets is not None:
             refuse(op, "position_offset", "0 beside cos of a row for each token", "a tensor")
-        if position_offset != 0:
+        if known(position_offset != 0):
             refuse(op, "position_offset", "0 beside cos of a row for each token", str(position_offset))
         return
     entries = q.shape[0] if q.dim() == 4 else 1
     if cu_seqlens is not None:
         if cu_seqlens.dtype != torch.int32:
             refuse(op, "cu_seqlens", "int32", dtype_text(cu_seqlens.dtype))
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        if cu_seqlens.dim() != 1 or known(cu_seqlens.shape[0] < 2):
             refuse(op, "cu_seqlens", "shape (sequences + 1)", shape_text(cu_seqlens.shape))
         _check.same_device(op, "cu_seqlens", cu_seqlens, q)
         entries = cu_seqlens.shape[0] - 1
     if offsets is not None:
         if offsets.dtype not in (torch.int32, torch.int64):
             refuse(op, "position_offset", "int32 or int64", dtype_text(offsets.dtype))
-        if offsets.dim() > 1 or (offsets.dim() == 1 and offsets.shape[0] != entries):
+        if offsets.dim() > 1 or (offsets.dim() == 1 and known(offsets.shape[0] != entries)):
             refuse(op, "position_offset", f"shape () or ({entries})", shape_text(offsets.shape))
         _check.same_device(op, "position_offset", offsets, q)
 
@@ -102,7 +102,7 @@ def _check_positions(
 def _empty_heads(x: Tensor) -> Tensor:
     """A new tensor like ``x``, contiguous in the order in which tokens and heads of ``x`` lie."""
     tokens, heads = x.shape[-3], x.shape[-2]
-    if tokens > 1 and heads > 1 and x.stride(-2) > x.stride(-3):
+    if possible(tokens > 1) and possible(heads > 1) and possible(x.stride(-2) > x.stride(-3)):
         return x.new_empty((*x.shape[:-3], heads, tokens, x.shape[-1])).transpose(-3, -2)
     return x.new_empty(x.shape)
 
@@ -111,8 +111,7 @@ def split_offset(op: str, position_offset: Any) -> tuple[Tensor | None, Any]:
     """``position_offset`` as the raw ops take it: a tensor or None, and a number."""
     if isinstance(position_offset, Tensor):
         return position_offset, 0
-    if not isinstance(position_offset, (int, torch.SymInt)) or isinstance(position_offset, bool):
-        _check.refuse_type(op, "position_offset", "an integer or a tensor of integers", position_offset)
+    _check.refuse_non_int64(op, "position_offset", position_offset, "an integer or a tensor of integers")
     return None, position_offset
 
 
@@ -279,6 +278,7 @@ def _fake_norm(
     *positions: Any,
 ) -> tuple[Tensor, Tensor]:
     _check_norm_inputs("qk_norm_rope", q, k, q_weight, k_weight, cos, sin, positions)
+    _check.refuse_non_eps("qk_norm_rope", eps)
     return _empty_heads(q), _empty_heads(k)
 
 

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._library import call_raw, raw, register_fake
+from warpsmith.ops._library import call_raw, raw, refuse_wrong_kinds, register_fake
 
 _OP = "adamw"
+_ARGUMENTS = raw.adamw.default._schema.arguments
 
 
 def _check_lists(op: str, params: Sequence[Tensor], lists: Mapping[str, Sequence[Tensor]]) -> None:
@@ -115,11 +117,11 @@ def adamw(
         (tensor([0.9000]), tensor(1.))
     """
     if not isinstance(lr, Tensor):
-        if not lr >= 0:
+        _check.refuse_non_number(_OP, "lr", lr, "a number >= 0")
+        if not 0 <= lr < math.inf:
             _check.refuse(_OP, "lr", "a number >= 0", str(lr))
         lr = torch.tensor(lr, dtype=torch.float64, device="cpu")  # whatever the default device
-    call_raw(
-        raw.adamw.default,
+    inputs = (
         list(params),
         list(grads),
         list(exp_avgs),
@@ -135,3 +137,6 @@ def adamw(
         grad_scale,
         found_inf,
     )
+    if not torch.compiler.is_compiling():
+        refuse_wrong_kinds(_OP, _ARGUMENTS, inputs)
+    call_raw(raw.adamw.default, *inputs)

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from warpsmith.ops import _attention
-from warpsmith.ops._dropout import draw_seed
+from warpsmith.ops import _attention, _check
 
 _OP = "attention"
 
@@ -64,7 +63,7 @@ def attention(
             layout is copied: kernels read by strides.
         seed: two int64 on the device of ``q``, which determine the dropout mask. None: drawn from torch's default
             generator of that device.
-        kv_heads: Hk, if ``q`` holds q, k and v along its heads.
+        kv_heads: Hk, if ``q`` holds q, k and v along its heads; None beside ``k``.
 
     Packed inputs: ``attention(q, kv)`` with ``kv`` of shape (B, Sk, 2, Hk, D); ``attention(qkv)`` with
     (B, S, 3, H, D), or with (B, S, H + 2 Hk, D) and ``kv_heads=Hk``. (In every layout,
@@ -94,15 +93,15 @@ def attention(
         torch.Size([2, 16, 8, 64])
     """
     _attention.refuse_gradient(_OP, alibi_slopes=alibi_slopes)
+    _check.flags(_OP, causal=causal, return_lse=return_lse, deterministic=deterministic)
     which = _attention.choice(_OP, "layout", layout, _attention.LAYOUTS)
     align = _attention.choice(_OP, "causal_align", causal_align, ("bottom_right", "top_left"))
     window = _attention.check_window(_OP, causal, window_size)
     _attention.check_numbers(_OP, softmax_scale, softcap)
     heads = _attention.kv_heads_of(_OP, k, v, kv_heads)
     q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
-    if _attention.drops(_OP, dropout_p) and seed is None:
-        seed = draw_seed(q)
-    out, lse = _attention.attend(
+    inputs = _attention.with_seed(
+        _OP,
         q,
         k,
         v,
@@ -124,4 +123,5 @@ def attention(
         deterministic,
         None,
     )
+    out, lse = _attention.attend(*inputs)
     return (out, lse) if return_lse else out

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from warpsmith.ops import _attention, _check
-from warpsmith.ops._dropout import draw_seed
 
 _OP = "attention_varlen"
 _LONGEST = 2**31 - 1
@@ -18,7 +17,9 @@ def _check_length(argument: str, length: object) -> None:
         _check.refuse(_OP, argument, "an integer", got)
     # The CPU goes over every block that a length allows. A traced length may be unknown: it cannot be compared.
     if not torch.compiler.is_compiling() and isinstance(length, int) and length > _LONGEST:
-        _check.refuse(_OP, argument, f"at most {_LONGEST}, which is the end of int32 offsets", str(length))
+        _check.refuse(
+            _OP, argument, f"at most {_LONGEST}, which is the end of int32 offsets", _check.value_text(length)
+        )
 
 
 def attention_varlen(
@@ -91,6 +92,7 @@ def attention_varlen(
         True
     """
     _attention.refuse_gradient(_OP, alibi_slopes=alibi_slopes)
+    _check.flags(_OP, causal=causal, return_lse=return_lse, deterministic=deterministic)
     align = _attention.choice(_OP, "causal_align", causal_align, ("bottom_right", "top_left"))
     window = _attention.check_window(_OP, causal, window_size)
     if cu_seqlens_q is None:
@@ -102,9 +104,8 @@ def attention_varlen(
     _attention.check_numbers(_OP, softmax_scale, softcap)
     heads = _attention.kv_heads_of(_OP, k, v, kv_heads)
     q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
-    if _attention.drops(_OP, dropout_p) and seed is None:
-        seed = draw_seed(q)
-    out, lse = _attention.attend(
+    inputs = _attention.with_seed(
+        _OP,
         q,
         k,
         v,
@@ -126,4 +127,5 @@ def attention_varlen(
         deterministic,
         None,
     )
+    out, lse = _attention.attend(*inputs)
     return (out, lse) if return_lse else out

@@ -4,6 +4,7 @@ from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
 
+from warpsmith.ops import _check
 from warpsmith.ops._cross_entropy import (
     check_inputs,
     check_labels_on_host,
@@ -101,8 +102,8 @@ def cross_entropy(
         ignore_index: rows with this target have no loss, and a gradient of exact zeros.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: :math:`\epsilon`, from 0 to 1.
-        z_loss: factor of the squared logsumexp, >= 0.
-        softcap: c; 0 for none.
+        z_loss: factor of the squared logsumexp, >= 0, a number of float32 (float64 for float64).
+        softcap: c, 2^-126 to 2^126 (2^-1022 to 2^1022 for float64); 0 for none.
         inplace_backward: allows the gradient to be written over the logits, which saves their memory once more. They
             hold nothing of use afterwards, a second backward is refused, and torch's version check refuses the
             backward of anything else that needs their values. They must not be a leaf. No effect under
@@ -136,6 +137,7 @@ def cross_entropy(
         >>> warpsmith.cross_entropy(logits, torch.tensor([0, 0]))
         tensor(0.7201)
     """
+    _check.flags(_OP, inplace_backward=inplace_backward, check_labels=check_labels, return_stats=return_stats)
     number = reduction_number(_OP, reduction)
     refuse_learned_class_weight(_OP, class_weight)
     if check_labels and target.is_cuda:

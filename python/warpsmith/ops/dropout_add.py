@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from warpsmith.ops import _check
-from warpsmith.ops._dropout import check_p, check_seed, check_training, draw_seed
+from warpsmith.ops._dropout import check_p, check_seed, draw_seed
 from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 
 _OP = "dropout_add"
@@ -116,7 +116,7 @@ def dropout_add(
                 [1., 1., 1.]])
     """
     check_p(_OP, p)
-    check_training(_OP, training)
+    _check.flags(_OP, training=training)
     if not training or p == 0.0:
         return _dropout_add(x, residual, None, 0.0)
     if seed is None and isinstance(x, Tensor):  # else the op will refuse it

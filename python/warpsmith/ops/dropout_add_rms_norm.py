@@ -63,5 +63,5 @@ def dropout_add_rms_norm(
     """
     if eps is None:
         eps = default_eps(x)
-    seed = dropout_seed(_OP, x, residual, weight, None, p, eps, training, seed)
+    seed = dropout_seed(_OP, x, residual, weight, None, p, eps, training, seed, weight_offset)
     return _dropout_add_rms_norm(x, residual, weight, seed, p, eps, weight_offset)

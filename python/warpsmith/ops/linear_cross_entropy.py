@@ -10,10 +10,11 @@ from warpsmith.ops._linear_loss import (
     check_sum_dtype,
     reduced_cross_entropy,
     rows_cross_entropy,
+    sum_dtype,
     under_autocast,
     wants_gradient,
 )
-from warpsmith.ops._linear_memory import check_main_grad, within
+from warpsmith.ops._linear_memory import check_main_grad, check_max_bytes, within
 from warpsmith.ops.cross_entropy import CrossEntropyStats
 
 _OP = "linear_cross_entropy"
@@ -64,8 +65,8 @@ def linear_cross_entropy(
         ignore_index: target of rows that do not count.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: :math:`\epsilon`, in [0, 1].
-        z_loss: :math:`\lambda_z`, >= 0.
-        softcap: :math:`s`, >= 0, 0 for none.
+        z_loss: :math:`\lambda_z`, >= 0, a number of float32 (float64 for float64).
+        softcap: :math:`s`, 2^-126 to 2^126 (2^-1022 to 2^1022 for float64); 0 for none.
         check_labels: on CUDA, wait for the device and refuse targets out of range. On the CPU they always are refused.
         return_stats: also return logsumexp and argmax of each row, and the accuracy of the rows that count.
         max_chunk_bytes: logits in memory at a time; None: 1 GiB on CUDA, 64 MiB on the CPU. One row at least. Fewer
@@ -116,12 +117,15 @@ def linear_cross_entropy(
         if torch.compiler.is_compiling():
             _check.refuse(_OP, "main_grad", "None under torch.compile", "a tensor")
         check_main_grad(_OP, main_grad, hidden=hidden, weight=weight, bias=bias, class_weight=class_weight)
+    _check.flags(_OP, check_labels=check_labels, return_stats=return_stats)
     hidden, weight, bias = under_autocast(_OP, hidden, weight, target, bias)
     number, most_bytes = reduction_number(_OP, reduction), bound_of_chunks(_OP, max_chunk_bytes)
+    check_max_bytes(_OP, max_bytes, max_chunk_bytes, dw_dtype)
     if max_bytes is not None:
-        if max_chunk_bytes is not None or dw_dtype is not None:
-            _check.refuse(_OP, "max_bytes", "None beside max_chunk_bytes or dw_dtype", str(max_bytes))
         most_bytes, dw_dtype = within(_OP, hidden, weight, target, max_bytes)
+    if dw_dtype is None and torch.compiler.is_compiling() and hidden.dtype.itemsize == 2 and weight.dim() == 2:
+        # The traced op and its fake must agree, and a fake may not know the number of rows.
+        dw_dtype = sum_dtype(hidden, weight.shape[0], target.numel(), most_bytes)
     if dw_dtype is not None:
         check_sum_dtype(hidden, dw_dtype)
     refuse_learned_class_weight(_OP, class_weight)

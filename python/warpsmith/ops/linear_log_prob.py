@@ -49,7 +49,8 @@ def linear_log_prob(
         weight: shape (V, H), the dtype of ``hidden``.
         target: shape (...), int64 or uint8 classes in [0, V).
         bias: shape (V,), the dtype of ``hidden``, or None.
-        temperature: :math:`T`, finite and > 0.
+        temperature: :math:`T`, from 2^-126 to 2^126 (2^-1022 to 2^1022 for float64). Logits divided by it must be
+            finite too.
         save_logits: keep all logits (V elements a row) for the backward, which makes them again otherwise: a quarter of
             all arithmetic. None: no, but on the CPU, where products bind, in eager calls that record gradients yes, if
             logits and their gradient together take at most ``max_chunk_bytes``, or 1 GiB if that is None; plain PyTorch
@@ -82,11 +83,11 @@ def linear_log_prob(
         >>> log_prob
         tensor([-1.3863, -1.3863])
     """
-    if type(temperature) is not float:
-        if not _check.is_number(temperature):
-            _check.refuse_type(_OP, "temperature", "a finite number > 0", temperature)
-        if isinstance(temperature, int):  # which the backward divides by: 2**70 is no int64
-            temperature = float(temperature)
+    _check.refuse_non_number(_OP, "temperature", temperature, "a finite number > 0")
+    if isinstance(temperature, int):  # which the backward divides by: 2**70 is no int64
+        temperature = float(temperature)
+    if save_logits is not None:
+        _check.flags(_OP, save_logits=save_logits)
     hidden, weight, bias = under_autocast(_OP, hidden, weight, target, bias)
     most_bytes = bound_of_chunks(_OP, max_chunk_bytes)
     if save_logits is None:

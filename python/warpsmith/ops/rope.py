@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _rope
+from warpsmith.ops import _check, _rope
 
 
 def rope(
@@ -67,6 +67,7 @@ def rope(
                 [ 0.5403,  0.8415],
                 [-0.4161,  0.9093]])
     """
+    _check.flags("rope", interleaved=interleaved, inplace=inplace)
     _rope.refuse_gradient_of_angles("rope", cos, sin)
     offsets, offset = _rope.split_offset("rope", position_offset)
     keys = _rope.keys_or_none("rope", q, k)

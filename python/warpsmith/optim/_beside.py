@@ -53,6 +53,7 @@ class Beside:
     def _check_like(self, argument: str, beside: Tensor, param: Tensor) -> None:
         _check.same_shape(self.op, argument, beside, param.shape)
         _check.same_device(self.op, argument, beside, param)
+        _check.overwritable(self.op, argument, beside)
         if not lists.same_layout(lists.local(beside), lists.local(param)):
             _check.refuse(self.op, argument, "the strides of its parameter", "others")
 
@@ -74,7 +75,9 @@ class Beside:
         if not bucket.fuses:
             return _NOTHING
         zeroes = zeroes and self.zero_grads
-        words = [word for i in bucket.indices for word in self._words_of(plan.params[i])]
+        words = [
+            word for i in bucket.indices for word in ((0, 0, 0) if i in plan.staged else self._words_of(plan.params[i]))
+        ]
         if not any(words):
             return None, 0.0, zeroes
         if capturing or bucket.beside is None or bucket.beside[0] != words:
@@ -102,7 +105,7 @@ class Beside:
 
     def finish(self, plan: Plan | None, params: list[Tensor], zeroed: bool, found_inf: Tensor | None) -> None:
         """The separate operations, for what the kernels have not done."""
-        fused = set() if plan is None else {plan.params[i] for b in plan.buckets if b.fuses for i in b.indices}
+        fused = set() if plan is None else plan.fused()
         if self.ema is not None:
             rest = [n for p, n in self.averages.items() if p not in fused]
             self.ema._move(rest, 1 - self.ema.decay, found_inf)

@@ -218,6 +218,7 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
             self._captured.append(plan)
         grad_scale, found_inf = lists.whole(getattr(self, "grad_scale", None)), self._skip_flag()
         zeroes = self._zeroes_in_kernels(plan)
+        plan.load_staged()
         for number, bucket in enumerate(plan.buckets):
             optim_step(
                 bucket.table,
@@ -231,6 +232,7 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
                 plan.watch.mixed(number),
                 *self._more(plan, bucket, zeroes, capturing),
             )
+        plan.store_staged()
         self._finish(plan, zeroes)
 
     def _make_plan(self, capturing: bool) -> Plan | None:
@@ -259,9 +261,10 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
         storage = self._checked_storage(argument, param, group)
         if p.device.type not in ("cpu", "cuda"):
             self._refuse(argument, "a tensor on the CPU or on CUDA", p.device)
-        if not lists.is_dense(p):
-            got = f"strides {p.stride()} for shape {tuple(p.shape)}"
-            self._refuse(argument, "elements without gaps or overlap", got)
+        if lists.has_overlap(p):
+            self._refuse(argument, "elements without overlap", f"strides {p.stride()} for shape {tuple(p.shape)}")
+        if p._is_zerotensor():
+            self._refuse(argument, "a tensor with memory", "zeros without memory")
         if precision == "8bit" and not self._takes_8bit(group):
             self._refuse("precision", _NOT_8BIT, "8bit")
         if precision == "8bit" and hasattr(param, "to_local"):
@@ -322,6 +325,11 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
             return
         assert storage is not None
         state = self.state[param]
+        for name in names:
+            if name in state and not lists.holds_its_elements(lists.local(state[name])):
+                state[name] = torch.empty_like(state[name]).copy_(state[name])
+        place = lists.local(param)
+        place = place if lists.in_place(place) else torch.empty_like(place)
         if COUNTER in names and COUNTER not in state:
             # A state whose steps were not counted so far has taken some.
             taken = float(bool(set(state) - {*EXTRA_DTYPES, SCALES}))
@@ -343,9 +351,7 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
                 state[name] = torch.full_like(param, value, dtype=dtype, memory_format=preserve)
             elif state[name].layout != torch.strided:
                 self._refuse(f"state {name}", "a dense tensor", str(state[name].layout).removeprefix("torch."))
-            elif state[name].shape == param.shape and not lists.same_layout(
-                lists.local(state[name]), lists.local(param)
-            ):
+            elif state[name].shape == param.shape and not lists.same_layout(lists.local(state[name]), place):
                 if storage.is_quantized:
                     eight_bit.lay_as(state, name, self._row_of(group), param.detach())
                     continue

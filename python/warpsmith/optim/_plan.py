@@ -35,9 +35,10 @@ class Bucket:
         indices: list[int],
         owners: list[int],
         storages_of_all: dict[int, Storage | None],
+        staged: dict[int, Tensor],
     ) -> None:
         params = lists.all_params(groups)
-        parts = [lists.local(params[i]) for i in indices]
+        parts = [staged[i] if i in staged else lists.local(params[i]) for i in indices]
         kind = kinds[owners[indices[0]]]
         storages = [storage for i in indices if (storage := storages_of_all[i])]
         storage = storages[0]
@@ -106,7 +107,12 @@ class Plan:
             api, lists.local, group_params, state, self.state_names, numbers, lists.ADDRESS_READER
         )
         storages = {i: optimizer._storage(params[i], groups[owners[i]]) for i in active}
-        self.buckets = [Bucket(groups, self.kinds, state, indices, owners, storages) for indices in by_kind.values()]
+        parts = {i: lists.local(params[i]) for i in active}
+        # Dense tensors that the kernels update in place of parameters with gaps or with the negative bit.
+        self.staged = {i: torch.empty_like(part) for i, part in parts.items() if not lists.in_place(part)}
+        self.buckets = [
+            Bucket(groups, self.kinds, state, indices, owners, storages, self.staged) for indices in by_kind.values()
+        ]
         self.params = params
         self.copied: set[Tensor] = set()  # parameters with copies of their gradients
         self.copies: list[Tensor] = []  # of gradients with other strides than their parameters, until the next look
@@ -118,6 +124,20 @@ class Plan:
         tensors = [s[name] for s in states for name in self.state_names if name in s]
         self.held = [lists.local(t).detach() for t in [*self.active_params, *tensors]]
 
+    def fused(self) -> set[Tensor]:
+        """The parameters whose averages, copies and zeros the kernels write."""
+        return {self.params[i] for b in self.buckets if b.fuses for i in b.indices if i not in self.staged}
+
+    def load_staged(self) -> None:
+        """Copies the parameters that the kernels cannot read where they lie."""
+        for i, staged in self.staged.items():
+            staged.copy_(lists.local(self.params[i]))
+
+    def store_staged(self) -> None:
+        """Copies them back."""
+        for i, staged in self.staged.items():
+            lists.local(self.params[i]).copy_(staged)
+
     def look(self, optimizer: Optimizer) -> bool:
         """Whether the tables hold. Then the columns of gradient addresses are those of now. Raises if a gradient does
         not fit."""
@@ -127,15 +147,19 @@ class Plan:
         if not self.watch.look([g["params"] for g in groups], optimizer.state):
             return False
         copies, copied = [], set()
-        unusual = self.watch.unusual
-        params = lists.all_params(groups) if unusual else []
+        params = self.params
+        with_gradient = [i for i in self.staged if params[i].grad is not None]
+        unusual = dict.fromkeys([*self.watch.unusual, *with_gradient])
         for i in unusual:
             grad = lists.checked_gradient(self.op, groups, i, params[i])
-            like_param = lists.same_layout(grad, lists.local(params[i])) and lists.holds_its_elements(grad)
-            if not like_param:
-                grad = torch.empty_like(lists.local(params[i]), dtype=grad.dtype).copy_(grad)
+            place = self.staged[i] if i in self.staged else lists.local(params[i])
+            like_place = lists.same_layout(grad, place) and lists.holds_its_elements(grad)
+            if not like_place:
+                grad = torch.empty_like(place, dtype=grad.dtype).copy_(grad)
                 copies.append(grad)
                 copied.add(params[i])
-            self.watch.set_gradient(i, lists.entry_of(grad, params[i].dtype), like_param)
+            self.watch.set_gradient(
+                i, lists.entry_of(grad, params[i].dtype), like_param=like_place and i not in self.staged
+            )
         self.copies, self.copied = copies, copied
         return True

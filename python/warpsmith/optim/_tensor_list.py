@@ -104,6 +104,21 @@ def is_dense(t: Tensor) -> bool:
     return True
 
 
+def in_place(t: Tensor) -> bool:
+    """Whether the kernels can read and write a tensor where it lies."""
+    return is_dense(t) and holds_its_elements(t)
+
+
+def has_overlap(t: Tensor) -> bool:
+    """Whether elements may share memory: a dimension steps over less than all smaller ones reach."""
+    reach = 0
+    for stride, size in sorted((s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1):
+        if stride <= reach:
+            return t.numel() > 0
+        reach += (size - 1) * stride
+    return False
+
+
 def checked_gradient(op: str, groups: Sequence[dict[str, Any]], index: int, param: Tensor) -> Tensor:
     """The local part of a parameter's gradient, if it has the device and shape of the parameter's, and its dtype or
     another one of :data:`MARKS`."""

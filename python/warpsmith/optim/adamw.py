@@ -79,6 +79,9 @@ class AdamW(Adam):
     step does not write the divided gradients back (4 bytes a parameter): after it ``p.grad`` still holds the scaled
     ones.
 
+    Parameters may have any strides without overlap. One with gaps, such as a slice, or with the negative bit is stepped
+    in a dense copy, which is then written back.
+
     Deterministic. The host never waits for the device. Moves 28 bytes of memory a float32 parameter, 36 with amsgrad.
     More than 32 parameter groups take one launch for each 32. Under ``torch.compile`` a step is a graph break and runs
     as it is. As by torch's fused step, version counters do not move: a backward through a graph of before the step is

@@ -10,7 +10,7 @@ from torch import Tensor
 from warpsmith.ops import _check
 from warpsmith.ops._grad_norm import clip_in_place, norm_and_power_sum, norm_of_partials, partial_power_sums
 from warpsmith.optim._known_sums import known_sums
-from warpsmith.optim._tensor_list import is_dense, local, moved
+from warpsmith.optim._tensor_list import in_place, local, moved
 
 _FUSED = (1.0, 2.0, math.inf)
 
@@ -67,7 +67,7 @@ def _total(tensors: Sequence[Tensor], p: float) -> Tensor:
         if type(t) is not Tensor:
             summed = _whole_sums(t)
             part, shared = local(summed), _shared_out(summed)
-        groups.setdefault((part.device, shared), []).append(part if is_dense(part) else part.contiguous())
+        groups.setdefault((part.device, shared), []).append(part if in_place(part) else part.resolve_neg().contiguous())
     sums, norm = [], None
     for (_, shared), parts in groups.items():
         norm, power_sum = norm_and_power_sum(parts, p)
@@ -208,7 +208,7 @@ def clip_grad_norm_(
         here = moved(norm, device)
         dense = []
         for part in parts:
-            if is_dense(part):
+            if in_place(part):
                 dense.append(part)
             else:
                 part.mul_((max_norm / (here + 1e-6)).clamp(max=1.0))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from warpsmith.ops import _check
 from warpsmith.ops._average import average_in_place
-from warpsmith.optim._tensor_list import is_dense, local, moved
+from warpsmith.optim._tensor_list import has_overlap, is_dense, local, moved
 
 _OP = "EMA"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -32,7 +32,7 @@ class EMA:
 
     Args:
         params: tensors, or (name, tensor) pairs: float32, float16, bfloat16, or float64 on the CPU, whose averages are
-            float64. Any devices, dense in any order of dimensions; DTensors shard by shard.
+            float64. Any devices and strides without overlap; DTensors shard by shard.
         decay: a number from 0 to 1.
         optimizer: of ``params``. Where its state has a float32 ``master`` of a parameter, that is averaged.
 
@@ -76,6 +76,7 @@ class EMA:
                 if hasattr(optimizer, "consolidate_state_dict"):  # a sharded one, whose groups have fragments
                     got += ": leave it out, or average those of its param_groups"
                 _check.refuse(_OP, "optimizer", "an optimizer of params", got)
+        self._gaps = {i for i, p in enumerate(self._params) if not is_dense(local(p))}
         self.averages = [
             value.detach().to(
                 torch.float64 if value.dtype == torch.float64 else torch.float32,
@@ -93,8 +94,8 @@ class EMA:
             )
         if p.device.type not in ("cpu", "cuda"):
             _check.refuse(_OP, argument, "a tensor on the CPU or on CUDA", str(p.device))
-        if p.layout != torch.strided or not is_dense(local(p)):
-            _check.refuse(_OP, argument, "a dense tensor, elements without gaps or overlap", "another")
+        if p.layout != torch.strided or has_overlap(local(p)):
+            _check.refuse(_OP, argument, "a dense tensor, elements without overlap", "another")
 
     def _values(self) -> list[Tensor]:
         """What is averaged: masters, and parameters without one."""
@@ -121,10 +122,11 @@ class EMA:
     def _move(self, indices: Iterable[int], weight: float, found_inf: Tensor | None) -> None:
         by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         all_values = self._values()
-        for average, value in ((self.averages[i], all_values[i]) for i in indices):
+        for i in indices:
+            average, value = local(self.averages[i]), local(all_values[i]).detach()
             averages, values = by_device.setdefault(value.device, ([], []))
-            averages.append(local(average))
-            values.append(local(value).detach())
+            averages.append(average)
+            values.append(torch.empty_like(average).copy_(value) if i in self._gaps else value)
         for device, (averages, values) in by_device.items():
             flag = None if found_inf is None else moved(local(found_inf).detach(), device)
             average_in_place(averages, values, weight, flag)

@@ -76,14 +76,14 @@ template <class T, ForwardTile tile> struct StagedBiases {
     release();
   }
   // Without registers for all biases.
-  __device__ __forceinline__ void load_and_add(float (&s)[tile.block_keys / 2], float to_scores) const {
+  __device__ __forceinline__ void load_and_add(float (&s)[tile.block_keys / 2], float scale) const {
     wait();
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       uint32_t pairs[4];
       read(pairs, c);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) Query::add_pair(s, 8 * c + 2 * i, pairs[i], to_scores);
+      for (int i = 0; i < 4; ++i) Query::add_pair(s, 8 * c + 2 * i, pairs[i], scale);
     }
     release();
   }

@@ -133,12 +133,12 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     cap();
     if constexpr (tile.stages_biases()) {
       biases(m.first_key).add_alibi(s);
-      staged_biases().load_and_add(s, p.biases.to_scores);
+      staged_biases().load_and_add(s, p.biases.scale);
     } else if constexpr (tile.biased()) {
       biases(m.first_key).add_edge(s);
     }
     mask_scores(s, p.window, query, m.first_key, lane, m.shift, m.keys);
-    softmax.raise_base(s, p.scale_log2, factor);
+    softmax.raise_base(s, p.scale_log2, p.to_logits, p.to_scores, factor);
     softmax.exponentials_in_place(s, p.scale_log2);
     if constexpr (tile.dropout) {
       const RowDropout dropout = row_dropout();
@@ -212,12 +212,18 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     if constexpr (tile.biased()) biases(first_key).add(s, probabilities);
     float sums[2], factor[2];
     softmax.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
-    const bool outgrown = __any_sync(0xffffffffu, Softmax::outgrown(sums));
+    const bool outgrown = __any_sync(0xffffffffu, softmax.outgrown(sums));
     if (outgrown) {
-      if constexpr (tile.dropout) Softmax::gates_again(probabilities);
-      softmax.raise_base(s, p.scale_log2, factor);
+      if constexpr (tile.dropout) {
+        if (softmax.far)  // p under a base of other units says nothing of the gates
+          make_gates(row_dropout(), first_key, probabilities);
+        else
+          Softmax::gates_again(probabilities);
+      }
+      softmax.raise_base(s, p.scale_log2, p.to_logits, p.to_scores, factor);
       Softmax raised = softmax;
-      if constexpr (tile.biased()) raised.give_base();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) raised.base[r] = softmax.subtracted(r);
       raised.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
     }
     softmax.sum[0] += sums[0];
@@ -232,7 +238,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     const int values = start_step(probabilities);
     cap();
     float factor[2];
-    const bool raised = softmax.follow_maxima(s, p.scale_log2, factor);
+    const bool raised = softmax.follow_maxima(s, p.scale_log2, p.to_logits, p.to_scores, factor);
     softmax.exponentials_in_place(s, p.scale_log2);
     finish_step(values);
     if (raised) rescale(factor);
@@ -270,7 +276,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     return p.sink_is_float ? device::load(static_cast<const float*>(p.sink) + head)
                            : device::to_float(device::load(static_cast<const T*>(p.sink) + head));
   }
-  // Writes `inverse` and lse of tile number - 1, whose softmax is `of`.
+  // Writes `inverse`, lse and lse_rest of tile number - 1, whose softmax is `of`.
   __device__ __forceinline__ void end_softmax(Softmax of) {
     const Tile* ended = shared.slots + slot_of(number - 1);
     const int queries = device::load(&ended->queries), first = first_row(ended);
@@ -278,16 +284,30 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       inverse[r] = of.sum[r] != 0.0f ? device::reciprocal(of.sum[r]) : 0.0f;
-      float lse = of.lse(r);
-      if (p.sink != nullptr) {  // one more logit in the sum, without a value
+      float lse = of.lse(r), rest = 0.0f;
+      // The sink is one more logit in the sum, without a value.
+      const bool has_sink = p.sink != nullptr && device::load(&ended->sinks) != 0;
+      if (of.far) {
+        const float sink = has_sink ? sink_logit(ended->head) : -INFINITY;
+        const RowEnd end = far_end(of.base[r], of.sum[r], kHeadroom<T>, sink);
+        inverse[r] = end.factor;
+        lse = end.lse;
+        rest = end.rest;
+      } else if (has_sink) {
         const float sink = sink_logit(ended->head), difference = lse - sink;
         const float above = device::exp2(-fabsf(difference) * kLog2e);
-        inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
-        lse = fmaxf(lse, sink) + device::log2(1.0f + above) * kLn2;
+        if (sink != -INFINITY) {  // -inf: none
+          inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
+          lse = fmaxf(lse, sink) + device::log2(1.0f + above) * kLn2;
+        }
+        if (sink == INFINITY) inverse[r] = NAN;
       }
       if constexpr (tile.dropout) inverse[r] *= p.dropout.scale;
       const int row = first + 8 * r;
-      if (lane % 4 == 0 && p.lse != nullptr && row < queries) device::store(p.lse + ended->lse + row, lse);
+      if (lane % 4 == 0 && row < queries) {
+        if (p.lse != nullptr) device::store(p.lse + ended->lse + row, lse);
+        if (p.lse_rest != nullptr) device::store(p.lse_rest + ended->lse + row, rest);
+      }
     }
   }
   // Writes o * inverse to the buffer of q of tile number - 1, which nobody reads any more, and signals the storing

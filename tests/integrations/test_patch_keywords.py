@@ -1,0 +1,137 @@
+"""A patched model hands its attention function exactly what the model hands it without the patch."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from itertools import product
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from warpsmith.integrations.transformers import patch, register  # noqa: E402
+
+from .families import FAMILIES, PADDED, TOKENS, classes_of, small_model  # noqa: E402
+
+# The attention implementation of the model, and what patch does with it.
+IMPLEMENTATIONS = {"eager": False, "sdpa": False, "warpsmith": True}
+MODES = ["training", "evaluation", "generate"]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Each call of an attention function: implementation, layer, arguments by place and by name."""
+    found, theirs = [], transformers.AttentionInterface.get_interface
+
+    def get_interface(self, implementation, default):
+        attend = theirs(self, implementation, default)
+
+        def recorded(module, *arguments, **options):
+            found.append((implementation, type(module).__name__, module.layer_idx, arguments, options))
+            return attend(module, *arguments, **options)
+
+        return recorded
+
+    monkeypatch.setattr(transformers.AttentionInterface, "get_interface", get_interface)
+    return found
+
+
+def assert_same(found, expected):
+    """Structures of equal types, names, numbers and shapes; tensors of equal values, up to rounding."""
+    assert type(found) is type(expected), (found, expected)
+    if isinstance(expected, torch.Tensor):
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    elif isinstance(expected, dict):
+        assert sorted(found) == sorted(expected)
+        for name, value in expected.items():
+            assert_same(found[name], value)
+    elif isinstance(expected, (tuple, list)):
+        assert len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            assert_same(a, b)
+    elif not isinstance(expected, transformers.Cache):
+        assert found == expected
+
+
+def run(model, mode, mask, **options):
+    """What a user sees of a model in a mode: loss, logits or tokens, where there is no padding."""
+    if mode == "generate":
+        given = {} if mask is None else {"attention_mask": mask}
+        return model.eval().generate(TOKENS, max_new_tokens=4, do_sample=False, **given)
+    model.train(mode == "training")
+    seen = torch.ones_like(TOKENS, dtype=torch.bool) if mask is None else mask.bool()
+    before = torch.nn.functional.pad(seen[:, :-1], (1, 0), value=True)  # a label is predicted from the token before
+    out = model(TOKENS, attention_mask=mask, labels=TOKENS.masked_fill(~(seen & before), -100), **options)
+    if mode == "training":
+        out.loss.backward()
+        return out.loss.detach()
+    return torch.cat([out.loss.detach().view(1), out.logits.detach()[seen].flatten()])
+
+
+def attention_of(family):
+    return next((cls for name, cls in classes_of(family)[0].items() if name.endswith("Attention")), None)
+
+
+def supported(family, implementation):
+    return implementation != "sdpa" or classes_of(family)[1]._supports_sdpa
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mask", [None, PADDED], ids=["no mask", "mask"])
+@pytest.mark.parametrize("family, implementation", [c for c in product(FAMILIES, IMPLEMENTATIONS) if supported(*c)])
+def test_attention_gets_what_it_got(family, mask, implementation, mode, calls):
+    register()
+    model = small_model(family, implementation)
+    # What the model does not know it hands on too; counts of tokens reach attention beside the loss.
+    options = {} if mode == "generate" else {"num_items_in_batch": 7, "of_tomorrow": "a value"}
+    expected = run(model, mode, mask, **options)
+    before = calls.copy()
+    calls.clear()
+    with patch(model, attention=IMPLEMENTATIONS[implementation]) as done:
+        found = run(model, mode, mask, **options)
+    assert before and not done.kept
+    assert_same(calls, before)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mask", [None, PADDED], ids=["no mask", "mask"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patched_attention_means_what_eager_means(family, mask, mode):
+    model = small_model(family)
+    expected = run(model, mode, mask)
+    with patch(model, attention=True):
+        found = run(model, mode, mask)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if attention_of(f)])
+@pytest.mark.parametrize("by_class", [False, True], ids=["model", "class"])
+def test_a_new_keyword_of_a_layer_is_handed_on(family, by_class, calls, monkeypatch):
+    """The layer's code gains an argument, as in a later version of transformers."""
+    cls = attention_of(family)
+    source = textwrap.dedent(inspect.getsource(cls.forward))
+    assert source.count("scaling=self.scaling,") == 1
+    source = source.replace("scaling=self.scaling,", "scaling=self.scaling, of_tomorrow=self.layer_idx + 1,")
+    names = dict(vars(inspect.getmodule(cls)))
+    exec("from __future__ import annotations\n" + source, names)
+    monkeypatch.setattr(cls, "forward", names["forward"])
+    model = small_model(family)
+    with patch(type(model) if by_class else model):
+        run(model, "training", None)
+    assert [options["of_tomorrow"] for *_, options in calls] == [1, 2, 3]
+
+
+def test_an_unknown_attention_forward_is_kept(monkeypatch):
+    cls = attention_of("llama")
+    theirs = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, *arguments, **options: theirs(self, *arguments, **options))
+    model = small_model("llama")
+    expected = run(model, "training", None)
+    for target in (model, type(model)):
+        with patch(target) as done:
+            torch.testing.assert_close(run(model, "training", None), expected)
+        assert done.kept == {"LlamaAttention": "its forward is not the one of transformers that warpsmith knows"}

@@ -1,0 +1,77 @@
+"""One valid call of every public op, as its keyword arguments: for tests of what all ops have in common."""
+
+from __future__ import annotations
+
+import torch
+import warpsmith
+
+NAMES = [name for name in warpsmith.ops.__all__ if name[0].islower()]
+NOT_DIFFERENTIABLE = ("adamw",)
+TOKENS, WIDTH, CLASSES = 6, 8, 5
+
+
+def arguments_of(name: str) -> dict:
+    """New tensors in float64, filled from a fixed seed. The first dimension counts tokens wherever an op allows it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def rows() -> torch.Tensor:
+        return make(TOKENS, WIDTH)
+
+    def heads(count: int) -> torch.Tensor:
+        return make(TOKENS, count, WIDTH)
+
+    angles = make(TOKENS, WIDTH // 2)
+    tables = {"cos": angles.cos(), "sin": angles.sin()}
+    target = torch.arange(TOKENS) % CLASSES
+    offsets = torch.tensor([0, 2, TOKENS], dtype=torch.int32)
+    of_norm = {"x": rows(), "weight": make(WIDTH)}
+    residual, bias, seed = {"residual": rows()}, {"bias": make(WIDTH)}, {"seed": torch.tensor([1, 2])}
+    of_head = {"hidden": rows(), "weight": make(CLASSES, WIDTH), "target": target, "bias": make(CLASSES)}
+    of_adam = {k: [rows()] for k in ("params", "grads", "exp_avgs")}
+    calls = {
+        "adamw": {
+            **of_adam,
+            "exp_avg_sqs": [rows().square()],
+            "max_exp_avg_sqs": [],
+            "steps": [torch.zeros(())],
+            "lr": 0.1,
+        },
+        "add_layer_norm": of_norm | residual | bias,
+        "add_rms_norm": of_norm | residual,
+        "attention": {"q": heads(2), "k": heads(1), "v": heads(1), "layout": "thd"},
+        "attention_varlen": {
+            "q": heads(2),
+            "k": heads(1),
+            "v": heads(1),
+            "cu_seqlens_q": offsets,
+            "max_seqlen_q": TOKENS,
+            "max_seqlen_k": TOKENS,
+        },
+        "cross_entropy": {"logits": make(TOKENS, CLASSES), "target": target},
+        "dropout_add": {"x": rows(), "p": 0.5} | residual | seed,
+        "dropout_add_layer_norm": of_norm | residual | bias | seed | {"p": 0.5},
+        "dropout_add_rms_norm": of_norm | residual | seed | {"p": 0.5},
+        "layer_norm": of_norm | bias,
+        "linear_cross_entropy": of_head,
+        "linear_log_prob": of_head,
+        "qk_norm_rope": {"q": heads(2), "k": heads(1), "q_weight": make(WIDTH), "k_weight": make(WIDTH)} | tables,
+        "relu_squared": {"x": rows()},
+        "rms_norm": of_norm,
+        "rope": {"q": heads(2), "k": heads(1)} | tables,
+    }
+    calls |= {f"bias_{f}": {"x": rows()} | bias for f in ("gelu", "relu", "silu")}
+    calls |= {gated: {"gate": rows(), "up": rows()} for gated in ("geglu", "reglu", "swiglu")}
+    return calls[name]
+
+
+def floating_of(arguments: dict) -> dict:
+    """The arguments that may have a gradient."""
+    without = ("cos", "sin")
+    return {
+        name: t
+        for name, t in arguments.items()
+        if isinstance(t, torch.Tensor) and t.is_floating_point() and name not in without
+    }

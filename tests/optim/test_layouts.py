@@ -1,0 +1,196 @@
+"""Parameters, gradients and states in any layout, with the negative bit or without, give the values of plain ones."""
+
+import random
+
+import pytest
+import torch
+import warpsmith
+
+from tests.optim.layouts import LAYOUTS, drawn
+from tests.optim.optimizers import FULL, LION, Options
+
+SHAPES = ((1,), (), (5,), (3, 4), (1, 1), (2, 3, 4), (0, 3))
+ALL = [
+    *FULL,
+    LION,
+    Options("LAMB", {"weight_decay": 0.1}, "decay"),
+    *(Options("AdamW", {"precision": precision}, precision) for precision in ("master", "bf16_kahan", "remainder")),
+    *(
+        Options(name, {"precision": "8bit", **more}, "8bit")
+        for name, more in (("AdamW", {}), ("SGD", {"momentum": 0.9}))
+    ),
+]
+
+
+def dtype_of(options):
+    return torch.float32 if options.given.get("precision", "8bit") == "8bit" else torch.bfloat16
+
+
+def pair(seed, dtype=torch.float32, shapes=SHAPES, ordered=False):
+    """Parameters in drawn layouts, and plain ones of equal values."""
+    torch.manual_seed(seed)
+    choose = random.Random(seed)
+    values = [torch.randn(shape).to(dtype) for shape in shapes]
+    return (
+        choose,
+        [torch.nn.Parameter(drawn(choose, v, ordered)) for v in values],
+        [torch.nn.Parameter(v) for v in values],
+    )
+
+
+def give_gradients(choose, odd, plain):
+    for p, q in zip(odd, plain, strict=True):
+        if choose.random() < 0.15:
+            p.grad = q.grad = None
+            continue
+        q.grad = torch.randn(q.shape).to(q.dtype)
+        p.grad = drawn(choose, q.grad)
+
+
+def same(odd, plain, **tolerance):
+    for p, q in zip(odd, plain, strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("options", ALL, ids=str)
+def test_steps_have_the_bits_of_plain_tensors(options, seed):
+    """Between steps states and memory of parameters move to other layouts."""
+    ordered = options.text == "8bit"  # blocks of codes follow the order of memory
+    choose, odd, plain = pair(seed, dtype_of(options), (*SHAPES, (64, 80)), ordered)
+    a, b = options.ours(odd), options.ours(plain)
+    # LAMB's norms are sums in the order of memory.
+    tolerance = {"rtol": 1e-6, "atol": 1e-7} if options.name == "LAMB" else {}
+    for _ in range(5):
+        give_gradients(choose, odd, plain)
+        a.step()
+        b.step()
+        same(odd, plain, **tolerance)
+        for p in odd:
+            if choose.random() < 0.3:
+                p.data = drawn(choose, p.detach(), ordered)
+            for name, value in a.state[p].items():
+                if name != "scales" and value.dtype.is_floating_point and choose.random() < 0.3:
+                    a.state[p][name] = drawn(choose, value)
+        assert all(p.grad is None or torch.equal(p.grad, q.grad) for p, q in zip(odd, plain, strict=True))
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_as_torch_over_the_same_tensors(layout, name):
+    results = []
+    for package in (warpsmith.optim, torch.optim):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(LAYOUTS[layout](torch.randn(3, 4)))
+        optimizer = getattr(package, name)([p], lr=0.1, weight_decay=0.1, maximize=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (p * torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+        results.append(p.detach().resolve_neg())
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("options", [*FULL, LION], ids=str)
+def test_what_is_fused_has_the_bits_of_plain_tensors(options):
+    for seed in range(4):
+        choose, odd, plain = pair(seed)
+        a, b = options.ours(odd), options.ours(plain)
+        averages, copies = [], []
+        for optimizer, params in ((a, odd), (b, plain)):
+            averages.append(warpsmith.optim.EMA(params, 0.5))
+            copies.append([torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False) for p in params])
+            fits = {p: c for p, c in zip(params, copies[-1], strict=True) if c.stride() == p.stride()}
+            optimizer.fuse(ema=averages[-1], copies=fits, zero_grads=True)
+            copies[-1] = fits
+        for _ in range(3):
+            give_gradients(choose, odd, plain)
+            a.step()
+            b.step()
+            same(odd, plain)
+            same(averages[0].averages, averages[1].averages)
+            assert all(torch.equal(copy, p.to(torch.bfloat16)) for p, copy in copies[0].items())
+            assert not any(p.grad.any() for p in odd if p.grad is not None)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_averages_and_clipping_of_any_layout(seed):
+    choose, odd, plain = pair(seed)
+    averages = [warpsmith.optim.EMA(params, 0.25) for params in (odd, plain)]
+    for _ in range(3):
+        give_gradients(choose, odd, plain)
+        before = warpsmith.optim.grad_norm(odd)
+        norms = [warpsmith.optim.clip_grad_norm_(params, 0.5) for params in (odd, plain)]
+        torch.testing.assert_close(norms[0], norms[1])
+        assert torch.equal(before, norms[0])
+        for p, q in zip(odd, plain, strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad.resolve_neg(), q.grad)
+            with torch.no_grad():
+                q.add_(1.5)
+                p.add_(1.5)
+        for ema in averages:
+            ema.update()
+        same(averages[0].averages, averages[1].averages)
+    with averages[0].applied():
+        same(odd, averages[1].averages)
+    same(odd, plain)
+
+
+SCALERS = {
+    "GradScaler": lambda: warpsmith.amp.GradScaler("cpu", init_scale=4.0),
+    "StepGuard": warpsmith.amp.StepGuard,
+}
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("name", SCALERS)
+def test_scalers_judge_and_clip_any_layout(name, unscales, clips):
+    """With an infinite gradient in the second step, which is skipped."""
+    for seed in range(6):
+        choose, odd, plain = pair(seed)
+        sides = [(SCALERS[name](), warpsmith.optim.AdamW(params, lr=0.1), params) for params in (odd, plain)]
+        for step in range(4):
+            give_gradients(choose, odd, plain)
+            if step == 1:
+                plain[3].grad = torch.full((3, 4), torch.inf)
+                odd[3].grad = drawn(choose, plain[3].grad)
+            results = []
+            for scaler, optimizer, _ in sides:
+                scaler.scale(torch.zeros(()))
+                if unscales:
+                    scaler.unscale_(optimizer)
+                if clips:
+                    results.append(scaler.clip_(optimizer, 1.0))
+                scaler.step(optimizer)
+                scaler.update()
+            if clips:
+                torch.testing.assert_close(*results)
+            same(odd, plain, rtol=1e-6, atol=1e-7)
+        assert [scaler.skipped_steps for scaler, *_ in sides] == [1, 1]
+
+
+def test_a_state_or_address_that_gets_the_bit_is_seen():
+    p, q = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    a, b = (warpsmith.optim.SGD([t], lr=0.5, momentum=0.5) for t in (p, q))
+    memory = torch.complex(torch.zeros(1), torch.ones(1))
+    p.data = memory.imag
+    for step in range(4):
+        for t, optimizer in ((p, a), (q, b)):
+            t.grad = torch.full((1,), float(step + 1))
+            optimizer.step()
+        same([p], [q])
+        with torch.no_grad():  # the same word of memory, then with the bit
+            p.data = (memory if step % 2 else memory.conj()).imag
+            p.copy_(q)
+
+
+def test_overlapping_and_unreal_parameters_are_refused():
+    for bad in (torch.zeros(1).expand(4), torch.zeros(8).as_strided((3, 3), (2, 1)), torch._efficientzerotensor(3)):
+        p = torch.nn.Parameter(torch.zeros(1))
+        optimizer = warpsmith.optim.SGD([p])
+        p.data, p.grad = bad, torch.ones(bad.shape)
+        with pytest.raises(ValueError, match=r"^SGD: param_groups\[0\]\['params'\]\[0\]: expected "):
+            optimizer.step()
