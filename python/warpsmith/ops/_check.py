@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +21,17 @@ def shape_text(shape: Sequence[int]) -> str:
     return "(" + ", ".join(str(s) for s in shape) + ")"
 
 
+def value_text(value: object) -> str:
+    """A value in a message, without its type, or the type alone where the value is long."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = str(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        return type(value).__name__
+    return text if len(text) <= 100 and "\n" not in text else type(value).__name__
+
+
 def refuse(op: str, argument: str, expected: str, got: str) -> NoReturn:
     """Raises the one form of error for bad input: op, argument, what was expected and what came."""
     raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
@@ -27,23 +40,60 @@ def refuse(op: str, argument: str, expected: str, got: str) -> NoReturn:
 def refuse_type(op: str, argument: str, expected: str, value: object, hint: str = "") -> NoReturn:
     """The same for what is of another Python type: a TypeError, with a hint of what was meant where there is one."""
     got = type(value).__name__
-    if isinstance(value, (bool, int, float, str, tuple, list)):
+    if isinstance(value, int) and value.bit_length() > 128:
+        got = value_text(value)
+    elif isinstance(value, (tuple, list)):
+        got = f"the {got} {value_text(value)}"
+    elif isinstance(value, (bool, int, float, str)):
         got = f"the {got} {value!r}"
     raise TypeError(f"{op}: {argument}: expected {expected}, got {got if value is not None else 'None'}{hint}")
 
 
+def _is_numpy(value: object, kinds: str) -> bool:
+    """Whether it is one value of NumPy of one of these kinds: a scalar or an array without dimensions."""
+    kind = getattr(getattr(value, "dtype", None), "kind", None)
+    return kind is not None and kind in kinds and getattr(value, "ndim", 1) == 0
+
+
+def is_flag(value: object) -> bool:
+    """Whether it is True or False: Python's, NumPy's or a symbolic one. No number is, and no tensor."""
+    return isinstance(value, (bool, torch.SymBool)) or _is_numpy(value, "b")
+
+
 def is_number(value: object) -> bool:
-    """Whether it stands for one number: Python's, NumPy's and symbolic ones; not True, and no tensor."""
+    """Whether it stands for one number of float64: Python's, NumPy's and symbolic ones; not True, and no tensor."""
     if isinstance(value, (bool, Tensor)):
         return False
-    return hasattr(value, "__float__") or isinstance(value, (torch.SymInt, torch.SymFloat))
+    if isinstance(value, int):  # a traced integer may be unknown: it cannot be compared
+        return torch.compiler.is_compiling() or abs(value) < 2**1024 - 2**970  # what rounds to infinity begins there
+    if isinstance(value, (float, torch.SymInt, torch.SymFloat)):
+        return True
+    return _is_numpy(value, "fiuV") if hasattr(value, "dtype") else hasattr(value, "__float__")
 
 
 def is_integer(value: object) -> bool:
     """Whether it stands for one integer: Python's, NumPy's and symbolic ones; not True, and no tensor."""
     if isinstance(value, (int, torch.SymInt)):  # first: torch.compile traces no hasattr of symbolic integers
         return not isinstance(value, bool)
-    return hasattr(value, "__index__") and not isinstance(value, Tensor)
+    if isinstance(value, Tensor) or not hasattr(value, "__index__"):
+        return False
+    return _is_numpy(value, "iu") if hasattr(value, "dtype") else True
+
+
+def is_int64(value: object) -> bool:
+    """Whether it stands for one integer of 64 bits."""
+    if not is_integer(value):
+        return False
+    if torch.compiler.is_compiling() or isinstance(value, torch.SymInt):  # it may be unknown: it cannot be compared
+        return True
+    return -(2**63) <= operator.index(value) < 2**63  # type: ignore[arg-type]
+
+
+def flags(op: str, **values: object) -> None:
+    """Refuses what is neither True nor False: "False" and [0] would be true."""
+    for argument, value in values.items():
+        if value is not True and value is not False and not is_flag(value):
+            refuse_type(op, argument, "True or False", value)
 
 
 def refuse_non_int(op: str, argument: str, value: object) -> None:
@@ -52,10 +102,40 @@ def refuse_non_int(op: str, argument: str, value: object) -> None:
         refuse_type(op, argument, "an int", value)
 
 
-def refuse_non_number(op: str, argument: str, value: object) -> None:
-    """Refuses what is no number of Python or NumPy: a string, True, a tensor."""
+def refuse_non_int64(op: str, argument: str, value: object, expected: str = "an integer of 64 bits") -> None:
+    """Refuses what is no integer of 64 bits: a float, True, a tensor, 2**63."""
+    if not is_int64(value):
+        refuse_type(op, argument, expected, value)
+
+
+def refuse_non_number(op: str, argument: str, value: object, expected: str = "a number") -> None:
+    """Refuses what is no number of Python or NumPy within float64: a string, True, a tensor, 2**2000."""
     if type(value) is not float and not is_number(value):
-        refuse_type(op, argument, "a number", value)
+        refuse_type(op, argument, expected, value)
+
+
+def refuse_non_eps(op: str, eps: float | None, otherwise: bool = False) -> None:
+    """Refuses an eps that the ops refuse. ``otherwise``: None stands for one."""
+    if eps is None and otherwise:
+        return
+    refuse_non_number(op, "eps", eps, "a finite number >= 0" + ", or None" * otherwise)
+    if not 0 <= eps < math.inf:  # type: ignore[operator]
+        refuse(op, "eps", "a finite number >= 0", value_text(eps))
+
+
+def sizes(op: str, least: int = 0, **values: object) -> None:
+    """Refuses what is no number of elements."""
+    for argument, value in values.items():
+        refuse_non_int64(op, argument, value, "an integer")
+        if value < least:  # type: ignore[operator]
+            refuse(op, argument, f"a number >= {least}", str(value))
+
+
+def finite(op: str, argument: str, value: float, dtype: torch.dtype) -> None:
+    """Refuses what is not finite in the arithmetic of a dtype: float64's own, float32 for every other."""
+    wide = dtype == torch.float64
+    if not abs(value) <= torch.finfo(torch.float64 if wide else torch.float32).max:
+        refuse(op, argument, "a finite number" if wide else "a finite number of float32", f"{value:g}")
 
 
 def device_of(t: Tensor) -> torch.device:
@@ -120,3 +200,22 @@ def keepable(op: str, argument: str, t: Tensor | None) -> None:
 def at_least_one_dimension(op: str, argument: str, t: Tensor) -> None:
     if t.dim() == 0:
         refuse(op, argument, "at least one dimension", "a tensor without dimensions")
+
+
+def number(op: str, argument: str, value: object, expected: str, fits: Callable[[Any], bool]) -> None:
+    """Refuses what is no number, and a number that does not fit."""
+    refuse_non_number(op, argument, value, expected)
+    if not fits(value):
+        refuse(op, argument, expected, value_text(value))
+
+
+def one_of(op: str, argument: str, value: object, allowed: Sequence[object]) -> None:
+    """Refuses what is none of some names and numbers. No number equals one of another type: True and 1.0 are not 1."""
+    if not any(type(value) is type(known) and value == known for known in allowed):
+        refuse(op, argument, f"one of {', '.join(map(str, allowed))}", value_text(value))
+
+
+def count(op: str, argument: str, value: object, expected: str, least: int) -> None:
+    """Refuses what is no whole number from ``least`` on that 64 bits hold."""
+    if type(value) is not int or not least <= value < 2**63:
+        refuse(op, argument, expected, repr(value) if isinstance(value, str) else value_text(value))
