@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import tiers  # noqa: E402
 
 if "--sim" in sys.argv:  # before anything imports warpsmith, which takes the library that is there
-    import library  # noqa: E402
+    import library
 
     library.load()
 if importlib.util.find_spec("expecttest") is None:

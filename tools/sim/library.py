@@ -31,7 +31,13 @@ def torch_folder() -> Path:
 def parts(variant: str = VARIANT) -> Iterator[build.Part]:
     csrc = build.ROOT / "csrc"
     kernel = [*build.VARIANTS[variant].kernel, f"-I{csrc}"]
-    binding = [*kernel, "-fvisibility=hidden", "-isystem", f"{torch_folder()}/include", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    binding = [
+        *kernel,
+        "-fvisibility=hidden",
+        "-isystem",
+        f"{torch_folder()}/include",
+        "-DTORCH_TARGET_VERSION=0x020b000000000000",
+    ]
     yield build.machine(variant)
     for source in sorted((csrc / "kernels").rglob("*.cu")):
         yield source, kernel, build.BUILD / variant

@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from warpsmith.testing import sim
 from warpsmith.testing.cpu_timer import cpu_threads
 from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.law import MEDIAN_LIMIT, Error, measure
-from warpsmith.testing import sim
 from warpsmith.testing.run import (
     Unchanged,
     as_leaves,
@@ -69,8 +69,10 @@ def layout_cases(spec: OpSpec) -> list[Case]:
 
 
 def single_layout_cases(spec: OpSpec) -> list[Case]:
-    """A case with one tensor alone in each layout: each floating input, and each upstream gradient. In 16 bits where the
-    op has them, with rows of whole vectors, so that one tensor alone decides whether a kernel may read vectors."""
+    """A case with one tensor alone in each layout: each floating input, and each upstream gradient.
+
+    In 16 bits where the op has them, with rows of whole vectors: one tensor alone decides whether a kernel may read
+    vectors."""
     ordinary = [c for c in spec.cases if c.layout == "contiguous" and 0 not in c.shape and c.dtype != torch.float64]
     base = min(ordinary or [spec.base_case()], key=_whole_vectors)
     inputs = make_inputs(spec, base)
@@ -189,7 +191,8 @@ def check_second_derivative_is_refused(spec: OpSpec, device: str = "cpu") -> Non
             try:
                 grads = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
                 penalty = sum(
-                    (g.float().square().sum() for g in grads if g is not None), torch.zeros((), device=torch_device(device))
+                    (g.float().square().sum() for g in grads if g is not None),
+                    torch.zeros((), device=torch_device(device)),
                 )
                 torch.autograd.grad(penalty, wanted, allow_unused=True)
             except RuntimeError as error:
