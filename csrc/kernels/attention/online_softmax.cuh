@@ -40,36 +40,32 @@ template <class T> __device__ __forceinline__ bool is_far(float base, float maxi
   return maximum != -INFINITY && !(fabsf(base) < kFarBase<T>);
 }
 
-// Raises the bases of a warp that is far, or will be, to `maxima` (of scores). Returns whether it is far afterwards: it
-// is no longer once all of its maxima are ordinary, as the first blocks of a row may hold nothing but the least number
-// there is. `base`: maxima of logits if far, else those in units of log2 plus `headroom`; -inf: no key. Sets what a far
-// warp subtracts from its logits.
-template <class T> __device__ __forceinline__ bool raise_far_bases(bool far, float (&base)[2], const float (&maxima)[2],
-                                                                   float to_logits, float headroom, float (&factor)[2],
-                                                                   float (&subtract)[2]) {
-  bool stays = false;
-  float to[2], next[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float old = far || base[r] == -INFINITY ? base[r] : (base[r] - headroom) * kLn2;
-    to[r] = fmaxf(old, device::rounded_product(maxima[r], to_logits));
-    next[r] = to[r] * kLog2e + headroom;
-    stays |= is_far<T>(next[r], to[r]);
-    if (to[r] == -INFINITY)
-      factor[r] = 1.0f;
-    else if (base[r] == -INFINITY)
-      factor[r] = 0.0f;
-    else
-      factor[r] = device::exp2(far ? (old - to[r]) * kLog2e : base[r] - next[r]);
+// Bases of a warp that is far, or will be. `base`: the maximum of a row's logits if the warp is far, else that in units
+// of log2 plus `headroom`; -inf: no key.
+struct FarBase {
+  float to_logits, headroom;  // to_logits: what turns scores into logits
+  bool far;
+
+  // The maximum of the logits, with that of a block's scores.
+  __device__ __forceinline__ float raised(float base, float maximum) const {
+    const float old = far || base == -INFINITY ? base : (base - headroom) * kLn2;
+    return fmaxf(old, device::rounded_product(maximum, to_logits));
   }
-  const bool remains = __any_sync(0xffffffffu, stays);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    base[r] = remains ? to[r] : next[r];
-    subtract[r] = to[r] == -INFINITY ? 0.0f : to[r];  // -inf - -inf would be NaN
+  __device__ __forceinline__ float log2_base(float logit) const { return logit * kLog2e + headroom; }
+  // The factor of what is summed under `base` if the maximum becomes `logit`.
+  __device__ __forceinline__ float factor(float base, float logit) const {
+    if (logit == -INFINITY) return 1.0f;
+    if (base == -INFINITY) return 0.0f;
+    return device::exp2(far ? (base - logit) * kLog2e : base - log2_base(logit));
   }
-  return remains;
-}
+  // Whether the warp is far afterwards. It is no longer once all of its maxima are ordinary: the first blocks of a row
+  // may hold nothing but the least number there is.
+  template <class T>
+  __device__ __forceinline__ bool remains_far(const float (&base)[2], const float (&maxima)[2]) const {
+    const float first = raised(base[0], maxima[0]), second = raised(base[1], maxima[1]);
+    return __any_sync(0xffffffffu, is_far<T>(log2_base(first), first) || is_far<T>(log2_base(second), second));
+  }
+};
 
 // What a row ends with: the factor of its output, the logarithm of its sum, and what rounding took from that.
 struct RowEnd {
@@ -107,12 +103,13 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     return far ? kHeadroom<T> : base[r] == -INFINITY ? 0.0f : base[r];
   }
 
+  // The scale of the exponentials of scores that raise_base() has seen.
+  __device__ __forceinline__ float scale_of(float scale) const { return far ? kLog2e : scale; }
+
   // Raises the base to this block's maximum. Everything summed under the old base must be multiplied by `factor`.
-  // `to_logits`: what turns scores into logits; its inverse is to_scores; scale = to_logits * log2(e). Where the warp
-  // is far afterwards, the scores become differences from the maximum, in units in which exponentials still multiply
-  // them by `scale`.
-  __device__ __forceinline__ void raise_base(Scores& s, float scale, float to_logits, float to_scores,
-                                             float (&factor)[2]) {
+  // `to_logits`: what turns scores into logits; scale = to_logits * log2(e). Where the warp is far afterwards, the
+  // scores become differences of logits from the maximum: scale_of().
+  __device__ __forceinline__ void raise_base(Scores& s, float scale, float to_logits, float (&factor)[2]) {
     float maxima[2], raised[2];
     bool leaves = far;
 #pragma unroll
@@ -127,7 +124,7 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
       leaves |= is_far<T>(raised[r], largest);
     }
     if (__any_sync(0xffffffffu, leaves)) {
-      raise_far(s, to_logits, to_scores, maxima, factor);
+      raise_far(s, to_logits, maxima, factor);
       return;
     }
 #pragma unroll
@@ -137,24 +134,30 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
       sum[r] *= factor[r];
     }
   }
-  __device__ __forceinline__ void raise_far(Scores& s, float to_logits, float to_scores, const float (&maxima)[2],
-                                            float (&factor)[2]) {
-    float subtract[2];
-    far = raise_far_bases<T>(far, base, maxima, to_logits, kHeadroom<T>, factor, subtract);
-    sum[0] *= factor[0];
-    sum[1] *= factor[1];
-    if (!far) return;
+  // raise_base() of a warp that is far, or will be.
+  __device__ __forceinline__ void raise_far(Scores& s, float to_logits, const float (&maxima)[2], float (&factor)[2]) {
+    const FarBase bases{to_logits, kHeadroom<T>, far};
+    far = bases.template remains_far<T>(base, maxima);
 #pragma unroll
-    for (int i = 0; i < kScores; ++i)
-      s[i] = (device::rounded_product(s[i], to_logits) - subtract[i / 2 % 2]) * to_scores;
+    for (int r = 0; r < 2; ++r) {
+      const float logit = bases.raised(base[r], maxima[r]);
+      factor[r] = bases.factor(base[r], logit);
+      sum[r] *= factor[r];
+      base[r] = far ? logit : bases.log2_base(logit);
+      if (!far) continue;
+      const float subtract = logit == -INFINITY ? 0.0f : logit;  // -inf - -inf would be NaN
+#pragma unroll
+      for (int i = 2 * r; i < kScores; i += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) s[i + e] = device::rounded_product(s[i + e], to_logits) - subtract;
+    }
   }
 
   // Raises the base if the block's maximum in some row of the warp exceeds the maximum that the base was raised for by
   // more than kSlack. Returns false if not; `factor` is then not set. p stays below 2^14 in float16 and below 2^-22 in
   // bfloat16.
   static constexpr float kSlack = 8.0f;
-  __device__ __forceinline__ bool follow_maxima(Scores& s, float scale, float to_logits, float to_scores,
-                                                float (&factor)[2]) {
+  __device__ __forceinline__ bool follow_maxima(Scores& s, float scale, float to_logits, float (&factor)[2]) {
     bool lags = far;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -164,7 +167,7 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
       lags |= largest * scale + (kHeadroom<T> - kSlack) > base[r];
     }
     if (!__any_sync(0xffffffffu, lags)) return false;
-    raise_base(s, scale, to_logits, to_scores, factor);
+    raise_base(s, scale, to_logits, factor);
     return true;
   }
 
@@ -212,14 +215,6 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     }
     sums[0] = partial[0] + partial[1];
     sums[1] = partial[2] + partial[3];
-  }
-  // Recovers the gates from gated p, so that p can be computed again under a higher base. A p that is 0 under the old
-  // base is also 0 under a higher one.
-  static __device__ __forceinline__ void gates_again(Probabilities& p) {
-#pragma unroll
-    for (auto& four : p)
-#pragma unroll
-      for (uint32_t& pair : four) pair = device::gates_again<T>(pair);
   }
   // A row without a base has infinite p. NaN compares false, so it counts as outgrown. A far warp has no base in the
   // units that exponentials() takes: it must raise its base in every step.

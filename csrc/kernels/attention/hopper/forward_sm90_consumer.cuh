@@ -121,6 +121,11 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     if (tile.extended && p.softcap != 0.0f) cap_scores(s, p.softcap, p.to_softcap);
   }
 
+  // What turns the scores of a step, with softcap and biases, into logits.
+  __device__ __forceinline__ float to_logits() const {
+    return tile.biases == Biases::tensor || tile.biases == Biases::pairs ? 1.0f : p.to_logits;
+  }
+
   // What the mask of a visit needs. Loaded before the products, which hide the latency.
   struct MaskPlace {
     int first_key, shift, keys;
@@ -138,8 +143,8 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       biases(m.first_key).add_edge(s);
     }
     mask_scores(s, p.window, query, m.first_key, lane, m.shift, m.keys);
-    softmax.raise_base(s, p.scale_log2, p.to_logits, p.to_scores, factor);
-    softmax.exponentials_in_place(s, p.scale_log2);
+    softmax.raise_base(s, p.scale_log2, to_logits(), factor);
+    softmax.exponentials_in_place(s, softmax.scale_of(p.scale_log2));
     if constexpr (tile.dropout) {
       const RowDropout dropout = row_dropout();
 #pragma unroll
@@ -214,17 +219,12 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     softmax.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
     const bool outgrown = __any_sync(0xffffffffu, softmax.outgrown(sums));
     if (outgrown) {
-      if constexpr (tile.dropout) {
-        if (softmax.far)  // p under a base of other units says nothing of the gates
-          make_gates(row_dropout(), first_key, probabilities);
-        else
-          Softmax::gates_again(probabilities);
-      }
-      softmax.raise_base(s, p.scale_log2, p.to_logits, p.to_scores, factor);
+      if constexpr (tile.dropout) make_gates(row_dropout(), first_key, probabilities);
+      softmax.raise_base(s, p.scale_log2, to_logits(), factor);
       Softmax raised = softmax;
 #pragma unroll
       for (int r = 0; r < 2; ++r) raised.base[r] = softmax.subtracted(r);
-      raised.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
+      raised.template exponentials<tile.dropout>(s, softmax.scale_of(p.scale_log2), probabilities, sums);
     }
     softmax.sum[0] += sums[0];
     softmax.sum[1] += sums[1];
@@ -238,15 +238,19 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     const int values = start_step(probabilities);
     cap();
     float factor[2];
-    const bool raised = softmax.follow_maxima(s, p.scale_log2, p.to_logits, p.to_scores, factor);
-    softmax.exponentials_in_place(s, p.scale_log2);
+    const bool raised = softmax.follow_maxima(s, p.scale_log2, to_logits(), factor);
+    softmax.exponentials_in_place(s, softmax.scale_of(p.scale_log2));
     finish_step(values);
     if (raised) rescale(factor);
     Softmax::pack(s, probabilities);
   }
 
+  // Serial tiles compute it anew where a tile begins and ends: a register for it would be spilled.
+  __device__ __forceinline__ int own_group() const {
+    return tile.serial() ? static_cast<int>(threadIdx.x / 128) - 1 : group;
+  }
   __device__ __forceinline__ int first_row(const Tile* of) const {
-    return device::load(&of->first_query) + group * kGroupRows + warp * 16 + lane / 4;
+    return device::load(&of->first_query) + own_group() * kGroupRows + warp * 16 + lane / 4;
   }
   // The number of a tile says where its slot and its queries are.
   static __device__ __forceinline__ unsigned slot_of(unsigned number) { return number % kTileSlots; }
@@ -268,8 +272,8 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     softmax.begin();
     if (visits < 0) return false;
     const unsigned stage = query_stage_of(number);
-    device::mbarrier_wait(shared.query_full + stage * tile.groups + group, number / tile.query_stages & 1);
-    q = device::wgmma_descriptor(Swizzle::bytes128, shared.query(stage, group), 16, 1024);
+    device::mbarrier_wait(shared.query_full + stage * tile.groups + own_group(), number / tile.query_stages & 1);
+    q = device::wgmma_descriptor(Swizzle::bytes128, shared.query(stage, own_group()), 16, 1024);
     return true;
   }
   __device__ __forceinline__ float sink_logit(int head) const {
@@ -284,7 +288,9 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       inverse[r] = of.sum[r] != 0.0f ? device::reciprocal(of.sum[r]) : 0.0f;
-      float lse = of.lse(r), rest = 0.0f;
+      float lse = of.lse(r);
+      const int row = first + 8 * r;
+      const bool writes = lane % 4 == 0 && row < queries;
       // The sink is one more logit in the sum, without a value.
       const bool has_sink = p.sink != nullptr && device::load(&ended->sinks) != 0;
       if (of.far) {
@@ -292,22 +298,21 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
         const RowEnd end = far_end(of.base[r], of.sum[r], kHeadroom<T>, sink);
         inverse[r] = end.factor;
         lse = end.lse;
-        rest = end.rest;
-      } else if (has_sink) {
-        const float sink = sink_logit(ended->head), difference = lse - sink;
-        const float above = device::exp2(-fabsf(difference) * kLog2e);
-        if (sink != -INFINITY) {  // -inf: none
-          inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
-          lse = fmaxf(lse, sink) + device::log2(1.0f + above) * kLn2;
+        if (writes && p.lse_rest != nullptr) device::store(p.lse_rest + ended->lse + row, end.rest);
+      } else {
+        if (has_sink) {
+          const float sink = sink_logit(ended->head), difference = lse - sink;
+          const float above = device::exp2(-fabsf(difference) * kLog2e);
+          if (sink != -INFINITY) {  // -inf: none
+            inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
+            lse = fmaxf(lse, sink) + device::log2(1.0f + above) * kLn2;
+          }
+          if (sink == INFINITY) inverse[r] = NAN;
         }
-        if (sink == INFINITY) inverse[r] = NAN;
+        if (writes && p.lse_rest != nullptr) device::store(p.lse_rest + ended->lse + row, 0.0f);
       }
       if constexpr (tile.dropout) inverse[r] *= p.dropout.scale;
-      const int row = first + 8 * r;
-      if (lane % 4 == 0 && row < queries) {
-        if (p.lse != nullptr) device::store(p.lse + ended->lse + row, lse);
-        if (p.lse_rest != nullptr) device::store(p.lse_rest + ended->lse + row, rest);
-      }
+      if (writes && p.lse != nullptr) device::store(p.lse + ended->lse + row, lse);
     }
   }
   // Writes o * inverse to the buffer of q of tile number - 1, which nobody reads any more, and signals the storing
@@ -316,7 +321,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     const unsigned of = number - 1, stage = query_stage_of(of);
     // Four 8 x 8 matrices per instruction: rows 0-7 and 8-15 of the warp's columns c to c + 7, then of columns c + 8 to
     // c + 15.
-    unsigned char* buffer = shared.query(stage, group);
+    unsigned char* buffer = shared.query(stage, own_group());
     const auto first = static_cast<uint32_t>((warp * 16 + lane % 16) * kPanelRowBytes + lane / 16 * 16);
 #pragma unroll
     for (int c = 0; c < tile.head_dim / 16; ++c) {
@@ -328,7 +333,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       device::store_matrix(buffer + panel + (device::swizzled(Swizzle::bytes128, first) ^ column_bytes), rows);
     }
     device::fence_async_shared();
-    device::named_barrier_arrive(store_barrier(stage, group), kStoreThreads);
+    device::named_barrier_arrive(store_barrier(stage, own_group()), kStoreThreads);
     __syncwarp(0xffffffffu);  // all lanes have read the slot before one of them releases it
     if (lane == 0) device::mbarrier_arrive(shared.slot_empty + slot_of(of));
   }

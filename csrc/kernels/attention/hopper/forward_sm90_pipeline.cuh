@@ -38,7 +38,6 @@ struct ForwardParams {
   const void* sink;           // null: none
   bool sink_is_float;         // else of the dtype of q
   float to_logits;            // factor of the scores, with softcap and biases, that makes logits
-  float to_scores;            // 1 / to_logits
   float scale_log2;           // log2(e) * to_logits
   float softcap, to_softcap;  // softcap 0: none. Else s becomes softcap * tanh(s * to_softcap)
   DropoutParams dropout;

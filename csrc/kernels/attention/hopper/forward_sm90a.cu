@@ -44,7 +44,6 @@ ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile
   p.sink = a.sink;
   p.sink_is_float = a.sink_dtype == Dtype::float32;
   p.to_logits = a.softcap > 0 || a.bias != nullptr ? 1.0f : static_cast<float>(a.softmax_scale);
-  p.to_scores = 1.0f / p.to_logits;
   p.scale_log2 = p.to_logits * kLog2e;
   if (a.softcap > 0) {
     p.softcap = static_cast<float>(a.softcap);

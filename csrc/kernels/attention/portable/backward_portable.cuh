@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kBackwardTile<kTile, kKeysAreRows>.threads(), 
   const SequenceOfTile s = sequence_of_tile<kKeysAreRows>(a, at.sequence);
   const int length = kKeysAreRows ? s.keys : s.queries, count = min(tile.rows, length - at.first);
   if (count <= 0) return;
-  if (!kKeysAreRows && params.second && device::load(params.again + block) == 0) return;
+  if (!kKeysAreRows && params.second && device::load(params.again + blockIdx.x) == 0) return;
   const bool for_delta_alone = tile.extended && !kKeysAreRows && !params.second && a.softcap > 0;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
 
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kBackwardTile<kTile, kKeysAreRows>.threads(), 
                  counts;
       }
       const int again = __syncthreads_or(counts);
-      if (thread == 0) device::store(params.again + block, again != 0 ? 1 : 0);
+      if (thread == 0) device::store(params.again + blockIdx.x, again != 0 ? 1 : 0);
       if (again != 0) return;
     }
   }

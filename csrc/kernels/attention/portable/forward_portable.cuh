@@ -22,8 +22,7 @@ template <class T> struct RunningSoftmax {
   // raise no row's maximum: then the factors are 1 and the warp multiplies nothing.
   template <int kColumns, int kWidth>
   __device__ __forceinline__ void add(Accumulators<kColumns>& s, Accumulators<kWidth>& out, float to_logits) {
-    const float scale = to_logits * kLog2e;
-    float maxima[2], most[2], base[2], factor[2];
+    float scale = to_logits * kLog2e, maxima[2], most[2], base[2], factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float found = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
@@ -39,6 +38,7 @@ template <class T> struct RunningSoftmax {
     if (far || __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
       if (far || __any_sync(0xffffffffu, is_far<T>(most[0], maxima[0]) || is_far<T>(most[1], maxima[1])))
         raise_far<kColumns>(s, to_logits, maxima, most, base, factor);
+      if (far) scale = kLog2e;
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n)
 #pragma unroll
@@ -62,19 +62,20 @@ template <class T> struct RunningSoftmax {
   template <int kColumns> __device__ __forceinline__ void raise_far(Accumulators<kColumns>& s, float to_logits,
                                                                     const float (&maxima)[2], float (&most)[2],
                                                                     float (&base)[2], float (&factor)[2]) {
-    float subtract[2];
-    far = raise_far_bases<T>(far, largest, maxima, to_logits, 0.0f, factor, subtract);
-    const float to_scores = device::reciprocal(to_logits);
+    const FarBase bases{to_logits, 0.0f, far};
+    far = bases.template remains_far<T>(largest, maxima);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      most[r] = largest[r];
-      base[r] = far || most[r] == -INFINITY ? 0.0f : most[r];
+      const float logit = bases.raised(largest[r], maxima[r]);
+      factor[r] = bases.factor(largest[r], logit);
+      most[r] = far ? logit : bases.log2_base(logit);
+      base[r] = far || logit == -INFINITY ? 0.0f : most[r];
       if (!far) continue;
+      const float subtract = logit == -INFINITY ? 0.0f : logit;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e)
-          s[n][e] = (device::rounded_product(s[n][e], to_logits) - subtract[r]) * to_scores;
+        for (int e = 2 * r; e < 2 * r + 2; ++e) s[n][e] = device::rounded_product(s[n][e], to_logits) - subtract;
     }
   }
 

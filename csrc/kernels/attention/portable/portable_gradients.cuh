@@ -133,15 +133,26 @@ __device__ __forceinline__ void make_gradients(Accumulators<kColumns> (&p)[kTile
     const int query = kKeysAreRows ? first_column : first_row;
     const float* far = static_cast<const float*>(statistics) + statistics_of(a, s, query, head) + kStatistics / 2 +
                        (kKeysAreRows ? column : lane / 4);
+    const auto subtract = [&](float& x, float of, float rest) { x = (x - of) - rest; };
+    if constexpr (kKeysAreRows) {
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i)
+      for (int n = 0; n < kColumns / 8; ++n) {
+        const auto of = device::load_vector<2>(far + n * 8), rest = device::load_vector<2>(far + n * 8 + kBlockQueries);
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n)
+        for (int i = 0; i < kTiles; ++i)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float* of = far + (kKeysAreRows ? n * 8 + e % 2 : 16 * i + e / 2 * 8);
-          p[i][n][e] = (p[i][n][e] - device::load(of)) - device::load(of + kBlockQueries);
-        }
+          for (int e = 0; e < 4; ++e) subtract(p[i][n][e], of.at[e % 2], rest.at[e % 2]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const float of = device::load(far + 8 * i), rest = device::load(far + 8 * i + kBlockQueries);
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) subtract(p[i / 2][n][i % 2 * 2 + e], of, rest);
+      }
+    }
   }
   for_queries(0, [&](int i, int n, const device::Vector<float, 2>& two) {
 #pragma unroll
