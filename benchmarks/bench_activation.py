@@ -128,5 +128,5 @@ def of_row(row, device, options):
     return found
 
 
-OPS = {row.name: functools.partial(of_row, row) for row in rows() if row.body in ("GATED", "BIASED", "UNARY")}
+OPS = {row.name: functools.partial(of_row, row) for row in rows("GATED", "BIASED", "UNARY")}
 OPS["dropout_add"] = dropout_add

@@ -12,6 +12,9 @@ import warpsmith
 from torch.utils.checkpoint import checkpoint
 from warpsmith.testing import bitwise_equal
 
+from tools import families
+
+GATED = [getattr(warpsmith, row.name) for row in families.rows("GATED")]
 TARGET = torch.tensor([0, 3, 1, 4])
 
 
@@ -29,7 +32,7 @@ def made_under_inference(t):
         return t.clone()
 
 
-@pytest.mark.parametrize("op", [warpsmith.swiglu, warpsmith.geglu, warpsmith.reglu])
+@pytest.mark.parametrize("op", GATED)
 @pytest.mark.parametrize("rows", [0, 1, 2])
 def test_halves_of_few_rows_with_inplace_backward(op, rows):
     """An expert without tokens: ``h.chunk(2, -1)`` of (0, 32)."""
@@ -100,7 +103,7 @@ def test_the_negative_bit_is_not_written_through():
     assert torch.equal(lazy, before)
 
 
-@pytest.mark.parametrize("op", [warpsmith.swiglu, warpsmith.geglu, warpsmith.reglu])
+@pytest.mark.parametrize("op", GATED)
 def test_gated_gradients_are_not_written_through_the_negative_bit(op):
     z = leaf_of(3, 8, 2)
 
