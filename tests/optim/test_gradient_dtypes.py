@@ -10,9 +10,8 @@ from torch.testing import assert_close
 from warpsmith.testing import bitwise_equal
 
 from .adamw_runs import assert_same_bits, make_params, states_of
-from .optimizers import FULL, LION, Options
+from .optimizers import FULL, LAMB, LION, Options
 
-LAMB = Options("LAMB", {"weight_decay": 0.1}, "decay")
 ALL = [*FULL, LION, Options("SGD", {}, "no state")]
 LR = 1e-2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
