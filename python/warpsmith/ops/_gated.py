@@ -24,9 +24,9 @@ Args:
         lie at one stride with adjacent columns are read where they are, others are copied once.
     up: of the shape, dtype and device of ``gate``, or None.
 {argument}    inplace_backward: lets the backward write the gradients over ``gate`` and ``up``, whose values are
-        lost by then. That saves their memory. Where they are not contiguous or share memory, and under ``torch.compile``, new
-        tensors are made all the same. A second backward, and that of any other operation that kept those tensors,
-        is refused by autograd. No tensor may be a leaf that requires a gradient.
+        lost by then. That saves their memory. Where they are not contiguous or share memory, and under
+        ``torch.compile``, new tensors are made all the same. A second backward, and that of any other operation that
+        kept those tensors, is refused by autograd. No tensor may be a leaf that requires a gradient.
 
 Returns:
     A contiguous tensor of shape (..., F) and the dtype of ``gate``. Arithmetic is float32 (float64 for float64) and
