@@ -266,9 +266,17 @@ def notes_table() -> str:
     return f"## By op\n\n{ops}\n## By date\n\n{table(['date', 'note', 'question', 'number'], dated[::-1])}"
 
 
+def begun(op: str) -> str:
+    """The page of an op that has none yet."""
+    import warpsmith
+
+    return f"# {op}\n\n{first_sentence(getattr(warpsmith, op))}.\n\n{''.join(MARKS['facts'])}"
+
+
 def with_tables(path: str, **texts: str) -> str:
     """The page with these tables between their marks."""
-    page = (ROOT / path).read_text()
+    there = (ROOT / path).exists()
+    page = (ROOT / path).read_text() if there else begun(Path(path).stem)
     for name, text in texts.items():
         begin, end = MARKS[name]
         before, rest = page.split(begin)
@@ -292,7 +300,7 @@ def pages() -> dict[str, str]:
 
 def stale() -> list[str]:
     """The pages that are not what the rows give."""
-    return [path for path, text in pages().items() if (ROOT / path).read_text() != text]
+    return [path for path, text in pages().items() if not (ROOT / path).exists() or (ROOT / path).read_text() != text]
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ import torch
 import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
-from benchmarks.bench_activation import FUNCTIONS
+from benchmarks.bench_activation import function_of
 from tools import families
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -54,7 +54,7 @@ FORMS = families.forms("BIASED")
 
 def spec_of(row):
     """A row with a flag has all cases, and those of its other function; another has few."""
-    name, function = row.name, FUNCTIONS[row.arguments[0]]
+    name, function = row.name, function_of(row)
     argument = "approximate" if "tanh" in row.arguments else None
     reference = getattr(importlib.import_module(f"warpsmith.reference.{name}"), name)
     raw = {suffix: getattr(torch.ops.warpsmith, name + suffix).default for suffix in ("", "_forward", "_backward")}

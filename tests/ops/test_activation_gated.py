@@ -8,7 +8,7 @@ import torch
 import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 
-from benchmarks.bench_activation import FUNCTIONS
+from benchmarks.bench_activation import function_of
 from tools import families
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -73,7 +73,7 @@ FORMS = families.forms("GATED")
 
 def spec_of(row):
     """The first row has all cases, one with a flag the cases of both its functions, another few."""
-    name, function = row.name, FUNCTIONS[row.arguments[0]]
+    name, function = row.name, function_of(row)
     argument = "approximate" if "tanh" in row.arguments else None
     op = getattr(warpsmith, name)
     reference = getattr(importlib.import_module(f"warpsmith.reference.{name}"), name)
