@@ -186,7 +186,7 @@ GATED = {
 @pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_gated_activations_have_the_values_and_gradients_of_python(cpp, name, packed, inplace):
+def test_gated_activations_have_python_values_and_gradients(cpp, name, packed, inplace):
     inputs, dy = gated_inputs(packed, torch.bfloat16)
     expected = call_gated(GATED[name], inputs)
     wanted = torch.autograd.grad(expected, inputs, dy)
@@ -249,7 +249,7 @@ def test_a_second_derivative_of_cross_entropy_is_refused(cpp):
 
 @pytest.mark.parametrize("name", [row.name for row in families.rows("BIASED")])
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32])
-def test_biased_activations_have_the_values_and_gradients_of_python(cpp, name, bias_dtype):
+def test_biased_activations_have_python_values_and_gradients(cpp, name, bias_dtype):
     x, bias, dy = inputs(torch.bfloat16, bias_dtype)
     y, expected = getattr(cpp, name)(x, bias), getattr(warpsmith, name)(x, bias)
     assert torch.equal(y, expected)

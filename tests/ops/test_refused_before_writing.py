@@ -73,7 +73,7 @@ def test_cross_entropy_in_place_with_tensors_of_inference_mode(which, reduction)
     assert bitwise_equal(logits.detach(), before)
 
 
-def test_cross_entropy_in_place_over_chunks_is_refused_at_the_first():
+def test_cross_entropy_in_place_over_chunks_is_refused_at_once():
     logits = logits_of(leaf_of(4, 5))
     before = logits.detach().clone()
     for part, target in zip(logits.chunk(2), TARGET.chunk(2), strict=True):
@@ -104,7 +104,7 @@ def test_the_negative_bit_is_not_written_through():
 
 
 @pytest.mark.parametrize("op", GATED)
-def test_gated_gradients_are_not_written_through_the_negative_bit(op):
+def test_gated_gradients_are_not_written_over_negative_bits(op):
     z = leaf_of(3, 8, 2)
 
     def gradient(**options):

@@ -189,6 +189,17 @@ def notes_to_self(root):
     return found
 
 
+NAME_LIMIT = 60  # characters of a test's name: it stands in a line of pytest's output beside its file
+
+
+def long_test_names(root):
+    found = []
+    for path in files(root, ".py", under="tests"):
+        names = re.findall(r"^ *(?:async )?def (test_\w+)", read(root, path), re.MULTILINE)
+        found += [f"{path}: {name}: {len(name)} characters" for name in names if len(name) > NAME_LIMIT]
+    return found
+
+
 PICKLING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 PICKLING_CALLS = {
     ("torch", "load"),

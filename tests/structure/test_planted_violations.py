@@ -206,6 +206,9 @@ PLANTED = [
     *((rules.notes_to_self,
        {"python/a.py": f"x = 1  # {word}: later\n", "docs/a.md": f"{word}\n", "python/b.py": "# todos are a list\n"},
        ["docs/a.md:1: unfinished work", "python/a.py:1: unfinished work"]) for word in ("TO" + "DO", "FIX" + "ME")),
+    (rules.long_test_names,
+     {"tests/a/test_b.py": f"def test_{'a' * 55}():\n    pass\n\n\ndef test_{'b' * 56}(): pass\n"},
+     [("tests/a/test_b.py: test_bbb", ": 61 characters")]),
     (rules.pickling, {"python/warpsmith/a.py": "import json\njson.load(open('x'))"}, []),
     *((rules.pickling, {"python/warpsmith/a.py": text}, ["python/warpsmith/a.py:"]) for text in (
         "import pickle",

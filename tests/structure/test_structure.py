@@ -79,8 +79,12 @@ def test_the_code_is_asked_and_not_the_device():
     none(rules.questions_to_the_device(ROOT))
 
 
-def test_a_branch_that_may_be_discarded_has_braces_around_unrolled_loops():
+def test_discarded_branches_have_braces_around_unrolled_loops():
     none(rules.unbraced_discards(ROOT))
+
+
+def test_names_of_tests_are_short():
+    none(rules.long_test_names(ROOT))
 
 
 def test_no_unfinished_work():
