@@ -16,17 +16,16 @@ from benchmarks.cells import leaves, time_cells, torch_contenders
 from benchmarks.rivals import liger_cute, optional
 from tools.families import rows
 
-# {function of a row: torch's, with the options that a flag gives}
-FUNCTIONS = {
-    "Silu": F.silu,
-    "Gelu": F.gelu,
-    "Relu": F.relu,
-    "ReluSquared": lambda x: torch.relu(x).square(),
-}
 GATED_SHAPES = ((8192, 14336), (65536, 768), (16384, 4096), (1024, 12288))
 GPU_SHAPES = ((16384, 4096), (65536, 768), (4096, 8192), (1024, 12288))
 CPU_SHAPES = ((2048, 4096),)
 P = 0.1
+
+
+def function_of(row):
+    """torch's, with the options that a flag gives: by the name of the row's function, if torch has it."""
+    lacking = {"ReluSquared": lambda x: torch.relu(x).square()}
+    return lacking.get(row.arguments[0]) or getattr(F, row.arguments[0].lower())
 
 
 def liger(op):
@@ -116,7 +115,7 @@ def dropout_add(device, options):
 
 def of_row(row, device, options):
     """A row's op. One with a flag is timed by tanh too, if it is gated; a biased one by tanh alone."""
-    function, flag = row.arguments
+    flag = row.arguments[1]
     time = {"GATED": gated, "BIASED": biased, "UNARY": unary}[row.body]
     forms = {"plain": (None,), "tanh": ("none", "tanh") if row.body == "GATED" else ("tanh",)}[flag]
     found = []
@@ -124,9 +123,9 @@ def of_row(row, device, options):
         choice = {} if form is None else {"approximate": form}
         ours = functools.partial(getattr(warpsmith, row.name), **choice)
         suffix = " tanh" if form == "tanh" else ""
-        found += time(row.name, suffix, ours, functools.partial(FUNCTIONS[function], **choice), device, options)
+        found += time(row.name, suffix, ours, functools.partial(function_of(row), **choice), device, options)
     return found
 
 
-OPS = {row.name: functools.partial(of_row, row) for row in rows() if row.body in ("GATED", "BIASED", "UNARY")}
+OPS = {row.name: functools.partial(of_row, row) for row in rows("GATED", "BIASED", "UNARY")}
 OPS["dropout_add"] = dropout_add

@@ -1,43 +1,58 @@
-"""Writes the tables of ops and optimizers from the families' rows and their pages: in README.md, docs/ops/index.md,
-docs/optim/index.md, docs/design/index.md and docs/api.
+"""Writes the tables of ops and optimizers, from the rows of the families' lists and from docs/op_facts.toml: on their
+pages, in README.md, docs/ops/index.md, docs/optim/index.md, docs/design/index.md and docs/api.
 
     python docs/op_tables.py           # writes them
     python docs/op_tables.py --check   # says which are not what it would write
-
-Which ops there are, and their order, come from csrc/kernels/<family>/<family>_ops.h. What a table says of an op comes
-from the lines of the tables on its page, docs/ops/<op>.md; of lines that begin alike, from the first.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from pathlib import Path
+from typing import Any
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.families import optimizers, rows  # noqa: E402
+from tools.families import OpRow, optimizers, rows  # noqa: E402
 
-MARKS = {name: (f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n") for name in ("ops", "optimizers", "notes")}
+MARKS = {
+    name: (f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n") for name in ("ops", "optimizers", "notes", "facts")
+}
 OF_AN_OPTIMIZER = ("class", "as in torch", "states", "options", "bytes a parameter", "beside torch's")
-NEEDED = ("C++", "dtypes", "derivatives", "compile, export", "CUDA graphs", "forward", "backward")
 
 
-def cells(path: str) -> dict[str, str]:
-    """The cells of a page's tables, by the first cell of their line; of lines that begin alike, the first."""
-    return dict(reversed(re.findall(r"^\| ([^|]+?) \| (.+?) \|$", (ROOT / path).read_text(), re.MULTILINE)))
+@functools.cache
+def table_of_facts() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "docs/op_facts.toml").read_text())
 
 
-def facts(op: str) -> dict[str, str]:
-    """The cells of an op's page, by the first cell of their line."""
-    found = cells(f"docs/ops/{op}.md")
-    names = found.get("function, module") or found.get("function")
-    missing = [name for name in NEEDED if name not in found] + ["function, module"] * (names is None)
-    if missing:
-        raise SystemExit(f"docs/ops/{op}.md: its table has no line {', '.join(missing)}")
+def facts(row: OpRow) -> dict[str, str]:
+    """What the tables say of an op, in the order of its page."""
+    known = table_of_facts()
+    found = {"function": "`warpsmith.{op}`", **known["all"], **known.get(row.body, {}), **known.get(row.name, {})}
+    if "function, module" in found:
+        del found["function"]
+    names = {"op": row.name, "family": row.family}
+    for name, text in found.items():
+        found[name] = re.sub(r"\{(op|family)\}", lambda match: names[match[1]], text)
+    return {name: found[name] for name in [*known["order"], "code", "text"] if name in found}
+
+
+def second_derivative(found: dict[str, str]) -> str:
     second = re.search(r"second[^:]*: ([^;]+)", found["derivatives"])
-    return {**found, "names": names or "", "second": second[1] if second else found["derivatives"]}
+    return second[1] if second else found["derivatives"]
+
+
+def page_table(found: dict[str, str]) -> str:
+    """The block of generated text on the page of an op or optimizer."""
+    lines = [[name, cell] for name, cell in found.items() if name not in ("code", "text")]
+    blocks = [found.get("code", ""), table(["", ""], lines).replace("|  |  |", "| | |"), found.get("text", "")]
+    return "\n".join(block for block in blocks if block)
 
 
 def line(cells: list[str]) -> str:
@@ -62,22 +77,25 @@ TITLES = {
 
 def readme_table() -> str:
     """A row a family: its ops, and the modules around them."""
-    families: dict[str, list[str]] = {}
+    families: dict[str, list[OpRow]] = {}
     for row in rows():
-        families.setdefault(row.family, []).append(row.name)
+        families.setdefault(row.family, []).append(row)
     lines = []
     for family, ops in families.items():
         modules = [name for op in ops for name in modules_of(op)]
-        links = ", ".join(f"[`{op}`](docs/ops/{op}.md)" for op in ops)
+        links = ", ".join(f"[`{op.name}`](docs/ops/{op.name}.md)" for op in ops)
         lines.append([TITLES.get(family, family), links, ", ".join(f"`{m}`" for m in dict.fromkeys(modules))])
     return table(["what", "ops: `warpsmith.<op>`, and C++", "modules"], lines)
 
 
 def index_table() -> str:
     """The same with dtypes and what traces and captures an op."""
-    columns = ("forward", "backward", "second", "dtypes", "compile, export", "CUDA graphs")
-    found = [(row.name, facts(row.name)) for row in rows()]
-    lines = [[f"[`{op}`]({op}.md)", *(f[c] for c in columns)] for op, f in found]
+    lines = []
+    for row in rows():
+        found = facts(row)
+        cells = (found[name] for name in ("dtypes", "compile, export", "CUDA graphs"))
+        ways = found["forward"], found["backward"], second_derivative(found)
+        lines.append([f"[`{row.name}`]({row.name}.md)", *ways, *cells])
     heads = [
         "op",
         "forward",
@@ -92,13 +110,13 @@ def index_table() -> str:
 
 def optimizer_cells() -> dict[str, dict[str, str]]:
     """{an optimizer's page below docs: the cells of its table}."""
-    found = {}
-    for row in optimizers():
-        page = f"ops/{row}.md" if any(op.name == row for op in rows()) else f"optim/{row}.md"
-        found[page] = cells(f"docs/{page}")
-        if missing := [name for name in OF_AN_OPTIMIZER if name not in found[page]]:
-            raise SystemExit(f"docs/{page}: its table has no line {', '.join(missing)}")
-    return found
+    ops = {row.name: row for row in rows()}
+    return {
+        f"ops/{name}.md" if name in ops else f"optim/{name}.md": facts(ops[name])
+        if name in ops
+        else table_of_facts()["optim"][name]
+        for name in optimizers()
+    }
 
 
 def optimizer_table() -> str:
@@ -116,9 +134,9 @@ def optimizer_line() -> str:
     return f"Optimizers of `warpsmith.optim`: {', '.join(classes)} ([what they share](docs/optim/index.md)).\n"
 
 
-def modules_of(op: str) -> list[str]:
-    """The modules that an op's page names: ``nn.RMSNorm``."""
-    return re.findall(r"`warpsmith\.((?:nn|optim)\.\w+)`", facts(op)["names"])
+def modules_of(row: OpRow) -> list[str]:
+    """The modules around an op: ``nn.RMSNorm``."""
+    return re.findall(r"`warpsmith\.((?:nn|optim)\.\w+)`", facts(row).get("function, module", ""))
 
 
 def first_sentence(thing: object) -> str:
@@ -150,8 +168,9 @@ def family_page(family: str) -> str:
     ops = [row.name for row in rows() if row.family == family]
     lines = []
     modules: dict[str, str] = {}
-    for op in ops:
-        around = [name for name in modules_of(op) if name.startswith("nn.")]
+    for row in (row for row in rows() if row.family == family):
+        op = row.name
+        around = [name for name in modules_of(row) if name.startswith("nn.")]
         modules |= dict.fromkeys(around, "autoclass")
         links = ", ".join(f"{{py:class}}`~warpsmith.{name}`" for name in around)
         what = first_sentence(getattr(warpsmith, op))
@@ -194,13 +213,13 @@ def api_pages() -> dict[str, str]:
     functions += f"\n```{{toctree}}\n:hidden:\n\n{listing}\n```\n\n" + directives(kinds)
 
     lines = []
-    found = {name: row.family for row in reversed(rows()) for name in modules_of(row.name) if name.startswith("nn.")}
+    found = {name: row.family for row in reversed(rows()) for name in modules_of(row) if name.startswith("nn.")}
     for name in warpsmith.nn.__all__:
         module = getattr(warpsmith.nn, name)
         if not isinstance(module, type):
             continue
         if f"nn.{name}" not in found:
-            raise SystemExit(f"warpsmith.nn.{name}: no op's page names it in its line 'function, module'")
+            raise SystemExit(f"warpsmith.nn.{name}: docs/op_facts.toml names it in no line 'function, module'")
         theirs = f"`torch.nn.{name}`" if hasattr(torch.nn, name) else ""
         page = f"[{title(found[f'nn.{name}'])}]({found[f'nn.{name}']}.md)"
         lines.append([f"{{py:class}}`~warpsmith.nn.{name}`", first_sentence(module), theirs, page])
@@ -216,7 +235,7 @@ def notes() -> dict[str, dict[str, str]]:
     """{a note of docs/design: the lines of its summary, and its title}."""
     found = {}
     for path in sorted((ROOT / "docs/design").glob("20*.md")):
-        summary = cells(f"docs/design/{path.name}")
+        summary = dict(reversed(re.findall(r"^\| ([^|]+?) \| (.+?) \|$", path.read_text(), re.MULTILINE)))
         if missing := [name for name in ("ops", "question", "answer", "number") if name not in summary]:
             raise SystemExit(f"docs/design/{path.name}: its summary has no line {', '.join(missing)}")
         title = path.read_text().splitlines()[0].removeprefix("# ")
@@ -233,7 +252,10 @@ def notes_table() -> str:
             if op not in by_op:
                 raise SystemExit(f"docs/design/{name}: {op} is no op")
             by_op[op].append(f"[{note['title']}]({name})")
-    for op in names:
+    first = {row.body: row.name for row in reversed(rows())}
+    for row in rows():
+        op = row.name
+        by_op[op] = by_op[op] or by_op[first[row.body]]  # a sibling that no note names
         if not by_op[op]:
             raise SystemExit(f"docs/design: no note has {op} in the line 'ops' of its summary")
     alike: dict[str, list[str]] = {}  # ops with the same notes share a line
@@ -244,9 +266,17 @@ def notes_table() -> str:
     return f"## By op\n\n{ops}\n## By date\n\n{table(['date', 'note', 'question', 'number'], dated[::-1])}"
 
 
+def begun(op: str) -> str:
+    """The page of an op that has none yet."""
+    import warpsmith
+
+    return f"# {op}\n\n{first_sentence(getattr(warpsmith, op))}.\n\n{''.join(MARKS['facts'])}"
+
+
 def with_tables(path: str, **texts: str) -> str:
     """The page with these tables between their marks."""
-    page = (ROOT / path).read_text()
+    there = (ROOT / path).exists()
+    page = (ROOT / path).read_text() if there else begun(Path(path).stem)
     for name, text in texts.items():
         begin, end = MARKS[name]
         before, rest = page.split(begin)
@@ -256,7 +286,10 @@ def with_tables(path: str, **texts: str) -> str:
 
 def pages() -> dict[str, str]:
     """{path: what should stand there}."""
+    tables = {f"docs/ops/{row.name}.md": facts(row) for row in rows()}
+    tables |= {f"docs/{page}": cells for page, cells in optimizer_cells().items()}
     return {
+        **{page: with_tables(page, facts=page_table(cells)) for page, cells in tables.items()},
         "README.md": with_tables("README.md", ops=readme_table(), optimizers=optimizer_line()),
         "docs/ops/index.md": with_tables("docs/ops/index.md", ops=index_table()),
         "docs/optim/index.md": with_tables("docs/optim/index.md", optimizers=optimizer_table()),
@@ -267,7 +300,7 @@ def pages() -> dict[str, str]:
 
 def stale() -> list[str]:
     """The pages that are not what the rows give."""
-    return [path for path, text in pages().items() if (ROOT / path).read_text() != text]
+    return [path for path, text in pages().items() if not (ROOT / path).exists() or (ROOT / path).read_text() != text]
 
 
 def main() -> int:

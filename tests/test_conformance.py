@@ -47,7 +47,7 @@ def test_vectors_come_from_a_card_and_stay_small() -> None:
     assert vectors.PACKED.stat().st_size < 160_000
 
 
-def test_packing_keeps_every_line_and_adding_replaces_a_primitive(monkeypatch, tmp_path: Path) -> None:
+def test_packing_keeps_every_line_and_adding_replaces_one(monkeypatch, tmp_path: Path) -> None:
     lines = vectors.text()
     monkeypatch.setattr(vectors, "PACKED", tmp_path / "golden.txt.xz")
     vectors.pack(lines)

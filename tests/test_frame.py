@@ -38,7 +38,7 @@ assert "warpsmith.testing" in sys.modules and "warpsmith.reference" in sys.modul
 """
 
 
-def test_reference_and_testing_are_imported_when_they_are_asked_for():
+def test_reference_and_testing_are_imported_when_asked_for():
     done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     with pytest.raises(AttributeError, match="module 'warpsmith' has no attribute 'no_such_thing'"):

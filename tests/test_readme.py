@@ -165,7 +165,7 @@ def recording(speed_table, monkeypatch):
     return table
 
 
-def test_a_faster_rival_keeps_its_row_and_directions_stand_side_by_side(recording):
+def test_a_faster_rival_keeps_its_row_beside_both_directions(recording):
     lines = recording(
         measured("rope", "forward", warpsmith=1.0, torch=2.0, copy_=0.97),
         measured("rope", "backward", warpsmith=2.0, torch=3.0, compiled=1.0, copy_=0.5),

@@ -26,8 +26,11 @@ def python_sources() -> list[Path]:
     return sorted([*(ROOT / "python/warpsmith").rglob("*.py"), *(ROOT / "tests/ops").glob("*.py")])
 
 
+GROUPS = [pytest.param(f, marks=pytest.mark.xdist_group(f"sim law {f.stem}"), id=f.stem) for f in SPECS]
+
+
 @pytest.mark.parametrize("code", ASKED)
-@pytest.mark.parametrize("file", [pytest.param(f, marks=pytest.mark.xdist_group(f"sim law {f.stem}"), id=f.stem) for f in SPECS])  # fmt: skip
+@pytest.mark.parametrize("file", GROUPS)
 def test_the_law_holds_on_simulated_kernels(file: Path, code: int, verdicts) -> None:
     built = library.library()
     key = store.key("sim law", file.name, code, build.made_from(built), store.digests(python_sources(), ROOT))

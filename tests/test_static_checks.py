@@ -242,7 +242,7 @@ def test_launches_that_do_not_fit_are_noticed() -> None:
 
 
 @with_tools
-def test_launches_that_ask_for_what_the_machine_code_lacks_are_noticed(tmp_path: Path) -> None:
+def test_launches_that_ask_for_what_the_code_lacks_are_noticed(tmp_path: Path) -> None:
     """One kernel has what its launches ask for, one has not; of sm_80's code neither has."""
     source = tmp_path / "asks.cu"
     source.write_text(

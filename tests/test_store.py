@@ -213,7 +213,7 @@ def test_a_header_that_comes_first_on_the_path_is_seen(monkeypatch, tmp_path: Pa
 
 
 @with_compiler
-def test_a_source_that_is_edited_while_it_is_compiled_is_compiled_again(monkeypatch, tmp_path: Path) -> None:
+def test_a_source_edited_while_it_compiles_is_compiled_again(monkeypatch, tmp_path: Path) -> None:
     one = tree(tmp_path / "one")
     header, original, edits = one / "csrc" / "a.h", build._compile, []
 
@@ -322,7 +322,7 @@ def report(name: str, seconds: float, **properties: str) -> SimpleNamespace:
     return SimpleNamespace(nodeid=name, when="call", duration=seconds, user_properties=[*properties.items()])
 
 
-def test_the_table_of_times_counts_verdicts_and_remembers_groups_that_ran() -> None:
+def test_the_table_of_times_counts_verdicts_and_remembers_groups() -> None:
     sums, tests, measured = tiers.times(
         [
             report("tests/test_sim.py::a@sim_a", 5.0, tier="full", group="sim_a", verdict="made"),

@@ -1,21 +1,20 @@
-"""The rows of the families' lists of ops, csrc/kernels/<family>/<family>_ops.h, for whatever is generated from them.
+"""The rows of the families' lists of ops, as the compiled package has them, for whatever is generated from them.
 
 python tools/families.py            # every op with its family and the arguments of its row
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from pathlib import Path
+import itertools
+from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from warpsmith import _C
+
 # The order of tables; families that are not named follow by name.
 ORDER = ("norm", "rope", "attention", "activation", "cross_entropy", "linear_loss", "optim")
 
 
-@dataclass(frozen=True)
-class OpRow:
+class OpRow(NamedTuple):
     """name: the op's. family: its folder of kernels. body: the list's name, ``GATED`` of ``WARPSMITH_GATED_OPS``.
     arguments: what else stands in its row."""
 
@@ -25,34 +24,29 @@ class OpRow:
     arguments: tuple[str, ...]
 
 
-def rows_in(text: str, family: str) -> list[OpRow]:
-    """The rows of one list file."""
-    found = []
-    for body, block in re.findall(r"^#define WARPSMITH_(\w+)_OPS\(ROW\)((?:[^\n]*\\\n)*[^\n]*)", text, re.MULTILINE):
-        for name, rest in re.findall(r"\bROW\((\w+)((?:,\s*\w+)*)\)", block):
-            found.append(OpRow(name, family, body, tuple(re.findall(r"\w+", rest))))
+def _place(family: str) -> int:
+    return ORDER.index(family) if family in ORDER else len(ORDER)
+
+
+def rows(*bodies: str) -> tuple[OpRow, ...]:
+    """The ops of these bodies, without any all ops, family after family."""
+    found = [row for row in itertools.starmap(OpRow, _C.ops()) if row.body in bodies or not bodies]
+    return tuple(sorted(found, key=lambda row: (_place(row.family), row.family)))
+
+
+def forms(*bodies: str) -> dict[str, tuple[OpRow, dict[str, str]]]:
+    """{name of a test: (a row, the option that selects one function of it)}: two of a row with the flag ``tanh``."""
+    found = {}
+    for row in rows(*bodies):
+        found[row.name] = (row, {})
+        if "tanh" in row.arguments:
+            found[row.name + ", tanh"] = (row, {"approximate": "tanh"})
     return found
 
 
-def rows(root: Path = ROOT) -> tuple[OpRow, ...]:
-    """All ops, family after family."""
-    files = {path.parent.name: path for path in (root / "csrc/kernels").glob("*/*_ops.h")}
-    families = [f for f in ORDER if f in files] + sorted(f for f in files if f not in ORDER)
-    return tuple(row for family in families for row in rows_in(files[family].read_text(), family))
-
-
-def optimizers(root: Path = ROOT) -> tuple[str, ...]:
+def optimizers() -> tuple[str, ...]:
     """The rows of the lists of optimizers, whose pages are docs/optim/<row>.md, or that of an op of the same name."""
-    text = (root / "csrc/kernels/optim/optim_ops.h").read_text()
-    lists = r"^#define WARPSMITH_(?:LAYERWISE_)?OPTIMIZERS\(ROW\)((?:[^\n]*\\\n)*[^\n]*)"
-    blocks = re.findall(lists, text, re.MULTILINE)
-    assert blocks
-    return tuple(name for block in blocks for name in re.findall(r"\bROW\((\w+),", block))
-
-
-def family_of(op: str, root: Path = ROOT) -> str:
-    """The family of an op."""
-    return next(row.family for row in rows(root) if row.name == op)
+    return tuple(_C.OPTIMIZERS)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ namespace warpsmith::cpu {
 // The elementary functions of vector_math.h as the activation functions want them.
 template <class F> struct HostMath {
   using Float = F;
-  WARPSMITH_HOST_DEVICE static activation::Sigmoid<F> sigmoid(F x) {
+  WARPSMITH_HOST_DEVICE static activation::SigmoidAndRest<F> sigmoid(F x) {
     const F e = math::exp_nonpositive(-std::fabs(x)), larger = F(1) / (F(1) + e), smaller = e * larger;
     return {x >= F(0) ? larger : smaller, x >= F(0) ? smaller : larger};
   }

@@ -62,5 +62,10 @@ pybind11::dict plan_biased(const char* op, const pybind11::kwargs& given) {
 const RegisterPlanner registered[] = {WARPSMITH_GATED_OPS(WARPSMITH_ELEMENTWISE) WARPSMITH_UNARY_OPS(
     WARPSMITH_ELEMENTWISE) WARPSMITH_DROPOUT_OPS(WARPSMITH_ELEMENTWISE) WARPSMITH_BIASED_OPS(WARPSMITH_BIASED)};
 
+WARPSMITH_REGISTER_ROWS(activation, GATED);
+WARPSMITH_REGISTER_ROWS(activation, BIASED);
+WARPSMITH_REGISTER_ROWS(activation, UNARY);
+WARPSMITH_REGISTER_ROWS(activation, DROPOUT);
+
 }  // namespace
 }  // namespace warpsmith::host

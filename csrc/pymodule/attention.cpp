@@ -66,5 +66,7 @@ pybind11::dict plan_attention(const char* op, const pybind11::kwargs& given) {
 #define WARPSMITH_PLANNER(op) {#op, [](const pybind11::kwargs& given) { return plan_attention(#op, given); }},
 const RegisterPlanner registered[] = {WARPSMITH_ATTENTION_OPS(WARPSMITH_PLANNER)};
 
+WARPSMITH_REGISTER_ROWS(attention, ATTENTION);
+
 }  // namespace
 }  // namespace warpsmith::host

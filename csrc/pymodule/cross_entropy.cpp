@@ -57,5 +57,7 @@ const RegisterBinder reductions([](py::module_& m) {
 });
 #undef WARPSMITH_ROW
 
+WARPSMITH_REGISTER_ROWS(cross_entropy, CROSS_ENTROPY);
+
 }  // namespace
 }  // namespace warpsmith::host

@@ -47,5 +47,7 @@ py::dict plan(LinearLoss op, const py::kwargs& given) {
 const RegisterPlanner registered[] = {WARPSMITH_LINEAR_LOSS_OPS(WARPSMITH_ROW)};
 #undef WARPSMITH_ROW
 
+WARPSMITH_REGISTER_ROWS(linear_loss, LINEAR_LOSS);
+
 }  // namespace
 }  // namespace warpsmith::host

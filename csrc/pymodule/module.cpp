@@ -36,11 +36,21 @@ py::dict plan(const std::string& op, const py::kwargs& problem) {
   }
 }
 
+// In the order of registration: a body's rows stand together, in the order of its list.
+py::list ops() {
+  py::list rows;
+  for (const auto& row : warpsmith::host::op_rows())
+    rows.append(py::make_tuple(row.name, row.family, row.body,
+                               py::tuple(py::str(row.arguments).attr("replace")(",", " ").attr("split")())));
+  return rows;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What the build holds and which kernel would run; knows nothing of torch.";
   m.def("build", &build, "Facts about this build: version, compilers, CUDA architectures.");
+  m.def("ops", &ops, "The rows of the families' lists of ops: (name, family, body, arguments).");
   m.def("plan", &plan, py::arg("op"),
         "The configuration an op's kernel would run with for a problem, as plain values.");
   for (const auto bind : warpsmith::host::binders()) bind(m);

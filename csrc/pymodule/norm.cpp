@@ -53,5 +53,7 @@ pybind11::dict plan(Norm op, const pybind11::kwargs& given) {
 #define WARPSMITH_ROW(op, ...) {#op, [](const pybind11::kwargs& given) { return plan(Norm::op, given); }},
 const RegisterPlanner registered[] = {WARPSMITH_NORM_OPS(WARPSMITH_ROW)};
 
+WARPSMITH_REGISTER_ROWS(norm, NORM);
+
 }  // namespace
 }  // namespace warpsmith::host

@@ -62,5 +62,7 @@ const RegisterBinder registered([](py::module_& m) {
   m.attr("QUANT_BLOCK") = kQuantBlock;
 });
 
+WARPSMITH_REGISTER_ROWS(optim, OPTIM);
+
 }  // namespace
 }  // namespace warpsmith::host

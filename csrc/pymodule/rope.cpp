@@ -74,5 +74,7 @@ py::dict plan_qk_norm_rope(const py::kwargs& given) {
 #define WARPSMITH_PLANNER(op) {#op, &plan_##op},
 const RegisterPlanner registered[] = {WARPSMITH_ROPE_OPS(WARPSMITH_PLANNER)};
 
+WARPSMITH_REGISTER_ROWS(rope, ROPE);
+
 }  // namespace
 }  // namespace warpsmith::host

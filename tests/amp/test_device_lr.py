@@ -65,7 +65,7 @@ def test_the_bits_of_lambda_lr_without_skipped_steps(name):
     assert all(bitwise_equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
-def test_without_a_scaler_every_call_counts_and_the_last_factor_holds():
+def test_without_a_scaler_every_call_counts_with_its_last_factor():
     optimizer = warpsmith.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     schedule = DeviceLR(optimizer, schedules.linear(4, final=0.5), 4)
     seen = [schedule.get_last_lr()[0]]

@@ -75,7 +75,7 @@ def test_clip_is_unscale_and_clip_grad_norm_in_one(name, max_norm):
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
-def test_clip_returns_the_norm_of_unscaled_gradients_and_leaves_them(p):
+def test_clip_returns_the_norm_of_unscaled_gradients_unchanged(p):
     """Beside float64; with two dtypes and a scale that is no power of two."""
     params = [nn.Parameter(torch.zeros(n, dtype=d)) for n, d in ((1000, torch.float32), (333, torch.bfloat16))]
     optimizer, scaler = warpsmith.optim.SGD(params, lr=1.0), ours(init_scale=1000.0)
@@ -96,7 +96,7 @@ def test_clip_returns_the_norm_of_unscaled_gradients_and_leaves_them(p):
     assert_close(found[1000:], wanted[1000:], rtol=2.0**-8, atol=0)
 
 
-def test_a_step_that_is_not_clipped_has_the_bits_of_one_without_clipping():
+def test_a_step_within_the_limit_has_the_bits_without_clipping():
     models = make_model(), make_model()
     optimizers = [warpsmith.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
     train(models[0], optimizers[0], ours(init_scale=3000.0), 5, clip=by_scaler(1e9))
@@ -197,7 +197,7 @@ def test_sparse_gradients():
     assert_close(models[0].weight, models[1].weight)
 
 
-def test_a_sparse_gradient_whose_summands_alone_are_finite_is_bad():
+def test_a_sparse_gradient_with_an_infinite_sum_is_bad():
     model, scaler = nn.Embedding(4, 1, sparse=True), ours(init_scale=1.0)
     optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
     scaler.scale(model(torch.tensor([1, 1])).sum() * 3e38).backward()

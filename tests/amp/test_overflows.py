@@ -282,7 +282,7 @@ def test_calls_out_of_order_are_refused_and_change_nothing():
     assert bitwise_equal(p.detach(), torch.tensor([-1.0, -2.0]))
 
 
-def test_a_gradient_of_another_dtype_is_refused_before_anything_is_written():
+def test_a_gradient_of_another_dtype_is_refused_before_a_write():
     good, bad = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     optimizer, scaler = torch.optim.SGD([good, bad]), ours()
     scaler.scale(torch.ones(()))

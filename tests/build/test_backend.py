@@ -62,7 +62,7 @@ def test_a_wrong_named_torch_is_refused(backend, tmp_path, monkeypatch, version,
     assert str(refused.value).startswith(message)
 
 
-def test_under_isolation_the_site_packages_of_the_outer_environment_are_searched(backend, tmp_path, monkeypatch):
+def test_under_isolation_the_outer_site_packages_are_searched(backend, tmp_path, monkeypatch):
     outer = fake_torch(tmp_path / "torch", "2.12.1")
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(backend.sysconfig, "get_paths", lambda: {"platlib": str(tmp_path), "purelib": str(tmp_path)})
@@ -108,7 +108,7 @@ def configure(folder, *options, torch=TORCH, **changes):
 NO_NVCC = {"CUDACXX": "/nonexistent/nvcc"}
 
 
-def test_without_a_cuda_compiler_the_build_is_for_the_cpu_and_says_so(tmp_path):
+def test_without_a_cuda_compiler_the_build_is_for_the_cpu(tmp_path):
     output, ok = configure(tmp_path, **NO_NVCC)
     assert ok, output
     assert "warpsmith: no CUDA compiler found (PATH, CUDACXX): building for the CPU only" in output
@@ -189,7 +189,7 @@ add_op_library(toy)
         ("80", None, {"compute_80,code=[compute_80,sm_80]"}),
     ],
 )
-def test_every_kernel_is_compiled_for_the_same_architectures_but_those_of_sm90a(tmp_path, architectures, own, others):
+def test_kernels_are_compiled_for_equal_architectures_but_sm90a(tmp_path, architectures, own, others):
     """The probe of csrc/device/code_probe.cu answers for all of them."""
     files = (
         "device/code_probe.cu",

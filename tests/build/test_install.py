@@ -64,7 +64,7 @@ def test_an_editable_install_finds_library_headers_and_sources(wheel, unpacked, 
 
 
 @pytest.mark.slow
-def test_build_isolation_builds_against_the_torch_of_the_environment(tmp_path):
+def test_build_isolation_takes_the_torch_of_the_environment(tmp_path):
     # Downloads the build tools, not torch: its headers are found in the environment that started the build.
     environment = Environment.create(tmp_path / "venv")
     succeed(

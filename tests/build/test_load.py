@@ -103,7 +103,7 @@ def test_the_library_is_loaded_once_in_any_order(installed, code):
     assert done.stdout.strip() == "fine"
 
 
-def test_a_copy_of_the_library_that_a_host_loaded_is_the_one_used(installed, package_copy):
+def test_the_copy_of_the_library_that_a_host_loaded_is_used(installed, package_copy):
     # Two copies of the same schemas would end the process.
     (library,) = package_copy.glob("libwarpsmith_ops.*")
     done = installed.run(

@@ -49,7 +49,7 @@ CPU_ALONE = "WARPSMITH_CUDA=OFF"
 BUILDS = "--force-reinstall"
 
 
-def test_training_without_a_gpu_builds_the_cpu_library_alone_and_says_so(tmp_path):
+def test_training_without_a_gpu_builds_the_cpu_library_alone(tmp_path):
     training = commands("train", tmp_path)
     assert CPU_ALONE in training
     assert "no GPU is visible: building the CPU library alone" in training
@@ -67,7 +67,7 @@ def test_what_the_tests_built_serves_training(tmp_path, gpu):
     assert BUILDS not in commands("train", tmp_path, ["package"], gpu)
 
 
-def test_what_was_built_for_training_alone_does_not_serve_the_tests(tmp_path):
+def test_what_was_built_for_training_does_not_serve_the_tests(tmp_path):
     training = commands("train", tmp_path, ["package-cpu"])
     assert BUILDS not in training
     testing = commands("test", tmp_path)
@@ -78,12 +78,12 @@ def test_what_was_built_for_training_alone_does_not_serve_the_tests(tmp_path):
     assert BUILDS in commands("train", tmp_path, gpu=True)
 
 
-def test_tests_run_in_two_processes_and_ci_calls_the_same_command(tmp_path):
+def test_tests_run_in_two_processes_and_ci_calls_the_same(tmp_path):
     assert "-m pytest -n 2 --dist loadgroup" in commands("test", tmp_path)
     assert "test ARGS=--full\n" in (ROOT / ".ci/run").read_text()
 
 
-def test_another_clones_objects_are_used_unless_there_is_a_launcher(tmp_path):
+def test_another_clones_objects_are_used_without_a_launcher(tmp_path):
     (tmp_path / "Makefile").write_text(f"include {ROOT}/Makefile\nshow:\n\t@echo $$CMAKE_CXX_COMPILER_LAUNCHER\n")
     for own, expected in (
         ({}, f"{tmp_path}/tools/sim/launcher.py"),

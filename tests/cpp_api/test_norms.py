@@ -74,7 +74,7 @@ def test_values_and_gradients_are_those_of_python(cpp, op, dtypes):
 
 
 @pytest.mark.parametrize("op", CALLS)
-def test_weights_may_be_absent_and_nothing_is_kept_without_gradients(cpp, op):
+def test_absent_weights_and_nothing_kept_without_gradients(cpp, op):
     x, residual, weight, bias = problem()
     ours, wanted = both(cpp, op, x, residual, None, None)
     assert same(ours, wanted)

@@ -63,7 +63,7 @@ def test_the_parts_of_all_ranks_are_the_sequence(sharding):
         assert torch.equal(in_sequence_order(parts, 1, sharding), whole)
 
 
-def test_zigzag_gives_all_ranks_the_same_work_under_a_causal_mask():
+def test_zigzag_gives_all_ranks_equal_work_under_a_causal_mask():
     ranks, length = 8, 4
     work = []
     for rank in range(ranks):

@@ -116,7 +116,7 @@ def whole_on_ranks_that_share_files(rank, world_size, folder):
     return checked
 
 
-def test_two_ranks_that_send_whole_buckets_have_the_formulas_bits(tmp_path):
+def test_two_ranks_that_send_whole_buckets_have_known_bits(tmp_path):
     checked = run_ranks(whole_on_ranks_that_share_files, 2, str(tmp_path), timeout_s=200)
     assert checked == [3 * len(DTYPES) * len(SIZES)] * 2
 
@@ -144,7 +144,7 @@ def sharded_on_ranks_that_share_files(rank, world_size, folder):
     return sorted(memories)
 
 
-def test_a_sharded_optimizer_has_the_same_bits_over_shared_memory(tmp_path):
+def test_a_sharded_optimizer_has_its_bits_over_shared_memory(tmp_path):
     memories = run_ranks(sharded_on_ranks_that_share_files, 3, str(tmp_path), timeout_s=200)
     assert memories == [["ShardedOptimizer", "parameters of ShardedOptimizer"]] * 3
 

@@ -63,7 +63,7 @@ def test_flops_and_parameters_are_those_that_torch_counts(more):
     assert counter.get_total_flops() == m.flops_per_token * tokens.numel()
 
 
-def test_models_of_transformers_have_the_parameters_of_their_configs():
+def test_models_of_transformers_have_their_configs_parameters():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3, "vocab_size": 1000}
     for config in (
@@ -114,7 +114,7 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("kind", MEASURED)
-def test_collectives_of_four_h200_are_within_20_percent_of_what_was_measured(kind):
+def test_collectives_of_four_h200_are_within_20_percent(kind):
     cluster = plan.Cluster.of("H200", ranks_per_host=4)
     for mib, ms in MEASURED[kind].items():
         assert 1e3 * cluster.collective_s(kind, mib * 2**20, ranks=4) == pytest.approx(ms, rel=0.2)
@@ -263,7 +263,7 @@ def test_more_of_a_rate_never_takes_longer():
     assert plan.predict(model, dataclasses.replace(H100, network_bytes_per_s=94e9), layout).step_s < slow
 
 
-def test_half_the_bytes_on_the_wire_are_seen_where_the_network_decides():
+def test_half_the_bytes_count_where_the_network_decides():
     slow = plan.Cluster.of("H100", network_gbit=10)
     layout = plan.Layout(data=64, micro_batch=8)
     found = {

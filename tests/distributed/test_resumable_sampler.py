@@ -150,7 +150,7 @@ def test_bad_arguments_are_named(change, words):
         ({"position": None}, "position: expected an int"),
     ],
 )
-def test_a_state_of_something_else_is_refused_and_changes_nothing(change, words):
+def test_the_state_of_something_else_is_refused_unchanged(change, words):
     [sampler] = job(10, 0, 1)
     before = sampler.state_dict()
     with pytest.raises(ValueError, match=words):

@@ -51,7 +51,7 @@ def test_the_ranks_own_about_as_much(world_size):
     assert max(owned) <= min(owned) + 8
 
 
-def test_buckets_come_in_the_order_in_which_a_backward_completes_them():
+def test_buckets_come_in_the_order_of_completion():
     """A bucket of the few parameters of another kind must not hold up all others until the last of them."""
     kinds = ["norm" if i % 10 == 0 else "linear" for i in range(40)]
     buckets = plan_buckets([10] * 40, [4] * 40, kinds, world_size=2, bucket_bytes=160, cut_elems=CUT)

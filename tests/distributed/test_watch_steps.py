@@ -69,7 +69,7 @@ def test_ranks_without_steps_are_no_measure():
     assert table(states).splitlines()[4] == "    3 never came to watch()"
 
 
-def test_each_name_is_reported_once_and_tensors_of_any_shape_are_read():
+def test_a_name_is_reported_once_and_any_shape_is_read():
     steps = Steps()
     inf = torch.tensor([1.0, float("inf")], dtype=torch.bfloat16)
     steps.end(0.0, {"loss": 1.0, "gradients": torch.full((3,), 1e38)})

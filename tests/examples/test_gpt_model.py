@@ -94,7 +94,7 @@ def test_linear_on_a_gpu_is_torchs() -> None:
 
 
 @pytest.mark.gpu
-def test_blocks_have_the_same_bits_without_deterministic_algorithms() -> None:
+def test_blocks_have_their_bits_without_deterministic_algorithms() -> None:
     """As a resumed run needs it, with the switch of torch off."""
     s = recipe("--preset", "gpt2-124m", "--width", "256", "--heads", "4", "--context", "256")
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ def test_a_weight_stored_around_zero_starts_as_the_identity():
     assert torch.equal(module(x), warpsmith.nn.RMSNorm(8)(x))
 
 
-def test_activation_dtype_comes_out_beside_a_float32_weight_and_under_autocast():
+def test_activation_dtype_beside_float32_weight_and_in_autocast():
     module = warpsmith.nn.RMSNorm(8)
     assert module(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
@@ -88,7 +88,7 @@ def test_modules_with_tensors_are_all_made_on_meta_below():
 
 
 @pytest.mark.parametrize("name", MADE_ON_META)
-def test_a_module_made_on_the_meta_device_becomes_itself_by_reset_parameters(name):
+def test_a_module_of_the_meta_device_is_made_by_reset_parameters(name):
     """As FSDP initialises: ``to_empty``, then the ``reset_parameters`` of each module that has tensors."""
     with torch.device("meta"):
         module = getattr(warpsmith.nn, name)(*MADE_ON_META[name])

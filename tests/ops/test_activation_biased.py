@@ -4,9 +4,11 @@ import importlib
 
 import pytest
 import torch
-import torch.nn.functional as F
 import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+
+from benchmarks.bench_activation import function_of
+from tools import families
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 MIXED = {"bias": FP32}
@@ -41,11 +43,20 @@ BAD_INPUTS = [
 ]  # fmt: skip
 
 
-def spec_of(name, function, extra=None, cases=FEW_CASES, bad_inputs=BAD_INPUTS):
-    """``function``: torch's, of (x, *extra). ``extra``: the op's further argument, its default, and what its raw ops
-    take for it."""
+EXACT = {"approximate": "none"}
+EXACT_CASES = [Case((5, 136), dtype, options=EXACT) for dtype in (BF16, FP32, FP16, FP64)]
+BAD_APPROXIMATION = [
+    BadInput("approximation", but(approximate=lambda g: "erf"), "approximate: expected 'none' or 'tanh', got 'erf'"),
+]
+ROWS = families.rows("BIASED")
+FORMS = families.forms("BIASED")
+
+
+def spec_of(row):
+    """A row with a flag has all cases, and those of its other function; another has few."""
+    name, function = row.name, function_of(row)
+    argument = "approximate" if "tanh" in row.arguments else None
     reference = getattr(importlib.import_module(f"warpsmith.reference.{name}"), name)
-    argument, default, raw_value = extra or (None, None, None)
     raw = {suffix: getattr(torch.ops.warpsmith, name + suffix).default for suffix in ("", "_forward", "_backward")}
 
     def baseline(x, bias, **options):
@@ -53,10 +64,10 @@ def spec_of(name, function, extra=None, cases=FEW_CASES, bad_inputs=BAD_INPUTS):
 
     def inputs(case, rng):
         made = {"x": rng.normal(case.shape, std=2.0), "bias": rng.normal(case.shape[-1:])}
-        return made if argument is None else {**made, argument: case.options.get(argument, default)}
+        return made if argument is None else {**made, argument: case.options.get(argument, "tanh")}
 
     def raw_extra(good):
-        return () if argument is None else (raw_value(good[argument]),)
+        return () if argument is None else (good[argument] == "tanh",)
 
     def forward(good):
         return good["x"], good["bias"], *raw_extra(good)
@@ -70,7 +81,7 @@ def spec_of(name, function, extra=None, cases=FEW_CASES, bad_inputs=BAD_INPUTS):
         reference=reference,
         baseline=baseline,
         inputs=inputs,
-        cases=cases,
+        cases=FEW_CASES if argument is None else CASES + EXACT_CASES,
         differentiable=("x", "bias"),
         outputs=("y",),
         laid_out=("x",),
@@ -80,7 +91,7 @@ def spec_of(name, function, extra=None, cases=FEW_CASES, bad_inputs=BAD_INPUTS):
         func_transforms=True,
         traced=f"warpsmith::{name}",
         opcheck={raw[""]: forward, raw["_forward"]: forward, raw["_backward"]: backward},
-        bad_inputs=bad_inputs,
+        bad_inputs=BAD_INPUTS + BAD_APPROXIMATION * (argument is not None),
         floor_bytes=lambda case: {
             "forward": 2 * case.dtype.itemsize * torch.Size(case.shape).numel(),
             "backward": 3 * case.dtype.itemsize * torch.Size(case.shape).numel(),
@@ -88,24 +99,16 @@ def spec_of(name, function, extra=None, cases=FEW_CASES, bad_inputs=BAD_INPUTS):
     )
 
 
-EXACT = {"approximate": "none"}
-GELU_CASES = [*CASES, *(Case((5, 136), dtype, options=EXACT) for dtype in (BF16, FP32, FP16, FP64))]
-GELU_BAD = [
-    *BAD_INPUTS,
-    BadInput("approximation", but(approximate=lambda g: "erf"), "approximate: expected 'none' or 'tanh', got 'erf'"),
-]
-
-TestBiasGelu = op_tests(
-    spec_of("bias_gelu", F.gelu, ("approximate", "tanh", lambda a: a == "tanh"), GELU_CASES, GELU_BAD)
-)
-TestBiasSilu = op_tests(spec_of("bias_silu", F.silu))
-TestBiasRelu = op_tests(spec_of("bias_relu", torch.relu))
+for _row in ROWS:
+    globals()[f"Test_{_row.name}"] = op_tests(spec_of(_row))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("op", "options"), [("bias_gelu", (True,)), ("bias_silu", ())])
-def test_a_gradient_alone_has_the_same_bits(op, options, device):
-    backward = getattr(torch.ops.warpsmith, op + "_backward")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gradient_alone_has_the_same_bits(form, device):
+    row, chosen = FORMS[form]
+    backward = getattr(torch.ops.warpsmith, row.name + "_backward")
+    options = (bool(chosen),) if "tanh" in row.arguments else ()
     torch.manual_seed(0)
     dy, x = torch.randn(2, 37, 40, device=device).bfloat16()
     for bias in (torch.randn(40, device=device), torch.randn(40, device=device).bfloat16()):

@@ -141,7 +141,7 @@ def test_activation_checkpointing_repeats_the_mask():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_code_draws_new_masks_and_keeps_them_for_the_backward(backend):
+def test_compiled_code_draws_masks_and_keeps_them_for_backward(backend):
     torch._dynamo.reset()
     compiled = torch.compile(warpsmith.dropout_add, fullgraph=True, backend=backend)
     x = torch.ones(64, 64, requires_grad=True)

@@ -5,9 +5,11 @@ import importlib
 
 import pytest
 import torch
-import torch.nn.functional as F
 import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
+
+from benchmarks.bench_activation import function_of
+from tools import families
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 PACKED = {"packed": True}
@@ -57,9 +59,22 @@ BAD_INPUTS = [
 ]  # fmt: skip
 
 
-def spec_of(name, function, extra=None, cases=FEW_CASES, bad_inputs=BAD_INPUTS):
-    """``function``: torch's, of (x, *extra). ``extra``: the op's further argument, and what its raw ops take for it."""
-    argument, raw_value = extra or (None, None)
+TANH = {"approximate": "tanh"}
+TANH_CASES = [
+    *(Case((5, width), dtype, options=TANH) for width in (7, 256) for dtype in (BF16, FP32, FP16, FP64)),
+    Case((5, 66), BF16, options={**PACKED, **TANH}),
+]
+BAD_APPROXIMATION = [
+    BadInput("approximation", but(approximate=lambda g: "sigmoid"), r"approximate: expected 'none' or 'tanh', got 'si"),
+]
+ROWS = families.rows("GATED")
+FORMS = families.forms("GATED")
+
+
+def spec_of(row):
+    """The first row has all cases, one with a flag the cases of both its functions, another few."""
+    name, function = row.name, function_of(row)
+    argument = "approximate" if "tanh" in row.arguments else None
     op = getattr(warpsmith, name)
     reference = getattr(importlib.import_module(f"warpsmith.reference.{name}"), name)
     raw = {suffix: getattr(torch.ops.warpsmith, name + suffix).default for suffix in ("", "_forward", "_backward")}
@@ -69,7 +84,7 @@ def spec_of(name, function, extra=None, cases=FEW_CASES, bad_inputs=BAD_INPUTS):
         return made if argument is None else {**made, argument: case.options.get(argument, "none")}
 
     def raw_extra(good):
-        return () if argument is None else (raw_value(good[argument]),)
+        return () if argument is None else (good[argument] == "tanh",)
 
     def forward(good):
         return good["gate"], good["up"], False, *raw_extra(good)
@@ -92,7 +107,7 @@ def spec_of(name, function, extra=None, cases=FEW_CASES, bad_inputs=BAD_INPUTS):
         reference=reference,
         baseline=baseline,
         inputs=with_extra,
-        cases=cases,
+        cases=CASES if row == ROWS[0] else FEW_CASES + TANH_CASES * (argument is not None),
         differentiable=("gate", "up"),
         outputs=("y",),
         batched=("gate", "up"),
@@ -101,25 +116,13 @@ def spec_of(name, function, extra=None, cases=FEW_CASES, bad_inputs=BAD_INPUTS):
         func_transforms=True,
         traced=f"warpsmith::{name}",
         opcheck={raw[""]: forward, raw["_forward"]: forward, raw["_backward"]: backward},
-        bad_inputs=bad_inputs,
+        bad_inputs=BAD_INPUTS + BAD_APPROXIMATION * (argument is not None),
         floor_bytes=floor_bytes,
     )
 
 
-TANH = {"approximate": "tanh"}
-GEGLU_CASES = [
-    *FEW_CASES,
-    *(Case((5, width), dtype, options=TANH) for width in (7, 256) for dtype in (BF16, FP32, FP16, FP64)),
-    Case((5, 66), BF16, options={**PACKED, **TANH}),
-]
-GEGLU_BAD = [
-    *BAD_INPUTS,
-    BadInput("approximation", but(approximate=lambda g: "sigmoid"), r"approximate: expected 'none' or 'tanh', got 'si"),
-]
-
-TestSwiglu = op_tests(spec_of("swiglu", F.silu, cases=CASES))
-TestGeglu = op_tests(spec_of("geglu", F.gelu, ("approximate", lambda a: a == "tanh"), GEGLU_CASES, GEGLU_BAD))
-TestReglu = op_tests(spec_of("reglu", torch.relu))
+for _row in ROWS:
+    globals()[f"Test_{_row.name}"] = op_tests(spec_of(_row))
 
 
 def leaves(packed, dtype=FP32, shape=(4, 24)):
@@ -130,8 +133,8 @@ def leaves(packed, dtype=FP32, shape=(4, 24)):
 
 @pytest.mark.parametrize(
     "op",
-    [warpsmith.swiglu, functools.partial(warpsmith.geglu, approximate="tanh"), warpsmith.reglu],
-    ids=["swiglu", "geglu", "reglu"],
+    [functools.partial(getattr(warpsmith, row.name), **options) for row, options in FORMS.values()],
+    ids=FORMS,
 )
 class TestInPlace:
     """``inplace_backward``."""
@@ -224,7 +227,7 @@ def test_small_values_keep_their_digits():
     assert ((ours - exact).abs() <= 1e-5 * exact.abs()).all()
 
 
-def test_a_dropped_gradient_takes_infinities_with_it_and_a_nan_stays():
+def test_a_dropped_gradient_takes_infinities_along_but_no_nan():
     gate = torch.tensor([-1.0, 0.0, 1.0, torch.nan], requires_grad=True)
     y = warpsmith.reglu(gate, torch.full((4,), torch.inf))
     (found,) = torch.autograd.grad(y.sum(), gate)
@@ -242,17 +245,18 @@ def test_plan_says_how_the_card_is_used():
     assert warpsmith.plan("swiglu", rows=10, columns=33)["vectors"] == 42  # the last one is not full
 
 
-RAW = [("swiglu", ()), ("geglu", (False,)), ("geglu", (True,)), ("reglu", ())]
 ON_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CARD)])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("name", "extra"), RAW, ids=lambda v: str(v))
-def test_a_backward_that_makes_the_output_again(name, extra, packed, device):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_backward_that_makes_the_output_again(form, packed, device):
     """Over dy the bits of the forward, over the inputs those of the backward."""
+    row, options = FORMS[form]
+    extra = (bool(options),) if "tanh" in row.arguments else ()
     forward, backward, again = (
-        getattr(torch.ops.warpsmith, name + suffix).default
+        getattr(torch.ops.warpsmith, row.name + suffix).default
         for suffix in ("_forward", "_backward", "_backward_with_output_")
     )
     for dtype in (FP32, BF16, FP16, *([FP64] if device == "cpu" else [])):

@@ -156,7 +156,7 @@ def test_expanded_and_misaligned_tensors():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_a_thousand_backwards_have_the_same_bits_beside_other_work(causal, d):
+def test_a_thousand_backwards_beside_other_work_have_one_result(causal, d):
     tensors = leaves(2, 1000, 1000, 8, 2, d)
     dout = torch.randn_like(tensors[0])
     first = run(warpsmith.attention, tensors, dout, causal=causal)
@@ -214,7 +214,7 @@ def test_plain_problems_in_portable_kernels(portable_alone, shape, dtype, option
 @pytest.mark.parametrize(
     "shape", [(2, 130, 130, 4, 2, 64), (2, 200, 130, 4, 2, 128), (2, 65, 65, 4, 2, 72), (2, 130, 70, 4, 2, 256)]
 )
-def test_every_element_of_new_memory_is_written_before_it_is_read(shape):
+def test_every_element_of_new_memory_is_written_before_a_read(shape):
     """initcheck does not see what the Hopper kernels' bulk copies write (tools/gpu/sanitized_workload.py)."""
     tensors = leaves(*shape)
     dout = torch.randn_like(tensors[0])

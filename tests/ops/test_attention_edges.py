@@ -43,7 +43,7 @@ def assert_close_to_reference(leaves, rtol=1e-9, dout=None, **options):
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_packed_qkv_gives_the_bits_of_three_tensors_and_one_gradient(layout):
+def test_packed_qkv_gives_the_bits_of_three_tensors_one_gradient(layout):
     q, k, v = problem()
     if layout == "bhsd":
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
@@ -67,7 +67,7 @@ def test_packed_heads_give_the_bits_of_three_tensors():
     assert bitwise_equal(packed[2], torch.cat(apart[2:], 2))
 
 
-def test_packed_qkv_as_a_linear_layer_gives_it_is_neither_copied_nor_put_together():
+def test_packed_qkv_of_a_linear_layer_is_not_copied_or_joined():
     # (B, S, 3 C) is a view of (B, S, 3, H, D), and so must its gradient be.
     (x,) = tensors((2, 20, 3 * 64))
     x.requires_grad_()

@@ -47,7 +47,7 @@ def results(call, leaves, dout):
 
 @pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16])
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_of_the_queries_and_heads_has_the_bits_of_the_whole(part, dtype):
+def test_a_part_of_queries_and_heads_has_the_bits_of_the_whole(part, dtype):
     torch.manual_seed(1)
     q, dout = (torch.randn(BATCH, QUERIES, HEADS, 16).to(dtype) for _ in range(2))
     k, v = (torch.randn(BATCH, KEYS, HEADS, 16).to(dtype) for _ in range(2))

@@ -73,7 +73,7 @@ def test_logits_that_others_saved_are_not_lost_in_silence():
 
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_rows_that_cannot_hold_their_gradient_are_refused_before_the_backward(dtype, reduction):
+def test_rows_that_cannot_hold_their_gradient_are_refused_early(dtype, reduction):
     """Also where the gradient is only computed there."""
     leaf = torch.randn(3, 5).to(dtype).requires_grad_()
     three = leaf.expand(2, 3, 5) * 1

@@ -11,17 +11,14 @@ import torch
 import warpsmith
 from warpsmith.testing import OpSpec
 
+from tools import families
+
 ROOT = Path(__file__).resolve().parents[2]
-OPS = sorted(p.stem for p in (ROOT / "docs/ops").glob("*.md") if p.stem != "index")
+OPS = sorted(row.name for row in families.rows())
 # How many heads a case has of what a docstring counts by; the others count by the case's own shape.
 HEADS = {"``q`` and ``k``": lambda case: case.shape[-2] + case.options.get("k_heads", max(1, case.shape[-2] // 2))}
 # Bound by products of matrices, not by memory: their docstrings name no bytes.
-# {op: family}, from the families' lists.
-FAMILY = {
-    op: path.parent.name
-    for path in (ROOT / "csrc/kernels").glob("*/*_ops.h")
-    for op in re.findall(r"ROW\((\w+)", path.read_text())
-}
+FAMILY = {row.name: row.family for row in families.rows()}
 COMPUTE_BOUND = {"attention", "attention_varlen", "linear_cross_entropy", "linear_log_prob"}
 
 
@@ -84,4 +81,4 @@ def with_own_headers(file):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_sim_counts_bytes(op):
-    assert "expect_bytes(" in with_own_headers(ROOT / f"tests/sim/sim_{FAMILY.get(op, op)}.cpp")
+    assert "expect_bytes(" in with_own_headers(ROOT / f"tests/sim/sim_{FAMILY[op]}.cpp")

@@ -1,5 +1,6 @@
 """Ops that treat each row by itself, on DTensors: each rank computes its rows, with the bits of the whole tensor."""
 
+import functools
 import warnings
 
 import pytest
@@ -8,25 +9,24 @@ import warpsmith
 from torch import nn
 from warpsmith.testing import run_ranks
 
-# Name: function, inputs that hold rows, parameters. Of two rows some rank holds one, and of one some rank none.
+from tests.ops.row_ops import RowOp, row_ops
+from tools import families
+
+
+def in_place(op, *tensors):
+    return op(*(t * 1 for t in tensors), inplace_backward=True)
+
+
+# Of two rows some rank holds one, and of one some rank none.
+ROW_OPS = row_ops(p=0.5, training=False)
 OPS = {
-    "rms_norm": (lambda x, w: warpsmith.rms_norm(x, w, 1e-6, 1.0), 1, 1),
-    "layer_norm": (warpsmith.layer_norm, 1, 2),
-    "add_rms_norm": (warpsmith.add_rms_norm, 2, 1),
-    "add_layer_norm": (warpsmith.add_layer_norm, 2, 2),
-    "dropout_add, none": (lambda x, r: warpsmith.dropout_add(x, r, 0.0), 2, 0),
-    "dropout_add_rms_norm, evaluation": (
-        lambda x, r, w: warpsmith.dropout_add_rms_norm(x, r, w, 0.5, training=False),
-        2,
-        1,
-    ),
-    "swiglu": (warpsmith.swiglu, 2, 0),
-    "swiglu, packed": (warpsmith.swiglu, 1, 0),
-    "geglu": (lambda g, u: warpsmith.geglu(g, u, approximate="tanh"), 2, 0),
-    "reglu, in place": (lambda g, u: warpsmith.reglu(g * 1, u * 1, inplace_backward=True), 2, 0),
-    "relu_squared": (warpsmith.relu_squared, 1, 0),
-    "bias_gelu": (warpsmith.bias_gelu, 1, 1),
-    "bias_silu": (warpsmith.bias_silu, 1, 1),
+    **ROW_OPS,
+    "rms_norm, offset": RowOp(lambda x, w: warpsmith.rms_norm(x, w, 1e-6, 1.0), 1, 1),
+    "dropout_add, none": RowOp(lambda x, r: warpsmith.dropout_add(x, r, 0.0), 2, 0),
+    **{
+        f"{row.name}, in place": RowOp(functools.partial(in_place, getattr(warpsmith, row.name)), 2, 0)
+        for row in families.rows("GATED")
+    },
 }
 SHAPE = (3, 2, 8)
 

@@ -225,7 +225,7 @@ def test_main_grad_adds_up_over_micro_batches_and_walks():
     torch.testing.assert_close(main_grad, 2 * once)
 
 
-def test_checkpoints_and_tensors_kept_elsewhere_give_the_same_gradients():
+def test_checkpoints_and_offloaded_tensors_give_equal_gradients():
     hidden, weight, target = problem()
     expected = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, up=2.0)
 
@@ -377,7 +377,7 @@ def test_a_smaller_bound_never_holds_more():
         assert plan["fits"] and plan["peak_bytes"] <= bound
 
 
-def test_a_bound_that_nothing_fits_is_refused_with_the_least_that_does():
+def test_a_bound_that_nothing_fits_names_the_least_that_does():
     hidden, weight, target = problem(BF16, rows=512, width=64, classes=4096)
     with pytest.raises(ValueError, match=r"^linear_cross_entropy: max_bytes: expected at least (\d+) for this") as bad:
         warpsmith.linear_cross_entropy(hidden, weight, target, max_bytes=10**5)

@@ -103,7 +103,7 @@ class SaveLogitsArguments(TorchDispatchMode):
         ({}, False, False),
     ],
 )
-def test_the_cpu_keeps_logits_that_fit_where_gradients_are_recorded(options, leaf, kept):
+def test_the_cpu_keeps_logits_that_fit_if_gradients_are_recorded(options, leaf, kept):
     hidden, weight, target = problem()
     with SaveLogitsArguments() as arguments:
         warpsmith.linear_log_prob(hidden, weight.requires_grad_(leaf), target, **options)

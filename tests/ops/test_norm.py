@@ -191,7 +191,7 @@ def test_a_constant_row_becomes_the_bias(value, columns, device):
     assert torch.equal(warpsmith.layer_norm(x, torch.ones_like(bias), bias), bias.expand(2, -1))
 
 
-def test_gradients_of_layer_norm_that_are_not_wanted_are_not_computed():
+def test_unwanted_gradients_of_layer_norm_are_not_computed():
     x, weight, bias = torch.randn(4, 8), torch.ones(8), torch.zeros(8)
     dx, dweight, dbias = torch.ops.warpsmith.layer_norm_backward(
         x, x, weight, bias, torch.zeros(4), torch.ones(4), False, False, True

@@ -82,7 +82,7 @@ def test_wide_rows_stay_on_the_chip_where_there_are_clusters():
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("columns", [64, 128, 256, 512, 768, 1024])
-def test_short_rows_that_fill_their_lanes_have_a_kernel_of_their_length(op, columns):
+def test_short_rows_that_fill_lanes_have_their_own_kernel(op, columns):
     for rows in (1, 7, 10**6):
         plan = warpsmith.plan(op, rows=rows, columns=columns, dtype="bfloat16")["forward"]
         assert (plan["kernel"], plan["shared_bytes"]) == ("warp", 0)
@@ -168,7 +168,7 @@ def test_only_ops_with_a_residual_have_a_stream():
 
 @pytest.mark.parametrize("op", ADD)
 @pytest.mark.parametrize("columns", [128, 512, 768, 4096, 16384])
-def test_beside_a_wider_stream_the_backwards_vectors_are_16_bytes_of_the_stream(op, columns):
+def test_beside_a_wider_stream_vectors_are_16_bytes_of_it(op, columns):
     """Its asynchronous copies pass the L1 cache: a vector of two accesses would fetch every 32-byte sector twice."""
     for dtype, stream, elems in (("bfloat16", "float32", 4), ("bfloat16", "bfloat16", 8), ("float32", "float32", 4)):
         plan = warpsmith.plan(op, rows=65536, columns=columns, dtype=dtype, residual_dtype=stream)
@@ -199,6 +199,6 @@ def test_beside_a_wider_stream_the_backwards_vectors_are_16_bytes_of_the_stream(
         ("dropout_add_layer_norm", 12288, "batches", "cluster", 120),
     ],
 )
-def test_the_backward_takes_the_body_that_was_measured_as_the_better(op, columns, kernel, scope, blocks):
+def test_the_backward_takes_the_body_that_measured_better(op, columns, kernel, scope, blocks):
     c = warpsmith.plan(op, rows=131072, columns=columns, dtype="bfloat16")["backward"]
     assert (c["kernel"], c["scope"], c["blocks"]) == (kernel, scope, blocks)

@@ -107,7 +107,7 @@ def test_both_summands_may_be_one_tensor():
     torch.testing.assert_close(x.grad, twin.grad)
 
 
-def test_gradients_of_both_summands_are_not_one_memory_for_the_next_step():
+def test_gradients_of_both_summands_do_not_share_memory_later():
     """Autograd may hand one tensor to two leaves; adding to one's gradient must not change the other's."""
     x, residual = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
     warpsmith.add_rms_norm(x, residual, None)[0].square().sum().backward()

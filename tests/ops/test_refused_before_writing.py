@@ -12,6 +12,9 @@ import warpsmith
 from torch.utils.checkpoint import checkpoint
 from warpsmith.testing import bitwise_equal
 
+from tools import families
+
+GATED = [getattr(warpsmith, row.name) for row in families.rows("GATED")]
 TARGET = torch.tensor([0, 3, 1, 4])
 
 
@@ -29,7 +32,7 @@ def made_under_inference(t):
         return t.clone()
 
 
-@pytest.mark.parametrize("op", [warpsmith.swiglu, warpsmith.geglu, warpsmith.reglu])
+@pytest.mark.parametrize("op", GATED)
 @pytest.mark.parametrize("rows", [0, 1, 2])
 def test_halves_of_few_rows_with_inplace_backward(op, rows):
     """An expert without tokens: ``h.chunk(2, -1)`` of (0, 32)."""
@@ -70,7 +73,7 @@ def test_cross_entropy_in_place_with_tensors_of_inference_mode(which, reduction)
     assert bitwise_equal(logits.detach(), before)
 
 
-def test_cross_entropy_in_place_over_chunks_is_refused_at_the_first():
+def test_cross_entropy_in_place_over_chunks_is_refused_at_once():
     logits = logits_of(leaf_of(4, 5))
     before = logits.detach().clone()
     for part, target in zip(logits.chunk(2), TARGET.chunk(2), strict=True):
@@ -100,8 +103,8 @@ def test_the_negative_bit_is_not_written_through():
     assert torch.equal(lazy, before)
 
 
-@pytest.mark.parametrize("op", [warpsmith.swiglu, warpsmith.geglu, warpsmith.reglu])
-def test_gated_gradients_are_not_written_through_the_negative_bit(op):
+@pytest.mark.parametrize("op", GATED)
+def test_gated_gradients_are_not_written_over_negative_bits(op):
     z = leaf_of(3, 8, 2)
 
     def gradient(**options):

@@ -354,7 +354,7 @@ def test_normalised_outputs_and_gradients_lie_as_the_inputs_do():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_normalised_positions_that_the_host_does_not_know_become_nan():
+def test_normalised_positions_unknown_to_the_host_become_nan():
     q, k, q_weight, k_weight, cos, sin = (t.cuda() for t in norm_problem(BF16, dim=64))
     offsets = torch.tensor([0, 3], device="cuda")
     for y in warpsmith.qk_norm_rope(q, k, q_weight, k_weight, cos[:6], sin[:6], position_offset=offsets):

@@ -81,7 +81,7 @@ def test_in_place_under_compile():
         (lambda q, k: (q, k.transpose(-1, -2).contiguous().transpose(-1, -2)), "k: expected adjacent elements"),
     ],
 )
-def test_what_must_not_be_written_in_place_is_named_and_unchanged(change, message):
+def test_what_must_not_be_written_in_place_is_named_unchanged(change, message):
     q, k, cos, sin = problem()
     q, k = change(q, k)
     before = q.detach().clone(), k.detach().clone()

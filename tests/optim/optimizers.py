@@ -56,3 +56,5 @@ FULL = [
     Options("RMSprop", {"centered": True, "momentum": 0.9}, "full"),
 ]
 LION = Options("Lion", {"weight_decay": 0.1}, "decay")
+LAMB = Options("LAMB", {"weight_decay": 0.1}, "decay")
+FEW_STATES = [Options("AdamW", {}, "plain"), Options("SGD", {"momentum": 0.9}, "momentum")]

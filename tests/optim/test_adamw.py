@@ -1,4 +1,4 @@
-"""warpsmith.optim.AdamW beside torch.optim.AdamW: many steps, states both ways, schedulers, copies, bad input."""
+"""What AdamW has beyond every optimizer's tests: groups, schedulers, copies, compiled steps, bad parameters."""
 
 import copy
 import io
@@ -8,29 +8,8 @@ import torch
 import warpsmith
 from torch import nn
 from torch.testing import assert_close
-from warpsmith.testing import cpu_threads
 
 from .adamw_runs import assert_same_bits, make_params, run, set_grads, states_of
-
-OPTIONS = [
-    {},
-    {"amsgrad": True},
-    {"maximize": True, "weight_decay": 0.0},
-    {"betas": (0.0, 0.5), "eps": 1e-3},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_follows_torch_over_many_steps(dtype, options):
-    ours, theirs = make_params(dtype), make_params(dtype)
-    a = warpsmith.optim.AdamW(ours, lr=1e-2, **options)
-    b = torch.optim.AdamW(theirs, lr=1e-2, fused=True, **options)
-    run(a, ours, 100)
-    run(b, theirs, 100)
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
-    assert_close(ours, theirs, **tolerance)
-    assert_close(states_of(a, ours), states_of(b, theirs), **tolerance)
 
 
 def test_groups_with_their_own_options():
@@ -80,35 +59,6 @@ def test_more_groups_than_a_launch_takes():
     assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("through_a_file", [False, True])
-@pytest.mark.parametrize("torch_options", [{}, {"fused": True}, {"foreach": True}], ids=str)
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_loads_the_state_of_torch_and_is_loaded_by_it(amsgrad, torch_options, through_a_file):
-    def passed_on(state):
-        if not through_a_file:
-            return copy.deepcopy(state)  # torch keeps the tensors it loads
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
-
-    theirs = make_params()
-    b = torch.optim.AdamW(theirs, lr=1e-2, amsgrad=amsgrad, **torch_options)
-    run(b, theirs, 5)
-    ours = copy.deepcopy(theirs)
-    a = warpsmith.optim.AdamW(ours, lr=0.5)
-    a.load_state_dict(passed_on(b.state_dict()))
-    back = copy.deepcopy(theirs)
-    c = torch.optim.AdamW(back, lr=0.7, **torch_options)
-    c.load_state_dict(passed_on(a.state_dict()))
-    assert a.param_groups[0]["lr"] == c.param_groups[0]["lr"] == 1e-2
-    for optimizer, params in ((a, ours), (b, theirs), (c, back)):
-        run(optimizer, params, 5, first=5)
-    for optimizer, params in ((a, ours), (c, back)):
-        assert_close(params, theirs, rtol=1e-5, atol=1e-6)
-        assert_close(states_of(optimizer, params), states_of(b, theirs), rtol=1e-5, atol=1e-6)
-
-
 def test_loads_steps_that_are_python_numbers():
     params = make_params()
     a = warpsmith.optim.AdamW(params)
@@ -119,47 +69,6 @@ def test_loads_steps_that_are_python_numbers():
     a.load_state_dict(state)
     run(a, params, 1)
     assert all(s["step"].dtype == torch.float32 and s["step"] == 4 for s in states_of(a, params))
-
-
-@pytest.mark.parametrize("optim", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.SGD])
-def test_the_state_of_another_optimizer_is_refused(optim):
-    theirs = make_params()
-    other = optim(theirs, **({"momentum": 0.9} if optim is torch.optim.SGD else {}))
-    run(other, theirs, 2)
-    params = make_params()
-    optimizer = warpsmith.optim.AdamW(params)
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": other.state_dict()["state"], "param_groups": groups})
-    set_grads(params, 0)
-    before = copy.deepcopy(params)
-    with pytest.raises(ValueError, match=r"^AdamW: param_groups\[0\]\['params'\]\[0\]: expected a state with exp_avg"):
-        optimizer.step()
-    assert_same_bits(params, before)
-
-
-def test_same_bits_again_and_after_resuming():
-    params, again, resumed = make_params(), make_params(), make_params()
-    a, b, c = (warpsmith.optim.AdamW(p, lr=1e-2, amsgrad=True) for p in (params, again, resumed))
-    run(a, params, 10)
-    run(b, again, 10)
-    assert_same_bits(params, again)
-    run(c, resumed, 5)
-    fresh = copy.deepcopy(resumed)
-    d = warpsmith.optim.AdamW(fresh)
-    d.load_state_dict(c.state_dict())
-    run(d, fresh, 5, first=5)
-    assert_same_bits(params, fresh)
-    assert_same_bits(states_of(a, params), states_of(d, fresh))
-
-
-def test_same_bits_with_one_and_two_threads():
-    results = []
-    for count in (1, 2):
-        with cpu_threads(count):
-            params = make_params(shapes=[(100_000,), (5,), (300, 300)])
-            run(warpsmith.optim.AdamW(params, lr=1e-2), params, 3)
-            results.append(params)
-    assert_same_bits(*results)
 
 
 def test_channels_last_parameters():
@@ -227,29 +136,6 @@ def test_copies_and_pickles_go_on_alike():
     assert_same_bits(params, third_params)
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_grad_scaler(unscale):
-    results = []
-    for optim, extra in ((warpsmith.optim, {}), (torch.optim, {"fused": True})):
-        params = make_params()
-        optimizer = optim.AdamW(params, lr=1e-2, **extra)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        scaler.scale(torch.zeros(()))  # makes the scale tensor
-        steps = []
-        for i in range(6):
-            set_grads(params, i, scale=scaler.get_scale())
-            if i in (0, 3):
-                params[4].grad[7] = torch.inf
-            if unscale:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            steps.append(optimizer.state[params[0]]["step"].item())
-        assert steps == [0, 1, 2, 2, 3, 4]
-        results.append(params)
-    assert_close(*results, rtol=1e-5, atol=1e-5)
-
-
 def test_compiled_training_step():
     model = nn.Linear(4, 4)
     plain = copy.deepcopy(model)
@@ -266,40 +152,6 @@ def test_compiled_training_step():
         compiled(model, a, x)
         train(plain, b, x)
     assert_same_bits(model.parameters(), plain.parameters())
-
-
-BAD_OPTIONS = [
-    ({"lr": -1.0}, r"AdamW: lr: expected a number >= 0, got -1.0"),
-    ({"lr": torch.tensor(-1.0)}, r"AdamW: lr: expected a number >= 0, got -1.0"),
-    ({"lr": torch.ones(2)}, r"AdamW: lr: expected a number, or one"),
-    ({"lr": torch.tensor(1)}, r"AdamW: lr: expected .* got int64"),
-    ({"betas": (1.0, 0.9)}, r"AdamW: betas: expected two numbers in \[0, 1\), got \(1.0, 0.9\)"),
-    ({"betas": (0.9,)}, r"AdamW: betas: expected two numbers"),
-    ({"betas": (torch.tensor(0.9), torch.tensor(0.9))}, r"AdamW: betas: expected two numbers"),
-    ({"eps": -1.0}, r"AdamW: eps: expected a number >= 0, got -1.0"),
-    ({"weight_decay": -0.1}, r"AdamW: weight_decay: expected a number >= 0, got -0.1"),
-    ({"differentiable": True}, r"AdamW: differentiable: expected False"),
-    ({"foreach": True, "fused": True}, r"AdamW: fused: expected not both"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=str)
-def test_bad_options_are_refused(options, message):
-    params = make_params()
-    with pytest.raises(ValueError, match=message):
-        warpsmith.optim.AdamW(params, **options)
-    if "foreach" in options:
-        return
-    optimizer = warpsmith.optim.AdamW(params[:1])
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": params[1:], **options})
-    assert len(optimizer.param_groups) == 1
-    before = copy.deepcopy(optimizer.state_dict())
-    loaded = copy.deepcopy(before)
-    loaded["param_groups"][0].update(options)
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(loaded)
-    assert optimizer.state_dict() == before
 
 
 def in_dtype(dtype):

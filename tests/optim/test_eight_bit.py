@@ -330,7 +330,7 @@ def test_loaded_states_may_be_views_of_anything():
     assert bitwise_equal(optimizer.state[p]["scales"], torch.stack([scales, torch.full((16,), 0.5)]))
 
 
-def test_scales_that_do_not_fit_are_refused_before_anything_is_loaded():
+def test_scales_that_do_not_fit_are_refused_before_loading():
     params = make_params(shapes=[(5000,)])
     optimizer = warpsmith.optim.Adam(params, precision="8bit")
     run(optimizer, params, 1)

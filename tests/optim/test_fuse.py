@@ -78,7 +78,7 @@ def test_fused_is_the_separate_operations_on_cuda(options, precision, dtype):
         assert_same_bits(fused, separate)
 
 
-def test_an_average_without_the_optimizer_is_that_of_rounded_parameters():
+def test_an_average_by_itself_is_that_of_rounded_parameters():
     with_masters = trained(ADAMW, "master", BF16, fused=True)
     for fused, separate in zip(
         trained(ADAMW, "master", BF16, fused=True, given_optimizer=False),
@@ -117,7 +117,7 @@ def test_a_scaler_and_gradients_of_another_dtype_go_with_it():
     assert_same_bits(*finals)
 
 
-def test_gradients_that_share_memory_are_read_before_they_become_zero():
+def test_gradients_that_share_memory_are_read_before_zeroing():
     results = []
     for fused in (False, True):
         params = make_params(shapes=[(5000,), (5000,)])
@@ -141,7 +141,7 @@ def test_gradients_of_other_strides_become_zero_themselves():
     assert bitwise_equal(p.detach(), torch.full((8, 6), 1 - LR))
 
 
-def test_moved_averages_are_seen_and_a_second_call_replaces_the_first():
+def test_moved_averages_are_seen_and_a_second_call_replaces():
     params = make_params(shapes=[(300,)])
     optimizer = warpsmith.optim.SGD(params, lr=LR)
     ema = EMA(params, 0.5)

@@ -10,9 +10,8 @@ from torch.testing import assert_close
 from warpsmith.testing import bitwise_equal
 
 from .adamw_runs import assert_same_bits, make_params, states_of
-from .optimizers import FULL, LION, Options
+from .optimizers import FULL, LAMB, LION, Options
 
-LAMB = Options("LAMB", {"weight_decay": 0.1}, "decay")
 ALL = [*FULL, LION, Options("SGD", {}, "no state")]
 LR = 1e-2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -58,7 +57,7 @@ def test_a_step_takes_the_values_of_gradients_of_any_dtype(options, precision, d
 
 
 @pytest.mark.parametrize("options", [*FULL, LION, LAMB], ids=str)
-def test_float32_gradients_beside_16_bit_parameters_are_not_rounded(options):
+def test_float32_gradients_of_16_bit_parameters_are_not_rounded(options):
     """``master`` with float32 gradients is a float32 optimizer, bit by bit over 200 steps; not so with rounded ones."""
     params = make_params(BF16, shapes=[(300,), (33, 9)])
     exact, rounded = ([nn.Parameter(p.detach().float()) for p in params] for _ in range(2))

@@ -1,6 +1,7 @@
 """Every optimizer of warpsmith.optim beside torch's of the same name: steps, trajectories, states both ways, bits."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from warpsmith.reference.lion import lion as lion_reference
 from warpsmith.testing import bitwise_equal, cpu_threads, measure
 
 from .adamw_runs import assert_same_bits, make_params, run, set_grads, states_of
-from .optimizers import FULL, LION, OF_TORCH
+from .optimizers import FEW_STATES, FULL, LAMB, LION, OF_TORCH
 
-ALL = [*FULL, LION]
+ALL = [*FULL, LION, LAMB]
 LR = 1e-2
 
 
@@ -65,6 +66,17 @@ def test_two_hundred_steps_stay_beside_float64(options):
     for p, q, w in zip(*([p.detach() for p in params] for _, params in runs), strict=True):
         step = 2.0**-24 * max(1.0, float(w.abs().max()))
         assert float((p - w).abs().max()) <= 2 * float((q - w).abs().max()) + 4 * step
+
+
+@pytest.mark.parametrize("options", FULL, ids=str)
+def test_float64_follows_torch(options):
+    ours, theirs = make_params(torch.float64), make_params(torch.float64)
+    a, b = options.ours(ours, lr=LR), options.theirs(theirs, lr=LR)
+    run(a, ours, 100)
+    run(b, theirs, 100)
+    assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    for s, u in zip(states_of(a, ours), states_of(b, theirs), strict=True):
+        assert_close([s[name] for name in u], [*u.values()], rtol=1e-12, atol=1e-12)
 
 
 def test_lion_follows_its_definition():
@@ -138,34 +150,46 @@ def test_same_bits_again_resumed_on_one_thread_and_in_pieces(options):
                 optimizer.step()
         return torch.cat([p.detach() for p in params])
 
-    expected = trained(split=False)
-    for other in (trained(False), trained(True), trained(False, threads=1), trained(True, resume=True)):
-        assert bitwise_equal(other, expected)
+    for split in (False, True):
+        expected = trained(split)
+        for other in (trained(split), trained(split, threads=1), trained(split, resume=True)):
+            assert bitwise_equal(other, expected)
+        if options is not LAMB:  # whose step takes norms of whole tensors
+            assert bitwise_equal(expected, trained(not split))
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("options", FULL, ids=str)
-def test_loads_the_state_of_torch_and_is_loaded_by_it(options, foreach):
+def in_memory(state):
+    return copy.deepcopy(state)  # torch keeps the tensors it loads
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("passed_on", [in_memory, through_a_file])
+@pytest.mark.parametrize("torch_options", [{"fused": False}, {}, {"foreach": True, "fused": False}], ids=str)
+@pytest.mark.parametrize("options", [*FULL, *FEW_STATES], ids=str)
+def test_loads_the_state_of_torch_and_is_loaded_by_it(options, torch_options, passed_on):
     theirs = make_params()
-    b = options.theirs(
-        theirs, lr=LR, **({"foreach": True, "fused": False} if foreach and options.name != "RMSprop" else {})
-    )
+    b = options.theirs(theirs, lr=LR, **({} if options.name == "RMSprop" else torch_options))
     run(b, theirs, 5)
     ours = copy.deepcopy(theirs)
     a = options.ours(ours, lr=0.5)
-    a.load_state_dict(copy.deepcopy(b.state_dict()))
+    a.load_state_dict(passed_on(b.state_dict()))
     back = copy.deepcopy(theirs)
     c = options.theirs(back, lr=0.7)
-    c.load_state_dict(copy.deepcopy(a.state_dict()))
+    c.load_state_dict(passed_on(a.state_dict()))
     assert a.param_groups[0]["lr"] == c.param_groups[0]["lr"] == LR
     for optimizer, params in ((a, ours), (b, theirs), (c, back)):
         run(optimizer, params, 5, first=5)
-    for params in (ours, back):
+    for optimizer, params in ((a, ours), (c, back)):
         assert_close(params, theirs, rtol=1e-5, atol=1e-5)
-    for name in b.state[theirs[0]]:
-        assert_close(
-            [s[name] for s in states_of(a, ours)], [s[name] for s in states_of(b, theirs)], rtol=1e-5, atol=1e-5
-        )
+        for name in b.state[theirs[0]]:
+            found, wanted = ([s[name] for s in states_of(*pair)] for pair in ((optimizer, params), (b, theirs)))
+            assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", FULL, ids=str)
@@ -204,8 +228,8 @@ def test_groups_of_every_option_in_one_optimizer(options):
 
     a = options.ours(groups(ours), lr=LR)
     run(a, ours, 10)
-    if options.name == "Lion":
-        single = [warpsmith.optim.Lion(**{**g, "lr": g.get("lr", LR), "weight_decay": 0.1}) for g in groups(theirs)]
+    if options in (LION, LAMB):
+        single = [options.ours(**{**g, "lr": g.get("lr", LR)}) for g in groups(theirs)]
         for i in range(10):
             set_grads(theirs, i)
             for optimizer in single:
@@ -245,20 +269,29 @@ def test_a_first_step_that_overflows_changes_nothing(options):
     assert_same_bits(states_of(a, skipped), states_of(b, plain))
 
 
+@pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("options", FULL, ids=str)
-def test_grad_scaler_skips_and_divides_as_with_torch(options):
+def test_grad_scaler_skips_and_divides_as_with_torch(options, unscale):
+    overflows, counts = (0, 3), [0, 1, 2, 2, 3, 4]
+    if options.name == "SGD":  # torch's has no counter, and another buffer after a first step that was skipped
+        overflows, counts = (3,), [1, 2, 3, 3, 4, 5]
     results = []
     for make in (options.ours, options.theirs):
         params = make_params()
         optimizer = make(params, lr=LR)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        scaler.scale(torch.zeros(()))
-        for i in range(5):
+        scaler.scale(torch.zeros(()))  # makes the scale tensor
+        steps = []
+        for i in range(6):
             set_grads(params, i, scale=scaler.get_scale())
-            if i == 3:
+            if i in overflows:
                 params[4].grad[7] = torch.inf
+            if unscale:
+                scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
+            steps.append(float(optimizer.state[params[0]].get("step", 0)))
+        assert steps == counts or options.name == "SGD" and not any(steps)
         results.append(params)
     assert_close(*results, rtol=1e-5, atol=1e-5)
 
@@ -286,6 +319,27 @@ BAD = {
         ({"weight_decay": -0.1}, "weight_decay: expected a number >= 0"),
         ({"differentiable": True}, "differentiable: expected False"),
         ({"foreach": True, "fused": True}, "fused: expected not both"),
+    ],
+    "AdamW": [
+        ({"lr": -1.0}, "lr: expected a number >= 0, got -1.0"),
+        ({"lr": torch.tensor(-1.0)}, "lr: expected a number >= 0, got -1.0"),
+        ({"lr": torch.ones(2)}, "lr: expected a number, or one"),
+        ({"lr": torch.tensor(1)}, "lr: expected .* got int64"),
+        ({"betas": (1.0, 0.9)}, r"betas: expected two numbers in \[0, 1\), got \(1.0, 0.9\)"),
+        ({"betas": (0.9,)}, "betas: expected two numbers"),
+        ({"betas": (torch.tensor(0.9), torch.tensor(0.9))}, "betas: expected two numbers"),
+        ({"eps": -1.0}, "eps: expected a number >= 0, got -1.0"),
+        ({"weight_decay": -0.1}, "weight_decay: expected a number >= 0, got -0.1"),
+        ({"differentiable": True}, "differentiable: expected False"),
+        ({"foreach": True, "fused": True}, "fused: expected not both"),
+    ],
+    "LAMB": [
+        ({"lr": -1.0}, "lr: expected a number >= 0"),
+        ({"betas": (0.9, 1.0)}, "betas: expected two numbers"),
+        ({"eps": -1.0}, "eps: expected a number >= 0"),
+        ({"weight_decay": float("nan")}, "weight_decay: expected a number >= 0"),
+        ({"precision": "bf16"}, "precision: expected one of None, fp32, master, got bf16"),
+        ({"precision": "8bit"}, "precision: expected"),
     ],
     "SGD": [
         ({"lr": -1.0}, "lr: expected a number >= 0"),
@@ -375,13 +429,23 @@ def test_states_of_another_shape_or_optimizer_are_refused(options):
     ):
         optimizer.load_state_dict(other.state_dict())
     assert_same_bits(optimizer.state_dict()["state"].values(), before["state"].values())
-    foreign = warpsmith.optim.Lion if options.name.startswith("Adag") else warpsmith.optim.Adagrad
-    third = make_params(shapes=[(3,), (4,)])
-    alien = foreign(third)
-    run(alien, third, 1)
-    fresh = options.ours(third, lr=LR)
-    fresh.load_state_dict({"state": alien.state_dict()["state"], "param_groups": fresh.state_dict()["param_groups"]})
-    values = copy.deepcopy(third)
-    with pytest.raises(ValueError, match=rf"^{options.name}: .*expected a state with .*, got one without"):
-        fresh.step()
-    assert_same_bits(third, values)
+
+
+@pytest.mark.parametrize("options", ALL, ids=str)
+def test_states_of_another_optimizer_are_refused(options):
+    names = {"SGD", "Adagrad", "RMSprop"} - {options.name}
+    if options.name == "SGD":
+        names.remove("RMSprop")  # has a buffer of the same name
+    for foreign in (o.theirs for o in FULL if o.name in names):
+        params = make_params(shapes=[(3,), (4,)])
+        alien = foreign(params)
+        run(alien, params, 1)
+        optimizer = options.ours(params, lr=LR)
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": alien.state_dict()["state"], "param_groups": groups})
+        set_grads(params, 1)
+        before = copy.deepcopy(params)
+        words = r"param_groups\[0\]\['params'\]\[0\]: expected a state with .*, got one without"
+        with pytest.raises(ValueError, match=rf"^{options.name}: {words}"):
+            optimizer.step()
+        assert_same_bits(params, before)

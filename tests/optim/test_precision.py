@@ -106,7 +106,7 @@ def test_masters_follow_float32_where_16_bits_stand_still(options, dtype):
 
 @pytest.mark.parametrize(("precision", "dtype"), KINDS, ids=str)
 @pytest.mark.parametrize("options", [*FULL, LION], ids=str)
-def test_resumed_in_pieces_and_on_one_thread_it_has_the_same_bits(options, precision, dtype):
+def test_same_bits_resumed_in_pieces_and_on_one_thread(options, precision, dtype):
     lengths = [1, 63, 65, 500, 20_000, 7]
     total = sum(lengths)
     generator = torch.Generator().manual_seed(3)

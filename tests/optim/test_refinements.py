@@ -180,7 +180,7 @@ def test_random_rounding_depends_on_seed_step_and_element_alone():
         assert abs(float((ups[i] == ups[j]).double().mean()) - 5 / 8) < 0.05
 
 
-def test_a_parameter_without_gradient_keeps_the_numbers_of_the_others():
+def test_a_parameter_without_gradient_keeps_others_numbers():
     """Elements are numbered over all parameters, whether they take part or not."""
     results = []
     for skip in (False, True):

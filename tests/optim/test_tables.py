@@ -49,7 +49,7 @@ def test_a_table_is_taken_only_with_its_own_facts():
     assert all(torch.equal(p, torch.full((5,), 0.5)) for p in params)
 
 
-def test_hyperparameters_in_memory_count_instead_of_those_in_the_call():
+def test_hyperparameters_in_memory_replace_those_in_the_call():
     """The kernel reads them, so that a graph follows what is written there; CPU memory is the CPU's device."""
     results = []
     for way in ("call", "memory"):

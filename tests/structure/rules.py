@@ -7,8 +7,6 @@ import sys
 
 from files import CODE, CPP, DOCUMENTS, code_of, files, lines_matching, read
 
-from tools import families
-
 SOFT_LINES, HARD_LINES = 400, 800
 
 
@@ -40,30 +38,27 @@ NOT_A_FAMILYS = {
 }
 
 
-def missing_rooms(root):
+def missing_rooms(root, rows, optimizers=()):
     """What a row of a family's list lacks: files of the family, files of the op, cases in the family's tests."""
-    rows = families.rows(root)
     found = []
     for family in dict.fromkeys(row.family for row in rows):
         wanted = [pattern.format(family) for pattern in OF_A_FAMILY]
         found += [f"{family}: {pattern} is missing" for pattern in wanted if not any(root.glob(pattern))]
-    if rows and (root / "csrc/kernels/optim/optim_ops.h").exists():
-        ops = {row.name for row in rows}
-        for name in families.optimizers(root):
-            wanted = [f"python/warpsmith/optim/{name}.py"] + [f"docs/optim/{name}.md"] * (name not in ops)
-            found += [f"{name}: {path} is missing" for path in wanted if not (root / path).exists()]
+    ops = {row.name for row in rows}
+    for name in optimizers:
+        wanted = [f"python/warpsmith/optim/{name}.py"] + [f"docs/optim/{name}.md"] * (name not in ops)
+        found += [f"{name}: {path} is missing" for path in wanted if not (root / path).exists()]
     for row in rows:
         wanted = [pattern.format(row.name) for pattern in OF_AN_OP]
         found += [f"{row.name}: {pattern} is missing" for pattern in wanted if not any(root.glob(pattern))]
         tests = [path.read_text() for path in root.glob(f"tests/ops/test_{row.family}*.py")]
-        if not any(re.search(rf"\b{row.name}\b", text) for text in tests):
+        if not any(re.search(rf'\b{row.name}\b|families\.rows\("{row.body}"\)', text) for text in tests):
             found.append(f"{row.name}: no cases in tests/ops/test_{row.family}*.py")
     return found
 
 
-def without_a_row(root):
-    """Files of ops and families that no list names."""
-    rows = families.rows(root)
+def without_a_row(root, rows):
+    """Files of ops and families that no list names, and lists that the compiled package does not know."""
     known = {row.family for row in rows}
     found = []
     for pattern in FAMILIES_ROOMS:
@@ -191,6 +186,17 @@ def notes_to_self(root):
     found = []
     for path in files(root, *CODE, *DOCUMENTS, ".toml", ".yml", ".yaml", ".txt"):
         found += [f"{path}:{n}: unfinished work" for n in lines_matching(read(root, path), NOTES)]
+    return found
+
+
+NAME_LIMIT = 60  # characters of a test's name: it stands in a line of pytest's output beside its file
+
+
+def long_test_names(root):
+    found = []
+    for path in files(root, ".py", under="tests"):
+        names = re.findall(r"^ *(?:async )?def (test_\w+)", read(root, path), re.MULTILINE)
+        found += [f"{path}: {name}: {len(name)} characters" for name in names if len(name) > NAME_LIMIT]
     return found
 
 

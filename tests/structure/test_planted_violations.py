@@ -1,14 +1,15 @@
 """Each house rule must find a planted violation, and must not cry over the clean form of the same file."""
 
+import functools
+import itertools
 import json
+from types import SimpleNamespace
 
 import arrows
 import docstrings
 import pytest
 import rules
 from files import code_of
-
-from tools import families
 
 
 @pytest.fixture
@@ -23,6 +24,7 @@ def plant(tmp_path):
     return write
 
 
+# fmt: off
 HEADERS = {
     "csrc/common/status.h": "#pragma once\n#include <string>\n",
     "csrc/device/vector.h": '#include <cuda_runtime.h>\n#include "common/status.h"\n',
@@ -40,84 +42,210 @@ HEADERS = {
     "csrc/pymodule/module.cpp": "#include <pybind11/pybind11.h>\n",
     "csrc/include/warpsmith/scale.h": "#include <torch/torch.h>\n",
 }
+INCLUDES = [
+    ("csrc/device/a.h", '"kernels/scale/scale.h"', "device must not use kernels"),
+    ("csrc/common/a.h", '"kernels/scale/scale.h"', "common must not use kernels"),
+    ("csrc/common/a.h", '"device/vector.h"', "common must not use device"),
+    ("csrc/common/a.h", '"libraries/loader.h"', "common must not use libraries"),
+    ("csrc/device/a.h", '"libraries/loader.h"', "device must not use libraries"),
+    ("csrc/libraries/a.h", '"device/vector.h"', "libraries must not use device"),
+    ("csrc/libraries/a.h", '"kernels/scale/scale.h"', "libraries must not use kernels"),
+    ("csrc/libraries/a.h", "<torch/csrc/stable/tensor.h>", "libraries must not use torch"),
+    ("csrc/kernels/scale/a.cuh", '"libraries/loader.h"', "device code must not use libraries"),
+    ("csrc/kernels/scale/a.cu", "<cublas_v2.h>", "by csrc/libraries alone"),
+    ("csrc/bindings/support/a.h", "<dlfcn.h>", "by csrc/libraries alone"),
+    ("csrc/bindings/a.cpp", '"libraries/loader.h"', "in bindings/support alone"),
+    ("csrc/common/a.h", "<torch/csrc/stable/tensor.h>", "common must not use torch"),
+    ("csrc/sim/a.h", '"bindings/support/tensor.h"', "sim must not use bindings"),
+    ("csrc/kernels/scale/a.cuh", '"kernels/norm/norm.h"', "another family's folder"),
+    ("csrc/kernels/scale/a.cuh", "<ATen/ATen.h>", "kernels must not use torch"),
+    ("csrc/kernels/scale/a.cuh", "<cub/cub.cuh>", "no CUTLASS, CUB"),
+    ("csrc/kernels/scale/a.cuh", "<cute/tensor.hpp>", "no CUTLASS, CUB"),
+    ("csrc/kernels/scale/a.cuh", "<cooperative_groups.h>", "no CUTLASS, CUB"),
+    ("csrc/kernels/scale/a.cuh", '"sim/sim.h"', "kernels must not use sim"),
+    ("csrc/cpu/a.cpp", '"kernels/scale/scale_kernel.cuh"', "plain header alone"),
+    ("csrc/cpu/a.cpp", "<cuda_runtime.h>", "cpu must not use the CUDA runtime"),
+    ("csrc/cpu/a.cpp", '"device/vector.h"', "cpu must not use device"),
+    ("csrc/bindings/a.cpp", "<torch/extension.h>", "stable ABI"),
+    ("csrc/bindings/a.cpp", "<c10/cuda/CUDAStream.h>", "stable ABI"),
+    ("csrc/bindings/a.cpp", '"device/vector.h"', "bindings must not use device"),
+    ("csrc/bindings/a.cpp", '"kernels/scale/scale_kernel.cuh"', "plain header alone"),
+    ("csrc/pymodule/a.cpp", "<torch/torch.h>", "pymodule must not use torch"),
+    ("csrc/kernels/scale/a.cuh", "<pybind11/pybind11.h>", "belongs to pymodule"),
+    ("csrc/attic/a.h", "<string>", "not a room"),
+    ("csrc/kernels/scale/a.cuh", '"../../lab/sweep.h"', "nothing uses lab"),
+]
+
+NOTEBOOK = json.dumps({"cells": [
+    {"cell_type": "markdown", "source": ["not python"]},
+    {"cell_type": "code", "source": ["%matplotlib inline\n", "import warpsmith\n", "warpsmith._load\n"]},
+]})
+IMPORTS = [
+    ("python/warpsmith/reference/a.py", "from warpsmith.ops.scale import scale", "torch alone"),
+    ("python/warpsmith/reference/a.py", "import warpsmith", "torch alone"),
+    ("python/warpsmith/ops/a.py", "from warpsmith.nn import RMSNorm", "must not use nn"),
+    ("python/warpsmith/ops/a.py", "from warpsmith import optim", "must not use optim"),
+    ("python/warpsmith/ops/a.py", "from ..reference import a", "must not use reference"),
+    ("python/warpsmith/ops/a.py", "def f():\n    import warpsmith.testing", "must not use testing"),
+    ("python/warpsmith/nn/a.py", "import torch\ny = torch.ops.warpsmith.scale", "uses torch.ops"),
+    ("python/warpsmith/optim/a.py", "import torch\nf = lambda: torch.ops.warpsmith.adamw()", "uses torch.ops"),
+    ("tests/ops/test_a.py", "from warpsmith.ops._library import raw", "private name"),
+    ("python/warpsmith/_load.py", "def f():\n    from warpsmith.tools import main", "every room stands on _load"),
+    ("benchmarks/a.py", "import warpsmith._load", "private name"),
+    ("python/warpsmith/nn/a.py", "from lab import lab", "nothing uses lab"),
+    ("examples/a.py", "import warpsmith\nwarpsmith.ops.scale._check(1)", "private name"),
+    ("tests/test_a.py", "from warpsmith.nn import _hidden", "private name"),
+    ("notebooks/01_a.ipynb", NOTEBOOK, "private name"),
+]
+CLEAN_IMPORTS = {
+    "python/warpsmith/reference/a.py": "import torch\nfrom warpsmith.reference.b import b",
+    "python/warpsmith/ops/a.py": "from warpsmith.ops._library import raw\nimport torch\nx = torch.ops.warpsmith.a",
+    "python/warpsmith/nn/a.py": "from warpsmith.ops.a import a",
+    "python/warpsmith/_start.py": "from warpsmith.tools import main",
+    "python/warpsmith/_plan.py": "from warpsmith import _C",
+    "tests/test_a.py": "import warpsmith\nfrom warpsmith.testing import op_tests\nprint(warpsmith.__version__)",
+}
+LATE_IMPORTS = [
+    "from warpsmith.ops.a import f",
+    "if TYPES:\n    from warpsmith.ops import a",
+    "def late():\n    from warpsmith.ops.a import f",
+    "class A:\n    async def late(self):\n        import warpsmith.ops.a",
+]
+# fmt: on
 
 
-def test_clean_includes_pass(plant):
-    assert arrows.include_violations(plant(HEADERS)) == []
+def row(op, family):
+    return SimpleNamespace(name=op, family=family, body=family.upper())
 
 
-@pytest.mark.parametrize(
-    ("path", "include", "words"),
-    [
-        ("csrc/device/a.h", '"kernels/scale/scale.h"', "device must not use kernels"),
-        ("csrc/common/a.h", '"kernels/scale/scale.h"', "common must not use kernels"),
-        ("csrc/common/a.h", '"device/vector.h"', "common must not use device"),
-        ("csrc/common/a.h", '"libraries/loader.h"', "common must not use libraries"),
-        ("csrc/device/a.h", '"libraries/loader.h"', "device must not use libraries"),
-        ("csrc/libraries/a.h", '"device/vector.h"', "libraries must not use device"),
-        ("csrc/libraries/a.h", '"kernels/scale/scale.h"', "libraries must not use kernels"),
-        ("csrc/libraries/a.h", "<torch/csrc/stable/tensor.h>", "libraries must not use torch"),
-        ("csrc/kernels/scale/a.cuh", '"libraries/loader.h"', "device code must not use libraries"),
-        ("csrc/kernels/scale/a.cu", "<cublas_v2.h>", "by csrc/libraries alone"),
-        ("csrc/bindings/support/a.h", "<dlfcn.h>", "by csrc/libraries alone"),
-        ("csrc/bindings/a.cpp", '"libraries/loader.h"', "in bindings/support alone"),
-        ("csrc/common/a.h", "<torch/csrc/stable/tensor.h>", "common must not use torch"),
-        ("csrc/sim/a.h", '"bindings/support/tensor.h"', "sim must not use bindings"),
-        ("csrc/kernels/scale/a.cuh", '"kernels/norm/norm.h"', "another family's folder"),
-        ("csrc/kernels/scale/a.cuh", "<ATen/ATen.h>", "kernels must not use torch"),
-        ("csrc/kernels/scale/a.cuh", "<cub/cub.cuh>", "no CUTLASS, CUB"),
-        ("csrc/kernels/scale/a.cuh", "<cute/tensor.hpp>", "no CUTLASS, CUB"),
-        ("csrc/kernels/scale/a.cuh", "<cooperative_groups.h>", "no CUTLASS, CUB"),
-        ("csrc/kernels/scale/a.cuh", '"sim/sim.h"', "kernels must not use sim"),
-        ("csrc/cpu/a.cpp", '"kernels/scale/scale_kernel.cuh"', "plain header alone"),
-        ("csrc/cpu/a.cpp", "<cuda_runtime.h>", "cpu must not use the CUDA runtime"),
-        ("csrc/cpu/a.cpp", '"device/vector.h"', "cpu must not use device"),
-        ("csrc/bindings/a.cpp", "<torch/extension.h>", "stable ABI"),
-        ("csrc/bindings/a.cpp", "<c10/cuda/CUDAStream.h>", "stable ABI"),
-        ("csrc/bindings/a.cpp", '"device/vector.h"', "bindings must not use device"),
-        ("csrc/bindings/a.cpp", '"kernels/scale/scale_kernel.cuh"', "plain header alone"),
-        ("csrc/pymodule/a.cpp", "<torch/torch.h>", "pymodule must not use torch"),
-        ("csrc/kernels/scale/a.cuh", "<pybind11/pybind11.h>", "belongs to pymodule"),
-        ("csrc/attic/a.h", "<string>", "not a room"),
-        ("csrc/kernels/scale/a.cuh", '"../../lab/sweep.h"', "nothing uses lab"),
-    ],
-)
-def test_a_wrong_include_is_found(plant, path, include, words):
-    (found,) = arrows.include_violations(plant({**HEADERS, path: f"#include {include}\n"}))
-    assert path in found
-    assert words in found
+def complete(op, family):
+    """A family of one op, with all of its files."""
+    paths = [pattern.format(family).replace("*", "") for pattern in rules.OF_A_FAMILY]
+    paths = [path.replace(f"{family}/.cu", f"{family}/body.cu").replace("/_", "/a_") for path in paths]
+    made = dict.fromkeys(paths + [pattern.format(op) for pattern in rules.OF_AN_OP], "")
+    return {**made, f"tests/ops/test_{family}.py": f"SPECS = [{op}]"}
 
 
-NOTEBOOK = json.dumps(
-    {
-        "cells": [
-            {"cell_type": "markdown", "source": ["not python"]},
-            {"cell_type": "code", "source": ["%matplotlib inline\n", "import warpsmith\n", "warpsmith._load\n"]},
-        ]
-    }
-)
+SCALE, SHIFT = row("scale", "norm"), row("shift", "shift")
+NORM, BOTH = complete("scale", "norm"), {**complete("scale", "norm"), **complete("shift", "shift")}
+missing_rooms = functools.partial(rules.missing_rooms, rows=[SCALE, SHIFT])
+without_a_row = functools.partial(rules.without_a_row, rows=[SCALE])
+missing_optimizers = functools.partial(rules.missing_rooms, rows=[row("scale", "optim")], optimizers=["scale", "heavy"])
+STRAYS = {
+    "csrc/bindings/shift.cpp": "belongs to no family",
+    "tests/sim/sim_shift.cpp": "belongs to no family",
+    "csrc/kernels/shift/a.cu": "has no list of ops",
+    "python/warpsmith/ops/shift.py": "has no row",
+}
 
 
-@pytest.mark.parametrize(
-    ("path", "text", "words"),
-    [
-        ("python/warpsmith/reference/a.py", "from warpsmith.ops.scale import scale", "torch alone"),
-        ("python/warpsmith/reference/a.py", "import warpsmith", "torch alone"),
-        ("python/warpsmith/ops/a.py", "from warpsmith.nn import RMSNorm", "must not use nn"),
-        ("python/warpsmith/ops/a.py", "from warpsmith import optim", "must not use optim"),
-        ("python/warpsmith/ops/a.py", "from ..reference import a", "must not use reference"),
-        ("python/warpsmith/ops/a.py", "def f():\n    import warpsmith.testing", "must not use testing"),
-        ("python/warpsmith/nn/a.py", "import torch\ny = torch.ops.warpsmith.scale", "uses torch.ops"),
-        ("python/warpsmith/optim/a.py", "import torch\nf = lambda: torch.ops.warpsmith.adamw()", "uses torch.ops"),
-        ("tests/ops/test_a.py", "from warpsmith.ops._library import raw", "private name"),
-        ("python/warpsmith/_load.py", "def f():\n    from warpsmith.tools import main", "every room stands on _load"),
-        ("benchmarks/a.py", "import warpsmith._load", "private name"),
-        ("python/warpsmith/nn/a.py", "from lab import lab", "nothing uses lab"),
-        ("examples/a.py", "import warpsmith\nwarpsmith.ops.scale._check(1)", "private name"),
-        ("tests/test_a.py", "from warpsmith.nn import _hidden", "private name"),
-        ("notebooks/01_a.ipynb", NOTEBOOK, "private name"),
-    ],
-)
+def unbraced(before):
+    text = f"int y;\n{before}#pragma unroll\n  for (int i = 0; i < 4; ++i) {{ x[i] += 1; }}\n"
+    return {"csrc/kernels/scale/a.cuh": text}
+
+
+def too_long(root):
+    long = {"python/a.py": "why"}
+    return rules.too_long(root, {}) + rules.too_long(root, long) + rules.stale_exceptions(root, long | {"b.py": "why"})
+
+
+# fmt: off
+# (rule, {path: text}, what is found: a part of each line, in order)
+PLANTED = [
+    (arrows.include_violations, HEADERS, []),
+    *((arrows.include_violations, {**HEADERS, path: f"#include {include}\n"}, [(path, words)])
+      for path, include, words in INCLUDES),
+    (arrows.import_violations, CLEAN_IMPORTS, []),
+    *((arrows.import_circles,
+       {"python/warpsmith/ops/a.py": "from warpsmith.ops import b",
+        "python/warpsmith/ops/b.py": "import warpsmith.ops.c", "python/warpsmith/ops/c.py": again},
+       [" imports ".join(f"warpsmith.ops.{m}" for m in "abca")]) for again in LATE_IMPORTS),
+    (arrows.import_circles,
+     {"python/warpsmith/__init__.py": "from warpsmith.ops import a", "python/warpsmith/ops/a.py": "import warpsmith.b",
+      "python/warpsmith/ops/d.py": "import warpsmith", "python/warpsmith/b.py": "import torch"}, []),
+    (missing_rooms, BOTH, []),
+    *((missing_rooms, {k: v for k, v in BOTH.items() if k != path}, ["norm: " if "norm" in path else "scale: "])
+      for path in NORM if not path.startswith("tests/ops/")),
+    (missing_rooms, {k: v for k, v in BOTH.items() if k != "tests/ops/test_norm.py"},
+     ["norm: tests/ops/test_norm*.py is missing", "scale: no cases in tests/ops/test_norm*.py"]),
+    (missing_rooms, {**BOTH, "tests/ops/test_norm.py": "[scales]"}, ["scale: no cases in tests/ops/test_norm*.py"]),
+    (missing_rooms, {**BOTH, "tests/ops/test_norm.py": 'families.rows("NORM")'}, []),
+    (missing_optimizers, complete("scale", "optim"),
+     [f"{path} is missing" for path in ("scale: python/warpsmith/optim/scale.py",
+                                        "heavy: python/warpsmith/optim/heavy.py", "heavy: docs/optim/heavy.md")]),
+    (without_a_row, NORM, []),
+    (without_a_row, {**NORM, **dict.fromkeys(STRAYS, "")},
+     [f"{path.removesuffix('/a.cu')}: {why}" for path, why in STRAYS.items()]),
+    (too_long, {"python/a.py": "x = 1\n" * 801, "python/b.py": "x = 1\n" * 800},
+     ["python/a.py: 801 lines (limit 800)", "b.py: needs no exception"]),
+    (rules.inline_assembly,
+     {"csrc/kernels/scale/a.cuh": '// asm( in a comment\nint x;\nasm volatile("mov;");\n',
+      "csrc/device/a.h": 'asm volatile("mov;");', "csrc/sim/a.cpp": 'asm("switch");',
+      "csrc/common/b.h": 'const char* s = "asm(";\nvoid asm_like(); int asmx(int);\n'},
+     ["csrc/kernels/scale/a.cuh:3: inline assembly"]),
+    (rules.bare_launches,
+     {"csrc/kernels/scale/a.cu": "// never <<<>>>\nvoid f() {\n  kernel<<<1, 2>>>();\n}\n",
+      "csrc/device/launch.h": "kernel<<<1, 2>>>();\n"}, ["csrc/kernels/scale/a.cu:3: bare launch"]),
+    (rules.questions_to_the_device,
+     {"csrc/kernels/scale/a.cu": "// cudaGetDeviceProperties\nint major = 0;\n"
+                                 "cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);\n",
+      "csrc/device/launch.h": "cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, 0);\n"},
+     ["csrc/kernels/scale/a.cu:3: expected DeviceProperties::code_capability"]),
+    *((rules.unbraced_discards, unbraced(before), [f": expected braces between {words} and #pragma"])
+      for before, words in (
+        ("  if constexpr (kCount > f(1))\n", "if constexpr"),
+        ("  if constexpr (C)  // only then {\n    for (int j = 0; j < 2; ++j)\n", "if constexpr"),
+        ("  if constexpr (C) y = 0;\n  else\n", "else"),
+        ("  if constexpr (C) {\n  } else\n", "else"),
+    )),
+    *((rules.unbraced_discards, unbraced(before), [])
+      for before in ("", "if constexpr (C) {\n", "if constexpr (C) x = 0;\n", "if (c) {\n} else {\n")),
+    (rules.experiments_without_a_question,
+     {"lab/a.cu": "// Question: which?\n", "lab/b.py": '"""Question: where?\n"""', "lab/c.h": "", "lab/lab.py": "",
+      "lab/d.cu": "// Times something.\n"}, ["lab/d.cu: its first line is not a question"]),
+    *((rules.notes_to_self,
+       {"python/a.py": f"x = 1  # {word}: later\n", "docs/a.md": f"{word}\n", "python/b.py": "# todos are a list\n"},
+       ["docs/a.md:1: unfinished work", "python/a.py:1: unfinished work"]) for word in ("TO" + "DO", "FIX" + "ME")),
+    (rules.long_test_names,
+     {"tests/a/test_b.py": f"def test_{'a' * 55}():\n    pass\n\n\ndef test_{'b' * 56}(): pass\n"},
+     [("tests/a/test_b.py: test_bbb", ": 61 characters")]),
+    (rules.pickling, {"python/warpsmith/a.py": "import json\njson.load(open('x'))"}, []),
+    *((rules.pickling, {"python/warpsmith/a.py": text}, ["python/warpsmith/a.py:"]) for text in (
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "import torch\ntorch.save({}, 'x')",
+        "def f():\n    import dill",
+        "import torch.distributed as dist\ndist.broadcast_object_list([])",
+        "import torch\ntorch.distributed.all_gather_object([], 1)",
+    )),
+    (rules.dead_citations,
+     {"README.md": "See `csrc/gone.h`, `csrc/here.h`, [a](docs/gone.md), [b](docs/here.md#part), [c](https://x.org/y), "
+                   "`csrc/<op>.h`",
+      "csrc/here.h": "// measured: docs/design/gone.md and docs/here.md\n", "docs/here.md": "[up](../README.md)"},
+     [f"{cited}, which does not exist" for cited in ("README.md: cites csrc/gone.h", "README.md: cites docs/gone.md",
+                                                     "csrc/here.h: cites docs/design/gone.md")]),
+    (rules.hiding_modules,
+     dict.fromkeys(("tools/sim/coverage.py", "tools/sim/crash.py", "examples/numpy.py", "lab/queue.py"), ""),
+     ["tools/sim/coverage.py: hides the package coverage", "lab/queue.py: hides the package queue",
+      "examples/numpy.py: hides the package numpy"]),
+]
+# fmt: on
+
+
+def name_of(case, number):
+    return f"{getattr(case[0], 'func', case[0]).__name__}-{number}{'' if case[2] else '-clean'}"
+
+
+@pytest.mark.parametrize(("rule", "files", "expected"), PLANTED, ids=map(name_of, PLANTED, itertools.count()))
+def test_a_rule_finds_what_is_planted_and_no_more(plant, rule, files, expected):
+    found = rule(plant(files))
+    assert len(found) == len(expected), found
+    for line, parts in zip(found, expected, strict=True):
+        assert all(part in line for part in ([parts] if isinstance(parts, str) else parts)), found
+
+
+@pytest.mark.parametrize(("path", "text", "words"), IMPORTS)
 def test_a_wrong_import_is_found(plant, path, text, words):
     found = arrows.import_violations(plant({path: text}))
     assert len(found) >= 1
@@ -125,135 +253,6 @@ def test_a_wrong_import_is_found(plant, path, text, words):
     assert words in found[0]
     if path.startswith("tests"):
         assert arrows.import_violations(plant({path: text}), exceptions=(path,)) == []
-
-
-@pytest.mark.parametrize(
-    "again",
-    [
-        "from warpsmith.ops.a import f",
-        "if TYPES:\n    from warpsmith.ops import a",
-        "def late():\n    from warpsmith.ops.a import f",
-        "class A:\n    async def late(self):\n        import warpsmith.ops.a",
-    ],
-)
-def test_modules_that_import_each_other_are_found(plant, again):
-    ways = {
-        "python/warpsmith/ops/a.py": "from warpsmith.ops import b",
-        "python/warpsmith/ops/b.py": "import warpsmith.ops.c",
-        "python/warpsmith/ops/c.py": again,
-    }
-    (found,) = arrows.import_circles(plant(ways))
-    assert found == " imports ".join(f"warpsmith.ops.{m}" for m in "abca")
-    init = {
-        "python/warpsmith/__init__.py": "from warpsmith.ops import a",
-        "python/warpsmith/ops/d.py": "import warpsmith",
-    }
-    assert arrows.import_circles(plant({**ways, **init, "python/warpsmith/ops/c.py": "import torch"})) == []
-
-
-def test_clean_imports_pass(plant):
-    clean = {
-        "python/warpsmith/reference/a.py": "import torch\nfrom warpsmith.reference.b import b",
-        "python/warpsmith/ops/a.py": "from warpsmith.ops._library import raw\nimport torch\nx = torch.ops.warpsmith.a",
-        "python/warpsmith/nn/a.py": "from warpsmith.ops.a import a",
-        "python/warpsmith/_start.py": "from warpsmith.tools import main",
-        "python/warpsmith/_plan.py": "from warpsmith import _C",
-        "tests/test_a.py": "import warpsmith\nfrom warpsmith.testing import op_tests\nprint(warpsmith.__version__)",
-    }
-    assert arrows.import_violations(plant(clean)) == []
-
-
-def complete(op, family):
-    """A family of one op, with all of its files."""
-    return {
-        f"csrc/kernels/{family}/{family}_ops.h": f"#define WARPSMITH_{family.upper()}_OPS(ROW) ROW({op}, Silu)\n",
-        f"tests/ops/test_{family}_values.py": f"SPECS = [{op}]",
-        **dict.fromkeys(
-            [
-                f"csrc/kernels/{family}/{family}.h",
-                f"csrc/kernels/{family}/body.cuh",
-                f"csrc/kernels/{family}/forward.cu",
-                f"csrc/kernels/{family}/{family}_budget.json",
-                f"csrc/cpu/{family}.cpp",
-                f"csrc/bindings/{family}_checks.cpp",
-                f"csrc/pymodule/{family}.cpp",
-                f"csrc/include/warpsmith/{family}.h",
-                f"python/warpsmith/ops/{op}.py",
-                f"python/warpsmith/reference/{op}.py",
-                f"tests/sim/sim_{family}.cpp",
-                f"benchmarks/bench_{family}.py",
-                f"docs/ops/{op}.md",
-            ],
-            "",
-        ),
-    }
-
-
-@pytest.mark.parametrize("left_out", list(complete("scale", "norm"))[1:])
-def test_a_missing_room_is_found(plant, left_out):
-    files = {**complete("scale", "norm"), **complete("shift", "shift")}
-    del files[left_out]
-    found = rules.missing_rooms(plant(files))
-    assert found
-    assert all(line.startswith(("norm: ", "scale: ")) for line in found)
-
-
-def test_an_optimizer_without_class_or_page_is_found(plant):
-    files = complete("scale", "optim")
-    files["csrc/kernels/optim/optim_ops.h"] += (
-        "\n#define WARPSMITH_OPTIMIZERS(ROW) ROW(scale, Scale) ROW(heavy, Heavy)\n"
-    )
-    found = rules.missing_rooms(plant(files))
-    assert found == [
-        "scale: python/warpsmith/optim/scale.py is missing",
-        "heavy: python/warpsmith/optim/heavy.py is missing",
-        "heavy: docs/optim/heavy.md is missing",
-    ]
-
-
-def test_a_row_without_cases_is_found(plant):
-    files = {**complete("scale", "norm"), "tests/ops/test_norm_values.py": "SPECS = [scales]"}
-    assert rules.missing_rooms(plant(files)) == ["scale: no cases in tests/ops/test_norm*.py"]
-
-
-def test_complete_families_pass_and_strays_are_found(plant):
-    root = plant(complete("scale", "norm"))
-    assert rules.missing_rooms(root) == rules.without_a_row(root) == []
-    strays = {
-        "csrc/bindings/shift.cpp": "belongs to no family",
-        "tests/sim/sim_shift.cpp": "belongs to no family",
-        "csrc/kernels/shift": "has no list of ops",
-        "python/warpsmith/ops/shift.py": "has no row",
-    }
-    root = plant({path if "." in path else f"{path}/a.cu": "" for path in strays})
-    assert rules.without_a_row(root) == [f"{path}: {why}" for path, why in strays.items()]
-
-
-def test_rows_are_read_with_their_arguments(plant):
-    text = """// A row each: ROW(op, function).
-#define WARPSMITH_GATED_OPS(ROW) \\
-  ROW(one, Silu, plain)          \\
-  ROW(two, Gelu, tanh)
-
-#define WARPSMITH_UNARY_OPS(ROW) ROW(three)
-#define WARPSMITH_SELECT(op) use(op)
-"""
-    found = families.rows(plant({"csrc/kernels/f/f_ops.h": text}))
-    assert [(r.name, r.family, r.body, r.arguments) for r in found] == [
-        ("one", "f", "GATED", ("Silu", "plain")),
-        ("two", "f", "GATED", ("Gelu", "tanh")),
-        ("three", "f", "UNARY", ()),
-    ]
-
-
-def test_a_long_file_is_found_unless_it_is_on_the_list(plant):
-    root = plant({"python/a.py": "x = 1\n" * 801, "python/b.py": "x = 1\n" * 800})
-    (found,) = rules.too_long(root, {})
-    assert found == "python/a.py: 801 lines (limit 800)"
-    assert rules.too_long(root, {"python/a.py": "why"}) == []
-    assert rules.stale_exceptions(root, {"python/b.py": "why", "python/a.py": "why"}) == [
-        "python/b.py: needs no exception"
-    ]
 
 
 def test_exceptions_carry_a_date_and_a_reason(tmp_path):
@@ -265,123 +264,7 @@ def test_exceptions_carry_a_date_and_a_reason(tmp_path):
         rules.read_exceptions(path)
 
 
-def test_inline_assembly_is_found(plant):
-    root = plant(
-        {
-            "csrc/kernels/scale/a.cuh": '// asm( in a comment\nint x;\nasm volatile("mov;");\n',
-            "csrc/device/a.h": 'asm volatile("mov;");',
-            "csrc/sim/a.cpp": 'asm("switch");',
-            "csrc/common/b.h": 'const char* s = "asm(";\nvoid asm_like(); int asmx(int);\n',
-        }
-    )
-    assert rules.inline_assembly(root) == ["csrc/kernels/scale/a.cuh:3: inline assembly"]
-
-
-def test_a_bare_launch_is_found(plant):
-    root = plant(
-        {
-            "csrc/kernels/scale/a.cu": "// never <<<>>>\nvoid f() {\n  kernel<<<1, 2>>>();\n}\n",
-            "csrc/device/launch.h": "kernel<<<1, 2>>>();\n",
-        }
-    )
-    assert rules.bare_launches(root) == ["csrc/kernels/scale/a.cu:3: bare launch"]
-
-
-def test_a_question_to_the_device_is_found(plant):
-    root = plant(
-        {
-            "csrc/kernels/scale/a.cu": "// cudaGetDeviceProperties\nint major = 0;\n"
-            "cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);\n",
-            "csrc/device/launch.h": "cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, 0);\n",
-        }
-    )
-    (found,) = rules.questions_to_the_device(root)
-    assert found.startswith("csrc/kernels/scale/a.cu:3: expected DeviceProperties::code_capability")
-
-
-UNROLLED = "#pragma unroll\n  for (int i = 0; i < 4; ++i) { x[i] += 1; }\n"
-
-
-@pytest.mark.parametrize(
-    ("before", "words"),
-    [
-        ("  if constexpr (kCount > f(1))\n", "if constexpr"),
-        ("  if constexpr (C)  // only then {\n    for (int j = 0; j < 2; ++j)\n", "if constexpr"),
-        ("  if constexpr (C) y = 0;\n  else\n", "else"),
-        ("  if constexpr (C) {\n  } else\n", "else"),
-    ],
-)
-def test_an_unbraced_branch_before_an_unrolled_loop_is_found(plant, before, words):
-    (found,) = rules.unbraced_discards(plant({"csrc/kernels/scale/a.cuh": "int y;\n" + before + UNROLLED}))
-    assert found.endswith(f": expected braces between {words} and #pragma")
-
-
-@pytest.mark.parametrize("before", ["", "if constexpr (C) {\n", "if constexpr (C) x = 0;\n", "if (c) {\n} else {\n"])
-def test_a_braced_branch_around_an_unrolled_loop_passes(plant, before):
-    assert rules.unbraced_discards(plant({"csrc/kernels/scale/a.cuh": before + UNROLLED})) == []
-
-
-def test_an_experiment_without_a_question_is_found(plant):
-    root = plant(
-        {"lab/a.cu": "// Question: which?\n", "lab/b.py": '"""Question: where?\n"""', "lab/c.h": "", "lab/lab.py": ""}
-    )
-    assert rules.experiments_without_a_question(root) == []
-    plant({"lab/d.cu": "// Times something.\n"})
-    assert rules.experiments_without_a_question(root) == ["lab/d.cu: its first line is not a question"]
-
-
-@pytest.mark.parametrize("word", ["TO" + "DO", "FIX" + "ME"])
-def test_unfinished_work_is_found(plant, word):
-    root = plant(
-        {"python/a.py": f"x = 1  # {word}: later\n", "docs/a.md": f"{word}\n", "python/b.py": "# todos are a list\n"}
-    )
-    assert rules.notes_to_self(root) == ["docs/a.md:1: unfinished work", "python/a.py:1: unfinished work"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import pickle",
-        "from pickle import loads",
-        "import torch\ntorch.load('x')",
-        "import torch\ntorch.save({}, 'x')",
-        "def f():\n    import dill",
-        "import torch.distributed as dist\ndist.broadcast_object_list([])",
-        "import torch\ntorch.distributed.all_gather_object([], 1)",
-    ],
-)
-def test_pickle_is_found(plant, text):
-    assert len(rules.pickling(plant({"python/warpsmith/a.py": text}))) == 1
-    assert rules.pickling(plant({"python/warpsmith/a.py": "import json\njson.load(open('x'))"})) == []
-
-
-def test_a_dead_citation_is_found(plant):
-    root = plant(
-        {
-            "README.md": "See `csrc/gone.h`, `csrc/here.h`, [a](docs/gone.md), [b](docs/here.md#part), "
-            "[c](https://x.org/y), `csrc/<op>.h`",
-            "csrc/here.h": "// measured: docs/design/gone.md and docs/here.md\n",
-            "docs/here.md": "[up](../README.md)",
-        }
-    )
-    assert rules.dead_citations(root) == [
-        "README.md: cites csrc/gone.h, which does not exist",
-        "README.md: cites docs/gone.md, which does not exist",
-        "csrc/here.h: cites docs/design/gone.md, which does not exist",
-    ]
-
-
-def test_a_module_that_hides_a_package_is_found(plant):
-    root = plant({"tools/sim/coverage.py": "", "tools/sim/crash.py": "", "examples/numpy.py": "", "lab/queue.py": ""})
-    assert rules.hiding_modules(root) == [
-        "tools/sim/coverage.py: hides the package coverage",
-        "lab/queue.py: hides the package queue",
-        "examples/numpy.py: hides the package numpy",
-    ]
-
-
-def good_op():
-    """Scales.
+GOOD = """Scales.
 
     ``y = a x``. Shape (..., D), float32. Deterministic.
 
@@ -393,30 +276,28 @@ def good_op():
     >>> 1
     1
     """
-
-
-@pytest.mark.parametrize(
-    ("piece", "section"),
-    [
-        ("``y = a x``.", "formula"),
-        ("Shape (..., D),", "shapes"),
-        ("float32", "dtypes"),
-        ("Raises:", "errors"),
-        ("Deterministic.", "determinism"),
-        ("Source", "source"),
-        (">>>", "example"),
-    ],
+PIECES = dict(
+    zip(
+        docstrings.OP_SECTIONS,
+        ("``y = a x``.", "Shape (..., D),", "float32", "Raises:", "Determ", "Source", ">>>"),
+        strict=True,
+    )
 )
-def test_a_missing_docstring_section_is_found(piece, section):
+
+
+@pytest.mark.parametrize("section", PIECES)
+def test_a_missing_docstring_section_is_found(section):
     def op():
         pass
 
-    op.__doc__ = good_op.__doc__
-    assert docstrings.missing_sections("op", op, is_op=True) == []
-    op.__doc__ = good_op.__doc__.replace(piece, "")
-    assert docstrings.missing_sections("op", op, is_op=True) == [f"op: docstring: {section} is missing"]
-    op.__doc__ = None
-    assert docstrings.missing_sections("op", op, is_op=True) == ["op: no docstring"]
+    lacks = "op: docstring: {} is missing".format
+    for text, found in (
+        (GOOD, []),
+        (GOOD.replace(PIECES[section], ""), [lacks(section)]),
+        (None, ["op: no docstring"]),
+    ):
+        op.__doc__ = text
+        assert docstrings.missing_sections("op", op, is_op=True) == found
 
 
 def test_comments_and_strings_are_not_code():

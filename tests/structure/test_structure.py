@@ -40,12 +40,12 @@ def test_no_modules_import_each_other():
 
 
 def test_every_row_has_its_files():
-    assert families.rows(ROOT), "no row found: the rule would check nothing"
-    none(rules.missing_rooms(ROOT))
+    assert families.rows(), "no row found: the rule would check nothing"
+    none(rules.missing_rooms(ROOT, families.rows(), families.optimizers()))
 
 
 def test_every_file_of_an_op_or_family_has_its_row():
-    none(rules.without_a_row(ROOT))
+    none(rules.without_a_row(ROOT, families.rows()))
 
 
 def test_the_generated_tables_are_those_of_the_rows():
@@ -79,8 +79,12 @@ def test_the_code_is_asked_and_not_the_device():
     none(rules.questions_to_the_device(ROOT))
 
 
-def test_a_branch_that_may_be_discarded_has_braces_around_unrolled_loops():
+def test_discarded_branches_have_braces_around_unrolled_loops():
     none(rules.unbraced_discards(ROOT))
+
+
+def test_names_of_tests_are_short():
+    none(rules.long_test_names(ROOT))
 
 
 def test_no_unfinished_work():

@@ -79,7 +79,7 @@ def test_a_benchmark_that_breaks_does_not_stop_the_others(toy_benchmarks, tmp_pa
     assert len(table[read["environment"]["recording"]].rows) == 2
 
 
-def test_rows_go_where_they_should_and_those_of_a_quick_run_nowhere(toy_benchmarks, tmp_path, results):
+def test_rows_go_where_they_should_and_of_a_quick_run_nowhere(toy_benchmarks, tmp_path, results):
     arguments = ["--device", "cpu", "--op", "good"]
     assert toy_benchmarks.run.main([*arguments, "--quick"]) == 0 and not results.exists()
     assert toy_benchmarks.run.main([*arguments, "--results", str(tmp_path / "mine")]) == 0 and not results.exists()
@@ -175,7 +175,7 @@ def test_an_unknown_op_is_refused():
     assert "invalid choice: 'absent'" in run.stderr
 
 
-def test_what_liger_puts_into_transformers_is_in_no_other_contenders_step(monkeypatch):
+def test_what_liger_patches_is_in_no_other_contenders_step(monkeypatch):
     transformers = pytest.importorskip("transformers")
     import types
 

@@ -21,7 +21,7 @@ from warpsmith.testing.gpu_timer import Timing, copy_call
 from warpsmith.testing.rows import make_rows
 
 
-def test_cpu_times_are_interleaved_medians_and_failures_stay_in_the_table():
+def test_cpu_times_are_interleaved_medians_and_failures_stay():
     order = []
     times = time_cpu({"a": lambda: (order.append("a"), time.sleep(0.002)), "b": lambda: order.append("b")}, rounds=9)
     assert times["a"].ms > 1.9

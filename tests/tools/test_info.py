@@ -144,7 +144,7 @@ def test_the_driver_has_the_last_word(monkeypatch, answer, runs, code, words):
 
 
 @pytest.mark.gpu
-def test_the_code_that_the_driver_picks_is_the_one_that_its_rules_say():
+def test_the_driver_picks_the_code_that_its_rules_say():
     """What choosers go by, `binaryVersion` and `ptxVersion` of a kernel, against the architectures of the build."""
     facts = info.collect()
     for i in range(torch.cuda.device_count()):
@@ -169,7 +169,7 @@ assert y.sum().item() == 16 and code == torch.ops.warpsmith._code_capability(0)
 
 
 @pytest.mark.gpu
-def test_the_first_question_for_the_code_may_come_during_a_capture():
+def test_the_first_question_for_code_may_come_in_a_capture():
     """The first call of an op may be captured: what loads the probe's module must not break the capture."""
     done = subprocess.run([sys.executable, "-c", CAPTURED], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

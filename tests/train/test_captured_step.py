@@ -13,7 +13,7 @@ from warpsmith.train.device_values import DeviceValues
 from warpsmith.train.step_state import StepState, names_of, same_bits
 
 
-def test_every_call_is_one_step_and_the_self_test_leaves_no_trace(graphs):
+def test_a_call_is_one_step_and_the_self_test_leaves_no_trace(graphs):
     """Random numbers, running statistics, scale, schedule and an overflow included."""
     eager, graphed, inputs = Training(), Training(), batches(bad=(3, 6))
     expected = run(eager.step, inputs)

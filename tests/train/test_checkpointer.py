@@ -136,7 +136,7 @@ FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "ranks.j
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_taken(tmp_path, caplog, file):
+def test_a_damaged_checkpoint_is_refused_for_the_one_before(tmp_path, caplog, file):
     saved_twice(tmp_path / "good")
     assert sorted(p.name for p in (tmp_path / "good" / "step-00000002").iterdir()) == FILES
     expected = Run()

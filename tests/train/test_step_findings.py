@@ -35,7 +35,7 @@ def test_a_replay_that_differs_is_found(graphs, self_test):
         assert not same(expected, run(step, inputs)) and step.self_test_result is None
 
 
-def test_eager_steps_that_differ_among_themselves_are_the_measure(graphs):
+def test_eager_steps_that_differ_by_themselves_are_the_measure(graphs):
     """As by float atomics: the self-test cannot ask for bits, but it does ask for their size."""
     for spoiled, good in ((0.0, True), (3e-4, False)):
         training, calls = Training(warpsmith.optim.SGD), itertools.count()

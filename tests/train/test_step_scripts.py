@@ -28,7 +28,7 @@ def test_a_script_steps_without_a_wait(name):
         assert losses[-1] < 0.9 * losses[0]
 
 
-def test_matching_gives_each_target_the_cheapest_query_that_is_left():
+def test_matching_gives_each_target_the_cheapest_query_left():
     cost = torch.tensor([[[1.0, 0.0], [2.0, 5.0], [3.0, 1.0]], [[4.0, 0.0], [2.0, 1.0], [3.0, 0.5]]])
     kept = cost.clone()
     assert match(cost).tolist() == [[0, 2], [1, 0]] and torch.equal(cost, kept)

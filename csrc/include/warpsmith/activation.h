@@ -58,7 +58,7 @@ inline variable_list dropout_add_gradients(const Op& op, Backward& b) {
 
 }  // namespace detail
 
-// swiglu, geglu, reglu: y = f(gate) * up, with gradients for both. Without up, gate holds [gate, up] along its last
+// Gated, as swiglu: y = f(gate) * up, with gradients for both. Without up, gate holds [gate, up] along its last
 // dimension, as one matrix product gives them, and has one gradient.
 //
 // gate: (..., F), or (..., 2F) without up; float32, float16, bfloat16, or float64 on the CPU. up: like gate.
@@ -82,7 +82,7 @@ WARPSMITH_GATED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_FUNCTION_plain
 #undef WARPSMITH_FUNCTION_tanh
 
-// bias_gelu, bias_silu: y = f(x + bias), with gradients for both. The sum is not rounded in between.
+// Biased, as bias_gelu: y = f(x + bias), with gradients for both. The sum is not rounded in between.
 //
 // x: (..., F), float32, float16, bfloat16, or float64 on the CPU. bias: (F,), the dtype of x, or float32 beside a
 // 16-bit x. tanh (where the function has it): the approximation by tanh, or the exact function. Sums are float32

@@ -21,7 +21,7 @@ using device::Packed;
 // The elementary functions of device code, accurate enough for results stored as T.
 template <class T> struct DeviceMath {
   using Float = float;
-  __device__ static __forceinline__ Sigmoid<float> sigmoid(float x) {
+  __device__ static __forceinline__ SigmoidAndRest<float> sigmoid(float x) {
     if constexpr (sizeof(T) == 2) {
       const float s = device::sigmoid(x);
       return {s, 1.0f - s};

@@ -6,7 +6,7 @@
 namespace warpsmith::activation {
 
 // sigmoid(x) and 1 - sigmoid(x). Subtracting would lose digits that x times the difference needs.
-template <class Float> struct Sigmoid {
+template <class Float> struct SigmoidAndRest {
   Float value, complement;
 };
 
@@ -14,7 +14,7 @@ template <class Float> struct Sigmoid {
 template <class Math> struct Silu {
   using Float = typename Math::Float;
   Float x;
-  Sigmoid<Float> s;
+  SigmoidAndRest<Float> s;
   WARPSMITH_HOST_DEVICE explicit Silu(Float at) : x(at), s(Math::sigmoid(at)) {}
   WARPSMITH_HOST_DEVICE Float value() const { return x * s.value; }
   WARPSMITH_HOST_DEVICE Float times_derivative(Float g) const { return g * (s.value + x * s.value * s.complement); }
@@ -36,7 +36,7 @@ template <class Math> struct GeluTanh {
   using Float = typename Math::Float;
   static constexpr Float kTwice = Float(1.5957691216057307117), kCubic = Float(0.044715);  // 2 sqrt(2 / pi)
   Float x, square;
-  Sigmoid<Float> s;
+  SigmoidAndRest<Float> s;
   WARPSMITH_HOST_DEVICE explicit GeluTanh(Float at)
       : x(at), square(at * at), s(Math::sigmoid(at * (kTwice + kTwice * kCubic * square))) {}
   WARPSMITH_HOST_DEVICE Float value() const { return x * s.value; }

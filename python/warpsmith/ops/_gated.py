@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,48 @@ from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differenti
 
 # f and its derivative in plain torch operations, for second derivatives: (x, *extra) -> (f(x), f'(x)).
 Function = Callable[..., tuple[Tensor, Tensor]]
+
+_Op = TypeVar("_Op", bound=Callable[..., Tensor])
+_SHARED = "Arguments, result, gradients and errors are those of every gated activation."
+_SECTIONS = """\
+Args:
+    gate: shape (..., F), float32, float16, bfloat16, or float64 on the CPU; without ``up`` of shape (..., 2F) and
+        holding ``[gate, up]`` along the last dimension, as one matrix product gives them. Any strides: rows that
+        lie at one stride with adjacent columns are read where they are, others are copied once.
+    up: of the shape, dtype and device of ``gate``, or None.
+{argument}    inplace_backward: lets the backward write the gradients over ``gate`` and ``up``, whose values are
+        lost by then. That saves their memory. Where they are not contiguous or share memory, and under
+        ``torch.compile``, new tensors are made all the same. A second backward, and that of any other operation that
+        kept those tensors, is refused by autograd. No tensor may be a leaf that requires a gradient.
+
+Returns:
+    A contiguous tensor of shape (..., F) and the dtype of ``gate``. Arithmetic is float32 (float64 for float64) and
+    rounds once. Under autocast nothing is cast.
+
+Gradients for both inputs, and theirs in turn (composed of plain torch operations). The backward recomputes the
+activation: nothing but the inputs is kept, and the gradient of a packed input is written as one tensor.
+
+Deterministic. Moves 3 elements of memory for each of ``y`` forward and 5 backward.
+
+Raises:
+    ValueError: a dtype, shape or device that does not fit, an odd last dimension without ``up``, {error}or a leaf with
+        ``inplace_backward``."""
+
+
+def documented(argument: str = "", error: str = "") -> Callable[[_Op], _Op]:
+    """Writes the sections that gated activations share into a docstring, in the place of the sentence that names them.
+
+    Args:
+        argument: the line of a further argument.
+        error: what else is refused.
+    """
+    sections = _SECTIONS.format(argument=argument and f"    {argument}\n", error=error and f"{error}, ")
+
+    def write(op: _Op) -> _Op:
+        op.__doc__ = inspect.cleandoc(op.__doc__ or "").replace(_SHARED, sections)
+        return op
+
+    return write
 
 
 def _check_inputs(op: str, gate: Tensor, up: Tensor | None) -> None:
