@@ -231,39 +231,25 @@ def api_pages() -> dict[str, str]:
     }
 
 
-def notes() -> dict[str, dict[str, str]]:
-    """{a note of docs/design: the lines of its summary, and its title}."""
-    found = {}
-    for path in sorted((ROOT / "docs/design").glob("20*.md")):
-        summary = dict(reversed(re.findall(r"^\| ([^|]+?) \| (.+?) \|$", path.read_text(), re.MULTILINE)))
-        if missing := [name for name in ("ops", "question", "answer", "number") if name not in summary]:
-            raise SystemExit(f"docs/design/{path.name}: its summary has no line {', '.join(missing)}")
-        title = path.read_text().splitlines()[0].removeprefix("# ")
-        found[path.name] = {**summary, "title": re.sub(r":.*| \(.*", "", title), "date": path.name[:10]}
-    return found
-
-
 def notes_table() -> str:
-    """The notes by op, and then each with its question and its number."""
-    names = [row.name for row in rows()]
-    by_op: dict[str, list[str]] = {op: [] for op in [*names, "all"]}
-    for name, note in notes().items():
-        for op in re.findall(r"`(\w+)`", note["ops"]) or [note["ops"]]:
-            if op not in by_op:
-                raise SystemExit(f"docs/design/{name}: {op} is no op")
-            by_op[op].append(f"[{note['title']}]({name})")
-    first = {row.body: row.name for row in reversed(rows())}
-    for row in rows():
-        op = row.name
-        by_op[op] = by_op[op] or by_op[first[row.body]]  # a sibling that no note names
-        if not by_op[op]:
-            raise SystemExit(f"docs/design: no note has {op} in the line 'ops' of its summary")
-    alike: dict[str, list[str]] = {}  # ops with the same notes share a line
-    for op, links in by_op.items():
-        alike.setdefault("; ".join(links), []).append(f"`{op}`" if op != "all" else "all ops")
-    ops = table(["op", "notes"], [[", ".join(names), links] for links, names in alike.items()])
-    dated = [[n["date"], f"[{n['title']}]({name})", n["question"], n["number"]] for name, n in notes().items()]
-    return f"## By op\n\n{ops}\n## By date\n\n{table(['date', 'note', 'question', 'number'], dated[::-1])}"
+    """The design pages, family by family and then the rest: what each is about, and its result."""
+    families = list(dict.fromkeys(row.family for row in rows()))
+    names = sorted(path.stem for path in (ROOT / "docs/design").glob("*.md") if path.stem != "index")
+    if missing := [f for f in families if not any(f in name for name in names)]:
+        raise SystemExit(f"docs/design: no page of {', '.join(missing)}")
+
+    def place(name: str) -> int:
+        return next((n for n, family in enumerate(families) if family in name), len(families))
+
+    lines = []
+    for name in sorted(names, key=place):
+        summary = cells(f"docs/design/{name}.md")
+        what, result = summary.get("what") or summary.get("question"), summary.get("result") or summary.get("number")
+        if not what or not result:
+            raise SystemExit(f"docs/design/{name}.md: its summary has no line what, result")
+        title = (ROOT / f"docs/design/{name}.md").read_text().splitlines()[0].removeprefix("# ")
+        lines.append([f"[{title}]({name}.md)", what, result])
+    return table(["page", "what", "result"], lines)
 
 
 def begun(op: str) -> str:

@@ -1,6 +1,6 @@
 # Whether CUDA kernels are built, and for which GPUs: CMAKE_CUDA_ARCHITECTURES, else TORCH_CUDA_ARCH_LIST, else the GPU that is
 # present, else sm_80 and sm_90, each with its PTX. Newer cards compile the PTX of sm_90 and so have clusters and bulk copies.
-# (docs/design/2026-11-22-code-architecture.md)
+# (docs/design/house.md)
 option(WARPSMITH_CUDA "build the CUDA kernels when a CUDA compiler is found" ON)
 set(warpsmith_default_architectures "80;90")
 

@@ -156,7 +156,7 @@ def questions_to_the_device(root):
 def unbraced_discards(root):
     """`if constexpr` or `else` without braces before a loop with a pragma. Where such a branch is discarded and the
     loop's body has braces, nvcc 13.0 loses count of them and drops the next statements without a word; the host's
-    compilers do not. (docs/design/2026-11-21-norms.md)"""
+    compilers do not. (docs/design/norm.md)"""
     found = []
     for path in files(root, *CPP):
         text, pairs = code_of(read(root, path)), 1

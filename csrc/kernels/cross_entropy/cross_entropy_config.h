@@ -85,7 +85,7 @@ constexpr void spread(CrossEntropyConfig& c, int64_t rows) {
 }  // namespace cross_entropy_detail
 
 // Chooses the forward kernel. Measured on one H200 (bf16); the sweep's table is in
-// docs/design/2026-11-21-cross-entropy.md. What it showed:
+// docs/design/cross_entropy.md. What it showed:
 //
 // - Rows of 128,256 classes: clusters of 8 blocks of 128 threads (0.949 of a copy of the same bytes). Rows of 32,000 to
 //   50,304: clusters of 2 blocks (0.94 to 0.97). Short rows: as many lanes as leave 8 vectors per lane.
@@ -136,7 +136,7 @@ constexpr CrossEntropyConfig choose_cross_entropy_forward(const CrossEntropyProb
 
 // Chooses the backward. There is one kernel. Enough threads per row that each handles a few vectors: per-thread set-up
 // is then paid for. Rows of 50,304 classes are fastest with 512 threads (0.959 of a copy of the same bytes), rows of
-// 16,384 with 256 (0.946), rows of 8,192 with 128 (0.956): docs/design/2026-11-21-cross-entropy.md.
+// 16,384 with 256 (0.946), rows of 8,192 with 128 (0.956): docs/design/cross_entropy.md.
 constexpr CrossEntropyConfig choose_cross_entropy_backward(const CrossEntropyProblem& p) {
   using namespace cross_entropy_detail;
   const int64_t vectors = vectors_of(p);

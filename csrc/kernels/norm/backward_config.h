@@ -137,7 +137,7 @@ constexpr NormConfig ring(const NormProblem& p, norm::Scope scope, int lanes, in
 }  // namespace norm_detail
 
 // Backward of tensors of one type: rows of more than 32 vectors in batches, wherever batches were faster. Measurements:
-// docs/design/2026-11-21-norms.md and docs/design/2026-11-22-norm-lengths.md. What they showed:
+// docs/design/norm.md. What they showed:
 //
 // - One block per multiprocessor, or its threads in several smaller blocks, beats two. Each block writes a row of
 //   partial sums for each parameter gradient, and a megabyte of these costs 0.7 us.

@@ -183,7 +183,7 @@ constexpr NormConfig shared(const NormProblem& p, int64_t vectors) {
 
 }  // namespace norm_detail
 
-// Chooses the forward kernel. Measurements, and what lost: docs/design/2026-11-22-norm-forward.md. For rms_norm up to
+// Chooses the forward kernel. Measurements, and what lost: docs/design/norm.md. For rms_norm up to
 // 4,096 columns two vectors per thread beat four (0.98 and 0.96 of a copy of the same bytes); for layer_norm they lose
 // (0.83). Six vectors in registers lost everywhere. Clusters lost 5 % and more where a block can hold the row.
 constexpr NormConfig choose_norm_forward(const NormProblem& p) {

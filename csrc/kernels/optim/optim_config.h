@@ -4,8 +4,7 @@
 #include "kernels/optim/optim.h"
 
 // How a step is divided into blocks: pure functions of the problem, printable through warpsmith.plan("adamw", ...) and
-// under the name of every other optimizer. docs/design/2026-11-20-adamw.md and 2026-11-23-optimizer-arithmetic.md
-// derive the numbers.
+// under the name of every other optimizer. docs/design/optim.md derives the numbers.
 namespace warpsmith {
 
 struct OptimConfig {

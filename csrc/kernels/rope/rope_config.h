@@ -88,8 +88,8 @@ constexpr RopeConfig rope_config_of(const RopeProblem& p, int heads_a_thread, in
   return c;
 }
 
-// Chooses the kernel. Measured on one H200 (bf16, 5ca5783:lab/rope.cu); every block size is in
-// docs/design/2026-11-22-rope-and-heads.md, fractions of a copy of the same bytes:
+// Chooses the kernel. Measured on one H200 (bf16, 5ca5783:lab/rope.cu); the table is in
+// docs/design/rope.md, fractions of a copy of the same bytes:
 //
 // - Heads of 128: two heads per thread if a token then fits in one block, which holds 64 heads (40 heads: 0.962);
 //   otherwise four (72 heads: 0.966). A token divided over several blocks loses 0.03.

@@ -1,6 +1,6 @@
 """The one way in which a raw op becomes a differentiable function, in eager mode and under tracing.
 
-Cost of an eager call was measured for every form (`docs/design/2026-11-20-eager-call.md`): a raw op costs what a native
+Cost of an eager call was measured for every form (`docs/design/house.md`): a raw op costs what a native
 torch op does, an ``autograd.Function`` with the combined ``forward(ctx, ...)`` less than any registered formula. So
 eager takes those two, and ``torch.compile`` and ``torch.export`` see a second op of the public name that has a fake and
 a formula.
