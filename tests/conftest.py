@@ -24,6 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import tiers  # noqa: E402
 
+if "--sim" in sys.argv:  # before anything imports warpsmith, which takes the library that is there
+    import library
+
+    library.load()
 if importlib.util.find_spec("expecttest") is None:
     # torch's sample inputs (op_db, optim_db) lie beside a base class of torch's own tests, which derives from this one.
     # No test here uses that class, so that a GPU machine without expecttest runs every test.
@@ -48,6 +52,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also sanitizers, random cases, static checks, house rules")
     parser.addoption("--slow", action="store_true", help="--full without a budget, and the tests marked slow")
+    parser.addoption("--sim", action="store_true", help="ops run by their CUDA kernels, simulated on the CPU")
     parser.addoption("--no-cache", action="store_true", help="run what passed before with the same content, too")
 
 

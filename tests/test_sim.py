@@ -222,7 +222,7 @@ RANDOM_TEST(crashes_above_forty) {
 def test_failing_random_cases_are_made_smaller(fuzz, tmp_path: Path) -> None:
     source = tmp_path / "sim_failing.cpp"
     source.write_text(FAILING)
-    flags = [*build.VARIANTS["plain"].kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'cpp'}"]
+    flags = [*build.VARIANTS["plain"].kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'sim'}"]
     objects = [build.machine_object("plain"), build.main_object(source, "plain")]
     program = build.link([*objects, build.compile_object(source, flags, tmp_path)], "plain", tmp_path / "sim_failing")
     text, passed = fuzz.fuzz_op(program, 400)

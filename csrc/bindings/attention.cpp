@@ -23,19 +23,20 @@ Status with_workspace(const char* op, const Tensor& q, OptionalTensor& workspace
 }
 
 // Shape (batch, heads, tokens), or (heads, tokens) for layouts without a batch dimension.
-Tensor allocate_lse(const char* op, const Inputs& in, const AttentionProblem& p) {
+Tensor allocate_lse(const char* op, const char* argument, const Inputs& in, const AttentionProblem& p) {
   const int64_t tokens = in.layout == kTokensHeads ? p.total_q : p.seqlen_q;
   const int64_t sizes[3] = {p.batch, p.heads_q, tokens};
   const bool batched = in.layout != kTokensHeads;
-  return allocate(op, "lse", batched ? sizes : sizes + 1, batched ? 3 : 2, statistics_dtype(p.dtype), in.q);
+  return allocate(op, argument, batched ? sizes : sizes + 1, batched ? 3 : 2, statistics_dtype(p.dtype), in.q);
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor v, OptionalTensor cu_seqlens_q,
-                                   OptionalTensor cu_seqlens_k, OptionalTensor alibi_slopes, OptionalTensor bias,
-                                   OptionalTensor sink, OptionalTensor seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
-                                   int64_t layout, int64_t kv_heads, bool bottom_right, int64_t window_left,
-                                   int64_t window_right, std::optional<double> softmax_scale, double softcap,
-                                   double dropout_p, bool, std::optional<std::vector<int64_t>> dropout_place) {
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor v, OptionalTensor cu_seqlens_q,
+                                           OptionalTensor cu_seqlens_k, OptionalTensor alibi_slopes,
+                                           OptionalTensor bias, OptionalTensor sink, OptionalTensor seed,
+                                           int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t layout, int64_t kv_heads,
+                                           bool bottom_right, int64_t window_left, int64_t window_right,
+                                           std::optional<double> softmax_scale, double softcap, double dropout_p, bool,
+                                           std::optional<std::vector<int64_t>> dropout_place) {
   const char* op = cu_seqlens_q || cu_seqlens_k ? "attention_varlen" : "attention";
   Inputs in{q,
             k,
@@ -61,14 +62,15 @@ std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor v,
   const AttentionProblem& p = c.problem;
   const Packing packing(k, v, kv_heads);
   const Tensor out = allocate_heads(op, "out", q, layout, packing.stacked_q, /*one=*/true, p.heads_q, p.head_dim_v);
-  const Tensor lse = allocate_lse(op, in, p);
-  if (nothing_to_do(p)) return {out, lse};
+  const Tensor lse = allocate_lse(op, "lse", in, p), lse_rest = allocate_lse(op, "lse_rest", in, p);
+  if (nothing_to_do(p)) return {out, lse, lse_rest};
   AttentionFwdParams params{p,
                             c.heads.q.data(p.dtype),
                             c.heads.k.data(p.dtype),
                             c.heads.v.data(p.dtype),
                             out.mutable_data_ptr(),
                             lse.mutable_data_ptr(),
+                            lse_rest.mutable_data_ptr(),
                             c.heads.q.strides,
                             c.heads.k.strides,
                             c.heads.v.strides,
@@ -87,7 +89,7 @@ std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor v,
             });
       },
       [&](const Parallel& threads) { return attention_forward_cpu(params, threads); });
-  return {out, lse};
+  return {out, lse, lse_rest};
 }
 
 // The gradients of q, k and v, in tensors like the given ones. Where q (or k) stacks several tensors, dq (or dk) does
@@ -117,7 +119,7 @@ FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor 
                      int64_t max_seqlen_k, int64_t layout, int64_t kv_heads, bool bottom_right, int64_t window_left,
                      int64_t window_right, std::optional<double> softmax_scale, double softcap, double dropout_p,
                      bool deterministic, Tensor out, Tensor lse, bool want_dbias, bool want_dsink,
-                     std::optional<std::vector<int64_t>> dropout_place) {
+                     std::optional<std::vector<int64_t>> dropout_place, OptionalTensor lse_rest) {
   const char* op = cu_seqlens_q || cu_seqlens_k ? "attention_varlen_backward" : "attention_backward";
   Inputs in{q,
             k,
@@ -162,6 +164,7 @@ FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor 
   };
   check_statistics("lse", lse);
   if (dlse) check_statistics("dlse", *dlse);
+  if (lse_rest) check_statistics("lse_rest", *lse_rest);
   if (want_dbias && (!bias || !p.bias)) refuse(op, "bias", "a floating tensor whose gradient is wanted", "none");
   if (want_dsink && !sink) refuse(op, "sink", "a tensor whose gradient is wanted", "None");
 
@@ -173,11 +176,12 @@ FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor 
     for (Tensor* t : {&gradients.dq, &gradients.dk, &gradients.dv, &dbias, &dsink}) torch::stable::zero_(*t);
     return {gradients.dq, gradients.dk, gradients.dv, dbias, dsink};
   }
-  const auto readable = q.is_cuda() ? for_tensor_maps : with_adjacent_elements;
+  const auto readable = runs_kernels(q) ? for_tensor_maps : with_adjacent_elements;
   dout = readable(op, dout);
   out = readable(op, out);
   lse = as_contiguous(lse, op);
   if (dlse) dlse = as_contiguous(*dlse, op);
+  if (lse_rest) lse_rest = as_contiguous(*lse_rest, op);
   const ThreeHeads d = split(gradients.dq, k ? OptionalTensor(gradients.dk) : OptionalTensor(),
                              v ? OptionalTensor(gradients.dv) : OptionalTensor(), layout, kv_heads);
   AttentionBwdParams params{p,
@@ -188,6 +192,7 @@ FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor 
                             c.heads.v.data(p.dtype),
                             out.const_data_ptr(),
                             lse.const_data_ptr(),
+                            lse_rest ? lse_rest->const_data_ptr() : nullptr,
                             d.q.mutable_data(p.dtype),
                             d.k.mutable_data(p.dtype),
                             d.v.mutable_data(p.dtype),
@@ -238,11 +243,13 @@ FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor 
 #define WARPSMITH_DROPOUT_PLACE ", int[]? dropout_place=None"
 
 WARPSMITH_SCHEMAS(m) {
-  m.def("attention(" WARPSMITH_ATTENTION_INPUTS WARPSMITH_DROPOUT_PLACE ") -> (Tensor out, Tensor lse)");
-  m.def("attention_forward(" WARPSMITH_ATTENTION_INPUTS WARPSMITH_DROPOUT_PLACE ") -> (Tensor out, Tensor lse)");
+  m.def("attention(" WARPSMITH_ATTENTION_INPUTS WARPSMITH_DROPOUT_PLACE
+        ") -> (Tensor out, Tensor lse, Tensor lse_rest)");
+  m.def("attention_forward(" WARPSMITH_ATTENTION_INPUTS WARPSMITH_DROPOUT_PLACE
+        ") -> (Tensor out, Tensor lse, Tensor lse_rest)");
   m.def("attention_backward(Tensor dout, Tensor? dlse, " WARPSMITH_ATTENTION_INPUTS
         ", Tensor out, Tensor lse, bool want_dbias, bool want_dsink" WARPSMITH_DROPOUT_PLACE
-        ")"
+        ", Tensor? lse_rest=None)"
         " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
 }
 

@@ -10,23 +10,23 @@ namespace {
 constexpr int64_t kChunkTiles = 4;  // tiles of queries per task; they share its converted rows of k and v
 
 // Free functions, one per arithmetic type, because target_clones reaches neither lambdas nor templates.
-#define WARPSMITH_FORWARD_LOOPS(F)                                                                            \
-  WARPSMITH_VECTORIZE void largest(const F* __restrict__ s, int64_t keys, F* __restrict__ max) {              \
-    for (int64_t n = 0; n < keys; ++n)                                                                        \
-      for (int m = 0; m < kTile; ++m) max[m] = s[n * kTile + m] > max[m] ? s[n * kTile + m] : max[m];         \
-  }                                                                                                           \
-  /* s = exp(scale * s - base), and its sums over the keys */                                                 \
-  WARPSMITH_VECTORIZE void exponentials(F* __restrict__ s, int64_t keys, F scale, const F* __restrict__ base, \
-                                        F* __restrict__ sum) {                                                \
-    for (int64_t n = 0; n < keys; ++n)                                                                        \
-      for (int m = 0; m < kTile; ++m) {                                                                       \
-        const F e = math::exp_nonpositive(s[n * kTile + m] * scale - base[m]);                                \
-        s[n * kTile + m] = e;                                                                                 \
-        sum[m] += e;                                                                                          \
-      }                                                                                                       \
-  }                                                                                                           \
-  WARPSMITH_VECTORIZE void scale_row(F* x, int64_t count, F factor) {                                         \
-    for (int64_t i = 0; i < count; ++i) x[i] *= factor;                                                       \
+#define WARPSMITH_FORWARD_LOOPS(F)                                                                    \
+  WARPSMITH_VECTORIZE void largest(const F* __restrict__ s, int64_t keys, F* __restrict__ max) {      \
+    for (int64_t n = 0; n < keys; ++n)                                                                \
+      for (int m = 0; m < kTile; ++m) max[m] = s[n * kTile + m] > max[m] ? s[n * kTile + m] : max[m]; \
+  }                                                                                                   \
+  /* s = exp(s - base), and its sums over the keys */                                                 \
+  WARPSMITH_VECTORIZE void exponentials(F* __restrict__ s, int64_t keys, const F* __restrict__ base,  \
+                                        F* __restrict__ sum) {                                        \
+    for (int64_t n = 0; n < keys; ++n)                                                                \
+      for (int m = 0; m < kTile; ++m) {                                                               \
+        const F e = math::exp_nonpositive(s[n * kTile + m] - base[m]);                                \
+        s[n * kTile + m] = e;                                                                         \
+        sum[m] += e;                                                                                  \
+      }                                                                                               \
+  }                                                                                                   \
+  WARPSMITH_VECTORIZE void scale_row(F* x, int64_t count, F factor) {                                 \
+    for (int64_t i = 0; i < count; ++i) x[i] *= factor;                                               \
   }
 WARPSMITH_FORWARD_LOOPS(float)
 WARPSMITH_FORWARD_LOOPS(double)
@@ -120,7 +120,7 @@ template <class T> class ForwardChunk {
     const AttentionProblem& p = p_.problem;
     const int64_t lanes = round_up(t.queries, kProductColumns);
     product({k.data, k.stride, 1, q_of(tile), kTile, s_.data(), kTile, t.keys, lanes, p.head_dim, false});
-    const F scale = logits_.apply(s_.data(), s, t);
+    logits_.apply(s_.data(), s, t);
     F* max = max_.data() + tile * kTile;
     F* sum = sum_.data() + tile * kTile;
     F* out = out_.data() + tile * kTile * out_stride_;
@@ -128,9 +128,10 @@ template <class T> class ForwardChunk {
     std::fill_n(tile_max, kTile, -kInfinity);
     largest(s_.data(), t.keys, tile_max);
     for (int64_t m = 0; m < t.queries; ++m) {
-      const F found = tile_max[m] * scale, grown = found > max[m] ? found : max[m];
-      // An infinite maximum cannot be subtracted: then the exponentials are of the logits themselves.
-      base[m] = std::isinf(grown) ? F(0) : grown;
+      const F grown = std::max(tile_max[m], max[m]);
+      // A row that has seen no key has no maximum: then the exponentials are of the logits themselves, -inf. One with a
+      // logit of +inf becomes NaN.
+      base[m] = grown == -kInfinity ? F(0) : grown;
       if (grown > max[m]) {
         const F factor = std::exp(max[m] - grown);
         sum[m] *= factor;
@@ -139,7 +140,7 @@ template <class T> class ForwardChunk {
       }
     }
     std::fill(base + t.queries, base + kTile, F(0));
-    exponentials(s_.data(), t.keys, scale, base, sum);
+    exponentials(s_.data(), t.keys, base, sum);
     if (p.dropout.seed) {
       dropout_tile(p, s, t, kept_bytes_.data());
       drop(s_.data(), kept_bytes_.data(), t.keys, p.dropout.threshold, static_cast<F>(p.dropout.scale));
@@ -149,16 +150,19 @@ template <class T> class ForwardChunk {
 
   void finish(const SequencePair& s, int64_t head, int64_t q_begin, int64_t q_end) {
     F* lse = p_.lse ? at<F>(p_.lse, s.of_lse(p_.problem, head)) : nullptr;
+    F* rest = p_.lse_rest ? at<F>(p_.lse_rest, s.of_lse(p_.problem, head)) : nullptr;
     for (int64_t q = q_begin; q < q_end; ++q) {
       const int64_t row = q - q_begin;
       const F sum = sum_[row], max = max_[row];
       T* out = at<T>(p_.out, s.of_q(p_.out_strides, q, head));
-      narrow(out_.data() + row * out_stride_, out, p_.problem.head_dim_v, sum == F(0) ? F(0) : F(1) / sum);
-      if (lse) lse[q] = max == kInfinity ? max : (max == -kInfinity && sum == F(0) ? max : log_sum(max, sum));
+      const F factor = max == kInfinity ? std::numeric_limits<F>::quiet_NaN() : sum == F(0) ? F(0) : F(1) / sum;
+      narrow(out_.data() + row * out_stride_, out, p_.problem.head_dim_v, factor);
+      const bool finite = std::isfinite(max);
+      const F log_sum = finite ? std::log(sum) : F(0), whole = max + log_sum;
+      if (lse) lse[q] = std::isnan(sum) && max == -kInfinity ? sum : whole;
+      if (rest) rest[q] = finite ? (max - whole) + log_sum : F(0);
     }
   }
-
-  static F log_sum(F max, F sum) { return (max == -kInfinity ? F(0) : max) + std::log(sum); }
 
   const AttentionFwdParams& p_;
   Logits<F> logits_;
@@ -176,6 +180,7 @@ template <class T> void clear_rest(const AttentionFwdParams& params) {
     for (int64_t h = 0; h < p.heads_q; ++h) {
       std::fill_n(at<T>(params.out, t * params.out_strides.seq + h * params.out_strides.head), p.head_dim_v, T{});
       if (params.lse) *at<F>(params.lse, h * p.total_q + t) = -std::numeric_limits<F>::infinity();
+      if (params.lse_rest) *at<F>(params.lse_rest, h * p.total_q + t) = F(0);
     }
 }
 

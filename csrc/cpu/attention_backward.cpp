@@ -13,43 +13,36 @@ namespace cpu {
 namespace {
 
 // Free functions, one per arithmetic type, because target_clones reaches neither lambdas nor templates.
-#define WARPSMITH_BACKWARD_LOOPS(F)                                                                                  \
-  /* p = exp(scale * s - lse), ds = dp - delta, and sums over the keys of p and of p * ds, which are sums of 8 terms \
-   */                                                                                                                \
-  WARPSMITH_VECTORIZE void probabilities(F* __restrict__ s, F* __restrict__ ds, int64_t keys, F scale,               \
-                                         const F* __restrict__ lse, const F* __restrict__ delta,                     \
-                                         F* __restrict__ sum_p, F* __restrict__ sum_ds) {                            \
-    for (int64_t n0 = 0; n0 < keys; n0 += 8) {                                                                       \
-      F of_p[kTile] = {}, of_ds[kTile] = {};                                                                         \
-      for (int64_t n = n0; n < keys && n < n0 + 8; ++n)                                                              \
-        for (int m = 0; m < kTile; ++m) {                                                                            \
-          const F p = math::exp_nonpositive(s[n * kTile + m] * scale - lse[m]);                                      \
-          const F difference = p == F(0) ? F(0) : ds[n * kTile + m] - delta[m];                                      \
-          s[n * kTile + m] = p;                                                                                      \
-          ds[n * kTile + m] = difference;                                                                            \
-          of_p[m] += p;                                                                                              \
-          of_ds[m] += p * difference;                                                                                \
-        }                                                                                                            \
-      for (int m = 0; m < kTile; ++m) sum_p[m] += of_p[m];                                                           \
-      for (int m = 0; m < kTile; ++m) sum_ds[m] += of_ds[m];                                                         \
-    }                                                                                                                \
-  }                                                                                                                  \
-  /* p *= norm, ds = factor * p * (ds - correction + dlse) */                                                        \
-  WARPSMITH_VECTORIZE void gradients(F* __restrict__ p, F* __restrict__ ds, int64_t keys, F factor,                  \
-                                     const F* __restrict__ norm, const F* __restrict__ correction,                   \
-                                     const F* __restrict__ dlse) {                                                   \
-    for (int64_t n = 0; n < keys; ++n)                                                                               \
-      for (int m = 0; m < kTile; ++m) {                                                                              \
-        const F weight = p[n * kTile + m] * norm[m];                                                                 \
-        p[n * kTile + m] = weight;                                                                                   \
-        ds[n * kTile + m] = factor * weight * ((ds[n * kTile + m] - correction[m]) + dlse[m]);                       \
-      }                                                                                                              \
-  }                                                                                                                  \
-  WARPSMITH_VECTORIZE void multiply_tile(F* __restrict__ s, const F* __restrict__ factor, int64_t keys) {            \
-    for (int64_t i = 0; i < keys * kTile; ++i) s[i] *= factor[i];                                                    \
-  }                                                                                                                  \
-  WARPSMITH_VECTORIZE void add_row(F* __restrict__ x, const F* __restrict__ y, int64_t count) {                      \
-    for (int64_t i = 0; i < count; ++i) x[i] += y[i];                                                                \
+#define WARPSMITH_BACKWARD_LOOPS(F)                                                                                 \
+  /* p = exp((s - lse) - rest), ds = dp - delta, and the sums over the keys of p * ds, which are sums of 8 terms */ \
+  WARPSMITH_VECTORIZE void probabilities(F* __restrict__ s, F* __restrict__ ds, int64_t keys,                       \
+                                         const F* __restrict__ lse, const F* __restrict__ rest,                     \
+                                         const F* __restrict__ delta, F* __restrict__ sum_ds) {                     \
+    for (int64_t n0 = 0; n0 < keys; n0 += 8) {                                                                      \
+      F of_ds[kTile] = {};                                                                                          \
+      for (int64_t n = n0; n < keys && n < n0 + 8; ++n)                                                             \
+        for (int m = 0; m < kTile; ++m) {                                                                           \
+          const F p = math::exp_nonpositive((s[n * kTile + m] - lse[m]) - rest[m]);                                 \
+          const F difference = p == F(0) ? F(0) : ds[n * kTile + m] - delta[m];                                     \
+          s[n * kTile + m] = p;                                                                                     \
+          ds[n * kTile + m] = difference;                                                                           \
+          of_ds[m] += p * difference;                                                                               \
+        }                                                                                                           \
+      for (int m = 0; m < kTile; ++m) sum_ds[m] += of_ds[m];                                                        \
+    }                                                                                                               \
+  }                                                                                                                 \
+  /* ds = factor * p * (ds - correction + dlse) */                                                                  \
+  WARPSMITH_VECTORIZE void gradients(const F* __restrict__ p, F* __restrict__ ds, int64_t keys, F factor,           \
+                                     const F* __restrict__ correction, const F* __restrict__ dlse) {                \
+    for (int64_t n = 0; n < keys; ++n)                                                                              \
+      for (int m = 0; m < kTile; ++m)                                                                               \
+        ds[n * kTile + m] = factor * p[n * kTile + m] * ((ds[n * kTile + m] - correction[m]) + dlse[m]);            \
+  }                                                                                                                 \
+  WARPSMITH_VECTORIZE void multiply_tile(F* __restrict__ s, const F* __restrict__ factor, int64_t keys) {           \
+    for (int64_t i = 0; i < keys * kTile; ++i) s[i] *= factor[i];                                                   \
+  }                                                                                                                 \
+  WARPSMITH_VECTORIZE void add_row(F* __restrict__ x, const F* __restrict__ y, int64_t count) {                     \
+    for (int64_t i = 0; i < count; ++i) x[i] += y[i];                                                               \
   }
 WARPSMITH_BACKWARD_LOOPS(float)
 WARPSMITH_BACKWARD_LOOPS(double)
@@ -121,7 +114,6 @@ template <class T> class BackwardTask {
     ds_.resize(s_.size());
     if (p.softcap > 0) slope_.resize(s_.size());
     if (p.dropout.seed) kept_bytes_.resize(s_.size());
-    std::fill_n(sum_p_, kTile, F(0));
     std::fill_n(sum_ds_, kTile, F(0));
     for_tiles([&](const TileAt& t, size_t at) { make_probabilities(s, t, kv_head, at); });
     correct_statistics(s, head, q0, queries);
@@ -142,12 +134,14 @@ template <class T> class BackwardTask {
     dots(at<T>(p_.dout, dout), p_.dout_strides.seq, at<T>(p_.out, s.of_q(p_.out_strides, q0, head)), p_.out_strides.seq,
          queries, p.head_dim_v, delta_);
     const F* lse = at<F>(p_.lse, s.of_lse(p, head) + q0);
+    const F* rest = p_.lse_rest ? at<F>(p_.lse_rest, s.of_lse(p, head) + q0) : nullptr;
     const F* dlse = p_.dlse ? at<F>(p_.dlse, s.of_lse(p, head) + q0) : nullptr;
     for (int64_t m = 0; m < kTile; ++m) {
       // lse = +inf makes exp(s - lse) = 0, for a row without keys and for a lane without a query. Such a row has no
-      // gradient, whatever its upstream gradients are.
+      // gradient, whatever its upstream gradients are. A row with a logit of +inf becomes NaN.
       const bool seen = m < queries && lse[m] != -kInfinity;
-      lse_[m] = seen ? lse[m] : kInfinity;
+      lse_[m] = !seen ? kInfinity : lse[m] == kInfinity ? std::numeric_limits<F>::quiet_NaN() : lse[m];
+      rest_[m] = seen && rest ? rest[m] : F(0);
       delta_[m] = seen ? delta_[m] : F(0);
       dlse_[m] = seen && dlse ? dlse[m] : F(0);
     }
@@ -166,27 +160,24 @@ template <class T> class BackwardTask {
     F *logits = s_.data() + place, *ds = ds_.data() + place;
     product({k.data, k.stride, 1, q_columns_.data(), kTile, logits, kTile, t.keys, lanes, p.head_dim, false});
     product({v.data, v.stride, 1, dout_columns_.data(), kTile, ds, kTile, t.keys, lanes, p.head_dim_v, false});
-    const F scale = logits_.apply(logits, s, t);
+    logits_.apply(logits, s, t);
     if (const F* slope = logits_.slope()) std::copy_n(slope, t.keys * kTile, slope_.data() + place);
     if (p.dropout.seed) {
       dropout_tile(p, s, t, kept_bytes_.data() + place);
       drop(ds, kept_bytes_.data() + place, t.keys, p.dropout.threshold, static_cast<F>(p.dropout.scale));
     }
-    probabilities(logits, ds, t.keys, scale, lse_, delta_, sum_p_, sum_ds_);
+    probabilities(logits, ds, t.keys, lse_, rest_, delta_, sum_ds_);
   }
 
-  // delta = dot(dout, out) carries the rounding of out, and p carries that of lse, which is large where logits are
-  // large. In a saturated softmax dp - delta cancels, and these roundings would dominate what is left. The sums over
-  // the keys of p and of p * (dp - delta) are the errors of p and delta, and correct both.
+  // delta = dot(dout, out) carries the rounding of out. In a saturated softmax dp - delta cancels, and this rounding
+  // would dominate what is left. The sum over the keys of p * (dp - delta) is the error of delta, and corrects it.
   void correct_statistics(const SequencePair& s, int64_t head, int64_t q0, int64_t queries) {
     const AttentionProblem& p = p_.problem;
     const F sink = p.sink ? sink_of<F>(p, head) : -kInfinity;
     F* delta = work_.delta + s.of_lse(p, head) + q0;
     for (int64_t m = 0; m < kTile; ++m) {
-      const F of_sink = sink == -kInfinity || lse_[m] == kInfinity ? F(0) : std::exp(sink - lse_[m]);
-      const F total = sum_p_[m] + of_sink;
-      norm_[m] = total > F(0.5) && total < F(2) ? F(1) / total : F(1);  // else lse is not finite, or no keys
-      correction_[m] = (sum_ds_[m] - of_sink * delta_[m]) * norm_[m];
+      const F of_sink = sink == -kInfinity || lse_[m] == kInfinity ? F(0) : std::exp((sink - lse_[m]) - rest_[m]);
+      correction_[m] = sum_ds_[m] - of_sink * delta_[m];
       if (m < queries) delta[m] = delta_[m] + correction_[m];
     }
   }
@@ -198,7 +189,7 @@ template <class T> class BackwardTask {
     // dbias is the gradient of the logits. The gradients of q and k need that of the products, which is softmax_scale
     // times as large.
     const F to_products = static_cast<F>(p.softmax_scale);
-    gradients(weights, ds, t.keys, dbias_.wanted ? F(1) : to_products, norm_, correction_, dlse_);
+    gradients(weights, ds, t.keys, dbias_.wanted ? F(1) : to_products, correction_, dlse_);
     if (p.dropout.seed)
       drop(weights, kept_bytes_.data() + place, t.keys, p.dropout.threshold, static_cast<F>(p.dropout.scale));
     if (dbias_.wanted) {
@@ -257,7 +248,7 @@ template <class T> class BackwardTask {
   std::vector<F> s_, ds_, slope_;    // for all tiles of keys that the tile of queries sees
   std::vector<uint8_t> kept_bytes_;  // dropout: a byte per weight
   RowsOf<F> q_{}, dout_{};
-  F lse_[kTile], delta_[kTile], dlse_[kTile], sum_p_[kTile], sum_ds_[kTile], norm_[kTile], correction_[kTile];
+  F lse_[kTile], rest_[kTile], delta_[kTile], dlse_[kTile], sum_ds_[kTile], correction_[kTile];
 };
 
 // A float64 problem has a float64 bias and sink; no other problem has.
@@ -337,10 +328,11 @@ template <class F> void write_dsink(const AttentionBwdParams& params, const Work
           const SequencePair s(p, b);
           for (int64_t i = s.of_lse(p, h), last = i + s.q.length; i < last; ++i) {
             const double lse = static_cast<double>(*at<F>(params.lse, i));
-            if (lse > -std::numeric_limits<double>::infinity()) {
-              const double dlse = params.dlse ? static_cast<double>(*at<F>(params.dlse, i)) : 0;
-              sum += std::exp(sink - lse) * (static_cast<double>(w.delta[i]) - dlse);
-            }
+            if (lse == -std::numeric_limits<double>::infinity()) continue;
+            const double dlse = params.dlse ? static_cast<double>(*at<F>(params.dlse, i)) : 0;
+            const double rest = params.lse_rest ? static_cast<double>(*at<F>(params.lse_rest, i)) : 0;
+            const double p = std::isinf(lse) ? std::numeric_limits<double>::quiet_NaN() : std::exp((sink - lse) - rest);
+            sum += p * (static_cast<double>(w.delta[i]) - dlse);
           }
         }
         if constexpr (kIsWide<E> == kIsWide<F>) *at<E>(params.dsink, h) = from_float<E>(static_cast<F>(-sum));

@@ -94,21 +94,16 @@ void dropout_tile(const AttentionProblem& p, const SequencePair& s, const TileAt
 // Makes the logits of a tile: everything between the product q k^T and the exponential.
 template <class F> class Logits {
  public:
-  explicit Logits(const AttentionProblem& problem)
-      : p_(problem), plain_(p_.softcap <= 0 && !p_.alibi_slopes && !p_.bias && !p_.mask) {
+  explicit Logits(const AttentionProblem& problem) : p_(problem) {
     if (p_.bias) bias_.resize(kTile * kTile);
     if (p_.softcap > 0) slope_.resize(kTile * kTile);
   }
 
-  // Turns products into logits; hidden ones become -inf. Returns the factor by which the logits are still to be
-  // multiplied.
-  F apply(F* s, const SequencePair& sequence, const TileAt& t) {
+  // Turns products into logits; hidden ones become -inf. The products are rounded here: were they scaled where the
+  // maximum is subtracted, one rounding of both together would not take the maximum to 0.
+  void apply(F* s, const SequencePair& sequence, const TileAt& t) {
     const bool all = sees_all_keys(p_, sequence, t);
     const F scale = static_cast<F>(p_.softmax_scale);
-    if (plain_ && scale > 0) {
-      if (!all) hide_beyond_window(s, sequence, t);
-      return scale;
-    }
     if (p_.softcap > 0)
       cap_logits(s, slope_.data(), t.keys, scale, static_cast<F>(p_.softcap));
     else
@@ -121,7 +116,6 @@ template <class F> class Logits {
     if (p_.mask)
       gather_tile<uint8_t>(p_.mask, p_.mask_strides, sequence, t, s,
                            [](F& logit, uint8_t visible) { logit = visible ? logit : kHidden; });
-    return F(1);
   }
 
   // After apply(): the derivative of the capped logits with respect to the logits before the cap, for the same tile.
@@ -158,7 +152,6 @@ template <class F> class Logits {
   }
 
   const AttentionProblem& p_;
-  bool plain_;
   std::vector<F> bias_, slope_;
 };
 

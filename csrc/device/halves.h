@@ -92,12 +92,4 @@ template <> __device__ __forceinline__ uint32_t multiply_halves<float16>(uint32_
 #endif
 }
 
-// The gates through which `gated` >= 0 came: closed for 0, and for the NaN of 0 * infinity.
-template <class T> __device__ __forceinline__ uint32_t gates_again(uint32_t gated) {
-  constexpr uint32_t kInfinity = std::is_same_v<T, bfloat16> ? 0x7f80 : 0x7c00;
-  // No half has its highest bit set, so no sum carries into the next half.
-  const uint32_t not_zero = gated + 0x7fff7fffu, nan = gated + (0x7fff - kInfinity) * 0x10001u;
-  return spread_signs(not_zero & ~nan, 0, spread_selector(1, 3)) & kOpenGates;
-}
-
 }  // namespace warpsmith::device

@@ -59,6 +59,15 @@ __device__ __forceinline__ float smaller_or_nan(float a, float b) {
 #endif
 }
 
+// a * b rounded, whatever is added to it: nvcc would make one fused operation of a product and a sum.
+__device__ __forceinline__ float rounded_product(float a, float b) {
+#ifdef WARPSMITH_SIM
+  return a * b;
+#else
+  return __fmul_rn(a, b);
+#endif
+}
+
 // tanh(x), max relative error 2^-11.
 __device__ __forceinline__ float fast_tanh(float x) {
 #ifdef WARPSMITH_SIM

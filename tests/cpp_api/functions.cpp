@@ -9,14 +9,7 @@
 #include <warpsmith/optim.h>
 #include <warpsmith/rope.h>
 
-#include "norms.h"
-
 namespace {
-
-at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, std::optional<double> eps,
-                    double weight_offset) {
-  return warpsmith::rms_norm(x, weight, eps, weight_offset);
-}
 
 std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos,
                                         const at::Tensor& sin, bool interleaved,
@@ -69,29 +62,6 @@ void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
                    lr_tensor);
 }
 
-// The activations, those with a flag by tanh.
-#define WARPSMITH_GATED_plain(op) warpsmith::op(gate, up, inplace_backward)
-#define WARPSMITH_GATED_tanh(op) warpsmith::op(gate, up, /*tanh=*/true, inplace_backward)
-#define WARPSMITH_ROW(op, function, flag)                                                             \
-  at::Tensor op(const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) { \
-    return WARPSMITH_GATED_##flag(op);                                                                \
-  }
-WARPSMITH_GATED_OPS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-#define WARPSMITH_ROW(op, function, flag) \
-  at::Tensor op(const at::Tensor& x, const at::Tensor& bias) { return warpsmith::op(x, bias); }
-WARPSMITH_BIASED_OPS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-#define WARPSMITH_ROW(op, function, flag) \
-  at::Tensor op(const at::Tensor& x) { return warpsmith::op(x); }
-WARPSMITH_UNARY_OPS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-
-at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual, double p, bool training,
-                       const std::optional<at::Tensor>& seed) {
-  return warpsmith::dropout_add(x, residual, p, training, seed);
-}
-
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
                                 const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& class_weight,
                                 int64_t reduction, double label_smoothing, std::optional<int64_t> max_chunk_bytes) {
@@ -118,17 +88,40 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       &attention);
   m.def("attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen) -> (Tensor, Tensor)",
         &attention_varlen);
-#define WARPSMITH_ROW(op, function, flag) m.def(#op "(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor", &op);
+  m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", &warpsmith::rms_norm);
+  m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", &warpsmith::layer_norm);
+  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float? eps, float weight_offset) -> (Tensor, Tensor)",
+        &warpsmith::add_rms_norm);
+  m.def("add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
+        &warpsmith::add_layer_norm);
+  m.def(
+      "dropout_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float p, float? eps, bool training, float "
+      "weight_offset, Tensor? seed) -> (Tensor, Tensor)",
+      &warpsmith::dropout_add_rms_norm);
+  m.def(
+      "dropout_add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float p, float eps, bool "
+      "training, Tensor? seed) -> (Tensor, Tensor)",
+      &warpsmith::dropout_add_layer_norm);
+  m.def("dropout_add(Tensor x, Tensor residual, float p, bool training, Tensor? seed) -> Tensor",
+        &warpsmith::dropout_add);
+  // The activations, gated ones with a flag by tanh.
+#define WARPSMITH_GATED_plain(op) warpsmith::op(gate, up, inplace_backward)
+#define WARPSMITH_GATED_tanh(op) warpsmith::op(gate, up, /*tanh=*/true, inplace_backward)
+#define WARPSMITH_ROW(op, function, flag)                                                        \
+  m.def(#op "(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor",                        \
+        [](const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) { \
+          return WARPSMITH_GATED_##flag(op);                                                     \
+        });
   WARPSMITH_GATED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
-#define WARPSMITH_ROW(op, function, flag) m.def(#op "(Tensor x, Tensor bias) -> Tensor", &op);
+#define WARPSMITH_ROW(op, function, flag)        \
+  m.def(#op "(Tensor x, Tensor bias) -> Tensor", \
+        [](const at::Tensor& x, const at::Tensor& bias) { return warpsmith::op(x, bias); });
   WARPSMITH_BIASED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
-#define WARPSMITH_ROW(op, function, flag) m.def(#op "(Tensor x) -> Tensor", &op);
+#define WARPSMITH_ROW(op, function, flag) m.def(#op "(Tensor x) -> Tensor", &warpsmith::op);
   WARPSMITH_UNARY_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
-  m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", &rms_norm);
-  m.def("dropout_add(Tensor x, Tensor residual, float p, bool training, Tensor? seed) -> Tensor", &dropout_add);
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, int "
       "reduction, float label_smoothing, int? max_chunk_bytes) -> Tensor",

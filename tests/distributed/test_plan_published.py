@@ -114,7 +114,7 @@ A100, H100 = plan.Cluster.of("A100"), plan.Cluster.of("H100")
         (lambda: plan.Model.from_config({"n_layer": 2}), "Model.from_config: hidden: expected hidden_size or n_embd"),
         (lambda: plan.Layout(data=0), "Layout: data: expected an int of at least 1, got 0"),
         (lambda: plan.Layout(sharding=4), "Layout: sharding: expected one of 0, 1, 2, 3, got 4"),
-        (lambda: plan.Layout(wire="int8"), "Layout: wire: expected one of float32, bfloat16, float16, got 'int8'"),
+        (lambda: plan.Layout(wire="int8"), "Layout: wire: expected one of float32, bfloat16, float16, got int8"),
         (lambda: plan.Layout(interleave=2), "Layout: interleave: expected 1 without a pipeline, got 2"),
         (lambda: plan.Cluster.of("H999"), "Cluster.of: gpu: expected one of A100, H100, H200, B200"),
         (lambda: plan.Cluster.of("H100", 0), "Cluster.of: network_gbit: expected above 0, got 0"),
@@ -143,7 +143,7 @@ A100, H100 = plan.Cluster.of("A100"), plan.Cluster.of("H100")
         ),
         (lambda: plan.fit_link([]), "fit_link: points: expected at least one"),
         (lambda: plan.fit_link([("all_reduce", 2, 8, 0.0)]), "fit_link: points: expected seconds above 0"),
-        (lambda: plan.calibrate("cpu", repeats=0), "calibrate: expected repeats of at least 1"),
+        (lambda: plan.calibrate("cpu", repeats=0), "calibrate: repeats: expected at least 1"),
         (lambda: plan.calibrate("cpu", ranks_per_host=2), "calibrate: ranks_per_host: expected a divisor of 1 ranks"),
     ],
 )

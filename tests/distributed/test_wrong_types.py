@@ -39,14 +39,14 @@ def test_of_a_sharded_optimizer():
             (
                 {"bucket_cap_mb": "25"},
                 TypeError,
-                "ShardedOptimizer: bucket_cap_mb: expected a number, got the str '25'",
+                "ShardedOptimizer: bucket_cap_mb: expected a finite number > 0, got the str '25'",
             ),
             ({"stage": True}, ValueError, "ShardedOptimizer: stage: expected 1 or 2, got True"),
         ):
             with pytest.raises(error, match=f"^{words}"):
                 ShardedOptimizer(model.parameters(), warpsmith.optim.SGD, **options)
         optimizer = ShardedOptimizer(model.parameters(), warpsmith.optim.SGD)
-        with pytest.raises(TypeError, match="clip_grad_norm_: max_norm: expected a number, got None"):
+        with pytest.raises(TypeError, match="clip_grad_norm_: max_norm: expected a number >= 0, got None"):
             optimizer.clip_grad_norm_(None)
         with pytest.raises(TypeError, match="consolidate_state_dict: to: expected an int, got the str '0'"):
             optimizer.consolidate_state_dict("0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as theirs
@@ -279,3 +280,27 @@ def test_attention_is_compiled_without_a_warning():
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
     for scale in (0.3, 0.5, 0.7):
         assert torch.equal(compiled(scale), attend(scale))
+
+
+NUMBERS = {
+    "eps": (True, 1, 2**10, np.float32(0.5), np.True_, torch.tensor(0.5)),
+    "label_smoothing": (True, 0, np.float64(0.25), torch.tensor(0.25)),
+    "ignore_index": (np.int64(1), np.array(1), torch.tensor(1)),
+    "scale": (1, np.float32(0.5), torch.tensor(0.5), True),
+}
+
+
+@pytest.mark.parametrize("argument", NUMBERS)
+def test_numbers_that_torch_takes_are_torchs(argument):
+    """Ours where an op takes the number, and else torch's function."""
+    x, q, target = torch.randn(3, 8), torch.randn(1, 2, 4, 8), torch.tensor([0, 1, 2])
+    calls = {
+        "eps": lambda functional, **o: [functional.layer_norm(x, (8,), **o), functional.rms_norm(x, (8,), **o)],
+        "label_smoothing": lambda functional, **o: [functional.cross_entropy(x, target, **o)],
+        "ignore_index": lambda functional, **o: [functional.cross_entropy(x, target, **o)],
+        "scale": lambda functional, **o: [functional.scaled_dot_product_attention(q, q, q, **o)],
+    }
+    for value in NUMBERS[argument]:
+        expected = calls[argument](theirs, **{argument: value})
+        for found, like in zip(calls[argument](ours, **{argument: value}), expected, strict=True):
+            torch.testing.assert_close(found, like)

@@ -25,7 +25,7 @@ def attend(q, k, v, place, cu=None, p=P, seed=SEED):
     longest = 0 if cu is None else QUERIES
     layout = 0 if cu is None else 2
     rest = (longest, longest, layout, 0, True, -1, -1, None, 0.0, p, True, place)
-    return torch.ops.warpsmith.attention(q, k, v, cu, cu, None, None, None, seed.to(q.device), *rest)
+    return torch.ops.warpsmith.attention(q, k, v, cu, cu, None, None, None, seed.to(q.device), *rest)[:2]
 
 
 def place_of(part):
@@ -41,7 +41,7 @@ def cut(t, part, tokens):
 
 def results(call, leaves, dout):
     leaves = [t.detach().clone().requires_grad_() for t in leaves]
-    out, lse = call(*leaves)
+    out, lse = call(*leaves)[:2]
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -74,7 +74,7 @@ def kept_by(device, dtype, part, p):
         return torch.eye(rows, dim, dtype=dtype, device=device)[None, :, None].expand(BATCH, rows, heads, dim)
 
     v = ones(keys).contiguous().requires_grad_()
-    out, _ = attend(q, k, v, place_of(part), p=p)
+    out, *_ = attend(q, k, v, place_of(part), p=p)
     (dv,) = torch.autograd.grad(out, v, ones(queries).contiguous())
     return (out.transpose(1, 2)[..., :keys] != 0).cpu(), (dv.permute(0, 2, 3, 1)[:, :, :queries] != 0).cpu()
 
@@ -141,7 +141,7 @@ def test_a_place_that_does_not_fit_is_refused(words, place, device):
     forward, backward = torch.ops.warpsmith.attention_forward, torch.ops.warpsmith.attention_backward
     with pytest.raises(ValueError, match=f"attention: dropout_place: expected {words}"):
         forward(*inputs, place)
-    out, lse = forward(*inputs)
+    out, lse, _ = forward(*inputs)
     with pytest.raises(ValueError, match=f"attention_backward: dropout_place: expected {words}"):
         backward(out, None, *inputs, out, lse, False, False, place)
 

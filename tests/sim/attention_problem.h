@@ -15,7 +15,7 @@ template <class T> struct AttentionData {
   AttentionCase shape;
   int64_t batch_memory, length_q, length_k;  // as tensors lie in memory
   HeadBuffer<T> q, k, v, out, dout, dq, dk, dv;
-  Buffer<float> lse, dlse, sink, dsink, slopes;
+  Buffer<float> lse, lse_rest, dlse, sink, dsink, slopes;
   Buffer<T> narrow_sink, narrow_dsink;
   BroadcastShape bias_shape, mask_shape;
   Buffer<float> bias, dbias;
@@ -42,6 +42,7 @@ template <class T> struct AttentionData {
         dk(batch_memory, length_k, c.key_heads, c.head_dim, c.heads_first),
         dv(batch_memory, length_k, c.key_heads, c.dim_v(), c.heads_first),
         lse(static_cast<size_t>(batch_memory * c.heads * length_q)),
+        lse_rest(lse.size()),
         dlse(lse.size()),
         sink(static_cast<size_t>(c.heads)),
         dsink(static_cast<size_t>(c.heads)),
@@ -137,14 +138,15 @@ template <class T> struct AttentionData {
     return p;
   }
   AttentionFwdParams forward() {
-    return {problem(), q.data.data(), k.data.data(), v.data.data(), out.data.data(), lse.data(),
-            q.strides, k.strides,     v.strides,     out.strides,   nullptr};
+    return {problem(),       q.data.data(), k.data.data(), v.data.data(), out.data.data(), lse.data(),
+            lse_rest.data(), q.strides,     k.strides,     v.strides,     out.strides,     nullptr};
   }
   AttentionBwdParams backward() {
     AttentionBwdParams p{};
     p.problem = problem();
     p.dout = dout.data.data(), p.dlse = dlse.data();
-    p.q = q.data.data(), p.k = k.data.data(), p.v = v.data.data(), p.out = out.data.data(), p.lse = lse.data();
+    p.q = q.data.data(), p.k = k.data.data(), p.v = v.data.data(), p.out = out.data.data(), p.lse = lse.data(),
+    p.lse_rest = lse_rest.data();
     p.dq = dq.data.data(), p.dk = dk.data.data(), p.dv = dv.data.data();
     if (shape.sink) p.dsink = shape.narrow_sink ? static_cast<void*>(narrow_dsink.data()) : dsink.data();
     if (!shape.bias.empty()) p.dbias = shape.bias_is_float ? static_cast<void*>(dbias.data()) : narrow_dbias.data();
@@ -156,7 +158,7 @@ template <class T> struct AttentionData {
   }
   void poison_outputs() {
     out.data.poison();
-    lse.poison();
+    lse.poison(), lse_rest.poison();
     workspace.poison();
   }
   void poison_gradients() {
@@ -202,7 +204,7 @@ template <class T> struct AttentionData {
  private:
   void without_keys(size_t row_v, size_t stat, bool gradients) {
     if (!gradients) return;
-    lse[stat] = -std::numeric_limits<float>::infinity();
+    lse[stat] = -std::numeric_limits<float>::infinity(), lse_rest[stat] = 0;
     for (int64_t d = 0; d < shape.dim_v(); ++d) out.data[row_v + static_cast<size_t>(d)] = T{};
   }
 
@@ -275,7 +277,7 @@ template <class T> struct AttentionData {
     off.lse = 4 * rounding<float>(row_lse) + square(kExponentialError * (2 + row_lse - largest));
     for (int64_t j = begin; j < end; ++j) {
       const auto at = static_cast<size_t>(j - begin);
-      const double p = std::exp(s[at] - row_lse);
+      const double p = std::exp(s[at] - largest) / total;
       const size_t value = v.at(mb, k0 + j, hk, 0);
       for (int64_t d = 0; d < c.dim_v(); ++d)
         want_out[row_v + static_cast<size_t>(d)] += p * keep[at] * wv[value + static_cast<size_t>(d)];
@@ -286,7 +288,7 @@ template <class T> struct AttentionData {
     off.lse += additions(static_cast<double>(s.size()), off.weight_squares, off.weight);
     for (int64_t j = begin; j < end; ++j) {
       const auto at = static_cast<size_t>(j - begin);
-      const double p = std::exp(s[at] - row_lse);
+      const double p = std::exp(s[at] - largest) / total;
       const size_t value = v.at(mb, k0 + j, hk, 0);
       if (p == 0) continue;
       const double of_rounding = rounding_of_operand<T>(p * keep[at] * total) / square(total);
@@ -309,6 +311,7 @@ template <class T> struct AttentionData {
     if (!gradients) return;
     if (delta_of_rounded_out) off.delta += additions(static_cast<double>(c.dim_v()), delta_squares, delta);
     lse[stat] = static_cast<float>(row_lse);
+    lse_rest[stat] = static_cast<float>((largest - static_cast<double>(lse[stat])) + std::log(total));
     off.delta += 2 * rounding<float>(delta) + 2 * rounding<float>(static_cast<double>(dlse[stat]));
     delta -= static_cast<double>(dlse[stat]);
 
@@ -317,7 +320,7 @@ template <class T> struct AttentionData {
     double sum_ds = 0, size = 0, ds_squares = 0;
     for (int64_t j = begin; j < end; ++j) {
       const auto at = static_cast<size_t>(j - begin);
-      const double p = std::exp(s[at] - row_lse);
+      const double p = std::exp(s[at] - largest) / total;
       if (p == 0) continue;
       const size_t key = k.at(mb, k0 + j, hk, 0), value = v.at(mb, k0 + j, hk, 0);
       double dp = 0, squares = 0;
@@ -344,7 +347,7 @@ template <class T> struct AttentionData {
     off.delta += additions(static_cast<double>(s.size()), ds_squares, sum_ds);
     const std::vector<double> centre = delta_of_rounded_out ? std::vector<double>(mean.size()) : mean;
     if (c.sink) {
-      const double p = std::exp(sink_logit - row_lse), term = p * delta;
+      const double p = std::exp(sink_logit - largest) / total, term = p * delta;
       want_dsink[static_cast<size_t>(h)] -= term;
       of_dsink.add(static_cast<size_t>(h), term,
                    square(p) * (off.delta + off.of_keys) +
@@ -355,7 +358,7 @@ template <class T> struct AttentionData {
                    square(1 - off.weight) * off.of_keys + square(off.weight) * off.delta + square(sum_ds) * off.lse);
     for (int64_t j = begin; j < end; ++j) {
       const auto at = static_cast<size_t>(j - begin);
-      const double p = std::exp(s[at] - row_lse);
+      const double p = std::exp(s[at] - largest) / total;
       const size_t key = k.at(mb, k0 + j, hk, 0);
       const double of_ds = off.of_gradient(p, ds[at], own[at], delta_of_rounded_out);
       if (!c.bias.empty()) {

@@ -23,7 +23,7 @@ MACHINE = (build.ROOT / "csrc" / "sim", build.ROOT / "tests" / "sim" / "harness.
 
 def includes(source: Path) -> frozenset[Path]:
     """The source and what it includes."""
-    flags = [f"-I{build.ROOT / 'csrc'}", f"-I{build.ROOT / 'tests' / 'cpp'}"]
+    flags = [f"-I{build.ROOT / 'csrc'}", f"-I{build.ROOT / 'tests' / 'sim'}"]
     return frozenset(p.resolve() for p in build.dependencies(source, flags))
 
 

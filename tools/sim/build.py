@@ -16,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +27,7 @@ import store
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "sim"
 COUNTS = "build/sim/counts"
-COMMON = ["-std=c++20", "-DWARPSMITH_SIM", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"]
+COMMON = ["-std=c++20", "-DWARPSMITH_SIM", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", "-fPIC"]
 COMMON += [f"-ffile-prefix-map={ROOT}=."]
 UNKNOWN_NAME = re.compile(r"not( been)? declared|no member named|is not a member of|undeclared identifier")
 HINT = (
@@ -248,7 +248,7 @@ def main_object(test: Path, variant: str) -> Path:
 
 def parts(test: Path, variant: str) -> list[Part]:
     """What a test's program is made of."""
-    flags = [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'cpp'}"]
+    flags = [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'sim'}"]
     own = [(source, flags, BUILD / variant) for source in [*kernel_sources(test), test]]
     return [machine(variant), main_part(test, variant), *own]
 
@@ -262,12 +262,13 @@ def program_key(test: Path, variant: str) -> str:
     return _program_key([object_key(source, flags) for source, flags, _ in parts(test, variant)], variant)
 
 
-def link(objects: list[Path], variant: str, program: Path) -> Path:
+def link(objects: list[Path], variant: str, program: Path, flags: Sequence[str] = ("-rdynamic",)) -> Path:
+    """A program, or what the linker's other flags make of the objects."""
     with _locked(program):
         key = _program_key([made_from(o) for o in objects], variant)
         if made_from(program) == key:
             return program
-        command = [compiler(), *VARIANTS[variant].link, "-rdynamic", *map(str, objects), "-ldl", "-o", str(program)]
+        command = [compiler(), *VARIANTS[variant].link, *map(str, objects), *flags, "-ldl", "-o", str(program)]
         program.with_suffix(".key").unlink(missing_ok=True)
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:

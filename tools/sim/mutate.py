@@ -154,7 +154,7 @@ def equivalents() -> dict[tuple[str, str], str]:
 
 
 def flags_of(variant: str) -> list[str]:
-    return [*build.VARIANTS[variant].kernel, f"-I{CSRC}", f"-I{build.ROOT / 'tests' / 'cpp'}"]
+    return [*build.VARIANTS[variant].kernel, f"-I{CSRC}", f"-I{build.ROOT / 'tests' / 'sim'}"]
 
 
 @cache

@@ -1,6 +1,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <limits>
 #include <optional>
 #include <string>
@@ -136,6 +137,13 @@ inline void check_bias(const char* op, const Tensor& bias, const Inputs& in, Att
   (mask ? p.mask_strides : p.bias_strides) = broadcast_strides(bias);
 }
 
+// In the form of Python's str.
+inline std::string number_text(double x) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", x);
+  return text;
+}
+
 inline void check_numbers(const char* op, const Inputs& in, AttentionProblem& p) {
   const auto window = [&](int64_t size) {
     if (size < -1) refuse(op, "window_size", "two integers >= -1", std::to_string(size));
@@ -148,6 +156,15 @@ inline void check_numbers(const char* op, const Inputs& in, AttentionProblem& p)
   if (!std::isfinite(p.softmax_scale)) refuse(op, "softmax_scale", "a finite number", std::to_string(p.softmax_scale));
   if (!(in.softcap >= 0) || !std::isfinite(in.softcap))
     refuse(op, "softcap", "a finite number >= 0", std::to_string(in.softcap));
+  if (p.dtype != Dtype::float64) {
+    // Kernels multiply both by log2(e), and divide the one by the other, in float.
+    constexpr double kMost = 0x1p127;
+    if (std::fabs(p.softmax_scale) > kMost)
+      refuse(op, "softmax_scale", "at most 2^127 in size", number_text(p.softmax_scale));
+    if (in.softcap > kMost) refuse(op, "softcap", "at most 2^127", number_text(in.softcap));
+    if (in.softcap > 0 && std::fabs(p.softmax_scale) / in.softcap > kMost)
+      refuse(op, "softcap", "at least 2^-127 of softmax_scale", number_text(in.softcap));
+  }
   p.softcap = in.softcap;
 }
 
@@ -213,7 +230,7 @@ inline Checked check(const char* op, Inputs& in) {
   AttentionProblem& p = c.problem;
   p.dtype = float_dtype(op, "q", in.q);
   check_heads(op, in, p.dtype);
-  const auto readable = in.q.is_cuda() ? for_tensor_maps : with_adjacent_elements;
+  const auto readable = runs_kernels(in.q) ? for_tensor_maps : with_adjacent_elements;
   in.q = readable(op, in.q);
   if (in.k) in.k = readable(op, *in.k);
   if (in.v) in.v = readable(op, *in.v);

@@ -29,6 +29,11 @@ inline const Parallel& torch_threads() {
 
 // Runs the kernel of the tensor's device: `cuda(stream)` with that device current, or `cpu(threads)`.
 template <class Cuda, class Cpu> void run_on(const char* op, const Tensor& t, Cuda&& cuda, Cpu&& cpu) {
+#ifdef WARPSMITH_SIM
+  (void)t, (void)cpu;
+  raise_if_failed(op, cuda(static_cast<void*>(nullptr)));
+  return;
+#endif
 #ifdef WARPSMITH_CUDA
   if (t.is_cuda()) {
     const torch::stable::accelerator::DeviceGuard guard(t.get_device_index());

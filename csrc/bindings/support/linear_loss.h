@@ -69,7 +69,8 @@ inline LinearInputs linear_inputs(const char* op, const Tensor& hidden, const Te
 
 inline LinearLossChunks chunks_of(const LinearInputs& in, int64_t max_chunk_bytes) {
   if (max_chunk_bytes < 0) refuse(in.op, "max_chunk_bytes", "an integer >= 1", std::to_string(max_chunk_bytes));
-  return choose_linear_loss_chunks({in.rows, in.classes, size_bytes(in.dtype), max_chunk_bytes, in.hidden.is_cuda()});
+  return choose_linear_loss_chunks(
+      {in.rows, in.classes, size_bytes(in.dtype), max_chunk_bytes, runs_kernels(in.hidden)});
 }
 
 // Columns beyond the classes, which fill a row up to whole vectors, are zero: matrix products read them together with

@@ -111,7 +111,7 @@ struct LossRows {
   // Refuses labels that are neither classes nor ignore_index, and names the first. On CUDA the host would have to wait
   // for the device, so labels there are checked only if `on_cuda_too`.
   void check_labels(bool on_cuda_too = false) const {
-    if (target.is_cuda() && !on_cuda_too) return;
+    if (runs_kernels(target) && !on_cuda_too) return;
     Tensor labels = target;
     if (target.is_cuda()) {
       const int64_t stride = 1;

@@ -22,6 +22,16 @@ namespace warpsmith {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// Whether an op runs its kernels on this tensor, rather than the CPU's loops. In a build for the host execution layer
+// (csrc/sim) they run on CPU tensors.
+inline bool runs_kernels(const Tensor& t) {
+#ifdef WARPSMITH_SIM
+  return t.is_cpu();
+#else
+  return t.is_cuda();
+#endif
+}
+
 inline std::string shape_text(const Tensor& t) {
   std::string s = "(";
   for (int64_t i = 0; i < t.dim(); ++i) s += (i ? ", " : "") + std::to_string(t.size(i));
@@ -68,7 +78,7 @@ inline Dtype float_dtype(const char* op, const char* argument, const Tensor& t) 
     case ScalarType::Half: return Dtype::float16;
     case ScalarType::BFloat16: return Dtype::bfloat16;
     case ScalarType::Double:
-      if (t.is_cuda()) refuse(op, argument, "float32, float16 or bfloat16 on CUDA", "float64");
+      if (runs_kernels(t)) refuse(op, argument, "float32, float16 or bfloat16 on CUDA", "float64");
       return Dtype::float64;
     default: refuse(op, argument, "float32, float16, bfloat16 or (on the CPU) float64", dtype_text(t.scalar_type()));
   }

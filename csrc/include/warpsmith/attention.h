@@ -1,14 +1,7 @@
 #pragma once
-#include <ATen/ops/randint.h>
-#include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/custom_function.h>
-
-#include <limits>
+#include <cstdint>
 #include <optional>
-#include <stdexcept>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 #include "warpsmith/op.h"
 
@@ -35,143 +28,37 @@ struct AttentionOptions {
 
 namespace detail {
 
-using OptionalTensor = std::optional<at::Tensor>;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-constexpr size_t kAttentionTensors = 9;
-constexpr size_t kAttentionInputs[5] = {0, 1, 2, 6, 7};  // the inputs that have gradients
-
-// The arguments of the raw ops, in the order of the schema. An undefined tensor is an absent one.
-struct AttentionCall {
-  variable_list tensors;          // q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sink, seed
-  std::vector<int64_t> integers;  // max_seqlen_q, max_seqlen_k, layout, kv_heads, bottom right, window, deterministic
-  std::optional<double> softmax_scale;
-  double softcap, dropout_p;
-
-  OptionalTensor optional(size_t i) const { return tensors[i].defined() ? OptionalTensor(tensors[i]) : std::nullopt; }
-};
-
-inline std::tuple<at::Tensor, at::Tensor> attention_forward(const AttentionCall& c) {
-  using Signature = std::tuple<at::Tensor, at::Tensor>(
-      const at::Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, c10::SymInt,
-      c10::SymInt, int64_t, int64_t, bool, c10::SymInt, c10::SymInt, std::optional<double>, double, double, bool,
-      at::OptionalIntArrayRef);
-  static const auto op = find_op<Signature>("warpsmith::attention_forward");
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto& i = c.integers;
-  return op.call(c.tensors[0], c.optional(1), c.optional(2), c.optional(3), c.optional(4), c.optional(5), c.optional(6),
-                 c.optional(7), c.optional(8), i[0], i[1], i[2], i[3], i[4] != 0, i[5], i[6], c.softmax_scale,
-                 c.softcap, c.dropout_p, i[7] != 0, std::nullopt);
-}
-
-// {dq, dk, dv, dbias, dsink}. A gradient that is not wanted, or that lies inside dq or dk, has no elements.
-inline variable_list attention_backward(const at::Tensor& dout, const OptionalTensor& dlse, const AttentionCall& c,
-                                        const at::Tensor& out, const at::Tensor& lse, bool want_dbias,
-                                        bool want_dsink) {
-  using Signature = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
-      const at::Tensor&, const OptionalTensor&, const at::Tensor&, const OptionalTensor&, const OptionalTensor&,
-      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-      const OptionalTensor&, c10::SymInt, c10::SymInt, int64_t, int64_t, bool, c10::SymInt, c10::SymInt,
-      std::optional<double>, double, double, bool, const at::Tensor&, const at::Tensor&, bool, bool,
-      at::OptionalIntArrayRef);
-  static const auto op = find_op<Signature>("warpsmith::attention_backward");
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto& i = c.integers;
-  auto [dq, dk, dv, dbias, dsink] =
-      op.call(dout, dlse, c.tensors[0], c.optional(1), c.optional(2), c.optional(3), c.optional(4), c.optional(5),
-              c.optional(6), c.optional(7), c.optional(8), i[0], i[1], i[2], i[3], i[4] != 0, i[5], i[6],
-              c.softmax_scale, c.softcap, c.dropout_p, i[7] != 0, out, lse, want_dbias, want_dsink, std::nullopt);
-  return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias), std::move(dsink)};
-}
-
-// The gradients as a separate autograd function, for create_graph only. It refuses its derivative, which would
-// otherwise silently be zero.
-struct AttentionBackward : torch::autograd::Function<AttentionBackward> {
-  // Tensors that may have a graph are separate arguments, because tensors in a list get no autograd edges.
-  static variable_list forward(AutogradContext*, const at::Tensor& dout, const OptionalTensor& dlse, const at::Tensor&,
-                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                               const OptionalTensor&, const AttentionCall& call, const at::Tensor& out,
-                               const at::Tensor& lse, bool want_dbias, bool want_dsink) {
-    return attention_backward(dout, dlse, call, out, lse, want_dbias, want_dsink);
-  }
-
-  static variable_list backward(AutogradContext*, variable_list) {
-    throw std::runtime_error("attention: second derivatives are not available");
-  }
-};
-
-struct Attention : torch::autograd::Function<Attention> {
-  static variable_list forward(AutogradContext* ctx, const at::Tensor& /*q*/, const OptionalTensor& /*k*/,
-                               const OptionalTensor& /*v*/, const OptionalTensor& /*bias*/,
-                               const OptionalTensor& /*sink*/, const AttentionCall& call) {
-    auto [out, lse] = attention_forward(call);
-    variable_list kept = call.tensors;
-    kept.push_back(out);
-    kept.push_back(lse);
-    ctx->save_for_backward(std::move(kept));
-    ctx->saved_data["integers"] = call.integers;
-    ctx->saved_data["softmax_scale"] = call.softmax_scale.value_or(std::numeric_limits<double>::quiet_NaN());
-    ctx->saved_data["softcap"] = call.softcap;
-    ctx->saved_data["dropout_p"] = call.dropout_p;
-    ctx->set_materialize_grads(false);
-    return {std::move(out), std::move(lse)};
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    variable_list result(6);  // one per input of forward
-    if (!grads[0].defined() && !grads[1].defined()) return result;
-    variable_list kept = ctx->get_saved_variables();
-    const at::Tensor out = kept[kAttentionTensors], lse = kept[kAttentionTensors + 1];
-    kept.resize(kAttentionTensors);
-    const double scale = ctx->saved_data["softmax_scale"].toDouble();
-    const AttentionCall call{std::move(kept), ctx->saved_data["integers"].toIntVector(),
-                             scale == scale ? std::optional<double>(scale) : std::nullopt,
-                             ctx->saved_data["softcap"].toDouble(), ctx->saved_data["dropout_p"].toDouble()};
-    const at::Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(out);
-    const OptionalTensor dlse = grads[1].defined() ? OptionalTensor(grads[1]) : std::nullopt;
-    bool needs[5] = {};  // only inputs that are present have an edge
-    size_t edge = 0;
-    for (size_t i = 0; i < 5; ++i)
-      if (call.tensors[kAttentionInputs[i]].defined()) needs[i] = ctx->needs_input_grad(edge++);
-    variable_list g =
-        at::GradMode::is_enabled()
-            ? AttentionBackward::apply(dout, dlse, call.tensors[0], call.optional(1), call.optional(2),
-                                       call.optional(6), call.optional(7), call, out, lse, needs[3], needs[4])
-            : attention_backward(dout, dlse, call, out, lse, needs[3], needs[4]);
-    for (size_t i = 0; i < 5; ++i)
-      if (needs[i]) result[i] = std::move(g[i]);
-    return result;
-  }
-};
-
 inline std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const OptionalTensor& k,
                                                     const OptionalTensor& v, const OptionalTensor& cu_seqlens_q,
                                                     const OptionalTensor& cu_seqlens_k, int64_t max_seqlen_q,
                                                     int64_t max_seqlen_k, const AttentionOptions& o,
                                                     AttentionLayout layout) {
-  const auto given = [](const OptionalTensor& t) { return t.value_or(at::Tensor()); };
-  TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !given(o.alibi_slopes).defined() || !o.alibi_slopes->requires_grad(),
-                    "attention: alibi_slopes: expected a tensor that requires no gradient, got one that does");
+  static const Op op({.name = "attention", .python_has_second_derivatives = false});
+  refuse_gradient("attention", "alibi_slopes", o.alibi_slopes);
   TORCH_CHECK_VALUE(o.dropout_p >= 0 && o.dropout_p < 1, "attention: dropout_p: expected a number in [0, 1), got ",
                     o.dropout_p);
-  OptionalTensor seed = o.seed;
-  if (!seed && o.dropout_p > 0)
-    seed = at::randint(std::numeric_limits<int64_t>::max(), {2}, q.options().dtype(at::kLong).requires_grad(false));
-  const AttentionCall call{{q, given(k), given(v), given(cu_seqlens_q), given(cu_seqlens_k), given(o.alibi_slopes),
-                            given(o.bias), given(o.sink), given(seed)},
-                           {max_seqlen_q, max_seqlen_k, static_cast<int64_t>(layout), o.kv_heads, o.align_bottom_right,
-                            o.window_left, o.causal && o.window_right >= -1 ? 0 : o.window_right, o.deterministic},
-                           o.softmax_scale,
-                           o.softcap,
-                           o.dropout_p};
-  for (const size_t i : kAttentionInputs)
-    if (call.tensors[i].defined() && has_derivative(call.tensors[i])) {
-      auto results = Attention::apply(q, call.optional(1), call.optional(2), call.optional(6), call.optional(7), call);
-      return {results[0], results[1]};
-    }
-  return attention_forward(call);
+  const OptionalTensor seed = o.seed ? o.seed : dropout_seed(q, o.dropout_p, /*training=*/true, std::nullopt);
+  const int64_t window_right = o.causal && o.window_right >= -1 ? 0 : o.window_right;
+  return pair(call(op, {q,
+                        k,
+                        v,
+                        cu_seqlens_q,
+                        cu_seqlens_k,
+                        o.alibi_slopes,
+                        o.bias,
+                        o.sink,
+                        seed,
+                        max_seqlen_q,
+                        max_seqlen_k,
+                        static_cast<int64_t>(layout),
+                        o.kv_heads,
+                        o.align_bottom_right,
+                        o.window_left,
+                        window_right,
+                        o.softmax_scale,
+                        o.softcap,
+                        o.dropout_p,
+                        o.deterministic}));
 }
 
 }  // namespace detail

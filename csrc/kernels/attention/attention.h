@@ -19,7 +19,14 @@
 //   out = sum over visible j of exp(s - lse) * kept(i, j) * dropout.scale * v[j]
 // A row without a visible key has out = 0, lse = -inf (lse = sink if there is a sink) and no gradient. A masked logit
 // counts as -inf, whatever q, k and bias contain. Logits, sums and statistics are float (double for float64).
+//
+// Every finite logit follows the softmax, whatever its size. A logit of 1e8 has an ulp of 8, so lse alone cannot hold
+// the logarithm of a sum beside it, and exp(s - lse) would not sum to 1. So the forward also gives what rounding took
+// from lse: lse_rest = (max - lse) + log(sum over visible j of exp(s - max)), and p = exp((s - lse) - lse_rest). CUDA
+// kernels do without it where |lse| < kFarLse: there it changes p by less than 2^-13 (float32: 2^-16).
 namespace warpsmith {
+
+template <class T> constexpr float kFarLse = sizeof(T) == 2 ? 1024.0f : 128.0f;
 
 // Strides of a tensor of heads, in elements: element (b, s, h, d) is at b * batch + s * seq + h * head + d. In a packed
 // tensor, token t of the whole tensor is at t * seq + h * head + d, and `batch` is not used.
@@ -79,21 +86,22 @@ struct AttentionProblem {
 
 struct AttentionFwdParams {
   AttentionProblem problem;
-  const void* q;  // [batch, seqlen_q, heads_q, head_dim], or packed [total_q, heads_q, head_dim]
-  const void* k;  // [batch, seqlen_k, heads_k, head_dim], or packed [total_k, heads_k, head_dim]
-  const void* v;  // [batch, seqlen_k, heads_k, head_dim_v], or packed [total_k, heads_k, head_dim_v]
-  void* out;      // [batch, seqlen_q, heads_q, head_dim_v], or packed [total_q, heads_q, head_dim_v]
-  void* lse;      // [batch, heads_q, seqlen_q], or packed [heads_q, total_q]; contiguous, float; null: not wanted
+  const void* q;   // [batch, seqlen_q, heads_q, head_dim], or packed [total_q, heads_q, head_dim]
+  const void* k;   // [batch, seqlen_k, heads_k, head_dim], or packed [total_k, heads_k, head_dim]
+  const void* v;   // [batch, seqlen_k, heads_k, head_dim_v], or packed [total_k, heads_k, head_dim_v]
+  void* out;       // [batch, seqlen_q, heads_q, head_dim_v], or packed [total_q, heads_q, head_dim_v]
+  void* lse;       // [batch, heads_q, seqlen_q], or packed [heads_q, total_q]; contiguous, float; null: not wanted
+  void* lse_rest;  // as lse; null: not wanted
   AttentionStrides q_strides, k_strides, v_strides, out_strides;
   // attention_forward_workspace_*() bytes, aligned to 256, contents undefined; null if that is 0.
   void* workspace;
 };
 
-// p = exp(s - lse), m = kept * dropout.scale, delta = dot(dout[i], out[i]) - dlse[i]:
+// p = exp((s - lse) - lse_rest), m = kept * dropout.scale, delta = dot(dout[i], out[i]) - dlse[i]:
 //   dv[j] = sum over i of p * m * dout[i]          ds = p * (m * dot(dout[i], v[j]) - delta)
-//   dsink = -sum over b, i of exp(sink - lse) * delta       dbias = ds, summed over the dimensions of stride 0
-//   ds *= 1 - (capped s / softcap)^2 if softcap > 0
-//   dq[i] = softmax_scale * sum over j of ds * k[j]         dk[j] = softmax_scale * sum over i of ds * q[i]
+//   dsink = -sum over b, i of exp((sink - lse) - lse_rest) * delta       dbias = ds, summed over the dimensions of
+//   stride 0 ds *= 1 - (capped s / softcap)^2 if softcap > 0 dq[i] = softmax_scale * sum over j of ds * k[j] dk[j] =
+//   softmax_scale * sum over i of ds * q[i]
 // dk and dv are summed over the query heads that share a key head.
 struct AttentionBwdParams {
   AttentionProblem problem;
@@ -103,12 +111,13 @@ struct AttentionBwdParams {
   const void* k;
   const void* v;
   const void* out;
-  const void* lse;  // never null
-  void* dq;         // as q
-  void* dk;         // as k
-  void* dv;         // as v; dq, dk and dv are never null
-  void* dbias;      // as bias, bias_dtype, at dbias_strides; null: not wanted
-  void* dsink;      // [heads_q], sink_dtype; null: not wanted
+  const void* lse;       // never null
+  const void* lse_rest;  // as lse; null: zero
+  void* dq;              // as q
+  void* dk;              // as k
+  void* dv;              // as v; dq, dk and dv are never null
+  void* dbias;           // as bias, bias_dtype, at dbias_strides; null: not wanted
+  void* dsink;           // [heads_q], sink_dtype; null: not wanted
   AttentionStrides dout_strides, q_strides, k_strides, v_strides, out_strides, dq_strides, dk_strides, dv_strides;
   AttentionBiasStrides dbias_strides;  // 0 where bias_strides is 0 or the size is 1
   bool deterministic;                  // the same bits on every run; false allows a faster path with atomics

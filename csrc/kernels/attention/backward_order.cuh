@@ -1,4 +1,9 @@
 #pragma once
+#include <cmath>
+
+#include "device/math.h"
+#include "device/vector.h"
+#include "kernels/attention/attention.h"
 #include "kernels/attention/backward_plan.h"
 #include "kernels/attention/mask.cuh"
 #include "kernels/attention/scheduler.cuh"
@@ -82,14 +87,53 @@ inline int64_t total_tiles(const AttentionProblem& p) {
 // scale: 2^(-lse) is multiplied by it and delta is divided by it, so that probabilities and dS come out multiplied by
 // it. Dropout adds counter word 1 of each 16 queries. The stride is a power of two, because the loader has no registers
 // for other products.
+//
+// A block is far where |lse| of one of its queries reaches kFarLse. In the place of each lse * log2(e) it has kFarMark,
+// a zero that no other lse is. Its lse and lse_rest, in natural units, are in the second half of the stride. A step
+// that finds the mark subtracts both from its logits; the exponentials then subtract the zero. A step without it reads
+// the first half alone.
 __host__ __device__ __forceinline__ constexpr int statistics_stride(int block_queries, bool dropout) {
-  return dropout ? 4 * block_queries : 2 * block_queries;
+  return dropout ? 8 * block_queries : 4 * block_queries;
+}
+constexpr uint32_t kFarMark = 0x80000000u;  // -0
+__device__ __forceinline__ bool has_far_mark(float lse) { return __float_as_uint(lse) == kFarMark; }
+
+// The lse and lse_rest of a far block: a query without keys, or that does not exist, has probability 0. NaN: a logit is
+// +inf.
+template <class T> __device__ __forceinline__ bool is_far_lse(float lse) {
+  return lse != -INFINITY && !(fabsf(lse) < kFarLse<T>);
+}
+__device__ __forceinline__ float far_lse(float lse) {
+  return lse == -INFINITY ? INFINITY : lse == INFINITY ? NAN : lse;
 }
 
 // The place of query i in the statistics of its block. In this order, a thread loads the statistics of its sixteen
 // columns by four 16-byte loads without bank conflicts.
 __host__ __device__ __forceinline__ int statistics_place(int i) {
   return i / 16 * 16 + i / 2 % 4 * 4 + i / 8 % 2 * 2 + i % 2;
+}
+
+// Turns transposed scores of a far block into differences from lse, in units in which exponentials still multiply them
+// by the scale of the scores. far: the thread's first lse, in the order of statistics_place(). Loads two lse at a time,
+// for want of registers.
+template <int kBlock> __device__ __forceinline__ void subtract_far_lse(float (&s)[kBlock / 2], const float* far,
+                                                                       float to_logits, float to_scores) {
+#pragma unroll
+  for (int i = 0; i < kBlock / 2; i += 4) {
+    const float* of = far + i / 8 * 16 + i / 4 % 2 * 2;
+    const auto lse = device::load_vector<2>(of), rest = device::load_vector<2>(of + kBlock);
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      s[i + e] = ((device::rounded_product(s[i + e], to_logits) - lse.at[e % 2]) - rest.at[e % 2]) * to_scores;
+  }
+}
+// The same where rows are queries: row r of a thread's two, whose lse and lse_rest are given.
+template <int kScores> __device__ __forceinline__ void subtract_far_lse(float (&s)[kScores], int r, float lse,
+                                                                        float rest, float to_logits, float to_scores) {
+#pragma unroll
+  for (int i = 2 * r; i < kScores; i += 4)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) s[i + e] = ((device::rounded_product(s[i + e], to_logits) - lse) - rest) * to_scores;
 }
 
 }  // namespace warpsmith::attention

@@ -20,7 +20,7 @@ struct RowParams {
   int64_t batch, queries, keys, total_q, total_k;
   int heads, head_dim, head_dim_v;
   const void *dout, *out;
-  const float *lse, *dlse;  // dlse null: zero
+  const float *lse, *lse_rest, *dlse;  // lse_rest, dlse: null: zero
   void* dq;
   AttentionStrides dout_strides, out_strides, dq_strides;
   float* statistics;  // as in BackwardParams
@@ -91,8 +91,8 @@ constexpr int kWideRowLanes = 32;  // the same for head dimensions above 128
 constexpr int row_threads(int block_queries, int lanes = kRowLanes) { return block_queries * lanes / 4; }
 
 // Writes delta = rowsum(dout * out) - dlse, and lse in units of log2. A row without keys and a row that does not exist
-// get lse = +inf, so that their probabilities are 0. Also resets the turns and the counters, and writes dq = 0 for
-// blocks that no tile visits. turns and counter may be null.
+// get lse = +inf, so that their probabilities are 0. Blocks that are far: statistics_stride(). Also resets the turns
+// and the counters, and writes dq = 0 for blocks that no tile visits. turns and counter may be null.
 template <class T, int kBlock, bool kDropout, int kLanes = kRowLanes>
 __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statistics(const RowParams p) {
   device::launch_dependents();
@@ -112,15 +112,21 @@ __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statisti
   const T* dout = static_cast<const T*>(p.dout) + r.batch * p.dout_strides.batch + head * p.dout_strides.head;
   const T* out = static_cast<const T*>(p.out) + r.batch * p.out_strides.batch + head * p.out_strides.head;
   Eight x[kTurns], y[kTurns];
+  float lse[kTurns];
+  bool any_far = false;
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     const int row = i * kRows + first;
     x[i] = y[i] = Eight{};
+    lse[i] = -INFINITY;
+    if (t == 0 && row < r.rows) lse[i] = device::load(p.lse + r.statistic + head * r.head_rows + row);
+    any_far |= is_far_lse<T>(lse[i]);
     if (row < r.rows && t * 8 < p.head_dim_v) {
       x[i] = device::load(device::packed_at<T, 8>(dout, (r.token + row) * p.dout_strides.seq + t * 8));
       y[i] = device::load(device::packed_at<T, 8>(out, (r.token + row) * p.out_strides.seq + t * 8));
     }
   }
+  const bool far = __syncthreads_or(any_far) != 0;
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     const int row = i * kRows + first;
@@ -131,16 +137,21 @@ __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statisti
     for (int e = 0; e < 8; ++e) delta += a[e] * b[e];
     delta = device::group_sum<kLanes>(delta);
     if (t == 0) {
-      float lse = INFINITY;
-      if (row < r.rows) {
-        const int64_t statistic = r.statistic + head * r.head_rows + row;
-        lse = device::load(p.lse + statistic) * kLog2e;
-        if constexpr (kDropout) lse -= p.dropout_log2_scale;
-        if (lse == -INFINITY) lse = INFINITY;
-        if (p.dlse != nullptr) delta -= device::load(p.dlse + statistic);
+      const int64_t statistic = r.statistic + head * r.head_rows + row;
+      constexpr int kStride = statistics_stride(kBlock, kDropout);
+      float* to = p.statistics + at * kStride + statistics_place(row);
+      const float of_dropout = kDropout ? p.dropout_log2_scale : 0.0f;
+      if (far) {
+        const bool has_rest = row < r.rows && p.lse_rest != nullptr;
+        device::store(to, __uint_as_float(kFarMark));
+        device::store(to + kStride / 2, far_lse(lse[i]));
+        device::store(to + kStride / 2 + kBlock,
+                      (has_rest ? device::load(p.lse_rest + statistic) : 0.0f) - of_dropout * kLn2);
+      } else {
+        // The sum with 0 is never kFarMark.
+        device::store(to, lse[i] == -INFINITY ? INFINITY : (lse[i] * kLog2e - of_dropout) + 0.0f);
       }
-      float* to = p.statistics + at * statistics_stride(kBlock, kDropout) + statistics_place(row);
-      device::store(to, lse);
+      if (row < r.rows && p.dlse != nullptr) delta -= device::load(p.dlse + statistic);
       device::store(to + kBlock, kDropout ? delta * p.dropout_inverse_scale : delta);
     }
     if (!r.visited && row < r.rows && t * 8 < p.head_dim) {
@@ -281,17 +292,25 @@ struct SinkParams {
 
 constexpr int kSinkThreads = 256;
 
+// exp(sink - lse) of a row of the statistics, whose lse is at `row`. In a far block, lse is `to_far` further and
+// lse_rest `to_rest` behind that.
+__device__ __forceinline__ float probability_of_sink(float sink, const float* row, int to_far, int to_rest) {
+  const float lse = device::load(row);
+  if (!has_far_mark(lse)) return device::exp2(sink * kLog2e - lse);
+  return device::exp2(((sink - device::load(row + to_far)) - device::load(row + to_far + to_rest)) * kLog2e);
+}
+
 // dsink = -sum over rows of exp(sink - lse) * delta, in a fixed order. One block per head. S: the dtype of sink.
 template <class S> __global__ void __launch_bounds__(kSinkThreads) backward_sink(const SinkParams p) {
   WARPSMITH_SHARED(float, scratch, kSinkThreads / 32);
   const int head = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-  const float sink = device::to_float(device::load(static_cast<const S*>(p.sink) + head)) * kLog2e;
+  const float sink = device::to_float(device::load(static_cast<const S*>(p.sink) + head));
   float sums[1] = {0.0f};
   const int at_once = kSinkThreads / p.block_queries;
   for (int64_t i = thread / p.block_queries; i < p.blocks; i += at_once) {
-    const float* row =
-        p.statistics + (i * p.heads + head) * statistics_stride(p.block_queries, p.dropout) + thread % p.block_queries;
-    sums[0] -= device::exp2(sink - device::load(row)) * device::load(row + p.block_queries);
+    const int stride = statistics_stride(p.block_queries, p.dropout);
+    const float* row = p.statistics + (i * p.heads + head) * stride + thread % p.block_queries;
+    sums[0] -= probability_of_sink(sink, row, stride / 2, p.block_queries) * device::load(row + p.block_queries);
   }
   device::block_reduce<kSinkThreads>(sums, scratch, device::Sum());
   if (thread == 0) device::store(static_cast<S*>(p.dsink) + head, device::from_float<S>(sums[0]));

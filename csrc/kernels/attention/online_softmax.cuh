@@ -6,6 +6,7 @@
 #include "device/halves.h"
 #include "device/math.h"
 #include "device/reduce.h"
+#include "kernels/attention/attention.h"
 
 // An online softmax with lazy rescaling, for rows whose scores arrive block by block in the registers of a wgmma
 // warpgroup.
@@ -26,28 +27,91 @@ template <class T> constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 0
 
 constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
+// A warp is far where the base of one of its rows is not within this, in units of log2. A float cannot hold such a base
+// beside a sum, and a product that is scaled where the base is subtracted would not come out as 0 at the maximum. So a
+// far warp rounds its logits, subtracts the maximum, and takes exponentials of what is left. |lse| of other rows is
+// below kFarLse: bases are behind maxima by less than 100.
+template <class T> constexpr float kFarBase = sizeof(T) == 2 ? 1024.0f : 128.0f;
+static_assert((kFarBase<bfloat16> + 200.0f) * kLn2 < kFarLse<bfloat16>);
+static_assert((kFarBase<float> + 40.0f) * kLn2 < kFarLse<float>);  // its bases are not behind maxima
+
+// Whether a row's base is far. `maximum`: -inf where the row has seen no key.
+template <class T> __device__ __forceinline__ bool is_far(float base, float maximum) {
+  return maximum != -INFINITY && !(fabsf(base) < kFarBase<T>);
+}
+
+// Bases of a warp that is far, or will be. `base`: the maximum of a row's logits if the warp is far, else that in units
+// of log2 plus `headroom`; -inf: no key.
+struct FarBase {
+  float to_logits, headroom;  // to_logits: what turns scores into logits
+  bool far;
+
+  // The maximum of the logits, with that of a block's scores.
+  __device__ __forceinline__ float raised(float base, float maximum) const {
+    const float old = far || base == -INFINITY ? base : (base - headroom) * kLn2;
+    return fmaxf(old, device::rounded_product(maximum, to_logits));
+  }
+  __device__ __forceinline__ float log2_base(float logit) const { return logit * kLog2e + headroom; }
+  // The factor of what is summed under `base` if the maximum becomes `logit`.
+  __device__ __forceinline__ float factor(float base, float logit) const {
+    if (logit == -INFINITY) return 1.0f;
+    if (base == -INFINITY) return 0.0f;
+    return device::exp2(far ? (base - logit) * kLog2e : base - log2_base(logit));
+  }
+  // Whether the warp is far afterwards. It is no longer once all of its maxima are ordinary: the first blocks of a row
+  // may hold nothing but the least number there is.
+  template <class T>
+  __device__ __forceinline__ bool remains_far(const float (&base)[2], const float (&maxima)[2]) const {
+    const float first = raised(base[0], maxima[0]), second = raised(base[1], maxima[1]);
+    return __any_sync(0xffffffffu, is_far<T>(log2_base(first), first) || is_far<T>(log2_base(second), second));
+  }
+};
+
+// What a row ends with: the factor of its output, the logarithm of its sum, and what rounding took from that.
+struct RowEnd {
+  float factor, lse, rest;
+};
+// The end of a row in natural units: exponentials of the row sum to `sum` * 2^`headroom` relative to e^`maximum`.
+// `sink`: one more logit; -inf: none.
+__device__ __forceinline__ RowEnd far_end(float maximum, float sum, float headroom, float sink) {
+  const float most = fmaxf(maximum, sink);
+  if (most == -INFINITY) return {sum == 0.0f ? 0.0f : sum, sum == 0.0f ? -INFINITY : sum, 0.0f};
+  if (most == INFINITY) return {NAN, INFINITY, 0.0f};
+  const float factor = device::exp2((maximum - most) * kLog2e + headroom);
+  const float whole = sum * factor + device::exp2((sink - most) * kLog2e);
+  const float log_sum = device::log2(whole) * kLn2, lse = most + log_sum;
+  return {factor / whole, lse, (most - lse) + log_sum};
+}
+
 // The state of a thread's two rows: lane / 4 and lane / 4 + 8 of its warp's 16. The four lanes of a quad share them.
 template <class T, int kBlockKeys> struct OnlineSoftmax {
   static constexpr int kScores = kBlockKeys / 2;
   using Scores = float[kScores];
   using Probabilities = uint32_t[kBlockKeys / 16][4];  // A operands of one wgmma each
 
-  float base[2], sum[2];  // `sum`: this thread's partial sum, until total()
+  float base[2], sum[2];  // base: where `far`, the maximum of the logits. sum: this thread's part, until total()
+  bool far;               // the same in all lanes
 
   __device__ __forceinline__ void begin() {
     base[0] = base[1] = -INFINITY;
     sum[0] = sum[1] = 0.0f;
+    far = false;
   }
 
-  // Rows that have seen no key get a base under which their probabilities are 0 and not NaN.
-  __device__ __forceinline__ void give_base() {
-#pragma unroll
-    for (float& b : base)
-      if (b == -INFINITY) b = 0.0f;
+  // What the exponentials of row r subtract. A row that has seen no key takes 0: -inf - -inf would be NaN.
+  __device__ __forceinline__ float subtracted(int r) const {
+    return far ? kHeadroom<T> : base[r] == -INFINITY ? 0.0f : base[r];
   }
+
+  // The scale of the exponentials of scores that raise_base() has seen.
+  __device__ __forceinline__ float scale_of(float scale) const { return far ? kLog2e : scale; }
 
   // Raises the base to this block's maximum. Everything summed under the old base must be multiplied by `factor`.
-  __device__ __forceinline__ void raise_base(const Scores& s, float scale, float (&factor)[2]) {
+  // `to_logits`: what turns scores into logits; scale = to_logits * log2(e). Where the warp is far afterwards, the
+  // scores become differences of logits from the maximum: scale_of().
+  __device__ __forceinline__ void raise_base(Scores& s, float scale, float to_logits, float (&factor)[2]) {
+    float maxima[2], raised[2];
+    bool leaves = far;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = s[2 * r];
@@ -55,10 +119,37 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
       for (int i = 0; i < kScores; i += 4) largest = fmaxf(largest, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const float raised = fmaxf(base[r], largest * scale + kHeadroom<T>);
-      factor[r] = raised == -INFINITY ? 1.0f : device::exp2(base[r] - raised);
-      base[r] = raised;
+      maxima[r] = largest;
+      raised[r] = fmaxf(base[r], largest * scale + kHeadroom<T>);
+      leaves |= is_far<T>(raised[r], largest);
+    }
+    if (__any_sync(0xffffffffu, leaves)) {
+      raise_far(s, to_logits, maxima, factor);
+      return;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factor[r] = raised[r] == -INFINITY ? 1.0f : device::exp2(base[r] - raised[r]);
+      base[r] = raised[r];
       sum[r] *= factor[r];
+    }
+  }
+  // raise_base() of a warp that is far, or will be.
+  __device__ __forceinline__ void raise_far(Scores& s, float to_logits, const float (&maxima)[2], float (&factor)[2]) {
+    const FarBase bases{to_logits, kHeadroom<T>, far};
+    far = bases.template remains_far<T>(base, maxima);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float logit = bases.raised(base[r], maxima[r]);
+      factor[r] = bases.factor(base[r], logit);
+      sum[r] *= factor[r];
+      base[r] = far ? logit : bases.log2_base(logit);
+      if (!far) continue;
+      const float subtract = logit == -INFINITY ? 0.0f : logit;  // -inf - -inf would be NaN
+#pragma unroll
+      for (int i = 2 * r; i < kScores; i += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) s[i + e] = device::rounded_product(s[i + e], to_logits) - subtract;
     }
   }
 
@@ -66,8 +157,8 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
   // more than kSlack. Returns false if not; `factor` is then not set. p stays below 2^14 in float16 and below 2^-22 in
   // bfloat16.
   static constexpr float kSlack = 8.0f;
-  __device__ __forceinline__ bool follow_maxima(const Scores& s, float scale, float (&factor)[2]) {
-    bool lags = false;
+  __device__ __forceinline__ bool follow_maxima(Scores& s, float scale, float to_logits, float (&factor)[2]) {
+    bool lags = far;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = s[2 * r];
@@ -76,7 +167,7 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
       lags |= largest * scale + (kHeadroom<T> - kSlack) > base[r];
     }
     if (!__any_sync(0xffffffffu, lags)) return false;
-    raise_base(s, scale, factor);
+    raise_base(s, scale, to_logits, factor);
     return true;
   }
 
@@ -84,7 +175,7 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
   __device__ __forceinline__ void exponentials_in_place(Scores& s, float scale) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float b = base[r] == -INFINITY ? 0.0f : base[r];  // -inf - -inf would be NaN
+      const float b = subtracted(r);
       float partial[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int i = 0; i < kScores; i += 4)
@@ -125,17 +216,10 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     sums[0] = partial[0] + partial[1];
     sums[1] = partial[2] + partial[3];
   }
-  // Recovers the gates from gated p, so that p can be computed again under a higher base. A p that is 0 under the old
-  // base is also 0 under a higher one.
-  static __device__ __forceinline__ void gates_again(Probabilities& p) {
-#pragma unroll
-    for (auto& four : p)
-#pragma unroll
-      for (uint32_t& pair : four) pair = device::gates_again<T>(pair);
-  }
-  // A row without a base has infinite p. NaN compares false, so it counts as outgrown.
-  static __device__ __forceinline__ bool outgrown(const float (&sums)[2]) {
-    return !(sums[0] < kLargestSum<T> && sums[1] < kLargestSum<T>);
+  // A row without a base has infinite p. NaN compares false, so it counts as outgrown. A far warp has no base in the
+  // units that exponentials() takes: it must raise its base in every step.
+  __device__ __forceinline__ bool outgrown(const float (&sums)[2]) const {
+    return far || !(sums[0] < kLargestSum<T> && sums[1] < kLargestSum<T>);
   }
 
   // Makes `sum` the sum of the whole row, in every lane of the quad.
@@ -143,7 +227,7 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     sum[0] = device::group_sum<4>(sum[0]);
     sum[1] = device::group_sum<4>(sum[1]);
   }
-  // The natural logarithm of row r's sum of exponentials, after total().
+  // The natural logarithm of row r's sum of exponentials, after total(), of a warp that is not far.
   __device__ __forceinline__ float lse(int r) const {
     return sum[r] != 0.0f ? (base[r] + device::log2(sum[r])) * kLn2 : -INFINITY;
   }

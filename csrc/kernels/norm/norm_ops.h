@@ -8,7 +8,7 @@
 //   residual  true: x is added to a residual stream first, and the sum is a second output
 //   dropout   true: elements of x are dropped before the addition; needs a residual
 //
-// This file is installed for the C++ functions (warpsmith/norm.h), so it includes nothing.
+// This file is installed with the headers of the C++ functions, so it includes nothing.
 #define WARPSMITH_NORM_OPS(ROW)                \
   ROW(rms_norm, false, false, false)           \
   ROW(layer_norm, true, false, false)          \

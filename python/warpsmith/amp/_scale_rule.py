@@ -10,21 +10,40 @@ from warpsmith.ops import _check
 
 def check_settings(op: str, min_scale: float, max_scale: float, hysteresis: int) -> None:
     """Raises ValueError where the bounds of a scale are none, or its hysteresis is no number of overflows."""
-    if not max_scale >= 0:
-        _check.refuse(op, "max_scale", "a number >= 0", str(max_scale))
-    if not 0 <= min_scale <= max_scale:
-        _check.refuse(op, "min_scale", f"a number from 0 to max_scale = {max_scale}", str(min_scale))
-    if not hysteresis >= 1:
-        _check.refuse(op, "hysteresis", "a number of overflows >= 1", str(hysteresis))
+    _check.number(op, "max_scale", max_scale, "a number >= 0", lambda s: s >= 0)
+    expected = f"a number from 0 to max_scale = {max_scale}"
+    _check.number(op, "min_scale", min_scale, expected, lambda s: 0 <= s <= max_scale)
+    _check_count(op, "hysteresis", hysteresis, "a number of overflows >= 1")
+
+
+def check_factors(op: str, init_scale: float, growth_factor: float, backoff_factor: float, interval: int) -> None:
+    """Raises TypeError where torch's own settings are no numbers, and ValueError where they are NaN or no interval.
+    torch refuses other factors on the wrong side of 1."""
+    for name, value in (
+        ("init_scale", init_scale),
+        ("growth_factor", growth_factor),
+        ("backoff_factor", backoff_factor),
+    ):
+        _check.number(op, name, value, "a number", lambda v: v == v)
+    if backoff_factor < 0:
+        _check.refuse(op, "backoff_factor", "a number >= 0", str(backoff_factor))
+    _check_count(op, "growth_interval", interval, "a number of steps >= 1")
+
+
+def _check_count(op: str, argument: str, value: int, expected: str) -> None:
+    """They are counted in 32 bits."""
+    _check.refuse_non_int64(op, argument, value, expected)
+    if not 1 <= value < 2**31:
+        _check.refuse(op, argument, expected if value < 1 else "a number below 2^31", str(value))
 
 
 def check_loaded(op: str, scale: float, min_scale: float, max_scale: float, hysteresis: int, left: int) -> None:
     """The same of a loaded state, whose scale may lie outside of the bounds. ``left``: overflows until it shrinks."""
     check_settings(op, min_scale, max_scale, hysteresis)
+    _check.refuse_non_int64(op, "_hysteresis_tracker", left)
     if not 0 <= left <= hysteresis:
         _check.refuse(op, "_hysteresis_tracker", f"a number from 0 to hysteresis = {hysteresis}", str(left))
-    if not scale >= 0:
-        _check.refuse(op, "scale", "a number >= 0", str(scale))
+    _check.number(op, "scale", scale, "a number >= 0", lambda s: s >= 0)
 
 
 def adapt(

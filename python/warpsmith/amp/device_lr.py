@@ -73,7 +73,8 @@ class DeviceLR:
         for f in lambdas:
             if not callable(f):
                 raise TypeError(f"{_OP}: lr_lambda: expected a function of the steps taken, got {type(f).__name__}")
-        if not total_steps >= 1:
+        _check.refuse_non_int64(_OP, "total_steps", total_steps, "a number of steps >= 1")
+        if total_steps < 1:
             _check.refuse(_OP, "total_steps", "a number of steps >= 1", str(total_steps))
         self.optimizer, self.scaler, self.total_steps = optimizer, scaler, total_steps
         factors = {f: self._factors_of(f) for f in dict.fromkeys(lambdas)}

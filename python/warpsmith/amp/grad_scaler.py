@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from warpsmith.amp import _gradients
 from warpsmith.amp._kept_table import capturing
 from warpsmith.amp._record import Overflow, Record
-from warpsmith.amp._scale_rule import adapt, check_loaded, check_settings
+from warpsmith.amp._scale_rule import adapt, check_factors, check_loaded, check_settings
 from warpsmith.ops import _check
 from warpsmith.optim._multi_tensor import MultiTensorOptimizer
 from warpsmith.optim._tensor_list import all_params, describe, moved
-from warpsmith.optim.clip import _order, clip_grad_norm_
+from warpsmith.optim.clip import _checked, _largest_norm, _order, clip_grad_norm_
 
 _OP = "GradScaler"
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -98,6 +98,10 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float = math.inf,
         hysteresis: int = 1,
     ) -> None:
+        if not isinstance(device, str):
+            _check.refuse_type(_OP, "device", "the name of a device", device)
+        _check.flags(_OP, enabled=enabled)
+        check_factors(_OP, init_scale, growth_factor, backoff_factor, growth_interval)
         check_settings(_OP, min_scale, max_scale, hysteresis)
         if not min_scale <= init_scale <= max_scale:
             _check.refuse(_OP, "init_scale", f"a number from {min_scale} to {max_scale}", str(init_scale))
@@ -207,13 +211,12 @@ class GradScaler(torch.amp.GradScaler):
             whose squares, once unscaled, overflow the float32 sums of at most 65,536 of them: elements of 1e17 do.
 
         Raises:
-            ValueError: a negative or NaN ``max_norm``, another ``norm_type``, a gradient's dtype.
+            ValueError: a negative or NaN ``max_norm``, another ``norm_type``, a gradient's dtype; a sparse gradient of
+                an optimizer that does not divide by ``grad_scale`` itself. Gradients are then as they were.
             RuntimeError: a second call, or one after ``step``.
             AssertionError: no gradient.
         """
-        p, max_norm = _order(f"{_OP}.clip_", norm_type), float(max_norm)
-        if not max_norm >= 0:
-            _check.refuse(f"{_OP}.clip_", "max_norm", "a number >= 0", str(max_norm))
+        p, max_norm = _order(f"{_OP}.clip_", norm_type), _largest_norm(f"{_OP}.clip_", max_norm)
         if not self._enabled:
             return clip_grad_norm_(all_params(optimizer.param_groups), max_norm, p)
         state = self._state_of(optimizer, "clip_")
@@ -225,6 +228,8 @@ class GradScaler(torch.amp.GradScaler):
         if verdict is not None:
             state["found_inf_per_device"] = {scale.device: verdict.found_inf}
         else:
+            if not _takes_scale(optimizer):  # before they are unscaled
+                _checked(op, [p.grad for p in all_params(optimizer.param_groups) if p.grad is not None])
             grads = _gradients.gradients(op, optimizer)
             if not grads:
                 self._refuse_no_gradient("clip_", optimizer)
@@ -379,14 +384,14 @@ class GradScaler(torch.amp.GradScaler):
         if state_dict and missing:
             raise KeyError(f"{_OP}.load_state_dict: expected {', '.join(_KEYS)}, got a state without {missing[0]}")
         if state_dict:
-            low, high = (float(state_dict.get(name, getattr(self, f"_{name}"))) for name in ("min_scale", "max_scale"))
-            hysteresis = int(state_dict.get("hysteresis", self._hysteresis))
-            left = int(state_dict.get("_hysteresis_tracker", hysteresis))
+            low, high = (state_dict.get(name, getattr(self, f"_{name}")) for name in ("min_scale", "max_scale"))
+            hysteresis = state_dict.get("hysteresis", self._hysteresis)
+            left = state_dict.get("_hysteresis_tracker", hysteresis)
             check_loaded(f"{_OP}.load_state_dict", state_dict["scale"], low, high, hysteresis, left)
             state_dict = {**state_dict, "scale": min(max(state_dict["scale"], low), high)}
         super().load_state_dict(state_dict)
         self._begin_iteration()
-        self._min_scale, self._max_scale = low, high
+        self._min_scale, self._max_scale = float(low), float(high)
         self._hysteresis, self._init_hysteresis_tracker = hysteresis, left
         if self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)

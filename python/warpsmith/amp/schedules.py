@@ -3,7 +3,8 @@ r"""Factors of the learning rate: functions of the number of steps taken, for :c
 
 Each function returns one :math:`f(t)` from the number of steps :math:`t \ge 0` that were taken before to a factor of
 the base learning rate. During a warmup of :math:`w` steps all are :math:`f(t) = t / w`, which begins at 0 and is 1 in
-step :math:`w`. The formulas are those of transformers' schedules of the same name.
+step :math:`w`, if that is not the last one: without steps between, the last has the final factor. The formulas are
+those of transformers' schedules of the same name.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ __all__ = ["constant", "cosine", "inverse_sqrt", "linear", "wsd"]
 
 def _checked(op: str, **counts: int) -> None:
     for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            _check.refuse(op, name, "a number of steps >= 0", str(value))
+        if not _check.is_int64(value) or value < 0:
+            _check.refuse(op, name, "a number of steps >= 0", _check.value_text(value))
+
+
+def _check_final(op: str, final: float) -> None:
+    _check.number(op, "final", final, "a number in [0, 1]", lambda f: 0 <= f <= 1)
 
 
 def _after(warmup_steps: int, then: Factor) -> Factor:
@@ -31,12 +36,15 @@ def _after(warmup_steps: int, then: Factor) -> Factor:
 def _down(op: str, total_steps: int, warmup_steps: int, final: float, shape: Callable[[float], float]) -> Factor:
     """After the warmup from 1 to ``final`` by ``shape``, which falls from 1 to 0 on [0, 1]."""
     _checked(op, total_steps=total_steps, warmup_steps=warmup_steps)
+    _check_final(op, final)
     if warmup_steps > total_steps:
         _check.refuse(op, "warmup_steps", f"at most total_steps = {total_steps}", str(warmup_steps))
-    if not 0 <= final <= 1:
-        _check.refuse(op, "final", "a number in [0, 1]", str(final))
-    length = max(1, total_steps - warmup_steps)
-    return _after(warmup_steps, lambda t: final + (1 - final) * shape(min(1.0, (t - warmup_steps) / length)))
+    length = total_steps - warmup_steps
+
+    def then(t: int) -> float:
+        return final + (1 - final) * shape((t - warmup_steps) / length if t < total_steps else 1.0)
+
+    return _after(warmup_steps, then)
 
 
 def constant(warmup_steps: int = 0) -> Factor:
@@ -93,8 +101,10 @@ def wsd(total_steps: int, decay_steps: int, warmup_steps: int = 0, final: float 
     if warmup_steps + decay_steps > total_steps:
         expected = f"at most total_steps - warmup_steps = {total_steps - warmup_steps}"
         _check.refuse("wsd", "decay_steps", expected, str(decay_steps))
+    _check_final("wsd", final)
     decay = linear(decay_steps, 0, final)
-    return _after(warmup_steps, lambda t: decay(max(0, t - (total_steps - decay_steps))))
+    begin = total_steps - decay_steps
+    return _after(warmup_steps, lambda t: 1.0 if t < begin else decay(t - begin))
 
 
 def inverse_sqrt(warmup_steps: int, timescale: int | None = None) -> Factor:

@@ -49,6 +49,9 @@ class StepGuard(GradScaler):
     """
 
     def __init__(self, device: str = "cuda", enabled: bool = True) -> None:
+        if not isinstance(device, str):
+            _check.refuse_type(_OP, "device", "the name of a device", device)
+        _check.flags(_OP, enabled=enabled)
         super().__init__("cpu", init_scale=1.0, enabled=enabled)  # torch's disables itself without CUDA
 
     def scale(self, outputs: Any) -> Any:

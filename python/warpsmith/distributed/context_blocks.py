@@ -108,6 +108,9 @@ def ring_block(q_start: int, k_start: int, q_at: int, k_at: int, length: int, le
     )
 
 
+Results = tuple[Tensor, Tensor, Tensor]  # out, lse, lse_rest
+
+
 class _Call(NamedTuple):
     """The arguments of the raw ops that a block fixes."""
 
@@ -166,7 +169,9 @@ def wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 2 else torch.float64
 
 
-def merge_block(out: Tensor, lse: Tensor, b: Block, part: Tensor, part_lse: Tensor, o: Options) -> None:
+def merge_block(
+    out: Tensor, lse: Tensor, b: Block, part: Tensor, part_lse: Tensor, part_rest: Tensor, o: Options
+) -> None:
     """Adds a block's results to the block's queries of ``out`` and ``lse``, in their dtype:
 
     share = sigmoid(part_lse - lse),  out' = out + share (part - out),  lse' = log(exp(lse) + exp(part_lse))
@@ -175,21 +180,36 @@ def merge_block(out: Tensor, lse: Tensor, b: Block, part: Tensor, part_lse: Tens
     """
     out = out.narrow(o.dims.tokens, b.q_start, b.q_len)
     lse = lse.narrow(-1, b.q_start, b.q_len)
-    part_lse = part_lse.to(lse.dtype)
+    part_lse = part_lse.to(lse.dtype) + part_rest
     share = torch.sigmoid(part_lse - lse).nan_to_num_(nan=0.0)  # no keys in either: -inf - -inf
     out.addcmul_(part.to(out.dtype) - out, _of_heads(share.to(out.dtype), o))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
+def narrowed(lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """lse in a narrower dtype, and what that rounding takes from it: ``lse`` and ``lse_rest`` of the raw ops."""
+    narrow = lse.to(dtype)
+    return narrow, (lse - narrow).nan_to_num_(nan=0.0).to(dtype)  # no keys: -inf - -inf
+
+
 def unmerge_block(
-    part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, o: Options
+    part: Tensor,
+    part_lse: Tensor,
+    part_rest: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_rest: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    o: Options,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of a block's own results, from those of what :func:`merge_block` made of all; each over the block's
     queries. With share = exp(part_lse - lse):
 
     dpart = share dout,  dpart_lse = share (dot(dout, part - out) + dlse)
     """
-    share = torch.exp(part_lse - lse).nan_to_num_(nan=0.0)  # no keys at all: -inf - -inf
+    # No keys at all: -inf - -inf.
+    share = torch.exp((part_lse - lse) + (part_rest - lse_rest)).nan_to_num_(nan=0.0)
     wide_dout = dout.to(wider(dout.dtype))
     more = (wide_dout * (part.to(wide_dout.dtype) - out)).sum(-1)
     more = (more if o.layout == 1 else more.transpose(-1, -2)).to(lse.dtype)
@@ -201,11 +221,12 @@ def _of_heads(t: Tensor, o: Options) -> Tensor:
     return (t if o.layout == 1 else t.transpose(-1, -2)).unsqueeze(-1)
 
 
-def forward_block(o: Options, b: Block, q: Tensor, k: Tensor, v: Tensor, given: Given) -> tuple[Tensor, Tensor]:
-    """out and lse of the block's queries over its keys alone."""
+def forward_block(o: Options, b: Block, q: Tensor, k: Tensor, v: Tensor, given: Given) -> Results:
+    """out, lse and lse_rest of the block's queries over its keys alone."""
     call = _call(o, b, q, k, v, given)
-    out, lse = call_raw(raw.attention_forward.default, call.q, *call.rest, call.place)
-    return out.narrow(o.dims.tokens, 0, b.q_len), lse.narrow(-1, 0, b.q_len)
+    out, *statistics = call_raw(raw.attention_forward.default, call.q, *call.rest, call.place)
+    lse, lse_rest = (t.narrow(-1, 0, b.q_len) for t in statistics)
+    return out.narrow(o.dims.tokens, 0, b.q_len), lse, lse_rest
 
 
 def takes_whole_results(o: Options, q: Tensor, v: Tensor, given: Given) -> bool:
@@ -229,21 +250,23 @@ def backward_block(
     given: Given,
     out: Tensor,
     lse: Tensor,
+    lse_rest: Tensor,
     want_sink: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of a block's q, k and v, and of the sinks if it counts them.
 
-    ``out`` and ``lse`` are the block's own results, ``dout`` and ``dlse`` their gradients. Where
+    ``out``, ``lse`` and ``lse_rest`` are the block's own results, ``dout`` and ``dlse`` their gradients. Where
     :func:`takes_whole_results` is true they may also be the whole sequence's.
     """
     q, k, v = saved
     call = _call(o, b, q, k, v, given)
     tokens = o.dims.tokens
     dout, out = (_with_more(t, tokens, b) for t in (dout, out))
-    lse = _with_more(lse, -1, b).contiguous()
+    lse, lse_rest = (_with_more(t, -1, b).contiguous() for t in (lse, lse_rest))
     dlse = None if dlse is None else _with_more(dlse, -1, b).contiguous()
     want_sink = want_sink and b.sink
     dq, dk, dv, _, dsink = call_raw(
-        raw.attention_backward.default, dout, dlse, call.q, *call.rest, out, lse, False, want_sink, call.place
+        raw.attention_backward.default,
+        *(dout, dlse, call.q, *call.rest, out, lse, False, want_sink, call.place, lse_rest),
     )
     return dq.narrow(tokens, 0, b.q_len), dk, dv, dsink if want_sink else None

@@ -14,10 +14,12 @@ from warpsmith.distributed.context_blocks import (
     Block,
     Given,
     Options,
+    Results,
     backward_block,
     forward_block,
     gather_block,
     merge_block,
+    narrowed,
     nothing_yet,
     queries_of,
     ring_block,
@@ -84,14 +86,11 @@ class _Gradients:
         self.dq = torch.zeros_like(saved[0], dtype=wider(saved[0].dtype))
         self.dsink: Tensor | None = None
 
-    def add(
-        self, b: Block, dkv: Tensor, kv: list[Tensor], results: tuple[Tensor, Tensor], dout: Tensor, dlse: Tensor | None
-    ) -> None:
+    def add(self, b: Block, dkv: Tensor, kv: list[Tensor], results: Results, dout: Tensor, dlse: Tensor | None) -> None:
         """A block's gradients, from those of its results; those of keys and values go into ``dkv``."""
-        q, _, _, sink, cu, alibi, seed, _, _ = self.saved
-        out, lse = results
+        q, _, _, sink, cu, alibi, seed, *_ = self.saved
         dq, dk, dv, dsink = backward_block(
-            self.o, b, dout, dlse, (q, kv[0], kv[1]), Given(cu, alibi, sink, seed), out, lse, self.want_sink
+            self.o, b, dout, dlse, (q, kv[0], kv[1]), Given(cu, alibi, sink, seed), *results, self.want_sink
         )
         tokens = self.o.dims.tokens
         self.dq.narrow(tokens, b.q_start, b.q_len).add_(dq)
@@ -128,10 +127,11 @@ class Gathered(torch.autograd.Function):
         keys, values = _unpack(kv, k)
         blocks = _gather_blocks(q, place, o, cu is not None)
         parts = [forward_block(o, b, q, keys, values, given) for b in blocks]
-        out, lse = parts[0]
+        out, lse, lse_rest = parts[0]
         if len(parts) > 1:
-            out, lse = torch.cat([p[0] for p in parts], o.dims.tokens), torch.cat([p[1] for p in parts], -1)
-        ctx.save_for_backward(q, k, v, sink, cu, alibi, seed, out, lse)
+            out = torch.cat([p[0] for p in parts], o.dims.tokens)
+            lse, lse_rest = (torch.cat([p[i] for p in parts], -1) for i in (1, 2))
+        ctx.save_for_backward(q, k, v, sink, cu, alibi, seed, out, lse, lse_rest)
         ctx.o, ctx.place = o, place
         ctx.set_materialize_grads(False)
         return out, lse
@@ -139,7 +139,7 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: an activation checkpoint makes them again, and allows no second look
-        q, k, v, _, cu, _, _, out, lse = saved
+        q, k, v, _, cu, _, _, out, lse, lse_rest = saved
         o, place = ctx.o, ctx.place
         dout = torch.zeros_like(out) if dout is None else dout
         kv = gather_sequence(torch.cat([k, v], -1), o.dims.tokens, place.sharding, place.group)
@@ -148,7 +148,8 @@ class Gathered(torch.autograd.Function):
         for b in _gather_blocks(q, place, o, cu is not None):
             part, part_dout = (queries_of(t, o.dims.tokens, b) for t in (out, dout))
             part_dlse = None if dlse is None else queries_of(dlse, -1, b)
-            sums.add(b, dkv, keys, (part, queries_of(lse, -1, b)), part_dout, part_dlse)
+            results = part, queries_of(lse, -1, b), queries_of(lse_rest, -1, b)
+            sums.add(b, dkv, keys, results, part_dout, part_dlse)
         return sums.results(reduce_scatter(dkv, o.dims.tokens, place.sharding, place.group, k.dtype))
 
     backward = staticmethod(_once("context_parallel_attention", _formula))
@@ -177,12 +178,11 @@ class Ring(torch.autograd.Function):
             coming = _Passing(kv, place, _KEYS) if step + 1 < place.ranks else None
             keys, values = _unpack(kv, k)
             for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o):
-                part, part_lse = forward_block(o, b, q, keys, values, given)
-                merge_block(wide_out, lse, b, part, part_lse, o)
+                merge_block(wide_out, lse, b, *forward_block(o, b, q, keys, values, given), o)
             if coming is not None:
                 kv = coming.arrived()
-        out, lse = wide_out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
-        ctx.save_for_backward(q, k, v, sink, cu, alibi, seed, out, lse)
+        out, (lse, lse_rest) = wide_out.to(q.dtype), narrowed(lse, torch.promote_types(q.dtype, torch.float32))
+        ctx.save_for_backward(q, k, v, sink, cu, alibi, seed, out, lse, lse_rest)
         ctx.o, ctx.place = o, place
         ctx.set_materialize_grads(False)
         return out, lse
@@ -190,7 +190,7 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: an activation checkpoint makes them again, and allows no second look
-        q, k, v, sink, cu, alibi, seed, out, lse = saved
+        q, k, v, sink, cu, alibi, seed, out, lse, lse_rest = saved
         o, place = ctx.o, ctx.place
         dout = torch.zeros_like(out) if dout is None else dout
         kv, given = torch.cat([k, v], -1), Given(cu, alibi, sink, seed)
@@ -202,7 +202,8 @@ class Ring(torch.autograd.Function):
             # This rank's part of the gradients of the keys at hand; the sum of the ranks before it arrives meanwhile.
             dkv, keys = torch.zeros_like(kv, dtype=wider(kv.dtype)), _unpack(kv, k)
             for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o):
-                results = queries_of(out, o.dims.tokens, b), queries_of(lse, -1, b)
+                whole_out = queries_of(out, o.dims.tokens, b)
+                results = whole_out, queries_of(lse, -1, b), queries_of(lse_rest, -1, b)
                 upstream = queries_of(dout, o.dims.tokens, b), None if dlse is None else queries_of(dlse, -1, b)
                 if not whole:
                     own = forward_block(o, b, q, keys[0], keys[1], given)

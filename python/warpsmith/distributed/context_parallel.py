@@ -181,12 +181,15 @@ def _attend(
         which = _attention.choice(_OP, "layout", layout, _attention.LAYOUTS)
         _attention.choice(_OP, "mode", mode, _MODES)
         check_sharding(_OP, place.sharding)
-        left, right = _attention.check_window(_OP, causal, window_size)
+        # The raw op would refuse deterministic when keys are on their way, and nobody takes them.
+        _check.flags(_OP, causal=causal, return_lse=return_lse, deterministic=deterministic)
         optional = {"cu_seqlens": cu_seqlens, "alibi_slopes": alibi_slopes, "sink": sink, "seed": seed}
-        _check_types({"q": q, "k": k, "v": v}, optional, softmax_scale, softcap, deterministic)
+        _check_types({"q": q, "k": k, "v": v}, optional, softmax_scale, softcap)
+        _check.refuse_non_number(_OP, "dropout_p", dropout_p, "a number in [0, 1)")
+        left, right = _attention.check_window(_OP, causal, window_size)
         q, k, v = _attention.under_autocast(_OP, q, k, v)  # type: ignore[assignment]
         dropout_p = dropout_p if _attention.drops(_OP, dropout_p) else 0.0
-        numbers = softmax_scale, softcap, deterministic, max_seqlen or 0, dropout_p, place.ranks
+        numbers = softmax_scale, softcap, deterministic, 0 if max_seqlen is None else max_seqlen, dropout_p, place.ranks
         call = _Call(
             mode, q, k, v, Options(which, left, right, *numbers), cu_seqlens, alibi_slopes, sink, seed, return_lse
         )
@@ -225,7 +228,7 @@ def _seed(call: _Call, place: Place) -> Tensor | None:
 
 
 def _check_types(
-    tensors: dict[str, Any], optional: dict[str, Any], softmax_scale: float | None, softcap: float, deterministic: bool
+    tensors: dict[str, Any], optional: dict[str, Any], softmax_scale: float | None, softcap: float
 ) -> None:
     """Refuses values of another Python type. The checks after this one look at dtypes, shapes and sizes."""
     for name, value in tensors.items():
@@ -238,14 +241,12 @@ def _check_types(
         _check.refuse_type(_OP, "softmax_scale", "a number or None", softmax_scale)
     if type(softcap) is not float and not _check.is_number(softcap):
         _check.refuse_type(_OP, "softcap", "a number", softcap)
-    if not isinstance(deterministic, bool):  # the raw op would say so when keys are on their way, and nobody takes them
-        _check.refuse_type(_OP, "deterministic", "True or False", deterministic)
 
 
 def _check_packing(call: _Call, max_seqlen: Any) -> None:
     if call.cu_seqlens is None:
         if max_seqlen is not None:
-            _check.refuse(_OP, "max_seqlen", "None without cu_seqlens", str(max_seqlen))
+            _check.refuse(_OP, "max_seqlen", "None without cu_seqlens", _check.value_text(max_seqlen))
         return
     if call.options.layout != _attention.LAYOUTS.index("thd"):
         _check.refuse(_OP, "layout", "thd with cu_seqlens", _attention.LAYOUTS[call.options.layout])

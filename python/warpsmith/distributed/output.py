@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from warpsmith.ops import _check
+
 
 class RankFilter(logging.Filter):
     """Lets a record pass on rank 0, and on every rank if it is a warning or has ``extra={"all_ranks": True}``.
@@ -19,6 +21,8 @@ class RankFilter(logging.Filter):
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
+        _check.sizes("RankFilter", 0, rank=rank)
+        _check.sizes("RankFilter", rank + 1, world_size=world_size)
         self.rank, self.world_size = rank, world_size
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -53,10 +53,10 @@ class ResumableSampler(Sampler[int]):
         super().__init__()
         for name, value in (("length", length), ("seed", seed), ("rank", rank), ("world_size", world_size)):
             _check.refuse_non_int("ResumableSampler", name, value)
+            if not -(2**63) <= value < 2**63:
+                _check.refuse("ResumableSampler", name, "an int of 64 bits", _check.value_text(value))
         if length < 1:
             raise ValueError(f"ResumableSampler: length: expected at least 1, got {length}")
-        if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"ResumableSampler: seed: expected an int of 64 bits, got {seed}")
         if world_size < 1:
             raise ValueError(f"ResumableSampler: world_size: expected at least 1, got {world_size}")
         if not 0 <= rank < world_size:

@@ -28,8 +28,7 @@ def chunks_of(rank: int, ranks: int, sharding: str) -> tuple[int, ...]:
 
 
 def check_sharding(op: str, sharding: str) -> None:
-    if sharding not in SHARDINGS:
-        raise ValueError(f"{op}: sharding: expected one of {', '.join(SHARDINGS)}, got {sharding}")
+    _check.one_of(op, "sharding", sharding, tuple(SHARDINGS))
 
 
 def in_sequence_order(parts: Sequence[Tensor], dim: int, sharding: str) -> Tensor:
@@ -113,7 +112,9 @@ def _dimension(op: str, t: Tensor, dim: int) -> int:
         raise TypeError(f"{op}: t: expected a tensor, got {type(t).__name__}")
     _check.refuse_non_int(op, "dim", dim)
     if not -t.dim() <= dim < t.dim():
-        raise ValueError(f"{op}: dim: expected a dimension of a tensor of shape {tuple(t.shape)}, got {dim}")
+        raise ValueError(
+            f"{op}: dim: expected a dimension of a tensor of shape {tuple(t.shape)}, got {_check.value_text(dim)}"
+        )
     return dim % t.dim()
 
 

@@ -36,20 +36,19 @@ def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in _NOT_VALUES}
 
 
-def check_arguments(optimizer_class: Any, stage: Any, wire: Any, bucket_cap_mb: Any) -> None:
+def check_arguments(optimizer_class: Any, stage: Any, wire: Any, bucket_cap_mb: Any, unused: Any) -> None:
     """Raises ValueError for an argument that does not fit."""
     if optimizer_class not in _CLASSES:
         names = ", ".join(c.__name__ for c in _CLASSES)
         got = getattr(optimizer_class, "__name__", str(optimizer_class))
         reason = "each rank has only parts of tensors, so an update may need nothing but its own element"
         _check.refuse(OP, "optimizer_class", f"{names} of warpsmith.optim ({reason})", got)
-    if isinstance(stage, bool) or stage not in (1, 2):
-        _check.refuse(OP, "stage", "1 or 2", str(stage))
+    if type(stage) is not int or stage not in (1, 2):
+        _check.refuse(OP, "stage", "1 or 2", _check.value_text(stage))
+    _check.flags(OP, find_unused_parameters=unused)
     if wire not in _WIRES:
         _check.refuse(OP, "wire", "torch.bfloat16 or torch.float16", str(wire))
-    _check.refuse_non_number(OP, "bucket_cap_mb", bucket_cap_mb)
-    if not 0 < bucket_cap_mb < math.inf:
-        _check.refuse(OP, "bucket_cap_mb", "a finite number > 0", str(bucket_cap_mb))
+    _check.number(OP, "bucket_cap_mb", bucket_cap_mb, "a finite number > 0", lambda mb: 0 < mb * 2.0**20 < math.inf)
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:

@@ -25,7 +25,7 @@ from warpsmith.ops._grad_norm import CUT_ELEMS, clip_in_place
 from warpsmith.optim._known_sums import know, sums_of
 from warpsmith.optim._loading import check_names
 from warpsmith.optim._tensor_list import all_params, describe, moved, numbered
-from warpsmith.optim.clip import _order
+from warpsmith.optim.clip import _largest_norm, _order
 
 _OP = checks.OP
 _REMEDY = (
@@ -122,7 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         given = {"stage": stage, "wire": wire, "bucket_cap_mb": bucket_cap_mb, "unused": find_unused_parameters}
 
         def describe_own() -> list[tuple[str, str]]:
-            checks.check_arguments(optimizer_class, stage, wire, bucket_cap_mb)
+            checks.check_arguments(optimizer_class, stage, wire, bucket_cap_mb, find_unused_parameters)
             self._whole = optimizer_class(params, **defaults)
             checks.check_groups(self._whole.param_groups)
             return checks.description(optimizer_class, self._whole.param_groups, given)
@@ -273,11 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for which the host waits.
         """
         op = f"{_OP}.clip_grad_norm_"
-        if not isinstance(max_norm, Tensor):
-            _check.refuse_non_number(op, "max_norm", max_norm)
-        max_norm = float(max_norm)
-        if not max_norm >= 0:
-            _check.refuse(op, "max_norm", "a number >= 0", str(max_norm))
+        max_norm = _largest_norm(op, max_norm)
         p = _order(op, norm_type)
         self._shards.require_reduced("clip_grad_norm_()")
         norm = self._norm.norm(p)

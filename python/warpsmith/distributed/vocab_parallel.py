@@ -200,12 +200,13 @@ def _agree(
     facts: dict[str, str] = {}
     try:
         classes, facts = check()
+        if not isinstance(options.reduction, str):
+            _check.refuse_type(op, "reduction", "none, mean or sum", options.reduction)
         reduction_number(op, options.reduction)
         for name, value in (("z_loss", options.z_loss), ("softcap", options.softcap)):
             if not _check.is_number(value):
                 _check.refuse_type(op, name, "a number", value)
-        if isinstance(options.ignore_index, bool) or not isinstance(options.ignore_index, int):
-            _check.refuse_type(op, "ignore_index", "an int", options.ignore_index)
+        _check.refuse_non_int64(op, "ignore_index", options.ignore_index, "an int")
         check_options(op, 0.0, options.z_loss, options.softcap)
         facts |= {name: str(value) for name, value in options._asdict().items()}
         if not target.is_cuda:

@@ -25,6 +25,9 @@ def _strides_like(t: Tensor) -> tuple[int, ...]:
     return torch.empty_like(t, device="meta").stride()
 
 
+_FAR_LSE = 128.0  # kFarLse of float32: csrc/kernels/attention/attention.h
+
+
 def _problem(
     query: Tensor,
     key: Tensor,
@@ -58,7 +61,7 @@ def flash_attention(
     if return_debug_mask:
         raise ValueError("scaled_dot_product_attention: return_debug_mask: expected False")
     problem = _problem(query, key, value, None, dropout_p, is_causal, True, scale)
-    out, lse = call_raw(raw.attention_forward.default, *problem)
+    out, lse, _ = call_raw(raw.attention_forward.default, *problem)
     state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of a generator, for dropout
     unused = torch.empty((), dtype=torch.uint64, device=query.device)
     lengths = query.shape[2], key.shape[2]
@@ -102,7 +105,7 @@ def flash_attention_for_cpu(
 ) -> tuple[Tensor, Tensor]:
     """``aten::_scaled_dot_product_flash_attention_for_cpu``. ``is_causal`` aligns top left."""
     problem = _problem(query, key, value, attn_mask, dropout_p, is_causal, False, scale)
-    out, lse = call_raw(raw.attention_forward.default, *problem)
+    out, lse, _ = call_raw(raw.attention_forward.default, *problem)
     tokens_first = lse.transpose(1, 2).contiguous().transpose(1, 2)
     return _with_strides(out, _strides_like(query)), tokens_first
 
@@ -122,8 +125,12 @@ def flash_attention_for_cpu_backward(
 ) -> tuple[Tensor, ...]:
     """``aten::_scaled_dot_product_flash_attention_for_cpu_backward``."""
     problem = _problem(query, key, value, attn_mask, dropout_p, is_causal, False, scale)
-    lse = logsumexp.contiguous()
-    grads = call_raw(raw.attention_backward.default, grad_out, None, *problem, out, lse, False, False)[:3]
+    lse, lse_rest = logsumexp.contiguous(), None
+    if not lse.abs().lt(_FAR_LSE).all():  # torch keeps no lse_rest: the few calls that it matters to make it again
+        lse_rest = call_raw(raw.attention_forward.default, *problem)[2]
+    grads = call_raw(raw.attention_backward.default, grad_out, None, *problem, out, lse, False, False, None, lse_rest)[
+        :3
+    ]
     return tuple(g.transpose(1, 2).contiguous().transpose(1, 2) for g in grads)
 
 

@@ -2,6 +2,7 @@
 
 The public export is here: ``warpsmith`` has all of these names."""
 
+from warpsmith.ops._flops import register_formulas
 from warpsmith.ops.adamw import adamw
 from warpsmith.ops.add_layer_norm import add_layer_norm
 from warpsmith.ops.add_rms_norm import add_rms_norm
@@ -50,3 +51,5 @@ __all__ = [
     "rope",
     "swiglu",
 ]
+
+register_formulas()

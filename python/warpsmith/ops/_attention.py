@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from warpsmith.ops import _check
 from warpsmith.ops._check import known, possible, refuse, shape_text
+from warpsmith.ops._dropout import draw_seed
 from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 
 LAYOUTS = ("bshd", "bhsd", "thd")
 _THD = 2
+_MOST = 2.0**127  # of softmax_scale and softcap in float32: their products with log2(e) are finite
+_SEED = 8  # its place among the inputs of the raw ops
 
 
 class Dims(NamedTuple):
@@ -61,7 +65,7 @@ def _sizes(t: Tensor, dims: Dims, heads: Any) -> tuple:
     return 1 if dims.batch is None else t.shape[0], t.shape[dims.tokens], heads, t.shape[-1]
 
 
-def _split_sizes(q: Tensor, k: Tensor | None, v: Tensor | None, layout: int, kv_heads: int) -> tuple:
+def split_sizes(q: Tensor, k: Tensor | None, v: Tensor | None, layout: int, kv_heads: int) -> tuple:
     plain, stacked = dims_of(layout, False), dims_of(layout, True)
     if k is not None:
         dims = plain if v is not None else stacked
@@ -89,7 +93,7 @@ def _check_heads(op: str, q: Tensor, k: Tensor | None, v: Tensor | None, layout:
         heads = q.shape[dims_of(layout, False).heads]
         if known(kv_heads < 0) or known(kv_heads > (heads - 1) // 2):
             refuse(op, "kv_heads", f"from 1 to {(heads - 1) // 2} of {heads} heads", str(kv_heads))
-    sizes = of_q, of_k, of_v = _split_sizes(q, k, v, layout, kv_heads)
+    sizes = of_q, of_k, of_v = split_sizes(q, k, v, layout, kv_heads)
     name_k = "q" if k is None else "k"
     name_v = name_k if v is None else "v"
     for name, what, got, expected in (
@@ -157,6 +161,14 @@ def _check_inputs(op: str, inputs: Sequence[Any], place: Sequence[Any] | None = 
         refuse(op, "softmax_scale", "a finite number", f"{softmax_scale:f}")
     if not 0 <= softcap < math.inf:
         refuse(op, "softcap", "a finite number >= 0", f"{softcap:f}")
+    if q.dtype != torch.float64:
+        scale = of_q[3] ** -0.5 if softmax_scale is None else abs(softmax_scale)
+        if scale > _MOST:
+            refuse(op, "softmax_scale", "at most 2^127 in size", f"{softmax_scale:g}")
+        if softcap > _MOST:
+            refuse(op, "softcap", "at most 2^127", f"{softcap:g}")
+        if softcap > 0 and scale / softcap > _MOST:
+            refuse(op, "softcap", "at least 2^-127 of softmax_scale", f"{softcap:g}")
     if alibi_slopes is not None:
         if alibi_slopes.dtype != torch.float32:
             refuse(op, "alibi_slopes", "float32", _check.dtype_text(alibi_slopes.dtype))
@@ -233,19 +245,22 @@ def _lse_shape(problem: Problem, layout: int) -> tuple:
     return (heads, tokens) if layout == _THD else (batch, heads, tokens)
 
 
-def _fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+def _fake(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, layout, kv_heads = inputs[0], inputs[1], inputs[11], inputs[12]
     # The dispatcher leaves out a last argument that equals its default.
     problem = _check_inputs(_op_name(inputs), inputs, *inputs[20:])
     out = _empty_heads(q, layout, k is None and not kv_heads, True, problem.q[2], problem.v[3])
-    return out, q.new_empty(_lse_shape(problem, layout), dtype=_real(q))
+    lse, lse_rest = (q.new_empty(_lse_shape(problem, layout), dtype=_real(q)) for _ in range(2))
+    return out, lse, lse_rest
 
 
 def _fake_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    inputs, (out, lse, want_dbias, want_dsink), place = rest[:20], rest[20:24], rest[24:]
+    inputs, (out, lse, want_dbias, want_dsink) = rest[:20], rest[20:24]
+    # The dispatcher leaves out last arguments that equal their defaults.
+    place, lse_rest = (*rest[24:], None, None)[:2]
     q, k, v, layout, kv_heads = *inputs[:3], inputs[11], inputs[12]
     op = _op_name(inputs) + "_backward"
-    problem = _check_inputs(op, inputs, *place)
+    problem = _check_inputs(op, inputs, place)
     plain = dims_of(layout, False)
     for name, t in (("dout", dout), ("out", out)):
         _check.same_dtype(op, name, t, q)
@@ -254,7 +269,7 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tenso
         if any(known(a != b) for a, b in zip(_sizes(t, plain, t.shape[plain.heads]), expected, strict=True)):
             refuse(op, name, "the shape of the output", shape_text(t.shape))
         _check.same_device(op, name, t, q)
-    for name, t in (("lse", lse), ("dlse", dlse)):
+    for name, t in (("lse", lse), ("dlse", dlse), ("lse_rest", lse_rest)):
         if t is not None:
             if t.dtype != _real(q):
                 refuse(op, name, _check.dtype_text(_real(q)), _check.dtype_text(t.dtype))
@@ -294,7 +309,7 @@ def _backward(saved: Saved, wants: Wants, dout: Tensor | None, dlse: Tensor | No
     empty_bias = wants.bias and isinstance(saved.bias.numel(), int) and saved.bias.numel() == 0
     wants_bias = wants.bias and not empty_bias
     dq, dk, dv, dbias, dsink = call_raw(
-        _raw_backward, dout, dlse, *inputs, saved.out, saved.lse, wants_bias, wants.sink, place
+        _raw_backward, dout, dlse, *inputs, saved.out, saved.lse, wants_bias, wants.sink, place, saved.lse_rest
     )
     return {"q": dq, "k": dk, "v": dv, "bias": torch.empty_like(saved.bias) if empty_bias else dbias, "sink": dsink}
 
@@ -303,7 +318,7 @@ attend = differentiable(
     "attention",
     forward=raw.attention_forward.default,
     public=2,
-    save=(*_ARGUMENTS, "out", "lse"),
+    save=(*_ARGUMENTS, "out", "lse", "lse_rest"),
     backward=_backward,
     title=_op_name,
 )
@@ -371,6 +386,35 @@ def drops(op: str, dropout_p: float) -> bool:
     if not 0 <= dropout_p < 1:
         refuse(op, "dropout_p", "a number in [0, 1)", f"{dropout_p:f}")
     return dropout_p > 0
+
+
+def with_seed(op: str, *inputs: Any) -> tuple[Any, ...]:
+    """The inputs of :data:`attend`, with a seed from torch's generator where there is dropout without one. The seed is
+    drawn after all checks: a call that is refused must not move the generator."""
+    if not drops(op, inputs[18]) or inputs[_SEED] is not None:
+        return inputs
+    if not all(t is None or isinstance(t, Tensor) for t in inputs[:_SEED]):
+        return inputs  # which the raw op refuses
+    problem = _check_inputs(op, inputs)
+    if not torch.compiler.is_compiling():
+        for name, cu, total, longest in zip(
+            ("q", "k"), inputs[3:5], (problem.q[1], problem.k[1]), problem.full[2:], strict=True
+        ):
+            if cu is not None and cu.device.type == "cpu":
+                _check_offsets(op, name, cu.tolist(), total, longest)
+    return *inputs[:_SEED], draw_seed(inputs[0]), *inputs[_SEED + 1 :]
+
+
+def _check_offsets(op: str, name: str, cu: list[int], total: int, longest: int) -> None:
+    """The checks of the entries of cu_seqlens, which the C++ binding makes on the CPU."""
+    if cu[0] != 0:
+        refuse(op, f"cu_seqlens_{name}", "0 as the first offset", str(cu[0]))
+    for i, (begin, end) in enumerate(pairwise(cu)):
+        if end < begin or end > total:
+            expected = f"offsets that never fall, of at most {total} tokens"
+            refuse(op, f"cu_seqlens_{name}", expected, f"{end} after {begin} at index {i + 1}")
+        if end - begin > longest:
+            refuse(op, f"max_seqlen_{name}", f"at least {end - begin}, the length of sequence {i}", str(longest))
 
 
 def choice(op: str, argument: str, value: Any, allowed: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -223,3 +223,22 @@ def keepable(op: str, argument: str, t: Tensor | None) -> None:
 def at_least_one_dimension(op: str, argument: str, t: Tensor) -> None:
     if t.dim() == 0:
         refuse(op, argument, "at least one dimension", "a tensor without dimensions")
+
+
+def number(op: str, argument: str, value: object, expected: str, fits: Callable[[Any], bool]) -> None:
+    """Refuses what is no number, and a number that does not fit."""
+    refuse_non_number(op, argument, value, expected)
+    if not fits(value):
+        refuse(op, argument, expected, value_text(value))
+
+
+def one_of(op: str, argument: str, value: object, allowed: Sequence[object]) -> None:
+    """Refuses what is none of some names and numbers. No number equals one of another type: True and 1.0 are not 1."""
+    if not any(type(value) is type(known) and value == known for known in allowed):
+        refuse(op, argument, f"one of {', '.join(map(str, allowed))}", value_text(value))
+
+
+def count(op: str, argument: str, value: object, expected: str, least: int) -> None:
+    """Refuses what is no whole number from ``least`` on that 64 bits hold."""
+    if type(value) is not int or not least <= value < 2**63:
+        refuse(op, argument, expected, repr(value) if isinstance(value, str) else value_text(value))

@@ -453,8 +453,9 @@ def differentiable(
             if forward_ad._current_level >= 0:
                 return apply(*inputs) if plain is None else in_plain_operations(*inputs)
             return public_part(eager_inference(*inputs))
-        except (RuntimeError, ValueError) as error:  # the dispatcher's own error may fail to print a long integer
-            _explain(error, title(inputs) if title else name, schema, inputs, hint)
+        except (RuntimeError, ValueError) as error:  # of torch; its error may fail to print a long integer
+            if ": expected " not in str(error):
+                _explain(error, title(inputs) if title else name, schema, inputs, hint)
             raise
 
     return call

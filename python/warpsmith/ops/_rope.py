@@ -111,7 +111,7 @@ def split_offset(op: str, position_offset: Any) -> tuple[Tensor | None, Any]:
     """``position_offset`` as the raw ops take it: a tensor or None, and a number."""
     if isinstance(position_offset, Tensor):
         return position_offset, 0
-    _check.refuse_non_int64(op, "position_offset", position_offset, "an integer of 64 bits or a tensor of integers")
+    _check.refuse_non_int64(op, "position_offset", position_offset, "an integer or a tensor of integers")
     return None, position_offset
 
 

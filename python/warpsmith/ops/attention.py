@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from warpsmith.ops import _attention, _check
-from warpsmith.ops._dropout import draw_seed
 
 _OP = "attention"
 
@@ -48,14 +47,15 @@ def attention(
         causal_align: defines shift. "bottom_right": Sk - Sq, so that the last query sees all keys; "top_left": 0.
             Windows and ALiBi use the same shift.
         window_size: (left, right): query i sees i + shift - left <= j <= i + shift + right. -1: no limit. None: all.
-        softmax_scale: default :math:`1 / \sqrt{D}`.
-        softcap: c >= 0; 0: no cap.
+        softmax_scale: default :math:`1 / \sqrt{D}`. At most 2^127 in size (float64: any).
+        softcap: c >= 0; 0: no cap. At most 2^127, and at least 2^-127 of ``softmax_scale`` (float64: any).
         dropout_p: the probability p of dropping a weight, 0 to 1 (1 excluded), rounded to a multiple of 1 / 256 (0.1:
             26 / 256). Between 0 and 1 at least 1 and at most 255 of 256 weights are dropped. Kept weights are divided
             by 1 - p with the rounded p, so that the expectation is exact. ``lse`` counts all weights.
         alibi_slopes: float32, shape (H,) or (B, H); without gradient.
         bias: broadcasts to (B, H, Sq, Sk). Floating (the dtype of ``q``, or float32 if that has 16 bits): added to the
             logits, with a gradient, which is summed over broadcast dimensions. Boolean: True where a query sees a key.
+            Only False and -inf hide a key: biases of ``torch.finfo(dtype).min`` follow the softmax as any other number.
         sink: shape (H,), dtype as for ``bias``: one more logit per head, which takes weight but has no value. ``lse``
             counts it.
         return_lse: return ``lse`` as well.
@@ -64,7 +64,7 @@ def attention(
             layout is copied: kernels read by strides.
         seed: two int64 on the device of ``q``, which determine the dropout mask. None: drawn from torch's default
             generator of that device.
-        kv_heads: Hk, if ``q`` holds q, k and v along its heads.
+        kv_heads: Hk, if ``q`` holds q, k and v along its heads; None beside ``k``.
 
     Packed inputs: ``attention(q, kv)`` with ``kv`` of shape (B, Sk, 2, Hk, D); ``attention(qkv)`` with
     (B, S, 3, H, D), or with (B, S, H + 2 Hk, D) and ``kv_heads=Hk``. (In every layout,
@@ -73,8 +73,9 @@ def attention(
     Returns:
         out, of the dtype of ``q`` and shape (B, Sq, H, Dv), with tokens and heads in the memory order of ``q``; or
         (out, lse) with lse (B, H, Sq), float32 (float64 for float64). Arithmetic is float32 (float64 for float64). A
-        query that sees no key has out 0, lse -inf (the sink, if there is one) and no gradient. Under autocast q, k, v
-        and floating biases are cast to its dtype, as for ``torch.nn.functional.scaled_dot_product_attention``.
+        query that sees no key has out 0, lse -inf (the sink, if there is one) and no gradient. A logit of +inf makes
+        the row NaN. Under autocast q, k, v and floating biases are cast to its dtype, as for
+        ``torch.nn.functional.scaled_dot_product_attention``.
 
     Gradients flow from out and from lse to ``q``, ``k``, ``v``, ``bias`` and ``sink``. Second derivatives are refused.
 
@@ -101,9 +102,8 @@ def attention(
     _attention.check_numbers(_OP, softmax_scale, softcap)
     heads = _attention.kv_heads_of(_OP, k, v, kv_heads)
     q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
-    if _attention.drops(_OP, dropout_p) and seed is None:
-        seed = draw_seed(q)
-    out, lse = _attention.attend(
+    inputs = _attention.with_seed(
+        _OP,
         q,
         k,
         v,
@@ -125,4 +125,5 @@ def attention(
         deterministic,
         None,
     )
+    out, lse = _attention.attend(*inputs)
     return (out, lse) if return_lse else out

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from warpsmith.ops import _attention, _check
-from warpsmith.ops._dropout import draw_seed
 
 _OP = "attention_varlen"
 _LONGEST = 2**31 - 1
@@ -105,9 +104,8 @@ def attention_varlen(
     _attention.check_numbers(_OP, softmax_scale, softcap)
     heads = _attention.kv_heads_of(_OP, k, v, kv_heads)
     q, k, v, bias = _attention.under_autocast(_OP, q, k, v, bias)  # type: ignore[assignment]
-    if _attention.drops(_OP, dropout_p) and seed is None:
-        seed = draw_seed(q)
-    out, lse = _attention.attend(
+    inputs = _attention.with_seed(
+        _OP,
         q,
         k,
         v,
@@ -129,4 +127,5 @@ def attention_varlen(
         deterministic,
         None,
     )
+    out, lse = _attention.attend(*inputs)
     return (out, lse) if return_lse else out

@@ -28,10 +28,19 @@ Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a val
 _NOT_8BIT = "another one: 8bit is for Adam without amsgrad, Lion and SGD"
 _HOST_DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the default device
 
+
+def _is_part(value: Any) -> bool:
+    return _check.is_number(value) and 0 <= value < 1
+
+
 AT_LEAST_0: Check = ("a number >= 0", lambda x: x >= 0)
 A_NUMBER: Check = ("a number", lambda x: x == x)
-A_PART: Check = ("a number in [0, 1)", lambda x: not isinstance(x, Tensor) and 0 <= x < 1)
-TWO_PARTS: Check = ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(A_PART[1](b) for b in x))
+TWO_PARTS: Check = ("two numbers in [0, 1)", lambda x: len(x) == 2 and all(map(_is_part, x)))
+_FLAGS = (
+    *("maximize", "amsgrad", "nesterov", "centered", "capturable", "differentiable", "decoupled_weight_decay"),
+    *("grad_averaging", "use_nvlamb", "foreach", "fused"),
+)
+_OR_NONE = ("foreach", "fused")
 
 
 class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
@@ -50,8 +59,9 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
     ) -> None:
         # torch's groups have no such entries.
         defaults |= {"precision": precision} if precision is not None else {}
-        defaults |= {"seed": seed} if seed != 0 else {}
-        defaults |= {"keep_fp32": keep_fp32} if keep_fp32 else {}
+        defaults |= {} if type(seed) is int and seed == 0 else {"seed": seed}
+        defaults |= {} if isinstance(keep_fp32, (tuple, list)) and not keep_fp32 else {"keep_fp32": keep_fp32}
+        self._check_flags(defaults)
         if defaults.get("foreach") and defaults.get("fused"):
             self._refuse("fused", "not both foreach and fused", "both True")
         if defaults.get("fused") is False:  # as torch's: those who divide and clip gradients themselves ask for this
@@ -87,7 +97,7 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
     # Hyperparameters and groups.
 
     def _refuse(self, argument: str, expected: str, got: Any) -> NoReturn:
-        _check.refuse(self._op, argument, expected, str(got))
+        _check.refuse(self._op, argument, expected, got if isinstance(got, str) else _check.value_text(got))
         raise AssertionError
 
     def _check_hyperparameters(self, group: Group) -> None:
@@ -98,23 +108,32 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
                 self._refuse("lr", "a number, or one float32 or float64 element", got)
             if lr.device.type == "cpu" and not lr.item() >= 0:
                 self._refuse("lr", "a number >= 0", lr.item())
-        elif not lr >= 0:
-            self._refuse("lr", "a number >= 0", lr)
+        else:
+            _check.number(self._op, "lr", lr, *AT_LEAST_0)
         for name, (expected, fits) in self._checks.items():
+            if (expected, fits) != TWO_PARTS:
+                _check.number(self._op, name, group[name], expected, fits)
+                continue
+            if not isinstance(group[name], (tuple, list)):
+                _check.refuse_type(self._op, name, expected, group[name])
             if not fits(group[name]):
                 self._refuse(name, expected, group[name])
-        if group.get("precision") not in PRECISIONS:
-            self._refuse("precision", f"one of {', '.join(map(str, PRECISIONS))}", group["precision"])
+        self._check_flags(group)
+        _check.one_of(self._op, "precision", group.get("precision"), PRECISIONS)
         seed = group.get("seed", 0)
-        if not isinstance(seed, int) or not 0 <= seed < 2**53:
+        if not _check.is_integer(seed) or not 0 <= seed < 2**53:
             self._refuse("seed", "a whole number in [0, 2^53)", seed)
         if group.get("precision") == "8bit" and not self._takes_8bit(group):
             self._refuse("precision", _NOT_8BIT, "8bit")
         keep = group.get("keep_fp32", ())
-        if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in keep):
+        if not isinstance(keep, (tuple, list)) or not all(isinstance(pattern, str) for pattern in keep):
             self._refuse("keep_fp32", "a sequence of patterns for names of parameters", keep)
         if group.get("differentiable"):
             self._refuse("differentiable", "False: the fused step has no derivative", True)
+
+    def _check_flags(self, group: Group) -> None:
+        given = {name: group[name] for name in _FLAGS if name in group}
+        _check.flags(self._op, **{n: value for n, value in given.items() if not (n in _OR_NONE and value is None)})
 
     def _kind(self, group: Group) -> Kind:
         keep_fp32 = tuple(group.get("keep_fp32", ()))

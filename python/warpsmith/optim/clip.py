@@ -16,10 +16,17 @@ _FUSED = (1.0, 2.0, math.inf)
 
 
 def _order(op: str, norm_type: float) -> float:
-    p = float(norm_type)
-    if p not in _FUSED:
-        _check.refuse(op, "norm_type", "1, 2 or inf", str(norm_type))
-    return p
+    if not (isinstance(norm_type, str) and norm_type == "inf"):  # torch's functions take the name too
+        _check.number(op, "norm_type", norm_type, "1, 2 or inf", lambda p: p in _FUSED)
+    return float(norm_type)
+
+
+def _largest_norm(op: str, max_norm: float | Tensor) -> float:
+    if isinstance(max_norm, Tensor):
+        _check.same_shape(op, "max_norm", max_norm, max_norm.shape if max_norm.numel() == 1 else ())
+        max_norm = max_norm.item()
+    _check.number(op, "max_norm", max_norm, "a number >= 0", lambda m: m >= 0)
+    return float(max_norm)
 
 
 def _checked(op: str, tensors: Sequence[Tensor]) -> None:
@@ -191,9 +198,8 @@ def clip_grad_norm_(
     """
     op = "clip_grad_norm_"
     p = _order(op, norm_type)
-    max_norm = float(max_norm)
-    if not max_norm >= 0:
-        _check.refuse(op, "max_norm", "a number >= 0", str(max_norm))
+    max_norm = _largest_norm(op, max_norm)
+    _check.flags(op, error_if_nonfinite=error_if_nonfinite, foreach=foreach is not None and foreach)
     params, grads = _with_gradients(parameters)
     if not grads:
         return torch.tensor(0.0)

@@ -16,8 +16,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def _weight(op: str, decay: float) -> float:
-    if not 0 <= decay <= 1:
-        _check.refuse(op, "decay", "a number from 0 to 1", str(decay))
+    _check.number(op, "decay", decay, "a number from 0 to 1", lambda d: 0 <= d <= 1)
     return 1 - float(decay)
 
 

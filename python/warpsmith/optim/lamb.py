@@ -93,9 +93,7 @@ class LAMB(MultiTensorOptimizer):
 
     def _check_hyperparameters(self, group: Group) -> None:
         super()._check_hyperparameters(group)
-        if group.get("precision") not in _PRECISIONS:
-            expected = f"one of {', '.join(map(str, _PRECISIONS))}"
-            self._refuse("precision", expected, group["precision"])
+        _check.one_of(self._op, "precision", group.get("precision"), _PRECISIONS)
 
     def _check_param(self, index: int, param: Tensor, group: Group) -> None:
         argument = lists.describe(self.param_groups, index)

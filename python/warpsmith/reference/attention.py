@@ -90,11 +90,15 @@ def weights_of(
     visible = visible.expand(s.shape)
     no_sink = s.new_full((), -torch.inf)
     sinks = (no_sink if sink is None else sink.to(s.dtype)[:, None, None]).expand(*s.shape[:-1], 1)
+    s = torch.cat([torch.where(visible, s, -torch.inf), sinks], -1)
     # A row without anything to attend to takes logits of 0 on the way, so that nothing becomes NaN.
-    empty = ~visible.any(-1, keepdim=True) & (sinks == -torch.inf)
-    s = torch.where(empty, 0.0, torch.where(visible, s, -torch.inf))
-    lse = torch.cat([s, torch.where(empty, 0.0, sinks)], -1).logsumexp(-1, keepdim=True)
-    weights = torch.where(empty, 0.0, torch.exp(s - lse))
+    empty = (s == -torch.inf).all(-1, keepdim=True)
+    s = torch.where(empty, 0.0, s)
+    # Of differences from the maximum: exp(s - lse), of which the gradient of lse is made, would carry lse's rounding.
+    most = s.detach().amax(-1, keepdim=True)
+    most = torch.where(most.isfinite(), most, 0.0)
+    lse = most + (s - most).logsumexp(-1, keepdim=True)
+    weights = torch.where(empty, 0.0, s.softmax(-1)[..., :-1])
     if kept is not None:
         weights = torch.where(kept, weights * keep_scale, 0.0)
     return weights, torch.where(empty, -torch.inf, lse)[..., 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from warpsmith.testing.sim import torch_device
 from warpsmith.testing.spec import Case, Inputs, OpSpec
 from warpsmith.testing.tensors import Random, lay_out, seed_of
 
@@ -14,7 +15,7 @@ def make_inputs(spec: OpSpec, case: Case, device: str = "cpu", *, edge: tuple[st
     ``edge=(name, value)`` puts ``value`` into the middle of that input before it is laid out.
     """
     laid_out = spec.laid_out if spec.expanded is None or case.layout != "expanded" else spec.expanded
-    inputs = spec.inputs(case, Random(seed_of(spec.name, case.but(layout="contiguous"))))
+    inputs = spec.inputs(case, Random(seed_of(spec.name, case.but(layout="contiguous", layouts={}))))
     ready: Inputs = {}
     for name, value in inputs.items():
         if not isinstance(value, Tensor):
@@ -25,7 +26,8 @@ def make_inputs(spec: OpSpec, case: Case, device: str = "cpu", *, edge: tuple[st
             if edge is not None and edge[0] == name and value.numel():
                 value = value.clone()
                 value.view(-1)[value.numel() // 2] = edge[1]
-        value = value.to(device)
+        value = value.to(torch_device(device))
         applies = value.is_floating_point() if laid_out is None else name in laid_out
-        ready[name] = lay_out(value, case.layout) if applies else value
+        layout = case.layouts.get(name, case.layout if applies else "")
+        ready[name] = lay_out(value, layout) if layout else value
     return ready

@@ -49,7 +49,8 @@ def upstream(spec: OpSpec, case: Case, outputs: dict[str, Tensor]) -> dict[str, 
     for name, y in outputs.items():
         if y.is_floating_point():
             drawn = Random(seed_of(spec.name, name, case.shape)).normal(y.shape)
-            grads[name] = lay_out(drawn.to(dtype=y.dtype, device=y.device), case.layout)
+            layout = case.layouts.get(f"grad_{name}", case.layout)
+            grads[name] = lay_out(drawn.to(dtype=y.dtype, device=y.device), layout)
     return grads
 
 

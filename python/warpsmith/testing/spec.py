@@ -22,6 +22,7 @@ class Case:
         shape: of the op's main input; the spec's ``inputs`` derives the other shapes from it.
         dtype: of every floating input that ``dtypes`` does not name.
         layout: how inputs lie in memory, one of ``warpsmith.testing.LAYOUTS``.
+        layouts: layouts of single inputs, by name, and of single upstream gradients (``grad_<output>``).
         dtypes: dtypes of single inputs, by name, e.g. ``{"weight": torch.float32}``.
         options: anything else that the spec's ``inputs`` reads.
 
@@ -36,12 +37,14 @@ class Case:
     layout: str = "contiguous"
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         parts = ["x".join(map(str, self.shape)) or "scalar", str(self.dtype).removeprefix("torch.")]
         parts += [self.layout] if self.layout != "contiguous" else []
         parts += [f"{name}_{str(dtype).removeprefix('torch.')}" for name, dtype in self.dtypes.items()]
         parts += [f"{name}_{value}" for name, value in self.options.items()]
+        parts += [f"{name}_{layout}" for name, layout in self.layouts.items()]
         return "-".join(parts)
 
     def but(self, **changes: Any) -> Case:
@@ -113,6 +116,8 @@ class OpSpec:
             n}``.
         devices: device types on which the op exists.
         float64_devices: devices on which it takes float64.
+        sim_elements: the largest case, in elements of ``shape``, that runs on the simulated kernels, a million times
+            slower than a GPU.
     """
 
     name: str
@@ -142,6 +147,7 @@ class OpSpec:
     floor_bytes: Callable[[Case], Mapping[str, int]] | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
     float64_devices: tuple[str, ...] = ("cpu",)
+    sim_elements: int = 2**14
 
     def __post_init__(self) -> None:
         if not self.cases:
@@ -150,7 +156,8 @@ class OpSpec:
     def cases_on(self, device: str) -> list[Case]:
         """The table's cases whose dtypes the op takes on a device."""
         wide_allowed = device in self.float64_devices
-        return [c for c in self.cases if wide_allowed or torch.float64 not in (c.dtype, *c.dtypes.values())]
+        found = [c for c in self.cases if wide_allowed or torch.float64 not in (c.dtype, *c.dtypes.values())]
+        return [c for c in found if device != "sim" or _elements(c) <= self.sim_elements]
 
     def base_case(self, dtype: torch.dtype | None = None) -> Case:
         """The ordinary case (of a dtype) that checks of a single case use: the first that is contiguous and has no zero

@@ -10,6 +10,7 @@ import torch
 from warpsmith.testing.checks import cuda, integration, numerics
 from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.law import Error
+from warpsmith.testing.sim import is_loaded
 from warpsmith.testing.spec import Case, OpSpec
 
 Check = tuple[str, Callable[[], Any]]
@@ -36,6 +37,8 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
 
     for case in numerics.layout_cases(spec):
         add(f"layout[{case}]", numerics.check_error_law, spec, case, device)
+    for case in numerics.single_layout_cases(spec):
+        add(f"layout[{case}]", numerics.check_error_law, spec, case, device)
     for case in numerics.size_cases(spec):
         add(f"size[{case}]", numerics.check_error_law, spec, case, device)
     for name, value in numerics.edge_cases(spec):
@@ -43,6 +46,11 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
     for case in _one_per_dtype(spec, device):
         add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
         add(f"no_uninitialised_memory[{case}]", numerics.check_no_uninitialised_memory, spec, case, device)
+    if device == "sim":
+        add("kernels_ran", numerics.check_kernels_ran, spec)
+        if spec.differentiable:
+            add("needs_input_grad", numerics.check_needs_input_grad, spec, device)
+        return checks
     if device == "cuda" and spec.batched:
         add("repeats_bitwise_of_many", numerics.check_batch_repeats_bitwise, spec, _wide_case(spec), 2**22, device)
     if spec.batched:
@@ -136,7 +144,7 @@ def op_tests(spec: OpSpec) -> type:
     import pytest
 
     parameters = []
-    for device in spec.devices:
+    for device in ("sim",) if is_loaded() else spec.devices:
         absent = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
         marks = [pytest.mark.gpu, absent] if device == "cuda" else []
         parameters += [

@@ -224,8 +224,8 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float* two = s + 8 * i + 2 * j;
-        two[0] = fmaf(device::low_half<T>(four.at[j]), p.biases.to_scores, two[0]);
-        two[1] = fmaf(device::high_half<T>(four.at[j]), p.biases.to_scores, two[1]);
+        two[0] = fmaf(two[0], p.biases.scale, device::low_half<T>(four.at[j]));
+        two[1] = fmaf(two[1], p.biases.scale, device::high_half<T>(four.at[j]));
       }
     }
   }
@@ -242,8 +242,26 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
     for (int i = 0; i < kBiasTile / 2; ++i)
       if (query + i / 2 % 2 * 8 >= step.q.length) s[i] = -INFINITY;
   }
+  // The statistics of a query. `sequence`: that of the step.
+  __device__ __forceinline__ const float* statistics(const BiasGradientStep& step, int sequence, int query) const {
+    const int64_t first = first_block(p.cu_seqlens_q, sequence, step.q.start, p.queries, kBlock);
+    return p.statistics + ((first + query / kBlock) * p.heads + step.head) * statistics_stride(kBlock, false) +
+           statistics_place(query % kBlock);
+  }
+  // As BackwardConsumer::subtract_far(), for logits. Computes addresses again, to save registers.
+  __device__ __forceinline__ void subtract_far(const BiasGradientTile& tile, const BiasGradientStep& step,
+                                               const float (&lse)[2]) {
+    uint32_t sequence[1] = {static_cast<uint32_t>(step.sequence)};
+    device::hold(sequence);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!has_far_mark(lse[r])) continue;
+      const int query = tile.query_tile * kBiasTile + row + 8 * r;
+      const float* far = statistics(step, static_cast<int>(sequence[0]), query) + statistics_stride(kBlock, false) / 2;
+      subtract_far_lse(s, r, device::load(far), device::load(far + kBlock), 1.0f, 1.0f);
+    }
+  }
   __device__ __forceinline__ void add(const BiasGradientTile& tile, const BiasGradientStep& step, unsigned n) {
-    const int64_t first = first_block(p.cu_seqlens_q, step.sequence, step.q.start, p.queries, kBlock);
     float lse[2], delta[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -251,9 +269,7 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
       delta[r] = 0.0f;
       const int query = tile.query_tile * kBiasTile + row + 8 * r;
       if (query >= step.q.length) continue;
-      const float* at = p.statistics +
-                        ((first + query / kBlock) * p.heads + step.head) * statistics_stride(kBlock, false) +
-                        statistics_place(query % kBlock);
+      const float* at = statistics(step, step.sequence, query);
       lse[r] = device::load(at);
       delta[r] = device::load(at + kBlock);
     }
@@ -267,6 +283,7 @@ template <class T, int kDim, int kBlock> struct BiasGradient {
     if (lane == 0) device::mbarrier_arrive(shared.empty(scores));
     add_biases(tile, step);
     mask(tile, step);
+    if (has_far_mark(lse[0]) || has_far_mark(lse[1])) subtract_far(tile, step, lse);
 #pragma unroll
     for (int i = 0; i < kBiasTile / 2; ++i) s[i] = device::exp2(s[i] * p.scale_log2 - lse[i / 2 % 2]);
     device::wgmma_wait<0>();

@@ -27,6 +27,7 @@ inline RowParams problem_rows(const AttentionBwdParams& x) {
   p.dout = x.dout;
   p.out = x.out;
   p.lse = static_cast<const float*>(x.lse);
+  p.lse_rest = static_cast<const float*>(x.lse_rest);
   p.dlse = static_cast<const float*>(x.dlse);
   p.dq = x.dq;
   p.dout_strides = x.dout_strides;

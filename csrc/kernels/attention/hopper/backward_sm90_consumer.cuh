@@ -153,6 +153,18 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
             t->keys};
   }
   using Statistics = device::Vector<float, 4>;
+  // Subtracts lse and lse_rest from the scores of a far block of queries. `lse`: the thread's statistics in shared
+  // memory; those of a far block are read from global memory.
+  __device__ __forceinline__ void subtract_far(const Statistics* lse) {
+    if (!has_far_mark(device::load(lse).at[0])) return;
+    const VisitedStep step = visited_step(p, static_cast<int>(it) - t->first_step, t->blocks);
+    const int64_t block =
+        block_of_head(p, t->first_block + t->last_block - step.down, t->part * p.heads_per_part + step.head);
+    constexpr int kStride = statistics_stride(kBlock, tile.dropout);
+    const float* far = p.statistics + block * kStride + kStride / 2 + lane % 4 * 4;
+    constexpr bool kLogits = tile.biases == Biases::tensor;
+    subtract_far_lse<kBlock>(s, far, kLogits ? 1.0f : p.to_logits, kLogits ? 1.0f : p.to_scores);
+  }
   // Writes the dropout masks of packed pairs of 16 queries to pr, where their probabilities will be. The masks depend
   // on no product.
   __device__ __forceinline__ void dropout_masks(const KeyDropout& dropout, const float* statistics, int i) {

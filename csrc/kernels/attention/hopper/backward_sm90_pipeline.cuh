@@ -38,7 +38,7 @@ struct BackwardParams {
   float* key_sums;  // [key_tiles, heads of the schedule, 2 (dv, dk), 128 * head dim of the kernel], as accumulators lie
                     // in registers; null: one part, whose dk and dv are stored at once
   AttentionStrides dk_strides, dv_strides;
-  float scale, scale_log2;
+  float scale, to_logits, to_scores, scale_log2;  // as in ForwardParams; scale: softmax_scale
   DropoutParams dropout;
   BiasParams biases;
 };

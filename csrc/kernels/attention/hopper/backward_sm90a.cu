@@ -63,7 +63,9 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   p.dk_strides = x.dk_strides;
   p.dv_strides = x.dv_strides;
   p.scale = static_cast<float>(a.softmax_scale);
-  p.scale_log2 = p.scale * kLog2e;
+  p.to_logits = a.bias != nullptr ? 1.0f : p.scale;
+  p.to_scores = 1.0f / p.to_logits;
+  p.scale_log2 = p.to_logits * kLog2e;
   p.dropout = dropout_params(a);
   p.biases = bias_params(a);
   Schedule& s = p.schedule;

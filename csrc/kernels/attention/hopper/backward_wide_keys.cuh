@@ -97,8 +97,8 @@ __device__ __forceinline__ void load_wide_keys(const WideParams& p, const WideMa
       device::mbarrier_arrive_expect(shared.q_full(stage), kWideBytes + WideKeysShared::kStatisticsBytes);
       load_wide_rows(shared.q(stage), &maps.q, shared.q_full(stage), row, head, t->batch);
       const int64_t number = static_cast<int64_t>(t->first_block + block) * p.heads + head;
-      device::bulk_load(shared.statistics(stage), p.statistics + number * kWideStatistics,
-                        WideKeysShared::kStatisticsBytes, shared.q_full(stage));
+      device::bulk_load(shared.statistics(stage), p.statistics + number * kWideStride, WideKeysShared::kStatisticsBytes,
+                        shared.q_full(stage));
       if (i == 0) load_keys(maps.v, shared.v(), shared.v_full());
       device::mbarrier_wait(shared.dout_empty(stage), parity ^ 1);
       device::mbarrier_arrive_expect(shared.dout_full(stage), kWideBytes);
@@ -165,6 +165,15 @@ template <class T> struct WideValueGradient : WideKeysConsumer<T> {
           if (2 * i + e < low || 2 * i + e > high) s[i + 2 * r + e] = -INFINITY;
     }
   }
+  // As BackwardConsumer::subtract_far(). `step`: counted over all heads.
+  __device__ __forceinline__ void subtract_far(const Statistics* lse, int step, int first_query) {
+    if (!has_far_mark(device::load(lse).at[0])) return;
+    const WideTile* t = shared.tile();
+    const int head = t->head * p.heads_per_key_head + step / blocks;
+    const int64_t block = static_cast<int64_t>(t->first_block + first_query / kWideStep) * p.heads + head;
+    const float* far = p.statistics + block * kWideStride + kWideStride / 2 + threadIdx.x % 4 * 4;
+    subtract_far_lse<kWideStep>(s, far, p.scale, p.to_scores);
+  }
   // p = 2^(scale_log2 * s - lse), packed.
   __device__ __forceinline__ void exponentials(const Statistics* lse) {
 #pragma unroll
@@ -201,6 +210,7 @@ template <class T> struct WideValueGradient : WideKeysConsumer<T> {
         device::wgmma_wait<0>();
         device::hold(s);
         mask(first_query, whole_first, whole_last);
+        subtract_far(Base::statistics(stage), i, first_query);
         exponentials(Base::statistics(stage));
 #pragma unroll
         for (int j = 0; j < 4; ++j)

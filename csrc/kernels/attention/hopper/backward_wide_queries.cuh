@@ -100,12 +100,16 @@ template <class T> struct WideQueryGradient {
   __device__ __forceinline__ int first_query() const {
     return device::load(&shared.tile()->first) + static_cast<int>(group) * 64;
   }
+  __device__ __forceinline__ const float* statistics() const {
+    const WideTile* t = shared.tile();
+    const int64_t block = static_cast<int64_t>(t->first_block + first_query() / kWideStep) * p.heads + t->head;
+    return p.statistics + block * kWideStride;
+  }
   // Rows beyond the sequence have an infinite lse, so their probabilities are 0.
   __device__ __forceinline__ void load_statistics() {
     const WideTile* t = shared.tile();
     const int first = first_query();
-    const float* from =
-        p.statistics + (static_cast<int64_t>(t->first_block + first / kWideStep) * p.heads + t->head) * kWideStatistics;
+    const float* from = statistics();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = wide_row() + 8 * r;
@@ -115,6 +119,15 @@ template <class T> struct WideQueryGradient {
         lse[r] = device::load(from + statistics_place(row));
         delta[r] = device::load(from + kWideStep + statistics_place(row));
       }
+    }
+  }
+  // Subtracts lse and lse_rest from the scores of the rows of a far block.
+  __device__ __forceinline__ void subtract_far() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!has_far_mark(lse[r])) continue;
+      const float* far = statistics() + kWideStride / 2 + statistics_place(wide_row() + 8 * r);
+      subtract_far_lse(s, r, device::load(far), device::load(far + kWideStep), p.scale, p.to_scores);
     }
   }
   // p = 2^(scale_log2 * s - lse), in place of s.
@@ -142,7 +155,9 @@ template <class T> struct WideQueryGradient {
       // Blocks whose first key is at `whole_first` to `whole_last` are seen as a whole by all 64 rows.
       const int first = first_query() + t->shift;
       const int last_whole = min(first + p.window.right, t->keys - 1) - (kWideKeys - 1);
-      const int whole_first = __shfl_sync(0xffffffffu, first + 63 - p.window.left, 0);
+      // A far block is seen as a whole by none: that saves steps a branch.
+      const bool far = __any_sync(0xffffffffu, has_far_mark(lse[0]));
+      const int whole_first = __shfl_sync(0xffffffffu, far ? 1 << 30 : first + 63 - p.window.left, 0);
       const int whole_last = __shfl_sync(0xffffffffu, last_whole, 0);
       device::mbarrier_wait(shared.rows_full(group), 0);
 #pragma unroll 1
@@ -158,9 +173,11 @@ template <class T> struct WideQueryGradient {
         device::wgmma_wait<1>();
         device::hold(s);
         const int first_key = block * kWideKeys;
-        if (first_key < whole_first || first_key > whole_last)
+        if (first_key < whole_first || first_key > whole_last) {
           mask_scores(s, p.window, first_query() + wide_row(), first_key, static_cast<int>(threadIdx.x % 32), t->shift,
                       t->keys);
+          subtract_far();
+        }
         exponentials();
         device::wgmma_wait<0>();
         device::hold(dp);

@@ -16,7 +16,7 @@ Workspace workspace_of(const AttentionProblem& p) {
   // first tiles.
   const int64_t first_tiles = p.cu_seqlens_q != nullptr ? aligned(16 + 4 * (p.batch + 2)) : 0;
   Workspace w{};
-  w.first_key_tiles = aligned(total_blocks(p, kWideStep) * p.heads_q * kWideStatistics * 4);
+  w.first_key_tiles = aligned(total_blocks(p, kWideStep) * p.heads_q * kWideStride * 4);
   w.first_row_tiles = w.first_key_tiles + first_tiles;
   w.bytes = w.first_row_tiles + first_tiles;
   return w;
@@ -80,6 +80,7 @@ WideParams device_params(const AttentionBwdParams& x, const float* statistics) {
   p.dk_strides = x.dk_strides;
   p.dv_strides = x.dv_strides;
   p.scale = static_cast<float>(a.softmax_scale);
+  p.to_scores = 1.0f / p.scale;
   p.scale_log2 = p.scale * kLog2e;
   return p;
 }

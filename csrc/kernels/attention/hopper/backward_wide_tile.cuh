@@ -29,7 +29,8 @@ constexpr int kWideProducerRegisters = 24, kWideConsumerRegisters = 240;
 constexpr int kWidePanels = kWideDim / 64;      // panels of 64 16-bit columns, the span of the swizzle
 constexpr int kWideRowBytes = 128;              // bytes of a panel's row
 constexpr int kWideBytes = 64 * kWideDim * 2;   // bytes of 64 rows
-constexpr int kWideStatistics = 2 * kWideStep;  // floats of a block of queries: lse and delta
+constexpr int kWideStatistics = 2 * kWideStep;  // floats of a block of queries that each step reads: lse and delta
+constexpr int kWideStride = statistics_stride(kWideStep, false);
 
 struct WideParams {
   Schedule schedule;  // of tiles of keys and key heads, or of tiles of query rows and query heads
@@ -38,10 +39,10 @@ struct WideParams {
   int batch, heads, heads_per_key_head;
   int queries, keys, total_q, total_k;
   int head_dim, head_dim_v;
-  const float* statistics;  // [blocks of 64 queries, heads, kWideStatistics], as statistics_place() orders them
+  const float* statistics;  // [blocks of 64 queries, heads, kWideStride], as statistics_place() orders them
   void *dq, *dk, *dv;
   AttentionStrides dq_strides, dk_strides, dv_strides;
-  float scale, scale_log2;
+  float scale, to_scores, scale_log2;  // to_scores: 1 / scale
 };
 
 struct WideMaps {

@@ -7,11 +7,12 @@
 #include "kernels/attention/attention.h"
 #include "kernels/attention/attention_config.h"
 
-// A bias tensor or a boolean mask, and ALiBi, on the accumulators of the Hopper kernels. Biases are added to scores
-// that are not yet multiplied by softmax_scale, so each bias is divided by it.
+// A bias tensor or a boolean mask, and ALiBi, on the accumulators of the Hopper kernels. ALiBi is added to scores that
+// are not yet multiplied by softmax_scale, so slopes are divided by it. A bias tensor turns scores into logits: scores
+// are multiplied by softmax_scale as the bias is added, since a large bias divided by it would overflow.
 namespace warpsmith::attention {
 
-constexpr double kLeastBiasedScale = 0x1p-64;  // least softmax_scale: its inverse times a bias must fit in float
+constexpr double kLeastBiasedScale = 0x1p-64;  // least softmax_scale: its inverse times a slope must fit in float
 
 struct BiasParams {
   const void* bias;           // of the dtype of q; null: none
@@ -20,6 +21,7 @@ struct BiasParams {
   const float* slopes;  // null: none
   int64_t slopes_batch;
   float to_scores;  // 1 / softmax_scale
+  float scale;      // softmax_scale
   int rows;         // of a box of the bias: 1 if it is broadcast over queries
 };
 
@@ -44,6 +46,7 @@ inline BiasParams bias_params(const AttentionProblem& p) {
           p.alibi_slopes,
           p.alibi_batch_stride,
           p.softmax_scale >= kLeastBiasedScale ? static_cast<float>(1.0 / p.softmax_scale) : 0.0f,
+          static_cast<float>(p.softmax_scale),
           p.bias_strides.q == 0 ? 1 : 64};
 }
 
@@ -96,7 +99,7 @@ template <class T, int kBlockKeys, Biases kBiases> struct QueryBiases {
     add_alibi(s);
     if constexpr (kBiases == Biases::tensor || kBiases == Biases::pairs) {
 #pragma unroll
-      for (int i = 0; i < kBlockKeys / 2; i += 2) add_pair(s, i, pairs[i / 8][i / 2 % 4], p.to_scores);
+      for (int i = 0; i < kBlockKeys / 2; i += 2) add_pair(s, i, pairs[i / 8][i / 2 % 4], p.scale);
     } else if constexpr (kBiases == Biases::mask) {
       if (all_visible(pairs)) return;
 #pragma unroll
@@ -108,8 +111,7 @@ template <class T, int kBlockKeys, Biases kBiases> struct QueryBiases {
   __device__ __forceinline__ void add_edge(Scores& s) const {
     add_alibi(s);
     if constexpr (kBiases == Biases::pairs)
-      for_edge_pairs<uint32_t, T>(p.bias, p.bias_strides,
-                                  [&](int i, uint32_t two) { add_pair(s, i, two, p.to_scores); });
+      for_edge_pairs<uint32_t, T>(p.bias, p.bias_strides, [&](int i, uint32_t two) { add_pair(s, i, two, p.scale); });
     else if constexpr (kBiases == Biases::mask)
       for_edge_pairs<uint16_t, unsigned char>(p.mask, p.mask_strides,
                                               [&](int i, uint32_t visible) { hide_pair(s, i, visible); });
@@ -131,9 +133,9 @@ template <class T, int kBlockKeys, Biases kBiases> struct QueryBiases {
     }
   }
 
-  static __device__ __forceinline__ void add_pair(Scores& s, int i, uint32_t two, float to_scores) {
-    s[i] = fmaf(device::low_half<T>(two), to_scores, s[i]);
-    s[i + 1] = fmaf(device::high_half<T>(two), to_scores, s[i + 1]);
+  static __device__ __forceinline__ void add_pair(Scores& s, int i, uint32_t two, float scale) {
+    s[i] = fmaf(s[i], scale, device::low_half<T>(two));
+    s[i + 1] = fmaf(s[i + 1], scale, device::high_half<T>(two));
   }
   static __device__ __forceinline__ void hide_pair(Scores& s, int i, uint32_t visible) {
     if ((visible & 0xff) == 0) s[i] = -INFINITY;
@@ -187,8 +189,8 @@ template <class T, int kBlock, Biases kBiases> struct KeyBiases {
 #pragma unroll
       for (int i = 0; i < kBlock / 2; i += 2) {
         const uint32_t two = device::transpose_matrix(pairs[i / 8][i / 2 % 4]);
-        s[i] = fmaf(device::low_half<T>(two), p.to_scores, s[i]);
-        s[i + 1] = fmaf(device::high_half<T>(two), p.to_scores, s[i + 1]);
+        s[i] = fmaf(s[i], p.scale, device::low_half<T>(two));
+        s[i + 1] = fmaf(s[i + 1], p.scale, device::high_half<T>(two));
       }
     } else if constexpr (kBiases == Biases::mask) {
       if (all_visible(pairs)) return;

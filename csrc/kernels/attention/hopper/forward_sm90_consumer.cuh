@@ -121,6 +121,11 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     if (tile.extended && p.softcap != 0.0f) cap_scores(s, p.softcap, p.to_softcap);
   }
 
+  // What turns the scores of a step, with softcap and biases, into logits.
+  __device__ __forceinline__ float to_logits() const {
+    return tile.biases == Biases::tensor || tile.biases == Biases::pairs ? 1.0f : p.to_logits;
+  }
+
   // What the mask of a visit needs. Loaded before the products, which hide the latency.
   struct MaskPlace {
     int first_key, shift, keys;
@@ -133,13 +138,13 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     cap();
     if constexpr (tile.stages_biases()) {
       biases(m.first_key).add_alibi(s);
-      staged_biases().load_and_add(s, p.biases.to_scores);
+      staged_biases().load_and_add(s, p.biases.scale);
     } else if constexpr (tile.biased()) {
       biases(m.first_key).add_edge(s);
     }
     mask_scores(s, p.window, query, m.first_key, lane, m.shift, m.keys);
-    softmax.raise_base(s, p.scale_log2, factor);
-    softmax.exponentials_in_place(s, p.scale_log2);
+    softmax.raise_base(s, p.scale_log2, to_logits(), factor);
+    softmax.exponentials_in_place(s, softmax.scale_of(p.scale_log2));
     if constexpr (tile.dropout) {
       const RowDropout dropout = row_dropout();
 #pragma unroll
@@ -212,13 +217,14 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     if constexpr (tile.biased()) biases(first_key).add(s, probabilities);
     float sums[2], factor[2];
     softmax.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
-    const bool outgrown = __any_sync(0xffffffffu, Softmax::outgrown(sums));
+    const bool outgrown = __any_sync(0xffffffffu, softmax.outgrown(sums));
     if (outgrown) {
-      if constexpr (tile.dropout) Softmax::gates_again(probabilities);
-      softmax.raise_base(s, p.scale_log2, factor);
+      if constexpr (tile.dropout) make_gates(row_dropout(), first_key, probabilities);
+      softmax.raise_base(s, p.scale_log2, to_logits(), factor);
       Softmax raised = softmax;
-      if constexpr (tile.biased()) raised.give_base();
-      raised.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) raised.base[r] = softmax.subtracted(r);
+      raised.template exponentials<tile.dropout>(s, softmax.scale_of(p.scale_log2), probabilities, sums);
     }
     softmax.sum[0] += sums[0];
     softmax.sum[1] += sums[1];
@@ -232,15 +238,19 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     const int values = start_step(probabilities);
     cap();
     float factor[2];
-    const bool raised = softmax.follow_maxima(s, p.scale_log2, factor);
-    softmax.exponentials_in_place(s, p.scale_log2);
+    const bool raised = softmax.follow_maxima(s, p.scale_log2, to_logits(), factor);
+    softmax.exponentials_in_place(s, softmax.scale_of(p.scale_log2));
     finish_step(values);
     if (raised) rescale(factor);
     Softmax::pack(s, probabilities);
   }
 
+  // Serial tiles compute it anew where a tile begins and ends: a register for it would be spilled.
+  __device__ __forceinline__ int own_group() const {
+    return tile.serial() ? static_cast<int>(threadIdx.x / 128) - 1 : group;
+  }
   __device__ __forceinline__ int first_row(const Tile* of) const {
-    return device::load(&of->first_query) + group * kGroupRows + warp * 16 + lane / 4;
+    return device::load(&of->first_query) + own_group() * kGroupRows + warp * 16 + lane / 4;
   }
   // The number of a tile says where its slot and its queries are.
   static __device__ __forceinline__ unsigned slot_of(unsigned number) { return number % kTileSlots; }
@@ -262,15 +272,15 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     softmax.begin();
     if (visits < 0) return false;
     const unsigned stage = query_stage_of(number);
-    device::mbarrier_wait(shared.query_full + stage * tile.groups + group, number / tile.query_stages & 1);
-    q = device::wgmma_descriptor(Swizzle::bytes128, shared.query(stage, group), 16, 1024);
+    device::mbarrier_wait(shared.query_full + stage * tile.groups + own_group(), number / tile.query_stages & 1);
+    q = device::wgmma_descriptor(Swizzle::bytes128, shared.query(stage, own_group()), 16, 1024);
     return true;
   }
   __device__ __forceinline__ float sink_logit(int head) const {
     return p.sink_is_float ? device::load(static_cast<const float*>(p.sink) + head)
                            : device::to_float(device::load(static_cast<const T*>(p.sink) + head));
   }
-  // Writes `inverse` and lse of tile number - 1, whose softmax is `of`.
+  // Writes `inverse`, lse and lse_rest of tile number - 1, whose softmax is `of`.
   __device__ __forceinline__ void end_softmax(Softmax of) {
     const Tile* ended = shared.slots + slot_of(number - 1);
     const int queries = device::load(&ended->queries), first = first_row(ended);
@@ -279,15 +289,30 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     for (int r = 0; r < 2; ++r) {
       inverse[r] = of.sum[r] != 0.0f ? device::reciprocal(of.sum[r]) : 0.0f;
       float lse = of.lse(r);
-      if (p.sink != nullptr) {  // one more logit in the sum, without a value
-        const float sink = sink_logit(ended->head), difference = lse - sink;
-        const float above = device::exp2(-fabsf(difference) * kLog2e);
-        inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
-        lse = fmaxf(lse, sink) + device::log2(1.0f + above) * kLn2;
+      const int row = first + 8 * r;
+      const bool writes = lane % 4 == 0 && row < queries;
+      // The sink is one more logit in the sum, without a value.
+      const bool has_sink = p.sink != nullptr && device::load(&ended->sinks) != 0;
+      if (of.far) {
+        const float sink = has_sink ? sink_logit(ended->head) : -INFINITY;
+        const RowEnd end = far_end(of.base[r], of.sum[r], kHeadroom<T>, sink);
+        inverse[r] = end.factor;
+        lse = end.lse;
+        if (writes && p.lse_rest != nullptr) device::store(p.lse_rest + ended->lse + row, end.rest);
+      } else {
+        if (has_sink) {
+          const float sink = sink_logit(ended->head), difference = lse - sink;
+          const float above = device::exp2(-fabsf(difference) * kLog2e);
+          if (sink != -INFINITY) {  // -inf: none
+            inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
+            lse = fmaxf(lse, sink) + device::log2(1.0f + above) * kLn2;
+          }
+          if (sink == INFINITY) inverse[r] = NAN;
+        }
+        if (writes && p.lse_rest != nullptr) device::store(p.lse_rest + ended->lse + row, 0.0f);
       }
       if constexpr (tile.dropout) inverse[r] *= p.dropout.scale;
-      const int row = first + 8 * r;
-      if (lane % 4 == 0 && p.lse != nullptr && row < queries) device::store(p.lse + ended->lse + row, lse);
+      if (writes && p.lse != nullptr) device::store(p.lse + ended->lse + row, lse);
     }
   }
   // Writes o * inverse to the buffer of q of tile number - 1, which nobody reads any more, and signals the storing
@@ -296,7 +321,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     const unsigned of = number - 1, stage = query_stage_of(of);
     // Four 8 x 8 matrices per instruction: rows 0-7 and 8-15 of the warp's columns c to c + 7, then of columns c + 8 to
     // c + 15.
-    unsigned char* buffer = shared.query(stage, group);
+    unsigned char* buffer = shared.query(stage, own_group());
     const auto first = static_cast<uint32_t>((warp * 16 + lane % 16) * kPanelRowBytes + lane / 16 * 16);
 #pragma unroll
     for (int c = 0; c < tile.head_dim / 16; ++c) {
@@ -308,7 +333,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       device::store_matrix(buffer + panel + (device::swizzled(Swizzle::bytes128, first) ^ column_bytes), rows);
     }
     device::fence_async_shared();
-    device::named_barrier_arrive(store_barrier(stage, group), kStoreThreads);
+    device::named_barrier_arrive(store_barrier(stage, own_group()), kStoreThreads);
     __syncwarp(0xffffffffu);  // all lanes have read the slot before one of them releases it
     if (lane == 0) device::mbarrier_arrive(shared.slot_empty + slot_of(of));
   }

@@ -34,10 +34,11 @@ struct ForwardParams {
   int head_dim_v;
   void* out;                  // for the last rows of packed sequences; the tensor map stores all others
   int64_t out_seq, out_head;  // strides
-  float* lse;                 // null: not wanted
+  float *lse, *lse_rest;      // null: not wanted
   const void* sink;           // null: none
   bool sink_is_float;         // else of the dtype of q
-  float scale_log2;           // log2(e) * scale of the scores in the exponentials
+  float to_logits;            // factor of the scores, with softcap and biases, that makes logits
+  float scale_log2;           // log2(e) * to_logits
   float softcap, to_softcap;  // softcap 0: none. Else s becomes softcap * tanh(s * to_softcap)
   DropoutParams dropout;
   BiasParams biases;
@@ -55,6 +56,7 @@ struct alignas(16) Tile {
   int masked, right, right_end, left_begin, whole_end;  // as in BlockPlan
   uint32_t dropout_row;                                 // counter word 1 of the first 16 queries
   int sequence;                                         // packed or not; set where the kernel adds biases
+  int sinks;                                            // 0: tokens of no sequence, which have no sink
   int64_t lse;                                          // offset of the sequence's first row
 
   __device__ __forceinline__ int block(int visit) const {
@@ -150,6 +152,7 @@ __device__ __forceinline__ void describe_tile(const ForwardParams& p, const Tile
   }
   if constexpr (tile.biased())
     device::store(&t->sequence, min(at.batch, p.batch - 1));  // tokens of no sequence have no slope
+  device::store(&t->sinks, at.batch < p.batch ? 1 : 0);
   device::store(&t->lse, lse);
   device::store(&t->visits, plan.blocks);
 }

@@ -40,9 +40,11 @@ ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile
   p.out_seq = x.out_strides.seq;
   p.out_head = x.out_strides.head;
   p.lse = static_cast<float*>(x.lse);
+  p.lse_rest = static_cast<float*>(x.lse_rest);
   p.sink = a.sink;
   p.sink_is_float = a.sink_dtype == Dtype::float32;
-  p.scale_log2 = static_cast<float>(a.softcap > 0 ? 1.0 : a.softmax_scale) * kLog2e;
+  p.to_logits = a.softcap > 0 || a.bias != nullptr ? 1.0f : static_cast<float>(a.softmax_scale);
+  p.scale_log2 = p.to_logits * kLog2e;
   if (a.softcap > 0) {
     p.softcap = static_cast<float>(a.softcap);
     p.to_softcap = static_cast<float>(a.softmax_scale / a.softcap);

@@ -1,4 +1,5 @@
 #pragma once
+#include "kernels/attention/backward_rows.cuh"
 #include "kernels/attention/portable/portable_config.h"
 #include "kernels/attention/portable/portable_gradients.cuh"
 
@@ -57,6 +58,11 @@ template <class T> __global__ void __launch_bounds__(kStatisticsThreads)
   }
   const int64_t of_head =
       (s.batch * a.heads_q + head) * (a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q) + s.first_query;
+  const auto lse_of = [&](int query) {
+    return query < s.queries ? device::load(static_cast<const float*>(p.lse) + of_head + query) : -INFINITY;
+  };
+  const int own = static_cast<int>(threadIdx.x);
+  const bool far = __syncthreads_or(own < kBlockQueries && is_far_lse<T>(lse_of(at.first + own))) != 0;
   for (int i = static_cast<int>(threadIdx.x) / kLanes; i < kBlockQueries; i += kAtOnce) {
     const int query = at.first + i;
     const bool exists = query < s.queries;
@@ -70,12 +76,19 @@ template <class T> __global__ void __launch_bounds__(kStatisticsThreads)
       }
     delta = device::group_sum<kLanes>(delta);
     if (t == 0) {
-      float lse = exists ? device::load(static_cast<const float*>(p.lse) + of_head + query) * kLog2e : INFINITY;
-      if (lse == -INFINITY) lse = INFINITY;
+      const float lse = lse_of(query);
       if (exists && p.dlse != nullptr) delta -= device::load(static_cast<const float*>(p.dlse) + of_head + query);
       float* to = static_cast<float*>(p.workspace) + (number * a.heads_q + head) * kStatistics + i;
-      device::store(to, lse);
-      device::store(to + kBlockQueries, lse == INFINITY ? 0.0f : delta);
+      if (far) {
+        const bool has_rest = exists && p.lse_rest != nullptr;
+        device::store(to, __uint_as_float(kFarMark));
+        device::store(to + kStatistics / 2, far_lse(lse));
+        device::store(to + kStatistics / 2 + kBlockQueries,
+                      has_rest ? device::load(static_cast<const float*>(p.lse_rest) + of_head + query) : 0.0f);
+      } else {
+        device::store(to, lse == -INFINITY ? INFINITY : lse * kLog2e + 0.0f);  // the sum is never kFarMark
+      }
+      device::store(to + kBlockQueries, lse == -INFINITY ? 0.0f : delta);
     }
   }
 }
@@ -117,11 +130,14 @@ template <class T> __device__ __forceinline__ bool correct_delta(const Attention
     sums.sum[r] = device::group_sum<4>(sums.sum[r]);
     sums.size[r] = device::group_sum<4>(sums.size[r]);
   }
-  float lse[2], delta[2];
+  float of_sink[2], delta[2];
+  bool keyless[2];
   if (of_rows == nullptr) return false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    lse[r] = device::load(of_rows + 8 * r);
+    of_sink[r] = probability_of_sink(sink, of_rows + 8 * r, kStatistics / 2, kBlockQueries);
+    const float lse = device::load(of_rows + 8 * r);
+    keyless[r] = (has_far_mark(lse) ? device::load(of_rows + 8 * r + kStatistics / 2) : lse) == INFINITY;
     delta[r] = device::load(of_rows + 8 * r + kBlockQueries);
   }
   __syncwarp(0xffffffffu);  // all lanes of a row have read the delta that one of them writes
@@ -129,8 +145,8 @@ template <class T> __device__ __forceinline__ bool correct_delta(const Attention
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + lane / 4 + 8 * r;
-    if (row >= s.queries || lse[r] == INFINITY) continue;
-    float correction = sums.sum[r] - device::exp2(sink - lse[r]) * delta[r];
+    if (row >= s.queries || keyless[r]) continue;
+    float correction = sums.sum[r] - of_sink[r] * delta[r];
     if (p.dlse != nullptr) {
       const int64_t length = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
       correction -=
@@ -193,7 +209,7 @@ __global__ void __launch_bounds__(kBackwardTile<kTile, kKeysAreRows>.threads(), 
   const SequenceOfTile s = sequence_of_tile<kKeysAreRows>(a, at.sequence);
   const int length = kKeysAreRows ? s.keys : s.queries, count = min(tile.rows, length - at.first);
   if (count <= 0) return;
-  if (!kKeysAreRows && params.second && device::load(params.again + block) == 0) return;
+  if (!kKeysAreRows && params.second && device::load(params.again + blockIdx.x) == 0) return;
   const bool for_delta_alone = tile.extended && !kKeysAreRows && !params.second && a.softcap > 0;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
 
@@ -254,7 +270,7 @@ __global__ void __launch_bounds__(kBackwardTile<kTile, kKeysAreRows>.threads(), 
       Accumulators<kColumns> probabilities[kTiles], ds[kTiles];
       make_gradients<T, kDepth, kColumns, kTiles, kKeysAreRows, tile.extended>(
           probabilities, ds, !for_delta_alone, a, s, first_row, of_all, head_of(step), first_of(step), own_x, own_y,
-          others, others + kColumns * kStride, lse, kKeysAreRows ? kColumns : kBlockQueries, lane);
+          others, others + kColumns * kStride, lse, kKeysAreRows ? kColumns : kBlockQueries, p.workspace, lane);
       if constexpr (kKeysAreRows) {
         add_product<T, kDepth, kColumns, kWidth, kTiles>(of_values, probabilities,
                                                          others + kColumns * kStride + first_width, lane);
@@ -277,7 +293,7 @@ __global__ void __launch_bounds__(kBackwardTile<kTile, kKeysAreRows>.threads(), 
                  counts;
       }
       const int again = __syncthreads_or(counts);
-      if (thread == 0) device::store(params.again + block, again != 0 ? 1 : 0);
+      if (thread == 0) device::store(params.again + blockIdx.x, again != 0 ? 1 : 0);
       if (again != 0) return;
     }
   }

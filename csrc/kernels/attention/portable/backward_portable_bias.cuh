@@ -45,9 +45,9 @@ template <class T, class B, int kTile> __global__ void __launch_bounds__(kPortab
     __syncthreads();
     Accumulators<kColumns> probabilities[kTiles], ds[kTiles];
     const T *own_q = rows + local * kStride, *own_dout = own_q + tile.rows * kStride;
-    make_gradients<T, kDepth, kColumns, kTiles, false, true>(probabilities, ds, false, a, s, first, of_all, head,
-                                                             first_column, own_q, own_dout, columns,
-                                                             columns + kColumns * kStride, lse, kBlockQueries, lane);
+    make_gradients<T, kDepth, kColumns, kTiles, false, true>(
+        probabilities, ds, false, a, s, first, of_all, head, first_column, own_q, own_dout, columns,
+        columns + kColumns * kStride, lse, kBlockQueries, p.workspace, lane);
 #pragma unroll
     for (int i = 0; i < kTiles; ++i)
 #pragma unroll

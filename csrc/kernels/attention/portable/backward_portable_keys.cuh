@@ -85,7 +85,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableKeys[kT
         Accumulators<kPart> probabilities[kTiles], ds[kTiles];
         make_gradients<T, kDepth, kPart, kTiles, true, tile.extended>(
             probabilities, ds, true, a, s, first_row, of_all, at_step.head, at_step.first + part, own_k, own_v,
-            q + part * kStride, dout + part * kStride, statistics + part, kColumns, lane);
+            q + part * kStride, dout + part * kStride, statistics + part, kColumns, p.workspace, lane);
         T* to = scores + local * kScoreStride + part;
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {

@@ -5,64 +5,90 @@
 // The forward of attention for sm_80 and newer, with every option.
 //
 // A block owns a tile of queries of one head. Reads q once. Reads the keys and values that some query of the tile sees
-// once for each tile and query head. Writes out and lse once. The values of a step are copied while its scores are
-// computed, and the keys of the next step while the probabilities meet the values.
+// once for each tile and query head. Writes out, lse and lse_rest once. The values of a step are copied while its
+// scores are computed, and the keys of the next step while the probabilities meet the values.
 //
 // Scores, sums and out are float; probabilities are rounded to T before they are multiplied by the values. A hidden key
 // multiplies its value by 0, so a non-finite value spoils the rows of its tile even if it is hidden.
 namespace warpsmith::attention {
 
-// The running maximum and sum of a thread's two rows, in units of log2. The rows are lane / 4 and lane / 4 + 8 of the
-// warp's 16.
-struct RunningSoftmax {
-  float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};  // `sum` is this thread's share until total()
+// The running maximum and sum of a thread's two rows. The rows are lane / 4 and lane / 4 + 8 of the warp's 16.
+template <class T> struct RunningSoftmax {
+  // largest: in units of log2; a logit where `far` (online_softmax.cuh). sum: this thread's share until end().
+  float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+  bool far = false;  // the same in all lanes
 
-  // Turns s, logits over `scale` > 0, into probabilities in place, and rescales `out`, the sum so far. Most steps raise
-  // no row's maximum: then the factors are 1 and the warp multiplies nothing.
+  // Turns s, logits over `to_logits` > 0, into probabilities in place, and rescales `out`, the sum so far. Most steps
+  // raise no row's maximum: then the factors are 1 and the warp multiplies nothing.
   template <int kColumns, int kWidth>
-  __device__ __forceinline__ void add(Accumulators<kColumns>& s, Accumulators<kWidth>& out, float scale) {
+  __device__ __forceinline__ void add(Accumulators<kColumns>& s, Accumulators<kWidth>& out, float to_logits) {
+    float scale = to_logits * kLog2e, maxima[2], most[2], base[2], factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
+      float found = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
 #pragma unroll
-      for (int n = 1; n < kColumns / 8; ++n) most = fmaxf(most, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-      most = fmaxf(largest[r], most * scale);
-      const float base = most == -INFINITY ? 0.0f : most;  // -inf - -inf would be NaN
-      const float factor = device::exp2(largest[r] - base);
-      largest[r] = most;
+      for (int n = 1; n < kColumns / 8; ++n) found = fmaxf(found, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+      found = fmaxf(found, __shfl_xor_sync(0xffffffffu, found, 1));
+      maxima[r] = fmaxf(found, __shfl_xor_sync(0xffffffffu, found, 2));
+      most[r] = fmaxf(largest[r], maxima[r] * scale);
+      base[r] = most[r] == -INFINITY ? 0.0f : most[r];  // -inf - -inf would be NaN
+      factor[r] = device::exp2(largest[r] - base[r]);
+    }
+    // A row becomes far only where its maximum is raised.
+    if (far || __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
+      if (far || __any_sync(0xffffffffu, is_far<T>(most[0], maxima[0]) || is_far<T>(most[1], maxima[1])))
+        raise_far<kColumns>(s, to_logits, maxima, most, base, factor);
+      if (far) scale = kLog2e;
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      largest[r] = most[r];
       float partial = 0.0f;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          s[n][e] = device::exp2(s[n][e] * scale - base);
+          s[n][e] = device::exp2(s[n][e] * scale - base[r]);
           partial += s[n][e];
         }
-      sum[r] = sum[r] * factor + partial;
-      if (!__any_sync(0xffffffffu, factor != 1.0f)) continue;
+      sum[r] = sum[r] * factor[r] + partial;
+    }
+  }
+  // The cases in which the warp is or becomes far. Sets the next `largest`, and what the exponentials subtract.
+  template <int kColumns> __device__ __forceinline__ void raise_far(Accumulators<kColumns>& s, float to_logits,
+                                                                    const float (&maxima)[2], float (&most)[2],
+                                                                    float (&base)[2], float (&factor)[2]) {
+    const FarBase bases{to_logits, 0.0f, far};
+    far = bases.template remains_far<T>(largest, maxima);
 #pragma unroll
-      for (int n = 0; n < kWidth / 8; ++n) {
-        out[n][2 * r] *= factor;
-        out[n][2 * r + 1] *= factor;
-      }
+    for (int r = 0; r < 2; ++r) {
+      const float logit = bases.raised(largest[r], maxima[r]);
+      factor[r] = bases.factor(largest[r], logit);
+      most[r] = far ? logit : bases.log2_base(logit);
+      base[r] = far || logit == -INFINITY ? 0.0f : most[r];
+      if (!far) continue;
+      const float subtract = logit == -INFINITY ? 0.0f : logit;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; ++e) s[n][e] = device::rounded_product(s[n][e], to_logits) - subtract;
     }
   }
 
-  // Makes `sum` the sum of the whole row, in every lane of the quad. `sink`: one more logit, in units of log2; -inf:
-  // none. Returns the factor by which row r of the output must be multiplied.
-  __device__ __forceinline__ float total(int r, float sink) {
-    sum[r] = device::group_sum<4>(sum[r]);
-    const float most = fmaxf(largest[r], sink), base = most == -INFINITY ? 0.0f : most;
+  // The end of row r, in every lane of the quad. `sink`: one more logit; -inf: none.
+  __device__ __forceinline__ RowEnd end(int r, float sink) const {
+    const float own = device::group_sum<4>(sum[r]);
+    if (far) return far_end(largest[r], own, 0.0f, sink);
+    if (is_far<T>(sink * kLog2e, sink)) return far_end(largest[r] * kLn2, own, 0.0f, sink);
+    const float most = fmaxf(largest[r], sink * kLog2e), base = most == -INFINITY ? 0.0f : most;
     const float factor = device::exp2(largest[r] - base);
-    sum[r] = sum[r] * factor + device::exp2(sink - base);
-    largest[r] = most;
-    return sum[r] == 0.0f ? 0.0f : factor / sum[r];
-  }
-  // The natural logarithm of row r's sum of exponentials, after total().
-  __device__ __forceinline__ float lse(int r) const {
-    return sum[r] == 0.0f ? -INFINITY : (largest[r] + device::log2(sum[r])) * kLn2;
+    const float whole = own * factor + device::exp2(sink * kLog2e - base);
+    if (whole == 0.0f) return {0.0f, -INFINITY, 0.0f};
+    return {factor / whole, (most + device::log2(whole)) * kLn2, 0.0f};
   }
 };
 
@@ -106,7 +132,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
   const int row = first_row + lane / 4;                 // of the thread, in the first of kTiles
   const Columns of_all = columns_of_all<false>(a, s, first_row, first_row + 16 * kTiles - 1);
   Accumulators<kDepth> out[kTiles];
-  RunningSoftmax softmax[kTiles];
+  RunningSoftmax<T> softmax[kTiles];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) fill<kDepth>(out[i], 0.0f);
   if (steps.count > 0) {
@@ -152,7 +178,8 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float factor = softmax[i].total(r, exists ? sink : -INFINITY);
+      const RowEnd end = softmax[i].end(r, exists ? sink : -INFINITY);
+      float factor = end.factor;
       if (tile.extended && a.dropout.seed != nullptr) factor *= static_cast<float>(a.dropout.scale);
 #pragma unroll
       for (int n = 0; n < kDepth / 8; ++n) {
@@ -160,10 +187,11 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
         out[i][n][2 * r + 1] *= factor;
       }
       const int64_t length = a.cu_seqlens_q != nullptr ? a.total_q : a.seqlen_q;
-      if (p.lse != nullptr && lane % 4 == 0 && row + 16 * i + 8 * r < s.queries)
-        device::store(
-            static_cast<float*>(p.lse) + (s.batch * heads + head) * length + s.first_query + row + 16 * i + 8 * r,
-            softmax[i].lse(r));
+      if (lane % 4 == 0 && row + 16 * i + 8 * r < s.queries) {
+        const int64_t at = (s.batch * heads + head) * length + s.first_query + row + 16 * i + 8 * r;
+        if (p.lse != nullptr) device::store(static_cast<float*>(p.lse) + at, end.lse);
+        if (p.lse_rest != nullptr) device::store(static_cast<float*>(p.lse_rest) + at, end.rest);
+      }
     }
   T* to = static_cast<T*>(p.out) + s.batch * p.out_strides.batch + head * p.out_strides.head +
           (s.first_query + first_row) * p.out_strides.seq;

@@ -7,8 +7,8 @@
 namespace warpsmith::attention {
 
 // The statistics of queries (kStatistics) have the block size that backward_sink reads. A query that sees no key or
-// does not exist has lse = +inf, so that its probabilities are 0.
-static_assert(kStatisticsQueries == kBlockQueries);
+// does not exist has lse = +inf, so that its probabilities are 0. Far blocks: statistics_stride().
+static_assert(kStatisticsQueries == kBlockQueries && kStatistics == statistics_stride(kBlockQueries, false));
 
 __device__ __forceinline__ int64_t statistics_of(const AttentionProblem& p, const SequenceOfTile& s, int query,
                                                  int head) {
@@ -71,13 +71,14 @@ __device__ __forceinline__ void copy_pair(T* to, const HeadRows<T>& x, const Hea
 //   ds:  output: gradients of the logits; with `of_products`, gradients of the products q k^T over softmax_scale.
 //   lse: statistics of the queries, from the first column on (keys are rows) or from the thread's first row on; null:
 //        none. delta follows `to_delta` floats later. Read again in each step, because registers are short.
+//   statistics: of all queries, in the workspace.
 template <class T, int kDepth, int kColumns, int kTiles, bool kKeysAreRows, bool kExtended>
 __device__ __forceinline__ void make_gradients(Accumulators<kColumns> (&p)[kTiles],
                                                Accumulators<kColumns> (&ds)[kTiles], bool of_products,
                                                const AttentionProblem& a, const SequenceOfTile& s, int first_row,
                                                const Columns& of_all, int head, int first_column, const T* rows_x,
                                                const T* rows_y, const T* columns_x, const T* columns_y,
-                                               const float* lse, int to_delta, int lane) {
+                                               const float* lse, int to_delta, const void* statistics, int lane) {
   const int column = lane % 4 * 2;  // of the thread's first element
   multiply_rows<T, kDepth, kColumns, kTiles>(ds, rows_y, columns_y, lane);
   const bool dropout = kExtended && a.dropout.seed != nullptr;
@@ -127,10 +128,36 @@ __device__ __forceinline__ void make_gradients(Accumulators<kColumns> (&p)[kTile
     logits.template finish<T, kColumns>(p[i], Place<kKeysAreRows>{first_row + 16 * i + lane / 4, first_column + column},
                                         of_all, a, s);
   }
+  // A far block of queries: lse and lse_rest, in the second half of its statistics, leave differences from lse.
+  if (lse != nullptr && has_far_mark(device::load(lse))) {
+    const int query = kKeysAreRows ? first_column : first_row;
+    const float* far = static_cast<const float*>(statistics) + statistics_of(a, s, query, head) + kStatistics / 2 +
+                       (kKeysAreRows ? column : lane / 4);
+    const auto subtract = [&](float& x, float of, float rest) { x = (x - of) - rest; };
+    if constexpr (kKeysAreRows) {
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        const auto of = device::load_vector<2>(far + n * 8), rest = device::load_vector<2>(far + n * 8 + kBlockQueries);
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) subtract(p[i][n][e], of.at[e % 2], rest.at[e % 2]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const float of = device::load(far + 8 * i), rest = device::load(far + 8 * i + kBlockQueries);
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) subtract(p[i / 2][n][i % 2 * 2 + e], of, rest);
+      }
+    }
+  }
   for_queries(0, [&](int i, int n, const device::Vector<float, 2>& two) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      p[i][n][e] = device::exp2(p[i][n][e] - two.at[kKeysAreRows ? e % 2 : e / 2]);
+      p[i][n][e] = device::exp2(p[i][n][e] * kLog2e - two.at[kKeysAreRows ? e % 2 : e / 2]);
       // A hidden pair must contribute 0 even if its value or gradient is not finite.
       ds[i][n][e] = p[i][n][e] == 0.0f ? 0.0f : p[i][n][e] * ds[i][n][e];
       if (dropout) p[i][n][e] = (kept[i] >> (4 * n + e) & 1) != 0 ? p[i][n][e] * keep_scale : 0.0f;

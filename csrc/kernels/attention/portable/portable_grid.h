@@ -18,8 +18,9 @@ inline int64_t row_tiles(const AttentionProblem& p, bool of_keys, int rows) {
   return p.batch * (((of_keys ? p.seqlen_k : p.seqlen_q) + rows - 1) / rows);
 }
 
-// lse (in units of log2) and delta of every query, in the workspace: float [block][head][2][64].
-constexpr int kStatisticsQueries = 64, kStatistics = 2 * kStatisticsQueries;
+// The statistics of every query, in the workspace: float [block][head][4][64] as in backward_order.cuh, in the order of
+// the queries.
+constexpr int kStatisticsQueries = 64, kStatistics = 4 * kStatisticsQueries;
 
 // Whether the portable backward makes dq, dk and dv in one kernel, on a GPU whose blocks can have so much dynamic
 // shared memory. Then it takes delta from the rounded out.

@@ -29,8 +29,8 @@ template <bool kKeysAreRows> struct Place {
   }
 };
 
-// The logits of one sequence and head, in units of log2: exponentials are 2^logit. Only with kExtended are there a
-// softcap, biases and masks.
+// The logits of one sequence and head. In natural units, since the least finite bias times log2(e) would overflow. Only
+// with kExtended are there a softcap, biases and masks.
 template <bool kExtended> struct Logits {
   float scale;    // of the products; with a softcap, of the argument of tanh
   float softcap;  // 0: none
@@ -54,11 +54,9 @@ template <bool kExtended> struct Logits {
         mask(nullptr),
         mask_q(p.mask_strides.q),
         mask_k(p.mask_strides.k) {
-    scale = kExtended && softcap > 0.0f ? scale / softcap : scale * kLog2e;
-    softcap *= kLog2e;
+    if (kExtended && softcap > 0.0f) scale /= softcap;
     if constexpr (!kExtended) return;
-    if (p.alibi_slopes != nullptr)
-      slope = device::load(p.alibi_slopes + s.sequence * p.alibi_batch_stride + head) * kLog2e;
+    if (p.alibi_slopes != nullptr) slope = device::load(p.alibi_slopes + s.sequence * p.alibi_batch_stride + head);
     if (p.bias != nullptr)
       bias = static_cast<const char*>(p.bias) +
              (s.sequence * p.bias_strides.batch + head * p.bias_strides.head) * (bias_is_float ? 4 : 2);
@@ -82,7 +80,7 @@ template <bool kExtended> struct Logits {
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[n][e] *= scale;
+        for (int e = 0; e < 4; ++e) x[n][e] = device::rounded_product(x[n][e], scale);
     }
   }
 
@@ -100,7 +98,7 @@ template <bool kExtended> struct Logits {
         for (int n = 0; n < kColumns / 8; ++n) {
           const auto two = device::load_vector<2>(from + 8 * r * of_row + n * 8);
 #pragma unroll
-          for (int e = 0; e < 2; ++e) x[n][2 * r + e] += kLog2e * device::to_float(two.at[e]);
+          for (int e = 0; e < 2; ++e) x[n][2 * r + e] += device::to_float(two.at[e]);
         }
       return;
     }
@@ -110,7 +108,7 @@ template <bool kExtended> struct Logits {
       for (int e = 0; e < 4; ++e) {
         const int column = n * 8 + e % 2;
         if (all || (at.column + column >= seen[e / 2].begin && at.column + column < seen[e / 2].end))
-          x[n][e] += kLog2e * device::to_float(device::load(from + e / 2 * 8 * of_row + column * of_column));
+          x[n][e] += device::to_float(device::load(from + e / 2 * 8 * of_row + column * of_column));
       }
   }
 
@@ -159,11 +157,11 @@ template <bool kExtended> struct Logits {
   }
 };
 
-// The sink of a head of q in units of log2; -inf: none.
+// The sink of a head of q; -inf: none.
 template <class T> __device__ __forceinline__ float sink_of(const AttentionProblem& p, int head) {
   if (p.sink == nullptr) return -INFINITY;
-  if (p.sink_dtype == Dtype::float32) return device::load(static_cast<const float*>(p.sink) + head) * kLog2e;
-  return device::to_float(device::load(static_cast<const T*>(p.sink) + head)) * kLog2e;
+  if (p.sink_dtype == Dtype::float32) return device::load(static_cast<const float*>(p.sink) + head);
+  return device::to_float(device::load(static_cast<const T*>(p.sink) + head));
 }
 
 // The dropout state of one sequence and head. Construct it before the loop over steps: inside, each step would wait for

@@ -176,18 +176,19 @@ def calibrate(
         >>> here.gpu.matmul_flops > 0
         True
     """
-    _check.refuse_non_int("calibrate", "repeats", repeats)
+    _check.refuse_non_int64("calibrate", "repeats", repeats, "an int")
+    _check.number("calibrate", "network_gbit", network_gbit, "a number > 0", lambda gbit: gbit > 0)
     for name, number in (("matmul", matmul), ("ranks_per_host", ranks_per_host)):
         if number is not None:
-            _check.refuse_non_int("calibrate", name, number)
+            _check.refuse_non_int64("calibrate", name, number, "an int")
     if isinstance(sizes, int):
         _check.refuse_type("calibrate", "sizes", "a list of bytes", sizes)
     if matmul is not None and matmul < 1:
         raise ValueError(f"calibrate: matmul: expected at least 1, got {matmul}")
-    if repeats < 1 or not sizes or min(sizes) < 1:
-        raise ValueError(
-            f"calibrate: expected repeats of at least 1 and sizes above 0, got {repeats} and {list(sizes)}"
-        )
+    if repeats < 1:
+        raise ValueError(f"calibrate: repeats: expected at least 1, got {repeats}")
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"calibrate: sizes: expected some above 0, got {list(sizes)}")
     world = dist.get_world_size() if dist.is_initialized() else 1
     per_host = ranks_per_host or min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     if per_host < 1 or world % per_host:

@@ -91,13 +91,15 @@ class Cluster:
     source: str = "table of GPUs"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.source, str):
+            _check.refuse_type("Cluster", "source", "a name", self.source)
         if not isinstance(self.gpu, Gpu):
             _check.refuse_type("Cluster", "gpu", "a Gpu", self.gpu)
         _check.refuse_non_int("Cluster", "ranks_per_host", self.ranks_per_host)
         for name in (*_RATES, *_SHARES):
             _check.refuse_non_number("Cluster", name, getattr(self, name))
-        if self.ranks_per_host < 1:
-            raise ValueError(f"Cluster: ranks_per_host: expected at least 1, got {self.ranks_per_host}")
+        if not 1 <= self.ranks_per_host < 2**63:
+            _check.refuse("Cluster", "ranks_per_host", "at least 1", _check.value_text(self.ranks_per_host))
         if not self.network_bytes_per_s > 0:
             raise ValueError(f"Cluster: network_bytes_per_s: expected above 0, got {self.network_bytes_per_s}")
         for name in _RATES[2:]:

@@ -6,6 +6,9 @@ Nothing in this file was fitted to the runs of ``published.py``.
 from __future__ import annotations
 
 import dataclasses
+import math
+
+from warpsmith.ops import _check
 
 # Measured on one H200 (recording 2026-11-22-2150-nvidia-h200 and the project's first measurements of
 # 2026-11-20, torch 2.11): 60 matrix products of 8192 x 8192 x 8192 in a row, where power limits the clock, as shares of
@@ -48,6 +51,14 @@ class Gpu:
     memory_bytes: float
     copy_bytes_per_s: float
     link_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            _check.refuse_type("Gpu", "name", "a name", self.name)
+        for field in dataclasses.fields(self)[1:]:
+            value, least = getattr(self, field.name), ">=" if field.name == "float8_flops" else ">"
+            fits = (lambda x: 0 <= x < math.inf) if least == ">=" else (lambda x: 0 < x < math.inf)
+            _check.number("Gpu", field.name, value, f"a finite number {least} 0", fits)
 
 
 def _gpu(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from warpsmith.distributed.plan.gpus import KERNELS
+from warpsmith.ops import _check
 
 CHECKPOINTS = ("none", "attention", "half", "full")
 ATTENTION = ("eager", "flash", "cudnn")
@@ -66,9 +67,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "pipeline", "micro_batch", "micro_batches", "interleave"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"Layout: {name}: expected an int of at least 1, got {value!r}")
+            _check.count("Layout", name, getattr(self, name), "an int of at least 1", 1)
         for name, allowed in (
             ("sharding", (0, 1, 2, 3)),
             ("checkpoint", CHECKPOINTS),
@@ -79,11 +78,9 @@ class Layout:
             ("wire", tuple(WIRE)),
             ("gather", tuple(GATHER)),
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or value not in allowed:
-                raise ValueError(
-                    f"Layout: {name}: expected one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}"
-                )
+            _check.one_of("Layout", name, getattr(self, name), allowed)
+        for name in ("sequence_parallel", "overlap_data", "overlap_gather", "overlap_tensor"):
+            _check.flags("Layout", **{name: getattr(self, name)})
         if self.interleave > 1 and self.pipeline == 1:
             raise ValueError(f"Layout: interleave: expected 1 without a pipeline, got {self.interleave}")
 

@@ -56,15 +56,12 @@ class Model:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"Model: {name}: expected an int of at least 1, got {value!r}")
+            _check.count("Model", name, getattr(self, name), "an int of at least 1", 1)
         for name in ("intermediate", "kv_heads", "head_dim", "parameter_count"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ValueError(f"Model: {name}: expected an int of at least 0 (0: the default), got {value!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"Model: dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
+            _check.count("Model", name, getattr(self, name), "an int of at least 0 (0: the default)", 0)
+        for name in ("gated", "rotary", "tied", "causal", "dropout"):
+            _check.flags("Model", **{name: getattr(self, name)})
+        _check.one_of("Model", "dtype", self.dtype, DTYPES)
         if self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(f"Model: kv_heads: expected a divisor of heads, {self.heads}, got {self.kv_heads}")
         derived = {

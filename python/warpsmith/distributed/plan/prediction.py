@@ -231,8 +231,9 @@ def predict(model: Model, cluster: Cluster, layout: Layout) -> Prediction:
             f"predict: layout: expected at most {model.layers} chunks for {model.layers} layers, got "
             f"{layout.pipeline} pipeline ranks x {layout.interleave}"
         )
-    if layout.tensor > model.heads:
-        raise ValueError(f"predict: layout: expected tensor at most {model.heads}, the heads, got {layout.tensor}")
+    if model.heads % layout.tensor:
+        expected = f"tensor at most {model.heads}, the heads, and a divisor of them"
+        raise ValueError(f"predict: layout: expected {expected}, got {layout.tensor}")
     if model.dtype == "float8" and not cluster.gpu.float8_flops:
         raise ValueError(f"predict: model: expected a 16-bit dtype on {cluster.gpu.name}, got float8")
     forward, backward = compute.layer(model, layout, cluster)
@@ -285,6 +286,7 @@ def scaling(
         >>> first == 1.0 and 0.9 < last < 1.0
         True
     """
+    _check.flags("scaling", strong=strong)
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence):
         _check.refuse_type("scaling", "ranks", "a list of numbers of ranks", ranks)
     for count in ranks:

@@ -22,6 +22,7 @@ from warpsmith.testing.run import (
     upstream,
     wanted_inputs,
 )
+from warpsmith.testing.sim import torch_device
 from warpsmith.testing.spec import BadInput, Inputs, OpSpec
 
 MESSAGE_FORM = re.compile(r"^\w+: \w+: expected .+, got .+", re.DOTALL)
@@ -196,7 +197,7 @@ def check_autocast(spec: OpSpec, device: str = "cpu") -> None:
         case = spec.base_case(dtype)
         inputs = make_inputs(spec, case, device)
         plain = run(spec.op, spec, case, inputs)
-        with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.autocast(torch_device(device), dtype=torch.bfloat16):
             under = run(spec.op, spec, case, inputs)
             expected = (
                 tuple(y.dtype for y in plain.outputs.values())

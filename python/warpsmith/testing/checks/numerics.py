@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from warpsmith.testing import sim
 from warpsmith.testing.cpu_timer import cpu_threads
 from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.law import MEDIAN_LIMIT, Error, measure
@@ -21,6 +23,7 @@ from warpsmith.testing.run import (
     upstream,
     wanted_inputs,
 )
+from warpsmith.testing.sim import torch_device
 from warpsmith.testing.spec import Case, Inputs, OpSpec
 from warpsmith.testing.tensors import LAYOUTS, differing, edge_values, repeat_batch
 
@@ -63,6 +66,29 @@ def layout_cases(spec: OpSpec) -> list[Case]:
             continue
         cases += [base.but(layout=layout) for layout in spec.layouts or LAYOUTS if layout != "contiguous"]
     return cases
+
+
+def single_layout_cases(spec: OpSpec) -> list[Case]:
+    """A case with one tensor alone in each layout: each floating input, and each upstream gradient.
+
+    In 16 bits where the op has them, with rows of whole vectors: one tensor alone decides whether a kernel may read
+    vectors."""
+    ordinary = [c for c in spec.cases if c.layout == "contiguous" and 0 not in c.shape and c.dtype != torch.float64]
+    base = min(ordinary or [spec.base_case()], key=_whole_vectors)
+    inputs = make_inputs(spec, base)
+    names = [n for n, t in inputs.items() if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 0]
+    expanded = spec.laid_out if spec.expanded is None else spec.expanded
+    gradients = [f"grad_{name}" for name in spec.outputs] if spec.differentiable else []
+    return [
+        base.but(layouts={name: layout})
+        for name in (*names, *gradients)
+        for layout in spec.layouts or LAYOUTS
+        if layout != "contiguous" and (layout != "expanded" or expanded is None or name in (*expanded, *gradients))
+    ]
+
+
+def _whole_vectors(case: Case) -> tuple[int, ...]:
+    return case.dtype.itemsize, case.shape[-1] % 16, abs(case.shape[-1] - 512)
 
 
 def size_cases(spec: OpSpec) -> list[Case]:
@@ -161,11 +187,12 @@ def check_second_derivative_is_refused(spec: OpSpec, device: str = "cpu") -> Non
         outputs = flatten(spec.op(**{**leaves, **{n: before(leaves[n]) for n in names}}), spec.outputs).values()
         differentiable = [y for y in outputs if y.requires_grad]
         for after in (torch.square, lambda y: y):
-            total = sum((after(y.float()).sum() for y in differentiable), torch.zeros((), device=device))
+            total = sum((after(y.float()).sum() for y in differentiable), torch.zeros((), device=torch_device(device)))
             try:
                 grads = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
                 penalty = sum(
-                    (g.float().square().sum() for g in grads if g is not None), torch.zeros((), device=device)
+                    (g.float().square().sum() for g in grads if g is not None),
+                    torch.zeros((), device=torch_device(device)),
                 )
                 torch.autograd.grad(penalty, wanted, allow_unused=True)
             except RuntimeError as error:
@@ -175,12 +202,12 @@ def check_second_derivative_is_refused(spec: OpSpec, device: str = "cpu") -> Non
                 raise AssertionError(f"{spec.name}: a second derivative was given though none is claimed")
 
 
-REPEATS = {"cpu": 5, "cuda": 1000}  # races need repetition
+REPEATS = {"cpu": 5, "cuda": 1000, "sim": sim.SCHEDULES}  # races need repetition, or other schedules
 
 
 def check_repeats_bitwise(spec: OpSpec, case: Case, device: str = "cpu") -> None:
-    """The same inputs give the same bits, time after time (1,000 times on CUDA) and, on the CPU, with 1, 2 and 3
-    threads."""
+    """The same inputs give the same bits, time after time (1,000 times on CUDA, under each schedule on the sim) and,
+    on the CPU, with 1, 2 and 3 threads."""
     inputs = make_inputs(spec, case, device)
     first = _repeat(spec, case, inputs, REPEATS[device])
     if device != "cpu":
@@ -204,7 +231,8 @@ def _repeat(spec: OpSpec, case: Case, inputs: Inputs, times: int) -> dict[str, T
     grads, first = upstream(spec, case, once.outputs), once.all()
     differ: dict[str, list[Tensor]] = {name: [] for name in first}
     for i in range(times):
-        again = run(spec.op, spec, case, inputs, grads=grads).all()
+        with sim.schedule(i + 1) if sim.is_loaded() else nullcontext():
+            again = run(spec.op, spec, case, inputs, grads=grads).all()
         if again.keys() != first.keys():
             assert_same_bits(f"{spec.name} {case}: repeat {i + 1}", first, again)
         for name, value in first.items():
@@ -261,6 +289,19 @@ def check_no_uninitialised_memory(spec: OpSpec, case: Case, device: str = "cpu")
     finally:
         torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
     assert_same_bits(f"{spec.name} {case} with new memory filled", expected, filled)
+
+
+def check_kernels_ran(spec: OpSpec) -> None:
+    """The simulated kernels ran, forward and backward: the checks beside this one were of them."""
+    before = sim.launches()
+    inputs = make_inputs(spec, spec.base_case(), "sim")
+    spec.op(**as_leaves(inputs, ()))
+    forward = sim.launches()
+    assert forward > before, f"{spec.name}: the forward launched no kernel"
+    if spec.differentiable:
+        run(spec.op, spec, spec.base_case(), inputs)
+        again = sim.launches()
+        assert again - forward > forward - before, f"{spec.name}: the backward launched no kernel"
 
 
 def check_needs_input_grad(spec: OpSpec, device: str = "cpu") -> None:

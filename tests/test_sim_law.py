@@ -1,0 +1,44 @@
+"""The law of every op holds for its CUDA kernels, run on the host execution layer: the specs of tests/ops, in a process
+that has loaded kernels and bindings as one library."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools" / "sim"))
+import library  # noqa: E402
+import store  # noqa: E402
+
+import build  # noqa: E402
+
+SPECS = [path for path in sorted((ROOT / "tests/ops").glob("test_*.py")) if "op_tests(" in path.read_text()]
+# Code of sm_80 is other instructions in the same bodies, and other choices: the values and layouts alone.
+ASKED = {90: "sim-", 80: "sim- and (error_law or layout)"}
+
+
+def python_sources() -> list[Path]:
+    return sorted([*(ROOT / "python/warpsmith").rglob("*.py"), *(ROOT / "tests/ops").glob("*.py")])
+
+
+GROUPS = [pytest.param(f, marks=pytest.mark.xdist_group(f"sim law {f.stem}"), id=f.stem) for f in SPECS]
+
+
+@pytest.mark.parametrize("code", ASKED)
+@pytest.mark.parametrize("file", GROUPS)
+def test_the_law_holds_on_simulated_kernels(file: Path, code: int, verdicts) -> None:
+    built = library.library()
+    key = store.key("sim law", file.name, code, build.made_from(built), store.digests(python_sources(), ROOT))
+    if verdicts.known(key):
+        return
+    env = {**os.environ, library.VARIABLE: str(built), "WARPSMITH_SIM_CODE": str(code), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "--sim", "-v", "--tb=short", "-p", "no:cacheprovider", "-k", ASKED[code]]
+    done = subprocess.run([*command, str(file)], cwd=ROOT, capture_output=True, text=True, env=env, timeout=900)
+    # A crash ends the process: the last line names the test, and the machine's own message the seed and the thread.
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    verdicts.keep(key)
