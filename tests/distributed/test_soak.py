@@ -30,7 +30,7 @@ def soak(monkeypatch):
     import victim
 
     yield run, victim
-    for name in ("run", "victim"):
+    for name in ("run", "victim", "forked", "kill_driver", "training"):
         sys.modules.pop(name, None)
 
 
@@ -45,7 +45,7 @@ def job(run, victim, begin=0, position=0):
         for step in range(begin, begin + 2):
             lines += [["step", str(step + 1), *(str(next(drawn)) for _ in range(victim.BATCH))]]
             lines += [["durable", str(step)]] * (rank == 0)
-        ranks.append(victim.Rank(1 if rank == 0 else -signal.SIGKILL, lines))
+        ranks.append(sys.modules["forked"].Ended(1 if rank == 0 else -signal.SIGKILL, lines))
     ranks[0].lines.append(["report", "likely cause: rank 1 died or stopped: no sign of life"])
     return ranks
 

@@ -181,7 +181,7 @@ def test_keep_fp32(keep):
         optim.Lion(params(), keep_fp32=keep)
 
 
-def test_a_group_and_a_state_are_refused_as_the_constructor_refuses():
+def test_groups_and_states_are_refused_as_by_the_constructor():
     optimizer = optim.SGD(params(), momentum=0.9)
     with pytest.raises(TypeError, match="^SGD: lr: expected a number >= 0, got the str '0.1'"):
         optimizer.add_param_group({"params": params(), "lr": "0.1"})

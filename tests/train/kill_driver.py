@@ -17,52 +17,41 @@ import time
 from pathlib import Path
 
 import torch
+from forked import collect, fork
 from training import Run, same
 from warpsmith.train import Checkpointer
 
 KEEP = 2
 STEPS = 4  # of a child
+LONGEST_S = 600.0
 
 
-def child(folder, pipe, arm):
+def child(folder, say, arm):
     run, checkpoints = Run(), Checkpointer(folder, keep=KEEP)
     run.load(checkpoints)
-    os.write(pipe, b"\n")
+    say("resumed")
     arm()
 
     def after(run):
         checkpoints.save(run.step, **run.parts)  # returns when the one before is on disk
-        os.write(pipe, b"%d\n" % (run.step - 1))
+        say("durable", run.step - 1)
 
     run.train(run.step + STEPS, after)
     checkpoints.wait()
-    os.write(pipe, b"%d\n" % run.step)
+    say("durable", run.step)
 
 
 def kill_one(folder, arm, wait_s):
     """Forks a child and kills it that long after it has resumed (None: it does so itself). Whether it was killed."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(read)
-            child(folder, write, arm)
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(write)
-    with os.fdopen(read) as lines:
-        first = lines.readline()
-        assert first == "\n", "the child could not resume"
-        if wait_s is not None:
-            time.sleep(wait_s)
-            os.kill(pid, signal.SIGKILL)
-        said = [int(line) for line in lines if line.strip()]
-    _, status = os.waitpid(pid, 0)
-    killed = os.WIFSIGNALED(status)
-    assert killed or os.waitstatus_to_exitcode(status) == 0
-    return killed, max(said, default=0)
+    pid, pipe = fork(lambda say: child(folder, say, arm))
+    first = os.read(pipe, len(b"resumed\n"))
+    assert first == b"resumed\n", f"the child could not resume: {first}"
+    if wait_s is not None:
+        time.sleep(wait_s)
+        os.kill(pid, signal.SIGKILL)
+    (ended,) = collect([(pid, pipe)], LONGEST_S)
+    assert ended.killed or ended.code == 0, ended
+    return ended.killed, max((int(step) for (step,) in ended.said("durable")), default=0)
 
 
 class Reference:
@@ -114,16 +103,16 @@ def die_at(number, folder):
     return lambda: sys.addaudithook(hook)
 
 
-def main(folder, how, kills="0", seed="0"):
-    torch.set_num_threads(1)
-    numbers = random.Random(int(seed))
+def drive(folder, how, kills=0, seed=0):
+    """What was found: {kills, of which while something was unfinished or removed, steps}."""
+    numbers = random.Random(seed)
     state = {"kills": 0, "unfinished": 0, "removed": 0, "steps": 0}
     step, reference = -1, Reference()
     start = time.monotonic()
     if how == "at-random":
         assert not kill_one(folder, lambda: None, None)[0]
     whole_s = time.monotonic() - start
-    while state["kills"] < int(kills) if how == "at-random" else True:
+    while state["kills"] < kills if how == "at-random" else True:
         if how == "at-random":
             killed, durable = kill_one(folder, lambda: None, numbers.uniform(0, whole_s))
         else:
@@ -139,8 +128,9 @@ def main(folder, how, kills="0", seed="0"):
         else:
             assert step < 0 and durable == 0, "all checkpoints are gone"
     state["steps"] = step
-    print(json.dumps(state))
+    return state
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    torch.set_num_threads(1)
+    print(json.dumps(drive(*sys.argv[1:3], *map(int, sys.argv[3:]))))

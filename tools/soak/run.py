@@ -10,22 +10,21 @@ number of ranks, sharded or not, must go on at the last durable step with the sa
 """
 
 import argparse
-import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-import victim as jobs
+import victim as jobs  # puts kill_driver's folder on the path
 from tqdm import tqdm
 from warpsmith.distributed import ResumableSampler
 
+import kill_driver  # isort: skip
+
 ROOT = Path(__file__).resolve().parents[2]
-DRIVER = ROOT / "tests" / "train" / "kill_driver.py"
 PAGE = ROOT / "docs" / "soak.md"
 BEGIN, END = "<!-- table -->", "<!-- end -->"
 KINDS = ("ddp", "zero1", "zero2")
@@ -39,16 +38,15 @@ class Finding(Exception):
 
 def kills(count, seed, bar):
     """{what: figure} of `count` kills of a process that writes checkpoints. Raises where anything is lost."""
-    total = {"kills": 0, "unfinished": 0, "removed": 0, "steps": 0}
+    total = dict.fromkeys(("kills", "unfinished", "removed", "steps"), 0)
     while total["kills"] < count:
         piece = min(PIECE, count - total["kills"])
         with tempfile.TemporaryDirectory(prefix="warpsmith-soak-") as folder:
-            command = [sys.executable, str(DRIVER), f"{folder}/run", "at-random", str(piece), str(seed)]
-            environ = os.environ | {"OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, capture_output=True, text=True, env=environ)
-        if done.returncode:
-            raise Finding(f"checkpoints, seed {seed}: {done.stderr[-2000:]}")
-        for name, value in json.loads(done.stdout).items():
+            try:
+                found = kill_driver.drive(f"{folder}/run", "at-random", piece, seed)
+            except AssertionError as error:
+                raise Finding(f"checkpoints, seed {seed}: {error}") from error
+        for name, value in found.items():
             total[name] += value
         seed += 1
         bar.update(piece)

@@ -5,16 +5,13 @@
 what it has done, one line in one write.
 """
 
-import contextlib
 import itertools
 import os
-import select
 import signal
 import socket
 import sys
 import time
-import traceback
-from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +20,9 @@ from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from warpsmith.distributed import ShardedOptimizer, accurate_hook, hook
 from warpsmith.train import checkpointer, safetensors_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "train"))
+from forked import collect, fork
 
 SAMPLES, BATCH, SEED = 60, 3, 5
 WATCH_S = 60.0  # longer than anything takes on a busy machine; a death is reported at once
@@ -124,50 +124,10 @@ def train(folder, kind, steps, trap, say):
             trap.at("after save")
 
 
-@dataclass
-class Rank:
-    """What became of one rank. killed: by its trap; code: of its end, None where it hung."""
-
-    code: int | None = None
-    lines: list[list[str]] = field(default_factory=list)
-
-    @property
-    def killed(self):
-        return self.code == -signal.SIGKILL
-
-    def said(self, word):
-        return [line[1:] for line in self.lines if line[0] == word]
-
-
 def free_port():
     with socket.socket() as it:
         it.bind(("127.0.0.1", 0))
         return it.getsockname()[1]
-
-
-def fork(body):
-    """A child that calls body(say) and ends; its process and the reading end of its pipe."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(write)
-        return pid, read
-    code = 1
-    try:
-        os.close(read)
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 2)
-
-        def say(*words):
-            os.write(write, (" ".join(map(str, words)) + "\n").encode())
-
-        try:
-            body(say)
-            code = 0
-        except BaseException:
-            say("error", traceback.format_exc().replace("\n", " | ")[-1500:])
-    finally:
-        os._exit(code)
 
 
 def keep_store(port, say):
@@ -192,33 +152,8 @@ def run_job(folder, kind, size, steps, victim, point, doomed):
             train(folder, kind, steps, Trap(point if rank == victim else None, doomed), say)
 
         children = [fork(lambda say, rank=rank: body(rank, say)) for rank in range(size)]
-        return collect(children)
+        return collect(children, LONGEST_S)
     finally:
         os.kill(keeper, signal.SIGKILL)
         os.waitpid(keeper, 0)
         os.close(listening)
-
-
-def collect(children):
-    pipes = {pipe: (rank, []) for rank, (_, pipe) in enumerate(children)}
-    deadline = time.monotonic() + LONGEST_S
-    open_pipes = set(pipes)
-    while open_pipes and (left := deadline - time.monotonic()) > 0:
-        for pipe in select.select(list(open_pipes), [], [], left)[0]:
-            data = os.read(pipe, 1 << 16)
-            pipes[pipe][1].append(data)
-            if not data:
-                open_pipes.discard(pipe)
-    found = []
-    for rank, (pid, pipe) in enumerate(children):
-        hung = pipe in open_pipes
-        if hung:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        os.close(pipe)
-        text = b"".join(pipes[pipe][1]).decode()
-        lines = [line.split(" ") for line in text.splitlines()]
-        found.append(Rank(None if hung else os.waitstatus_to_exitcode(status), lines))
-        assert pipes[pipe][0] == rank
-    return found
