@@ -112,21 +112,20 @@ __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statisti
   const T* dout = static_cast<const T*>(p.dout) + r.batch * p.dout_strides.batch + head * p.dout_strides.head;
   const T* out = static_cast<const T*>(p.out) + r.batch * p.out_strides.batch + head * p.out_strides.head;
   Eight x[kTurns], y[kTurns];
-  float lse[kTurns];
-  bool any_far = false;
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     const int row = i * kRows + first;
     x[i] = y[i] = Eight{};
-    lse[i] = -INFINITY;
-    if (t == 0 && row < r.rows) lse[i] = device::load(p.lse + r.statistic + head * r.head_rows + row);
-    any_far |= is_far_lse<T>(lse[i]);
     if (row < r.rows && t * 8 < p.head_dim_v) {
       x[i] = device::load(device::packed_at<T, 8>(dout, (r.token + row) * p.dout_strides.seq + t * 8));
       y[i] = device::load(device::packed_at<T, 8>(out, (r.token + row) * p.out_strides.seq + t * 8));
     }
   }
-  const bool far = __syncthreads_or(any_far) != 0;
+  // Read while the rows arrive, and again below: there are no registers to keep them.
+  const auto lse_of = [&](int row) {
+    return row < r.rows ? device::load(p.lse + r.statistic + head * r.head_rows + row) : -INFINITY;
+  };
+  const bool far = __syncthreads_or(thread < kBlock && is_far_lse<T>(lse_of(thread))) != 0;
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     const int row = i * kRows + first;
@@ -139,17 +138,18 @@ __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statisti
     if (t == 0) {
       const int64_t statistic = r.statistic + head * r.head_rows + row;
       constexpr int kStride = statistics_stride(kBlock, kDropout);
+      const float lse = lse_of(row);
       float* to = p.statistics + at * kStride + statistics_place(row);
       const float of_dropout = kDropout ? p.dropout_log2_scale : 0.0f;
       if (far) {
         const bool has_rest = row < r.rows && p.lse_rest != nullptr;
         device::store(to, __uint_as_float(kFarMark));
-        device::store(to + kStride / 2, far_lse(lse[i]));
+        device::store(to + kStride / 2, far_lse(lse));
         device::store(to + kStride / 2 + kBlock,
                       (has_rest ? device::load(p.lse_rest + statistic) : 0.0f) - of_dropout * kLn2);
       } else {
         // The sum with 0 is never kFarMark.
-        device::store(to, lse[i] == -INFINITY ? INFINITY : (lse[i] * kLog2e - of_dropout) + 0.0f);
+        device::store(to, lse == -INFINITY ? INFINITY : (lse * kLog2e - of_dropout) + 0.0f);
       }
       if (row < r.rows && p.dlse != nullptr) delta -= device::load(p.dlse + statistic);
       device::store(to + kBlock, kDropout ? delta * p.dropout_inverse_scale : delta);

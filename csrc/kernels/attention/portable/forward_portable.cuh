@@ -18,11 +18,13 @@ template <class T> struct RunningSoftmax {
   float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
   bool far = false;  // the same in all lanes
 
-  // Turns s, logits over `to_logits` > 0, into probabilities in place, and rescales `out`, the sum so far. Most steps
-  // raise no row's maximum: then the factors are 1 and the warp multiplies nothing.
-  template <int kColumns, int kWidth>
-  __device__ __forceinline__ void add(Accumulators<kColumns>& s, Accumulators<kWidth>& out, float to_logits) {
-    float scale = to_logits * kLog2e, maxima[2], most[2], base[2], factor[2];
+  // Turns s into probabilities in place, and rescales `out`, the sum so far. s times `scale` > 0 are logits in units of
+  // log2. Most steps raise no row's maximum: then the factors are 1 and the warp multiplies nothing.
+  //   to_logits: what turns s into logits; null: s are logits. Read by far warps alone, so that it takes no register.
+  template <int kColumns, int kWidth> __device__ __forceinline__ void add(Accumulators<kColumns>& s,
+                                                                          Accumulators<kWidth>& out, float scale,
+                                                                          const double* to_logits) {
+    float maxima[2], most[2], base[2], factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float found = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
@@ -37,7 +39,8 @@ template <class T> struct RunningSoftmax {
     // A row becomes far only where its maximum is raised.
     if (far || __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
       if (far || __any_sync(0xffffffffu, is_far<T>(most[0], maxima[0]) || is_far<T>(most[1], maxima[1])))
-        raise_far<kColumns>(s, to_logits, maxima, most, base, factor);
+        raise_far<kColumns>(s, to_logits == nullptr ? 1.0f : static_cast<float>(*to_logits), maxima, most, base,
+                            factor);
       if (far) scale = kLog2e;
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n)
@@ -142,7 +145,8 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
     copy_rows<T, kDepth, tile.rows, kThreads>(q_rows, from, p.q_strides.seq, rows, head_dim);
     copy_keys(0);
     constexpr bool kScaleLater = !tile.extended;
-    const float later = kScaleLater && logits.scale > 0.0f ? logits.scale : 1.0f;
+    const bool later = kScaleLater && logits.scale > 0.0f;
+    const float scale = later ? logits.scale * kLog2e : kLog2e;
     for (int step = 0; step < steps.count; ++step) {
       device::copy_async_wait<0>();
       __syncthreads();  // keys have arrived, and every warp has read the previous step's values
@@ -157,11 +161,10 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         // The scale is multiplied by where the exponentials are made, unless a hidden element, -inf, has no sign then.
-        if (!kScaleLater || logits.scale <= 0.0f)
-          logits.template scale_products<kColumns>(x[i], [](int, int, float) {});
+        if (!later) logits.template scale_products<kColumns>(x[i], [](int, int, float) {});
         logits.template finish<T, kColumns>(x[i], Place<false>{row + 16 * i, first_column + lane % 4 * 2}, of_all, a,
                                             s);
-        softmax[i].template add<kColumns, kDepth>(x[i], out[i], later);
+        softmax[i].template add<kColumns, kDepth>(x[i], out[i], scale, later ? &a.softmax_scale : nullptr);
         if (tile.extended && a.dropout.seed != nullptr)
           dropout.template apply<kColumns, false>(a.dropout.threshold, first_row + 16 * i, first_column, lane,
                                                   [&](int n, int e, bool keep) {
