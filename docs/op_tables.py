@@ -243,7 +243,8 @@ def notes_table() -> str:
 
     lines = []
     for name in sorted(names, key=place):
-        summary = cells(f"docs/design/{name}.md")
+        page = (ROOT / f"docs/design/{name}.md").read_text()
+        summary = dict(reversed(re.findall(r"^\| ([^|]+?) \| (.+?) \|$", page, re.MULTILINE)))
         what, result = summary.get("what") or summary.get("question"), summary.get("result") or summary.get("number")
         if not what or not result:
             raise SystemExit(f"docs/design/{name}.md: its summary has no line what, result")
