@@ -43,6 +43,8 @@ def test_the_law_holds_on_simulated_kernels(file: Path, code: int, verdicts) -> 
     command = [sys.executable, "-m", "pytest", "--sim", "-v", "--tb=short", "-p", "no:cacheprovider", "-k"]
     command.append(ASKED[code] + (ATTENTION if "attention" in file.stem else ""))
     done = subprocess.run([*command, str(file)], cwd=ROOT, capture_output=True, text=True, env=env, timeout=900)
+    if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+        pytest.skip(f"{file.name} has specs for the CPU and CUDA alone")
     # A crash ends the process: the last line names the test, and the machine's own message the seed and the thread.
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
     verdicts.keep(key)
