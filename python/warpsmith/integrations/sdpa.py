@@ -86,7 +86,10 @@ def flash_attention_backward(
 ) -> tuple[Tensor, ...]:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
     problem = _problem(query, key, value, None, dropout_p, is_causal, True, scale)
-    grads = call_raw(raw.attention_backward.default, grad_out, None, *problem, out, logsumexp, False, False)[:3]
+    rest = None if query.is_cuda else call_raw(raw.attention_forward.default, *problem)[2]
+    grads = call_raw(
+        raw.attention_backward.default, grad_out, None, *problem, out, logsumexp, False, False, None, rest
+    )[:3]
     return tuple(_with_strides(g, _strides_like(t)) for g, t in zip(grads, (query, key, value), strict=True))
 
 
