@@ -25,9 +25,6 @@ def _strides_like(t: Tensor) -> tuple[int, ...]:
     return torch.empty_like(t, device="meta").stride()
 
 
-_FAR_LSE = 128.0  # kFarLse of float32: csrc/kernels/attention/attention.h
-
-
 def _problem(
     query: Tensor,
     key: Tensor,
@@ -44,6 +41,16 @@ def _problem(
     window = -1, 0 if causal else -1
     numbers = (0, 0, _LAYOUT, 0, bottom_right, *window, scale, 0.0, 0.0, True)
     return query, key, value, None, None, None, mask, None, None, *numbers
+
+
+def _lse_rest(problem: tuple[Any, ...]) -> Tensor | None:
+    """What rounding took from lse, for which torch's ops have no place. The CPU's backward needs it, so it is made
+    again, with the fewest values there are. GPU kernels read it only where |lse| reaches 1,024, for which no host may look."""
+    query, key, value, *rest = problem
+    if query.is_cuda:
+        return None
+    lse_rest: Tensor = call_raw(raw.attention_forward.default, query, key, value[..., :8], *rest)[2]
+    return lse_rest
 
 
 def flash_attention(
@@ -89,7 +96,8 @@ def flash_attention_backward(
 ) -> tuple[Tensor, ...]:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
     problem = _problem(query, key, value, None, dropout_p, is_causal, True, scale)
-    grads = call_raw(raw.attention_backward.default, grad_out, None, *problem, out, logsumexp, False, False)[:3]
+    results = out, logsumexp, False, False, None, _lse_rest(problem)
+    grads = call_raw(raw.attention_backward.default, grad_out, None, *problem, *results)[:3]
     return tuple(_with_strides(g, _strides_like(t)) for g, t in zip(grads, (query, key, value), strict=True))
 
 
@@ -125,12 +133,8 @@ def flash_attention_for_cpu_backward(
 ) -> tuple[Tensor, ...]:
     """``aten::_scaled_dot_product_flash_attention_for_cpu_backward``."""
     problem = _problem(query, key, value, attn_mask, dropout_p, is_causal, False, scale)
-    lse, lse_rest = logsumexp.contiguous(), None
-    if not lse.abs().lt(_FAR_LSE).all():  # torch keeps no lse_rest: the few calls that it matters to make it again
-        lse_rest = call_raw(raw.attention_forward.default, *problem)[2]
-    grads = call_raw(raw.attention_backward.default, grad_out, None, *problem, out, lse, False, False, None, lse_rest)[
-        :3
-    ]
+    results = out, logsumexp.contiguous(), False, False, None, _lse_rest(problem)
+    grads = call_raw(raw.attention_backward.default, grad_out, None, *problem, *results)[:3]
     return tuple(g.transpose(1, 2).contiguous().transpose(1, 2) for g in grads)
 
 
