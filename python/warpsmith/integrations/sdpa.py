@@ -45,7 +45,8 @@ def _problem(
 
 def _lse_rest(problem: tuple[Any, ...]) -> Tensor | None:
     """What rounding took from lse, for which torch's ops have no place. The CPU's backward needs it, so it is made
-    again, with the fewest values there are. GPU kernels read it only where |lse| reaches 1,024, for which no host may look."""
+    again, with the fewest values there are. GPU kernels read it only where |lse| reaches 1,024, which no host may
+    look for."""
     query, key, value, *rest = problem
     if query.is_cuda:
         return None
