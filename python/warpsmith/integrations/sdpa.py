@@ -43,17 +43,6 @@ def _problem(
     return query, key, value, None, None, None, mask, None, None, *numbers
 
 
-def _lse_rest(problem: tuple[Any, ...]) -> Tensor | None:
-    """What rounding took from lse, for which torch's ops have no place. The CPU's backward needs it, so it is made
-    again, with the fewest values there are. GPU kernels read it only where |lse| reaches 1,024, which no host may
-    look for."""
-    query, key, value, *rest = problem
-    if query.is_cuda:
-        return None
-    lse_rest: Tensor = call_raw(raw.attention_forward.default, query, key, value[..., :8], *rest)[2]
-    return lse_rest
-
-
 def flash_attention(
     query: Tensor,
     key: Tensor,
@@ -97,8 +86,10 @@ def flash_attention_backward(
 ) -> tuple[Tensor, ...]:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
     problem = _problem(query, key, value, None, dropout_p, is_causal, True, scale)
-    results = out, logsumexp, False, False, None, _lse_rest(problem)
-    grads = call_raw(raw.attention_backward.default, grad_out, None, *problem, *results)[:3]
+    rest = None if query.is_cuda else call_raw(raw.attention_forward.default, *problem)[2]
+    grads = call_raw(
+        raw.attention_backward.default, grad_out, None, *problem, out, logsumexp, False, False, None, rest
+    )[:3]
     return tuple(_with_strides(g, _strides_like(t)) for g, t in zip(grads, (query, key, value), strict=True))
 
 
@@ -134,8 +125,12 @@ def flash_attention_for_cpu_backward(
 ) -> tuple[Tensor, ...]:
     """``aten::_scaled_dot_product_flash_attention_for_cpu_backward``."""
     problem = _problem(query, key, value, attn_mask, dropout_p, is_causal, False, scale)
-    results = out, logsumexp.contiguous(), False, False, None, _lse_rest(problem)
-    grads = call_raw(raw.attention_backward.default, grad_out, None, *problem, *results)[:3]
+    lse = logsumexp.contiguous()
+    # torch keeps no lse_rest. The CPU's differs from 0 in ordinary ranges too, and the bits are to be the op's.
+    lse_rest = call_raw(raw.attention_forward.default, *problem)[2]
+    grads = call_raw(raw.attention_backward.default, grad_out, None, *problem, out, lse, False, False, None, lse_rest)[
+        :3
+    ]
     return tuple(g.transpose(1, 2).contiguous().transpose(1, 2) for g in grads)
 
 
