@@ -172,6 +172,16 @@ def test_compiled(active, backend, order):
     torch._dynamo.reset()
 
 
+def test_a_mask_of_the_least_number(active):
+    """A query whose whole row of the mask is finfo.min has the mean of the values, and its gradient."""
+    leaves = tensors((2, 4, 20, 32))
+    mask = torch.zeros(20, 20)
+    mask[3] = torch.finfo(FP32).min
+    found = results(F.scaled_dot_product_attention, leaves, attn_mask=mask)
+    assert_same_bits(found, results(ours, leaves, bias=mask))
+    torch.testing.assert_close(found[0][:, :, 3], leaves[2].detach().mean(2))
+
+
 def test_what_a_gpu_calls_has_the_same_bits():
     """The functions for CUDA take tensors of any device; the causal mask of torch's op for GPUs aligns bottom right."""
     q, k, v = (t.detach() for t in tensors((2, 4, 33, 32), (2, 2, 90, 32), order="bshd"))

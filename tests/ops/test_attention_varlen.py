@@ -209,3 +209,22 @@ def test_compiled_for_any_lengths():
         for a, b in zip(*results, strict=True):
             assert bitwise_equal(a, b)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_nan_of_no_sequence_does_not_spread(dtype):
+    """Tokens behind the last sequence: those of q, k, v, and of the gradients of out and lse."""
+    torch.manual_seed(0)
+    cu = torch.tensor([0, 70, 70, 75], dtype=torch.int32)
+    tensors = [torch.randn(90, 2, 16).to(dtype) for _ in range(4)]
+    for t in tensors:
+        t[75:] = torch.nan
+    leaves = [t.clone().requires_grad_() for t in tensors[:3]]
+    sink = torch.zeros(2, dtype=dtype, requires_grad=True)
+    out, lse = warpsmith.attention_varlen(*leaves, cu, max_seqlen_q=70, sink=sink, return_lse=True)
+    dlse = torch.randn_like(lse)
+    dlse[:, 75:] = torch.nan
+    grads = torch.autograd.grad([out, lse], [*leaves, sink], [tensors[3], dlse])
+    assert all(t.isfinite().all() for t in (out, lse[:, :75], *grads))
+    assert (out[75:] == 0).all() and (lse[:, 75:] == -torch.inf).all()
+    assert all((t[75:] == 0).all() for t in grads[:3])

@@ -201,7 +201,9 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableTurns[k
       add_transposed<T, kDepth, tile.rows, kScoreStride, kQueryWidth, kQueryTiles>(dq, scores + kScores + local_query,
                                                                                    rows + query_width, lane);
       if (turn.last) {
-        const HeadRows<T> to(p.dq, p.dq_strides, s.batch, at_step.head, s.first_query);
+        // With one stage, the address of the batch entry would be kept from step to step, and spilled.
+        const int64_t batch = s.batch + (tile.stages == 1 ? computed_anew(0, at_step.first) : 0);
+        const HeadRows<T> to(p.dq, p.dq_strides, batch, at_step.head, s.first_query);
         const int row = at_step.first + local_query;
         write_gradient<T, kQueryWidth, kQueryTiles>(const_cast<T*>(to.first) + row * to.stride + query_width, to.stride,
                                                     dq, static_cast<float>(a.softmax_scale), s.queries - row,
