@@ -80,7 +80,7 @@ def test_the_formula_stays_on_the_device_of_its_tensors():
     tensors = [torch.empty(2, 6, 4, 8, device="meta") for _ in range(5)]
     lse, sink = torch.empty(2, 4, 6, device="meta"), torch.empty(4, device="meta")
     rest = *[None] * 4, sink, None, 0, 0, 0, 0, True, 2, 0, None, 0.0, 0.0, True
-    found = gradients(tensors[0], lse, *tensors[1:4], *rest, tensors[4], lse, False, True, None)
+    found = gradients(tensors[0], lse, *tensors[1:4], *rest, tensors[4], lse, False, True, None, None)
     assert {t.device.type for t in found} == {"meta"}
 
 
