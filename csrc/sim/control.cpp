@@ -4,16 +4,11 @@
 // ctypes (python/warpsmith/testing/sim.py). The library hides all other names.
 #define WARPSMITH_EXPORTED extern "C" __attribute__((visibility("default")))
 
-WARPSMITH_EXPORTED void warpsmith_sim_configure(uint64_t seed, int multiprocessors, int code, uint64_t approximation) {
+WARPSMITH_EXPORTED void warpsmith_sim_configure(uint64_t seed, int multiprocessors, int code) {
   warpsmith::sim::Options& options = warpsmith::sim::options();
   options.seed = seed;
   options.properties.multiprocessors = multiprocessors;
   options.properties.code_capability = code;
-  options.approximation = approximation;
 }
 
-WARPSMITH_EXPORTED void warpsmith_sim_reset_counters() { warpsmith::sim::counters() = {}; }
-
 WARPSMITH_EXPORTED int64_t warpsmith_sim_launches() { return warpsmith::sim::counters().launches; }
-WARPSMITH_EXPORTED int64_t warpsmith_sim_bytes_read() { return warpsmith::sim::counters().global_bytes_read; }
-WARPSMITH_EXPORTED int64_t warpsmith_sim_bytes_written() { return warpsmith::sim::counters().global_bytes_written; }

@@ -60,9 +60,11 @@ def load() -> None:
     """Makes the library this process's op library. Before anything imports warpsmith."""
     import torch
 
-    path = os.environ.setdefault(VARIABLE, "") or str(library())
-    os.environ[VARIABLE] = path
+    os.environ[VARIABLE] = path = os.environ.get(VARIABLE) or str(library())
     torch.ops.load_library(path)
+    from warpsmith.testing import sim
+
+    sim.configure(0)
 
 
 if __name__ == "__main__":

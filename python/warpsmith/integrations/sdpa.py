@@ -86,6 +86,7 @@ def flash_attention_backward(
 ) -> tuple[Tensor, ...]:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
     problem = _problem(query, key, value, None, dropout_p, is_causal, True, scale)
+    # torch keeps no lse_rest. On a GPU it matters from |lse| 1,024 on alone, and is left out.
     rest = None if query.is_cuda else call_raw(raw.attention_forward.default, *problem)[2]
     grads = call_raw(
         raw.attention_backward.default, grad_out, None, *problem, out, logsumexp, False, False, None, rest

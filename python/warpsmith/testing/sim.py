@@ -31,9 +31,8 @@ def torch_device(device: str) -> str:
 @cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(os.environ[LIBRARY])
-    library.warpsmith_sim_configure.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
-    for name in ("launches", "bytes_read", "bytes_written"):
-        getattr(library, f"warpsmith_sim_{name}").restype = ctypes.c_int64
+    library.warpsmith_sim_configure.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_int]
+    library.warpsmith_sim_launches.restype = ctypes.c_int64
     return library
 
 
@@ -48,8 +47,8 @@ def schedule(seed: int) -> Iterator[None]:
 
 
 def configure(seed: int) -> None:
-    """Sets schedule, machine size and code. Approximate instructions are exact to rounding."""
-    _library().warpsmith_sim_configure(seed, MULTIPROCESSORS, int(os.environ.get(CODE, "90")), 0)
+    """Sets schedule, machine size and code: once after the library is loaded, and for each other schedule."""
+    _library().warpsmith_sim_configure(seed, MULTIPROCESSORS, int(os.environ.get(CODE, "90")))
 
 
 def launches() -> int:
