@@ -48,3 +48,28 @@ def test_the_law_holds_on_simulated_kernels(file: Path, code: int, verdicts) -> 
     # A crash ends the process: the last line names the test, and the machine's own message the seed and the thread.
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
     verdicts.keep(key)
+
+
+LONG_ROWS = """
+import library; library.load()
+import torch, warpsmith
+x = torch.randn(4, 30_000, generator=torch.Generator().manual_seed(0), requires_grad=True)
+weight = torch.ones(30_000, requires_grad=True)
+print(torch.autograd.grad(warpsmith.layer_norm(x, weight).square().sum(), (x, weight))[0].double().sum().item())
+"""
+
+
+def test_the_code_asked_for_is_the_code_that_runs() -> None:
+    """Rows that a cluster of sm_90 shares are added up in another order by code of sm_80."""
+    sums = set()
+    for code in ASKED:
+        paths = os.pathsep.join([str(ROOT / "tools/sim"), os.environ.get("PYTHONPATH", "")])
+        env = {
+            **os.environ,
+            library.VARIABLE: str(library.library()),
+            "WARPSMITH_SIM_CODE": str(code),
+            "PYTHONPATH": paths,
+        }
+        done = subprocess.run([sys.executable, "-c", LONG_ROWS], capture_output=True, text=True, env=env, check=True)
+        sums.add(done.stdout)
+    assert len(sums) == len(ASKED)
