@@ -41,7 +41,7 @@ def wheel(unpacked, tmp_path_factory):
     before = processor_seconds()
     output = succeed(
         sys.executable, "-m", "pip", "wheel", "-v", "--disable-pip-version-check", "--no-index", "--no-deps",
-        "--no-build-isolation", *cpu_only(folder / "build"), "-w", folder, unpacked,
+        "--no-build-isolation", *cpu_only(folder / "build"), "-w", folder, unpacked, errors=True,
     )  # fmt: skip
     seconds = processor_seconds() - before
     (path,) = folder.glob("*.whl")

@@ -27,10 +27,11 @@ def run(*command, timeout=900, **changes):
     )
 
 
-def succeed(*command, **changes):
+def succeed(*command, errors=False, **changes):
+    """What the command printed; with `errors`, what it wrote to standard error too."""
     done = run(*command, **changes)
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+    return done.stdout + done.stderr if errors else done.stdout
 
 
 class Environment(NamedTuple):
