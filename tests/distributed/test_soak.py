@@ -1,7 +1,9 @@
 """A sample of `make soak`, and what it must notice."""
 
 import copy
+import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,14 +15,46 @@ from warpsmith.distributed import ResumableSampler
 FOLDER = Path(__file__).resolve().parents[2] / "tools" / "soak"
 
 
+def table(*arguments):
+    """The rows that the tool prints."""
+    command = [sys.executable, str(FOLDER / "run.py"), "--seed", "1", *map(str, arguments)]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=7200, env=environ)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.mark.parametrize("count", [3, pytest.param(24, marks=pytest.mark.slow)])
 def test_ranks_that_die(count, figure):
-    command = [sys.executable, str(FOLDER / "run.py"), "--kills", "0", "--deaths", str(count), "--seed", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300 * count)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [row.split("|") for row in done.stdout.splitlines() if row.startswith("| a rank dies ")]
+    rows = [row.split("|") for row in table("--kills", 0, "--deaths", count).splitlines() if "| a rank dies " in row]
     assert sum(int(row[2]) for row in rows) == count
     figure(f"a rank's death: {count} jobs, no hang, the dead rank named, resumed on another number of ranks")
+
+
+def killed_writers(*arguments):
+    """`kill -9` of a process that writes checkpoints: {what: figure}. The tool ends at the first loss."""
+    found = re.search(
+        r"\| (?P<kills>[\d,]+) \| nothing lost in (?P<steps>[\d,]+) steps; (?P<unfinished>\d+) came while a checkpoint "
+        r"was written, (?P<removed>\d+) while one was removed",
+        table("--deaths", 0, *arguments),
+    )
+    return {name: int(value.replace(",", "")) for name, value in found.groupdict().items()}
+
+
+@pytest.mark.full
+def test_a_kill_at_every_call_that_touches_the_folder(figure):
+    state = killed_writers("--every-call")
+    assert state["kills"] > 50, state
+    assert state["unfinished"] > 5 and state["removed"] > 0, f"the kills came at other times than writing: {state}"
+    figure(f"checkpoints: {state['kills']} kill -9, one at each call of four saves, nothing lost")
+
+
+@pytest.mark.parametrize("kills", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_kills_at_random_times(kills, figure):
+    state = killed_writers("--kills", kills)
+    assert state["kills"] == kills
+    assert state["unfinished"] > kills // 10 and state["steps"] > kills // 2, state
+    figure(f"checkpoints: {kills} kill -9 at random times over {state['steps']} steps, nothing lost")
 
 
 @pytest.fixture
@@ -30,7 +64,7 @@ def soak(monkeypatch):
     import victim
 
     yield run, victim
-    for name in ("run", "victim", "forked", "kill_driver", "training"):
+    for name in ("run", "victim", "writer", "training"):
         sys.modules.pop(name, None)
 
 
@@ -45,7 +79,7 @@ def job(run, victim, begin=0, position=0):
         for step in range(begin, begin + 2):
             lines += [["step", str(step + 1), *(str(next(drawn)) for _ in range(victim.BATCH))]]
             lines += [["durable", str(step)]] * (rank == 0)
-        ranks.append(sys.modules["forked"].Ended(1 if rank == 0 else -signal.SIGKILL, lines))
+        ranks.append(victim.Ended(1 if rank == 0 else -signal.SIGKILL, lines))
     ranks[0].lines.append(["report", "likely cause: rank 1 died or stopped: no sign of life"])
     return ranks
 

@@ -12,23 +12,6 @@ from torch.testing import assert_close
 from .adamw_runs import assert_same_bits, make_params, run, set_grads, states_of
 
 
-def test_groups_with_their_own_options():
-    ours, theirs = make_params(), make_params()
-
-    def groups(params):
-        return [
-            {"params": params[:2], "lr": 0.1},
-            {"params": params[2:4], "weight_decay": 0.0, "amsgrad": True},
-            {"params": params[4:], "betas": (0.5, 0.9), "maximize": True},
-        ]
-
-    a, b = warpsmith.optim.AdamW(groups(ours), lr=1e-2), torch.optim.AdamW(groups(theirs), lr=1e-2, fused=True)
-    run(a, ours, 20)
-    run(b, theirs, 20)
-    assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert_close(states_of(a, ours), states_of(b, theirs), rtol=1e-5, atol=1e-5)
-
-
 def test_every_group_is_one_of_torchs_fused_step():
     """Its step counters lie beside the parameters, which torch must know when it loads the state."""
     params = make_params()
@@ -50,15 +33,6 @@ def test_the_default_device_is_of_no_concern(place):
     assert_same_bits(states_of(a, params), states_of(b, elsewhere))
 
 
-def test_more_groups_than_a_launch_takes():
-    ours, theirs = make_params(shapes=[(5,)] * 70), make_params(shapes=[(5,)] * 70)
-    a = warpsmith.optim.AdamW([{"params": [p], "lr": 1e-3 * i} for i, p in enumerate(ours)])
-    b = torch.optim.AdamW([{"params": [p], "lr": 1e-3 * i} for i, p in enumerate(theirs)], fused=True)
-    run(a, ours, 3)
-    run(b, theirs, 3)
-    assert_close(ours, theirs)
-
-
 def test_loads_steps_that_are_python_numbers():
     params = make_params()
     a = warpsmith.optim.AdamW(params)
@@ -69,19 +43,6 @@ def test_loads_steps_that_are_python_numbers():
     a.load_state_dict(state)
     run(a, params, 1)
     assert all(s["step"].dtype == torch.float32 and s["step"] == 4 for s in states_of(a, params))
-
-
-def test_channels_last_parameters():
-    ours = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    theirs = copy.deepcopy(ours)
-    a, b = warpsmith.optim.AdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2)
-    for _ in range(3):
-        x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
-        for model, optimizer in ((ours, a), (theirs, b)):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-    assert_close(list(ours.parameters()), list(theirs.parameters()), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scheduler", ["LinearLR", "OneCycleLR"])

@@ -1,6 +1,7 @@
 """warpsmith.optim.AdamW on CUDA: one launch, no synchronisation, graph capture and replay."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -9,14 +10,13 @@ from torch import nn
 from torch.testing import assert_close
 from warpsmith.testing import bitwise_equal
 
+from . import adamw_runs
+from .adamw_runs import run
+
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(7, 5), (), (0,), (3,), (2049,), (300, 129), (100_003,)]
-
-
-def make_params(shapes=SHAPES):
-    generator = torch.Generator().manual_seed(1)
-    return [nn.Parameter(torch.randn(s, generator=generator).cuda()) for s in shapes]
+make_params = functools.partial(adamw_runs.make_params, device="cuda", shapes=SHAPES)
 
 
 def set_grads(params, seed, keep=False):
@@ -27,12 +27,6 @@ def set_grads(params, seed, keep=False):
             p.grad.copy_(new)
         else:
             p.grad = new
-
-
-def run(optimizer, params, steps, first=0):
-    for i in range(first, first + steps):
-        set_grads(params, i)
-        optimizer.step()
 
 
 def groups(params):
@@ -72,15 +66,6 @@ def test_a_thousand_steps_twice_have_the_same_bits():
     assert all(bitwise_equal(a, b) for a, b in zip(*states, strict=True))
 
 
-def test_same_bits_run_to_run():
-    results = []
-    for _ in range(2):
-        params = make_params()
-        run(warpsmith.optim.AdamW(params, lr=1e-2), params, 10)
-        results.append(params)
-    assert all(bitwise_equal(a.detach(), b.detach()) for a, b in zip(*results, strict=True))
-
-
 def kernels_of(step):
     from torch.profiler import ProfilerActivity, profile
 
@@ -94,7 +79,7 @@ def kernels_of(step):
 
 
 def test_one_launch_for_all_parameters_of_all_groups():
-    params = make_params([(4096,)] * 2000)
+    params = make_params(shapes=[(4096,)] * 2000)
     set_grads(params, 0)
     optimizer = warpsmith.optim.AdamW([{"params": params[:1000]}, {"params": params[1000:], "lr": 0.1}])
     optimizer.step()

@@ -143,16 +143,6 @@ def test_groups_and_gradients_that_are_missing():
     assert optimizer.state[params[0]]["step"] == 4
 
 
-def test_more_groups_than_one_launch_holds():
-    params = [nn.Parameter(torch.full((3,), 1.0 + i)) for i in range(70)]
-    optimizer = warpsmith.optim.LAMB([{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(params)])
-    for p in params:
-        p.grad = torch.ones(3)
-    optimizer.step()
-    for i, p in enumerate(params):  # a direction of equal elements: the step is lr |p|
-        assert_close(p.detach(), torch.full((3,), (1.0 + i) * (1 - 0.01 * (i + 1))), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_hyperparameters_may_lie_on_the_device(device):
     finals = []

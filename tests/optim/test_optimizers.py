@@ -220,24 +220,44 @@ def test_groups_of_every_option_in_one_optimizer(options):
     def groups(params):
         more = {toggles[options.name]: False} if options.name in toggles else {}
         more |= {"momentum": 0.0} if options.name == "SGD" else {}
+        betas = {"betas": (0.5, 0.9)} if "betas" in defaults else {}
         return [
-            {"params": params[:2]},
-            {"params": params[2:4], "lr": 0.1, **more},
-            {"params": params[4:], "maximize": True},
+            {"params": params[:2], "lr": 0.1},
+            {"params": params[2:4], "weight_decay": 0.0, **more},
+            {"params": params[4:], "maximize": True, **betas},
         ]
 
+    defaults = options.ours(make_params()).defaults
     a = options.ours(groups(ours), lr=LR)
-    run(a, ours, 10)
+    run(a, ours, 20)
     if options in (LION, LAMB):
         single = [options.ours(**{**g, "lr": g.get("lr", LR)}) for g in groups(theirs)]
-        for i in range(10):
+        for i in range(20):
             set_grads(theirs, i)
             for optimizer in single:
                 optimizer.step()
         assert_same_bits(ours, theirs)
         return
-    run(options.theirs(groups(theirs), lr=LR), theirs, 10)
+    b = options.theirs(groups(theirs), lr=LR)
+    run(b, theirs, 20)
     assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for p, q in zip(ours, theirs, strict=True):
+        kept = {name: value for name, value in b.state[q].items() if value is not None}
+        assert_close({name: a.state[p][name] for name in kept}, kept, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", ALL, ids=str)
+def test_more_groups_than_a_launch_takes(options):
+    """Each group has the bits of an optimizer of its own."""
+    together, apart = make_params(shapes=[(5,)] * 70), make_params(shapes=[(5,)] * 70)
+    a = options.ours([{"params": [p], "lr": 1e-3 * (i + 1)} for i, p in enumerate(together)])
+    run(a, together, 3)
+    single = [options.ours([p], lr=1e-3 * (i + 1)) for i, p in enumerate(apart)]
+    for i in range(3):
+        set_grads(apart, i)
+        for optimizer in single:
+            optimizer.step()
+    assert_same_bits(together, apart)
 
 
 def test_adam_and_adamw_in_one_optimizer():

@@ -1,4 +1,4 @@
-"""@multirank and the faults: outcomes named for the right rank, in bounded time, and processes kept between tests."""
+"""Ranks for tests: outcomes named for the right rank, in bounded time, processes kept between tests, planted faults."""
 
 import os
 import subprocess
@@ -8,7 +8,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from warpsmith.testing import run_ranks
 from warpsmith.testing.distributed import InjectedFault, RankPool, close_pools, fault, multirank
+from warpsmith.testing.ranks import nccl_environment
 
 
 @multirank(2)
@@ -160,3 +162,80 @@ def test_bad_arguments():
 def test_pools_end():
     close_pools()
     close_pools()
+
+
+def total_of_ranks(rank, world_size, start):
+    t = torch.tensor([start + rank])
+    dist.all_reduce(t)
+    return int(t)
+
+
+def fail_on_one(rank, world_size):
+    if rank == 1:
+        raise ValueError("planted on rank 1")
+    dist.barrier()
+
+
+def die(rank, world_size):
+    if rank == 0:
+        os._exit(7)
+    dist.barrier()
+
+
+def sleep(rank, world_size):
+    time.sleep(600)
+
+
+def test_every_rank_returns_in_order():
+    assert run_ranks(total_of_ranks, 2, 10) == [21, 21]
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (fail_on_one, "planted on rank 1"),
+        (die, "rank 0 died: exit code 7"),
+        (sleep, "rank 0 hung: still running after 4"),
+    ],
+)
+def test_failures_end_with_the_rank_named(fn, words):
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=words):
+        run_ranks(fn, 2, timeout_s=4 if fn is sleep else 600)
+    assert time.monotonic() - start < 300, "the others, or the timeout, were waited for"
+
+
+def test_too_many_arguments_are_named():
+    with pytest.raises(TypeError, match="run_ranks: total_of_ranks: expected at most 1 argument.s., got 2"):
+        run_ranks(total_of_ranks, 2, 10, 11)
+
+
+def test_what_ranks_cannot_import_is_named():
+    def inner(rank, world_size):
+        return rank
+
+    for fn, got in ((lambda rank, world_size: rank, ".*<lambda>"), (inner, ".*<locals>.inner"), (3, "the int 3")):
+        with pytest.raises(TypeError, match=f"^run_ranks: fn: expected a function at the top level of .*, got {got}$"):
+            run_ranks(fn, 2)
+    with pytest.raises(TypeError, match="^run_ranks: timeout_s: expected a number, got the str '3'"):
+        run_ranks(total_of_ranks, 2, 10, timeout_s="3")
+
+
+def test_ranks_that_share_gpus_are_hosts_of_their_own():
+    shared = [nccl_environment(rank, 3, gpus=2) for rank in range(3)]
+    assert len({one["NCCL_HOSTID"] for one in shared}) == 3
+    assert all(one["NCCL_SOCKET_IFNAME"] == "lo" for one in shared)
+    assert nccl_environment(0, 2, gpus=2) == nccl_environment(0, 2, gpus=8) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 1 << 20])
+@multirank(3, backend="nccl", timeout_s=200)
+def test_three_ranks_of_any_number_of_gpus(rank, world_size, size):
+    assert torch.cuda.current_device() == rank % torch.cuda.device_count()
+    total = torch.full((size,), float(rank + 1), device="cuda")
+    dist.all_reduce(total)
+    assert (total == 6).all()
+    parts = torch.empty(3 * size, device="cuda")
+    dist.all_gather_into_tensor(parts, torch.full((size,), float(rank), device="cuda"))
+    assert parts.view(3, size).mean(1).tolist() == [0, 1, 2]

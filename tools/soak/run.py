@@ -18,11 +18,10 @@ import time
 from pathlib import Path
 
 import torch
-import victim as jobs  # puts kill_driver's folder on the path
+import victim as jobs
+import writer
 from tqdm import tqdm
 from warpsmith.distributed import ResumableSampler
-
-import kill_driver  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "soak.md"
@@ -36,17 +35,20 @@ class Finding(Exception):
     """Something went wrong in a job."""
 
 
+def drive(how, *given):
+    with tempfile.TemporaryDirectory(prefix="warpsmith-soak-") as folder:
+        try:
+            return writer.drive(f"{folder}/run", how, *given)
+        except AssertionError as error:
+            raise Finding(f"checkpoints, killed {how} {given}: {error}") from error
+
+
 def kills(count, seed, bar):
     """{what: figure} of `count` kills of a process that writes checkpoints. Raises where anything is lost."""
     total = dict.fromkeys(("kills", "unfinished", "removed", "steps"), 0)
     while total["kills"] < count:
         piece = min(PIECE, count - total["kills"])
-        with tempfile.TemporaryDirectory(prefix="warpsmith-soak-") as folder:
-            try:
-                found = kill_driver.drive(f"{folder}/run", "at-random", piece, seed)
-            except AssertionError as error:
-                raise Finding(f"checkpoints, seed {seed}: {error}") from error
-        for name, value in found.items():
+        for name, value in drive("at-random", piece, seed).items():
             total[name] += value
         seed += 1
         bar.update(piece)
@@ -143,13 +145,14 @@ def deaths(count, seed, bar):
     return found
 
 
-def table(state, found):
+def table(when, state, found):
     """The rows of the page."""
     rows = ["| what | times | result |", "|---|---|---|"]
     if state["kills"]:
         rows.append(
-            f"| `kill -9` of a process that writes checkpoints, at random times | {state['kills']:,} | nothing lost; "
-            f"{state['unfinished']} came while a checkpoint was written, {state['removed']} while one was removed |"
+            f"| `kill -9` of a process that writes checkpoints, {when} | {state['kills']:,} | nothing lost in "
+            f"{state['steps']:,} steps; {state['unfinished']} came while a checkpoint was written, {state['removed']} "
+            "while one was removed |"
         )
     for point in jobs.POINTS:
         if point in found:
@@ -171,6 +174,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000, help="of a process that writes checkpoints")
     parser.add_argument("--deaths", type=int, default=200, help="of a rank")
+    parser.add_argument("--every-call", action="store_true", help="not at random times, but at each call of four saves")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="the table of docs/soak.md")
     args = parser.parse_args()
@@ -179,10 +183,10 @@ def main():
         with tqdm(total=args.deaths, desc="ranks that die", unit="", disable=None) as bar:
             found = deaths(args.deaths, args.seed, bar) if args.deaths else {}
         with tqdm(total=args.kills, desc="kill -9 of a writer", unit="", disable=None) as bar:
-            state = kills(args.kills, args.seed, bar)
+            state = drive("at-every-call") if args.every_call else kills(args.kills, args.seed, bar)
     except Finding as finding:
         sys.exit(f"FOUND {finding}")
-    rows = table(state, found)
+    rows = table("at each call of four saves" if args.every_call else "at random times", state, found)
     print("\n".join(rows))
     if args.write:
         write_page(rows)

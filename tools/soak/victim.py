@@ -1,17 +1,21 @@
 """A training job of a few ranks, one of which kills itself at a chosen point of a chosen step.
 
-`run_job` forks the ranks from a warm process, so that none imports torch. Each rank is a script as a user writes it:
+`fork` makes children of a warm process, so that none imports torch; they tell their parent through a pipe what they do.
+`run_job` forks the ranks. Each rank is a script as a user writes it:
 `init`, `Checkpointer`, `watch`, DDP with `accurate_hook` or `ShardedOptimizer`. A rank tells the driver through a pipe
 what it has done, one line in one write.
 """
 
+import contextlib
 import itertools
 import os
+import select
 import signal
 import socket
 import sys
 import time
-from pathlib import Path
+import traceback
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,9 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from warpsmith.distributed import ShardedOptimizer, accurate_hook
 from warpsmith.distributed.gradients import hook
 from warpsmith.train import checkpointer, safetensors_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "train"))
-from forked import collect, fork
 
 SAMPLES, BATCH, SEED = 60, 3, 5
 WATCH_S = 60.0  # longer than anything takes on a busy machine; a death is reported at once
@@ -44,6 +45,71 @@ POINTS = (
     "while the checkpoint is written",
     "after save",
 )
+
+
+@dataclass
+class Ended:
+    """What became of a process. code: of its end, None where it hung; lines: what it said."""
+
+    code: int | None = None
+    lines: list[list[str]] = field(default_factory=list)
+
+    @property
+    def killed(self):
+        return self.code == -signal.SIGKILL
+
+    def said(self, word):
+        return [line[1:] for line in self.lines if line[0] == word]
+
+
+def fork(body):
+    """A child that calls body(say) and ends; its process and the reading end of its pipe."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        return pid, read
+    code = 1
+    try:
+        os.close(read)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
+
+        def say(*words):
+            os.write(write, (" ".join(map(str, words)) + "\n").encode())
+
+        try:
+            body(say)
+            code = 0
+        except BaseException:
+            say("error", traceback.format_exc().replace("\n", " | ")[-1500:])
+    finally:
+        os._exit(code)
+
+
+def collect(children, limit_s):
+    """How the children end, within a time; one that does not end is killed."""
+    said = {pipe: [] for _, pipe in children}
+    deadline = time.monotonic() + limit_s
+    open_pipes = set(said)
+    while open_pipes and (left := deadline - time.monotonic()) > 0:
+        for pipe in select.select(list(open_pipes), [], [], left)[0]:
+            data = os.read(pipe, 1 << 16)
+            said[pipe].append(data)
+            if not data:
+                open_pipes.discard(pipe)
+    found = []
+    for pid, pipe in children:
+        hung = pipe in open_pipes
+        if hung:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        os.close(pipe)
+        text = b"".join(said[pipe]).decode()
+        lines = [line.split(" ") for line in text.splitlines()]
+        found.append(Ended(None if hung else os.waitstatus_to_exitcode(status), lines))
+    return found
 
 
 class Trap:

@@ -1,14 +1,10 @@
 """Kills training processes while they write checkpoints, and checks after each that nothing is lost.
 
-    python kill_driver.py FOLDER at-random KILLS SEED     SIGKILL at random times
-    python kill_driver.py FOLDER at-every-call            SIGKILL at the first, second, ... call that touches the folder
-
-Processes are forked, so that a kill costs milliseconds. A child resumes, trains on and says which step is durable. When
-it is dead, the newest checkpoint must be at least the step that it said last, and hold, bit for bit, the state that an
-uninterrupted run has at that step.
+Either at random times, or at the first, second, ... call that touches the folder. Processes are forked, so that a kill
+costs milliseconds. A child resumes, trains on and says which step is durable. When it is dead, the newest checkpoint
+must be at least the step that it said last, and hold, bit for bit, the state that an uninterrupted run has at that step.
 """
 
-import json
 import os
 import random
 import signal
@@ -17,9 +13,11 @@ import time
 from pathlib import Path
 
 import torch
-from forked import collect, fork
-from training import Run, same
+from victim import collect, fork
 from warpsmith.train import Checkpointer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "train"))
+from training import Run, same
 
 KEEP = 2
 STEPS = 4  # of a child
@@ -129,8 +127,3 @@ def drive(folder, how, kills=0, seed=0):
             assert step < 0 and durable == 0, "all checkpoints are gone"
     state["steps"] = step
     return state
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(drive(*sys.argv[1:3], *map(int, sys.argv[3:]))))

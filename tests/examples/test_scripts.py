@@ -1,0 +1,148 @@
+"""The short examples as a user starts them: under real torchrun, alone, with four ranks."""
+
+import importlib
+import math
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from warpsmith.distributed.sharded.optimizer import CUT_ELEMS
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TOKENS = 32  # of context_parallel.py's vocabulary
+SAME_STEPS = 40  # before its model learns; while it does, rounding grows
+
+
+def run(*command, **variables):
+    """What a command writes to its standard error."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path} | variables
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=400, env=environ)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def torchrun(name, ranks, *arguments):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
+    text = run(sys.executable, *launcher, EXAMPLES / f"{name}.py", "--device", "cpu", *arguments)
+    assert f"{ranks} ranks" in text
+    return text
+
+
+def alone(name, monkeypatch, capfd, *arguments):
+    """What a script writes in this process."""
+    monkeypatch.setattr(sys, "argv", [name, "--device", "cpu", *map(str, arguments)])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return capfd.readouterr().err
+
+
+def losses(text):
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", text)}
+
+
+def held(text):
+    return [int(n) for n in re.findall(r"holds (\d+) bytes", text)]
+
+
+def test_ddp_resumed_and_with_another_number_of_ranks(tmp_path):
+    def ddp(folder, steps, ranks=2):
+        return losses(torchrun("ddp", ranks, "--out", tmp_path / folder, "--steps", steps))
+
+    whole = ddp("whole", 40)
+    assert list(whole) == [10, 20, 30, 40]
+    assert whole[40] < 0.5 * whole[10]
+    first, second = ddp("parts", 20), ddp("parts", 40)
+    assert list(second) == [30, 40]
+    assert first | second == whole  # to the last digit that is printed
+    assert list(ddp("parts", 50, ranks=1)) == [50]
+
+
+def test_zero_goes_on_with_another_number_of_ranks(tmp_path, monkeypatch, capfd):
+    text = torchrun("zero", 2, "--out", tmp_path, "--steps", 20)
+    found = losses(text)
+    assert list(found) == [10, 20] and found[20] < 0.5 * found[10]
+    more = alone("zero", monkeypatch, capfd, "--out", tmp_path, "--steps", 30)
+    assert "1 ranks on cpu" in more and list(losses(more)) == [30]
+    assert len(held(text)) == 2 and len(held(more)) == 1 and max(held(text)) < 0.6 * held(more)[0]
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_two_ranks_of_fsdp2_train_as_one(compute, monkeypatch, capfd):
+    def figures(text):
+        return [[float(v) for v in found] for found in re.findall(r"step \d+ loss (\S+) norm (\S+)", text)]
+
+    arguments = ["--steps", "20", "--compute", compute]
+    first, last = figures(alone("fsdp2", monkeypatch, capfd, *arguments))
+    assert last[0] < 0.5 * first[0]
+    if compute == "float32":
+        for one, two in zip((first, last), figures(torchrun("fsdp2", 2, *arguments)), strict=True):
+            assert two == pytest.approx(one, rel=1e-4)
+
+
+def context_parallel(ranks, mode, steps):
+    text = torchrun("context_parallel", ranks, "--batch", 8, "--tokens", 64, "--steps", steps, "--mode", mode)
+    assert f"{ranks} ranks, {mode}, {64 // ranks} tokens each" in text
+    return losses(text)
+
+
+@pytest.fixture(scope="module")
+def losses_of_one_rank():
+    found = context_parallel(1, "all_gather", SAME_STEPS)
+    assert list(found) == [10, 20, 30, 40]
+    return found
+
+
+@pytest.mark.parametrize("mode", ["all_gather", "ring"])
+def test_two_ranks_share_a_sequence_as_one(mode, losses_of_one_rank):
+    found = context_parallel(2, mode, 120 if mode == "all_gather" else SAME_STEPS)
+    assert {step: found[step] for step in losses_of_one_rank} == pytest.approx(losses_of_one_rank, rel=1e-4)
+    if mode == "all_gather":
+        # Without the other rank's tokens no token can be told: the loss would stay at log(32).
+        assert found[120] < 0.75 * math.log(TOKENS)
+
+
+def test_llama_learns_the_same_both_ways(capsys):
+    pytest.importorskip("transformers")
+    example = importlib.import_module("train_llama")
+    results = example.main(["--steps", "6", "--length", "32", "--batch", "2", "--hidden", "64"])
+    assert "LlamaRMSNorm: warpsmith.rms_norm (5)" in capsys.readouterr().out
+    (theirs, _), (ours, _) = results["transformers"], results["warpsmith"]
+    assert ours[-1] < ours[0] - 0.3
+    assert ours == pytest.approx(theirs, rel=2e-3)
+
+
+def check_four(text):
+    assert "4 ranks" in text
+    found = losses(text)
+    assert 2 in found and all(math.isfinite(loss) for loss in found.values())
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero"])
+def test_four_ranks(name, tmp_path):
+    text = torchrun(name, 4, "--steps", 2, "--save-every", 1, "--out", tmp_path)
+    check_four(text)
+    if name == "zero":
+        a_piece = CUT_ELEMS["cpu"] * 12  # a float32 master and two float32 states
+        assert len(held(text)) == 4 and max(held(text)) <= sum(held(text)) / 4 + a_piece
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("fsdp2", ["--compute", "float32"]),
+        ("context_parallel", ["--mode", "ulysses", "--tokens", "64", "--batch", "8"]),
+    ],
+)
+def test_four_ranks_train_as_one(name, arguments):
+    text = torchrun(name, 4, "--steps", 2, *arguments)
+    check_four(text)
+    assert losses(text) == pytest.approx(losses(torchrun(name, 1, "--steps", 2, *arguments)), rel=1e-4)
+
+
+def test_four_ranks_of_the_elastic_script(tmp_path):
+    flags = ["--device", "cpu", "--steps", "2", "--save-every", "1", "--out", tmp_path]
+    check_four(run(EXAMPLES / "elastic.sh", *flags, RANKS="4"))
