@@ -9,6 +9,7 @@ import warpsmith.testing
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import op_tables
 import speed_table
 
 project = "Warpsmith"
@@ -58,14 +59,16 @@ def with_summary(app, what, name, obj, options, lines):
         lines += ["", ".. autosummary::", "   :nosignatures:", "", *(f"   {n}" for n in names), ""]
 
 
-def with_speed_tables(app, docname, source):
-    """Puts the tables of the recordings into docs/benchmarks.md."""
-    if docname == "benchmarks":
+def with_made_parts(app, docname, source):
+    """Puts the tables of the recordings into docs/benchmarks.md, and functions and modules into docs/api."""
+    if docname.startswith("api/"):
+        source[0] = op_tables.with_reference(source[0])
+    elif docname == "benchmarks":
         for name in ("results", "recordings"):
             app.env.note_dependency(speed_table.ROOT / f"benchmarks/{name}.csv")
         source[0] = speed_table.page(source[0])
 
 
 def setup(app):
-    app.connect("source-read", with_speed_tables)
+    app.connect("source-read", with_made_parts)
     app.connect("autodoc-process-docstring", with_summary)

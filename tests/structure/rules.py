@@ -23,11 +23,11 @@ OF_A_FAMILY = (
     "tests/sim/sim_{0}.cpp",
     "tests/ops/test_{0}*.py",
     "benchmarks/bench_{0}.py",
+    "docs/ops/{0}.md",
 )
 OF_AN_OP = (
     "python/warpsmith/ops/{0}.py",
     "python/warpsmith/reference/{0}.py",
-    "docs/ops/{0}.md",
 )
 # What holds files of families, and of nothing else.
 FAMILIES_ROOMS = ("csrc/cpu/*.cpp", "csrc/bindings/*.cpp", "tests/sim/sim_*.cpp")
@@ -44,10 +44,9 @@ def missing_rooms(root, rows, optimizers=()):
     for family in dict.fromkeys(row.family for row in rows):
         wanted = [pattern.format(family) for pattern in OF_A_FAMILY]
         found += [f"{family}: {pattern} is missing" for pattern in wanted if not any(root.glob(pattern))]
-    ops = {row.name for row in rows}
     for name in optimizers:
-        wanted = [f"python/warpsmith/optim/{name}.py"] + [f"docs/optim/{name}.md"] * (name not in ops)
-        found += [f"{name}: {path} is missing" for path in wanted if not (root / path).exists()]
+        path = f"python/warpsmith/optim/{name}.py"
+        found += [f"{name}: {path} is missing"] * (not (root / path).exists())
     for row in rows:
         wanted = [pattern.format(row.name) for pattern in OF_AN_OP]
         found += [f"{row.name}: {pattern} is missing" for pattern in wanted if not any(root.glob(pattern))]
