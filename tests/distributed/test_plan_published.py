@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+from warpsmith.cli import main
 from warpsmith.distributed import plan
 from warpsmith.distributed.plan import prediction
 from warpsmith.testing import run_ranks
-from warpsmith.tools import main
 
 SIZES = "--layers 12 --hidden 768 --heads 12 --vocabulary 50304 --sequence 1024 --tied".split()
 # What the errors were when the formulas were written: (mean, worst) of |predicted / published - 1|.

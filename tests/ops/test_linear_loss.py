@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 import warpsmith
-from warpsmith.reference.linear_cross_entropy import linear_cross_entropy as reference
-from warpsmith.reference.linear_log_prob import linear_log_prob as log_prob_reference
+from warpsmith.reference.linear_loss import linear_cross_entropy as reference
+from warpsmith.reference.linear_loss import linear_log_prob as log_prob_reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

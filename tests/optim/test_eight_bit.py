@@ -6,7 +6,7 @@ import pytest
 import torch
 import warpsmith
 from torch import nn
-from warpsmith.reference.quantize_blockwise import dequantize_blockwise, dynamic_map, quantize_blockwise
+from warpsmith.reference.optim import dequantize_blockwise, dynamic_map, quantize_blockwise
 from warpsmith.testing import bitwise_equal, cpu_threads
 
 from .adamw_runs import assert_same_bits, make_params, run, set_grads, states_of

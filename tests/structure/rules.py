@@ -25,10 +25,8 @@ OF_A_FAMILY = (
     "benchmarks/bench_{0}.py",
     "docs/ops/{0}.md",
 )
-OF_AN_OP = (
-    "python/warpsmith/ops/{0}.py",
-    "python/warpsmith/reference/{0}.py",
-)
+# The family's files that define a public function for each op.
+DEFINING = ("python/warpsmith/ops/{0}.py", "python/warpsmith/reference/{0}.py")
 # What holds files of families, and of nothing else.
 FAMILIES_ROOMS = ("csrc/cpu/*.cpp", "csrc/bindings/*.cpp", "tests/sim/sim_*.cpp")
 # Sim programs of the machine and of the vocabulary of device code, and of kernels that are not the package's.
@@ -36,6 +34,12 @@ NOT_A_FAMILYS = {
     f"tests/sim/sim_{name}.cpp"
     for name in ("async attention_sm90 float8 libraries math row_absmax smoke tensor_copy warp wgmma").split()
 }
+
+
+def functions_of(path):
+    """The names of a module's public functions."""
+    text = path.read_text() if path.exists() else ""
+    return set(re.findall(r"^def ([a-z]\w*)", text, re.MULTILINE))
 
 
 def missing_rooms(root, rows, optimizers=()):
@@ -48,8 +52,9 @@ def missing_rooms(root, rows, optimizers=()):
         path = f"python/warpsmith/optim/{name}.py"
         found += [f"{name}: {path} is missing"] * (not (root / path).exists())
     for row in rows:
-        wanted = [pattern.format(row.name) for pattern in OF_AN_OP]
-        found += [f"{row.name}: {pattern} is missing" for pattern in wanted if not any(root.glob(pattern))]
+        for path in (pattern.format(row.family) for pattern in DEFINING):
+            if row.name not in functions_of(root / path):
+                found.append(f"{row.name}: {path} does not define it")
         tests = [path.read_text() for path in root.glob(f"tests/ops/test_{row.family}*.py")]
         if not any(re.search(rf'\b{row.name}\b|families\.rows\("{row.body}"\)', text) for text in tests):
             found.append(f"{row.name}: no cases in tests/ops/test_{row.family}*.py")
@@ -68,8 +73,10 @@ def without_a_row(root, rows):
     for path in sorted((root / "csrc/kernels").glob("*")):
         if path.is_dir() and path.name not in known:
             found.append(f"{path.relative_to(root).as_posix()}: has no list of ops")
-    public = {p.stem for p in (root / "python/warpsmith/ops").glob("*.py") if not p.stem.startswith("_")}
-    return found + [f"python/warpsmith/ops/{op}.py: has no row" for op in sorted(public - {row.name for row in rows})]
+    for path in sorted((root / "python/warpsmith/ops").glob("[a-z]*.py")):
+        strays = functions_of(path) - {row.name for row in rows if row.family == path.stem}
+        found += [f"{path.relative_to(root).as_posix()}: {op} has no row" for op in sorted(strays)]
+    return found
 
 
 # Folders that go on sys.path, in the processes of tests for instance.

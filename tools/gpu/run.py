@@ -205,7 +205,8 @@ def jobs_of(stage: str, code: str, ops: list[str], free_bytes: int, limit_s: flo
         judge = matching(r"[1-9]\d* vectors checked on (?!host|no device).*, 0 differ")
         return [Job(stage, [sys.executable, "tools/gpu/conformance/pins.py", "replay"], judge)]
     if stage == "compile":  # by the driver, before many tests ask for the same
-        names = sorted(path.stem for path in (ROOT / "python/warpsmith/ops").glob("[a-z]*.py"))
+        texts = [path.read_text() for path in (ROOT / "python/warpsmith/ops").glob("[a-z]*.py")]
+        names = sorted({name for text in texts for name in re.findall(r"^def ([a-z]\w*)", text, re.MULTILINE)})
         return [Job(f"compile {op}", [*WORKLOAD, "--op", op, "--cases", "1"], did_work, env) for op in names]
     if stage == "tests":
         return [Job(stage, [*PYTEST, "-m", "gpu and not alone", *spread(free_bytes, cores), "tests"], tested, env)]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from warpsmith.optim._known_sums import Sums, know, sums_of
-from warpsmith.optim._tensor_list import is_dense, same_layout
+from warpsmith._core.gradient_sums import Sums, remember, sums_of
+from warpsmith._core.tensor_list import is_dense, same_layout
 
 
 class _Taken(NamedTuple):
@@ -61,5 +61,5 @@ class BucketNorms:
             was_copied = grad is not before or grad._version != version  # not where no rank used the parameter
             whole = buffer._version == buffer_version
             if whole and (is_view or was_copied) and same_layout(grad, in_bucket):
-                know(param, sums)
+                remember(param, sums)
         self._taken = []

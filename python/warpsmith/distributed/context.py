@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from warpsmith._core import checks
 from warpsmith.distributed import output
 from warpsmith.distributed.gloo_threads import wait_until_idle
 from warpsmith.distributed.meeting import first_line, keep_to_loopback, meet
 from warpsmith.distributed.place import Place, find_place
 from warpsmith.distributed.stopping import Stopping
-from warpsmith.ops import _check
 
 _DEVICES = ("cpu", "cuda")
 _LONGEST_S = 1e9  # what torch's clocks can add
@@ -72,7 +72,7 @@ class Context:
         """
         product = 1
         for name, size in sizes.items():
-            _check.refuse_non_int("Context.mesh", name, size)
+            checks.refuse_non_int("Context.mesh", name, size)
             product *= max(size, 0)
         if not sizes or product != self.world_size:
             raise ValueError(
@@ -200,11 +200,11 @@ def init(
         >>> total
         tensor([1., 1.])
     """
-    _check.refuse_non_number("init", "timeout_s", timeout_s)
+    checks.refuse_non_number("init", "timeout_s", timeout_s)
     if not 0 < timeout_s <= _LONGEST_S:
         raise ValueError(f"init: timeout_s: expected more than 0 seconds and at most {_LONGEST_S:g}, got {timeout_s}")
     if seed is not None:
-        _check.refuse_non_int("init", "seed", seed)
+        checks.refuse_non_int("init", "seed", seed)
     device = _type_of(device)
     backend = None if backend is None else _known_backend(backend)
     if dist.is_initialized():
@@ -240,7 +240,7 @@ def _type_of(device: Any) -> str | None:
     if isinstance(device, torch.device):
         device = str(device)
     if device is not None and not isinstance(device, str):
-        _check.refuse_type("init", "device", f"{' or '.join(_DEVICES)}", device)
+        checks.refuse_type("init", "device", f"{' or '.join(_DEVICES)}", device)
     if device not in (None, *_DEVICES):
         which = ": each rank takes the GPU of its LOCAL_RANK" if device.startswith("cuda:") else ""
         raise ValueError(f"init: device: expected one of {', '.join(_DEVICES)}, got {device}{which}")
@@ -250,7 +250,7 @@ def _type_of(device: Any) -> str | None:
 def _known_backend(backend: Any) -> str:
     """The backend's name as torch has it, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     if not isinstance(backend, str):
-        _check.refuse_type("init", "backend", "a name or None", backend)
+        checks.refuse_type("init", "backend", "a name or None", backend)
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     for part in backend.lower().split(","):
         name = part.rpartition(":")[2]

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from warpsmith._core.library import call_raw, raw
 from warpsmith.ops._attention import Dims, dims_of
-from warpsmith.ops._library import call_raw, raw
 
 
 class Options(NamedTuple):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from warpsmith._core.library import _once
 from warpsmith.distributed.context_blocks import (
     Block,
     Given,
@@ -31,7 +32,6 @@ from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.sequence import Exchange, chunks_of, gather_sequence, in_sequence_order, of_rank
 from warpsmith.distributed.sequence import reduce_scatter_sequence as reduce_scatter
 from warpsmith.ops._attention import attend
-from warpsmith.ops._library import _once
 
 _KEYS, _GRADIENTS = 1, 2  # tags: between two ranks both may be under way
 

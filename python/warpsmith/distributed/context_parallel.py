@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from warpsmith._core import checks
+from warpsmith._core.dropout import draw_seed
 from warpsmith.distributed.agreement import agree_on_call
 from warpsmith.distributed.context_blocks import KEY_STEP, QUERY_STEP, Options
 from warpsmith.distributed.context_modes import Gathered, Place, Ring, place_of, ulysses
 from warpsmith.distributed.sequence import check_sharding, chunks_of
-from warpsmith.ops import _attention, _check
-from warpsmith.ops._dropout import draw_seed
+from warpsmith.ops import _attention
 
 _OP = "context_parallel_attention"
 _MODES = ("all_gather", "ring", "ulysses")
@@ -182,10 +183,10 @@ def _attend(
         _attention.choice(_OP, "mode", mode, _MODES)
         check_sharding(_OP, place.sharding)
         # The raw op would refuse deterministic when keys are on their way, and nobody takes them.
-        _check.flags(_OP, causal=causal, return_lse=return_lse, deterministic=deterministic)
+        checks.flags(_OP, causal=causal, return_lse=return_lse, deterministic=deterministic)
         optional = {"cu_seqlens": cu_seqlens, "alibi_slopes": alibi_slopes, "sink": sink, "seed": seed}
         _check_types({"q": q, "k": k, "v": v}, optional, softmax_scale, softcap)
-        _check.refuse_non_number(_OP, "dropout_p", dropout_p, "a number in [0, 1)")
+        checks.refuse_non_number(_OP, "dropout_p", dropout_p, "a number in [0, 1)")
         left, right = _attention.check_window(_OP, causal, window_size)
         q, k, v = _attention.under_autocast(_OP, q, k, v)  # type: ignore[assignment]
         dropout_p = dropout_p if _attention.drops(_OP, dropout_p) else 0.0
@@ -233,25 +234,25 @@ def _check_types(
     """Refuses values of another Python type. The checks after this one look at dtypes, shapes and sizes."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
-            _check.refuse_type(_OP, name, "a tensor", value)
+            checks.refuse_type(_OP, name, "a tensor", value)
     for name, value in optional.items():
         if value is not None and not isinstance(value, Tensor):
-            _check.refuse_type(_OP, name, "a tensor or None", value)
-    if softmax_scale is not None and type(softmax_scale) is not float and not _check.is_number(softmax_scale):
-        _check.refuse_type(_OP, "softmax_scale", "a number or None", softmax_scale)
-    if type(softcap) is not float and not _check.is_number(softcap):
-        _check.refuse_type(_OP, "softcap", "a number", softcap)
+            checks.refuse_type(_OP, name, "a tensor or None", value)
+    if softmax_scale is not None and type(softmax_scale) is not float and not checks.is_number(softmax_scale):
+        checks.refuse_type(_OP, "softmax_scale", "a number or None", softmax_scale)
+    if type(softcap) is not float and not checks.is_number(softcap):
+        checks.refuse_type(_OP, "softcap", "a number", softcap)
 
 
 def _check_packing(call: _Call, max_seqlen: Any) -> None:
     if call.cu_seqlens is None:
         if max_seqlen is not None:
-            _check.refuse(_OP, "max_seqlen", "None without cu_seqlens", _check.value_text(max_seqlen))
+            checks.refuse(_OP, "max_seqlen", "None without cu_seqlens", checks.value_text(max_seqlen))
         return
     if call.options.layout != _attention.LAYOUTS.index("thd"):
-        _check.refuse(_OP, "layout", "thd with cu_seqlens", _attention.LAYOUTS[call.options.layout])
+        checks.refuse(_OP, "layout", "thd with cu_seqlens", _attention.LAYOUTS[call.options.layout])
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 1:
-        _check.refuse(_OP, "max_seqlen", "an integer >= 1 with cu_seqlens", str(max_seqlen))
+        checks.refuse(_OP, "max_seqlen", "an integer >= 1 with cu_seqlens", str(max_seqlen))
 
 
 def _check_tensors(call: _Call) -> None:
@@ -263,7 +264,7 @@ def _check_tensors(call: _Call) -> None:
     )
     problem = _attention._check_inputs(_OP, inputs)
     if problem.k[1] != problem.q[1]:
-        _check.refuse(_OP, "k", f"{problem.q[1]} tokens, as q has", str(problem.k[1]))
+        checks.refuse(_OP, "k", f"{problem.q[1]} tokens, as q has", str(problem.k[1]))
 
 
 def _check_mode(call: _Call, place: Place) -> None:
@@ -271,17 +272,17 @@ def _check_mode(call: _Call, place: Place) -> None:
     tokens, chunks = q.shape[o.dims.tokens], len(chunks_of(place.rank, place.ranks, place.sharding))
     if place.ranks > 1 and tokens % chunks:
         got = f"{tokens}: pad the sequence to a multiple of {place.ranks * chunks}, or take sharding='contiguous'"
-        _check.refuse(_OP, "q", "an even number of tokens of each rank for sharding zigzag", got)
+        checks.refuse(_OP, "q", "an even number of tokens of each rank for sharding zigzag", got)
     if mode == "ulysses":
         for name, t in (("q", q), ("k", k)):
             if t.shape[o.dims.heads] % place.ranks:
                 got = f"{t.shape[o.dims.heads]}: take mode='all_gather' or 'ring', or fewer ranks"
-                _check.refuse(_OP, name, f"a number of heads that {place.ranks} ranks divide, in mode ulysses", got)
+                checks.refuse(_OP, name, f"a number of heads that {place.ranks} ranks divide, in mode ulysses", got)
     if o.dropout_p > 0 and place.ranks > 1 and mode != "ulysses":
         _check_dropout(call, place, tokens // chunks)
     if call.alibi_slopes is not None and (mode == "ring" or (mode == "all_gather" and o.right != 0)):
         reason = f"None in mode {mode}" + (" without causal=True" if mode == "all_gather" else "")
-        _check.refuse(
+        checks.refuse(
             _OP,
             "alibi_slopes",
             f"{reason} (the op counts distances from where a call's last query meets its last key)",
@@ -290,7 +291,7 @@ def _check_mode(call: _Call, place: Place) -> None:
     if mode == "ring" and call.cu_seqlens is not None and (o.left >= 0 or o.right > 0):
         reason = "where a document's window ends in a block depends on offsets that only the device knows"
         got = f"({o.left}, {o.right}): take mode='all_gather' or 'ulysses'"
-        _check.refuse(_OP, "window_size", f"None with cu_seqlens in mode ring ({reason})", got)
+        checks.refuse(_OP, "window_size", f"None with cu_seqlens in mode ring ({reason})", got)
 
 
 def _check_dropout(call: _Call, place: Place, chunk: int) -> None:
@@ -298,11 +299,11 @@ def _check_dropout(call: _Call, place: Place, chunk: int) -> None:
     if call.cu_seqlens is not None:
         reason = "the mask counts within a document, which may begin anywhere in a rank's tokens"
         got = f"{call.options.dropout_p}: take mode='ulysses'"
-        _check.refuse(_OP, "dropout_p", f"0 with cu_seqlens in mode {mode} ({reason})", got)
+        checks.refuse(_OP, "dropout_p", f"0 with cu_seqlens in mode {mode} ({reason})", got)
     if chunk % step:
         several = place.ranks * len(chunks_of(place.rank, place.ranks, place.sharding)) * step
         got = f"{chunk}: pad the sequence to a multiple of {several}, or take mode='ulysses'"
-        _check.refuse(_OP, "q", f"chunks of a multiple of {step} tokens for dropout in mode {mode}", got)
+        checks.refuse(_OP, "q", f"chunks of a multiple of {step} tokens for dropout in mode {mode}", got)
 
 
 def _facts(call: _Call, place: Place) -> dict[str, str]:
@@ -333,4 +334,4 @@ def _facts(call: _Call, place: Place) -> dict[str, str]:
 
 
 def _text(t: Tensor) -> str:
-    return f"{_check.dtype_text(t.dtype)} {_check.shape_text(t.shape)}"
+    return f"{checks.dtype_text(t.dtype)} {checks.shape_text(t.shape)}"

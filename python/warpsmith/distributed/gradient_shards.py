@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
+from warpsmith._core.grad_norm import check_gradients
+from warpsmith._core.gradient_sums import Joined, Sums, joined, sums_of
+from warpsmith._core.raw_step import rank_mean
+from warpsmith._core.tensor_list import same_layout
 from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.hook import _all_gather, mean_in_rank_order, side_stream
 from warpsmith.distributed.peer_memory import PeerMemory, peer_memory
 from warpsmith.distributed.shards import Bucket, Fragment
-from warpsmith.ops._grad_norm import check_gradients
-from warpsmith.ops._rank_mean import rank_mean
-from warpsmith.optim._known_sums import Joined, Sums, joined, sums_of
-from warpsmith.optim._tensor_list import same_layout
 
 _OP = "ShardedOptimizer"
 IN_FLIGHT = 2  # buckets whose exchange may be under way; more would hold the memory of all gradients once more

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
 
+from warpsmith._core import checks
+from warpsmith._core.raw_step import rank_mean
 from warpsmith.distributed.bucket_norms import BucketNorms
 from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.peer_memory import PeerMemory, peer_memory
-from warpsmith.ops import _check
-from warpsmith.ops._rank_mean import rank_mean
 
 Future = torch.futures.Future[Tensor]
 Hook = Callable[[Any, GradBucket], Future]
@@ -88,7 +88,7 @@ def accurate_hook(  # type: ignore[misc]  # DDP reads these annotations, and wan
     """
     if wire not in _WIRES:
         raise ValueError(f"accurate_hook: wire: expected torch.bfloat16 or torch.float16, got {wire}")
-    _check.flags("accurate_hook", keep_norm=keep_norm)
+    checks.flags("accurate_hook", keep_norm=keep_norm)
     if bucket is not None:
         rank_and_size(state, "accurate_hook")
         return _reduce(state, bucket, wire, None)

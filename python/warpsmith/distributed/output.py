@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
 
 
 class RankFilter(logging.Filter):
@@ -21,8 +21,8 @@ class RankFilter(logging.Filter):
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
-        _check.sizes("RankFilter", 0, rank=rank)
-        _check.sizes("RankFilter", rank + 1, world_size=world_size)
+        checks.sizes("RankFilter", 0, rank=rank)
+        checks.sizes("RankFilter", rank + 1, world_size=world_size)
         self.rank, self.world_size = rank, world_size
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from warpsmith._core import checks
 from warpsmith.distributed.agreement import agree_on_call
 from warpsmith.distributed.exchange import rank_and_size
-from warpsmith.ops import _check
 
 SHARDINGS = ("zigzag", "contiguous")
 
@@ -28,7 +28,7 @@ def chunks_of(rank: int, ranks: int, sharding: str) -> tuple[int, ...]:
 
 
 def check_sharding(op: str, sharding: str) -> None:
-    _check.one_of(op, "sharding", sharding, tuple(SHARDINGS))
+    checks.one_of(op, "sharding", sharding, tuple(SHARDINGS))
 
 
 def in_sequence_order(parts: Sequence[Tensor], dim: int, sharding: str) -> Tensor:
@@ -110,10 +110,10 @@ class _Gather(torch.autograd.Function):
 def _dimension(op: str, t: Tensor, dim: int) -> int:
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: t: expected a tensor, got {type(t).__name__}")
-    _check.refuse_non_int(op, "dim", dim)
+    checks.refuse_non_int(op, "dim", dim)
     if not -t.dim() <= dim < t.dim():
         raise ValueError(
-            f"{op}: dim: expected a dimension of a tensor of shape {tuple(t.shape)}, got {_check.value_text(dim)}"
+            f"{op}: dim: expected a dimension of a tensor of shape {tuple(t.shape)}, got {checks.value_text(dim)}"
         )
     return dim % t.dim()
 
@@ -191,9 +191,9 @@ def unshard_sequence(
         check_sharding(op, sharding)
         if ranks > 1 and sharding == "zigzag" and t.shape[dim] % 2:
             expected = f"an even number of tokens along dimension {dim}, as shard_sequence gives"
-            _check.refuse(op, "t", expected, str(t.shape[dim]))
+            checks.refuse(op, "t", expected, str(t.shape[dim]))
         needs_grad = torch.is_grad_enabled() and t.requires_grad  # the backward is a collective too
-        facts = {"t": f"{_check.dtype_text(t.dtype)} {_check.shape_text(t.shape)}", "requires_grad": str(needs_grad)}
+        facts = {"t": f"{checks.dtype_text(t.dtype)} {checks.shape_text(t.shape)}", "requires_grad": str(needs_grad)}
         facts |= {"dim": str(dim), "sharding": sharding}
     except (TypeError, ValueError) as error:  # the other ranks wait to hear of it
         refusal = error

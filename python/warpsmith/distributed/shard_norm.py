@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from warpsmith._core.grad_norm import chunk_elems, norm_of_partials, partial_power_sums
 from warpsmith.distributed.gradient_shards import GradientShards
 from warpsmith.distributed.hook import _all_gather
-from warpsmith.ops._grad_norm import chunk_elems, norm_of_partials, partial_power_sums
 
 
 class ShardNorm:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from warpsmith._core.raw_step import COUNTER
 from warpsmith.distributed.exchange import all_gather_bytes
 from warpsmith.distributed.gradient_shards import GradientShards, flat
 from warpsmith.distributed.shards import Fragment
-from warpsmith.ops._optim import COUNTER
 
 States = dict[int, dict[str, Any]]  # of each parameter or fragment that has any, by its index
 

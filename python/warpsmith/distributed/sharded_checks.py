@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from warpsmith import optim
+from warpsmith._core import checks
+from warpsmith._core.grad_norm import CUT_ELEMS
+from warpsmith._core.raw_step import COUNTER
+from warpsmith._core.tensor_list import all_params, describe, is_dense
 from warpsmith.distributed.agreement import fingerprints
 from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.hook import _WIRES
-from warpsmith.ops import _check
-from warpsmith.ops._grad_norm import CUT_ELEMS
-from warpsmith.ops._optim import COUNTER
 from warpsmith.optim._precision import storage_of
-from warpsmith.optim._tensor_list import all_params, describe, is_dense
 
 OP = "ShardedOptimizer"
 _CLASSES = (optim.SGD, optim.Adagrad, optim.Adam, optim.AdamW, optim.Lion, optim.RMSprop)
@@ -42,13 +42,13 @@ def check_arguments(optimizer_class: Any, stage: Any, wire: Any, bucket_cap_mb: 
         names = ", ".join(c.__name__ for c in _CLASSES)
         got = getattr(optimizer_class, "__name__", str(optimizer_class))
         reason = "each rank has only parts of tensors, so an update may need nothing but its own element"
-        _check.refuse(OP, "optimizer_class", f"{names} of warpsmith.optim ({reason})", got)
+        checks.refuse(OP, "optimizer_class", f"{names} of warpsmith.optim ({reason})", got)
     if type(stage) is not int or stage not in (1, 2):
-        _check.refuse(OP, "stage", "1 or 2", _check.value_text(stage))
-    _check.flags(OP, find_unused_parameters=unused)
+        checks.refuse(OP, "stage", "1 or 2", checks.value_text(stage))
+    checks.flags(OP, find_unused_parameters=unused)
     if wire not in _WIRES:
-        _check.refuse(OP, "wire", "torch.bfloat16 or torch.float16", str(wire))
-    _check.number(OP, "bucket_cap_mb", bucket_cap_mb, "a finite number > 0", lambda mb: 0 < mb * 2.0**20 < math.inf)
+        checks.refuse(OP, "wire", "torch.bfloat16 or torch.float16", str(wire))
+    checks.number(OP, "bucket_cap_mb", bucket_cap_mb, "a finite number > 0", lambda mb: 0 < mb * 2.0**20 < math.inf)
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
@@ -57,33 +57,33 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
     owners = [group for group in groups for _ in group["params"]]
     trainable = [i for i, p in enumerate(params) if p.requires_grad]
     if not trainable:
-        _check.refuse(OP, "params", "a parameter that requires a gradient", "none")
+        checks.refuse(OP, "params", "a parameter that requires a gradient", "none")
     for group in groups:
         _check_precision(OP, "precision", group)
     first = params[trainable[0]]
     for i in trainable:
         p, argument = params[i], describe(groups, i)  # type: ignore[arg-type]
         if hasattr(p, "to_local"):
-            _check.refuse(
+            checks.refuse(
                 OP, argument, "a plain tensor: FSDP2 and tensor parallelism share it out already", "a DTensor"
             )
         if p.device.type not in CUT_ELEMS:
-            _check.refuse(OP, argument, "a tensor on the CPU or on CUDA", str(p.device))
-        _check.same_device(OP, argument, p, first)
+            checks.refuse(OP, argument, "a tensor on the CPU or on CUDA", str(p.device))
+        checks.same_device(OP, argument, p, first)
         storage, precision = storage_of(owners[i].get("precision"), p.dtype), owners[i].get("precision")
         if storage is None or (p.dtype == torch.float64 and p.device.type != "cpu"):
             expected = "a floating dtype" if precision is None else f"a dtype of precision {precision}"
-            _check.refuse(OP, argument, expected, _check.dtype_text(p.dtype))
+            checks.refuse(OP, argument, expected, checks.dtype_text(p.dtype))
         if not is_dense(p):
             got = f"strides {p.stride()} for shape {tuple(p.shape)}"
-            _check.refuse(OP, argument, "elements without gaps or overlap", got)
+            checks.refuse(OP, argument, "elements without gaps or overlap", got)
 
 
 def _check_precision(op: str, argument: str, group: Mapping[str, Any]) -> None:
     if group.get("precision") not in _PRECISIONS:
         known = ", ".join(map(str, _PRECISIONS))
         expected = f"one of {known}, whose elements do not depend on others"
-        _check.refuse(op, argument, expected, str(group["precision"]))
+        checks.refuse(op, argument, expected, str(group["precision"]))
 
 
 def description(
@@ -97,7 +97,7 @@ def description(
     params = all_params(groups)  # type: ignore[arg-type]
     for i, p in enumerate(params):
         frozen = "" if p.requires_grad else ", frozen"
-        text = f"{_check.dtype_text(p.dtype)} {tuple(p.shape)} with strides {p.stride()} on {p.device.type}{frozen}"
+        text = f"{checks.dtype_text(p.dtype)} {tuple(p.shape)} with strides {p.stride()} on {p.device.type}{frozen}"
         found.append((describe(groups, i), text))  # type: ignore[arg-type]
     trainable = [i for i, p in enumerate(params) if p.requires_grad]
     for i, number in zip(trainable, fingerprints([params[i] for i in trainable]), strict=True):
@@ -110,26 +110,26 @@ def check_state(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, An
     shared out or does not take its parameters, or of another shape than its parameter."""
     expected = "a dict with state and param_groups, as state_dict() gives"
     if not isinstance(state_dict, Mapping):
-        _check.refuse_type(f"{OP}.load_state_dict", "state_dict", expected, state_dict)
+        checks.refuse_type(f"{OP}.load_state_dict", "state_dict", expected, state_dict)
     if missing := [name for name in ("state", "param_groups") if name not in state_dict]:
-        _check.refuse(f"{OP}.load_state_dict", "state_dict", expected, f"one without {' and '.join(missing)}")
+        checks.refuse(f"{OP}.load_state_dict", "state_dict", expected, f"one without {' and '.join(missing)}")
     saved = [len(group["params"]) for group in state_dict["param_groups"]]
     own = [len(group["params"]) for group in groups]
     if saved != own:
-        _check.refuse(f"{OP}.load_state_dict", "state_dict", f"groups of {own} parameters", str(saved))
+        checks.refuse(f"{OP}.load_state_dict", "state_dict", f"groups of {own} parameters", str(saved))
     for g, (group, loaded) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
         where = f"state_dict: precision of param_groups[{g}]"
         _check_precision(f"{OP}.load_state_dict", where, loaded)
         for p in group["params"]:
             if p.requires_grad and storage_of(loaded.get("precision"), p.dtype) is None:
-                expected = f"one that takes {_check.dtype_text(p.dtype)}"
-                _check.refuse(f"{OP}.load_state_dict", where, expected, str(loaded["precision"]))
+                expected = f"one that takes {checks.dtype_text(p.dtype)}"
+                checks.refuse(f"{OP}.load_state_dict", where, expected, str(loaded["precision"]))
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     for index, (key, p) in enumerate(zip(keys, all_params(groups), strict=True)):  # type: ignore[arg-type]
         for name, value in state_dict["state"].get(key, {}).items():
             if name != COUNTER and isinstance(value, Tensor) and value.shape != p.shape:
                 argument = f"state_dict: {name} of {describe(groups, index)}"  # type: ignore[arg-type]
-                _check.refuse(f"{OP}.load_state_dict", argument, f"shape {tuple(p.shape)}", str(tuple(value.shape)))
+                checks.refuse(f"{OP}.load_state_dict", argument, f"shape {tuple(p.shape)}", str(tuple(value.shape)))
 
 
 def require_group(group: ProcessGroup | None) -> None:

@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from warpsmith.distributed import sharded_checks as checks
+from warpsmith._core import checks
+from warpsmith._core.grad_norm import CUT_ELEMS, clip_in_place, largest_norm, norm_order
+from warpsmith._core.gradient_sums import remember, sums_of
+from warpsmith._core.tensor_list import all_params, describe, moved, numbered
+from warpsmith.distributed import sharded_checks
 from warpsmith.distributed.agreement import require_agreement
 from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.gradient_shards import GradientShards, flat
@@ -20,14 +24,9 @@ from warpsmith.distributed.param_gather import ParamGather
 from warpsmith.distributed.shard_norm import ShardNorm
 from warpsmith.distributed.shard_state import States, cut_states, gather_states
 from warpsmith.distributed.shards import plan_buckets
-from warpsmith.ops import _check
-from warpsmith.ops._grad_norm import CUT_ELEMS, clip_in_place
-from warpsmith.optim._known_sums import know, sums_of
 from warpsmith.optim._loading import check_names
-from warpsmith.optim._tensor_list import all_params, describe, moved, numbered
-from warpsmith.optim.clip import _largest_norm, _order
 
-_OP = checks.OP
+_OP = sharded_checks.OP
 _REMEDY = (
     "give all ranks the same model and arguments: build it after the same torch.manual_seed, or broadcast the "
     "parameters of rank 0"
@@ -116,16 +115,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         find_unused_parameters: bool = False,
         **defaults: Any,
     ) -> None:
-        checks.require_group(process_group)
+        sharded_checks.require_group(process_group)
         self.process_group, self.stage, self.optimizer_class = process_group, stage, optimizer_class
         rank, world_size = rank_and_size(process_group)
         given = {"stage": stage, "wire": wire, "bucket_cap_mb": bucket_cap_mb, "unused": find_unused_parameters}
 
         def describe_own() -> list[tuple[str, str]]:
-            checks.check_arguments(optimizer_class, stage, wire, bucket_cap_mb, find_unused_parameters)
+            sharded_checks.check_arguments(optimizer_class, stage, wire, bucket_cap_mb, find_unused_parameters)
             self._whole = optimizer_class(params, **defaults)
-            checks.check_groups(self._whole.param_groups)
-            return checks.description(optimizer_class, self._whole.param_groups, given)
+            sharded_checks.check_groups(self._whole.param_groups)
+            return sharded_checks.description(optimizer_class, self._whole.param_groups, given)
 
         require_agreement(_OP, describe_own, _REMEDY, process_group)
         groups = self._whole.param_groups
@@ -172,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The groups with this rank's fragments in place of the parameters."""
         groups = self._whole.param_groups
         owner = [g for g, group in enumerate(groups) for _ in group["params"]]
-        found: list[dict[str, Any]] = [{**checks.values_of(group), "params": []} for group in groups]
+        found: list[dict[str, Any]] = [{**sharded_checks.values_of(group), "params": []} for group in groups]
         names = [name for group in groups for name in group.get("param_names", ())]
         for f, tensor in zip(self._shards.fragments, self._tensors, strict=True):
             at = self._trainable[f.param]
@@ -238,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             strict=True,
         ):
             if tensor.grad is not None:
-                know(tensor, sums)
+                remember(tensor, sums)
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -249,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: ``norm_type`` is not 1, 2 or ``inf``.
             RuntimeError: no backward has reduced gradients since the last step.
         """
-        p = _order(f"{_OP}.grad_norm", norm_type)
+        p = norm_order(f"{_OP}.grad_norm", norm_type)
         self._shards.require_reduced("grad_norm()")
         return self._norm.norm(p)
 
@@ -273,8 +272,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for which the host waits.
         """
         op = f"{_OP}.clip_grad_norm_"
-        max_norm = _largest_norm(op, max_norm)
-        p = _order(op, norm_type)
+        max_norm = largest_norm(op, max_norm)
+        p = norm_order(op, norm_type)
         self._shards.require_reduced("clip_grad_norm_()")
         norm = self._norm.norm(p)
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -296,7 +295,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._shards.require_reduced("step()")
         for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(checks.values_of(own))
+            inner.update(sharded_checks.values_of(own))
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:
             found_inf = found_inf.detach().to(self._flag.device, torch.float32, copy=True)
@@ -327,7 +326,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inside = {id(p) for p in model.parameters()}
         for name, p in zip(self._shards.names, self._params, strict=True):
             if id(p) not in inside:
-                _check.refuse(f"{_OP}.gather_in_forward", "model", f"one that holds {name}", type(model).__name__)
+                checks.refuse(f"{_OP}.gather_in_forward", "model", f"one that holds {name}", type(model).__name__)
         self._gather.wait_in_forward(model)
 
     def wait_for_parameters(self) -> None:
@@ -344,9 +343,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: ``to`` is no rank of the group.
         """
-        _check.refuse_non_int(f"{_OP}.consolidate_state_dict", "to", to)
+        checks.refuse_non_int(f"{_OP}.consolidate_state_dict", "to", to)
         if not 0 <= to < self._shards.world_size:
-            _check.refuse(f"{_OP}.consolidate_state_dict", "to", f"a rank below {self._shards.world_size}", str(to))
+            checks.refuse(f"{_OP}.consolidate_state_dict", "to", f"a rank below {self._shards.world_size}", str(to))
         own = [dict(self._inner.state.get(tensor, {})) for tensor in self._tensors]
         self._consolidated = gather_states(self._shards, own, to)
 
@@ -367,7 +366,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for own, whole in zip(self.param_groups, self._whole.param_groups, strict=True):
             names = {"param_names": whole["param_names"]} if "param_names" in whole else {}
             count = len(whole["params"])
-            groups.append({**checks.values_of(own), **names, "params": list(range(first, first + count))})
+            groups.append({**sharded_checks.values_of(own), **names, "params": list(range(first, first + count))})
             first += count
         return {
             "state": {self._trainable[i]: state for i, state in sorted(self._consolidated.items())},
@@ -395,15 +394,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         local, first = [], 0
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             count = len(inner["params"])
-            local.append({**checks.values_of(group), "params": list(range(first, first + count))})
+            local.append({**sharded_checks.values_of(group), "params": list(range(first, first + count))})
             first += count
         self._inner.load_state_dict({"state": states, "param_groups": local})
         for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            own.update(checks.values_of(inner))
+            own.update(sharded_checks.values_of(inner))
         self.state = self._inner.state
         self._consolidated = None
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises TypeError or ValueError where ``load_state_dict`` would, and changes nothing."""
-        checks.check_state(self._whole.param_groups, state_dict)
+        sharded_checks.check_state(self._whole.param_groups, state_dict)
         check_names(self._whole, state_dict)  # on each rank, also on one that has no fragment of these states

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 
-from warpsmith.distributed import sharded_checks as checks
-from warpsmith.ops import _check
-from warpsmith.ops._optim import COUNTER
-from warpsmith.optim._tensor_list import describe
+from warpsmith._core import checks
+from warpsmith._core.raw_step import COUNTER
+from warpsmith._core.tensor_list import describe
+from warpsmith.distributed import sharded_checks
 
 if TYPE_CHECKING:
     from warpsmith.distributed.sharded_optimizer import ShardedOptimizer
@@ -122,7 +122,7 @@ class ShardedState(Stateful):
         for (key, name), parts in ranges.items():
             states[key][name] = FlatTensor(states[key][name], parts)
         groups = {
-            str(g): {**checks.values_of(own), "layouts": [_layout(p) for p in whole["params"]]}
+            str(g): {**sharded_checks.values_of(own), "layouts": [_layout(p) for p in whole["params"]]}
             for g, (own, whole) in enumerate(zip(optimizer.param_groups, optimizer._whole.param_groups, strict=True))
         }
         return {"state": states, "param_groups": groups, "sizes": self._sizes()}
@@ -132,20 +132,20 @@ class ShardedState(Stateful):
         optimizer = self._optimizer
         whole = optimizer._whole.param_groups
         if (sizes := state_dict["sizes"]) != self._sizes():
-            _check.refuse(_OP, "param_groups", f"groups of {self._sizes()} parameters", str(sizes))
+            checks.refuse(_OP, "param_groups", f"groups of {self._sizes()} parameters", str(sizes))
         groups = [dict(state_dict["param_groups"][str(g)]) for g in range(len(whole))]
         number = 0
         for group, own in zip(groups, whole, strict=True):
             layouts = group.pop("layouts")
             for layout, p in zip(layouts, own["params"], strict=True):
                 if layout != _layout(p):
-                    _check.refuse(_OP, describe(whole, number), f"the layout {_layout(p)}", layout)
+                    checks.refuse(_OP, describe(whole, number), f"the layout {_layout(p)}", layout)
                 number += 1
         ids = iter(range(number))
         ranges = [
             {**group, "params": [next(ids) for _ in own["params"]]} for group, own in zip(groups, whole, strict=True)
         ]
-        checks.check_state(whole, {"state": {}, "param_groups": ranges})
+        sharded_checks.check_state(whole, {"state": {}, "param_groups": ranges})
         states: dict[int, dict[str, Any]] = {}
         for n, f in enumerate(optimizer._shards.fragments):
             saved = state_dict["state"].get(self._key(f.param), {})

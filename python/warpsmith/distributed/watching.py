@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+from warpsmith._core import checks
 from warpsmith.distributed.place import find_place
 from warpsmith.distributed.watch_flight import pending
 from warpsmith.distributed.watch_record import Call, Recorder, is_not_the_users, user_line
 from warpsmith.distributed.watch_report import Said, State, is_trouble, report
 from warpsmith.distributed.watch_steps import Steps, table
-from warpsmith.ops import _check
 
 _LONGEST_BEAT_S = 0.5
 _BEATS_OF_SILENCE = 5
@@ -71,7 +71,7 @@ class Watch:
         """
         for name, value in values.items():
             if not isinstance(value, Tensor):
-                _check.refuse_non_number("Watch.step", name, value)
+                checks.refuse_non_number("Watch.step", name, value)
         if self._thread is not None:
             self._steps.end(self._recorder.waited_s, values)
 
@@ -296,11 +296,11 @@ def watch(timeout_s: float = 300.0, *, on_report: Callable[[str], None] | None =
         >>> with warpsmith.distributed.init(device="cpu") as ctx, warpsmith.distributed.watch(timeout_s=120):
         ...     ctx.barrier()
     """
-    _check.refuse_non_number("watch", "timeout_s", timeout_s)
+    checks.refuse_non_number("watch", "timeout_s", timeout_s)
     if not timeout_s > 0:
         raise ValueError(f"watch: timeout_s: expected more than 0 seconds, got {timeout_s}")
     if on_report is not None and not callable(on_report):
-        _check.refuse_type("watch", "on_report", "a function of the text, or None", on_report)
+        checks.refuse_type("watch", "on_report", "a function of the text, or None", on_report)
     if not dist.is_initialized() and (place := find_place(os.environ)).world_size > 1:
         raise RuntimeError(f"watch: {place.name}: expected a process group, got none: call init() before watch()")
     return Watch(timeout_s, on_report or _to_stderr)

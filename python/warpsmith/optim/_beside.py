@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from warpsmith import _C
-from warpsmith.ops import _check
-from warpsmith.ops._optim import optim_pointers
-from warpsmith.optim import _tensor_list as lists
+from warpsmith._core import checks
+from warpsmith._core import tensor_list as lists
+from warpsmith._core.raw_step import optim_pointers
 from warpsmith.optim.ema import EMA
 
 if TYPE_CHECKING:
@@ -33,29 +33,29 @@ class Beside:
         own = set(lists.all_params(optimizer.param_groups))
         if ema is not None:
             if ema._optimizer not in (None, optimizer):
-                _check.refuse(op, "ema", "one of this optimizer, or of none", "that of another")
+                checks.refuse(op, "ema", "one of this optimizer, or of none", "that of another")
             self.averages = {p: n for n, p in enumerate(ema._params)}
         for number, (p, copy) in enumerate(self.copies.items()):
             argument = f"copies[{number}]"
             if p not in own:
-                _check.refuse(op, argument, "a copy of a parameter of this optimizer", "that of another tensor")
+                checks.refuse(op, argument, "a copy of a parameter of this optimizer", "that of another tensor")
             if p.dtype != torch.float32:
-                _check.refuse(op, argument, "a copy of a float32 parameter", f"that of {_check.dtype_text(p.dtype)}")
+                checks.refuse(op, argument, "a copy of a float32 parameter", f"that of {checks.dtype_text(p.dtype)}")
             if copy.dtype not in _COPY_DTYPES:
-                _check.refuse(op, argument, "float16 or bfloat16", _check.dtype_text(copy.dtype))
+                checks.refuse(op, argument, "float16 or bfloat16", checks.dtype_text(copy.dtype))
             if copy.requires_grad:
-                _check.refuse(op, argument, "a tensor that requires no gradient", "one that does")
+                checks.refuse(op, argument, "a tensor that requires no gradient", "one that does")
             self._check_like(argument, copy, p)
         with torch.no_grad():
             for p, copy in self.copies.items():
                 copy.copy_(p)
 
     def _check_like(self, argument: str, beside: Tensor, param: Tensor) -> None:
-        _check.same_shape(self.op, argument, beside, param.shape)
-        _check.same_device(self.op, argument, beside, param)
-        _check.overwritable(self.op, argument, beside)
+        checks.same_shape(self.op, argument, beside, param.shape)
+        checks.same_device(self.op, argument, beside, param)
+        checks.overwritable(self.op, argument, beside)
         if not lists.same_layout(lists.local(beside), lists.local(param)):
-            _check.refuse(self.op, argument, "the strides of its parameter", "others")
+            checks.refuse(self.op, argument, "the strides of its parameter", "others")
 
     def _words_of(self, param: Tensor) -> tuple[int, int, int]:
         """An OptimBeside of csrc/kernels/optim/beside.h."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from warpsmith import _C
-from warpsmith.ops._optim import COUNTER, SCALES, optim_pointers, optim_table
-from warpsmith.optim import _tensor_list as lists
+from warpsmith._core import tensor_list as lists
+from warpsmith._core.raw_step import COUNTER, SCALES, optim_pointers, optim_table
 from warpsmith.optim._precision import EXTRA_DTYPES, Storage
 
 Optimizer = Any  # a MultiTensorOptimizer, which imports this module
