@@ -211,10 +211,10 @@ def _together(facts: dict[str, Any], network_gbit: float | None) -> int:
     """Adds what the ranks of a job find together; returns this rank. What keeps them from meeting is a problem."""
     from warpsmith.distributed import init
     from warpsmith.distributed.exchange import all_gather_bytes
-    from warpsmith.distributed.place import find_place
+    from warpsmith.distributed.launch.environment import launch_environment
 
     try:
-        if find_place(os.environ).world_size == 1:
+        if launch_environment(os.environ).world_size == 1:
             return 0
         ctx = init(timeout_s=120)
     except (ValueError, RuntimeError) as error:

@@ -9,7 +9,6 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from warpsmith._core import load as _load

@@ -16,7 +16,7 @@ from warpsmith._core import checks
 from warpsmith._core.library import call_raw, raw
 from warpsmith.distributed.agreement import agree_on_call
 from warpsmith.distributed.exchange import rank_and_size
-from warpsmith.distributed.hook import _all_gather
+from warpsmith.distributed.gradients.hook import _all_gather
 from warpsmith.ops._cross_entropy import (
     NONE,
     check_inputs,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from warpsmith._core.raw_step import COUNTER
 from warpsmith.distributed.exchange import all_gather_bytes
-from warpsmith.distributed.gradient_shards import GradientShards, flat
-from warpsmith.distributed.shards import Fragment
+from warpsmith.distributed.sharded.gradient_shards import GradientShards, flat
+from warpsmith.distributed.sharded.shards import Fragment
 
 States = dict[int, dict[str, Any]]  # of each parameter or fragment that has any, by its index
 

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from warpsmith.distributed.place import Place, find_place, first_host
+from warpsmith.distributed.launch.environment import LaunchEnvironment, first_host, launch_environment
 
 TORCHRUN = {
     "RANK": "3",
@@ -26,34 +26,35 @@ SRUN = {
 
 
 def test_torchrun():
-    assert find_place(TORCHRUN) == Place("torchrun", 3, 8, 1, 2, "host0", 29400, True)
-    assert not find_place(TORCHRUN).one_host
-    assert find_place(TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}).one_host
+    assert launch_environment(TORCHRUN) == LaunchEnvironment("torchrun", 3, 8, 1, 2, "host0", 29400, True)
+    assert not launch_environment(TORCHRUN).one_host
+    assert launch_environment(TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}).one_host
 
 
 def test_ranks_started_by_hand():
     by_hand = {k: TORCHRUN[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    assert find_place(by_hand) == Place("torchrun", 3, 8, 1, 1, "host0", 29400, False)
-    assert find_place(by_hand | {"MASTER_ADDR": "localhost"}).one_host
-    assert find_place({"RANK": "0", "WORLD_SIZE": "1"}) == Place("torchrun", 0, 1, 0, 1, None, None)
+    assert launch_environment(by_hand) == LaunchEnvironment("torchrun", 3, 8, 1, 1, "host0", 29400, False)
+    assert launch_environment(by_hand | {"MASTER_ADDR": "localhost"}).one_host
+    assert launch_environment({"RANK": "0", "WORLD_SIZE": "1"}) == LaunchEnvironment("torchrun", 0, 1, 0, 1, None, None)
 
 
 def test_srun():
-    place = find_place(SRUN)
-    assert place == Place("slurm", 5, 8, 1, 1, "gpu07", 20_000 + (7 * 1000 + 2) % 10_000, False)
-    assert find_place(SRUN | {"SLURM_PROCID": "0"}).port == place.port
-    assert find_place(SRUN | {"SLURM_STEP_ID": "3"}).port != place.port
-    assert find_place(SRUN | {"MASTER_ADDR": "other", "MASTER_PORT": "5"}) == Place("slurm", 5, 8, 1, 1, "other", 5)
-    one = find_place(SRUN | {"SLURM_STEP_NUM_NODES": "1"})
+    place = launch_environment(SRUN)
+    assert place == LaunchEnvironment("slurm", 5, 8, 1, 1, "gpu07", 20_000 + (7 * 1000 + 2) % 10_000, False)
+    assert launch_environment(SRUN | {"SLURM_PROCID": "0"}).port == place.port
+    assert launch_environment(SRUN | {"SLURM_STEP_ID": "3"}).port != place.port
+    elsewhere = SRUN | {"MASTER_ADDR": "other", "MASTER_PORT": "5"}
+    assert launch_environment(elsewhere) == LaunchEnvironment("slurm", 5, 8, 1, 1, "other", 5)
+    one = launch_environment(SRUN | {"SLURM_STEP_NUM_NODES": "1"})
     assert one.one_host and one.address == "127.0.0.1"
     alone = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    assert find_place(SRUN | alone) == Place("slurm", 0, 1, 0, 1, None, None)
-    assert find_place(SRUN | TORCHRUN).launcher == "torchrun"  # torchrun under srun
+    assert launch_environment(SRUN | alone) == LaunchEnvironment("slurm", 0, 1, 0, 1, None, None)
+    assert launch_environment(SRUN | TORCHRUN).launcher == "torchrun"  # torchrun under srun
 
 
 def test_a_batch_script_itself_is_one_process():
     batch = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1000"}
-    assert find_place(batch) == find_place({}) == Place("none", 0, 1, 0, 1, None, None)
+    assert launch_environment(batch) == launch_environment({}) == LaunchEnvironment("none", 0, 1, 0, 1, None, None)
 
 
 @pytest.mark.parametrize(
@@ -99,4 +100,4 @@ def without(name):
 def test_what_is_missing_or_wrong_is_named_with_rank_and_remedy(environ, error, words):
     assert os.environ.get("RANK") is None  # the function reads what it is given
     with pytest.raises(error, match=words):
-        find_place(environ)
+        launch_environment(environ)

@@ -17,7 +17,7 @@ from warpsmith._core.raw_step import COUNTER
 from warpsmith._core.tensor_list import all_params, describe, is_dense
 from warpsmith.distributed.agreement import fingerprints
 from warpsmith.distributed.exchange import rank_and_size
-from warpsmith.distributed.hook import _WIRES
+from warpsmith.distributed.gradients.hook import _WIRES
 from warpsmith.optim._precision import storage_of
 
 OP = "ShardedOptimizer"

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from warpsmith._core.grad_norm import chunk_elems, norm_of_partials, partial_power_sums
-from warpsmith.distributed.gradient_shards import GradientShards
-from warpsmith.distributed.hook import _all_gather
+from warpsmith.distributed.gradients.hook import _all_gather
+from warpsmith.distributed.sharded.gradient_shards import GradientShards
 
 
 class ShardNorm:

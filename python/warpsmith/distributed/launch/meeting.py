@@ -9,13 +9,13 @@ import socket
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from warpsmith.distributed.place import LOOPBACK, Place
+from warpsmith.distributed.launch.environment import LOOPBACK, LaunchEnvironment
 
 _meetings = 0  # of this process: a second one must not read the first one's keys, and all ranks count alike
 _NAMED = 16  # ranks that a message lists
 
 
-def meet(place: Place, timeout_s: float) -> Store:
+def meet(place: LaunchEnvironment, timeout_s: float) -> Store:
     """A store that all ranks of the job have reached.
 
     Raises:
@@ -54,7 +54,7 @@ def meet(place: Place, timeout_s: float) -> Store:
     return store
 
 
-def _listen(place: Place, address: str, port: int) -> socket.socket:
+def _listen(place: LaunchEnvironment, address: str, port: int) -> socket.socket:
     """A socket of rank 0, bound to the address at which the others look for it, not to all interfaces."""
     try:
         family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -83,7 +83,7 @@ def _listen(place: Place, address: str, port: int) -> socket.socket:
     raise RuntimeError(f"init: {place.name}: cannot listen at {address}:{port}")
 
 
-def _wait_for_all(store: Store, place: Place, timeout: datetime.timedelta) -> None:
+def _wait_for_all(store: Store, place: LaunchEnvironment, timeout: datetime.timedelta) -> None:
     size = store.compare_set("world size", "", str(place.world_size)).decode()
     if size != str(place.world_size):
         raise RuntimeError(

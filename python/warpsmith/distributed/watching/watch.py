@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from warpsmith._core import checks
-from warpsmith.distributed.place import find_place
-from warpsmith.distributed.watch_flight import pending
-from warpsmith.distributed.watch_record import Call, Recorder, is_not_the_users, user_line
-from warpsmith.distributed.watch_report import Said, State, is_trouble, report
-from warpsmith.distributed.watch_steps import Steps, table
+from warpsmith.distributed.launch.environment import launch_environment
+from warpsmith.distributed.watching.flight import pending
+from warpsmith.distributed.watching.record import Call, Recorder, is_not_the_users, user_line
+from warpsmith.distributed.watching.report import Said, State, is_trouble, report
+from warpsmith.distributed.watching.steps import Steps, table
 
 _LONGEST_BEAT_S = 0.5
 _BEATS_OF_SILENCE = 5
@@ -301,6 +301,6 @@ def watch(timeout_s: float = 300.0, *, on_report: Callable[[str], None] | None =
         raise ValueError(f"watch: timeout_s: expected more than 0 seconds, got {timeout_s}")
     if on_report is not None and not callable(on_report):
         checks.refuse_type("watch", "on_report", "a function of the text, or None", on_report)
-    if not dist.is_initialized() and (place := find_place(os.environ)).world_size > 1:
+    if not dist.is_initialized() and (place := launch_environment(os.environ)).world_size > 1:
         raise RuntimeError(f"watch: {place.name}: expected a process group, got none: call init() before watch()")
     return Watch(timeout_s, on_report or _to_stderr)

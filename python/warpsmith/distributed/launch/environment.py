@@ -10,7 +10,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchEnvironment:
     """One process of a job. address and port: of the store at which the ranks meet; None for a world of one, which
     needs none. agent_store: the launcher keeps that store, no rank listens."""
 
@@ -33,7 +33,7 @@ class Place:
         return f"rank {self.rank} of {self.world_size}"
 
 
-def find_place(environ: Mapping[str, str]) -> Place:
+def launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     """The place that the environment's variables describe.
 
     torchrun sets RANK and WORLD_SIZE. ``srun`` sets SLURM_PROCID and SLURM_STEP_NUM_TASKS; the latter is absent in a
@@ -43,10 +43,10 @@ def find_place(environ: Mapping[str, str]) -> Place:
         return _torchrun(environ)
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         return _slurm(environ)
-    return Place("none", 0, 1, 0, 1, None, None)
+    return LaunchEnvironment("none", 0, 1, 0, 1, None, None)
 
 
-def _torchrun(environ: Mapping[str, str]) -> Place:
+def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
     for name in ("RANK", "WORLD_SIZE"):
         if name not in environ:
             other = "WORLD_SIZE" if name == "RANK" else "RANK"
@@ -71,9 +71,9 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
         local_world_size = world_size
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world_size == 1 and not agent:
-        return Place("torchrun", 0, 1, local_rank, 1, None, None)
+        return LaunchEnvironment("torchrun", 0, 1, local_rank, 1, None, None)
     address, port = _master(environ, rank, world_size)
-    return Place("torchrun", rank, world_size, local_rank, local_world_size, address, port, agent)
+    return LaunchEnvironment("torchrun", rank, world_size, local_rank, local_world_size, address, port, agent)
 
 
 def _master(environ: Mapping[str, str], rank: int, world_size: int) -> tuple[str, int]:
@@ -89,12 +89,12 @@ def _master(environ: Mapping[str, str], rank: int, world_size: int) -> tuple[str
     return environ["MASTER_ADDR"], _number(environ, "MASTER_PORT", 1, 2**16)
 
 
-def _slurm(environ: Mapping[str, str]) -> Place:
+def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS", 1, 2**31)
     rank = _number(environ, "SLURM_PROCID", 0, world_size)
     local_rank = _number(environ, "SLURM_LOCALID", 0, world_size)
     if world_size == 1:
-        return Place("slurm", 0, 1, local_rank, 1, None, None)
+        return LaunchEnvironment("slurm", 0, 1, local_rank, 1, None, None)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodes:
         raise RuntimeError(f"init: rank {rank} of {world_size}: SLURM_STEP_NODELIST is not set: start with srun")
@@ -105,7 +105,7 @@ def _slurm(environ: Mapping[str, str]) -> Place:
     else:  # the same for all ranks of a step, another for the next step or job on the same host
         job, step = (_number(environ, name, 0, 2**63) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         port = 20_000 + (job * 7 + step) % 10_000
-    return Place("slurm", rank, world_size, local_rank, world_size if one_host else 1, address, port)
+    return LaunchEnvironment("slurm", rank, world_size, local_rank, world_size if one_host else 1, address, port)
 
 
 def first_host(nodes: str) -> str:

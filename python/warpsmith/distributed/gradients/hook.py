@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 
 from warpsmith._core import checks
 from warpsmith._core.raw_step import rank_mean
-from warpsmith.distributed.bucket_norms import BucketNorms
 from warpsmith.distributed.exchange import rank_and_size
-from warpsmith.distributed.peer_memory import PeerMemory, peer_memory
+from warpsmith.distributed.gradients.bucket_norms import BucketNorms
+from warpsmith.distributed.gradients.peer_memory import PeerMemory, peer_memory
 
 Future = torch.futures.Future[Tensor]
 Hook = Callable[[Any, GradBucket], Future]

@@ -19,9 +19,9 @@ from warpsmith._core.gradient_sums import Joined, Sums, joined, sums_of
 from warpsmith._core.raw_step import rank_mean
 from warpsmith._core.tensor_list import same_layout
 from warpsmith.distributed.exchange import rank_and_size
-from warpsmith.distributed.hook import _all_gather, mean_in_rank_order, side_stream
-from warpsmith.distributed.peer_memory import PeerMemory, peer_memory
-from warpsmith.distributed.shards import Bucket, Fragment
+from warpsmith.distributed.gradients.hook import _all_gather, mean_in_rank_order, side_stream
+from warpsmith.distributed.gradients.peer_memory import PeerMemory, peer_memory
+from warpsmith.distributed.sharded.shards import Bucket, Fragment
 
 _OP = "ShardedOptimizer"
 IN_FLIGHT = 2  # buckets whose exchange may be under way; more would hold the memory of all gradients once more

@@ -16,14 +16,14 @@ from warpsmith._core import checks
 from warpsmith._core.grad_norm import CUT_ELEMS, clip_in_place, largest_norm, norm_order
 from warpsmith._core.gradient_sums import remember, sums_of
 from warpsmith._core.tensor_list import all_params, describe, moved, numbered
-from warpsmith.distributed import sharded_checks
 from warpsmith.distributed.agreement import require_agreement
 from warpsmith.distributed.exchange import rank_and_size
-from warpsmith.distributed.gradient_shards import GradientShards, flat
-from warpsmith.distributed.param_gather import ParamGather
-from warpsmith.distributed.shard_norm import ShardNorm
-from warpsmith.distributed.shard_state import States, cut_states, gather_states
-from warpsmith.distributed.shards import plan_buckets
+from warpsmith.distributed.sharded import checks as sharded_checks
+from warpsmith.distributed.sharded.gradient_shards import GradientShards, flat
+from warpsmith.distributed.sharded.norm import ShardNorm
+from warpsmith.distributed.sharded.param_gather import ParamGather
+from warpsmith.distributed.sharded.shards import plan_buckets
+from warpsmith.distributed.sharded.states import States, cut_states, gather_states
 from warpsmith.optim._loading import check_names
 
 _OP = sharded_checks.OP

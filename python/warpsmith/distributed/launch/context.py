@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from warpsmith._core import checks
-from warpsmith.distributed import output
-from warpsmith.distributed.gloo_threads import wait_until_idle
-from warpsmith.distributed.meeting import first_line, keep_to_loopback, meet
-from warpsmith.distributed.place import Place, find_place
-from warpsmith.distributed.stopping import Stopping
+from warpsmith.distributed.launch import output
+from warpsmith.distributed.launch.environment import LaunchEnvironment, launch_environment
+from warpsmith.distributed.launch.gloo_threads import wait_until_idle
+from warpsmith.distributed.launch.meeting import first_line, keep_to_loopback, meet
+from warpsmith.distributed.launch.stopping import Stopping
 
 _DEVICES = ("cpu", "cuda")
 _LONGEST_S = 1e9  # what torch's clocks can add
@@ -47,7 +47,7 @@ class Context:
         (0, 1, device(type='cpu'), True)
     """
 
-    def __init__(self, place: Place, device: torch.device, backend: str) -> None:
+    def __init__(self, place: LaunchEnvironment, device: torch.device, backend: str) -> None:
         self.rank, self.world_size = place.rank, place.world_size
         self.local_rank, self.local_world_size = place.local_rank, place.local_world_size
         self.device, self.backend, self.launcher = device, backend, place.launcher
@@ -209,7 +209,7 @@ def init(
     backend = None if backend is None else _known_backend(backend)
     if dist.is_initialized():
         raise RuntimeError("init: expected no process group, got one: call init() once, without init_process_group()")
-    place = find_place(os.environ)
+    place = launch_environment(os.environ)
     chosen = _choose_device(place, backend, device)
     backend = _choose_backend(place, backend, chosen)
     if place.one_host:
@@ -261,7 +261,7 @@ def _known_backend(backend: Any) -> str:
     return backend.lower()
 
 
-def _choose_device(place: Place, backend: str | None, device: str | None) -> torch.device:
+def _choose_device(place: LaunchEnvironment, backend: str | None, device: str | None) -> torch.device:
     if device == "cpu" or (device is None and (backend == "gloo" or not torch.cuda.is_available())):
         if backend is not None and "nccl" in backend:
             raise RuntimeError(_no_nccl(place, "there is no CUDA device for it" if device is None else "device is cpu"))
@@ -279,7 +279,7 @@ def _choose_device(place: Place, backend: str | None, device: str | None) -> tor
     return torch.device("cuda", place.local_rank)
 
 
-def _choose_backend(place: Place, backend: str | None, device: torch.device) -> str:
+def _choose_backend(place: LaunchEnvironment, backend: str | None, device: torch.device) -> str:
     if backend is None:
         return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     if "nccl" in backend and not dist.is_nccl_available():
@@ -287,7 +287,7 @@ def _choose_backend(place: Place, backend: str | None, device: torch.device) -> 
     return backend
 
 
-def _no_nccl(place: Place, why: str) -> str:
+def _no_nccl(place: LaunchEnvironment, why: str) -> str:
     remedy = "leave the backend out, or install a CUDA build of torch"
     return f"init: {place.name}: backend: expected gloo, got nccl, but {why}: {remedy}"
 

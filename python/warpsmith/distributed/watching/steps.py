@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from warpsmith.distributed.watch_report import State
+from warpsmith.distributed.watching.report import State
 
 _KEPT = 50  # steps that a median is of
 STRAGGLER = 1.25  # times the ranks' median of a rank's own time

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warpsmith.distributed.watch_report import EVERYBODY, PAIRS
+from warpsmith.distributed.watching.report import EVERYBODY, PAIRS
 
 CALLS = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all"),

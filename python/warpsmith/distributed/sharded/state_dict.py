@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from warpsmith._core import checks
 from warpsmith._core.raw_step import COUNTER
 from warpsmith._core.tensor_list import describe
-from warpsmith.distributed import sharded_checks
+from warpsmith.distributed.sharded import checks as sharded_checks
 
 if TYPE_CHECKING:
-    from warpsmith.distributed.sharded_optimizer import ShardedOptimizer
+    from warpsmith.distributed.sharded.optimizer import ShardedOptimizer
 
 _OP = "ShardedState.load_state_dict"
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from warpsmith.distributed.gradient_shards import IN_FLIGHT, GradientShards, flat
-from warpsmith.distributed.hook import _all_gather
-from warpsmith.distributed.peer_memory import PeerMemory, peer_memory
-from warpsmith.distributed.shards import Bucket
+from warpsmith.distributed.gradients.hook import _all_gather
+from warpsmith.distributed.gradients.peer_memory import PeerMemory, peer_memory
+from warpsmith.distributed.sharded.gradient_shards import IN_FLIGHT, GradientShards, flat
+from warpsmith.distributed.sharded.shards import Bucket
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from warpsmith._core.library import _once
-from warpsmith.distributed.context_blocks import (
+from warpsmith.distributed.context.blocks import (
     Block,
     Given,
     Options,
@@ -28,15 +28,21 @@ from warpsmith.distributed.context_blocks import (
     unmerge_block,
     wider,
 )
+from warpsmith.distributed.context.sequence import (
+    Exchange,
+    chunks_of,
+    gather_sequence,
+    in_sequence_order,
+    of_rank,
+)
+from warpsmith.distributed.context.sequence import reduce_scatter_sequence as reduce_scatter
 from warpsmith.distributed.exchange import rank_and_size
-from warpsmith.distributed.sequence import Exchange, chunks_of, gather_sequence, in_sequence_order, of_rank
-from warpsmith.distributed.sequence import reduce_scatter_sequence as reduce_scatter
 from warpsmith.ops._attention import attend
 
 _KEYS, _GRADIENTS = 1, 2  # tags: between two ranks both may be under way
 
 
-class Place(NamedTuple):
+class ContextGroup(NamedTuple):
     """Where a call runs: its ranks, and how the sequence lies on them."""
 
     group: ProcessGroup | None
@@ -51,8 +57,8 @@ class Place(NamedTuple):
         return [(i * length, chunk * length) for i, chunk in enumerate(chunks)]
 
 
-def place_of(op: str, group: ProcessGroup | None, sharding: str) -> Place:
-    return Place(group, sharding, *rank_and_size(group, op))
+def context_group(op: str, group: ProcessGroup | None, sharding: str) -> ContextGroup:
+    return ContextGroup(group, sharding, *rank_and_size(group, op))
 
 
 def _unpack(kv: Tensor, k: Tensor) -> list[Tensor]:
@@ -60,14 +66,14 @@ def _unpack(kv: Tensor, k: Tensor) -> list[Tensor]:
     return list(kv.split([k.shape[-1], kv.shape[-1] - k.shape[-1]], -1))
 
 
-def _gather_blocks(q: Tensor, place: Place, o: Options, packed: bool) -> list[Block]:
+def _gather_blocks(q: Tensor, place: ContextGroup, o: Options, packed: bool) -> list[Block]:
     own = q.shape[o.dims.tokens]
     chunks = place.chunks(place.rank, own)
     length, tokens = own // len(chunks), own * place.ranks
     return [gather_block(start, at, length, tokens, o.left, o.right, packed) for start, at in chunks]
 
 
-def _ring_blocks(q: Tensor, source: int, place: Place, o: Options) -> Iterator[Block]:
+def _ring_blocks(q: Tensor, source: int, place: ContextGroup, o: Options) -> Iterator[Block]:
     """The blocks of this rank's queries and the keys of rank ``source``."""
     own = q.shape[o.dims.tokens]
     queries, keys = place.chunks(place.rank, own), place.chunks(source, own)
@@ -120,7 +126,7 @@ class Gathered(torch.autograd.Function):
         alibi: Tensor | None,
         seed: Tensor | None,
         o: Options,
-        place: Place,
+        place: ContextGroup,
     ) -> tuple[Tensor, Tensor]:
         given = Given(cu, alibi, sink, seed)
         kv = gather_sequence(torch.cat([k, v], -1), o.dims.tokens, place.sharding, place.group)
@@ -169,7 +175,7 @@ class Ring(torch.autograd.Function):
         alibi: Tensor | None,
         seed: Tensor | None,
         o: Options,
-        place: Place,
+        place: ContextGroup,
     ) -> tuple[Tensor, Tensor]:
         given = Given(cu, alibi, sink, seed)
         wide_out, lse = nothing_yet(q, v, o)
@@ -223,7 +229,7 @@ class Ring(torch.autograd.Function):
 class _Passing:
     """A tensor on its way to the next rank, while that of the rank before comes in."""
 
-    def __init__(self, t: Tensor, place: Place, tag: int) -> None:
+    def __init__(self, t: Tensor, place: ContextGroup, tag: int) -> None:
         self._received = torch.empty_like(t)
         after, before = (place.rank + 1) % place.ranks, (place.rank - 1) % place.ranks
         if place.group is not None:
@@ -250,7 +256,7 @@ def ulysses(
     alibi: Tensor | None,
     seed: Tensor | None,
     o: Options,
-    place: Place,
+    place: ContextGroup,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Each rank computes all tokens of its share of the heads: an all-to-all before and one after. On one rank

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from warpsmith._core import checks
 from warpsmith._core.dropout import draw_seed
 from warpsmith.distributed.agreement import agree_on_call
-from warpsmith.distributed.context_blocks import KEY_STEP, QUERY_STEP, Options
-from warpsmith.distributed.context_modes import Gathered, Place, Ring, place_of, ulysses
-from warpsmith.distributed.sequence import check_sharding, chunks_of
+from warpsmith.distributed.context.blocks import KEY_STEP, QUERY_STEP, Options
+from warpsmith.distributed.context.modes import ContextGroup, Gathered, Ring, context_group, ulysses
+from warpsmith.distributed.context.sequence import check_sharding, chunks_of
 from warpsmith.ops import _attention
 
 _OP = "context_parallel_attention"
@@ -148,7 +148,7 @@ def context_parallel_attention(
         >>> context_parallel_attention(q, k, v, causal=True).shape  # on 4 ranks: (2, 16, 4, 32)
         torch.Size([2, 64, 4, 32])
     """
-    place = place_of(_OP, process_group, sharding)
+    place = context_group(_OP, process_group, sharding)
     attend = _attend if place.ranks == 1 else _attend_on_ranks
     return attend(
         *(place, q, k, v, mode, causal, window_size, softmax_scale, softcap, dropout_p, alibi_slopes, sink),
@@ -157,7 +157,7 @@ def context_parallel_attention(
 
 
 def _attend(
-    place: Place,
+    place: ContextGroup,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -216,7 +216,7 @@ def _attend(
 _attend_on_ranks: Any = torch._disable_dynamo(_attend)  # type: ignore[attr-defined]
 
 
-def _seed(call: _Call, place: Place) -> Tensor | None:
+def _seed(call: _Call, place: ContextGroup) -> Tensor | None:
     """The seed of all ranks, None without dropout. A collective if none is given."""
     if call.options.dropout_p == 0:
         return None
@@ -267,7 +267,7 @@ def _check_tensors(call: _Call) -> None:
         checks.refuse(_OP, "k", f"{problem.q[1]} tokens, as q has", str(problem.k[1]))
 
 
-def _check_mode(call: _Call, place: Place) -> None:
+def _check_mode(call: _Call, place: ContextGroup) -> None:
     q, k, o, mode = call.q, call.k, call.options, call.mode
     tokens, chunks = q.shape[o.dims.tokens], len(chunks_of(place.rank, place.ranks, place.sharding))
     if place.ranks > 1 and tokens % chunks:
@@ -294,7 +294,7 @@ def _check_mode(call: _Call, place: Place) -> None:
         checks.refuse(_OP, "window_size", f"None with cu_seqlens in mode ring ({reason})", got)
 
 
-def _check_dropout(call: _Call, place: Place, chunk: int) -> None:
+def _check_dropout(call: _Call, place: ContextGroup, chunk: int) -> None:
     mode, step = call.mode, QUERY_STEP if call.mode == "all_gather" else KEY_STEP
     if call.cu_seqlens is not None:
         reason = "the mask counts within a document, which may begin anywhere in a rank's tokens"
@@ -306,7 +306,7 @@ def _check_dropout(call: _Call, place: Place, chunk: int) -> None:
         checks.refuse(_OP, "q", f"chunks of a multiple of {step} tokens for dropout in mode {mode}", got)
 
 
-def _facts(call: _Call, place: Place) -> dict[str, str]:
+def _facts(call: _Call, place: ContextGroup) -> dict[str, str]:
     """What must be the same on all ranks, by argument. All that decides which collectives run is part of it."""
     o, tensors = call.options, {"q": call.q, "k": call.k, "v": call.v}
     optional = {"cu_seqlens": call.cu_seqlens, "sink": call.sink, "alibi_slopes": call.alibi_slopes}
