@@ -6,6 +6,7 @@ from pathlib import Path
 
 import warpsmith
 import warpsmith.testing
+from warpsmith.distributed import plan
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -59,11 +60,19 @@ def with_summary(app, what, name, obj, options, lines):
         lines += ["", ".. autosummary::", "   :nosignatures:", "", *(f"   {n}" for n in names), ""]
 
 
+MADE = {
+    "<!-- functions -->": op_tables.functions_reference,
+    "<!-- modules -->": op_tables.modules_reference,
+    "<!-- published runs -->": plan.report,
+}
+
+
 def with_made_parts(app, docname, source):
-    """Puts the tables of the recordings into docs/benchmarks.md, and functions and modules into docs/api."""
-    if docname.startswith("api/"):
-        source[0] = op_tables.with_reference(source[0])
-    elif docname == "benchmarks":
+    """Puts into the pages what no hand writes: reference, recordings, predictions of published runs."""
+    for mark, text in MADE.items():
+        if mark in source[0]:
+            source[0] = source[0].replace(mark, text())
+    if docname == "benchmarks":
         for name in ("results", "recordings"):
             app.env.note_dependency(speed_table.ROOT / f"benchmarks/{name}.csv")
         source[0] = speed_table.page(source[0])

@@ -1,6 +1,6 @@
 """Writes the tables of ops and optimizers, from the rows of the families' lists, docstrings and docs/op_facts.toml: on
-the families' pages docs/ops/<family>.md, in README.md, docs/ops/index.md, docs/optimizers.md and docs/design/index.md.
-The docs build puts the reference of functions and modules into docs/api (`with_reference`).
+the families' pages docs/ops/<family>.md, in README.md, docs/ops/index.md and docs/design/index.md. The docs build puts
+the reference of functions and modules into docs/api.
 
     python docs/op_tables.py           # writes them
     python docs/op_tables.py --check   # says which are not what it would write
@@ -23,7 +23,6 @@ sys.path.insert(0, str(ROOT))
 
 from tools.families import OpRow, optimizers, rows  # noqa: E402
 
-OF_AN_OPTIMIZER = ("class", "as in torch", "states", "options", "bytes a parameter", "beside torch's")
 NAMES = {"function", "function, module"}
 # What a family is called in the README; others go by their folder's name.
 TITLES = {
@@ -126,37 +125,28 @@ def readme_table() -> str:
 
 
 def index_table() -> str:
-    """A row an op: its derivatives, dtypes and what traces and captures it."""
-    lines = []
+    """Derivatives, dtypes and what traces and captures an op: a row for ops of a family that are alike."""
+    lines: dict[tuple[str, ...], list[str]] = {}
     for row in rows():
         found, page = facts(row), f"{row.family}.md"
         second = re.search(r"second[^:]*: ([^;]+)", found["derivatives"])
-        told = [second[1] if second else found["derivatives"]]
+        told = [found["forward"], found["backward"], second[1] if second else found["derivatives"]]
         told += [found[name].replace("](#", f"]({page}#") for name in ("dtypes", "compile, export", "CUDA graphs")]
-        lines.append([f"[`{row.name}`]({page}#{row.name})", found["forward"], found["backward"], *told])
-    heads = ["op", "forward", "backward", "second derivative", "dtypes", "`torch.compile`, `torch.export`"]
-    return table([*heads, "CUDA graphs"], lines)
-
-
-def optimizer_cells() -> dict[str, dict[str, str]]:
-    """{an optimizer: the cells of its line}."""
-    ops = {row.name: row for row in rows()}
-    return {name: facts(ops[name]) if name in ops else table_of_facts()["optim"][name] for name in optimizers()}
-
-
-def optimizer_table() -> str:
-    """The optimizers, for docs/optimizers.md."""
-    lines = [
-        [f"[{found['class']}](ops/optim.md#{name})", *(found[c] for c in OF_AN_OPTIMIZER[1:])]
-        for name, found in optimizer_cells().items()
-    ]
-    return table(list(OF_AN_OPTIMIZER), lines)
+        lines.setdefault((page, *told), []).append(f"[`{row.name}`]({page}#{row.name})")
+    heads = ["ops", "forward", "backward", "second derivative", "dtypes", "`torch.compile`, `torch.export`"]
+    return table([*heads, "CUDA graphs"], [[", ".join(ops), *told] for (_, *told), ops in lines.items()])
 
 
 def optimizer_line() -> str:
-    """The optimizers, for the README."""
-    classes = (found["class"].replace("warpsmith.optim.", "") for found in optimizer_cells().values())
-    return f"Optimizers of `warpsmith.optim`: {', '.join(classes)} ([what they share](docs/optimizers.md)).\n"
+    """The optimizers, for the README; docs/optimizers.md has a line for each, and docs/ops/optim.md a section."""
+    import warpsmith
+
+    classes = {name.lower(): name for name in warpsmith.optim.__all__}
+    table = (ROOT / "docs/optimizers.md").read_text()
+    if missing := [name for name in optimizers() if f"](ops/optim.md#{name})" not in table]:
+        raise SystemExit(f"docs/optimizers.md: no link to ops/optim.md#{', #'.join(missing)}")
+    found = ", ".join(f"`{classes[name]}`" for name in optimizers())
+    return f"Optimizers of `warpsmith.optim`: {found} ([what they share](docs/optimizers.md)).\n"
 
 
 def modules_of(row: OpRow) -> list[str]:
@@ -182,7 +172,7 @@ def title(family: str) -> str:
 
 
 def functions_reference() -> str:
-    """Of docs/api/warpsmith.md: a table of all functions, and each family's functions and modules."""
+    """For docs/api/warpsmith.md: a table of all functions, and each family's functions and modules."""
     import warpsmith
 
     ops = [row.name for row in rows()]
@@ -223,7 +213,7 @@ def public(module: object) -> str:
 
 
 def modules_reference() -> str:
-    """Of docs/api/nn.md: all modules, beside torch's."""
+    """For docs/api/nn.md: all modules, beside torch's."""
     import torch
     import warpsmith
 
@@ -238,14 +228,6 @@ def modules_reference() -> str:
         theirs = f"`torch.nn.{name}`" if hasattr(torch.nn, name) else ""
         lines.append([f"{{py:class}}`~warpsmith.nn.{name}`", first_sentence(module), theirs])
     return table(["module", "what it computes", "takes the place of"], lines)
-
-
-def with_reference(page: str) -> str:
-    """A page of docs/api with what stands for its mark in the built documentation."""
-    for mark, text in (("functions", functions_reference), ("modules", modules_reference)):
-        if f"<!-- {mark} -->" in page:
-            page = page.replace(f"<!-- {mark} -->", text())
-    return page
 
 
 def notes_table() -> str:
@@ -301,7 +283,6 @@ def pages() -> dict[str, str]:
     tables = {
         "README.md": {"ops": readme_table(), "optimizers": optimizer_line()},
         "docs/ops/index.md": {"ops": index_table()},
-        "docs/optimizers.md": {"optimizers": optimizer_table()},
         "docs/design/index.md": {"notes": notes_table()},
     }
     found = {path: with_tables((ROOT / path).read_text(), texts) for path, texts in tables.items()}
