@@ -1,6 +1,6 @@
 """Runs that others published, and this project's own, beside what ``predict`` says of them.
 
-python docs/plan_published.py    # prints the last table of docs/plan.md and draws docs/img/plan.png
+python docs/plan_published.py    # prints the last table of docs/plan.md, draws docs/img/plan.png
 
 Every case has the settings that its source states. What a source leaves open is the same for all of its cases, and
 stated at the family below. No rate in ``warpsmith/distributed/plan/gpus.py`` was fitted to these runs.

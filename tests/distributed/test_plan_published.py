@@ -34,11 +34,6 @@ def test_predictions_print_the_ratios_of_the_published_runs():
         assert ratios == pytest.approx(found[what], abs=5.1e-5), what
 
 
-def test_the_documents_table_is_the_report():
-    """python docs/plan_published.py writes it anew."""
-    assert published.report() in (Path(__file__).parents[2] / "docs/plan.md").read_text(encoding="utf-8")
-
-
 def test_the_document_says_what_an_unstated_setting_decides():
     cases = {case.name: case for case in published.cases()}
     few, many = (cases[f"Megatron 177B, H100 x {ranks}"] for ranks in (96, 4608))

@@ -194,7 +194,7 @@ constexpr const char* reason_against_portable(const AttentionKernelProblem& p) {
 
 }  // namespace attention
 
-// Measured on one H200 (2026-11-22, docs/design/2026-11-22-attention-sm90.md): for causal attention at head dimension
+// Measured on one H200 (2026-11-22, docs/design/attention.md): for causal attention at head dimension
 // 64, tiles of 128 rows are faster up to 2,048 keys.
 constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKernelProblem& p) {
   AttentionForwardChoice c;

@@ -78,7 +78,7 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   s.heads_first = true;
   // The number of heads scheduled together. More heads: the tiles of one head start several steps apart. Fewer heads:
   // their q, dout and sums of dq mostly stay in the L2 cache. With tiles of unequal length, 64 MB beat 32 MB at head
-  // dimension 64, and at 128 where 32 MB hold fewer than 4 heads (measured: docs/design/2026-11-22-attention-sm90.md).
+  // dimension 64, and at 128 where 32 MB hold fewer than 4 heads (measured: docs/design/attention.md).
   const bool equal = p.window.left == Window::kUnbounded && p.window.right == Window::kUnbounded;
   const int64_t head_bytes = std::max<int64_t>(a.seqlen_q, 1) * tile.head_dim * 8 * p.heads_per_part;
   const int64_t in_32_mb = (32 << 20) / head_bytes, in_64_mb = (64 << 20) / head_bytes;
