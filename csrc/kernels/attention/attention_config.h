@@ -111,19 +111,6 @@ constexpr BackwardTile kBackwardTiles[] = {kBackward128,     kBackward64,      k
                                            kBackward128Bias, kBackward128Mask, kBackward128Alibi,   kBackward64Bias,
                                            kBackward64Mask,  kBackward64Alibi};
 
-// The index of a tile in its list. Kernels take the index as their template argument, because nvcc 13.0 cannot generate
-// the host stub of a kernel whose template argument is a value of a class in a namespace.
-constexpr int index_of(const ForwardTile& tile) {
-  int i = 0;
-  while (!(kForwardTiles[i] == tile)) ++i;
-  return i;
-}
-constexpr int index_of(const BackwardTile& tile) {
-  int i = 0;
-  while (!(kBackwardTiles[i] == tile)) ++i;
-  return i;
-}
-
 }  // namespace attention
 
 // What the choice of a kernel depends on.
