@@ -16,7 +16,7 @@ constexpr int64_t kSumLanes = 16;  // sums side by side, whatever the processor'
 #define WARPSMITH_LOOPS(F, T)                                                                                          \
   WARPSMITH_VECTORIZE void moments(F*, const F::Scalars<T>& s, int64_t count, const T* __restrict__ grad,              \
                                    const T* __restrict__ p, T* __restrict__ m, T* __restrict__ v, T* __restrict__ u) { \
-    WARPSMITH_INDEPENDENT_TURNS                                                                                        \
+    WARPSMITH_IVDEP                                                                                                    \
     for (int64_t i = 0; i < count; ++i) {                                                                              \
       T first = m[i], second = v[i];                                                                                   \
       F::moments<T>(s, grad[i], first, second);                                                                        \
@@ -27,7 +27,7 @@ constexpr int64_t kSumLanes = 16;  // sums side by side, whatever the processor'
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void apply(F*, const F::Scalars<T>& s, T step, int64_t count, T* __restrict__ p,                 \
                                  const T* __restrict__ m, const T* __restrict__ v) {                                   \
-    WARPSMITH_INDEPENDENT_TURNS                                                                                        \
+    WARPSMITH_IVDEP                                                                                                    \
     for (int64_t i = 0; i < count; ++i) p[i] -= step * F::direction<T>(s, p[i], m[i], v[i]);                           \
   }
 #define WARPSMITH_ROW(row, F) WARPSMITH_LOOPS(F, float) WARPSMITH_LOOPS(F, double)
