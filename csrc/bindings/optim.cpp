@@ -15,7 +15,7 @@
 namespace warpsmith {
 namespace {
 
-constexpr const char* kOp = name(Optim::adamw);
+constexpr const char* kOp = "adamw";
 constexpr const char* kTable = "optim_table";
 constexpr const char* kPointers = "optim_pointers";
 constexpr const char* kStep = "optim_step";

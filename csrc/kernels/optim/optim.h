@@ -4,7 +4,6 @@
 
 #include "common/dtype.h"
 #include "common/host_device.h"
-#include "common/op_list.h"
 #include "common/parallel.h"
 #include "common/status.h"
 #include "common/tensor_list.h"
@@ -16,8 +15,6 @@
 #include "kernels/optim/step_extras.h"
 
 namespace warpsmith {
-
-WARPSMITH_DEFINE_OPS(Optim, WARPSMITH_OPTIM_OPS)
 
 // The dtypes of a table's arrays. Arithmetic is in float32, for float64 arrays in float64. A 16-bit array is rounded
 // once per step, to nearest unless its enumerator names another rounding.
