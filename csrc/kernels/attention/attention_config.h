@@ -21,7 +21,7 @@ struct ForwardTile {
   int groups;            // consumer warpgroups; each owns 64 query rows
   int block_keys;        // keys per block
   int block_stages;      // blocks of keys or values in shared memory or in flight
-  bool turns;            // warpgroups take turns to issue their products
+  bool pingpong;         // warpgroups issue their products one after the other
   bool extended;         // with softcap
   int query_stages = 2;  // tiles of queries in shared memory. 1: tiles do not overlap
   bool dropout = false;
