@@ -58,7 +58,7 @@ class StepExtras:
             checks.refuse(self.op, argument, "the strides of its parameter", "others")
 
     def _entry(self, param: Tensor) -> tuple[int, int, int]:
-        """An OptimBeside of csrc/kernels/optim/beside.h."""
+        """A StepExtras of csrc/kernels/optim/step_extras.h."""
         average = copy = kind = 0
         if self.ema is not None and param in self.averages:
             tensor = self.ema.averages[self.averages[param]]
