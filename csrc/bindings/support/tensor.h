@@ -100,7 +100,15 @@ inline void check_finite(const char* op, const char* argument, double value, Dty
 }
 
 inline void check_dtype(const char* op, const char* argument, const Tensor& t, Dtype expected) {
+  if (dtype_of(op, argument, t) == ScalarType::Double && expected != Dtype::float64)
+    refuse(op, argument, name(expected), name(Dtype::float64));
   if (const Dtype got = float_dtype(op, argument, t); got != expected) refuse(op, argument, name(expected), name(got));
+}
+
+// For tensors that are float64 on every device. float_dtype refuses float64 where kernels run.
+inline void check_float64(const char* op, const char* argument, const Tensor& t) {
+  if (const ScalarType got = dtype_of(op, argument, t); got != ScalarType::Double)
+    refuse(op, argument, name(Dtype::float64), dtype_text(got));
 }
 
 // The dtype of a weight, bias, residual or table beside an activation of `dtype`: the same, or float32 beside a 16-bit
