@@ -90,10 +90,7 @@ def style(i: int, name: str) -> dict[str, Any]:
 
 def attention_by_length(rows: list[dict[str, Any]], title: str) -> None:
     """Attention's rate over the length of a sequence, beside its rivals, where the run has it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     rates = {key: cell for key, cell in attention_rates(rows).items() if OURS in cell}
     if not rates:
@@ -101,7 +98,8 @@ def attention_by_length(rows: list[dict[str, Any]], title: str) -> None:
     names = list(dict.fromkeys(n for cell in rates.values() for n in cell if not n.startswith(f"{OURS},")))
     columns = [(mask, direction) for mask in ("full", "causal") for direction in FLOPS_OF]
     dims = sorted({dim for dim, _, _ in rates}, reverse=True)
-    figure, axes = plt.subplots(len(dims), 4, figsize=(12, 3 * len(dims)), sharex=True, sharey=True, squeeze=False)
+    figure = Figure(figsize=(12, 3 * len(dims)))
+    axes = figure.subplots(len(dims), 4, sharex=True, sharey=True, squeeze=False)
     for line_of_axes, dim in zip(axes, dims, strict=True):
         for axis, (mask, direction) in zip(line_of_axes, columns, strict=True):
             for i, name in enumerate(names):
@@ -123,7 +121,6 @@ def attention_by_length(rows: list[dict[str, Any]], title: str) -> None:
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(ROOT / "docs/img/attention_speed.png", dpi=110)
-    plt.close(figure)
 
 
 def size_of(row: dict[str, Any]) -> str:
@@ -139,13 +136,11 @@ def family(contender: str) -> str | None:
 
 def beside_rivals(cells: list[dict[str, dict[str, Any]]], where: str) -> None:
     """Each contender's time over ours, a line for each op at its first size. `where`: what is said of the run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     panels = {"forward": ("forward", "loss"), "backward, or all in one": ("backward", *WHOLE)}
-    figure, axes = plt.subplots(1, 2, figsize=(13, 8), sharex=True)
+    figure = Figure(figsize=(13, 8))
+    axes = figure.subplots(1, 2, sharex=True)
     names = list(dict.fromkeys(n for c in cells for n in map(family, c) if n))
     names.sort(key=lambda n: (n != "torch", n != "torch.compile", n))
     for axis, (title, directions) in zip(axes, panels.items(), strict=True):
@@ -179,4 +174,3 @@ def beside_rivals(cells: list[dict[str, dict[str, Any]]], where: str) -> None:
     figure.suptitle(where, fontsize=11)
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(ROOT / "docs/img/speed.png", dpi=110)
-    plt.close(figure)

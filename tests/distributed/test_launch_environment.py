@@ -45,8 +45,6 @@ def test_srun():
     assert launch_environment(SRUN | {"SLURM_STEP_ID": "3"}).port != place.port
     elsewhere = SRUN | {"MASTER_ADDR": "other", "MASTER_PORT": "5"}
     assert launch_environment(elsewhere) == LaunchEnvironment("slurm", 5, 8, 1, 1, "other", 5)
-        "slurm", 5, 8, 1, 1, "other", 5
-    )
     one = launch_environment(SRUN | {"SLURM_STEP_NUM_NODES": "1"})
     assert one.one_host and one.address == "127.0.0.1"
     alone = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}

@@ -70,7 +70,7 @@ def test_dropout_is_for_training_and_a_sink_is_learned():
 def test_without_rotation_the_heads_gradient_is_one_tensor(monkeypatch):
     module, calls = layer(), []
     monkeypatch.setattr(
-        "warpsmith.nn.attention.attention",
+        "warpsmith.nn._attention.attention",
         lambda q, **options: calls.append(sorted(options)) or warpsmith.attention(q, **options),
     )
     module(torch.randn(1, 5, 64))

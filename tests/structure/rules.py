@@ -23,8 +23,8 @@ OF_A_FAMILY = (
     "tests/sim/sim_{0}.cpp",
     "tests/ops/test_{0}*.py",
     "benchmarks/bench_{0}.py",
+    "docs/ops/{0}.md",
 )
-OF_AN_OP = ("docs/ops/{0}.md",)
 # The family's files that define a public function for each op.
 DEFINING = ("python/warpsmith/ops/{0}.py", "python/warpsmith/reference/{0}.py")
 # What holds files of families, and of nothing else.
@@ -48,13 +48,10 @@ def missing_rooms(root, rows, optimizers=()):
     for family in dict.fromkeys(row.family for row in rows):
         wanted = [pattern.format(family) for pattern in OF_A_FAMILY]
         found += [f"{family}: {pattern} is missing" for pattern in wanted if not any(root.glob(pattern))]
-    ops = {row.name for row in rows}
     for name in optimizers:
-        wanted = [f"python/warpsmith/optim/{name}.py"] + [f"docs/optim/{name}.md"] * (name not in ops)
-        found += [f"{name}: {path} is missing" for path in wanted if not (root / path).exists()]
+        path = f"python/warpsmith/optim/{name}.py"
+        found += [f"{name}: {path} is missing"] * (not (root / path).exists())
     for row in rows:
-        wanted = [pattern.format(row.name) for pattern in OF_AN_OP]
-        found += [f"{row.name}: {pattern} is missing" for pattern in wanted if not any(root.glob(pattern))]
         for path in (pattern.format(row.family) for pattern in DEFINING):
             if row.name not in functions_of(root / path):
                 found.append(f"{row.name}: {path} does not define it")

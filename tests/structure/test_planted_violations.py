@@ -122,7 +122,7 @@ def complete(op, family):
     """A family of one op, with all of its files."""
     paths = [pattern.format(family).replace("*", "") for pattern in rules.OF_A_FAMILY]
     paths = [path.replace(f"{family}/.cu", f"{family}/body.cu").replace("/_", "/a_") for path in paths]
-    made = dict.fromkeys(paths + [pattern.format(op) for pattern in rules.OF_AN_OP], "")
+    made = dict.fromkeys(paths, "")
     made |= dict.fromkeys((pattern.format(family) for pattern in rules.DEFINING), f"def {op}(x):\n    return x\n")
     return {**made, f"tests/ops/test_{family}.py": f"SPECS = [{op}]"}
 
@@ -175,7 +175,7 @@ PLANTED = [
     (missing_rooms, {**BOTH, "tests/ops/test_norm.py": 'families.rows("NORM")'}, []),
     (missing_optimizers, complete("scale", "optim"),
      [f"{path} is missing" for path in ("scale: python/warpsmith/optim/scale.py",
-                                        "heavy: python/warpsmith/optim/heavy.py", "heavy: docs/optim/heavy.md")]),
+                                        "heavy: python/warpsmith/optim/heavy.py")]),
     (without_a_row, NORM, []),
     (without_a_row, {**NORM, **dict.fromkeys(STRAYS, "def shift(x):\n    return x\n")},
      [f"{path.removesuffix('/a.cu')}: {why}" for path, why in STRAYS.items()]),

@@ -50,7 +50,7 @@ GIB_OF_A_PROCESS = 10  # of the tests that run beside each other; those that tak
 RACECHECK = "--racecheck-indirect-barrier-dependency --kernel-name-exclude kns=backward_sm90"
 # The first option, of 2023.3, follows an order through __syncwarp to another lane's arrival at an mbarrier. racecheck
 # does not follow the order from reads to one thread's bulk copy, as in backward_sm90's statistics: the thread sanitizer
-# of the host layer does (docs/design/2026-11-22-attention-sm90.md).
+# of the host layer does (docs/design/attention.md).
 SANITIZERS = {"memcheck": "--padding 256", "racecheck": RACECHECK, "initcheck": "", "synccheck": ""}
 CLEAN = r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed \(0 errors, 0 warnings\)"
 CARD = "import torch; print(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0], sep='; ')"
