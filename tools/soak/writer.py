@@ -2,7 +2,7 @@
 
 Either at random times, or at the first, second, ... call that touches the folder. Processes are forked, so that a kill
 costs milliseconds. A child resumes, trains on and says which step is durable. When it is dead, the newest checkpoint
-must be at least the step that it said last, and hold, bit for bit, the state that an uninterrupted run has at that step.
+must be at least the step that it said last, and hold, bit for bit, the state of an uninterrupted run at that step.
 """
 
 import os
