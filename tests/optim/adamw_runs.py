@@ -3,6 +3,8 @@
 Under ``--sim`` the tests run the CUDA kernels on CPU tensors (warpsmith.testing.sim).
 """
 
+import copy
+
 import torch
 from torch import nn
 from warpsmith.testing import bitwise_equal, cpu_threads, sim
@@ -43,3 +45,37 @@ def assert_same_bits(a, b):
             assert_same_bits(x.values(), y.values())
         else:
             assert bitwise_equal(x.detach(), y.detach())
+
+
+def assert_one_result(make, lengths, dtype=torch.float32, cuts=True, both=False):
+    """Bits depend on the steps alone: not on the order of execution, on a state dict between, or (``cuts``) on whether
+    the elements are one parameter or several. ``make(params, lr)`` makes the optimizer. ``both``: the first two are
+    asked of several parameters, too."""
+    draw = torch.Generator().manual_seed(3)
+    whole, *grads = (torch.randn(sum(lengths), generator=draw).to(dtype) for _ in range(7))
+
+    def trained(split=False, order=ORDERS[0], resume=False):
+        def pieces(t):
+            return [part.clone() for part in t.split(lengths)] if split else [t.clone()]
+
+        params, first = [nn.Parameter(t) for t in pieces(whole)], 0
+        for p in params:  # stochastic rounding draws by the element's number in the whole, also where a cut is odd
+            p.first_element = first
+            first += p.numel()
+        optimizer = make(params, 1e-2)
+        with in_order(order):
+            for i, gradient in enumerate(grads):
+                for p, g in zip(params, pieces(gradient), strict=True):
+                    p.grad = g
+                if resume and i == 3:
+                    state = copy.deepcopy(optimizer.state_dict())
+                    optimizer = make(params, 0.5)
+                    optimizer.load_state_dict(state)
+                optimizer.step()
+        return torch.cat([p.detach() for p in params])
+
+    for split in (False, True) if both else (False,):
+        expected = trained(split)
+        for other in (trained(split, resume=True), *(trained(split, order) for order in ORDERS)):
+            assert bitwise_equal(other, expected)
+    assert not cuts or bitwise_equal(trained(), trained(split=True))

@@ -9,18 +9,13 @@ import warpsmith
 from torch import nn
 from torch.testing import assert_close
 from warpsmith.reference.optim import lion as lion_reference
-from warpsmith.testing import bitwise_equal, measure
+from warpsmith.testing import measure
 
-from .adamw_runs import ON_SIM, ORDERS, STEPS, assert_same_bits, in_order, make_params, run, set_grads, states_of
+from .adamw_runs import ON_SIM, STEPS, assert_one_result, assert_same_bits, make_params, run, set_grads, states_of
 from .optimizers import FEW_STATES, FULL, LAMB, LION, OF_TORCH
 
 ALL = [*FULL, LION, LAMB]
 LR = 1e-2
-
-
-def in_pieces(tensor, lengths):
-    """Copies of a vector's pieces."""
-    return [piece.clone() for piece in tensor.split(lengths)]
 
 
 @pytest.mark.parametrize("options", OF_TORCH, ids=str)
@@ -133,30 +128,9 @@ def test_cuda_follows_the_cpu_without_waiting(options):
 
 @pytest.mark.parametrize("options", ALL, ids=str)
 def test_same_bits_again_resumed_in_any_order_and_in_pieces(options):
+    cuts = options is not LAMB  # whose step takes norms of whole tensors
     lengths = [1, 2, 3, 63, 64, 65, 127, 500, 20_000, 7]
-    whole = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(3))
-    grads = [torch.randn(sum(lengths), generator=torch.Generator().manual_seed(i)) for i in range(6)]
-
-    def trained(split, order=ORDERS[0], resume=False):
-        params = [nn.Parameter(t) for t in (in_pieces(whole, lengths) if split else [whole.clone()])]
-        optimizer = options.ours(params, lr=LR)
-        with in_order(order):
-            for i, gradient in enumerate(grads):
-                for p, g in zip(params, in_pieces(gradient, lengths) if split else [gradient], strict=True):
-                    p.grad = g
-                if resume and i == 3:
-                    state = copy.deepcopy(optimizer.state_dict())
-                    optimizer = options.ours(params, lr=0.5)
-                    optimizer.load_state_dict(state)
-                optimizer.step()
-        return torch.cat([p.detach() for p in params])
-
-    for split in (False, True):
-        expected = trained(split)
-        for other in (trained(split, resume=True), *(trained(split, order) for order in ORDERS)):
-            assert bitwise_equal(other, expected)
-        if options is not LAMB:  # whose step takes norms of whole tensors
-            assert bitwise_equal(expected, trained(not split))
+    assert_one_result(lambda params, lr: options.ours(params, lr=lr), lengths, cuts=cuts, both=True)
 
 
 def in_memory(state):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 from warpsmith.testing import bitwise_equal
 
-from .adamw_runs import ORDERS, STEPS, assert_same_bits, in_order, make_params, run, set_grads, states_of
+from .adamw_runs import STEPS, assert_one_result, assert_same_bits, make_params, run, set_grads, states_of
 from .optimizers import FULL, LION, Options
 
 ALL = [*FULL, LION, Options("SGD", {}, "no state"), Options("SGD", {"momentum": 0.9, "nesterov": True}, "nesterov")]
@@ -108,34 +108,7 @@ def test_masters_follow_float32_where_16_bits_stand_still(options, dtype):
 @pytest.mark.parametrize("options", [*FULL, LION], ids=str)
 def test_same_bits_resumed_in_pieces_and_in_any_order(options, precision, dtype):
     lengths = [1, 63, 65, 500, 20_000, 7]
-    total = sum(lengths)
-    generator = torch.Generator().manual_seed(3)
-    whole, *grads = (torch.randn(total, generator=generator).to(dtype) for _ in range(6))
-
-    def trained(split=False, order=ORDERS[0], resume=False):
-        def pieces(t):
-            return [part.clone() for part in t.split(lengths)] if split else [t.clone()]
-
-        params = [nn.Parameter(t) for t in pieces(whole)]
-        first = 0
-        for p in params:  # stochastic rounding draws by the element's number in the whole, also where a cut is odd
-            p.first_element = first
-            first += p.numel()
-        optimizer = options.ours(params, lr=LR, precision=precision)
-        with in_order(order):
-            for i, gradient in enumerate(grads):
-                for p, g in zip(params, pieces(gradient), strict=True):
-                    p.grad = g
-                if resume and i == 2:
-                    state = copy.deepcopy(optimizer.state_dict())
-                    optimizer = options.ours(params, lr=0.5, precision=precision)
-                    optimizer.load_state_dict(state)
-                optimizer.step()
-        return torch.cat([p.detach() for p in params])
-
-    expected = trained()
-    for other in (trained(split=True), trained(resume=True), *(trained(order=order) for order in ORDERS)):
-        assert bitwise_equal(other, expected)
+    assert_one_result(lambda params, lr: options.ours(params, lr=lr, precision=precision), lengths, dtype)
 
 
 def test_a_float32_state_of_torch_is_taken_as_masters_are():

@@ -80,14 +80,6 @@ def compile_object(source: Path, architecture: str, folder: Path, flags: list[st
     return target
 
 
-def check_compiles(source: Path, architecture: str, flags: list[str]) -> None:
-    """Raises BuildError where nvcc's front end refuses the source; the assembler does not see it."""
-    number = architecture.removeprefix("sm_")
-    command = command_of(source, architecture, flags)
-    virtual = f"-gencode=arch=compute_{number},code=compute_{number}"
-    _output([*command[:-3], virtual, "-ptx", command[-1], "-o", os.devnull])
-
-
 def package_object(source: Path) -> Path | None:
     """The package's object, of all its architectures; None where there is none, or only one of older sources."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
