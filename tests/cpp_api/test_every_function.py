@@ -1,4 +1,7 @@
-"""Each differentiable C++ function with its optional tensors there and absent equals Python's, gradients one by one."""
+"""Each differentiable C++ function equals Python's in every bit, with its optional tensors there and absent.
+
+Gradients are asked for one by one, of all outputs and of each. What a function refuses has Python's words.
+"""
 
 import itertools
 
@@ -8,7 +11,8 @@ import warpsmith
 
 SEED = torch.tensor([12, 3])
 TARGET = torch.tensor([[0, 7, 2], [5, -100, 1]])
-REDUCTIONS = ("none", "mean")  # by their numbers in C++
+CU_SEQLENS = torch.tensor([0, 2, 6], dtype=torch.int32)
+REDUCTIONS = ("none", "mean", "sum")  # by their numbers in C++
 
 
 def leaf(*shape):
@@ -24,7 +28,21 @@ def norm(name, **numbers):
 def angles(**given):
     table = torch.rand(9, 8)
     heads = {"q": leaf(2, 6, 4, 16), "k": leaf(2, 6, 2, 16), "cos": table.cos(), "sin": table.sin(), **given}
-    return {**heads, "interleaved": True, "position_offset": 2}
+    return {"interleaved": True, "position_offset": 2, **heads}
+
+
+def packed_angles(**given):
+    heads = {"q": leaf(6, 4, 16), "k": leaf(6, 2, 16), "cu_seqlens": CU_SEQLENS}
+    return angles(**heads, interleaved=False, position_offset=0, **given)
+
+
+def rope(position_offset, position_offsets=None, **given):
+    return warpsmith.rope(**given, position_offset=position_offset if position_offsets is None else position_offsets)
+
+
+def attention_varlen(cu_seqlens, max_seqlen, **given):
+    lengths = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": max_seqlen}
+    return warpsmith.attention_varlen(**given, **lengths, causal=True, return_lse=True)
 
 
 def attention(kv_heads, **given):
@@ -42,6 +60,7 @@ def linear_cross_entropy(reduction, **given):
 def problems():
     """For each name, the arguments of the C++ function (those that it has) and the Python function."""
     yield "rms_norm", *norm("rms_norm", eps=1e-3, weight_offset=1.0)
+    yield "rms_norm", *norm("rms_norm", eps=None, weight_offset=0.0)
     yield "layer_norm", *norm("layer_norm", eps=1e-3)
     yield "add_rms_norm", *norm("add_rms_norm", eps=1e-3, weight_offset=1.0)
     yield "add_layer_norm", *norm("add_layer_norm", eps=1e-3)
@@ -55,31 +74,49 @@ def problems():
     for name in ("bias_gelu", "bias_silu", "bias_relu"):
         yield name, {"x": leaf(2, 3, 8), "bias": leaf(8)}, getattr(warpsmith, name)
     yield "relu_squared", {"x": leaf(2, 3, 8)}, warpsmith.relu_squared
-    yield "rope", angles(), warpsmith.rope
+    yield "rope", angles(), rope
+    yield "rope", angles(interleaved=False, position_offset=0, position_offsets=torch.tensor([3, 0])), rope
+    yield "rope", packed_angles(), rope
     weights = {"q_weight": leaf(16), "k_weight": (leaf(16).detach() * 2).requires_grad_(), "eps": 1e-3}
     yield "qk_norm_rope", angles(**weights), warpsmith.qk_norm_rope
+    yield "qk_norm_rope", packed_angles(**weights), warpsmith.qk_norm_rope
     tensors = {"q": leaf(2, 6, 4, 16), "k": leaf(2, 9, 2, 16), "v": leaf(2, 9, 2, 16), "bias": leaf(4, 6, 9)}
     options = {"sink": leaf(4), "seed": SEED, "causal": True, "dropout_p": 0.2, "kv_heads": 0}
     yield "attention", {**tensors, **options}, attention
+    plain = {"causal": False, "dropout_p": 0.0}
+    yield "attention", {"q": leaf(2, 6, 8, 16), "kv_heads": 2, **plain}, attention
+    yield "attention", {"q": leaf(2, 6, 3, 4, 16), "kv_heads": 0, **plain}, attention
+    packed = {"q": leaf(6, 4, 16), "k": leaf(6, 2, 16), "v": leaf(6, 2, 16).detach().add(1).requires_grad_()}
+    yield "attention_varlen", {**packed, "cu_seqlens": CU_SEQLENS, "max_seqlen": 4}, attention_varlen
     linear = {"hidden": leaf(2, 3, 16), "weight": leaf(9, 16), "bias": leaf(9), "target": TARGET.clamp_min(0)}
     yield "linear_log_prob", {**linear, "temperature": 0.7, "save_logits": True}, warpsmith.linear_log_prob
+    yield "linear_log_prob", {**linear, "temperature": 1.0, "save_logits": False}, warpsmith.linear_log_prob
     for number in range(len(REDUCTIONS)):
         sums = {"reduction": number, "label_smoothing": 0.1, "target": TARGET}
         rows = {"logits": leaf(2, 3, 9), "weight": torch.rand(9), "ignore_index": -100, "z_loss": 0.1, "softcap": 5.0}
         yield "cross_entropy", {**rows, **sums}, cross_entropy
-        yield "linear_cross_entropy", {**linear, "class_weight": torch.rand(9), **sums}, linear_cross_entropy
+        plain = {
+            "ignore_index": 2,
+            "z_loss": 0.0,
+            "softcap": 0.0,
+            "label_smoothing": 0.0,
+            "target": TARGET.clamp_min(0),
+        }
+        yield "cross_entropy", {**rows, **sums, **plain}, cross_entropy
+        for chunk in (None, 100):
+            chunks = {"class_weight": torch.rand(9), "max_chunk_bytes": chunk}
+            yield "linear_cross_entropy", {**linear, **chunks, **sums}, linear_cross_entropy
 
 
 PROBLEMS = [pytest.param(*p, id=f"{p[0]}-{i}") for i, p in enumerate(problems())]
 
 
 def calls(cpp, name, given):
-    """The arguments and the leaves among them, for each choice of the optional tensors."""
+    """The arguments and the leaves among them, for each choice of the optional tensors, all of them first."""
     arguments = getattr(cpp, name).default._schema.arguments
     given = {a.name: given.get(a.name) for a in arguments}
     optional = [a.name for a in arguments if str(a.type) == "Optional[Tensor]" and given[a.name] is not None]
-    if name == "attention":  # without k or v, q has another shape
-        optional = [n for n in optional if n not in ("k", "v")]
+    optional = [n for n in optional if n not in ("k", "v", "cu_seqlens")]  # without them q has another shape
     for count in range(len(optional) + 1):
         for absent in itertools.combinations(optional, count):
             chosen = {n: None if n in absent else value for n, value in given.items()}
@@ -98,27 +135,57 @@ def same(a, b):
 
 
 def python_names(given):
-    return {n: v for n, v in given.items() if n not in ("inplace_backward", "position_offsets")}
+    return {n: v for n, v in given.items() if n != "inplace_backward"}
+
+
+def assert_equal(cpp, name, python, chosen, leaves):
+    """Outputs, and the gradients of each leaf alone and of all."""
+    ours = outputs(getattr(cpp, name), *chosen.values())
+    wanted = outputs(python, **python_names(chosen))
+    assert same(ours, wanted)
+    grads = [torch.randn_like(y) for y in wanted]
+    for used in [range(len(wanted)), *([i] for i in range(len(wanted)))]:
+        for which in [list(leaves.values()), *([t] for t in leaves.values())]:
+            found, expected = (
+                torch.autograd.grad(
+                    [y[i] for i in used], which, [grads[i] for i in used], retain_graph=True, allow_unused=True
+                )
+                for y in (ours, wanted)
+            )
+            assert same(found, expected), used
 
 
 @pytest.mark.parametrize(("name", "given", "python"), PROBLEMS)
 def test_optional_tensors_and_single_gradients(cpp, name, given, python):
-    for absent, chosen, leaves in calls(cpp, name, given):
-        ours = outputs(getattr(cpp, name), *chosen.values())
-        wanted = outputs(python, **python_names(chosen))
-        assert same(ours, wanted), absent
-        grads = [torch.randn_like(y) for y in wanted]
-        for used in [range(len(wanted)), *([i] for i in range(len(wanted)))]:
-            for which in [list(leaves.values()), *([t] for t in leaves.values())]:
-                found, expected = (
-                    torch.autograd.grad(
-                        [y[i] for i in used], which, [grads[i] for i in used], retain_graph=True, allow_unused=True
-                    )
-                    for y in (ours, wanted)
-                )
-                assert same(found, expected), (absent, used)
+    for _, chosen, leaves in calls(cpp, name, given):
+        assert_equal(cpp, name, python, chosen, leaves)
         with torch.no_grad():
             assert all(y.grad_fn is None for y in outputs(getattr(cpp, name), *chosen.values()))
+
+
+BESIDE = ("residual", "weight", "bias")  # may be float32 where x has 16 bits, in norms and biased activations
+DTYPES = [(torch.float64, None), (torch.float16, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)]
+
+
+def in_dtypes(given, dtype, beside):
+    """Class weights stay float32, but in float64."""
+    found = {}
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            of_classes = "weight" in name and not value.requires_grad
+            to = torch.promote_types(dtype, torch.float32) if of_classes else (name in BESIDE and beside) or dtype
+            value = value.detach().to(to).requires_grad_(value.requires_grad)
+        found[name] = value
+    return found
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "given", "python"), PROBLEMS)
+def test_other_dtypes(cpp, name, given, python, dtypes):
+    dtype, beside = dtypes
+    mixes = name.endswith("_norm") or name.startswith("bias_")
+    _, chosen, leaves = next(calls(cpp, name, in_dtypes(given, dtype, beside if mixes else None)))
+    assert_equal(cpp, name, python, chosen, leaves)
 
 
 @pytest.mark.parametrize(("name", "given"), [pytest.param(*p.values[:2], id=p.id) for p in PROBLEMS])
@@ -138,3 +205,79 @@ def second_derivative(outputs, leaf):
     loss = sum(y.square().sum() for y in outputs)
     (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
     return torch.autograd.grad(gradient.square().sum(), leaf)[0]
+
+
+def refusals():
+    """A function's name, its base arguments with some of them changed, and the words of the error."""
+    base = {name: given for name, given, _ in reversed([*problems()])}
+    for name in (n for n in base if n.endswith("_norm")):
+        yield name, base[name] | {"weight": leaf(3)}, r"weight: expected shape \(40\), got \(3\)$"
+    yield "rms_norm", base["rms_norm"] | {"eps": -1.0}, "eps: expected a finite number >= 0, got -1"
+    for name in ("dropout_add_rms_norm", "dropout_add"):
+        yield name, base[name] | {"p": 1.5, "seed": None}, r"p: expected a number in \[0, 1\], got 1\.5"
+    yield "swiglu", base["swiglu"] | {"inplace_backward": True}, "gate: expected a computed tensor for inplace_backward"
+    yield (
+        "swiglu",
+        base["swiglu"] | {"gate": leaf(2, 3), "up": None},
+        "gate: expected an even last dimension when there",
+    )
+    for name in (n for n in base if n.startswith("bias_")):
+        yield name, base[name] | {"bias": leaf(3)}, "bias: expected shape"
+    yield "relu_squared", {"x": torch.ones(3, dtype=torch.int32)}, "x: expected float32"
+    heads = base["rope"]
+    yield (
+        "rope",
+        heads | {"k": leaf(2, 5, 2, 16)},
+        r"k: expected the shape of q but for its heads, \(2, 6, 4, 16\), got",
+    )
+    yield "rope", heads | {"position_offset": 4}, "position_offset: expected positions from 0 to 8"
+    yield "rope", heads | {"cos": leaf(9, 8)}, "cos: expected a tensor that requires no gradient"
+    yield "qk_norm_rope", base["qk_norm_rope"] | {"q_weight": leaf(15)}, r"q_weight: expected shape \(16\), got \(15\)"
+    yield "qk_norm_rope", base["qk_norm_rope"] | {"sin": leaf(9, 8)}, "sin: expected a tensor that requires no gradient"
+    yield "attention", base["attention"] | {"v": leaf(2, 8, 2, 16)}, "v: expected 9 tokens, got 8"
+    yield "attention", base["attention"] | {"dropout_p": 1.0}, r"dropout_p: expected a number in \[0, 1\), got 1"
+    sums = base["linear_cross_entropy"]
+    yield "linear_cross_entropy", sums | {"reduction": 3}, r"reduction: expected none, mean or sum \(0, 1 or 2"
+    losses = base["linear_log_prob"]
+    yield "linear_log_prob", losses | {"bias": leaf(8)}, r"bias: expected shape \(9\), got \(8\)$"
+    yield "linear_log_prob", losses | {"target": TARGET + 9}, r"target: expected classes in \[0, 9\), got 9 at pos"
+    yield "cross_entropy", base["cross_entropy"] | {"target": TARGET.abs()}, r"target: expected classes in \[0, 9\)"
+
+
+@pytest.mark.parametrize("graded", [True, False])
+@pytest.mark.parametrize(("name", "given", "words"), [pytest.param(*r, id=f"{r[0]}-{r[2][:9]}") for r in refusals()])
+def test_bad_input_is_named_and_draws_nothing(cpp, name, given, words, graded):
+    _, chosen, _ = next(calls(cpp, name, given))
+    before = torch.random.get_rng_state()
+    with torch.set_grad_enabled(graded or "requires no gradient" in words or "computed tensor" in words):
+        with pytest.raises(ValueError, match=f"^{name}: {words}"):
+            getattr(cpp, name)(*chosen.values())
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["dropout_add", "dropout_add_layer_norm"])
+def test_no_dropout_outside_of_training(cpp, name):
+    _, chosen, _ = next(calls(cpp, name, norm(name, eps=1e-3, p=0.9, training=False)[0]))
+    assert torch.equal(outputs(getattr(cpp, name), *chosen.values())[-1], chosen["x"] + chosen["residual"])
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+def test_forward_mode_is_refused(cpp, name):
+    _, chosen, leaves = next(calls(cpp, name, norm(name, eps=1e-3, weight_offset=0.0)[0]))
+    last = list(leaves)[-2]  # x, or the residual
+    plain = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in chosen.items()}
+    with torch.autograd.forward_ad.dual_level():
+        plain[last] = torch.autograd.forward_ad.make_dual(plain[last], torch.ones_like(plain[last]))
+        with pytest.raises(RuntimeError, match="jvp is not implemented"):
+            getattr(cpp, name)(*plain.values())
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight"])
+def test_only_wanted_gradients_are_computed(cpp, wanted):
+    tensors = {"x": leaf(2, 3, 40), "weight": leaf(40)}
+    given = {n: t.detach().requires_grad_(n == wanted) for n, t in tensors.items()}
+    y, expected = cpp.rms_norm(*given.values(), None, 0.0), warpsmith.rms_norm(*tensors.values())
+    up = torch.randn_like(y)
+    y.backward(up)
+    assert torch.equal(given[wanted].grad, torch.autograd.grad(expected, tensors[wanted], up)[0])
+    assert all(t.grad is None for n, t in given.items() if n != wanted)
