@@ -1,4 +1,4 @@
-"""The short examples as a user starts them: under real torchrun, alone, with four ranks."""
+"""The short examples as a user starts them: under real torchrun, alone, with four ranks, and restarted."""
 
 import importlib
 import math
@@ -18,12 +18,14 @@ SAME_STEPS = 40  # before its model learns; while it does, rounding grows
 
 
 def run(*command, **variables):
-    """What a command writes to its standard error."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path} | variables
+    """What a command writes, started by no launcher."""
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environ = {k: v for k, v in os.environ.items() if k not in launchers and not k.startswith("SLURM_")}
+    path = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    environ |= {"OMP_NUM_THREADS": "1", "PATH": path} | {k: str(v) for k, v in variables.items()}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=400, env=environ)
     assert done.returncode == 0, done.stderr
-    return done.stderr
+    return done.stdout + done.stderr
 
 
 def torchrun(name, ranks, *arguments):
@@ -127,7 +129,7 @@ def test_four_ranks_of_ddp(tmp_path):
 
 def test_four_ranks_of_zero_by_the_elastic_script(tmp_path):
     flags = ["--device", "cpu", "--steps", "2", "--save-every", "1", "--out", tmp_path]
-    text = run(EXAMPLES / "elastic.sh", *flags, RANKS="4")
+    text = run(EXAMPLES / "elastic.sh", *flags, RANKS=4)
     check_four(text)
     a_piece = CUT_ELEMS["cpu"] * 12  # a float32 master and two float32 states
     assert len(held(text)) == 4 and max(held(text)) <= sum(held(text)) / 4 + a_piece
@@ -145,3 +147,86 @@ def test_four_ranks_train_as_one(name, arguments, monkeypatch, capfd):
     check_four(text)
     one = alone(name, monkeypatch, capfd, "--steps", 2, *arguments)
     assert losses(text) == pytest.approx(losses(one), rel=1e-4)
+
+
+# examples/zero.py, whose rank 1 is killed before the first checkpoint of step 20 is written.
+DYING = f"""
+import os, runpy, signal, sys
+from pathlib import Path
+from warpsmith.train import Checkpointer
+save, dead = Checkpointer.save, Path(os.environ["DEAD"])
+
+def save_or_die(self, step, **parts):
+    if step == 20 and "1" in (os.environ.get("RANK"), os.environ.get("SLURM_PROCID")) and not dead.exists():
+        dead.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(self, step, **parts)
+
+Checkpointer.save = save_or_die
+sys.argv[0] = {str(EXAMPLES / "zero.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+# What srun does, on this host: two processes; when one dies, the other is ended.
+SRUN = """
+import os, subprocess, sys, time
+command = [sys.executable if word == "python" else word for word in sys.argv[1:] if not word.startswith("--kill-on")]
+place = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
+step = str(len(os.listdir(os.environ["STEPS"])))
+open(os.path.join(os.environ["STEPS"], step), "w").close()
+ranks = [
+    subprocess.Popen(command, env=os.environ | place | {"SLURM_STEP_ID": step, "SLURM_PROCID": r, "SLURM_LOCALID": r})
+    for r in "01"
+]
+while None in [rank.poll() for rank in ranks]:
+    if any(rank.poll() for rank in ranks):
+        for rank in ranks:
+            rank.kill()
+    time.sleep(0.1)
+sys.exit(max(abs(rank.returncode) for rank in ranks))
+"""
+
+
+def thirty_steps(script, *flags, **variables):
+    return run(EXAMPLES / script, "--device", "cpu", "--steps", 30, *flags, **variables)
+
+
+def figures(text):
+    starts = [int(step) for step in re.findall(r"2 ranks on cpu, from step (\d+)", text)]
+    return starts, dict(re.findall(r"step (\d+) loss (\S+)", text))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return figures(thirty_steps("elastic.sh", "--out", tmp_path_factory.mktemp("whole")))
+
+
+@pytest.fixture
+def dying(tmp_path):
+    program = tmp_path / "dying.py"
+    program.write_text(DYING)
+    return {"SCRIPT": program, "DEAD": tmp_path / "dead"}
+
+
+def test_torchrun_starts_all_ranks_again(whole, dying, tmp_path):
+    starts, losses = figures(thirty_steps("elastic.sh", "--out", tmp_path / "run", RESTARTS=1, **dying))
+    assert dying["DEAD"].exists()
+    assert (whole[0], starts) == ([0], [0, 10])
+    assert losses == whole[1]  # to the last digit that is printed
+    assert list(losses) == ["10", "20", "30"]
+
+
+@pytest.mark.slow
+def test_slurm_starts_all_ranks_again(whole, dying, tmp_path):
+    programs, steps = tmp_path / "bin", tmp_path / "steps"
+    programs.mkdir()
+    steps.mkdir()
+    (programs / "srun").write_text(f"#!{sys.executable}\n{SRUN}")
+    (programs / "srun").chmod(0o755)
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    places = {"PATH": path, "STEPS": steps, "OUT": tmp_path / "run", "SLURM_JOB_ID": 77}
+    text = thirty_steps("slurm.sh", RESTARTS=1, **places, **dying)
+    starts, losses = figures(text)
+    assert "slurm.sh: restart 1" in text and len(list(steps.iterdir())) == 2
+    assert starts == [0, 10]
+    assert losses == whole[1]

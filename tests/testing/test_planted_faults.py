@@ -1,14 +1,12 @@
-"""Each check of values and gradients must fail on an op with the fault it is there for: a planted wrong op, one fault
-at a time."""
+"""A right op passes every check made from its spec; each check fails on an op with the fault it is there for."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from planting import caught, with_op
 from torch.autograd.function import once_differentiable
-from toy_op import SPEC, Apply, raw, reference, scale
-from warpsmith.testing import Case
+from toy_op import SPEC, Apply, caught, raw, reference, scale, with_op
+from warpsmith.testing import LAYOUTS, Case, make_inputs, op_tests
 from warpsmith.testing.checks import numerics
 from warpsmith.testing.law import measure
 from warpsmith.testing.suite import check_op, checks_of
@@ -295,3 +293,21 @@ def test_every_check_of_a_spec_has_a_name_of_its_own():
     names = [name for name, _ in checks_of(SPEC)]
     assert len(names) == len(set(names)) > 60
     assert scale is SPEC.op
+
+
+TestToy = op_tests(SPEC)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("laid_out", "expanded", "wanted"),
+    [(None, None, {"x", "scale"}), (("x",), None, {"x"}), (("x", "scale"), ("x",), {"x"}), (("x",), (), set())],
+)
+def test_layouts_apply_to_the_inputs_named(layout, laid_out, expanded, wanted):
+    spec = replace(SPEC, laid_out=laid_out, expanded=expanded)
+    inputs = make_inputs(spec, SPEC.base_case().but(layout=layout))
+    plain = make_inputs(spec, SPEC.base_case())
+    if layout != "expanded":
+        wanted = set(laid_out or ("x", "scale"))
+    apart = {n for n, t in inputs.items() if t.stride() != plain[n].stride() or t.storage_offset()}
+    assert apart == (set() if layout == "contiguous" else wanted)

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planting import caught, with_op
-from toy_op import SPEC, Apply, reference
+from toy_op import SPEC, Apply, caught, reference, with_op
 from warpsmith.testing import BadInput
 from warpsmith.testing.checks import integration
 

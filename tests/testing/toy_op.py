@@ -1,8 +1,9 @@
-"""A small op in all the forms the checks look at: y = x * scale, differentiable once in eager, traced under a name of
-its own."""
+"""A small op in all the forms the checks look at: y = x * scale; and how a fault of it is planted and caught."""
 
 import re
+from dataclasses import replace
 
+import pytest
 import torch
 from torch.autograd.function import once_differentiable
 from warpsmith.testing import BadInput, Case, OpSpec
@@ -132,3 +133,12 @@ SPEC = OpSpec(
     ],
     devices=("cpu",),
 )
+
+
+def caught(check, *arguments, match):
+    with pytest.raises((AssertionError, RuntimeError), match=match):
+        check(*arguments)
+
+
+def with_op(op, **changes):
+    return replace(SPEC, op=op, **changes)
