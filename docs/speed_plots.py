@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 from typing import Any
 
 from speed_table import MEMORY, OURS, ROOT, WHOLE, YARDSTICK
@@ -15,9 +15,6 @@ MARKERS = "os^Dv*P"  # with the colours: rivals differ in both
 
 def memory_curve(rows: list[dict[str, Any]], where: str) -> None:
     """linear_cross_entropy's time over its memory beside its rivals, where the run has it."""
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.bench_linear_loss_curve import plot as draw
-
     points: dict[tuple[str, str], dict[str, float]] = {}
     shape = ""
     for row in rows:
@@ -31,7 +28,42 @@ def memory_curve(rows: list[dict[str, Any]], where: str) -> None:
             others.setdefault(row["contender"], {})[row["direction"]] = row["value"]
     rivals = [(name, p["forward + backward"], p[MEMORY]) for name, p in others.items() if len(p) == 2]
     if found:
-        draw(found, shape.split("x"), ROOT / "docs/img/linear_loss_curve.png", rivals, where)
+        draw_curve(found, shape.split("x"), ROOT / "docs/img/linear_loss_curve.png", rivals, where)
+
+
+def draw_curve(found: list[Any], shape: list[str], path: Path, rivals: list[Any], where: str) -> None:
+    """found: (dtype of the weight's gradient, chunks, milliseconds, megabytes). rivals: (name, milliseconds,
+    megabytes). where: the GPU, for the title."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5))
+    for dtype in dict.fromkeys(p[0] for p in found):
+        line = [p for p in found if p[0] == dtype]
+        label = f"Warpsmith, weight gradient in {dtype}; figures: chunks"
+        axes.plot([p[3] / 1e3 for p in line], [p[2] for p in line], marker="o", markersize=5, label=label)
+        upright = max(p[3] for p in line) < 1.01 * min(p[3] for p in line)  # the points lie above each other
+        for _, chunks, ms, megabytes in line:
+            offset, side = ((6, -3), "left") if upright else ((3, 5), "left")
+            below = upright and chunks == min(p[1] for p in line)
+            at = (6, -9) if below else offset
+            axes.annotate(
+                str(chunks), (megabytes / 1e3, ms), textcoords="offset points", xytext=at, ha=side, fontsize=9
+            )
+    for (name, ms, megabytes), marker in zip(rivals, "sD^vPX", strict=False):
+        at = megabytes / 1e3, ms
+        axes.plot(*at, linestyle="", marker=marker, color="#5f6368", markerfacecolor="none", markersize=9)
+        axes.annotate(name, at, textcoords="offset points", xytext=(0, -19), ha="center", color="#5f6368", fontsize=9)
+    axes.set(xlabel="memory above the inputs, GB", ylabel="forward and backward, ms")
+    axes.set_xlim(left=0, right=1.12 * max([p[3] for p in found] + [r[2] for r in rivals]) / 1e3)
+    axes.set_ylim(bottom=0, top=1.3 * max([p[2] for p in found] + [r[1] for r in rivals]))
+    title = f"linear_cross_entropy, {' x '.join(map(str, shape))} (tokens x width x classes), bf16"
+    axes.set_title(title + (f"\n{where}" if where else ""), fontsize=10)
+    axes.legend(loc="upper right", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def attention_rates(rows: list[dict[str, Any]]) -> dict[tuple[int, str, str], dict[str, dict[int, float]]]:

@@ -22,11 +22,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "sim"))
+import library  # noqa: E402
 import tiers  # noqa: E402
 
 if "--sim" in sys.argv:  # before anything imports warpsmith, which takes the library that is there
-    import library
-
     library.load()
 if importlib.util.find_spec("expecttest") is None:
     # torch's sample inputs (op_db, optim_db) lie beside a base class of torch's own tests, which derives from this one.
@@ -66,6 +65,15 @@ def pytest_configure_node(node):
     node.workerinput["warpsmith"] = node.config.stash[tiers.PLAN].text()
 
 
+def runs_on_sim(item):
+    """No kernel takes float64, nor does a test that is marked."""
+    import torch
+
+    values = [*item.callspec.params.values()] if hasattr(item, "callspec") else []
+    wide = [v for v in values if v is torch.float64 or (isinstance(v, tuple) and torch.float64 in v)]
+    return not wide and not item.get_closest_marker("not_on_sim")
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     import torch
@@ -81,14 +89,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.alone)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(not_asked)
-        if tiers.is_full(item) and not plan.full:
+        if (tiers.is_full(item) and not plan.full) or (config.getoption("--sim") and not runs_on_sim(item)):
             left_out.append(item)
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
         tiers.describe(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not tiers.is_full(item)]
+        items[:] = [item for item in items if item not in left_out]
     items[:] = plan.longest_first(items)
 
 
@@ -152,5 +160,5 @@ def merged_coverage(dumped):
     for path in dumped:
         counts.merge(Path(path))
     table, low = counts.table()
-    all_ran = len(dumped) == len(build.tests_of(None))
+    all_ran = len(dumped) == len(build.tests_of(None)) + len(library.specs()) * len(library.ASKED)
     return table, [f"{device_coverage.FLOOR}: {', '.join(low)}"] if low and all_ran else []

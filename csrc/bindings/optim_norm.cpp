@@ -145,8 +145,7 @@ float* float_of(const char* op, const char* argument, const Tensor& t, const Ten
 // The known sums of a table's chunks.
 const double* known_of(const char* op, const std::optional<Tensor>& known, const NormTable& table, const Tensor& like) {
   if (!known) return nullptr;
-  const ScalarType dtype = dtype_of(op, "known", *known);
-  if (dtype != ScalarType::Double) refuse(op, "known", name(Dtype::float64), dtype_text(dtype));
+  check_float64(op, "known", *known);
   check_same_device(op, "known", *known, like);
   check_shape(op, "known", *known, {table.chunk_count});
   if (known->numel() > 1 && known->stride(0) != 1) refuse(op, "known", "adjacent elements", "other strides");
@@ -172,9 +171,7 @@ Tensor grad_norm_partials(Tensors tensors, double p, int64_t total_elems, std::o
 std::tuple<Tensor, Tensor> grad_norm_finish(Tensor partials, double p, bool wide) {
   GradNormParams params{};
   params.order = order_of(kFinish, p);
-  const ScalarType dtype = dtype_of(kFinish, "partials", partials);
-  if (dtype != ScalarType::Double)  // on CUDA too, where float_dtype knows no float64
-    refuse(kFinish, "partials", name(Dtype::float64), dtype_text(dtype));
+  check_float64(kFinish, "partials", partials);
   if (partials.dim() != 1 || (partials.numel() > 1 && partials.stride(0) != 1))
     refuse(kFinish, "partials", "one dimension of adjacent elements", shape_text(partials));
   const auto results = allocate_results(kFinish, wide, partials, params);

@@ -37,7 +37,7 @@ def gradients(fn, hidden, weight, *args, up=1.0, **options):
 def peak_bytes(step, leaves):
     """What a step takes on the GPU above what it finds, its gradients included. It runs once before: each thread that
     calls cuBLAS for the first time leaves a workspace of 32 MiB behind, which is torch's."""
-    from benchmarks.bench_linear_loss import peak_mb
+    from benchmarks.cells import peak_mb
 
     step()
     return round(peak_mb(step, leaves) * 1e6)

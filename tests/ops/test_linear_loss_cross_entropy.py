@@ -98,6 +98,7 @@ def test_labels_out_of_range_are_nan_on_cuda(label, reduction):
     assert (loss if reduction == "mean" else loss[7]).isnan()
 
 
+@pytest.mark.not_on_sim(reason="in float64")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk", [1, 7 * 34 * 8, 64 * 34 * 8])
 def test_chunks_change_nothing_but_rounding(chunk, reduction):

@@ -1,9 +1,17 @@
-"""Parameters, gradients and comparisons that the tests of AdamW share."""
+"""Parameters, gradients, orders of execution and comparisons that the tests of optimizers share.
+
+Under ``--sim`` the tests run the CUDA kernels on CPU tensors (warpsmith.testing.sim).
+"""
 
 import torch
 from torch import nn
-from warpsmith.testing import bitwise_equal
+from warpsmith.testing import bitwise_equal, cpu_threads, sim
 
+ON_SIM = sim.is_loaded()
+STEPS = 20 if ON_SIM else 200  # of a trajectory
+# Bits depend on none of these: numbers of CPU threads, on the sim seeds of its schedule.
+ORDERS = range(sim.SCHEDULES) if ON_SIM else (2, 1)
+in_order = sim.schedule if ON_SIM else cpu_threads
 SHAPES = [(7, 5), (), (0,), (3,), (2049,), (33, 129)]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 from warpsmith.testing import bitwise_equal
 
-from .adamw_runs import assert_same_bits, make_params, states_of
+from .adamw_runs import STEPS, assert_same_bits, make_params, states_of
 from .optimizers import FULL, LAMB, LION, Options
 
 ALL = [*FULL, LION, Options("SGD", {}, "no state")]
@@ -58,12 +58,12 @@ def test_a_step_takes_the_values_of_gradients_of_any_dtype(options, precision, d
 
 @pytest.mark.parametrize("options", [*FULL, LION, LAMB], ids=str)
 def test_float32_gradients_of_16_bit_parameters_are_not_rounded(options):
-    """``master`` with float32 gradients is a float32 optimizer, bit by bit over 200 steps; not so with rounded ones."""
+    """``master`` with float32 gradients is a float32 optimizer bit by bit; not so with rounded ones."""
     params = make_params(BF16, shapes=[(300,), (33, 9)])
     exact, rounded = ([nn.Parameter(p.detach().float()) for p in params] for _ in range(2))
     ours = options.ours(params, lr=LR, precision="master")
     plain, other = options.ours(exact, lr=LR), options.ours(rounded, lr=LR)
-    for step in range(200):
+    for step in range(STEPS):
         set_gradients(params, [FP32], step)
         for p, w, r in zip(params, exact, rounded, strict=True):
             w.grad, r.grad = p.grad, p.grad.bfloat16().float()

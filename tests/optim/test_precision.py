@@ -7,9 +7,9 @@ import torch
 import warpsmith
 from torch import nn
 from torch.testing import assert_close
-from warpsmith.testing import bitwise_equal, cpu_threads
+from warpsmith.testing import bitwise_equal
 
-from .adamw_runs import assert_same_bits, make_params, run, set_grads, states_of
+from .adamw_runs import ORDERS, STEPS, assert_same_bits, in_order, make_params, run, set_grads, states_of
 from .optimizers import FULL, LION, Options
 
 ALL = [*FULL, LION, Options("SGD", {}, "no state"), Options("SGD", {"momentum": 0.9, "nesterov": True}, "nesterov")]
@@ -93,7 +93,7 @@ def test_masters_follow_float32_where_16_bits_stand_still(options, dtype):
     params = [nn.Parameter(torch.ones(100, dtype=dtype))]
     exact = [nn.Parameter(torch.ones(100))]
     a, b = options.ours(params, lr=1e-5, precision="master"), options.ours(exact, lr=1e-5)
-    for _ in range(200):
+    for _ in range(STEPS):
         for p in (*params, *exact):
             p.grad = torch.full_like(p, 0.5)
         a.step()
@@ -106,13 +106,13 @@ def test_masters_follow_float32_where_16_bits_stand_still(options, dtype):
 
 @pytest.mark.parametrize(("precision", "dtype"), KINDS, ids=str)
 @pytest.mark.parametrize("options", [*FULL, LION], ids=str)
-def test_same_bits_resumed_in_pieces_and_on_one_thread(options, precision, dtype):
+def test_same_bits_resumed_in_pieces_and_in_any_order(options, precision, dtype):
     lengths = [1, 63, 65, 500, 20_000, 7]
     total = sum(lengths)
     generator = torch.Generator().manual_seed(3)
     whole, *grads = (torch.randn(total, generator=generator).to(dtype) for _ in range(6))
 
-    def trained(split=False, threads=2, resume=False):
+    def trained(split=False, order=ORDERS[0], resume=False):
         def pieces(t):
             return [part.clone() for part in t.split(lengths)] if split else [t.clone()]
 
@@ -122,7 +122,7 @@ def test_same_bits_resumed_in_pieces_and_on_one_thread(options, precision, dtype
             p.first_element = first
             first += p.numel()
         optimizer = options.ours(params, lr=LR, precision=precision)
-        with cpu_threads(threads):
+        with in_order(order):
             for i, gradient in enumerate(grads):
                 for p, g in zip(params, pieces(gradient), strict=True):
                     p.grad = g
@@ -134,7 +134,7 @@ def test_same_bits_resumed_in_pieces_and_on_one_thread(options, precision, dtype
         return torch.cat([p.detach() for p in params])
 
     expected = trained()
-    for other in (trained(split=True), trained(threads=1), trained(resume=True)):
+    for other in (trained(split=True), trained(resume=True), *(trained(order=order) for order in ORDERS)):
         assert bitwise_equal(other, expected)
 
 

@@ -141,7 +141,7 @@ template <class P, class S, class G, Storage kStorage> struct Mixed {
       reset();
       Launch launch(record(), entry_of(grad), optimizer, kStorage, group);
       launch.p.grad_scale = scale.data();
-      expect_ok(optim_any_cuda(launch.p, nullptr));
+      expect_ok(optim_runtime_dtypes_cuda(launch.p, nullptr));
       expect_equal("step", step[0], kSteps + 1);
       check_values(want_value, want_states);
       same_bits_for_every_seed("param", param);

@@ -1,4 +1,4 @@
-// links: csrc/kernels/optim/optim_any.cu
+// links: csrc/kernels/optim/optim_runtime_dtypes.cu
 // links: csrc/kernels/optim/optim_8bit.cu
 // The optimizers' kernels with gradients in another dtype than their parameters.
 #include <cmath>
@@ -63,7 +63,7 @@ TEST(infinities_and_tiny_moments) {
     OptimGroup group = group_of(0x1p-5);
     group.values[AdamW::eps] = 0x1p-130;
     Launch launch(m.record(), entry_of(m.grad), Optimizer::adamw, Storage::float32, group);
-    expect_ok(optim_any_cuda(launch.p, nullptr));
+    expect_ok(optim_runtime_dtypes_cuda(launch.p, nullptr));
     for (size_t i = 0; i < 8; ++i) expect(std::isnan(m.param[i]) == (i == 5), "NaN only of NaN");
   });
 }
@@ -77,7 +77,7 @@ TEST(a_skipped_step_and_a_missing_gradient_change_nothing) {
       const void* entry = missing ? nullptr : entry_of(m.grad);
       Launch launch(m.record(), entry, m.optimizer, Storage::bfloat16_master, group_of(0.1));
       launch.p.found_inf = m.found_inf.data();
-      expect_ok(optim_any_cuda(launch.p, nullptr));
+      expect_ok(optim_runtime_dtypes_cuda(launch.p, nullptr));
       const Mixed<bfloat16, float, float, Storage::bfloat16_master> before(m.optimizer, m.has, 1029, 0);
       for (size_t i = 0; i < 1029; ++i) expect_equal("master", m.master[i], before.master[i]);
       expect_equal("step", m.step[0], m.kSteps);
@@ -126,7 +126,7 @@ void check_8bit(Optimizer optimizer, uint32_t has, size_t elems, bool quantized,
       }
       Launch launch(t, mixed ? entry_of(grad) : own.data(), optimizer, kStorage, group_of(0x1p-5));
       launch.p.mixed_grads = mixed;
-      expect_ok(optim_any_cuda(launch.p, nullptr));
+      expect_ok(optim_runtime_dtypes_cuda(launch.p, nullptr));
       return r;
     };
     const Run got = run(true), want = run(false);
@@ -157,7 +157,7 @@ TEST(eight_bit_states) {
 TEST(float64_is_refused) {
   Mixed<float, float, bfloat16, Storage::float32> m(Optimizer::sgd, 0, 5, 0);
   Launch launch(m.record(), entry_of(m.grad), m.optimizer, Storage::float64, group_of(0.1));
-  expect_refused(optim_any_cuda(launch.p, nullptr), "float64");
+  expect_refused(optim_runtime_dtypes_cuda(launch.p, nullptr), "float64");
 }
 
 RANDOM_TEST(random_mixed) {

@@ -1,4 +1,4 @@
-// links: csrc/kernels/optim/optim_any.cu
+// links: csrc/kernels/optim/optim_runtime_dtypes.cu
 // links: csrc/kernels/optim/optim_8bit.cu
 // What a step does beside its own: averages, copies, gradients that become zero.
 #include "harness.h"
@@ -20,22 +20,22 @@ void check_beside(size_t elems, const Offsets& offset, bool averages_param) {
       M plain(Optimizer::adamw, 0b011, elems, offset), m(Optimizer::adamw, 0b011, elems, offset);
       Buffer<float> average(elems, offset[5]), before(elems);
       Buffer<float16> copy(M::kMaster ? 0 : elems, offset[2]);
-      const auto step = [&](M& t, const OptimBeside* beside) {
+      const auto step = [&](M& t, const StepExtras* beside) {
         t.reset();
         t.found_inf[0] = skips;
         Launch launch(t.record(), missing ? nullptr : entry_of(t.grad), t.optimizer, kStorage, group_of(0x1p-5));
         launch.p.found_inf = t.found_inf.data();
-        launch.p.beside = beside;
+        launch.p.extras = beside;
         launch.p.ema_weight = weight;
         launch.p.zero_grads = beside != nullptr;
-        expect_ok(optim_any_cuda(launch.p, nullptr));
+        expect_ok(optim_runtime_dtypes_cuda(launch.p, nullptr));
       };
       step(plain, nullptr);
       under_every_seed([&] {
         fill_normal(average, 11);
         fill_normal(before, 11);
         fill_normal(copy, 12);
-        const OptimBeside beside{average.data(), M::kMaster ? nullptr : copy.data(), kCopy, averages_param};
+        const StepExtras beside{average.data(), M::kMaster ? nullptr : copy.data(), kCopy, averages_param};
         step(m, &beside);
         expect_equal("step", m.step[0], plain.step[0]);
         for (size_t i = 0; i < elems; ++i) {
@@ -72,12 +72,12 @@ TEST(bytes_of_averages_copies_and_zeros) {
   under_every_seed([&] {
     m.reset();
     fill_normal(average, 1);
-    const OptimBeside beside{average.data(), copy.data(), Dtype::bfloat16, false};
+    const StepExtras beside{average.data(), copy.data(), Dtype::bfloat16, false};
     Launch launch(m.record(), m.grad.data(), m.optimizer, Storage::float32, group_of(0x1p-5));
-    launch.p.beside = &beside;
+    launch.p.extras = &beside;
     launch.p.zero_grads = true;
     sim::counters() = {};
-    expect_ok(optim_any_cuda(launch.p, nullptr));
+    expect_ok(optim_runtime_dtypes_cuda(launch.p, nullptr));
     const auto n = static_cast<int64_t>(m.param.size());
     expect_bytes({.read = (16 + 4) * n, .written = (12 + 4 + 2 + 4) * n});
   });

@@ -91,7 +91,7 @@ inline std::string short_text(double value) {
   return text;
 }
 
-// Refuses what is not finite in the arithmetic of a dtype: float64's own, float32 for every other.
+// Refuses a number that is not finite in the arithmetic of a dtype: float64 for float64, float32 for other dtypes.
 inline void check_finite(const char* op, const char* argument, double value, Dtype dtype) {
   const bool wide = dtype == Dtype::float64;
   const double most = wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
@@ -100,7 +100,15 @@ inline void check_finite(const char* op, const char* argument, double value, Dty
 }
 
 inline void check_dtype(const char* op, const char* argument, const Tensor& t, Dtype expected) {
+  if (dtype_of(op, argument, t) == ScalarType::Double && expected != Dtype::float64)
+    refuse(op, argument, name(expected), name(Dtype::float64));
   if (const Dtype got = float_dtype(op, argument, t); got != expected) refuse(op, argument, name(expected), name(got));
+}
+
+// For tensors that are float64 on every device. float_dtype refuses float64 where kernels run.
+inline void check_float64(const char* op, const char* argument, const Tensor& t) {
+  if (const ScalarType got = dtype_of(op, argument, t); got != ScalarType::Double)
+    refuse(op, argument, name(Dtype::float64), dtype_text(got));
 }
 
 // The dtype of a weight, bias, residual or table beside an activation of `dtype`: the same, or float32 beside a 16-bit

@@ -2,7 +2,6 @@
 
 python -m warpsmith plan --gpu H100 --config config.json --data 64 --sharding 3 --micro-batch 2 --scale
 torchrun --nproc-per-node 8 -m warpsmith plan --calibrate --config config.json --data 8
-python -m warpsmith plan --published
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ def add_to(tools: Any, named: bool) -> None:
     parser.add_argument("--config", type=Path, help="config.json of a model of transformers")
     parser.add_argument("--scale", action="store_true", help="also the efficiency up to 10,000 ranks")
     parser.add_argument("--plot", type=Path, help="write a figure to this file")
-    parser.add_argument("--published", action="store_true", help="the published runs beside their predictions")
     for part, kind in zip(PARTS, (plan.Model, plan.Layout), strict=True):
         _options(parser, part, kind)
 
@@ -58,9 +56,6 @@ def add_to(tools: Any, named: bool) -> None:
 def _run(given: argparse.Namespace) -> int:
     from warpsmith.distributed import plan
 
-    if given.published:
-        print(plan.report())
-        return 0
     fields: dict[str, dict[str, Any]] = {
         part: {k.split(".")[1]: v for k, v in vars(given).items() if k.startswith(part + ".") and v is not None}
         for part in PARTS
@@ -106,13 +101,14 @@ def _calibrated(given: argparse.Namespace, model: Any, layout: Any) -> int:
 
 def _show(given: argparse.Namespace, model: Any, cluster: Any, layout: Any) -> None:
     from warpsmith.distributed import plan
+    from warpsmith.distributed.plan.prediction import PUBLISHED
 
     found = plan.predict(model, cluster, layout)
     lines = [str(found)]
     if given.scale:
         several = plan.scaling(model, cluster, layout)
-        error = plan.errors()["scaling"]
-        lines.append(f"ranks, tokens/s, of the first (published runs: {error.low:.2f} to {error.high:.2f} times that)")
+        low, high = PUBLISHED["scaling"]
+        lines.append(f"ranks, tokens/s, of the first (published runs: {low:.2f} to {high:.2f} times that)")
         for one, share in zip(several, plan.efficiency(several), strict=True):
             lines.append(
                 f"  {one.layout.ranks:>6} {one.tokens_per_s:>16,.0f} {share:7.1%}, with failures "

@@ -18,9 +18,9 @@ from warpsmith._core import tensor_list as lists
 from warpsmith._core.raw_step import COUNTER, SCALES, optim_step, value_names
 from warpsmith.optim import _eight_bit as eight_bit
 from warpsmith.optim import _loading as loading
-from warpsmith.optim._beside import Fusing
 from warpsmith.optim._plan import Kind, Plan
 from warpsmith.optim._precision import EXTRA_DTYPES, PRECISIONS, Storage, dtypes_of, storage_of
+from warpsmith.optim._step_extras import WithStepExtras
 
 Group = dict[str, Any]
 Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
@@ -43,7 +43,7 @@ _FLAGS = (
 _OR_NONE = ("foreach", "fused")
 
 
-class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
+class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
     """What all optimizers of this package share; they are its subclasses."""
 
     _step_supports_amp_scaling = True  # GradScaler then leaves dividing and skipping to step()

@@ -157,7 +157,7 @@ def _with_more(t: Tensor, dim: int, b: Block) -> Tensor:
     return torch.cat([t, t.new_zeros(zeros)], dim)
 
 
-def nothing_yet(q: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor]:
+def empty_results(q: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor]:
     """out and lse over no keys, wider than what a block gives: merging adds no rounding of its own."""
     batch = () if o.dims.batch is None else q.shape[:1]
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wider(q.dtype))
@@ -229,7 +229,7 @@ def forward_block(o: Options, b: Block, q: Tensor, k: Tensor, v: Tensor, given: 
     return out.narrow(o.dims.tokens, 0, b.q_len), lse, lse_rest
 
 
-def takes_whole_results(o: Options, q: Tensor, v: Tensor, given: Given) -> bool:
+def accepts_whole_results(o: Options, q: Tensor, v: Tensor, given: Given) -> bool:
     """Whether :func:`backward_block` may be given out and lse of the whole sequence, with their gradients.
 
     It may where the kernel takes delta = dot(dout, out) as it is. Other kernels, and the CPU's, correct the rounding of
@@ -256,7 +256,7 @@ def backward_block(
     """The gradients of a block's q, k and v, and of the sinks if it counts them.
 
     ``out``, ``lse`` and ``lse_rest`` are the block's own results, ``dout`` and ``dlse`` their gradients. Where
-    :func:`takes_whole_results` is true they may also be the whole sequence's.
+    :func:`accepts_whole_results` is true they may also be the whole sequence's.
     """
     q, k, v = saved
     call = _call(o, b, q, k, v, given)

@@ -16,15 +16,15 @@ from warpsmith.distributed.context.blocks import (
     Given,
     Options,
     Results,
+    accepts_whole_results,
     backward_block,
+    empty_results,
     forward_block,
     gather_block,
     merge_block,
     narrowed,
-    nothing_yet,
     queries_of,
     ring_block,
-    takes_whole_results,
     unmerge_block,
     wider,
 )
@@ -178,7 +178,7 @@ class Ring(torch.autograd.Function):
         place: ContextGroup,
     ) -> tuple[Tensor, Tensor]:
         given = Given(cu, alibi, sink, seed)
-        wide_out, lse = nothing_yet(q, v, o)
+        wide_out, lse = empty_results(q, v, o)
         kv = torch.cat([k, v], -1)
         for step in range(place.ranks):
             coming = _Passing(kv, place, _KEYS) if step + 1 < place.ranks else None
@@ -200,7 +200,7 @@ class Ring(torch.autograd.Function):
         o, place = ctx.o, ctx.place
         dout = torch.zeros_like(out) if dout is None else dout
         kv, given = torch.cat([k, v], -1), Given(cu, alibi, sink, seed)
-        whole = takes_whole_results(o, q, v, given)  # else the block's own results are made again
+        whole = accepts_whole_results(o, q, v, given)  # else the block's own results are made again
         sums = _Gradients(saved, o, ctx.needs_input_grad[3])
         passed: _Passing | None = None
         for step in range(place.ranks):

@@ -1,6 +1,6 @@
 """What GPUs do: rates that were measured, each with its source.
 
-Nothing in this file was fitted to the runs of ``published.py``.
+Nothing in this file was fitted to the runs of docs/plan_published.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from warpsmith.distributed.plan.gpus import OPTIMIZER_SHARE
 from warpsmith.distributed.plan.layout import GATHER, PRECISIONS, WIRE, Layout
 from warpsmith.distributed.plan.model import Model
 
-# Published over predicted: the lowest and highest ratio of all published runs. ``published.errors`` computes them anew.
+# Published over predicted: the lowest and highest ratio of all published runs, which a test computes anew.
 PUBLISHED = {"step": (0.8569, 1.5564), "memory": (0.8841, 1.3716), "scaling": (0.9593, 0.9911)}
 
 
@@ -208,8 +208,7 @@ def predict(model: Model, cluster: Cluster, layout: Layout) -> Prediction:
         layout: how.
 
     Returns:
-        A ``Prediction``, which prints as a table with the error that these formulas have on published runs
-        (``published.errors``).
+        A ``Prediction``, which prints as a table with the error that these formulas have on published runs.
 
     Raises:
         TypeError: an argument that is none of these.

@@ -128,7 +128,7 @@ class GradientShards:
         if self.phase != REDUCED:
             self._finish(without_backward=call)
         elif (changed := self._changed()) is not None:
-            raise RuntimeError(f"{_OP}: {self._words_of(self.rank, changed)}")
+            raise RuntimeError(f"{_OP}: {self._describe_change(self.rank, changed)}")
         elif (late := next((i for i, p in enumerate(self.params) if self._is_late(i, p)), None)) is not None:
             raise RuntimeError(
                 f"{_OP}: rank {self.rank} of {self.world_size}: the gradient of {self.names[late]} was written to "
@@ -252,11 +252,11 @@ class GradientShards:
                 rank_mean(boxes[self.rank][:, :own], [mean])
             sums = self._sums(bucket, mean)
 
-        def there() -> tuple[Tensor, list[Sums]]:
+        def wait() -> tuple[Tensor, list[Sums]]:
             done()
             return mean, sums
 
-        return _InFlight(bucket, there, tuple(of))  # which other streams must not write to before
+        return _InFlight(bucket, wait, tuple(of))  # which other streams must not write to before
 
     def _gradient(self, index: int) -> Tensor | None:
         """The elements of a parameter's gradient in the order of the parameter's memory."""
@@ -276,8 +276,8 @@ class GradientShards:
 
     @torch.no_grad()
     def _take_first(self) -> None:
-        bucket, there, _ = self._in_flight.popleft()
-        mean, sums = there()
+        bucket, wait, _ = self._in_flight.popleft()
+        mean, sums = wait()
         own = self._own(bucket, mean)
         self._means.update(own)
         self.sums.update(zip(own, sums, strict=True))
@@ -347,7 +347,7 @@ class GradientShards:
         rows = {self.rank: own} if reports.is_cuda else dict(enumerate(reports[:, 1:].tolist()))
         for rank, (_, _, changed) in rows.items():
             if changed:
-                return self._words_of(rank, changed - 1)
+                return self._describe_change(rank, changed - 1)
         if idle := [rank for rank, row in rows.items() if row[0]]:
             ranks = f"rank {idle[0]}" if len(idle) == 1 else "ranks " + ", ".join(map(str, idle))
             return (
@@ -367,7 +367,7 @@ class GradientShards:
         places = zip(self.params, self._places, strict=True)
         return next((i for i, (p, place) in enumerate(places) if _place(p) != place), None)
 
-    def _words_of(self, rank: int, changed: int) -> str:
+    def _describe_change(self, rank: int, changed: int) -> str:
         return (
             f"rank {rank} of {self.world_size}: {self.names[changed]} was frozen or replaced (memory, dtype, shape) "
             "since this optimizer was made: change the model on all ranks first, then make the optimizer"

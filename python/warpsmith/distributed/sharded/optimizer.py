@@ -161,14 +161,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner: Any = optimizer_class(self._fragment_groups(), **defaults)
         self._consolidated: States | None = None
         self._built = False
-        own_groups = self._fragment_groups()
-        own_groups[-1]["params"].append(("nonfinite", self._flag) if "param_names" in groups[-1] else self._flag)
-        super().__init__(own_groups, self._whole.defaults)
+        super().__init__([self._flag], self._whole.defaults)
         self._built = True
-        self.state = self._inner.state
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
 
     def _fragment_groups(self) -> list[dict[str, Any]]:
-        """The groups with this rank's fragments in place of the parameters."""
+        """The groups with this rank's fragments in place of the parameters, and the flag in the last one."""
         groups = self._whole.param_groups
         owner = [g for g, group in enumerate(groups) for _ in group["params"]]
         found: list[dict[str, Any]] = [{**sharded_checks.values_of(group), "params": []} for group in groups]
@@ -177,6 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             at = self._trainable[f.param]
             entry = (f"{names[at]}[{f.start}:{f.start + f.count}]", tensor) if names else tensor
             found[owner[at]]["params"].append(entry)
+        found[-1]["params"].append(("nonfinite", self._flag) if names else self._flag)
         return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -294,15 +293,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._shards.require_reduced("step()")
-        for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(sharded_checks.values_of(own))
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:
             found_inf = found_inf.detach().to(self._flag.device, torch.float32, copy=True)
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
         self._inner.grad_scale, self._inner.found_inf = getattr(self, "grad_scale", None), found_inf
         self._gather.take()  # what no forward has waited for
+        self._inner.param_groups = self.param_groups
+        of_flag, self._flag.grad = self._flag.grad, None  # the flag is no parameter: the step leaves it alone
         self._inner.step()
+        self._flag.grad = of_flag
         self._gather.start() if self._gather.in_forward else self._gather.gather()
         self._shards.forget()
         self._consolidated = None
@@ -397,9 +397,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             local.append({**sharded_checks.values_of(group), "params": list(range(first, first + count))})
             first += count
         self._inner.load_state_dict({"state": states, "param_groups": local})
-        for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            own.update(sharded_checks.values_of(inner))
-        self.state = self._inner.state
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self._consolidated = None
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:

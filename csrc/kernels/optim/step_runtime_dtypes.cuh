@@ -2,41 +2,41 @@
 #include <cstdint>
 #include <iterator>
 
-#include "kernels/optim/any_lanes.cuh"
 #include "kernels/optim/average.h"
 #include "kernels/optim/contraction.h"
+#include "kernels/optim/runtime_dtypes.cuh"
 #include "kernels/optim/step.cuh"
 
 // One step of an optimizer for two cases: gradients may differ from their parameters in dtype, or the step does more
-// than update (OptimBeside, zero_grads). One kernel per optimizer: dtypes and rounding are known only at run time.
+// than update (StepExtras, zero_grads). One kernel per optimizer: dtypes and rounding are known only at run time.
 //
 // The results have the bits of `step` with the gradients converted to float32. Reads and writes what `step` does, but
 // the gradient in its own dtype: AdamW with float32 gradients 30 bytes per element with 16-bit parameters and masters,
 // 16 in bfloat16. An average adds 8 bytes, a copy 2, a zeroed gradient the size of its dtype.
 namespace warpsmith::optim {
 
-struct AnyStorage {
+struct RuntimeStorage {
   Dtype param, state;
   bool has_master;
   Refinement refinement;
 };
 
 // A chunk of one tensor.
-struct AnyChunk {
-  AnyArray grad, param, kept;  // kept: the master or the rounding errors
-  AnyArray states[kOptimMaxStates];
+struct RuntimeChunk {
+  RuntimeArray grad, param, kept;  // kept: the master or the rounding errors
+  RuntimeArray states[kOptimMaxStates];
   Refinement refinement;
   bool has_master;
   uint64_t first_elem;  // only random rounding reads it
   int elems;
-  AnyArray average{nullptr, Dtype::float32}, copy{nullptr, Dtype::float16};  // OptimBeside
+  RuntimeArray average{nullptr, Dtype::float32}, copy{nullptr, Dtype::float16};  // StepExtras
   float weight = 0;
   bool averages_param = false, zeroes = false;
 
-  __device__ __forceinline__ AnyChunk(const AnyStorage& storage, const OptimTensor& t, const Gradient& gradient,
-                                      int64_t begin)
-      : grad(AnyArray::of(const_cast<void*>(gradient.at), gradient.dtype, begin)),
-        param(AnyArray::of(t.param, storage.param, begin)),
+  __device__ __forceinline__ RuntimeChunk(const RuntimeStorage& storage, const OptimTensor& t, const Gradient& gradient,
+                                          int64_t begin)
+      : grad(RuntimeArray::of(const_cast<void*>(gradient.at), gradient.dtype, begin)),
+        param(RuntimeArray::of(t.param, storage.param, begin)),
         kept{nullptr, Dtype::float32},
         refinement(storage.refinement),
         has_master(storage.has_master),
@@ -45,19 +45,19 @@ struct AnyChunk {
     if (refinement == Refinement::stochastic)
       first_elem = t.first_elem + static_cast<uint64_t>(begin);
     else if (has_master || refinement != Refinement::none)
-      kept = AnyArray::of(t.extra, has_master ? Dtype::float32 : Dtype::bfloat16, begin);
+      kept = RuntimeArray::of(t.extra, has_master ? Dtype::float32 : Dtype::bfloat16, begin);
 #pragma unroll
-    for (int s = 0; s < kOptimMaxStates; ++s) states[s] = AnyArray::of(t.states[s], storage.state, begin);
+    for (int s = 0; s < kOptimMaxStates; ++s) states[s] = RuntimeArray::of(t.states[s], storage.state, begin);
   }
 
-  __device__ __forceinline__ void set_beside(const OptimParams& p, int tensor, int64_t begin) {
+  __device__ __forceinline__ void set_extras(const OptimParams& p, int tensor, int64_t begin) {
     zeroes = p.zero_grads;
-    if (!p.beside) return;
-    const OptimBeside& beside = p.beside[tensor];
-    average = AnyArray::of(beside.average, Dtype::float32, begin);
-    copy = AnyArray::of(beside.copy, beside.copy_dtype, begin);
+    if (!p.extras) return;
+    const StepExtras& extras = p.extras[tensor];
+    average = RuntimeArray::of(extras.average, Dtype::float32, begin);
+    copy = RuntimeArray::of(extras.copy, extras.copy_dtype, begin);
     weight = static_cast<float>(p.ema_weight);
-    averages_param = beside.averages_param || !has_master;
+    averages_param = extras.averages_param || !has_master;
   }
 
   // What is known of a chunk when the code is compiled. `as` makes it known: the rest of the code then has no branch
@@ -71,8 +71,8 @@ struct AnyChunk {
     if (has_master) return Known::masters;
     return grad.dtype == Dtype::float32 && param.dtype == Dtype::float32 ? Known::floats : Known::nothing;
   }
-  template <Known what> __device__ __forceinline__ AnyChunk as() const {
-    AnyChunk c = *this;
+  template <Known what> __device__ __forceinline__ RuntimeChunk as() const {
+    RuntimeChunk c = *this;
     if constexpr (what == Known::nothing) return c;
     c.refinement = Refinement::none;
     c.first_elem = 0;
@@ -98,14 +98,14 @@ struct AnyChunk {
   }
 };
 
-using AnyIn =
+using RuntimeDtypes =
     Refined<bfloat16, Refinement::stochastic>;  // its Constants hold the number of the step, for random rounding
 
 // What one thread has in flight.
-template <class F, unsigned kHas, int N> struct AnyTile {
-  AnyLanes<N> grad, param, kept, average, states[kOptimMaxStates];
+template <class F, unsigned kHas, int N> struct RuntimeTile {
+  RuntimeLanes<N> grad, param, kept, average, states[kOptimMaxStates];
 
-  __device__ __forceinline__ void load(const AnyChunk& c, int i) {
+  __device__ __forceinline__ void load(const RuntimeChunk& c, int i) {
     grad.load(c.grad, i);
     if (!c.has_master) param.load(c.param, i);
     if (c.kept.at) kept.load(c.kept, i);
@@ -115,8 +115,8 @@ template <class F, unsigned kHas, int N> struct AnyTile {
       if ((kHas >> s) & 1) states[s].load(c.states[s], i);
   }
 
-  template <class Math> __device__ __forceinline__ void element(int e, const Constants<F, AnyIn>& constants,
-                                                                const AnyChunk& c, float& p,
+  template <class Math> __device__ __forceinline__ void element(int e, const Constants<F, RuntimeDtypes>& constants,
+                                                                const RuntimeChunk& c, float& p,
                                                                 float (&x)[kOptimMaxStates]) const {
     p = c.has_master ? kept.value(e, Dtype::float32) : param.value(e, c.param.dtype);
     if (c.refinement == Refinement::compensated) p += kept.value(e, Dtype::bfloat16);
@@ -128,8 +128,8 @@ template <class F, unsigned kHas, int N> struct AnyTile {
   }
 
   // Updates N elements as `step` does. An element whose parameter becomes NaN is repeated with IeeeMath.
-  __device__ __forceinline__ void update(const Constants<F, AnyIn>& constants, uint64_t seed, const AnyChunk& c,
-                                         int i) {
+  __device__ __forceinline__ void update(const Constants<F, RuntimeDtypes>& constants, uint64_t seed,
+                                         const RuntimeChunk& c, int i) {
     constexpr int kPairs = N == 1 ? 1 : N / 2;
     PhiloxCounter words[kPairs] = {};
     const uint64_t first = c.first_elem + static_cast<uint64_t>(i);
@@ -156,7 +156,7 @@ template <class F, unsigned kHas, int N> struct AnyTile {
     }
   }
 
-  __device__ __forceinline__ void round(int e, const AnyChunk& c, float p, const float (&x)[kOptimMaxStates]) {
+  __device__ __forceinline__ void round(int e, const RuntimeChunk& c, float p, const float (&x)[kOptimMaxStates]) {
     if (c.refinement == Refinement::remainder) {
       const SplitFloat split = split_float(p);
       param.set_half(e, split.rounded.bits);
@@ -172,21 +172,21 @@ template <class F, unsigned kHas, int N> struct AnyTile {
       if ((kHas >> s) & 1) states[s].set(e, c.states[s].dtype, x[s]);
   }
 
-  __device__ __forceinline__ void store(const AnyChunk& c, int i) const {
+  __device__ __forceinline__ void store(const RuntimeChunk& c, int i) const {
     param.store(c.param, i);
     if (c.kept.at) kept.store(c.kept, i);
 #pragma unroll
     for (int s = 0; s < kOptimMaxStates; ++s)
       if ((kHas >> s) & 1) states[s].store(c.states[s], i);
-    store_beside(c, i);
+    store_extras(c, i);
   }
 
   // Writes zeros, average and copy, from the rounded values that `store` has written.
-  __device__ __forceinline__ void store_beside(const AnyChunk& c, int i) const {
+  __device__ __forceinline__ void store_extras(const RuntimeChunk& c, int i) const {
     constexpr Dtype kWide = Dtype::float32;
-    if (c.zeroes) AnyLanes<N>{}.store(c.grad, i);
+    if (c.zeroes) RuntimeLanes<N>{}.store(c.grad, i);
     if (c.average.at) {
-      AnyLanes<N> moved;
+      RuntimeLanes<N> moved;
 #pragma unroll
       for (int e = 0; e < N; ++e) {
         const float value = c.averages_param ? param.value(e, c.param.dtype) : kept.value(e, kWide);
@@ -195,7 +195,7 @@ template <class F, unsigned kHas, int N> struct AnyTile {
       moved.store(c.average, i);
     }
     if (c.copy.at) {
-      AnyLanes<N> rounded{};
+      RuntimeLanes<N> rounded{};
 #pragma unroll
       for (int e = 0; e < N; ++e) rounded.set(e, c.copy.dtype, param.value(e, kWide));
       rounded.store(c.copy, i);
@@ -203,15 +203,15 @@ template <class F, unsigned kHas, int N> struct AnyTile {
   }
 };
 
-// The work beside the update, for a chunk that is not updated. A skipped step only zeroes the gradient. A tensor
+// The extras of a step, for a chunk that is not updated. A skipped step only zeroes the gradient. A tensor
 // without a gradient only moves its average.
-__device__ __forceinline__ void only_beside(const AnyChunk& c, bool skips) {
+__device__ __forceinline__ void only_extras(const RuntimeChunk& c, bool skips) {
   constexpr Dtype kWide = Dtype::float32;
   for (int i = static_cast<int>(threadIdx.x); i < c.elems; i += kOptimThreads) {
-    if (c.grad.at && c.zeroes) AnyLanes<1>{}.store(c.grad, i);
+    if (c.grad.at && c.zeroes) RuntimeLanes<1>{}.store(c.grad, i);
     if (skips || !c.average.at) continue;
-    const AnyArray of{c.averages_param ? c.param.at : c.kept.at, c.averages_param ? c.param.dtype : kWide};
-    AnyLanes<1> average, value;
+    const RuntimeArray of{c.averages_param ? c.param.at : c.kept.at, c.averages_param ? c.param.dtype : kWide};
+    RuntimeLanes<1> average, value;
     average.load(c.average, i);
     value.load(of, i);
     average.set(0, kWide, lerp(average.value(0, kWide), value.value(0, of.dtype), c.weight));
@@ -219,14 +219,14 @@ __device__ __forceinline__ void only_beside(const AnyChunk& c, bool skips) {
   }
 }
 
-template <class F, unsigned kHas, int N, AnyChunk::Known known = AnyChunk::Known::nothing>
-__device__ __forceinline__ void update_any(const OptimParams& p, OptimTensor* t, const AnyChunk& given,
-                                           Constants<F, AnyIn>* shared) {
-  const AnyChunk c = given.as<known>();
-  AnyTile<F, kHas, N> tile;
+template <class F, unsigned kHas, int N, RuntimeChunk::Known known = RuntimeChunk::Known::nothing>
+__device__ __forceinline__ void update_runtime_dtypes(const OptimParams& p, OptimTensor* t, const RuntimeChunk& given,
+                                                      Constants<F, RuntimeDtypes>* shared) {
+  const RuntimeChunk c = given.as<known>();
+  RuntimeTile<F, kHas, N> tile;
   const int whole = c.elems / N * N, first = static_cast<int>(threadIdx.x) * N;
   if (first < whole) tile.load(c, first);
-  if (threadIdx.x < 32) prepare<F, AnyIn>(p, t, shared);
+  if (threadIdx.x < 32) prepare<F, RuntimeDtypes>(p, t, shared);
   __syncthreads();
   const auto constants = *shared;
   const uint64_t seed = p.seeds[t->group - p.first_group];
@@ -237,7 +237,7 @@ __device__ __forceinline__ void update_any(const OptimParams& p, OptimTensor* t,
   }
   if constexpr (N > 1) {
     if (const int i = whole + static_cast<int>(threadIdx.x); i < c.elems) {
-      AnyTile<F, kHas, 1> rest{};
+      RuntimeTile<F, kHas, 1> rest{};
       rest.load(c, i);
       rest.update(constants, seed, c, i);
       rest.store(c, i);
@@ -245,36 +245,39 @@ __device__ __forceinline__ void update_any(const OptimParams& p, OptimTensor* t,
   }
 }
 
-// Calls `update_any` for the variant whose states the tensor has. Compiles only variants whose states are all in kMost.
+// Calls `update_runtime_dtypes` for the variant whose states the tensor has. Compiles only variants whose states are
+// all in kMost.
 template <class F, unsigned kMost, size_t kFirst = 0>
-__device__ __forceinline__ void update_any_variant(const OptimParams& p, OptimTensor* t, const AnyChunk& c,
-                                                   Constants<F, AnyIn>* shared) {
+__device__ __forceinline__ void update_runtime_dtypes_variant(const OptimParams& p, OptimTensor* t,
+                                                              const RuntimeChunk& c,
+                                                              Constants<F, RuntimeDtypes>* shared) {
   constexpr unsigned kHas = F::kVariants[kFirst];
   constexpr int kLanes = std::size(F::kVariants) > 2 ? 2 : 4;  // halves the code of RMSprop, which has four variants
   if constexpr ((kHas & ~kMost) == 0) {
     if (t->has == kHas) {
-      using enum AnyChunk::Known;
-      const AnyChunk::Known known = kLanes == 4 && c.aligned() ? c.known() : nothing;
+      using enum RuntimeChunk::Known;
+      const RuntimeChunk::Known known = kLanes == 4 && c.aligned() ? c.known() : nothing;
       // Not for four variants, whose code would be half as long again.
       if (known == floats)
-        update_any<F, kHas, kLanes, kLanes == 4 ? floats : nothing>(p, t, c, shared);
+        update_runtime_dtypes<F, kHas, kLanes, kLanes == 4 ? floats : nothing>(p, t, c, shared);
       else if (known == masters)
-        update_any<F, kHas, kLanes, kLanes == 4 ? masters : nothing>(p, t, c, shared);
+        update_runtime_dtypes<F, kHas, kLanes, kLanes == 4 ? masters : nothing>(p, t, c, shared);
       else if (c.aligned())
-        update_any<F, kHas, kLanes>(p, t, c, shared);
+        update_runtime_dtypes<F, kHas, kLanes>(p, t, c, shared);
       else
-        update_any<F, kHas, 1>(p, t, c, shared);
+        update_runtime_dtypes<F, kHas, 1>(p, t, c, shared);
       return;
     }
   }
-  if constexpr (kFirst + 1 < std::size(F::kVariants)) update_any_variant<F, kMost, kFirst + 1>(p, t, c, shared);
+  if constexpr (kFirst + 1 < std::size(F::kVariants))
+    update_runtime_dtypes_variant<F, kMost, kFirst + 1>(p, t, c, shared);
 }
 
-constexpr int kOptimBlocksAny = 2;  // blocks that the registers allow: 128 per thread
+constexpr int kBlocksRuntimeDtypes = 2;  // blocks that the registers allow: 128 per thread
 
-template <class F> __global__ void __launch_bounds__(kOptimThreads, kOptimBlocksAny)
-    any_step(const __grid_constant__ OptimParams p, const AnyStorage storage) {
-  using Shared = Constants<F, AnyIn>;
+template <class F> __global__ void __launch_bounds__(kOptimThreads, kBlocksRuntimeDtypes)
+    step_runtime_dtypes(const __grid_constant__ OptimParams p, const RuntimeStorage storage) {
+  using Shared = Constants<F, RuntimeDtypes>;
   WARPSMITH_SHARED(Shared, constants, 1);
   const bool skips = p.found_inf && *p.found_inf != 0.0f;
   if (skips && !p.zero_grads) return;
@@ -284,10 +287,10 @@ template <class F> __global__ void __launch_bounds__(kOptimThreads, kOptimBlocks
   const int group = t->group - p.first_group;
   if (group < 0 || group >= p.group_count) return;
   const int64_t begin = int64_t{at.chunk} * t->chunk_elems;
-  AnyChunk c(storage, *t, gradient_of(entry, storage.param), begin);
-  c.set_beside(p, at.tensor, begin);
-  if (skips || !entry) return only_beside(c, skips);
-  update_any_variant<F, ~0u>(p, t, c, constants);
+  RuntimeChunk c(storage, *t, gradient_of(entry, storage.param), begin);
+  c.set_extras(p, at.tensor, begin);
+  if (skips || !entry) return only_extras(c, skips);
+  update_runtime_dtypes_variant<F, ~0u>(p, t, c, constants);
 }
 
 }  // namespace warpsmith::optim

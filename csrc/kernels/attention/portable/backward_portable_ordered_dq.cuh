@@ -24,11 +24,11 @@
 // the sums of dq once for each tile that meets them, except the first read and the last write.
 namespace warpsmith::attention {
 
-struct BackwardTurnsParams {
+struct OrderedDqParams {
   AttentionBwdParams gradients;
-  float* sums;   // [blocks of queries][heads][warps][accumulators / 4][lanes][4]: dq without softmax_scale
-  int* turns;    // [blocks of queries][heads]: the tile that adds next, counted from the first that adds
-  int* counter;  // the next tile
+  float* sums;       // [blocks of queries][heads][warps][accumulators / 4][lanes][4]: dq without softmax_scale
+  int* tiles_added;  // [blocks of queries][heads]: the tile that adds next, counted from the first that adds
+  int* counter;      // the next tile
 };
 
 // x += p^T b for kTiles * 16 columns of p, which has kRows rows of kStrideOfP elements in shared memory. b has kRows
@@ -56,24 +56,24 @@ __device__ __forceinline__ void add_transposed(Accumulators<kWidth> (&x)[kTiles]
   }
 }
 
-// The place of a tile among those that add to the dq of a block of queries.
-struct Turn {
+// A tile's position in the order in which tiles add to the dq of a block of queries.
+struct DqOrder {
   int block;   // its number, times heads plus head: fits, as a grid has had it
   int number;  // 0: the first tile
   bool last;
 };
 
-template <int kRows> __device__ __forceinline__ Turn turn_of(const AttentionProblem& a, const SequenceOfTile& s,
-                                                             int tile, int head, int first) {
+template <int kRows> __device__ __forceinline__ DqOrder dq_order_of(const AttentionProblem& a, const SequenceOfTile& s,
+                                                                    int tile, int head, int first) {
   const Columns seen = columns_of_rows<false>(a, s, first, min(first + kBlockQueries, s.queries) - 1);
   return {static_cast<int>(statistics_of(a, s, first, head) / kStatistics), tile - seen.begin / kRows,
           tile == (seen.end - 1) / kRows};
 }
 
-template <class T, int kTile> __global__ void __launch_bounds__(kPortableTurns[kTile].threads(), 1)
-    backward_portable_turns(const __grid_constant__ BackwardTurnsParams params) {
+template <class T, int kTile> __global__ void __launch_bounds__(kPortableOrderedDq[kTile].threads(), 1)
+    backward_portable_ordered_dq(const __grid_constant__ OrderedDqParams params) {
   const AttentionBwdParams& p = params.gradients;
-  constexpr PortableTurnsTile tile = kPortableTurns[kTile];
+  constexpr PortableOrderedDqTile tile = kPortableOrderedDq[kTile];
   constexpr int kDepth = tile.head_dim, kColumns = tile.columns, kStride = kSharedStride<T, kDepth>;
   constexpr int kThreads = tile.threads(), kTiles = tile.kRowTiles, kQueryTiles = tile.query_tiles;
   constexpr int kPart = tile.warp_columns(), kWidth = tile.warp_width(), kQueryWidth = tile.query_width();
@@ -119,10 +119,10 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableTurns[k
   const auto exists = [&](const Step& x) { return x.first >= columns.begin; };
   const int number = at.first / tile.rows;  // of the tile
 
-  Turn turn{};
+  DqOrder order{};
   // After a barrier behind the stores of sums.
   const auto hand_on = [&] {
-    if (thread == 0 && !turn.last) device::store_release(params.turns + turn.block, turn.number + 1);
+    if (thread == 0 && !order.last) device::store_release(params.tiles_added + order.block, order.number + 1);
   };
 
   constexpr int kRowWarps = tile.rows / (16 * kTiles), kQueryWarps = kColumns / (16 * kQueryTiles);
@@ -161,9 +161,9 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableTurns[k
       // The columns have arrived. Every warp has read the previous stage and scores, and has stored its sums.
       __syncthreads();
       if (step > 0) hand_on();
-      turn = turn_of<tile.rows>(a, s, number, at_step.head, at_step.first);
-      if (thread == 32 && turn.number > 0)
-        while (device::load_acquire(params.turns + turn.block) != turn.number) {}
+      order = dq_order_of<tile.rows>(a, s, number, at_step.head, at_step.first);
+      if (thread == 32 && order.number > 0)
+        while (device::load_acquire(params.tiles_added + order.block) != order.number) {}
       __syncwarp(0xffffffffu);
       if (tile.stages > 1 && exists(next)) copy_step(step + 1, next);
       const T* q = reinterpret_cast<const T*>(stage(step));
@@ -181,13 +181,13 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableTurns[k
           store_scores<T, kPart>(to + kScores + 16 * i * kScoreStride, kScoreStride, ds[i], lane);
         }
       }
-      __syncthreads();  // probabilities and dS of all warps, and the turn
-      Four* const sums = of_warp + int64_t{turn.block} * (tile.warps * kSumsOfThread * 32);
+      __syncthreads();  // probabilities and dS of all warps, and the order
+      Four* const sums = of_warp + int64_t{order.block} * (tile.warps * kSumsOfThread * 32);
       Accumulators<kQueryWidth> dq[kQueryTiles];
 #pragma unroll
       for (int i = 0; i < kSumsOfThread; ++i) {
         Four four{};
-        if (turn.number > 0) four = device::load(sums + i * 32);
+        if (order.number > 0) four = device::load(sums + i * 32);
 #pragma unroll
         for (int e = 0; e < 4; ++e) dq[i / (kQueryWidth / 8)][i % (kQueryWidth / 8)][e] = four.at[e];
       }
@@ -200,7 +200,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableTurns[k
       }
       add_transposed<T, kDepth, tile.rows, kScoreStride, kQueryWidth, kQueryTiles>(dq, scores + kScores + local_query,
                                                                                    rows + query_width, lane);
-      if (turn.last) {
+      if (order.last) {
         // With one stage, the address of the batch entry would be kept from step to step, and spilled.
         const int64_t batch = s.batch + (tile.stages == 1 ? computed_anew(0, at_step.first) : 0);
         const HeadRows<T> to(p.dq, p.dq_strides, batch, at_step.head, s.first_query);

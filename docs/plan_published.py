@@ -1,7 +1,9 @@
 """Runs that others published, and this project's own, beside what ``predict`` says of them.
 
+python docs/plan_published.py    # prints the last table of docs/plan.md, draws docs/img/plan.png
+
 Every case has the settings that its source states. What a source leaves open is the same for all of its cases, and
-stated at the family below. No rate in ``gpus.py`` was fitted to these runs.
+stated at the family below. No rate in ``warpsmith/distributed/plan/gpus.py`` was fitted to these runs.
 """
 
 from __future__ import annotations
@@ -9,15 +11,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from warpsmith.distributed.plan.cluster import Cluster
-from warpsmith.distributed.plan.gpus import COPY_SHARE, GPUS
-from warpsmith.distributed.plan.layout import Layout
-from warpsmith.distributed.plan.model import Model
-from warpsmith.distributed.plan.prediction import Prediction, predict
+from warpsmith.distributed import plan
+from warpsmith.distributed.plan import GPUS, Cluster, Layout, Model, Prediction, predict
+from warpsmith.distributed.plan.gpus import COPY_SHARE
 
 GIB = 2**30
+ROOT = Path(__file__).resolve().parents[1]
+FAMILIES = {"GPT-2": "#f9ab00", "GPT ": "#1a73e8", "vTrain": "#12b5cb", "Megatron": "#188038", "torchtitan": "#d93025"}
+SCALED = (("Megatron 177B, H100 x 96", "#188038"), ("torchtitan 8B, compiled, H100 x 8", "#d93025"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +29,6 @@ class Case:
     """A run: its settings, and the seconds of a step or the bytes of a rank that were published (None: were not).
 
     ``scales_from`` names the case with fewer ranks against which the source states how it scales.
-
-    Example:
-        >>> case = cases()[0]
-        >>> case.step_s
-        1.42
     """
 
     name: str
@@ -57,10 +56,6 @@ class Error:
 
     Args:
         ratios: published / predicted, by the case's name.
-
-    Example:
-        >>> errors()["step"].low < 1 < errors()["step"].high
-        True
     """
 
     ratios: dict[str, float]
@@ -297,12 +292,7 @@ def _ours() -> Iterator[Case]:
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
-    """All published runs.
-
-    Example:
-        >>> len(cases()) > 40
-        True
-    """
+    """All published runs."""
     return (*_selene(), *_vtrain(), *_megatron(), *_torchtitan(), *_ours())
 
 
@@ -310,10 +300,6 @@ def cases() -> tuple[Case, ...]:
 def errors() -> dict[str, Error]:
     """Published over predicted, for ``"step"`` (seconds), ``"memory"`` (bytes) and ``"scaling"`` (tokens/s a GPU beside
     the same run on fewer GPUs).
-
-    Example:
-        >>> sorted(errors())
-        ['memory', 'scaling', 'step']
     """
     by_name = {case.name: case for case in cases()}
     step, space, scale = {}, {}, {}
@@ -337,12 +323,7 @@ def _per_rank(case: Case, seconds: float | None) -> float:
 
 
 def report() -> str:
-    """A table of all published runs beside what is predicted for them.
-
-    Example:
-        >>> print(report().splitlines()[0])
-        | run | published | predicted | predicted / published |
-    """
+    """A table of all published runs beside what is predicted for them."""
     lines = ["| run | published | predicted | predicted / published |", "|---|---|---|---|"]
     for case in cases():
         found = case.predict()
@@ -365,3 +346,50 @@ def report() -> str:
                 f"{gigabytes * 1e9 / case.memory_bytes:.2f} |"
             )
     return "\n".join(lines)
+
+
+def draw() -> None:
+    """Published step times beside predicted ones, and efficiency by ranks: docs/img/plan.png."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    shown: set[str] = set()
+    for case in cases():
+        if case.step_s is None:
+            continue
+        family = next((f for f in FAMILIES if case.name.startswith(f)), "Llama")
+        label = None if family in shown else {"GPT ": "GPT, A100"}.get(family, family)
+        shown.add(family)
+        color = FAMILIES.get(family, "#9334e6")
+        left.scatter(case.step_s, case.predict().step_s, s=14, color=color, label=label)
+    ends = (0.06, 200)
+    left.plot(ends, ends, color="#5f6368", linewidth=1)
+    left.set(xscale="log", yscale="log", xlabel="published seconds of a step", ylabel="predicted")
+    left.legend(frameon=False, fontsize=8)
+    by_name = {case.name: case for case in cases()}
+    for name, color in SCALED:
+        first = by_name[name]
+        replica = first.layout.tensor * first.layout.pipeline
+        strong = first.name.startswith("Megatron")
+        factors = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48) if strong else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+        ranks = [factor * first.layout.data * replica for factor in factors]
+        found = plan.scaling(first.model, first.cluster, first.layout, ranks, strong=strong)
+        label = "177 G, 1,152 sequences" if strong else "Llama 8B, FSDP, 2 sequences a GPU"
+        right.plot(ranks, plan.efficiency(found), color=color, label=label)
+        for case in (c for c in cases() if c.scales_from == name):
+            ratio = errors()["scaling"].ratios[case.name]
+            share = plan.efficiency([first.predict(), case.predict()])[1] * ratio
+            right.scatter(case.layout.ranks, share, color=color, s=24, zorder=3)
+    right.set(
+        xscale="log", ylim=(0, 1.1), xlabel="H100 GPUs (points: published)", ylabel="tokens/s a GPU, of the fewest"
+    )
+    right.legend(frameon=False, fontsize=8, loc="lower left")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(ROOT / "docs/img/plan.png", dpi=120)
+
+
+if __name__ == "__main__":
+    print(report())
+    draw()

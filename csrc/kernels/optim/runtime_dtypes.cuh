@@ -12,7 +12,7 @@ namespace warpsmith::optim {
 
 using device::Vector;
 
-__device__ __forceinline__ int any_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+__device__ __forceinline__ int runtime_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 __device__ __forceinline__ float widened(uint32_t half, Dtype dtype) {
   return dtype == Dtype::float16 ? device::low_half<float16>(half) : device::low_half<bfloat16>(half);
 }
@@ -21,21 +21,21 @@ __device__ __forceinline__ uint32_t narrowed(float x, Dtype dtype) {
 }
 
 // An array from the first element of a chunk on.
-struct AnyArray {
+struct RuntimeArray {
   void* at;
   Dtype dtype;
 
-  __device__ __forceinline__ static AnyArray of(void* begin, Dtype dtype, int64_t elem) {
-    return {begin ? static_cast<char*>(begin) + elem * any_bytes(dtype) : nullptr, dtype};
+  __device__ __forceinline__ static RuntimeArray of(void* begin, Dtype dtype, int64_t elem) {
+    return {begin ? static_cast<char*>(begin) + elem * runtime_bytes(dtype) : nullptr, dtype};
   }
 };
 
 // N adjacent elements of an array, as stored: a word per float32 element, or per pair of 16-bit elements. Elements are
 // converted when they are used: converting in `load` would stall on each array's load.
-template <int N> struct AnyLanes {
+template <int N> struct RuntimeLanes {
   uint32_t words[N];
 
-  __device__ __forceinline__ void load(const AnyArray& from, int i) {
+  __device__ __forceinline__ void load(const RuntimeArray& from, int i) {
     if constexpr (N == 1) {
       words[0] = from.dtype == Dtype::float32 ? device::load(static_cast<const uint32_t*>(from.at) + i)
                                               : uint32_t{device::load(static_cast<const uint16_t*>(from.at) + i)};
@@ -51,7 +51,7 @@ template <int N> struct AnyLanes {
     }
   }
 
-  __device__ __forceinline__ void store(const AnyArray& to, int i) const {
+  __device__ __forceinline__ void store(const RuntimeArray& to, int i) const {
     if constexpr (N == 1) {
       if (to.dtype == Dtype::float32)
         device::store(static_cast<uint32_t*>(to.at) + i, words[0]);
@@ -92,14 +92,14 @@ template <class P> constexpr Dtype kDtypeOf = sizeof(P) == 4                ? Dt
                                               : std::is_same_v<P, bfloat16> ? Dtype::bfloat16
                                                                             : Dtype::float16;
 
-// The gradient of a chunk. Its dtype is that of the parameter, P, or with kAny known only at run time.
-template <class P, bool kAny> using ChunkGradient = std::conditional_t<kAny, AnyArray, const P*>;
+// The gradient of a chunk. Its dtype is that of the parameter, P, or with kRuntimeDtype known only at run time.
+template <class P, bool kRuntimeDtype> using ChunkGradient = std::conditional_t<kRuntimeDtype, RuntimeArray, const P*>;
 
-template <class P, bool kAny>
-__device__ __forceinline__ ChunkGradient<P, kAny> chunk_gradient(const void* entry, int64_t begin) {
-  if constexpr (kAny) {
+template <class P, bool kRuntimeDtype>
+__device__ __forceinline__ ChunkGradient<P, kRuntimeDtype> chunk_gradient(const void* entry, int64_t begin) {
+  if constexpr (kRuntimeDtype) {
     const Gradient gradient = gradient_of(entry, kDtypeOf<P>);
-    return AnyArray::of(const_cast<void*>(gradient.at), gradient.dtype, begin);
+    return RuntimeArray::of(const_cast<void*>(gradient.at), gradient.dtype, begin);
   } else {
     return static_cast<const P*>(entry) + begin;
   }
@@ -108,14 +108,16 @@ __device__ __forceinline__ ChunkGradient<P, kAny> chunk_gradient(const void* ent
 template <class P> __device__ __forceinline__ uintptr_t address_of(const P* grad) {
   return reinterpret_cast<uintptr_t>(grad);
 }
-__device__ __forceinline__ uintptr_t address_of(const AnyArray& grad) { return reinterpret_cast<uintptr_t>(grad.at); }
+__device__ __forceinline__ uintptr_t address_of(const RuntimeArray& grad) {
+  return reinterpret_cast<uintptr_t>(grad.at);
+}
 
 // load_gradient loads N elements as stored; gradient_value converts one of them.
 template <int N, class P> __device__ __forceinline__ Vector<P, N> load_gradient(const P* grad, int i) {
   return device::load_vector<N>(grad + i);
 }
-template <int N> __device__ __forceinline__ AnyLanes<N> load_gradient(const AnyArray& grad, int i) {
-  AnyLanes<N> lanes;
+template <int N> __device__ __forceinline__ RuntimeLanes<N> load_gradient(const RuntimeArray& grad, int i) {
+  RuntimeLanes<N> lanes;
   lanes.load(grad, i);
   return lanes;
 }
@@ -123,7 +125,7 @@ template <class P, int N> __device__ __forceinline__ float gradient_value(const 
   return device::to_float(lanes.at[e]);
 }
 template <int N>
-__device__ __forceinline__ float gradient_value(const AnyArray& grad, const AnyLanes<N>& lanes, int e) {
+__device__ __forceinline__ float gradient_value(const RuntimeArray& grad, const RuntimeLanes<N>& lanes, int e) {
   return lanes.value(e, grad.dtype);
 }
 

@@ -23,7 +23,7 @@ _NOTHING = (None, 0.0, False)
 More = tuple[Tensor | None, float, bool]  # the last arguments of a step: table, weight of the averages, zero_grads
 
 
-class Beside:
+class StepExtras:
     """One of an optimizer. What the kernels do not take is done by the separate operations, after the step."""
 
     def __init__(self, optimizer: Any, op: str, ema: EMA | None, copies: Mapping[Tensor, Tensor], zero: bool) -> None:
@@ -57,8 +57,8 @@ class Beside:
         if not lists.same_layout(lists.local(beside), lists.local(param)):
             checks.refuse(self.op, argument, "the strides of its parameter", "others")
 
-    def _words_of(self, param: Tensor) -> tuple[int, int, int]:
-        """An OptimBeside of csrc/kernels/optim/beside.h."""
+    def _entry(self, param: Tensor) -> tuple[int, int, int]:
+        """A StepExtras of csrc/kernels/optim/step_extras.h."""
         average = copy = kind = 0
         if self.ema is not None and param in self.averages:
             tensor = self.ema.averages[self.averages[param]]
@@ -76,18 +76,18 @@ class Beside:
             return _NOTHING
         zeroes = zeroes and self.zero_grads
         words = [
-            word for i in bucket.indices for word in ((0, 0, 0) if i in plan.staged else self._words_of(plan.params[i]))
+            word for i in bucket.indices for word in ((0, 0, 0) if i in plan.staged else self._entry(plan.params[i]))
         ]
         if not any(words):
             return None, 0.0, zeroes
-        if capturing or bucket.beside is None or bucket.beside[0] != words:
+        if capturing or bucket.extras is None or bucket.extras[0] != words:
             table = torch.empty(len(words), dtype=torch.int64, device=bucket.device)
             optim_pointers(table, torch.tensor(words, dtype=torch.int64, device="cpu"))
             if capturing:  # the graph writes the table, and has it for itself
                 plan.held += [*(lists.local(c) for c in self.copies.values()), *self._average_parts()]
                 return table, self._weight(), zeroes
-            bucket.beside = words, table
-        return bucket.beside[1], self._weight(), zeroes
+            bucket.extras = words, table
+        return bucket.extras[1], self._weight(), zeroes
 
     def _average_parts(self) -> list[Tensor]:
         return [] if self.ema is None else [lists.local(a) for a in self.ema.averages]
@@ -119,12 +119,12 @@ class Beside:
                     p.grad.zero_()
 
 
-class Fusing:
+class WithStepExtras:
     """The part of an optimizer that fuses."""
 
     _op: ClassVar[str]
     param_groups: list[dict[str, Any]]
-    _beside: Beside | None = None
+    _extras: StepExtras | None = None
 
     def fuse(
         self, *, ema: EMA | None = None, copies: Mapping[Tensor, Tensor] | None = None, zero_grads: bool = False
@@ -156,17 +156,17 @@ class Fusing:
             (0.5, 0.0)
         """
         does_more = ema is not None or copies or zero_grads
-        self._beside = Beside(self, f"{self._op}.fuse", ema, copies or {}, bool(zero_grads)) if does_more else None
+        self._extras = StepExtras(self, f"{self._op}.fuse", ema, copies or {}, bool(zero_grads)) if does_more else None
 
     def _skip_flag(self) -> Tensor | None:
         return lists.whole(getattr(self, "found_inf", None))
 
     def _zeroes_in_kernels(self, plan: Plan) -> bool:
-        return self._beside is not None and self._beside.zeroes_in_kernels(plan)
+        return self._extras is not None and self._extras.zeroes_in_kernels(plan)
 
     def _more(self, plan: Plan, bucket: Bucket, zeroes: bool, capturing: bool) -> More | tuple[()]:
-        return self._beside.of_bucket(plan, bucket, zeroes, capturing) if self._beside else ()
+        return self._extras.of_bucket(plan, bucket, zeroes, capturing) if self._extras else ()
 
     def _finish(self, plan: Plan | None, zeroed: bool) -> None:
-        if self._beside:
-            self._beside.finish(plan, lists.all_params(self.param_groups), zeroed, self._skip_flag())
+        if self._extras:
+            self._extras.finish(plan, lists.all_params(self.param_groups), zeroed, self._skip_flag())

@@ -6,13 +6,13 @@
 // TFLOP/s).
 namespace warpsmith::attention {
 
-template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<T, tile> {
+template <class T, BackwardTile tile> struct BackwardPingpong : BackwardConsumer<T, tile> {
   using Base = BackwardConsumer<T, tile>;
   using Base::p, Base::shared, Base::group, Base::lane, Base::it, Base::tiles, Base::t;
   using Base::s, Base::dp, Base::dk, Base::dv, Base::dq;
   using typename Base::Statistics;
-  static constexpr int kTurnThreads = 256;
-  static constexpr int kOwnBarrier = 1, kTurnBarrier = 3;  // each + group: one barrier per warpgroup
+  static constexpr int kPingpongThreads = 256;
+  static constexpr int kOwnBarrier = 1, kPingpongBarrier = 3;  // each + group: one barrier per warpgroup
 
   using Base::Base;
 
@@ -23,7 +23,7 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
     // Loaded here, biases arrive while this warpgroup waits for its turn and for the first product.
     [[maybe_unused]] uint32_t biases[Base::kBlock / 16][4];
     if constexpr (tile.biased()) Base::key_biases(first_query, head).load(biases, lane);
-    device::named_barrier_wait(kTurnBarrier + group, kTurnThreads);
+    device::named_barrier_wait(kPingpongBarrier + group, kPingpongThreads);
     device::mbarrier_wait(shared.full(stage), parity_of(it));
     Base::multiply_rows(s, shared.k(key_stage), shared.q(stage));
     Base::multiply_rows(dp, shared.v(v_stage), shared.dout(stage));
@@ -35,7 +35,7 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
     Base::mask(first_query);
     const Statistics* statistics = reinterpret_cast<const Statistics*>(shared.statistics(stage)) + lane % 4;
     Base::subtract_far(statistics);
-    device::named_barrier_arrive(kTurnBarrier + 1 - group, kTurnThreads);
+    device::named_barrier_arrive(kPingpongBarrier + 1 - group, kPingpongThreads);
     Base::exponentials(statistics, shared.statistics(stage));
     Base::multiply_dv(stage);
     Base::multiply_dq(it - 1, last_keys);
@@ -60,7 +60,7 @@ template <class T, BackwardTile tile> struct BackwardInTurns : BackwardConsumer<
 
   __device__ __forceinline__ void run() {
     static_assert(tile.query_stages == kStages && tile.key_stages == 2);
-    if (group == 1) device::named_barrier_arrive(kTurnBarrier, kTurnThreads);  // warpgroup 0 goes first
+    if (group == 1) device::named_barrier_arrive(kPingpongBarrier, kPingpongThreads);  // warpgroup 0 goes first
     for (;; ++tiles) {
       device::mbarrier_wait(shared.slot_full(tiles), tiles / kKeySlots & 1);
       t = shared.slot(tiles);

@@ -2,7 +2,7 @@
 
 #include "cpu/optim_loops.h"
 
-// The averages, copies and zeroed gradients of a step (kernels/optim/beside.h).
+// The averages, copies and zeroed gradients of a step (kernels/optim/step_extras.h).
 namespace warpsmith::cpu::optim {
 namespace {
 
@@ -10,7 +10,7 @@ void* from(void* array, Dtype dtype, int64_t first) { return static_cast<char*>(
 
 }  // namespace
 
-void do_beside(const OptimParams& p, int64_t tensor, int64_t first, int64_t count, bool skips) {
+void do_extras(const OptimParams& p, int64_t tensor, int64_t first, int64_t count, bool skips) {
   if (count == 0) return;
   const OptimTensor& t = p.tensors[tensor];
   const Dtype dtype = param_dtype(p.storage);
@@ -19,18 +19,18 @@ void do_beside(const OptimParams& p, int64_t tensor, int64_t first, int64_t coun
     const auto bytes = static_cast<size_t>(count * size_bytes(grad.dtype));
     std::memset(from(const_cast<void*>(grad.at), grad.dtype, first), 0, bytes);
   }
-  if (!p.beside || skips) return;
-  const OptimBeside& beside = p.beside[tensor];
-  if (beside.average) {
-    const bool of_master = has_master(p.storage) && !beside.averages_param;
+  if (!p.extras || skips) return;
+  const StepExtras& extras = p.extras[tensor];
+  if (extras.average) {
+    const bool of_master = has_master(p.storage) && !extras.averages_param;
     const Dtype of = of_master ? Dtype::float32 : dtype, wide = dtype == Dtype::float64 ? dtype : Dtype::float32;
-    average_values(from(beside.average, wide, first), from(of_master ? t.extra : t.param, of, first), of, count,
+    average_values(from(extras.average, wide, first), from(of_master ? t.extra : t.param, of, first), of, count,
                    p.ema_weight);
   }
-  if (!beside.copy) return;
+  if (!extras.copy) return;
   const float* param = static_cast<const float*>(t.param) + first;
-  void* copy = from(beside.copy, beside.copy_dtype, first);
-  if (beside.copy_dtype == Dtype::float16)
+  void* copy = from(extras.copy, extras.copy_dtype, first);
+  if (extras.copy_dtype == Dtype::float16)
     narrow(param, static_cast<float16*>(copy), count);
   else
     narrow(param, static_cast<bfloat16*>(copy), count);
