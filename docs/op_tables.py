@@ -2,8 +2,7 @@
 the families' pages docs/ops/<family>.md, in README.md, docs/ops/index.md and docs/design/index.md. The docs build puts
 the reference of functions and modules into docs/api.
 
-    python docs/op_tables.py           # writes them
-    python docs/op_tables.py --check   # says which are not what it would write
+    python docs/op_tables.py
 """
 
 from __future__ import annotations
@@ -295,18 +294,13 @@ def pages() -> dict[str, str]:
 
 def stale() -> list[str]:
     """The pages that are not what the rows give."""
-    return [path for path, text in pages().items() if not (ROOT / path).exists() or (ROOT / path).read_text() != text]
-
-
-def main() -> int:
-    if "--check" in sys.argv:
-        found = stale()
-        print("\n".join(f"{path}: run python docs/op_tables.py" for path in found) or "up to date")
-        return bool(found)
-    for path, text in pages().items():
-        (ROOT / path).write_text(text)
-    return 0
+    return [
+        f"{path}: run python docs/op_tables.py"
+        for path, text in pages().items()
+        if not (ROOT / path).exists() or (ROOT / path).read_text() != text
+    ]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    for path, text in pages().items():
+        (ROOT / path).write_text(text)
