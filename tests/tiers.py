@@ -44,7 +44,7 @@ GUESSES = {
     "tests/testing/": 25.0,
 }
 DURATIONS = store.key("durations of groups of tests")
-LONGEST = 10
+LONGEST = 20
 RECENT_COMMITS = 10
 
 
