@@ -8,8 +8,8 @@ import torch
 import warpsmith
 from context_cases import Problem
 from test_context_parallel import SHARDINGS, check_exact
-from warpsmith.distributed.launch.context import blocks as context_blocks
-from warpsmith.distributed.launch.context import modes as context_modes
+from warpsmith.distributed.context import blocks as context_blocks
+from warpsmith.distributed.context import modes as context_modes
 from warpsmith.reference.attention import window_of
 from warpsmith.testing.distributed import multirank
 
