@@ -31,7 +31,7 @@ class Bug:
     family: str
     file: str  # below csrc
     changes: tuple[tuple[str, str], ...]  # text that occurs once in the file, and what takes its place
-    test: str  # its name in tests/sim/sim_<family>.cpp (empty: all), or what `python -m pytest --sim` is to run: "tests/ops/... -k"
+    test: str  # its name in tests/sim/sim_<family>.cpp (empty: all), or "tests/ops/... -k ..." for pytest --sim
     noticed_as: str  # part of what the test prints
     variant: str = "coverage"  # the plain build of CI
     flags: tuple[str, ...] = ("--seeds", "2", "--random", "20")  # of the C++ program
