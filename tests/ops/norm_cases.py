@@ -10,6 +10,12 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 STREAM = {"residual": FP32}
 
 
+# More rows than the blocks of a small machine, so that a block takes several; rows of a cluster; and of one length that
+# a block cannot hold.
+TURNS = [Case((rows, columns), BF16) for rows, columns in ((130, 16), (30, 264), (21, 1032), (19, 33), (7, 4104))]
+TURNS += [Case((3, 12296), BF16), Case((1, 16392), BF16), Case((40, 520), FP32), Case((5, 8192), FP16)]
+
+
 def cases_without_residual(mixed, *affine):
     """The case table of a norm alone: widths around vectors and warps, `mixed` dtypes, `affine` cases, long rows."""
     widths = (1, 2, 7, 8, 16, 33, 128, 255, 256, 257, 768, 1024, 1025, 2048, 4096, 5120)
@@ -24,7 +30,8 @@ def cases_without_residual(mixed, *affine):
         Case((2, 3, 5, 64), BF16),
         Case((768,), FP32),
         Case((2, 16384), BF16),
-        Case((2, 12288), BF16),
+        *TURNS,
+        Case((5, 12288), BF16),
         Case((1, 32776), FP32),
         Case((1, 262144), BF16),
         Case((2, 100001), FP32),
@@ -43,7 +50,7 @@ def cases(widths, fp16=(1, 257, 768)):
         *(Case((6, 768), dtype, options={"affine": False}) for dtype in (BF16, FP32)),
         Case((700, 96), BF16),
         Case((768,), FP32),
-        Case((2, 12288), BF16),
+        *TURNS,
         Case((2, 10001), FP32),
         Case((1, 65536), BF16, dtypes=STREAM),
     ]
@@ -137,6 +144,7 @@ def spec_of(name, **more):
         "double_backward": True,
         "func_transforms": True,
         "traced": f"warpsmith::{name}",
+        "sim_elements": 65_000,
         "opcheck": {**dict.fromkeys(raw.values(), forward), raw_backward: backward},
         "floor_bytes": floor_bytes(4 if residual else 2, 5 if dropout else 4 if residual else 3),
     }

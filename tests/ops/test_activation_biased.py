@@ -84,6 +84,7 @@ def spec_of(row):
         outputs=("y",),
         laid_out=("x",),
         batched=("x",),
+        sim_far=False,  # blocks take rows in turn along y
         gradcheck_cases=[Case((3, 5), FP64)],
         double_backward=True,
         func_transforms=True,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import warpsmith
 from warpsmith.reference.norm import layer_norm as layer_norm_reference
 from warpsmith.reference.norm import rms_norm as rms_norm_reference
 from warpsmith.testing import BadInput, Case, measure, op_tests
+from warpsmith.testing.sim import is_loaded, machine
 
 from tests.ops.norm_cases import BF16, FP16, FP32, FP64, but, cases_without_residual, spec_of
 
@@ -179,6 +182,23 @@ def test_hard_rows_of_layer_norm_obey_the_error_law(rows, dtype, device):
     exact = results(layer_norm_reference, *(t.cpu().double() for t in (x, weight, bias, dy)))
     errors = [measure(name, ours[name], exact[name], plain[name]) for name in exact]
     assert all(e.ok for e in errors), "; ".join(map(str, errors))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [16, 256, 1024, 4096, 8192, 16384])
+@pytest.mark.parametrize("approximation", [1, 2])
+def test_rstd_is_right_to_a_last_place(approximation, columns, device):
+    """Of rows whose sums are exact; on the sim the instruction behind rstd is as wrong as it may be, either way."""
+    rows = torch.arange(6, device=device)[:, None]
+    x = torch.where(torch.arange(columns, device=device) % 4 < 2, rows + 1, 2 * rows + 3)
+    x = (x * (1 - 2 * (torch.arange(columns, device=device) % 2))).to(BF16)
+    raw = torch.ops.warpsmith
+    with machine(approximation=approximation) if is_loaded() else contextlib.nullcontext():
+        norms = [raw.rms_norm_forward(x, None, 0.0, 0.0), raw.layer_norm_forward(x, None, None, 0.0)]
+    for results in norms:
+        rstd = results[-1].double()
+        exact = x.double().square().mean(-1).rsqrt()
+        assert ((rstd.flatten() - exact).abs() <= 2**-23 * exact).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,8 +9,12 @@ from warpsmith.reference.rope import angles_of, normalised, rotate
 from warpsmith.reference.rope import qk_norm_rope as norm_reference
 from warpsmith.reference.rope import rope as rope_reference
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
+from warpsmith.testing.sim import is_loaded
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+# Where ops run by their kernels, which know what the host does not.
+KERNELS = ["cpu"] if is_loaded() else [pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 OPS = torch.ops.warpsmith
 EPS = 1e-6
 ROWS_MORE = 5  # rows of the tables beyond the tokens of a case
@@ -304,19 +308,18 @@ def test_positions_of_a_sequence_beyond_the_table_are_named():
                        position_offset=torch.tensor([0, 3]))  # fmt: skip
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_positions_that_the_host_does_not_know_become_nan(interleaved):
-    q, k, cos, sin = (t.cuda() for t in problem(BF16, dim=64))
+def test_positions_that_the_host_does_not_know_become_nan(interleaved, device):
+    q, k, cos, sin = (t.to(device) for t in problem(BF16, dim=64))
     cos, sin = cos[:6, :16], sin[:6, :16]
-    offsets = torch.tensor([0, 3], device="cuda")
+    offsets = torch.tensor([0, 3], device=device)
     got = warpsmith.rope(q, k, cos, sin, interleaved=interleaved, position_offset=offsets)
     for x, y in zip((q, k), got, strict=True):
         assert bool(y[1, 3:, :, :32].isnan().all())
         assert not bool(y[0].isnan().any() or y[1, :3].isnan().any())
         assert bitwise_equal(y[..., 32:], x[..., 32:])
-    packed = warpsmith.rope(q[0], None, cos, sin, cu_seqlens=torch.tensor([1, 4], dtype=torch.int32, device="cuda"))[0]
+    packed = warpsmith.rope(q[0], None, cos, sin, cu_seqlens=torch.tensor([1, 4], dtype=torch.int32, device=device))[0]
     assert packed[..., :32].isnan().any(-1).any(-1).tolist() == [True, False, False, False, True, True]
 
 
@@ -351,11 +354,10 @@ def test_normalised_outputs_and_gradients_lie_as_the_inputs_do():
         assert y.transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_normalised_positions_unknown_to_the_host_become_nan():
-    q, k, q_weight, k_weight, cos, sin = (t.cuda() for t in norm_problem(BF16, dim=64))
-    offsets = torch.tensor([0, 3], device="cuda")
+@pytest.mark.parametrize("device", KERNELS)
+def test_normalised_positions_unknown_to_the_host_become_nan(device):
+    q, k, q_weight, k_weight, cos, sin = (t.to(device) for t in norm_problem(BF16, dim=64))
+    offsets = torch.tensor([0, 3], device=device)
     for y in warpsmith.qk_norm_rope(q, k, q_weight, k_weight, cos[:6], sin[:6], position_offset=offsets):
         assert bool(y[1, 3:].isnan().all())
         assert not bool(y[0].isnan().any() or y[1, :3].isnan().any())

@@ -118,6 +118,8 @@ class OpSpec:
         float64_devices: devices on which it takes float64.
         sim_elements: the largest case, in elements of ``shape``, that runs on the simulated kernels, a million times
             slower than a GPU.
+        sim_far: whether the last rows of ``batched`` inputs belong to the last blocks of a grid, so that those beyond
+            2^31 elements run there.
     """
 
     name: str
@@ -148,6 +150,7 @@ class OpSpec:
     devices: tuple[str, ...] = ("cpu", "cuda")
     float64_devices: tuple[str, ...] = ("cpu",)
     sim_elements: int = 2**14
+    sim_far: bool = True
 
     def __post_init__(self) -> None:
         if not self.cases:
