@@ -12,3 +12,8 @@ WARPSMITH_EXPORTED void warpsmith_sim_configure(uint64_t seed, int multiprocesso
 }
 
 WARPSMITH_EXPORTED int64_t warpsmith_sim_launches() { return warpsmith::sim::counters().launches; }
+
+WARPSMITH_EXPORTED void warpsmith_sim_bytes_moved(int64_t* read, int64_t* written) {
+  *read = warpsmith::sim::counters().global_bytes_read;
+  *written = warpsmith::sim::counters().global_bytes_written;
+}

@@ -3,6 +3,7 @@
 Under ``--sim`` the tests run the CUDA kernels on CPU tensors (warpsmith.testing.sim).
 """
 
+import pytest
 import torch
 from torch import nn
 from warpsmith.testing import bitwise_equal, cpu_threads, sim
@@ -12,6 +13,8 @@ STEPS = 20 if ON_SIM else 200  # of a trajectory
 # Bits depend on none of these: numbers of CPU threads, on the sim seeds of its schedule.
 ORDERS = range(sim.SCHEDULES) if ON_SIM else (2, 1)
 in_order = sim.schedule if ON_SIM else cpu_threads
+ON_CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+on_each_device = pytest.mark.parametrize("device", [pytest.param("cpu", id="sim")] if ON_SIM else ["cpu", ON_CUDA])
 SHAPES = [(7, 5), (), (0,), (3,), (2049,), (33, 129)]
 
 

@@ -54,3 +54,10 @@ def configure(seed: int) -> None:
 def launches() -> int:
     """Kernels launched so far."""
     return int(_library().warpsmith_sim_launches())
+
+
+def bytes_moved() -> tuple[int, int]:
+    """Bytes of global memory that kernels have read and written so far, through the helpers that count."""
+    read, written = ctypes.c_int64(), ctypes.c_int64()
+    _library().warpsmith_sim_bytes_moved(ctypes.byref(read), ctypes.byref(written))
+    return read.value, written.value
