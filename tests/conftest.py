@@ -61,6 +61,11 @@ def pytest_configure(config):
     config.stash[tiers.PLAN] = tiers.Plan.of(config)
 
 
+def pytest_make_parametrize_id(config, val, argname):
+    """On the device "cpu" of tests beside the specs, too, it is the kernels that run: they are chosen by `-k sim-`."""
+    return "sim-kernels" if argname == "device" and val == "cpu" and config.getoption("--sim") else None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
     node.workerinput["warpsmith"] = node.config.stash[tiers.PLAN].text()
@@ -161,5 +166,5 @@ def merged_coverage(dumped):
     for path in dumped:
         counts.merge(Path(path))
     table, low = counts.table()
-    all_ran = len(dumped) == len(build.tests_of(None)) + len(library.specs()) * len(library.ASKED)
+    all_ran = len(dumped) == len(build.tests_of(None)) + len(library.specs()) * len(library.MACHINES)
     return table, [f"{device_coverage.FLOOR}: {', '.join(low)}"] if low and all_ran else []

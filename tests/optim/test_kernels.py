@@ -9,9 +9,19 @@ import warpsmith
 from torch import nn
 from torch.testing import assert_close
 from warpsmith.optim import EMA
-from warpsmith.testing import bitwise_equal, sim
+from warpsmith.testing import bitwise_equal
 
-from .adamw_runs import ON_SIM, ORDERS, assert_same_bits, in_order, make_params, on_each_device, set_grads, states_of
+from .adamw_runs import (
+    ON_SIM,
+    ORDERS,
+    assert_same_bits,
+    in_order,
+    make_params,
+    moved,
+    on_each_device,
+    set_grads,
+    states_of,
+)
 from .layouts import LAYOUTS
 from .optimizers import EVERY, LAMB, LION, Options
 
@@ -24,6 +34,7 @@ EIGHT = [(options, "8bit", dtype) for options in EIGHT for dtype in (FP32, BF16,
 ALL = [(o, p, d) for o in EVERY for p, d in KINDS if o is not LAMB or p == "master" or d == FP32 and p is None]
 MAPS = {"exp_avg_sq": 11_792, "exp_avg": 6_672, "momentum_buffer": 6_672}  # bytes of a CodeMap
 CHUNK = 1024  # elements of a list that a block takes, where there are few
+of_kernels = pytest.mark.parametrize("device", ["cpu"])  # chosen under --sim by this
 counted = pytest.mark.skipif(not ON_SIM, reason="the sim counts bytes")
 
 
@@ -86,7 +97,7 @@ def test_what_is_fused_beside_a_misaligned_argument(options, device):
 
 @on_each_device
 @pytest.mark.parametrize(("options", "precision", "dtype"), [*ALL, *EIGHT], ids=str)
-def test_no_order_changes_a_bit_and_a_skipped_step_none(options, precision, dtype, device):
+def test_repeats_of_steps_and_of_skipped_ones(options, precision, dtype, device):
     elems = 5000 if precision == "8bit" else 2061
     finals = []
     for order in ORDERS:
@@ -213,13 +224,6 @@ def test_random_rounding_of_elements_beyond_2_to_the_32():
     assert bitwise_equal(*results)
 
 
-def moved(step):
-    """Bytes that a step reads and writes."""
-    before = sim.bytes_moved()
-    step()
-    return tuple(b - a for a, b in zip(before, sim.bytes_moved(), strict=True))
-
-
 @counted
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(("options", "precision", "dtype"), [*ALL, *EIGHT], ids=str)
@@ -264,8 +268,9 @@ def norm_of(tensors, order):
     return torch.cat([t.double().flatten() for t in tensors]).norm(order)
 
 
+@of_kernels
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
-def test_norms_and_clips_of_mixed_lists_in_any_order(order):
+def test_repeats_of_norms_and_clips_of_mixed_lists(order, device):
     tensors = lists()
     finals = []
     for number in ORDERS:
@@ -300,9 +305,10 @@ def test_parts_cut_where_chunks_begin_have_the_norm_of_the_whole(order):
     assert_same_bits(raw.grad_norm_finish(torch.cat(parts), order, False), raw.grad_norm(whole, order))
 
 
+@of_kernels
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 3000.0, 2.0**-20])
-def test_a_check_gives_the_unscaled_norm_and_the_divisor(scale, order):
+def test_repeats_of_checks_their_norm_and_divisor(scale, order, device):
     """It writes found_inf, whatever that holds."""
     tensors = lists(sizes=(5001, 5001))
     norm = norm_of(tensors, order).item() / scale
@@ -322,8 +328,9 @@ def test_a_check_gives_the_unscaled_norm_and_the_divisor(scale, order):
         assert found == 0 and not counts.any()
 
 
+@of_kernels
 @pytest.mark.parametrize("unscales", [False, True])
-def test_bad_values_are_counted_tensor_by_tensor(unscales):
+def test_repeats_of_counts_of_bad_values(unscales, device):
     tensors = [torch.ones(9001, dtype=d) for d in (FP32, BF16, FP16)] + [torch.ones(10)]
     tensors[1][[0, 4095, 4096, 9000]] = math.nan
     tensors[2][8191], tensors[2][17] = -math.inf, 60000.0  # twice that is not finite once it is stored in float16
@@ -379,8 +386,9 @@ def test_bytes_of_norms_checks_and_clips():
     assert read == size + 8 * chunks + 4 * 512 + 8 * threads * chunks and written == table + 8 * chunks + 8 + 4 + 4 + 4
 
 
+@of_kernels
 @pytest.mark.parametrize("weight", [0.0, 0.001, 0.4999, 0.7, 1.0])
-def test_averages_of_mixed_lists_in_any_order(weight):
+def test_repeats_of_averages_of_mixed_lists(weight, device):
     values = lists(sizes=(0, 1, 3, 4, 5, 1023, 4096, 4097, 9001))
     draw = torch.Generator().manual_seed(1)
     start = [torch.randn(len(v) + 1, generator=draw)[i % 2 :][: len(v)] for i, v in enumerate(values)]
@@ -406,9 +414,10 @@ def test_bytes_of_averages(dtype):
     assert read - 4 * 256 * 2 <= 8192 * (4 + dtype.itemsize) <= read and written == 4 * 8192 + 8 * (5 + 2)
 
 
+@of_kernels
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("offset", [0, 1, 3])
-def test_the_mean_over_ranks_of_any_stride_and_alignment(offset, dtype):
+def test_repeats_of_the_mean_over_ranks_of_any_stride(offset, dtype, device):
     """Added in float32 from rank 0 on: 2^24 + 1 is 2^24."""
     for ranks, elems, stride in ((1, 7, 8), (2, 4099, 4099), (5, 9001, 9016), (40, 65, 72)):
         place = torch.randn(ranks * stride + 4, generator=torch.Generator().manual_seed(ranks)).to(dtype)[offset:]

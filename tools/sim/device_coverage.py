@@ -145,10 +145,11 @@ def run(test: Path, arguments: list[str]) -> tuple[subprocess.CompletedProcess[s
     return build.run(program, arguments, folder=folder), beside_notes(folder)
 
 
-def run_law(spec: Path, code: int) -> tuple[subprocess.CompletedProcess[str], Path]:
+def run_law(spec: Path, machine: str) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Runs a law on the simulated kernels, those of its family in the coverage build."""
-    built, folder = library.library("coverage", library.family_of(spec)), emptied(f"{spec.stem}-{code}")
-    result = library.law(built, library.checks(spec, code), timeout=900, folder=folder, code=code)
+    built, folder = library.library("coverage", library.family_of(spec)), emptied(f"{spec.stem}-{machine}")
+    checks = library.checks(spec, library.MACHINES[machine].checks)
+    result = library.law(built, checks, timeout=900, folder=folder, machine=machine)
     return result, beside_notes(folder)
 
 
@@ -156,9 +157,9 @@ def measure(op: str | None, arguments: list[str]) -> Coverage:
     coverage = Coverage()
     runs = [(test.stem, partial(run, test, arguments)) for test in build.tests_of(op, none_is_fine=True)]
     runs += [
-        (spec.stem, partial(run_law, spec, code))
+        (spec.stem, partial(run_law, spec, machine))
         for spec in library.specs()
-        for code in library.ASKED
+        for machine in library.MACHINES
         if op in (None, library.family_of(spec))
     ]
     for name, go in runs:

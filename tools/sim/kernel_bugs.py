@@ -35,7 +35,7 @@ class Bug:
     noticed_as: str  # part of what the test prints
     variant: str = "coverage"  # the plain build of CI
     flags: tuple[str, ...] = ("--seeds", "2", "--random", "20")  # of the C++ program
-    code: int = 90
+    machine: str = "sm90"  # of the law
     also: tuple[tuple[str, str, str], ...] = ()  # of other files: the file, text, and what takes its place
 
     @property
@@ -158,7 +158,7 @@ BUGS += tuple(
         ((old, new),),
         f"tests/ops -k 'sim- and error_law and {family}'",
         "expected code of sm_90 or newer for" if refused else "",
-        code=80,
+        machine="sm80",
         also=() if refused else (REFUSAL,),
     )
     for family, (file, old, new) in LAUNCHERS.items()
@@ -180,10 +180,10 @@ def noticed(bug: Bug) -> tuple[bool, str]:
         objects = build.changed_objects(parts(bug), bug.texts(), folder, bug.family if bug.by_law else "")
         if bug.by_law:
             made = library.link(objects, bug.variant, folder / "libwarpsmith_sim.so")
-            result = library.law(made, ["-x", *shlex.split(bug.test)], 300, folder, bug.code, bug.variant)
+            result = library.law(made, ["-x", *shlex.split(bug.test)], 300, folder, bug.machine, bug.variant)
         else:
             made = build.link(objects, bug.variant, folder / f"sim_{bug.family}")
-            arguments = ["--test", bug.test, "--stop", *bug.flags, "--code", str(bug.code)]
+            arguments = ["--test", bug.test, "--stop", *bug.flags]
             result = build.run(made, arguments, timeout=300, folder=folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -18,18 +18,46 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import build
 
 VARIABLE = "WARPSMITH_SIM_LIBRARY"  # names the library that this process has loaded, or shall load
 CODE = "WARPSMITH_SIM_CODE"
+SIZE = "WARPSMITH_SIM_MULTIPROCESSORS"
 PLAIN = "plain"
-# Code of sm_80 is other instructions in the same bodies, and other choices: the values and layouts alone.
-ASKED = {90: "sim-", 80: "sim- and (error_law or layout)"}
+
+
+class Machine(NamedTuple):
+    """code: the architecture whose code runs. checks: those that pytest's -k chooses of a law."""
+
+    code: int
+    multiprocessors: int
+    checks: str
+
+
+# With one multiprocessor every block that takes rows in turn takes many. Code of sm_80 is other instructions in the
+# same bodies, and other choices.
+MACHINES = {
+    "sm90": Machine(90, 4, "sim-"),
+    "sm90_alone": Machine(90, 1, "sim- and (error_law or repeats)"),
+    "sm80": Machine(80, 2, "sim- and (error_law or layout)"),
+}
+# Every pair of accesses without a barrier between is a race, whatever the values.
+RACES = "sim- and (error_law or repeats)"
 # In float32 attention's error on the sim exceeds the law beside PyTorch's CPU kernel (bias 1x1x1x1: 8 times the bound);
 # on a card it holds beside PyTorch's CUDA kernel. Whether that is rounding or real is open.
 ATTENTION = " and not float32 and not edge_value and not median"
+WHOLE = ("test_activation", "test_cross_entropy", "test_norm", "test_rope")  # all of whose modules run
 CSRC, TESTS = build.ROOT / "csrc", build.ROOT / "tests"
+# Modules without specs that run whole; on other machines than the first, their tests of a device.
+BESIDE = [TESTS / f"{name}.py" for name in (
+    "ops/test_linear_loss_cross_entropy", "ops/test_linear_loss_log_prob", "ops/test_linear_loss_parts",
+    "ops/test_optim", "optim/test_adamw", "optim/test_clip", "optim/test_eight_bit", "optim/test_ema",
+    "optim/test_fuse", "optim/test_gradient_dtypes", "optim/test_kernels", "optim/test_lamb", "optim/test_layouts",
+    "optim/test_optimizers", "optim/test_precision", "optim/test_refinements", "optim/test_tables",
+    "amp/test_grad_scaler", "amp/test_kept_table", "amp/test_overflows",
+)]  # fmt: skip
 
 
 def torch_folder() -> Path:
@@ -40,24 +68,34 @@ def torch_folder() -> Path:
 
 
 def specs() -> list[Path]:
-    """The test modules of ops' laws."""
-    return [path for path in sorted((TESTS / "ops").glob("test_*.py")) if " = op_tests(" in path.read_text()]
+    """The test modules of ops' laws, and those beside them whose tests run on a device."""
+    found = []
+    for path in sorted((TESTS / "ops").glob("test_*.py")):
+        text = path.read_text()
+        if " = op_tests(" in text or ('"device", DEVICES' in text and path.stem.startswith(WHOLE)):
+            found.append(path)
+    return found + BESIDE
 
 
 def family_of(spec: Path) -> str:
     """The family of kernels that a test module's name begins with."""
+    if spec.parent.name != "ops":
+        return "optim"
     families = (folder.name for folder in (CSRC / "kernels").iterdir() if folder.is_dir())
     return max((f for f in families if f"{spec.stem}_".startswith(f"test_{f}_")), key=len)
 
 
-def checks(spec: Path, code: int = 90) -> list[str]:
+def checks(spec: Path, chosen: str = "sim-") -> list[str]:
     """What pytest runs of a module: the checks that hold on the simulated kernels."""
-    return ["-k", ASKED[code] + (ATTENTION if family_of(spec) == "attention" else ""), str(spec)]
+    if spec in BESIDE and chosen == MACHINES["sm90"].checks:
+        return ["-m", "not gpu", str(spec)]
+    return ["-k", chosen + (ATTENTION if family_of(spec) == "attention" else ""), str(spec)]
 
 
 def python_sources() -> list[Path]:
     """What a verdict of a law depends on beside the library."""
-    return sorted([*(build.ROOT / "python" / "warpsmith").rglob("*.py"), *(TESTS / "ops").glob("*.py")])
+    tests = (path for room in ("ops", "optim", "amp") for path in (TESTS / room).glob("*.py"))
+    return sorted([*(build.ROOT / "python" / "warpsmith").rglob("*.py"), *tests])
 
 
 def parts(variant: str = PLAIN, family: str = "") -> Iterator[build.Part]:
@@ -107,10 +145,14 @@ def library(variant: str = PLAIN, family: str = "") -> Path:
 
 
 @cache
-def _address_sanitizer() -> str:
-    """The run-time library that must be in a process before a library that is compiled for it."""
-    command = [build.compiler(), "-print-file-name=libasan.so"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+def _sanitizer(variant: str) -> dict[str, str]:
+    """A sanitizer's run-time library must be in a process before a library that is compiled for it."""
+    if variant not in ("asan", "tsan"):
+        return {}
+    command = [build.compiler(), f"-print-file-name=lib{variant}.so"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    options = f"{build.ENVIRONMENT['TSAN_OPTIONS']}:ignore_noninstrumented_modules=1"
+    return {"LD_PRELOAD": found, "TSAN_OPTIONS": options}
 
 
 def law(
@@ -118,7 +160,7 @@ def law(
     arguments: Sequence[str],
     timeout: float | None = None,
     folder: Path = build.ROOT,
-    code: int = 90,
+    machine: str = "sm90",
     variant: str = PLAIN,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `pytest --sim` with a library that was built, in `folder`, where a coverage build writes its counts.
@@ -126,11 +168,11 @@ def law(
     A crash ends the process: the last line names the test, the machine's message the seed and the thread.
     """
     paths = os.pathsep.join([str(build.ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {VARIABLE: str(built), CODE: str(code), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    if variant == "asan":
-        environment["LD_PRELOAD"] = _address_sanitizer()
+    environment = {VARIABLE: str(built), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **_sanitizer(variant)}
+    environment |= {CODE: str(MACHINES[machine].code), SIZE: str(MACHINES[machine].multiprocessors)}
     command = [sys.executable, "-m", "pytest", "-c", str(build.ROOT / "pyproject.toml"), "--rootdir", str(build.ROOT)]
-    command += ["--sim", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    # What a crash or a sanitizer prints goes past pytest.
+    command += ["--sim", "-v", "--tb=short", "-p", "no:cacheprovider", "--capture=sys"]
     command += [str(build.ROOT / word) if word.startswith("tests/") else word for word in arguments]
     return build.execute(command, timeout, folder, environment)
 
@@ -143,7 +185,7 @@ def load() -> None:
     torch.ops.load_library(path)
     from warpsmith.testing import sim
 
-    sim.configure(0)
+    sim.Machine().configure()
 
 
 if __name__ == "__main__":

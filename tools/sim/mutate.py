@@ -222,7 +222,7 @@ def verdict(mutant: Mutant, suite: list[Check], folder: Path) -> str:
     op = mutant.file.stem.removesuffix("_kernel").removesuffix("_config")
     seeing = sorted((c for c in suite if c.sees(mutant.file)), key=lambda c: (c.name != f"sim_{op}", c.seconds))
     sanitizer = "tsan" if any(word in mutant.what for word in ORDER) else "asan"
-    sanitized = [c for c in seeing if c.name != "conformance" and not (c.family and sanitizer == "tsan")][:3]
+    sanitized = [c for c in seeing if c.name != "conformance"][:3]
     for variant, chosen in (("plain", seeing), (sanitizer, sanitized)):
         for check in chosen:
             try:

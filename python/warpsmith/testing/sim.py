@@ -11,11 +11,34 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 
 LIBRARY, CODE = "WARPSMITH_SIM_LIBRARY", "WARPSMITH_SIM_CODE"  # variables of the environment
-MULTIPROCESSORS = 4
+SIZE = "WARPSMITH_SIM_MULTIPROCESSORS"  # likewise
 SCHEDULES = 6  # seeds of the machine that repeats go through: late, early and random arrivals, twice
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How kernels run.
+
+    Args:
+        seed: gives the order of threads and the moments at which asynchronous copies arrive.
+        multiprocessors: of the machine.
+        approximation: 0: approximate instructions are exact to rounding. 1: their results are as large as their
+            documented bound allows. 2: as small.
+        last_blocks: only so many blocks at the end of a grid run; 0: all.
+    """
+
+    seed: int = 0
+    multiprocessors: int = field(default_factory=lambda: int(os.environ.get(SIZE, "4")))
+    approximation: int = 0
+    last_blocks: int = 0
+
+    def configure(self) -> None:
+        code = int(os.environ.get(CODE, "90"))
+        _library().warpsmith_sim_configure(self.seed, self.multiprocessors, code, self.approximation, self.last_blocks)
 
 
 def is_loaded() -> bool:
@@ -31,24 +54,22 @@ def torch_device(device: str) -> str:
 @cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(os.environ[LIBRARY])
-    library.warpsmith_sim_configure.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_int]
-    library.warpsmith_sim_launches.restype = ctypes.c_int64
+    library.warpsmith_sim_configure.argtypes = [
+        ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint
+    ]  # fmt: skip
+    for counter in (library.warpsmith_sim_launches, library.warpsmith_sim_bytes, library.warpsmith_sim_bytes_written):
+        counter.restype = ctypes.c_int64
     return library
 
 
 @contextmanager
-def schedule(seed: int) -> Iterator[None]:
-    """Inside the block kernels run in the order of threads and the moments of arrival that the seed gives."""
-    configure(seed)
+def machine(**how: int) -> Iterator[None]:
+    """Inside the block kernels run as the fields of :class:`Machine` say."""
+    Machine(**how).configure()
     try:
         yield
     finally:
-        configure(0)
-
-
-def configure(seed: int) -> None:
-    """Sets schedule, machine size and code: once after the library is loaded, and for each other schedule."""
-    _library().warpsmith_sim_configure(seed, MULTIPROCESSORS, int(os.environ.get(CODE, "90")))
+        Machine().configure()
 
 
 def launches() -> int:
@@ -56,8 +77,11 @@ def launches() -> int:
     return int(_library().warpsmith_sim_launches())
 
 
-def bytes_moved() -> tuple[int, int]:
-    """Bytes of global memory that kernels have read and written so far, through the helpers that count."""
-    read, written = ctypes.c_int64(), ctypes.c_int64()
-    _library().warpsmith_sim_bytes_moved(ctypes.byref(read), ctypes.byref(written))
-    return read.value, written.value
+def bytes_moved() -> int:
+    """Bytes of global memory that kernels have read and written so far, through the loads and stores of the house."""
+    return int(_library().warpsmith_sim_bytes())
+
+
+def bytes_written() -> int:
+    """Those of them that kernels have written."""
+    return int(_library().warpsmith_sim_bytes_written())

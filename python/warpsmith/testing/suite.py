@@ -47,6 +47,8 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
         add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
         add(f"no_uninitialised_memory[{case}]", numerics.check_no_uninitialised_memory, spec, case, device)
     if device == "sim":
+        for case in numerics.far_cases(spec) if spec.batched else ():
+            add(f"far_rows[{case}]", numerics.check_far_rows, spec, case)
         add("kernels_ran", numerics.check_kernels_ran, spec)
         if spec.differentiable:
             add("needs_input_grad", numerics.check_needs_input_grad, spec, device)

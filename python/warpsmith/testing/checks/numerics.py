@@ -231,7 +231,7 @@ def _repeat(spec: OpSpec, case: Case, inputs: Inputs, times: int) -> dict[str, T
     grads, first = upstream(spec, case, once.outputs), once.all()
     differ: dict[str, list[Tensor]] = {name: [] for name in first}
     for i in range(times):
-        with sim.schedule(i + 1) if sim.is_loaded() else nullcontext():
+        with sim.machine(seed=i + 1) if sim.is_loaded() else nullcontext():
             again = run(spec.op, spec, case, inputs, grads=grads).all()
         if again.keys() != first.keys():
             assert_same_bits(f"{spec.name} {case}: repeat {i + 1}", first, again)
@@ -275,6 +275,40 @@ def check_batch(spec: OpSpec, case: Case, elements: int, device: str = "cpu") ->
         assert wrong == 0, (
             f"{spec.name}: {name}: {wrong} of {got.numel()} elements differ in a batch repeated {times} times"
         )
+
+
+FAR = 2**31  # elements, beyond which offsets need 64 bits
+FAR_ROWS, FAR_COLUMNS, FAR_BLOCKS = 3, 64, 16
+ENOUGH_MULTIPROCESSORS = 2**24  # for kernels whose blocks take rows in turn: each row has a block of its own
+
+
+def far_cases(spec: OpSpec) -> list[Case]:
+    """A few rows of each length and dtype of the table; of short rows there would be more than blocks."""
+    few = [c.but(shape=(FAR_ROWS, *c.shape[1:])) for c in spec.cases_on("sim") if c.layout == "contiguous"]
+    return list({str(c): c for c in few if torch.Size(c.shape[1:]).numel() >= FAR_COLUMNS}.values())
+
+
+def check_far_rows(spec: OpSpec, case: Case) -> None:
+    """The last rows of tensors of more than 2^31 elements obey the law, on the sim: only the last blocks of each grid
+    run, and memory that nothing touches does not exist."""
+    inputs = make_inputs(spec, case, "sim")
+    wanted = [n for n in wanted_inputs(spec, inputs) if n in spec.batched]
+    plain = run(spec.baseline or spec.reference, spec, case, inputs, wanted=wanted)
+    grads = upstream(spec, case, plain.outputs)
+    exact = exact_result(spec, case, inputs, plain, grads)
+    before = FAR // inputs[spec.batched[0]][0].numel() + 1
+
+    def far(t: Tensor) -> Tensor:
+        whole = t.new_empty((before + t.shape[0], *t.shape[1:]))
+        whole[before:] = t
+        return whole
+
+    with sim.machine(multiprocessors=ENOUGH_MULTIPROCESSORS, last_blocks=FAR_BLOCKS):
+        far_inputs = {k: far(v) if k in spec.batched else v for k, v in inputs.items()}
+        ours = run(spec.op, spec, case, far_inputs, {k: far(g) for k, g in grads.items()}, wanted)
+    errors = [measure(name, t[before:], exact[name], plain.all()[name]) for name, t in ours.all().items()]
+    wrong = [str(e) for e in errors if not e.ok]
+    assert not wrong, f"{spec.name} {case}, {before} rows further: " + "; ".join(wrong)
 
 
 def check_no_uninitialised_memory(spec: OpSpec, case: Case, device: str = "cpu") -> None:
