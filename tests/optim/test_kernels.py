@@ -1,6 +1,7 @@
 """The kernels of lists of tensors at their edges, on every device: each argument misaligned alone, values at which
 quick arithmetic gives way, hyperparameters on the device, bytes moved."""
 
+import copy
 import math
 
 import pytest
@@ -96,39 +97,47 @@ def test_what_is_fused_beside_a_misaligned_argument(options, device):
 
 
 @on_each_device
+@pytest.mark.parametrize("own", [True, False], ids=["own", "other"])  # the gradients' dtype
 @pytest.mark.parametrize(("options", "precision", "dtype"), [*ALL, *EIGHT], ids=str)
-def test_repeats_of_steps_and_of_skipped_ones(options, precision, dtype, device):
+def test_repeats_of_steps_and_of_skipped_ones(options, precision, dtype, own, device):
     elems = 5000 if precision == "8bit" else 2061
+    grad_dtype = dtype if own else BF16 if dtype == FP32 else FP32
     finals = []
     for order in ORDERS:
-        optimizer, params = problem(options, precision, dtype, device, elems, 2, BF16 if dtype == FP32 else FP32)
+        optimizer, params = problem(options, precision, dtype, device, elems, 2, grad_dtype)
         with in_order(order):
             optimizer.step()
-            finals.append([*params, *(states_of(optimizer, params) if optimizer.state else [])])
-            assert_same_bits(finals[-1], finals[0])
-            kept = [
-                t.detach().clone() if torch.is_tensor(t) else {n: v.clone() for n, v in t.items()} for t in finals[-1]
-            ]
-            for found in (1.0, 2.0, math.nan):
-                optimizer.found_inf = torch.tensor(found, device=device)
-                optimizer.step()
-                assert_same_bits(finals[-1], kept)
+        finals.append([*params, *(states_of(optimizer, params) if optimizer.state else [])])
+        assert_same_bits(finals[-1], finals[0])
+    kept = copy.deepcopy(finals[-1])
+    for found in (1.0, 2.0, math.nan):
+        optimizer.found_inf = torch.tensor(found, device=device)
+        optimizer.step()
+        assert_same_bits(finals[-1], kept)
 
 
 @on_each_device
 @pytest.mark.parametrize("options", EVERY, ids=str)
 def test_hyperparameters_and_rates_are_read_on_the_device(options, device):
+    """Those of each group; what the host holds is something else."""
     (a, ours), (b, others) = (problem(options, None, FP32, device, 100) for _ in range(2))
+    for optimizer, params in ((a, ours), (b, others)):
+        params += make_params(device=device, shapes=[(70,), (2050,)])
+        for p, decay in zip(params[1:], (0.125, 0.0), strict=True):
+            p.grad = torch.ones_like(p)
+            more = {} if "weight_decay" not in optimizer.defaults else {"weight_decay": decay}
+            optimizer.add_param_group({"params": [p], **more})
     b.device_constants = {row: t.to(device) for row, t in a.host_constants().items()}
-    (group,) = b.param_groups
-    for name in ("betas", "eps", "weight_decay", "alpha", "lr_decay"):
-        if name in group:
-            group[name] = (0.5, 0.25) if name == "betas" else 0.75
+    for group in b.param_groups:
+        for name in ("betas", "eps", "weight_decay", "alpha", "lr_decay"):
+            if name in group:
+                group[name] = (0.5, 0.25) if name == "betas" else 0.75
     for lr in (
         torch.tensor([0.25]),
         torch.tensor([0.5], dtype=torch.float64),
     ):  # one element, one dimension: the device's
-        group["lr"], a.param_groups[0]["lr"] = lr.to(device), lr.item()
+        for there, here in zip(b.param_groups, a.param_groups, strict=True):
+            there["lr"], here["lr"] = lr.to(device), lr.item()
         a.step()
         b.step()
         assert_same_bits(ours, others)
@@ -326,6 +335,18 @@ def test_repeats_of_checks_their_norm_and_divisor(scale, order, device):
         wanted = math.inf if factor == 0 else scale / factor
         assert_close(divisor.item(), wanted, rtol=0 if factor == 1 else 1e-6, atol=0)
         assert found == 0 and not counts.any()
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+def test_a_scale_of_two_to_the_n_changes_no_bit_of_the_norm(order):
+    """Squares of scaled gradients may be larger than float32."""
+    x = torch.randn(9001, generator=torch.Generator().manual_seed(0))
+    norms = []
+    for scale in (1.0, 2.0**-90, 2.0**16, 2.0**90):
+        found, counts = torch.tensor(math.nan), torch.zeros(1, dtype=torch.int64)
+        norms.append(raw.grad_check([x * scale], order, torch.tensor(scale), 1.0, found, counts)[0])
+        assert found == 0
+    assert len({norm.item() for norm in norms}) == 1
 
 
 @of_kernels

@@ -122,8 +122,11 @@ OptimTensor record_of(void* param, void* m, void* v, void* v_max, float* step, i
 TEST(bytes_are_the_floor) {
   constexpr int64_t kElems = 3 * kOptimTileElems;
   Buffer<float> param(kElems), grad(kElems), m(kElems), v(kElems), step(1);
+  for (Buffer<float>* b : {&param, &grad, &m, &v}) fill_normal(*b, 1, 0.05f, 0.5f);  // positive
+  step[0] = 6;
   Step s({record_of(param.data(), m.data(), v.data(), nullptr, step.data(), kElems)}, grad.data(), kOptimTileElems);
   under_every_seed([&] {
+    sim::counters() = {};
     expect_ok(optim_cuda(s.p, nullptr));
     expect_bytes({.read = 16 * kElems, .written = 12 * kElems});
   });
@@ -203,6 +206,13 @@ TEST(the_choosers) {
   expect_equal<int64_t, int64_t>("large norm", choose_norm_chunk(1'000'000'000, 132), 65536);
 }
 
+TEST(inverse_powers_of_two) {
+  for (const float scale : {0.0f, 1e-45f, 0x1p127f, -2.0f, HUGE_VALF, NAN})
+    expect_equal("no power of two", inverse_power_of_two(scale), 1.0f);
+  expect_equal("the largest", inverse_power_of_two(0x1.8p126f), 0x1p-126f);
+  expect_equal("the smallest", inverse_power_of_two(0x1p-126f), 0x1p126f);
+}
+
 TEST(what_launchers_refuse) {
   Buffer<float> x(1);
   Step s({record_of(x.data(), x.data(), x.data(), nullptr, x.data(), 1)}, x.data(), kOptimTileElems);
@@ -221,12 +231,12 @@ TEST(what_launchers_refuse) {
   expect_refused(layerwise(Optimizer::lamb, Storage::float64), "float64");
   expect_refused(layerwise(Optimizer::sgd, Storage::float32), "an optimizer that is not layerwise");
   GradNormParams norm{};
-  norm.norm_dtype = Dtype::float64;
+  norm.norm_dtype = Dtype::float64, norm.chunk_count = 1;
   expect_refused(grad_norm_cuda(norm, nullptr), "float64");
   expect_refused(grad_check_cuda({norm, nullptr, 1.0, nullptr, nullptr, nullptr, 0}, nullptr), "float64");
-  expect_refused(clip_grads_cuda({nullptr, nullptr, 0, nullptr, Dtype::float64, 1.0}, nullptr), "float64");
+  expect_refused(clip_grads_cuda({nullptr, nullptr, 1, nullptr, Dtype::float64, 1.0}, nullptr), "float64");
   RankMeanParams mean{};
-  mean.count = mean.ranks = 1, mean.dtype = Dtype::float64;
+  mean.count = mean.ranks = mean.out_count = 1, mean.dtype = mean.outs[0].dtype = Dtype::float64;
   expect_refused(rank_mean_cuda(mean, nullptr), "float64");
 }
 
