@@ -8,11 +8,9 @@ they are. Liger always writes over the logits; so do rows "in place".
 import torch
 import torch.nn.functional as F
 import warpsmith
-from warpsmith.testing import timer_of
-from warpsmith.testing.gpu_timer import copy_call
-from warpsmith.testing.rows import OURS, YARDSTICK, make_rows
+from warpsmith.testing.rows import OURS, YARDSTICK
 
-from benchmarks.cells import torch_contenders
+from benchmarks.cells import timed, torch_contenders
 from benchmarks.rivals import liger_cute, optional
 
 GPU_SHAPES = ((4096, 128256), (8192, 50304), (8192, 50257), (65536, 1024))
@@ -44,8 +42,20 @@ def first(result):
     return result[0] if isinstance(result, (tuple, list)) else result
 
 
+class NoLeaf(torch.autograd.Function):
+    """The same memory as the result of a function: leaves and their views are refused in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
 def in_place(logits, target):
-    return warpsmith.cross_entropy(logits.view_as(logits), target, inplace_backward=True)  # a leaf is refused
+    return warpsmith.cross_entropy(NoLeaf.apply(logits), target, inplace_backward=True)
 
 
 def loss_and_gradient(contenders, logits, target):
@@ -72,16 +82,10 @@ def run(device, options):
             contenders.update(rivals())
         unit = logits.numel() * logits.element_size()
         shape, name = f"{count}x{classes}", str(dtype).removeprefix("torch.")
-        measure = timer_of(device, options.samples)
-
         both = loss_and_gradient({**contenders, OURS_IN_PLACE: in_place}, logits, target)
         values = logits.detach()
         alone = {n: (lambda fn=fn: fn(values, target)) for n, fn in contenders.items()}  # noqa: B023
         for direction, calls, floor in (("loss", alone, unit), ("loss + gradient", both, 2 * unit)):
-            if device == "cuda":
-                calls[YARDSTICK] = copy_call(floor)
-            rows += make_rows(
-                "cross_entropy", shape, name, direction, measure(calls), floor_bytes=floor,
-                not_rivals=(YARDSTICK, OURS_IN_PLACE),
-            )  # fmt: skip
+            cell = ("cross_entropy", shape, name, direction)
+            rows += timed(cell, calls, device, options, floor, not_rivals=(YARDSTICK, OURS_IN_PLACE))
     return rows

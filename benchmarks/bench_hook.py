@@ -1,9 +1,9 @@
 """What many ranks cost: gradient reduction, the sharded optimizer's step, GPT-2 on more GPUs, context parallelism,
 and being watched.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_hook.py                     on GPUs: all parts
-    torchrun --nproc-per-node 2 benchmarks/bench_hook.py --parts reduce,step
-    torchrun --nproc-per-node 2 benchmarks/bench_hook.py --device cpu --quick    does the script itself work?
+    torchrun --nproc-per-node 2 -m benchmarks.bench_hook                     on GPUs: all parts
+    torchrun --nproc-per-node 2 -m benchmarks.bench_hook --parts reduce,step
+    torchrun --nproc-per-node 2 -m benchmarks.bench_hook --device cpu --quick    does the script itself work?
 
 Contenders of a part take turns. A time is the median over the rounds of the slowest rank's.
 """
@@ -13,7 +13,6 @@ import functools
 import gc
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +23,9 @@ import warpsmith
 from torch.nn.parallel import DistributedDataParallel
 from warpsmith.distributed import ShardedOptimizer, accurate_hook, context_parallel_attention, reduction_plan
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.bench_train import GPT2_PRESETS, gpt2_example
+
 OPS = {}  # none for `python -m benchmarks`, which is one process
-PARTS = ("reduce", "step", "clip", "gpt2", "context", "watch")
 MIB = 1 << 20
 
 
@@ -132,33 +131,38 @@ class Fill(torch.autograd.Function):
         return torch.ones_like(ctx.like)
 
 
-def step_part(bench):
-    """Backward and step of AdamW over 1e9 parameters: all that is not the model's."""
+def adamw_of(bench):
+    """AdamW over 1e9 parameters: their number, and what makes a model with its optimizer, under DDP and sharded."""
     count, numel = (3, 1000) if bench.quick else (40, 25_000_000)
     ids = [bench.device.index] if bench.device.type == "cuda" else None
 
-    def ddp(hook):
+    def ddp(hook=None):
         model = Sums(count, numel, bench.device)
         loss = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
         if hook:
-            loss.register_comm_hook(None, accurate_hook)
+            loss.register_comm_hook(None, hook)
         return loss, warpsmith.optim.AdamW(model.parameters(), lr=1e-6)
 
     def sharded(stage):
         model = Sums(count, numel, bench.device)
         return model, ShardedOptimizer(model.parameters(), warpsmith.optim.AdamW, stage=stage, lr=1e-6)
 
+    return f"{count * numel:.0e} parameters", ddp, sharded
+
+
+def step_part(bench):
+    """Backward and step of AdamW over 1e9 parameters: all that is not the model's."""
+    what, ddp, sharded = adamw_of(bench)
     makers = {
-        "DDP, AdamW": lambda: ddp(False),
-        "DDP, accurate_hook, AdamW": lambda: ddp(True),
+        "DDP, AdamW": ddp,
+        "DDP, accurate_hook, AdamW": lambda: ddp(accurate_hook),
         "ShardedOptimizer, stage 1": lambda: sharded(1),
         "ShardedOptimizer, stage 2": lambda: sharded(2),
     }
     calls, peaks = {}, {}
     for name, make in makers.items():
         before = memory(bench)
-        loss, optimizer = make()
-        calls[name] = functools.partial(train_step, loss, optimizer)
+        calls[name] = functools.partial(train_step, *make())
         calls[name]()
         calls[name]()
         if bench.device.type == "cuda":
@@ -166,70 +170,51 @@ def step_part(bench):
         calls[name]()
         peaks[name] = ((torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else 0) - before) / 1e9
     times = bench.times(calls, 5, 3)
-    base = times["DDP, AdamW"]
     for name, ms in times.items():
-        bench.say("step", f"{count * numel:.0e} parameters", name, ms, "ms", of_ddp=round(ms / base, 3),
+        bench.say("step", what, name, ms, "ms", of_ddp=round(ms / times["DDP, AdamW"], 3),
                   peak_gb=round(peaks[name], 2))  # fmt: skip
 
 
 def clip_part(bench):
     """Backward, clipping and step of AdamW over 1e9 parameters: with norms that read the gradients, and kept ones."""
-    count, numel = (3, 1000) if bench.quick else (40, 25_000_000)
-    ids = [bench.device.index] if bench.device.type == "cuda" else None
-
-    def ddp(hook):
-        model = Sums(count, numel, bench.device)
-        loss = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-        loss.register_comm_hook(None, hook)
-        return loss, warpsmith.optim.AdamW(model.parameters(), lr=1e-6)
-
-    def clipped(loss, optimizer, clip):
-        loss(0).backward()
-        clip(1e9)  # larger than the norm: nothing is scaled
-        optimizer.step()
-        optimizer.zero_grad()
-
+    what, ddp, sharded = adamw_of(bench)
     calls = {}
     for name, hook in {"accurate_hook": accurate_hook, "with keep_norm": accurate_hook(keep_norm=True)}.items():
         loss, optimizer = ddp(hook)
         clip = functools.partial(warpsmith.optim.clip_grad_norm_, list(loss.parameters()))
-        calls[name] = functools.partial(clipped, loss, optimizer, clip)
-    model = Sums(count, numel, bench.device)
-    sharded = ShardedOptimizer(model.parameters(), warpsmith.optim.AdamW, stage=2, lr=1e-6)
-    calls["ShardedOptimizer, stage 2"] = functools.partial(clipped, model, sharded, sharded.clip_grad_norm_)
+        calls[name] = functools.partial(train_step, loss, optimizer, clip)
+    model, optimizer = sharded(2)
+    calls["ShardedOptimizer, stage 2"] = functools.partial(train_step, model, optimizer, optimizer.clip_grad_norm_)
     times = bench.times(calls, 5, 3)
     for name, ms in times.items():
-        share = round(ms / times["accurate_hook"], 3)
-        bench.say("clip", f"{count * numel:.0e} parameters", name, ms, "ms", of_read=share)
+        bench.say("clip", what, name, ms, "ms", of_read=round(ms / times["accurate_hook"], 3))
 
 
 def memory(bench):
     return torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
 
 
-def train_step(loss, optimizer):
+def train_step(loss, optimizer, clip=None):
     loss(0).backward()
+    if clip:
+        clip(1e9)  # larger than the norm: nothing is scaled
     optimizer.step()
     optimizer.zero_grad()
 
 
 def gpt2_of(bench):
-    """The values of a preset, and what makes two steps of GPT-2 for some ranks and flags."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    import train_gpt as gpt
-
-    preset = "nano" if bench.device.type == "cpu" else "gpt2-124m"
-    tiny = {"layers": 1, "heads": 2, "width": 32, "context": 16, "batch": 2} if bench.quick else {}
-    values = gpt.PRESETS[preset] | {"tokens": "random"} | tiny
+    """The recipe of a preset, and what makes two steps of GPT-2 for some ranks and flags."""
+    preset = GPT2_PRESETS[bench.device.type]
+    gpt, recipe = gpt2_example(preset, bench.quick)
 
     def steps(ranks, **flags):
-        recipe = SimpleNamespace(**values | {"batch": values["batch"] * ranks.world} | flags)
-        run = gpt.Run(recipe, "warpsmith", ranks)
-        data = gpt.Data(recipe, None, ranks)
+        mine = SimpleNamespace(**vars(recipe) | {"batch": recipe.batch * ranks.world} | flags)
+        run = gpt.Run(mine, "warpsmith", ranks)
+        data = gpt.Data(mine, None, ranks)
         batches = [data.batch(i) for i in range(2)]
         return lambda: [run.step(tokens) for tokens in batches]
 
-    return preset, values, steps
+    return preset, recipe, steps
 
 
 def together_of(bench):
@@ -238,8 +223,8 @@ def together_of(bench):
 
 def gpt2_part(bench):
     """GPT-2 124M of examples/train_gpt.py: a rank alone, and all together."""
-    preset, values, steps = gpt2_of(bench)
-    rows, together = values["batch"], together_of(bench)
+    preset, recipe, steps = gpt2_of(bench)
+    together = together_of(bench)
     calls = {"alone": steps(SimpleNamespace(rank=0, world=1, first=True, device=bench.device))}
     if bench.ctx.world_size > 1:
         calls |= {
@@ -249,8 +234,8 @@ def gpt2_part(bench):
         }
     times = bench.times(calls, 5, 4)
     for name, ms in times.items():
-        rate = 2 * rows * values["context"] / ms
-        bench.say("gpt2", f"{preset} {rows} a rank", name, rate, "k tokens/s a rank",
+        rate = 2 * recipe.batch * recipe.context / ms
+        bench.say("gpt2", f"{preset} {recipe.batch} a rank", name, rate, "k tokens/s a rank",
                   of_alone=round(times["alone"] / ms, 4))  # fmt: skip
 
 
@@ -317,6 +302,16 @@ def watched_step(watching, call, loss):
     watching.step(loss=loss)
 
 
+PARTS = {
+    "reduce": reduce_part,
+    "step": step_part,
+    "clip": clip_part,
+    "gpt2": gpt2_part,
+    "context": context_part,
+    "watch": watch_part,
+}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
@@ -324,19 +319,11 @@ def main():
     parser.add_argument("--quick", action="store_true", help="next to nothing to do")
     parser.add_argument("--json", type=Path, help="rank 0 writes its rows there")
     args = parser.parse_args()
-    parts = {
-        "reduce": reduce_part,
-        "step": step_part,
-        "clip": clip_part,
-        "gpt2": gpt2_part,
-        "context": context_part,
-        "watch": watch_part,
-    }
     with warpsmith.distributed.init(device=args.device) as ctx:
         bench = Bench(ctx, args.quick)
         for name in args.parts.split(","):
             began = time.perf_counter()
-            parts[name](bench)
+            PARTS[name](bench)
             gc.collect()
             if ctx.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -2,8 +2,9 @@
 Cut Cross-Entropy; and the memory each takes.
 
 linear_cross_entropy: mean reduction, floor 6 MVH FLOP. linear_log_prob: the log-probability alone, with and without
-saved logits, floor 8 MVH FLOP, 6 with saved logits. Rows named "peak memory" have megabytes above the inputs in place
-of a time.
+saved logits, floor 8 MVH FLOP, 6 with saved logits. linear_loss_curve: time over memory of linear_cross_entropy, a
+point for each number of chunks and dtype of the weight's gradient. Rows named "peak memory" have megabytes above the
+inputs in place of a time.
 """
 
 import functools
@@ -11,15 +12,14 @@ import functools
 import torch
 import torch.nn.functional as F
 import warpsmith
-from warpsmith.testing import timer_of
-from warpsmith.testing.rows import Row, make_rows
 
 from benchmarks.bench_cross_entropy import first
-from benchmarks.cells import compiled, torch_contenders
+from benchmarks.cells import compiled, peak_rows, timed, torch_contenders
 from benchmarks.rivals import optional
 
 GPU_SHAPES = ((4096, 4096, 128256), (32768, 768, 50304))
 CPU_SHAPES = ((512, 256, 8192),)
+CHUNKS = (1, 2, 4, 8, 16)
 SPIN_CYCLES = 20_000_000  # torch eager launches many kernels
 
 
@@ -102,46 +102,48 @@ def step_of(fn, hidden, weight, target):
     return step
 
 
-def peak_mb(step, leaves):
-    """Megabytes that a step needs above what it finds; its gradients count."""
-    for leaf in leaves:
-        leaf.grad = None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
-def rows_of(op, shape, contenders, device, options):
+def inputs(shape, device, dtype):
+    """hidden, weight and target."""
     rows, width, classes = shape
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hidden = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(classes, width, device=device) / width**0.5).to(dtype).requires_grad_()
-    target = torch.randint(0, classes, (rows,), device=device)
-    steps = {name: step_of(fn, hidden, weight, target) for name, fn in contenders.items()}
-    gpu = {"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}
-    timings = timer_of(device, options.samples, **gpu)(steps)
-    text, dtype_text = f"{rows}x{width}x{classes}", str(dtype).removeprefix("torch.")
-    found = make_rows(op, text, dtype_text, "forward + backward", timings)
-    if device == "cuda":
-        for name, step in steps.items():
-            if timings[name].ms is not None:
-                megabytes = peak_mb(step, (hidden, weight))
-                found.append(Row(op, text, dtype_text, "peak memory", name, megabytes, "MB"))
-    return found
+    return hidden, weight, torch.randint(0, classes, (rows,), device=device)
+
+
+def time_and_memory(op, steps, tensors, device, options, **gpu):
+    hidden, weight, _ = tensors
+    shape, dtype = "x".join(map(str, (*hidden.shape, len(weight)))), str(hidden.dtype).removeprefix("torch.")
+    found = timed((op, shape, dtype, "forward + backward"), steps, device, options, spin_cycles=SPIN_CYCLES, **gpu)
+    return found + (peak_rows(found, steps, lambda _: (hidden, weight)) if device == "cuda" else [])
 
 
 def time_all(op, contenders_of, device, options):
-    shapes = options.shapes(device, GPU_SHAPES, CPU_SHAPES, (32, 16, 64))
     rows = []
-    for shape in shapes:
-        rows += rows_of(op, shape, contenders_of(shape, device, options), device, options)
+    for shape in options.shapes(device, GPU_SHAPES, CPU_SHAPES, (32, 16, 64)):
+        tensors = inputs(shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
+        steps = {name: step_of(fn, *tensors) for name, fn in contenders_of(shape, device, options).items()}
+        rows += time_and_memory(op, steps, tensors, device, options)
+    return rows
+
+
+def curve(device, options):
+    """Rows of ten chunkings on a GPU: docs/speed_plots.py draws them."""
+    rows = []
+    for shape in options.shapes(device, GPU_SHAPES[:1], (), (64, 32, 256)) if device == "cuda" else ():
+        tensors = inputs(shape, device, torch.bfloat16)
+        steps = {}
+        for dtype in (torch.bfloat16, torch.float32):
+            for chunks in CHUNKS:
+                given = {"max_chunk_bytes": -(-shape[0] // chunks) * shape[2] * 2, "dw_dtype": dtype}
+                fn = functools.partial(warpsmith.linear_cross_entropy, **given)
+                name = f"{str(dtype).removeprefix('torch.')}, {chunks}"
+                steps[name] = step_of(fn, *tensors)
+        rows += time_and_memory("linear_cross_entropy by chunks", steps, tensors, device, options, budget_s=3.0)
     return rows
 
 
 OPS = {
     "linear_cross_entropy": functools.partial(time_all, "linear_cross_entropy", cross_entropy),
     "linear_log_prob": functools.partial(time_all, "linear_log_prob", log_prob),
+    "linear_loss_curve": curve,
 }

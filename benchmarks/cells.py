@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from warpsmith.testing import cpu_threads, time_forward_backward
-from warpsmith.testing.rows import OURS
+from warpsmith.testing import cpu_threads, time_cpu, time_forward_backward, timer_of
+from warpsmith.testing.gpu_timer import Timing, copy_call
+from warpsmith.testing.rows import OURS, YARDSTICK, Row, make_rows
 
 CPU_THREADS = 2
 
@@ -101,6 +102,52 @@ def leaves(device, *shapes):
     """Random tensors that require gradients, in the dtype of the device's figures: bfloat16, on the CPU float32."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     return tuple(torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes)
+
+
+def timed(cell, calls, device, options, floor=None, not_rivals=(YARDSTICK,), **gpu):
+    """The rows of one cell, (op, shape, dtype, direction). On a GPU a copy of ``floor`` bytes joins in, and ``gpu`` are
+    arguments of GpuTimer."""
+    if device == "cuda" and floor:
+        calls = {**calls, YARDSTICK: copy_call(floor)}
+    timings = timer_of(device, options.samples, **(gpu if device == "cuda" else {}))(calls)
+    return make_rows(*cell, timings, floor_bytes=floor, not_rivals=not_rivals)
+
+
+def time_steps(cell, steps, in_a_row, options, budget_s):
+    """Rows "step" of the cell (op, shape, dtype). ``steps``: {contender: function of the step's number that returns its
+    loss}. So many steps are taken in a row, from an idle device, and waited for; the time is one step's."""
+
+    def some(step):
+        return [step(i) for i in range(in_a_row)][-1].item()
+
+    calls = {name: functools.partial(some, step) for name, step in steps.items()}
+    timings = time_cpu(calls, rounds=options.samples, budget_s=budget_s)
+    one = {
+        name: t if t.ms is None else Timing(t.ms / in_a_row, t.low_ms / in_a_row, t.high_ms / in_a_row, t.samples)
+        for name, t in timings.items()
+    }
+    return make_rows(*cell, "step", one)
+
+
+def peak_mb(step, leaves):
+    """Megabytes that a step needs above what it finds; its gradients count."""
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def peak_rows(rows, steps, leaves_of):
+    """Rows "peak memory" of those contenders of a cell that have a time. ``leaves_of(contender)`` gets gradients."""
+    return [
+        Row(row.op, row.shape, row.dtype, "peak memory", name, peak_mb(steps[name], leaves_of(name)), "MB")
+        for row in rows
+        if row.value is not None and (name := row.contender)
+    ]
 
 
 def time_cells(op, cell, shapes, options):

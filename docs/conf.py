@@ -9,6 +9,8 @@ import warpsmith.testing
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import op_tables
+import plan_published
 import speed_table
 
 project = "Warpsmith"
@@ -58,8 +60,18 @@ def with_summary(app, what, name, obj, options, lines):
         lines += ["", ".. autosummary::", "   :nosignatures:", "", *(f"   {n}" for n in names), ""]
 
 
-def with_speed_tables(app, docname, source):
-    """Puts the tables of the recordings into docs/benchmarks.md."""
+MADE = {
+    "<!-- functions -->": op_tables.functions_reference,
+    "<!-- modules -->": op_tables.modules_reference,
+    "<!-- published runs -->": plan_published.report,
+}
+
+
+def with_made_parts(app, docname, source):
+    """Puts into the pages what no hand writes: reference, recordings, predictions of published runs."""
+    for mark, text in MADE.items():
+        if mark in source[0]:
+            source[0] = source[0].replace(mark, text())
     if docname == "benchmarks":
         for name in ("results", "recordings"):
             app.env.note_dependency(speed_table.ROOT / f"benchmarks/{name}.csv")
@@ -67,5 +79,5 @@ def with_speed_tables(app, docname, source):
 
 
 def setup(app):
-    app.connect("source-read", with_speed_tables)
+    app.connect("source-read", with_made_parts)
     app.connect("autodoc-process-docstring", with_summary)

@@ -1,15 +1,17 @@
-"""Writes the tables of ops and optimizers, from the rows of the families' lists and from docs/op_facts.toml: on their
-pages, in README.md, docs/ops/index.md, docs/optim/index.md, docs/design/index.md and docs/api.
+"""Writes the tables of ops and optimizers, from the rows of the families' lists, docstrings and docs/op_facts.toml: on
+the families' pages docs/ops/<family>.md, in README.md, docs/ops/index.md and docs/design/index.md. The docs build puts
+the reference of functions and modules into docs/api.
 
-    python docs/op_tables.py           # writes them
-    python docs/op_tables.py --check   # says which are not what it would write
+    python docs/op_tables.py
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,49 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.families import OpRow, optimizers, rows  # noqa: E402
 
-MARKS = {
-    name: (f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n") for name in ("ops", "optimizers", "notes", "facts")
-}
-OF_AN_OPTIMIZER = ("class", "as in torch", "states", "options", "bytes a parameter", "beside torch's")
-
-
-@functools.cache
-def table_of_facts() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "docs/op_facts.toml").read_text())
-
-
-def facts(row: OpRow) -> dict[str, str]:
-    """What the tables say of an op, in the order of its page."""
-    known = table_of_facts()
-    found = {"function": "`warpsmith.{op}`", **known["all"], **known.get(row.body, {}), **known.get(row.name, {})}
-    if "function, module" in found:
-        del found["function"]
-    names = {"op": row.name, "family": row.family}
-    for name, text in found.items():
-        found[name] = re.sub(r"\{(op|family)\}", lambda match: names[match[1]], text)
-    return {name: found[name] for name in [*known["order"], "code", "text"] if name in found}
-
-
-def second_derivative(found: dict[str, str]) -> str:
-    second = re.search(r"second[^:]*: ([^;]+)", found["derivatives"])
-    return second[1] if second else found["derivatives"]
-
-
-def page_table(found: dict[str, str]) -> str:
-    """The block of generated text on the page of an op or optimizer."""
-    lines = [[name, cell] for name, cell in found.items() if name not in ("code", "text")]
-    blocks = [found.get("code", ""), table(["", ""], lines).replace("|  |  |", "| | |"), found.get("text", "")]
-    return "\n".join(block for block in blocks if block)
-
-
-def line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |\n"
-
-
-def table(head: list[str], lines: list[list[str]]) -> str:
-    return line(head) + "|---" * len(head) + "|\n" + "".join(map(line, lines))
-
-
+NAMES = {"function", "function, module"}
 # What a family is called in the README; others go by their folder's name.
 TITLES = {
     "norm": "norms, alone or with residual sum and dropout",
@@ -75,63 +35,117 @@ TITLES = {
 }
 
 
+@functools.cache
+def families() -> dict[str, list[OpRow]]:
+    """{family: its ops}."""
+    found: dict[str, list[OpRow]] = {}
+    for row in rows():
+        found.setdefault(row.family, []).append(row)
+    return found
+
+
+@functools.cache
+def table_of_facts() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "docs/op_facts.toml").read_text())
+
+
+@functools.cache
+def templates(row: OpRow) -> dict[str, str]:
+    """What the tables say of an op, in the order of its page, with {op} and {family} as in op_facts.toml."""
+    import warpsmith
+
+    known = table_of_facts()
+    found = {"function": "`warpsmith.{op}`", **known["all"], **known.get(row.body, {}), **known.get(row.name, {})}
+    if moved := re.search(r"Moves (\d+ elements of .+?)[.;,] ", one_line(inspect.getdoc(getattr(warpsmith, row.name)))):
+        found["memory traffic"] = moved[1]
+    if "function, module" in found:
+        del found["function"]
+    return {name: found[name] for name in known["order"] if name in found}
+
+
+def filled(found: dict[str, str], op: str, family: str) -> dict[str, str]:
+    return {name: text.replace("{op}", op).replace("{family}", family) for name, text in found.items()}
+
+
+def facts(row: OpRow) -> dict[str, str]:
+    """What the tables say of an op, in the order of its page."""
+    return filled(templates(row), row.name, row.family)
+
+
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    return line(head) + "|---" * len(head) + "|\n" + "".join(map(line, lines))
+
+
+def family_tables(family: str) -> dict[str, str]:
+    """{name of a mark: its table} of a family's page: what half of its ops have in common and no op lacks; of each op
+    what is different from that, or from a sibling where that is less."""
+    ops = families()[family]
+    everywhere = [name for name in templates(ops[0]) if all(name in templates(op) for op in ops)]
+    most = {name: Counter(templates(op)[name] for op in ops).most_common(1)[0] for name in everywhere}
+    common = {name: text for name, (text, times) in most.items() if times > 1 and 2 * times >= len(ops)}
+
+    def of(found: dict[str, str], op: str) -> str:
+        lines = [list(cell) for cell in filled(found, op, family).items()]
+        return table(["", ""], lines).replace("|  |  |", "| | |") if lines else ""
+
+    head = "Every op of this page, unless its own table says otherwise:\n\n"
+    found = {"facts": head + of(common, "<op>")} if common else {}
+    whole: list[OpRow] = []  # the ops whose tables do not lean on a sibling's
+    for op in ops:
+        least, sibling = different(op, common), None
+        for other in whole:
+            less = different(op, templates(other))
+            if other.body == op.body and len(less) < len(least) and not templates(other).keys() - templates(op) - NAMES:
+                least, sibling = less, other.name
+        whole += [] if sibling else [op]
+        lean = f"As [`{sibling}`](#{sibling}){', but:' if least else '.'}\n" + "\n" * bool(least) if sibling else ""
+        found[op.name] = lean + of(least, op.name)
+    return found
+
+
+def different(op: OpRow, told: dict[str, str]) -> dict[str, str]:
+    """The cells of an op but for those that are told already; of its names, those that its heading does not say."""
+    told = {**told, "function": "`warpsmith.{op}`"}
+    return {name: text for name, text in templates(op).items() if told.get(name) != text}
+
+
 def readme_table() -> str:
     """A row a family: its ops, and the modules around them."""
-    families: dict[str, list[OpRow]] = {}
-    for row in rows():
-        families.setdefault(row.family, []).append(row)
     lines = []
-    for family, ops in families.items():
-        modules = [name for op in ops for name in modules_of(op)]
-        links = ", ".join(f"[`{op.name}`](docs/ops/{op.name}.md)" for op in ops)
-        lines.append([TITLES.get(family, family), links, ", ".join(f"`{m}`" for m in dict.fromkeys(modules))])
+    for family, ops in families().items():
+        links = ", ".join(f"[`{op.name}`](docs/ops/{family}.md#{op.name})" for op in ops)
+        modules = dict.fromkeys(f"`{name}`" for op in ops for name in modules_of(op))
+        lines.append([TITLES.get(family, family), links, ", ".join(modules)])
     return table(["what", "ops: `warpsmith.<op>`, and C++", "modules"], lines)
 
 
 def index_table() -> str:
-    """The same with dtypes and what traces and captures an op."""
-    lines = []
+    """Derivatives, dtypes and what traces and captures an op: a row for ops of a family that are alike."""
+    lines: dict[tuple[str, ...], list[str]] = {}
     for row in rows():
-        found = facts(row)
-        cells = (found[name] for name in ("dtypes", "compile, export", "CUDA graphs"))
-        ways = found["forward"], found["backward"], second_derivative(found)
-        lines.append([f"[`{row.name}`]({row.name}.md)", *ways, *cells])
-    heads = [
-        "op",
-        "forward",
-        "backward",
-        "second derivative",
-        "dtypes",
-        "`torch.compile`, `torch.export`",
-        "CUDA graphs",
-    ]
-    return table(heads, lines)
-
-
-def optimizer_cells() -> dict[str, dict[str, str]]:
-    """{an optimizer's page below docs: the cells of its table}."""
-    ops = {row.name: row for row in rows()}
-    return {
-        f"ops/{name}.md" if name in ops else f"optim/{name}.md": facts(ops[name])
-        if name in ops
-        else table_of_facts()["optim"][name]
-        for name in optimizers()
-    }
-
-
-def optimizer_table() -> str:
-    """The optimizers, for docs/optim/index.md."""
-    lines = [
-        [f"[{found['class']}](../{page})", *(found[c] for c in OF_AN_OPTIMIZER[1:])]
-        for page, found in optimizer_cells().items()
-    ]
-    return table(list(OF_AN_OPTIMIZER), lines)
+        found, page = facts(row), f"{row.family}.md"
+        second = re.search(r"second[^:]*: ([^;]+)", found["derivatives"])
+        told = [found["forward"], found["backward"], second[1] if second else found["derivatives"]]
+        told += [found[name].replace("](#", f"]({page}#") for name in ("dtypes", "compile, export", "CUDA graphs")]
+        lines.setdefault((page, *told), []).append(f"[`{row.name}`]({page}#{row.name})")
+    heads = ["ops", "forward", "backward", "second derivative", "dtypes", "`torch.compile`, `torch.export`"]
+    return table([*heads, "CUDA graphs"], [[", ".join(ops), *told] for (_, *told), ops in lines.items()])
 
 
 def optimizer_line() -> str:
-    """The optimizers, for the README."""
-    classes = (found["class"].replace("warpsmith.optim.", "") for found in optimizer_cells().values())
-    return f"Optimizers of `warpsmith.optim`: {', '.join(classes)} ([what they share](docs/optim/index.md)).\n"
+    """The optimizers, for the README; docs/optimizers.md has a line for each, and docs/ops/optim.md a section."""
+    import warpsmith
+
+    classes = {name.lower(): name for name in warpsmith.optim.__all__}
+    table = (ROOT / "docs/optimizers.md").read_text()
+    if missing := [name for name in optimizers() if f"](ops/optim.md#{name})" not in table]:
+        raise SystemExit(f"docs/optimizers.md: no link to ops/optim.md#{', #'.join(missing)}")
+    found = ", ".join(f"`{classes[name]}`" for name in optimizers())
+    return f"Optimizers of `warpsmith.optim`: {found} ([what they share](docs/optimizers.md)).\n"
 
 
 def modules_of(row: OpRow) -> list[str]:
@@ -139,107 +153,90 @@ def modules_of(row: OpRow) -> list[str]:
     return re.findall(r"`warpsmith\.((?:nn|optim)\.\w+)`", facts(row).get("function, module", ""))
 
 
-def first_sentence(thing: object) -> str:
-    """The first sentence of a docstring, for a cell of Markdown."""
-    import inspect
+def one_line(doc: str | None) -> str:
+    """A docstring, or a part of one, for a cell of Markdown."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join((doc or "").split()))
+    return text.replace("``", "`").replace("|", "\\|")
 
-    text = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
-    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`").replace("|", "\\|")
-    return re.split(r"(?<=\.)\s", text)[0].rstrip(".:")
+
+def first_sentence(thing: object) -> str:
+    first = one_line((inspect.getdoc(thing) or "").split("\n\n")[0])
+    return re.split(r"(?<=\.)\s", first)[0].rstrip(".:")
 
 
 def title(family: str) -> str:
-    """A family's name as the title of a page."""
+    """A family's name as a heading."""
     words = re.split("[,:]| with ", TITLES.get(family, family))[0]
     return words[0].upper() + words[1:]
 
 
-def directives(kind_of: dict[str, str]) -> str:
-    """{name: autodoc's kind} as one block."""
-    return (
-        "```{eval-rst}\n" + "\n\n".join(f".. {kind}:: warpsmith.{name}" for name, kind in kind_of.items()) + "\n```\n"
-    )
-
-
-def family_page(family: str) -> str:
-    """The reference of a family: a table, then its ops and their modules with signature and docstring."""
+def functions_reference() -> str:
+    """For docs/api/warpsmith.md: a table of all functions, and each family's functions and modules."""
     import warpsmith
 
-    ops = [row.name for row in rows() if row.family == family]
-    lines = []
-    modules: dict[str, str] = {}
-    for row in (row for row in rows() if row.family == family):
-        op = row.name
-        around = [name for name in modules_of(row) if name.startswith("nn.")]
-        modules |= dict.fromkeys(around, "autoclass")
-        links = ", ".join(f"{{py:class}}`~warpsmith.{name}`" for name in around)
-        what = first_sentence(getattr(warpsmith, op))
-        lines.append([f"{{py:func}}`~warpsmith.{op}`", what, links, f"[{op}](../ops/{op}.md)"])
-    head = table(["function", "what it computes", "module", "limits, speeds"], lines)
-    parts = [f"# {title(family)}", head.rstrip("\n"), "## Functions", directives(dict.fromkeys(ops, "autofunction"))]
-    if modules:
-        members = {f"{name}\n   :show-inheritance:\n   :members: {public(name)}": "autoclass" for name in modules}
-        parts += ["## Modules", directives(members)]
-    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+    ops = [row.name for row in rows()]
+    others = [name for name in warpsmith.__all__ if name not in ops and callable(getattr(warpsmith, name))]
+    lines = [
+        [f"{{py:obj}}`~warpsmith.{name}`", first_sentence(getattr(warpsmith, name)), page]
+        for name, page in (
+            *((row.name, f"[{row.name}](../ops/{row.family}.md#{row.name})") for row in rows()),
+            *((name, "") for name in others),
+        )
+    ]
+    parts = [table(["function", "what it computes", "limits, speeds"], lines)]
+    for family, members in families().items():
+        if family != "optim":
+            around = dict.fromkeys(name for op in members for name in modules_of(op))
+            parts += [f"## {title(family)}\n", directives([op.name for op in members] + list(around))]
+    return "\n".join([*parts, "## Plan and statistics\n", directives(others)])
 
 
-def public(name: str) -> str:
+def directives(names: list[str]) -> str:
+    """autodoc's for functions and classes of warpsmith, in one block."""
+    import warpsmith
+
+    block = ""
+    for name in names:
+        thing = functools.reduce(getattr, name.split("."), warpsmith)
+        block += f".. {'autoclass' if isinstance(thing, type) else 'autofunction'}:: warpsmith.{name}\n"
+        if name.startswith("nn."):
+            block += f"   :show-inheritance:\n   :members: {public(thing)}\n"
+        block += "\n"
+    return f"```{{eval-rst}}\n{block}```\n"
+
+
+def public(module: object) -> str:
     """The documented methods that a module itself defines, but for torch's own names."""
-    import warpsmith
-
-    module = getattr(warpsmith.nn, name.removeprefix("nn."))
     own = [n for n, member in vars(module).items() if not n.startswith("_") and callable(member) and member.__doc__]
     return ", ".join(n for n in own if n not in ("reset_parameters", "extra_repr"))
 
 
-def api_pages() -> dict[str, str]:
-    """The reference: all functions by family, all modules beside torch's, and a page for each family."""
+def modules_reference() -> str:
+    """For docs/api/nn.md: all modules, beside torch's."""
     import torch
     import warpsmith
 
-    families = list(dict.fromkeys(row.family for row in rows() if row.family != "optim"))
-    ops = [row.name for row in rows()]
     lines = []
-    for row in rows():
-        page = f"[{title(row.family)}]({row.family}.md)"
-        lines.append([f"{{py:func}}`~warpsmith.{row.name}`", first_sentence(getattr(warpsmith, row.name)), page])
-    others = [n for n in warpsmith.__all__ if n not in ops and callable(getattr(warpsmith, n))]
-    kinds = {n: "autoclass" if isinstance(getattr(warpsmith, n), type) else "autofunction" for n in others}
-    functions = "# warpsmith: functions\n\n" + table(["function", "what it computes", "page"], lines)
-    for n in others:
-        role = "class" if kinds[n] == "autoclass" else "func"
-        functions += line([f"{{py:{role}}}`~warpsmith.{n}`", first_sentence(getattr(warpsmith, n)), "below"])
-    listing = "\n".join(families)
-    functions += f"\n```{{toctree}}\n:hidden:\n\n{listing}\n```\n\n" + directives(kinds)
-
-    lines = []
-    found = {name: row.family for row in reversed(rows()) for name in modules_of(row) if name.startswith("nn.")}
+    known = {name for row in rows() for name in modules_of(row)}
     for name in warpsmith.nn.__all__:
         module = getattr(warpsmith.nn, name)
         if not isinstance(module, type):
             continue
-        if f"nn.{name}" not in found:
+        if f"nn.{name}" not in known:
             raise SystemExit(f"warpsmith.nn.{name}: docs/op_facts.toml names it in no line 'function, module'")
         theirs = f"`torch.nn.{name}`" if hasattr(torch.nn, name) else ""
-        page = f"[{title(found[f'nn.{name}'])}]({found[f'nn.{name}']}.md)"
-        lines.append([f"{{py:class}}`~warpsmith.nn.{name}`", first_sentence(module), theirs, page])
-    nn = with_tables("docs/api/nn.md", ops=table(["module", "what it computes", "takes the place of", "page"], lines))
-    return {
-        "docs/api/warpsmith.md": functions,
-        "docs/api/nn.md": nn,
-        **{f"docs/api/{family}.md": family_page(family) for family in families},
-    }
+        lines.append([f"{{py:class}}`~warpsmith.nn.{name}`", first_sentence(module), theirs])
+    return table(["module", "what it computes", "takes the place of"], lines)
 
 
 def notes_table() -> str:
     """The design pages, family by family and then the rest: what each is about, and its result."""
-    families = list(dict.fromkeys(row.family for row in rows()))
     names = sorted(path.stem for path in (ROOT / "docs/design").glob("*.md") if path.stem != "index")
-    if missing := [f for f in families if not any(f in name for name in names)]:
+    if missing := [f for f in families() if not any(f in name for name in names)]:
         raise SystemExit(f"docs/design: no page of {', '.join(missing)}")
 
     def place(name: str) -> int:
-        return next((n for n, family in enumerate(families) if family in name), len(families))
+        return next((n for n, family in enumerate(families()) if family in name), len(families()))
 
     lines = []
     for name in sorted(names, key=place):
@@ -248,57 +245,62 @@ def notes_table() -> str:
         what, result = summary.get("what") or summary.get("question"), summary.get("result") or summary.get("number")
         if not what or not result:
             raise SystemExit(f"docs/design/{name}.md: its summary has no line what, result")
-        title = (ROOT / f"docs/design/{name}.md").read_text().splitlines()[0].removeprefix("# ")
-        lines.append([f"[{title}]({name}.md)", what, result])
+        lines.append([f"[{page.splitlines()[0].removeprefix('# ')}]({name}.md)", what, result])
     return table(["page", "what", "result"], lines)
 
 
-def begun(op: str) -> str:
-    """The page of an op that has none yet."""
-    import warpsmith
-
-    return f"# {op}\n\n{first_sentence(getattr(warpsmith, op))}.\n\n{''.join(MARKS['facts'])}"
+def marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
 
 
-def with_tables(path: str, **texts: str) -> str:
+def with_tables(page: str, texts: dict[str, str]) -> str:
     """The page with these tables between their marks."""
-    there = (ROOT / path).exists()
-    page = (ROOT / path).read_text() if there else begun(Path(path).stem)
     for name, text in texts.items():
-        begin, end = MARKS[name]
+        begin, end = marks(name)
         before, rest = page.split(begin)
         page = before + begin + text + end + rest.split(end)[1]
     return page
 
 
+def with_sections(family: str, page: str) -> str:
+    """The page of a family with its tables. A new op's section is begun, before that of the op that follows it."""
+    import warpsmith
+
+    place = len(page)
+    for op in reversed(families()[family]):
+        begin, end = marks(op.name)
+        if begin in page:
+            place = page.rindex("\n## ", 0, page.index(begin))
+        else:
+            text = first_sentence(getattr(warpsmith, op.name))
+            page = f"{page[:place]}\n## {op.name}\n\n{text}.\n\n{begin}{end}{page[place:]}"
+    return with_tables(page, family_tables(family))
+
+
 def pages() -> dict[str, str]:
     """{path: what should stand there}."""
-    tables = {f"docs/ops/{row.name}.md": facts(row) for row in rows()}
-    tables |= {f"docs/{page}": cells for page, cells in optimizer_cells().items()}
-    return {
-        **{page: with_tables(page, facts=page_table(cells)) for page, cells in tables.items()},
-        "README.md": with_tables("README.md", ops=readme_table(), optimizers=optimizer_line()),
-        "docs/ops/index.md": with_tables("docs/ops/index.md", ops=index_table()),
-        "docs/optim/index.md": with_tables("docs/optim/index.md", optimizers=optimizer_table()),
-        "docs/design/index.md": with_tables("docs/design/index.md", notes=notes_table()),
-        **api_pages(),
+    tables = {
+        "README.md": {"ops": readme_table(), "optimizers": optimizer_line()},
+        "docs/ops/index.md": {"ops": index_table()},
+        "docs/design/index.md": {"notes": notes_table()},
     }
+    found = {path: with_tables((ROOT / path).read_text(), texts) for path, texts in tables.items()}
+    for family in families():
+        path = ROOT / f"docs/ops/{family}.md"
+        page = path.read_text() if path.exists() else f"# {title(family)}\n\n{''.join(marks('facts'))}"
+        found[f"docs/ops/{family}.md"] = with_sections(family, page)
+    return found
 
 
 def stale() -> list[str]:
     """The pages that are not what the rows give."""
-    return [path for path, text in pages().items() if not (ROOT / path).exists() or (ROOT / path).read_text() != text]
-
-
-def main() -> int:
-    if "--check" in sys.argv:
-        found = stale()
-        print("\n".join(f"{path}: run python docs/op_tables.py" for path in found) or "up to date")
-        return bool(found)
-    for path, text in pages().items():
-        (ROOT / path).write_text(text)
-    return 0
+    return [
+        f"{path}: run python docs/op_tables.py"
+        for path, text in pages().items()
+        if not (ROOT / path).exists() or (ROOT / path).read_text() != text
+    ]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    for path, text in pages().items():
+        (ROOT / path).write_text(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 from typing import Any
 
 from speed_table import MEMORY, OURS, ROOT, WHOLE, YARDSTICK
@@ -15,9 +15,6 @@ MARKERS = "os^Dv*P"  # with the colours: rivals differ in both
 
 def memory_curve(rows: list[dict[str, Any]], where: str) -> None:
     """linear_cross_entropy's time over its memory beside its rivals, where the run has it."""
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.bench_linear_loss_curve import plot as draw
-
     points: dict[tuple[str, str], dict[str, float]] = {}
     shape = ""
     for row in rows:
@@ -31,7 +28,42 @@ def memory_curve(rows: list[dict[str, Any]], where: str) -> None:
             others.setdefault(row["contender"], {})[row["direction"]] = row["value"]
     rivals = [(name, p["forward + backward"], p[MEMORY]) for name, p in others.items() if len(p) == 2]
     if found:
-        draw(found, shape.split("x"), ROOT / "docs/img/linear_loss_curve.png", rivals, where)
+        draw_curve(found, shape.split("x"), ROOT / "docs/img/linear_loss_curve.png", rivals, where)
+
+
+def draw_curve(found: list[Any], shape: list[str], path: Path, rivals: list[Any], where: str) -> None:
+    """found: (dtype of the weight's gradient, chunks, milliseconds, megabytes). rivals: (name, milliseconds,
+    megabytes). where: the GPU, for the title."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5))
+    for dtype in dict.fromkeys(p[0] for p in found):
+        line = [p for p in found if p[0] == dtype]
+        label = f"Warpsmith, weight gradient in {dtype}; figures: chunks"
+        axes.plot([p[3] / 1e3 for p in line], [p[2] for p in line], marker="o", markersize=5, label=label)
+        upright = max(p[3] for p in line) < 1.01 * min(p[3] for p in line)  # the points lie above each other
+        for _, chunks, ms, megabytes in line:
+            offset, side = ((6, -3), "left") if upright else ((3, 5), "left")
+            below = upright and chunks == min(p[1] for p in line)
+            at = (6, -9) if below else offset
+            axes.annotate(
+                str(chunks), (megabytes / 1e3, ms), textcoords="offset points", xytext=at, ha=side, fontsize=9
+            )
+    for (name, ms, megabytes), marker in zip(rivals, "sD^vPX", strict=False):
+        at = megabytes / 1e3, ms
+        axes.plot(*at, linestyle="", marker=marker, color="#5f6368", markerfacecolor="none", markersize=9)
+        axes.annotate(name, at, textcoords="offset points", xytext=(0, -19), ha="center", color="#5f6368", fontsize=9)
+    axes.set(xlabel="memory above the inputs, GB", ylabel="forward and backward, ms")
+    axes.set_xlim(left=0, right=1.12 * max([p[3] for p in found] + [r[2] for r in rivals]) / 1e3)
+    axes.set_ylim(bottom=0, top=1.3 * max([p[2] for p in found] + [r[1] for r in rivals]))
+    title = f"linear_cross_entropy, {' x '.join(map(str, shape))} (tokens x width x classes), bf16"
+    axes.set_title(title + (f"\n{where}" if where else ""), fontsize=10)
+    axes.legend(loc="upper right", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def attention_rates(rows: list[dict[str, Any]]) -> dict[tuple[int, str, str], dict[str, dict[int, float]]]:
@@ -58,10 +90,7 @@ def style(i: int, name: str) -> dict[str, Any]:
 
 def attention_by_length(rows: list[dict[str, Any]], title: str) -> None:
     """Attention's rate over the length of a sequence, beside its rivals, where the run has it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     rates = {key: cell for key, cell in attention_rates(rows).items() if OURS in cell}
     if not rates:
@@ -69,7 +98,8 @@ def attention_by_length(rows: list[dict[str, Any]], title: str) -> None:
     names = list(dict.fromkeys(n for cell in rates.values() for n in cell if not n.startswith(f"{OURS},")))
     columns = [(mask, direction) for mask in ("full", "causal") for direction in FLOPS_OF]
     dims = sorted({dim for dim, _, _ in rates}, reverse=True)
-    figure, axes = plt.subplots(len(dims), 4, figsize=(12, 3 * len(dims)), sharex=True, sharey=True, squeeze=False)
+    figure = Figure(figsize=(12, 3 * len(dims)))
+    axes = figure.subplots(len(dims), 4, sharex=True, sharey=True, squeeze=False)
     for line_of_axes, dim in zip(axes, dims, strict=True):
         for axis, (mask, direction) in zip(line_of_axes, columns, strict=True):
             for i, name in enumerate(names):
@@ -91,7 +121,6 @@ def attention_by_length(rows: list[dict[str, Any]], title: str) -> None:
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(ROOT / "docs/img/attention_speed.png", dpi=110)
-    plt.close(figure)
 
 
 def size_of(row: dict[str, Any]) -> str:
@@ -107,13 +136,11 @@ def family(contender: str) -> str | None:
 
 def beside_rivals(cells: list[dict[str, dict[str, Any]]], where: str) -> None:
     """Each contender's time over ours, a line for each op at its first size. `where`: what is said of the run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     panels = {"forward": ("forward", "loss"), "backward, or all in one": ("backward", *WHOLE)}
-    figure, axes = plt.subplots(1, 2, figsize=(13, 8), sharex=True)
+    figure = Figure(figsize=(13, 8))
+    axes = figure.subplots(1, 2, sharex=True)
     names = list(dict.fromkeys(n for c in cells for n in map(family, c) if n))
     names.sort(key=lambda n: (n != "torch", n != "torch.compile", n))
     for axis, (title, directions) in zip(axes, panels.items(), strict=True):
@@ -147,4 +174,3 @@ def beside_rivals(cells: list[dict[str, dict[str, Any]]], where: str) -> None:
     figure.suptitle(where, fontsize=11)
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(ROOT / "docs/img/speed.png", dpi=110)
-    plt.close(figure)

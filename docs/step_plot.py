@@ -45,14 +45,12 @@ def figures(found: dict[str, dict[str, list[float]]]) -> tuple[dict[str, list[fl
 
 
 def main() -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     found = recorded()
     speeds, memory = figures(found)
-    figure, axes = plt.subplots(1, 2, figsize=(9, 2.4), layout="constrained")
+    figure = Figure(figsize=(9, 2.4), layout="constrained")
+    axes = figure.subplots(1, 2)
     for axis, values, title in (
         (axes[0], speeds, "thousand tokens a second (longer is better)"),
         (axes[1], memory, "GB above weights and optimizer states (shorter is better)"),

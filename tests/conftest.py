@@ -36,9 +36,8 @@ if importlib.util.find_spec("expecttest") is None:
 def inductor_cache():
     """A cache of compiled graphs for each state of the bindings: torch's keys hold names of ops, not their schemas nor
     the formulas of their gradients, so that a cached graph would call what the ops once were."""
-    sources = [
-        p for folder in ("csrc/bindings", "python/warpsmith/ops") for p in (ROOT / folder).rglob("*") if p.is_file()
-    ]
+    folders = ("csrc/bindings", "python/warpsmith/_core", "python/warpsmith/ops")
+    sources = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.is_file()]
     digest = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(sources) if p.suffix != ".pyc"))
     return ROOT / "build" / "inductor" / digest.hexdigest()[:16]
 

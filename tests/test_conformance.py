@@ -91,7 +91,7 @@ EDITS = [
     ("bulk_copy.h", '"n"(GroupsInFlight)', '"n"(GroupsInFlight + 1)', "bulk_wait_read"),
     ("mbarrier.h", "fence.mbarrier_init.release.cluster", "fence.mbarrier_init.release.cta", "mbarrier_init_fence"),
     ("cluster.h", "#elif __CUDA_ARCH__ >= 900", "#elif __CUDA_ARCH__ >= 1000", "cluster_wait"),
-    ("wgmma_instruction.h", 'WARPSMITH_F48(d, 0), "%48"', 'WARPSMITH_F48(d, 0), "%47"', "wgmma_bf16"),
+    ("wgmma_instruction.h", 'WARPSMITH_F48, "%48"', 'WARPSMITH_F48, "%47"', "WARPSMITH_WGMMA_SHAPES"),
     ("async_copy.h", "valid ? Bytes : 0", "Bytes", "copy_async"),
 ]
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import recorded
 
 ROOT = Path(__file__).resolve().parents[1]
-OF_MANY_RANKS = "docs/distributed.md"  # its blocks start process groups: in a process of their own
+OF_MANY_RANKS = "docs/distributed/"  # pages whose blocks start process groups: in a process of their own
 
 
 def python_pages():
@@ -24,7 +24,7 @@ def python_pages():
             yield name
 
 
-DOCUMENTS = [name for name in python_pages() if name != OF_MANY_RANKS]
+DOCUMENTS = [name for name in python_pages() if not name.startswith(OF_MANY_RANKS)]
 
 
 def python_blocks(text):
@@ -52,9 +52,12 @@ def test_python_blocks_run_in_order(name):
 
 
 def test_python_blocks_of_many_ranks_run_on_one(tmp_path):
-    blocks = python_blocks((ROOT / OF_MANY_RANKS).read_text(encoding="utf-8"))
+    pages = [path.read_text(encoding="utf-8") for path in sorted((ROOT / OF_MANY_RANKS).glob("*.md"))]
+    blocks = [block for page in pages for block in python_blocks(page)]
     assert len(blocks) >= 6
-    script = "for code in " + repr(blocks) + ":\n    exec(compile(code, 'distributed.md', 'exec'), {})\nprint('done')\n"
+    script = (
+        "for code in " + repr(blocks) + ":\n    exec(compile(code, 'docs/distributed', 'exec'), {})\nprint('done')\n"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr
     assert (tmp_path / "runs/mine").is_dir()

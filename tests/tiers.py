@@ -23,7 +23,6 @@ FULL = (
     "tests/test_aoti_packages.py",
     "tests/test_compiled_cache.py",
     "tests/test_conformance.py",
-    "tests/test_lab.py",
     "tests/test_mutation.py",
     "tests/test_planted_bugs.py",
     "tests/test_static_checks.py",

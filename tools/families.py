@@ -45,7 +45,7 @@ def forms(*bodies: str) -> dict[str, tuple[OpRow, dict[str, str]]]:
 
 
 def optimizers() -> tuple[str, ...]:
-    """The rows of the lists of optimizers, whose pages are docs/optim/<row>.md, or that of an op of the same name."""
+    """The rows of the lists of optimizers; docs/ops/optim.md has a section for each."""
     return tuple(_C.OPTIMIZERS)
 
 

@@ -13,13 +13,11 @@ using namespace attention;
 
 bool nothing_to_do(const AttentionProblem& p) { return p.batch == 0 || p.heads_q == 0; }
 
-// Calls `run` with a workspace on the device of q. `bytes` computes its size.
-template <class Bytes, class Run>
-Status with_workspace(const char* op, const Tensor& q, OptionalTensor& workspace, Bytes&& bytes, Run&& run) {
-  int64_t count = 0;
-  WARPSMITH_RETURN_IF_FAILED(bytes(&count));
-  if (count > 0) workspace = allocate_vector(op, "workspace", count, aoti_torch_dtype_uint8(), q);
-  return run(workspace ? workspace->mutable_data_ptr() : nullptr);
+// The memory of a workspace on the device of q, which `workspace` keeps; null for 0 bytes.
+void* allocate_workspace(const char* op, const Tensor& q, int64_t bytes, OptionalTensor& workspace) {
+  if (bytes == 0) return nullptr;
+  workspace = allocate_vector(op, "workspace", bytes, aoti_torch_dtype_uint8(), q);
+  return workspace->mutable_data_ptr();
 }
 
 // Shape (batch, heads, tokens), or (heads, tokens) for layouts without a batch dimension.
@@ -30,38 +28,13 @@ Tensor allocate_lse(const char* op, const char* argument, const Inputs& in, cons
   return allocate(op, argument, batched ? sizes : sizes + 1, batched ? 3 : 2, statistics_dtype(p.dtype), in.q);
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor v, OptionalTensor cu_seqlens_q,
-                                           OptionalTensor cu_seqlens_k, OptionalTensor alibi_slopes,
-                                           OptionalTensor bias, OptionalTensor sink, OptionalTensor seed,
-                                           int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t layout, int64_t kv_heads,
-                                           bool bottom_right, int64_t window_left, int64_t window_right,
-                                           std::optional<double> softmax_scale, double softcap, double dropout_p, bool,
-                                           std::optional<std::vector<int64_t>> dropout_place) {
-  const char* op = cu_seqlens_q || cu_seqlens_k ? "attention_varlen" : "attention";
-  Inputs in{q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            alibi_slopes,
-            bias,
-            sink,
-            seed,
-            max_seqlen_q,
-            max_seqlen_k,
-            layout,
-            kv_heads,
-            bottom_right,
-            window_left,
-            window_right,
-            softmax_scale,
-            softcap,
-            dropout_p,
-            std::move(dropout_place)};
+std::tuple<Tensor, Tensor, Tensor> forward(Inputs in) {
+  const char* op = in.cu_seqlens_q || in.cu_seqlens_k ? "attention_varlen" : "attention";
+  const Tensor q = in.q;  // as given; check() may replace tensors by copies
+  const Packing packing(in.k, in.v, in.kv_heads);
   const Checked c = check(op, in);
   const AttentionProblem& p = c.problem;
-  const Packing packing(k, v, kv_heads);
-  const Tensor out = allocate_heads(op, "out", q, layout, packing.stacked_q, /*one=*/true, p.heads_q, p.head_dim_v);
+  const Tensor out = allocate_heads(op, "out", q, in.layout, packing.stacked_q, /*one=*/true, p.heads_q, p.head_dim_v);
   const Tensor lse = allocate_lse(op, "lse", in, p), lse_rest = allocate_lse(op, "lse_rest", in, p);
   if (nothing_to_do(p)) return {out, lse, lse_rest};
   AttentionFwdParams params{p,
@@ -74,19 +47,16 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalT
                             c.heads.q.strides,
                             c.heads.k.strides,
                             c.heads.v.strides,
-                            part_of(out, Dims(layout, false), false, 0, p.heads_q).strides,
+                            part_of(out, Dims(in.layout, false), false, 0, p.heads_q).strides,
                             nullptr};
   OptionalTensor workspace;
   run_on(
       op, q,
       [&](void* stream) {
-        WARPSMITH_RETURN_IF_FAILED(attention_forward_supported_cuda(params));
-        return with_workspace(
-            op, q, workspace, [&](int64_t* bytes) { return attention_forward_workspace_cuda(params, bytes); },
-            [&](void* memory) {
-              params.workspace = memory;
-              return attention_forward_cuda(params, stream);
-            });
+        AttentionForwardPlan plan;
+        WARPSMITH_RETURN_IF_FAILED(attention_forward_plan_cuda(params, plan));
+        params.workspace = allocate_workspace(op, q, plan.workspace_bytes, workspace);
+        return attention_forward_cuda(params, plan, stream);
       },
       [&](const Parallel& threads) { return attention_forward_cpu(params, threads); });
   return {out, lse, lse_rest};
@@ -112,35 +82,22 @@ Gradients allocate_gradients(const char* op, const Tensor& q, const OptionalTens
 
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+// What the backward takes beside the inputs: the upstream gradients and what the forward gave.
+struct Outputs {
+  Tensor dout;
+  OptionalTensor dlse;
+  Tensor out, lse;
+  OptionalTensor lse_rest;
+};
+
 // Unwanted gradients are returned with zero elements.
-FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor k, OptionalTensor v,
-                     OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, OptionalTensor alibi_slopes,
-                     OptionalTensor bias, OptionalTensor sink, OptionalTensor seed, int64_t max_seqlen_q,
-                     int64_t max_seqlen_k, int64_t layout, int64_t kv_heads, bool bottom_right, int64_t window_left,
-                     int64_t window_right, std::optional<double> softmax_scale, double softcap, double dropout_p,
-                     bool deterministic, Tensor out, Tensor lse, bool want_dbias, bool want_dsink,
-                     std::optional<std::vector<int64_t>> dropout_place, OptionalTensor lse_rest) {
-  const char* op = cu_seqlens_q || cu_seqlens_k ? "attention_varlen_backward" : "attention_backward";
-  Inputs in{q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            alibi_slopes,
-            bias,
-            sink,
-            seed,
-            max_seqlen_q,
-            max_seqlen_k,
-            layout,
-            kv_heads,
-            bottom_right,
-            window_left,
-            window_right,
-            softmax_scale,
-            softcap,
-            dropout_p,
-            std::move(dropout_place)};
+FiveTensors backward(Inputs in, Outputs given, bool want_dbias, bool want_dsink) {
+  const char* op = in.cu_seqlens_q || in.cu_seqlens_k ? "attention_varlen_backward" : "attention_backward";
+  const Tensor q = in.q;  // as given; check() may replace tensors by copies
+  const OptionalTensor k = in.k, v = in.v, sink = in.sink;
+  const OptionalTensor& bias = in.bias;
+  const int64_t layout = in.layout;
+  auto& [dout, dlse, out, lse, lse_rest] = given;
   const Checked c = check(op, in);
   const AttentionProblem& p = c.problem;
   const Dims plain(layout, false);
@@ -168,7 +125,7 @@ FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor 
   if (want_dbias && (!bias || !p.bias)) refuse(op, "bias", "a floating tensor whose gradient is wanted", "none");
   if (want_dsink && !sink) refuse(op, "sink", "a tensor whose gradient is wanted", "None");
 
-  Gradients gradients = allocate_gradients(op, q, k, v, layout, kv_heads);
+  Gradients gradients = allocate_gradients(op, q, k, v, layout, in.kv_heads);
   const auto none = [&] { return allocate_vector(op, "no gradient", 0, dtype_code(q), q); };
   Tensor dbias = want_dbias ? allocate_like(op, "dbias", *bias) : none();
   Tensor dsink = want_dsink ? allocate_like(op, "dsink", *sink) : none();
@@ -183,7 +140,7 @@ FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor 
   if (dlse) dlse = as_contiguous(*dlse, op);
   if (lse_rest) lse_rest = as_contiguous(*lse_rest, op);
   const ThreeHeads d = split(gradients.dq, k ? OptionalTensor(gradients.dk) : OptionalTensor(),
-                             v ? OptionalTensor(gradients.dv) : OptionalTensor(), layout, kv_heads);
+                             v ? OptionalTensor(gradients.dv) : OptionalTensor(), layout, in.kv_heads);
   AttentionBwdParams params{p,
                             dout.const_data_ptr(),
                             dlse ? dlse->const_data_ptr() : nullptr,
@@ -207,32 +164,44 @@ FiveTensors backward(Tensor dout, OptionalTensor dlse, Tensor q, OptionalTensor 
                             d.k.strides,
                             d.v.strides,
                             want_dbias ? broadcast_strides(dbias) : AttentionBiasStrides{},
-                            deterministic,
+                            in.deterministic,
                             nullptr};
   OptionalTensor workspace;
   run_on(
       op, q,
       [&](void* stream) {
-        WARPSMITH_RETURN_IF_FAILED(attention_backward_supported_cuda(params));
-        return with_workspace(
-            op, q, workspace, [&](int64_t* bytes) { return attention_backward_workspace_cuda(params, bytes); },
-            [&](void* memory) {
-              params.workspace = memory;
-              return attention_backward_cuda(params, stream);
-            });
+        AttentionBackwardPlan plan;
+        WARPSMITH_RETURN_IF_FAILED(attention_backward_plan_cuda(params, plan));
+        params.workspace = allocate_workspace(op, q, plan.workspace_bytes, workspace);
+        return attention_backward_cuda(params, plan, stream);
       },
       [&](const Parallel& threads) {
-        const auto bytes = [&](int64_t* count) {
-          *count = attention_backward_workspace_cpu(params);
-          return Status();
-        };
-        return with_workspace(op, q, workspace, bytes, [&](void* memory) {
-          params.workspace = memory;
-          return attention_backward_cpu(params, threads);
-        });
+        params.workspace = allocate_workspace(op, q, attention_backward_workspace_cpu(params), workspace);
+        return attention_backward_cpu(params, threads);
       });
   return {gradients.dq, gradients.dk, gradients.dv, dbias, dsink};
 }
+
+// The raw ops' signatures begin with, or contain, the members of Inputs in their order.
+using InputTypes = void(Tensor q, OptionalTensor k, OptionalTensor v, OptionalTensor cu_seqlens_q,
+                        OptionalTensor cu_seqlens_k, OptionalTensor alibi_slopes, OptionalTensor bias,
+                        OptionalTensor sink, OptionalTensor seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                        int64_t layout, int64_t kv_heads, bool bottom_right, int64_t window_left, int64_t window_right,
+                        std::optional<double> softmax_scale, double softcap, double dropout_p, bool deterministic);
+template <class Types> struct Boxed;
+template <class... A> struct Boxed<void(A...)> {
+  using DropoutPlace = std::optional<std::vector<int64_t>>;
+  static std::tuple<Tensor, Tensor, Tensor> forward(A... inputs, DropoutPlace dropout_place) {
+    return warpsmith::forward({std::move(inputs)..., std::move(dropout_place)});
+  }
+  static FiveTensors backward(Tensor dout, OptionalTensor dlse, A... inputs, Tensor out, Tensor lse, bool want_dbias,
+                              bool want_dsink, DropoutPlace dropout_place, OptionalTensor lse_rest) {
+    return warpsmith::backward({std::move(inputs)..., std::move(dropout_place)}, {dout, dlse, out, lse, lse_rest},
+                               want_dbias, want_dsink);
+  }
+};
+// g++ 12 does not instantiate a function whose address only a template takes.
+template struct Boxed<InputTypes>;
 
 #define WARPSMITH_ATTENTION_INPUTS                                                                                   \
   "Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? alibi_slopes, Tensor? bias, " \
@@ -254,9 +223,9 @@ WARPSMITH_SCHEMAS(m) {
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("attention", TORCH_BOX(&forward));
-  m.impl("attention_forward", TORCH_BOX(&forward));
-  m.impl("attention_backward", TORCH_BOX(&backward));
+  m.impl("attention", TORCH_BOX(&Boxed<InputTypes>::forward));
+  m.impl("attention_forward", TORCH_BOX(&Boxed<InputTypes>::forward));
+  m.impl("attention_backward", TORCH_BOX(&Boxed<InputTypes>::backward));
 }
 
 #ifdef WARPSMITH_CUDA

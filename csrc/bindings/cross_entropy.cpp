@@ -7,8 +7,7 @@
 namespace warpsmith {
 namespace {
 
-constexpr const char *kOp = name(CrossEntropy::cross_entropy), *kBackward = backward_name(CrossEntropy::cross_entropy),
-                     *kScale = "cross_entropy_scale";
+constexpr const char *kOp = "cross_entropy", *kBackward = "cross_entropy_backward", *kScale = "cross_entropy_scale";
 
 struct Inputs : LossRows {
   Rows logits;

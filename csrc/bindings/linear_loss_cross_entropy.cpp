@@ -4,7 +4,7 @@
 namespace warpsmith {
 namespace {
 
-constexpr const char* kOp = name(LinearLoss::linear_cross_entropy);
+constexpr const char* kOp = "linear_cross_entropy";
 constexpr const char* kRowsBackward = "linear_cross_entropy_rows_backward";
 constexpr const char* kScaled = "linear_cross_entropy_scaled";
 constexpr const char* kScale = "linear_cross_entropy_scale_";

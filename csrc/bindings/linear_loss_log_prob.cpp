@@ -4,8 +4,7 @@
 namespace warpsmith {
 namespace {
 
-constexpr const char *kForward = name(LinearLoss::linear_log_prob),
-                     *kBackward = backward_name(LinearLoss::linear_log_prob);
+constexpr const char *kForward = "linear_log_prob", *kBackward = "linear_log_prob_backward";
 
 LinearInputs checked(const char* op, const Tensor& hidden, const Tensor& weight, const Tensor& target,
                      const std::optional<Tensor>& bias, double temperature) {

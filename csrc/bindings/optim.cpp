@@ -15,12 +15,12 @@
 namespace warpsmith {
 namespace {
 
-constexpr const char* kOp = name(Optim::adamw);
+constexpr const char* kOp = "adamw";
 constexpr const char* kTable = "optim_table";
 constexpr const char* kPointers = "optim_pointers";
 constexpr const char* kStep = "optim_step";
 
-constexpr int64_t kWordsBeside = sizeof(OptimBeside) / sizeof(int64_t);
+constexpr int64_t kWordsOfExtras = sizeof(StepExtras) / sizeof(int64_t);
 constexpr int64_t kWordsATensor = sizeof(OptimTensor) / sizeof(int64_t);
 
 bool same_layout(const Tensor& a, const Tensor& b) {
@@ -259,7 +259,9 @@ void run(const char* op, OptimParams& p, const Tensor& table, const Tensor& poin
     }
     run_on(
         op, table,
-        [&](void* stream) { return p.mixed_grads || does_more(p) ? optim_any_cuda(p, stream) : optim_cuda(p, stream); },
+        [&](void* stream) {
+          return p.mixed_grads || does_more(p) ? optim_runtime_dtypes_cuda(p, stream) : optim_cuda(p, stream);
+        },
         [&](const Parallel& threads) { return optim_cpu(p, threads); });
   }
 }
@@ -315,11 +317,11 @@ void optim_pointers(Tensor pointers, Tensor values) {
 // device_constants: the same on the table's device. The kernel reads its values in place of those of `constants`, at
 //   each replay of a CUDA graph too. maximize and seed always come from `constants`.
 // mixed_grads: whether entries of `pointers` may hold a dtype (kernels/optim/gradient.h).
-// beside: an OptimBeside for each tensor (kernels/optim/beside.h).
+// extras: a StepExtras for each tensor (kernels/optim/step_extras.h).
 // zero_grads: the step writes to the gradients.
 void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tensors lr, Tensor constants,
                 std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf,
-                std::optional<Tensor> device_constants, bool mixed_grads, std::optional<Tensor> beside,
+                std::optional<Tensor> device_constants, bool mixed_grads, std::optional<Tensor> extras,
                 double ema_weight, bool zero_grads) {
   check_words(kStep, "table", table);
   check_words(kStep, "pointers", pointers);
@@ -338,17 +340,17 @@ void optim_step(Tensor table, std::vector<int64_t> facts, Tensor pointers, Tenso
   p.mixed_grads = mixed_grads;
   p.ema_weight = ema_weight;
   p.zero_grads = zero_grads;
-  if (beside) {
-    check_words(kStep, "beside", *beside);
-    check_same_device(kStep, "beside", *beside, table);
-    if (const int64_t expected = kWordsBeside * facts[kTensors]; beside->numel() != expected)
-      refuse(kStep, "beside", std::to_string(expected) + " words", std::to_string(beside->numel()));
-    p.beside = static_cast<const OptimBeside*>(beside->const_data_ptr());
+  if (extras) {
+    check_words(kStep, "extras", *extras);
+    check_same_device(kStep, "extras", *extras, table);
+    if (const int64_t expected = kWordsOfExtras * facts[kTensors]; extras->numel() != expected)
+      refuse(kStep, "extras", std::to_string(expected) + " words", std::to_string(extras->numel()));
+    p.extras = static_cast<const StepExtras*>(extras->const_data_ptr());
   }
   if (!(ema_weight >= 0 && ema_weight <= 1))
     refuse(kStep, "ema_weight", "a number from 0 to 1", std::to_string(ema_weight));
   if (does_more(p) && (is_8bit(p.storage) || is_layerwise(p.optimizer)))
-    refuse(kStep, beside ? "beside" : "zero_grads", "none with 8-bit states or a layerwise optimizer", "some");
+    refuse(kStep, extras ? "extras" : "zero_grads", "none with 8-bit states or a layerwise optimizer", "some");
   const int64_t values = visit_any_optimizer(p.optimizer, []<class F>() { return int64_t{F::kHyperEnd}; });
   check_float64(kStep, "constants", constants);
   check_shape(kStep, "constants", constants, {static_cast<int64_t>(lr.size()), values + 2});
@@ -439,7 +441,7 @@ WARPSMITH_SCHEMAS(m) {
   // optim_step also writes to the arrays that the table points to. A schema cannot say so: it is for eager code only.
   m.def(
       "optim_step(Tensor(a!) table, int[] facts, Tensor pointers, Tensor[] lr, Tensor constants, Tensor? grad_scale, "
-      "Tensor? found_inf, Tensor? device_constants=None, bool mixed_grads=False, Tensor? beside=None, float "
+      "Tensor? found_inf, Tensor? device_constants=None, bool mixed_grads=False, Tensor? extras=None, float "
       "ema_weight=0.0, bool "
       "zero_grads=False) -> ()");
 }

@@ -4,7 +4,7 @@
 #include "common/philox.h"
 
 // The dropout mask. It is never stored: forward and backward generate it from a seed tensor of two int64, [seed,
-// offset], drawn from torch's generator (python/warpsmith/ops/_dropout.py). CPU, CUDA and
+// offset], drawn from torch's generator (python/warpsmith/_core/dropout.py). CPU, CUDA and
 // python/warpsmith/reference/dropout.py give the same bits.
 //
 // Element e (the linear index in the logical, contiguous tensor) takes lane e % 8 of the Philox4x32-10 call with

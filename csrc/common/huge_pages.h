@@ -8,12 +8,12 @@
 
 namespace warpsmith {
 
-// Memory that is cleared and mapped in pages of 4 KiB costs more than a kernel's pass over it; below these many bytes a
-// huge page has little to save. The same limit as NumPy's.
+// The least size for huge pages. The system clears and maps new memory page by page. With pages of 4 KiB that takes
+// longer than a kernel's pass over the memory; below this size huge pages save little. NumPy has the same limit.
 constexpr int64_t kHugePagesFromBytes = int64_t{4} << 20;
 
-// Asks the system to back `bytes` of new host memory, which all will be written, with huge pages. It may refuse: only
-// the time changes. What the system backs is not more than these bytes.
+// Asks the system to back new host memory with huge pages. All `bytes` will be written, so huge pages take no more
+// memory. The system may refuse; then only the time differs.
 inline void advise_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));

@@ -5,7 +5,7 @@
 
 namespace warpsmith {
 
-// The sums of whole multiples of strides, each multiple within its bounds: whether some sum is a certain distance.
+// Whether some sum of whole multiples of strides, each multiple within its bounds, equals a distance.
 class StridedSums {
  public:
   void add(int64_t stride, int64_t least, int64_t most) {
@@ -20,7 +20,7 @@ class StridedSums {
     terms_.push_back({stride, least, most});
   }
 
-  // Strides > 0. What cannot be told in kSteps counts as reached; views of one tensor take a few.
+  // Strides > 0. Counts a distance as reached if kSteps do not decide it. Views of one tensor take a few steps.
   bool reach(int64_t distance) {
     std::sort(terms_.begin(), terms_.end(), [](const Term& a, const Term& b) { return a.stride > b.stride; });
     steps_ = 0;
@@ -38,7 +38,7 @@ class StridedSums {
   bool reach_from(size_t first, int64_t distance) {
     if (first == terms_.size()) return distance == 0;
     if (++steps_ > kSteps) return true;
-    int64_t rest_least = 0, rest_most = 0;  // what the smaller strides can make
+    int64_t rest_least = 0, rest_most = 0;  // the least and most that smaller strides add
     for (size_t i = first + 1; i < terms_.size(); ++i) {
       rest_least += terms_[i].stride * terms_[i].least;
       rest_most += terms_[i].stride * terms_[i].most;
@@ -71,7 +71,7 @@ inline bool overlap(const StridedElements& a, const StridedElements& b) {
   return sums.reach(reinterpret_cast<intptr_t>(b.data) - reinterpret_cast<intptr_t>(a.data));
 }
 
-// Whether two elements of a tensor are the same memory: apart in some dimension, yet at no distance.
+// Whether two elements of a tensor, different in some index, have the same address.
 inline bool overlaps_itself(const StridedElements& a) {
   for (size_t apart = 0; apart < a.sizes.size(); ++apart) {
     if (a.sizes[apart] == 1) continue;

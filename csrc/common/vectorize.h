@@ -10,9 +10,9 @@
 #define WARPSMITH_VECTORIZE
 #endif
 
-// Before a loop that reads and writes the same elements, each in one turn only: nothing is carried from turn to turn.
+// Before a loop whose iterations do not depend on each other, though it reads and writes the same array.
 #if defined(__clang__)
-#define WARPSMITH_INDEPENDENT_TURNS _Pragma("clang loop vectorize(assume_safety)")
+#define WARPSMITH_IVDEP _Pragma("clang loop vectorize(assume_safety)")
 #else
-#define WARPSMITH_INDEPENDENT_TURNS _Pragma("GCC ivdep")
+#define WARPSMITH_IVDEP _Pragma("GCC ivdep")
 #endif

@@ -17,7 +17,7 @@ namespace {
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void name##_backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup, int64_t count) { \
     using Math = HostMath<Arithmetic<T>>;                                                                              \
-    WARPSMITH_INDEPENDENT_TURNS for (int64_t i = 0; i < count; ++i) {                                                  \
+    WARPSMITH_IVDEP for (int64_t i = 0; i < count; ++i) {                                                              \
       const auto d = to_float(dy[i]), u = to_float(up[i]);                                                             \
       const activation::F<Math> f(to_float(gate[i]));                                                                  \
       dgate[i] = from_float<T>(f.times_derivative(d * u));                                                             \
@@ -27,7 +27,7 @@ namespace {
   WARPSMITH_VECTORIZE void name##_backward_y(const T* dy, const T* gate, const T* up, T* dgate, T* dup, T* y,          \
                                              int64_t count) {                                                          \
     using Math = HostMath<Arithmetic<T>>;                                                                              \
-    WARPSMITH_INDEPENDENT_TURNS for (int64_t i = 0; i < count; ++i) {                                                  \
+    WARPSMITH_IVDEP for (int64_t i = 0; i < count; ++i) {                                                              \
       const auto d = to_float(dy[i]), u = to_float(up[i]);                                                             \
       const activation::F<Math> f(to_float(gate[i]));                                                                  \
       dgate[i] = from_float<T>(f.times_derivative(d * u));                                                             \
@@ -37,12 +37,12 @@ namespace {
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void name##_dgate(const T* dy, const T* gate, const T* up, T* dgate, int64_t count) {            \
     using Math = HostMath<Arithmetic<T>>;                                                                              \
-    WARPSMITH_INDEPENDENT_TURNS for (int64_t i = 0; i < count; ++i) dgate[i] =                                         \
+    WARPSMITH_IVDEP for (int64_t i = 0; i < count; ++i) dgate[i] =                                                     \
         from_float<T>(activation::F<Math>(to_float(gate[i])).times_derivative(to_float(dy[i]) * to_float(up[i])));     \
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void name##_dup(const T* dy, const T* gate, T* dup, int64_t count) {                             \
     using Math = HostMath<Arithmetic<T>>;                                                                              \
-    WARPSMITH_INDEPENDENT_TURNS for (int64_t i = 0; i < count; ++i) dup[i] =                                           \
+    WARPSMITH_IVDEP for (int64_t i = 0; i < count; ++i) dup[i] =                                                       \
         from_float<T>(to_float(dy[i]) * activation::F<Math>(to_float(gate[i])).value());                               \
   }
 

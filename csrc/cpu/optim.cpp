@@ -19,7 +19,7 @@ WARPSMITH_HOST_DEVICE void update_variant(const typename F::template Scalars<T>&
   T* __restrict__ s0 = piece.states[0];
   T* __restrict__ s1 = piece.states[1];
   T* __restrict__ s2 = piece.states[2];
-  WARPSMITH_INDEPENDENT_TURNS
+  WARPSMITH_IVDEP
   for (int64_t i = 0; i < piece.count; ++i) {
     T p = param[i], x[kOptimMaxStates] = {};
     if constexpr (kHas & 1) x[0] = s0[i];
@@ -176,7 +176,7 @@ Status optim_cpu(const OptimParams& p, const Parallel& parallel) {
   using namespace cpu::optim;
   if (p.found_inf && *p.found_inf != 0) {
     for (int64_t i = 0; p.zero_grads && i < p.tensor_count; ++i)
-      if (takes_part(p, i)) do_beside(p, i, 0, p.tensors[i].numel, true);
+      if (takes_part(p, i)) do_extras(p, i, 0, p.tensors[i].numel, true);
     return {};
   }
   return visit_optimizer(p.optimizer, [&]<class F>() -> Status {

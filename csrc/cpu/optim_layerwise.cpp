@@ -16,7 +16,7 @@ constexpr int64_t kSumLanes = 16;  // sums side by side, whatever the processor'
 #define WARPSMITH_LOOPS(F, T)                                                                                          \
   WARPSMITH_VECTORIZE void moments(F*, const F::Scalars<T>& s, int64_t count, const T* __restrict__ grad,              \
                                    const T* __restrict__ p, T* __restrict__ m, T* __restrict__ v, T* __restrict__ u) { \
-    WARPSMITH_INDEPENDENT_TURNS                                                                                        \
+    WARPSMITH_IVDEP                                                                                                    \
     for (int64_t i = 0; i < count; ++i) {                                                                              \
       T first = m[i], second = v[i];                                                                                   \
       F::moments<T>(s, grad[i], first, second);                                                                        \
@@ -27,12 +27,11 @@ constexpr int64_t kSumLanes = 16;  // sums side by side, whatever the processor'
   }                                                                                                                    \
   WARPSMITH_VECTORIZE void apply(F*, const F::Scalars<T>& s, T step, int64_t count, T* __restrict__ p,                 \
                                  const T* __restrict__ m, const T* __restrict__ v) {                                   \
-    WARPSMITH_INDEPENDENT_TURNS                                                                                        \
+    WARPSMITH_IVDEP                                                                                                    \
     for (int64_t i = 0; i < count; ++i) p[i] -= step * F::direction<T>(s, p[i], m[i], v[i]);                           \
   }
-#define WARPSMITH_ROW(row, F) WARPSMITH_LOOPS(F, float) WARPSMITH_LOOPS(F, double)
-WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
+WARPSMITH_LOOPS(LAMB, float)
+WARPSMITH_LOOPS(LAMB, double)
 #undef WARPSMITH_LOOPS
 
 #define WARPSMITH_DTYPE(T)                                                                                  \
@@ -135,13 +134,8 @@ template <class F> Status step_as(const LayerwiseParams& p, const Parallel& para
 
 Status layerwise_cpu(const LayerwiseParams& p, const Parallel& parallel) {
   if (p.step.found_inf && *p.step.found_inf != 0) return {};
-  switch (p.step.optimizer) {
-#define WARPSMITH_ROW(row, F) \
-  case Optimizer::row: return cpu::optim::step_as<F>(p, parallel);
-    WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-    default: return Status::unsupported("an optimizer that is not layerwise");
-  }
+  if (!is_layerwise(p.step.optimizer)) return Status::unsupported("an optimizer that is not layerwise");
+  return cpu::optim::step_as<LAMB>(p, parallel);
 }
 
 }  // namespace warpsmith

@@ -25,7 +25,7 @@ void average_values(void* averages, const void* values, Dtype dtype, int64_t cou
 
 // Moves averages, writes copies and zeroes gradients of elements [first, first + count) of a tensor, as the step asks.
 // `skips`: only zeroes gradients.
-void do_beside(const OptimParams& p, int64_t tensor, int64_t first, int64_t count, bool skips);
+void do_extras(const OptimParams& p, int64_t tensor, int64_t first, int64_t count, bool skips);
 
 // Adjacent elements of one tensor; `update` takes a multiple of kBlock. State pointers are null where the tensor lacks
 // the state.
@@ -77,7 +77,7 @@ template <class Chunk> void for_chunks(const OptimParams& p, const Parallel& par
       const int64_t first = static_cast<int64_t>(c.chunk) * t.chunk_elems;
       const int64_t count = std::min<int64_t>(t.chunk_elems, t.numel - first);
       if (p.grads[c.tensor]) chunk(t, gradient_of(p.grads[c.tensor], param_dtype(p.storage)), first, count);
-      if (does_more(p)) do_beside(p, c.tensor, first, count, false);
+      if (does_more(p)) do_extras(p, c.tensor, first, count, false);
     }
   });
   for (int64_t i = 0; i < p.tensor_count; ++i)

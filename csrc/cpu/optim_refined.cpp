@@ -18,7 +18,7 @@ struct Rounding {
 WARPSMITH_VECTORIZE void draw_words(Rounding* __restrict__ rounding, uint64_t first_elem, int64_t count) {
   const uint64_t seed = rounding->seed;
   const uint32_t step = rounding->step;
-  WARPSMITH_INDEPENDENT_TURNS
+  WARPSMITH_IVDEP
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t element = first_elem + static_cast<uint64_t>(i);
     PhiloxCounter words[1];

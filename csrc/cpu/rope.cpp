@@ -18,7 +18,7 @@ namespace {
   WARPSMITH_VECTORIZE void rotate_halves(const T* x, T* y, int64_t heads, int64_t x_step, int64_t y_step,     \
                                          const Math* cos, const Math* sin, int64_t pairs) {                   \
     for (int64_t h = 0; h < heads; ++h, x += x_step, y += y_step) {                                           \
-      WARPSMITH_INDEPENDENT_TURNS                                                                             \
+      WARPSMITH_IVDEP                                                                                         \
       for (int64_t i = 0; i < pairs; ++i) {                                                                   \
         const Math a = to_float(x[i]), b = to_float(x[i + pairs]);                                            \
         y[i] = from_float<T>(a * cos[i] - b * sin[i]);                                                        \
@@ -29,7 +29,7 @@ namespace {
   WARPSMITH_VECTORIZE void rotate_neighbours(const T* x, T* y, int64_t heads, int64_t x_step, int64_t y_step, \
                                              const Math* cos, const Math* sin, int64_t pairs) {               \
     for (int64_t h = 0; h < heads; ++h, x += x_step, y += y_step) {                                           \
-      WARPSMITH_INDEPENDENT_TURNS                                                                             \
+      WARPSMITH_IVDEP                                                                                         \
       for (int64_t i = 0; i < pairs; ++i) {                                                                   \
         const Math a = to_float(x[2 * i]), b = to_float(x[2 * i + 1]);                                        \
         y[2 * i] = from_float<T>(a * cos[i] - b * sin[i]);                                                    \

@@ -69,7 +69,7 @@ template <class Math, class T> WARPSMITH_INLINED Math rstd_of(const T* x, int64_
     for (int64_t h = 0; h < heads; ++h, x += x_step, y += y_step) {                                                    \
       const Math rstd = rstd_of<Math>(x, dim, eps);                                                                    \
       if (interleaved) {                                                                                               \
-        WARPSMITH_INDEPENDENT_TURNS                                                                                    \
+        WARPSMITH_IVDEP                                                                                                \
         for (int64_t i = 0; i < pairs; ++i) {                                                                          \
           const Math a = to_float(x[2 * i]) * rstd * weight[2 * i],                                                    \
                      b = to_float(x[2 * i + 1]) * rstd * weight[2 * i + 1];                                            \
@@ -77,7 +77,7 @@ template <class Math, class T> WARPSMITH_INLINED Math rstd_of(const T* x, int64_
           y[2 * i + 1] = from_float<T>(b * cos[i] + a * sin[i]);                                                       \
         }                                                                                                              \
       } else {                                                                                                         \
-        WARPSMITH_INDEPENDENT_TURNS                                                                                    \
+        WARPSMITH_IVDEP                                                                                                \
         for (int64_t i = 0; i < pairs; ++i) {                                                                          \
           const Math a = to_float(x[i]) * rstd * weight[i], b = to_float(x[i + pairs]) * rstd * weight[i + pairs];     \
           y[i] = from_float<T>(a * cos[i] - b * sin[i]);                                                               \
@@ -95,14 +95,14 @@ template <class Math, class T> WARPSMITH_INLINED Math rstd_of(const T* x, int64_
     for (int64_t h = 0; h < heads; ++h, x += x_step, dy += dy_step) {                                                  \
       const Math rstd = rstd_of<Math>(x, dim, eps);                                                                    \
       if (interleaved) {                                                                                               \
-        WARPSMITH_INDEPENDENT_TURNS                                                                                    \
+        WARPSMITH_IVDEP                                                                                                \
         for (int64_t i = 0; i < pairs; ++i) {                                                                          \
           const Math a = to_float(dy[2 * i]), b = to_float(dy[2 * i + 1]);                                             \
           g[2 * i] = a * cos[i] - b * sin[i];                                                                          \
           g[2 * i + 1] = b * cos[i] + a * sin[i];                                                                      \
         }                                                                                                              \
       } else {                                                                                                         \
-        WARPSMITH_INDEPENDENT_TURNS                                                                                    \
+        WARPSMITH_IVDEP                                                                                                \
         for (int64_t i = 0; i < pairs; ++i) {                                                                          \
           const Math a = to_float(dy[i]), b = to_float(dy[i + pairs]);                                                 \
           g[i] = a * cos[i] - b * sin[i];                                                                              \
@@ -111,7 +111,7 @@ template <class Math, class T> WARPSMITH_INLINED Math rstd_of(const T* x, int64_
       }                                                                                                                \
       for (int64_t i = 2 * pairs; i < dim; ++i) g[i] = to_float(dy[i]);                                                \
       if (partial) {                                                                                                   \
-        WARPSMITH_INDEPENDENT_TURNS                                                                                    \
+        WARPSMITH_IVDEP                                                                                                \
         for (int64_t i = 0; i < dim; ++i) partial[i] += g[i] * (to_float(x[i]) * rstd);                                \
       }                                                                                                                \
       if (!dx) continue;                                                                                               \
@@ -127,7 +127,7 @@ template <class Math, class T> WARPSMITH_INLINED Math rstd_of(const T* x, int64_
         lane[i % kLanes] += g[i] * (to_float(x[i]) * rstd);                                                            \
       }                                                                                                                \
       const Math mean = add_lanes(lane) / Math(dim);                                                                   \
-      WARPSMITH_INDEPENDENT_TURNS                                                                                      \
+      WARPSMITH_IVDEP                                                                                                  \
       for (int64_t c = 0; c < dim; ++c) dx[c] = from_float<T>(rstd * (g[c] - to_float(x[c]) * rstd * mean));           \
       dx += dx_step;                                                                                                   \
     }                                                                                                                  \

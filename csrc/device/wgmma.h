@@ -9,9 +9,7 @@
 #ifdef WARPSMITH_SIM
 #include "device/host_hooks_sm90.h"
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#include "device/wgmma_float8_instruction.h"
 #include "device/wgmma_instruction.h"
-#include "device/wgmma_overwrite_instruction.h"
 #endif
 
 // Asynchronous matrix multiply-accumulate by a warpgroup: four consecutive warps, the first a multiple of four,
@@ -23,7 +21,7 @@
 namespace warpsmith::device {
 
 namespace detail {
-// The N whose instruction is written out for the device; the host refuses others too.
+// The N whose instruction is written out for the device and has run on a card; the host refuses others too.
 template <int N> constexpr bool kHasWgmmaFloat8 =
     N == 8 || N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256;
 template <int N> constexpr bool kHasWgmma = kHasWgmmaFloat8<N> || N == 80 || N == 144 || N == 160 || N == 176;
@@ -80,10 +78,7 @@ __device__ __forceinline__ void wgmma(float (&d)[Registers], uint64_t a, uint64_
       {d, N, nullptr, a, b, AMajor == Major::mn, BMajor == Major::mn, accumulate, sim::kOperand<T>, sim::kOperand<T>},
       site);
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (std::is_same_v<T, bfloat16>)
-    detail::wgmma_bf16<N, static_cast<int>(AMajor), static_cast<int>(BMajor)>(d, a, b, accumulate);
-  else
-    detail::wgmma_f16<N, static_cast<int>(AMajor), static_cast<int>(BMajor)>(d, a, b, accumulate);
+  detail::Wgmma<T, T>::template run<N, static_cast<int>(AMajor), static_cast<int>(BMajor)>(d, a, b, accumulate);
 #endif
 }
 
@@ -93,12 +88,12 @@ template <class T, int N, Major AMajor = Major::k, Major BMajor = Major::k, int 
 __device__ __forceinline__ void wgmma_overwrite(float (&d)[Registers], uint64_t a, uint64_t b WARPSMITH_SITE) {
   static_assert(N == 2 * Registers, "a thread holds N / 2 accumulators");
   static_assert(std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>, "8-bit floats: wgmma_float8()");
-  static_assert(N == 32 || N == 64 || N == 128, "add this N to device/wgmma_overwrite_instruction.h");
+  static_assert(N == 32 || N == 64 || N == 128, "the overwriting form of this N has not run on a card");
 #ifdef WARPSMITH_SIM
   sim::wgmma({d, N, nullptr, a, b, AMajor == Major::mn, BMajor == Major::mn, false, sim::kOperand<T>, sim::kOperand<T>},
              site);
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  detail::wgmma_overwrite<std::is_same_v<T, bfloat16>, N, static_cast<int>(AMajor), static_cast<int>(BMajor)>(d, a, b);
+  detail::Wgmma<T, T>::template overwrite<N, static_cast<int>(AMajor), static_cast<int>(BMajor)>(d, a, b);
 #endif
 }
 
@@ -112,10 +107,7 @@ __device__ __forceinline__ void wgmma(float (&d)[Registers], const uint32_t (&a)
 #ifdef WARPSMITH_SIM
   sim::wgmma({d, N, a, 0, b, false, BMajor == Major::mn, accumulate, sim::kOperand<T>, sim::kOperand<T>}, site);
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (std::is_same_v<T, bfloat16>)
-    detail::wgmma_bf16<N, static_cast<int>(BMajor)>(d, a, b, accumulate);
-  else
-    detail::wgmma_f16<N, static_cast<int>(BMajor)>(d, a, b, accumulate);
+  detail::Wgmma<T, T>::template run<N, static_cast<int>(BMajor)>(d, a, b, accumulate);
 #endif
 }
 
@@ -126,11 +118,11 @@ template <class A, class B, int N, int Registers>
 __device__ __forceinline__ void wgmma_float8(float (&d)[Registers], uint64_t a, uint64_t b,
                                              bool accumulate WARPSMITH_SITE) {
   static_assert(N == 2 * Registers, "a thread holds N / 2 accumulators");
-  static_assert(detail::kHasWgmmaFloat8<N>, "add this N to device/wgmma_float8_instruction.h");
+  static_assert(detail::kHasWgmmaFloat8<N>, "8-bit floats of this N have not run on a card");
 #ifdef WARPSMITH_SIM
   sim::wgmma({d, N, nullptr, a, b, false, false, accumulate, sim::kOperand<A>, sim::kOperand<B>}, site);
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  detail::WgmmaFloat8<A, B>::template run<N>(d, a, b, accumulate);
+  detail::Wgmma<A, B>::template run<N>(d, a, b, accumulate);
 #endif
 }
 
@@ -139,11 +131,11 @@ template <class A, class B, int N, int Registers>
 __device__ __forceinline__ void wgmma_float8(float (&d)[Registers], const uint32_t (&a)[4], uint64_t b,
                                              bool accumulate WARPSMITH_SITE) {
   static_assert(N == 2 * Registers, "a thread holds N / 2 accumulators");
-  static_assert(detail::kHasWgmmaFloat8<N>, "add this N to device/wgmma_float8_instruction.h");
+  static_assert(detail::kHasWgmmaFloat8<N>, "8-bit floats of this N have not run on a card");
 #ifdef WARPSMITH_SIM
   sim::wgmma({d, N, a, 0, b, false, false, accumulate, sim::kOperand<A>, sim::kOperand<B>}, site);
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  detail::WgmmaFloat8<A, B>::template run<N>(d, a, b, accumulate);
+  detail::Wgmma<A, B>::template run<N>(d, a, b, accumulate);
 #endif
 }
 

@@ -55,9 +55,9 @@ pybind11::dict plan_attention(const char* op, const pybind11::kwargs& given) {
   const int head_dim = std::max(p.head_dim, p.head_dim_v);
   const int tile = attention::portable_tile(std::min(p.element_bytes, 4), extended(p), head_dim);
   d["forward"] = describe(choose_attention_forward_sm90(p), p, attention::kPortableForward[tile]);
-  const int turns = attention::portable_turns_tile(head_dim, attention::kMostSharedBytes);
-  if (p.element_bytes == 2 && !extended(p) && turns < attention::kPortableTurnsTiles)
-    d["backward"] = describe(choose_attention_backward_sm90(p), p, attention::kPortableTurns[turns]);
+  const int ordered_dq = attention::portable_ordered_dq_tile(head_dim, attention::kMostSharedBytes);
+  if (p.element_bytes == 2 && !extended(p) && ordered_dq < attention::kPortableOrderedDqTiles)
+    d["backward"] = describe(choose_attention_backward_sm90(p), p, attention::kPortableOrderedDq[ordered_dq]);
   else
     d["backward"] = describe(choose_attention_backward_sm90(p), p, attention::kPortableQueries[tile]);
   return d;

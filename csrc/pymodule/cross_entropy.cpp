@@ -24,8 +24,8 @@ py::dict describe(const CrossEntropyConfig& c) {
   return d;
 }
 
-py::dict plan(const char* op, const py::kwargs& given) {
-  Problem problem(op, given);
+py::dict plan(const py::kwargs& given) {
+  Problem problem("cross_entropy", given);
   CrossEntropyProblem p;
   p.rows = problem.integer("rows", 1);
   p.classes = problem.integer("classes", 1);
@@ -44,9 +44,7 @@ py::dict plan(const char* op, const py::kwargs& given) {
   return d;
 }
 
-#define WARPSMITH_ROW(op) {#op, [](const py::kwargs& given) { return plan(#op, given); }},
-const RegisterPlanner registered[] = {WARPSMITH_CROSS_ENTROPY_OPS(WARPSMITH_ROW)};
-#undef WARPSMITH_ROW
+const RegisterPlanner registered("cross_entropy", plan);
 
 #define WARPSMITH_ROW(name) numbers[#name] = number++;
 const RegisterBinder reductions([](py::module_& m) {

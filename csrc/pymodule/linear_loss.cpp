@@ -1,5 +1,6 @@
 #include "kernels/linear_loss/linear_loss.h"
 #include "kernels/linear_loss/linear_loss_config.h"
+#include "kernels/linear_loss/linear_loss_ops.h"
 #include "pymodule/problem.h"
 
 namespace py = pybind11;
@@ -7,9 +8,9 @@ namespace py = pybind11;
 namespace warpsmith::host {
 namespace {
 
-py::dict plan(LinearLoss op, const py::kwargs& given) {
-  Problem problem(name(op), given);
-  const bool with_memory = op == LinearLoss::linear_cross_entropy;
+// with_memory: whether the caller may say how much memory the op may take.
+py::dict plan(const char* op, bool with_memory, const py::kwargs& given) {
+  Problem problem(op, given);
   LinearLossProblem p;
   p.rows = problem.integer("rows", 0);
   p.classes = problem.integer("classes", 1);
@@ -43,9 +44,9 @@ py::dict plan(LinearLoss op, const py::kwargs& given) {
   return d;
 }
 
-#define WARPSMITH_ROW(op) {#op, [](const py::kwargs& given) { return plan(LinearLoss::op, given); }},
-const RegisterPlanner registered[] = {WARPSMITH_LINEAR_LOSS_OPS(WARPSMITH_ROW)};
-#undef WARPSMITH_ROW
+const RegisterPlanner registered[] = {
+    {"linear_cross_entropy", [](const py::kwargs& given) { return plan("linear_cross_entropy", true, given); }},
+    {"linear_log_prob", [](const py::kwargs& given) { return plan("linear_log_prob", false, given); }}};
 
 WARPSMITH_REGISTER_ROWS(linear_loss, LINEAR_LOSS);
 

@@ -47,11 +47,7 @@ const RegisterBinder registered([](py::module_& m) {
   WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
   m.attr("OPTIMIZERS") = rows;
-  py::set layerwise;
-#define WARPSMITH_ROW(optimizer, F) layerwise.add(#optimizer);
-  WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-  m.attr("LAYERWISE_OPTIMIZERS") = py::frozenset(layerwise);
+  m.attr("LAYERWISE_OPTIMIZERS") = py::frozenset(py::make_tuple("lamb"));
   py::dict storages;  // {name: index}
   for (int i = 0; i < kStorages; ++i) storages[kStorageNames[i]] = i;
   m.attr("OPTIMIZER_STORAGES") = storages;

@@ -71,8 +71,7 @@ py::dict plan_qk_norm_rope(const py::kwargs& given) {
   return d;
 }
 
-#define WARPSMITH_PLANNER(op) {#op, &plan_##op},
-const RegisterPlanner registered[] = {WARPSMITH_ROPE_OPS(WARPSMITH_PLANNER)};
+const RegisterPlanner registered[] = {{"rope", plan_rope}, {"qk_norm_rope", plan_qk_norm_rope}};
 
 WARPSMITH_REGISTER_ROWS(rope, ROPE);
 

@@ -49,7 +49,7 @@ class StepWatch {
   // containers: (a dict, list or tuple; whether its length is watched; (key, value, kind) of each entry in its order).
   //   kind: 0 may change, 1 the object stays, 2 the value stays. A dict whose length is not watched has those of 1 and
   //   2 alone, in any order.
-  // tensors, addresses: what lies where. trained: tensors, with their requires_grad.
+  // tensors, addresses: each tensor's address. trained: tensors, with their requires_grad.
   // read_address: a ReadAddress as a number.
   //
   // References are borrowed: the caller keeps all objects. An owner here, which Python's garbage collector does not
@@ -99,7 +99,7 @@ class StepWatch {
     PyObject *key, *value;  // of kind 0 only compared
     int kind;
   };
-  struct Place {
+  struct ObjectAddress {
     PyObject* object;
     int64_t address;
   };
@@ -142,7 +142,7 @@ class StepWatch {
     return true;
   }
 
-  bool is_at(const Place& place) const {
+  bool is_at(const ObjectAddress& place) const {
     try {
       return reinterpret_cast<int64_t>(read_address_(place.object)) == place.address;
     } catch (const std::exception&) {  // it has become sparse, or meta
@@ -154,7 +154,7 @@ class StepWatch {
   Getter requires_grad_{"requires_grad"};
   std::vector<Container> containers_;
   std::vector<Entry> entries_;
-  std::vector<Place> tensors_;
+  std::vector<ObjectAddress> tensors_;
   std::vector<Trained> trained_;
 };
 

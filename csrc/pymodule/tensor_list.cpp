@@ -13,8 +13,9 @@
 
 // The per-step bookkeeping of multi-tensor optimizers: whether thousands of tensors are still where they were, and
 // where their gradients are. One pass of C calls, without knowing torch: 0.06 us a tensor by DLPack's exchange
-// interface, which takes the interpreter's lock each time, where a Tensor[] argument of an op costs 0.12 us. States are
-// most of the tensors; for one that is the object it was, torch's own reader of an address (0.01 us) is enough.
+// interface, which takes the interpreter's lock each time; a Tensor[] argument of an op costs 0.12 us. Most of the
+// tensors are states. For a tensor that is the same object as before, torch's own reader of an address (0.01 us) is
+// enough.
 namespace py = pybind11;
 
 namespace warpsmith::host {
@@ -29,8 +30,8 @@ struct Seen {
   const char* sizes = nullptr;
 };
 
-// Where a tensor's elements lie. Its sizes, then its strides, are in one vector that all places share.
-struct Place {
+// Where a tensor's elements lie. Its sizes, then its strides, are in one vector that all of them share.
+struct TensorAddress {
   Address address = 0;
   dlpack::Device device{};
   dlpack::DataType dtype{};
@@ -100,13 +101,13 @@ class TensorWatch {
     if (buckets.size() != params_.size())
       throw py::value_error("TensorWatch: buckets: expected one for each parameter");
     seen_.resize(params_.size(), kNoGradient);
-    param_places_.resize(params_.size());
+    param_addresses_.resize(params_.size());
     grads_.resize(params_.size());
     std::unordered_set<const PyObject*> active;
     for (size_t i = 0; i < params_.size(); ++i) {
       slots_.push_back({buckets[i], 0});
       if (buckets[i] < 0) continue;
-      param_places_[i] = place_of(params_[i].ptr());
+      param_addresses_[i] = address_of(params_[i].ptr());
       active.insert(params_[i].ptr());
       const auto bucket = static_cast<size_t>(buckets[i]);
       if (bucket >= columns_.size()) columns_.resize(bucket + 1);
@@ -122,13 +123,13 @@ class TensorWatch {
       for (Py_ssize_t k = 0; watched && PyDict_Next(value, &k, &name, &tensor);) {
         const bool counts = PySequence_Contains(names.ptr(), name) == 1;
         entries_.push_back(
-            {py::reinterpret_borrow<py::object>(name), tensor, counts, counts ? place_of(tensor) : Place()});
+            {py::reinterpret_borrow<py::object>(name), tensor, counts, counts ? address_of(tensor) : TensorAddress()});
       }
     }
   }
 
   // Returns whether all parameters and states are where they were. If so, the columns hold the gradients' present
-  // addresses; those that the caller must examine itself are listed by unusual().
+  // addresses; unusual() lists the others, which the caller must examine itself.
   bool look(const py::list& params, const py::dict& state) {
     unusual_.clear();
     return look_at_params(params) && look_at_states(state);
@@ -170,7 +171,7 @@ class TensorWatch {
     py::object name;
     const PyObject* tensor;  // only compared
     bool watched;
-    Place place;
+    TensorAddress place;
   };
 
   static const dlpack::ExchangeApi& find(const py::capsule& capsule) {
@@ -204,8 +205,8 @@ class TensorWatch {
     return {dict, reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(dict)->ma_keys)};
   }
 
-  Place place_of(PyObject* tensor) {
-    Place place;
+  TensorAddress address_of(PyObject* tensor) {
+    TensorAddress place;
     place.sharded = PyObject_HasAttrString(tensor, "to_local");
     const View view(api_, local_, tensor, place.sharded);
     if (!view.readable()) throw py::value_error("TensorWatch: expected strided tensors");
@@ -223,12 +224,12 @@ class TensorWatch {
   }
 
   // dtype, device, sizes and strides.
-  bool same_kind(const Place& place, const View& view) const {
+  bool same_kind(const TensorAddress& place, const View& view) const {
     return same_layout(place, view) && view.at().dtype == place.dtype;
   }
 
   // Device, sizes and strides; strides of dimensions of one element mean nothing.
-  bool same_layout(const Place& place, const View& view) const {
+  bool same_layout(const TensorAddress& place, const View& view) const {
     const dlpack::Tensor& at = view.at();
     if (!view.readable() || at.ndim != place.dims || !(at.device == place.device)) return false;
     const int64_t *sizes = sizes_.data() + place.sizes_at, *strides = sizes + place.dims;
@@ -237,7 +238,7 @@ class TensorWatch {
     return true;
   }
 
-  bool is_at(const Place& place, PyObject* tensor) const {
+  bool is_at(const TensorAddress& place, PyObject* tensor) const {
     const View view(api_, local_, tensor, place.sharded);
     if (!same_kind(place, view) || view.address() != place.address) return false;
     return (tensor == place.seen.object && !place.single) || is_negative(view) == place.negative;
@@ -245,7 +246,7 @@ class TensorWatch {
 
   // For the object that was here at the last look, compares only the address; examines any other object. Enough for
   // states and for parameters of one dimension: those have one order, and a changed length shows in the gradient.
-  bool is_still(const Place& place, const PyObject* known, PyObject* tensor) const {
+  bool is_still(const TensorAddress& place, const PyObject* known, PyObject* tensor) const {
     if (!read_address_ || tensor != known || place.sharded) return is_at(place, tensor);
     try {
       return reinterpret_cast<Address>(read_address_(tensor)) == place.address;
@@ -262,12 +263,12 @@ class TensorWatch {
       if (!PyList_Check(group) || PyList_GET_SIZE(group) != group_sizes_[g]) return false;
       for (Py_ssize_t k = 0; k < group_sizes_[g]; ++k, ++i) {
         if (i + kAhead < params_.size()) {
-          prefetch(param_places_[i + kAhead].seen);
+          prefetch(param_addresses_[i + kAhead].seen);
           prefetch(grads_[i + kAhead]);
         }
         PyObject* param = PyList_GET_ITEM(group, k);
         if (param != params_[i].ptr()) return false;
-        const Place& place = param_places_[i];
+        const TensorAddress& place = param_addresses_[i];
         const bool by_address = place.dims <= 1 && !place.single;
         if (slots_[i].bucket >= 0 && !(by_address ? is_still(place, param, param) : is_at(place, param))) return false;
         if (!look_at_gradient(i)) return false;
@@ -285,7 +286,7 @@ class TensorWatch {
       write(slot, kNoGradient);
       return true;
     }
-    const Place& param = param_places_[i];
+    const TensorAddress& param = param_addresses_[i];
     const View view(api_, local_, grad.ptr(), param.sharded);
     const Address address = view.readable() && view.address() == 0 && view.empty() ? kNoElements : view.address();
     const bool known = grads_[i].object == grad.ptr() && !param.single;
@@ -324,7 +325,7 @@ class TensorWatch {
   }
 
   // What marks the address of a gradient in another dtype than its parameter's; -1: the kernels do not take it.
-  Address mark_of(const Place& param, const View& view) const {
+  Address mark_of(const TensorAddress& param, const View& view) const {
     const auto dtype_of = [](const dlpack::DataType& d) {
       for (const Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16})
         if (d == dlpack::DataType{dtype == Dtype::bfloat16 ? dlpack::kBfloat : dlpack::kFloat,
@@ -369,7 +370,7 @@ class TensorWatch {
   std::vector<py::object> params_;
   std::vector<const PyGetSetDef*> getters_;
   std::vector<Py_ssize_t> group_sizes_;
-  std::vector<Place> param_places_;
+  std::vector<TensorAddress> param_addresses_;
   std::vector<Seen> grads_;  // at the last look; without an object if it was unusual
   std::vector<int64_t> sizes_;
   std::vector<Owner> owners_;

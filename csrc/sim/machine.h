@@ -11,7 +11,7 @@
 #include "sim/sanitizers.h"
 #include "sim/sim.h"
 
-// The running machine: blocks of a wave, their threads, who waits for what. Internal to csrc/sim.
+// The running machine: blocks of a wave, their threads, which thread waits for which barrier. Internal to csrc/sim.
 namespace warpsmith::sim {
 
 struct Block;

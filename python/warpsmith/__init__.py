@@ -7,8 +7,8 @@ from types import ModuleType
 import torch
 
 from warpsmith import nn, ops, optim
-from warpsmith._plan import plan
 from warpsmith._version import __version__
+from warpsmith.nn._dispatch import plan
 from warpsmith.ops import *  # noqa: F403
 
 __all__ = ["__version__", "nn", "optim", "plan"]

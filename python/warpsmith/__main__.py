@@ -1,6 +1,6 @@
 import sys
 
-from warpsmith.tools import main
+from warpsmith.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

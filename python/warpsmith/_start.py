@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from warpsmith._load import load_library
+from warpsmith._core.load import load_library
 
 
 def _runs_as_tool() -> bool:
@@ -21,7 +21,7 @@ def _load_or_explain() -> None:
         if not _runs_as_tool():
             raise
         # `python -m warpsmith info` is there to explain exactly this; the package itself cannot be imported.
-        from warpsmith.tools import main
+        from warpsmith.cli import main
 
         raise SystemExit(main(sys.argv[1:])) from None
 

@@ -4,7 +4,7 @@ import torch
 import warpsmith
 from warpsmith.distributed import context_parallel_attention, shard_sequence
 from warpsmith.reference.attention import attention as reference
-from warpsmith.reference.attention_varlen import attention_varlen as reference_varlen
+from warpsmith.reference.attention import attention_varlen as reference_varlen
 
 TOKENS, HEADS, HEAD_DIM, DIM_V = 96, 8, 16, 24
 SEED = torch.tensor([5**25, 7**20])  # of dropout

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from warpsmith.distributed import accurate_hook
-from warpsmith.distributed.hook import mean_in_rank_order
+from warpsmith.distributed.gradients.hook import mean_in_rank_order
 from warpsmith.testing import run_ranks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float64]

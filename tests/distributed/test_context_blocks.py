@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from warpsmith.distributed.context_blocks import KEY_STEP, QUERY_STEP, gather_block, ring_block
-from warpsmith.distributed.sequence import chunks_of, in_sequence_order, of_rank
+from warpsmith.distributed.context.blocks import KEY_STEP, QUERY_STEP, gather_block, ring_block
+from warpsmith.distributed.context.sequence import chunks_of, in_sequence_order, of_rank
 from warpsmith.reference.attention import window_of
 
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (40, 0), (5, 2), (2, 11), (0, 9), (11, 30), (-1, 4), (4, -1), (100, 100)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import warpsmith
-from warpsmith.distributed import context
-from warpsmith.distributed.gloo_threads import wait_until_idle
+from warpsmith.distributed.launch import context
+from warpsmith.distributed.launch.gloo_threads import wait_until_idle
 
 
 @pytest.fixture

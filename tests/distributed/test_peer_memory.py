@@ -16,8 +16,8 @@ from sharding import Pair
 from torch.distributed import _symmetric_memory
 from torch.nn.parallel import DistributedDataParallel
 from warpsmith.distributed import accurate_hook, reduction_plan
-from warpsmith.distributed.hook import average_by_peers, average_whole, mean_in_rank_order
-from warpsmith.distributed.peer_memory import box_offsets, peer_memory
+from warpsmith.distributed.gradients.hook import average_by_peers, average_whole, mean_in_rank_order
+from warpsmith.distributed.gradients.peer_memory import box_offsets, peer_memory
 from warpsmith.testing import run_ranks
 
 SIZES = [1, 8, 9, 65, 1001, 30_000]
@@ -130,8 +130,8 @@ def sharded_on_ranks_that_share_files(rank, world_size, folder):
         return memories.setdefault(user, Files(place, rank, world_size))
 
     with (
-        patch("warpsmith.distributed.gradient_shards.peer_memory", memory),
-        patch("warpsmith.distributed.param_gather.peer_memory", memory),
+        patch("warpsmith.distributed.sharded.gradient_shards.peer_memory", memory),
+        patch("warpsmith.distributed.sharded.param_gather.peer_memory", memory),
     ):
         for stage in (1, 2):
             pair = Pair(rank, None, stage=stage, bucket_cap_mb=0.05, lr=0.01, find_unused_parameters=stage == 2)

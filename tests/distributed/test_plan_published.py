@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
+from warpsmith.cli import main
 from warpsmith.distributed import plan
 from warpsmith.distributed.plan import prediction
 from warpsmith.testing import run_ranks
-from warpsmith.tools import main
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+import plan_published as published
 
 SIZES = "--layers 12 --hidden 768 --heads 12 --vocabulary 50304 --sequence 1024 --tied".split()
 # What the errors were when the formulas were written: (mean, worst) of |predicted / published - 1|.
@@ -18,25 +22,20 @@ ERRORS = {"step": (0.160, 0.36), "memory": (0.071, 0.275), "scaling": (0.0225, 0
 @pytest.mark.parametrize("what", ERRORS)
 def test_errors_on_published_runs_do_not_grow(what, figure):
     mean, worst = ERRORS[what]
-    found = plan.errors()[what]
+    found = published.errors()[what]
     figure(f"plan: {what}: mean {found.mean:.3f}, worst {found.worst:.3f} of {len(found.ratios)} published runs")
     assert found.mean <= mean and found.worst <= worst, found.ratios
 
 
 def test_predictions_print_the_ratios_of_the_published_runs():
-    found = {what: (error.low, error.high) for what, error in plan.errors().items()}
+    found = {what: (error.low, error.high) for what, error in published.errors().items()}
     assert found.keys() == prediction.PUBLISHED.keys()
     for what, ratios in prediction.PUBLISHED.items():
         assert ratios == pytest.approx(found[what], abs=5.1e-5), what
 
 
-def test_the_documents_table_is_the_report():
-    """python -m warpsmith plan --published writes it anew."""
-    assert plan.report() in (Path(__file__).parents[2] / "docs/plan.md").read_text(encoding="utf-8")
-
-
 def test_the_document_says_what_an_unstated_setting_decides():
-    cases = {case.name: case for case in plan.cases()}
+    cases = {case.name: case for case in published.cases()}
     few, many = (cases[f"Megatron 177B, H100 x {ranks}"] for ranks in (96, 4608))
     shares = []
     for chunks in (16, 8, 4, 2, 1):
@@ -50,19 +49,19 @@ def test_the_document_says_what_an_unstated_setting_decides():
 
 
 def test_published_runs_cover_what_they_should():
-    names = [case.name for case in plan.cases()]
+    names = [case.name for case in published.cases()]
     assert len(names) == len(set(names))
     for words, count in (("GPT ", 12), ("torchtitan", 10), ("Megatron", 11), ("vTrain", 4), ("GPT-2", 7)):
         assert sum(words in name for name in names) >= count, words
-    assert {8, 64, 280, 512, 96, 4608, 128} <= {case.layout.ranks for case in plan.cases()}
-    for case in plan.cases():
+    assert {8, 64, 280, 512, 96, 4608, 128} <= {case.layout.ranks for case in published.cases()}
+    for case in published.cases():
         assert case.source and (case.step_s or case.memory_bytes)
 
 
 def test_published_mfu_is_what_megatrons_table_says():
     """Two columns of images/model_table.png: TFLOP/s, of which the step's seconds are made, and MFU in percent."""
     percent = {"1.7B": 41, "7.1B": 47, "16B": 49, "32B": 46, "70B": 42, "119B": 43, "314B": 48, "462B": 47}
-    for case in plan.cases():
+    for case in published.cases():
         size = case.name.removeprefix("Megatron ").split(",")[0]
         if case.name.startswith("Megatron") and size in percent:
             flops = case.model.flops_per_token * case.layout.sequences * case.model.sequence
@@ -71,9 +70,9 @@ def test_published_mfu_is_what_megatrons_table_says():
 
 
 def test_a_prediction_prints_its_parts_and_its_error():
-    case = plan.cases()[0]
+    case = published.cases()[0]
     found = case.predict()
-    text, error = str(found), plan.errors()["step"]
+    text, error = str(found), published.errors()["step"]
     assert f"{error.low:.2f} to {error.high:.2f}" in text
     assert "matrix products" in text and "memory" in text and "MFU" in text and "failures" in text
     assert sum(found.times.values()) == pytest.approx(found.step_s)
@@ -95,7 +94,7 @@ def test_scaling_to_ten_thousand_ranks():
 
 def test_plots_are_written(tmp_path):
     pytest.importorskip("matplotlib")
-    found = plan.predict(plan.cases()[0].model, plan.Cluster.of("H100"), plan.Layout(tensor=8))
+    found = plan.predict(published.cases()[0].model, plan.Cluster.of("H100"), plan.Layout(tensor=8))
     figure = found.plot(tmp_path / "plan.png", ranks=(8, 64, 512))
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
     assert list(figure.axes[1].lines[0].get_xdata()) == [8, 64, 512]
@@ -207,8 +206,6 @@ def test_command_line(tmp_path, capsys):
                                   "num_hidden_layers": 2, "num_attention_heads": 4}))  # fmt: skip
     assert main(["plan", "--config", str(config), "--sequence", "32", "--no-overlap-data"]) == 0
     assert "1 x H100" in capsys.readouterr().out
-    assert main(["plan", "--published"]) == 0
-    assert capsys.readouterr().out.strip() == plan.report()
     assert main(["plan", "--layers", "2"]) == 2
     assert capsys.readouterr().err == "plan: expected --config, or --hidden and the other sizes of a model\n"
     for text, words in (("{", "expected JSON in"), ("[1]", "expected a JSON object in")):

@@ -8,7 +8,8 @@ import torch
 import warpsmith
 from context_cases import Problem
 from test_context_parallel import SHARDINGS, check_exact
-from warpsmith.distributed import context_blocks, context_modes
+from warpsmith.distributed.launch.context import blocks as context_blocks
+from warpsmith.distributed.launch.context import modes as context_modes
 from warpsmith.reference.attention import window_of
 from warpsmith.testing.distributed import multirank
 
@@ -58,7 +59,7 @@ def check_ring():
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_blocks, "call_raw", call)
-        patch.setattr(context_modes, "takes_whole_results", lambda *_: True)
+        patch.setattr(context_modes, "accepts_whole_results", lambda *_: True)
         for (i, name), sharding in itertools.product(enumerate(masks), SHARDINGS):
             check_exact(Problem(name, torch.float64, layout=("bshd", "bhsd")[i % 2], batch=2), "ring", sharding)
     assert forwards
@@ -97,7 +98,7 @@ def test_which_problems_have_such_kernels():
 
         q, v = (torch.empty(1, 4, 2, d, dtype=dtype).as_subclass(OnGpu) for d in (dim, dim_v))
         all_given = dict.fromkeys(("cu_seqlens", "alibi_slopes", "sink", "seed")) | given
-        return context_blocks.takes_whole_results(options(softcap), q, v, context_blocks.Given(**all_given))
+        return context_blocks.accepts_whole_results(options(softcap), q, v, context_blocks.Given(**all_given))
 
     some = torch.zeros(2)
     assert takes()
@@ -109,7 +110,7 @@ def test_which_problems_have_such_kernels():
     assert not takes(alibi_slopes=some)
     assert not takes(seed=some)
     q = torch.empty(1, 4, 2, 64, dtype=torch.bfloat16)
-    assert not context_blocks.takes_whole_results(options(), q, q, context_blocks.Given(None, None, None, None))
+    assert not context_blocks.accepts_whole_results(options(), q, q, context_blocks.Given(None, None, None, None))
 
 
 @pytest.mark.gpu

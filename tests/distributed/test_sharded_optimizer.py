@@ -63,6 +63,36 @@ def test_every_optimizer(rank, world_size, name, options):
     pair.check_state()
 
 
+@multirank(2, timeout_s=200)
+def test_a_step_reads_its_groups_where_they_are(rank, world_size):
+    """No step walks through the options of the groups, and a changed option is in the next step, loaded or not."""
+    walks = []
+
+    class Group(dict):
+        def items(self):
+            walks.append(self)
+            return super().items()
+
+    pair = Pair(rank, None, bucket_cap_mb=0.05, lr=0.01)
+    for step in range(4):
+        pair.backward(step)
+        pair.sharded.param_groups[:] = map(Group, pair.sharded.param_groups)
+        walks.clear()
+        pair.step()
+        assert not walks
+        pair.check(step)
+        if step == 1:
+            for to in range(world_size):
+                pair.sharded.consolidate_state_dict(to)
+                if rank == to:
+                    state = pair.sharded.state_dict()
+            pair.sharded.load_state_dict(state)
+        for optimizer in (pair.sharded, pair.plain):
+            optimizer.param_groups[0]["lr"] *= 0.5
+            optimizer.param_groups[-1]["lr"] = 0.3
+    pair.check_state()
+
+
 @multirank(4, timeout_s=200)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_accumulated_gradients_are_reduced_once(rank, world_size, stage):

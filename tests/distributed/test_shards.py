@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from warpsmith.distributed.shards import plan_buckets
+from warpsmith.distributed.sharded.shards import plan_buckets
 
 CUT = 16
 

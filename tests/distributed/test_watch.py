@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from warpsmith.distributed import watch
-from warpsmith.distributed.watch_record import CALLS, CALLS_OF_PAIRS
-from warpsmith.distributed.watch_report import EVERYBODY, Said, State, is_trouble, likely_cause, report
+from warpsmith.distributed.watching.record import CALLS, CALLS_OF_PAIRS
+from warpsmith.distributed.watching.report import EVERYBODY, Said, State, is_trouble, likely_cause, report
 from warpsmith.testing.distributed import InjectedFault, fault, multirank
 
 TIMEOUT_S = 2.0

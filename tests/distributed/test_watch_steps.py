@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from warpsmith.distributed import watch
-from warpsmith.distributed.watch_report import State
-from warpsmith.distributed.watch_steps import Steps, stragglers, table
+from warpsmith.distributed.watching.report import State
+from warpsmith.distributed.watching.steps import Steps, stragglers, table
 from warpsmith.testing.distributed import multirank
 
 SLOW_S = 0.1

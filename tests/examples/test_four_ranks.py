@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from warpsmith.distributed.sharded_optimizer import CUT_ELEMS
+from warpsmith.distributed.sharded.optimizer import CUT_ELEMS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RANKS = 4

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec
@@ -132,7 +130,7 @@ def spec_of(name, **more):
     rows = ("x", "residual") if residual else ("x",)
     made = {
         "op": getattr(warpsmith, name),
-        "reference": getattr(importlib.import_module(f"warpsmith.reference.{name}"), name),
+        "reference": getattr(warpsmith.reference, name),
         "differentiable": tuple(n for n in ("x", "residual", "weight", "bias") if n in names),
         "outputs": ("y", "residual_out") if residual else ("y",),
         "laid_out": rows,

@@ -1,7 +1,5 @@
 """The biased activations under the law."""
 
-import importlib
-
 import pytest
 import torch
 import warpsmith
@@ -56,7 +54,7 @@ def spec_of(row):
     """A row with a flag has all cases, and those of its other function; another has few."""
     name, function = row.name, function_of(row)
     argument = "approximate" if "tanh" in row.arguments else None
-    reference = getattr(importlib.import_module(f"warpsmith.reference.{name}"), name)
+    reference = getattr(warpsmith.reference, name)
     raw = {suffix: getattr(torch.ops.warpsmith, name + suffix).default for suffix in ("", "_forward", "_backward")}
 
     def baseline(x, bias, **options):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import warpsmith
+from warpsmith.reference.activation import dropout_add as reference
 from warpsmith.reference.dropout import dropout_mask
-from warpsmith.reference.dropout_add import dropout_add as reference
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -1,7 +1,6 @@
 """The gated activations under the law, and their in-place backward."""
 
 import functools
-import importlib
 
 import pytest
 import torch
@@ -77,7 +76,7 @@ def spec_of(row):
     name, function = row.name, function_of(row)
     argument = "approximate" if "tanh" in row.arguments else None
     op = getattr(warpsmith, name)
-    reference = getattr(importlib.import_module(f"warpsmith.reference.{name}"), name)
+    reference = getattr(warpsmith.reference, name)
     raw = {suffix: getattr(torch.ops.warpsmith, name + suffix).default for suffix in ("", "_forward", "_backward")}
 
     def with_extra(case, rng):

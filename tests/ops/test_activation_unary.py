@@ -2,7 +2,7 @@
 
 import torch
 import warpsmith
-from warpsmith.reference.relu_squared import relu_squared as reference
+from warpsmith.reference.activation import relu_squared as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import warpsmith
-from warpsmith.reference.attention_varlen import attention_varlen as reference
+from warpsmith.reference.attention import attention_varlen as reference
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 
 from tests.ops.attention_cases import BF16, FP16, FP32, FP64, SEED, SLOPES, parameters, same_dtype, with_mask

@@ -1,4 +1,5 @@
-"""What the documentation says an op moves is what its benchmark divides by, and the sim counts its accesses."""
+"""What a docstring, and after it the op's page, says an op moves is what its benchmark divides by, and the sim counts
+its accesses."""
 
 import functools
 import importlib
@@ -49,7 +50,7 @@ def documented(op):
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op not in COMPUTE_BOUND | {"adamw", "cross_entropy"}])
-def test_docstring_page_and_benchmark_agree(op):
+def test_docstring_and_benchmark_agree(op):
     forward, backward, counted = documented(op)
     spec = spec_of(op)
     case = next(c for c in spec.cases if not c.dtypes and not c.options.get("packed"))
@@ -58,10 +59,6 @@ def test_docstring_page_and_benchmark_agree(op):
         elements = elements // case.shape[-2] * HEADS[counted](case)
     unit = elements * case.dtype.itemsize
     assert dict(spec.floor_bytes(case)) == {"forward": forward * unit, "backward": backward * unit}
-    page = (ROOT / f"docs/ops/{op}.md").read_text()
-    memory = page[page.index("## Memory") :].split("\n## ")[0]
-    said = {int(n) for n in re.findall(r"\b\d+\b", memory.split("Extra")[0])}
-    assert {forward, backward} <= said, memory
 
 
 def test_cross_entropy_moves_a_logit_in_and_its_gradient_out():

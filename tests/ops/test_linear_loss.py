@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 import warpsmith
-from warpsmith.reference.linear_cross_entropy import linear_cross_entropy as reference
-from warpsmith.reference.linear_log_prob import linear_log_prob as log_prob_reference
+from warpsmith.reference.linear_loss import linear_cross_entropy as reference
+from warpsmith.reference.linear_loss import linear_log_prob as log_prob_reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -37,7 +37,7 @@ def gradients(fn, hidden, weight, *args, up=1.0, **options):
 def peak_bytes(step, leaves):
     """What a step takes on the GPU above what it finds, its gradients included. It runs once before: each thread that
     calls cuBLAS for the first time leaves a workspace of 32 MiB behind, which is torch's."""
-    from benchmarks.bench_linear_loss import peak_mb
+    from benchmarks.cells import peak_mb
 
     step()
     return round(peak_mb(step, leaves) * 1e6)

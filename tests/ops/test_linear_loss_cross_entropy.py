@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 import warpsmith
-from warpsmith.reference.linear_cross_entropy import linear_cross_entropy as reference
+from warpsmith.reference.linear_loss import linear_cross_entropy as reference
 from warpsmith.testing import bitwise_equal, measure
 
 from .test_linear_loss import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 import warpsmith
 from torch.utils._python_dispatch import TorchDispatchMode
-from warpsmith.reference.linear_log_prob import linear_log_prob as reference
+from warpsmith.reference.linear_loss import linear_log_prob as reference
 from warpsmith.testing import bitwise_equal, measure
 
 from .test_linear_loss import BF16, FP64, peak_bytes

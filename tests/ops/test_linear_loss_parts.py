@@ -6,7 +6,7 @@ import pytest
 import torch
 import warpsmith
 from torch.testing import assert_close
-from warpsmith.reference.linear_log_prob import linear_log_prob as reference
+from warpsmith.reference.linear_loss import linear_log_prob as reference
 from warpsmith.testing import bitwise_equal, measure
 
 from tests.optim.adamw_runs import ON_SIM, ORDERS, in_order, moved

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import warpsmith
-from warpsmith.reference.qk_norm_rope import qk_norm_rope as qk_norm_rope_reference
-from warpsmith.reference.rms_norm import rms_norm as rms_norm_reference
+from warpsmith.reference.norm import rms_norm as rms_norm_reference
+from warpsmith.reference.rope import qk_norm_rope as qk_norm_rope_reference
 from warpsmith.testing import measure
 
 ROWS, COLUMNS = 65536, 64

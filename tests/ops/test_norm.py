@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import warpsmith
-from warpsmith.reference.layer_norm import layer_norm as layer_norm_reference
-from warpsmith.reference.rms_norm import rms_norm as rms_norm_reference
+from warpsmith.reference.norm import layer_norm as layer_norm_reference
+from warpsmith.reference.norm import rms_norm as rms_norm_reference
 from warpsmith.testing import BadInput, Case, measure, op_tests
 
 from tests.ops.norm_cases import BF16, FP16, FP32, FP64, but, cases_without_residual, spec_of

@@ -10,8 +10,8 @@ import torch
 import warpsmith
 from torch.utils.checkpoint import checkpoint
 from warpsmith.reference.dropout import dropout_mask
-from warpsmith.reference.dropout_add_layer_norm import dropout_add_layer_norm as dropout_add_layer_norm_reference
-from warpsmith.reference.dropout_add_rms_norm import dropout_add_rms_norm as dropout_add_rms_norm_reference
+from warpsmith.reference.norm import dropout_add_layer_norm as dropout_add_layer_norm_reference
+from warpsmith.reference.norm import dropout_add_rms_norm as dropout_add_rms_norm_reference
 from warpsmith.testing import Case, op_tests
 
 from tests.ops import norm_cases as norm

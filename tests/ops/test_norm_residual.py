@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 import warpsmith
-from warpsmith.reference.add_layer_norm import add_layer_norm as add_layer_norm_reference
-from warpsmith.reference.add_rms_norm import add_rms_norm as add_rms_norm_reference
+from warpsmith.reference.norm import add_layer_norm as add_layer_norm_reference
+from warpsmith.reference.norm import add_rms_norm as add_rms_norm_reference
 from warpsmith.testing import measure, op_tests
 
 from tests.ops import norm_cases as norm

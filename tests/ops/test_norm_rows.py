@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import warpsmith
-from warpsmith.reference.layer_norm import layer_norm as layer_norm_reference
-from warpsmith.reference.rms_norm import rms_norm as rms_norm_reference
+from warpsmith.reference.norm import layer_norm as layer_norm_reference
+from warpsmith.reference.norm import rms_norm as rms_norm_reference
 
 # The chooser of an H200 (132 multiprocessors) has other kernels from 529 rows of 8192 columns on, and for 529 to 1056
 # of 12288. Short rows share a warp, whose last one may lack some; 1600, 2560 and 7168 columns have a block each.

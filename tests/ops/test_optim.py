@@ -7,7 +7,7 @@ import pytest
 import torch
 import warpsmith
 from torch.testing import assert_close
-from warpsmith.reference.adamw import adamw as reference
+from warpsmith.reference.optim import adamw as reference
 from warpsmith.testing import bitwise_equal, cpu_threads, measure
 
 SHAPES = [(), (1,), (3,), (0,), (7, 33), (4096,), (16385,), (2, 3, 5)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import warpsmith
-from warpsmith.reference.qk_norm_rope import normalised
-from warpsmith.reference.qk_norm_rope import qk_norm_rope as norm_reference
-from warpsmith.reference.rope import angles_of, rotate
+from warpsmith.reference.rope import angles_of, normalised, rotate
+from warpsmith.reference.rope import qk_norm_rope as norm_reference
 from warpsmith.reference.rope import rope as rope_reference
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 

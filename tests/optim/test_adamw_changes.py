@@ -10,7 +10,7 @@ import torch
 import warpsmith
 from torch import nn
 from torch.testing import assert_close
-from warpsmith.optim import _tensor_list
+from warpsmith._core import tensor_list
 
 from .adamw_runs import assert_same_bits, make_params, run, set_grads, states_of
 
@@ -120,14 +120,14 @@ CHANGES = [
 ]
 
 
-READERS = {"torchs_reader": _tensor_list.ADDRESS_READER, "dlpack_alone": 0}
+READERS = {"torchs_reader": tensor_list.ADDRESS_READER, "dlpack_alone": 0}
 
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 def test_changes_between_steps_are_seen(change, reader, monkeypatch):
     assert READERS["torchs_reader"], "torch has lost its reader of addresses: both rows would be the same"
-    monkeypatch.setattr(_tensor_list, "ADDRESS_READER", READERS[reader])
+    monkeypatch.setattr(tensor_list, "ADDRESS_READER", READERS[reader])
     ours, theirs = make_params(), make_params()
     a = warpsmith.optim.AdamW(ours, lr=1e-2)
     b = torch.optim.AdamW(theirs, lr=1e-2)
@@ -234,7 +234,7 @@ def test_a_square_parameter_transposed_in_place_is_seen():
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_shortened_parameter_is_seen_by_its_gradient(reader, monkeypatch):
-    monkeypatch.setattr(_tensor_list, "ADDRESS_READER", READERS[reader])
+    monkeypatch.setattr(tensor_list, "ADDRESS_READER", READERS[reader])
     params = make_params(shapes=[(8,), (3,)])
     optimizer = warpsmith.optim.AdamW(params)
     run(optimizer, params, 2)

@@ -7,7 +7,7 @@ import torch
 import warpsmith
 from torch import nn
 from torch.testing import assert_close
-from warpsmith.reference.quantize_blockwise import dequantize_blockwise, dynamic_map, quantize_blockwise
+from warpsmith.reference.optim import dequantize_blockwise, dynamic_map, quantize_blockwise
 from warpsmith.testing import bitwise_equal
 
 from .adamw_runs import ORDERS, assert_same_bits, in_order, make_params, run, set_grads, states_of

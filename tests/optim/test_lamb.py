@@ -7,7 +7,7 @@ import torch
 import warpsmith
 from torch import nn
 from torch.testing import assert_close
-from warpsmith.reference.lamb import lamb as reference
+from warpsmith.reference.optim import lamb as reference
 from warpsmith.testing import bitwise_equal
 
 from .adamw_runs import ON_SIM, STEPS

@@ -8,7 +8,7 @@ import torch
 import warpsmith
 from torch import nn
 from torch.testing import assert_close
-from warpsmith.reference.lion import lion as lion_reference
+from warpsmith.reference.optim import lion as lion_reference
 from warpsmith.testing import bitwise_equal, measure
 
 from .adamw_runs import ON_SIM, ORDERS, STEPS, assert_same_bits, in_order, make_params, run, set_grads, states_of

@@ -19,9 +19,7 @@ OF_KIND = {
     "str": (3, True, ["none"], torch.ones(2), math.nan, "nonsense"),
 }
 NOT_CALLED = {
-    **dict.fromkeys(
-        (amp.Overflow, plan.Case, plan.Error, plan.Prediction, plan.Timed), "a record that the package makes"
-    ),
+    **dict.fromkeys((amp.Overflow, plan.Prediction, plan.Timed), "a record that the package makes"),
     distributed.Context: "init makes it",
     distributed.Watch: "watch makes it",
 }
@@ -105,7 +103,7 @@ REQUIRED = {  # by function: what a right call needs
     plan.calibrate: lambda: {"device": "cpu", "matmul": 8, "repeats": 1, "sizes": (8,)},
     plan.predict: planned,
     plan.scaling: planned,
-    **dict.fromkeys((plan.cases, plan.errors, plan.report, plan.efficiency, plan.fit_link), dict),
+    **dict.fromkeys((plan.efficiency, plan.fit_link), dict),
 }
 NEED_RANKS = {
     *(distributed.ShardedOptimizer, distributed.reduction_plan, distributed.context_parallel_attention),

@@ -6,7 +6,7 @@ namespace warpsmith::test {
 
 template <class T> void check_biased_forward(AttentionData<T>& data) {
   data.solve(true);  // of_out as well
-  expect_ok(attention_forward_supported_sm90(data.forward()));
+  expect_ok(on_hopper(data.forward()));
   under_every_seed([&] {
     data.poison_outputs();
     expect_ok(run_forward(data));
@@ -26,7 +26,7 @@ template <class T> void compare_dbias(const AttentionData<T>& data) {
   if (!data.shape.bias.empty()) expect_within("dbias", data.narrow_dbias, data.want_dbias, data.of_dbias);
 }
 template <class T> void check_biased_backward(AttentionData<T>& data) {
-  expect_ok(attention_backward_supported_sm90(data.backward()));
+  expect_ok(on_hopper(data.backward()));
   solve_gradients(data);
   under_every_seed([&] {
     data.poison_gradients();

@@ -30,10 +30,10 @@ template <class T> void compare_gradients(const AttentionData<T>& data) {
   }
 }
 
-// By the law of the kernel that will run: those that take turns take delta from the rounded out.
+// By the law of the kernel that will run: backward_portable_ordered_dq takes delta from the rounded out.
 template <class T> void solve_gradients(AttentionData<T>& data, bool with_dlse = true) {
   data.delta_of_rounded_out =
-      attention::takes_turns(data.backward().problem, sim::options().properties.max_dynamic_shared_bytes);
+      attention::orders_dq(data.backward().problem, sim::options().properties.max_dynamic_shared_bytes);
   data.solve(true, with_dlse);
 }
 

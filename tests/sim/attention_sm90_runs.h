@@ -19,13 +19,26 @@ template <class T> Tolerance output_tolerance() {
 }
 inline constexpr Tolerance kLseTolerance{.ulps = 0, .relative = 1e-5, .absolute = 1e-5};
 
-template <class T> Status run_forward(AttentionData<T>& data, AttentionFwdParams p) {
-  int64_t bytes = 0;
-  WARPSMITH_RETURN_IF_FAILED(attention_forward_workspace_cuda(p, &bytes));
-  if (data.workspace.size() != static_cast<size_t>(bytes))
-    data.workspace = Buffer<unsigned char>(static_cast<size_t>(bytes));
+inline AttentionForwardPlan hopper_plan(const AttentionFwdParams& p) { return attention_forward_plan_sm90(p); }
+inline AttentionBackwardPlan hopper_plan(const AttentionBwdParams& p) { return attention_backward_plan_sm90(p); }
+
+// Whether a Hopper kernel takes the call, or why none does.
+template <class P> Status on_hopper(const P& p) {
+  const auto choice = hopper_plan(p).hopper;
+  return choice.supported ? Status() : Status::unsupported(choice.why);
+}
+
+template <class T, class P, class Plan> void use_workspace(AttentionData<T>& data, P& p, const Plan& plan) {
+  const auto bytes = static_cast<size_t>(plan.workspace_bytes);
+  if (data.workspace.size() != bytes) data.workspace = Buffer<unsigned char>(bytes);
   p.workspace = data.workspace.data();
-  return attention_forward_cuda(p, nullptr);
+}
+
+template <class T> Status run_forward(AttentionData<T>& data, AttentionFwdParams p) {
+  AttentionForwardPlan plan;
+  WARPSMITH_RETURN_IF_FAILED(attention_forward_plan_cuda(p, plan));
+  use_workspace(data, p, plan);
+  return attention_forward_cuda(p, plan, nullptr);
 }
 template <class T> Status run_forward(AttentionData<T>& data) { return run_forward(data, data.forward()); }
 
@@ -45,12 +58,10 @@ template <class T> void check_forward(const AttentionCase& shape, Tolerance tole
 }
 
 template <class T> Status run_backward(AttentionData<T>& data, AttentionBwdParams p) {
-  int64_t bytes = 0;
-  WARPSMITH_RETURN_IF_FAILED(attention_backward_workspace_cuda(p, &bytes));
-  if (data.workspace.size() != static_cast<size_t>(bytes))
-    data.workspace = Buffer<unsigned char>(static_cast<size_t>(bytes));
-  p.workspace = data.workspace.data();
-  return attention_backward_cuda(p, nullptr);
+  AttentionBackwardPlan plan;
+  WARPSMITH_RETURN_IF_FAILED(attention_backward_plan_cuda(p, plan));
+  use_workspace(data, p, plan);
+  return attention_backward_cuda(p, plan, nullptr);
 }
 template <class T> Status run_backward(AttentionData<T>& data) { return run_backward(data, data.backward()); }
 
@@ -64,8 +75,8 @@ template <class T> void compare_gradients(const AttentionData<T>& data) {
 // By the law of the kernel that will run.
 template <class T> void solve_gradients(AttentionData<T>& data) {
   data.delta_of_rounded_out =
-      attention_backward_supported_sm90(data.backward()).ok() ||
-      attention::takes_turns(data.backward().problem, sim::options().properties.max_dynamic_shared_bytes);
+      on_hopper(data.backward()).ok() ||
+      attention::orders_dq(data.backward().problem, sim::options().properties.max_dynamic_shared_bytes);
   data.solve(true);
 }
 

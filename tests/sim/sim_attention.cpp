@@ -347,6 +347,34 @@ RANDOM_TEST(sections_have_each_tile_once) {
   sections.together = static_cast<int>(random.integer(1, 80));
   expect_each_tile_once(sections);
 }
+// The kernels of a call are chosen once: a launch asks neither for its kernels nor for its workspace again.
+TEST(a_launch_follows_its_plan) {
+  NEEDS_SM90_CODE;
+  AttentionData<bfloat16> data({.queries = 70, .keys = 90, .head_dim = 64, .window_right = 0});
+  AttentionFwdParams f = data.forward();
+  AttentionBwdParams b = data.backward();
+  AttentionForwardPlan forward, forward_elsewhere;
+  AttentionBackwardPlan backward, backward_elsewhere;
+  expect_ok(attention_forward_plan_cuda(f, forward));
+  expect_ok(attention_backward_plan_cuda(b, backward));
+  solve_gradients(data);
+  data.poison_outputs();
+  data.poison_gradients();
+  attention_portable_alone(true);
+  const Status planned_elsewhere = attention_forward_plan_cuda(f, forward_elsewhere);
+  use_workspace(data, f, forward);
+  const Status ran_forward = attention_forward_cuda(f, forward, nullptr);
+  const Status backward_planned_elsewhere = attention_backward_plan_cuda(b, backward_elsewhere);
+  use_workspace(data, b, backward);
+  const Status ran_backward = attention_backward_cuda(b, backward, nullptr);
+  attention_portable_alone(false);
+  for (const Status& s : {planned_elsewhere, ran_forward, backward_planned_elsewhere, ran_backward}) expect_ok(s);
+  expect(forward.hopper.supported && backward.hopper.supported, "Hopper kernels");
+  expect(!forward_elsewhere.hopper.supported && !backward_elsewhere.hopper.supported, "portable kernels");
+  expect(backward.workspace_bytes != backward_elsewhere.workspace_bytes, "a workspace of another size");
+  expect_close("out", data.out.data, data.want_out, output_tolerance<bfloat16>());
+  compare_gradients(data);
+}
 TEST(a_forward_has_small_sections_and_a_large_last_one) {
   const auto check = [](attention::SectionHeads s, int together, int joined) {
     expect_equal("heads together", s.together, together);
@@ -362,8 +390,8 @@ TEST(a_forward_has_small_sections_and_a_large_last_one) {
 TEST(code_below_sm90_is_refused) {
   on_machine(132, 80, [] {
     AttentionData<bfloat16> data({.queries = 64, .keys = 64, .head_dim = 64});
-    expect_refused(attention_forward_sm90(data.forward(), nullptr), "runs no code of sm_90a");
-    expect_refused(attention_backward_sm90(data.backward(), nullptr), "runs no code of sm_90a");
+    expect_refused(on_hopper(data.forward()), "runs no code of sm_90a");
+    expect_refused(on_hopper(data.backward()), "runs no code of sm_90a");
   });
 }
 

@@ -15,7 +15,7 @@ namespace {
 
 template <class T> void check(const AttentionCase& shape) {
   AttentionData<T> data(shape);
-  expect_ok(attention_backward_supported_sm90(data.backward()));
+  expect_ok(on_hopper(data.backward()));
   check_backward<T>(shape);
 }
 
@@ -131,14 +131,14 @@ RANDOM_TEST(random_shapes) {
 TEST(softcap_and_dropout_are_refused) {
   NEEDS_SM90_CODE;
   AttentionData<bfloat16> capped({.queries = 64, .keys = 64, .head_dim = 256, .softcap = 2.0});
-  expect_refused(attention_backward_sm90(capped.backward(), nullptr), "softcap");
+  expect_refused(on_hopper(capped.backward()), "softcap");
   AttentionData<bfloat16> dropped({.queries = 64, .keys = 64, .head_dim = 256, .dropout = 0.1});
-  expect_refused(attention_backward_sm90(dropped.backward(), nullptr), "dropout with head dimensions above 128");
+  expect_refused(on_hopper(dropped.backward()), "dropout with head dimensions above 128");
 }
 TEST(code_below_sm90_is_refused) {
   on_machine(132, 80, [] {
     AttentionData<bfloat16> data({.queries = 64, .keys = 64, .head_dim = 256});
-    expect_refused(attention_backward_sm90(data.backward(), nullptr), "runs no code of sm_90a");
+    expect_refused(on_hopper(data.backward()), "runs no code of sm_90a");
   });
 }
 

@@ -290,8 +290,8 @@ TEST(strided_biases) {
         params.problem.bias_strides = strides;
         return params;
       };
-      expect_ok(attention_forward_supported_sm90(replace(data.forward())));
-      expect_ok(attention_backward_supported_sm90(replace(data.backward())));
+      expect_ok(on_hopper(replace(data.forward())));
+      expect_ok(on_hopper(replace(data.backward())));
       data.poison_gradients();
       expect_ok(run_backward(data, replace(data.backward())));
       compare_gradients(data);
@@ -307,7 +307,7 @@ TEST(what_the_kernels_lack_is_refused) {
   NEEDS_SM90_CODE;
   const auto refused = [](const AttentionCase& shape, const char* why) {
     AttentionData<bfloat16> data(shape);
-    expect_refused(attention_forward_sm90(data.forward(), nullptr), why);
+    expect_refused(on_hopper(data.forward()), why);
   };
   refused({.queries = 64, .keys = 65, .bias = "0011"}, "a bias or mask whose keys are no aligned pairs");
   refused({.queries = 64, .keys = 64, .mask = "0010"}, "a bias or mask whose keys are no aligned pairs");
@@ -318,14 +318,14 @@ TEST(what_the_kernels_lack_is_refused) {
   refused({.queries = 64, .keys = 64, .bias = "0011", .mask = "0011"}, "a bias beside a mask");
   refused({.queries = 64, .keys = 64, .head_dim = 136, .alibi = 1}, "with head dimensions above 128");
   AttentionData<bfloat16> wide({.queries = 64, .keys = 64, .head_dim = 136, .alibi = 1});
-  expect_refused(attention_backward_sm90(wide.backward(), nullptr), "with head dimensions above 128");
+  expect_refused(on_hopper(wide.backward()), "with head dimensions above 128");
   AttentionData<bfloat16> data({.queries = 64, .keys = 64, .bias = "0011"});
   AttentionFwdParams p = data.forward();
   p.problem.bias_strides.q = 33;
-  expect_refused(attention_forward_sm90(p, nullptr), "whose keys are no aligned pairs");
+  expect_refused(on_hopper(p), "whose keys are no aligned pairs");
   p = data.forward();
   p.problem.bias = data.narrow_bias.data() + 1;
-  expect_refused(attention_forward_sm90(p, nullptr), "whose keys are no aligned pairs");
+  expect_refused(on_hopper(p), "whose keys are no aligned pairs");
 }
 
 // Shapes, windows and options at random.
@@ -365,13 +365,13 @@ RANDOM_TEST(random_shapes) {
   sim::options().properties.multiprocessors = static_cast<int>(random.integer(1, 3));
   AttentionData<bfloat16> data(shape, random.bits() % 1000);
   solve_gradients(data);
-  expect_ok(attention_backward_supported_sm90(data.backward()));
+  expect_ok(on_hopper(data.backward()));
   data.poison_gradients();
   expect_ok(run_backward(data));
   compare_gradients(data);
   compare_dbias(data);
   data.poison_outputs();
-  expect_ok(attention_forward_supported_sm90(data.forward()));
+  expect_ok(on_hopper(data.forward()));
   expect_ok(run_forward(data));
   expect_within("out", data.out.data, data.want_out, data.of_out);
   expect_close("lse", data.lse, data.want_lse, kLseTolerance);
@@ -382,8 +382,8 @@ RANDOM_TEST(random_shapes) {
 TEST(code_below_sm90_is_refused) {
   on_machine(132, 80, [] {
     AttentionData<bfloat16> data({.queries = 64, .keys = 64, .bias = "0011"});
-    expect_refused(attention_forward_sm90(data.forward(), nullptr), "runs no code of sm_90a");
-    expect_refused(attention_backward_sm90(data.backward(), nullptr), "runs no code of sm_90a");
+    expect_refused(on_hopper(data.forward()), "runs no code of sm_90a");
+    expect_refused(on_hopper(data.backward()), "runs no code of sm_90a");
   });
 }
 

@@ -43,7 +43,7 @@ TEST(bias_gradient) {
                                   .window_right = kept[0] == '1' ? -1 : 0,
                                   .bias = kept,
                                   .alibi = kept == "1011" ? 1 : 0});
-    expect(attention_dbias_on_sm90(data.backward()), "dbias has a Hopper kernel");
+    expect(hopper_plan(data.backward()).hopper_dbias, "dbias has a Hopper kernel");
     check_biased_backward(data);
   }
 }
@@ -60,7 +60,7 @@ TEST(bias_gradient_in_a_window) {
                                  .window_left = 50,
                                  .window_right = 20,
                                  .bias = "0011"});
-    expect(attention_dbias_on_sm90(data.backward()), "dbias has a Hopper kernel");
+    expect(hopper_plan(data.backward()).hopper_dbias, "dbias has a Hopper kernel");
     check_biased_backward(data);
   }
 }
@@ -88,7 +88,7 @@ TEST(bias_gradient_of_packed_sequences) {
             data.bias[at] = std::nanf("");
             data.narrow_bias[at] = from_float<bfloat16>(data.bias[at]);
           }
-    expect(attention_dbias_on_sm90(data.backward()), "dbias has a Hopper kernel");
+    expect(hopper_plan(data.backward()).hopper_dbias, "dbias has a Hopper kernel");
     check_biased_backward(data);
   }
 }
@@ -96,7 +96,7 @@ TEST(bias_gradients_that_the_portable_kernel_makes) {
   NEEDS_SM90_CODE;
   const auto on_hopper = [](const AttentionCase& shape) {
     AttentionData<bfloat16> data(shape);
-    return attention_dbias_on_sm90(data.backward());
+    return hopper_plan(data.backward()).hopper_dbias;
   };
   expect(on_hopper({.queries = 64, .keys = 64, .bias = "0011"}), "rows in pieces of 16 bytes");
   expect(!on_hopper({.queries = 64, .keys = 68, .bias = "0011"}), "a row of 136 bytes");
@@ -105,13 +105,13 @@ TEST(bias_gradients_that_the_portable_kernel_makes) {
   AttentionData<bfloat16> data({.queries = 64, .keys = 64, .bias = "0011"});
   AttentionBwdParams p = data.backward();
   p.dbias = data.narrow_dbias.data() + 2;
-  expect(!attention_dbias_on_sm90(p), "an address that is no multiple of 16 bytes");
+  expect(!hopper_plan(p).hopper_dbias, "an address that is no multiple of 16 bytes");
 }
 
 TEST(code_below_sm90_has_no_kernel) {
   on_machine(132, 80, [] {
     AttentionData<bfloat16> data({.queries = 64, .keys = 64, .bias = "0011"});
-    expect(!attention_dbias_on_sm90(data.backward()), "code of sm_80");
+    expect(!hopper_plan(data.backward()).hopper_dbias, "code of sm_80");
   });
 }
 

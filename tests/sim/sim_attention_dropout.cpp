@@ -77,7 +77,7 @@ constexpr Tolerance kUnequalWeights{.ulps = 1, .relative = 0, .absolute = 0x1p-7
 template <class T> void check_dropped_forward(const AttentionCase& shape) {
   AttentionData<T> data(shape);
   data.solve(true);  // of_out as well
-  expect_ok(attention_forward_supported_sm90(data.forward()));
+  expect_ok(on_hopper(data.forward()));
   under_every_seed([&] {
     data.poison_outputs();
     expect_ok(run_forward(data));
@@ -93,7 +93,7 @@ template <class T> void check_dropped_forward(const AttentionCase& shape) {
 }
 
 template <class T> void check_dropped_backward(const AttentionCase& shape) {
-  expect_ok(attention_backward_supported_sm90(AttentionData<T>(shape).backward()));
+  expect_ok(on_hopper(AttentionData<T>(shape).backward()));
   check_backward<T>(shape);
 }
 
@@ -202,7 +202,7 @@ TEST(backward_packed_and_windows) {
 TEST(a_softcap_beside_it_is_refused) {
   NEEDS_SM90_CODE;
   AttentionData<bfloat16> data({.queries = 64, .keys = 64, .softcap = 2, .dropout = 0.1});
-  expect_refused(attention_forward_sm90(data.forward(), nullptr), "dropout beside a softcap");
+  expect_refused(on_hopper(data.forward()), "dropout beside a softcap");
 }
 // Forward and backward, of shapes and windows at random.
 RANDOM_TEST(random_shapes) {

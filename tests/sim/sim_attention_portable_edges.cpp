@@ -278,22 +278,22 @@ TEST(what_no_kernel_takes) {
   AttentionData<bfloat16> data({.queries = 20, .keys = 20, .head_dim = 16});
   AttentionFwdParams f = data.forward();
   f.problem.dtype = Dtype::float64;
-  expect_refused(attention_forward_portable(f, nullptr), "no portable kernel for float64");
+  expect_refused(attention_forward_supported_portable(f), "no portable kernel for float64");
   f = data.forward();
   f.k = data.k.data.data() + 1;
-  expect_refused(attention_forward_portable(f, nullptr), "no multiples of 16 bytes");
+  expect_refused(attention_forward_supported_portable(f), "no multiples of 16 bytes");
   f = data.forward();
   f.out_strides.seq += 1;
-  expect_refused(attention_forward_portable(f, nullptr), "no multiples of 16 bytes");
+  expect_refused(attention_forward_supported_portable(f), "no multiples of 16 bytes");
   f = data.forward();
   f.problem.batch = int64_t{1} << 31;
-  expect_refused(attention_forward_portable(f, nullptr), "more than 2^31 - 1 tiles");
+  expect_refused(attention_forward_supported_portable(f), "more than 2^31 - 1 tiles");
   AttentionBwdParams b = data.backward();
   b.dv = data.dv.data.data() + 4;
-  expect_refused(attention_backward_portable(b, nullptr), "no multiples of 16 bytes");
+  expect_refused(attention_backward_supported_portable(b), "no multiples of 16 bytes");
   b = data.backward();
   b.problem.seqlen_k = int64_t{1} << 28;
-  expect_refused(attention_backward_portable(b, nullptr), "sequences of 2^28 tokens or more");
+  expect_refused(attention_backward_supported_portable(b), "sequences of 2^28 tokens or more");
 }
 
 }  // namespace

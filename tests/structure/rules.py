@@ -23,12 +23,10 @@ OF_A_FAMILY = (
     "tests/sim/sim_{0}.cpp",
     "tests/ops/test_{0}*.py",
     "benchmarks/bench_{0}.py",
-)
-OF_AN_OP = (
-    "python/warpsmith/ops/{0}.py",
-    "python/warpsmith/reference/{0}.py",
     "docs/ops/{0}.md",
 )
+# The family's files that define a public function for each op.
+DEFINING = ("python/warpsmith/ops/{0}.py", "python/warpsmith/reference/{0}.py")
 # What holds files of families, and of nothing else.
 FAMILIES_ROOMS = ("csrc/cpu/*.cpp", "csrc/bindings/*.cpp", "tests/sim/sim_*.cpp")
 # Sim programs of the machine and of the vocabulary of device code, and of kernels that are not the package's.
@@ -38,19 +36,25 @@ NOT_A_FAMILYS = {
 }
 
 
+def functions_of(path):
+    """The names of a module's public functions."""
+    text = path.read_text() if path.exists() else ""
+    return set(re.findall(r"^def ([a-z]\w*)", text, re.MULTILINE))
+
+
 def missing_rooms(root, rows, optimizers=()):
     """What a row of a family's list lacks: files of the family, files of the op, cases in the family's tests."""
     found = []
     for family in dict.fromkeys(row.family for row in rows):
         wanted = [pattern.format(family) for pattern in OF_A_FAMILY]
         found += [f"{family}: {pattern} is missing" for pattern in wanted if not any(root.glob(pattern))]
-    ops = {row.name for row in rows}
     for name in optimizers:
-        wanted = [f"python/warpsmith/optim/{name}.py"] + [f"docs/optim/{name}.md"] * (name not in ops)
-        found += [f"{name}: {path} is missing" for path in wanted if not (root / path).exists()]
+        path = f"python/warpsmith/optim/{name}.py"
+        found += [f"{name}: {path} is missing"] * (not (root / path).exists())
     for row in rows:
-        wanted = [pattern.format(row.name) for pattern in OF_AN_OP]
-        found += [f"{row.name}: {pattern} is missing" for pattern in wanted if not any(root.glob(pattern))]
+        for path in (pattern.format(row.family) for pattern in DEFINING):
+            if row.name not in functions_of(root / path):
+                found.append(f"{row.name}: {path} does not define it")
         tests = [path.read_text() for path in root.glob(f"tests/ops/test_{row.family}*.py")]
         if not any(re.search(rf'\b{row.name}\b|families\.rows\("{row.body}"\)', text) for text in tests):
             found.append(f"{row.name}: no cases in tests/ops/test_{row.family}*.py")
@@ -69,8 +73,10 @@ def without_a_row(root, rows):
     for path in sorted((root / "csrc/kernels").glob("*")):
         if path.is_dir() and path.name not in known:
             found.append(f"{path.relative_to(root).as_posix()}: has no list of ops")
-    public = {p.stem for p in (root / "python/warpsmith/ops").glob("*.py") if not p.stem.startswith("_")}
-    return found + [f"python/warpsmith/ops/{op}.py: has no row" for op in sorted(public - {row.name for row in rows})]
+    for path in sorted((root / "python/warpsmith/ops").glob("[a-z]*.py")):
+        strays = functions_of(path) - {row.name for row in rows if row.family == path.stem}
+        found += [f"{path.relative_to(root).as_posix()}: {op} has no row" for op in sorted(strays)]
+    return found
 
 
 # Folders that go on sys.path, in the processes of tests for instance.

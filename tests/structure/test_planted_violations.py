@@ -78,7 +78,7 @@ INCLUDES = [
 
 NOTEBOOK = json.dumps({"cells": [
     {"cell_type": "markdown", "source": ["not python"]},
-    {"cell_type": "code", "source": ["%matplotlib inline\n", "import warpsmith\n", "warpsmith._load\n"]},
+    {"cell_type": "code", "source": ["%matplotlib inline\n", "import warpsmith\n", "warpsmith._core.load\n"]},
 ]})
 IMPORTS = [
     ("python/warpsmith/reference/a.py", "from warpsmith.ops.scale import scale", "torch alone"),
@@ -89,9 +89,9 @@ IMPORTS = [
     ("python/warpsmith/ops/a.py", "def f():\n    import warpsmith.testing", "must not use testing"),
     ("python/warpsmith/nn/a.py", "import torch\ny = torch.ops.warpsmith.scale", "uses torch.ops"),
     ("python/warpsmith/optim/a.py", "import torch\nf = lambda: torch.ops.warpsmith.adamw()", "uses torch.ops"),
-    ("tests/ops/test_a.py", "from warpsmith.ops._library import raw", "private name"),
-    ("python/warpsmith/_load.py", "def f():\n    from warpsmith.tools import main", "every room stands on _load"),
-    ("benchmarks/a.py", "import warpsmith._load", "private name"),
+    ("tests/ops/test_a.py", "from warpsmith._core.library import raw", "private name"),
+    ("python/warpsmith/_core/load.py", "def f():\n    from warpsmith.cli import main", "_core must not use cli"),
+    ("benchmarks/a.py", "import warpsmith._core.load", "private name"),
     ("python/warpsmith/nn/a.py", "from lab import lab", "nothing uses lab"),
     ("examples/a.py", "import warpsmith\nwarpsmith.ops.scale._check(1)", "private name"),
     ("tests/test_a.py", "from warpsmith.nn import _hidden", "private name"),
@@ -99,10 +99,10 @@ IMPORTS = [
 ]
 CLEAN_IMPORTS = {
     "python/warpsmith/reference/a.py": "import torch\nfrom warpsmith.reference.b import b",
-    "python/warpsmith/ops/a.py": "from warpsmith.ops._library import raw\nimport torch\nx = torch.ops.warpsmith.a",
+    "python/warpsmith/ops/a.py": "from warpsmith._core.library import raw\nimport torch\nx = torch.ops.warpsmith.a",
     "python/warpsmith/nn/a.py": "from warpsmith.ops.a import a",
-    "python/warpsmith/_start.py": "from warpsmith.tools import main",
-    "python/warpsmith/_plan.py": "from warpsmith import _C",
+    "python/warpsmith/_start.py": "from warpsmith.cli import main",
+    "python/warpsmith/nn/_dispatch.py": "from warpsmith import _C",
     "tests/test_a.py": "import warpsmith\nfrom warpsmith.testing import op_tests\nprint(warpsmith.__version__)",
 }
 LATE_IMPORTS = [
@@ -122,7 +122,8 @@ def complete(op, family):
     """A family of one op, with all of its files."""
     paths = [pattern.format(family).replace("*", "") for pattern in rules.OF_A_FAMILY]
     paths = [path.replace(f"{family}/.cu", f"{family}/body.cu").replace("/_", "/a_") for path in paths]
-    made = dict.fromkeys(paths + [pattern.format(op) for pattern in rules.OF_AN_OP], "")
+    made = dict.fromkeys(paths, "")
+    made |= dict.fromkeys((pattern.format(family) for pattern in rules.DEFINING), f"def {op}(x):\n    return x\n")
     return {**made, f"tests/ops/test_{family}.py": f"SPECS = [{op}]"}
 
 
@@ -135,7 +136,7 @@ STRAYS = {
     "csrc/bindings/shift.cpp": "belongs to no family",
     "tests/sim/sim_shift.cpp": "belongs to no family",
     "csrc/kernels/shift/a.cu": "has no list of ops",
-    "python/warpsmith/ops/shift.py": "has no row",
+    "python/warpsmith/ops/shift.py": "shift has no row",
 }
 
 
@@ -165,16 +166,18 @@ PLANTED = [
       "python/warpsmith/ops/d.py": "import warpsmith", "python/warpsmith/b.py": "import torch"}, []),
     (missing_rooms, BOTH, []),
     *((missing_rooms, {k: v for k, v in BOTH.items() if k != path}, ["norm: " if "norm" in path else "scale: "])
-      for path in NORM if not path.startswith("tests/ops/")),
+      for path in NORM if not path.startswith(("tests/ops/", "python/"))),
+    *((missing_rooms, {k: v for k, v in BOTH.items() if k != path}, [f"scale: {path} does not define it"])
+      for path in NORM if path.startswith("python/")),
     (missing_rooms, {k: v for k, v in BOTH.items() if k != "tests/ops/test_norm.py"},
      ["norm: tests/ops/test_norm*.py is missing", "scale: no cases in tests/ops/test_norm*.py"]),
     (missing_rooms, {**BOTH, "tests/ops/test_norm.py": "[scales]"}, ["scale: no cases in tests/ops/test_norm*.py"]),
     (missing_rooms, {**BOTH, "tests/ops/test_norm.py": 'families.rows("NORM")'}, []),
     (missing_optimizers, complete("scale", "optim"),
      [f"{path} is missing" for path in ("scale: python/warpsmith/optim/scale.py",
-                                        "heavy: python/warpsmith/optim/heavy.py", "heavy: docs/optim/heavy.md")]),
+                                        "heavy: python/warpsmith/optim/heavy.py")]),
     (without_a_row, NORM, []),
-    (without_a_row, {**NORM, **dict.fromkeys(STRAYS, "")},
+    (without_a_row, {**NORM, **dict.fromkeys(STRAYS, "def shift(x):\n    return x\n")},
      [f"{path.removesuffix('/a.cu')}: {why}" for path, why in STRAYS.items()]),
     (too_long, {"python/a.py": "x = 1\n" * 801, "python/b.py": "x = 1\n" * 800},
      ["python/a.py: 801 lines (limit 800)", "b.py: needs no exception"]),

@@ -48,11 +48,24 @@ def test_every_file_of_an_op_or_family_has_its_row():
     none(rules.without_a_row(ROOT, families.rows()))
 
 
-def test_the_generated_tables_are_those_of_the_rows():
-    sys.path.insert(0, str(ROOT / "docs"))
-    import op_tables
+@pytest.fixture
+def op_tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("op_tables")
 
+
+def test_the_generated_tables_are_those_of_the_rows(op_tables):
     none(op_tables.stale())
+
+
+def test_the_section_of_a_new_op_is_begun_in_its_place(op_tables):
+    page = (ROOT / "docs/ops/activation.md").read_text()
+    before, rest = page.split("\n## reglu\n")
+    begun = op_tables.with_sections("activation", before + rest[rest.index("\n## ") :])
+    assert [x for x in begun.splitlines() if x.startswith("## ")] == [
+        x for x in page.splitlines() if x.startswith("## ")
+    ]
+    assert "## reglu\n\nThe gated linear unit with a rectifier.\n\n<!-- reglu: begin -->\nAs [`swiglu`]" in begun
 
 
 def test_no_module_hides_a_package():

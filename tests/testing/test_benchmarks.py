@@ -14,12 +14,17 @@ from tools import families
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("command", [["-m", "benchmarks"], ["benchmarks/run.py"]], ids=["module", "script"])
-def test_a_quick_run_prints_a_table_and_writes_json(tmp_path, command):
+def test_a_quick_run_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "rows.json"
-    arguments = ["--quick", "--device", "cpu", "--op", "rms_norm", "--op", "adamw", "--op", "host", "--json", str(out)]
+    ops = ("rms_norm", "adamw", "host", "cross_entropy", "scaled_step", "gpt2")
+    arguments = ["--quick", "--device", "cpu", "--json", str(out), *(word for op in ops for word in ("--op", op))]
     run = subprocess.run(
-        [sys.executable, *command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     read = json.loads(out.read_text())
@@ -54,22 +59,22 @@ def toy_benchmarks(monkeypatch):
     def bad(device, options):
         raise RuntimeError("boom")
 
-    import benchmarks.run
+    import benchmarks.__main__
 
-    monkeypatch.setattr(benchmarks.run, "available", lambda: ["bad", "good"])
-    monkeypatch.setattr(benchmarks.run, "runners", lambda: {"bad": bad, "good": good})
+    monkeypatch.setattr(benchmarks.__main__, "available", lambda: ["bad", "good"])
+    monkeypatch.setattr(benchmarks.__main__, "runners", lambda: {"bad": bad, "good": good})
     return benchmarks
 
 
 def test_a_benchmark_that_breaks_does_not_stop_the_others(toy_benchmarks, tmp_path, results, capsys):
     out = tmp_path / "rows.json"
-    assert toy_benchmarks.run.main(["--device", "cpu", "--json", str(out), "--rounds", "7"]) == 1
+    assert toy_benchmarks.__main__.main(["--device", "cpu", "--json", str(out), "--rounds", "7"]) == 1
     assert "RuntimeError: boom" in capsys.readouterr().err
     read = json.loads(out.read_text())
     assert [r["value"] for r in read["rows"]] == [7.0]
     assert read["environment"]["failed"] == ["bad on cpu"]
     more = ["--device", "cpu", "--json", str(out), "--skip", "1"]
-    assert toy_benchmarks.run.main(more) == 1, "what failed before the rows were kept still counts"
+    assert toy_benchmarks.__main__.main(more) == 1, "what failed before the rows were kept still counts"
     read = json.loads(out.read_text())
     assert len(read["rows"]) == 2
     table = {run.name: run for run in toy_benchmarks.recorded.load(results)}
@@ -81,10 +86,10 @@ def test_a_benchmark_that_breaks_does_not_stop_the_others(toy_benchmarks, tmp_pa
 
 def test_rows_go_where_they_should_and_of_a_quick_run_nowhere(toy_benchmarks, tmp_path, results):
     arguments = ["--device", "cpu", "--op", "good"]
-    assert toy_benchmarks.run.main([*arguments, "--quick"]) == 0 and not results.exists()
-    assert toy_benchmarks.run.main([*arguments, "--results", str(tmp_path / "mine")]) == 0 and not results.exists()
+    assert toy_benchmarks.__main__.main([*arguments, "--quick"]) == 0 and not results.exists()
+    assert toy_benchmarks.__main__.main([*arguments, "--results", str(tmp_path / "mine")]) == 0 and not results.exists()
     assert "\ngood,cpu,1,float32,forward,warpsmith," in (tmp_path / "mine/results.csv").read_text()
-    assert toy_benchmarks.run.main(arguments) == 0
+    assert toy_benchmarks.__main__.main(arguments) == 0
     assert sorted(path.name for path in results.iterdir()) == ["recordings.csv", "results.csv"]
 
 
@@ -95,9 +100,9 @@ def test_a_cell_without_our_time_fails_the_run_and_keeps_its_row(toy_benchmarks,
         cell = ("good", "big", "float32", "forward")
         return [Row(*cell, "warpsmith", None, note="no room"), Row(*cell, "torch", None, note="no room either")]
 
-    monkeypatch.setattr(toy_benchmarks.run, "runners", lambda: {"good": rows})
+    monkeypatch.setattr(toy_benchmarks.__main__, "runners", lambda: {"good": rows})
     out = tmp_path / "rows.json"
-    assert toy_benchmarks.run.main(["--device", "cpu", "--json", str(out), "--op", "good"]) == 1
+    assert toy_benchmarks.__main__.main(["--device", "cpu", "--json", str(out), "--op", "good"]) == 1
     read = json.loads(out.read_text())
     assert len(read["rows"]) == 2 and read["environment"]["failed"] == ["good on cpu: big: no room"]
     assert "no room" in capsys.readouterr().out.splitlines()[-2]
@@ -106,13 +111,13 @@ def test_a_cell_without_our_time_fails_the_run_and_keeps_its_row(toy_benchmarks,
 def test_a_lost_gpu_costs_one_benchmark(toy_benchmarks, tmp_path, monkeypatch):
     """The process is replaced by one that has the other ops still to do."""
     started = []
-    monkeypatch.setattr(toy_benchmarks.run, "context_is_lost", lambda: True)
-    monkeypatch.setattr(toy_benchmarks.run.os, "execv", lambda path, arguments: started.append(arguments))
+    monkeypatch.setattr(toy_benchmarks.__main__, "context_is_lost", lambda: True)
+    monkeypatch.setattr(toy_benchmarks.__main__.os, "execv", lambda path, arguments: started.append(arguments))
     arguments = ["--device", "cpu", "--json", str(tmp_path / "rows.json"), "--op", "bad", "--op", "good", "--op", "bad"]
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
-    toy_benchmarks.run.main(sys.argv[1:])
+    toy_benchmarks.__main__.main(sys.argv[1:])
     monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments, "--skip", "1"])
-    toy_benchmarks.run.main(sys.argv[1:])
+    toy_benchmarks.__main__.main(sys.argv[1:])
     command = [sys.executable, "-m", "benchmarks", *arguments, "--skip"]
     assert started == [[*command, "1"], [*command, "2"], [*command, "2"]]
 
@@ -132,7 +137,7 @@ def test_the_timing_process_finds_what_was_compiled_before_it(tmp_path):
 
 
 def test_the_hosts_times_come_first_and_then_the_longest():
-    from benchmarks import run
+    from benchmarks import __main__ as run
 
     names = run.available()
     assert names[:3] == ["host", "adamw", "gpt2"]
@@ -143,24 +148,24 @@ def test_the_hosts_times_come_first_and_then_the_longest():
 def test_what_there_is_no_time_for_is_named(toy_benchmarks, tmp_path, capsys):
     out = tmp_path / "rows.json"
     arguments = ["--device", "cpu", "--json", str(out), "--op", "good", "--op", "bad"]
-    assert toy_benchmarks.run.main([*arguments, "--until", "1"]) == 0
+    assert toy_benchmarks.__main__.main([*arguments, "--until", "1"]) == 0
     assert json.loads(out.read_text())["environment"]["left_out"] == ["good on cpu", "bad on cpu"]
-    assert toy_benchmarks.run.main([*arguments, "--until", str(time.time() + 1000)]) == 1
+    assert toy_benchmarks.__main__.main([*arguments, "--until", str(time.time() + 1000)]) == 1
     assert json.loads(out.read_text())["environment"]["left_out"] == []
     capsys.readouterr()
-    toy_benchmarks.run.main(["--device", "cpu", "--op", "good", "--warm-compile", "1", "--until", "1"])
+    toy_benchmarks.__main__.main(["--device", "cpu", "--op", "good", "--warm-compile", "1", "--until", "1"])
     assert "compiled: 0 calls, 0 failed" in (printed := capsys.readouterr().out)
     assert printed.endswith("no time for all of good on cpu: left out\n")
 
 
 def test_other_work_on_the_host_is_seen():
-    from benchmarks import host_load
+    from benchmarks import __main__ as run
 
-    if not host_load.busy_seconds():
+    if not run.busy_seconds():
         pytest.skip("this system does not say how busy its cores are")
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        load = host_load.HostLoad()
+        load = run.HostLoad()
         time.sleep(1)
         assert load.others_busy_cores() > 0.3
     finally:
@@ -168,11 +173,12 @@ def test_other_work_on_the_host_is_seen():
         busy.wait()
 
 
-def test_an_unknown_op_is_refused():
-    command = [sys.executable, "-m", "benchmarks", "--op", "absent"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 2
-    assert "invalid choice: 'absent'" in run.stderr
+def test_an_unknown_op_is_refused(capsys):
+    from benchmarks import __main__ as run
+
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--op", "absent"])
+    assert "invalid choice: 'absent'" in capsys.readouterr().err
 
 
 def test_what_liger_patches_is_in_no_other_contenders_step(monkeypatch):
@@ -181,7 +187,7 @@ def test_what_liger_patches_is_in_no_other_contenders_step(monkeypatch):
 
     import torch
 
-    from benchmarks import bench_llama
+    from benchmarks import bench_train
     from benchmarks.cells import Options
 
     modeling = sys.modules[transformers.LlamaForCausalLM.__module__]
@@ -199,10 +205,10 @@ def test_what_liger_patches_is_in_no_other_contenders_step(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     options = Options(quick=True)
-    runs = [make(bench_llama.model_of("cpu", options)) for make in (bench_llama.LigerRun, bench_llama.Run)]
+    runs = [make(bench_train.llama_model("cpu", options)) for make in (bench_train.LigerRun, bench_train.Run)]
     counts = []
     for run in (*runs, runs[0]):
         run.step(torch.zeros(1, 4, dtype=torch.int64))
         counts.append(len(calls))
-    layers = bench_llama.SMALL["num_hidden_layers"]
+    layers = bench_train.SMALL["num_hidden_layers"]
     assert counts == [layers, layers, 2 * layers] and modeling.apply_rotary_pos_emb is plain

@@ -6,7 +6,7 @@ import pytest
 import torch
 from warpsmith.train import sync_audit
 
-from benchmarks import bench_step
+from benchmarks import bench_train
 from benchmarks.cells import Options
 from benchmarks.step_scripts import SCRIPTS, match
 
@@ -15,7 +15,7 @@ from benchmarks.step_scripts import SCRIPTS, match
 def test_a_script_steps_without_a_wait(name):
     """Its backward neither: torch's formulas of some gradients, as prod's, read a number of the device."""
     torch.manual_seed(0)
-    script = {**SCRIPTS, "gpt2": bench_step.gpt2}[name]("cpu", tiny=True)
+    script = {**SCRIPTS, "gpt2": bench_train.gpt2_script}[name]("cpu", tiny=True)
     before = [p.detach().clone() for p in script.state[0].parameters()]
     with sync_audit("cpu") as audit:
         losses = [script.step(*script.batch).detach() for _ in range(20)]
@@ -35,7 +35,7 @@ def test_matching_gives_each_target_the_cheapest_query_left():
 
 
 def test_the_benchmark_has_both_ways():
-    rows = bench_step.run("cpu", Options(rounds=3, quick=True))
+    rows = bench_train.run_step("cpu", Options(rounds=3, quick=True))
     assert {(r.direction, r.contender) for r in rows} == {
         (direction, who) for direction in ("step", "host") for who in ("warpsmith", "eager")
     }
@@ -46,15 +46,15 @@ def test_a_script_that_cannot_be_captured_has_its_reason(monkeypatch):
     """And one that breaks leaves the rows of the others."""
 
     def stand_in(make, device, tiny):
-        if make is bench_step.gpt2:
+        if make is bench_train.gpt2_script:
             raise RuntimeError("boom")
         calls = {who: (lambda: torch.ones(()), ()) for who in ("warpsmith", "eager")}
         return calls, SimpleNamespace(fallback_reason="a.py:1: x.item(): the host waits for the device")
 
-    monkeypatch.setattr(bench_step, "contenders_of", stand_in)
+    monkeypatch.setattr(bench_train, "eager_and_captured", stand_in)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(bench_step, "BUDGET_S", {"cuda": 0.01})
-    rows = bench_step.run("cuda", Options(rounds=3))
+    monkeypatch.setattr(bench_train, "STEP_BUDGET_S", {"cuda": 0.01})
+    rows = bench_train.run_step("cuda", Options(rounds=3))
     ours = {(r.shape, r.direction): r for r in rows if r.contender == "warpsmith"}
     assert {shape for shape, _ in ours} == {*SCRIPTS, "gpt2"} and all(r.value is None for r in ours.values())
     assert (

@@ -260,7 +260,7 @@ def test_exit_codes(tmp_path, capsys, options, arguments, code):
 
 
 def warpsmith_main(arguments):
-    from warpsmith.tools import main
+    from warpsmith.cli import main
 
     return main(arguments)
 

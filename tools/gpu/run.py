@@ -50,7 +50,7 @@ GIB_OF_A_PROCESS = 10  # of the tests that run beside each other; those that tak
 RACECHECK = "--racecheck-indirect-barrier-dependency --kernel-name-exclude kns=backward_sm90"
 # The first option, of 2023.3, follows an order through __syncwarp to another lane's arrival at an mbarrier. racecheck
 # does not follow the order from reads to one thread's bulk copy, as in backward_sm90's statistics: the thread sanitizer
-# of the host layer does (docs/design/2026-11-22-attention-sm90.md).
+# of the host layer does (docs/design/attention.md).
 SANITIZERS = {"memcheck": "--padding 256", "racecheck": RACECHECK, "initcheck": "", "synccheck": ""}
 CLEAN = r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed \(0 errors, 0 warnings\)"
 CARD = "import torch; print(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0], sep='; ')"
@@ -205,7 +205,8 @@ def jobs_of(stage: str, code: str, ops: list[str], free_bytes: int, limit_s: flo
         judge = matching(r"[1-9]\d* vectors checked on (?!host|no device).*, 0 differ")
         return [Job(stage, [sys.executable, "tools/gpu/conformance/pins.py", "replay"], judge)]
     if stage == "compile":  # by the driver, before many tests ask for the same
-        names = sorted(path.stem for path in (ROOT / "python/warpsmith/ops").glob("[a-z]*.py"))
+        texts = [path.read_text() for path in (ROOT / "python/warpsmith/ops").glob("[a-z]*.py")]
+        names = sorted({name for text in texts for name in re.findall(r"^def ([a-z]\w*)", text, re.MULTILINE)})
         return [Job(f"compile {op}", [*WORKLOAD, "--op", op, "--cases", "1"], did_work, env) for op in names]
     if stage == "tests":
         return [Job(stage, [*PYTEST, "-m", "gpu and not alone", *spread(free_bytes, cores), "tests"], tested, env)]

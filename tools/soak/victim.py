@@ -18,7 +18,8 @@ import torch.distributed as dist
 import warpsmith
 from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
-from warpsmith.distributed import ShardedOptimizer, accurate_hook, hook
+from warpsmith.distributed import ShardedOptimizer, accurate_hook
+from warpsmith.distributed.gradients import hook
 from warpsmith.train import checkpointer, safetensors_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "train"))
@@ -72,7 +73,7 @@ def set_traps(trap, model):
     last.register_hook(lambda _: trap.at("in the backward, before the first bucket"))
     first.register_hook(lambda _: trap.at("in the backward, after the first bucket"))
     trap.before("before the ranks exchange a bucket", dist, "all_to_all_single")
-    for module in (hook, sys.modules["warpsmith.distributed.gradient_shards"]):
+    for module in (hook, sys.modules["warpsmith.distributed.sharded.gradient_shards"]):
         trap.before("between exchange and sum", module, "mean_in_rank_order")
     trap.before("in save, before the exchange", checkpointer, "all_gather_bytes")
     trap.before("while the checkpoint is written", safetensors_file, "write_file")

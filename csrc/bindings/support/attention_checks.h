@@ -13,7 +13,7 @@
 // The inputs of attention, attention_varlen and their backward, and the checks that turn them into a problem.
 namespace warpsmith::attention {
 
-// The inputs that forward and backward share.
+// The inputs that forward and backward share, in the order of the schema.
 struct Inputs {
   Tensor q;
   OptionalTensor k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, sink, seed;
@@ -22,6 +22,7 @@ struct Inputs {
   int64_t window_left, window_right;
   std::optional<double> softmax_scale;
   double softcap, dropout_p;
+  bool deterministic;
   std::optional<std::vector<int64_t>> dropout_place;  // in the order of AttentionDropoutPlace; none: the call itself
 };
 

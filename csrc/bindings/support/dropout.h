@@ -4,7 +4,7 @@
 
 namespace warpsmith {
 
-// The dropout of a call: `seed` as python/warpsmith/ops/_dropout.py draws it, or none for no dropout. The tensor must
+// The dropout of a call: `seed` as python/warpsmith/_core/dropout.py draws it, or none for no dropout. The tensor must
 // outlive the kernel's launch, as every argument does.
 inline Dropout check_dropout(const char* op, const std::optional<Tensor>& seed, double p, const Tensor& like) {
   if (!(p >= 0 && p <= 1)) refuse(op, "p", "a number in [0, 1]", std::to_string(p));

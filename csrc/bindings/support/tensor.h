@@ -91,7 +91,7 @@ inline std::string short_text(double value) {
   return text;
 }
 
-// Refuses what is not finite in the arithmetic of a dtype: float64's own, float32 for every other.
+// Refuses a number that is not finite in the arithmetic of a dtype: float64 for float64, float32 for other dtypes.
 inline void check_finite(const char* op, const char* argument, double value, Dtype dtype) {
   const bool wide = dtype == Dtype::float64;
   const double most = wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();

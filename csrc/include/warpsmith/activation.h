@@ -9,7 +9,7 @@
 
 // Activations with gradients: a function for each row of detail/activation_ops.h, and dropout_add.
 //
-// Input that does not fit throws an error that names op, argument, what was expected and what came.
+// Bad input throws an error that names op, argument, what was expected and what was given.
 namespace warpsmith {
 namespace detail {
 
@@ -32,7 +32,7 @@ inline variable_list gated_gradients(const Op& op, Backward& b) {
   for (size_t i = 0; i < 2; ++i)
     if (b.wanted[i]) {
       const at::Tensor written = b.arguments[i].toTensor();
-      // As after torch's own in-place operations: who still needs the old values is refused.
+      // As after torch's own in-place operations: a gradient that needs the old values is refused.
       if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
       result[i] = written.detach();
     }
@@ -50,7 +50,7 @@ inline at::Tensor gated(const Op& op, Stack arguments) {
   return call(op, std::move(arguments))[0];
 }
 
-// residual takes what comes in, and so does x where nothing is dropped.
+// The gradient of residual is the upstream gradient; so is that of x if nothing is dropped.
 inline variable_list dropout_add_gradients(const Op& op, Backward& b) {
   const bool dropped = b.wanted[0] && !b.arguments[2].isNone();
   return {dropped ? raw_gradients(op, b)[0] : b.grads[0], b.grads[0]};

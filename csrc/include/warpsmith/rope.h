@@ -7,7 +7,7 @@
 
 // Rotary position embedding with gradients: rope and qk_norm_rope.
 //
-// Input that does not fit throws an error that names op, argument, what was expected and what came.
+// Bad input throws an error that names op, argument, what was expected and what was given.
 namespace warpsmith {
 
 struct RopeOptions {

@@ -6,6 +6,7 @@
 #include "common/host_device.h"
 #include "common/parallel.h"
 #include "common/status.h"
+#include "kernels/attention/attention_config.h"
 
 // Scaled dot-product attention. One params struct serves sequences of equal length and packed sequences (varlen).
 //
@@ -93,15 +94,17 @@ struct AttentionFwdParams {
   void* lse;       // [batch, heads_q, seqlen_q], or packed [heads_q, total_q]; contiguous, float; null: not wanted
   void* lse_rest;  // as lse; null: not wanted
   AttentionStrides q_strides, k_strides, v_strides, out_strides;
-  // attention_forward_workspace_*() bytes, aligned to 256, contents undefined; null if that is 0.
+  // The plan's workspace_bytes, aligned to 256, contents undefined; null if that is 0.
   void* workspace;
 };
 
 // p = exp((s - lse) - lse_rest), m = kept * dropout.scale, delta = dot(dout[i], out[i]) - dlse[i]:
 //   dv[j] = sum over i of p * m * dout[i]          ds = p * (m * dot(dout[i], v[j]) - delta)
-//   dsink = -sum over b, i of exp((sink - lse) - lse_rest) * delta       dbias = ds, summed over the dimensions of
-//   stride 0 ds *= 1 - (capped s / softcap)^2 if softcap > 0 dq[i] = softmax_scale * sum over j of ds * k[j] dk[j] =
-//   softmax_scale * sum over i of ds * q[i]
+//   dsink = -sum over b, i of exp((sink - lse) - lse_rest) * delta
+//   dbias = ds, summed over the dimensions of stride 0
+//   ds   *= 1 - (capped s / softcap)^2                                       if softcap > 0
+//   dq[i] = softmax_scale * sum over j of ds * k[j]
+//   dk[j] = softmax_scale * sum over i of ds * q[i]
 // dk and dv are summed over the query heads that share a key head.
 struct AttentionBwdParams {
   AttentionProblem problem;
@@ -121,14 +124,15 @@ struct AttentionBwdParams {
   AttentionStrides dout_strides, q_strides, k_strides, v_strides, out_strides, dq_strides, dk_strides, dv_strides;
   AttentionBiasStrides dbias_strides;  // 0 where bias_strides is 0 or the size is 1
   bool deterministic;                  // the same bits on every run; false allows a faster path with atomics
-  // attention_backward_workspace_*() bytes, aligned to 256, contents undefined; null if that is 0. Holds delta, dq in
-  // float, semaphores and whatever else a kernel needs. The kernels initialise what they use.
+  // The plan's workspace_bytes, or attention_backward_workspace_cpu() bytes, aligned to 256, contents undefined; null
+  // if that is 0. Holds delta, dq in float, semaphores and whatever else a kernel needs. The kernels initialise what
+  // they use.
   void* workspace;
 };
 
 // Strides: head_dim is contiguous. Any other stride may have any value, 0 included (expanded dout, k and v), and
 // offsets exceed 2^31. Pointers are aligned to their element only. A kernel that needs more (16-byte vectors, TMA)
-// refuses through *_supported_cuda; the binding passes aligned copies to CUDA.
+// refuses through attention_*_plan_cuda; the binding passes aligned copies to CUDA.
 //
 // Packed sequences: the kernels clamp the entries of cu_seqlens (attention_sequence), so that no entry leads to an
 // access out of bounds. Tokens of q at or after cu_seqlens_q[batch] get out = 0, lse = -inf and dq = 0. Tokens of k at
@@ -160,18 +164,27 @@ WARPSMITH_HOST_DEVICE AttentionKeys attention_keys(const AttentionProblem& p, in
   return {begin < 0 ? 0 : begin, end > seqlen_k ? seqlen_k : end};
 }
 
-// Whether the current device has a kernel for the problem: ok, or `unsupported` with the reason in one sentence.
-Status attention_forward_supported_cuda(const AttentionFwdParams& params);
-Status attention_backward_supported_cuda(const AttentionBwdParams& params);
+// The kernels of one call, chosen once. No workspace grows with seqlen_q * seqlen_k.
+struct AttentionForwardPlan {
+  AttentionForwardChoice hopper;  // not supported: the portable kernels run
+  int64_t workspace_bytes = 0;
+};
+struct AttentionBackwardPlan {
+  AttentionBackwardChoice hopper;  // not supported: the portable kernels run
+  bool hopper_dbias = false;       // dbias has a Hopper kernel; else a portable kernel makes it
+  int64_t dbias_workspace = 0;     // where the workspace of that portable kernel begins
+  int64_t workspace_bytes = 0;
+};
 
-// The bytes of workspace that a call needs. Does not read params.workspace. The CUDA answer depends on the current
-// device. No workspace grows with seqlen_q * seqlen_k.
-Status attention_forward_workspace_cuda(const AttentionFwdParams& params, int64_t* bytes);
-Status attention_backward_workspace_cuda(const AttentionBwdParams& params, int64_t* bytes);
+// Plans a call on the current device: ok, or `unsupported` with the reason in one sentence. Does not read
+// params.workspace.
+Status attention_forward_plan_cuda(const AttentionFwdParams& params, AttentionForwardPlan& plan);
+Status attention_backward_plan_cuda(const AttentionBwdParams& params, AttentionBackwardPlan& plan);
 int64_t attention_backward_workspace_cpu(const AttentionBwdParams& params);
 
-Status attention_forward_cuda(const AttentionFwdParams& params, void* stream);
-Status attention_backward_cuda(const AttentionBwdParams& params, void* stream);
+// `plan`: what the planner made of these params.
+Status attention_forward_cuda(const AttentionFwdParams& params, const AttentionForwardPlan& plan, void* stream);
+Status attention_backward_cuda(const AttentionBwdParams& params, const AttentionBackwardPlan& plan, void* stream);
 
 // For tests and benchmarks on a Hopper GPU: with `on`, the whole process runs the portable kernels, as other GPUs do.
 // Must not change between a forward and its backward.

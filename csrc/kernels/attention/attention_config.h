@@ -21,7 +21,7 @@ struct ForwardTile {
   int groups;            // consumer warpgroups; each owns 64 query rows
   int block_keys;        // keys per block
   int block_stages;      // blocks of keys or values in shared memory or in flight
-  bool turns;            // warpgroups take turns to issue their products
+  bool pingpong;         // warpgroups issue their products one after the other
   bool extended;         // with softcap
   int query_stages = 2;  // tiles of queries in shared memory. 1: tiles do not overlap
   bool dropout = false;
@@ -111,19 +111,6 @@ constexpr BackwardTile kBackwardTiles[] = {kBackward128,     kBackward64,      k
                                            kBackward128Bias, kBackward128Mask, kBackward128Alibi,   kBackward64Bias,
                                            kBackward64Mask,  kBackward64Alibi};
 
-// The index of a tile in its list. Kernels take the index as their template argument, because nvcc 13.0 cannot generate
-// the host stub of a kernel whose template argument is a value of a class in a namespace.
-constexpr int index_of(const ForwardTile& tile) {
-  int i = 0;
-  while (!(kForwardTiles[i] == tile)) ++i;
-  return i;
-}
-constexpr int index_of(const BackwardTile& tile) {
-  int i = 0;
-  while (!(kBackwardTiles[i] == tile)) ++i;
-  return i;
-}
-
 }  // namespace attention
 
 // What the choice of a kernel depends on.
@@ -194,7 +181,7 @@ constexpr const char* reason_against_portable(const AttentionKernelProblem& p) {
 
 }  // namespace attention
 
-// Measured on one H200 (2026-11-22, docs/design/2026-11-22-attention-sm90.md): for causal attention at head dimension
+// Measured on one H200 (2026-11-22, docs/design/attention.md): for causal attention at head dimension
 // 64, tiles of 128 rows are faster up to 2,048 keys.
 constexpr AttentionForwardChoice choose_attention_forward_sm90(const AttentionKernelProblem& p) {
   AttentionForwardChoice c;

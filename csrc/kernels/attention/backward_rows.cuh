@@ -25,8 +25,8 @@ struct RowParams {
   AttentionStrides dout_strides, out_strides, dq_strides;
   float* statistics;  // as in BackwardParams
   const float* dq_sums;
-  int* turns;    // null: none
-  int* counter;  // two: of the tiles of keys, and of dbias. Null: none
+  int* tiles_added;  // null: none
+  int* counter;      // two: of the tiles of keys, and of dbias. Null: none
   float scale;
   float dropout_log2_scale, dropout_inverse_scale;  // read only with dropout
   AttentionDropoutCounters dropout;
@@ -91,8 +91,8 @@ constexpr int kWideRowLanes = 32;  // the same for head dimensions above 128
 constexpr int row_threads(int block_queries, int lanes = kRowLanes) { return block_queries * lanes / 4; }
 
 // Writes delta = rowsum(dout * out) - dlse, and lse in units of log2. A row without keys and a row that does not exist
-// get lse = +inf, so that their probabilities are 0. Blocks that are far: statistics_stride(). Also resets the turns
-// and the counters, and writes dq = 0 for blocks that no tile visits. turns and counter may be null.
+// get lse = +inf, so that their probabilities are 0. Blocks that are far: statistics_stride(). Also resets tiles_added
+// and the counters, and writes dq = 0 for blocks that no tile visits. tiles_added and counter may be null.
 template <class T, int kBlock, bool kDropout, int kLanes = kRowLanes>
 __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statistics(const RowParams p) {
   device::launch_dependents();
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statisti
   const int thread = static_cast<int>(threadIdx.x), t = thread % kLanes, first = thread / kLanes;
   if (p.counter != nullptr && blockIdx.x == 0 && thread < 2) device::store(p.counter + thread, 0);
   const int64_t at = number * p.heads + head;
-  if (p.turns != nullptr && thread < 2) device::store(p.turns + at * 2 + thread, 0);
+  if (p.tiles_added != nullptr && thread < 2) device::store(p.tiles_added + at * 2 + thread, 0);
   const RowBlock r = row_block<kBlock>(p, number);
   if constexpr (kDropout)
     if (thread < kBlock / 16)

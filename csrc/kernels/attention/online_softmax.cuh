@@ -15,7 +15,7 @@ namespace warpsmith::attention {
 // A row's probabilities are p = 2^(scale * s - base). Any base gives the same quotient o / sum as long as nothing
 // overflows. So the base need not follow the row's maximum: it is raised only when a sum of probabilities shows that it
 // lags far behind. The exponentials then wait neither for the maximum nor for the rescaling of o. Measured on an H200
-// at head dimension 128: 838 instead of 712 TFLOP/s (docs/design/2026-11-22-attention-sm90.md).
+// at head dimension 128: 838 instead of 712 TFLOP/s (docs/design/attention.md).
 //
 // A raised base is maximum + kHeadroom. If a thread's part of a row's sum reaches kLargestSum, the base is raised and
 // the block's exponentials are computed again.

@@ -2,14 +2,11 @@
 #include <cstdint>
 
 #include "common/dtype.h"
-#include "common/op_list.h"
 #include "common/parallel.h"
 #include "common/status.h"
 #include "kernels/cross_entropy/cross_entropy_ops.h"
 
 namespace warpsmith {
-
-WARPSMITH_DEFINE_OPS(CrossEntropy, WARPSMITH_CROSS_ENTROPY_OPS)
 
 #define WARPSMITH_ROW(name) name,
 enum class Reduction : int64_t { WARPSMITH_REDUCTIONS(WARPSMITH_ROW) };

@@ -6,10 +6,10 @@
 #include "kernels/cross_entropy/cross_entropy_config.h"
 #include "kernels/cross_entropy/sums.cuh"
 
-// The threads that share a row: who holds which vectors, and how they find the row's maximum and sums.
+// The threads that share a row: which vectors each holds, and how they find the row's maximum and sums.
 namespace warpsmith::cross_entropy {
 
-// How forward_resident distributes rows: what is the same for every row.
+// How forward_resident distributes rows; the same for every row.
 struct Schedule {
   int lanes;
   int part;   // vectors of a row per block of the cluster

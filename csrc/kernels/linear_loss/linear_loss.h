@@ -2,15 +2,11 @@
 #include <cstdint>
 
 #include "common/dtype.h"
-#include "common/op_list.h"
 #include "common/parallel.h"
 #include "common/status.h"
-#include "kernels/linear_loss/linear_loss_ops.h"
 
 // The linear losses' own kernels: all but the matrix products and cross_entropy. "real" is float; double for float64.
 namespace warpsmith {
-
-WARPSMITH_DEFINE_OPS(LinearLoss, WARPSMITH_LINEAR_LOSS_OPS)
 
 // Scales the gradients that linear_cross_entropy computed in its forward, once the upstream gradient is known. With
 // s = factor / denominator, for each element of x:

@@ -74,7 +74,7 @@ template <int N> __device__ __forceinline__ void store_sums(float* to, const flo
 
 // Writes one partial row for a block's groups, summed through shared memory [groups, columns], which must be free.
 template <int N, int V> __device__ __forceinline__ void store_group_sums(float* partial, const float (&sums)[V][N],
-                                                                         float* shared, const Place<Scope::group>& at,
+                                                                         float* shared, const RowSlot<Scope::group>& at,
                                                                          int columns) {
   __syncthreads();
 #pragma unroll
@@ -111,7 +111,7 @@ template <class Op, class T, class R, class C> __global__ void __launch_bounds__
   constexpr int kScratch = Sums::kFloats;
   WARPSMITH_SHARED(float, scratch, kScratch);
   WARPSMITH_DYNAMIC_SHARED(shared);
-  const Place<S> at(lanes);
+  const RowSlot<S> at(lanes);
   Sums exchange{scratch};
   if constexpr (S == Scope::cluster) device::cluster_arrive();
   const int columns = static_cast<int>(p.columns);

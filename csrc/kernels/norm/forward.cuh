@@ -19,7 +19,7 @@ namespace warpsmith::norm {
 // exchanged; it receives `finish(m)`, which computes the moments. `then` may issue its own loads before it calls
 // `finish`, so that they overlap with that computation.
 template <Scope S, int kBlockThreads, class R, int N, int V, int U, class Then>
-__device__ __forceinline__ void rms_moments(Elements<R, N> (&s)[U][V], const Place<S>& at, float* scratch,
+__device__ __forceinline__ void rms_moments(Elements<R, N> (&s)[U][V], const RowSlot<S>& at, float* scratch,
                                             float inverse_columns, float eps, Then&& then) {
   float sum[U] = {};
 #pragma unroll
@@ -97,7 +97,7 @@ template <class R, int N> __device__ __forceinline__ Elements<R, N> repeated_fir
 
 // The same for layer_norm. May leave copies of the thread's first element in `s` past the row's end.
 template <Scope S, int kBlockThreads, class R, int N, int V, int U, class Then>
-__device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const Place<S>& at, float* scratch,
+__device__ __forceinline__ void layer_moments(Elements<R, N> (&s)[U][V], const RowSlot<S>& at, float* scratch,
                                               int columns, float inverse_columns, float eps, Then&& then) {
   const bool even = columns == at.row_threads * V * N;
   float count = V * N;
@@ -187,7 +187,7 @@ template <class Op, class T, class R, class C> __global__ void __launch_bounds__
   constexpr bool kWeightWithX = !Op::kResidual && (S == Scope::group || (!Op::kLayer && V <= 2));
   constexpr int kScratch = Exchange<S, kMomentValues<Op>, kMaxThreads, 1>::kFloats;
   WARPSMITH_SHARED(float, scratch, kScratch);
-  const Place<S> at(lanes);
+  const RowSlot<S> at(lanes);
   if constexpr (S == Scope::cluster) device::cluster_arrive();
   const int columns = static_cast<int>(p.columns);
   const float inverse_columns = 1.f / static_cast<float>(columns), eps = static_cast<float>(p.eps);

@@ -22,7 +22,7 @@ template <class Op, class T, class C> __global__ void __launch_bounds__(C::insta
   WARPSMITH_SHARED(float, scratch, 2 * kScratch);
   WARPSMITH_SHARED(device::Mbarrier, full, kSlots);
   WARPSMITH_DYNAMIC_SHARED(shared);
-  Place<S> at(lanes);
+  RowSlot<S> at(lanes);
   at.row_threads = kThreads;  // a constant for the compiler
   const float eps = static_cast<float>(p.eps);
   const auto column = [&](int v) { return at.template column<N>(v); };

@@ -21,7 +21,7 @@ template <class Op, class T, class C> __global__ void __launch_bounds__(C::insta
   constexpr int kScratch = Exchange<S, kMomentValues<Op>, kThreads, 1>::kFloats;
   WARPSMITH_SHARED(float, scratch, kScratch);
   WARPSMITH_DYNAMIC_SHARED(shared);
-  Place<S> at(lanes);
+  RowSlot<S> at(lanes);
   at.row_threads = kThreads;  // a constant for the compiler
   const int64_t row = at.unit;
   constexpr float kInverseColumns = 1.f / kColumns;

@@ -32,9 +32,9 @@ template <class T> constexpr int kVector = 16 / sizeof(T);
 // of 199).
 template <class T, class R> constexpr int kWideVector = 16 / (sizeof(T) > sizeof(R) ? sizeof(T) : sizeof(R));
 
-// The thread's place: its row, and its lane in that row. Rows that share a warp (scope group) advance in step, because
+// The thread's row, and its lane in that row. Rows that share a warp (scope group) advance in step, because
 // the shuffles that sum a row involve the whole warp.
-template <Scope S> struct Place {
+template <Scope S> struct RowSlot {
   int lane;         // of the row
   int row_threads;  // threads of the row
   int group;        // index among the rows that the block works on side by side; 0 except for groups
@@ -42,7 +42,7 @@ template <Scope S> struct Place {
   int64_t unit;   // index of the block or cluster in the grid
   int64_t units;  // in the grid
 
-  __device__ __forceinline__ explicit Place(int lanes) {
+  __device__ __forceinline__ explicit RowSlot(int lanes) {
     if constexpr (S == Scope::cluster) {
       const int size = static_cast<int>(device::cluster_size());
       lane = static_cast<int>(device::cluster_rank() * blockDim.x + threadIdx.x);

@@ -4,9 +4,9 @@
 
 #include "kernels/optim/quantize.h"
 
-// The table in which kernels look up the codes of quantize.h, instead of a search through the borders as in
-// dynamic_code(). Magnitudes in [0, 1] are divided into cells with equal upper bits, so narrow that each contains at
-// most one border.
+// Kernels look up the codes of quantize.h in this table; dynamic_code() searches through the borders instead.
+// A cell is the magnitudes in [0, 1] that share their upper bits. Cells are so narrow that each contains at most one
+// border.
 namespace warpsmith {
 
 template <bool kSigned> struct CodeMap {
@@ -19,9 +19,10 @@ template <bool kSigned> struct CodeMap {
   static constexpr float kBelowOne = dynamic_value(kCodes - 2, kSigned);  // the value of the code below that of 1
 
   alignas(16) float values[kCodes];
-  // Highest bits: the border inside the cell, as the bits of a magnitude below those of the cell, with a lowest bit of
-  // 0; or more than any magnitude has. Lowest eight bits: the code below the border; if signed, its distance from the
-  // code of zero.
+  // A word per cell.
+  //   upper kCellShift bits: where in the cell its border lies: the low bits of the border's magnitude, whose lowest
+  //                          bit is 0. All ones: no border.
+  //   lower 8 bits: the code below the border; if signed, its distance from the code of zero
   uint32_t cells[(kCells + 3) / 4 * 4];
 
   constexpr CodeMap() : values(), cells() {
@@ -38,7 +39,7 @@ template <bool kSigned> struct CodeMap {
   }
 };
 
-// The low byte is the code of x in [-1, 1], or in [0, 1].
+// The code of x, in the low byte. x lies in [-1, 1] if signed, else in [0, 1].
 template <bool kSigned> WARPSMITH_HOST_DEVICE uint32_t mapped_code(const CodeMap<kSigned>& map, float x) {
   using Map = CodeMap<kSigned>;
   if constexpr (kSigned) x = x < -Map::kBelowOne ? -Map::kBelowOne : x;  // -1 has no code

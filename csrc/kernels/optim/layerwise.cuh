@@ -4,9 +4,9 @@
 
 #include "device/reduce.h"
 #include "device/vector.h"
-#include "kernels/optim/any_lanes.cuh"
 #include "kernels/optim/layerwise.h"
 #include "kernels/optim/optim_config.h"
+#include "kernels/optim/runtime_dtypes.cuh"
 
 // A step of a layerwise optimizer: two launches, with one block per chunk each. `layerwise_moments` reads gradient,
 // parameter and states, and writes the states and its chunk's sums of squares. The last block of a tensor adds these
@@ -20,15 +20,16 @@ using device::Vector;
 constexpr int kThreads = kOptimThreads;
 constexpr int kLanes = 4;  // elements per thread at a time: 16 bytes of float32
 
-// A chunk of one tensor. P: of the parameter, which with a master is its rounded copy; kAny: gradients of any dtype.
-template <class P, bool kMaster, bool kAny> struct Chunk {
-  optim::ChunkGradient<P, kAny> grad;
+// A chunk of one tensor. P: of the parameter, which with a master is its rounded copy; kRuntimeDtype: gradients of any
+// dtype.
+template <class P, bool kMaster, bool kRuntimeDtype> struct Chunk {
+  optim::ChunkGradient<P, kRuntimeDtype> grad;
   P* param;
   float *value, *m, *v;
   int elems;
 
   __device__ __forceinline__ Chunk(const OptimTensor& t, const void* tensor_grad, int64_t begin)
-      : grad(optim::chunk_gradient<P, kAny>(tensor_grad, begin)),
+      : grad(optim::chunk_gradient<P, kRuntimeDtype>(tensor_grad, begin)),
         param(static_cast<P*>(t.param) + begin),
         value(static_cast<float*>(kMaster ? t.extra : t.param) + begin),
         m(static_cast<float*>(t.states[0]) + begin),
@@ -38,8 +39,8 @@ template <class P, bool kMaster, bool kAny> struct Chunk {
   // Whether vectors of kLanes elements are aligned in all arrays.
   __device__ __forceinline__ bool aligned() const {
     const auto misaligned = [](const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes != 0; };
-    return optim::address_of(grad) % (kAny ? 16 : kLanes * sizeof(P)) == 0 && !misaligned(param, kLanes * sizeof(P)) &&
-           !misaligned(value, 16) && !misaligned(m, 16) && !misaligned(v, 16);
+    return optim::address_of(grad) % (kRuntimeDtype ? 16 : kLanes * sizeof(P)) == 0 &&
+           !misaligned(param, kLanes * sizeof(P)) && !misaligned(value, 16) && !misaligned(m, 16) && !misaligned(v, 16);
   }
 
   // Calls body.template operator()<N>(first element) for all elements of the chunk, N adjacent elements at a time.
@@ -72,7 +73,7 @@ __device__ __forceinline__ bool takes_part(const OptimParams& p, const ListChunk
   return p.grads[at.tensor] && group >= 0 && group < p.group_count;
 }
 
-template <class F, class P, bool kMaster, bool kAny>
+template <class F, class P, bool kMaster, bool kRuntimeDtype>
 __global__ void __launch_bounds__(kThreads, kOptimBlocksAMultiprocessor)
     layerwise_moments(const __grid_constant__ LayerwiseParams params) {
   using Scalars = typename F::template Scalars<float>;
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, kOptimBlocksAMultiprocessor)
   const ListChunk at = p.chunks[blockIdx.x];
   if (!takes_part(p, at)) return;
   OptimTensor* t = p.tensors + at.tensor;
-  const Chunk<P, kMaster, kAny> c(*t, p.grads[at.tensor], int64_t{at.chunk} * t->chunk_elems);
+  const Chunk<P, kMaster, kRuntimeDtype> c(*t, p.grads[at.tensor], int64_t{at.chunk} * t->chunk_elems);
   // Warp 0 alone reads the counter: thread 0's fence below then orders the reads before the write of the last block.
   float taken = 0;
   if (threadIdx.x < 32) {
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, kOptimBlocksAMultiprocessor)
   *t->step = taken + 1;
 }
 
-template <class F, class P, bool kMaster, bool kAny>
+template <class F, class P, bool kMaster, bool kRuntimeDtype>
 __global__ void __launch_bounds__(kThreads, kOptimBlocksAMultiprocessor)
     layerwise_apply(const __grid_constant__ LayerwiseParams params) {
   using Scalars = typename F::template Scalars<float>;
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, kOptimBlocksAMultiprocessor)
   const ListChunk at = p.chunks[blockIdx.x];
   if (!takes_part(p, at)) return;
   const OptimTensor& t = p.tensors[at.tensor];
-  const Chunk<P, kMaster, kAny> c(t, p.grads[at.tensor], int64_t{at.chunk} * t.chunk_elems);
+  const Chunk<P, kMaster, kRuntimeDtype> c(t, p.grads[at.tensor], int64_t{at.chunk} * t.chunk_elems);
   if (threadIdx.x < 32) prepare<F>(p, t, *t.step - 1, scalars);
   __syncthreads();
   const Scalars s = *scalars;

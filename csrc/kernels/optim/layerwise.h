@@ -59,24 +59,14 @@ WARPSMITH_HOST_DEVICE double trust_ratio(bool adapts, double params_squared, dou
   return adapts && params_squared != 0 && directions_squared != 0 ? std::sqrt(params_squared / directions_squared) : 1;
 }
 
-constexpr bool is_layerwise(Optimizer optimizer) {
-#define WARPSMITH_ROW(row, F) optimizer == Optimizer::row ||
-  return WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW) false;
-#undef WARPSMITH_ROW
-}
+constexpr bool is_layerwise(Optimizer optimizer) { return optimizer == Optimizer::lamb; }
 
 // The storages of layerwise optimizers. The second pass must read exactly the states that the first pass computed.
 constexpr bool layerwise_takes(Storage s) { return s == Storage::float32 || s == Storage::float64 || has_master(s); }
 
 // Calls visit.template operator()<F>() with the functor F of any optimizer, layerwise or not.
 template <class Visit> auto visit_any_optimizer(Optimizer optimizer, Visit&& visit) {
-  switch (optimizer) {
-#define WARPSMITH_ROW(row, F) \
-  case Optimizer::row: return visit.template operator()<F>();
-    WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-    default: return visit_optimizer(optimizer, visit);
-  }
+  return is_layerwise(optimizer) ? visit.template operator()<LAMB>() : visit_optimizer(optimizer, visit);
 }
 
 // As OptimParams: nothing changes if found_inf is not zero, or for a tensor without a gradient.

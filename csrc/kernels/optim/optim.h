@@ -4,20 +4,17 @@
 
 #include "common/dtype.h"
 #include "common/host_device.h"
-#include "common/op_list.h"
 #include "common/parallel.h"
 #include "common/status.h"
 #include "common/tensor_list.h"
-#include "kernels/optim/beside.h"
 #include "kernels/optim/gradient.h"
 #include "kernels/optim/optim_ops.h"
 #include "kernels/optim/optimizers.h"
 #include "kernels/optim/quantize.h"
 #include "kernels/optim/refine.h"
+#include "kernels/optim/step_extras.h"
 
 namespace warpsmith {
-
-WARPSMITH_DEFINE_OPS(Optim, WARPSMITH_OPTIM_OPS)
 
 // The dtypes of a table's arrays. Arithmetic is in float32, for float64 arrays in float64. A 16-bit array is rounded
 // once per step, to nearest unless its enumerator names another rounding.
@@ -163,16 +160,17 @@ struct OptimParams {
   uint32_t most;     // the bits that any tensor has in `has`
   OptimGroup groups[kOptimMaxGroups];
   uint64_t seeds[kOptimMaxGroups];  // one per group; only bfloat16_stochastic reads them
-  const OptimBeside* beside;        // [tensor_count], or null. Not for 8-bit storages on CUDA or layerwise optimizers
+  const StepExtras* extras;         // [tensor_count], or null. Not for 8-bit storages on CUDA or layerwise optimizers
   double ema_weight;                // weight of the averages, from 0 to 1; those of tensors without gradient move too
-  bool zero_grads;  // sets gradients to 0 after reading them, also in a skipped step. Same limits as `beside`
+  bool zero_grads;  // sets gradients to 0 after reading them, also in a skipped step. Same limits as `extras`
 };
 
 // Whether the step does more than update parameters and states.
-WARPSMITH_HOST_DEVICE bool does_more(const OptimParams& p) { return p.beside || p.zero_grads; }
+WARPSMITH_HOST_DEVICE bool does_more(const OptimParams& p) { return p.extras || p.zero_grads; }
 
 Status optim_cuda(const OptimParams& params, void* stream);
-Status optim_any_cuda(const OptimParams& params, void* stream);  // also with mixed_grads, beside and zero_grads
+Status optim_runtime_dtypes_cuda(const OptimParams& params,
+                                 void* stream);  // also with mixed_grads, extras and zero_grads
 Status optim_cpu(const OptimParams& params, const Parallel& parallel);
 
 // Writes words of a table or of a column of addresses. Does not wait for the device. The caller may reuse `host` as

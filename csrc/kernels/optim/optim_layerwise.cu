@@ -5,19 +5,13 @@
 namespace warpsmith {
 namespace {
 
-template <class P, bool kMaster, bool kAny> Status launch_kernels(const LayerwiseParams& p, void* stream) {
+template <class P, bool kMaster, bool kRuntimeDtype> Status launch_kernels(const LayerwiseParams& p, void* stream) {
   LaunchConfig config;
   config.grid.x = static_cast<unsigned>(p.step.chunk_count);
   config.block.x = layerwise::kThreads;
-  switch (p.step.optimizer) {
-#define WARPSMITH_ROW(row, F)                                                                                 \
-  case Optimizer::row:                                                                                        \
-    WARPSMITH_RETURN_IF_FAILED(launch(layerwise::layerwise_moments<F, P, kMaster, kAny>, config, stream, p)); \
-    return launch(layerwise::layerwise_apply<F, P, kMaster, kAny>, config, stream, p);
-    WARPSMITH_LAYERWISE_OPTIMIZERS(WARPSMITH_ROW)
-#undef WARPSMITH_ROW
-    default: return Status::unsupported("an optimizer that is not layerwise");
-  }
+  if (!is_layerwise(p.step.optimizer)) return Status::unsupported("an optimizer that is not layerwise");
+  WARPSMITH_RETURN_IF_FAILED(launch(layerwise::layerwise_moments<LAMB, P, kMaster, kRuntimeDtype>, config, stream, p));
+  return launch(layerwise::layerwise_apply<LAMB, P, kMaster, kRuntimeDtype>, config, stream, p);
 }
 
 template <class P, bool kMaster> Status launch_layerwise(const LayerwiseParams& p, void* stream) {

@@ -1,8 +1,8 @@
 #pragma once
 #include <cstdint>
 
-#include "kernels/optim/any_step.cuh"
 #include "kernels/optim/code_map.h"
+#include "kernels/optim/step_runtime_dtypes.cuh"
 
 // One step of an optimizer with 8-bit states; one block of threads per chunk, one warp per 256 elements.
 //
@@ -35,9 +35,9 @@ template <class Map> __device__ __forceinline__ void fill(Map& to, const Map& fr
 }
 
 // Where the arrays of a chunk begin. Lives in shared memory and is read again at every use: in registers it would take
-// a quarter of what a thread has. kAny: the gradient's dtype is known only at run time.
-template <class P, bool kAny> struct QuantChunk {
-  ChunkGradient<P, kAny> grad;
+// a quarter of what a thread has. kRuntimeDtype: the gradient's dtype is known only at run time.
+template <class P, bool kRuntimeDtype> struct QuantChunk {
+  ChunkGradient<P, kRuntimeDtype> grad;
   P* param;
   uint8_t* codes[kOptimMaxStates];
   float* scales[kOptimMaxStates];
@@ -47,7 +47,7 @@ template <class P, bool kAny> struct QuantChunk {
   // Leaves codes and scales of states outside of `has` unset.
   __device__ __forceinline__ void set(const OptimTensor& t, const void* tensor_grad, int64_t begin, unsigned has) {
     const int64_t blocks = quant_blocks(t.numel);
-    grad = chunk_gradient<P, kAny>(tensor_grad, begin);
+    grad = chunk_gradient<P, kRuntimeDtype>(tensor_grad, begin);
     param = static_cast<P*>(t.param) + begin;
     elems = static_cast<int>(t.numel - begin < t.chunk_elems ? t.numel - begin : t.chunk_elems);
     const uintptr_t bits = address_of(grad) | reinterpret_cast<uintptr_t>(param);
@@ -93,20 +93,20 @@ template <class T> struct Eight {
 };
 
 // Eight adjacent elements of a gradient whose dtype is known only at run time. Elements from `count` on are 0.
-struct AnyEight {
-  AnyLanes<4> part[2];
+struct RuntimeEight {
+  RuntimeLanes<4> part[2];
   Dtype dtype;
 
-  __device__ __forceinline__ void load(const AnyArray& from, int first) {
+  __device__ __forceinline__ void load(const RuntimeArray& from, int first) {
     dtype = from.dtype;
 #pragma unroll
     for (int k = 0; k < 2; ++k) part[k].load(from, first + 4 * k);
   }
-  __device__ __forceinline__ void load(const AnyArray& from, int first, int count) {
+  __device__ __forceinline__ void load(const RuntimeArray& from, int first, int count) {
     dtype = from.dtype;
 #pragma unroll
     for (int e = 0; e < kEight; ++e) {
-      AnyLanes<1> one{};
+      RuntimeLanes<1> one{};
       if (e < count) one.load(from, first + e);
       part[e / 4].set(e % 4, dtype, one.value(0, dtype));
     }
@@ -144,8 +144,8 @@ struct EightCodes {
 };
 
 // A lane's part of a block of 256 elements, as stored.
-template <class F, class P, unsigned kHas, bool kAny> struct Raw {
-  std::conditional_t<kAny, AnyEight, Eight<P>> grad;
+template <class F, class P, unsigned kHas, bool kRuntimeDtype> struct Raw {
+  std::conditional_t<kRuntimeDtype, RuntimeEight, Eight<P>> grad;
   Eight<P> param;
   EightCodes codes[kOptimMaxStates];
   float scales[kOptimMaxStates];  // lane 0's
@@ -153,10 +153,10 @@ template <class F, class P, unsigned kHas, bool kAny> struct Raw {
   // Loads the block that begins with element `at` of the chunk. No load depends on another one. `aligned`: all 256
   // elements exist, at addresses that allow vectors. Elements beyond the chunk are 0 and stay 0, so no scale depends on
   // them.
-  __device__ __forceinline__ void load(const QuantChunk<P, kAny>& c, int at, bool aligned) {
+  __device__ __forceinline__ void load(const QuantChunk<P, kRuntimeDtype>& c, int at, bool aligned) {
     const int lane = static_cast<int>(threadIdx.x % 32), first = at + lane * kEight, count = c.elems - first;
     if (aligned) {
-      if constexpr (kAny)
+      if constexpr (kRuntimeDtype)
         grad.load(c.grad, first);
       else
         grad.load(c.grad + first);
@@ -165,7 +165,7 @@ template <class F, class P, unsigned kHas, bool kAny> struct Raw {
       for (int s = 0; s < kOptimMaxStates; ++s)
         if ((kHas >> s) & 1) codes[s].load(c.codes[s] + first);
     } else {
-      if constexpr (kAny)
+      if constexpr (kRuntimeDtype)
         grad.load(c.grad, first, count);
       else
         grad.load(c.grad + first, count);
@@ -225,9 +225,9 @@ __device__ __forceinline__ EightCodes encode(const CodeMap<kSigned>& map, const 
 }
 
 // Updates one block of 256 elements from what `raw` has loaded. Called by one warp, converged.
-template <class F, class P, unsigned kHas, bool kAny>
-__device__ __forceinline__ void update_block(const QuantChunk<P, kAny>& c, int at, bool aligned,
-                                             Raw<F, P, kHas, kAny>& raw, const MapsOf<F, kHas>& maps,
+template <class F, class P, unsigned kHas, bool kRuntimeDtype>
+__device__ __forceinline__ void update_block(const QuantChunk<P, kRuntimeDtype>& c, int at, bool aligned,
+                                             Raw<F, P, kHas, kRuntimeDtype>& raw, const MapsOf<F, kHas>& maps,
                                              const typename F::template Scalars<float>& scalars) {
   const int lane = static_cast<int>(threadIdx.x % 32), first = at + lane * kEight;
   auto& [grad, param, codes, scales] = raw;
@@ -310,39 +310,40 @@ __device__ __forceinline__ void update_block(const QuantChunk<P, kAny>& c, int a
 
 // Updates one chunk of a tensor with scales. Warps take its blocks in turn; a warp loads its next block before it
 // updates the one it has.
-template <class F, class P, unsigned kHas, bool kAny>
-__device__ __forceinline__ void update_quantized(const QuantChunk<P, kAny>& c, const MapsOf<F, kHas>& maps,
+template <class F, class P, unsigned kHas, bool kRuntimeDtype>
+__device__ __forceinline__ void update_quantized(const QuantChunk<P, kRuntimeDtype>& c, const MapsOf<F, kHas>& maps,
                                                  const typename F::template Scalars<float>& scalars) {
   constexpr int kStride = kOptimThreads / 32 * kQuantBlock;
   int at = static_cast<int>(threadIdx.x) / 32 * kQuantBlock;
   const auto aligned = [&] { return c.aligned && c.elems - at >= kQuantBlock; };
   if (at >= c.elems) return;
-  Raw<F, P, kHas, kAny> next;
+  Raw<F, P, kHas, kRuntimeDtype> next;
   next.load(c, at, aligned());
   while (at < c.elems) {
-    Raw<F, P, kHas, kAny> raw = next;
+    Raw<F, P, kHas, kRuntimeDtype> raw = next;
     const int here = at;
     const bool here_aligned = aligned();
     at += kStride;
     if (at < c.elems) next.load(c, at, aligned());
-    update_block<F, P, kHas, kAny>(c, here, here_aligned, raw, maps, scalars);
+    update_block<F, P, kHas, kRuntimeDtype>(c, here, here_aligned, raw, maps, scalars);
   }
 }
 
 // Blocks per multiprocessor that the launch bounds ask for. float32 parameters and gradients, or gradients of any
 // dtype, take the registers that a third block would need.
-template <class P, bool kAny> constexpr int kBlocks8Bit = sizeof(P) == 4 || kAny ? 2 : kOptimBlocks8Bit;
+template <class P, bool kRuntimeDtype> constexpr int kBlocks8Bit =
+    sizeof(P) == 4 || kRuntimeDtype ? 2 : kOptimBlocks8Bit;
 
 // kMost: the states of a tensor with scales. A tensor without scales may have fewer.
-template <class F, class P, unsigned kMost, bool kAny>
-__global__ void __launch_bounds__(kOptimThreads, (kBlocks8Bit<P, kAny>))
+template <class F, class P, unsigned kMost, bool kRuntimeDtype>
+__global__ void __launch_bounds__(kOptimThreads, (kBlocks8Bit<P, kRuntimeDtype>))
     step_8bit(const __grid_constant__ OptimParams p) {
-  using In = std::conditional_t<kAny, AnyIn, Stored<P, float, false>>;
+  using In = std::conditional_t<kRuntimeDtype, RuntimeDtypes, Stored<P, float, false>>;
   using Shared = Constants<F, In>;
   WARPSMITH_SHARED(Shared, constants, 1);
   using Tables = MapsOf<F, kMost>;
   WARPSMITH_SHARED(Tables, maps, 1);
-  using Quantized = QuantChunk<P, kAny>;
+  using Quantized = QuantChunk<P, kRuntimeDtype>;
   WARPSMITH_SHARED(Quantized, quantized, 1);
   if (p.found_inf && *p.found_inf != 0.0f) return;
   const ListChunk at = p.chunks[blockIdx.x];
@@ -353,9 +354,10 @@ __global__ void __launch_bounds__(kOptimThreads, (kBlocks8Bit<P, kAny>))
 
   const int64_t begin = int64_t{at.chunk} * t->chunk_elems;
   if (!t->extra) {
-    if constexpr (kAny) {
-      const AnyStorage storage{kDtypeOf<P>, Dtype::float32, false, Refinement::none};
-      update_any_variant<F, kMost>(p, t, AnyChunk(storage, *t, gradient_of(grad, storage.param), begin), constants);
+    if constexpr (kRuntimeDtype) {
+      const RuntimeStorage storage{kDtypeOf<P>, Dtype::float32, false, Refinement::none};
+      update_runtime_dtypes_variant<F, kMost>(p, t, RuntimeChunk(storage, *t, gradient_of(grad, storage.param), begin),
+                                              constants);
     } else {
       of_variant<F, In, kMost>(p, t, Chunk<In, kMost>(*t, grad, begin), constants);
     }
@@ -366,7 +368,7 @@ __global__ void __launch_bounds__(kOptimThreads, (kBlocks8Bit<P, kAny>))
   if (threadIdx.x < 32) prepare<F, In>(p, t, constants);
   if (threadIdx.x == 32) quantized[0].set(*t, grad, begin, kMost);
   __syncthreads();
-  update_quantized<F, P, kMost, kAny>(quantized[0], maps[0], constants[0].scalars);
+  update_quantized<F, P, kMost, kRuntimeDtype>(quantized[0], maps[0], constants[0].scalars);
 }
 
 }  // namespace warpsmith::optim

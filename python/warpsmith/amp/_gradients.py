@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
-from warpsmith.ops._grad_norm import check_gradients, unscale_in_place
-from warpsmith.optim._known_sums import Joined, known_sums
-from warpsmith.optim._tensor_list import all_params, describe, in_place, local, moved
-from warpsmith.optim.clip import _combined, _shared_out, _whole_sums
+from warpsmith._core import checks
+from warpsmith._core.grad_norm import check_gradients, combined, shared_out, unscale_in_place, whole_sums
+from warpsmith._core.gradient_sums import Joined, known_sums
+from warpsmith._core.tensor_list import all_params, describe, in_place, local, moved
 
 
 class Gradient(NamedTuple):
@@ -55,7 +54,7 @@ def gradients(op: str, optimizer: torch.optim.Optimizer) -> list[Gradient]:
         if wide_on_cuda or grad.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             where = describe(optimizer.param_groups, index) + ".grad"
             expected = "float32, float16, bfloat16, or float64 on the CPU"
-            _check.refuse(op, where, expected, _check.dtype_text(grad.dtype))
+            checks.refuse(op, where, expected, checks.dtype_text(grad.dtype))
         found.append(Gradient(index, grad, p))
     return found
 
@@ -75,7 +74,7 @@ def groups(grads: Sequence[Gradient], prepared: Callable[[Tensor], Tensor]) -> I
     for index, grad, _ in grads:
         whole = prepared(grad)
         part = local(whole)
-        found.setdefault((part.device, _shared_out(whole)), []).append((index, part))
+        found.setdefault((part.device, shared_out(whole)), []).append((index, part))
     for (device, shared), members in found.items():
         originals = [part for _, part in members]
         parts = [t if in_place(t) else t.resolve_neg().contiguous() for t in originals]
@@ -105,7 +104,7 @@ def check(grads: Sequence[Gradient], scale: Tensor, p: float = math.inf, max_nor
         return _check_known(grads, scale, max_norm, known)
     sums, flags = [], []
     bad: dict[torch.device, list[BadCounts]] = {}
-    for group in groups(grads, _whole_sums):
+    for group in groups(grads, whole_sums):
         checked = check_gradients(group.parts, p, moved(scale, group.device), max_norm)
         # A maximum over ranks may lose a NaN: ranks tell each other whether they found one.
         flags.append(_over_ranks(checked.found_inf, group.shared, "max"))
@@ -115,7 +114,7 @@ def check(grads: Sequence[Gradient], scale: Tensor, p: float = math.inf, max_nor
     if len(sums) == 1 and group.shared is None:
         norm, grad_scale = (moved(t, scale.device) for t in (checked.norm, checked.grad_scale))
         return Verdict(found_inf, bad, norm, grad_scale)
-    total = moved(_combined(sums, p), scale.device)
+    total = moved(combined(sums, p), scale.device)
     wide = any(g.values.dtype == torch.float64 for g in grads)
     norm = (total.sqrt() if p == 2 else total).to(torch.float64 if wide else torch.float32)
     return judged(Verdict(found_inf, bad, norm, scale), norm, scale, max_norm)

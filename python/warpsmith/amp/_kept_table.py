@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from warpsmith._core.grad_norm import GradientTable, check_table, table_of_gradients
+from warpsmith._core.gradient_sums import has_sums
+from warpsmith._core.tensor_list import all_params
 from warpsmith.amp._gradients import BadCounts, Gradient, Verdict, gradients, groups
-from warpsmith.ops._grad_norm import GradientTable, check_table, table_of_gradients
-from warpsmith.optim._known_sums import has_sums
 from warpsmith.optim._multi_tensor import MultiTensorOptimizer
 from warpsmith.optim._plan import Plan
-from warpsmith.optim._tensor_list import all_params
 
 
 class _Places(NamedTuple):

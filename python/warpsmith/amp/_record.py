@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from warpsmith._core.tensor_list import describe
 from warpsmith.amp._gradients import BadCounts
 from warpsmith.amp._kept_table import KeptTable
-from warpsmith.optim._tensor_list import describe
 
 
 class Overflow(NamedTuple):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
 
 
 def check_settings(op: str, min_scale: float, max_scale: float, hysteresis: int) -> None:
     """Raises ValueError where the bounds of a scale are none, or its hysteresis is no number of overflows."""
-    _check.number(op, "max_scale", max_scale, "a number >= 0", lambda s: s >= 0)
+    checks.number(op, "max_scale", max_scale, "a number >= 0", lambda s: s >= 0)
     expected = f"a number from 0 to max_scale = {max_scale}"
-    _check.number(op, "min_scale", min_scale, expected, lambda s: 0 <= s <= max_scale)
+    checks.number(op, "min_scale", min_scale, expected, lambda s: 0 <= s <= max_scale)
     _check_count(op, "hysteresis", hysteresis, "a number of overflows >= 1")
 
 
@@ -24,26 +24,26 @@ def check_factors(op: str, init_scale: float, growth_factor: float, backoff_fact
         ("growth_factor", growth_factor),
         ("backoff_factor", backoff_factor),
     ):
-        _check.number(op, name, value, "a number", lambda v: v == v)
+        checks.number(op, name, value, "a number", lambda v: v == v)
     if backoff_factor < 0:
-        _check.refuse(op, "backoff_factor", "a number >= 0", str(backoff_factor))
+        checks.refuse(op, "backoff_factor", "a number >= 0", str(backoff_factor))
     _check_count(op, "growth_interval", interval, "a number of steps >= 1")
 
 
 def _check_count(op: str, argument: str, value: int, expected: str) -> None:
     """They are counted in 32 bits."""
-    _check.refuse_non_int64(op, argument, value, expected)
+    checks.refuse_non_int64(op, argument, value, expected)
     if not 1 <= value < 2**31:
-        _check.refuse(op, argument, expected if value < 1 else "a number below 2^31", str(value))
+        checks.refuse(op, argument, expected if value < 1 else "a number below 2^31", str(value))
 
 
 def check_loaded(op: str, scale: float, min_scale: float, max_scale: float, hysteresis: int, left: int) -> None:
     """The same of a loaded state, whose scale may lie outside of the bounds. ``left``: overflows until it shrinks."""
     check_settings(op, min_scale, max_scale, hysteresis)
-    _check.refuse_non_int64(op, "_hysteresis_tracker", left)
+    checks.refuse_non_int64(op, "_hysteresis_tracker", left)
     if not 0 <= left <= hysteresis:
-        _check.refuse(op, "_hysteresis_tracker", f"a number from 0 to hysteresis = {hysteresis}", str(left))
-    _check.number(op, "scale", scale, "a number >= 0", lambda s: s >= 0)
+        checks.refuse(op, "_hysteresis_tracker", f"a number from 0 to hysteresis = {hysteresis}", str(left))
+    checks.number(op, "scale", scale, "a number >= 0", lambda s: s >= 0)
 
 
 def adapt(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from warpsmith._core import checks
+from warpsmith._core.tensor_list import moved
 from warpsmith.amp.grad_scaler import GradScaler
-from warpsmith.ops import _check
-from warpsmith.optim._tensor_list import moved
 
 _OP = "DeviceLR"
 
@@ -69,13 +69,13 @@ class DeviceLR:
         groups = optimizer.param_groups
         lambdas = list(lr_lambda) if isinstance(lr_lambda, Sequence) else [lr_lambda] * len(groups)
         if len(lambdas) != len(groups):
-            _check.refuse(_OP, "lr_lambda", f"one function, or one for each of {len(groups)} groups", str(len(lambdas)))
+            checks.refuse(_OP, "lr_lambda", f"one function, or one for each of {len(groups)} groups", str(len(lambdas)))
         for f in lambdas:
             if not callable(f):
                 raise TypeError(f"{_OP}: lr_lambda: expected a function of the steps taken, got {type(f).__name__}")
-        _check.refuse_non_int64(_OP, "total_steps", total_steps, "a number of steps >= 1")
+        checks.refuse_non_int64(_OP, "total_steps", total_steps, "a number of steps >= 1")
         if total_steps < 1:
-            _check.refuse(_OP, "total_steps", "a number of steps >= 1", str(total_steps))
+            checks.refuse(_OP, "total_steps", "a number of steps >= 1", str(total_steps))
         self.optimizer, self.scaler, self.total_steps = optimizer, scaler, total_steps
         factors = {f: self._factors_of(f) for f in dict.fromkeys(lambdas)}
         self.base_lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
@@ -105,7 +105,7 @@ class DeviceLR:
         factors = [float(f(t)) for t in range(self.total_steps + 1)]
         for t, factor in enumerate(factors):
             if not (math.isfinite(factor) and factor >= 0):
-                _check.refuse(_OP, "lr_lambda", "finite factors >= 0", f"{factor} for {t} steps taken")
+                checks.refuse(_OP, "lr_lambda", "finite factors >= 0", f"{factor} for {t} steps taken")
         return factors
 
     def _attach(self) -> None:
@@ -116,7 +116,7 @@ class DeviceLR:
     def _check_groups(self) -> None:
         now, then = len(self.optimizer.param_groups), len(self._lrs)
         if now != then:
-            _check.refuse(_OP, "optimizer", f"{then} groups, as when this schedule was made", str(now))
+            checks.refuse(_OP, "optimizer", f"{then} groups, as when this schedule was made", str(now))
 
     @torch.no_grad()
     def _look_up(self) -> None:
@@ -154,7 +154,7 @@ class DeviceLR:
         """Goes on after a number of steps, with the functions of this schedule."""
         taken = state_dict["steps_taken"]
         if not (isinstance(taken, int) and taken >= 0):
-            _check.refuse(f"{_OP}.load_state_dict", "steps_taken", "a number of steps >= 0", str(taken))
+            checks.refuse(f"{_OP}.load_state_dict", "steps_taken", "a number of steps >= 0", str(taken))
         self._check_groups()
         self._taken.fill_(taken)
         self._look_up()

@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
+from warpsmith._core import checks
+from warpsmith._core.grad_norm import largest_norm, norm_order, refuse_unfit
+from warpsmith._core.tensor_list import all_params, describe, moved
 from warpsmith.amp import _gradients
 from warpsmith.amp._kept_table import capturing
 from warpsmith.amp._record import Overflow, Record
 from warpsmith.amp._scale_rule import adapt, check_factors, check_loaded, check_settings
-from warpsmith.ops import _check
 from warpsmith.optim._multi_tensor import MultiTensorOptimizer
-from warpsmith.optim._tensor_list import all_params, describe, moved
-from warpsmith.optim.clip import _checked, _largest_norm, _order, clip_grad_norm_
+from warpsmith.optim.clip import clip_grad_norm_
 
 _OP = "GradScaler"
 _KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -99,12 +100,12 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
     ) -> None:
         if not isinstance(device, str):
-            _check.refuse_type(_OP, "device", "the name of a device", device)
-        _check.flags(_OP, enabled=enabled)
+            checks.refuse_type(_OP, "device", "the name of a device", device)
+        checks.flags(_OP, enabled=enabled)
         check_factors(_OP, init_scale, growth_factor, backoff_factor, growth_interval)
         check_settings(_OP, min_scale, max_scale, hysteresis)
         if not min_scale <= init_scale <= max_scale:
-            _check.refuse(_OP, "init_scale", f"a number from {min_scale} to {max_scale}", str(init_scale))
+            checks.refuse(_OP, "init_scale", f"a number from {min_scale} to {max_scale}", str(init_scale))
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._min_scale, self._max_scale, self._hysteresis = float(min_scale), float(max_scale), int(hysteresis)
         self._init_hysteresis_tracker = self._hysteresis  # overflows until the scale shrinks
@@ -216,7 +217,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: a second call, or one after ``step``.
             AssertionError: no gradient.
         """
-        p, max_norm = _order(f"{_OP}.clip_", norm_type), _largest_norm(f"{_OP}.clip_", max_norm)
+        p, max_norm = norm_order(f"{_OP}.clip_", norm_type), largest_norm(f"{_OP}.clip_", max_norm)
         if not self._enabled:
             return clip_grad_norm_(all_params(optimizer.param_groups), max_norm, p)
         state = self._state_of(optimizer, "clip_")
@@ -229,7 +230,7 @@ class GradScaler(torch.amp.GradScaler):
             state["found_inf_per_device"] = {scale.device: verdict.found_inf}
         else:
             if not _takes_scale(optimizer):  # before they are unscaled
-                _checked(op, [p.grad for p in all_params(optimizer.param_groups) if p.grad is not None])
+                refuse_unfit(op, [p.grad for p in all_params(optimizer.param_groups) if p.grad is not None])
             grads = _gradients.gradients(op, optimizer)
             if not grads:
                 self._refuse_no_gradient("clip_", optimizer)

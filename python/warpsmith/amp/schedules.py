@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
 
 Factor = Callable[[int], float]
 
@@ -21,12 +21,12 @@ __all__ = ["constant", "cosine", "inverse_sqrt", "linear", "wsd"]
 
 def _checked(op: str, **counts: int) -> None:
     for name, value in counts.items():
-        if not _check.is_int64(value) or value < 0:
-            _check.refuse(op, name, "a number of steps >= 0", _check.value_text(value))
+        if not checks.is_int64(value) or value < 0:
+            checks.refuse(op, name, "a number of steps >= 0", checks.value_text(value))
 
 
 def _check_final(op: str, final: float) -> None:
-    _check.number(op, "final", final, "a number in [0, 1]", lambda f: 0 <= f <= 1)
+    checks.number(op, "final", final, "a number in [0, 1]", lambda f: 0 <= f <= 1)
 
 
 def _after(warmup_steps: int, then: Factor) -> Factor:
@@ -38,7 +38,7 @@ def _down(op: str, total_steps: int, warmup_steps: int, final: float, shape: Cal
     _checked(op, total_steps=total_steps, warmup_steps=warmup_steps)
     _check_final(op, final)
     if warmup_steps > total_steps:
-        _check.refuse(op, "warmup_steps", f"at most total_steps = {total_steps}", str(warmup_steps))
+        checks.refuse(op, "warmup_steps", f"at most total_steps = {total_steps}", str(warmup_steps))
     length = total_steps - warmup_steps
 
     def then(t: int) -> float:
@@ -100,7 +100,7 @@ def wsd(total_steps: int, decay_steps: int, warmup_steps: int = 0, final: float 
     _checked("wsd", total_steps=total_steps, decay_steps=decay_steps, warmup_steps=warmup_steps)
     if warmup_steps + decay_steps > total_steps:
         expected = f"at most total_steps - warmup_steps = {total_steps - warmup_steps}"
-        _check.refuse("wsd", "decay_steps", expected, str(decay_steps))
+        checks.refuse("wsd", "decay_steps", expected, str(decay_steps))
     _check_final("wsd", final)
     decay = linear(decay_steps, 0, final)
     begin = total_steps - decay_steps
@@ -123,5 +123,5 @@ def inverse_sqrt(warmup_steps: int, timescale: int | None = None) -> Factor:
     scale = warmup_steps if timescale is None else timescale
     _checked("inverse_sqrt", warmup_steps=warmup_steps, timescale=scale)
     if scale == 0:
-        _check.refuse("inverse_sqrt", "timescale", "a number of steps >= 1, or a warmup", "0")
+        checks.refuse("inverse_sqrt", "timescale", "a number of steps >= 1, or a warmup", "0")
     return _after(warmup_steps, lambda t: math.sqrt(scale / (t - warmup_steps + scale)))

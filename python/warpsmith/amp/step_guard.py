@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from warpsmith._core import checks
+from warpsmith._core.tensor_list import all_params
 from warpsmith.amp import _gradients
 from warpsmith.amp.grad_scaler import GradScaler
-from warpsmith.ops import _check
-from warpsmith.optim._tensor_list import all_params
 
 _OP = "StepGuard"
 
@@ -50,8 +50,8 @@ class StepGuard(GradScaler):
 
     def __init__(self, device: str = "cuda", enabled: bool = True) -> None:
         if not isinstance(device, str):
-            _check.refuse_type(_OP, "device", "the name of a device", device)
-        _check.flags(_OP, enabled=enabled)
+            checks.refuse_type(_OP, "device", "the name of a device", device)
+        checks.flags(_OP, enabled=enabled)
         super().__init__("cpu", init_scale=1.0, enabled=enabled)  # torch's disables itself without CUDA
 
     def scale(self, outputs: Any) -> Any:
@@ -90,7 +90,7 @@ class StepGuard(GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Ends an iteration. The scale stays 1."""
         if new_scale is not None and not (isinstance(new_scale, (int, float)) and new_scale == 1):
-            _check.refuse(f"{_OP}.update", "new_scale", "None or 1", str(new_scale))
+            checks.refuse(f"{_OP}.update", "new_scale", "None or 1", str(new_scale))
         if self._enabled:
             self._begin_iteration()
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
 
 
 def rank_and_size(group: ProcessGroup | None, op: str = "") -> tuple[int, int]:
@@ -23,10 +23,10 @@ def _check_group(op: str, group: object) -> None:
     outside = group == dist.GroupMember.NON_GROUP_MEMBER
     if not outside and not isinstance(group, ProcessGroup):
         hint = ": give one dimension of the mesh, as mesh.get_group('data')" if hasattr(group, "get_group") else ""
-        _check.refuse_type(op, "process_group", "a ProcessGroup or None", group, hint)
+        checks.refuse_type(op, "process_group", "a ProcessGroup or None", group, hint)
     if outside or (dist.is_initialized() and dist.get_rank(group) < 0):  # type: ignore[arg-type]
         here = f"a group with this rank, {dist.get_rank()}"
-        _check.refuse(op, "process_group", here, "one without: call on the ranks of the group only")
+        checks.refuse(op, "process_group", here, "one without: call on the ranks of the group only")
 
 
 def all_gather_bytes(own: bytes, group: ProcessGroup | None = None) -> list[bytes]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
 
 _STATE = ("seed", "length", "position")
 
@@ -52,9 +52,9 @@ class ResumableSampler(Sampler[int]):
     def __init__(self, length: int, *, seed: int, rank: int, world_size: int) -> None:
         super().__init__()
         for name, value in (("length", length), ("seed", seed), ("rank", rank), ("world_size", world_size)):
-            _check.refuse_non_int("ResumableSampler", name, value)
+            checks.refuse_non_int("ResumableSampler", name, value)
             if not -(2**63) <= value < 2**63:
-                _check.refuse("ResumableSampler", name, "an int of 64 bits", _check.value_text(value))
+                checks.refuse("ResumableSampler", name, "an int of 64 bits", checks.value_text(value))
         if length < 1:
             raise ValueError(f"ResumableSampler: length: expected at least 1, got {length}")
         if world_size < 1:
@@ -93,7 +93,7 @@ class ResumableSampler(Sampler[int]):
             >>> sampler.state_dict()["position"]
             32
         """
-        _check.refuse_non_int("ResumableSampler.advance", "samples", samples)
+        checks.refuse_non_int("ResumableSampler.advance", "samples", samples)
         start = self._done if self._done is not None else self._begun
         done = start + samples * self.world_size
         if samples < 0 or done > self._drawn:
@@ -110,7 +110,7 @@ class ResumableSampler(Sampler[int]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the state was taken, whatever the world size was."""
         if not isinstance(state, dict):
-            _check.refuse_type("ResumableSampler.load_state_dict", "state", "a dict, as state_dict() gives", state)
+            checks.refuse_type("ResumableSampler.load_state_dict", "state", "a dict, as state_dict() gives", state)
         missing = [name for name in _STATE if type(state.get(name)) is not int]
         if missing:
             raise ValueError(f"ResumableSampler.load_state_dict: {missing[0]}: expected an int, got {state}")

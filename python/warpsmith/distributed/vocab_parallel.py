@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from warpsmith._core import checks
+from warpsmith._core.library import call_raw, raw
 from warpsmith.distributed.agreement import agree_on_call
 from warpsmith.distributed.exchange import rank_and_size
-from warpsmith.distributed.hook import _all_gather
-from warpsmith.ops import _check
+from warpsmith.distributed.gradients.hook import _all_gather
 from warpsmith.ops._cross_entropy import (
     NONE,
     check_inputs,
@@ -24,7 +25,6 @@ from warpsmith.ops._cross_entropy import (
     real_dtype,
     reduction_number,
 )
-from warpsmith.ops._library import call_raw, raw
 
 _LOSS, _LINEAR = "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"
 _CHUNK_BYTES = 64 << 20  # of logits that exist at a time
@@ -165,24 +165,24 @@ def vocab_parallel_linear_cross_entropy(
 def _check_tensors(op: str, tensors: dict[str, Any]) -> None:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
-            _check.refuse_type(op, name, "a tensor", value)
+            checks.refuse_type(op, name, "a tensor", value)
 
 
 def _check_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    _check.float_dtype(_LINEAR, "hidden", hidden)
-    _check.at_least_one_dimension(_LINEAR, "hidden", hidden)
+    checks.float_dtype(_LINEAR, "hidden", hidden)
+    checks.at_least_one_dimension(_LINEAR, "hidden", hidden)
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
-        _check.refuse(_LINEAR, "weight", f"shape (classes, {hidden.shape[-1]})", _check.shape_text(weight.shape))
+        checks.refuse(_LINEAR, "weight", f"shape (classes, {hidden.shape[-1]})", checks.shape_text(weight.shape))
     for name, t, shape in (("weight", weight, weight.shape), ("bias", bias, weight.shape[:1])):
         if t is not None:
-            _check.same_shape(_LINEAR, name, t, shape)
-            _check.same_device(_LINEAR, name, t, hidden)
+            checks.same_shape(_LINEAR, name, t, shape)
+            checks.same_device(_LINEAR, name, t, hidden)
             if t.dtype != hidden.dtype:
-                _check.refuse(_LINEAR, name, _check.dtype_text(hidden.dtype), _check.dtype_text(t.dtype))
+                checks.refuse(_LINEAR, name, checks.dtype_text(hidden.dtype), checks.dtype_text(t.dtype))
 
 
 def _rows_text(rows: Tensor, classes: int) -> str:
-    return f"{_check.dtype_text(rows.dtype)} {_check.shape_text(rows.shape[:-1])} rows of {classes} classes"
+    return f"{checks.dtype_text(rows.dtype)} {checks.shape_text(rows.shape[:-1])} rows of {classes} classes"
 
 
 def _agree(
@@ -201,12 +201,12 @@ def _agree(
     try:
         classes, facts = check()
         if not isinstance(options.reduction, str):
-            _check.refuse_type(op, "reduction", "none, mean or sum", options.reduction)
+            checks.refuse_type(op, "reduction", "none, mean or sum", options.reduction)
         reduction_number(op, options.reduction)
         for name, value in (("z_loss", options.z_loss), ("softcap", options.softcap)):
-            if not _check.is_number(value):
-                _check.refuse_type(op, name, "a number", value)
-        _check.refuse_non_int64(op, "ignore_index", options.ignore_index, "an int")
+            if not checks.is_number(value):
+                checks.refuse_type(op, name, "a number", value)
+        checks.refuse_non_int64(op, "ignore_index", options.ignore_index, "an int")
         check_options(op, 0.0, options.z_loss, options.softcap)
         facts |= {name: str(value) for name, value in options._asdict().items()}
         if not target.is_cuda:

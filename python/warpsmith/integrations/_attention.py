@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from warpsmith.integrations._modules import Forward, StandIn, is_free
-from warpsmith.ops.qk_norm_rope import qk_norm_rope
-from warpsmith.ops.rope import rope
+from warpsmith.ops.rope import qk_norm_rope, rope
 
 _ROTATION = "apply_rotary_pos_emb"
 

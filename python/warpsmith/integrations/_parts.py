@@ -16,14 +16,9 @@ from warpsmith.integrations._modules import Forward, StandIn, by_name, is_free, 
 from warpsmith.nn import functional
 from warpsmith.ops import _gated_linear
 from warpsmith.ops._norm_linears import fits, norm_linears
-from warpsmith.ops.add_layer_norm import add_layer_norm
-from warpsmith.ops.add_rms_norm import add_rms_norm
-from warpsmith.ops.bias_gelu import bias_gelu
-from warpsmith.ops.geglu import geglu
-from warpsmith.ops.linear_cross_entropy import linear_cross_entropy
-from warpsmith.ops.reglu import reglu
-from warpsmith.ops.rms_norm import rms_norm
-from warpsmith.ops.swiglu import swiglu
+from warpsmith.ops.activation import bias_gelu, geglu, reglu, swiglu
+from warpsmith.ops.linear_loss import linear_cross_entropy
+from warpsmith.ops.norm import add_layer_norm, add_rms_norm, rms_norm
 
 
 class Part(NamedTuple):

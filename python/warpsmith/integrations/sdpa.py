@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.library import Library, get_kernel
 from torch.nn.attention import register_flash_attention_impl
 
+from warpsmith._core.library import call_raw, raw
 from warpsmith.ops import _attention
-from warpsmith.ops._library import call_raw, raw
 
 _LAYOUT = _attention.LAYOUTS.index("bhsd")
 

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from warpsmith._core import checks
 from warpsmith.integrations import _patch
 from warpsmith.integrations._parts import PARTS, PREFIXES
 from warpsmith.integrations._patch import Patched as Patched
-from warpsmith.ops import _check
-from warpsmith.ops.attention import attention
-from warpsmith.ops.attention_varlen import attention_varlen
+from warpsmith.ops.attention import attention, attention_varlen
 
 #: What :func:`patch` knows: by ``model_type`` of a config and class of transformers, what replaces its forward.
 FAMILIES = {
@@ -171,11 +170,11 @@ def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
     if family is None:
         got = model_or_class if isinstance(model_or_class, type) else type(model_or_class)
         known = ", ".join(PREFIXES.values())
-        _check.refuse("patch", "model_or_class", f"a model of transformers, one of {known}", got.__name__)
+        checks.refuse("patch", "model_or_class", f"a model of transformers, one of {known}", got.__name__)
     if _patch.is_patched(model_or_class, family):
-        _check.refuse("patch", "model_or_class", "what is not patched yet", "what is: undo() it first")
+        checks.refuse("patch", "model_or_class", "what is not patched yet", "what is: undo() it first")
     if attention and isinstance(model_or_class, type):
-        _check.refuse("patch", "attention", "False for a class: a model's config says its attention", "True")
+        checks.refuse("patch", "attention", "False for a class: a model's config says its attention", "True")
     done = Patched()
     try:
         if isinstance(model_or_class, type):

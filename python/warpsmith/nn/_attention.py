@@ -6,12 +6,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from warpsmith.nn._rms_norm import RMSNorm
-from warpsmith.ops import _check
-from warpsmith.ops.attention import attention
-from warpsmith.ops.attention_varlen import attention_varlen
-from warpsmith.ops.qk_norm_rope import qk_norm_rope
-from warpsmith.ops.rope import rope
+from warpsmith._core import checks
+from warpsmith.nn._norm import RMSNorm
+from warpsmith.ops.attention import attention, attention_varlen
+from warpsmith.ops.rope import qk_norm_rope, rope
 
 
 class Attention(nn.Module):
@@ -75,21 +73,21 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check.sizes("Attention", embed_dim=embed_dim)
-        _check.sizes("Attention", 1, num_heads=num_heads)
+        checks.sizes("Attention", embed_dim=embed_dim)
+        checks.sizes("Attention", 1, num_heads=num_heads)
         for name, size in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
             if size is not None:
-                _check.refuse_non_int64("Attention", name, size, "an integer")
-        _check.refuse_non_eps("Attention", eps, otherwise=True)
-        _check.flags("Attention", bias=bias, qk_norm=qk_norm, sink=sink, interleaved=interleaved)
+                checks.refuse_non_int64("Attention", name, size, "an integer")
+        checks.refuse_non_eps("Attention", eps, otherwise=True)
+        checks.flags("Attention", bias=bias, qk_norm=qk_norm, sink=sink, interleaved=interleaved)
         if num_kv_heads < 1 or num_heads % num_kv_heads:
-            _check.refuse("Attention", "num_kv_heads", f"a divisor of {num_heads}", str(num_kv_heads))
+            checks.refuse("Attention", "num_kv_heads", f"a divisor of {num_heads}", str(num_kv_heads))
         if head_dim is None and embed_dim % num_heads:
-            _check.refuse("Attention", "embed_dim", f"a multiple of {num_heads} heads, or head_dim", str(embed_dim))
+            checks.refuse("Attention", "embed_dim", f"a multiple of {num_heads} heads, or head_dim", str(embed_dim))
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         if self.head_dim < 8 or self.head_dim > 256 or self.head_dim % 8:
-            _check.refuse("Attention", "head_dim", "8 to 256 elements a head, in steps of 8", str(self.head_dim))
+            checks.refuse("Attention", "head_dim", "8 to 256 elements a head, in steps of 8", str(self.head_dim))
         self.dropout_p, self.eps, self.interleaved = dropout_p, eps, interleaved
         self.options: dict[str, Any] = {
             "causal": causal,
@@ -110,7 +108,7 @@ class Attention(nn.Module):
 
     def _refuse_options(self, dtype: torch.dtype | None) -> None:
         """Refuses what the op would refuse, but only at the first call, for dropout the first one in training."""
-        heads, dtype = self.num_heads + 2 * self.num_kv_heads, dtype if dtype in _check.FLOAT_DTYPES else None
+        heads, dtype = self.num_heads + 2 * self.num_kv_heads, dtype if dtype in checks.FLOAT_DTYPES else None
         nothing = torch.empty((0, 1, heads, self.head_dim), device="meta", dtype=dtype)
         try:
             attention(nothing, kv_heads=self.num_kv_heads, dropout_p=self.dropout_p, **self.options)
@@ -150,9 +148,9 @@ class Attention(nn.Module):
         bias, alibi_slopes: as for :func:`warpsmith.attention`.
         """
         if (cos is None) != (sin is None):
-            _check.refuse("Attention", "sin", "a tensor beside cos, or neither", "one of them")
+            checks.refuse("Attention", "sin", "a tensor beside cos, or neither", "one of them")
         if (cu_seqlens is None) != (max_seqlen is None):
-            _check.refuse("Attention", "max_seqlen", "an integer beside cu_seqlens, or neither", "one of them")
+            checks.refuse("Attention", "max_seqlen", "an integer beside cu_seqlens, or neither", "one of them")
         kv_heads = self.num_kv_heads
         heads = self.qkv_proj(x).unflatten(-1, (self.num_heads + 2 * kv_heads, self.head_dim))
         tensors: dict[str, Any] = {"q": heads, "kv_heads": kv_heads}

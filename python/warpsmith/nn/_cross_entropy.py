@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpsmith._core import checks
 from warpsmith.nn import functional
-from warpsmith.ops import _check
 from warpsmith.ops._cross_entropy import check_loss_numbers, reduction_number
 from warpsmith.ops.cross_entropy import cross_entropy
 
@@ -15,7 +15,7 @@ def _loss(input: Tensor, target: Tensor, weight: Tensor | None, options: dict, o
     if not any(ours.values()):
         return functional.cross_entropy(input, target, weight, **options)
     if target.is_floating_point():
-        _check.refuse("CrossEntropyLoss", "target", f"class indices beside {', '.join(ours)}", "class probabilities")
+        checks.refuse("CrossEntropyLoss", "target", f"class indices beside {', '.join(ours)}", "class probabilities")
     loss = cross_entropy(functional.classes_last(input), target, class_weight=weight, **options, **ours)
     return loss if functional.is_autocast(input) else loss.to(input.dtype)
 
@@ -67,7 +67,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         reduction_number("CrossEntropyLoss", self.reduction)
         numbers: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
         check_loss_numbers("CrossEntropyLoss", ignore_index=ignore_index, **numbers)
-        _check.flags("CrossEntropyLoss", inplace_backward=inplace_backward, check_labels=check_labels)
+        checks.flags("CrossEntropyLoss", inplace_backward=inplace_backward, check_labels=check_labels)
         self.z_loss = z_loss
         self.softcap = softcap
         self.inplace_backward = inplace_backward

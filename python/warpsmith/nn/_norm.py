@@ -1,4 +1,4 @@
-"""What the modules of the norm family share: the shape, weight and bias."""
+"""Modules of the norms: alone, after a residual addition, and after dropout and a residual addition."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
+from warpsmith._core.dropout import check_p
+from warpsmith.ops.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    dropout_add_layer_norm,
+    dropout_add_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 
 
 def flat(x: Tensor, owner: str, name: str, shape: tuple[int, ...], checked_later: bool) -> Tensor:
@@ -18,8 +27,8 @@ def flat(x: Tensor, owner: str, name: str, shape: tuple[int, ...], checked_later
     if len(shape) == 1 and checked_later:
         return x
     if tuple(x.shape[-len(shape) :]) != shape:
-        expected = f"trailing shape {_check.shape_text(shape)}"
-        _check.refuse(owner, name, expected, _check.shape_text(x.shape))
+        expected = f"trailing shape {checks.shape_text(shape)}"
+        checks.refuse(owner, name, expected, checks.shape_text(x.shape))
     return x if len(shape) == 1 else x.flatten(-len(shape))
 
 
@@ -64,12 +73,12 @@ class Norm(nn.Module):
         sizes: Iterable[Any] = normalized_shape if several else (normalized_shape,)  # type: ignore[assignment]
         owner = type(self).__name__
         for size in sizes:
-            _check.refuse_non_int64(owner, "normalized_shape", size, "one or more sizes >= 1")
+            checks.refuse_non_int64(owner, "normalized_shape", size, "one or more sizes >= 1")
         shape = tuple(map(operator.index, sizes))  # NumPy's integers too
         if not shape or any(size < 1 for size in shape):
-            _check.refuse(owner, "normalized_shape", "one or more sizes >= 1", str(shape))
-        _check.refuse_non_eps(owner, eps, otherwise=bias is None)
-        _check.refuse_non_number(owner, "weight_offset", weight_offset)
+            checks.refuse(owner, "normalized_shape", "one or more sizes >= 1", str(shape))
+        checks.refuse_non_eps(owner, eps, otherwise=bias is None)
+        checks.refuse_non_number(owner, "weight_offset", weight_offset)
         self.normalized_shape = shape
         self.eps = eps
         self.elementwise_affine = elementwise_affine
@@ -83,7 +92,7 @@ class Norm(nn.Module):
             parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if wanted else None
             self.register_parameter(name, parameter)
         weight = self._parameters["weight"]
-        _check.finite(owner, "weight_offset", weight_offset, torch.float64 if weight is None else weight.dtype)
+        checks.finite(owner, "weight_offset", weight_offset, torch.float64 if weight is None else weight.dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -146,3 +155,235 @@ class RMSNormBase(Norm):
         weight_offset: float = 0.0,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset=weight_offset)
+
+
+torch.fx.wrap("rms_norm")  # torch.fx.symbolic_trace keeps the call whole
+
+
+class RMSNorm(RMSNormBase, torch.nn.RMSNorm):
+    """Root-mean-square layer normalisation: :func:`warpsmith.rms_norm` with its weight.
+
+    A ``torch.nn.RMSNorm``, with its constructor and ``state_dict``, to which ``weight_offset`` is added.
+
+    Args:
+        normalized_shape: the trailing dimensions to normalise over, an int for the last one alone.
+        eps: None: the machine epsilon of the arithmetic, as in :func:`warpsmith.rms_norm`.
+        elementwise_affine: whether there is a ``weight`` of ``normalized_shape``.
+        device, dtype: of the weight. float32 beside 16-bit activations is fine and gives the activation's dtype.
+        weight_offset: added to the weight; the weight then starts at ``1 - weight_offset``.
+
+    Shapes: x ``(..., *normalized_shape)`` to the same. Dtypes, determinism and errors: as :func:`warpsmith.rms_norm`;
+    a 16-bit weight beside a wider ``x`` is cast.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> norm = warpsmith.nn.RMSNorm(8)
+        >>> norm(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises ``x`` over its last ``len(normalized_shape)`` dimensions."""
+        y = rms_norm(self.flat("x", x), self.flat_parameter("weight", x), self.eps, self.weight_offset)
+        return self.shaped(y, x)
+
+
+torch.fx.wrap("layer_norm")  # torch.fx.symbolic_trace keeps the call whole
+
+
+class LayerNorm(LayerNormBase, torch.nn.LayerNorm):
+    """Layer normalisation: :func:`warpsmith.layer_norm` with its weight and bias.
+
+    A ``torch.nn.LayerNorm``, with its constructor and ``state_dict``.
+
+    Args:
+        normalized_shape: the trailing dimensions to normalise over, an int for the last one alone.
+        eps: added to the variance.
+        elementwise_affine: whether there is a ``weight`` of ``normalized_shape``.
+        bias: whether there is a ``bias`` beside it.
+        device, dtype: of weight and bias. float32 beside 16-bit activations is fine and gives the activation's dtype.
+
+    Shapes: input ``(..., *normalized_shape)`` to the same. Dtypes, determinism and errors: as
+    :func:`warpsmith.layer_norm`; 16-bit parameters beside a wider ``input`` are cast.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> norm = warpsmith.nn.LayerNorm(8)
+        >>> norm(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises ``input`` over its last ``len(normalized_shape)`` dimensions."""
+        weight, bias = self.flat_parameter("weight", input), self.flat_parameter("bias", input)
+        return self.shaped(layer_norm(self.flat("input", input), weight, bias, self.eps), input)
+
+
+torch.fx.wrap("add_rms_norm")  # torch.fx.symbolic_trace keeps the call whole
+
+
+class AddRMSNorm(RMSNormBase):
+    """A residual sum and its norm: :func:`warpsmith.add_rms_norm` with its weight.
+
+    Takes the place of ``residual = residual + x`` and of the ``torch.nn.RMSNorm`` that follows. ``state_dict``
+    and constructor are that module's, to which ``weight_offset`` is added.
+
+    Args:
+        normalized_shape: the trailing dimensions to normalise over, an int for the last one alone.
+        eps: added to the mean square. None: the machine epsilon of the arithmetic.
+        elementwise_affine: whether there is a ``weight`` of ``normalized_shape``.
+        device, dtype: of the weight. float32 beside 16-bit activations is fine.
+        weight_offset: added to the weight; the weight then starts at ``1 - weight_offset``.
+
+    Shapes: x and residual ``(..., *normalized_shape)``; returns ``(y, residual_out)``, both of that shape. Dtypes,
+    determinism and errors: as :func:`warpsmith.add_rms_norm`.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> norm = warpsmith.nn.AddRMSNorm(8)
+        >>> x, residual = torch.ones(2, 8), torch.zeros(2, 8)
+        >>> y, residual = norm(x, residual)
+        >>> y.shape, residual.shape
+        (torch.Size([2, 8]), torch.Size([2, 8]))
+    """
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds ``residual`` to ``x`` and normalises the sum."""
+        weight = self.flat_parameter("weight", residual)
+        return self.with_residual(add_rms_norm, x, residual, weight, self.eps, self.weight_offset)
+
+
+torch.fx.wrap("add_layer_norm")  # torch.fx.symbolic_trace keeps the call whole
+
+
+class AddLayerNorm(LayerNormBase):
+    """A residual sum and its norm: :func:`warpsmith.add_layer_norm` with its weight and bias.
+
+    Takes the place of ``residual = residual + x`` and of the ``torch.nn.LayerNorm`` that follows.
+    ``state_dict`` and constructor are that module's.
+
+    Args:
+        normalized_shape: the trailing dimensions to normalise over, an int for the last one alone.
+        eps: added to the variance.
+        elementwise_affine: whether there is a ``weight`` of ``normalized_shape``.
+        bias: whether there is a ``bias`` beside it.
+        device, dtype: of weight and bias. float32 beside 16-bit activations is fine.
+
+    Shapes: x and residual ``(..., *normalized_shape)``; returns ``(y, residual_out)``, both of that shape. Dtypes,
+    determinism and errors: as :func:`warpsmith.add_layer_norm`.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> norm = warpsmith.nn.AddLayerNorm(8)
+        >>> x, residual = torch.ones(2, 8), torch.zeros(2, 8)
+        >>> y, residual = norm(x, residual)
+        >>> y.shape, residual.shape
+        (torch.Size([2, 8]), torch.Size([2, 8]))
+    """
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds ``residual`` to ``x`` and normalises the sum."""
+        parameters = self.flat_parameter("weight", residual), self.flat_parameter("bias", residual)
+        return self.with_residual(add_layer_norm, x, residual, *parameters, self.eps)
+
+
+torch.fx.wrap("dropout_add_rms_norm")  # torch.fx.symbolic_trace keeps the call whole
+
+
+class DropoutAddRMSNorm(Norm):
+    """Dropout, a residual sum and its norm: :func:`warpsmith.dropout_add_rms_norm` with its weight.
+
+    Takes the place of ``residual = residual + dropout(x)`` and of the ``torch.nn.RMSNorm`` that follows.
+    ``state_dict`` and constructor are that module's, to which ``p`` as the second argument and
+    ``weight_offset`` are added.
+
+    Args:
+        normalized_shape: the trailing dimensions to normalise over, an int for the last one alone.
+        p: the probability of a drop in training mode, in [0, 1].
+        eps: added to the mean square. None: the machine epsilon of the arithmetic.
+        elementwise_affine: whether there is a ``weight`` of ``normalized_shape``.
+        device, dtype: of the weight. float32 beside 16-bit activations is fine.
+        weight_offset: added to the weight; the weight then starts at ``1 - weight_offset``.
+
+    Shapes: x and residual ``(..., *normalized_shape)``; returns ``(y, residual_out)``, both of that shape. Dtypes,
+    determinism and errors: as :func:`warpsmith.dropout_add_rms_norm`.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> norm = warpsmith.nn.DropoutAddRMSNorm(8, p=0.1)
+        >>> x, residual = torch.ones(2, 8), torch.zeros(2, 8)
+        >>> y, residual = norm(x, residual)
+        >>> y.shape, residual.shape
+        (torch.Size([2, 8]), torch.Size([2, 8]))
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        p: float = 0.5,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+    ) -> None:
+        check_p(type(self).__name__, p)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset=weight_offset, p=p)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Drops from ``x`` in training mode, adds ``residual`` and normalises the sum."""
+        options = (self.p, self.eps, self.training)
+        weight = self.flat_parameter("weight", residual)
+        return self.with_residual(dropout_add_rms_norm, x, residual, weight, *options, weight_offset=self.weight_offset)
+
+
+torch.fx.wrap("dropout_add_layer_norm")  # torch.fx.symbolic_trace keeps the call whole
+
+
+class DropoutAddLayerNorm(Norm):
+    """Dropout, a residual sum and its norm: :func:`warpsmith.dropout_add_layer_norm` with its weight and
+    bias.
+
+    Takes the place of ``residual = residual + dropout(x)`` and of the ``torch.nn.LayerNorm`` that follows.
+    ``state_dict`` and constructor are that module's, to which ``p`` as the second argument is added.
+
+    Args:
+        normalized_shape: the trailing dimensions to normalise over, an int for the last one alone.
+        p: the probability of a drop in training mode, in [0, 1].
+        eps: added to the variance.
+        elementwise_affine: whether there is a ``weight`` of ``normalized_shape``.
+        bias: whether there is a ``bias`` beside it.
+        device, dtype: of weight and bias. float32 beside 16-bit activations is fine.
+
+    Shapes: x and residual ``(..., *normalized_shape)``; returns ``(y, residual_out)``, both of that shape. Dtypes,
+    determinism and errors: as :func:`warpsmith.dropout_add_layer_norm`.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> norm = warpsmith.nn.DropoutAddLayerNorm(8, p=0.1)
+        >>> x, residual = torch.ones(2, 8), torch.zeros(2, 8)
+        >>> y, residual = norm(x, residual)
+        >>> y.shape, residual.shape
+        (torch.Size([2, 8]), torch.Size([2, 8]))
+    """
+
+    eps: float
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        p: float = 0.5,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_p(type(self).__name__, p)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, bias=bias, p=p)
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Drops from ``x`` in training mode, adds ``residual`` and normalises the sum."""
+        parameters = self.flat_parameter("weight", residual), self.flat_parameter("bias", residual)
+        return self.with_residual(dropout_add_layer_norm, x, residual, *parameters, self.p, self.eps, self.training)

@@ -27,22 +27,22 @@ import torch.nn.functional as _torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from warpsmith._core import checks
+from warpsmith._core.dtensor import is_dtensor
+from warpsmith._core.library import raw
 from warpsmith.nn import _composed
-from warpsmith.nn._fused import (
+from warpsmith.nn._dispatch import (
     HALVES,
-    why_not_cross_entropy,
-    why_not_layer_norm,
-    why_not_linear_cross_entropy,
-    why_not_scaled_dot_product_attention,
+    reason_for_torch_cross_entropy,
+    reason_for_torch_layer_norm,
+    reason_for_torch_linear_cross_entropy,
+    reason_for_torch_scaled_dot_product_attention,
 )
-from warpsmith.ops import _check
-from warpsmith.ops._dtensor import is_dtensor
-from warpsmith.ops._library import raw
 from warpsmith.ops.attention import attention
 from warpsmith.ops.cross_entropy import cross_entropy as _cross_entropy
-from warpsmith.ops.layer_norm import layer_norm as _layer_norm
-from warpsmith.ops.linear_cross_entropy import linear_cross_entropy as _linear_cross_entropy
-from warpsmith.ops.rms_norm import rms_norm as _rms_norm
+from warpsmith.ops.linear_loss import linear_cross_entropy as _linear_cross_entropy
+from warpsmith.ops.norm import layer_norm as _layer_norm
+from warpsmith.ops.norm import rms_norm as _rms_norm
 
 
 def __getattr__(name: str) -> Any:
@@ -112,7 +112,7 @@ def layer_norm(
         input, weight, bias = _wide(input), _wide(weight), _wide(bias)  # type: ignore[assignment]
     of_weight, of_bias = None if weight is None else weight.dtype, None if bias is None else bias.dtype
     shape = tuple(normalized_shape)
-    if not _affine_fits(shape, input, weight, bias) or why_not_layer_norm(
+    if not _affine_fits(shape, input, weight, bias) or reason_for_torch_layer_norm(
         input.dtype, input.device.type, of_weight, of_bias, eps
     ):
         return _torch.layer_norm(input, *arguments)
@@ -140,7 +140,7 @@ def rms_norm(
     if weight is not None and weight.dtype in HALVES and weight.dtype is not input.dtype:
         weight = weight.to(torch.float32 if input.dtype in HALVES else input.dtype)
     shape = normalized_shape if isinstance(normalized_shape, tuple) else tuple(normalized_shape)
-    if not _affine_fits(shape, input, weight) or why_not_layer_norm(
+    if not _affine_fits(shape, input, weight) or reason_for_torch_layer_norm(
         input.dtype, input.device.type, None if weight is None else weight.dtype, None, eps
     ):
         return _torch.rms_norm(input, normalized_shape, weight, eps)
@@ -192,7 +192,7 @@ def cross_entropy(
     fits = fits and target.device == input.device
     if weight is not None:
         fits = fits and weight.shape == logits.shape[-1:] and weight.device == input.device and not weight.requires_grad
-    if not fits or why_not_cross_entropy(
+    if not fits or reason_for_torch_cross_entropy(
         input.dtype,
         input.device.type,
         target.dtype,
@@ -281,7 +281,7 @@ def _head_fits(
         cast = autocast and t is not None and t.is_floating_point() and t.dtype is not torch.float64
         return torch.get_autocast_dtype(input.device.type) if cast else None if t is None else t.dtype
 
-    return not why_not_linear_cross_entropy(
+    return not reason_for_torch_linear_cross_entropy(
         of_product(input),
         input.device.type,
         of_product(linear_weight),
@@ -332,11 +332,11 @@ def scaled_dot_product_attention(
 
 
 # torch.compile traces what is behind a cache, and warns of the cache.
-_WHY_NOT_TRACED = why_not_scaled_dot_product_attention.__wrapped__
+_REASON_WHEN_TRACED = reason_for_torch_scaled_dot_product_attention.__wrapped__
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (float, int) or _check.is_number(value)
+    return type(value) in (float, int) or checks.is_number(value)
 
 
 def _attention_fits(
@@ -376,5 +376,5 @@ def _attention_fits(
         return False
     capability = raw._code_capability(query.device.index) if kind == "cuda" else 0
     of_mask = None if mask is None else mask.dtype
-    why_not = _WHY_NOT_TRACED if torch.compiler.is_compiling() else why_not_scaled_dot_product_attention
-    return not why_not(dtype, kind, head_dim, value.shape[-1], of_mask, dropout_p > 0, capability)
+    reason = _REASON_WHEN_TRACED if torch.compiler.is_compiling() else reason_for_torch_scaled_dot_product_attention
+    return not reason(dtype, kind, head_dim, value.shape[-1], of_mask, dropout_p > 0, capability)

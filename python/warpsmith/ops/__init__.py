@@ -1,30 +1,22 @@
-"""The fused operators. Each has a file; the attribute of its name is the public function. Families have private files.
+"""The fused operators: a file a family, and beside it a private one with fakes and gradients.
 
 The public export is here: ``warpsmith`` has all of these names."""
 
 from warpsmith.ops._flops import register_formulas
-from warpsmith.ops.adamw import adamw
-from warpsmith.ops.add_layer_norm import add_layer_norm
-from warpsmith.ops.add_rms_norm import add_rms_norm
-from warpsmith.ops.attention import attention
-from warpsmith.ops.attention_varlen import attention_varlen
-from warpsmith.ops.bias_gelu import bias_gelu
-from warpsmith.ops.bias_relu import bias_relu
-from warpsmith.ops.bias_silu import bias_silu
+from warpsmith.ops.activation import bias_gelu, bias_relu, bias_silu, dropout_add, geglu, reglu, relu_squared, swiglu
+from warpsmith.ops.attention import attention, attention_varlen
 from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
-from warpsmith.ops.dropout_add import dropout_add
-from warpsmith.ops.dropout_add_layer_norm import dropout_add_layer_norm
-from warpsmith.ops.dropout_add_rms_norm import dropout_add_rms_norm
-from warpsmith.ops.geglu import geglu
-from warpsmith.ops.layer_norm import layer_norm
-from warpsmith.ops.linear_cross_entropy import linear_cross_entropy
-from warpsmith.ops.linear_log_prob import linear_log_prob
-from warpsmith.ops.qk_norm_rope import qk_norm_rope
-from warpsmith.ops.reglu import reglu
-from warpsmith.ops.relu_squared import relu_squared
-from warpsmith.ops.rms_norm import rms_norm
-from warpsmith.ops.rope import rope
-from warpsmith.ops.swiglu import swiglu
+from warpsmith.ops.linear_loss import linear_cross_entropy, linear_log_prob
+from warpsmith.ops.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    dropout_add_layer_norm,
+    dropout_add_rms_norm,
+    layer_norm,
+    rms_norm,
+)
+from warpsmith.ops.optim import adamw
+from warpsmith.ops.rope import qk_norm_rope, rope
 
 __all__ = [
     "CrossEntropyStats",

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
-from warpsmith.ops._check import known, possible, refuse, shape_text
-from warpsmith.ops._dropout import draw_seed
-from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+from warpsmith._core import checks
+from warpsmith._core.checks import known, possible, refuse, shape_text
+from warpsmith._core.dropout import draw_seed
+from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 
 LAYOUTS = ("bshd", "bhsd", "thd")
 _THD = 2
@@ -79,16 +79,16 @@ def split_sizes(q: Tensor, k: Tensor | None, v: Tensor | None, layout: int, kv_h
 
 
 def _check_heads(op: str, q: Tensor, k: Tensor | None, v: Tensor | None, layout: int, kv_heads: int) -> tuple:
-    _check.float_dtype(op, "q", q)
+    checks.float_dtype(op, "q", q)
     if k is None and v is not None:
         refuse(op, "k", "a tensor beside v", "None")
     _check_rank(op, "q", q, layout, 3 if k is None and not kv_heads else 0)
     for name, t, count in (("k", k, 0 if v is not None else 2), ("v", v, 0)):
         if t is not None:
-            _check.float_dtype(op, name, t)
-            _check.same_dtype(op, name, t, q)
+            checks.float_dtype(op, name, t)
+            checks.same_dtype(op, name, t, q)
             _check_rank(op, name, t, layout, count)
-            _check.same_device(op, name, t, q)
+            checks.same_device(op, name, t, q)
     if k is None and kv_heads:
         heads = q.shape[dims_of(layout, False).heads]
         if known(kv_heads < 0) or known(kv_heads > (heads - 1) // 2):
@@ -119,13 +119,13 @@ def _check_packed(op: str, q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, 
             refuse(op, name, "a tensor", "None")
             return None
         if cu.dtype != torch.int32:
-            refuse(op, name, "int32", _check.dtype_text(cu.dtype))
+            refuse(op, name, "int32", checks.dtype_text(cu.dtype))
         if cu.dim() != 1 or known(cu.shape[0] < 2):
             refuse(op, name, "shape (sequences + 1)", shape_text(cu.shape))
-        _check.same_device(op, name, cu, q)
+        checks.same_device(op, name, cu, q)
     assert cu_q is not None
     assert cu_k is not None
-    _check.same_shape(op, "cu_seqlens_k", cu_k, cu_q.shape)
+    checks.same_shape(op, "cu_seqlens_k", cu_k, cu_q.shape)
     for name, length in (("max_seqlen_q", max_q), ("max_seqlen_k", max_k)):
         if known(length < 0):
             refuse(op, name, "an integer >= 0", str(length))
@@ -134,14 +134,14 @@ def _check_packed(op: str, q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, 
 
 def _check_bias(op: str, bias: Tensor, q: Tensor, full: tuple) -> None:
     if bias.dtype != torch.bool:
-        _check.dtype_beside(op, "bias", bias, q.dtype)
+        checks.dtype_beside(op, "bias", bias, q.dtype)
     fits = bias.dim() <= 4 and all(
         not (known(size != 1) and known(size != whole))
         for size, whole in zip(bias.shape, full[4 - bias.dim() :], strict=True)
     )
     if not fits:
         refuse(op, "bias", f"a shape that broadcasts to {shape_text(full)}", shape_text(bias.shape))
-    _check.same_device(op, "bias", bias, q)
+    checks.same_device(op, "bias", bias, q)
 
 
 def _check_inputs(op: str, inputs: Sequence[Any], place: Sequence[Any] | None = None) -> Problem:
@@ -171,20 +171,20 @@ def _check_inputs(op: str, inputs: Sequence[Any], place: Sequence[Any] | None = 
             refuse(op, "softcap", "at least 2^-127 of softmax_scale", f"{softcap:g}")
     if alibi_slopes is not None:
         if alibi_slopes.dtype != torch.float32:
-            refuse(op, "alibi_slopes", "float32", _check.dtype_text(alibi_slopes.dtype))
-        _check.same_shape(op, "alibi_slopes", alibi_slopes, full[:2] if alibi_slopes.dim() == 2 else full[1:2])
-        _check.same_device(op, "alibi_slopes", alibi_slopes, q)
+            refuse(op, "alibi_slopes", "float32", checks.dtype_text(alibi_slopes.dtype))
+        checks.same_shape(op, "alibi_slopes", alibi_slopes, full[:2] if alibi_slopes.dim() == 2 else full[1:2])
+        checks.same_device(op, "alibi_slopes", alibi_slopes, q)
     if bias is not None:
         _check_bias(op, bias, q, full)
     if sink is not None:
-        _check.dtype_beside(op, "sink", sink, q.dtype)
-        _check.same_shape(op, "sink", sink, full[1:2])
-        _check.same_device(op, "sink", sink, q)
+        checks.dtype_beside(op, "sink", sink, q.dtype)
+        checks.same_shape(op, "sink", sink, full[1:2])
+        checks.same_device(op, "sink", sink, q)
     if drops(op, dropout_p) and seed is not None:
         if seed.dtype != torch.int64:
-            refuse(op, "seed", "int64", _check.dtype_text(seed.dtype))
-        _check.same_shape(op, "seed", seed, (2,))
-        _check.same_device(op, "seed", seed, q)
+            refuse(op, "seed", "int64", checks.dtype_text(seed.dtype))
+        checks.same_shape(op, "seed", seed, (2,))
+        checks.same_device(op, "seed", seed, q)
     if place is not None:
         _check_place(op, place, cu_q is not None, full)
     return Problem(of_q, of_k, of_v, full)
@@ -263,18 +263,18 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Tenso
     problem = _check_inputs(op, inputs, place)
     plain = dims_of(layout, False)
     for name, t in (("dout", dout), ("out", out)):
-        _check.same_dtype(op, name, t, q)
+        checks.same_dtype(op, name, t, q)
         _check_rank(op, name, t, layout, 0)
         expected = *problem.q[:3], problem.v[3]
         if any(known(a != b) for a, b in zip(_sizes(t, plain, t.shape[plain.heads]), expected, strict=True)):
             refuse(op, name, "the shape of the output", shape_text(t.shape))
-        _check.same_device(op, name, t, q)
+        checks.same_device(op, name, t, q)
     for name, t in (("lse", lse), ("dlse", dlse), ("lse_rest", lse_rest)):
         if t is not None:
             if t.dtype != _real(q):
-                refuse(op, name, _check.dtype_text(_real(q)), _check.dtype_text(t.dtype))
-            _check.same_shape(op, name, t, _lse_shape(problem, layout))
-            _check.same_device(op, name, t, q)
+                refuse(op, name, checks.dtype_text(_real(q)), checks.dtype_text(t.dtype))
+            checks.same_shape(op, name, t, _lse_shape(problem, layout))
+            checks.same_device(op, name, t, q)
 
     def like(t: Tensor | None, stacked: bool) -> Tensor:
         if t is None:
@@ -351,12 +351,12 @@ def check_window(op: str, causal: bool, window_size: Sequence[int] | None) -> tu
     if window_size is None:
         return -1, 0 if causal else -1
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        refuse(op, "window_size", "two integers >= -1, or None", _check.value_text(window_size))
+        refuse(op, "window_size", "two integers >= -1, or None", checks.value_text(window_size))
     left, right = window_size
     for name, size in (("window_left", left), ("window_right", right)):
-        if not _check.is_integer(size):
-            refuse(op, "window_size", "two integers >= -1, or None", _check.value_text(window_size))
-        _check.refuse_non_int64(op, name, size)
+        if not checks.is_integer(size):
+            refuse(op, "window_size", "two integers >= -1, or None", checks.value_text(window_size))
+        checks.refuse_non_int64(op, name, size)
     return left, 0 if causal and right != 0 and right >= -1 else right
 
 
@@ -366,7 +366,7 @@ def kv_heads_of(op: str, k: Tensor | None, v: Tensor | None, kv_heads: int | Non
         refuse(op, "k", "a tensor beside v", "None")
     if kv_heads is None:
         return 0
-    _check.refuse_non_int64(op, "kv_heads", kv_heads, "an integer >= 1, or None")
+    checks.refuse_non_int64(op, "kv_heads", kv_heads, "an integer >= 1, or None")
     if k is not None:
         refuse(op, "kv_heads", "None beside k: q holds its own heads alone", str(kv_heads))
     if kv_heads < 1:
@@ -376,13 +376,13 @@ def kv_heads_of(op: str, k: Tensor | None, v: Tensor | None, kv_heads: int | Non
 
 def check_numbers(op: str, softmax_scale: float | None, softcap: float) -> None:
     if softmax_scale is not None:
-        _check.refuse_non_number(op, "softmax_scale", softmax_scale, "a number or None")
-    _check.refuse_non_number(op, "softcap", softcap)
+        checks.refuse_non_number(op, "softmax_scale", softmax_scale, "a number or None")
+    checks.refuse_non_number(op, "softcap", softcap)
 
 
 def drops(op: str, dropout_p: float) -> bool:
     """Whether there is dropout. Checks ``dropout_p`` before a seed is drawn: bad input must not move the generator."""
-    _check.refuse_non_number(op, "dropout_p", dropout_p, "a number in [0, 1)")
+    checks.refuse_non_number(op, "dropout_p", dropout_p, "a number in [0, 1)")
     if not 0 <= dropout_p < 1:
         refuse(op, "dropout_p", "a number in [0, 1)", f"{dropout_p:f}")
     return dropout_p > 0
@@ -419,5 +419,5 @@ def _check_offsets(op: str, name: str, cu: list[int], total: int, longest: int) 
 
 def choice(op: str, argument: str, value: Any, allowed: Sequence[str]) -> int:
     if not isinstance(value, str) or value not in allowed:
-        refuse(op, argument, "one of " + ", ".join(allowed), _check.value_text(value))
+        refuse(op, argument, "one of " + ", ".join(allowed), checks.value_text(value))
     return allowed.index(value)

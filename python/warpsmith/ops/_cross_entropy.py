@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from warpsmith import _C
-from warpsmith.ops import _check
-from warpsmith.ops._library import (
+from warpsmith._core import checks
+from warpsmith._core.library import (
     MADE,
     STATE,
     Gradients,
@@ -37,7 +37,7 @@ def reduction_number(op: str, reduction: str) -> int:
     number = _NUMBERS.get(reduction) if isinstance(reduction, str) else None
     if number is None:
         *others, last = _NUMBERS
-        _check.refuse(op, "reduction", f"{', '.join(others)} or {last}", _check.value_text(reduction))
+        checks.refuse(op, "reduction", f"{', '.join(others)} or {last}", checks.value_text(reduction))
     return number
 
 
@@ -50,7 +50,7 @@ def check_divisor(op: str, argument: str, value: float, dtype: torch.dtype) -> N
     """Refuses a divisor that is no normal number in the arithmetic of the dtype, or whose reciprocal is none."""
     exponent = 1022 if dtype == torch.float64 else 126
     if not 2.0**-exponent <= value <= 2.0**exponent:
-        _check.refuse(op, argument, f"a number from 2^-{exponent} to 2^{exponent}", f"{value:g}")
+        checks.refuse(op, argument, f"a number from 2^-{exponent} to 2^{exponent}", f"{value:g}")
 
 
 def check_options(
@@ -58,11 +58,11 @@ def check_options(
 ) -> None:
     """dtype: of the logits. Its default is the one with the widest range."""
     if not 0 <= label_smoothing <= 1:
-        _check.refuse(op, "label_smoothing", "a number from 0 to 1", f"{label_smoothing:f}")
+        checks.refuse(op, "label_smoothing", "a number from 0 to 1", f"{label_smoothing:f}")
     for name, value in (("z_loss", z_loss), ("softcap", softcap)):
         if not (value >= 0 and math.isfinite(value)):
-            _check.refuse(op, name, "a finite number >= 0", f"{value:f}")
-    _check.finite(op, "z_loss", z_loss, dtype)
+            checks.refuse(op, name, "a finite number >= 0", f"{value:f}")
+    checks.finite(op, "z_loss", z_loss, dtype)
     if softcap > 0:
         check_divisor(op, "softcap", softcap, dtype)
 
@@ -70,30 +70,30 @@ def check_options(
 def check_loss_numbers(op: str, dtype: torch.dtype = torch.float64, **numbers: Any) -> None:
     """The kinds and ranges of a loss's ``ignore_index``, ``label_smoothing``, ``z_loss`` and ``softcap``: what the op
     would refuse at the first call, for a module."""
-    _check.refuse_non_int64(op, "ignore_index", numbers.pop("ignore_index"))
+    checks.refuse_non_int64(op, "ignore_index", numbers.pop("ignore_index"))
     for name, value in numbers.items():
-        _check.refuse_non_number(op, name, value)
+        checks.refuse_non_number(op, name, value)
     check_options(op, **numbers, dtype=dtype)
 
 
 def check_target(op: str, target: Tensor, rows: Tensor) -> None:
     if target.dtype not in (torch.int64, torch.uint8):
-        _check.refuse(op, "target", "int64 or uint8 class indices", _check.dtype_text(target.dtype))
-    _check.same_shape(op, "target", target, rows.shape[:-1])
-    _check.same_device(op, "target", target, rows)
+        checks.refuse(op, "target", "int64 or uint8 class indices", checks.dtype_text(target.dtype))
+    checks.same_shape(op, "target", target, rows.shape[:-1])
+    checks.same_device(op, "target", target, rows)
 
 
 def check_class_weight(op: str, class_weight: Tensor | None, rows: Tensor, classes: Any) -> None:
     if class_weight is None:
         return
-    _check.dtype_beside(op, "class_weight", class_weight, rows.dtype)
-    _check.same_shape(op, "class_weight", class_weight, (classes,))
-    _check.same_device(op, "class_weight", class_weight, rows)
+    checks.dtype_beside(op, "class_weight", class_weight, rows.dtype)
+    checks.same_shape(op, "class_weight", class_weight, (classes,))
+    checks.same_device(op, "class_weight", class_weight, rows)
 
 
 def refuse_learned_class_weight(op: str, class_weight: Tensor | None) -> None:
     if getattr(class_weight, "requires_grad", False):
-        _check.refuse(op, "class_weight", "a tensor without gradient", "one that requires a gradient")
+        checks.refuse(op, "class_weight", "a tensor without gradient", "one that requires a gradient")
 
 
 def check_labels_on_host(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
@@ -102,15 +102,15 @@ def check_labels_on_host(op: str, target: Tensor, classes: int, ignore_index: in
     if bool(bad.any()):
         row = int(bad.flatten().nonzero()[0])
         expected = f"classes in [0, {classes}) or ignore_index {ignore_index}"
-        _check.refuse(op, "target", expected, f"{int(target.flatten()[row])} at position {row}")
+        checks.refuse(op, "target", expected, f"{int(target.flatten()[row])} at position {row}")
 
 
 def check_inputs(op: str, logits: Tensor, target: Tensor, class_weight: Tensor | None) -> None:
-    _check.float_dtype(op, "logits", logits)
-    _check.at_least_one_dimension(op, "logits", logits)
+    checks.float_dtype(op, "logits", logits)
+    checks.at_least_one_dimension(op, "logits", logits)
     check_target(op, target, logits)
-    if _check.known(logits.shape[-1] == 0):
-        _check.refuse(op, "logits", "at least one class in the last dimension", "none")
+    if checks.known(logits.shape[-1] == 0):
+        checks.refuse(op, "logits", "at least one class in the last dimension", "none")
     check_class_weight(op, class_weight, logits, logits.shape[-1])
 
 
@@ -166,8 +166,8 @@ def _fake_backward_inplace(*inputs: Any) -> None:
 
 
 def _fake_scale(dlogits: Tensor, factor: Tensor) -> None:
-    _check.float_dtype(_SCALE, "dlogits", dlogits)
-    _check.same_shape(_SCALE, "factor", factor, ())
+    checks.float_dtype(_SCALE, "dlogits", dlogits)
+    checks.same_shape(_SCALE, "factor", factor, ())
 
 
 register_fake("cross_entropy", _fake_forward)
@@ -214,18 +214,18 @@ def _check_writable_rows(logits: Tensor) -> None:
     except RuntimeError:
         rows = None
     if rows is None or (classes > 1 and rows.stride(1) != 1) or (rows.shape[0] > 1 and rows.stride(0) < classes):
-        got = f"shape {_check.shape_text(logits.shape)} with other strides"
-        _check.refuse(_OP, "logits", "rows at one stride that do not overlap, to hold their gradient", got)
+        got = f"shape {checks.shape_text(logits.shape)} with other strides"
+        checks.refuse(_OP, "logits", "rows at one stride that do not overlap, to hold their gradient", got)
 
 
 def _check_place(logits: Tensor, target: Tensor, class_weight: Tensor | None) -> None:
     """What torch would refuse only after the gradient has been written over the logits."""
     if logits.is_leaf:
-        _check.refuse(_OP, "logits", "the result of an operation, to hold their gradient", "a leaf of the graph")
+        checks.refuse(_OP, "logits", "the result of an operation, to hold their gradient", "a leaf of the graph")
     with torch.enable_grad():  # a Function's forward runs without
-        _check.overwritable(_OP, "logits", logits)
+        checks.overwritable(_OP, "logits", logits)
     for name, t in (("target", target), ("class_weight", class_weight)):
-        _check.keepable(_OP, name, t)
+        checks.keepable(_OP, name, t)
 
 
 def _forward(
@@ -289,9 +289,9 @@ def _backward(saved: Saved, wants: Wants, dloss: Tensor | None, *_: Tensor | Non
 
 def _gradient_in_the_logits(saved: Saved, dloss: Tensor) -> Tensor:
     if is_batched(dloss):
-        _check.refuse(_OP, "inplace_backward", "one upstream gradient", "several at once (is_grads_batched)")
+        checks.refuse(_OP, "inplace_backward", "one upstream gradient", "several at once (is_grads_batched)")
     if saved.state.spent:
-        _check.refuse(_OP, "inplace_backward", "one backward", "a second one: the logits hold the first one's gradient")
+        checks.refuse(_OP, "inplace_backward", "one backward", "a second one: the logits hold the first one's gradient")
     saved.state.spent = True
     grad = saved.logits.detach()
     if _late(grad, saved.reduction):  # it is there

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from warpsmith._core.library import raw
 from warpsmith.ops._attention import split_sizes
 from warpsmith.ops._cross_entropy import NONE
-from warpsmith.ops._library import raw
 
 _COUNTER = "torch.utils.flop_counter"
 

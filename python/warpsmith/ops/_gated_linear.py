@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpsmith._core.library import call_raw, is_batched, raw
 from warpsmith.ops import _norm_linears
-from warpsmith.ops._gated import gradient_in_place_of, may_overwrite
-from warpsmith.ops._library import call_raw, is_batched, raw
+from warpsmith.ops._activation import gradient_in_place_of, may_overwrite
 
 
 def fits(gate: Tensor, up: Tensor, weight: Tensor) -> bool:

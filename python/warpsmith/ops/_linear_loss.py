@@ -1,4 +1,4 @@
-"""The fakes and gradients of the linear losses."""
+"""What the linear losses may hold and write: a bound on their memory, and the place of a weight's gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
+from warpsmith import _C
+from warpsmith._core import checks
+from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, may_give_away, raw, register_fake
 from warpsmith.ops._cross_entropy import (
     MEAN,
     NONE,
@@ -19,16 +21,53 @@ from warpsmith.ops._cross_entropy import (
     check_target,
     real_dtype,
 )
-from warpsmith.ops._library import (
-    Gradients,
-    Saved,
-    Wants,
-    call_raw,
-    differentiable,
-    may_give_away,
-    raw,
-    register_fake,
-)
+
+
+def check_max_bytes(op: str, max_bytes: int | None, max_chunk_bytes: int | None, dw_dtype: torch.dtype | None) -> None:
+    """Refuses a bound that is no integer, or that is not alone: it chooses what the other two arguments say."""
+    if max_bytes is None:
+        return
+    checks.sizes(op, 1, max_bytes=max_bytes)
+    if max_chunk_bytes is not None or dw_dtype is not None:
+        checks.refuse(op, "max_bytes", "None beside max_chunk_bytes or dw_dtype", str(max_bytes))
+
+
+def within(op: str, hidden: Tensor, weight: Tensor, target: Tensor, max_bytes: int) -> tuple[int, torch.dtype | None]:
+    """Bound of the chunks and dtype of the weight's sum, with which a call takes at most ``max_bytes``."""
+    if torch.compiler.is_compiling():
+        checks.refuse(op, "max_bytes", "None under torch.compile; warpsmith.plan says what it stands for", "a number")
+    if hidden.dtype not in (torch.float32, torch.float16, torch.bfloat16) or hidden.dim() < 1 or weight.dim() != 2:
+        return 0, None  # what the op refuses, and float64, of which nothing is said
+    sizes = {"rows": target.numel(), "classes": weight.shape[0], "hidden_size": weight.shape[1]}
+    found = _C.plan(op, **sizes, dtype=hidden.dtype, cuda=hidden.is_cuda, max_bytes=max_bytes)
+    if not found["fits"]:
+        checks.refuse(op, "max_bytes", f"at least {found['peak_bytes']} for this problem", str(max_bytes))
+    return max(1, found["logits_bytes"]), getattr(torch, found["dw_dtype"])
+
+
+def _bytes_of(t: Tensor) -> tuple[int, int]:
+    """First and last byte, plus one, of a tensor with elements."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + elements * t.element_size()
+
+
+def check_main_grad(op: str, main_grad: Tensor, **inputs: Tensor | None) -> None:
+    """Refuses a place for the weight's gradient that is the place of something else, or has a gradient itself."""
+    if not isinstance(main_grad, Tensor):
+        checks.refuse_type(op, "main_grad", "a tensor", main_grad)
+    if main_grad.requires_grad:
+        checks.refuse(op, "main_grad", "a tensor that requires no gradient", "one that does")
+    if main_grad.is_neg():
+        checks.refuse(op, "main_grad", "a tensor that holds its values", "one with the negative bit")
+    plain = (Tensor, torch.nn.Parameter)
+    for name, t in inputs.items():
+        if type(t) not in plain or type(main_grad) not in plain or t.is_meta or main_grad.is_meta:  # type: ignore[union-attr]
+            continue
+        if t.numel() and main_grad.numel():  # type: ignore[union-attr]
+            (first, end), (other_first, other_end) = _bytes_of(main_grad), _bytes_of(t)  # type: ignore[arg-type]
+            if first < other_end and other_first < end:
+                checks.refuse(op, "main_grad", f"other memory than that of {name}", f"bytes that {name} holds")
+
 
 _CROSS_ENTROPY = "linear_cross_entropy"
 _ROWS_BACKWARD = "linear_cross_entropy_rows_backward"
@@ -42,9 +81,9 @@ def under_autocast(
     """As torch does for a linear layer: under autocast the product's operands are cast to its dtype."""
     for name, t in (("hidden", hidden), ("weight", weight), ("target", target)):
         if not isinstance(t, Tensor):
-            _check.refuse_type(op, name, "a tensor", t)
+            checks.refuse_type(op, name, "a tensor", t)
     if bias is not None and not isinstance(bias, Tensor):
-        _check.refuse_type(op, "bias", "a tensor or None", bias)
+        checks.refuse_type(op, "bias", "a tensor or None", bias)
     kind = hidden.device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return hidden, weight, bias
@@ -68,17 +107,17 @@ def bound_of_chunks(op: str, max_chunk_bytes: int | None) -> int:
     """The raw ops' form of ``max_chunk_bytes``; 0: the default of the device."""
     if max_chunk_bytes is None:
         return 0
-    _check.refuse_non_int64(op, "max_chunk_bytes", max_chunk_bytes, "an integer >= 1")
+    checks.refuse_non_int64(op, "max_chunk_bytes", max_chunk_bytes, "an integer >= 1")
     if max_chunk_bytes < 1:
-        _check.refuse(op, "max_chunk_bytes", "an integer >= 1", str(max_chunk_bytes))
+        checks.refuse(op, "max_chunk_bytes", "an integer >= 1", str(max_chunk_bytes))
     return max_chunk_bytes
 
 
 def check_sum_dtype(hidden: Tensor, dw_dtype: torch.dtype) -> None:
     if not isinstance(dw_dtype, torch.dtype) or dw_dtype not in (hidden.dtype, real_dtype(hidden)):
-        expected = dict.fromkeys(map(_check.dtype_text, (hidden.dtype, real_dtype(hidden))))
-        got = _check.dtype_text(dw_dtype) if isinstance(dw_dtype, torch.dtype) else type(dw_dtype).__name__
-        _check.refuse(_CROSS_ENTROPY, "dw_dtype", " or ".join(expected), got)
+        expected = dict.fromkeys(map(checks.dtype_text, (hidden.dtype, real_dtype(hidden))))
+        got = checks.dtype_text(dw_dtype) if isinstance(dw_dtype, torch.dtype) else type(dw_dtype).__name__
+        checks.refuse(_CROSS_ENTROPY, "dw_dtype", " or ".join(expected), got)
 
 
 def logits_stride(hidden: Tensor, classes: Any) -> Any:
@@ -92,32 +131,32 @@ def logits_stride(hidden: Tensor, classes: Any) -> Any:
 
 def _check_inputs(op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
     """The checks of csrc/bindings/support/linear_loss.h, in their order."""
-    _check.float_dtype(op, "hidden", hidden)
-    _check.at_least_one_dimension(op, "hidden", hidden)
-    _check.float_dtype(op, "weight", weight)
-    _check.same_dtype(op, "weight", weight, hidden)
+    checks.float_dtype(op, "hidden", hidden)
+    checks.at_least_one_dimension(op, "hidden", hidden)
+    checks.float_dtype(op, "weight", weight)
+    checks.same_dtype(op, "weight", weight, hidden)
     width = hidden.shape[-1]
-    if weight.dim() != 2 or _check.known(weight.shape[1] != width) or _check.known(weight.shape[0] < 1):
-        _check.refuse(op, "weight", f"shape (V, {width}) with V >= 1", _check.shape_text(weight.shape))
-    _check.same_device(op, "weight", weight, hidden)
+    if weight.dim() != 2 or checks.known(weight.shape[1] != width) or checks.known(weight.shape[0] < 1):
+        checks.refuse(op, "weight", f"shape (V, {width}) with V >= 1", checks.shape_text(weight.shape))
+    checks.same_device(op, "weight", weight, hidden)
     check_target(op, target, hidden)
     if bias is not None:
-        _check.float_dtype(op, "bias", bias)
-        _check.same_dtype(op, "bias", bias, hidden)
-        _check.same_shape(op, "bias", bias, weight.shape[:1])
-        _check.same_device(op, "bias", bias, hidden)
+        checks.float_dtype(op, "bias", bias)
+        checks.same_dtype(op, "bias", bias, hidden)
+        checks.same_shape(op, "bias", bias, weight.shape[:1])
+        checks.same_device(op, "bias", bias, hidden)
 
 
 def _check_main_grad(op: str, main_grad: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
     if main_grad is None:
         return
-    _check.float_dtype(op, "main_grad", main_grad)
+    checks.float_dtype(op, "main_grad", main_grad)
     if main_grad.dtype != real_dtype(hidden):
-        _check.refuse(op, "main_grad", *map(_check.dtype_text, (real_dtype(hidden), main_grad.dtype)))
-    _check.same_shape(op, "main_grad", main_grad, weight.shape)
-    _check.same_device(op, "main_grad", main_grad, hidden)
+        checks.refuse(op, "main_grad", *map(checks.dtype_text, (real_dtype(hidden), main_grad.dtype)))
+    checks.same_shape(op, "main_grad", main_grad, weight.shape)
+    checks.same_device(op, "main_grad", main_grad, hidden)
     if not main_grad.is_contiguous():
-        _check.refuse(op, "main_grad", "a contiguous tensor", "other strides")
+        checks.refuse(op, "main_grad", "a contiguous tensor", "other strides")
 
 
 def _new_like(t: Tensor, wanted: bool, dtype: torch.dtype | None = None) -> Tensor:
@@ -134,8 +173,8 @@ def _new_gradients(hidden: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tu
 def sum_dtype(hidden: Tensor, classes: Any, rows: Any, max_chunk_bytes: int) -> torch.dtype:
     """The dtype in which the weight's gradient is summed by default: weight_sum_dtype and choose_linear_loss_chunks.
     Rows whose number comes from data may be of several chunks."""
-    limit = max_chunk_bytes or (2**30 if _check.device_of(hidden).type == "cuda" else 2**26)
-    several = _check.possible(rows > max(1, limit // (logits_stride(hidden, classes) * hidden.dtype.itemsize)))
+    limit = max_chunk_bytes or (2**30 if checks.device_of(hidden).type == "cuda" else 2**26)
+    several = checks.possible(rows > max(1, limit // (logits_stride(hidden, classes) * hidden.dtype.itemsize)))
     return real_dtype(hidden) if hidden.dtype == torch.float16 or several else hidden.dtype
 
 
@@ -228,7 +267,7 @@ def _fake_in_place(*_: object) -> None:
 
 def _check_temperature(temperature: float, hidden: Tensor) -> None:
     if not 0 < temperature < math.inf:
-        _check.refuse(_LOG_PROB, "temperature", "a finite number > 0", f"{temperature:f}")
+        checks.refuse(_LOG_PROB, "temperature", "a finite number > 0", f"{temperature:f}")
     check_divisor(_LOG_PROB, "temperature", temperature, hidden.dtype)
 
 

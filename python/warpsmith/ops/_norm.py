@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
-from warpsmith.ops._dropout import check_p, check_seed, draw_seed
-from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+from warpsmith._core import checks
+from warpsmith._core.dropout import check_p, check_seed, draw_seed
+from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 
 _FLOAT32_EPS = torch.finfo(torch.float32).eps
 _FLOAT64_EPS = torch.finfo(torch.float64).eps
@@ -32,20 +32,20 @@ def _check_affine(op: str, weight: Tensor | None, bias: Tensor | None, x: Tensor
         if t is None:
             continue
         if name == "bias" and weight is not None:
-            _check.same_dtype(op, name, t, weight)
+            checks.same_dtype(op, name, t, weight)
         else:
-            _check.dtype_beside(op, name, t, x.dtype)
-        _check.same_shape(op, name, t, x.shape[-1:])
-        _check.same_device(op, name, t, x)
+            checks.dtype_beside(op, name, t, x.dtype)
+        checks.same_shape(op, name, t, x.shape[-1:])
+        checks.same_device(op, name, t, x)
 
 
 def _check_inputs(op: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
-    dtype = _check.float_dtype(op, "x", x)
-    _check.at_least_one_dimension(op, "x", x)
+    dtype = checks.float_dtype(op, "x", x)
+    checks.at_least_one_dimension(op, "x", x)
     if residual is not None:
-        _check.dtype_beside(op, "residual", residual, dtype)
-        _check.same_shape(op, "residual", residual, x.shape)
-        _check.same_device(op, "residual", residual, x)
+        checks.dtype_beside(op, "residual", residual, dtype)
+        checks.same_shape(op, "residual", residual, x.shape)
+        checks.same_device(op, "residual", residual, x)
     _check_affine(op, weight, bias, x)
 
 
@@ -96,8 +96,8 @@ def norm(op: str) -> Callable:
         given = dict(zip(arguments, inputs, strict=True))
         x, added = given["x"], given.get("residual")
         _check_inputs(op, x, added, given["weight"], given.get("bias"))
-        _check.refuse_non_eps(op, given["eps"])
-        _check.finite(op, "weight_offset", given.get("weight_offset", 0.0), x.dtype)
+        checks.refuse_non_eps(op, given["eps"])
+        checks.finite(op, "weight_offset", given.get("weight_offset", 0.0), x.dtype)
         if dropout:
             check_p(op, given["p"])
             check_seed(op, given["seed"], x)
@@ -113,17 +113,17 @@ def norm(op: str) -> Callable:
     def fake_backward(*inputs: Any) -> tuple[Tensor, ...]:
         name, given = op + "_backward", dict(zip(backward_arguments, inputs, strict=True))
         dy, s, passed = given["dy"], given[s_name], given.get("dresidual_out")
-        dtype = _check.float_dtype(name, "dy", dy)
+        dtype = checks.float_dtype(name, "dy", dy)
         if residual:
-            _check.dtype_beside(name, s_name, s, dtype)
+            checks.dtype_beside(name, s_name, s, dtype)
         else:
-            _check.same_dtype(name, s_name, s, dy)
-        _check.same_shape(name, s_name, s, dy.shape)
-        _check.same_device(name, s_name, s, dy)
+            checks.same_dtype(name, s_name, s, dy)
+        checks.same_shape(name, s_name, s, dy.shape)
+        checks.same_device(name, s_name, s, dy)
         if passed is not None:
-            _check.same_dtype(name, "dresidual_out", passed, s)
-            _check.same_shape(name, "dresidual_out", passed, dy.shape)
-            _check.same_device(name, "dresidual_out", passed, dy)
+            checks.same_dtype(name, "dresidual_out", passed, s)
+            checks.same_shape(name, "dresidual_out", passed, dy.shape)
+            checks.same_device(name, "dresidual_out", passed, dy)
         _check_affine(name, given["weight"], given.get("bias"), dy)
         wanted = {n: given[f"want_d{n}"] for n in gradients}
         if residual and given.get("seed") is None and s.dtype == dy.dtype:  # dx stands for both
@@ -234,7 +234,7 @@ def dropout_seed(
     """The seed of a call, drawn where none is given; None where nothing is dropped. All that the op refuses is refused
     before, so that a refused call leaves the generator as it was."""
     check_p(op, p)
-    _check.flags(op, training=training)
+    checks.flags(op, training=training)
     if not training or p == 0:
         return None
     if seed is not None:
@@ -243,7 +243,7 @@ def dropout_seed(
         return None
     if isinstance(residual, Tensor) and isinstance(weight, (Tensor, NoneType)) and isinstance(bias, (Tensor, NoneType)):
         _check_inputs(op, x, residual, weight, bias)
-        _check.refuse_non_eps(op, eps)
-        _check.refuse_non_number(op, "weight_offset", weight_offset)
-        _check.finite(op, "weight_offset", weight_offset, x.dtype)
+        checks.refuse_non_eps(op, eps)
+        checks.refuse_non_number(op, "weight_offset", weight_offset)
+        checks.finite(op, "weight_offset", weight_offset, x.dtype)
     return draw_seed(x)

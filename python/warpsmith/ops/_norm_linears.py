@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from warpsmith.ops import add_rms_norm as _add_rms_norm  # noqa: F401  registers the raw ops
-from warpsmith.ops._library import call_raw, is_batched, raw
-from warpsmith.ops.rms_norm import rms_norm
+from warpsmith._core.library import call_raw, is_batched, raw
+from warpsmith.ops.norm import rms_norm
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _forward = raw.rms_norm_forward.default

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
-from warpsmith.ops._check import dtype_text, known, possible, refuse, shape_text
-from warpsmith.ops._library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+from warpsmith._core import checks
+from warpsmith._core.checks import dtype_text, known, possible, refuse, shape_text
+from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
 from warpsmith.ops._rope_plain import plain_qk_norm_rope, plain_rope
 
 # What is said beside where q and k seem to lie as transformers has them.
@@ -28,16 +28,16 @@ def _check_inputs(
     position_offset: Any,
 ) -> None:
     """Everything that does not depend on values, and the offset beside cos of a row for each token."""
-    dtype = _check.float_dtype(op, "q", q)
+    dtype = checks.float_dtype(op, "q", q)
     _check_heads(op, q, k, cu_seqlens is not None)
-    _check.same_dtype(op, "k", k, q)
-    _check.same_device(op, "k", k, q)
-    _check.dtype_beside(op, "cos", cos, dtype)
-    _check.same_device(op, "cos", cos, q)
+    checks.same_dtype(op, "k", k, q)
+    checks.same_device(op, "k", k, q)
+    checks.dtype_beside(op, "cos", cos, dtype)
+    checks.same_device(op, "cos", cos, q)
     _check_angles(op, q, cos)
-    _check.same_dtype(op, "sin", sin, cos)
-    _check.same_shape(op, "sin", sin, cos.shape)
-    _check.same_device(op, "sin", sin, cos)
+    checks.same_dtype(op, "sin", sin, cos)
+    checks.same_shape(op, "sin", sin, cos.shape)
+    checks.same_device(op, "sin", sin, cos)
     _check_positions(op, q, cos, cu_seqlens, offsets, position_offset)
 
 
@@ -89,14 +89,14 @@ def _check_positions(
             refuse(op, "cu_seqlens", "int32", dtype_text(cu_seqlens.dtype))
         if cu_seqlens.dim() != 1 or known(cu_seqlens.shape[0] < 2):
             refuse(op, "cu_seqlens", "shape (sequences + 1)", shape_text(cu_seqlens.shape))
-        _check.same_device(op, "cu_seqlens", cu_seqlens, q)
+        checks.same_device(op, "cu_seqlens", cu_seqlens, q)
         entries = cu_seqlens.shape[0] - 1
     if offsets is not None:
         if offsets.dtype not in (torch.int32, torch.int64):
             refuse(op, "position_offset", "int32 or int64", dtype_text(offsets.dtype))
         if offsets.dim() > 1 or (offsets.dim() == 1 and known(offsets.shape[0] != entries)):
             refuse(op, "position_offset", f"shape () or ({entries})", shape_text(offsets.shape))
-        _check.same_device(op, "position_offset", offsets, q)
+        checks.same_device(op, "position_offset", offsets, q)
 
 
 def _empty_heads(x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def split_offset(op: str, position_offset: Any) -> tuple[Tensor | None, Any]:
     """``position_offset`` as the raw ops take it: a tensor or None, and a number."""
     if isinstance(position_offset, Tensor):
         return position_offset, 0
-    _check.refuse_non_int64(op, "position_offset", position_offset, "an integer or a tensor of integers")
+    checks.refuse_non_int64(op, "position_offset", position_offset, "an integer or a tensor of integers")
     return None, position_offset
 
 
@@ -132,7 +132,7 @@ def keys_or_none(op: str, q: Tensor, k: Tensor | None) -> Tensor:
     if k is not None:
         return k
     if not isinstance(q, Tensor):
-        _check.refuse_type(op, "q", "a tensor", q)
+        checks.refuse_type(op, "q", "a tensor", q)
     if q.dim() < 2:
         refuse(op, "q", "shape (batch, tokens, heads, head_dim) or (tokens, heads, head_dim)", shape_text(q.shape))
     return no_heads(q)
@@ -232,14 +232,14 @@ def rotate_inplace(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tenso
     input that it writes to is a view, as q and k of one projection are."""
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor):
-            _check.refuse_type("rope", name, "a tensor", x)
-        _check.overwritable("rope", name, x)
+            checks.refuse_type("rope", name, "a tensor", x)
+        checks.overwritable("rope", name, x)
     in_graph = [torch.is_grad_enabled() and x.requires_grad for x in (q, k)]
     if any(in_graph):
         cos, sin, _, cu_seqlens, offsets = arguments[:5]
         kept = ("cos", cos), ("sin", sin), ("cu_seqlens", cu_seqlens), ("position_offset", offsets)
         for name, t in kept:
-            _check.keepable("rope", name, t)
+            checks.keepable("rope", name, t)
     with torch.no_grad():
         call_raw(raw.rope_inplace.default, q, k, *arguments)
     for x in (q, k):
@@ -259,11 +259,11 @@ def _check_norm_inputs(
     op: str, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, positions: Any
 ) -> None:
     _check_inputs(op, q, k, cos, sin, *positions)
-    _check.dtype_beside(op, "q_weight", q_weight, q.dtype)
-    _check.same_dtype(op, "k_weight", k_weight, q_weight)
+    checks.dtype_beside(op, "q_weight", q_weight, q.dtype)
+    checks.same_dtype(op, "k_weight", k_weight, q_weight)
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        _check.same_shape(op, name, weight, q.shape[-1:])
-        _check.same_device(op, name, weight, q)
+        checks.same_shape(op, name, weight, q.shape[-1:])
+        checks.same_device(op, name, weight, q)
 
 
 def _fake_norm(
@@ -278,7 +278,7 @@ def _fake_norm(
     *positions: Any,
 ) -> tuple[Tensor, Tensor]:
     _check_norm_inputs("qk_norm_rope", q, k, q_weight, k_weight, cos, sin, positions)
-    _check.refuse_non_eps("qk_norm_rope", eps)
+    checks.refuse_non_eps("qk_norm_rope", eps)
     return _empty_heads(q), _empty_heads(k)
 
 
@@ -287,9 +287,9 @@ def _fake_norm_backward(dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, *o
     q_weight, k_weight, cos, sin, _, _, *positions, want_dq, want_dk, want_dq_weight, want_dk_weight = others
     _check_norm_inputs(op, q, k, q_weight, k_weight, cos, sin, positions)
     for name, gradient, x in (("dq_out", dq_out, q), ("dk_out", dk_out, k)):
-        _check.same_dtype(op, name, gradient, x)
-        _check.same_shape(op, name, gradient, x.shape)
-        _check.same_device(op, name, gradient, x)
+        checks.same_dtype(op, name, gradient, x)
+        checks.same_shape(op, name, gradient, x.shape)
+        checks.same_device(op, name, gradient, x)
     return (
         _empty_heads(q) if want_dq else q.new_empty((0,)),
         _empty_heads(k) if want_dk else q.new_empty((0,)),

@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
 from warpsmith.ops._cross_entropy import (
     check_inputs,
     check_labels_on_host,
@@ -137,7 +137,7 @@ def cross_entropy(
         >>> warpsmith.cross_entropy(logits, torch.tensor([0, 0]))
         tensor(0.7201)
     """
-    _check.flags(_OP, inplace_backward=inplace_backward, check_labels=check_labels, return_stats=return_stats)
+    checks.flags(_OP, inplace_backward=inplace_backward, check_labels=check_labels, return_stats=return_stats)
     number = reduction_number(_OP, reduction)
     refuse_learned_class_weight(_OP, class_weight)
     if check_labels and target.is_cuda:

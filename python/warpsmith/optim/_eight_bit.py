@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from warpsmith import _C
-from warpsmith.ops._optim import SCALES, not_negative, state_names
-from warpsmith.optim._tensor_list import is_dense
+from warpsmith._core.raw_step import SCALES, not_negative, state_names
+from warpsmith._core.tensor_list import is_dense
 
 LEAST_ELEMS = 4096  # of a parameter whose states become codes
 ZERO_CODES = {True: 127, False: 0}  # with and without sign

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpsmith.ops._optim import COUNTER, SCALES, state_names
+from warpsmith._core import tensor_list as lists
+from warpsmith._core.raw_step import COUNTER, SCALES, state_names
 from warpsmith.optim import _eight_bit as eight_bit
-from warpsmith.optim import _tensor_list as lists
 from warpsmith.optim._precision import EXTRA_DTYPES
 
 

@@ -13,14 +13,14 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
-from warpsmith.ops._optim import COUNTER, SCALES, optim_step, value_names
+from warpsmith._core import checks
+from warpsmith._core import tensor_list as lists
+from warpsmith._core.raw_step import COUNTER, SCALES, optim_step, value_names
 from warpsmith.optim import _eight_bit as eight_bit
 from warpsmith.optim import _loading as loading
-from warpsmith.optim import _tensor_list as lists
-from warpsmith.optim._beside import Fusing
 from warpsmith.optim._plan import Kind, Plan
 from warpsmith.optim._precision import EXTRA_DTYPES, PRECISIONS, Storage, dtypes_of, storage_of
+from warpsmith.optim._step_extras import WithStepExtras
 
 Group = dict[str, Any]
 Check = tuple[str, Callable[[Any], bool]]  # what is expected, and whether a value is that
@@ -30,7 +30,7 @@ _HOST_DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # what
 
 
 def _is_part(value: Any) -> bool:
-    return _check.is_number(value) and 0 <= value < 1
+    return checks.is_number(value) and 0 <= value < 1
 
 
 AT_LEAST_0: Check = ("a number >= 0", lambda x: x >= 0)
@@ -43,7 +43,7 @@ _FLAGS = (
 _OR_NONE = ("foreach", "fused")
 
 
-class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
+class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
     """What all optimizers of this package share; they are its subclasses."""
 
     _step_supports_amp_scaling = True  # GradScaler then leaves dividing and skipping to step()
@@ -97,31 +97,31 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
     # Hyperparameters and groups.
 
     def _refuse(self, argument: str, expected: str, got: Any) -> NoReturn:
-        _check.refuse(self._op, argument, expected, got if isinstance(got, str) else _check.value_text(got))
+        checks.refuse(self._op, argument, expected, got if isinstance(got, str) else checks.value_text(got))
         raise AssertionError
 
     def _check_hyperparameters(self, group: Group) -> None:
         lr = group["lr"]
         if isinstance(lr, Tensor):
             if lr.numel() != 1 or lr.dtype not in (torch.float32, torch.float64):
-                got = f"{_check.dtype_text(lr.dtype)} {tuple(lr.shape)}"
+                got = f"{checks.dtype_text(lr.dtype)} {tuple(lr.shape)}"
                 self._refuse("lr", "a number, or one float32 or float64 element", got)
             if lr.device.type == "cpu" and not lr.item() >= 0:
                 self._refuse("lr", "a number >= 0", lr.item())
         else:
-            _check.number(self._op, "lr", lr, *AT_LEAST_0)
+            checks.number(self._op, "lr", lr, *AT_LEAST_0)
         for name, (expected, fits) in self._checks.items():
             if (expected, fits) != TWO_PARTS:
-                _check.number(self._op, name, group[name], expected, fits)
+                checks.number(self._op, name, group[name], expected, fits)
                 continue
             if not isinstance(group[name], (tuple, list)):
-                _check.refuse_type(self._op, name, expected, group[name])
+                checks.refuse_type(self._op, name, expected, group[name])
             if not fits(group[name]):
                 self._refuse(name, expected, group[name])
         self._check_flags(group)
-        _check.one_of(self._op, "precision", group.get("precision"), PRECISIONS)
+        checks.one_of(self._op, "precision", group.get("precision"), PRECISIONS)
         seed = group.get("seed", 0)
-        if not _check.is_integer(seed) or not 0 <= seed < 2**53:
+        if not checks.is_integer(seed) or not 0 <= seed < 2**53:
             self._refuse("seed", "a whole number in [0, 2^53)", seed)
         if group.get("precision") == "8bit" and not self._takes_8bit(group):
             self._refuse("precision", _NOT_8BIT, "8bit")
@@ -133,7 +133,7 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
 
     def _check_flags(self, group: Group) -> None:
         given = {name: group[name] for name in _FLAGS if name in group}
-        _check.flags(self._op, **{n: value for n, value in given.items() if not (n in _OR_NONE and value is None)})
+        checks.flags(self._op, **{n: value for n, value in given.items() if not (n in _OR_NONE and value is None)})
 
     def _kind(self, group: Group) -> Kind:
         keep_fp32 = tuple(group.get("keep_fp32", ()))
@@ -305,20 +305,20 @@ class MultiTensorOptimizer(Fusing, torch.optim.Optimizer):
                 continue
             value = state[name]
             if not isinstance(value, Tensor):
-                _check.refuse_type(self._op, f"{argument}: {name}", "a tensor", value)
+                checks.refuse_type(self._op, f"{argument}: {name}", "a tensor", value)
             if value.device != param.device:
                 self._refuse(f"{argument}: {name}", f"a tensor on {param.device}", f"one on {value.device}")
             dtype = torch.float32 if name == COUNTER else storage.array_dtype(name)
             if value.dtype != dtype:
-                self._refuse(f"{argument}: {name}", _check.dtype_text(dtype), _check.dtype_text(value.dtype))
+                self._refuse(f"{argument}: {name}", checks.dtype_text(dtype), checks.dtype_text(value.dtype))
 
     def _checked_storage(self, argument: str, param: Tensor, group: Group) -> Storage:
         storage, precision = self._storage(param, group), group.get("precision")
         if storage is None and precision is not None:
             known = " or ".join(str(d).removeprefix("torch.") for d in dtypes_of(precision))
-            self._refuse(argument, f"{known} for precision {precision}", _check.dtype_text(param.dtype))
+            self._refuse(argument, f"{known} for precision {precision}", checks.dtype_text(param.dtype))
         if storage is None or (param.dtype == torch.float64 and param.device.type == "cuda"):
-            self._refuse(argument, "float32, float16, bfloat16, or float64 on the CPU", _check.dtype_text(param.dtype))
+            self._refuse(argument, "float32, float16, bfloat16, or float64 on the CPU", checks.dtype_text(param.dtype))
         return storage
 
     def _storage(self, param: Tensor, group: Group) -> Storage | None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from warpsmith import _C
-from warpsmith.ops._optim import COUNTER, SCALES, optim_pointers, optim_table
-from warpsmith.optim import _tensor_list as lists
+from warpsmith._core import tensor_list as lists
+from warpsmith._core.raw_step import COUNTER, SCALES, optim_pointers, optim_table
 from warpsmith.optim._precision import EXTRA_DTYPES, Storage
 
 Optimizer = Any  # a MultiTensorOptimizer, which imports this module
@@ -44,7 +44,7 @@ class Bucket:
         storage = storages[0]
         self.device, self.row, self.indices = parts[0].device, kind.row, indices
         self.fuses = kind.precision != "8bit" and kind.row not in _C.LAYERWISE_OPTIMIZERS
-        self.beside: tuple[list[int], Tensor] | None = None  # what the table of `Beside` was made of
+        self.extras: tuple[list[int], Tensor] | None = None  # what the table of `StepExtras` was made of
         states = [
             {name: lists.local(state[params[i]][name]) for name in stored.arrays(kinds[owners[i]].names)}
             for i, stored in zip(indices, storages, strict=True)

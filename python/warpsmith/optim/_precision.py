@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpsmith.ops._optim import COUNTER, SCALES
+from warpsmith._core.raw_step import COUNTER, SCALES
 
 # What a storage may keep of a parameter beside its states, by its name in the state: an element for each of its own.
 EXTRA_DTYPES = {"master": torch.float32, "compensation": torch.bfloat16, "remainder": torch.int16}

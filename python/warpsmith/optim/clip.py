@@ -7,63 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
-from warpsmith.ops._grad_norm import clip_in_place, norm_and_power_sum, norm_of_partials, partial_power_sums
-from warpsmith.optim._known_sums import known_sums
-from warpsmith.optim._tensor_list import in_place, local, moved
-
-_FUSED = (1.0, 2.0, math.inf)
-
-
-def _order(op: str, norm_type: float) -> float:
-    if not (isinstance(norm_type, str) and norm_type == "inf"):  # torch's functions take the name too
-        _check.number(op, "norm_type", norm_type, "1, 2 or inf", lambda p: p in _FUSED)
-    return float(norm_type)
-
-
-def _largest_norm(op: str, max_norm: float | Tensor) -> float:
-    if isinstance(max_norm, Tensor):
-        _check.same_shape(op, "max_norm", max_norm, max_norm.shape if max_norm.numel() == 1 else ())
-        max_norm = max_norm.item()
-    _check.number(op, "max_norm", max_norm, "a number >= 0", lambda m: m >= 0)
-    return float(max_norm)
-
-
-def _checked(op: str, tensors: Sequence[Tensor]) -> None:
-    for i, t in enumerate(tensors):
-        argument = f"gradient {i}"
-        if t.layout != torch.strided:
-            _check.refuse(op, argument, "a dense tensor", str(t.layout).removeprefix("torch."))
-        if t.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            _check.refuse(op, argument, "a floating dtype", _check.dtype_text(t.dtype))
-        if t.dtype == torch.float64 and t.device.type == "cuda":
-            _check.refuse(op, argument, "float32, float16 or bfloat16 on CUDA", "float64")
-
-
-def _shared_out(t: Any) -> Any:
-    """The mesh over which a DTensor lies and the dimensions of it along which ranks hold different parts."""
-    placements = getattr(t, "placements", None)
-    if placements is None:
-        return None
-    dims = tuple(d for d, placement in enumerate(placements) if not placement.is_replicate())
-    return (t.device_mesh, dims) if dims else None
-
-
-def _whole_sums(t: Any) -> Any:
-    """A DTensor whose ranks hold summands has no norm before they are added."""
-    placements = getattr(t, "placements", ())
-    if not any(p.is_partial() for p in placements):
-        return t
-    from torch.distributed.tensor import Replicate
-
-    return t.redistribute(placements=[Replicate() if p.is_partial() else p for p in placements])
-
-
-def _combined(sums: list[Tensor], p: float) -> Tensor:
-    if len(sums) == 1:
-        return sums[0]
-    stacked = torch.stack([moved(s, sums[0].device) for s in sums])
-    return stacked.max() if p == math.inf else stacked.sum()
+from warpsmith._core import checks
+from warpsmith._core.grad_norm import (
+    clip_in_place,
+    combined,
+    largest_norm,
+    norm_and_power_sum,
+    norm_of_partials,
+    norm_order,
+    partial_power_sums,
+    refuse_unfit,
+    shared_out,
+    whole_sums,
+)
+from warpsmith._core.gradient_sums import known_sums
+from warpsmith._core.tensor_list import in_place, local, moved
 
 
 def _total(tensors: Sequence[Tensor], p: float) -> Tensor:
@@ -72,8 +30,8 @@ def _total(tensors: Sequence[Tensor], p: float) -> Tensor:
     for t in tensors:
         part, shared = t, None
         if type(t) is not Tensor:
-            summed = _whole_sums(t)
-            part, shared = local(summed), _shared_out(summed)
+            summed = whole_sums(t)
+            part, shared = local(summed), shared_out(summed)
         groups.setdefault((part.device, shared), []).append(part if in_place(part) else part.resolve_neg().contiguous())
     sums, norm = [], None
     for (_, shared), parts in groups.items():
@@ -88,7 +46,7 @@ def _total(tensors: Sequence[Tensor], p: float) -> Tensor:
         sums.append(power_sum)
     if len(sums) == 1 and norm is not None:
         return norm
-    total = _combined(sums, p)
+    total = combined(sums, p)
     wide = any(t.dtype == torch.float64 for t in tensors)
     return (total.sqrt() if p == 2 else total).to(torch.float64 if wide else torch.float32)
 
@@ -145,9 +103,9 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> 
         >>> warpsmith.optim.grad_norm([p])
         tensor(5.)
     """
-    p = _order("grad_norm", norm_type)
+    p = norm_order("grad_norm", norm_type)
     params, grads = _with_gradients(parameters)
-    _checked("grad_norm", grads)
+    refuse_unfit("grad_norm", grads)
     return _norm(params, grads, p) if grads else torch.tensor(0.0)
 
 
@@ -197,13 +155,13 @@ def clip_grad_norm_(
         tensor([0.6000, 0.8000])
     """
     op = "clip_grad_norm_"
-    p = _order(op, norm_type)
-    max_norm = _largest_norm(op, max_norm)
-    _check.flags(op, error_if_nonfinite=error_if_nonfinite, foreach=foreach is not None and foreach)
+    p = norm_order(op, norm_type)
+    max_norm = largest_norm(op, max_norm)
+    checks.flags(op, error_if_nonfinite=error_if_nonfinite, foreach=foreach is not None and foreach)
     params, grads = _with_gradients(parameters)
     if not grads:
         return torch.tensor(0.0)
-    _checked(op, grads)
+    refuse_unfit(op, grads)
     norm = _norm(params, grads, p)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"{op}: expected a finite norm of the gradients, got {norm.item()}")

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
-from warpsmith.ops._average import average_in_place
-from warpsmith.optim._tensor_list import has_overlap, is_dense, local, moved
+from warpsmith._core import checks
+from warpsmith._core.raw_step import average_in_place
+from warpsmith._core.tensor_list import has_overlap, is_dense, local, moved
 
 _OP = "EMA"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def _weight(op: str, decay: float) -> float:
-    _check.number(op, "decay", decay, "a number from 0 to 1", lambda d: 0 <= d <= 1)
+    checks.number(op, "decay", decay, "a number from 0 to 1", lambda d: 0 <= d <= 1)
     return 1 - float(decay)
 
 
@@ -65,7 +65,7 @@ class EMA:
         self.decay, self._optimizer = float(decay), optimizer
         self._params: list[Tensor] = [p[1] if isinstance(p, tuple) else p for p in params]
         if not self._params:
-            _check.refuse(_OP, "params", "at least one tensor", "none")
+            checks.refuse(_OP, "params", "at least one tensor", "none")
         for i, p in enumerate(self._params):
             self._check_param(f"params[{i}]", p)
         if optimizer is not None:
@@ -74,7 +74,7 @@ class EMA:
                 got = f"the {type(optimizer).__name__} of other tensors"
                 if hasattr(optimizer, "consolidate_state_dict"):  # a sharded one, whose groups have fragments
                     got += ": leave it out, or average those of its param_groups"
-                _check.refuse(_OP, "optimizer", "an optimizer of params", got)
+                checks.refuse(_OP, "optimizer", "an optimizer of params", got)
         self._gaps = {i for i, p in enumerate(self._params) if not is_dense(local(p))}
         self.averages = [
             value.detach().to(
@@ -88,13 +88,13 @@ class EMA:
     @staticmethod
     def _check_param(argument: str, p: Tensor) -> None:
         if p.dtype not in _FLOATS or (p.dtype == torch.float64 and p.device.type != "cpu"):
-            _check.refuse(
-                _OP, argument, "float32, float16, bfloat16, or float64 on the CPU", _check.dtype_text(p.dtype)
+            checks.refuse(
+                _OP, argument, "float32, float16, bfloat16, or float64 on the CPU", checks.dtype_text(p.dtype)
             )
         if p.device.type not in ("cpu", "cuda"):
-            _check.refuse(_OP, argument, "a tensor on the CPU or on CUDA", str(p.device))
+            checks.refuse(_OP, argument, "a tensor on the CPU or on CUDA", str(p.device))
         if p.layout != torch.strided or has_overlap(local(p)):
-            _check.refuse(_OP, argument, "a dense tensor, elements without overlap", "another")
+            checks.refuse(_OP, argument, "a dense tensor, elements without overlap", "another")
 
     def _values(self) -> list[Tensor]:
         """What is averaged: masters, and parameters without one."""
@@ -163,9 +163,9 @@ class EMA:
         op, loaded = f"{_OP}.load_state_dict", state_dict["averages"]
         _weight(op, state_dict["decay"])
         if set(loaded) != set(range(len(self.averages))):
-            _check.refuse(op, "averages", f"{len(self.averages)} tensors", str(len(loaded)))
+            checks.refuse(op, "averages", f"{len(self.averages)} tensors", str(len(loaded)))
         for i, average in enumerate(self.averages):
-            _check.same_shape(op, f"averages[{i}]", loaded[i], average.shape)
+            checks.same_shape(op, f"averages[{i}]", loaded[i], average.shape)
         for i, average in enumerate(self.averages):
             average.copy_(loaded[i])
         self.decay = float(state_dict["decay"])

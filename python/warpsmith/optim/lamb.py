@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
-from warpsmith.optim import _tensor_list as lists
+from warpsmith._core import checks
+from warpsmith._core import tensor_list as lists
 from warpsmith.optim._multi_tensor import AT_LEAST_0, TWO_PARTS, Group, MultiTensorOptimizer
 
 _PRECISIONS = (None, "fp32", "master")
@@ -93,13 +93,13 @@ class LAMB(MultiTensorOptimizer):
 
     def _check_hyperparameters(self, group: Group) -> None:
         super()._check_hyperparameters(group)
-        _check.one_of(self._op, "precision", group.get("precision"), _PRECISIONS)
+        checks.one_of(self._op, "precision", group.get("precision"), _PRECISIONS)
 
     def _check_param(self, index: int, param: Tensor, group: Group) -> None:
         argument = lists.describe(self.param_groups, index)
         if hasattr(param, "to_local"):
             self._refuse(argument, "a plain tensor, whose norm is that of the whole", "a DTensor")
         if group.get("precision") is None and param.dtype in (torch.float16, torch.bfloat16):
-            got = _check.dtype_text(param.dtype)
+            got = checks.dtype_text(param.dtype)
             self._refuse(argument, "float32, or precision master for 16-bit parameters", got)
         super()._check_param(index, param, group)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
 from warpsmith.testing.ranks import RankPool
 
 ENDINGS = ("returned", "raised", "died", "hung")
@@ -91,8 +91,8 @@ def fault(
     if kind not in FAULTS:
         raise ValueError(f"fault: kind: expected one of {', '.join(FAULTS)}, got {kind}")
     for name, value in (("rank", rank), ("nth", nth)):
-        _check.refuse_non_int("fault", name, value)
-    _check.refuse_non_number("fault", "seconds", seconds)
+        checks.refuse_non_int("fault", name, value)
+    checks.refuse_non_number("fault", "seconds", seconds)
     if nth < 1:
         raise ValueError(f"fault: nth: expected at least 1, got {nth}")
     if (path is None) == (kind == "torn"):
@@ -211,8 +211,8 @@ def multirank(
     """
     if callable(world_size):
         raise TypeError("multirank: world_size: expected an int, got a function: write @multirank(2)")
-    _check.refuse_non_int("multirank", "world_size", world_size)
-    _check.refuse_non_number("multirank", "timeout_s", timeout_s)
+    checks.refuse_non_int("multirank", "world_size", world_size)
+    checks.refuse_non_number("multirank", "timeout_s", timeout_s)
     wanted = dict(ends or {})
     for rank in wanted:
         if rank not in range(world_size):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import FileStore
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
 
 _START_S = 300.0  # to import torch on a busy machine
 _GRACE_S = 5.0  # that ranks have to end by themselves when another one has failed
@@ -60,7 +60,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
-        _check.refuse_non_int("RankPool", "world_size", world_size)
+        checks.refuse_non_int("RankPool", "world_size", world_size)
         if world_size < 1:
             raise ValueError(f"RankPool: world_size: expected at least 1, got {world_size}")
         self.world_size, self.backend = world_size, backend
@@ -157,8 +157,8 @@ def _check_call(op: str, fn: Any, timeout_s: Any) -> None:
         expected = "a function at the top level of a module, which fresh processes can import"
         if name:
             raise TypeError(f"{op}: fn: expected {expected}, got {name}")
-        _check.refuse_type(op, "fn", expected, fn)
-    _check.refuse_non_number(op, "timeout_s", timeout_s)
+        checks.refuse_type(op, "fn", expected, fn)
+    checks.refuse_non_number(op, "timeout_s", timeout_s)
 
 
 def nccl_environment(rank: int, world_size: int, gpus: int) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from warpsmith import _C
-from warpsmith.ops import _check
+from warpsmith._core import checks
 from warpsmith.train.backward_waits import NotedCalls, backward_waits
 from warpsmith.train.cuda_graphs import CudaGraphs
 from warpsmith.train.device_values import DeviceValues
@@ -143,11 +143,11 @@ class CapturedStep:
     ) -> None:
         for name, value, least in (("warmup", warmup, 2), ("self_test", self_test, 0), ("max_buckets", max_buckets, 1)):
             if not isinstance(value, int) or value < least:
-                _check.refuse(_OP, name, f"a number >= {least}", str(value))
+                checks.refuse(_OP, name, f"a number >= {least}", str(value))
         if not callable(step_fn):
-            _check.refuse_type(_OP, "step_fn", "a function", step_fn)
+            checks.refuse_type(_OP, "step_fn", "a function", step_fn)
         if not isinstance(state, (list, tuple)) or not state:
-            _check.refuse(_OP, "state", "a list of what the step changes, such as [model, optimizer]", str(state))
+            checks.refuse(_OP, "state", "a list of what the step changes, such as [model, optimizer]", str(state))
         self._step_fn, self._given = step_fn, list(state)
         self._warmup, self._tests, self._most, self._fallback = warmup, self_test, max_buckets, fallback
         self._watch = bool(watch)
@@ -179,7 +179,7 @@ class CapturedStep:
         known = {id(o) for o in found.objects}
         for name, (scope, key) in names_of(self._step_fn).items():
             if (isinstance(scope[key], _STATEFUL) or is_known(scope[key])) and id(scope[key]) not in known:
-                _check.refuse(_OP, "state", f"all that step_fn changes, {name} too", f"a list without {name}")
+                checks.refuse(_OP, "state", f"all that step_fn changes, {name} too", f"a list without {name}")
 
     def _look(self) -> StepState:
         """The state to capture, with hyperparameters on the device where that is possible."""
@@ -239,7 +239,7 @@ class CapturedStep:
         if bucket is None:
             if len(self._buckets) == self._most:
                 known = "; ".join(b.text for b in self._buckets.values())
-                _check.refuse(_OP, "inputs", f"one of max_buckets = {self._most} kinds ({known})", shapes_text(leaves))
+                checks.refuse(_OP, "inputs", f"one of max_buckets = {self._most} kinds ({known})", shapes_text(leaves))
             bucket = self._buckets[key] = _Bucket(self._warmup, leaves)
         return bucket
 
@@ -354,7 +354,7 @@ class CapturedStep:
 
     def _replay(self, bucket: _Bucket, leaves: Sequence[Any]) -> Any:
         if self._watch and bucket.without_gradients and _C.have_gradients(bucket.params):
-            _check.refuse(
+            checks.refuse(
                 _OP, "gradients", "none before the step, as at its capture", "some: call zero_grad in the step"
             )
         fill(bucket.inputs, leaves)

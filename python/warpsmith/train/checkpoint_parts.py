@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from warpsmith import optim
-from warpsmith.ops import _check
+from warpsmith._core import checks
 from warpsmith.optim._loading import check_names
 from warpsmith.optim._multi_tensor import MultiTensorOptimizer
 
@@ -30,7 +30,7 @@ def check_parts(op: str, given: dict[str, Any], method: str) -> None:
     """Raises TypeError for a part that lacks the method."""
     for name, value in given.items():
         if value is not None and not hasattr(value, method):
-            _check.refuse_type(op, name, f"an object with {method}()", value)
+            checks.refuse_type(op, name, f"an object with {method}()", value)
 
 
 def load_parts(wanted: dict[str, Any], parts: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from warpsmith._core import checks
 from warpsmith.distributed.exchange import all_gather_bytes, rank_and_size
-from warpsmith.ops import _check
 from warpsmith.train import checkpoint_folder
 from warpsmith.train.checkpoint_folder import CheckpointError, Files
 from warpsmith.train.checkpoint_parts import check_model, check_optimizer, check_parts, known_class, load_parts, plain
@@ -66,11 +66,11 @@ class Checkpointer:
     def __init__(
         self, folder: str | os.PathLike[str], keep: int = 3, *, process_group: ProcessGroup | None = None
     ) -> None:
-        _check.refuse_non_int("Checkpointer", "keep", keep)
+        checks.refuse_non_int("Checkpointer", "keep", keep)
         if keep < 1:
             raise ValueError(f"Checkpointer: keep: expected at least 1, got {keep}")
         if not isinstance(folder, (str, os.PathLike)):
-            _check.refuse_type("Checkpointer", "folder", "a path", folder)
+            checks.refuse_type("Checkpointer", "folder", "a path", folder)
         rank_and_size(process_group, "Checkpointer")
         self.folder, self.keep, self.process_group = Path(folder), keep, process_group
         self.extra: Any = None
@@ -111,7 +111,7 @@ class Checkpointer:
         """
         rank, size = rank_and_size(self.process_group)
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "sampler": sampler}
-        _check.refuse_non_int("Checkpointer.save", "step", step)
+        checks.refuse_non_int("Checkpointer.save", "step", step)
         check_parts("Checkpointer.save", given, "state_dict")
         if hasattr(optimizer, "consolidate_state_dict"):  # each rank has a part of the state
             optimizer.consolidate_state_dict(to=0)

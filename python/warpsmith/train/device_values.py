@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from warpsmith.ops._optim import optim_pointers
+from warpsmith._core.raw_step import optim_pointers
 from warpsmith.optim._multi_tensor import MultiTensorOptimizer
 from warpsmith.optim._plan import Kind
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
 
 
 def input_key(op: str, leaves: Sequence[Any], spec: Hashable) -> tuple[Any, ...]:
@@ -23,9 +23,9 @@ def input_key(op: str, leaves: Sequence[Any], spec: Hashable) -> tuple[Any, ...]
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
-                _check.refuse(op, "inputs", "tensors that require no gradient", "one that does")
+                checks.refuse(op, "inputs", "tensors that require no gradient", "one that does")
             if leaf.layout != torch.strided:
-                _check.refuse(op, "inputs", "dense tensors", str(leaf.layout).removeprefix("torch."))
+                checks.refuse(op, "inputs", "dense tensors", str(leaf.layout).removeprefix("torch."))
             last = leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
             entries.append((leaf.shape, leaf.dtype, last))
             continue
@@ -33,7 +33,7 @@ def input_key(op: str, leaves: Sequence[Any], spec: Hashable) -> tuple[Any, ...]
             hash(leaf)
         except TypeError:
             hint = "; tensors may be in tuples, lists and dicts"
-            _check.refuse_type(op, "inputs", "tensors and hashable values", leaf, hint)
+            checks.refuse_type(op, "inputs", "tensors and hashable values", leaf, hint)
         entries.append((type(leaf), leaf))
     casts = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
     return (tuple(entries), spec, casts, torch.is_grad_enabled())
@@ -62,7 +62,7 @@ def fill(static: Sequence[Any], leaves: Sequence[Any]) -> None:
 def shapes_text(leaves: Sequence[Any]) -> str:
     """The inputs in a message."""
     shown = [
-        f"{_check.dtype_text(leaf.dtype)} {_check.shape_text(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        f"{checks.dtype_text(leaf.dtype)} {checks.shape_text(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves
     ]
     return ", ".join(shown) if shown else "none"

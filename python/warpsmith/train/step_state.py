@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from warpsmith import _C
-from warpsmith.optim._tensor_list import ADDRESS_READER, local
+from warpsmith._core.tensor_list import ADDRESS_READER, local
 
 Skip = Callable[[Any, Any], bool]  # (container, key): an entry that is not looked at
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
 from warpsmith.train.backward_waits import WAITING_OPS, ForwardLines, backward_waits, next_node
 from warpsmith.train.source_lines import callers, line_of
 
@@ -300,9 +300,9 @@ def sync_audit(device: str | None = None) -> Iterator[SyncAudit]:
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
-        _check.refuse("sync_audit", "device", "cpu or cuda", device)
+        checks.refuse("sync_audit", "device", "cpu or cuda", device)
     if device == "cuda" and not torch.cuda.is_available():
-        _check.refuse("sync_audit", "device", "cpu, since torch finds no GPU", device)
+        checks.refuse("sync_audit", "device", "cpu, since torch finds no GPU", device)
     audit = SyncAudit()
     calls = _Calls(audit, dry=device == "cpu")
     before = _allocator_counts()

@@ -1,18 +1,16 @@
 #pragma once
 #include "kernels/attention/attention.h"
 
-// The Hopper kernels (sm_90a) implement attention.h for the problems that they support. The functions mean what their
-// namesakes there mean.
+// The Hopper kernels (sm_90a) implement attention.h for the problems that they support.
 namespace warpsmith {
 
-Status attention_forward_supported_sm90(const AttentionFwdParams& params);
-Status attention_forward_workspace_sm90(const AttentionFwdParams& params, int64_t* bytes);
-Status attention_forward_sm90(const AttentionFwdParams& params, void* stream);
+// `workspace_bytes` counts the Hopper kernels' own workspace.
+AttentionForwardPlan attention_forward_plan_sm90(const AttentionFwdParams& params);
+AttentionBackwardPlan attention_backward_plan_sm90(const AttentionBwdParams& params);
 
-Status attention_backward_supported_sm90(const AttentionBwdParams& params);
-Status attention_backward_workspace_sm90(const AttentionBwdParams& params, int64_t* bytes);
-// Makes dbias only where attention_dbias_on_sm90() says so. Then its address and strides fit the kernel.
-Status attention_backward_sm90(const AttentionBwdParams& params, void* stream);
-bool attention_dbias_on_sm90(const AttentionBwdParams& params);
+// `choice` and `plan` are supported.
+Status attention_forward_sm90(const AttentionFwdParams& params, const AttentionForwardChoice& choice, void* stream);
+// Makes dbias only if the plan says so.
+Status attention_backward_sm90(const AttentionBwdParams& params, const AttentionBackwardPlan& plan, void* stream);
 
 }  // namespace warpsmith

@@ -1,7 +1,7 @@
 #pragma once
 #include "device/programmatic_launch.h"
 #include "device/register_budget.h"
-#include "kernels/attention/hopper/backward_sm90_turns.cuh"
+#include "kernels/attention/hopper/backward_sm90_pingpong.cuh"
 
 // The backward of attention on Hopper: dq, dk and dv in one pass over tiles of 128 keys, with the same bits on every
 // run.
@@ -19,9 +19,10 @@
 //                Each also multiplies half of dq = dS^T k, one step late: by then the other's dS has arrived.
 namespace warpsmith::attention {
 
-template <class T, int kTile> __global__ void __launch_bounds__(kBackwardTiles[kTile].threads(), 1)
+// I: an entry of kBackwardTiles.
+template <class T, class I> __global__ void __launch_bounds__(I::value.threads(), 1)
     backward_sm90(const __grid_constant__ BackwardMaps maps, const __grid_constant__ BackwardParams p) {
-  constexpr BackwardTile tile = kBackwardTiles[kTile];
+  constexpr BackwardTile tile = I::value;
   WARPSMITH_DYNAMIC_SHARED(memory);
   const BackwardShared<tile> shared{memory};
   if (threadIdx.x == 0) shared.initialise();
@@ -39,7 +40,7 @@ template <class T, int kTile> __global__ void __launch_bounds__(kBackwardTiles[k
       add_dq<tile>(p, shared, warp - 1);
   } else {
     device::increase_registers<tile.consumer_registers()>();
-    BackwardInTurns<T, tile>(p, shared, warpgroup - 1).run();
+    BackwardPingpong<T, tile>(p, shared, warpgroup - 1).run();
   }
 }
 

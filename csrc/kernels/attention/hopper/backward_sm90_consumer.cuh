@@ -9,7 +9,7 @@
 #include "kernels/attention/store_accumulators.cuh"
 
 // The work of a consumer warpgroup of the Hopper backward (backward_sm90.cuh) in one step: five products and the
-// arithmetic between them. backward_sm90_turns.cuh has their order.
+// arithmetic between them. backward_sm90_pingpong.cuh has their order.
 namespace warpsmith::attention {
 
 // A warpgroup owns 64 keys of each tile. In the transposed scores, a thread has two rows (keys): `row` and row + 8.

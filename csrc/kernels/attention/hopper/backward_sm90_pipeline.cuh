@@ -33,7 +33,7 @@ struct BackwardParams {
   int head_dim, head_dim_v;
   const float* statistics;  // [blocks, heads, statistics_stride()]
   float* dq_sums;           // [blocks, heads, block * head dim of the kernel], as accumulators lie in registers
-  int* turns;               // [blocks, heads, 2]: tiles that have added to a half so far
+  int* tiles_added;         // [blocks, heads, 2]: tiles that have added to a half so far
   void *dk, *dv;
   float* key_sums;  // [key_tiles, heads of the schedule, 2 (dv, dk), 128 * head dim of the kernel], as accumulators lie
                     // in registers; null: one part, whose dk and dv are stored at once
@@ -299,12 +299,12 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const BackwardSh
       const int block = t->last_block - visited.down, head = t->part * p.heads_per_part + visited.head;
       const int64_t at = block_of_head(p, t->first_block + block, head) * 2 + half;
       const VisitingTiles visiting = visiting_tiles(p.window, block, t->queries, t->keys, Shared::kBlock);
-      const int turn = t->tile - visiting.first;
-      if (turn > 0)
-        while (device::load_acquire(p.turns + at) != turn) {}
+      const int tiles_before = t->tile - visiting.first;
+      if (tiles_before > 0)
+        while (device::load_acquire(p.tiles_added + at) != tiles_before) {}
       device::mbarrier_wait(shared.dq_full(x % 6), x / 6 & 1);
       float* sums = p.dq_sums + at * (Shared::kHalfBytes / 4);
-      if (turn == 0)  // the first tile stores, so the sums need no clearing
+      if (tiles_before == 0)  // the first tile stores, so the sums need no clearing
         device::bulk_store(sums, shared.dq(half), Shared::kHalfBytes);
       else
         device::bulk_add(sums, reinterpret_cast<const float*>(shared.dq(half)), Shared::kHalfBytes);
@@ -315,7 +315,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const BackwardSh
         // Without the fence or the release, adds overtake each other and results differ from run to run (measured).
         device::bulk_wait<0>();
         device::fence_async();
-        device::store_release(p.turns + at, turn + 1);
+        device::store_release(p.tiles_added + at, tiles_before + 1);
       }
     }
     first = end;

@@ -1,3 +1,4 @@
+#include "common/instances.h"
 #include "kernels/attention/hopper/attention_sm90.h"
 #include "kernels/attention/hopper/backward_bias_sm90.cuh"
 #include "kernels/attention/hopper/backward_rows_host.h"
@@ -8,16 +9,10 @@ namespace warpsmith {
 namespace attention {
 namespace {
 
-AttentionBackwardChoice choose(const AttentionBwdParams& p) {
-  AttentionKernelProblem problem = kernel_problem(p.problem, all_fit(p, fits_tensor_map));
-  problem.sm90a_code = runs_sm90a_code();
-  return choose_attention_backward_sm90(problem);
-}
-
-// The workspace: sums of dq, dk and dv of each part, statistics, turns, then the counters and first_tiles (packed
+// The workspace: sums of dq, dk and dv of each part, statistics, tiles_added, then the counters and first_tiles (packed
 // only).
 struct Workspace {
-  int64_t sums, key_sums, statistics, turns, counter, first_tiles, bytes;
+  int64_t sums, key_sums, statistics, tiles_added, counter, first_tiles, bytes;
 };
 Workspace workspace_of(const AttentionProblem& p, const BackwardTile& tile) {
   const auto aligned = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
@@ -27,8 +22,8 @@ Workspace workspace_of(const AttentionProblem& p, const BackwardTile& tile) {
   const int64_t parts = backward_parts(p);
   const int64_t key_sums = parts == 1 ? 0 : total_tiles(p) * p.heads_k * parts * 2 * kTileKeys * tile.head_dim;
   w.statistics = w.key_sums + key_sums * 4;
-  w.turns = w.statistics + blocks * statistics_stride(tile.block_queries, tile.dropout) * 4;
-  w.counter = w.turns + aligned(blocks * 8);
+  w.tiles_added = w.statistics + blocks * statistics_stride(tile.block_queries, tile.dropout) * 4;
+  w.counter = w.tiles_added + aligned(blocks * 8);
   w.first_tiles = w.counter + 16;
   w.bytes = aligned(w.first_tiles + (p.cu_seqlens_q != nullptr ? 4 * (p.batch + 2) : 0));
   return w;
@@ -56,7 +51,7 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   p.head_dim_v = i32(a.head_dim_v);
   p.dq_sums = reinterpret_cast<float*>(memory + w.sums);
   p.statistics = reinterpret_cast<const float*>(memory + w.statistics);
-  p.turns = reinterpret_cast<int*>(memory + w.turns);
+  p.tiles_added = reinterpret_cast<int*>(memory + w.tiles_added);
   p.dk = x.dk;
   p.dv = x.dv;
   if (p.parts > 1) p.key_sums = reinterpret_cast<float*>(memory + w.key_sums);
@@ -78,7 +73,7 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   s.heads_first = true;
   // The number of heads scheduled together. More heads: the tiles of one head start several steps apart. Fewer heads:
   // their q, dout and sums of dq mostly stay in the L2 cache. With tiles of unequal length, 64 MB beat 32 MB at head
-  // dimension 64, and at 128 where 32 MB hold fewer than 4 heads (measured: docs/design/2026-11-22-attention-sm90.md).
+  // dimension 64, and at 128 where 32 MB hold fewer than 4 heads (measured: docs/design/attention.md).
   const bool equal = p.window.left == Window::kUnbounded && p.window.right == Window::kUnbounded;
   const int64_t head_bytes = std::max<int64_t>(a.seqlen_q, 1) * tile.head_dim * 8 * p.heads_per_part;
   const int64_t in_32_mb = (32 << 20) / head_bytes, in_64_mb = (64 << 20) / head_bytes;
@@ -93,7 +88,7 @@ RowParams row_params(const AttentionBwdParams& x, const BackwardParams& b) {
   RowParams p = problem_rows(x);
   p.statistics = const_cast<float*>(b.statistics);
   p.dq_sums = b.dq_sums;
-  p.turns = b.turns;
+  p.tiles_added = b.tiles_added;
   p.counter = b.schedule.counter;
   return p;
 }
@@ -173,7 +168,9 @@ Status run_bias_gradient(const AttentionBwdParams& x, const BackwardMaps& maps, 
                 stream, maps, p);
 }
 
-template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, void* stream) {
+// I: an entry of kBackwardTiles.
+template <class T, class I> Status run(const AttentionBwdParams& x, const AttentionBackwardPlan& plan, void* stream) {
+  constexpr BackwardTile tile = I::value;
   const AttentionProblem& a = x.problem;
   BackwardMaps maps;
   WARPSMITH_RETURN_IF_FAILED(head_map(maps.q, q_tensor(x), a.dtype, tile.block_queries));
@@ -205,7 +202,7 @@ template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, vo
       .block = tile.threads(),
       .dynamic_shared_bytes = BackwardShared<tile>::kBytes,
       .programmatic_dependent = !sink};
-  WARPSMITH_RETURN_IF_FAILED(launch(backward_sm90<T, index_of(tile)>, config, stream, maps, p));
+  WARPSMITH_RETURN_IF_FAILED(launch(backward_sm90<T, I>, config, stream, maps, p));
   if (p.parts > 1)
     WARPSMITH_RETURN_IF_FAILED(launch(backward_dkv<T, tile.head_dim>,
                                       {.grid = 2 * key_grid, .block = kDkvThreads, .programmatic_dependent = true},
@@ -214,48 +211,30 @@ template <class T, BackwardTile tile> Status run(const AttentionBwdParams& x, vo
                                     {.grid = row_grid, .block = kDqThreads, .programmatic_dependent = true}, stream,
                                     rows));
   if constexpr (tile.biases == Biases::tensor)
-    if (x.dbias != nullptr && fits_bias_gradient(x)) return run_bias_gradient<T, tile>(x, maps, p, stream);
+    if (plan.hopper_dbias) return run_bias_gradient<T, tile>(x, maps, p, stream);
   return {};
-}
-
-template <BackwardTile tile> Status run_dtype(const AttentionBwdParams& x, void* stream) {
-  return x.problem.dtype == Dtype::bfloat16 ? run<bfloat16, tile>(x, stream) : run<float16, tile>(x, stream);
 }
 
 }  // namespace
 }  // namespace attention
 
-Status attention_backward_supported_sm90(const AttentionBwdParams& p) {
-  const AttentionBackwardChoice choice = attention::choose(p);
-  return choice.supported ? Status() : attention::no_kernel(choice.why);
-}
-
-bool attention_dbias_on_sm90(const AttentionBwdParams& p) {
-  return attention::choose(p).tile.biases == attention::Biases::tensor && attention::fits_bias_gradient(p);
-}
-
-Status attention_backward_workspace_sm90(const AttentionBwdParams& p, int64_t* bytes) {
-  const AttentionBackwardChoice choice = attention::choose(p);
-  if (!choice.supported) return attention::no_kernel(choice.why);
-  *bytes = choice.tile == attention::kBackward256 ? attention::wide_workspace_bytes(p.problem)
-                                                  : attention::workspace_of(p.problem, choice.tile).bytes;
-  return {};
-}
-
-Status attention_backward_sm90(const AttentionBwdParams& p, void* stream) {
+AttentionBackwardPlan attention_backward_plan_sm90(const AttentionBwdParams& p) {
   using namespace attention;
-  const AttentionBackwardChoice choice = choose(p);
-  if (!choice.supported) return no_kernel(choice.why);
-  if (choice.tile == kBackward256) return run_wide_backward(p, stream);
-  if (choice.tile == kBackward128Dropout) return run_dtype<kBackward128Dropout>(p, stream);
-  if (choice.tile == kBackward128Bias) return run_dtype<kBackward128Bias>(p, stream);
-  if (choice.tile == kBackward128Mask) return run_dtype<kBackward128Mask>(p, stream);
-  if (choice.tile == kBackward128Alibi) return run_dtype<kBackward128Alibi>(p, stream);
-  if (choice.tile == kBackward64Bias) return run_dtype<kBackward64Bias>(p, stream);
-  if (choice.tile == kBackward64Mask) return run_dtype<kBackward64Mask>(p, stream);
-  if (choice.tile == kBackward64Alibi) return run_dtype<kBackward64Alibi>(p, stream);
-  if (choice.tile == kBackward64Dropout) return run_dtype<kBackward64Dropout>(p, stream);
-  return choice.tile == kBackward64 ? run_dtype<kBackward64>(p, stream) : run_dtype<kBackward128>(p, stream);
+  AttentionBackwardPlan plan{choose_attention_backward_sm90(kernel_problem(p))};
+  if (!plan.hopper.supported) return plan;
+  const BackwardTile& tile = plan.hopper.tile;
+  plan.hopper_dbias = p.dbias != nullptr && tile.biases == Biases::tensor && fits_bias_gradient(p);
+  plan.workspace_bytes = tile == kBackward256 ? wide_workspace_bytes(p.problem) : workspace_of(p.problem, tile).bytes;
+  return plan;
+}
+
+Status attention_backward_sm90(const AttentionBwdParams& p, const AttentionBackwardPlan& plan, void* stream) {
+  using namespace attention;
+  if (plan.hopper.tile == kBackward256) return run_wide_backward(p, stream);
+  const auto run_tile = instance_of<kBackwardTiles>(
+      [&](const BackwardTile& tile) { return tile == plan.hopper.tile; },
+      [&]<class I>() { return p.problem.dtype == Dtype::bfloat16 ? &run<bfloat16, I> : &run<float16, I>; });
+  return run_tile(p, plan, stream);
 }
 
 }  // namespace warpsmith

@@ -12,7 +12,7 @@
 // One kernel for all three gradients would need 5 products instead of 7, but 64 x 256 of dk and of dv already fill the
 // registers of two warpgroups, and dq would be added to global memory in a fixed order once for every 64 keys. Here
 // every sum stays in the registers of one warpgroup, so nothing is added in global memory and no block waits for
-// another. docs/design/2026-11-22-attention-sm90.md has the budget.
+// another. docs/design/attention.md has the budget.
 //
 // Both read 8 bytes of statistics for each query row (backward_statistics). Sums accumulate in float. dS is rounded to
 // T before it is multiplied, and so are the probabilities of dv. dk computes dS from the rounded probabilities, dq from

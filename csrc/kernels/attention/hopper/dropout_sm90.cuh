@@ -5,7 +5,7 @@
 #include "device/wide_product.h"
 #include "kernels/attention/attention_dropout.h"
 
-// The dropout mask on the accumulators of the Hopper kernels. Instructions: docs/design/2026-11-22-attention-sm90.md.
+// The dropout mask on the accumulators of the Hopper kernels. Instructions: docs/design/attention.md.
 //
 // In the forward, a thread makes one Philox call for its 16 elements of each 16 queries x 32 keys. It turns the bytes
 // into gates of packed pairs (device/halves.h), by which it multiplies packed probabilities.

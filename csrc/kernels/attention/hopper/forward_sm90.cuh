@@ -17,11 +17,12 @@
 //                Finished rows are staged in the shared memory of the tile's queries.
 namespace warpsmith::attention {
 
-template <class T, int kTile> __global__ void __launch_bounds__(kForwardTiles[kTile].threads(), 1)
+// I: an entry of kForwardTiles.
+template <class T, class I> __global__ void __launch_bounds__(I::value.threads(), 1)
     forward_sm90(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
                  const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap out,
                  const __grid_constant__ TensorMap bias, const __grid_constant__ ForwardParams p) {
-  constexpr ForwardTile tile = kForwardTiles[kTile];
+  constexpr ForwardTile tile = I::value;
   constexpr int kConsumerWarps = 4 * tile.groups;
   WARPSMITH_DYNAMIC_SHARED(memory);
   WARPSMITH_SHARED(ForwardState<tile>, state, 1);

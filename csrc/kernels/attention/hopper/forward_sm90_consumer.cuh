@@ -20,7 +20,7 @@ __device__ __forceinline__ void cap_scores(float (&s)[kRegisters], float softcap
 template <class T, ForwardTile tile> struct ForwardConsumer {
   using Softmax = OnlineSoftmax<T, tile.block_keys>;
   using Probabilities = typename Softmax::Probabilities;
-  static constexpr int kTurnThreads = 256;
+  static constexpr int kPingpongThreads = 256;
 
   const ForwardParams& p;
   const ForwardShared<tile>& shared;
@@ -51,15 +51,16 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     if (lane == 0) device::mbarrier_arrive(shared.block_empty + stage);
   }
 
-  // With tile.turns, a warpgroup issues both products of a step before the next warpgroup may issue its own. The
+  // With tile.pingpong, a warpgroup issues both products of a step before the next warpgroup may issue its own. The
   // exponentials of one warpgroup then overlap with the products of the others. For tiles whose products and
   // exponentials take equally long.
-  static __device__ __forceinline__ int turn_barrier(int g) { return store_barrier(0, tile.groups) + g; }
-  __device__ __forceinline__ void take_turn() {
-    if (tile.turns) device::named_barrier_wait(turn_barrier(group), kTurnThreads);
+  static __device__ __forceinline__ int pingpong_barrier(int g) { return store_barrier(0, tile.groups) + g; }
+  __device__ __forceinline__ void wait_to_issue() {
+    if (tile.pingpong) device::named_barrier_wait(pingpong_barrier(group), kPingpongThreads);
   }
-  __device__ __forceinline__ void pass_turn() {
-    if (tile.turns) device::named_barrier_arrive(turn_barrier(group == tile.groups - 1 ? 0 : group + 1), kTurnThreads);
+  __device__ __forceinline__ void let_next_issue() {
+    if (tile.pingpong)
+      device::named_barrier_arrive(pingpong_barrier(group == tile.groups - 1 ? 0 : group + 1), kPingpongThreads);
   }
 
   // s = q k^T. Asynchronous.
@@ -93,12 +94,12 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   template <class Between>
   __device__ __forceinline__ int start_step(const Probabilities& probabilities, Between&& between) {
     const int keys = take_block();
-    take_turn();
+    wait_to_issue();
     multiply_keys(keys);
     between();
     const int values = take_block();
     multiply_values(values, probabilities);
-    pass_turn();
+    let_next_issue();
     device::wgmma_wait<1>();
     device::hold(s);
     release_block(keys);
@@ -369,7 +370,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
       run_overlapped();
   }
   __device__ __forceinline__ void run_serial() {
-    if (tile.turns && group == tile.groups - 1) pass_turn();
+    if (tile.pingpong && group == tile.groups - 1) let_next_issue();
     Probabilities probabilities;
     while (take_tile()) {
       clear_output();
@@ -384,7 +385,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     }
   }
   __device__ __forceinline__ void run_overlapped() {
-    if (tile.turns && group == tile.groups - 1) pass_turn();
+    if (tile.pingpong && group == tile.groups - 1) let_next_issue();
     if (!take_tile()) return;
     // Two arrays: the next probabilities are written while the tensor cores still read the previous ones.
     Probabilities p0, p1;

@@ -1,3 +1,4 @@
+#include "common/instances.h"
 #include "kernels/attention/hopper/attention_sm90.h"
 #include "kernels/attention/hopper/forward_sm90.cuh"
 #include "kernels/attention/hopper/sm90_host.h"
@@ -5,12 +6,6 @@
 namespace warpsmith {
 namespace attention {
 namespace {
-
-AttentionForwardChoice choose(const AttentionFwdParams& p) {
-  AttentionKernelProblem problem = kernel_problem(p.problem, all_fit(p, fits_tensor_map));
-  problem.sm90a_code = runs_sm90a_code();
-  return choose_attention_forward_sm90(problem);
-}
 
 // Whether tiles differ in length. Blocks then take tiles from a counter.
 bool needs_counter(const AttentionProblem& p) {
@@ -68,7 +63,9 @@ ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile
   return p;
 }
 
-template <class T, ForwardTile tile> Status run(const AttentionFwdParams& x, void* stream) {
+// I: an entry of kForwardTiles.
+template <class T, class I> Status run(const AttentionFwdParams& x, void* stream) {
+  constexpr ForwardTile tile = I::value;
   const AttentionProblem& a = x.problem;
   TensorMap q, k, v, out, bias{};
   WARPSMITH_RETURN_IF_FAILED(head_map(q, q_tensor(x), a.dtype, kGroupRows));
@@ -92,46 +89,22 @@ template <class T, ForwardTile tile> Status run(const AttentionFwdParams& x, voi
                             .block = static_cast<unsigned>(tile.threads()),
                             .dynamic_shared_bytes = static_cast<size_t>(tile.shared_bytes()),
                             .programmatic_dependent = p.schedule.counter != nullptr};
-  return launch(forward_sm90<T, index_of(tile)>, config, stream, q, k, v, out, bias, p);
-}
-
-template <ForwardTile tile> Status run_dtype(const AttentionFwdParams& x, void* stream) {
-  return x.problem.dtype == Dtype::bfloat16 ? run<bfloat16, tile>(x, stream) : run<float16, tile>(x, stream);
+  return launch(forward_sm90<T, I>, config, stream, q, k, v, out, bias, p);
 }
 
 }  // namespace
 }  // namespace attention
 
-Status attention_forward_supported_sm90(const AttentionFwdParams& p) {
-  const AttentionForwardChoice choice = attention::choose(p);
-  return choice.supported ? Status() : attention::no_kernel(choice.why);
+AttentionForwardPlan attention_forward_plan_sm90(const AttentionFwdParams& p) {
+  return {choose_attention_forward_sm90(attention::kernel_problem(p)), attention::workspace_bytes(p.problem)};
 }
 
-Status attention_forward_workspace_sm90(const AttentionFwdParams& p, int64_t* bytes) {
-  *bytes = attention::workspace_bytes(p.problem);
-  return {};
-}
-
-Status attention_forward_sm90(const AttentionFwdParams& p, void* stream) {
+Status attention_forward_sm90(const AttentionFwdParams& p, const AttentionForwardChoice& choice, void* stream) {
   using namespace attention;
-  const AttentionForwardChoice choice = choose(p);
-  if (!choice.supported) return no_kernel(choice.why);
-  if (choice.tile == kForward128) return run_dtype<kForward128>(p, stream);
-  if (choice.tile == kForward64) return run_dtype<kForward64>(p, stream);
-  if (choice.tile == kForward64Short) return run_dtype<kForward64Short>(p, stream);
-  if (choice.tile == kForward128Dropout) return run_dtype<kForward128Dropout>(p, stream);
-  if (choice.tile == kForward64Dropout) return run_dtype<kForward64Dropout>(p, stream);
-  if (choice.tile == kForward128Bias) return run_dtype<kForward128Bias>(p, stream);
-  if (choice.tile == kForward128Pairs) return run_dtype<kForward128Pairs>(p, stream);
-  if (choice.tile == kForward64Pairs) return run_dtype<kForward64Pairs>(p, stream);
-  if (choice.tile == kForward128Mask) return run_dtype<kForward128Mask>(p, stream);
-  if (choice.tile == kForward128Alibi) return run_dtype<kForward128Alibi>(p, stream);
-  if (choice.tile == kForward64Bias) return run_dtype<kForward64Bias>(p, stream);
-  if (choice.tile == kForward64Mask) return run_dtype<kForward64Mask>(p, stream);
-  if (choice.tile == kForward64Alibi) return run_dtype<kForward64Alibi>(p, stream);
-  if (choice.tile == kForward128Extended) return run_dtype<kForward128Extended>(p, stream);
-  if (choice.tile == kForward256) return run_dtype<kForward256>(p, stream);
-  return run_dtype<kForward64Extended>(p, stream);
+  const auto run_tile = instance_of<kForwardTiles>(
+      [&](const ForwardTile& tile) { return tile == choice.tile; },
+      [&]<class I>() { return p.problem.dtype == Dtype::bfloat16 ? &run<bfloat16, I> : &run<float16, I>; });
+  return run_tile(p, stream);
 }
 
 }  // namespace warpsmith

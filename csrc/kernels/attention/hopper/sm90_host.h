@@ -1,6 +1,7 @@
 #pragma once
 #include <algorithm>
 
+#include "common/code_capability.h"
 #include "device/launch.h"
 #include "device/tensor_map.h"
 #include "kernels/attention/attention_config.h"
@@ -59,7 +60,9 @@ inline Window window_of(const AttentionProblem& p) {
   return {side(p.window_left), side(p.window_right), p.align_bottom_right};
 }
 
-inline AttentionKernelProblem kernel_problem(const AttentionProblem& p, bool aligned) {
+// What the choosers look at. X: the params of a forward or a backward.
+template <class X> AttentionKernelProblem kernel_problem(const X& x) {
+  const AttentionProblem& p = x.problem;
   AttentionKernelProblem k;
   k.seqlen_q = p.seqlen_q;
   k.seqlen_k = p.seqlen_k;
@@ -78,10 +81,9 @@ inline AttentionKernelProblem kernel_problem(const AttentionProblem& p, bool ali
   k.scale_has_inverse = p.softmax_scale >= kLeastBiasedScale;
   k.dropout = p.dropout.seed != nullptr;
   k.positive_scale = p.softmax_scale > 0;
-  k.aligned = aligned;
+  k.aligned = all_fit(x, fits_tensor_map);
+  k.sm90a_code = runs_sm90a_code();
   return k;
 }
-
-inline Status no_kernel(const char* why) { return Status::unsupported(std::string("no Hopper kernel for ") + why); }
 
 }  // namespace warpsmith::attention

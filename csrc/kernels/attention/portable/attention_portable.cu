@@ -35,10 +35,6 @@ Status supported(const AttentionProblem& p, bool vectors, int64_t blocks) {
   return why == nullptr ? Status() : Status::unsupported(std::string("no portable kernel for ") + why);
 }
 
-int tile_of(const AttentionProblem& p) {
-  return portable_tile(std::min(size_bytes(p.dtype), 4), is_extended(p), std::max(p.head_dim, p.head_dim_v));
-}
-
 }  // namespace
 }  // namespace attention
 
@@ -63,11 +59,11 @@ Status attention_backward_supported_portable(const AttentionBwdParams& x) {
 
 int64_t attention_backward_workspace_portable(const AttentionBwdParams& x) {
   using namespace attention;
-  const bool turns = size_bytes(x.problem.dtype) == 2 && !is_extended(x.problem);
-  const int64_t of_turns = turns ? PortableTurnsWorkspace(x.problem).bytes : 0;
+  const bool ordered_dq = size_bytes(x.problem.dtype) == 2 && !is_extended(x.problem);
+  const int64_t of_ordered_dq = ordered_dq ? PortableOrderedDqWorkspace(x.problem).bytes : 0;
   const int64_t statistics = row_tiles(x.problem, false, kStatisticsQueries) * kStatistics;
   const int64_t blocks = row_tiles(x.problem, false, kPortableQueries[tile_of(x.problem)].rows);
-  return std::max(of_turns, (statistics + blocks) * x.problem.heads_q * 4);
+  return std::max(of_ordered_dq, (statistics + blocks) * x.problem.heads_q * 4);
 }
 
 int64_t attention_dbias_workspace_portable(const AttentionBwdParams& x) {
@@ -76,7 +72,6 @@ int64_t attention_dbias_workspace_portable(const AttentionBwdParams& x) {
 }
 
 Status attention_forward_portable(const AttentionFwdParams& p, void* stream) {
-  WARPSMITH_RETURN_IF_FAILED(attention_forward_supported_portable(p));
   switch (p.problem.dtype) {
     case Dtype::bfloat16: return attention::run_forward_portable<bfloat16>(p, stream);
     case Dtype::float16: return attention::run_forward_portable<float16>(p, stream);
@@ -85,7 +80,6 @@ Status attention_forward_portable(const AttentionFwdParams& p, void* stream) {
 }
 
 Status attention_backward_portable(const AttentionBwdParams& p, void* stream) {
-  WARPSMITH_RETURN_IF_FAILED(attention_backward_supported_portable(p));
   switch (p.problem.dtype) {
     case Dtype::bfloat16: return attention::run_backward_portable<bfloat16>(p, stream);
     case Dtype::float16: return attention::run_backward_portable<float16>(p, stream);
@@ -94,7 +88,6 @@ Status attention_backward_portable(const AttentionBwdParams& p, void* stream) {
 }
 
 Status attention_dbias_portable(const AttentionBwdParams& p, void* stream) {
-  WARPSMITH_RETURN_IF_FAILED(attention_backward_supported_portable(p));
   return p.problem.dtype == Dtype::bfloat16 ? attention::run_dbias_portable<bfloat16>(p, stream)
                                             : attention::run_dbias_portable<float16>(p, stream);
 }

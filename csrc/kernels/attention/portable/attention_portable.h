@@ -2,7 +2,8 @@
 #include "kernels/attention/attention.h"
 
 // The portable kernels (code of sm_80 and newer) implement attention.h with every option. Addresses and strides of q,
-// k, v, out and their gradients must be multiples of 16 bytes; strides may be 0.
+// k, v, out and their gradients must be multiples of 16 bytes; strides may be 0. Whoever runs a call has asked before
+// whether it is supported.
 namespace warpsmith {
 
 Status attention_forward_supported_portable(const AttentionFwdParams& params);

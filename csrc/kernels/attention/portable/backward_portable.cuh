@@ -22,11 +22,11 @@ constexpr int kStatisticsThreads = 256;
 // In float, one thread adds a whole row, in the order of multiply_rows. If a query sees one key, delta and dot(dout, v)
 // then agree to the last bit, and their difference is 0 as it must be.
 //
-// With `turns`, it also resets the turns of its queries and the counter, and writes dq = 0 where no query of the block
-// sees a key, since backward_portable_turns does not visit such blocks.
+// With `tiles_added`, it also resets that of its queries and the counter, and writes dq = 0 where no query of the block
+// sees a key, since backward_portable_ordered_dq does not visit such blocks.
 struct PortableStatisticsParams {
   AttentionBwdParams gradients;
-  int *turns, *counter;  // of backward_portable_turns; null: another kernel makes dq
+  int *tiles_added, *counter;  // of backward_portable_ordered_dq; null: another kernel makes dq
 };
 
 template <class T> __global__ void __launch_bounds__(kStatisticsThreads)
@@ -42,9 +42,9 @@ template <class T> __global__ void __launch_bounds__(kStatisticsThreads)
   const int t = static_cast<int>(threadIdx.x) % kLanes;
   const T* dout = static_cast<const T*>(p.dout) + s.batch * p.dout_strides.batch + head * p.dout_strides.head;
   const T* out = static_cast<const T*>(p.out) + s.batch * p.out_strides.batch + head * p.out_strides.head;
-  if (params.turns != nullptr) {
+  if (params.tiles_added != nullptr) {
     const int thread = static_cast<int>(threadIdx.x);
-    if (thread == 0) device::store(params.turns + blockIdx.x, 0);
+    if (thread == 0) device::store(params.tiles_added + blockIdx.x, 0);
     if (blockIdx.x == 0 && thread == 0) device::store(params.counter, 0);
     const int last = min(at.first + kBlockQueries, s.queries) - 1;
     const Columns seen = columns_of_rows<false>(a, s, at.first, last);

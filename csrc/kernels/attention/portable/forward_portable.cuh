@@ -162,8 +162,8 @@ template <class T, int kTile> __global__ void __launch_bounds__(kPortableForward
       for (int i = 0; i < kTiles; ++i) {
         // The scale is multiplied by where the exponentials are made, unless a hidden element, -inf, has no sign then.
         if (!later) logits.template scale_products<kColumns>(x[i], [](int, int, float) {});
-        logits.template finish<T, kColumns>(x[i], Place<false>{row + 16 * i, first_column + lane % 4 * 2}, of_all, a,
-                                            s);
+        logits.template finish<T, kColumns>(x[i], AccumulatorCoords<false>{row + 16 * i, first_column + lane % 4 * 2},
+                                            of_all, a, s);
         softmax[i].template add<kColumns, kDepth>(x[i], out[i], scale, later ? &a.softmax_scale : nullptr);
         if (tile.extended && a.dropout.seed != nullptr)
           dropout.template apply<kColumns, false>(a.dropout.threshold, first_row + 16 * i, first_column, lane,

@@ -47,7 +47,7 @@ struct PortableKeyTile {
 
 // dq, dk and dv in one kernel: 16-bit elements, problems that are not extended. `rows` are keys, `columns` queries. The
 // warps divide each product anew: probabilities and dS, then dk and dv, then dq.
-struct PortableTurnsTile {
+struct PortableOrderedDqTile {
   int head_dim, rows, columns, warps;
   int query_tiles;  // a warp owns 16 * query_tiles rows of dq
   int stages;
@@ -91,22 +91,23 @@ constexpr PortableKeyTile kPortableKeys[] = {
 constexpr PortableTile kPortableFloatKeys[] = {
     {4, true, 64, 64, 32, 1, 1, 2}, {4, true, 128, 64, 16, 1, 2, 1}, {4, true, 256, 32, 16, 1, 4, 1}};
 constexpr int kPortable16Bit = 6;  // tiles of 16-bit elements, at the start of each list
+constexpr int kPortableTiles = static_cast<int>(sizeof(kPortableForward) / sizeof(kPortableForward[0]));
 
 // For each head dimension, the largest tile first; a second stage takes a tenth less time (H200). The small tile of
 // head dimension 128 is for GPUs whose shared memory holds no other. It has half the keys, so that dq is added twice as
 // often.
-constexpr PortableTurnsTile kPortableTurns[] = {{64, 128, 64, 8, 1, 2},  {64, 128, 64, 8, 1, 1},
-                                                {128, 128, 64, 8, 2, 2}, {128, 128, 64, 8, 2, 1},
-                                                {128, 64, 64, 4, 2, 1},  {256, 64, 64, 8, 2, 1}};
-constexpr int kPortableTurnsTiles = static_cast<int>(sizeof(kPortableTurns) / sizeof(kPortableTurns[0]));
+constexpr PortableOrderedDqTile kPortableOrderedDq[] = {{64, 128, 64, 8, 1, 2},  {64, 128, 64, 8, 1, 1},
+                                                        {128, 128, 64, 8, 2, 2}, {128, 128, 64, 8, 2, 1},
+                                                        {128, 64, 64, 4, 2, 1},  {256, 64, 64, 8, 2, 1}};
+constexpr int kPortableOrderedDqTiles = static_cast<int>(sizeof(kPortableOrderedDq) / sizeof(kPortableOrderedDq[0]));
 
-// The index in kPortableTurns for this head dimension (the larger of head_dim and head_dim_v) on a GPU whose blocks can
-// have so much dynamic shared memory; kPortableTurnsTiles: none.
-constexpr int portable_turns_tile(int64_t head_dim, int shared_bytes) {
+// The index in kPortableOrderedDq for this head dimension (the larger of head_dim and head_dim_v) on a GPU whose blocks
+// can have so much dynamic shared memory; kPortableOrderedDqTiles: none.
+constexpr int portable_ordered_dq_tile(int64_t head_dim, int shared_bytes) {
   constexpr int kStaticBytes = 16;
   int i = 0;
-  while (i < kPortableTurnsTiles &&
-         (kPortableTurns[i].head_dim < head_dim || kPortableTurns[i].shared_bytes() + kStaticBytes > shared_bytes))
+  while (i < kPortableOrderedDqTiles && (kPortableOrderedDq[i].head_dim < head_dim ||
+                                         kPortableOrderedDq[i].shared_bytes() + kStaticBytes > shared_bytes))
     ++i;
   return i;
 }
@@ -134,9 +135,10 @@ constexpr bool portable_tiles_fit() {
     if (t.backward_shared_bytes(true) > kPortableSharedBytes) return false;
   for (const PortableKeyTile& t : kPortableKeys)
     if (t.shared_bytes() > kPortableSharedBytes) return false;
-  // Every GPU has a tile of kPortableTurns for head dimensions to 128, and the kernels that it replaces are not built.
-  return portable_turns_tile(64, kPortableSharedBytes) < kPortableTurnsTiles &&
-         portable_turns_tile(128, kPortableSharedBytes) < kPortableTurnsTiles;
+  // Every GPU has a tile of kPortableOrderedDq for head dimensions to 128, and the kernels that it replaces are not
+  // built.
+  return portable_ordered_dq_tile(64, kPortableSharedBytes) < kPortableOrderedDqTiles &&
+         portable_ordered_dq_tile(128, kPortableSharedBytes) < kPortableOrderedDqTiles;
 }
 static_assert(portable_tiles_fit());
 

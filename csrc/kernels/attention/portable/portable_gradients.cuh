@@ -125,8 +125,8 @@ __device__ __forceinline__ void make_gradients(Accumulators<kColumns> (&p)[kTile
     logits.template scale_products<kColumns>(p[i], [&](int n, int e, float derivative) {
       if (of_products) ds[i][n][e] *= derivative;
     });
-    logits.template finish<T, kColumns>(p[i], Place<kKeysAreRows>{first_row + 16 * i + lane / 4, first_column + column},
-                                        of_all, a, s);
+    logits.template finish<T, kColumns>(
+        p[i], AccumulatorCoords<kKeysAreRows>{first_row + 16 * i + lane / 4, first_column + column}, of_all, a, s);
   }
   // A far block of queries: lse and lse_rest, in the second half of its statistics, leave differences from lse.
   if (lse != nullptr && has_far_mark(device::load(lse))) {

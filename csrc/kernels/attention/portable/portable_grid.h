@@ -1,4 +1,6 @@
 #pragma once
+#include <algorithm>
+
 #include "kernels/attention/attention.h"
 #include "kernels/attention/portable/portable_config.h"
 
@@ -8,6 +10,11 @@ namespace warpsmith::attention {
 inline bool is_extended(const AttentionProblem& p) {
   return p.softcap > 0 || p.alibi_slopes != nullptr || p.bias != nullptr || p.mask != nullptr ||
          p.dropout.seed != nullptr;
+}
+
+// The index of the problem's tile in kPortableForward and its like.
+inline int tile_of(const AttentionProblem& p) {
+  return portable_tile(std::min(size_bytes(p.dtype), 4), is_extended(p), std::max(p.head_dim, p.head_dim_v));
 }
 
 // The number of tiles of `rows` queries or keys over all sequences. Sequences of equal length are numbered one after
@@ -24,24 +31,24 @@ constexpr int kStatisticsQueries = 64, kStatistics = 4 * kStatisticsQueries;
 
 // Whether the portable backward makes dq, dk and dv in one kernel, on a GPU whose blocks can have so much dynamic
 // shared memory. Then it takes delta from the rounded out.
-inline bool takes_turns(const AttentionProblem& p, int shared_bytes) {
+inline bool orders_dq(const AttentionProblem& p, int shared_bytes) {
   return size_bytes(p.dtype) == 2 && !is_extended(p) &&
-         portable_turns_tile(p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v, shared_bytes) < kPortableTurnsTiles;
+         portable_ordered_dq_tile(std::max(p.head_dim, p.head_dim_v), shared_bytes) < kPortableOrderedDqTiles;
 }
 
-// The workspace of backward_portable_turns: offsets in bytes. Statistics come first. The sums of dq have the padded
-// head dimension.
-struct PortableTurnsWorkspace {
-  int64_t sums, turns, counter, bytes;
+// The workspace of backward_portable_ordered_dq: offsets in bytes. Statistics come first. The sums of dq have the
+// padded head dimension.
+struct PortableOrderedDqWorkspace {
+  int64_t sums, tiles_added, counter, bytes;
 
-  explicit PortableTurnsWorkspace(const AttentionProblem& p) {
+  explicit PortableOrderedDqWorkspace(const AttentionProblem& p) {
     const int64_t blocks = row_tiles(p, false, kStatisticsQueries) * p.heads_q;
     const int64_t head_dim = p.head_dim > 128 || p.head_dim_v > 128 ? 256
                              : p.head_dim > 64 || p.head_dim_v > 64 ? 128
                                                                     : 64;
     sums = blocks * kStatistics * 4;
-    turns = sums + blocks * kStatisticsQueries * head_dim * 4;
-    counter = turns + blocks * 4;
+    tiles_added = sums + blocks * kStatisticsQueries * head_dim * 4;
+    counter = tiles_added + blocks * 4;
     bytes = counter + 4;
   }
 };

@@ -6,35 +6,22 @@
 #include "kernels/attention/portable/attention_portable.h"
 #include "kernels/attention/portable/backward_portable_bias.cuh"
 #include "kernels/attention/portable/backward_portable_keys.cuh"
-#include "kernels/attention/portable/backward_portable_turns.cuh"
+#include "kernels/attention/portable/backward_portable_ordered_dq.cuh"
 #include "kernels/attention/portable/forward_portable.cuh"
 
 // Launches the portable kernels for elements T. Each dtype's .cu includes this file.
 namespace warpsmith::attention {
 
-// Calls use.template operator()<i>() for the tile i of a problem, which depends on its options and head dimensions.
-template <int i, class Use> Status with_portable_tile_from(const AttentionProblem& p, Use&& use) {
-  if constexpr (kPortableForward[i].head_dim < 256) {
-    if (std::max(p.head_dim, p.head_dim_v) > kPortableForward[i].head_dim)
-      return with_portable_tile_from<i + 1>(p, use);
-  }
-  return use.template operator()<i>();
-}
-template <class T, class Use> Status with_portable_tile(const AttentionProblem& p, Use&& use) {
-  if constexpr (sizeof(T) == 2) {
-    if (!is_extended(p)) return with_portable_tile_from<portable_tile(sizeof(T), false, 1)>(p, use);
-  }
-  return with_portable_tile_from<portable_tile(sizeof(T), true, 1)>(p, use);
+// Calls use.template operator()<i>() for i = tile, which is in [kFirst, kEnd).
+template <int kFirst, int kEnd, class Use> Status with_tile(int tile, Use&& use) {
+  if constexpr (kFirst + 1 < kEnd)
+    if (tile != kFirst) return with_tile<kFirst + 1, kEnd>(tile, use);
+  return use.template operator()<kFirst>();
 }
 
-// The tile of a backward that takes turns neither by its options nor by its head dimension: only at head dimension 256
-// does a GPU lack the shared memory.
-template <class T, class Use> Status with_portable_backward_tile(const AttentionProblem& p, Use&& use) {
-  if constexpr (sizeof(T) == 2) {
-    if (!is_extended(p)) return use.template operator()<portable_tile(sizeof(T), false, 256)>();
-  }
-  return with_portable_tile_from<portable_tile(sizeof(T), true, 1)>(p, use);
-}
+// The tiles of elements T, in the lists of portable_config.h.
+template <class T> constexpr int kFirstTile = sizeof(T) == 2 ? 0 : kPortable16Bit;
+template <class T> constexpr int kEndTile = sizeof(T) == 2 ? kPortable16Bit : kPortableTiles;
 
 template <class P> Status launch_portable(void (*kernel)(P), int64_t blocks, int threads, int shared_bytes,
                                           void* stream, const P& params) {
@@ -46,7 +33,7 @@ template <class P> Status launch_portable(void (*kernel)(P), int64_t blocks, int
 }
 
 template <class T> Status run_forward_portable(const AttentionFwdParams& p, void* stream) {
-  return with_portable_tile<T>(p.problem, [&]<int i>() {
+  return with_tile<kFirstTile<T>, kEndTile<T>>(tile_of(p.problem), [&]<int i>() {
     constexpr PortableTile tile = kPortableForward[i];
     return launch_portable(forward_portable<T, i>, row_tiles(p.problem, false, tile.rows) * p.problem.heads_q,
                            tile.threads(), tile.forward_shared_bytes(), stream, p);
@@ -66,9 +53,9 @@ template <class T, int i> Status launch_keys(const BackwardPortableParams& x, vo
   }
 }
 
-template <class T> Status launch_statistics(const AttentionBwdParams& p, int* turns, int* counter, void* stream) {
+template <class T> Status launch_statistics(const AttentionBwdParams& p, int* tiles_added, int* counter, void* stream) {
   return launch_portable(portable_statistics<T>, row_tiles(p.problem, false, kStatisticsQueries) * p.problem.heads_q,
-                         kStatisticsThreads, 0, stream, PortableStatisticsParams{p, turns, counter});
+                         kStatisticsThreads, 0, stream, PortableStatisticsParams{p, tiles_added, counter});
 }
 
 // dsink, from lse and delta in the workspace.
@@ -85,25 +72,19 @@ template <class T> Status launch_sink(const AttentionBwdParams& p, void* stream)
   return launch_portable(wide ? backward_sink<float> : backward_sink<T>, a.heads_q, kSinkThreads, 0, stream, sink);
 }
 
-// dq, dk and dv in one kernel, by tile i of kPortableTurns.
-template <class T, int i> Status launch_turns(const AttentionBwdParams& p, void* stream) {
-  constexpr PortableTurnsTile tile = kPortableTurns[i];
+// dq, dk and dv in one kernel, by tile i of kPortableOrderedDq.
+template <class T, int i> Status launch_ordered_dq(const AttentionBwdParams& p, void* stream) {
+  constexpr PortableOrderedDqTile tile = kPortableOrderedDq[i];
   const AttentionProblem& a = p.problem;
-  const PortableTurnsWorkspace workspace(a);
+  const PortableOrderedDqWorkspace workspace(a);
   auto* const bytes = static_cast<unsigned char*>(p.workspace);
-  const BackwardTurnsParams x{p, reinterpret_cast<float*>(bytes + workspace.sums),
-                              reinterpret_cast<int*>(bytes + workspace.turns),
-                              reinterpret_cast<int*>(bytes + workspace.counter)};
-  WARPSMITH_RETURN_IF_FAILED(launch_statistics<T>(p, x.turns, x.counter, stream));
+  const OrderedDqParams x{p, reinterpret_cast<float*>(bytes + workspace.sums),
+                          reinterpret_cast<int*>(bytes + workspace.tiles_added),
+                          reinterpret_cast<int*>(bytes + workspace.counter)};
+  WARPSMITH_RETURN_IF_FAILED(launch_statistics<T>(p, x.tiles_added, x.counter, stream));
   WARPSMITH_RETURN_IF_FAILED(launch_sink<T>(p, stream));
-  return launch_portable(backward_portable_turns<T, i>, row_tiles(a, true, tile.rows) * a.heads_k, tile.threads(),
+  return launch_portable(backward_portable_ordered_dq<T, i>, row_tiles(a, true, tile.rows) * a.heads_k, tile.threads(),
                          tile.shared_bytes(), stream, x);
-}
-template <class T, int i = 0> Status launch_turns(int tile, const AttentionBwdParams& p, void* stream) {
-  if constexpr (i + 1 < kPortableTurnsTiles) {
-    if (tile != i) return launch_turns<T, i + 1>(tile, p, stream);
-  }
-  return launch_turns<T, i>(p, stream);
 }
 
 // Reads lse and delta from the workspace.
@@ -119,8 +100,8 @@ template <class T, int i> Status launch_bias(const AttentionBwdParams& p, void* 
 // Takes delta from the rounded out, as the Hopper kernels do.
 template <class T> Status run_dbias_portable(const AttentionBwdParams& p, void* stream) {
   WARPSMITH_RETURN_IF_FAILED(launch_statistics<T>(p, nullptr, nullptr, stream));
-  return with_portable_tile_from<portable_tile(sizeof(T), true, 1)>(
-      p.problem, [&]<int i>() { return launch_bias<T, i>(p, stream); });
+  return with_tile<kPortablePlain, kPortable16Bit>(tile_of(p.problem),
+                                                   [&]<int i>() { return launch_bias<T, i>(p, stream); });
 }
 
 template <class T> Status run_backward_portable(const AttentionBwdParams& p, void* stream) {
@@ -129,12 +110,16 @@ template <class T> Status run_backward_portable(const AttentionBwdParams& p, voi
     DeviceProperties device;
     WARPSMITH_RETURN_IF_FAILED(device_properties(device));
     const int most = device.max_dynamic_shared_bytes;
-    if (takes_turns(a, most))
-      return launch_turns<T>(portable_turns_tile(std::max(a.head_dim, a.head_dim_v), most), p, stream);
+    if (orders_dq(a, most))
+      return with_tile<0, kPortableOrderedDqTiles>(portable_ordered_dq_tile(std::max(a.head_dim, a.head_dim_v), most),
+                                                   [&]<int i>() { return launch_ordered_dq<T, i>(p, stream); });
   }
   const int64_t query_blocks = row_tiles(a, false, kStatisticsQueries);
   WARPSMITH_RETURN_IF_FAILED(launch_statistics<T>(p, nullptr, nullptr, stream));
-  return with_portable_backward_tile<T>(a, [&]<int i>() {
+  // Problems that are not extended come here at head dimension 256 alone, by the last of their tiles: for smaller ones
+  // every GPU has the shared memory of backward_portable_ordered_dq.
+  constexpr int kFirst = sizeof(T) == 2 ? kPortablePlain - 1 : kFirstTile<T>;
+  return with_tile<kFirst, kEndTile<T>>(tile_of(a), [&]<int i>() {
     constexpr PortableTile tile = kPortableQueries[i];
     constexpr int kSharedBytes = tile.backward_shared_bytes(false);
     BackwardPortableParams x{p, static_cast<int*>(p.workspace) + query_blocks * a.heads_q * kStatistics, false};

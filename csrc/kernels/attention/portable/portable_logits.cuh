@@ -12,9 +12,9 @@
 // elements.
 namespace warpsmith::attention {
 
-// The place of a thread's accumulators in the matrix of queries and keys of a sequence: rows `row` and row + 8, columns
-// column + 8 n + e.
-template <bool kKeysAreRows> struct Place {
+// The coordinates of a thread's accumulators in the matrix of queries and keys of a sequence: rows `row` and row + 8,
+// columns column + 8 n + e.
+template <bool kKeysAreRows> struct AccumulatorCoords {
   int row, column;
 
   // Calls f(n, e, query, key) for every element.
@@ -87,8 +87,8 @@ template <bool kExtended> struct Logits {
   // Adds the bias. Reads only visible elements, and two neighbours in one load where they are adjacent. In the common
   // case that all rows see all columns, the loads have no condition and are in flight together.
   template <class B, int kColumns, bool kKeysAreRows>
-  __device__ __forceinline__ void add_bias(Accumulators<kColumns>& x, const Place<kKeysAreRows>& at, bool all,
-                                           const Columns (&seen)[2]) const {
+  __device__ __forceinline__ void add_bias(Accumulators<kColumns>& x, const AccumulatorCoords<kKeysAreRows>& at,
+                                           bool all, const Columns (&seen)[2]) const {
     const int64_t of_row = kKeysAreRows ? bias_k : bias_q, of_column = kKeysAreRows ? bias_q : bias_k;
     const B* from = static_cast<const B*>(bias) + at.row * of_row + at.column * of_column;
     if (all && of_column == 1 && of_row % 2 == 0 && reinterpret_cast<uintptr_t>(bias) % (2 * sizeof(B)) == 0) {
@@ -115,7 +115,7 @@ template <bool kExtended> struct Logits {
   // Adds ALiBi and bias, then sets the logits that the mask or the window hides to -inf. `of_all`: the columns that all
   // rows of the warp see. Only the few steps with other columns compute which columns the rows `row` and row + 8 see.
   template <class T, int kColumns, bool kKeysAreRows>
-  __device__ __forceinline__ void finish(Accumulators<kColumns>& x, const Place<kKeysAreRows>& at,
+  __device__ __forceinline__ void finish(Accumulators<kColumns>& x, const AccumulatorCoords<kKeysAreRows>& at,
                                          const Columns& of_all, const AttentionProblem& p,
                                          const SequenceOfTile& s) const {
     const bool all = at.column >= of_all.begin && at.column + kColumns - 7 < of_all.end;

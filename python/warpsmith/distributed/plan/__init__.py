@@ -6,24 +6,18 @@ from warpsmith.distributed.plan.gpus import GPUS, Gpu
 from warpsmith.distributed.plan.layout import Layout
 from warpsmith.distributed.plan.model import Model
 from warpsmith.distributed.plan.prediction import Prediction, efficiency, predict, scaling
-from warpsmith.distributed.plan.published import Case, Error, cases, errors, report
 
 __all__ = [
     "GPUS",
-    "Case",
     "Cluster",
-    "Error",
     "Gpu",
     "Layout",
     "Model",
     "Prediction",
     "Timed",
     "calibrate",
-    "cases",
     "efficiency",
-    "errors",
     "fit_link",
     "predict",
-    "report",
     "scaling",
 ]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from warpsmith._core import checks
 from warpsmith.distributed.plan.cluster import Cluster, Timed
 from warpsmith.distributed.plan.gpus import GPUS, Gpu
-from warpsmith.ops import _check
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # their names since torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -176,13 +176,13 @@ def calibrate(
         >>> here.gpu.matmul_flops > 0
         True
     """
-    _check.refuse_non_int64("calibrate", "repeats", repeats, "an int")
-    _check.number("calibrate", "network_gbit", network_gbit, "a number > 0", lambda gbit: gbit > 0)
+    checks.refuse_non_int64("calibrate", "repeats", repeats, "an int")
+    checks.number("calibrate", "network_gbit", network_gbit, "a number > 0", lambda gbit: gbit > 0)
     for name, number in (("matmul", matmul), ("ranks_per_host", ranks_per_host)):
         if number is not None:
-            _check.refuse_non_int64("calibrate", name, number, "an int")
+            checks.refuse_non_int64("calibrate", name, number, "an int")
     if isinstance(sizes, int):
-        _check.refuse_type("calibrate", "sizes", "a list of bytes", sizes)
+        checks.refuse_type("calibrate", "sizes", "a list of bytes", sizes)
     if matmul is not None and matmul < 1:
         raise ValueError(f"calibrate: matmul: expected at least 1, got {matmul}")
     if repeats < 1:

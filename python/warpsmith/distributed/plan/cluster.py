@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from warpsmith._core import checks
 from warpsmith.distributed.plan.gpus import COLLECTIVE_SMS, GPUS, SPREAD, Gpu
-from warpsmith.ops import _check
 
 _SHARES = ("collective_sms", "spread")
 _RATES = (
@@ -92,14 +92,14 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
-            _check.refuse_type("Cluster", "source", "a name", self.source)
+            checks.refuse_type("Cluster", "source", "a name", self.source)
         if not isinstance(self.gpu, Gpu):
-            _check.refuse_type("Cluster", "gpu", "a Gpu", self.gpu)
-        _check.refuse_non_int("Cluster", "ranks_per_host", self.ranks_per_host)
+            checks.refuse_type("Cluster", "gpu", "a Gpu", self.gpu)
+        checks.refuse_non_int("Cluster", "ranks_per_host", self.ranks_per_host)
         for name in (*_RATES, *_SHARES):
-            _check.refuse_non_number("Cluster", name, getattr(self, name))
+            checks.refuse_non_number("Cluster", name, getattr(self, name))
         if not 1 <= self.ranks_per_host < 2**63:
-            _check.refuse("Cluster", "ranks_per_host", "at least 1", _check.value_text(self.ranks_per_host))
+            checks.refuse("Cluster", "ranks_per_host", "at least 1", checks.value_text(self.ranks_per_host))
         if not self.network_bytes_per_s > 0:
             raise ValueError(f"Cluster: network_bytes_per_s: expected above 0, got {self.network_bytes_per_s}")
         for name in _RATES[2:]:
@@ -125,7 +125,7 @@ class Cluster:
             if gpu not in GPUS:
                 raise ValueError(f"Cluster.of: gpu: expected one of {', '.join(GPUS)}, or a Gpu, got {gpu!r}")
             gpu = GPUS[gpu]
-        _check.refuse_non_number("Cluster.of", "network_gbit", network_gbit)
+        checks.refuse_non_number("Cluster.of", "network_gbit", network_gbit)
         if not network_gbit > 0:
             raise ValueError(f"Cluster.of: network_gbit: expected above 0, got {network_gbit}")
         return Cluster(gpu=gpu, network_bytes_per_s=network_gbit * 1e9 / 8 * 0.94, **more)  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ class Cluster:
         """
         if kind not in COLLECTIVES:
             raise ValueError(f"Cluster.collective_s: kind: expected one of {', '.join(COLLECTIVES)}, got {kind!r}")
-        _check.refuse_non_int("Cluster.collective_s", "ranks", ranks)
+        checks.refuse_non_int("Cluster.collective_s", "ranks", ranks)
         if ranks < 1:
             raise ValueError(f"Cluster.collective_s: ranks: expected at least 1, got {ranks}")
         if not tensor_bytes >= 0:

@@ -1,6 +1,6 @@
 """What GPUs do: rates that were measured, each with its source.
 
-Nothing in this file was fitted to the runs of ``published.py``.
+Nothing in this file was fitted to the runs of docs/plan_published.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
 
 # Measured on one H200 (recording 2026-11-22-2150-nvidia-h200 and the project's first measurements of
 # 2026-11-20, torch 2.11): 60 matrix products of 8192 x 8192 x 8192 in a row, where power limits the clock, as shares of
@@ -54,11 +54,11 @@ class Gpu:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            _check.refuse_type("Gpu", "name", "a name", self.name)
+            checks.refuse_type("Gpu", "name", "a name", self.name)
         for field in dataclasses.fields(self)[1:]:
             value, least = getattr(self, field.name), ">=" if field.name == "float8_flops" else ">"
             fits = (lambda x: 0 <= x < math.inf) if least == ">=" else (lambda x: 0 < x < math.inf)
-            _check.number("Gpu", field.name, value, f"a finite number {least} 0", fits)
+            checks.number("Gpu", field.name, value, f"a finite number {least} 0", fits)
 
 
 def _gpu(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from warpsmith._core import checks
 from warpsmith.distributed.plan.gpus import KERNELS
-from warpsmith.ops import _check
 
 CHECKPOINTS = ("none", "attention", "half", "full")
 ATTENTION = ("eager", "flash", "cudnn")
@@ -67,7 +67,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "pipeline", "micro_batch", "micro_batches", "interleave"):
-            _check.count("Layout", name, getattr(self, name), "an int of at least 1", 1)
+            checks.count("Layout", name, getattr(self, name), "an int of at least 1", 1)
         for name, allowed in (
             ("sharding", (0, 1, 2, 3)),
             ("checkpoint", CHECKPOINTS),
@@ -78,9 +78,9 @@ class Layout:
             ("wire", tuple(WIRE)),
             ("gather", tuple(GATHER)),
         ):
-            _check.one_of("Layout", name, getattr(self, name), allowed)
+            checks.one_of("Layout", name, getattr(self, name), allowed)
         for name in ("sequence_parallel", "overlap_data", "overlap_gather", "overlap_tensor"):
-            _check.flags("Layout", **{name: getattr(self, name)})
+            checks.flags("Layout", **{name: getattr(self, name)})
         if self.interleave > 1 and self.pipeline == 1:
             raise ValueError(f"Layout: interleave: expected 1 without a pipeline, got {self.interleave}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from warpsmith.ops import _check
+from warpsmith._core import checks
 
 DTYPES = ("bfloat16", "float16", "float8")
 
@@ -56,12 +56,12 @@ class Model:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
-            _check.count("Model", name, getattr(self, name), "an int of at least 1", 1)
+            checks.count("Model", name, getattr(self, name), "an int of at least 1", 1)
         for name in ("intermediate", "kv_heads", "head_dim", "parameter_count"):
-            _check.count("Model", name, getattr(self, name), "an int of at least 0 (0: the default)", 0)
+            checks.count("Model", name, getattr(self, name), "an int of at least 0 (0: the default)", 0)
         for name in ("gated", "rotary", "tied", "causal", "dropout"):
-            _check.flags("Model", **{name: getattr(self, name)})
-        _check.one_of("Model", "dtype", self.dtype, DTYPES)
+            checks.flags("Model", **{name: getattr(self, name)})
+        checks.one_of("Model", "dtype", self.dtype, DTYPES)
         if self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(f"Model: kv_heads: expected a divisor of heads, {self.heads}, got {self.kv_heads}")
         derived = {
@@ -133,7 +133,7 @@ class Model:
         """
         if not isinstance(config, dict) and not hasattr(config, "__dict__"):
             expected = "a configuration of transformers, or a dict of one"
-            _check.refuse_type("Model.from_config", "config", expected, config)
+            checks.refuse_type("Model.from_config", "config", expected, config)
         get = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
 
         def first(field: str, *names: str) -> Any:
@@ -183,7 +183,7 @@ class Model:
         import torch
 
         if not isinstance(module, torch.nn.Module):
-            _check.refuse_type("Model.from_module", "module", "an nn.Module", module)
+            checks.refuse_type("Model.from_module", "module", "an nn.Module", module)
         total = sum(p.numel() for p in module.parameters())
         if getattr(module, "config", None) is not None:
             return Model.from_config(module.config, sequence, **({"parameter_count": total} | more))

@@ -8,14 +8,14 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from warpsmith._core import checks
 from warpsmith.distributed.plan import compute, memory
 from warpsmith.distributed.plan.cluster import Cluster
 from warpsmith.distributed.plan.gpus import OPTIMIZER_SHARE
 from warpsmith.distributed.plan.layout import GATHER, PRECISIONS, WIRE, Layout
 from warpsmith.distributed.plan.model import Model
-from warpsmith.ops import _check
 
-# Published over predicted: the lowest and highest ratio of all published runs. ``published.errors`` computes them anew.
+# Published over predicted: the lowest and highest ratio of all published runs, which a test computes anew.
 PUBLISHED = {"step": (0.8569, 1.5564), "memory": (0.8841, 1.3716), "scaling": (0.9593, 0.9911)}
 
 
@@ -208,8 +208,7 @@ def predict(model: Model, cluster: Cluster, layout: Layout) -> Prediction:
         layout: how.
 
     Returns:
-        A ``Prediction``, which prints as a table with the error that these formulas have on published runs
-        (``published.errors``).
+        A ``Prediction``, which prints as a table with the error that these formulas have on published runs.
 
     Raises:
         TypeError: an argument that is none of these.
@@ -225,7 +224,7 @@ def predict(model: Model, cluster: Cluster, layout: Layout) -> Prediction:
     """
     for name, value, kind in (("model", model, Model), ("cluster", cluster, Cluster), ("layout", layout, Layout)):
         if not isinstance(value, kind):
-            _check.refuse_type("predict", name, f"a plan.{kind.__name__}", value)
+            checks.refuse_type("predict", name, f"a plan.{kind.__name__}", value)
     if layout.pipeline * layout.interleave > model.layers:
         raise ValueError(
             f"predict: layout: expected at most {model.layers} chunks for {model.layers} layers, got "
@@ -286,11 +285,11 @@ def scaling(
         >>> first == 1.0 and 0.9 < last < 1.0
         True
     """
-    _check.flags("scaling", strong=strong)
+    checks.flags("scaling", strong=strong)
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence):
-        _check.refuse_type("scaling", "ranks", "a list of numbers of ranks", ranks)
+        checks.refuse_type("scaling", "ranks", "a list of numbers of ranks", ranks)
     for count in ranks:
-        _check.refuse_non_int("scaling", "ranks", count)
+        checks.refuse_non_int("scaling", "ranks", count)
     replica = layout.tensor * layout.pipeline
     chosen = list(ranks) or [replica * 2**k for k in range(14) if replica * 2**k <= 10_000] or [replica]
     found = []

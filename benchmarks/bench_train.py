@@ -1,0 +1,281 @@
+"""Whole training steps. Several are taken in a row, from an idle device, and waited for; the time is one step's. Rows
+"peak memory" have megabytes above the weights and optimizer states.
+
+gpt2: examples/train_gpt.py on random tokens with this package's modules, with these and torch's attention ("warpsmith,
+SDPA"), with torch's modules, and (on a GPU) with torch's compiled. GPT-2 124M in bf16 autocast on a GPU, the small
+preset on the CPU.
+
+llama: a Llama of transformers (1.2B parameters, random weights, bf16, torch's fused AdamW), patched by this package
+with its attention, as it is, under torch.compile, and patched by Liger-Kernel where that is installed. A tiny one on
+the CPU. "warpsmith, SDPA" keeps torch's attention, "warpsmith, AdamW" has this package's optimizer as well. Without
+transformers there are no rows.
+
+step: steps as one CUDA graph (CapturedStep) beside the same run eagerly: three scripts that wait for their host
+(step_scripts.py), and GPT-2. On the CPU both are eager. Rows "host" have the time until the host has launched a step.
+"""
+
+import copy
+import functools
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import warpsmith
+from warpsmith.testing.gpu_timer import Timing, first_line
+from warpsmith.testing.rows import OURS, Row, make_rows
+from warpsmith.train import CapturedStep
+
+from benchmarks import rivals
+from benchmarks.cells import compiled, forget_compiled, peak_rows, time_steps
+from benchmarks.step_scripts import SCRIPTS, Script
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+WITH_SDPA = f"{OURS}, SDPA"
+
+
+def rows_of_runs(cell, runs, batches, device, options, budget_s):
+    """``runs``: {contender: an object with ``step(batch)`` and a model}."""
+    steps = {name: lambda i, one=one: one.step(batches[i]) for name, one in runs.items()}
+    rows = time_steps(cell, steps, len(batches), options, budget_s)
+    if device == "cuda":
+        first = {name: functools.partial(one.step, batches[0]) for name, one in runs.items()}
+        rows += peak_rows(rows, first, lambda name: runs[name].model.parameters())
+    return rows
+
+
+# ------------------------------------------------------------------------------------- GPT-2 of examples/train_gpt.py
+
+GPT2_IN_A_ROW = {"cuda": 10, "cpu": 2}
+GPT2_PRESETS = {"cuda": "gpt2-124m", "cpu": "nano"}
+GPT2_TINY = {"layers": 1, "heads": 2, "width": 32, "context": 16, "batch": 4}
+GPT2_BUDGET_S = {"cuda": 15.0, "cpu": 5.0}
+
+
+def gpt2_example(preset, tiny=False):
+    """The example as a module, and its recipe of a preset on random tokens."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    import train_gpt
+
+    values = train_gpt.PRESETS[preset] | {"tokens": "random"} | (GPT2_TINY if tiny else {})
+    return train_gpt, SimpleNamespace(**values)
+
+
+def gpt2_runs(gpt, recipe, device, options):
+    """{name: Run}, each with a model and an optimizer of its own."""
+    ranks = gpt.Ranks(device)
+    kinds = {OURS: "warpsmith", WITH_SDPA: "warpsmith", "torch": "torch"} if options.samples else {}
+    runs = {name: gpt.Run(recipe, kind, ranks) for name, kind in kinds.items()}
+    if options.samples:  # all blocks of a model share one set of modules
+        runs[WITH_SDPA].model.modules_.attention = runs["torch"].model.modules_.attention
+    if options.compile and not options.quick and device == "cuda":
+        forget_compiled()
+        runs["torch.compile"] = gpt.Run(recipe, "torch", ranks)
+        runs["torch.compile"].loss = compiled(runs["torch.compile"].model, donate=True)
+    return runs
+
+
+def run_gpt2(device, options):
+    rows = []
+    for preset in options.shapes(device, (GPT2_PRESETS["cuda"],), (GPT2_PRESETS["cpu"],), GPT2_PRESETS[device]):
+        gpt, recipe = gpt2_example(preset, options.quick)
+        data = gpt.Data(recipe, None, gpt.Ranks(device))
+        batches = [data.batch(i) for i in range(1 if options.quick else GPT2_IN_A_ROW[device])]
+        runs = gpt2_runs(gpt, recipe, device, options)
+        cell = ("train_gpt", f"{preset} {recipe.batch}x{recipe.context}", recipe.dtype)
+        rows += rows_of_runs(cell, runs, batches, device, options, GPT2_BUDGET_S[device])
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------- Llama of transformers
+
+LLAMA_SHAPES = [(1, 8192), (4, 2048)]  # sequences, tokens
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
+SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 1024}
+HEADS = {"cuda": {"num_attention_heads": 32, "num_key_value_heads": 8}, "cpu": {"num_attention_heads": 4}}
+LLAMA_IN_A_ROW = {"cuda": 3, "cpu": 1}
+LLAMA_BUDGET_S = {"cuda": 12.0, "cpu": 4.0}
+
+
+class Run:
+    """A model with its optimizer, and what computes its loss."""
+
+    def __init__(self, model, loss=None, adamw=None):
+        self.model = model
+        self.loss = loss or (lambda tokens: model(tokens, labels=tokens, use_cache=False).loss)
+        adamw = adamw or functools.partial(torch.optim.AdamW, fused=True)
+        self.optimizer = adamw(model.parameters(), lr=1e-4)
+
+    def step(self, tokens):
+        loss = self.loss(tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def patched_by_us(model, attention=True, **run):
+    from warpsmith.integrations.transformers import patch
+
+    done = patch(model, attention=attention)
+    assert not done.kept, done
+    return Run(model, **run)
+
+
+OURS_BY_NAME = {
+    OURS: patched_by_us,
+    WITH_SDPA: functools.partial(patched_by_us, attention=False),
+    f"{OURS}, AdamW": functools.partial(patched_by_us, adamw=warpsmith.optim.AdamW),
+}
+
+
+class LigerRun(Run):
+    """Liger patches the model, and names in transformers' module, such as the function that rotates q and k: these
+    would be in the other contenders' steps too, and stand there only during this one's."""
+
+    def __init__(self, model):
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        module = sys.modules[type(model).__module__]
+        before = dict(vars(module))
+        apply_liger_kernel_to_llama(fused_linear_cross_entropy=True, model=model)
+        self.names = vars(module)
+        self.theirs = {name: value for name, value in self.names.items() if before.get(name) is not value}
+        self.before = {name: before[name] for name in self.theirs if name in before}
+        self.names.update(self.before)
+        super().__init__(model)
+
+    def step(self, tokens):
+        self.names.update(self.theirs)
+        try:
+            return super().step(tokens)
+        finally:
+            self.names.update(self.before)
+
+
+def under_compile(model):
+    forget_compiled()
+    return Run(model, compiled(lambda tokens: model(tokens, labels=tokens, use_cache=False).loss, donate=True))
+
+
+def llama_runs(model, device, options):
+    """{contender: Run}."""
+    makers = {**OURS_BY_NAME, "torch": Run} if options.samples else {}
+    if options.compile and not options.quick and device == "cuda":
+        makers["torch.compile"] = under_compile
+    if options.samples and device == "cuda":
+        makers["liger"] = LigerRun
+    runs = {}
+    for name, make in makers.items():
+        with rivals.optional():
+            runs[name] = make(copy.deepcopy(model))
+    return runs
+
+
+def llama_model(device, options):
+    import transformers
+
+    small = options.quick or device == "cpu"
+    heads = HEADS["cpu" if small else device]
+    config = transformers.LlamaConfig(
+        **(SMALL if small else LLAMA_1B), **heads, rms_norm_eps=1e-5, max_position_embeddings=8192
+    )
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.train()
+
+
+def run_llama(device, options):
+    try:
+        model = llama_model(device, options)
+    except ModuleNotFoundError as error:
+        print(f"llama is left out: {error}", file=sys.stderr, flush=True)
+        return []
+    rows = []
+    for shape in options.shapes(device, LLAMA_SHAPES, [(2, 128)], (2, 16)):
+        steps = 1 if options.quick else LLAMA_IN_A_ROW[device]
+        batches = [torch.randint(model.config.vocab_size, shape, device=device) for _ in range(steps)]
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        cell = ("llama", "x".join(map(str, shape)), dtype)
+        runs = llama_runs(model, device, options)
+        rows += rows_of_runs(cell, runs, batches, device, options, LLAMA_BUDGET_S[device])
+        del runs
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------- captured steps
+
+STEP_IN_A_ROW = {"cuda": 10, "cpu": 1}
+STEP_BUDGET_S = {"cuda": 4.0, "cpu": 3.0}
+FIRST_STEPS = 5  # until a captured step is replayed
+
+
+def gpt2_script(device, tiny=False):
+    """The step of examples/train_gpt.py."""
+    gpt, recipe = gpt2_example(GPT2_PRESETS["cuda" if device == "cuda" and not tiny else "cpu"], tiny)
+    ranks = gpt.Ranks(device)
+    run = gpt.Run(recipe, "warpsmith", ranks)
+    return Script(run.update_once, [run.model, run.optimizer, run.scaler], (gpt.Data(recipe, None, ranks).batch(0),))
+
+
+def host_ms(step, batch, device, steps):
+    """Milliseconds in which the host launches a step, the median of several."""
+    taken = []
+    for _ in range(steps):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        step(*batch)
+        taken.append(1e3 * (time.perf_counter() - began))
+    return Timing(sorted(taken)[steps // 2], min(taken), max(taken), steps)
+
+
+def eager_and_captured(make, device, tiny):
+    """{name: (step, batch)}: equal models, one captured; and why that one is not, where it is not."""
+    torch.manual_seed(0)
+    eager, graphed = make(device, tiny), make(device, tiny)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reason goes into a note
+        captured = CapturedStep(graphed.step, state=graphed.state)
+        for _ in range(FIRST_STEPS):
+            captured(*graphed.batch)
+            eager.step(*eager.batch)
+    return {OURS: (captured, graphed.batch), "eager": (eager.step, eager.batch)}, captured
+
+
+def captured_rows(name, make, device, options):
+    """The rows of one script. Where its step cannot be captured, ours have the reason in place of a time."""
+    tiny = options.quick or device == "cpu"
+    steps = 1 if options.quick else STEP_IN_A_ROW[device]
+    contenders, captured = eager_and_captured(make, device, tiny)
+    why = captured.fallback_reason if device == "cuda" else None
+    if why is not None:
+        del contenders[OURS]
+    refused = {} if why is None else {OURS: Timing(None, error=why)}
+    cell = ("captured_step", name, "mixed")
+    calls = {who: lambda i, step=step, batch=batch: step(*batch) for who, (step, batch) in contenders.items()}
+    rows = make_rows(*cell, "step", refused) + time_steps(cell, calls, steps, options, STEP_BUDGET_S[device])
+    if options.samples:
+        host = {who: host_ms(*what, device, 2 * steps + 1) for who, what in contenders.items()}
+        rows += make_rows(*cell, "host", refused | host)
+    return rows
+
+
+def run_step(device, options):
+    rows = []
+    makers = {**SCRIPTS, "gpt2": gpt2_script}
+    for name in options.shapes(device, tuple(makers), ("policy gradient",), "policy gradient"):
+        try:
+            rows += captured_rows(name, makers[name], device, options)
+        except Exception as error:  # the other scripts keep their rows
+            traceback.print_exc()
+            rows.append(Row("captured_step", name, "mixed", "step", OURS, None, note=first_line(error)))
+    return rows
+
+
+OPS = {"gpt2": run_gpt2, "llama": run_llama, "step": run_step}
