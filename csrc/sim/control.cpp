@@ -19,3 +19,5 @@ WARPSMITH_EXPORTED int64_t warpsmith_sim_launches() { return warpsmith::sim::cou
 WARPSMITH_EXPORTED int64_t warpsmith_sim_bytes() {
   return warpsmith::sim::counters().global_bytes_read + warpsmith::sim::counters().global_bytes_written;
 }
+
+WARPSMITH_EXPORTED int64_t warpsmith_sim_bytes_written() { return warpsmith::sim::counters().global_bytes_written; }

@@ -5,6 +5,7 @@ Under ``--sim`` the tests run the CUDA kernels on CPU tensors (warpsmith.testing
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from warpsmith.testing import bitwise_equal, cpu_threads, sim
@@ -13,7 +14,22 @@ ON_SIM = sim.is_loaded()
 STEPS = 20 if ON_SIM else 200  # of a trajectory
 # Bits depend on none of these: numbers of CPU threads, on the sim seeds of its schedule.
 ORDERS = range(sim.SCHEDULES) if ON_SIM else (2, 1)
-in_order = sim.schedule if ON_SIM else cpu_threads
+
+
+def in_order(number):
+    return sim.machine(seed=number) if ON_SIM else cpu_threads(number)
+
+
+def moved(step):
+    """Bytes of global memory that a step's kernels read and write, on the sim."""
+    before, written = sim.bytes_moved(), sim.bytes_written()
+    step()
+    written = sim.bytes_written() - written
+    return sim.bytes_moved() - before - written, written
+
+
+ON_CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+on_each_device = pytest.mark.parametrize("device", ["cpu"] if ON_SIM else ["cpu", ON_CUDA])
 SHAPES = [(7, 5), (), (0,), (3,), (2049,), (33, 129)]
 
 

@@ -58,3 +58,15 @@ FULL = [
 LION = Options("Lion", {"weight_decay": 0.1}, "decay")
 LAMB = Options("LAMB", {"weight_decay": 0.1}, "decay")
 FEW_STATES = [Options("AdamW", {}, "plain"), Options("SGD", {"momentum": 0.9}, "momentum")]
+# One for each set of states that a class can have.
+EVERY = [
+    *FULL,
+    *FEW_STATES,
+    LION,
+    LAMB,
+    Options("Adam", {}, "plain"),
+    Options("SGD", {}, "no state"),
+    Options("RMSprop", {}, "plain"),
+    Options("RMSprop", {"momentum": 0.9}, "momentum"),
+    Options("RMSprop", {"centered": True}, "centered"),
+]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import warpsmith
 from torch import nn
+from torch.testing import assert_close
 from warpsmith.reference.optim import dequantize_blockwise, dynamic_map, quantize_blockwise
 from warpsmith.testing import bitwise_equal
 
@@ -322,3 +323,28 @@ def test_options_that_change_between_steps():
     with pytest.raises(ValueError, match="precision: expected another one: 8bit is for Adam without amsgrad"):
         adam.step()
     assert "max_exp_avg_sq" not in adam.state[params[0]]
+
+
+# Too small or too large for quick division, nothing, and a NaN that stays in its block.
+SIZES = [1.0, 2.0**-50, 2.0**-70, 2.0**50, 2.0**90, 0.0, torch.nan, 1.0]
+
+
+@pytest.mark.parametrize("options", [*KINDS, Options("AdamW", {"betas": (0.5, 0.5), "eps": 0.0}, "no eps")], ids=str)
+def test_blocks_of_any_size_are_those_of_float32_states_encoded(options):
+    size = torch.tensor(SIZES).repeat_interleave(256).repeat(2)
+    grad = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * size
+    grad[::7] *= 2.0**-12
+    ours, plain = (nn.Parameter(torch.ones(4096)) for _ in range(2))
+    a, b = options.ours([ours], lr=2.0**-5, precision="8bit"), options.ours([plain], lr=2.0**-5)
+    for optimizer, p in ((a, ours), (b, plain)):
+        p.grad = grad.clone()
+        optimizer.step()
+    assert_close(ours.detach(), plain.detach(), rtol=0, atol=0, equal_nan=True)
+    expected = encoded(b.state[plain])
+    for name, value in a.state[ours].items():
+        if name in ("step", "scales"):
+            assert_close(value, expected[name], rtol=0, atol=0, equal_nan=True)
+            continue
+        scales = a.state[ours]["scales"][["exp_avg", "exp_avg_sq"].index(name) if "exp_avg" in expected else 0]
+        differ = (value != expected[name]).view(-1, 256)[scales.isfinite()]
+        assert not differ.any(), (name, differ.sum(1))

@@ -10,9 +10,8 @@ from torch.testing import assert_close
 from warpsmith.testing import bitwise_equal
 
 from .adamw_runs import STEPS, assert_same_bits, make_params, states_of
-from .optimizers import FULL, LAMB, LION, Options
+from .optimizers import EVERY, FULL, LAMB, LION, Options
 
-ALL = [*FULL, LION, Options("SGD", {}, "no state")]
 LR = 1e-2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(7, 5), (), (0,), (3,), (2049,), (70, 129)]  # of the last the states are 8-bit codes
@@ -30,7 +29,7 @@ def set_gradients(params, dtypes, seed):
 
 
 def cases():
-    for options in (*ALL, LAMB):
+    for options in EVERY:
         kinds = [k for k in KINDS if k[0] in ("fp32", "master")] if options is LAMB else KINDS
         eight = options in (LION,) or options.name == "SGD" and options.given
         for precision, dtype in (*kinds, *(EIGHT if eight else ())):

@@ -93,6 +93,12 @@ def test_all_sets_of_states_of_rmsprop(has):
     assert make_table(RMSPROP, FLOAT32, has)[1][-1] == has
 
 
+def test_more_words_than_one_launch_uploads():
+    host, words = torch.arange(5000) ** 2, torch.full((5001,), -1)
+    raw.optim_pointers.default(words[:5000], host)
+    assert torch.equal(words[:5000], host) and words[5000] == -1
+
+
 def test_a_step_of_the_package_still_fits():
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)

@@ -110,9 +110,8 @@ BUGS = (
                 "if (kMost != 0b111 && p.found_inf && *p.found_inf) return;",
             ),
         ),
-        "random_lists",
-        "tensor 0",
-        flags=("--seeds", "2", "--random", "200"),  # few cases draw both an optimizer of three states and found_inf
+        "tests/optim/test_kernels.py -k 'repeats_of_steps and amsgrad or repeats_of_steps and full'",
+        "test_repeats_of_steps_and_of_skipped_ones",
     ),
     Bug(
         "end_of_a_sequence_taken_as_inside",

@@ -50,6 +50,14 @@ RACES = "sim- and (error_law or repeats)"
 ATTENTION = " and not float32 and not edge_value and not median"
 WHOLE = ("test_activation", "test_cross_entropy", "test_norm", "test_rope")  # all of whose modules run
 CSRC, TESTS = build.ROOT / "csrc", build.ROOT / "tests"
+# Modules without specs that run whole; on other machines than the first, their tests of a device.
+BESIDE = [TESTS / f"{name}.py" for name in (
+    "ops/test_linear_loss_cross_entropy", "ops/test_linear_loss_log_prob", "ops/test_linear_loss_parts",
+    "ops/test_optim", "optim/test_adamw", "optim/test_clip", "optim/test_eight_bit", "optim/test_ema",
+    "optim/test_fuse", "optim/test_gradient_dtypes", "optim/test_kernels", "optim/test_lamb", "optim/test_layouts",
+    "optim/test_optimizers", "optim/test_precision", "optim/test_refinements", "optim/test_tables",
+    "amp/test_grad_scaler", "amp/test_kept_table", "amp/test_overflows",
+)]  # fmt: skip
 
 
 def torch_folder() -> Path:
@@ -66,23 +74,28 @@ def specs() -> list[Path]:
         text = path.read_text()
         if " = op_tests(" in text or ('"device"' in text and path.stem.startswith(WHOLE)):
             found.append(path)
-    return found
+    return found + BESIDE
 
 
 def family_of(spec: Path) -> str:
     """The family of kernels that a test module's name begins with."""
+    if spec.parent.name != "ops":
+        return "optim"
     families = (folder.name for folder in (CSRC / "kernels").iterdir() if folder.is_dir())
     return max((f for f in families if f"{spec.stem}_".startswith(f"test_{f}_")), key=len)
 
 
 def checks(spec: Path, chosen: str = "sim-") -> list[str]:
     """What pytest runs of a module: the checks that hold on the simulated kernels."""
+    if spec in BESIDE and chosen == MACHINES["sm90"].checks:
+        return ["-m", "not gpu", str(spec)]
     return ["-k", chosen + (ATTENTION if family_of(spec) == "attention" else ""), str(spec)]
 
 
 def python_sources() -> list[Path]:
     """What a verdict of a law depends on beside the library."""
-    return sorted([*(build.ROOT / "python" / "warpsmith").rglob("*.py"), *(TESTS / "ops").glob("*.py")])
+    tests = (path for room in ("ops", "optim", "amp") for path in (TESTS / room).glob("*.py"))
+    return sorted([*(build.ROOT / "python" / "warpsmith").rglob("*.py"), *tests])
 
 
 def parts(variant: str = PLAIN, family: str = "") -> Iterator[build.Part]:

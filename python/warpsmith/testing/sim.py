@@ -57,7 +57,8 @@ def _library() -> ctypes.CDLL:
     library.warpsmith_sim_configure.argtypes = [
         ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint
     ]  # fmt: skip
-    library.warpsmith_sim_launches.restype = library.warpsmith_sim_bytes.restype = ctypes.c_int64
+    for counter in (library.warpsmith_sim_launches, library.warpsmith_sim_bytes, library.warpsmith_sim_bytes_written):
+        counter.restype = ctypes.c_int64
     return library
 
 
@@ -79,3 +80,8 @@ def launches() -> int:
 def bytes_moved() -> int:
     """Bytes of global memory that kernels have read and written so far, through the loads and stores of the house."""
     return int(_library().warpsmith_sim_bytes())
+
+
+def bytes_written() -> int:
+    """Those of them that kernels have written."""
+    return int(_library().warpsmith_sim_bytes_written())
