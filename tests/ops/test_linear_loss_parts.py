@@ -67,7 +67,7 @@ def test_a_factor_of_1_moves_no_element():
 
 
 # Few rows and many, that is one slice and several, of columns that are whole vectors and not.
-ROWS = [(33, 300), (20, 7), (150, 257), (20, 2047), (700, 130), (193, 1025), (320, 64)]
+ROWS = [(33, 300), (20, 7), (150, 257), (20, 2047), (700, 130), (193, 1025), (1100, 64)]
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
@@ -86,7 +86,7 @@ def test_gradients_of_a_bias_are_sums_over_rows_and_chunks(rows, classes, dtype)
         return torch.autograd.grad((log_prob * up.to(log_prob.dtype)).sum(), given[2])[0]
 
     exact, plain = gradient(reference, torch.float64), gradient(reference)
-    for chunk in (None, 64 * classes * dtype.itemsize):
+    for chunk in (None, *(n * (classes + 8) * dtype.itemsize for n in (64, 512))):
         found = [_under(order, gradient, warpsmith.linear_log_prob, max_chunk_bytes=chunk) for order in ORDERS]
         assert all(bitwise_equal(a, b) for a, b in itertools.pairwise(found))
         assert (error := measure("grad_bias", found[0], exact, plain)).ok, str(error)

@@ -100,7 +100,8 @@ def test_what_is_fused_beside_a_misaligned_argument(options, device):
 @pytest.mark.parametrize("own", [True, False], ids=["own", "other"])  # the gradients' dtype
 @pytest.mark.parametrize(("options", "precision", "dtype"), [*ALL, *EIGHT], ids=str)
 def test_repeats_of_steps_and_of_skipped_ones(options, precision, dtype, own, device):
-    elems = 5000 if precision == "8bit" else 2061
+    # LAMB's last block adds up more chunks than half of its threads.
+    elems = 150_001 if options is LAMB else 5000 if precision == "8bit" else 2061
     grad_dtype = dtype if own else BF16 if dtype == FP32 else FP32
     finals = []
     for order in ORDERS:
