@@ -16,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +29,7 @@ BUILD = ROOT / "build" / "sim"
 COUNTS = "build/sim/counts"
 COMMON = ["-std=c++20", "-DWARPSMITH_SIM", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi", "-fPIC"]
 COMMON += [f"-ffile-prefix-map={ROOT}=."]
+Part = tuple[Path, list[str], Path]  # a source, its flags, and the folder of its object
 UNKNOWN_NAME = re.compile(r"not( been)? declared|no member named|is not a member of|undeclared identifier")
 HINT = (
     "note: a built-in or primitive that the host execution layer does not know belongs into "
@@ -78,6 +79,8 @@ VARIANTS = {
             "machine-tsan",
             "-fsanitize=thread",
         ),
+        # As the thread sanitizer's build, without it.
+        _variant("contracted", f"-O1 -g1 {_CONTRACTION}", "-O2 -g1", "machine"),
         # Counts are written below the folder in which the program runs.
         _variant(
             "coverage",
@@ -205,6 +208,28 @@ def compile_object(source: Path, flags: list[str], folder: Path, keep: bool = Tr
     return target
 
 
+def changed_objects(parts: Iterable[Part], texts: Mapping[Path, str], folder: Path, family: str = "") -> list[Path]:
+    """The objects of a build in which some files of csrc have other texts, those that are compiled anew first.
+
+    A source that includes such a file is compiled into `folder`; the others as always. `family`: only that family's
+    sources are compiled anew. Without optimisation the linker gives all the inline functions that it meets first.
+    """
+    csrc = ROOT / "csrc"
+    shadows = {file: folder / file.relative_to(csrc) for file in texts}
+    for file, shadow in shadows.items():
+        shadow.parent.mkdir(parents=True, exist_ok=True)
+        shadow.write_text(texts[file])
+    changed, usual = [], []
+    for source, flags, kept in parts:
+        concerned = not family or family_folder(source).name == family
+        if concerned and not texts.keys().isdisjoint(dependencies(source, flags)):
+            flags = ["-w", f"-I{folder}", *flags]
+            changed.append(compile_object(shadows.get(source, source), flags, folder, keep=False))
+        else:
+            usual.append(compile_object(source, flags, kept))
+    return changed + usual
+
+
 def family_folder(source: Path) -> Path:
     """The folder of a source's family, in which it may lie in a folder for a target; of other sources their own."""
     kernels = ROOT / "csrc" / "kernels"
@@ -216,9 +241,6 @@ def kernel_sources(test: Path) -> list[Path]:
     kernels, name = ROOT / "csrc" / "kernels", test.stem.removeprefix("sim_")
     named = [ROOT / line for line in re.findall(r"^// links: (\S+)$", test.read_text(), re.M)]
     return sorted({*(kernels / name).rglob("*.cu"), *kernels.rglob(f"{name}.cu"), *named})
-
-
-Part = tuple[Path, list[str], Path]  # a source, its flags, and the folder of its object
 
 
 def machine(variant: str) -> Part:
@@ -257,9 +279,13 @@ def _program_key(objects: list[str], variant: str) -> str:
     return store.key("program", compiler_version(), VARIANTS[variant].link, objects)
 
 
+def parts_key(made_of: Iterable[Part], variant: str) -> str:
+    """Of what `link` would make of the parts, without building it."""
+    return _program_key([object_key(source, flags) for source, flags, _ in made_of], variant)
+
+
 def program_key(test: Path, variant: str) -> str:
-    """Of the program that `build` would return, without building it."""
-    return _program_key([object_key(source, flags) for source, flags, _ in parts(test, variant)], variant)
+    return parts_key(parts(test, variant), variant)
 
 
 def link(objects: list[Path], variant: str, program: Path, flags: Sequence[str] = ("-rdynamic",)) -> Path:
@@ -292,16 +318,22 @@ def build_program(source: Path, variant: str = "plain") -> Path:
 
 
 def run(
-    program: Path, arguments: list[str], timeout: float | None = None, folder: Path = ROOT
+    program: Path, arguments: Sequence[str], timeout: float | None = None, folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program in `folder`, as `execute` does."""
+    return execute([str(program), *arguments], timeout, folder)
+
+
+def execute(
+    command: list[str], timeout: float | None, folder: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Ends it after `timeout` seconds in a way that lets it say which test was running; subprocess.TimeoutExpired."""
-    command = [str(program), *arguments]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT, **(environment or {})},
         cwd=folder,
     )
     try:
@@ -317,10 +349,10 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, out, error)
 
 
-def tests_of(op: str | None) -> list[Path]:
+def tests_of(op: str | None, none_is_fine: bool = False) -> list[Path]:
     folder = ROOT / "tests" / "sim"
     found = sorted(folder.glob(f"sim_{op}.cpp" if op else "sim_*.cpp"))
-    if not found:
+    if not found and not none_is_fine:
         known = ", ".join(p.stem.removeprefix("sim_") for p in sorted(folder.glob("sim_*.cpp")))
         sys.exit(f"no tests/sim/sim_{op}.cpp; there are: {known}")
     return found

@@ -1,7 +1,7 @@
 """Line and branch coverage of device code and launchers, executed on the CPU.
 
     python tools/sim/device_coverage.py --op norm
-    python tools/sim/device_coverage.py       # all tests; exit status 1 below 95 % of lines or 85 % of branches
+    python tools/sim/device_coverage.py       # all; exit status 1 below 95 % of lines or 85 % of branches
 
 Counts csrc/kernels and csrc/device, per file; a template's instances are one line. Device bodies (PTX) are not compiled
 here and do not count. A line with `// not covered on the host: <reason>` is left out. The floor holds for the whole and
@@ -17,7 +17,10 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
+
+import library
 
 import build
 
@@ -120,33 +123,55 @@ def percent(hit: int, count: int) -> str:
     return f"{hit}/{count} {100 * hit / count:5.1f}%" if count else "-"
 
 
-def run(test: Path, arguments: list[str]) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Runs a test in the coverage build; its counts are written to a folder of its own."""
-    program = build.build(test, "coverage")
-    folder = program.parent / f"{test.stem}.data"
+def emptied(name: str) -> Path:
+    folder = build.BUILD / "coverage" / f"{name}.data"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    result = build.run(program, arguments, folder=folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def beside_notes(folder: Path) -> Path:
+    """Moves the counts that a run left below the folder into it, to the notes of their objects."""
     for counts in (folder / build.COUNTS).glob("*.gcda"):  # named by the path of the object, with # for /
         name = Path(counts.name.split("#")[-1])
         counts.rename(folder / name)
-        shutil.copy((program.parent / name).with_suffix(".gcno"), folder)
-    return result, folder
+        shutil.copy((build.BUILD / "coverage" / name).with_suffix(".gcno"), folder)
+    return folder
+
+
+def run(test: Path, arguments: list[str]) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Runs a test in the coverage build; its counts are written to a folder of its own."""
+    program, folder = build.build(test, "coverage"), emptied(test.stem)
+    return build.run(program, arguments, folder=folder), beside_notes(folder)
+
+
+def run_law(spec: Path, code: int) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Runs a law on the simulated kernels, those of its family in the coverage build."""
+    built, folder = library.library("coverage", library.family_of(spec)), emptied(f"{spec.stem}-{code}")
+    result = library.law(built, library.checks(spec, code), timeout=900, folder=folder, code=code)
+    return result, beside_notes(folder)
 
 
 def measure(op: str | None, arguments: list[str]) -> Coverage:
     coverage = Coverage()
-    for test in build.tests_of(op):
-        result, folder = run(test, arguments)
+    runs = [(test.stem, partial(run, test, arguments)) for test in build.tests_of(op, none_is_fine=True)]
+    runs += [
+        (spec.stem, partial(run_law, spec, code))
+        for spec in library.specs()
+        for code in library.ASKED
+        if op in (None, library.family_of(spec))
+    ]
+    for name, go in runs:
+        result, folder = go()
         if result.returncode:
-            sys.exit(f"{test.stem} fails:\n{result.stdout}{result.stderr}")
+            sys.exit(f"{name} fails:\n{result.stdout}{result.stderr}")
         coverage.add(folder)
     return coverage
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", help="one op's test; default: all")
+    parser.add_argument("--op", help="one op's test, and its family's laws; default: all")
     parser.add_argument("--seeds", default="2")
     parser.add_argument("--random", default="30")
     parser.add_argument("--missing", action="store_true", help="list what was not executed")

@@ -5,10 +5,11 @@
     python tools/sim/mutate.py --files csrc/device/reduce.h --sample 20
 
 A mutant is compiled alone (without optimisation, the other objects are kept) and given to every test that includes its
-file, the op's own first, and to the vectors from a card. What the plain build lets pass goes to the thread sanitizer if
-it weakens an order, else to the address sanitizer. Prints survivors with their line. A survivor is a missing test or an
-equivalent change: those are listed, with the reason, in equivalent_mutants.txt and do not count. The unchanged sources
-must pass and a mutant whose kernels return at once must fail, else the run itself is wrong and says so.
+file, the op's own first, to the vectors from a card, and to the laws of the families that include it. What the plain
+build lets pass goes to the thread sanitizer if it weakens an order, else to the address sanitizer. Prints survivors
+with their line. A survivor is a missing test or an equivalent change: those are listed, with the reason, in
+equivalent_mutants.txt and do not count. The unchanged sources must pass and a mutant whose kernels return at once must
+fail, else the run itself is wrong and says so.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
+
+import library
 
 import build
 
@@ -35,6 +38,7 @@ sys.path.insert(0, str(CONFORMANCE))
 import vectors  # noqa: E402
 
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
+SOURCES = (".cu", ".cuh", ".h")
 DEFAULT = ("norm", "optim", "csrc/device")
 
 # (what it does, pattern, replacement). Patterns see code without comments.
@@ -153,83 +157,78 @@ def equivalents() -> dict[tuple[str, str], str]:
     return {(file, code.strip()): reason for file, code, reason in entries}
 
 
-def flags_of(variant: str) -> list[str]:
-    return [*build.VARIANTS[variant].kernel, f"-I{CSRC}", f"-I{build.ROOT / 'tests' / 'sim'}"]
-
-
-@cache
-def dependencies(source: Path) -> frozenset[Path]:
-    """What a source of the plain build includes."""
-    return frozenset(p.resolve() for p in build.dependencies(source, flags_of("plain")))
-
-
 @dataclass(frozen=True)
 class Check:
-    """A program, with the sources of which it is made; `seconds` without a mutant."""
+    """A program, or a module of laws on the simulated kernels; `seconds` without a mutant."""
 
     name: str
-    sources: tuple[Path, ...]
-    main: Callable[[str], list[Path]]  # variant -> the objects that no mutant changes
+    parts: Callable[[str], Iterable[build.Part]]  # of a variant
     arguments: tuple[str, ...]
+    family: str = ""  # of a law: whose kernels it runs
     seconds: float = 0.0
 
     def sees(self, file: Path) -> bool:
-        return any(file in dependencies(s) for s in self.sources)
+        return file in seen(self)
 
     def build(self, variant: str, mutant: Mutant | None = None, folder: Path | None = None) -> Path:
-        flags = flags_of(variant)
-        objects = self.main(variant)
-        for source in self.sources:
-            if mutant and folder and mutant.file in dependencies(source):
-                shadow = folder / source.relative_to(CSRC) if source.is_relative_to(CSRC) else source
-                changed = shadow if shadow.exists() else source
-                mutated = [*build.VARIANTS[variant].kernel, "-w", f"-I{folder}", *flags[-2:]]
-                objects.append(build.compile_object(changed, mutated, folder / variant, keep=False))
-            else:
-                objects.append(build.compile_object(source, flags, build.BUILD / variant))
-        return build.link(objects, variant, (folder or build.BUILD) / variant / self.name)
+        texts = {mutant.file: mutant.text} if mutant else {}
+        objects = build.changed_objects(self.parts(variant), texts, (folder or build.BUILD) / variant, self.family)
+        target = (folder or build.BUILD) / variant / self.name
+        return library.link(objects, variant, target) if self.family else build.link(objects, variant, target)
+
+    def run(self, made: Path, variant: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+        if self.family:
+            return library.law(made, self.arguments, timeout, variant=variant)
+        return build.run(made, self.arguments, timeout)
+
+
+@cache
+def seen(check: Check) -> frozenset[Path]:
+    """What the sources include that a mutant is compiled for."""
+    found = (
+        build.dependencies(source, flags)
+        for source, flags, _ in check.parts("plain")
+        if not check.family or build.family_folder(source).name == check.family
+    )
+    return frozenset(p.resolve() for paths in found for p in paths)
 
 
 def checks() -> list[Check]:
-    """Of the vocabulary, then of the ops, then the vectors from a card."""
+    """Of the vocabulary, then of the ops, then the vectors from a card, then the laws."""
     found = []
     for test in sorted(build.tests_of(None), key=lambda t: bool(build.kernel_sources(t))):
-
-        def objects(variant: str, test: Path = test) -> list[Path]:
-            return [build.machine_object(variant), build.main_object(test, variant)]
-
         flags = ("--stop", "--seeds", "3", "--random", "10")
-        found.append(Check(test.stem, (*build.kernel_sources(test), test), objects, flags))
+        found.append(Check(test.stem, partial(build.parts, test), flags))
     flags = ("check", str(vectors.unpacked(build.BUILD)), "5")
-    source = CONFORMANCE / "conformance.cu"
-    found.append(Check("conformance", (source,), lambda variant: [build.machine_object(variant)], flags))
+    found.append(Check("conformance", partial(build.own_parts, CONFORMANCE / "conformance.cu"), flags))
+    for spec in library.specs():
+        family = library.family_of(spec)
+        made_of = partial(library.parts, family=family)
+        found.append(Check(f"law_{spec.stem}", made_of, ("-x", *library.checks(spec)), family))
     return found
 
 
 def measured(check: Check) -> Check:
     program = check.build("plain")
     started = time.perf_counter()
-    result = build.run(program, list(check.arguments))
+    result = check.run(program, "plain")
     if result.returncode:
         sys.exit(f"the unchanged sources fail:\n{result.stdout}{result.stderr}")
-    return Check(check.name, check.sources, check.main, check.arguments, time.perf_counter() - started)
+    return replace(check, seconds=time.perf_counter() - started)
 
 
 def verdict(mutant: Mutant, suite: list[Check], folder: Path) -> str:
     shutil.rmtree(folder, ignore_errors=True)
-    shadow = folder / mutant.file.relative_to(CSRC)
-    shadow.parent.mkdir(parents=True)
-    shadow.write_text(mutant.text)
     op = mutant.file.stem.removesuffix("_kernel").removesuffix("_config")
     seeing = sorted((c for c in suite if c.sees(mutant.file)), key=lambda c: (c.name != f"sim_{op}", c.seconds))
     sanitizer = "tsan" if any(word in mutant.what for word in ORDER) else "asan"
-    sanitized = [c for c in seeing if c.name != "conformance"][:3]
+    sanitized = [c for c in seeing if c.name != "conformance" and not (c.family and sanitizer == "tsan")][:3]
     for variant, chosen in (("plain", seeing), (sanitizer, sanitized)):
         for check in chosen:
             try:
                 program = check.build(variant, mutant, folder)
                 timeout = 10 + (5 if variant == "plain" else 60) * check.seconds
-                if build.run(program, list(check.arguments), timeout=timeout).returncode:
+                if check.run(program, variant, timeout).returncode:
                     return f"killed ({check.name}, {variant})"
             except build.BuildError:
                 return "does not compile"
@@ -252,10 +251,13 @@ def files_of(target: str) -> list[Path]:
     if (build.ROOT / target).is_dir():
         hidden = ("host_hooks", "host_builtins", "platform")  # the machine's own side
         return [f for f in sorted((build.ROOT / target).glob("*.h")) if not f.name.startswith(hidden)]
+    family = CSRC / "kernels" / target
+    if family.is_dir() and not (build.ROOT / "tests" / "sim" / f"sim_{target}.cpp").exists():
+        return sorted(f for f in family.rglob("*.*") if f.suffix in SOURCES)
     (test,) = build.tests_of(target)
     linked = build.kernel_sources(test)
     folders = {build.family_folder(source) for source in linked}
-    sources = [f for folder in folders for f in folder.rglob("*.*") if f.suffix in (".cu", ".cuh", ".h")]
+    sources = [f for folder in folders for f in folder.rglob("*.*") if f.suffix in SOURCES]
     others = tuple(f.stem for f in sources if f.suffix == ".cu" and f not in linked)
     found = sorted(f for f in sources if f in linked or f.stem.startswith(target) or not f.stem.startswith(others))
     return found or sys.exit(f"{target}: no kernels")
@@ -265,6 +267,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", action="append", help=f"may be repeated; default: {', '.join(DEFAULT)}")
     parser.add_argument("--files", nargs="*", default=[], help="files to mutate instead")
+    parser.add_argument("--by", default="", help="only tests whose name contains this: law_ for the laws alone")
     parser.add_argument("--sample", type=int, default=30, help="mutants in all, as many of each op")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
     parser.add_argument("--floor", type=float, default=0, help="fail below this share of killed mutants, in percent")
@@ -274,12 +277,10 @@ def main() -> int:
     started = time.perf_counter()
     groups = [[Path(f).resolve() for f in arguments.files]] if arguments.files else []
     groups = groups or [files_of(t) for t in arguments.op or DEFAULT]
-    build_all = checks()
-    for check in build_all:
-        check.build("plain")
-    groups = [[f for f in group if any(c.sees(f) for c in build_all)] for group in groups]  # not the device's alone
+    known_checks = [check for check in checks() if arguments.by in check.name]
+    groups = [[f for f in group if any(c.sees(f) for c in known_checks)] for group in groups]  # not the device's alone
     files = [f for group in groups for f in group]
-    suite = [measured(c) for c in build_all if any(c.sees(f) for f in files)]
+    suite = [measured(c) for c in known_checks if any(c.sees(f) for f in files)]
     folder = build.BUILD / f"mutant-{os.getpid()}"
     fatal = [f for f in files if "__global__" in f.read_text()]
     for file in fatal[:1]:
