@@ -120,13 +120,16 @@ def law(
     folder: Path = build.ROOT,
     code: int = 90,
     variant: str = PLAIN,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `pytest --sim` with a library that was built, in `folder`, where a coverage build writes its counts.
+
+    `variables`: more of the environment.
 
     A crash ends the process: the last line names the test, the machine's message the seed and the thread.
     """
     paths = os.pathsep.join([str(build.ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {VARIABLE: str(built), CODE: str(code), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    environment = {VARIABLE: str(built), CODE: str(code), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **variables}
     if variant == "asan":
         environment["LD_PRELOAD"] = _address_sanitizer()
     command = [sys.executable, "-m", "pytest", "-c", str(build.ROOT / "pyproject.toml"), "--rootdir", str(build.ROOT)]
