@@ -64,7 +64,7 @@ struct Untracked {
 #endif
 
 // For loops over the machine's own arrays, whose indices no kernel chooses. Checked, they were most of the time of
-// kernels with wgmma: a test of the attention fixture took 0.75 s, now 0.36 (without sanitizers 0.19).
+// kernels with wgmma: a test of attention took 0.75 s, now 0.36 (without sanitizers 0.19).
 #if defined(__SANITIZE_ADDRESS__)
 #define WARPSMITH_SIM_UNCHECKED __attribute__((no_sanitize("address"), no_sanitize("undefined"), optimize("O2")))
 #else

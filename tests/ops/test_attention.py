@@ -17,6 +17,8 @@ def inputs(case, rng):
     seqlen_k, k_heads = o.get("seqlen_k", seqlen_q), o.get("k_heads", heads)
     q = rng.normal(case.shape)
     k = rng.normal((batch, seqlen_k, k_heads, dim), std=o.get("std", 1.0))
+    if "growth" in o:  # of the logits, from the last keys to the first, which kernels may visit last
+        k = k * (o["growth"] ** torch.linspace(1, 0, seqlen_k)[:, None, None]).to(k.dtype)
     v = rng.normal((batch, seqlen_k, k_heads, o.get("dim_v", dim)))
     if o.get("layout") == "bhsd":
         q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
@@ -82,6 +84,10 @@ CASES = [
       for (q, k), dim, d, o in zip(PUBLISHED, (32, 40, 64, 80, 96, 128, 64, 32), (BF16, FP16) * 4,
                                    (CAUSAL, {}, {"window_size": (60, 40)}, CAUSAL) * 2, strict=True)),
     Case((2, 600, 2, 32), FP32, options={"k_heads": 1, **CAUSAL}),
+    # Several tiles on each of the simulated multiprocessors, so that the rings of the Hopper kernels come round.
+    *(Case((1, 33, heads, dim), BF16, options={"seqlen_k": 700}) for heads, dim in ((6, 72), (6, 136))),
+    *(Case((1, 33, 2, dim), d, options={"seqlen_k": 700, "growth": g}) for dim in (64, 128, 192) for d in (BF16, FP16)
+      for g in (8.0, 300.0)),
     *(Case((2, 0, 2, 8), FP32, options={"seqlen_k": n}) for n in (0, 5)),
     Case((2, 5, 2, 8), FP32, options={"seqlen_k": 0}),
     Case((0, 5, 2, 8), FP32),
@@ -98,6 +104,7 @@ SPEC = OpSpec(
     differentiable=("q", "k", "v", "bias", "sink"),
     outputs=("out", "lse"),
     laid_out=("q", "k", "v"),
+    repeated_cases=[Case((1, 33, 12, 32), BF16)],
     zero_sizes=False,
     one_element=False,
     # A huge element of q multiplies every addition that follows it.

@@ -29,10 +29,10 @@ OF_A_FAMILY = (
 DEFINING = ("python/warpsmith/ops/{0}.py", "python/warpsmith/reference/{0}.py")
 # What holds files of families, and of nothing else.
 FAMILIES_ROOMS = ("csrc/cpu/*.cpp", "csrc/bindings/*.cpp", "tests/sim/sim_*.cpp")
-# Sim programs of the machine and of the vocabulary of device code, and of kernels that are not the package's.
+# Sim programs of the machine and of the vocabulary of device code.
 NOT_A_FAMILYS = {
     f"tests/sim/sim_{name}.cpp"
-    for name in ("async attention_sm90 float8 libraries math row_absmax smoke tensor_copy warp wgmma").split()
+    for name in ("async float8 libraries math row_absmax smoke tensor_copy warp wgmma").split()
 }
 
 

@@ -6,18 +6,22 @@
 A bug changes copies of files; the sources that include them are compiled against the copies, in the build that CI uses
 for the family's other tests, and the named test is run until its first failure: a test of the family's C++ program, or
 checks of the law on the simulated kernels. tests/test_planted_bugs.py does it too.
+Bugs of a family that have a `switch` share a build, in which a variable of the environment names the one that is there.
 Bugs of the machine's own checks are in tests/sim/planted_*.cpp, where a bug costs no compilation.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import library
@@ -37,6 +41,7 @@ class Bug:
     flags: tuple[str, ...] = ("--seeds", "2", "--random", "20")  # of the C++ program
     machine: str = "sm90"  # one of library.MACHINES; a C++ program takes its code alone
     also: tuple[tuple[str, str, str], ...] = ()  # of other files: the file, text, and what takes its place
+    switch: int = 0  # its number among the bugs of its family that share a build; 0: it has a build of its own
 
     @property
     def by_law(self) -> bool:
@@ -44,6 +49,8 @@ class Bug:
 
     def texts(self) -> dict[Path, str]:
         """The changed files."""
+        if self.switch:
+            return _switched([bug for bug in BUGS if bug.switch and bug.family == self.family])
         found: dict[Path, str] = {}
         for name, old, new in (*((self.file, *change) for change in self.changes), *self.also):
             file = build.ROOT / "csrc" / name
@@ -54,7 +61,42 @@ class Bug:
         return found
 
 
-BUGS = (
+SWITCH = "WARPSMITH_PLANTED_BUG"  # a variable of the environment: the number of the bug that is there
+DECLARATION = f"""#ifndef {SWITCH}
+#define {SWITCH}
+#include <cstdlib>
+inline bool planted(int bug) {{
+  static const char* const number = std::getenv("{SWITCH}");
+  static const int on = number != nullptr ? std::atoi(number) : 0;
+  return bug == on;
+}}
+#endif
+"""
+
+
+def _switched(bugs: Iterable[Bug]) -> dict[Path, str]:
+    """The files with all of the bugs in them. In a text, `@` ends the part that only says where it is."""
+    edits: dict[Path, list[tuple[int, str, str]]] = {}
+    for bug in bugs:
+        file = build.ROOT / "csrc" / bug.file
+        whole = file.read_text()
+        for text, new in bug.changes:
+            where, _, old = text.rpartition("@")
+            if whole.count(where + old) != 1:
+                raise ValueError(f"{bug.name}: '{text}' occurs {whole.count(where + old)} times in {file}")
+            asked = f"::planted({bug.switch})"
+            both = f"if ({asked}) {{ {new} }} else {{ {old} }}" if old.endswith(";") else f"({asked} ? {new} : {old})"
+            edits.setdefault(file, []).append((whole.index(where + old) + len(where), old, both))
+    found = {}
+    for file, of_file in edits.items():
+        text = file.read_text()
+        for at, old, both in sorted(of_file, reverse=True):  # the last first, so that the places of others stay
+            text = text[:at] + both + text[at + len(old) :]
+        found[file] = text.replace("#pragma once\n", f"#pragma once\n{DECLARATION}", 1)
+    return found
+
+
+BUGS: tuple[Bug, ...] = (
     Bug(
         "proxy_fence_before_a_bulk_load_dropped",
         "cross_entropy",
@@ -166,6 +208,82 @@ BUGS += tuple(
 )
 
 
+# Attention's, all in one build: text, or where@text, and what takes its place. The first twenty are what can go wrong
+# in a pipeline of TMA, wgmma and warpgroups with roles.
+LAW = "tests/ops/test_attention.py -k 'sim-{}'"
+RINGS = LAW.format("error_law and 1x33x6x72")  # several tiles a multiprocessor, several blocks a ring
+EDGES = LAW.format("error_law and bfloat16 and (113x1x32 or seqlen_k_192)")
+GROWTH = LAW.format("error_law and bfloat16 and growth_300")  # maxima outgrow the base
+CONSUMER, PIPELINE = (f"kernels/attention/hopper/forward_sm90_{part}.cuh" for part in ("consumer", "pipeline"))
+NOT_ARRIVED = "before the bulk copy into it has arrived"
+ATTENTION: tuple[tuple[str, str, tuple[tuple[str, str], ...], str, str], ...] = (
+    ("scores_not_waited_for", CONSUMER, (("device::wgmma_wait<1>();", ""),), RINGS, NOT_ARRIVED),
+    ("output_wait_too_weak", CONSUMER,
+     (("shared.scratch);\n    @device::wgmma_wait<0>();", "device::wgmma_wait<1>();"),), RINGS, NOT_ARRIVED),
+    ("no_wgmma_fence", CONSUMER, (("shared.block(stage), 16, 1024);\n    @device::wgmma_fence();", ""),), RINGS,
+     "begins with wgmma_fence()"),
+    ("not_committed", CONSUMER, (("i * 16 * kPanelRowBytes), true);\n    @device::wgmma_commit();", ""),), RINGS,
+     NOT_ARRIVED),
+    ("wrong_parity", CONSUMER, (("shared.block_full + stage, @ring.parity", "ring.parity ^ 1"),), RINGS, NOT_ARRIVED),
+    ("half_the_bytes", PIPELINE,
+     (("mbarrier_arrive_expect(full, @tile.block_bytes()", "tile.block_bytes() / 2"),), RINGS, NOT_ARRIVED),
+    ("no_empty_arrival", CONSUMER,
+     (("if (lane == 0) device::mbarrier_arrive(shared.block_empty + stage);",
+       "if (lane == 0 && warp != 3) device::mbarrier_arrive(shared.block_empty + stage);"),), RINGS, "deadlock"),
+    ("released_early", CONSUMER,
+     (("multiply_values(values, probabilities);\n    pass_turn();",
+       "release_block(values); multiply_values(values, probabilities); pass_turn();"),
+      ("shared.scratch);\n    device::wgmma_wait<0>();\n    device::hold(o);\n    @release_block(values);", "")), RINGS,
+     NOT_ARRIVED),
+    ("stage_reused_early", PIPELINE,
+     (("device::mbarrier_wait(shared.block_empty + stage, parity ^ 1);", ""),), RINGS, "more arrivals than"),
+    ("values_before_keys", PIPELINE,
+     (("load_block(k, t, visit);\n      load_block(v, t, visit - 1);",
+       "load_block(v, t, visit - 1); load_block(k, t, visit);"),), RINGS, "out: error"),
+    ("wrong_swizzle", CONSUMER,
+     (("k = device::wgmma_descriptor(@Swizzle::bytes128", "Swizzle::bytes64"),), RINGS, "out: error"),
+    ("probabilities_overwritten", CONSUMER,
+     (("lazy_step(visit, p0, p1);\n        lazy_step(visit + 1, p1, p0);",
+       "lazy_step(visit, p0, p0); lazy_step(visit + 1, p0, p0);"),), RINGS, "out: error"),
+    ("no_named_barrier", PIPELINE,
+     (("device::named_barrier_wait(store_barrier(queries.stage, group), kStoreThreads);", ""),), RINGS, NOT_ARRIVED),
+    ("one_warp_not_at_barrier", CONSUMER,
+     (("device::named_barrier_arrive(store_barrier(stage, own_group()), kStoreThreads);",
+       "if (warp != 1) device::named_barrier_arrive(store_barrier(stage, own_group()), kStoreThreads);"),), RINGS,
+     "more wait at named barrier"),
+    ("one_barrier_for_two_stages", PIPELINE, (("return 1 + @stage", "0"),),
+     LAW.format("repeats_bitwise and 1x33x12x32"), "FAILED"),
+    ("no_proxy_fence", CONSUMER, (("device::fence_async_shared();", ""),), RINGS, "without fence_async_shared()"),
+    ("store_not_waited_for", PIPELINE,
+     (("device::bulk_commit();\n      @device::bulk_wait_read<0>();", ""),), RINGS, "bulk_wait_read() is missing"),
+    ("registers_kept", "kernels/attention/hopper/forward_sm90.cuh",
+     (("device::decrease_registers<tile.producer_registers()>();", ""),), RINGS, "deadlock"),
+    ("no_mask", CONSUMER, (("mask_scores(s, p.window, query, m.first_key, lane, m.shift, m.keys);", ""),), RINGS,
+     "lse: error"),
+    ("not_rescaled", CONSUMER, (("finish_step(values);\n    @rescale(factor);", ""),), EDGES, "out: error"),
+    ("outgrown_not_rescaled", CONSUMER, (("if (outgrown) rescale(factor);", ""),), GROWTH, "out: error"),
+    ("raised_not_rescaled", CONSUMER, (("if (raised) rescale(factor);", ""),), GROWTH, "out: error"),
+    ("mask_one_key_late", "kernels/attention/mask.cuh", (("min(keys, diagonal + @w.right", "w.right + 1"),), EDGES,
+     "out: error"),
+    ("dq_buffer_reused_early", "kernels/attention/hopper/backward_sm90_pipeline.cuh",
+     (("device::bulk_commit();\n      @device::bulk_wait_read<0>();", ""),), EDGES, "grad_q: error"),
+)  # fmt: skip
+BUGS += tuple(
+    Bug(name, "attention", file, changes, test, noticed_as, library.PLAIN, switch=number)
+    for number, (name, file, changes, test, noticed_as) in enumerate(ATTENTION, 1)
+)
+
+
+@cache
+def _switched_library(family: str) -> Path:
+    """One for this process, with all the bugs of a family that have switches."""
+    bug = next(bug for bug in BUGS if bug.switch and bug.family == family)
+    folder = Path(tempfile.mkdtemp(prefix=f"bugs-{family}-", dir=build.BUILD))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    objects = build.changed_objects(parts(bug), bug.texts(), folder, family)
+    return library.link(objects, bug.variant, folder / "libwarpsmith_sim.so")
+
+
 def parts(bug: Bug) -> Iterable[build.Part]:
     """What is built to look for the bug: the family's program, or the library."""
     if bug.by_law:
@@ -175,6 +293,11 @@ def parts(bug: Bug) -> Iterable[build.Part]:
 
 
 def noticed(bug: Bug) -> tuple[bool, str]:
+    if bug.switch:
+        command = ["-x", *shlex.split(bug.test)]
+        result = library.law(_switched_library(bug.family), command, 300, **{SWITCH: str(bug.switch)})
+        printed = result.stdout + result.stderr
+        return result.returncode != 0 and bug.noticed_as in printed, printed
     folder = build.BUILD / f"bug-{bug.name}-{os.getpid()}"
     try:
         objects = build.changed_objects(parts(bug), bug.texts(), folder, bug.family if bug.by_law else "")

@@ -162,14 +162,17 @@ def law(
     folder: Path = build.ROOT,
     machine: str = "sm90",
     variant: str = PLAIN,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `pytest --sim` with a library that was built, in `folder`, where a coverage build writes its counts.
+
+    `variables`: more of the environment.
 
     A crash ends the process: the last line names the test, the machine's message the seed and the thread.
     """
     paths = os.pathsep.join([str(build.ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {VARIABLE: str(built), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **_sanitizer(variant)}
-    environment |= {CODE: str(MACHINES[machine].code), SIZE: str(MACHINES[machine].multiprocessors)}
+    environment |= {CODE: str(MACHINES[machine].code), SIZE: str(MACHINES[machine].multiprocessors)} | variables
     command = [sys.executable, "-m", "pytest", "-c", str(build.ROOT / "pyproject.toml"), "--rootdir", str(build.ROOT)]
     # What a crash or a sanitizer prints goes past pytest.
     command += ["--sim", "-v", "--tb=short", "-p", "no:cacheprovider", "--capture=sys"]

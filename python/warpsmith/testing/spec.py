@@ -116,6 +116,7 @@ class OpSpec:
             n}``.
         devices: device types on which the op exists.
         float64_devices: devices on which it takes float64.
+        repeated_cases: cases whose bits are compared over repeats, beside one of each dtype.
         sim_elements: the largest case, in elements of ``shape``, that runs on the simulated kernels, a million times
             slower than a GPU.
         sim_far: whether the last rows of ``batched`` inputs belong to the last blocks of a grid, so that those beyond
@@ -149,6 +150,7 @@ class OpSpec:
     floor_bytes: Callable[[Case], Mapping[str, int]] | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
     float64_devices: tuple[str, ...] = ("cpu",)
+    repeated_cases: Sequence[Case] = ()
     sim_elements: int = 2**14
     sim_far: bool = True
 

@@ -46,6 +46,8 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
     for case in _one_per_dtype(spec, device):
         add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
         add(f"no_uninitialised_memory[{case}]", numerics.check_no_uninitialised_memory, spec, case, device)
+    for case in spec.repeated_cases:
+        add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
     if device == "sim":
         if spec.batched and spec.sim_far:
             for case in numerics.far_cases(spec):

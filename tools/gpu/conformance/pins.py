@@ -219,9 +219,8 @@ def reached(*sources: Path) -> set[str]:
     return found
 
 
-def ops_and_fixture() -> list[Path]:
-    kernels = [path for kind in ("*.cu*", "*.h") for path in sorted((ROOT / "csrc" / "kernels").rglob(kind))]
-    return [*kernels, *(ROOT / "tests" / "sim").glob("attention_sm90_*.cuh")]
+def ops() -> list[Path]:
+    return [path for kind in ("*.cu*", "*.h") for path in sorted((ROOT / "csrc" / "kernels").rglob(kind))]
 
 
 def program_for_card() -> Path:
@@ -249,9 +248,9 @@ def record(tests_passed: bool) -> int:
 
 
 def cover(date: str, tests_passed: bool) -> int:
-    """Dates what the program reaches; after passed tests also what ops and the attention fixture do."""
+    """Dates what the program reaches; after passed tests also what the ops do."""
     known, by_program = load(), reached(*FOLDER.glob("*.cu*"))
-    by_tests = reached(*ops_and_fixture()) if tests_passed else set()
+    by_tests = reached(*ops()) if tests_passed else set()
     for p in pieces():
         name = p.function.split("<")[0]
         if name in by_program:
