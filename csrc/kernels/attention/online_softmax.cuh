@@ -35,9 +35,9 @@ template <class T> constexpr float kFarBase = sizeof(T) == 2 ? 1024.0f : 128.0f;
 static_assert((kFarBase<bfloat16> + 200.0f) * kLn2 < kFarLse<bfloat16>);
 static_assert((kFarBase<float> + 40.0f) * kLn2 < kFarLse<float>);  // its bases are not behind maxima
 
-// Whether a row's base is far. `maximum`: -inf where the row has seen no key.
-template <class T> __device__ __forceinline__ bool is_far(float base, float maximum) {
-  return maximum != -INFINITY && !(fabsf(base) < kFarBase<T>);
+// Whether a row's base is far. `maximum`: -inf where the row has seen no key. Without branches, as hot steps ask.
+template <class T> __device__ __forceinline__ bool is_far(float base, float maximum, float near = kFarBase<T>) {
+  return static_cast<bool>(static_cast<int>(maximum != -INFINITY) & static_cast<int>(!(fabsf(base) < near)));
 }
 
 // Bases of a warp that is far, or will be. `base`: the maximum of a row's logits if the warp is far, else that in units
@@ -83,107 +83,122 @@ __device__ __forceinline__ RowEnd far_end(float maximum, float sum, float headro
   return {factor / whole, lse, (most - lse) + log_sum};
 }
 
+// What the exponentials of a block are: 2^(scale * s - base).
+struct Exponent {
+  float scale, base[2];
+};
+
 // The state of a thread's two rows: lane / 4 and lane / 4 + 8 of its warp's 16. The four lanes of a quad share them.
 template <class T, int kBlockKeys> struct OnlineSoftmax {
   static constexpr int kScores = kBlockKeys / 2;
   using Scores = float[kScores];
   using Probabilities = uint32_t[kBlockKeys / 16][4];  // A operands of one wgmma each
+  // The base of a row that has seen no key. It is finite, so steps need no case for it: a masked score gives 0, and the
+  // factor is 0 or 1. A visible score gives infinity, which outgrown() finds.
+  static constexpr float kNoBase = -0x1p126f;
 
-  float base[2], sum[2];  // base: where `far`, the maximum of the logits. sum: this thread's part, until total()
-  bool far;               // the same in all lanes
+  float base[2], sum[2];  // base: where far(), the maximum of the logits. sum: this thread's part, until total()
+  float near;             // bases of a warp that is not far are within this; negative: the warp is far
 
+  __device__ __forceinline__ bool far() const { return near < 0.0f; }
   __device__ __forceinline__ void begin() {
-    base[0] = base[1] = -INFINITY;
+    base[0] = base[1] = kNoBase;
     sum[0] = sum[1] = 0.0f;
-    far = false;
+    near = kFarBase<T>;
   }
 
-  // What the exponentials of row r subtract. A row that has seen no key takes 0: -inf - -inf would be NaN.
-  __device__ __forceinline__ float subtracted(int r) const {
-    return far ? kHeadroom<T> : base[r] == -INFINITY ? 0.0f : base[r];
-  }
+  // The exponent of scores under the base, of a warp that is not far.
+  __device__ __forceinline__ Exponent exponent(float scale) const { return {scale, {base[0], base[1]}}; }
 
-  // The scale of the exponentials of scores that raise_base() has seen.
-  __device__ __forceinline__ float scale_of(float scale) const { return far ? kLog2e : scale; }
-
-  // Raises the base to this block's maximum. Everything summed under the old base must be multiplied by `factor`.
-  // `to_logits`: what turns scores into logits; scale = to_logits * log2(e). Where the warp is far afterwards, the
-  // scores become differences of logits from the maximum: scale_of().
-  __device__ __forceinline__ void raise_base(Scores& s, float scale, float to_logits, float (&factor)[2]) {
+  // Raises the base to this block's maximum and returns the exponent of the block. Everything summed under the old base
+  // must be multiplied by `factor`. `to_logits`: what turns scores into logits; scale = to_logits * log2(e). Where the
+  // warp is far afterwards, the scores become differences of logits from the maximum.
+  //
+  // A warp leaves for raise_far() by the maxima of its threads, not by those of rows: the vote then takes no longer
+  // than the shuffles.
+  __device__ __forceinline__ Exponent raise_base(Scores& s, float scale, float to_logits, float (&factor)[2]) {
     float maxima[2], raised[2];
-    bool leaves = far;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float largest = s[2 * r];
+      maxima[r] = own_maximum(s, r);
+      raised[r] = maxima[r] * scale + kHeadroom<T>;
+    }
+    const int first = is_far<T>(raised[0], maxima[0], near), second = is_far<T>(raised[1], maxima[1], near);
+    const bool leaves = __any_sync(0xffffffffu, first | second);
 #pragma unroll
-      for (int i = 0; i < kScores; i += 4) largest = fmaxf(largest, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      maxima[r] = largest;
-      raised[r] = fmaxf(base[r], largest * scale + kHeadroom<T>);
-      leaves |= is_far<T>(raised[r], largest);
-    }
-    if (__any_sync(0xffffffffu, leaves)) {
-      raise_far(s, to_logits, maxima, factor);
-      return;
-    }
+    for (int r = 0; r < 2; ++r) raised[r] = fmaxf(base[r], device::group_max<4>(raised[r]));
+    if (leaves) [[unlikely]]
+      return raise_far(s, scale, to_logits, maxima, factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factor[r] = raised[r] == -INFINITY ? 1.0f : device::exp2(base[r] - raised[r]);
+      factor[r] = device::exp2(base[r] - raised[r]);
       base[r] = raised[r];
       sum[r] *= factor[r];
     }
+    return exponent(scale);
   }
-  // raise_base() of a warp that is far, or will be.
-  __device__ __forceinline__ void raise_far(Scores& s, float to_logits, const float (&maxima)[2], float (&factor)[2]) {
-    const FarBase bases{to_logits, kHeadroom<T>, far};
-    far = bases.template remains_far<T>(base, maxima);
+  // raise_base() of a warp that is far, or may be. `maxima`: of the thread's scores.
+  __device__ __forceinline__ Exponent raise_far(Scores& s, float scale, float to_logits, const float (&maxima)[2],
+                                                float (&factor)[2]) {
+    const FarBase bases{to_logits, kHeadroom<T>, far()};
+    float most[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float logit = bases.raised(base[r], maxima[r]);
+      if (!far() && base[r] == kNoBase) base[r] = -INFINITY;
+      most[r] = device::group_max<4>(maxima[r]);
+    }
+    near = bases.template remains_far<T>(base, most) ? -1.0f : kFarBase<T>;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float logit = bases.raised(base[r], most[r]);
       factor[r] = bases.factor(base[r], logit);
       sum[r] *= factor[r];
-      base[r] = far ? logit : bases.log2_base(logit);
-      if (!far) continue;
-      const float subtract = logit == -INFINITY ? 0.0f : logit;  // -inf - -inf would be NaN
+      base[r] = far() ? logit : fmaxf(bases.log2_base(logit), kNoBase);
+    }
+    if (!far()) return exponent(scale);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float subtract = base[r] == -INFINITY ? 0.0f : base[r];  // -inf - -inf would be NaN
 #pragma unroll
       for (int i = 2 * r; i < kScores; i += 4)
 #pragma unroll
         for (int e = 0; e < 2; ++e) s[i + e] = device::rounded_product(s[i + e], to_logits) - subtract;
     }
+    return {kLog2e, {kHeadroom<T>, kHeadroom<T>}};
+  }
+  // The maximum of a thread's scores of row r.
+  static __device__ __forceinline__ float own_maximum(const Scores& s, int r) {
+    float largest = s[2 * r];
+#pragma unroll
+    for (int i = 0; i < kScores; i += 4) largest = fmaxf(largest, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+    return largest;
   }
 
   // Raises the base if the block's maximum in some row of the warp exceeds the maximum that the base was raised for by
-  // more than kSlack. Returns false if not; `factor` is then not set. p stays below 2^14 in float16 and below 2^-22 in
-  // bfloat16.
+  // more than kSlack. Returns false if not; `factor` is then not set. Else sets `exponent`. p stays below 2^14 in
+  // float16 and below 2^-22 in bfloat16.
   static constexpr float kSlack = 8.0f;
-  __device__ __forceinline__ bool follow_maxima(Scores& s, float scale, float to_logits, float (&factor)[2]) {
-    bool lags = far;
+  __device__ __forceinline__ bool follow_maxima(Scores& s, Exponent& exponent, float to_logits, float (&factor)[2]) {
+    bool lags = far();
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float largest = s[2 * r];
-#pragma unroll
-      for (int i = 0; i < kScores; i += 4) largest = fmaxf(largest, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
-      lags |= largest * scale + (kHeadroom<T> - kSlack) > base[r];
-    }
+    for (int r = 0; r < 2; ++r) lags |= own_maximum(s, r) * exponent.scale + (kHeadroom<T> - kSlack) > base[r];
     if (!__any_sync(0xffffffffu, lags)) return false;
-    raise_base(s, scale, to_logits, factor);
+    exponent = raise_base(s, exponent.scale, to_logits, factor);
     return true;
   }
 
   // Turns s into p in place and adds p to the sums. A row that has seen no key keeps a sum of 0.
-  __device__ __forceinline__ void exponentials_in_place(Scores& s, float scale) {
+  __device__ __forceinline__ void exponentials_in_place(Scores& s, const Exponent& of) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float b = subtracted(r);
-      float partial[2] = {0.0f, 0.0f};
+      float partial[2];
 #pragma unroll
       for (int i = 0; i < kScores; i += 4)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = s[i + 2 * r + e];
-          x = device::exp2(x * scale - b);
-          partial[e] += x;
+          x = device::exp2(x * of.scale - of.base[r]);
+          partial[e] = i == 0 ? x : partial[e] + x;
         }
       sum[r] += partial[0] + partial[1];
     }
@@ -193,18 +208,19 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     for (int i = 0; i < kScores / 2; ++i) out[i / 4][i % 4] = device::pack<T>(s[2 * i], s[2 * i + 1]);
   }
 
-  // Writes packed p to `out` and the block's sums to `sums`, and changes neither s nor `sum`. kGated: `out` holds
-  // gates of the pairs on entry (device/halves.h). They apply to p and not to the sums.
+  // Writes packed p to `out` and the block's sums to `sums`, and does not change s. kGated: `out` holds gates of the
+  // pairs on entry (device/halves.h). They apply to p and not to the sums.
   template <bool kGated = false>
-  __device__ __forceinline__ void exponentials(const Scores& s, float scale, Probabilities& out, float (&sums)[2]) {
-    float partial[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  static __device__ __forceinline__ void exponentials(const Scores& s, const Exponent& of, Probabilities& out,
+                                                      float (&sums)[2]) {
+    float partial[4];
 #pragma unroll
     for (int i = 0; i < kScores; i += 4) {
       float x[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        x[e] = device::exp2(s[i + e] * scale - base[e / 2]);
-        partial[e] += x[e];
+        x[e] = device::exp2(s[i + e] * of.scale - of.base[e / 2]);
+        partial[e] = i == 0 ? x[e] : partial[e] + x[e];
       }
       uint32_t* pairs = out[i / 8] + i / 2 % 4;
 #pragma unroll
@@ -216,10 +232,10 @@ template <class T, int kBlockKeys> struct OnlineSoftmax {
     sums[0] = partial[0] + partial[1];
     sums[1] = partial[2] + partial[3];
   }
-  // A row without a base has infinite p. NaN compares false, so it counts as outgrown. A far warp has no base in the
-  // units that exponentials() takes: it must raise its base in every step.
+  // A row without a base has infinite p, if it sees a key. NaN compares false, so it counts as outgrown. A far warp has
+  // no base in the units that exponentials() takes: it must raise its base in every step.
   __device__ __forceinline__ bool outgrown(const float (&sums)[2]) const {
-    return far || !(sums[0] < kLargestSum<T> && sums[1] < kLargestSum<T>);
+    return far() || !(sums[0] < kLargestSum<T> && sums[1] < kLargestSum<T>);
   }
 
   // Makes `sum` the sum of the whole row, in every lane of the quad.

@@ -75,16 +75,13 @@ template <class T, ForwardTile tile> struct StagedBiases {
     for (int c = 0; c < kColumns; ++c) read(to[c], c);
     release();
   }
-  // Without registers for all biases, or for addresses that the step before has computed.
+  // Without registers for all biases.
   __device__ __forceinline__ void load_and_add(float (&s)[tile.block_keys / 2], float scale) const {
-    uint32_t own[1] = {static_cast<uint32_t>(lane)};
-    device::hold(own);
-    const StagedBiases anew{p, shared, parity, group, warp, static_cast<int>(own[0])};
     wait();
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       uint32_t pairs[4];
-      anew.read(pairs, c);
+      read(pairs, c);
 #pragma unroll
       for (int i = 0; i < 4; ++i) Query::add_pair(s, 8 * c + 2 * i, pairs[i], scale);
     }

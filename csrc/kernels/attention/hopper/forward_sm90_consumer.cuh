@@ -143,9 +143,8 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     } else if constexpr (tile.biased()) {
       biases(m.first_key).add_edge(s);
     }
-    mask_scores(s, p.window, query, m.first_key, lane, m.shift, m.keys);
-    softmax.raise_base(s, p.scale_log2, to_logits(), factor);
-    softmax.exponentials_in_place(s, softmax.scale_of(p.scale_log2));
+    mask_scores(s, p.window, own_query(), m.first_key, lane, m.shift, m.keys);
+    softmax.exponentials_in_place(s, softmax.raise_base(s, p.scale_log2, to_logits(), factor));
     if constexpr (tile.dropout) {
       const RowDropout dropout = row_dropout();
 #pragma unroll
@@ -158,7 +157,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   }
   using StepBiases = QueryBiases<T, tile.block_keys, tile.biases>;
   __device__ __forceinline__ StepBiases biases(int first_key) const {
-    return {p.biases, t->sequence, t->head, query, t->queries, first_key + lane % 4 * 2, t->keys, t->shift};
+    return {p.biases, t->sequence, t->head, own_query(), t->queries, first_key + lane % 4 * 2, t->keys, t->shift};
   }
   __device__ __forceinline__ StagedBiases<T, tile> staged_biases() {
     return {p.biases, shared, bias_parity, group, warp, lane};
@@ -217,15 +216,12 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     cap();
     if constexpr (tile.biased()) biases(first_key).add(s, probabilities);
     float sums[2], factor[2];
-    softmax.template exponentials<tile.dropout>(s, p.scale_log2, probabilities, sums);
+    Softmax::template exponentials<tile.dropout>(s, softmax.exponent(p.scale_log2), probabilities, sums);
     const bool outgrown = __any_sync(0xffffffffu, softmax.outgrown(sums));
-    if (outgrown) {
+    if (outgrown) [[unlikely]] {
       if constexpr (tile.dropout) make_gates(row_dropout(), first_key, probabilities);
-      softmax.raise_base(s, p.scale_log2, to_logits(), factor);
-      Softmax raised = softmax;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) raised.base[r] = softmax.subtracted(r);
-      raised.template exponentials<tile.dropout>(s, softmax.scale_of(p.scale_log2), probabilities, sums);
+      const Exponent raised = softmax.raise_base(s, p.scale_log2, to_logits(), factor);
+      Softmax::template exponentials<tile.dropout>(s, raised, probabilities, sums);
     }
     softmax.sum[0] += sums[0];
     softmax.sum[1] += sums[1];
@@ -239,19 +235,25 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     const int values = start_step(probabilities);
     cap();
     float factor[2];
-    const bool raised = softmax.follow_maxima(s, p.scale_log2, to_logits(), factor);
-    softmax.exponentials_in_place(s, softmax.scale_of(p.scale_log2));
+    Exponent exponent = softmax.exponent(p.scale_log2);
+    const bool raised = softmax.follow_maxima(s, exponent, to_logits(), factor);
+    softmax.exponentials_in_place(s, exponent);
     finish_step(values);
     if (raised) rescale(factor);
     Softmax::pack(s, probabilities);
   }
 
-  // Serial tiles compute it anew where a tile begins and ends: a register for it would be spilled.
+  // Serial tiles compute it anew where a tile begins and ends: a register for it would be spilled. Not for descriptors:
+  // the compiler would not know that the value is the same in every lane.
   __device__ __forceinline__ int own_group() const {
     return tile.serial() ? static_cast<int>(threadIdx.x / 128) - 1 : group;
   }
   __device__ __forceinline__ int first_row(const Tile* of) const {
     return device::load(&of->first_query) + own_group() * kGroupRows + warp * 16 + lane / 4;
+  }
+  // kForward128Bias computes it in each step that needs it: a register for it would be spilled.
+  __device__ __forceinline__ int own_query() const {
+    return tile.stages_biases() && tile.head_dim == 128 ? first_row(t) : query;
   }
   // The number of a tile says where its slot and its queries are.
   static __device__ __forceinline__ unsigned slot_of(unsigned number) { return number % kTileSlots; }
@@ -274,7 +276,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     if (visits < 0) return false;
     const unsigned stage = query_stage_of(number);
     device::mbarrier_wait(shared.query_full + stage * tile.groups + own_group(), number / tile.query_stages & 1);
-    q = device::wgmma_descriptor(Swizzle::bytes128, shared.query(stage, own_group()), 16, 1024);
+    q = device::wgmma_descriptor(Swizzle::bytes128, shared.query(stage, group), 16, 1024);
     return true;
   }
   __device__ __forceinline__ float sink_logit(int head) const {
@@ -286,34 +288,42 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     const Tile* ended = shared.slots + slot_of(number - 1);
     const int queries = device::load(&ended->queries), first = first_row(ended);
     of.total();
+    // The sink is one more logit in the sum, without a value.
+    const bool has_sink = p.sink != nullptr && device::load(&ended->sinks) != 0;
+    float lse[2], rest[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       inverse[r] = of.sum[r] != 0.0f ? device::reciprocal(of.sum[r]) : 0.0f;
-      float lse = of.lse(r);
-      const int row = first + 8 * r;
-      const bool writes = lane % 4 == 0 && row < queries;
-      // The sink is one more logit in the sum, without a value.
-      const bool has_sink = p.sink != nullptr && device::load(&ended->sinks) != 0;
-      if (of.far) {
-        const float sink = has_sink ? sink_logit(ended->head) : -INFINITY;
+      lse[r] = of.lse(r);
+    }
+    if (of.far()) [[unlikely]] {
+      const float sink = has_sink ? sink_logit(ended->head) : -INFINITY;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
         const RowEnd end = far_end(of.base[r], of.sum[r], kHeadroom<T>, sink);
         inverse[r] = end.factor;
-        lse = end.lse;
-        if (writes && p.lse_rest != nullptr) device::store(p.lse_rest + ended->lse + row, end.rest);
-      } else {
-        if (has_sink) {
-          const float sink = sink_logit(ended->head), difference = lse - sink;
-          const float above = device::exp2(-fabsf(difference) * kLog2e);
-          if (sink != -INFINITY) {  // -inf: none
-            inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
-            lse = fmaxf(lse, sink) + device::log2(1.0f + above) * kLn2;
-          }
-          if (sink == INFINITY) inverse[r] = NAN;
-        }
-        if (writes && p.lse_rest != nullptr) device::store(p.lse_rest + ended->lse + row, 0.0f);
+        lse[r] = end.lse;
+        rest[r] = end.rest;
       }
-      if constexpr (tile.dropout) inverse[r] *= p.dropout.scale;
-      if (writes && p.lse != nullptr) device::store(p.lse + ended->lse + row, lse);
+    } else if (has_sink) {
+      const float sink = sink_logit(ended->head);
+#pragma unroll
+      for (int r = 0; r < 2 && sink != -INFINITY; ++r) {  // -inf: none
+        const float difference = lse[r] - sink, above = device::exp2(-fabsf(difference) * kLog2e);
+        inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
+        lse[r] = fmaxf(lse[r], sink) + device::log2(1.0f + above) * kLn2;
+        if (sink == INFINITY) inverse[r] = NAN;
+      }
+    }
+    if constexpr (tile.dropout)
+      for (float& factor : inverse) factor *= p.dropout.scale;
+    if (lane % 4 != 0) return;
+    const int64_t at = ended->lse + first;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (first + 8 * r >= queries) break;
+      if (p.lse != nullptr) device::store(p.lse + at + 8 * r, lse[r]);
+      if (p.lse_rest != nullptr) device::store(p.lse_rest + at + 8 * r, rest[r]);
     }
   }
   // Writes o * inverse to the buffer of q of tile number - 1, which nobody reads any more, and signals the storing
