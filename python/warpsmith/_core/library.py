@@ -39,13 +39,26 @@ Wants = Any
 Gradients = Mapping[str, Tensor | None]
 
 
-def register_fake(name: str, fake: Callable) -> None:
+def register_fake(name: str, fake: Callable, on_one_device: bool = True) -> None:
     """Gives the op ``warpsmith::name`` its outputs' shapes, dtypes, devices and strides, for fake and meta tensors.
+    ``on_one_device``: a tensor on another device than the first is refused, as every binding does.
 
     The kernel of the Meta key does what ``torch.library.register_fake`` does for an op that creates no unbacked sizes,
     at a quarter of its cost at import (0.025 ms against 0.11 ms).
     """
-    _fragment.impl(name, fake, "Meta")
+
+    def checked(*inputs: Any, **options: Any) -> Any:
+        result = fake(*inputs, **options)
+        like: Tensor | None = None
+        for i, value in enumerate(inputs):
+            for t in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(t, Tensor) and like is None:
+                    like = t
+                elif isinstance(t, Tensor) and like is not None and _check.device_of(t) != _check.device_of(like):
+                    _check.same_device(name, getattr(raw, name).default._schema.arguments[i].name, t, like)
+        return result
+
+    _fragment.impl(name, checked if on_one_device else fake, "Meta")
 
 
 def _without_wrapper(op: Callable) -> Callable:

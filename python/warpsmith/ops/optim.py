@@ -56,7 +56,7 @@ def _fake_adamw(
             checks.same_device(_OP, name, t, params[0])
 
 
-register_fake("adamw", _fake_adamw)
+register_fake("adamw", _fake_adamw, on_one_device=False)  # lr may be on the CPU
 
 
 def adamw(

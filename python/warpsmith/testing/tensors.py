@@ -133,7 +133,8 @@ INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 def _bits(t: Tensor) -> Tensor:
-    return t.detach().reshape(-1).contiguous().view(torch.uint8)
+    # One element is contiguous whatever its stride, and only a stride of 1 can be seen as bytes.
+    return t.detach().reshape(-1).contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
 def different_bits(a: Tensor, b: Tensor) -> str:

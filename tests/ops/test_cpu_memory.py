@@ -1,0 +1,53 @@
+"""What an op allocates on the CPU, forward and backward: rows at one stride are read where they lie, and any other
+layout costs at most one copy of the tensor that has it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from warpsmith.testing.inputs import make_inputs
+from warpsmith.testing.run import run
+
+from tests.ops.raw_calls import Recorder, copied
+from tests.ops.test_documented_bytes import FAMILY, specs
+
+COPIED = ("every_second", "transposed")
+
+
+def usage(name, call):
+    """(allocations, peak bytes) of a call of a raw op."""
+    op, arguments = getattr(torch.ops.warpsmith, name).default, copied(call)
+    op(*copied(call))  # what a first call leaves behind is no part of it
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = op(*arguments)
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    count = now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        count, now = count + (event.nbytes() > 0), now + event.nbytes()
+        peak = max(peak, now)
+    made = [result] if isinstance(result, torch.Tensor) else result or ()
+    assert peak >= sum(t.nbytes for t in made), f"{name}: {peak} bytes seen"
+    return count, peak
+
+
+def calls(spec, case):
+    with Recorder() as recorder:
+        run(spec.op, spec, case, make_inputs(spec, case))
+    return {op: made[0] for op, made in recorder.calls.items()}
+
+
+@pytest.mark.parametrize("name", specs())
+def test_strided_tensors_cost_a_copy_at_most(name):
+    spec = specs()[name]
+    base = spec.base_case()
+    plain = {op: usage(op, call) for op, call in calls(spec, base).items()}
+    for layout in ("misaligned", "padded_rows", *COPIED):
+        for op, call in calls(spec, base.but(layout=layout)).items():
+            count, peak = usage(op, call)
+            given = [t for t in call if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() > 0]
+            largest = max(t.numel() for t in given)  # what is one number a row is little
+            strided = [t for t in given if not t.is_contiguous() and (layout in COPIED or 8 * t.numel() < largest)]
+            again = FAMILY[name] == "linear_loss"  # each of torch's products copies its operands
+            most = plain[op][0] + (1 + again) * len(strided), plain[op][1] + sum(t.nbytes for t in strided)
+            assert count <= most[0] and peak <= most[1], f"{op} {layout}: {count, peak}, expected at most {most}"

@@ -1,0 +1,128 @@
+"""Each tensor of each raw op with a wrong shape, dtype or device, made from the schema: refused in words, and before
+anything is written; or a value of another kind that the op takes, which then gives the same results."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from warpsmith.testing import bitwise_equal
+
+from tests.ops.raw_calls import SCHEMAS, copied, few_calls
+
+# The table of grad_check_table is addresses, which nothing can check.
+NO_TENSORS = {"_attention_portable_alone", "_code_capability", "grad_check_table"}
+ROWS, SHAPE = "fewer rows", "(a wider row|fewer rows|one dimension more|no dimension)"
+# Sizes of which no other tensor of the call has one: "op argument kind".
+FREE = re.compile(
+    rf"(bias_\w+|\w*(layer|rms)_norm(_forward|_inference)?) x {ROWS}"
+    rf"|(relu_squared\w*|linear_cross_entropy_scale\w) x {SHAPE}"
+    rf"|(clip_grads|unscale_grads|grad_\w+) (tensors|like|partials) ({SHAPE}|integers|complex)"
+    rf"|dropout_add_backward dy {SHAPE}|cross_entropy_scale_ dlogits {SHAPE}|rank_mean parts {ROWS}"
+    r"|cross_entropy_\w+_ logits a wider row"
+    r"|cross_entropy_backward_? dloss no dimension"  # of a loss that is one number
+    r"|(qk_norm_)?rope\w* offsets no dimension"  # one for all sequences
+)
+FORM = re.compile(r"^(\w+): ([\w\[\]]+): expected .+, got .+", re.DOTALL)
+OTHER_DTYPE = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
+
+
+def resized(change):
+    """Another shape, filled with the tensor's values again and again: those of a table are addresses."""
+
+    def resize(t):
+        shape = torch.Size(change(list(t.shape)))
+        values = t.flatten() if t.numel() else t.new_zeros(1)
+        return values.repeat(shape.numel() // values.numel() + 1)[: shape.numel()].view(shape)
+
+    return resize
+
+
+WRONG = {
+    "a wider row": resized(lambda s: [*s[:-1], s[-1] + 1] if s else [2]),
+    "fewer rows": resized(lambda s: [max(s[0] - 1, 0), *s[1:]] if s else [0]),
+    "one dimension more": resized(lambda s: [*s, 1]),
+    "no dimension": resized(lambda s: [] if s else [1, 1]),
+    "integers": lambda t: t.to(torch.int16 if t.dtype != torch.int16 else torch.int8),
+    "complex": lambda t: t.to(torch.complex64),
+    "another float": lambda t: t.to(OTHER_DTYPE.get(t.dtype, torch.float32)) if t.is_floating_point() else t.float(),
+    "meta": lambda t: t.to("meta"),
+}
+
+
+def tensors_of(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in tensors_of(v)] if isinstance(value, (list, tuple)) else []
+
+
+def places(call):
+    """(index of an argument, index in its list or None, the tensor)."""
+    for i, value in enumerate(call):
+        if isinstance(value, torch.Tensor):
+            yield i, None, value
+        for j, t in enumerate(value[:2] if isinstance(value, list) else ()):
+            if isinstance(t, torch.Tensor):
+                yield i, j, t
+
+
+def replaced(call, i, j, new):
+    changed = list(copied(call))
+    if j is None:
+        changed[i] = new
+    else:
+        changed[i][j] = new
+    return changed
+
+
+def outcome(op, call):
+    """The error of a call, or the tensors that it returned or wrote to."""
+    before = copied(call)
+    try:
+        result = op(*call)
+    except Exception as error:
+        for old, new in zip(tensors_of(before), tensors_of(list(call)), strict=True):
+            assert old.is_meta or new.is_meta or bitwise_equal(old, new), f"written to before {error}"
+        return error
+    written = [v for v, a in zip(call, op._schema.arguments, strict=True) if a.alias_info and a.alias_info.is_write]
+    return [*tensors_of(result), *tensors_of(written)]
+
+
+def results_agree(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+def complaint(op, call, place, kind):
+    """What is wrong with the answer to a call with one wrong tensor; None if nothing is."""
+    i, j, t = place
+    wrong, argument = WRONG[kind](t), op._schema.arguments[i].name
+    name = op._schema.name.removeprefix("warpsmith::")
+    found = outcome(op, replaced(call, i, j, wrong.clone()))
+    if isinstance(found, ValueError):
+        return None if FORM.match(str(found)) else f"said {found}"
+    if isinstance(found, Exception):
+        no_fake = isinstance(found, NotImplementedError) and wrong.is_meta
+        return None if no_fake else f"{type(found).__name__}: {found}"
+    if kind == "another float":  # values that both dtypes have
+        if name != "grad_table":  # which holds addresses and dtypes
+            results_agree(found, outcome(op, replaced(call, i, j, wrong.to(t.dtype))))
+        return None
+    if wrong.shape != t.shape and (wrong.numel() == t.numel() == 1 or not t.numel()):
+        return None  # one number in another form, or what stands for no tensor
+    alone = wrong.is_meta and len(tensors_of(list(call))) == 1
+    return None if alone or FREE.fullmatch(f"{name} {argument} {kind}") else "taken"
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMAS.keys() - NO_TENSORS))
+def test_wrong_tensors_are_refused(name):
+    op = getattr(torch.ops.warpsmith, name).default
+    for call in few_calls(name):
+        assert not isinstance(outcome(op, copied(call)), Exception)
+        for place in places(call):
+            for kind in WRONG:
+                wrong, t = WRONG[kind](place[2]), place[2]
+                if (wrong.shape, wrong.dtype, wrong.device) != (t.shape, t.dtype, t.device):
+                    said = complaint(op, call, place, kind)
+                    assert said is None, f"{name}: {op._schema.arguments[place[0]].name}, {kind}: {said}"
