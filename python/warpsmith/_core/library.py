@@ -54,8 +54,8 @@ def register_fake(name: str, fake: Callable, on_one_device: bool = True) -> None
             for t in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(t, Tensor) and like is None:
                     like = t
-                elif isinstance(t, Tensor) and like is not None and _check.device_of(t) != _check.device_of(like):
-                    _check.same_device(name, getattr(raw, name).default._schema.arguments[i].name, t, like)
+                elif isinstance(t, Tensor) and like is not None and checks.device_of(t) != checks.device_of(like):
+                    checks.same_device(name, getattr(raw, name).default._schema.arguments[i].name, t, like)
         return result
 
     _fragment.impl(name, checked if on_one_device else fake, "Meta")
