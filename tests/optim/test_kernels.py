@@ -23,7 +23,7 @@ from .adamw_runs import (
     set_grads,
     states_of,
 )
-from .layouts import LAYOUTS
+from .test_layouts import LAYOUTS
 from .optimizers import EVERY, LAMB, LION, Options
 
 raw = torch.ops.warpsmith
