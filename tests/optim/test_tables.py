@@ -111,8 +111,8 @@ def test_what_a_step_does_beside_its_own_is_checked():
     pointers, constants = torch.zeros(2, dtype=torch.int64), torch.zeros(1, 4 + 2, dtype=torch.float64)
     given = (facts, pointers, [torch.tensor(0.5)], constants, None, None, None, False)
     for beside, weight, text in (
-        (torch.zeros(5, dtype=torch.int64), 0.0, "beside: expected 6 words, got 5"),
-        (torch.zeros(6), 0.0, "beside: expected int64, got float32"),
+        (torch.zeros(5, dtype=torch.int64), 0.0, "extras: expected 6 words, got 5"),
+        (torch.zeros(6), 0.0, "extras: expected int64, got float32"),
         (None, 1.5, "ema_weight: expected a number from 0 to 1, got 1.5"),
         (None, float("nan"), "ema_weight: expected a number from 0 to 1, got nan"),
     ):

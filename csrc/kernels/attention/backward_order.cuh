@@ -114,9 +114,8 @@ __host__ __device__ __forceinline__ int statistics_place(int i) {
 }
 
 // Turns transposed scores of a far block into differences from lse, in units in which exponentials still multiply them
-// by the scale of the scores. far: the thread's first lse, in the order of statistics_place(). Loads two lse at a time:
-// the address of the next two depends on these by a NaN that no arithmetic gives. With all loads in flight at once,
-// ptxas would compute other addresses anew in every step, 17 instructions of it.
+// by the scale of the scores. far: the thread's first lse, in the order of statistics_place(). Loads two lse at a time,
+// for want of registers.
 template <int kBlock> __device__ __forceinline__ void subtract_far_lse(float (&s)[kBlock / 2], const float* far,
                                                                        float to_logits, float to_scores) {
 #pragma unroll
@@ -126,7 +125,6 @@ template <int kBlock> __device__ __forceinline__ void subtract_far_lse(float (&s
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       s[i + e] = ((device::rounded_product(s[i + e], to_logits) - lse.at[e % 2]) - rest.at[e % 2]) * to_scores;
-    far += __float_as_uint(s[i]) == 0x7fedcba9u ? 1 : 0;
   }
 }
 // The same where rows are queries: row r of a thread's two, whose lse and lse_rest are given.

@@ -156,7 +156,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   // Subtracts lse and lse_rest from the scores of a far block of queries. `lse`: the thread's statistics in shared
   // memory; those of a far block are read from global memory.
   __device__ __forceinline__ void subtract_far(const Statistics* lse) {
-    if (!__any_sync(0xffffffffu, has_far_mark(device::load(lse).at[0]))) return;
+    if (!has_far_mark(device::load(lse).at[0])) return;
     const VisitedStep step = visited_step(p, static_cast<int>(it) - t->first_step, t->blocks);
     const int64_t block =
         block_of_head(p, t->first_block + t->last_block - step.down, t->part * p.heads_per_part + step.head);

@@ -34,8 +34,8 @@ template <class T, BackwardTile tile> struct BackwardPingpong : BackwardConsumer
     if constexpr (tile.biased()) Base::key_biases(first_query, head).add(s, biases, t->shift, lane);
     Base::mask(first_query);
     const Statistics* statistics = reinterpret_cast<const Statistics*>(shared.statistics(stage)) + lane % 4;
-    device::named_barrier_arrive(kPingpongBarrier + 1 - group, kPingpongThreads);
     Base::subtract_far(statistics);
+    device::named_barrier_arrive(kPingpongBarrier + 1 - group, kPingpongThreads);
     Base::exponentials(statistics, shared.statistics(stage));
     Base::multiply_dv(stage);
     Base::multiply_dq(it - 1, last_keys);
