@@ -152,7 +152,6 @@ __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statisti
         device::store(to, lse == -INFINITY ? INFINITY : (lse * kLog2e - of_dropout) + 0.0f);
       }
       if (row < r.rows && p.dlse != nullptr) delta -= device::load(p.dlse + statistic);
-      if (lse == -INFINITY) delta = 0.0f;  // tokens of no sequence may hold NaN, which backward_sink would sum
       device::store(to + kBlock, kDropout ? delta * p.dropout_inverse_scale : delta);
     }
     if (!r.visited && row < r.rows && t * 8 < p.head_dim) {

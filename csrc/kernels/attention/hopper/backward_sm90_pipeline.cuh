@@ -68,8 +68,7 @@ struct alignas(16) KeyTile {
   int blocks;  // query blocks to visit, from `last_block` downwards, per query head; -1: no more tiles
   int last_block, tile, first_key;
   int queries, keys, shift, part;  // part: counted over all key heads
-  int batch, k_token;              // packed: batch 0; the sequence's first key
-  MapPlace q, k;                   // of the sequence
+  int batch, q_token, k_token;     // packed: batch 0; the sequence's first tokens
   int first_block;                 // index of the sequence's first query block
   int first_tile;                  // index of its first tile of keys
   int first_step;                  // steps of all earlier tiles of this thread block
@@ -176,20 +175,18 @@ __device__ __forceinline__ void describe_key_tile(const BackwardParams& p, const
   int queries = p.queries, keys = p.keys;
   if (p.cu_seqlens_q == nullptr) {
     device::store(&t->batch, at.batch);
+    device::store(&t->q_token, 0);
     device::store(&t->k_token, 0);
-    device::store(&t->q, {0, at.batch});
-    device::store(&t->k, {0, at.batch});
     device::store(&t->first_block, static_cast<int>(first_block(nullptr, at.batch, 0, queries, kBlock)));
     device::store(&t->first_tile, static_cast<int>(first_tile(nullptr, at.batch, 0, keys)));
   } else {
     device::store(&t->batch, 0);
     const Sequence k = sequence_at(p.cu_seqlens_k, at.batch, p.batch, p.total_k, p.keys);
     device::store(&t->k_token, k.start);
-    device::store(&t->k, map_place(k, p.total_k));
     device::store(&t->first_tile, static_cast<int>(first_tile(p.cu_seqlens_k, at.batch, k.start, 0)));
     keys = k.length;
     const Sequence q = sequence_at(p.cu_seqlens_q, at.batch, p.batch, p.total_q, p.queries);
-    device::store(&t->q, map_place(q, p.total_q));
+    device::store(&t->q_token, q.start);
     device::store(&t->first_block, static_cast<int>(first_block(p.cu_seqlens_q, at.batch, q.start, 0, kBlock)));
     queries = at.batch < p.batch ? q.length : 0;
   }
@@ -246,7 +243,7 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
     if (t->blocks < 0) break;
     const auto load_keys = [&](const TensorMap& map, unsigned char* to, Mbarrier* full) {
       device::mbarrier_arrive_expect(full, Shared::kKeyBytes);
-      load_panels<kPanels>(to, &map, full, kTileKeys, t->k.row + t->first_key, t->part / p.parts, t->k.batch);
+      load_panels<kPanels>(to, &map, full, kTileKeys, t->k_token + t->first_key, t->part / p.parts, t->batch);
     };
     const unsigned k_stage = stage_of<tile.key_stages>(tiles);
     device::mbarrier_wait(shared.k_empty(k_stage), parity_of<tile.key_stages>(tiles) ^ 1);
@@ -256,17 +253,17 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
       const auto it = static_cast<unsigned>(t->first_step + i);
       const VisitedStep visited = visited_step(p, i, t->blocks);
       const int block = t->last_block - visited.down, head = t->part * p.heads_per_part + visited.head;
-      const int row = t->q.row + block * Shared::kBlock;
+      const int row = t->q_token + block * Shared::kBlock;
       const unsigned stage = stage_of<tile.query_stages>(it);
       Mbarrier* full = shared.full(stage);
       device::mbarrier_wait(shared.empty(stage), parity_of<tile.query_stages>(it) ^ 1);
       device::mbarrier_arrive_expect(full, 2 * Shared::kQueryBytes + tile.statistics_bytes());
-      load_panels<kPanels>(shared.q(stage), &maps.q, full, Shared::kBlock, row, head, t->q.batch);
+      load_panels<kPanels>(shared.q(stage), &maps.q, full, Shared::kBlock, row, head, t->batch);
       device::bulk_load(shared.statistics(stage),
                         p.statistics + block_of_head(p, t->first_block + block, head) *
                                            statistics_stride(Shared::kBlock, tile.dropout),
                         tile.statistics_bytes(), full);
-      load_panels<kPanels>(shared.dout(stage), &maps.dout, full, Shared::kBlock, row, head, t->q.batch);
+      load_panels<kPanels>(shared.dout(stage), &maps.dout, full, Shared::kBlock, row, head, t->batch);
       if (i == 0) {
         const unsigned v_stage = stage_of<tile.value_stages>(tiles);
         device::mbarrier_wait(shared.v_empty(v_stage), parity_of<tile.value_stages>(tiles) ^ 1);
