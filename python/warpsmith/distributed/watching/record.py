@@ -37,7 +37,7 @@ CALLS = (
 _KEPT = 32  # calls of a group: a rank runs ahead of one that waits in a collective to which both gave other tensors
 # Calls of a pair of ranks: the numbers of others say nothing about them.
 CALLS_OF_PAIRS = ("batch_isend_irecv", "irecv", "isend", "recv", "send")
-_NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen")
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}", "<frozen")
 _STANDARD_LIBRARY = f"{Path(os.__file__).parent}{os.sep}"
 
 
