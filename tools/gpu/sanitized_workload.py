@@ -36,7 +36,7 @@ def specs() -> list[OpSpec]:
         for value in vars(importlib.import_module(f"tests.ops.{path.stem}")).values():
             if isinstance(spec := getattr(value, "spec", None), OpSpec):
                 found[spec.name] = spec
-    ops = {path.stem for path in (Path(warpsmith.__file__).parent / "ops").glob("[a-z]*.py")} - OPTIMIZERS
+    ops = {name for name in warpsmith.ops.__all__ if name.islower()} - OPTIMIZERS
     if missing := ops - found.keys():
         raise SystemExit(f"no spec found of {', '.join(sorted(missing))}")
     return list(found.values())
