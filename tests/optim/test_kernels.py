@@ -23,8 +23,8 @@ from .adamw_runs import (
     set_grads,
     states_of,
 )
-from .test_layouts import LAYOUTS
 from .optimizers import EVERY, LAMB, LION, Options
+from .test_layouts import LAYOUTS
 
 raw = torch.ops.warpsmith
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
