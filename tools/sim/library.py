@@ -146,11 +146,14 @@ def library(variant: str = PLAIN, family: str = "") -> Path:
 
 @cache
 def _sanitizer(variant: str) -> dict[str, str]:
-    """A sanitizer's run-time library must be in a process before a library that is compiled for it."""
+    """A sanitizer's run-time library must be in a process before a library that is compiled for it.
+
+    It looks for the function that throws C++ exceptions when it starts: libstdc++ is there, too.
+    """
     if variant not in ("asan", "tsan"):
         return {}
-    command = [build.compiler(), f"-print-file-name=lib{variant}.so"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    commands = ([build.compiler(), f"-print-file-name={name}"] for name in (f"lib{variant}.so", "libstdc++.so.6"))
+    found = ":".join(subprocess.run(c, capture_output=True, text=True, check=True).stdout.strip() for c in commands)
     options = f"{build.ENVIRONMENT['TSAN_OPTIONS']}:ignore_noninstrumented_modules=1"
     return {"LD_PRELOAD": found, "TSAN_OPTIONS": options}
 
