@@ -47,9 +47,11 @@ MACHINES = {
 }
 # Every pair of accesses without a barrier between is a race, whatever the values.
 RACES = "sim- and (error_law or repeats)"
-# In float32 attention's error on the sim exceeds the law beside PyTorch's CPU kernel (bias 1x1x1x1: 8 times the bound);
-# on a card it holds beside PyTorch's CUDA kernel. Whether that is rounding or real is open.
-ATTENTION = " and not float32 and not edge_value and not median"
+# A huge element of q or k multiplies what rounding leaves of dP - delta, where PyTorch's CPU kernel rounds otherwise
+# (grad_k of q = large: 3.4 times the bound); k = max overflows in q k, which kernels scale afterwards.
+ATTENTION = (
+    " and not edge_value[q-large and not edge_value[k-large and not edge_value[k-max and not edge_value[k-lowest"
+)
 HOLDS = (0, 5)  # what pytest returns: passed, or none of the module's checks is for this machine
 # Where a family has many modules, the one with the edges of its kernels.
 EDGES = {"linear_loss": TESTS / "ops/test_linear_loss_parts.py", "optim": TESTS / "optim/test_kernels.py"}
