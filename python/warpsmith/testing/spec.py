@@ -26,6 +26,8 @@ class Case:
         layouts: layouts of single inputs, by name, and of single upstream gradients (``grad_<output>``).
         dtypes: dtypes of single inputs, by name, e.g. ``{"weight": torch.float32}``.
         options: anything else that the spec's ``inputs`` reads.
+        wanted: the inputs whose gradients are asked for; default: those of all that are differentiable.
+        unused: outputs that no gradient comes from.
 
     Example:
         >>> import torch
@@ -39,6 +41,8 @@ class Case:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
+    wanted: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = ["x".join(map(str, self.shape)) or "scalar", str(self.dtype).removeprefix("torch.")]
@@ -46,6 +50,7 @@ class Case:
         parts += [f"{name}_{str(dtype).removeprefix('torch.')}" for name, dtype in self.dtypes.items()]
         parts += [f"{name}_{value}" for name, value in self.options.items()]
         parts += [f"{name}_{layout}" for name, layout in self.layouts.items()]
+        parts += [f"wanted_{name}" for name in self.wanted] + [f"unused_{name}" for name in self.unused]
         return "-".join(parts)
 
     def but(self, **changes: Any) -> Case:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from warpsmith.testing import sim
 from warpsmith.testing.checks.numerics import check_error_law
 from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.spec import Case, OpSpec
@@ -20,8 +22,9 @@ MOST_LAYOUTS = 3  # tensors of one case that lie in some way of their own
 def strategy(spec: OpSpec, device: str = "cpu") -> Any:
     """A hypothesis strategy of the op's cases: a line of its table with other sizes and layouts.
 
-    A size is often a neighbour of the line's own; single inputs and upstream gradients lie in layouts of their own.
-    ``spec.redraw`` draws options anew and mends sizes that do not go with them.
+    A size is often a neighbour of the line's own; single inputs and upstream gradients lie in layouts of their own;
+    gradients of some inputs alone are asked for, from some outputs alone. ``spec.redraw`` draws options anew and mends
+    sizes that do not go with them.
     """
     from hypothesis import assume
     from hypothesis import strategies as st
@@ -46,18 +49,26 @@ def strategy(spec: OpSpec, device: str = "cpu") -> Any:
         found = dict(draw(st.lists(pairs, max_size=MOST_LAYOUTS)))
         may_be = names if expanded is None else expanded
         layouts = {n: kind for n, kind in found.items() if kind != "expanded" or n in may_be or n in gradients}
-        return case.but(layouts=layouts)
+        learned, outputs = [n for n in spec.differentiable if n in tensors], [*spec.outputs]
+        wanted = draw(st.lists(st.sampled_from(learned), unique=True)) if learned else []
+        unused = draw(st.lists(st.sampled_from(outputs), unique=True, max_size=len(outputs) - 1))
+        return case.but(layouts=layouts, wanted=tuple(wanted), unused=tuple(unused))
 
     return cases()
 
 
 def check_random_cases(spec: OpSpec, count: int, device: str = "cpu") -> None:
-    """The law, a little wider, holds in so many random cases; a failing one is made smaller first."""
+    """The law, a little wider, holds in so many random cases; a failing one is made smaller first.
+
+    On the simulated kernels each runs under a schedule and on a machine of its own.
+    """
     from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
 
     @settings(max_examples=count, deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck])
-    @given(strategy(spec, device))
-    def holds(case: Case) -> None:
-        check_error_law(spec, case, device, limit=LIMIT, steps=STEPS)
+    @given(strategy(spec, device), st.integers(0, 99), st.integers(1, 5))
+    def holds(case: Case, seed: int, multiprocessors: int) -> None:
+        with sim.machine(seed=seed, multiprocessors=multiprocessors) if device == "sim" else nullcontext():
+            check_error_law(spec, case, device, limit=LIMIT, steps=STEPS)
 
     holds()
