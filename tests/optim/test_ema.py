@@ -211,7 +211,7 @@ def test_a_dtensor_is_averaged_shard_by_shard(rank, world_size):
 @pytest.mark.not_on_sim(reason="ranks load the library of the package")
 @multirank(2)
 def test_an_optimizer_of_other_tensors_is_refused(rank, world_size):
-    """Its masters would silently not be averaged."""
+    """Otherwise its masters would silently be left out of the average."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.raises(ValueError, match="^EMA: optimizer: expected an optimizer of params, got the AdamW of other"):
         EMA(model.parameters(), optimizer=warpsmith.optim.AdamW(other.parameters()))

@@ -25,8 +25,8 @@ CUDA_CASES = [c for c in CASES if c[2] != FP64]
 
 
 def trained(options, precision, dtype, *, fused, device="cpu", given_optimizer=True, steps=5):
-    """Parameters, states, averages, copies and gradients. The average has a frozen parameter beside the optimizer's, of
-    which one has no gradient in some steps. One step is skipped."""
+    """Returns parameters, states, averages, copies and gradients after a run. The average also has a frozen parameter.
+    In some steps a parameter has no gradient, and one step is skipped."""
     params = make_params(dtype, shapes=SHAPES, device=device)
     frozen = make_params(dtype, shapes=[(300,)], device=device)
     with torch.no_grad():

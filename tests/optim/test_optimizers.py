@@ -98,8 +98,8 @@ WITH_FMA = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and not
 
 @pytest.mark.parametrize("options", [o for o in OF_TORCH if o.name in ("SGD", "Adagrad")], ids=str)
 def test_sgd_and_adagrad_have_torchs_bits(options):
-    """One product and one sum are rounded alike everywhere; more of them by both compilers where there is FMA. Lengths
-    are those of torch's vector loops: the rest of a length it takes in other code."""
+    """One product and one sum round alike on every machine; longer formulas do so only where both compilers use FMA.
+    All lengths fill the vectors of torch's loops: torch rounds the elements left over in other code."""
     if not WITH_FMA and set(options.given) - {"lr", "maximize"}:
         pytest.skip("no FMA in this processor, or none in the code of the sim")
     ours, theirs = make_params(shapes=[(64, 16), (1024,)]), make_params(shapes=[(64, 16), (1024,)])
