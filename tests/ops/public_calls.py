@@ -69,6 +69,11 @@ def arguments_of(name: str) -> dict:
     return calls[name]
 
 
+def but(**changes):
+    """For a BadInput: the good arguments with some of them changed, each by a function of the good ones."""
+    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
+
+
 def floating_of(arguments: dict) -> dict:
     """The arguments that may have a gradient."""
     without = ("cos", "sin")

@@ -9,6 +9,7 @@ from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 from warpsmith.testing.sim import is_loaded
 
 from benchmarks.bench_activation import function_of
+from tests.ops.public_calls import but
 from tools import families
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -40,10 +41,6 @@ def inputs(case, rng):
     if case.options.get("packed"):
         return {"gate": rng.normal(case.shape, std=2.0), "up": None}
     return {"gate": rng.normal(case.shape, std=2.0), "up": rng.normal(case.shape)}
-
-
-def but(**changes):
-    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
 BAD_INPUTS = [

@@ -8,6 +8,7 @@ from warpsmith.reference.attention import attention as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
 from tests.ops.attention_cases import BF16, FP16, FP32, FP64, SLOPES, parameters, same_dtype, with_mask
+from tests.ops.public_calls import but
 
 
 def inputs(case, rng):
@@ -26,10 +27,6 @@ def inputs(case, rng):
         q, k, v = (t[0] for t in (q, k, v))
     more = parameters(case, rng, batch, heads, seqlen_q, seqlen_k)
     return {"q": q, "k": k, "v": v, "return_lse": True, **more}
-
-
-def but(**changes):
-    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
 def arguments(good):

@@ -9,6 +9,7 @@ from warpsmith.reference.attention import attention_varlen as reference
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 
 from tests.ops.attention_cases import BF16, FP16, FP32, FP64, SEED, SLOPES, parameters, same_dtype, with_mask
+from tests.ops.public_calls import but
 
 
 def offsets(lengths):
@@ -35,10 +36,6 @@ def inputs(case, rng):
         "return_lse": True,
         **parameters(case, rng, len(lengths), heads, longest, longest_k),
     }
-
-
-def but(**changes):
-    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
 def arguments(good):

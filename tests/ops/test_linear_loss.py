@@ -11,6 +11,8 @@ from warpsmith.reference.linear_loss import linear_cross_entropy as reference
 from warpsmith.reference.linear_loss import linear_log_prob as log_prob_reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
+from tests.ops.public_calls import but
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, FP16, FP32, FP64)
 IGNORED = -100
@@ -76,10 +78,6 @@ def log_prob_inputs(case, rng):
         "save_logits": case.options.get("save_logits", False),
         "max_chunk_bytes": case.options.get("max_chunk_bytes"),
     }
-
-
-def but(**changes):
-    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0, "class_weight": True}
