@@ -5,6 +5,17 @@ from __future__ import annotations
 import torch
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+OF_BOTH = {  # what both specs say
+    "differentiable": ("q", "k", "v", "bias", "sink"),
+    "outputs": ("out", "lse"),
+    "laid_out": ("q", "k", "v"),
+    "zero_sizes": False,
+    "one_element": False,
+    "edge_steps": 2,  # a huge element of q multiplies every addition that follows it
+    "traced": "warpsmith::attention",
+    "devices": ("cpu",),  # a GPU takes no float64, and has test_attention_cuda.py
+    "autocast": lambda inputs, dtype: (dtype, FP32),
+}
 SEED = torch.tensor([5**25, 7**20])
 PASSED_ON = (
     "causal", "causal_align", "window_size", "softmax_scale", "softcap", "dropout_p", "layout", "deterministic",

@@ -170,7 +170,7 @@ def _relu_squared_fake_forward(x: Tensor) -> Tensor:
 
 
 def _relu_squared_fake_backward(dy: Tensor, x: Tensor) -> Tensor:
-    op = _RELU_SQUARED + "_relu_squared_backward"
+    op = _RELU_SQUARED + "_backward"
     checks.float_dtype(op, "x", x)
     checks.float_dtype(op, "dy", dy)
     checks.same_dtype(op, "dy", dy, x)
