@@ -29,8 +29,8 @@ UNITS = (
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 NAMES = (  # of the README's table and list
     "*1.0e9 in 292*: 1.0e9 elements in 292 tensors. *master*, *remainder*: bf16 parameters that the optimizer keeps "
-    "with [float32 precision](docs/optimizers.md#precision); the rival keeps everything in bf16. `llama`: transformers' "
-    "model of 1.2B parameters after `patch`; liger is the same model patched by Liger."
+    "with [float32 precision](docs/optimizers.md#precision); the rival keeps everything in bf16. `llama`: "
+    "transformers' model of 1.2B parameters after `patch`; liger is the same model patched by Liger."
 )
 Cell = dict[str, Row]
 

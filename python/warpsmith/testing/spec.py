@@ -118,6 +118,9 @@ class OpSpec:
         devices: device types on which the op exists.
         float64_devices: devices on which it takes float64.
         repeated_cases: cases whose bits are compared over repeats, beside one of each dtype.
+        random_cases: how many are drawn; on the simulated kernels a quarter of that.
+        redraw: ``redraw(draw, st, case)`` draws the options of a random case anew, and mends sizes that do not go with
+            them; ``st`` is ``hypothesis.strategies``. Default: any sizes go with any options.
         sim_elements: the largest case, in elements of ``shape``, that runs on the simulated kernels, a million times
             slower than a GPU.
         sim_float32_steps: rounding steps that the law allows beside PyTorch's error in float32 on the simulated
@@ -154,6 +157,8 @@ class OpSpec:
     devices: tuple[str, ...] = ("cpu", "cuda")
     float64_devices: tuple[str, ...] = ("cpu",)
     repeated_cases: Sequence[Case] = ()
+    random_cases: int = 400
+    redraw: Callable[[Callable[..., Any], Any, Case], Case] | None = None
     sim_elements: int = 2**14
     sim_float32_steps: int = ROUNDING_STEPS_SIM_FLOAT32
     sim_far: bool = True
