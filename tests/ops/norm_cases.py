@@ -6,6 +6,8 @@ import torch
 import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec
 
+from tests.ops.public_calls import but
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STREAM = {"residual": FP32}
 
@@ -75,10 +77,6 @@ def inputs(case, rng, *, bias, seed=False):
     if seed:
         made["seed"] = rng.integers((2,), 0, 2**62)
     return made
-
-
-def but(**changes):
-    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
 BAD_INPUTS = [

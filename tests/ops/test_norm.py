@@ -12,7 +12,8 @@ from warpsmith.reference.norm import rms_norm as rms_norm_reference
 from warpsmith.testing import BadInput, Case, measure, op_tests
 from warpsmith.testing.sim import is_loaded, machine
 
-from tests.ops.norm_cases import BF16, FP16, FP32, FP64, but, cases_without_residual, spec_of
+from tests.ops.norm_cases import BF16, FP16, FP32, FP64, cases_without_residual, spec_of
+from tests.ops.public_calls import but
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
