@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import affected  # noqa: E402
 import crash  # noqa: E402
 import device_coverage  # noqa: E402
+import library  # noqa: E402
 import tiers  # noqa: E402
 import verdicts as verdict  # noqa: E402
 
@@ -27,10 +28,10 @@ import build  # noqa: E402
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and "CXX" not in build.os.environ, reason="no C++ compiler")
 TESTS = build.tests_of(None)
 DRAWING = [t for t in TESTS if "RANDOM_TEST(" in t.read_text()]
-# All ops must have some: in the program of their name, or in the one whose name theirs goes on from (sim_x_edges).
-LACKING = [
-    t for t in TESTS if build.kernel_sources(t) and not any(f"{t.stem}_".startswith(f"{d.stem}_") for d in DRAWING)
-]
+# All ops must have some: in the program of their name, in the one whose name theirs goes on from (sim_x_edges), or in
+# the law, which draws cases of its own.
+DRAWN = [d.stem for d in DRAWING] + [f"sim_{library.family_of(spec)}" for spec in library.specs()]
+LACKING = [t for t in TESTS if build.kernel_sources(t) and not any(f"{t.stem}_".startswith(f"{d}_") for d in DRAWN)]
 RANDOM = DRAWING + LACKING
 # The plain build is the one that measures coverage; its random cases run under every seed, those of fuzz.py under one.
 FLAGS = {

@@ -231,7 +231,6 @@ SPEC = OpSpec(
         ),
     },
     bad_inputs=[*SHARED_BAD, *CROSS_ENTROPY_BAD],
-    floor_bytes=lambda case: dict.fromkeys(("forward", "backward"), 2 * torch.Size(case.shape).numel()),
 )
 ROWS_SPEC = OpSpec(
     name="linear_cross_entropy",
@@ -292,7 +291,6 @@ LOG_PROB_SPEC = OpSpec(
                                        for k, v in g.items()},
                  "hidden: expected float32, float16 or bfloat16 on CUDA", fake=False, devices=("cuda",)),
     ],
-    floor_bytes=lambda case: dict.fromkeys(("forward", "backward"), 2 * torch.Size(case.shape).numel()),
 )  # fmt: skip
 
 
