@@ -124,6 +124,17 @@ def verdicts(record_property):
     return tiers.Verdicts(record_property)
 
 
+@pytest.fixture
+def sanitizers(request):
+    """The seconds that the session's processes have spent on sanitizers; a test that comes when they are used up is
+    skipped."""
+    plan = request.config.stash[tiers.PLAN]
+    spent = tiers.Spent.of(plan)
+    if plan.whole and not request.config.getoption("--slow") and spent.seconds() > tiers.SANITIZERS_S:
+        spent.used_up = f"{tiers.SANITIZERS_S} s of sanitizers are used up; --slow runs all"
+    return spent
+
+
 def pytest_terminal_summary(terminalreporter):
     passed = terminalreporter.stats.get("passed", [])
     properties = [p for report in passed if report.when == "call" for p in report.user_properties]
@@ -151,6 +162,10 @@ def pytest_sessionfinish(session):
 
 
 def pytest_unconfigure(config):
+    if path := os.environ.get(library.LAUNCHES):
+        from warpsmith.testing import sim
+
+        sim.write_launched_kernels(path)
     if not hasattr(config, "workerinput"):
         tiers.Spent.of(config.stash[tiers.PLAN]).file.unlink(missing_ok=True)
 
@@ -165,5 +180,5 @@ def merged_coverage(dumped):
     for path in dumped:
         counts.merge(Path(path))
     table, low = counts.table()
-    all_ran = len(dumped) == len(build.tests_of(None)) + len(library.specs()) * len(library.MACHINES)
+    all_ran = len(dumped) == len(build.tests_of(None)) + len(library.FAMILIES) * len(library.MACHINES)
     return table, [f"{device_coverage.FLOOR}: {', '.join(low)}"] if low and all_ran else []

@@ -42,8 +42,6 @@ FLAGS = {
 AS_CODE_OF_SM80 = ["--code", "80", "--seeds", "1", "--random", "2"]
 TOOLS = [Path(__file__), Path(device_coverage.__file__)]
 STANDING = ("sim_async", "sim_rope")  # their sanitizers run every time: does the machinery still work?
-SANITIZERS_S = 1200  # of building and running, for all others together without --slow; what changed lately comes first
-CHANGED = {ROOT / name for name in tiers.recently_changed(ROOT)}
 CASES, SECONDS = 2000, 240  # of each program, and for all programs together
 
 
@@ -57,23 +55,12 @@ def each_variant():
 
 
 def lately(test: Path) -> bool:
-    """Whether the last commits changed the test or a folder of its kernels."""
-    folders = {source.parent for source in build.kernel_sources(test)}
-    return any(path == test or path.parent in folders for path in CHANGED)
+    return tiers.lately(test, *{source.parent for source in build.kernel_sources(test)})
 
 
 @pytest.fixture
 def fuzz():
     return pytest.importorskip("fuzz")  # where hypothesis is installed
-
-
-@pytest.fixture
-def sanitizers(request):
-    """The seconds that the session's processes have spent on sanitizers, and whether these are used up."""
-    plan = request.config.stash[tiers.PLAN]
-    spent = tiers.Spent.of(plan)
-    spent.used_up = lambda: plan.whole and not request.config.getoption("--slow") and spent.seconds() > SANITIZERS_S
-    return spent
 
 
 @pytest.mark.parametrize(("test", "variant"), [*each_variant()])
@@ -88,8 +75,8 @@ def test_kernels_on_the_host(test: Path, variant: str, verdicts, sanitizers, fig
             counted.write_text(known.value)
             record_property("sim coverage", str(counted))
         return
-    if variant != "coverage" and not always and sanitizers.used_up():
-        pytest.skip(f"{SANITIZERS_S} s of sanitizers are used up; --slow runs all")
+    if variant != "coverage" and not always and sanitizers.used_up:
+        pytest.skip(sanitizers.used_up)
     counts = None
     if variant == "coverage":
         result, folder = device_coverage.run(test, FLAGS[variant])

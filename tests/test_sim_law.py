@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,58 +16,49 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import device_coverage  # noqa: E402
 import library  # noqa: E402
-import verdicts as verdict  # noqa: E402
+import static_checks  # noqa: E402
+import tiers  # noqa: E402
 
 import build  # noqa: E402
 
-TOOLS = [Path(__file__), Path(library.__file__), Path(device_coverage.__file__)]
-NONE_THERE = pytest.ExitCode.NO_TESTS_COLLECTED  # of a module, for this machine
-GROUPS = [
-    pytest.param(spec, marks=pytest.mark.xdist_group(f"sim law {library.family_of(spec)}"), id=spec.stem)
-    for spec in library.specs()
-]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and "CXX" not in build.os.environ, reason="no C++ compiler")
 
 
-def key(spec: Path, *how: object) -> str:
-    made = library.key("coverage", library.family_of(spec))
-    return verdict.key("sim law", [made], [spec.name, *how], [*TOOLS, *library.python_sources()])
+GROUPS = [pytest.param(f, marks=pytest.mark.xdist_group(f"sim law {f}"), id=f) for f in library.FAMILIES]
 
 
 @pytest.mark.parametrize("machine", library.MACHINES)
-@pytest.mark.parametrize("spec", GROUPS)
-def test_the_law_holds_on_simulated_kernels(spec: Path, machine: str, verdicts, record_property) -> None:
-    counted = build.BUILD / "coverage" / f"{spec.stem}-{machine}.json"
-    known = verdicts.known(key(spec, machine))
-    if known:
-        counted.parent.mkdir(parents=True, exist_ok=True)
-        counted.write_text(known.value)
-    else:
-        done, folder = device_coverage.run_law(spec, machine)
-        assert done.returncode in (0, NONE_THERE), f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-        counts = device_coverage.Coverage()
-        counts.add(folder)
-        counts.dump(counted)
-        verdicts.keep(key(spec, machine), counted.read_text())
+@pytest.mark.parametrize("family", GROUPS)
+def test_the_law_holds_on_simulated_kernels(family: str, machine: str, record_property) -> None:
+    counted, known = device_coverage.counted_law(family, machine)
+    record_property("verdict", "known" if known else "made")
     record_property("sim coverage", str(counted))
 
 
-def moved(specs: list) -> list:
-    """The modules of families whose kernels have no C++ program of their own any more."""
-    return [s for s in specs if s.id.startswith(library.WHOLE)]
+def sanitized():
+    """The families whose kernels have no C++ program of their own."""
+    for family in sorted({*library.FAMILIES} - {static_checks.BY_PROGRAMS}):
+        early = [pytest.mark.early] if tiers.lately(library.CSRC / "kernels" / family) else []
+        for variant in ("asan", "tsan"):
+            marks = [pytest.mark.xdist_group(f"sim law {family} {variant}"), *early]
+            yield pytest.param(family, variant, marks=marks, id=f"{family}-{variant}")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("variant", ["asan", "tsan"])
-@pytest.mark.parametrize("spec", moved(GROUPS))
-def test_sanitizers_find_nothing_in_the_law(spec: Path, variant: str, verdicts) -> None:
-    if verdicts.known(key(spec, variant)):
+@pytest.mark.parametrize(("family", "variant"), [*sanitized()])
+def test_sanitizers_find_nothing_in_the_law(family: str, variant: str, verdicts, sanitizers) -> None:
+    key = device_coverage.law_key(family, variant, "sanitized")
+    if verdicts.known(key):
         return
-    built = library.library(variant, library.family_of(spec))
-    chosen = library.RACES if variant == "tsan" else "sim-"
-    done = library.law(built, library.checks(spec, chosen), timeout=900, variant=variant)
-    assert done.returncode in (0, NONE_THERE), f"{done.stdout[-3000:]}\n{done.stderr[-4000:]}"
-    verdicts.keep(key(spec, variant))
+    if sanitizers.used_up:
+        pytest.skip(sanitizers.used_up)
+    started = time.monotonic()
+    built = library.library(variant, family)
+    for checks in library.sanitized_runs(family, variant):
+        done = library.law(built, checks, timeout=1800, variant=variant)
+        assert done.returncode in library.HOLDS, f"{done.stdout[-3000:]}\n{done.stderr[:4000]}"
+    sanitizers.add(time.monotonic() - started)
+    verdicts.keep(key)
 
 
 CODES = {machine.code for machine in library.MACHINES.values()}

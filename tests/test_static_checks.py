@@ -56,11 +56,7 @@ def test_budgets_name_kernels_that_exist() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler for the sim")
 @pytest.mark.parametrize(
     "source",
-    # In the process that has built the op's sim tests.
-    [
-        pytest.param(s, id=s.stem, marks=pytest.mark.xdist_group(f"sim_{static_checks.sim_test(s)} coverage"))
-        for s in OPS
-    ],
+    [pytest.param(s, id=s.stem, marks=pytest.mark.xdist_group(static_checks.group(s))) for s in OPS],
 )
 def test_kernels_stay_within_their_budget(source: Path, verdicts) -> None:
     if verdicts.known(static_checks.key(source)):

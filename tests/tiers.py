@@ -7,6 +7,7 @@ import subprocess
 import uuid
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,17 @@ GUESSES = {
 }
 DURATIONS = store.key("durations of groups of tests")
 LONGEST = 20
+SANITIZERS_S = 900  # of building and running, without --slow; what changed lately comes first
 RECENT_COMMITS = 10
 
 
+def lately(*folders: Path) -> bool:
+    """Whether the last commits or the working tree changed a file in one of these folders, or such a file itself."""
+    changed = (ROOT / name for name in recently_changed(ROOT))
+    return any(path == folder or path.is_relative_to(folder) for path in changed for folder in folders)
+
+
+@cache
 def recently_changed(root: Path) -> set[str]:
     """Files that the last commits or the working tree changed; empty where there is no repository."""
     found: set[str] = set()
@@ -101,6 +110,8 @@ PLAN = pytest.StashKey[Plan]()
 
 class Spent:
     """Seconds that the processes of a session have spent on something that has a budget."""
+
+    used_up = ""  # why no more is spent
 
     def __init__(self, file: Path) -> None:
         self.file = file

@@ -17,6 +17,10 @@ WARPSMITH_EXPORTED void warpsmith_sim_configure(uint64_t seed, int multiprocesso
 
 WARPSMITH_EXPORTED int64_t warpsmith_sim_launches() { return warpsmith::sim::counters().launches; }
 
+WARPSMITH_EXPORTED bool warpsmith_sim_write_launched_kernels(const char* path) {
+  return warpsmith::sim::write_launched_kernels(path);
+}
+
 WARPSMITH_EXPORTED int64_t warpsmith_sim_bytes() {
   return warpsmith::sim::counters().global_bytes_read + warpsmith::sim::counters().global_bytes_written;
 }

@@ -2,7 +2,6 @@
 #include <cstdint>
 #include <functional>
 #include <string>
-#include <vector>
 
 #include "device/launch.h"
 
@@ -54,13 +53,15 @@ struct Options {
 Options& options();
 Counters& counters();
 
-// A kernel launched so far: its symbol, the threads of its largest block, and what some launch asked of the code.
+// A kernel launched so far: the threads of its largest block, and what some launch asked of the code.
 struct LaunchedKernel {
-  std::string symbol;
   int threads = 0;
   bool cluster = false, programmatic = false, bulk_copies = false;
 };
-std::vector<LaunchedKernel> launched_kernels();
+// Of all kernels launched so far, a line each for tools/sim/static_checks.py: symbol, threads, and of the words
+// "cluster", "programmatic" and "bulk" those that a launch asked for. They are added to the file. False: it cannot be
+// written.
+bool write_launched_kernels(const char* path);
 
 // The host waits for the device: the next launch follows no kernel. Memory that was freed and allocated again is then
 // not what a previous kernel wrote.

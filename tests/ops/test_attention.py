@@ -7,7 +7,7 @@ import warpsmith
 from warpsmith.reference.attention import attention as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
-from tests.ops.attention_cases import BF16, FP16, FP32, FP64, SLOPES, parameters, same_dtype, with_mask
+from tests.ops.attention_cases import BF16, FP16, FP32, FP64, SIM_STEPS, SLOPES, parameters, same_dtype, with_mask
 
 
 def inputs(case, rng):
@@ -110,6 +110,7 @@ SPEC = OpSpec(
     # A huge element of q multiplies every addition that follows it.
     edge_steps=2,
     batched=("q", "k", "v"),
+    sim_float32_steps=SIM_STEPS,
     sim_far=False,
     gradcheck_cases=[
         Case((1, 3, 2, 8), FP64, options={"seqlen_k": 4, "k_heads": 1, "bias": "0111", "sink": 0.0, **CAUSAL}),

@@ -8,7 +8,7 @@ import warpsmith
 from warpsmith.reference.attention import attention_varlen as reference
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 
-from tests.ops.attention_cases import BF16, FP16, FP32, FP64, SEED, SLOPES, parameters, same_dtype, with_mask
+from tests.ops.attention_cases import BF16, FP16, FP32, FP64, SEED, SIM_STEPS, SLOPES, parameters, same_dtype, with_mask
 
 
 def offsets(lengths):
@@ -88,6 +88,7 @@ SPEC = OpSpec(
     zero_sizes=False,
     one_element=False,
     edge_steps=2,  # as for attention
+    sim_float32_steps=SIM_STEPS,
     gradcheck_cases=[
         Case((4, 2, 8), FP64, options={"lengths": (1, 3), "k_heads": 1, "bias": "0111", "sink": 0.0, **CAUSAL}),
     ],

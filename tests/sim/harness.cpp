@@ -340,15 +340,6 @@ int main(int argc, char** argv) {
     ++(state.not_run ? not_run : run);
   }
   if (!list) std::printf("%d of %d tests failed, %d not run\n", failed, run, not_run);
-  // For tools/sim/static_checks.py: kernels, the threads of their largest blocks, what their launches asked of the
-  // code.
-  if (!launches.empty()) {
-    std::FILE* file = std::fopen(launches.c_str(), "w");
-    if (!file) return 2;
-    for (const sim::LaunchedKernel& k : sim::launched_kernels())
-      std::fprintf(file, "%s %d%s%s%s\n", k.symbol.c_str(), k.threads, k.cluster ? " cluster" : "",
-                   k.programmatic ? " programmatic" : "", k.bulk_copies ? " bulk" : "");
-    std::fclose(file);
-  }
+  if (!launches.empty() && !sim::write_launched_kernels(launches.c_str())) return 2;
   return failed || (!run && !not_run && !list);
 }

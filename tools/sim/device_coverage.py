@@ -17,15 +17,17 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 
 import library
+import store
+import verdicts
 
 import build
 
 LINE_FLOOR, BRANCH_FLOOR = 95.0, 85.0
 FLOOR = f"below the floor of {LINE_FLOOR:g} % of lines and {BRANCH_FLOOR:g} % of branches"
+LAUNCHES = "launches"  # the file that a law's run leaves
 MARKER = "not covered on the host:"
 ONLY_RAISES = re.compile(r"WARPSMITH_RETURN_IF_FAILED|return Status::")  # the failing branch hands an error up
 
@@ -35,9 +37,12 @@ class Coverage:
         self.lines: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         # Of each line, the counts of the instances with the most branches: in others some conditions are constants.
         self.branches: dict[str, dict[int, list[int]]] = defaultdict(dict)
+        self.launches: list[str] = []  # lines of sim::write_launched_kernels
 
     def add(self, folder: Path) -> None:
         """Adds what a run left in `folder`, beside the notes of its objects."""
+        if (launches := folder / LAUNCHES).exists():
+            self.launches += launches.read_text().splitlines()
         for notes in sorted(folder.glob("*.gcno")):
             command = ["gcov", "--json-format", "--stdout", "--branch-probabilities", notes.name]
             result = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True)
@@ -46,7 +51,7 @@ class Coverage:
                     self._add_file(file)
 
     def dump(self, to: Path) -> None:
-        to.write_text(json.dumps({"lines": self.lines, "branches": self.branches}))
+        to.write_text(json.dumps({"lines": self.lines, "branches": self.branches, "launches": self.launches}))
 
     def merge(self, dumped: Path) -> None:
         other = json.loads(dumped.read_text())
@@ -56,6 +61,7 @@ class Coverage:
         for name, branches in other["branches"].items():
             for number, counts in branches.items():
                 self._add_branches(name, int(number), counts)
+        self.launches += other["launches"]
 
     def _add_branches(self, name: str, number: int, counts: list[int]) -> None:
         known = self.branches[name].setdefault(number, [])
@@ -145,28 +151,46 @@ def run(test: Path, arguments: list[str]) -> tuple[subprocess.CompletedProcess[s
     return build.run(program, arguments, folder=folder), beside_notes(folder)
 
 
-def run_law(spec: Path, machine: str) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Runs a law on the simulated kernels, those of its family in the coverage build."""
-    built, folder = library.library("coverage", library.family_of(spec)), emptied(f"{spec.stem}-{machine}")
-    checks = library.checks(spec, library.MACHINES[machine].checks)
-    result = library.law(built, checks, timeout=900, folder=folder, machine=machine)
-    return result, beside_notes(folder)
+def run_law(family: str, machine: str) -> Path:
+    """Runs the family's laws on simulated kernels, its own in the coverage build; AssertionError where one fails."""
+    built, folder = library.library("coverage", family), emptied(f"law_{family}-{machine}")
+    written = {library.LAUNCHES: str(folder / LAUNCHES)}
+    for checks in library.runs(family, library.MACHINES[machine].checks):
+        done = library.law(built, checks, timeout=1800, folder=folder, machine=machine, **written)
+        assert done.returncode in library.HOLDS, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    return beside_notes(folder)
+
+
+def law_key(family: str, variant: str, how: object) -> str:
+    tools = [Path(__file__), Path(library.__file__), *library.python_sources()]
+    return verdicts.key("sim law", [library.key(variant, family)], how, tools)
+
+
+def counted_law(family: str, machine: str) -> tuple[Path, bool]:
+    """The counts of a run of the family's laws, and whether the store had them; AssertionError where one fails."""
+    counted = build.BUILD / "coverage" / f"law_{family}-{machine}.json"
+    key = law_key(family, "coverage", machine)
+    if known := store.get(key):
+        counted.parent.mkdir(parents=True, exist_ok=True)
+        counted.write_text(known.value)
+        return counted, True
+    counts = Coverage()
+    counts.add(run_law(family, machine))
+    counts.dump(counted)
+    store.put(key, counted.read_text())
+    return counted, False
 
 
 def measure(op: str | None, arguments: list[str]) -> Coverage:
     coverage = Coverage()
-    runs = [(test.stem, partial(run, test, arguments)) for test in build.tests_of(op, none_is_fine=True)]
-    runs += [
-        (spec.stem, partial(run_law, spec, machine))
-        for spec in library.specs()
-        for machine in library.MACHINES
-        if op in (None, library.family_of(spec))
-    ]
-    for name, go in runs:
-        result, folder = go()
+    for test in build.tests_of(op, none_is_fine=True):
+        result, folder = run(test, arguments)
         if result.returncode:
-            sys.exit(f"{name} fails:\n{result.stdout}{result.stderr}")
+            sys.exit(f"{test.stem} fails:\n{result.stdout}{result.stderr}")
         coverage.add(folder)
+    for family in library.FAMILIES:
+        for machine in library.MACHINES if op in (None, family) else ():
+            coverage.merge(counted_law(family, machine)[0])
     return coverage
 
 

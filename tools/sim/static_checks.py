@@ -7,7 +7,7 @@
 The code is that of the package, read from the objects of its build folder; an architecture for which the package was
 not built, or a source that has changed since, is compiled here. Each kernel instance: no spills, no stack frame, wgmma
 not serialised, registers, static shared memory and code within the op's budget, and the instructions that the budget
-expects. With --launches the family's tests on the host execution layer, run as code of each architecture, say how its
+expects. With --launches the family's laws on the host execution layer, run as code of each architecture, say how its
 launchers use it: the compiled launch bounds and registers must allow the blocks, and the machine code must have what a
 launch asks for (cluster barriers, the wait of a programmatic launch, bulk copies).
 A family has one budget, csrc/kernels/<family>/<family>_budget.json, for all of its .cu files; a .cu may have its own,
@@ -19,7 +19,8 @@ portable_float16.cu):
 
 Names are kernel names without template arguments; "*" is for all others. Some instance of a kernel must have each
 instruction of its list in "sass" on every architecture: beginnings of names, in which * stands for anything. Optional:
-"architectures" (default both), "sim" (the name of the sim test, default the op's; or names by .cu). Needs nvcc, or
+"architectures" (default both), "sim" (of attention: the name of the program that launches the kernels, or names by .cu;
+default the op's). Needs nvcc, or
 objects that it made, and cuobjdump, which the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm bring.
 """
 
@@ -39,6 +40,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import cuda
+import device_coverage
+import library
 import store
 import verdicts
 
@@ -51,7 +54,7 @@ ASKED = {"cluster": "UCGABAR_ARV", "programmatic": "ACQBULK", "bulk": "UBLKCP"}
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
 SYSTEM_SHARED_BYTES = 1024
 CODE_BYTES, OBJECT_BYTES = 64 * 1024, 4 << 20  # of a kernel, of an object; unless the budget says otherwise
-BUDGET_FOLDERS = ("csrc/kernels", "tools/gpu")
+BY_PROGRAMS = "attention"  # the family whose kernels have programs of their own; of others the laws' runs say all
 
 
 @dataclass
@@ -207,39 +210,67 @@ def budget_of(source: Path) -> dict:
     return json.loads(budget_path(source).read_text())
 
 
-def sim_test(source: Path) -> str:
-    """The op whose tests on the host execution layer launch these kernels."""
+def program_of(source: Path) -> Path | None:
+    """The program on the host execution layer that launches these kernels; None: the laws of the family do."""
+    if build.family_folder(source).name != BY_PROGRAMS:
+        return None
     family = budget_path(source).stem.removesuffix("_budget")
     named = budget_of(source).get("sim", family)
-    return named if isinstance(named, str) else named.get(source.stem, family)
+    (test,) = build.tests_of(named if isinstance(named, str) else named.get(source.stem, family))
+    return test
+
+
+def group(source: Path) -> str:
+    """Of the tests that have built, in the same process, what launches these kernels."""
+    program = program_of(source)
+    return f"{program.stem} coverage" if program else f"sim law {build.family_folder(source).name}"
 
 
 def launches(source: Path) -> dict[str, dict[str, Launched]]:
-    """How the op's tests on the host execution layer launch each kernel, by symbol, as code of each architecture."""
-    (test,) = build.tests_of(sim_test(source))
+    """How tests on the host execution layer launch each kernel, by symbol, as code of each architecture."""
+    architectures = budget_of(source).get("architectures", ARCHITECTURES)
+    test = program_of(source)
+    if test is None:
+        return {a: launches_of_laws(build.family_folder(source).name, int(a[3:5])) for a in architectures}
     program = build.build(test, "coverage")  # which the tests of coverage have made already
     found = {}
-    for architecture in budget_of(source).get("architectures", ARCHITECTURES):
+    for architecture in architectures:
         with tempfile.TemporaryDirectory() as folder:
             listing = Path(folder) / "launches"
             flags = ["--code", architecture[3:5], "--seeds", "1", "--random", "5", "--launches", str(listing)]
             result = build.run(program, flags, folder=Path(folder))  # where its counts go
             if result.returncode:
                 raise build.BuildError(f"{test.stem} fails:\n{result.stdout}{result.stderr}")
-            lines = [line.split() for line in listing.read_text().splitlines()]
-        found[architecture] = {symbol: Launched(int(n), frozenset(asked)) for symbol, n, *asked in lines}
+            found[architecture] = launched(listing.read_text().splitlines())
     return found
 
 
+def launched(lines: list[str]) -> dict[str, Launched]:
+    found: dict[str, Launched] = {}
+    for symbol, threads, *asked in map(str.split, lines):
+        other = found.get(symbol, Launched(0))
+        found[symbol] = Launched(max(int(threads), other.threads), other.asked | {*asked})
+    return found
+
+
+def launches_of_laws(family: str, code: int) -> dict[str, Launched]:
+    counts = device_coverage.Coverage()
+    for name, machine in library.MACHINES.items():
+        if machine.code == code:
+            counts.merge(device_coverage.counted_law(family, name)[0])
+    return launched(counts.launches)
+
+
 def key(source: Path) -> str:
-    """Of the verdict on a source: its code on all architectures, its budget, and the program that launches it."""
+    """Of the verdict on a source: its code on all architectures, its budget, and what launches it."""
     package = cuda.package_object(source)
     architectures = budget_of(source).get("architectures", ARCHITECTURES)
     code = [store.digest(package)] if package else []
     code += [cuda.compile_key(source, a, []) for a in architectures if not package]
-    (test,) = build.tests_of(sim_test(source))
+    test = program_of(source)
+    use = build.program_key(test, "coverage") if test else store.key(repr(sorted(launches(source).items())))
     tools = [Path(__file__), Path(cuda.__file__), budget_path(source)]
-    return verdicts.key("static", [*code, build.program_key(test, "coverage")], source.stem, tools)
+    return verdicts.key("static", [*code, use], source.stem, tools)
 
 
 def check_op(source: Path, show: bool = False, launched: dict[str, dict[str, Launched]] | None = None) -> list[str]:
@@ -288,7 +319,7 @@ def holds_kernels(source: Path) -> bool:
 
 def budgeted_ops() -> list[Path]:
     """The .cu files that a budget covers: the one of its own name, or, named as its folder, all that hold kernels."""
-    budgets = sorted(f for folder in BUDGET_FOLDERS for f in (ROOT / folder).rglob("*_budget.json"))
+    budgets = sorted((ROOT / "csrc" / "kernels").rglob("*_budget.json"))
     found = []
     for budget in budgets:
         name = budget.stem.removesuffix("_budget")

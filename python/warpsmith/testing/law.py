@@ -84,7 +84,13 @@ def ulp(value: float, dtype: torch.dtype) -> float:
     return math.ldexp(info.eps, math.frexp(magnitude)[1] - 1)
 
 
-def measure(name: str, actual: Tensor, oracle: Tensor, baseline: Tensor) -> Error:
+def measure(
+    name: str,
+    actual: Tensor,
+    oracle: Tensor,
+    baseline: Tensor,
+    sim_float32_steps: int = ROUNDING_STEPS_SIM_FLOAT32,
+) -> Error:
     """Compares an op's result with the float64 oracle and with plain PyTorch's result in the same dtype.
 
     Where the oracle, rounded, is not finite, ``actual`` must be the same infinity or NaN. Where PyTorch is not finite
@@ -114,7 +120,7 @@ def measure(name: str, actual: Tensor, oracle: Tensor, baseline: Tensor) -> Erro
         return Error(name, math.inf, base, floor, "inf or nan is not where it must be")
     if not bool(actual[compared].isfinite().all()):
         return Error(name, math.inf, base, floor, "inf or nan where the oracle is finite")
-    steps = ROUNDING_STEPS_SIM_FLOAT32 if is_loaded() and dtype == torch.float32 else ROUNDING_STEPS
+    steps = sim_float32_steps if is_loaded() and dtype == torch.float32 else ROUNDING_STEPS
     return Error(name, _largest_difference(actual, oracle, compared), base, floor, steps=steps)
 
 

@@ -92,7 +92,8 @@ def measure_case(spec: OpSpec, case: Case, inputs: Inputs) -> list[Error]:
         raise AssertionError(
             f"{spec.name} {case}: outputs and gradients differ from PyTorch's in {', '.join(sorted(missing))}"
         )
-    return [measure(name, actual, exact[name], plain.all()[name]) for name, actual in ours.all().items()]
+    steps = spec.sim_float32_steps
+    return [measure(name, actual, exact[name], plain.all()[name], steps) for name, actual in ours.all().items()]
 
 
 def exact_result(

@@ -91,6 +91,14 @@ def launches() -> int:
     return int(_library().warpsmith_sim_launches())
 
 
+def write_launched_kernels(path: str) -> None:
+    """A line for each kernel: its symbol, the threads of its largest block, what launches asked of its code."""
+    library = _library()
+    library.warpsmith_sim_write_launched_kernels.restype = ctypes.c_bool
+    if not library.warpsmith_sim_write_launched_kernels(path.encode()):
+        raise OSError(f"cannot write {path}")
+
+
 def bytes_moved() -> int:
     """Bytes of global memory that kernels have read and written so far, through the loads and stores of the house."""
     return int(_library().warpsmith_sim_bytes())

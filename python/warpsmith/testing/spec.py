@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from warpsmith.testing.law import ROUNDING_STEPS_SIM_FLOAT32
 from warpsmith.testing.tensors import Random
 
 Inputs = dict[str, Any]
@@ -123,6 +124,8 @@ class OpSpec:
         repeated_cases: cases whose bits are compared over repeats, beside one of each dtype.
         sim_elements: the largest case, in elements of ``shape``, that runs on the simulated kernels, a million times
             slower than a GPU.
+        sim_float32_steps: rounding steps that the law allows beside PyTorch's error in float32 on the simulated
+            kernels, where PyTorch's side is its CPU kernel.
         sim_far: whether the last rows of ``batched`` inputs belong to the last blocks of a grid, so that those beyond
             2^31 elements run there.
         far_cases: of which rows run there beside those of the table's cases without options.
@@ -159,6 +162,7 @@ class OpSpec:
     float64_devices: tuple[str, ...] = ("cpu",)
     repeated_cases: Sequence[Case] = ()
     sim_elements: int = 2**14
+    sim_float32_steps: int = ROUNDING_STEPS_SIM_FLOAT32
     sim_far: bool = True
     far_cases: Sequence[Case] = ()
 

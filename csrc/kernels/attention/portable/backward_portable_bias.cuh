@@ -99,7 +99,8 @@ template <class T, class B, int kTile> __global__ void __launch_bounds__(kPortab
     return;
   }
 
-  // Sums over broadcast rows and columns. One thread makes each element of dbias.
+  // Sums over broadcast columns, then over broadcast rows. One thread makes each sum. A single sum over both would
+  // round as many times as the tile has elements, and dS of a row cancels.
   constexpr int kSumStride = kColumns + 1;
   float* const sums = reinterpret_cast<float*>(memory);
   __syncthreads();
@@ -111,11 +112,18 @@ template <class T, class B, int kTile> __global__ void __launch_bounds__(kPortab
       for (int e = 0; e < 4; ++e)
         sums[(local + 16 * i + lane / 4 + e / 2 * 8) * kSumStride + n * 8 + lane % 4 * 2 + e % 2] = sum[i][n][e];
   __syncthreads();
+  if (strides.k == 0) {
+    for (int row = thread; row < tile.rows; row += kThreads) {
+      float total = 0.0f;
+      for (int c = 0; c < kColumns; ++c) total += sums[row * kSumStride + c];
+      sums[row * kSumStride] = total;
+    }
+    __syncthreads();
+  }
   for (int i = thread; i < own_rows * own_columns; i += kThreads) {
     const int row = i / own_columns, column = i % own_columns;
     float total = 0.0f;
-    for (int r = row; r < (strides.q == 0 ? tile.rows : row + 1); ++r)
-      for (int c = column; c < (strides.k == 0 ? kColumns : column + 1); ++c) total += sums[r * kSumStride + c];
+    for (int r = row; r < (strides.q == 0 ? tile.rows : row + 1); ++r) total += sums[r * kSumStride + column];
     device::store(to + row * strides.q + column * strides.k, device::from_float<B>(total));
   }
 }
