@@ -41,8 +41,9 @@ train: $(STAMPS)/$(TO_TRAIN)
 test: $(STAMPS)/tools $(STAMPS)/package
 	$(PY) -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
-# Kernels on the CPU: make sim OP=norm
-sim: $(STAMPS)/tools
+# Kernels on the CPU: make sim OP=norm. Of a family the law, and what C++ asks beside it; else all that C++ asks
+sim: $(STAMPS)/tools $(if $(OP),$(STAMPS)/package)
+	$(if $(wildcard tests/ops/test_$(OP)*.py),$(if $(OP),$(PY) -m pytest --sim -q -k sim- tests/ops/test_$(OP)*.py))
 	$(PY) tools/sim/run.py $(if $(OP),--op $(OP)) $(ARGS)
 
 # Kills training jobs 1,200 times, and writes the table of docs/soak.md. Fewer: make soak ARGS='--kills 100 --deaths 24'

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import crash  # noqa: E402
 import device_coverage  # noqa: E402
+import library  # noqa: E402
 import tiers  # noqa: E402
 import verdicts as verdict  # noqa: E402
 
@@ -26,10 +27,10 @@ import build  # noqa: E402
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and "CXX" not in build.os.environ, reason="no C++ compiler")
 TESTS = build.tests_of(None)
 DRAWING = [t for t in TESTS if "RANDOM_TEST(" in t.read_text()]
-# All ops must have some: in the program of their name, or in the one whose name theirs goes on from (sim_x_edges).
-LACKING = [
-    t for t in TESTS if build.kernel_sources(t) and not any(f"{t.stem}_".startswith(f"{d.stem}_") for d in DRAWING)
-]
+# All ops must have some: in the program of their name, in the one whose name theirs goes on from (sim_x_edges), or in
+# the law, which draws cases of its own.
+DRAWN = [d.stem for d in DRAWING] + [f"sim_{library.family_of(spec)}" for spec in library.specs()]
+LACKING = [t for t in TESTS if build.kernel_sources(t) and not any(f"{t.stem}_".startswith(f"{d}_") for d in DRAWN)]
 RANDOM = DRAWING + LACKING
 # The plain build is the one that measures coverage; its random cases run under every seed, those of fuzz.py under one.
 FLAGS = {
@@ -39,7 +40,7 @@ FLAGS = {
 }
 AS_CODE_OF_SM80 = ["--code", "80", "--seeds", "1", "--random", "2"]
 TOOLS = [Path(__file__), Path(device_coverage.__file__)]
-STANDING = ("sim_async", "sim_rope")  # their sanitizers run every time: does the machinery still work?
+STANDING = ("sim_async", "sim_row_absmax")  # their sanitizers run every time: does the machinery still work?
 CASES, SECONDS = 2000, 240  # of each program, and for all programs together
 
 

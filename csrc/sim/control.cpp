@@ -5,12 +5,13 @@
 #define WARPSMITH_EXPORTED extern "C" __attribute__((visibility("default")))
 
 WARPSMITH_EXPORTED void warpsmith_sim_configure(uint64_t seed, int multiprocessors, int code, uint64_t approximation,
-                                                unsigned last_blocks) {
+                                                unsigned last_blocks, int shared_bytes) {
   warpsmith::sim::Options& options = warpsmith::sim::options();
   options.seed = seed;
   options.properties.multiprocessors = multiprocessors;
   options.properties.code_capability = code;
   options.approximation = approximation;
+  options.properties.max_dynamic_shared_bytes = shared_bytes;
   options.last_blocks = {last_blocks, 0, 0};
 }
 

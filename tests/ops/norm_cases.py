@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import warpsmith
-from warpsmith.testing import BadInput, Case, OpSpec
+from warpsmith.testing import BadInput, Case, OpSpec, sim
 
 from tests.ops.public_calls import but
 
@@ -14,7 +14,9 @@ STREAM = {"residual": FP32}
 
 # More rows than the blocks of a small machine, so that a block takes several; rows of a cluster; and of one length that
 # a block cannot hold.
-TURNS = [Case((rows, columns), BF16) for rows, columns in ((130, 16), (30, 264), (21, 1032), (19, 33), (7, 4104))]
+TURNS = [
+    Case((rows, columns), BF16) for rows, columns in ((130, 16), (136, 128), (30, 264), (21, 1032), (19, 33), (7, 4104))
+]
 TURNS += [Case((3, 12296), BF16), Case((1, 16392), BF16), Case((40, 520), FP32), Case((5, 8192), FP16)]
 
 
@@ -118,6 +120,55 @@ def wide_enough(draw, st, case):
     return case.but(shape=(*case.shape[:-1], max(8, case.shape[-1])))
 
 
+def plan_of(case, name, residual):
+    dtype = str(case.dtype).removeprefix("torch.")
+    problem = {"rows": torch.Size(case.shape[:-1]).numel(), "columns": case.shape[-1], "dtype": dtype}
+    return sim.plan(name, **problem, **({"residual_dtype": dtype} if residual else {}))
+
+
+def groups_of(config):
+    """Groups of threads of a cluster that work on rows side by side."""
+    return config["threads"] * config["cluster"] // config["threads_a_row"]
+
+
+def has_a_formula(case, name, residual, dropout):
+    """Whether `bytes_beside` is for a case: rows that lie on the chip, in 16 bits where elements are dropped, and as
+    many short ones as fill warps."""
+    if case.options or case.dtypes or case.dtype == FP64 or (dropout and case.dtype == FP32):
+        return False
+    plan = plan_of(case, name, residual)
+    whole = torch.Size(case.shape[:-1]).numel() % (plan["forward"]["rows_together"] * groups_of(plan["forward"])) == 0
+    kernels = plan["forward"]["kernel"], plan["backward"]["kernel"]
+    return "looped" not in kernels and (kernels[0] != "warp" or whole)
+
+
+def bytes_beside(name, layer, residual, dropout):
+    """Forward: weight and bias once a group of rows, and where a row lies in the registers of a block four elements of
+    it by every thread; the statistics of a row are written for a backward. Backward: the weight once a unit, the
+    statistics by every thread of a row (in batches by every warp), partial sums, written and read, and the gradients
+    made of them. The seed by every thread, in the ring once for each vector."""
+
+    def beside(case, _):
+        rows, columns = torch.Size(case.shape[:-1]).numel(), case.shape[-1]
+        row, parameters, seed = columns * case.dtype.itemsize, 2 if layer else 1, 16 * dropout
+        plan = plan_of(case, name, residual)
+        forward, backward = plan["forward"], plan["backward"]
+        full, rest = divmod(rows, forward["rows_together"] * groups_of(forward))
+        groups = full * groups_of(forward) + min(rest, groups_of(forward))
+        first = forward["threads"] * 8 * (forward["kernel"] == "block")
+        read = rows * first + parameters * groups * row + forward["blocks"] * forward["threads"] * seed
+        statistics, partials = parameters * rows * 4, parameters * plan["partial_rows"] * columns * 4
+        readers, seeds = backward["threads_a_row"], rows * columns // backward["vector_elems"]
+        if backward["kernel"] == "batches":
+            readers, seeds = readers // 32, backward["blocks"] * backward["threads"]
+        weights = plan["partial_rows"] * groups_of(backward) * row
+        read_backward = weights + partials + statistics * readers + seeds * seed
+        written = partials + parameters * row
+        return {"forward": (read, statistics), "inference": (read, 0), "backward": (read_backward, written)}
+
+    return beside
+
+
 def spec_of(name, **more):
     """The spec of an op of the family: what its schema says, and ``more``."""
     raw = {suffix: getattr(torch.ops.warpsmith, name + suffix).default for suffix in ("", "_forward", "_inference")}
@@ -150,6 +201,8 @@ def spec_of(name, **more):
         "sim_elements": 65_000,
         "redraw": wide_enough,
         "opcheck": {**dict.fromkeys(raw.values(), forward), raw_backward: backward},
+        "bytes_beside": bytes_beside(name, "bias" in names, residual, dropout),
+        "bytes_cases": [c for c in more["cases"] if has_a_formula(c, name, residual, dropout)],
         "floor_bytes": floor_bytes(4 if residual else 2, 5 if dropout else 4 if residual else 3),
     }
     if not dropout:

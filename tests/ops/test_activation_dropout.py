@@ -5,7 +5,7 @@ import torch
 import warpsmith
 from warpsmith.reference.activation import dropout_add as reference
 from warpsmith.reference.dropout import dropout_mask
-from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
+from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests, sim
 
 from tests.ops.public_calls import but
 
@@ -21,6 +21,18 @@ def inputs(case, rng):
 
 def arguments(good):
     return good["x"], good["residual"], good["seed"], good["p"]
+
+
+def bytes_beside(case, _):
+    """The seed, 16 bytes, once for each vector and for each element behind the last one. Where nothing is dropped, the
+    gradient is handed on."""
+    elements = torch.Size(case.shape).numel()
+    if case.options.get("p") == 0.0:
+        return {"backward": (-2 * elements * case.dtype.itemsize, 0)}
+    dtype = str(case.dtype).removeprefix("torch.")
+    vector = sim.plan("dropout_add", rows=1, columns=elements, dtype=dtype)["vector_elems"]
+    seeds = 16 * (elements // vector + elements % vector)
+    return {"forward": (seeds, 0), "backward": (seeds, 0)}
 
 
 SPEC = OpSpec(
@@ -65,6 +77,7 @@ SPEC = OpSpec(
         "forward": 3 * case.dtype.itemsize * torch.Size(case.shape).numel(),
         "backward": 2 * case.dtype.itemsize * torch.Size(case.shape).numel(),
     },
+    bytes_beside=bytes_beside,
 )  # fmt: skip
 
 TestDropoutAdd = op_tests(SPEC)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import warpsmith
 from warpsmith.reference.cross_entropy import cross_entropy as reference
-from warpsmith.testing import BadInput, Case, OpSpec, measure, op_tests
+from warpsmith.testing import BadInput, Case, OpSpec, measure, op_tests, sim
 from warpsmith.testing.sim import is_loaded
 
 from tests.ops.public_calls import but
@@ -87,11 +87,37 @@ CASES = [
     Case((3, 50304), BF16),
     Case((2, 50257), FP32),
     Case((1, 262144), BF16),
+    *(Case((1, width), BF16) for width in (28_009, 108_008)),  # a cluster's
 ]  # fmt: skip
 
 
 def op(**arguments):
     return warpsmith.cross_entropy(arguments.pop("logits"), arguments.pop("target"), **arguments)
+
+
+def bytes_beside(case, inputs):
+    """Rows that do not count are not read. The threads of a row read its target, and all threads the denominator, which
+    the first kernel makes of the targets and the last divides losses by. Four results of a row are kept. With mean and
+    sum the gradient is made in the forward, not of float16; the backward reads and writes it for another factor than 1.
+    Where it is made in the backward, the threads of a row read four numbers."""
+    reduction = case.options.get("reduction", "mean")
+    mean, rows, unit = reduction == "mean", inputs["target"].numel(), case.shape[-1] * case.dtype.itemsize
+    skipped = unit * int((inputs["target"] == inputs["ignore_index"]).sum())
+    problem = {"rows": rows, "classes": case.shape[-1], "dtype": str(case.dtype).removeprefix("torch.")}
+    problem["aligned"] = rows == 1 or unit % 16 == 0
+
+    def forward(gradient):
+        plan = sim.plan("cross_entropy", gradient=gradient, **problem)["forward"]
+        read = rows * plan["threads_a_row"] * 8 - skipped + mean * (rows * 8 + plan["blocks"] * plan["threads"] * 4 + 4)
+        total = reduction != "none"
+        return read + total * rows * 4, rows * 16 + gradient * rows * unit + mean * 4 + total * 4
+
+    early = reduction != "none" and case.dtype != FP16
+    plan = sim.plan("cross_entropy", **problem)["backward"]
+    threads = plan["blocks"] * plan["threads"]
+    late = rows * plan["threads_a_row"] * 20 - skipped + mean * threads * 4
+    backward = rows * unit + (threads * 4 if early else late)
+    return {"forward": forward(early), "inference": forward(False), "backward": (backward, 0)}
 
 
 def raw_arguments(g):
@@ -176,6 +202,9 @@ SPEC = OpSpec(
         "forward": case.dtype.itemsize * torch.Size(case.shape).numel(),
         "backward": case.dtype.itemsize * torch.Size(case.shape).numel(),
     },
+    bytes_beside=bytes_beside,
+    sim_elements=160_000,
+    bytes_cases=[c for c in CASES if "class_weight" not in c.options],
 )  # fmt: skip
 
 TestCrossEntropy = op_tests(SPEC)
@@ -353,9 +382,10 @@ def test_more_than_2_31_logits_on_a_gpu():
     assert torch.equal(grad[8000:8100], grad_one)
 
 
-def test_many_rows():
-    x = torch.randn(70_000, 3, requires_grad=True)
-    target = torch.randint(0, 3, (70_000,))
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_rows(device):
+    x = torch.randn(70_000, 3, device=device, requires_grad=True)
+    target = torch.randint(0, 3, (70_000,), device=device)
     torch.testing.assert_close(warpsmith.cross_entropy(x, target), F.cross_entropy(x, target))
 
 

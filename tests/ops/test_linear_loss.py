@@ -238,7 +238,6 @@ SPEC = OpSpec(
         ),
     },
     bad_inputs=[*SHARED_BAD, *CROSS_ENTROPY_BAD],
-    floor_bytes=lambda case: dict.fromkeys(("forward", "backward"), 2 * torch.Size(case.shape).numel()),
 )
 ROWS_SPEC = replace(
     SPEC,
@@ -294,7 +293,6 @@ LOG_PROB_SPEC = OpSpec(
                                        for k, v in g.items()},
                  "hidden: expected float32, float16 or bfloat16 on CUDA", fake=False, devices=("cuda",)),
     ],
-    floor_bytes=lambda case: dict.fromkeys(("forward", "backward"), 2 * torch.Size(case.shape).numel()),
 )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from warpsmith.reference.dropout import dropout_mask
 from warpsmith.reference.norm import dropout_add_layer_norm as dropout_add_layer_norm_reference
 from warpsmith.reference.norm import dropout_add_rms_norm as dropout_add_rms_norm_reference
 from warpsmith.testing import Case, op_tests
+from warpsmith.testing.checks import kernels
+from warpsmith.testing.sim import is_loaded, machine
 
 from tests.ops import norm_cases as norm
 
@@ -63,6 +65,20 @@ def dropout_tests(op, add_op, reference, affine):
             _, s = call(torch.ones_like(x), torch.zeros_like(residual), p, seed=seed)
             expected = dropout_mask(seed, SHAPE, p) / (1 - p)
             torch.testing.assert_close(s, expected, rtol=1e-6, atol=0)
+
+        @pytest.mark.skipif(not is_loaded(), reason="no simulated kernels in this process (--sim)")
+        @pytest.mark.parametrize("columns", [33, 64, 1032, 4104, 16392])
+        def test_rows_beyond_2_31_elements_have_their_part_of_the_mask(self, columns, device):
+            before, seed = kernels.FAR // columns + 1, torch.tensor([2**40 + 5, 3])
+            mask = dropout_mask(seed, (3, columns), 0.25, before * columns)
+            x, *zeros = torch.ones(3, columns), torch.zeros(3, columns), torch.zeros(3, columns)
+            with machine(multiprocessors=kernels.ENOUGH_MULTIPROCESSORS, last_blocks=kernels.FAR_BLOCKS):
+                tensors = [kernels.far(t.bfloat16(), before).requires_grad_() for t in (x, zeros[0])]
+                outputs = call(*tensors, 0.25, seed=seed)
+                upstream = [kernels.far(t.bfloat16(), before) for t in (zeros[1], x)]
+                dx, dresidual = torch.autograd.grad(outputs, tensors, upstream)
+            assert torch.equal(outputs[1][before:] != 0, mask) and torch.equal(dx[before:] != 0, mask)
+            assert (dresidual[before:] == 1).all()
 
         def test_the_backward_makes_the_forwards_mask_and_stores_none(self, device):
             x, residual = tensors(device)

@@ -54,6 +54,8 @@ TestAddRmsNorm = op_tests(ADD_RMS_NORM)
 TestAddLayerNorm = op_tests(ADD_LAYER_NORM)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [8, 1032, 1033])
 @pytest.mark.parametrize("used", ["y", "residual_out"])
 @pytest.mark.parametrize(
     ("op", "reference", "weights"),
@@ -62,9 +64,11 @@ TestAddLayerNorm = op_tests(ADD_LAYER_NORM)
         (warpsmith.add_layer_norm, add_layer_norm_reference, 2),
     ],
 )
-def test_one_output_alone_has_gradients(op, reference, weights, used):
-    tensors = [torch.randn(3, 8), torch.randn(3, 8), *[torch.rand(8) + 0.5, torch.randn(8)][:weights]]
-    grad = torch.randn(3, 8)
+def test_one_output_alone_has_gradients(op, reference, weights, used, columns, device):
+    torch.manual_seed(0)
+    x, residual, grad = (torch.randn(3, columns, device=device) for _ in range(3))
+    affine = torch.rand(columns, device=device) + 0.5, torch.randn(columns, device=device)
+    tensors = [x, residual, *affine[:weights]]
 
     def gradients(op):
         leaves = [t.clone().requires_grad_() for t in tensors]

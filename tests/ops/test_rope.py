@@ -8,7 +8,7 @@ import warpsmith
 from warpsmith.reference.rope import angles_of, normalised, rotate
 from warpsmith.reference.rope import qk_norm_rope as norm_reference
 from warpsmith.reference.rope import rope as rope_reference
-from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
+from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests, sim
 from warpsmith.testing.sim import is_loaded
 
 from tests.ops.public_calls import but
@@ -48,7 +48,7 @@ def inputs(case, rng, weights=()):
         **({"eps": EPS} if weights else {}),
         "interleaved": interleaved,
         "cu_seqlens": None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int(),
-        "position_offset": torch.tensor(o["offsets"]) if "offsets" in o else o.get("offset", 0),
+        "position_offset": torch.tensor(o["offsets"], dtype=o.get("index")) if "offsets" in o else o.get("offset", 0),
     }
 
 
@@ -90,6 +90,54 @@ def moved(case, elements):
     return elements * case.dtype.itemsize * torch.Size((*case.shape[:-2], heads, case.shape[-1])).numel()
 
 
+def problem_of(case, inputs):
+    q, k = inputs["q"], inputs["k"]
+    heads = {"q_heads": q.shape[-2], "k_heads": k.shape[-2], "head_dim": q.shape[-1]}
+    pairs = 2 if "cos_batch" not in case.options else 1
+    found = {"tokens": q.shape[:-2].numel(), **heads, "rotary_dim": pairs * inputs["cos"].shape[-1]}
+    return {**found, "dtype": str(case.dtype).removeprefix("torch.")}
+
+
+def groups_of(problem, heads):
+    """Groups of so many heads of q, and of k."""
+    return -(-problem["q_heads"] // heads) - (-problem["k_heads"] // heads)
+
+
+def has_a_formula(case):
+    """Whether `norm_beside` is for a case: all heads are made of vectors, and some of each is rotated."""
+    options, dtype = case.options, str(case.dtype).removeprefix("torch.")
+    rotary_dim = options.get("rotary_dim", case.shape[-1] // 2 * 2)
+    if {"lengths", "offsets"} & {*options} or rotary_dim == 0 or case.dtype == FP64:
+        return False
+    problem = {"tokens": 1, "q_heads": 1, "head_dim": case.shape[-1], "rotary_dim": rotary_dim, "dtype": dtype}
+    return sim.plan("qk_norm_rope", **problem)["forward"]["kernel"] != "looped"
+
+
+def rope_beside(case, inputs):
+    """cos and sin of a token once for each of its groups of heads."""
+    problem = problem_of(case, inputs)
+    groups = groups_of(problem, sim.plan("rope", **problem)["heads_a_thread"])
+    angles = problem["tokens"] * groups * problem["rotary_dim"] * case.dtype.itemsize
+    return {"forward": (angles, 0), "backward": (angles, 0)}
+
+
+def norm_beside(case, inputs):
+    """Angles and weights once for each group of heads, the weights of the backward once a thread; partial sums, written
+    and read, and the weights' gradients."""
+    problem = problem_of(case, inputs)
+    if "interleaved" in case.options:
+        problem["interleaved"] = True
+    plan = sim.plan("qk_norm_rope", **problem)
+    forward, backward = plan["forward"], plan["backward"]
+    size, tokens, weight = case.dtype.itemsize, problem["tokens"], problem["head_dim"] * case.dtype.itemsize
+    angles = tokens * problem["rotary_dim"] * size
+    groups, back = (groups_of(problem, c["heads_a_thread"]) for c in (forward, backward))
+    partials = plan["partial_rows"] * 2 * problem["head_dim"] * 4
+    places = backward["blocks"] * backward["tokens_a_block"] * back * weight
+    read = groups * (tokens * weight + angles)
+    return {"forward": (read, 0), "backward": (places + back * angles + partials, partials + 2 * weight)}
+
+
 WEIGHTS = ("q_weight", "k_weight")
 WIDE = {"cos": FP32, "sin": FP32}
 WIDE_WEIGHTS = dict.fromkeys(WEIGHTS, FP32)
@@ -117,6 +165,17 @@ CASES = [
     Case((9, 2, 64), BF16, options={"offset": 5}),
     Case((3, 1, 8, 128), BF16, options={"offsets": (0, 5, 2), "k_heads": 1}),
     Case((2, 3, 4, 64), FP32, options={"offsets": 3}),
+    *(Case((2, 3, 4, dim), FP32, options={"offsets": (5, 2), "index": torch.int32}) for dim in (64, 20)),
+    *(
+        Case((11, 2, 64), BF16, options={"lengths": (0, 3, 0, 1, 7), "offsets": (9, 1, 9, 4, 0), "index": index})
+        for index in (torch.int32, torch.int64)
+    ),
+    # Several tokens for a block, and several turns of a small machine's blocks.
+    *(
+        Case((1, tokens, heads, dim), d, options={"k_heads": 2})
+        for tokens, heads, dim, d in ((250, 4, 16, BF16), (40, 5, 80, BF16), (150, 5, 20, FP32))
+    ),
+    *(Case((1, 2, heads, 64), BF16, options={"k_heads": k}) for heads in (1, 32, 70) for k in (1, 8)),
     Case((1, 4, 2, 64), BF16, dtypes=WIDE, options={"first": 1_000_000}),
     Case((2, 300, 8, 64), BF16, options={"k_heads": 2}),
     Case((2, 40, 9, 128), FP32, options={"k_heads": 3}),
@@ -225,6 +284,8 @@ TestRope = op_tests(
         opcheck={op.default: rope_arguments for op in (OPS.rope, OPS.rope_forward, OPS.rope_inplace)},
         bad_inputs=BAD_INPUTS,
         floor_bytes=lambda case: {"forward": moved(case, 2), "backward": moved(case, 2)},
+        bytes_beside=rope_beside,
+        bytes_cases=[c for c in CASES if not {"lengths", "offsets"} & {*c.options}],
         **BOTH,
     )
 )
@@ -249,6 +310,8 @@ TestQkNormRope = op_tests(
         },
         bad_inputs=[*BAD_INPUTS, *NORM_BAD_INPUTS],
         floor_bytes=lambda case: {"forward": moved(case, 2), "backward": moved(case, 3)},
+        bytes_beside=norm_beside,
+        bytes_cases=[*filter(has_a_formula, (*CASES, *NORM_CASES))],
         **BOTH,
     )
 )
@@ -333,6 +396,9 @@ def test_positions_that_the_host_does_not_know_become_nan(interleaved, device):
         assert bool(y[1, 3:, :, :32].isnan().all())
         assert not bool(y[0].isnan().any() or y[1, :3].isnan().any())
         assert bitwise_equal(y[..., 32:], x[..., 32:])
+    for far in ([2, -1], [2**63 - 1, -(2**63)]):
+        y = warpsmith.rope(q, None, cos, sin, interleaved=interleaved, position_offset=torch.tensor(far, device=device))
+        assert bool(y[0][1, 0, :, :32].isnan().all()) and bitwise_equal(y[0][..., 32:], q[..., 32:])
     packed = warpsmith.rope(q[0], None, cos, sin, cu_seqlens=torch.tensor([1, 4], dtype=torch.int32, device=device))[0]
     assert packed[..., :32].isnan().any(-1).any(-1).tolist() == [True, False, False, False, True, True]
 
@@ -375,3 +441,30 @@ def test_normalised_positions_unknown_to_the_host_become_nan(device):
     for y in warpsmith.qk_norm_rope(q, k, q_weight, k_weight, cos[:6], sin[:6], position_offset=offsets):
         assert bool(y[1, 3:].isnan().all())
         assert not bool(y[0].isnan().any() or y[1, :3].isnan().any())
+
+
+@pytest.mark.parametrize("device", KERNELS)
+def test_sequences_out_of_order_reach_nothing_else(device):
+    """They mean nothing, and give the same bits under each schedule."""
+    q, k, cos, sin = (t.to(device) for t in problem())
+    ends = torch.tensor([5, -3, 100, 4, 2**31 - 1, -(2**31)], dtype=torch.int32, device=device)
+    first, again = (warpsmith.rope(q[0], k[0], cos[:2], sin[:2], cu_seqlens=ends) for _ in range(2))
+    assert all(map(bitwise_equal, first, again))
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("rotary_dim", [64, 20])
+def test_some_gradients_have_the_bits_of_all(rotary_dim, device):
+    q, k, q_weight, k_weight, cos, sin = (t.to(device) for t in norm_problem(BF16, dim=64))
+    cos, sin = cos[:, : rotary_dim // 2], sin[:, : rotary_dim // 2]
+
+    def gradients(wanted):
+        leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((q, k, q_weight, k_weight))]
+        outputs = [y for y in warpsmith.qk_norm_rope(*leaves, cos, sin) if y.requires_grad]
+        found = torch.autograd.grad(outputs, [leaves[i] for i in wanted], outputs)
+        return dict(zip(wanted, found, strict=True))
+
+    expected = gradients(range(4))
+    for subset in range(1, 16):
+        found = gradients([i for i in range(4) if subset >> i & 1])
+        assert all(bitwise_equal(g, expected[i]) for i, g in found.items())

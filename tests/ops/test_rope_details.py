@@ -9,19 +9,25 @@ from collections import Counter
 import pytest
 import torch
 import warpsmith
-from warpsmith.testing import bitwise_equal
+from warpsmith.testing import bitwise_equal, sim
 
-from .test_rope import BF16, FP32, FP64, problem, table
+from .test_rope import BF16, FP32, FP64, KERNELS, problem, table
 
 
+@pytest.mark.parametrize("device", ["cpu", *KERNELS] if not sim.is_loaded() else KERNELS)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotary_dim", [16, 32])
-def test_in_place_writes_the_same_bits(interleaved, rotary_dim):
-    q, k, cos, sin = problem(BF16)
+@pytest.mark.parametrize("rotary_dim", [20, 32, 64])
+def test_in_place_writes_the_same_bits(interleaved, rotary_dim, device):
+    q, k, cos, sin = (t.to(device) for t in problem(BF16, dim=64))
     cos, sin = cos[:, : rotary_dim // 2], sin[:, : rotary_dim // 2]
     expected = warpsmith.rope(q, k, cos, sin, interleaved=interleaved)
     versions = q._version, k._version
-    written = warpsmith.rope(q, k, cos, sin, interleaved=interleaved, inplace=True)
+
+    def call():
+        return warpsmith.rope(q, k, cos, sin, interleaved=interleaved, inplace=True)
+
+    written, (_, moved) = sim.counted(call) if sim.is_loaded() else (call(), (0, 0))
+    assert not sim.is_loaded() or moved == (q.nbytes + k.nbytes) * rotary_dim // 64
     assert written[0] is q
     assert written[1] is k
     assert all(bitwise_equal(a, b) for a, b in zip(written, expected, strict=True))

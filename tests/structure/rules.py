@@ -20,7 +20,6 @@ OF_A_FAMILY = (
     "csrc/bindings/{0}*.cpp",
     "csrc/pymodule/{0}*.cpp",
     "csrc/include/warpsmith/{0}.h",
-    "tests/sim/sim_{0}.cpp",
     "tests/ops/test_{0}*.py",
     "benchmarks/bench_{0}.py",
     "docs/ops/{0}.md",

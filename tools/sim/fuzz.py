@@ -1,8 +1,8 @@
 """Random cases by hypothesis: draws for the RANDOM_TESTs of tests/sim/sim_<op>.cpp, made smaller when a case fails.
 
-    python tools/sim/fuzz.py --op norm --cases 2000
-    python tools/sim/fuzz.py --op norm --variant asan --seed 7      # other draws, with the address sanitizer
-    python tools/sim/fuzz.py --op norm --replay rms_norm_random_problems "0 0 1 13 1 0 0 0 1 1"
+    python tools/sim/fuzz.py --op attention --cases 2000
+    python tools/sim/fuzz.py --op attention --variant asan --seed 7      # other draws, with the address sanitizer
+    python tools/sim/fuzz.py --op row_absmax --replay any_size "0 2 33 33"
     python tools/sim/fuzz.py --budget 240                               # as CI does
 
 The program runs once and asks for every draw (shape, stride, dtype, offset) over a pipe; a crash is a failing case like

@@ -42,8 +42,8 @@ class Machine(NamedTuple):
 # same bodies, and other choices.
 MACHINES = {
     "sm90": Machine(90, 4, "sim-"),
-    "sm90_alone": Machine(90, 1, "sim- and (error_law or repeats)"),
-    "sm80": Machine(80, 2, "sim- and (error_law or layout)"),
+    "sm90_alone": Machine(90, 1, "sim- and (error_law or repeats or bytes)"),
+    "sm80": Machine(80, 2, "sim- and (error_law or layout or bytes)"),
 }
 # Every pair of accesses without a barrier between is a race, whatever the values.
 RACES = "sim- and (error_law or repeats)"

@@ -1,11 +1,11 @@
 """Runs kernels on the CPU: builds csrc/sim, an op's launchers and tests/sim/sim_<op>.cpp, and runs the tests.
 
-    python tools/sim/run.py --op norm                      # plain build, 8 schedule seeds
-    python tools/sim/run.py --op norm --variant tsan       # every pair of conflicting accesses without a barrier
-    python tools/sim/run.py --op norm --random 2000        # that many random cases for each RANDOM_TEST
+    python tools/sim/run.py --op optim                     # plain build, 8 schedule seeds
+    python tools/sim/run.py --op optim --variant tsan      # every pair of conflicting accesses without a barrier
+    python tools/sim/run.py --op optim --random 2000       # that many random cases for each RANDOM_TEST
     python tools/sim/run.py --variant asan --only backward     # all ops, tests whose name contains "backward"
-    python tools/sim/run.py --op norm --code 80            # as code of sm_80 on a device of sm_90
-    python tools/sim/run.py --op norm --only bytes --counters  # bytes, FLOPs, bank conflicts, predicted time
+    python tools/sim/run.py --op optim --code 80           # as code of sm_80 on a device of sm_90
+    python tools/sim/run.py --op optim --only bytes --counters  # bytes, FLOPs, bank conflicts, predicted time
 
 Variants: plain (fast), asan (address and undefined-behaviour sanitizers: out of bounds, misalignment, integer
 overflow), tsan (data races between CUDA threads), coverage (see tools/sim/device_coverage.py).
@@ -27,6 +27,7 @@ import sys
 import time
 
 import crash
+import library
 
 import build
 
@@ -40,7 +41,7 @@ FUZZ_SECONDS = 6.0  # a program
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", help="runs tests/sim/sim_<op>.cpp; default: all")
+    parser.add_argument("--op", help="runs tests/sim/sim_<op>.cpp, or where there is none sim_<op>_*.cpp; default: all")
     parser.add_argument("--variant", choices=[*build.VARIANTS], default="plain")
     parser.add_argument("--seeds", type=int, help="schedule seeds (plain: 8; tsan: 3, without seed 0; others: 2)")
     parser.add_argument("--random", type=int, default=20, help="random cases for each RANDOM_TEST (default 20)")
@@ -61,7 +62,8 @@ def main() -> int:
     default = {"plain": 8, "tsan": 3}.get(arguments.variant, 2)
     seeds = 1 if arguments.counters else arguments.seeds or default
     failed = 0
-    for test in build.tests_of(arguments.op):
+    tests = build.tests_of(arguments.op, none_is_fine=True)
+    for test in tests or build.tests_of(f"{arguments.op}_*", none_is_fine=arguments.op in library.FAMILIES):
         started = time.perf_counter()
         try:
             program = build.build(test, arguments.variant)

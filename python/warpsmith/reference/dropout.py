@@ -17,20 +17,21 @@ def philox(counter: list[Tensor], key: list[Tensor], rounds: int = 10) -> list[T
     return [c0, c1, c2, c3]
 
 
-def dropout_mask(seed: Tensor, shape: Sequence[int], p: float) -> Tensor:
+def dropout_mask(seed: Tensor, shape: Sequence[int], p: float, first: int = 0) -> Tensor:
     """Which elements of a tensor of ``shape`` are kept, by the dropout mask that all ops of the package share.
 
     ``seed``: int64, shape (2,), the words (seed, offset). Element ``e`` of the contiguous tensor takes lane ``e % 8``
     of the Philox4x32-10 call with counter ``(e / 8, offset)`` and key ``seed``; the lanes are the 16-bit halves of the
-    four words, low half first. It is kept where its lane is at least ``65536 p``, rounded (half up).
+    four words, low half first. It is kept where its lane is at least ``65536 p``, rounded (half up). ``first``: the
+    number of the first element, where ``shape`` is the end of a tensor.
     """
-    count = torch.Size(shape).numel()
-    call = torch.arange((count + 7) // 8, device=seed.device)
+    end = first + torch.Size(shape).numel()
+    call = torch.arange(first // 8, (end + 7) // 8, device=seed.device)
     key, offset = seed[0], seed[1]
     counter = [call & _WORD, call >> 32, (offset & _WORD).expand_as(call), ((offset >> 32) & _WORD).expand_as(call)]
     words = philox(counter, [key & _WORD, (key >> 32) & _WORD])
     lanes = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)
-    return (lanes.flatten()[:count] >= int(p * 65536 + 0.5)).view(shape)
+    return (lanes.flatten()[first % 8 :][: end - first] >= int(p * 65536 + 0.5)).view(shape)
 
 
 def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:

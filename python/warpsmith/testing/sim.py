@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 LIBRARY, CODE = "WARPSMITH_SIM_LIBRARY", "WARPSMITH_SIM_CODE"  # variables of the environment
 SIZE = "WARPSMITH_SIM_MULTIPROCESSORS"  # likewise
@@ -29,16 +30,20 @@ class Machine:
         approximation: 0: approximate instructions are exact to rounding. 1: their results are as large as their
             documented bound allows. 2: as small.
         last_blocks: only so many blocks at the end of a grid run; 0: all.
+        shared_bytes: most dynamic shared memory of a block. With little of it, short rows are too long for a chip.
     """
 
     seed: int = 0
     multiprocessors: int = field(default_factory=lambda: int(os.environ.get(SIZE, "4")))
     approximation: int = 0
     last_blocks: int = 0
+    shared_bytes: int = 227 * 1024
 
     def configure(self) -> None:
         code = int(os.environ.get(CODE, "90"))
-        _library().warpsmith_sim_configure(self.seed, self.multiprocessors, code, self.approximation, self.last_blocks)
+        _library().warpsmith_sim_configure(
+            self.seed, self.multiprocessors, code, self.approximation, self.last_blocks, self.shared_bytes
+        )
 
 
 def is_loaded() -> bool:
@@ -55,7 +60,7 @@ def torch_device(device: str) -> str:
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(os.environ[LIBRARY])
     library.warpsmith_sim_configure.argtypes = [
-        ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint
+        ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_int
     ]  # fmt: skip
     for counter in (library.warpsmith_sim_launches, library.warpsmith_sim_bytes, library.warpsmith_sim_bytes_written):
         counter.restype = ctypes.c_int64
@@ -70,6 +75,15 @@ def machine(**how: int) -> Iterator[None]:
         yield
     finally:
         Machine().configure()
+
+
+def plan(op: str, **problem: Any) -> dict[str, Any]:
+    """What ``warpsmith.plan`` says of a problem on this machine."""
+    import warpsmith
+
+    machine = {"multiprocessors": Machine().multiprocessors, "code_capability": int(os.environ.get(CODE, "90"))}
+    known = warpsmith.plan(op)["keys"]
+    return warpsmith.plan(op, **problem, **{key: value for key, value in machine.items() if key in known})
 
 
 def launches() -> int:
@@ -93,3 +107,11 @@ def bytes_moved() -> int:
 def bytes_written() -> int:
     """Those of them that kernels have written."""
     return int(_library().warpsmith_sim_bytes_written())
+
+
+def counted(call: Callable[[], Any]) -> tuple[Any, tuple[int, int]]:
+    """What a call returns, and the bytes of global memory that its kernels read and wrote."""
+    moved, written = bytes_moved(), bytes_written()
+    result = call()
+    written = bytes_written() - written
+    return result, (bytes_moved() - moved - written, written)

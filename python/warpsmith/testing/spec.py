@@ -119,7 +119,11 @@ class OpSpec:
             nothing is cast.
         bad_inputs: what must be refused.
         floor_bytes: ``floor_bytes(case)`` returns the least bytes moved, by direction: ``{"forward": n, "backward":
-            n}``.
+            n}``: of the inputs that ``laid_out`` names, their gradients, and outputs of as many dimensions.
+        bytes_beside: ``bytes_beside(case, inputs)`` returns what the simulated kernels read and write beside the floor:
+            ``{"forward": (read, written), "backward": ..., "inference": ...}``, the last where a forward without
+            gradients differs; its docstring has the reasons. A direction that is missing has nothing.
+        bytes_cases: of which the simulated kernels' bytes are counted; default: those of one dtype.
         devices: device types on which the op exists.
         float64_devices: devices on which it takes float64.
         repeated_cases: cases whose bits are compared over repeats, beside one of each dtype.
@@ -132,6 +136,7 @@ class OpSpec:
             kernels, where PyTorch's side is its CPU kernel.
         sim_far: whether the last rows of ``batched`` inputs belong to the last blocks of a grid, so that those beyond
             2^31 elements run there.
+        far_cases: of which rows run there beside those of the table's cases without options.
     """
 
     name: str
@@ -159,6 +164,8 @@ class OpSpec:
     autocast: Callable[[Inputs, torch.dtype], tuple[torch.dtype, ...]] | None = None
     bad_inputs: Sequence[BadInput] = ()
     floor_bytes: Callable[[Case], Mapping[str, int]] | None = None
+    bytes_beside: Callable[[Case, Inputs], Mapping[str, tuple[int, int]]] | None = None
+    bytes_cases: Sequence[Case] | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
     float64_devices: tuple[str, ...] = ("cpu",)
     repeated_cases: Sequence[Case] = ()
@@ -167,6 +174,7 @@ class OpSpec:
     sim_elements: int = 2**14
     sim_float32_steps: int = ROUNDING_STEPS_SIM_FLOAT32
     sim_far: bool = True
+    far_cases: Sequence[Case] = ()
 
     def __post_init__(self) -> None:
         if not self.cases:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from warpsmith.testing.checks import cuda, integration, numerics
+from warpsmith.testing.checks import cuda, integration, kernels, numerics
 from warpsmith.testing.checks.random_cases import check_random_cases
 from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.law import Error
@@ -53,11 +53,15 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
     for case in spec.repeated_cases:
         add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
     if device == "sim":
-        if spec.batched and spec.sim_far:
-            for case in numerics.far_cases(spec):
-                add(f"far_rows[{case}]", numerics.check_far_rows, spec, case)
-            add("rows_far_apart", numerics.check_rows_far_apart, spec)
-        add("kernels_ran", numerics.check_kernels_ran, spec)
+        for case in kernels.far_cases(spec) if spec.batched and spec.sim_far else ():
+            add(f"far_rows[{case}]", kernels.check_far_rows, spec, case)
+        if spec.batched:
+            add("rows_far_apart", kernels.check_rows_far_apart, spec)
+        add("kernels_ran", kernels.check_kernels_ran, spec)
+        for case in kernels.bytes_cases(spec) if spec.floor_bytes else ():
+            add(f"bytes_moved[{case}]", kernels.check_bytes_moved, spec, case)
+        if spec.opcheck and "sim" not in spec.float64_devices:
+            add("float64_refused", kernels.check_float64_refused, spec)
         if spec.differentiable:
             add("needs_input_grad", numerics.check_needs_input_grad, spec, device)
         return checks

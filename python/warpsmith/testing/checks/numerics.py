@@ -280,64 +280,6 @@ def check_batch(spec: OpSpec, case: Case, elements: int, device: str = "cpu") ->
         )
 
 
-FAR = 2**31  # elements, beyond which offsets need 64 bits
-FAR_ROWS, FAR_COLUMNS, FAR_BLOCKS = 3, 64, 16
-ENOUGH_MULTIPROCESSORS = 2**24  # for kernels whose blocks take rows in turn: each row has a block of its own
-
-
-def far_cases(spec: OpSpec) -> list[Case]:
-    """A few rows of each length and dtype of the table; of short rows there would be more than blocks."""
-    usual = [c for c in spec.cases_on("sim") if c.layout == "contiguous" and not c.options]
-    few = [c.but(shape=(FAR_ROWS, *c.shape[1:])) for c in usual]
-    return list({str(c): c for c in few if torch.Size(c.shape[1:]).numel() >= FAR_COLUMNS}.values())
-
-
-def check_far_rows(spec: OpSpec, case: Case) -> None:
-    """The last rows of tensors of more than 2^31 elements obey the law, on the sim: only the last blocks of each grid
-    run, and memory that nothing touches does not exist."""
-    inputs = make_inputs(spec, case, "sim")
-    wanted = [n for n in wanted_inputs(spec, inputs) if n in spec.batched]
-    plain = run(spec.baseline or spec.reference, spec, case, inputs, wanted=wanted)
-    grads = upstream(spec, case, plain.outputs)
-    exact = exact_result(spec, case, inputs, plain, grads)
-    before = FAR // inputs[spec.batched[0]][0].numel() + 1
-
-    def far(t: Tensor) -> Tensor:
-        whole = t.new_empty((before + t.shape[0], *t.shape[1:]))
-        whole[before:] = t
-        return whole
-
-    with sim.machine(multiprocessors=ENOUGH_MULTIPROCESSORS, last_blocks=FAR_BLOCKS):
-        far_inputs = {k: far(v) if k in spec.batched else v for k, v in inputs.items()}
-        ours = run(spec.op, spec, case, far_inputs, {k: far(g) for k, g in grads.items()}, wanted)
-    errors = [measure(name, t[before:], exact[name], plain.all()[name]) for name, t in ours.all().items()]
-    wrong = [str(e) for e in errors if not e.ok]
-    assert not wrong, f"{spec.name} {case}, {before} rows further: " + "; ".join(wrong)
-
-
-def check_rows_far_apart(spec: OpSpec) -> None:
-    """Rows of the inputs and upstream gradients that lie 2^30 elements apart obey the law, on the sim."""
-    base = spec.base_case()
-    case = base.but(shape=(1,) * (len(base.shape) - 3) + (2, 2)[: len(base.shape) - 1] + base.shape[-1:])
-    inputs = make_inputs(spec, case, "sim")
-    plain = run(spec.baseline or spec.reference, spec, case, inputs)
-    grads = upstream(spec, case, plain.outputs)
-    exact = exact_result(spec, case, inputs, plain, grads)
-
-    def apart(t: Tensor) -> Tensor:
-        strides = [2**30] if t.dim() > 1 else []
-        for size in reversed(t.shape[1:-1]):
-            strides.insert(0, strides[0] * size)
-        whole = t.new_empty(sum((n - 1) * s for n, s in zip(t.shape, strides, strict=False)) + t.shape[-1])
-        return whole.as_strided(t.shape, (*strides, 1)).copy_(t)
-
-    far_inputs = {k: apart(v) if k in spec.batched else v for k, v in inputs.items()}
-    ours = run(spec.op, spec, case, far_inputs, {k: apart(g) for k, g in grads.items()})
-    errors = [measure(name, t, exact[name], plain.all()[name]) for name, t in ours.all().items()]
-    wrong = [str(e) for e in errors if not e.ok]
-    assert not wrong, f"{spec.name} {case}, rows apart: " + "; ".join(wrong)
-
-
 def check_no_uninitialised_memory(spec: OpSpec, case: Case, device: str = "cpu") -> None:
     """With every new tensor filled with NaN (torch's deterministic mode does that), outputs and gradients keep their
     bits."""
@@ -350,19 +292,6 @@ def check_no_uninitialised_memory(spec: OpSpec, case: Case, device: str = "cpu")
     finally:
         torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
     assert_same_bits(f"{spec.name} {case} with new memory filled", expected, filled)
-
-
-def check_kernels_ran(spec: OpSpec) -> None:
-    """The simulated kernels ran, forward and backward: the checks beside this one were of them."""
-    before = sim.launches()
-    inputs = make_inputs(spec, spec.base_case(), "sim")
-    spec.op(**as_leaves(inputs, ()))
-    forward = sim.launches()
-    assert forward > before, f"{spec.name}: the forward launched no kernel"
-    if spec.differentiable:
-        run(spec.op, spec, spec.base_case(), inputs)
-        again = sim.launches()
-        assert again - forward > forward - before, f"{spec.name}: the backward launched no kernel"
 
 
 def check_needs_input_grad(spec: OpSpec, device: str = "cpu") -> None:

@@ -1,4 +1,4 @@
-#pragma once
+// Choosers of the norm family: every choice on an H200, and that every compiled kernel is one.
 #include <set>
 #include <string>
 
@@ -7,7 +7,6 @@
 #include "kernels/norm/forward_config.h"
 #include "kernels/norm/norm.h"
 
-// Tests of the norm family's choosers. For sim_norm.cpp alone.
 namespace warpsmith::test {
 namespace {
 
@@ -75,41 +74,6 @@ TEST(the_chooser) {
     const std::string forward = choice(choose_norm_forward(p)), backward = choice(choose_norm_backward(p));
     expect(forward == expected.forward, "forward of " + std::to_string(expected.columns) + ": " + forward);
     expect(backward == expected.backward, "backward of " + std::to_string(expected.columns) + ": " + backward);
-  }
-}
-
-TEST(the_chooser_of_rows_in_shared_memory) {
-  const auto is = [](NormKernel kernel, int64_t rows, int64_t columns, const auto& change) {
-    NormProblem p = planned(rows, columns);
-    change(p);
-    expect(choose_norm_forward(p).kernel == kernel, choice(choose_norm_forward(p)));
-  };
-  const auto as_it_is = [](NormProblem&) {};
-  is(NormKernel::shared, 4096, 8192, [](NormProblem& p) { p.layer = true; });
-  for (const int64_t rows : {1, 4 * 132, 8 * 132 + 1}) is(NormKernel::shared, rows, 12288, as_it_is);
-  for (const int64_t rows : {4 * 132 + 1, 8 * 132}) is(NormKernel::resident, rows, 12288, as_it_is);
-  is(NormKernel::shared, 1024, 12288, [](NormProblem& p) { p.max_shared_bytes = 163 * 1024; });
-  is(NormKernel::registers, 4 * 132, 8192, as_it_is);
-  is(NormKernel::registers, 4096, 8192, [](NormProblem& p) { p.residual_bytes = 2; });
-  is(NormKernel::registers, 1024, 12288, [](NormProblem& p) { p.affine_as_x = false; });
-  is(NormKernel::registers, 1024, 6144, [](NormProblem& p) { p.element_bytes = 4; });
-  is(NormKernel::registers, 1024, 12288, [](NormProblem& p) { p.code_capability = 80; });
-  is(NormKernel::registers, 1024, 12288, [](NormProblem& p) { p.max_shared_bytes = 99 * 1024; });
-}
-
-TEST(the_chooser_of_rows_of_a_warp) {
-  for (const int64_t columns : {64, 128, 256, 512, 768, 1024}) {
-    for (const int64_t rows : {1, 5, 1000, 1 << 20})
-      expect(choose_norm_forward(planned(rows, columns)).kernel == NormKernel::warp, "any number of rows");
-    const auto is_not = [&](const auto& change) {
-      NormProblem p = planned(4096, columns);
-      change(p);
-      expect(choose_norm_forward(p).kernel == NormKernel::registers, choice(choose_norm_forward(p)));
-    };
-    is_not([](NormProblem& p) { p.residual_bytes = 2; });
-    is_not([](NormProblem& p) { p.affine_as_x = false; });
-    is_not([](NormProblem& p) { p.element_bytes = 4; });
-    is_not([](NormProblem& p) { p.columns += 8; });
   }
 }
 
