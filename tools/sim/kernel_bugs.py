@@ -90,9 +90,11 @@ def _switched(bugs: Iterable[Bug]) -> dict[Path, str]:
     found = {}
     for file, of_file in edits.items():
         text = file.read_text()
+        first = "#pragma once\n" if "#pragma once\n" in text else '#include "'
         for at, old, both in sorted(of_file, reverse=True):  # the last first, so that the places of others stay
             text = text[:at] + both + text[at + len(old) :]
-        found[file] = text.replace("#pragma once\n", f"#pragma once\n{DECLARATION}", 1)
+        declared = f"{first}{DECLARATION}" if first.endswith("\n") else f"{DECLARATION}{first}"
+        found[file] = text.replace(first, declared, 1)
     return found
 
 
@@ -271,9 +273,29 @@ ATTENTION: tuple[tuple[str, str, tuple[tuple[str, str], ...], str, str], ...] = 
     ("dq_buffer_reused_early", "kernels/attention/hopper/backward_sm90_pipeline.cuh",
      (("device::bulk_commit();\n      @device::bulk_wait_read<0>();", ""),), EDGES, "grad_q: error"),
 )  # fmt: skip
+# One tensor of several laid out by itself; gradients of some inputs alone.
+BINDINGS = (
+    ("sin_taken_to_lie_as_cos", "rope.cpp", "as_they_lie && @in.cos.stride(i) == in.sin.stride(i)", "true",
+     "test_rope.py -k 'sim- and layout and TestRope and sin_'", "q_out: error"),
+    ("rows_of_dresidual_out_as_those_of_dy", "norm.cpp", "p.dresidual_out_stride = dresidual_out->stride;",
+     "p.dresidual_out_stride = dy.stride;", "test_norm_residual.py -k 'sim- and layout and grad_residual_out'",
+     "grad_x: error"),
+    ("dresidual_alone_gets_nothing", "norm.cpp", "in.want_dx || (one_for_both && @in.want_dresidual", "false",
+     "test_norm_residual.py -k 'sim- and random_cases'", "holds"),
+    ("dbias_alone_behind_its_memory", "norm.cpp", "base + @(sums - 1)", "1",
+     "test_norm.py -k 'sim- and (needs_input_grad or random_cases) and LayerNorm'", "Fatal Python error"),
+    ("strided_gradient_of_lse_read_in_a_row", "attention.cpp", "if (dlse) dlse = as_contiguous(*dlse, op);", ";",
+     "test_attention.py -k 'sim- and layout and grad_lse'", "error"),
+    ("strided_gradient_of_losses_read_in_a_row", "cross_entropy.cpp", "dloss = @as_contiguous(dloss_any)", "dloss_any",
+     "test_cross_entropy.py -k 'sim- and random_cases'", "grad_logits: error"),
+)  # fmt: skip
 BUGS += tuple(
     Bug(name, "attention", file, changes, test, noticed_as, library.PLAIN, switch=number)
     for number, (name, file, changes, test, noticed_as) in enumerate(ATTENTION, 1)
+)
+BUGS += tuple(
+    Bug(name, "bindings", f"bindings/{file}", ((old, new),), f"tests/ops/{test}", noticed_as, library.PLAIN, switch=n)
+    for n, (name, file, old, new, test, noticed_as) in enumerate(BINDINGS, 1)
 )
 
 
