@@ -90,6 +90,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_cuda)
+        if item.name.endswith("-random_cases]"):  # likewise
+            item.add_marker(pytest.mark.full)
         if "more_elements_than_int32" in item.name:  # of every op's law; up to 30 GB
             item.add_marker(pytest.mark.alone)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):

@@ -101,6 +101,9 @@ def spec_of(row):
         elements = torch.Size(case.shape).numel() // (2 if case.options.get("packed") else 1)
         return {"forward": 3 * elements * case.dtype.itemsize, "backward": 5 * elements * case.dtype.itemsize}
 
+    def whole_pairs(draw, st, case):
+        return case.but(shape=(*case.shape[:-1], -(-case.shape[-1] // 2) * 2)) if case.options.get("packed") else case
+
     return OpSpec(
         name=name,
         op=op,
@@ -119,6 +122,7 @@ def spec_of(row):
         opcheck={raw[""]: forward, raw["_forward"]: forward, raw["_backward"]: backward},
         bad_inputs=BAD_INPUTS + BAD_APPROXIMATION * (argument is not None),
         floor_bytes=floor_bytes,
+        redraw=whole_pairs,
     )
 
 

@@ -94,6 +94,20 @@ CASES = [
     Case((2, 5, 0, 8), FP32),
 ]  # fmt: skip
 
+
+def other_options(draw, st, case):
+    batch, tokens, heads, dim = case.shape
+    options = {**case.options, "causal": draw(st.booleans())}
+    options["seqlen_k"] = draw(st.one_of(st.just(tokens), st.integers(1, 200)))
+    options["window_size"] = draw(st.one_of(st.just((-1, -1)), st.tuples(*[st.integers(-1, 90)] * 2)))
+    if "k_heads" in options:
+        heads = options["k_heads"] * draw(st.integers(1, 3))
+    if "dim_v" in options:
+        options["dim_v"] = 8 * draw(st.integers(1, 32))
+    batch = 1 if options.get("layout") == "thd" else min(batch, 3)
+    return case.but(shape=(batch, tokens, min(heads, 6), 8 * min(32, -(-dim // 8))), options=options)
+
+
 SPEC = OpSpec(
     name="attention",
     op=with_mask(warpsmith.attention),
@@ -111,6 +125,8 @@ SPEC = OpSpec(
     edge_steps=2,
     batched=("q", "k", "v"),
     sim_float32_steps=SIM_STEPS,
+    redraw=other_options,
+    random_cases=1000,
     sim_far=False,
     gradcheck_cases=[
         Case((1, 3, 2, 8), FP64, options={"seqlen_k": 4, "k_heads": 1, "bias": "0111", "sink": 0.0, **CAUSAL}),

@@ -75,6 +75,22 @@ CASES = [
     Case((600, 2, 32), FP32, options={"lengths": (1, 400, 199), **CAUSAL}),
 ]  # fmt: skip
 
+
+def other_lengths(draw, st, case):
+    _, heads, dim = case.shape
+    options = {**case.options, "causal": draw(st.booleans())}
+    lengths = draw(st.lists(st.integers(0, 90), min_size=1, max_size=5))
+    options["lengths"] = lengths = tuple(lengths) if sum(lengths) else (*lengths, 1)
+    if "lengths_k" in options:
+        options["lengths_k"] = tuple(draw(st.integers(0, 90)) for _ in lengths[1:]) + (draw(st.integers(1, 90)),)
+    if "k_heads" in options:
+        heads = options["k_heads"] * draw(st.integers(1, 3))
+    if "dim_v" in options:
+        options["dim_v"] = 8 * draw(st.integers(1, 32))
+    tokens = sum(lengths) + options.get("rest", 0)
+    return case.but(shape=(tokens, min(heads, 6), 8 * min(32, -(-dim // 8))), options=options)
+
+
 SPEC = OpSpec(
     name="attention_varlen",
     op=with_mask(warpsmith.attention_varlen),
@@ -89,6 +105,8 @@ SPEC = OpSpec(
     one_element=False,
     edge_steps=2,  # as for attention
     sim_float32_steps=SIM_STEPS,
+    redraw=other_lengths,
+    random_cases=1000,
     gradcheck_cases=[
         Case((4, 2, 8), FP64, options={"lengths": (1, 3), "k_heads": 1, "bias": "0111", "sink": 0.0, **CAUSAL}),
     ],

@@ -203,6 +203,12 @@ CROSS_ENTROPY_BAD = [
              fake=False),
 ]  # fmt: skip
 
+
+def other_classes(draw, st, case):
+    classes = draw(st.integers(4, 2 * case.options.get("classes", 37) + 2))
+    return case.but(options={**case.options, "classes": classes})
+
+
 SPEC = OpSpec(
     name="linear_cross_entropy",
     op=warpsmith.linear_cross_entropy,
@@ -213,6 +219,8 @@ SPEC = OpSpec(
     outputs=("loss",),
     laid_out=("hidden", "weight"),
     expanded=EXPANDED,
+    redraw=other_classes,
+    random_cases=700,
     gradcheck_cases=[
         Case((5, 4), FP64, options={"classes": 5}),
         Case((5, 3), FP64, options={"classes": 7, "max_chunk_bytes": 128, **EVERYTHING}),
@@ -242,6 +250,8 @@ ROWS_SPEC = OpSpec(
     outputs=("loss",),
     laid_out=("hidden", "weight"),
     expanded=EXPANDED,
+    redraw=other_classes,
+    random_cases=700,
     gradcheck_cases=[
         Case((5, 4), FP64, options={"classes": 5}),
         Case((5, 3), FP64, options={"classes": 7, "max_chunk_bytes": 128, **EVERYTHING}),
@@ -265,6 +275,8 @@ LOG_PROB_SPEC = OpSpec(
     outputs=("log_prob", "logsumexp", "entropy"),
     laid_out=("hidden", "weight"),
     expanded=EXPANDED,
+    redraw=other_classes,
+    random_cases=700,
     gradcheck_cases=[
         Case((3, 4), FP64, options={"classes": 5}),
         Case((4, 3), FP64, options={"classes": 7, "temperature": 0.6, "max_chunk_bytes": 128}),

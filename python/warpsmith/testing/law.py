@@ -41,6 +41,7 @@ class Error:
         floor: the ulp of the largest value (float64: 64 times that, and of a value of at least 1).
         reason: why ``error`` is infinite.
         steps: rounding steps that the bound allows beside PyTorch's error.
+        limit: how many times PyTorch's error it allows.
     """
 
     name: str
@@ -49,11 +50,12 @@ class Error:
     floor: float
     reason: str = ""
     steps: int = ROUNDING_STEPS
+    limit: float = LIMIT
 
     @property
     def bound(self) -> float:
         """The largest error that the law allows."""
-        return LIMIT * self.baseline + self.steps * self.floor / 2
+        return self.limit * self.baseline + self.steps * self.floor / 2
 
     @property
     def ratio(self) -> float:

@@ -62,22 +62,24 @@ def run(
     grads: dict[str, Tensor] | None = None,
     wanted: Sequence[str] | None = None,
 ) -> Result:
-    """Calls ``fn(**inputs)`` and takes the gradients of the ``wanted`` inputs (all differentiable ones by default).
+    """Calls ``fn(**inputs)`` and takes the gradients of the ``wanted`` inputs (by default those of the case).
 
     ``grads``: the upstream gradients; drawn by :func:`upstream` if not given.
     """
-    wanted = wanted_inputs(spec, inputs) if wanted is None else wanted
+    wanted = case.wanted or wanted_inputs(spec, inputs) if wanted is None else wanted
     leaves = as_leaves(inputs, wanted)
     outputs = flatten(fn(**leaves), spec.outputs)
     result: dict[str, Tensor] = {}
     if wanted:
         grads = upstream(spec, case, outputs) if grads is None else grads
-        with_graph = {name: y for name, y in outputs.items() if y.requires_grad}
-        if not with_graph:
+        with_graph = {name: y for name, y in outputs.items() if y.requires_grad and name not in case.unused}
+        if not with_graph and not case.unused:
             raise AssertionError(f"{spec.name}: no output has a gradient though {', '.join(wanted)} require one")
-        found = torch.autograd.grad(
-            list(with_graph.values()), [leaves[n] for n in wanted], [grads[n] for n in with_graph], allow_unused=True
-        )
+        # PyTorch has no gradient of what an unused output alone depends on, where an op may have zeros.
+        unused = {"allow_unused": True, "materialize_grads": bool(case.unused)}
+        arguments = [*with_graph.values()], [leaves[n] for n in wanted], [grads[n] for n in with_graph]
+        nothing = [torch.zeros_like(leaves[n]) for n in wanted]
+        found = torch.autograd.grad(*arguments, **unused) if with_graph else nothing
         result = {f"grad_{n}": g for n, g in zip(wanted, found, strict=True) if g is not None}
     return Result({n: y.detach() for n, y in outputs.items()}, result)
 

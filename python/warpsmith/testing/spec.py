@@ -26,6 +26,8 @@ class Case:
         layouts: layouts of single inputs, by name, and of single upstream gradients (``grad_<output>``).
         dtypes: dtypes of single inputs, by name, e.g. ``{"weight": torch.float32}``.
         options: anything else that the spec's ``inputs`` reads.
+        wanted: the inputs whose gradients are asked for; default: those of all that are differentiable.
+        unused: outputs that no gradient comes from.
 
     Example:
         >>> import torch
@@ -39,6 +41,8 @@ class Case:
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
+    wanted: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = ["x".join(map(str, self.shape)) or "scalar", str(self.dtype).removeprefix("torch.")]
@@ -46,6 +50,7 @@ class Case:
         parts += [f"{name}_{str(dtype).removeprefix('torch.')}" for name, dtype in self.dtypes.items()]
         parts += [f"{name}_{value}" for name, value in self.options.items()]
         parts += [f"{name}_{layout}" for name, layout in self.layouts.items()]
+        parts += [f"wanted_{name}" for name in self.wanted] + [f"unused_{name}" for name in self.unused]
         return "-".join(parts)
 
     def but(self, **changes: Any) -> Case:
@@ -122,6 +127,9 @@ class OpSpec:
         devices: device types on which the op exists.
         float64_devices: devices on which it takes float64.
         repeated_cases: cases whose bits are compared over repeats, beside one of each dtype.
+        random_cases: how many are drawn; on the simulated kernels a quarter of that.
+        redraw: ``redraw(draw, st, case)`` draws the options of a random case anew, and mends sizes that do not go with
+            them; ``st`` is ``hypothesis.strategies``. Default: any sizes go with any options.
         sim_elements: the largest case, in elements of ``shape``, that runs on the simulated kernels, a million times
             slower than a GPU.
         sim_float32_steps: rounding steps that the law allows beside PyTorch's error in float32 on the simulated
@@ -161,6 +169,8 @@ class OpSpec:
     devices: tuple[str, ...] = ("cpu", "cuda")
     float64_devices: tuple[str, ...] = ("cpu",)
     repeated_cases: Sequence[Case] = ()
+    random_cases: int = 400
+    redraw: Callable[[Callable[..., Any], Any, Case], Case] | None = None
     sim_elements: int = 2**14
     sim_float32_steps: int = ROUNDING_STEPS_SIM_FLOAT32
     sim_far: bool = True

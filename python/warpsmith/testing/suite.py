@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from warpsmith.testing.checks import cuda, integration, kernels, numerics
+from warpsmith.testing.checks.random_cases import check_random_cases
 from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.law import Error
 from warpsmith.testing.sim import is_loaded
 from warpsmith.testing.spec import Case, OpSpec
 
+RANDOM = "random_cases"
 Check = tuple[str, Callable[[], Any]]
 
 
@@ -46,6 +49,7 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
     for case in _one_per_dtype(spec, device):
         add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
         add(f"no_uninitialised_memory[{case}]", numerics.check_no_uninitialised_memory, spec, case, device)
+    add(RANDOM, check_random_cases, spec, spec.random_cases // (4 if device == "sim" else 1), device)
     for case in spec.repeated_cases:
         add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
     if device == "sim":
@@ -58,8 +62,6 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
             add(f"bytes_moved[{case}]", kernels.check_bytes_moved, spec, case)
         if spec.opcheck and "sim" not in spec.float64_devices:
             add("float64_refused", kernels.check_float64_refused, spec)
-        for number, case in enumerate(kernels.random_cases(spec)):
-            add(f"random_case[{number}-{case}]", kernels.check_random_case, spec, case)
         if spec.differentiable:
             add("needs_input_grad", numerics.check_needs_input_grad, spec, device)
         return checks
@@ -128,6 +130,8 @@ def _size(case: Any) -> int:
 def check_op(spec: OpSpec, device: str = "cpu") -> dict[str, str]:
     """Runs all checks of an op on a device and returns those that failed: ``{check: message}``, empty if all hold.
 
+    Random cases are drawn where hypothesis is installed.
+
     Example:
         >>> import torch
         >>> from warpsmith.testing import Case, OpSpec, check_op
@@ -140,6 +144,8 @@ def check_op(spec: OpSpec, device: str = "cpu") -> dict[str, str]:
     """
     failed = {}
     for name, check in checks_of(spec, device):
+        if name == RANDOM and not find_spec("hypothesis"):
+            continue
         try:
             check()
         except Exception as error:
@@ -159,9 +165,9 @@ def op_tests(spec: OpSpec) -> type:
     for device in ("sim",) if is_loaded() else spec.devices:
         absent = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
         marks = [pytest.mark.gpu, absent] if device == "cuda" else []
-        parameters += [
-            pytest.param(check, id=f"{device}-{name}", marks=marks) for name, check in checks_of(spec, device)
-        ]
+        for name, check in checks_of(spec, device):
+            drawing = [pytest.mark.skipif(not find_spec("hypothesis"), reason="no hypothesis")] * (name == RANDOM)
+            parameters.append(pytest.param(check, id=f"{device}-{name}", marks=[*marks, *drawing]))
 
     class Tests:
         spec: OpSpec

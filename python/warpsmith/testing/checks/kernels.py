@@ -1,21 +1,17 @@
-"""What only the simulated kernels can tell: bytes moved, rows beyond 2^31 elements, random problems, what launchers
-refuse."""
+"""What only the simulated kernels can tell: bytes moved, rows beyond 2^31 elements, what launchers refuse."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from warpsmith.testing import sim
-from warpsmith.testing.checks.numerics import check_error_law
 from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.law import measure
 from warpsmith.testing.run import as_leaves, exact_result, flatten, run, upstream, wanted_inputs
 from warpsmith.testing.spec import Case, Inputs, OpSpec
-from warpsmith.testing.tensors import LAYOUTS
 
 FAR = 2**31  # elements, beyond which offsets need 64 bits
 FAR_ROWS, FAR_COLUMNS, FAR_BLOCKS = 3, 64, 16
@@ -162,31 +158,3 @@ def check_float64_refused(spec: OpSpec) -> None:
         else:
             raise AssertionError(f"{op} took float64")
         assert sim.launches() == before, f"{op} launched kernels before it refused float64"
-
-
-RANDOM_PROBLEMS = 25
-FEW_ELEMENTS = 2**12
-
-
-def random_cases(spec: OpSpec) -> list[Case]:
-    """Small cases of the table, with each tensor in a layout of its own; without options in another shape, too."""
-    draw = random.Random(spec.name)
-    small = [c for c in spec.cases_on("sim") if 0 < torch.Size(c.shape).numel() <= FEW_ELEMENTS]
-    inputs = make_inputs(spec, spec.base_case())
-    names = [n for n, t in inputs.items() if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
-    names += [f"grad_{name}" for name in spec.outputs]
-    layouts = [layout for layout in spec.layouts or LAYOUTS if layout != "expanded"]
-    found = []
-    for case in draw.choices(small, k=RANDOM_PROBLEMS) if small else ():
-        if spec.batched and not case.options and len(case.shape) == 2:
-            columns = draw.choice((draw.randint(1, 300), 8 * draw.randint(1, 40)))
-            case = case.but(shape=(draw.randint(1, 40), columns))
-        found.append(case.but(layouts={name: draw.choice(layouts) for name in names}))
-    return found
-
-
-def check_random_case(spec: OpSpec, case: Case) -> None:
-    """The law holds under another schedule, on another number of multiprocessors."""
-    draw = random.Random(str(case))
-    with sim.machine(seed=draw.randrange(1000), multiprocessors=draw.randint(1, 5)):
-        check_error_law(spec, case, "sim")

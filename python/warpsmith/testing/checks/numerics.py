@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from warpsmith.testing import sim
 from warpsmith.testing.cpu_timer import cpu_threads
 from warpsmith.testing.inputs import make_inputs
-from warpsmith.testing.law import MEDIAN_LIMIT, Error, measure
+from warpsmith.testing.law import LIMIT, MEDIAN_LIMIT, Error, measure
 from warpsmith.testing.run import (
     Unchanged,
     as_leaves,
@@ -31,11 +32,13 @@ from warpsmith.testing.tensors import LAYOUTS, differing, edge_values, repeat_ba
 RTOL, ATOL = 1e-5, 1e-7
 
 
-def check_error_law(spec: OpSpec, case: Case, device: str = "cpu") -> list[Error]:
-    """Every output and gradient of a case obeys the law, and the inputs are left as they were."""
+def check_error_law(spec: OpSpec, case: Case, device: str = "cpu", limit: float = LIMIT, steps: int = 0) -> list[Error]:
+    """Every output and gradient of a case obeys the law, and the inputs are left as they were. ``steps``: rounding
+    steps that it allows, where they are more."""
     inputs = make_inputs(spec, case, device)
     with Unchanged(f"{spec.name} {case}", inputs):
-        errors = measure_case(spec, case, inputs)
+        measured = measure_case(spec, case, inputs)
+    errors = [replace(e, limit=limit, steps=max(e.steps, steps)) for e in measured]
     wrong = [str(e) for e in errors if not e.ok]
     assert not wrong, f"{spec.name} {case} on {device}: " + "; ".join(wrong)
     return errors
