@@ -13,9 +13,11 @@ ARGS ?=
 PYTHON ?= python3
 PROCESSES ?= 2
 
-# Objects that a clone on this machine has compiled come from a cache (docs/testing.md), unless there is a launcher.
-export CMAKE_CXX_COMPILER_LAUNCHER ?= $(CURDIR)/tools/sim/launcher.py
-export CMAKE_CUDA_COMPILER_LAUNCHER ?= $(CURDIR)/tools/sim/launcher.py
+# Where ccache is installed, it compiles.
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+export CMAKE_CUDA_COMPILER_LAUNCHER ?= ccache
+endif
 
 ENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),.venv)# a relative one: make takes no spaces in the names of its targets
 PY := $(ENV)/bin/python

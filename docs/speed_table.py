@@ -27,6 +27,11 @@ UNITS = (
     "*torch / ours*, *best rival / ours*: their time over Warpsmith's; above 1, Warpsmith is faster."
 )
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+NAMES = (  # of the README's table and list
+    "*1.0e9 in 292*: 1.0e9 elements in 292 tensors. *master*, *remainder*: bf16 parameters that the optimizer keeps "
+    "with [float32 precision](docs/optimizers.md#precision); the rival keeps everything in bf16. `llama`: "
+    "transformers' model of 1.2B parameters after `patch`; liger is the same model patched by Liger."
+)
 Cell = dict[str, Row]
 
 
@@ -175,7 +180,7 @@ def where(found: list[Recording], short: bool = False) -> str:
     dates = sorted(run.facts["date"][:10] for run in found)
     text = f"{'; '.join(machines)}. Each op has the figures of its newest run of `python -m benchmarks`"
     if short:
-        return f"{text} ({len(found)} runs from {dates[0]} to {dates[-1]}: [list](docs/benchmarks.md)). "
+        return f"{text} ({len(found)} runs from {dates[0]} to {dates[-1]}: [list](benchmarks/recordings.csv)). "
     lines = []
     for run in found:
         ops = ", ".join(f"`{op}`" for op in dict.fromkeys(row["op"].split(" ")[0] for row in run.rows))
@@ -282,7 +287,9 @@ def summary(runs: list[Recording]) -> str:
     gpu = cells(all_rows(runs))
     return (
         f"{where(runs, short=True)}{rivals(runs)} {UNITS}\n\n{by_op(gpu, README_OPS)}\n"
-        f"{behind(gpu)} [All ops, sizes and rivals](docs/benchmarks.md).\n"
+        f"{behind(gpu)}\n\n{NAMES} "
+        "All ops, sizes and rivals: [results.csv](benchmarks/results.csv), which `make docs` turns into "
+        "[tables](docs/benchmarks.md).\n"
     )
 
 

@@ -56,7 +56,7 @@ def test_scales_steps_and_skips_as_torchs(name, unscale):
 
 @pytest.mark.parametrize("k", range(0, 50, 5))
 def test_an_overflow_in_each_step_of_fifty(k):
-    """Of the five steps from k on, one at a time: nothing but that step is missing."""
+    """Five runs, each with one overflow, in step k to k + 4. Only that step is skipped."""
     for bad in range(k, k + 5):
         models, optimizers = pair("AdamW")
         scales = train(models[0], optimizers[0], ours(**GROWTH), 50, {bad})
@@ -245,7 +245,7 @@ def test_a_scaler_that_is_not_enabled_does_nothing():
 
 
 def test_saving_between_backward_and_step():
-    """The state is that of before; an object with a step under way is not pickled; afterwards a copy goes on alike."""
+    """Until the step ends, the state is the old one, and pickling is refused. After it, a copy goes on alike."""
     model = make_model()
     optimizer, scaler = warpsmith.optim.AdamW(model.parameters(), lr=1e-2), ours(**GROWTH, hysteresis=2)
     train(model, optimizer, scaler, 4, {1, 2})

@@ -94,7 +94,7 @@ def test_one_table_while_gradients_stay(tables, dtype):
 
 
 def test_a_gradient_that_is_replaced_is_read(tables):
-    """Its predecessor's memory is finite."""
+    """The gradient it replaces is still alive and finite: reading the old address would find nothing."""
     params, kept = [nn.Parameter(torch.ones(4)) for _ in range(3)], []
     optimizer, scaler = warpsmith.optim.SGD(params, lr=1.0), SCALERS["scaler"]()
     for step in range(4):
@@ -112,7 +112,7 @@ def test_a_gradient_that_is_replaced_is_read(tables):
 
 
 def test_a_gradient_that_is_a_zero_tensor_for_one_step():
-    """It has no memory, and its step no table; then the old gradient is back at its address."""
+    """A zero tensor has no memory, so its step uses no table. In the next step the old gradient is back."""
     params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
     optimizer, scaler = warpsmith.optim.SGD(params, lr=1.0), SCALERS["scaler"]()
     own = [torch.zeros(4) for _ in params]

@@ -83,15 +83,15 @@ def test_tests_run_in_two_processes_and_ci_calls_the_same(tmp_path):
     assert "test ARGS=--full\n" in (ROOT / ".ci/run").read_text()
 
 
-def test_another_clones_objects_are_used_without_a_launcher(tmp_path):
+def test_ccache_compiles_where_it_is_installed_and_nothing_else_is_named(tmp_path):
     (tmp_path / "Makefile").write_text(f"include {ROOT}/Makefile\nshow:\n\t@echo $$CMAKE_CXX_COMPILER_LAUNCHER\n")
+    (tmp_path / "ccache").touch(mode=0o755)
     for own, expected in (
-        ({}, f"{tmp_path}/tools/sim/launcher.py"),
-        ({"CMAKE_CXX_COMPILER_LAUNCHER": "ccache"}, "ccache"),
+        ({"PATH": f"{tmp_path}"}, "ccache"),
+        ({"PATH": f"{tmp_path}", "CMAKE_CXX_COMPILER_LAUNCHER": "mine"}, "mine"),
+        ({"PATH": f"{tmp_path}/nothing"}, ""),
     ):
-        done = run("make", "-s", "-C", tmp_path, "show", **own)
-        assert done.stdout.strip() == expected
-    assert os.access(ROOT / "tools/sim/launcher.py", os.X_OK)
+        assert run(shutil.which("make"), "-s", "-C", tmp_path, "show", **own).stdout.strip() == expected
 
 
 def test_a_folder_may_have_a_space_in_its_name(tmp_path):

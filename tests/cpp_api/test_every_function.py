@@ -3,11 +3,14 @@
 Gradients are asked for one by one, of all outputs and of each. What a function refuses has Python's words.
 """
 
+import functools
 import itertools
 
 import pytest
 import torch
 import warpsmith
+
+from tools import families
 
 SEED = torch.tensor([12, 3])
 TARGET = torch.tensor([[0, 7, 2], [5, -100, 1]])
@@ -68,12 +71,13 @@ def problems():
     yield "dropout_add_layer_norm", *norm("dropout_add_layer_norm", eps=1e-3, p=0.3, training=True)
     yield "dropout_add", *norm("dropout_add", p=0.3, training=True)
     gate = {"gate": leaf(2, 3, 8), "up": leaf(2, 3, 8), "inplace_backward": False}
-    yield "swiglu", gate, warpsmith.swiglu
-    yield "reglu", gate, warpsmith.reglu
-    yield "geglu", gate, lambda **given: warpsmith.geglu(**given, approximate="tanh")
-    for name in ("bias_gelu", "bias_silu", "bias_relu"):
-        yield name, {"x": leaf(2, 3, 8), "bias": leaf(8)}, getattr(warpsmith, name)
-    yield "relu_squared", {"x": leaf(2, 3, 8)}, warpsmith.relu_squared
+    for row in families.rows("GATED"):
+        tanh = {"approximate": "tanh"} if "tanh" in row.arguments else {}
+        yield row.name, gate, functools.partial(getattr(warpsmith, row.name), **tanh)
+    for row in families.rows("BIASED"):
+        yield row.name, {"x": leaf(2, 3, 8), "bias": leaf(8)}, getattr(warpsmith, row.name)
+    for row in families.rows("UNARY"):
+        yield row.name, {"x": leaf(2, 3, 8)}, getattr(warpsmith, row.name)
     yield "rope", angles(), rope
     yield "rope", angles(interleaved=False, position_offset=0, position_offsets=torch.tensor([3, 0])), rope
     yield "rope", packed_angles(), rope

@@ -5,6 +5,22 @@ from __future__ import annotations
 import torch
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+# Rounding steps in float32 on the simulated kernels. With one to three keys a gradient is all cancellation: dP and
+# delta are sums of the same products in two orders, and what remains of them is a rounding of dP (grad_k of 1x3x2x32
+# with one key: 12.6 steps). Logits of 30 round their exponential (softmax_scale 1: 5.7).
+SIM_STEPS = 14
+OF_BOTH = {  # what both specs say
+    "differentiable": ("q", "k", "v", "bias", "sink"),
+    "outputs": ("out", "lse"),
+    "laid_out": ("q", "k", "v"),
+    "zero_sizes": False,
+    "one_element": False,
+    "edge_steps": 2,  # a huge element of q multiplies every addition that follows it
+    "sim_float32_steps": SIM_STEPS,
+    "traced": "warpsmith::attention",
+    "devices": ("cpu",),  # a GPU takes no float64, and has test_attention_cuda.py
+    "autocast": lambda inputs, dtype: (dtype, FP32),
+}
 SEED = torch.tensor([5**25, 7**20])
 PASSED_ON = (
     "causal", "causal_align", "window_size", "softmax_scale", "softcap", "dropout_p", "layout", "deterministic",
@@ -29,10 +45,6 @@ def same_dtype(op):
     return with_mask(call)
 
 
-# Rounding steps in float32 on the simulated kernels. With one to three keys a gradient is all cancellation: dP and
-# delta are sums of the same products in two orders, and what remains of them is a rounding of dP (grad_k of 1x3x2x32
-# with one key: 12.6 steps). Logits of 30 round their exponential (softmax_scale 1: 5.7).
-SIM_STEPS = 14
 SLOPES = {"alibi_slopes": FP32}  # the dtype of slopes, whatever that of a case
 
 

@@ -6,6 +6,8 @@ import torch
 import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec, sim
 
+from tests.ops.public_calls import but
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STREAM = {"residual": FP32}
 
@@ -79,10 +81,6 @@ def inputs(case, rng, *, bias, seed=False):
     return made
 
 
-def but(**changes):
-    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
-
-
 BAD_INPUTS = [
     BadInput("integers", but(x=lambda g: g["x"].int()), r"x: expected float32.*got int32"),
     BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
@@ -115,6 +113,11 @@ def floor_bytes(forward, backward):
         direction: elements * case.dtype.itemsize * torch.Size(case.shape).numel()
         for direction, elements in (("forward", forward), ("backward", backward))
     }
+
+
+def wide_enough(draw, st, case):
+    """The deviations of two or three columns are all rounding, now and then, and what they divide with it."""
+    return case.but(shape=(*case.shape[:-1], max(8, case.shape[-1])))
 
 
 def plan_of(case, name, residual):
@@ -164,11 +167,6 @@ def bytes_beside(name, layer, residual, dropout):
         return {"forward": (read, statistics), "inference": (read, 0), "backward": (read_backward, written)}
 
     return beside
-
-
-def wide_enough(draw, st, case):
-    """The deviations of two or three columns are all rounding, now and then, and what they divide with it."""
-    return case.but(shape=(*case.shape[:-1], max(8, case.shape[-1])))
 
 
 def spec_of(name, **more):

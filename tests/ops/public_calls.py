@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import warpsmith
 
+from tools import families
+
 NAMES = [name for name in warpsmith.ops.__all__ if name[0].islower()]
 NOT_DIFFERENTIABLE = ("adamw",)
 TOKENS, WIDTH, CLASSES = 6, 8, 5
@@ -58,13 +60,18 @@ def arguments_of(name: str) -> dict:
         "linear_cross_entropy": of_head,
         "linear_log_prob": of_head,
         "qk_norm_rope": {"q": heads(2), "k": heads(1), "q_weight": make(WIDTH), "k_weight": make(WIDTH)} | tables,
-        "relu_squared": {"x": rows()},
         "rms_norm": of_norm,
         "rope": {"q": heads(2), "k": heads(1)} | tables,
     }
-    calls |= {f"bias_{f}": {"x": rows()} | bias for f in ("gelu", "relu", "silu")}
-    calls |= {gated: {"gate": rows(), "up": rows()} for gated in ("geglu", "reglu", "swiglu")}
+    calls |= {row.name: {"x": rows()} | bias for row in families.rows("BIASED")}
+    calls |= {row.name: {"gate": rows(), "up": rows()} for row in families.rows("GATED")}
+    calls |= {row.name: {"x": rows()} for row in families.rows("UNARY")}
     return calls[name]
+
+
+def but(**changes):
+    """For a BadInput: the good arguments with some of them changed, each by a function of the good ones."""
+    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
 def floating_of(arguments: dict) -> dict:

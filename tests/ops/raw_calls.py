@@ -14,6 +14,7 @@ from warpsmith.testing.run import run
 
 from tests.ops.public_calls import arguments_of
 from tests.ops.test_documented_bytes import specs
+from tools import families
 
 SCHEMAS = {
     schema.name.removeprefix("warpsmith::"): schema
@@ -58,9 +59,9 @@ def _specs():
 
 def _in_place():
     """What writes over its arguments, or takes memory for a gradient."""
-    for name in ("swiglu", "reglu", "geglu"):
-        given = {n: t.requires_grad_() for n, t in arguments_of(name).items()}
-        getattr(warpsmith, name)(**{n: t * 1 for n, t in given.items()}, inplace_backward=True).sum().backward()
+    for row in families.rows("GATED"):
+        given = {n: t.requires_grad_() for n, t in arguments_of(row.name).items()}
+        getattr(warpsmith, row.name)(**{n: t * 1 for n, t in given.items()}, inplace_backward=True).sum().backward()
     given = arguments_of("rope")
     warpsmith.rope(**given, inplace=True)
     given = arguments_of("cross_entropy")
@@ -111,8 +112,9 @@ def _below_the_package():
     raw.grad_check_table(raw.grad_table(grads), 2, False, 2.0, scale, 1.0, found, torch.zeros(2, dtype=torch.int64))
     raw.rank_mean(torch.randn(4, 6), torch.randn(6), 1, [torch.zeros(6), torch.zeros(6)])
     raw.linear_cross_entropy_scaled(torch.randn(5, 3), torch.tensor(2.0), torch.tensor(3.0), torch.bfloat16)
-    for name, more in (("swiglu", ()), ("reglu", ()), ("geglu", (False,))):
-        getattr(raw, f"{name}_backward_with_output_")(*(torch.randn(5, 8) for _ in range(3)), *more)
+    for row in families.rows("GATED"):
+        tanh = (False,) if "tanh" in row.arguments else ()
+        getattr(raw, f"{row.name}_backward_with_output_")(*(torch.randn(5, 8) for _ in range(3)), *tanh)
 
 
 @functools.cache

@@ -7,6 +7,8 @@ from warpsmith.reference.activation import dropout_add as reference
 from warpsmith.reference.dropout import dropout_mask
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests, sim
 
+from tests.ops.public_calls import but
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.warpsmith
 
@@ -15,10 +17,6 @@ def inputs(case, rng):
     p = case.options.get("p", 0.3)
     x, residual = rng.normal(case.shape), rng.normal(case.shape)
     return {"x": x, "residual": residual, "p": p, "seed": rng.integers((2,), -(2**62), 2**62)}
-
-
-def but(**changes):
-    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
 def arguments(good):

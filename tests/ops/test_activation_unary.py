@@ -1,5 +1,6 @@
 """The unary activations under the law."""
 
+import pytest
 import torch
 import warpsmith
 from warpsmith.reference.activation import relu_squared as reference
@@ -45,3 +46,10 @@ SPEC = OpSpec(
 )  # fmt: skip
 
 TestReluSquared = op_tests(SPEC)
+
+
+def test_the_fake_backward_names_the_op():
+    x = torch.empty(2, 3, device="meta")
+    for dy, words in ((x.half(), "expected float32, got float16"), (x[:1], r"expected shape \(2, 3\), got \(1, 3\)")):
+        with pytest.raises(ValueError, match=f"^relu_squared_backward: dy: {words}$"):
+            torch.ops.warpsmith.relu_squared_backward(dy, x)

@@ -7,7 +7,8 @@ import warpsmith
 from warpsmith.reference.attention import attention as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
-from tests.ops.attention_cases import BF16, FP16, FP32, FP64, SIM_STEPS, SLOPES, parameters, same_dtype, with_mask
+from tests.ops.attention_cases import BF16, FP16, FP32, FP64, OF_BOTH, SLOPES, parameters, same_dtype, with_mask
+from tests.ops.public_calls import but
 
 
 def inputs(case, rng):
@@ -26,10 +27,6 @@ def inputs(case, rng):
         q, k, v = (t[0] for t in (q, k, v))
     more = parameters(case, rng, batch, heads, seqlen_q, seqlen_k)
     return {"q": q, "k": k, "v": v, "return_lse": True, **more}
-
-
-def but(**changes):
-    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
 def arguments(good):
@@ -115,16 +112,8 @@ SPEC = OpSpec(
     baseline=same_dtype(reference),
     inputs=inputs,
     cases=CASES,
-    differentiable=("q", "k", "v", "bias", "sink"),
-    outputs=("out", "lse"),
-    laid_out=("q", "k", "v"),
     repeated_cases=[Case((1, 33, 12, 32), BF16)],
-    zero_sizes=False,
-    one_element=False,
-    # A huge element of q multiplies every addition that follows it.
-    edge_steps=2,
     batched=("q", "k", "v"),
-    sim_float32_steps=SIM_STEPS,
     redraw=other_options,
     random_cases=1000,
     sim_far=False,
@@ -132,9 +121,7 @@ SPEC = OpSpec(
         Case((1, 3, 2, 8), FP64, options={"seqlen_k": 4, "k_heads": 1, "bias": "0111", "sink": 0.0, **CAUSAL}),
         Case((1, 3, 1, 8), FP64, options={"softcap": 2.0, "dropout_p": 0.3}),
     ],
-    traced="warpsmith::attention",
-    devices=("cpu",),  # a GPU takes no float64, and has test_attention_cuda.py
-    autocast=lambda inputs, dtype: (dtype, FP32),
+    **OF_BOTH,
     opcheck={
         torch.ops.warpsmith.attention.default: arguments,
         torch.ops.warpsmith.attention_forward.default: arguments,

@@ -311,7 +311,7 @@ def test_the_dropout_mask_is_the_cpus():
 
 
 def weights_of_chunks(op, length, d):
-    """Which weights are not 0, (B, H, Sq, Sk), from calls with values that are 1 in one column for each of d keys."""
+    """Which weights are not 0, (B, H, Sq, Sk). A call covers d keys: key j has a value of 1 in column j."""
     chunks = []
     for first in range(0, length, d):
         at = torch.arange(length, device="cuda")[:, None] - first == torch.arange(d, device="cuda")
@@ -322,8 +322,8 @@ def weights_of_chunks(op, length, d):
 @pytest.mark.parametrize(("p", "causal"), [(0.3, False), (0.3, True), (0.002, False), (0.9999, False)])
 @pytest.mark.parametrize("d", [64, 128])
 def test_hopper_and_portable_kernels_drop_the_same_weights(d, p, causal):
-    """Every decision of forward and backward, with equal logits: against the definition and against the portable
-    kernels, which take the float32."""
+    """Compares which weights forward and backward drop with the definition, and with the portable kernels (which run in
+    float32). All logits are equal."""
     b, h, sq, sk = 2, 3, 200, 330
     options = {"dropout_p": p, "seed": SEED.cuda(), "causal": causal}
 

@@ -78,7 +78,7 @@ def test_a_bias_of_any_size(device, dtype, size, sign, head_dim):
         itertools.product(OPTIONS, [(1, 1, 72, 72), (1, 2, 1, 72), (1, 1, 72, 1)], [False, True])
     ):
         if i % 4 != (head_dim // 64 + int(sign > 0)) % 4:
-            continue  # a quarter for each of the other parameters: all in all each several times
+            continue  # each set of parameters runs a quarter of these; together the sets run all of them several times
         q = torch.zeros(1, 72, 2, head_dim)
         k, v = torch.randn(1, 72, 1, head_dim, generator=g), torch.randn(1, 72, 1, head_dim, generator=g)
         bias = torch.full(shape, sign * size, dtype=FP64)
@@ -127,7 +127,7 @@ def test_a_row_of_the_least_number_is_the_mean(device, dtype):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 40, 2, 64, device=device).to(dtype) for _ in range(3))
     bias = torch.zeros(2, 1, 40, 40, device=device, dtype=dtype)
-    q[:, 3] = 0  # float16 ends so early that a logit is not lost beside its least number
+    q[:, 3] = 0  # in float16 the least number is so small in size that a logit beside it would still count
     bias[1, :, :, 20:] = torch.finfo(dtype).min
     bias[:, :, 3] = torch.finfo(dtype).min
     bias[:, :, 5] = -torch.inf

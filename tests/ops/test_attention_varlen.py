@@ -8,7 +8,8 @@ import warpsmith
 from warpsmith.reference.attention import attention_varlen as reference
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 
-from tests.ops.attention_cases import BF16, FP16, FP32, FP64, SEED, SIM_STEPS, SLOPES, parameters, same_dtype, with_mask
+from tests.ops.attention_cases import BF16, FP16, FP32, FP64, OF_BOTH, SEED, SLOPES, parameters, same_dtype, with_mask
+from tests.ops.public_calls import but
 
 
 def offsets(lengths):
@@ -35,10 +36,6 @@ def inputs(case, rng):
         "return_lse": True,
         **parameters(case, rng, len(lengths), heads, longest, longest_k),
     }
-
-
-def but(**changes):
-    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
 def arguments(good):
@@ -98,21 +95,12 @@ SPEC = OpSpec(
     baseline=same_dtype(reference),
     inputs=inputs,
     cases=CASES,
-    differentiable=("q", "k", "v", "bias", "sink"),
-    outputs=("out", "lse"),
-    laid_out=("q", "k", "v"),
-    zero_sizes=False,
-    one_element=False,
-    edge_steps=2,  # as for attention
-    sim_float32_steps=SIM_STEPS,
     redraw=other_lengths,
     random_cases=1000,
     gradcheck_cases=[
         Case((4, 2, 8), FP64, options={"lengths": (1, 3), "k_heads": 1, "bias": "0111", "sink": 0.0, **CAUSAL}),
     ],
-    traced="warpsmith::attention",
-    devices=("cpu",),  # a GPU takes no float64, and has test_attention_cuda.py
-    autocast=lambda inputs, dtype: (dtype, FP32),
+    **OF_BOTH,
     opcheck={
         torch.ops.warpsmith.attention.default: arguments,
         torch.ops.warpsmith.attention_backward.default: backward_arguments,

@@ -12,6 +12,8 @@ from warpsmith.reference.cross_entropy import cross_entropy as reference
 from warpsmith.testing import BadInput, Case, OpSpec, measure, op_tests, sim
 from warpsmith.testing.sim import is_loaded
 
+from tests.ops.public_calls import but
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DEFAULTS = {"reduction": "mean", "label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0, "ignore_index": -100}
 
@@ -116,10 +118,6 @@ def bytes_beside(case, inputs):
     late = rows * plan["threads_a_row"] * 20 - skipped + mean * threads * 4
     backward = rows * unit + (threads * 4 if early else late)
     return {"forward": forward(early), "inference": forward(False), "backward": (backward, 0)}
-
-
-def but(**changes):
-    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
 def raw_arguments(g):

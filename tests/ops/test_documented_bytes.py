@@ -16,7 +16,7 @@ from warpsmith.testing.checks.kernels import bytes_cases
 from tools import families
 
 OPS = sorted(row.name for row in families.rows())
-# How many heads a case has of what a docstring counts by; the others count by the case's own shape.
+# Heads in a case, by the words of the docstring. Docstrings with other words count elements of the case's shape.
 HEADS = {"``q`` and ``k``": lambda case: case.shape[-2] + case.options.get("k_heads", max(1, case.shape[-2] // 2))}
 FAMILY = {row.name: row.family for row in families.rows()}
 # Bound by products of matrices, not by memory: their docstrings name no bytes.

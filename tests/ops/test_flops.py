@@ -75,7 +75,9 @@ def test_sequences_count_by_their_lengths(device):
     q, k, v = leaf(S, H, D, device=device), leaf(K, HK, D, device=device), leaf(K, HK, DV, device=device)
     offsets = [torch.tensor(o, dtype=torch.int32, device=device) for o in ([0, 2, 5], [0, 7, 10])]
     found = counted(lambda: warpsmith.attention_varlen(q, k, v, *offsets, 4, 8))
-    pairs = ((2, 7), (3, 3)) if device == "cpu" else ((4, 8), (4, 8))  # without values the longest stands for each
+    pairs = (
+        ((2, 7), (3, 3)) if device == "cpu" else ((4, 8), (4, 8))
+    )  # a GPU's lengths are not read: the longest counts for each
     each = [of_sdpa(1, *sizes) for sizes in pairs]
     assert found == tuple(map(sum, zip(*each, strict=True)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import warpsmith
 from warpsmith.reference.linear_loss import linear_cross_entropy as reference
 from warpsmith.reference.linear_loss import linear_log_prob as log_prob_reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+
+from tests.ops.public_calls import but
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, FP16, FP32, FP64)
@@ -76,10 +79,6 @@ def log_prob_inputs(case, rng):
         "save_logits": case.options.get("save_logits", False),
         "max_chunk_bytes": case.options.get("max_chunk_bytes"),
     }
-
-
-def but(**changes):
-    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0, "class_weight": True}
@@ -240,29 +239,20 @@ SPEC = OpSpec(
     },
     bad_inputs=[*SHARED_BAD, *CROSS_ENTROPY_BAD],
 )
-ROWS_SPEC = OpSpec(
-    name="linear_cross_entropy",
+ROWS_SPEC = replace(
+    SPEC,
     op=lambda **kw: warpsmith.linear_cross_entropy(**{"reduction": "none", **kw}),
     reference=lambda **kw: reference(**{"reduction": "none", **kw}),
-    inputs=cross_entropy_inputs,
     cases=ROWS_CASES,
-    differentiable=("hidden", "weight", "bias"),
-    outputs=("loss",),
-    laid_out=("hidden", "weight"),
-    expanded=EXPANDED,
-    redraw=other_classes,
-    random_cases=700,
-    gradcheck_cases=[
-        Case((5, 4), FP64, options={"classes": 5}),
-        Case((5, 3), FP64, options={"classes": 7, "max_chunk_bytes": 128, **EVERYTHING}),
-    ],
+    gradcheck_cases=SPEC.gradcheck_cases[:2],
     traced="warpsmith::linear_cross_entropy_rows",
-    autocast=lambda good, dtype: (torch.float32,),
     opcheck={
         OPS.linear_cross_entropy_rows.default: lambda good: forward_arguments({**good, "reduction": "none"}),
         OPS.linear_cross_entropy_rows_backward.default: rows_backward_arguments,
         OPS.linear_cross_entropy_rows_backward_main_grad.default: main_grad_arguments,
     },
+    bad_inputs=[],
+    floor_bytes=None,
 )
 
 LOG_PROB_SPEC = OpSpec(

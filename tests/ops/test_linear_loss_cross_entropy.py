@@ -334,8 +334,8 @@ SIZES = {"rows": 512, "classes": 4096, "hidden_size": 64}
 
 @pytest.mark.parametrize("max_bytes", [2**24, 5 * 2**20, 3 * 2**20, 2**21])
 def test_a_bound_on_all_bounds_all(max_bytes):
-    """And the formula is what is held, within the losses' statistics and partial sums. In float32, in which torch's
-    products on the CPU allocate nothing of their own."""
+    """The plan's peak bounds what is allocated, and is at most 256 KiB (statistics, partial sums) above it. In float32,
+    because torch's float32 products on the CPU allocate nothing themselves."""
     hidden, weight, target = problem(FP32, rows=512, width=64, classes=4096)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     plan = warpsmith.plan("linear_cross_entropy", **SIZES, dtype=FP32, cuda=False, max_bytes=max_bytes)
@@ -347,7 +347,7 @@ def test_a_bound_on_all_bounds_all(max_bytes):
         warpsmith.linear_cross_entropy(*leaves, target, max_bytes=max_bytes).backward()
 
     step()
-    for t in leaves:  # freed while they are counted they would be taken off
+    for t in leaves:  # gradients freed during the count would be subtracted from it
         t.grad = None
     assert plan["peak_bytes"] - 2**18 <= bytes_held(step) <= plan["peak_bytes"]
 

@@ -10,16 +10,15 @@ from warpsmith.reference.norm import rms_norm as rms_norm_reference
 from warpsmith.reference.rope import qk_norm_rope as qk_norm_rope_reference
 from warpsmith.testing import measure
 
-ROWS, COLUMNS = 65536, 64
-
 
 def layer_norm_definition(x, weight):
-    return F.layer_norm(x, (COLUMNS,)) * weight + weight  # of both gradients the sum
+    return F.layer_norm(x, x.shape[1:]) * weight + weight  # of both gradients the sum
 
 
 def rotated(function):
     def call(x, weight):
-        angles = torch.outer(torch.arange(ROWS), torch.arange(1, COLUMNS // 2 + 1) / 100).to(x.dtype)
+        rows, columns = x.shape
+        angles = torch.outer(torch.arange(rows), torch.arange(1, columns // 2 + 1) / 100).to(x.dtype)
         heads = x[:, None]
         return function(heads, heads[:, :0], weight, weight.detach(), angles.cos(), angles.sin(), eps=1e-5)[0][:, 0]
 
@@ -42,11 +41,16 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_the_gradient_of_a_parameter(op):
-    g = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(ROWS, COLUMNS, generator=g), torch.randn(COLUMNS, generator=g)
-    dy = torch.randn(ROWS, COLUMNS, generator=g)
+@pytest.mark.parametrize(
+    ("op", "rows", "columns", "seed"),
+    [
+        *((op, 65536, 64, 0) for op in OPS),
+        *((op, 1_000_000, 8, seed) for op in ("rms_norm", "bias_silu") for seed in (1, 2)),
+    ],
+)
+def test_the_gradient_of_a_parameter(op, rows, columns, seed):
+    g = torch.Generator().manual_seed(seed)
+    x, weight, dy = (torch.randn(*shape, generator=g) for shape in ((rows, columns), (columns,), (rows, columns)))
 
     def gradient(function, dtype):
         leaf = weight.to(dtype).requires_grad_()

@@ -13,7 +13,8 @@ from warpsmith.testing import BadInput, Case, measure, op_tests
 from warpsmith.testing.checks import kernels
 from warpsmith.testing.sim import is_loaded, machine
 
-from tests.ops.norm_cases import BF16, FP16, FP32, FP64, but, cases_without_residual, spec_of
+from tests.ops.norm_cases import BF16, FP16, FP32, FP64, cases_without_residual, spec_of
+from tests.ops.public_calls import but
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -121,7 +121,7 @@ def test_rows_of_layer_norm_lie_in_the_registers_of_a_block(columns):
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_rows_that_the_chip_holds_at_once_are_asked_for_together(op):
-    """Four in each of two blocks a multiprocessor; up to four a multiprocessor have a block each."""
+    """An H200 holds 1,056 rows: two blocks a multiprocessor, four rows each. Up to 528 rows have a block each."""
     for rows, kernel in ((528, "shared"), (529, "resident"), (1056, "resident"), (1057, "shared")):
         plan = warpsmith.plan(op, rows=rows, columns=12288, dtype="bfloat16")["forward"]
         assert plan["kernel"] == kernel
@@ -131,7 +131,7 @@ def test_rows_that_the_chip_holds_at_once_are_asked_for_together(op):
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 def test_all_rows_of_a_length_have_their_sums_in_one_order(op):
-    """At 8192 columns registers add as shared memory does; at 12288 they would not."""
+    """All kernels add a row in the same order. At 12288 columns a kernel with the row in registers would not."""
     for rows in (1, 396, 397, 528, 529, 1056, 1057, 10**6):
         for columns, vectors in ((8192, 4), (12288, 6)):
             plan = warpsmith.plan(op, rows=rows, columns=columns, dtype="bfloat16")["forward"]

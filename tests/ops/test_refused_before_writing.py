@@ -117,7 +117,7 @@ def test_gated_gradients_are_not_written_over_negative_bits(op):
 
 @pytest.mark.parametrize("options", [{}, {"inplace_backward": True}])
 def test_a_checkpoint_keeps_no_gradient_of_the_logits(options):
-    """It is made again when the backward asks for it, as all that autograd keeps."""
+    """The backward makes the gradient again, as everything that a checkpoint drops."""
     hidden, weight, target = leaf_of(31, 8), leaf_of(67, 8), torch.zeros(31, dtype=torch.int64)
 
     def loss_of(h):

@@ -11,6 +11,8 @@ from warpsmith.reference.rope import rope as rope_reference
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests, sim
 from warpsmith.testing.sim import is_loaded
 
+from tests.ops.public_calls import but
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 # Where ops run by their kernels, which know what the host does not.
@@ -80,10 +82,6 @@ def norm_arguments(good):
 
 def norm_backward_arguments(good):
     return torch.ones_like(good["q"]), torch.ones_like(good["k"]), *norm_arguments(good), True, True, True, True
-
-
-def but(**changes):
-    return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
 
 
 def moved(case, elements):

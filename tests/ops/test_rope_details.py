@@ -36,7 +36,7 @@ def test_in_place_writes_the_same_bits(interleaved, rotary_dim, device):
 
 
 def fused_qkv(inplace):
-    """A projection, rope of the views of its output, and something of all three: the gradient of the projection."""
+    """The gradient of a projection's input, where rope takes views of the projection's output."""
     q, k, cos, sin = problem()
     x = torch.cat((q, k, k), 2).flatten(2).requires_grad_()
     heads = (x * 1.5).unflatten(-1, (8, 32))
@@ -50,6 +50,7 @@ def test_gradients_through_views_that_were_written_in_place():
     assert bitwise_equal(fused_qkv(inplace=True), fused_qkv(inplace=False))
 
 
+@pytest.mark.not_on_sim(reason="in float64")
 def test_second_derivatives_of_what_was_written_in_place():
     q, k, cos, sin = problem(FP64, tokens=2, dim=4, q_heads=1, k_heads=1)
 
@@ -147,7 +148,7 @@ def test_slices_of_a_large_projection_are_told_apart(head_major):
 
 @pytest.mark.parametrize("shape", [(0, 4, 2, 8), (3, 0, 2, 8), (3, 4, 0, 8)])
 def test_nothing_may_be_written_in_place(shape):
-    """Whatever strides an empty tensor has: those of ``x * 1`` may be 0."""
+    """Empty tensors may have any strides: those of ``x * 1`` may be 0."""
     q = torch.empty_strided(shape, (0, 0, 0, 2))
     k = torch.zeros(*shape[:2], 1, 8)
     cos = torch.ones(5, 4)

@@ -12,7 +12,7 @@ from warpsmith.testing import bitwise_equal, cpu_threads, sim
 
 ON_SIM = sim.is_loaded()
 STEPS = 20 if ON_SIM else 200  # of a trajectory
-# Bits depend on none of these: numbers of CPU threads, on the sim seeds of its schedule.
+# Numbers of CPU threads, or on the sim seeds of its schedule. Bits must not depend on them.
 ORDERS = range(sim.SCHEDULES) if ON_SIM else (2, 1)
 
 
@@ -61,9 +61,9 @@ def assert_same_bits(a, b):
 
 
 def assert_one_result(make, lengths, dtype=torch.float32, cuts=True, both=False):
-    """Bits depend on the steps alone: not on the order of execution, on a state dict between, or (``cuts``) on whether
-    the elements are one parameter or several. ``make(params, lr)`` makes the optimizer. ``both``: the first two are
-    asked of several parameters, too."""
+    """Asserts that bits depend on the steps alone: not on the order of execution, not on a state dict in between,
+    and (``cuts``) not on whether the elements are one parameter or several. ``make(params, lr)`` makes the optimizer.
+    ``both``: also tests the order and the state dict with several parameters."""
     draw = torch.Generator().manual_seed(3)
     whole, *grads = (torch.randn(sum(lengths), generator=draw).to(dtype) for _ in range(7))
 

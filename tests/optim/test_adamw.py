@@ -187,7 +187,7 @@ def test_hooks_before_loading_change_what_is_checked_and_loaded():
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
 def test_fused_false_leaves_the_gradients_to_the_scaler(name):
-    """Lightning clips only for optimizers that say so: that GradScaler is to divide before the step."""
+    """Lightning clips only where an optimizer says that GradScaler divides the gradients before the step."""
     make = getattr(warpsmith.optim, name)
     for fused in (None, True, False):
         optimizer = make(make_params(), lr=1e-2, fused=fused)

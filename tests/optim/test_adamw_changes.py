@@ -222,7 +222,7 @@ def test_memory_of_states_moved_by_data_is_free_at_once(name):
 
 
 def test_a_square_parameter_transposed_in_place_is_seen():
-    """Same object, same address, same shape, gradients in the order they always had."""
+    """Only the strides change: object, address, shape and the order of the gradient stay."""
     ours, theirs = make_params(shapes=[(6, 6)]), make_params(shapes=[(6, 6)])
     a, b = warpsmith.optim.AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
     for optimizer, params in ((a, ours), (b, theirs)):
@@ -284,7 +284,7 @@ def test_gradients_of_other_strides_and_at_reused_addresses():
 
 @pytest.mark.parametrize("shape", [(), (1, 1), (3,)], ids=str)
 def test_gradients_that_are_views_of_their_negatives(shape):
-    """What autograd leaves behind a conjugate: of one element, with the strides of its parameter."""
+    """Behind a conjugate, autograd leaves a gradient of one element as a view with the negative bit."""
     ours, theirs = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(shape))
     a, b = warpsmith.optim.AdamW([ours], lr=1e-2), torch.optim.AdamW([theirs], lr=1e-2)
     for optimizer, p in ((a, ours), (b, theirs)):

@@ -119,9 +119,9 @@ def test_a_step_is_that_of_float32_states_then_encoded(options, dtype):
 @pytest.mark.not_on_sim(reason="the oracle is a step in float64")
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_200_steps_stay_beside_float64(options):
-    """The distance from the float64 trajectory beside the way that was gone, and how far the loss fell. A step of Lion
-    has one size whatever the momentum: where a code's rounding decides its sign, trajectories part. So its loss alone.
-    """
+    """The end is near that of a float64 run, relative to the length of the way, and the loss falls as far.
+
+    Lion's steps all have one size, and the rounding of a code may decide a sign: only its loss is compared."""
     target = torch.randn(8192, generator=torch.Generator().manual_seed(0))
     scale = 10 ** torch.linspace(-1, 0, 8192)  # blocks with elements of unlike sizes
     ends = []
@@ -142,7 +142,7 @@ def test_200_steps_stay_beside_float64(options):
 
 
 def test_a_tiny_second_moment_never_becomes_zero():
-    """Beside gradients a million times larger in its block: a step of Adam stays near the learning rate."""
+    """Its block has gradients a million times larger. Adam's step must stay near the learning rate."""
     p = nn.Parameter(torch.zeros(4096))
     optimizer = warpsmith.optim.Adam([p], lr=1.0, precision="8bit")
     for _ in range(20):
@@ -325,7 +325,7 @@ def test_options_that_change_between_steps():
     assert "max_exp_avg_sq" not in adam.state[params[0]]
 
 
-# Too small or too large for quick division, nothing, and a NaN that stays in its block.
+# Sizes of blocks: some too small or too large for quick division, zeros, and a NaN, which stays in its block.
 SIZES = [1.0, 2.0**-50, 2.0**-70, 2.0**50, 2.0**90, 0.0, torch.nan, 1.0]
 
 

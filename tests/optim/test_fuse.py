@@ -25,8 +25,8 @@ CUDA_CASES = [c for c in CASES if c[2] != FP64]
 
 
 def trained(options, precision, dtype, *, fused, device="cpu", given_optimizer=True, steps=5):
-    """Parameters, states, averages, copies and gradients. The average has a frozen parameter beside the optimizer's, of
-    which one has no gradient in some steps. One step is skipped."""
+    """Returns parameters, states, averages, copies and gradients after a run. The average also has a frozen parameter.
+    In some steps a parameter has no gradient, and one step is skipped."""
     params = make_params(dtype, shapes=SHAPES, device=device)
     frozen = make_params(dtype, shapes=[(300,)], device=device)
     with torch.no_grad():
@@ -60,22 +60,15 @@ def trained(options, precision, dtype, *, fused, device="cpu", given_optimizer=T
     return params, states_of(optimizer, params) if optimizer.state else [], seen
 
 
-@pytest.mark.parametrize(("options", "precision", "dtype"), CASES, ids=str)
-def test_fused_is_the_separate_operations(options, precision, dtype):
-    for fused, separate in zip(
-        trained(options, precision, dtype, fused=True), trained(options, precision, dtype, fused=False), strict=True
-    ):
-        assert_same_bits(fused, separate)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("options", "precision", "dtype"), CUDA_CASES, ids=str)
-def test_fused_is_the_separate_operations_on_cuda(options, precision, dtype):
-    given = (options, precision, dtype)
-    for fused, separate in zip(
-        trained(*given, fused=True, device="cuda"), trained(*given, fused=False, device="cuda"), strict=True
-    ):
-        assert_same_bits(fused, separate)
+@pytest.mark.parametrize(
+    ("device", "options", "precision", "dtype"),
+    [*(("cpu", *c) for c in CASES), *(pytest.param("cuda", *c, marks=pytest.mark.gpu) for c in CUDA_CASES)],
+    ids=str,
+)
+def test_fused_is_the_separate_operations(device, options, precision, dtype):
+    fused, separate = (trained(options, precision, dtype, fused=way, device=device) for way in (True, False))
+    for a, b in zip(fused, separate, strict=True):
+        assert_same_bits(a, b)
 
 
 def test_an_average_by_itself_is_that_of_rounded_parameters():

@@ -57,7 +57,7 @@ def test_a_step_takes_the_values_of_gradients_of_any_dtype(options, precision, d
 
 @pytest.mark.parametrize("options", [*FULL, LION, LAMB], ids=str)
 def test_float32_gradients_of_16_bit_parameters_are_not_rounded(options):
-    """``master`` with float32 gradients is a float32 optimizer bit by bit; not so with rounded ones."""
+    """With float32 gradients, ``master`` has the bits of a float32 optimizer. With rounded gradients it has others."""
     params = make_params(BF16, shapes=[(300,), (33, 9)])
     exact, rounded = ([nn.Parameter(p.detach().float()) for p in params] for _ in range(2))
     ours = options.ours(params, lr=LR, precision="master")
@@ -71,7 +71,7 @@ def test_float32_gradients_of_16_bit_parameters_are_not_rounded(options):
     for p, w in zip(params, exact, strict=True):
         assert bitwise_equal(ours.state[p]["master"], w.detach())
         assert bitwise_equal(p.detach(), w.detach().to(BF16))
-    # Of Lion's 20 steps on the sim one sign is another.
+    # On the sim, rounding changes only one sign in Lion's 20 steps.
     assert not all(torch.equal(w, r) for w, r in zip(exact, rounded, strict=True))
 
 

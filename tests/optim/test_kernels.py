@@ -53,7 +53,7 @@ def problem(options, precision, dtype, device="cpu", elems=2500, count=1, grad_d
 
 
 def misalign(optimizer, params):
-    """The first parameter lies off by an element, then the second's gradient, then a state of each of the others."""
+    """Misaligns one tensor of each parameter: the first parameter, the second's gradient, a state of each other one."""
     names = [name for name, t in optimizer.state.get(params[0], {}).items() if t.numel() > 1]
     params[0].data = LAYOUTS["misaligned"](params[0].detach())
     params[1].grad = LAYOUTS["misaligned"](params[1].grad)
@@ -120,7 +120,7 @@ def test_repeats_of_steps_and_of_skipped_ones(options, precision, dtype, own, de
 @on_each_device
 @pytest.mark.parametrize("options", EVERY, ids=str)
 def test_hyperparameters_and_rates_are_read_on_the_device(options, device):
-    """Those of each group; what the host holds is something else."""
+    """Each group's values on the device count; the host's are set to other numbers, and must not be used."""
     (a, ours), (b, others) = (problem(options, None, FP32, device, 100) for _ in range(2))
     for optimizer, params in ((a, ours), (b, others)):
         params += make_params(device=device, shapes=[(70,), (2050,)])
@@ -319,7 +319,7 @@ def test_parts_cut_where_chunks_begin_have_the_norm_of_the_whole(order):
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 3000.0, 2.0**-20])
 def test_repeats_of_checks_their_norm_and_divisor(scale, order, device):
-    """It writes found_inf, whatever that holds."""
+    """found_inf is NaN before: the check must write it, not add to it."""
     tensors = lists(sizes=(5001, 5001))
     norm = norm_of(tensors, order).item() / scale
     for max_norm in (0.0, 1e-3, 1e6, math.inf):
@@ -404,7 +404,7 @@ def test_bytes_of_norms_checks_and_clips():
     assert moved(lambda: raw.clip_grads(tensors, torch.tensor(2.0), 1.0)) == (size + 4 * threads * chunks, table + size)
     given = (torch.tensor(2.0), 1.0, torch.zeros(()), torch.zeros(2, dtype=torch.int64))
     read, written = moved(lambda: raw.grad_check(tensors, 2.0, *given))
-    # Beside the sums: the scale, also for every thread of the sums, and found_inf for those that return at once.
+    # Besides the sums: the scale for 512 threads and each thread of the sums, and found_inf for those that then return.
     assert read == size + 8 * chunks + 4 * 512 + 8 * threads * chunks and written == table + 8 * chunks + 8 + 4 + 4 + 4
 
 

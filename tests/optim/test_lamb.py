@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from warpsmith.reference.optim import lamb as reference
 from warpsmith.testing import bitwise_equal
 
-from .adamw_runs import ON_SIM, STEPS
+from .adamw_runs import ON_SIM, STEPS, on_each_device
 
 SHAPES = [(), (1,), (7, 33), (0,), (16385,), (40, 1000), (64,)]
 OPTIONS = [
@@ -70,28 +70,18 @@ def follow(device, steps, dtype=torch.float32, precision=None, **options):
     return worst
 
 
+@on_each_device
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_trajectories_beside_the_definition(options):
-    assert follow("cpu", STEPS, **options) < 5e-6
-    if not ON_SIM:
+def test_trajectories_beside_the_definition(options, device):
+    assert follow(device, STEPS, **options) < 5e-6
+    if device == "cpu" and not ON_SIM:
         assert follow("cpu", STEPS, torch.float64, **options) < 1e-11
 
 
+@on_each_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_trajectories_of_masters(dtype):
-    assert follow("cpu", STEPS, dtype, "master") < 5e-6
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_200_steps_on_cuda(options):
-    assert follow("cuda", 200, **options) < 5e-6
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_200_steps_of_masters_on_cuda(dtype):
-    assert follow("cuda", 200, dtype, "master") < 5e-6
+def test_trajectories_of_masters(dtype, device):
+    assert follow(device, STEPS, dtype, "master") < 5e-6
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ def first_steps(options, params, steps, seed=0, **more):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("options", [o for o in FULL if o.name.startswith("Adam")], ids=str)
 def test_adam_in_16_bits_is_within_a_rounding_of_torchs(options, dtype):
-    """By default, as torch: every step from equal states, in units in the last place."""
+    """The default precision. Both take every step from equal states; values differ by at most one rounding."""
     shapes = [(64, 16), (1024,), (77,), ()]
     ours, theirs = make_params(dtype, shapes=shapes), make_params(dtype, shapes=shapes)
     a, b = options.ours(ours, lr=LR), options.theirs(theirs, lr=LR)

@@ -20,7 +20,7 @@ REFINED = ["bf16_sr", "bf16_kahan", "remainder"]
 
 
 def rounding_words(seed, step, first, count):
-    """The four numbers of 16 bits of every element, [4, count]: of a pair's four words, those of one half."""
+    """Four 16-bit random numbers an element, [4, count]. A pair of elements shares a draw of four 32-bit words."""
     element = torch.arange(first, first + count)
     pair = element // 2
     counter = [pair & 0xFFFFFFFF, pair >> 32, torch.full_like(pair, step), torch.full_like(pair, 0x6F707469)]
@@ -114,7 +114,7 @@ def test_a_remainder_has_the_bits_of_masters_and_of_float32(options):
 @pytest.mark.parametrize("options", [o for o in OF_TORCH if o in FULL or not o.given] + FULL + [LION], ids=str)
 def test_small_steps_add_up_over_200_steps(options, precision):
     """Five shapes, beside the same optimizer in float64, where bfloat16 rounded to nearest stands still or drifts."""
-    lr = 1e-3 if "lr_decay" in options.given else 1e-4  # what is left of it after the first steps
+    lr = 1e-3 if "lr_decay" in options.given else 1e-4  # lr_decay divides it in later steps
     starts = [(1 + torch.arange(torch.Size(shape).numel()) % 128 / 128).to(BF16).view(shape) for shape in SHAPES]
     runs = {}
     for name, dtype, given in (

@@ -40,7 +40,7 @@ OTHERS_SAY = {  # (name, parameter): torch refuses these, with its own words
     ("reduction_plan", "device"): OF_KIND["str"],
     ("calibrate", "device"): OF_KIND["str"],
 }
-ZERO = {  # (name, parameter) of which 0 means nothing
+ZERO = {  # (name, parameter) whose value 0 has no meaning, so that it is refused
     **{("Layout", name): 0 for name in ("data", "tensor", "pipeline", "micro_batch", "micro_batches", "interleave")},
     **{("Model", name): 0 for name in ("layers", "hidden", "heads", "vocabulary", "sequence")},
     **{("GradScaler", name): 0 for name in ("hysteresis", "growth_interval")},

@@ -1,5 +1,5 @@
-"""More groups and tensors than a launch takes, and one element that is not finite: the others have the bits that they
-have alone. On the CPU, and with --sim by the kernels."""
+"""More groups and tensors than one launch takes, and one element that is not finite. All other elements must have the
+bits that they have alone. Runs on the CPU, and with --sim by the kernels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def steps(optimizer, params, seed=1, count=2, poison=None):
 
 @of_all
 def test_more_groups_than_a_launch_takes(options):
-    """Each has its own learning rate, decay and seed, as in a run where the other groups hold nothing to step."""
+    """Each group keeps its learning rate, decay and seed: it has the bits of a run in which only it has gradients."""
     dtype, groups = dtype_of(options), []
     for i, p in enumerate(parameters(GROUPS, dtype)):
         groups.append({"params": [p], "lr": 0.01 * (1 + i % 7), "weight_decay": 0.01 * (i % 3)})

@@ -172,7 +172,7 @@ def test_a_scheduler_of_torch_around_the_step():
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Lion", "RMSprop", "Adagrad"])
 def test_hyperparameters_between_steps(optimizer, monkeypatch):
-    """They are on the device: one capture serves all. With momentum, OneCycleLR moves that too."""
+    """Hyperparameters are on the device, so one capture serves all values. OneCycleLR also changes the momentum."""
     more = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
     cycles = {}
 
@@ -248,7 +248,7 @@ def test_accumulation_in_the_step():
 
 
 def test_inputs_that_are_freed_after_each_step():
-    """The memory that the capture was given is used for other things, and replays read none of it."""
+    """The memory of the captured inputs is overwritten after each step: replays must not read it."""
     eager, graphed = Training(), Training()
     inputs = batches("mlp", torch.float32)
     expected = run(eager, inputs)
@@ -291,7 +291,7 @@ def test_what_prevents_a_capture_is_named(how):
 
 
 def test_a_gradient_that_waits_is_named():
-    """torch tells of the wait after the backward pass; the next eager step finds whose formula it was."""
+    """torch reports the wait only after the backward pass; the next eager step finds the formula that waited."""
     training = Training()
 
     def step(batch):

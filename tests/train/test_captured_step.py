@@ -133,7 +133,7 @@ def test_a_number_that_changes_all_the_time_keeps_steps_eager(graphs):
 
 
 def test_kinds_of_inputs(graphs):
-    """Shapes, dtypes and values that are no tensors; one more than the bound changes nothing."""
+    """Shapes, dtypes and the values of other arguments make a kind. One too many is refused and changes nothing."""
     training = Training()
 
     def step(batch, weight=1.0):
@@ -279,9 +279,9 @@ def test_hyperparameters_on_the_device():
     assert group["lr"] == 0.5 and isinstance(group["lr"], float) and not ours.device_constants
     group["lr"], group["weight_decay"] = 0.1, 0.5
     with values.on_device():
-        assert step() == [1 - 0.5 * 0.125, 1 - 0.25 * 0.125]  # as a replay would
+        assert step() == [1 - 0.5 * 0.125, 1 - 0.25 * 0.125]  # the new values count after refresh()
     assert values.refresh() is None and rate.item() == 0.1
-    group["lr"] = 0.75  # of the launch, which a replay does not read
+    group["lr"] = 0.75  # read by the next refresh(), not by this step
     with values.on_device():
         assert step() == pytest.approx([1 - 0.1 * 0.5, 1 - 0.25 * 0.125], rel=1e-6)
     assert values.holds(group, "lr") and values.holds(group, "weight_decay") and not values.holds(group, "maximize")

@@ -52,7 +52,7 @@ class Training:
         return [*(p.detach().clone() for p in self.params), self.state()]
 
     def state(self):
-        """Of what is loaded, and of the optimizer beside it."""
+        """The states of the optimizer and of the object under test."""
         return copy.deepcopy([part.state_dict() for part in (self.optimizer, self.object)])
 
     def load_parameters(self, saved):
@@ -251,7 +251,7 @@ def one_rank():
 @pytest.mark.parametrize("name", public_classes())
 @pytest.mark.parametrize("seeds", [(1, 2), (2, 1), (3, 4), (0, 2)], ids=str)
 def test_load_into_used_is_load_into_fresh(name, seeds, one_rank):
-    """The first seed is of the saved one's use, the second of the used one's."""
+    """The seeds say how the saved object was used, and how the one that loads it was."""
     for make in runs_of(name, public_classes()[name]):
         saved, fresh, used = make(), make(), make()
         saved.use(seeds[0])

@@ -41,7 +41,7 @@ def test_a_replay_that_differs_is_found(graphs, self_test):
 
 
 def test_eager_steps_that_differ_by_themselves_are_the_measure(graphs):
-    """As by float atomics: the self-test cannot ask for bits, but it does ask for their size."""
+    """Eager steps differ, as with float atomics. The self-test then compares sizes instead of bits."""
     for spoiled, good in ((0.0, True), (3e-4, False)):
         training, calls = Training(warpsmith.optim.SGD), itertools.count()
 
@@ -123,7 +123,7 @@ def test_a_wait_in_backward_is_named_by_its_gradient(graphs, monkeypatch):
 
 
 def test_an_error_of_the_capture_is_named_with_its_line(graphs):
-    """Half a step was captured: what the host noted of it is taken back, and the step is taken eagerly."""
+    """A capture fails in the middle of a step. What the host had changed is restored, and the step runs eagerly."""
     eager, graphed, inputs = Training(), Training(), batches()
     expected = run(eager.step, inputs)
     calls = []
@@ -291,7 +291,7 @@ def test_what_is_equal_or_not_of_the_step_is_no_change():
 
 
 def test_a_watch_keeps_no_step_alive():
-    """It is no owner: a step that its own state refers to goes away."""
+    """A watch holds no reference: a step that its own state refers to is collected."""
 
     class Holder:
         pass

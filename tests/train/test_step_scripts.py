@@ -13,7 +13,7 @@ from benchmarks.step_scripts import SCRIPTS, match
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "gpt2"])
 def test_a_script_steps_without_a_wait(name):
-    """Its backward neither: torch's formulas of some gradients, as prod's, read a number of the device."""
+    """The backward does not wait either; some of torch's formulas, such as prod's, read a number from the device."""
     torch.manual_seed(0)
     script = {**SCRIPTS, "gpt2": bench_train.gpt2_script}[name]("cpu", tiny=True)
     before = [p.detach().clone() for p in script.state[0].parameters()]

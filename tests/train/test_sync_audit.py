@@ -80,7 +80,7 @@ class AsksInBackward(torch.autograd.Function):
 
 
 def test_a_backward_pass_that_waits_names_the_gradients():
-    """By torch's own way through its formulas, which a mode that notes operators would change."""
+    """The audit must not change which formulas torch takes; a dispatch mode that records operators would."""
     x = torch.rand(3, 2, requires_grad=True)
     with sync_audit("cpu") as audit:
         for _ in range(2):
@@ -213,8 +213,8 @@ for step in range({taken}):
 @pytest.mark.parametrize("taken", [4, 8])
 @pytest.mark.parametrize("places", [[0], [1], [2], [3], [0, 1, 2], [2, 3]])
 def test_a_wait_a_step_is_one_wherever_it_stands(tmp_path, capsys, places, taken):
-    """Each place in the loop has as many waits as there are steps: the last lines of the warmup's last iteration belong
-    to the first step, those of the script to none."""
+    """A wait anywhere in the loop counts once a step. Lines behind the last warmup step belong to the first step; lines
+    behind the loop belong to none."""
     script = tmp_path / "train.py"
     lines = ["weight.sum().item()" if place in places else "pass" for place in range(4)]
     script.write_text(LOOP.format(*lines, taken=taken))

@@ -15,7 +15,7 @@ from warpsmith.testing import bitwise_equal
 from warpsmith.train import CapturedStep
 
 ROOMS = ("optim", "amp", "train", "distributed", "testing")
-# Whose blocks end a job's process group, a watch or a file in writing: their own tests leave them by exceptions.
+# Leaving these ends a job's process group, a watch or a half-written file: their own tests raise inside them.
 ELSEWHERE = {"Context", "Watch", "Checkpointer"}
 
 

@@ -1,8 +1,8 @@
 """Builds programs for the host execution layer: csrc/sim, kernels and one test file, in one of four variants.
 
 An object is known by the content of its source, of every file that it includes, of its flags and of the compiler's
-version. It is kept under build/sim and in the store of tools/sim/store.py, where a fresh clone finds it. Several
-processes may build at once: each object has a lock.
+version. It is kept under build/sim; where ccache is installed, it compiles. Several processes may build at once: each
+object has a lock.
 """
 
 from __future__ import annotations
@@ -106,6 +106,12 @@ def compiler() -> str:
     return os.environ.get("CXX") or shutil.which("g++") or "c++"
 
 
+def ccache() -> list[str]:
+    """What stands before a compiler's command."""
+    found = shutil.which("ccache")
+    return [found] if found else []
+
+
 @cache
 def compiler_version() -> str:
     result = subprocess.run([compiler(), "-v"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
@@ -185,25 +191,17 @@ def object_key(source: Path, flags: list[str]) -> str:
     return store.key("object", compiler_version(), command, store.digests(dependencies(source, flags), ROOT))
 
 
-def compile_object(source: Path, flags: list[str], folder: Path, keep: bool = True) -> Path:
-    """The object, made if it is not there. `keep`: in the store as well, for other clones."""
+def compile_object(source: Path, flags: list[str], folder: Path) -> Path:
+    """The object, made if it is not there."""
     target = object_path(source, folder)
-    made = [target, *([target.with_suffix(".gcno")] if "--coverage" in flags else [])]
     with _locked(target):
         key = object_key(source, flags)
         while made_from(target) != key:
             target.with_suffix(".key").unlink(missing_ok=True)
-            entry = store.get(key) if keep else None
-            if entry and entry.files.keys() == {path.suffix for path in made}:
-                for path in made:
-                    path.write_bytes(entry.files[path.suffix])
-            else:
-                _compile([*_command(source, flags), "-c", "-o", _here(str(target))])
-                before, key = key, object_key(source, flags)
-                if key != before:  # a file was edited meanwhile: which of its states was compiled?
-                    continue
-                if keep:
-                    store.put(key, _here(str(source)), {path.suffix: path.read_bytes() for path in made})
+            _compile([*ccache(), *_command(source, flags), "-c", "-o", _here(str(target))])
+            before, key = key, object_key(source, flags)
+            if key != before:  # a file was edited meanwhile: which of its states was compiled?
+                continue
             target.with_suffix(".key").write_text(key)
     return target
 
@@ -224,7 +222,7 @@ def changed_objects(parts: Iterable[Part], texts: Mapping[Path, str], folder: Pa
         concerned = not family or family_folder(source).name == family
         if concerned and not texts.keys().isdisjoint(dependencies(source, flags)):
             flags = ["-w", f"-I{folder}", *flags]
-            changed.append(compile_object(shadows.get(source, source), flags, folder, keep=False))
+            changed.append(compile_object(shadows.get(source, source), flags, folder))
         else:
             usual.append(compile_object(source, flags, kept))
     return changed + usual

@@ -1,7 +1,4 @@
-"""Kernels as nvcc compiles them: the package's own objects where they are fresh, else objects compiled for the purpose.
-
-Objects that are compiled here are kept in the store (tools/sim/store.py), by the content of all that they include.
-"""
+"""Kernels as nvcc compiles them: the package's own objects where they are fresh, else objects made for the purpose."""
 
 from __future__ import annotations
 
@@ -71,12 +68,7 @@ def compile_key(source: Path, architecture: str, flags: list[str]) -> str:
 def compile_object(source: Path, architecture: str, folder: Path, flags: list[str] | None = None) -> Path:
     """An object of one architecture, in the folder."""
     target = folder / f"{source.stem}.{architecture}.o"
-    key = compile_key(source, architecture, flags or [])
-    if entry := store.get(key):
-        target.write_bytes(entry.files["o"])
-    else:
-        _output([*command_of(source, architecture, flags or []), "-o", str(target)])
-        store.put(key, source.name, {"o": target.read_bytes()})
+    _output([*build.ccache(), *command_of(source, architecture, flags or []), "-o", str(target)])
     return target
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -47,8 +48,9 @@ def silu(x: Tensor) -> tuple[Tensor, Tensor]:
 Gated = Callable[..., tuple[Tensor, Tensor]]
 
 _Op = TypeVar("_Op", bound=Callable[..., Tensor])
-_SHARED = "Arguments, result, gradients and errors are those of every gated activation."
-_SECTIONS = """\
+# What the docstrings of a body's ops share, in the place of the sentence that names it.
+_SHARED = re.compile(r"Arguments, result, gradients and errors are those of every (?:gated|biased) activation\.")
+GATED = """\
 Args:
     gate: shape (..., F), float32, float16, bfloat16, or float64 on the CPU; without ``up`` of shape (..., 2F) and
         holding ``[gate, up]`` along the last dimension, as one matrix product gives them. Any strides: rows that
@@ -71,19 +73,38 @@ Deterministic. Moves 3 elements of memory for each of ``y`` forward and 5 backwa
 Raises:
     ValueError: a dtype, shape or device that does not fit, an odd last dimension without ``up``, {error}or a leaf with
         ``inplace_backward``."""
+BIASED = """\
+Args:
+    x: shape (..., F), float32, float16, bfloat16, or float64 on the CPU. Any strides: rows that lie at one stride
+        with adjacent columns are read where they are, others are copied once.
+    bias: shape (F,), the dtype of ``x``, or float32 beside a 16-bit ``x``.
+{argument}
+Returns:
+    A contiguous tensor of the shape and dtype of ``x``. The sum and all arithmetic are float32 (float64 for
+    float64), rounded once. Under autocast nothing is cast.
+
+Gradients for both inputs, and theirs in turn (composed of plain torch operations). The backward recomputes the
+activation: nothing but the inputs is kept.
+
+Deterministic: the sum over rows that is the gradient of the bias has a fixed order. Moves 2 elements of memory for
+each of ``x`` forward and 3 backward.
+
+Raises:
+    ValueError: {error}a dtype, shape or device that does not fit."""
 
 
-def documented(argument: str = "", error: str = "") -> Callable[[_Op], _Op]:
-    """Writes the sections that gated activations share into a docstring, in the place of the sentence that names them.
+def documented(sections: str, argument: str = "", error: str = "") -> Callable[[_Op], _Op]:
+    """Writes these sections into a docstring.
 
     Args:
+        sections: ``GATED`` or ``BIASED``.
         argument: the line of a further argument.
         error: what else is refused.
     """
-    sections = _SECTIONS.format(argument=argument and f"    {argument}\n", error=error and f"{error}, ")
+    text = sections.format(argument=argument and f"    {argument}\n", error=error and f"{error}, ")
 
     def write(op: _Op) -> _Op:
-        op.__doc__ = inspect.cleandoc(op.__doc__ or "").replace(_SHARED, sections)
+        op.__doc__ = _SHARED.sub(lambda _: text, inspect.cleandoc(op.__doc__ or ""))
         return op
 
     return write

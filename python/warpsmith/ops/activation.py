@@ -8,12 +8,12 @@ from torch import Tensor
 from warpsmith._core import checks
 from warpsmith._core.dropout import check_p, check_seed, draw_seed
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
-from warpsmith.ops._activation import biased, documented, gated, gelu, is_tanh, silu
+from warpsmith.ops._activation import BIASED, GATED, biased, documented, gated, gelu, is_tanh, silu
 
 _swiglu = gated("swiglu", silu)
 
 
-@documented()
+@documented(GATED)
 def swiglu(gate: Tensor, up: Tensor | None = None, *, inplace_backward: bool = False) -> Tensor:
     r"""The gated activation of Llama's feed-forward layer.
 
@@ -37,6 +37,7 @@ _geglu = gated("geglu", gelu)
 
 
 @documented(
+    GATED,
     argument='approximate: "none" for the first, "tanh" for the second, as in ``torch.nn.functional.gelu``.',
     error="another ``approximate``",
 )
@@ -69,7 +70,7 @@ def _relu(x: Tensor) -> tuple[Tensor, Tensor]:
 _reglu = gated("reglu", _relu)
 
 
-@documented()
+@documented(GATED)
 def reglu(gate: Tensor, up: Tensor | None = None, *, inplace_backward: bool = False) -> Tensor:
     r"""The gated linear unit with a rectifier.
 
@@ -92,30 +93,18 @@ def reglu(gate: Tensor, up: Tensor | None = None, *, inplace_backward: bool = Fa
 _bias_gelu = biased("bias_gelu", gelu)
 
 
+@documented(
+    BIASED,
+    argument='approximate: "none" for the first, "tanh" (GPT-2\'s) for the second, as in ``torch.nn.functional.gelu``.',
+    error="another ``approximate``",
+)
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
     r"""A bias and a Gaussian error linear unit in one pass, for what a matrix product without bias gives.
 
     .. math:: y = \operatorname{gelu}(x + b), \qquad \operatorname{gelu}(z) = z \, \Phi(z)
         \quad\text{or}\quad \tfrac{z}{2} \left(1 + \tanh\left(\sqrt{2 / \pi} \, (z + 0.044715 \, z^3)\right)\right)
 
-    Args:
-        x: shape (..., F), float32, float16, bfloat16, or float64 on the CPU. Any strides: rows that lie at one stride
-            with adjacent columns are read where they are, others are copied once.
-        bias: shape (F,), the dtype of ``x``, or float32 beside a 16-bit ``x``.
-        approximate: "none" for the first, "tanh" (GPT-2's) for the second, as in ``torch.nn.functional.gelu``.
-
-    Returns:
-        A contiguous tensor of the shape and dtype of ``x``. The sum and all arithmetic are float32 (float64 for
-        float64), rounded once. Under autocast nothing is cast.
-
-    Gradients for both inputs, and theirs in turn (composed of plain torch operations). The backward recomputes the
-    activation: nothing but the inputs is kept.
-
-    Deterministic: the sum over rows that is the gradient of the bias has a fixed order. Moves 2 elements of memory for
-    each of ``x`` forward and 3 backward.
-
-    Raises:
-        ValueError: a dtype, shape or device that does not fit, or another ``approximate``.
+    Arguments, result, gradients and errors are those of every biased activation.
 
     Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.
 
@@ -130,28 +119,13 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
 _bias_silu = biased("bias_silu", silu)
 
 
+@documented(BIASED)
 def bias_silu(x: Tensor, bias: Tensor) -> Tensor:
     r"""A bias and a sigmoid linear unit in one pass, for what a matrix product without bias gives.
 
     .. math:: y = \operatorname{silu}(x + b), \qquad \operatorname{silu}(z) = \frac{z}{1 + e^{-z}}
 
-    Args:
-        x: shape (..., F), float32, float16, bfloat16, or float64 on the CPU. Any strides: rows that lie at one stride
-            with adjacent columns are read where they are, others are copied once.
-        bias: shape (F,), the dtype of ``x``, or float32 beside a 16-bit ``x``.
-
-    Returns:
-        A contiguous tensor of the shape and dtype of ``x``. The sum and all arithmetic are float32 (float64 for
-        float64), rounded once. Under autocast nothing is cast.
-
-    Gradients for both inputs, and theirs in turn (composed of plain torch operations). The backward recomputes the
-    activation: nothing but the inputs is kept.
-
-    Deterministic: the sum over rows that is the gradient of the bias has a fixed order. Moves 2 elements of memory for
-    each of ``x`` forward and 3 backward.
-
-    Raises:
-        ValueError: a dtype, shape or device that does not fit.
+    Arguments, result, gradients and errors are those of every biased activation.
 
     Source: Elfwing, Uchibe and Doya, Sigmoid-Weighted Linear Units, 2017.
 
@@ -166,28 +140,15 @@ def bias_silu(x: Tensor, bias: Tensor) -> Tensor:
 _bias_relu = biased("bias_relu", lambda x: (torch.relu(x), (x > 0).to(x.dtype)))
 
 
+@documented(BIASED)
 def bias_relu(x: Tensor, bias: Tensor) -> Tensor:
     r"""Adds a bias and applies a rectifier in one pass, to the result of a matrix product without bias.
 
     .. math:: y = \max(x + b, 0)
 
-    Args:
-        x: shape (..., F), float32, float16, bfloat16, or float64 on the CPU. Any strides: rows that lie at one stride
-            with adjacent columns are read where they are, others are copied once.
-        bias: shape (F,), the dtype of ``x``, or float32 beside a 16-bit ``x``.
+    As in torch, the derivative is 0 at 0.
 
-    Returns:
-        A contiguous tensor of the shape and dtype of ``x``. The sum is float32 (float64 for float64), and the result is
-        rounded once. Under autocast nothing is cast.
-
-    Gradients for both inputs, and theirs in turn (composed of plain torch operations). As in torch, the derivative is 0
-    at 0. The backward recomputes the sum: nothing but the inputs is kept.
-
-    Deterministic: the sum over rows that is the gradient of the bias has a fixed order. Moves 2 elements of memory for
-    each of ``x`` forward and 3 backward.
-
-    Raises:
-        ValueError: a dtype, shape or device that does not fit.
+    Arguments, result, gradients and errors are those of every biased activation.
 
     Source: Nair and Hinton, Rectified Linear Units Improve Restricted Boltzmann Machines, 2010.
 
@@ -209,7 +170,7 @@ def _relu_squared_fake_forward(x: Tensor) -> Tensor:
 
 
 def _relu_squared_fake_backward(dy: Tensor, x: Tensor) -> Tensor:
-    op = _RELU_SQUARED + "_relu_squared_backward"
+    op = _RELU_SQUARED + "_backward"
     checks.float_dtype(op, "x", x)
     checks.float_dtype(op, "dy", dy)
     checks.same_dtype(op, "dy", dy, x)

@@ -6,7 +6,7 @@ the step are here, loading is in ``_loading.py``, tables of addresses are in ``_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NoReturn
 
@@ -54,13 +54,12 @@ class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
     _checks: ClassVar[Mapping[str, Check]]  # of hyperparameters other than lr
     _of_every_group: ClassVar[Mapping[str, Any]] = {}  # values that no argument, group or loaded state changes
 
-    def __init__(
-        self, params: Any, defaults: dict[str, Any], precision: str | None, seed: int, keep_fp32: Sequence[str] = ()
-    ) -> None:
-        # torch's groups have no such entries.
-        defaults |= {"precision": precision} if precision is not None else {}
-        defaults |= {} if type(seed) is int and seed == 0 else {"seed": seed}
-        defaults |= {} if isinstance(keep_fp32, (tuple, list)) and not keep_fp32 else {"keep_fp32": keep_fp32}
+    def __init__(self, params: Any, given: dict[str, Any]) -> None:
+        """``given``: ``locals()`` of a subclass's constructor, whose other arguments are the options of groups."""
+        defaults = {name: value for name, value in given.items() if name not in ("self", "params", "__class__")}
+        for name, usual in (("precision", None), ("seed", 0), ("keep_fp32", ()), ("keep_fp32", [])):
+            if type(defaults.get(name)) is type(usual) and defaults.get(name) == usual:
+                defaults.pop(name, None)  # torch's groups have no such entries
         self._check_flags(defaults)
         if defaults.get("foreach") and defaults.get("fused"):
             self._refuse("fused", "not both foreach and fused", "both True")

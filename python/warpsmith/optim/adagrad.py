@@ -68,18 +68,7 @@ class Adagrad(MultiTensorOptimizer):
         precision: str | None = None,
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "foreach": foreach,
-            "maximize": maximize,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(params, defaults, precision, seed)
+        super().__init__(params, locals())
 
     def _initial(self, group: Group, name: str) -> float:
         return group["initial_accumulator_value"]

@@ -74,20 +74,7 @@ class Adam(MultiTensorOptimizer):
         seed: int = 0,
         keep_fp32: Sequence[str] = (),
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, defaults, precision, seed, keep_fp32)
+        super().__init__(params, locals())
 
     def _row_of(self, group: Group) -> str:
         return "adamw" if group["decoupled_weight_decay"] else "adam"

@@ -123,19 +123,4 @@ class AdamW(Adam):
         seed: int = 0,
         keep_fp32: Sequence[str] = (),
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            precision=precision,
-            seed=seed,
-            keep_fp32=keep_fp32,
-        )
+        super(Adam, self).__init__(params, locals())

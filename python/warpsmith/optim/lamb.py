@@ -76,16 +76,7 @@ class LAMB(MultiTensorOptimizer):
         maximize: bool = False,
         precision: str | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "use_nvlamb": use_nvlamb,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, precision, seed=0)
+        super().__init__(params, locals())
 
     def _values_of(self, group: Group) -> dict[str, float]:
         beta1, beta2 = group["betas"]

@@ -59,8 +59,7 @@ class Lion(MultiTensorOptimizer):
         seed: int = 0,
         keep_fp32: Sequence[str] = (),
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, precision, seed, keep_fp32)
+        super().__init__(params, locals())
 
     def _values_of(self, group: Group) -> dict[str, float]:
         beta1, beta2 = group["betas"]

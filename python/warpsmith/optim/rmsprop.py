@@ -71,19 +71,7 @@ class RMSprop(MultiTensorOptimizer):
         precision: str | None = None,
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "alpha": alpha,
-            "eps": eps,
-            "centered": centered,
-            "weight_decay": weight_decay,
-            "capturable": capturable,
-            "foreach": foreach,
-            "maximize": maximize,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, defaults, precision, seed)
+        super().__init__(params, locals())
 
     def _states_of(self, group: Group) -> tuple[str, ...]:
         momentum, centered = ("momentum_buffer",) * (group["momentum"] > 0), ("grad_avg",) * bool(group["centered"])

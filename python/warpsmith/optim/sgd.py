@@ -71,18 +71,7 @@ class SGD(MultiTensorOptimizer):
         seed: int = 0,
         keep_fp32: Sequence[str] = (),
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(params, defaults, precision, seed, keep_fp32)
+        super().__init__(params, locals())
 
     def _check_hyperparameters(self, group: Group) -> None:
         super()._check_hyperparameters(group)
