@@ -41,7 +41,7 @@ FLAGS = {
 AS_CODE_OF_SM80 = ["--code", "80", "--seeds", "1", "--random", "2"]
 TOOLS = [Path(__file__), Path(device_coverage.__file__)]
 STANDING = ("sim_async", "sim_row_absmax")  # their sanitizers run every time: does the machinery still work?
-CASES, SECONDS = 2000, 240  # of each program, and for all programs together
+CASES, SECONDS = 2000, 60  # of each program, and for all programs together
 
 
 def each_variant():
