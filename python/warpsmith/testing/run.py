@@ -75,11 +75,13 @@ def run(
         with_graph = {name: y for name, y in outputs.items() if y.requires_grad and name not in case.unused}
         if not with_graph and not case.unused:
             raise AssertionError(f"{spec.name}: no output has a gradient though {', '.join(wanted)} require one")
-        found: Sequence[Tensor | None] = [torch.zeros_like(leaves[n]) for n in wanted]
+        found: Sequence[Tensor | None]
         if with_graph:
             arguments = [*with_graph.values()], [leaves[n] for n in wanted], [grads[n] for n in with_graph]
             # Of what an unused output alone depends on PyTorch has no gradient, where an op may have zeros.
             found = torch.autograd.grad(*arguments, allow_unused=True, materialize_grads=bool(case.unused))
+        else:
+            found = [torch.zeros_like(leaves[n]) for n in wanted]
         result = {f"grad_{n}": g for n, g in zip(wanted, found, strict=True) if g is not None}
     return Result({n: y.detach() for n, y in outputs.items()}, result)
 
