@@ -1,6 +1,6 @@
-"""Kernels on the CPU: every tests/sim/sim_*.cpp in three builds, its coverage, and random cases by hypothesis.
+"""Kernels on the CPU: every tests/sim/sim_*.cpp in three builds, and its coverage.
 
-By hand: `python tools/sim/run.py --op <op>`, `device_coverage.py` and `fuzz.py` beside it. `figure` prints a line,
+By hand: `python tools/sim/run.py --op <op>`, and `device_coverage.py` beside it. `figure` prints a line,
 and the coverage table, at the end of the session. What passed before with the same content answers from the store.
 """
 
@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import crash  # noqa: E402
 import device_coverage  # noqa: E402
-import library  # noqa: E402
 import tiers  # noqa: E402
 import verdicts as verdict  # noqa: E402
 
@@ -26,13 +25,6 @@ import build  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and "CXX" not in build.os.environ, reason="no C++ compiler")
 TESTS = build.tests_of(None)
-DRAWING = [t for t in TESTS if "RANDOM_TEST(" in t.read_text()]
-# All ops must have some: in the program of their name, in the one whose name theirs goes on from (sim_x_edges), or in
-# the law, which draws cases of its own.
-DRAWN = [d.stem for d in DRAWING] + [f"sim_{library.family_of(spec)}" for spec in library.specs()]
-LACKING = [t for t in TESTS if build.kernel_sources(t) and not any(f"{t.stem}_".startswith(f"{d}_") for d in DRAWN)]
-RANDOM = DRAWING + LACKING
-# The plain build is the one that measures coverage; its random cases run under every seed, those of fuzz.py under one.
 FLAGS = {
     "coverage": ["--seeds", "8", "--random", "5"],
     "asan": ["--seeds", "2", "--random", "5"],
@@ -41,7 +33,6 @@ FLAGS = {
 AS_CODE_OF_SM80 = ["--code", "80", "--seeds", "1", "--random", "2"]
 TOOLS = [Path(__file__), Path(device_coverage.__file__)]
 STANDING = ("sim_async", "sim_row_absmax")  # their sanitizers run every time: does the machinery still work?
-CASES, SECONDS = 2000, 240  # of each program, and for all programs together
 
 
 def each_variant():
@@ -55,11 +46,6 @@ def each_variant():
 
 def lately(test: Path) -> bool:
     return tiers.lately(test, *{source.parent for source in build.kernel_sources(test)})
-
-
-@pytest.fixture
-def fuzz():
-    return pytest.importorskip("fuzz")  # where hypothesis is installed
 
 
 @pytest.mark.parametrize(("test", "variant"), [*each_variant()])
@@ -125,19 +111,6 @@ def test_the_standing_programs_exist() -> None:
     assert {*STANDING} <= {t.stem for t in TESTS}
 
 
-@pytest.mark.full
-@pytest.mark.xdist_group("sim random cases")
-def test_random_cases(fuzz, figure, request, record_property) -> None:
-    """All programs share the seconds; those without a verdict for what they are now come first."""
-    seconds = float("inf") if request.config.getoption("--slow") else SECONDS
-    outcomes = fuzz.fuzz_all(RANDOM, "coverage", CASES, seconds)
-    assert not (without := [o.program for o in outcomes if not o.tests]), f"no RANDOM_TEST: {without}"
-    failures = [line for o in outcomes for line in o.failures]
-    assert not failures, "\n".join(failures)
-    for line in fuzz.report(outcomes):
-        figure(line)
-
-
 @pytest.mark.xdist_group("sim_optim coverage")
 def test_launches_are_printed_with_their_predicted_time() -> None:
     (test,) = build.tests_of("optim")
@@ -184,34 +157,6 @@ def test_a_crash_names_its_test_and_is_run_again_under_asan() -> None:
     with pytest.raises(build.subprocess.TimeoutExpired) as late:
         build.run(build.build(source, "plain"), ["--only", "never_ends"], timeout=1)
     assert "died in: never_ends" in (late.value.stderr or "")
-
-
-FAILING = """
-#include "harness.h"
-namespace warpsmith::test {
-RANDOM_TEST(fails_above_forty) {
-  const int64_t rows = random.size(1, 1000), columns = random.integer(0, 9);
-  expect(rows <= 40 || columns < 3, "wrong");
-}
-RANDOM_TEST(crashes_above_forty) {
-  if (random.size(1, 1000) > 40) std::abort();
-}
-}
-"""
-
-
-def test_failing_random_cases_are_made_smaller(fuzz, tmp_path: Path) -> None:
-    source = tmp_path / "sim_failing.cpp"
-    source.write_text(FAILING)
-    flags = [*build.VARIANTS["plain"].kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'sim'}"]
-    objects = [build.machine_object("plain"), build.main_object(source, "plain")]
-    program = build.link([*objects, build.compile_object(source, flags, tmp_path)], "plain", tmp_path / "sim_failing")
-    text, passed = fuzz.fuzz_op(program, 400)
-    assert not passed
-    assert 'failed wrong\n  smallest failing case: --replay fails_above_forty "0 0 41 3"' in text, text
-    assert "the program died (exit status -6)" in text and '--replay crashes_above_forty "0 0 41"' in text, text
-    assert fuzz.replay(program, "fails_above_forty", [0, 0, 41, 3]) == 1
-    assert fuzz.replay(program, "fails_above_forty", [0, 0, 40, 3]) == 0
 
 
 def test_coverage_below_the_floor_is_noticed() -> None:

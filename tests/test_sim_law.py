@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "sim"))
 import device_coverage  # noqa: E402
 import library  # noqa: E402
-import static_checks  # noqa: E402
 import tiers  # noqa: E402
 
 import build  # noqa: E402
@@ -36,8 +35,7 @@ def test_the_law_holds_on_simulated_kernels(family: str, machine: str, record_pr
 
 
 def sanitized():
-    """The families whose kernels have no C++ program of their own."""
-    for family in sorted({*library.FAMILIES} - {static_checks.BY_PROGRAMS}):
+    for family in library.FAMILIES:
         early = [pytest.mark.early] if tiers.lately(library.CSRC / "kernels" / family) else []
         for variant in ("asan", "tsan"):
             marks = [pytest.mark.xdist_group(f"sim law {family} {variant}"), *early]

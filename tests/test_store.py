@@ -132,7 +132,7 @@ def test_a_verdict_depends_on_program_arguments_and_tools(tmp_path: Path, monkey
     key = verdict.key("sim", ["p"], ["--seeds"], [tool])
     assert key == verdict.key("sim", ["p"], ["--seeds"], [tool])
     others = [
-        verdict.key("fuzz", ["p"], ["--seeds"], [tool]),
+        verdict.key("planted", ["p"], ["--seeds"], [tool]),
         verdict.key("sim", ["q"], ["--seeds"], [tool]),
         verdict.key("sim", ["p"], ["--random"], [tool]),
     ]

@@ -32,7 +32,6 @@ FULL = (
 # Seconds of groups before a machine has measured them, by the beginning of their names (two cores, 2026-11-22).
 GUESSES = {
     "tests/build/test_install.py": 280.0,
-    "sim random cases": 240.0,
     "sim_": 60.0,
     "planted_": 60.0,
     "tests/test_aoti_packages.py": 66.0,

@@ -1,11 +1,10 @@
 """The ring's backward where kernels take out and lse of the whole sequence. Those of the CPU do not: the formula in
-float64 stands for them. The kernels are held to it by tests/sim/sim_attention_part.cpp, and below on a GPU."""
+float64 stands for them. The kernels are held to it by tests/ops/test_attention_parts.py."""
 
 import itertools
 
 import pytest
 import torch
-import warpsmith
 from context_cases import Problem
 from test_context_parallel import SHARDINGS, check_exact
 from warpsmith.distributed.context import blocks as context_blocks
@@ -111,30 +110,3 @@ def test_which_problems_have_such_kernels():
     assert not takes(seed=some)
     q = torch.empty(1, 4, 2, 64, dtype=torch.bfloat16)
     assert not context_blocks.accepts_whole_results(options(), q, q, context_blocks.Given(None, None, None, None))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_kernels_take_results_of_the_whole(dtype, head_dim):
-    """Keys in two halves, each with out and lse of all: together the gradients of one call, and one more rounding."""
-    torch.manual_seed(0)
-    shape = 2, 512, 4, head_dim
-    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out, lse = warpsmith.attention(*leaves, return_lse=True)
-    alone = torch.autograd.grad(out, leaves, dout)
-    wide = [t.double() for t in (dout, q, k, v, out, lse)]
-    rest = *[None] * 6, 0, 0, 0, 0, True, -1, -1, None, 0.0, 0.0, True
-    exact = gradients(wide[0], None, *wide[1:4], *rest, *wide[4:], False, False, None, None)
-    halves = []
-    for part in (slice(0, 256), slice(256, 512)):
-        halves.append(
-            raw.attention_backward(
-                dout, None, q, k[:, part], v[:, part], *rest, out.detach(), lse.detach(), False, False
-            )
-        )
-    found = halves[0][0].double() + halves[1][0], *(torch.cat(pair, 1) for pair in list(zip(*halves, strict=True))[1:3])
-    for name, got, one, want in zip(("dq", "dk", "dv"), found, alone, exact[:3], strict=True):
-        error, allowed = ((t.double() - want).abs().max() for t in (got, one))
-        assert error <= 1.1 * allowed + torch.finfo(dtype).eps / 2 * want.abs().max(), (name, error, allowed)

@@ -48,6 +48,16 @@ def same_dtype(op):
 SLOPES = {"alibi_slopes": FP32}  # the dtype of slopes, whatever that of a case
 
 
+def shown(shape, which):
+    """A mask of this shape: keys up to the end of each batch entry, or ("stairs") more for each query, to some none."""
+    keys = torch.arange(shape[3])
+    if which == "stairs":
+        queries = torch.arange(shape[2])[:, None]
+        return ((queries % 5 != 0) & (keys < 20 * (queries % 35))).expand(shape).clone()
+    ends = [which[i % len(which)] for i in range(shape[0])]
+    return (keys < torch.tensor(ends)[:, None, None, None]).expand(shape).clone()
+
+
 def parameters(case, rng, batch, heads, seqlen_q, seqlen_k):
     """The optional tensors and numbers of a case; ``bias`` and ``mask`` say which dimensions are not broadcast."""
     o = case.options
@@ -56,8 +66,12 @@ def parameters(case, rng, batch, heads, seqlen_q, seqlen_k):
     shape = [size if kept == "1" else 1 for size, kept in zip(full, o.get("bias", o.get("mask", "")), strict=False)]
     if "bias" in o:
         made["bias"] = rng.normal(shape)
+        if "shown" in o:
+            made["bias"].masked_fill_(~shown(shape, o["shown"]), -torch.inf)
+        if "slope" in o:  # of logits that grow from the last keys to the first
+            made["bias"] += o["slope"] * torch.arange(shape[3], 0, -1).to(made["bias"].dtype)
     if "mask" in o:
-        made["mask"] = rng.uniform(shape) < 0.6
+        made["mask"] = shown(shape, o["shown"]) if "shown" in o else rng.uniform(shape) < 0.6
     if "sink" in o:
         made["sink"] = rng.normal((heads,), mean=o["sink"])
     if "alibi" in o:

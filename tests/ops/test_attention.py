@@ -85,6 +85,17 @@ CASES = [
     *(Case((1, 33, heads, dim), BF16, options={"seqlen_k": 700}) for heads, dim in ((6, 72), (6, 136))),
     *(Case((1, 33, 2, dim), d, options={"seqlen_k": 700, "growth": g}) for dim in (64, 128, 192) for d in (BF16, FP16)
       for g in (8.0, 300.0)),
+    *(Case((1, 33, 1, dim), d, options={"seqlen_k": 700, "growth": g, "dropout_p": 0.4}) for g in (8.0, 300.0)
+      for dim, d in ((128, BF16), (64, FP16))),
+    Case((1, 70, 1, 128), FP16, options={"seqlen_k": 700, "bias": "0001", "slope": 0.25}),
+    # Blocks of keys that a mask leaves whole, hides in part and hides as a whole; rows that see no key, or late ones.
+    *(Case((3, 40, 1, dim), BF16, options={"seqlen_k": 420, "mask": "1001", "shown": (420, 255, 96)})
+      for dim in (64, 128)),
+    *(Case((1, 100, 1, dim), BF16, options={"seqlen_k": 700, kind: "0011", "shown": "stairs"}) for dim in (64, 128)
+      for kind in ("mask", "bias")),
+    *(Case((1, 70, 1, 40), FP16, options={"seqlen_k": 140, "sink": 0.0, "dropout_p": p}) for p in (1e-5, 0.5, 0.9999)),
+    # Most rows have a weight near 1: what is left of dP - delta is smaller than the rounding of out.
+    *(Case((1, 70, 2, dim), d, options={"seqlen_k": 90, "softmax_scale": 4.0}) for dim, d in ((64, BF16), (128, FP16))),
     *(Case((2, 0, 2, 8), FP32, options={"seqlen_k": n}) for n in (0, 5)),
     Case((2, 5, 2, 8), FP32, options={"seqlen_k": 0}),
     Case((0, 5, 2, 8), FP32),

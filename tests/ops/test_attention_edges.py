@@ -155,8 +155,9 @@ def test_logits_of_ten_thousand():
     assert all(bool(t.isfinite().all()) for t in ours)
 
 
-def test_a_row_with_one_key_has_no_gradient_of_its_weight():
-    leaves = problem(seqlen_q=100, dtype=FP32)
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_row_with_one_key_has_no_gradient_of_its_weight(device):
+    leaves = [t.to(device) for t in problem(seqlen_q=100, dtype=FP32)]
     _, _, dq, dk, _ = gradients(
         warpsmith.attention, leaves, (leaves[0], torch.zeros(2, 4, 100)), window_size=(0, 0), causal=True
     )
@@ -164,27 +165,31 @@ def test_a_row_with_one_key_has_no_gradient_of_its_weight():
     assert bool((dk == 0).all())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [FP32, BF16])  # Hopper kernels take the second
 @pytest.mark.parametrize("sink", [False, True])
-def test_rows_without_a_key(sink):
+def test_rows_without_a_key(sink, dtype, device):
     seqlen_q, seqlen_k = 150, 20  # bottom right: the first 130 queries see nothing
-    leaves = problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=FP32)
-    options = {"sink": torch.linspace(-1, 1, 4)} if sink else {}
+    leaves = [t.to(device) for t in problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype)]
+    options = {"sink": torch.linspace(-1, 1, 4, device=device)} if sink else {}
     # What joins partial results by their lse may give rows of lse -inf a gradient of NaN.
-    dlse = torch.full((2, 4, seqlen_q), 0.0 if sink else float("nan"))
+    dlse = torch.full((2, 4, seqlen_q), 0.0 if sink else float("nan"), device=device)
     dlse[..., seqlen_q - seqlen_k :] = 1.0
     upstream = leaves[0], dlse
     out, lse, dq, dk, dv = gradients(warpsmith.attention, leaves, upstream, causal=True, **options)
     empty = slice(0, seqlen_q - seqlen_k)
     assert bool((out[:, empty] == 0).all())
     expected = options["sink"][None, :, None].expand(2, 4, 130) if sink else torch.full((2, 4, 130), NEGATIVE_INFINITY)
-    assert bitwise_equal(lse[:, :, empty].contiguous(), expected.contiguous())
+    assert bitwise_equal(lse[:, :, empty].contiguous().cpu(), expected.contiguous().cpu())
     assert bool((dq[:, empty] == 0).all())
     assert all(bool(g.isfinite().all()) for g in (dq, dk, dv))
 
 
-def test_everything_masked():
-    leaves = problem(dtype=FP32)
-    for bias in (torch.zeros(20, 20, dtype=torch.bool), torch.full((20, 20), NEGATIVE_INFINITY)):
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_everything_masked(dtype, device):
+    leaves = [t.to(device) for t in problem(dtype=dtype)]
+    for bias in (torch.zeros(20, 20, dtype=torch.bool), torch.full((20, 20), NEGATIVE_INFINITY).to(dtype)):
         out, lse, *grads = gradients(warpsmith.attention, leaves, (leaves[0], torch.ones(2, 4, 20)), bias=bias)
         assert all(bool((t == 0).all()) for t in (out, *grads))
         assert bool((lse == NEGATIVE_INFINITY).all())
@@ -210,6 +215,74 @@ def test_a_mask_is_a_bias_of_minus_infinity():
         strict=True,
     ):
         assert bitwise_equal(a, b)
+
+
+def with_bias(q, k, v, bias, **options):
+    return warpsmith.attention(q, k, v, bias=bias, **options)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_a_window_hides_of_a_bias_may_be_nan(dim, dtype, device):
+    q, k, v = (t.to(device) for t in problem(batch=1, seqlen_q=130, seqlen_k=200, heads=1, dim=dim, dtype=dtype))
+    (bias,) = (t.to(device) for t in tensors((130, 200), dtype=dtype))
+    hidden = torch.arange(200) > torch.arange(130)[:, None] + 70
+    upstream = q, torch.ones(1, 1, 130)
+
+    def results(bias):
+        leaves = [q, k, v, bias]
+        return gradients(
+            lambda q, k, v, b, **o: warpsmith.attention(q, k, v, bias=b, **o), leaves, upstream, causal=True
+        )
+
+    for a, b in zip(results(bias), results(bias.masked_fill(hidden, float("nan"))), strict=True):
+        assert bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_keys_that_a_mask_hides_may_be_nan(dtype, device):
+    """In the forward: the products of such keys are NaN or infinite, and no weight is."""
+    q, k, v = (t.to(device) for t in problem(batch=1, seqlen_q=70, seqlen_k=300, heads=1, dim=64, dtype=dtype))
+    shown = torch.arange(300, device=device) % 7 != 3
+    clean = warpsmith.attention(q, k, v, bias=shown, return_lse=True)
+    k[:, 3::14], k[:, 10::14] = float("nan"), float("inf")
+    for a, b in zip(clean, warpsmith.attention(q, k, v, bias=shown, return_lse=True), strict=True):
+        assert bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("space", [8, 2])  # TMA reads rows that lie multiples of 16 bytes apart
+@pytest.mark.parametrize("keys", [200, 198])
+def test_a_bias_with_space_between_its_rows(keys, space, device):
+    """Heads before the batch in memory, and NaN in the space."""
+    q, k, v = (t.to(device) for t in problem(seqlen_q=150, seqlen_k=keys, heads=2, k_heads=1, dim=64, dtype=BF16))
+    (bias,) = (t.to(device) for t in tensors((2, 2, 150, keys), dtype=BF16))
+    room = torch.full((2, 150, 2, (keys + 7) // 8 * 8 + space), float("nan"), dtype=BF16, device=device)
+    spaced = room[..., :keys].permute(2, 0, 1, 3).copy_(bias)
+    upstream = q, torch.ones(2, 2, 150)
+    together, apart = (gradients(with_bias, (q, k, v, x), upstream) for x in (bias, spaced))
+    for a, b in zip(together, apart, strict=True):
+        assert bitwise_equal(a.contiguous(), b.contiguous())
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("masked", [False, True])  # other kernels
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_expanded_tensors_have_the_bits_of_copies(dtype, masked, device):
+    """Of stride 0 along tokens and batch: keys, values, and the gradient of out."""
+    q, k, v, dout = (t.to(device) for t in tensors((2, 40, 2, 64), *[(1, 1, 2, 64)] * 3, dtype=dtype))
+    k, v, dout = (t.expand(2, n, 2, 64) for t, n in ((k, 30), (v, 30), (dout, 40)))
+    bias = torch.ones(40, 30, dtype=torch.bool, device=device) if masked else None
+
+    def results(k, v, dout):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = warpsmith.attention(*leaves, bias=bias)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    for a, b in zip(results(k, v, dout), results(k.contiguous(), v.contiguous(), dout.contiguous()), strict=True):
+        assert bitwise_equal(a.contiguous(), b.contiguous())
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])

@@ -1,4 +1,5 @@
-"""``dropout_place`` of the raw ops of attention: a call that is a part of a larger one drops what that one drops."""
+"""Calls of the raw ops of attention that are parts of a larger one: ``dropout_place`` drops what that one drops, and a
+backward of some keys takes out and lse of all."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import pytest
 import torch
 import warpsmith
 from warpsmith.reference.attention import attention as reference
+from warpsmith.reference.attention import attention_varlen as of_sequences
 from warpsmith.reference.attention import dropout_mask
+from warpsmith.testing.law import measure
+from warpsmith.testing.sim import is_loaded
 
 from tests.ops.attention_cases import BF16, FP16, FP32, FP64, SEED
 
@@ -89,18 +93,35 @@ def mask_of(part, p):
     return own
 
 
+def decisions():
+    for dtype in (BF16, FP16, FP32):  # Hopper kernels take the first two
+        yield "cpu", dtype
+        yield pytest.param("cuda", dtype, marks=pytest.mark.gpu)
+    yield "cpu", FP64
+
+
+@pytest.mark.parametrize(("device", "dtype"), decisions())
 @pytest.mark.parametrize("part", PARTS + KEY_PARTS)
-def test_every_decision_of_a_part_is_the_wholes(part):
-    for kept in kept_by("cpu", FP64, part, P):
+def test_every_decision_of_a_part_is_the_wholes(part, device, dtype):
+    for kept in kept_by(device, dtype, part, P):
         assert torch.equal(kept, mask_of(part, P))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])  # Hopper kernels take the first two
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("part", PARTS + KEY_PARTS)
-def test_every_decision_of_a_part_is_the_wholes_on_cuda(part, dtype):
-    for kept in kept_by("cuda", dtype, part, P):
-        assert torch.equal(kept, mask_of(part, P))
+def test_error_law_of_gradients_of_a_part(part, dtype, device):
+    torch.manual_seed(5)
+    (_, queries), (_, keys), (_, heads) = part
+    tensors = [torch.randn(BATCH, n, heads, 64, device=device).to(dtype) for n in (queries, keys, keys, queries)]
+    options = {"dropout_p": P, "seed": SEED, "dropout_place": place_of(part), "return_lse": True}
+    ours = results(lambda *t: attend(*t, place_of(part)), tensors[:3], tensors[3])
+    plain = results(lambda *t: reference(*t, products=dtype, **options), tensors[:3], tensors[3])
+    wide = [t.double() for t in tensors]
+    exact = results(lambda *t: reference(*t, **options), wide[:3], wide[3])
+    for name, got, one, want in zip(("out", "lse", "dq", "dk", "dv"), ours, plain, exact, strict=True):
+        error = measure(name, got, want, one)
+        assert error.ok, error
 
 
 def test_the_reference_of_a_part():
@@ -168,3 +189,72 @@ def test_traced_with_a_place():
             assert torch.equal(a, b)
     inputs = (q, k, v, *(None,) * 5, SEED, 0, 0, 0, 0, True, -1, -1, None, 0.0, P, True)
     torch.library.opcheck(torch.ops.warpsmith.attention.default, (*inputs, [32, QUERIES, 0, 2, HEADS]))
+
+
+raw = torch.ops.warpsmith
+KERNELS = [pytest.param("cuda", marks=pytest.mark.gpu), *(["cpu"] if is_loaded() else [])]
+WHOLES = [(256, (64, 64), False), (256, (128, 128), False), (200, (72, 40), False), (256, (64, 64), True),
+          (200, (128, 128), True)]  # fmt: skip
+
+
+def backward_of_keys(out, lse, dout, q, k, v, rest):
+    return raw.attention_backward(dout, None, q, k, v, *rest, out.detach(), lse.detach(), False, False)[:3]
+
+
+def obey_the_ring(found, alone, exact, dtype):
+    """One more rounding than those of a single call."""
+    for name, got, one, want in zip(("dq", "dk", "dv"), found, alone, exact, strict=True):
+        error, allowed = (float((t.double() - want).abs().max()) for t in (got, one))
+        assert error <= 1.1 * allowed + torch.finfo(dtype).eps / 2 * float(want.abs().max()), (name, error, allowed)
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("length", "dims", "causal"), WHOLES)
+def test_error_law_of_keys_in_halves(length, dims, causal, dtype, device):
+    """Each half is given out and lse of all keys, as a block of a ring is: together the gradients of one call.
+
+    Some queries of a causal mask see keys of the other half alone."""
+    torch.manual_seed(0)
+    dim, dim_v = dims
+    q, k, v, dout = (torch.randn(2, length, 2, n, device=device).to(dtype) for n in (dim, dim, dim_v, dim_v))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, lse = warpsmith.attention(*leaves, causal=causal, return_lse=True)
+    alone = torch.autograd.grad(out, leaves, dout)
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    exact = torch.autograd.grad(reference(*wide, causal=causal), wide, dout.double())
+    middle, halves = length // 2, []
+    for part in (slice(0, middle), slice(middle, length)):
+        right = (length - part.stop) if causal else -1  # bottom right of a part's keys
+        rest = *[None] * 6, 0, 0, 0, 0, True, -1, right, None, 0.0, 0.0, True
+        halves.append(backward_of_keys(out, lse, dout, q, k[:, part], v[:, part], rest))
+    found = halves[0][0].double() + halves[1][0], *(torch.cat(pair, 1) for pair in list(zip(*halves, strict=True))[1:])
+    obey_the_ring(found, alone, exact, dtype)
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_error_law_of_packed_keys_in_halves(dim, device):
+    torch.manual_seed(0)
+    lengths = (70, 0, 3, 131)
+    shape = sum(lengths) + 5, 2, dim
+    q, k, v, dout = (torch.randn(shape, device=device).to(BF16) for _ in range(4))
+    cu = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    out, lse = warpsmith.attention_varlen(*leaves, cu, max_seqlen_q=131, return_lse=True)
+    alone = torch.autograd.grad(out, leaves, dout)
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    exact = torch.autograd.grad(of_sequences(*wide, cu, max_seqlen_q=131), wide, dout.double())
+    found = [torch.zeros_like(t, dtype=torch.float64) for t in exact]
+    for half in range(2):
+        parts = [n // 2 if half == 0 else n - n // 2 for n in lengths]
+        at = torch.cat([
+            torch.arange(n, device=device) + int(first) + half * (length // 2)
+            for n, first, length in zip(parts, cu[:-1], lengths, strict=True)
+        ])  # fmt: skip
+        cu_k = torch.tensor([0, *parts], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        rest = cu, cu_k, *[None] * 4, 131, max(parts), 2, 0, True, -1, -1, None, 0.0, 0.0, True
+        dq, dk, dv = backward_of_keys(out, lse, dout, q, k[at], v[at], rest)
+        found[0] += dq
+        found[1][at], found[2][at] = dk.double(), dv.double()
+    obey_the_ring(found, alone, exact, BF16)

@@ -38,9 +38,7 @@ struct State {
   std::string current;   // what runs, for reports
   int failures = 0;      // of the current case
   bool not_run = false;  // the current test, which needs other code
-  std::string failed;    // under --ask, what failed first in the current case
-  bool asks = false;
-  bool stops = false;  // at the first failure
+  bool stops = false;    // at the first failure
   uint64_t schedule_seed = 0;
   std::vector<std::pair<std::string, std::vector<unsigned char>>> first_outputs;
 } state;
@@ -122,30 +120,6 @@ int run_random(const Test& test) {
   return 0;
 }
 
-// One line of stdin, a whole number.
-int64_t answer() {
-  char text[64];
-  if (!std::fgets(text, sizeof text, stdin)) std::exit(0);
-  return std::atoll(text);
-}
-
-// Cases for tools/sim/fuzz.py, until stdin ends. Each begins with the seed of its data and its schedule seed; then
-// every draw is asked for ("draw LOW HIGH" or "size LOW HIGH"), and "passed" or "failed WHAT" ends the case.
-int answer_cases(const Test& test) {
-  state.asks = true;
-  for (std::puts("ready"), std::fflush(stdout);; std::fflush(stdout)) {
-    const auto seed = static_cast<uint64_t>(answer());
-    Random random(seed);
-    random.asks = true;
-    begin_with(seed);
-    state.first_seed = static_cast<int>(answer());
-    state.failures = 0;
-    state.current = test.name;
-    test.body(&random);
-    std::puts(state.failures ? ("failed " + state.failed).c_str() : "passed");
-  }
-}
-
 int run_fixed(const Test& test) {
   state.current = test.name;
   state.failures = 0;
@@ -162,9 +136,7 @@ Registration::Registration(const char* name, void (*body)(Random*), bool random)
 }
 
 void fail(const std::string& what) {
-  if (state.asks && !state.failures)
-    state.failed = what.substr(0, what.find('\n'));
-  else if (!state.asks && state.failures < 20)
+  if (state.failures < 20)
     std::printf("  FAIL %s (schedule seed %ld): %s\n", state.current.c_str(), static_cast<long>(state.schedule_seed),
                 what.c_str());
   ++state.failures;
@@ -182,21 +154,12 @@ void expect_refused(const Status& status, const std::string& part) {
     fail("expected a failure with '" + part + "', got: " + status.what());
 }
 
-int64_t Random::ask(const char* what, int64_t low, int64_t high) {
-  std::printf("%s %ld %ld\n", what, static_cast<long>(low), static_cast<long>(high));
-  std::fflush(stdout);
-  drawn.push_back(std::clamp(answer(), low, high));
-  return drawn.back();
-}
-
 int64_t Random::integer(int64_t low, int64_t high) {
-  if (asks) return ask("draw", low, high);
   drawn.push_back(low + static_cast<int64_t>(bits() % static_cast<uint64_t>(high - low + 1)));
   return drawn.back();
 }
 
 int64_t Random::size(int64_t low, int64_t high) {
-  if (asks) return ask("size", low, high);
   int64_t value = low;
   switch (bits() % 3) {
     case 0: value = low + static_cast<int64_t>(bits() % 9); break;
@@ -286,21 +249,16 @@ void expect_bytes(const Bytes& formula) {
 int main(int argc, char** argv) {
   using namespace warpsmith::test;
   namespace sim = warpsmith::sim;
-  std::string only, exactly, launches, asked;
-  bool list = false;
+  std::string only, exactly;
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
     const char* value = i + 1 < argc ? argv[i + 1] : "";
-    if (flag == "--list")
-      list = true;
-    else if (flag == "--seeds")
+    if (flag == "--seeds")
       state.seeds = std::atoi(value), ++i;
     else if (flag == "--random")
       state.random_cases = std::atoi(value), ++i;
     else if (flag == "--first-case")
       state.first_case = std::atoll(value), ++i;
-    else if (flag == "--launches")
-      launches = value, ++i;
     else if (flag == "--first-seed")
       state.first_seed = std::atoi(value), ++i;
     else if (flag == "--only")
@@ -313,33 +271,24 @@ int main(int argc, char** argv) {
       state.stops = true;
     else if (flag == "--code")
       sim::options().properties.code_capability = std::atoi(value), ++i;
-    else if (flag == "--ask")
-      asked = value, ++i;
     else {
       std::printf(
           "usage: %s [--first-seed N] [--seeds N] [--random N] [--first-case N] [--only PART] [--test NAME] "
-          "[--counters] [--stop] [--ask RANDOM_TEST] [--code 80] [--list] [--launches FILE]\n",
+          "[--counters] [--stop] [--code 80]\n",
           argv[0]);
       return 2;
     }
   }
   name_the_test_that_dies();
-  for (const Test& test : tests())
-    if (test.random && test.name == asked) return answer_cases(test);
   int failed = 0, run = 0, not_run = 0;
   for (const Test& test : tests()) {
     if (std::string(test.name).find(only) == std::string::npos || (!exactly.empty() && exactly != test.name)) continue;
-    if (list) {
-      std::printf("%s%s\n", test.name, test.random ? " random" : "");
-      continue;
-    }
     const int result = test.random ? run_random(test) : run_fixed(test);
     std::printf("%s %s\n", result ? "FAILED" : state.not_run ? "not run, needs code of sm_90:" : "passed", test.name);
     std::fflush(stdout);
     failed += result;
     ++(state.not_run ? not_run : run);
   }
-  if (!list) std::printf("%d of %d tests failed, %d not run\n", failed, run, not_run);
-  if (!launches.empty() && !sim::write_launched_kernels(launches.c_str())) return 2;
-  return failed || (!run && !not_run && !list);
+  std::printf("%d of %d tests failed, %d not run\n", failed, run, not_run);
+  return failed || (!run && !not_run);
 }

@@ -77,7 +77,6 @@ template <class T> class Buffer {
 
 // ---- random numbers
 
-// Draws come from a seed, or one by one from tools/sim/fuzz.py, which makes failing cases smaller.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 1) {}
@@ -95,10 +94,8 @@ class Random {
     return z ^ (z >> 31);
   }
 
-  bool asks = false;           // the draws of tools/sim/fuzz.py
   std::vector<int64_t> drawn;  // for reports
  private:
-  int64_t ask(const char* what, int64_t low, int64_t high);
   uint64_t state_;
 };
 
@@ -221,7 +218,7 @@ struct Registration {
   static const ::warpsmith::test::Registration register_##name(         \
       #name, [](::warpsmith::test::Random*) { test_##name(); }, false); \
   static void test_##name()
-// Runs --random times with other draws; tools/sim/fuzz.py runs it with draws of hypothesis.
+// Runs --random times with other draws.
 #define RANDOM_TEST(name)                                                  \
   static void test_##name(::warpsmith::test::Random& random);              \
   static const ::warpsmith::test::Registration register_##name(            \

@@ -268,9 +268,10 @@ def main_object(test: Path, variant: str) -> Path:
 
 def parts(test: Path, variant: str) -> list[Part]:
     """What a test's program is made of."""
-    flags = [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'sim'}"]
-    own = [(source, flags, BUILD / variant) for source in [*kernel_sources(test), test]]
-    return [machine(variant), main_part(test, variant), *own]
+    flags = [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}"]  # of kernels, as in tools/sim/library.py
+    kernels = [(source, flags, BUILD / variant) for source in kernel_sources(test)]
+    own = test, [*flags, f"-I{ROOT / 'tests' / 'sim'}"], BUILD / variant
+    return [machine(variant), main_part(test, variant), *kernels, own]
 
 
 def _program_key(objects: list[str], variant: str) -> str:

@@ -54,8 +54,12 @@ ATTENTION = (
 )
 HOLDS = (0, 5)  # what pytest returns: passed, or none of the module's checks is for this machine
 # Where a family has many modules, the one with the edges of its kernels.
-EDGES = {"linear_loss": TESTS / "ops/test_linear_loss_parts.py", "optim": TESTS / "optim/test_kernels.py"}
-WHOLE = ("test_activation", "test_cross_entropy", "test_norm", "test_rope")  # all of whose modules run
+EDGES = {family: TESTS / f"{name}.py" for family, name in (
+    ("attention", "ops/test_attention_drawn"), ("linear_loss", "ops/test_linear_loss_parts"),
+    ("optim", "optim/test_kernels"),
+)}  # fmt: skip
+# All of whose modules run.
+WHOLE = ("test_activation", "test_attention", "test_cross_entropy", "test_norm", "test_rope")
 # Modules without specs that run whole; on other machines than the first, their tests of a device.
 BESIDE = [TESTS / f"{name}.py" for name in (
     "ops/test_linear_loss_cross_entropy", "ops/test_linear_loss_log_prob", "ops/test_linear_loss_parts",

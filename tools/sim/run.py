@@ -14,9 +14,8 @@ overflow), tsan (data races between CUDA threads), coverage (see tools/sim/devic
 by hand are not run, and say so.
 
 Schedule seeds: 0 runs threads in index order and asynchronous copies as late as is legal; others shuffle threads, warps
-and blocks and execute copies early, late or at random moments. A failing random case is made smaller and printed with
-its draws; the plain build ends with some seconds of draws by hypothesis (tools/sim/fuzz.py). A test that crashes is run
-again by itself under the address sanitizer. A test links the op's own .cu; it names others in lines
+and blocks and execute copies early, late or at random moments. A failing random case is printed with its draws. A test
+that crashes is run again by itself under the address sanitizer. A test links the op's own .cu; it names others in lines
 `// links: csrc/kernels/<family>/<file>.cu`.
 """
 
@@ -31,13 +30,6 @@ import library
 
 import build
 
-try:
-    import fuzz
-except ImportError:  # without hypothesis
-    fuzz = None  # type: ignore[assignment]
-
-FUZZ_SECONDS = 6.0  # a program
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -51,14 +43,7 @@ def main() -> int:
     parser.add_argument(
         "--counters", action="store_true", help="print what every launch moves and computes, and its predicted time"
     )
-    parser.add_argument(
-        "--fuzz",
-        type=float,
-        help=f"seconds of random cases by hypothesis, as code of sm_90 (plain: {FUZZ_SECONDS:g}; others and --only: 0)",
-    )
     arguments = parser.parse_args()
-    whole = arguments.variant == "plain" and arguments.code == 90 and not arguments.only and not arguments.counters
-    seconds = arguments.fuzz if arguments.fuzz is not None else FUZZ_SECONDS if whole else 0.0
     default = {"plain": 8, "tsan": 3}.get(arguments.variant, 2)
     seeds = 1 if arguments.counters else arguments.seeds or default
     failed = 0
@@ -80,10 +65,6 @@ def main() -> int:
         state = "ok" if result.returncode == 0 else f"FAILED (exit status {result.returncode})"
         times = f"built in {built - started:.1f} s, ran in {ran - built:.1f} s"
         failed += result.returncode != 0
-        if fuzz and seconds and result.returncode == 0 and fuzz.random_tests(program):
-            text, passed = fuzz.fuzz_op(program, 10_000, seconds=seconds)
-            print(text)
-            failed += not passed
         print(f"{test.stem} [{arguments.variant}, code of sm_{arguments.code}]: {state}, {times}\n")
     return failed != 0
 

@@ -2,7 +2,7 @@
 
     python tools/sim/static_checks.py                 # every .cu that a budget covers
     python tools/sim/static_checks.py --op gated --op biased --print
-    python tools/sim/static_checks.py --op gated --launches      # also how the family's sim tests launch them
+    python tools/sim/static_checks.py --op gated --launches      # also how the family's laws launch them
 
 The code is that of the package, read from the objects of its build folder; an architecture for which the package was
 not built, or a source that has changed since, is compiled here. Each kernel instance: no spills, no stack frame, wgmma
@@ -19,9 +19,8 @@ portable_float16.cu):
 
 Names are kernel names without template arguments; "*" is for all others. Some instance of a kernel must have each
 instruction of its list in "sass" on every architecture: beginnings of names, in which * stands for anything. Optional:
-"architectures" (default both), "sim" (of attention: the name of the program that launches the kernels, or names by .cu;
-default the op's). Needs nvcc, or
-objects that it made, and cuobjdump, which the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm bring.
+"architectures" (default both). Needs nvcc, or objects that it made, and cuobjdump, which the wheels
+nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm bring.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ ASKED = {"cluster": "UCGABAR_ARV", "programmatic": "ACQBULK", "bulk": "UBLKCP"}
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
 SYSTEM_SHARED_BYTES = 1024
 CODE_BYTES, OBJECT_BYTES = 64 * 1024, 4 << 20  # of a kernel, of an object; unless the budget says otherwise
-BY_PROGRAMS = "attention"  # the family whose kernels have programs of their own; of others the laws' runs say all
 
 
 @dataclass
@@ -75,7 +73,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Launched:
-    """How the sim's tests launched a kernel: threads of the largest block, and which of ASKED some launch asked for."""
+    """How the laws launched a kernel: threads of the largest block, and which of ASKED some launch asked for."""
 
     threads: int
     asked: frozenset[str] = frozenset()
@@ -210,39 +208,15 @@ def budget_of(source: Path) -> dict:
     return json.loads(budget_path(source).read_text())
 
 
-def program_of(source: Path) -> Path | None:
-    """The program on the host execution layer that launches these kernels; None: the laws of the family do."""
-    if build.family_folder(source).name != BY_PROGRAMS:
-        return None
-    family = budget_path(source).stem.removesuffix("_budget")
-    named = budget_of(source).get("sim", family)
-    (test,) = build.tests_of(named if isinstance(named, str) else named.get(source.stem, family))
-    return test
-
-
 def group(source: Path) -> str:
-    """Of the tests that have built, in the same process, what launches these kernels."""
-    program = program_of(source)
-    return f"{program.stem} coverage" if program else f"sim law {build.family_folder(source).name}"
+    """Of the tests that run, in the same process, the laws that launch these kernels."""
+    return f"sim law {build.family_folder(source).name}"
 
 
 def launches(source: Path) -> dict[str, dict[str, Launched]]:
-    """How tests on the host execution layer launch each kernel, by symbol, as code of each architecture."""
+    """How the laws of the family launch each kernel, by symbol, as code of each architecture."""
     architectures = budget_of(source).get("architectures", ARCHITECTURES)
-    test = program_of(source)
-    if test is None:
-        return {a: launches_of_laws(build.family_folder(source).name, int(a[3:5])) for a in architectures}
-    program = build.build(test, "coverage")  # which the tests of coverage have made already
-    found = {}
-    for architecture in architectures:
-        with tempfile.TemporaryDirectory() as folder:
-            listing = Path(folder) / "launches"
-            flags = ["--code", architecture[3:5], "--seeds", "1", "--random", "5", "--launches", str(listing)]
-            result = build.run(program, flags, folder=Path(folder))  # where its counts go
-            if result.returncode:
-                raise build.BuildError(f"{test.stem} fails:\n{result.stdout}{result.stderr}")
-            found[architecture] = launched(listing.read_text().splitlines())
-    return found
+    return {a: launches_of_laws(build.family_folder(source).name, int(a[3:5])) for a in architectures}
 
 
 def launched(lines: list[str]) -> dict[str, Launched]:
@@ -267,8 +241,7 @@ def key(source: Path) -> str:
     architectures = budget_of(source).get("architectures", ARCHITECTURES)
     code = [store.digest(package)] if package else []
     code += [cuda.compile_key(source, a, []) for a in architectures if not package]
-    test = program_of(source)
-    use = build.program_key(test, "coverage") if test else store.key(repr(sorted(launches(source).items())))
+    use = store.key(repr(sorted(launches(source).items())))
     tools = [Path(__file__), Path(cuda.__file__), budget_path(source)]
     return verdicts.key("static", [*code, use], source.stem, tools)
 
@@ -334,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
     names = [source.stem for source in sources]
     parser.add_argument("--op", action="append", choices=names, metavar="OP", help="can be repeated; default: all")
     parser.add_argument("--print", action="store_true", dest="show", help="print every instance")
-    parser.add_argument("--launches", action="store_true", help="run the sim tests and check how they launch")
+    parser.add_argument("--launches", action="store_true", help="run the laws on the sim and check how they launch")
     arguments = parser.parse_args(argv)
     if not cuda.nvcc() or not cuda.cuobjdump():
         print(f"skipped: {'no nvcc' if not cuda.nvcc() else cuda.NO_CUOBJDUMP}")

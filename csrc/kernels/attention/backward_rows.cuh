@@ -152,6 +152,7 @@ __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statisti
         device::store(to, lse == -INFINITY ? INFINITY : (lse * kLog2e - of_dropout) + 0.0f);
       }
       if (row < r.rows && p.dlse != nullptr) delta -= device::load(p.dlse + statistic);
+      if (lse == -INFINITY) delta = 0.0f;  // whatever dlse holds: its product with a probability of 0 must be 0
       device::store(to + kBlock, kDropout ? delta * p.dropout_inverse_scale : delta);
     }
     if (!r.visited && row < r.rows && t * 8 < p.head_dim) {

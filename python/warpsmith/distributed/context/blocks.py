@@ -233,7 +233,7 @@ def accepts_whole_results(o: Options, q: Tensor, v: Tensor, given: Given) -> boo
     """Whether :func:`backward_block` may be given out and lse of the whole sequence, with their gradients.
 
     It may where the kernel takes delta = dot(dout, out) as it is. Other kernels, and the CPU's, correct the rounding of
-    delta by a sum over the keys at hand, which lacks the keys of the other blocks. ``tests/sim/sim_attention_part``
+    delta by a sum over the keys at hand, which lacks the keys of the other blocks. ``tests/ops/test_attention_parts``
     tests both kinds of GPU kernels that may: Hopper and portable ones.
     """
     extended = o.softcap > 0 or given.alibi_slopes is not None or given.seed is not None
