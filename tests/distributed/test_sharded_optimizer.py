@@ -1,5 +1,6 @@
 """ShardedOptimizer: the bits of the unsharded optimizer under DDP with accurate_hook; parameters that travel later."""
 
+import contextlib
 import gc
 
 import pytest
@@ -109,6 +110,24 @@ def test_accumulated_gradients_are_reduced_once(rank, world_size, stage):
     pair.backward(3)
     with pytest.raises(RuntimeError, match=rf"rank {rank} of 4: a second gradient of .* no_sync\(\)"):
         pair.ours(input_of(rank, 4)).backward()
+
+
+@multirank(2, timeout_s=200)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_no_sync_within_no_sync(rank, world_size, stage):
+    """The outer block goes on behind an inner one, also behind one that ends by an exception."""
+    pair = Pair(rank, None, stage=stage, params=SMALL, bucket_cap_mb=0.05)
+    for step in range(2):
+        for model, owner in ((pair.ours, pair.sharded), (pair.theirs, pair.theirs)):
+            with owner.no_sync():
+                with contextlib.suppress(KeyError), owner.no_sync():
+                    model(input_of(rank, step, 0)).backward()
+                    if step == 1:
+                        raise KeyError
+                model(input_of(rank, step, 1)).backward()
+            model(input_of(rank, step, 2)).backward()
+        pair.step()
+        pair.check(step)
 
 
 @multirank(4, timeout_s=200)

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
 
@@ -139,6 +140,23 @@ def test_a_hook_on_one_module_alone(family, way):
         for name in names:
             found, _ = hooked(model, *way, names=[name])
             assert found == Counter({key: n for key, n in expected.items() if key[0] == name}), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_hook_keeps_stays_as_it_was(family):
+    """A hook on one module alone keeps the tensors that it sees. The backward writes over none of them."""
+    model, kept = small_model(family, num_hidden_layers=2), []
+
+    def keep(module, inputs, output):
+        kept.extend((t, t.detach().clone()) for t in tree_leaves((inputs, output)) if isinstance(t, torch.Tensor))
+
+    with patch(model):
+        for name, module in model.named_modules():
+            handle = module.register_forward_hook(keep)
+            step(model, "training")
+            handle.remove()
+            assert all(torch.equal(t, before) for t, before in kept), name
+            kept.clear()
 
 
 @warnings_of_torch

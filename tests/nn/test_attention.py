@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,14 +31,28 @@ def by_hand(module, x, angles=None, **options):
             F.rms_norm(t, (t.shape[-1],), n.weight, module.eps) for t, n in ((q, module.q_norm), (k, module.k_norm))
         )
     if angles is not None:
-        q, k = (t.transpose(1, 2) for t in warpsmith.rope(q.transpose(1, 2), k.transpose(1, 2), *angles))
+        heads = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = (t.transpose(1, 2) for t in warpsmith.rope(*heads, *angles, interleaved=module.interleaved))
+    options = {"scale": module.options["softmax_scale"], **options}
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, **options)
     return module.o_proj(out.transpose(1, 2).flatten(-2))
 
 
-@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}, {"num_kv_heads": 1, "bias": True}, {"qk_norm": True}])
+OPTIONS = {
+    "num_kv_heads": 2,
+    "bias": True,
+    "qk_norm": True,
+    "eps": 0.5,
+    "interleaved": True,
+    "softmax_scale": 0.7,
+}
+PAIRS = [{name: OPTIONS[name] for name in names} for n in (0, 1, 2) for names in itertools.combinations(OPTIONS, n)]
+
+
+@pytest.mark.parametrize("options", [*PAIRS, {"num_kv_heads": 1, "bias": True}], ids=str)
 @pytest.mark.parametrize("rotated", [False, True])
 def test_equals_its_parts(options, rotated):
+    """Each option alone, and beside each other one."""
     module = layer(**options)
     rotary = warpsmith.nn.RotaryEmbedding(16, max_positions=32)
     angles = (rotary.cos, rotary.sin) if rotated else ()

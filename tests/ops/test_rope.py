@@ -8,7 +8,7 @@ import warpsmith
 from warpsmith.reference.rope import angles_of, normalised, rotate
 from warpsmith.reference.rope import qk_norm_rope as norm_reference
 from warpsmith.reference.rope import rope as rope_reference
-from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests, sim
+from warpsmith.testing import LAYOUTS, BadInput, Case, OpSpec, bitwise_equal, lay_out, op_tests, sim
 from warpsmith.testing.sim import is_loaded
 
 from tests.ops.public_calls import but
@@ -359,6 +359,20 @@ def test_a_table_equals_rows_for_each_token():
         rows = [t[ids].repeat_interleave(2, -1) if interleaved else torch.cat((t[ids],) * 2, -1) for t in (cos, sin)]
         got = warpsmith.rope(q, k, *rows, interleaved=interleaved)
         assert all(bitwise_equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "contiguous"])
+def test_offsets_and_sequences_in_any_layout(layout, index):
+    """Beside the law, which lays out floating tensors alone. An offset may stand for all sequences (stride 0)."""
+    q, k, q_weight, k_weight, cos, sin = norm_problem()
+    offsets, ends = torch.tensor([4, 1], dtype=index), torch.tensor([0, 2, 6], dtype=torch.int32)
+    plain = offsets[:1].repeat(2) if layout == "expanded" else offsets
+    for heads, options in (((q, k), {}), ((q[0], k[0]), {"cu_seqlens": ends})):
+        odd = {n: lay_out(t, "every_second") for n, t in options.items()} | {"position_offset": lay_out(plain, layout)}
+        for op, weights in ((warpsmith.rope, ()), (warpsmith.qk_norm_rope, (q_weight, k_weight))):
+            expected = op(*heads, *weights, cos, sin, position_offset=plain, **options)
+            assert all(map(bitwise_equal, op(*heads, *weights, cos, sin, **odd), expected))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Parameters, gradients and states in any layout, with the negative bit or without, give the values of plain ones."""
 
+import math
 import random
 
 import pytest
@@ -100,6 +101,24 @@ def give_gradients(choose, odd, plain):
 def same(odd, plain, **tolerance):
     for p, q in zip(odd, plain, strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e5])
+@pytest.mark.parametrize("order", [1, 2, math.inf], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clipping_gives_the_values_of_plain_tensors(layout, order, max_norm):
+    """One gradient alone lies in the layout. A norm below the bound changes no bit."""
+    torch.manual_seed(0)
+    values = [torch.randn(shape) for shape in SHAPES]
+    for index, v in enumerate(values):
+        odd, plain = ([torch.nn.Parameter(torch.zeros_like(g)) for g in values] for _ in range(2))
+        for i, (p, q, g) in enumerate(zip(odd, plain, values, strict=True)):
+            p.grad, q.grad = LAYOUTS[layout if i == index else "plain"](g), g.clone()
+        norms = [warpsmith.optim.clip_grad_norm_(params, max_norm, order) for params in (odd, plain)]
+        torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
+        tolerance = {"rtol": 0 if max_norm > norms[1] else 1e-6, "atol": 0}
+        same([p.grad for p in odd], [p.grad for p in plain], **tolerance)
+        assert max_norm < norms[1] or torch.equal(odd[index].grad, v)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -154,6 +154,18 @@ def test_states_of_modules_and_extra_come_back(tmp_path):
     assert differences(states, loader.extra) == [] and loose_ties(states, loader.extra) == []
 
 
+def test_a_save_is_not_bound_to_the_one_before(tmp_path):
+    """One checkpointer, and values of one name whose dtype, shape, strides or kind are others at each save."""
+    kinds = [(torch.ones(2, 3) * 1.2345678).to(dtype) for dtype in DTYPES.values()]
+    kinds += [torch.ones(3, 2).t() * 1.2345678, torch.ones(2, 1).expand(2, 3), torch.ones(6), torch.ones(()), 5, None]
+    with Checkpointer(tmp_path) as checkpoints:
+        for step in range(3):
+            state = {str(i): kinds[(i + step) % len(kinds)] for i in range(len(kinds))}
+            checkpoints.save(step, extra=state)
+            checkpoints.load()
+            assert differences(state, checkpoints.extra) == [], step
+
+
 def test_extra_states_of_another_model_change_nothing(tmp_path):
     """A module that has an extra state beside one that has none, both ways: nothing is loaded."""
     with_state, without = Stateful(random.Random(1), [], depth=2), torch.nn.Module()

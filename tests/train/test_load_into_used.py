@@ -103,7 +103,8 @@ class Averaged(Training):
 
 
 class Scaled(Training):
-    """Under a scaler. An even seed ends in the middle of a step that overflows, clipped and not yet taken."""
+    """Under a scaler. An even seed ends in the middle of a step that overflows, clipped and not yet taken; an odd one
+    behind such a step."""
 
     def __init__(self, make, torchs=False, **options):
         super().__init__(torch.optim.AdamW if torchs else None)
@@ -125,12 +126,17 @@ class Scaled(Training):
         generator = torch.Generator().manual_seed(seed)
         self.step(generator, factor=float("inf"))
         self.step(generator)
-        if not seed % 2:
+        if seed % 2:
+            self.step(generator, factor=float("inf"))
+        else:
             self.backward(generator, float("inf"))
             self.object.clip_(self.optimizer, 0.1)
 
     def go_on(self):
-        return [super().go_on(), self.object.get_scale(), self.object.last_skipped]
+        """First an overflow: whether the scale shrinks depends on those before."""
+        loaded = self.state()
+        self.step(torch.Generator().manual_seed(98), factor=float("inf"))
+        return [loaded, self.object.get_scale(), super().go_on(), self.object.get_scale(), self.object.last_skipped]
 
 
 class Scheduled(Training):
