@@ -102,9 +102,10 @@ def test_rows_lie_in_shared_memory_where_that_was_measured(op, problem):
     assert plan["threads_a_row"] * plan["vectors_a_thread"] * plan["vector_elems"] == problem["columns"]
     assert plan["blocks"] == problem["rows"]
     changes = ({"dtype": "float32"}, {"affine_as_x": False}, {"code_capability": 80}, {"columns": 8200})
-    for change in (*changes, {"max_shared_bytes": 99 * 1024}):
+    less_memory = [{"max_shared_bytes": 99 * 1024}] if op == "rms_norm" else []
+    for change in (*changes, *less_memory):
         other = warpsmith.plan(op, **{**problem, "dtype": "bfloat16", **change})["forward"]
-        in_a_block = op == "layer_norm" and (change == {"columns": 8200} or "max_shared_bytes" in change)
+        in_a_block = op == "layer_norm" and change == {"columns": 8200}
         assert other["kernel"] == ("block" if in_a_block else "registers")
 
 
