@@ -13,7 +13,7 @@ from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.spec import Case, OpSpec
 from warpsmith.testing.tensors import LAYOUTS
 
-# Of thousands of small cases some find PyTorch right to one rounding step: the law is as wide as that.
+# Wider than the law's own 2 and 2: in some of thousands of small cases PyTorch is right to one rounding step.
 LIMIT, STEPS = 4.0, 16
 LARGEST = 2**13  # elements of a case
 MOST_LAYOUTS = 3  # tensors of one case that lie in some way of their own
