@@ -127,6 +127,10 @@ def test_sass_is_read(tmp_path: Path) -> None:
     launched = {"_Z4copyPK4int4PS_": static_checks.Launched(128)}
     problems = static_checks.check_op(source, launched=dict.fromkeys(static_checks.ARCHITECTURES, launched))
     assert len(problems) == 6 and {p.split(" ")[1] for p in problems} == {"sm_80:", "sm_90:"}
+    strangers = {"sm_80": {"_Z1mPf": launched["_Z4copyPK4int4PS_"]}, "sm_90": launched}
+    assert not any("none of the kernels" in p for p in static_checks.check_op(source, launched=strangers))
+    (*_, none) = static_checks.check_op(source, launched={**strangers, "sm_90": {}})
+    assert none == "copy: none of the kernels that the sim launched is compiled: ['m(float*)']"
     for part in ("no HGMMA in its SASS", "bytes of code, budget 16", "launched with 128 threads, compiled for 96"):
         assert sum(part in p for p in problems) == 2, problems
 
@@ -233,8 +237,6 @@ def test_launches_that_do_not_fit_are_noticed() -> None:
     kernel.max_threads = 256
     (beyond,) = static_checks.check_launches([kernel], {"_Z1kPf": launched(288)})
     assert "launched with 288 threads, compiled for 256" in beyond
-    (strangers,) = static_checks.check_launches([kernel], {"_Z1mPf": launched(32)})
-    assert "none of the kernels" in strangers and "m(float*)" in strangers
 
 
 @with_tools

@@ -9,13 +9,17 @@ from warpsmith.testing.spec import Case, Inputs, OpSpec
 from warpsmith.testing.tensors import Random, lay_out, seed_of
 
 
-def make_inputs(spec: OpSpec, case: Case, device: str = "cpu", *, edge: tuple[str, float] | None = None) -> Inputs:
-    """The inputs of a case: drawn in float64, rounded to the case's dtypes, moved, laid out.
+def make_inputs(
+    spec: OpSpec, case: Case, device: str = "cpu", *, edge: tuple[str, float] | None = None, draw: int = 0
+) -> Inputs:
+    """The inputs of a case: drawn in float64, rounded to the case's dtypes, moved, laid out. Each ``draw`` has other
+    values.
 
     ``edge=(name, value)`` puts ``value`` into the middle of that input before it is laid out.
     """
     laid_out = spec.laid_out if spec.expanded is None or case.layout != "expanded" else spec.expanded
-    inputs = spec.inputs(case, Random(seed_of(spec.name, case.but(layout="contiguous", layouts={}))))
+    seed = seed_of(spec.name, case.but(layout="contiguous", layouts={}), *([draw] if draw else []))
+    inputs = spec.inputs(case, Random(seed))
     ready: Inputs = {}
     for name, value in inputs.items():
         if not isinstance(value, Tensor):

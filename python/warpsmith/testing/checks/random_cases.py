@@ -13,8 +13,8 @@ from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.spec import Case, OpSpec
 from warpsmith.testing.tensors import LAYOUTS
 
-# Wider than the law's own 2 and 2: in some of thousands of small cases PyTorch is right to one rounding step.
-LIMIT, STEPS = 4.0, 16
+# Wider than the law's own 2, 2 and 1: in some of thousands of small cases PyTorch is right to one rounding step.
+LIMIT, STEPS, DRAWS = 3.0, 8, 8
 LARGEST = 2**13  # elements of a case
 MOST_LAYOUTS = 3  # tensors of one case that lie in some way of their own
 
@@ -70,6 +70,6 @@ def check_random_cases(spec: OpSpec, count: int, device: str = "cpu") -> None:
     @given(strategy(spec, device), st.integers(0, 99), st.integers(1, 5))
     def holds(case: Case, seed: int, multiprocessors: int) -> None:
         with sim.machine(seed=seed, multiprocessors=multiprocessors) if device == "sim" else nullcontext():
-            check_error_law(spec, case, device, limit=LIMIT, steps=STEPS)
+            check_error_law(spec, case, device, limit=LIMIT, steps=STEPS, draws=DRAWS)
 
     holds()
