@@ -228,7 +228,7 @@ def test_rstd_is_right_to_a_last_place(approximation, columns, device):
     for results in norms:
         rstd = results[-1].double()
         exact = x.double().square().mean(-1).rsqrt()
-        one = torch.nextafter(exact.float(), torch.tensor(torch.inf)) - exact.float()
+        one = torch.nextafter(exact.float(), torch.full_like(exact, torch.inf, dtype=FP32)) - exact.float()
         assert ((rstd.flatten() - exact).abs() <= one).all()
 
 

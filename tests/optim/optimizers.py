@@ -20,8 +20,9 @@ class Options:
         return getattr(warpsmith.optim, self.name)(params, **{**self.given, **more})
 
     def theirs(self, params, **more):
-        """torch's; its fused implementation where it has one."""
-        fused = {} if self.name == "RMSprop" else {"fused": True}
+        """torch's; its fused implementation where it has one (of Adagrad not on CUDA)."""
+        on_cuda = isinstance(params[0], torch.Tensor) and params[0].is_cuda
+        fused = {} if self.name == "RMSprop" or (self.name == "Adagrad" and on_cuda) else {"fused": True}
         return getattr(torch.optim, self.name)(params, **{**self.given, **fused, **more})
 
     def __str__(self):

@@ -1,6 +1,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/host_device.h"
 #include "kernels/optim/contraction.h"
@@ -73,8 +74,10 @@ template <bool kDecoupled> struct AdamWithDecay {
   WARPSMITH_HOST_DEVICE static void element(const Scalars<T>& s, T grad, T& p, T* state) {
     T &m = state[exp_avg], &v = state[exp_avg_sq];
     T g = product(grad, s.grad_factor);
-    // nvcc contracts this one, for which it has one way; the explicit form spilled two registers of 8-bit steps.
-    if constexpr (!kDecoupled) g = s.decay != T(0) ? p * s.decay + g : g;
+    // An infinite p without a decay becomes NaN by quick arithmetic, which is then repeated with IeeeMath. A choice
+    // there spilled two registers of 8-bit steps.
+    if constexpr (!kDecoupled)
+      g = !std::is_same_v<Math, IeeeMath> || s.decay != T(0) ? product_plus(p, s.decay, g) : g;
     m = lerp(m, g, s.weight1);
     v = product_plus(s.weight2 * g, g, v * s.beta2);
     T second = v;
