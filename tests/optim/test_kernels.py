@@ -30,7 +30,12 @@ raw = torch.ops.warpsmith
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KINDS = [(None, FP32), (None, BF16), (None, FP16), ("master", BF16), ("master", FP16), ("bf16_states", FP32)]
 KINDS += [("bf16_sr", BF16), ("bf16_kahan", BF16), ("remainder", BF16)]
-EIGHT = [Options("AdamW", {}, "8bit"), Options("Adam", {"weight_decay": 0.1}, "8bit"), LION, Options("SGD", {"momentum": 0.9}, "8bit")]
+EIGHT = [
+    Options("AdamW", {}, "8bit"),
+    Options("Adam", {"weight_decay": 0.1}, "8bit"),
+    LION,
+    Options("SGD", {"momentum": 0.9}, "8bit"),
+]
 EIGHT = [(options, "8bit", dtype) for options in EIGHT for dtype in (FP32, BF16, FP16)]
 ALL = [(o, p, d) for o in EVERY for p, d in KINDS if o is not LAMB or p == "master" or d == FP32 and p is None]
 MAPS = {"exp_avg_sq": 11_792, "exp_avg": 6_672, "momentum_buffer": 6_672}  # bytes of a CodeMap

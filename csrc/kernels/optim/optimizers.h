@@ -76,8 +76,7 @@ template <bool kDecoupled> struct AdamWithDecay {
     T g = product(grad, s.grad_factor);
     // An infinite p without a decay becomes NaN by quick arithmetic, which is then repeated with IeeeMath. A choice
     // there spilled two registers of 8-bit steps.
-    if constexpr (!kDecoupled)
-      g = !std::is_same_v<Math, IeeeMath> || s.decay != T(0) ? product_plus(p, s.decay, g) : g;
+    if constexpr (!kDecoupled) g = !std::is_same_v<Math, IeeeMath> || s.decay != T(0) ? product_plus(p, s.decay, g) : g;
     m = lerp(m, g, s.weight1);
     v = product_plus(s.weight2 * g, g, v * s.beta2);
     T second = v;
