@@ -46,7 +46,6 @@ __device__ __forceinline__ uint32_t bytes_reach(uint32_t word, const BytesThresh
 
 // Gates: 1.0 (float16) in each half that passes, else 0. A product with a gate keeps or drops an element. Read as
 // bfloat16, the 1.0 of float16 is 2^-7, so a kept bfloat16 becomes 2^-7 times itself, which is exact.
-constexpr uint32_t kOpenGates = 0x3c003c00;
 template <class T> constexpr float kGate = 1.0f;
 template <> constexpr float kGate<bfloat16> = 0x1p-7f;
 

@@ -19,11 +19,8 @@ using std::isnan;
 
 // Barriers and warp operations. Masks are required, as everywhere in this project.
 inline void __syncthreads(WARPSMITH_ONLY_SITE) { ::warpsmith::sim::block_barrier(site); }
-inline int __syncthreads_count(int p WARPSMITH_SITE) { return ::warpsmith::sim::block_barrier_reduce(p != 0, 0, site); }
-inline int __syncthreads_and(int p WARPSMITH_SITE) { return ::warpsmith::sim::block_barrier_reduce(p != 0, 1, site); }
-inline int __syncthreads_or(int p WARPSMITH_SITE) { return ::warpsmith::sim::block_barrier_reduce(p != 0, 2, site); }
+inline int __syncthreads_or(int p WARPSMITH_SITE) { return ::warpsmith::sim::block_barrier_or(p != 0, site); }
 inline void __syncwarp(unsigned mask WARPSMITH_SITE) { ::warpsmith::sim::warp_barrier(mask, site); }
-inline unsigned __activemask() { return ::warpsmith::sim::active_mask(); }
 
 template <class T> T __shfl_sync(unsigned mask, T value, int source, int width = 32 WARPSMITH_SITE) {
   const int lane = ::warpsmith::sim::current_thread->linear_index & 31;
@@ -59,25 +56,15 @@ inline int __all_sync(unsigned mask, int p WARPSMITH_SITE) {
 inline unsigned __reduce_add_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
   return ::warpsmith::sim::warp_reduce(mask, v, 0, site);
 }
-inline unsigned __reduce_min_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
+inline unsigned __reduce_max_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
   return ::warpsmith::sim::warp_reduce(mask, v, 1, site);
 }
-inline unsigned __reduce_max_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
-  return ::warpsmith::sim::warp_reduce(mask, v, 2, site);
-}
-inline unsigned __reduce_and_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
-  return ::warpsmith::sim::warp_reduce(mask, v, 3, site);
-}
 inline unsigned __reduce_or_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
-  return ::warpsmith::sim::warp_reduce(mask, v, 4, site);
-}
-inline unsigned __reduce_xor_sync(unsigned mask, unsigned v WARPSMITH_SITE) {
-  return ::warpsmith::sim::warp_reduce(mask, v, 5, site);
+  return ::warpsmith::sim::warp_reduce(mask, v, 2, site);
 }
 
 // Fences and atomics: relaxed, as on the device; ordering comes from fences and barriers.
 inline void __threadfence(WARPSMITH_ONLY_SITE) { ::warpsmith::sim::memory_fence(site); }
-inline void __threadfence_block(WARPSMITH_ONLY_SITE) { ::warpsmith::sim::memory_fence(site); }
 
 namespace warpsmith::sim {
 template <class T, class F> T atomic_update(T* p, F&& next, Site site) {
@@ -117,11 +104,6 @@ template <class T> T atomicCAS(T* p, std::type_identity_t<T> expected, std::type
 // Bits.
 inline float __uint_as_float(uint32_t u) { return std::bit_cast<float>(u); }
 inline uint32_t __float_as_uint(float f) { return std::bit_cast<uint32_t>(f); }
-inline float __int_as_float(int i) { return std::bit_cast<float>(i); }
-inline int __float_as_int(float f) { return std::bit_cast<int>(f); }
-inline int __popc(unsigned v) { return std::popcount(v); }
-inline int __clz(int v) { return std::countl_zero(static_cast<unsigned>(v)); }
-inline int __ffs(int v) { return v ? std::countr_zero(static_cast<unsigned>(v)) + 1 : 0; }
 // Bytes of x (0 to 3) and y (4 to 7), chosen by the hexadecimal digits of the selector. What a digit above 7 means,
 // CUDA does not say.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector WARPSMITH_SITE) {
@@ -131,7 +113,6 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector WARPSMITH_
   for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (selector >> (4 * i) & 7) * 8 & 0xff) << (8 * i);
   return result;
 }
-inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
 }
@@ -152,35 +133,12 @@ template <class T> constexpr T max(T a, std::type_identity_t<T> b) { return a < 
 inline float rsqrtf(float x) {
   return ::warpsmith::sim::approximate(1.0 / std::sqrt(static_cast<double>(x)), x, 0x1.125p-23);  // 2^-22.9
 }
-inline float __expf(float x) {
-  const double exact = std::exp(static_cast<double>(x));
-  return ::warpsmith::sim::approximate(exact, x, (2 + std::floor(std::fabs(1.173 * x))) * ::warpsmith::sim::kUlp / 2);
-}
-inline float __logf(float x) {
-  const double exact = std::log(static_cast<double>(x));
-  if (x >= 0.5f && x <= 2) return ::warpsmith::sim::approximate(exact, x, 0, 0x1.8p-22);  // 2^-21.41
-  return ::warpsmith::sim::approximate(exact, x, 3 * ::warpsmith::sim::kUlp / 2);
-}
-inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float __fsqrt_rn(float x) { return sqrtf(x); }
-inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fadd_rn(float a, float b) {
   return ::warpsmith::sim::rounded(::warpsmith::sim::rounded(a) + ::warpsmith::sim::rounded(b));
 }
-inline float __fsub_rn(float a, float b) {
-  return ::warpsmith::sim::rounded(::warpsmith::sim::rounded(a) - ::warpsmith::sim::rounded(b));
-}
 inline float __fmul_rn(float a, float b) { return ::warpsmith::sim::rounded(a * b); }
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fdividef(float a, float b) {
-  const double exact = static_cast<double>(a) / static_cast<double>(b);
-  return ::warpsmith::sim::approximate(exact, a, 2 * ::warpsmith::sim::kUlp / 2);
-}
-inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
 template <class T> T __ldg(const T* p WARPSMITH_SITE) {
   ::warpsmith::sim::on_load(p, sizeof(T), site);
   return *p;
 }
-// Not time: grows with every switch between threads.
-inline long long clock64() { return ::warpsmith::sim::switches_so_far(); }
 inline void __trap(WARPSMITH_ONLY_SITE) { ::warpsmith::sim::fail("__trap()", site); }

@@ -77,16 +77,14 @@ void memory_fence(Site site);
 
 // Barriers of a block.
 void block_barrier(Site site);
-int block_barrier_reduce(int value, int operation, Site site);  // operation: 0 count, 1 and, 2 or
+int block_barrier_or(int value, Site site);
 void named_barrier(int id, int threads, bool wait, Site site);
 
 // Warp operations: every lane of `mask` must call, at the same line; the last one to arrive computes for all.
 void warp_barrier(unsigned mask, Site site);
 void warp_shuffle(unsigned mask, void* value, int bytes, int source_lane, Site site);  // source_lane < 0: own value
 unsigned warp_ballot(unsigned mask, bool predicate, Site site);
-unsigned warp_reduce(unsigned mask, unsigned value, int operation,
-                     Site site);  // 0 add, 1 min, 2 max, 3 and, 4 or, 5 xor
-unsigned active_mask();
+unsigned warp_reduce(unsigned mask, unsigned value, int operation, Site site);  // 0 add, 1 max, 2 or
 
 // Asynchronous copies of a thread (cp.async).
 void copy_async(void* shared, const void* global, int bytes, int valid_bytes, Site site);
@@ -104,7 +102,6 @@ float approximate(double exact, float input, double relative, double absolute = 
 
 // Work that is counted.
 void count_flops(int64_t flops);
-int64_t switches_so_far();
 
 }  // namespace warpsmith::sim
 

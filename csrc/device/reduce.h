@@ -34,7 +34,6 @@ template <int Lanes> __device__ __forceinline__ float group_max(float v WARPSMIT
   return group_reduce<Lanes>(v, Max() WARPSMITH_PASS_SITE);
 }
 __device__ __forceinline__ float warp_sum(float v WARPSMITH_SITE) { return group_sum<32>(v WARPSMITH_PASS_SITE); }
-__device__ __forceinline__ float warp_max(float v WARPSMITH_SITE) { return group_max<32>(v WARPSMITH_PASS_SITE); }
 
 // Over all `Threads` threads of a one-dimensional block (a multiple of 32), `N` values at once. `scratch` is shared
 // memory of N * Threads / 32 floats. One barrier inside: what was written before the call is visible after it. The same

@@ -36,14 +36,10 @@ void arrive_at_block_barrier(Site site) {
 
 void block_barrier(Site site) { arrive_at_block_barrier(site); }
 
-int block_barrier_reduce(int value, int operation, Site site) {
+int block_barrier_or(int value, Site site) {
   Barrier& barrier = self().block->barriers[0];
-  if (barrier.arrived == 0) barrier.reduction = operation == 1;
-  switch (operation) {
-    case 0: barrier.reduction += value; break;
-    case 1: barrier.reduction &= value; break;
-    default: barrier.reduction |= value; break;
-  }
+  if (barrier.arrived == 0) barrier.reduction = 0;
+  barrier.reduction |= value;
   arrive_at_block_barrier(site);
   return barrier.result;
 }

@@ -135,7 +135,6 @@ float approximate(double exact, float input, double relative, double absolute) {
 }
 
 void count_flops(int64_t flops) { machine.counters.flops += flops; }
-int64_t switches_so_far() { return machine.counters.switches; }
 
 void wait_for_previous_kernel() {
   if (sm90_code()) self().waited_for_previous_kernel = true;

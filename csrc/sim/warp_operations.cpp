@@ -111,11 +111,8 @@ void reduce_all(void* const* arguments, unsigned mask) {
     else
       switch (a.operation) {
         case 0: result += a.value; break;
-        case 1: result = std::min(result, a.value); break;
-        case 2: result = std::max(result, a.value); break;
-        case 3: result &= a.value; break;
-        case 4: result |= a.value; break;
-        default: result ^= a.value; break;
+        case 1: result = std::max(result, a.value); break;
+        default: result |= a.value; break;
       }
     first = false;
   }
@@ -124,7 +121,7 @@ void reduce_all(void* const* arguments, unsigned mask) {
 }
 
 // Identities: two different operations never complete together.
-const char barrier_identity = 0, vote_identity = 0, reduce_identity[6] = {};
+const char barrier_identity = 0, vote_identity = 0, reduce_identity[3] = {};
 const char shuffle_identity = 0;
 
 }  // namespace
@@ -157,7 +154,5 @@ unsigned warp_reduce(unsigned mask, unsigned value, int operation, Site site) {
   warp_operation(mask, reduce_all, &reduce_identity[operation], &r, "warp reduction", site);
   return r.value;
 }
-
-unsigned active_mask() { return 1u << self().lane; }
 
 }  // namespace warpsmith::sim

@@ -14,18 +14,15 @@
 namespace warpsmith::test {
 
 struct AttentionCase {
-  int64_t batch = 1, queries = 1, keys = 1, heads = 1, key_heads = 1, head_dim = 64, head_dim_v = 0;  // 0: as head_dim
+  int64_t batch = 1, queries = 1, keys = 1, heads = 1, key_heads = 1, head_dim = 64;
   int64_t window_left = -1, window_right = -1;
-  bool bottom_right = true;
   double softcap = 0;
   bool sink = false;
-  bool heads_first = false;                             // (batch, heads, length, dim) in memory
   std::vector<int64_t> lengths_q = {}, lengths_k = {};  // packed sequences
   int64_t spare_tokens = 0;                             // packed: behind the last sequence
   std::string bias = "", mask = "";                     // "1001": of shape (batch, 1, 1, keys); "": none
-  int alibi = 0;                                        // dimensions of the slopes
+  bool alibi = false;
   double dropout = 0;
-  AttentionDropoutPlace place = {};  // of the call in a larger one
 
   bool packed() const { return !lengths_q.empty(); }
   int64_t sequences() const { return packed() ? static_cast<int64_t>(lengths_q.size()) : batch; }
@@ -37,9 +34,8 @@ template <class T> struct HeadBuffer {
   int64_t dim;
   Buffer<T> data;
 
-  HeadBuffer(int64_t batch, int64_t length, int64_t heads, int64_t head_dim, bool heads_first)
-      : strides(heads_first ? AttentionStrides{heads * length * head_dim, head_dim, length * head_dim}
-                            : AttentionStrides{length * heads * head_dim, heads * head_dim, head_dim}),
+  HeadBuffer(int64_t batch, int64_t length, int64_t heads, int64_t head_dim)
+      : strides{length * heads * head_dim, heads * head_dim, head_dim},
         dim(head_dim),
         data(static_cast<size_t>(batch * length * heads * head_dim)) {}
   // Of the same shape.
@@ -60,7 +56,7 @@ struct BroadcastShape {
 
 template <class T> struct AttentionData {
   AttentionCase shape;
-  int64_t batch, length_q, length_k, longest_q, longest_k, dim_v;  // the first three as tensors lie in memory
+  int64_t batch, length_q, length_k, longest_q, longest_k;  // the first three as tensors lie in memory
   HeadBuffer<T> q, k, v, out, dout, dq, dk, dv;
   Buffer<float> lse, lse_rest, dlse, sink, dsink, slopes;
   BroadcastShape bias_shape, mask_shape;
@@ -70,18 +66,17 @@ template <class T> struct AttentionData {
   Buffer<int32_t> cu_q, cu_k;
   Buffer<unsigned char> workspace;
 
-  explicit AttentionData(const AttentionCase& c, uint64_t data_seed = 1)
+  explicit AttentionData(const AttentionCase& c)
       : shape(c),
         batch(c.packed() ? 1 : c.batch),
         length_q(c.packed() ? sum(c.lengths_q) + c.spare_tokens : c.queries),
         length_k(c.packed() ? sum(c.lengths_k) + c.spare_tokens : c.keys),
         longest_q(longest(c.lengths_q, c.queries)),
         longest_k(longest(c.lengths_k, c.keys)),
-        dim_v(c.head_dim_v ? c.head_dim_v : c.head_dim),
-        q(batch, length_q, c.heads, c.head_dim, c.heads_first),
-        k(batch, length_k, c.key_heads, c.head_dim, c.heads_first),
-        v(batch, length_k, c.key_heads, dim_v, c.heads_first),
-        out(batch, length_q, c.heads, dim_v, c.heads_first),
+        q(batch, length_q, c.heads, c.head_dim),
+        k(batch, length_k, c.key_heads, c.head_dim),
+        v(batch, length_k, c.key_heads, c.head_dim),
+        out(batch, length_q, c.heads, c.head_dim),
         dout(out),
         dq(q),
         dk(k),
@@ -91,7 +86,7 @@ template <class T> struct AttentionData {
         dlse(lse.size()),
         sink(static_cast<size_t>(c.heads)),
         dsink(sink.size()),
-        slopes(static_cast<size_t>(c.alibi == 2 ? c.sequences() * c.heads : c.heads)),
+        slopes(sink.size()),
         bias_shape(c.bias, {c.sequences(), c.heads, longest_q, longest_k}),
         mask_shape(c.mask, {c.sequences(), c.heads, longest_q, longest_k}),
         bias(static_cast<size_t>(bias_shape.count)),
@@ -101,7 +96,7 @@ template <class T> struct AttentionData {
         cu_q(c.lengths_q.size() + 1),
         cu_k(c.lengths_k.size() + 1),
         workspace(0) {
-    uint64_t next = data_seed;
+    uint64_t next = 1;
     for (HeadBuffer<T>* x : {&q, &k, &v, &dout}) fill_normal(x->data, next++);
     for (Buffer<float>* x : {&sink, &dlse}) fill_normal(*x, next++);
     fill_normal(bias, next++);
@@ -120,11 +115,11 @@ template <class T> struct AttentionData {
     AttentionProblem p{};
     const AttentionCase& c = shape;
     p.batch = c.sequences(), p.heads_q = c.heads, p.heads_k = c.key_heads;
-    p.seqlen_q = longest_q, p.seqlen_k = longest_k, p.head_dim = c.head_dim, p.head_dim_v = dim_v;
+    p.seqlen_q = longest_q, p.seqlen_k = longest_k, p.head_dim = c.head_dim, p.head_dim_v = c.head_dim;
     if (c.packed()) p.cu_seqlens_q = cu_q.data(), p.cu_seqlens_k = cu_k.data();
     p.total_q = batch * length_q, p.total_k = batch * length_k;
     p.softmax_scale = 1.0 / std::sqrt(static_cast<double>(c.head_dim)), p.softcap = c.softcap;
-    p.window_left = c.window_left, p.window_right = c.window_right, p.align_bottom_right = c.bottom_right;
+    p.window_left = c.window_left, p.window_right = c.window_right, p.align_bottom_right = true;
     p.dtype = p.bias_dtype = std::is_same_v<T, bfloat16>  ? Dtype::bfloat16
                              : std::is_same_v<T, float16> ? Dtype::float16
                                                           : Dtype::float32;
@@ -134,10 +129,8 @@ template <class T> struct AttentionData {
     p.bias_strides = bias_shape.strides;
     if (!c.mask.empty()) p.mask = mask.data();
     p.mask_strides = mask_shape.strides;
-    if (c.alibi > 0) p.alibi_slopes = slopes.data();
-    p.alibi_batch_stride = c.alibi == 2 ? c.heads : 0;
+    if (c.alibi) p.alibi_slopes = slopes.data();
     p.dropout = make_attention_dropout(c.dropout > 0 ? seed.data() : nullptr, c.dropout);
-    p.dropout_place = c.place;
     return p;
   }
   AttentionFwdParams forward() {

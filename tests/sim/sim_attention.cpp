@@ -1,13 +1,9 @@
 // What no call from Python can ask of the kernels of attention: pure functions of their plans, calls that bindings do
-// not make (far results, wrong offsets, pointers that no kernel takes), bank conflicts, and random problems whose
-// results must not depend on the schedule. Their numbers are held to the law by tests/ops/test_attention*.py.
-// links: csrc/kernels/attention/attention.cu
-// links: csrc/kernels/attention/portable/attention_portable.cu
-// links: csrc/kernels/attention/hopper/forward_sm90a.cu
-// links: csrc/kernels/attention/hopper/backward_sm90a.cu
-// links: csrc/kernels/attention/hopper/backward_wide_sm90a.cu
-// links: csrc/kernels/attention/portable/portable_bfloat16.cu
-// links: csrc/kernels/attention/portable/portable_float16.cu
+// not make (far results, wrong offsets, pointers that no kernel takes), bank conflicts. Their numbers are held to the
+// law by tests/ops/test_attention*.py. links: csrc/kernels/attention/attention.cu links:
+// csrc/kernels/attention/portable/attention_portable.cu links: csrc/kernels/attention/hopper/forward_sm90a.cu links:
+// csrc/kernels/attention/hopper/backward_sm90a.cu links: csrc/kernels/attention/hopper/backward_wide_sm90a.cu links:
+// csrc/kernels/attention/portable/portable_bfloat16.cu links: csrc/kernels/attention/portable/portable_float16.cu
 // links: csrc/kernels/attention/portable/portable_float32.cu
 #include "device/halves.h"  // before the host's conversions, which harness.h brings
 
@@ -196,7 +192,7 @@ TEST(what_hopper_kernels_lack_is_refused) {
           [](auto& p) { p.bias = static_cast<const bfloat16*>(p.bias) + 1; });
   refused({.queries = 64, .keys = 64, .bias = "0011"}, "a float32 bias",
           [](auto& p) { p.bias_dtype = Dtype::float32; });
-  refused({.queries = 64, .keys = 64, .alibi = 1}, "a softmax_scale below 2^-64",
+  refused({.queries = 64, .keys = 64, .alibi = true}, "a softmax_scale below 2^-64",
           [](auto& p) { p.softmax_scale = 0x1p-70; });
   AttentionData<bfloat16> capped({.queries = 64, .keys = 64, .softcap = 2.0});
   expect_refused(on_hopper(capped.backward()), "softcap");
@@ -367,58 +363,10 @@ TEST(no_bank_conflicts) {
     }
     check({.sink = true, .lengths_q = {70, 0, 3}, .lengths_k = {70, 10, 7}, .spare_tokens = 5}, bfloat16{});
   }
-  check({.queries = 70, .keys = 50, .head_dim = 16, .softcap = 2, .bias = "0011", .mask = "1001", .alibi = 1}, float{});
+  check({.queries = 70, .keys = 50, .head_dim = 16, .softcap = 2, .bias = "0011", .mask = "1001", .alibi = true},
+        float{});
   check({.queries = 40, .keys = 50, .head_dim = 128, .window_right = 0}, float{});
 }
-
-template <class T> void check_any(Random& random) {
-  const int64_t key_heads = random.integer(1, 2);
-  AttentionCase shape{.batch = random.integer(1, 2),
-                      .queries = random.size(1, 200),
-                      .keys = random.size(1, 300),
-                      .heads = key_heads * random.integer(1, 2),
-                      .key_heads = key_heads,
-                      .head_dim = 8 * random.integer(1, random.coin() ? 16 : 32),
-                      .head_dim_v = 8 * random.integer(1, random.coin() ? 16 : 32)};
-  if (random.coin()) shape.window_right = random.size(0, 200);
-  if (random.coin()) shape.window_left = random.size(0, 200);
-  shape.bottom_right = random.coin();
-  shape.sink = random.coin();
-  const int64_t option = random.integer(0, 5);  // of those that most Hopper kernels take one at a time
-  const auto kept = [&] {
-    std::string dimensions;
-    for (int i = 0; i < 4; ++i) dimensions += random.coin() ? '1' : '0';
-    return dimensions;
-  };
-  if (option == 1 || option == 5) shape.bias = kept();
-  if (option == 2 || option == 5) shape.mask = kept();
-  if (option == 3 || option == 5) shape.alibi = static_cast<int>(random.integer(1, 2));
-  if (option >= 4) shape.dropout = static_cast<double>(random.integer(1, 90)) / 100;
-  if (option == 5 && random.coin()) shape.softcap = 1.5;
-  if (random.coin()) {
-    for (int64_t i = random.integer(1, 3); i > 0; --i) {
-      shape.lengths_q.push_back(random.size(0, 130));
-      shape.lengths_k.push_back(random.size(0, 150));
-    }
-    shape.spare_tokens = random.size(0, 70);
-  } else {
-    shape.heads_first = random.coin();
-  }
-  const PortableAlone portable(random.integer(0, 3) == 3);
-  AttentionData<T> data(shape, random.bits() % 1000);
-  std::string bits[2];
-  for (std::string& found : bits) {
-    sim::options().seed = static_cast<uint64_t>(random.integer(0, 7));
-    sim::options().properties.multiprocessors = static_cast<int>(random.integer(1, 3));
-    found = bits_of(data);
-  }
-  expect(bits[0] == bits[1], "other bits under another schedule");
-  sim::options().seed = 0;
-  sim::options().properties.multiprocessors = 132;
-}
-RANDOM_TEST(any_bfloat16) { check_any<bfloat16>(random); }
-RANDOM_TEST(any_float16) { check_any<float16>(random); }
-RANDOM_TEST(any_float32) { check_any<float>(random); }
 
 }  // namespace
 }  // namespace warpsmith::test

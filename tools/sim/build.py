@@ -258,14 +258,6 @@ def main_part(test: Path, variant: str) -> Part:
     return main, [*v.machine, f"-I{ROOT / 'csrc'}"], BUILD / v.machine_folder
 
 
-def machine_object(variant: str) -> Path:
-    return compile_object(*machine(variant))
-
-
-def main_object(test: Path, variant: str) -> Path:
-    return compile_object(*main_part(test, variant))
-
-
 def parts(test: Path, variant: str) -> list[Part]:
     """What a test's program is made of."""
     flags = [*VARIANTS[variant].kernel, f"-I{ROOT / 'csrc'}"]  # of kernels, as in tools/sim/library.py

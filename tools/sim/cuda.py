@@ -78,14 +78,16 @@ def package_object(source: Path) -> Path | None:
     ninja = shutil.which("ninja", path=path)
     if not ninja or not source.is_relative_to(ROOT):
         return None
-    target = f"CMakeFiles/warpsmith_ops.dir/{source.relative_to(ROOT)}.o"
-    folders = [f.parent for f in (ROOT / "build").glob("*/build.ninja") if (f.parent / target).exists()]
-    for folder in sorted(folders, key=lambda f: -(f / target).stat().st_mtime):
-        known = subprocess.run([ninja, "-t", "deps", target], capture_output=True, text=True, cwd=folder).stdout
-        built = (folder / target).stat().st_mtime_ns
+    # Of the library, or of its part for one architecture.
+    found = (ROOT / "build").glob(f"*/CMakeFiles/*.dir/{source.relative_to(ROOT)}.o")
+    for target in sorted(found, key=lambda f: -f.stat().st_mtime):
+        folder = target.parents[len(source.relative_to(ROOT).parts) + 1]
+        relative = str(target.relative_to(folder))
+        known = subprocess.run([ninja, "-t", "deps", relative], capture_output=True, text=True, cwd=folder).stdout
+        built = target.stat().st_mtime_ns
         included = [folder / line.strip() for line in known.splitlines()[1:] if line.strip()]  # absolute ones stay so
         if " (VALID)" in known and all(f.exists() and f.stat().st_mtime_ns <= built for f in included):
-            return folder / target
+            return target
     return None
 
 

@@ -157,7 +157,7 @@ def run_law(family: str, machine: str) -> Path:
     written = {library.LAUNCHES: str(folder / LAUNCHES)}
     for checks in library.runs(family, library.MACHINES[machine].checks):
         done = library.law(built, checks, timeout=1800, folder=folder, machine=machine, **written)
-        assert done.returncode in library.HOLDS, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+        assert done.returncode in library.HOLDS, library.failures(done)
     return beside_notes(folder)
 
 

@@ -214,6 +214,12 @@ def law(
     return build.execute(command, timeout, folder, environment)
 
 
+def failures(done: subprocess.CompletedProcess[str]) -> str:
+    """What a run of a law printed of its failures: the beginnings, where the causes stand."""
+    _, title, text = done.stdout.partition("= FAILURES =")
+    return f"{(title + text)[:6000] or done.stdout[-6000:]}\n{done.stderr[:2000]}"
+
+
 def load() -> None:
     """Makes the library this process's op library. Before anything imports warpsmith."""
     import torch

@@ -38,13 +38,6 @@ inline Tensor matrix_view(const Tensor& t, int64_t offset, int64_t rows, int64_t
   return Tensor(handle);
 }
 
-inline Tensor vector_view(const Tensor& t, int64_t offset, int64_t count) {
-  const int64_t stride = 1;
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), 1, &count, &stride, offset, &handle));
-  return Tensor(handle);
-}
-
 namespace matmul_detail {
 
 inline void addmm_out(const Tensor& out, const Tensor& c, const Tensor& a, const Tensor& b, double beta, double alpha) {

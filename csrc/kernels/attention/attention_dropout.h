@@ -85,14 +85,4 @@ WARPSMITH_HOST_DEVICE PhiloxCounter attention_dropout_lanes(uint64_t seed, uint6
       {{word0 + lane, row, static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32)}}, seed);
 }
 
-WARPSMITH_HOST_DEVICE uint32_t attention_dropout_lane(int64_t q, int64_t k) {
-  return static_cast<uint32_t>(4 * (q % 8) + (k % 8) / 2);
-}
-
-// Whether element (q, k) is kept. `lanes`: the result of its call.
-WARPSMITH_HOST_DEVICE bool attention_dropout_keeps(const PhiloxCounter& lanes, int64_t q, int64_t k,
-                                                   uint32_t threshold) {
-  return (lanes.word[(k / 8) % 4] >> (16 * ((q / 8) % 2) + 8 * (k % 2)) & 0xff) >= threshold;
-}
-
 }  // namespace warpsmith

@@ -11,7 +11,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -69,19 +69,28 @@ def _library() -> ctypes.CDLL:
 
 @contextmanager
 def machine(**how: int) -> Iterator[None]:
-    """Inside the block kernels run as the fields of :class:`Machine` say."""
-    Machine(**how).configure()
+    """Inside the block kernels run as the fields of :class:`Machine` say; a field not given stays as it is outside."""
+    _machines.append(replace(_now(), **how))
+    _now().configure()
     try:
         yield
     finally:
-        Machine().configure()
+        _machines.pop()
+        _now().configure()
+
+
+_machines: list[Machine] = []  # of the blocks around
+
+
+def _now() -> Machine:
+    return _machines[-1] if _machines else Machine()
 
 
 def plan(op: str, **problem: Any) -> dict[str, Any]:
     """What ``warpsmith.plan`` says of a problem on this machine."""
     import warpsmith
 
-    machine = {"multiprocessors": Machine().multiprocessors, "code_capability": int(os.environ.get(CODE, "90"))}
+    machine = {"multiprocessors": _now().multiprocessors, "code_capability": int(os.environ.get(CODE, "90"))}
     known = warpsmith.plan(op)["keys"]
     return warpsmith.plan(op, **problem, **{key: value for key, value in machine.items() if key in known})
 

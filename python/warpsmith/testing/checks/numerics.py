@@ -221,7 +221,7 @@ def check_repeats_bitwise(spec: OpSpec, case: Case, device: str = "cpu") -> None
     """The same inputs give the same bits, time after time (1,000 times on CUDA, under each schedule on the sim) and,
     on the CPU, with 1, 2 and 3 threads."""
     inputs = make_inputs(spec, case, device)
-    first = _repeat(spec, case, inputs, REPEATS[device])
+    first = check_repeats(spec, case, inputs, REPEATS[device])
     if device != "cpu":
         return
     for count in (1, 2, 3):
@@ -234,11 +234,12 @@ def check_batch_repeats_bitwise(spec: OpSpec, case: Case, elements: int, device:
     few = make_inputs(spec, case, device)
     times = max(1, elements // max(1, few[spec.batched[0]].numel()))
     inputs = {k: repeat_batch(v, times) if k in spec.batched else v for k, v in few.items()}
-    _repeat(spec, case, inputs, REPEATS[device])
+    check_repeats(spec, case, inputs, REPEATS[device])
 
 
-def _repeat(spec: OpSpec, case: Case, inputs: Inputs, times: int) -> dict[str, Tensor]:
-    """Runs the op once and ``times`` times more, and returns the first results. The device is waited for once."""
+def check_repeats(spec: OpSpec, case: Case, inputs: Inputs, times: int) -> dict[str, Tensor]:
+    """Runs the op once and ``times`` times more, on the sim under other schedules: the same bits, which it returns. The
+    device is waited for once."""
     once = run(spec.op, spec, case, inputs)
     grads, first = upstream(spec, case, once.outputs), once.all()
     differ: dict[str, list[Tensor]] = {name: [] for name in first}
