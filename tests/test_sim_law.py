@@ -23,10 +23,11 @@ import build  # noqa: E402
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None and "CXX" not in build.os.environ, reason="no C++ compiler")
 
 
+OTHERS = [name for name in library.MACHINES if name != "sm90"]
 GROUPS = [pytest.param(f, marks=pytest.mark.xdist_group(f"sim law {f}"), id=f) for f in library.FAMILIES]
 
 
-@pytest.mark.parametrize("machine", library.MACHINES)
+@pytest.mark.parametrize("machine", ["sm90", *(pytest.param(m, marks=pytest.mark.full) for m in OTHERS)])
 @pytest.mark.parametrize("family", GROUPS)
 def test_the_law_holds_on_simulated_kernels(family: str, machine: str, record_property) -> None:
     counted, known = device_coverage.counted_law(family, machine)

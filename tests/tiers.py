@@ -45,7 +45,7 @@ GUESSES = {
 }
 DURATIONS = store.key("durations of groups of tests")
 LONGEST = 20
-SANITIZERS_S = 900  # of building and running, without --slow; what changed lately comes first
+SANITIZERS_S = 600  # of building and running, without --slow; what changed lately comes first
 RECENT_COMMITS = 10
 
 
