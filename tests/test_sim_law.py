@@ -29,8 +29,8 @@ GROUPS = [pytest.param(f, marks=pytest.mark.xdist_group(f"sim law {f}"), id=f) f
 
 @pytest.mark.parametrize("machine", ["sm90", *(pytest.param(m, marks=pytest.mark.full) for m in OTHERS)])
 @pytest.mark.parametrize("family", GROUPS)
-def test_the_law_holds_on_simulated_kernels(family: str, machine: str, record_property) -> None:
-    counted, known = device_coverage.counted_law(family, machine)
+def test_the_law_holds_on_simulated_kernels(family: str, machine: str, request, record_property) -> None:
+    counted, known = device_coverage.counted_law(family, machine, request.config.stash[tiers.PLAN].full)
     record_property("verdict", "known" if known else "made")
     record_property("sim coverage", str(counted))
 

@@ -151,11 +151,12 @@ def run(test: Path, arguments: list[str]) -> tuple[subprocess.CompletedProcess[s
     return build.run(program, arguments, folder=folder), beside_notes(folder)
 
 
-def run_law(family: str, machine: str) -> Path:
+def run_law(family: str, machine: str, random: bool) -> Path:
     """Runs the family's laws on simulated kernels, its own in the coverage build; AssertionError where one fails."""
+    chosen = library.MACHINES[machine].checks + ("" if random else " and not random_cases")
     built, folder = library.library("coverage", family), emptied(f"law_{family}-{machine}")
     written = {library.LAUNCHES: str(folder / LAUNCHES)}
-    for checks in library.runs(family, library.MACHINES[machine].checks):
+    for checks in library.runs(family, chosen):
         done = library.law(built, checks, timeout=1800, folder=folder, machine=machine, **written)
         assert done.returncode in library.HOLDS, library.failures(done)
     return beside_notes(folder)
@@ -166,16 +167,19 @@ def law_key(family: str, variant: str, how: object) -> str:
     return verdicts.key("sim law", [library.key(variant, family)], how, tools)
 
 
-def counted_law(family: str, machine: str) -> tuple[Path, bool]:
-    """The counts of a run of the family's laws, and whether the store had them; AssertionError where one fails."""
+def counted_law(family: str, machine: str, random: bool = True) -> tuple[Path, bool]:
+    """The counts of a run of the family's laws, and whether the store had them; AssertionError where one fails.
+
+    ``random``: with its random cases.
+    """
     counted = build.BUILD / "coverage" / f"law_{family}-{machine}.json"
-    key = law_key(family, "coverage", machine)
+    key = law_key(family, "coverage", [machine, random])
     if known := store.get(key):
         counted.parent.mkdir(parents=True, exist_ok=True)
         counted.write_text(known.value)
         return counted, True
     counts = Coverage()
-    counts.add(run_law(family, machine))
+    counts.add(run_law(family, machine, random))
     counts.dump(counted)
     store.put(key, counted.read_text())
     return counted, False
