@@ -26,6 +26,7 @@ FULL = (
     "tests/test_conformance.py",
     "tests/test_mutation.py",
     "tests/test_planted_bugs.py",
+    "tests/test_planted_glue.py",
     "tests/test_static_checks.py",
     "tests/test_store.py",
 )

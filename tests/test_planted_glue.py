@@ -1,0 +1,54 @@
+"""Bugs planted in the Python between a user's line and a kernel, one of each class that once passed all tests: the test
+of its class fails."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import warpsmith
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(warpsmith.__file__).parent
+
+
+class Bug(NamedTuple):
+    """file: below python/warpsmith. old: occurs in it once. test: of pytest, below tests."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+BUGS = (
+    Bug("an inner no_sync ends the outer one", "distributed/sharded/optimizer.py",
+        "self._shards.synchronizing = before", "self._shards.synchronizing = True",
+        "distributed/test_sharded_optimizer.py -k no_sync_within"),
+    Bug("interleaved is dropped beside qk_norm", "nn/_attention.py",
+        "eps=self.eps, interleaved=self.interleaved", "eps=self.eps", "nn/test_attention.py -k interleaved"),
+    Bug("a used scaler keeps its tracker of overflows", "amp/grad_scaler.py",
+        "self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)", "pass", "train/test_load_into_used.py"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "_"))
+def test_a_bug_in_glue_is_noticed(bug: Bug, tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "warpsmith", copy_function=os.symlink)
+    file = tmp_path / "warpsmith" / bug.file
+    text = file.read_text()
+    assert text.count(bug.old) == 1
+    file.unlink()
+    file.write_text(text.replace(bug.old, bug.new))
+    module, *options = shlex.split(bug.test)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{module}", *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-2000:] + done.stderr[-1000:]
