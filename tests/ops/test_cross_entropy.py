@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import warpsmith
 from warpsmith.reference.cross_entropy import cross_entropy as reference
-from warpsmith.testing import BadInput, Case, OpSpec, measure, op_tests, sim
+from warpsmith.testing import BadInput, Case, OpSpec, cpu_threads, measure, op_tests, sim
 from warpsmith.testing.sim import is_loaded
 
 from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, floor_bytes
@@ -286,6 +286,14 @@ def test_lse_of_nan_and_infinities_is_torchs(device):
     x = torch.tensor([[nan, nan], [1.0, nan], [-inf, -inf], [inf, 1.0], [-inf, 1.0]], device=device)
     _, stats = warpsmith.cross_entropy(x, torch.zeros(5, dtype=torch.int64, device=device), return_stats=True)
     torch.testing.assert_close(stats.lse, x.logsumexp(-1), equal_nan=True)
+
+
+def test_stats_do_not_depend_on_the_number_of_threads():
+    x, target, found = torch.randn(700, 96), torch.arange(700) % 96, []
+    for count in (1, 2):
+        with cpu_threads(count):
+            found.append(warpsmith.cross_entropy(x, target, return_stats=True)[1])
+    assert all(map(torch.equal, *found))
 
 
 def test_accuracy_without_rows_that_count_is_nan():
