@@ -186,11 +186,8 @@ def test_settings_beyond_torchs_are_saved():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"min_scale": -1.0}, "GradScaler: min_scale: expected a number from 0 to max_scale = inf, got -1.0"),
-        ({"min_scale": math.nan}, "GradScaler: min_scale: expected a number from 0"),
         ({"min_scale": 2.0, "max_scale": 1.0}, "GradScaler: min_scale: expected a number from 0 to max_scale = 1.0"),
         ({"max_scale": 8.0}, "GradScaler: init_scale: expected a number from 0.0 to 8.0, got 1024.0"),
-        ({"hysteresis": 0}, "GradScaler: hysteresis: expected a number of overflows >= 1, got 0"),
     ],
 )
 def test_settings_that_are_refused(given, message):
@@ -344,11 +341,6 @@ def test_the_ops_are_checked_by_torch():
     ("changed", "message"),
     [
         ({"tensors": []}, "tensors: expected at least one tensor, got none"),
-        ({"scale": torch.ones(2)}, r"scale: expected one element, got \(2\)"),
-        ({"scale": torch.ones((), dtype=torch.float64)}, "scale: expected float32, got float64"),
-        ({"found_inf": torch.zeros((), dtype=torch.int32)}, "found_inf: expected float32, .*got int32"),
-        ({"counts": torch.zeros(3, dtype=torch.int64)}, r"bad_counts: expected shape \(2\), got \(3\)"),
-        ({"counts": torch.zeros(2)}, "bad_counts: expected int64, got float32"),
         ({"counts": torch.zeros(4, dtype=torch.int64)[::2]}, "bad_counts: expected adjacent elements"),
     ],
 )

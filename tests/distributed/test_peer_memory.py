@@ -1,5 +1,6 @@
 """Reduction over memory that ranks share: the bits of the other path, one decision on all ranks, and its reason."""
 
+import itertools
 import os
 import socket
 import time
@@ -73,17 +74,21 @@ def formula(world_size, size, dtype, wire):
     return (total / world_size).to(wire).to(dtype)
 
 
+def averaged(average, peers, times):
+    """How many averages were made, all with the formula's bits. The second finds the boxes full."""
+    cases = list(itertools.product(DTYPES, SIZES, range(times)))
+    for (dtype, wire), size, _ in cases:
+        gradients = gradients_of(peers.rank, size, dtype)
+        average(gradients, peers, wire)
+        assert torch.equal(gradients, formula(peers.world_size, size, dtype, wire)), (dtype, wire, size)
+    return len(cases)
+
+
 def on_ranks_that_share_files(rank, world_size, folder):
-    peers, checked = Files(folder, rank, world_size), 0
-    for dtype, wire in DTYPES:
-        for size in SIZES:
-            part = -(-size // (world_size * 8)) * 8
-            for _ in range(2):  # the second finds the boxes full
-                gradients = gradients_of(rank, size, dtype)
-                average_by_peers(gradients, peers, wire, part)
-                assert torch.equal(gradients, formula(world_size, size, dtype, wire)), (dtype, wire, size)
-                checked += 1
-    return checked
+    def average(gradients, peers, wire):
+        average_by_peers(gradients, peers, wire, -(-len(gradients) // (world_size * 8)) * 8)
+
+    return averaged(average, Files(folder, rank, world_size), 2)
 
 
 @pytest.mark.parametrize("world_size", [3])
@@ -105,15 +110,7 @@ class Late(Files):
 
 
 def whole_on_ranks_that_share_files(rank, world_size, folder):
-    peers, checked = Late(folder, rank, world_size), 0
-    for dtype, wire in DTYPES:
-        for size in SIZES:
-            for _ in range(3):
-                gradients = gradients_of(rank, size, dtype)
-                average_whole(gradients, peers, wire)
-                assert torch.equal(gradients, formula(world_size, size, dtype, wire)), (dtype, wire, size)
-                checked += 1
-    return checked
+    return averaged(average_whole, Late(folder, rank, world_size), 3)
 
 
 def test_two_ranks_that_send_whole_buckets_have_known_bits(tmp_path):

@@ -12,8 +12,9 @@ import warpsmith
 import warpsmith.nn.functional as ours
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._python_dispatch import TorchDispatchMode
 from warpsmith.testing import measure
+
+from tests.dispatched import Dispatched
 
 NAMES = ["layer_norm", "rms_norm", "cross_entropy", "scaled_dot_product_attention"]
 if hasattr(theirs, "linear_cross_entropy"):  # newer than torch 2.11
@@ -91,14 +92,14 @@ def test_torchs_sample_inputs(name, dtype, figure):
     for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
         triples = []
         for order in orders_of(name, dtype, sample):
-            with Calls() as calls:
+            with Dispatched() as fused_ops:
                 found, grads = run(in_order(getattr(ours, name), order), sample, dtype)
             with sdpa_kernel(SDPBackend.MATH):  # the law's measure is plain PyTorch
                 expected, expected_grads = run(in_order(getattr(theirs, name), order), sample, dtype)
             exact, exact_grads = run(getattr(theirs, name), in_float64(sample), dtype)
             assert (found.dtype, found.shape) == (expected.dtype, expected.shape), sample
             triples.append([(found, exact, expected), *zip(grads, exact_grads, expected_grads, strict=True)])
-        count, fused = count + 1, fused + bool(calls.ours)
+        count, fused = count + 1, fused + bool(fused_ops.calls)
         if sample.kwargs.get("dropout_p"):
             continue
         for of_orders in zip(*triples, strict=True):
@@ -108,19 +109,6 @@ def test_torchs_sample_inputs(name, dtype, figure):
                 assert error.ok, f"{error}: {sample}"
     assert count and fused
     figure(f"nn.functional.{name} {dtype}: {fused} of torch's {count} sample inputs are fused")
-
-
-class Calls(TorchDispatchMode):
-    """Records which of our ops run."""
-
-    def __init__(self):
-        super().__init__()
-        self.ours = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "warpsmith":
-            self.ours.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,24 +11,13 @@ import torch.nn.functional as theirs
 import warpsmith
 import warpsmith.nn.functional as ours
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.dispatched import Dispatched
 
 OPTIONS = getattr(torch.nn, "LinearCrossEntropyOptions", None)
 needs_torchs = pytest.mark.skipif(
     not hasattr(theirs, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy"
 )
-
-
-class Fused(TorchDispatchMode):
-    """Counts calls of our op."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func.namespace == "warpsmith"
-        return func(*args, **(kwargs or {}))
 
 
 def case(dtype=torch.float32, rows=6, width=8, classes=5):
@@ -60,7 +49,7 @@ FUSED = {
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused(name):
-    with Fused() as fused:
+    with Dispatched() as fused:
         found = FUSED[name](ours.linear_cross_entropy)
     assert fused.calls
     torch.testing.assert_close(found, FUSED[name](composed))
@@ -70,7 +59,7 @@ def test_fused(name):
 def test_the_loss_has_the_dtype_of_the_input(dtype):
     x, w, target = case(dtype)
     for reduction in ("mean", "none"):
-        with Fused() as fused:
+        with Dispatched() as fused:
             found = ours.linear_cross_entropy(x, w, target, weight=CLASSES.to(dtype), reduction=reduction)
         expected = composed(x, w, target, weight=CLASSES.to(dtype), reduction=reduction)
         assert fused.calls and found.dtype is expected.dtype is dtype
@@ -88,7 +77,7 @@ def test_under_autocast(dtype, options):
     results = []
     for f in (ours.linear_cross_entropy, composed):
         leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-        with torch.autocast("cpu", torch.bfloat16), Fused() as fused:
+        with torch.autocast("cpu", torch.bfloat16), Dispatched() as fused:
             loss = f(*leaves, target, **options)
         assert bool(fused.calls) == (f is ours.linear_cross_entropy)
         results.append([loss, *torch.autograd.grad(loss.sum(), leaves)])
@@ -122,7 +111,7 @@ def test_the_rest_is_torchs(name, present, monkeypatch):
     if not present:
         expected = NOT_FUSED[name](reference)
         monkeypatch.delattr(theirs, "linear_cross_entropy", raising=False)
-    with Fused() as fused:
+    with Dispatched() as fused:
         found = NOT_FUSED[name](ours.linear_cross_entropy)
     assert not fused.calls and torch.equal(found, expected)
 
@@ -145,7 +134,7 @@ def test_a_torch_without_it_takes_torchs_samples(monkeypatch):
     monkeypatch.delattr(theirs, "linear_cross_entropy")
     count = 0
     for sample, expected in samples:
-        with Fused() as fused:
+        with Dispatched() as fused:
             found = ours.linear_cross_entropy(sample.input, *sample.args, **sample.kwargs)
         count += not fused.calls
         assert fused.calls or torch.equal(found, expected), sample
@@ -195,7 +184,7 @@ def test_what_torch_refuses_is_refused():
 @needs_torchs
 def test_calls_with_options_and_derivatives_forward_are_torchs():
     options = OPTIONS(batch_chunk_size=2)
-    with Fused() as fused:
+    with Dispatched() as fused:
         found = ours.linear_cross_entropy(X, W, TARGET, options=options)
     assert not fused.calls and torch.equal(found, theirs.linear_cross_entropy(X, W, TARGET, options=options))
     _, found = torch.func.jvp(lambda t: ours.linear_cross_entropy(t, W, TARGET), (X,), (X + 1,))
@@ -291,8 +280,3 @@ def test_options_deepcopy_and_repr():
     meta = warpsmith.nn.LinearCrossEntropyHead(16, 50, device="meta", dtype=torch.bfloat16)
     empty = torch.empty(5, 16, device="meta", dtype=torch.bfloat16)
     assert meta(empty, torch.empty(5, device="meta", dtype=torch.int64)).shape == ()
-
-
-def test_a_bad_reduction_is_named():
-    with pytest.raises(ValueError, match="LinearCrossEntropyHead: reduction: expected none, mean or sum, got avg"):
-        warpsmith.nn.LinearCrossEntropyHead(16, 50, reduction="avg")

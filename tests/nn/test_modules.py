@@ -13,42 +13,11 @@ import torch
 import warpsmith
 
 
-@pytest.mark.parametrize("shape", [16, (16,), (3, 16)])
-@pytest.mark.parametrize("affine", [True, False])
-def test_is_torchs_module(shape, affine):
-    ours = warpsmith.nn.RMSNorm(shape, eps=1e-5, elementwise_affine=affine)
-    theirs = torch.nn.RMSNorm(shape, eps=1e-5, elementwise_affine=affine)
-    if affine:
-        torch.nn.init.normal_(theirs.weight)
-    ours.load_state_dict(theirs.state_dict())
-    theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(2, 5, 3, 16)
-    torch.testing.assert_close(ours(x), theirs(x))
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert (ours.normalized_shape, ours.eps, ours.elementwise_affine) == (theirs.normalized_shape, 1e-5, affine)
-
-
-def test_gradients_of_several_normalised_dimensions():
-    ours, theirs = warpsmith.nn.RMSNorm((4, 6)), torch.nn.RMSNorm((4, 6))
-    x = torch.randn(7, 4, 6)
-    ours(x).square().sum().backward()
-    theirs(x).square().sum().backward()
-    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
-
-
 def test_a_weight_stored_around_zero_starts_as_the_identity():
     module = warpsmith.nn.RMSNorm(8, weight_offset=1.0)
     assert torch.equal(module.weight, torch.zeros(8))
     x = torch.randn(3, 8)
     assert torch.equal(module(x), warpsmith.nn.RMSNorm(8)(x))
-
-
-def test_activation_dtype_beside_float32_weight_and_in_autocast():
-    module = warpsmith.nn.RMSNorm(8)
-    assert module(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16):
-        assert module(torch.randn(2, 8)).dtype == torch.float32
-        assert module(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_meta_device_deepcopy_and_repr():
@@ -117,11 +86,6 @@ def test_bad_shapes_are_named(shape):
         warpsmith.nn.RMSNorm(shape)
 
 
-def test_input_of_another_shape_is_named():
-    with pytest.raises(ValueError, match=r"RMSNorm: x: expected trailing shape \(4, 6\), got \(6, 4\)"):
-        warpsmith.nn.RMSNorm((4, 6))(torch.randn(6, 4))
-
-
 def test_cross_entropy_loss_is_torchs_module():
     weight = torch.rand(7)
     ours = warpsmith.nn.CrossEntropyLoss(weight, None, 3, None, "sum", 0.1)
@@ -179,11 +143,6 @@ def test_cross_entropy_loss_in_place():
     (expected,) = torch.autograd.grad(torch.nn.CrossEntropyLoss()(leaf, target), leaf)
     torch.testing.assert_close(found, expected)
     assert torch.equal(logits, found)
-
-
-def test_bad_arguments_of_cross_entropy_loss_are_named():
-    with pytest.raises(ValueError, match="CrossEntropyLoss: reduction: expected "):
-        warpsmith.nn.CrossEntropyLoss(reduction="average")
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args")

@@ -6,7 +6,7 @@ import torch
 import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec, sim
 
-from tests.ops.public_calls import but
+from tests.ops.public_calls import but, floor_bytes
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STREAM = {"residual": FP32}
@@ -92,7 +92,6 @@ BAD_INPUTS = [
     BadInput("weight dtype", but(weight=lambda g: g["weight"].half()),
              "weight: expected bfloat16 or float32, got float16"),
     BadInput("negative eps", but(eps=lambda g: -1.0), r"eps: expected a finite number >= 0, got -1", fake=False),
-    BadInput("string", but(x=lambda g: "x"), "x: expected a tensor, got the str", error=TypeError, fake=False),
 ]  # fmt: skip
 BAD_BIAS = [
     BadInput("matrix bias", but(bias=lambda g: g["bias"][None]), r"bias: expected shape \(\d+\), got"),
@@ -101,18 +100,9 @@ BAD_BIAS = [
 BAD_DROPOUT = [
     BadInput("negative p", but(p=lambda g: -0.1), r"p: expected a number in \[0, 1\], got -0.1"),
     BadInput("large p", but(p=lambda g: 1.5), r"p: expected a number in \[0, 1\], got 1.5"),
-    BadInput("nan p", but(p=lambda g: float("nan")), r"p: expected a number in \[0, 1\], got nan"),
     BadInput("seed dtype", but(seed=lambda g: g["seed"].int()), "seed: expected int64, got int32"),
     BadInput("seed shape", but(seed=lambda g: g["seed"][:1]), r"seed: expected shape \(2\), got \(1\)"),
 ]
-
-
-def floor_bytes(forward, backward):
-    """Bytes of ops that move so many elements of the dtype for each of x."""
-    return lambda case: {
-        direction: elements * case.dtype.itemsize * torch.Size(case.shape).numel()
-        for direction, elements in (("forward", forward), ("backward", backward))
-    }
 
 
 def wide_enough(draw, st, case):
@@ -199,6 +189,7 @@ def spec_of(name, **more):
         "func_transforms": True,
         "traced": f"warpsmith::{name}",
         "sim_elements": 65_000,
+        "repeated_cases": [Case((700, 96), FP32)],  # of which CPU threads share the rows
         "redraw": wide_enough,
         "opcheck": {**dict.fromkeys(raw.values(), forward), raw_backward: backward},
         "bytes_beside": bytes_beside(name, "bias" in names, residual, dropout),

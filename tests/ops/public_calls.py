@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import warpsmith
+from warpsmith.testing import BadInput
 
 from tools import families
 
@@ -72,6 +73,25 @@ def arguments_of(name: str) -> dict:
 def but(**changes):
     """For a BadInput: the good arguments with some of them changed, each by a function of the good ones."""
     return lambda good: {**good, **{k: change(good) for k, change in changes.items()}}
+
+
+NO_FLOAT64_ON_CUDA = BadInput(
+    "float64",
+    lambda good: {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in good.items()
+    },
+    "expected float32, float16 or bfloat16 on CUDA, got float64",
+    fake=False,
+    devices=("cuda",),
+)
+
+
+def floor_bytes(forward, backward):
+    """Bytes of ops that move so many elements of the dtype for each of the case."""
+    return lambda case: {
+        direction: elements * case.dtype.itemsize * torch.Size(case.shape).numel()
+        for direction, elements in (("forward", forward), ("backward", backward))
+    }
 
 
 def floating_of(arguments: dict) -> dict:

@@ -6,7 +6,7 @@ import warpsmith
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
 
 from benchmarks.bench_activation import function_of
-from tests.ops.public_calls import but
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, floor_bytes
 from tools import families
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -34,8 +34,7 @@ BAD_INPUTS = [
     BadInput("matrix bias", but(bias=lambda g: g["bias"][None]), r"bias: expected shape \(\d+\), got"),
     BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
     BadInput("meta bias", but(bias=lambda g: g["bias"].to("meta")), "bias: expected a", fake=False),
-    BadInput("float64", but(x=lambda g: g["x"].double(), bias=lambda g: g["bias"].double()),
-             "x: expected float32, float16 or bfloat16 on CUDA, got float64", fake=False, devices=("cuda",)),
+    NO_FLOAT64_ON_CUDA,
 ]  # fmt: skip
 
 
@@ -95,42 +94,20 @@ def spec_of(row):
         laid_out=("x",),
         batched=("x",),
         sim_far=False,  # blocks of rows lie along y and z: sim_activation_far.cpp has their last ones
-        gradcheck_cases=[Case((3, 5), FP64)],
+        gradcheck_cases=[Case((3, 5), FP64), *EXACT_CASES[-1:]],
+        repeated_cases=[Case((4096, 50), FP32)],  # of which CPU threads share the rows
         double_backward=True,
         func_transforms=True,
         traced=f"warpsmith::{name}",
         opcheck={raw[""]: forward, raw["_forward"]: forward, raw["_backward"]: backward},
         bad_inputs=BAD_INPUTS + BAD_APPROXIMATION * (argument is not None),
-        floor_bytes=lambda case: {
-            "forward": 2 * case.dtype.itemsize * torch.Size(case.shape).numel(),
-            "backward": 3 * case.dtype.itemsize * torch.Size(case.shape).numel(),
-        },
+        floor_bytes=floor_bytes(2, 3),
         bytes_beside=bytes_beside,
     )
 
 
 for _row in ROWS:
     globals()[f"Test_{_row.name}"] = op_tests(spec_of(_row))
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_gradient_alone_has_the_same_bits(form, device):
-    row, chosen = FORMS[form]
-    backward = getattr(torch.ops.warpsmith, row.name + "_backward")
-    options = (bool(chosen),) if "tanh" in row.arguments else ()
-    torch.manual_seed(0)
-    dy, x = torch.randn(2, 37, 40, device=device).bfloat16()
-    for bias in (torch.randn(40, device=device), torch.randn(40, device=device).bfloat16()):
-        both = backward(dy, x, bias, True, True, *options)
-        assert torch.equal(backward(dy, x, bias, True, False, *options)[0], both[0])
-        assert torch.equal(backward(dy, x, bias, False, True, *options)[1], both[1])
-
-
-@pytest.mark.not_on_sim(reason="in float64")
-def test_second_derivatives_of_the_exact_form():
-    x, bias = torch.randn(3, 4, dtype=FP64, requires_grad=True), torch.randn(4, dtype=FP64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x, b: warpsmith.bias_gelu(x, b, "none"), (x, bias))
 
 
 @pytest.mark.parametrize("columns", [*range(1, 20), 33, 96, 768, 1000, 4096, 5120, 12288, 2**20, 100001])

@@ -7,7 +7,7 @@ from warpsmith.reference.activation import dropout_add as reference
 from warpsmith.reference.dropout import dropout_mask
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests, sim
 
-from tests.ops.public_calls import but
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but, floor_bytes
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.warpsmith
@@ -51,6 +51,7 @@ SPEC = OpSpec(
     differentiable=("x", "residual"),
     outputs=("y",),
     gradcheck_cases=[Case((3, 5), FP64)],
+    repeated_cases=[Case((700, 96), FP32)],
     double_backward=True,
     func_transforms=False,
     traced="warpsmith::dropout_add",
@@ -67,16 +68,11 @@ SPEC = OpSpec(
         BadInput("scalar", but(x=lambda g: g["x"].sum(), residual=lambda g: g["x"].sum()), "x: expected at least one"),
         BadInput("negative p", but(p=lambda g: -0.1), r"p: expected a number in \[0, 1\], got -0.1"),
         BadInput("large p", but(p=lambda g: 1.5), r"p: expected a number in \[0, 1\], got 1.5"),
-        BadInput("nan p", but(p=lambda g: float("nan")), r"p: expected a number in \[0, 1\], got nan"),
         BadInput("seed dtype", but(seed=lambda g: g["seed"].int()), "seed: expected int64, got int32"),
         BadInput("seed shape", but(seed=lambda g: g["seed"][:1]), r"seed: expected shape \(2\), got \(1\)"),
-        BadInput("float64", but(x=lambda g: g["x"].double(), residual=lambda g: g["residual"].double()),
-                 "x: expected float32, float16 or bfloat16 on CUDA, got float64", fake=False, devices=("cuda",)),
+        NO_FLOAT64_ON_CUDA,
     ],
-    floor_bytes=lambda case: {
-        "forward": 3 * case.dtype.itemsize * torch.Size(case.shape).numel(),
-        "backward": 2 * case.dtype.itemsize * torch.Size(case.shape).numel(),
-    },
+    floor_bytes=floor_bytes(3, 2),
     bytes_beside=bytes_beside,
 )  # fmt: skip
 
@@ -107,14 +103,6 @@ def test_without_dropout_nothing_is_drawn(options):
     before = torch.get_rng_state()
     assert bitwise_equal(warpsmith.dropout_add(x, residual, **options), x + residual)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_backward_has_the_mask_of_the_forward():
-    x = torch.randn(50, 37, requires_grad=True)
-    y = warpsmith.dropout_add(x, torch.zeros_like(x), 0.4)
-    (dx,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(dx != 0, mask_of(y))
-    torch.testing.assert_close(dx[dx != 0], torch.full_like(dx[dx != 0], 1 / 0.6))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
@@ -167,7 +155,6 @@ def test_compiled_code_draws_masks_and_keeps_them_for_backward(backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_replayed_graph_draws_anew_and_follows_the_seed():
     x, residual = torch.ones(64, 64, device="cuda"), torch.zeros(64, 64, device="cuda")
     warpsmith.dropout_add(x, residual, 0.5)
@@ -182,14 +169,3 @@ def test_a_replayed_graph_draws_anew_and_follows_the_seed():
         masks.append(mask_of(y).clone())
     assert torch.equal(masks[0], masks[2])
     assert 0.4 < (masks[0] == masks[1]).float().mean() < 0.6
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("shape", [(33, 65), (5, 7, 264)])
-def test_both_devices_make_one_mask(shape):
-    seed = torch.tensor([123456789, -987654321])
-    x = torch.ones(shape)
-    cpu = warpsmith.dropout_add(x, torch.zeros(shape), 0.3, seed=seed)
-    cuda = warpsmith.dropout_add(x.cuda(), torch.zeros(shape).cuda(), 0.3, seed=seed.cuda())
-    assert bitwise_equal(cpu, cuda.cpu())

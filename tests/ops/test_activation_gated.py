@@ -9,7 +9,7 @@ from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
 from warpsmith.testing.sim import counted, is_loaded
 
 from benchmarks.bench_activation import function_of
-from tests.ops.public_calls import but
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but
 from tools import families
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -51,8 +51,7 @@ BAD_INPUTS = [
     BadInput("scalar", but(gate=lambda g: g["gate"].sum(), up=lambda g: None), "gate: expected at least one dimension"),
     BadInput("odd", but(gate=lambda g: g["gate"][:, :7], up=lambda g: None), "gate: expected an even last dimension"),
     BadInput("meta up", but(up=lambda g: g["up"].to("meta")), "up: expected a", fake=False),
-    BadInput("float64", but(gate=lambda g: g["gate"].double(), up=lambda g: g["up"].double()),
-             "gate: expected float32, float16 or bfloat16 on CUDA, got float64", fake=False, devices=("cuda",)),
+    NO_FLOAT64_ON_CUDA,
 ]  # fmt: skip
 
 
@@ -112,7 +111,7 @@ def spec_of(row):
         outputs=("y",),
         batched=("gate", "up"),
         far_cases=[Case((3, 528), BF16, options=PACKED)],
-        gradcheck_cases=[Case((3, 5), FP64), Case((2, 6), FP64, options=PACKED)],
+        gradcheck_cases=[Case((3, 5), FP64), Case((2, 6), FP64, options={**PACKED, **TANH})],
         double_backward=True,
         func_transforms=True,
         traced=f"warpsmith::{name}",
@@ -126,8 +125,7 @@ def spec_of(row):
 for _row in ROWS:
     globals()[f"Test_{_row.name}"] = op_tests(spec_of(_row))
 
-ON_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-DEVICES = ["cpu", pytest.param("cuda", marks=ON_CARD)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def leaves(packed, dtype=FP32, shape=(4, 24)):
@@ -218,14 +216,6 @@ class TestInPlace:
         (expected,) = torch.autograd.grad(loss(x), x)
         (found,) = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x), x)
         assert bitwise_equal(found, expected)
-
-
-@pytest.mark.not_on_sim(reason="in float64")
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_second_derivatives_of_both_forms(approximate):
-    gate, up = (torch.randn(3, 4, dtype=FP64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda g, u: warpsmith.geglu(g, u, approximate), (gate, up))
-    assert torch.autograd.gradgradcheck(lambda g, u: warpsmith.geglu(g, u, approximate), (gate, up))
 
 
 def test_small_values_keep_their_digits():

@@ -6,6 +6,8 @@ import warpsmith
 from warpsmith.reference.activation import relu_squared as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, floor_bytes
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.warpsmith
 
@@ -36,13 +38,9 @@ SPEC = OpSpec(
     bad_inputs=[
         BadInput("integers", lambda good: {"x": good["x"].int()}, r"x: expected float32.*got int32"),
         BadInput("scalar", lambda good: {"x": good["x"].sum()}, "x: expected at least one dimension"),
-        BadInput("float64", lambda good: {"x": good["x"].double()}, "x: expected float32, float16 or bfloat16 on CUDA",
-                 fake=False, devices=("cuda",)),
+        NO_FLOAT64_ON_CUDA,
     ],
-    floor_bytes=lambda case: {
-        "forward": 2 * case.dtype.itemsize * torch.Size(case.shape).numel(),
-        "backward": 3 * case.dtype.itemsize * torch.Size(case.shape).numel(),
-    },
+    floor_bytes=floor_bytes(2, 3),
 )  # fmt: skip
 
 TestReluSquared = op_tests(SPEC)

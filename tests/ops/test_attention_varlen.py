@@ -118,8 +118,6 @@ SPEC = OpSpec(
                  r"cu_seqlens_k: expected shape \(3\), got \(2\)"),
         BadInput("offsets elsewhere", but(cu_seqlens_k=lambda g: g["cu_seqlens_k"].to("meta")),
                  "cu_seqlens_k: expected a", fake=False),
-        BadInput("length as a tensor", but(max_seqlen_q=lambda g: torch.tensor(20)),
-                 "max_seqlen_q: expected an integer, got a tensor"),
         BadInput("no length", but(max_seqlen_q=lambda g: None), "max_seqlen_q: expected an integer, got NoneType"),
         BadInput("negative length", but(max_seqlen_k=lambda g: -1), "max_seqlen_k: expected an integer >= 0, got -1"),
         BadInput("a batch", but(q=lambda g: g["q"][None]), r"q: expected shape \(tokens, heads, head_dim\)"),

@@ -9,8 +9,7 @@ import warpsmith
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -90,14 +89,11 @@ def test_rows_that_cannot_hold_their_gradient_are_refused_early(dtype, reduction
             warpsmith.cross_entropy(logits, logits[..., 0].long() * 0, reduction=reduction, inplace_backward=True)
 
 
-def test_leaves_and_rows_that_overlap_are_not_overwritten():
+def test_leaves_are_not_overwritten():
     x = torch.randn(3, 5, requires_grad=True)
     before = x.detach().clone()
     with pytest.raises(ValueError, match="cross_entropy: logits: expected the result of an operation.*got a leaf"):
         warpsmith.cross_entropy(x, torch.tensor([0, 1, 2]), inplace_backward=True)
-    for bad in ((x * 1).T, (x * 1)[:1].expand(3, 5)):
-        with pytest.raises(ValueError, match="cross_entropy: logits: expected rows at one stride that do not overlap"):
-            warpsmith.cross_entropy(bad, torch.zeros(len(bad), dtype=torch.int64), inplace_backward=True)
     assert torch.equal(x, before)
     with torch.no_grad():
         warpsmith.cross_entropy(x, torch.tensor([0, 1, 2]), inplace_backward=True)

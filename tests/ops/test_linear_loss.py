@@ -12,12 +12,12 @@ from warpsmith.reference.linear_loss import linear_cross_entropy as reference
 from warpsmith.reference.linear_loss import linear_log_prob as log_prob_reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
-from tests.ops.public_calls import but
+from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, FP16, FP32, FP64)
 IGNORED = -100
-ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+ON_CUDA = pytest.mark.gpu
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 SMALL_CHUNK = 16 * 64  # bytes: a few rows of logits
 
@@ -81,6 +81,7 @@ def log_prob_inputs(case, rng):
     }
 
 
+MANY_CHUNKS = {"classes": 33, "max_chunk_bytes": 8 * 40 * 2}
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0, "class_weight": True}
 REDUCED_CASES = [
     *(Case((6, 24), dtype) for dtype in DTYPES),
@@ -88,7 +89,8 @@ REDUCED_CASES = [
     *(Case((50, 32), dtype, options={"classes": 1025, "bias": False}) for dtype in (BF16, FP32, FP16)),
     *(Case((50, 32), dtype, options=EVERYTHING) for dtype in DTYPES),
     *(Case((50, 32), dtype, options={"reduction": "sum"}) for dtype in DTYPES),
-    *(Case((50, 32), dtype, options={"max_chunk_bytes": SMALL_CHUNK}) for dtype in DTYPES),
+    *(Case((50, 32), dtype, options={"max_chunk_bytes": c}) for c in (1, SMALL_CHUNK) for dtype in DTYPES),
+    *(Case((512, 16), dtype, options=MANY_CHUNKS) for dtype in (BF16, FP16)),  # which round a weight's gradient once
     *(Case((50, 32), dtype, options={"max_chunk_bytes": SMALL_CHUNK, **EVERYTHING}) for dtype in (BF16, FP32)),
     *(Case((50, 32), dtype, options={"dw_dtype": FP32}) for dtype in (BF16, FP16)),
     *(Case((50, 32), dtype, options={"dw_dtype": dtype}) for dtype in (BF16, FP16)),
@@ -109,7 +111,9 @@ LOG_PROB_CASES = [
     *(Case((9, 32), dtype, options={"classes": 1025, "bias": False}) for dtype in (BF16, FP32, FP16)),
     *(Case((90, 32), dtype, options={"temperature": 0.7}) for dtype in (BF16, FP32, FP16, FP64)),
     *(Case((90, 32), dtype, options={"temperature": 3.0, "bias": False}) for dtype in (BF16, FP32)),
-    *(Case((23, 32), dtype, options={"max_chunk_bytes": SMALL_CHUNK}) for dtype in (BF16, FP32, FP16)),
+    *(Case((23, 32), dtype, options={"max_chunk_bytes": SMALL_CHUNK}) for dtype in (BF16, FP32, FP16, FP64)),
+    *(Case((23, 32), FP64, options={"max_chunk_bytes": 1, "save_logits": save}) for save in (False, True)),
+    Case((512, 16), BF16, options=MANY_CHUNKS),
     *(Case((23, 32), dtype, options={"save_logits": True, "max_chunk_bytes": SMALL_CHUNK}) for dtype in (BF16, FP32)),
     *(Case((40, 64), dtype, options={"save_logits": True, "classes": 300}) for dtype in (BF16, FP32)),
     Case((24,), FP32),
@@ -127,7 +131,7 @@ def forward_arguments(good):
 
 
 def rows_backward_arguments(good):
-    rows = torch.ones(good["target"].shape, device=good["hidden"].device)
+    rows = torch.ones(good["target"].shape, device=rows_device(good))
     first = (good[n] for n in ("hidden", "weight", "target", "bias", "class_weight"))
     return rows, *first, IGNORED, 0.0, 0.0, 0.0, 0, None, True, True, True
 
@@ -145,13 +149,8 @@ def factor(good):
     return torch.full((), 2.0, device=rows_device(good))
 
 
-def saved(good):
-    shape = good["target"].shape
-    return torch.zeros(shape, device=good["hidden"].device)
-
-
 def log_prob_backward_arguments(good):
-    rows = saved(good)
+    rows = torch.zeros(good["target"].shape, device=rows_device(good))
     return (
         *(rows + 1, rows, None, good["hidden"], good["weight"], good["target"], good["bias"], rows, rows + 1, rows),
         *(good["hidden"].new_empty(0, 8 * math.ceil(good["weight"].shape[0] / 8)), 1.0, 0, True, True, True),
@@ -289,9 +288,7 @@ LOG_PROB_SPEC = OpSpec(
                  "target: expected classes.*got -1 at position 2", fake=False, devices=("cpu",)),
         *(BadInput(f"temperature {t}", but(temperature=lambda g, t=t: t), "temperature: expected a finite number > 0",
                    fake=False) for t in (0.0, -1.0, math.nan, math.inf)),
-        BadInput("float64", lambda g: {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
-                                       for k, v in g.items()},
-                 "hidden: expected float32, float16 or bfloat16 on CUDA", fake=False, devices=("cuda",)),
+        NO_FLOAT64_ON_CUDA,
     ],
 )  # fmt: skip
 
@@ -317,11 +314,3 @@ def test_an_expanded_weight(device, dtype, op, expanded):
             outputs = (warpsmith.linear_cross_entropy(*leaves, target, reduction=op),)
         results.append([*(y.detach() for y in outputs), *torch.autograd.grad(sum(y.sum() for y in outputs), leaves)])
     torch.testing.assert_close(*results)  # a product may take another path for such strides
-
-
-@pytest.mark.parametrize("bias", [torch.arange(66.0)[::2] / 30, torch.ones(1).expand(33), torch.arange(34.0)[1:]])
-@pytest.mark.parametrize("op", [warpsmith.linear_cross_entropy, warpsmith.linear_log_prob])
-def test_strided_biases(op, bias):
-    hidden, weight, target = problem(ignored=False)
-    found, expected = op(hidden, weight, target, bias), op(hidden, weight, target, bias.clone())
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)

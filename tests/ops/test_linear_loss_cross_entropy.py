@@ -3,7 +3,6 @@ forward, kept, scaled, given away or added to main_grad."""
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import pytest
@@ -11,8 +10,9 @@ import torch
 import torch.utils.checkpoint
 import warpsmith
 from warpsmith.reference.linear_loss import linear_cross_entropy as reference
-from warpsmith.testing import bitwise_equal, measure
+from warpsmith.testing import bitwise_equal
 
+from .test_attention_reported import bytes_held
 from .test_linear_loss import (
     BF16,
     DTYPES,
@@ -42,26 +42,16 @@ def test_ignored_rows_have_gradients_of_exact_zeros(dtype, reduction, device):
 @on_both
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_all_rows_ignored_is_as_in_torch(dtype, reduction, device):
-    hidden, weight, target = problem(dtype, device=device)
+@pytest.mark.parametrize("rows", [50, 0])
+def test_all_rows_ignored_is_as_in_torch(rows, dtype, reduction, device):
+    hidden, weight, target = problem(dtype, rows, device=device)
     target.fill_(IGNORED)
     plain = torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), target, reduction=reduction)
     loss = warpsmith.linear_cross_entropy(hidden, weight, target, reduction=reduction)
     torch.testing.assert_close(loss, plain, equal_nan=True)
     found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction)
     assert not any(g.any() for g in found)
-
-
-@on_both
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_rows(reduction, device):
-    hidden, weight, target = problem(rows=0, device=device)
-    plain = torch.nn.functional.cross_entropy(hidden @ weight.t(), target, reduction=reduction)
-    loss = warpsmith.linear_cross_entropy(hidden, weight, target, reduction=reduction)
-    torch.testing.assert_close(loss, plain, equal_nan=True)
-    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction)
-    assert found[0].shape == (0, 16)
-    assert bitwise_equal(found[1], torch.zeros(33, 16, device=device))
+    assert [g.shape for g in found] == [hidden.shape, weight.shape]
 
 
 @on_both
@@ -88,7 +78,6 @@ def test_under_autocast_gradients_reach_float32_parameters():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("label", [33, -1, 2**40, -(2**40)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_labels_out_of_range_are_nan_on_cuda(label, reduction):
@@ -96,27 +85,6 @@ def test_labels_out_of_range_are_nan_on_cuda(label, reduction):
     target[7] = label
     loss = warpsmith.linear_cross_entropy(hidden, weight, target, reduction=reduction)
     assert (loss if reduction == "mean" else loss[7]).isnan()
-
-
-@pytest.mark.not_on_sim(reason="in float64")
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("chunk", [1, 7 * 34 * 8, 64 * 34 * 8])
-def test_chunks_change_nothing_but_rounding(chunk, reduction):
-    hidden, weight, target = problem(FP64)
-    whole = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, reduction=reduction)
-    options = {"reduction": reduction, "max_chunk_bytes": chunk}
-    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, **options)
-    torch.testing.assert_close(found, whole)
-
-
-@on_both
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_many_16_bit_chunks_round_the_weights_gradient_once(dtype, device):
-    hidden, weight, target = problem(dtype, rows=512, device=device)
-    found = gradients(warpsmith.linear_cross_entropy, hidden, weight, target, max_chunk_bytes=8 * 40 * 2)[1]
-    exact = gradients(reference, hidden.double(), weight.double(), target)[1]
-    plain = gradients(reference, hidden, weight, target)[1]
-    assert measure("grad_weight", found, exact, plain).ok
 
 
 @on_both
@@ -285,17 +253,8 @@ def test_plan_tells_the_chunks(op, problem, chunk_rows, chunks):
     assert plan["why"]
 
 
-@pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000, 4096])
-@pytest.mark.parametrize("limit", [1, 10_000, 300_000, 10**7])
-def test_every_plan_takes_all_rows_within_the_limit(rows, limit):
-    plan = warpsmith.plan("linear_cross_entropy", rows=rows, classes=1000, max_chunk_bytes=limit)
-    assert (plan["chunks"] - 1) * plan["chunk_rows"] < rows <= plan["chunks"] * plan["chunk_rows"]
-    assert plan["logits_bytes"] <= max(limit, 2000)
-
-
 @pytest.mark.gpu
 @pytest.mark.alone
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_more_than_2_31_logits_in_one_chunk(reduction):
     hidden, weight, target = problem(BF16, rows=20_000, width=64, classes=128_256, device="cuda")
@@ -310,7 +269,6 @@ def test_more_than_2_31_logits_in_one_chunk(reduction):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("dw_dtype", "bytes_an_element"), [(BF16, 2), (FP32, 6)])
 def test_memory_is_bounded_by_the_chunk(dw_dtype, bytes_an_element):
     hidden, weight, target = problem(BF16, rows=4096, width=64, classes=32768, device="cuda")
@@ -319,14 +277,6 @@ def test_memory_is_bounded_by_the_chunk(dw_dtype, bytes_an_element):
     options = {"max_chunk_bytes": chunk, "dw_dtype": dw_dtype}
     used = peak_bytes(lambda: warpsmith.linear_cross_entropy(*leaves, target, **options).backward(), leaves)
     assert used <= chunk + 2 * hidden.numel() + bytes_an_element * weight.numel() + 2**20
-
-
-def bytes_held(step):
-    """The most that a step's allocations on the CPU come to."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    held = itertools.accumulate(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
-    return max(held, default=0)
 
 
 SIZES = {"rows": 512, "classes": 4096, "hidden_size": 64}
@@ -349,7 +299,7 @@ def test_a_bound_on_all_bounds_all(max_bytes):
     step()
     for t in leaves:  # gradients freed during the count would be subtracted from it
         t.grad = None
-    assert plan["peak_bytes"] - 2**18 <= bytes_held(step) <= plan["peak_bytes"]
+    assert plan["peak_bytes"] - 2**18 <= bytes_held("cpu", step) <= plan["peak_bytes"]
 
 
 def test_a_bound_on_all_changes_nothing_but_rounding():
@@ -389,7 +339,6 @@ def test_a_bound_that_nothing_fits_names_the_least_that_does():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("max_bytes", [2**28, 3 * 2**26, 2**26, 2**25])
 def test_a_bound_on_all_bounds_the_card(max_bytes):
     hidden, weight, target = problem(BF16, rows=4096, width=256, classes=32768, device="cuda")

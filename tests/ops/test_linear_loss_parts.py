@@ -87,11 +87,9 @@ def test_gradients_of_a_bias_are_sums_over_rows_and_chunks(rows, classes, dtype)
 
     exact, plain = gradient(reference, torch.float64), gradient(reference)
     for chunk in (None, *(n * (classes + 8) * dtype.itemsize for n in (64, 512))):
-        found = [_under(order, gradient, warpsmith.linear_log_prob, max_chunk_bytes=chunk) for order in ORDERS]
+        found = []
+        for order in ORDERS:
+            with in_order(order):
+                found.append(gradient(warpsmith.linear_log_prob, max_chunk_bytes=chunk))
         assert all(bitwise_equal(a, b) for a, b in itertools.pairwise(found))
         assert (error := measure("grad_bias", found[0], exact, plain)).ok, str(error)
-
-
-def _under(order, fn, *given, **more):
-    with in_order(order):
-        return fn(*given, **more)

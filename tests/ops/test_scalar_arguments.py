@@ -1,5 +1,5 @@
-"""Numbers, flags and words of public functions: every value of a wrong kind is refused in the one form, and nothing is
-written. The parameters come from the signatures, so that a new one is tested too."""
+"""Tensors, numbers, flags and words of public functions: every value of a wrong kind is refused in the one form, and
+nothing is written. The parameters come from the signatures, so that a new one is tested too."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ WRONG = {
         **{f"({name}, 0)": (value, 0) for name, value in {**TENSORS, **NO_INT64, **TRUE, **NOT_FINITE}.items()},
         **{f"(0, {name})": (0, value) for name, value in NO_INT64.items()},
     },
+    "Tensor": {**NO_SCALARS, "True": True, "1": 1, "0.5": 0.5, "a tuple": (4,), "None": None},
     "torch.dtype": {**TENSORS, **NO_SCALARS, **TRUE, "1": 1, "int64": torch.int64},
 }
 # Tensors that a parameter takes beside numbers, and "None" for one that need not be given.

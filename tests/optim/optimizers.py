@@ -58,6 +58,14 @@ FULL = [
 ]
 LION = Options("Lion", {"weight_decay": 0.1}, "decay")
 LAMB = Options("LAMB", {"weight_decay": 0.1}, "decay")
+# One for each way in which a kernel stores parameters and states.
+EACH_STORAGE = [
+    *FULL,
+    LION,
+    LAMB,
+    *(Options("AdamW", {"precision": p}, p) for p in ("master", "bf16_kahan", "bf16_sr", "remainder")),
+    *(Options(n, {"precision": "8bit", **more}, "8bit") for n, more in (("AdamW", {}), ("SGD", {"momentum": 0.9}))),
+]
 FEW_STATES = [Options("AdamW", {}, "plain"), Options("SGD", {"momentum": 0.9}, "momentum")]
 # One for each set of states that a class can have.
 EVERY = [
@@ -71,3 +79,8 @@ EVERY = [
     Options("RMSprop", {"momentum": 0.9}, "momentum"),
     Options("RMSprop", {"centered": True}, "centered"),
 ]
+
+
+def dtype_of(options):
+    """The dtype of parameters that a precision is for."""
+    return torch.float32 if options.given.get("precision", "8bit") == "8bit" else torch.bfloat16

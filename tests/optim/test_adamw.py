@@ -123,10 +123,6 @@ def in_dtype(dtype):
     return change
 
 
-def sparse(p):
-    p.grad = torch.randn(p.shape).to_sparse()
-
-
 def overlapping(p):
     p.data = torch.randn(7, 1).expand(7, 5)
     p.grad = torch.randn(7, 5)
@@ -134,7 +130,6 @@ def overlapping(p):
 
 BAD_PARAMS = {
     "complex": (in_dtype(torch.complex64), "expected float32.*got complex64"),
-    "sparse gradient": (sparse, r"\.grad: expected a dense gradient, got sparse_coo"),
     "overlap": (overlapping, "expected elements without overlap, got strides"),
 }
 

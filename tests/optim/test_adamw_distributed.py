@@ -36,52 +36,52 @@ def set_grads(params, whole, mesh, seed):
         p.grad = distribute_tensor(w.grad, mesh, p.placements)
 
 
-def train_sharded(rank, world_size):
+def trained(rank, world_size, before=None, after=None, dtype=torch.float32, **options):
+    """Our optimizer, its parameters on the ranks, and whole ones after the same steps. ``before(ours, plain, params,
+    whole)`` and ``after(ours, params, step)`` are called beside each step."""
     warnings.simplefilter("ignore")
-    mesh, params, whole = sharded_model(rank, world_size)
-    ours, plain = warpsmith.optim.AdamW(params, lr=1e-2), warpsmith.optim.AdamW(whole, lr=1e-2)
+    mesh, *both = sharded_model(rank, world_size)
+    params, whole = ([nn.Parameter(p.detach().to(dtype)) for p in tensors] for tensors in both)
+    ours, plain = (warpsmith.optim.AdamW(tensors, lr=1e-2, **options) for tensors in (params, whole))
     for step in range(STEPS):
         set_grads(params, whole, mesh, step)
+        if before is not None:
+            before(ours, plain, params, whole)
         ours.step()
         plain.step()
-    same = all(torch.equal(p.full_tensor(), w) for p, w in zip(params, whole, strict=True))
+        if after is not None:
+            after(ours, params, step)
+    return ours, params, whole
+
+
+def equal(params, whole):
+    return all(torch.equal(p.full_tensor(), w) for p, w in zip(params, whole, strict=True))
+
+
+def train_sharded(rank, world_size):
+    ours, params, whole = trained(rank, world_size)
     moments = [ours.state[p]["exp_avg"] for p in params]
     sharded = all(m.placements == p.placements for m, p in zip(moments, params, strict=True))
-    steps = [float(ours.state[p]["step"]) for p in params]
-    return same, sharded, steps
+    return equal(params, whole), sharded, [float(ours.state[p]["step"]) for p in params]
 
 
 def train_sharded_in_bfloat16(rank, world_size):
     """Rounding at random, by the elements' indices in the whole."""
-    warnings.simplefilter("ignore")
-    mesh, params, whole = sharded_model(rank, world_size)
-    params, whole = ([nn.Parameter(p.detach().bfloat16()) for p in tensors] for tensors in (params, whole))
-    given = {"lr": 1e-2, "precision": "bf16_sr", "seed": 3}
-    ours, plain = warpsmith.optim.AdamW(params, **given), warpsmith.optim.AdamW(whole, **given)
-    for step in range(STEPS):
-        set_grads(params, whole, mesh, step)
-        ours.step()
-        plain.step()
-    return all(torch.equal(p.full_tensor(), w) for p, w in zip(params, whole, strict=True))
+    _, params, whole = trained(rank, world_size, dtype=torch.bfloat16, precision="bf16_sr", seed=3)
+    return equal(params, whole)
 
 
 def moved_local_states(rank, world_size):
-    mesh, params, whole = sharded_model(rank, world_size)
-    ours, plain = warpsmith.optim.AdamW(params, lr=1e-2), warpsmith.optim.AdamW(whole, lr=1e-2)
-    for step, name in enumerate(["exp_avg", "exp_avg_sq", "step"]):
-        set_grads(params, whole, mesh, step)
-        ours.step()
-        plain.step()
-        moved = ours.state[params[0]][name]
+    def move(ours, params, step):
+        moved = ours.state[params[0]][("exp_avg", "exp_avg_sq", "step")[step % 3]]
         with torch.no_grad():  # otherwise it is a view of the local part
             part = moved.to_local() if hasattr(moved, "to_local") else moved
         old = part.data
         part.data = old.clone()
         old.fill_(torch.nan)
-    set_grads(params, whole, mesh, STEPS)
-    ours.step()
-    plain.step()
-    return all(torch.equal(p.full_tensor(), w) for p, w in zip(params, whole, strict=True))
+
+    _, params, whole = trained(rank, world_size, after=move)
+    return equal(params, whole)
 
 
 def refuse_other_placements(rank, world_size):
@@ -117,15 +117,11 @@ def train_fsdp(rank, world_size):
 
 def clip_by_grad_scale(rank, world_size):
     """The norm of a sharded gradient is a DTensor, of which a rank's part is not the norm."""
-    warnings.simplefilter("ignore")
-    mesh, params, whole = sharded_model(rank, world_size)
-    options = {"lr": 1e-2, "eps": 1.0}  # otherwise one scale for all gradients changes little
-    ours, plain = warpsmith.optim.AdamW(params, **options), warpsmith.optim.AdamW(whole, **options)
-    for step in range(STEPS):
-        set_grads(params, whole, mesh, step)
+
+    def scale(ours, plain, params, whole):
         ours.grad_scale, plain.grad_scale = (torch.linalg.vector_norm(p[0].grad) for p in (params, whole))
-        ours.step()
-        plain.step()
+
+    _, params, whole = trained(rank, world_size, scale, eps=1.0)  # else one scale for all gradients changes little
     return max(float((p.full_tensor() - w).abs().max()) for p, w in zip(params, whole, strict=True))
 
 

@@ -245,8 +245,6 @@ BAD = [
     ("AdamW", {"amsgrad": True}, r"precision: expected another one: 8bit is for Adam without amsgrad"),
     ("RMSprop", {}, r"precision: expected another one"),
     ("Adagrad", {}, r"precision: expected another one"),
-    ("Lion", {"keep_fp32": "norm"}, r"keep_fp32: expected a sequence of patterns .* got norm"),
-    ("SGD", {"momentum": 0.9, "keep_fp32": [1]}, r"keep_fp32: expected a sequence of patterns"),
 ]
 
 

@@ -153,20 +153,6 @@ def test_precision_is_an_option_of_a_group_and_dtypes_mix():
     assert all(torch.isfinite(p).all() for p in params)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [*KINDS, ("8bit", FP32)], ids=str)
-def test_a_skipped_step_changes_nothing(precision, dtype):
-    params = make_params(dtype)  # the longest is long enough for 8-bit states
-    options = Options("AdamW", {}, "plain") if precision == "8bit" else FULL[0]  # 8bit is without amsgrad
-    optimizer = first_steps(options, params, 2, precision=precision)
-    before = copy.deepcopy((params, states_of(optimizer, params)))
-    optimizer.found_inf = torch.tensor(1.0)
-    for p in params:
-        p.grad = torch.full_like(p, torch.nan)
-    optimizer.step()
-    assert_same_bits(params, before[0])
-    assert_same_bits(states_of(optimizer, params), before[1])
-
-
 BAD = [
     ("fp32", BF16, "expected float32 or float64 for precision fp32, got bfloat16"),
     ("bf16", FP32, "expected bfloat16 or float16 for precision bf16, got float32"),
@@ -185,11 +171,6 @@ def test_parameters_that_a_precision_does_not_take_are_refused(precision, dtype,
         optimizer.step()
     assert_same_bits(params, before)
     assert not optimizer.state
-
-
-def test_an_unknown_precision_is_refused():
-    with pytest.raises(ValueError, match=r"^AdamW: precision: expected one of None, fp32, bf16, master, .*got int4"):
-        warpsmith.optim.AdamW(make_params(), precision="int4")
 
 
 def test_a_state_of_another_dtype_is_refused_by_name():

@@ -9,24 +9,12 @@ import warpsmith
 from warpsmith.testing import bitwise_equal
 from warpsmith.testing.sim import is_loaded
 
-from tests.optim.optimizers import FULL, LION, OF_TORCH, Options
+from tests.optim.optimizers import EACH_STORAGE, LAMB, OF_TORCH, dtype_of
 
 raw = torch.ops.warpsmith
 GROUPS = 40 if is_loaded() else 70  # a launch takes 32
 BF16 = torch.bfloat16
-ALL = [
-    *FULL,
-    LION,
-    Options("LAMB", {"weight_decay": 0.1}, "decay"),
-    *(Options("AdamW", {"precision": p}, p) for p in ("master", "bf16_kahan", "bf16_sr", "remainder")),
-    *(Options(n, {"precision": "8bit", **more}, "8bit") for n, more in (("AdamW", {}), ("SGD", {"momentum": 0.9}))),
-]
-STATES = [o for o in ALL if o.name != "LAMB"]  # whose elements depend on their own block at most
-of_all = pytest.mark.parametrize("options", ALL, ids=str)
-
-
-def dtype_of(options):
-    return torch.float32 if options.given.get("precision", "8bit") == "8bit" else BF16
+STATES = [o for o in EACH_STORAGE if o is not LAMB]  # whose elements depend on their own block at most
 
 
 def parameters(count, dtype, size=5):
@@ -44,7 +32,7 @@ def steps(optimizer, params, seed=1, count=2, poison=None):
         optimizer.step()
 
 
-@of_all
+@pytest.mark.parametrize("options", EACH_STORAGE, ids=str)
 def test_more_groups_than_a_launch_takes(options):
     """Each group keeps its learning rate, decay and seed: it has the bits of a run in which only it has gradients."""
     dtype, groups = dtype_of(options), []

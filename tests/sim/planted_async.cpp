@@ -14,7 +14,6 @@ namespace {
 using device::Mbarrier;
 
 // ---- cp.async: tiles of 128 floats through two buffers, read by another thread than the one that loaded
-// --------------------------
 enum class Copy { right, weak_wait, no_barrier, refilled_early, never_waited };
 
 template <Copy kind> __global__ void staged_sum(const float* x, float* out, int tiles) {
@@ -86,7 +85,6 @@ PLANTED(misaligned_copy_source, "plain", "cudaErrorMisalignedAddress") {
 }
 
 // ---- a ring of bulk loads
-// ------------------------------------------------------------------------------------------------------------
 enum class RingBug {
   none,
   parity,
@@ -169,7 +167,6 @@ PLANTED(block_exits_with_copy_in_flight, "plain", "block exits while a bulk copy
 }
 
 // ---- bulk stores
-// -----------------------------------------------------------------------------------------------------------------------
 enum class StoreBug { none, no_fence, one_thread_fences, overwritten, no_wait, waits_for_read_only };
 
 template <StoreBug kind> __global__ void store_rounds(float* out, float* echo) {
@@ -218,6 +215,18 @@ PLANTED(result_read_after_wait_for_source, "plain", "wrong result") {
   return run_store<StoreBug::waits_for_read_only>(bug);
 }
 
+// Rows of 32 floats, in boxes of all rows and some columns.
+Status map_rows(TensorMap& map, Buffer<float>& x, int rows, int columns,
+                device::Swizzle swizzle = device::Swizzle::none) {
+  return make_tensor_map(map, {.base = x.data(),
+                               .dtype = Dtype::float32,
+                               .rank = 2,
+                               .sizes = {32, rows},
+                               .strides_bytes = {0, 128},
+                               .box = {columns, rows},
+                               .swizzle = swizzle});
+}
+
 template <bool bug> __global__ void swizzled_load(const __grid_constant__ TensorMap map, float* out) {
   WARPSMITH_DYNAMIC_SHARED(memory);
   WARPSMITH_SHARED(Mbarrier, full, 1);
@@ -247,12 +256,7 @@ PLANTED(box_not_on_16_bytes, "plain", "innermost coordinate must be a multiple o
   for (int i = 0; i < 32; ++i) x[i] = static_cast<float>(i);
   for (int i = 0; i < 16; ++i) expected[static_cast<size_t>(i)] = 8 + i;
   TensorMap map;
-  const Status made = make_tensor_map(map, {.base = x.data(),
-                                            .dtype = Dtype::float32,
-                                            .rank = 2,
-                                            .sizes = {32, 1},
-                                            .strides_bytes = {0, 128},
-                                            .box = {16, 1}});
+  const Status made = map_rows(map, x, 1, 16);
   if (!made.ok()) return made.what();
   const LaunchConfig config{.block = 32, .dynamic_shared_bytes = 64};
   return outcome(LAUNCH_PLANTED(bug, box_at_column, config, map, out.data()), out, expected);
@@ -272,12 +276,7 @@ PLANTED(store_at_negative_coordinates, "plain", "coordinates must not be negativ
   for (int i = 0; i < 32; ++i) out[i] = 0;
   for (int i = 0; i < 16; ++i) expected[static_cast<size_t>(4 + i)] = i;
   TensorMap map;
-  const Status made = make_tensor_map(map, {.base = out.data(),
-                                            .dtype = Dtype::float32,
-                                            .rank = 2,
-                                            .sizes = {32, 1},
-                                            .strides_bytes = {0, 128},
-                                            .box = {16, 1}});
+  const Status made = map_rows(map, out, 1, 16);
   if (!made.ok()) return made.what();
   const LaunchConfig config{.block = 32, .dynamic_shared_bytes = 64};
   return outcome(LAUNCH_PLANTED(bug, store_before_the_tensor, config, map), out, expected);
@@ -287,20 +286,13 @@ PLANTED(swizzled_buffer_misaligned, "plain", "aligned to 1024 bytes") {
   std::vector<int> expected(256);
   for (int i = 0; i < 256; ++i) x[i] = static_cast<float>(expected[static_cast<size_t>(i)] = i);
   TensorMap map;
-  const Status made = make_tensor_map(map, {.base = x.data(),
-                                            .dtype = Dtype::float32,
-                                            .rank = 2,
-                                            .sizes = {32, 8},
-                                            .strides_bytes = {0, 128},
-                                            .box = {32, 8},
-                                            .swizzle = device::Swizzle::bytes128});
+  const Status made = map_rows(map, x, 8, 32, device::Swizzle::bytes128);
   if (!made.ok()) return made.what();
   const LaunchConfig config{.block = 32, .dynamic_shared_bytes = 2048};
   return outcome(LAUNCH_PLANTED(bug, swizzled_load, config, map, out.data()), out, expected);
 }
 
 // ---- wgmma
-// --------------------------------------------------------------------------------------------------------------------------------
 enum class WgmmaBug {
   none,
   read_before_wait,

@@ -21,7 +21,6 @@ std::vector<int> reversed(int n, int add = 0) {
 }
 
 // ---- barriers
-// ----------------------------------------------------------------------------------------------------------------
 template <bool bug> __global__ void reverse_block(int* out) {
   WARPSMITH_SHARED(int, s, kThreads);
   s[threadIdx.x] = threadIdx.x;
@@ -93,7 +92,6 @@ PLANTED(named_barrier_count, "plain", "threads disagree on the count") {
 }
 
 // ---- warp operations
-// -----------------------------------------------------------------------------------------------------------
 template <bool bug> __global__ void masked_sum(int n, int* out) {
   const int lane = threadIdx.x;
   if (lane >= n) return;
@@ -129,7 +127,6 @@ PLANTED(warp_operation_in_a_branch, "plain", "deadlock") {
 }
 
 // ---- memory
-// ---------------------------------------------------------------------------------------------------------------------
 template <bool bug> __global__ void copy_rows(const float* x, float* y, int n) {
   for (int i = threadIdx.x; bug ? i <= n : i < n; i += kThreads) device::store(y + i % n, device::load(x + i));
 }
@@ -221,7 +218,6 @@ PLANTED(int32_index_beyond_2_31_elements, "asan", "signed integer overflow") {
 }
 
 // ---- blocks
-// ----------------------------------------------------------------------------------------------------------------------
 template <bool bug> __global__ void last_block(float* partial, unsigned* done, float* out) {
   WARPSMITH_SHARED(int, last, 1);
   if (threadIdx.x == 0) {

@@ -15,7 +15,6 @@ namespace {
 using device::Mbarrier;
 
 // ---- named barriers: two warps produce, two consume, through one buffer
-// -------------------------------------------------------
 __global__ void ping_pong(int* out, int rounds) {
   WARPSMITH_SHARED(int, buffer, 64);
   const int t = threadIdx.x;
@@ -45,7 +44,6 @@ TEST(named_barriers_hand_a_buffer_back_and_forth) {
 }
 
 // ---- a ring of bulk loads: one producer thread, 128 consumers
-// --------------------------------------------------------------------
 constexpr int kStages = 3, kTile = 512;
 
 __global__ void ring_sum(const float* x, float* out, int tiles) {
@@ -99,7 +97,6 @@ TEST(bulk_loads_through_a_ring) {
 }
 
 // ---- bulk stores and additions
-// ------------------------------------------------------------------------------------------------------
 __global__ void store_and_add(float* stored, float* added) {
   WARPSMITH_DYNAMIC_SHARED(memory);
   auto* buffer = reinterpret_cast<float*>(memory);
@@ -139,7 +136,6 @@ TEST(bulk_stores_and_additions) {
 }
 
 // ---- clusters
-// ------------------------------------------------------------------------------------------------------------------------------
 __global__ void cluster_exchange(int* out) {
   WARPSMITH_SHARED(int, mine, 32);
   mine[threadIdx.x] = static_cast<int>(blockIdx.x * 100 + threadIdx.x);
@@ -218,7 +214,6 @@ TEST(tensor_load_multicast_to_a_cluster) {
 }
 
 // ---- between blocks
-// ----------------------------------------------------------------------------------------------------------------------
 __global__ void in_turn(int* flag, int* total) {
   if (threadIdx.x) return;
   const int me = static_cast<int>(gridDim.x - 1 - blockIdx.x);  // the last block goes first: all must be resident
@@ -261,7 +256,6 @@ TEST(the_last_block_reduces) {
 }
 
 // ---- register budgets
-// -----------------------------------------------------------------------------------------------------------------------
 __global__ void move_registers(bool producer_gives) {
   if (threadIdx.x < 128) {
     if (producer_gives) device::decrease_registers<40>();

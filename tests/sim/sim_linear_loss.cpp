@@ -13,13 +13,7 @@ LinearLossChunks chunks(int64_t rows, int64_t classes, int element_bytes, int64_
 }
 
 TEST(chunks_of_rows) {
-  const LinearLossChunks one = chunks(4096, 128256, 2, 0);
-  expect_equal("chunks", one.chunks, int64_t{1});
-  expect_equal("bytes", one.logits_bytes, int64_t{4096} * 128256 * 2);
-  const LinearLossChunks four = chunks(4096, 128256, 2, int64_t{1024} * 128256 * 2);
-  expect_equal("chunks", four.chunks, int64_t{4});
-  expect_equal("rows", four.chunk_rows, int64_t{1024});
-  expect_equal("bytes", four.logits_bytes, int64_t{1024} * 128256 * 2);
+  expect_equal("bytes", chunks(4096, 128256, 2, 0).logits_bytes, int64_t{4096} * 128256 * 2);
   const LinearLossChunks odd = chunks(1000, 50257, 4, 300 * 50260 * 4, false);
   expect_equal("stride", odd.logits_stride, int64_t{50260});
   expect_equal("chunks", odd.chunks, int64_t{4});

@@ -10,7 +10,8 @@ from warpsmith._core.dropout import check_p
 from warpsmith.ops._activation import is_tanh
 from warpsmith.ops.activation import bias_gelu, dropout_add, swiglu
 
-torch.fx.wrap("bias_gelu")  # torch.fx.symbolic_trace keeps the call whole
+for _op in (bias_gelu, dropout_add, swiglu):
+    torch.fx.wrap(_op.__name__)  # torch.fx.symbolic_trace keeps the call whole
 
 
 class BiasGELU(nn.Module):
@@ -56,9 +57,6 @@ class BiasGELU(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.bias.shape[0]}, approximate={self.approximate!r}"
-
-
-torch.fx.wrap("swiglu")  # torch.fx.symbolic_trace keeps the call whole
 
 
 class SwiGLUMLP(nn.Module):
@@ -109,9 +107,6 @@ class SwiGLUMLP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"inplace_backward={self.inplace_backward}"
-
-
-torch.fx.wrap("dropout_add")  # torch.fx.symbolic_trace keeps the call whole
 
 
 class DropoutAdd(nn.Module):

@@ -43,6 +43,8 @@ def flat_parameter(parameter: Tensor | None, x: Tensor) -> Tensor | None:
 
 _WIDE, _HALVES = (torch.float32, torch.float64), (torch.float16, torch.bfloat16)
 # torch.fx.symbolic_trace keeps these calls whole: what they ask of a tensor no symbol can answer.
+for _op in (add_layer_norm, add_rms_norm, dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm):
+    torch.fx.wrap(_op.__name__)
 torch.fx.wrap("flat")
 torch.fx.wrap("flat_parameter")
 
@@ -157,9 +159,6 @@ class RMSNormBase(Norm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, weight_offset=weight_offset)
 
 
-torch.fx.wrap("rms_norm")  # torch.fx.symbolic_trace keeps the call whole
-
-
 class RMSNorm(RMSNormBase, torch.nn.RMSNorm):
     """Root-mean-square layer normalisation: :func:`warpsmith.rms_norm` with its weight.
 
@@ -188,9 +187,6 @@ class RMSNorm(RMSNormBase, torch.nn.RMSNorm):
         return self.shaped(y, x)
 
 
-torch.fx.wrap("layer_norm")  # torch.fx.symbolic_trace keeps the call whole
-
-
 class LayerNorm(LayerNormBase, torch.nn.LayerNorm):
     """Layer normalisation: :func:`warpsmith.layer_norm` with its weight and bias.
 
@@ -217,9 +213,6 @@ class LayerNorm(LayerNormBase, torch.nn.LayerNorm):
         """Normalises ``input`` over its last ``len(normalized_shape)`` dimensions."""
         weight, bias = self.flat_parameter("weight", input), self.flat_parameter("bias", input)
         return self.shaped(layer_norm(self.flat("input", input), weight, bias, self.eps), input)
-
-
-torch.fx.wrap("add_rms_norm")  # torch.fx.symbolic_trace keeps the call whole
 
 
 class AddRMSNorm(RMSNormBase):
@@ -253,9 +246,6 @@ class AddRMSNorm(RMSNormBase):
         return self.with_residual(add_rms_norm, x, residual, weight, self.eps, self.weight_offset)
 
 
-torch.fx.wrap("add_layer_norm")  # torch.fx.symbolic_trace keeps the call whole
-
-
 class AddLayerNorm(LayerNormBase):
     """A residual sum and its norm: :func:`warpsmith.add_layer_norm` with its weight and bias.
 
@@ -285,9 +275,6 @@ class AddLayerNorm(LayerNormBase):
         """Adds ``residual`` to ``x`` and normalises the sum."""
         parameters = self.flat_parameter("weight", residual), self.flat_parameter("bias", residual)
         return self.with_residual(add_layer_norm, x, residual, *parameters, self.eps)
-
-
-torch.fx.wrap("dropout_add_rms_norm")  # torch.fx.symbolic_trace keeps the call whole
 
 
 class DropoutAddRMSNorm(Norm):
@@ -336,9 +323,6 @@ class DropoutAddRMSNorm(Norm):
         options = (self.p, self.eps, self.training)
         weight = self.flat_parameter("weight", residual)
         return self.with_residual(dropout_add_rms_norm, x, residual, weight, *options, weight_offset=self.weight_offset)
-
-
-torch.fx.wrap("dropout_add_layer_norm")  # torch.fx.symbolic_trace keeps the call whole
 
 
 class DropoutAddLayerNorm(Norm):

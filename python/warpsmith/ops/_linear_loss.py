@@ -226,14 +226,9 @@ def _fake_rows_backward(
     target: Tensor,
     bias: Tensor | None,
     class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    max_chunk_bytes: int,
-    dw_dtype: torch.dtype | None,
-    *wanted: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _ignore_index, label_smoothing, z_loss, softcap, _max_chunk_bytes, _dw_dtype, *wanted = options
     _check_inputs(_ROWS_BACKWARD, hidden, weight, target, bias)
     check_class_weight(_ROWS_BACKWARD, class_weight, hidden, weight.shape[0])
     check_options(_ROWS_BACKWARD, label_smoothing, z_loss, softcap, hidden.dtype)
@@ -252,7 +247,7 @@ def _fake_rows_backward_main_grad(
 ) -> tuple[Tensor, Tensor]:
     *numbers, want_dhidden, want_dbias = options
     _check_main_grad(_ROWS_BACKWARD, main_grad, hidden, weight)
-    rest: list[Any] = [*numbers, None, want_dhidden, False, want_dbias]
+    rest = *numbers, None, want_dhidden, False, want_dbias
     dhidden, _, dbias = _fake_rows_backward(dloss, hidden, weight, target, bias, class_weight, *rest)
     return dhidden, dbias
 
@@ -295,16 +290,10 @@ def _fake_log_prob_backward(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
-    row_max: Tensor,
-    row_sum: Tensor,
-    entropy: Tensor,
-    logits: Tensor,
-    temperature: float,
-    max_chunk_bytes: int,
-    *wanted: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_inputs(_LOG_PROB_BACKWARD, hidden, weight, target, bias)
-    return _new_gradients(hidden, weight, wanted)
+    return _new_gradients(hidden, weight, options[-3:])
 
 
 for _name in ("linear_cross_entropy", "linear_cross_entropy_rows", "linear_cross_entropy_forward"):

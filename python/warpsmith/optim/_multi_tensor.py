@@ -81,7 +81,7 @@ class MultiTensorOptimizer(WithStepExtras, torch.optim.Optimizer):
 
     def _values_of(self, group: Group) -> dict[str, float]:
         """Hyperparameters whose name in the row is not their name in the group."""
-        return {}
+        return dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
 
     def _takes_8bit(self, group: Group) -> bool:
         return False

@@ -82,9 +82,5 @@ class Adam(MultiTensorOptimizer):
     def _states_of(self, group: Group) -> tuple[str, ...]:
         return (*self._needed, "max_exp_avg_sq") if group["amsgrad"] else self._needed
 
-    def _values_of(self, group: Group) -> dict[str, float]:
-        beta1, beta2 = group["betas"]
-        return {"beta1": beta1, "beta2": beta2}
-
     def _takes_8bit(self, group: Group) -> bool:
         return not group["amsgrad"]

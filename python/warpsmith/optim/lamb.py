@@ -79,8 +79,7 @@ class LAMB(MultiTensorOptimizer):
         super().__init__(params, locals())
 
     def _values_of(self, group: Group) -> dict[str, float]:
-        beta1, beta2 = group["betas"]
-        return {"beta1": beta1, "beta2": beta2, "beta3": 1 - beta1 if group["grad_averaging"] else 1.0}
+        return {**super()._values_of(group), "beta3": 1 - group["betas"][0] if group["grad_averaging"] else 1.0}
 
     def _check_hyperparameters(self, group: Group) -> None:
         super()._check_hyperparameters(group)

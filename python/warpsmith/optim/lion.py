@@ -61,9 +61,5 @@ class Lion(MultiTensorOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    def _values_of(self, group: Group) -> dict[str, float]:
-        beta1, beta2 = group["betas"]
-        return {"beta1": beta1, "beta2": beta2}
-
     def _takes_8bit(self, group: Group) -> bool:
         return True

@@ -184,7 +184,11 @@ class OpSpec:
         """The table's cases whose dtypes the op takes on a device."""
         wide_allowed = device in self.float64_devices
         found = [c for c in self.cases if wide_allowed or torch.float64 not in (c.dtype, *c.dtypes.values())]
-        return [c for c in found if device != "sim" or _elements(c) <= self.sim_elements]
+        return found if device != "sim" else self.few_enough_for_sim(found)
+
+    def few_enough_for_sim(self, cases: Sequence[Case]) -> list[Case]:
+        """Those of the cases that run on the simulated kernels."""
+        return [c for c in cases if _elements(c) <= self.sim_elements]
 
     def base_case(self, dtype: torch.dtype | None = None) -> Case:
         """The ordinary case (of a dtype) that checks of a single case use: the first that is contiguous and has no zero

@@ -50,7 +50,7 @@ def checks_of(spec: OpSpec, device: str = "cpu") -> list[Check]:
         add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
         add(f"no_uninitialised_memory[{case}]", numerics.check_no_uninitialised_memory, spec, case, device)
     add(RANDOM, check_random_cases, spec, spec.random_cases // (4 if device == "sim" else 1), device)
-    for case in spec.repeated_cases:
+    for case in spec.repeated_cases if device != "sim" else spec.few_enough_for_sim(spec.repeated_cases):
         add(f"repeats_bitwise[{case}]", numerics.check_repeats_bitwise, spec, case, device)
     if device == "sim":
         for case in kernels.far_cases(spec) if spec.batched and spec.sim_far else ():

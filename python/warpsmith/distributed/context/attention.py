@@ -14,7 +14,7 @@ from warpsmith._core import checks
 from warpsmith._core.dropout import draw_seed
 from warpsmith.distributed.agreement import agree_on_call
 from warpsmith.distributed.context.blocks import KEY_STEP, QUERY_STEP, Options
-from warpsmith.distributed.context.modes import ContextGroup, Gathered, Ring, context_group, ulysses
+from warpsmith.distributed.context.modes import ContextGroup, InBlocks, context_group, ulysses
 from warpsmith.distributed.context.sequence import check_sharding, chunks_of
 from warpsmith.ops import _attention
 
@@ -207,8 +207,7 @@ def _attend(
     if mode == "ulysses" or place.ranks == 1:
         out, lse = ulysses(*tensors, call.options, place, return_lse)
     else:
-        function = Gathered if mode == "all_gather" else Ring
-        out, lse = function.apply(*tensors, call.options, place)
+        out, lse = InBlocks.apply(*tensors, call.options, place, mode)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 

@@ -112,120 +112,6 @@ class _Gradients:
         return self.dq.to(q.dtype), dk, dv, dsink, None, None, None, None, None
 
 
-class Gathered(torch.autograd.Function):
-    """Every rank has all keys and values during the call; they are gathered again for the backward, not kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        cu: Tensor | None,
-        alibi: Tensor | None,
-        seed: Tensor | None,
-        o: Options,
-        place: ContextGroup,
-    ) -> tuple[Tensor, Tensor]:
-        given = Given(cu, alibi, sink, seed)
-        kv = gather_sequence(torch.cat([k, v], -1), o.dims.tokens, place.sharding, place.group)
-        keys, values = _unpack(kv, k)
-        blocks = _gather_blocks(q, place, o, cu is not None)
-        parts = [forward_block(o, b, q, keys, values, given) for b in blocks]
-        out, lse, lse_rest = parts[0]
-        if len(parts) > 1:
-            out = torch.cat([p[0] for p in parts], o.dims.tokens)
-            lse, lse_rest = (torch.cat([p[i] for p in parts], -1) for i in (1, 2))
-        ctx.save_for_backward(q, k, v, sink, cu, alibi, seed, out, lse, lse_rest)
-        ctx.o, ctx.place = o, place
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: an activation checkpoint makes them again, and allows no second look
-        q, k, v, _, cu, _, _, out, lse, lse_rest = saved
-        o, place = ctx.o, ctx.place
-        dout = torch.zeros_like(out) if dout is None else dout
-        kv = gather_sequence(torch.cat([k, v], -1), o.dims.tokens, place.sharding, place.group)
-        keys, dkv = _unpack(kv, k), torch.zeros_like(kv, dtype=wider(kv.dtype))
-        sums = _Gradients(saved, o, ctx.needs_input_grad[3])
-        for b in _gather_blocks(q, place, o, cu is not None):
-            part, part_dout = (queries_of(t, o.dims.tokens, b) for t in (out, dout))
-            part_dlse = None if dlse is None else queries_of(dlse, -1, b)
-            results = part, queries_of(lse, -1, b), queries_of(lse_rest, -1, b)
-            sums.add(b, dkv, keys, results, part_dout, part_dlse)
-        return sums.results(reduce_scatter(dkv, o.dims.tokens, place.sharding, place.group, k.dtype))
-
-    backward = staticmethod(_once("context_parallel_attention", _formula))
-
-
-class Ring(torch.autograd.Function):
-    """Keys and values go from rank to rank; each rank adds up what its queries see of them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        cu: Tensor | None,
-        alibi: Tensor | None,
-        seed: Tensor | None,
-        o: Options,
-        place: ContextGroup,
-    ) -> tuple[Tensor, Tensor]:
-        given = Given(cu, alibi, sink, seed)
-        wide_out, lse = empty_results(q, v, o)
-        kv = torch.cat([k, v], -1)
-        for step in range(place.ranks):
-            coming = _Passing(kv, place, _KEYS) if step + 1 < place.ranks else None
-            keys, values = _unpack(kv, k)
-            for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o):
-                merge_block(wide_out, lse, b, *forward_block(o, b, q, keys, values, given), o)
-            if coming is not None:
-                kv = coming.arrived()
-        out, (lse, lse_rest) = wide_out.to(q.dtype), narrowed(lse, torch.promote_types(q.dtype, torch.float32))
-        ctx.save_for_backward(q, k, v, sink, cu, alibi, seed, out, lse, lse_rest)
-        ctx.o, ctx.place = o, place
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: an activation checkpoint makes them again, and allows no second look
-        q, k, v, sink, cu, alibi, seed, out, lse, lse_rest = saved
-        o, place = ctx.o, ctx.place
-        dout = torch.zeros_like(out) if dout is None else dout
-        kv, given = torch.cat([k, v], -1), Given(cu, alibi, sink, seed)
-        whole = accepts_whole_results(o, q, v, given)  # else the block's own results are made again
-        sums = _Gradients(saved, o, ctx.needs_input_grad[3])
-        passed: _Passing | None = None
-        for step in range(place.ranks):
-            coming = _Passing(kv, place, _KEYS) if step + 1 < place.ranks else None
-            # This rank's part of the gradients of the keys at hand; the sum of the ranks before it arrives meanwhile.
-            dkv, keys = torch.zeros_like(kv, dtype=wider(kv.dtype)), _unpack(kv, k)
-            for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o):
-                whole_out = queries_of(out, o.dims.tokens, b)
-                results = whole_out, queries_of(lse, -1, b), queries_of(lse_rest, -1, b)
-                upstream = queries_of(dout, o.dims.tokens, b), None if dlse is None else queries_of(dlse, -1, b)
-                if not whole:
-                    own = forward_block(o, b, q, keys[0], keys[1], given)
-                    results, upstream = own, unmerge_block(*own, *results, *upstream, o)
-                sums.add(b, dkv, keys, results, *upstream)
-            if passed is not None:
-                dkv += passed.arrived()
-            if place.ranks > 1:
-                passed = _Passing(dkv, place, _GRADIENTS)  # after the last step to the rank whose keys they are
-            if coming is not None:
-                kv = coming.arrived()
-        return sums.results(dkv if passed is None else passed.arrived())
-
-    backward = staticmethod(_once("context_parallel_attention", _formula))
-
-
 class _Passing:
     """A tensor on its way to the next rank, while that of the rank before comes in."""
 
@@ -245,6 +131,109 @@ class _Passing:
         for work in self._work:
             work.wait()
         return self._received
+
+
+def _gathered(q: Tensor, k: Tensor, v: Tensor, given: Given, o: Options, place: ContextGroup) -> Results:
+    """Every rank has all keys and values during the call; they are gathered again for the backward, not kept."""
+    kv = gather_sequence(torch.cat([k, v], -1), o.dims.tokens, place.sharding, place.group)
+    keys, values = _unpack(kv, k)
+    blocks = _gather_blocks(q, place, o, given.cu_seqlens is not None)
+    parts = [forward_block(o, b, q, keys, values, given) for b in blocks]
+    if len(parts) == 1:
+        return parts[0]
+    lse, lse_rest = (torch.cat([p[i] for p in parts], -1) for i in (1, 2))
+    return torch.cat([p[0] for p in parts], o.dims.tokens), lse, lse_rest
+
+
+def _gathered_backward(sums: _Gradients, dout: Tensor, dlse: Tensor | None, place: ContextGroup) -> Tensor:
+    q, k, v, _, cu, _, _, out, lse, lse_rest = sums.saved
+    tokens = sums.o.dims.tokens
+    kv = gather_sequence(torch.cat([k, v], -1), tokens, place.sharding, place.group)
+    keys, dkv = _unpack(kv, k), torch.zeros_like(kv, dtype=wider(kv.dtype))
+    for b in _gather_blocks(q, place, sums.o, cu is not None):
+        part, part_dout = (queries_of(t, tokens, b) for t in (out, dout))
+        part_dlse = None if dlse is None else queries_of(dlse, -1, b)
+        results = part, queries_of(lse, -1, b), queries_of(lse_rest, -1, b)
+        sums.add(b, dkv, keys, results, part_dout, part_dlse)
+    return reduce_scatter(dkv, tokens, place.sharding, place.group, k.dtype)
+
+
+def _ring(q: Tensor, k: Tensor, v: Tensor, given: Given, o: Options, place: ContextGroup) -> Results:
+    """Keys and values go from rank to rank; each rank adds up what its queries see of them."""
+    wide_out, lse = empty_results(q, v, o)
+    kv = torch.cat([k, v], -1)
+    for step in range(place.ranks):
+        coming = _Passing(kv, place, _KEYS) if step + 1 < place.ranks else None
+        keys, values = _unpack(kv, k)
+        for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o):
+            merge_block(wide_out, lse, b, *forward_block(o, b, q, keys, values, given), o)
+        if coming is not None:
+            kv = coming.arrived()
+    return wide_out.to(q.dtype), *narrowed(lse, torch.promote_types(q.dtype, torch.float32))
+
+
+def _ring_backward(sums: _Gradients, dout: Tensor, dlse: Tensor | None, place: ContextGroup) -> Tensor:
+    q, k, v, sink, cu, alibi, seed, out, lse, lse_rest = sums.saved
+    o = sums.o
+    kv, given = torch.cat([k, v], -1), Given(cu, alibi, sink, seed)
+    whole = accepts_whole_results(o, q, v, given)  # else the block's own results are made again
+    passed: _Passing | None = None
+    for step in range(place.ranks):
+        coming = _Passing(kv, place, _KEYS) if step + 1 < place.ranks else None
+        # This rank's part of the gradients of the keys at hand; the sum of the ranks before it arrives meanwhile.
+        dkv, keys = torch.zeros_like(kv, dtype=wider(kv.dtype)), _unpack(kv, k)
+        for b in _ring_blocks(q, (place.rank - step) % place.ranks, place, o):
+            whole_out = queries_of(out, o.dims.tokens, b)
+            results = whole_out, queries_of(lse, -1, b), queries_of(lse_rest, -1, b)
+            upstream = queries_of(dout, o.dims.tokens, b), None if dlse is None else queries_of(dlse, -1, b)
+            if not whole:
+                own = forward_block(o, b, q, keys[0], keys[1], given)
+                results, upstream = own, unmerge_block(*own, *results, *upstream, o)
+            sums.add(b, dkv, keys, results, *upstream)
+        if passed is not None:
+            dkv += passed.arrived()
+        if place.ranks > 1:
+            passed = _Passing(dkv, place, _GRADIENTS)  # after the last step to the rank whose keys they are
+        if coming is not None:
+            kv = coming.arrived()
+    return dkv if passed is None else passed.arrived()
+
+
+_FORWARD = {"all_gather": _gathered, "ring": _ring}
+_BACKWARD = {"all_gather": _gathered_backward, "ring": _ring_backward}
+
+
+class InBlocks(torch.autograd.Function):
+    """Attention of a rank's queries to the keys of all ranks, block by block."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        cu: Tensor | None,
+        alibi: Tensor | None,
+        seed: Tensor | None,
+        o: Options,
+        place: ContextGroup,
+        mode: str,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, lse_rest = _FORWARD[mode](q, k, v, Given(cu, alibi, sink, seed), o, place)
+        ctx.save_for_backward(q, k, v, sink, cu, alibi, seed, out, lse, lse_rest)
+        ctx.o, ctx.place, ctx.mode = o, place, mode
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def _formula(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: an activation checkpoint makes them again, and allows no second look
+        dout = torch.zeros_like(saved[7]) if dout is None else dout
+        sums = _Gradients(saved, ctx.o, ctx.needs_input_grad[3])
+        return *sums.results(_BACKWARD[ctx.mode](sums, dout, dlse, ctx.place)), None
+
+    backward = staticmethod(_once("context_parallel_attention", _formula))
 
 
 def ulysses(
