@@ -133,11 +133,21 @@ def test_large_logits_and_what_lies_outside(rank, world_size):
         vocab_parallel_cross_entropy(own[..., : 50 - rank], target, z_loss=0.5)
     with pytest.raises(ValueError, match="weight: expected shape \\(classes, 50\\), got"):
         vocab_parallel_linear_cross_entropy(own, torch.zeros(3, 4), target)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        x = own.clone().requires_grad_()
-        loss, upstream = vocab_parallel_cross_entropy(x, target), torch.ones((), requires_grad=True)
-        (grad,) = torch.autograd.grad(loss, x, upstream, create_graph=True)
-        grad.sum().backward()
+
+
+@multirank(2, timeout_s=200)
+def test_second_derivatives_are_refused(rank, world_size):
+    """Also of a loss whose upstream gradient is a constant: a penalty on its gradient would lack the loss's part."""
+    logits, target, _ = draw(torch.float32, world_size)
+    own = logits[..., rank * 50 : rank * 50 + 50]
+    weight = torch.ones(50, own.shape[-1])
+    losses = vocab_parallel_cross_entropy, lambda x, t: vocab_parallel_linear_cross_entropy(x, weight, t)
+    for loss in losses:
+        for upstream in (torch.ones(()), torch.ones((), requires_grad=True)):
+            x = own.clone().requires_grad_()
+            (grad,) = torch.autograd.grad(loss(x.sin(), target), x, upstream, create_graph=True)
+            with pytest.raises(RuntimeError, match="vocab_parallel_.*expected one derivative, got a second"):
+                grad.square().sum().backward()
 
 
 def test_a_world_of_one_is_the_plain_loss():

@@ -55,6 +55,36 @@ TestAddLayerNorm = op_tests(ADD_LAYER_NORM)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [8, 1032, 1033])
+@pytest.mark.parametrize("used", ["y", "residual_out"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("op", "reference", "weights"),
+    [
+        (warpsmith.add_rms_norm, add_rms_norm_reference, 1),
+        (warpsmith.add_layer_norm, add_layer_norm_reference, 2),
+    ],
+)
+def test_one_output_alone_has_gradients(op, reference, weights, dtype, used, columns, device):
+    """Also where x and the weights are 16-bit beside a float32 residual."""
+    torch.manual_seed(0)
+    x, residual, grad = (torch.randn(3, columns, device=device) for _ in range(3))
+    affine = torch.rand(columns, device=device) + 0.5, torch.randn(columns, device=device)
+    tensors = [x.to(dtype), residual, *(t.to(dtype) for t in affine[:weights])]
+
+    def gradients(op):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        y, s = op(*leaves, 1e-6)
+        output = y if used == "y" else s
+        return torch.autograd.grad(output, leaves, grad.to(output.dtype), allow_unused=True)
+
+    near = {} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+
+    for ours, expected in zip(gradients(op), gradients(reference), strict=True):
+        torch.testing.assert_close(ours, torch.zeros_like(ours) if expected is None else expected, **near)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("residual", ["large", "large mean", "cancels"])
 def test_hard_sums_obey_the_error_law(residual, dtype, device):

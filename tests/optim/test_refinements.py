@@ -154,6 +154,22 @@ def test_random_rounding_is_right_in_the_mean():
     assert abs(moved - 1 / 32) < 5 * deviation
 
 
+def test_each_of_many_groups_has_its_seed():
+    """Of more groups than a launch takes."""
+
+    def trained(seeds):
+        params = make_params(BF16, shapes=[(64,)] * len(seeds))
+        groups = [{"params": [p], "seed": seed} for p, seed in zip(params, seeds, strict=True)]
+        run(warpsmith.optim.AdamW(groups, lr=LR, precision="bf16_sr"), params, 3)
+        return [p.detach() for p in params]
+
+    seeds = [i % 3 for i in range(70)]
+    expected = [trained([seed] * len(seeds)) for seed in range(3)]
+    for i, (found, seed) in enumerate(zip(trained(seeds), seeds, strict=True)):
+        assert bitwise_equal(found, expected[seed][i]), i
+        assert not torch.equal(found, expected[seed - 1][i])
+
+
 def test_random_rounding_depends_on_seed_step_and_element_alone():
     def trained(seed, steps=3, groups=1):
         params = make_params(BF16, shapes=[(500,), (300,)])

@@ -87,7 +87,7 @@ class Apply(torch.autograd.Function):
         with torch.no_grad():
             dx, dscale = formula(ctx, dy)
         if torch.is_grad_enabled():
-            dx, dscale = Refused.apply(dx, dscale, *ctx.saved_tensors)
+            dx, dscale = Refused.apply(dx, dscale, dy, *ctx.saved_tensors)
         return dx if ctx.needs_input_grad[0] else None, dscale if ctx.needs_input_grad[1] else None
 
 

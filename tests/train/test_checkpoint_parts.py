@@ -40,11 +40,13 @@ def same(a, b):
 def test_a_part_that_refuses_its_state_changes_nothing(tmp_path):
     saved, own = run(warpsmith.optim.AdamW, foreach=False), run(warpsmith.optim.SGD, 1, momentum=0.9)
     with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, **saved)
+        checkpoints.save(1, **saved, extra="saved")
+    used = Checkpointer(tmp_path)
+    used.extra = "own"
     before = states(own)
     words = r"optimizer: step-00000001: SGD: state_dict: state of .*\[0\]: expected one with momentum_buffer, got one"
     with pytest.raises(ValueError, match=f"^Checkpointer.load: {words} without momentum_buffer"):
-        Checkpointer(tmp_path).load(**own)
+        used.load(**own)
     assert same(states(own), before)
 
     class Refusing(torch.optim.AdamW):
@@ -54,12 +56,13 @@ def test_a_part_that_refuses_its_state_changes_nothing(tmp_path):
     own = run(Refusing, 1)
     before = states(own)
     with pytest.raises(ValueError, match="planted"):
-        Checkpointer(tmp_path).load(**own)
+        used.load(**own)
     assert same(states(own), before)
     other = own | {"optimizer": saved["optimizer"], "sampler": ResumableSampler(21, seed=1, rank=0, world_size=1)}
     with pytest.raises(ValueError, match="length: expected 21, got 20"):
-        Checkpointer(tmp_path).load(**other)
+        used.load(**other)
     assert same(states(own), before)
+    assert used.extra == "own"
 
 
 @multirank(3, timeout_s=200)

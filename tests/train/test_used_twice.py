@@ -43,7 +43,7 @@ def of_average():
 
 def of_no_sync():
     p = nn.Parameter(torch.ones(3))
-    optimizer = ShardedOptimizer([p], warpsmith.optim.SGD, lr=0.5)
+    optimizer = ShardedOptimizer([p], warpsmith.optim.SGD, stage=2, lr=0.5)
 
     def reduces():
         """Whether a backward is averaged, not added to ``p.grad`` alone."""

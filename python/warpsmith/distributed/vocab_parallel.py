@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from warpsmith._core import checks
-from warpsmith._core.library import call_raw, raw
+from warpsmith._core.library import _once, call_raw, raw
 from warpsmith.distributed.agreement import agree_on_call
 from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.gradients.hook import _all_gather
@@ -300,11 +299,12 @@ class _Loss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> Any:
+    def _formula(ctx: Any, upstream: Tensor) -> Any:
         logits, statistics, count, *t = ctx.saved_tensors
         of_rows = (upstream / count).expand(logits.shape[:-1])
         return _gradient(logits, of_rows, statistics, _Targets(*t), ctx.options), None, None, None
+
+    backward = staticmethod(_once(_LOSS, _formula))
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -331,8 +331,7 @@ class _LinearLoss(torch.autograd.Function):
         return loss.view(target.shape) if options.reduction == "none" else loss
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> Any:
+    def _formula(ctx: Any, upstream: Tensor) -> Any:
         hidden, weight, bias, statistics, count, *t = ctx.saved_tensors
         rows = hidden.reshape(-1, hidden.shape[-1])
         of_rows = (upstream / count).expand(hidden.shape[:-1]).reshape(-1)
@@ -352,6 +351,8 @@ class _LinearLoss(torch.autograd.Function):
             dist.all_reduce(dhidden, group=ctx.group)
         dbias = None if dbias is None else dbias.to(hidden.dtype)
         return dhidden.to(hidden.dtype).view(hidden.shape), dweight.to(weight.dtype), dbias, None, None, None
+
+    backward = staticmethod(_once(_LINEAR, _formula))
 
 
 def _chunks(rows: int, weight: Tensor) -> list[tuple[int, int]]:

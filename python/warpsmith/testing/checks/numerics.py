@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -190,7 +191,7 @@ def check_gradcheck(spec: OpSpec) -> None:
 
 def check_second_derivative_is_refused(spec: OpSpec, device: str = "cpu") -> None:
     """Without a claimed second derivative, asking for one raises: it is never silently zero, nor silently lacks the
-    op's part where the rest of the graph has second derivatives."""
+    op's part where the rest of the graph has second derivatives. Nor is it given for the upstream gradients alone."""
     case = spec.base_case()
     leaves = as_leaves(make_inputs(spec, case, device), spec.differentiable)
     names = wanted_inputs(spec, leaves)
@@ -198,15 +199,15 @@ def check_second_derivative_is_refused(spec: OpSpec, device: str = "cpu") -> Non
     for before in (lambda t: t, torch.sin):
         outputs = flatten(spec.op(**{**leaves, **{n: before(leaves[n]) for n in names}}), spec.outputs).values()
         differentiable = [y for y in outputs if y.requires_grad]
-        for after in (torch.square, lambda y: y):
-            total = sum((after(y.float()).sum() for y in differentiable), torch.zeros((), device=torch_device(device)))
+        upstream_gradients = [torch.ones_like(y, dtype=torch.float32, requires_grad=True) for y in differentiable]
+        zero = torch.zeros((), device=torch_device(device))
+        for after, of in product((torch.square, lambda y: y), (wanted, upstream_gradients)):
+            terms = zip(differentiable, upstream_gradients, strict=True)
+            total = sum(((after(y.float()) * g).sum() for y, g in terms), zero)
             try:
                 grads = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
-                penalty = sum(
-                    (g.float().square().sum() for g in grads if g is not None),
-                    torch.zeros((), device=torch_device(device)),
-                )
-                torch.autograd.grad(penalty, wanted, allow_unused=True)
+                penalty = sum((g.float().square().sum() for g in grads if g is not None), zero)
+                torch.autograd.grad(penalty, of, allow_unused=True)
             except RuntimeError as error:
                 # The words of a gradient that does not require one would mean that the derivative was dropped.
                 assert "does not require grad" not in str(error), f"{spec.name}: the gradient is cut off: {error}"
