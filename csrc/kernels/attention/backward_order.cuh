@@ -92,10 +92,15 @@ inline int64_t total_tiles(const AttentionProblem& p) {
 // a zero that no other lse is. Its lse and lse_rest, in natural units, are in the second half of the stride. A step
 // that finds the mark subtracts both from its logits; the exponentials then subtract the zero. A step without it reads
 // the first half alone.
+//
+// Hopper's steps look for the mark only where some block of the call is far. A word of the workspace says so: it is
+// kSomeFar then, and anything else if not. backward_statistics writes it, and backward_dq clears it after its last
+// reader. Memory that happens to hold kSomeFar costs time, and changes no bit.
 __host__ __device__ __forceinline__ constexpr int statistics_stride(int block_queries, bool dropout) {
   return dropout ? 8 * block_queries : 4 * block_queries;
 }
 constexpr uint32_t kFarMark = 0x80000000u;  // -0
+constexpr int kSomeFar = 0x66617231;
 __device__ __forceinline__ bool has_far_mark(float lse) { return __float_as_uint(lse) == kFarMark; }
 
 // The lse and lse_rest of a far block: a query without keys, or that does not exist, has probability 0. NaN: a logit is
@@ -115,9 +120,11 @@ __host__ __device__ __forceinline__ int statistics_place(int i) {
 
 // Turns transposed scores of a far block into differences from lse, in units in which exponentials still multiply them
 // by the scale of the scores. far: the thread's first lse, in the order of statistics_place(). Loads two lse at a time,
-// for want of registers.
-template <int kBlock> __device__ __forceinline__ void subtract_far_lse(float (&s)[kBlock / 2], const float* far,
-                                                                       float to_logits, float to_scores) {
+// for want of registers. kOneByOne: the address of the next two depends on these by a NaN that no arithmetic gives.
+// With all loads in flight at once, ptxas would compute other addresses of a step anew in every step.
+template <int kBlock, bool kOneByOne = false>
+__device__ __forceinline__ void subtract_far_lse(float (&s)[kBlock / 2], const float* far, float to_logits,
+                                                 float to_scores) {
 #pragma unroll
   for (int i = 0; i < kBlock / 2; i += 4) {
     const float* of = far + i / 8 * 16 + i / 4 % 2 * 2;
@@ -125,6 +132,7 @@ template <int kBlock> __device__ __forceinline__ void subtract_far_lse(float (&s
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       s[i + e] = ((device::rounded_product(s[i + e], to_logits) - lse.at[e % 2]) - rest.at[e % 2]) * to_scores;
+    if constexpr (kOneByOne) far += __float_as_uint(s[i]) == 0x7fedcba9u ? 1 : 0;
   }
 }
 // The same where rows are queries: row r of a thread's two, whose lse and lse_rest are given.

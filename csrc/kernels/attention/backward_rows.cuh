@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "device/convert.h"
+#include "device/fence.h"
 #include "device/packed.h"
 #include "device/programmatic_launch.h"
 #include "device/reduce.h"
@@ -27,6 +28,7 @@ struct RowParams {
   const float* dq_sums;
   int* tiles_added;  // null: none
   int* counter;      // two: of the tiles of keys, and of dbias. Null: none
+  int* some_far;     // kSomeFar if a block of queries is far. Null: none
   float scale;
   float dropout_log2_scale, dropout_inverse_scale;  // read only with dropout
   AttentionDropoutCounters dropout;
@@ -92,7 +94,7 @@ constexpr int row_threads(int block_queries, int lanes = kRowLanes) { return blo
 
 // Writes delta = rowsum(dout * out) - dlse, and lse in units of log2. A row without keys and a row that does not exist
 // get lse = +inf, so that their probabilities are 0. Blocks that are far: statistics_stride(). Also resets tiles_added
-// and the counters, and writes dq = 0 for blocks that no tile visits. tiles_added and counter may be null.
+// and the counters, and writes dq = 0 for blocks that no tile visits. tiles_added, counter and some_far may be null.
 template <class T, int kBlock, bool kDropout, int kLanes = kRowLanes>
 __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statistics(const RowParams p) {
   device::launch_dependents();
@@ -126,6 +128,7 @@ __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statisti
     return row < r.rows ? device::load(p.lse + r.statistic + head * r.head_rows + row) : -INFINITY;
   };
   const bool far = __syncthreads_or(thread < kBlock && is_far_lse<T>(lse_of(thread))) != 0;
+  if (far && p.some_far != nullptr && thread == 0) device::store_release(p.some_far, kSomeFar);
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     const int row = i * kRows + first;
@@ -165,12 +168,13 @@ __global__ void __launch_bounds__(row_threads(kBlock, kLanes)) backward_statisti
 constexpr int kDqThreads = 128;
 
 // dq = scale * dq_sums. The sums are stored in the order of the accumulators of two warpgroups: one half (columns or
-// rows) after the other.
+// rows) after the other. Also clears some_far.
 template <class T, int kHeadDim, int kBlock> __global__ void __launch_bounds__(kDqThreads)
     backward_dq(const RowParams p) {
   device::wait_for_previous_kernel();
   const int64_t number = blockIdx.x / static_cast<unsigned>(p.heads);
   const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.heads));
+  if (blockIdx.x == 0 && threadIdx.x == 0) device::store(p.some_far, 0);
   const RowBlock r = row_block<kBlock>(p, number);
   if (!r.visited) return;
   using Four = device::Vector<float, 4>;

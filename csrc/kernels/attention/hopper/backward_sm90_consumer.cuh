@@ -29,7 +29,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   unsigned it = 0, tiles = 0;  // steps and tiles so far
   unsigned step3 = 0;          // halves of dq that this warpgroup has handed over, modulo 3
   const KeyTile* t;            // in shared memory
-  // Query blocks that begin between these two queries see all of the warpgroup's keys.
+  // Query blocks that begin between these two queries see all of the warpgroup's keys, and none is far.
   int whole_first, whole_last;
   float dk[tile.head_dim / 2], dv[tile.head_dim / 2];
   float s[kBlock / 2], dp[kBlock / 2];  // transposed: 64 keys x a block of queries
@@ -113,7 +113,8 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     const int first_key = t->first_key + group * 64, shift = t->shift;
     const int first = first_key + 63 - shift - p.window.right, last = first_key - (kBlock - 1) - shift + p.window.left;
     // The same in every lane, and known to be.
-    whole_first = __shfl_sync(0xffffffffu, first_key + 63 < t->keys ? first : 1 << 30, 0);
+    const bool some = first_key + 63 < t->keys && t->some_far == 0;
+    whole_first = __shfl_sync(0xffffffffu, some ? first : 1 << 30, 0);
     whole_last = __shfl_sync(0xffffffffu, last, 0);
   }
   // Advances `first_query` to the next step of the tile. `inner` counts the steps of the inner loop.
@@ -129,8 +130,10 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     else if (wraps)
       first_query += (blocks - 1) * kBlock;
   }
-  // Sets the scores of hidden pairs of query and key to -inf.
-  __device__ __forceinline__ void mask(int first_query) {
+  using Statistics = device::Vector<float, 4>;
+  // Sets the scores of hidden pairs of query and key to -inf, and subtracts lse from the scores of a far block. `lse`:
+  // the thread's statistics in shared memory.
+  __device__ __forceinline__ void mask(int first_query, const Statistics* lse) {
     if (first_query >= whole_first && first_query <= whole_last) return;
     const int shift = t->shift, keys = t->keys;
 #pragma unroll
@@ -145,6 +148,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
         for (int e = 0; e < 2; ++e)
           if (2 * i + e < low || 2 * i + e > high) s[i + 2 * r + e] = -INFINITY;
     }
+    subtract_far(lse);
   }
   // Biases of a step for query head `head` of the tile's part.
   __device__ __forceinline__ KeyBiases<T, kBlock, tile.biases> key_biases(int first_query, int head) const {
@@ -152,9 +156,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
             first_query, t->queries,  t->first_key + group * 64 + warp * 16,
             t->keys};
   }
-  using Statistics = device::Vector<float, 4>;
-  // Subtracts lse and lse_rest from the scores of a far block of queries. `lse`: the thread's statistics in shared
-  // memory; those of a far block are read from global memory.
+  // Subtracts lse and lse_rest from the scores of a far block of queries, whose statistics are read from global memory.
   __device__ __forceinline__ void subtract_far(const Statistics* lse) {
     if (!has_far_mark(device::load(lse).at[0])) return;
     const VisitedStep step = visited_step(p, static_cast<int>(it) - t->first_step, t->blocks);
@@ -163,7 +165,8 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
     constexpr int kStride = statistics_stride(kBlock, tile.dropout);
     const float* far = p.statistics + block * kStride + kStride / 2 + lane % 4 * 4;
     constexpr bool kLogits = tile.biases == Biases::tensor;
-    subtract_far_lse<kBlock>(s, far, kLogits ? 1.0f : p.to_logits, kLogits ? 1.0f : p.to_scores);
+    constexpr bool kOneByOne = kBlock == 128 && !tile.dropout && !tile.biased();  // the others have spills or no gain
+    subtract_far_lse<kBlock, kOneByOne>(s, far, kLogits ? 1.0f : p.to_logits, kLogits ? 1.0f : p.to_scores);
   }
   // Writes the dropout masks of packed pairs of 16 queries to pr, where their probabilities will be. The masks depend
   // on no product.

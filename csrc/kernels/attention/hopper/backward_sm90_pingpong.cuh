@@ -32,9 +32,8 @@ template <class T, BackwardTile tile> struct BackwardPingpong : BackwardConsumer
     device::hold(s);
     if (!first_of_tile) Base::arrive(shared.empty(stage ^ 1));
     if constexpr (tile.biased()) Base::key_biases(first_query, head).add(s, biases, t->shift, lane);
-    Base::mask(first_query);
     const Statistics* statistics = reinterpret_cast<const Statistics*>(shared.statistics(stage)) + lane % 4;
-    Base::subtract_far(statistics);
+    Base::mask(first_query, statistics);
     device::named_barrier_arrive(kPingpongBarrier + 1 - group, kPingpongThreads);
     Base::exponentials(statistics, shared.statistics(stage));
     Base::multiply_dv(stage);

@@ -34,6 +34,7 @@ struct BackwardParams {
   const float* statistics;  // [blocks, heads, statistics_stride()]
   float* dq_sums;           // [blocks, heads, block * head dim of the kernel], as accumulators lie in registers
   int* tiles_added;         // [blocks, heads, 2]: tiles that have added to a half so far
+  int* some_far;            // as in RowParams
   void *dk, *dv;
   float* key_sums;  // [key_tiles, heads of the schedule, 2 (dv, dk), 128 * head dim of the kernel], as accumulators lie
                     // in registers; null: one part, whose dk and dv are stored at once
@@ -72,6 +73,7 @@ struct alignas(16) KeyTile {
   int first_block;                 // index of the sequence's first query block
   int first_tile;                  // index of its first tile of keys
   int first_step;                  // steps of all earlier tiles of this thread block
+  int some_far;                    // 0: no block of queries of the call is far
   int sequence;                    // packed or not; set where the kernel adds biases
 };
 
@@ -239,6 +241,7 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
     } while (t->blocks == 0);
     const KeyTile* last = shared.slot(tiles - 1);
     device::store(&t->first_step, tiles == 0 ? 0 : last->first_step + last->blocks * p.heads_per_part);
+    device::store(&t->some_far, tiles == 0 ? static_cast<int>(device::load(p.some_far) == kSomeFar) : last->some_far);
     device::mbarrier_arrive(shared.slot_full(tiles));
     if (t->blocks < 0) break;
     const auto load_keys = [&](const TensorMap& map, unsigned char* to, Mbarrier* full) {

@@ -9,8 +9,8 @@ namespace warpsmith {
 namespace attention {
 namespace {
 
-// The workspace: sums of dq, dk and dv of each part, statistics, tiles_added, then the counters and first_tiles (packed
-// only).
+// The workspace: sums of dq, dk and dv of each part, statistics, tiles_added, then two counters, some_far and
+// first_tiles (packed only).
 struct Workspace {
   int64_t sums, key_sums, statistics, tiles_added, counter, first_tiles, bytes;
 };
@@ -52,6 +52,7 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   p.dq_sums = reinterpret_cast<float*>(memory + w.sums);
   p.statistics = reinterpret_cast<const float*>(memory + w.statistics);
   p.tiles_added = reinterpret_cast<int*>(memory + w.tiles_added);
+  p.some_far = reinterpret_cast<int*>(memory + w.counter) + 2;
   p.dk = x.dk;
   p.dv = x.dv;
   if (p.parts > 1) p.key_sums = reinterpret_cast<float*>(memory + w.key_sums);
@@ -90,6 +91,7 @@ RowParams row_params(const AttentionBwdParams& x, const BackwardParams& b) {
   p.dq_sums = b.dq_sums;
   p.tiles_added = b.tiles_added;
   p.counter = b.schedule.counter;
+  p.some_far = b.some_far;
   return p;
 }
 

@@ -89,15 +89,18 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   }
   // Starts both products of a step. Returns when s is complete; the second product is then still in flight.
   //
-  // `between` runs after the first product has been issued. The operands of the second product are registers, so a warp
-  // stalls while it issues that product; work in `between` overlaps with the first product.
-  template <class Between>
-  __device__ __forceinline__ int start_step(const Probabilities& probabilities, Between&& between) {
+  // `between` and `late` run after the first product has been issued. The operands of the second product are registers,
+  // so a warp stalls while it issues that product; their work overlaps with the first product. The wait for the block
+  // of values keeps `late` behind the instructions of the first product: without it, ptxas mixes both, and the product
+  // waits for shuffles.
+  template <class Between, class Late>
+  __device__ __forceinline__ int start_step(const Probabilities& probabilities, Between&& between, Late&& late) {
     const int keys = take_block();
     wait_to_issue();
     multiply_keys(keys);
     between();
     const int values = take_block();
+    late();
     multiply_values(values, probabilities);
     let_next_issue();
     device::wgmma_wait<1>();
@@ -106,7 +109,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
     return values;
   }
   __device__ __forceinline__ int start_step(const Probabilities& probabilities) {
-    return start_step(probabilities, [] {});
+    return start_step(probabilities, [] {}, [] {});
   }
   __device__ __forceinline__ void finish_step(int values) {
     device::keep_before_wait(softmax.sum[0] + softmax.sum[1], shared.scratch);
@@ -206,13 +209,14 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   __device__ __forceinline__ void lazy_step(int visit, const Probabilities& old, Probabilities& probabilities) {
     const int first_key = (t->whole_end - 1 - (visit - masked)) * tile.block_keys;
     [[maybe_unused]] const RowDropout dropout = row_dropout();
-    const int values = start_step(old, [&] {
+    const auto prepare = [&] {
       if constexpr (tile.dropout) make_gates(dropout, first_key, probabilities);
       if constexpr (tile.stages_biases())
         staged_biases().load(probabilities);
       else if constexpr (tile.biased())
         biases(first_key).load(probabilities);
-    });
+    };
+    const int values = start_step(old, prepare, [] {});
     cap();
     if constexpr (tile.biased()) biases(first_key).add(s, probabilities);
     float sums[2], factor[2];
@@ -287,43 +291,46 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
   __device__ __forceinline__ void end_softmax(Softmax of) {
     const Tile* ended = shared.slots + slot_of(number - 1);
     const int queries = device::load(&ended->queries), first = first_row(ended);
+    const int64_t at = device::load(&ended->lse) + first;
     of.total();
-    // The sink is one more logit in the sum, without a value.
-    const bool has_sink = p.sink != nullptr && device::load(&ended->sinks) != 0;
     float lse[2], rest[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       inverse[r] = of.sum[r] != 0.0f ? device::reciprocal(of.sum[r]) : 0.0f;
       lse[r] = of.lse(r);
     }
-    if (of.far()) [[unlikely]] {
+    // One branch for both: tiles that have neither skip their code at once.
+    if (of.far() || p.sink != nullptr) [[unlikely]] {
+      // The sink is one more logit in the sum, without a value. -inf: none.
+      const bool has_sink = p.sink != nullptr && device::load(&ended->sinks) != 0;
       const float sink = has_sink ? sink_logit(ended->head) : -INFINITY;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const RowEnd end = far_end(of.base[r], of.sum[r], kHeadroom<T>, sink);
-        inverse[r] = end.factor;
-        lse[r] = end.lse;
-        rest[r] = end.rest;
-      }
-    } else if (has_sink) {
-      const float sink = sink_logit(ended->head);
-#pragma unroll
-      for (int r = 0; r < 2 && sink != -INFINITY; ++r) {  // -inf: none
-        const float difference = lse[r] - sink, above = device::exp2(-fabsf(difference) * kLog2e);
-        inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
-        lse[r] = fmaxf(lse[r], sink) + device::log2(1.0f + above) * kLn2;
-        if (sink == INFINITY) inverse[r] = NAN;
+        if (of.far()) {
+          const RowEnd end = far_end(of.base[r], of.sum[r], kHeadroom<T>, sink);
+          inverse[r] = end.factor;
+          lse[r] = end.lse;
+          rest[r] = end.rest;
+        } else if (sink != -INFINITY) {
+          const float difference = lse[r] - sink, above = device::exp2(-fabsf(difference) * kLog2e);
+          inverse[r] *= (difference > 0.0f ? 1.0f : above) * device::reciprocal(1.0f + above);
+          lse[r] = fmaxf(lse[r], sink) + device::log2(1.0f + above) * kLn2;
+          if (sink == INFINITY) inverse[r] = NAN;
+        }
       }
     }
     if constexpr (tile.dropout)
       for (float& factor : inverse) factor *= p.dropout.scale;
-    if (lane % 4 != 0) return;
-    const int64_t at = ended->lse + first;
+    // Conditions without branches: each store has its predicate.
+    const auto store = [&](float* to, int r, float x) {
+      const bool mine = static_cast<bool>(static_cast<int>(lane % 4 == 0) & static_cast<int>(first + 8 * r < queries) &
+                                          static_cast<int>(to != nullptr));
+      if (mine) device::store(to + at + 8 * r, x);
+    };
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (first + 8 * r >= queries) break;
-      if (p.lse != nullptr) device::store(p.lse + at + 8 * r, lse[r]);
-      if (p.lse_rest != nullptr) device::store(p.lse_rest + at + 8 * r, rest[r]);
+      store(p.lse, r, lse[r]);
+      store(p.lse_rest, r, rest[r]);
     }
   }
   // Writes o * inverse to the buffer of q of tile number - 1, which nobody reads any more, and signals the storing
@@ -427,7 +434,7 @@ template <class T, ForwardTile tile> struct ForwardConsumer {
         break;
       }
       const MaskPlace place = mask_place(0);
-      const int values = start_step(p0, [&] { end_softmax(ended); });
+      const int values = start_step(p0, [] {}, [&] { end_softmax(ended); });
       masked_softmax(place, factor);
       finish_step(values);
       hand_over();
