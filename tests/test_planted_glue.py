@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,18 @@ BUGS = (
     Bug("an inner no_sync ends the outer one", "distributed/sharded/optimizer.py",
         "self._shards.synchronizing = before", "self._shards.synchronizing = True",
         "distributed/test_sharded_optimizer.py -k no_sync_within"),
+    Bug("zeros of an unused y have the residual's dtype", "ops/_norm.py",
+        "torch.zeros_like(saved.residual_out, dtype=saved.x_dtype)", "torch.zeros_like(saved.residual_out)",
+        "ops/test_norm_residual.py -k one_output_alone"),
+    Bug("an upstream gradient's second derivative is lost", "_core/library.py",
+        "(*ctx.saved_tensors, *grads)", "ctx.saved_tensors",
+        "ops/test_cross_entropy.py -k cpu-second_derivative"),
+    Bug("an average stays in a step without gradients", "optim/_multi_tensor.py",
+        "self._finish(None, False)", "pass", "optim/test_fuse.py -k 'fused_is and cpu'"),
+    Bug("a refused load changes extra", "train/checkpointer.py",
+        "        if optimizer is not None:\n            check_optimizer(",
+        "        self.extra = parts['extra']\n        if optimizer is not None:\n            check_optimizer(",
+        "train/test_checkpoint_parts.py"),
     Bug("interleaved is dropped beside qk_norm", "nn/_attention.py",
         "eps=self.eps, interleaved=self.interleaved", "eps=self.eps", "nn/test_attention.py -k interleaved"),
     Bug("a used scaler keeps its tracker of overflows", "amp/grad_scaler.py",
@@ -52,3 +65,9 @@ def test_a_bug_in_glue_is_noticed(bug: Bug, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-2000:] + done.stderr[-1000:]
+
+
+def test_the_rooms_are_printed(figure) -> None:
+    rooms = Counter(bug.file.split("/")[0] for bug in BUGS)
+    figure("bugs planted in Python glue: " + ", ".join(f"{count} in {room}" for room, count in rooms.most_common()))
+    assert len(rooms) >= 6
