@@ -82,23 +82,8 @@ template <class T, class F> T atomic_update(T* p, F&& next, Site site) {
 template <class T> T atomicAdd(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
   return ::warpsmith::sim::atomic_update(p, [&](T old) { return old + v; }, site);
 }
-template <class T> T atomicMax(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
-  return ::warpsmith::sim::atomic_update(p, [&](T old) { return old < v ? v : old; }, site);
-}
-template <class T> T atomicMin(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
-  return ::warpsmith::sim::atomic_update(p, [&](T old) { return v < old ? v : old; }, site);
-}
-template <class T> T atomicOr(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
-  return ::warpsmith::sim::atomic_update(p, [&](T old) { return old | v; }, site);
-}
-template <class T> T atomicAnd(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
-  return ::warpsmith::sim::atomic_update(p, [&](T old) { return old & v; }, site);
-}
 template <class T> T atomicExch(T* p, std::type_identity_t<T> v WARPSMITH_SITE) {
   return ::warpsmith::sim::atomic_update(p, [&](T) { return v; }, site);
-}
-template <class T> T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> v WARPSMITH_SITE) {
-  return ::warpsmith::sim::atomic_update(p, [&](T old) { return old == expected ? v : old; }, site);
 }
 
 // Bits.
@@ -125,7 +110,6 @@ inline float rounded(float x) {
   asm("" : "+m"(x));
   return x;
 }
-constexpr double kUlp = 0x1p-23;  // of 1; relative to x it is between half and one of its last place
 }  // namespace warpsmith::sim
 
 template <class T> constexpr T min(T a, std::type_identity_t<T> b) { return b < a ? b : a; }
@@ -137,8 +121,4 @@ inline float __fadd_rn(float a, float b) {
   return ::warpsmith::sim::rounded(::warpsmith::sim::rounded(a) + ::warpsmith::sim::rounded(b));
 }
 inline float __fmul_rn(float a, float b) { return ::warpsmith::sim::rounded(a * b); }
-template <class T> T __ldg(const T* p WARPSMITH_SITE) {
-  ::warpsmith::sim::on_load(p, sizeof(T), site);
-  return *p;
-}
 inline void __trap(WARPSMITH_ONLY_SITE) { ::warpsmith::sim::fail("__trap()", site); }
