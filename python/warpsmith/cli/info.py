@@ -187,7 +187,7 @@ def cublas_lt(build: dict[str, Any]) -> str:
         return "not used: this build is for the CPU only"
     try:
         number = torch.ops.warpsmith._cublas_lt_version()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         said = str(error).splitlines()[0].removeprefix("cublas_lt: ")
         return f"not used, linear layers take torch's products: {said}"
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
@@ -219,7 +219,7 @@ def text(facts: dict[str, Any], list_ops: bool = False) -> str:
         lines.append(f"torch      {torch_facts['version']}, {cuda}, libtorch in {torch_facts['libtorch']}")
     for device, kernel in facts["kernels"].items():
         lines.append(f"{device:<10} {'runs' if kernel['runs'] else 'does not run'}: {kernel['why']}")
-    if facts["cublas_lt"]:
+    if facts.get("cublas_lt"):
         lines.append(f"cublasLt   {facts['cublas_lt']}")
     if facts["ops"]:
         lines.append(f"ops        {', '.join(public_ops())}")

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from warpsmith.integrations._attention import Rows, attention, eps_of
 from warpsmith.integrations._modules import Forward, StandIn, by_name, is_free, is_untouched, is_watched
-from warpsmith.nn import functional
+from warpsmith.nn import Linear, functional
 from warpsmith.ops import _activated_linear
 from warpsmith.ops._norm_linears import fits, norm_linears
 from warpsmith.ops.activation import bias_gelu, geglu, reglu, swiglu
@@ -58,6 +58,8 @@ def _layer(old: Forward) -> Forward:
 
 def _is_plain(linear: nn.Module) -> bool:
     """Whether a module is a matrix product and no more."""
+    if is_untouched(linear, Linear):
+        return linear.bias is None and linear.activation is None and not linear.fuse_main_grad
     return is_untouched(linear, nn.Linear) and linear.bias is None
 
 
