@@ -332,18 +332,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_linear_backward(
   const OnDeviceOf device(x_any);
   const Tensor dy = adjacent_rows(op, "dy", dy_any), gate = adjacent_rows(op, "gate", gate_any),
                up = adjacent_rows(op, "up", up_any);
-  const bool want_gate = want_dx || want_dgate_weight || want_dgate_bias;
-  const bool want_up = want_dx || want_dup_weight || want_dup_bias;
+  // Both, if any gradient is wanted: the loops for one alone would contract other operations, and give other bits.
+  const bool wanted = want_dx || want_dgate_weight || want_dup_weight || want_dgate_bias || want_dup_bias;
   std::optional<New> dgate, dup;
-  if (want_gate) dgate.emplace(op, "gradient of gate", x_any, columns);
-  if (want_up) dup.emplace(op, "gradient of up", x_any, columns);
-  if ((want_gate || want_up) && dy.numel() > 0) {
+  if (wanted) {
+    dgate.emplace(op, "gradient of gate", x_any, columns);
+    dup.emplace(op, "gradient of up", x_any, columns);
+  }
+  if (wanted && dy.numel() > 0) {
     const ActivationKernels& f = kernels_of(pair.activation);
     const GatedBwdParams p{dy.const_data_ptr(),
                            gate.const_data_ptr(),
                            up.const_data_ptr(),
-                           dgate ? dgate->any.mutable_data_ptr() : nullptr,
-                           dup ? dup->any.mutable_data_ptr() : nullptr,
+                           dgate->any.mutable_data_ptr(),
+                           dup->any.mutable_data_ptr(),
                            dy.size(0),
                            columns,
                            dy.stride(0),

@@ -1,7 +1,7 @@
 # Whether products with epilogues of cuBLASLt are built, which takes its header: WARPSMITH_CUBLAS_INCLUDE (the environment
 # too), else a wheel beside torch, else the CUDA toolkit. Nothing is linked: the library is opened at run time.
 if(NOT "$ENV{WARPSMITH_CUBLAS_INCLUDE}" STREQUAL "")
-  set(WARPSMITH_CUBLAS_INCLUDE "$ENV{WARPSMITH_CUBLAS_INCLUDE}")
+  set(WARPSMITH_CUBLAS_INCLUDE "$ENV{WARPSMITH_CUBLAS_INCLUDE}" CACHE PATH "a folder with cublasLt.h" FORCE)
 endif()
 set(warpsmith_cublas_include "")
 if(warpsmith_cuda)
@@ -31,6 +31,7 @@ function(add_cublas_lt target)
   set(source csrc/libraries/cublas_lt.cpp)
   target_sources(${target} PRIVATE ${source})
   target_compile_definitions(${target} PRIVATE WARPSMITH_CUBLAS_LT)
-  set_source_files_properties(${source} PROPERTIES
-    COMPILE_OPTIONS "-isystem;${warpsmith_cublas_include};-isystem;${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES}")
+  set(headers ${warpsmith_cublas_include} ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+  list(TRANSFORM headers PREPEND "-isystem;")
+  set_source_files_properties(${source} PROPERTIES COMPILE_OPTIONS "${headers}")
 endfunction()
