@@ -64,8 +64,8 @@ def other_sizes(draw, st, case):
 
 
 LINEAR_CASES = [
-    *(Case((6, 24), dtype) for dtype in DTYPES),
     *(Case((6, 24), dtype, options={"activation": a}) for dtype in DTYPES for a in ACTIVATIONS),
+    *(Case((6, 24), dtype) for dtype in DTYPES),
     *(Case((3, 5, 24), dtype, options={"residual": True}) for dtype in (BF16, FP32)),
     *(Case((9, 32), dtype, options={"residual": True, "activation": a}) for dtype in (BF16, FP32) for a in ACTIVATIONS),
     *(Case((9, 32), dtype, options={"residual": True, "bias": False}) for dtype in DTYPES),
