@@ -30,6 +30,7 @@ TITLES = {
     "attention": "attention, batched or packed",
     "activation": "activations: gated, behind a bias, dropout and sum",
     "cross_entropy": "loss, with its gradient in the same pass",
+    "linear": "linear layers: activation, residual, MLP",
     "linear_loss": "language-model head with loss or log-probabilities",
     "optim": "optimizer, one launch for all parameters",
 }

@@ -21,6 +21,7 @@ function(add_op_library target)
     # All for the same architectures, CMAKE_CUDA_ARCHITECTURES: csrc/device/code_probe.cu answers for every kernel.
     target_sources(${target} PRIVATE ${warpsmith_op_cuda})
     target_compile_definitions(${target} PRIVATE WARPSMITH_CUDA)
+    add_cublas_lt(${target})
     add_cuda_options(${target})
     if(warpsmith_op_cuda_sm90a AND CMAKE_CUDA_ARCHITECTURES MATCHES "(^|;)90a?(-real|-virtual)?(;|$)")
       add_library(${target}_sm90a OBJECT ${warpsmith_op_cuda_sm90a})

@@ -60,13 +60,26 @@ WARPSMITH_BIASED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_USE
 #undef WARPSMITH_ROW
 
+// The bias, or zeros in its place.
+template <class W> class BiasRow {
+ public:
+  BiasRow(const void* bias, int64_t columns)
+      : zeros_(bias ? 0 : static_cast<size_t>(columns)), data_(bias ? static_cast<const W*>(bias) : zeros_.data()) {}
+  const W* data() const { return data_; }
+
+ private:
+  std::vector<W> zeros_;
+  const W* data_;
+};
+
 template <class Loops> Status biased_forward(const BiasedFwdParams& p, const Parallel& parallel) {
   return visit_cpu_dtypes(p.dtype, p.bias_dtype, [&]<class T, class W>() {
     const T* x = static_cast<const T*>(p.x);
     T* y = static_cast<T*>(p.y);
+    const BiasRow<W> bias(p.bias, p.columns);
     parallel(p.rows, std::max<int64_t>(1, kElementwiseGrain / p.columns), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        Loops::forward(x + r * p.x_stride, static_cast<const W*>(p.bias), y + r * p.columns, p.columns);
+        Loops::forward(x + r * p.x_stride, bias.data(), y + r * p.columns, p.columns);
     });
     return Status();
   });
@@ -77,6 +90,7 @@ template <class Loops> Status biased_backward(const BiasedBwdParams& p, const Pa
     using Math = Arithmetic<T>;
     const T *dy = static_cast<const T*>(p.dy), *x = static_cast<const T*>(p.x);
     T* dx = static_cast<T*>(p.dx);
+    const BiasRow<W> bias(p.bias, p.columns);
     Math* partials = static_cast<Math*>(p.partials);
     const int64_t chunks = biased_partial_rows_cpu(p.rows, p.columns);  // independent of the number of threads
     parallel(chunks, 1, [&](int64_t begin, int64_t end) {
@@ -88,7 +102,7 @@ template <class Loops> Status biased_backward(const BiasedBwdParams& p, const Pa
         const int64_t first = p.rows * chunk / chunks, last = p.rows * (chunk + 1) / chunks;
         sums.begin(partials ? partials + chunk * p.columns : nullptr, last - first);
         for (int64_t r = first; r < last; ++r)
-          Loops::backward(dy + r * p.dy_stride, x + r * p.x_stride, static_cast<const W*>(p.bias),
+          Loops::backward(dy + r * p.dy_stride, x + r * p.x_stride, bias.data(),
                           dx ? dx + r * p.columns : unwanted.data(), sums.next(), p.columns);
         sums.end();
       }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <string>
 
-#include "common/alignment.h"
 #include "common/half_host.h"
 #include "common/vectorize.h"
 #include "common/visit_dtype.h"
@@ -25,9 +24,6 @@ constexpr int64_t kGrainElems = 16 * 1024;
       sum[i] += to_float(x[i]) * factor;                                                                    \
       x[i] = from_float<T>(Arithmetic<T>(0));                                                               \
     }                                                                                                       \
-  }                                                                                                         \
-  WARPSMITH_VECTORIZE void add_row(const T* x, Arithmetic<T>* sums, int64_t columns) {                      \
-    for (int64_t c = 0; c < columns; ++c) sums[c] += to_float(x[c]);                                        \
   }
 WARPSMITH_LOOPS(float)
 WARPSMITH_LOOPS(float16)
@@ -54,9 +50,6 @@ template <class In, class Out> Status run_finish(const LinearFinishParams& p, co
   return {};
 }
 
-constexpr int64_t kTileColumns = 512;  // sums of a tile stay in the first-level cache over all rows
-constexpr int64_t kPieceRows = 32;  // a long column is a sum of pieces: rounding errors grow with the number of terms
-
 }  // namespace
 
 Status linear_finish_cpu(const LinearFinishParams& p, const Parallel& parallel) {
@@ -67,28 +60,6 @@ Status linear_finish_cpu(const LinearFinishParams& p, const Parallel& parallel) 
     if constexpr (sizeof(T) == 2)
       if (widened) return run_finish<float, T>(p, parallel);
     return run_finish<T, T>(p, parallel);
-  });
-}
-
-// Threads divide the columns, so each sum has the order of the rows.
-Status column_sums_cpu(const ColumnSumsParams& p, const Parallel& parallel) {
-  return visit_cpu_dtype(p.dtype, [&]<class T>() {
-    using Math = Arithmetic<T>;
-    const T* x = static_cast<const T*>(p.x);
-    Math* sums = static_cast<Math*>(p.sums);
-    parallel(ceil_div(p.columns, kTileColumns), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t tile = begin; tile < end; ++tile) {
-        const int64_t first = tile * kTileColumns, columns = std::min(kTileColumns, p.columns - first);
-        if (!p.add) std::fill_n(sums + first, columns, Math(0));
-        for (int64_t r = 0; r < p.rows; r += kPieceRows) {
-          Math piece[kTileColumns] = {};
-          const int64_t last = std::min(p.rows, r + kPieceRows);
-          for (int64_t row = r; row < last; ++row) add_row(x + row * p.x_stride + first, piece, columns);
-          for (int64_t c = 0; c < columns; ++c) sums[first + c] += piece[c];
-        }
-      }
-    });
-    return Status();
   });
 }
 

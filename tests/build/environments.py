@@ -10,7 +10,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sysconfig.get_path("scripts")
 # Environment variables that would change what is built or found.
-STEERING = ("PYTHONPATH", "WARPSMITH_TORCH_DIR", "WARPSMITH_REQUIRE_CUDA", "TORCH_CUDA_ARCH_LIST", "CUDACXX")
+STEERING = (
+    *("PYTHONPATH", "WARPSMITH_TORCH_DIR", "WARPSMITH_REQUIRE_CUDA", "WARPSMITH_REQUIRE_CUBLAS_LT"),
+    *("TORCH_CUDA_ARCH_LIST", "CUDACXX"),
+)
 STEERING += ("CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_CUDA_COMPILER_LAUNCHER")  # or building would take no time
 
 

@@ -1,6 +1,7 @@
 """`python -m warpsmith info`: facts, verdicts, exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -188,6 +189,13 @@ def test_the_verdict_names_every_device_and_what_to_do():
     )
     broken = info.text({**facts, "kernels": {}, "problems": ["torch is missing"]})
     assert broken.startswith("verdict    nothing runs: torch is missing")
+
+
+def test_a_line_says_whether_cublas_lt_is_used():
+    assert info.cublas_lt({"cuda": False}) == "not used: this build is for the CPU only"
+    facts = info.collect()
+    line = next(x for x in info.text(facts).splitlines() if x.startswith("cublasLt"))
+    assert re.search(r"not used.*: |\d+\.\d+\.\d+$", line), line
 
 
 BUILD = {"host_compiler": "GNU 12", "cuda": True, "cuda_compiler": "13.0.48", "cuda_architectures": ["80", "90a-real"]}

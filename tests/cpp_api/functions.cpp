@@ -4,6 +4,7 @@
 #include <warpsmith/activation.h>
 #include <warpsmith/attention.h>
 #include <warpsmith/cross_entropy.h>
+#include <warpsmith/linear.h>
 #include <warpsmith/linear_loss.h>
 #include <warpsmith/norm.h>
 #include <warpsmith/optim.h>
@@ -79,6 +80,23 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_log_prob(const at::Tensor&
                                     {.temperature = temperature, .save_logits = save_logits});
 }
 
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                  const std::optional<at::Tensor>& residual, int64_t activation) {
+  return warpsmith::linear(x, weight, bias, static_cast<warpsmith::Activation>(activation), residual);
+}
+
+at::Tensor mlp(const at::Tensor& x, const at::Tensor& w1, const std::optional<at::Tensor>& b1, const at::Tensor& w2,
+               const std::optional<at::Tensor>& b2, int64_t activation) {
+  return warpsmith::mlp(x, w1, b1, w2, b2, static_cast<warpsmith::Activation>(activation));
+}
+
+at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate_weight, const at::Tensor& up_weight,
+                        const std::optional<at::Tensor>& gate_bias, const std::optional<at::Tensor>& up_bias,
+                        int64_t activation) {
+  return warpsmith::gated_linear(x, gate_weight, up_weight, gate_bias, up_bias,
+                                 static_cast<warpsmith::Activation>(activation));
+}
+
 }  // namespace
 
 TORCH_LIBRARY(warpsmith_cpp_api, m) {
@@ -122,6 +140,13 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
 #define WARPSMITH_ROW(op, function, flag) m.def(#op "(Tensor x) -> Tensor", &warpsmith::op);
   WARPSMITH_UNARY_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation) -> Tensor", &linear);
+  m.def("mlp(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int activation) -> Tensor", &mlp);
+  m.def(
+      "gated_linear(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, int "
+      "activation) "
+      "-> Tensor",
+      &gated_linear);
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, int "
       "reduction, float label_smoothing, int? max_chunk_bytes) -> Tensor",

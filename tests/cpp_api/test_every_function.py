@@ -16,6 +16,7 @@ SEED = torch.tensor([12, 3])
 TARGET = torch.tensor([[0, 7, 2], [5, -100, 1]])
 CU_SEQLENS = torch.tensor([0, 2, 6], dtype=torch.int32)
 REDUCTIONS = ("none", "mean", "sum")  # by their numbers in C++
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 
 
 def leaf(*shape):
@@ -60,6 +61,15 @@ def linear_cross_entropy(reduction, **given):
     return warpsmith.linear_cross_entropy(**given, reduction=REDUCTIONS[reduction])
 
 
+def of_layers(name):
+    """A function of layers, with the number of its activation."""
+
+    def call(activation, **given):
+        return getattr(warpsmith, name)(**given, activation=ACTIVATIONS[activation])
+
+    return call
+
+
 def problems():
     """For each name, the arguments of the C++ function (those that it has) and the Python function."""
     yield "rms_norm", *norm("rms_norm", eps=1e-3, weight_offset=1.0)
@@ -92,6 +102,15 @@ def problems():
     yield "attention", {"q": leaf(2, 6, 3, 4, 16), "kv_heads": 0, **plain}, attention
     packed = {"q": leaf(6, 4, 16), "k": leaf(6, 2, 16), "v": leaf(6, 2, 16).detach().add(1).requires_grad_()}
     yield "attention_varlen", {**packed, "cu_seqlens": CU_SEQLENS, "max_seqlen": 4}, attention_varlen
+    layer = {"x": leaf(2, 3, 16), "weight": leaf(9, 16), "bias": leaf(9), "residual": leaf(2, 3, 9)}
+    layers = {"w1": leaf(9, 16), "b1": leaf(9), "w2": leaf(5, 9), "b2": leaf(5)}
+    gated = {"gate_weight": leaf(9, 16), "up_weight": leaf(9, 16).detach().neg().requires_grad_()}
+    gated |= {"gate_bias": leaf(9), "up_bias": leaf(9).detach().neg().requires_grad_()}
+    for number in range(len(ACTIVATIONS)):
+        yield "linear", {**layer, "activation": number}, of_layers("linear")
+        if number:
+            yield "mlp", {"x": leaf(2, 3, 16), **layers, "activation": number}, of_layers("mlp")
+            yield "gated_linear", {"x": leaf(2, 3, 16), **gated, "activation": number}, of_layers("gated_linear")
     linear = {"hidden": leaf(2, 3, 16), "weight": leaf(9, 16), "bias": leaf(9), "target": TARGET.clamp_min(0)}
     yield "linear_log_prob", {**linear, "temperature": 0.7, "save_logits": True}, warpsmith.linear_log_prob
     yield "linear_log_prob", {**linear, "temperature": 1.0, "save_logits": False}, warpsmith.linear_log_prob
@@ -197,7 +216,7 @@ def test_second_derivatives_are_refused_or_right(cpp, name, given):
     for absent, chosen, leaves in calls(cpp, name, given):
         for n, t in leaves.items():
             found = outputs(getattr(cpp, name), *chosen.values())
-            if name == "rope" or (name == "dropout_add" and n == "residual"):  # linear, and lengths stay
+            if name == "rope" or (name in ("dropout_add", "linear") and n == "residual"):  # linear, and lengths stay
                 expected = 8 * (t if name == "rope" else found[0])
                 torch.testing.assert_close(second_derivative(found, t), expected.detach())
                 continue

@@ -39,7 +39,9 @@ MADE_ON_META = {
     "Attention": (16, 2, 1),
     "SwiGLUMLP": (8, 16),
     "BiasGELU": (8,),
+    "Linear": (8, 16),
     "LinearCrossEntropyHead": (8, 16),
+    "MLP": (8, 16),
 }
 
 
@@ -162,6 +164,8 @@ MODULES = {
     "DropoutAddLayerNorm": ((8, 0.1), 2),
     "BiasGELU": ((8,), 1),
     "DropoutAdd": ((0.1,), 2),
+    "Linear": ((8, 16), 1),
+    "MLP": ((8, 16), 1),
     "SwiGLUMLP": ((8, 16), 1),
 }
 
@@ -232,6 +236,7 @@ VALUES = {
     "text": "False",
     "mean": "mean",
     "tanh": "tanh",
+    "relu": "relu",
     "list": [1],
     "window": (-5, 0),
     "beyond": (2**63, 0),
@@ -258,7 +263,9 @@ CONSTRUCTED = {
     "DropoutAddLayerNorm": ({"normalized_shape": 8}, (X, X)),
     "DropoutAddRMSNorm": ({"normalized_shape": 8}, (X, X)),
     "LayerNorm": ({"normalized_shape": 8}, (X,)),
+    "Linear": ({"in_features": 8, "out_features": 5}, (X,)),
     "LinearCrossEntropyHead": ({"in_features": 8, "out_features": 5}, (X, TARGET)),
+    "MLP": ({"hidden_size": 8, "intermediate_size": 16}, (X,)),
     "QKNormRoPE": ({"head_dim": 8}, (HEADS, HEADS, ANGLES.cos(), ANGLES.sin())),
     "RMSNorm": ({"normalized_shape": 8}, (X,)),
     "RotaryEmbedding": ({"dim": 8}, (HEADS, HEADS)),

@@ -33,6 +33,7 @@ def arguments_of(name: str) -> dict:
     of_norm = {"x": rows(), "weight": make(WIDTH)}
     residual, bias, seed = {"residual": rows()}, {"bias": make(WIDTH)}, {"seed": torch.tensor([1, 2])}
     of_head = {"hidden": rows(), "weight": make(CLASSES, WIDTH), "target": target, "bias": make(CLASSES)}
+    of_layer = {"x": rows(), "weight": make(CLASSES, WIDTH), "bias": make(CLASSES)}
     of_adam = {k: [rows()] for k in ("params", "grads", "exp_avgs")}
     calls = {
         "adamw": {
@@ -57,9 +58,18 @@ def arguments_of(name: str) -> dict:
         "dropout_add": {"x": rows(), "p": 0.5} | residual | seed,
         "dropout_add_layer_norm": of_norm | residual | bias | seed | {"p": 0.5},
         "dropout_add_rms_norm": of_norm | residual | seed | {"p": 0.5},
+        "gated_linear": {"x": rows(), "gate_weight": make(CLASSES, WIDTH), "up_weight": make(CLASSES, WIDTH)},
         "layer_norm": of_norm | bias,
+        "linear": of_layer | {"activation": "silu", "residual": make(TOKENS, CLASSES)},
         "linear_cross_entropy": of_head,
         "linear_log_prob": of_head,
+        "mlp": {
+            "x": rows(),
+            "w1": make(CLASSES, WIDTH),
+            "b1": make(CLASSES),
+            "w2": make(WIDTH, CLASSES),
+            "b2": make(WIDTH),
+        },
         "qk_norm_rope": {"q": heads(2), "k": heads(1), "q_weight": make(WIDTH), "k_weight": make(WIDTH)} | tables,
         "rms_norm": of_norm,
         "rope": {"q": heads(2), "k": heads(1)} | tables,

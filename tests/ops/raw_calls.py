@@ -69,6 +69,10 @@ def _in_place():
         logits = given["logits"].clone().requires_grad_() * 1
         loss = warpsmith.cross_entropy(logits, given["target"], reduction=reduction, inplace_backward=True)
         loss.sum().backward()
+    given = {n: t.float().requires_grad_() for n, t in arguments_of("linear").items() if n != "activation"}
+    for activation in (None, "relu"):
+        main_grad = torch.zeros(given["weight"].shape)
+        warpsmith.linear(**given, activation=activation, main_grad=main_grad).sum().backward()
     given = arguments_of("linear_cross_entropy")
     for reduction in ("mean", "none"):
         hidden, weight = (given[n].float().requires_grad_() for n in ("hidden", "weight"))

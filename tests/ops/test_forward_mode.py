@@ -39,6 +39,10 @@ CASES = {
     "rope, offsets": (lambda q, k: warpsmith.rope(q, k, *TABLES, position_offset=OFFSETS), Q, K),
     "rope, packed": (lambda q: warpsmith.rope(q, None, *TABLES, cu_seqlens=CU, position_offset=OFFSETS)[0], Q[0]),
     "qk_norm_rope": (lambda *t: warpsmith.qk_norm_rope(*t, *TABLES), Q, K, HEAD, HEAD + 1),
+    "linear": (lambda x, w, b: warpsmith.linear(x, w, b, "silu"), X, HEADS, TARGET.double()),
+    "linear, residual": (lambda x, w, r: warpsmith.linear(x, w, None, "gelu", residual=r), X, HEADS, X[:, :4] + 1),
+    "mlp": (lambda x, w1, w2: warpsmith.mlp(x, w1, None, w2, None), X, HEADS, HEADS[:, :4] + 0.5),
+    "gated_linear": (warpsmith.gated_linear, X, HEADS, HEADS + 0.5),
 }
 
 

@@ -44,8 +44,6 @@ TEST(finish_pairs_without_a_kernel_are_refused) {
   expect_refused(linear_finish_cuda(p, nullptr), "from float64 to float64");
   p.dtype = Dtype::float32;
   expect_refused(linear_finish_cuda(p, nullptr), "from float32 to float64");
-  ColumnSumsParams sums{one.data(), one.data(), nullptr, 1, 1, 1, false, Dtype::float64};
-  expect_refused(column_sums_cuda(sums, nullptr), "float64");
 }
 
 // The last of more than 2^31 elements, in memory that is never touched but for the end: one block runs of them all.
@@ -73,20 +71,6 @@ TEST(finish_beyond_2_31_elements) {
     expect_equal("last element of the sum", sum[last], 7.0f);
   });
   sim::options() = before;
-}
-
-// Rows more than 2^31 elements apart in all: row starts need 64 bits.
-TEST(column_sums_beyond_2_31_elements) {
-  constexpr int64_t kRows = 3, kColumns = 64, kStride = int64_t{1} << 31;
-  sim::SparseMemory<bfloat16> x(kRows * kStride);
-  Buffer<float> sums(kColumns);
-  for (int64_t r = 0; r < kRows; ++r)
-    for (int64_t c = 0; c < kColumns; ++c)
-      x.data()[r * kStride + c] = from_float<bfloat16>(static_cast<float>(c + 100 * (r + 1) % 37));
-  expect_ok(
-      column_sums_cuda({x.data(), sums.data(), nullptr, kRows, kColumns, kStride, false, Dtype::bfloat16}, nullptr));
-  for (int64_t c = 0; c < kColumns; ++c)
-    expect_equal("sum", sums[static_cast<size_t>(c)], static_cast<float>(3 * c + 100 % 37 + 200 % 37 + 300 % 37));
 }
 
 }  // namespace

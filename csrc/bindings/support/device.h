@@ -2,6 +2,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <optional>
+
 #include "bindings/support/tensor.h"
 #include "common/parallel.h"
 
@@ -45,5 +47,22 @@ template <class Cuda, class Cpu> void run_on(const char* op, const Tensor& t, Cu
 #endif
   raise_if_failed(op, cpu(torch_threads()));
 }
+
+#ifdef WARPSMITH_CUDA
+// Makes the device of a CUDA tensor current.
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const Tensor& t) {
+    if (t.is_cuda()) guard_.emplace(t.get_device_index());
+  }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
+#else
+struct OnDeviceOf {
+  explicit OnDeviceOf(const Tensor&) {}
+};
+#endif
 
 }  // namespace warpsmith

@@ -1,6 +1,7 @@
 #pragma once
 #include <algorithm>
 
+#include "bindings/support/column_sums.h"
 #include "bindings/support/loss.h"
 #include "bindings/support/matmul.h"
 #include "bindings/support/rows.h"
@@ -9,23 +10,6 @@
 
 // What the linear losses share: their inputs, the loop over chunks of rows, and the sums of gradients over chunks.
 namespace warpsmith {
-
-#ifdef WARPSMITH_CUDA
-// Makes the device of a CUDA tensor current.
-class OnDeviceOf {
- public:
-  explicit OnDeviceOf(const Tensor& t) {
-    if (t.is_cuda()) guard_.emplace(t.get_device_index());
-  }
-
- private:
-  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
-};
-#else
-struct OnDeviceOf {
-  explicit OnDeviceOf(const Tensor&) {}
-};
-#endif
 
 // The checked inputs of a linear loss, as matrices.
 struct LinearInputs : LossRows {
@@ -157,7 +141,7 @@ class GradientSums {
     if (wanted_.weight && in_.width > 0)
       add_outer_products(in_.op, dweight_, dlogits, matrix_view(in_.hidden, first * stride, rows, in_.width, stride),
                          more || holds_weight_);
-    if (wanted_.bias) add_column_sums(dlogits, more);
+    if (wanted_.bias) add_column_sums(in_.op, dlogits, dbias_, in_.dtype, more);
   }
 
   const Tensor& dhidden() const { return dhidden_; }
@@ -173,29 +157,6 @@ class GradientSums {
   }
 
  private:
-  void add_column_sums(const Tensor& dlogits, bool more) {
-    ColumnSumsParams p{dlogits.const_data_ptr(),
-                       dbias_.mutable_data_ptr(),
-                       nullptr,
-                       dlogits.size(0),
-                       in_.classes,
-                       dlogits.stride(0),
-                       more,
-                       in_.dtype};
-    std::optional<Tensor> partials;
-    in_.run(
-        [&](void* stream) {
-          int64_t slices = 0;
-          WARPSMITH_RETURN_IF_FAILED(column_sums_slices_cuda(p, &slices));
-          const int64_t sizes[2] = {slices > 1 ? slices : 0, in_.classes};
-          partials =
-              allocate(in_.op, "partial sums of the bias's gradient", sizes, 2, real_code(in_.dtype), in_.hidden);
-          p.partials = partials->mutable_data_ptr();
-          return column_sums_cuda(p, stream);
-        },
-        [&](const Parallel& threads) { return column_sums_cpu(p, threads); });
-  }
-
   const LinearInputs& in_;
   WantedGradients wanted_;
   bool holds_weight_;

@@ -10,36 +10,6 @@
 // computed before and after the pass over the logits.
 namespace warpsmith {
 
-// The dtype of losses, row statistics and class weights: float32, or float64 for float64 logits.
-inline Dtype real_dtype(Dtype dtype) { return dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32; }
-inline int32_t real_code(Dtype dtype) {
-  return dtype == Dtype::float64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
-}
-
-inline Tensor allocate_shaped(const char* op, const char* argument, const Tensor& shape, int32_t dtype) {
-  const auto sizes = shape.sizes();
-  return allocate(op, argument, sizes.data(), static_cast<int64_t>(sizes.size()), dtype, shape);
-}
-
-inline Tensor allocate_scalar(const char* op, const char* argument, int32_t dtype, const Tensor& like) {
-  return allocate(op, argument, nullptr, 0, dtype, like);
-}
-
-// Stands for an output that is not wanted: a tensor without elements.
-inline Tensor nothing(const char* op, int32_t dtype, const Tensor& like) {
-  return allocate_vector(op, "no result", 0, dtype, like);
-}
-
-// Address of element `offset` of an optional tensor, or null.
-inline void* at(const std::optional<Tensor>& t, int64_t offset = 0) {
-  if (!t) return nullptr;
-  return static_cast<char*>(t->mutable_data_ptr()) + offset * static_cast<int64_t>(t->element_size());
-}
-inline const void* const_at(const std::optional<Tensor>& t, int64_t offset = 0) {
-  if (!t) return nullptr;
-  return static_cast<const char*>(t->const_data_ptr()) + offset * static_cast<int64_t>(t->element_size());
-}
-
 constexpr int64_t kNoRowIsIgnored = std::numeric_limits<int64_t>::min();
 
 struct LossOptions {

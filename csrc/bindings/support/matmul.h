@@ -86,19 +86,19 @@ inline void add_outer_products(const char* op, const Tensor& sum, const Tensor& 
 #ifdef WARPSMITH_CUDA
   if (sum.is_cuda()) {
     if (!torch_get_current_cuda_blas_handle)
-      refuse(op, "dw_dtype", "the weight's dtype with this build of torch, which does not share its cuBLAS handle",
-             "float32");
+      refuse(op, "weight's gradient",
+             "the weight's dtype with this build of torch, which does not share its cuBLAS handle", "float32");
     void* handle = nullptr;
     TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
     raise_if_failed(op, add_outer_products_cuda(handle, a.const_data_ptr(), a.stride(0), a.size(1), b.const_data_ptr(),
-                                                b.stride(0), b.size(1), a.size(0), float_dtype(op, "hidden", a),
+                                                b.stride(0), b.size(1), a.size(0), float_dtype(op, "a", a),
                                                 static_cast<float*>(sum.mutable_data_ptr()), add ? 1.f : 0.f));
     return;
   }
 #endif
   const int32_t wide = dtype_code(sum);
-  const Tensor a_wide = converted(op, "logits of a chunk in float32", a, wide);
-  const Tensor b_wide = converted(op, "hidden states of a chunk in float32", b, wide);
+  const Tensor a_wide = converted(op, "a factor of the weight's gradient in float32", a, wide);
+  const Tensor b_wide = converted(op, "a factor of the weight's gradient in float32", b, wide);
   add_outer_products(op, sum, a_wide, b_wide, add);
 }
 

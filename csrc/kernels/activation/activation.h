@@ -44,13 +44,13 @@ Status gated_forward_cpu(Gated op, const GatedFwdParams& params, const Parallel&
 Status gated_backward_cuda(Gated op, const GatedBwdParams& params, void* stream);
 Status gated_backward_cpu(Gated op, const GatedBwdParams& params, const Parallel& parallel);
 
-// ---- biased: y = f(x + bias). The sum is not rounded.
+// ---- biased: y = f(x + bias), or f(x) without a bias. The sum is not rounded. y may be x, and dx may be dy.
 
 WARPSMITH_DEFINE_OPS(Biased, WARPSMITH_BIASED_OPS)
 
 struct BiasedFwdParams {
   const void* x;     // [rows, columns], dtype; rows x_stride apart
-  const void* bias;  // [columns], bias_dtype
+  const void* bias;  // [columns], bias_dtype; null: zeros
   void* y;           // [rows, columns], dtype, contiguous
   int64_t rows, columns, x_stride;
   bool tanh;                // the op's flag; read only if its row has one
@@ -63,7 +63,7 @@ struct BiasedBwdParams {
   const void* x;     // as in the forward
   const void* bias;  // as in the forward
   void* dx;          // [rows, columns], dtype, contiguous; null: not wanted
-  void* dbias;       // [columns], bias_dtype; null: not wanted
+  void* dbias;       // [columns], bias_dtype; null: not wanted. Also there without a bias: the column sums of dx
   void* partials;    // [partial rows, columns], float (double for float64); null when dbias is
   int64_t rows, columns, dy_stride, x_stride;
   bool tanh;

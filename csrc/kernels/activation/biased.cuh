@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(kBiasedForwardThreads, 16) biased_forward(Bias
   const int64_t column = at.column * N;
   if (column >= p.columns || at.row >= p.rows) return;
   const auto packed = load_at<T, N>({p.x, 0}, at.row * p.x_stride + column);
-  float bias[N], x[N];
-  load_floats<N, W>(p.bias, column, bias);
+  float bias[N] = {}, x[N];
+  if (p.bias) load_floats<N, W>(p.bias, column, bias);
   device::unpack<T>(x, packed);
 #pragma unroll
   for (int k = 0; k < N; ++k) x[k] = F<DeviceMath<T>>(x[k] + bias[k]).value();
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kBiasedBackwardThreads, kResident) biased_back
   const int64_t column = at.column * N, step = int64_t{gridDim.y} * rows_at_once;
   float sum[N] = {};
   if (column < p.columns) {
-    float bias[N];
-    load_floats<N, W>(p.bias, column, bias);
+    float bias[N] = {};
+    if (p.bias) load_floats<N, W>(p.bias, column, bias);
     for (int64_t r = at.row; r < p.rows; r += step) {
       const auto packed_dy = load_at<T, N>({p.dy, 0}, r * p.dy_stride + column);
       const auto packed_x = load_at<T, N>({p.x, 0}, r * p.x_stride + column);

@@ -5,7 +5,7 @@
 #include "common/parallel.h"
 #include "common/status.h"
 
-// The linear losses' own kernels: all but the matrix products and cross_entropy. "real" is float; double for float64.
+// The linear losses' own kernel; the others are those of cross_entropy and linear. "real" is float; double for float64.
 namespace warpsmith {
 
 // Scales the gradients that linear_cross_entropy computed in its forward, once the upstream gradient is known. With
@@ -26,20 +26,5 @@ struct LinearFinishParams {
 
 Status linear_finish_cuda(const LinearFinishParams& params, void* stream);
 Status linear_finish_cpu(const LinearFinishParams& params, const Parallel& parallel);
-
-// The bias gradient: sums[c] (+)= sum over rows of x[r, c], in a fixed order.
-struct ColumnSumsParams {
-  const void* x;   // [rows, columns], dtype; rows x_stride apart
-  void* sums;      // [columns], real
-  void* partials;  // [column_sums_slices_cuda(...), columns], real; CUDA alone, and null for one slice
-  int64_t rows, columns, x_stride;
-  bool add;  // to what sums holds; otherwise it is written
-  Dtype dtype;
-};
-
-// Into how many slices the rows are cut. Depends on the current device.
-Status column_sums_slices_cuda(const ColumnSumsParams& params, int64_t* slices);
-Status column_sums_cuda(const ColumnSumsParams& params, void* stream);
-Status column_sums_cpu(const ColumnSumsParams& params, const Parallel& parallel);
 
 }  // namespace warpsmith

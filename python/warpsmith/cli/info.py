@@ -143,7 +143,7 @@ def kernels(build: dict[str, Any], torch_facts: dict[str, Any]) -> dict[str, Ver
 def collect() -> dict[str, Any]:
     """All facts as plain values. What cannot be found out stands in ``problems``, as a sentence each."""
     facts: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform(), "problems": []}
-    facts.update(build=None, torch=None, library=None, ops={}, kernels={})
+    facts.update(build=None, torch=None, library=None, ops={}, kernels={}, cublas_lt=None)
     try:
         from warpsmith import _C
 
@@ -161,6 +161,7 @@ def collect() -> dict[str, Any]:
     except ImportError as error:
         facts["problems"].append(str(error))
     if facts["build"] and facts["torch"] and not facts["problems"]:
+        facts["cublas_lt"] = cublas_lt(facts["build"])
         for device, verdict in kernels(facts["build"], facts["torch"]).items():
             index = device.removeprefix("cuda:")
             facts["kernels"][device] = (asked(verdict, int(index)) if index.isdigit() else verdict)._asdict()
@@ -176,6 +177,20 @@ def _runs_on(facts: dict[str, Any]) -> str:
     runs = [names.get(device, device) for device, kernel in kernels if kernel["runs"]]
     fails = [f"{names.get(device, device)}: no, {kernel['why']}" for device, kernel in kernels if not kernel["runs"]]
     return "; ".join([f"runs on {' and '.join(runs)}", *fails])
+
+
+def cublas_lt(build: dict[str, Any]) -> str:
+    """cuBLASLt's version, or why linear layers take torch's products instead."""
+    import torch
+
+    if not build["cuda"]:
+        return "not used: this build is for the CPU only"
+    try:
+        number = torch.ops.warpsmith._cublas_lt_version()
+    except (RuntimeError, ValueError) as error:
+        said = str(error).splitlines()[0].removeprefix("cublas_lt: ")
+        return f"not used, linear layers take torch's products: {said}"
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def public_ops() -> list[str]:
@@ -204,6 +219,8 @@ def text(facts: dict[str, Any], list_ops: bool = False) -> str:
         lines.append(f"torch      {torch_facts['version']}, {cuda}, libtorch in {torch_facts['libtorch']}")
     for device, kernel in facts["kernels"].items():
         lines.append(f"{device:<10} {'runs' if kernel['runs'] else 'does not run'}: {kernel['why']}")
+    if facts.get("cublas_lt"):
+        lines.append(f"cublasLt   {facts['cublas_lt']}")
     if facts["ops"]:
         lines.append(f"ops        {', '.join(public_ops())}")
     if list_ops:

@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from warpsmith.integrations._attention import Rows, attention, eps_of
 from warpsmith.integrations._modules import Forward, StandIn, by_name, is_free, is_untouched, is_watched
-from warpsmith.nn import functional
-from warpsmith.ops import _gated_linear
+from warpsmith.nn import Linear, functional
+from warpsmith.ops import _activated_linear
 from warpsmith.ops._norm_linears import fits, norm_linears
 from warpsmith.ops.activation import bias_gelu, geglu, reglu, swiglu
 from warpsmith.ops.linear_loss import linear_cross_entropy
@@ -58,6 +58,8 @@ def _layer(old: Forward) -> Forward:
 
 def _is_plain(linear: nn.Module) -> bool:
     """Whether a module is a matrix product and no more."""
+    if is_untouched(linear, Linear):
+        return linear.bias is None and linear.activation is None and not linear.fuse_main_grad
     return is_untouched(linear, nn.Linear) and linear.bias is None
 
 
@@ -100,8 +102,8 @@ def _why_not_gated(module: nn.Module) -> str | None:
 def _down(mlp: Any, gate: Tensor, up: Tensor, overwrite: bool = True) -> Tensor:
     """What a feed-forward layer makes of its first two products, over which its backward may write."""
     op, name, extra = _GATED_OPS[_activation(mlp)]
-    if overwrite and _is_plain(mlp.down_proj) and _gated_linear.fits(gate, up, mlp.down_proj.weight):
-        return _gated_linear.gated_linear(gate, up, mlp.down_proj.weight, name, *extra)
+    if overwrite and _is_plain(mlp.down_proj) and _activated_linear.fits(gate, up, mlp.down_proj.weight):
+        return _activated_linear.activated_linear(gate, up, mlp.down_proj.weight, name, *extra)
     alone = overwrite and not any(t.requires_grad and t.is_leaf for t in (gate, up))
     return mlp.down_proj(op(gate, up, inplace_backward=alone))
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from warpsmith import _C
 from warpsmith._core import checks
+from warpsmith.ops._linear import library_choice
 
 
 class _Choice(NamedTuple):
@@ -65,7 +66,8 @@ def plan(op: str, **problem: Any) -> dict[str, Any]:
 
     Returns:
         A dict of plain values, the kernel's name, its launch configuration, and ``why``, a sentence. Without a problem:
-        ``keys``, what the problem of this op is made of.
+        ``keys``, what the problem of this op is made of. Where cuBLASLt computes a product and a device is there, its
+        own choice too.
 
     Raises:
         ValueError: an op without a chooser, or a problem that does not fit it.
@@ -77,7 +79,10 @@ def plan(op: str, **problem: Any) -> dict[str, Any]:
         >>> warpsmith.plan("linear_log_prob")["keys"]["rows"]
         'an integer >= 0'
     """
-    return _choose(op, problem) if op in _choices else _C.plan(op, **problem)
+    if op in _choices:
+        return _choose(op, problem)
+    found = _C.plan(op, **problem)
+    return found | library_choice(problem) if found.get("path") == "cublas_lt" else found
 
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -6,6 +6,7 @@ from warpsmith.ops._flops import register_formulas
 from warpsmith.ops.activation import bias_gelu, bias_relu, bias_silu, dropout_add, geglu, reglu, relu_squared, swiglu
 from warpsmith.ops.attention import attention, attention_varlen
 from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
+from warpsmith.ops.linear import gated_linear, linear, mlp
 from warpsmith.ops.linear_loss import linear_cross_entropy, linear_log_prob
 from warpsmith.ops.norm import (
     add_layer_norm,
@@ -32,10 +33,13 @@ __all__ = [
     "dropout_add",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
+    "gated_linear",
     "geglu",
     "layer_norm",
+    "linear",
     "linear_cross_entropy",
     "linear_log_prob",
+    "mlp",
     "qk_norm_rope",
     "reglu",
     "relu_squared",

@@ -6,6 +6,7 @@ subtracted, the scores of attention computed again in its backward. Logits that 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -77,10 +78,59 @@ def _log_prob_backward(*inputs: Any, out_val: Any = None) -> int:
     return _head(inputs[5], inputs[4], (logits.shape[0] == 0) + want_dhidden + want_dweight)
 
 
+def _layer_flops(rows_of: Tensor, weight: Tensor, products: int = 1) -> int:
+    """Of products of rows with a weight: forward, or one for each gradient that is wanted."""
+    return 2 * products * math.prod(rows_of.shape[:-1]) * weight.shape[0] * weight.shape[1]
+
+
+def _linear(*inputs: Any, out_val: Any = None) -> int:
+    return _layer_flops(inputs[0], inputs[2])
+
+
+def _linear_backward(*inputs: Any, out_val: Any = None) -> int:
+    want_dx, want_dweight, _ = inputs[-3:]
+    return _layer_flops(inputs[0], inputs[2], want_dx + want_dweight)
+
+
+def _linear_backward_main_grad(*inputs: Any, out_val: Any = None) -> int:
+    want_dx, _ = inputs[-2:]
+    return _layer_flops(inputs[0], inputs[2], 1 + want_dx)
+
+
+def _mlp(*inputs: Any, out_val: Any = None) -> int:
+    x, w1, _, w2 = inputs[:4]
+    return _layer_flops(x, w1) + _layer_flops(x, w2)
+
+
+def _mlp_backward(*inputs: Any, out_val: Any = None) -> int:
+    x, w1, _, w2 = inputs[1:5]
+    want_dx, want_dw1, want_db1, want_dw2, _ = inputs[-5:]
+    return _layer_flops(x, w1, want_dx + want_dw1) + _layer_flops(x, w2, (want_dx or want_dw1 or want_db1) + want_dw2)
+
+
+def _gated(*inputs: Any, out_val: Any = None) -> int:
+    x, gate_weight, up_weight = inputs[:3]
+    return _layer_flops(x, gate_weight) + _layer_flops(x, up_weight)
+
+
+def _gated_backward(*inputs: Any, out_val: Any = None) -> int:
+    x, gate_weight, up_weight = inputs[1:4]
+    want_dx, want_dgate_weight, want_dup_weight, *_ = inputs[-5:]
+    of_gate, of_up = want_dx + want_dgate_weight, want_dx + want_dup_weight
+    return _layer_flops(x, gate_weight, of_gate) + _layer_flops(x, up_weight, of_up)
+
+
 FORMULAS: dict[str, Callable[..., int]] = {
     "attention": _attention_forward,
     "attention_forward": _attention_forward,
     "attention_backward": _attention_backward,
+    **dict.fromkeys(("linear", "linear_forward", "linear_inference"), _linear),
+    "linear_backward": _linear_backward,
+    "linear_backward_main_grad": _linear_backward_main_grad,
+    **dict.fromkeys(("mlp", "mlp_forward", "mlp_inference"), _mlp),
+    "mlp_backward": _mlp_backward,
+    **dict.fromkeys(("gated_linear", "gated_linear_forward"), _gated),
+    "gated_linear_backward": _gated_backward,
     "linear_cross_entropy": _cross_entropy,
     "linear_cross_entropy_forward": _cross_entropy,
     "linear_cross_entropy_rows": _cross_entropy,

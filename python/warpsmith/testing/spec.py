@@ -127,6 +127,8 @@ class OpSpec:
         devices: device types on which the op exists.
         float64_devices: devices on which it takes float64.
         repeated_cases: cases whose bits are compared over repeats, beside one of each dtype.
+        thread_counts: on the CPU, the numbers of threads with which the same bits are asked for. None where matrix
+            products are torch's: those of a BLAS may depend on it.
         random_cases: how many are drawn; on the simulated kernels a quarter of that.
         redraw: ``redraw(draw, st, case)`` draws the options of a random case anew, and mends sizes that do not go with
             them; ``st`` is ``hypothesis.strategies``. Default: any sizes go with any options.
@@ -169,6 +171,7 @@ class OpSpec:
     devices: tuple[str, ...] = ("cpu", "cuda")
     float64_devices: tuple[str, ...] = ("cpu",)
     repeated_cases: Sequence[Case] = ()
+    thread_counts: tuple[int, ...] = (1, 2, 3)
     random_cases: int = 400
     redraw: Callable[[Callable[..., Any], Any, Case], Case] | None = None
     sim_elements: int = 2**14

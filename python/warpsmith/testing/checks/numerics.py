@@ -220,12 +220,12 @@ REPEATS = {"cpu": 5, "cuda": 1000, "sim": sim.SCHEDULES}  # races need repetitio
 
 def check_repeats_bitwise(spec: OpSpec, case: Case, device: str = "cpu") -> None:
     """The same inputs give the same bits, time after time (1,000 times on CUDA, under each schedule on the sim) and,
-    on the CPU, with 1, 2 and 3 threads."""
+    on the CPU, with each of the spec's numbers of threads."""
     inputs = make_inputs(spec, case, device)
     first = check_repeats(spec, case, inputs, REPEATS[device])
     if device != "cpu":
         return
-    for count in (1, 2, 3):
+    for count in spec.thread_counts:
         with cpu_threads(count):
             assert_same_bits(f"{spec.name} {case}: {count} threads", first, run(spec.op, spec, case, inputs).all())
 

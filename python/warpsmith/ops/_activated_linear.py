@@ -13,13 +13,13 @@ from warpsmith.ops._activation import gradient_in_place_of, may_overwrite
 
 
 def fits(gate: Tensor, up: Tensor, weight: Tensor) -> bool:
-    """Whether :func:`gated_linear` may stand for the two ops: as for the norm, and the backward may overwrite gate and
-    up, both of which get a gradient."""
+    """Whether :func:`activated_linear` may stand for the two ops: as for the norm, and the backward may overwrite gate
+    and up, both of which get a gradient."""
     own = all(t.requires_grad and not t.is_leaf for t in (gate, up))
     return own and gate.shape == up.shape and _norm_linears.fits(gate, up, weight) and may_overwrite(gate, up)
 
 
-class _GatedLinear(torch.autograd.Function):
+class _ActivatedLinear(torch.autograd.Function):
     """Keeps gate, up and the weight. The backward of the activation makes its output again, over the gradient that it
     has read, and writes the gradients over gate and up: one activation more is written."""
 
@@ -48,8 +48,8 @@ class _GatedLinear(torch.autograd.Function):
         return gradient_in_place_of(gate), gradient_in_place_of(up), dweight, None, None
 
 
-def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, op: str, *extra: Any) -> Tensor:
+def activated_linear(gate: Tensor, up: Tensor, weight: Tensor, op: str, *extra: Any) -> Tensor:
     """``h @ weight.T``, h what the gated activation ``op`` makes of gate and up (..., F), with its last arguments;
     weight (D, F). Nothing but these is kept, and the backward overwrites gate and up: a second one is refused. Second
     derivatives are composed of torch operations."""
-    return _GatedLinear.apply(gate, up, weight, op, extra)
+    return _ActivatedLinear.apply(gate, up, weight, op, extra)

@@ -3,12 +3,12 @@
 
 #include "device/convert.h"
 #include "device/vector.h"
-#include "kernels/linear_loss/linear_loss.h"
+#include "kernels/linear/linear.h"
 
 // Column sums in float, in two stages of fixed order: each block adds one slice of the rows for a tile of columns, then
 // the slices are added. Reads sizeof(T) bytes an element. Writes and reads 4 bytes of partial sums a column and slice;
 // a single slice needs none. Writes 4 bytes a column, and with `add` reads them first.
-namespace warpsmith::linear_loss {
+namespace warpsmith::linear {
 
 using device::Vector;
 
@@ -73,4 +73,4 @@ __global__ void __launch_bounds__(kColumnThreads) add_slices(ColumnSumsParams p,
   device::store(sums, p.add ? device::load(sums) + total : total);
 }
 
-}  // namespace warpsmith::linear_loss
+}  // namespace warpsmith::linear

@@ -1,0 +1,124 @@
+"""Linear layers beside torch and torch.compile, at the shapes of Llama 1.2B and GPT-2 124M.
+
+Rows are ratios' parts: each cell holds the bare product `torch.mm` ("product") beside the layer, so that an epilogue's
+price is a quotient within one run. Shapes are M x K x N, of mlp and gated_linear M x K x F.
+
+    linear             x @ weight^T + bias
+    linear_gelu_tanh   with GELU behind it, without and with a gradient ("forward", "forward, kept")
+    linear_main_grad   the weight's gradient into a float32 tensor, beside product and addition
+    mlp, gated_linear  forward and backward
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+import warpsmith
+from warpsmith.testing.rows import OURS, YARDSTICK
+
+from benchmarks.cells import leaves, timed, torch_contenders
+
+GPU_SHAPES = ((65536, 768, 3072), (8192, 2048, 8192), (16384, 4096, 14336), (8192, 2048, 2048))
+CPU_SHAPES = ((512, 256, 1024),)
+TINY = (8, 16, 32)
+PRODUCT = "product"
+SPIN_CYCLES = 20_000_000  # torch eager launches many kernels
+
+
+def dtype_text(t):
+    return str(t.dtype).removeprefix("torch.")
+
+
+def cell(op, shape, t, direction):
+    return op, "x".join(map(str, shape)), dtype_text(t), direction
+
+
+def of_shapes(device, options):
+    return options.shapes(device, GPU_SHAPES, CPU_SHAPES, TINY)
+
+
+def ungraded(fn):
+    return lambda: torch.no_grad()(fn)()
+
+
+def forward(op, activation, device, options):
+    """The layer without a gradient, and with one: then the pre-activation is written too."""
+    rows = []
+    for shape in of_shapes(device, options):
+        m, k, n = shape
+        x, weight, bias = leaves(device, (m, k), (n, k), (n,))
+
+        def plain(x, weight, bias):
+            z = F.linear(x, weight, bias)
+            return z if activation is None else F.gelu(z, approximate="tanh")
+
+        contenders = torch_contenders(functools.partial(warpsmith.linear, activation=activation), plain, options)
+        calls = {name: ungraded(functools.partial(fn, x, weight, bias)) for name, fn in contenders.items()}
+        kept = {name: functools.partial(fn, x, weight, bias) for name, fn in contenders.items()}
+        product = ungraded(lambda x=x, weight=weight: torch.mm(x, weight.t()))
+        for direction, some in (("forward", calls), ("forward, kept", kept)):
+            some = {**some, PRODUCT: product}
+            rows += timed(cell(op, shape, x, direction), some, device, options, not_rivals=(YARDSTICK, PRODUCT))
+    return rows
+
+
+def main_grad(device, options):
+    """dy^T @ x into a float32 tensor that holds the sum of earlier micro-batches."""
+    rows = []
+    backward, backward_main_grad = (
+        getattr(torch.ops.warpsmith, f"linear_backward{suffix}") for suffix in ("", "_main_grad")
+    )
+    for shape in of_shapes(device, options):
+        m, k, n = shape
+        x, weight, dy = (t.detach() for t in leaves(device, (m, k), (n, k), (m, n)))
+        total, none = torch.zeros(n, k, device=device), x.new_empty(0)
+
+        def ours(x=x, weight=weight, dy=dy, total=total, none=none):
+            backward_main_grad(dy, x, weight, None, none, total, 0, False, False)
+
+        def apart(x=x, weight=weight, dy=dy, total=total, none=none):
+            total.add_(backward(dy, x, weight, None, none, 0, None, False, True, False)[1])
+
+        calls = {OURS: ours, "torch": apart, PRODUCT: lambda x=x, dy=dy: torch.mm(dy.t(), x)}
+        place = cell("linear_main_grad", shape, x, "backward")
+        rows += timed(place, calls, device, options, not_rivals=(YARDSTICK, PRODUCT))
+    return rows
+
+
+def steps(op, plain, sizes, device, options):
+    """Forward and backward of a function of several layers."""
+    rows = []
+    for shape in of_shapes(device, options):
+        tensors = leaves(device, *sizes(*shape))
+        contenders = torch_contenders(getattr(warpsmith, op), plain, options)
+        grads = torch.randn_like(plain(*tensors))
+
+        def step_of(fn, tensors=tensors, grads=grads):
+            def step():
+                for t in tensors:
+                    t.grad = None
+                fn(*tensors).backward(grads)
+
+            return step
+
+        calls = {name: step_of(fn) for name, fn in contenders.items()}
+        place = cell(op, shape, tensors[0], "forward + backward")
+        rows += timed(place, calls, device, options, **({"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}))
+    return rows
+
+
+def plain_mlp(x, w1, b1, w2, b2):
+    return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
+
+
+def plain_gated(x, gate_weight, up_weight):
+    return F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight)
+
+
+OPS = {
+    "linear": functools.partial(forward, "linear", None),
+    "linear_gelu_tanh": functools.partial(forward, "linear_gelu_tanh", "gelu_tanh"),
+    "linear_main_grad": main_grad,
+    "mlp": functools.partial(steps, "mlp", plain_mlp, lambda m, k, f: ((m, k), (f, k), (f,), (k, f), (k,))),
+    "gated_linear": functools.partial(steps, "gated_linear", plain_gated, lambda m, k, f: ((m, k), (f, k), (f, k))),
+}

@@ -1,0 +1,426 @@
+#include "bindings/support/linear.h"
+
+#include "bindings/support/library.h"
+
+// The bindings of linear, mlp and gated_linear: checks, outputs, and the order of the steps. A result that is not
+// wanted has zero elements.
+namespace warpsmith {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// A tensor of the family's shapes: the leading dimensions of `like`, then `columns`.
+void check_rows(const char* op, const char* argument, const Tensor& t, const Tensor& like, int64_t columns,
+                Dtype dtype) {
+  check_dtype(op, argument, t, dtype);
+  bool same = t.dim() == like.dim() && t.size(t.dim() - 1) == columns;
+  std::string expected;
+  for (int64_t i = 0; i + 1 < like.dim(); ++i) {
+    same = same && t.size(i) == like.size(i);
+    expected += std::to_string(like.size(i)) + ", ";
+  }
+  if (!same) refuse(op, argument, "shape (" + expected + std::to_string(columns) + ")", shape_text(t));
+  check_same_device(op, argument, t, like);
+}
+
+void check_main_grad(const char* op, const Tensor& main_grad, const Layer& layer, Dtype dtype) {
+  check_dtype(op, "main_grad", main_grad, real_dtype(dtype));
+  check_shape(op, "main_grad", main_grad, {layer.out, layer.in});
+  check_same_device(op, "main_grad", main_grad, layer.weight);
+  if (!main_grad.is_contiguous() && !transposed(main_grad).is_contiguous())
+    refuse(op, "main_grad", "a contiguous tensor or its transpose", "other strides");
+}
+
+// What a forward starts from: x, of at least one dimension, and its dtype.
+Dtype check_x(const char* op, const Tensor& x) {
+  const Dtype dtype = float_dtype(op, "x", x);
+  if (x.dim() == 0) refuse(op, "x", "at least one dimension", "a tensor without dimensions");
+  return dtype;
+}
+
+// What a backward starts from: the upstream gradient, whose dtype is that of all that follows.
+Dtype check_dy(const char* op, const Tensor& dy) {
+  const Dtype dtype = float_dtype(op, "dy", dy);
+  if (dy.dim() == 0) refuse(op, "dy", "at least one dimension", "a tensor without dimensions");
+  return dtype;
+}
+
+int64_t last(const Tensor& t) { return t.size(t.dim() - 1); }
+
+// A new tensor with the leading dimensions of `like`, and the same as a matrix.
+struct New {
+  Tensor any;
+  Tensor rows;
+
+  New(const char* op, const char* argument, const Tensor& like, int64_t columns)
+      : any(allocate_rows(op, argument, like, columns)), rows(as_rows_matrix(any, count(like), columns)) {}
+  static int64_t count(const Tensor& like) {
+    int64_t rows = 1;
+    for (int64_t i = 0; i + 1 < like.dim(); ++i) rows *= like.size(i);
+    return rows;
+  }
+};
+
+Tensor nothing_like(const char* op, const Tensor& like) { return nothing(op, dtype_code(like), like); }
+
+// Five gradients that are not wanted so far, each a tensor of its own: no two results may be one.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> five_of_nothing(const char* op, const Tensor& like) {
+  return {nothing_like(op, like), nothing_like(op, like), nothing_like(op, like), nothing_like(op, like),
+          nothing_like(op, like)};
+}
+
+// ---- linear: y = f(x weight^T + bias) + residual
+
+// `keep`: the backward's needs are returned beside y: the pre-activation, but nothing without an activation, nor for
+// relu, whose derivative y tells too unless a residual is added.
+std::tuple<Tensor, Tensor> linear(const Tensor& x_any, const OptionalTensor& residual_any, const Tensor& weight,
+                                  const OptionalTensor& bias, const OptionalTensor& main_grad, int64_t number,
+                                  bool keep) {
+  const char* op = name(LinearOp::linear);
+  const Dtype dtype = check_x(op, x_any);
+  const Layer layer = check_layer(op, x_any, dtype, last(x_any), "weight", weight, "bias", bias);
+  if (residual_any) check_rows(op, "residual", *residual_any, x_any, layer.out, dtype);
+  if (main_grad) check_main_grad(op, *main_grad, layer, dtype);
+  const LinearActivation activation = check_activation(op, number, /*none_allowed=*/true);
+  const bool plain = activation == LinearActivation::none;
+  const bool keeps = keep && !plain && (activation != LinearActivation::relu || residual_any);
+
+  const OnDeviceOf device(x_any);
+  const Tensor x = rows_of(op, "x", x_any);
+  const New y(op, "y", x_any, layer.out);
+  std::optional<New> z;
+  if (keeps) z.emplace(op, "pre-activation", x_any, layer.out);
+  OptionalTensor residual;
+  if (residual_any) residual = adjacent_rows(op, "residual", *residual_any);
+  if (residual && plain && !bias) {
+    project(op, layer, x, y.rows, residual);
+  } else {
+    project_and_activate(op, layer, activation, x, y.rows, z ? OptionalTensor(z->rows) : std::nullopt, dtype);
+    if (residual) add_residual(op, y.rows, *residual, dtype);
+  }
+  return {y.any, z ? z->any : nothing_like(op, x_any)};
+}
+
+std::tuple<Tensor, Tensor> linear_forward(Tensor x, OptionalTensor residual, Tensor weight, OptionalTensor bias,
+                                          OptionalTensor main_grad, int64_t activation) {
+  return linear(x, residual, weight, bias, main_grad, activation, true);
+}
+
+Tensor linear_inference(Tensor x, OptionalTensor residual, Tensor weight, OptionalTensor bias, OptionalTensor main_grad,
+                        int64_t activation) {
+  return std::get<0>(linear(x, residual, weight, bias, main_grad, activation, false));
+}
+
+// z: what the forward kept, or for relu its output.
+std::tuple<Tensor, Tensor, Tensor> linear_backward_into(const char* op, const Tensor& dy_any,
+                                                        const OptionalTensor& x_any, const Tensor& weight,
+                                                        const OptionalTensor& bias, const Tensor& z_any,
+                                                        const OptionalTensor& main_grad, int64_t number, bool wide,
+                                                        bool want_dx, bool want_dweight, bool want_dbias) {
+  const Dtype dtype = check_dy(op, dy_any);
+  check_dtype(op, "weight", weight, dtype);
+  if (weight.dim() != 2 || weight.size(0) != last(dy_any))
+    refuse(op, "weight", "shape (" + std::to_string(last(dy_any)) + ", K)", shape_text(weight));
+  const Layer layer = check_layer(op, dy_any, dtype, weight.size(1), "weight", weight, "bias", bias);
+  if (x_any) check_rows(op, "x", *x_any, dy_any, layer.in, dtype);
+  if (want_dweight && !x_any) refuse(op, "x", "a tensor when the gradient of weight is wanted", "None");
+  if (want_dbias && !bias) refuse(op, "bias", "a tensor when its gradient is wanted", "None");
+  if (main_grad) check_main_grad(op, *main_grad, layer, dtype);
+  const LinearActivation activation = check_activation(op, number, /*none_allowed=*/true);
+  const bool plain = activation == LinearActivation::none;
+  if (!plain) check_rows(op, "z", z_any, dy_any, layer.out, dtype);
+
+  const OnDeviceOf device(dy_any);
+  Tensor dz = adjacent_rows(op, "dy", dy_any);
+  Tensor dbias = nothing_like(op, dy_any);
+  if (plain) {
+    if (want_dbias) dbias = bias_gradient(op, dz, layer, dtype);
+  } else {
+    const bool products = want_dx || want_dweight;
+    std::optional<New> made;
+    if (products) made.emplace(op, "gradient of the pre-activation", dy_any, layer.out);
+    if (want_dbias) dbias = allocate_vector(op, "gradient of bias", layer.out, dtype_code(*bias), dy_any);
+    if (products || want_dbias)
+      activation_backward(op, activation, dz, adjacent_rows(op, "z", z_any),
+                          made ? OptionalTensor(made->rows) : std::nullopt,
+                          want_dbias ? OptionalTensor(dbias) : std::nullopt, dtype, layer.bias_dtype);
+    if (products) dz = made->rows;
+  }
+  Tensor dx = nothing_like(op, dy_any), dweight = nothing_like(op, dy_any);
+  if (want_dx) {
+    const New to(op, "gradient of x", dy_any, layer.in);
+    input_gradient(op, dz, layer, to.rows);
+    dx = to.any;
+  }
+  if (want_dweight) {
+    const Tensor x = rows_of(op, "x", *x_any);
+    if (main_grad)
+      weight_gradient_into(op, *main_grad, dz, x, true);
+    else
+      dweight = weight_gradient(op, dz, x, layer, dtype, wide);
+  }
+  return {dx, dweight, dbias};
+}
+
+bool is_wide(const char* op, std::optional<ScalarType> dweight_dtype, const Tensor& weight) {
+  if (!dweight_dtype || *dweight_dtype == weight.scalar_type()) return false;
+  if (*dweight_dtype != ScalarType::Float || weight.scalar_type() == ScalarType::Double)
+    refuse(op, "dweight_dtype", same_or_float32_text(float_dtype(op, "weight", weight)), dtype_text(*dweight_dtype));
+  return true;
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_backward(Tensor dy, OptionalTensor x, Tensor weight, OptionalTensor bias,
+                                                   Tensor z, int64_t activation,
+                                                   std::optional<ScalarType> dweight_dtype, bool want_dx,
+                                                   bool want_dweight, bool want_dbias) {
+  const char* op = backward_name(LinearOp::linear);
+  return linear_backward_into(op, dy, x, weight, bias, z, std::nullopt, activation, is_wide(op, dweight_dtype, weight),
+                              want_dx, want_dweight, want_dbias);
+}
+
+std::tuple<Tensor, Tensor> linear_backward_main_grad(Tensor dy, Tensor x, Tensor weight, OptionalTensor bias, Tensor z,
+                                                     Tensor main_grad, int64_t activation, bool want_dx,
+                                                     bool want_dbias) {
+  const auto [dx, dweight, dbias] = linear_backward_into(backward_name(LinearOp::linear), dy, x, weight, bias, z,
+                                                         main_grad, activation, false, want_dx, true, want_dbias);
+  return {dx, dbias};
+}
+
+// ---- mlp: y = f(x w1^T + b1) w2^T + b2
+
+struct Mlp {
+  Layer first, second;
+  LinearActivation activation;
+};
+
+Mlp check_mlp(const char* op, const Tensor& like, Dtype dtype, int64_t in, const Tensor& w1, const OptionalTensor& b1,
+              const Tensor& w2, const OptionalTensor& b2, int64_t activation) {
+  Layer first = check_layer(op, like, dtype, in, "w1", w1, "b1", b1);
+  Layer second = check_layer(op, like, dtype, first.out, "w2", w2, "b2", b2);
+  return {std::move(first), std::move(second), check_activation(op, activation, /*none_allowed=*/false)};
+}
+
+// Returns y, and with `keep` the pre-activation (not for relu) and the activation.
+std::tuple<Tensor, Tensor, Tensor> mlp(const Tensor& x_any, const Tensor& w1, const OptionalTensor& b1,
+                                       const Tensor& w2, const OptionalTensor& b2, int64_t number, bool keep) {
+  const char* op = name(LinearOp::mlp);
+  const Dtype dtype = check_x(op, x_any);
+  const Mlp m = check_mlp(op, x_any, dtype, last(x_any), w1, b1, w2, b2, number);
+  const OnDeviceOf device(x_any);
+  const Tensor x = rows_of(op, "x", x_any);
+  const New h(op, "activation", x_any, m.first.out);
+  std::optional<New> z;
+  if (keep && m.activation != LinearActivation::relu) z.emplace(op, "pre-activation", x_any, m.first.out);
+  project_and_activate(op, m.first, m.activation, x, h.rows, z ? OptionalTensor(z->rows) : std::nullopt, dtype);
+  const New y(op, "y", x_any, m.second.out);
+  project(op, m.second, h.rows, y.rows);
+  return {y.any, z ? z->any : nothing_like(op, x_any), keep ? h.any : nothing_like(op, x_any)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> mlp_forward(Tensor x, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
+                                               int64_t activation) {
+  return mlp(x, w1, b1, w2, b2, activation, true);
+}
+
+Tensor mlp_inference(Tensor x, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2, int64_t activation) {
+  return std::get<0>(mlp(x, w1, b1, w2, b2, activation, false));
+}
+
+// The gradient of the pre-activation is made where the second layer's input gradient lies, or by cuBLASLt in that
+// product's epilogue.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor dy_any, Tensor x_any, Tensor w1,
+                                                                OptionalTensor b1, Tensor w2, OptionalTensor b2,
+                                                                Tensor z_any, Tensor h_any, int64_t number,
+                                                                bool want_dx, bool want_dw1, bool want_db1,
+                                                                bool want_dw2, bool want_db2) {
+  const char* op = backward_name(LinearOp::mlp);
+  const Dtype dtype = check_x(op, x_any);
+  const Mlp m = check_mlp(op, x_any, dtype, last(x_any), w1, b1, w2, b2, number);
+  const bool relu = m.activation == LinearActivation::relu;
+  check_rows(op, "dy", dy_any, x_any, m.second.out, dtype);
+  check_rows(op, "h", h_any, x_any, m.first.out, dtype);
+  if (!relu) check_rows(op, "z", z_any, x_any, m.first.out, dtype);
+  if (want_db1 && !b1) refuse(op, "b1", "a tensor when its gradient is wanted", "None");
+  if (want_db2 && !b2) refuse(op, "b2", "a tensor when its gradient is wanted", "None");
+
+  const OnDeviceOf device(x_any);
+  const Tensor dy = adjacent_rows(op, "dy", dy_any), h = adjacent_rows(op, "h", h_any);
+  auto [dx, dw1, db1, dw2, db2] = five_of_nothing(op, x_any);
+  if (want_db2) db2 = bias_gradient(op, dy, m.second, dtype);
+  if (want_dw2) dw2 = weight_gradient(op, dy, h, m.second, dtype);
+  if (want_dx || want_dw1 || want_db1) {
+    const Tensor z = relu ? h : adjacent_rows(op, "z", z_any);
+    const New dz(op, "gradient of the pre-activation", x_any, m.first.out);
+    if (multiply_with_derivative(op, dz.rows, dy, as_matrix(op, w2), z, m.activation)) {
+      if (want_db1) db1 = bias_gradient(op, dz.rows, m.first, dtype);
+    } else {
+      input_gradient(op, dy, m.second, dz.rows);
+      if (want_db1) db1 = allocate_vector(op, "gradient of b1", m.first.out, dtype_code(*b1), x_any);
+      activation_backward(op, m.activation, dz.rows, z, dz.rows, want_db1 ? OptionalTensor(db1) : std::nullopt, dtype,
+                          m.first.bias_dtype);
+    }
+    if (want_dw1) dw1 = weight_gradient(op, dz.rows, rows_of(op, "x", x_any), m.first, dtype);
+    if (want_dx) {
+      const New to(op, "gradient of x", x_any, m.first.in);
+      input_gradient(op, dz.rows, m.first, to.rows);
+      dx = to.any;
+    }
+  }
+  return {dx, dw1, db1, dw2, db2};
+}
+
+// ---- gated_linear: y = f(x gate_weight^T + gate_bias) * (x up_weight^T + up_bias)
+
+struct Pair {
+  Layer gate, up;
+  LinearActivation activation;
+};
+
+Pair check_pair(const char* op, const Tensor& x, Dtype dtype, const Tensor& gate_weight, const Tensor& up_weight,
+                const OptionalTensor& gate_bias, const OptionalTensor& up_bias, int64_t activation) {
+  const int64_t in = last(x);
+  Layer gate = check_layer(op, x, dtype, in, "gate_weight", gate_weight, "gate_bias", gate_bias);
+  Layer up = check_layer(op, x, dtype, in, "up_weight", up_weight, "up_bias", up_bias);
+  if (up.out != gate.out) refuse(op, "up_weight", "shape " + shape_text(gate_weight), shape_text(up_weight));
+  return {std::move(gate), std::move(up), check_activation(op, activation, /*none_allowed=*/false)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> gated_linear_forward(Tensor x_any, Tensor gate_weight, Tensor up_weight,
+                                                        OptionalTensor gate_bias, OptionalTensor up_bias,
+                                                        int64_t activation) {
+  const char* op = name(LinearOp::gated_linear);
+  const Dtype dtype = check_x(op, x_any);
+  const Pair pair = check_pair(op, x_any, dtype, gate_weight, up_weight, gate_bias, up_bias, activation);
+  const OnDeviceOf device(x_any);
+  const Tensor x = rows_of(op, "x", x_any);
+  const int64_t columns = pair.gate.out;
+  const New gate(op, "gate", x_any, columns), up(op, "up", x_any, columns), y(op, "y", x_any, columns);
+  project(op, pair.gate, x, gate.rows);
+  project(op, pair.up, x, up.rows);
+  if (y.any.numel() > 0) {
+    const ActivationKernels& f = kernels_of(pair.activation);
+    const GatedFwdParams p{gate.any.const_data_ptr(),
+                           up.any.const_data_ptr(),
+                           y.any.mutable_data_ptr(),
+                           y.rows.size(0),
+                           columns,
+                           columns,
+                           columns,
+                           f.tanh,
+                           dtype};
+    run_on(
+        op, y.any, [&](void* stream) { return gated_forward_cuda(f.gated, p, stream); },
+        [&](const Parallel& threads) { return gated_forward_cpu(f.gated, p, threads); });
+  }
+  return {y.any, gate.any, up.any};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_linear_backward(
+    Tensor dy_any, Tensor x_any, Tensor gate_weight, Tensor up_weight, OptionalTensor gate_bias, OptionalTensor up_bias,
+    Tensor gate_any, Tensor up_any, int64_t activation, bool want_dx, bool want_dgate_weight, bool want_dup_weight,
+    bool want_dgate_bias, bool want_dup_bias) {
+  const char* op = backward_name(LinearOp::gated_linear);
+  const Dtype dtype = check_x(op, x_any);
+  const Pair pair = check_pair(op, x_any, dtype, gate_weight, up_weight, gate_bias, up_bias, activation);
+  const int64_t columns = pair.gate.out;
+  check_rows(op, "dy", dy_any, x_any, columns, dtype);
+  check_rows(op, "gate", gate_any, x_any, columns, dtype);
+  check_rows(op, "up", up_any, x_any, columns, dtype);
+  if (want_dgate_bias && !gate_bias) refuse(op, "gate_bias", "a tensor when its gradient is wanted", "None");
+  if (want_dup_bias && !up_bias) refuse(op, "up_bias", "a tensor when its gradient is wanted", "None");
+
+  const OnDeviceOf device(x_any);
+  const Tensor dy = adjacent_rows(op, "dy", dy_any), gate = adjacent_rows(op, "gate", gate_any),
+               up = adjacent_rows(op, "up", up_any);
+  // Both, if any gradient is wanted: the loops for one alone would contract other operations, and give other bits.
+  const bool wanted = want_dx || want_dgate_weight || want_dup_weight || want_dgate_bias || want_dup_bias;
+  std::optional<New> dgate, dup;
+  if (wanted) {
+    dgate.emplace(op, "gradient of gate", x_any, columns);
+    dup.emplace(op, "gradient of up", x_any, columns);
+  }
+  if (wanted && dy.numel() > 0) {
+    const ActivationKernels& f = kernels_of(pair.activation);
+    const GatedBwdParams p{dy.const_data_ptr(),
+                           gate.const_data_ptr(),
+                           up.const_data_ptr(),
+                           dgate->any.mutable_data_ptr(),
+                           dup->any.mutable_data_ptr(),
+                           dy.size(0),
+                           columns,
+                           dy.stride(0),
+                           gate.stride(0),
+                           up.stride(0),
+                           columns,
+                           columns,
+                           f.tanh,
+                           dtype};
+    run_on(
+        op, dy, [&](void* stream) { return gated_backward_cuda(f.gated, p, stream); },
+        [&](const Parallel& threads) { return gated_backward_cpu(f.gated, p, threads); });
+  }
+  auto [dx, dgate_weight, dup_weight, dgate_bias, dup_bias] = five_of_nothing(op, x_any);
+  const Tensor x = rows_of(op, "x", x_any);
+  if (want_dgate_bias) dgate_bias = bias_gradient(op, dgate->rows, pair.gate, dtype);
+  if (want_dup_bias) dup_bias = bias_gradient(op, dup->rows, pair.up, dtype);
+  if (want_dgate_weight) dgate_weight = weight_gradient(op, dgate->rows, x, pair.gate, dtype);
+  if (want_dup_weight) dup_weight = weight_gradient(op, dup->rows, x, pair.up, dtype);
+  if (want_dx) {
+    const New to(op, "gradient of x", x_any, pair.gate.in);
+    input_gradient(op, dgate->rows, pair.gate, to.rows);
+    input_gradient(op, dup->rows, pair.up, to.rows, /*add=*/true);
+    dx = to.any;
+  }
+  return {dx, dgate_weight, dup_weight, dgate_bias, dup_bias};
+}
+
+WARPSMITH_SCHEMAS(m) {
+  const auto def = [&](const std::string& op, const std::string& inputs, const std::string& kept) {
+    for (const char* form : {"", "_forward"}) m.def((op + form + "(" + inputs + ") -> (Tensor y" + kept + ")").c_str());
+  };
+  const std::string linear_inputs =
+      "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? main_grad, int activation";
+  def("linear", linear_inputs, ", Tensor z");
+  m.def(("linear_inference(" + linear_inputs + ") -> Tensor y").c_str());
+  m.def(
+      "linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor? bias, Tensor z, int activation, ScalarType? "
+      "dweight_dtype, bool want_dx, bool want_dweight, bool want_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def(
+      "linear_backward_main_grad(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor z, Tensor(a!) main_grad, int "
+      "activation, bool want_dx, bool want_dbias) -> (Tensor dx, Tensor dbias)");
+
+  const std::string mlp_inputs = "Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int activation";
+  def("mlp", mlp_inputs, ", Tensor z, Tensor h");
+  m.def(("mlp_inference(" + mlp_inputs + ") -> Tensor y").c_str());
+  m.def(
+      "mlp_backward(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor z, Tensor h, int "
+      "activation, bool want_dx, bool want_dw1, bool want_db1, bool want_dw2, bool want_db2) -> (Tensor dx, Tensor "
+      "dw1, Tensor db1, Tensor dw2, Tensor db2)");
+
+  def("gated_linear",
+      "Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, int activation",
+      ", Tensor gate, Tensor up");
+  m.def(
+      "gated_linear_backward(Tensor dy, Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? "
+      "up_bias, Tensor gate, Tensor up, int activation, bool want_dx, bool want_dgate_weight, bool want_dup_weight, "
+      "bool want_dgate_bias, bool want_dup_bias) -> (Tensor dx, Tensor dgate_weight, Tensor dup_weight, Tensor "
+      "dgate_bias, Tensor dup_bias)");
+}
+
+WARPSMITH_IMPLEMENTATIONS(m) {
+  m.impl("linear", TORCH_BOX(&linear_forward));
+  m.impl("linear_forward", TORCH_BOX(&linear_forward));
+  m.impl("linear_inference", TORCH_BOX(&linear_inference));
+  m.impl("linear_backward", TORCH_BOX(&linear_backward));
+  m.impl("linear_backward_main_grad", TORCH_BOX(&linear_backward_main_grad));
+  m.impl("mlp", TORCH_BOX(&mlp_forward));
+  m.impl("mlp_forward", TORCH_BOX(&mlp_forward));
+  m.impl("mlp_inference", TORCH_BOX(&mlp_inference));
+  m.impl("mlp_backward", TORCH_BOX(&mlp_backward));
+  m.impl("gated_linear", TORCH_BOX(&gated_linear_forward));
+  m.impl("gated_linear_forward", TORCH_BOX(&gated_linear_forward));
+  m.impl("gated_linear_backward", TORCH_BOX(&gated_linear_backward));
+}
+
+}  // namespace
+}  // namespace warpsmith

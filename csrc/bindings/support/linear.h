@@ -1,0 +1,250 @@
+#pragma once
+#include <algorithm>
+#include <iterator>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings/support/column_sums.h"
+#include "bindings/support/device.h"
+#include "bindings/support/epilogue.h"
+#include "bindings/support/matmul.h"
+#include "bindings/support/rows.h"
+#include "kernels/activation/activation.h"
+#include "kernels/linear/linear.h"
+
+// What the bindings of linear, mlp and gated_linear are made of: checked layers, and the steps of forward and backward.
+// Matrices here are two-dimensional views; those that a step writes are contiguous.
+namespace warpsmith {
+
+// The kernels of an activation.
+struct ActivationKernels {
+  Biased biased;
+  Gated gated;
+  bool tanh;
+};
+
+inline const ActivationKernels& kernels_of(LinearActivation activation) {
+  static constexpr ActivationKernels rows[] = {
+#define WARPSMITH_ROW(activation, biased, gated, tanh) {Biased::biased, Gated::gated, tanh},
+      WARPSMITH_LINEAR_ACTIVATIONS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+  };
+  return rows[static_cast<int>(activation) - 1];
+}
+
+inline LinearActivation check_activation(const char* op, int64_t number, bool none_allowed) {
+  constexpr int64_t count = std::size(kLinearActivations);
+  if (number < (none_allowed ? 0 : 1) || number >= count)
+    refuse(op, "activation",
+           "a number from " + std::to_string(none_allowed ? 0 : 1) + " to " + std::to_string(count - 1),
+           std::to_string(number));
+  return static_cast<LinearActivation>(number);
+}
+
+// A matrix as products read it: its rows, or its columns, adjacent in memory and not overlapping. Others are copied.
+inline Tensor as_matrix(const char* op, const Tensor& t) {
+  const int64_t rows = t.size(0), columns = t.size(1), by_row = t.stride(0), by_column = t.stride(1);
+  const auto fits = [](int64_t sizes, int64_t adjacent, int64_t others, int64_t apart) {
+    return (sizes <= 1 || adjacent == 1) && (others <= 1 || apart >= std::max<int64_t>(sizes, 1));
+  };
+  if (fits(columns, by_column, rows, by_row))
+    return matrix_view(t, 0, rows, columns, rows > 1 ? by_row : std::max<int64_t>(columns, 1));
+  if (fits(rows, by_row, columns, by_column))
+    return matrix_view(t, 0, rows, columns, 1, columns > 1 ? by_column : std::max<int64_t>(rows, 1));
+  const Tensor copy = as_contiguous(t, op);
+  return matrix_view(copy, 0, rows, columns, std::max<int64_t>(columns, 1));
+}
+
+inline Tensor transposed(const Tensor& m) { return matrix_view(m, 0, m.size(1), m.size(0), m.stride(1), m.stride(0)); }
+
+// Whether a weight, and with it its gradient, lies transposed: the columns of an (N, K) weight are adjacent.
+inline bool lies_transposed(const Tensor& weight) { return weight.stride(0) == 1 && weight.stride(1) > 1; }
+
+// The last dimension of a tensor as columns, all others as rows. A matrix stays as it lies.
+inline Tensor rows_of(const char* op, const char* argument, const Tensor& t) {
+  if (t.dim() == 2) return as_matrix(op, t);
+  const Rows r = as_rows(op, argument, t);
+  return as_matrix(op, matrix_view(r.tensor, 0, r.rows, r.columns, r.stride));
+}
+
+// The same with adjacent columns, as our kernels read rows.
+inline Tensor adjacent_rows(const char* op, const char* argument, const Tensor& t) {
+  const Tensor m = rows_of(op, argument, t);
+  return m.size(1) > 1 && m.stride(1) != 1 ? as_contiguous(m, op) : m;
+}
+
+// A new tensor of the shape of `like` but for the last dimension.
+inline Tensor allocate_rows(const char* op, const char* argument, const Tensor& like, int64_t columns) {
+  const auto sizes = like.sizes();
+  std::vector<int64_t> shape(sizes.begin(), sizes.end());
+  shape.back() = columns;
+  return allocate(op, argument, shape.data(), static_cast<int64_t>(shape.size()), dtype_code(like), like);
+}
+
+inline Tensor as_rows_matrix(const Tensor& contiguous, int64_t rows, int64_t columns) {
+  return matrix_view(contiguous, 0, rows, columns, std::max<int64_t>(columns, 1));
+}
+
+// A checked layer: x @ weight^T + bias.
+struct Layer {
+  Tensor weight;  // [out, in], as given
+  std::optional<Tensor> bias;
+  Dtype bias_dtype;
+  int64_t in, out;
+};
+
+inline Layer check_layer(const char* op, const Tensor& like, Dtype dtype, int64_t in, const char* weight_name,
+                         const Tensor& weight, const char* bias_name, const std::optional<Tensor>& bias) {
+  check_dtype(op, weight_name, weight, dtype);
+  if (weight.dim() != 2 || weight.size(1) != in)
+    refuse(op, weight_name, "shape (N, " + std::to_string(in) + ")", shape_text(weight));
+  check_same_device(op, weight_name, weight, like);
+  Layer layer{weight, bias, dtype, in, weight.size(0)};
+  if (!bias) return layer;
+  layer.bias_dtype = check_dtype_beside(op, bias_name, *bias, dtype);
+  check_shape(op, bias_name, *bias, {layer.out});
+  check_same_device(op, bias_name, *bias, like);
+  return layer;
+}
+
+// out = x @ weight^T + bias, or with `residual` in the bias's place
+inline void project(const char* op, const Layer& layer, const Tensor& x, const Tensor& out,
+                    const std::optional<Tensor>& residual = std::nullopt) {
+  if (out.numel() == 0) return;
+  const Tensor weight = transposed(as_matrix(op, layer.weight));
+  if (residual)
+    multiply_add(out, *residual, x, weight);
+  else if (layer.bias)
+    multiply_add(out, as_contiguous(in_dtype(op, "bias", *layer.bias, dtype_code(out)), op), x, weight);
+  else
+    multiply(out, x, weight);
+}
+
+// y = f(z); y may be z.
+inline void activate(const char* op, LinearActivation activation, const Tensor& z, const Tensor& y, Dtype dtype) {
+  if (y.numel() == 0) return;
+  const ActivationKernels& f = kernels_of(activation);
+  const BiasedFwdParams p{
+      z.const_data_ptr(), nullptr, y.mutable_data_ptr(), z.size(0), z.size(1), z.stride(0), f.tanh, dtype, dtype};
+  run_on(
+      op, y, [&](void* stream) { return biased_forward_cuda(f.biased, p, stream); },
+      [&](const Parallel& threads) { return biased_forward_cpu(f.biased, p, threads); });
+}
+
+// y += residual
+inline void add_residual(const char* op, const Tensor& y, const Tensor& residual, Dtype dtype) {
+  if (y.numel() == 0) return;
+  const DropoutAddFwdParams p{y.const_data_ptr(),
+                              residual.const_data_ptr(),
+                              y.mutable_data_ptr(),
+                              make_dropout(nullptr, 0),
+                              y.size(0),
+                              y.size(1),
+                              y.stride(0),
+                              residual.stride(0),
+                              dtype};
+  run_on(
+      op, y, [&](void* stream) { return dropout_add_forward_cuda(p, stream); },
+      [&](const Parallel& threads) { return dropout_add_forward_cpu(p, threads); });
+}
+
+// z = x @ weight^T + bias and y = f(z); without z it is not kept, and without an activation y is z. One call of
+// cuBLASLt where its epilogue pays (kernels/linear/linear_config.h).
+inline void project_and_activate(const char* op, const Layer& layer, LinearActivation activation, const Tensor& x,
+                                 const Tensor& y, const std::optional<Tensor>& z, Dtype dtype) {
+  const bool plain = activation == LinearActivation::none;
+  if (!plain && y.numel() > 0) {
+    const std::optional<Tensor> bias =
+        layer.bias ? std::optional(as_contiguous(in_dtype(op, "bias", *layer.bias, dtype_code(y)), op)) : std::nullopt;
+    if (multiply_with_activation(op, y, x, transposed(as_matrix(op, layer.weight)), bias, activation, z)) return;
+  }
+  const Tensor& before = z ? *z : y;
+  project(op, layer, x, before);
+  if (!plain) activate(op, activation, before, y, dtype);
+}
+
+// dz = dy f'(z), and the bias's gradient; each may be null. dz may be dy. Returns the bias's gradient.
+inline void activation_backward(const char* op, LinearActivation activation, const Tensor& dy, const Tensor& z,
+                                const std::optional<Tensor>& dz, const std::optional<Tensor>& dbias, Dtype dtype,
+                                Dtype bias_dtype) {
+  if (dy.numel() == 0) {
+    if (dbias) torch::stable::zero_(const_cast<Tensor&>(*dbias));
+    return;
+  }
+  const ActivationKernels& f = kernels_of(activation);
+  BiasedBwdParams p{dy.const_data_ptr(), z.const_data_ptr(), nullptr,     at(dz), at(dbias), nullptr,   dy.size(0),
+                    dy.size(1),          dy.stride(0),       z.stride(0), f.tanh, dtype,     bias_dtype};
+  std::optional<Tensor> partials;
+  const auto with_partials = [&](int64_t partial_rows) {
+    if (!dbias) return;
+    const int64_t sizes[2] = {partial_rows, p.columns};
+    partials = allocate(op, "partial sums of the bias's gradient", sizes, 2, real_code(dtype), dy);
+    p.partials = partials->mutable_data_ptr();
+  };
+  run_on(
+      op, dy,
+      [&](void* stream) {
+        int64_t partial_rows = 0;
+        WARPSMITH_RETURN_IF_FAILED(biased_partial_rows_cuda(p, &partial_rows));
+        with_partials(partial_rows);
+        return biased_backward_cuda(f.biased, p, stream);
+      },
+      [&](const Parallel& threads) {
+        with_partials(biased_partial_rows_cpu(p.rows, p.columns));
+        return biased_backward_cpu(f.biased, p, threads);
+      });
+}
+
+// The gradient of a bias: the column sums of dz, rounded once.
+inline Tensor bias_gradient(const char* op, const Tensor& dz, const Layer& layer, Dtype dtype) {
+  const Tensor sums = allocate_vector(op, "gradient of bias", layer.out, real_code(dtype), dz);
+  if (dz.numel() == 0)
+    torch::stable::zero_(const_cast<Tensor&>(sums));
+  else
+    add_column_sums(op, dz, sums, dtype, false);
+  return in_dtype(op, "gradient of bias", sums, dtype_code(*layer.bias));
+}
+
+// Adds dz^T @ x to sum, or writes it there. sum [out, in] is contiguous, or its transpose is. The products are added in
+// the dtype of sum.
+inline void weight_gradient_into(const char* op, const Tensor& sum, const Tensor& dz, const Tensor& x, bool add) {
+  if (sum.numel() == 0) return;
+  if (dz.size(0) == 0) {
+    if (!add) torch::stable::zero_(const_cast<Tensor&>(sum));
+    return;
+  }
+  const bool turned = lies_transposed(sum);
+  const Tensor to = as_matrix(op, turned ? transposed(sum) : sum);
+  const Tensor &a = turned ? x : dz, &b = turned ? dz : x;
+  if (dtype_code(sum) != dtype_code(dz))
+    add_outer_products(op, to, adjacent_rows(op, "x", a), adjacent_rows(op, "x", b), add);
+  else if (add)
+    multiply_add(to, to, transposed(a), b);
+  else
+    multiply(to, transposed(a), b);
+}
+
+// The gradient of a weight, which lies as the weight does. wide: in float32 for 16-bit weights.
+inline Tensor weight_gradient(const char* op, const Tensor& dz, const Tensor& x, const Layer& layer, Dtype dtype,
+                              bool wide = false) {
+  const int32_t code = wide ? real_code(dtype) : dtype_code(dz);
+  const int64_t sizes[2] = {layer.out, layer.in}, strides[2] = {1, layer.out};
+  const Tensor dweight = lies_transposed(layer.weight)
+                             ? allocate_strided(op, "gradient of weight", sizes, strides, 2, code, dz)
+                             : allocate(op, "gradient of weight", sizes, 2, code, dz);
+  weight_gradient_into(op, dweight, dz, x, false);
+  return dweight;
+}
+
+// out (+)= dz @ weight
+inline void input_gradient(const char* op, const Tensor& dz, const Layer& layer, const Tensor& out, bool add = false) {
+  if (out.numel() == 0) return;
+  const Tensor weight = as_matrix(op, layer.weight);
+  if (add)
+    multiply_add(out, out, dz, weight);
+  else
+    multiply(out, dz, weight);
+}
+
+}  // namespace warpsmith

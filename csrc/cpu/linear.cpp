@@ -1,0 +1,57 @@
+#include <algorithm>
+
+#include "common/alignment.h"
+#include "common/half_host.h"
+#include "common/vectorize.h"
+#include "common/visit_dtype.h"
+#include "kernels/linear/linear.h"
+
+namespace warpsmith {
+namespace {
+
+// Free functions, one per dtype: target_clones reaches neither lambdas nor templates.
+#define WARPSMITH_LOOPS(T)                                                             \
+  WARPSMITH_VECTORIZE void add_row(const T* x, Arithmetic<T>* sums, int64_t columns) { \
+    for (int64_t c = 0; c < columns; ++c) sums[c] += to_float(x[c]);                   \
+  }
+WARPSMITH_LOOPS(float)
+WARPSMITH_LOOPS(float16)
+WARPSMITH_LOOPS(bfloat16)
+WARPSMITH_LOOPS(double)
+#undef WARPSMITH_LOOPS
+
+constexpr int64_t kTileColumns = 512;  // sums of a tile stay in the first-level cache over all rows
+// A long column is a sum of groups, and a group a sum of pieces: rounding errors grow with the number of terms of one
+// chain. With pieces of 32 rows alone, 40 rows of float32 were off by 4 ulp, torch's sum by less than one.
+constexpr int64_t kPieceRows = 8, kGroupRows = 64;
+
+}  // namespace
+
+// Threads divide the columns, so each sum has the order of the rows.
+Status column_sums_cpu(const ColumnSumsParams& p, const Parallel& parallel) {
+  return visit_cpu_dtype(p.dtype, [&]<class T>() {
+    using Math = Arithmetic<T>;
+    const T* x = static_cast<const T*>(p.x);
+    Math* sums = static_cast<Math*>(p.sums);
+    parallel(ceil_div(p.columns, kTileColumns), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t tile = begin; tile < end; ++tile) {
+        const int64_t first = tile * kTileColumns, columns = std::min(kTileColumns, p.columns - first);
+        if (!p.add) std::fill_n(sums + first, columns, Math(0));
+        for (int64_t g = 0; g < p.rows; g += kGroupRows) {
+          Math group[kTileColumns] = {};
+          const int64_t end_of_group = std::min(p.rows, g + kGroupRows);
+          for (int64_t r = g; r < end_of_group; r += kPieceRows) {
+            Math piece[kTileColumns] = {};
+            const int64_t last = std::min(end_of_group, r + kPieceRows);
+            for (int64_t row = r; row < last; ++row) add_row(x + row * p.x_stride + first, piece, columns);
+            for (int64_t c = 0; c < columns; ++c) group[c] += piece[c];
+          }
+          for (int64_t c = 0; c < columns; ++c) sums[first + c] += group[c];
+        }
+      }
+    });
+    return Status();
+  });
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,75 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "warpsmith/detail/linear_ops.h"
+#include "warpsmith/op.h"
+
+// Linear layers with what stands behind them, each one step of autograd.
+//
+// x: (..., K), float32, float16, bfloat16, or float64 on the CPU; any strides. Weights: (N, K), the dtype of x; they
+// may lie transposed, and their gradients then do. Biases: (N,), the dtype of x, or float32 beside a 16-bit x.
+//
+// Bad input throws an error that names op, argument, what was expected and what was given.
+namespace warpsmith {
+
+// By their numbers in the schemas.
+enum class Activation : int64_t {
+  none,
+#define WARPSMITH_ROW(activation, ...) activation,
+  WARPSMITH_LINEAR_ACTIVATIONS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+};
+
+namespace detail {
+
+// The gradient of residual is the upstream one. Of relu the forward keeps its output.
+inline variable_list linear_gradients(const Op& op, Backward& b) {
+  constexpr size_t kResidual = 1;
+  if (b.outputs[0].defined()) b.outputs[1] = b.outputs[0];
+  variable_list result = raw_gradients(op, b);
+  result.push_back(b.wanted[kResidual] ? b.grads[0] : at::Tensor());
+  return result;
+}
+
+}  // namespace detail
+
+// y = f(x @ weight^T + bias) + residual, with gradients for x, weight, bias and residual. residual: of the shape and
+// dtype of y.
+inline at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
+                         const std::optional<at::Tensor>& bias = std::nullopt, Activation activation = Activation::none,
+                         const std::optional<at::Tensor>& residual = std::nullopt) {
+  using detail::Op;
+  const auto rule = [](std::vector<std::string> saved) {
+    return detail::OpRule{.name = "linear",
+                          .gradients = detail::linear_gradients,
+                          .inputs = {"residual"},
+                          .saved = std::move(saved),
+                          .constants = {{"dweight_dtype", c10::IValue()}}};
+  };
+  static const Op op(rule({})), of_relu(rule({"y"}));
+  const bool keeps_output = activation == Activation::relu && !(residual && residual->defined());
+  return detail::call(keeps_output ? of_relu : op,
+                      {x, residual, weight, bias, /*main_grad=*/std::nullopt, static_cast<int64_t>(activation)})[0];
+}
+
+// y = f(x @ w1^T + b1) @ w2^T + b2, with gradients for all five. f must be an activation.
+inline at::Tensor mlp(const at::Tensor& x, const at::Tensor& w1, const std::optional<at::Tensor>& b1,
+                      const at::Tensor& w2, const std::optional<at::Tensor>& b2,
+                      Activation activation = Activation::gelu_tanh) {
+  static const detail::Op op({.name = "mlp"});
+  return detail::call(op, {x, w1, b1, w2, b2, static_cast<int64_t>(activation)})[0];
+}
+
+// y = f(x @ gate_weight^T + gate_bias) * (x @ up_weight^T + up_bias), with gradients for all five. f must be an
+// activation.
+inline at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate_weight, const at::Tensor& up_weight,
+                               const std::optional<at::Tensor>& gate_bias = std::nullopt,
+                               const std::optional<at::Tensor>& up_bias = std::nullopt,
+                               Activation activation = Activation::silu) {
+  static const detail::Op op({.name = "gated_linear"});
+  return detail::call(op, {x, gate_weight, up_weight, gate_bias, up_bias, static_cast<int64_t>(activation)})[0];
+}
+
+}  // namespace warpsmith

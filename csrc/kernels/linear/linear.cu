@@ -1,0 +1,64 @@
+#include "kernels/linear/linear.h"
+
+#include <algorithm>
+
+#include "common/alignment.h"
+#include "common/visit_dtype.h"
+#include "device/launch.h"
+#include "kernels/linear/column_sums.cuh"
+#include "kernels/linear/linear_config.h"
+
+namespace warpsmith {
+namespace {
+
+using namespace linear;
+
+constexpr int64_t kBlocksAMultiprocessor = 8;  // 2,048 threads
+constexpr int64_t kLeastRowsASlice = 64;       // for each, 4 bytes of partial sums a column are written and read
+constexpr int64_t kMostSlices = 64;
+
+// Elements of one access.
+int vector_elems(const ColumnSumsParams& p) {
+  return on_16_bytes(p.x) && on_16_bytes(p.x_stride, p.dtype) ? 16 / size_bytes(p.dtype) : 1;
+}
+
+int64_t column_tiles(const ColumnSumsParams& p) {
+  return ceil_div(p.columns, int64_t{kColumnThreads} * vector_elems(p));
+}
+
+}  // namespace
+
+Status column_sums_slices_cuda(const ColumnSumsParams& p, int64_t* slices) {
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  const int64_t wanted =
+      ceil_div(kBlocksAMultiprocessor * device.multiprocessors, std::max<int64_t>(1, column_tiles(p)));
+  *slices = std::max<int64_t>(1, std::min({wanted, p.rows / kLeastRowsASlice, kMostSlices}));
+  return {};
+}
+
+Status column_sums_cuda(const ColumnSumsParams& p, void* stream) {
+  return visit_cuda_dtype(p.dtype, [&]<class T>() {
+    if (p.columns == 0) return Status();
+    int64_t slices = 0;
+    WARPSMITH_RETURN_IF_FAILED(column_sums_slices_cuda(p, &slices));
+    LaunchConfig first, second;
+    first.grid = dim3(static_cast<unsigned>(column_tiles(p)), static_cast<unsigned>(slices));
+    second.grid.x = static_cast<unsigned>(ceil_div(p.columns, kColumnThreads));
+    first.block.x = second.block.x = kColumnThreads;
+    const int64_t rows = ceil_div(p.rows, slices);
+    constexpr int N = 16 / sizeof(T);
+    WARPSMITH_RETURN_IF_FAILED(vector_elems(p) == 1 ? launch(sum_slices<T, 1>, first, stream, p, rows)
+                                                    : launch(sum_slices<T, N>, first, stream, p, rows));
+    return slices == 1 ? Status() : launch(add_slices, second, stream, p, slices);
+  });
+}
+
+Status linear_problem_on_device(LinearProblem* problem) {
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  problem->code_capability = device.code_capability;
+  return {};
+}
+
+}  // namespace warpsmith

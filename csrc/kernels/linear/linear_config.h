@@ -1,0 +1,60 @@
+#pragma once
+#include <cstdint>
+
+#include "kernels/linear/linear_ops.h"
+
+// Who computes a linear layer's product and its activation: torch's product and then a kernel of ours, or one call of
+// cuBLASLt whose epilogue has both. Pure functions of the problem, printable through warpsmith.plan(op, ...).
+namespace warpsmith {
+
+enum class LinearActivation : uint8_t {
+  none,
+#define WARPSMITH_ROW(activation, ...) activation,
+  WARPSMITH_LINEAR_ACTIVATIONS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+};
+
+constexpr const char* const kLinearActivations[] = {"none",
+#define WARPSMITH_ROW(activation, ...) #activation,
+                                                    WARPSMITH_LINEAR_ACTIVATIONS(WARPSMITH_ROW)
+#undef WARPSMITH_ROW
+};
+
+// One product of [rows, in_features] and [in_features, out_features], with the activation behind it; or, for the
+// backward of an mlp, with the derivative of the activation.
+struct LinearProblem {
+  int64_t rows = 0, in_features = 1, out_features = 1;
+  bool bfloat16 = true;
+  LinearActivation activation = LinearActivation::none;
+  bool residual = false;  // added behind the activation
+  bool aligned = true;    // every matrix on 16 bytes, its rows too
+  bool library = true;    // the process has a cuBLASLt that this build can call
+  int code_capability = 90;
+};
+
+struct LinearPlan {
+  bool epilogue = false;  // of cuBLASLt
+  const char* why = "";
+};
+
+// cuBLASLt's GELU is the form by tanh, approximated. Beside the bare product, on an H200 on 2026-11-24 in bfloat16
+// (cuBLASLt 13.1, docs/design/linear.md): bias and GELU 1.03 to 1.21 where product and kernel took 1.21 to 1.55, with
+// the pre-activation written 1.11 to 1.36. On cards before Hopper the library runs it as a kernel of its own with one
+// more write. In float16 nobody has measured its error, so it is not used there. ReLU's epilogue writes a bit mask for
+// the backward, which our kernels do not read.
+constexpr LinearPlan choose_linear(const LinearProblem& p) {
+  if (p.activation == LinearActivation::none) return {false, "torch's product, which adds the bias itself"};
+  if (!p.library) return {false, "torch's product, then our kernel: no cuBLASLt that this build can call"};
+  if (p.activation != LinearActivation::gelu_tanh)
+    return {false, "torch's product, then our kernel: cuBLASLt has this epilogue not, or not exactly"};
+  if (p.residual)
+    return {false, "torch's product, then our kernels: no epilogue adds a residual behind the activation"};
+  if (!p.bfloat16) return {false, "torch's product, then our kernel: the epilogue's error is known in bfloat16 alone"};
+  if (p.code_capability != 90)
+    return {false, "torch's product, then our kernel: the epilogue was measured to pay on sm_90 alone"};
+  if (!p.aligned) return {false, "torch's product, then our kernel: the epilogue needs rows on 16 bytes"};
+  if (p.rows == 0 || p.in_features == 0 || p.out_features == 0) return {false, "nothing to multiply"};
+  return {true, "cuBLASLt's epilogue: bias, activation and pre-activation in the product"};
+}
+
+}  // namespace warpsmith

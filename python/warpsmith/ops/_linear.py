@@ -1,0 +1,462 @@
+"""The linear family: fakes, gradients, and the same in plain torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from warpsmith import _C
+from warpsmith._core import checks
+from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+from warpsmith.ops._activation import gelu, silu
+
+LINEAR, MLP, GATED = "linear", "mlp", "gated_linear"
+ACTIVATIONS: tuple[str, ...] = _C.LINEAR_ACTIVATIONS  # by their numbers in the schemas; the first is none
+NONE, RELU = 0, ACTIVATIONS.index("relu")
+
+
+def activation_number(op: str, activation: str | None, none_allowed: bool = False) -> int:
+    """The number of an activation in the schemas."""
+    if activation is None and none_allowed:
+        return NONE
+    if not isinstance(activation, str) or activation not in ACTIVATIONS[1:]:
+        known = ", ".join(map(repr, ACTIVATIONS[1:]))
+        got = repr(activation) if isinstance(activation, str) else checks.value_text(activation)
+        checks.refuse(op, "activation", f"one of {'None, ' * none_allowed}{known}", got)
+    return ACTIVATIONS.index(activation)
+
+
+def library_choice(problem: Mapping[str, Any]) -> dict[str, int]:
+    """What cuBLASLt would run for a problem of ``warpsmith.plan`` on the current device: algorithm, tile and stages by
+    its own numbers, split-K, and the bytes of its workspace. Empty without a device, or where it has nothing."""
+    if not torch.cuda.is_available() or not hasattr(raw, "_cublas_lt_choice"):
+        return {}
+    sizes = (problem[name] for name in ("rows", "in_features", "out_features"))
+    found = raw._cublas_lt_choice(torch.cuda.current_device(), *sizes)
+    if found[0] < 0:
+        return {}
+    return dict(zip(("algorithm", "tile", "stages", "split_k", "workspace_bytes"), found, strict=True))
+
+
+def under_autocast(op: str, **tensors: Tensor | None) -> list[Tensor | None]:
+    """As torch does for a linear layer: under autocast the operands are cast to its dtype."""
+    first = next(iter(tensors.values()))
+    if not isinstance(first, Tensor):
+        checks.refuse_type(op, next(iter(tensors)), "a tensor", first)
+    kind = first.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return list(tensors.values())
+    dtype = torch.get_autocast_dtype(kind)
+    return [
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors.values()
+    ]
+
+
+# ---- the checks of csrc/bindings/linear.cpp and csrc/bindings/support/linear.h, in their order
+
+
+def _check_x(op: str, x: Tensor) -> torch.dtype:
+    dtype = checks.float_dtype(op, "x", x)
+    checks.at_least_one_dimension(op, "x", x)
+    return dtype
+
+
+def _check_layer(op: str, like: Tensor, width: Any, names: Sequence[str], weight: Tensor, bias: Tensor | None) -> None:
+    checks.float_dtype(op, names[0], weight)
+    checks.same_dtype(op, names[0], weight, like)
+    if weight.dim() != 2 or checks.known(weight.shape[1] != width):
+        checks.refuse(op, names[0], f"shape (N, {width})", checks.shape_text(weight.shape))
+    checks.same_device(op, names[0], weight, like)
+    if bias is not None:
+        checks.dtype_beside(op, names[1], bias, like.dtype)
+        checks.same_shape(op, names[1], bias, weight.shape[:1])
+        checks.same_device(op, names[1], bias, like)
+
+
+def _check_rows(op: str, argument: str, t: Tensor, like: Tensor, columns: Any) -> None:
+    checks.float_dtype(op, argument, t)
+    checks.same_dtype(op, argument, t, like)
+    checks.same_shape(op, argument, t, (*like.shape[:-1], columns))
+    checks.same_device(op, argument, t, like)
+
+
+def _real(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def _check_main_grad(op: str, main_grad: Tensor, weight: Tensor) -> None:
+    checks.float_dtype(op, "main_grad", main_grad)
+    if main_grad.dtype != _real(weight):
+        checks.refuse(op, "main_grad", *map(checks.dtype_text, (_real(weight), main_grad.dtype)))
+    checks.same_shape(op, "main_grad", main_grad, weight.shape)
+    checks.same_device(op, "main_grad", main_grad, weight)
+    if not main_grad.is_contiguous() and not main_grad.t().is_contiguous():
+        checks.refuse(op, "main_grad", "a contiguous tensor or its transpose", "other strides")
+
+
+# ---- fakes
+
+
+def _new(like: Tensor, columns: Any, wanted: bool = True) -> Tensor:
+    """Contiguous, with the leading dimensions of ``like``; without elements if it is not wanted."""
+    return like.new_empty((*like.shape[:-1], columns) if wanted else (0,))
+
+
+def _new_weight_gradient(weight: Tensor, like: Tensor, wanted: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """It lies as the weight does."""
+    if not wanted:
+        return like.new_empty((0,))
+    if checks.known(weight.stride(0) == 1) and checks.known(weight.stride(1) > 1):
+        return weight.new_empty_strided(weight.shape, (1, weight.shape[0]), dtype=dtype or weight.dtype)
+    return weight.new_empty(weight.shape, dtype=dtype or weight.dtype)
+
+
+def _new_bias_gradient(bias: Tensor | None, like: Tensor, wanted: bool) -> Tensor:
+    return like.new_empty((0,)) if bias is None or not wanted else bias.new_empty(bias.shape)
+
+
+def _check_linear(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None
+) -> None:
+    _check_x(LINEAR, x)
+    _check_layer(LINEAR, x, x.shape[-1], ("weight", "bias"), weight, bias)
+    if residual is not None:
+        _check_rows(LINEAR, "residual", residual, x, weight.shape[0])
+    if main_grad is not None:
+        _check_main_grad(LINEAR, main_grad, weight)
+
+
+def _fake_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    main_grad: Tensor | None,
+    activation: int,
+) -> tuple[Tensor, Tensor]:
+    _check_linear(x, residual, weight, bias, main_grad)
+    keeps = activation != NONE and (activation != RELU or residual is not None)
+    return _new(x, weight.shape[0]), _new(x, weight.shape[0], keeps)
+
+
+def _fake_linear_inference(*inputs: Any) -> Tensor:
+    return _fake_linear(*inputs)[0]
+
+
+def _fake_linear_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor,
+    activation: int,
+    dweight_dtype: torch.dtype | None,
+    want_dx: bool,
+    want_dweight: bool,
+    want_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = _new(dy, weight.shape[1], want_dx)
+    dweight = _new_weight_gradient(weight, dy, want_dweight, dweight_dtype)
+    return dx, dweight, _new_bias_gradient(bias, dy, want_dbias)
+
+
+def _fake_linear_backward_main_grad(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor,
+    main_grad: Tensor,
+    activation: int,
+    want_dx: bool,
+    want_dbias: bool,
+) -> tuple[Tensor, Tensor]:
+    _check_main_grad("linear_backward", main_grad, weight)
+    return _new(dy, weight.shape[1], want_dx), _new_bias_gradient(bias, dy, want_dbias)
+
+
+def _fake_mlp(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_x(MLP, x)
+    _check_layer(MLP, x, x.shape[-1], ("w1", "b1"), w1, b1)
+    _check_layer(MLP, x, w1.shape[0], ("w2", "b2"), w2, b2)
+    return _new(x, w2.shape[0]), _new(x, w1.shape[0], activation != RELU), _new(x, w1.shape[0])
+
+
+def _fake_mlp_inference(*inputs: Any) -> Tensor:
+    return _fake_mlp(*inputs)[0]
+
+
+def _fake_mlp_backward(
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    z: Tensor,
+    h: Tensor,
+    activation: int,
+    want_dx: bool,
+    want_dw1: bool,
+    want_db1: bool,
+    want_dw2: bool,
+    want_db2: bool,
+) -> tuple[Tensor, ...]:
+    of_first = _new_weight_gradient(w1, x, want_dw1), _new_bias_gradient(b1, x, want_db1)
+    of_second = _new_weight_gradient(w2, x, want_dw2), _new_bias_gradient(b2, x, want_db2)
+    return _new(x, x.shape[-1], want_dx), *of_first, *of_second
+
+
+def _fake_gated(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_x(GATED, x)
+    _check_layer(GATED, x, x.shape[-1], ("gate_weight", "gate_bias"), gate_weight, gate_bias)
+    _check_layer(GATED, x, x.shape[-1], ("up_weight", "up_bias"), up_weight, up_bias)
+    if checks.known(up_weight.shape[0] != gate_weight.shape[0]):
+        expected = f"shape {checks.shape_text(gate_weight.shape)}"
+        checks.refuse(GATED, "up_weight", expected, checks.shape_text(up_weight.shape))
+    y, gate, up = (_new(x, gate_weight.shape[0]) for _ in range(3))
+    return y, gate, up
+
+
+def _fake_gated_backward(
+    dy: Tensor,
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    gate: Tensor,
+    up: Tensor,
+    activation: int,
+    want_dx: bool,
+    want_dgate_weight: bool,
+    want_dup_weight: bool,
+    want_dgate_bias: bool,
+    want_dup_bias: bool,
+) -> tuple[Tensor, ...]:
+    weights = (
+        _new_weight_gradient(gate_weight, x, want_dgate_weight),
+        _new_weight_gradient(up_weight, x, want_dup_weight),
+    )
+    biases = _new_bias_gradient(gate_bias, x, want_dgate_bias), _new_bias_gradient(up_bias, x, want_dup_bias)
+    return _new(x, x.shape[-1], want_dx), *weights, *biases
+
+
+for _name, _fake in (
+    ("linear", _fake_linear),
+    ("linear_forward", _fake_linear),
+    ("linear_inference", _fake_linear_inference),
+    ("linear_backward", _fake_linear_backward),
+    ("linear_backward_main_grad", _fake_linear_backward_main_grad),
+    ("mlp", _fake_mlp),
+    ("mlp_forward", _fake_mlp),
+    ("mlp_inference", _fake_mlp_inference),
+    ("mlp_backward", _fake_mlp_backward),
+    ("gated_linear", _fake_gated),
+    ("gated_linear_forward", _fake_gated),
+    ("gated_linear_backward", _fake_gated_backward),
+):
+    register_fake(_name, _fake)
+
+# ---- in plain torch operations: forward-mode derivatives, and what second derivatives are taken of
+
+
+def _layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def _activated(z: Tensor, activation: int) -> Tensor:
+    name = ACTIVATIONS[activation]
+    if name.startswith("gelu"):
+        return functional.gelu(z, approximate="tanh" if name == "gelu_tanh" else "none")
+    return {"none": lambda t: t, "relu": torch.relu, "silu": functional.silu}[name](z)
+
+
+def _plain_linear(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, activation: int
+) -> Tensor:
+    y = _activated(_layer(x, weight, bias), activation)
+    return y if residual is None else y + residual
+
+
+def _plain_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: int) -> Tensor:
+    return _layer(_activated(_layer(x, w1, b1), activation), w2, b2)
+
+
+def _plain_gated(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, activation: int
+) -> Tensor:
+    return _activated(_layer(x, gate_weight, gate_bias), activation) * _layer(x, up_weight, up_bias)
+
+
+def _value_and_derivative(z: Tensor, activation: int) -> tuple[Tensor, Tensor]:
+    """f(z) in the dtype of z, and f'(z) in float32 or wider."""
+    wide = z.to(_real(z))
+    name = ACTIVATIONS[activation]
+    if name == "none":
+        return z, torch.ones_like(wide)
+    if name == "relu":
+        value, derivative = torch.relu(wide), (wide > 0).to(wide.dtype)
+    else:
+        value, derivative = silu(wide) if name == "silu" else gelu(wide, name == "gelu_tanh")
+    return value.to(z.dtype), derivative
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.reshape(-1, t.shape[-1])
+
+
+def _bias_gradient(dz: Tensor, bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else _rows(dz).sum(0).to(bias.dtype)
+
+
+def _of_layer(dz: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of a layer's input, weight and bias."""
+    return dz.matmul(weight), _rows(dz).t().mm(_rows(x)), _bias_gradient(dz, bias)
+
+
+# ---- gradients
+
+
+class _Destination(NamedTuple):
+    """Where a backward adds the weight's gradient. Kept apart from the saved tensors: the graph of one that has been
+    written to cannot be walked again."""
+
+    main_grad: Tensor | None
+
+
+def _save_linear(inputs: Any, outputs: Any) -> dict[str, Any]:
+    y, z = outputs
+    of_relu = inputs.activation == RELU and inputs.residual is None
+    return {
+        # The weight's gradient needs x, and so do second derivatives through an activation.
+        "x": inputs.x if inputs.weight.requires_grad or inputs.activation != NONE else None,
+        "weight": inputs.weight,
+        "bias": inputs.bias,
+        "z": y if of_relu else z,
+        "activation": inputs.activation,
+        "destination": _Destination(inputs.main_grad),
+    }
+
+
+def _wide_gradient(weight: Tensor) -> torch.dtype | None:
+    """float32, if the user wants that of a 16-bit weight: ``weight.grad_dtype``, which leaves alone have."""
+    if weight.dtype.itemsize != 2 or not weight.is_leaf or getattr(weight, "grad_dtype", None) != torch.float32:
+        return None
+    return torch.float32
+
+
+def _linear_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+    x, weight, bias, z, activation, (main_grad,) = (
+        *(saved.x, saved.weight, saved.bias, saved.z),
+        *(saved.activation, saved.destination),
+    )
+    gradients: dict[str, Tensor | None] = {"residual": dy}
+    if wants.weight and main_grad is not None:
+        dx, dbias = call_raw(_raw_main_grad, dy, x, weight, bias, z, main_grad, activation, wants.x, wants.bias)
+        # Zeros for the parameter: hooks, such as DDP's, wait for a gradient.
+        dweight = torch.zeros_like(weight, memory_format=torch.preserve_format)
+    else:
+        wide = _wide_gradient(weight) if wants.weight else None
+        wanted = wants.x, wants.weight, wants.bias
+        dx, dweight, dbias = call_raw(_raw_linear_backward, dy, x, weight, bias, z, activation, wide, *wanted)
+    return gradients | {"x": dx, "weight": dweight, "bias": dbias}
+
+
+def _linear_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+    if wants.weight and saved.destination.main_grad is not None:
+        checks.refuse(LINEAR, "main_grad", "None where a second derivative is taken", "a tensor")
+    dz, x = dy, saved.x
+    if saved.activation != NONE:
+        derivative = _value_and_derivative(_layer(x, saved.weight, saved.bias), saved.activation)[1]
+        dz = (dy * derivative).to(dy.dtype)
+    if x is None:  # the weight has no gradient
+        return {"residual": dy, "x": dz.matmul(saved.weight), "bias": _bias_gradient(dz, saved.bias)}
+    dx, dweight, dbias = _of_layer(dz, x, saved.weight, saved.bias)
+    return {"residual": dy, "x": dx, "weight": dweight, "bias": dbias}
+
+
+def _mlp_gradients(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+    wanted = {n: getattr(wants, n) for n in ("x", "w1", "b1", "w2", "b2")}
+    found = call_raw(
+        _raw_mlp_backward,
+        *(dy, saved.x, saved.w1, saved.b1, saved.w2, saved.b2, saved.z, saved.h, saved.activation),
+        *wanted.values(),
+    )
+    return dict(zip(wanted, found, strict=True))
+
+
+def _mlp_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+    h, derivative = _value_and_derivative(_layer(saved.x, saved.w1, saved.b1), saved.activation)
+    dh, dw2, db2 = _of_layer(dy, h, saved.w2, saved.b2)
+    dx, dw1, db1 = _of_layer((dh * derivative).to(dy.dtype), saved.x, saved.w1, saved.b1)
+    return {"x": dx, "w1": dw1, "b1": db1, "w2": dw2, "b2": db2}
+
+
+_OF_GATED = ("x", "gate_weight", "up_weight", "gate_bias", "up_bias")
+
+
+def _gated_gradients(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+    tensors = (getattr(saved, n) for n in _OF_GATED)
+    wanted = (getattr(wants, n) for n in _OF_GATED)
+    found = call_raw(_raw_gated_backward, dy, *tensors, saved.gate, saved.up, saved.activation, *wanted)
+    return dict(zip(_OF_GATED, found, strict=True))
+
+
+def _gated_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+    x, gate_weight, up_weight, gate_bias, up_bias = (getattr(saved, n) for n in _OF_GATED)
+    value, derivative = _value_and_derivative(_layer(x, gate_weight, gate_bias), saved.activation)
+    dgate = (dy * _layer(x, up_weight, up_bias) * derivative).to(dy.dtype)
+    dx, dgate_weight, dgate_bias = _of_layer(dgate, x, gate_weight, gate_bias)
+    dx_up, dup_weight, dup_bias = _of_layer(dy * value, x, up_weight, up_bias)
+    return dict(zip(_OF_GATED, (dx + dx_up, dgate_weight, dup_weight, dgate_bias, dup_bias), strict=True))
+
+
+_raw_linear_backward = raw.linear_backward.default
+_raw_main_grad = raw.linear_backward_main_grad.default
+_raw_mlp_backward = raw.mlp_backward.default
+_raw_gated_backward = raw.gated_linear_backward.default
+
+linear = differentiable(
+    LINEAR,
+    forward=raw.linear_forward.default,
+    inference=raw.linear_inference.default,
+    rows=2,
+    save=_save_linear,
+    backward=_linear_backward,
+    differentiable_backward=_linear_twice,
+    plain=_plain_linear,
+)
+mlp = differentiable(
+    MLP,
+    forward=raw.mlp_forward.default,
+    inference=raw.mlp_inference.default,
+    rows=1,
+    save=("x", "w1", "b1", "w2", "b2", "z", "h", "activation"),
+    backward=_mlp_gradients,
+    differentiable_backward=_mlp_twice,
+    plain=_plain_mlp,
+)
+gated_linear = differentiable(
+    GATED,
+    forward=raw.gated_linear_forward.default,
+    rows=1,
+    save=("x", "gate_weight", "up_weight", "gate_bias", "up_bias", "gate", "up", "activation"),
+    backward=_gated_gradients,
+    differentiable_backward=_gated_twice,
+    plain=_plain_gated,
+)

@@ -1,0 +1,154 @@
+"""Linear layers with what stands behind them as one step of autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from warpsmith._core import checks
+from warpsmith.ops import _linear
+from warpsmith.ops._linear_loss import check_main_grad
+
+_LINEAR, _MLP, _GATED = _linear.LINEAR, _linear.MLP, _linear.GATED
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    residual: Tensor | None = None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    r"""A linear layer, its activation and a residual sum.
+
+    .. math::
+        y = f(x W^T + b) + r
+
+    Args:
+        x: shape (..., K), float32, float16, bfloat16, or float64 on the CPU. Any strides.
+        weight: shape (N, K), the dtype of ``x``. It may lie transposed, as GPT-2's ``Conv1D`` gives it by ``.t()``; its
+            gradient then lies so too.
+        bias: shape (N,), the dtype of ``x``, or float32 beside a 16-bit ``x``; or None.
+        activation: f: None, "relu", "gelu" (exact), "gelu_tanh" or "silu".
+        residual: r, of the shape and dtype of the result. Nothing is broadcast.
+        main_grad: a float32 tensor (float64 for float64) of the shape of ``weight``, contiguous or its transpose. The
+            backward adds the weight's gradient there, in float32, and gives the parameter zeros, so that hooks that
+            wait for a gradient run. Only in eager mode. Nobody but you sums it over ranks.
+
+    Returns:
+        A contiguous tensor of shape (..., N) and the dtype of ``x``. Under autocast ``x``, ``weight``, ``bias`` and
+        ``residual`` are cast to its dtype, as for ``torch.nn.functional.linear``.
+
+    Gradients for ``x``, ``weight``, ``bias`` and ``residual``, and theirs in turn, composed of plain torch operations.
+    A gradient that nobody asks for costs no product. With an activation the pre-activation is kept, but for relu. A
+    weight with ``weight.grad_dtype = torch.float32`` gets its gradient in float32, not rounded in between.
+
+    Deterministic: the bias' gradient is a sum in a fixed order, and matrix products are torch's, on CUDA cuBLAS's,
+    which repeat bit for bit. The host does not wait.
+
+    Raises:
+        ValueError: a dtype, shape, device or name that does not fit. Nothing has changed.
+
+    Source: the pre-activation written by the product follows llm.c, https://github.com/karpathy/llm.c.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> warpsmith.linear(torch.ones(2, 3), torch.ones(4, 3), activation="relu", residual=torch.ones(2, 4))[0]
+        tensor([4., 4., 4., 4.])
+    """
+    number = _linear.activation_number(_LINEAR, activation, none_allowed=True)
+    if main_grad is not None:
+        if torch.compiler.is_compiling():
+            checks.refuse(_LINEAR, "main_grad", "None under torch.compile", "a tensor")
+        check_main_grad(_LINEAR, main_grad, x=x, weight=weight, bias=bias, residual=residual)
+    operands = _linear.under_autocast(_LINEAR, x=x, residual=residual, weight=weight, bias=bias)
+    return _linear.linear(*operands, main_grad, number)
+
+
+def mlp(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str = "gelu_tanh"
+) -> Tensor:
+    r"""Two linear layers with an activation between them, as one step of autograd.
+
+    .. math::
+        y = f(x W_1^T + b_1) W_2^T + b_2
+
+    Args:
+        x: shape (..., K), float32, float16, bfloat16, or float64 on the CPU. Any strides.
+        w1: shape (F, K), the dtype of ``x``. Weights may lie transposed, as for :func:`warpsmith.linear`.
+        b1: shape (F,), the dtype of ``x``, or float32 beside a 16-bit ``x``; or None.
+        w2: shape (N, F), the dtype of ``x``.
+        b2: shape (N,), as ``b1``.
+        activation: f: "relu", "gelu" (exact), "gelu_tanh" or "silu".
+
+    Returns:
+        A contiguous tensor of shape (..., N) and the dtype of ``x``. Under autocast all inputs are cast to its dtype.
+
+    Gradients for ``x``, both weights and both biases, and theirs in turn, composed of plain torch operations. The
+    pre-activation (but for relu) and the activation are kept. The backward makes the gradient of the pre-activation
+    where the gradient of the activation lies.
+
+    Deterministic: the biases' gradients are sums in a fixed order, and matrix products are torch's, on CUDA cuBLAS's,
+    which repeat bit for bit. The host does not wait.
+
+    Raises:
+        ValueError: a dtype, shape, device or name that does not fit.
+
+    Source: the derivative of the activation behind the second layer's product follows llm.c,
+    https://github.com/karpathy/llm.c.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> warpsmith.mlp(torch.ones(1, 2), torch.ones(3, 2), None, torch.ones(4, 3), None, "relu")
+        tensor([[6., 6., 6., 6.]])
+    """
+    number = _linear.activation_number(_MLP, activation)
+    tensors = _linear.under_autocast(_MLP, x=x, w1=w1, b1=b1, w2=w2, b2=b2)
+    return _linear.mlp(*tensors, number)
+
+
+def gated_linear(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    r"""Two linear layers of the same input, one of which gates the other, as one step of autograd.
+
+    .. math::
+        y = f(x W_g^T + b_g) \cdot (x W_u^T + b_u)
+
+    Args:
+        x: shape (..., K), float32, float16, bfloat16, or float64 on the CPU. Any strides.
+        gate_weight: shape (F, K), the dtype of ``x``. Weights may lie transposed, as for :func:`warpsmith.linear`.
+        up_weight: shape (F, K), the dtype of ``x``.
+        gate_bias: shape (F,), the dtype of ``x``, or float32 beside a 16-bit ``x``; or None.
+        up_bias: shape (F,), as ``gate_bias``.
+        activation: f: "silu" (SwiGLU), "gelu" (exact), "gelu_tanh" or "relu".
+
+    Returns:
+        A contiguous tensor of shape (..., F) and the dtype of ``x``. Under autocast all inputs are cast to its dtype.
+
+    Gradients for ``x``, both weights and both biases, and theirs in turn, composed of plain torch operations. Both
+    products are kept; the two parts of the gradient of ``x`` are added in the second product.
+
+    Deterministic: the biases' gradients are sums in a fixed order, and matrix products are torch's, on CUDA cuBLAS's,
+    which repeat bit for bit. The host does not wait.
+
+    Raises:
+        ValueError: a dtype, shape, device or name that does not fit.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", https://arxiv.org/abs/2002.05202.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> warpsmith.gated_linear(torch.ones(1, 2), torch.ones(3, 2), torch.ones(3, 2), activation="relu")
+        tensor([[4., 4., 4.]])
+    """
+    number = _linear.activation_number(_GATED, activation)
+    given = {"x": x, "gate_weight": gate_weight, "up_weight": up_weight, "gate_bias": gate_bias, "up_bias": up_bias}
+    return _linear.gated_linear(*_linear.under_autocast(_GATED, **given), number)

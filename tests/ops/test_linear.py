@@ -1,0 +1,266 @@
+"""linear, mlp and gated_linear under the law; what else they are has a file beside this one."""
+
+from __future__ import annotations
+
+import torch
+import warpsmith
+from warpsmith import reference
+from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+
+from tests.ops.public_calls import but
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = (BF16, FP16, FP32, FP64)
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+NUMBERS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}  # of the raw ops
+OPS = torch.ops.warpsmith
+
+
+def weight(rng, out, width):
+    return rng.normal((out, width), std=1.5 / max(width, 1) ** 0.5)
+
+
+def linear_inputs(case, rng):
+    width, out = case.shape[-1], case.options.get("out", 37)
+    return {
+        "x": rng.normal(case.shape),
+        "weight": weight(rng, out, width),
+        "bias": rng.normal((out,)) if case.options.get("bias", True) else None,
+        "activation": case.options.get("activation"),
+        "residual": rng.normal((*case.shape[:-1], out)) if case.options.get("residual") else None,
+    }
+
+
+def mlp_inputs(case, rng):
+    width, hidden, out = case.shape[-1], case.options.get("hidden", 37), case.options.get("out", 19)
+    biased = case.options.get("bias", True)
+    return {
+        "x": rng.normal(case.shape),
+        "w1": weight(rng, hidden, width),
+        "b1": rng.normal((hidden,)) if biased else None,
+        "w2": weight(rng, out, hidden),
+        "b2": rng.normal((out,)) if biased else None,
+        "activation": case.options.get("activation", "gelu_tanh"),
+    }
+
+
+def gated_inputs(case, rng):
+    width, out = case.shape[-1], case.options.get("out", 37)
+    biased = case.options.get("bias", False)
+    return {
+        "x": rng.normal(case.shape),
+        "gate_weight": weight(rng, out, width),
+        "up_weight": weight(rng, out, width),
+        "gate_bias": rng.normal((out,)) if biased else None,
+        "up_bias": rng.normal((out,)) if biased else None,
+        "activation": case.options.get("activation", "silu"),
+    }
+
+
+def other_sizes(draw, st, case):
+    """Any number of outputs goes with any width."""
+    sizes = {n: draw(st.integers(4, 2 * case.options.get(n, 37) + 2)) for n in ("out", "hidden")}
+    return case.but(options={**case.options, **sizes})
+
+
+LINEAR_CASES = [
+    *(Case((6, 24), dtype, options={"activation": a}) for dtype in DTYPES for a in ACTIVATIONS),
+    *(Case((6, 24), dtype) for dtype in DTYPES),
+    *(Case((3, 5, 24), dtype, options={"residual": True}) for dtype in (BF16, FP32)),
+    *(Case((9, 32), dtype, options={"residual": True, "activation": a}) for dtype in (BF16, FP32) for a in ACTIVATIONS),
+    *(Case((9, 32), dtype, options={"residual": True, "bias": False}) for dtype in DTYPES),
+    *(Case((9, 32), dtype, options={"bias": False, "activation": "gelu"}) for dtype in (BF16, FP32)),
+    *(Case((9, 32), dtype, dtypes={"bias": FP32}, options={"activation": a}) for dtype in (BF16, FP16)
+      for a in (None, "gelu_tanh")),
+    *(Case((7, 13), dtype, options={"out": n, "activation": "silu"}) for dtype in (BF16, FP32) for n in (1, 2, 8, 131)),
+    *(Case((40, k), FP32, options={"out": 16}) for k in (1, 7, 16, 17, 112, 144)),
+    *(Case((m, 48), BF16, options={"out": 64, "activation": "gelu_tanh"}) for m in (1, 15, 17, 127, 129)),
+    *(Case((60, 46), dtype, options={"out": 94}) for dtype in (BF16, FP32)),  # QuACK's 960 x 736 -> 1504 by 16
+    *(Case((6, 24), dtype, options={"activation": "gelu"}, wanted=w) for dtype in (BF16, FP32)
+      for w in (("x",), ("weight",), ("bias",))),
+    Case((24,), FP32),
+    Case((24,), BF16, options={"activation": "relu"}),
+    Case((300, 16), BF16, options={"out": 50}),
+]  # fmt: skip
+MLP_CASES = [
+    *(Case((6, 24), dtype, options={"activation": a}) for dtype in DTYPES for a in ACTIVATIONS),
+    *(Case((3, 5, 24), dtype, options={"bias": False}) for dtype in (BF16, FP32)),
+    *(Case((9, 32), dtype, dtypes={"b1": FP32, "b2": FP32}) for dtype in (BF16, FP16)),
+    *(Case((40, 16), FP32, options={"hidden": h, "out": n}) for h, n in ((1, 8), (64, 16), (131, 1))),
+    *(Case((m, 48), BF16, options={"hidden": 64, "out": 48}) for m in (1, 17, 129)),
+    Case((24,), FP32),
+    Case((300, 16), BF16, options={"hidden": 50}),
+]
+GATED_CASES = [
+    *(Case((6, 24), dtype, options={"activation": a}) for dtype in DTYPES for a in ACTIVATIONS),
+    *(Case((3, 5, 24), dtype, options={"bias": True}) for dtype in (BF16, FP32)),
+    *(Case((9, 32), dtype, dtypes={"gate_bias": FP32}, options={"bias": True}) for dtype in (BF16, FP16)),
+    *(Case((40, 16), FP32, options={"out": n}) for n in (1, 8, 131)),
+    *(Case((m, 48), BF16, options={"out": 64}) for m in (1, 17, 129)),
+    Case((24,), FP32),
+    Case((300, 16), BF16, options={"out": 50}),
+]
+
+
+def bad_of(first, bias):
+    """Of the layer that reads x."""
+    return [
+        BadInput("integers", but(x=lambda g: g["x"].int()), "x: expected float32.*got int32"),
+        BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
+        BadInput("weight dtype", but(**{first: lambda g: g[first].half()}), f"{first}: expected bfloat16, got float16"),
+        BadInput("weight width", but(**{first: lambda g: g[first][:, 1:]}), rf"{first}: expected shape \(N, 24\)"),
+        BadInput("flat weight", but(**{first: lambda g: g[first][0]}), rf"{first}: expected shape \(N, 24\)"),
+        BadInput("meta weight", but(**{first: lambda g: g[first].to("meta")}), f"{first}: expected a", fake=False),
+        BadInput("bias shape", but(**{bias: lambda g: g[first][1:, 0]}), rf"{bias}: expected shape \(37\), got \(36\)"),
+        BadInput("bias dtype", but(**{bias: lambda g: g[first][:, 0].half()}),
+                 f"{bias}: expected bfloat16 or float32, got float16"),
+        BadInput("activation", but(activation=lambda g: "tanh"), "activation: expected one of .*got 'tanh'",
+                 fake=False),
+    ]  # fmt: skip
+
+
+def grown(t):
+    return t.detach().float()
+
+
+LINEAR_BAD = [
+    *bad_of("weight", "bias"),
+    BadInput("residual dtype", but(residual=lambda g: g["x"].new_ones(6, 37).float()),
+             "residual: expected bfloat16, got float32"),
+    BadInput("broadcast residual", but(residual=lambda g: g["x"].new_ones(37)),
+             r"residual: expected shape \(6, 37\), got \(37\)"),
+    BadInput("main grad dtype", but(main_grad=lambda g: g["weight"].detach().clone()),
+             "main_grad: expected float32, got bfloat16"),
+    BadInput("main grad shape", but(main_grad=lambda g: grown(g["weight"])[1:]),
+             r"main_grad: expected shape \(37, 24\), got \(36, 24\)"),
+    BadInput("main grad strides", but(main_grad=lambda g: torch.zeros(37, 48, device=g["x"].device)[:, ::2]),
+             "main_grad: expected a contiguous tensor or its transpose"),
+    BadInput("main grad device", but(main_grad=lambda g: grown(g["weight"]).to("meta")), "main_grad: expected a",
+             fake=False),
+    BadInput("main grad with a gradient", but(main_grad=lambda g: grown(g["weight"]).requires_grad_()),
+             "main_grad: expected a tensor that requires no gradient", fake=False),
+]  # fmt: skip
+MLP_BAD = [
+    *bad_of("w1", "b1"),
+    BadInput("second width", but(w2=lambda g: g["w2"][:, 1:]), r"w2: expected shape \(N, 37\), got \(19, 36\)"),
+    BadInput("second bias", but(b2=lambda g: g["b2"][1:]), r"b2: expected shape \(19\), got \(18\)"),
+    BadInput("no activation", but(activation=lambda g: None), "activation: expected one of .*got None", fake=False),
+]
+GATED_BAD = [
+    *bad_of("gate_weight", "gate_bias"),
+    BadInput("unlike weights", but(up_weight=lambda g: g["up_weight"][1:]),
+             r"up_weight: expected shape \(37, 24\), got \(36, 24\)"),
+    BadInput("up bias", but(up_bias=lambda g: g["up_weight"][1:, 0]), r"up_bias: expected shape \(37\), got \(36\)"),
+]  # fmt: skip
+
+
+def raw_linear(good):
+    names = ("x", "residual", "weight", "bias", "main_grad")
+    return *(good.get(n) for n in names), NUMBERS[good["activation"]]
+
+
+def raw_linear_backward(good):
+    dy = good["x"].new_ones(*good["x"].shape[:-1], good["weight"].shape[0])
+    return dy, good["x"], good["weight"], good["bias"], dy + 1, 3, None, True, True, True
+
+
+def raw_linear_main_grad(good):
+    dy, *first, _, _, _, _ = raw_linear_backward(good)
+    main_grad = torch.zeros(good["weight"].shape, device=good["x"].device)
+    return dy, *first[:4], main_grad, 3, True, True
+
+
+def raw_mlp(good):
+    return *(good[n] for n in ("x", "w1", "b1", "w2", "b2")), NUMBERS[good["activation"]]
+
+
+def raw_mlp_backward(good):
+    rows = good["x"].shape[:-1]
+    dy, h = (good["x"].new_ones(*rows, good[w].shape[0]) for w in ("w2", "w1"))
+    return dy, *raw_mlp(good)[:5], h, h + 1, 3, *(True,) * 5
+
+
+def raw_gated(good):
+    names = ("x", "gate_weight", "up_weight", "gate_bias", "up_bias")
+    return *(good[n] for n in names), NUMBERS[good["activation"]]
+
+
+def raw_gated_backward(good):
+    dy = good["x"].new_ones(*good["x"].shape[:-1], good["gate_weight"].shape[0])
+    biased = good["gate_bias"] is not None, good["up_bias"] is not None
+    return dy, *raw_gated(good)[:5], dy, dy + 1, 4, True, True, True, *biased
+
+
+SHARED = {
+    "outputs": ("y",),
+    "expanded": ("x",),
+    "thread_counts": (),
+    "double_backward": True,
+    "func_transforms": True,
+    "autocast": lambda good, dtype: (dtype,),
+    "redraw": other_sizes,
+}
+LINEAR_SPEC = OpSpec(
+    name="linear",
+    op=warpsmith.linear,
+    reference=reference.linear,
+    inputs=linear_inputs,
+    cases=LINEAR_CASES,
+    differentiable=("x", "weight", "bias", "residual"),
+    laid_out=("x", "weight"),
+    gradcheck_cases=[
+        *(Case((3, 4), FP64, options={"out": 5, "activation": a}) for a in (None, *ACTIVATIONS[1:])),
+        Case((3, 4), FP64, options={"out": 5, "activation": "silu", "residual": True, "bias": False}),
+    ],
+    traced="warpsmith::linear",
+    opcheck={
+        OPS.linear.default: raw_linear,
+        OPS.linear_forward.default: raw_linear,
+        OPS.linear_inference.default: raw_linear,
+        OPS.linear_backward.default: raw_linear_backward,
+        OPS.linear_backward_main_grad.default: raw_linear_main_grad,
+    },
+    bad_inputs=LINEAR_BAD,
+    **SHARED,
+)
+MLP_SPEC = OpSpec(
+    name="mlp",
+    op=warpsmith.mlp,
+    reference=reference.mlp,
+    inputs=mlp_inputs,
+    cases=MLP_CASES,
+    differentiable=("x", "w1", "b1", "w2", "b2"),
+    laid_out=("x", "w1", "w2"),
+    gradcheck_cases=[Case((3, 4), FP64, options={"hidden": 5, "out": 2, "activation": a}) for a in ACTIVATIONS[1:]],
+    traced="warpsmith::mlp",
+    opcheck={
+        OPS.mlp.default: raw_mlp,
+        OPS.mlp_forward.default: raw_mlp,
+        OPS.mlp_inference.default: raw_mlp,
+        OPS.mlp_backward.default: raw_mlp_backward,
+    },
+    bad_inputs=MLP_BAD,
+    **SHARED,
+)
+GATED_SPEC = OpSpec(
+    name="gated_linear",
+    op=warpsmith.gated_linear,
+    reference=reference.gated_linear,
+    inputs=gated_inputs,
+    cases=GATED_CASES,
+    differentiable=("x", "gate_weight", "up_weight", "gate_bias", "up_bias"),
+    laid_out=("x", "gate_weight", "up_weight"),
+    gradcheck_cases=[Case((3, 4), FP64, options={"out": 5, "activation": a, "bias": True}) for a in ACTIVATIONS[1:]],
+    traced="warpsmith::gated_linear",
+    opcheck={
+        OPS.gated_linear.default: raw_gated,
+        OPS.gated_linear_forward.default: raw_gated,
+        OPS.gated_linear_backward.default: raw_gated_backward,
+    },
+    bad_inputs=GATED_BAD,
+    **SHARED,
+)
+
+TestLinear = op_tests(LINEAR_SPEC)
+TestMlp = op_tests(MLP_SPEC)
+TestGatedLinear = op_tests(GATED_SPEC)

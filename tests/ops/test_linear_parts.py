@@ -1,0 +1,228 @@
+"""What the linear family is beside the law: where gradients go, how they lie, and what they cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import warpsmith
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from warpsmith.testing import bitwise_equal, cpu_threads
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+ROWS, WIDTH, OUT = 24, 16, 40
+
+
+def problem(dtype=FP32, device="cpu", rows=ROWS):
+    g = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(*shape, generator=g).to(device, dtype) for shape in ((rows, WIDTH), (OUT, WIDTH)))
+    return x, weight.requires_grad_(), torch.randn(OUT, generator=g).to(device, dtype).requires_grad_()
+
+
+@on_both
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_main_grad_takes_the_weights_gradient(dtype, activation, device):
+    x, weight, bias = problem(dtype, device)
+    warpsmith.linear(x, weight, bias, activation).sum().backward()
+    expected, dbias, weight.grad, bias.grad = weight.grad, bias.grad, None, None
+    main_grad = torch.ones(OUT, WIDTH, device=device)
+    warpsmith.linear(x, weight, bias, activation, main_grad=main_grad).sum().backward()
+    torch.testing.assert_close((main_grad - 1).to(dtype), expected)
+    assert not weight.grad.any() and weight.grad.shape == weight.shape
+    assert bitwise_equal(bias.grad, dbias)
+
+
+@on_both
+def test_micro_batches_add_to_main_grad(device):
+    """Eight micro-batches into one tensor are the whole batch, but for the order of float32 sums."""
+    x, weight, bias = problem(BF16, device, rows=64)
+    one, eight = torch.zeros(2, OUT, WIDTH, device=device)
+    warpsmith.linear(x, weight, bias, main_grad=one).sum().backward()
+    for part in x.chunk(8):
+        warpsmith.linear(part, weight, bias, main_grad=eight).sum().backward()
+    torch.testing.assert_close(eight, one, rtol=1e-5, atol=1e-4)
+    again = torch.zeros_like(eight)
+    for part in x.chunk(8):
+        warpsmith.linear(part, weight, bias, main_grad=again).sum().backward()
+    assert bitwise_equal(again, eight)
+
+
+def test_uses_of_a_tied_weight_add_to_one_main_grad():
+    x, weight, _ = problem(rows=8)
+    main_grad = torch.zeros(OUT, WIDTH)
+    first = warpsmith.linear(x, weight, main_grad=main_grad)
+    warpsmith.linear(2 * x, weight, main_grad=main_grad).sum().add(first.sum()).backward()
+    torch.testing.assert_close(main_grad, 3 * x.sum(0).expand(OUT, WIDTH))
+
+
+def test_main_grad_of_a_frozen_weight_stays():
+    x, weight, bias = problem()
+    main_grad = torch.zeros(OUT, WIDTH)
+    warpsmith.linear(x, weight.detach(), bias, main_grad=main_grad).sum().backward()
+    assert not main_grad.any()
+
+
+def test_main_grad_is_not_what_something_else_holds():
+    x, weight, bias = problem()
+    with pytest.raises(ValueError, match="linear: main_grad: expected other memory than that of weight"):
+        warpsmith.linear(x, weight, bias, main_grad=weight.detach())
+    with pytest.raises(TypeError, match="linear: main_grad: expected a tensor, got the int 3"):
+        warpsmith.linear(x, weight, bias, main_grad=3)
+
+
+@on_both
+def test_main_grad_may_lie_transposed(device):
+    x, weight, bias = problem(BF16, device)
+    plain, turned = torch.zeros(OUT, WIDTH, device=device), torch.zeros(WIDTH, OUT, device=device).t()
+    for main_grad in (plain, turned):
+        warpsmith.linear(x, weight, bias, main_grad=main_grad).sum().backward()
+    torch.testing.assert_close(turned, plain)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.13 has no grad_dtype")
+@on_both
+def test_grad_dtype_gives_an_unrounded_gradient(device):
+    x, weight, bias = problem(BF16, device, rows=200)
+    weight.grad_dtype = FP32
+    warpsmith.linear(x, weight, bias).square().sum().backward()
+    main_grad = torch.zeros(OUT, WIDTH, device=device)
+    found, weight.grad = weight.grad, None
+    warpsmith.linear(x, weight, bias, main_grad=main_grad).square().sum().backward()
+    assert found.dtype == FP32
+    torch.testing.assert_close(found, main_grad)
+    assert not torch.equal(found, found.bfloat16().float())
+
+
+@on_both
+def test_a_transposed_weight_is_read_as_it_lies(device):
+    """GPT-2's Conv1D: the gradient lies as the weight does, so that autograd makes no copy of it."""
+    x, weight, bias = problem(device=device)
+    stored = weight.detach().t().contiguous().requires_grad_()
+    warpsmith.linear(x, stored.t(), bias, "silu").sum().backward()
+    warpsmith.linear(x, weight, bias, "silu").sum().backward()
+    torch.testing.assert_close(stored.grad.t(), weight.grad)
+    assert stored.grad.is_contiguous()
+    dweight = torch.ops.warpsmith.linear_backward(
+        x.new_ones(ROWS, OUT), x, stored.detach().t(), None, x.new_empty(0), 0, None, False, True, False
+    )[1]
+    assert dweight.stride() == (1, OUT)
+
+
+def products(call):
+    """How many products of ROWS x WIDTH x OUT a backward computes."""
+    y = call()
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    return counter.get_total_flops() / (2 * ROWS * WIDTH * OUT)
+
+
+@pytest.mark.parametrize(("of_x", "of_weight", "expected"), [(True, False, 1), (False, True, 1), (True, True, 2)])
+def test_a_frozen_side_costs_no_product(of_x, of_weight, expected):
+    x, weight, bias = problem()
+    x, weight = x.requires_grad_(of_x), weight.detach().requires_grad_(of_weight)
+    assert products(lambda: warpsmith.linear(x, weight, bias)) == expected
+    assert products(lambda: warpsmith.linear(x, weight, bias, "gelu")) == expected
+
+
+def test_x_is_not_kept_for_a_frozen_weight():
+    """LoRA: the base layer's input can go once its output is there."""
+    kept = []
+    x, weight, bias = problem()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        warpsmith.linear(x.requires_grad_(), weight.detach(), bias)
+    assert x.shape not in kept
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("sizes", [(0, 5, 3), (4, 0, 3), (4, 5, 0)])
+def test_sizes_of_zero(sizes, activation):
+    rows, width, out = sizes
+    x, weight = torch.randn(rows, width, requires_grad=True), torch.randn(out, width, requires_grad=True)
+    bias = torch.randn(out, requires_grad=True)
+    found = warpsmith.linear(x, weight, bias, activation)
+    expected = warpsmith.reference.linear(x, weight, bias, activation)
+    torch.testing.assert_close(found, expected)
+    leaves = x, weight, bias
+    for a, b in zip(torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.not_on_sim(reason="of the CPU's loops")
+@pytest.mark.parametrize("rows", [1, 9, 100, 1000])
+def test_bias_gradients_do_not_depend_on_threads(rows):
+    x, weight, bias = problem(rows=rows)
+    dy = torch.randn(rows, OUT)
+
+    def dbias(activation):
+        (found,) = torch.autograd.grad(warpsmith.linear(x, weight.detach(), bias, activation), bias, dy)
+        return found
+
+    expected = dbias(None)
+    torch.testing.assert_close(expected, dy.sum(0))
+    for count in (1, 2, 3):
+        with cpu_threads(count):
+            assert bitwise_equal(dbias(None), expected)
+
+
+@pytest.mark.parametrize("op", ["linear", "mlp", "gated_linear"])
+def test_checkpoints_give_the_same_bits(op):
+    x, weight, bias = problem(BF16)
+    second = torch.randn(WIDTH, OUT).to(BF16).requires_grad_()
+    call = {
+        "linear": lambda x: warpsmith.linear(x, weight, bias, "gelu", residual=x.new_ones(ROWS, OUT)),
+        "mlp": lambda x: warpsmith.mlp(x, weight, bias, second, None),
+        "gated_linear": lambda x: warpsmith.gated_linear(x, weight, second.t()),
+    }[op]
+    leaves = x.requires_grad_(), weight
+    plain = torch.autograd.grad(call(x).sum(), leaves)
+    again = torch.autograd.grad(checkpoint(call, x, use_reentrant=False).sum(), leaves)
+    assert all(bitwise_equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_relu_keeps_its_result_alone():
+    """The result is kept anyway by what reads it; gelu keeps the pre-activation."""
+    kept = []
+    x, weight, bias = problem()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        y = warpsmith.linear(x, weight, bias, "relu")
+    assert y.data_ptr() in kept
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({}, "cublas_lt"),
+        ({"activation": "gelu"}, "torch"),
+        ({"activation": None}, "torch"),
+        ({"dtype": "float16"}, "torch"),
+        ({"residual": True}, "torch"),
+        ({"aligned": False}, "torch"),
+        ({"library": False}, "torch"),
+        ({"code_capability": 80}, "torch"),
+    ],
+)
+def test_the_plan_says_who_multiplies(change, path):
+    problem = {"rows": 8192, "in_features": 2048, "out_features": 8192, "activation": "gelu_tanh"}
+    found = warpsmith.plan("linear", **{**problem, **change})
+    assert found["path"] == path and found["why"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("rows", [128, 1000, 8192])
+def test_the_epilogue_agrees_with_product_and_kernel(rows):
+    """The same layer with rows that lie on 16 bytes, where cuBLASLt's epilogue is taken, and with rows that do not."""
+    torch.manual_seed(0)
+    x, w1, b1, w2 = (torch.randn(s, device="cuda").to(BF16) / 8 for s in ((rows, 256), (512, 256), (512,), (256, 512)))
+    apart = torch.empty(rows * 256 + 1, dtype=BF16, device="cuda")[1:].view(rows, 256).copy_(x)
+
+    def gradients(x):
+        leaves = [t.detach().requires_grad_() for t in (w1, b1, w2)]
+        y = warpsmith.mlp(x, leaves[0], leaves[1], leaves[2], None)
+        return y, *torch.autograd.grad(y.float().square().mean(), leaves)
+
+    for a, b in zip(gradients(x), gradients(apart), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
