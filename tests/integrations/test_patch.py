@@ -233,10 +233,21 @@ def test_attention_is_set_and_put_back():
     assert not hasattr(type(model).forward, "of_warpsmith")
 
 
-@pytest.mark.parametrize("bad", [torch.nn.Linear(2, 2), transformers.BertModel, 3])
+@pytest.mark.parametrize("bad", [torch.nn.Linear(2, 2), torch.nn.Linear, 3])
 def test_other_models_are_refused(bad):
-    with pytest.raises(ValueError, match="^patch: model_or_class: expected a model of transformers, one of Llama"):
+    with pytest.raises(ValueError, match="^patch: model_or_class: expected a model of transformers, got"):
         patch(bad)
+
+
+def test_a_model_of_an_unknown_class_is_left_and_named():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.StableLmConfig(vocab_size=61, num_key_value_heads=4, **sizes)
+    model = transformers.StableLmForCausalLM(config)
+    done = patch(model)
+    why = "warpsmith does not know its class"
+    assert done.kept == {"StableLmForCausalLM": why, "StableLmModel": why} and not done.replaced
+    with pytest.raises(ValueError, match="^patch: model_or_class: expected a class of llama, mistral, "):
+        patch(type(model))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

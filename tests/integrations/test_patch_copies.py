@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from warpsmith.integrations.transformers import Patched, patch  # noqa: E402
 
-from .families import FAMILIES, TOKENS, classes_of, small_model  # noqa: E402
+from .families import FAMILIES, ROWS, TOKENS, classes_of, small_model  # noqa: E402
 
 
 def gradients(model):
@@ -131,7 +131,7 @@ def test_a_patch_that_fails_changes_nothing(family, by_class, monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    for stop in range(len(FAMILIES[family])):
+    for stop in range(len(ROWS[family])):
         with monkeypatch.context() as patched:
             steps = iter([theirs] * stop + [fail])
             patched.setattr(Patched, replace, lambda *arguments, steps=steps: next(steps)(*arguments))

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from warpsmith.integrations._modules import Forward, StandIn, is_free
+from warpsmith.integrations._modules import Forward, StandIn, beside, is_free
 from warpsmith.ops.rope import qk_norm_rope, rope
 
 _ROTATION = "apply_rotary_pos_emb"
 
 
+Products = Mapping[str, Tensor]
+NONE: Products = {}
+
+
 def eps_of(norm: nn.Module) -> float:
     return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps  # type: ignore[return-value]
+
+
+def offset_of(norm: Any) -> float | None:
+    """What is added to the weight of an RMS norm that we have patched. None: the norm is another."""
+    return getattr(norm.forward, "offset", None)
 
 
 class Rows(NamedTuple):
@@ -30,28 +39,23 @@ class Rows(NamedTuple):
 class _BeforeNorm(NamedTuple):
     """The heads of queries or keys, whose norm the rotation does too."""
 
-    heads: Tensor  # (B, S, H, D)
+    heads: Tensor
     norm: nn.Module
 
-    def transpose(self, *_: int) -> _BeforeNorm:
-        return self
+    def transpose(self, *dims: int) -> _BeforeNorm:
+        return _BeforeNorm(self.heads.transpose(*dims), self.norm)
 
 
 class _Layer(StandIn):
-    """An attention layer in its class's forward. Its products may be made already."""
+    """An attention layer in its class's forward. Its first products, by the name of their projection, may be made."""
 
-    def __init__(self, layer: Any, products: Sequence[Tensor] | None) -> None:
+    def __init__(self, layer: Any, products: Products) -> None:
         super().__init__(layer)
         self._products = products
 
-    def q_proj(self, x: Any) -> Tensor:
-        return self._of.q_proj(x) if self._products is None else self._products[0]
-
-    def k_proj(self, x: Any) -> Tensor:
-        return self._of.k_proj(x) if self._products is None else self._products[1]
-
-    def v_proj(self, x: Any) -> Tensor:
-        return self._of.v_proj(x) if self._products is None else self._products[2]
+    def __getattr__(self, name: str) -> Any:
+        product = self._products.get(name)
+        return getattr(self._of, name) if product is None else lambda x: product
 
     def q_norm(self, heads: Tensor) -> Tensor | _BeforeNorm:
         return self._before(self._of.q_norm, heads)
@@ -60,18 +64,35 @@ class _Layer(StandIn):
         return self._before(self._of.k_norm, heads)
 
     def _before(self, norm: nn.Module, heads: Tensor) -> Tensor | _BeforeNorm:
-        both = is_free(self._of.q_norm) and is_free(self._of.k_norm)
-        return _BeforeNorm(heads, norm) if both else norm(heads)
+        both = self._of.q_norm, self._of.k_norm
+        # A norm of three dimensions is one of all heads together.
+        fused = heads.dim() == 4 and all(is_free(n) and offset_of(n) is not None for n in both)
+        return _BeforeNorm(heads, norm) if fused and eps_of(both[0]) == eps_of(both[1]) else norm(heads)
 
 
-def _rotate(q: Any, k: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """What the models call ``apply_rotary_pos_emb``. q and k: (B, H, S, D), in memory tokens come before heads."""
-    if isinstance(q, _BeforeNorm):
-        weights = q.norm.weight, k.norm.weight
-        q, k = qk_norm_rope(q.heads, k.heads, *weights, cos, sin, eps=eps_of(q.norm))  # type: ignore[arg-type]
-    else:
-        q, k = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    return q.transpose(1, 2), k.transpose(1, 2)
+def _weight(norm: nn.Module, x: Tensor) -> Tensor:
+    """What a norm multiplies by. A sum with the offset keeps the bits of a 16-bit weight."""
+    offset: Any = offset_of(norm)
+    weight: Any = norm.weight
+    return offset + (weight.float() if weight.element_size() == 2 else weight) if offset else beside(weight, x)
+
+
+def _rotation(interleaved: bool, halves: bool) -> Forward:
+    def rotate(q: Any, k: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        """What the models call ``apply_rotary_pos_emb``. q and k: (B, H, S, D)."""
+        if unsqueeze_dim != 1:
+            raise ValueError("apply_rotary_pos_emb: unsqueeze_dim: expected 1")
+        if halves:
+            cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
+        if isinstance(q, _BeforeNorm):
+            heads = q.heads.transpose(1, 2), k.heads.transpose(1, 2)
+            weights = _weight(q.norm, heads[0]), _weight(k.norm, heads[1])
+            q, k = qk_norm_rope(*heads, *weights, cos, sin, eps=eps_of(q.norm), interleaved=interleaved)
+        else:
+            q, k = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=interleaved)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return rotate
 
 
 class _Interfaces:
@@ -87,23 +108,24 @@ class _Interfaces:
         return of_layer
 
 
-def attention(old: Forward) -> Forward | None:
+def attention(old: Forward, *, interleaved: bool = False, halves: bool = False) -> Forward | None:
     """A forward with the code of ``old``, in which two names mean something else. So the attention function gets the
     arguments that the code of transformers hands it. None: code that does not rotate by that name.
 
-    ``products``: the layer's first three, where they are made already. Then ``hidden_states`` may be :class:`Rows`.
+    ``interleaved``: pairs are neighbours; ``halves``: the tables have a column a pair. ``products`` of a call: the
+    layer's first, where they are made already. Then ``hidden_states`` may be :class:`Rows`.
     """
     function = inspect.unwrap(old)
     if not isinstance(function, types.FunctionType) or _ROTATION not in function.__code__.co_names:
         return None
-    names = {**function.__globals__, _ROTATION: _rotate, "ALL_ATTENTION_FUNCTIONS": _Interfaces}
+    names = {**function.__globals__, _ROTATION: _rotation(interleaved, halves), "ALL_ATTENTION_FUNCTIONS": _Interfaces}
     del names["__name__"]  # torch.compile would look the names up in the module of this name
     theirs = types.FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
     theirs.__kwdefaults__ = function.__kwdefaults__
 
-    def forward(self: Any, *arguments: Any, products: Sequence[Tensor] | None = None, **options: Any) -> Any:
+    def forward(self: Any, *arguments: Any, products: Products = NONE, **options: Any) -> Any:
         return theirs(_Layer(self, products), *arguments, **options)
 
     return forward

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Forward = Callable[..., Any]
 # The hooks of state_dict and of registration run without a call. Every other kind runs at a call or in its backward.
-_HOOKS = tuple(n for n in vars(nn.Module()) if n.endswith("_hooks") and "state_dict" not in n)
-_GLOBAL_HOOKS = tuple(
+CALL_HOOKS = tuple(n for n in vars(nn.Module()) if n.endswith("_hooks") and "state_dict" not in n)
+GLOBAL_HOOKS = tuple(
     hooks
     for n, hooks in vars(torch.nn.modules.module).items()
     if n.startswith("_global_") and n.endswith("_hooks") and "registration" not in n
@@ -21,10 +21,10 @@ _GLOBAL_HOOKS = tuple(
 
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks hang on the calls of a module, its own or those of all modules. Then it must be called."""
-    for name in _HOOKS:
+    for name in CALL_HOOKS:
         if getattr(module, name):
             return True
-    return any(_GLOBAL_HOOKS)
+    return any(GLOBAL_HOOKS)
 
 
 def is_untouched(module: nn.Module, cls: type) -> bool:
@@ -40,6 +40,11 @@ def is_ours(module: Any) -> bool:
 def is_free(module: nn.Module) -> bool:
     """Whether our ops may stand in the place of a call of a module that we have patched."""
     return is_ours(module) and not is_watched(module)
+
+
+def beside(weight: Tensor, x: Tensor) -> Tensor:
+    """A 16-bit weight beside wider activations, as their product would cast it."""
+    return weight if weight.dtype == x.dtype or x.element_size() == 2 else weight.to(x.dtype)
 
 
 def by_name(old: Forward) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:

@@ -8,11 +8,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.pytorch_utils import Conv1D
 
-from warpsmith.integrations._attention import Rows, attention, eps_of
-from warpsmith.integrations._modules import Forward, StandIn, by_name, is_free, is_untouched, is_watched
+from warpsmith.integrations._attention import Products, Rows, attention, eps_of, offset_of
+from warpsmith.integrations._modules import (
+    Forward,
+    StandIn,
+    beside,
+    by_name,
+    is_free,
+    is_ours,
+    is_untouched,
+    is_watched,
+)
 from warpsmith.nn import Linear, functional
 from warpsmith.ops import _activated_linear
 from warpsmith.ops._norm_linears import fits, norm_linears
@@ -32,18 +41,15 @@ class Part(NamedTuple):
 # ---- norms
 
 
-def _beside(weight: Tensor, x: Tensor) -> Tensor:
-    """A 16-bit weight beside wider activations, as their product would cast it."""
-    return weight if weight.dtype == x.dtype or x.element_size() == 2 else weight.to(x.dtype)
+def _rms(offset: float = 0.0, *, widens: bool = False) -> Callable[[Forward], Forward]:
+    """``widens``: the weight multiplies what is rounded already, so that a wider weight makes a wider product."""
 
-
-def _rms(offset: float) -> Callable[[Forward], Forward]:
     def make(old: Forward) -> Forward:
         def forward(self: Any, hidden_states: Tensor) -> Tensor:
-            y = rms_norm(hidden_states, _beside(self.weight, hidden_states), eps_of(self), offset)
-            # A wider weight makes a wider product; where the weight is stored around zero, the input's dtype comes out.
-            return y if offset else y.to(torch.promote_types(y.dtype, self.weight.dtype))
+            y = rms_norm(hidden_states, beside(self.weight, hidden_states), eps_of(self), offset)
+            return y.to(torch.promote_types(y.dtype, self.weight.dtype)) if widens else y
 
+        forward.offset = offset  # type: ignore[attr-defined]
         return forward
 
     return make
@@ -56,6 +62,19 @@ def _layer(old: Forward) -> Forward:
     return forward
 
 
+def _layer_of_weight(old: Forward) -> Forward:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if self.weight.dim() > 1:  # a weight for each head
+            return old(self, hidden_states)
+        return functional.layer_norm(hidden_states, self.weight.shape, self.weight, None, eps_of(self))
+
+    return forward
+
+
+def _why_not_layer_of_weight(norm: Any) -> str | None:
+    return "it has a weight for each head" if norm.weight.dim() > 1 else None
+
+
 def _is_plain(linear: nn.Module) -> bool:
     """Whether a module is a matrix product and no more."""
     if is_untouched(linear, Linear):
@@ -65,13 +84,14 @@ def _is_plain(linear: nn.Module) -> bool:
 
 # ---- feed-forward layers
 
+_ACTS = ("act_fn", "act", "activation_fn", "intermediate_act_fn", "transform_act_fn")
 _SILU = ("SiLU", "SiLUActivation")
 _TANH = ("NewGELUActivation", "GELUTanh", "PytorchGELUTanh")
 _EXACT = ("GELUActivation", "GELU")
 
 
 def _act(module: Any) -> Any:
-    return module.act_fn if hasattr(module, "act_fn") else module.act
+    return next((getattr(module, name) for name in _ACTS if hasattr(module, name)), None)
 
 
 def _activation(module: Any) -> str:
@@ -99,23 +119,44 @@ def _why_not_gated(module: nn.Module) -> str | None:
     return None if name in _GATED_OPS else f"its activation, {name}, is not fused"
 
 
-def _down(mlp: Any, gate: Tensor, up: Tensor, overwrite: bool = True) -> Tensor:
-    """What a feed-forward layer makes of its first two products, over which its backward may write."""
-    op, name, extra = _GATED_OPS[_activation(mlp)]
-    if overwrite and _is_plain(mlp.down_proj) and _activated_linear.fits(gate, up, mlp.down_proj.weight):
-        return _activated_linear.activated_linear(gate, up, mlp.down_proj.weight, name, *extra)
-    alone = overwrite and not any(t.requires_grad and t.is_leaf for t in (gate, up))
-    return mlp.down_proj(op(gate, up, inplace_backward=alone))
+def _activated(mlp: Any, *products: Tensor, overwrite: bool = True) -> Tensor:
+    """What the activation makes of gate and up, apart or packed. The backward may write over them."""
+    alone = overwrite and not any(t.requires_grad and t.is_leaf for t in products)
+    return _GATED_OPS[_activation(mlp)][0](*products, inplace_backward=alone)
 
 
-def _gated(old: Forward) -> Forward:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        if _why_not_gated(self) or _is_called(_act(self)):
-            return old(self, x)
-        kept = is_watched(self.gate_proj) or is_watched(self.up_proj)  # a hook may keep what it sees
-        return _down(self, self.gate_proj(x), self.up_proj(x), overwrite=not kept)
+def _down(mlp: Any, *products: Tensor, overwrite: bool = True) -> Tensor:
+    """What a feed-forward layer makes of its first products."""
+    _, name, extra = _GATED_OPS[_activation(mlp)]
+    if overwrite and len(products) == 2 and _is_plain(mlp.down_proj):
+        if _activated_linear.fits(*products, mlp.down_proj.weight):
+            return _activated_linear.activated_linear(*products, mlp.down_proj.weight, name, *extra)
+    return mlp.down_proj(_activated(mlp, *products, overwrite=overwrite))
 
-    return forward
+
+def _gated(*names: str, rest: Sequence[str] = ()) -> Callable[[Forward], Forward]:
+    """Named first products, and what follows the activation; without names of its own it is ``down_proj``."""
+
+    def make(old: Forward) -> Forward:
+        def forward(self: Any, hidden_states: Tensor) -> Tensor:
+            if _why_not_gated(self) or _is_called(_act(self)):
+                return old(self, hidden_states)
+            first = [getattr(self, name) for name in names]
+            overwrite = not any(map(is_watched, first))  # a hook may keep what it sees
+            products = [linear(hidden_states) for linear in first]
+            if not rest:
+                return _down(self, *products, overwrite=overwrite)
+            return _through(self, rest, _activated(self, *products, overwrite=overwrite))
+
+        return forward
+
+    return make
+
+
+def _through(module: Any, names: Sequence[str], x: Tensor) -> Tensor:
+    for name in names:
+        x = getattr(module, name)(x)
+    return x
 
 
 def _gelu_form(module: nn.Module) -> str | None:
@@ -123,64 +164,83 @@ def _gelu_form(module: nn.Module) -> str | None:
     return "tanh" if name in (*_TANH, "GELU, tanh") else "none" if name in _EXACT else None
 
 
-def _why_not_gpt2_mlp(module: nn.Module) -> str | None:
+def _why_not_gelu(module: nn.Module) -> str | None:
     return None if _gelu_form(module) else f"its activation, {_activation(module)}, is not fused"
 
 
-def _gpt2_mlp(old: Forward) -> Forward:
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        form, c_fc = _gelu_form(self), self.c_fc
-        if form is None or _is_called(self.act) or not is_untouched(c_fc, Conv1D):
-            return old(self, hidden_states)
-        h = bias_gelu(hidden_states @ c_fc.weight, c_fc.bias, form)
-        return self.dropout(self.c_proj(h))
+def _gelu(first: str, *rest: str) -> Callable[[Forward], Forward]:
+    """A named linear layer with bias, its activation, and what follows."""
 
-    return forward
+    def make(old: Forward) -> Forward:
+        def forward(self: Any, hidden_states: Tensor) -> Tensor:
+            form, linear = _gelu_form(self), getattr(self, first)
+            known = is_untouched(linear, Conv1D) or is_untouched(linear, nn.Linear) and linear.bias is not None
+            if form is None or _is_called(_act(self)) or not known:
+                return old(self, hidden_states)
+            weight = linear.weight if type(linear) is Conv1D else linear.weight.t()
+            return _through(self, rest, bias_gelu(hidden_states @ weight, linear.bias, form))
+
+        return forward
+
+    return make
 
 
 # ---- decoder layers: a residual sum and the norm behind it are one op
 
 
-def _sum_and_rms(x: Tensor, residual: Tensor, norm: Any, offset: float) -> tuple[Tensor, Tensor]:
+def _sum_and_rms(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    offset = offset_of(norm)
     fits = x.dtype == residual.dtype or (residual.dtype == torch.float32 and x.element_size() == 2)
-    if not is_free(norm) or not fits:
+    if offset is None or not is_free(norm) or not fits:
         total = residual + x
         return norm(total), total
-    return add_rms_norm(x, residual, _beside(norm.weight, x), eps_of(norm), offset)
+    return add_rms_norm(x, residual, beside(norm.weight, x), eps_of(norm), offset)
 
 
 def _normed(
-    norm: Any, offset: float, layer: Any, names: Sequence[str], x: Tensor, residual: Tensor | None = None
-) -> tuple[Tensor, ...] | None:
-    """(s, and the products of a layer's named projections with the norm of s), s = x or x + residual, as one op that
-    does not keep the normed rows; None where a module is another's, has hooks or does not fit."""
-    linears = [getattr(layer, name) for name in names]
-    if not all(map(is_free, (norm, layer))) or not all(map(_is_plain, linears)):
+    norm: Any, layer: Any, names: Sequence[str], x: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, Products] | None:
+    """(s, the products of a layer's projections, of those named, with the norm of s), s = x or x + residual, as one op
+    that does not keep the normed rows; None where a module is another's, has hooks or does not fit."""
+    linears = {name: getattr(layer, name) for name in names if hasattr(layer, name)}
+    offset = offset_of(norm)
+    if offset is None or not all(map(is_free, (norm, layer))) or not all(map(_is_plain, linears.values())):
         return None
-    weights = [p.weight for p in linears]
+    weights = [p.weight for p in linears.values()]
     given = (x, norm.weight, *weights) if residual is None else (x, residual, norm.weight, *weights)
-    return norm_linears(x, residual, norm.weight, eps_of(norm), offset, weights) if fits(*given) else None
+    if not fits(*given):
+        return None
+    s, *products = norm_linears(x, residual, norm.weight, eps_of(norm), offset, weights)
+    return s, dict(zip(linears, products, strict=True))
 
 
-_QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj", "qkv_proj"), ("gate_proj", "up_proj", "gate_up_proj")
 
 
-def _self_attention(block: Any, offset: float, x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _added(block: Any, x: Tensor, dropout: str) -> Tensor:
+    """What a decoder layer adds to its stream: dropped out by some (Phi-3), times a number in others (Granite)."""
+    x = getattr(block, dropout)(x) if hasattr(block, dropout) else x
+    multiplier = getattr(block, "residual_multiplier", None)
+    return x if multiplier is None else x * multiplier
+
+
+def _self_attention(block: Any, x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """(out, x) of a decoder layer's first norm and attention."""
-    done = _normed(block.input_layernorm, offset, block.self_attn, _QKV, x)
+    done = _normed(block.input_layernorm, block.self_attn, _QKV, x)
     if done is None:
         return block.self_attn(hidden_states=block.input_layernorm(x), **options)[0], x
-    return block.self_attn.forward(Rows(x.shape), products=done[1:], **options)[0], done[0]
+    return block.self_attn.forward(Rows(x.shape), products=done[1], **options)[0], done[0]
 
 
-def _feed_forward(block: Any, norm: Any, offset: float, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, x + residual) of a decoder layer's second sum, norm and feed-forward layer."""
-    whole = _why_not_gated(block.mlp) or _is_called(_act(block.mlp))
-    done = None if whole else _normed(norm, offset, block.mlp, _GATE_UP, x, residual)
-    if done is None:
-        y, residual = _sum_and_rms(x, residual, norm, offset)
-        return block.mlp(y), residual
-    return _down(block.mlp, done[1], done[2]), done[0]
+def _feed_forward(block: Any, norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, x + residual) of a decoder layer's second sum, norm and feed-forward layer, or experts."""
+    whole = not is_ours(block.mlp) or _why_not_gated(block.mlp) or _is_called(_act(block.mlp))
+    done = None if whole else _normed(norm, block.mlp, _GATE_UP, x, residual)
+    if done is not None:
+        return _down(block.mlp, *done[1].values()), done[0]
+    y, residual = _sum_and_rms(x, residual, norm)
+    y = block.mlp(y)
+    return (y[0] if isinstance(y, tuple) else y), residual  # gpt-oss also gives the router's scores
 
 
 def _decoder(old: Forward) -> Forward:
@@ -188,40 +248,61 @@ def _decoder(old: Forward) -> Forward:
 
     def forward(self: Any, *arguments: Any, **options: Any) -> Tensor:
         options = given(arguments, options)
-        x, residual = _self_attention(self, 0.0, options.pop("hidden_states"), options)
-        x, residual = _feed_forward(self, self.post_attention_layernorm, 0.0, x, residual)
-        return residual + x
+        x, residual = _self_attention(self, options.pop("hidden_states"), options)
+        x = _added(self, x, "resid_attn_dropout")
+        x, residual = _feed_forward(self, self.post_attention_layernorm, x, residual)
+        return residual + _added(self, x, "resid_mlp_dropout")
 
     return forward
 
 
-def _gemma2_decoder(old: Forward) -> Forward:
+def _gemma_decoder(old: Forward) -> Forward:
     given = by_name(old)
 
     def forward(self: Any, *arguments: Any, **options: Any) -> Tensor:
         options = given(arguments, options)
-        x, residual = _self_attention(self, 1.0, options.pop("hidden_states"), options)
+        x, residual = _self_attention(self, options.pop("hidden_states"), options)
         x = self.post_attention_layernorm(x)
-        x, residual = _feed_forward(self, self.pre_feedforward_layernorm, 1.0, x, residual)
+        x, residual = _feed_forward(self, self.pre_feedforward_layernorm, x, residual)
         return residual + self.post_feedforward_layernorm(x)
 
     return forward
 
 
-def _gpt2_block(old: Forward) -> Forward:
-    given = by_name(old)
+def _sum_and_layer(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    fits = x.dtype == residual.dtype or residual.dtype == torch.float32
+    if not fits or norm.weight is None or not (is_free(norm) or is_untouched(norm, nn.LayerNorm)):
+        total = x + residual
+        return norm(total), total
+    bias = None if norm.bias is None else beside(norm.bias, x)
+    return add_layer_norm(x, residual, beside(norm.weight, x), bias, norm.eps)
 
-    def forward(self: Any, *arguments: Any, **options: Any) -> Tensor:
-        ln, named = self.ln_2, given(arguments, options)
-        if named.pop("encoder_hidden_states") is not None or not (is_free(ln) or is_untouched(ln, nn.LayerNorm)):
-            return old(self, *arguments, **options)
-        hidden_states, _ = named.pop("hidden_states"), named.pop("encoder_attention_mask")
-        x, _ = self.attn(self.ln_1(hidden_states), **named)
-        if x.dtype != hidden_states.dtype and hidden_states.dtype != torch.float32:
-            total = x + hidden_states
-            return total + self.mlp(ln(total))
-        y, residual = add_layer_norm(x, hidden_states, _beside(ln.weight, x), _beside(ln.bias, x), ln.eps)
-        return residual + self.mlp(y)
+
+def _block(first_norm: str, attention: str, norm: str, dropout: str = "") -> Callable[[Forward], Forward]:
+    """Layer norm, attention, sum, layer norm, feed-forward layer ``mlp``, sum. Named: its modules."""
+
+    def make(old: Forward) -> Forward:
+        given = by_name(old)
+
+        def forward(self: Any, *arguments: Any, **options: Any) -> Tensor:
+            named, drop = given(arguments, options), (dropout,) if dropout else ()
+            if named.pop("encoder_hidden_states", None) is not None:
+                return old(self, *arguments, **options)
+            hidden_states, _ = named.pop("hidden_states"), named.pop("encoder_attention_mask", None)
+            x, _ = getattr(self, attention)(getattr(self, first_norm)(hidden_states), **named)
+            y, residual = _sum_and_layer(_through(self, drop, x), hidden_states, getattr(self, norm))
+            return residual + _through(self, drop, self.mlp(y))
+
+        return forward
+
+    return make
+
+
+def _sum_behind(old: Forward) -> Forward:
+    """The end of BERT's layers: the norm of the sum is what goes on."""
+
+    def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        return _sum_and_layer(self.dropout(self.dense(hidden_states)), input_tensor, self.LayerNorm)[0]
 
     return forward
 
@@ -229,11 +310,12 @@ def _gpt2_block(old: Forward) -> Forward:
 # ---- the head and its loss
 
 
-def _why_not_head(module: Any) -> str | None:
-    if type(module.lm_head) is not nn.Linear:
-        return f"its lm_head is a {type(module.lm_head).__name__} and not a torch.nn.Linear"
-    if module.loss_function is not ForCausalLMLoss:
-        return "its loss_function is not transformers' loss of causal models"
+def _why_not_head(module: Any, name: str, loss: Callable[..., Tensor]) -> str | None:
+    head = getattr(module, name)
+    if type(head) is not nn.Linear:
+        return f"its {name} is a {type(head).__name__} and not a torch.nn.Linear"
+    if module.loss_function is not loss:
+        return "its loss_function is not transformers' loss of its kind"
     return None
 
 
@@ -251,20 +333,42 @@ class _Config(StandIn):
         self.softcap = self._of.final_logit_softcapping or 0.0
 
 
-class _Head(StandIn):
-    """A causal model in its class's forward: its head makes no logits, its loss multiplies by the head's weight."""
+class _Logits:
+    """Stands for logits that are never made. A forward may multiply and divide them; all else raises."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, scale: Any = 1.0) -> None:
+        self.scale = scale
+
+    def __mul__(self, factor: Any) -> _Logits:
+        return _Logits(self.scale * factor)
+
+    def __truediv__(self, factor: Any) -> _Logits:
+        return _Logits(self.scale / factor)
+
+
+def _without_logits(out: Any) -> Any:
+    if isinstance(out, tuple):
+        return tuple(t for t in out if not isinstance(t, _Logits))
+    return type(out)(**{name: t for name, t in out.items() if not isinstance(t, _Logits)})
+
+
+class _Head(StandIn):
+    """A model in its class's forward: its head makes no logits, its loss multiplies by the head's weight."""
+
+    def __init__(self, model: Any, name: str, shifts: bool) -> None:
         super().__init__(model)
         self.config = _Config(model.config)
+        self._head, self._shifts = getattr(model, name), shifts
         self._hidden: Any = None
+        setattr(self, name, self._keep)
 
-    def lm_head(self, hidden: Tensor) -> None:
+    def _keep(self, hidden: Tensor) -> _Logits:
         self._hidden = hidden
+        return _Logits()
 
     def loss_function(
         self,
-        logits: None,
+        logits: _Logits,
         labels: Tensor,
         vocab_size: int,
         num_items_in_batch: Any = None,
@@ -272,13 +376,16 @@ class _Head(StandIn):
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        hidden, head = self._hidden, self._of.lm_head
-        target = (_shifted(labels, ignore_index) if shift_labels is None else shift_labels).to(hidden.device)
+        hidden, bias = self._hidden, self._head.bias
+        if logits.scale != 1:
+            hidden, bias = hidden * logits.scale, None if bias is None else bias * logits.scale
+        if self._shifts:
+            labels = _shifted(labels, ignore_index) if shift_labels is None else shift_labels
         loss: Any = linear_cross_entropy(
             hidden,
-            head.weight,
-            target.reshape(hidden.shape[:-1]),
-            head.bias,
+            self._head.weight,
+            labels.to(hidden.device).reshape(hidden.shape[:-1]),
+            bias,
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
             softcap=self.config.softcap,
@@ -289,47 +396,51 @@ class _Head(StandIn):
         return loss
 
 
-def _causal_lm(old: Forward) -> Forward:
-    given = by_name(old)
+def _head(name: str = "lm_head", loss: Callable[..., Tensor] = ForCausalLMLoss) -> Part:
+    def make(old: Forward) -> Forward:
+        given = by_name(old)
 
-    @functools.wraps(old)
-    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
-        named = given(arguments, options)
-        keep = named["logits_to_keep"]
-        whole = isinstance(keep, int) and keep == 0
-        fused = named["labels"] is not None and self.training and whole
-        if not fused or _why_not_head(self) or not is_untouched(self.lm_head, nn.Linear):
-            return old(self, *arguments, **options)
-        return old(_Head(self), *arguments, **options)
+        @functools.wraps(old)
+        def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+            named = given(arguments, options)
+            keep = named.get("logits_to_keep", 0)
+            whole = isinstance(keep, int) and keep == 0
+            fused = named["labels"] is not None and self.training and whole
+            if not fused or _why_not_head(self, name, loss) or not is_untouched(getattr(self, name), nn.Linear):
+                return old(self, *arguments, **options)
+            stand_in = _Head(self, name, shifts=loss is ForCausalLMLoss)
+            return _without_logits(old(stand_in, *arguments, **options))
 
-    return forward
+        forward.head = name  # type: ignore[attr-defined]
+        return forward
+
+    return Part("warpsmith.linear_cross_entropy", make, functools.partial(_why_not_head, name=name, loss=loss))
 
 
-# ---- which class gets which part
+# ---- the parts, by what they compute
 
-_RMS = Part("warpsmith.rms_norm", _rms(0.0))
-_GATED = Part("warpsmith.swiglu, geglu or reglu", _gated, _why_not_gated)
-_ROTARY = Part("warpsmith.rope", attention)
-_QK = Part("warpsmith.qk_norm_rope", attention)
-_LAYER = Part("warpsmith.add_rms_norm", _decoder)
-_HEAD = Part("warpsmith.linear_cross_entropy", _causal_lm, _why_not_head)
+RMS_WIDENS = Part("warpsmith.rms_norm", _rms(widens=True))
+RMS = Part("warpsmith.rms_norm", _rms())
+RMS_AROUND_ZERO = Part("warpsmith.rms_norm", _rms(1.0))
+LAYER_NORM = Part("warpsmith.layer_norm", _layer)
+LAYER_NORM_OF_WEIGHT = Part("warpsmith.layer_norm", _layer_of_weight, _why_not_layer_of_weight)
+GATED = Part("warpsmith.swiglu, geglu or reglu", _gated("gate_proj", "up_proj"), _why_not_gated)
+GATED_PACKED = Part("warpsmith.swiglu, geglu or reglu", _gated("gate_up_proj"), _why_not_gated)
+GATED_WI = Part("warpsmith.swiglu, geglu or reglu", _gated("Wi", rest=("drop", "Wo")), _why_not_gated)
+ROTARY = Part("warpsmith.rope", attention)
+ROTARY_HALVES = Part("warpsmith.rope", functools.partial(attention, halves=True))
+ROTARY_INTERLEAVED = Part("warpsmith.rope", functools.partial(attention, interleaved=True))
+QK_ROTARY = Part("warpsmith.qk_norm_rope", attention)
+DECODER = Part("warpsmith.add_rms_norm", _decoder)
+GEMMA_DECODER = Part("warpsmith.add_rms_norm", _gemma_decoder)
+SUM_BEHIND = Part("warpsmith.add_layer_norm", _sum_behind)
+CAUSAL_HEAD = _head()
+MASKED_HEAD = _head("decoder", ForMaskedLMLoss)
 
-PARTS: dict[str, dict[str, Part]] = {
-    "llama": {"RMSNorm": _RMS, "MLP": _GATED, "Attention": _ROTARY, "DecoderLayer": _LAYER, "ForCausalLM": _HEAD},
-    "mistral": {"RMSNorm": _RMS, "MLP": _GATED, "Attention": _ROTARY, "DecoderLayer": _LAYER, "ForCausalLM": _HEAD},
-    "qwen3": {"RMSNorm": _RMS, "MLP": _GATED, "Attention": _QK, "DecoderLayer": _LAYER, "ForCausalLM": _HEAD},
-    "gemma2": {
-        "RMSNorm": Part("warpsmith.rms_norm", _rms(1.0)),
-        "MLP": _GATED,
-        "Attention": _ROTARY,
-        "DecoderLayer": Part("warpsmith.add_rms_norm", _gemma2_decoder),
-        "ForCausalLM": _HEAD,
-    },
-    "gpt2": {
-        "MLP": Part("warpsmith.bias_gelu", _gpt2_mlp, _why_not_gpt2_mlp),
-        "Block": Part("warpsmith.add_layer_norm", _gpt2_block),
-        "LMHeadModel": _HEAD,
-    },
-}
-PREFIXES = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3", "gemma2": "Gemma2", "gpt2": "GPT2"}
-TORCHS_LAYER_NORM = Part("warpsmith.layer_norm", _layer)
+
+def gelu(*names: str) -> Part:
+    return Part("warpsmith.bias_gelu", _gelu(*names), _why_not_gelu)
+
+
+def block(*names: str) -> Part:
+    return Part("warpsmith.add_layer_norm", _block(*names))

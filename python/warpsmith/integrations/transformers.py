@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from warpsmith._core import checks
 from warpsmith.integrations import _patch
-from warpsmith.integrations._parts import PARTS, PREFIXES
 from warpsmith.integrations._patch import Patched as Patched
+from warpsmith.integrations._rows import FAMILIES as FAMILIES
+from warpsmith.integrations._rows import add_family as add_family
+from warpsmith.integrations._rows import row_of
 from warpsmith.ops.attention import attention, attention_varlen
-
-#: What :func:`patch` knows: by ``model_type`` of a config and class of transformers, what replaces its forward.
-FAMILIES = {
-    family: {PREFIXES[family] + name: part.what for name, part in parts.items()} for family, parts in PARTS.items()
-}
 
 
 def _window(causal: bool, sliding_window: int | None) -> dict[str, Any]:
@@ -135,9 +133,11 @@ def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
     Hooks of modules are called as before, and attention functions get the same arguments. A deep copy is patched until
     ``undo()``; a pickle is one of the model as it was.
 
+    Each kind of layer is compared with itself as it was, on 8 random rows, and left where the error law does not hold.
+
     Args:
-        model_or_class: a model of Llama, Mistral, Qwen3, Gemma 2 or GPT-2, whose modules alone are changed; or such a
-            class, for all its models.
+        model_or_class: a model, whose modules of the classes in ``FAMILIES`` alone are changed; or such a class, for
+            all its models.
         attention: of a model, also :func:`register` ``"warpsmith"`` and make it the model's ``attn_implementation``.
 
     Returns:
@@ -146,8 +146,8 @@ def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
     Loss and gradients obey the error law beside the model as it was. Deterministic as the ops are.
 
     Raises:
-        ValueError: another kind of model, one that is patched already, wholly or in part, or a class with
-            ``attention``: the implementation stands in the model's config. Nothing has changed.
+        ValueError: no model of transformers, an unknown class of models, what is patched already, wholly or in part,
+            or a class with ``attention``: the implementation stands in the model's config. Nothing has changed.
 
     Source: the idea is Liger-Kernel's.
 
@@ -166,21 +166,22 @@ def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
         >>> model.train()(tokens, labels=tokens).loss.backward()
         >>> done.undo()
     """
-    family = _patch.family_of(model_or_class)
-    if family is None:
-        got = model_or_class if isinstance(model_or_class, type) else type(model_or_class)
-        known = ", ".join(PREFIXES.values())
-        checks.refuse("patch", "model_or_class", f"a model of transformers, one of {known}", got.__name__)
-    if _patch.is_patched(model_or_class, family):
+    by_class = isinstance(model_or_class, type)
+    got = model_or_class if by_class else type(model_or_class)
+    if not issubclass(got, nn.Module if row_of(got) else transformers.PreTrainedModel):
+        checks.refuse("patch", "model_or_class", "a model of transformers", got.__name__)
+    if by_class and row_of(got) is None:
+        checks.refuse("patch", "model_or_class", f"a class of {', '.join(FAMILIES)}", got.__name__)
+    if _patch.is_patched(model_or_class):
         checks.refuse("patch", "model_or_class", "what is not patched yet", "what is: undo() it first")
-    if attention and isinstance(model_or_class, type):
+    if attention and by_class:
         checks.refuse("patch", "attention", "False for a class: a model's config says its attention", "True")
     done = Patched()
     try:
-        if isinstance(model_or_class, type):
-            _patch.patch_class(done, model_or_class, family)
+        if by_class:
+            _patch.patch_class(done, model_or_class)
         else:
-            _patch.patch_model(done, model_or_class, family)
+            _patch.patch_model(done, model_or_class)
         if attention:
             register()
             done.set_attention(model_or_class, "warpsmith")

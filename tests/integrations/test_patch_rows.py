@@ -1,0 +1,166 @@
+"""Every row of the table: a patched model beside the model as it was, in each way in which it is used."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.masking_utils import sdpa_mask  # noqa: E402
+from warpsmith.integrations.transformers import patch  # noqa: E402
+from warpsmith.testing import measure  # noqa: E402
+
+from .families import ALL, ENCODERS, PADDED, ROWS, TOKENS, VOCABULARY, class_of, inputs_of, small_model  # noqa: E402
+
+# What a model is used with: its mask, whether activations are made again, whether embeddings and head are one.
+USES = {
+    "plain": (None, False, False),
+    "padded left, checkpoints": (PADDED, True, False),
+    "padded right, tied": (PADDED.flip(1), False, True),
+}
+NO_HEAD = {"bert": "BertForMaskedLM", "vit": "ViTForImageClassification"}
+LEFT = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts", **NO_HEAD}
+BATCHES = torch.randint(1, VOCABULARY, (24, 2, 12), generator=torch.Generator().manual_seed(2))
+
+
+def exact_attention(
+    module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, dropout=0.0, **_
+):
+    """All in float64: eager attention takes its softmax in float32, where the mask of a padded row has no sum."""
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if attention_mask is None else scores.masked_fill(~attention_mask, -1e30)
+    sinks = [] if s_aux is None else [s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)]
+    weights = torch.cat([scores, *sinks], -1).softmax(-1)[..., : scores.shape[-1]]
+    return (weights @ value).transpose(1, 2), None
+
+
+def whole_mask(*arguments, **options):
+    skips = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
+    return sdpa_mask(*arguments, **{**options, **skips})
+
+
+transformers.AttentionInterface.register("exact", exact_attention)
+transformers.AttentionMaskInterface.register("exact", whole_mask)
+
+
+def exactly(model):
+    wide = copy.deepcopy(model).double()
+    wide.set_attn_implementation("exact")
+    wide.config._experts_implementation = "eager"  # the others take no float64
+    return wide
+
+
+def results(family, model, mask=None):
+    """Losses and gradients of some batches, the gradients of all layers together."""
+    losses, gradients = [], defaultdict(list)
+    for i, tokens in enumerate(BATCHES):
+        loss = model(**inputs_of(family, mask, tokens)).loss
+        losses.append(loss.detach())
+        if i < 4:
+            model.zero_grad()
+            loss.backward()
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    gradients[re.sub(r"\.\d+\.", ".*.", name)].append(p.grad.flatten())
+    return {"loss": torch.stack(losses), **{n: torch.cat(g) for n, g in gradients.items()}}
+
+
+def root_mean_square(t):
+    return float(t.double().square().mean().sqrt())
+
+
+def assert_law_of_the_mean(found, expected, exact):
+    """The error law, of the root mean square: over a whole model the largest error of one small tensor is a draw, which
+    is held to twice the law."""
+    assert found.keys() == expected.keys() == exact.keys()
+    for name, theirs in expected.items():
+        largest = measure(name, found[name].to(theirs.dtype), exact[name], theirs)
+        assert largest.error <= 2 * largest.bound, str(largest)
+        ours, base = (root_mean_square(t - exact[name]) for t in (found[name], theirs))
+        step = torch.finfo(theirs.dtype).eps / 2 * root_mean_square(exact[name])
+        assert ours <= 2 * base + 2 * step, (name, ours, base, step)
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ALL)
+def test_loss_and_gradients_obey_the_law(family, dtype, use):
+    mask, checkpoints, tied = USES[use]
+    # Which experts a token goes to is no matter of rounding in bfloat16 where it goes to all.
+    experts = {"num_experts_per_tok": 4} if dtype == torch.bfloat16 else {}
+    model = small_model(family, tie_word_embeddings=tied, **experts).to(dtype)
+    exact = results(family, exactly(model), mask)
+    expected = results(family, model, mask)
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with patch(model) as done:
+        found = results(family, model, mask)
+    assert set(done.kept) == {LEFT[family]} if family in LEFT else not done.kept
+    assert not done.unchecked
+    assert_law_of_the_mean(found, expected, exact)
+
+
+CACHES = {
+    "dynamic": lambda config: transformers.DynamicCache(),
+    "sliding": lambda config: transformers.DynamicCache(config=config),
+    "static": lambda config: transformers.StaticCache(config=config, max_cache_len=24),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("family", [f for f in ALL if f not in ENCODERS])
+def test_generation_gives_the_same_logits(family, cache):
+    """From a padded prompt, longer than the windows."""
+    model = small_model(family).eval()
+
+    def logits():
+        options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        out = model.generate(TOKENS, attention_mask=PADDED, past_key_values=CACHES[cache](model.config), **options)
+        return torch.stack(out.logits), out.sequences
+
+    expected, tokens = logits()
+    with patch(model):
+        found, ours = logits()
+    assert torch.equal(tokens, ours)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_what_is_saved_is_loaded_in_both_directions(family, tmp_path):
+    stock, inputs = small_model(family), inputs_of(family)
+    expected = stock(**inputs).loss
+    stock.save_pretrained(tmp_path / "stock")
+    ours = small_model(family)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.zero_()
+    done = patch(ours)
+    ours.load_state_dict(stock.state_dict())
+    ours.save_pretrained(tmp_path / "ours")
+    loss = ours(**inputs).loss
+    torch.testing.assert_close(loss, expected)
+    for saved in ("stock", "ours"):
+        loaded = class_of(family).from_pretrained(tmp_path / saved, attn_implementation="eager").train()
+        assert torch.equal(loaded(**inputs).loss, expected)
+        with patch(loaded) as again:
+            assert again.replaced == done.replaced and torch.equal(loaded(**inputs).loss, loss)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("family", [f for f in ALL if "RMSNorm" in str(ROWS.get(f))])
+def test_a_norm_beside_activations_of_another_dtype(family, dtypes):
+    model = small_model(family)
+    norm = next(m for m in model.modules() if type(m).__name__.endswith("RMSNorm")).to(dtypes[0])
+    x = torch.randn(2, 3, *norm.weight.shape).to(dtypes[1])
+    expected = norm(x)
+    with patch(model):
+        found = norm(x)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
