@@ -164,3 +164,15 @@ def test_a_norm_beside_activations_of_another_dtype(family, dtypes):
         found = norm(x)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_autocast(family):
+    model = small_model(family, num_experts_per_tok=4)
+    exact = results(family, exactly(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = results(family, model)
+        with patch(model) as done:
+            found = results(family, model)
+    assert not done.unchecked and "on random rows" not in str(done.kept)
+    assert_law_of_the_mean(found, expected, exact)

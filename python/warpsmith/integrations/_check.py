@@ -195,7 +195,8 @@ def check(model: nn.Module, candidates: Candidates) -> tuple[dict[nn.Module, str
         return False
 
     devices = {p.device for p in model.parameters() if p.is_cuda}
-    with torch.no_grad(), torch.random.fork_rng(list(devices)):
+    narrow = torch.autocast("cuda" if devices else "cpu", enabled=False)
+    with torch.no_grad(), narrow, torch.random.fork_rng(list(devices)):
         torch.manual_seed(0)
         for module, key in keys.items():
             why = _unreadable(module)
