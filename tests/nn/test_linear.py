@@ -43,6 +43,21 @@ def test_mlp_is_two_layers_of_torchs(activation):
         torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gated_mlp_takes_the_states_of_swiglu_mlp(activation, bias):
+    ours, known = warpsmith.nn.GatedMLP(8, 24, bias, activation=activation), warpsmith.nn.SwiGLUMLP(8, 24, bias)
+    known.load_state_dict(ours.state_dict())
+    gate = known.gate_proj(X)
+    f = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    expected = known.down_proj(f * known.up_proj(X)) + X
+    torch.testing.assert_close(ours(X, X), expected)
+    ours(X, X).square().sum().backward()
+    expected.square().sum().backward()
+    for a, b in zip(ours.parameters(), known.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
 def test_main_grad_of_a_layer():
     layer = warpsmith.nn.Linear(8, 12, dtype=torch.bfloat16, fuse_main_grad=True)
     x = X.bfloat16()

@@ -191,6 +191,7 @@ MODULES = {  # arguments of the constructor and of a call
     "DropoutAdd": ((0.1,), (X, X)),
     "DropoutAddLayerNorm": ((8, 0.1), (X, X)),
     "DropoutAddRMSNorm": ((8, 0.1), (X, X)),
+    "GatedMLP": ((8, 16), (X,)),
     "LayerNorm": ((8,), (X,)),
     "Linear": ((8, 16), (X,)),
     "LinearCrossEntropyHead": ((8, 16), (X, LABELS)),

@@ -4,7 +4,7 @@ from warpsmith.nn import functional
 from warpsmith.nn._activation import BiasGELU, DropoutAdd, SwiGLUMLP
 from warpsmith.nn._attention import Attention
 from warpsmith.nn._cross_entropy import CrossEntropyLoss
-from warpsmith.nn._linear import MLP, Linear
+from warpsmith.nn._linear import MLP, GatedMLP, Linear
 from warpsmith.nn._linear_loss import LinearCrossEntropyHead
 from warpsmith.nn._norm import AddLayerNorm, AddRMSNorm, DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
 from warpsmith.nn._rope import QKNormRoPE, RotaryEmbedding
@@ -18,6 +18,7 @@ __all__ = [
     "DropoutAdd",
     "DropoutAddLayerNorm",
     "DropoutAddRMSNorm",
+    "GatedMLP",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropyHead",

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from warpsmith._core import checks
 from warpsmith.ops._linear import activation_number
-from warpsmith.ops.linear import linear, mlp
+from warpsmith.ops.linear import gated_linear, linear, mlp
 
-for _name in ("linear", "mlp"):
+for _name in ("gated_linear", "linear", "mlp"):
     torch.fx.wrap(_name)  # torch.fx.symbolic_trace keeps the call whole
 
 
@@ -107,6 +107,60 @@ class MLP(nn.Module):
         """The layer's output for ``x``."""
         up, down = self.up_proj, self.down_proj
         return mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
+
+
+class GatedMLP(nn.Module):
+    """The feed-forward layer of Llama and Gemma: ``down_proj(activation(gate_proj(x)) * up_proj(x))`` by
+    :func:`warpsmith.gated_linear` and :func:`warpsmith.linear`.
+
+    Its ``state_dict`` has the keys of transformers' ``LlamaMLP`` and of :class:`warpsmith.nn.SwiGLUMLP`: ``gate_proj``,
+    ``up_proj`` and ``down_proj``. Beside ``SwiGLUMLP`` it has every activation, adds the two parts of the gradient of x
+    inside a product, and takes a residual; it does not write gradients over the projections.
+
+    Args:
+        hidden_size: features of the input and the output.
+        intermediate_size: features in between.
+        bias: whether the three linear layers have one.
+        device, dtype: of the parameters.
+        activation: "silu", "gelu" (exact), "gelu_tanh" or "relu".
+
+    ``forward(x, residual=None)``: x ``(..., hidden_size)`` to the same, plus a residual of that shape. Dtypes,
+    determinism and errors: as :func:`warpsmith.gated_linear`; under autocast all are cast. Hooks of the three layers
+    are not called: their parameters alone are used.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> layer = warpsmith.nn.GatedMLP(8, 24, activation="gelu_tanh")
+        >>> layer(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str = "silu",
+    ) -> None:
+        super().__init__()
+        checks.sizes("GatedMLP", hidden_size=hidden_size, intermediate_size=intermediate_size)
+        activation_number("GatedMLP", activation)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype)
+        self.activation = activation
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The layer's output for ``x``, plus ``residual``."""
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        hidden = gated_linear(x, gate.weight, up.weight, gate.bias, up.bias, self.activation)
+        return linear(hidden, down.weight, down.bias, residual=residual)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
