@@ -259,7 +259,7 @@ def test_a_gradient_that_depends_on_the_others_is_caught():
     def op(x, scale):
         return Detached.apply(reference(x, scale), 1.0 if x.requires_grad else 0.5, 0.0)
 
-    caught(numerics.check_needs_input_grad, with_op(op), match="gradient of scale alone")
+    caught(numerics.check_needs_input_grad, with_op(op), match="gradients of scale alone")
 
 
 def test_a_graph_under_no_grad_is_caught():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -130,7 +131,8 @@ def percent(hit: int, count: int) -> str:
 
 
 def emptied(name: str) -> Path:
-    folder = build.BUILD / "coverage" / f"{name}.data"
+    # Of this process: another one may run the same law, and a run whose folder is gone fails where it asks for it.
+    folder = build.BUILD / "coverage" / f"{name}.{os.getpid()}.data"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
