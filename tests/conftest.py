@@ -105,6 +105,10 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     items[:] = plan.longest_first(items)
+    if hasattr(config, "workerinput") and hasattr(pytest.Item, "id"):
+        # pytest-xdist 3.8 writes the group into _nodeid, which pytest 9.2 no longer reads.
+        for item in items:
+            item._id = type(item._id).parse(f"{item.nodeid}@{tiers.group_of(item)}")
 
 
 def pytest_runtest_teardown(item):
