@@ -45,7 +45,7 @@ __device__ __forceinline__ void average_chunk(float* average, const P* value, in
     device::store(average + rest, one(device::load(average + rest), device::load(value + rest)));
 }
 
-static __global__ void __launch_bounds__(kThreads) moving_average(const __grid_constant__ AverageParams p) {
+__global__ void __launch_bounds__(kThreads) moving_average(const __grid_constant__ AverageParams p) {
   if (p.found_inf && device::load(p.found_inf) != 0.0f) return;
   const ListChunk at = p.chunks[blockIdx.x];
   const AverageTensor& t = p.tensors[at.tensor];
