@@ -68,3 +68,11 @@ def cpp(build):
     """The C++ functions as torch ops."""
     torch.ops.load_library(str(next(build(ROOT / "tests/cpp_api").glob("libcpp_api.*"))))
     return torch.ops.warpsmith_cpp_api
+
+
+@pytest.fixture
+def undefined(cpp):
+    """In the test that asks for it, what Python leaves out arrives as an undefined tensor."""
+    cpp.none_is_undefined(True)
+    yield
+    cpp.none_is_undefined(False)

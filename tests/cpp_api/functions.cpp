@@ -12,6 +12,18 @@
 
 namespace {
 
+// Whether Python's None arrives as an undefined tensor: what a LibTorch module holds for a parameter that it lacks.
+bool none_is_undefined = false;
+
+template <class T> T of_python(T given) {
+  if constexpr (std::is_same_v<T, std::optional<at::Tensor>>)
+    if (!given && none_is_undefined) return at::Tensor();
+  return given;
+}
+template <class R, class... A> auto exposed(R (*function)(A...)) {
+  return [function](std::decay_t<A>... given) { return function(of_python(std::move(given))...); };
+}
+
 std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos,
                                         const at::Tensor& sin, bool interleaved,
                                         const std::optional<at::Tensor>& cu_seqlens, int64_t position_offset,
@@ -100,36 +112,37 @@ at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate_weight, cons
 }  // namespace
 
 TORCH_LIBRARY(warpsmith_cpp_api, m) {
+  m.def("none_is_undefined(bool on) -> ()", [](bool on) { none_is_undefined = on; });
   m.def(
       "attention(Tensor q, Tensor? k, Tensor? v, bool causal, Tensor? bias, Tensor? sink, float dropout_p, Tensor? "
       "seed, int kv_heads) -> (Tensor, Tensor)",
-      &attention);
+      exposed(&attention));
   m.def("attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen) -> (Tensor, Tensor)",
-        &attention_varlen);
-  m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", &warpsmith::rms_norm);
-  m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", &warpsmith::layer_norm);
+        exposed(&attention_varlen));
+  m.def("rms_norm(Tensor x, Tensor? weight, float? eps, float weight_offset) -> Tensor", exposed(&warpsmith::rms_norm));
+  m.def("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor", exposed(&warpsmith::layer_norm));
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float? eps, float weight_offset) -> (Tensor, Tensor)",
-        &warpsmith::add_rms_norm);
+        exposed(&warpsmith::add_rms_norm));
   m.def("add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
-        &warpsmith::add_layer_norm);
+        exposed(&warpsmith::add_layer_norm));
   m.def(
       "dropout_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float p, float? eps, bool training, float "
       "weight_offset, Tensor? seed) -> (Tensor, Tensor)",
-      &warpsmith::dropout_add_rms_norm);
+      exposed(&warpsmith::dropout_add_rms_norm));
   m.def(
       "dropout_add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float p, float eps, bool "
       "training, Tensor? seed) -> (Tensor, Tensor)",
-      &warpsmith::dropout_add_layer_norm);
+      exposed(&warpsmith::dropout_add_layer_norm));
   m.def("dropout_add(Tensor x, Tensor residual, float p, bool training, Tensor? seed) -> Tensor",
-        &warpsmith::dropout_add);
+        exposed(&warpsmith::dropout_add));
   // The activations, gated ones with a flag by tanh.
 #define WARPSMITH_GATED_plain(op) warpsmith::op(gate, up, inplace_backward)
 #define WARPSMITH_GATED_tanh(op) warpsmith::op(gate, up, /*tanh=*/true, inplace_backward)
-#define WARPSMITH_ROW(op, function, flag)                                                        \
-  m.def(#op "(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor",                        \
-        [](const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) { \
-          return WARPSMITH_GATED_##flag(op);                                                     \
-        });
+#define WARPSMITH_ROW(op, function, flag)                                                                 \
+  m.def(#op "(Tensor gate, Tensor? up, bool inplace_backward) -> Tensor",                                 \
+        exposed(+[](const at::Tensor& gate, const std::optional<at::Tensor>& up, bool inplace_backward) { \
+          return WARPSMITH_GATED_##flag(op);                                                              \
+        }));
   WARPSMITH_GATED_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
 #define WARPSMITH_ROW(op, function, flag)        \
@@ -140,36 +153,36 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
 #define WARPSMITH_ROW(op, function, flag) m.def(#op "(Tensor x) -> Tensor", &warpsmith::op);
   WARPSMITH_UNARY_OPS(WARPSMITH_ROW)
 #undef WARPSMITH_ROW
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation) -> Tensor", &linear);
-  m.def("mlp(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int activation) -> Tensor", &mlp);
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int activation) -> Tensor", exposed(&linear));
+  m.def("mlp(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int activation) -> Tensor", exposed(&mlp));
   m.def(
       "gated_linear(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, int "
       "activation) "
       "-> Tensor",
-      &gated_linear);
+      exposed(&gated_linear));
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, int "
       "reduction, float label_smoothing, int? max_chunk_bytes) -> Tensor",
-      &linear_cross_entropy);
+      exposed(&linear_cross_entropy));
   m.def(
       "linear_log_prob(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, float temperature, bool save_logits) "
       "-> (Tensor, Tensor, Tensor)",
-      &linear_log_prob);
+      exposed(&linear_log_prob));
   m.def(
       "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, Tensor? cu_seqlens, int position_offset, "
       "Tensor? position_offsets) -> (Tensor, Tensor)",
-      &rope);
+      exposed(&rope));
   m.def(
       "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, int reduction, float "
       "label_smoothing, float z_loss, float softcap) -> Tensor",
-      &cross_entropy);
+      exposed(&cross_entropy));
   m.def(
       "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float? eps, bool "
       "interleaved, Tensor? cu_seqlens, int position_offset) -> (Tensor, Tensor)",
-      &qk_norm_rope);
+      exposed(&qk_norm_rope));
   m.def(
       "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] "
       "max_exp_avg_sqs, Tensor(e!)[] steps, float lr, float weight_decay, bool maximize, Tensor? grad_scale, Tensor? "
       "found_inf, Tensor? lr_tensor) -> ()",
-      &adamw);
+      exposed(&adamw));
 }

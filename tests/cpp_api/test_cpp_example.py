@@ -64,6 +64,13 @@ def test_adamw_writes_what_python_writes(cpp, maximize, lr_tensor):
     assert not torch.equal(ours[0][0], state[0][0])
 
 
+def test_an_undefined_tensor_is_an_absent_one_for_adamw(cpp, undefined):
+    ours, expected = clone(adamw_state()), clone(adamw_state())
+    cpp.adamw(*ours, 0.01, 0.1, False, None, None, None)
+    warpsmith.adamw(*expected, lr=0.01, weight_decay=0.1)
+    assert all(torch.equal(s, t) for s, t in zip(ours[0], expected[0], strict=True))
+
+
 def test_adamw_skips_a_step_with_overflow(cpp):
     state = adamw_state()
     ours = clone(state)

@@ -186,6 +186,13 @@ def test_optional_tensors_and_single_gradients(cpp, name, given, python):
             assert all(y.grad_fn is None for y in outputs(getattr(cpp, name), *chosen.values()))
 
 
+@pytest.mark.parametrize(("name", "given", "python"), PROBLEMS)
+def test_an_undefined_tensor_is_an_absent_one(cpp, undefined, name, given, python):
+    for _, chosen, leaves in calls(cpp, name, given):
+        if None in chosen.values():
+            assert_equal(cpp, name, python, chosen, leaves)
+
+
 BESIDE = ("residual", "weight", "bias")  # may be float32 where x has 16 bits, in norms and biased activations
 DTYPES = [(torch.float64, None), (torch.float16, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)]
 

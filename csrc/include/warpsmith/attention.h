@@ -37,7 +37,7 @@ inline std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const O
   refuse_gradient("attention", "alibi_slopes", o.alibi_slopes);
   TORCH_CHECK_VALUE(o.dropout_p >= 0 && o.dropout_p < 1, "attention: dropout_p: expected a number in [0, 1), got ",
                     o.dropout_p);
-  const OptionalTensor seed = o.seed ? o.seed : dropout_seed(q, o.dropout_p, /*training=*/true, std::nullopt);
+  const OptionalTensor seed = dropout_seed(q, o.dropout_p, /*training=*/true, o.seed);
   const int64_t window_right = o.causal && o.window_right >= -1 ? 0 : o.window_right;
   return pair(call(op, {q,
                         k,

@@ -49,7 +49,7 @@ inline at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                           .constants = {{"dweight_dtype", c10::IValue()}}};
   };
   static const Op op(rule({})), of_relu(rule({"y"}));
-  const bool keeps_output = activation == Activation::relu && !(residual && residual->defined());
+  const bool keeps_output = activation == Activation::relu && !detail::is_given(residual);
   return detail::call(keeps_output ? of_relu : op,
                       {x, residual, weight, bias, /*main_grad=*/std::nullopt, static_cast<int64_t>(activation)})[0];
 }

@@ -26,6 +26,9 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 
+// Whether an optional argument is there. An undefined tensor is none, as in torch.
+inline bool is_given(const OptionalTensor& t) { return t && t->defined(); }
+
 // A raw op of the op library. Looked up once by the caller (a static), so that a call costs what torch's own ops cost.
 template <class Signature> c10::TypedOperatorHandle<Signature> find_op(const std::string& name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Signature>();
@@ -278,7 +281,7 @@ inline double epsilon_of(const at::Tensor& x, std::optional<double> eps) {
 // The seed of a call with dropout: the caller's, or one drawn from torch's generator as the Python function does.
 inline OptionalTensor dropout_seed(const at::Tensor& x, double p, bool training, const OptionalTensor& seed) {
   if (!training || p == 0) return std::nullopt;
-  if (seed || !(p > 0 && p <= 1)) return seed;  // the op refuses what is no probability
+  if (is_given(seed) || !(p > 0 && p <= 1)) return seed;  // the op refuses what is no probability
   return at::randint(std::numeric_limits<int64_t>::max(), {2}, at::device(x.device()).dtype(at::kLong));
 }
 

@@ -42,13 +42,15 @@ inline void adamw(at::TensorList params, at::TensorList grads, at::TensorList ex
                          const at::Tensor&, double, double, double, double, bool, const std::optional<at::Tensor>&,
                          const std::optional<at::Tensor>&);
   static const auto op = detail::find_op<Signature>("warpsmith::adamw");
-  if (!lr && !(options.lr >= 0))
+  const bool has_lr = detail::is_given(lr);
+  if (!has_lr && !(options.lr >= 0))
     throw std::invalid_argument("adamw: lr: expected a number >= 0, got " + std::to_string(options.lr));
+  const auto given = [](const std::optional<at::Tensor>& t) { return detail::is_given(t) ? t : std::nullopt; };
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   op.call(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps,
-          lr ? *lr : at::scalar_tensor(options.lr, at::kDouble), options.beta1, options.beta2, options.eps,
-          options.weight_decay, options.maximize, grad_scale, found_inf);
+          has_lr ? *lr : at::scalar_tensor(options.lr, at::kDouble), options.beta1, options.beta2, options.eps,
+          options.weight_decay, options.maximize, given(grad_scale), given(found_inf));
   // As torch's own in-place operations do, so that a backward that still needs the old values is refused.
   const auto written = [](at::TensorList tensors) {
     for (const at::Tensor& t : tensors)
