@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import warpsmith
 from warpsmith import reference
-from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+from warpsmith.testing import LAYOUTS, BadInput, Case, OpSpec, op_tests
 
 from tests.ops.public_calls import but
 
@@ -63,7 +63,13 @@ def other_sizes(draw, st, case):
     return case.but(options={**case.options, **sizes})
 
 
+# The upstream gradient alone in each layout, where its rows too are whole vectors.
+WHOLE = [
+    Case((150, 48), BF16, options={"hidden": 32, "out": 64, "bias": True}, layouts={"grad_y": layout})
+    for layout in LAYOUTS[1:]
+]
 LINEAR_CASES = [
+    *WHOLE,
     *(Case((6, 24), dtype, options={"activation": a}) for dtype in DTYPES for a in ACTIVATIONS),
     *(Case((6, 24), dtype) for dtype in DTYPES),
     *(Case((3, 5, 24), dtype, options={"residual": True}) for dtype in (BF16, FP32)),
@@ -83,6 +89,7 @@ LINEAR_CASES = [
     Case((300, 16), BF16, options={"out": 50}),
 ]  # fmt: skip
 MLP_CASES = [
+    *WHOLE,
     *(Case((6, 24), dtype, options={"activation": a}) for dtype in DTYPES for a in ACTIVATIONS),
     *(Case((3, 5, 24), dtype, options={"bias": False}) for dtype in (BF16, FP32)),
     *(Case((9, 32), dtype, dtypes={"b1": FP32, "b2": FP32}) for dtype in (BF16, FP16)),
@@ -92,6 +99,7 @@ MLP_CASES = [
     Case((300, 16), BF16, options={"hidden": 50}),
 ]
 GATED_CASES = [
+    *WHOLE,
     *(Case((6, 24), dtype, options={"activation": a}) for dtype in DTYPES for a in ACTIVATIONS),
     *(Case((3, 5, 24), dtype, options={"bias": True}) for dtype in (BF16, FP32)),
     *(Case((9, 32), dtype, dtypes={"gate_bias": FP32}, options={"bias": True}) for dtype in (BF16, FP16)),

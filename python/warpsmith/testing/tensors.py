@@ -45,18 +45,23 @@ def lay_out(t: Tensor, layout: str) -> Tensor:
     """A tensor of ``t``'s shape, dtype and device that lies in memory as ``layout`` says.
 
     - ``contiguous``
-    - ``padded_rows``: the last dimension is a slice of a wider one, so rows are apart;
+    - ``padded_rows``: the last dimension is a slice of a wider one, so rows are apart. The first begins at a multiple
+      of 16 bytes, and where it holds whole vectors of 16 bytes, the second does not;
     - ``every_second``: the last stride is 2;
     - ``transposed``: the last two dimensions are swapped in memory;
     - ``expanded``: the first dimension has stride 0, so all of it repeats ``t``'s first entry;
-    - ``misaligned``: contiguous, one element behind an allocation's start.
+    - ``misaligned``: contiguous, one element behind an allocation's start;
+    - ``odd_stride_<d>``, which is not one of ``LAYOUTS``: of all strides but the last, that of dimension d alone is no
+      multiple of 16 bytes.
 
     The values are ``t``'s, but for ``expanded``. A tensor without dimensions is returned as it is.
 
     Example:
         >>> lay_out(torch.zeros(4, 6), "padded_rows").stride()
-        (11, 1)
+        (15, 1)
     """
+    if layout.startswith("odd_stride_"):
+        return _with_odd_stride(t, int(layout.removeprefix("odd_stride_")))
     if layout not in LAYOUTS:
         raise ValueError(f"lay_out: layout: expected one of {', '.join(LAYOUTS)}, got {layout}")
     if layout == "contiguous" or t.dim() == 0:
@@ -69,13 +74,22 @@ def lay_out(t: Tensor, layout: str) -> Tensor:
             return lay_out(t, "every_second")
         return t.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "padded_rows":
-        view = t.new_zeros((*shape[:-1], shape[-1] + 5))[..., 2 : 2 + shape[-1]]
+        before = 16 // t.element_size()
+        view = t.new_zeros((*shape[:-1], before + shape[-1] + 5))[..., before : before + shape[-1]]
     elif layout == "every_second":
         view = t.new_zeros((*shape[:-1], 2 * shape[-1]))[..., ::2]
     else:
         view = t.new_zeros((t.numel() + 1,))[1:].view(shape)
     view.copy_(t)
     return view
+
+
+def _with_odd_stride(t: Tensor, odd: int) -> Tensor:
+    vector, strides, span = 16 // t.element_size(), [1], t.shape[-1]
+    for dim in range(t.dim() - 2, -1, -1):
+        strides.insert(0, -(-span // vector) * vector + (dim == odd))
+        span = strides[0] * t.shape[dim]
+    return t.new_zeros(span).as_strided(t.shape, strides).copy_(t)
 
 
 def repeat_batch(t: Tensor, times: int) -> Tensor:

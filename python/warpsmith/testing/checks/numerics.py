@@ -92,16 +92,19 @@ def single_layout_cases(spec: OpSpec) -> list[Case]:
     names = [n for n, t in inputs.items() if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 0]
     expanded = spec.laid_out if spec.expanded is None else spec.expanded
     gradients = [f"grad_{name}" for name in spec.outputs] if spec.differentiable else []
-    return [
-        base.but(layouts={name: layout})
+    alone = [
+        (name, layout)
         for name in (*names, *gradients)
         for layout in spec.layouts or LAYOUTS
         if layout != "contiguous" and (layout != "expanded" or expanded is None or name in (*expanded, *gradients))
     ]
+    dims = {**{name: inputs[name].dim() for name in names}, **dict.fromkeys(gradients, len(base.shape))}
+    alone += [(name, f"odd_stride_{d}") for name, dim in dims.items() if dim > 2 for d in range(dim - 1)]
+    return [base.but(layouts={name: layout}) for name, layout in alone]
 
 
 def _whole_vectors(case: Case) -> tuple[int, ...]:
-    return case.dtype.itemsize, case.shape[-1] % 16, abs(case.shape[-1] - 512)
+    return case.dtype.itemsize, case.shape[-1] % 16, case.shape.count(1), abs(case.shape[-1] - 512)
 
 
 def size_cases(spec: OpSpec) -> list[Case]:
