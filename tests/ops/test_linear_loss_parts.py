@@ -1,13 +1,14 @@
 """The parts of linear losses that are no matrix product: gradients that are scaled, cast or added, and column sums."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 import warpsmith
 from torch.testing import assert_close
 from warpsmith.reference.linear_loss import linear_log_prob as reference
-from warpsmith.testing import bitwise_equal, measure
+from warpsmith.testing import bitwise_equal, measure, sim
 
 from tests.optim.adamw_runs import ON_SIM, ORDERS, in_order, moved
 
@@ -49,6 +50,28 @@ def test_scaled_cast_and_added_gradients(dtype, out, factor, denominator):
                     OPS.linear_cross_entropy_add_(total, taken, *given)
                     assert_close(total.double(), expected, rtol=3e-7, atol=1e-6 * float(by.abs().clamp(min=1)))
                     assert not taken.any()
+
+
+TURN = 8 * 256 * 8  # elements that the blocks of one multiprocessor take in a turn; a thread takes several at once
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_what_lies_behind_a_gradient_stays(dtype):
+    """The last element lies a little before and behind the ends of turns."""
+    factor, behind = torch.tensor(3.0), 8
+    for count in (turns * TURN + few for turns in (1, 3, 4, 7) for few in (-3, 5)):
+        x, total = random(count + behind, dtype), random(count + behind, FP32, 0, 1)
+        scaled, taken, added = x.clone(), x.clone(), total.clone()
+        scaled[:count] *= 3
+        taken[:count] = 0
+        added[:count] += 3 * x[:count].float()
+        inside, given, summed = x.clone(), x.clone(), total.clone()
+        with sim.machine(multiprocessors=1) if ON_SIM else nullcontext():
+            OPS.linear_cross_entropy_scale_(inside[:count], factor, None)
+            OPS.linear_cross_entropy_add_(summed[:count], given[:count], factor, None)
+        assert bitwise_equal(inside, scaled) and bitwise_equal(given, taken)
+        assert_close(summed, added, rtol=3e-7, atol=1e-6)
+        assert bitwise_equal(summed[count:], total[count:])
 
 
 @pytest.mark.skipif(not ON_SIM, reason="the sim counts bytes")

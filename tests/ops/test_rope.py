@@ -169,10 +169,11 @@ CASES = [
         Case((11, 2, 64), BF16, options={"lengths": (0, 3, 0, 1, 7), "offsets": (9, 1, 9, 4, 0), "index": index})
         for index in (torch.int32, torch.int64)
     ),
-    # Several tokens for a block, and several turns of a small machine's blocks.
+    # Several tokens for a block, and several turns of a small machine's blocks: of one batch entry, or of many a turn.
     *(
-        Case((1, tokens, heads, dim), d, options={"k_heads": 2})
-        for tokens, heads, dim, d in ((250, 4, 16, BF16), (40, 5, 80, BF16), (150, 5, 20, FP32))
+        Case((*(leading if one else leading[::-1]), heads, dim), d, options={"k_heads": 2})
+        for leading, heads, dim, d in (((1, 250), 4, 16, BF16), ((1, 40), 5, 80, BF16), ((1, 150), 5, 20, FP32))
+        for one in (True, False)
     ),
     *(Case((1, 2, heads, 64), BF16, options={"k_heads": k}) for heads in (1, 32, 70) for k in (1, 8)),
     Case((1, 4, 2, 64), BF16, dtypes=WIDE, options={"first": 1_000_000}),
