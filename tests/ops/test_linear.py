@@ -69,7 +69,6 @@ WHOLE = [
     for layout in LAYOUTS[1:]
 ]
 LINEAR_CASES = [
-    *WHOLE,
     *(Case((6, 24), dtype, options={"activation": a}) for dtype in DTYPES for a in ACTIVATIONS),
     *(Case((6, 24), dtype) for dtype in DTYPES),
     *(Case((3, 5, 24), dtype, options={"residual": True}) for dtype in (BF16, FP32)),
@@ -87,9 +86,9 @@ LINEAR_CASES = [
     Case((24,), FP32),
     Case((24,), BF16, options={"activation": "relu"}),
     Case((300, 16), BF16, options={"out": 50}),
+    *WHOLE,
 ]  # fmt: skip
 MLP_CASES = [
-    *WHOLE,
     *(Case((6, 24), dtype, options={"activation": a}) for dtype in DTYPES for a in ACTIVATIONS),
     *(Case((3, 5, 24), dtype, options={"bias": False}) for dtype in (BF16, FP32)),
     *(Case((9, 32), dtype, dtypes={"b1": FP32, "b2": FP32}) for dtype in (BF16, FP16)),
@@ -97,9 +96,9 @@ MLP_CASES = [
     *(Case((m, 48), BF16, options={"hidden": 64, "out": 48}) for m in (1, 17, 129)),
     Case((24,), FP32),
     Case((300, 16), BF16, options={"hidden": 50}),
+    *WHOLE,
 ]
 GATED_CASES = [
-    *WHOLE,
     *(Case((6, 24), dtype, options={"activation": a}) for dtype in DTYPES for a in ACTIVATIONS),
     *(Case((3, 5, 24), dtype, options={"bias": True}) for dtype in (BF16, FP32)),
     *(Case((9, 32), dtype, dtypes={"gate_bias": FP32}, options={"bias": True}) for dtype in (BF16, FP16)),
@@ -107,6 +106,7 @@ GATED_CASES = [
     *(Case((m, 48), BF16, options={"out": 64}) for m in (1, 17, 129)),
     Case((24,), FP32),
     Case((300, 16), BF16, options={"out": 50}),
+    *WHOLE,
 ]
 
 
