@@ -18,7 +18,12 @@ from warpsmith.testing.sim import is_loaded, machine
 
 from tests.ops import norm_cases as norm
 
-CASES = [*norm.FEW_CASES, *(Case((6, 100), norm.BF16, options={"p": p}) for p in (0.0, 0.9, 1.0))]
+CASES = [
+    *norm.FEW_CASES,
+    *(Case((6, 100), norm.BF16, options={"p": p}) for p in (0.0, 0.9, 1.0)),
+    # The mask alone stands between the gradients of y and of x.
+    *(Case((6, 100), dtype, wanted=("x",), unused=("residual_out",)) for dtype in (norm.BF16, norm.FP32)),
+]
 DROPOUT_ADD_RMS_NORM = norm.spec_of(
     "dropout_add_rms_norm",
     inputs=partial(norm.inputs, bias=False, seed=True),
