@@ -61,6 +61,7 @@ MODULES = {
     "Attention": {"eps": None},
     "BiasGELU": {"approximate": "none"},
     "DropoutAdd": {"p": 0.5},
+    "NormLinear": {"eps": None},
 }
 
 
