@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 import warpsmith
@@ -11,6 +9,8 @@ import warpsmith
 transformers = pytest.importorskip("transformers")
 
 from warpsmith.integrations.transformers import patch  # noqa: E402
+
+from tests.nn.test_linear import OPTIONS  # noqa: E402
 
 from .families import small_model  # noqa: E402
 from .test_patch import TOKENS, loss_and_gradients, model_of  # noqa: E402
@@ -145,17 +145,10 @@ def test_each_activation_is_made_again(act):
         torch.testing.assert_close(found[n], a, rtol=1e-3, atol=1e-4)
 
 
-# Of a linear layer of ours in the place of a model's: each option of its constructor, with a value that does more.
-OPTIONS = {"bias": True, "activation": "silu", "fuse_main_grad": True}
 PROJECTIONS = {
     "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
 }
-
-
-def test_every_option_of_a_linear_layer_is_asked_below():
-    sizes = {"in_features", "out_features", "device", "dtype"}
-    assert inspect.signature(warpsmith.nn.Linear).parameters.keys() == OPTIONS.keys() | sizes
 
 
 def put_in_ours(model, projection, **options):

@@ -59,10 +59,10 @@ CALLS = {
     "Linear": [((WIDTH, 24), lambda: (rows(), rows(24)))],
     "LinearCrossEntropyHead": [((WIDTH, WIDTH), lambda: (rows(), LABELS))],
     "MLP": [((WIDTH, 24), lambda: (rows(),))],
+    "NormLinear": [((WIDTH, 24), lambda: (rows(), rows())), ((WIDTH, (24, 8), True), lambda: (rows(),))],
     "QKNormRoPE": [((8,), lambda: (heads(4), heads(2), *angles()))],
     "RMSNorm": [((WIDTH,), lambda: (rows(),))],
     "RotaryEmbedding": [((8, TOKENS), lambda: (heads(4), heads(2)))],
-    "SwiGLUMLP": [((WIDTH, 24), lambda: (rows(),))],
 }
 ATTENTION = [
     (options, call)
@@ -79,6 +79,7 @@ CASES += [("Attention", (WIDTH, 2, 1), options, call) for options, call in ATTEN
 FUNCTIONS = {
     "cross_entropy": lambda: (rows()[None].transpose(1, 2), LABELS[None]),
     "layer_norm": lambda: (rows(), (WIDTH,)),
+    "linear": lambda: (rows(), torch.randn(24, WIDTH, requires_grad=True)),
     "linear_cross_entropy": lambda: (rows(), torch.randn(WIDTH, WIDTH), LABELS),
     "rms_norm": lambda: (rows(), (WIDTH,)),
     "scaled_dot_product_attention": lambda: [heads(2).transpose(1, 2) for _ in range(3)],
