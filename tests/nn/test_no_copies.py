@@ -5,25 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import warpsmith
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.dispatched import Copies
 
 TOKENS, WIDTH = 32, 16
-COPIES = {"_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "copy_", "index", "repeat", "stack"}
-
-
-class Copies(TorchDispatchMode):
-    """The names of torch's ops that copy as many elements as some tokens have."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        name = op.overloadpacket.__name__
-        if name in COPIES and isinstance(result, torch.Tensor) and result.numel() >= TOKENS * 4:
-            self.found.append(name)
-        return result
 
 
 def rows(width=WIDTH):
@@ -95,10 +80,10 @@ def test_every_module_and_function_is_called_below():
 
 def copies(function, *given, **more):
     """What is copied forward, and backward."""
-    with Copies() as forward:
+    with Copies(4 * TOKENS) as forward:
         found = function(*given, **more)
     loss = sum(t.sum() for t in (found if isinstance(found, tuple) else (found,)))
-    with Copies() as backward:
+    with Copies(4 * TOKENS) as backward:
         loss.backward()
     return forward.found, backward.found
 
