@@ -159,12 +159,14 @@ def test_what_nothing_reduces_is_refused(rank, world_size, within):
 def test_under_fully_shard_grad_dtype_is_the_way(rank, world_size):
     from torch.distributed.fsdp import fully_shard
 
-    model = Calls()
-    fully_shard(model)
+    models = [Calls(), Calls()]
+    for model in models:
+        fully_shard(model)
     place = torch.zeros(OUT, IN)
-    for name in uses(torch.ones(OUT, IN)):
-        with pytest.raises(ValueError, match=r"expected None under fully_shard.*grad_dtype"):
-            model(lambda weight, name=name: uses(weight)[name](place))
+    for model in models:  # the second is not gathered while the first one is
+        for name in uses(torch.ones(OUT, IN)):
+            with pytest.raises(ValueError, match=r"expected None under fully_shard.*grad_dtype"):
+                model(lambda weight, name=name: uses(weight)[name](place))
 
 
 def test_one_process_refuses_nothing():

@@ -71,17 +71,28 @@ def _check_reduced(op: str, argument: str, main_grad: Tensor, weight: Tensor) ->
 
 
 def _wrapper_of(parameter: Tensor) -> nn.Module | None:
-    """The DistributedDataParallel or fully sharded module that holds a parameter. Where the call is not in the forward
-    of one, all objects are asked, once a parameter."""
+    """The DistributedDataParallel or fully sharded module that holds a parameter."""
     active: Any = nn.parallel.DistributedDataParallel._get_active_ddp_module()
     if active is not None and (not parameter.is_leaf or any(p is parameter for p in active.parameters())):
         return active
     if parameter not in _wrappers:
-        from torch.distributed.fsdp import FSDPModule
-
-        kinds = (nn.parallel.DistributedDataParallel, FSDPModule)
-        found = (o for o in gc.get_objects() if issubclass(type(o), kinds))
-        wrapper = next((m for m in found if any(p is parameter for p in m.parameters())), None)
-        _wrappers[parameter] = None if wrapper is None else weakref.ref(wrapper)
-    reference = _wrappers[parameter]
+        _find_wrappers()
+    reference = _wrappers.setdefault(parameter, None)
     return None if reference is None else reference()
+
+
+def _find_wrappers() -> None:
+    """Outside of a wrapper's forward nothing leads from a parameter to it: all objects are asked, once for all
+    parameters that there are. Not so beside fully sharded modules, which hide those that are not gathered."""
+    from torch.distributed.fsdp import FSDPModule
+
+    wrappers, parameters = [], []
+    for o in gc.get_objects():
+        if issubclass(type(o), (nn.parallel.DistributedDataParallel, FSDPModule)):
+            wrappers.append(o)
+        elif type(o) is nn.Parameter:
+            parameters.append(o)
+    if not any(isinstance(wrapper, FSDPModule) for wrapper in wrappers):
+        _wrappers.update((p, None) for p in parameters if p not in _wrappers)
+    for wrapper in wrappers:
+        _wrappers.update((p, weakref.ref(wrapper)) for p in wrapper.parameters())
