@@ -263,26 +263,14 @@ def _fake_gated_backward(
     return _new(x, x.shape[-1], want_dx), *weights, *biases
 
 
-def _fake_gated_backward_main_grads(
-    dy: Tensor,
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    gate: Tensor,
-    up: Tensor,
-    gate_main_grad: Tensor | None,
-    up_main_grad: Tensor | None,
-    activation: int,
-    want_dx: bool,
-    want_dgate_bias: bool,
-    want_dup_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gated_backward_main_grads(*inputs: Any) -> tuple[Tensor, ...]:
+    *tensors, gate_main_grad, up_main_grad, activation, want_dx, want_dgate_bias, want_dup_bias = inputs
+    gate_weight, up_weight = tensors[2:4]
     _check_main_grad("gated_linear_backward", gate_main_grad, gate_weight, _OF_MAIN_GRADS[0])
     _check_main_grad("gated_linear_backward", up_main_grad, up_weight, _OF_MAIN_GRADS[1])
-    biases = _new_bias_gradient(gate_bias, x, want_dgate_bias), _new_bias_gradient(up_bias, x, want_dup_bias)
-    return _new(x, x.shape[-1], want_dx), *biases
+    arguments = [*tensors, activation, want_dx, False, False, want_dgate_bias, want_dup_bias]
+    dx, _, _, *dbiases = _fake_gated_backward(*arguments)
+    return dx, *dbiases
 
 
 for _name, _fake in (
