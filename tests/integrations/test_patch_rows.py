@@ -12,8 +12,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from transformers.masking_utils import sdpa_mask  # noqa: E402
-from warpsmith.integrations.transformers import patch  # noqa: E402
+from warpsmith.integrations.transformers import patch, register  # noqa: E402
 from warpsmith.testing import measure  # noqa: E402
+
+from tests.dispatched import Copies  # noqa: E402
 
 from .families import ALL, ENCODERS, PADDED, ROWS, TOKENS, VOCABULARY, class_of, inputs_of, small_model  # noqa: E402
 
@@ -183,3 +185,23 @@ def test_autocast(family):
             found = results(family, model)
     assert not done.unchecked and "on random rows" not in str(done.kept)
     assert_law_of_the_mean(found, expected, exact)
+
+
+def copies(model, inputs):
+    """How many tensors of activations torch copies, forward and backward."""
+    with Copies(TOKENS.numel() * 16) as forward:
+        loss = model(**inputs).loss
+    with Copies(TOKENS.numel() * 16) as backward:
+        loss.backward()
+    return len(forward.found), len(backward.found)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "warpsmith"])
+@pytest.mark.parametrize("family", ALL)
+def test_a_patched_model_copies_no_more_than_as_it_was(family, implementation):
+    register()
+    model, inputs = small_model(family, implementation), inputs_of(family)
+    expected = copies(model, inputs)
+    with patch(model):
+        found = copies(model, inputs)
+    assert all(a <= b for a, b in zip(found, expected, strict=True)), (found, expected)

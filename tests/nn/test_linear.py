@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+
 import pytest
 import torch
 import warpsmith
@@ -102,6 +105,40 @@ def test_a_layer_that_was_replaced_or_is_watched_is_called(kind, name):
     adapted = CONTAINERS[kind][0]()
     adapted.set_submodule(name, Adapted(adapted.get_submodule(name)))
     assert all(g is not None and g.any() for n, g in gradients(adapted).items() if "adapter" in n)
+
+
+# Each option of a linear layer's constructor, with a value that does more.
+OPTIONS = {"bias": True, "activation": "silu", "fuse_main_grad": True}
+
+
+def test_every_option_of_a_linear_layer_is_asked_below():
+    sizes = {"in_features", "out_features", "device", "dtype"}
+    assert inspect.signature(warpsmith.nn.Linear).parameters.keys() == OPTIONS.keys() | sizes
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (_, names) in CONTAINERS.items() for name in names])
+def test_a_linear_layer_of_ours_does_what_its_options_say(kind, name, option):
+    """As where it is watched, and so is called."""
+    module = CONTAINERS[kind][0]()
+    old = module.get_submodule(name)
+    module.set_submodule(
+        name, warpsmith.nn.Linear(old.in_features, old.out_features, **{"bias": False, option: OPTIONS[option]})
+    )
+    results = []
+    for found in (module, copy.deepcopy(module)):
+        layer = found.get_submodule(name)
+        if option == "fuse_main_grad":
+            layer.weight.main_grad = torch.zeros(layer.weight.shape)
+        if results:
+            watch(layer)
+        outputs = found(X)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        sum(y.square().sum() for y in outputs).backward()
+        main = [layer.weight.main_grad] if option == "fuse_main_grad" else []
+        assert all(t.any() for t in main)
+        results.append([*(y.detach() for y in outputs), *(p.grad for p in found.parameters()), *main])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("bias", [False, True])
