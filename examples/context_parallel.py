@@ -27,7 +27,7 @@ class Block(torch.nn.Module):
         self.mode = mode
         self.norms = torch.nn.ModuleList([warpsmith.nn.RMSNorm(WIDTH) for _ in range(2)])
         self.qkv, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        self.mlp = warpsmith.nn.SwiGLUMLP(WIDTH, 2 * WIDTH)
+        self.mlp = warpsmith.nn.GatedMLP(WIDTH, 2 * WIDTH)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)

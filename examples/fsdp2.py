@@ -21,7 +21,7 @@ class Block(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mlp = warpsmith.nn.RMSNorm(WIDTH), warpsmith.nn.SwiGLUMLP(WIDTH, 2 * WIDTH)
+        self.norm, self.mlp = warpsmith.nn.RMSNorm(WIDTH), warpsmith.nn.GatedMLP(WIDTH, 2 * WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.mlp(self.norm(x))

@@ -1,6 +1,9 @@
-"""Which of the package's ops run in a block."""
+"""Which of the package's ops run in a block, and what torch copies in it."""
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+COPIES = {"_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "copy_", "index", "repeat", "stack"}
 
 
 class Dispatched(TorchDispatchMode):
@@ -18,3 +21,18 @@ class Dispatched(TorchDispatchMode):
     def of(self, op):
         """The arguments of each call of an op."""
         return [args for called, args in self.calls if called is op]
+
+
+class Copies(TorchDispatchMode):
+    """The names of torch's ops that copy at least so many elements."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.found = least, []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        name = op.overloadpacket.__name__
+        if name in COPIES and isinstance(result, Tensor) and result.numel() >= self.least:
+            self.found.append(name)
+        return result

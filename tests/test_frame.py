@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 import warpsmith
+from warpsmith.distributed import plan
 
 
 def test_names_of_ops_are_functions_everywhere():
@@ -58,6 +61,7 @@ MODULES = {
     "Attention": {"eps": None},
     "BiasGELU": {"approximate": "none"},
     "DropoutAdd": {"p": 0.5},
+    "NormLinear": {"eps": None},
 }
 
 
@@ -133,3 +137,61 @@ def test_plan_lists_its_keys():
     assert warpsmith.plan("linear_log_prob")["keys"]["rows"] == "an integer >= 0"
     assert warpsmith.plan("linear_log_prob", rows=4096, classes=128256)["chunks"] >= 1
     assert warpsmith.plan("nn.functional.rms_norm")["keys"].keys() >= {"dtype", "device"}
+
+
+def other_ways_to_make():
+    """The methods of public classes that make one from something else."""
+    for room in ("optim", "amp", "train", "nn", "distributed", "distributed.plan", "testing"):
+        module = importlib.import_module(f"warpsmith.{room}")
+        for name in module.__all__:
+            members = vars(thing).items() if inspect.isclass(thing := getattr(module, name)) else ()
+            for key, member in members:
+                made = getattr(getattr(member, "__func__", None), "__annotations__", {}).get("return")
+                if isinstance(member, (classmethod, staticmethod)) and key[0] != "_" and made == name:
+                    yield thing, key
+
+
+def from_lambda_lr():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5)
+    return scheduler, {"total_steps": 7, "scaler": warpsmith.amp.GradScaler("cpu")}
+
+
+def of_gpu():
+    timed = plan.Timed("all_reduce", 4, 4, 2**26, 1e-3)
+    cluster = plan.Cluster.of("H200")
+    rates = {f.name: getattr(cluster, f.name) / 2 for f in fields(cluster) if f.type == "float"}
+    del rates["network_bytes_per_s"]
+    return cluster.gpu, {"gpu": cluster.gpu, "ranks_per_host": 4, "timed": (timed,), "source": "here", **rates}
+
+
+SIZES = {"layers": 3, "hidden": 64, "heads": 4, "vocabulary": 100, "sequence": 32, "intermediate": 96, "kv_heads": 2}
+FLAGS = {f.name: not f.default for f in fields(plan.Model) if f.type == "bool"}
+OF_MODEL = {**SIZES, "head_dim": 8, "dtype": "float8", "parameter_count": 1234, **FLAGS}
+
+
+def module_of(config=None):
+    module = torch.nn.ModuleDict(
+        {"table": torch.nn.Embedding(50, 8), "layers": torch.nn.ModuleList([torch.nn.Linear(8, 8)])}
+    )
+    module.config = config
+    return module
+
+
+GIVEN = {
+    "DeviceLR.from_lambda_lr": [from_lambda_lr],
+    "Cluster.of": [of_gpu],
+    "Model.from_config": [lambda: ({}, OF_MODEL)],
+    "Model.from_module": [lambda: (module_of(), OF_MODEL), lambda: (module_of({}), OF_MODEL)],
+}
+
+
+def test_another_way_to_make_an_object_hands_on_what_it_is_given():
+    ways = {f"{cls.__name__}.{name}": getattr(cls, name) for cls, name in other_ways_to_make()}
+    assert ways.keys() == GIVEN.keys()
+    for name, make in ways.items():
+        for given in GIVEN[name]:
+            source, options = given()
+            called = {k: v for k, v in options.items() if v is not source}
+            made = make(source, **called)
+            assert {k: getattr(made, k) for k in options} == options, name

@@ -1,5 +1,5 @@
-"""Bugs planted in the Python between a user's line and a kernel, one of each class that once passed all tests: the test
-of its class fails."""
+"""Bugs planted in the Python between a user's line and a kernel, and in the build, one of each class that once passed
+all tests: the test of its class fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGE = Path(warpsmith.__file__).parent
 
 
 class Bug(NamedTuple):
-    """file: below python/warpsmith. old: occurs in it once. test: of pytest, below tests."""
+    """file: below python/warpsmith, or of the build. old: occurs in it once. test: of pytest, below tests."""
 
     name: str
     file: str
@@ -49,13 +49,45 @@ BUGS = (
         "eps=self.eps, interleaved=self.interleaved", "eps=self.eps", "nn/test_attention.py -k interleaved"),
     Bug("a used scaler keeps its tracker of overflows", "amp/grad_scaler.py",
         "self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)", "pass", "train/test_load_into_used.py"),
+    Bug("a fake gradient lies as another weight does", "ops/_linear.py",
+        "_new_weight_gradient(up_weight, x, want_dup_weight)", "_new_weight_gradient(gate_weight, x, want_dup_weight)",
+        "ops/test_linear.py -k 'Gated and cpu-fake_and_meta'"),
+    Bug("a schedule of another one forgets the scaler", "amp/device_lr.py",
+        "list(scheduler.lr_lambdas), total_steps, scaler)", "list(scheduler.lr_lambdas), total_steps)",
+        "test_frame.py -k another_way"),
+    Bug("an error that is caught blinds the audit", "train/syncs.py",
+        "        finally:\n            self.depth = 0",
+        "        except KeyError:\n            raise\n        self.depth = 0",
+        "train/test_used_twice.py -k caught_inside"),
+    Bug("slopes of each sequence are cut by the heads", "distributed/context/modes.py",
+        "alibi[..., own]", "alibi[own]", "distributed/test_context_parallel.py -k every_mode_on_two_ranks"),
+    Bug("a patched layer forgets main_grad", "integrations/_parts.py",
+        "linear.activation is None and not linear.fuse_main_grad", "linear.activation is None",
+        "integrations/test_patch_layers.py -k 'options_say and llama'"),
+    Bug("heads are copied before they are rotated", "nn/_attention.py",
+        "q, k, v = heads.split((self.num_heads, kv_heads, kv_heads), dim=-2)",
+        "q, k, v = (t.contiguous() for t in heads.split((self.num_heads, kv_heads, kv_heads), dim=-2))",
+        "nn/test_no_copies.py"),
+    Bug("a folder keeps the headers that it was configured with", "csrc/cmake/cublas_lt.cmake",
+        '"a folder with cublasLt.h" FORCE)', '"a folder with cublasLt.h")',
+        "build/test_backend.py -k 'environment_wins'"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "_"))
 def test_a_bug_in_glue_is_noticed(bug: Bug, tmp_path: Path) -> None:
-    shutil.copytree(PACKAGE, tmp_path / "warpsmith", copy_function=os.symlink)
-    file = tmp_path / "warpsmith" / bug.file
+    root, file = ROOT, tmp_path / "warpsmith" / bug.file
+    if (PACKAGE / bug.file).exists():
+        shutil.copytree(PACKAGE, tmp_path / "warpsmith", copy_function=os.symlink)
+    else:  # tests of the build look for the sources beside themselves
+        root, file = tmp_path, tmp_path / bug.file
+        for path in ROOT.glob("[!.]*"):
+            if path.name == "tests":
+                shutil.copytree(path, root / "tests")
+            elif path.name == "csrc":
+                shutil.copytree(path, root / "csrc", copy_function=os.symlink)
+            else:
+                (root / path.name).symlink_to(path)
     text = file.read_text()
     assert text.count(bug.old) == 1
     file.unlink()
@@ -63,11 +95,14 @@ def test_a_bug_in_glue_is_noticed(bug: Bug, tmp_path: Path) -> None:
     module, *options = shlex.split(bug.test)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{module}", *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-2000:] + done.stderr[-1000:]
 
 
 def test_the_rooms_are_printed(figure) -> None:
     rooms = Counter(bug.file.split("/")[0] for bug in BUGS)
-    figure("bugs planted in Python glue: " + ", ".join(f"{count} in {room}" for room, count in rooms.most_common()))
+    figure(
+        "bugs planted in Python and the build: "
+        + ", ".join(f"{count} in {room}" for room, count in rooms.most_common())
+    )
     assert len(rooms) >= 6

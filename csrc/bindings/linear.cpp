@@ -23,12 +23,20 @@ void check_rows(const char* op, const char* argument, const Tensor& t, const Ten
   check_same_device(op, argument, t, like);
 }
 
-void check_main_grad(const char* op, const Tensor& main_grad, const Layer& layer, Dtype dtype) {
-  check_dtype(op, "main_grad", main_grad, real_dtype(dtype));
-  check_shape(op, "main_grad", main_grad, {layer.out, layer.in});
-  check_same_device(op, "main_grad", main_grad, layer.weight);
-  if (!main_grad.is_contiguous() && !transposed(main_grad).is_contiguous())
-    refuse(op, "main_grad", "a contiguous tensor or its transpose", "other strides");
+void check_main_grad(const char* op, const OptionalTensor& main_grad, const Layer& layer, Dtype dtype,
+                     const char* argument = "main_grad") {
+  if (!main_grad) return;
+  check_dtype(op, argument, *main_grad, real_dtype(dtype));
+  check_shape(op, argument, *main_grad, {layer.out, layer.in});
+  check_same_device(op, argument, *main_grad, layer.weight);
+  if (!main_grad->is_contiguous() && !transposed(*main_grad).is_contiguous())
+    refuse(op, argument, "a contiguous tensor or its transpose", "other strides");
+}
+
+void check_main_grads(const char* op, const OptionalTensor& gate_main_grad, const OptionalTensor& up_main_grad,
+                      const Layer& gate, const Layer& up, Dtype dtype) {
+  check_main_grad(op, gate_main_grad, gate, dtype, "main_grads[0]");
+  check_main_grad(op, up_main_grad, up, dtype, "main_grads[1]");
 }
 
 // What a forward starts from: x, of at least one dimension, and its dtype.
@@ -80,7 +88,7 @@ std::tuple<Tensor, Tensor> linear(const Tensor& x_any, const OptionalTensor& res
   const Dtype dtype = check_x(op, x_any);
   const Layer layer = check_layer(op, x_any, dtype, last(x_any), "weight", weight, "bias", bias);
   if (residual_any) check_rows(op, "residual", *residual_any, x_any, layer.out, dtype);
-  if (main_grad) check_main_grad(op, *main_grad, layer, dtype);
+  check_main_grad(op, main_grad, layer, dtype);
   const LinearActivation activation = check_activation(op, number, /*none_allowed=*/true);
   const bool plain = activation == LinearActivation::none;
   const bool keeps = keep && !plain && (activation != LinearActivation::relu || residual_any);
@@ -125,7 +133,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_into(const char* op, const Te
   if (x_any) check_rows(op, "x", *x_any, dy_any, layer.in, dtype);
   if (want_dweight && !x_any) refuse(op, "x", "a tensor when the gradient of weight is wanted", "None");
   if (want_dbias && !bias) refuse(op, "bias", "a tensor when its gradient is wanted", "None");
-  if (main_grad) check_main_grad(op, *main_grad, layer, dtype);
+  check_main_grad(op, main_grad, layer, dtype);
   const LinearActivation activation = check_activation(op, number, /*none_allowed=*/true);
   const bool plain = activation == LinearActivation::none;
   if (!plain) check_rows(op, "z", z_any, dy_any, layer.out, dtype);
@@ -287,10 +295,12 @@ Pair check_pair(const char* op, const Tensor& x, Dtype dtype, const Tensor& gate
 
 std::tuple<Tensor, Tensor, Tensor> gated_linear_forward(Tensor x_any, Tensor gate_weight, Tensor up_weight,
                                                         OptionalTensor gate_bias, OptionalTensor up_bias,
+                                                        OptionalTensor gate_main_grad, OptionalTensor up_main_grad,
                                                         int64_t activation) {
   const char* op = name(LinearOp::gated_linear);
   const Dtype dtype = check_x(op, x_any);
   const Pair pair = check_pair(op, x_any, dtype, gate_weight, up_weight, gate_bias, up_bias, activation);
+  check_main_grads(op, gate_main_grad, up_main_grad, pair.gate, pair.up, dtype);
   const OnDeviceOf device(x_any);
   const Tensor x = rows_of(op, "x", x_any);
   const int64_t columns = pair.gate.out;
@@ -315,10 +325,12 @@ std::tuple<Tensor, Tensor, Tensor> gated_linear_forward(Tensor x_any, Tensor gat
   return {y.any, gate.any, up.any};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_linear_backward(
-    Tensor dy_any, Tensor x_any, Tensor gate_weight, Tensor up_weight, OptionalTensor gate_bias, OptionalTensor up_bias,
-    Tensor gate_any, Tensor up_any, int64_t activation, bool want_dx, bool want_dgate_weight, bool want_dup_weight,
-    bool want_dgate_bias, bool want_dup_bias) {
+// A weight's gradient is added to its main_grad where there is one.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_linear_backward_into(
+    const Tensor& dy_any, const Tensor& x_any, const Tensor& gate_weight, const Tensor& up_weight,
+    const OptionalTensor& gate_bias, const OptionalTensor& up_bias, const Tensor& gate_any, const Tensor& up_any,
+    const OptionalTensor& gate_main_grad, const OptionalTensor& up_main_grad, int64_t activation, bool want_dx,
+    bool want_dgate_weight, bool want_dup_weight, bool want_dgate_bias, bool want_dup_bias) {
   const char* op = backward_name(LinearOp::gated_linear);
   const Dtype dtype = check_x(op, x_any);
   const Pair pair = check_pair(op, x_any, dtype, gate_weight, up_weight, gate_bias, up_bias, activation);
@@ -328,6 +340,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_linear_backward(
   check_rows(op, "up", up_any, x_any, columns, dtype);
   if (want_dgate_bias && !gate_bias) refuse(op, "gate_bias", "a tensor when its gradient is wanted", "None");
   if (want_dup_bias && !up_bias) refuse(op, "up_bias", "a tensor when its gradient is wanted", "None");
+  check_main_grads(op, gate_main_grad, up_main_grad, pair.gate, pair.up, dtype);
 
   const OnDeviceOf device(x_any);
   const Tensor dy = adjacent_rows(op, "dy", dy_any), gate = adjacent_rows(op, "gate", gate_any),
@@ -363,8 +376,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_linear_backward(
   const Tensor x = rows_of(op, "x", x_any);
   if (want_dgate_bias) dgate_bias = bias_gradient(op, dgate->rows, pair.gate, dtype);
   if (want_dup_bias) dup_bias = bias_gradient(op, dup->rows, pair.up, dtype);
-  if (want_dgate_weight) dgate_weight = weight_gradient(op, dgate->rows, x, pair.gate, dtype);
-  if (want_dup_weight) dup_weight = weight_gradient(op, dup->rows, x, pair.up, dtype);
+  const auto of_weight = [&](const Tensor& dz, const Layer& layer, const OptionalTensor& main_grad, Tensor& dweight) {
+    if (main_grad)
+      weight_gradient_into(op, *main_grad, dz, x, true);
+    else
+      dweight = weight_gradient(op, dz, x, layer, dtype);
+  };
+  if (want_dgate_weight) of_weight(dgate->rows, pair.gate, gate_main_grad, dgate_weight);
+  if (want_dup_weight) of_weight(dup->rows, pair.up, up_main_grad, dup_weight);
   if (want_dx) {
     const New to(op, "gradient of x", x_any, pair.gate.in);
     input_gradient(op, dgate->rows, pair.gate, to.rows);
@@ -372,6 +391,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_linear_backward(
     dx = to.any;
   }
   return {dx, dgate_weight, dup_weight, dgate_bias, dup_bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gated_linear_backward(Tensor dy, Tensor x, Tensor gate_weight,
+                                                                         Tensor up_weight, OptionalTensor gate_bias,
+                                                                         OptionalTensor up_bias, Tensor gate, Tensor up,
+                                                                         int64_t activation, bool want_dx,
+                                                                         bool want_dgate_weight, bool want_dup_weight,
+                                                                         bool want_dgate_bias, bool want_dup_bias) {
+  return gated_linear_backward_into(dy, x, gate_weight, up_weight, gate_bias, up_bias, gate, up, std::nullopt,
+                                    std::nullopt, activation, want_dx, want_dgate_weight, want_dup_weight,
+                                    want_dgate_bias, want_dup_bias);
+}
+
+// A weight without a main_grad gets no gradient.
+std::tuple<Tensor, Tensor, Tensor> gated_linear_backward_main_grads(
+    Tensor dy, Tensor x, Tensor gate_weight, Tensor up_weight, OptionalTensor gate_bias, OptionalTensor up_bias,
+    Tensor gate, Tensor up, OptionalTensor gate_main_grad, OptionalTensor up_main_grad, int64_t activation,
+    bool want_dx, bool want_dgate_bias, bool want_dup_bias) {
+  const auto [dx, dgate_weight, dup_weight, dgate_bias, dup_bias] = gated_linear_backward_into(
+      dy, x, gate_weight, up_weight, gate_bias, up_bias, gate, up, gate_main_grad, up_main_grad, activation, want_dx,
+      gate_main_grad.has_value(), up_main_grad.has_value(), want_dgate_bias, want_dup_bias);
+  return {dx, dgate_bias, dup_bias};
 }
 
 WARPSMITH_SCHEMAS(m) {
@@ -398,13 +439,18 @@ WARPSMITH_SCHEMAS(m) {
       "dw1, Tensor db1, Tensor dw2, Tensor db2)");
 
   def("gated_linear",
-      "Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, int activation",
+      "Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? gate_main_grad, "
+      "Tensor? up_main_grad, int activation",
       ", Tensor gate, Tensor up");
   m.def(
       "gated_linear_backward(Tensor dy, Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? "
       "up_bias, Tensor gate, Tensor up, int activation, bool want_dx, bool want_dgate_weight, bool want_dup_weight, "
       "bool want_dgate_bias, bool want_dup_bias) -> (Tensor dx, Tensor dgate_weight, Tensor dup_weight, Tensor "
       "dgate_bias, Tensor dup_bias)");
+  m.def(
+      "gated_linear_backward_main_grads(Tensor dy, Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, "
+      "Tensor? up_bias, Tensor gate, Tensor up, Tensor(a!)? gate_main_grad, Tensor(b!)? up_main_grad, int activation, "
+      "bool want_dx, bool want_dgate_bias, bool want_dup_bias) -> (Tensor dx, Tensor dgate_bias, Tensor dup_bias)");
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
@@ -420,6 +466,7 @@ WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl("gated_linear", TORCH_BOX(&gated_linear_forward));
   m.impl("gated_linear_forward", TORCH_BOX(&gated_linear_forward));
   m.impl("gated_linear_backward", TORCH_BOX(&gated_linear_backward));
+  m.impl("gated_linear_backward_main_grads", TORCH_BOX(&gated_linear_backward_main_grads));
 }
 
 }  // namespace

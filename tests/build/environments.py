@@ -12,7 +12,7 @@ SCRIPTS = sysconfig.get_path("scripts")
 # Environment variables that would change what is built or found.
 STEERING = (
     *("PYTHONPATH", "WARPSMITH_TORCH_DIR", "WARPSMITH_REQUIRE_CUDA", "WARPSMITH_REQUIRE_CUBLAS_LT"),
-    *("TORCH_CUDA_ARCH_LIST", "CUDACXX"),
+    *("TORCH_CUDA_ARCH_LIST", "CUDACXX", "WARPSMITH_CUBLAS_INCLUDE"),
 )
 STEERING += ("CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_CUDA_COMPILER_LAUNCHER")  # or building would take no time
 

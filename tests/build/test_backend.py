@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from environments import ROOT, cpu_only, environment, run, succeed
+from environments import ROOT, STEERING, cpu_only, environment, run, succeed
 
 HEADER = "include/torch/csrc/stable/library.h"
 TORCH = Path(torch.__path__[0])
@@ -136,6 +136,25 @@ def test_cmake_refuses_a_wrong_torch_directory(tmp_path):
     output, ok = configure(tmp_path / "build", torch=tmp_path, **NO_NVCC)
     assert not ok
     assert f"warpsmith: WARPSMITH_TORCH_DIR: expected a torch >= 2.11 package, got '{tmp_path}'" in output
+
+
+CMAKE = "".join(file.read_text() for file in (ROOT / "CMakeLists.txt", *(ROOT / "csrc/cmake").glob("*.cmake")))
+TO_THE_CACHE = re.findall(r'set\((\w+) "\$ENV\{(\w+)\}" CACHE', CMAKE)
+
+
+def test_no_variable_that_cmake_reads_steers_these_tests():
+    read = set(re.findall(r"\$ENV\{(\w+)\}", CMAKE))
+    assert {name for _, name in TO_THE_CACHE} == {"WARPSMITH_TORCH_DIR", "WARPSMITH_CUBLAS_INCLUDE"}
+    assert {name for _, name in TO_THE_CACHE} < read <= set(STEERING)
+
+
+@pytest.mark.parametrize(("entry", "variable"), TO_THE_CACHE)
+def test_the_environment_wins_over_a_folder_that_was_configured_before(tmp_path, entry, variable):
+    for name in ("first", "second"):
+        (tmp_path / name).symlink_to(TORCH)
+        output, ok = configure(tmp_path / "build", **NO_NVCC, **{variable: str(tmp_path / name)})
+        assert ok, output
+        assert f"{entry}:PATH={tmp_path / name}\n" in (tmp_path / "build/CMakeCache.txt").read_text()
 
 
 def parse_architectures(tmp_path, text):

@@ -23,15 +23,18 @@ MASKS = {
     "softcap": {"causal": True, "softcap": 2.0, "softmax_scale": 0.4},
     "sink": {"causal": True, "sink": True},
     "sink in a window": {"window_size": (10, 7), "sink": True},
-    "alibi": {"causal": True, "alibi": True},
+    "alibi of each": {"causal": True, "alibi": "each"},
+    "alibi": {"causal": True, "alibi": "all"},
     "packed": {"packed": True},
+    "packed alibi of each": {"packed": True, "causal": True, "alibi": "each"},
     "packed causal": {"packed": True, "causal": True},
     "packed sink": {"packed": True, "causal": True, "sink": True},
     "packed causal window": {"packed": True, "causal": True, "window_size": (6, 0)},
     "packed window": {"packed": True, "window_size": (6, 9)},
     "packed window to the left alone": {"packed": True, "window_size": (6, -1)},
 }
-REFUSED = {"ring": ("alibi", "packed causal window", "packed window", "packed window to the left alone")}
+ALIBI = ("alibi", "alibi of each", "packed alibi of each")
+REFUSED = {"ring": (*ALIBI, "packed causal window", "packed window", "packed window to the left alone")}
 
 
 def offsets():
@@ -64,8 +67,10 @@ class Problem:
             self.dout = self.dout.transpose(1, 2)
         if mask.pop("sink", False):
             self.inputs["sink"] = normal(HEADS)
-        if mask.pop("alibi", False):
-            mask["alibi_slopes"] = torch.rand(HEADS, generator=draw) / 4
+        if (alibi := mask.pop("alibi", None)) is not None:
+            sequences = len(LENGTHS) if self.packed else batch if lead else 1
+            of_each = (sequences,) if alibi == "each" else ()
+            mask["alibi_slopes"] = torch.rand(*of_each, HEADS, generator=draw) / 4
         self.options = mask
         self.dim = {"bshd": 1, "bhsd": 2, "thd": 0}[self.layout]
 

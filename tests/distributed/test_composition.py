@@ -17,7 +17,7 @@ pytestmark = pytest.mark.xdist_group("sharded")
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.mlp = warpsmith.nn.RMSNorm(width), warpsmith.nn.SwiGLUMLP(width, 96)
+        self.norm, self.mlp = warpsmith.nn.RMSNorm(width), warpsmith.nn.GatedMLP(width, 96)
         self.drop = warpsmith.nn.DropoutAdd(0.2)
 
     def forward(self, x):
@@ -111,7 +111,7 @@ WIDTH, CLASSES, MICROS = 32, 20, 4
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.mlp = warpsmith.nn.RMSNorm(WIDTH), warpsmith.nn.SwiGLUMLP(WIDTH, 48)
+        self.norm, self.mlp = warpsmith.nn.RMSNorm(WIDTH), warpsmith.nn.GatedMLP(WIDTH, 48)
 
     def forward(self, x):
         return x + self.mlp(self.norm(x))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warpsmith
-from context_cases import HEAD_DIM, MASKS, REFUSED, SEED, Problem
+from context_cases import ALIBI, HEAD_DIM, MASKS, REFUSED, SEED, Problem
 from torch.utils.checkpoint import checkpoint
 from warpsmith.distributed import context_parallel_attention, shard_sequence, unshard_sequence
 from warpsmith.distributed.context.blocks import KEY_STEP, QUERY_STEP, gather_block, ring_block
@@ -38,7 +38,8 @@ def every_mask(shardings):
             continue
         layout = ("bshd", "bhsd", "thd")[(i + MODES.index(mode)) % 3]
         sharding = shardings[(i + MODES.index(mode)) % 2]
-        check_exact(Problem(name, torch.float64, layout=layout, batch=1), mode, sharding)
+        batch = 2 if name in ALIBI else 1  # of slopes of each sequence
+        check_exact(Problem(name, torch.float64, layout=layout, batch=batch), mode, sharding)
         checked += 1
     assert checked == 3 * len(MASKS) - len(REFUSED["ring"])
 

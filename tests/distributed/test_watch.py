@@ -265,7 +265,10 @@ def nothing_wrong(rank, world_size, shared):
     with watch(60, on_report=reports) as watching:
         for _ in range(3):
             dist.all_reduce(torch.ones(3))
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            dist.broadcast(torch.ones(3), src=7)
         dist.barrier()
+        assert watching._recorder.last[EVERYBODY].op == "barrier"  # a call that raised is no call that waits
         assert dist.barrier != originals[1]
         assert not watching.reported
     assert (dist.all_reduce, dist.barrier) == originals

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from warpsmith.distributed.sharded.optimizer import CUT_ELEMS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -115,6 +116,45 @@ def test_llama_learns_the_same_both_ways(capsys):
     (theirs, _), (ours, _) = results["transformers"], results["warpsmith"]
     assert ours[-1] < ours[0] - 0.3
     assert ours == pytest.approx(theirs, rel=2e-3)
+
+
+def test_finetuning_by_the_trainer_goes_on(tmp_path, data, capsys):
+    for library in ("transformers", "accelerate", "peft"):
+        pytest.importorskip(library)
+    example = importlib.import_module("finetune_hf")
+    tiny = [
+        "--data",
+        str(data),
+        "--out",
+        str(tmp_path),
+        "--length",
+        "16",
+        "--hidden",
+        "32",
+        "--layers",
+        "1",
+        "--lr",
+        "0.02",
+    ]
+    first = example.main([*tiny, "--steps", "50"])
+    assert "LlamaRMSNorm: warpsmith.rms_norm (3)" in capsys.readouterr().out
+    assert first["last"] < first["first"] - 0.1
+    second = example.main([*tiny, "--steps", "60"])  # from the checkpoint of step 50
+    assert second["last"] < first["first"] - 0.1 and (tmp_path / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:CapturedStep")
+def test_lightning_captured_or_not_learns_the_same(tmp_path, data, capsys):
+    for library in ("transformers", "lightning"):
+        pytest.importorskip(library)
+    example = importlib.import_module("train_lightning")
+    tiny = ["--data", str(data), "--length", "16", "--hidden", "32", "--layers", "1", "--steps", "12"]
+    by_lightning = example.main([*tiny, "--out", str(tmp_path / "a"), "--audit"])
+    by_hand = example.main([*tiny, "--out", str(tmp_path / "b"), "--captured"])
+    assert torch.equal(torch.stack(by_lightning.losses), torch.stack(by_hand.losses))
+    assert by_hand.losses[-1] < by_hand.losses[0] - 0.3
+    assert "in 2 steps" in capsys.readouterr().out
+    assert example.main([*tiny, "--out", str(tmp_path / "a")]).losses == []  # all 12 steps were done
 
 
 def check_four(text):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import warpsmith
 
 transformers = pytest.importorskip("transformers")
 
 from warpsmith.integrations.transformers import patch  # noqa: E402
 
+from tests.nn.test_linear import OPTIONS  # noqa: E402
+
+from .families import small_model  # noqa: E402
 from .test_patch import TOKENS, loss_and_gradients, model_of  # noqa: E402
 
 WITH_LAYERS = ["llama", "qwen3", "mistral", "gemma2"]
@@ -137,5 +141,46 @@ def test_each_activation_is_made_again(act):
     with patch(model) as done:
         found = loss_and_gradients(model)
     assert not done.kept
+    for n, a in expected.items():
+        torch.testing.assert_close(found[n], a, rtol=1e-3, atol=1e-4)
+
+
+PROJECTIONS = {
+    "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+}
+
+
+def put_in_ours(model, projection, **options):
+    for layer in model.model.layers:
+        holder = next(m for m in (layer.self_attn, layer.mlp) if hasattr(m, projection))
+        theirs = getattr(holder, projection)
+        ours = warpsmith.nn.Linear(theirs.in_features, theirs.out_features, **{"bias": False, **options})
+        ours.weight = theirs.weight
+        if ours.bias is not None:
+            torch.nn.init.normal_(ours.bias)
+        if ours.fuse_main_grad:
+            ours.weight.main_grad = torch.zeros(ours.weight.shape)
+        setattr(holder, projection, ours)
+
+
+def with_main_gradients(model):
+    fused = {f"{n}, main": p.main_grad for n, p in model.named_parameters() if hasattr(p, "main_grad")}
+    for t in fused.values():
+        t.zero_()
+    found = loss_and_gradients(model)
+    assert all(t.any() for t in fused.values())
+    return found | {n: t.clone() for n, t in fused.items()}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("family", "projection"), [(f, p) for f, names in PROJECTIONS.items() for p in names])
+def test_a_linear_layer_of_ours_does_what_its_options_say(family, projection, option):
+    model = small_model(family)
+    put_in_ours(model, projection, **{option: OPTIONS[option]})
+    expected = with_main_gradients(model)
+    with patch(model):
+        found = with_main_gradients(model)
+    assert found.keys() == expected.keys()
     for n, a in expected.items():
         torch.testing.assert_close(found[n], a, rtol=1e-3, atol=1e-4)

@@ -12,8 +12,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from transformers.masking_utils import sdpa_mask  # noqa: E402
-from warpsmith.integrations.transformers import patch  # noqa: E402
+from warpsmith.integrations.transformers import patch, register  # noqa: E402
 from warpsmith.testing import measure  # noqa: E402
+
+from tests.dispatched import Copies  # noqa: E402
 
 from .families import ALL, ENCODERS, PADDED, ROWS, TOKENS, VOCABULARY, class_of, inputs_of, small_model  # noqa: E402
 
@@ -22,7 +24,9 @@ USES = {
     "plain": (None, False, False),
     "padded left, checkpoints": (PADDED, True, False),
     "padded right, tied": (PADDED.flip(1), False, True),
+    "packed": (None, False, False),
 }
+PACKED = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)  # two texts a row, of which none sees the other
 NO_HEAD = {"bert": "BertForMaskedLM", "vit": "ViTForImageClassification"}
 LEFT = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts", **NO_HEAD}
 BATCHES = torch.randint(1, VOCABULARY, (24, 2, 12), generator=torch.Generator().manual_seed(2))
@@ -57,11 +61,11 @@ def exactly(model):
     return wide
 
 
-def results(family, model, mask=None):
+def results(family, model, mask=None, **more):
     """Losses and gradients of some batches, the gradients of all layers together."""
     losses, gradients = [], defaultdict(list)
     for i, tokens in enumerate(BATCHES):
-        loss = model(**inputs_of(family, mask, tokens)).loss
+        loss = model(**inputs_of(family, mask, tokens), **more).loss
         losses.append(loss.detach())
         if i < 4:
             model.zero_grad()
@@ -93,15 +97,20 @@ def assert_law_of_the_mean(found, expected, exact):
 @pytest.mark.parametrize("family", ALL)
 def test_loss_and_gradients_obey_the_law(family, dtype, use):
     mask, checkpoints, tied = USES[use]
+    if use == "packed" and family in ENCODERS:
+        pytest.skip("encoders of transformers have no positions that begin anew")
+    more = {"position_ids": PACKED} if use == "packed" else {}
     # Which experts a token goes to is no matter of rounding in bfloat16 where it goes to all.
     experts = {"num_experts_per_tok": 4} if dtype == torch.bfloat16 else {}
     model = small_model(family, tie_word_embeddings=tied, **experts).to(dtype)
-    exact = results(family, exactly(model), mask)
-    expected = results(family, model, mask)
+    exact = results(family, exactly(model), mask, **more)
+    expected = results(family, model, mask, **more)
+    if more:
+        assert not torch.equal(exact["loss"], results(family, exactly(model), mask)["loss"])
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with patch(model) as done:
-        found = results(family, model, mask)
+        found = results(family, model, mask, **more)
     assert set(done.kept) == {LEFT[family]} if family in LEFT else not done.kept
     assert not done.unchecked
     assert_law_of_the_mean(found, expected, exact)
@@ -176,3 +185,23 @@ def test_autocast(family):
             found = results(family, model)
     assert not done.unchecked and "on random rows" not in str(done.kept)
     assert_law_of_the_mean(found, expected, exact)
+
+
+def copies(model, inputs):
+    """How many tensors of activations torch copies, forward and backward."""
+    with Copies(TOKENS.numel() * 16) as forward:
+        loss = model(**inputs).loss
+    with Copies(TOKENS.numel() * 16) as backward:
+        loss.backward()
+    return len(forward.found), len(backward.found)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "warpsmith"])
+@pytest.mark.parametrize("family", ALL)
+def test_a_patched_model_copies_no_more_than_as_it_was(family, implementation):
+    register()
+    model, inputs = small_model(family, implementation), inputs_of(family)
+    expected = copies(model, inputs)
+    with patch(model):
+        found = copies(model, inputs)
+    assert all(a <= b for a, b in zip(found, expected, strict=True)), (found, expected)

@@ -23,9 +23,9 @@ class LlamaMLP(nn.Module):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_swiglu_mlp_is_llamas(bias, inplace):
+def test_gated_mlp_is_llamas(bias, inplace):
     theirs = LlamaMLP(16, 40, bias)
-    ours = warpsmith.nn.SwiGLUMLP(16, 40, bias, inplace_backward=inplace)
+    ours = warpsmith.nn.GatedMLP(16, 40, bias, inplace_backward=inplace)
     ours.load_state_dict(theirs.state_dict())
     assert list(ours.state_dict()) == list(theirs.state_dict())
     one = torch.randn(3, 5, 16, requires_grad=True)
@@ -38,11 +38,11 @@ def test_swiglu_mlp_is_llamas(bias, inplace):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_swiglu_mlp_under_autocast_and_on_meta():
-    mlp = warpsmith.nn.SwiGLUMLP(8, 24)
+def test_gated_mlp_under_autocast_and_on_meta():
+    mlp = warpsmith.nn.GatedMLP(8, 24)
     with torch.autocast("cpu", torch.bfloat16):
         assert mlp(torch.randn(2, 8)).dtype == torch.bfloat16
-    meta = warpsmith.nn.SwiGLUMLP(8, 24, device="meta", dtype=torch.bfloat16)
+    meta = warpsmith.nn.GatedMLP(8, 24, device="meta", dtype=torch.bfloat16)
     assert meta(torch.empty(2, 8, device="meta", dtype=torch.bfloat16)).shape == (2, 8)
     assert "inplace_backward=False" in repr(mlp)
 

@@ -16,7 +16,7 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.norm = warpsmith.nn.RMSNorm(WIDTH)
-        self.mlp = warpsmith.nn.SwiGLUMLP(WIDTH, 16)
+        self.mlp = warpsmith.nn.GatedMLP(WIDTH, 16)
         self.dropout = warpsmith.nn.DropoutAddRMSNorm(WIDTH, 0.25)
         self.loss = warpsmith.nn.LinearCrossEntropyHead(WIDTH, VOCABULARY)
 

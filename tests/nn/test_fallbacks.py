@@ -16,7 +16,7 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 def draw(*shape, dtype=F32):
     generator = torch.Generator().manual_seed(len(shape) + sum(shape))
-    return torch.randn(*shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator).to(dtype)
 
 
 def norms(bias):
@@ -42,6 +42,16 @@ def losses():
             yield {"input": draw(4, 5), "target": target, "weight": weight, **more}
 
 
+def layers():
+    dtypes = ((F32, F32, F32), (BF16, BF16, BF16), (F32, BF16, F32), (F16, F16, F32), (F64, F64, F64), (F32, F32, F64))
+    shapes = ((3, 8), (8,), (2, 3, 8), (0, 8), (), (3, 7))
+    weights = ((5, 8), (8,), (0, 8), (5, 8, 1))
+    for (x, w, b), shape, of_weight in itertools.product(dtypes, shapes, weights):
+        for bias in (None, (5,), (4,), (1,), ()):
+            given = {} if bias is None else {"bias": draw(*bias, dtype=b)}
+            yield {"input": draw(*shape, dtype=x), "weight": draw(*of_weight, dtype=w), **given}
+
+
 def attentions():
     masks = {"none": None, "bool": draw(4, 6) > 0, "float": draw(4, 6), "wide": draw(4, 6, dtype=F64)}
     for dtype, width, mask in itertools.product((F32, F64, BF16), (8, 12, 264), masks.values()):
@@ -55,6 +65,7 @@ def attentions():
 CALLS = {
     "layer_norm": lambda: norms(True),
     "rms_norm": lambda: norms(False),
+    "linear": layers,
     "cross_entropy": losses,
     "scaled_dot_product_attention": attentions,
 }

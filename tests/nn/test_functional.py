@@ -16,7 +16,7 @@ from warpsmith.testing import measure
 
 from tests.dispatched import Dispatched
 
-NAMES = ["layer_norm", "rms_norm", "cross_entropy", "scaled_dot_product_attention"]
+NAMES = ["layer_norm", "rms_norm", "linear", "cross_entropy", "scaled_dot_product_attention"]
 if hasattr(theirs, "linear_cross_entropy"):  # newer than torch 2.11
     NAMES.append("linear_cross_entropy")
 INFOS = {  # variants have options of linear_cross_entropy, which is torch's with them
@@ -113,9 +113,12 @@ def test_torchs_sample_inputs(name, dtype, figure):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_signatures_are_torchs(name):
-    if name == "scaled_dot_product_attention":  # a builtin of torch, which has none
-        names = "query key value attn_mask dropout_p is_causal scale enable_gqa".split()
-        assert list(inspect.signature(ours.scaled_dot_product_attention).parameters) == names
+    builtins = {  # of torch, which have none
+        "scaled_dot_product_attention": "query key value attn_mask dropout_p is_causal scale enable_gqa",
+        "linear": "input weight bias",
+    }
+    if name in builtins:
+        assert list(inspect.signature(getattr(ours, name)).parameters) == builtins[name].split()
         return
     found, expected = (inspect.signature(getattr(f, name)).parameters for f in (ours, theirs))
     assert [(k, p.kind, p.default) for k, p in found.items()] == [(k, p.kind, p.default) for k, p in expected.items()]

@@ -37,12 +37,12 @@ MADE_ON_META = {
     "RotaryEmbedding": (8,),
     "QKNormRoPE": (8,),
     "Attention": (16, 2, 1),
-    "SwiGLUMLP": (8, 16),
     "BiasGELU": (8,),
     "GatedMLP": (8, 16),
     "Linear": (8, 16),
     "LinearCrossEntropyHead": (8, 16),
     "MLP": (8, 16),
+    "NormLinear": (8, 16),
 }
 
 
@@ -168,7 +168,7 @@ MODULES = {
     "GatedMLP": ((8, 16), 1),
     "Linear": ((8, 16), 1),
     "MLP": ((8, 16), 1),
-    "SwiGLUMLP": ((8, 16), 1),
+    "NormLinear": ((8, (16, 4)), 2),
 }
 
 
@@ -269,10 +269,10 @@ CONSTRUCTED = {
     "Linear": ({"in_features": 8, "out_features": 5}, (X,)),
     "LinearCrossEntropyHead": ({"in_features": 8, "out_features": 5}, (X, TARGET)),
     "MLP": ({"hidden_size": 8, "intermediate_size": 16}, (X,)),
+    "NormLinear": ({"in_features": 8, "out_features": 5}, (X,)),
     "QKNormRoPE": ({"head_dim": 8}, (HEADS, HEADS, ANGLES.cos(), ANGLES.sin())),
     "RMSNorm": ({"normalized_shape": 8}, (X,)),
     "RotaryEmbedding": ({"dim": 8}, (HEADS, HEADS)),
-    "SwiGLUMLP": ({"hidden_size": 8, "intermediate_size": 16}, (X,)),
 }
 # What an input must fit, so that the first call may still refuse it; and what is no scalar, or left to torch's modules.
 SIZES = {"normalized_shape", "num_features", "in_features", "hidden_size", "embed_dim", "num_heads", "head_dim", "dim"}

@@ -73,6 +73,9 @@ def _in_place():
     for activation in (None, "relu"):
         main_grad = torch.zeros(given["weight"].shape)
         warpsmith.linear(**given, activation=activation, main_grad=main_grad).sum().backward()
+    given = {n: t.float().requires_grad_() for n, t in arguments_of("gated_linear").items()}
+    main_grads = tuple(torch.zeros(given[n].shape) for n in ("gate_weight", "up_weight"))
+    warpsmith.gated_linear(**given, main_grads=main_grads).sum().backward()
     given = arguments_of("linear_cross_entropy")
     for reduction in ("mean", "none"):
         hidden, weight = (given[n].float().requires_grad_() for n in ("hidden", "weight"))

@@ -113,6 +113,14 @@ def test_a_main_grad_counts_as_a_gradient(reduction):
     main_grad = torch.zeros(5, 8)
     call = {"reduction": reduction, "main_grad": main_grad}
     assert counted(lambda: warpsmith.linear_cross_entropy(hidden, weight, TARGET, **call)) == expected
+    layers = leaf(6, 8), leaf(5, 8), leaf(5, 8)
+    of_both = {"main_grads": (torch.zeros(5, 8), torch.zeros(5, 8))}
+    assert counted(lambda: warpsmith.linear(*layers[:2], main_grad=main_grad)) == counted(
+        lambda: warpsmith.linear(*layers[:2])
+    )
+    assert counted(lambda: warpsmith.gated_linear(*layers, **of_both)) == counted(
+        lambda: warpsmith.gated_linear(*layers)
+    )
 
 
 class Exported(torch.nn.Module):
@@ -133,7 +141,7 @@ def test_modules_of_products_count_every_one():
     projections = 2 * S * 32 * 64 + 2 * S * 32 * 32
     of_attention = of_sdpa(1, S, S, 4, 8, 8)
     assert counted(lambda: layer(x)) == (projections + of_attention[0], 2 * projections + of_attention[1])
-    mlp = warpsmith.nn.SwiGLUMLP(32, 48)
+    mlp = warpsmith.nn.GatedMLP(32, 48)
     assert counted(lambda: mlp(x)) == (3 * 2 * S * 32 * 48, 6 * 2 * S * 32 * 48)
 
 

@@ -190,13 +190,19 @@ def raw_mlp_backward(good):
 
 def raw_gated(good):
     names = ("x", "gate_weight", "up_weight", "gate_bias", "up_bias")
-    return *(good[n] for n in names), NUMBERS[good["activation"]]
+    return *(good[n] for n in names), None, None, NUMBERS[good["activation"]]
 
 
 def raw_gated_backward(good):
     dy = good["x"].new_ones(*good["x"].shape[:-1], good["gate_weight"].shape[0])
     biased = good["gate_bias"] is not None, good["up_bias"] is not None
     return dy, *raw_gated(good)[:5], dy, dy + 1, 4, True, True, True, *biased
+
+
+def raw_gated_main_grads(good):
+    given = raw_gated_backward(good)
+    main_grads = [torch.zeros(good["gate_weight"].shape, device=good["x"].device) for _ in range(2)]
+    return *given[:8], *main_grads, 4, True, *given[-2:]
 
 
 SHARED = {
@@ -264,6 +270,7 @@ GATED_SPEC = OpSpec(
         OPS.gated_linear.default: raw_gated,
         OPS.gated_linear_forward.default: raw_gated,
         OPS.gated_linear_backward.default: raw_gated_backward,
+        OPS.gated_linear_backward_main_grads.default: raw_gated_main_grads,
     },
     bad_inputs=GATED_BAD,
     **SHARED,

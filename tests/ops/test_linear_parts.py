@@ -67,6 +67,55 @@ def test_main_grad_of_a_frozen_weight_stays():
     assert not main_grad.any()
 
 
+@on_both
+@pytest.mark.parametrize("frozen", ["", "gate_weight", "up_weight"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_main_grads_take_the_gradients_of_both_weights(dtype, frozen, device):
+    x, gate, _ = problem(dtype, device)
+    up = (gate.detach().flip(0) * 0.5).requires_grad_()
+    biases = [torch.linspace(-1, 1, OUT, device=device, dtype=dtype).requires_grad_() for _ in range(2)]
+    weights = {"gate_weight": gate, "up_weight": up}
+    if frozen:
+        weights[frozen].requires_grad_(False)
+    x.requires_grad_()
+    inputs = [x, *weights.values(), *biases]
+    wanted = [t for t in inputs if t.requires_grad]
+    expected = torch.autograd.grad(warpsmith.gated_linear(*inputs, "gelu").square().sum(), wanted)
+    main_grads = tuple(torch.ones(OUT, WIDTH, device=device) for _ in range(2))
+    found = torch.autograd.grad(warpsmith.gated_linear(*inputs, "gelu", main_grads=main_grads).square().sum(), wanted)
+    for t, a, b in zip(wanted, found, expected, strict=True):
+        if any(t is w for w in weights.values()):
+            assert not a.any() and a.shape == t.shape
+            main_grad = main_grads[0 if t is gate else 1]
+            torch.testing.assert_close((main_grad - 1).to(dtype), b)
+        else:
+            assert bitwise_equal(a, b)
+    if frozen:
+        assert (main_grads[0 if frozen == "gate_weight" else 1] == 1).all()
+
+
+def test_main_grads_are_two_places_of_their_own():
+    x, gate, _ = problem()
+    up, place = gate.detach().clone(), torch.zeros(OUT, WIDTH)
+    bad = {
+        r"main_grads: expected two tensors, or None, got ": (place, (place,), 3),
+        r"main_grads\[1\]: expected other memory than that of main_grads\[0\]": ((place, place),),
+        r"main_grads\[0\]: expected other memory than that of up_weight": ((up, place),),
+        r"main_grads\[1\]: expected float32, got bfloat16": ((place, up.bfloat16()),),
+        r"main_grads\[0\]: expected shape \(40, 16\), got \(39, 16\)": ((place[1:], up * 1),),
+    }
+    for words, wrong in bad.items():
+        for main_grads in wrong:
+            with pytest.raises(ValueError, match=f"^gated_linear: {words}"):
+                warpsmith.gated_linear(x, gate, up, main_grads=main_grads)
+    with pytest.raises(TypeError, match=r"gated_linear: main_grads\[1\]: expected a tensor, got None"):
+        warpsmith.gated_linear(x, gate, up, main_grads=(place, None))
+    y = warpsmith.gated_linear(x.requires_grad_(), gate, up, main_grads=(place, up * 1))
+    with pytest.raises(ValueError, match="gated_linear: main_grads: expected None where a second derivative is taken"):
+        torch.autograd.grad(y.sum(), [x, gate], create_graph=True)
+    assert not place.any()
+
+
 def test_main_grad_is_not_what_something_else_holds():
     x, weight, bias = problem()
     with pytest.raises(ValueError, match="linear: main_grad: expected other memory than that of weight"):

@@ -65,12 +65,19 @@ def same(a, b):
     return all(map(same, a, b)) if isinstance(a, list) else True
 
 
+TENSORS = ("Tensor", "Sequence[Tensor]", "tuple[Tensor, Tensor]")
+
+
 def test_every_scalar_of_a_signature_is_tested():
     """A parameter is a tensor, a sequence of them, or of a kind above."""
     for name in NAMES:
         tested = {parameter for parameter, _, _ in scalars_of(getattr(warpsmith, name))}
         for parameter in inspect.signature(getattr(warpsmith, name)).parameters.values():
-            of_tensors = BESIDE.sub("", str(parameter.annotation)) in ("Tensor", "Sequence[Tensor]")
+            of_tensors = BESIDE.sub("", str(parameter.annotation)) in (
+                "Tensor",
+                "Sequence[Tensor]",
+                "tuple[Tensor, Tensor]",
+            )
             assert parameter.name in tested or of_tensors, (name, parameter)
     assert len(CASES) > 60
 

@@ -59,9 +59,6 @@ def test_accumulation_in_16_bit_is_caught():
     )
 
 
-Apply.apply_by_name = classmethod(lambda cls, x, scale: cls.apply(x, scale))
-
-
 def test_a_bias_inside_the_bound_is_caught_by_the_median():
     def op(x, scale):
         y = reference(x, scale)

@@ -1,6 +1,7 @@
 """Faults in how an op meets torch (schema, fakes, compile, export, transforms, autocast) and in what it refuses: each
 check must fail on the one it is there for."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -43,16 +44,23 @@ def test_an_op_that_dissolves_on_export_is_caught():
     )
 
 
+def _steps(x, scale):
+    """Strides that are right where all tensors lie alike."""
+    columns = 1 if x.is_contiguous() == scale.is_contiguous() else 2
+    return [math.prod(x.shape[d + 1 :]) * columns for d in range(x.dim())]
+
+
 @pytest.mark.parametrize(
     ("fake", "words"),
     [
         (lambda x, scale: torch.empty_like(x), "strides"),
+        (lambda x, scale: x.new_empty_strided(x.shape, _steps(x, scale)), "strides of one tensor alone"),
         (lambda x, scale: torch.empty(x.shape, dtype=torch.float64, device=x.device), "dtype"),
     ],
-    ids=["strides", "dtype"],
+    ids=["strides", "one tensor alone", "dtype"],
 )
 def test_a_false_fake_is_caught(fake, words):
-    name = f"false_{words}"
+    name = f"false_{words.replace(' ', '_')}"
     lib = torch.library.Library("warpsmith_planted", "FRAGMENT")
     lib.define(f"{name}(Tensor x, Tensor scale) -> Tensor")
     lib.impl(name, lambda x, scale: (x * scale).contiguous(), "CPU")

@@ -90,6 +90,10 @@ class Apply(torch.autograd.Function):
             dx, dscale = Refused.apply(dx, dscale, dy, *ctx.saved_tensors)
         return dx if ctx.needs_input_grad[0] else None, dscale if ctx.needs_input_grad[1] else None
 
+    @classmethod
+    def apply_by_name(cls, x, scale):
+        return cls.apply(x, scale)
+
 
 def scale(x, scale):
     if torch.compiler.is_compiling():

@@ -20,7 +20,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.mlp_norm = warpsmith.nn.RMSNorm(width), warpsmith.nn.RMSNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp, self.heads, self.dropout = warpsmith.nn.SwiGLUMLP(width, 2 * width), heads, nn.Dropout(0.1)
+        self.mlp, self.heads, self.dropout = warpsmith.nn.GatedMLP(width, 2 * width), heads, nn.Dropout(0.1)
 
     def forward(self, x):
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))

@@ -196,10 +196,10 @@ MODULES = {  # arguments of the constructor and of a call
     "Linear": ((8, 16), (X,)),
     "LinearCrossEntropyHead": ((8, 16), (X, LABELS)),
     "MLP": ((8, 16), (X,)),
+    "NormLinear": ((8, (16, 4)), (X, X)),
     "QKNormRoPE": ((8,), (HEADS, HEADS, *ANGLES)),
     "RMSNorm": ((8,), (X,)),
     "RotaryEmbedding": ((8,), (HEADS, HEADS)),
-    "SwiGLUMLP": ((8, 16), (X,)),
 }
 
 

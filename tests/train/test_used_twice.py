@@ -38,7 +38,7 @@ def of_average():
     ema = warpsmith.optim.EMA([p], 0.5)
     with torch.no_grad():
         p.add_(1)
-    return ema.applied, lambda: p.detach().clone(), lambda: bitwise_equal(p.detach(), ema.averages[0])
+    return ema.applied, lambda: p.detach().clone(), lambda _: bitwise_equal(p.detach(), ema.averages[0])
 
 
 def of_no_sync():
@@ -53,18 +53,24 @@ def of_no_sync():
         optimizer.zero_grad()
         return torch.tensor(found)
 
-    return optimizer.no_sync, reduces, lambda: not reduces()
+    return optimizer.no_sync, reduces, lambda _: not reduces()
 
 
 def of_threads():
-    return (lambda: warpsmith.testing.cpu_threads(3)), lambda: torch.tensor(torch.get_num_threads()), lambda: True
+    threads = torch.get_num_threads
+    return (lambda: warpsmith.testing.cpu_threads(3)), lambda: torch.tensor(threads()), lambda _: threads() == 3
 
 
 def of_audit():
     def methods():
         return torch.tensor([hash(torch.cuda.synchronize) % 2**31, hash(torch.cuda.Event.synchronize) % 2**31])
 
-    return (lambda: warpsmith.train.sync_audit("cpu")), methods, lambda: True
+    def counts(audit):
+        before = audit.total
+        torch.ones(()).item()
+        return audit.total == before + 1
+
+    return (lambda: warpsmith.train.sync_audit("cpu")), methods, counts
 
 
 MANAGERS = {"applied": of_average, "no_sync": of_no_sync, "cpu_threads": of_threads, "sync_audit": of_audit}
@@ -79,11 +85,11 @@ def test_nested_and_left_by_an_exception(name):
     with warpsmith.distributed.init(device="cpu") if name == "no_sync" else contextlib.nullcontext():
         manager, state, holds = MANAGERS[name]()
         before = state()
-        with manager():
+        with manager() as given:
             inside = state()
-            assert holds()
-            with manager():
-                assert holds()
+            assert holds(given)
+            with manager() as inner:
+                assert holds(inner)
             assert bitwise_equal(state(), inside), "the inner block ended the outer one"
             with pytest.raises(KeyError), manager():
                 raise KeyError
@@ -94,6 +100,41 @@ def test_nested_and_left_by_an_exception(name):
                 with manager():
                     raise KeyError
             assert bitwise_equal(state(), before)
+
+
+def of_torch():
+    torch.ones(2).item()
+
+
+def of_backward():
+    torch.autograd.backward(torch.ones(()))
+
+
+def of_autograd():
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("no gradient")
+
+    Raises.apply(torch.ones((), requires_grad=True)).backward()
+
+
+@pytest.mark.parametrize("raises", [of_torch, of_backward, of_autograd], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", MANAGERS)
+def test_an_error_that_is_caught_inside(name, raises):
+    """What a block does, it does after a call in it has raised too."""
+    with warpsmith.distributed.init(device="cpu") if name == "no_sync" else contextlib.nullcontext():
+        manager, state, holds = MANAGERS[name]()
+        before = state()
+        with manager() as given:
+            with pytest.raises(RuntimeError):
+                raises()
+            assert holds(given)
+        assert bitwise_equal(state(), before)
 
 
 class Routed:

@@ -69,7 +69,8 @@ inline at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate_weigh
                                const std::optional<at::Tensor>& up_bias = std::nullopt,
                                Activation activation = Activation::silu) {
   static const detail::Op op({.name = "gated_linear"});
-  return detail::call(op, {x, gate_weight, up_weight, gate_bias, up_bias, static_cast<int64_t>(activation)})[0];
+  return detail::call(op, {x, gate_weight, up_weight, gate_bias, up_bias, /*gate_main_grad=*/std::nullopt,
+                           /*up_main_grad=*/std::nullopt, static_cast<int64_t>(activation)})[0];
 }
 
 }  // namespace warpsmith

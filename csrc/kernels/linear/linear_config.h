@@ -46,7 +46,7 @@ constexpr LinearPlan choose_linear(const LinearProblem& p) {
   if (p.activation == LinearActivation::none) return {false, "torch's product, which adds the bias itself"};
   if (!p.library) return {false, "torch's product, then our kernel: no cuBLASLt that this build can call"};
   if (p.activation != LinearActivation::gelu_tanh)
-    return {false, "torch's product, then our kernel: cuBLASLt has this epilogue not, or not exactly"};
+    return {false, "torch's product, then our kernel: cuBLASLt has no such epilogue, or none that is exact"};
   if (p.residual)
     return {false, "torch's product, then our kernels: no epilogue adds a residual behind the activation"};
   if (!p.bfloat16) return {false, "torch's product, then our kernel: the epilogue's error is known in bfloat16 alone"};

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from warpsmith.integrations._modules import CALL_HOOKS, GLOBAL_HOOKS, Forward, StandIn
+from warpsmith._core.modules import CALL_HOOKS, GLOBAL_HOOKS
+from warpsmith.integrations._modules import Forward, StandIn
 from warpsmith.integrations._rows import stock
 
 _ROWS, _VOCABULARY = 8, 64

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.pytorch_utils import Conv1D
 
+from warpsmith._core.modules import is_untouched, is_watched
 from warpsmith.integrations._attention import Products, Rows, attention, eps_of, offset_of
 from warpsmith.integrations._modules import (
     Forward,
@@ -19,8 +20,6 @@ from warpsmith.integrations._modules import (
     by_name,
     is_free,
     is_ours,
-    is_untouched,
-    is_watched,
 )
 from warpsmith.nn import Linear, functional
 from warpsmith.ops import _activated_linear

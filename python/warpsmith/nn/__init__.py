@@ -1,10 +1,10 @@
 """Modules with the constructors and state_dict keys of their counterparts in ``torch.nn``, where there are such."""
 
 from warpsmith.nn import functional
-from warpsmith.nn._activation import BiasGELU, DropoutAdd, SwiGLUMLP
+from warpsmith.nn._activation import BiasGELU, DropoutAdd
 from warpsmith.nn._attention import Attention
 from warpsmith.nn._cross_entropy import CrossEntropyLoss
-from warpsmith.nn._linear import MLP, GatedMLP, Linear
+from warpsmith.nn._linear import MLP, GatedMLP, Linear, NormLinear
 from warpsmith.nn._linear_loss import LinearCrossEntropyHead
 from warpsmith.nn._norm import AddLayerNorm, AddRMSNorm, DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
 from warpsmith.nn._rope import QKNormRoPE, RotaryEmbedding
@@ -23,9 +23,9 @@ __all__ = [
     "Linear",
     "LinearCrossEntropyHead",
     "MLP",
+    "NormLinear",
     "QKNormRoPE",
     "RMSNorm",
     "RotaryEmbedding",
-    "SwiGLUMLP",
     "functional",
 ]

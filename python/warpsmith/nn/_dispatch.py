@@ -125,6 +125,19 @@ def reason_for_torch_rms_norm(
     return reason_for_torch_layer_norm(dtype, device, weight_dtype, None, eps)
 
 
+def reason_for_torch_linear(
+    dtype: torch.dtype,
+    device: str = "cuda",
+    weight_dtype: torch.dtype | None = None,
+    bias_dtype: torch.dtype | None = None,
+) -> str | None:
+    """The dtypes are those of the product: under autocast, its."""
+    for name, other in (("weight", weight_dtype), ("bias", bias_dtype)):
+        if other is not None and other is not dtype:
+            return f"{name} is {other} beside {dtype}"
+    return _reason(dtype, device)
+
+
 def reason_for_torch_cross_entropy(
     dtype: torch.dtype,
     device: str = "cuda",
@@ -193,6 +206,7 @@ def reason_for_torch_scaled_dot_product_attention(
 
 register("nn.functional.layer_norm", "warpsmith.layer_norm", reason_for_torch_layer_norm)
 register("nn.functional.rms_norm", "warpsmith.rms_norm", reason_for_torch_rms_norm)
+register("nn.functional.linear", "warpsmith.linear", reason_for_torch_linear)
 register("nn.functional.cross_entropy", "warpsmith.cross_entropy", reason_for_torch_cross_entropy)
 register(
     "nn.functional.linear_cross_entropy",

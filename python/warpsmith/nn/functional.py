@@ -1,6 +1,6 @@
 """``torch.nn.functional`` with fused ops in it: ``import warpsmith.nn.functional as F`` in the place of torch's.
 
-Signatures, defaults, dtypes and meaning are torch's. ``layer_norm``, ``rms_norm``, ``cross_entropy``,
+Signatures, defaults, dtypes and meaning are torch's. ``layer_norm``, ``rms_norm``, ``linear``, ``cross_entropy``,
 ``linear_cross_entropy`` and ``scaled_dot_product_attention`` run our ops where these compute what torch's arguments
 say, and call torch where they do not; ``warpsmith.plan("nn.functional.layer_norm", dtype="float16")`` says which, and
 why. Every other name is torch's own. Under ``torch.autocast`` tensors are cast as torch casts them.
@@ -35,11 +35,13 @@ from warpsmith.nn._dispatch import (
     HALVES,
     reason_for_torch_cross_entropy,
     reason_for_torch_layer_norm,
+    reason_for_torch_linear,
     reason_for_torch_linear_cross_entropy,
     reason_for_torch_scaled_dot_product_attention,
 )
 from warpsmith.ops.attention import attention
 from warpsmith.ops.cross_entropy import cross_entropy as _cross_entropy
+from warpsmith.ops.linear import linear as _linear
 from warpsmith.ops.linear_loss import linear_cross_entropy as _linear_cross_entropy
 from warpsmith.ops.norm import layer_norm as _layer_norm
 from warpsmith.ops.norm import rms_norm as _rms_norm
@@ -147,6 +149,40 @@ def rms_norm(
     rank = len(shape)
     y = _rms_norm(_flat(input, rank), _flat(weight, rank), eps)  # type: ignore[arg-type]
     return y if rank == 1 else y.view(input.shape)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear`` by :func:`warpsmith.linear`.
+
+    Args: torch's.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> warpsmith.nn.functional.linear(torch.ones(2, 3), torch.ones(1, 3))
+        tensor([[3.],
+                [3.]])
+    """
+    if _overridden(input, weight, bias) or not _layer_fits(input, weight, bias):
+        return _torch.linear(input, weight, bias)
+    return _linear(input, weight, bias)
+
+
+def _layer_fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    tensors = [t for t in (input, weight, bias) if t is not None]
+    if any(t.layout is not torch.strided or t.device != input.device or is_dtensor(t) for t in tensors):
+        return False
+    if input.dim() == 0 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
+        return False
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return False
+    dtypes = [_of_product(t, input) for t in (input, weight, bias)]
+    return not reason_for_torch_linear(dtypes[0], input.device.type, *dtypes[1:])
+
+
+def _of_product(t: Tensor | None, input: Tensor) -> Any:
+    """The dtype in which a tensor enters a product: under autocast, its."""
+    cast = is_autocast(input) and t is not None and t.is_floating_point() and t.dtype is not torch.float64
+    return torch.get_autocast_dtype(input.device.type) if cast else None if t is None else t.dtype
 
 
 def classes_last(input: Tensor) -> Tensor:
@@ -275,23 +311,17 @@ def _head_fits(
         return False
     if (weight is not None and weight.requires_grad) or any(map(is_dtensor, (input, linear_weight, target))):
         return False
-    autocast = is_autocast(input)
-
-    def of_product(t: Tensor | None) -> Any:
-        cast = autocast and t is not None and t.is_floating_point() and t.dtype is not torch.float64
-        return torch.get_autocast_dtype(input.device.type) if cast else None if t is None else t.dtype
-
     return not reason_for_torch_linear_cross_entropy(
-        of_product(input),
+        _of_product(input, input),
         input.device.type,
-        of_product(linear_weight),
-        of_product(linear_bias),
+        _of_product(linear_weight, input),
+        _of_product(linear_bias, input),
         target.dtype,
         None if weight is None else weight.dtype,
         label_smoothing,
         reduction,
         options is not None,
-        autocast,
+        is_autocast(input),
     )
 
 

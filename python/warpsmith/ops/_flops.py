@@ -120,6 +120,14 @@ def _gated_backward(*inputs: Any, out_val: Any = None) -> int:
     return _layer_flops(x, gate_weight, of_gate) + _layer_flops(x, up_weight, of_up)
 
 
+def _gated_backward_main_grads(*inputs: Any, out_val: Any = None) -> int:
+    x, gate_weight, up_weight = inputs[1:4]
+    of_gate, of_up, _, want_dx = inputs[8:12]
+    return _layer_flops(x, gate_weight, want_dx + (of_gate is not None)) + _layer_flops(
+        x, up_weight, want_dx + (of_up is not None)
+    )
+
+
 FORMULAS: dict[str, Callable[..., int]] = {
     "attention": _attention_forward,
     "attention_forward": _attention_forward,
@@ -131,6 +139,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "mlp_backward": _mlp_backward,
     **dict.fromkeys(("gated_linear", "gated_linear_forward"), _gated),
     "gated_linear_backward": _gated_backward,
+    "gated_linear_backward_main_grads": _gated_backward_main_grads,
     "linear_cross_entropy": _cross_entropy,
     "linear_cross_entropy_forward": _cross_entropy,
     "linear_cross_entropy_rows": _cross_entropy,

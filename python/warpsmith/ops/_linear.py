@@ -12,7 +12,9 @@ from torch.nn import functional
 from warpsmith import _C
 from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+from warpsmith._core.main_grad import check_main_grad
 from warpsmith.ops._activation import gelu, silu
+from warpsmith.ops.activation import geglu, reglu, swiglu
 
 LINEAR, MLP, GATED = "linear", "mlp", "gated_linear"
 ACTIVATIONS: tuple[str, ...] = _C.LINEAR_ACTIVATIONS  # by their numbers in the schemas; the first is none
@@ -89,14 +91,16 @@ def _real(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-def _check_main_grad(op: str, main_grad: Tensor, weight: Tensor) -> None:
-    checks.float_dtype(op, "main_grad", main_grad)
+def _check_main_grad(op: str, main_grad: Tensor | None, weight: Tensor, argument: str = "main_grad") -> None:
+    if main_grad is None:
+        return
+    checks.float_dtype(op, argument, main_grad)
     if main_grad.dtype != _real(weight):
-        checks.refuse(op, "main_grad", *map(checks.dtype_text, (_real(weight), main_grad.dtype)))
-    checks.same_shape(op, "main_grad", main_grad, weight.shape)
-    checks.same_device(op, "main_grad", main_grad, weight)
+        checks.refuse(op, argument, *map(checks.dtype_text, (_real(weight), main_grad.dtype)))
+    checks.same_shape(op, argument, main_grad, weight.shape)
+    checks.same_device(op, argument, main_grad, weight)
     if not main_grad.is_contiguous() and not main_grad.t().is_contiguous():
-        checks.refuse(op, "main_grad", "a contiguous tensor or its transpose", "other strides")
+        checks.refuse(op, argument, "a contiguous tensor or its transpose", "other strides")
 
 
 # ---- fakes
@@ -127,8 +131,7 @@ def _check_linear(
     _check_layer(LINEAR, x, x.shape[-1], ("weight", "bias"), weight, bias)
     if residual is not None:
         _check_rows(LINEAR, "residual", residual, x, weight.shape[0])
-    if main_grad is not None:
-        _check_main_grad(LINEAR, main_grad, weight)
+    _check_main_grad(LINEAR, main_grad, weight)
 
 
 def _fake_linear(
@@ -220,6 +223,8 @@ def _fake_gated(
     up_weight: Tensor,
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
+    gate_main_grad: Tensor | None,
+    up_main_grad: Tensor | None,
     activation: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_x(GATED, x)
@@ -228,6 +233,8 @@ def _fake_gated(
     if checks.known(up_weight.shape[0] != gate_weight.shape[0]):
         expected = f"shape {checks.shape_text(gate_weight.shape)}"
         checks.refuse(GATED, "up_weight", expected, checks.shape_text(up_weight.shape))
+    _check_main_grad(GATED, gate_main_grad, gate_weight, _OF_MAIN_GRADS[0])
+    _check_main_grad(GATED, up_main_grad, up_weight, _OF_MAIN_GRADS[1])
     y, gate, up = (_new(x, gate_weight.shape[0]) for _ in range(3))
     return y, gate, up
 
@@ -256,6 +263,16 @@ def _fake_gated_backward(
     return _new(x, x.shape[-1], want_dx), *weights, *biases
 
 
+def _fake_gated_backward_main_grads(*inputs: Any) -> tuple[Tensor, ...]:
+    *tensors, gate_main_grad, up_main_grad, activation, want_dx, want_dgate_bias, want_dup_bias = inputs
+    gate_weight, up_weight = tensors[2:4]
+    _check_main_grad("gated_linear_backward", gate_main_grad, gate_weight, _OF_MAIN_GRADS[0])
+    _check_main_grad("gated_linear_backward", up_main_grad, up_weight, _OF_MAIN_GRADS[1])
+    arguments = [*tensors, activation, want_dx, False, False, want_dgate_bias, want_dup_bias]
+    dx, _, _, *dbiases = _fake_gated_backward(*arguments)
+    return dx, *dbiases
+
+
 for _name, _fake in (
     ("linear", _fake_linear),
     ("linear_forward", _fake_linear),
@@ -269,6 +286,7 @@ for _name, _fake in (
     ("gated_linear", _fake_gated),
     ("gated_linear_forward", _fake_gated),
     ("gated_linear_backward", _fake_gated_backward),
+    ("gated_linear_backward_main_grads", _fake_gated_backward_main_grads),
 ):
     register_fake(_name, _fake)
 
@@ -286,6 +304,21 @@ def _activated(z: Tensor, activation: int) -> Tensor:
     return {"none": lambda t: t, "relu": torch.relu, "silu": functional.silu}[name](z)
 
 
+def activated(z: Tensor, activation: str) -> Tensor:
+    """f(z) by torch."""
+    return _activated(z, ACTIVATIONS.index(activation))
+
+
+def gated(gate: Tensor, up: Tensor, activation: str, *, inplace_backward: bool) -> Tensor:
+    """f(gate) up by our ops."""
+    if activation == "silu":
+        return swiglu(gate, up, inplace_backward=inplace_backward)
+    if activation == "relu":
+        return reglu(gate, up, inplace_backward=inplace_backward)
+    form = "tanh" if activation == "gelu_tanh" else "none"
+    return geglu(gate, up, approximate=form, inplace_backward=inplace_backward)
+
+
 def _plain_linear(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, activation: int
 ) -> Tensor:
@@ -298,7 +331,14 @@ def _plain_mlp(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor 
 
 
 def _plain_gated(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, activation: int
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    gate_main_grad: Tensor | None,
+    up_main_grad: Tensor | None,
+    activation: int,
 ) -> Tensor:
     return _activated(_layer(x, gate_weight, gate_bias), activation) * _layer(x, up_weight, up_bias)
 
@@ -338,6 +378,15 @@ class _Destination(NamedTuple):
 
     main_grad: Tensor | None
 
+    def takes(self, wanted: bool) -> Tensor | None:
+        """The tensor, if the weight's gradient is wanted."""
+        return self.main_grad if wanted else None
+
+
+def _nothing_for(weight: Tensor) -> Tensor:
+    """Zeros for a parameter whose gradient went to its main_grad: hooks, such as DDP's, wait for a gradient."""
+    return torch.zeros_like(weight, memory_format=torch.preserve_format)
+
 
 def _save_linear(inputs: Any, outputs: Any) -> dict[str, Any]:
     y, z = outputs
@@ -361,15 +410,12 @@ def _wide_gradient(weight: Tensor) -> torch.dtype | None:
 
 
 def _linear_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
-    x, weight, bias, z, activation, (main_grad,) = (
-        *(saved.x, saved.weight, saved.bias, saved.z),
-        *(saved.activation, saved.destination),
-    )
+    x, weight, bias, z, activation = saved.x, saved.weight, saved.bias, saved.z, saved.activation
+    main_grad = saved.destination.takes(wants.weight)
     gradients: dict[str, Tensor | None] = {"residual": dy}
-    if wants.weight and main_grad is not None:
+    if main_grad is not None:
         dx, dbias = call_raw(_raw_main_grad, dy, x, weight, bias, z, main_grad, activation, wants.x, wants.bias)
-        # Zeros for the parameter: hooks, such as DDP's, wait for a gradient.
-        dweight = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        dweight = _nothing_for(weight)
     else:
         wide = _wide_gradient(weight) if wants.weight else None
         wanted = wants.x, wants.weight, wants.bias
@@ -378,7 +424,7 @@ def _linear_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
 
 
 def _linear_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
-    if wants.weight and saved.destination.main_grad is not None:
+    if saved.destination.takes(wants.weight) is not None:
         checks.refuse(LINEAR, "main_grad", "None where a second derivative is taken", "a tensor")
     dz, x = dy, saved.x
     if saved.activation != NONE:
@@ -408,16 +454,47 @@ def _mlp_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
 
 
 _OF_GATED = ("x", "gate_weight", "up_weight", "gate_bias", "up_bias")
+_OF_MAIN_GRADS = ("main_grads[0]", "main_grads[1]")
+
+
+def check_main_grads(main_grads: Any, **given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The two places for the gradients of ``gated_linear``'s weights."""
+    if not isinstance(main_grads, (tuple, list)) or len(main_grads) != 2:
+        checks.refuse(GATED, "main_grads", "two tensors, or None", checks.value_text(main_grads))
+    of_gate, of_up = main_grads
+    for argument, main_grad, own, other in zip(
+        _OF_MAIN_GRADS, main_grads, _OF_GATED[1:3], (None, of_gate), strict=True
+    ):
+        weight = given[own]
+        others = {name: t for name, t in given.items() if name != own} | {_OF_MAIN_GRADS[0]: other}
+        check_main_grad(GATED, main_grad, weight, argument, **others)  # type: ignore[arg-type]
+    return of_gate, of_up
+
+
+def _save_gated(inputs: Any, outputs: Any) -> dict[str, Any]:
+    _, gate, up = outputs
+    destinations = _Destination(inputs.gate_main_grad), _Destination(inputs.up_main_grad)
+    of_inputs = {name: getattr(inputs, name) for name in (*_OF_GATED, "activation")}
+    return of_inputs | {"gate": gate, "up": up, "of_gate": destinations[0], "of_up": destinations[1]}
 
 
 def _gated_gradients(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
-    tensors = (getattr(saved, n) for n in _OF_GATED)
-    wanted = (getattr(wants, n) for n in _OF_GATED)
-    found = call_raw(_raw_gated_backward, dy, *tensors, saved.gate, saved.up, saved.activation, *wanted)
-    return dict(zip(_OF_GATED, found, strict=True))
+    tensors = *(getattr(saved, n) for n in _OF_GATED), saved.gate, saved.up
+    main_grads = saved.of_gate.takes(wants.gate_weight), saved.of_up.takes(wants.up_weight)
+    if main_grads == (None, None):
+        wanted = (getattr(wants, n) for n in _OF_GATED)
+        found = call_raw(_raw_gated_backward, dy, *tensors, saved.activation, *wanted)
+        return dict(zip(_OF_GATED, found, strict=True))
+    others = wants.x, wants.gate_bias, wants.up_bias
+    dx, *dbiases = call_raw(_raw_gated_main_grads, dy, *tensors, *main_grads, saved.activation, *others)
+    weights = saved.gate_weight, saved.up_weight
+    dweights = (None if to is None else _nothing_for(w) for to, w in zip(main_grads, weights, strict=True))
+    return dict(zip(_OF_GATED, (dx, *dweights, *dbiases), strict=True))
 
 
 def _gated_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
+    if saved.of_gate.takes(wants.gate_weight) is not None or saved.of_up.takes(wants.up_weight) is not None:
+        checks.refuse(GATED, "main_grads", "None where a second derivative is taken", "two tensors")
     x, gate_weight, up_weight, gate_bias, up_bias = (getattr(saved, n) for n in _OF_GATED)
     value, derivative = _value_and_derivative(_layer(x, gate_weight, gate_bias), saved.activation)
     dgate = (dy * _layer(x, up_weight, up_bias) * derivative).to(dy.dtype)
@@ -430,6 +507,7 @@ _raw_linear_backward = raw.linear_backward.default
 _raw_main_grad = raw.linear_backward_main_grad.default
 _raw_mlp_backward = raw.mlp_backward.default
 _raw_gated_backward = raw.gated_linear_backward.default
+_raw_gated_main_grads = raw.gated_linear_backward_main_grads.default
 
 linear = differentiable(
     LINEAR,
@@ -455,7 +533,7 @@ gated_linear = differentiable(
     GATED,
     forward=raw.gated_linear_forward.default,
     rows=1,
-    save=("x", "gate_weight", "up_weight", "gate_bias", "up_bias", "gate", "up", "activation"),
+    save=_save_gated,
     backward=_gated_gradients,
     differentiable_backward=_gated_twice,
     plain=_plain_gated,

@@ -1,4 +1,4 @@
-"""What the linear losses may hold and write: a bound on their memory, and the place of a weight's gradient."""
+"""What the linear losses may hold, their fakes and gradients."""
 
 from __future__ import annotations
 
@@ -43,30 +43,6 @@ def within(op: str, hidden: Tensor, weight: Tensor, target: Tensor, max_bytes: i
     if not found["fits"]:
         checks.refuse(op, "max_bytes", f"at least {found['peak_bytes']} for this problem", str(max_bytes))
     return max(1, found["logits_bytes"]), getattr(torch, found["dw_dtype"])
-
-
-def _bytes_of(t: Tensor) -> tuple[int, int]:
-    """First and last byte, plus one, of a tensor with elements."""
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + elements * t.element_size()
-
-
-def check_main_grad(op: str, main_grad: Tensor, **inputs: Tensor | None) -> None:
-    """Refuses a place for the weight's gradient that is the place of something else, or has a gradient itself."""
-    if not isinstance(main_grad, Tensor):
-        checks.refuse_type(op, "main_grad", "a tensor", main_grad)
-    if main_grad.requires_grad:
-        checks.refuse(op, "main_grad", "a tensor that requires no gradient", "one that does")
-    if main_grad.is_neg():
-        checks.refuse(op, "main_grad", "a tensor that holds its values", "one with the negative bit")
-    plain = (Tensor, torch.nn.Parameter)
-    for name, t in inputs.items():
-        if type(t) not in plain or type(main_grad) not in plain or t.is_meta or main_grad.is_meta:  # type: ignore[union-attr]
-            continue
-        if t.numel() and main_grad.numel():  # type: ignore[union-attr]
-            (first, end), (other_first, other_end) = _bytes_of(main_grad), _bytes_of(t)  # type: ignore[arg-type]
-            if first < other_end and other_first < end:
-                checks.refuse(op, "main_grad", f"other memory than that of {name}", f"bytes that {name} holds")
 
 
 _CROSS_ENTROPY = "linear_cross_entropy"

@@ -25,8 +25,8 @@ def fits(*tensors: Tensor) -> bool:
     x = tensors[0]
     return (
         torch.is_grad_enabled()
-        and any(t.requires_grad for t in tensors)
         and all(type(t) in _PLAIN and t.dtype == x.dtype and t.device == x.device for t in tensors)
+        and any(t.requires_grad for t in tensors)
         and x.device.type in ("cpu", "cuda")
         and not torch.is_autocast_enabled(x.device.type)
         and not torch.compiler.is_compiling()
@@ -47,8 +47,15 @@ class _NormLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, offset: float, *weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        offset: float,
+        *layers: Tensor | None,
     ) -> tuple[Tensor, ...]:
+        weights, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
         if residual is None:
             y, rstd = call_raw(_forward, x, norm_weight, eps, offset)
             s = x
@@ -60,12 +67,13 @@ class _NormLinears(torch.autograd.Function):
         if not any(ctx.needs_input_grad[:2]):
             s = s.detach()
             ctx.mark_non_differentiable(s)
-        return s, *(torch.nn.functional.linear(y, w) for w in weights)
+        return s, *(torch.nn.functional.linear(y, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, ds: Tensor | None, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         s, norm_weight, rstd, *weights = ctx.saved_tensors
-        want_x, want_residual, want_norm, _, _, *want_weights = ctx.needs_input_grad
+        want_x, want_residual, want_norm, _, _, *want_layers = ctx.needs_input_grad
+        want_weights, want_biases = want_layers[: len(weights)], want_layers[len(weights) :]
         twice = torch.is_grad_enabled()
         if twice:
             y = rms_norm(s, norm_weight, ctx.eps, ctx.offset)
@@ -75,6 +83,10 @@ class _NormLinears(torch.autograd.Function):
         dweights = [
             _rows(dout).t().mm(_rows(y)) if want and dout is not None else None
             for dout, want in zip(douts, want_weights, strict=True)
+        ]
+        dweights += [
+            _rows(dout).sum(0) if want and dout is not None else None
+            for dout, want in zip(douts, want_biases, strict=True)
         ]
         if not used or not (want_x or want_residual or want_norm):
             return ds if want_x else None, ds if want_residual else None, None, None, None, *dweights
@@ -110,10 +122,12 @@ def norm_linears(
     eps: float,
     weight_offset: float,
     weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, ...]:
-    """``(s, y @ W.T, ...)`` for each W (F, D) of ``weights``, with s = x, or x + residual, and y = rms_norm(s).
+    """``(s, y @ W.T + b, ...)`` for each W (F, D) and b (F) or None, with s = x, or x + residual, y = rms_norm(s).
 
     x, residual: (..., D). All tensors are such as :func:`fits` asks for. Only s is kept of s and y. Gradients as those
     of :func:`warpsmith.add_rms_norm` and of linear layers, and theirs in turn, composed of torch operations.
     """
-    return _NormLinears.apply(x, residual, norm_weight, eps, weight_offset, *weights)
+    biases = biases or (None,) * len(weights)
+    return _NormLinears.apply(x, residual, norm_weight, eps, weight_offset, *weights, *biases)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from warpsmith._core import checks
+from warpsmith._core.main_grad import check_main_grad
 from warpsmith.ops import _linear
-from warpsmith.ops._linear_loss import check_main_grad
 
 _LINEAR, _MLP, _GATED = _linear.LINEAR, _linear.MLP, _linear.GATED
 
@@ -35,7 +33,9 @@ def linear(
         residual: r, of the shape and dtype of the result. Nothing is broadcast.
         main_grad: a float32 tensor (float64 for float64) of the shape of ``weight``, contiguous or its transpose. The
             backward adds the weight's gradient there, in float32, and gives the parameter zeros, so that hooks that
-            wait for a gradient run. Only in eager mode. Nobody but you sums it over ranks.
+            wait for a gradient run. Only in eager mode. Over ranks :func:`warpsmith.distributed.accurate_hook` and
+            :class:`warpsmith.distributed.ShardedOptimizer` reduce it, as ``weight.main_grad``; other ways that would
+            not are refused.
 
     Returns:
         A contiguous tensor of shape (..., N) and the dtype of ``x``. Under autocast ``x``, ``weight``, ``bias`` and
@@ -60,9 +60,7 @@ def linear(
     """
     number = _linear.activation_number(_LINEAR, activation, none_allowed=True)
     if main_grad is not None:
-        if torch.compiler.is_compiling():
-            checks.refuse(_LINEAR, "main_grad", "None under torch.compile", "a tensor")
-        check_main_grad(_LINEAR, main_grad, x=x, weight=weight, bias=bias, residual=residual)
+        check_main_grad(_LINEAR, main_grad, weight, x=x, bias=bias, residual=residual)
     operands = _linear.under_autocast(_LINEAR, x=x, residual=residual, weight=weight, bias=bias)
     return _linear.linear(*operands, main_grad, number)
 
@@ -116,6 +114,8 @@ def gated_linear(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     activation: str = "silu",
+    *,
+    main_grads: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     r"""Two linear layers of the same input, one of which gates the other, as one step of autograd.
 
@@ -129,6 +129,7 @@ def gated_linear(
         gate_bias: shape (F,), the dtype of ``x``, or float32 beside a 16-bit ``x``; or None.
         up_bias: shape (F,), as ``gate_bias``.
         activation: f: "silu" (SwiGLU), "gelu" (exact), "gelu_tanh" or "relu".
+        main_grads: where the gradients of the two weights are added, as ``main_grad`` of :func:`warpsmith.linear`.
 
     Returns:
         A contiguous tensor of shape (..., F) and the dtype of ``x``. Under autocast all inputs are cast to its dtype.
@@ -151,4 +152,5 @@ def gated_linear(
     """
     number = _linear.activation_number(_GATED, activation)
     given = {"x": x, "gate_weight": gate_weight, "up_weight": up_weight, "gate_bias": gate_bias, "up_bias": up_bias}
-    return _linear.gated_linear(*_linear.under_autocast(_GATED, **given), number)
+    of_gate, of_up = (None, None) if main_grads is None else _linear.check_main_grads(main_grads, **given)
+    return _linear.gated_linear(*_linear.under_autocast(_GATED, **given), of_gate, of_up, number)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from warpsmith._core import checks
+from warpsmith._core.main_grad import check_main_grad
 from warpsmith.ops._cross_entropy import NONE, reduction_number, refuse_learned_class_weight
 from warpsmith.ops._linear_loss import (
     bound_of_chunks,
-    check_main_grad,
     check_max_bytes,
     check_sum_dtype,
     log_prob,
@@ -120,9 +120,7 @@ def linear_cross_entropy(
         (1.3862943649291992, -0.25)
     """
     if main_grad is not None:
-        if torch.compiler.is_compiling():
-            checks.refuse(_CROSS_ENTROPY, "main_grad", "None under torch.compile", "a tensor")
-        check_main_grad(_CROSS_ENTROPY, main_grad, hidden=hidden, weight=weight, bias=bias, class_weight=class_weight)
+        check_main_grad(_CROSS_ENTROPY, main_grad, weight, hidden=hidden, bias=bias, class_weight=class_weight)
     checks.flags(_CROSS_ENTROPY, check_labels=check_labels, return_stats=return_stats)
     hidden, weight, bias = under_autocast(_CROSS_ENTROPY, hidden, weight, target, bias)
     number, most_bytes = reduction_number(_CROSS_ENTROPY, reduction), bound_of_chunks(_CROSS_ENTROPY, max_chunk_bytes)

@@ -38,8 +38,8 @@ class AdamW(Adam):
         maximize: go up the gradient.
         foreach, fused: choose among torch's implementations; accepted, without effect on the step. Not both may be
             True. With ``fused=False``, ``torch.amp.GradScaler`` divides the gradients before the step, and the host
-            waits, as for torch's unfused optimizers. Frameworks that clip gradients themselves want this: Lightning
-            refuses to clip for optimizers that divide in their step.
+            waits, as for torch's unfused optimizers. Lightning without
+            :class:`warpsmith.integrations.lightning.MixedPrecision` clips for such optimizers alone.
         capturable: accepted, without effect: every step can be captured. Take one step before the capture, so that
             states exist.
         differentiable: only False.

@@ -48,6 +48,8 @@ def gated_linear(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     activation: str = "silu",
+    *,
+    main_grads: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``activation(x @ gate_weight^T + gate_bias) * (x @ up_weight^T + up_bias)``."""
+    """``activation(x @ gate_weight^T + gate_bias) * (x @ up_weight^T + up_bias)``; main_grads have no meaning here."""
     return _activated(_projected(x, gate_weight, gate_bias), activation) * _projected(x, up_weight, up_bias)

@@ -55,7 +55,9 @@ def accurate_hook(  # type: ignore[misc]  # DDP reads these annotations, and wan
 
     Buckets of bfloat16 and float16 gradients travel in their own dtype, buckets of float64 are sent and summed in
     float64. float16 has no values above 65,504: a gradient beyond is infinite on the wire, which a loss scaler sees.
-    Under ``no_sync()`` DDP calls no hook, so accumulated gradients are rounded and reduced once.
+    Under ``no_sync()`` DDP calls no hook, so accumulated gradients are rounded and reduced once. Where a parameter has
+    a ``main_grad``, to which :func:`warpsmith.linear` and others add its gradient, that is averaged in place too,
+    behind its bucket.
 
     ``accurate_hook(keep_norm=True)`` is a hook that also sums the squares of each bucket right after its reduction.
     :func:`warpsmith.optim.clip_grad_norm_`, :func:`~warpsmith.optim.grad_norm`, :class:`warpsmith.amp.GradScaler` and
@@ -98,7 +100,11 @@ def accurate_hook(  # type: ignore[misc]  # DDP reads these annotations, and wan
         rank_and_size(state, "accurate_hook")
         return _reduce(state, bucket, wire, norms)
 
+    hook.reduces_main_grad = True
     return hook
+
+
+accurate_hook.reduces_main_grad = True  # type: ignore[attr-defined]
 
 
 def reduction_plan(process_group: ProcessGroup | None = None, device: torch.device | str | None = None) -> str:
@@ -152,18 +158,25 @@ def _reduce(group: ProcessGroup | None, bucket: GradBucket, wire: torch.dtype, n
     if gradients.is_cuda:
         device = gradients.device
         with side_stream(device, wait_for_end=False):  # DDP waits for the future
-            _average(gradients, group, wire)
-            if norms is not None:
-                norms.take(bucket)
+            _average_bucket(bucket, group, wire, norms)
             future = torch.futures.Future(devices=[device])
             future.set_result(gradients)  # DDP's wait makes its stream wait for this one
     else:
-        _average(gradients, group, wire)
-        if norms is not None:
-            norms.take(bucket)
+        _average_bucket(bucket, group, wire, norms)
         future = torch.futures.Future()
         future.set_result(gradients)
     return future
+
+
+def _average_bucket(
+    bucket: GradBucket, group: ProcessGroup | None, wire: torch.dtype, norms: BucketNorms | None
+) -> None:
+    _average(bucket.buffer(), group, wire)
+    if norms is not None:
+        norms.take(bucket)
+    for p in bucket.parameters():
+        if isinstance(main_grad := getattr(p, "main_grad", None), Tensor):
+            _average(main_grad.as_strided((main_grad.numel(),), (1,)), group, wire)
 
 
 @contextmanager

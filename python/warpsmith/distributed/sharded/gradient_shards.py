@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.weak import WeakIdKeyDictionary
 
 from warpsmith._core.grad_norm import check_gradients
 from warpsmith._core.gradient_sums import Joined, Sums, joined, sums_of
+from warpsmith._core.main_grad import reductions
 from warpsmith._core.raw_step import rank_mean
 from warpsmith._core.tensor_list import same_layout
 from warpsmith.distributed.exchange import rank_and_size
@@ -38,8 +38,6 @@ def flat(t: Tensor) -> Tensor:
     """The elements of a dense tensor as they lie in memory; shares that memory."""
     return t.as_strided((t.numel(),), (1,))
 
-
-_reducing = WeakIdKeyDictionary()  # by parameter: the living reductions of its gradient
 
 Gradients = dict[int, Tensor | None]  # by parameter
 
@@ -104,7 +102,7 @@ class GradientShards:
         self._rivals: list[weakref.ref[GradientShards]] = []
         for index, p in enumerate(params):
             p.register_post_accumulate_grad_hook(report(index))
-            known = _reducing.setdefault(p, [])
+            known = reductions.setdefault(p, [])
             for rival in filter(None, (other() for other in known)):
                 rival._rivals.append(this)
                 self._rivals.append(weakref.ref(rival))
@@ -259,7 +257,7 @@ class GradientShards:
         return _InFlight(bucket, wait, tuple(of))  # which other streams must not write to before
 
     def _gradient(self, index: int) -> Tensor | None:
-        """The elements of a parameter's gradient in the order of the parameter's memory."""
+        """The elements of a parameter's gradient, and of its main_grad, in the order of the parameter's memory."""
         param, gradient = self.params[index], self.params[index].grad
         if gradient is None or _place(param) != self._places[index]:  # the end of the backward reports it
             return None
@@ -270,8 +268,10 @@ class GradientShards:
                 f"{_OP}: gradient of {self.names[index]}: expected a dense {dtype} {tuple(param.shape)}, got {got}"
             )
         gradient = gradient.detach()
+        if isinstance(main_grad := getattr(param, "main_grad", None), Tensor):
+            gradient = gradient + main_grad
         if not same_layout(gradient, param) or gradient.is_neg():
-            gradient = torch.empty_like(param).copy_(gradient)
+            gradient = torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
         return flat(gradient)
 
     @torch.no_grad()

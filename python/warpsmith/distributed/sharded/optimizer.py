@@ -66,6 +66,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     element of which the gradient is infinite where any rank's gradients are not finite: so ``torch.amp.GradScaler``,
     ``unscale_`` too, finds the same on all ranks. Divided and skipped steps are those of the optimizer's kernel.
 
+    Where a parameter has a ``main_grad``, to which :func:`warpsmith.linear` and others add its gradient, the sum of
+    both is reduced, rounded once to what is sent.
+
     Clip with :meth:`clip_grad_norm_` or ``warpsmith.amp.GradScaler.clip_``: other functions know only the fragments of
     this rank, or none.
 
@@ -213,8 +216,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._shards.synchronizing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of the parameters (or fills them with zeros) and the averaged ones of the fragments."""
+        """Drops the gradients of the parameters (or fills them with zeros) and the averaged ones of the fragments.
+        Fills every ``main_grad`` with zeros."""
         for p in all_params(self._whole.param_groups):
+            if isinstance(main_grad := getattr(p, "main_grad", None), Tensor):
+                main_grad.zero_()
             if set_to_none:
                 p.grad = None
             elif p.grad is not None:

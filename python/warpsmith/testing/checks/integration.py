@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from warpsmith.testing.checks.numerics import single_layout_cases
 from warpsmith.testing.inputs import make_inputs
 from warpsmith.testing.law import measure
 from warpsmith.testing.run import (
@@ -87,12 +88,13 @@ def _layout_of(t: Tensor) -> tuple[Any, ...]:
 
 
 def check_fake_and_meta(spec: OpSpec, device: str = "cpu") -> None:
-    """Meta and fake tensors give the shapes, strides and dtypes of real ones, forward and backward, in every layout."""
+    """Meta and fake tensors give the shapes, strides and dtypes of real ones, forward and backward, in every layout of
+    all tensors and of each tensor alone."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     base = spec.base_case()
-    for layout in spec.layouts or ("contiguous", "transposed", "padded_rows"):
-        case = base.but(layout=layout)
+    of_all = [base.but(layout=layout) for layout in spec.layouts or ("contiguous", "transposed", "padded_rows")]
+    for case in (*of_all, *single_layout_cases(spec)):
         inputs = make_inputs(spec, case, device)
         real = run(spec.op, spec, case, inputs)
         grads = upstream(spec, case, real.outputs)

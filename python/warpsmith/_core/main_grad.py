@@ -1,0 +1,98 @@
+"""Float32 tensors to which a backward adds a weight's gradient: what may be one, and who sums it over ranks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from warpsmith._core import checks
+
+reductions = WeakIdKeyDictionary()  # by parameter: weak references to what reduces its gradient and its main_grad
+_wrappers = WeakIdKeyDictionary()  # by parameter: a weak reference to the DDP or FSDP module around it, or None
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _bytes_of(t: Tensor) -> tuple[int, int]:
+    """First and last byte, plus one, of a tensor with elements."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + elements * t.element_size()
+
+
+def check_main_grad(
+    op: str, main_grad: Tensor, weight: Tensor, argument: str = "main_grad", **inputs: Tensor | None
+) -> None:
+    """Refuses a place for the weight's gradient that is the place of something else, has a gradient itself, or that
+    nobody sums over ranks where the weight's gradient is summed."""
+    if torch.compiler.is_compiling():
+        checks.refuse(op, argument, "None under torch.compile", "a tensor")
+    if not isinstance(main_grad, Tensor):
+        checks.refuse_type(op, argument, "a tensor", main_grad)
+    if main_grad.requires_grad:
+        checks.refuse(op, argument, "a tensor that requires no gradient", "one that does")
+    if main_grad.is_neg():
+        checks.refuse(op, argument, "a tensor that holds its values", "one with the negative bit")
+    for name, t in {"weight": weight, **inputs}.items():
+        if type(t) not in _PLAIN or type(main_grad) not in _PLAIN or t.is_meta or main_grad.is_meta:  # type: ignore[union-attr]
+            continue
+        if t.numel() and main_grad.numel():  # type: ignore[union-attr]
+            (first, end), (other_first, other_end) = _bytes_of(main_grad), _bytes_of(t)  # type: ignore[arg-type]
+            if first < other_end and other_first < end:
+                checks.refuse(op, argument, f"other memory than that of {name}", f"bytes that {name} holds")
+    if isinstance(weight, Tensor) and weight.requires_grad and dist.is_available() and dist.is_initialized():
+        _check_reduced(op, argument, main_grad, weight)
+
+
+def _check_reduced(op: str, argument: str, main_grad: Tensor, weight: Tensor) -> None:
+    parameter = weight if weight._base is None else weight._base
+    if any(reduction() is not None for reduction in reductions.get(parameter, ())):
+        by = "ShardedOptimizer"
+    else:
+        wrapper = _wrapper_of(parameter)
+        if wrapper is None:
+            return
+        if not isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            remedy = "weight.grad_dtype = torch.float32 gives it a gradient in float32"
+            checks.refuse(op, argument, f"None under fully_shard, which does not reduce it: {remedy}", "a tensor")
+        if wrapper.process_group.size() == 1:
+            return
+        if not any(getattr(hook, "reduces_main_grad", False) for hook, _ in wrapper._comm_hooks):
+            remedy = "register warpsmith.distributed.accurate_hook, which reduces weight.main_grad"
+            checks.refuse(op, argument, f"None under DistributedDataParallel, or a hook: {remedy}", "a tensor")
+        by = "accurate_hook"
+    reduced = getattr(parameter, "main_grad", None)
+    if reduced is None or reduced.numel() != main_grad.numel() or reduced.data_ptr() != main_grad.data_ptr():
+        checks.refuse(op, argument, f"weight.main_grad, which {by} reduces over ranks", "another tensor")
+
+
+def _wrapper_of(parameter: Tensor) -> nn.Module | None:
+    """The DistributedDataParallel or fully sharded module that holds a parameter."""
+    active: Any = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if active is not None and (not parameter.is_leaf or any(p is parameter for p in active.parameters())):
+        return active
+    if parameter not in _wrappers:
+        _find_wrappers()
+    reference = _wrappers.setdefault(parameter, None)
+    return None if reference is None else reference()
+
+
+def _find_wrappers() -> None:
+    """Outside of a wrapper's forward nothing leads from a parameter to it: all objects are asked, once for all
+    parameters that there are. Not so beside fully sharded modules, which hide those that are not gathered."""
+    from torch.distributed.fsdp import FSDPModule
+
+    wrappers, parameters = [], []
+    for o in gc.get_objects():
+        if issubclass(type(o), (nn.parallel.DistributedDataParallel, FSDPModule)):
+            wrappers.append(o)
+        elif type(o) is nn.Parameter:
+            parameters.append(o)
+    if not any(isinstance(wrapper, FSDPModule) for wrapper in wrappers):
+        _wrappers.update((p, None) for p in parameters if p not in _wrappers)
+    for wrapper in wrappers:
+        _wrappers.update((p, weakref.ref(wrapper)) for p in wrapper.parameters())

@@ -1,0 +1,102 @@
+"""Modules of warpsmith.nn run ops and products on what they get, and copy no activation on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import warpsmith
+
+from tests.dispatched import Copies
+
+TOKENS, WIDTH = 32, 16
+
+
+def rows(width=WIDTH):
+    """Rows that a slice leaves apart, as a product of several layers at once gives them."""
+    return torch.randn(TOKENS, width + 8, requires_grad=True)[:, 4 : 4 + width]
+
+
+def heads(count):
+    return rows(3 * WIDTH)[None, :, : count * 8].unflatten(-1, (count, 8))
+
+
+def angles():
+    rotary = warpsmith.nn.RotaryEmbedding(8, max_positions=TOKENS)
+    return rotary.cos, rotary.sin
+
+
+def packed():
+    return {"cu_seqlens": torch.tensor([0, 5, TOKENS], dtype=torch.int32), "max_seqlen": TOKENS - 5}
+
+
+LABELS = torch.arange(TOKENS) % WIDTH
+# By module: its constructor's arguments, and the arguments of calls.
+CALLS = {
+    "AddLayerNorm": [((WIDTH,), lambda: (rows(), rows()))],
+    "AddRMSNorm": [((WIDTH,), lambda: (rows(), rows()))],
+    "BiasGELU": [((WIDTH,), lambda: (rows(),))],
+    "CrossEntropyLoss": [((), lambda: (rows(), LABELS))],
+    "DropoutAdd": [((0.5,), lambda: (rows(), rows()))],
+    "DropoutAddLayerNorm": [((WIDTH,), lambda: (rows(), rows()))],
+    "DropoutAddRMSNorm": [((WIDTH,), lambda: (rows(), rows()))],
+    "GatedMLP": [((WIDTH, 24), lambda: (rows(), rows()))],
+    "LayerNorm": [((WIDTH,), lambda: (rows(),))],
+    "Linear": [((WIDTH, 24), lambda: (rows(), rows(24)))],
+    "LinearCrossEntropyHead": [((WIDTH, WIDTH), lambda: (rows(), LABELS))],
+    "MLP": [((WIDTH, 24), lambda: (rows(),))],
+    "NormLinear": [((WIDTH, 24), lambda: (rows(), rows())), ((WIDTH, (24, 8), True), lambda: (rows(),))],
+    "QKNormRoPE": [((8,), lambda: (heads(4), heads(2), *angles()))],
+    "RMSNorm": [((WIDTH,), lambda: (rows(),))],
+    "RotaryEmbedding": [((8, TOKENS), lambda: (heads(4), heads(2)))],
+}
+ATTENTION = [
+    (options, call)
+    for options in ({}, {"qk_norm": True}, {"bias": True, "sink": True})
+    for call in (
+        lambda: ((rows()[None],), {}),
+        lambda: ((rows()[None], *angles()), {}),
+        lambda: ((rows(),), packed()),
+        lambda: ((rows(), *angles()), packed()),
+    )
+]
+CASES = [(name, arguments, {}, lambda c=c: (c(), {})) for name, calls in CALLS.items() for arguments, c in calls]
+CASES += [("Attention", (WIDTH, 2, 1), options, call) for options, call in ATTENTION]
+FUNCTIONS = {
+    "cross_entropy": lambda: (rows()[None].transpose(1, 2), LABELS[None]),
+    "layer_norm": lambda: (rows(), (WIDTH,)),
+    "linear": lambda: (rows(), torch.randn(24, WIDTH, requires_grad=True)),
+    "linear_cross_entropy": lambda: (rows(), torch.randn(WIDTH, WIDTH), LABELS),
+    "rms_norm": lambda: (rows(), (WIDTH,)),
+    "scaled_dot_product_attention": lambda: [heads(2).transpose(1, 2) for _ in range(3)],
+}
+
+
+def test_every_module_and_function_is_called_below():
+    assert {name for name, *_ in CASES} == set(warpsmith.nn.__all__) - {"functional"}
+    module, helpers = warpsmith.nn.functional, {"classes_last", "is_autocast"}
+    ours = {n for n, f in vars(module).items() if n[0] != "_" and getattr(f, "__module__", "") == module.__name__}
+    assert FUNCTIONS.keys() == ours - helpers
+
+
+def copies(function, *given, **more):
+    """What is copied forward, and backward."""
+    with Copies(4 * TOKENS) as forward:
+        found = function(*given, **more)
+    loss = sum(t.sum() for t in (found if isinstance(found, tuple) else (found,)))
+    with Copies(4 * TOKENS) as backward:
+        loss.backward()
+    return forward.found, backward.found
+
+
+@pytest.mark.parametrize(("name", "arguments", "options", "call"), CASES, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_module_copies_no_activation(name, arguments, options, call):
+    """The gradients of q, k and v, where the heads were split, meet again in one tensor."""
+    module = getattr(warpsmith.nn, name)(*arguments, **options)
+    given, more = call()
+    split = name == "Attention" and (len(given) > 1 or "qk_norm" in options)
+    assert copies(module, *given, **more) == ([], ["cat"] * split)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_copies_no_activation(name):
+    assert copies(getattr(warpsmith.nn.functional, name), *FUNCTIONS[name]()) == ([], [])
