@@ -90,6 +90,8 @@ CASES = [
     Case((2, 50257), FP32),
     Case((1, 262144), BF16),
     *(Case((1, width), BF16) for width in (28_009, 108_008)),  # a cluster's
+    *(Case((2, 3, 40), BF16, options={"reduction": "none"}, layouts={"grad_loss": layout})
+      for layout in ("every_second", "transposed", "expanded")),
 ]  # fmt: skip
 
 
