@@ -6,9 +6,9 @@ SDPA"), with torch's modules, and (on a GPU) with torch's compiled. GPT-2 124M i
 preset on the CPU.
 
 llama: a Llama of transformers (1.2B parameters, random weights, bf16, torch's fused AdamW), patched by this package
-with its attention, as it is, under torch.compile, and patched by Liger-Kernel where that is installed. A tiny one on
-the CPU. "warpsmith, SDPA" keeps torch's attention, "warpsmith, AdamW" has this package's optimizer as well. Without
-transformers there are no rows.
+with its attention and linear=False, as it is, under torch.compile, and patched by Liger-Kernel where that is
+installed. A tiny one on the CPU. "warpsmith, SDPA" keeps torch's attention (attention=False), "warpsmith, AdamW" has
+this package's optimizer as well. Without transformers there are no rows.
 
 step: steps as one CUDA graph (CapturedStep) beside the same run eagerly: three scripts that wait for their host
 (step_scripts.py), and GPT-2. On the CPU both are eager. Rows "host" have the time until the host has launched a step.
@@ -118,10 +118,10 @@ class Run:
         return loss.detach()
 
 
-def patched_by_us(model, attention=True, **run):
+def patched_by_us(model, attention=True, linear=False, **run):
     from warpsmith.integrations.transformers import patch
 
-    done = patch(model, attention=attention)
+    done = patch(model, attention=attention, linear=linear)
     assert not done.kept, done
     return Run(model, **run)
 

@@ -2,7 +2,7 @@
 
 from warpsmith import _start as _start  # isort: skip  # first: it has one message for each thing that can be wrong
 import importlib
-from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -18,8 +18,10 @@ for _name in ops.__all__:
     torch.fx.wrap(_name)  # torch.fx.symbolic_trace keeps a call whole: what an op asks of a tensor no symbol can answer
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Packages that few programs need are imported when they are asked for."""
+def __getattr__(name: str) -> Any:
+    """What few programs need is imported when it is asked for."""
+    if name == "patch":
+        return importlib.import_module("warpsmith.integrations.patch").patch
     if name not in ("amp", "distributed", "reference", "testing", "train"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -93,9 +93,16 @@ def test_what_is_replaced_is_said_and_undone(name):
         assert f"warpsmith.{op}" in text, text
     assert any("linear_cross_entropy (1)" in v for v in done.replaced.values()) and not done.kept
     assert list(model.state_dict()) == keys and {n: p.data_ptr() for n, p in model.named_parameters()} == parameters
-    assert model(TOKENS, labels=TOKENS).logits is None
-    with pytest.raises(ValueError, match="^patch: model_or_class: expected what is not patched yet"):
-        patch(model)
+    assert not torch.is_tensor(model(TOKENS, labels=TOKENS).logits)
+    types = [type(m) for m in model.modules()]
+    again = patch(model)
+    assert [type(m) for m in model.modules()] == types and not again.replaced
+    assert (
+        set(again.kept.values()) == {"it is patched already"}
+        and again.kept.keys() | {"attn_implementation"} == done.replaced.keys()
+    )
+    again.undo()
+    assert [type(m) for m in model.modules()] == types
     done.undo()
     done.undo()
     assert all("forward" not in m.__dict__ for m in model.modules())
@@ -120,7 +127,8 @@ class Ops(TorchDispatchMode):
 def test_what_is_replaced_is_called(name):
     """Without gradients, where a layer is made of the single ops."""
     model = model_of(name)
-    with patch(model) as done, Ops() as ops, torch.no_grad():
+    # The one linear layer of torch in GPT-2 is its head.
+    with patch(model, linear=name != "gpt2") as done, Ops() as ops, torch.no_grad():
         model(TOKENS, labels=TOKENS)
     # A feed-forward layer names three ops, of which its activation takes one.
     for text in done.replaced.values():
@@ -134,10 +142,12 @@ def test_a_class_is_patched_for_all_its_models(name):
     with patch(type(model)) as done:
         assert len(done.replaced) == len(REPLACED[name]) + (name != "gpt2")
         assert ("LayerNorm" in done.kept) == (name == "gpt2")
-        assert model(TOKENS, labels=TOKENS).logits is None
+        assert not torch.is_tensor(model(TOKENS, labels=TOKENS).logits)
         found = loss_and_gradients(model)
         with pytest.raises(ValueError, match="expected what is not patched yet"):
-            patch(model)
+            patch(type(model))
+        with patch(model) as again:
+            assert {again.kept[n] for n in done.replaced} == {"it is patched already"}
     for n, a in expected.items():
         torch.testing.assert_close(found[n], a, rtol=1e-3, atol=1e-4)
     after = loss_and_gradients(model)
@@ -221,7 +231,8 @@ def test_attention_is_set_and_put_back():
     hooks = [m.register_forward_hook(lambda *a: seen.append(a[2][1])) for m in model.modules() if hasattr(m, "q_proj")]
     expected = loss_and_gradients(model)
     with patch(model, attention=True) as done:
-        assert model.config._attn_implementation == done.replaced["attn_implementation"] == "warpsmith"
+        assert model.config._attn_implementation == "warpsmith"
+        assert done.replaced["attn_implementation"] == "warpsmith.attention"
         found = loss_and_gradients(model)
     assert model.config._attn_implementation == "eager"
     # transformers' eager attention returns its weights, ours never makes them
@@ -245,7 +256,8 @@ def test_a_model_of_an_unknown_class_is_left_and_named():
     model = transformers.StableLmForCausalLM(config)
     done = patch(model)
     why = "warpsmith does not know its class"
-    assert done.kept == {"StableLmForCausalLM": why, "StableLmModel": why} and not done.replaced
+    assert done.kept == {"StableLmForCausalLM": why, "StableLmModel": why}
+    assert set(done.replaced) == {"Linear", "LayerNorm", "attn_implementation"}
     with pytest.raises(ValueError, match="^patch: model_or_class: expected a class of llama, mistral, "):
         patch(type(model))
 

@@ -51,7 +51,7 @@ def test_a_changed_forward_is_found(changed, monkeypatch):
         return out * 1.001 if changed == "output" else torch.nn.functional.dropout(out, 0.1, self.training)
 
     monkeypatch.setattr(cls, "forward", forward)
-    done = patch(small_model("llama"))
+    done = patch(small_model("llama"), attention=False, linear=False)
     assert "on random rows" in done.kept["LlamaDecoderLayer"] and len(done.kept) == 1 and len(done.replaced) == 4
 
 
@@ -65,7 +65,7 @@ def test_a_model_of_ones_own():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = cls(transformers.HeliumConfig(vocab_size=61, head_dim=16, num_key_value_heads=2, **sizes)).train()
     expected = model(TOKENS, labels=TOKENS).loss
-    with patch(model) as done:
+    with patch(model, attention=False, linear=False) as done:
         torch.testing.assert_close(model(TOKENS, labels=TOKENS).loss, expected)
     assert list(done.kept) == ["HeliumAttention"] and "times as wrong" in done.kept["HeliumAttention"]
     assert {n.removeprefix("Helium") for n in done.replaced} == {"RMSNorm", "MLP", "DecoderLayer", "ForCausalLM"}
@@ -80,7 +80,7 @@ def test_a_check_leaves_no_trace():
     model.model.layers[1].eval()
     modes = [m.training for m in model.modules()]
     state = torch.get_rng_state()
-    done = patch(model)
+    done = patch(model, attention=False)
     assert torch.equal(torch.get_rng_state(), state) and not calls and not done.unchecked
     assert [m.training for m in model.modules()] == modes
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
@@ -90,7 +90,7 @@ def test_a_check_leaves_no_trace():
 def test_what_cannot_be_compared_is_said():
     with torch.device("meta"):
         model = small_model("llama")
-    done = patch(model)
+    done = patch(model, attention=False)
     assert done.unchecked.keys() == done.replaced.keys() and not done.kept
     assert "LlamaMLP: not compared: its weights are on the meta device" in repr(done)
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)

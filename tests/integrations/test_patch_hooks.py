@@ -121,7 +121,7 @@ def test_a_hook_is_called_as_without_the_patch(family, way):
         expected, loss = hooked(model, *way, mode)
         assert expected
         for target in (model, type(model)) if mode == "checkpointing" else (model,):
-            with patch(target) as done:
+            with patch(target, attention=False) as done:
                 found, ours = hooked(model, *way, mode)
             assert set(done.kept) <= {"LayerNorm"}
             assert found == expected, (mode, target)
@@ -136,7 +136,7 @@ def test_a_hook_on_one_module_alone(family, way):
     model = small_model(family, num_hidden_layers=2)
     expected, _ = hooked(model, *way)
     names = [n for n, _ in model.named_modules() if ".1" in n or not re.search(r"\.\d", n)]
-    with patch(model):
+    with patch(model, attention=False):
         for name in names:
             found, _ = hooked(model, *way, names=[name])
             assert found == Counter({key: n for key, n in expected.items() if key[0] == name}), name
@@ -150,7 +150,7 @@ def test_what_a_hook_keeps_stays_as_it_was(family):
     def keep(module, inputs, output):
         kept.extend((t, t.detach().clone()) for t in tree_leaves((inputs, output)) if isinstance(t, torch.Tensor))
 
-    with patch(model):
+    with patch(model, attention=False):
         for name, module in model.named_modules():
             handle = module.register_forward_hook(keep)
             step(model, "training")
@@ -165,7 +165,7 @@ def test_what_a_hook_keeps_stays_as_it_was(family):
 def test_a_hook_on_all_modules_that_are(family, kind):
     model, found = small_model(family, num_hidden_layers=2), []
     for target in (None, model, type(model)):
-        with contextlib.nullcontext() if target is None else patch(target):
+        with contextlib.nullcontext() if target is None else patch(target, attention=False):
             recorder = Recorder(model, kind)
             handle = GLOBAL_KINDS[kind](recorder.hook)
             try:

@@ -143,4 +143,4 @@ def test_an_unknown_attention_forward_is_kept(monkeypatch):
     for target in (model, type(model)):
         with patch(target) as done:
             torch.testing.assert_close(run(model, "training", None), expected)
-        assert done.kept == {"LlamaAttention": "its forward is not the one of transformers that warpsmith knows"}
+        assert done.kept == {"LlamaAttention": "its forward is not the one that warpsmith knows"}

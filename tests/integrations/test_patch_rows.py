@@ -13,11 +13,11 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 from warpsmith.integrations.transformers import patch, register  # noqa: E402
-from warpsmith.testing import measure  # noqa: E402
 
 from tests.dispatched import Copies  # noqa: E402
 
 from .families import ALL, ENCODERS, PADDED, ROWS, TOKENS, VOCABULARY, class_of, inputs_of, small_model  # noqa: E402
+from .laws import assert_law_of_the_mean  # noqa: E402
 
 # What a model is used with: its mask, whether activations are made again, whether embeddings and head are one.
 USES = {
@@ -74,22 +74,6 @@ def results(family, model, mask=None, **more):
                 if p.grad is not None:
                     gradients[re.sub(r"\.\d+\.", ".*.", name)].append(p.grad.flatten())
     return {"loss": torch.stack(losses), **{n: torch.cat(g) for n, g in gradients.items()}}
-
-
-def root_mean_square(t):
-    return float(t.double().square().mean().sqrt())
-
-
-def assert_law_of_the_mean(found, expected, exact):
-    """The error law, of the root mean square: over a whole model the largest error of one small tensor is a draw, which
-    is held to twice the law."""
-    assert found.keys() == expected.keys() == exact.keys()
-    for name, theirs in expected.items():
-        largest = measure(name, found[name].to(theirs.dtype), exact[name], theirs)
-        assert largest.error <= 2 * largest.bound, str(largest)
-        ours, base = (root_mean_square(t - exact[name]) for t in (found[name], theirs))
-        step = torch.finfo(theirs.dtype).eps / 2 * root_mean_square(exact[name])
-        assert ours <= 2 * base + 2 * step, (name, ours, base, step)
 
 
 @pytest.mark.parametrize("use", USES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -22,6 +24,11 @@ def is_watched(module: nn.Module) -> bool:
     return any(GLOBAL_HOOKS)
 
 
+def stock(cls: type) -> Any:
+    """A class as it is without ``warpsmith.patch``."""
+    return vars(cls).get("_warpsmith_stock", cls)
+
+
 def is_untouched(module: nn.Module, cls: type) -> bool:
-    """Whether a module is of exactly this class, with the forward of the class and without hooks."""
-    return type(module) is cls and "forward" not in module.__dict__ and not is_watched(module)
+    """Whether a module is of exactly this class, with the forward of the class or the patch's, and without hooks."""
+    return stock(type(module)) is cls and "forward" not in module.__dict__ and not is_watched(module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from warpsmith.integrations._modules import Forward, StandIn, beside, is_free
+from warpsmith.integrations._torch_parts import with_names
 from warpsmith.ops.rope import qk_norm_rope, rope
 
 _ROTATION = "apply_rotary_pos_emb"
@@ -115,15 +115,10 @@ def attention(old: Forward, *, interleaved: bool = False, halves: bool = False) 
     ``interleaved``: pairs are neighbours; ``halves``: the tables have a column a pair. ``products`` of a call: the
     layer's first, where they are made already. Then ``hidden_states`` may be :class:`Rows`.
     """
-    function = inspect.unwrap(old)
-    if not isinstance(function, types.FunctionType) or _ROTATION not in function.__code__.co_names:
+    names = {_ROTATION: _rotation(interleaved, halves), "ALL_ATTENTION_FUNCTIONS": _Interfaces}
+    theirs = with_names(inspect.unwrap(old), _ROTATION, **names)
+    if theirs is None:
         return None
-    names = {**function.__globals__, _ROTATION: _rotation(interleaved, halves), "ALL_ATTENTION_FUNCTIONS": _Interfaces}
-    del names["__name__"]  # torch.compile would look the names up in the module of this name
-    theirs = types.FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
-    )
-    theirs.__kwdefaults__ = function.__kwdefaults__
 
     def forward(self: Any, *arguments: Any, products: Products = NONE, **options: Any) -> Any:
         return theirs(_Layer(self, products), *arguments, **options)

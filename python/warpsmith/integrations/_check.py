@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections import OrderedDict
+import types
+from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from warpsmith._core.modules import CALL_HOOKS, GLOBAL_HOOKS
+from warpsmith._core.modules import CALL_HOOKS, GLOBAL_HOOKS, stock
 from warpsmith.integrations._modules import Forward, StandIn
-from warpsmith.integrations._rows import stock
+from warpsmith.integrations._torch_parts import pair_of
 
 _ROWS, _VOCABULARY = 8, 64
 _STEPS = 2  # of rounding, as in the error law
@@ -62,22 +63,42 @@ class _Sample(StandIn):
         return rows
 
 
-def _wide(module: nn.Module, dtype: torch.dtype) -> Any:
-    """A copy without hooks, with eager attention and without its experts."""
-    memo: dict[int, Any] = {}
+def _wide(module: nn.Module) -> Any:
+    """A copy in float64 without hooks, with eager attention and without its experts."""
+    experts = [m for m in module.modules() if type(m).__name__.endswith("Experts")]
+    memo: dict[int, Any] = {id(m): _Experts() for m in experts}
+    inside = {p for m in experts for p in m.parameters()}
+    for p in module.parameters():
+        if p.is_floating_point() and p not in inside:
+            memo[id(p)] = nn.Parameter(p.detach().to(torch.float64, copy=True))
     for m in module.modules():
         memo.update((id(getattr(m, hooks)), OrderedDict()) for hooks in CALL_HOOKS)
-        if type(m).__name__.endswith("Experts"):
-            memo[id(m)] = _Experts()
-    copied: Any = copy.deepcopy(module, memo).to(dtype).requires_grad_(False)
+    copied: Any = copy.deepcopy(module, memo).double().requires_grad_(False)
     for m in copied.modules():
         if hasattr(m, "config"):
             m.config._attn_implementation = "eager"
     return copied
 
 
+def _sample_of(module: Any) -> Any:
+    """What is compared of a module: of a linear layer few outputs, of a sequence a linear layer and its activation."""
+    if stock(type(module)) is nn.Linear:
+        few = min(module.out_features, _VOCABULARY)
+        sample = nn.Linear(module.in_features, few, module.bias is not None, device="meta")
+        for name in ("weight", "bias"):
+            if (t := getattr(module, name)) is not None:
+                setattr(sample, name, nn.Parameter(t.detach()[:few], requires_grad=False))
+        return sample
+    pair = pair_of(module) if isinstance(module, nn.Sequential) else None
+    return module if pair is None else nn.Sequential(_sample_of(pair[0]), pair[1])
+
+
 def _width(module: Any) -> tuple[int, ...]:
     """The shape of what a module reads of each token."""
+    if hasattr(module, "normalized_shape"):
+        return module.normalized_shape
+    if isinstance(module, nn.CrossEntropyLoss):
+        return (_VOCABULARY if module.weight is None else len(module.weight),)
     linear = next((m for m in module.modules() if hasattr(m, "in_features")), None)
     if linear is not None:
         return (linear.in_features,)
@@ -87,9 +108,18 @@ def _width(module: Any) -> tuple[int, ...]:
 
 def _arguments(module: Any, forward: Forward, rotary: Any) -> tuple[Tensor, dict[str, Any]]:
     """The arguments of a module's forward, in float32: random rows, and by name tables of rotation and a sum's rows."""
-    names, device = inspect.signature(forward).parameters, next(module.parameters()).device
+    names = inspect.signature(forward).parameters
+    device = next((t.device for t in (*module.parameters(), *module.buffers())), None)
     rows = torch.randn(1, _ROWS, *_width(module), device=device)
     given: dict[str, Any] = {"attention_mask": None} if "attention_mask" in names else {}
+    if "target" in names:
+        return rows[0], {"target": torch.randint(rows.shape[-1], (_ROWS,), device=device)}
+    if "query" in names:
+        sizes = {"key": module.kdim, "value": module.vdim}
+        of_keys = {name: torch.randn(_ROWS, size, device=device) for name, size in sizes.items()}
+        return rows[0], {**of_keys, "need_weights": False}
+    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        return rows[0], {"memory": torch.randn_like(rows[0])} if "memory" in names else {}
     if "input_tensor" in names:
         given["input_tensor"] = torch.randn(1, _ROWS, module.dense.out_features, device=device)
     if "position_embeddings" in names:
@@ -103,7 +133,7 @@ def _arguments(module: Any, forward: Forward, rotary: Any) -> tuple[Tensor, dict
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple):
         return tuple(_cast(v, dtype) for v in value)
-    return value.to(dtype, copy=True) if isinstance(value, Tensor) else value
+    return value.to(dtype, copy=True) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _run(forward: Forward, module: Any, given: tuple[Tensor, dict[str, Any]], dtype: torch.dtype) -> Tensor:
@@ -112,6 +142,21 @@ def _run(forward: Forward, module: Any, given: tuple[Tensor, dict[str, Any]], dt
     rows, options = given
     out = forward(module, _cast(rows, dtype), **{name: _cast(value, dtype) for name, value in options.items()})
     return (out[0] if isinstance(out, tuple) else out).double()
+
+
+def _train(forward: Forward, module: nn.Module, given: tuple[Tensor, dict[str, Any]]) -> tuple[Tensor, int]:
+    """The first output in training, and the bytes a row that its graph keeps beside parameters."""
+    ours, kept = {p.untyped_storage().data_ptr() for p in module.parameters()}, dict[int, Tensor]()
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t  # held, so that no other gets its address
+        return t
+
+    module.train().requires_grad_()
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = _run(forward, module, (given[0].detach().requires_grad_(), given[1]), torch.float32)
+    module.requires_grad_(False)
+    return out.detach(), sum(t.untyped_storage().nbytes() for a, t in kept.items() if a not in ours) // _ROWS
 
 
 def _steps(found: Tensor, theirs: Tensor, exact: Tensor) -> float:
@@ -130,19 +175,21 @@ def _replaced(copied: nn.Module, module: nn.Module, classes: Candidates) -> nn.M
     return copied
 
 
-def _times_too_wrong(module: nn.Module, classes: Candidates, rotary: nn.Module | None) -> float:
-    """Also compares in training, to the digits that sums in another order leave, so that no dropout is lost."""
-    theirs, ours = stock(type(module)).forward, classes[module].forward  # type: ignore[attr-defined]
-    narrow = _wide(module, torch.float32)
-    wide = copy.deepcopy(narrow).double()
-    given = _arguments(module, theirs, rotary)
+def _times_too_wrong(whole: nn.Module, classes: Candidates, rotary: nn.Module | None) -> tuple[float, int]:
+    """Also the bytes a row that are kept less. Compares in training too, to the digits that sums in another order
+    leave, so that no dropout is lost."""
+    theirs, ours = stock(type(whole)).forward, classes[whole].forward  # type: ignore[attr-defined]
+    module = _sample_of(whole)
+    wide, given = _wide(module), _arguments(module, theirs, rotary)
     exact = _run(theirs, wide.eval(), given, torch.float64)
-    del wide
-    expected, trained = (_run(theirs, narrow.train(mode), given, torch.float32) for mode in (False, True))
+    narrow = wide.float()
+    expected = _run(theirs, narrow.eval(), given, torch.float32)
+    trained, before = _train(theirs, narrow, given)
     _replaced(narrow, module, classes)
     times = _steps(_run(ours, narrow.eval(), given, torch.float32), expected, exact)
-    found = _run(ours, narrow.train(), given, torch.float32)
-    return times if torch.allclose(found, trained, rtol=1e-3, atol=1e-3 * float(trained.abs().max())) else math.inf
+    found, kept = _train(ours, narrow, given)
+    same = torch.allclose(found, trained, rtol=1e-3, atol=1e-3 * float(trained.abs().max()))
+    return times if same else math.inf, before - kept
 
 
 def _head_times_too_wrong(model: Any, ours: Forward) -> float:
@@ -156,26 +203,29 @@ def _head_times_too_wrong(model: Any, ours: Forward) -> float:
 
 def _key(module: nn.Module) -> tuple[Any, ...]:
     """A class and what its modules may differ in."""
-    kinds = (int, float, str, bool, type(None))
+    kinds = (int, float, str, bool, type(None), types.FunctionType, types.BuiltinFunctionType)
     own = {n: v for n, v in vars(module).items() if isinstance(v, kinds) and n not in ("layer_idx", "training")}
-    return type(module), tuple(sorted(own.items()))
+    pair = pair_of(module) if isinstance(module, nn.Sequential) else None
+    return type(module), tuple(sorted(own.items())), repr(pair)
 
 
-def _unreadable(module: nn.Module) -> str | None:
+def _unreadable(module: nn.Module, sharded: bool) -> str | None:
     if any(GLOBAL_HOOKS):
         return "hooks hang on the calls of all modules"
     if any(p.is_meta for p in module.parameters()):
         return "its weights are on the meta device"
-    return "its weights are sharded" if any(type(p.data) is not Tensor for p in module.parameters()) else None
+    sharded = sharded or any(type(p.data) is not Tensor for p in module.parameters())
+    return "its weights are sharded" if sharded else None
 
 
-def check(model: nn.Module, candidates: Candidates) -> tuple[dict[nn.Module, str], dict[str, str]]:
-    """({module: why it must not be replaced}, {class: why that is not known}).
+def check(model: nn.Module, candidates: Candidates) -> tuple[dict[nn.Module, str], dict[str, str], dict[str, int]]:
+    """({module: why it must not be replaced}, {class: why that is not known}, {class: bytes a token that its modules
+    keep less in training, where they were compared}).
 
     Layers come before their modules: where a layer is right, so are the modules in it. Where it is not, they are
     compared alone, and then it is once more, with those of them that are right.
     """
-    failed, unknown, passed = dict[Any, str](), dict[str, str](), set[Any]()
+    failed, unknown, passed, saved = dict[Any, str](), dict[str, str](), set[Any](), dict[Any, int]()
     keys = {module: _key(module) for module in candidates}
     rotaries = {type(m).__module__: m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")}
 
@@ -184,30 +234,40 @@ def check(model: nn.Module, candidates: Candidates) -> tuple[dict[nn.Module, str
         ours: Any = candidates[module]
         try:
             if hasattr(ours.forward, "head"):
-                times = _head_times_too_wrong(module, ours.forward)
+                times, bytes_less = _head_times_too_wrong(module, ours.forward), 4 * module.config.vocab_size
             else:
-                times = _times_too_wrong(module, classes, copy.deepcopy(rotaries.get(stock(type(module)).__module__)))
+                times, bytes_less = _times_too_wrong(
+                    module, classes, copy.deepcopy(rotaries.get(stock(type(module)).__module__))
+                )
         except Exception as error:
             failed[keys[module]] = f"on random rows it raises {type(error).__name__}: {error}"
             return False
         if times <= 1:
+            width = next((p.element_size() for p in module.parameters()), 4)
+            saved[keys[module]] = bytes_less if hasattr(ours.forward, "head") else bytes_less * width // 4
             return True
         failed[keys[module]] = f"on random rows it is {times:.3g} times as wrong as the error law allows"
         return False
 
+    sharded = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())  # views of one parameter
     devices = {p.device for p in model.parameters() if p.is_cuda}
     narrow = torch.autocast("cuda" if devices else "cpu", enabled=False)
-    with torch.no_grad(), narrow, torch.random.fork_rng(list(devices)):
+    with torch.inference_mode(False), torch.no_grad(), narrow, torch.random.fork_rng(list(devices)):
         torch.manual_seed(0)
         for module, key in keys.items():
-            why = _unreadable(module)
+            why = _unreadable(module, sharded)
             if why is not None:
                 unknown[type(module).__name__] = why
             elif key not in passed and key not in failed and passes(module):
                 alone = hasattr(candidates[module].forward, "head")  # type: ignore[attr-defined]
+                alone = alone or _sample_of(module) is not module
                 passed |= {key} if alone else {keys[m] for m in module.modules() if m in keys}
         for module in reversed(keys):
             if keys[module] in failed:
                 del failed[keys[module]]
                 passes(module)
-    return {m: failed[key] for m, key in keys.items() if key in failed}, unknown
+    less = Counter[str]()
+    for module, key in keys.items():
+        if saved.get(key, 0) > 0 and key not in failed:
+            less[type(module).__name__] += saved[key]
+    return {m: failed[key] for m, key in keys.items() if key in failed}, unknown, dict(less)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from warpsmith._core.modules import is_watched
 
 Forward = Callable[..., Any]
+
+
+class Part(NamedTuple):
+    """What stands in the place of a class's forward."""
+
+    switch: str  # of ``patch``
+    what: str  # for reports
+    make: Callable[[Forward], Forward | None]  # from the old forward; None: it is not the one that we know
+    why_not: Callable[[Any], str | None] = lambda module: None  # of one module; "": for no reason to be told
 
 
 def is_ours(module: Any) -> bool:

@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.pytorch_utils import Conv1D
 
-from warpsmith._core.modules import is_untouched, is_watched
+from warpsmith._core.modules import is_untouched, is_watched, stock
 from warpsmith.integrations._attention import Products, Rows, attention, eps_of, offset_of
 from warpsmith.integrations._modules import (
     Forward,
+    Part,
     StandIn,
     beside,
     by_name,
     is_free,
     is_ours,
 )
+from warpsmith.integrations._torch_parts import sum_and_layer
 from warpsmith.nn import Linear, functional
+from warpsmith.nn._linear import is_product
 from warpsmith.ops import _activated_linear
 from warpsmith.ops._norm_linears import fits, norm_linears
 from warpsmith.ops.activation import bias_gelu, geglu, reglu, swiglu
 from warpsmith.ops.linear_loss import linear_cross_entropy
-from warpsmith.ops.norm import add_layer_norm, add_rms_norm, rms_norm
-
-
-class Part(NamedTuple):
-    """What stands in the place of a class's forward."""
-
-    what: str  # for reports
-    make: Callable[[Forward], Forward | None]  # from the old forward; None: it is not the one that we know
-    why_not: Callable[[nn.Module], str | None] = lambda module: None  # of one module
-
+from warpsmith.ops.norm import add_rms_norm, rms_norm
 
 # ---- norms
 
@@ -54,13 +48,6 @@ def _rms(offset: float = 0.0, *, widens: bool = False) -> Callable[[Forward], Fo
     return make
 
 
-def _layer(old: Forward) -> Forward:
-    def forward(self: Any, input: Tensor) -> Tensor:
-        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-
-    return forward
-
-
 def _layer_of_weight(old: Forward) -> Forward:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if self.weight.dim() > 1:  # a weight for each head
@@ -74,11 +61,9 @@ def _why_not_layer_of_weight(norm: Any) -> str | None:
     return "it has a weight for each head" if norm.weight.dim() > 1 else None
 
 
-def _is_plain(linear: nn.Module) -> bool:
+def _is_plain(linear: Any) -> bool:
     """Whether a module is a matrix product and no more."""
-    if is_untouched(linear, Linear):
-        return linear.bias is None and linear.activation is None and not linear.fuse_main_grad
-    return is_untouched(linear, nn.Linear) and linear.bias is None
+    return is_product(linear) and linear.bias is None
 
 
 # ---- feed-forward layers
@@ -173,7 +158,7 @@ def _gelu(first: str, *rest: str) -> Callable[[Forward], Forward]:
     def make(old: Forward) -> Forward:
         def forward(self: Any, hidden_states: Tensor) -> Tensor:
             form, linear = _gelu_form(self), getattr(self, first)
-            known = is_untouched(linear, Conv1D) or is_untouched(linear, nn.Linear) and linear.bias is not None
+            known = is_untouched(linear, Conv1D) or is_product(linear) and linear.bias is not None
             if form is None or _is_called(_act(self)) or not known:
                 return old(self, hidden_states)
             weight = linear.weight if type(linear) is Conv1D else linear.weight.t()
@@ -268,15 +253,6 @@ def _gemma_decoder(old: Forward) -> Forward:
     return forward
 
 
-def _sum_and_layer(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    fits = x.dtype == residual.dtype or residual.dtype == torch.float32
-    if not fits or norm.weight is None or not (is_free(norm) or is_untouched(norm, nn.LayerNorm)):
-        total = x + residual
-        return norm(total), total
-    bias = None if norm.bias is None else beside(norm.bias, x)
-    return add_layer_norm(x, residual, beside(norm.weight, x), bias, norm.eps)
-
-
 def _block(first_norm: str, attention: str, norm: str, dropout: str = "") -> Callable[[Forward], Forward]:
     """Layer norm, attention, sum, layer norm, feed-forward layer ``mlp``, sum. Named: its modules."""
 
@@ -289,7 +265,7 @@ def _block(first_norm: str, attention: str, norm: str, dropout: str = "") -> Cal
                 return old(self, *arguments, **options)
             hidden_states, _ = named.pop("hidden_states"), named.pop("encoder_attention_mask", None)
             x, _ = getattr(self, attention)(getattr(self, first_norm)(hidden_states), **named)
-            y, residual = _sum_and_layer(_through(self, drop, x), hidden_states, getattr(self, norm))
+            y, residual = sum_and_layer(_through(self, drop, x), hidden_states, getattr(self, norm))
             return residual + _through(self, drop, self.mlp(y))
 
         return forward
@@ -301,7 +277,7 @@ def _sum_behind(old: Forward) -> Forward:
     """The end of BERT's layers: the norm of the sum is what goes on."""
 
     def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        return _sum_and_layer(self.dropout(self.dense(hidden_states)), input_tensor, self.LayerNorm)[0]
+        return sum_and_layer(self.dropout(self.dense(hidden_states)), input_tensor, self.LayerNorm)[0]
 
     return forward
 
@@ -311,7 +287,7 @@ def _sum_behind(old: Forward) -> Forward:
 
 def _why_not_head(module: Any, name: str, loss: Callable[..., Tensor]) -> str | None:
     head = getattr(module, name)
-    if type(head) is not nn.Linear:
+    if stock(type(head)) not in (nn.Linear, Linear):
         return f"its {name} is a {type(head).__name__} and not a torch.nn.Linear"
     if module.loss_function is not loss:
         return "its loss_function is not transformers' loss of its kind"
@@ -332,7 +308,20 @@ class _Config(StandIn):
         self.softcap = self._of.final_logit_softcapping or 0.0
 
 
-class _Logits:
+class NoLogits:
+    """The logits of outputs that have none: who uses them gets an error."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise AttributeError("logits: none in training with labels; patch(model, logits=True) keeps them")
+
+    __getattr__ = __getitem__ = __len__ = __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __matmul__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        cls()._refuse()
+
+
+class _Logits(NoLogits):
     """Stands for logits that are never made. A forward may multiply and divide them; all else raises."""
 
     def __init__(self, scale: Any = 1.0) -> None:
@@ -348,7 +337,10 @@ class _Logits:
 def _without_logits(out: Any) -> Any:
     if isinstance(out, tuple):
         return tuple(t for t in out if not isinstance(t, _Logits))
-    return type(out)(**{name: t for name, t in out.items() if not isinstance(t, _Logits)})
+    found = type(out)(**{name: t for name, t in out.items() if not isinstance(t, _Logits)})
+    if not torch.compiler.is_compiling():
+        vars(found)["logits"] = NoLogits()  # an attribute, and no item
+    return found
 
 
 class _Head(StandIn):
@@ -405,7 +397,7 @@ def _head(name: str = "lm_head", loss: Callable[..., Tensor] = ForCausalLMLoss) 
             keep = named.get("logits_to_keep", 0)
             whole = isinstance(keep, int) and keep == 0
             fused = named["labels"] is not None and self.training and whole
-            if not fused or _why_not_head(self, name, loss) or not is_untouched(getattr(self, name), nn.Linear):
+            if not fused or _why_not_head(self, name, loss) or not is_product(getattr(self, name)):
                 return old(self, *arguments, **options)
             stand_in = _Head(self, name, shifts=loss is ForCausalLMLoss)
             return _without_logits(old(stand_in, *arguments, **options))
@@ -413,33 +405,32 @@ def _head(name: str = "lm_head", loss: Callable[..., Tensor] = ForCausalLMLoss) 
         forward.head = name  # type: ignore[attr-defined]
         return forward
 
-    return Part("warpsmith.linear_cross_entropy", make, functools.partial(_why_not_head, name=name, loss=loss))
+    return Part("loss", "warpsmith.linear_cross_entropy", make, functools.partial(_why_not_head, name=name, loss=loss))
 
 
 # ---- the parts, by what they compute
 
-RMS_WIDENS = Part("warpsmith.rms_norm", _rms(widens=True))
-RMS = Part("warpsmith.rms_norm", _rms())
-RMS_AROUND_ZERO = Part("warpsmith.rms_norm", _rms(1.0))
-LAYER_NORM = Part("warpsmith.layer_norm", _layer)
-LAYER_NORM_OF_WEIGHT = Part("warpsmith.layer_norm", _layer_of_weight, _why_not_layer_of_weight)
-GATED = Part("warpsmith.swiglu, geglu or reglu", _gated("gate_proj", "up_proj"), _why_not_gated)
-GATED_PACKED = Part("warpsmith.swiglu, geglu or reglu", _gated("gate_up_proj"), _why_not_gated)
-GATED_WI = Part("warpsmith.swiglu, geglu or reglu", _gated("Wi", rest=("drop", "Wo")), _why_not_gated)
-ROTARY = Part("warpsmith.rope", attention)
-ROTARY_HALVES = Part("warpsmith.rope", functools.partial(attention, halves=True))
-ROTARY_INTERLEAVED = Part("warpsmith.rope", functools.partial(attention, interleaved=True))
-QK_ROTARY = Part("warpsmith.qk_norm_rope", attention)
-DECODER = Part("warpsmith.add_rms_norm", _decoder)
-GEMMA_DECODER = Part("warpsmith.add_rms_norm", _gemma_decoder)
-SUM_BEHIND = Part("warpsmith.add_layer_norm", _sum_behind)
+RMS_WIDENS = Part("norms", "warpsmith.rms_norm", _rms(widens=True))
+RMS = Part("norms", "warpsmith.rms_norm", _rms())
+RMS_AROUND_ZERO = Part("norms", "warpsmith.rms_norm", _rms(1.0))
+LAYER_NORM_OF_WEIGHT = Part("norms", "warpsmith.layer_norm", _layer_of_weight, _why_not_layer_of_weight)
+GATED = Part("mlp", "warpsmith.swiglu, geglu or reglu", _gated("gate_proj", "up_proj"), _why_not_gated)
+GATED_PACKED = Part("mlp", "warpsmith.swiglu, geglu or reglu", _gated("gate_up_proj"), _why_not_gated)
+GATED_WI = Part("mlp", "warpsmith.swiglu, geglu or reglu", _gated("Wi", rest=("drop", "Wo")), _why_not_gated)
+ROTARY = Part("rope", "warpsmith.rope", attention)
+ROTARY_HALVES = Part("rope", "warpsmith.rope", functools.partial(attention, halves=True))
+ROTARY_INTERLEAVED = Part("rope", "warpsmith.rope", functools.partial(attention, interleaved=True))
+QK_ROTARY = Part("rope", "warpsmith.qk_norm_rope", attention)
+DECODER = Part("norms", "warpsmith.add_rms_norm", _decoder)
+GEMMA_DECODER = Part("norms", "warpsmith.add_rms_norm", _gemma_decoder)
+SUM_BEHIND = Part("norms", "warpsmith.add_layer_norm", _sum_behind)
 CAUSAL_HEAD = _head()
 MASKED_HEAD = _head("decoder", ForMaskedLMLoss)
 
 
 def gelu(*names: str) -> Part:
-    return Part("warpsmith.bias_gelu", _gelu(*names), _why_not_gelu)
+    return Part("mlp", "warpsmith.bias_gelu", _gelu(*names), _why_not_gelu)
 
 
 def block(*names: str) -> Part:
-    return Part("warpsmith.add_layer_norm", _block(*names))
+    return Part("norms", "warpsmith.add_layer_norm", _block(*names))

@@ -1,33 +1,38 @@
-"""Puts the parts into models and classes of transformers, and takes them out again."""
+"""Puts parts in the place of modules' forwards, and takes them out again."""
 
 from __future__ import annotations
 
 import copy
-import sys
+import importlib
+import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import transformers
 from torch import nn
 
+from warpsmith._core.modules import stock as stock_of
 from warpsmith.integrations._check import check
-from warpsmith.integrations._modules import Forward, is_ours
-from warpsmith.integrations._parts import Part
-from warpsmith.integrations._rows import ROWS, part_of, row_of
-from warpsmith.integrations._rows import stock as stock_of
+from warpsmith.integrations._modules import Forward, Part, is_ours
+from warpsmith.integrations._registration import attend_by_registration
+from warpsmith.integrations._torch_parts import table as table_of_torch
+
+# What gives a module's class its part; None: it has none.
+Table = Callable[[type], Part | None]
 
 
 class Patched:
-    """What :func:`patch` did. As a context manager it undoes that at the end.
+    """What :func:`warpsmith.patch` did. As a context manager it undoes that at the end; printed it is a table.
 
     Attributes:
         replaced: by class, what its forward is made of now, and how many modules have it.
         kept: by class, why it is as it was.
         unchecked: by class, why what replaces it was not compared with it on random rows.
+        saved_bytes: by class, how many bytes a token its modules keep less for the backward of training, as the check
+            has measured; a layer's count holds what is in it.
 
     Example:
-        >>> from warpsmith.integrations.transformers import Patched
+        >>> from warpsmith.integrations.patch import Patched
         >>> Patched().replaced
         {}
     """
@@ -36,6 +41,7 @@ class Patched:
         self.replaced: dict[str, str] = {}
         self.kept: dict[str, str] = {}
         self.unchecked: dict[str, str] = {}
+        self.saved_bytes: dict[str, int] = {}
         self._undo: list[Callable[[], None]] = []
 
     def undo(self) -> None:
@@ -50,28 +56,28 @@ class Patched:
         self.undo()
 
     def __repr__(self) -> str:
-        lines = [f"{name}: {what}" for name, what in self.replaced.items()]
+        saved = {name: f", {n:,} bytes a token less for the backward" for name, n in self.saved_bytes.items()}
+        lines = [f"{name}: {what}{saved.get(name, '')}" for name, what in self.replaced.items()]
         lines += [f"{name}: as it was: {why}" for name, why in self.kept.items()]
         return "\n".join([*lines, *(f"{name}: not compared: {why}" for name, why in self.unchecked.items())])
 
     def patch_module(self, module: Any, ours: type) -> None:
-        """Gives a module a class of :func:`_subclass`."""
-        stock = stock_of(ours)
+        """Gives a module a class of :func:`subclass`."""
+        before = type(module)
         module.__class__ = ours
 
         def undo() -> None:
-            if "forward" in vars(ours):
-                del ours.forward  # type: ignore[attr-defined]  # also of what has been copied from the module
+            # Also of what has been copied from the module, and in what FSDP2 has made of our class.
+            for cls in (*type(module).__mro__, ours):
+                if issubclass(cls, ours) and getattr(vars(cls).get("forward"), "of_warpsmith", False):
+                    del cls.forward  # type: ignore[attr-defined]
             if type(module) is ours:
-                module.__class__ = stock
+                module.__class__ = before
 
         self._undo.append(undo)
 
-    def set_attention(self, model: Any, name: str) -> None:
-        old = model.config._attn_implementation
-        model.set_attn_implementation(name)
-        self.replaced["attn_implementation"] = name
-        self._undo.append(lambda: model.set_attn_implementation(old))
+    def on_undo(self, function: Callable[[], None]) -> None:
+        self._undo.append(function)
 
     def patch_class(self, cls: Any, forward: Forward) -> None:
         old = cls.forward
@@ -79,10 +85,10 @@ class Patched:
         self._undo.append(lambda: setattr(cls, "forward", old))
 
 
-def _subclass(cls: Any, part: Part) -> Any:
+def subclass(cls: Any, part: Part) -> Any:
     """A subclass with our forward and the name of its base; None where the forward is not the one that we know.
 
-    The transformers classes that wrap the forward of every subclass do so here too: checkpoints of activations are one
+    Classes of transformers that wrap the forward of every subclass do so here too: checkpoints of activations are one
     such wrapper. A deep copy is patched, and ``undo`` ends that too. A pickle names the base: what is loaded is not
     patched.
     """
@@ -107,57 +113,50 @@ def _subclass(cls: Any, part: Part) -> Any:
     return type(stock)(stock.__name__, (stock,), {**names, **ours})
 
 
-def _classes(model_class: type) -> list[tuple[type, Part]]:
-    """The classes with a part in the file of a model's class."""
-    found = [(cls, part_of(cls)) for n, cls in vars(sys.modules[model_class.__module__]).items() if _is(cls, n)]
-    return [(cls, part) for cls, part in found if part is not None and cls.__module__ == model_class.__module__]
+def _found(cls: type, tables: Sequence[Table]) -> tuple[type, Part] | None:
+    """The first class among a class and its bases that a table knows, and its part."""
+    for base in cls.__mro__:
+        for table in tables:
+            if (part := table(base)) is not None:
+                return base, part
+    return None
 
 
-def _is(thing: Any, name: str) -> bool:
-    return isinstance(thing, type) and thing.__name__ == name
+UNKNOWN = "its forward is not the one that warpsmith knows"
 
 
-def is_patched(target: Any) -> bool:
-    """Whether a module of a model, or a class of a family, has a forward of ours."""
-    if isinstance(target, type):
-        return is_ours(target) or any(is_ours(cls) for cls, _ in _classes(target))
-    return any(map(is_ours, target.modules()))
-
-
-_UNKNOWN = "its forward is not the one of transformers that warpsmith knows"
-
-
-def _why_not(module: nn.Module, part: Part, ours: type | None) -> str | None:
+def _why_not(module: Any, base: Any, part: Part, ours: type | None) -> str | None:
     if ours is None:
-        return _UNKNOWN
+        return UNKNOWN
+    # Classes of transformers wrap the forward that they inherit.
+    if inspect.unwrap(type(module).forward) is not inspect.unwrap(stock_of(base).forward):
+        return f"it is a {base.__name__} with a forward of its own"
+    if hasattr(module, "parametrizations"):
+        return "it is parametrized"
     return "somebody else has replaced its forward" if "forward" in module.__dict__ else part.why_not(module)
 
 
-def patch_model(done: Patched, model: nn.Module) -> None:
-    """Replaces the forwards of one model's modules."""
+def patch_modules(done: Patched, model: nn.Module, tables: Sequence[Table], choice: dict[str, bool]) -> None:
+    """Replaces the forwards of one model's modules, of which the parts are chosen."""
     counts, whats, classes, candidates = Counter[str](), {}, dict[type, Any](), dict[nn.Module, type]()
-    # A model may hold models of other families. torch's layer norms get what the innermost one's row says.
-    norms = {m: row.layer_norm for root in model.modules() if (row := row_of(root)) for m in root.modules()}
     for module in model.modules():
         cls = type(module)
-        part = part_of(cls, norms.get(module))
-        if part is None:
-            if isinstance(module, transformers.PreTrainedModel) and row_of(module) is None:
-                done.kept[cls.__name__] = "warpsmith does not know its class"
-            elif module is model and getattr(model, "base_model", model) is not model:
-                done.kept[cls.__name__] = "its head and loss stay as they are"
-            elif cls.__name__.endswith("Experts"):
-                done.kept[cls.__name__] = "experts stay as they are"
+        found = _found(cls, tables)
+        if found is None or not choice[found[1].switch] or cls.__module__.startswith("warpsmith."):
             continue
+        if is_ours(module):
+            done.kept[cls.__name__] = "it is patched already"
+            continue
+        base, part = found
         if cls not in classes:
-            classes[cls] = _subclass(cls, part)
-        why = _why_not(module, part, classes[cls])
+            classes[cls] = subclass(cls, part)
+        why = _why_not(module, base, part, classes[cls])
         if why is None:
             candidates[module] = classes[cls]
             whats[cls.__name__] = part.what
-        else:
+        elif why:
             done.kept[cls.__name__] = why
-    failed, done.unchecked = check(model, candidates)
+    failed, done.unchecked, done.saved_bytes = check(model, candidates)
     for module, ours in candidates.items():
         name = type(module).__name__
         if module in failed:
@@ -168,14 +167,22 @@ def patch_model(done: Patched, model: nn.Module) -> None:
     done.replaced = {name: f"{whats[name]} ({n})" for name, n in counts.items()}
 
 
-def patch_class(done: Patched, model_class: type) -> None:
-    """Replaces the forwards of a family's classes, for all models that are and will be."""
-    for cls, part in _classes(model_class):
-        ours = _subclass(cls, part)
-        if ours is None:
-            done.kept[cls.__name__] = _UNKNOWN
-            continue
-        done.patch_class(cls, ours.forward)
-        done.replaced[cls.__name__] = part.what
-    if ROWS[model_class.__module__].layer_norm is not None:
-        done.kept["LayerNorm"] = "it is torch's own class: patch the model"
+def patch_model(model: nn.Module, logits: bool, **choice: bool) -> Patched:
+    """What ``patch`` does with a model; an exception undoes it."""
+    done, tables = Patched(), [table_of_torch(**choice)]
+    of_transformers: Any = None
+    if any(base.__module__.startswith("transformers.") for m in model.modules() for base in type(m).__mro__):
+        of_transformers = importlib.import_module("warpsmith.integrations.transformers")
+        tables.insert(0, of_transformers.models.table(logits))
+    try:
+        patch_modules(done, model, tables, choice)
+        if of_transformers is not None:
+            of_transformers.models.say_what_stays(done, model)
+        if choice["attention"]:
+            attend_by_registration(done, model)
+            if of_transformers is not None:
+                of_transformers.models.set_attention(done, model, of_transformers.register)
+    except BaseException:
+        done.undo()
+        raise
+    return done

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from warpsmith._core import checks
 from warpsmith.integrations import _parts
-from warpsmith.integrations._parts import Part
+from warpsmith.integrations._modules import Part
 
 
 class Row(NamedTuple):
@@ -16,7 +14,7 @@ class Row(NamedTuple):
 
     prefix: str
     parts: dict[str, Part]
-    layer_norm: Part | None = None  # of torch's own class, inside such a model
+    layer_norm: bool = False  # whether its norms are of torch's own class
 
     def part_of(self, cls: type) -> Part | None:
         return self.parts.get(cls.__name__.removeprefix(self.prefix)) if cls.__name__.startswith(self.prefix) else None
@@ -75,10 +73,10 @@ _FAMILIES = {
     "mixtral": Row("Mixtral", _EXPERTS),
     "qwen3_moe": Row("Qwen3Moe", {**_LLAMA, **_QK}),
     "gpt_oss": Row("GptOss", _GPT_OSS),
-    "gpt2": Row("GPT2", _GPT2, _parts.LAYER_NORM),
-    "bert": Row("Bert", _BERT, _parts.LAYER_NORM),
-    "modernbert": Row("ModernBert", _MODERNBERT, _parts.LAYER_NORM),
-    "vit": Row("ViT", _VIT, _parts.LAYER_NORM),
+    "gpt2": Row("GPT2", _GPT2, True),
+    "bert": Row("Bert", _BERT, True),
+    "modernbert": Row("ModernBert", _MODERNBERT, True),
+    "vit": Row("ViT", _VIT, True),
 }
 #: By module of Python.
 ROWS = {f"transformers.models.{name}.modeling_{name}": row for name, row in _FAMILIES.items()}
@@ -86,22 +84,15 @@ ROWS = {f"transformers.models.{name}.modeling_{name}": row for name, row in _FAM
 FAMILIES = {name: {row.prefix + n: part.what for n, part in row.parts.items()} for name, row in _FAMILIES.items()}
 
 
-def stock(cls: type) -> Any:
-    """A class as it is without a patch."""
-    return vars(cls).get("_warpsmith_stock", cls)
-
-
 def row_of(model_or_class: Any) -> Row | None:
     """The row of the file that defines a model's class."""
     cls = model_or_class if isinstance(model_or_class, type) else type(model_or_class)
-    return ROWS.get(stock(cls).__module__)
+    return ROWS.get(cls.__module__)
 
 
-def part_of(cls: type, layer_norm: Part | None = None) -> Part | None:
-    """What a module of a class gets. ``layer_norm``: what torch's class gets in this model."""
-    cls, row = stock(cls), row_of(cls)
-    if cls is nn.LayerNorm:
-        return layer_norm
+def part_of(cls: type) -> Part | None:
+    """What a module of a class gets."""
+    row = row_of(cls)
     return None if row is None else row.part_of(cls)
 
 

@@ -9,13 +9,16 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+from transformers.utils.output_capturing import _active_collector
 
 from warpsmith._core import checks
-from warpsmith.integrations import _patch
+from warpsmith.integrations import _models as models
 from warpsmith.integrations._patch import Patched as Patched
 from warpsmith.integrations._rows import FAMILIES as FAMILIES
 from warpsmith.integrations._rows import add_family as add_family
 from warpsmith.integrations._rows import row_of
+from warpsmith.integrations.patch import patch as patch_any
+from warpsmith.integrations.patch import warn_of_versions
 from warpsmith.ops.attention import attention, attention_varlen
 
 
@@ -60,6 +63,9 @@ def attention_forward(
     query does not see; None: the causal mask and the window alone. ``s_aux`` are sinks. With ``cu_seq_lens_q`` the
     batch of one is a row of packed sequences. Returns (out, None), out (B, S, H, D): weights are never made.
     """
+    if "attentions" in (_active_collector.get() or ()):
+        refused = "output_attentions: expected False: weights are never made; patch(model, attention=False) keeps them"
+        raise ValueError(f"warpsmith.attention: {refused}")
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
     sink = None if s_aux is None else s_aux.to(query.dtype)
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "sink": sink}
@@ -106,7 +112,7 @@ def register(name: str = "warpsmith") -> None:
         name: what ``attn_implementation`` will be.
 
     Errors: head dimensions and dtypes that :func:`warpsmith.attention` does not take raise its ValueError in the
-    model's forward. ``output_attentions=True`` gives None for the weights.
+    model's forward, as does ``output_attentions=True``.
 
     Example:
         >>> import torch, transformers
@@ -123,22 +129,34 @@ def register(name: str = "warpsmith") -> None:
     AttentionMaskInterface.register(name, attention_mask)
 
 
-def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
-    """Puts our ops into a model of transformers: its norms, rotary embedding, feed-forward layers and loss.
+def patch(
+    model_or_class: Any,
+    *,
+    norms: bool = True,
+    rope: bool = True,
+    mlp: bool = True,
+    attention: bool | None = None,
+    linear: bool = True,
+    loss: bool = True,
+    logits: bool = False,
+) -> Patched:
+    """Puts our ops into a model of transformers: its norms, rotary embedding, attention, feed-forward layers and loss.
 
     Parameters, ``state_dict``, arguments and outputs stay. A residual sum and the norm behind it become one op. In
-    training mode, with ``labels``, the head and its loss are :func:`warpsmith.linear_cross_entropy`, and ``logits`` is
-    None: they are never in memory. The gradients of a feed-forward layer's activation are written over its inputs, so
-    that a second backward through one graph is refused. The backward makes a layer's normed rows and activations again.
-    Hooks of modules are called as before, and attention functions get the same arguments. A deep copy is patched until
-    ``undo()``; a pickle is one of the model as it was.
+    training mode, with ``labels``, the head and its loss are :func:`warpsmith.linear_cross_entropy`, and the logits are
+    never in memory: who uses ``logits`` gets an error. The gradients of a feed-forward layer's activation are written
+    over its inputs, so that a second backward through one graph is refused. The backward makes a layer's normed rows
+    and activations again. Hooks of modules are called as before, and attention functions get the same arguments. A deep
+    copy is patched until ``undo()``; a pickle is one of the model as it was.
 
     Each kind of layer is compared with itself as it was, on 8 random rows, and left where the error law does not hold.
 
     Args:
-        model_or_class: a model, whose modules of the classes in ``FAMILIES`` alone are changed; or such a class, for
-            all its models.
-        attention: of a model, also :func:`register` ``"warpsmith"`` and make it the model's ``attn_implementation``.
+        model_or_class: a model, whose modules of the classes in ``FAMILIES`` and of torch are changed; or such a class,
+            for all its models.
+        norms, rope, mlp, linear, loss, logits: as for :func:`warpsmith.patch`.
+        attention: also :func:`register` ``"warpsmith"`` and make it the model's ``attn_implementation``, in the place
+            of ``"eager"`` or ``"sdpa"``. None: for a model True, for a class False.
 
     Returns:
         :class:`Patched`: what was replaced, what was not and why, and ``undo()``.
@@ -146,8 +164,8 @@ def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
     Loss and gradients obey the error law beside the model as it was. Deterministic as the ops are.
 
     Raises:
-        ValueError: no model of transformers, an unknown class of models, what is patched already, wholly or in part,
-            or a class with ``attention``: the implementation stands in the model's config. Nothing has changed.
+        ValueError: no model of transformers, an unknown class of models, a class that is patched already, or one with
+            ``attention``: the implementation stands in the model's config. Nothing has changed.
 
     Source: the idea is Liger-Kernel's.
 
@@ -170,21 +188,20 @@ def patch(model_or_class: Any, *, attention: bool = False) -> Patched:
     got = model_or_class if by_class else type(model_or_class)
     if not issubclass(got, nn.Module if row_of(got) else transformers.PreTrainedModel):
         checks.refuse("patch", "model_or_class", "a model of transformers", got.__name__)
-    if by_class and row_of(got) is None:
+    switches = {"norms": norms, "rope": rope, "mlp": mlp, "linear": linear, "loss": loss, "logits": logits}
+    if not by_class:
+        return patch_any(model_or_class, attention=attention is not False, **switches)
+    if row_of(got) is None:
         checks.refuse("patch", "model_or_class", f"a class of {', '.join(FAMILIES)}", got.__name__)
-    if _patch.is_patched(model_or_class):
+    if models.is_patched(model_or_class):
         checks.refuse("patch", "model_or_class", "what is not patched yet", "what is: undo() it first")
-    if attention and by_class:
+    if attention:
         checks.refuse("patch", "attention", "False for a class: a model's config says its attention", "True")
+    checks.flags("patch", **switches)
+    warn_of_versions()
     done = Patched()
     try:
-        if by_class:
-            _patch.patch_class(done, model_or_class)
-        else:
-            _patch.patch_model(done, model_or_class)
-        if attention:
-            register()
-            done.set_attention(model_or_class, "warpsmith")
+        models.patch_class(done, model_or_class, {**switches, "loss": loss and not logits})
     except BaseException:
         done.undo()
         raise

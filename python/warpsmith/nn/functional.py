@@ -162,12 +162,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         tensor([[3.],
                 [3.]])
     """
-    if _overridden(input, weight, bias) or not _layer_fits(input, weight, bias):
-        return _torch.linear(input, weight, bias)
-    return _linear(input, weight, bias)
+    return (_linear if linear_fits(input, weight, bias) else _torch.linear)(input, weight, bias)
 
 
-def _layer_fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def linear_fits(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether :func:`warpsmith.linear` takes a call."""
+    if _overridden(input, weight, bias):
+        return False
     tensors = [t for t in (input, weight, bias) if t is not None]
     if any(t.layout is not torch.strided or t.device != input.device or is_dtensor(t) for t in tensors):
         return False

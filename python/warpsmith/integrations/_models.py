@@ -1,0 +1,108 @@
+"""What ``patch`` does with models of transformers beside the rows of their classes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from warpsmith.integrations._modules import Part, is_ours
+from warpsmith.integrations._patch import UNKNOWN, Patched, subclass
+from warpsmith.integrations._rows import ROWS, part_of, row_of
+from warpsmith.nn._dispatch import reason_for_torch_scaled_dot_product_attention
+
+
+def _classes(model_class: type) -> list[tuple[type, Part]]:
+    """The classes with a part in the file of a model's class."""
+    found = [(cls, part_of(cls)) for n, cls in vars(sys.modules[model_class.__module__]).items() if _is(cls, n)]
+    return [(cls, part) for cls, part in found if part is not None and cls.__module__ == model_class.__module__]
+
+
+def _is(thing: Any, name: str) -> bool:
+    return isinstance(thing, type) and thing.__name__ == name
+
+
+def is_patched(model_class: type) -> bool:
+    """Whether a class of a family has a forward of ours."""
+    return is_ours(model_class) or any(is_ours(cls) for cls, _ in _classes(model_class))
+
+
+def patch_class(done: Patched, model_class: type, choice: dict[str, bool]) -> None:
+    """Replaces the forwards of a family's classes, for all models that are and will be."""
+    for cls, part in _classes(model_class):
+        if not choice[part.switch]:
+            continue
+        ours = subclass(cls, part)
+        if ours is None:
+            done.kept[cls.__name__] = UNKNOWN
+            continue
+        done.patch_class(cls, ours.forward)
+        done.replaced[cls.__name__] = part.what
+    if ROWS[model_class.__module__].layer_norm and choice["norms"]:
+        done.kept["LayerNorm"] = "it is torch's own class: patch the model"
+
+
+def table(logits: bool) -> Callable[[type], Part | None]:
+    """The part of each class; with ``logits`` heads have none."""
+
+    def part(cls: type) -> Part | None:
+        found = part_of(cls)
+        return None if found is not None and logits and found.switch == "loss" else found
+
+    return part
+
+
+def say_what_stays(done: Patched, model: nn.Module) -> None:
+    for module in model.modules():
+        cls, base = type(module), getattr(module, "base_model", module)
+        known = any(map(row_of, cls.__mro__))
+        if isinstance(module, PreTrainedModel) and not known:
+            done.kept[cls.__name__] = "warpsmith does not know its class"
+        elif module is model and known and base is not module and not any(map(part_of, cls.__mro__)):
+            done.kept[cls.__name__] = "its head and loss stay as they are"
+        elif cls.__name__.endswith("Experts"):
+            done.kept[cls.__name__] = "experts stay as they are"
+
+
+def _why_not_attention(model: Any) -> str | None:
+    """Why a model's attention is not :func:`warpsmith.attention`."""
+    config = model.config
+    if config._attn_implementation not in ("eager", "sdpa"):
+        return f"somebody has chosen {config._attn_implementation}"
+    if not model._can_set_attn_implementation():
+        return "its class takes no other implementation"
+    if getattr(config, "output_attentions", False):
+        return "its config asks for attention weights"
+    configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    sizes = {size for c in configs if (size := _head_dim(c))}
+    reasons = [reason_for_torch_scaled_dot_product_attention(model.dtype, model.device.type, size) for size in sizes]
+    return next(filter(None, reasons), None) if reasons else "its config does not say the size of heads"
+
+
+def _head_dim(config: Any) -> int | None:
+    heads, size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    found = getattr(config, "head_dim", None)
+    return found or (size // heads if isinstance(heads, int) and isinstance(size, int) else None)
+
+
+def set_attention(done: Patched, model: nn.Module, register: Callable[[], None]) -> None:
+    """Gives the outermost models of transformers in a model our attention, once it is registered."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            inside |= set(module.modules())
+            if module.config._attn_implementation == "warpsmith":
+                continue
+            why = _why_not_attention(module)
+            if why is not None:
+                done.kept["attn_implementation"] = why
+                continue
+            register()
+            old = module.config._attn_implementation
+            module.set_attn_implementation("warpsmith")
+            done.replaced["attn_implementation"] = "warpsmith.attention"
+            done.on_undo(functools.partial(module.set_attn_implementation, old))
