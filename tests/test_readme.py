@@ -46,6 +46,10 @@ def test_python_blocks_run_in_order(name, tmp_path, monkeypatch):
     for library in NEEDED.get(name, ()):
         pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
+    if name == TRAINERS:
+        import accelerate
+
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of tests before this one
     blocks = python_blocks((ROOT / name).read_text(encoding="utf-8"))
     assert blocks, f"{name} has no python block"
     scope = {"__name__": "readme"}
