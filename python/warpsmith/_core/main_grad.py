@@ -73,12 +73,23 @@ def _check_reduced(op: str, argument: str, main_grad: Tensor, weight: Tensor) ->
 def _wrapper_of(parameter: Tensor) -> nn.Module | None:
     """The DistributedDataParallel or fully sharded module that holds a parameter."""
     active: Any = nn.parallel.DistributedDataParallel._get_active_ddp_module()
-    if active is not None and (not parameter.is_leaf or any(p is parameter for p in active.parameters())):
+    if active is not None and not parameter.is_leaf:
         return active
+    if active is not None and _known(parameter) is not active:
+        _remember(active)
     if parameter not in _wrappers:
         _find_wrappers()
-    reference = _wrappers.setdefault(parameter, None)
+    _wrappers.setdefault(parameter, None)
+    return _known(parameter)
+
+
+def _known(parameter: Tensor) -> nn.Module | None:
+    reference = _wrappers.get(parameter)
     return None if reference is None else reference()
+
+
+def _remember(wrapper: nn.Module) -> None:
+    _wrappers.update((p, weakref.ref(wrapper)) for p in wrapper.parameters())
 
 
 def _find_wrappers() -> None:
@@ -95,4 +106,4 @@ def _find_wrappers() -> None:
     if not any(isinstance(wrapper, FSDPModule) for wrapper in wrappers):
         _wrappers.update((p, None) for p in parameters if p not in _wrappers)
     for wrapper in wrappers:
-        _wrappers.update((p, weakref.ref(wrapper)) for p in wrapper.parameters())
+        _remember(wrapper)

@@ -13,7 +13,7 @@ from warpsmith.integrations._patch import Patched as Patched
 from warpsmith.integrations._patch import patch_model
 
 #: A library, and its first and last version that the tests have run with.
-TESTED = {"transformers": ("5.23", "5.23"), "peft": ("0.21", "0.21")}
+TESTED = {"transformers": ("5.17", "5.23"), "peft": ("0.21", "0.21")}
 
 
 def warn_of_versions() -> None:
