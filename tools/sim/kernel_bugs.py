@@ -12,12 +12,9 @@ Bugs of the machine's own checks are in tests/sim/planted_*.cpp, where a bug cos
 
 from __future__ import annotations
 
-import atexit
-import os
 import shlex
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,7 +34,7 @@ class Bug:
     changes: tuple[tuple[str, str], ...]  # text that occurs once in the file, and what takes its place
     test: str  # of pytest --sim
     noticed_as: str  # part of what the test prints
-    variant: str = "coverage"  # the plain build of CI
+    variant: str = library.PLAIN  # ccache knows it, unlike a build that counts
     machine: str = "sm90"  # one of library.MACHINES
     also: tuple[tuple[str, str, str], ...] = ()  # of other files: the file, text, and what takes its place
     switch: int = 0  # its number among the bugs of its family that share a build; 0: it has a build of its own
@@ -336,12 +333,12 @@ BUGS += tuple(
 
 @cache
 def _switched_library(family: str) -> Path:
-    """One for this process, with all the bugs of a family that have switches."""
+    """With all the bugs of a family that have switches."""
     bug = next(bug for bug in BUGS if bug.switch and bug.family == family)
-    folder = Path(tempfile.mkdtemp(prefix=f"bugs-{family}-", dir=build.BUILD))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    objects = build.changed_objects(parts(bug), bug.texts(), folder, family)
-    return library.link(objects, bug.variant, folder / "libwarpsmith_sim.so")
+    folder = build.BUILD / f"bugs-{family}"
+    with build.locked(folder):
+        objects = build.changed_objects(parts(bug), bug.texts(), folder, family)
+        return library.link(objects, bug.variant, folder / "libwarpsmith_sim.so")
 
 
 def parts(bug: Bug) -> Iterable[build.Part]:
@@ -354,13 +351,14 @@ def noticed(bug: Bug) -> tuple[bool, str]:
     if bug.switch:
         result = library.law(_switched_library(bug.family), command, 300, **{SWITCH: str(bug.switch)})
     else:
-        folder = build.BUILD / f"bug-{bug.name}-{os.getpid()}"
-        try:
-            objects = build.changed_objects(parts(bug), bug.texts(), folder, bug.family)
-            made = library.link(objects, bug.variant, folder / "libwarpsmith_sim.so")
-            result = library.law(made, command, 300, folder, bug.machine, bug.variant)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        folder = build.BUILD / f"bug-{bug.name}"  # always the same, so that ccache knows the objects again
+        with build.locked(folder):
+            try:
+                objects = build.changed_objects(parts(bug), bug.texts(), folder, bug.family)
+                made = library.link(objects, bug.variant, folder / "libwarpsmith_sim.so")
+                result = library.law(made, command, 300, folder, bug.machine, bug.variant)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
     printed = result.stdout + result.stderr
     return result.returncode not in library.HOLDS and bug.noticed_as in printed, printed
 
