@@ -172,10 +172,16 @@ def dependencies(source: Path, flags: list[str]) -> list[Path]:
         paths, seen = _listed[known]
         if _looks(paths) == seen:
             return paths
-    kept = BUILD / "includes" / store.key("includes", compiler_version(), _nowhere(command))
+    folders = [_headers(Path(flag[2:])) for flag in flags if flag.startswith("-I")]  # a new one may come first
+    kept = BUILD / "includes" / store.key("includes", compiler_version(), _nowhere(command), folders)
     paths = _kept_listing(kept) or _asked_listing(command, kept)
     _listed[known] = paths, _looks(paths)
     return paths
+
+
+def _headers(folder: Path) -> list[str]:
+    files = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names)
+    return sorted(os.path.relpath(file, folder) for file in files if file.endswith((".h", ".cuh")))
 
 
 def _kept_listing(kept: Path) -> list[Path]:
