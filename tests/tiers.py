@@ -190,7 +190,9 @@ def times(reports: list[Any]) -> tuple[dict[str, Sum], list[tuple[float, str]], 
 
 def print_times(reporter: Any, plan: Plan) -> None:
     """Where the time went, and what was not run."""
-    reports = [r for outcome in ("passed", "failed") for r in reporter.stats.get(outcome, []) if hasattr(r, "when")]
+    # "": of what comes before and after a test, where fixtures of a module are made
+    outcomes = ("", "passed", "failed")
+    reports = [r for outcome in outcomes for r in reporter.stats.get(outcome, []) if hasattr(r, "when")]
     if not reports:
         return
     sums, tests, measured = times(reports)
