@@ -152,7 +152,6 @@ def main() -> int:
     name, free_bytes = card.stdout.strip().splitlines()[-1].split("; ")
     start, folder, known = time.monotonic(), ROOT / f"build/gpu-{given.code}", os.environ.get
     os.environ["PATH"] = f"{known('PATH', os.defpath)}:{known('CUDA_HOME', '/usr/local/cuda')}/bin"
-    os.environ.setdefault("WARPSMITH_CUBLAS_LT", "1")  # epilogues that are off by default
     if CODES[given.code][0]:  # with a cache of its own for what the driver compiles
         os.environ["PYTHONPATH"] = ":".join([f"{folder}/package", *filter(None, [known("PYTHONPATH")])])
         os.environ |= {"CUDA_CACHE_PATH": f"{folder}/compiled", "CUDA_CACHE_MAXSIZE": str(4 << 30)}
