@@ -33,6 +33,10 @@ FULL = (
 # Seconds of groups before a machine has measured them, by the beginning of their names (two cores, 2026-11-22).
 GUESSES = {
     "tests/build/test_install.py": 280.0,
+    "sim law attention": 350.0,
+    "sim law norm": 170.0,
+    "sim law optim": 170.0,
+    "sim law": 50.0,
     "sim_": 60.0,
     "planted_": 60.0,
     "tests/test_aoti_packages.py": 66.0,
