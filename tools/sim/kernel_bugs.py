@@ -3,8 +3,8 @@
     python tools/sim/kernel_bugs.py            # all, one after the other
     python tools/sim/kernel_bugs.py newton     # those whose name contains this
 
-A bug changes copies of files; the sources that include them are compiled against the copies, in the build that CI uses
-for the family's laws, and the named checks of a law run on the simulated kernels until the first failure.
+A bug changes copies of files; the sources that include them are compiled against the copies, in the plain build, and
+the named checks of a law run on the simulated kernels until the first failure.
 tests/test_planted_bugs.py does it too.
 Bugs of a family that have a `switch` share a build, in which a variable of the environment names the one that is there.
 Bugs of the machine's own checks are in tests/sim/planted_*.cpp, where a bug costs no compilation.
