@@ -29,7 +29,7 @@ import build
 @dataclass(frozen=True)
 class Bug:
     name: str
-    family: str
+    family: str  # empty: of several
     file: str  # below csrc
     changes: tuple[tuple[str, str], ...]  # text that occurs once in the file, and what takes its place
     test: str  # of pytest --sim
@@ -304,6 +304,9 @@ ATTENTION: tuple[tuple[str, str, tuple[tuple[str, str], ...], str, str], ...] = 
      "out: error"),
     ("dq_buffer_reused_early", "kernels/attention/hopper/backward_sm90_pipeline.cuh",
      (("device::bulk_commit();\n      @device::bulk_wait_read<0>();", ""),), EDGES, "grad_q: error"),
+    ("dv_as_wide_as_dk", "kernels/attention/backward_rows.cuh",
+     (("group * 64, @tensor == 0 ? p.head_dim_v : p.head_dim", "p.head_dim"),),
+     "tests/ops/test_attention_drawn.py -k 'long_problems and dim_v'", "grad_v: error"),
 )  # fmt: skip
 # One tensor of several laid out by itself; gradients of some inputs alone.
 BINDINGS = (
@@ -321,9 +324,24 @@ BINDINGS = (
     ("strided_gradient_of_losses_read_in_a_row", "cross_entropy.cpp", "dloss = @as_contiguous(dloss_any)", "dloss_any",
      "test_cross_entropy.py -k 'sim- and error_law and grad_loss_every_second'", "grad_logits: error"),
 )  # fmt: skip
+# Of several families, all in one build.
+SEVERAL = (
+    ("offset_added_to_a_weight_that_is_not_there", "norm/row.cuh", "w.at[k] = @kOffset && base", "kOffset",
+     "ops/test_norm.py -k 'sim- and error_law and weight_False-weight_offset'", "grad_x: error"),
+    ("last_of_equal_logits", "cross_entropy/problem.cuh", "place = @element<T>(held, n) == top",
+     "place == 0 && element<T>(held, n) == top", "ops/test_cross_entropy.py -k test_stats", "test_stats"),
+    ("sums_of_slices_not_added", "linear/column_sums.cuh", "p.add ? device::load(sums) + total : total", "total",
+     "ops/test_linear_loss.py -k 'sim- and error_law and 31200'", "grad_bias: error"),
+    ("codes_behind_the_end_are_no_zeros", "optim/step_8bit.cuh", "is_signed<F>(s) ? 127 : 0", "0",
+     "optim/test_eight_bit.py -k behind_the_last", "test_what_is_behind"),
+)  # fmt: skip
 BUGS += tuple(
     Bug(name, "attention", file, changes, test, noticed_as, library.PLAIN, switch=number)
     for number, (name, file, changes, test, noticed_as) in enumerate(ATTENTION, 1)
+)
+BUGS += tuple(
+    Bug(name, "", f"kernels/{file}", ((old, new),), f"tests/{test}", noticed_as, library.PLAIN, switch=n)
+    for n, (name, file, old, new, test, noticed_as) in enumerate(SEVERAL, 1)
 )
 BUGS += tuple(
     Bug(name, "bindings", f"bindings/{file}", ((old, new),), f"tests/ops/{test}", noticed_as, library.PLAIN, switch=n)
