@@ -17,10 +17,12 @@ from warpsmith.ops.norm import (
     rms_norm,
 )
 from warpsmith.ops.optim import adamw
+from warpsmith.ops.quantize import Fp8Tensor, dequantize_fp8, quantize_fp8
 from warpsmith.ops.rope import qk_norm_rope, rope
 
 __all__ = [
     "CrossEntropyStats",
+    "Fp8Tensor",
     "adamw",
     "add_layer_norm",
     "add_rms_norm",
@@ -30,6 +32,7 @@ __all__ = [
     "bias_relu",
     "bias_silu",
     "cross_entropy",
+    "dequantize_fp8",
     "dropout_add",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
@@ -41,6 +44,7 @@ __all__ = [
     "linear_log_prob",
     "mlp",
     "qk_norm_rope",
+    "quantize_fp8",
     "reglu",
     "relu_squared",
     "rms_norm",

@@ -1,0 +1,47 @@
+#pragma once
+#include <bit>
+#include <cstdint>
+
+#include "common/float8.h"
+#include "common/float8_scale.h"
+#include "common/half_host.h"
+
+// Conversions of the CPU kernels between 8-bit floats and float. Plain C++ that the compiler vectorises.
+namespace warpsmith {
+
+template <class F> struct HostFloat8;
+template <> struct HostFloat8<float8_e4m3> {
+  static constexpr int mantissa = 3, bias = 7;
+  static constexpr Float8Limits limits = kE4m3Limits;
+};
+template <> struct HostFloat8<float8_e5m2> {
+  static constexpr int mantissa = 2, bias = 15;
+  static constexpr Float8Limits limits = kE5m2Limits;
+};
+
+// To nearest even; what is larger than the largest finite value, infinity included, becomes that value. Not for NaN.
+template <class F> inline uint8_t round_float8(float x) {
+  using H = HostFloat8<F>;
+  const uint32_t u = std::bit_cast<uint32_t>(x), any = u & 0x7fffffff;
+  const uint32_t magnitude = any < H::limits.largest_bits ? any : H::limits.largest_bits;
+  const uint32_t last = magnitude >> (23 - H::mantissa) & 1;
+  const uint32_t normal =
+      ((magnitude + (1u << (22 - H::mantissa)) - 1 + last) >> (23 - H::mantissa)) - ((127u - H::bias) << H::mantissa);
+  // In units of the last place of the subnormals. Added to 2^23, the last bit of a float is 1.
+  const float units = std::bit_cast<float>(magnitude) *
+                      std::bit_cast<float>(static_cast<uint32_t>(127 + H::bias - 1 + H::mantissa) << 23);
+  const uint32_t subnormal = std::bit_cast<uint32_t>(units + 0x1p23f) & 0xff;
+  const bool is_subnormal = magnitude < static_cast<uint32_t>(128 - H::bias) << 23;
+  return static_cast<uint8_t>((is_subnormal ? subnormal : normal) | (u >> 24 & 0x80));
+}
+
+// Exact. NaN stays NaN.
+inline float to_float(float8_e5m2 x) { return to_float(float16{static_cast<uint16_t>(x.bits << 8)}); }
+inline float to_float(float8_e4m3 x) {
+  // As the bits of a float16 the value is 2^8 too small, subnormal or not.
+  const auto half = static_cast<uint16_t>((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7);
+  const float value = to_float(float16{half}) * 256.0f;
+  return (x.bits & 0x7f) == 0x7f ? std::bit_cast<float>(0x7fffe000u) : value;
+}
+
+}  // namespace warpsmith
