@@ -30,7 +30,7 @@ py::dict plan_quantize(const py::kwargs& given) {
   py::dict d;
   d["kernel"] = c.tiles ? "tiles" : "segments";
   d["amax_pass"] = c.amax_pass;
-  d["threads"] = c.tiles ? 256 : kSegmentTeams[c.team].threads;
+  d["threads"] = c.tiles ? tile_threads(p.element_bytes) : kSegmentTeams[c.team].threads;
   d["threads_a_segment"] = c.tiles ? 0 : kSegmentTeams[c.team].lanes;
   d["segment"] = c.length;
   d["blocks"] = c.blocks;

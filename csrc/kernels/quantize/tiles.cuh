@@ -15,8 +15,7 @@
 namespace warpsmith::quantize {
 
 constexpr int kTile = static_cast<int>(kFp8Block);
-// Each keeps 128 bytes of its square in registers.
-template <class T> constexpr int kTileThreads = kTile * kTile / 128 * static_cast<int>(sizeof(T));
+template <class T> constexpr int kTileThreads = tile_threads(sizeof(T));
 
 enum class TileWork { amax, cast };
 
