@@ -29,13 +29,19 @@ class Fp8Tensor(NamedTuple):
         transposed: 8-bit floats, (columns, rows), contiguous.
         transposed_scale: of ``transposed``, by its own rows.
         counts: int64, two elements: how many elements of x were saturated, and how many were not finite.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> t = warpsmith.Fp8Tensor(torch.ones(2).to(torch.float8_e5m2), torch.tensor(3.0), None, None, None)
+        >>> warpsmith.dequantize_fp8(t)
+        tensor([3., 3.])
     """
 
     data: Tensor | None
     scale: Tensor | None
     transposed: Tensor | None
     transposed_scale: Tensor | None
-    counts: Tensor
+    counts: Tensor | None
 
 
 def number_of(op: str, argument: str, value: object, words: Sequence[str]) -> int:
