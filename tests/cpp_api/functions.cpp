@@ -118,15 +118,14 @@ using Quantized = std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor
 
 Quantized quantize_fp8(const at::Tensor& x, const std::optional<at::Tensor>& scale, int64_t scaling, int64_t transpose,
                        at::ScalarType dtype, bool power_of_two, bool column_sums) {
-  const auto t =
-      warpsmith::quantize_fp8(x, static_cast<warpsmith::Fp8Scaling>(scaling),
-                              {.dtype = dtype,
-                               .scale = scale,
-                               .transpose = static_cast<warpsmith::Fp8Transpose>(transpose),
-                               .power_of_two = power_of_two,
-                               .column_sums = column_sums});
-  return {if_defined(t.data),  if_defined(t.scale), if_defined(t.transposed), if_defined(t.transposed_scale), t.counts,
-          if_defined(t.column_sums)};
+  const auto t = warpsmith::quantize_fp8(x, static_cast<warpsmith::Fp8Scaling>(scaling),
+                                         {.dtype = dtype,
+                                          .scale = scale,
+                                          .transpose = static_cast<warpsmith::Fp8Transpose>(transpose),
+                                          .power_of_two = power_of_two,
+                                          .column_sums = column_sums});
+  return {if_defined(t.data), if_defined(t.scale),      if_defined(t.transposed), if_defined(t.transposed_scale),
+          t.counts,           if_defined(t.column_sums)};
 }
 
 }  // namespace

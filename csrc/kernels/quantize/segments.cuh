@@ -17,11 +17,12 @@ struct Segments {
   int64_t columns, x_stride, length, count;  // count: of all segments
   device::FastDivide per_row;
   int64_t segments_a_row;
-  int64_t scale_of_row;  // stride of given scales
-  bool given, power_of_two, whole;         // whole: segments begin on 16 bytes of x, and of data likewise
+  int64_t scale_of_row;             // stride of given scales
+  bool given, power_of_two, whole;  // whole: segments begin on 16 bytes of x, and of data likewise
 };
 
-template <class T, class F, class I> __global__ void __launch_bounds__(I::value.threads, I::value.threads > 256 ? 1 : 3) segments(Segments p) {
+template <class T, class F, class I> __global__ void __launch_bounds__(I::value.threads, I::value.threads > 256 ? 1 : 3)
+    segments(Segments p) {
   constexpr int kLanes = I::value.lanes, V = I::value.vectors, N = 16 / sizeof(T);
   constexpr int kTeams = I::value.threads / kLanes, kHeld = kLanes * V * N;
   WARPSMITH_SHARED(float, scratch, I::value.threads / 32);
@@ -32,9 +33,10 @@ template <class T, class F, class I> __global__ void __launch_bounds__(I::value.
   const int64_t here = segment >= p.count ? 0 : behind < p.length ? behind : p.length;
 
   Piece<T> held[V];
-  Counts counts;
-  float amax = 0.0f, scale = 1.0f;
-  if (p.given && here > 0) scale = device::load(p.scale + row * p.scale_of_row);
+  float amax = 0.0f;
+  Divisor by{1.0f, 1.0f};
+  bool odd = false;
+  if (p.given && here > 0) by = divisor(device::load(p.scale + row * p.scale_of_row));
   // First the maximum, then the bytes. One place loads: three would keep three sets of addresses in registers.
 #pragma unroll 1
   for (int pass = p.given ? 1 : 0; pass < 2; ++pass) {
@@ -56,8 +58,9 @@ template <class T, class F, class I> __global__ void __launch_bounds__(I::value.
 #pragma unroll
           for (int k = 0; k < N; ++k) amax = fmaxf(amax, finite_magnitude(value[k]));
         } else if (const int rest = left - (v * kLanes + lane) * N; rest > 0) {
-          uint8_t* data = p.data + row * p.columns + start + v * kLanes * N;
-          store_bytes(data, cast<F>(value, scale, counts), rest, p.whole);
+          Vector<uint32_t, N / 4> bytes;
+          odd |= cast<F>(value, by, bytes);
+          store_bytes(p.data + row * p.columns + start + v * kLanes * N, bytes, rest, p.whole);
         }
       }
     }
@@ -67,8 +70,19 @@ template <class T, class F, class I> __global__ void __launch_bounds__(I::value.
       } else {
         amax = device::block_max<kLanes>(amax, scratch);
       }
-      scale = scale_of_amax(amax, kLimits<F>, p.power_of_two);
-      if (lane == 0 && here > 0) device::store(p.scale + segment, scale);
+      by = divisor(scale_of_amax(amax, kLimits<F>, p.power_of_two));
+      if (lane == 0 && here > 0) device::store(p.scale + segment, by.scale);
+    }
+  }
+  Counts counts;
+  if (odd) {  // once more, each value alone
+    const T* x = static_cast<const T*>(p.x) + row * p.x_stride + first;
+    uint8_t* data = p.data + row * p.columns + first;
+#pragma unroll 1
+    for (int64_t piece = lane * N; piece < here; piece += kLanes * N) {
+#pragma unroll 1
+      for (int64_t c = piece; c < here && c < piece + N; ++c)
+        device::store(data + c, repair<F>(device::to_float(device::load(x + c)), by.scale, counts));
     }
   }
   add_counts(counts, p.counts);

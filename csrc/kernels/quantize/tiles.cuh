@@ -7,7 +7,8 @@
 // square:
 //
 //   amax    the largest magnitudes of its rows, of its columns or of all, as partial results
-//   cast    bytes, transposed bytes or both; by scales that are known, or by scales of the square itself: of its rows and
+//   cast    bytes, transposed bytes or both; by scales that are known, or by scales of the square itself: of its rows
+//   and
 //           of its columns, or one. Beside them the sums of its columns
 //
 // Reads x once. Writes a byte a value and kind of bytes, 4 bytes a
@@ -21,8 +22,8 @@ enum class TileWork { amax, cast };
 
 struct Tiles {
   const void* x;
-  uint8_t *data, *transposed;       // null: not wanted
-  float *row_scale, *column_scale;  // of the bytes; written if of_square, else read
+  uint8_t *data, *transposed;                        // null: not wanted
+  float *row_scale, *column_scale;                   // of the bytes; written if of_square, else read
   float *row_partials, *column_partials, *partials;  // of amax: [tiles across, rows], [tiles down, columns], [tiles]
   float* column_sums;                                // [tiles down, columns]; null: not wanted
   int64_t* counts;
@@ -66,7 +67,7 @@ __device__ __forceinline__ void combine_columns(float (&mine)[N], Op op, float* 
 template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kTileThreads<T>, 512 / kTileThreads<T>)
     tiles(Tiles p) {
   constexpr int kThreads = kTileThreads<T>;
-  constexpr int N = 16 / sizeof(T), G = kTile / N;                // a row is read by G threads
+  constexpr int N = 16 / sizeof(T), G = kTile / N;                        // a row is read by G threads
   constexpr int L = kThreads / G, R = kTile / L, kWarps = kThreads / 32;  // each reads R rows
   WARPSMITH_SHARED(uint32_t, words, kWork == TileWork::amax ? 1 : kTile * kTile / 4);
   WARPSMITH_SHARED(float, by_warp, kWarps* kTile);
@@ -137,50 +138,54 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
   }
 
   if constexpr (kWork != TileWork::amax) {
-    float column_scale[N];
+    Divisor by_column[N];
+    float one = 1.0f;
     if (p.of_square) {
       __syncthreads();
       if (p.square) {
-        const float scale = scale_of_amax(row_max[0], kLimits<F>, p.power_of_two);
-        if (thread == 0 && p.data) device::store(p.row_scale + blockIdx.x, scale);
-        if (thread == 0 && p.transposed) device::store(p.column_scale + across * p.down + down, scale);
+        one = scale_of_amax(row_max[0], kLimits<F>, p.power_of_two);
+        if (thread == 0 && p.data) device::store(p.row_scale + blockIdx.x, one);
+        if (thread == 0 && p.transposed) device::store(p.column_scale + across * p.down + down, one);
       } else if (p.transposed && is_column()) {
         device::store(p.column_scale + (first_column + thread) * p.down + down,
                       scale_of_amax(of_column[thread], kLimits<F>, p.power_of_two));
       }
+    } else if (p.square) {
+      one = device::load(p.row_scale);
+    }
+    if (p.transposed) {
 #pragma unroll
-      for (int k = 0; k < N; ++k)
-        column_scale[k] = scale_of_amax(p.transposed ? of_column[group * N + k] : 0.0f, kLimits<F>, p.power_of_two);
-    } else {
-      const float one = p.square ? device::load(p.row_scale) : 1.0f;
-#pragma unroll
-      for (int k = 0; k < N; ++k)
-        column_scale[k] =
-            p.transposed && !p.square && k < columns_here ? device::load(p.column_scale + column + k) : one;
-#pragma unroll
-      for (int i = 0; i < R; ++i) row_max[i] = one;  // the scales themselves, here
+      for (int k = 0; k < N; ++k) {
+        float scale = one;
+        if (!p.square && p.of_square)
+          scale = scale_of_amax(of_column[group * N + k], kLimits<F>, p.power_of_two);
+        else if (!p.square && k < columns_here)
+          scale = device::load(p.column_scale + column + k);
+        by_column[k] = divisor(scale);
+      }
     }
 
-    Counts counts;
+    bool odd = false, odd_transposed = false;
     if (p.data) {
 #pragma unroll
       for (int i = 0; i < R; ++i) {
         const int64_t row = row_of(i);
         if (row >= p.rows || columns_here <= 0) continue;
-        float scale = row_max[i], value[N];
-        if (p.of_square) {
-          scale = scale_of_amax(scale, kLimits<F>, p.power_of_two);
-          if (!p.square && group == 0) device::store(p.row_scale + row * p.across + across, scale);
+        float scale = one, value[N];
+        if (!p.square && p.of_square) {
+          scale = scale_of_amax(row_max[i], kLimits<F>, p.power_of_two);
+          if (group == 0) device::store(p.row_scale + row * p.across + across, scale);
         } else if (!p.square) {
           scale = device::load(p.row_scale + row);
         }
         device::unpack<T>(value, held[i]);
         device::forget(held[i]);
-        store_bytes(p.data + row * p.columns + column, cast<F>(value, scale, counts), columns_here, p.whole_data);
+        Vector<uint32_t, N / 4> bytes;
+        odd |= cast<F>(value, divisor(scale), bytes);
+        store_bytes(p.data + row * p.columns + column, bytes, columns_here, p.whole_data);
       }
     }
     if (p.transposed) {
-      Counts of_transposed;
 #pragma unroll
       for (int i = 0; i < R; i += 4) {
         float rows[4][N];
@@ -192,10 +197,11 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
 #pragma unroll
         for (int k = 0; k < N; ++k) {
           const float four[4] = {rows[0][k], rows[1][k], rows[2][k], rows[3][k]};
-          words[word_at<N>(group * N + k, i / 4 * L + lane)] = cast<F>(four, column_scale[k], of_transposed).at[0];
+          Vector<uint32_t, 1> bytes;
+          odd_transposed |= cast<F>(four, by_column[k], bytes);
+          words[word_at<N>(group * N + k, i / 4 * L + lane)] = bytes.at[0];
         }
       }
-      if (!p.data) counts = of_transposed;  // an element counts once
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < kTile * kTile / 16 / kThreads; ++i) {
@@ -205,8 +211,33 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
         Vector<uint32_t, 4> bytes;
 #pragma unroll
         for (int j = 0; j < 4; ++j) bytes.at[j] = words[word_at<N>(c, q * 4 + j)];
-        store_bytes(p.transposed + (first_column + c) * p.rows + row, bytes, p.rows - row < 16 ? static_cast<int>(p.rows - row) : 16, p.whole_transposed);
+        store_bytes(p.transposed + (first_column + c) * p.rows + row, bytes,
+                    p.rows - row < 16 ? static_cast<int>(p.rows - row) : 16, p.whole_transposed);
       }
+    }
+    Counts counts;
+    // Once more, each value alone, behind the stores of all threads. An element counts once.
+    if (__syncthreads_or(odd || odd_transposed) && (odd || odd_transposed)) {
+      Counts of_transposed;
+#pragma unroll 1
+      for (int i = 0; i < R; ++i) {
+        const int64_t row = row_of(i);
+        if (row >= p.rows) break;
+#pragma unroll 1
+        for (int64_t c = column; c < column + columns_here; ++c) {
+          const float x = device::to_float(device::load(static_cast<const T*>(p.x) + row * p.x_stride + c));
+          if (odd) {
+            const float scale =
+                p.square ? one : device::load(p.row_scale + (p.of_square ? row * p.across + across : row));
+            device::store(p.data + row * p.columns + c, repair<F>(x, scale, counts));
+          }
+          if (odd_transposed) {
+            const float scale = p.square ? one : device::load(p.column_scale + (p.of_square ? c * p.down + down : c));
+            device::store(p.transposed + c * p.rows + row, repair<F>(x, scale, of_transposed));
+          }
+        }
+      }
+      if (!p.data) counts = of_transposed;
     }
     if (p.column_sums) {
       float sum[N] = {};
