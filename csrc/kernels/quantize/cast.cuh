@@ -88,11 +88,26 @@ template <class T> using Piece = device::Packed<T, kPiece<T>>;
 
 template <class T> __device__ __forceinline__ Piece<T> load_piece(const T* x, int here, bool whole) {
   if (whole && here >= kPiece<T>) return device::load(device::packed_at<T, kPiece<T>>(x, 0));
-  Vector<T, kPiece<T>> piece = {};
+  Piece<T> piece = {};
 #pragma unroll
-  for (int k = 0; k < kPiece<T>; ++k)
-    if (k < here) piece.at[k] = device::load(x + k);
-  return __builtin_bit_cast(Piece<T>, piece);
+  for (int k = 0; k < kPiece<T>; ++k) {
+    if (k >= here) break;
+    const T element = device::load(x + k);
+    if constexpr (sizeof(T) == 2) {
+      piece.at[k / 2] |= static_cast<uint32_t>(element.bits) << (16 * (k % 2));
+    } else {
+      piece.at[k] = element;
+    }
+  }
+  return piece;
+}
+
+template <class T> __device__ __forceinline__ float element(const Piece<T>& piece, int k) {
+  if constexpr (sizeof(T) == 2) {
+    return k % 2 ? device::high_half<T>(piece.at[k / 2]) : device::low_half<T>(piece.at[k / 2]);
+  } else {
+    return piece.at[k];
+  }
 }
 
 // The first `here` of 4 W bytes. `whole`: likewise.
@@ -102,9 +117,14 @@ __device__ __forceinline__ void store_bytes(uint8_t* to, const Vector<uint32_t, 
     device::store(reinterpret_cast<Vector<uint32_t, W>*>(to), bytes);
     return;
   }
+#pragma unroll 1
+  for (int k = 0; k < here && k < 4 * W; ++k) {
+    uint32_t word = bytes.at[0];
 #pragma unroll
-  for (int k = 0; k < 4 * W; ++k)
-    if (k < here) device::store(to + k, static_cast<uint8_t>(bytes.at[k / 4] >> (8 * (k % 4))));
+    for (int w = 1; w < W; ++w)
+      if (k / 4 == w) word = bytes.at[w];
+    device::store(to + k, static_cast<uint8_t>(word >> (8 * (k % 4))));
+  }
 }
 
 }  // namespace warpsmith::quantize

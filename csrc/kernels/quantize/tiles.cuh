@@ -64,14 +64,16 @@ __device__ __forceinline__ void combine_columns(float (&mine)[N], Op op, float* 
   }
 }
 
-template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kTileThreads<T>, 512 / kTileThreads<T>)
+template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kTileThreads<T>, 1024 / kTileThreads<T>)
     tiles(Tiles p) {
   constexpr int kThreads = kTileThreads<T>;
   constexpr int N = 16 / sizeof(T), G = kTile / N;                        // a row is read by G threads
   constexpr int L = kThreads / G, R = kTile / L, kWarps = kThreads / 32;  // each reads R rows
   WARPSMITH_SHARED(uint32_t, words, kWork == TileWork::amax ? 1 : kTile * kTile / 4);
   WARPSMITH_SHARED(float, by_warp, kWarps* kTile);
-  WARPSMITH_SHARED(float, of_column, kTile);
+  // A row's or column's maximum or sum, then its scale; behind it the reciprocal.
+  WARPSMITH_SHARED(float, of_row, 2 * kTile);
+  WARPSMITH_SHARED(float, of_column, 2 * kTile);
   WARPSMITH_SHARED(float, scratch, kWarps);
   const int thread = static_cast<int>(threadIdx.x), group = thread % G, lane = thread / G;
   const int64_t down = blockIdx.x / static_cast<unsigned>(p.across), across = blockIdx.x - down * p.across;
@@ -88,11 +90,27 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
         load_piece(static_cast<const T*>(p.x) + row * p.x_stride + column, row < p.rows ? columns_here : 0, p.whole);
   }
 
-  const auto is_column = [&] { return thread < kTile && first_column + thread < p.columns; };
+  const bool is_row = thread < kTile && first_row + thread < p.rows;  // has to do with one
+  const bool is_column = thread < kTile && first_column + thread < p.columns;
 
-  float row_max[R];
+  if (kWork == TileWork::cast && p.column_sums) {  // first: behind repair() no value is needed any more
+    float sum[N] = {};
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+      float value[N];
+      device::unpack<T>(value, held[i]);
+      device::forget(held[i]);
+#pragma unroll
+      for (int k = 0; k < N; ++k) sum[k] += value[k];
+    }
+    combine_columns<kThreads>(sum, device::Sum(), by_warp, of_column);
+    if (is_column) device::store(p.column_sums + down * p.columns + first_column + thread, of_column[thread]);
+    __syncthreads();
+  }
+
+  float one = 0.0f;  // the maximum of all, then its scale
   if (kWork == TileWork::amax || p.of_square) {
-    float column_max[N] = {}, largest = 0.0f;
+    float row_max[R], column_max[N] = {};
 #pragma unroll
     for (int i = 0; i < R; ++i) {
       row_max[i] = 0.0f;
@@ -105,65 +123,62 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
         row_max[i] = fmaxf(row_max[i], m);
         column_max[k] = fmaxf(column_max[k], m);
       }
-      largest = fmaxf(largest, row_max[i]);
+      one = fmaxf(one, row_max[i]);
     }
     if (kWork == TileWork::amax ? p.partials != nullptr : p.square) {
-      largest = device::block_max<kThreads>(largest, scratch);
-#pragma unroll
-      for (int i = 0; i < R; ++i) row_max[i] = largest;
-      if constexpr (kWork == TileWork::amax) {
-        if (thread == 0) device::store(p.partials + blockIdx.x, largest);
-      } else {
-        if (thread < kTile) of_column[thread] = largest;
-      }
+      one = device::block_max<kThreads>(one, scratch);
     } else {
       if (kWork == TileWork::amax ? p.row_partials != nullptr : p.data != nullptr) {
 #pragma unroll
         for (int i = 0; i < R; ++i) {
           row_max[i] = device::group_max<G>(row_max[i]);
-          if constexpr (kWork == TileWork::amax) {
-            if (group == 0 && row_of(i) < p.rows)
-              device::store(p.row_partials + across * p.rows + row_of(i), row_max[i]);
-          }
+          if (group == 0) of_row[row_of(i) - first_row] = row_max[i];
         }
       }
-      if (kWork == TileWork::amax ? p.column_partials != nullptr : p.transposed != nullptr) {
+      if (kWork == TileWork::amax ? p.column_partials != nullptr : p.transposed != nullptr)
         combine_columns<kThreads>(column_max, device::Max(), by_warp, of_column);
-        if constexpr (kWork == TileWork::amax) {
-          if (is_column())
-            device::store(p.column_partials + down * p.columns + first_column + thread, of_column[thread]);
-        }
-      }
     }
+  }
+  __syncthreads();
+
+  if constexpr (kWork == TileWork::amax) {
+    if (p.partials && thread == 0) device::store(p.partials + blockIdx.x, one);
+    if (p.row_partials && is_row) device::store(p.row_partials + across * p.rows + first_row + thread, of_row[thread]);
+    if (p.column_partials && is_column)
+      device::store(p.column_partials + down * p.columns + first_column + thread, of_column[thread]);
   }
 
   if constexpr (kWork != TileWork::amax) {
-    Divisor by_column[N];
-    float one = 1.0f;
-    if (p.of_square) {
-      __syncthreads();
-      if (p.square) {
-        one = scale_of_amax(row_max[0], kLimits<F>, p.power_of_two);
-        if (thread == 0 && p.data) device::store(p.row_scale + blockIdx.x, one);
-        if (thread == 0 && p.transposed) device::store(p.column_scale + across * p.down + down, one);
-      } else if (p.transposed && is_column()) {
-        device::store(p.column_scale + (first_column + thread) * p.down + down,
-                      scale_of_amax(of_column[thread], kLimits<F>, p.power_of_two));
-      }
-    } else if (p.square) {
-      one = device::load(p.row_scale);
-    }
-    if (p.transposed) {
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        float scale = one;
-        if (!p.square && p.of_square)
-          scale = scale_of_amax(of_column[group * N + k], kLimits<F>, p.power_of_two);
-        else if (!p.square && k < columns_here)
-          scale = device::load(p.column_scale + column + k);
-        by_column[k] = divisor(scale);
+    if (p.square) {
+      one = p.of_square ? scale_of_amax(one, kLimits<F>, p.power_of_two) : device::load(p.row_scale);
+      if (p.of_square && thread == 0) {
+        if (p.data) device::store(p.row_scale + blockIdx.x, one);
+        if (p.transposed) device::store(p.column_scale + across * p.down + down, one);
       }
     }
+    // Threads of rows, then threads of columns: the scale of each, once.
+    const auto prepare = [&](float* of, bool exists, float* scales, int64_t at) {
+      if (thread >= kTile) return;
+      float scale = one;
+      if (!p.square && exists) {
+        scale = p.of_square ? scale_of_amax(of[thread], kLimits<F>, p.power_of_two) : device::load(scales + at);
+        if (p.of_square) device::store(scales + at, scale);
+      } else if (!p.square) {
+        scale = 1.0f;
+      }
+      const Divisor d = divisor(scale);
+      of[thread] = d.scale;
+      of[kTile + thread] = d.reciprocal;
+    };
+    const int64_t my_row = first_row + thread, my_column = first_column + thread;
+#pragma unroll 1
+    for (int side = p.data ? 0 : 1; side < (p.transposed ? 2 : 1); ++side) {
+      if (side == 0)
+        prepare(of_row, is_row, p.row_scale, p.of_square ? my_row * p.across + across : my_row);
+      else
+        prepare(of_column, is_column, p.column_scale, p.of_square ? my_column * p.down + down : my_column);
+    }
+    __syncthreads();
 
     bool odd = false, odd_transposed = false;
     if (p.data) {
@@ -171,35 +186,26 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
       for (int i = 0; i < R; ++i) {
         const int64_t row = row_of(i);
         if (row >= p.rows || columns_here <= 0) continue;
-        float scale = one, value[N];
-        if (!p.square && p.of_square) {
-          scale = scale_of_amax(row_max[i], kLimits<F>, p.power_of_two);
-          if (group == 0) device::store(p.row_scale + row * p.across + across, scale);
-        } else if (!p.square) {
-          scale = device::load(p.row_scale + row);
-        }
+        const int in_tile = static_cast<int>(row - first_row);
+        float value[N];
         device::unpack<T>(value, held[i]);
         device::forget(held[i]);
         Vector<uint32_t, N / 4> bytes;
-        odd |= cast<F>(value, divisor(scale), bytes);
+        odd |= cast<F>(value, {of_row[in_tile], of_row[kTile + in_tile]}, bytes);
         store_bytes(p.data + row * p.columns + column, bytes, columns_here, p.whole_data);
       }
     }
     if (p.transposed) {
 #pragma unroll
       for (int i = 0; i < R; i += 4) {
-        float rows[4][N];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          device::unpack<T>(rows[j], held[i + j]);
-          device::forget(held[i + j]);
-        }
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          const float four[4] = {rows[0][k], rows[1][k], rows[2][k], rows[3][k]};
+          const float four[4] = {element<T>(held[i], k), element<T>(held[i + 1], k), element<T>(held[i + 2], k),
+                                 element<T>(held[i + 3], k)};
           Vector<uint32_t, 1> bytes;
-          odd_transposed |= cast<F>(four, by_column[k], bytes);
-          words[word_at<N>(group * N + k, i / 4 * L + lane)] = bytes.at[0];
+          const int c = group * N + k;
+          odd_transposed |= cast<F>(four, {of_column[c], of_column[kTile + c]}, bytes);
+          words[word_at<N>(c, i / 4 * L + lane)] = bytes.at[0];
         }
       }
       __syncthreads();
@@ -226,31 +232,12 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
 #pragma unroll 1
         for (int64_t c = column; c < column + columns_here; ++c) {
           const float x = device::to_float(device::load(static_cast<const T*>(p.x) + row * p.x_stride + c));
-          if (odd) {
-            const float scale =
-                p.square ? one : device::load(p.row_scale + (p.of_square ? row * p.across + across : row));
-            device::store(p.data + row * p.columns + c, repair<F>(x, scale, counts));
-          }
-          if (odd_transposed) {
-            const float scale = p.square ? one : device::load(p.column_scale + (p.of_square ? c * p.down + down : c));
-            device::store(p.transposed + c * p.rows + row, repair<F>(x, scale, of_transposed));
-          }
+          if (odd) device::store(p.data + row * p.columns + c, repair<F>(x, of_row[row - first_row], counts));
+          if (odd_transposed)
+            device::store(p.transposed + c * p.rows + row, repair<F>(x, of_column[c - first_column], of_transposed));
         }
       }
       if (!p.data) counts = of_transposed;
-    }
-    if (p.column_sums) {
-      float sum[N] = {};
-#pragma unroll
-      for (int i = 0; i < R; ++i) {
-        float value[N];
-        device::unpack<T>(value, held[i]);
-#pragma unroll
-        for (int k = 0; k < N; ++k) sum[k] += value[k];
-      }
-      __syncthreads();  // of_column has been read
-      combine_columns<kThreads>(sum, device::Sum(), by_warp, of_column);
-      if (is_column()) device::store(p.column_sums + down * p.columns + first_column + thread, of_column[thread]);
     }
     add_counts(counts, p.counts);
   }
