@@ -19,6 +19,10 @@ template <> inline constexpr Float8Limits kLimits<float8_e5m2> = kE5m2Limits;
 // What a thread has seen, until add_counts.
 struct Counts {
   unsigned saturated = 0, not_finite = 0;
+  __device__ __forceinline__ void add(const Counts& more) {
+    saturated += more.saturated;
+    not_finite += more.not_finite;
+  }
 };
 
 // |x|, or 0 where x is not finite.

@@ -222,22 +222,23 @@ template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kT
       }
     }
     Counts counts;
-    // Once more, each value alone, behind the stores of all threads. An element counts once.
-    if (__syncthreads_or(odd || odd_transposed) && (odd || odd_transposed)) {
-      Counts of_transposed;
+    // Once more, each value alone, behind the stores of all threads. One loop without branches: with nested ones the
+    // call of the division's rare cases takes a stack. An element counts once.
+    __syncthreads();
+    if (__any_sync(0xffffffffu, odd || odd_transposed)) {
 #pragma unroll 1
-      for (int i = 0; i < R; ++i) {
-        const int64_t row = row_of(i);
-        if (row >= p.rows) break;
-#pragma unroll 1
-        for (int64_t c = column; c < column + columns_here; ++c) {
-          const float x = device::to_float(device::load(static_cast<const T*>(p.x) + row * p.x_stride + c));
-          if (odd) device::store(p.data + row * p.columns + c, repair<F>(x, of_row[row - first_row], counts));
-          if (odd_transposed)
-            device::store(p.transposed + c * p.rows + row, repair<F>(x, of_column[c - first_column], of_transposed));
-        }
+      for (int e = 0; e < R * N; ++e) {
+        const int64_t row = row_of(e / N), c = column + e % N;
+        const bool exists = row < p.rows && c < p.columns;
+        const float x =
+            exists ? device::to_float(device::load(static_cast<const T*>(p.x) + row * p.x_stride + c)) : 0.0f;
+        Counts in_row, in_column;
+        const uint8_t of_data = repair<F>(x, of_row[row - first_row], in_row);
+        const uint8_t turned = repair<F>(x, of_column[c - first_column], in_column);
+        if (exists && odd) device::store(p.data + row * p.columns + c, of_data);
+        if (exists && odd_transposed) device::store(p.transposed + c * p.rows + row, turned);
+        if (p.data ? odd : odd_transposed) counts.add(p.data ? in_row : in_column);
       }
-      if (!p.data) counts = of_transposed;
     }
     add_counts(counts, p.counts);
   }
