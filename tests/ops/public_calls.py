@@ -14,7 +14,8 @@ TOKENS, WIDTH, CLASSES = 6, 8, 5
 
 
 def arguments_of(name: str) -> dict:
-    """New tensors in float64, or what an op takes instead, filled from a fixed seed. The first dimension counts tokens wherever an op allows it."""
+    """New tensors in float64 (float32 for casts to 8 bits), from a fixed seed. The first dimension counts tokens
+    wherever an op allows it."""
     generator = torch.Generator().manual_seed(0)
 
     def make(*shape: int) -> torch.Tensor:

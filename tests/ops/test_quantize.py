@@ -50,9 +50,9 @@ def case(shape, dtype=BF16, **options):
     return Case(shape, dtype, options=options, dtypes={"scale": FP32} if "given" in options and dtype != FP32 else {})
 
 
-KINDS = [
-    {"scaling": s, "transpose": t} for s in ("row", "tensor", "block", "block2d") for t in ("no", "also", "only")
-][1:]
+KINDS = [{"scaling": s, "transpose": t} for s in ("row", "tensor", "block", "block2d") for t in ("no", "also", "only")][
+    1:
+]
 GIVEN = [
     {"scaling": "row"}, {"scaling": "row", "transpose": "only"}, {"scaling": "tensor"},
     {"scaling": "tensor", "transpose": "also"}, {"scaling": "tensor", "transpose": "only"},
@@ -249,5 +249,3 @@ DEQUANTIZE = OpSpec(
     ],
 )
 TestDequantizeFp8 = op_tests(DEQUANTIZE)
-
-

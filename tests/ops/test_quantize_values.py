@@ -9,13 +9,15 @@ import torch
 import warpsmith
 from torch.utils._python_dispatch import TorchDispatchMode
 from warpsmith.reference.quantize import cast, finite_amax, scale_of
-from warpsmith.testing import bitwise_equal, measure
+from warpsmith.testing import bitwise_equal, measure, sim
+from warpsmith.testing.checks.kernels import FAR, far
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = (E4M3, E5M2)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 TO_NEAREST = "the same bits as torch's cast of x / scale"
 raw = torch.ops.warpsmith
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def every_value(dtype):
@@ -28,11 +30,12 @@ def same(t, data, scale=None):
     assert scale is None or bitwise_equal(t.scale, scale)
 
 
+@on_each_device
 @pytest.mark.parametrize("scale", [1.0, 2.0**-9, 2.0**20, 0.0037, 1e-30, 2.0**127, 2.0**-126])
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("dtype", FLOATS[1:])
-def test_every_16_bit_value(dtype, to, scale):
-    x, given = every_value(dtype), torch.tensor(scale)
+def test_every_16_bit_value(dtype, to, scale, device):
+    x, given = every_value(dtype).to(device), torch.tensor(scale, device=device)
     t = warpsmith.quantize_fp8(x, "tensor", to, scale=given, transpose="also")
     data, counts = cast(x, given, to)
     same(t, data)
@@ -40,13 +43,14 @@ def test_every_16_bit_value(dtype, to, scale):
     assert t.counts.tolist() == counts.tolist()
 
 
+@on_each_device
 @pytest.mark.parametrize("to", FORMATS)
-def test_ties_go_to_even_and_subnormals_stay(to):
+def test_ties_go_to_even_and_subnormals_stay(to, device):
     values = torch.arange(256).to(torch.uint8).view(to).float()
     values = values[values.isfinite()].unique()
     middles = (values[1:] + values[:-1]) / 2
-    x = torch.cat([values, middles, middles.nextafter(values[1:]), middles.nextafter(values[:-1])])
-    t = warpsmith.quantize_fp8(x, "tensor", to, scale=torch.ones(()))
+    x = torch.cat([values, middles, middles.nextafter(values[1:]), middles.nextafter(values[:-1])]).to(device)
+    t = warpsmith.quantize_fp8(x, "tensor", to, scale=torch.ones((), device=device))
     same(t, x.to(to))
     assert t.counts.tolist() == [0, 0]
 
@@ -83,10 +87,11 @@ def test_zeros_and_denormal_numbers(scaling):
     assert float(warpsmith.dequantize_fp8(t)[0, 0]) == 2.0**-130
 
 
+@on_each_device
 @pytest.mark.parametrize("transpose", ["no", "also", "only"])
 @pytest.mark.parametrize("scaling", ["row", "tensor", "block", "block2d"])
-def test_what_is_not_finite_is_counted_once_and_never_saturates(scaling, transpose):
-    x = torch.randn(130, 300)
+def test_what_is_not_finite_is_counted_once_and_never_saturates(scaling, transpose, device):
+    x = torch.randn(130, 300).to(device)
     x[0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
     x[129, 299] = -math.nan
     for to in FORMATS:
@@ -96,7 +101,7 @@ def test_what_is_not_finite_is_counted_once_and_never_saturates(scaling, transpo
         assert t.counts.tolist() == [0, 4]
         assert last.isnan() and first[2].isnan() and int(found.float().isfinite().sum()) == x.numel() - 4
         expected = torch.tensor([math.inf, -math.inf]) if to == E5M2 else torch.tensor([math.nan] * 2)
-        assert torch.equal(first[:2].nan_to_num(7.0), expected.nan_to_num(7.0))
+        assert torch.equal(first[:2].cpu().nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def test_a_given_scale_saturates_and_counts():
@@ -151,11 +156,14 @@ def test_largest_magnitudes():
     assert bitwise_equal(raw.fp8_amax(x, True), finite_amax(x, 1))
     assert bitwise_equal(raw.fp8_amax(x, False), finite_amax(x, (0, 1)).view(()))
     assert raw.fp8_amax(x[:0], False).item() == 0 and raw.fp8_amax(x[:, :0], True).tolist() == [[0.0]] * 5
-    for op, bad in ((lambda: raw.fp8_amax(x.double(), True), "fp8_amax: x: expected float32"),
-                    (lambda: raw.fp8_scale(x.half(), E4M3, True), "fp8_scale: amax: expected float32"),
-                    (lambda: raw.fp8_scale(x, torch.int8, True), "fp8_scale: dtype: expected float8_e4m3fn")):  # fmt: skip
-        with pytest.raises(ValueError, match=bad):
-            op()
+    wrong = {
+        "fp8_amax: x: expected float32": lambda: raw.fp8_amax(x.double(), True),
+        "fp8_scale: amax: expected float32": lambda: raw.fp8_scale(x.half(), E4M3, True),
+        "fp8_scale: dtype: expected float8_e4m3fn": lambda: raw.fp8_scale(x, torch.int8, True),
+    }
+    for words, call in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_results_require_no_gradient():
@@ -189,3 +197,18 @@ def test_one_call_of_the_library():
 def test_no_tuple_and_no_tensor():
     with pytest.raises(TypeError, match="dequantize_fp8: t: expected an Fp8Tensor, got Tensor"):
         warpsmith.dequantize_fp8(torch.ones(3))
+
+
+@pytest.mark.skipif(not sim.is_loaded(), reason="memory that nothing touches is there on the simulated machine alone")
+@pytest.mark.parametrize("scaling", ["block", "block2d"])
+def test_squares_behind_2_to_the_31_elements(scaling):
+    """The last blocks of the grid, whose offsets need 64 bits in x and in both kinds of bytes."""
+    x = torch.randn(3, 256).bfloat16()
+    before = FAR // 256 // 128 * 128 + 128
+    with sim.machine(last_blocks=2):
+        t = warpsmith.quantize_fp8(far(x, before), scaling, transpose="also")
+    wanted = warpsmith.quantize_fp8(x, scaling, transpose="also")
+    assert bitwise_equal(t.data[before:].view(torch.uint8), wanted.data.view(torch.uint8))
+    assert bitwise_equal(t.transposed[:, before:].contiguous().view(torch.uint8), wanted.transposed.view(torch.uint8))
+    assert bitwise_equal(t.scale[-wanted.scale.shape[0] :], wanted.scale)
+    assert bitwise_equal(t.transposed_scale[:, -1:], wanted.transposed_scale)

@@ -6,13 +6,13 @@
 // Squares of 128 by 128, one a block, that the block reads once and keeps in registers. What a block makes of its
 // square:
 //
-//   amax    the largest magnitudes of its rows, of its columns or of all, as partial results
-//   cast    bytes, transposed bytes or both; by scales that are known, or by scales of the square itself: of its rows
-//   and
-//           of its columns, or one. Beside them the sums of its columns
+//   amax  the largest magnitudes of its rows, of its columns or of all, as partial results
+//   cast  bytes, transposed bytes or both; by known scales, or by scales of the square: of its rows and columns, or
+//   one.
+//         Beside them the sums of its columns
 //
-// Reads x once. Writes a byte a value and kind of bytes, 4 bytes a
-// computed scale or partial result. The threads of a row read its given scale, those of a column likewise.
+// Reads x once. Writes a byte a value and kind of bytes, 4 bytes a computed scale or partial result. Reads a known
+// scale of a row or column once, that of a tensor by every thread.
 namespace warpsmith::quantize {
 
 constexpr int kTile = static_cast<int>(kFp8Block);

@@ -50,7 +50,9 @@ def _rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Bytes, scales and counts of a matrix."""
     rows, columns = x.shape
-    high, wide = {"tensor": (rows, columns), "row": (1, columns), "block": (1, BLOCK), "block2d": (BLOCK, BLOCK)}[scaling]
+    high, wide = {"tensor": (rows, columns), "row": (1, columns), "block": (1, BLOCK), "block2d": (BLOCK, BLOCK)}[
+        scaling
+    ]
     high, wide = max(high, 1), max(wide, 1)
     if scale is None:
         blocks = _blocks(x, high, wide)
