@@ -33,7 +33,7 @@ FOLDER = Path(__file__).resolve().parent
 STAT = Path("/proc/stat")
 # First what times the host, in a fresh process into which no rival has been loaded; then the longest, so that a run
 # that must end early leaves short ones out.
-HOST = ("host", "adamw")
+HOST = ("host", "linear_host", "adamw")
 LONGEST = ("gpt2", "linear_cross_entropy", "linear_loss_curve", "rms_norm", "cross_entropy", "layer_norm")
 
 

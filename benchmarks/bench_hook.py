@@ -1,5 +1,5 @@
-"""What many ranks cost: gradient reduction, the sharded optimizer's step, GPT-2 on more GPUs, context parallelism,
-and being watched.
+"""What many ranks cost: gradient reduction, the sharded optimizer's step, linear layers with a main_grad, GPT-2 on more
+GPUs, context parallelism, and being watched.
 
     torchrun --nproc-per-node 2 -m benchmarks.bench_hook                     on GPUs: all parts
     torchrun --nproc-per-node 2 -m benchmarks.bench_hook --parts reduce,step
@@ -190,6 +190,62 @@ def clip_part(bench):
         bench.say("clip", what, name, ms, "ms", of_read=round(ms / times["accurate_hook"], 3))
 
 
+def main_grad_part(bench):
+    """Four micro-batches through linear layers and a step: gradients of each micro-batch added apart, and inside their
+    product. `hidden`: how much of the collectives' time other kernels ran in."""
+    layers, width, rows = (2, 64, 32) if bench.quick else (12, 4096, 8192)
+    x = torch.randn(rows, width, device=bench.device, dtype=torch.bfloat16)
+    ids = [bench.device.index] if bench.device.type == "cuda" else None
+
+    def make(sharded, fused):
+        torch.manual_seed(0)
+        linear = functools.partial(warpsmith.nn.Linear, width, width, bias=False, fuse_main_grad=fused)
+        model = torch.nn.Sequential(*(linear(device=bench.device, dtype=torch.bfloat16) for _ in range(layers)))
+        for layer in model if fused else ():
+            layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
+        if sharded:
+            optimizer = ShardedOptimizer(model.parameters(), warpsmith.optim.SGD, stage=2, lr=1e-6)
+            loss, no_sync = model, optimizer.no_sync
+        else:
+            loss = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+            loss.register_comm_hook(None, accurate_hook)
+            optimizer, no_sync = warpsmith.optim.SGD(model.parameters(), lr=1e-6), loss.no_sync
+
+        def step():
+            with no_sync():
+                for _ in range(3):
+                    loss(x).sum().backward()
+            loss(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for layer in model if fused and not sharded else ():
+                layer.weight.main_grad.zero_()
+
+        return step
+
+    for name, sharded in {"accurate_hook": False, "ShardedOptimizer, stage 2": True}.items():
+        calls = {"gradients": make(sharded, False), "main_grad": make(sharded, True)}
+        times = bench.times(calls, 7, 3)
+        for kind, ms in times.items():
+            bench.say("main_grad", name, kind, ms, "ms", of_gradients=round(ms / times["gradients"], 4),
+                      hidden=hidden_part(bench, calls[kind]))  # fmt: skip
+
+
+def hidden_part(bench, call):
+    """The part of the collectives' time on this rank in which other kernels ran."""
+    if bench.device.type != "cuda":
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        bench.once(call, 1)
+    spans = {True: [], False: []}
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans["nccl" in event.name].append((event.time_range.start, event.time_range.end))
+    total = sum(end - begin for begin, end in spans[True])
+    shared = sum(max(0, min(e, f) - max(b, s)) for b, e in spans[True] for s, f in spans[False])
+    return round(shared / total, 3) if total else None
+
+
 def memory(bench):
     return torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
 
@@ -306,6 +362,7 @@ PARTS = {
     "reduce": reduce_part,
     "step": step_part,
     "clip": clip_part,
+    "main_grad": main_grad_part,
     "gpt2": gpt2_part,
     "context": context_part,
     "watch": watch_part,

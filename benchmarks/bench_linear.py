@@ -6,7 +6,8 @@ price is a quotient within one run. Shapes are M x K x N, of mlp and gated_linea
     linear             x @ weight^T + bias
     linear_gelu_tanh   with GELU behind it, without and with a gradient ("forward", "forward, kept")
     linear_main_grad   the weight's gradient into a float32 tensor, beside product and addition
-    mlp, gated_linear  forward and backward
+    mlp, gated_linear  forward and backward, and the backward alone
+    linear_host        the host's time of a call of a small linear, beside F.linear's
 """
 
 import functools
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 import warpsmith
 from warpsmith.testing.rows import OURS, YARDSTICK
 
-from benchmarks.cells import leaves, timed, torch_contenders
+from benchmarks.cells import host_rows, leaves, timed, torch_contenders
 
 GPU_SHAPES = ((65536, 768, 3072), (8192, 2048, 8192), (16384, 4096, 14336), (8192, 2048, 2048))
 CPU_SHAPES = ((512, 256, 1024),)
@@ -101,9 +102,34 @@ def steps(op, plain, sizes, device, options):
 
             return step
 
-        calls = {name: step_of(fn) for name, fn in contenders.items()}
-        place = cell(op, shape, tensors[0], "forward + backward")
-        rows += timed(place, calls, device, options, **({"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}))
+        def backward_of(fn, tensors=tensors, grads=grads):
+            out = fn(*tensors)
+            return lambda: torch.autograd.grad(out, tensors, grads, retain_graph=True)
+
+        spin = {"spin_cycles": SPIN_CYCLES} if device == "cuda" else {}
+        for direction, made in (("forward + backward", step_of), ("backward", backward_of)):
+            calls = {name: made(fn) for name, fn in contenders.items()}
+            rows += timed(cell(op, shape, tensors[0], direction), calls, device, options, **spin)
+    return rows
+
+
+HOST_SHAPE = (16, 64, 64)
+
+
+def host(device, options):
+    """On a GPU the host's part alone; on the CPU the (tiny) computation is part of it."""
+    m, k, n = HOST_SHAPE
+    tensors = leaves(device, (m, k), (n, k), (n,))
+    rows = []
+    for grad in (False, True):
+        x, weight, bias = (t.detach().requires_grad_(grad) for t in tensors)
+        forward = {
+            OURS: lambda a=(x, weight, bias): warpsmith.linear(*a),
+            "torch": lambda a=(x, weight, bias): F.linear(*a),
+        }
+        dy = torch.randn(m, n, device=device).to(x.dtype)
+        place = cell("linear", HOST_SHAPE, x, "")[:3]
+        rows += host_rows(place, forward, (x, weight, bias) if grad else (), dy, options)
     return rows
 
 
@@ -119,6 +145,7 @@ OPS = {
     "linear": functools.partial(forward, "linear", None),
     "linear_gelu_tanh": functools.partial(forward, "linear_gelu_tanh", "gelu_tanh"),
     "linear_main_grad": main_grad,
+    "linear_host": host,
     "mlp": functools.partial(steps, "mlp", plain_mlp, lambda m, k, f: ((m, k), (f, k), (f,), (k, f), (k,))),
     "gated_linear": functools.partial(steps, "gated_linear", plain_gated, lambda m, k, f: ((m, k), (f, k), (f, k))),
 }

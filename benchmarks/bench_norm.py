@@ -12,10 +12,9 @@ import functools
 import torch
 import torch.nn.functional as F
 import warpsmith
-from warpsmith.testing import host_time_us
-from warpsmith.testing.rows import OURS, make_rows
+from warpsmith.testing.rows import OURS
 
-from benchmarks.cells import leaves, time_cells, torch_contenders
+from benchmarks.cells import host_rows, leaves, time_cells, torch_contenders
 from benchmarks.rivals import liger_cute, optional
 from tools.families import rows
 
@@ -175,8 +174,8 @@ def host(device, options):
     `layer_norm`: our rows state its time over ours under "vs best rival".
     """
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    calls, rounds = (20, 3) if options.quick else (500, 15)
     rows = []
+    cell = ("rms_norm", "x".join(map(str, HOST_SHAPE)), str(dtype).removeprefix("torch."))
     for grad in (False, True):
         x = torch.randn(HOST_SHAPE, device=device).to(dtype).requires_grad_(grad)
         w = torch.randn(HOST_SHAPE[-1], device=device).to(dtype).requires_grad_(grad)
@@ -187,25 +186,8 @@ def host(device, options):
             "torch layer_norm": lambda x=x, w=w, b=b: F.layer_norm(x, (HOST_SHAPE[-1],), w, b),
             "torch rms_norm": lambda x=x, w=w: F.rms_norm(x, (HOST_SHAPE[-1],), w, 1e-6),
         }
-        label = "grad" if grad else "no grad"
-        rows += _host_rows(f"forward, {label}", dtype, forward, calls, rounds)
-        if grad:
-            both = {name: _backward(fn, (x, w), dy) for name, fn in forward.items()}
-            rows += _host_rows("forward + backward", dtype, both, calls, rounds)
+        rows += host_rows(cell, forward, (x, w) if grad else (), dy, options, not_rivals=("torch rms_norm",))
     return rows
-
-
-def _backward(forward, inputs, grad):
-    return lambda: torch.autograd.grad(forward(), inputs, grad)
-
-
-def _host_rows(direction, dtype, contenders, calls, rounds):
-    timings = host_time_us(contenders, calls=calls, rounds=rounds)
-    names = {"shape": "x".join(map(str, HOST_SHAPE)), "dtype": str(dtype).removeprefix("torch.")}
-    not_rivals = ("torch rms_norm",)
-    return make_rows(
-        "rms_norm", **names, direction=f"host {direction}", timings=timings, unit="us", not_rivals=not_rivals
-    )
 
 
 OPS = {row.name: functools.partial(of_row, row) for row in rows() if row.family == "norm"}

@@ -2,13 +2,14 @@
 "peak memory" have megabytes above the weights and optimizer states.
 
 gpt2: examples/train_gpt.py on random tokens with this package's modules, with these and torch's attention ("warpsmith,
-SDPA"), with torch's modules, and (on a GPU) with torch's compiled. GPT-2 124M in bf16 autocast on a GPU, the small
-preset on the CPU.
+SDPA") or torch's linear layers ("warpsmith, F.linear"), with torch's modules, and (on a GPU) with torch's compiled.
+GPT-2 124M in bf16 autocast on a GPU, the small preset on the CPU.
 
-llama: a Llama of transformers (1.2B parameters, random weights, bf16, torch's fused AdamW), patched by this package
-with its attention and linear=False, as it is, under torch.compile, and patched by Liger-Kernel where that is
-installed. A tiny one on the CPU. "warpsmith, SDPA" keeps torch's attention (attention=False), "warpsmith, AdamW" has
-this package's optimizer as well. Without transformers there are no rows.
+llama, qwen3, gemma3: a model of transformers (shapes of Llama 3.2 1B, Qwen3 0.6B, Gemma 3 1B; random weights, bf16,
+torch's fused AdamW), patched by this package with its attention and linear=False, as it is, under torch.compile, and
+patched by Liger-Kernel where that is installed. A tiny one on the CPU. "warpsmith, SDPA" keeps torch's attention
+(attention=False), "warpsmith, linear" has linear=True, "warpsmith, AdamW" this package's optimizer, "warpsmith, linear,
+AdamW" both. Without transformers there are no rows.
 
 step: steps as one CUDA graph (CapturedStep) beside the same run eagerly: three scripts that wait for their host
 (step_scripts.py), and GPT-2. On the CPU both are eager. Rows "host" have the time until the host has launched a step.
@@ -34,7 +35,7 @@ from benchmarks.cells import compiled, forget_compiled, peak_rows, time_steps
 from benchmarks.step_scripts import SCRIPTS, Script
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-WITH_SDPA = f"{OURS}, SDPA"
+WITH_SDPA, WITH_TORCHS_LINEAR = f"{OURS}, SDPA", f"{OURS}, F.linear"
 
 
 def rows_of_runs(cell, runs, batches, device, options, budget_s):
@@ -68,10 +69,15 @@ def gpt2_example(preset, tiny=False):
 def gpt2_runs(gpt, recipe, device, options):
     """{name: Run}, each with a model and an optimizer of its own."""
     ranks = gpt.Ranks(device)
-    kinds = {OURS: "warpsmith", WITH_SDPA: "warpsmith", "torch": "torch"} if options.samples else {}
+    ours = dict.fromkeys((OURS, WITH_SDPA, WITH_TORCHS_LINEAR), "warpsmith")
+    kinds = {**ours, "torch": "torch"} if options.samples else {}
     runs = {name: gpt.Run(recipe, kind, ranks) for name, kind in kinds.items()}
     if options.samples:  # all blocks of a model share one set of modules
         runs[WITH_SDPA].model.modules_.attention = runs["torch"].model.modules_.attention
+        runs[WITH_TORCHS_LINEAR].model.modules_.mlp = runs["torch"].model.modules_.mlp
+        for module in runs[WITH_TORCHS_LINEAR].model.modules():
+            if isinstance(module, warpsmith.nn.Linear):
+                module.__class__ = torch.nn.Linear
     if options.compile and not options.quick and device == "cuda":
         forget_compiled()
         runs["torch.compile"] = gpt.Run(recipe, "torch", ranks)
@@ -91,14 +97,21 @@ def run_gpt2(device, options):
     return rows
 
 
-# ---------------------------------------------------------------------------------------------- Llama of transformers
+# --------------------------------------------------------------------------------------------- models of transformers
 
-LLAMA_SHAPES = [(1, 8192), (4, 2048)]  # sequences, tokens
-LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
-SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 1024}
-HEADS = {"cuda": {"num_attention_heads": 32, "num_key_value_heads": 8}, "cpu": {"num_attention_heads": 4}}
-LLAMA_IN_A_ROW = {"cuda": 3, "cpu": 1}
-LLAMA_BUDGET_S = {"cuda": 12.0, "cpu": 4.0}
+MODEL_SHAPES = {"llama": [(1, 8192), (4, 2048)], "qwen3": [(1, 8192)], "gemma3_text": [(1, 8192)]}  # sequences, tokens
+SIZES = {
+    "llama": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256,
+              "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "qwen3": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936,
+              "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
+    "gemma3_text": {"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "vocab_size": 262144,
+                    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512},
+}  # fmt: skip
+SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 1024, "head_dim": 32,
+         "num_attention_heads": 4, "num_key_value_heads": 1}  # fmt: skip
+MODEL_IN_A_ROW = {"cuda": 3, "cpu": 1}
+MODEL_BUDGET_S = {"cuda": 12.0, "cpu": 4.0}
 
 
 class Run:
@@ -129,7 +142,9 @@ def patched_by_us(model, attention=True, linear=False, **run):
 OURS_BY_NAME = {
     OURS: patched_by_us,
     WITH_SDPA: functools.partial(patched_by_us, attention=False),
+    f"{OURS}, linear": functools.partial(patched_by_us, linear=True),
     f"{OURS}, AdamW": functools.partial(patched_by_us, adamw=warpsmith.optim.AdamW),
+    f"{OURS}, linear, AdamW": functools.partial(patched_by_us, linear=True, adamw=warpsmith.optim.AdamW),
 }
 
 
@@ -138,11 +153,12 @@ class LigerRun(Run):
     would be in the other contenders' steps too, and stand there only during this one's."""
 
     def __init__(self, model):
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+        import liger_kernel.transformers as liger
 
+        apply = getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}")
         module = sys.modules[type(model).__module__]
         before = dict(vars(module))
-        apply_liger_kernel_to_llama(fused_linear_cross_entropy=True, model=model)
+        apply(fused_linear_cross_entropy=True, model=model)
         self.names = vars(module)
         self.theirs = {name: value for name, value in self.names.items() if before.get(name) is not value}
         self.before = {name: before[name] for name in self.theirs if name in before}
@@ -162,7 +178,7 @@ def under_compile(model):
     return Run(model, compiled(lambda tokens: model(tokens, labels=tokens, use_cache=False).loss, donate=True))
 
 
-def llama_runs(model, device, options):
+def model_runs(model, device, options):
     """{contender: Run}."""
     makers = {**OURS_BY_NAME, "torch": Run} if options.samples else {}
     if options.compile and not options.quick and device == "cuda":
@@ -176,34 +192,31 @@ def llama_runs(model, device, options):
     return runs
 
 
-def llama_model(device, options):
+def model_of(kind, device, options):
     import transformers
 
-    small = options.quick or device == "cpu"
-    heads = HEADS["cpu" if small else device]
-    config = transformers.LlamaConfig(
-        **(SMALL if small else LLAMA_1B), **heads, rms_norm_eps=1e-5, max_position_embeddings=8192
-    )
+    sizes = SIZES[kind] | (SMALL if options.quick or device == "cpu" else {})
+    config = transformers.AutoConfig.for_model(kind, **sizes, max_position_embeddings=8192)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.train()
 
 
-def run_llama(device, options):
+def run_model(kind, device, options):
     try:
-        model = llama_model(device, options)
+        model = model_of(kind, device, options)
     except ModuleNotFoundError as error:
-        print(f"llama is left out: {error}", file=sys.stderr, flush=True)
+        print(f"{kind} is left out: {error}", file=sys.stderr, flush=True)
         return []
     rows = []
-    for shape in options.shapes(device, LLAMA_SHAPES, [(2, 128)], (2, 16)):
-        steps = 1 if options.quick else LLAMA_IN_A_ROW[device]
+    for shape in options.shapes(device, MODEL_SHAPES[kind], [(2, 128)], (2, 16)):
+        steps = 1 if options.quick else MODEL_IN_A_ROW[device]
         batches = [torch.randint(model.config.vocab_size, shape, device=device) for _ in range(steps)]
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        cell = ("llama", "x".join(map(str, shape)), dtype)
-        runs = llama_runs(model, device, options)
-        rows += rows_of_runs(cell, runs, batches, device, options, LLAMA_BUDGET_S[device])
+        cell = (kind.removesuffix("_text"), "x".join(map(str, shape)), dtype)
+        runs = model_runs(model, device, options)
+        rows += rows_of_runs(cell, runs, batches, device, options, MODEL_BUDGET_S[device])
         del runs
     return rows
 
@@ -278,4 +291,5 @@ def run_step(device, options):
     return rows
 
 
-OPS = {"gpt2": run_gpt2, "llama": run_llama, "step": run_step}
+MODELS = {kind.removesuffix("_text"): functools.partial(run_model, kind) for kind in SIZES}
+OPS = {"gpt2": run_gpt2, **MODELS, "step": run_step}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from warpsmith.testing import cpu_threads, time_cpu, time_forward_backward, timer_of
+from warpsmith.testing import cpu_threads, host_time_us, time_cpu, time_forward_backward, timer_of
 from warpsmith.testing.gpu_timer import Timing, copy_call
 from warpsmith.testing.rows import OURS, YARDSTICK, Row, make_rows
 
@@ -111,6 +111,18 @@ def timed(cell, calls, device, options, floor=None, not_rivals=(YARDSTICK,), **g
         calls = {**calls, YARDSTICK: copy_call(floor)}
     timings = timer_of(device, options.samples, **(gpu if device == "cuda" else {}))(calls)
     return make_rows(*cell, timings, floor_bytes=floor, not_rivals=not_rivals)
+
+
+def host_rows(cell, forward, inputs, dy, options, **rows):
+    """Rows "host" of a cell (op, shape, dtype): of a call, and with ``inputs`` that require gradients of its backward
+    too. ``forward``: {contender: function without arguments}."""
+    calls, rounds = (20, 3) if options.quick else (500, 15)
+    found = {f"forward, {'grad' if inputs else 'no grad'}": forward}
+    if inputs:
+        both = {name: lambda fn=fn: torch.autograd.grad(fn(), inputs, dy) for name, fn in forward.items()}
+        found["forward + backward"] = both
+    timings = {name: host_time_us(contenders, calls=calls, rounds=rounds) for name, contenders in found.items()}
+    return [row for name, some in timings.items() for row in make_rows(*cell, f"host {name}", some, unit="us", **rows)]
 
 
 def time_steps(cell, steps, in_a_row, options, budget_s):

@@ -10,9 +10,16 @@ namespace warpsmith {
 namespace {
 
 // Free functions, one per dtype: target_clones reaches neither lambdas nor templates.
-#define WARPSMITH_LOOPS(T)                                                             \
-  WARPSMITH_VECTORIZE void add_row(const T* x, Arithmetic<T>* sums, int64_t columns) { \
-    for (int64_t c = 0; c < columns; ++c) sums[c] += to_float(x[c]);                   \
+#define WARPSMITH_LOOPS(T)                                                                                          \
+  WARPSMITH_VECTORIZE void add_row(const T* x, Arithmetic<T>* sums, int64_t columns) {                              \
+    for (int64_t c = 0; c < columns; ++c) sums[c] += to_float(x[c]);                                                \
+  }                                                                                                                 \
+  /* Pairs, then pairs of pairs, as the CUDA kernel adds them. */                                                   \
+  WARPSMITH_VECTORIZE void add_piece(const T* x, int64_t stride, Arithmetic<T>* sums, int64_t columns) {            \
+    for (int64_t c = 0; c < columns; ++c) {                                                                         \
+      const auto pair = [&](int64_t r) { return to_float(x[r * stride + c]) + to_float(x[(r + 1) * stride + c]); }; \
+      sums[c] += (pair(0) + pair(2)) + (pair(4) + pair(6));                                                         \
+    }                                                                                                               \
   }
 WARPSMITH_LOOPS(float)
 WARPSMITH_LOOPS(float16)
@@ -41,9 +48,13 @@ Status column_sums_cpu(const ColumnSumsParams& p, const Parallel& parallel) {
           Math group[kTileColumns] = {};
           const int64_t end_of_group = std::min(p.rows, g + kGroupRows);
           for (int64_t r = g; r < end_of_group; r += kPieceRows) {
+            const T* rows = x + r * p.x_stride + first;
+            if (end_of_group - r >= kPieceRows) {
+              add_piece(rows, p.x_stride, group, columns);
+              continue;
+            }
             Math piece[kTileColumns] = {};
-            const int64_t last = std::min(end_of_group, r + kPieceRows);
-            for (int64_t row = r; row < last; ++row) add_row(x + row * p.x_stride + first, piece, columns);
+            for (int64_t row = r; row < end_of_group; ++row, rows += p.x_stride) add_row(rows, piece, columns);
             for (int64_t c = 0; c < columns; ++c) group[c] += piece[c];
           }
           for (int64_t c = 0; c < columns; ++c) sums[first + c] += group[c];

@@ -17,6 +17,7 @@ py::dict plan(const char* op, const py::kwargs& given) {
   p.activation = static_cast<LinearActivation>(problem.one_of("activation", kLinearActivations));
   problem.dtype_bytes("dtype", "bfloat16");
   p.bfloat16 = problem.text("dtype", "bfloat16") == "bfloat16";
+  p.derivative = problem.flag("derivative", false);
   p.residual = problem.flag("residual", false);
   p.aligned = problem.flag("aligned", true);
   p.library = problem.flag("library", true);

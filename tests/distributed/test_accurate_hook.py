@@ -6,7 +6,13 @@ import torch.distributed as dist
 import warpsmith
 from sharding import LONGEST, PARAMS, Pair
 from torch.nn.parallel import DistributedDataParallel
-from warpsmith.distributed import accurate_hook, context_parallel_attention, shard_sequence, unshard_sequence
+from warpsmith.distributed import (
+    ShardedOptimizer,
+    accurate_hook,
+    context_parallel_attention,
+    shard_sequence,
+    unshard_sequence,
+)
 from warpsmith.distributed.gradients.hook import mean_in_rank_order
 from warpsmith.reference.attention import attention as reference
 from warpsmith.testing import run_ranks
@@ -232,6 +238,43 @@ def check_context(rank, device, mode, dropout_p):
         assert error <= 1.1 * allowed + e.abs().max() * 2**-8, told
 
 
+def check_main_grad(rank, device, stage):
+    """What a rank reads is the mean, in the order of the ranks, of all main_grads in 16 bits; and so is the step."""
+    torch.manual_seed(rank)
+    layer = warpsmith.nn.Linear(512, 384, device=device, dtype=torch.bfloat16, fuse_main_grad=True)
+    layer.weight.main_grad = torch.zeros(384, 512, device=device)
+    dist.broadcast(layer.weight.detach(), 0)
+    dist.broadcast(layer.bias.detach(), 0)
+    batches = [torch.randn(64, 512, device=device).bfloat16() for _ in range(3)]
+    upstream = torch.randn(64, 384, device=device).bfloat16()
+    own = torch.zeros(384, 512, device=device)
+    for x in batches:
+        (warpsmith.linear(x, layer.weight, layer.bias, main_grad=own) * upstream).sum().backward()
+    layer.zero_grad()
+    sent = [torch.empty_like(own, dtype=torch.bfloat16) for _ in range(dist.get_world_size())]
+    dist.all_gather(sent, own.bfloat16())
+    mean = mean_in_rank_order(torch.stack(sent).flatten(1)).view_as(own)
+    before = layer.weight.detach().clone()
+    if stage is None:
+        model = DistributedDataParallel(layer, device_ids=[device.index] if device.type == "cuda" else None)
+        model.register_comm_hook(None, accurate_hook)
+        no_sync = model.no_sync
+    else:
+        optimizer = ShardedOptimizer(layer.parameters(), warpsmith.optim.SGD, stage=stage, lr=1.0)
+        model, no_sync = layer, optimizer.no_sync
+    with no_sync():
+        for x in batches[:-1]:
+            (model(x) * upstream).sum().backward()
+    (model(batches[-1]) * upstream).sum().backward()
+    if stage is None:
+        assert torch.equal(layer.weight.main_grad, mean.float())
+        return
+    optimizer.step()
+    assert torch.equal(layer.weight.detach(), (before.float() - mean.float()).bfloat16())
+    optimizer.zero_grad()
+    assert not layer.weight.main_grad.any()
+
+
 def all_on_gpus(rank, world_size):
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -239,6 +282,9 @@ def all_on_gpus(rank, world_size):
     for stage in (1, 2):
         check_sharded(rank, device, stage)
         done.append(f"stage {stage}")
+    for stage in (None, 1, 2):
+        check_main_grad(rank, device, stage)
+    done.append("main_grad")
     for mode in ("all_gather", "ring", "ulysses"):
         for dropout_p in (0.0, 0.3):
             check_context(rank, device, mode, dropout_p)
@@ -252,5 +298,5 @@ def test_on_two_gpus_and_nccl():
         pytest.skip("needs 2 GPUs")
     assert (
         run_ranks(all_on_gpus, 2, backend="nccl", timeout_s=300)
-        == [["stage 1", "stage 2", "all_gather", "ring", "ulysses"]] * 2
+        == [["stage 1", "stage 2", "main_grad", "all_gather", "ring", "ulysses"]] * 2
     )

@@ -143,7 +143,7 @@ def test_the_hosts_times_come_first_and_then_the_longest():
     from benchmarks import __main__ as run
 
     names = run.available()
-    assert names[:3] == ["host", "adamw", "gpt2"]
+    assert names[:4] == ["host", "linear_host", "adamw", "gpt2"]
     assert sorted(names) == sorted(run.runners())
     assert {row.name for row in families.rows()} <= set(names)
 
@@ -208,7 +208,7 @@ def test_what_liger_patches_is_in_no_other_contenders_step(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     options = Options(quick=True)
-    runs = [make(bench_train.llama_model("cpu", options)) for make in (bench_train.LigerRun, bench_train.Run)]
+    runs = [make(bench_train.model_of("llama", "cpu", options)) for make in (bench_train.LigerRun, bench_train.Run)]
     counts = []
     for run in (*runs, runs[0]):
         run.step(torch.zeros(1, 4, dtype=torch.int64))

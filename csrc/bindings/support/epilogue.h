@@ -45,6 +45,7 @@ inline bool multiply(const char* op, const Tensor& out, const Tensor& a, const T
       epilogue,     Dtype::bfloat16, out.get_device_index()};
   LinearProblem problem{p.rows, p.inner, p.columns};
   problem.activation = activation;
+  problem.derivative = epilogue == cublas_lt::Epilogue::dgelu;
   problem.aligned = aligned(p.a, p.dtype) && aligned(p.b, p.dtype) && aligned({p.out, p.columns, false}, p.dtype) &&
                     on_16_bytes(p.bias) && on_16_bytes(p.aux);
   problem.library = cublas_lt::available().ok();

@@ -112,7 +112,8 @@ inline void check_wanted(const LinearInputs& in, const WantedGradients& wanted) 
 }
 
 // The gradients of a linear loss; each chunk of dlogits adds its part. The weight gradient is summed in `sum_dtype`, or
-// directly into `weight_sum`; the bias gradient in real.
+// directly into `weight_sum`; the bias gradient in real, groups of chunks first: 50 chunks in one chain of float32 were
+// 3.5 times as far off as PyTorch.
 class GradientSums {
  public:
   GradientSums(const LinearInputs& in, WantedGradients wanted, int32_t sum_dtype,
@@ -141,7 +142,7 @@ class GradientSums {
     if (wanted_.weight && in_.width > 0)
       add_outer_products(in_.op, dweight_, dlogits, matrix_view(in_.hidden, first * stride, rows, in_.width, stride),
                          more || holds_weight_);
-    if (wanted_.bias) add_column_sums(in_.op, dlogits, dbias_, in_.dtype, more);
+    if (wanted_.bias) add_to_bias(dlogits, first + rows == in_.rows);
   }
 
   const Tensor& dhidden() const { return dhidden_; }
@@ -157,10 +158,26 @@ class GradientSums {
   }
 
  private:
+  static constexpr int kGroupChunks = 8;
+
+  void add_to_bias(const Tensor& dlogits, bool last) {
+    const int64_t group = chunks_ / kGroupChunks, place = chunks_ % kGroupChunks;
+    ++chunks_;
+    if (group == 0) return add_column_sums(in_.op, dlogits, dbias_, in_.dtype, place > 0);
+    if (!group_) group_ = allocate_vector(in_.op, "gradient of bias", in_.classes, real_code(in_.dtype), in_.hidden);
+    add_column_sums(in_.op, dlogits, *group_, in_.dtype, place > 0);
+    if (last || place == kGroupChunks - 1) {
+      const Dtype real = in_.dtype == Dtype::float64 ? Dtype::float64 : Dtype::float32;
+      add_column_sums(in_.op, matrix_view(*group_, 0, 1, in_.classes, in_.classes), dbias_, real, true);
+    }
+  }
+
   const LinearInputs& in_;
   WantedGradients wanted_;
   bool holds_weight_;
   Tensor dhidden_, dweight_, dbias_;
+  std::optional<Tensor> group_;
+  int64_t chunks_ = 0;
 };
 
 // The dtype in which the weight gradient is summed. float32 if several 16-bit chunks would each round, unless the

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from warpsmith import _C
@@ -57,6 +57,29 @@ def under_autocast(op: str, **tensors: Tensor | None) -> list[Tensor | None]:
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors.values()
     ]
+
+
+_PLAIN = {Tensor, nn.Parameter}
+_OF_TORCH = {torch.float32, torch.float16, torch.bfloat16}  # float64 runs on the CPU alone
+
+
+def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether torch's own layer, where it takes the operands, computes the same as ``linear`` without activation,
+    residual and main_grad, in less of the host's time: products are torch's in both, but ours are the gradients of a
+    bias, of a weight that lies transposed, and of another dtype than the weight's."""
+    if type(x) not in _PLAIN or type(weight) not in _PLAIN or torch.compiler.is_compiling():
+        return False
+    dtype = x.dtype
+    if dtype not in _OF_TORCH or weight.dtype != dtype or weight.dim() != 2 or x.dim() < 2 or not x.is_contiguous():
+        return False
+    if bias is not None:
+        if type(bias) not in _PLAIN or bias.dtype != dtype or bias.dim() != 1 or bias.size(0) != weight.size(0):
+            return False
+    if not torch.is_grad_enabled():
+        return True
+    if bias is not None and bias.requires_grad:
+        return False
+    return not weight.requires_grad or (weight.is_contiguous() and _wide_gradient(weight) is None)
 
 
 # ---- the checks of csrc/bindings/linear.cpp and csrc/bindings/support/linear.h, in their order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional
 
 from warpsmith._core.main_grad import check_main_grad
 from warpsmith.ops import _linear
@@ -58,6 +59,11 @@ def linear(
         >>> warpsmith.linear(torch.ones(2, 3), torch.ones(4, 3), activation="relu", residual=torch.ones(2, 4))[0]
         tensor([4., 4., 4., 4.])
     """
+    if activation is None and residual is None and main_grad is None and _linear.is_torchs(x, weight, bias):
+        try:
+            return functional.linear(x, weight, bias)
+        except RuntimeError:
+            pass  # the op says what does not fit
     number = _linear.activation_number(_LINEAR, activation, none_allowed=True)
     if main_grad is not None:
         check_main_grad(_LINEAR, main_grad, weight, x=x, bias=bias, residual=residual)
