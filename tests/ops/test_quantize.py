@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import warpsmith
 from warpsmith.reference.quantize import dequantize_fp8 as dequantize_reference
+from warpsmith.reference.quantize import finite_amax
 from warpsmith.reference.quantize import quantize_fp8 as quantize_reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests
 
@@ -187,6 +188,64 @@ QUANTIZE = OpSpec(
     ],
 )
 TestQuantizeFp8 = op_tests(QUANTIZE)
+
+
+# ---- what the raw ops have beside: column sums in the pass of the bytes, and maxima alone
+
+
+def with_sums(x, scaling):
+    number = ("row", "tensor", "block", "block2d").index(scaling)
+    data, _, transposed, _, _, sums = raw.quantize_fp8(x, None, number, 1, E4M3, True, True)
+    return as_bytes(data), as_bytes(transposed), sums
+
+
+def plain_sums(x, scaling):
+    data, _, transposed, _, _ = quantize_reference(x, scaling, transpose="also")
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return as_bytes(data), as_bytes(transposed), (rows if x.dtype == torch.float64 else rows.float()).sum(0)
+
+
+TestColumnSums = op_tests(
+    OpSpec(
+        name="column_sums_of_quantize_fp8",
+        op=with_sums,
+        reference=plain_sums,
+        inputs=lambda case, rng: {"x": rng.normal(case.shape), "scaling": case.options.get("scaling", "tensor")},
+        cases=[
+            *(Case(shape, dtype) for shape in ((131, 37), (7, 264), (300, 8)) for dtype in (BF16, FP16, FP32)),
+            *(Case((2, 70, 40), BF16, options={"scaling": s}) for s in ("row", "block", "block2d")),
+        ],
+        outputs=("data", "transposed", "sums"),
+        laid_out=("x",),
+        edge_inputs=(),
+        float64_devices=(),
+        random_cases=100,
+    )
+)
+
+
+def amax_reference(x, by_row):
+    return finite_amax(x, -1) if by_row else finite_amax(x, tuple(range(x.dim()))).reshape(())
+
+
+TestFp8Amax = op_tests(
+    OpSpec(
+        name="fp8_amax",
+        op=lambda x, by_row: raw.fp8_amax(x, by_row),
+        reference=amax_reference,
+        inputs=lambda case, rng: {"x": rng.normal(case.shape), "by_row": case.options.get("by_row", False)},
+        cases=[
+            *(Case(shape, dtype) for shape in ((131, 37), (7, 264), (2, 300, 8)) for dtype in (BF16, FP16, FP32)),
+            *(Case((2, 70, 140), dtype, options={"by_row": True}) for dtype in (BF16, FP32)),
+        ],
+        laid_out=("x",),
+        edge_inputs=(),
+        zero_sizes=False,  # torch has no maximum of nothing: test_quantize_values.py
+        float64_devices=(),
+        traced="warpsmith::fp8_amax",
+        random_cases=100,
+    )
+)
 
 
 # ---- back
