@@ -35,13 +35,17 @@ template <class F> inline uint8_t round_float8(float x) {
   return static_cast<uint8_t>((is_subnormal ? subnormal : normal) | (u >> 24 & 0x80));
 }
 
-// Exact. NaN stays NaN.
-inline float to_float(float8_e5m2 x) { return to_float(float16{static_cast<uint16_t>(x.bits << 8)}); }
+// Exact. NaN stays NaN. As the upper bits of a float the value is a power of two too small, subnormal or not.
+inline float to_float(float8_e5m2 x) {
+  const uint32_t magnitude = x.bits & 0x7f, sign = static_cast<uint32_t>(x.bits & 0x80) << 24;
+  const uint32_t finite = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude << 21) * 0x1p112f);
+  const uint32_t special = magnitude == 0x7c ? 0x7f800000u : 0x7fc00000u;
+  return std::bit_cast<float>((magnitude < 0x7c ? finite : special) | sign);
+}
 inline float to_float(float8_e4m3 x) {
-  // As the bits of a float16 the value is 2^8 too small, subnormal or not.
-  const auto half = static_cast<uint16_t>((x.bits & 0x80) << 8 | (x.bits & 0x7f) << 7);
-  const float value = to_float(float16{half}) * 256.0f;
-  return (x.bits & 0x7f) == 0x7f ? std::bit_cast<float>(0x7fffe000u) : value;
+  const uint32_t magnitude = x.bits & 0x7f, sign = static_cast<uint32_t>(x.bits & 0x80) << 24;
+  const uint32_t finite = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude << 20) * 0x1p120f);
+  return std::bit_cast<float>((magnitude < 0x7f ? finite : 0x7fc00000u) | sign);
 }
 
 }  // namespace warpsmith

@@ -39,7 +39,10 @@ template <class F> inline uint8_t cast(float x, float scale, uint32_t& saturated
 #define WARPSMITH_LOOPS(T)                                                                             \
   WARPSMITH_VECTORIZE uint32_t largest_of(const T* x, int64_t count) {                                 \
     uint32_t most = 0;                                                                                 \
-    for (int64_t i = 0; i < count; ++i) most = std::max(most, finite_magnitude(to_float(x[i])));       \
+    for (int64_t i = 0; i < count; ++i) {                                                              \
+      const uint32_t m = finite_magnitude(to_float(x[i]));                                             \
+      most = m > most ? m : most;                                                                      \
+    }                                                                                                  \
     return most;                                                                                       \
   }                                                                                                    \
   WARPSMITH_VECTORIZE void largest_of_each(const T* x, uint32_t* most, int64_t count) {                \
