@@ -72,7 +72,8 @@ def time_text(row: Row) -> str:
 
 def best_rival(cell: Cell) -> Row | None:
     """The fastest that is neither ours nor the copy."""
-    rivals = [r for name, r in cell.items() if not name.startswith(OURS) and name != YARDSTICK and r["value"]]
+    others = {name: r for name, r in cell.items() if name not in (YARDSTICK, "product")}  # a bare product is a floor
+    rivals = [r for name, r in others.items() if not name.startswith(OURS) and r["value"]]
     return min(rivals, key=lambda r: r["value"], default=None)
 
 

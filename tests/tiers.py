@@ -33,6 +33,10 @@ FULL = (
 # Seconds of groups before a machine has measured them, by the beginning of their names (two cores, 2026-11-22).
 GUESSES = {
     "tests/build/test_install.py": 280.0,
+    "sim law attention": 350.0,
+    "sim law norm": 170.0,
+    "sim law optim": 170.0,
+    "sim law": 50.0,
     "sim_": 60.0,
     "planted_": 60.0,
     "tests/test_aoti_packages.py": 66.0,
@@ -190,7 +194,9 @@ def times(reports: list[Any]) -> tuple[dict[str, Sum], list[tuple[float, str]], 
 
 def print_times(reporter: Any, plan: Plan) -> None:
     """Where the time went, and what was not run."""
-    reports = [r for outcome in ("passed", "failed") for r in reporter.stats.get(outcome, []) if hasattr(r, "when")]
+    # "": of what comes before and after a test, where fixtures of a module are made
+    outcomes = ("", "passed", "failed")
+    reports = [r for outcome in outcomes for r in reporter.stats.get(outcome, []) if hasattr(r, "when")]
     if not reports:
         return
     sums, tests, measured = times(reports)

@@ -1,5 +1,6 @@
 """The package, compiled once for these tests: an sdist, a wheel built from it, a fresh environment with the wheel."""
 
+import os
 import resource
 import shutil
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from environments import ROOT, Environment, cpu_only, succeed
+from environments import ROOT, Environment, ccache_of, cpu_only, succeed
 
 
 def processor_seconds():
@@ -36,12 +37,14 @@ def unpacked(sdist, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def wheel(unpacked, tmp_path_factory):
-    """A CPU wheel, built from what the sdist holds and nothing else."""
+    """A CPU wheel, built from what the sdist holds and nothing else. ccache compiles it where verdicts may be kept."""
     folder = tmp_path_factory.mktemp("wheel")
+    kept = shutil.which("ccache") and os.environ.get("WARPSMITH_CACHE") != "off"
+    compiler = ccache_of(tmp_path_factory.getbasetemp()) if kept else {}
     before = processor_seconds()
     output = succeed(
         sys.executable, "-m", "pip", "wheel", "-v", "--disable-pip-version-check", "--no-index", "--no-deps",
-        "--no-build-isolation", *cpu_only(folder / "build"), "-w", folder, unpacked, errors=True,
+        "--no-build-isolation", *cpu_only(folder / "build"), "-w", folder, unpacked, errors=True, **compiler,
     )  # fmt: skip
     seconds = processor_seconds() - before
     (path,) = folder.glob("*.whl")

@@ -17,6 +17,11 @@ STEERING = (
 STEERING += ("CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_CUDA_COMPILER_LAUNCHER")  # or building would take no time
 
 
+def ccache_of(folder):
+    """Variables with which ccache knows objects again whose sources lie in another folder of pytest's."""
+    return {"CMAKE_CXX_COMPILER_LAUNCHER": "ccache", "CCACHE_BASEDIR": str(folder), "CCACHE_NOHASHDIR": "1"}
+
+
 def environment(**changes):
     """This process' environment without what steers a build; its own CMake and Ninja come first on PATH."""
     clean = {k: v for k, v in os.environ.items() if k not in STEERING}

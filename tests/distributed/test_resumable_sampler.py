@@ -69,10 +69,11 @@ def test_every_rank_takes_equally_many_steps(length, world_size, passes):
 
 
 @settings(deadline=None, max_examples=50)
-@given(world_size=st.integers(1, 4), batch=st.integers(1, 5), trained=st.integers(0, 6), ahead=st.integers(0, 9))
-def test_what_was_drawn_ahead_is_not_lost(world_size, batch, trained, ahead):
+@given(world_size=st.integers(1, 4), batch=st.integers(1, 5), trained=st.integers(0, 6), ahead=st.integers(0, 9),
+       begun=st.integers(0, 40))  # fmt: skip
+def test_what_was_drawn_ahead_is_not_lost(world_size, batch, trained, ahead, begun):
     length = 200
-    ranks = job(length, 11, world_size)
+    ranks = job(length, 11, world_size, {"seed": 11, "length": length, "position": begun})
     drawn = [list(itertools.islice(iter(s), trained * batch + ahead)) for s in ranks]
     for sampler in ranks:
         sampler.advance(0)
@@ -80,7 +81,8 @@ def test_what_was_drawn_ahead_is_not_lost(world_size, batch, trained, ahead):
             sampler.advance(batch)
     used = [index for step in zip(*drawn, strict=True) for index in step][: trained * batch * world_size]
     state = ranks[0].state_dict()
-    assert used + steps(job(length, 11, 1, state), length - len(used)) == steps(job(length, 11, 1), length)
+    rest = steps(job(length, 11, 1, state), length - begun - len(used))
+    assert used + rest == steps(job(length, 11, 1), length)[begun:]
     with pytest.raises(ValueError, match="samples: expected 0 to"):
         ranks[0].advance(ahead + 1)
 

@@ -27,6 +27,10 @@ USES = {
     "packed": (None, False, False),
 }
 PACKED = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)  # two texts a row, of which none sees the other
+# Each padding in one dtype: none of the two changes what the other one asks for.
+RUNS = [(use, dtype) for use in USES for dtype in (torch.float32, torch.bfloat16)]
+RUNS.remove(("padded left, checkpoints", torch.float32))
+RUNS.remove(("padded right, tied", torch.bfloat16))
 NO_HEAD = {"bert": "BertForMaskedLM", "vit": "ViTForImageClassification"}
 LEFT = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts", **NO_HEAD}
 BATCHES = torch.randint(1, VOCABULARY, (24, 2, 12), generator=torch.Generator().manual_seed(2))
@@ -76,8 +80,7 @@ def results(family, model, mask=None, **more):
     return {"loss": torch.stack(losses), **{n: torch.cat(g) for n, g in gradients.items()}}
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("use", "dtype"), RUNS, ids=str)
 @pytest.mark.parametrize("family", ALL)
 def test_loss_and_gradients_obey_the_law(family, dtype, use):
     mask, checkpoints, tied = USES[use]
@@ -90,7 +93,8 @@ def test_loss_and_gradients_obey_the_law(family, dtype, use):
     exact = results(family, exactly(model), mask, **more)
     expected = results(family, model, mask, **more)
     if more:
-        assert not torch.equal(exact["loss"], results(family, exactly(model), mask)["loss"])
+        whole = exactly(model)(**inputs_of(family, mask, BATCHES[0])).loss
+        assert not torch.equal(exact["loss"][0], whole)
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with patch(model) as done:

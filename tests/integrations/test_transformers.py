@@ -66,6 +66,17 @@ def test_a_model_equals_itself_with_eager_attention(name):
     assert_equal(loss_and_gradients(eager, tokens), loss_and_gradients(ours, tokens))
 
 
+@pytest.mark.parametrize("of_module", [None, False, True])
+@pytest.mark.parametrize("of_call", [None, False, True])
+def test_what_a_call_says_comes_before_what_its_module_says(of_call, of_module):
+    module = torch.nn.Module()
+    if of_module is not None:
+        module.is_causal = of_module
+    q, k, v = torch.randn(3, 1, 2, 6, 16, generator=torch.Generator().manual_seed(0))
+    functions = (transformers.AttentionInterface()[name] for name in ("warpsmith", "sdpa"))
+    torch.testing.assert_close(*(f(module, q, k, v, None, is_causal=of_call)[0] for f in functions))
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(name, side):

@@ -124,6 +124,25 @@ def test_signatures_are_torchs(name):
     assert [(k, p.kind, p.default) for k, p in found.items()] == [(k, p.kind, p.default) for k, p in expected.items()]
 
 
+# Values that are false, and mean something else than the default or None.
+FALSE = {"ignore_index": 0, "eps": 0.0, "scale": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [(n, o) for n in NAMES for o in FALSE if o in inspect.signature(getattr(ours, n)).parameters]
+)
+def test_zero_is_a_value(name, option):
+    torch.manual_seed(0)
+    for sample in INFOS[name].sample_inputs("cpu", torch.float32, requires_grad=False):
+        probabilities = option == "ignore_index" and sample.args[:2][-1].is_floating_point()  # none is ignored
+        if sample.kwargs.get("dropout_p") or probabilities:
+            continue
+        options = {**sample.kwargs, option: FALSE[option]}
+        with sdpa_kernel(SDPBackend.MATH):  # torch's flash attention gives NaN for scale=0.0 under a causal mask
+            found, expected = (getattr(f, name)(sample.input, *sample.args, **options) for f in (ours, theirs))
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
 def test_every_other_name_is_torchs():
     for name in dir(theirs):
         if name.startswith("_") or name in (*NAMES, "math", "torch", "Tensor"):

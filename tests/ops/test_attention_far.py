@@ -109,7 +109,9 @@ def test_products_of_any_size(device, dtype, exponent, sign, head_dim):
         pytest.skip("products of float16 end at 2^37")
     g = torch.Generator().manual_seed(2)
     left = exponent + 3 - round(math.log2(head_dim))  # of q and k: softmax_scale is 2^-3
-    for options in OPTIONS:
+    for i, options in enumerate(OPTIONS):
+        if is_loaded() and i % 3 != (EXPONENTS.index(exponent) + int(sign > 0)) % 3:
+            continue  # together the sets run each option with two of the exponents
         q = torch.full((1, 72, 2, head_dim), 2.0 ** (left // 2), dtype=FP64)
         k = torch.full((1, 72, 1, head_dim), sign * 2.0 ** (left - left // 2), dtype=FP64)
         k[:, ::3] *= -1

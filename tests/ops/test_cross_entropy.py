@@ -77,6 +77,7 @@ CASES = [
     *(Case((9, 65), dtype, options={"class_weight": True}) for dtype in (BF16, FP32)),
     *(Case((9, 65), dtype, options={"class_weight": True, "label_smoothing": 0.2, "z_loss": 1e-2, "reduction": r})
       for dtype in (BF16, FP32, FP64) for r in ("none", "mean")),
+    Case((3, 4099), FP32, options=EVERYTHING),  # sums over classes of several pieces
     Case((5, 300), FP32, options={"offset": 1e4, "std": 1.0}),
     Case((5, 300), FP32, options={"std": 1e4}),
     Case((5, 300), BF16, options={"std": 1e4}),
@@ -265,7 +266,7 @@ def test_logits_beyond_the_softcap_obey_the_error_law(seed, device):
 def test_stats(device, dtype, softcap):
     torch.manual_seed(0)
     x = torch.randn(4, 5, 700, device=device).to(dtype)
-    x[0, 0, 400] = x[0, 0, 20] = 9.0  # the first of equal logits
+    x[0, 0, 400] = x[0, 0, 20:22] = 9.0  # the first of equal logits, of a vector too
     x[0, 1] = float("-inf")
     x[1, 1, 3:] = float("-inf")
     x.requires_grad_()

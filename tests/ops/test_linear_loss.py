@@ -97,6 +97,9 @@ REDUCED_CASES = [
     *(Case((50, 32), FP32, options={key: EVERYTHING[key]}) for key in EVERYTHING),
     Case((24,), FP32),
     Case((300, 16), FP32, options={"classes": 50}),
+    Case(
+        (300, 16), FP32, options={"classes": 50, "max_chunk_bytes": 150 * 52 * 4}
+    ),  # a column's sum of a chunk in slices
 ]
 ROWS_CASES = [
     case.but(options={**case.options, "reduction": "none"})

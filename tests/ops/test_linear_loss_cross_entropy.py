@@ -253,6 +253,17 @@ def test_plan_tells_the_chunks(op, problem, chunk_rows, chunks):
     assert plan["why"]
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("bound", [{}, {"max_chunk_bytes": 1024}], ids=["one_chunk", "chunks"])
+def test_plan_tells_the_dtype_of_the_weights_sum(dtype, bound):
+    hidden, weight, target = problem(dtype)
+    loss = warpsmith.linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), target, **bound)
+    (kept,) = (t for t in kept_by(loss) if t.shape == weight.shape)
+    sizes = {"rows": len(hidden), "classes": len(weight), "hidden_size": weight.shape[1]}
+    plan = warpsmith.plan("linear_cross_entropy", **sizes, dtype=dtype, cuda=False, **bound)
+    assert plan["dw_dtype"] == str(kept.dtype).removeprefix("torch.")
+
+
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -53,6 +53,7 @@ RMS_NORM_CASES = cases_without_residual(
     {"weight": FP32},
     *(Case((6, 768), dtype, options={"weight_offset": 1.0}) for dtype in (BF16, FP32)),
     *(Case((6, 768), dtype, options={"weight": False}) for dtype in (BF16, FP32, FP64)),
+    *(Case((6, 768), dtype, options={"weight": False, "weight_offset": 1.0}) for dtype in (BF16, FP32)),
 )
 # Each number of threads and vectors of a block that has a row in its registers: rows that fill it, and that do not.
 # With an option, the default, these cases ask for no far rows and no bytes.

@@ -42,6 +42,22 @@ def encoded(state):
     return {**state, **{name: codes for name, (codes, _) in pairs.items()}, "scales": scales}
 
 
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_what_is_behind_the_last_element_is_zero(options):
+    """A short last block has the codes and scales of one that zeros fill, also where its states shrink."""
+    params = [nn.Parameter(torch.zeros(n)) for n in (4224, 4352)]
+    optimizer = options.ours(params, lr=LR, precision="8bit")
+    for factor in (1.0, -1.0, 0.01, 0.0):
+        for p in params:
+            p.grad = torch.zeros_like(p)
+            p.grad[:4224] = factor * torch.linspace(0.5, 1, 4224)
+        optimizer.step()
+        short, whole = (optimizer.state[p] for p in params)
+        for name, value in short.items():
+            other = whole[name] if name in ("step", "scales") else whole[name][:4224]
+            assert bitwise_equal(value, other), name
+
+
 @pytest.mark.parametrize("signed", [False, True])
 def test_the_map_is_the_dynamic_one(signed):
     """As bitsandbytes makes it."""

@@ -11,6 +11,8 @@ from warpsmith.optim import EMA
 from warpsmith.testing import bitwise_equal
 from warpsmith.testing.distributed import multirank
 
+from tests.dispatched import Copies
+
 from .adamw_runs import ORDERS, STEPS, in_order
 
 SHAPES = [(), (1,), (0,), (7, 33), (16385,), (40, 1000)]
@@ -53,6 +55,14 @@ def follow(dtype, device, decays):
 def test_updates_beside_the_formula(dtype, device):
     decays = [0.9, 0.999, 0.3, 1.0, 0.5] * (STEPS // 5)
     assert follow(dtype, device, decays) < (1e-14 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_update_copies_no_dense_parameter(dtype):
+    ema = EMA(make(dtype), 0.9)
+    with Copies(1000) as copies:
+        ema.update()
+    assert copies.found == []
 
 
 @pytest.mark.gpu

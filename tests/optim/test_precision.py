@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from warpsmith.testing import bitwise_equal
 
 from .adamw_runs import (
+    ON_SIM,
     STEPS,
     assert_one_result,
     assert_same_bits,
@@ -115,7 +116,7 @@ def test_masters_follow_float32_where_16_bits_stand_still(options, dtype):
 @pytest.mark.parametrize(("precision", "dtype"), KINDS, ids=str)
 @pytest.mark.parametrize("options", [*FULL, LION], ids=str)
 def test_same_bits_resumed_in_pieces_and_in_any_order(options, precision, dtype):
-    lengths = [1, 63, 65, 500, 20_000, 7]
+    lengths = [1, 63, 65, 500, 5_000 if ON_SIM else 20_000, 7]  # on the sim test_optimizers has the longer one
     assert_one_result(lambda params, lr: options.ours(params, lr=lr, precision=precision), lengths, dtype)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from warpsmith.testing import bitwise_equal
 from warpsmith.train import CapturedStep
 from warpsmith.train.device_values import DeviceValues
+from warpsmith.train.step_inputs import input_key
 from warpsmith.train.step_state import StepState, names_of, same_bits
 
 
@@ -24,6 +25,23 @@ def test_a_call_is_one_step_and_the_self_test_leaves_no_trace(graphs):
     assert graphs[0].captures == 1 and graphs[0].replays == 3 + CALLS - 3
     assert eager.scaler.skipped_steps == graphed.scaler.skipped_steps == 2
     assert all(p.grad is None for p in graphed.model.parameters())
+
+
+def test_each_mode_of_torch_has_a_capture_of_its_own():
+    """What decides over the kernels of a step beside its inputs."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    keys = [input_key("step", [torch.ones(2)], None)]
+    with torch.no_grad():
+        keys.append(input_key("step", [torch.ones(2)], None))
+    try:
+        torch.set_autocast_enabled("cuda", True)
+        for dtype in (torch.float16, torch.bfloat16):
+            torch.set_autocast_dtype("cuda", dtype)
+            keys.append(input_key("step", [torch.ones(2)], None))
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+    assert len(set(keys)) == 4 and keys[0] == input_key("step", [torch.zeros(2)], None)
 
 
 def test_an_average_of_the_weights(graphs):

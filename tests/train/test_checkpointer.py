@@ -65,6 +65,15 @@ def test_the_newest_stay(tmp_path):
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
 
 
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_a_step_is_saved_again_and_again(tmp_path, keep):
+    with Checkpointer(tmp_path, keep=keep) as checkpoints:
+        for n in range(4):
+            checkpoints.save(7, extra=n)
+    assert len(names(tmp_path)) == min(keep, 4)
+    assert (checkpoints.load(), checkpoints.extra) == (7, 3)
+
+
 def test_files_are_safetensors_and_json(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     run = Run()

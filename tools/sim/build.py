@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -119,7 +121,7 @@ def compiler_version() -> str:
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[None]:
+def locked(target: Path) -> Iterator[None]:
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_suffix(".lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -170,9 +172,37 @@ def dependencies(source: Path, flags: list[str]) -> list[Path]:
         paths, seen = _listed[known]
         if _looks(paths) == seen:
             return paths
+    folders = [_headers(Path(flag[2:])) for flag in flags if flag.startswith("-I")]  # a new one may come first
+    kept = BUILD / "includes" / store.key("includes", compiler_version(), _nowhere(command), folders)
+    paths = _kept_listing(kept) or _asked_listing(command, kept)
+    _listed[known] = paths, _looks(paths)
+    return paths
+
+
+def _headers(folder: Path) -> list[str]:
+    files = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names)
+    return sorted(os.path.relpath(file, folder) for file in files if file.endswith((".h", ".cuh")))
+
+
+def _kept_listing(kept: Path) -> list[Path]:
+    """What another process was told, if no file of it has other contents now; else nothing."""
+    with suppress(FileNotFoundError):
+        held = [(name, digest) for name, digest in json.loads(kept.read_text())]
+        paths = [ROOT / name for name, _ in held]
+        if store.digests(paths, ROOT) == held:
+            return paths
+    return []
+
+
+def _asked_listing(command: list[str], kept: Path) -> list[Path]:
+    started = time.time_ns()
     listing = _compile(command).replace("\\\n", " ").split(":", 1)[1]
     paths = [ROOT / name.replace("\\ ", " ") for name in re.split(r"(?<!\\)\s+", listing.strip())]
-    _listed[known] = paths, _looks(paths)
+    if all(changed < started for changed, *_ in _looks(paths)):  # else: which of a file's states was read?
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        written = kept.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(store.digests(paths, ROOT)))
+        os.replace(written, kept)
     return paths
 
 
@@ -194,7 +224,7 @@ def object_key(source: Path, flags: list[str]) -> str:
 def compile_object(source: Path, flags: list[str], folder: Path) -> Path:
     """The object, made if it is not there."""
     target = object_path(source, folder)
-    with _locked(target):
+    with locked(target):
         key = object_key(source, flags)
         while made_from(target) != key:
             target.with_suffix(".key").unlink(missing_ok=True)
@@ -246,7 +276,7 @@ def machine(variant: str) -> Part:
     folder = BUILD / VARIANTS[variant].machine_folder
     whole = folder / "machine.cpp"
     text = "".join(f'#include "sim/{f.name}"\n' for f in sorted((ROOT / "csrc" / "sim").glob("*.cpp")))
-    with _locked(whole):
+    with locked(whole):
         if not whole.exists() or whole.read_text() != text:
             whole.write_text(text)
     return whole, [*VARIANTS[variant].machine, f"-I{ROOT / 'csrc'}"], folder
@@ -281,7 +311,7 @@ def program_key(test: Path, variant: str) -> str:
 
 def link(objects: list[Path], variant: str, program: Path, flags: Sequence[str] = ("-rdynamic",)) -> Path:
     """A program, or what the linker's other flags make of the objects."""
-    with _locked(program):
+    with locked(program):
         key = _program_key([made_from(o) for o in objects], variant)
         if made_from(program) == key:
             return program

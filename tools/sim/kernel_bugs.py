@@ -3,8 +3,8 @@
     python tools/sim/kernel_bugs.py            # all, one after the other
     python tools/sim/kernel_bugs.py newton     # those whose name contains this
 
-A bug changes copies of files; the sources that include them are compiled against the copies, in the build that CI uses
-for the family's laws, and the named checks of a law run on the simulated kernels until the first failure.
+A bug changes copies of files; the sources that include them are compiled against the copies, in the plain build, and
+the named checks of a law run on the simulated kernels until the first failure.
 tests/test_planted_bugs.py does it too.
 Bugs of a family that have a `switch` share a build, in which a variable of the environment names the one that is there.
 Bugs of the machine's own checks are in tests/sim/planted_*.cpp, where a bug costs no compilation.
@@ -12,12 +12,9 @@ Bugs of the machine's own checks are in tests/sim/planted_*.cpp, where a bug cos
 
 from __future__ import annotations
 
-import atexit
-import os
 import shlex
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,12 +29,12 @@ import build
 @dataclass(frozen=True)
 class Bug:
     name: str
-    family: str
+    family: str  # empty: of several
     file: str  # below csrc
     changes: tuple[tuple[str, str], ...]  # text that occurs once in the file, and what takes its place
     test: str  # of pytest --sim
     noticed_as: str  # part of what the test prints
-    variant: str = "coverage"  # the plain build of CI
+    variant: str = library.PLAIN  # ccache knows it, unlike a build that counts
     machine: str = "sm90"  # one of library.MACHINES
     also: tuple[tuple[str, str, str], ...] = ()  # of other files: the file, text, and what takes its place
     switch: int = 0  # its number among the bugs of its family that share a build; 0: it has a build of its own
@@ -307,6 +304,9 @@ ATTENTION: tuple[tuple[str, str, tuple[tuple[str, str], ...], str, str], ...] = 
      "out: error"),
     ("dq_buffer_reused_early", "kernels/attention/hopper/backward_sm90_pipeline.cuh",
      (("device::bulk_commit();\n      @device::bulk_wait_read<0>();", ""),), EDGES, "grad_q: error"),
+    ("dv_as_wide_as_dk", "kernels/attention/backward_rows.cuh",
+     (("group * 64, @tensor == 0 ? p.head_dim_v : p.head_dim", "p.head_dim"),),
+     "tests/ops/test_attention_drawn.py -k 'long_problems and dim_v'", "grad_v: error"),
 )  # fmt: skip
 # One tensor of several laid out by itself; gradients of some inputs alone.
 BINDINGS = (
@@ -324,9 +324,24 @@ BINDINGS = (
     ("strided_gradient_of_losses_read_in_a_row", "cross_entropy.cpp", "dloss = @as_contiguous(dloss_any)", "dloss_any",
      "test_cross_entropy.py -k 'sim- and error_law and grad_loss_every_second'", "grad_logits: error"),
 )  # fmt: skip
+# Of several families, all in one build.
+SEVERAL = (
+    ("offset_added_to_a_weight_that_is_not_there", "norm/row.cuh", "w.at[k] = @kOffset && base", "kOffset",
+     "ops/test_norm.py -k 'sim- and error_law and weight_False-weight_offset'", "grad_x: error"),
+    ("last_of_equal_logits", "cross_entropy/problem.cuh", "place = @element<T>(held, n) == top",
+     "place == 0 && element<T>(held, n) == top", "ops/test_cross_entropy.py -k test_stats", "test_stats"),
+    ("sums_of_slices_not_added", "linear/column_sums.cuh", "p.add ? device::load(sums) + total : total", "total",
+     "ops/test_linear_loss.py -k 'sim- and error_law and 31200'", "grad_bias: error"),
+    ("codes_behind_the_end_are_no_zeros", "optim/step_8bit.cuh", "is_signed<F>(s) ? 127 : 0", "0",
+     "optim/test_eight_bit.py -k behind_the_last", "test_what_is_behind"),
+)  # fmt: skip
 BUGS += tuple(
     Bug(name, "attention", file, changes, test, noticed_as, library.PLAIN, switch=number)
     for number, (name, file, changes, test, noticed_as) in enumerate(ATTENTION, 1)
+)
+BUGS += tuple(
+    Bug(name, "", f"kernels/{file}", ((old, new),), f"tests/{test}", noticed_as, library.PLAIN, switch=n)
+    for n, (name, file, old, new, test, noticed_as) in enumerate(SEVERAL, 1)
 )
 BUGS += tuple(
     Bug(name, "bindings", f"bindings/{file}", ((old, new),), f"tests/ops/{test}", noticed_as, library.PLAIN, switch=n)
@@ -336,12 +351,12 @@ BUGS += tuple(
 
 @cache
 def _switched_library(family: str) -> Path:
-    """One for this process, with all the bugs of a family that have switches."""
+    """With all the bugs of a family that have switches."""
     bug = next(bug for bug in BUGS if bug.switch and bug.family == family)
-    folder = Path(tempfile.mkdtemp(prefix=f"bugs-{family}-", dir=build.BUILD))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    objects = build.changed_objects(parts(bug), bug.texts(), folder, family)
-    return library.link(objects, bug.variant, folder / "libwarpsmith_sim.so")
+    folder = build.BUILD / f"bugs-{family}"
+    with build.locked(folder):
+        objects = build.changed_objects(parts(bug), bug.texts(), folder, family)
+        return library.link(objects, bug.variant, folder / "libwarpsmith_sim.so")
 
 
 def parts(bug: Bug) -> Iterable[build.Part]:
@@ -354,13 +369,14 @@ def noticed(bug: Bug) -> tuple[bool, str]:
     if bug.switch:
         result = library.law(_switched_library(bug.family), command, 300, **{SWITCH: str(bug.switch)})
     else:
-        folder = build.BUILD / f"bug-{bug.name}-{os.getpid()}"
-        try:
-            objects = build.changed_objects(parts(bug), bug.texts(), folder, bug.family)
-            made = library.link(objects, bug.variant, folder / "libwarpsmith_sim.so")
-            result = library.law(made, command, 300, folder, bug.machine, bug.variant)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        folder = build.BUILD / f"bug-{bug.name}"  # always the same, so that ccache knows the objects again
+        with build.locked(folder):
+            try:
+                objects = build.changed_objects(parts(bug), bug.texts(), folder, bug.family)
+                made = library.link(objects, bug.variant, folder / "libwarpsmith_sim.so")
+                result = library.law(made, command, 300, folder, bug.machine, bug.variant)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
     printed = result.stdout + result.stderr
     return result.returncode not in library.HOLDS and bug.noticed_as in printed, printed
 

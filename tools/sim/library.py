@@ -26,27 +26,32 @@ CSRC, TESTS = build.ROOT / "csrc", build.ROOT / "tests"
 VARIABLE = "WARPSMITH_SIM_LIBRARY"  # names the library that this process has loaded, or shall load
 CODE = "WARPSMITH_SIM_CODE"
 SIZE = "WARPSMITH_SIM_MULTIPROCESSORS"
+SCHEDULES, RANDOM_SHARE = "WARPSMITH_SIM_SCHEDULES", "WARPSMITH_SIM_RANDOM_SHARE"  # warpsmith.testing.sim
 LAUNCHES = "WARPSMITH_SIM_LAUNCHES"  # the file to which a run of a law writes the kernels that it launched
 PLAIN = "plain"
 
 
 class Machine(NamedTuple):
-    """code: the architecture whose code runs. checks: those that pytest's -k chooses of a law."""
+    """code: the architecture whose code runs. checks: what pytest's -k chooses of a law. schedules: of its repeats."""
 
     code: int
     multiprocessors: int
     checks: str
+    schedules: int = 6
 
 
 # With one multiprocessor every block that takes rows in turn takes many. Code of sm_80 is other instructions in the
 # same bodies, and other choices.
 MACHINES = {
     "sm90": Machine(90, 4, "sim-"),
-    "sm90_alone": Machine(90, 1, "sim- and (error_law or repeats or bytes)"),
+    "sm90_alone": Machine(90, 1, "sim- and (error_law or repeats or bytes)", schedules=3),
     "sm80": Machine(80, 2, "sim- and (error_law or layout or bytes)"),
 }
-# Every pair of accesses without a barrier between is a race, whatever the values.
+# Every pair of accesses without a barrier between is a race, whatever the values. This build alone contracts, too: what
+# is hard to add up runs in it.
 RACES = "sim- and (error_law or repeats)"
+# Of the norms every length by layer_norm, whose kernels are those of rms_norm with a mean; 320 s else.
+RACES_OF = {"norm": "sim- and (error_law and TestLayerNorm or repeats or hard) and not Rms"}
 # A huge element of q or k multiplies what rounding leaves of dP - delta, where PyTorch's CPU kernel rounds otherwise
 # (grad_k of q = large: 3.4 times the bound); k = max overflows in q k, which kernels scale afterwards.
 ATTENTION = (
@@ -58,8 +63,16 @@ EDGES = {family: TESTS / f"{name}.py" for family, name in (
     ("attention", "ops/test_attention_drawn"), ("linear_loss", "ops/test_linear_loss_parts"),
     ("optim", "optim/test_kernels"),
 )}  # fmt: skip
-# What the address sanitizer runs: over rows beyond 2^31 elements it takes two minutes an op, 780 s of the norms' 1,070.
-NEAR = "sim- and not far_rows"
+# What the address sanitizer runs. Other values, repeats and counts of bytes touch addresses of other checks again;
+# rows beyond 2^31 elements take two minutes an op.
+ADDRESSES = (
+    "sim- and not (far_rows or beyond_2_31 or bytes_moved or edge_value or no_uninitialised or repeats or hard"
+    " or depend_on_the_others)"
+)
+# Of the optimizers' edges: bytes are counted, and gradients of the other dtype are misaligned by another test.
+SANITIZED_EDGES = {"optim": ["-k", "not reads_and_writes and not other-sim"]}
+# Variables under a sanitizer: every schedule has the same addresses. Two more than a law's own: late, early and random.
+FEWER = {"asan": {SCHEDULES: "1", RANDOM_SHARE: "16"}, "tsan": {SCHEDULES: "2", RANDOM_SHARE: "16"}}
 # All of whose modules run.
 WHOLE = ("test_activation", "test_attention", "test_cross_entropy", "test_norm", "test_rope")
 # Modules without specs that run whole; on other machines than the first, their tests of a device.
@@ -121,8 +134,8 @@ def runs(family: str, chosen: str = "sim-") -> list[list[str]]:
 def sanitized_runs(family: str, variant: str) -> list[list[str]]:
     """`runs` for a sanitizer, which takes many times as long."""
     if family in EDGES:
-        return [["-m", "not gpu", str(EDGES[family])]]
-    return runs(family, RACES if variant == "tsan" else NEAR)
+        return [["-m", "not gpu", *SANITIZED_EDGES.get(family, []), str(EDGES[family])]]
+    return runs(family, RACES_OF.get(family, RACES) if variant == "tsan" else ADDRESSES)
 
 
 def python_sources() -> list[Path]:
@@ -188,7 +201,7 @@ def _sanitizer(variant: str) -> dict[str, str]:
     commands = ([build.compiler(), f"-print-file-name={name}"] for name in (f"lib{variant}.so", "libstdc++.so.6"))
     found = ":".join(subprocess.run(c, capture_output=True, text=True, check=True).stdout.strip() for c in commands)
     options = f"{build.ENVIRONMENT['TSAN_OPTIONS']}:ignore_noninstrumented_modules=1"
-    return {"LD_PRELOAD": found, "TSAN_OPTIONS": options}
+    return {"LD_PRELOAD": found, "TSAN_OPTIONS": options, **FEWER[variant]}
 
 
 def law(
@@ -207,7 +220,8 @@ def law(
     A crash ends the process: the last line names the test, the machine's message the seed and the thread.
     """
     paths = os.pathsep.join([str(build.ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {VARIABLE: str(built), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **_sanitizer(variant)}
+    environment = {VARIABLE: str(built), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    environment |= {SCHEDULES: str(MACHINES[machine].schedules)} | _sanitizer(variant)
     environment |= {CODE: str(MACHINES[machine].code), SIZE: str(MACHINES[machine].multiprocessors)} | variables
     command = [sys.executable, "-m", "pytest", "-c", str(build.ROOT / "pyproject.toml"), "--rootdir", str(build.ROOT)]
     # What a crash or a sanitizer prints goes past pytest.

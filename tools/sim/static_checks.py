@@ -36,6 +36,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 import cuda
@@ -225,6 +226,7 @@ def launched(lines: list[str]) -> dict[str, Launched]:
     return found
 
 
+@cache  # asked for three times for each of a family's sources; its key reads all that the laws depend on
 def launches_of_laws(family: str, code: int) -> dict[str, Launched]:
     counts = device_coverage.Coverage()
     for name, machine in library.MACHINES.items():

@@ -15,7 +15,6 @@
 // Bytes per row of C classes: reads C * sizeof(T), and with a gradient writes as many; `looped` reads the row twice
 // then. Each thread of a row also reads the target (8 bytes); every thread reads the denominator once (4 bytes). Each
 // result is 4 bytes, argmax 8.
-// is 4 bytes, argmax 8.
 namespace warpsmith::cross_entropy {
 
 // A row in the shared memory of its threads. Each thread reads only its own vectors, so barriers are needed only for

@@ -17,7 +17,10 @@ from typing import Any
 
 LIBRARY, CODE = "WARPSMITH_SIM_LIBRARY", "WARPSMITH_SIM_CODE"  # variables of the environment
 SIZE = "WARPSMITH_SIM_MULTIPROCESSORS"  # likewise
-SCHEDULES = 6  # seeds of the machine that repeats go through: late, early and random arrivals, twice
+# Seeds of the machine that repeats go through: late, early and random arrivals, twice. Of a spec's random cases one in
+# so many is drawn. Under a sanitizer, which takes many times as long, both are fewer (tools/sim/library.py).
+SCHEDULES = int(os.environ.get("WARPSMITH_SIM_SCHEDULES", "6"))
+RANDOM_SHARE = int(os.environ.get("WARPSMITH_SIM_RANDOM_SHARE", "4"))
 
 
 @dataclass(frozen=True)
