@@ -32,6 +32,7 @@ TITLES = {
     "cross_entropy": "loss, with its gradient in the same pass",
     "linear": "linear layers: activation, residual, MLP",
     "linear_loss": "language-model head with loss or log-probabilities",
+    "quantize": "8-bit floats with scales, and back",
     "optim": "optimizer, one launch for all parameters",
 }
 

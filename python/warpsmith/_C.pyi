@@ -4,6 +4,7 @@ from typing import Any
 REDUCTIONS: dict[str, int]
 NO_ELEMENTS: int
 GRADIENT_MARKS: dict[str, int]
+FP8_SCALINGS: tuple[str, ...]
 LINEAR_ACTIVATIONS: tuple[str, ...]
 OPTIMIZER_STORAGES: dict[str, int]
 OPTIMIZERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], int]]

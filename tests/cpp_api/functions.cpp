@@ -8,6 +8,7 @@
 #include <warpsmith/linear_loss.h>
 #include <warpsmith/norm.h>
 #include <warpsmith/optim.h>
+#include <warpsmith/quantize.h>
 #include <warpsmith/rope.h>
 
 namespace {
@@ -109,6 +110,24 @@ at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate_weight, cons
                                  static_cast<warpsmith::Activation>(activation));
 }
 
+// A bare undefined tensor is none in an optional return.
+std::optional<at::Tensor> if_defined(const at::Tensor& t) { return t.defined() ? std::optional(t) : std::nullopt; }
+
+using Quantized = std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>,
+                             std::optional<at::Tensor>, at::Tensor, std::optional<at::Tensor>>;
+
+Quantized quantize_fp8(const at::Tensor& x, const std::optional<at::Tensor>& scale, int64_t scaling, int64_t transpose,
+                       at::ScalarType dtype, bool power_of_two, bool column_sums) {
+  const auto t = warpsmith::quantize_fp8(x, static_cast<warpsmith::Fp8Scaling>(scaling),
+                                         {.dtype = dtype,
+                                          .scale = scale,
+                                          .transpose = static_cast<warpsmith::Fp8Transpose>(transpose),
+                                          .power_of_two = power_of_two,
+                                          .column_sums = column_sums});
+  return {if_defined(t.data), if_defined(t.scale),      if_defined(t.transposed), if_defined(t.transposed_scale),
+          t.counts,           if_defined(t.column_sums)};
+}
+
 }  // namespace
 
 TORCH_LIBRARY(warpsmith_cpp_api, m) {
@@ -176,6 +195,11 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, int reduction, float "
       "label_smoothing, float z_loss, float softcap) -> Tensor",
       exposed(&cross_entropy));
+  m.def(
+      "quantize_fp8(Tensor x, Tensor? scale, int scaling, int transpose, ScalarType dtype, bool power_of_two, bool "
+      "column_sums) -> (Tensor?, Tensor?, Tensor?, Tensor?, Tensor, Tensor?)",
+      exposed(&quantize_fp8));
+  m.def("dequantize_fp8(Tensor data, Tensor scale, ScalarType dtype) -> Tensor", exposed(&warpsmith::dequantize_fp8));
   m.def(
       "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float? eps, bool "
       "interleaved, Tensor? cu_seqlens, int position_offset) -> (Tensor, Tensor)",

@@ -9,12 +9,13 @@ from warpsmith.testing import BadInput
 from tools import families
 
 NAMES = [name for name in warpsmith.ops.__all__ if name[0].islower()]
-NOT_DIFFERENTIABLE = ("adamw",)
+NOT_DIFFERENTIABLE = ("adamw", "dequantize_fp8", "quantize_fp8")
 TOKENS, WIDTH, CLASSES = 6, 8, 5
 
 
 def arguments_of(name: str) -> dict:
-    """New tensors in float64, filled from a fixed seed. The first dimension counts tokens wherever an op allows it."""
+    """New tensors in float64 (float32 for casts to 8 bits), from a fixed seed. The first dimension counts tokens
+    wherever an op allows it."""
     generator = torch.Generator().manual_seed(0)
 
     def make(*shape: int) -> torch.Tensor:
@@ -55,6 +56,7 @@ def arguments_of(name: str) -> dict:
             "max_seqlen_k": TOKENS,
         },
         "cross_entropy": {"logits": make(TOKENS, CLASSES), "target": target},
+        "dequantize_fp8": {"t": warpsmith.quantize_fp8(rows().float())},
         "dropout_add": {"x": rows(), "p": 0.5} | residual | seed,
         "dropout_add_layer_norm": of_norm | residual | bias | seed | {"p": 0.5},
         "dropout_add_rms_norm": of_norm | residual | seed | {"p": 0.5},
@@ -71,6 +73,7 @@ def arguments_of(name: str) -> dict:
             "b2": make(WIDTH),
         },
         "qk_norm_rope": {"q": heads(2), "k": heads(1), "q_weight": make(WIDTH), "k_weight": make(WIDTH)} | tables,
+        "quantize_fp8": {"x": rows().float()},
         "rms_norm": of_norm,
         "rope": {"q": heads(2), "k": heads(1)} | tables,
     }

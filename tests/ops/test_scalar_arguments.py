@@ -38,6 +38,7 @@ WRONG = {
         **{f"(0, {name})": (0, value) for name, value in NO_INT64.items()},
     },
     "Tensor": {**NO_SCALARS, "True": True, "1": 1, "0.5": 0.5, "a tuple": (4,), "None": None},
+    "Fp8Tensor": {**TENSORS, **NO_SCALARS, **TRUE, "1": 1, "a tuple": (4,), "None": None},
     "torch.dtype": {**TENSORS, **NO_SCALARS, **TRUE, "1": 1, "int64": torch.int64},
 }
 # Tensors that a parameter takes beside numbers, and "None" for one that need not be given.

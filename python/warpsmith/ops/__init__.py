@@ -3,6 +3,7 @@
 The public export is here: ``warpsmith`` has all of these names."""
 
 from warpsmith.ops._flops import register_formulas
+from warpsmith.ops._quantize import Fp8Tensor
 from warpsmith.ops.activation import bias_gelu, bias_relu, bias_silu, dropout_add, geglu, reglu, relu_squared, swiglu
 from warpsmith.ops.attention import attention, attention_varlen
 from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
@@ -17,10 +18,12 @@ from warpsmith.ops.norm import (
     rms_norm,
 )
 from warpsmith.ops.optim import adamw
+from warpsmith.ops.quantize import dequantize_fp8, quantize_fp8
 from warpsmith.ops.rope import qk_norm_rope, rope
 
 __all__ = [
     "CrossEntropyStats",
+    "Fp8Tensor",
     "adamw",
     "add_layer_norm",
     "add_rms_norm",
@@ -30,6 +33,7 @@ __all__ = [
     "bias_relu",
     "bias_silu",
     "cross_entropy",
+    "dequantize_fp8",
     "dropout_add",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
@@ -41,6 +45,7 @@ __all__ = [
     "linear_log_prob",
     "mlp",
     "qk_norm_rope",
+    "quantize_fp8",
     "reglu",
     "relu_squared",
     "rms_norm",

@@ -27,7 +27,7 @@ from warpsmith.testing.run import (
 )
 from warpsmith.testing.sim import torch_device
 from warpsmith.testing.spec import Case, Inputs, OpSpec
-from warpsmith.testing.tensors import LAYOUTS, differing, edge_values, repeat_batch
+from warpsmith.testing.tensors import INTEGER_OF_SIZE, LAYOUTS, differing, edge_values, repeat_batch
 
 # torch's own 1e-3 would let a factor of 1.001 pass; central differences in float64 are good to about 1e-9.
 RTOL, ATOL = 1e-5, 1e-7
@@ -292,7 +292,7 @@ def check_batch(spec: OpSpec, case: Case, elements: int, device: str = "cpu") ->
             assert error <= limit, f"{spec.name}: {name} over {times} batches: error {error:.3e}, limit {limit:.3e}"
             continue
         parts = got.view(times, *expected.shape)
-        bits = torch.int16 if got.element_size() == 2 else torch.int32 if got.element_size() == 4 else torch.int64
+        bits = INTEGER_OF_SIZE[got.element_size()]
         wrong = sum(
             int((p.view(bits) != expected.view(bits)).sum()) for p in parts.split(max(1, 2**28 // expected.numel()))
         )

@@ -1,0 +1,97 @@
+"""Casts to 8-bit floats beside torch eager and torch.compile, at the activations and gradients of Llama models.
+
+    quantize_fp8          rows, a given tensor scale, blocks ("forward", and named so)
+    cast_transpose_dbias  bytes, transposed bytes and column sums of a gradient, by a given scale
+    dequantize_fp8        back to the dtype
+
+The yardstick is a copy of the floor's bytes: x read once, each kind of bytes written once.
+"""
+
+import functools
+
+import torch
+import warpsmith
+
+from benchmarks.cells import leaves, timed, torch_contenders
+
+GPU_SHAPES = ((16384, 4096), (8192, 2048), (8192, 14336), (65536, 768))
+CPU_SHAPES = ((1024, 4096),)
+TINY = (16, 256)
+E4M3, LARGEST = torch.float8_e4m3fn, 448.0
+
+
+def cell(op, x, direction):
+    return op, "x".join(map(str, x.shape)), str(x.dtype).removeprefix("torch."), direction
+
+
+def plain_cast(x, scale):
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+def plain_rows(x):
+    scale = x.float().abs().amax(-1, keepdim=True) / LARGEST
+    return plain_cast(x, torch.exp2(torch.ceil(torch.log2(scale)))), scale
+
+
+def plain_blocks(x):
+    blocks = x.view(x.shape[0], -1, 128)
+    data, scale = plain_rows(blocks)
+    return data.view(x.shape), scale[..., 0]
+
+
+def plain_cast_transpose_dbias(x, scale):
+    data = plain_cast(x, scale)
+    return data, data.t().contiguous(), x.float().sum(0)
+
+
+def inputs(device, options):
+    for shape in options.shapes(device, GPU_SHAPES, CPU_SHAPES, TINY):
+        yield leaves(device, shape)[0].detach()
+
+
+def timed_call(op, direction, x, ours, plain, arguments, floor, device, options):
+    contenders = torch_contenders(ours, plain, options)
+    calls = {name: functools.partial(fn, *arguments) for name, fn in contenders.items()}
+    return timed(cell(op, x, direction), calls, device, options, floor=floor)
+
+
+def quantize(device, options):
+    rows, given = [], torch.tensor(0.01, device=device)
+    for x in inputs(device, options):
+        floor = x.nbytes + x.numel()
+        for direction, ours, plain, arguments in (
+            ("forward, rows", warpsmith.quantize_fp8, plain_rows, (x,)),
+            ("forward, blocks", functools.partial(warpsmith.quantize_fp8, scaling="block"), plain_blocks, (x,)),
+            ("forward, given", lambda x, s: warpsmith.quantize_fp8(x, "tensor", scale=s), plain_cast, (x, given)),
+        ):
+            rows += timed_call("quantize_fp8", direction, x, ours, plain, arguments, floor, device, options)
+    return rows
+
+
+def cast_transpose_dbias(device, options):
+    rows, given = [], torch.tensor(0.01, device=device)
+    raw = torch.ops.warpsmith.quantize_fp8.default
+
+    def ours(x, scale):
+        return raw(x, scale, 1, 1, E4M3, True, True)
+
+    for x in inputs(device, options):
+        floor, arguments = x.nbytes + 2 * x.numel(), (x, given)
+        rows += timed_call(
+            "cast_transpose_dbias", "forward", x, ours, plain_cast_transpose_dbias, arguments, floor, device, options
+        )
+    return rows
+
+
+def dequantize(device, options):
+    rows = []
+    for x in inputs(device, options):
+        t, to = warpsmith.quantize_fp8(x), x.dtype
+        ours = functools.partial(warpsmith.dequantize_fp8, dtype=to)
+        contenders = torch_contenders(ours, lambda t, to=to: (t.data.float() * t.scale).to(to), options)
+        calls = {name: functools.partial(fn, t) for name, fn in contenders.items()}
+        rows += timed(cell("dequantize_fp8", x, "forward"), calls, device, options, floor=x.nbytes + x.numel())
+    return rows
+
+
+OPS = {"quantize_fp8": quantize, "cast_transpose_dbias": cast_transpose_dbias, "dequantize_fp8": dequantize}

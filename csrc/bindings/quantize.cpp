@@ -1,0 +1,253 @@
+#include "kernels/quantize/quantize.h"
+
+#include "bindings/support/device.h"
+#include "bindings/support/library.h"
+#include "bindings/support/rows.h"
+
+namespace warpsmith {
+namespace {
+
+constexpr const char *kQuantize = name(Quantize::quantize_fp8), *kDequantize = name(Quantize::dequantize_fp8),
+                     *kAmax = "fp8_amax", *kScale = "fp8_scale";
+constexpr int kWholeTensor = 62;  // a shift that leaves no index
+
+// No float64: the law of a scale is that of float32.
+Dtype narrow_dtype(const char* op, const char* argument, const Tensor& t) {
+  switch (dtype_of(op, argument, t)) {
+    case ScalarType::Float: return Dtype::float32;
+    case ScalarType::Half: return Dtype::float16;
+    case ScalarType::BFloat16: return Dtype::bfloat16;
+    default: refuse(op, argument, "float32, float16 or bfloat16", dtype_text(t.scalar_type()));
+  }
+}
+
+bool is_e5m2(const char* op, const char* argument, ScalarType dtype) {
+  if (dtype != ScalarType::Float8_e4m3fn && dtype != ScalarType::Float8_e5m2)
+    refuse(op, argument, "float8_e4m3fn or float8_e5m2", dtype_text(dtype));
+  return dtype == ScalarType::Float8_e5m2;
+}
+
+void check_float32(const char* op, const char* argument, const Tensor& t) {
+  if (const ScalarType got = dtype_of(op, argument, t); got != ScalarType::Float)
+    refuse(op, argument, "float32", dtype_text(got));
+}
+
+int32_t byte_code(bool e5m2) { return e5m2 ? aoti_torch_dtype_float8_e5m2() : aoti_torch_dtype_float8_e4m3fn(); }
+
+std::vector<int64_t> shape_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return {sizes.data(), sizes.data() + sizes.size()};
+}
+
+Tensor allocate_of(const char* what, const std::vector<int64_t>& sizes, int32_t dtype, const Tensor& like) {
+  return allocate(kQuantize, what, sizes.data(), static_cast<int64_t>(sizes.size()), dtype, like);
+}
+
+// The shape of the scales of rows of `outer` followed by columns; of x, whose rows have several dimensions, or of its
+// transpose.
+std::vector<int64_t> scale_shape(Fp8Scaling scaling, std::vector<int64_t> shape, int64_t rows) {
+  const int64_t across = ceil_div(shape.back(), kFp8Block);
+  switch (scaling) {
+    case Fp8Scaling::tensor: return {};
+    case Fp8Scaling::row: shape.back() = 1; return shape;
+    case Fp8Scaling::block: shape.back() = across; return shape;
+    case Fp8Scaling::block2d: return {ceil_div(rows, kFp8Block), across};
+  }
+  return {};
+}
+
+enum class Transpose : int64_t { no, also, only };
+
+using Quantized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Quantized quantize(Tensor x_any, std::optional<Tensor> given_any, int64_t scaling_number, int64_t transpose_number,
+                   ScalarType dtype, bool power_of_two, bool column_sums) {
+  const Dtype x_dtype = narrow_dtype(kQuantize, "x", x_any);
+  const bool e5m2 = is_e5m2(kQuantize, "dtype", dtype);
+  if (scaling_number < 0 || scaling_number >= static_cast<int64_t>(std::size(kFp8Scalings)))
+    refuse(kQuantize, "scaling", "0 (row), 1 (tensor), 2 (block) or 3 (block2d)", std::to_string(scaling_number));
+  if (transpose_number < 0 || transpose_number > 2)
+    refuse(kQuantize, "transpose", "0 (no), 1 (also) or 2 (only)", std::to_string(transpose_number));
+  const auto scaling = static_cast<Fp8Scaling>(scaling_number);
+  const auto transpose = static_cast<Transpose>(transpose_number);
+  const Rows x = as_rows(kQuantize, "x", x_any);
+  const bool data_wanted = transpose != Transpose::only, transposed_wanted = transpose != Transpose::no;
+  const std::vector<int64_t> shape = shape_of(x_any), turned = {x.columns, x.rows};
+  const std::vector<int64_t> scales = scale_shape(scaling, shape, x.rows),
+                             turned_scales = scale_shape(scaling, turned, x.columns);
+
+  std::optional<Tensor> given;
+  if (given_any) {
+    check_float32(kQuantize, "scale", *given_any);
+    if (scaling == Fp8Scaling::block || scaling == Fp8Scaling::block2d ||
+        (scaling == Fp8Scaling::row && transpose == Transpose::also))
+      refuse(kQuantize, "scale", "None: these scales are computed", "a tensor");
+    const auto& expected = data_wanted ? scales : turned_scales;
+    if (shape_of(*given_any) != expected) {
+      std::string text;
+      for (const int64_t size : expected) text += (text.empty() ? "" : ", ") + std::to_string(size);
+      refuse(kQuantize, "scale", "shape (" + text + ")", shape_text(*given_any));
+    }
+    check_same_device(kQuantize, "scale", *given_any, x_any);
+    given = as_contiguous(*given_any, kQuantize);
+  }
+
+  const int32_t real = aoti_torch_dtype_float32(), bytes = byte_code(e5m2);
+  const Tensor none = nothing(kQuantize, real, x_any), no_bytes = nothing(kQuantize, bytes, x_any);
+  const bool one = scaling == Fp8Scaling::tensor;
+  const Tensor data = data_wanted ? allocate_of("data", shape, bytes, x_any) : no_bytes;
+  const Tensor transposed =
+      transposed_wanted ? allocate_of("transposed", turned, bytes, x_any) : nothing(kQuantize, bytes, x_any);
+  const Tensor scale = !given && (data_wanted || one) ? allocate_of("scale", scales, real, x_any) : none;
+  const Tensor transposed_scale = !given && transposed_wanted && !one
+                                      ? allocate_of("transposed_scale", turned_scales, real, x_any)
+                                      : nothing(kQuantize, real, x_any);
+  const Tensor counts = allocate_vector(kQuantize, "counts", 2, aoti_torch_dtype_int64(), x_any);
+  const Tensor sums =
+      column_sums ? allocate_vector(kQuantize, "column_sums", x.columns, real, x_any) : nothing(kQuantize, real, x_any);
+
+  const auto floats = [](const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); };
+  float* const read = given ? static_cast<float*>(const_cast<void*>(given->const_data_ptr())) : nullptr;
+  // Not null where there is nothing to write: an output without elements is wanted all the same.
+  const auto address = [](const Tensor& t) -> void* {
+    static char no_memory[16];
+    return t.numel() ? t.mutable_data_ptr() : no_memory;
+  };
+  QuantizeParams p{.x = x.tensor.const_data_ptr(),
+                   .data = data_wanted ? address(data) : nullptr,
+                   .transposed = transposed_wanted ? address(transposed) : nullptr,
+                   .scale = read && (data_wanted || one) ? read : floats(scale),
+                   .transposed_scale = read ? read : floats(transposed_scale),
+                   .column_sums = column_sums ? static_cast<float*>(address(sums)) : nullptr,
+                   .counts = static_cast<int64_t*>(counts.mutable_data_ptr()),
+                   .workspace = nullptr,
+                   .rows = x.rows,
+                   .columns = x.columns,
+                   .x_stride = x.stride,
+                   .scaling = scaling,
+                   .given = given.has_value(),
+                   .power_of_two = power_of_two,
+                   .e5m2 = e5m2,
+                   .dtype = x_dtype};
+  std::optional<Tensor> workspace;
+  run_on(
+      kQuantize, x_any,
+      [&](void* stream) {
+        if (const int64_t elems = quantize_workspace_elems(p)) {
+          workspace = allocate_vector(kQuantize, "partial results", elems, real, x_any);
+          p.workspace = floats(*workspace);
+        }
+        return quantize_cuda(p, stream);
+      },
+      [&](const Parallel& threads) { return quantize_cpu(p, threads); });
+  return {data, scale, transposed, transposed_scale, counts, sums};
+}
+
+Tensor dequantize(Tensor data_any, Tensor scale_any, ScalarType dtype) {
+  const ScalarType bytes = dtype_of(kDequantize, "data", data_any);
+  const bool e5m2 = is_e5m2(kDequantize, "data", bytes);
+  check_float32(kDequantize, "scale", scale_any);
+  check_same_device(kDequantize, "scale", scale_any, data_any);
+  if (dtype != ScalarType::Float && dtype != ScalarType::Half && dtype != ScalarType::BFloat16)
+    refuse(kDequantize, "dtype", "float32, float16 or bfloat16", dtype_text(dtype));
+  const Dtype y_dtype = dtype == ScalarType::Float  ? Dtype::float32
+                        : dtype == ScalarType::Half ? Dtype::float16
+                                                    : Dtype::bfloat16;
+  const Rows data = as_rows(kDequantize, "data", data_any);
+  DequantizeParams p{.data = data.tensor.const_data_ptr(),
+                     .scale = nullptr,
+                     .y = nullptr,
+                     .rows = data.rows,
+                     .columns = data.columns,
+                     .data_stride = data.stride,
+                     .scale_columns = 0,
+                     .row_shift = kWholeTensor,
+                     .column_shift = kWholeTensor,
+                     .e5m2 = e5m2,
+                     .dtype = y_dtype};
+  // The shape says what one scale is for. Where two meanings have one shape they are the same.
+  const std::vector<int64_t> shape = shape_of(data_any), got = shape_of(scale_any);
+  const auto is = [&](Fp8Scaling scaling) { return got == scale_shape(scaling, shape, data.rows); };
+  if (is(Fp8Scaling::row) || is(Fp8Scaling::block) || is(Fp8Scaling::block2d)) {
+    const bool by_row = is(Fp8Scaling::row) || is(Fp8Scaling::block);
+    p.row_shift = by_row ? 0 : 7;
+    p.column_shift = is(Fp8Scaling::row) ? kWholeTensor : 7;
+    p.scale_columns = got.back();
+  } else if (!got.empty()) {
+    refuse(kDequantize, "scale", "shape (), of rows, of blocks of 128 or of squares of 128 by 128 of data",
+           shape_text(scale_any));
+  }
+  const Tensor scale = as_contiguous(scale_any, kDequantize);
+  const int32_t code = dtype == ScalarType::Float  ? aoti_torch_dtype_float32()
+                       : dtype == ScalarType::Half ? aoti_torch_dtype_float16()
+                                                   : aoti_torch_dtype_bfloat16();
+  Tensor y = allocate_shaped(kDequantize, "values", data_any, code);
+  if (data.rows == 0 || data.columns == 0) return y;
+  p.scale = static_cast<const float*>(scale.const_data_ptr());
+  p.y = y.mutable_data_ptr();
+  run_on(
+      kDequantize, data_any, [&](void* stream) { return dequantize_cuda(p, stream); },
+      [&](const Parallel& threads) { return dequantize_cpu(p, threads); });
+  return y;
+}
+
+Tensor amax(Tensor x_any, bool by_row) {
+  const Dtype dtype = narrow_dtype(kAmax, "x", x_any);
+  const Rows x = as_rows(kAmax, "x", x_any);
+  const int32_t real = aoti_torch_dtype_float32();
+  const std::vector<int64_t> shape =
+      scale_shape(by_row ? Fp8Scaling::row : Fp8Scaling::tensor, shape_of(x_any), x.rows);
+  const Tensor found = allocate(kAmax, "amax", shape.data(), static_cast<int64_t>(shape.size()), real, x_any);
+  const int64_t down = ceil_div(x.rows, kFp8Block), across = ceil_div(x.columns, kFp8Block);
+  Fp8AmaxParams p{x.tensor.const_data_ptr(),
+                  static_cast<float*>(found.mutable_data_ptr()),
+                  nullptr,
+                  x.rows,
+                  x.columns,
+                  x.stride,
+                  by_row,
+                  dtype};
+  std::optional<Tensor> workspace;
+  run_on(
+      kAmax, x_any,
+      [&](void* stream) {
+        workspace = allocate_vector(kAmax, "partial results", across * (by_row ? x.rows : down), real, x_any);
+        p.workspace = static_cast<float*>(workspace->mutable_data_ptr());
+        return fp8_amax_cuda(p, stream);
+      },
+      [&](const Parallel& threads) { return fp8_amax_cpu(p, threads); });
+  return found;
+}
+
+Tensor scale_of(Tensor amax_any, ScalarType dtype, bool power_of_two) {
+  check_float32(kScale, "amax", amax_any);
+  const bool e5m2 = is_e5m2(kScale, "dtype", dtype);
+  const Tensor amax = as_contiguous(amax_any, kScale);
+  Tensor scale = allocate_like(kScale, "scale", amax_any);
+  const Fp8ScaleParams p{static_cast<const float*>(amax.const_data_ptr()),
+                         static_cast<float*>(scale.mutable_data_ptr()), amax.numel(), power_of_two, e5m2};
+  run_on(
+      kScale, amax_any, [&](void* stream) { return fp8_scale_cuda(p, stream); },
+      [&](const Parallel& threads) { return fp8_scale_cpu(p, threads); });
+  return scale;
+}
+
+WARPSMITH_SCHEMAS(m) {
+  m.def(
+      "quantize_fp8(Tensor x, Tensor? scale, int scaling, int transpose, ScalarType dtype, bool power_of_two, "
+      "bool column_sums) -> (Tensor data, Tensor new_scale, Tensor transposed, Tensor transposed_scale, Tensor counts, "
+      "Tensor sums)");
+  m.def("dequantize_fp8(Tensor data, Tensor scale, ScalarType dtype) -> Tensor values");
+  m.def("fp8_amax(Tensor x, bool by_row) -> Tensor amax");
+  m.def("fp8_scale(Tensor amax, ScalarType dtype, bool power_of_two) -> Tensor scale");
+}
+
+WARPSMITH_IMPLEMENTATIONS(m) {
+  m.impl("quantize_fp8", TORCH_BOX(&quantize));
+  m.impl("dequantize_fp8", TORCH_BOX(&dequantize));
+  m.impl("fp8_amax", TORCH_BOX(&amax));
+  m.impl("fp8_scale", TORCH_BOX(&scale_of));
+}
+
+}  // namespace
+}  // namespace warpsmith

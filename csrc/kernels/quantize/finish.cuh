@@ -1,0 +1,57 @@
+#pragma once
+#include "device/reduce.h"
+#include "kernels/quantize/cast.cuh"
+
+// From partial results to scales, maxima and sums, in a fixed order. Reads every partial result once, writes 4 bytes an
+// item.
+namespace warpsmith::quantize {
+
+// What the finished maximum becomes.
+enum class Finish { sum, amax, scale };
+
+struct Partials {
+  const float* from;
+  float* to;
+  int64_t count, items;  // of item i: from[i], from[i + items], ...
+  Float8Limits limits;
+  bool power_of_two;
+};
+
+__global__ void clear_counts(int64_t* counts) { device::store(counts + threadIdx.x, int64_t{0}); }
+
+constexpr int kFinishItems = 32, kFinishParts = 8;
+
+// A thread of every item's kFinishParts takes each kFinishParts-th of its partial results.
+template <Finish kFinish> __global__ void __launch_bounds__(kFinishItems* kFinishParts) finish_items(Partials p) {
+  WARPSMITH_SHARED(float, parts, kFinishItems* kFinishParts);
+  const int part = static_cast<int>(threadIdx.x) / kFinishItems;
+  const int64_t item = int64_t{blockIdx.x} * kFinishItems + threadIdx.x % kFinishItems;
+  const auto combine = [](float a, float b) { return kFinish == Finish::sum ? a + b : fmaxf(a, b); };
+  float mine = 0.0f;
+  if (item < p.items) {
+#pragma unroll 4
+    for (int64_t i = part; i < p.count; i += kFinishParts)
+      mine = combine(mine, device::load(p.from + i * p.items + item));
+  }
+  parts[threadIdx.x] = mine;
+  __syncthreads();
+  if (part != 0 || item >= p.items) return;
+#pragma unroll
+  for (int i = 1; i < kFinishParts; ++i) mine = combine(mine, parts[i * kFinishItems + threadIdx.x]);
+  device::store(p.to + item, kFinish == Finish::scale ? scale_of_amax(mine, p.limits, p.power_of_two) : mine);
+}
+
+constexpr int kFinishThreads = 512;
+
+// One item, by one block.
+template <Finish kFinish> __global__ void __launch_bounds__(kFinishThreads) finish_one(Partials p) {
+  WARPSMITH_SHARED(float, scratch, kFinishThreads / 32);
+  float mine = 0.0f;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < p.count; i += kFinishThreads) mine = fmaxf(mine, device::load(p.from + i));
+  mine = device::block_max<kFinishThreads>(mine, scratch);
+  if (threadIdx.x == 0)
+    device::store(p.to, kFinish == Finish::scale ? scale_of_amax(mine, p.limits, p.power_of_two) : mine);
+}
+
+}  // namespace warpsmith::quantize

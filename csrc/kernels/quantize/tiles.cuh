@@ -1,0 +1,247 @@
+#pragma once
+#include "device/reduce.h"
+#include "kernels/quantize/cast.cuh"
+#include "kernels/quantize/quantize.h"
+
+// Squares of 128 by 128, one a block, that the block reads once and keeps in registers. What a block makes of its
+// square:
+//
+//   amax  the largest magnitudes of its rows, of its columns or of all, as partial results
+//   cast  bytes, transposed bytes or both; by known scales, or by scales of the square: of its rows and columns, or
+//   one.
+//         Beside them the sums of its columns
+//
+// Reads x once. Writes a byte a value and kind of bytes, 4 bytes a computed scale or partial result. Reads a known
+// scale of a row or column once, that of a tensor by every thread.
+namespace warpsmith::quantize {
+
+constexpr int kTile = static_cast<int>(kFp8Block);
+template <class T> constexpr int kTileThreads = tile_threads(sizeof(T));
+
+enum class TileWork { amax, cast };
+
+struct Tiles {
+  const void* x;
+  uint8_t *data, *transposed;                        // null: not wanted
+  float *row_scale, *column_scale;                   // of the bytes; written if of_square, else read
+  float *row_partials, *column_partials, *partials;  // of amax: [tiles across, rows], [tiles down, columns], [tiles]
+  float* column_sums;                                // [tiles down, columns]; null: not wanted
+  int64_t* counts;
+  int64_t rows, columns, x_stride, across, down;
+  bool of_square;  // cast: scales are those of the square, else known
+  bool square;     // cast: one scale for all of it
+  bool power_of_two;
+  bool whole, whole_data, whole_transposed;  // accesses of vectors are possible: to x, data, transposed
+};
+
+// Where the word of 4 rows of a column lies, so that neither writing 4 N words nor reading 16 bytes has bank conflicts.
+template <int N> __device__ __forceinline__ int word_at(int column, int quad) {
+  return column * (kTile / 4) + (quad + column / N * (N / 4) + (column & 3)) % (kTile / 4);
+}
+
+// Combines N values of each thread over the threads of the same columns: within warps, then over all, in a fixed order.
+// One barrier inside. of_column has the results after the next one.
+template <int kThreads, int N, class Op>
+__device__ __forceinline__ void combine_columns(float (&mine)[N], Op op, float* by_warp, float* of_column) {
+  constexpr int G = kTile / N, kWarps = kThreads / 32;
+  const int thread = static_cast<int>(threadIdx.x), first = thread % G * N;
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+#pragma unroll
+    for (int distance = G; distance < 32; distance *= 2)
+      mine[k] = op(mine[k], __shfl_xor_sync(0xffffffffu, mine[k], distance));
+  }
+  if (thread % 32 < G) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) by_warp[thread / 32 * kTile + first + k] = mine[k];
+  }
+  __syncthreads();
+  if (thread < kTile) {
+    float all = by_warp[thread];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) all = op(all, by_warp[w * kTile + thread]);
+    of_column[thread] = all;
+  }
+}
+
+template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kTileThreads<T>, 1024 / kTileThreads<T>)
+    tiles(Tiles p) {
+  constexpr int kThreads = kTileThreads<T>;
+  constexpr int N = 16 / sizeof(T), G = kTile / N;                        // a row is read by G threads
+  constexpr int L = kThreads / G, R = kTile / L, kWarps = kThreads / 32;  // each reads R rows
+  WARPSMITH_SHARED(uint32_t, words, kWork == TileWork::amax ? 1 : kTile * kTile / 4);
+  WARPSMITH_SHARED(float, by_warp, kWarps* kTile);
+  // A row's or column's maximum or sum, then its scale; behind it the reciprocal.
+  WARPSMITH_SHARED(float, of_row, 2 * kTile);
+  WARPSMITH_SHARED(float, of_column, 2 * kTile);
+  WARPSMITH_SHARED(float, scratch, kWarps);
+  const int thread = static_cast<int>(threadIdx.x), group = thread % G, lane = thread / G;
+  const int64_t down = blockIdx.x / static_cast<unsigned>(p.across), across = blockIdx.x - down * p.across;
+  const int64_t first_row = down * kTile, first_column = across * kTile;
+  const int64_t column = first_column + group * N;
+  const int columns_here = p.columns - column < N ? static_cast<int>(p.columns - column) : N;
+  const auto row_of = [&](int i) { return first_row + i / 4 * (4 * L) + lane * 4 + i % 4; };
+
+  Piece<T> held[R];
+#pragma unroll
+  for (int i = 0; i < R; ++i) {
+    const int64_t row = row_of(i);
+    held[i] =
+        load_piece(static_cast<const T*>(p.x) + row * p.x_stride + column, row < p.rows ? columns_here : 0, p.whole);
+  }
+
+  const bool is_row = thread < kTile && first_row + thread < p.rows;  // has to do with one
+  const bool is_column = thread < kTile && first_column + thread < p.columns;
+
+  if (kWork == TileWork::cast && p.column_sums) {  // first: behind repair() no value is needed any more
+    float sum[N] = {};
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+      float value[N];
+      device::unpack<T>(value, held[i]);
+      device::forget(held[i]);
+#pragma unroll
+      for (int k = 0; k < N; ++k) sum[k] += value[k];
+    }
+    combine_columns<kThreads>(sum, device::Sum(), by_warp, of_column);
+    if (is_column) device::store(p.column_sums + down * p.columns + first_column + thread, of_column[thread]);
+    __syncthreads();
+  }
+
+  float one = 0.0f;  // the maximum of all, then its scale
+  if (kWork == TileWork::amax || p.of_square) {
+    float row_max[R], column_max[N] = {};
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+      row_max[i] = 0.0f;
+      float value[N];
+      device::unpack<T>(value, held[i]);
+      device::forget(held[i]);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const float m = finite_magnitude(value[k]);
+        row_max[i] = fmaxf(row_max[i], m);
+        column_max[k] = fmaxf(column_max[k], m);
+      }
+      one = fmaxf(one, row_max[i]);
+    }
+    if (kWork == TileWork::amax ? p.partials != nullptr : p.square) {
+      one = device::block_max<kThreads>(one, scratch);
+    } else {
+      if (kWork == TileWork::amax ? p.row_partials != nullptr : p.data != nullptr) {
+#pragma unroll
+        for (int i = 0; i < R; ++i) {
+          row_max[i] = device::group_max<G>(row_max[i]);
+          if (group == 0) of_row[row_of(i) - first_row] = row_max[i];
+        }
+      }
+      if (kWork == TileWork::amax ? p.column_partials != nullptr : p.transposed != nullptr)
+        combine_columns<kThreads>(column_max, device::Max(), by_warp, of_column);
+    }
+  }
+  __syncthreads();
+
+  if constexpr (kWork == TileWork::amax) {
+    if (p.partials && thread == 0) device::store(p.partials + blockIdx.x, one);
+    if (p.row_partials && is_row) device::store(p.row_partials + across * p.rows + first_row + thread, of_row[thread]);
+    if (p.column_partials && is_column)
+      device::store(p.column_partials + down * p.columns + first_column + thread, of_column[thread]);
+  }
+
+  if constexpr (kWork != TileWork::amax) {
+    if (p.square) {
+      one = p.of_square ? scale_of_amax(one, kLimits<F>, p.power_of_two) : device::load(p.row_scale);
+      if (p.of_square && thread == 0) {
+        if (p.data) device::store(p.row_scale + blockIdx.x, one);
+        if (p.transposed) device::store(p.column_scale + across * p.down + down, one);
+      }
+    }
+    // Threads of rows, then threads of columns: the scale of each, once.
+    const auto prepare = [&](float* of, bool exists, float* scales, int64_t at) {
+      if (thread >= kTile) return;
+      float scale = one;
+      if (!p.square && exists) {
+        scale = p.of_square ? scale_of_amax(of[thread], kLimits<F>, p.power_of_two) : device::load(scales + at);
+        if (p.of_square) device::store(scales + at, scale);
+      } else if (!p.square) {
+        scale = 1.0f;
+      }
+      const Divisor d = divisor(scale);
+      of[thread] = d.scale;
+      of[kTile + thread] = d.reciprocal;
+    };
+    const int64_t my_row = first_row + thread, my_column = first_column + thread;
+#pragma unroll 1
+    for (int side = p.data ? 0 : 1; side < (p.transposed ? 2 : 1); ++side) {
+      if (side == 0)
+        prepare(of_row, is_row, p.row_scale, p.of_square ? my_row * p.across + across : my_row);
+      else
+        prepare(of_column, is_column, p.column_scale, p.of_square ? my_column * p.down + down : my_column);
+    }
+    __syncthreads();
+
+    bool odd = false, odd_transposed = false;
+    if (p.data) {
+#pragma unroll
+      for (int i = 0; i < R; ++i) {
+        const int64_t row = row_of(i);
+        if (row >= p.rows || columns_here <= 0) continue;
+        const int in_tile = static_cast<int>(row - first_row);
+        float value[N];
+        device::unpack<T>(value, held[i]);
+        device::forget(held[i]);
+        Vector<uint32_t, N / 4> bytes;
+        odd |= cast<F>(value, {of_row[in_tile], of_row[kTile + in_tile]}, bytes);
+        store_bytes(p.data + row * p.columns + column, bytes, columns_here, p.whole_data);
+      }
+    }
+    if (p.transposed) {
+#pragma unroll
+      for (int i = 0; i < R; i += 4) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+          const float four[4] = {element<T>(held[i], k), element<T>(held[i + 1], k), element<T>(held[i + 2], k),
+                                 element<T>(held[i + 3], k)};
+          Vector<uint32_t, 1> bytes;
+          const int c = group * N + k;
+          odd_transposed |= cast<F>(four, {of_column[c], of_column[kTile + c]}, bytes);
+          words[word_at<N>(c, i / 4 * L + lane)] = bytes.at[0];
+        }
+      }
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kTile * kTile / 16 / kThreads; ++i) {
+        const int sixteen = i * kThreads + thread, c = sixteen / (kTile / 16), q = sixteen % (kTile / 16);
+        const int64_t row = first_row + q * 16;
+        if (first_column + c >= p.columns || row >= p.rows) continue;
+        Vector<uint32_t, 4> bytes;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) bytes.at[j] = words[word_at<N>(c, q * 4 + j)];
+        store_bytes(p.transposed + (first_column + c) * p.rows + row, bytes,
+                    p.rows - row < 16 ? static_cast<int>(p.rows - row) : 16, p.whole_transposed);
+      }
+    }
+    Counts counts;
+    // Once more, each value alone, behind the stores of all threads. One loop without branches: with nested ones the
+    // call of the division's rare cases takes a stack. An element counts once.
+    __syncthreads();
+    if (__any_sync(0xffffffffu, odd || odd_transposed)) {
+#pragma unroll 1
+      for (int e = 0; e < R * N; ++e) {
+        const int64_t row = row_of(e / N), c = column + e % N;
+        const bool exists = row < p.rows && c < p.columns;
+        const float x =
+            exists ? device::to_float(device::load(static_cast<const T*>(p.x) + row * p.x_stride + c)) : 0.0f;
+        Counts in_row, in_column;
+        const uint8_t of_data = repair<F>(x, of_row[row - first_row], in_row);
+        const uint8_t turned = repair<F>(x, of_column[c - first_column], in_column);
+        if (exists && odd) device::store(p.data + row * p.columns + c, of_data);
+        if (exists && odd_transposed) device::store(p.transposed + c * p.rows + row, turned);
+        if (p.data ? odd : odd_transposed) counts.add(p.data ? in_row : in_column);
+      }
+    }
+    add_counts(counts, p.counts);
+  }
+}
+
+}  // namespace warpsmith::quantize
