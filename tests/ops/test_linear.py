@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 import warpsmith
 from warpsmith import reference
+from warpsmith.ops import _linear
 from warpsmith.testing import LAYOUTS, BadInput, Case, OpSpec, op_tests
 
 from tests.ops.public_calls import but
@@ -277,5 +281,17 @@ GATED_SPEC = OpSpec(
 )
 
 TestLinear = op_tests(LINEAR_SPEC)
+
+
+class TestPlainLinearByTheOp(
+    op_tests(replace(LINEAR_SPEC, cases=[c for c in LINEAR_CASES if not {"activation", "residual"} & {*c.options}]))
+):
+    """What :func:`warpsmith.linear` hands to torch where it can."""
+
+    @pytest.fixture(autouse=True)
+    def without_torchs(self, monkeypatch):
+        monkeypatch.setattr(_linear, "_OF_TORCH", frozenset())
+
+
 TestMlp = op_tests(MLP_SPEC)
 TestGatedLinear = op_tests(GATED_SPEC)

@@ -61,12 +61,13 @@ def under_autocast(op: str, **tensors: Tensor | None) -> list[Tensor | None]:
 
 _PLAIN = {Tensor, nn.Parameter}
 _OF_TORCH = {torch.float32, torch.float16, torch.bfloat16}  # float64 runs on the CPU alone
+_FEW = 1 << 20  # elements of an output, of which the bias's gradient takes no longer than its launches
 
 
 def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether torch's own layer, where it takes the operands, computes the same as ``linear`` without activation,
-    residual and main_grad, in less of the host's time: products are torch's in both, but ours are the gradients of a
-    bias, of a weight that lies transposed, and of another dtype than the weight's."""
+    residual and main_grad, in less of the host's time: products are torch's in both, but ours are the gradients of the
+    bias of a large layer, of a weight that lies transposed, and of another dtype than the weight's."""
     if type(x) not in _PLAIN or type(weight) not in _PLAIN or torch.compiler.is_compiling():
         return False
     dtype = x.dtype
@@ -77,7 +78,7 @@ def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
             return False
     if not torch.is_grad_enabled():
         return True
-    if bias is not None and bias.requires_grad:
+    if bias is not None and bias.requires_grad and x.numel() * weight.size(0) > _FEW * x.size(-1):
         return False
     return not weight.requires_grad or (weight.is_contiguous() and _wide_gradient(weight) is None)
 
