@@ -1,11 +1,13 @@
-"""Our ops, optimizers and scaler in the loops of Lightning, transformers, Accelerate and PEFT."""
+"""Our ops, optimizers and scaler in the loops of Lightning, transformers, Accelerate, PEFT and DeepSpeed."""
 
+import importlib.util
 import os
 
 import pytest
 import torch
 import warpsmith
 from torch.utils.data import DataLoader
+from warpsmith.testing import run_ranks
 
 lightning = pytest.importorskip("lightning", reason="needs lightning")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -328,3 +330,41 @@ def test_adapters_train_beside_our_ops(first):
             torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-6)
     merged = [m.merge_and_unload().eval()(BATCH).logits for m in (theirs, mine)]
     torch.testing.assert_close(merged[1], merged[0], rtol=1e-4, atol=1e-4)
+
+
+def deepspeed_losses(rank, world_size):
+    """Of steps with ZeRO: by torch's AdamW, and patched by ours, at stages 2 and 3."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    import deepspeed
+
+    found = []
+    for is_ours, stage in ((False, 2), (True, 2), (True, 3)):
+        model = llama()
+        if is_ours:
+            warpsmith.patch(model)
+        make = warpsmith.optim.AdamW if is_ours else torch.optim.AdamW
+        optimizer = make(model.parameters(), lr=1e-2, weight_decay=0.1)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 1.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage},
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        generator = torch.Generator().manual_seed(rank)
+        losses = []
+        for _ in range(4):
+            tokens = torch.randint(32, (2, 16), generator=generator)
+            loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found.append(losses)
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_deepspeed_trains_a_patched_model_by_our_adamw():
+    for by_torch, *by_ours in run_ranks(deepspeed_losses, 2, timeout_s=300):
+        for losses in by_ours:
+            assert losses == pytest.approx(by_torch, rel=1e-4)
