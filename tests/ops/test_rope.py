@@ -246,9 +246,12 @@ def fitting(draw, st, case):
     *leading, heads, dim = case.shape
     dim = max(4, dim)
     options = {**case.options}
-    line = next(c for c in (*CASES, *NORM_CASES) if c.options is case.options)
-    if options.keys() & {"lengths", "cos_batch", "offsets"}:
+    counting = {"lengths", "cos_batch", "offsets"}
+    if name := next(iter(options.keys() & counting), None):
+        line = next(c for c in (*CASES, *NORM_CASES) if c.options.get(name) == options[name])
         leading = line.shape[:-2]
+        options = {n: v for n, v in options.items() if n not in counting}
+        options |= {n: v for n, v in line.options.items() if n in counting}
     if "rotary_dim" in options:
         options["rotary_dim"] = 2 * draw(st.integers(0, dim // 2))
     return case.but(shape=(*leading, heads, dim), options=options)

@@ -17,12 +17,14 @@ from warpsmith.testing.tensors import LAYOUTS
 LIMIT, STEPS, DRAWS = 3.0, 8, 8
 LARGEST = 2**13  # elements of a case
 MOST_LAYOUTS = 3  # tensors of one case that lie in some way of their own
+MOST_OPTIONS = 2  # of other lines of the table, in one case
 
 
 def strategy(spec: OpSpec, device: str = "cpu") -> Any:
     """A hypothesis strategy of the op's cases: a line of its table with other sizes and layouts.
 
-    A size is often a neighbour of the line's own; single inputs and upstream gradients lie in layouts of their own;
+    A size is often a neighbour of the line's own; options of other lines join its own, where the op takes them all;
+    single inputs and upstream gradients lie in layouts of their own;
     gradients of some inputs alone are asked for, from some outputs alone. ``spec.redraw`` draws options anew and mends
     sizes that do not go with them.
     """
@@ -33,16 +35,24 @@ def strategy(spec: OpSpec, device: str = "cpu") -> Any:
     gradients = [f"grad_{name}" for name in spec.outputs] if spec.differentiable else []
     expanded = spec.laid_out if spec.expanded is None else spec.expanded
     kinds = [layout for layout in spec.layouts or LAYOUTS if layout != "contiguous"]
+    options = [pair for case in table for pair in case.options.items()]
+    options = [pair for i, pair in enumerate(options) if pair not in options[:i]]
 
     @st.composite
     def cases(draw: Any) -> Case:
         case = draw(st.sampled_from(table))
+        own = case.options
         near = (st.sampled_from([max(1, n - 1), n, n + 1, 2 * n + 1]) for n in case.shape)
         sizes = (st.one_of(likely, st.integers(1, 2 * n + 8)) for likely, n in zip(near, case.shape, strict=True))
         case = case.but(shape=tuple(draw(size) for size in sizes))
+        others = draw(st.lists(st.sampled_from(options), max_size=MOST_OPTIONS)) if options else []
+        mixed = {**case.options, **dict(others)}
+        if mixed != case.options:
+            case = case.but(options=mixed)
         if spec.redraw is not None:
             case = spec.redraw(draw, st, case)
         assume(torch.Size(case.shape).numel() <= LARGEST)
+        assume(mixed == own or taken(spec, case))
         tensors = {n: t for n, t in make_inputs(spec, case).items() if isinstance(t, torch.Tensor)}
         # The two numbers of a seed are adjacent, by its contract.
         names = [name for name, t in tensors.items() if t.dim() > 0 and name != "seed"]
@@ -56,6 +66,16 @@ def strategy(spec: OpSpec, device: str = "cpu") -> Any:
         return case.but(layouts=layouts, wanted=tuple(wanted), unused=tuple(unused))
 
     return cases()
+
+
+def taken(spec: OpSpec, case: Case) -> bool:
+    """Whether the op takes a mixture of options."""
+    try:
+        with torch.no_grad():
+            spec.op(**make_inputs(spec, case))
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 def check_random_cases(spec: OpSpec, count: int, device: str = "cpu") -> None:
