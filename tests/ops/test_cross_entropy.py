@@ -140,8 +140,8 @@ raw = torch.ops.warpsmith
 
 
 def some_classes(draw, st, case):
-    """Of one or two classes a gradient is all cancellation. In float64 the reference is torch's own formula, which loses
-    what logits have in common."""
+    """Of one or two classes a gradient is all cancellation. In float64 the reference is torch's own formula, which has
+    the rounding of an offset in its exponents."""
     options = {n: v for n, v in case.options.items() if n != "offset" or case.dtype != FP64}
     return case.but(shape=(*case.shape[:-1], max(4, case.shape[-1])), options=options)
 

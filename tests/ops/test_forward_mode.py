@@ -57,7 +57,8 @@ REFUSED = {
 
 def test_every_op_has_forward_mode_or_refuses_it():
     known = {name.split(",")[0] for name in CASES} | REFUSED.keys()
-    assert known == {row.name for row in families.rows()} - {"adamw"}
+    without_gradients = {row.name for row in families.rows() if row.family in ("optim", "quantize")}
+    assert known == {row.name for row in families.rows()} - without_gradients
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -304,9 +304,6 @@ ATTENTION: tuple[tuple[str, str, tuple[tuple[str, str], ...], str, str], ...] = 
      "out: error"),
     ("dq_buffer_reused_early", "kernels/attention/hopper/backward_sm90_pipeline.cuh",
      (("device::bulk_commit();\n      @device::bulk_wait_read<0>();", ""),), EDGES, "grad_q: error"),
-    ("dv_as_wide_as_dk", "kernels/attention/backward_rows.cuh",
-     (("group * 64, @tensor == 0 ? p.head_dim_v : p.head_dim", "p.head_dim"),),
-     "tests/ops/test_attention_drawn.py -k 'long_problems and dim_v'", "grad_v: error"),
 )  # fmt: skip
 # One tensor of several laid out by itself; gradients of some inputs alone.
 BINDINGS = (
