@@ -13,7 +13,6 @@ transformers = pytest.importorskip("transformers")
 
 import warpsmith  # noqa: E402
 from warpsmith.integrations.transformers import patch  # noqa: E402
-from warpsmith.ops import _linear  # noqa: E402
 from warpsmith.testing import measure  # noqa: E402
 
 SIZES = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -127,7 +126,7 @@ class Ops(TorchDispatchMode):
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_replaced_is_called(name, monkeypatch):
     """Without gradients, where a layer is made of the single ops."""
-    monkeypatch.setattr(_linear, "_OF_TORCH", frozenset())  # `linear` hands plain layers to torch
+    monkeypatch.setattr("warpsmith.ops._linear._OF_TORCH", frozenset())  # `linear` hands plain layers to torch
     model = model_of(name)
     # The one linear layer of torch in GPT-2 is its head.
     with patch(model, linear=name != "gpt2") as done, Ops() as ops, torch.no_grad():

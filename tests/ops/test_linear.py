@@ -8,7 +8,6 @@ import pytest
 import torch
 import warpsmith
 from warpsmith import reference
-from warpsmith.ops import _linear
 from warpsmith.testing import LAYOUTS, BadInput, Case, OpSpec, op_tests
 
 from tests.ops.public_calls import but
@@ -290,7 +289,7 @@ class TestPlainLinearByTheOp(
 
     @pytest.fixture(autouse=True)
     def without_torchs(self, monkeypatch):
-        monkeypatch.setattr(_linear, "_OF_TORCH", frozenset())
+        monkeypatch.setattr("warpsmith.ops._linear._OF_TORCH", frozenset())
 
 
 TestMlp = op_tests(MLP_SPEC)
