@@ -15,7 +15,7 @@ from warpsmith._core import checks
 
 reductions = WeakIdKeyDictionary()  # by parameter: weak references to what reduces its gradient and its main_grad
 _wrappers = WeakIdKeyDictionary()  # by parameter: a weak reference to the DDP or FSDP module around it, or None
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
 
 
 def _bytes_of(t: Tensor) -> tuple[int, int]:
@@ -38,7 +38,7 @@ def check_main_grad(
     if main_grad.is_neg():
         checks.refuse(op, argument, "a tensor that holds its values", "one with the negative bit")
     for name, t in {"weight": weight, **inputs}.items():
-        if type(t) not in _PLAIN or type(main_grad) not in _PLAIN or t.is_meta or main_grad.is_meta:  # type: ignore[union-attr]
+        if type(t) not in PLAIN or type(main_grad) not in PLAIN or t.is_meta or main_grad.is_meta:  # type: ignore[union-attr]
             continue
         if t.numel() and main_grad.numel():  # type: ignore[union-attr]
             (first, end), (other_first, other_end) = _bytes_of(main_grad), _bytes_of(t)  # type: ignore[arg-type]

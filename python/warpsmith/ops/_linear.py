@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from warpsmith import _C
 from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
-from warpsmith._core.main_grad import check_main_grad
+from warpsmith._core.main_grad import PLAIN, check_main_grad
 from warpsmith.ops._activation import gelu, silu
 from warpsmith.ops.activation import geglu, reglu, swiglu
 
@@ -59,22 +59,21 @@ def under_autocast(op: str, **tensors: Tensor | None) -> list[Tensor | None]:
     ]
 
 
-_PLAIN = {Tensor, nn.Parameter}
 _OF_TORCH = {torch.float32, torch.float16, torch.bfloat16}  # float64 runs on the CPU alone
-_FEW = 1 << 20  # elements of an output, of which the bias's gradient takes no longer than its launches
+_FEW = 1 << 20  # elements of an output whose bias may get its gradient by torch; 2 MB of bfloat16, not measured
 
 
 def is_torchs(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether torch's own layer, where it takes the operands, computes the same as ``linear`` without activation,
     residual and main_grad, in less of the host's time: products are torch's in both, but ours are the gradients of the
     bias of a large layer, of a weight that lies transposed, and of another dtype than the weight's."""
-    if type(x) not in _PLAIN or type(weight) not in _PLAIN or torch.compiler.is_compiling():
+    if type(x) not in PLAIN or type(weight) not in PLAIN or torch.compiler.is_compiling():
         return False
     dtype = x.dtype
     if dtype not in _OF_TORCH or weight.dtype != dtype or weight.dim() != 2 or x.dim() < 2 or not x.is_contiguous():
         return False
     if bias is not None:
-        if type(bias) not in _PLAIN or bias.dtype != dtype or bias.dim() != 1 or bias.size(0) != weight.size(0):
+        if type(bias) not in PLAIN or bias.dtype != dtype or bias.dim() != 1 or bias.size(0) != weight.size(0):
             return False
     if not torch.is_grad_enabled():
         return True
