@@ -224,10 +224,12 @@ def scaled_linear(
     weight = weight if wide else narrow  # type: ignore[assignment]
     numbers = chosen.numbers(), _scaled_linear.is_emulated(SCALED, chosen, x.device, bool(emulate))
     casts = _scaled_linear.weight_cast(weight, chosen)
-    if state is None:
-        return _scaled_linear.scaled_linear(x, weight, bias, *casts, *(None,) * 4, *numbers[0], numbers[1], False)[0]
+    if state is None or not torch.is_grad_enabled():
+        scales = (None,) * 4 if state is None else (state.x_scale, state.dy_scale, None, None)
+        return _scaled_linear.scaled_linear(x, weight, bias, *casts, *scales, *numbers[0], numbers[1], False)[0]
     watch = chosen.amax == "delayed"
     known = state.x_scale, state.dy_scale, state.dy_counts, state.dy_amax if watch else None
     y, counts, amax = _scaled_linear.scaled_linear(x, weight, bias, *casts, *known, *numbers[0], numbers[1], watch)
+    state.has_run = True
     _scaled_linear.note(state.x_counts, counts, state.x_amax, amax)
     return y
