@@ -55,7 +55,10 @@ class Named(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.up, self.odd = nn.Embedding(48, 32), nn.Linear(32, 32), nn.Linear(32, 20)
-        self.attention, self.own = nn.MultiheadAttention(32, 2), type("Own", (nn.Linear,), {"forward": lambda s, x: x})(32, 32)
+        self.attention, self.own = (
+            nn.MultiheadAttention(32, 2),
+            type("Own", (nn.Linear,), {"forward": lambda s, x: x})(32, 32),
+        )
         self.double, self.lm_head = nn.Linear(32, 32).double(), nn.Linear(32, 48, bias=False)
 
 
@@ -99,7 +102,9 @@ def test_copies_are_converted_and_pickles_are_not():
     assert list(fp8(loaded).replaced) == ["0", "2"]
 
 
-@pytest.mark.parametrize(("card", "scaling"), [((8, 9), "tensor"), ((9, 0), "row"), ((10, 0), "tensor"), ((12, 0), "tensor")])
+@pytest.mark.parametrize(
+    ("card", "scaling"), [((8, 9), "tensor"), ((9, 0), "row"), ((10, 0), "tensor"), ((12, 0), "tensor")]
+)
 def test_auto_is_what_the_card_has(card, scaling, monkeypatch):
     module = sys.modules["warpsmith.amp.fp8"]  # the function has the name of its module
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -114,10 +119,14 @@ def test_auto_is_what_the_card_has(card, scaling, monkeypatch):
 def test_bad_input():
     model = Named()
     model.lm_head.weight = model.embed.weight
-    with pytest.raises(ValueError, match=r"fp8: recipe: expected head=False: the weight of lm_head is that of embed, got he"):
+    with pytest.raises(
+        ValueError, match=r"fp8: recipe: expected head=False: the weight of lm_head is that of embed, got he"
+    ):
         fp8(model, Fp8Recipe(head=True))
     assert "lm_head" in fp8(model).kept
-    with pytest.raises(ValueError, match=r"fp8: recipe: expected Fp8Recipe.*which the model has, or undo.*got Fp8R.*'tensor'"):
+    with pytest.raises(
+        ValueError, match=r"fp8: recipe: expected Fp8Recipe.*which the model has, or undo.*got Fp8R.*'tensor'"
+    ):
         fp8(model, "tensor")
     for words, call in {
         "fp8: model: expected a torch.nn.Module, got 3": lambda: fp8(3),
@@ -205,7 +214,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(recipe, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     other = nn.Sequential(nn.Linear(32, 32))
     fp8(other, recipe)
-    with pytest.raises(ValueError, match=r"load_fp8_state: state: expected one of the model's 1 layers, got one of 2, and 2"):
+    with pytest.raises(
+        ValueError, match=r"load_fp8_state: state: expected one of the model's 1 layers, got one of 2, and 2"
+    ):
         load_fp8_state(other, fp8_state(model))
     other = small()
     fp8(other, "tensor")

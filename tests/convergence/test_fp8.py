@@ -51,11 +51,11 @@ class Model(nn.Module):
 
 
 def text(step, rows=16):
-    """Sequences whose next token is a fixed function of the last two, but for a tenth."""
+    """Sequences whose next token is a fixed function of the last one, but for a tenth."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(CLASSES, (rows, CONTEXT + 1), generator=generator)
-    for i in range(2, CONTEXT + 1):
-        known = (3 * tokens[:, i - 1] + tokens[:, i - 2]) % CLASSES
+    for i in range(1, CONTEXT + 1):
+        known = (3 * tokens[:, i - 1] + 5) % CLASSES
         tokens[:, i] = torch.where(torch.rand(rows, generator=generator) < 0.9, known, tokens[:, i])
     return tokens
 
@@ -64,7 +64,7 @@ def losses_of(recipe, steps=STEPS, seed=0):
     """Losses, and the hash of all weights at the end."""
     torch.manual_seed(seed)
     model = Model()
-    optimizer, done = warpsmith.optim.AdamW(model.parameters(), lr=3e-3), None
+    optimizer, done = warpsmith.optim.AdamW(model.parameters(), lr=5e-3), None
     if recipe is not None:
         done = warpsmith.amp.fp8(model, recipe)
         assert len(done.replaced) == 10 and list(done.kept) == ["lm_head"]
@@ -90,17 +90,17 @@ def end(losses):
 
 @pytest.fixture(scope="module")
 def in_bfloat16():
-    return [losses_of(None, seed=seed)[0] for seed in range(3)]
+    return losses_of(None)[0]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_losses_stay_beside_those_of_bfloat16(name, in_bfloat16):
     found, _ = losses_of(RECIPES[name])
-    beside, ends = in_bfloat16[0], [end(losses) for losses in in_bfloat16]
-    assert end(beside) < 0.95 * beside[0], "nothing was learned in bfloat16"
+    beside = in_bfloat16
+    assert end(beside) < 0.5 * beside[0], "nothing was learned in bfloat16"
     assert found != beside, "nothing was cast"
     assert found[0] == pytest.approx(beside[0], rel=2e-2)
-    assert abs(end(found) - ends[0]) < max(0.01 * ends[0], max(ends) - min(ends)), (end(found), ends)
+    assert abs(end(found) - end(beside)) < 0.01 * end(beside)
 
 
 PROGRAM = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import warpsmith
 from warpsmith import reference
@@ -53,7 +52,8 @@ def raw_arguments(g):
 
 CASES = [
     *(Case((6, 32), dtype, options=r) for dtype in (BF16, FP16, FP32) for r in RECIPES),
-    *(Case((9, 48), dtype, dtypes={"weight": FP32, "bias": FP32}, options=r) for dtype in (BF16, FP16) for r in RECIPES),
+    *(Case((9, 48), dtype, dtypes={"weight": FP32, "bias": FP32}, options=r) for dtype in (BF16, FP16)
+      for r in RECIPES),
     *(Case((m, 144), BF16, options={**r, "out": 272}) for m in (1, 15, 16, 17, 129) for r in RECIPES[:3]),
     *(Case((20, k), FP32, options={"out": 16, "bias": False}) for k in (16, 112, 128, 2064)),
     *(Case((6, 32), BF16, options=r, wanted=w) for r in RECIPES[:5] for w in (("x",), ("weight",), ("bias",))),

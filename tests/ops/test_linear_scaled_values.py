@@ -134,8 +134,10 @@ CHANGES = {
     "torch's step": lambda m: torch.optim.SGD([m.weight], lr=1.0).step(),
     "a fused step": lambda m: torch.optim.AdamW([m.weight], lr=1.0, fused=True).step(),
     "our step": lambda m: warpsmith.optim.SGD([m.weight], lr=1.0).step(),
-    "an average": lambda m: warpsmith.optim.EMA(m.parameters(), 0.5).averages[0].mul_(3) is None
-    or warpsmith.optim.EMA(m.parameters(), 0.5).copy_to_params(),
+    "an average": lambda m: (
+        warpsmith.optim.EMA(m.parameters(), 0.5).averages[0].mul_(3) is None
+        or warpsmith.optim.EMA(m.parameters(), 0.5).copy_to_params()
+    ),
 }
 
 
@@ -167,11 +169,16 @@ def test_a_frozen_weight_is_cast_once_and_has_no_gradient():
     assert made.weight.grad is None
 
 
-def test_kept_casts_go_with_their_weight():
+def test_one_byte_a_weight_is_kept():
+    """Two, where a second backward of the same weight has shown that its transpose is needed again."""
     made, call = layer()
-    call(torch.randn(4, 32))
+    x = torch.randn(4, 32, requires_grad=True)
     weight = made.weight
-    assert weight in _scaled_linear._kept
+    call(x).sum().backward()
+    kept = _scaled_linear._kept[weight]
+    assert kept.data.numel() == weight.numel() and kept.data.itemsize == 1 and kept.turned is None
+    call(x).sum().backward()
+    assert kept.turned[0].shape == (32, 48)
     _scaled_linear.forget(weight)
     assert weight not in _scaled_linear._kept
 
@@ -187,7 +194,13 @@ def test_recomputation_and_two_graphs_at_once():
     second.sum().backward()
 
 
-CARDS = {(8, 0): (), (8, 9): ("tensor",), (9, 0): ("row", "tensor", "block"), (10, 0): ("tensor",), (12, 0): ("tensor",)}
+CARDS = {
+    (8, 0): (),
+    (8, 9): ("tensor",),
+    (9, 0): ("row", "tensor", "block"),
+    (10, 0): ("tensor",),
+    (12, 0): ("tensor",),
+}
 
 
 @pytest.mark.parametrize("card", CARDS, ids=str)
@@ -201,7 +214,9 @@ def test_cards(card, monkeypatch):
         if scaling in CARDS[card]:
             assert not _scaled_linear.is_emulated("scaled_linear", recipe, device, False)
             continue
-        with pytest.raises(ValueError, match=r"^scaled_linear: recipe: expected (scaling 'tensor' on|a card of) sm_.*, got"):
+        with pytest.raises(
+            ValueError, match=r"^scaled_linear: recipe: expected (scaling 'tensor' on|a card of) sm_.*, got"
+        ):
             _scaled_linear.is_emulated("scaled_linear", recipe, device, False)
 
 
@@ -227,7 +242,12 @@ def test_recipes(options, words):
 def test_plan():
     sizes = {"rows": 20_000, "in_features": 4096, "out_features": 128_256}
     found = warpsmith.plan("scaled_linear", **sizes)
-    assert (found["path"], found["forward"], found["dgrad"], found["wgrad"]) == ("_scaled_mm", "fast", "float32", "float32")
+    assert (found["path"], found["forward"], found["dgrad"], found["wgrad"]) == (
+        "_scaled_mm",
+        "fast",
+        "float32",
+        "float32",
+    )
     assert warpsmith.plan("scaled_linear", **sizes, scaling="block")["forward"] == "float32"
     assert warpsmith.plan("scaled_linear", **sizes, accumulate="fast")["wgrad"] == "fast"
     assert warpsmith.plan("scaled_linear", **sizes, code_capability=100)["path"] == "none"

@@ -44,14 +44,12 @@ class _Layer:
 
 
 def forward(self: Any, input: Tensor) -> Tensor:
-    """Of a converted layer. Its name is that of what it stands for: a pickle of a bound method has no more than that."""
+    """Of a converted layer. It has the name of what it replaces: a pickle of a bound method holds its name alone."""
     layer: _Layer = self._fp8
     owner = layer.owner
     if layer.state.x_amax.device != input.device:
         layer.state = Fp8State(input.device)
-    return scaled_linear(
-        input, self.weight, self.bias, recipe=owner.recipe, state=layer.state, emulate=owner.emulate
-    )
+    return scaled_linear(input, self.weight, self.bias, recipe=owner.recipe, state=layer.state, emulate=owner.emulate)
 
 
 class Fp8Layers:
@@ -127,7 +125,11 @@ class Fp8Layers:
     def counts(self) -> dict[str, tuple[int, int, int, int]]:
         """By name, since the conversion: elements of x that were saturated, elements that were not finite, and the same
         of the gradient. The host waits."""
-        found = torch.stack([torch.cat([s.x_counts, s.dy_counts]) for s in self._states()]).tolist() if self._modules else []
+        found = (
+            torch.stack([torch.cat([s.x_counts, s.dy_counts]) for s in self._states()]).tolist()
+            if self._modules
+            else []
+        )
         return dict(zip(self._modules, map(tuple, found), strict=True))
 
     def __repr__(self) -> str:
@@ -135,25 +137,26 @@ class Fp8Layers:
         return "\n".join([*lines, *(f"{name}: as it was: {why}" for name, why in self.kept.items())])
 
 
-def is_converted(module: nn.Module) -> bool:
-    """Whether a layer multiplies 8-bit floats."""
-    return isinstance(module.__dict__.get("_fp8"), _Layer)
+def layer_of(module: nn.Module) -> _Layer | None:
+    """What a layer carries that multiplies 8-bit floats."""
+    found = module.__dict__.get("_fp8")
+    return found if isinstance(found, _Layer) else None
 
 
-def _heads(model: nn.Module) -> tuple[set[nn.Module], dict[nn.Module, str]]:
+def _heads(model: nn.Module) -> tuple[set[nn.Module], dict[nn.Linear, str]]:
     """Layers that make logits, and of those whose weight is an embedding's the embedding's name."""
     modules = dict(model.named_modules())
     embeddings = {id(m.weight): name for name, m in modules.items() if isinstance(m, nn.Embedding)}
-    heads = {m for name, m in modules.items() if name.rsplit(".", 1)[-1] in _HEADS}
+    heads: set[nn.Module] = {m for name, m in modules.items() if name.rsplit(".", 1)[-1] in _HEADS}
     heads |= {m.get_output_embeddings() for m in modules.values() if hasattr(m, "get_output_embeddings")}
-    tied = {m: embeddings[id(m.weight)] for m in modules.values() if type(m) is not nn.Embedding
-            and isinstance(m, nn.Linear) and id(m.weight) in embeddings}  # fmt: skip
+    linears = [m for m in modules.values() if isinstance(m, nn.Linear)]
+    tied = {m: embeddings[id(m.weight)] for m in linears if id(m.weight) in embeddings}
     return heads | tied.keys(), tied
 
 
 def _why_not(name: str, module: nn.Linear, filter: Filter | None, is_head: bool) -> str | None:
     cls = type(module)
-    if is_converted(module):
+    if layer_of(module) is not None:
         return "it is in FP8 already"
     if getattr(module.__dict__.get("forward"), "__func__", cls.forward) is not cls.forward:
         return "somebody else has replaced its forward"
@@ -221,13 +224,14 @@ def fp8(
         recipe = "row" if of_rows else "tensor"
     chosen = as_recipe(_OP, recipe)
     is_emulated(_OP, chosen, device, bool(emulate))
-    before = next((m._fp8.owner for _, m in layers if is_converted(m)), None)  # type: ignore[union-attr]
-    if before is not None and before.recipe != chosen:
-        checks.refuse(_OP, "recipe", f"{before.recipe}, which the model has, or undo() before", str(chosen))
+    for _, module in layers:
+        before = layer_of(module)
+        if before is not None and before.owner.recipe != chosen:
+            checks.refuse(_OP, "recipe", f"{before.owner.recipe}, which the model has, or undo() before", str(chosen))
     heads, tied = _heads(model)
     if chosen.head and tied:
-        module, embedding = next(iter(tied.items()))
-        name = next(n for n, m in layers if m is module)
+        head, embedding = next(iter(tied.items()))
+        name = next(n for n, m in layers if m is head)
         checks.refuse(_OP, "recipe", f"head=False: the weight of {name} is that of {embedding}", "head=True")
     done = Fp8Layers(chosen, bool(emulate), group)
     for name, module in layers:
@@ -241,8 +245,8 @@ def fp8(
 
 def _owner(op: str, model: nn.Module) -> Fp8Layers:
     for module in model.modules():
-        if is_converted(module):
-            return module._fp8.owner  # type: ignore[union-attr]
+        if (layer := layer_of(module)) is not None:
+            return layer.owner
     checks.refuse(op, "model", "one that warpsmith.amp.fp8 has converted", type(model).__name__)
 
 

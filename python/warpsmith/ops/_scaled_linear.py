@@ -76,6 +76,9 @@ class Fp8Recipe:
             checks.refuse(RECIPE, "margin", "an int from 0 to 64", str(self.margin))
         if self.amax == "delayed" and self.scaling != "tensor":
             checks.refuse(RECIPE, "amax", f"'current' with scaling {self.scaling!r}", "'delayed'")
+        scaling, accumulate = SCALINGS.index(self.scaling), ACCUMULATE.index(self.accumulate)
+        of_gradients = self.grad_dtype == "e5m2", self.wgrad == "high"
+        object.__setattr__(self, "_numbers", (scaling, accumulate, *of_gradients, bool(self.power_of_two)))
 
     @property
     def grad_float8(self) -> torch.dtype:
@@ -83,9 +86,8 @@ class Fp8Recipe:
         return torch.float8_e5m2 if self.grad_dtype == "e5m2" else _E4M3
 
     def numbers(self) -> tuple[Any, ...]:
-        """The recipe in the schemas."""
-        scaling, accumulate = SCALINGS.index(self.scaling), ACCUMULATE.index(self.accumulate)
-        return scaling, accumulate, self.grad_dtype == "e5m2", self.wgrad == "high", bool(self.power_of_two)
+        """The recipe in the schemas: scaling, accumulate, e5m2, high, power_of_two."""
+        return self._numbers  # type: ignore[attr-defined]
 
 
 class Fp8State:
@@ -103,6 +105,9 @@ class Fp8State:
 # ---- what runs where
 
 
+_OF_DEFAULTS = {scaling: Fp8Recipe(scaling) for scaling in SCALINGS}
+
+
 def as_recipe(op: str, recipe: object) -> Fp8Recipe:
     """A recipe, or one that is all defaults but for its scaling."""
     if isinstance(recipe, Fp8Recipe):
@@ -111,7 +116,7 @@ def as_recipe(op: str, recipe: object) -> Fp8Recipe:
         checks.refuse_type(op, "recipe", "an Fp8Recipe or a string", recipe)
     if recipe not in SCALINGS:
         checks.refuse(op, "recipe", f"an Fp8Recipe or one of {', '.join(map(repr, SCALINGS))}", repr(recipe))
-    return Fp8Recipe(recipe)
+    return _OF_DEFAULTS[recipe]
 
 
 @torch.compiler.assume_constant_result
@@ -204,7 +209,7 @@ def _cast(weight: Tensor, scaling: int, power_of_two: bool, turned: bool) -> tup
 
 def weight_cast(weight: Tensor, recipe: Fp8Recipe) -> tuple[Tensor | None, Tensor | None]:
     """Bytes and scales of a weight; (None, None): the op makes them."""
-    scaling, power_of_two = SCALINGS.index(recipe.scaling), bool(recipe.power_of_two)
+    scaling, *_, power_of_two = recipe.numbers()
     kept = _kept_of(weight, scaling, power_of_two)
     if kept is None:
         return None, None
@@ -241,7 +246,9 @@ def _check_weight(op: str, weight: Tensor, of: Tensor, by_out: bool) -> None:
     checks.dtype_beside(op, "weight", weight, of.dtype)
     size = of.shape[-1]
     if weight.dim() != 2 or checks.known(weight.shape[0 if by_out else 1] != size):
-        checks.refuse(op, "weight", f"shape ({size}, K)" if by_out else f"shape (N, {size})", checks.shape_text(weight.shape))
+        checks.refuse(
+            op, "weight", f"shape ({size}, K)" if by_out else f"shape (N, {size})", checks.shape_text(weight.shape)
+        )
     for what, n in (("in_features", weight.shape[1]), ("out_features", weight.shape[0])):
         if checks.known(n % 16 != 0):
             checks.refuse(op, "weight", f"{what} that are a multiple of 16", str(n))
@@ -416,7 +423,7 @@ def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Any) -> Gradien
     dx, dweight, dbias, counts, amax = call_raw(_raw_backward, *given, *numbers, wants.x, wants.weight, wants.bias)
     totals = [t for t in (saved.dy_counts, saved.dy_amax) if t is not None]
     if totals and type(dy) is Tensor:  # other forwards have kept them too, and must not find them changed
-        with torch.autograd._unsafe_preserve_version_counter(tuple(totals)):
+        with torch.autograd._unsafe_preserve_version_counter(tuple(totals)):  # type: ignore[attr-defined]
             note(saved.dy_counts, counts, saved.dy_amax, amax)
     else:
         note(saved.dy_counts, counts, saved.dy_amax, amax)
