@@ -141,7 +141,7 @@ def test_bad_input():
 # ---- delayed scales
 
 
-def test_delayed_scales_follow_the_largest_values_of_the_last_steps():
+def test_delayed_scales_follow_the_largest_of_the_last_steps():
     layer = nn.Sequential(nn.Linear(32, 32))
     done, seen = fp8(layer, DELAYED), []
     for step in range(6):

@@ -119,7 +119,6 @@ def as_recipe(op: str, recipe: object) -> Fp8Recipe:
     return _OF_DEFAULTS[recipe]
 
 
-@torch.compiler.assume_constant_result
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Of a card."""
