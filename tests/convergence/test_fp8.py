@@ -6,7 +6,6 @@ import hashlib
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -120,33 +119,54 @@ def test_three_processes_have_the_same_weights():
 # ---- on a card
 
 
+def step_on_a_card(recipe):
+    """A whole step, and its state."""
+    torch.manual_seed(0)
+    model = Model().cuda()
+    optimizer, done = warpsmith.optim.AdamW(model.parameters(), lr=3e-3), warpsmith.amp.fp8(model, recipe)
+
+    def step(tokens):
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(tokens[:, :-1])
+        loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        done.update()
+        return loss.detach()
+
+    return step, [model, optimizer, done]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_captured_step_is_the_eager_one(name):
-    """A whole step, casts of weights and delayed scales in it, as one CUDA graph."""
-    recipe = RECIPES[name]
-    if torch.cuda.get_device_capability() != (9, 0) and recipe.scaling != "tensor":
+    """Casts of weights and delayed scales are in the graph; an evaluation between two replays sees the new weights."""
+    if torch.cuda.get_device_capability() != (9, 0) and RECIPES[name].scaling != "tensor":
         pytest.skip("row and block scales run on sm_90 alone")
-    weights = []
+    found = []
     for captured in (False, True):
-        torch.manual_seed(0)
-        model = Model().cuda()
-        optimizer = warpsmith.optim.AdamW(model.parameters(), lr=3e-3)
-        done = warpsmith.amp.fp8(model, Fp8Recipe(**asdict(recipe)))
-
-        def step(tokens, model=model, optimizer=optimizer, done=done):
-            with torch.autocast("cuda", torch.bfloat16):
-                logits = model(tokens[:, :-1])
-            loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            done.update()
-            return loss.detach()
-
-        run = warpsmith.train.CapturedStep(step, state=[model, optimizer]) if captured else step
+        step, state = step_on_a_card(RECIPES[name])
+        run = warpsmith.train.CapturedStep(step, state=state, fallback=False) if captured else step
+        logits = []
         for i in range(12):
             run(text(i).cuda())
-        weights.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *weights))
+            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+                logits.append(state[0](text(100).cuda()[:, :-1]))
+        found.append([*logits, *(p.detach().clone() for p in state[0].parameters())])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_step_never_makes_the_host_wait():
+    step, _ = step_on_a_card(RECIPES["delayed"])
+    tokens = text(0).cuda()
+    for _ in range(3):
+        step(tokens)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -48,7 +48,7 @@ def forward(self: Any, input: Tensor) -> Tensor:
     layer: _Layer = self._fp8
     owner = layer.owner
     if layer.state.x_amax.device != input.device:
-        layer.state = Fp8State(input.device)
+        owner.renew(layer, input.device)
     return scaled_linear(input, self.weight, self.bias, recipe=owner.recipe, state=layer.state, emulate=owner.emulate)
 
 
@@ -67,14 +67,21 @@ class Fp8Layers:
         self.replaced: dict[str, str] = {}
         self.kept: dict[str, str] = {}
         self._modules: dict[str, nn.Module] = {}
+        self._tensors_of_layers: list[Tensor] = []  # where CapturedStep finds what a step changes
         self._history: Tensor | None = None  # (steps, layers, 2), newest first: of x and of the gradient
         self._scales: Tensor | None = None  # (layers, 2)
 
     def _add(self, name: str, module: nn.Linear) -> None:
         self._modules[name] = module
         self.replaced[name] = f"{self.recipe.scaling}, {module.in_features} -> {module.out_features}"
-        module._fp8 = _Layer(self, Fp8State(module.weight.device))  # type: ignore[assignment]
+        module._fp8 = layer = _Layer(self, Fp8State(module.weight.device))  # type: ignore[assignment]
+        self._tensors_of_layers += layer.state.tensors()
         module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+    def renew(self, layer: _Layer, device: torch.device) -> None:
+        """For a layer that was moved: what it keeps begins anew on the other device."""
+        layer.state = Fp8State(device)
+        self._tensors_of_layers = [t for state in self._states() for t in state.tensors()]
 
     def _states(self) -> list[Fp8State]:
         return [module._fp8.state for module in self._modules.values()]  # type: ignore[union-attr,misc]

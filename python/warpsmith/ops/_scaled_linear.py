@@ -101,6 +101,10 @@ class Fp8State:
         self.x_counts, self.dy_counts = (torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2))
         self.has_run = False  # since the last step, with gradients
 
+    def tensors(self) -> list[Tensor]:
+        """What steps write to."""
+        return [self.x_amax, self.dy_amax, self.x_counts, self.dy_counts]
+
 
 # ---- what runs where
 
@@ -184,6 +188,7 @@ def _kept_of(weight: Tensor, scaling: int, power_of_two: bool) -> _Kept | None:
     if weight.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             _captured[weight] = True
+            forget(weight)
         if weight in _captured:
             return None
     if dist.is_available() and dist.is_initialized() and is_gathered(weight):
@@ -386,7 +391,7 @@ register_fake(f"{SCALED}_backward", _fake_backward)
 # ---- gradients
 
 _raw_backward = raw.scaled_linear_backward.default
-_NUMBERS = ("scaling", "accumulate", "e5m2", "high", "power_of_two", "emulate", "watch")
+_NUMBERS = 7  # last inputs: scaling, accumulate, e5m2, high, power_of_two, emulate, watch
 
 
 def _save(inputs: Any, outputs: Any) -> dict[str, Any]:
@@ -400,7 +405,7 @@ def _save(inputs: Any, outputs: Any) -> dict[str, Any]:
         "dy_scale": inputs.dy_scale,
         "dy_counts": inputs.dy_counts,
         "dy_amax": inputs.dy_amax,
-        **{name: getattr(inputs, name) for name in _NUMBERS},
+        "numbers": inputs[-_NUMBERS:],
     }
 
 
@@ -416,8 +421,8 @@ def note(total: Tensor | None, counts: Tensor, largest: Tensor | None, amax: Ten
 def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Any) -> Gradients:
     if dy is None:
         return {}
-    numbers = [getattr(saved, name) for name in _NUMBERS]
-    turned = _turned_cast(saved.weight, saved.scaling, saved.power_of_two) if wants.x else (None, None)
+    scaling, _, _, _, power_of_two, *_ = numbers = saved.numbers
+    turned = _turned_cast(saved.weight, scaling, power_of_two) if wants.x else (None, None)
     given = dy, saved.x, saved.weight, saved.bias, *turned, saved.x_scale, saved.dy_scale
     dx, dweight, dbias, counts, amax = call_raw(_raw_backward, *given, *numbers, wants.x, wants.weight, wants.bias)
     totals = [t for t in (saved.dy_counts, saved.dy_amax) if t is not None]
