@@ -196,10 +196,8 @@ void multiply_on_card(const char* op, const Operand& a, const Operand& b, const 
                                                         scale_a.get(), scale_b.get(),
                                                         added && !wide ? &handle : nullptr, nullptr, &code,
                                                         accumulates_fast(options.accumulate, a.data.size(1), blocks)));
-  if (!added || !wide) return;  // torch adds no bias to a product in float32
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(out), torch::stable::detail::from(*added),
-                                    torch::stable::detail::from(1.0)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::add_", "Tensor", stack.data(), TORCH_ABI_VERSION));
+  if (added && wide)  // torch adds no bias to a product in float32
+    torch::stable::copy_(const_cast<Tensor&>(out), torch::stable::subtract(out, *added, -1.0));
 }
 #endif
 

@@ -263,6 +263,20 @@ def test_recomputed_layers_use_the_scales_of_the_forward():
     assert all(map(torch.equal, *found))
 
 
+def test_functions_of_torch_func_leave_no_trace():
+    model = small()
+    fp8(model, DELAYED)
+    names, values = zip(*((n, p.detach()) for n, p in model.named_parameters()), strict=True)
+
+    def loss(*given):
+        return torch.func.functional_call(model, dict(zip(names, given, strict=True)), (batch(0),)).square().sum()
+
+    found = torch.func.grad(loss, argnums=(0, 1, 2, 3))(*values)
+    assert not model[0]._fp8.state.has_run and not model[0]._fp8.state.x_amax
+    loss(*model.parameters()).backward()
+    assert all(torch.equal(p.grad, f) for p, f in zip(model.parameters(), found, strict=True))
+
+
 def test_under_autocast_float32_weights_are_cast_as_they_are():
     model = small()
     fp8(model)

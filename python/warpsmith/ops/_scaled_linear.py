@@ -409,6 +409,12 @@ def _save(inputs: Any, outputs: Any) -> dict[str, Any]:
     }
 
 
+def records() -> bool:
+    """Whether a call is one of training, of which a layer's state takes note."""
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return torch.is_grad_enabled() and not transformed
+
+
 def note(total: Tensor | None, counts: Tensor, largest: Tensor | None, amax: Tensor) -> None:
     """Adds what a cast has counted to what a layer keeps."""
     with torch.no_grad():

@@ -224,7 +224,7 @@ def scaled_linear(
     weight = weight if wide else narrow  # type: ignore[assignment]
     numbers = chosen.numbers(), _scaled_linear.is_emulated(SCALED, chosen, x.device, bool(emulate))
     casts = _scaled_linear.weight_cast(weight, chosen)
-    if state is None or not torch.is_grad_enabled():
+    if state is None or not _scaled_linear.records():
         scales = (None,) * 4 if state is None else (state.x_scale, state.dy_scale, None, None)
         return _scaled_linear.scaled_linear(x, weight, bias, *casts, *scales, *numbers[0], numbers[1], False)[0]
     watch = chosen.amax == "delayed"
