@@ -127,17 +127,23 @@ def test_micro_batches_cast_a_weight_once(scaling):
         assert call(x).shape == (4, 48) and "quantize_fp8" in calls.seen
 
 
+def take_averages(made):
+    averages = warpsmith.optim.EMA(made.parameters(), 0.5)
+    averages.averages[0].mul_(3)
+    averages.copy_to_params()
+
+
 CHANGES = {
-    "in place": lambda m: m.weight.data.mul_(2),
+    "in place": lambda m: m.weight.detach().mul_(2),
     "load_state_dict": lambda m: m.load_state_dict({k: 2 * v for k, v in m.state_dict().items()}),
     "data": lambda m: setattr(m.weight, "data", 2 * m.weight.data),
     "torch's step": lambda m: torch.optim.SGD([m.weight], lr=1.0).step(),
     "a fused step": lambda m: torch.optim.AdamW([m.weight], lr=1.0, fused=True).step(),
     "our step": lambda m: warpsmith.optim.SGD([m.weight], lr=1.0).step(),
-    "an average": lambda m: (
-        warpsmith.optim.EMA(m.parameters(), 0.5).averages[0].mul_(3) is None
-        or warpsmith.optim.EMA(m.parameters(), 0.5).copy_to_params()
+    "our op": lambda m: warpsmith.adamw(
+        [m.weight], [m.weight.grad], *([torch.zeros(48, 32)] for _ in range(2)), [], [torch.zeros(())], lr=1.0
     ),
+    "averages": take_averages,
 }
 
 
@@ -145,15 +151,23 @@ CHANGES = {
 def test_a_changed_weight_is_cast_anew(change):
     made, call = layer()
     x = torch.randn(4, 32, requires_grad=True)
-    call(x).sum().backward()
-    if change == "in place":
-        with torch.no_grad():
-            made.weight.mul_(2)
-    else:
-        CHANGES[change](made)
+    before = call(x)
+    before.sum().backward()
+    CHANGES[change](made)
     gc.collect()
     expected = warpsmith.scaled_linear(x, made.weight.detach().clone(), made.bias)
-    assert torch.equal(call(x), expected)
+    assert torch.equal(call(x), expected) and not torch.equal(before, expected)
+
+
+def test_averages_that_are_swapped_in_by_data_are_seen():
+    made, call = layer()
+    x, kept = torch.randn(4, 32), made.weight.detach().clone()
+    before = call(x)
+    made.weight.data.mul_(3)  # no version moves
+    with torch.no_grad():
+        assert torch.equal(call(x), warpsmith.scaled_linear(x, 3 * kept, made.bias))
+    made.weight.data.copy_(kept)
+    assert torch.equal(call(x), before)
 
 
 def test_a_frozen_weight_is_cast_once_and_has_no_gradient():
@@ -275,6 +289,6 @@ def test_products_of_a_card_are_the_emulated(size, options, dtype):
     found = of_all(lambda *t: warpsmith.scaled_linear(*t, recipe=recipe), *given)
     expected = of_all(lambda *t: warpsmith.scaled_linear(*t, recipe=recipe, emulate=True), *given)
     for name, f, e in zip(("y", "dx", "dweight", "dbias"), found, expected, strict=True):
-        assert f.dtype == e.dtype and decibels(e, f) > 44, (name, decibels(e, f))
+        assert f.dtype == e.dtype and decibels(e, f) > 50, (name, decibels(e, f))
     again = of_all(lambda *t: warpsmith.scaled_linear(*t, recipe=recipe), *given)
     assert all(map(torch.equal, found, again))

@@ -164,7 +164,7 @@ _kept = WeakIdKeyDictionary()  # by parameter
 _captured = WeakIdKeyDictionary()  # parameters whose casts are part of a CUDA graph: its replays change them unseen
 
 
-class _Steps:
+class Steps:
     """How many steps optimizers took: fused ones leave no trace in a parameter's version."""
 
     count = 0
@@ -180,9 +180,10 @@ def forget(weight: Tensor) -> None:
     _kept.pop(weight, None)
 
 
-def _kept_of(weight: Tensor, scaling: int, power_of_two: bool) -> _Kept | None:
-    """None where a cast must be made at each call: of what is no parameter, in a graph that is compiled or captured,
-    and of what fully_shard has gathered and will free."""
+def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool) -> _Kept | None:
+    """``training``: casts for an evaluation are its own, since averages are often swapped in by ``weight.data``, which
+    leaves no trace. None where each call must cast: what is no parameter, in a graph that is compiled or captured, and
+    what fully_shard has gathered and will free."""
     if torch.compiler.is_compiling() or type(weight) is not nn.Parameter or not weight.is_leaf:
         return None
     if weight.is_cuda:
@@ -193,9 +194,10 @@ def _kept_of(weight: Tensor, scaling: int, power_of_two: bool) -> _Kept | None:
             return None
     if dist.is_available() and dist.is_initialized() and is_gathered(weight):
         return None
-    if _Steps.hook is None:
-        _Steps.hook = register_optimizer_step_post_hook(_Steps.add)
-    key = (weight._version, weight.data_ptr(), _Steps.count if weight.requires_grad else 0, scaling, power_of_two)
+    if Steps.hook is None:
+        Steps.hook = register_optimizer_step_post_hook(Steps.add)
+    steps = Steps.count if weight.requires_grad else 0
+    key = (weight._version, weight.data_ptr(), steps, training, scaling, power_of_two)
     kept = _kept.get(weight)
     if kept is None or kept.key != key or kept.storage.expired():
         kept = _kept[weight] = _Kept(key, weight)
@@ -214,7 +216,7 @@ def _cast(weight: Tensor, scaling: int, power_of_two: bool, turned: bool) -> tup
 def weight_cast(weight: Tensor, recipe: Fp8Recipe) -> tuple[Tensor | None, Tensor | None]:
     """Bytes and scales of a weight; (None, None): the op makes them."""
     scaling, *_, power_of_two = recipe.numbers()
-    kept = _kept_of(weight, scaling, power_of_two)
+    kept = _kept_of(weight, scaling, power_of_two, torch.is_grad_enabled())
     if kept is None:
         return None, None
     if kept.data is None:
@@ -224,7 +226,7 @@ def weight_cast(weight: Tensor, recipe: Fp8Recipe) -> tuple[Tensor | None, Tenso
 
 def _turned_cast(weight: Tensor, scaling: int, power_of_two: bool) -> tuple[Tensor | None, Tensor | None]:
     """The same of the transposed weight, for the gradient of x."""
-    kept = _kept_of(weight, scaling, power_of_two)
+    kept = _kept_of(weight, scaling, power_of_two, training=True)
     if kept is None:
         return None, None
     kept.backwards += 1
