@@ -91,6 +91,14 @@ def test_layers_that_fit_are_replaced_and_come_back():
     assert list(fp8(model, Fp8Recipe(head=True), lambda name, module: name == "lm_head").replaced) == ["lm_head"]
 
 
+def test_layers_of_ours_keep_their_residual():
+    model = nn.ModuleDict({name: warpsmith.nn.Linear(32, 32, activation=f) for name, f in (("a", None), ("b", "gelu"))})
+    done, x = fp8(model), batch(0)
+    assert list(done.replaced) == ["a"] and done.kept == {"b": "its product has an activation or a main_grad"}
+    y = warpsmith.scaled_linear(x, model["a"].weight, model["a"].bias)
+    assert torch.equal(model["a"](x, residual=2 * x), y + 2 * x)
+
+
 def test_copies_are_converted_and_pickles_are_not():
     model = small()
     fp8(model, DELAYED)

@@ -43,13 +43,15 @@ class _Layer:
         return _Layer(self.owner, copy.deepcopy(self.state, memo))
 
 
-def forward(self: Any, input: Tensor) -> Tensor:
+def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
     """Of a converted layer. It has the name of what it replaces: a pickle of a bound method holds its name alone."""
     layer: _Layer = self._fp8
     owner = layer.owner
     if layer.state.x_amax.device != input.device:
         owner.renew(layer, input.device)
-    return scaled_linear(input, self.weight, self.bias, recipe=owner.recipe, state=layer.state, emulate=owner.emulate)
+    recipe, emulate = owner.recipe, owner.emulate
+    y = scaled_linear(input, self.weight, self.bias, recipe=recipe, state=layer.state, emulate=emulate)
+    return y if residual is None else y + residual
 
 
 class Fp8Layers:
@@ -167,8 +169,11 @@ def _why_not(name: str, module: nn.Linear, filter: Filter | None, is_head: bool)
         return "it is in FP8 already"
     if getattr(module.__dict__.get("forward"), "__func__", cls.forward) is not cls.forward:
         return "somebody else has replaced its forward"
-    own = cls.forward is nn.Linear.forward or getattr(cls.forward, "of_warpsmith", False)
-    if not own or any(stock(c) is nn.modules.linear.NonDynamicallyQuantizableLinear for c in cls.__mro__):
+    ours = f"{cls.forward.__module__}.{cls.forward.__qualname__}" == "warpsmith.nn._linear.Linear.forward"
+    if ours and (module.activation is not None or module.fuse_main_grad):
+        return "its product has an activation or a main_grad"
+    known = ours or cls.forward is nn.Linear.forward or getattr(cls.forward, "of_warpsmith", False)
+    if not known or any(stock(c) is nn.modules.linear.NonDynamicallyQuantizableLinear for c in cls.__mro__):
         return f"it is a {cls.__name__} whose weight is used otherwise"
     if isinstance(module.weight, nn.UninitializedParameter):
         return "it has no sizes yet"
@@ -196,7 +201,7 @@ def fp8(
     ``fully_shard`` and ``torch.compile``.
 
     Args:
-        model: with ``torch.nn.Linear`` in it.
+        model: with ``torch.nn.Linear`` or :class:`warpsmith.nn.Linear` in it.
         recipe: a :class:`Fp8Recipe`; "row", "tensor" or "block"; or "auto": row scales on sm_90 and where products are
             emulated, else tensor scales.
         filter: ``filter(name, module)`` says whether to take a layer. Layers that make logits, by
