@@ -204,13 +204,16 @@ def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool) -
     return kept
 
 
-def _cast(weight: Tensor, scaling: int, power_of_two: bool, turned: bool) -> tuple[Tensor, Tensor]:
-    found = call_raw(
-        _quantize.quantize, weight.detach(), None, _OF_WEIGHTS[scaling], 2 * turned, _E4M3, power_of_two, False
-    )
+def _cast(
+    weight: Tensor, scaling: int, power_of_two: bool, turned: bool, known: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``turned``: of the transposed weight; ``known``: the scale of the tensor, which need not be found again."""
+    inputs = weight.detach(), known, _OF_WEIGHTS[scaling], 2 * turned, _E4M3, power_of_two, False
+    data, scale, transposed, transposed_scale, *_ = call_raw(_quantize.quantize, *inputs)
     if not turned:
-        return found[0], found[1]
-    return found[2], found[1] if scaling == 1 else found[3]
+        return data, scale
+    of_tensor = scale if known is None else known
+    return transposed, of_tensor if scaling == 1 else transposed_scale
 
 
 def weight_cast(weight: Tensor, recipe: Fp8Recipe) -> tuple[Tensor | None, Tensor | None]:
@@ -232,11 +235,7 @@ def _turned_cast(weight: Tensor, scaling: int, power_of_two: bool) -> tuple[Tens
     kept.backwards += 1
     if kept.turned is not None:
         return kept.turned
-    if scaling == 0 or kept.data is None or kept.scale is None:
-        found = _cast(weight, scaling, power_of_two, turned=True)
-    else:  # the same bytes and scales, as they lie transposed
-        turned = kept.data.view(torch.uint8).t().contiguous().view(_E4M3)
-        found = turned, kept.scale if scaling == 1 else kept.scale.t().contiguous()
+    found = _cast(weight, scaling, power_of_two, turned=True, known=kept.scale if scaling == 1 else None)
     if kept.backwards > 1 or not weight.requires_grad:
         kept.turned = found
     return found
