@@ -1,0 +1,45 @@
+#pragma once
+#include "bindings/support/device.h"
+#include "bindings/support/tensor.h"
+#include "kernels/linear/linear.h"
+
+namespace warpsmith {
+
+// out = epilogue(a @ b) by our Hopper kernels; `p` holds what the epilogue needs. Returns false, and has written
+// nothing, where the library must multiply: on the CPU, where our product has not been asked for
+// (WARPSMITH_OWN_PRODUCT), and where choose_product refuses. out is contiguous; float32 for 16-bit operands means
+// `wide`.
+inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const Tensor& out,
+                        [[maybe_unused]] const Tensor& a, [[maybe_unused]] const Tensor& b,
+                        [[maybe_unused]] ProductParams p = {}) {
+#if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
+#ifndef WARPSMITH_SIM
+  if (!out.is_cuda()) return false;
+#endif
+  const auto by_rows = [](const Tensor& m) { return m.size(1) <= 1 || m.stride(1) == 1; };
+  const auto stride = [&](const Tensor& m) { return m.stride(by_rows(m) ? 0 : 1); };
+  if (!by_rows(a) && !by_rows(b)) return false;
+  p.layout = !by_rows(a) ? ProductLayout::tn : by_rows(b) ? ProductLayout::nn : ProductLayout::nt;
+  if (p.bias && p.layout != ProductLayout::nt) return false;
+  p.dtype = float_dtype(op, "a", a);
+  if (float_dtype(op, "out", out) != p.dtype) p.epilogue = ProductEpilogue::wide;
+  p.a = a.const_data_ptr();
+  p.b = b.const_data_ptr();
+  p.a_stride = stride(a);
+  p.b_stride = stride(b);
+  p.out = out.mutable_data_ptr();
+  p.rows = out.size(0);
+  p.columns = out.size(1);
+  p.inner = a.size(1);
+  ProductPlan plan;
+  raise_if_failed(op, product_plan_cuda(p, &plan));
+  if (!plan.kernel) return false;
+  run_on(
+      op, out, [&](void* stream) { return product_cuda(p, plan, stream); }, [](const Parallel&) { return Status(); });
+  return true;
+#else
+  return false;
+#endif
+}
+
+}  // namespace warpsmith
