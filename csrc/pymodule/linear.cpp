@@ -40,7 +40,8 @@ py::dict plan(const char* op, const py::kwargs& given) {
   p.aligned = problem.flag("aligned", true);
   p.library = problem.flag("library", true);
   p.code_capability = static_cast<int>(problem.integer("code_capability", 80, 90));
-  ProductProblem own = product_of(p, problem.one_of("product", kProductsOfLayer));
+  const int which = problem.one_of("product", kProductsOfLayer);
+  ProductProblem own = product_of(p, which);
   own.asked = problem.flag("own_product", false);
   own.half = problem.dtype_bytes("dtype", "bfloat16") == 2;
   own.aligned = p.aligned;
@@ -61,7 +62,7 @@ py::dict plan(const char* op, const py::kwargs& given) {
     d["epilogue"] = kEpilogues[static_cast<int>(product.kernel->epilogue)];
     return d;
   }
-  const LinearPlan found = choose_linear(p);
+  const LinearPlan found = which == 0 ? choose_linear(p) : LinearPlan{false, product.why};
   py::dict d;
   d["path"] = found.epilogue ? "cublas_lt" : "torch";
   d["why"] = found.why;

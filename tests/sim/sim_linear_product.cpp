@@ -127,6 +127,29 @@ RANDOM_TEST(products_of_any_size) {
   });
 }
 
+// Rows beyond element 2^31 of a and out.
+TEST(far_rows_of_a_product) {
+  NEEDS_SM90_CODE;
+  const SeedsAtMost few(2);
+  constexpr int64_t kRows = 100, kSize = 64;
+  Problem<bfloat16> near(kProducts[0], kRows, kSize, kSize, 0, true, false);
+  const int64_t first = first_far_row(kSize, kRows, 256);
+  Far<bfloat16> a(near.a, first, kSize), out(near.out, first, kSize);
+  ProductParams p = near.p;
+  p.a = a.data();
+  p.out = out.data();
+  p.rows = first + kRows;
+  std::vector<double> expected;
+  for (int64_t i = 0; i < kRows * kSize; ++i) expected.push_back(near.sum(i / kSize, i % kSize));
+  const FarMachine machine(1);
+  under_every_seed([&] {
+    out.poison();
+    expect_ok(product_cuda(p, {&kProducts[0], ""}, nullptr));
+    out.fetch();
+    expect_close("out", near.out, expected, {});
+  });
+}
+
 TEST(the_chooser_fills_waves) {
   ProductProblem p{8192, 3072, 2048};
   expect(!choose_product(p).kernel, "not asked for");

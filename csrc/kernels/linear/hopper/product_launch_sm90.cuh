@@ -66,8 +66,7 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
   LaunchConfig config{.grid = static_cast<unsigned>(clusters * tile.cluster()),
                       .block = kProductThreads,
                       .dynamic_shared_bytes = static_cast<size_t>(tile.shared_bytes()),
-                      .cluster = static_cast<unsigned>(tile.cluster()),
-                      .bulk_copies = true};
+                      .cluster = static_cast<unsigned>(tile.cluster())};
   WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
   return launch(product_sm90<T, I>, config, stream, a, b, out, z, p);
 }
