@@ -129,7 +129,7 @@ def products_of(device, m, k, n):
 
 
 def own(device, options):
-    """WARPSMITH_OWN_PRODUCT=always beside the same ops without it."""
+    """WARPSMITH_OWN_PRODUCT=1 beside the same ops without it."""
     switch = getattr(torch.ops.warpsmith, "_own_product", None)
     if device != "cuda" or switch is None:
         return []
@@ -138,7 +138,7 @@ def own(device, options):
         for direction, (call, bare) in products_of(device, *shape).items():
 
             def ours(call=call):
-                switch("always")
+                switch("1")
                 try:
                     call()
                 finally:

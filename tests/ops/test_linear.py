@@ -324,7 +324,7 @@ class OwnProducts:
     @pytest.fixture(autouse=True)
     def ours(self, monkeypatch):
         monkeypatch.setattr("warpsmith.ops._linear._OF_TORCH", frozenset())
-        OPS._own_product("always")
+        OPS._own_product("1")
         yield
         OPS._own_product("0")
 

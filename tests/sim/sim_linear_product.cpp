@@ -44,7 +44,9 @@ template <class T> struct Problem {
     }
     for (size_t i = 0; i < wide.size(); ++i) wide[i] = static_cast<float>(i % 5);
     const Epilogue e = kernel.epilogue;
-    p = {a.data(), b.data(), a_stride, b_stride, out.data(), nullptr, nullptr, n, nullptr, m, n, k};
+    p.a = a.data(), p.b = b.data(), p.out = out.data();
+    p.a_stride = a_stride, p.b_stride = b_stride, p.z_stride = n;
+    p.rows = m, p.columns = n, p.inner = k;
     p.layout = kernel.layout;
     p.epilogue = e;
     p.activation = LinearActivation::relu;
@@ -85,7 +87,13 @@ template <class T> struct Problem {
       out.poison();
       partials.poison();
       std::memcpy(wide.data(), before.data(), wide.size() * 4);
-      expect_ok(product_cuda(p, {&kernel, ""}, nullptr));
+      ProductPlan plan{&kernel};
+      expect_ok(product_workspace_cuda(p, &plan));
+      Buffer<float> shares(static_cast<size_t>(plan.sums));
+      std::vector<int> flags(static_cast<size_t>(plan.flags));
+      p.sums = shares.data();
+      p.flags = flags.data();
+      expect_ok(product_cuda(p, plan, nullptr));
       if (e == Epilogue::wide)
         expect_close("wide", wide, expected, {});
       else
@@ -110,11 +118,22 @@ TEST(every_product_of_several_tiles) {
   const SeedsAtMost few(3);
   on_machine(4, 90, [] {
     for (const ProductKernel& kernel : kProducts) {
+      if (kernel.splits) continue;
       const int64_t m = 2 * kernel.tile.rows * kernel.tile.cluster_rows + 17;
       compare(kernel, true, m, 264, 208, 0, true, true);
       compare(kernel, false, m, 264, 72, 8, false, false);
     }
   });
+}
+
+// One to five units for two to seven clusters: whole units, fronts, and a pool of what they leave.
+RANDOM_TEST(split_sums) {
+  NEEDS_SM90_CODE;
+  const SeedsAtMost few(3);
+  const auto kernel = ProductKernel{kWideTile, Layout::tn, random.coin() ? Epilogue::wide : Epilogue::store, true};
+  const int64_t m = random.integer(1, 5) * 256 - 3, k = random.size(1, 700);
+  on_machine(2 * static_cast<int>(random.integer(2, 7)), 90,
+             [&] { compare(*find_product(kernel), random.coin(), m, 24, k, 0, false, random.coin()); });
 }
 
 RANDOM_TEST(products_of_any_size) {
@@ -161,9 +180,7 @@ TEST(the_chooser_fills_waves) {
   p.rows = 2048;
   expect(choose_product(p).kernel->tile == kWideTile, "64 units of 128 x 256");
   p.rows = 768;
-  expect(!choose_product(p).kernel, "24 units");
-  p.always = true;
-  expect(choose_product(p).kernel->tile == kWideTile, "always");
+  expect(choose_product(p).kernel->splits, "24 units");
   for (bool ProductProblem::* need : {&ProductProblem::half, &ProductProblem::aligned, &ProductProblem::sm90a_code}) {
     ProductProblem lacks = p;
     lacks.*need = false;

@@ -1,4 +1,6 @@
 #pragma once
+#include <optional>
+
 #include "bindings/support/device.h"
 #include "bindings/support/tensor.h"
 #include "kernels/linear/linear.h"
@@ -34,6 +36,14 @@ inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const 
   ProductPlan plan;
   raise_if_failed(op, product_plan_cuda(p, &plan));
   if (!plan.kernel) return false;
+  std::optional<Tensor> sums, flags;
+  if (plan.kernel->splits) {
+    sums = allocate_vector(op, "partial sums", plan.sums, aoti_torch_dtype_float32(), out);
+    flags = allocate_vector(op, "flags of partial sums", plan.flags, aoti_torch_dtype_int32(), out);
+    torch::stable::zero_(*flags);
+    p.sums = static_cast<float*>(sums->mutable_data_ptr());
+    p.flags = static_cast<int*>(flags->mutable_data_ptr());
+  }
   run_on(
       op, out, [&](void* stream) { return product_cuda(p, plan, stream); }, [](const Parallel&) { return Status(); });
   return true;

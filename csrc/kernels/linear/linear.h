@@ -39,6 +39,8 @@ struct ProductParams {
   const void* bias = nullptr;  // [columns], dtype; null: none. Layout nt alone
   void* z = nullptr;           // [rows, columns], dtype. `activate` writes it (null: not kept); others read it
   int64_t z_stride = 0;
+  float* sums = nullptr;      // [plan.sums], where sums are split
+  int* flags = nullptr;       // [plan.flags], zeros, likewise
   float* partials = nullptr;  // [ceil(rows / 16), columns] of `derivative`; null: not wanted
   int64_t rows = 0, columns = 0, inner = 0;
   ProductLayout layout = ProductLayout::nt;
@@ -50,11 +52,12 @@ struct ProductParams {
 
 // Whether the kernels multiply the problem, and which. Depends on the current device and on what has been asked for.
 Status product_plan_cuda(const ProductParams& params, ProductPlan* plan);
+// Fills in the workspace of plan->kernel.
+Status product_workspace_cuda(const ProductParams& params, ProductPlan* plan);
 Status product_cuda(const ProductParams& params, const ProductPlan& plan, void* stream);
 
-// As WARPSMITH_OWN_PRODUCT, which holds until the first call. "1": where our product is as fast as the library's by
-// what has been measured. "always": wherever it can run. "128" or "256": that, with tiles of so many rows where they
-// are compiled. Else never.
+// As WARPSMITH_OWN_PRODUCT, which holds until the first call. "1": wherever our product can run. "128" or "256": that,
+// with tiles of so many rows where they are compiled. Else never.
 void ask_for_own_product(const char* how);
 
 // Fills in what the current device says of a problem: the code that runs there.

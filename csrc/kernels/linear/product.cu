@@ -18,10 +18,10 @@ constexpr bool kHopperProducts = true;
 constexpr bool kHopperProducts = false;  // code that depends on it refers to functions that do not exist
 #endif
 
-// -1: never, 0: as measured, 1: always; others: rows of the tile.
+// -1: never, 0: any tile; others: rows of the tile.
 int number_of(const char* how) {
   const std::string text = how ? how : "";
-  return text == "1" ? 0 : text == "always" ? 1 : text == "128" || text == "256" ? std::stoi(text) : -1;
+  return text == "1" ? 0 : text == "128" || text == "256" ? std::stoi(text) : -1;
 }
 
 std::atomic<int>& asked() {
@@ -47,8 +47,7 @@ Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
   ProductProblem problem{p.rows, p.columns, p.inner, p.layout, p.epilogue};
   const int number = asked();
   problem.asked = kHopperProducts && number >= 0;
-  problem.always = number > 0;
-  problem.tile_rows = number > 1 ? number : 0;
+  problem.tile_rows = number > 0 ? number : 0;
   if (problem.asked) {
     DeviceProperties device;
     WARPSMITH_RETURN_IF_FAILED(device_properties(device));
@@ -58,6 +57,18 @@ Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
     problem.aligned = problem.half && is_aligned(p);
   }
   *plan = choose_product(problem);
+  return product_workspace_cuda(p, plan);
+}
+
+Status product_workspace_cuda(const ProductParams& p, ProductPlan* plan) {
+  if (!plan->kernel || !plan->kernel->splits) return {};
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  const ProductTile& t = plan->kernel->tile;
+  const int64_t clusters = product_clusters(t, device.multiprocessors);
+  const int64_t shares = clusters + product_units(t, p.rows, p.columns) % clusters;  // linear::ProductShares
+  plan->sums = shares * t.cluster() * t.rows * t.columns;
+  plan->flags = 1 + shares * t.cluster() * kConsumerWarps;
   return {};
 }
 

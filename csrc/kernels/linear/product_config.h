@@ -21,6 +21,8 @@ enum class ProductEpilogue : uint8_t {
   wide,        // out = sum or out += sum, in float32
 };
 
+constexpr int kConsumerWarps = 8;  // of a block
+
 struct ProductTile {
   int rows, columns, stages;          // of a block; stages of 64 k
   int cluster_rows, cluster_columns;  // blocks; they share operands by multicast
@@ -31,7 +33,9 @@ struct ProductTile {
   // Of 384 threads with 168 registers at launch.
   constexpr int producer_registers() const { return accumulators() > 128 ? 24 : 40; }
   constexpr int consumer_registers() const { return accumulators() > 128 ? 240 : 232; }
-  constexpr int shared_bytes() const { return stages * stage_bytes() + 8 * 2 * 2048; }  // with two buffers a warp
+  constexpr int shared_bytes() const {
+    return stages * stage_bytes() + kConsumerWarps * 2 * 2048;
+  }  // with two buffers a warp
   constexpr bool operator==(const ProductTile&) const = default;
 };
 
@@ -39,6 +43,7 @@ struct ProductKernel {
   ProductTile tile;
   ProductLayout layout;
   ProductEpilogue epilogue;
+  bool splits = false;  // the sums of the last, incomplete wave of tiles, over all clusters
 
   // Whether a finished tile is rounded at once, and stored while the products of the next one run.
   constexpr bool defers() const { return epilogue != ProductEpilogue::wide && tile.accumulators() <= 128; }
@@ -62,8 +67,10 @@ constexpr ProductKernel kProducts[] = {
     {kWideTile, ProductLayout::nn, ProductEpilogue::derivative},
     {kWideTile, ProductLayout::tn, ProductEpilogue::store},
     {kLargeTile, ProductLayout::tn, ProductEpilogue::store},
+    {kWideTile, ProductLayout::tn, ProductEpilogue::store, true},
     {kWideTile, ProductLayout::tn, ProductEpilogue::wide},
     {kLargeTile, ProductLayout::tn, ProductEpilogue::wide},
+    {kWideTile, ProductLayout::tn, ProductEpilogue::wide, true},
 };
 
 struct ProductProblem {
@@ -73,7 +80,6 @@ struct ProductProblem {
   bool half = true;     // operands of 16 bits
   bool aligned = true;  // bases and rows of all matrices on 16 bytes
   bool asked = false;   // WARPSMITH_OWN_PRODUCT=1
-  bool always = false;  // also where the library is known to be faster
   int tile_rows = 0;    // of the tile that is wanted where it is compiled; 0: any
   bool sm90a_code = true;
   int multiprocessors = 132;
@@ -82,12 +88,18 @@ struct ProductProblem {
 struct ProductPlan {
   const ProductKernel* kernel = nullptr;  // null: the library multiplies
   const char* why = "";
+  int64_t sums = 0, flags = 0;  // of the workspace of a product that splits: floats, ints
 };
 
 // Tiles of a cluster over the output.
 constexpr int64_t product_units(const ProductTile& t, int64_t rows, int64_t columns) {
   const int64_t m = int64_t{t.rows} * t.cluster_rows, n = int64_t{t.columns} * t.cluster_columns;
   return ((rows + m - 1) / m) * ((columns + n - 1) / n);
+}
+
+// Clusters that run at once.
+constexpr int64_t product_clusters(const ProductTile& t, int multiprocessors) {
+  return multiprocessors > t.cluster() ? multiprocessors / t.cluster() : 1;
 }
 
 // How many times as long the whole waves of a tile take as the work in them, in percent.
@@ -106,8 +118,10 @@ constexpr const ProductKernel* find_product(const ProductKernel& wanted) {
 // kernels themselves, so a product is theirs only where it is asked for.
 //
 // Forward and input gradient: 128 x 256 was the best tile or within 0.7 % of it everywhere. The weight gradient has few
-// tiles and a long sum: 128 x 256 where its whole waves waste less than 10 %, else 256 x 192 where that wastes less.
-// Where both waste more than a third the library, which splits the sum, was faster.
+// tiles and long sums. Sums are split where the tiles fill less than 0.6 of a wave, or leave less than 0.6 of one
+// behind three whole ones: 65,536 x 768 -> 3,072 took 0.78 of the time of contiguous shares of (tile, k). Where the
+// rest is larger, handing sums over cost more than it gave. Else 128 x 256 where its whole waves waste less than 10 %,
+// and 256 x 192 where that wastes less.
 constexpr ProductPlan choose_product(const ProductProblem& p) {
   constexpr int64_t kMostSize = int64_t{1} << 31;
   if (!p.asked) return {nullptr, "the library's product: ours has not been asked for"};
@@ -118,18 +132,22 @@ constexpr ProductPlan choose_product(const ProductProblem& p) {
     return {nullptr, "the library's product: ours counts rows and columns below 2^31"};
   if (p.rows == 0 || p.columns == 0 || p.inner == 0) return {nullptr, "nothing to multiply"};
   for (const ProductKernel& k : kProducts)
-    if (k.tile.rows == p.tile_rows && k.layout == p.layout && k.epilogue == p.epilogue)
+    if (k.tile.rows == p.tile_rows && !k.splits && k.layout == p.layout && k.epilogue == p.epilogue)
       return {&k, "our product: its tile was asked for"};
   const ProductKernel *wide = find_product({kWideTile, p.layout, p.epilogue}),
                       *large = find_product({kLargeTile, p.layout, p.epilogue});
   if (!wide) return {nullptr, "the library's product: ours has no such epilogue in this layout"};
-  if (!large || p.always) return {wide, "our product: the order of a sum depends on its length alone"};
-  const int64_t clusters = p.multiprocessors > 1 ? p.multiprocessors / 2 : 1;
-  const int64_t of_wide = wave_percent(product_units(kWideTile, p.rows, p.columns), clusters),
+  if (!large) return {wide, "our product: the order of a sum depends on its length alone"};
+  const int64_t clusters = product_clusters(kWideTile, p.multiprocessors);
+  const int64_t units = product_units(kWideTile, p.rows, p.columns), rest = units % clusters;
+  const bool few = rest > 0 && rest * 10 < clusters * 6 && (units < clusters || units > 3 * clusters);
+  if (few && (p.inner / 64 + 1) * clusters * clusters < kMostSize)
+    return {find_product({kWideTile, p.layout, p.epilogue, true}),
+            "our product: the last tiles are split along the sum"};
+  const int64_t of_wide = wave_percent(units, clusters),
                 of_large = wave_percent(product_units(kLargeTile, p.rows, p.columns), clusters);
-  if (of_wide < 110 || (of_wide <= of_large && of_wide < 150)) return {wide, "our product: its tiles fill whole waves"};
-  if (of_large < 150) return {large, "our product: larger tiles fill whole waves better"};
-  return {nullptr, "the library's product: it splits the sum, of which there are too few tiles"};
+  if (of_wide < 110 || of_wide <= of_large) return {wide, "our product: its tiles fill whole waves"};
+  return {large, "our product: larger tiles fill whole waves better"};
 }
 
 }  // namespace warpsmith

@@ -62,7 +62,11 @@ template <class T, class I> Status run_product(const ProductParams& x, void* str
   p.activation = x.activation;
   p.keep = x.z != nullptr;
   p.add = x.add;
-  const int64_t clusters = std::clamp<int64_t>(device.multiprocessors / tile.cluster(), 1, units);
+  const int64_t all = product_clusters(tile, device.multiprocessors),
+                clusters = kernel.splits ? all : std::min(all, units);
+  p.whole = kernel.splits ? static_cast<int>(units / all * all) : p.units;
+  p.sums = x.sums;
+  p.flags = x.flags;
   LaunchConfig config{.grid = static_cast<unsigned>(clusters * tile.cluster()),
                       .block = kProductThreads,
                       .dynamic_shared_bytes = static_cast<size_t>(tile.shared_bytes()),

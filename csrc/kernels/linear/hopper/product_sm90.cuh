@@ -21,9 +21,9 @@ namespace warpsmith::linear {
 // The loader, one thread.
 template <ProductKernel kernel>
 __device__ __forceinline__ void load_stages(const ProductArguments& p, const TensorMap* a_map, const TensorMap* b_map,
-                                            const ProductShared<kernel>& shared) {
+                                            const ProductShared<kernel>& shared, int begun) {
   constexpr ProductTile tile = kernel.tile;
-  const ProductPlace<kernel> place(p);
+  const ProductPlace<kernel> place(p, begun);
   uint16_t a_blocks = 0, b_blocks = 0;  // of the cluster: those that share the operand's tile with this one
   for (int i = 0; i < tile.cluster_columns; ++i)
     a_blocks |= static_cast<uint16_t>(1u << (place.rank_row + tile.cluster_rows * i));
@@ -52,9 +52,10 @@ __device__ __forceinline__ void load_stages(const ProductArguments& p, const Ten
   using BMajor = std::bool_constant<kernel.layout != ProductLayout::nt>;
   Ring<tile.stages> ring;
   unsigned bias_parity = 0;
-  for (int unit = place.cluster; unit < p.units; unit += place.clusters) {
-    const TilePlace at = place.tile(unit);
-    for (int block = 0; block < p.blocks; ++block, ring.next()) {
+  ProductShares<kernel.splits> shares(p, place.cluster, place.clusters);
+  for (Share share; shares.next(&share);) {
+    const TilePlace at = place.tile(share.unit);
+    for (int block = share.begin; block < share.end; ++block, ring.next()) {
       Mbarrier* full = shared.full + ring.stage;
       device::mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
       int bias_bytes = 0;
@@ -98,17 +99,24 @@ template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1
     device::mbarrier_init(shared.bias_empty, kConsumerWarps);
     device::mbarrier_init_fence();
   }
+  if constexpr (kernel.splits) {
+    device::wait_for_previous_kernel();  // which has written 0
+    if (threadIdx.x == 0 && device::cluster_rank() == 0) device::store(&state->begun, atomicAdd(p.flags, 1));
+  }
   device::cluster_barrier();
+  int begun = 0;
+  if constexpr (kernel.splits)
+    begun = __shfl_sync(0xffffffffu, device::load(device::cluster_shared(&state->begun, 0)), 0);
   device::launch_dependents();
-  device::wait_for_previous_kernel();
+  if constexpr (!kernel.splits) device::wait_for_previous_kernel();
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   if (warpgroup == 0) {
     device::decrease_registers<kernel.tile.producer_registers()>();
-    if (threadIdx.x == 0) load_stages<kernel>(p, &a, &b, shared);
+    if (threadIdx.x == 0) load_stages<kernel>(p, &a, &b, shared, begun);
     __syncwarp(0xffffffffu);
   } else {
     device::increase_registers<kernel.tile.consumer_registers()>();
-    ProductConsumer<T, kernel>(p, shared, &out, &z, warpgroup - 1).run();
+    ProductConsumer<T, kernel>(p, shared, &out, &z, begun, warpgroup - 1).run();
     __syncwarp(0xffffffffu);
   }
   device::cluster_barrier();  // a block that has exited can no longer be given buffers

@@ -53,12 +53,12 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   unsigned input_parity = 0;  // a bit a buffer
 
   __device__ __forceinline__ ProductConsumer(const ProductArguments& arguments, const ProductShared<kernel>& memory,
-                                             const TensorMap* out_map, const TensorMap* z_map, int warpgroup)
+                                             const TensorMap* out_map, const TensorMap* z_map, int begun, int warpgroup)
       : p(arguments),
         shared(memory),
         out(out_map),
         z(z_map),
-        place(arguments),
+        place(arguments, begun),
         group(warpgroup),
         lane(threadIdx.x % 32),
         warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0) - 4),
@@ -118,7 +118,9 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     for (int i = 0; i < 8; ++i) {  // columns 8 (i / 2) and on, rows 0 to 7 and 8 to 15
       const int r = row + i % 2 * 8;
       const uint32_t at = device::swizzled(Swizzle::bytes128, r * kRowBytes + i / 2 * 32 + pair * 8);
-      device::store_vector(reinterpret_cast<float*>(to + at), device::Vector<float, 2>{v[2 * i], v[2 * i + 1]});
+      float two[2] = {v[2 * i], v[2 * i + 1]};
+      device::hold(two);
+      device::store_vector(reinterpret_cast<float*>(to + at), device::Vector<float, 2>{two[0], two[1]});
     }
   }
   template <class Stores> __device__ __forceinline__ void send(Stores&& stores) {
@@ -327,11 +329,69 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     });
   }
 
+  // ---- shares of a sum that is split
+
+  using Four = device::Vector<float, 4>;
+  __device__ __forceinline__ int64_t share_of(int slot) const { return int64_t{slot} * tile.cluster() + place.rank; }
+  __device__ __forceinline__ float* sums_of(int slot) const {
+    return p.sums + share_of(slot) * tile.rows * tile.columns + threadIdx.x % 256 * 4;  // 16 bytes a thread at a time
+  }
+  __device__ __forceinline__ int* flag_of(int slot) const {
+    return p.flags + 1 + share_of(slot) * kConsumerWarps + warp;
+  }
+  __device__ __forceinline__ void hand_over(int slot) {
+    float* const to = sums_of(slot);
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+      for (int i = 0; i < tile.columns / 8; ++i) {
+        float v[4] = {acc[m][4 * i], acc[m][4 * i + 1], acc[m][4 * i + 2], acc[m][4 * i + 3]};
+        device::hold(v);  // floats, as which nvcc then keeps the sums: it would move them to integers after each wgmma
+        device::store(reinterpret_cast<Four*>(to + (m * tile.columns / 8 + i) * 1024), Four{v[0], v[1], v[2], v[3]});
+      }
+    __syncwarp(0xffffffffu);
+    if (lane == 0) {
+      __threadfence();
+      device::store_release(flag_of(slot), 1);
+    }
+    __syncwarp(0xffffffffu);
+  }
+  __device__ __forceinline__ void take_over(int slot) {
+    const int* flag = flag_of(slot);
+    while (__shfl_sync(0xffffffffu, device::load_acquire(flag), 0) == 0) {}  // uniform for ptxas
+    const float* const from = sums_of(slot);
+    constexpr int kTogether = 8;  // loads in flight
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+      for (int i = 0; i < tile.columns / 8; i += kTogether) {
+        Four x[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j)
+          x[j] = device::load(reinterpret_cast<const Four*>(from + (m * tile.columns / 8 + i + j) * 1024));
+        float v[4 * kTogether];
+#pragma unroll
+        for (int j = 0; j < 4 * kTogether; ++j) v[j] = x[j / 4].at[j % 4];
+        device::hold(v);
+#pragma unroll
+        for (int j = 0; j < 4 * kTogether; ++j) acc[m][4 * i + j] += v[j];
+      }
+    __syncwarp(0xffffffffu);
+  }
+
   __device__ __forceinline__ void run() {
+    ProductShares<kernel.splits> shares(p, place.cluster, place.clusters);
     int skip = kNothing;  // `finished` holds nothing yet
-    for (int unit = place.cluster;; unit += place.clusters) {
-      const bool more = unit < p.units;
-      const int blocks = more ? p.blocks : 0;
+    for (;;) {
+      Share share{0, 0, p.blocks, 0};
+      bool more = shares.next(&share);
+      if constexpr (kernel.splits) {  // uniform for ptxas
+        more = __shfl_sync(0xffffffffu, more, 0);
+        share.unit = __shfl_sync(0xffffffffu, share.unit, 0);
+        share.begin = __shfl_sync(0xffffffffu, share.begin, 0);
+        share.end = __shfl_sync(0xffffffffu, share.end, 0);
+      }
+      const int blocks = more ? share.end - share.begin : 0;
       int previous = 0;
       for (int block = 0; block < blocks; ++block) {
         device::mbarrier_wait(shared.full + ring.stage, ring.parity);
@@ -350,7 +410,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         for (int part = blocks; skip + part < kParts; ++part) store_part(skip + part);  // of a short sum
       }
       if (more) {
-        now = place.tile(unit);
+        now = place.tile(share.unit);
         now.row += group * (tile.rows / 2) + warp % 4 * 16;
       }
       device::wgmma_wait<0>();
@@ -363,8 +423,19 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       release(previous);
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m) device::hold(acc[m]);
-      finish_tile();
-      skip = 0;
+      bool complete = true;
+      if constexpr (kernel.splits) {
+        if (share.begin > 0) {
+          hand_over(__shfl_sync(0xffffffffu, share.slot, 0));
+          complete = false;
+        } else if (blocks < p.blocks) {
+          int step = 1;
+          for (int slot; (slot = __shfl_sync(0xffffffffu, shares.next_other(share.unit, &step), 0)) >= 0;)
+            take_over(slot);
+        }
+      }
+      if (complete) finish_tile();
+      skip = complete ? 0 : kNothing;
       __syncwarp(0xffffffffu);
     }
     if (lane == 0) device::bulk_wait_read<0>();
