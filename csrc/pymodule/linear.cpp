@@ -56,7 +56,7 @@ py::dict plan(const char* op, const py::kwargs& given) {
     py::dict d;
     d["path"] = "own";
     d["why"] = product.why;
-    d["tile"] = std::to_string(t.rows) + "x" + std::to_string(t.columns);
+    d["tile"] = std::to_string(t.rows) + "x" + std::to_string(t.columns) + (product.kernel->splits ? ", split" : "");
     d["cluster"] = std::to_string(t.cluster_rows) + "x" + std::to_string(t.cluster_columns);
     d["order"] = "bands of 8 cluster tiles along the columns";
     d["epilogue"] = kEpilogues[static_cast<int>(product.kernel->epilogue)];

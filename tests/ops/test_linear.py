@@ -341,6 +341,20 @@ class TestLinearByOwnProducts(OwnProducts, op_tests(replace(LINEAR_SPEC, cases=O
         OPS._own_product("256")
         assert bitwise_equal(warpsmith.linear(x, w), y)
 
+    @pytest.mark.parametrize("device", ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)])
+    def test_a_long_sum_is_split_over_clusters(self, device):
+        """Small integers, whose sums are exact in any order."""
+        g = torch.Generator().manual_seed(2)
+        x, dy = (
+            torch.randint(-2, 3, (8200, n), generator=g).to(torch_device(device.strip("-")), BF16) for n in (16, 24)
+        )
+        w, total = x.new_zeros(24, 16), torch.ones(24, 16, device=x.device)
+        OPS.linear_backward_main_grad(dy, x, w, None, x.new_empty(0), total, 0, False, False)
+        right = dy.float().t() @ x.float()
+        assert bitwise_equal(total, right + 1)
+        dweight = OPS.linear_backward(dy, x, w, None, x.new_empty(0), 0, None, False, True, False)[1]
+        assert bitwise_equal(dweight, right.to(BF16))
+
     @pytest.mark.parametrize("device", ["sim-"] if is_loaded() else [])
     def test_every_product_is_one_launch(self, device):
         x, w1, w2 = (torch.randn(s, dtype=BF16, requires_grad=True) for s in ((24, 40), (48, 40), (24, 48)))

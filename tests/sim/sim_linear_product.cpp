@@ -9,90 +9,74 @@
 namespace warpsmith::test {
 namespace {
 
-using Layout = ProductLayout;
 using Epilogue = ProductEpilogue;
 
-// A problem of small integers, whose sums are exact in any order, and its strides.
+// A problem of small integers, whose sums are exact in any order. gap: elements between rows of a and b. other: the
+// second form of an epilogue, which keeps z, sums columns or adds to out.
 template <class T> struct Problem {
-  const ProductKernel& kernel;
-  int64_t m, n, k, a_stride, b_stride;
+  ProductKernel kernel;
+  bool a_turned, b_turned;
+  ProductParams p;
   Buffer<T> a, b, bias, z, out;
   Buffer<float> wide, partials;
-  ProductParams p{};
 
-  static bool a_turned(const ProductKernel& x) { return x.layout == Layout::tn; }
-  static bool b_turned(const ProductKernel& x) { return x.layout != Layout::nt; }
-  Problem(const ProductKernel& which, int64_t rows, int64_t columns, int64_t inner, int64_t gap, bool with_bias,
-          bool other)
+  static int64_t stride(int64_t width, int64_t gap) { return (width + 7) / 8 * 8 + gap; }
+  static size_t elements(int64_t rows, int64_t width) { return static_cast<size_t>(rows * width); }
+  Problem(const ProductKernel& which, int64_t m, int64_t n, int64_t k, int64_t gap, bool with_bias, bool other)
       : kernel(which),
-        m(rows),
-        n(columns),
-        k(inner),
-        a_stride(((a_turned(which) ? m : k) + 7) / 8 * 8 + gap),
-        b_stride(((b_turned(which) ? n : k) + 7) / 8 * 8 + gap),
-        a(static_cast<size_t>((a_turned(which) ? k : m) * a_stride)),
-        b(static_cast<size_t>((b_turned(which) ? k : n) * b_stride)),
-        bias(static_cast<size_t>(n)),
-        z(static_cast<size_t>(m * n)),
-        out(static_cast<size_t>(m * n)),
-        wide(static_cast<size_t>(m * n)),
-        partials(static_cast<size_t>((m + 15) / 16 * n)) {
-    uint64_t seed = 0;
-    for (Buffer<T>* x : {&a, &b, &bias, &z}) {
-      Random random(++seed);
+        a_turned(which.layout == ProductLayout::tn),
+        b_turned(which.layout != ProductLayout::nt),
+        p{.a_stride = stride(a_turned ? m : k, gap), .b_stride = stride(b_turned ? n : k, gap), .z_stride = n},
+        a(elements(a_turned ? k : m, p.a_stride)),
+        b(elements(b_turned ? k : n, p.b_stride)),
+        bias(elements(1, n)),
+        z(elements(m, n)),
+        out(elements(m, n)),
+        wide(elements(m, n)),
+        partials(elements((m + 15) / 16, n)) {
+    Random random(7);
+    for (Buffer<T>* x : {&a, &b, &bias, &z})
       for (size_t i = 0; i < x->size(); ++i) (*x)[i] = from_float<T>(static_cast<float>(random.bits() % 3) - 1.0f);
-    }
-    for (size_t i = 0; i < wide.size(); ++i) wide[i] = static_cast<float>(i % 5);
-    const Epilogue e = kernel.epilogue;
-    p.a = a.data(), p.b = b.data(), p.out = out.data();
-    p.a_stride = a_stride, p.b_stride = b_stride, p.z_stride = n;
-    p.rows = m, p.columns = n, p.inner = k;
-    p.layout = kernel.layout;
-    p.epilogue = e;
+    const Epilogue e = p.epilogue = kernel.epilogue;
+    p.a = a.data(), p.b = b.data(), p.out = e == Epilogue::wide ? static_cast<void*>(wide.data()) : out.data();
+    p.rows = m, p.columns = n, p.inner = k, p.layout = kernel.layout, p.add = other;
     p.activation = LinearActivation::relu;
     p.dtype = std::is_same_v<T, bfloat16> ? Dtype::bfloat16 : Dtype::float16;
     if (with_bias && kernel.takes_bias()) p.bias = bias.data();
     if (kernel.reads() || (e == Epilogue::activate && other)) p.z = z.data();
     if (e == Epilogue::derivative && other) p.partials = partials.data();
-    if (e == Epilogue::wide) p.out = wide.data();
-    p.add = other;
   }
   double at(const Buffer<T>& x, int64_t i) const { return static_cast<double>(to_float(x[static_cast<size_t>(i)])); }
   double sum(int64_t i, int64_t j) const {
     double s = p.bias ? at(bias, j) : 0;
-    for (int64_t l = 0; l < k; ++l)
-      s += at(a, a_turned(kernel) ? l * a_stride + i : i * a_stride + l) *
-           at(b, b_turned(kernel) ? l * b_stride + j : j * b_stride + l);
+    for (int64_t l = 0; l < p.inner; ++l)
+      s += at(a, a_turned ? l * p.a_stride + i : i * p.a_stride + l) *
+           at(b, b_turned ? l * p.b_stride + j : j * p.b_stride + l);
     return s;
   }
   void run_and_compare() {
     const Epilogue e = kernel.epilogue;
     std::vector<double> expected(out.size()), kept(out.size()), sums(partials.size());
-    for (int64_t i = 0; i < m; ++i)
-      for (int64_t j = 0; j < n; ++j) {
-        const auto at_ij = static_cast<size_t>(i * n + j);
-        const double s = sum(i, j), x = at(z, i * n + j);
-        kept[at_ij] = s;
-        double& y = expected[at_ij];
-        y = e == Epilogue::activate     ? std::max(s, 0.0)
-            : e == Epilogue::residual   ? s + x
-            : e == Epilogue::derivative ? (x > 0 ? s : 0)
-            : e == Epilogue::wide       ? s + (p.add ? static_cast<double>((i * n + j) % 5) : 0)
-                                        : s;
-        sums[static_cast<size_t>(i / 16 * n + j)] += y;
+    for (int64_t i = 0; i < p.rows; ++i)
+      for (int64_t j = 0; j < p.columns; ++j) {
+        const auto here = static_cast<size_t>(i * p.columns + j);
+        const double s = kept[here] = sum(i, j), x = at(z, i * p.columns + j);
+        const double y = e == Epilogue::activate     ? std::max(s, 0.0)
+                         : e == Epilogue::residual   ? s + x
+                         : e == Epilogue::derivative ? (x > 0 ? s : 0)
+                         : e == Epilogue::wide       ? s + (p.add ? static_cast<double>(here % 5) : 0)
+                                                     : s;
+        sums[static_cast<size_t>(i / 16 * p.columns + j)] += expected[here] = y;
       }
-    Buffer<float> before(wide.size());
-    std::memcpy(before.data(), wide.data(), wide.size() * 4);
     under_every_seed([&] {
       out.poison();
       partials.poison();
-      std::memcpy(wide.data(), before.data(), wide.size() * 4);
+      for (size_t i = 0; i < wide.size(); ++i) wide[i] = static_cast<float>(i % 5);
       ProductPlan plan{&kernel};
       expect_ok(product_workspace_cuda(p, &plan));
       Buffer<float> shares(static_cast<size_t>(plan.sums));
       std::vector<int> flags(static_cast<size_t>(plan.flags));
-      p.sums = shares.data();
-      p.flags = flags.data();
+      p.sums = shares.data(), p.flags = flags.data();
       expect_ok(product_cuda(p, plan, nullptr));
       if (e == Epilogue::wide)
         expect_close("wide", wide, expected, {});
@@ -130,7 +114,7 @@ TEST(every_product_of_several_tiles) {
 RANDOM_TEST(split_sums) {
   NEEDS_SM90_CODE;
   const SeedsAtMost few(3);
-  const auto kernel = ProductKernel{kWideTile, Layout::tn, random.coin() ? Epilogue::wide : Epilogue::store, true};
+  const ProductKernel kernel{kWideTile, ProductLayout::tn, random.coin() ? Epilogue::wide : Epilogue::store, true};
   const int64_t m = random.integer(1, 5) * 256 - 3, k = random.size(1, 700);
   on_machine(2 * static_cast<int>(random.integer(2, 7)), 90,
              [&] { compare(*find_product(kernel), random.coin(), m, 24, k, 0, false, random.coin()); });
@@ -138,54 +122,28 @@ RANDOM_TEST(split_sums) {
 
 RANDOM_TEST(products_of_any_size) {
   NEEDS_SM90_CODE;
-  const SeedsAtMost few(2);
-  const auto kernel = static_cast<size_t>(random.integer(0, std::size(kProducts) - 1));
+  const ProductKernel& kernel = kProducts[random.integer(0, std::size(kProducts) - 1)];
   const int64_t m = random.size(1, 300), n = 8 * random.size(1, 40), k = random.size(1, 140);
-  on_machine(2, 90, [&] {
-    compare(kProducts[kernel], random.coin(), m, n, k, 8 * random.integer(0, 1), random.coin(), random.coin());
-  });
+  on_machine(2, 90,
+             [&] { compare(kernel, random.coin(), m, n, k, 8 * random.integer(0, 1), random.coin(), random.coin()); });
 }
 
 // Rows beyond element 2^31 of a and out.
 TEST(far_rows_of_a_product) {
   NEEDS_SM90_CODE;
-  const SeedsAtMost few(2);
   constexpr int64_t kRows = 100, kSize = 64;
   Problem<bfloat16> near(kProducts[0], kRows, kSize, kSize, 0, true, false);
   const int64_t first = first_far_row(kSize, kRows, 256);
   Far<bfloat16> a(near.a, first, kSize), out(near.out, first, kSize);
   ProductParams p = near.p;
-  p.a = a.data();
-  p.out = out.data();
-  p.rows = first + kRows;
+  p.a = a.data(), p.out = out.data(), p.rows = first + kRows;
   std::vector<double> expected;
   for (int64_t i = 0; i < kRows * kSize; ++i) expected.push_back(near.sum(i / kSize, i % kSize));
   const FarMachine machine(1);
-  under_every_seed([&] {
-    out.poison();
-    expect_ok(product_cuda(p, {&kProducts[0], ""}, nullptr));
-    out.fetch();
-    expect_close("out", near.out, expected, {});
-  });
-}
-
-TEST(the_chooser_fills_waves) {
-  ProductProblem p{8192, 3072, 2048};
-  expect(!choose_product(p).kernel, "not asked for");
-  p.asked = true;
-  expect(choose_product(p).kernel->tile == kWideTile, "the forward");
-  p = {3072, 2048, 8192, Layout::tn, Epilogue::wide};
-  p.asked = true;
-  expect(choose_product(p).kernel->tile == kLargeTile, "66 units of 256 x 192");
-  p.rows = 2048;
-  expect(choose_product(p).kernel->tile == kWideTile, "64 units of 128 x 256");
-  p.rows = 768;
-  expect(choose_product(p).kernel->splits, "24 units");
-  for (bool ProductProblem::* need : {&ProductProblem::half, &ProductProblem::aligned, &ProductProblem::sm90a_code}) {
-    ProductProblem lacks = p;
-    lacks.*need = false;
-    expect(!choose_product(lacks).kernel, "a need that is not met");
-  }
+  out.poison();
+  expect_ok(product_cuda(p, {&kProducts[0]}, nullptr));
+  out.fetch();
+  expect_close("out", near.out, expected, {});
 }
 
 }  // namespace

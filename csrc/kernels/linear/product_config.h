@@ -33,9 +33,8 @@ struct ProductTile {
   // Of 384 threads with 168 registers at launch.
   constexpr int producer_registers() const { return accumulators() > 128 ? 24 : 40; }
   constexpr int consumer_registers() const { return accumulators() > 128 ? 240 : 232; }
-  constexpr int shared_bytes() const {
-    return stages * stage_bytes() + kConsumerWarps * 2 * 2048;
-  }  // with two buffers a warp
+  // With two staging buffers of 2 KiB for each warp.
+  constexpr int shared_bytes() const { return stages * stage_bytes() + kConsumerWarps * 2 * 2048; }
   constexpr bool operator==(const ProductTile&) const = default;
 };
 
@@ -120,8 +119,9 @@ constexpr const ProductKernel* find_product(const ProductKernel& wanted) {
 // Forward and input gradient: 128 x 256 was the best tile or within 0.7 % of it everywhere. The weight gradient has few
 // tiles and long sums. Sums are split where the tiles fill less than 0.6 of a wave, or leave less than 0.6 of one
 // behind three whole ones: 65,536 x 768 -> 3,072 took 0.78 of the time of contiguous shares of (tile, k). Where the
-// rest is larger, handing sums over cost more than it gave. Else 128 x 256 where its whole waves waste less than 10 %,
-// and 256 x 192 where that wastes less.
+// rest is larger, handing sums over cost more than it gave; so it would, by counting its bytes, for short sums. Else
+// 128 x 256 where its whole waves waste less than 10 %, and 256 x 192 where that wastes less.
+constexpr int64_t kLeastSplit = 8192;
 constexpr ProductPlan choose_product(const ProductProblem& p) {
   constexpr int64_t kMostSize = int64_t{1} << 31;
   if (!p.asked) return {nullptr, "the library's product: ours has not been asked for"};
@@ -141,7 +141,7 @@ constexpr ProductPlan choose_product(const ProductProblem& p) {
   const int64_t clusters = product_clusters(kWideTile, p.multiprocessors);
   const int64_t units = product_units(kWideTile, p.rows, p.columns), rest = units % clusters;
   const bool few = rest > 0 && rest * 10 < clusters * 6 && (units < clusters || units > 3 * clusters);
-  if (few && (p.inner / 64 + 1) * clusters * clusters < kMostSize)
+  if (few && p.inner >= kLeastSplit && (p.inner / 64 + 1) * clusters * clusters < kMostSize)
     return {find_product({kWideTile, p.layout, p.epilogue, true}),
             "our product: the last tiles are split along the sum"};
   const int64_t of_wide = wave_percent(units, clusters),

@@ -103,6 +103,12 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     buffer ^= 1;
     return taken;
   }
+  // This warp's part of the ring's memory behind the last product.
+  static constexpr int kWarpBytes = tile.stages * tile.stage_bytes() / kConsumerWarps / 1024 * 1024;
+  __device__ __forceinline__ unsigned char* ring_memory() const {
+    device::named_barrier_wait(1, 256);  // the other warpgroup reads the ring no more
+    return shared.memory + warp * kWarpBytes;
+  }
   // Half a panel into a staging buffer.
   __device__ __forceinline__ void stage(unsigned char* to, int half, const uint32_t (&w)[kHalfWords]) {
 #pragma unroll
@@ -275,25 +281,38 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       device::mbarrier_arrive_cluster_if(lane == 0, shared.bias_empty, place.rank);
     }
   }
-  __device__ __forceinline__ void store_wide() {
-#pragma unroll
-    for (int m = 0; m < kBlocks; ++m)
-#pragma unroll
-      for (int i = 0; i < tile.columns / 32; ++i) {
-        unsigned char* at = take_buffer();
-        stage_floats(at, acc[m] + 16 * i);
-        send([&] {
-          if (p.add)
-            device::tensor_add(out, at, {now.column + 32 * i, now.row + 64 * m});
-          else
-            device::tensor_store(out, at, {now.column + 32 * i, now.row + 64 * m});
-        });
-      }
+  // Sends 16 x 32 floats, piece i of the tile in acc, from a staging buffer.
+  __device__ __forceinline__ void send_wide(const unsigned char* from, int i) {
+    const int column = now.column + i * 32 % tile.columns, row = now.row + i * 32 / tile.columns * 64;
+    if (p.add)
+      device::tensor_add(out, from, {column, row});
+    else
+      device::tensor_store(out, from, {column, row});
   }
-  __device__ __forceinline__ void finish_tile() {
+  // last: nothing comes behind it, and it goes through the memory of the ring.
+  __device__ __forceinline__ void store_wide(bool last) {
+    constexpr int kPieces = kBlocks * tile.columns / 32;
+    const auto piece = [&](int i) { return acc[i * 32 / tile.columns] + i * 32 % tile.columns / 2; };
+    if (kWarpBytes >= kPieces * kBufferBytes && last) {
+      unsigned char* const own = ring_memory();
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) stage_floats(own + i * kBufferBytes, piece(i));
+      send([&] {
+        for (int i = 0; i < kPieces; ++i) send_wide(own + i * kBufferBytes, i);
+      });
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      unsigned char* at = take_buffer();
+      stage_floats(at, piece(i));
+      send([&] { send_wide(at, i); });
+    }
+  }
+  __device__ __forceinline__ void finish_tile(bool last) {
     before = now;
     if constexpr (kEpilogue == ProductEpilogue::wide) {
-      store_wide();
+      store_wide(last);
     } else {
       add_bias();
 #pragma unroll
@@ -313,8 +332,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   }
   // The last tile of an epilogue without arithmetic, in one go, through the memory of the ring, which is free.
   __device__ __forceinline__ void store_last_tile() {
-    device::named_barrier_wait(1, 256);  // the other warpgroup reads the ring no more
-    unsigned char* const own = shared.memory + warp * kParts / 2 * kBufferBytes;
+    unsigned char* const own = ring_memory();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       uint32_t w[kHalfWords];
@@ -434,7 +452,12 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
             take_over(slot);
         }
       }
-      if (complete) finish_tile();
+      if (complete) {
+        bool last = false;
+        if constexpr (kEpilogue == ProductEpilogue::wide) last = shares.ends();
+        if constexpr (kernel.splits) last = __shfl_sync(0xffffffffu, last, 0);
+        finish_tile(last);
+      }
       skip = complete ? 0 : kNothing;
       __syncwarp(0xffffffffu);
     }

@@ -121,6 +121,11 @@ template <bool splits> struct ProductShares {
     }
     return false;
   }
+  __device__ __forceinline__ bool ends() const {
+    ProductShares rest_of_them = *this;
+    Share s;
+    return !rest_of_them.next(&s);
+  }
   // The slot of a unit's next share behind the owner's, in the order of k; -1: there is none. `step` is 1 at first.
   __device__ __forceinline__ int next_other(int split_unit, int* step) const {
     const int u = split_unit - whole;
