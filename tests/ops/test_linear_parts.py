@@ -288,7 +288,7 @@ def test_the_plan_says_which_product_is_ours(change, found):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 2048, 3072), (65536, 768, 3072), (65536, 3072, 768), (8191, 2064, 1000)])
-def test_our_products_of_whole_layers_are_as_right_as_the_librarys(shape):
+def test_our_products_of_layers_are_as_right_as_cublas(shape):
     """Rounded results: within 1.05 of the library's largest error. Sums in float32: the law."""
     rows, width, out = shape
     torch.manual_seed(0)

@@ -114,7 +114,7 @@ TEST(every_product_of_several_tiles) {
 RANDOM_TEST(split_sums) {
   NEEDS_SM90_CODE;
   const SeedsAtMost few(3);
-  const ProductKernel kernel{kWideTile, ProductLayout::tn, random.coin() ? Epilogue::wide : Epilogue::store, true};
+  const ProductKernel kernel{ProductLayout::tn, random.coin() ? Epilogue::wide : Epilogue::store, true, kWideTile};
   const int64_t m = random.integer(1, 5) * 256 - 3, k = random.size(1, 700);
   on_machine(2 * static_cast<int>(random.integer(2, 7)), 90,
              [&] { compare(*find_product(kernel), random.coin(), m, 24, k, 0, false, random.coin()); });

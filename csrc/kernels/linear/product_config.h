@@ -39,10 +39,10 @@ struct ProductTile {
 };
 
 struct ProductKernel {
-  ProductTile tile;
   ProductLayout layout;
   ProductEpilogue epilogue;
-  bool splits = false;  // the sums of the last, incomplete wave of tiles, over all clusters
+  bool splits;       // the sums of the last, incomplete wave of tiles, over all clusters
+  ProductTile tile;  // last and never 0: g++ drops zeros at the end of a name, nvcc does not
 
   // Whether a finished tile is rounded at once, and stored while the products of the next one run.
   constexpr bool defers() const { return epilogue != ProductEpilogue::wide && tile.accumulators() <= 128; }
@@ -58,18 +58,18 @@ constexpr ProductTile kWideTile{128, 256, 4, 2, 1};   // shares the longer side,
 constexpr ProductTile kTallTile{256, 128, 4, 1, 2};   // as fast within 0.4 %; for comparisons alone
 constexpr ProductTile kLargeTile{256, 192, 3, 2, 1};  // fills waves that the others leave half empty
 constexpr ProductKernel kProducts[] = {
-    {kWideTile, ProductLayout::nt, ProductEpilogue::store},
-    {kTallTile, ProductLayout::nt, ProductEpilogue::store},
-    {kWideTile, ProductLayout::nt, ProductEpilogue::activate},
-    {kWideTile, ProductLayout::nt, ProductEpilogue::residual},
-    {kWideTile, ProductLayout::nn, ProductEpilogue::store},
-    {kWideTile, ProductLayout::nn, ProductEpilogue::derivative},
-    {kWideTile, ProductLayout::tn, ProductEpilogue::store},
-    {kLargeTile, ProductLayout::tn, ProductEpilogue::store},
-    {kWideTile, ProductLayout::tn, ProductEpilogue::store, true},
-    {kWideTile, ProductLayout::tn, ProductEpilogue::wide},
-    {kLargeTile, ProductLayout::tn, ProductEpilogue::wide},
-    {kWideTile, ProductLayout::tn, ProductEpilogue::wide, true},
+    {ProductLayout::nt, ProductEpilogue::store, false, kWideTile},
+    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile},
+    {ProductLayout::nt, ProductEpilogue::activate, false, kWideTile},
+    {ProductLayout::nt, ProductEpilogue::residual, false, kWideTile},
+    {ProductLayout::nn, ProductEpilogue::store, false, kWideTile},
+    {ProductLayout::nn, ProductEpilogue::derivative, false, kWideTile},
+    {ProductLayout::tn, ProductEpilogue::store, false, kWideTile},
+    {ProductLayout::tn, ProductEpilogue::store, false, kLargeTile},
+    {ProductLayout::tn, ProductEpilogue::store, true, kWideTile},
+    {ProductLayout::tn, ProductEpilogue::wide, false, kWideTile},
+    {ProductLayout::tn, ProductEpilogue::wide, false, kLargeTile},
+    {ProductLayout::tn, ProductEpilogue::wide, true, kWideTile},
 };
 
 struct ProductProblem {
@@ -134,15 +134,15 @@ constexpr ProductPlan choose_product(const ProductProblem& p) {
   for (const ProductKernel& k : kProducts)
     if (k.tile.rows == p.tile_rows && !k.splits && k.layout == p.layout && k.epilogue == p.epilogue)
       return {&k, "our product: its tile was asked for"};
-  const ProductKernel *wide = find_product({kWideTile, p.layout, p.epilogue}),
-                      *large = find_product({kLargeTile, p.layout, p.epilogue});
+  const ProductKernel *wide = find_product({p.layout, p.epilogue, false, kWideTile}),
+                      *large = find_product({p.layout, p.epilogue, false, kLargeTile});
   if (!wide) return {nullptr, "the library's product: ours has no such epilogue in this layout"};
   if (!large) return {wide, "our product: the order of a sum depends on its length alone"};
   const int64_t clusters = product_clusters(kWideTile, p.multiprocessors);
   const int64_t units = product_units(kWideTile, p.rows, p.columns), rest = units % clusters;
   const bool few = rest > 0 && rest * 10 < clusters * 6 && (units < clusters || units > 3 * clusters);
   if (few && p.inner >= kLeastSplit && (p.inner / 64 + 1) * clusters * clusters < kMostSize)
-    return {find_product({kWideTile, p.layout, p.epilogue, true}),
+    return {find_product({p.layout, p.epilogue, true, kWideTile}),
             "our product: the last tiles are split along the sum"};
   const int64_t of_wide = wave_percent(units, clusters),
                 of_large = wave_percent(product_units(kLargeTile, p.rows, p.columns), clusters);

@@ -72,8 +72,8 @@ struct Share {
 // the last one that began, so that a cluster waits only for those that began before it.
 template <bool splits> struct ProductShares {
   int unit, clusters, whole, blocks;
-  int cluster, left, fronts, front_stages, rest, over, pool;  // R, F, W, blocks - F W, L, stages of the pool
-  int turn = 0, at = 0, end = 0;                              // of the pool's part
+  int cluster, left = 0, fronts = 0, front_stages = 0, rest = 0, over = 0, pool = 0;  // R, F, W, blocks - F W, L
+  int turn = 0, at = 0, end = 0;                                                      // of the pool
 
   __device__ __forceinline__ ProductShares(const ProductArguments& p, int own, int all)
       : unit(own), clusters(all), whole(p.whole), blocks(p.blocks), cluster(own) {
