@@ -3,7 +3,10 @@
 // links: csrc/kernels/linear/hopper/product_nt_sm90a.cu
 // links: csrc/kernels/linear/hopper/product_nn_sm90a.cu
 // links: csrc/kernels/linear/hopper/product_tn_sm90a.cu
+#include <map>
+
 #include "far.h"
+#include "kernels/linear/hopper/product_sm90_pipeline.cuh"
 #include "kernels/linear/linear.h"
 
 namespace warpsmith::test {
@@ -78,46 +81,53 @@ template <class T> struct Problem {
       std::vector<int> flags(static_cast<size_t>(plan.flags));
       p.sums = shares.data(), p.flags = flags.data();
       expect_ok(product_cuda(p, plan, nullptr));
-      if (e == Epilogue::wide)
-        expect_close("wide", wide, expected, {});
-      else
-        expect_close("out", out, expected, {});
+      e == Epilogue::wide ? expect_close("wide", wide, expected, {}) : expect_close("out", out, expected, {});
       if (e == Epilogue::activate && p.z) expect_close("z", z, kept, {});
       if (p.partials) expect_close("partials", partials, sums, {});
     });
   }
 };
 
-void compare(const ProductKernel& kernel, bool bf16, int64_t m, int64_t n, int64_t k, int64_t gap, bool bias,
-             bool other) {
-  if (bf16)
-    Problem<bfloat16>(kernel, m, n, k, gap, bias, other).run_and_compare();
-  else
-    Problem<float16>(kernel, m, n, k, gap, bias, other).run_and_compare();
+template <class... A> void compare(const ProductKernel& kernel, bool bf16, A... a) {
+  bf16 ? Problem<bfloat16>(kernel, a...).run_and_compare() : Problem<float16>(kernel, a...).run_and_compare();
 }
 
-// Two clusters: several tiles each, so that a tile is stored under the next one's products; both forms of each kernel.
+// Several tiles a cluster, so that a tile is stored under the next one's products; where sums are split, three tiles
+// for two, five and seven clusters. Both forms of each kernel.
 TEST(every_product_of_several_tiles) {
   NEEDS_SM90_CODE;
   const SeedsAtMost few(3);
-  on_machine(4, 90, [] {
-    for (const ProductKernel& kernel : kProducts) {
-      if (kernel.splits) continue;
-      const int64_t m = 2 * kernel.tile.rows * kernel.tile.cluster_rows + 17;
-      compare(kernel, true, m, 264, 208, 0, true, true);
-      compare(kernel, false, m, 264, 72, 8, false, false);
+  for (const ProductKernel& kernel : kProducts)
+    for (int multiprocessors : {4, 10, 14}) {
+      if (!kernel.splits && multiprocessors > 4) continue;
+      const int64_t m = 2 * kernel.tile.rows * kernel.tile.cluster_rows + 17, n = kernel.splits ? 24 : 264;
+      on_machine(multiprocessors, 90, [&] {
+        compare(kernel, true, m, n, 208, 0, true, true);
+        compare(kernel, false, m, n, kernel.splits ? 300 : 72, 8, false, false);
+      });
     }
-  });
 }
 
-// One to five units for two to seven clusters: whole units, fronts, and a pool of what they leave.
-RANDOM_TEST(split_sums) {
-  NEEDS_SM90_CODE;
-  const SeedsAtMost few(3);
-  const ProductKernel kernel{ProductLayout::tn, random.coin() ? Epilogue::wide : Epilogue::store, true, kWideTile};
-  const int64_t m = random.integer(1, 5) * 256 - 3, k = random.size(1, 700);
-  on_machine(2 * static_cast<int>(random.integer(2, 7)), 90,
-             [&] { compare(*find_product(kernel), random.coin(), m, 24, k, 0, false, random.coin()); });
+// Whole units, fronts, and a pool of what they leave: every stage of every sum once, and others in the order of k.
+TEST(shares_cover_every_sum_once) {
+  for (int clusters = 2; clusters < 14; ++clusters)
+    for (int units = 1; units < 2 * clusters; ++units)
+      for (int blocks = 1; blocks < 12; ++blocks) {
+        linear::ProductArguments a{};
+        a.blocks = blocks, a.units = units, a.whole = units / clusters * clusters;
+        std::map<int, linear::Share> slots, first;
+        linear::Share x{};
+        for (int c = 0; c < clusters; ++c)
+          for (linear::ProductShares<true> shares(a, c, clusters); shares.next(&x);)
+            expect(x.begin > 0 ? slots.emplace(x.slot, x).second : first.emplace(x.unit, x).second, "one share a slot");
+        const linear::ProductShares<true> shares(a, 0, clusters);
+        for (int unit = 0; unit < units; ++unit) {
+          int end = first[unit].end, step = 1;
+          for (int slot; end < blocks && (slot = shares.next_other(unit, &step)) >= 0; end = slots[slot].end)
+            expect(slots[slot].unit == unit && slots[slot].begin == end, "the next share of a sum");
+          expect_equal("stages added", end, blocks);
+        }
+      }
 }
 
 RANDOM_TEST(products_of_any_size) {
@@ -128,8 +138,7 @@ RANDOM_TEST(products_of_any_size) {
              [&] { compare(kernel, random.coin(), m, n, k, 8 * random.integer(0, 1), random.coin(), random.coin()); });
 }
 
-// Rows beyond element 2^31 of a and out.
-TEST(far_rows_of_a_product) {
+TEST(rows_beyond_element_2_31) {
   NEEDS_SM90_CODE;
   constexpr int64_t kRows = 100, kSize = 64;
   Problem<bfloat16> near(kProducts[0], kRows, kSize, kSize, 0, true, false);
@@ -137,12 +146,11 @@ TEST(far_rows_of_a_product) {
   Far<bfloat16> a(near.a, first, kSize), out(near.out, first, kSize);
   ProductParams p = near.p;
   p.a = a.data(), p.out = out.data(), p.rows = first + kRows;
-  std::vector<double> expected;
-  for (int64_t i = 0; i < kRows * kSize; ++i) expected.push_back(near.sum(i / kSize, i % kSize));
   const FarMachine machine(1);
-  out.poison();
   expect_ok(product_cuda(p, {&kProducts[0]}, nullptr));
   out.fetch();
+  std::vector<double> expected;
+  for (int64_t i = 0; i < kRows * kSize; ++i) expected.push_back(near.sum(i / kSize, i % kSize));
   expect_close("out", near.out, expected, {});
 }
 

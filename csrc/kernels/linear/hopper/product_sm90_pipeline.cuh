@@ -2,6 +2,8 @@
 #include <type_traits>
 
 #include "device/cluster.h"
+#include "device/mbarrier.h"
+#include "device/swizzle.h"
 #include "device/tensor_copy.h"
 #include "kernels/linear/linear_config.h"
 #include "kernels/linear/product_config.h"
