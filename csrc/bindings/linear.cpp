@@ -475,9 +475,9 @@ WARPSMITH_IMPLEMENTATIONS(m) {
 }
 
 #if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
-void own_product_as(std::string how) { ask_for_own_product(how.c_str()); }
+int64_t own_product_as(std::string how) { return ask_for_own_product(how.c_str()); }
 
-WARPSMITH_SCHEMAS(m) { m.def("_own_product(str how) -> ()"); }
+WARPSMITH_SCHEMAS(m) { m.def("_own_product(str how) -> int"); }
 
 STABLE_TORCH_LIBRARY_IMPL(warpsmith, CompositeExplicitAutograd, m) {
   m.impl("_own_product", TORCH_BOX(&own_product_as));

@@ -338,8 +338,12 @@ class TestLinearByOwnProducts(OwnProducts, op_tests(replace(LINEAR_SPEC, cases=O
         y = warpsmith.linear(x, w)
         for some in (warpsmith.linear(x[100:117], w), warpsmith.linear(x[100:101], w)):
             assert bitwise_equal(some, y[100 : 100 + len(some)])
-        OPS._own_product("256")
+        z = warpsmith.linear(x, w)
+        activated = warpsmith.bias_gelu(z, z.new_zeros(72), approximate="tanh")  # by its own kernel
+        assert bitwise_equal(warpsmith.linear(x, w, None, "gelu_tanh"), activated)
+        before = OPS._own_product("256")
         assert bitwise_equal(warpsmith.linear(x, w), y)
+        assert OPS._own_product("0") == before + 1
 
     @pytest.mark.parametrize("device", ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)])
     def test_a_long_sum_is_split_over_clusters(self, device):

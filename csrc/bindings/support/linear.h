@@ -118,6 +118,7 @@ inline std::optional<Tensor> bias_like(const char* op, const Layer& layer, const
 // out = x @ weight^T + bias + residual by our product; false where it does not run.
 inline bool project_with_residual(const char* op, const Layer& layer, const Tensor& x, const Tensor& out,
                                   const Tensor& residual) {
+  if (!may_be_own(out)) return false;
   const std::optional<Tensor> bias = bias_like(op, layer, out);
   return own_product(op, out, x, transposed(as_matrix(op, layer.weight)),
                      {.bias = const_at(bias),
@@ -281,7 +282,7 @@ inline void input_gradient(const char* op, const Tensor& dz, const Layer& layer,
 inline bool input_gradient_with_derivative(const char* op, const Tensor& dy, const Tensor& weight, const Tensor& z,
                                            LinearActivation activation, const Tensor& dz, Tensor* dbias,
                                            const Layer& layer) {
-  if (dz.numel() == 0) return false;
+  if (dz.numel() == 0 || !may_be_own(dz)) return false;
   const int64_t sizes[2] = {dbias ? (dz.size(0) + 15) / 16 : 0, dz.size(1)};
   const Tensor partials = allocate(op, "partial sums of the bias's gradient", sizes, 2, aoti_torch_dtype_float32(), dz);
   const ProductParams epilogue{.z = const_cast<void*>(z.const_data_ptr()),

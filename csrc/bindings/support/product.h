@@ -7,6 +7,17 @@
 
 namespace warpsmith {
 
+// Whether own_product() is worth what it needs.
+inline bool may_be_own([[maybe_unused]] const Tensor& out) {
+#if defined(WARPSMITH_SIM)
+  return own_product_is_asked_for();
+#elif defined(WARPSMITH_CUDA)
+  return out.is_cuda() && own_product_is_asked_for();
+#else
+  return false;
+#endif
+}
+
 // out = epilogue(a @ b) by our Hopper kernels; `p` holds what the epilogue needs. Returns false, and has written
 // nothing, where the library must multiply: on the CPU, where our product has not been asked for
 // (WARPSMITH_OWN_PRODUCT), and where choose_product refuses. out is contiguous; float32 for 16-bit operands means
@@ -15,9 +26,7 @@ inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const 
                         [[maybe_unused]] const Tensor& a, [[maybe_unused]] const Tensor& b,
                         [[maybe_unused]] ProductParams p = {}) {
 #if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
-#ifndef WARPSMITH_SIM
-  if (!out.is_cuda()) return false;
-#endif
+  if (!may_be_own(out)) return false;
   const auto by_rows = [](const Tensor& m) { return m.size(1) <= 1 || m.stride(1) == 1; };
   const auto stride = [&](const Tensor& m) { return m.stride(by_rows(m) ? 0 : 1); };
   if (!by_rows(a) && !by_rows(b)) return false;

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <string>
@@ -29,6 +30,8 @@ std::atomic<int>& asked() {
   return number;
 }
 
+std::atomic<int64_t> launched{0};
+
 bool is_aligned(const ProductParams& p) {
   const bool tn = p.layout == ProductLayout::tn, nt = p.layout == ProductLayout::nt;
   const auto rows_fit = [&](const void* base, int64_t stride, int64_t rows) {
@@ -41,13 +44,17 @@ bool is_aligned(const ProductParams& p) {
 
 }  // namespace
 
-void ask_for_own_product(const char* how) { asked() = number_of(how); }
+int64_t ask_for_own_product(const char* how) {
+  asked() = number_of(how);
+  return launched;
+}
+
+bool own_product_is_asked_for() { return kHopperProducts && asked() >= 0; }
 
 Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
   ProductProblem problem{p.rows, p.columns, p.inner, p.layout, p.epilogue};
-  const int number = asked();
-  problem.asked = kHopperProducts && number >= 0;
-  problem.tile_rows = number > 0 ? number : 0;
+  problem.asked = own_product_is_asked_for();
+  problem.tile_rows = std::max(0, asked().load());
   if (problem.asked) {
     DeviceProperties device;
     WARPSMITH_RETURN_IF_FAILED(device_properties(device));
@@ -73,6 +80,7 @@ Status product_workspace_cuda(const ProductParams& p, ProductPlan* plan) {
 }
 
 Status product_cuda(const ProductParams& p, const ProductPlan& plan, void* stream) {
+  ++launched;
   if constexpr (kHopperProducts) {
     switch (plan.kernel->layout) {
       case ProductLayout::nt: return linear::product_nt_sm90(p, *plan.kernel, stream);
