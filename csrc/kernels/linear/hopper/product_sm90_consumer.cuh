@@ -47,7 +47,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   uint32_t lane_offset;  // in a staging buffer, of the row that this lane gives to store_matrix
   Ring<tile.stages> ring;
   float acc[kBlocks][tile.columns / 2];
-  uint32_t finished[kernel.defers() ? kParts * kHalfWords : 1];
+  uint32_t finished[kernel.defers() ? kParts * kHalfWords : 2 * kHalfWords];  // or a panel at a time
   TilePlace now{}, before{};  // this warp's first row and column of the tile in acc, and of the finished one
   int buffer = 0;
   unsigned input_parity = 0;  // a bit a buffer
@@ -110,7 +110,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     return shared.memory + warp * kWarpBytes;
   }
   // Half a panel into a staging buffer.
-  __device__ __forceinline__ void stage(unsigned char* to, int half, const uint32_t (&w)[kHalfWords]) {
+  __device__ __forceinline__ void stage(unsigned char* to, int half, const uint32_t* w) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const uint32_t four[4] = {w[4 * j], w[4 * j + 1], w[4 * j + 2], w[4 * j + 3]};
@@ -218,7 +218,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         if (lane == 0) device::bulk_wait_read<1>();
         fetch(panel - 1 + kWarpBuffers, before);
       }
-    } else if constexpr (kEpilogue == ProductEpilogue::activate) {
+    } else {
+      static_assert(kEpilogue == ProductEpilogue::activate);
       unsigned char* const result = staging + kBufferBytes;
       if (half == 0) wait_for_stores();
       stage(staging, half, w);
@@ -233,25 +234,45 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
           if (p.keep) device::tensor_store(z, staging, {column, row});
           device::tensor_store(out, result, {column, row});
         });
-    } else {
-      if (half == 0) take_buffer();
-      unsigned char* const taken = staging + (buffer ^ 1) * kBufferBytes;
-      stage(taken, half, w);
-      if (half == 1) send([&] { device::tensor_store(out, taken, {column, row}); });
     }
+  }
+  // A panel of an epilogue without arithmetic, in two steps, each of which ends before the products of a stage do.
+  __device__ __forceinline__ void stage_panel(const uint32_t* w) {
+    unsigned char* const to = take_buffer();
+    stage(to, 0, w);
+    stage(to, 1, w + kHalfWords);
+    device::fence_async_shared();
+  }
+  __device__ __forceinline__ void send_panel(int panel) {
+    __syncwarp(0xffffffffu);
+    if (lane == 0) {
+      device::tensor_store(out, staging + (buffer ^ 1) * kBufferBytes,
+                           {before.column + panel_column(panel), before.row + panel_row(panel)});
+      device::bulk_commit();
+    }
+    __syncwarp(0xffffffffu);
   }
   // The part of the finished tile that is due; nothing from kParts on.
   __device__ __forceinline__ void store_part(int part) {
     if constexpr (kernel.defers()) {
       if (part >= kParts) return;
-      uint32_t w[kHalfWords];
+      constexpr int kWords = kernel.computes() ? kHalfWords : 2 * kHalfWords;
+      const int chosen = kernel.computes() ? part : part / 2;
+      if (!kernel.computes() && part % 2 == 1) {
+        send_panel(chosen);
+        return;
+      }
+      uint32_t w[kWords];
 #pragma unroll
-      for (int i = 0; i < kParts; ++i)
-        if (part == i) {
+      for (int i = 0; i < kParts * kHalfWords / kWords; ++i)
+        if (chosen == i) {
 #pragma unroll
-          for (int j = 0; j < kHalfWords; ++j) w[j] = finished[i * kHalfWords + j];
+          for (int j = 0; j < kWords; ++j) w[j] = finished[i * kWords + j];
         }
-      finish_half(part / 2, part % 2, w);
+      if constexpr (kernel.computes())
+        finish_half(part / 2, part % 2, w);
+      else
+        stage_panel(w);
     }
   }
 
@@ -316,16 +337,14 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     } else {
       add_bias();
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const float* from = acc[part / 2 / kPanels] + part / 2 % kPanels * 32 + part % 2 * 16;
-        uint32_t w[kHalfWords];
+      for (int panel = 0; panel < kParts / 2; ++panel) {
+        const float* from = acc[panel / kPanels] + panel % kPanels * 32;
+        uint32_t* w = finished + (kernel.defers() ? panel * 2 * kHalfWords : 0);
 #pragma unroll
-        for (int i = 0; i < kHalfWords; ++i) w[i] = device::pack<T>(from[2 * i], from[2 * i + 1]);
-        if constexpr (kernel.defers()) {
-#pragma unroll
-          for (int i = 0; i < kHalfWords; ++i) finished[part * kHalfWords + i] = w[i];
-        } else {
-          finish_half(part / 2, part % 2, w);
+        for (int i = 0; i < 2 * kHalfWords; ++i) w[i] = device::pack<T>(from[2 * i], from[2 * i + 1]);
+        if constexpr (!kernel.defers()) {
+          stage_panel(w);
+          send_panel(panel);
         }
       }
     }
@@ -334,12 +353,8 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   __device__ __forceinline__ void store_last_tile() {
     unsigned char* const own = ring_memory();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      uint32_t w[kHalfWords];
-#pragma unroll
-      for (int j = 0; j < kHalfWords; ++j) w[j] = finished[part * kHalfWords + j];
-      stage(own + part / 2 * kBufferBytes, part % 2, w);
-    }
+    for (int part = 0; part < kParts; ++part)
+      stage(own + part / 2 * kBufferBytes, part % 2, finished + part * kHalfWords);
     send([&] {
       for (int panel = 0; panel < kParts / 2; ++panel)
         device::tensor_store(out, own + panel * kBufferBytes,
