@@ -7,6 +7,7 @@ price is a quotient within one run. Shapes are M x K x N, of mlp and gated_linea
     linear_gelu_tanh   with GELU behind it, without and with a gradient ("forward", "forward, kept")
     linear_main_grad   the weight's gradient into a float32 tensor, beside product and addition
     mlp, gated_linear  forward and backward, and the backward alone
+    linear_own         each product by our Hopper kernels, beside the library's and the bare product
     linear_host        the host's time of a call of a small linear, beside F.linear's
 """
 
@@ -86,6 +87,69 @@ def main_grad(device, options):
     return rows
 
 
+OWN_SHAPES = (
+    (8192, 2048, 3072), (8192, 2048, 2048), (8192, 2048, 16384), (8192, 8192, 2048), (16384, 4096, 14336),
+    (16384, 4096, 4096), (65536, 768, 3072), (65536, 3072, 768), (4096, 2048, 128256), (8192, 8192, 8192),
+)  # fmt: skip
+
+
+def products_of(device, m, k, n):
+    """{direction: a product with its epilogue, and the bare product} of a layer and of its gradients."""
+    ops, sizes = torch.ops.warpsmith, ((m, k), (n, k), (n,), (m, n), (k, n))
+    x, weight, bias, dy, second = (t.detach() for t in leaves(device, *sizes))
+    total, none = torch.zeros(n, k, device=device), x.new_empty(0)
+
+    def forward(residual=None, bias=None, activation=0, op=ops.linear_inference):
+        return lambda: op(x, residual, weight, bias, None, activation)
+
+    def backward(*wanted):
+        return lambda: ops.linear_backward(dy, x, weight, None, none, 0, None, *wanted)
+
+    def derivative():  # of a layer before this one, with its bias's gradient
+        return ops.mlp_backward(x, x, weight, bias, second, None, dy, dy, 3, False, False, True, False, False)
+
+    def into_main_grad():
+        return ops.linear_backward_main_grad(dy, x, weight, None, none, total, 0, False, False)
+
+    def product(a, b):
+        return lambda: torch.mm(a, b)
+
+    of_forward, of_weight = product(x, weight.t()), product(dy.t(), x)
+    return {
+        "forward": (forward(), of_forward),
+        "forward, bias": (forward(None, bias), of_forward),
+        "forward, bias, residual": (forward(dy, bias), of_forward),
+        "forward, bias, GELU": (forward(None, bias, 3), of_forward),
+        "forward, bias, GELU, kept": (forward(None, bias, 3, ops.linear_forward), of_forward),
+        "input gradient": (backward(True, False, False), product(dy, weight)),
+        "input gradient, GELU's, of a bias": (derivative, product(x, second)),
+        "weight gradient": (backward(False, True, False), of_weight),
+        "weight gradient, main_grad": (into_main_grad, of_weight),
+    }
+
+
+def own(device, options):
+    """WARPSMITH_OWN_PRODUCT=1 beside the same ops without it."""
+    switch = getattr(torch.ops.warpsmith, "_own_product", None)
+    if device != "cuda" or switch is None:
+        return []
+    rows = []
+    for shape in options.shapes(device, OWN_SHAPES, (), TINY):
+        for direction, (call, bare) in products_of(device, *shape).items():
+
+            def ours(call=call):
+                switch("1")
+                try:
+                    call()
+                finally:
+                    switch("0")
+
+            calls = {OURS: ours, "library": call, PRODUCT: bare}
+            place = ("linear_own", "x".join(map(str, shape)), "bfloat16", direction)
+            rows += timed(place, calls, device, options, not_rivals=(YARDSTICK, PRODUCT))
+    return rows
+
+
 def steps(op, plain, sizes, device, options):
     """Forward and backward of a function of several layers."""
     rows = []
@@ -145,6 +209,7 @@ OPS = {
     "linear": functools.partial(forward, "linear", None),
     "linear_gelu_tanh": functools.partial(forward, "linear_gelu_tanh", "gelu_tanh"),
     "linear_main_grad": main_grad,
+    "linear_own": own,
     "linear_host": host,
     "mlp": functools.partial(steps, "mlp", plain_mlp, lambda m, k, f: ((m, k), (f, k), (f,), (k, f), (k,))),
     "gated_linear": functools.partial(steps, "gated_linear", plain_gated, lambda m, k, f: ((m, k), (f, k), (f, k))),

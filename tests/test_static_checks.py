@@ -277,6 +277,9 @@ def test_launch_bounds_and_listings_are_read() -> None:
                                                              /* 0x000fc00000000800 */
         /*0010*/              @!P0 LDG.E.128 R4, [R2.64] ;   /* 0x0000000402047981 */
         /*12340*/            @UP1 UIADD3 UR4, UR4, 0x1, URZ ; /* 0x0000000402047981 */
+        /*12350*/                   R2UR UR4, R2 ;           /* 0x0000000402047981 */
+        /*12360*/                   HGMMA.64x8x16.F32 R4, gdesc[UR4], R4 ; /* 0x0000000402047981 */
 """
-    functions, most = static_checks.disassembled(listing)
-    assert functions == {"_Z1aPf": Counter(["LDC", "LDG.E.128", "UIADD3"])} and most["_Z1aPf"] == 0
+    functions, most, moved = static_checks.disassembled(listing)
+    assert functions == {"_Z1aPf": Counter(["LDC", "LDG.E.128", "UIADD3", "R2UR", "HGMMA.64x8x16.F32"])}
+    assert most["_Z1aPf"] == moved["_Z1aPf"] == 1

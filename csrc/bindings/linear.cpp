@@ -86,7 +86,9 @@ std::tuple<Tensor, Tensor> linear(const Tensor& x_any, const OptionalTensor& res
   if (keeps) z.emplace(op, "pre-activation", x_any, layer.out);
   OptionalTensor residual;
   if (residual_any) residual = adjacent_rows(op, "residual", *residual_any);
-  if (residual && plain && !bias) {
+  if (residual && plain && project_with_residual(op, layer, x, y.rows, *residual)) {
+    // in one product
+  } else if (residual && plain && !bias) {
     project(op, layer, x, y.rows, residual);
   } else {
     project_and_activate(op, layer, activation, x, y.rows, z ? OptionalTensor(z->rows) : std::nullopt, dtype);
@@ -245,7 +247,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward(Tensor dy_any, T
   if (want_dx || want_dw1 || want_db1) {
     const Tensor z = relu ? h : adjacent_rows(op, "z", z_any);
     const New dz(op, "gradient of the pre-activation", x_any, m.first.out);
-    if (multiply_with_derivative(op, dz.rows, dy, as_matrix(op, w2), z, m.activation)) {
+    const Tensor weight = as_matrix(op, w2);
+    if (input_gradient_with_derivative(op, dy, weight, z, m.activation, dz.rows, want_db1 ? &db1 : nullptr, m.first)) {
+      // with db1
+    } else if (multiply_with_derivative(op, dz.rows, dy, weight, z, m.activation)) {
       if (want_db1) db1 = bias_gradient(op, dz.rows, m.first, dtype);
     } else {
       input_gradient(op, dy, m.second, dz.rows);
@@ -454,6 +459,16 @@ WARPSMITH_IMPLEMENTATIONS(m) {
   m.impl("gated_linear_backward", TORCH_BOX(&gated_linear_backward));
   m.impl("gated_linear_backward_main_grads", TORCH_BOX(&gated_linear_backward_main_grads));
 }
+
+#if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
+int64_t own_product_as(std::string how) { return ask_for_own_product(how.c_str()); }
+
+WARPSMITH_SCHEMAS(m) { m.def("_own_product(str how) -> int"); }
+
+STABLE_TORCH_LIBRARY_IMPL(warpsmith, CompositeExplicitAutograd, m) {
+  m.impl("_own_product", TORCH_BOX(&own_product_as));
+}
+#endif
 
 }  // namespace
 }  // namespace warpsmith

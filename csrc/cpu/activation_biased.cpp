@@ -3,7 +3,7 @@
 #include "cpu/elementwise.h"
 #include "cpu/partial_sums.h"
 #include "kernels/activation/activation.h"
-#include "kernels/activation/functions.h"
+#include "common/activation_functions.h"
 
 // The CPU body of the biased activations.
 namespace warpsmith {

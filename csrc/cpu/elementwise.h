@@ -7,7 +7,7 @@
 #include "common/vectorize.h"
 #include "common/visit_dtype.h"
 #include "cpu/vector_math.h"
-#include "kernels/activation/functions.h"
+#include "common/activation_functions.h"
 
 // What elementwise CPU kernels share.
 namespace warpsmith::cpu {

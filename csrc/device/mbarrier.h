@@ -70,6 +70,22 @@ __device__ __forceinline__ void mbarrier_arrive_remote(Mbarrier* remote WARPSMIT
 #endif
 }
 
+// The same by the threads with `on`, on the barrier at this one's place in block `rank` of the cluster, without a
+// branch: ptxas takes a loop that ends with `if (lane == 0) arrive` as divergent. Orders nothing between blocks: it
+// says only that asynchronous reads of a buffer (wgmma, waited for) are over. mbarrier_arrive_remote() orders ordinary
+// accesses, by a fence of the whole device that takes 1,500 cycles.
+__device__ __forceinline__ void mbarrier_arrive_cluster_if(bool on, Mbarrier* b, unsigned rank WARPSMITH_SITE) {
+#ifdef WARPSMITH_SIM
+  if (on) sim::mbarrier_arrive_remote(sim::cluster_shared(b, rank, site), site);
+#elif __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .pred p; .reg .b32 r; setp.ne.b32 p, %2, 0; mapa.shared::cluster.u32 r, %0, %1; "
+      "@p mbarrier.arrive.shared::cluster.b64 _, [r];}" ::"r"(detail::shared_address(b)),
+      "r"(rank), "r"(static_cast<int>(on))
+      : "memory");
+#endif
+}
+
 // Has the phase of this parity completed? Acquires if so. A fresh barrier counts as "parity 1 completed".
 __device__ __forceinline__ bool mbarrier_test(Mbarrier* b, unsigned parity WARPSMITH_SITE) {
 #ifdef WARPSMITH_SIM

@@ -8,7 +8,8 @@ import pytest
 import torch
 import warpsmith
 from warpsmith import reference
-from warpsmith.testing import LAYOUTS, BadInput, Case, OpSpec, op_tests
+from warpsmith.testing import LAYOUTS, BadInput, Case, OpSpec, bitwise_equal, op_tests
+from warpsmith.testing.sim import is_loaded, launches, torch_device
 
 from tests.ops.public_calls import but
 
@@ -294,5 +295,91 @@ class TestPlainLinearByTheOp(op_tests(replace(LINEAR_SPEC, cases=PLAIN_CASES))):
         monkeypatch.setattr("warpsmith.ops._linear._OF_TORCH", frozenset())
 
 
+HALVES = (BF16, FP16)
+OWN_CASES = [
+    *(Case((6, 24), dtype, options={"activation": a, "out": 40}) for dtype in HALVES for a in (None, *ACTIVATIONS)),
+    *(Case((3, 5, 24), dtype, options={"residual": True, "out": 40, "bias": b}) for dtype in HALVES
+      for b in (True, False)),
+    *(Case((m, 48), BF16, options={"out": 64, "activation": "gelu_tanh"}) for m in (1, 15, 17, 127, 129)),
+    *(Case((40, k), BF16, options={"out": 16}) for k in (16, 32, 48, 112, 128, 144)),
+    Case((9, 32), BF16, dtypes={"bias": FP32}, options={"activation": "silu", "residual": True, "out": 24}),
+    Case((300, 136), BF16, options={"out": 264}),
+    Case((7, 13), BF16),  # on 16 bytes nowhere
+    *WHOLE,
+]  # fmt: skip
+OWN_MLP_CASES = [
+    *(Case((24, 40), dtype, options={"activation": a, "hidden": 48, "out": 24}) for dtype in HALVES
+      for a in ACTIVATIONS),
+    *(Case((m, 48), BF16, options={"hidden": 64, "out": 48}) for m in (1, 17, 129, 300)),
+    Case((24, 40), BF16, dtypes={"b1": FP32, "b2": FP32}, options={"hidden": 48, "out": 24}),
+]  # fmt: skip
+
+
+ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+
+
+class OwnProducts:
+    """All products that can be are ours."""
+
+    @pytest.fixture(autouse=True)
+    def ours(self, monkeypatch):
+        monkeypatch.setattr("warpsmith.ops._linear._OF_TORCH", frozenset())
+        OPS._own_product("1")
+        yield
+        OPS._own_product("0")
+
+
+class TestLinearByOwnProducts(OwnProducts, op_tests(replace(LINEAR_SPEC, cases=OWN_CASES, devices=("cuda",)))):
+    @pytest.mark.parametrize("device", ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)])
+    def test_tiles_and_rows_do_not_change_bits(self, device):
+        """The order of a sum depends on its length alone."""
+        g = torch.Generator().manual_seed(1)
+        x, w = (torch.randn(*s, generator=g).to(torch_device(device.strip("-")), BF16) for s in ((300, 208), (72, 208)))
+        y = warpsmith.linear(x, w)
+        for some in (warpsmith.linear(x[100:117], w), warpsmith.linear(x[100:101], w)):
+            assert bitwise_equal(some, y[100 : 100 + len(some)])
+        z = warpsmith.linear(x, w)
+        activated = warpsmith.bias_gelu(z, z.new_zeros(72), approximate="tanh")  # by its own kernel
+        assert bitwise_equal(warpsmith.linear(x, w, None, "gelu_tanh"), activated)
+        before = OPS._own_product("256")
+        assert bitwise_equal(warpsmith.linear(x, w), y)
+        assert OPS._own_product("0") == before + 1
+
+    @pytest.mark.parametrize("device", ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)])
+    def test_a_long_sum_is_split_over_clusters(self, device):
+        """Small integers, whose sums are exact in any order."""
+        g = torch.Generator().manual_seed(2)
+        x, dy = (
+            torch.randint(-2, 3, (8200, n), generator=g).to(torch_device(device.strip("-")), BF16) for n in (16, 24)
+        )
+        w, total = x.new_zeros(24, 16), torch.ones(24, 16, device=x.device)
+        OPS.linear_backward_main_grad(dy, x, w, None, x.new_empty(0), total, 0, False, False)
+        right = dy.float().t() @ x.float()
+        assert bitwise_equal(total, right + 1)
+        dweight = OPS.linear_backward(dy, x, w, None, x.new_empty(0), 0, None, False, True, False)[1]
+        assert bitwise_equal(dweight, right.to(BF16))
+
+    @pytest.mark.parametrize("device", ["sim-"] if is_loaded() else [])
+    def test_every_product_is_one_launch(self, device):
+        x, w1, w2 = (torch.randn(s, dtype=BF16, requires_grad=True) for s in ((24, 40), (48, 40), (24, 48)))
+        b = torch.randn(48, requires_grad=True)
+        main_grad = torch.zeros(48, 40)
+        before = launches()
+        warpsmith.linear(x.detach(), w1.detach(), b.detach(), "silu")
+        y = warpsmith.linear(x, w1, b, residual=x.new_ones(24, 48), main_grad=main_grad)
+        assert launches() - before == 2
+        y.backward(y.detach())
+        assert launches() - before == 2 + 3  # two products and the column sums, of one slice
+        y, before = warpsmith.mlp(x, w1, b, w2, None), launches()
+        y.backward(y.detach())
+        assert launches() - before == 4 + 1  # a product with the derivative and sums of its columns, three more
+
+
 TestMlp = op_tests(MLP_SPEC)
+
+
+class TestMlpByOwnProducts(OwnProducts, op_tests(replace(MLP_SPEC, cases=OWN_MLP_CASES, devices=("cuda",)))):
+    pass
+
+
 TestGatedLinear = op_tests(GATED_SPEC)

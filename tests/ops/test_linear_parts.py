@@ -265,6 +265,60 @@ def test_the_plan_says_who_multiplies(change, path):
     assert found["path"] == path and found["why"]
 
 
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, ("own", "128x256", "2x1", "store")),
+        ({"residual": True}, ("own", "128x256", "2x1", "residual")),
+        ({"derivative": True}, ("own", "128x256", "2x1", "derivative")),
+        ({"product": "input_gradient"}, ("own", "128x256", "2x1", "store")),
+        ({"product": "main_grad"}, ("own", "256x192", "2x1", "float32")),  # 66 units for 66 clusters
+        ({"product": "main_grad", "out_features": 2048}, ("own", "128x256", "2x1", "float32")),
+        ({"product": "weight_gradient", "out_features": 768}, ("own", "128x256, split", "2x1", "store")),
+        ({"own_product": False}, ("torch", None, None, None)),
+        ({"dtype": "float32"}, ("torch", None, None, None)),
+        ({"aligned": False}, ("torch", None, None, None)),
+        ({"code_capability": 80}, ("torch", None, None, None)),
+    ],
+)
+def test_the_plan_says_which_product_is_ours(change, found):
+    problem = {"rows": 8192, "in_features": 2048, "out_features": 3072, "own_product": True}
+    plan = warpsmith.plan("linear", **{**problem, **change})
+    assert (plan["path"], *(plan.get(key) for key in ("tile", "cluster", "epilogue"))) == found
+    assert plan["why"] and (plan["path"] == "own" or "own_product" in change or "ours needs" in plan["own"]
+                            or "operands of 16 bits" in plan["own"])  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 2048, 3072), (65536, 768, 3072), (65536, 3072, 768), (8191, 2064, 1000)])
+def test_our_products_of_layers_are_as_right_as_cublas(shape):
+    """Rounded results: within 1.05 of the library's largest error. Sums in float32: the law."""
+    rows, width, out = shape
+    torch.manual_seed(0)
+    x, w, dy = (torch.randn(s, device="cuda").to(BF16) for s in ((rows, width), (out, width), (rows, out)))
+    raw, none = torch.ops.warpsmith, x.new_empty(0)
+
+    def results():
+        main_grad = torch.zeros(out, width, device="cuda")
+        raw.linear_backward_main_grad(dy, x, w, None, none, main_grad, 0, False, False)
+        gradients = raw.linear_backward(dy, x, w, None, none, 0, None, True, True, False)[:2]
+        return [raw.linear_inference(x, None, w, None, None, 0), *gradients, main_grad]
+
+    wide = [t.double() for t in (x, w, dy)]
+    right = [wide[0] @ wide[1].t(), wide[2] @ wide[1], wide[2].t() @ wide[0], wide[2].t() @ wide[0]]
+    library = [(a - b).abs().max().item() for a, b in zip(results(), right, strict=True)]
+    before = raw._own_product("1")
+    try:
+        ours = results()
+        again = results()
+    finally:
+        launched = raw._own_product("0") - before
+    assert launched == 2 * len(ours)
+    assert all(bitwise_equal(a, b) for a, b in zip(ours, again, strict=True))
+    for of_ours, exact, bound, times in zip(ours, right, library, (1.05, 1.05, 1.05, 2), strict=True):
+        assert (of_ours - exact).abs().max().item() <= times * bound
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [128, 1000, 65600])  # the last: the derivative is in a product's epilogue too
 def test_the_epilogue_and_its_fallback_are_as_right_as_torch(rows):

@@ -13,7 +13,7 @@ from tests.ops.raw_calls import SCHEMAS, copied, few_calls
 
 # The table of grad_check_table is addresses, which nothing can check.
 NO_TENSORS = {"_attention_portable_alone", "_code_capability", "grad_check_table"}
-NO_TENSORS |= {"_cublas_lt_choice", "_cublas_lt_version"}
+NO_TENSORS |= {"_cublas_lt_choice", "_cublas_lt_version", "_own_product"}
 ROWS, SHAPE = "fewer rows", "(a wider row|fewer rows|one dimension more|no dimension)"
 # Sizes of which no other tensor of the call has one: "op argument kind".
 FREE = re.compile(

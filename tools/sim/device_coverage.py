@@ -75,7 +75,7 @@ class Coverage:
         path = Path(file["file"])
         path = (path if path.is_absolute() else build.ROOT / path).resolve()
         room = build.ROOT / "csrc"
-        if not (path.is_relative_to(room / "kernels") or path.is_relative_to(room / "device")):
+        if not any(path.is_relative_to(room / name) for name in ("kernels", "tiles", "device")):
             return
         name = str(path.relative_to(room))
         source = path.read_text().splitlines()

@@ -19,7 +19,8 @@ portable_float16.cu):
 
 Names are kernel names without template arguments; "*" is for all others. Some instance of a kernel must have each
 instruction of its list in "sass" on every architecture: beginnings of names, in which * stands for anything. Optional:
-"architectures" (default both). Needs nvcc, or objects that it made, and cuobjdump, which the wheels
+"uniform", the kernels whose wgmmas no R2UR may precede (ptxas took their loop as divergent); "architectures" (default
+both). Needs nvcc, or objects that it made, and cuobjdump, which the wheels
 nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm bring.
 """
 
@@ -66,6 +67,7 @@ class Kernel:
     max_threads: int = 0  # of its launch bounds; 0: none
     sass: Counter = field(default_factory=Counter)  # instructions by name
     most_wgmmas: int = 0  # one after the other without a wait
+    moved_for_wgmma: int = 0  # wgmmas with an R2UR among the eight instructions before
 
     @property
     def short(self) -> str:
@@ -109,19 +111,24 @@ def launch_bounds(elf: str) -> dict[str, int]:
     return bounds
 
 
-def disassembled(listing: str) -> tuple[dict[str, Counter], dict[str, int]]:
-    """By function in the output of `cuobjdump -sass`: its instructions, and the most wgmmas in a row without a wait."""
+def disassembled(listing: str) -> tuple[dict[str, Counter], dict[str, int], dict[str, int]]:
+    """By function in the output of `cuobjdump -sass`: its instructions, the most wgmmas in a row without a wait, and
+    the wgmmas that follow an R2UR."""
     functions: dict[str, Counter] = {}
     most: Counter = Counter()
+    moved: Counter = Counter()
     for line in listing.splitlines():
         if m := re.search(r"Function : (\S+)", line):
-            symbol, row = m[1], 0
+            symbol, row, since = m[1], 0, 9
             current = functions.setdefault(symbol, Counter())
         elif m := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", line):
             current[m[1]] += 1
-            row = 0 if m[1].startswith("WARPGROUP.DEPBAR") else row + m[1].startswith(("HGMMA", "QGMMA", "IGMMA"))
+            is_wgmma = m[1].startswith(("HGMMA", "QGMMA", "IGMMA"))
+            row = 0 if m[1].startswith("WARPGROUP.DEPBAR") else row + is_wgmma
             most[symbol] = max(most[symbol], row)
-    return functions, most
+            since = 0 if m[1].startswith("R2UR") else since + 1
+            moved[symbol] += is_wgmma and since <= 8
+    return functions, most, moved
 
 
 def kernels_of(cubin: Path) -> list[Kernel]:
@@ -131,11 +138,12 @@ def kernels_of(cubin: Path) -> list[Kernel]:
         for kernel in kernels:
             kernel.shared_bytes -= SYSTEM_SHARED_BYTES * (kernel.shared_bytes >= SYSTEM_SHARED_BYTES)
     bounds = launch_bounds(cuda.listing("-elf", cubin))
-    sass, most = disassembled(cuda.listing("-sass", cubin))
+    sass, most, moved = disassembled(cuda.listing("-sass", cubin))
     for kernel in kernels:
         kernel.max_threads = bounds.get(kernel.symbol, 0)
         kernel.sass = sass.get(kernel.symbol, Counter())
         kernel.most_wgmmas = most.get(kernel.symbol, 0)
+        kernel.moved_for_wgmma = moved.get(kernel.symbol, 0)
     return kernels
 
 
@@ -151,6 +159,8 @@ def check(kernel: Kernel, budget: dict) -> list[str]:
     wgmmas = sum(n for name, n in kernel.sass.items() if name.startswith(("HGMMA", "QGMMA", "IGMMA")))
     if wgmmas > 1 and kernel.most_wgmmas == 1:  # as ptxas leaves them where it says C7510 to C7518
         wrong.append(f"all {wgmmas} wgmmas wait for each other")
+    if kernel.moved_for_wgmma and kernel.short in budget.get("uniform", []):
+        wrong.append(f"{kernel.moved_for_wgmma} wgmmas take descriptors from vector registers")
     if kernel.registers > limit:
         wrong.append(f"{kernel.registers} registers, budget {limit}")
     if kernel.shared_bytes > budget.get("shared_bytes", 48 * 1024):

@@ -9,6 +9,7 @@
 #include "bindings/support/device.h"
 #include "bindings/support/epilogue.h"
 #include "bindings/support/matmul.h"
+#include "bindings/support/product.h"
 #include "bindings/support/rows.h"
 #include "kernels/activation/activation.h"
 #include "kernels/linear/linear.h"
@@ -122,15 +123,37 @@ inline void check_rows(const char* op, const char* argument, const Tensor& t, co
   check_same_device(op, argument, t, like);
 }
 
+// The bias of a layer as products add it: contiguous, of the dtype of `like`.
+inline std::optional<Tensor> bias_like(const char* op, const Layer& layer, const Tensor& like) {
+  if (!layer.bias) return std::nullopt;
+  return as_contiguous(in_dtype(op, "bias", *layer.bias, dtype_code(like)), op);
+}
+
+// out = x @ weight^T + bias + residual by our product; false where it does not run.
+inline bool project_with_residual(const char* op, const Layer& layer, const Tensor& x, const Tensor& out,
+                                  const Tensor& residual) {
+  if (!may_be_own(out)) return false;
+  const std::optional<Tensor> bias = bias_like(op, layer, out);
+  return own_product(op, out, x, transposed(as_matrix(op, layer.weight)),
+                     {.bias = const_at(bias),
+                      .z = const_cast<void*>(residual.const_data_ptr()),
+                      .z_stride = residual.stride(0),
+                      .epilogue = ProductEpilogue::residual});
+}
+
 // out = x @ weight^T + bias, or with `residual` in the bias's place
 inline void project(const char* op, const Layer& layer, const Tensor& x, const Tensor& out,
                     const std::optional<Tensor>& residual = std::nullopt) {
   if (out.numel() == 0) return;
   const Tensor weight = transposed(as_matrix(op, layer.weight));
-  if (residual)
+  if (residual) {
     multiply_add(out, *residual, x, weight);
-  else if (layer.bias)
-    multiply_add(out, as_contiguous(in_dtype(op, "bias", *layer.bias, dtype_code(out)), op), x, weight);
+    return;
+  }
+  const std::optional<Tensor> bias = bias_like(op, layer, out);
+  if (own_product(op, out, x, weight, {.bias = const_at(bias)})) return;
+  if (bias)
+    multiply_add(out, *bias, x, weight);
   else
     multiply(out, x, weight);
 }
@@ -163,15 +186,21 @@ inline void add_residual(const char* op, const Tensor& y, const Tensor& residual
       [&](const Parallel& threads) { return dropout_add_forward_cpu(p, threads); });
 }
 
-// z = x @ weight^T + bias and y = f(z); without z it is not kept, and without an activation y is z. One call of
-// cuBLASLt where its epilogue pays (kernels/linear/linear_config.h).
+// z = x @ weight^T + bias and y = f(z); without z it is not kept, and without an activation y is z. One product where
+// an epilogue pays: ours (kernels/linear/product_config.h) or cuBLASLt's (kernels/linear/linear_config.h).
 inline void project_and_activate(const char* op, const Layer& layer, LinearActivation activation, const Tensor& x,
                                  const Tensor& y, const std::optional<Tensor>& z, Dtype dtype) {
   const bool plain = activation == LinearActivation::none;
   if (!plain && y.numel() > 0) {
-    const std::optional<Tensor> bias =
-        layer.bias ? std::optional(as_contiguous(in_dtype(op, "bias", *layer.bias, dtype_code(y)), op)) : std::nullopt;
-    if (multiply_with_activation(op, y, x, transposed(as_matrix(op, layer.weight)), bias, activation, z)) return;
+    const std::optional<Tensor> bias = bias_like(op, layer, y);
+    const Tensor weight = transposed(as_matrix(op, layer.weight));
+    const ProductParams epilogue{.bias = const_at(bias),
+                                 .z = at(z),
+                                 .z_stride = y.size(1),
+                                 .epilogue = ProductEpilogue::activate,
+                                 .activation = activation};
+    if (own_product(op, y, x, weight, epilogue)) return;
+    if (multiply_with_activation(op, y, x, weight, bias, activation, z)) return;
   }
   const Tensor& before = z ? *z : y;
   project(op, layer, x, before);
@@ -231,6 +260,7 @@ inline void weight_gradient_into(const char* op, const Tensor& sum, const Tensor
   const bool turned = lies_transposed(sum);
   const Tensor to = as_matrix(op, turned ? transposed(sum) : sum);
   const Tensor &a = turned ? x : dz, &b = turned ? dz : x;
+  if ((!add || dtype_code(sum) != dtype_code(dz)) && own_product(op, to, transposed(a), b, {.add = add})) return;
   if (dtype_code(sum) != dtype_code(dz))
     add_outer_products(op, to, adjacent_rows(op, "x", a), adjacent_rows(op, "x", b), add);
   else if (add)
@@ -257,8 +287,26 @@ inline void input_gradient(const char* op, const Tensor& dz, const Layer& layer,
   const Tensor weight = as_matrix(op, layer.weight);
   if (add)
     multiply_add(out, out, dz, weight);
-  else
+  else if (!own_product(op, out, dz, weight))
     multiply(out, dz, weight);
+}
+
+// dz = (dy @ weight) f'(z), and the bias's gradient of the layer that made z, if it is wanted: by our product, which
+// sums 16 rows each on the way. False where it does not run.
+inline bool input_gradient_with_derivative(const char* op, const Tensor& dy, const Tensor& weight, const Tensor& z,
+                                           LinearActivation activation, const Tensor& dz, Tensor* dbias,
+                                           const Layer& layer) {
+  if (dz.numel() == 0 || !may_be_own(dz)) return false;
+  const int64_t sizes[2] = {dbias ? (dz.size(0) + 15) / 16 : 0, dz.size(1)};
+  const Tensor partials = allocate(op, "partial sums of the bias's gradient", sizes, 2, aoti_torch_dtype_float32(), dz);
+  const ProductParams epilogue{.z = const_cast<void*>(z.const_data_ptr()),
+                               .z_stride = z.stride(0),
+                               .partials = dbias ? static_cast<float*>(partials.mutable_data_ptr()) : nullptr,
+                               .epilogue = ProductEpilogue::derivative,
+                               .activation = activation};
+  if (!own_product(op, dz, dy, weight, epilogue)) return false;
+  if (dbias) *dbias = bias_gradient(op, partials, layer, Dtype::float32);
+  return true;
 }
 
 }  // namespace warpsmith

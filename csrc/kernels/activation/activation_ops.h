@@ -4,7 +4,7 @@
 // C++ functions and sim tests are generated from the rows.
 //
 //   op        its name, the same wherever it appears
-//   function  one of functions.h
+//   function  one of common/activation_functions.h
 //   flag      tanh: the raw ops take a last argument `bool tanh`, which selects function##Tanh instead
 //             plain: they do not
 //

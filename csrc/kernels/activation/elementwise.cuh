@@ -6,10 +6,9 @@
 #include "common/visit_dtype.h"
 #include "device/fast_divide.h"
 #include "device/launch.h"
-#include "device/math.h"
 #include "device/packed.h"
 #include "kernels/activation/activation_config.h"
-#include "kernels/activation/functions.h"
+#include "tiles/activation_math.cuh"
 
 // The body of every op that computes outputs element by element from inputs of the same shape. Reads each input once
 // and writes each output once, in accesses of 16 bytes if the layout allows. An output may be one of the inputs: a
@@ -17,25 +16,6 @@
 namespace warpsmith::activation {
 
 using device::Packed;
-
-// The elementary functions of device code, accurate enough for results stored as T.
-template <class T> struct DeviceMath {
-  using Float = float;
-  __device__ static __forceinline__ SigmoidAndRest<float> sigmoid(float x) {
-    if constexpr (sizeof(T) == 2) {
-      const float s = device::sigmoid(x);
-      return {s, 1.0f - s};
-    }
-    const float e = fminf(device::exp(-x), 1e38f);  // so that the product below is 1 where 1 / e has no number
-    const float s = device::reciprocal(1.0f + e);
-    return {s, e * s};
-  }
-  __device__ static __forceinline__ float normal_bell(float x) { return device::normal_bell(x); }
-  __device__ static __forceinline__ float normal_cdf(float x, float bell) {
-    if constexpr (sizeof(T) == 2) return device::fast_normal_cdf(x, bell);
-    return device::normal_cdf(x, bell);
-  }
-};
 
 // A tensor read or written by rows, `stride` elements apart.
 struct Strided {

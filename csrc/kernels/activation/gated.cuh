@@ -1,9 +1,9 @@
 #pragma once
 #include "kernels/activation/activation.h"
 #include "kernels/activation/elementwise.cuh"
-#include "kernels/activation/functions.h"
+#include "common/activation_functions.h"
 
-// The gated activations as elementwise ops. F: a function of functions.h.
+// The gated activations as elementwise ops. F: a function of common/activation_functions.h.
 namespace warpsmith::activation {
 
 // Reads gate and up, writes y: 3 * sizeof(T) bytes per element.

@@ -7,6 +7,7 @@
 #include "common/status.h"
 #include "kernels/linear/linear_config.h"
 #include "kernels/linear/linear_ops.h"
+#include "kernels/linear/product_config.h"
 
 // The linear family's own kernel, and who computes its products. Activations are the kernels of
 // kernels/activation/activation.h. "real" is float; double for float64.
@@ -28,6 +29,37 @@ struct ColumnSumsParams {
 Status column_sums_slices_cuda(const ColumnSumsParams& params, int64_t* slices);
 Status column_sums_cuda(const ColumnSumsParams& params, void* stream);
 Status column_sums_cpu(const ColumnSumsParams& params, const Parallel& parallel);
+
+// out = epilogue(sum over k of a[m, k] b[n, k]) by the Hopper kernels. The rows of a matrix are adjacent or `stride`
+// elements apart.
+struct ProductParams {
+  const void *a = nullptr, *b = nullptr;  // dtype, as the layout says
+  int64_t a_stride = 0, b_stride = 0;
+  void* out = nullptr;         // [rows, columns], contiguous; float for `wide`
+  const void* bias = nullptr;  // [columns], dtype; null: none. Layout nt alone
+  void* z = nullptr;           // [rows, columns], dtype. `activate` writes it (null: not kept); others read it
+  int64_t z_stride = 0;
+  float* sums = nullptr;      // [plan.sums], where sums are split
+  int* flags = nullptr;       // [plan.flags], zeros, likewise
+  float* partials = nullptr;  // [ceil(rows / 16), columns] of `derivative`; null: not wanted
+  int64_t rows = 0, columns = 0, inner = 0;
+  ProductLayout layout = ProductLayout::nt;
+  ProductEpilogue epilogue = ProductEpilogue::store;
+  LinearActivation activation = LinearActivation::none;
+  bool add = false;  // `wide`
+  Dtype dtype = Dtype::bfloat16;
+};
+
+// Whether the kernels multiply the problem, and which. Depends on the current device and on what has been asked for.
+Status product_plan_cuda(const ProductParams& params, ProductPlan* plan);
+// Fills in the workspace of plan->kernel.
+Status product_workspace_cuda(const ProductParams& params, ProductPlan* plan);
+Status product_cuda(const ProductParams& params, const ProductPlan& plan, void* stream);
+
+// As WARPSMITH_OWN_PRODUCT, which holds until the first call. "1": wherever our product can run. "128" or "256": that,
+// with tiles of so many rows where they are compiled. Else never. Returns how many of our products were launched so far.
+int64_t ask_for_own_product(const char* how);
+bool own_product_is_asked_for();
 
 // Fills in what the current device says of a problem: the code that runs there.
 Status linear_problem_on_device(LinearProblem* problem);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,8 @@ def under_autocast(op: str, **tensors: Tensor | None) -> list[Tensor | None]:
 
 
 _OF_TORCH = {torch.float32, torch.float16, torch.bfloat16}  # float64 runs on the CPU alone
+if os.environ.get("WARPSMITH_OWN_PRODUCT", "0") != "0":
+    _OF_TORCH.clear()  # products are ours, too
 _FEW = 1 << 20  # elements of an output whose bias may get its gradient by torch; 2 MB of bfloat16, not measured
 
 

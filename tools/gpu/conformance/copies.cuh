@@ -207,6 +207,51 @@ template <int Blocks> void cluster_case(Inputs& in, Output& out) {
   out.add(y);
 }
 
+// Every block gives its buffer back to every block; then one of them loads the next tile into all buffers.
+static __global__ void load_twice(const __grid_constant__ TensorMap map, float* out) {
+  WARPSMITH_DYNAMIC_SHARED(memory);
+  WARPSMITH_SHARED(Mbarrier, full, 1);
+  WARPSMITH_SHARED(Mbarrier, empty, 1);
+  const unsigned rank = device::cluster_rank(), blocks = device::cluster_size();
+  const int t = threadIdx.x;
+  if (t == 0) {
+    device::mbarrier_init(full, 1);
+    device::mbarrier_init(empty, static_cast<int>(blocks));
+    device::mbarrier_init_fence();
+  }
+  device::cluster_barrier();
+  float sum = 0;
+  for (unsigned turn = 0; turn < 3; ++turn) {
+    if (turn > 0) device::mbarrier_wait(empty, (turn - 1) & 1);
+    if (t == 0) {
+      device::mbarrier_arrive_expect(full, 128);
+      if (turn % blocks == rank)
+        device::tensor_load_multicast(memory, &map, full, static_cast<uint16_t>((1u << blocks) - 1),
+                                      {0, static_cast<int>(turn + 3 * (blockIdx.x / blocks))});
+    }
+    device::mbarrier_wait(full, turn & 1);
+    sum = 2 * sum + reinterpret_cast<const float*>(memory)[t];
+    __syncwarp(0xffffffffu);
+    device::mbarrier_arrive_cluster_if(t < static_cast<int>(blocks), empty, t < static_cast<int>(blocks) ? t : 0);
+  }
+  out[blockIdx.x * 32 + t] = sum;
+  device::cluster_barrier();
+}
+template <int Blocks> void arrive_cluster_case(Inputs& in, Output& out) {
+  Array<float> x(32 * 2 * 3), y(32 * 2 * Blocks);
+  for (float& v : x.host) v = static_cast<float>(in.integer(-100, 100));
+  TensorMap map;
+  out.check(make_tensor_map(map, {.base = x.upload(),
+                                  .dtype = Dtype::float32,
+                                  .rank = 2,
+                                  .sizes = {32, 6},
+                                  .strides_bytes = {0, 128},
+                                  .box = {32, 1}}));
+  const LaunchConfig config{.grid = 2 * Blocks, .block = 32, .dynamic_shared_bytes = 128, .cluster = Blocks};
+  out.check(launch(load_twice, config, nullptr, map, y.upload()));
+  out.add(y);
+}
+
 // A first barrier that orders nothing but that every block has started, then values written into the neighbour's
 // memory.
 static __global__ void push_to_neighbour(const float* x, float* y) {
@@ -276,6 +321,7 @@ EXACT("tensor_copy.4d", 200, (box_case<float16, 4, Swizzle::bytes64>));
 EXACT("tensor_copy.5d", 200, (box_case<bfloat16, 5, Swizzle::bytes128>));
 EXACT("cluster.2", 150, cluster_case<2>);
 EXACT("cluster.4", 150, cluster_case<4>);
+EXACT("cluster.arrive_if", 150, arrive_cluster_case<2>);
 EXACT("cluster.arrive_relaxed", 150, relaxed_cluster_case<4>);
 EXACT("store_async.2", 150, store_async_case<2>);
 EXACT("store_async.8", 150, store_async_case<8>);

@@ -220,7 +220,8 @@ def reached(*sources: Path) -> set[str]:
 
 
 def ops() -> list[Path]:
-    return [path for kind in ("*.cu*", "*.h") for path in sorted((ROOT / "csrc" / "kernels").rglob(kind))]
+    rooms = [ROOT / "csrc" / room for room in ("kernels", "tiles")]
+    return [path for kind in ("*.cu*", "*.h") for room in rooms for path in sorted(room.rglob(kind))]
 
 
 def program_for_card() -> Path:

@@ -1,0 +1,64 @@
+#pragma once
+#include <optional>
+
+#include "bindings/support/device.h"
+#include "bindings/support/tensor.h"
+#include "kernels/linear/linear.h"
+
+namespace warpsmith {
+
+// Whether own_product() is worth what it needs.
+inline bool may_be_own([[maybe_unused]] const Tensor& out) {
+#if defined(WARPSMITH_SIM)
+  return own_product_is_asked_for();
+#elif defined(WARPSMITH_CUDA)
+  return out.is_cuda() && own_product_is_asked_for();
+#else
+  return false;
+#endif
+}
+
+// out = epilogue(a @ b) by our Hopper kernels; `p` holds what the epilogue needs. Returns false, and has written
+// nothing, where the library must multiply: on the CPU, where our product has not been asked for
+// (WARPSMITH_OWN_PRODUCT), and where choose_product refuses. out is contiguous; float32 for 16-bit operands means
+// `wide`.
+inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const Tensor& out,
+                        [[maybe_unused]] const Tensor& a, [[maybe_unused]] const Tensor& b,
+                        [[maybe_unused]] ProductParams p = {}) {
+#if defined(WARPSMITH_CUDA) || defined(WARPSMITH_SIM)
+  if (!may_be_own(out)) return false;
+  const auto by_rows = [](const Tensor& m) { return m.size(1) <= 1 || m.stride(1) == 1; };
+  const auto stride = [&](const Tensor& m) { return m.stride(by_rows(m) ? 0 : 1); };
+  if (!by_rows(a) && !by_rows(b)) return false;
+  p.layout = !by_rows(a) ? ProductLayout::tn : by_rows(b) ? ProductLayout::nn : ProductLayout::nt;
+  if (p.bias && p.layout != ProductLayout::nt) return false;
+  p.dtype = float_dtype(op, "a", a);
+  if (float_dtype(op, "out", out) != p.dtype) p.epilogue = ProductEpilogue::wide;
+  p.a = a.const_data_ptr();
+  p.b = b.const_data_ptr();
+  p.a_stride = stride(a);
+  p.b_stride = stride(b);
+  p.out = out.mutable_data_ptr();
+  p.rows = out.size(0);
+  p.columns = out.size(1);
+  p.inner = a.size(1);
+  ProductPlan plan;
+  raise_if_failed(op, product_plan_cuda(p, &plan));
+  if (!plan.kernel) return false;
+  std::optional<Tensor> sums, flags;
+  if (plan.kernel->splits) {
+    sums = allocate_vector(op, "partial sums", plan.sums, aoti_torch_dtype_float32(), out);
+    flags = allocate_vector(op, "flags of partial sums", plan.flags, aoti_torch_dtype_int32(), out);
+    torch::stable::zero_(*flags);
+    p.sums = static_cast<float*>(sums->mutable_data_ptr());
+    p.flags = static_cast<int*>(flags->mutable_data_ptr());
+  }
+  run_on(
+      op, out, [&](void* stream) { return product_cuda(p, plan, stream); }, [](const Parallel&) { return Status(); });
+  return true;
+#else
+  return false;
+#endif
+}
+
+}  // namespace warpsmith

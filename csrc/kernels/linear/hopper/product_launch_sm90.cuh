@@ -1,0 +1,92 @@
+#pragma once
+#include <algorithm>
+
+#include "common/alignment.h"
+#include "common/instances.h"
+#include "device/launch.h"
+#include "device/tensor_map.h"
+#include "kernels/linear/hopper/product_sm90.cuh"
+#include "kernels/linear/hopper/product_sm90.h"
+
+// Launches the products of one layout.
+namespace warpsmith::linear {
+
+// A map over (columns, rows) of a row-major matrix; its box is box_rows rows of 128 bytes.
+inline Status matrix_map(TensorMap& map, const void* base, Dtype dtype, int64_t rows, int64_t columns, int64_t stride,
+                         int box_rows) {
+  const int size = size_bytes(dtype);
+  return make_tensor_map(map, {.base = base,
+                               .dtype = dtype,
+                               .rank = 2,
+                               .sizes = {columns, rows},
+                               .strides_bytes = {0, rows == 1 ? 16 : stride * size},
+                               .box = {kRowBytes / size, box_rows},
+                               .swizzle = device::Swizzle::bytes128});
+}
+
+// I: an entry of kProducts.
+template <class T, class I> Status run_product(const ProductParams& x, void* stream) {
+  constexpr ProductKernel kernel = I::value;
+  constexpr ProductTile tile = kernel.tile;
+  constexpr bool kWide = kernel.epilogue == ProductEpilogue::wide;
+  TensorMap a, b, out, z{};
+  if constexpr (kernel.layout == ProductLayout::tn)
+    WARPSMITH_RETURN_IF_FAILED(
+        matrix_map(a, x.a, x.dtype, x.inner, x.rows, x.a_stride, kStageInner / tile.cluster_columns));
+  else
+    WARPSMITH_RETURN_IF_FAILED(
+        matrix_map(a, x.a, x.dtype, x.rows, x.inner, x.a_stride, tile.rows / tile.cluster_columns));
+  if constexpr (kernel.layout == ProductLayout::nt)
+    WARPSMITH_RETURN_IF_FAILED(
+        matrix_map(b, x.b, x.dtype, x.columns, x.inner, x.b_stride, tile.columns / tile.cluster_rows));
+  else
+    WARPSMITH_RETURN_IF_FAILED(
+        matrix_map(b, x.b, x.dtype, x.inner, x.columns, x.b_stride, kStageInner / tile.cluster_rows));
+  WARPSMITH_RETURN_IF_FAILED(
+      matrix_map(out, x.out, kWide ? Dtype::float32 : x.dtype, x.rows, x.columns, x.columns, 16));
+  if (x.z) WARPSMITH_RETURN_IF_FAILED(matrix_map(z, x.z, x.dtype, x.rows, x.columns, x.z_stride, 16));
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+
+  ProductArguments p{};
+  p.rows = static_cast<int>(x.rows);
+  p.columns = static_cast<int>(x.columns);
+  p.blocks = static_cast<int>(ceil_div(x.inner, kStageInner));
+  p.unit_rows = static_cast<int>(ceil_div(x.rows, int64_t{tile.rows} * tile.cluster_rows));
+  p.unit_columns = static_cast<int>(ceil_div(x.columns, int64_t{tile.columns} * tile.cluster_columns));
+  const int64_t units = int64_t{p.unit_rows} * p.unit_columns;
+  if (units > INT32_MAX / 2) return Status::unsupported("a product of more than 2^30 tiles");
+  p.units = static_cast<int>(units);
+  p.bias = x.bias;
+  p.partials = x.partials;
+  p.activation = x.activation;
+  p.keep = x.z != nullptr;
+  p.add = x.add;
+  const int64_t all = product_clusters(tile, device.multiprocessors),
+                clusters = kernel.splits ? all : std::min(all, units);
+  p.whole = kernel.splits ? static_cast<int>(units / all * all) : p.units;
+  p.sums = x.sums;
+  p.flags = x.flags;
+  LaunchConfig config{.grid = static_cast<unsigned>(clusters * tile.cluster()),
+                      .block = kProductThreads,
+                      .dynamic_shared_bytes = static_cast<size_t>(tile.shared_bytes()),
+                      .cluster = static_cast<unsigned>(tile.cluster())};
+  WARPSMITH_RETURN_IF_FAILED(allow_overlap(&config));
+  return launch(product_sm90<T, I>, config, stream, a, b, out, z, p);
+}
+
+template <ProductLayout layout>
+Status launch_product(const ProductParams& p, const ProductKernel& kernel, void* stream) {
+  using Run = Status (*)(const ProductParams&, void*);
+  const Run run = instance_of<kProducts>([&](const ProductKernel& k) { return k == kernel; },
+                                         [&]<class I>() -> Run {
+                                           if constexpr (I::value.layout == layout)
+                                             return p.dtype == Dtype::bfloat16 ? &run_product<bfloat16, I>
+                                                                               : &run_product<float16, I>;
+                                           else
+                                             return nullptr;
+                                         });
+  return run(p, stream);
+}
+
+}  // namespace warpsmith::linear

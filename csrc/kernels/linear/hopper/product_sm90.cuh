@@ -1,0 +1,125 @@
+#pragma once
+#include "device/cluster.h"
+#include "device/programmatic_launch.h"
+#include "device/register_budget.h"
+#include "kernels/linear/hopper/product_sm90_consumer.cuh"
+
+// A product of 16-bit matrices on Hopper: TMA, wgmma, specialised warpgroups, clusters, persistent blocks.
+//
+// Reads each operand once for every row or column of cluster tiles; the second-level cache serves what neighbours have
+// read. Writes out (16 bits, or float32, which may be added to), and what its epilogue keeps. Sums in float32, each by
+// one block in the order of k. Sizes are free: elements beyond an edge are read as 0 and not written.
+//
+// One block per multiprocessor, clusters of two:
+//   warpgroup 0: one thread, the loader, copies stages of 64 k into a ring. Each block of the cluster loads half of the
+//                operand that both share, for both.
+//   warpgroups 1 and 2, the consumers: half of the tile's rows each. They never meet but before the last store. A
+//                finished tile is rounded in registers, which takes half the space, and stored 16 x 64 elements at a
+//                time while the products of the next tile run; each warp stages and stores for itself.
+namespace warpsmith::linear {
+
+// The loader, one thread.
+template <ProductKernel kernel>
+__device__ __forceinline__ void load_stages(const ProductArguments& p, const TensorMap* a_map, const TensorMap* b_map,
+                                            const ProductShared<kernel>& shared, int begun) {
+  constexpr ProductTile tile = kernel.tile;
+  const ProductPlace<kernel> place(p, begun);
+  uint16_t a_blocks = 0, b_blocks = 0;  // of the cluster: those that share the operand's tile with this one
+  for (int i = 0; i < tile.cluster_columns; ++i)
+    a_blocks |= static_cast<uint16_t>(1u << (place.rank_row + tile.cluster_rows * i));
+  for (int i = 0; i < tile.cluster_rows; ++i)
+    b_blocks |= static_cast<uint16_t>(1u << (tile.cluster_rows * place.rank_column + i));
+  // The part of a tile of `size` rows or columns that this block, `part` of `parts`, loads for all.
+  const auto load = [&](auto mn_major, unsigned char* to, const TensorMap* map, Mbarrier* full, int first, int size,
+                        int k, int part, auto parts, uint16_t blocks) {
+    const auto copy = [&](unsigned char* at, int x, int y) {
+      if constexpr (parts > 1)
+        device::tensor_load_multicast(at, map, full, blocks, {x, y});
+      else
+        device::tensor_load(at, map, full, {x, y});
+    };
+    if constexpr (mn_major) {  // panels of 64 columns; the parts are rows of k, because panels may be odd in number
+      constexpr int kRows = kStageInner / parts;
+#pragma unroll
+      for (int panel = 0; panel < size / kPanelColumns; ++panel)
+        copy(to + panel * kPanelBytes + part * kRows * kRowBytes, first + panel * kPanelColumns, k + part * kRows);
+    } else {
+      const int rows = size / parts;
+      copy(to + part * rows * kRowBytes, k, first + part * rows);
+    }
+  };
+  using AMajor = std::bool_constant<kernel.layout == ProductLayout::tn>;
+  using BMajor = std::bool_constant<kernel.layout != ProductLayout::nt>;
+  Ring<tile.stages> ring;
+  unsigned bias_parity = 0;
+  ProductShares<kernel.splits> shares(p, place.cluster, place.clusters);
+  for (Share share; shares.next(&share);) {
+    const TilePlace at = place.tile(share.unit);
+    for (int block = share.begin; block < share.end; ++block, ring.next()) {
+      Mbarrier* full = shared.full + ring.stage;
+      device::mbarrier_wait(shared.empty + ring.stage, ring.parity ^ 1);
+      int bias_bytes = 0;
+      if (kernel.takes_bias() && p.bias != nullptr && block == p.blocks - 1) {  // comes with the last stage
+        device::mbarrier_wait(shared.bias_empty, bias_parity ^= 1);
+        bias_bytes = max(0, min(tile.columns, p.columns - at.column) * 2);
+      }
+      device::mbarrier_arrive_expect(full, tile.stage_bytes() + bias_bytes);
+      if (bias_bytes > 0)
+        device::bulk_load(shared.bias, static_cast<const unsigned char*>(p.bias) + int64_t{at.column} * 2, bias_bytes,
+                          full);
+      const int k = block * kStageInner;
+      load(AMajor(), shared.a(ring.stage), a_map, full, at.row, tile.rows, k, place.rank_column,
+           std::integral_constant<int, tile.cluster_columns>(), a_blocks);
+      load(BMajor(), shared.b(ring.stage), b_map, full, at.column, tile.columns, k, place.rank_row,
+           std::integral_constant<int, tile.cluster_rows>(), b_blocks);
+    }
+  }
+}
+
+// I: an entry of kProducts. z: kept by `activate`, read by `residual` and `derivative`; else unused.
+template <class T, class I> __global__ void __launch_bounds__(kProductThreads, 1)
+    product_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+                 const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap z,
+                 const __grid_constant__ ProductArguments p) {
+  constexpr ProductKernel kernel = I::value;
+  WARPSMITH_DYNAMIC_SHARED(memory);
+  WARPSMITH_SHARED(ProductState<kernel>, state, 1);
+  const ProductShared<kernel> shared(memory, state);
+  if (threadIdx.x == 32) {
+    device::prefetch_tensor_map(&a);
+    device::prefetch_tensor_map(&b);
+    device::prefetch_tensor_map(&out);
+  }
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kernel.tile.stages; ++i) {
+      device::mbarrier_init(shared.full + i, 1);
+      device::mbarrier_init(shared.empty + i, kConsumerWarps * kernel.tile.cluster());
+    }
+    for (int i = 0; i < kConsumerWarps * kWarpBuffers; ++i) device::mbarrier_init(shared.input + i, 1);
+    device::mbarrier_init(shared.bias_empty, kConsumerWarps);
+    device::mbarrier_init_fence();
+  }
+  if constexpr (kernel.splits) {
+    device::wait_for_previous_kernel();  // which has written 0
+    if (threadIdx.x == 0 && device::cluster_rank() == 0) device::store(&state->begun, atomicAdd(p.flags, 1));
+  }
+  device::cluster_barrier();
+  int begun = 0;
+  if constexpr (kernel.splits)
+    begun = __shfl_sync(0xffffffffu, device::load(device::cluster_shared(&state->begun, 0)), 0);
+  device::launch_dependents();
+  if constexpr (!kernel.splits) device::wait_for_previous_kernel();
+  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
+  if (warpgroup == 0) {
+    device::decrease_registers<kernel.tile.producer_registers()>();
+    if (threadIdx.x == 0) load_stages<kernel>(p, &a, &b, shared, begun);
+    __syncwarp(0xffffffffu);
+  } else {
+    device::increase_registers<kernel.tile.consumer_registers()>();
+    ProductConsumer<T, kernel>(p, shared, &out, &z, begun, warpgroup - 1).run();
+    __syncwarp(0xffffffffu);
+  }
+  device::cluster_barrier();  // a block that has exited can no longer be given buffers
+}
+
+}  // namespace warpsmith::linear

@@ -1,0 +1,179 @@
+#pragma once
+#include <type_traits>
+
+#include "device/cluster.h"
+#include "device/mbarrier.h"
+#include "device/swizzle.h"
+#include "device/tensor_copy.h"
+#include "kernels/linear/linear_config.h"
+#include "kernels/linear/product_config.h"
+
+// What the warpgroups of a Hopper product share (product_sm90.cuh): arguments, memory and barriers, the order of tiles.
+namespace warpsmith::linear {
+
+using device::Mbarrier;
+using device::Ring;
+using device::Swizzle;
+
+constexpr int kProductThreads = 384;
+constexpr int kStageInner = 64;    // k of a stage
+constexpr int kPanelColumns = 64;  // 16-bit columns of a swizzled row
+constexpr int kRowBytes = 128;     // of a swizzled row
+constexpr int kPanelBytes = kStageInner * kRowBytes;
+constexpr int kWarpBuffers = 2, kBufferBytes = 16 * kRowBytes;  // in which a warp stages 16 rows for their store
+constexpr int kBandUnits = 8;
+
+struct ProductArguments {
+  int rows, columns;
+  int blocks;     // stages of a sum
+  int unit_rows;  // cluster tiles along each side
+  int unit_columns;
+  int units, whole;  // of them, and how many are computed whole; the sums of the others are split
+  const void* bias;  // [columns], T; null: none
+  float* partials;   // [ceil(rows / 16), columns]: column sums of `derivative`; null: not wanted
+  float* sums;       // where sums are split: a tile for each share of a block
+  int* flags;        // likewise: the number of clusters that have begun, then a flag for each warp of each share
+  LinearActivation activation;
+  bool keep;  // z of `activate`
+  bool add;   // `wide`: out is added to
+};
+
+// One variable, so that one register holds the address of everything in it.
+template <ProductKernel kernel> struct ProductState {
+  Mbarrier full[kernel.tile.stages], empty[kernel.tile.stages];
+  Mbarrier input[kConsumerWarps * kWarpBuffers], bias_empty[1];
+  int begun;  // clusters before this one, where sums are split
+  alignas(16) unsigned char bias[kernel.tile.columns * 2];
+};
+
+template <ProductKernel kernel> struct ProductShared {
+  unsigned char* memory;
+  Mbarrier *full, *empty, *input, *bias_empty;
+  unsigned char* bias;
+
+  __device__ __forceinline__ ProductShared(unsigned char* dynamic, ProductState<kernel>* s)
+      : memory(dynamic), full(s->full), empty(s->empty), input(s->input), bias_empty(s->bias_empty), bias(s->bias) {}
+  __device__ __forceinline__ unsigned char* a(int stage) const { return memory + stage * kernel.tile.stage_bytes(); }
+  __device__ __forceinline__ unsigned char* b(int stage) const { return a(stage) + kernel.tile.rows * kRowBytes; }
+  __device__ __forceinline__ unsigned char* staging(int warp) const {
+    return a(kernel.tile.stages) + warp * kWarpBuffers * kBufferBytes;
+  }
+};
+
+// Stages [begin, end) of a unit's sum.
+struct Share {
+  int unit, begin, end;
+  int slot;  // where a share that does not begin at 0 leaves its sums
+};
+
+// The shares of one cluster: whole units, then, where sums are split, shares of the R < C units left for C clusters. F
+// = C / R fronts of R clusters each walk through the sum side by side, so that the units share operands in the
+// second-level cache: front i adds stages [i W, (i + 1) W) of every unit. The L = C % R clusters left over take the
+// rest of each sum, [F W, blocks): first that of one unit each, then equal parts of the others' together, the pool.
+// Cluster u of front 0 owns unit `whole` + u: it adds the other shares in the order of k. `cluster` counts down from
+// the last one that began, so that a cluster waits only for those that began before it.
+template <bool splits> struct ProductShares {
+  int unit, clusters, whole, blocks;
+  int cluster, left = 0, fronts = 0, front_stages = 0, rest = 0, over = 0, pool = 0;  // R, F, W, blocks - F W, L
+  int turn = 0, at = 0, end = 0;                                                      // of the pool
+
+  __device__ __forceinline__ ProductShares(const ProductArguments& p, int own, int all)
+      : unit(own), clusters(all), whole(p.whole), blocks(p.blocks), cluster(own) {
+    if constexpr (splits) {
+      left = p.units - whole;
+      if (left == 0) return;
+      fronts = clusters / left;
+      front_stages = (left * blocks + clusters - 1) / clusters;
+      rest = max(0, blocks - fronts * front_stages);
+      over = clusters - fronts * left;
+      pool = (left - over) * rest;
+    }
+  }
+  __device__ __forceinline__ int cut(int part) const { return pool * part / over; }
+  __device__ __forceinline__ bool next(Share* s) {
+    if (unit < whole) {
+      *s = {unit, 0, blocks, 0};
+      unit += clusters;
+      return true;
+    }
+    if constexpr (splits) {
+      if (left == 0) return false;
+      if (turn == 0) {
+        turn = 1;
+        if (cluster < fronts * left) {
+          turn = 2;
+          const int begin = cluster / left * front_stages;
+          *s = {whole + cluster % left, begin, min(blocks, begin + front_stages), cluster};
+          return begin < blocks;
+        }
+        at = cut(cluster - fronts * left);
+        end = cut(cluster - fronts * left + 1);
+        if (rest > 0) {
+          *s = {whole + cluster - fronts * left, fronts * front_stages, blocks, cluster};
+          return true;
+        }
+      }
+      if (turn == 1 && at < end) {
+        const int of = at / rest, first = at - of * rest;
+        *s = {whole + over + of, fronts * front_stages + first, fronts * front_stages + min(rest, first + end - at),
+              clusters + cluster - fronts * left + of};
+        at += s->end - s->begin;
+        return true;
+      }
+    }
+    return false;
+  }
+  __device__ __forceinline__ bool ends() const {
+    ProductShares rest_of_them = *this;
+    Share s;
+    return !rest_of_them.next(&s);
+  }
+  // The slot of a unit's next share behind the owner's, in the order of k; -1: there is none. `step` is 1 at first.
+  __device__ __forceinline__ int next_other(int split_unit, int* step) const {
+    const int u = split_unit - whole;
+    if (*step < fronts) {
+      const int front = (*step)++;
+      if (front * front_stages < blocks) return front * left + u;
+      return -1;  // and nothing is left
+    }
+    if (rest == 0) return -1;
+    int part = (*step)++ - fronts;
+    if (u < over) return part == 0 ? fronts * left + u : -1;
+    const int first = (u - over) * rest;
+    if (part == 0) part = max(0, first / (pool / over + 1) - 1);  // not behind the first that has something
+    while (part < over && (cut(part + 1) <= first || cut(part + 1) == cut(part))) ++part;
+    *step = part + 1 + fronts;
+    return part < over && cut(part) < first + rest ? clusters + part + u - over : -1;
+  }
+};
+
+struct TilePlace {
+  int row, column;  // of the block's first element
+};
+
+// Which tiles are this block's.
+template <ProductKernel kernel> struct ProductPlace {
+  const ProductArguments& p;
+  int rank, rank_row, rank_column;  // in the cluster
+  int cluster, clusters;
+
+  __device__ __forceinline__ ProductPlace(const ProductArguments& arguments, int begun) : p(arguments) {
+    constexpr ProductTile tile = kernel.tile;
+    rank = static_cast<int>(device::cluster_rank());
+    rank_row = rank % tile.cluster_rows;
+    rank_column = rank / tile.cluster_rows;
+    clusters = gridDim.x / tile.cluster();
+    cluster = kernel.splits ? clusters - 1 - begun : static_cast<int>(blockIdx.x) / tile.cluster();
+  }
+  // Bands of kBandUnits units along the columns; in a band the short side runs fastest. So the units of a wave share
+  // operands in the second-level cache.
+  __device__ __forceinline__ TilePlace tile(int unit) const {
+    const int band = unit / (kBandUnits * p.unit_rows), first = band * kBandUnits;
+    const int width = min(kBandUnits, p.unit_columns - first), rest = unit - first * p.unit_rows;
+    const int row = rest / width, column = first + rest - row * width;
+    return {(row * kernel.tile.cluster_rows + rank_row) * kernel.tile.rows,
+            (column * kernel.tile.cluster_columns + rank_column) * kernel.tile.columns};
+  }
+};
+
+}  // namespace warpsmith::linear

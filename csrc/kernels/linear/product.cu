@@ -1,0 +1,94 @@
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <string>
+
+#include "common/alignment.h"
+#include "common/code_capability.h"
+#include "device/launch.h"
+#include "kernels/linear/hopper/product_sm90.h"
+#include "kernels/linear/linear.h"
+
+// Chooses the kernel of a product, where the library contains the Hopper kernels (sm_90a).
+namespace warpsmith {
+namespace {
+
+#if defined(WARPSMITH_SM90A) || defined(WARPSMITH_SIM)
+constexpr bool kHopperProducts = true;
+#else
+constexpr bool kHopperProducts = false;  // code that depends on it refers to functions that do not exist
+#endif
+
+// -1: never, 0: any tile; others: rows of the tile.
+int number_of(const char* how) {
+  const std::string text = how ? how : "";
+  return text == "1" ? 0 : text == "128" || text == "256" ? std::stoi(text) : -1;
+}
+
+std::atomic<int>& asked() {
+  static std::atomic<int> number{number_of(std::getenv("WARPSMITH_OWN_PRODUCT"))};
+  return number;
+}
+
+std::atomic<int64_t> launched{0};
+
+bool is_aligned(const ProductParams& p) {
+  const bool tn = p.layout == ProductLayout::tn, nt = p.layout == ProductLayout::nt;
+  const auto rows_fit = [&](const void* base, int64_t stride, int64_t rows) {
+    return rows_on_16_bytes(base, stride, rows, p.dtype);
+  };
+  return rows_fit(p.a, p.a_stride, tn ? p.inner : p.rows) && rows_fit(p.b, p.b_stride, nt ? p.columns : p.inner) &&
+         rows_on_16_bytes(p.out, p.columns, p.rows, p.epilogue == ProductEpilogue::wide ? Dtype::float32 : p.dtype) &&
+         rows_fit(p.z, p.z_stride, p.rows) && on_16_bytes(p.bias) && (!p.bias || p.columns % 8 == 0);
+}
+
+}  // namespace
+
+int64_t ask_for_own_product(const char* how) {
+  asked() = number_of(how);
+  return launched;
+}
+
+bool own_product_is_asked_for() { return kHopperProducts && asked() >= 0; }
+
+Status product_plan_cuda(const ProductParams& p, ProductPlan* plan) {
+  ProductProblem problem{p.rows, p.columns, p.inner, p.layout, p.epilogue};
+  problem.asked = own_product_is_asked_for();
+  problem.tile_rows = std::max(0, asked().load());
+  if (problem.asked) {
+    DeviceProperties device;
+    WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+    problem.multiprocessors = device.multiprocessors;
+    problem.sm90a_code = runs_sm90a_code();
+    problem.half = p.dtype == Dtype::bfloat16 || p.dtype == Dtype::float16;
+    problem.aligned = problem.half && is_aligned(p);
+  }
+  *plan = choose_product(problem);
+  return product_workspace_cuda(p, plan);
+}
+
+Status product_workspace_cuda(const ProductParams& p, ProductPlan* plan) {
+  if (!plan->kernel || !plan->kernel->splits) return {};
+  DeviceProperties device;
+  WARPSMITH_RETURN_IF_FAILED(device_properties(device));
+  const ProductTile& t = plan->kernel->tile;
+  const int64_t clusters = product_clusters(t, device.multiprocessors);
+  const int64_t shares = clusters + product_units(t, p.rows, p.columns) % clusters;  // linear::ProductShares
+  plan->sums = shares * t.cluster() * t.rows * t.columns;
+  plan->flags = 1 + shares * t.cluster() * kConsumerWarps;
+  return {};
+}
+
+Status product_cuda(const ProductParams& p, const ProductPlan& plan, void* stream) {
+  ++launched;
+  if constexpr (kHopperProducts) {
+    switch (plan.kernel->layout) {
+      case ProductLayout::nt: return linear::product_nt_sm90(p, *plan.kernel, stream);
+      case ProductLayout::nn: return linear::product_nn_sm90(p, *plan.kernel, stream);
+      case ProductLayout::tn: return linear::product_tn_sm90(p, *plan.kernel, stream);
+    }
+  }
+  return Status::unsupported("no Hopper kernels in this build");
+}
+
+}  // namespace warpsmith

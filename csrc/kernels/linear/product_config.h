@@ -1,0 +1,153 @@
+#pragma once
+#include <cstdint>
+
+// The Hopper products of linear layers: which kernels are compiled, and which one multiplies a problem. Pure functions
+// of the problem, printable through warpsmith.plan("linear", ...).
+namespace warpsmith {
+
+// out[m, n] = sum over k. How the operands lie, each row-major.
+enum class ProductLayout : uint8_t {
+  nt,  // a [rows, inner], b [columns, inner]: the forward
+  nn,  // a [rows, inner], b [inner, columns]: the gradient of the input
+  tn,  // a [inner, rows], b [inner, columns]: the gradient of the weight
+};
+
+// What becomes of a sum. Where a bias is given, it is added before the sum is rounded.
+enum class ProductEpilogue : uint8_t {
+  store,       // out = sum + bias
+  activate,    // z = sum + bias, kept or not; out = f(z), of the rounded z
+  residual,    // out = (sum + bias) + z, of the rounded parenthesis
+  derivative,  // out = sum * f'(z), of the rounded sum; column sums of it, 16 rows each, if they are wanted
+  wide,        // out = sum or out += sum, in float32
+};
+
+constexpr int kConsumerWarps = 8;  // of a block
+
+struct ProductTile {
+  int rows, columns, stages;          // of a block; stages of 64 k
+  int cluster_rows, cluster_columns;  // blocks; they share operands by multicast
+
+  constexpr int cluster() const { return cluster_rows * cluster_columns; }
+  constexpr int stage_bytes() const { return (rows + columns) * 128; }
+  constexpr int accumulators() const { return rows / 128 * columns / 2; }  // of a thread
+  // Of 384 threads with 168 registers at launch.
+  constexpr int producer_registers() const { return accumulators() > 128 ? 24 : 40; }
+  constexpr int consumer_registers() const { return accumulators() > 128 ? 240 : 232; }
+  // With two staging buffers of 2 KiB for each warp.
+  constexpr int shared_bytes() const { return stages * stage_bytes() + kConsumerWarps * 2 * 2048; }
+  constexpr bool operator==(const ProductTile&) const = default;
+};
+
+struct ProductKernel {
+  ProductLayout layout;
+  ProductEpilogue epilogue;
+  bool splits;       // the sums of the last, incomplete wave of tiles, over all clusters
+  ProductTile tile;  // last and never 0: g++ drops zeros at the end of a name, nvcc does not
+
+  // Whether a finished tile is rounded at once, and stored while the products of the next one run.
+  constexpr bool defers() const { return epilogue != ProductEpilogue::wide && tile.accumulators() <= 128; }
+  constexpr bool reads() const {
+    return epilogue == ProductEpilogue::residual || epilogue == ProductEpilogue::derivative;
+  }
+  constexpr bool computes() const { return reads() || epilogue == ProductEpilogue::activate; }
+  constexpr bool takes_bias() const { return layout == ProductLayout::nt; }
+  constexpr bool operator==(const ProductKernel&) const = default;
+};
+
+constexpr ProductTile kWideTile{128, 256, 4, 2, 1};   // shares the longer side, which costs the least energy
+constexpr ProductTile kTallTile{256, 128, 4, 1, 2};   // as fast within 0.4 %; for comparisons alone
+constexpr ProductTile kLargeTile{256, 192, 3, 2, 1};  // fills waves that the others leave half empty
+constexpr ProductKernel kProducts[] = {
+    {ProductLayout::nt, ProductEpilogue::store, false, kWideTile},
+    {ProductLayout::nt, ProductEpilogue::store, false, kTallTile},
+    {ProductLayout::nt, ProductEpilogue::activate, false, kWideTile},
+    {ProductLayout::nt, ProductEpilogue::residual, false, kWideTile},
+    {ProductLayout::nn, ProductEpilogue::store, false, kWideTile},
+    {ProductLayout::nn, ProductEpilogue::derivative, false, kWideTile},
+    {ProductLayout::tn, ProductEpilogue::store, false, kWideTile},
+    {ProductLayout::tn, ProductEpilogue::store, false, kLargeTile},
+    {ProductLayout::tn, ProductEpilogue::store, true, kWideTile},
+    {ProductLayout::tn, ProductEpilogue::wide, false, kWideTile},
+    {ProductLayout::tn, ProductEpilogue::wide, false, kLargeTile},
+    {ProductLayout::tn, ProductEpilogue::wide, true, kWideTile},
+};
+
+struct ProductProblem {
+  int64_t rows = 0, columns = 1, inner = 1;
+  ProductLayout layout = ProductLayout::nt;
+  ProductEpilogue epilogue = ProductEpilogue::store;
+  bool half = true;     // operands of 16 bits
+  bool aligned = true;  // bases and rows of all matrices on 16 bytes
+  bool asked = false;   // WARPSMITH_OWN_PRODUCT=1
+  int tile_rows = 0;    // of the tile that is wanted where it is compiled; 0: any
+  bool sm90a_code = true;
+  int multiprocessors = 132;
+};
+
+struct ProductPlan {
+  const ProductKernel* kernel = nullptr;  // null: the library multiplies
+  const char* why = "";
+  int64_t sums = 0, flags = 0;  // of the workspace of a product that splits: floats, ints
+};
+
+// Tiles of a cluster over the output.
+constexpr int64_t product_units(const ProductTile& t, int64_t rows, int64_t columns) {
+  const int64_t m = int64_t{t.rows} * t.cluster_rows, n = int64_t{t.columns} * t.cluster_columns;
+  return ((rows + m - 1) / m) * ((columns + n - 1) / n);
+}
+
+// Clusters that run at once.
+constexpr int64_t product_clusters(const ProductTile& t, int multiprocessors) {
+  return multiprocessors > t.cluster() ? multiprocessors / t.cluster() : 1;
+}
+
+// How many times as long the whole waves of a tile take as the work in them, in percent.
+constexpr int64_t wave_percent(int64_t units, int64_t clusters) {
+  return units == 0 ? 100 : (units + clusters - 1) / clusters * clusters * 100 / units;
+}
+
+constexpr const ProductKernel* find_product(const ProductKernel& wanted) {
+  for (const ProductKernel& k : kProducts)
+    if (k == wanted) return &k;
+  return nullptr;
+}
+
+// Measured on an H200 on 2026-11-24 with a prototype of these kernels beside cuBLAS 13.1 at ten shapes of Llama and
+// GPT-2: forward 1.00 to 1.06, input gradient 0.985 to 1.10, weight gradient 0.985 to 1.06. No card has timed these
+// kernels themselves, so a product is theirs only where it is asked for.
+//
+// Forward and input gradient: 128 x 256 was the best tile or within 0.7 % of it everywhere. The weight gradient has few
+// tiles and long sums. Sums are split where the tiles fill less than 0.6 of a wave, or leave less than 0.6 of one
+// behind three whole ones: 65,536 x 768 -> 3,072 took 0.78 of the time of contiguous shares of (tile, k). Where the
+// rest is larger, handing sums over cost more than it gave; so it would, by counting its bytes, for short sums. Else
+// 128 x 256 where its whole waves waste less than 10 %, and 256 x 192 where that wastes less.
+constexpr int64_t kLeastSplit = 8192;
+constexpr ProductPlan choose_product(const ProductProblem& p) {
+  constexpr int64_t kMostSize = int64_t{1} << 31;
+  if (!p.asked) return {nullptr, "the library's product: ours has not been asked for"};
+  if (!p.sm90a_code) return {nullptr, "the library's product: ours needs code of sm_90a"};
+  if (!p.half) return {nullptr, "the library's product: ours has operands of 16 bits"};
+  if (!p.aligned) return {nullptr, "the library's product: ours needs matrices and rows on 16 bytes"};
+  if (p.rows >= kMostSize || p.columns >= kMostSize || p.inner >= kMostSize)
+    return {nullptr, "the library's product: ours counts rows and columns below 2^31"};
+  if (p.rows == 0 || p.columns == 0 || p.inner == 0) return {nullptr, "nothing to multiply"};
+  for (const ProductKernel& k : kProducts)
+    if (k.tile.rows == p.tile_rows && !k.splits && k.layout == p.layout && k.epilogue == p.epilogue)
+      return {&k, "our product: its tile was asked for"};
+  const ProductKernel *wide = find_product({p.layout, p.epilogue, false, kWideTile}),
+                      *large = find_product({p.layout, p.epilogue, false, kLargeTile});
+  if (!wide) return {nullptr, "the library's product: ours has no such epilogue in this layout"};
+  if (!large) return {wide, "our product: the order of a sum depends on its length alone"};
+  const int64_t clusters = product_clusters(kWideTile, p.multiprocessors);
+  const int64_t units = product_units(kWideTile, p.rows, p.columns), rest = units % clusters;
+  const bool few = rest > 0 && rest * 10 < clusters * 6 && (units < clusters || units > 3 * clusters);
+  if (few && p.inner >= kLeastSplit && (p.inner / 64 + 1) * clusters * clusters < kMostSize)
+    return {find_product({p.layout, p.epilogue, true, kWideTile}),
+            "our product: the last tiles are split along the sum"};
+  const int64_t of_wide = wave_percent(units, clusters),
+                of_large = wave_percent(product_units(kLargeTile, p.rows, p.columns), clusters);
+  if (of_wide < 110 || of_wide <= of_large) return {wide, "our product: its tiles fill whole waves"};
+  return {large, "our product: larger tiles fill whole waves better"};
+}
+
+}  // namespace warpsmith
