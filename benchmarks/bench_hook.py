@@ -80,7 +80,7 @@ def reduce_part(bench):
         reduction_plan(device=bench.device)
     for mib in (1,) if bench.quick else (1, 16, 64, 1024):
         gradients = torch.randn(mib * MIB // 4, device=bench.device)
-        bucket = SimpleNamespace(buffer=lambda gradients=gradients: gradients)
+        bucket = SimpleNamespace(buffer=lambda gradients=gradients: gradients, parameters=list)
         calls = {
             "all-reduce float32": functools.partial(all_reduce_mean, gradients),
             "all-reduce bfloat16": functools.partial(all_reduce_bfloat16, gradients),
