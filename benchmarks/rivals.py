@@ -11,6 +11,7 @@ PACKAGES = {
     "nvidia-cudnn-frontend": "cudnn",
     "cut-cross-entropy": "cut_cross_entropy",
     "apex": "apex",
+    "torchao": "torchao",
     "flash-attn": "flash_attn",
     "flash-attn-4": "flash_attn",
 }

@@ -28,6 +28,7 @@ RECIPE: dict[str, tuple[Any, Any, str]] = {  # name: (nano, gpt2-124m, help)
     "init_std": (0.08, 0.02, "of the initial weights, but for those that feed the residual stream"),
     "clip": (1.0, 1.0, "largest norm of the gradient"),
     "dtype": ("float32", "bfloat16", "16-bit ones are autocast; float16 scales the loss"),
+    "fp8": ("none", "none", "products of linear layers in 8 bits, by scales of (docs/fp8.md)"),
     "stream": ("float32", "float32", "dtype of the residual stream; bfloat16 moves fewer bytes and rounds every sum"),
     "seed": (1, 1, "of weights and data order"),
     "tokens": ("bytes", "bytes", "the data's bytes, or random ones for a benchmark"),
@@ -43,6 +44,7 @@ CHOICES = {
     "positions": ("rope", "learned"),
     "norm": ("rms", "layer"),
     "dtype": ("float32", "bfloat16", "float16"),
+    "fp8": ("none", "row", "tensor", "delayed", "block"),
     "stream": ("float32", "bfloat16"),
     "tokens": ("bytes", "random"),
     "reduce": ("float32", "bfloat16"),
@@ -90,6 +92,7 @@ def recipe_of(args: argparse.Namespace, ranks: Ranks, stored: dict[str, Any] | N
     expect(s.stream == "float32" or s.dtype == "bfloat16", "stream", f"float32 where --dtype is {s.dtype}")
     expect(not args.captured or ranks.world == 1, "captured", f"one process where there are {ranks.world}", args)
     expect(not args.captured or s.modules == "warpsmith", "captured", "--modules warpsmith", args)
+    expect(s.fp8 == "none" or s.modules == "warpsmith", "fp8", f"none where --modules is {s.modules}")
     expect(s.shard == "none" or s.reduce == "bfloat16", "shard", f"none where --reduce is {s.reduce}")
     expect(s.shard == "none" or s.modules == "warpsmith", "shard", f"none where --modules is {s.modules}")
     expect(s.batch % ranks.world == 0, "batch", f"a multiple of the {ranks.world} ranks")

@@ -55,7 +55,11 @@ class Run:
         self.s, self.ranks, self.done = s, ranks, 0
         modules = modules_of(kind)
         torch.manual_seed(s.seed)
+        if s.fp8 != "none":  # which takes layers that are called
+            modules.mlp = modules_of("torch").mlp
         self.model = GPT(s, modules).to(ranks.device)
+        scales = warpsmith.amp.Fp8Recipe("tensor", amax="delayed") if s.fp8 == "delayed" else s.fp8
+        self.fp8 = warpsmith.amp.fp8(self.model, scales) if s.fp8 != "none" else None
         matrices = [p for p in self.model.parameters() if p.dim() >= 2]
         vectors = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -80,7 +84,7 @@ class Run:
             if s.reduce == "bfloat16":
                 ddp.register_comm_hook(None, accurate_hook)
         if captured:
-            state = [self.model, self.optimizer, self.scaler]
+            state = [self.model, self.optimizer, self.scaler, self.fp8]
             self.update = warpsmith.train.CapturedStep(self.update_once, state=state)
 
     def parts(self) -> dict[str, Any]:
@@ -113,6 +117,8 @@ class Run:
         self.scaler.scale(loss).backward()
         self.clip()
         self.scaler.step(self.optimizer)
+        if self.fp8 is not None:
+            self.fp8.update(self.scaler.found_inf(self.optimizer) if self.scaler.is_enabled() else None)
         self.scaler.update()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -169,6 +175,8 @@ class Training:
         self.run = Run(s, s.modules, ranks, args.captured)
         if args.resume:
             self.run.done = self.saved.load(**self.run.parts()) or 0
+            if self.run.fp8 is not None:
+                warpsmith.amp.load_fp8_state(self.run.model, self.saved.extra["fp8"])
         self.saved_at = self.run.done if args.resume else -1
         self.resumed_seconds = self.seconds = state["seconds"]  # of training, without validation and checkpoints
         self.pending: list[tuple[float, Tensor]] = []  # learning rate and loss of the steps that are not in the log
@@ -229,6 +237,7 @@ class Training:
         if self.saved_at != self.run.done:
             self.ranks.on_first(self.sync_log)
             extra = {"seconds": self.seconds, "data": self.data.sha256, "recipe": vars(self.s)}
+            extra |= {"fp8": warpsmith.amp.fp8_state(self.run.model)} if self.run.fp8 is not None else {}
             self.saved.save(self.run.done, **self.run.parts(), extra=extra)  # writes while the training goes on
             self.saved_at = self.run.done
         self.lap_began = time.perf_counter()

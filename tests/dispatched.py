@@ -2,6 +2,7 @@
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 COPIES = {"_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "copy_", "index", "repeat", "stack"}
 
@@ -35,4 +36,21 @@ class Copies(TorchDispatchMode):
         name = op.overloadpacket.__name__
         if name in COPIES and isinstance(result, Tensor) and result.numel() >= self.least:
             self.found.append(name)
+        return result
+
+
+class Made(TorchDispatchMode):
+    """How many tensors of so many elements are made in memory of their own."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        def places(tree):
+            tensors = (t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.numel() == self.elements)
+            return [t.untyped_storage().data_ptr() for t in tensors]
+
+        result = op(*args, **(kwargs or {}))
+        self.count += len(set(places(result)) - set(places((args, kwargs))))
         return result

@@ -9,20 +9,6 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// A tensor of the family's shapes: the leading dimensions of `like`, then `columns`.
-void check_rows(const char* op, const char* argument, const Tensor& t, const Tensor& like, int64_t columns,
-                Dtype dtype) {
-  check_dtype(op, argument, t, dtype);
-  bool same = t.dim() == like.dim() && t.size(t.dim() - 1) == columns;
-  std::string expected;
-  for (int64_t i = 0; i + 1 < like.dim(); ++i) {
-    same = same && t.size(i) == like.size(i);
-    expected += std::to_string(like.size(i)) + ", ";
-  }
-  if (!same) refuse(op, argument, "shape (" + expected + std::to_string(columns) + ")", shape_text(t));
-  check_same_device(op, argument, t, like);
-}
-
 void check_main_grad(const char* op, const OptionalTensor& main_grad, const Layer& layer, Dtype dtype,
                      const char* argument = "main_grad") {
   if (!main_grad) return;

@@ -1,4 +1,4 @@
-#include "kernels/quantize/quantize.h"
+#include "bindings/support/quantize.h"
 
 #include "bindings/support/device.h"
 #include "bindings/support/library.h"
@@ -10,16 +10,6 @@ namespace {
 constexpr const char *kQuantize = name(Quantize::quantize_fp8), *kDequantize = name(Quantize::dequantize_fp8),
                      *kAmax = "fp8_amax", *kScale = "fp8_scale";
 constexpr int kWholeTensor = 62;  // a shift that leaves no index
-
-// No float64: the law of a scale is that of float32.
-Dtype narrow_dtype(const char* op, const char* argument, const Tensor& t) {
-  switch (dtype_of(op, argument, t)) {
-    case ScalarType::Float: return Dtype::float32;
-    case ScalarType::Half: return Dtype::float16;
-    case ScalarType::BFloat16: return Dtype::bfloat16;
-    default: refuse(op, argument, "float32, float16 or bfloat16", dtype_text(t.scalar_type()));
-  }
-}
 
 bool is_e5m2(const char* op, const char* argument, ScalarType dtype) {
   if (dtype != ScalarType::Float8_e4m3fn && dtype != ScalarType::Float8_e5m2)
@@ -56,12 +46,10 @@ std::vector<int64_t> scale_shape(Fp8Scaling scaling, std::vector<int64_t> shape,
   return {};
 }
 
-enum class Transpose : int64_t { no, also, only };
+}  // namespace
 
-using Quantized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-Quantized quantize(Tensor x_any, std::optional<Tensor> given_any, int64_t scaling_number, int64_t transpose_number,
-                   ScalarType dtype, bool power_of_two, bool column_sums) {
+Quantized quantize_fp8(Tensor x_any, std::optional<Tensor> given_any, int64_t scaling_number, int64_t transpose_number,
+                       ScalarType dtype, bool power_of_two, bool column_sums) {
   const Dtype x_dtype = narrow_dtype(kQuantize, "x", x_any);
   const bool e5m2 = is_e5m2(kQuantize, "dtype", dtype);
   if (scaling_number < 0 || scaling_number >= static_cast<int64_t>(std::size(kFp8Scalings)))
@@ -69,9 +57,9 @@ Quantized quantize(Tensor x_any, std::optional<Tensor> given_any, int64_t scalin
   if (transpose_number < 0 || transpose_number > 2)
     refuse(kQuantize, "transpose", "0 (no), 1 (also) or 2 (only)", std::to_string(transpose_number));
   const auto scaling = static_cast<Fp8Scaling>(scaling_number);
-  const auto transpose = static_cast<Transpose>(transpose_number);
+  const auto transpose = static_cast<Fp8Transpose>(transpose_number);
   const Rows x = as_rows(kQuantize, "x", x_any);
-  const bool data_wanted = transpose != Transpose::only, transposed_wanted = transpose != Transpose::no;
+  const bool data_wanted = transpose != Fp8Transpose::only, transposed_wanted = transpose != Fp8Transpose::no;
   const std::vector<int64_t> shape = shape_of(x_any), turned = {x.columns, x.rows};
   const std::vector<int64_t> scales = scale_shape(scaling, shape, x.rows),
                              turned_scales = scale_shape(scaling, turned, x.columns);
@@ -80,7 +68,7 @@ Quantized quantize(Tensor x_any, std::optional<Tensor> given_any, int64_t scalin
   if (given_any) {
     check_float32(kQuantize, "scale", *given_any);
     if (scaling == Fp8Scaling::block || scaling == Fp8Scaling::block2d ||
-        (scaling == Fp8Scaling::row && transpose == Transpose::also))
+        (scaling == Fp8Scaling::row && transpose == Fp8Transpose::also))
       refuse(kQuantize, "scale", "None: these scales are computed", "a tensor");
     const auto& expected = data_wanted ? scales : turned_scales;
     if (shape_of(*given_any) != expected) {
@@ -143,7 +131,7 @@ Quantized quantize(Tensor x_any, std::optional<Tensor> given_any, int64_t scalin
   return {data, scale, transposed, transposed_scale, counts, sums};
 }
 
-Tensor dequantize(Tensor data_any, Tensor scale_any, ScalarType dtype) {
+Tensor dequantize_fp8(Tensor data_any, Tensor scale_any, ScalarType dtype) {
   const ScalarType bytes = dtype_of(kDequantize, "data", data_any);
   const bool e5m2 = is_e5m2(kDequantize, "data", bytes);
   check_float32(kDequantize, "scale", scale_any);
@@ -191,7 +179,7 @@ Tensor dequantize(Tensor data_any, Tensor scale_any, ScalarType dtype) {
   return y;
 }
 
-Tensor amax(Tensor x_any, bool by_row) {
+Tensor fp8_amax(Tensor x_any, bool by_row) {
   const Dtype dtype = narrow_dtype(kAmax, "x", x_any);
   const Rows x = as_rows(kAmax, "x", x_any);
   const int32_t real = aoti_torch_dtype_float32();
@@ -219,6 +207,8 @@ Tensor amax(Tensor x_any, bool by_row) {
   return found;
 }
 
+namespace {
+
 Tensor scale_of(Tensor amax_any, ScalarType dtype, bool power_of_two) {
   check_float32(kScale, "amax", amax_any);
   const bool e5m2 = is_e5m2(kScale, "dtype", dtype);
@@ -243,9 +233,9 @@ WARPSMITH_SCHEMAS(m) {
 }
 
 WARPSMITH_IMPLEMENTATIONS(m) {
-  m.impl("quantize_fp8", TORCH_BOX(&quantize));
-  m.impl("dequantize_fp8", TORCH_BOX(&dequantize));
-  m.impl("fp8_amax", TORCH_BOX(&amax));
+  m.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
+  m.impl("dequantize_fp8", TORCH_BOX(&dequantize_fp8));
+  m.impl("fp8_amax", TORCH_BOX(&fp8_amax));
   m.impl("fp8_scale", TORCH_BOX(&scale_of));
 }
 

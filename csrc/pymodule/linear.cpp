@@ -1,3 +1,6 @@
+#include <string_view>
+#include <utility>
+
 #include "kernels/linear/linear_config.h"
 #include "kernels/linear/linear_ops.h"
 #include "kernels/linear/product_config.h"
@@ -8,6 +11,8 @@ namespace py = pybind11;
 
 namespace warpsmith::host {
 namespace {
+
+constexpr const char* kScalings[] = {"row", "tensor", "block"};
 
 constexpr const char* kProductsOfLayer[] = {"forward", "input_gradient", "weight_gradient", "main_grad"};
 
@@ -70,7 +75,33 @@ py::dict plan(const char* op, const py::kwargs& given) {
   return d;
 }
 
-#define WARPSMITH_ROW(op) {#op, [](const py::kwargs& given) { return plan(#op, given); }},
+py::dict plan_scaled(const py::kwargs& given) {
+  Problem problem("scaled_linear", given);
+  const int64_t rows = problem.integer("rows", 0), in = problem.integer("in_features", 0),
+                out = problem.integer("out_features", 0);
+  const int scaling = problem.one_of("scaling", kScalings);
+  const auto how = static_cast<ScaledAccumulate>(problem.one_of("accumulate", kScaledAccumulate));
+  const bool emulate = problem.flag("emulate", false);
+  const int64_t capability = problem.integer("code_capability", 80, 90);
+  problem.refuse_unknown();
+
+  const bool blocks = scaling == 2, runs = scaling == 1 ? capability >= 89 : capability == 90;
+  py::dict d;
+  d["path"] = emulate ? "float32" : runs ? "_scaled_mm" : "none";
+  const std::pair<const char*, int64_t> terms[] = {{"forward", in}, {"dgrad", out}, {"wgrad", rows}};
+  for (const auto& [product, count] : terms)
+    d[product] = emulate || !accumulates_fast(how, count, blocks) ? "float32" : "fast";
+  d["why"] = emulate ? "dequantized values, multiplied in float32"
+             : runs  ? "torch's product of 8-bit floats; sums by the number of their terms"
+                     : "cuBLASLt has row and block scales on sm_90 alone, and 8-bit products from sm_89 on";
+  return d;
+}
+
+py::dict plan_of(const char* op, const py::kwargs& given) {
+  return std::string_view(op) == "scaled_linear" ? plan_scaled(given) : plan(op, given);
+}
+
+#define WARPSMITH_ROW(op) {#op, [](const py::kwargs& given) { return plan_of(#op, given); }},
 const RegisterPlanner registered[] = {WARPSMITH_LINEAR_OPS(WARPSMITH_ROW)};
 #undef WARPSMITH_ROW
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,20 @@ def test_a_wrong_named_torch_is_refused(backend, tmp_path, monkeypatch, version,
     assert str(refused.value).startswith(message)
 
 
+@pytest.mark.parametrize("spoilt", [None, {"version": None}, {"header": False}, {"version": "2.9.1"}], ids=str)
+@pytest.mark.parametrize("place", ["imported", "platlib"])
+def test_what_is_no_torch_to_build_against_is_passed_over(backend, tmp_path, monkeypatch, place, spoilt):
+    """Of the places where a torch may be, the next is asked."""
+    if spoilt is not None:
+        fake_torch(tmp_path / place / "torch", **spoilt)
+    good = fake_torch(tmp_path / "purelib/torch")
+    spec = SimpleNamespace(origin=str(tmp_path / "imported/torch/__init__.py"))
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: spec if place == "imported" else None)
+    paths = {key: str(tmp_path / key) for key in ("platlib", "purelib")}
+    monkeypatch.setattr(backend.sysconfig, "get_paths", lambda: paths)
+    assert backend.find_torch() == good
+
+
 def test_under_isolation_the_outer_site_packages_are_searched(backend, tmp_path, monkeypatch):
     outer = fake_torch(tmp_path / "torch", "2.12.1")
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
@@ -75,9 +90,10 @@ def test_an_old_torch_is_passed_over_and_a_new_one_required(backend, tmp_path, m
     monkeypatch.setattr(backend.sysconfig, "get_paths", lambda: {"platlib": str(tmp_path), "purelib": str(tmp_path)})
     assert backend.find_torch() is None
     assert f"warpsmith: ignoring torch 2.9 at {old}: expected 2.11 or newer" in capsys.readouterr().out
-    assert "torch>=2.11" in backend.get_requires_for_build_wheel()
-    with pytest.raises(SystemExit, match=r"no torch >= 2\.11 found; install torch first or set WARPSMITH_TORCH_DIR"):
-        backend.build_wheel(str(tmp_path))
+    for kind in ("wheel", "editable"):
+        assert "torch>=2.11" in getattr(backend, f"get_requires_for_build_{kind}")()
+        with pytest.raises(SystemExit, match=r"no torch >= 2\.11 found; install torch first or set WARPSMITH_TORCH"):
+            getattr(backend, f"build_{kind}")(str(tmp_path))
 
 
 def test_pip_shows_one_message_for_a_wrong_torch_directory(tmp_path):

@@ -103,6 +103,13 @@ at::Tensor mlp(const at::Tensor& x, const at::Tensor& w1, const std::optional<at
   return warpsmith::mlp(x, w1, b1, w2, b2, static_cast<warpsmith::Activation>(activation));
 }
 
+at::Tensor scaled_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                         int64_t scaling, bool e5m2, bool high) {
+  warpsmith::ScaledLinearOptions options{.grad_e5m2 = e5m2, .wgrad_high = high};
+  options.scaling = static_cast<warpsmith::ScaledLinearOptions::Scaling>(scaling);
+  return warpsmith::scaled_linear(x, weight, bias, options);
+}
+
 at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate_weight, const at::Tensor& up_weight,
                         const std::optional<at::Tensor>& gate_bias, const std::optional<at::Tensor>& up_bias,
                         int64_t activation) {
@@ -179,6 +186,8 @@ TORCH_LIBRARY(warpsmith_cpp_api, m) {
       "activation) "
       "-> Tensor",
       exposed(&gated_linear));
+  m.def("scaled_linear(Tensor x, Tensor weight, Tensor? bias, int scaling, bool e5m2, bool high) -> Tensor",
+        exposed(&scaled_linear));
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, int "
       "reduction, float label_smoothing, int? max_chunk_bytes) -> Tensor",

@@ -63,6 +63,12 @@ def cross_entropy(reduction, weight, **given):
     return warpsmith.cross_entropy(**given, class_weight=weight, reduction=REDUCTIONS[reduction])
 
 
+def scaled_linear(scaling, e5m2, high, **given):
+    grad_dtype, wgrad = "e5m2" if e5m2 else "e4m3", "high" if high else "fp8"
+    recipe = warpsmith.amp.Fp8Recipe(("row", "tensor", "block")[scaling], grad_dtype=grad_dtype, wgrad=wgrad)
+    return warpsmith.scaled_linear(**given, recipe=recipe)
+
+
 def linear_cross_entropy(reduction, **given):
     return warpsmith.linear_cross_entropy(**given, reduction=REDUCTIONS[reduction])
 
@@ -117,6 +123,9 @@ def problems():
         if number:
             yield "mlp", {"x": leaf(2, 3, 16), **layers, "activation": number}, of_layers("mlp")
             yield "gated_linear", {"x": leaf(2, 3, 16), **gated, "activation": number}, of_layers("gated_linear")
+    whole = {"x": leaf(2, 3, 16), "weight": leaf(32, 16), "bias": leaf(32)}
+    for number in range(3):
+        yield "scaled_linear", {**whole, "scaling": number, "e5m2": number == 1, "high": number == 2}, scaled_linear
     linear = {"hidden": leaf(2, 3, 16), "weight": leaf(9, 16), "bias": leaf(9), "target": TARGET.clamp_min(0)}
     yield "linear_log_prob", {**linear, "temperature": 0.7, "save_logits": True}, warpsmith.linear_log_prob
     yield "linear_log_prob", {**linear, "temperature": 1.0, "save_logits": False}, warpsmith.linear_log_prob
@@ -219,6 +228,8 @@ def in_dtypes(given, dtype, beside):
 @pytest.mark.parametrize(("name", "given", "python"), PROBLEMS)
 def test_other_dtypes(cpp, name, given, python, dtypes):
     dtype, beside = dtypes
+    if name == "scaled_linear" and dtype == torch.float64:
+        pytest.skip("casts to 8 bits have no float64")
     mixes = name.endswith("_norm") or name.startswith("bias_")
     _, chosen, leaves = next(calls(cpp, name, in_dtypes(given, dtype, beside if mixes else None)))
     assert_equal(cpp, name, python, chosen, leaves)

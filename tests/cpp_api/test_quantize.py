@@ -1,6 +1,7 @@
 """The C++ functions of 8-bit floats give Python's results."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -31,8 +32,16 @@ def test_equal_to_python(cpp):
 
 def test_a_given_scale(cpp, undefined):
     x, scale = torch.randn(4, 30), torch.tensor(0.25)
-    found = cpp.quantize_fp8(x, scale, 1, 1, torch.float8_e4m3fn, True, False)[:5]
-    assert all(map(same, found, warpsmith.quantize_fp8(x, "tensor", scale=scale, transpose="also")))
+    for (i, scaling), (j, transpose) in itertools.product(enumerate(SCALINGS), enumerate(TRANSPOSES)):
+        given = torch.rand(() if scaling == "tensor" else (30 if transpose == "only" else 4, 1)) + 0.5
+        arguments = x, given, i, j, torch.float8_e4m3fn, True, False
+        try:
+            wanted = warpsmith.quantize_fp8(x, scaling, scale=given, transpose=transpose)
+        except ValueError as refused:
+            with pytest.raises(ValueError, match=re.escape(str(refused))):
+                cpp.quantize_fp8(*arguments)
+        else:
+            assert all(map(same, cpp.quantize_fp8(*arguments)[:5], wanted))
     found = cpp.quantize_fp8(x, None, 0, 0, torch.float8_e4m3fn, True, False)[:5]
     assert all(map(same, found, warpsmith.quantize_fp8(x)))
     with pytest.raises(ValueError, match=r"^quantize_fp8: scale: expected shape \(4, 1\), got \(\)"):

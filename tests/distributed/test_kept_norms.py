@@ -73,14 +73,18 @@ def test_the_norm_of_buckets(rank, world_size):
             assert is_known(params) and is_known(params[::-1])
             assert bitwise_equal(grad_norm(params[:3]), grad_norm(copies(params[:3])))
             assert not is_known(params, 1)  # nobody has kept the sum of absolute values
+            for order in (1, math.inf):
+                assert bitwise_equal(grad_norm(params, order), grad_norm(copies(params), order))
             of_all = [torch.empty(()).double() for _ in range(world_size)]
             dist.all_gather(of_all, grad_norm(params))
             assert bitwise_equal(*of_all)
         assert not is_known([*params, *copies(params[:1])])
-        other = copies(params)
-        assert bitwise_equal(clip_grad_norm_(params, 1.0), clip_grad_norm_(other, 1.0))
-        assert all(bitwise_equal(p.grad, o.grad) for p, o in zip(params, other, strict=True))
-        assert is_fresh(params)  # it was clipped
+        for order in (2, 1, math.inf):
+            other = copies(params)
+            assert bitwise_equal(clip_grad_norm_(params, 1e-3, order), clip_grad_norm_(other, 1e-3, order))
+            assert all(bitwise_equal(p.grad, o.grad) for p, o in zip(params, other, strict=True))
+            assert is_fresh(params)  # it was clipped
+            backward(ddp, rank)
 
 
 @multirank(2, timeout_s=200)

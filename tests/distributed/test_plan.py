@@ -6,9 +6,14 @@ import random
 
 import pytest
 import torch
+import warpsmith
 from torch.utils.flop_counter import FlopCounterMode
+from warpsmith.cli import main
 from warpsmith.distributed import plan
 from warpsmith.distributed.plan import compute, memory, prediction
+from warpsmith.distributed.plan.gpus import KERNELS
+from warpsmith.distributed.plan.layout import ATTENTION, CHECKPOINTS, GATHER, PRECISIONS, WIRE
+from warpsmith.distributed.plan.model import DTYPES
 
 GPT2 = plan.Model(layers=12, hidden=768, heads=12, vocabulary=50304, sequence=1024, tied=True)
 H100 = plan.Cluster.of("H100")
@@ -271,3 +276,38 @@ def test_half_the_bytes_count_where_the_network_decides():
         for wire in ("float32", "bfloat16")
     }
     assert found["bfloat16"] == pytest.approx(found["float32"] / 2, rel=0.2)
+
+
+SIZES = dict.fromkeys(("layers", "hidden", "heads", "vocabulary", "sequence"), 8)
+PARTS = {"model": plan.Model(**SIZES), "layout": plan.Layout(pipeline=2)}
+NAMES = {
+    "checkpoint": CHECKPOINTS,
+    "attention": ATTENTION,
+    "precision": PRECISIONS,
+    "wire": WIRE,
+    "gather": GATHER,
+    "kernels": KERNELS,
+    "loss": KERNELS,
+    "dtype": DTYPES,
+}
+
+
+@pytest.mark.parametrize(("part", "name"), [(p, f.name) for p, one in PARTS.items() for f in dataclasses.fields(one)])
+def test_an_option_of_the_command_is_the_field_that_it_names(monkeypatch, part, name):
+    """Each flag both ways, each name, and sizes from the least on."""
+    shown = []
+    monkeypatch.setattr(warpsmith.cli.plan, "_show", lambda _, model, cluster, layout: shown.append((model, layout)))
+    flag = "--" + name.replace("_", "-")
+    kind = type(getattr(PARTS[part], name))
+    for value in {bool: (True, False), int: (0, 1, 2), str: tuple(NAMES.get(name, ()))}[kind]:
+        sizes = [word for key, size in {**SIZES, "pipeline": 2}.items() for word in (f"--{key}", str(size))]
+        words = [flag if value else flag.replace("--", "--no-", 1)] if kind is bool else [flag, str(value)]
+        made = {"model": dict(SIZES), "layout": {"pipeline": 2}}
+        made[part][name] = value
+        try:
+            expected = plan.Model(**made["model"]), plan.Layout(**made["layout"])
+        except ValueError as refused:
+            assert main(["plan", *sizes, *words]) == 2, refused
+        else:
+            assert main(["plan", *sizes, *words]) == 0 and shown.pop() == expected
+    assert not shown

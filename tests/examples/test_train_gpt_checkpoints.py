@@ -48,6 +48,22 @@ def test_float16_trains_like_float32_and_resumes_with_its_scale(data: Path, tmp_
     assert json.loads((out / "checkpoints" / "step-00000020" / "state.json").read_text())["parts"]["scaler"] == state
 
 
+@pytest.mark.parametrize("scales", ["row", "delayed"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_eight_bit_products_train_and_resume_with_their_scales(
+    data: Path, tmp_path: Path, device: str, scales: str
+) -> None:
+    out = tmp_path / "fp8"
+    flags = ["--steps", 20, "--log-every", 1, "--device", device, "--dtype", "bfloat16"]
+    assert train_gpt.main(tiny(data, out, *flags, "--fp8", scales)) == 0
+    assert train_gpt.main(tiny(data, tmp_path / "plain", *flags)) == 0
+    whole, plain = losses(out), losses(tmp_path / "plain")
+    assert 0 < max(abs(whole[step] - plain[step]) for step in whole) < 0.05
+    shutil.rmtree(out / "checkpoints" / "step-00000020")
+    assert train_gpt.main(tiny(data, out, *flags, "--fp8", scales, "--resume")) == 0
+    assert losses(out) == whole
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_killed_at_random_points_it_resumes_bit_for_bit(data: Path, tmp_path: Path, device: str) -> None:
     steps = 300

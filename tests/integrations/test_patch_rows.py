@@ -164,6 +164,28 @@ def test_a_norm_beside_activations_of_another_dtype(family, dtypes):
 
 
 @pytest.mark.parametrize("family", ALL)
+def test_a_number_of_one_module_alone(family):
+    """An eps or a scale that is not that of the modules beside it. In float64, but for torch's float32 loss."""
+    model, changed = small_model(family, num_hidden_layers=2).double(), []
+    model.config._experts_implementation = "eager"  # the others take no float64
+
+    def gradients():
+        loss = model(**inputs_of(family)).loss
+        return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)]
+
+    for path, module in model.named_modules():
+        for key in [k for k, v in vars(module).items() if type(v) is float and v and ".1" not in path]:
+            vars(module)[key] += 0.25
+            expected = gradients()
+            with patch(model):
+                found = gradients()
+            vars(module)[key] -= 0.25
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
+            changed.append(key)
+    assert changed
+
+
+@pytest.mark.parametrize("family", ALL)
 def test_autocast(family):
     model = small_model(family, num_experts_per_tok=4)
     exact = results(family, exactly(model))

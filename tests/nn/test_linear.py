@@ -10,6 +10,8 @@ import torch
 import warpsmith
 from torch.nn import functional
 
+from tests.dispatched import Made
+
 X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -90,7 +92,7 @@ CONTAINERS = {
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (_, names) in CONTAINERS.items() for name in names])
 def test_a_layer_that_was_replaced_or_is_watched_is_called(kind, name):
     def gradients(module):
-        outputs = module(X)
+        outputs = module(X, *[X] * ("residual" in inspect.signature(module.forward).parameters))
         sum(y.square().sum() for y in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
         return {n: p.grad for n, p in module.named_parameters()}
 
@@ -165,6 +167,17 @@ def test_norm_linear_keeps_its_intermediates_once():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         warpsmith.nn.NormLinear(8, (6, 4))(X)
     assert kept == [(3, 5, 8), (8,), (15,), (6, 8), (4, 8)]  # x, and of the norm a number a row
+
+
+def test_several_layers_make_no_more_activations_than_one():
+    found = []
+    for outs in ((6,), (6, 4), (6, 4, 4)):
+        x = torch.randn(50, 8, requires_grad=True)
+        total = sum(y.sum() for y in warpsmith.nn.NormLinear(8, outs)(x))
+        with Made(x.numel()) as made:
+            total.backward()
+        found.append(made.count)
+    assert found == [3, 3, 3]  # the norm once more, its gradient and that of x
 
 
 def test_norm_linear_of_one_layer_under_autocast():

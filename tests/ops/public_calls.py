@@ -75,6 +75,7 @@ def arguments_of(name: str) -> dict:
         "qk_norm_rope": {"q": heads(2), "k": heads(1), "q_weight": make(WIDTH), "k_weight": make(WIDTH)} | tables,
         "quantize_fp8": {"x": rows().float()},
         "rms_norm": of_norm,
+        "scaled_linear": {"x": make(TOKENS, 16).float(), "weight": make(32, 16).float(), "bias": make(32).float()},
         "rope": {"q": heads(2), "k": heads(1)} | tables,
     }
     calls |= {row.name: {"x": rows()} | bias for row in families.rows("BIASED")}

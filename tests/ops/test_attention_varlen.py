@@ -7,6 +7,7 @@ import torch
 import warpsmith
 from warpsmith.reference.attention import attention_varlen as reference
 from warpsmith.testing import BadInput, Case, OpSpec, bitwise_equal, op_tests
+from warpsmith.testing.sim import is_loaded
 
 from tests.ops.attention_cases import BF16, FP16, FP32, FP64, OF_BOTH, SEED, SLOPES, parameters, same_dtype, with_mask
 from tests.ops.public_calls import but
@@ -217,20 +218,39 @@ def test_compiled_for_any_lengths():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_nan_of_no_sequence_does_not_spread(dtype):
-    """Tokens behind the last sequence: those of q, k, v, and of the gradients of out and lse."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("head_dim", [16, 128, 192])
+@pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16])
+@pytest.mark.parametrize("rows", [slice(175, 190), slice(70, 100)], ids=["of no sequence", "of a sequence"])
+def test_nan_stays_in_its_sequence(device, dtype, head_dim, rows):
+    """NaN in q, k, v and the gradients of out and lse. Tokens of no sequence have no result, no sink and no bias."""
+    if dtype == FP64 and (device == "cuda" or is_loaded()):
+        pytest.skip("float64 has no kernel")
     torch.manual_seed(0)
-    cu = torch.tensor([0, 70, 70, 75], dtype=torch.int32)
-    tensors = [torch.randn(90, 2, 16).to(dtype) for _ in range(4)]
-    for t in tensors:
-        t[75:] = torch.nan
-    leaves = [t.clone().requires_grad_() for t in tensors[:3]]
-    sink = torch.zeros(2, dtype=dtype, requires_grad=True)
-    out, lse = warpsmith.attention_varlen(*leaves, cu, max_seqlen_q=70, sink=sink, return_lse=True)
-    dlse = torch.randn_like(lse)
-    dlse[:, 75:] = torch.nan
-    grads = torch.autograd.grad([out, lse], [*leaves, sink], [tensors[3], dlse])
-    assert all(t.isfinite().all() for t in (out, lse[:, :75], *grads))
-    assert (out[75:] == 0).all() and (lse[:, 75:] == -torch.inf).all()
-    assert all((t[75:] == 0).all() for t in grads[:3])
+    cu = torch.tensor([0, 70, 100, 100, 175], dtype=torch.int32, device=device)
+    tensors = [torch.randn(190, 2, head_dim, device=device).to(dtype) for _ in range(4)]
+    leaves = [*(t.requires_grad_() for t in tensors[:3]), torch.zeros(2, dtype=dtype, device=device).requires_grad_()]
+    dlse = torch.randn(2, 190, dtype=FP64 if dtype == FP64 else FP32, device=device)
+    behind = rows.stop == 190
+    options = {"max_seqlen_q": 80, "max_seqlen_k": 80, "sink": leaves[3], "return_lse": True}
+    if behind:  # a sequence with NaN would have its part in the gradient of a bias
+        leaves.append(torch.randn(2, 80, 80, device=device).to(dtype).requires_grad_())
+        options["bias"] = leaves[4]
+
+    def results():
+        out, lse = warpsmith.attention_varlen(*leaves[:3], cu, cu, **options)
+        return out, lse.T, *torch.autograd.grad([out, lse], leaves, [tensors[3], dlse])
+
+    want = results()
+    with torch.no_grad():
+        for t in (*tensors, dlse.T):
+            t[rows] = torch.nan
+    got = results()
+    others = torch.ones(190, dtype=torch.bool, device=device)
+    others[rows] = False
+    for mine, its in zip(got[:5], want, strict=False):
+        assert bitwise_equal(mine[others], its[others]) and its[:175].isfinite().all()
+        assert mine[rows].isnan().all() or behind
+    if behind:
+        assert all(map(bitwise_equal, got[5:], want[5:]))
+        assert all((t[rows] == (-torch.inf if i == 1 else 0)).all() for i, t in enumerate(got[:5]))

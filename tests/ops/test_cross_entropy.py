@@ -86,6 +86,8 @@ CASES = [
     Case((40,), FP32),
     Case((2, 3, 5, 64), BF16),
     Case((600, 12), FP32),
+    Case((8200, 2), BF16),  # sums over rows, and of class weights, by a second launch
+    Case((2, 8200), FP32, options=EVERYTHING),
     Case((70_000, 3), FP32),
     Case((3, 50304), BF16),
     Case((2, 50257), FP32),
@@ -102,7 +104,8 @@ def op(**arguments):
 
 def bytes_beside(case, inputs):
     """Rows that do not count are not read. The threads of a row read its target, and all threads the denominator, which
-    the first kernel makes of the targets and the last divides losses by. Four results of a row are kept. With mean and
+    the first kernel makes of the targets and the last divides losses by; both sum more than 8,192 rows in several
+    blocks, of losses three terms. Four results of a row are kept. With mean and
     sum the gradient is made in the forward, not of float16; the backward reads and writes it for another factor than 1.
     Where it is made in the backward, the threads of a row read four numbers."""
     reduction = case.options.get("reduction", "mean")
@@ -114,8 +117,10 @@ def bytes_beside(case, inputs):
     def forward(gradient):
         plan = sim.plan("cross_entropy", gradient=gradient, **problem)["forward"]
         read = rows * plan["threads_a_row"] * 8 - skipped + mean * (rows * 8 + plan["blocks"] * plan["threads"] * 4 + 4)
-        total = reduction != "none"
-        return read + total * rows * 4, rows * 16 + gradient * rows * unit + mean * 4 + total * 4
+        total, blocks = reduction != "none", -(-rows // 8192)
+        partial = (mean + 3 * total) * 4 * blocks * (blocks > 1)
+        written = rows * 16 + gradient * rows * unit + mean * 4 + total * 4
+        return read + total * rows * 4 + partial, written + partial
 
     early = reduction != "none" and case.dtype != FP16
     plan = sim.plan("cross_entropy", **problem)["backward"]
@@ -291,6 +296,15 @@ def test_lse_of_nan_and_infinities_is_torchs(device):
     x = torch.tensor([[nan, nan], [1.0, nan], [-inf, -inf], [inf, 1.0], [-inf, 1.0]], device=device)
     _, stats = warpsmith.cross_entropy(x, torch.zeros(5, dtype=torch.int64, device=device), return_stats=True)
     torch.testing.assert_close(stats.lse, x.logsumexp(-1), equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stats_of_rows_that_several_blocks_add_up(device):
+    x, target = torch.randn(8200, 2, device=device), torch.arange(8200, device=device) % 2
+    target[::7] = -100
+    loss, stats = warpsmith.cross_entropy(x, target, return_stats=True)
+    expected, *_, accuracy = reference(x, target)
+    torch.testing.assert_close((loss, stats.accuracy), (expected, accuracy))
 
 
 def test_stats_do_not_depend_on_the_number_of_threads():

@@ -118,6 +118,8 @@ def test_a_main_grad_counts_as_a_gradient(reduction):
     assert counted(lambda: warpsmith.linear(*layers[:2], main_grad=main_grad)) == counted(
         lambda: warpsmith.linear(*layers[:2])
     )
+    whole = leaf(6, 16), leaf(32, 16), leaf(32)
+    assert counted(lambda: warpsmith.scaled_linear(*whole)) == counted(lambda: functional.linear(*whole))
     assert counted(lambda: warpsmith.gated_linear(*layers, **of_both)) == counted(
         lambda: warpsmith.gated_linear(*layers)
     )
@@ -148,7 +150,7 @@ def test_modules_of_products_count_every_one():
 def test_every_op_with_products_has_a_formula():
     """Ops that take a weight matrix or keys; those that finish a gradient, by scaling it, have no product."""
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("warpsmith::")}
-    families = re.compile("::(linear|mlp|gated_linear|attention)")
+    families = re.compile("::(linear|mlp|gated_linear|scaled_linear|attention)")
     with_products = {n.split("::")[1].split(".")[0] for n in names if families.search(n)}
     without = {n for n in with_products if n.endswith(("_scaled", "_scale_", "_add_"))}
     packets = {getattr(torch.ops.warpsmith, name) for name in with_products - without}

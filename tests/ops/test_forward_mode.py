@@ -51,6 +51,7 @@ REFUSED = {
     "attention_varlen": (lambda q: warpsmith.attention_varlen(q, q, q, CU, CU, 3, 3), Q[0]),
     "cross_entropy": (lambda x: warpsmith.cross_entropy(x, TARGET), X),
     "linear_cross_entropy": (lambda x: warpsmith.linear_cross_entropy(x, HEADS, TARGET), X),
+    "scaled_linear": (lambda x: warpsmith.scaled_linear(x.float(), torch.ones(16, x.shape[-1])), torch.ones(2, 16)),
     "linear_log_prob": (lambda x: warpsmith.linear_log_prob(x, HEADS, TARGET), X),
 }
 

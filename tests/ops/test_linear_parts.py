@@ -183,9 +183,12 @@ def test_x_is_not_kept_for_a_frozen_weight():
     """LoRA: the base layer's input can go once its output is there."""
     kept = []
     x, weight, bias = problem()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        warpsmith.linear(x.requires_grad_(), weight.detach(), bias)
-    assert x.shape not in kept
+    x.requires_grad_()
+    for residual, way in ((None, "AddmmBackward0"), (torch.randn(ROWS, OUT), "linearBackward")):  # torch's layer, ours
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+            y = warpsmith.linear(x, weight.detach(), bias, residual=residual)
+        assert type(y.grad_fn).__name__ == way
+    assert kept and x.shape not in kept
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])

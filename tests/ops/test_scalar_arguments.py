@@ -39,10 +39,11 @@ WRONG = {
     },
     "Tensor": {**NO_SCALARS, "True": True, "1": 1, "0.5": 0.5, "a tuple": (4,), "None": None},
     "Fp8Tensor": {**TENSORS, **NO_SCALARS, **TRUE, "1": 1, "a tuple": (4,), "None": None},
+    "Fp8State": {**TENSORS, **NO_SCALARS, **TRUE, "1": 1},
     "torch.dtype": {**TENSORS, **NO_SCALARS, **TRUE, "1": 1, "int64": torch.int64},
 }
 # Tensors that a parameter takes beside numbers, and "None" for one that need not be given.
-BESIDE = re.compile(r" \| (Tensor|None)")
+BESIDE = re.compile(r" \| (Tensor|None|Fp8Recipe)")
 
 
 def scalars_of(function):

@@ -3,6 +3,7 @@ check must fail on the one it is there for."""
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -99,12 +100,15 @@ def test_a_wrong_vmap_is_caught():
 
 
 def test_a_cast_under_autocast_is_caught():
-    def op(x, scale):
+    def op(x, scale, left=torch.float64):
         y = reference(x, scale)
-        return y.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else y
+        casts = torch.is_autocast_enabled("cpu") and y.dtype != left
+        return y.to(torch.get_autocast_dtype("cpu")) if casts else y
 
+    stated = {"autocast": lambda inputs, dtype: (dtype,)}
     caught(integration.check_autocast, with_op(op), match="under autocast: expected")
-    integration.check_autocast(with_op(op, autocast=lambda inputs, dtype: (dtype,)))
+    integration.check_autocast(with_op(op, **stated))
+    caught(integration.check_autocast, with_op(partial(op, left=None), **stated), match="expected .torch.float64")
 
 
 def bad(match="expected shape", error=ValueError):

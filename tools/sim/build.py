@@ -247,11 +247,13 @@ def changed_objects(parts: Iterable[Part], texts: Mapping[Path, str], folder: Pa
     for file, shadow in shadows.items():
         shadow.parent.mkdir(parents=True, exist_ok=True)
         shadow.write_text(texts[file])
+    # ccache looks whether the files changed that a command has read, not whether one now lies before them.
+    names = store.key("shadows", sorted(str(file.relative_to(csrc)) for file in texts))
     changed, usual = [], []
     for source, flags, kept in parts:
         concerned = not family or family_folder(source).name == family
         if concerned and not texts.keys().isdisjoint(dependencies(source, flags)):
-            flags = ["-w", f"-I{folder}", *flags]
+            flags = ["-w", f"-DWARPSMITH_SHADOWS_{names}", f"-I{folder}", *flags]
             changed.append(compile_object(shadows.get(source, source), flags, folder))
         else:
             usual.append(compile_object(source, flags, kept))

@@ -329,6 +329,8 @@ SEVERAL = (
      "place == 0 && element<T>(held, n) == top", "ops/test_cross_entropy.py -k test_stats", "test_stats"),
     ("sums_of_slices_not_added", "linear/column_sums.cuh", "p.add ? device::load(sums) + total : total", "total",
      "ops/test_linear_loss.py -k 'sim- and error_law and 31200'", "grad_bias: error"),
+    ("terms_of_several_blocks_mixed", "cross_entropy/totals.cuh", "partials + @i * K + k", "k * count + i",
+     "ops/test_cross_entropy.py -k 'several_blocks and sim'", "test_stats_of_rows"),
     ("codes_behind_the_end_are_no_zeros", "optim/step_8bit.cuh", "is_signed<F>(s) ? 127 : 0", "0",
      "optim/test_eight_bit.py -k behind_the_last", "test_what_is_behind"),
 )  # fmt: skip

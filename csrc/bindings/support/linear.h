@@ -109,6 +109,20 @@ inline Layer check_layer(const char* op, const Tensor& like, Dtype dtype, int64_
   return layer;
 }
 
+// A tensor of the family's shapes: the leading dimensions of `like`, then `columns`.
+inline void check_rows(const char* op, const char* argument, const Tensor& t, const Tensor& like, int64_t columns,
+                       Dtype dtype) {
+  check_dtype(op, argument, t, dtype);
+  bool same = t.dim() == like.dim() && t.size(t.dim() - 1) == columns;
+  std::string expected;
+  for (int64_t i = 0; i + 1 < like.dim(); ++i) {
+    same = same && t.size(i) == like.size(i);
+    expected += std::to_string(like.size(i)) + ", ";
+  }
+  if (!same) refuse(op, argument, "shape (" + expected + std::to_string(columns) + ")", shape_text(t));
+  check_same_device(op, argument, t, like);
+}
+
 // The bias of a layer as products add it: contiguous, of the dtype of `like`.
 inline std::optional<Tensor> bias_like(const char* op, const Layer& layer, const Tensor& like) {
   if (!layer.bias) return std::nullopt;

@@ -73,4 +73,28 @@ inline at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& gate_weigh
                            /*up_main_grad=*/std::nullopt, static_cast<int64_t>(activation)})[0];
 }
 
+// How scaled_linear casts its factors. The numbers are those of the schemas.
+struct ScaledLinearOptions {
+  enum class Scaling : int64_t { row, tensor, block } scaling = Scaling::row;
+  enum class Accumulate : int64_t { automatic, fast, float32 } accumulate = Accumulate::automatic;  // on a card
+  bool grad_e5m2 = false;   // the gradient in float8_e5m2
+  bool wgrad_high = false;  // the weight's gradient of what was not cast
+  bool power_of_two = true;
+  bool emulate = false;  // products in float32 on a card too
+};
+
+// y = x @ weight^T + bias by products of 8-bit floats, with gradients for all three. Not for float64; K and N are
+// multiples of 16; weight and bias may be float32 beside a 16-bit x. Each call casts the weight.
+inline at::Tensor scaled_linear(const at::Tensor& x, const at::Tensor& weight,
+                                const std::optional<at::Tensor>& bias = std::nullopt,
+                                const ScaledLinearOptions& options = {}) {
+  static const detail::Op op({.name = "scaled_linear",
+                              .constants = {{"transposed", c10::IValue()}, {"transposed_scale", c10::IValue()}},
+                              .python_has_second_derivatives = false});
+  const c10::IValue none;
+  return detail::call(op, {x, weight, bias, none, none, none, none, none, none, static_cast<int64_t>(options.scaling),
+                           static_cast<int64_t>(options.accumulate), options.grad_e5m2, options.wgrad_high,
+                           options.power_of_two, options.emulate, /*watch=*/false})[0];
+}
+
 }  // namespace warpsmith

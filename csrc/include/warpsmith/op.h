@@ -99,8 +99,11 @@ struct Op {
     const auto& arguments = forward.schema().arguments();
     if (backward) {
       for (const auto& argument : backward->schema().arguments()) sources.push_back(source_of(argument.name()));
-      for (const auto& gradient : backward->schema().returns())
-        inputs.push_back(position(arguments, gradient.name().substr(1)).value());
+      for (const auto& gradient : backward->schema().returns()) {
+        const auto input = position(arguments, gradient.name().substr(1));
+        if (!input) break;  // behind the gradients
+        inputs.push_back(*input);
+      }
     }
     for (const std::string& name : rule.inputs) inputs.push_back(position(arguments, name).value());
     for (const std::string& name : rule.saved) sources_saved(source_of(name));

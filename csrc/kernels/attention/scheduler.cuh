@@ -84,6 +84,15 @@ __device__ __forceinline__ Sequence sequence_at(const int32_t* cu_seqlens, int s
   return {start, min(end - start, max_seqlen)};
 }
 
+// Where a sequence is in a tensor map (head_map()): coordinates of its first row along length and batch.
+struct alignas(8) MapPlace {
+  int row, batch;
+};
+// The place of a packed sequence. Rows after its last are outside the map, so they arrive as zeros and are not written.
+__device__ __forceinline__ MapPlace map_place(const Sequence& s, int total) {
+  return {total - s.length, s.start + s.length};
+}
+
 constexpr int kPrepareThreads = 256;
 
 struct PrepareParams {

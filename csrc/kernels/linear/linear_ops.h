@@ -14,7 +14,8 @@
 #define WARPSMITH_LINEAR_OPS(ROW) \
   ROW(linear)                     \
   ROW(mlp)                        \
-  ROW(gated_linear)
+  ROW(gated_linear)               \
+  ROW(scaled_linear)
 
 #define WARPSMITH_LINEAR_ACTIVATIONS(ROW) \
   ROW(relu, bias_relu, reglu, false)      \

@@ -70,6 +70,13 @@ def _check_reduced(op: str, argument: str, main_grad: Tensor, weight: Tensor) ->
         checks.refuse(op, argument, f"weight.main_grad, which {by} reduces over ranks", "another tensor")
 
 
+def is_gathered(parameter: Tensor) -> bool:
+    """Whether it is what fully_shard has put together of its shards, and will free."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(_wrapper_of(parameter), FSDPModule)
+
+
 def _wrapper_of(parameter: Tensor) -> nn.Module | None:
     """The DistributedDataParallel or fully sharded module that holds a parameter."""
     active: Any = nn.parallel.DistributedDataParallel._get_active_ddp_module()

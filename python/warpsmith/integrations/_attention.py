@@ -84,6 +84,8 @@ def _rotation(interleaved: bool, halves: bool) -> Forward:
             raise ValueError("apply_rotary_pos_emb: unsqueeze_dim: expected 1")
         if halves:
             cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
+        wide = torch.promote_types(cos.dtype, q.heads.dtype if isinstance(q, _BeforeNorm) else q.dtype)
+        cos, sin = cos.to(wide), sin.to(wide)  # some models leave their tables in float32
         if isinstance(q, _BeforeNorm):
             heads = q.heads.transpose(1, 2), k.heads.transpose(1, 2)
             weights = _weight(q.norm, heads[0]), _weight(k.norm, heads[1])

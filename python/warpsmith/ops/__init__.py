@@ -7,7 +7,7 @@ from warpsmith.ops._quantize import Fp8Tensor
 from warpsmith.ops.activation import bias_gelu, bias_relu, bias_silu, dropout_add, geglu, reglu, relu_squared, swiglu
 from warpsmith.ops.attention import attention, attention_varlen
 from warpsmith.ops.cross_entropy import CrossEntropyStats, cross_entropy
-from warpsmith.ops.linear import gated_linear, linear, mlp
+from warpsmith.ops.linear import gated_linear, linear, mlp, scaled_linear
 from warpsmith.ops.linear_loss import linear_cross_entropy, linear_log_prob
 from warpsmith.ops.norm import (
     add_layer_norm,
@@ -50,6 +50,7 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "scaled_linear",
     "swiglu",
 ]
 

@@ -97,6 +97,15 @@ def _linear_backward_main_grad(*inputs: Any, out_val: Any = None) -> int:
     return _layer_flops(inputs[0], inputs[2], 1 + want_dx)
 
 
+def _scaled(*inputs: Any, out_val: Any = None) -> int:
+    return _layer_flops(*inputs[:2])
+
+
+def _scaled_backward(*inputs: Any, out_val: Any = None) -> int:
+    want_dx, want_dweight, _ = inputs[-3:]
+    return _layer_flops(inputs[0], inputs[2], want_dx + want_dweight)
+
+
 def _mlp(*inputs: Any, out_val: Any = None) -> int:
     x, w1, _, w2 = inputs[:4]
     return _layer_flops(x, w1) + _layer_flops(x, w2)
@@ -135,6 +144,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("linear", "linear_forward", "linear_inference"), _linear),
     "linear_backward": _linear_backward,
     "linear_backward_main_grad": _linear_backward_main_grad,
+    **dict.fromkeys(("scaled_linear", "scaled_linear_forward"), _scaled),
+    "scaled_linear_backward": _scaled_backward,
     **dict.fromkeys(("mlp", "mlp_forward", "mlp_inference"), _mlp),
     "mlp_backward": _mlp_backward,
     **dict.fromkeys(("gated_linear", "gated_linear_forward"), _gated),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
+from warpsmith._core import checks
 from warpsmith._core.main_grad import check_main_grad
-from warpsmith.ops import _linear
+from warpsmith.ops import _linear, _scaled_linear
+from warpsmith.ops._scaled_linear import SCALED, Fp8Recipe, Fp8State
 
 _LINEAR, _MLP, _GATED = _linear.LINEAR, _linear.MLP, _linear.GATED
 
@@ -160,3 +163,73 @@ def gated_linear(
     given = {"x": x, "gate_weight": gate_weight, "up_weight": up_weight, "gate_bias": gate_bias, "up_bias": up_bias}
     of_gate, of_up = (None, None) if main_grads is None else _linear.check_main_grads(main_grads, **given)
     return _linear.gated_linear(*_linear.under_autocast(_GATED, **given), of_gate, of_up, number)
+
+
+def scaled_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: str | Fp8Recipe = "row",
+    state: Fp8State | None = None,
+    emulate: bool = False,
+) -> Tensor:
+    r"""A linear layer whose products are of 8-bit floats, with scales, summed in float32.
+
+    .. math::
+        y = Q(x) Q(W)^T + b, \qquad \frac{dL}{dx} = Q(g) Q(W^T)^T, \qquad \frac{dL}{dW} = Q(g^T) Q(x^T)^T
+
+    Q is :func:`warpsmith.quantize_fp8` and back; of rows, or of the other scaling of the recipe. g is the upstream
+    gradient. The gradient of the bias is a sum of what was not cast.
+
+    Args:
+        x: shape (..., K), float32, float16 or bfloat16. Any strides.
+        weight: shape (N, K), the dtype of ``x``, or float32 beside a 16-bit ``x``. K, its in_features, and N, its
+            out_features, are multiples of 16.
+        bias: shape (N,), as ``weight``; or None.
+        recipe: an :class:`warpsmith.amp.Fp8Recipe`, or "row", "tensor" or "block" for one of defaults.
+        state: what :func:`warpsmith.amp.fp8` keeps of a layer: counts, and largest values for delayed scales.
+        emulate: multiply what the casts leave in float32. So on the CPU in any case, and where a card lacks the recipe.
+
+    Returns:
+        A contiguous tensor of shape (..., N) and the dtype of ``x``. Under autocast all are cast to its dtype, but
+        for a ``weight`` of float32, which is cast to 8 bits as it is.
+
+    Gradients for ``x``, ``weight`` (in its dtype) and ``bias``; no second derivatives, no forward mode. The cast of a
+    parameter is kept until its values change or an optimizer steps; not in compiled and captured graphs. x itself is
+    kept for the backward. NaN and infinite elements of x and of g make what they touch NaN.
+
+    Deterministic: casts are bitwise, products are torch's ``_scaled_mm``, which repeats bit for bit. The host does not
+    wait. The emulated products of scales that are no powers of two are rounded to what torch's float32 products are.
+
+    Raises:
+        ValueError: a dtype, shape, device or word that does not fit; a card without such products. Nothing has changed.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022; row scales as in torchao, blocks as in the
+    DeepSeek-V3 report, 2024.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> warpsmith.scaled_linear(torch.ones(1, 16), torch.full((16, 16), 2.0))[0, :2]
+        tensor([32., 32.])
+    """
+    chosen = _scaled_linear.as_recipe(SCALED, recipe)
+    checks.flags(SCALED, emulate=emulate)
+    if state is not None and not isinstance(state, Fp8State):
+        checks.refuse_type(SCALED, "state", "an Fp8State or None", state)
+    if not isinstance(weight, Tensor):
+        checks.refuse_type(SCALED, "weight", "a tensor", weight)
+    wide = weight.dtype == torch.float32  # cast to 8 bits as it is
+    x, narrow, bias = _linear.under_autocast(SCALED, x=x, weight=None if wide else weight, bias=bias)  # type: ignore[assignment]
+    weight = weight if wide else narrow  # type: ignore[assignment]
+    numbers = chosen.numbers(), _scaled_linear.is_emulated(SCALED, chosen, x.device, bool(emulate))
+    casts = _scaled_linear.weight_cast(weight, chosen)
+    if state is None or not _scaled_linear.records():
+        scales = (None,) * 4 if state is None else (state.x_scale, state.dy_scale, None, None)
+        return _scaled_linear.scaled_linear(x, weight, bias, *casts, *scales, *numbers[0], numbers[1], False)[0]
+    watch = chosen.amax == "delayed"
+    known = state.x_scale, state.dy_scale, state.dy_counts, state.dy_amax if watch else None
+    y, counts, amax = _scaled_linear.scaled_linear(x, weight, bias, *casts, *known, *numbers[0], numbers[1], watch)
+    state.has_run = True
+    _scaled_linear.note(state.x_counts, counts, state.x_amax, amax)
+    return y

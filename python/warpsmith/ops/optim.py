@@ -8,6 +8,7 @@ from torch import Tensor
 
 from warpsmith._core import checks
 from warpsmith._core.library import call_raw, raw, refuse_wrong_kinds, register_fake
+from warpsmith.ops._scaled_linear import Steps
 
 _OP = "adamw"
 _ARGUMENTS = raw.adamw.default._schema.arguments
@@ -139,4 +140,5 @@ def adamw(
     )
     if not torch.compiler.is_compiling():
         refuse_wrong_kinds(_OP, _ARGUMENTS, inputs)
+        Steps.add()
     call_raw(raw.adamw.default, *inputs)

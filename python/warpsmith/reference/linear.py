@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from warpsmith.reference.quantize import dequantize_fp8, quantize_fp8
 
 
 def _projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -53,3 +57,58 @@ def gated_linear(
 ) -> Tensor:
     """``activation(x @ gate_weight^T + gate_bias) * (x @ up_weight^T + up_bias)``; main_grads have no meaning here."""
     return _activated(_projected(x, gate_weight, gate_bias), activation) * _projected(x, up_weight, up_bias)
+
+
+class _Scaled(torch.autograd.Function):
+    """Three products of what casts leave of their factors."""
+
+    @staticmethod
+    def kept(t: Tensor, ctx: Any, dtype: torch.dtype, weight: bool = False, columns: bool = False) -> Tensor:
+        """Rows and back; with ``columns`` t is turned before and after."""
+        scaling = "block2d" if ctx.scaling == "block" and weight else ctx.scaling
+        data, scale, *turned, _ = quantize_fp8(
+            t, scaling, dtype, transpose="only" if columns else "no", power_of_two=ctx.power_of_two
+        )
+        values = dequantize_fp8(*(turned if columns else (data, scale)))
+        return (values.t() if columns else values).to(torch.promote_types(t.dtype, torch.float32))
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
+        ctx.scaling, ctx.power_of_two, ctx.wgrad = (options[k] for k in ("scaling", "power_of_two", "wgrad"))
+        ctx.grad_dtype = torch.float8_e5m2 if options["grad_dtype"] == "e5m2" else torch.float8_e4m3fn
+        ctx.save_for_backward(x, weight, bias)
+        e4m3 = torch.float8_e4m3fn
+        y = _Scaled.kept(x, ctx, e4m3) @ _Scaled.kept(weight, ctx, e4m3, weight=True).t()
+        return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, bias = ctx.saved_tensors
+        e4m3, wide = torch.float8_e4m3fn, torch.promote_types(dy.dtype, torch.float32)
+        dx = _Scaled.kept(dy, ctx, ctx.grad_dtype) @ _Scaled.kept(weight, ctx, e4m3, weight=True, columns=True)
+        if ctx.wgrad == "high":
+            dweight = (dy.t() if weight.dtype == dy.dtype else dy.t().to(wide)) @ x.to(
+                dy.dtype if weight.dtype == dy.dtype else wide
+            )
+        else:
+            turned = _Scaled.kept(dy, ctx, ctx.grad_dtype, columns=True).t()
+            dweight = turned @ _Scaled.kept(x, ctx, e4m3, columns=True)
+        dbias = None if bias is None else dy.to(wide).sum(0).to(bias.dtype)
+        return dx.to(dy.dtype), dweight.to(weight.dtype), dbias, None
+
+
+def scaled_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scaling: str = "row",
+    grad_dtype: str = "e4m3",
+    wgrad: str = "fp8",
+    power_of_two: bool = True,
+) -> Tensor:
+    """``x @ weight^T + bias`` and its gradients, each factor cast to 8-bit floats and back."""
+    options = {"scaling": scaling, "grad_dtype": grad_dtype, "wgrad": wgrad, "power_of_two": power_of_two}
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    y: Any = _Scaled.apply(rows, weight, bias, options)
+    return y.view(*x.shape[:-1], weight.shape[0])

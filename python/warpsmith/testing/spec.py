@@ -116,7 +116,7 @@ class OpSpec:
         opcheck: ops of the dispatcher to check, each with ``args(inputs)`` giving its positional arguments.
         traced: qualified name of the op that must appear in exported graphs, e.g. ``"warpsmith::rms_norm"``.
         autocast: ``autocast(inputs, dtype)`` returns the outputs' dtypes under autocast to ``dtype``; default:
-            nothing is cast.
+            nothing is cast. Float64 never is.
         bad_inputs: what must be refused.
         floor_bytes: ``floor_bytes(case)`` returns the least bytes moved, by direction: ``{"forward": n, "backward":
             n}``: of the inputs that ``laid_out`` names, their gradients, and outputs of as many dimensions.

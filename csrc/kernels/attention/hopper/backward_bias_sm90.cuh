@@ -126,8 +126,9 @@ __device__ __forceinline__ void load_bias_gradient(const BiasGradientParams& p, 
   using Shared = BiasGradientShared<kDim>;
   unsigned n = 0;
   const auto load = [&](const BiasGradientTile& tile, const BiasGradientStep& step) {
-    const int batch = p.cu_seqlens_q != nullptr ? 0 : step.sequence;
-    const int row = step.q.start + tile.query_tile * kBiasTile, key = step.k.start + tile.key_tile * kBiasTile;
+    MapPlace q{0, step.sequence}, k{0, step.sequence};
+    if (p.cu_seqlens_q != nullptr) q = map_place(step.q, p.total_q), k = map_place(step.k, p.total_k);
+    const int row = q.row + tile.query_tile * kBiasTile, key = k.row + tile.key_tile * kBiasTile;
 #pragma unroll 1
     for (int gradient = 0; gradient < 2; ++gradient, ++n) {
       const unsigned stage = n % Shared::kRing;
@@ -140,9 +141,9 @@ __device__ __forceinline__ void load_bias_gradient(const BiasGradientParams& p, 
 #pragma unroll
         for (int box = 0; box < kBiasTile; box += kBoxRows)
           device::tensor_load(shared.rows(stage) + at + box * kRowBytes, gradient == 0 ? &maps.q : &maps.dout, full,
-                              {panel * 64, row + box, step.head, batch});
+                              {panel * 64, row + box, step.head, q.batch});
         device::tensor_load(shared.keys(stage) + at, gradient == 0 ? &maps.k : &maps.v, full,
-                            {panel * 64, key, step.head / p.heads_per_key_head, batch});
+                            {panel * 64, key, step.head / p.heads_per_key_head, k.batch});
       }
     }
   };

@@ -275,8 +275,8 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
                                                                            const float (&x)[kRegisters], float factor,
                                                                            int columns) {
     const int first_key = t->first_key + group * 64;
-    T* at = static_cast<T*>(to) + t->batch * strides.batch + t->part * strides.head +
-            (int64_t{t->k_token} + first_key) * strides.seq;
+    T* at = static_cast<T*>(to) + t->k.batch * strides.batch + t->part * strides.head +
+            (int64_t{t->k.row} + first_key) * strides.seq;
     store_accumulators(at, strides.seq, x, factor, warp * 16 + lane / 4, t->keys - first_key, columns, lane);
   }
   __device__ __forceinline__ void clear_gradients() {
@@ -286,7 +286,7 @@ template <class T, BackwardTile tile> struct BackwardConsumer {
   // Stores dv (tensor 0) or dk (tensor 1) of a part, for backward_dkv.
   template <int kRegisters> __device__ __forceinline__ void store_sums(int tensor, const float (&x)[kRegisters]) {
     using Four = device::Vector<float, 4>;
-    const int64_t at = (static_cast<int64_t>(t->first_tile + t->tile) * p.schedule.heads + t->part) * 2 + tensor;
+    const int64_t at = (static_cast<int64_t>(t->first_tile + t->tile()) * p.schedule.heads + t->part) * 2 + tensor;
     Four* to = reinterpret_cast<Four*>(p.key_sums + at * kTileKeys * tile.head_dim) + group * 16 * tile.head_dim +
                threadIdx.x % 128;
 #pragma unroll

@@ -35,7 +35,7 @@ struct BackwardParams {
   float* dq_sums;           // [blocks, heads, block * head dim of the kernel], as accumulators lie in registers
   int* tiles_added;         // [blocks, heads, 2]: tiles that have added to a half so far
   int* some_far;            // as in RowParams
-  void *dk, *dv;
+  void *dk, *dv;            // packed: with their strides, addressed by the places in the maps of k and v
   float* key_sums;  // [key_tiles, heads of the schedule, 2 (dv, dk), 128 * head dim of the kernel], as accumulators lie
                     // in registers; null: one part, whose dk and dv are stored at once
   AttentionStrides dk_strides, dv_strides;
@@ -67,15 +67,18 @@ __device__ __forceinline__ VisitedStep visited_step(const BackwardParams& p, int
 // A tile of keys as the loader publishes it. Stays in shared memory until all readers have finished with it.
 struct alignas(16) KeyTile {
   int blocks;  // query blocks to visit, from `last_block` downwards, per query head; -1: no more tiles
-  int last_block, tile, first_key;
+  int last_block, first_key;
   int queries, keys, shift, part;  // part: counted over all key heads
-  int batch, q_token, k_token;     // packed: batch 0; the sequence's first tokens
   int first_block;                 // index of the sequence's first query block
+  MapPlace q, k;                   // of the sequence
   int first_tile;                  // index of its first tile of keys
   int first_step;                  // steps of all earlier tiles of this thread block
   int some_far;                    // 0: no block of queries of the call is far
   int sequence;                    // packed or not; set where the kernel adds biases
+
+  __device__ __forceinline__ int tile() const { return static_cast<int>(static_cast<unsigned>(first_key) / kTileKeys); }
 };
+static_assert(sizeof(KeyTile) == 64);  // a shift finds a slot; at 80 bytes a float16 bias spilled (nvcc 13.0)
 
 template <BackwardTile tile> struct BackwardShared {
   static constexpr int kPanels = tile.head_dim / 64, kBlock = tile.block_queries;
@@ -171,24 +174,21 @@ template <BackwardTile tile> struct BackwardShared {
 template <int kBlock, bool kBiased>
 __device__ __forceinline__ void describe_key_tile(const BackwardParams& p, const TileIndex& at, KeyTile* t) {
   if constexpr (kBiased) device::store(&t->sequence, at.batch);
-  device::store(&t->tile, at.row_tile);
   device::store(&t->first_key, at.row_tile * kTileKeys);
   device::store(&t->part, at.head);
   int queries = p.queries, keys = p.keys;
   if (p.cu_seqlens_q == nullptr) {
-    device::store(&t->batch, at.batch);
-    device::store(&t->q_token, 0);
-    device::store(&t->k_token, 0);
+    device::store(&t->q, {0, at.batch});
+    device::store(&t->k, {0, at.batch});
     device::store(&t->first_block, static_cast<int>(first_block(nullptr, at.batch, 0, queries, kBlock)));
     device::store(&t->first_tile, static_cast<int>(first_tile(nullptr, at.batch, 0, keys)));
   } else {
-    device::store(&t->batch, 0);
     const Sequence k = sequence_at(p.cu_seqlens_k, at.batch, p.batch, p.total_k, p.keys);
-    device::store(&t->k_token, k.start);
+    device::store(&t->k, map_place(k, p.total_k));
     device::store(&t->first_tile, static_cast<int>(first_tile(p.cu_seqlens_k, at.batch, k.start, 0)));
     keys = k.length;
     const Sequence q = sequence_at(p.cu_seqlens_q, at.batch, p.batch, p.total_q, p.queries);
-    device::store(&t->q_token, q.start);
+    device::store(&t->q, map_place(q, p.total_q));
     device::store(&t->first_block, static_cast<int>(first_block(p.cu_seqlens_q, at.batch, q.start, 0, kBlock)));
     queries = at.batch < p.batch ? q.length : 0;
   }
@@ -246,7 +246,7 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
     if (t->blocks < 0) break;
     const auto load_keys = [&](const TensorMap& map, unsigned char* to, Mbarrier* full) {
       device::mbarrier_arrive_expect(full, Shared::kKeyBytes);
-      load_panels<kPanels>(to, &map, full, kTileKeys, t->k_token + t->first_key, t->part / p.parts, t->batch);
+      load_panels<kPanels>(to, &map, full, kTileKeys, t->k.row + t->first_key, t->part / p.parts, t->k.batch);
     };
     const unsigned k_stage = stage_of<tile.key_stages>(tiles);
     device::mbarrier_wait(shared.k_empty(k_stage), parity_of<tile.key_stages>(tiles) ^ 1);
@@ -256,17 +256,17 @@ template <BackwardTile tile> __device__ __forceinline__ void load_steps(const Ba
       const auto it = static_cast<unsigned>(t->first_step + i);
       const VisitedStep visited = visited_step(p, i, t->blocks);
       const int block = t->last_block - visited.down, head = t->part * p.heads_per_part + visited.head;
-      const int row = t->q_token + block * Shared::kBlock;
+      const int row = t->q.row + block * Shared::kBlock;
       const unsigned stage = stage_of<tile.query_stages>(it);
       Mbarrier* full = shared.full(stage);
       device::mbarrier_wait(shared.empty(stage), parity_of<tile.query_stages>(it) ^ 1);
       device::mbarrier_arrive_expect(full, 2 * Shared::kQueryBytes + tile.statistics_bytes());
-      load_panels<kPanels>(shared.q(stage), &maps.q, full, Shared::kBlock, row, head, t->batch);
+      load_panels<kPanels>(shared.q(stage), &maps.q, full, Shared::kBlock, row, head, t->q.batch);
       device::bulk_load(shared.statistics(stage),
                         p.statistics + block_of_head(p, t->first_block + block, head) *
                                            statistics_stride(Shared::kBlock, tile.dropout),
                         tile.statistics_bytes(), full);
-      load_panels<kPanels>(shared.dout(stage), &maps.dout, full, Shared::kBlock, row, head, t->batch);
+      load_panels<kPanels>(shared.dout(stage), &maps.dout, full, Shared::kBlock, row, head, t->q.batch);
       if (i == 0) {
         const unsigned v_stage = stage_of<tile.value_stages>(tiles);
         device::mbarrier_wait(shared.v_empty(v_stage), parity_of<tile.value_stages>(tiles) ^ 1);
@@ -302,7 +302,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const BackwardSh
       const int block = t->last_block - visited.down, head = t->part * p.heads_per_part + visited.head;
       const int64_t at = block_of_head(p, t->first_block + block, head) * 2 + half;
       const VisitingTiles visiting = visiting_tiles(p.window, block, t->queries, t->keys, Shared::kBlock);
-      const int tiles_before = t->tile - visiting.first;
+      const int tiles_before = t->tile() - visiting.first;
       if (tiles_before > 0)
         while (device::load_acquire(p.tiles_added + at) != tiles_before) {}
       device::mbarrier_wait(shared.dq_full(x % 6), x / 6 & 1);
@@ -314,7 +314,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const BackwardSh
       device::bulk_commit();
       device::bulk_wait_read<0>();
       device::mbarrier_arrive(shared.dq_empty(half));
-      if (t->tile + 1 < visiting.end) {
+      if (t->tile() + 1 < visiting.end) {
         // Without the fence or the release, adds overtake each other and results differ from run to run (measured).
         device::bulk_wait<0>();
         device::fence_async();

@@ -1,3 +1,6 @@
+#include <tuple>
+#include <utility>
+
 #include "common/instances.h"
 #include "kernels/attention/hopper/attention_sm90.h"
 #include "kernels/attention/hopper/backward_bias_sm90.cuh"
@@ -29,6 +32,14 @@ Workspace workspace_of(const AttentionProblem& p, const BackwardTile& tile) {
   return w;
 }
 
+// Address and strides of a gradient of keys so that `batch * strides.batch + row * strides.seq` is a place in its map.
+std::pair<void*, AttentionStrides> by_map_place(void* to, AttentionStrides strides, const AttentionProblem& p) {
+  if (p.cu_seqlens_k == nullptr) return {to, strides};
+  strides.batch = strides.seq;
+  const auto before = static_cast<uintptr_t>(2 * p.total_k * strides.seq);
+  return {reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(to) - before), strides};
+}
+
 BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& tile) {
   const AttentionProblem& a = x.problem;
   const Workspace w = workspace_of(a, tile);
@@ -53,11 +64,9 @@ BackwardParams device_params(const AttentionBwdParams& x, const BackwardTile& ti
   p.statistics = reinterpret_cast<const float*>(memory + w.statistics);
   p.tiles_added = reinterpret_cast<int*>(memory + w.tiles_added);
   p.some_far = reinterpret_cast<int*>(memory + w.counter) + 2;
-  p.dk = x.dk;
-  p.dv = x.dv;
+  std::tie(p.dk, p.dk_strides) = by_map_place(x.dk, x.dk_strides, a);
+  std::tie(p.dv, p.dv_strides) = by_map_place(x.dv, x.dv_strides, a);
   if (p.parts > 1) p.key_sums = reinterpret_cast<float*>(memory + w.key_sums);
-  p.dk_strides = x.dk_strides;
-  p.dv_strides = x.dv_strides;
   p.scale = static_cast<float>(a.softmax_scale);
   p.to_logits = a.bias != nullptr ? 1.0f : p.scale;
   p.to_scores = 1.0f / p.to_logits;
@@ -109,10 +118,10 @@ KeyParams key_params(const AttentionBwdParams& x, const BackwardParams& b) {
   p.total_k = b.total_k;
   p.head_dim = b.head_dim;
   p.head_dim_v = b.head_dim_v;
-  p.dk = b.dk;
-  p.dv = b.dv;
-  p.dk_strides = b.dk_strides;
-  p.dv_strides = b.dv_strides;
+  p.dk = x.dk;
+  p.dv = x.dv;
+  p.dk_strides = x.dk_strides;
+  p.dv_strides = x.dv_strides;
   p.key_sums = b.key_sums;
   p.parts = b.parts;
   p.scale = b.scale;

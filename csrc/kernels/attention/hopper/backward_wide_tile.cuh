@@ -59,6 +59,7 @@ struct alignas(16) WideTile {
   int shift;             // as in AttentionProblem
   int q_token, k_token;  // the sequence's first tokens; not packed: 0
   int first_block;       // of the sequence's statistics
+  MapPlace q, k;         // of the sequence
 };
 
 // Fills in all but `begin` and `end`. Returns the tile's place in the schedule; batch < 0: there is no tile.
@@ -71,10 +72,15 @@ __device__ __forceinline__ TileIndex describe_wide_tile(const WideParams& p, int
   const bool packed = p.cu_seqlens_q != nullptr;
   // Sequence number p.batch holds the tokens after the last sequence, which see nothing and are seen by nothing.
   Sequence q{0, p.queries}, k{0, p.keys};
+  MapPlace q_place{0, at.batch}, k_place{0, at.batch};
   if (packed) {
     q = sequence_at(p.cu_seqlens_q, at.batch, p.batch, p.total_q, p.queries);
     k = sequence_at(p.cu_seqlens_k, at.batch, p.batch, p.total_k, p.keys);
+    q_place = map_place(q, p.total_q);
+    k_place = map_place(k, p.total_k);
   }
+  device::store(&t->q, q_place);
+  device::store(&t->k, k_place);
   device::store(&t->batch, packed ? 0 : at.batch);
   device::store(&t->head, at.head);
   device::store(&t->first, at.row_tile * tile_rows);

@@ -32,8 +32,6 @@ struct ForwardParams {
   int queries, keys;     // of a sequence; packed: the maxima
   int total_q, total_k;  // packed: tokens
   int head_dim_v;
-  void* out;                  // for the last rows of packed sequences; the tensor map stores all others
-  int64_t out_seq, out_head;  // strides
   float *lse, *lse_rest;      // null: not wanted
   const void* sink;           // null: none
   bool sink_is_float;         // else of the dtype of q
@@ -51,8 +49,8 @@ struct alignas(16) Tile {
   int visits;       // blocks of keys; -1: there are no more tiles
   unsigned number;  // counts the tiles of this thread block, from 0
   int first_query, queries, keys;
-  int shift, head, key_head, batch;                     // packed: batch 0
-  int q_token, k_token;                                 // the sequence's first token in packed tensors
+  int shift, head, key_head;
+  MapPlace q, k;                                        // of the sequence
   int masked, right, right_end, left_begin, whole_end;  // as in BlockPlan
   uint32_t dropout_row;                                 // counter word 1 of the first 16 queries
   int sequence;                                         // packed or not; set where the kernel adds biases
@@ -112,20 +110,18 @@ __device__ __forceinline__ int store_barrier(int stage, int group) { return 1 + 
 
 template <ForwardTile tile>
 __device__ __forceinline__ void describe_tile(const ForwardParams& p, const TileIndex& at, Tile* t) {
-  int queries = p.queries, keys = p.keys, q_token = 0, k_token = 0, batch = at.batch;
+  int queries = p.queries, keys = p.keys;
+  MapPlace q_place{0, at.batch}, k_place{0, at.batch};
   int64_t lse = (static_cast<int64_t>(at.batch) * p.heads + at.head) * p.queries;
   if (p.cu_seqlens_q != nullptr) {
     const Sequence q = sequence_at(p.cu_seqlens_q, at.batch, p.batch, p.total_q, p.queries);
     queries = q.length;
-    q_token = q.start;
-    keys = 0;
-    if (at.batch < p.batch) {
-      const Sequence k = sequence_at(p.cu_seqlens_k, at.batch, p.batch, p.total_k, p.keys);
-      keys = k.length;
-      k_token = k.start;
-    }
-    lse = static_cast<int64_t>(at.head) * p.total_q + q_token;
-    batch = 0;
+    q_place = map_place(q, p.total_q);
+    Sequence k{0, 0};
+    if (at.batch < p.batch) k = sequence_at(p.cu_seqlens_k, at.batch, p.batch, p.total_k, p.keys);
+    keys = k.length;
+    k_place = map_place(k, p.total_k);
+    lse = static_cast<int64_t>(at.head) * p.total_q + q.start;
   }
   const int first_query = at.row_tile * tile.tile_rows();
   const BlockPlan plan =
@@ -136,9 +132,8 @@ __device__ __forceinline__ void describe_tile(const ForwardParams& p, const Tile
   device::store(&t->shift, p.window.shift(queries, keys));
   device::store(&t->head, at.head);
   device::store(&t->key_head, at.head / p.heads_per_key_head);
-  device::store(&t->batch, batch);
-  device::store(&t->q_token, q_token);
-  device::store(&t->k_token, k_token);
+  device::store(&t->q, q_place);
+  device::store(&t->k, k_place);
   device::store(&t->masked, plan.masked);
   device::store(&t->right, plan.right);
   device::store(&t->right_end, plan.right_end);
@@ -181,8 +176,8 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
     Mbarrier* full = shared.block_full + stage;
     device::mbarrier_wait(shared.block_empty + stage, parity ^ 1);
     device::mbarrier_arrive_expect(full, tile.block_bytes());
-    load_rows<kPanels>(shared.block(stage), map, full, tile.block_keys, t->k_token + t->block(visit) * tile.block_keys,
-                       t->key_head, t->batch);
+    load_rows<kPanels>(shared.block(stage), map, full, tile.block_keys, t->k.row + t->block(visit) * tile.block_keys,
+                       t->key_head, t->k.batch);
   };
   // Loads the last block of values of the previous tile. Values are loaded one step after keys, also across tiles
   // (unless tiles are serial). Until then nobody releases the tile's slot.
@@ -209,7 +204,7 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
       device::mbarrier_wait(shared.query_empty + i, (tiles / tile.query_stages & 1) ^ 1);
       device::mbarrier_arrive_expect(shared.query_full + i, tile.query_bytes());
       load_rows<kPanels>(shared.query(stage, group), q, shared.query_full + i, kGroupRows,
-                         t->q_token + t->first_query + group * kGroupRows, t->head, t->batch);
+                         t->q.row + t->first_query + group * kGroupRows, t->head, t->q.batch);
       if (group == 0 && !tile.serial()) load_block(k, t, 0);
     }
     if (tiles > 0 && !tile.serial()) load_last_values();
@@ -221,24 +216,6 @@ template <ForwardTile tile> __device__ __forceinline__ void load_tiles(const For
     if (tile.serial()) load_last_values();
   }
   if (tiles > 0 && !tile.serial()) load_last_values();
-}
-
-// Writes the first `rows` rows of a warpgroup's output by ordinary stores. Called by the whole warp.
-template <int kPanels> __device__ __forceinline__ void store_rows(const ForwardParams& p, const unsigned char* from,
-                                                                  const Tile& t, int first_query, int rows) {
-  using Chunk = device::Vector<uint32_t, 4>;  // 8 columns
-  constexpr int kChunks = kPanels * 8;        // of a row
-  unsigned char* to =
-      static_cast<unsigned char*>(p.out) + 2 * ((int64_t{t.q_token} + first_query) * p.out_seq + t.head * p.out_head);
-  for (int i = static_cast<int>(threadIdx.x % 32); i < rows * kChunks; i += 32) {
-    const int row = i / kChunks, chunk = i % kChunks;
-    if (chunk * 8 >= p.head_dim_v) continue;
-    const uint32_t at =
-        device::swizzled(Swizzle::bytes128, static_cast<uint32_t>(row * kPanelRowBytes + chunk % 8 * 16));
-    const Chunk value =
-        device::load(reinterpret_cast<const Chunk*>(from + chunk / 8 * kGroupRows * kPanelRowBytes + at));
-    device::store(reinterpret_cast<Chunk*>(to + 2 * row * p.out_seq) + chunk, value);
-  }
 }
 
 // One warp per consumer warpgroup. Copies finished rows to `out`, then returns their buffer to the loader.
@@ -254,18 +231,13 @@ template <ForwardTile tile> __device__ __forceinline__ void store_tiles(const Fo
     if (device::load(&t.visits) < 0) break;
     device::named_barrier_wait(store_barrier(queries.stage, group), kStoreThreads);
     const int first_query = device::load(&t.first_query) + group * kGroupRows;
-    const int rows = device::load(&t.queries) - first_query;
     const unsigned char* from = shared.query(queries.stage, group);
-    // A TMA store of 64 rows would overwrite the next sequence of a packed tensor.
-    if (p.cu_seqlens_q != nullptr && rows < kGroupRows) {
-      store_rows<kPanels>(p, from, t, first_query, rows);
-      __syncwarp(0xffffffffu);
-    } else if (leader) {
+    if (leader) {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel)
         if (panel * kPanelColumns < p.head_dim_v)
           device::tensor_store(out, from + panel * kGroupRows * kPanelRowBytes,
-                               {panel * kPanelColumns, t.q_token + first_query, t.head, t.batch});
+                               {panel * kPanelColumns, t.q.row + first_query, t.head, t.q.batch});
       device::bulk_commit();
       device::bulk_wait_read<0>();
     }

@@ -31,9 +31,6 @@ ForwardParams device_params(const AttentionFwdParams& x, const ForwardTile& tile
   p.total_q = i32(a.total_q);
   p.total_k = i32(a.total_k);
   p.head_dim_v = i32(a.head_dim_v);
-  p.out = x.out;
-  p.out_seq = x.out_strides.seq;
-  p.out_head = x.out_strides.head;
   p.lse = static_cast<float*>(x.lse);
   p.lse_rest = static_cast<float*>(x.lse_rest);
   p.sink = a.sink;

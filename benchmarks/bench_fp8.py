@@ -1,0 +1,177 @@
+"""Products of 8-bit floats beside those of bfloat16 and torchao's, casts counted. A row's direction is the recipe.
+
+    scaled_linear       a layer, forward and both gradients; its weight counts as changed before each call
+    scaled_linear_host  the host's time of a call of a small layer, beside F.linear's
+    llama_fp8           a step of the Llama of bench_train.py, patched, and with amp.fp8 behind that
+
+Contenders: "warpsmith" multiplies by the recipe of the row; "bfloat16" is this package's linear; "torchao" and
+"torchao, compiled" are its layers of the same scaling, where it is installed.
+"""
+
+import copy
+import functools
+
+import torch
+import torch.nn.functional as F
+import warpsmith
+from torch import nn
+from warpsmith.amp import Fp8Recipe
+from warpsmith.testing.rows import OURS
+
+from benchmarks import rivals
+from benchmarks.bench_train import (
+    MODEL_BUDGET_S,
+    MODEL_IN_A_ROW,
+    MODEL_SHAPES,
+    Run,
+    model_of,
+    patched_by_us,
+    rows_of_runs,
+)
+from benchmarks.cells import compiled, forget_compiled, host_rows, leaves, timed
+
+# M x K x N: Llama 8B's, and where FP8 in eager has lost.
+GPU_SHAPES = (
+    (16384, 4096, 4096), (16384, 4096, 14336), (16384, 14336, 4096), (8192, 1024, 4096), (8192, 2048, 2048),
+    (8192, 2048, 8192), (8192, 8192, 2048),
+)  # fmt: skip
+CPU_SHAPES = ((512, 256, 1024),)
+TINY = (16, 32, 32)
+RECIPES = {
+    "row": Fp8Recipe(),
+    "current": Fp8Recipe("tensor"),
+    "delayed": Fp8Recipe("tensor", amax="delayed"),
+    "block": Fp8Recipe("block"),
+    "row, wgrad high": Fp8Recipe(wgrad="high"),
+}
+TORCHAO = {"row": "rowwise", "current": "tensorwise", "row, wgrad high": "rowwise_with_gw_hp"}
+BF16 = "bfloat16"
+
+
+def layer_of(shape, device):
+    _, k, n = shape
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return nn.Linear(k, n, device=device, dtype=dtype)
+
+
+def converted(layer, recipe):
+    """A copy that multiplies by a recipe, behind one step: then delayed scales are known."""
+    layer = nn.Sequential(copy.deepcopy(layer))
+    done = warpsmith.amp.fp8(layer, recipe)
+    x = torch.randn(64, layer[0].in_features, device=layer[0].weight.device, dtype=layer[0].weight.dtype)
+    layer(x).float().square().mean().backward()
+    done.update()
+    return layer
+
+
+def of_torchao(layer, recipe, options):
+    """{contender: layer}."""
+    with rivals.optional():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        made = {"torchao": convert_to_float8_training(nn.Sequential(copy.deepcopy(layer)), config=config)}
+        if options.compile and not options.quick:
+            forget_compiled()
+            made["torchao, compiled"] = compiled(copy.deepcopy(made["torchao"]), donate=True)
+        return made
+    return {}
+
+
+def step_of(layer, x, dy):
+    """Forward and all gradients, of a weight that a step has changed."""
+    weight = next(layer.parameters())
+
+    def step():
+        torch.autograd.graph.increment_version(weight)
+        x.grad = None
+        for p in layer.parameters():
+            p.grad = None
+        layer(x).backward(dy)
+
+    return step
+
+
+def layers(device, options):
+    rows = []
+    for shape in options.shapes(device, GPU_SHAPES, CPU_SHAPES, TINY):
+        m, k, n = shape
+        x, dy = leaves(device, (m, k), (m, n))
+        dy, layer = dy.detach(), layer_of(shape, device)
+        for name, recipe in RECIPES.items():
+            made = {OURS: converted(layer, recipe)} if options.samples else {}
+            plain = copy.deepcopy(layer)
+            made[BF16] = lambda x, plain=plain: warpsmith.linear(x, plain.weight, plain.bias)
+            if name in TORCHAO and device == "cuda":
+                made |= of_torchao(layer, TORCHAO[name], options)
+            calls = {}
+            for who, one in made.items():
+                one = one if isinstance(one, nn.Module) else _Call(plain, one)
+                calls[who] = step_of(one, x, dy)
+            dtype = str(x.dtype).removeprefix("torch.")
+            rows += timed(("scaled_linear", "x".join(map(str, shape)), dtype, name), calls, device, options)
+    return rows
+
+
+class _Call(nn.Module):
+    """A function of x with the parameters of a layer."""
+
+    def __init__(self, layer, function):
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+HOST_SHAPE = (16, 64, 64)
+
+
+def host(device, options):
+    m, k, n = HOST_SHAPE
+    tensors = leaves(device, (m, k), (n, k), (n,))
+    rows = []
+    for grad in (False, True):
+        x, weight, bias = (nn.Parameter(t.detach(), requires_grad=grad) for t in tensors)
+        forward = {
+            OURS: lambda a=(x, weight, bias): warpsmith.scaled_linear(*a, recipe="tensor"),
+            "torch": lambda a=(x, weight, bias): F.linear(*a),
+        }
+        dy = torch.randn(m, n, device=device).to(x.dtype)
+        place = "scaled_linear", "x".join(map(str, HOST_SHAPE)), str(x.dtype).removeprefix("torch.")
+        rows += host_rows(place, forward, (x, weight, bias) if grad else (), dy, options)
+    return rows
+
+
+class Fp8Run(Run):
+    """The step of a patched model whose layers multiply 8-bit floats."""
+
+    def __init__(self, model, recipe):
+        patched_by_us(model, linear=True)
+        self.layers = warpsmith.amp.fp8(model, recipe)
+        super().__init__(model, adamw=warpsmith.optim.AdamW)
+
+    def step(self, tokens):
+        loss = super().step(tokens)
+        self.layers.update()
+        return loss
+
+
+def llama(device, options):
+    rows = []
+    with rivals.optional():
+        model = model_of("llama", device, options)
+        for shape in options.shapes(device, MODEL_SHAPES["llama"], [(2, 128)], (2, 16)):
+            steps = 1 if options.quick else MODEL_IN_A_ROW[device]
+            batches = [torch.randint(model.config.vocab_size, shape, device=device) for _ in range(steps)]
+            makers = {BF16: functools.partial(patched_by_us, linear=True, adamw=warpsmith.optim.AdamW)}
+            names = {OURS: "row", f"{OURS}, current": "current", f"{OURS}, delayed": "delayed"}
+            makers |= {who: functools.partial(Fp8Run, recipe=RECIPES[name]) for who, name in names.items()}
+            runs = {who: make(copy.deepcopy(model)) for who, make in makers.items()} if options.samples else {}
+            dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+            cell = ("llama_fp8", "x".join(map(str, shape)), dtype)
+            rows += rows_of_runs(cell, runs, batches, device, options, MODEL_BUDGET_S[device])
+    return rows
+
+
+OPS = {"scaled_linear": layers, "scaled_linear_host": host, "llama_fp8": llama}

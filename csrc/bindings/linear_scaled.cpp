@@ -1,0 +1,379 @@
+#include <array>
+
+#include "bindings/support/library.h"
+#include "bindings/support/linear.h"
+#include "bindings/support/quantize.h"
+
+#ifdef WARPSMITH_CUDA
+// Absent in CPU builds of torch; reached only with a CUDA tensor in hand.
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_cuda__scaled_mm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2,
+                               AtenTensorHandle scale_a, AtenTensorHandle scale_b, AtenTensorHandle* bias,
+                               AtenTensorHandle* scale_result, int32_t* out_dtype, int32_t use_fast_accum);
+#endif
+
+// scaled_linear: a linear layer whose products are of 8-bit floats. The casts are the quantize family's, the products
+// are torch's _scaled_mm, or, emulated, what they mean: dequantized values multiplied in float32.
+namespace warpsmith {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
+constexpr int64_t kSizeMultiple = 16;  // of the sizes of a product of 8-bit floats
+
+struct ScaledOptions {
+  Fp8Scaling activations, weights;
+  ScaledAccumulate accumulate;
+  ScalarType grad_dtype;
+  bool high, power_of_two, emulate, watch;
+};
+
+ScaledOptions options_of(const char* op, int64_t scaling, int64_t accumulate, bool e5m2, bool high, bool power_of_two,
+                         bool emulate, bool watch) {
+  if (scaling < 0 || scaling > static_cast<int64_t>(Fp8Scaling::block))
+    refuse(op, "scaling", "0 (row), 1 (tensor) or 2 (block)", std::to_string(scaling));
+  if (accumulate < 0 || accumulate > 2)
+    refuse(op, "accumulate", "0 (auto), 1 (fast) or 2 (float32)", std::to_string(accumulate));
+  const auto of = static_cast<Fp8Scaling>(scaling);
+  return {of,
+          of == Fp8Scaling::block ? Fp8Scaling::block2d : of,
+          static_cast<ScaledAccumulate>(accumulate),
+          e5m2 ? ScalarType::Float8_e5m2 : kE4m3,
+          high,
+          power_of_two,
+          emulate,
+          watch};
+}
+
+// ---- checks
+
+void check_of(const char* op, const char* argument, const Tensor& t, ScalarType dtype,
+              std::initializer_list<int64_t> shape, const Tensor& like) {
+  if (const ScalarType got = dtype_of(op, argument, t); got != dtype)
+    refuse(op, argument, dtype_text(dtype), dtype_text(got));
+  check_shape(op, argument, t, shape);
+  check_same_device(op, argument, t, like);
+}
+
+// One scale of a tensor, for the recipe that has such scales.
+void check_given(const char* op, const char* argument, const OptionalTensor& scale, const ScaledOptions& options,
+                 const Tensor& like) {
+  if (!scale) return;
+  if (options.activations != Fp8Scaling::tensor) refuse(op, argument, "None: these scales are computed", "a tensor");
+  check_of(op, argument, *scale, ScalarType::Float, {}, like);
+}
+
+// Bytes of a weight and their scales, both or neither.
+void check_bytes(const char* op, const char* data_name, const char* scale_name, const OptionalTensor& data,
+                 const OptionalTensor& scale, int64_t rows, int64_t columns, const ScaledOptions& options,
+                 const Tensor& like) {
+  if (data.has_value() != scale.has_value())
+    refuse(op, scale_name, std::string(data ? "a tensor" : "None") + " beside " + data_name,
+           data ? "None" : "a tensor");
+  if (!data) return;
+  check_of(op, data_name, *data, kE4m3, {rows, columns}, like);
+  if (!data->is_contiguous()) refuse(op, data_name, "a contiguous tensor", "other strides");
+  switch (options.weights) {
+    case Fp8Scaling::tensor: return check_of(op, scale_name, *scale, ScalarType::Float, {}, like);
+    case Fp8Scaling::row: return check_of(op, scale_name, *scale, ScalarType::Float, {rows, 1}, like);
+    default:
+      check_of(op, scale_name, *scale, ScalarType::Float, {ceil_div(rows, kFp8Block), ceil_div(columns, kFp8Block)},
+               like);
+  }
+}
+
+struct ScaledLayer {
+  int64_t in, out;
+};
+
+// `of` is the tensor whose last dimension is `size`, in_features or out_features.
+ScaledLayer check_weight(const char* op, const Tensor& weight, const Tensor& of, bool by_out) {
+  const Dtype dtype = narrow_dtype(op, by_out ? "dy" : "x", of);
+  if (of.dim() == 0) refuse(op, by_out ? "dy" : "x", "at least one dimension", "a tensor without dimensions");
+  check_dtype_beside(op, "weight", weight, dtype);
+  const int64_t size = of.size(of.dim() - 1);
+  if (weight.dim() != 2 || weight.size(by_out ? 0 : 1) != size)
+    refuse(op, "weight", by_out ? "shape (" + std::to_string(size) + ", K)" : "shape (N, " + std::to_string(size) + ")",
+           shape_text(weight));
+  const ScaledLayer layer{weight.size(1), weight.size(0)};
+  const auto multiple = [&](const char* what, int64_t n) {
+    if (n % kSizeMultiple) refuse(op, "weight", std::string(what) + " that are a multiple of 16", std::to_string(n));
+  };
+  multiple("in_features", layer.in);
+  multiple("out_features", layer.out);
+  check_same_device(op, "weight", weight, of);
+  return layer;
+}
+
+void check_bias(const char* op, const OptionalTensor& bias, int64_t out, const Tensor& like) {
+  if (!bias) return;
+  check_dtype_beside(op, "bias", *bias, narrow_dtype(op, "x", like));
+  check_shape(op, "bias", *bias, {out});
+  check_same_device(op, "bias", *bias, like);
+}
+
+// ---- casts and products
+
+// A factor of a product, along whose rows is summed.
+struct Operand {
+  Tensor data;   // [rows, terms], contiguous
+  Tensor scale;  // of the tensor, of its rows, of 128 terms of each, or of squares of 128 by 128
+};
+
+int64_t number(Fp8Scaling scaling) { return static_cast<int64_t>(scaling); }
+
+// The rows of t, or its columns as rows.
+Operand cast(const Tensor& t, const OptionalTensor& scale, Fp8Scaling scaling, bool columns,
+             const ScaledOptions& options) {
+  const auto [data, made, transposed, transposed_scale, counts, sums] =
+      quantize_fp8(t, scale, number(scaling), columns ? 2 : 0, kE4m3, options.power_of_two, false);
+  if (!columns) return {data, scale ? *scale : made};
+  return {transposed, scale ? *scale : scaling == Fp8Scaling::tensor ? made : transposed_scale};
+}
+
+Tensor as_float32(const char* op, const Tensor& bias) {
+  return as_contiguous(in_dtype(op, "bias", bias, aoti_torch_dtype_float32()), op);
+}
+
+void multiply_emulated(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias,
+                       const Tensor& out) {
+  const Tensor left = dequantize_fp8(a.data, a.scale, ScalarType::Float);
+  const Tensor right = transposed(dequantize_fp8(b.data, b.scale, ScalarType::Float));
+  const int32_t wide = aoti_torch_dtype_float32();
+  const Tensor sums = dtype_code(out) == wide ? out : allocate_shaped(op, "a product in float32", out, wide);
+  if (bias)
+    multiply_add(sums, as_float32(op, *bias), left, right);
+  else
+    multiply(sums, left, right);
+  if (dtype_code(out) != wide) torch::stable::copy_(const_cast<Tensor&>(out), sums);
+}
+
+#ifdef WARPSMITH_CUDA
+Tensor view_of(const Tensor& t, int64_t offset, const std::array<int64_t, 3>& sizes,
+               const std::array<int64_t, 3>& strides) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), 3, sizes.data(), strides.data(), offset, &handle));
+  return Tensor(handle);
+}
+
+// Scales of blocks as cuBLASLt reads them: [rows, blocks of terms], rows adjacent. Those of a square are repeated for
+// each of its rows, since two kinds of factors would need a second layout, whose strides differ between torch's
+// versions.
+Tensor block_scales(const char* op, const Operand& a) {
+  const int64_t rows = a.data.size(0), blocks = a.scale.size(1);
+  const int64_t sizes[2] = {blocks, rows};
+  const Tensor turned = allocate(op, "scales of blocks", sizes, 2, aoti_torch_dtype_float32(), a.data);
+  const auto fill = [&](int64_t from, int64_t count, int64_t high, int64_t scale_row) {
+    if (count * high == 0) return;
+    Tensor to = view_of(turned, from, {blocks, count, high}, {rows, high, 1});
+    torch::stable::copy_(to, view_of(a.scale, scale_row * blocks, {blocks, count, high}, {1, blocks, 0}));
+  };
+  if (a.scale.size(0) == rows) {
+    fill(0, rows, 1, 0);
+  } else {
+    const int64_t whole = rows / kFp8Block;
+    fill(0, whole, kFp8Block, 0);
+    fill(whole * kFp8Block, 1, rows % kFp8Block, whole);
+  }
+  return matrix_view(turned, 0, rows, blocks, 1, rows);
+}
+
+void multiply_on_card(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,
+                      const ScaledOptions& options) {
+  if (!aoti_torch_cuda__scaled_mm_out)
+    refuse(op, "emulate", "True with this build of torch, which does not share its 8-bit products", "False");
+  int32_t code = dtype_code(out);
+  const bool wide = code == aoti_torch_dtype_float32();
+  const bool blocks = options.activations == Fp8Scaling::block;
+  const Tensor scale_a = blocks ? block_scales(op, a) : a.scale;
+  const Tensor scale_b =
+      options.activations == Fp8Scaling::tensor ? b.scale : transposed(blocks ? block_scales(op, b) : b.scale);
+  OptionalTensor added;
+  if (bias) added = as_contiguous(in_dtype(op, "bias", *bias, code), op);
+  AtenTensorHandle handle = added ? added->get() : nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_cuda__scaled_mm_out(out.get(), a.data.get(), transposed(b.data).get(),
+                                                        scale_a.get(), scale_b.get(),
+                                                        added && !wide ? &handle : nullptr, nullptr, &code,
+                                                        accumulates_fast(options.accumulate, a.data.size(1), blocks)));
+  if (added && wide)  // torch adds no bias to a product in float32
+    torch::stable::copy_(const_cast<Tensor&>(out), torch::stable::subtract(out, *added, -1.0));
+}
+#endif
+
+// out = a @ b^T + bias. a may have more rows than out: those that fill up.
+void multiply_scaled(const char* op, const Operand& a, const Operand& b, const OptionalTensor& bias, const Tensor& out,
+                     const ScaledOptions& options) {
+  if (out.numel() == 0) return;
+  if (a.data.size(0) != out.size(0)) {
+    const int64_t sizes[2] = {a.data.size(0), out.size(1)};
+    const Tensor more = allocate(op, "a product of whole blocks", sizes, 2, dtype_code(out), out);
+    multiply_scaled(op, a, b, bias, more, options);
+    torch::stable::copy_(const_cast<Tensor&>(out), matrix_view(more, 0, out.size(0), out.size(1), out.size(1)));
+    return;
+  }
+#ifdef WARPSMITH_CUDA
+  if (!options.emulate && out.is_cuda() && a.data.size(1) > 0) return multiply_on_card(op, a, b, bias, out, options);
+#endif
+  multiply_emulated(op, a, b, bias, out);
+}
+
+// Zeros below the rows, up to a multiple of 16: the terms of the weight's gradient, and the rows of blocks.
+Tensor filled_up(const char* op, const Tensor& t) {
+  const int64_t rows = t.size(0), columns = t.size(1), more = ceil_div(rows, kSizeMultiple) * kSizeMultiple;
+  if (more == rows) return t;
+  const int64_t sizes[2] = {more, columns};
+  const Tensor all = allocate(op, "rows filled up to 16", sizes, 2, dtype_code(t), t);
+  Tensor first = matrix_view(all, 0, rows, columns, columns),
+         rest = matrix_view(all, rows * columns, more - rows, columns, columns);
+  torch::stable::copy_(first, t);
+  torch::stable::zero_(rest);
+  return all;
+}
+
+Tensor no_counts(const char* op, const Tensor& like) {
+  Tensor counts = allocate_vector(op, "counts", 2, aoti_torch_dtype_int64(), like);
+  torch::stable::zero_(counts);
+  return counts;
+}
+
+Tensor watched(const char* op, const Tensor& t, const ScaledOptions& options) {
+  return options.watch ? fp8_amax(t, false) : nothing(op, aoti_torch_dtype_float32(), t);
+}
+
+// ---- the ops
+
+// Beside y: counts of x, its largest magnitude if it is watched, and the scale of x that the backward needs again.
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x_any, Tensor weight, OptionalTensor bias,
+                                                   OptionalTensor weight_data, OptionalTensor weight_scale,
+                                                   OptionalTensor x_scale, OptionalTensor dy_scale,
+                                                   OptionalTensor dy_counts, OptionalTensor dy_amax, int64_t scaling,
+                                                   int64_t accumulate, bool e5m2, bool high, bool power_of_two,
+                                                   bool emulate, bool watch) {
+  const char* op = name(LinearOp::scaled_linear);
+  const ScaledLayer layer = check_weight(op, weight, x_any, false);
+  check_bias(op, bias, layer.out, x_any);
+  const ScaledOptions options = options_of(op, scaling, accumulate, e5m2, high, power_of_two, emulate, watch);
+  check_bytes(op, "weight_data", "weight_scale", weight_data, weight_scale, layer.out, layer.in, options, x_any);
+  check_given(op, "x_scale", x_scale, options, x_any);
+  check_given(op, "dy_scale", dy_scale, options, x_any);
+  if (dy_counts) check_of(op, "dy_counts", *dy_counts, ScalarType::Long, {2}, x_any);
+  if (dy_amax) check_of(op, "dy_amax", *dy_amax, ScalarType::Float, {}, x_any);
+
+  const OnDeviceOf device(x_any);
+  const bool one = options.activations == Fp8Scaling::tensor, blocks = options.activations == Fp8Scaling::block;
+  const Tensor rows = adjacent_rows(op, "x", x_any), x = blocks ? filled_up(op, rows) : rows;
+  const auto [data, made, t, ts, counts, s] = quantize_fp8(x, x_scale, scaling, 0, kE4m3, power_of_two, false);
+  const Tensor y = allocate_rows(op, "y", x_any, layer.out);
+  if (y.numel()) {
+    const Operand b = weight_data ? Operand{*weight_data, as_contiguous(*weight_scale, op)}
+                                  : cast(weight, std::nullopt, options.weights, false, options);
+    multiply_scaled(op, {data, x_scale ? *x_scale : made}, b, bias, as_rows_matrix(y, rows.size(0), layer.out),
+                    options);
+  }
+  const Tensor kept = one && !x_scale ? made : nothing(op, aoti_torch_dtype_float32(), x_any);
+  return {y, counts, watched(op, rows, options), kept};
+}
+
+// A gradient that is not wanted has zero elements. Counts and the largest magnitude are those of dy.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(Tensor dy_any, OptionalTensor x_any, Tensor weight,
+                                                            OptionalTensor bias, OptionalTensor transposed_data,
+                                                            OptionalTensor transposed_scale, OptionalTensor x_scale,
+                                                            OptionalTensor dy_scale, int64_t scaling,
+                                                            int64_t accumulate, bool e5m2, bool high, bool power_of_two,
+                                                            bool emulate, bool watch, bool want_dx, bool want_dweight,
+                                                            bool want_dbias) {
+  const char* op = backward_name(LinearOp::scaled_linear);
+  const ScaledLayer layer = check_weight(op, weight, dy_any, true);
+  check_bias(op, bias, layer.out, dy_any);
+  const ScaledOptions options = options_of(op, scaling, accumulate, e5m2, high, power_of_two, emulate, watch);
+  check_bytes(op, "transposed", "transposed_scale", transposed_data, transposed_scale, layer.in, layer.out, options,
+              dy_any);
+  check_given(op, "x_scale", x_scale, options, dy_any);
+  check_given(op, "dy_scale", dy_scale, options, dy_any);
+  if (want_dweight && !x_any) refuse(op, "x", "a tensor when the weight's gradient is wanted", "None");
+  if (want_dbias && !bias) refuse(op, "bias", "a tensor when its gradient is wanted", "None");
+  if (x_any) check_rows(op, "x", *x_any, dy_any, layer.in, narrow_dtype(op, "dy", dy_any));
+
+  const OnDeviceOf device(dy_any);
+  const bool by_casts = want_dweight && !high, blocks = options.activations == Fp8Scaling::block;
+  const Tensor rows = adjacent_rows(op, "dy", dy_any);
+  const Tensor dy = by_casts || blocks ? filled_up(op, rows) : rows;
+  const int32_t wide = aoti_torch_dtype_float32();
+  Tensor dx = nothing(op, dtype_code(dy_any), dy_any), dweight = nothing(op, dtype_code(dy_any), dy_any),
+         dbias = nothing(op, dtype_code(dy_any), dy_any);
+  Tensor counts = nothing(op, aoti_torch_dtype_int64(), dy_any), sums = nothing(op, wide, dy_any);
+  if (want_dx || by_casts) {
+    const auto how = want_dx && by_casts ? Fp8Transpose::also : want_dx ? Fp8Transpose::no : Fp8Transpose::only;
+    const auto [data, made, turned, turned_scale, counted, column_sums] =
+        quantize_fp8(dy, dy_scale, scaling, static_cast<int64_t>(how), options.grad_dtype, power_of_two, want_dbias);
+    counts = counted;
+    sums = column_sums;
+    const bool one = options.activations == Fp8Scaling::tensor;
+    if (want_dx) {
+      dx = allocate_rows(op, "gradient of x", dy_any, layer.in);
+      const Tensor to = as_rows_matrix(dx, rows.size(0), layer.in);
+      // Rows of 16 and more are whole blocks; other scalings need no rows that fill up.
+      Operand a{data, dy_scale ? *dy_scale : made};
+      if (!blocks && dy.size(0) != rows.size(0)) {
+        a.data = matrix_view(data, 0, rows.size(0), layer.out, layer.out);
+        if (!one) a.scale = matrix_view(made, 0, rows.size(0), 1, 1);
+      }
+      if (to.numel())
+        multiply_scaled(op, a,
+                        transposed_data ? Operand{*transposed_data, as_contiguous(*transposed_scale, op)}
+                                        : cast(weight, std::nullopt, options.weights, true, options),
+                        std::nullopt, to, options);
+    }
+    if (by_casts) {
+      const int64_t sizes[2] = {layer.out, layer.in};
+      dweight = allocate(op, "gradient of weight", sizes, 2, dtype_code(weight), dy_any);
+      const Tensor x = filled_up(op, adjacent_rows(op, "x", *x_any));
+      const Tensor scale = dy_scale ? *dy_scale : one ? made : turned_scale;
+      multiply_scaled(op, {turned, scale}, cast(x, x_scale, options.activations, true, options), std::nullopt, dweight,
+                      options);
+    }
+  } else {
+    counts = no_counts(op, dy_any);
+    if (want_dbias) {
+      sums = allocate_vector(op, "gradient of bias", layer.out, wide, dy_any);
+      if (rows.numel() == 0)
+        torch::stable::zero_(sums);
+      else
+        add_column_sums(op, rows, sums, narrow_dtype(op, "dy", dy_any), false);
+    }
+  }
+  if (want_dweight && high) {
+    const int64_t sizes[2] = {layer.out, layer.in};
+    dweight = allocate(op, "gradient of weight", sizes, 2, dtype_code(weight), dy_any);
+    weight_gradient_into(op, dweight, rows, adjacent_rows(op, "x", *x_any), false);
+  }
+  if (want_dbias) dbias = in_dtype(op, "gradient of bias", sums, dtype_code(*bias));
+  return {dx, dweight, dbias, counts, watched(op, rows, options)};
+}
+
+#define WARPSMITH_SCALED_OPTIONS \
+  "int scaling, int accumulate, bool e5m2, bool high, bool power_of_two, bool emulate, bool watch"
+
+WARPSMITH_SCHEMAS(m) {
+  for (const char* form : {"scaled_linear", "scaled_linear_forward"})
+    m.def((std::string(form) +
+           "(Tensor x, Tensor weight, Tensor? bias, Tensor? weight_data, Tensor? weight_scale, "
+           "Tensor? x_scale, Tensor? dy_scale, Tensor? dy_counts, Tensor? dy_amax, " WARPSMITH_SCALED_OPTIONS
+           ") -> (Tensor y, Tensor counts, Tensor amax, Tensor new_scale)")
+              .c_str());
+  m.def(
+      "scaled_linear_backward(Tensor dy, Tensor? x, Tensor weight, Tensor? bias, Tensor? transposed, "
+      "Tensor? transposed_scale, Tensor? x_scale, Tensor? dy_scale, " WARPSMITH_SCALED_OPTIONS
+      ", bool want_dx, bool want_dweight, bool want_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor counts, "
+      "Tensor amax)");
+}
+
+WARPSMITH_IMPLEMENTATIONS(m) {
+  m.impl("scaled_linear", TORCH_BOX(&forward));
+  m.impl("scaled_linear_forward", TORCH_BOX(&forward));
+  m.impl("scaled_linear_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace
+}  // namespace warpsmith

@@ -1,0 +1,31 @@
+#pragma once
+#include <optional>
+#include <tuple>
+
+#include "bindings/support/tensor.h"
+#include "kernels/quantize/quantize.h"
+
+// The raw ops of the quantize family as functions, for ops that are made of them.
+namespace warpsmith {
+
+enum class Fp8Transpose : int64_t { no, also, only };
+
+// data, scale, transposed, transposed_scale, counts, column sums; without elements where there is nothing to return
+using Quantized = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Quantized quantize_fp8(Tensor x, std::optional<Tensor> scale, int64_t scaling, int64_t transpose, ScalarType dtype,
+                       bool power_of_two, bool column_sums);
+Tensor dequantize_fp8(Tensor data, Tensor scale, ScalarType dtype);
+Tensor fp8_amax(Tensor x, bool by_row);
+
+// No float64: the law of a scale is that of float32.
+inline Dtype narrow_dtype(const char* op, const char* argument, const Tensor& t) {
+  switch (dtype_of(op, argument, t)) {
+    case ScalarType::Float: return Dtype::float32;
+    case ScalarType::Half: return Dtype::float16;
+    case ScalarType::BFloat16: return Dtype::bfloat16;
+    default: refuse(op, argument, "float32, float16 or bfloat16", dtype_text(t.scalar_type()));
+  }
+}
+
+}  // namespace warpsmith

@@ -1,0 +1,318 @@
+"""Linear layers of a model in 8-bit floats, in place."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from warpsmith._core import checks
+from warpsmith._core.library import raw
+from warpsmith._core.modules import stock
+from warpsmith.ops._scaled_linear import (
+    Fp8Recipe,
+    Fp8State,
+    as_recipe,
+    capability,
+    forget,
+    is_emulated,
+)
+from warpsmith.ops.linear import scaled_linear
+
+_OP, _LOAD = "fp8", "load_fp8_state"
+_HEADS = ("lm_head", "head", "output", "unembed")  # names of layers that make logits
+Filter = Callable[[str, nn.Module], bool]
+
+
+class _Layer:
+    """What a converted module carries, outside of its state_dict."""
+
+    def __init__(self, owner: Fp8Layers, state: Fp8State) -> None:
+        self.owner, self.state = owner, state
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # what is loaded is the layer as it was
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
+        return _Layer(self.owner, copy.deepcopy(self.state, memo))
+
+
+def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Of a converted layer. It has the name of what it replaces: a pickle of a bound method holds its name alone."""
+    layer: _Layer = self._fp8
+    owner = layer.owner
+    if layer.state.x_amax.device != input.device:
+        owner.renew(layer, input.device)
+    recipe, emulate = owner.recipe, owner.emulate
+    y = scaled_linear(input, self.weight, self.bias, recipe=recipe, state=layer.state, emulate=emulate)
+    return y if residual is None else y + residual
+
+
+class Fp8Layers:
+    """What :func:`warpsmith.amp.fp8` did; printed it is a table.
+
+    Attributes:
+        recipe: of all layers.
+        replaced: by name, the scaling and the features of a layer that multiplies 8-bit floats now.
+        kept: by name, why a layer multiplies as it did.
+        group: the ranks over which delayed scales take the largest value; None: this one alone.
+    """
+
+    def __init__(self, recipe: Fp8Recipe, emulate: bool, group: dist.ProcessGroup | None) -> None:
+        self.recipe, self.emulate, self.group = recipe, emulate, group
+        self.replaced: dict[str, str] = {}
+        self.kept: dict[str, str] = {}
+        self._modules: dict[str, nn.Module] = {}
+        self._tensors_of_layers: list[Tensor] = []  # where CapturedStep finds what a step changes
+        self._history: Tensor | None = None  # (steps, layers, 2), newest first: of x and of the gradient
+        self._scales: Tensor | None = None  # (layers, 2)
+
+    def _add(self, name: str, module: nn.Linear) -> None:
+        self._modules[name] = module
+        self.replaced[name] = f"{self.recipe.scaling}, {module.in_features} -> {module.out_features}"
+        module._fp8 = layer = _Layer(self, Fp8State(module.weight.device))  # type: ignore[assignment]
+        self._tensors_of_layers += layer.state.tensors()
+        module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+    def renew(self, layer: _Layer, device: torch.device) -> None:
+        """For a layer that was moved: what it keeps begins anew on the other device."""
+        layer.state = Fp8State(device)
+        self._tensors_of_layers = [t for state in self._states() for t in state.tensors()]
+
+    def _states(self) -> list[Fp8State]:
+        return [module._fp8.state for module in self._modules.values()]  # type: ignore[union-attr,misc]
+
+    def undo(self) -> None:
+        """Gives the layers their own forward back. May be called again."""
+        while self._modules:
+            _, module = self._modules.popitem()
+            for name in ("forward", "_fp8"):
+                module.__dict__.pop(name, None)
+            forget(module.weight)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def update(self, found_inf: Tensor | None = None) -> None:
+        """Ends a step: delayed scales follow the largest values of the last steps. Call it once behind each step of the
+        optimizer; other recipes need no call. The host does not wait; over a group it is one reduction.
+
+        Args:
+            found_inf: one float32 element: where it is not 0, the step was skipped and the history stays.
+                ``scaler.found_inf(optimizer)``.
+        """
+        states = self._states()
+        if self.recipe.amax != "delayed" or not states:
+            return
+        recipe, amax = self.recipe, torch.stack([t for s in states for t in (s.x_amax, s.dy_amax)]).view(-1, 2)
+        if self.group is not None:
+            dist.all_reduce(amax, dist.ReduceOp.MAX, self.group)
+        history, scales = self._tensors(amax.device)
+        moved = torch.cat([amax[None], history[:-1]])
+        if found_inf is not None:
+            moved = torch.where(found_inf.to(amax.device) > 0, history, moved)
+        history.copy_(moved)
+        largest = history.amax(0)
+        largest = torch.where(largest > 0, largest, amax) * 2.0**recipe.margin  # amax: of a first step that was skipped
+        for i, dtype in enumerate((torch.float8_e4m3fn, recipe.grad_float8)):
+            scales[:, i] = raw.fp8_scale(largest[:, i].contiguous(), dtype, bool(recipe.power_of_two))
+        for i, state in enumerate(states):
+            if state.has_run:
+                state.x_scale, state.dy_scale, state.has_run = scales[i, 0], scales[i, 1], False
+        torch._foreach_zero_([t for s in states for t in (s.x_amax, s.dy_amax)])
+
+    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._history is None or self._scales is None or self._history.device != device:
+            self._history = torch.zeros(self.recipe.history, len(self._modules), 2, device=device)
+            self._scales = torch.ones(len(self._modules), 2, device=device)
+        return self._history, self._scales
+
+    def counts(self) -> dict[str, tuple[int, int, int, int]]:
+        """By name, since the conversion: elements of x that were saturated, elements that were not finite, and the same
+        of the gradient. The host waits."""
+        found = (
+            torch.stack([torch.cat([s.x_counts, s.dy_counts]) for s in self._states()]).tolist()
+            if self._modules
+            else []
+        )
+        return dict(zip(self._modules, map(tuple, found), strict=True))
+
+    def __repr__(self) -> str:
+        lines = [f"{name}: {what}" for name, what in self.replaced.items()]
+        return "\n".join([*lines, *(f"{name}: as it was: {why}" for name, why in self.kept.items())])
+
+
+def layer_of(module: nn.Module) -> _Layer | None:
+    """What a layer carries that multiplies 8-bit floats."""
+    found = module.__dict__.get("_fp8")
+    return found if isinstance(found, _Layer) else None
+
+
+def _heads(model: nn.Module) -> tuple[set[nn.Module], dict[nn.Linear, str]]:
+    """Layers that make logits, and of those whose weight is an embedding's the embedding's name."""
+    modules = dict(model.named_modules())
+    embeddings = {id(m.weight): name for name, m in modules.items() if isinstance(m, nn.Embedding)}
+    heads: set[nn.Module] = {m for name, m in modules.items() if name.rsplit(".", 1)[-1] in _HEADS}
+    heads |= {m.get_output_embeddings() for m in modules.values() if hasattr(m, "get_output_embeddings")}
+    linears = [m for m in modules.values() if isinstance(m, nn.Linear)]
+    tied = {m: embeddings[id(m.weight)] for m in linears if id(m.weight) in embeddings}
+    return heads | tied.keys(), tied
+
+
+def _why_not(name: str, module: nn.Linear, filter: Filter | None, is_head: bool) -> str | None:
+    cls = type(module)
+    if layer_of(module) is not None:
+        return "it is in FP8 already"
+    if getattr(module.__dict__.get("forward"), "__func__", cls.forward) is not cls.forward:
+        return "somebody else has replaced its forward"
+    ours = f"{cls.forward.__module__}.{cls.forward.__qualname__}" == "warpsmith.nn._linear.Linear.forward"
+    if ours and (module.activation is not None or module.fuse_main_grad):
+        return "its product has an activation or a main_grad"
+    known = ours or cls.forward is nn.Linear.forward or getattr(cls.forward, "of_warpsmith", False)
+    if not known or any(stock(c) is nn.modules.linear.NonDynamicallyQuantizableLinear for c in cls.__mro__):
+        return f"it is a {cls.__name__} whose weight is used otherwise"
+    if isinstance(module.weight, nn.UninitializedParameter):
+        return "it has no sizes yet"
+    if module.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"its weight is {checks.dtype_text(module.weight.dtype)}"
+    for what in ("in_features", "out_features"):
+        if (size := getattr(module, what)) % 16:
+            return f"its {what}, {size}, are no multiple of 16"
+    if is_head:
+        return "it makes logits: head=True of a recipe takes it too"
+    return None if filter is None or filter(name, module) else "the filter leaves it out"
+
+
+def fp8(
+    model: nn.Module,
+    recipe: str | Fp8Recipe = "auto",
+    filter: Filter | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    emulate: bool = False,
+) -> Fp8Layers:
+    """Lets the linear layers of a model multiply 8-bit floats, by :func:`warpsmith.scaled_linear`, in place.
+
+    Parameters, ``state_dict``, hooks and classes stay. Call it behind :func:`warpsmith.patch`; before or behind DDP,
+    ``fully_shard`` and ``torch.compile``.
+
+    Args:
+        model: with ``torch.nn.Linear`` or :class:`warpsmith.nn.Linear` in it.
+        recipe: a :class:`Fp8Recipe`; "row", "tensor" or "block"; or "auto": row scales on sm_90 and where products are
+            emulated, else tensor scales.
+        filter: ``filter(name, module)`` says whether to take a layer. Layers that make logits, by
+            ``get_output_embeddings`` or the name ``lm_head``, ``head``, ``output`` or ``unembed``, or whose weight is
+            an embedding's, stay unless the recipe has ``head=True``.
+        group: the ranks that share tensors, over which delayed scales take the largest value.
+        emulate: multiply what the casts leave in float32. So on the CPU in any case.
+
+    Returns:
+        :class:`Fp8Layers`: what was replaced, what was kept and why, ``undo()``, and for delayed scales ``update()``.
+
+    Raises:
+        ValueError: no model; a card without such products; another recipe than the model has; ``head=True`` where the
+            head's weight is an embedding's. Nothing has changed.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
+        >>> warpsmith.amp.fp8(model)
+        0: row, 16 -> 64
+        2: as it was: its out_features, 10, are no multiple of 16
+    """
+    if not isinstance(model, nn.Module):
+        checks.refuse(_OP, "model", "a torch.nn.Module", checks.value_text(model))
+    if filter is not None and not callable(filter):
+        checks.refuse_type(_OP, "filter", "a function of name and module, or None", filter)
+    checks.flags(_OP, emulate=emulate)
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    device = next((m.weight.device for _, m in layers), torch.device("cpu"))
+    if isinstance(recipe, str) and recipe == "auto":
+        of_rows = emulate or device.type != "cuda" or capability(device) == (9, 0)
+        recipe = "row" if of_rows else "tensor"
+    chosen = as_recipe(_OP, recipe)
+    is_emulated(_OP, chosen, device, bool(emulate))
+    for _, module in layers:
+        before = layer_of(module)
+        if before is not None and before.owner.recipe != chosen:
+            checks.refuse(_OP, "recipe", f"{before.owner.recipe}, which the model has, or undo() before", str(chosen))
+    heads, tied = _heads(model)
+    if chosen.head and tied:
+        head, embedding = next(iter(tied.items()))
+        name = next(n for n, m in layers if m is head)
+        checks.refuse(_OP, "recipe", f"head=False: the weight of {name} is that of {embedding}", "head=True")
+    done = Fp8Layers(chosen, bool(emulate), group)
+    for name, module in layers:
+        why = _why_not(name, module, filter, module in heads and not chosen.head)
+        if why is None:
+            done._add(name, module)
+        else:
+            done.kept[name] = why
+    return done
+
+
+def _owner(op: str, model: nn.Module) -> Fp8Layers:
+    for module in model.modules():
+        if (layer := layer_of(module)) is not None:
+            return layer.owner
+    checks.refuse(op, "model", "one that warpsmith.amp.fp8 has converted", type(model).__name__)
+
+
+def fp8_state(model: nn.Module) -> dict[str, Any]:
+    """What a converted model knows beside its parameters: recipe, names, and for delayed scales their history. For
+    ``Checkpointer.save(..., extra=...)`` or ``safetensors``; no copies.
+
+    Raises:
+        ValueError: a model that :func:`fp8` has not converted.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+        >>> done = warpsmith.amp.fp8(model)
+        >>> warpsmith.amp.fp8_state(model)["layers"]
+        ['0']
+    """
+    done = _owner("fp8_state", model)
+    state: dict[str, Any] = {"recipe": asdict(done.recipe), "layers": list(done._modules)}
+    state["counts"] = [torch.cat([s.x_counts, s.dy_counts]) for s in done._states()]
+    if done.recipe.amax == "delayed":
+        states = done._states()
+        history, scales = done._tensors(states[0].x_amax.device)
+        state |= {"history": history, "scales": scales, "known": [s.x_scale is not None for s in states]}
+    return state
+
+
+@torch.no_grad()
+def load_fp8_state(model: nn.Module, state: dict[str, Any]) -> None:
+    """Goes on with what :func:`fp8_state` returned, of the same layers and the same recipe.
+
+    Raises:
+        ValueError: the state of other layers or of another recipe, or a model that :func:`fp8` has not converted.
+            Nothing has changed.
+    """
+    done = _owner(_LOAD, model)
+    if not isinstance(state, dict) or not {"recipe", "layers", "counts"} <= state.keys():
+        checks.refuse(_LOAD, "state", "what fp8_state returned", checks.value_text(state))
+    if state["recipe"] != asdict(done.recipe):
+        checks.refuse(_LOAD, "state", f"one of the recipe {done.recipe}", str(Fp8Recipe(**state["recipe"])))
+    if list(state["layers"]) != list(done._modules):
+        differ = sorted(set(state["layers"]) ^ set(done._modules))
+        got = f"one of {len(state['layers'])}, and {', '.join(differ[:3]) or 'their order'} differ"
+        checks.refuse(_LOAD, "state", f"one of the model's {len(done._modules)} layers", got)
+    states = done._states()
+    for mine, counts in zip(states, state["counts"], strict=True):
+        mine.x_counts.copy_(counts[:2])
+        mine.dy_counts.copy_(counts[2:])
+    if done.recipe.amax != "delayed":
+        return
+    history, scales = done._tensors(states[0].x_amax.device)
+    history.copy_(state["history"])
+    scales.copy_(state["scales"])
+    for i, (mine, known) in enumerate(zip(states, state["known"], strict=True)):
+        mine.x_scale, mine.dy_scale = (scales[i, 0], scales[i, 1]) if known else (None, None)
+        mine.x_amax.zero_()
+        mine.dy_amax.zero_()

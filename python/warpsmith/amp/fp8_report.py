@@ -1,0 +1,200 @@
+"""What 8-bit floats would lose in each linear layer of a model, on one batch."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from warpsmith._core import checks
+from warpsmith.amp.fp8 import layer_of
+from warpsmith.ops.quantize import dequantize_fp8, quantize_fp8
+
+_OP = "fp8_report"
+_SCALINGS = ("tensor", "row", "block")  # in the order of their price
+_PRODUCTS = {"y": ("x", "weight"), "dx": ("dy", "weight"), "dweight": ("dy", "x")}
+_CLOSE_DB = 1.0  # a cheaper scaling is suggested where it costs no more
+_LEAST_DB = 15.0  # below it a product is suggested to stay as it is
+_UNDERFLOW = 0.01  # of the gradient, from which on e5m2 is suggested where it loses fewer
+
+
+class Cast(NamedTuple):
+    """Of one factor and scaling: signal over noise in dB, the parts of its elements that become zero and that are
+    saturated, the last by the layer's own delayed scale."""
+
+    sqnr_db: float
+    underflow: float
+    saturated: float
+
+
+class LayerLoss(NamedTuple):
+    """Of one layer: casts by (factor, scaling), factors x, weight, dy and "dy, e5m2"; what a product's casts leave, in
+    dB, by (product, scaling), products y, dx and dweight; elements that are not finite; a recipe, or "keep"."""
+
+    name: str
+    casts: dict[tuple[str, str], Cast]
+    products: dict[tuple[str, str], float]
+    not_finite: int
+    suggested: str
+
+
+def _db(signal: float, noise: float) -> float:
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+@torch.no_grad()
+def _cast(t: Tensor, scaling: str, dtype: torch.dtype, known: Tensor | None) -> Cast:
+    rows = t.detach().reshape(-1, t.shape[-1])
+    given = known if scaling == "tensor" else None
+    cast = quantize_fp8(rows, scaling, dtype, scale=given)
+    values, wide = dequantize_fp8(cast), rows.float()
+    finite = wide.isfinite()
+    noise = (values - wide).masked_fill(~finite, 0).double().square().sum()
+    signal = wide.masked_fill(~finite, 0).double().square().sum()
+    lost = ((values == 0) & (wide != 0)).sum()
+    some = max(rows.numel(), 1)
+    return Cast(_db(float(signal), float(noise)), float(lost) / some, float(cast.counts[0]) / some)  # type: ignore[index]
+
+
+def _suggest(casts: dict[tuple[str, str], Cast], products: dict[tuple[str, str], float]) -> str:
+    there = [p for p in _PRODUCTS if (p, "row") in products]
+    worst = {s: min(products[p, s] for p in there) for s in _SCALINGS}
+    scaling = next(s for s in _SCALINGS if worst[s] >= max(worst.values()) - _CLOSE_DB)
+    if products["y", scaling] < _LEAST_DB:
+        return "keep"
+    words = [scaling]
+    if ("dy", scaling) in casts:
+        narrow, wide = casts["dy", scaling].underflow, casts["dy, e5m2", scaling].underflow
+        words += ["grad_dtype=e5m2"] * (narrow > _UNDERFLOW and wide < narrow / 2)
+        words += ["wgrad=high"] * (products.get(("dweight", scaling), math.inf) < _LEAST_DB)
+    return ", ".join(words)
+
+
+class Fp8Report:
+    """What :func:`fp8_report` found; printed it is a table.
+
+    Attributes:
+        layers: a :class:`LayerLoss` for each layer that ran, by name.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[str, LayerLoss] = {}
+
+    def __str__(self) -> str:
+        head = ("layer", "scaling", "y dB", "dx dB", "dweight dB", "underflow of x, dy", "saturated", "suggested")
+        lines: list[tuple[str, ...]] = [head]
+        for name, layer in self.layers.items():
+            for s in _SCALINGS:
+                of_products = [f"{layer.products.get((p, s), math.nan):.1f}" for p in _PRODUCTS]
+                x, dy = layer.casts["x", s], layer.casts.get(("dy", s), Cast(math.nan, math.nan, 0.0))
+                under, over = f"{x.underflow:.1%}, {dy.underflow:.1%}", f"{max(x.saturated, dy.saturated):.2%}"
+                first = s == _SCALINGS[0]
+                lines.append((name if first else "", s, *of_products, under, over, layer.suggested if first else ""))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """A figure of matplotlib: dB of each layer's products, a panel a product. ``path``: a file for it."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 2 + 0.22 * len(self.layers)), layout="constrained")
+        names = list(self.layers)
+        for axis, product in zip(figure.subplots(1, len(_PRODUCTS), sharey=True), _PRODUCTS, strict=True):
+            for scaling in _SCALINGS:
+                values = [self.layers[name].products.get((product, scaling), math.nan) for name in names]
+                axis.plot(values, range(len(names)), "o", label=scaling)
+            axis.axvline(_LEAST_DB, color="grey", linewidth=0.8)
+            axis.set_xlabel(f"{product}: signal over noise, dB")
+            axis.set_yticks(range(len(names)), names)
+        axis.invert_yaxis()
+        axis.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+def _watch(report: Fp8Report, name: str, module: Any, inputs: Any, output: Tensor) -> None:
+    layer = layer_of(module)
+    state = None if layer is None else layer.state
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    casts: dict[tuple[str, str], Cast] = {}
+
+    def finish() -> None:
+        products = {
+            (p, s): -10 * math.log10(sum(10 ** (-casts[f, s].sqnr_db / 10) for f in factors) or 1e-30)
+            for p, factors in _PRODUCTS.items()
+            for s in _SCALINGS
+            if all((f, s) in casts for f in factors)
+        }
+        report.layers[name] = LayerLoss(name, casts, products, not_finite, _suggest(casts, products))
+
+    not_finite = int((~inputs[0].isfinite()).sum())
+    for s in _SCALINGS:
+        casts["x", s] = _cast(inputs[0], s, e4m3, state.x_scale if state else None)
+        casts["weight", s] = _cast(module.weight, "block2d" if s == "block" else s, e4m3, None)
+    finish()
+
+    def of_gradient(dy: Tensor) -> None:
+        for s in _SCALINGS:
+            casts["dy", s] = _cast(dy, s, e4m3, state.dy_scale if state else None)
+            casts["dy, e5m2", s] = _cast(dy, s, e5m2, None)
+        finish()
+
+    if output.requires_grad:
+        output.register_hook(of_gradient)
+
+
+def fp8_report(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> Fp8Report:
+    """What 8-bit floats lose in each linear layer, with each scaling, on one forward and backward of a batch. The model
+    runs as it is, converted by :func:`warpsmith.amp.fp8` or not; its gradients are as before.
+
+    Args:
+        model: with ``torch.nn.Linear`` in it, and parameters that are not sharded.
+        batch: a dict of keyword arguments, a tuple of arguments, or the one argument.
+        loss: of what the model returns. Default: its ``loss``, or the mean of its squares.
+
+    Returns:
+        :class:`Fp8Report`. The dB of a product are those of its two casts by rows, taken as independent. A cheaper
+        scaling is suggested where it costs at most 1 dB; "keep" where y would keep less than 15 dB, and "wgrad=high"
+        where the weight's gradient would; "grad_dtype=e5m2" where more than 1 % of the gradient's elements become zero
+        and e5m2 keeps more than half of these.
+
+    Raises:
+        ValueError: no model.
+
+    Example:
+        >>> import torch, warpsmith
+        >>> report = warpsmith.amp.fp8_report(torch.nn.Sequential(torch.nn.Linear(64, 64)), torch.randn(32, 64))
+        >>> report.layers["0"].suggested
+        'tensor'
+    """
+    if not isinstance(model, nn.Module):
+        checks.refuse(_OP, "model", "a torch.nn.Module", checks.value_text(model))
+    report, hooks = Fp8Report(), []
+    before = [(p, p.grad) for p in model.parameters()]
+    for p, _ in before:
+        p.grad = None
+    try:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                hooks.append(module.register_forward_hook(functools.partial(_watch, report, name)))
+        with torch.enable_grad():
+            given = batch if isinstance(batch, (dict, tuple)) else (batch,)
+            found = model(**given) if isinstance(given, dict) else model(*given)
+            if loss is not None:
+                value = loss(found)
+            else:
+                value = found.loss if getattr(found, "loss", None) is not None else found.float().square().mean()
+            if value.requires_grad:
+                value.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for p, grad in before:
+            p.grad = grad
+    return report

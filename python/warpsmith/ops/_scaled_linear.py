@@ -1,0 +1,450 @@
+"""scaled_linear: its recipes, the casts of weights that are kept, fakes and gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from warpsmith._core import checks
+from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
+from warpsmith._core.main_grad import is_gathered
+from warpsmith.ops import _quantize
+
+SCALED = "scaled_linear"
+RECIPE = "Fp8Recipe"
+SCALINGS, ACCUMULATE = ("row", "tensor", "block"), ("auto", "fast", "float32")  # by their numbers in the schemas
+_OF_WEIGHTS = (0, 1, 3)  # the numbers of quantize_fp8's scalings: a weight's blocks are squares
+_E4M3 = torch.float8_e4m3fn
+_WEIGHT_GRADIENTS, _GRADIENTS, _AMAX = ("fp8", "high"), ("e4m3", "e5m2"), ("current", "delayed")
+
+
+@dataclass(frozen=True)
+class Fp8Recipe:
+    """How a linear layer casts to 8-bit floats.
+
+    Args:
+        scaling: what has a scale of its own: "row" (each row of a factor, along which is summed), "tensor", or "block"
+            (128 terms of a row; of a weight 128 by 128).
+        amax: "current": each scale is that of the values that are cast. "delayed", with "tensor" alone: those of x and
+            of the gradient are known before, from the largest values of earlier steps.
+        history: of how many steps delayed scales hold the largest value.
+        margin: powers of two that delayed scales leave above it.
+        grad_dtype: "e4m3" or "e5m2", of the gradient.
+        wgrad: "fp8", or "high": the weight's gradient is a product of what was not cast.
+        power_of_two: whether scales are powers of two.
+        accumulate: how 8-bit products are summed on the card: "fast", "float32", or "auto": fast up to 16,384 terms.
+        head: whether :func:`warpsmith.amp.fp8` takes the output layer too.
+
+    Example:
+        >>> import warpsmith
+        >>> warpsmith.amp.Fp8Recipe("tensor", amax="delayed").history
+        16
+    """
+
+    scaling: str = "row"
+    amax: str = "current"
+    history: int = 16
+    margin: int = 0
+    grad_dtype: str = "e4m3"
+    wgrad: str = "fp8"
+    power_of_two: bool = True
+    accumulate: str = "auto"
+    head: bool = False
+
+    def __post_init__(self) -> None:
+        for argument, words in (
+            ("scaling", SCALINGS),
+            ("amax", _AMAX),
+            ("grad_dtype", _GRADIENTS),
+            ("wgrad", _WEIGHT_GRADIENTS),
+            ("accumulate", ACCUMULATE),
+        ):
+            _quantize.number_of(RECIPE, argument, getattr(self, argument), words)
+        checks.flags(RECIPE, power_of_two=self.power_of_two, head=self.head)
+        checks.sizes(RECIPE, 1, history=self.history)
+        checks.refuse_non_int(RECIPE, "margin", self.margin)
+        if not 0 <= self.margin <= 64:
+            checks.refuse(RECIPE, "margin", "an int from 0 to 64", str(self.margin))
+        if self.amax == "delayed" and self.scaling != "tensor":
+            checks.refuse(RECIPE, "amax", f"'current' with scaling {self.scaling!r}", "'delayed'")
+        scaling, accumulate = SCALINGS.index(self.scaling), ACCUMULATE.index(self.accumulate)
+        of_gradients = self.grad_dtype == "e5m2", self.wgrad == "high"
+        object.__setattr__(self, "_numbers", (scaling, accumulate, *of_gradients, bool(self.power_of_two)))
+
+    @property
+    def grad_float8(self) -> torch.dtype:
+        """The dtype of the gradient's bytes."""
+        return torch.float8_e5m2 if self.grad_dtype == "e5m2" else _E4M3
+
+    def numbers(self) -> tuple[Any, ...]:
+        """The recipe in the schemas: scaling, accumulate, e5m2, high, power_of_two."""
+        return self._numbers  # type: ignore[attr-defined]
+
+
+class Fp8State:
+    """What a layer keeps on its device: scales that are known before a step (None: computed), the largest magnitudes
+    since the last step, and how many elements were saturated and not finite, of x and of the gradient."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.x_scale: Tensor | None = None
+        self.dy_scale: Tensor | None = None
+        self.x_amax, self.dy_amax = (torch.zeros((), device=device) for _ in range(2))
+        self.x_counts, self.dy_counts = (torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2))
+        self.has_run = False  # since the last step, with gradients
+
+    def tensors(self) -> list[Tensor]:
+        """What steps write to."""
+        return [self.x_amax, self.dy_amax, self.x_counts, self.dy_counts]
+
+
+# ---- what runs where
+
+
+_OF_DEFAULTS = {scaling: Fp8Recipe(scaling) for scaling in SCALINGS}
+
+
+def as_recipe(op: str, recipe: object) -> Fp8Recipe:
+    """A recipe, or one that is all defaults but for its scaling."""
+    if isinstance(recipe, Fp8Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        checks.refuse_type(op, "recipe", "an Fp8Recipe or a string", recipe)
+    if recipe not in SCALINGS:
+        checks.refuse(op, "recipe", f"an Fp8Recipe or one of {', '.join(map(repr, SCALINGS))}", repr(recipe))
+    return _OF_DEFAULTS[recipe]
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of a card."""
+    return torch.cuda.get_device_capability(device)
+
+
+def is_emulated(op: str, recipe: Fp8Recipe, device: torch.device, emulate: bool) -> bool:
+    """Whether products are multiplied in float32: asked for, or on the CPU. A card that lacks them is refused."""
+    if emulate or device.type != "cuda":
+        return True
+    if not torch.cuda.is_available():  # a fake tensor
+        return False
+    major, minor = capability(device)
+    name = f"sm_{major}{minor}"
+    if (major, minor) < (8, 9):
+        checks.refuse(op, "recipe", "a card of sm_89 or newer, or emulate=True", name)
+    if recipe.scaling != "tensor" and (major, minor) != (9, 0):
+        expected = f"scaling 'tensor' on {name} (row and block scales run on sm_90 alone), or emulate=True"
+        checks.refuse(op, "recipe", expected, repr(recipe.scaling))
+    return False
+
+
+# ---- casts of weights, kept while the weight stays as it is
+
+
+class _Kept:
+    """Casts of one weight. Its own bytes are kept for all forwards; the transposed ones, of another byte a weight, only
+    where a backward needs them again: from the second on of the same weight, or where the weight never changes."""
+
+    def __init__(self, key: tuple[Any, ...], weight: Tensor) -> None:
+        self.key, self.storage = key, StorageWeakRef(weight.untyped_storage())
+        self.data: Tensor | None = None
+        self.scale: Tensor | None = None
+        self.turned: tuple[Tensor, Tensor] | None = None
+        self.backwards = 0
+
+
+_kept = WeakIdKeyDictionary()  # by parameter
+_captured = WeakIdKeyDictionary()  # parameters whose casts are part of a CUDA graph: its replays change them unseen
+
+
+class Steps:
+    """How many steps optimizers took: fused ones leave no trace in a parameter's version."""
+
+    count = 0
+    hook: Any = None
+
+    @classmethod
+    def add(cls, *_: Any) -> None:
+        cls.count += 1
+
+
+def forget(weight: Tensor) -> None:
+    """Frees the casts of a weight."""
+    _kept.pop(weight, None)
+
+
+def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool) -> _Kept | None:
+    """``training``: casts for an evaluation are its own, since averages are often swapped in by ``weight.data``, which
+    leaves no trace. None where each call must cast: what is no parameter, in a graph that is compiled or captured, and
+    what fully_shard has gathered and will free."""
+    if torch.compiler.is_compiling() or type(weight) is not nn.Parameter or not weight.is_leaf:
+        return None
+    if weight.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            _captured[weight] = True
+            forget(weight)
+        if weight in _captured:
+            return None
+    if dist.is_available() and dist.is_initialized() and is_gathered(weight):
+        return None
+    if Steps.hook is None:
+        Steps.hook = register_optimizer_step_post_hook(Steps.add)
+    steps = Steps.count if weight.requires_grad else 0
+    key = (weight._version, weight.data_ptr(), steps, training, scaling, power_of_two)
+    kept = _kept.get(weight)
+    if kept is None or kept.key != key or kept.storage.expired():
+        kept = _kept[weight] = _Kept(key, weight)
+    return kept
+
+
+def _cast(
+    weight: Tensor, scaling: int, power_of_two: bool, turned: bool, known: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``turned``: of the transposed weight; ``known``: the scale of the tensor, which need not be found again."""
+    inputs = weight.detach(), known, _OF_WEIGHTS[scaling], 2 * turned, _E4M3, power_of_two, False
+    data, scale, transposed, transposed_scale, *_ = call_raw(_quantize.quantize, *inputs)
+    if not turned:
+        return data, scale
+    of_tensor = scale if known is None else known
+    return transposed, of_tensor if scaling == 1 else transposed_scale
+
+
+def weight_cast(weight: Tensor, recipe: Fp8Recipe) -> tuple[Tensor | None, Tensor | None]:
+    """Bytes and scales of a weight; (None, None): the op makes them."""
+    scaling, *_, power_of_two = recipe.numbers()
+    kept = _kept_of(weight, scaling, power_of_two, torch.is_grad_enabled())
+    if kept is None:
+        return None, None
+    if kept.data is None:
+        kept.data, kept.scale = _cast(weight, scaling, power_of_two, turned=False)
+    return kept.data, kept.scale
+
+
+def _turned_cast(weight: Tensor, scaling: int, power_of_two: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The same of the transposed weight, for the gradient of x."""
+    kept = _kept_of(weight, scaling, power_of_two, training=True)
+    if kept is None:
+        return None, None
+    kept.backwards += 1
+    if kept.turned is not None:
+        return kept.turned
+    found = _cast(weight, scaling, power_of_two, turned=True, known=kept.scale if scaling == 1 else None)
+    if kept.backwards > 1 or not weight.requires_grad:
+        kept.turned = found
+    return found
+
+
+# ---- fakes: the checks of csrc/bindings/linear_scaled.cpp, in its order
+
+
+def _check_weight(op: str, weight: Tensor, of: Tensor, by_out: bool) -> None:
+    name = "dy" if by_out else "x"
+    _quantize.check_dtype(op, name, of.dtype, _quantize.FLOATS)
+    checks.at_least_one_dimension(op, name, of)
+    checks.dtype_beside(op, "weight", weight, of.dtype)
+    size = of.shape[-1]
+    if weight.dim() != 2 or checks.known(weight.shape[0 if by_out else 1] != size):
+        checks.refuse(
+            op, "weight", f"shape ({size}, K)" if by_out else f"shape (N, {size})", checks.shape_text(weight.shape)
+        )
+    for what, n in (("in_features", weight.shape[1]), ("out_features", weight.shape[0])):
+        if checks.known(n % 16 != 0):
+            checks.refuse(op, "weight", f"{what} that are a multiple of 16", str(n))
+    checks.same_device(op, "weight", weight, of)
+
+
+def _check_bias(op: str, bias: Tensor | None, weight: Tensor, like: Tensor) -> None:
+    if bias is not None:
+        checks.dtype_beside(op, "bias", bias, like.dtype)
+        checks.same_shape(op, "bias", bias, weight.shape[:1])
+        checks.same_device(op, "bias", bias, like)
+
+
+def _check_options(op: str, scaling: int, accumulate: int) -> None:
+    if not 0 <= scaling < len(SCALINGS):
+        checks.refuse(op, "scaling", "0 (row), 1 (tensor) or 2 (block)", str(scaling))
+    if not 0 <= accumulate < len(ACCUMULATE):
+        checks.refuse(op, "accumulate", "0 (auto), 1 (fast) or 2 (float32)", str(accumulate))
+
+
+def _check_of(op: str, argument: str, t: Tensor, dtype: torch.dtype, shape: Sequence[Any], like: Tensor) -> None:
+    _quantize.check_dtype_is(op, argument, t, dtype)
+    checks.same_shape(op, argument, t, shape)
+    checks.same_device(op, argument, t, like)
+
+
+def _check_bytes(
+    op: str, names: Sequence[str], data: Tensor | None, scale: Tensor | None, shape: Any, scaling: int, like: Tensor
+) -> None:
+    if data is None or scale is None:
+        if (data is None) != (scale is None):
+            expected, got = ("None", "a tensor") if data is None else ("a tensor", "None")
+            checks.refuse(op, names[1], f"{expected} beside {names[0]}", got)
+        return
+    _check_of(op, names[0], data, _E4M3, shape, like)
+    if not data.is_contiguous():
+        checks.refuse(op, names[0], "a contiguous tensor", "other strides")
+    rows, columns = shape
+    blocks = tuple((n + _quantize.BLOCK - 1) // _quantize.BLOCK for n in (rows, columns))
+    _check_of(op, names[1], scale, torch.float32, ((rows, 1), (), blocks)[scaling], like)
+
+
+def _check_given(op: str, argument: str, scale: Tensor | None, scaling: int, like: Tensor) -> None:
+    if scale is None:
+        return
+    if scaling != 1:
+        checks.refuse(op, argument, "None: these scales are computed", "a tensor")
+    _check_of(op, argument, scale, torch.float32, (), like)
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_data: Tensor | None,
+    weight_scale: Tensor | None,
+    x_scale: Tensor | None,
+    dy_scale: Tensor | None,
+    dy_counts: Tensor | None,
+    dy_amax: Tensor | None,
+    scaling: int,
+    accumulate: int,
+    e5m2: bool,
+    high: bool,
+    power_of_two: bool,
+    emulate: bool,
+    watch: bool,
+) -> tuple[Tensor, ...]:
+    _check_weight(SCALED, weight, x, by_out=False)
+    _check_bias(SCALED, bias, weight, x)
+    _check_options(SCALED, scaling, accumulate)
+    _check_bytes(SCALED, ("weight_data", "weight_scale"), weight_data, weight_scale, weight.shape, scaling, x)
+    _check_given(SCALED, "x_scale", x_scale, scaling, x)
+    _check_given(SCALED, "dy_scale", dy_scale, scaling, x)
+    if dy_counts is not None:
+        _check_of(SCALED, "dy_counts", dy_counts, torch.int64, (2,), x)
+    if dy_amax is not None:
+        _check_of(SCALED, "dy_amax", dy_amax, torch.float32, (), x)
+    return (
+        x.new_empty((*x.shape[:-1], weight.shape[0])),
+        x.new_empty((2,), dtype=torch.int64),
+        x.new_empty(() if watch else (0,), dtype=torch.float32),
+        x.new_empty(() if scaling == 1 and x_scale is None else (0,), dtype=torch.float32),
+    )
+
+
+def _fake_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: Tensor | None,
+    transposed_scale: Tensor | None,
+    x_scale: Tensor | None,
+    dy_scale: Tensor | None,
+    scaling: int,
+    accumulate: int,
+    e5m2: bool,
+    high: bool,
+    power_of_two: bool,
+    emulate: bool,
+    watch: bool,
+    want_dx: bool,
+    want_dweight: bool,
+    want_dbias: bool,
+) -> tuple[Tensor, ...]:
+    op = f"{SCALED}_backward"
+    _check_weight(op, weight, dy, by_out=True)
+    _check_bias(op, bias, weight, dy)
+    _check_options(op, scaling, accumulate)
+    names, shape = ("transposed", "transposed_scale"), tuple(reversed(weight.shape))
+    _check_bytes(op, names, transposed, transposed_scale, shape, scaling, dy)
+    _check_given(op, "x_scale", x_scale, scaling, dy)
+    _check_given(op, "dy_scale", dy_scale, scaling, dy)
+    if want_dweight and x is None:
+        checks.refuse(op, "x", "a tensor when the weight's gradient is wanted", "None")
+    if want_dbias and bias is None:
+        checks.refuse(op, "bias", "a tensor when its gradient is wanted", "None")
+    if x is not None:
+        checks.same_dtype(op, "x", x, dy)
+        checks.same_shape(op, "x", x, (*dy.shape[:-1], weight.shape[1]))
+        checks.same_device(op, "x", x, dy)
+    return (
+        dy.new_empty((*dy.shape[:-1], weight.shape[1]) if want_dx else (0,)),
+        weight.new_empty(weight.shape) if want_dweight else dy.new_empty((0,)),
+        bias.new_empty(bias.shape) if want_dbias and bias is not None else dy.new_empty((0,)),
+        dy.new_empty((2,), dtype=torch.int64),
+        dy.new_empty(() if watch else (0,), dtype=torch.float32),
+    )
+
+
+for _name in (SCALED, f"{SCALED}_forward"):
+    register_fake(_name, _fake)
+register_fake(f"{SCALED}_backward", _fake_backward)
+
+# ---- gradients
+
+_raw_backward = raw.scaled_linear_backward.default
+_NUMBERS = 7  # last inputs: scaling, accumulate, e5m2, high, power_of_two, emulate, watch
+
+
+def _save(inputs: Any, outputs: Any) -> dict[str, Any]:
+    *_, new_scale = outputs
+    computed = inputs.scaling == 1 and inputs.x_scale is None
+    return {
+        "x": inputs.x if inputs.weight.requires_grad else None,
+        "weight": inputs.weight,
+        "bias": inputs.bias,
+        "x_scale": new_scale if computed else inputs.x_scale,
+        "dy_scale": inputs.dy_scale,
+        "dy_counts": inputs.dy_counts,
+        "dy_amax": inputs.dy_amax,
+        "numbers": inputs[-_NUMBERS:],
+    }
+
+
+def records() -> bool:
+    """Whether a call is one of training, of which a layer's state takes note."""
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return torch.is_grad_enabled() and not transformed
+
+
+def note(total: Tensor | None, counts: Tensor, largest: Tensor | None, amax: Tensor) -> None:
+    """Adds what a cast has counted to what a layer keeps."""
+    with torch.no_grad():
+        if total is not None:
+            total.add_(counts)
+        if largest is not None and amax.dim() == 0:
+            largest.copy_(torch.maximum(largest, amax.detach()))
+
+
+def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Any) -> Gradients:
+    if dy is None:
+        return {}
+    scaling, _, _, _, power_of_two, *_ = numbers = saved.numbers
+    turned = _turned_cast(saved.weight, scaling, power_of_two) if wants.x else (None, None)
+    given = dy, saved.x, saved.weight, saved.bias, *turned, saved.x_scale, saved.dy_scale
+    dx, dweight, dbias, counts, amax = call_raw(_raw_backward, *given, *numbers, wants.x, wants.weight, wants.bias)
+    totals = [t for t in (saved.dy_counts, saved.dy_amax) if t is not None]
+    if totals and type(dy) is Tensor:  # other forwards have kept them too, and must not find them changed
+        with torch.autograd._unsafe_preserve_version_counter(tuple(totals)):  # type: ignore[attr-defined]
+            note(saved.dy_counts, counts, saved.dy_amax, amax)
+    else:
+        note(saved.dy_counts, counts, saved.dy_amax, amax)
+    return {"x": dx, "weight": dweight, "bias": dbias}
+
+
+scaled_linear = differentiable(
+    SCALED,
+    forward=raw.scaled_linear_forward.default,
+    public=3,
+    save=_save,
+    backward=_backward,
+)

@@ -1,0 +1,108 @@
+"""scaled_linear under the law; then the signal that is left, casts that are kept, and what a recipe refuses."""
+
+from __future__ import annotations
+
+import torch
+import warpsmith
+from warpsmith import reference
+from warpsmith.amp import Fp8Recipe
+from warpsmith.testing import BadInput, Case, OpSpec, op_tests
+
+from tests.ops.public_calls import but
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OPS = torch.ops.warpsmith
+RECIPES = [
+    {},
+    {"scaling": "tensor"},
+    {"scaling": "block"},
+    {"grad_dtype": "e5m2"},
+    {"wgrad": "high"},
+    {"scaling": "tensor", "grad_dtype": "e5m2", "power_of_two": False},
+    {"scaling": "block", "wgrad": "high"},
+]
+ARGUMENTS = ("scaling", "grad_dtype", "wgrad", "power_of_two")
+
+
+def inputs(case, rng):
+    width, o = case.shape[-1], case.options
+    out = o.get("out", 48)
+    return {
+        "x": rng.normal(case.shape) * rng.normal((*case.shape[:-1], 1)).exp(),
+        "weight": rng.normal((out, width), std=1.5 / max(width, 1) ** 0.5),
+        "bias": rng.normal((out,)) if o.get("bias", True) else None,
+        **{n: o.get(n, default) for n, default in zip(ARGUMENTS, ("row", "e4m3", "fp8", True), strict=True)},
+    }
+
+
+def op(x, weight, bias, **options):
+    return warpsmith.scaled_linear(x, weight, bias, recipe=Fp8Recipe(**options), emulate=True)
+
+
+def whole_sizes(draw, st, case):
+    """Features are multiples of 16, rows are any."""
+    width = 16 * draw(st.integers(1, 20))
+    shape = (*case.shape[:-1], width)
+    return case.but(shape=shape, options={**case.options, "out": 16 * draw(st.integers(1, 20))})
+
+
+def raw_arguments(g):
+    return g["x"], g["weight"], g["bias"], *(None,) * 6, 0, 0, False, False, True, True, True
+
+
+CASES = [
+    *(Case((6, 32), dtype, options=r) for dtype in (BF16, FP16, FP32) for r in RECIPES),
+    *(Case((9, 48), dtype, dtypes={"weight": FP32, "bias": FP32}, options=r) for dtype in (BF16, FP16)
+      for r in RECIPES),
+    *(Case((m, 144), BF16, options={**r, "out": 272}) for m in (1, 15, 16, 17, 129) for r in RECIPES[:3]),
+    *(Case((20, k), FP32, options={"out": 16, "bias": False}) for k in (16, 112, 128, 2064)),
+    *(Case((6, 32), BF16, options=r, wanted=w) for r in RECIPES[:5] for w in (("x",), ("weight",), ("bias",))),
+    Case((2, 3, 64), BF16),
+    Case((64,), FP32, options={"scaling": "tensor"}),
+    # torchao's: test/float8/test_base.py, x of its linear layers
+    *(Case(shape, dtype, options={"out": 32, "bias": b}) for shape in ((16, 16), (2, 16, 16), (3, 2, 16, 16))
+      for dtype in (BF16, FP32) for b in (True, False)),
+    # TransformerEngine's products of blocks: tests/pytorch/test_float8_blockwise_gemm_exact.py, the small ones
+    *(Case((m, k), BF16, options={"scaling": "block", "out": n, "bias": False})
+      for m, k, n in ((128, 128, 128), (256, 128, 256), (320, 128, 336), (320, 64, 336))),
+]  # fmt: skip
+
+SPEC = OpSpec(
+    name="scaled_linear",
+    op=op,
+    reference=reference.scaled_linear,
+    inputs=inputs,
+    cases=CASES,
+    differentiable=("x", "weight", "bias"),
+    one_element=False,
+    float64_devices=(),
+    thread_counts=(),
+    redraw=whole_sizes,
+    random_cases=200,
+    opcheck={
+        OPS.scaled_linear_forward.default: raw_arguments,
+        OPS.scaled_linear.default: raw_arguments,
+    },
+    traced="warpsmith::scaled_linear",
+    autocast=lambda g, dtype: (dtype,),
+    bad_inputs=[
+        BadInput("integers", but(x=lambda g: g["x"].int()), "x: expected float32, float16 or bfloat16, got int32"),
+        BadInput("float64", but(x=lambda g: g["x"].double()), "x: expected float32, float16 or bfloat16, got float64"),
+        BadInput("scalar", but(x=lambda g: g["x"].sum()), "x: expected at least one dimension"),
+        BadInput("weight width", but(weight=lambda g: g["weight"][:, 16:]), r"weight: expected shape \(N, 32\)"),
+        BadInput("weight dtype", but(weight=lambda g: g["weight"].half()), "weight: expected bfloat16 or float32"),
+        BadInput(
+            "in_features",
+            but(x=lambda g: g["x"][:, 8:], weight=lambda g: g["weight"][:, 8:]),
+            "weight: expected in_features that are a multiple of 16, got 24",
+        ),
+        BadInput(
+            "out_features",
+            but(weight=lambda g: g["weight"][8:], bias=lambda g: g["bias"][8:]),
+            "weight: expected out_features that are a multiple of 16, got 40",
+        ),
+        BadInput("bias shape", but(bias=lambda g: g["bias"][1:]), r"bias: expected shape \(48\), got \(47\)"),
+        BadInput("bias dtype", but(bias=lambda g: g["bias"].half()), "bias: expected bfloat16 or float32"),
+    ],
+)
+TestScaledLinear = op_tests(SPEC)

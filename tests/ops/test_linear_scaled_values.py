@@ -1,0 +1,294 @@
+"""What 8-bit products leave of a signal, which casts are kept, and which cards a recipe is refused on."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+import warpsmith
+from torch.utils._python_dispatch import TorchDispatchMode
+from warpsmith import reference
+from warpsmith.amp import Fp8Recipe
+from warpsmith.ops import _scaled_linear
+
+E4M3 = torch.float8_e4m3fn
+
+
+def decibels(signal, value):
+    noise = value.double() - signal.double()
+    return 10 * math.log10(float(signal.double().square().sum() / noise.square().sum()))
+
+
+def of_all(function, x, weight, bias, dy):
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def tensors(rows, width, out, dtype=torch.float32):
+    torch.manual_seed(0)
+    x, dy = torch.randn(rows, width) * torch.randn(rows, 1).mul(0.5).exp(), torch.randn(rows, out)
+    return [t.to(dtype) for t in (x, torch.randn(out, width) / width**0.5, torch.randn(out), dy)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"scaling": s, "grad_dtype": g} for s in ("row", "tensor", "block")
+                                     for g in ("e4m3", "e5m2")], ids=str)  # fmt: skip
+def test_signal_over_noise(options, dtype):
+    """Each product keeps what its casts leave, within 1 dB, and no less than torchao asks of its own."""
+    given = tensors(96, 512, 256, dtype)
+    exact = of_all(torch.nn.functional.linear, *(t.double() for t in given))
+    found = of_all(lambda *t: warpsmith.scaled_linear(*t, recipe=Fp8Recipe(**options)), *given)
+    casts = of_all(lambda *t: reference.scaled_linear(*t, **options), *(t.double() for t in given))
+    least = {"e4m3": 25, "e5m2": 21}[options["grad_dtype"]]
+    for name, e, f, c, bound in zip(("y", "dx", "dweight"), exact, found, casts, (25, least, least), strict=False):
+        assert decibels(e, f) >= max(decibels(e, c) - 1, bound), name
+    assert decibels(exact[3], found[3]) > 45  # of the bias: nothing is cast
+
+
+def test_what_is_not_cast_is_exact():
+    x, weight, bias, dy = tensors(40, 64, 32)
+    found = of_all(lambda *t: warpsmith.scaled_linear(*t, recipe=Fp8Recipe(wgrad="high")), x, weight, bias, dy)
+    torch.testing.assert_close(found[2], dy.t() @ x)
+    torch.testing.assert_close(found[3], dy.sum(0))
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
+def test_what_is_not_finite_stays_so_and_is_counted(scaling):
+    x, weight, bias, dy = tensors(40, 64, 32)
+    x[3, 5], x[7, 0], dy[9, 9] = math.inf, math.nan, -math.inf
+    state = _scaled_linear.Fp8State(x.device)
+    found = of_all(lambda *t: warpsmith.scaled_linear(*t, recipe=scaling, state=state), x, weight, bias, dy)
+    assert state.x_counts.tolist() == [0, 2] and state.dy_counts.tolist() == [0, 1]
+    y, dx, dweight, dbias = found
+    assert not y[[3, 7]].isfinite().any() and y[:3].isfinite().all()
+    assert not dx[9].isfinite().any() and not dbias[9].isfinite()
+    assert not dweight[:, [0, 5]].isfinite().any() and not dweight[9].isfinite().any()
+
+
+def test_zeros_largest_values_and_subnormal_rows():
+    x = torch.zeros(4, 16)
+    x[1, 0], x[2, 0], x[3, 0] = 448.0, 2.0**-140, 9.0
+    y = warpsmith.scaled_linear(x, torch.eye(16))
+    assert y[:, 0].tolist() == [0.0, 448.0, 2.0**-140 if y[2, 0] else 0.0, 9.0]
+    assert warpsmith.scaled_linear(x[:0], torch.eye(16)).shape == (0, 16)
+
+
+class Calls(TorchDispatchMode):
+    """The names of this library's ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "warpsmith":
+            self.seen.append(op._schema.name.split("::")[1])
+        return op(*args, **(kwargs or {}))
+
+    def casts(self):
+        """Of weights, since the last question."""
+        count, self.seen = self.seen.count("quantize_fp8"), []
+        return count
+
+
+def layer(**options):
+    torch.manual_seed(0)
+    made = torch.nn.Linear(32, 48)
+    recipe = Fp8Recipe(**options)
+    return made, lambda x: warpsmith.scaled_linear(x, made.weight, made.bias, recipe=recipe)
+
+
+def test_one_op_a_direction():
+    _, call = layer()
+    x = torch.randn(4, 32, requires_grad=True)
+    with Calls() as calls:
+        call(x).sum().backward()
+    assert calls.seen == ["quantize_fp8", "scaled_linear_forward", "quantize_fp8", "scaled_linear_backward"]
+    with Calls() as calls:
+        warpsmith.scaled_linear(x, torch.randn(16, 32, requires_grad=True)).sum().backward()
+    assert calls.seen == ["scaled_linear_forward", "scaled_linear_backward"]
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
+def test_micro_batches_cast_a_weight_once(scaling):
+    made, call = layer(scaling=scaling)
+    optimizer = warpsmith.optim.AdamW(made.parameters(), lr=1e-2)
+    x = torch.randn(4, 32, requires_grad=True)
+    with Calls() as calls:
+        for step in range(2):
+            for micro_batch in range(4):
+                call(x).sum().backward()
+                # the transpose is kept from the second backward on
+                assert calls.casts() == {0: 2, 1: 1}.get(micro_batch, 0), (step, micro_batch)
+            optimizer.step()
+        assert call(x).shape == (4, 48) and "quantize_fp8" in calls.seen
+
+
+def take_averages(made):
+    averages = warpsmith.optim.EMA(made.parameters(), 0.5)
+    averages.averages[0].mul_(3)
+    averages.copy_to_params()
+
+
+CHANGES = {
+    "in place": lambda m: m.weight.detach().mul_(2),
+    "load_state_dict": lambda m: m.load_state_dict({k: 2 * v for k, v in m.state_dict().items()}),
+    "data": lambda m: setattr(m.weight, "data", 2 * m.weight.data),
+    "torch's step": lambda m: torch.optim.SGD([m.weight], lr=1.0).step(),
+    "a fused step": lambda m: torch.optim.AdamW([m.weight], lr=1.0, fused=True).step(),
+    "our step": lambda m: warpsmith.optim.SGD([m.weight], lr=1.0).step(),
+    "our op": lambda m: warpsmith.adamw(
+        [m.weight], [m.weight.grad], *([torch.zeros(48, 32)] for _ in range(2)), [], [torch.zeros(())], lr=1.0
+    ),
+    "averages": take_averages,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_weight_is_cast_anew(change):
+    made, call = layer()
+    x = torch.randn(4, 32, requires_grad=True)
+    before = call(x)
+    before.sum().backward()
+    CHANGES[change](made)
+    gc.collect()
+    expected = warpsmith.scaled_linear(x, made.weight.detach().clone(), made.bias)
+    assert torch.equal(call(x), expected) and not torch.equal(before, expected)
+
+
+def test_averages_that_are_swapped_in_by_data_are_seen():
+    made, call = layer()
+    x, kept = torch.randn(4, 32), made.weight.detach().clone()
+    before = call(x)
+    made.weight.data.mul_(3)  # no version moves
+    with torch.no_grad():
+        assert torch.equal(call(x), warpsmith.scaled_linear(x, 3 * kept, made.bias))
+    made.weight.data.copy_(kept)
+    assert torch.equal(call(x), before)
+
+
+def test_a_frozen_weight_is_cast_once_and_has_no_gradient():
+    made, call = layer()
+    made.requires_grad_(False)
+    adapter = torch.nn.Parameter(torch.randn(4, 32))
+    optimizer = warpsmith.optim.SGD([adapter], lr=0.1)
+    with Calls() as calls:
+        for step in range(3):
+            call(adapter).sum().backward()
+            optimizer.step()
+            assert calls.casts() == (2 if step == 0 else 0)
+    assert made.weight.grad is None
+
+
+def test_one_byte_a_weight_is_kept():
+    """Two, where a second backward of the same weight has shown that its transpose is needed again."""
+    made, call = layer()
+    x = torch.randn(4, 32, requires_grad=True)
+    weight = made.weight
+    call(x).sum().backward()
+    kept = _scaled_linear._kept[weight]
+    assert kept.data.numel() == weight.numel() and kept.data.itemsize == 1 and kept.turned is None
+    call(x).sum().backward()
+    assert kept.turned[0].shape == (32, 48)
+    _scaled_linear.forget(weight)
+    assert weight not in _scaled_linear._kept
+
+
+def test_recomputation_and_two_graphs_at_once():
+    made, call = layer(scaling="tensor")
+    x = torch.randn(4, 32, requires_grad=True)
+    plain = torch.autograd.grad(call(x).cos().sum(), [x, made.weight])
+    again = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False)
+    assert all(map(torch.equal, plain, torch.autograd.grad(again.cos().sum(), [x, made.weight])))
+    first, second = call(x), call(2 * x)
+    first.sum().backward()
+    second.sum().backward()
+
+
+CARDS = {
+    (8, 0): (),
+    (8, 9): ("tensor",),
+    (9, 0): ("row", "tensor", "block"),
+    (10, 0): ("tensor",),
+    (12, 0): ("tensor",),
+}
+
+
+@pytest.mark.parametrize("card", CARDS, ids=str)
+def test_cards(card, monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_scaled_linear, "capability", lambda device: card)
+    for scaling in ("row", "tensor", "block"):
+        recipe = Fp8Recipe(scaling)
+        assert _scaled_linear.is_emulated("scaled_linear", recipe, device, True)
+        if scaling in CARDS[card]:
+            assert not _scaled_linear.is_emulated("scaled_linear", recipe, device, False)
+            continue
+        with pytest.raises(
+            ValueError, match=r"^scaled_linear: recipe: expected (scaling 'tensor' on|a card of) sm_.*, got"
+        ):
+            _scaled_linear.is_emulated("scaled_linear", recipe, device, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scaling": "column"}, "scaling: expected one of 'row', 'tensor', 'block', got 'column'"),
+        ({"amax": "delayed"}, "amax: expected 'current' with scaling 'row', got 'delayed'"),
+        ({"history": 0}, "history: expected a number >= 1, got 0"),
+        ({"margin": -1}, "margin: expected an int from 0 to 64, got -1"),
+        ({"grad_dtype": "e3m4"}, "grad_dtype: expected one of 'e4m3', 'e5m2', got 'e3m4'"),
+        ({"wgrad": "bf16"}, "wgrad: expected one of 'fp8', 'high', got 'bf16'"),
+        ({"accumulate": "slow"}, "accumulate: expected one of 'auto', 'fast', 'float32', got 'slow'"),
+    ],
+)
+def test_recipes(options, words):
+    with pytest.raises(ValueError, match=f"^Fp8Recipe: {words}$"):
+        Fp8Recipe(**options)
+    with pytest.raises(ValueError, match="^scaled_linear: recipe: expected an Fp8Recipe or one of .*, got 'rows'"):
+        warpsmith.scaled_linear(torch.ones(1, 16), torch.ones(16, 16), recipe="rows")
+
+
+def test_plan():
+    sizes = {"rows": 20_000, "in_features": 4096, "out_features": 128_256}
+    found = warpsmith.plan("scaled_linear", **sizes)
+    assert (found["path"], found["forward"], found["dgrad"], found["wgrad"]) == (
+        "_scaled_mm",
+        "fast",
+        "float32",
+        "float32",
+    )
+    assert warpsmith.plan("scaled_linear", **sizes, scaling="block")["forward"] == "float32"
+    assert warpsmith.plan("scaled_linear", **sizes, accumulate="fast")["wgrad"] == "fast"
+    assert warpsmith.plan("scaled_linear", **sizes, code_capability=100)["path"] == "none"
+    assert warpsmith.plan("scaled_linear", **sizes, scaling="tensor", code_capability=89)["path"] == "_scaled_mm"
+
+
+# ---- on a card: the products, beside what they mean
+
+SIZES = [(128, 256, 512), (100, 128, 48), (17, 2064, 144), (1, 16, 16), (4096, 1024, 2048)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("options", [{"scaling": s, "grad_dtype": g} for s in ("row", "tensor", "block")
+                                     for g in ("e4m3", "e5m2")], ids=str)  # fmt: skip
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_products_of_a_card_are_the_emulated(size, options, dtype):
+    rows, width, out = size
+    card = torch.cuda.get_device_capability()
+    if options["scaling"] not in CARDS.get(card, ("tensor",)):
+        pytest.skip(f"sm_{card[0]}{card[1]} has no products of scaling {options['scaling']}")
+    given = [t.cuda() for t in tensors(rows, width, out, dtype)]
+    recipe = Fp8Recipe(**options, accumulate="float32")
+    found = of_all(lambda *t: warpsmith.scaled_linear(*t, recipe=recipe), *given)
+    expected = of_all(lambda *t: warpsmith.scaled_linear(*t, recipe=recipe, emulate=True), *given)
+    for name, f, e in zip(("y", "dx", "dweight", "dbias"), found, expected, strict=True):
+        assert f.dtype == e.dtype and decibels(e, f) > 50, (name, decibels(e, f))
+    again = of_all(lambda *t: warpsmith.scaled_linear(*t, recipe=recipe), *given)
+    assert all(map(torch.equal, found, again))

@@ -1,0 +1,69 @@
+"""Each part of a step alone: the host waits for no number of the device, unless it is asked to raise."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import warpsmith
+from warpsmith.train import sync_audit
+
+from tests.optim.optimizers import FULL, LAMB, LION
+
+ORDERS = (1, 2, math.inf)
+
+
+def parameters():
+    """With a gradient that lies otherwise than its parameter."""
+    found = [torch.nn.Parameter(torch.randn(5, 6)) for _ in range(3)]
+    for p in found:
+        p.grad = torch.randn(6, 5).t() if p is found[1] else torch.randn(5, 6)
+    return found
+
+
+def of_optimizer(options):
+    return lambda ps: options.ours(ps).step
+
+
+def of_scaler(make):
+    def part(ps):
+        optimizer, scaler = warpsmith.optim.AdamW(ps), make()
+        schedule = warpsmith.amp.DeviceLR(optimizer, warpsmith.amp.schedules.cosine(9), 9, scaler)
+
+        def steps():
+            for clips in (None, *ORDERS):
+                scaler.scale(torch.ones(()))
+                scaler.unscale_(optimizer) if clips is None else scaler.clip_(optimizer, 1.0, clips)
+                scaler.step(optimizer)
+                scaler.update()
+                schedule.step()
+
+        return steps
+
+    return part
+
+
+PARTS = {
+    **{options.name: of_optimizer(options) for options in (*FULL, LION, LAMB)},
+    "EMA": lambda ps: warpsmith.optim.EMA(ps).update,
+    "grad_norm": lambda ps: lambda: [warpsmith.optim.grad_norm(ps, order) for order in ORDERS],
+    "clip_grad_norm_": lambda ps: lambda: [warpsmith.optim.clip_grad_norm_(ps, 1.0, order) for order in ORDERS],
+    "GradScaler": of_scaler(lambda: warpsmith.amp.GradScaler("cpu")),
+    "StepGuard": of_scaler(warpsmith.amp.StepGuard),
+    "DeviceLR": of_scaler(lambda: warpsmith.amp.GradScaler("cpu", hysteresis=2)),
+}
+
+
+def test_every_part_is_asked_below():
+    others = {"float32_states", "Overflow", "schedules"}  # of a program's beginning, of what is printed, of numbers
+    assert PARTS.keys() == {*warpsmith.optim.__all__, *warpsmith.amp.__all__} - others
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_host_does_not_wait(name):
+    part = PARTS[name](parameters())
+    part()  # makes states and tables
+    with sync_audit("cpu") as audit:
+        part()
+    assert audit.total == 0, str(audit)
