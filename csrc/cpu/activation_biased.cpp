@@ -1,9 +1,9 @@
 #include <vector>
 
+#include "common/activation_functions.h"
 #include "cpu/elementwise.h"
 #include "cpu/partial_sums.h"
 #include "kernels/activation/activation.h"
-#include "common/activation_functions.h"
 
 // The CPU body of the biased activations.
 namespace warpsmith {

@@ -1,6 +1,6 @@
+#include "common/activation_functions.h"
 #include "cpu/elementwise.h"
 #include "kernels/activation/activation.h"
-#include "common/activation_functions.h"
 
 // The CPU body of the gated activations.
 namespace warpsmith {

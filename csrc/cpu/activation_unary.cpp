@@ -1,7 +1,7 @@
+#include "common/activation_functions.h"
 #include "cpu/dropout_lanes.h"
 #include "cpu/elementwise.h"
 #include "kernels/activation/activation.h"
-#include "common/activation_functions.h"
 
 // The CPU bodies of the unary activations and of dropout_add.
 namespace warpsmith {

@@ -2,12 +2,12 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/activation_functions.h"
 #include "common/half_host.h"
 #include "common/parallel.h"
 #include "common/vectorize.h"
 #include "common/visit_dtype.h"
 #include "cpu/vector_math.h"
-#include "common/activation_functions.h"
 
 // What elementwise CPU kernels share.
 namespace warpsmith::cpu {

@@ -1,11 +1,11 @@
 #pragma once
 #include <algorithm>
 
+#include "common/activation_functions.h"
 #include "device/programmatic_launch.h"
 #include "kernels/activation/activation.h"
 #include "kernels/activation/activation_config.h"
 #include "kernels/activation/elementwise.cuh"
-#include "common/activation_functions.h"
 
 // The kernels of the biased activations. T: storage type of x; W: of the bias; F: the function; N: elements per access.
 // A thread keeps its columns, and so its bias, over all of its rows.

@@ -1,7 +1,7 @@
 #pragma once
+#include "common/activation_functions.h"
 #include "kernels/activation/activation.h"
 #include "kernels/activation/elementwise.cuh"
-#include "common/activation_functions.h"
 
 // The unary activations as elementwise ops. F: a function of common/activation_functions.h.
 namespace warpsmith::activation {

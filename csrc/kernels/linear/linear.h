@@ -57,7 +57,8 @@ Status product_workspace_cuda(const ProductParams& params, ProductPlan* plan);
 Status product_cuda(const ProductParams& params, const ProductPlan& plan, void* stream);
 
 // As WARPSMITH_OWN_PRODUCT, which holds until the first call. "1": wherever our product can run. "128" or "256": that,
-// with tiles of so many rows where they are compiled. Else never. Returns how many of our products were launched so far.
+// with tiles of so many rows where they are compiled. Else never. Returns how many of our products were launched so
+// far.
 int64_t ask_for_own_product(const char* how);
 bool own_product_is_asked_for();
 
