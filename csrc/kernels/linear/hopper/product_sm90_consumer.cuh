@@ -392,6 +392,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   __device__ __forceinline__ void take_over(int slot) {
     const int* flag = flag_of(slot);
     while (__shfl_sync(0xffffffffu, device::load_acquire(flag), 0) == 0) {}  // uniform for ptxas
+    __syncwarp(0xffffffffu);  // what lane 0 has acquired, all lanes may read
     const float* const from = sums_of(slot);
     constexpr int kTogether = 8;  // loads in flight
 #pragma unroll
