@@ -7,13 +7,16 @@ import torch
 import warpsmith
 from warpsmith.reference.norm import layer_norm as layer_norm_reference
 from warpsmith.reference.norm import rms_norm as rms_norm_reference
+from warpsmith.testing.sim import is_loaded
 
 # The chooser of an H200 (132 multiprocessors) has other kernels from 529 rows of 8192 columns on, and for 529 to 1056
-# of 12288. Short rows share a warp, whose last one may lack some; 1600, 2560 and 7168 columns have a block each.
+# of 12288; that of the simulated machine, with 4, from 17. Short rows share a warp, whose last one may lack some; 1600,
+# 2560 and 7168 columns have a block each.
+PROCESSORS = 4 if is_loaded() else 132
 SIZES = [
-    (529, 8192),
-    (529, 12288),
-    (1057, 12288),
+    (4 * PROCESSORS + 1, 8192),
+    (4 * PROCESSORS + 1, 12288),
+    (8 * PROCESSORS + 1, 12288),
     (41, 64),
     (37, 128),
     (7, 256),
