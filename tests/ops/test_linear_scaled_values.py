@@ -163,11 +163,71 @@ def test_averages_that_are_swapped_in_by_data_are_seen():
     made, call = layer()
     x, kept = torch.randn(4, 32), made.weight.detach().clone()
     before = call(x)
-    made.weight.data.mul_(3)  # no version moves
     with torch.no_grad():
+        assert torch.equal(call(x), before)
+        made.weight.data.mul_(3)  # no version moves
         assert torch.equal(call(x), warpsmith.scaled_linear(x, 3 * kept, made.bias))
     made.weight.data.copy_(kept)
     assert torch.equal(call(x), before)
+
+
+def test_a_loop_that_edits_data_is_seen_by_the_gradients_it_takes():
+    made, call = layer()
+    x = torch.randn(4, 32)
+    for _ in range(3):
+        y = call(x)
+        assert torch.equal(y, warpsmith.scaled_linear(x, made.weight.detach().clone(), made.bias))
+        y.sum().backward()
+        for p in made.parameters():
+            p.data.sub_(p.grad)
+        made.zero_grad()
+
+
+@pytest.mark.parametrize("change", [torch.t, lambda t: t[:16], lambda t: t[16:]], ids=["transposed", "first", "last"])
+def test_other_views_of_the_same_memory_are_cast_anew(change):
+    weight, x = torch.nn.Parameter(torch.randn(32, 32)), torch.randn(4, 32)
+    for _ in range(2):
+        assert torch.equal(warpsmith.scaled_linear(x, weight), warpsmith.scaled_linear(x, weight.detach().clone()))
+        weight.data = change(weight.data)
+
+
+def test_weights_of_inference_mode_have_no_version():
+    with torch.inference_mode():
+        made, call = layer()
+        x = torch.randn(4, 32)
+        for _ in range(2):
+            assert torch.equal(call(x), warpsmith.scaled_linear(x, made.weight.clone(), made.bias))
+            made.weight.mul_(2)
+
+
+def test_beside_a_captured_step_nothing_is_kept(monkeypatch):
+    """Its replays change weights and count no step."""
+    monkeypatch.setattr(_scaled_linear.Steps, "captured", False)
+    made, call = layer()
+    call(torch.randn(4, 32)).sum().backward()
+    assert made.weight in _scaled_linear._kept
+    with monkeypatch.context() as capturing:
+        for name in ("is_initialized", "is_current_stream_capturing"):
+            capturing.setattr(torch.cuda, name, lambda: True)
+        CHANGES["our op"](made)
+    with Calls() as calls:
+        call(torch.randn(4, 32))
+    assert calls.seen == ["scaled_linear_forward"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_each_stream_has_its_own_cast():
+    weight, x = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda")), torch.randn(16, 4096, device="cuda")
+    expected, streams = warpsmith.scaled_linear(x, weight.detach()), [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(50_000_000)
+        found = [warpsmith.scaled_linear(x, weight)]
+    with torch.cuda.stream(streams[1]):
+        found.append(warpsmith.scaled_linear(x, weight))
+    torch.cuda.synchronize()
+    assert all(torch.equal(f, expected) for f in found)
 
 
 def test_a_frozen_weight_is_cast_once_and_has_no_gradient():
