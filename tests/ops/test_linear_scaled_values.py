@@ -230,17 +230,34 @@ def test_each_stream_has_its_own_cast():
     assert all(torch.equal(f, expected) for f in found)
 
 
-def test_a_frozen_weight_is_cast_once_and_has_no_gradient():
+def test_a_frozen_weight_is_cast_once_a_step_and_has_no_gradient():
     made, call = layer()
     made.requires_grad_(False)
     adapter = torch.nn.Parameter(torch.randn(4, 32))
     optimizer = warpsmith.optim.SGD([adapter], lr=0.1)
     with Calls() as calls:
-        for step in range(3):
-            call(adapter).sum().backward()
+        for _ in range(2):
+            for micro_batch in range(3):
+                call(adapter).sum().backward()
+                assert calls.casts() == {0: 2, 1: 1}.get(micro_batch, 0)
             optimizer.step()
-            assert calls.casts() == (2 if step == 0 else 0)
     assert made.weight.grad is None
+
+
+def test_a_frozen_teacher_follows_its_student():
+    """It is averaged by weight.data behind each step; what follows no step is told to torch."""
+    (teacher, call), student, x = layer(), torch.nn.Linear(32, 48), torch.randn(4, 32)
+    teacher.requires_grad_(False)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for step in range(3):
+        expected = warpsmith.scaled_linear(x, teacher.weight.clone(), teacher.bias)
+        assert torch.equal(call(x), expected)
+        if step == 1:
+            torch.autograd.graph.increment_version(teacher.weight)
+        else:
+            (student(x) - expected).square().sum().backward()
+            optimizer.step()
+        teacher.weight.data.mul_(0.5).add_(student.weight.data, alpha=0.5)
 
 
 def test_one_byte_a_weight_is_kept():

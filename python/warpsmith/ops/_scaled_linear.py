@@ -150,7 +150,7 @@ def is_emulated(op: str, recipe: Fp8Recipe, device: torch.device, emulate: bool)
 
 class _Kept:
     """Casts of one weight. Its own bytes are kept for all forwards; the transposed ones, of another byte a weight, only
-    where a backward needs them again: from the second on of the same weight, or where the weight never changes."""
+    where a backward needs them again: from the second on of the same weight."""
 
     def __init__(self, key: tuple[Any, ...], weight: Tensor) -> None:
         self.key, self.storage = key, StorageWeakRef(weight.untyped_storage())
@@ -203,9 +203,8 @@ def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool) -
         return None
     if Steps.hook is None:
         Steps.hook = register_optimizer_step_post_hook(Steps.add)
-    steps = Steps.count if weight.requires_grad else 0
     place = weight.data_ptr(), weight.shape, weight.stride(), stream
-    key = (weight._version, *place, steps, training, scaling, power_of_two)
+    key = (weight._version, *place, Steps.count, training, scaling, power_of_two)
     kept = _kept.get(weight)
     if kept is None or kept.key != key or kept.storage.expired():
         kept = _kept[weight] = _Kept(key, weight)
@@ -252,7 +251,7 @@ def _turned_cast(weight: Tensor, scaling: int, power_of_two: bool) -> tuple[Tens
     if kept.turned is not None:
         return kept.turned
     found = _cast(weight, scaling, power_of_two, turned=True, known=kept.scale if scaling == 1 else None)
-    if kept.backwards > 1 or not weight.requires_grad:
+    if kept.backwards > 1:
         kept.turned = found
     return found
 
