@@ -54,8 +54,23 @@ def test_delayed_scales_show_what_they_saturate():
     done = fp8(model, Fp8Recipe("tensor", amax="delayed"))
     model(torch.randn(16, 32)).square().mean().backward()
     done.update()
+    kept = done._states()[0]
+    before = [t.clone() for t in kept.tensors()]
     found = fp8_report(model, 100 * torch.randn(16, 32)).layers["0"]
     assert found.casts["x", "tensor"].saturated > 0.5 and found.casts["x", "row"].saturated == 0
+    assert done._states() == [kept] and not kept.has_run and all(map(torch.equal, before, kept.tensors()))
+
+
+def test_a_layer_that_is_called_by_keyword():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.layer(input=x)
+
+    assert list(fp8_report(Model(), torch.randn(4, 32)).layers) == ["layer"]
 
 
 def test_table_plot_and_models_of_keywords(tmp_path):
