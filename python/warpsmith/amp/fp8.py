@@ -209,8 +209,8 @@ def fp8(
 ) -> Fp8Layers:
     """Lets the linear layers of a model multiply 8-bit floats, by :func:`warpsmith.scaled_linear`, in place.
 
-    Parameters, ``state_dict``, hooks and classes stay. A copy of the model keeps the delayed scales of that time until it
-    is converted itself. Call it behind :func:`warpsmith.patch`; before or behind DDP, ``fully_shard`` and
+    Parameters, ``state_dict``, hooks and classes stay. A copy of the model keeps its delayed scales until it is
+    converted itself. Call it behind :func:`warpsmith.patch`; before or behind DDP, ``fully_shard`` and
     ``torch.compile``.
 
     Args:
