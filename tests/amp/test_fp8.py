@@ -139,6 +139,20 @@ def test_auto_is_what_the_card_has(card, scaling, monkeypatch):
     assert fp8(model).recipe.scaling == scaling
 
 
+def test_undo_leaves_a_forward_that_is_around_ours():
+    model, plain, seen = small(), small(), []
+    done, inner = fp8(model), model[0].forward
+
+    def outer(x):
+        seen.append(1)
+        return inner(x)
+
+    model[0].forward = outer
+    done.undo()
+    assert torch.equal(model(batch(0)), plain(batch(0))) and seen == [1]
+    assert fp8(model).kept == {"0": "somebody else has replaced its forward"}
+
+
 def test_bad_input():
     model = Named()
     model.lm_head.weight = model.embed.weight
@@ -232,7 +246,7 @@ def test_input_of_another_device_changes_nothing():
     assert model[0]._fp8.state is state and state.x_scale is not None
 
 
-def test_a_state_that_is_loaded_into_a_used_model_is_all_that_it_knows():
+def test_a_loaded_state_is_all_that_a_used_model_knows():
     model, fresh = small(), small()
     done, its = fp8(model, DELAYED), fp8(fresh, DELAYED)
     state = copy.deepcopy(fp8_state(model))

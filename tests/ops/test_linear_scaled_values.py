@@ -171,7 +171,7 @@ def test_averages_that_are_swapped_in_by_data_are_seen():
     assert torch.equal(call(x), before)
 
 
-def test_a_loop_that_edits_data_is_seen_by_the_gradients_it_takes():
+def test_a_loop_that_edits_data_is_seen_by_its_gradients():
     made, call = layer()
     x = torch.randn(4, 32)
     for _ in range(3):

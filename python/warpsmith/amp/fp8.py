@@ -46,7 +46,9 @@ class _Layer:
 
 def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
     """Of a converted layer. It has the name of what it replaces: a pickle of a bound method holds its name alone."""
-    layer: _Layer = self._fp8
+    layer: _Layer | None = self._fp8
+    if layer is None:  # undone below somebody else's forward
+        return type(self).forward(self, input, *(() if residual is None else (residual,)))
     owner = layer.owner
     if layer.state.x_amax.device != self.weight.device:
         owner.renew(layer, self.weight.device)
@@ -94,11 +96,12 @@ class Fp8Layers:
         return [module._fp8.state for module in self._modules.values()]  # type: ignore[union-attr,misc]
 
     def undo(self) -> None:
-        """Gives the layers their own forward back. May be called again."""
+        """Gives the layers their own forward back; one that somebody has put around ours stays. May be called again."""
         while self._modules:
             _, module = self._modules.popitem()
-            for name in ("forward", "_fp8"):
-                module.__dict__.pop(name, None)
+            module._fp8 = None  # type: ignore[assignment]
+            if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
+                del module.__dict__["forward"], module.__dict__["_fp8"]
             forget(module.weight)  # type: ignore[arg-type]
 
     @torch.no_grad()
@@ -179,7 +182,8 @@ def _why_not(name: str, module: nn.Linear, filter: Filter | None, is_head: bool)
     cls = type(module)
     if _owned(module) is not None:
         return "it is in FP8 already"
-    if getattr(module.__dict__.get("forward"), "__func__", cls.forward) not in (cls.forward, forward):
+    own = module.__dict__.get("forward")
+    if own is not None and getattr(own, "__func__", None) not in (cls.forward, forward):
         return "somebody else has replaced its forward"
     ours = f"{cls.forward.__module__}.{cls.forward.__qualname__}" == "warpsmith.nn._linear.Linear.forward"
     if ours and (module.activation is not None or module.fuse_main_grad):
