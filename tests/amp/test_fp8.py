@@ -257,6 +257,12 @@ def test_a_loaded_state_is_all_that_a_used_model_knows():
     done.update()
     its.update()
     assert fp8_state(model)["known"] == fp8_state(fresh)["known"] == [True, False]
+    model[0](batch(2) * torch.inf)
+    before, state["counts"] = done.counts(), [torch.zeros(4, dtype=torch.int64)] * 2
+    del state["history"]
+    with pytest.raises(ValueError, match="^load_fp8_state: state: expected what fp8_state returned"):
+        load_fp8_state(model, state)
+    assert done.counts() == before and before["0"][1] > 0
 
 
 def test_a_first_step_that_is_skipped_leaves_usable_scales():

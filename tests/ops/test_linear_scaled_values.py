@@ -200,19 +200,19 @@ def test_weights_of_inference_mode_have_no_version():
             made.weight.mul_(2)
 
 
-def test_beside_a_captured_step_nothing_is_kept(monkeypatch):
-    """Its replays change weights and count no step."""
+@pytest.mark.parametrize("named", [True, False], ids=["parameters", "fragments"])
+def test_weights_of_a_captured_step_are_not_kept(named, monkeypatch):
+    """Its replays change them and count no step. A sharded step does not name them."""
     monkeypatch.setattr(_scaled_linear.Steps, "captured", False)
-    made, call = layer()
-    call(torch.randn(4, 32)).sum().backward()
-    assert made.weight in _scaled_linear._kept
+    (made, call), (other, call_other), x = layer(), layer(), torch.randn(4, 32)
+    given = made.weight if named else made.weight.detach()
     with monkeypatch.context() as capturing:
         for name in ("is_initialized", "is_current_stream_capturing"):
             capturing.setattr(torch.cuda, name, lambda: True)
-        CHANGES["our op"](made)
-    with Calls() as calls:
-        call(torch.randn(4, 32))
-    assert calls.seen == ["scaled_linear_forward"]
+        states = [[torch.zeros(48, 32)] for _ in range(3)]
+        warpsmith.adamw([given], *states, [], [torch.zeros(())], lr=0.1)
+    call(x), call_other(x)
+    assert made.weight not in _scaled_linear._kept and (other.weight in _scaled_linear._kept) == named
 
 
 @pytest.mark.gpu

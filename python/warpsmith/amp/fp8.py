@@ -312,7 +312,8 @@ def load_fp8_state(model: nn.Module, state: dict[str, Any]) -> None:
             Nothing has changed.
     """
     done = _owner(_LOAD, model)
-    if not isinstance(state, dict) or not {"recipe", "layers", "counts"} <= state.keys():
+    needed = {"recipe", "layers", "counts", *(("history", "scales", "known") if done.recipe.amax == "delayed" else ())}
+    if not isinstance(state, dict) or not needed <= state.keys():
         checks.refuse(_LOAD, "state", "what fp8_state returned", checks.value_text(state))
     if state["recipe"] != asdict(done.recipe):
         checks.refuse(_LOAD, "state", f"one of the recipe {done.recipe}", str(Fp8Recipe(**state["recipe"])))

@@ -162,21 +162,23 @@ class _Kept:
 
 
 _kept = WeakIdKeyDictionary()  # by parameter
-_captured = WeakIdKeyDictionary()  # parameters whose casts are part of a CUDA graph: its replays change them unseen
+_captured = WeakIdKeyDictionary()  # parameters that are part of a CUDA graph: its replays change them unseen
 
 
 class Steps:
     """How many steps optimizers took: fused ones leave no trace in a parameter's version."""
 
     count = 0
-    captured = False  # a step is part of a CUDA graph: its replays are not counted
+    captured = False  # a step is part of a CUDA graph, of parameters that it does not name
     hook: Any = None
 
     @classmethod
-    def add(cls, *_: Any) -> None:
+    def add(cls, of: torch.optim.Optimizer | Sequence[Tensor], *_: Any) -> None:
         cls.count += 1
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            cls.captured = True
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # replays are not counted
+            params = [p for g in of.param_groups for p in g["params"]] if isinstance(of, torch.optim.Optimizer) else of
+            cls.captured |= any(type(p) is not nn.Parameter for p in params)
+            _captured.update((p, True) for p in params)
 
 
 def forget(weight: Tensor) -> None:
@@ -194,10 +196,8 @@ def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool) -
         if torch.cuda.is_current_stream_capturing():
             _captured[weight] = True
             forget(weight)
-        if weight in _captured:
-            return None
         stream = torch.cuda.current_stream(weight.device).cuda_stream
-    if Steps.captured:
+    if Steps.captured or weight in _captured:
         return None
     if dist.is_available() and dist.is_initialized() and is_gathered(weight):
         return None
