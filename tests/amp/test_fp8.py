@@ -97,6 +97,11 @@ def test_layers_of_ours_keep_their_residual():
     assert list(done.replaced) == ["a"] and done.kept == {"b": "its product has an activation or a main_grad"}
     y = warpsmith.scaled_linear(x, model["a"].weight, model["a"].bias)
     assert torch.equal(model["a"](x, residual=2 * x), y + 2 * x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model["a"](x, residual=2 * x).dtype == torch.bfloat16
+    for residual in (x[0], x.double()):
+        with pytest.raises(ValueError, match=r"^linear: residual: expected (shape \(8, 32\)|float32), got "):
+            model["a"](x, residual=residual)
 
 
 def test_copies_are_converted_and_pickles_are_not():
@@ -105,6 +110,16 @@ def test_copies_are_converted_and_pickles_are_not():
     copied = copy.deepcopy(model)
     assert torch.equal(copied(batch(0)), model(batch(0)))
     assert copied[0].forward.__self__ is copied[0] and copied[0]._fp8.state is not model[0]._fp8.state
+    before = copy.deepcopy(fp8_state(model))
+    for call in (fp8_state, lambda m: load_fp8_state(m, before)):
+        with pytest.raises(
+            ValueError, match="_state: model: expected one that warpsmith.amp.fp8 has converted, got Seq"
+        ):
+            call(copied)  # not the state of the model that was copied
+    done = fp8(copied, "block")
+    assert list(done.replaced) == ["0", "2"] and model[0]._fp8.owner.recipe == DELAYED
+    done.undo()
+    assert torch.equal(copied(batch(0)), small()(batch(0)))
     loaded = pickle.loads(pickle.dumps(model))
     assert torch.equal(loaded(batch(0)), small()(batch(0)))
     assert list(fp8(loaded).replaced) == ["0", "2"]
@@ -122,6 +137,20 @@ def test_auto_is_what_the_card_has(card, scaling, monkeypatch):
     monkeypatch.setattr(nn.Parameter, "device", torch.device("cuda", 0), raising=False)
     monkeypatch.setattr(module, "Fp8State", lambda device: _scaled_linear.Fp8State(torch.device("cpu")))
     assert fp8(model).recipe.scaling == scaling
+
+
+def test_undo_leaves_a_forward_that_is_around_ours():
+    model, plain, seen = small(), small(), []
+    done, inner = fp8(model), model[0].forward
+
+    def outer(x):
+        seen.append(1)
+        return inner(x)
+
+    model[0].forward = outer
+    done.undo()
+    assert torch.equal(model(batch(0)), plain(batch(0))) and seen == [1]
+    assert fp8(model).kept == {"0": "somebody else has replaced its forward"}
 
 
 def test_bad_input():
@@ -192,6 +221,48 @@ def test_a_skipped_step_advances_no_history():
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
     train(model, done, optimizer, 1, scaler)
     assert not scaler.last_skipped and not torch.equal(before["history"], fp8_state(model)["history"])
+
+
+def test_what_does_not_run_keeps_its_scales():
+    model = small()
+    done = fp8(model, DELAYED)
+    model(batch(0) * 1e-3).mul(1e-3).sum().backward()
+    done.update()
+    layer, known = model[2]._fp8.state, [s.clone() for s in (model[2]._fp8.state.x_scale, model[2]._fp8.state.dy_scale)]
+    for step in range(2 * DELAYED.history):
+        model[0](batch(step)).sum().backward()
+        done.update()
+    assert torch.equal(torch.stack(known), torch.stack([layer.x_scale, layer.dy_scale])) and max(known) < 0.1
+
+
+def test_input_of_another_device_changes_nothing():
+    model = small()
+    done = fp8(model, DELAYED)
+    model(batch(0)).sum().backward()
+    done.update()
+    state = model[0]._fp8.state
+    with pytest.raises(ValueError, match="^scaled_linear: weight: expected a tensor on meta"):
+        model(batch(0).to("meta"))
+    assert model[0]._fp8.state is state and state.x_scale is not None
+
+
+def test_a_loaded_state_is_all_that_a_used_model_knows():
+    model, fresh = small(), small()
+    done, its = fp8(model, DELAYED), fp8(fresh, DELAYED)
+    state = copy.deepcopy(fp8_state(model))
+    model(batch(0)).sum().backward()
+    for one in (model, fresh):
+        load_fp8_state(one, state)
+        one[0](batch(1)).sum().backward()  # the other layer does not run
+    done.update()
+    its.update()
+    assert fp8_state(model)["known"] == fp8_state(fresh)["known"] == [True, False]
+    model[0](batch(2) * torch.inf)
+    before, state["counts"] = done.counts(), [torch.zeros(4, dtype=torch.int64)] * 2
+    del state["history"]
+    with pytest.raises(ValueError, match="^load_fp8_state: state: expected what fp8_state returned"):
+        load_fp8_state(model, state)
+    assert done.counts() == before and before["0"][1] > 0
 
 
 def test_a_first_step_that_is_skipped_leaves_usable_scales():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 import warpsmith
 from torch import nn
-from warpsmith.amp import Fp8Recipe, fp8, fp8_report
+from warpsmith.amp import Fp8Recipe, fp8, fp8_report, fp8_state
 
 
 def decibels(signal, value):
@@ -54,8 +55,25 @@ def test_delayed_scales_show_what_they_saturate():
     done = fp8(model, Fp8Recipe("tensor", amax="delayed"))
     model(torch.randn(16, 32)).square().mean().backward()
     done.update()
+    before = copy.deepcopy(fp8_state(model))
     found = fp8_report(model, 100 * torch.randn(16, 32)).layers["0"]
     assert found.casts["x", "tensor"].saturated > 0.5 and found.casts["x", "row"].saturated == 0
+    assert torch.equal(before["counts"][0], fp8_state(model)["counts"][0])
+    done.update()
+    history = fp8_state(model)["history"]
+    assert not history[0].any() and torch.equal(history[1], before["history"][0])  # the report was no step
+
+
+def test_a_layer_that_is_called_by_keyword():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.layer(input=x)
+
+    assert list(fp8_report(Model(), torch.randn(4, 32)).layers) == ["layer"]
 
 
 def test_table_plot_and_models_of_keywords(tmp_path):

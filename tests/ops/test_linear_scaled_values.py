@@ -163,24 +163,101 @@ def test_averages_that_are_swapped_in_by_data_are_seen():
     made, call = layer()
     x, kept = torch.randn(4, 32), made.weight.detach().clone()
     before = call(x)
-    made.weight.data.mul_(3)  # no version moves
     with torch.no_grad():
+        assert torch.equal(call(x), before)
+        made.weight.data.mul_(3)  # no version moves
         assert torch.equal(call(x), warpsmith.scaled_linear(x, 3 * kept, made.bias))
     made.weight.data.copy_(kept)
     assert torch.equal(call(x), before)
 
 
-def test_a_frozen_weight_is_cast_once_and_has_no_gradient():
+def test_a_loop_that_edits_data_is_seen_by_its_gradients():
+    made, call = layer()
+    x = torch.randn(4, 32)
+    for _ in range(3):
+        y = call(x)
+        assert torch.equal(y, warpsmith.scaled_linear(x, made.weight.detach().clone(), made.bias))
+        y.sum().backward()
+        for p in made.parameters():
+            p.data.sub_(p.grad)
+        made.zero_grad()
+
+
+@pytest.mark.parametrize("change", [torch.t, lambda t: t[:16], lambda t: t[16:]], ids=["transposed", "first", "last"])
+def test_other_views_of_the_same_memory_are_cast_anew(change):
+    weight, x = torch.nn.Parameter(torch.randn(32, 32)), torch.randn(4, 32)
+    for _ in range(2):
+        assert torch.equal(warpsmith.scaled_linear(x, weight), warpsmith.scaled_linear(x, weight.detach().clone()))
+        weight.data = change(weight.data)
+
+
+def test_weights_of_inference_mode_have_no_version():
+    with torch.inference_mode():
+        made, call = layer()
+        x = torch.randn(4, 32)
+        for _ in range(2):
+            assert torch.equal(call(x), warpsmith.scaled_linear(x, made.weight.clone(), made.bias))
+            made.weight.mul_(2)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["parameters", "fragments"])
+def test_weights_of_a_captured_step_are_not_kept(named, monkeypatch):
+    """Its replays change them and count no step. A sharded step does not name them."""
+    monkeypatch.setattr(_scaled_linear.Steps, "captured", False)
+    (made, call), (other, call_other), x = layer(), layer(), torch.randn(4, 32)
+    given = made.weight if named else made.weight.detach()
+    with monkeypatch.context() as capturing:
+        for name in ("is_initialized", "is_current_stream_capturing"):
+            capturing.setattr(torch.cuda, name, lambda: True)
+        states = [[torch.zeros(48, 32)] for _ in range(3)]
+        warpsmith.adamw([given], *states, [], [torch.zeros(())], lr=0.1)
+    call(x), call_other(x)
+    assert made.weight not in _scaled_linear._kept and (other.weight in _scaled_linear._kept) == named
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_each_stream_has_its_own_cast():
+    weight, x = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda")), torch.randn(16, 4096, device="cuda")
+    expected, streams = warpsmith.scaled_linear(x, weight.detach()), [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(50_000_000)
+        found = [warpsmith.scaled_linear(x, weight)]
+    with torch.cuda.stream(streams[1]):
+        found.append(warpsmith.scaled_linear(x, weight))
+    torch.cuda.synchronize()
+    assert all(torch.equal(f, expected) for f in found)
+
+
+def test_a_frozen_weight_is_cast_once_a_step_and_has_no_gradient():
     made, call = layer()
     made.requires_grad_(False)
     adapter = torch.nn.Parameter(torch.randn(4, 32))
     optimizer = warpsmith.optim.SGD([adapter], lr=0.1)
     with Calls() as calls:
-        for step in range(3):
-            call(adapter).sum().backward()
+        for _ in range(2):
+            for micro_batch in range(3):
+                call(adapter).sum().backward()
+                assert calls.casts() == {0: 2, 1: 1}.get(micro_batch, 0)
             optimizer.step()
-            assert calls.casts() == (2 if step == 0 else 0)
     assert made.weight.grad is None
+
+
+def test_a_frozen_teacher_follows_its_student():
+    """It is averaged by weight.data behind each step; what follows no step is told to torch."""
+    (teacher, call), student, x = layer(), torch.nn.Linear(32, 48), torch.randn(4, 32)
+    teacher.requires_grad_(False)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for step in range(3):
+        expected = warpsmith.scaled_linear(x, teacher.weight.clone(), teacher.bias)
+        assert torch.equal(call(x), expected)
+        if step == 1:
+            torch.autograd.graph.increment_version(teacher.weight)
+        else:
+            (student(x) - expected).square().sum().backward()
+            optimizer.step()
+        teacher.weight.data.mul_(0.5).add_(student.weight.data, alpha=0.5)
 
 
 def test_one_byte_a_weight_is_kept():

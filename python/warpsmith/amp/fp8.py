@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from warpsmith._core import checks
 from warpsmith._core.library import raw
 from warpsmith._core.modules import stock
+from warpsmith.ops._linear import LINEAR, under_autocast
 from warpsmith.ops._scaled_linear import (
     Fp8Recipe,
     Fp8State,
@@ -33,22 +34,28 @@ Filter = Callable[[str, nn.Module], bool]
 class _Layer:
     """What a converted module carries, outside of its state_dict."""
 
-    def __init__(self, owner: Fp8Layers, state: Fp8State) -> None:
-        self.owner, self.state = owner, state
+    def __init__(self, owner: Fp8Layers, name: str, state: Fp8State) -> None:
+        self.owner, self.name, self.state = owner, name, state
 
     def __reduce__(self) -> Any:
         return type(None), ()  # what is loaded is the layer as it was
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
-        return _Layer(self.owner, copy.deepcopy(self.state, memo))
+        return _Layer(self.owner, self.name, copy.deepcopy(self.state, memo))
 
 
 def forward(self: Any, input: Tensor, residual: Tensor | None = None) -> Tensor:
     """Of a converted layer. It has the name of what it replaces: a pickle of a bound method holds its name alone."""
-    layer: _Layer = self._fp8
+    layer: _Layer | None = self._fp8
+    if layer is None:  # undone below somebody else's forward
+        return type(self).forward(self, input, *(() if residual is None else (residual,)))
     owner = layer.owner
-    if layer.state.x_amax.device != input.device:
-        owner.renew(layer, input.device)
+    if layer.state.x_amax.device != self.weight.device:
+        owner.renew(layer, self.weight.device)
+    if residual is not None:  # as linear takes it
+        cast, residual = under_autocast(LINEAR, x=input, residual=residual)
+        checks.same_dtype(LINEAR, "residual", residual, cast)  # type: ignore[arg-type]
+        checks.same_shape(LINEAR, "residual", residual, (*input.shape[:-1], self.out_features))  # type: ignore[arg-type]
     recipe, emulate = owner.recipe, owner.emulate
     y = scaled_linear(input, self.weight, self.bias, recipe=recipe, state=layer.state, emulate=emulate)
     return y if residual is None else y + residual
@@ -76,7 +83,7 @@ class Fp8Layers:
     def _add(self, name: str, module: nn.Linear) -> None:
         self._modules[name] = module
         self.replaced[name] = f"{self.recipe.scaling}, {module.in_features} -> {module.out_features}"
-        module._fp8 = layer = _Layer(self, Fp8State(module.weight.device))  # type: ignore[assignment]
+        module._fp8 = layer = _Layer(self, name, Fp8State(module.weight.device))  # type: ignore[assignment]
         self._tensors_of_layers += layer.state.tensors()
         module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
 
@@ -89,11 +96,12 @@ class Fp8Layers:
         return [module._fp8.state for module in self._modules.values()]  # type: ignore[union-attr,misc]
 
     def undo(self) -> None:
-        """Gives the layers their own forward back. May be called again."""
+        """Gives the layers their own forward back; one that somebody has put around ours stays. May be called again."""
         while self._modules:
             _, module = self._modules.popitem()
-            for name in ("forward", "_fp8"):
-                module.__dict__.pop(name, None)
+            module._fp8 = None  # type: ignore[assignment]
+            if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
+                del module.__dict__["forward"], module.__dict__["_fp8"]
             forget(module.weight)  # type: ignore[arg-type]
 
     @torch.no_grad()
@@ -119,7 +127,8 @@ class Fp8Layers:
         largest = history.amax(0)
         largest = torch.where(largest > 0, largest, amax) * 2.0**recipe.margin  # amax: of a first step that was skipped
         for i, dtype in enumerate((torch.float8_e4m3fn, recipe.grad_float8)):
-            scales[:, i] = raw.fp8_scale(largest[:, i].contiguous(), dtype, bool(recipe.power_of_two))
+            found = raw.fp8_scale(largest[:, i].contiguous(), dtype, bool(recipe.power_of_two))
+            scales[:, i] = torch.where(largest[:, i] > 0, found, scales[:, i])  # what has not run keeps its scale
         for i, state in enumerate(states):
             if state.has_run:
                 state.x_scale, state.dy_scale, state.has_run = scales[i, 0], scales[i, 1], False
@@ -152,6 +161,12 @@ def layer_of(module: nn.Module) -> _Layer | None:
     return found if isinstance(found, _Layer) else None
 
 
+def _owned(module: nn.Module) -> _Layer | None:
+    """The same, but None of a copy, which nobody updates."""
+    layer = layer_of(module)
+    return None if layer is None or layer.owner._modules.get(layer.name) is not module else layer
+
+
 def _heads(model: nn.Module) -> tuple[set[nn.Module], dict[nn.Linear, str]]:
     """Layers that make logits, and of those whose weight is an embedding's the embedding's name."""
     modules = dict(model.named_modules())
@@ -165,9 +180,10 @@ def _heads(model: nn.Module) -> tuple[set[nn.Module], dict[nn.Linear, str]]:
 
 def _why_not(name: str, module: nn.Linear, filter: Filter | None, is_head: bool) -> str | None:
     cls = type(module)
-    if layer_of(module) is not None:
+    if _owned(module) is not None:
         return "it is in FP8 already"
-    if getattr(module.__dict__.get("forward"), "__func__", cls.forward) is not cls.forward:
+    own = module.__dict__.get("forward")
+    if own is not None and getattr(own, "__func__", None) not in (cls.forward, forward):
         return "somebody else has replaced its forward"
     ours = f"{cls.forward.__module__}.{cls.forward.__qualname__}" == "warpsmith.nn._linear.Linear.forward"
     if ours and (module.activation is not None or module.fuse_main_grad):
@@ -197,8 +213,9 @@ def fp8(
 ) -> Fp8Layers:
     """Lets the linear layers of a model multiply 8-bit floats, by :func:`warpsmith.scaled_linear`, in place.
 
-    Parameters, ``state_dict``, hooks and classes stay. Call it behind :func:`warpsmith.patch`; before or behind DDP,
-    ``fully_shard`` and ``torch.compile``.
+    Parameters, ``state_dict``, hooks and classes stay. A copy of the model keeps its delayed scales until it is
+    converted itself. Call it behind :func:`warpsmith.patch`; before or behind DDP, ``fully_shard`` and
+    ``torch.compile``.
 
     Args:
         model: with ``torch.nn.Linear`` or :class:`warpsmith.nn.Linear` in it.
@@ -237,7 +254,7 @@ def fp8(
     chosen = as_recipe(_OP, recipe)
     is_emulated(_OP, chosen, device, bool(emulate))
     for _, module in layers:
-        before = layer_of(module)
+        before = _owned(module)
         if before is not None and before.owner.recipe != chosen:
             checks.refuse(_OP, "recipe", f"{before.owner.recipe}, which the model has, or undo() before", str(chosen))
     heads, tied = _heads(model)
@@ -257,7 +274,7 @@ def fp8(
 
 def _owner(op: str, model: nn.Module) -> Fp8Layers:
     for module in model.modules():
-        if (layer := layer_of(module)) is not None:
+        if (layer := _owned(module)) is not None:
             return layer.owner
     checks.refuse(op, "model", "one that warpsmith.amp.fp8 has converted", type(model).__name__)
 
@@ -295,7 +312,8 @@ def load_fp8_state(model: nn.Module, state: dict[str, Any]) -> None:
             Nothing has changed.
     """
     done = _owner(_LOAD, model)
-    if not isinstance(state, dict) or not {"recipe", "layers", "counts"} <= state.keys():
+    needed = {"recipe", "layers", "counts", *(("history", "scales", "known") if done.recipe.amax == "delayed" else ())}
+    if not isinstance(state, dict) or not needed <= state.keys():
         checks.refuse(_LOAD, "state", "what fp8_state returned", checks.value_text(state))
     if state["recipe"] != asdict(done.recipe):
         checks.refuse(_LOAD, "state", f"one of the recipe {done.recipe}", str(Fp8Recipe(**state["recipe"])))
@@ -314,5 +332,6 @@ def load_fp8_state(model: nn.Module, state: dict[str, Any]) -> None:
     scales.copy_(state["scales"])
     for i, (mine, known) in enumerate(zip(states, state["known"], strict=True)):
         mine.x_scale, mine.dy_scale = (scales[i, 0], scales[i, 1]) if known else (None, None)
+        mine.has_run = False
         mine.x_amax.zero_()
         mine.dy_amax.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
@@ -118,7 +119,8 @@ class Fp8Report:
         return figure
 
 
-def _watch(report: Fp8Report, name: str, module: Any, inputs: Any, output: Tensor) -> None:
+def _watch(report: Fp8Report, name: str, module: Any, inputs: Any, named: Any, output: Tensor) -> None:
+    x = inputs[0] if inputs else named["input"]
     layer = layer_of(module)
     state = None if layer is None else layer.state
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -133,9 +135,9 @@ def _watch(report: Fp8Report, name: str, module: Any, inputs: Any, output: Tenso
         }
         report.layers[name] = LayerLoss(name, casts, products, not_finite, _suggest(casts, products))
 
-    not_finite = int((~inputs[0].isfinite()).sum())
+    not_finite = int((~x.isfinite()).sum())
     for s in _SCALINGS:
-        casts["x", s] = _cast(inputs[0], s, e4m3, state.x_scale if state else None)
+        casts["x", s] = _cast(x, s, e4m3, state.x_scale if state else None)
         casts["weight", s] = _cast(module.weight, "block2d" if s == "block" else s, e4m3, None)
     finish()
 
@@ -151,7 +153,7 @@ def _watch(report: Fp8Report, name: str, module: Any, inputs: Any, output: Tenso
 
 def fp8_report(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None) -> Fp8Report:
     """What 8-bit floats lose in each linear layer, with each scaling, on one forward and backward of a batch. The model
-    runs as it is, converted by :func:`warpsmith.amp.fp8` or not; its gradients are as before.
+    runs as it is, converted by :func:`warpsmith.amp.fp8` or not; gradients, counts and largest values stay.
 
     Args:
         model: with ``torch.nn.Linear`` in it, and parameters that are not sharded.
@@ -177,12 +179,15 @@ def fp8_report(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | Non
         checks.refuse(_OP, "model", "a torch.nn.Module", checks.value_text(model))
     report, hooks = Fp8Report(), []
     before = [(p, p.grad) for p in model.parameters()]
+    converted = [(layer, layer.state) for m in model.modules() if (layer := layer_of(m)) is not None]
+    for layer, state in converted:
+        layer.state = copy.deepcopy(state)
     for p, _ in before:
         p.grad = None
     try:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
-                hooks.append(module.register_forward_hook(functools.partial(_watch, report, name)))
+                hooks.append(module.register_forward_hook(functools.partial(_watch, report, name), with_kwargs=True))
         with torch.enable_grad():
             given = batch if isinstance(batch, (dict, tuple)) else (batch,)
             found = model(**given) if isinstance(given, dict) else model(*given)
@@ -197,4 +202,6 @@ def fp8_report(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | Non
             hook.remove()
         for p, grad in before:
             p.grad = grad
+        for layer, state in converted:
+            layer.state = state
     return report

@@ -150,7 +150,7 @@ def is_emulated(op: str, recipe: Fp8Recipe, device: torch.device, emulate: bool)
 
 class _Kept:
     """Casts of one weight. Its own bytes are kept for all forwards; the transposed ones, of another byte a weight, only
-    where a backward needs them again: from the second on of the same weight, or where the weight never changes."""
+    where a backward needs them again: from the second on of the same weight."""
 
     def __init__(self, key: tuple[Any, ...], weight: Tensor) -> None:
         self.key, self.storage = key, StorageWeakRef(weight.untyped_storage())
@@ -158,21 +158,27 @@ class _Kept:
         self.scale: Tensor | None = None
         self.turned: tuple[Tensor, Tensor] | None = None
         self.backwards = 0
+        self.has_gradient = False  # a backward has given the weight one
 
 
 _kept = WeakIdKeyDictionary()  # by parameter
-_captured = WeakIdKeyDictionary()  # parameters whose casts are part of a CUDA graph: its replays change them unseen
+_captured = WeakIdKeyDictionary()  # parameters that are part of a CUDA graph: its replays change them unseen
 
 
 class Steps:
     """How many steps optimizers took: fused ones leave no trace in a parameter's version."""
 
     count = 0
+    captured = False  # a step is part of a CUDA graph, of parameters that it does not name
     hook: Any = None
 
     @classmethod
-    def add(cls, *_: Any) -> None:
+    def add(cls, of: torch.optim.Optimizer | Sequence[Tensor], *_: Any) -> None:
         cls.count += 1
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # replays are not counted
+            params = [p for g in of.param_groups for p in g["params"]] if isinstance(of, torch.optim.Optimizer) else of
+            cls.captured |= any(type(p) is not nn.Parameter for p in params)
+            _captured.update((p, True) for p in params)
 
 
 def forget(weight: Tensor) -> None:
@@ -181,23 +187,24 @@ def forget(weight: Tensor) -> None:
 
 
 def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool) -> _Kept | None:
-    """``training``: casts for an evaluation are its own, since averages are often swapped in by ``weight.data``, which
-    leaves no trace. None where each call must cast: what is no parameter, in a graph that is compiled or captured, and
-    what fully_shard has gathered and will free."""
-    if torch.compiler.is_compiling() or type(weight) is not nn.Parameter or not weight.is_leaf:
+    """None where each call must cast: what is no parameter or has no version, in a graph that is compiled or captured,
+    and what fully_shard has gathered and will free. ``training``: casts of an evaluation are its own."""
+    if torch.compiler.is_compiling() or type(weight) is not nn.Parameter or not weight.is_leaf or weight.is_inference():
         return None
+    stream = 0  # another one would have to wait for the cast
     if weight.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             _captured[weight] = True
             forget(weight)
-        if weight in _captured:
-            return None
+        stream = torch.cuda.current_stream(weight.device).cuda_stream
+    if Steps.captured or weight in _captured:
+        return None
     if dist.is_available() and dist.is_initialized() and is_gathered(weight):
         return None
     if Steps.hook is None:
         Steps.hook = register_optimizer_step_post_hook(Steps.add)
-    steps = Steps.count if weight.requires_grad else 0
-    key = (weight._version, weight.data_ptr(), steps, training, scaling, power_of_two)
+    place = weight.data_ptr(), weight.shape, weight.stride(), stream
+    key = (weight._version, *place, Steps.count, training, scaling, power_of_two)
     kept = _kept.get(weight)
     if kept is None or kept.key != key or kept.storage.expired():
         kept = _kept[weight] = _Kept(key, weight)
@@ -219,9 +226,17 @@ def _cast(
 def weight_cast(weight: Tensor, recipe: Fp8Recipe) -> tuple[Tensor | None, Tensor | None]:
     """Bytes and scales of a weight; (None, None): the op makes them."""
     scaling, *_, power_of_two = recipe.numbers()
-    kept = _kept_of(weight, scaling, power_of_two, torch.is_grad_enabled())
+    training = torch.is_grad_enabled()
+    if torch.compiler.is_compiling():
+        return None, None
+    if not training and weight.requires_grad:  # averages are swapped in and out by weight.data, which leaves no trace
+        forget(weight)
+        return None, None
+    kept = _kept_of(weight, scaling, power_of_two, training)
     if kept is None:
         return None, None
+    if kept.has_gradient and weight.grad is None:  # it is used up: perhaps by a loop that edits weight.data
+        kept = _kept[weight] = _Kept(kept.key, weight)
     if kept.data is None:
         kept.data, kept.scale = _cast(weight, scaling, power_of_two, turned=False)
     return kept.data, kept.scale
@@ -236,7 +251,7 @@ def _turned_cast(weight: Tensor, scaling: int, power_of_two: bool) -> tuple[Tens
     if kept.turned is not None:
         return kept.turned
     found = _cast(weight, scaling, power_of_two, turned=True, known=kept.scale if scaling == 1 else None)
-    if kept.backwards > 1 or not weight.requires_grad:
+    if kept.backwards > 1:
         kept.turned = found
     return found
 
@@ -432,6 +447,8 @@ def _backward(saved: Saved, wants: Wants, dy: Tensor | None, *_: Any) -> Gradien
     turned = _turned_cast(saved.weight, scaling, power_of_two) if wants.x else (None, None)
     given = dy, saved.x, saved.weight, saved.bias, *turned, saved.x_scale, saved.dy_scale
     dx, dweight, dbias, counts, amax = call_raw(_raw_backward, *given, *numbers, wants.x, wants.weight, wants.bias)
+    if wants.weight and (kept := _kept.get(saved.weight)) is not None:
+        kept.has_gradient = True
     totals = [t for t in (saved.dy_counts, saved.dy_amax) if t is not None]
     if totals and type(dy) is Tensor:  # other forwards have kept them too, and must not find them changed
         with torch.autograd._unsafe_preserve_version_counter(tuple(totals)):  # type: ignore[attr-defined]

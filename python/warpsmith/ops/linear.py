@@ -196,8 +196,8 @@ def scaled_linear(
         for a ``weight`` of float32, which is cast to 8 bits as it is.
 
     Gradients for ``x``, ``weight`` (in its dtype) and ``bias``; no second derivatives, no forward mode. The cast of a
-    parameter is kept until its values change or an optimizer steps; not in compiled and captured graphs. x itself is
-    kept for the backward. NaN and infinite elements of x and of g make what they touch NaN.
+    parameter is kept until torch sees its values change or an optimizer steps; not in compiled and captured graphs. x
+    itself is kept for the backward. NaN and infinite elements of x and of g make what they touch NaN.
 
     Deterministic: casts are bitwise, products are torch's ``_scaled_mm``, which repeats bit for bit. The host does not
     wait. The emulated products of scales that are no powers of two are rounded to what torch's float32 products are.

@@ -140,5 +140,5 @@ def adamw(
     )
     if not torch.compiler.is_compiling():
         refuse_wrong_kinds(_OP, _ARGUMENTS, inputs)
-        Steps.add()
+        Steps.add(inputs[0])
     call_raw(raw.adamw.default, *inputs)
