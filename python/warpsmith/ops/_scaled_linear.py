@@ -150,7 +150,7 @@ def is_emulated(op: str, recipe: Fp8Recipe, device: torch.device, emulate: bool)
 
 class _Kept:
     """Casts of one weight. Its own bytes are kept for all forwards; the transposed ones, of another byte a weight, only
-    where a backward needs them again: from the second on of the same weight."""
+    where a backward needs them again: from the second on of the same weight, or where the weight never changes."""
 
     def __init__(self, key: tuple[Any, ...], weight: Tensor) -> None:
         self.key, self.storage = key, StorageWeakRef(weight.untyped_storage())
@@ -186,9 +186,11 @@ def forget(weight: Tensor) -> None:
     _kept.pop(weight, None)
 
 
-def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool) -> _Kept | None:
+def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool, passed: bool) -> _Kept | None:
     """None where each call must cast: what is no parameter or has no version, in a graph that is compiled or captured,
-    and what fully_shard has gathered and will free. ``training``: casts of an evaluation are its own."""
+    and what fully_shard has gathered and will free. ``training``: casts of an evaluation are its own. ``passed``: a
+    gradient goes through to the input. So a frozen weight is the base of adapters, and cast once; else it may be a
+    teacher, which averages its student by weight.data behind each step."""
     if torch.compiler.is_compiling() or type(weight) is not nn.Parameter or not weight.is_leaf or weight.is_inference():
         return None
     stream = 0  # another one would have to wait for the cast
@@ -204,7 +206,8 @@ def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool) -
     if Steps.hook is None:
         Steps.hook = register_optimizer_step_post_hook(Steps.add)
     place = weight.data_ptr(), weight.shape, weight.stride(), stream
-    key = (weight._version, *place, Steps.count, training, scaling, power_of_two)
+    steps = 0 if passed and not weight.requires_grad else Steps.count
+    key = (weight._version, *place, steps, training, scaling, power_of_two)
     kept = _kept.get(weight)
     if kept is None or kept.key != key or kept.storage.expired():
         kept = _kept[weight] = _Kept(key, weight)
@@ -223,8 +226,8 @@ def _cast(
     return transposed, of_tensor if scaling == 1 else transposed_scale
 
 
-def weight_cast(weight: Tensor, recipe: Fp8Recipe) -> tuple[Tensor | None, Tensor | None]:
-    """Bytes and scales of a weight; (None, None): the op makes them."""
+def weight_cast(weight: Tensor, recipe: Fp8Recipe, passed: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Bytes and scales of a weight; (None, None): the op makes them. ``passed``: as in `_kept_of`."""
     scaling, *_, power_of_two = recipe.numbers()
     training = torch.is_grad_enabled()
     if torch.compiler.is_compiling():
@@ -232,7 +235,7 @@ def weight_cast(weight: Tensor, recipe: Fp8Recipe) -> tuple[Tensor | None, Tenso
     if not training and weight.requires_grad:  # averages are swapped in and out by weight.data, which leaves no trace
         forget(weight)
         return None, None
-    kept = _kept_of(weight, scaling, power_of_two, training)
+    kept = _kept_of(weight, scaling, power_of_two, training, training and passed)
     if kept is None:
         return None, None
     if kept.has_gradient and weight.grad is None:  # it is used up: perhaps by a loop that edits weight.data
@@ -244,14 +247,14 @@ def weight_cast(weight: Tensor, recipe: Fp8Recipe) -> tuple[Tensor | None, Tenso
 
 def _turned_cast(weight: Tensor, scaling: int, power_of_two: bool) -> tuple[Tensor | None, Tensor | None]:
     """The same of the transposed weight, for the gradient of x."""
-    kept = _kept_of(weight, scaling, power_of_two, training=True)
+    kept = _kept_of(weight, scaling, power_of_two, training=True, passed=True)
     if kept is None:
         return None, None
     kept.backwards += 1
     if kept.turned is not None:
         return kept.turned
     found = _cast(weight, scaling, power_of_two, turned=True, known=kept.scale if scaling == 1 else None)
-    if kept.backwards > 1:
+    if kept.backwards > 1 or not weight.requires_grad:
         kept.turned = found
     return found
 

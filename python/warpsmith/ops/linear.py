@@ -223,7 +223,7 @@ def scaled_linear(
     x, narrow, bias = _linear.under_autocast(SCALED, x=x, weight=None if wide else weight, bias=bias)  # type: ignore[assignment]
     weight = weight if wide else narrow  # type: ignore[assignment]
     numbers = chosen.numbers(), _scaled_linear.is_emulated(SCALED, chosen, x.device, bool(emulate))
-    casts = _scaled_linear.weight_cast(weight, chosen)
+    casts = _scaled_linear.weight_cast(weight, chosen, isinstance(x, Tensor) and x.requires_grad)
     if state is None or not _scaled_linear.records():
         scales = (None,) * 4 if state is None else (state.x_scale, state.dy_scale, None, None)
         return _scaled_linear.scaled_linear(x, weight, bias, *casts, *scales, *numbers[0], numbers[1], False)[0]
