@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks.__main__
-from benchmarks import recorded
+from benchmarks import bench_hook, recorded
 from tools import families
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,15 @@ def test_a_quick_run_prints_a_table_and_writes_json(tmp_path):
     assert read["environment"]["failed"] == []
     table = run.stdout.splitlines()[-len(read["rows"]) :]
     assert all(row["contender"] in line for row, line in zip(read["rows"], table, strict=True))
+
+
+def test_every_part_of_many_ranks_runs(tmp_path):
+    out = tmp_path / "rows.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["-m", "benchmarks.bench_hook", "--device", "cpu", "--quick", "--json", str(out)]
+    done = subprocess.run([*launcher, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert {row["part"] for row in json.loads(out.read_text())["rows"]} == set(bench_hook.PARTS)
 
 
 @pytest.fixture(autouse=True)
