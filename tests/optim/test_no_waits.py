@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -44,6 +45,18 @@ def of_scaler(make):
     return part
 
 
+def of_fp8(ps):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 16))
+    recipe = warpsmith.amp.Fp8Recipe("tensor", amax="delayed")
+    layers, found_inf = warpsmith.amp.fp8(model, recipe), torch.zeros(1)
+
+    def step():
+        model(torch.randn(4, 32)).sum().backward()
+        layers.update(found_inf)
+
+    return step
+
+
 PARTS = {
     **{options.name: of_optimizer(options) for options in (*FULL, LION, LAMB)},
     "EMA": lambda ps: warpsmith.optim.EMA(ps).update,
@@ -52,12 +65,15 @@ PARTS = {
     "GradScaler": of_scaler(lambda: warpsmith.amp.GradScaler("cpu")),
     "StepGuard": of_scaler(warpsmith.amp.StepGuard),
     "DeviceLR": of_scaler(lambda: warpsmith.amp.GradScaler("cpu", hysteresis=2)),
+    "fp8": of_fp8,
 }
+# Of a program's beginning, of what is printed or saved, of numbers.
+OTHERS = {"float32_states", "Overflow", "schedules", "Fp8Layers", "Fp8Recipe"}
+OTHERS |= {name for name in warpsmith.amp.__all__ if re.search("report|state", name, re.IGNORECASE)}
 
 
 def test_every_part_is_asked_below():
-    others = {"float32_states", "Overflow", "schedules"}  # of a program's beginning, of what is printed, of numbers
-    assert PARTS.keys() == {*warpsmith.optim.__all__, *warpsmith.amp.__all__} - others
+    assert PARTS.keys() == {*warpsmith.optim.__all__, *warpsmith.amp.__all__} - OTHERS
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -20,6 +20,7 @@ OF_KIND = {
 }
 NOT_CALLED = {
     **dict.fromkeys((amp.Overflow, plan.Prediction, plan.Timed), "a record that the package makes"),
+    **dict.fromkeys((amp.Fp8Layers, amp.Fp8Report), "fp8 and fp8_report make it"),
     distributed.Context: "init makes it",
     distributed.Watch: "watch makes it",
 }
@@ -73,6 +74,11 @@ REQUIRED = {  # by function: what a right call needs
     optim.float32_states: dict,
     amp.GradScaler: lambda: {"device": "cpu"},
     amp.StepGuard: dict,
+    amp.Fp8Recipe: dict,
+    amp.fp8: lambda: {"model": torch.nn.Linear(16, 16)},
+    amp.fp8_report: lambda: {"model": torch.nn.Linear(16, 16), "batch": torch.zeros(2, 16)},
+    amp.fp8_state: lambda: {"model": torch.nn.Linear(16, 16)},
+    amp.load_fp8_state: lambda: {"model": torch.nn.Linear(16, 16), "state": {}},
     amp.DeviceLR: lambda: {"optimizer": optim.SGD(params()), "lr_lambda": amp.schedules.constant(), "total_steps": 4},
     amp.schedules.constant: dict,
     amp.schedules.linear: lambda: {"total_steps": 4},

@@ -73,7 +73,7 @@ class Fp8Recipe:
         checks.sizes(RECIPE, 1, history=self.history)
         checks.refuse_non_int(RECIPE, "margin", self.margin)
         if not 0 <= self.margin <= 64:
-            checks.refuse(RECIPE, "margin", "an int from 0 to 64", str(self.margin))
+            checks.refuse(RECIPE, "margin", "an int from 0 to 64", checks.value_text(self.margin))
         if self.amax == "delayed" and self.scaling != "tensor":
             checks.refuse(RECIPE, "amax", f"'current' with scaling {self.scaling!r}", "'delayed'")
         scaling, accumulate = SCALINGS.index(self.scaling), ACCUMULATE.index(self.accumulate)
