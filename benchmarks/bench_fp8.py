@@ -12,13 +12,12 @@ import copy
 import functools
 
 import torch
-import torch.nn.functional as F
 import warpsmith
 from torch import nn
 from warpsmith.amp import Fp8Recipe
 from warpsmith.testing.rows import OURS
 
-from benchmarks import rivals
+from benchmarks import bench_linear, rivals
 from benchmarks.bench_train import (
     MODEL_BUDGET_S,
     MODEL_IN_A_ROW,
@@ -28,7 +27,7 @@ from benchmarks.bench_train import (
     patched_by_us,
     rows_of_runs,
 )
-from benchmarks.cells import compiled, forget_compiled, host_rows, leaves, timed
+from benchmarks.cells import compiled, forget_compiled, leaves, timed
 
 # M x K x N: Llama 8B's, and where FP8 in eager has lost.
 GPU_SHAPES = (
@@ -124,25 +123,6 @@ class _Call(nn.Module):
         return self.function(x)
 
 
-HOST_SHAPE = (16, 64, 64)
-
-
-def host(device, options):
-    m, k, n = HOST_SHAPE
-    tensors = leaves(device, (m, k), (n, k), (n,))
-    rows = []
-    for grad in (False, True):
-        x, weight, bias = (nn.Parameter(t.detach(), requires_grad=grad) for t in tensors)
-        forward = {
-            OURS: lambda a=(x, weight, bias): warpsmith.scaled_linear(*a, recipe="tensor"),
-            "torch": lambda a=(x, weight, bias): F.linear(*a),
-        }
-        dy = torch.randn(m, n, device=device).to(x.dtype)
-        place = "scaled_linear", "x".join(map(str, HOST_SHAPE)), str(x.dtype).removeprefix("torch.")
-        rows += host_rows(place, forward, (x, weight, bias) if grad else (), dy, options)
-    return rows
-
-
 class Fp8Run(Run):
     """The step of a patched model whose layers multiply 8-bit floats."""
 
@@ -174,4 +154,10 @@ def llama(device, options):
     return rows
 
 
-OPS = {"scaled_linear": layers, "scaled_linear_host": host, "llama_fp8": llama}
+OPS = {
+    "scaled_linear": layers,
+    "scaled_linear_host": functools.partial(
+        bench_linear.host, "scaled_linear", functools.partial(warpsmith.scaled_linear, recipe="tensor")
+    ),
+    "llama_fp8": llama,
+}

@@ -180,19 +180,20 @@ def steps(op, plain, sizes, device, options):
 HOST_SHAPE = (16, 64, 64)
 
 
-def host(device, options):
-    """On a GPU the host's part alone; on the CPU the (tiny) computation is part of it."""
+def host(name, ours, device, options):
+    """A linear layer beside torch's. On a GPU the host's part alone; on the CPU the (tiny) computation is part of it.
+    Parameters, whose casts `scaled_linear` keeps."""
     m, k, n = HOST_SHAPE
     tensors = leaves(device, (m, k), (n, k), (n,))
     rows = []
     for grad in (False, True):
-        x, weight, bias = (t.detach().requires_grad_(grad) for t in tensors)
+        x, weight, bias = (torch.nn.Parameter(t.detach(), requires_grad=grad) for t in tensors)
         forward = {
-            OURS: lambda a=(x, weight, bias): warpsmith.linear(*a),
+            OURS: lambda a=(x, weight, bias): ours(*a),
             "torch": lambda a=(x, weight, bias): F.linear(*a),
         }
         dy = torch.randn(m, n, device=device).to(x.dtype)
-        place = cell("linear", HOST_SHAPE, x, "")[:3]
+        place = cell(name, HOST_SHAPE, x, "")[:3]
         rows += host_rows(place, forward, (x, weight, bias) if grad else (), dy, options)
     return rows
 
@@ -210,7 +211,7 @@ OPS = {
     "linear_gelu_tanh": functools.partial(forward, "linear_gelu_tanh", "gelu_tanh"),
     "linear_main_grad": main_grad,
     "linear_own": own,
-    "linear_host": host,
+    "linear_host": functools.partial(host, "linear", warpsmith.linear),
     "mlp": functools.partial(steps, "mlp", plain_mlp, lambda m, k, f: ((m, k), (f, k), (f,), (k, f), (k,))),
     "gated_linear": functools.partial(steps, "gated_linear", plain_gated, lambda m, k, f: ((m, k), (f, k), (f, k))),
 }
