@@ -26,10 +26,10 @@ pybind11::dict plan(const pybind11::kwargs& given) {
   problem.refuse_unknown();
 
   pybind11::dict d;
-  d["statistics"] = describe(choose_batch_norm_statistics(p));
-  d["normalize"] = describe(choose_batch_norm_normalize(p));
-  d["sums"] = describe(choose_batch_norm_sums(p));
-  d["gradients"] = describe(choose_batch_norm_dx(p));
+  d["statistics"] = describe(choose_batch_norm(p, BatchNormTogether::statistics));
+  d["normalize"] = describe(choose_batch_norm(p, BatchNormTogether::normalize));
+  d["sums"] = describe(choose_batch_norm(p, BatchNormTogether::sums));
+  d["gradients"] = describe(choose_batch_norm(p, BatchNormTogether::gradients));
   return d;
 }
 

@@ -55,6 +55,7 @@ def arguments_of(name: str) -> dict:
             "max_seqlen_q": TOKENS,
             "max_seqlen_k": TOKENS,
         },
+        "batch_norm": {"running_mean": make(WIDTH), "running_var": make(WIDTH).square()} | of_norm | bias | residual,
         "cross_entropy": {"logits": make(TOKENS, CLASSES), "target": target},
         "dequantize_fp8": {"t": warpsmith.quantize_fp8(rows().float())},
         "dropout_add": {"x": rows(), "p": 0.5} | residual | seed,

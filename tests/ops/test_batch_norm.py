@@ -38,8 +38,7 @@ def inputs(case, rng):
 
 
 def of_pixels(function):
-    """The function on (N, ..., C), with the running statistics as outputs: the harness compares tensors, and inputs must
-    stay as they are."""
+    """The function on (N, ..., C), with the running statistics as outputs: inputs must stay as they are."""
 
     @functools.wraps(function)
     def call(x, running_mean, running_var, residual=None, **others):
@@ -72,7 +71,8 @@ CASES = [
     *(Case((2, 3, 7, 11), dtype, options=o) for dtype in (BF16, FP32) for o in EVERY[1:]),
     *(Case((2, 3, 7, 24), dtype, dtypes=WIDE, options=ALL) for dtype in (BF16, FP16)),
     Case((2, 3, 7, 24), BF16, dtypes={"running_mean": FP32, "running_var": FP32}),
-    *(Case((2, 3, 7, 24), dtype, options={"affine": a, **ALL}) for dtype in (BF16, FP32) for a in ("none", "weight", "bias")),
+    *(Case((2, 3, 7, 24), dtype, options={"affine": affine, **ALL})
+      for dtype in (BF16, FP32) for affine in ("none", "weight", "bias")),
     Case((2, 3, 7, 24), FP32, options={"running": False}),
     Case((70, 24), BF16),
     Case((70, 24), FP32, options=ALL),
@@ -111,7 +111,7 @@ def bytes_beside(case, given):
     mask = rows * columns // plan["normalize"]["vector_elems"] * (relu and residual)
 
     def readers(name):
-        """Channels that the threads of a pass read, added up: those of a tile's rows side by side, slice after slice."""
+        """Channels that the threads of a pass read: of each slice, as often as its turn has rows side by side."""
         return plan[name]["threads"] // plan[name]["threads_a_row"] * plan[name]["slices"] * columns
 
     slices = plan["statistics"]["slices"]

@@ -12,7 +12,7 @@ struct GradientsParams {
   void *dx, *dresidual;
   float *sums, *products;  // [slices, columns] of g and of g * (x - mean); of `gradients` [columns], or null: zeros
   Affine affine;
-  int64_t dy_stride, x_stride;
+  int64_t dy_stride, x_stride;  // in vectors
   Turns turns;
   bool relu;
 };
@@ -36,22 +36,22 @@ template <class T, int N, int U> struct RowsOfGradients {
   Packed<T, N> dy[U], x[U];
   unsigned kept[U];
   __device__ __forceinline__ RowsOfGradients(const GradientsParams& p, const Place<N>& at, int64_t first, bool with_x) {
-    load_rows<T, N>(dy, p.dy, p.dy_stride, at.column, first, at.rows_together, p.turns.rows);
+    load_rows<T, N>(dy, p.dy, p.dy_stride, at.vector, first, at.rows_together, p.turns.rows);
     if (with_x)
-      load_rows<T, N>(x, p.x, p.x_stride, at.column, first, at.rows_together, p.turns.rows);
+      load_rows<T, N>(x, p.x, p.x_stride, at.vector, first, at.rows_together, p.turns.rows);
     else
       for (int u = 0; u < U; ++u) x[u] = {};
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int64_t row = first + u * at.rows_together;
       kept[u] = 0;
-      if (p.mask && row < p.turns.rows) kept[u] = device::load(p.mask + (row * p.turns.columns + at.column) / N);
+      if (p.mask && row < p.turns.rows) kept[u] = device::load(p.mask + row * p.turns.vectors + at.vector);
     }
   }
 };
 
-template <class T, int N> __global__ void __launch_bounds__(kThreads, 2) sums(GradientsParams p) {
-  constexpr int U = 4;
+template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNormResident) sums(GradientsParams p) {
+  constexpr int U = BatchNormTogether::sums;
   WARPSMITH_SHARED(float, sums, kThreads* N);
   WARPSMITH_SHARED(float, products, kThreads* N);
   const Turns& t = p.turns;
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kThreads) finish_sums(FinishSumsParams p) {
   if (p.dweight) store_as(p.dweight, p.dtype, column, static_cast<float>(product));
 }
 
-template <class T, int N> __global__ void __launch_bounds__(kThreads, 2) gradients(GradientsParams p) {
-  constexpr int U = 4;
+template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNormResident) gradients(GradientsParams p) {
+  constexpr int U = BatchNormTogether::gradients;
   device::wait_for_previous_kernel();
   const Turns& t = p.turns;
   const Place<N> at(t);
@@ -151,15 +151,14 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, 2) gradien
       if (row >= t.rows) break;
       float g[N], dx[N];
       load_gradient<T, N>(g, p, channels, rows.dy[u], rows.x[u], rows.kept[u]);
-      if (p.dresidual)
-        device::store(device::packed_at<T, N>(p.dresidual, row * t.columns + at.column), device::rounded<T>(g));
+      if (p.dresidual) device::store(vector_at<T, N>(p.dresidual, row * t.vectors + at.vector), device::rounded<T>(g));
       if (!p.dx) continue;
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         const float d = p.sums ? element<T, N>(rows.x[u], k) - channels.mean[k] : 0.0f;
         dx[k] = channels.scale[k] * fmaf(-d, mean_product[k], g[k] - mean_sum[k]);
       }
-      device::store(device::packed_at<T, N>(p.dx, row * t.columns + at.column), device::rounded<T>(dx));
+      device::store(vector_at<T, N>(p.dx, row * t.vectors + at.vector), device::rounded<T>(dx));
     }
   }
 }

@@ -22,7 +22,8 @@ template <class Params> Status problem_of(const Params& p, BatchNormProblem* out
 }
 
 Turns turns_of(const BatchNormProblem& p, const BatchNormConfig& c) {
-  return {p.rows, p.columns, ceil_div(p.rows, c.rows_a_turn), c.slices, c.rows_a_turn, c.tiles, c.lanes};
+  return {p.rows,  p.columns, p.columns / c.vector_elems, ceil_div(p.rows, c.rows_a_turn), c.slices, c.rows_a_turn,
+          c.tiles, c.lanes};
 }
 
 // after: the kernel waits for the one before it by itself.
@@ -52,21 +53,21 @@ template <class Params> Affine affine_of(const Params& p) {
 Status batch_norm_slices_cuda(const BatchNormForwardParams& p, int64_t* slices) {
   BatchNormProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p, &problem));
-  *slices = choose_batch_norm_statistics(problem).slices;
+  *slices = choose_batch_norm(problem, BatchNormTogether::statistics).slices;
   return {};
 }
 
 Status batch_norm_slices_cuda(const BatchNormBackwardParams& p, int64_t* slices) {
   BatchNormProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p, &problem));
-  *slices = choose_batch_norm_sums(problem).slices;
+  *slices = choose_batch_norm(problem, BatchNormTogether::sums).slices;
   return {};
 }
 
 Status batch_norm_forward_cuda(const BatchNormForwardParams& p, void* stream) {
   BatchNormProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p, &problem));
-  const BatchNormConfig c = choose_batch_norm_statistics(problem);
+  const BatchNormConfig c = choose_batch_norm(problem, BatchNormTogether::statistics);
   FinishStatisticsParams finish{.x = p.x,
                                 .means = nullptr,
                                 .squares = nullptr,
@@ -79,7 +80,7 @@ Status batch_norm_forward_cuda(const BatchNormForwardParams& p, void* stream) {
                                 .rows = p.rows,
                                 .columns = p.columns,
                                 .slices = c.slices,
-                                .rows_a_turn = c.rows_a_turn,
+                                .slice_rows = BatchNormSliceRows(p.rows, c),
                                 .keep = static_cast<float>(1 - p.momentum),
                                 .momentum = static_cast<float>(p.momentum),
                                 .eps = p.eps,
@@ -87,7 +88,8 @@ Status batch_norm_forward_cuda(const BatchNormForwardParams& p, void* stream) {
                                 .dtype = p.running_dtype};
   if (p.training) {
     float* const means = static_cast<float*>(p.partials);
-    const StatisticsParams s{p.x, p.x_stride, means, means + c.slices * p.columns, turns_of(problem, c)};
+    const StatisticsParams s{p.x, p.x_stride / c.vector_elems, means, means + c.slices * p.columns,
+                             turns_of(problem, c)};
     finish.means = s.means;
     finish.squares = s.squares;
     WARPSMITH_RETURN_IF_FAILED(visit_vectors(p.dtype, c.vector_elems, [&]<class T, int N>() {
@@ -95,9 +97,10 @@ Status batch_norm_forward_cuda(const BatchNormForwardParams& p, void* stream) {
     }));
   }
   WARPSMITH_RETURN_IF_FAILED(launch_pass(finish_statistics, ceil_div(p.columns, kItems), p.training, finish, stream));
-  const BatchNormConfig last = choose_batch_norm_normalize(problem);
+  const BatchNormConfig last = choose_batch_norm(problem, BatchNormTogether::normalize);
+  const int64_t x_stride = p.x_stride / last.vector_elems, residual_stride = p.residual_stride / last.vector_elems;
   const NormalizeParams n{
-      p.x, p.residual, p.y, p.mask, affine_of(p), p.x_stride, p.residual_stride, turns_of(problem, last), p.relu};
+      p.x, p.residual, p.y, p.mask, affine_of(p), x_stride, residual_stride, turns_of(problem, last), p.relu};
   return visit_vectors(p.dtype, last.vector_elems,
                        [&]<class T, int N>() { return launch_pass(normalize<T, N>, last.blocks(), true, n, stream); });
 }
@@ -105,7 +108,7 @@ Status batch_norm_forward_cuda(const BatchNormForwardParams& p, void* stream) {
 Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) {
   BatchNormProblem problem;
   WARPSMITH_RETURN_IF_FAILED(problem_of(p, &problem));
-  const BatchNormConfig c = choose_batch_norm_sums(problem);
+  const BatchNormConfig c = choose_batch_norm(problem, BatchNormTogether::sums);
   GradientsParams g{.dy = p.dy,
                     .x = p.x,
                     .mask = p.mask,
@@ -114,8 +117,8 @@ Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) 
                     .sums = nullptr,
                     .products = nullptr,
                     .affine = affine_of(p),
-                    .dy_stride = p.dy_stride,
-                    .x_stride = p.x_stride,
+                    .dy_stride = p.dy_stride / c.vector_elems,
+                    .x_stride = p.x_stride / c.vector_elems,
                     .turns = turns_of(problem, c),
                     .relu = p.relu};
   const bool needs_sums = p.needs_sums();
@@ -143,7 +146,7 @@ Status batch_norm_backward_cuda(const BatchNormBackwardParams& p, void* stream) 
     g.products = p.training ? means + p.columns : nullptr;
   }
   if (!p.dx && !p.dresidual) return {};
-  const BatchNormConfig last = choose_batch_norm_dx(problem);
+  const BatchNormConfig last = choose_batch_norm(problem, BatchNormTogether::gradients);
   g.turns = turns_of(problem, last);
   return visit_vectors(p.dtype, last.vector_elems, [&]<class T, int N>() {
     return launch_pass(gradients<T, N>, last.blocks(), needs_sums, g, stream);

@@ -33,29 +33,36 @@ constexpr int batch_norm_vector(int64_t columns, int element_bytes) {
   return columns % whole == 0 ? whole : 1;
 }
 
-// together: rows whose loads a thread has in flight. resident: blocks that a multiprocessor holds at once.
-constexpr BatchNormConfig choose_batch_norm(const BatchNormProblem& p, int together, int resident) {
+// Rows whose loads a thread has in flight, of each pass.
+struct BatchNormTogether {
+  static constexpr int statistics = 8, normalize = 8, sums = 4, gradients = 4;
+};
+constexpr int kBatchNormResident = 2;  // blocks that a multiprocessor holds at once, by their registers
+
+constexpr BatchNormConfig choose_batch_norm(const BatchNormProblem& p, int together) {
   BatchNormConfig c;
   c.vector_elems = batch_norm_vector(p.columns, p.element_bytes);
   const int64_t vectors = p.columns / c.vector_elems;
   while (c.lanes < 32 && c.lanes < vectors) c.lanes *= 2;
   c.rows_a_turn = int64_t{together} * c.rows_together();
   c.tiles = ceil_div(vectors, c.lanes);
-  const int64_t turns = ceil_div(p.rows, c.rows_a_turn), most = int64_t{resident} * p.multiprocessors / c.tiles;
+  const int64_t turns = ceil_div(p.rows, c.rows_a_turn),
+                most = int64_t{kBatchNormResident} * p.multiprocessors / c.tiles;
   c.slices = std::max<int64_t>(1, std::min(turns, most));
   return c;
 }
 
-// The four passes over activations.
-constexpr BatchNormConfig choose_batch_norm_statistics(const BatchNormProblem& p) { return choose_batch_norm(p, 8, 2); }
-constexpr BatchNormConfig choose_batch_norm_normalize(const BatchNormProblem& p) { return choose_batch_norm(p, 4, 3); }
-constexpr BatchNormConfig choose_batch_norm_sums(const BatchNormProblem& p) { return choose_batch_norm(p, 4, 2); }
-constexpr BatchNormConfig choose_batch_norm_dx(const BatchNormProblem& p) { return choose_batch_norm(p, 4, 2); }
-
-// Rows that slice s takes.
-constexpr int64_t batch_norm_rows_of(int64_t rows, int64_t rows_a_turn, int64_t slices, int64_t s) {
-  const int64_t turns = ceil_div(rows, rows_a_turn), last = (turns - 1) % slices;
-  return ceil_div(turns - s, slices) * rows_a_turn - (s == last ? turns * rows_a_turn - rows : 0);
-}
+// How many rows each slice takes, without a division in a kernel.
+struct BatchNormSliceRows {
+  int64_t rows_a_turn, turns, more, last, missing;  // slices below `more` take a turn more; the last turn lacks rows
+  constexpr BatchNormSliceRows(int64_t rows, const BatchNormConfig& c)
+      : rows_a_turn(c.rows_a_turn), turns(0), more(0), last(0), missing(0) {
+    const int64_t all = ceil_div(rows, rows_a_turn);
+    turns = all / c.slices, more = all % c.slices, last = (all - 1) % c.slices, missing = all * rows_a_turn - rows;
+  }
+  constexpr int64_t of(int64_t slice) const {
+    return (turns + (slice < more)) * rows_a_turn - (slice == last ? missing : 0);
+  }
+};
 
 }  // namespace warpsmith

@@ -11,13 +11,13 @@ struct NormalizeParams {
   void* y;
   uint8_t* mask;
   Affine affine;
-  int64_t x_stride, residual_stride;
+  int64_t x_stride, residual_stride;  // in vectors
   Turns turns;
   bool relu;
 };
 
-template <class T, int N> __global__ void __launch_bounds__(kThreads, 3) normalize(NormalizeParams p) {
-  constexpr int U = 4;
+template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNormResident) normalize(NormalizeParams p) {
+  constexpr int U = BatchNormTogether::normalize;
   device::wait_for_previous_kernel();
   const Turns& t = p.turns;
   const Place<N> at(t);
@@ -26,9 +26,9 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, 3) normali
   for (int64_t turn = t.turns - 1 - at.slice; turn >= 0; turn -= t.slices) {
     const int64_t first = turn * t.rows_a_turn + at.row;
     Packed<T, N> x[U], residual[U] = {};
-    load_rows<T, N>(x, p.x, p.x_stride, at.column, first, at.rows_together, t.rows);
+    load_rows<T, N>(x, p.x, p.x_stride, at.vector, first, at.rows_together, t.rows);
     if (p.residual)
-      load_rows<T, N>(residual, p.residual, p.residual_stride, at.column, first, at.rows_together, t.rows);
+      load_rows<T, N>(residual, p.residual, p.residual_stride, at.vector, first, at.rows_together, t.rows);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int64_t row = first + u * at.rows_together;
@@ -44,8 +44,8 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, 3) normali
           v[k] = keeps(v[k]) ? v[k] : 0.0f;
         }
       }
-      device::store(device::packed_at<T, N>(p.y, row * t.columns + at.column), device::rounded<T>(v));
-      if (p.mask) device::store(p.mask + (row * t.columns + at.column) / N, static_cast<uint8_t>(kept));
+      device::store(vector_at<T, N>(p.y, row * t.vectors + at.vector), device::rounded<T>(v));
+      if (p.mask) device::store(p.mask + row * t.vectors + at.vector, static_cast<uint8_t>(kept));
     }
   }
 }

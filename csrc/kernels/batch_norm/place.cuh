@@ -17,25 +17,27 @@ constexpr int kThreads = kBatchNormThreads;
 // The turns of rows of a pass (BatchNormConfig). The last pass over a tensor goes from its end to its start: there lies
 // what the L2 cache still holds of the pass before.
 struct Turns {
-  int64_t rows, columns, turns, slices, rows_a_turn, tiles;
+  int64_t rows, columns, vectors, turns, slices, rows_a_turn, tiles;  // vectors: of a row
   int lanes;
 };
 
 // A thread's vector of channels, and its row in a turn.
 template <int N> struct Place {
-  int64_t tile, slice, column;
+  int64_t tile, slice, vector, column;
   int lane, row, rows_together;
   bool here;
 
   __device__ __forceinline__ explicit Place(const Turns& t)
       : tile(blockIdx.x % static_cast<unsigned>(t.tiles)),
         slice(blockIdx.x / static_cast<unsigned>(t.tiles)),
+        vector(0),
         column(0),
         lane(static_cast<int>(threadIdx.x) % t.lanes),
         row(static_cast<int>(threadIdx.x) / t.lanes),
         rows_together(kThreads / t.lanes),
         here(false) {
-    column = (tile * t.lanes + lane) * N;
+    vector = tile * t.lanes + lane;
+    column = vector * N;
     here = column < t.columns;
   }
 };
@@ -48,15 +50,24 @@ template <class T, int N> __device__ __forceinline__ float element(const Packed<
     return device::to_float(v.at[k]);
 }
 
+// Where a vector lies. Counted in vectors: of an address in elements nvcc does not see that it is aligned, and takes a
+// store of 16 bytes apart.
+template <class T, int N> __device__ __forceinline__ const Packed<T, N>* vector_at(const void* base, int64_t i) {
+  return static_cast<const Packed<T, N>*>(base) + i;
+}
+template <class T, int N> __device__ __forceinline__ Packed<T, N>* vector_at(void* base, int64_t i) {
+  return static_cast<Packed<T, N>*>(base) + i;
+}
+
 // The vectors of a thread in U rows, `step` rows apart from `first` on; zeros behind the last row.
 template <class T, int N, int U> __device__ __forceinline__ void load_rows(Packed<T, N> (&to)[U], const void* base,
-                                                                           int64_t stride, int64_t column,
+                                                                           int64_t stride_vectors, int64_t vector,
                                                                            int64_t first, int step, int64_t rows) {
 #pragma unroll
   for (int u = 0; u < U; ++u) {
     const int64_t row = first + u * step;
     to[u] = {};
-    if (row < rows) to[u] = device::load(device::packed_at<T, N>(base, row * stride + column));
+    if (row < rows) to[u] = device::load(vector_at<T, N>(base, row * stride_vectors + vector));
   }
 }
 

@@ -10,7 +10,7 @@ namespace warpsmith::batch_norm {
 
 struct StatisticsParams {
   const void* x;
-  int64_t x_stride;
+  int64_t x_stride;        // in vectors
   float *means, *squares;  // [slices, columns]: mean of x - shift, and sum of the squared differences from it, of the
                            // rows of each slice
   Turns turns;
@@ -25,8 +25,9 @@ template <class T> __device__ __forceinline__ float shift_of(const void* x, int6
 // Of differences from a channel's first value, a thread takes the mean over the 8 rows of a turn, then the squares
 // about that, and merges both into its own (Chan, Golub and LeVeque, 1979). No difference cancels, wherever the mean
 // lies.
-template <class T, int N> __global__ void __launch_bounds__(kThreads, 2) statistics(StatisticsParams p) {
-  constexpr int U = 8;
+template <class T, int N> __global__ void __launch_bounds__(kThreads, kBatchNormResident)
+    statistics(StatisticsParams p) {
+  constexpr int U = BatchNormTogether::statistics;
   WARPSMITH_SHARED(float, means, kThreads* N);
   WARPSMITH_SHARED(float, squares, kThreads* N);
   WARPSMITH_SHARED(float, counts, kThreads);
@@ -40,10 +41,12 @@ template <class T, int N> __global__ void __launch_bounds__(kThreads, 2) statist
   for (int64_t turn = at.here ? at.slice : t.turns; turn < t.turns; turn += t.slices) {
     const int64_t first = turn * t.rows_a_turn + at.row;
     Packed<T, N> x[U];
-    load_rows<T, N>(x, p.x, p.x_stride, at.column, first, at.rows_together, t.rows);
-    const int64_t left = first < t.rows ? (t.rows - first - 1) / at.rows_together + 1 : 0;
+    load_rows<T, N>(x, p.x, p.x_stride, at.vector, first, at.rows_together, t.rows);
+    int left = 0;
+#pragma unroll
+    for (int u = 0; u < U; ++u) left += first + u * at.rows_together < t.rows;
     if (left == 0) break;
-    const float here = left < U ? static_cast<float>(left) : U;
+    const float here = static_cast<float>(left);
     const float weight = here / (count + here), both = count * weight;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -118,7 +121,8 @@ struct FinishStatisticsParams {
   const void *running_mean, *running_var;  // [columns], dtype
   void *new_mean, *new_var;                // [columns], dtype, or null
   float *mean, *rstd;                      // [columns]
-  int64_t rows, columns, slices, rows_a_turn;
+  int64_t rows, columns, slices;
+  BatchNormSliceRows slice_rows;
   float keep, momentum;
   double eps;
   Dtype x_dtype, dtype;
@@ -134,9 +138,7 @@ __global__ void __launch_bounds__(kThreads) finish_statistics(FinishStatisticsPa
   double mean = 0, var = 0;
   const double rows = static_cast<double>(p.rows);
   if (p.means) {
-    const auto count_of = [&](int64_t s) {
-      return static_cast<double>(batch_norm_rows_of(p.rows, p.rows_a_turn, p.slices, s));
-    };
+    const auto count_of = [&](int64_t s) { return static_cast<double>(p.slice_rows.of(s)); };
     const int64_t from = here ? part : p.slices;
     double of_means = 0, sum = 0;
 #pragma unroll 4

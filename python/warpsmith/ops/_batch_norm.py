@@ -219,9 +219,7 @@ def _plain(
     new = [x.new_empty(0) if t is None or not training else t.detach().clone() for t in (running_mean, running_var)]
     statistics = new if training and running_mean is not None else (running_mean, running_var)
     activation = "relu" if relu else None
-    y = batch_norm(
-        x, *statistics, weight, bias, training, momentum, eps, residual=residual, activation=activation
-    )
+    y = batch_norm(x, *statistics, weight, bias, training, momentum, eps, residual=residual, activation=activation)
     return (y, *new)
 
 

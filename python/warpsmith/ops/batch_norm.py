@@ -31,8 +31,8 @@ def batch_norm(
     ``torch.relu``, rounded once.
 
     Args:
-        x: shape (N, C) or (N, C, ...), float32, float16, bfloat16, or float64 on the CPU. Best in ``channels_last``: the
-            channels of a pixel adjacent, the pixels at one stride. Any other layout is copied into that once.
+        x: shape (N, C) or (N, C, ...), float32, float16, bfloat16, or float64 on the CPU. Best in ``channels_last``:
+            the channels of a pixel adjacent, the pixels at one stride. Any other layout is copied into that once.
         running_mean, running_var: shape (C,), both of the dtype of ``x``, or both float32 beside a 16-bit ``x``. In
             training they are updated in place, ``running_var`` with the variance divided by the number of values less
             one; both None: no update.
@@ -50,8 +50,8 @@ def batch_norm(
     Gradients for ``x``, ``weight``, ``bias`` and ``residual``, and theirs in turn. The second derivative is composed of
     plain torch operations. For a residual behind ReLU the forward keeps one byte for each 16 bytes of ``x``.
 
-    Deterministic: every sum has a fixed order, those of the statistics and the parameter gradients too. Moves 3 elements
-    of memory for each of ``x`` forward (4 with a residual) and 5 backward (6 with a residual behind ReLU).
+    Deterministic: every sum has a fixed order, those of the statistics and the parameter gradients too. Moves 3
+    elements of memory for each of ``x`` forward (4 with a residual) and 5 backward (6 with a residual behind ReLU).
 
     Raises:
         ValueError: a dtype, shape, device or number that does not fit; one value a channel in training; the message
@@ -75,9 +75,7 @@ def batch_norm(
         if x.stride(1) != 1 and x.shape[1] > 1 and x.is_contiguous():
             say_that_nchw_is_converted()
     relu = activation is not None
-    y, new_mean, new_var = function(
-        x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu
-    )
+    y, new_mean, new_var = function(x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu)
     if training and running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.copy_(new_mean)

@@ -135,7 +135,8 @@ def check_bytes_moved(spec: OpSpec, case: Case) -> None:
     for name in wanted if len(wanted) > 1 else ():
         alone, (read, written) = backward((name,))
         own = _distinct_bytes(alone.values())
-        most = own + beside.get(f"{name} alone", (0, 0))[1] if name in main else moved[1] - _distinct_bytes(together.values()) + own
+        more = beside.get(f"{name} alone", (0, 0))[1]
+        most = own + more if name in main else moved[1] - _distinct_bytes(together.values()) + own
         assert read <= moved[0] and written <= most, (
             f"{spec.name} {case}: the gradient of {name} alone: {read, written}"
         )
