@@ -111,7 +111,7 @@ def floor_bytes(forward, backward):
 
 def floating_of(arguments: dict) -> dict:
     """The arguments that may have a gradient."""
-    without = ("cos", "sin")
+    without = ("cos", "sin", "running_mean", "running_var")
     return {
         name: t
         for name, t in arguments.items()

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import warpsmith
-from warpsmith.ops import _batch_norm
 from warpsmith.reference.batch_norm import batch_norm as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
 from warpsmith.testing.sim import is_loaded
@@ -275,13 +274,12 @@ def test_layouts_of_torch_give_the_same_bits(layout, device):
 
 
 def test_nchw_is_told_once():
-    _batch_norm.say_that_nchw_is_converted.cache_clear()
     x = torch.randn(2, 8, 3, 3)
-    with pytest.warns(UserWarning, match=r"expected channels_last, got NCHW: .*memory_format=torch.channels_last"):
-        warpsmith.batch_norm(x, None, None, training=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warpsmith.batch_norm(x, None, None, training=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for given in (x, x, x.to(memory_format=torch.channels_last), x[:, :4]):
+            warpsmith.batch_norm(given, None, None, training=True)
+    assert len(told) == 1 and "expected channels_last, got NCHW" in str(told[0].message)
 
 
 @pytest.mark.not_on_sim("torch's operations")

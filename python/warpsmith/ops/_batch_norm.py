@@ -6,8 +6,6 @@ place: it returns y and the new running statistics, which the public function co
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import torch
@@ -214,13 +212,25 @@ def _plain(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, ...]:
-    from warpsmith.reference.batch_norm import batch_norm
-
-    new = [x.new_empty(0) if t is None or not training else t.detach().clone() for t in (running_mean, running_var)]
-    statistics = new if training and running_mean is not None else (running_mean, running_var)
-    activation = "relu" if relu else None
-    y = batch_norm(x, *statistics, weight, bias, training, momentum, eps, residual=residual, activation=activation)
-    return (y, *new)
+    wide, dims = _wide(x), _dims(x)
+    v, new = x.to(wide), [x.new_empty((0,))] * 2
+    if training:
+        mean = v.mean(dims)
+        squares, rows = (v - _channels(mean, x)).square().sum(dims), x.numel() // max(1, x.shape[1])
+        var = squares / rows
+        if running_mean is not None and running_var is not None:
+            pairs = ((running_mean, mean), (running_var, squares / (rows - 1)))
+            new = [((1 - momentum) * old.to(wide) + momentum * found.detach()).to(old.dtype) for old, found in pairs]
+    else:
+        mean, var = (t.to(wide) for t in (running_mean, running_var) if t is not None)
+    v = (v - _channels(mean, x)) * _channels(torch.rsqrt(var + eps), x)
+    if weight is not None:
+        v = v * _channels(weight.to(wide), x)
+    if bias is not None:
+        v = v + _channels(bias.to(wide), x)
+    if residual is not None:
+        v = v + residual.to(wide)
+    return ((torch.relu(v) if relu else v).to(x.dtype), *new)
 
 
 function = differentiable(
@@ -233,13 +243,3 @@ function = differentiable(
     differentiable_backward=_plain_backward,
     plain=_plain,
 )
-
-
-@functools.cache
-def say_that_nchw_is_converted() -> None:
-    """Warns, once a process."""
-    warnings.warn(
-        "batch_norm: x: expected channels_last, got NCHW: every call copies it once; write "
-        "model.to(memory_format=torch.channels_last), and the same for its input",
-        stacklevel=3,
-    )
