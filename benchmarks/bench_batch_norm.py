@@ -29,7 +29,8 @@ def run(device, options):
             return warpsmith.batch_norm(x, *statistics, residual=residual, activation="relu")
 
         def eager(x, weight, bias, residual=None):
-            y = F.batch_norm(x, *running, weight, bias, True)
+            # torch keeps the statistics for its backward, and refuses that after another update.
+            y = F.batch_norm(x, *(t.clone() for t in running), weight, bias, True)
             return F.relu(y if residual is None else y + residual)
 
         moved = x.numel() * x.element_size()

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "common/half_host.h"
@@ -14,10 +15,11 @@ namespace warpsmith {
 namespace {
 
 constexpr int64_t kMaxSlices = 64;
-constexpr int64_t kPiece = 256;  // channels whose sums stay in the first-level cache
-constexpr int64_t kGrainElems = 16 * 1024;
+constexpr int64_t kGrainElems = 16 * 1024;  // least elements per thread
+constexpr int64_t kBlockElems = 4096;       // of rows that go through each loop together, in the first-level cache
 
-// Free functions, one per dtype: target_clones reaches neither lambdas nor templates.
+// Free functions, one per dtype: target_clones reaches neither lambdas nor templates. v and g are blocks of rows in M
+// without holes between rows.
 #define WARPSMITH_LOOPS(T, M)                                                                                          \
   WARPSMITH_VECTORIZE void add_squares(const T* x, int64_t stride, int64_t rows, int64_t columns, const double* shift, \
                                        double* sum, double* square) {                                                  \
@@ -36,43 +38,123 @@ constexpr int64_t kGrainElems = 16 * 1024;
         square[c] += d * d;                                                                                            \
       }                                                                                                                \
   }                                                                                                                    \
-  WARPSMITH_VECTORIZE void normalize_row(const T* x, const M* mean, const M* scale, const M* bias, M* v,               \
-                                         int64_t columns) {                                                            \
-    for (int64_t c = 0; c < columns; ++c) v[c] = (to_float(x[c]) - mean[c]) * scale[c] + bias[c];                      \
+  WARPSMITH_VECTORIZE void load_rows(const T* x, int64_t stride, int64_t rows, int64_t columns, M* v) {                \
+    for (int64_t r = 0; r < rows; ++r, x += stride, v += columns)                                                      \
+      for (int64_t c = 0; c < columns; ++c) v[c] = to_float(x[c]);                                                     \
   }                                                                                                                    \
-  WARPSMITH_VECTORIZE void add_row(const T* x, M* v, int64_t columns) {                                                \
-    for (int64_t c = 0; c < columns; ++c) v[c] += to_float(x[c]);                                                      \
+  WARPSMITH_VECTORIZE void add_rows(const T* x, int64_t stride, int64_t rows, int64_t columns, M* v) {                 \
+    for (int64_t r = 0; r < rows; ++r, x += stride, v += columns)                                                      \
+      for (int64_t c = 0; c < columns; ++c) v[c] += to_float(x[c]);                                                    \
   }                                                                                                                    \
-  WARPSMITH_VECTORIZE void store_row(const M* v, T* y, int64_t columns) {                                              \
-    for (int64_t c = 0; c < columns; ++c) y[c] = from_float<T>(v[c]);                                                  \
+  WARPSMITH_VECTORIZE void normalize_rows(const T* x, int64_t stride, int64_t rows, int64_t columns, const M* mean,    \
+                                          const M* scale, const M* bias, M* v) {                                       \
+    for (int64_t r = 0; r < rows; ++r, x += stride, v += columns)                                                      \
+      for (int64_t c = 0; c < columns; ++c) v[c] = (to_float(x[c]) - mean[c]) * scale[c] + bias[c];                    \
   }                                                                                                                    \
-  WARPSMITH_VECTORIZE void store_relu(const M* v, T* y, int64_t columns) {                                             \
-    for (int64_t c = 0; c < columns; ++c) y[c] = from_float<T>(v[c] <= 0 ? M(0) : v[c]);                               \
+  WARPSMITH_VECTORIZE void store_all(const M* v, T* y, int64_t count) {                                                \
+    for (int64_t i = 0; i < count; ++i) y[i] = from_float<T>(v[i]);                                                    \
   }                                                                                                                    \
-  WARPSMITH_VECTORIZE void load_row(const T* x, M* v, int64_t columns) {                                               \
-    for (int64_t c = 0; c < columns; ++c) v[c] = to_float(x[c]);                                                       \
+  WARPSMITH_VECTORIZE void store_relu(const M* v, T* y, int64_t count) {                                               \
+    for (int64_t i = 0; i < count; ++i) y[i] = from_float<T>(v[i] <= 0 ? M(0) : v[i]);                                 \
   }                                                                                                                    \
-  WARPSMITH_VECTORIZE void cut_row(const T* dy, const M* v, M* g, int64_t columns) {                                   \
-    for (int64_t c = 0; c < columns; ++c) g[c] = v[c] <= 0 ? M(0) : to_float(dy[c]);                                   \
+  WARPSMITH_VECTORIZE void cut_again(const T* dy, int64_t dy_stride, const T* x, int64_t stride, int64_t rows,         \
+                                     int64_t columns, const M* mean, const M* scale, const M* bias, M* g) {            \
+    for (int64_t r = 0; r < rows; ++r, x += stride, dy += dy_stride, g += columns)                                     \
+      for (int64_t c = 0; c < columns; ++c)                                                                            \
+        g[c] = (to_float(x[c]) - mean[c]) * scale[c] + bias[c] <= 0 ? M(0) : to_float(dy[c]);                          \
   }                                                                                                                    \
-  WARPSMITH_VECTORIZE void add_gradients(const M* g, const T* x, const M* mean, double* sum, double* product,          \
-                                         int64_t columns) {                                                            \
-    for (int64_t c = 0; c < columns; ++c) {                                                                            \
-      const double gradient = g[c];                                                                                    \
-      sum[c] += gradient;                                                                                              \
-      product[c] += gradient * (to_float(x[c]) - static_cast<double>(mean[c]));                                        \
-    }                                                                                                                  \
+  WARPSMITH_VECTORIZE void add_gradients(const M* g, const T* x, int64_t stride, int64_t rows, int64_t columns,        \
+                                         const M* mean, double* sum, double* product) {                                \
+    int64_t r = 0;                                                                                                     \
+    for (; r + 2 <= rows; r += 2, x += 2 * stride, g += 2 * columns)                                                   \
+      for (int64_t c = 0; c < columns; ++c) {                                                                          \
+        const double k = mean[c], g0 = g[c], g1 = g[c + columns];                                                      \
+        sum[c] += g0 + g1;                                                                                             \
+        product[c] += g0 * (to_float(x[c]) - k) + g1 * (to_float(x[c + stride]) - k);                                  \
+      }                                                                                                                \
+    for (; r < rows; ++r, x += stride, g += columns)                                                                   \
+      for (int64_t c = 0; c < columns; ++c) {                                                                          \
+        sum[c] += g[c];                                                                                                \
+        product[c] += static_cast<double>(g[c]) * (to_float(x[c]) - static_cast<double>(mean[c]));                     \
+      }                                                                                                                \
   }                                                                                                                    \
-  WARPSMITH_VECTORIZE void gradient_row(const M* g, const T* x, const M* mean, const M* scale, const M* mean_sum,      \
-                                        const M* mean_product, T* dx, int64_t columns) {                               \
-    for (int64_t c = 0; c < columns; ++c)                                                                              \
-      dx[c] = from_float<T>(scale[c] * (g[c] - mean_sum[c] - (to_float(x[c]) - mean[c]) * mean_product[c]));           \
+  WARPSMITH_VECTORIZE void gradient_rows(const M* g, const T* x, int64_t stride, int64_t rows, int64_t columns,        \
+                                         const M* mean, const M* scale, const M* mean_sum, const M* mean_product,      \
+                                         T* dx) {                                                                      \
+    for (int64_t r = 0; r < rows; ++r, x += stride, g += columns, dx += columns)                                       \
+      for (int64_t c = 0; c < columns; ++c)                                                                            \
+        dx[c] = from_float<T>(scale[c] * (g[c] - mean_sum[c] - (to_float(x[c]) - mean[c]) * mean_product[c]));         \
   }
 WARPSMITH_LOOPS(float, float)
 WARPSMITH_LOOPS(float16, float)
 WARPSMITH_LOOPS(bfloat16, float)
 WARPSMITH_LOOPS(double, double)
 #undef WARPSMITH_LOOPS
+
+// The mask: bytes of V elements each, which the compiler keeps in a vector: it does not see that in a loop over them.
+template <class M, class I, int V> struct Lanes {
+  typedef M Values __attribute__((vector_size(V * sizeof(M))));
+  typedef I Bits __attribute__((vector_size(V * sizeof(M))));
+  static constexpr int kWords = V * static_cast<int>(sizeof(M)) / 8;
+  static inline __attribute__((always_inline)) void bits_of(Bits& bits) {
+    for (int k = 0; k < V; ++k) bits[k] = I(1) << k;
+  }
+};
+#define WARPSMITH_MASK(M, I, V)                                                        \
+  WARPSMITH_VECTORIZE void pack_mask_##V(const M* v, uint8_t* mask, int64_t bytes) {   \
+    using L = Lanes<M, I, V>;                                                          \
+    L::Bits bit;                                                                       \
+    L::bits_of(bit);                                                                   \
+    for (int64_t i = 0; i < bytes; ++i) {                                              \
+      L::Values values;                                                                \
+      std::memcpy(&values, v + i * V, sizeof(values));                                 \
+      const L::Bits kept = bit & ~(values <= M(0));                                    \
+      uint64_t words[L::kWords], all = 0;                                              \
+      std::memcpy(words, &kept, sizeof(words));                                        \
+      for (int k = 0; k < L::kWords; ++k) all |= words[k];                             \
+      mask[i] = static_cast<uint8_t>(all | all >> 32);                                 \
+    }                                                                                  \
+  }                                                                                    \
+  WARPSMITH_VECTORIZE void cut_by_mask_##V(const uint8_t* mask, M* g, int64_t bytes) { \
+    using L = Lanes<M, I, V>;                                                          \
+    L::Bits bit;                                                                       \
+    L::bits_of(bit);                                                                   \
+    for (int64_t i = 0; i < bytes; ++i) {                                              \
+      L::Bits values, kept = bit & static_cast<I>(mask[i]);                            \
+      std::memcpy(&values, g + i * V, sizeof(values));                                 \
+      values &= kept != 0;                                                             \
+      std::memcpy(g + i * V, &values, sizeof(values));                                 \
+    }                                                                                  \
+  }
+WARPSMITH_MASK(float, int32_t, 8)
+WARPSMITH_MASK(float, int32_t, 4)
+WARPSMITH_MASK(double, int64_t, 2)
+#undef WARPSMITH_MASK
+#define WARPSMITH_MASK(M)                                                            \
+  WARPSMITH_VECTORIZE void pack_mask_1(const M* v, uint8_t* mask, int64_t bytes) {   \
+    for (int64_t i = 0; i < bytes; ++i) mask[i] = v[i] <= 0 ? 0 : 1;                 \
+  }                                                                                  \
+  WARPSMITH_VECTORIZE void cut_by_mask_1(const uint8_t* mask, M* g, int64_t bytes) { \
+    for (int64_t i = 0; i < bytes; ++i) g[i] = mask[i] == 0 ? M(0) : g[i];           \
+  }
+WARPSMITH_MASK(float)
+WARPSMITH_MASK(double)
+#undef WARPSMITH_MASK
+
+template <class M> void pack_mask(const M* v, uint8_t* mask, int64_t bytes, int64_t vector) {
+  if (vector == 1) return pack_mask_1(v, mask, bytes);
+  if constexpr (sizeof(M) == 8)
+    pack_mask_2(v, mask, bytes);
+  else
+    vector == 8 ? pack_mask_8(v, mask, bytes) : pack_mask_4(v, mask, bytes);
+}
+template <class M> void cut_by_mask(const uint8_t* mask, M* g, int64_t bytes, int64_t vector) {
+  if (vector == 1) return cut_by_mask_1(mask, g, bytes);
+  if constexpr (sizeof(M) == 8)
+    cut_by_mask_2(mask, g, bytes);
+  else
+    vector == 8 ? cut_by_mask_8(mask, g, bytes) : cut_by_mask_4(mask, g, bytes);
+}
 
 WARPSMITH_VECTORIZE void fold(double* __restrict__ into, const double* __restrict__ from, int64_t columns) {
   for (int64_t c = 0; c < columns; ++c) into[c] += from[c];
@@ -81,6 +163,13 @@ WARPSMITH_VECTORIZE void fold(double* __restrict__ into, const double* __restric
 int64_t rows_a_slice(int64_t rows, int64_t columns) {
   return std::max({int64_t{4}, kGrainElems / std::max<int64_t>(1, columns), ceil_div(rows, kMaxSlices)});
 }
+
+// Runs work(first row, rows) for blocks of the rows from `begin` to `end`.
+template <class F> void for_blocks(int64_t begin, int64_t end, int64_t columns, F&& work) {
+  const int64_t most = std::max<int64_t>(1, kBlockElems / columns);
+  for (int64_t r = begin; r < end; r += most) work(r, std::min(most, end - r));
+}
+int64_t block_elems(int64_t columns) { return std::max(columns, kBlockElems); }
 
 // A column's values in M.
 template <class M> std::vector<M> columns_of(const void* base, Dtype dtype, int64_t count, M otherwise) {
@@ -105,15 +194,22 @@ template <class M> M rounded_product(M a, M b) {
   return product;
 }
 
-// Runs work(slice, first row, rows, first column, columns) for all slices and pieces of channels.
-template <class F> void for_slices(int64_t rows, int64_t columns, const Parallel& parallel, F&& work) {
-  const int64_t each = rows_a_slice(rows, columns), pieces = ceil_div(columns, kPiece);
-  parallel(ceil_div(rows, each) * pieces, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t slice = i / pieces, first = i % pieces * kPiece;
-      work(slice, slice * each, std::min(each, rows - slice * each), first, std::min(kPiece, columns - first));
+// Two sums of each column in double: work(first row, end, sum, product) adds those of a slice to zeros.
+template <class F> void sum_slices(int64_t rows, int64_t columns, void* partials, double* sum, double* product,
+                                   const Parallel& parallel, F&& work) {
+  const int64_t each = rows_a_slice(rows, columns), slices = ceil_div(rows, each);
+  double *const sums = static_cast<double*>(partials), *const products = sums + slices * columns;
+  parallel(slices, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) {
+      std::fill_n(sums + s * columns, columns, 0.0);
+      std::fill_n(products + s * columns, columns, 0.0);
+      work(s * each, std::min(rows, (s + 1) * each), sums + s * columns, products + s * columns);
     }
   });
+  for (int64_t s = 0; s < slices; ++s) {
+    fold(sum, sums + s * columns, columns);
+    fold(product, products + s * columns, columns);
+  }
 }
 
 template <class T> class Forward {
@@ -148,22 +244,15 @@ template <class T> class Forward {
  private:
   // Of differences from the first row: sums of squares about 0 would cancel.
   void statistics(double* mean, double* square) const {
-    const int64_t columns = p_.columns, slices = batch_norm_slices_cpu(p_.rows, columns);
+    const int64_t columns = p_.columns;
     const T* const x = static_cast<const T*>(p_.x);
     std::vector<double> shift(static_cast<size_t>(columns));
     for (int64_t c = 0; c < columns; ++c) shift[c] = std::isfinite(to_float(x[c])) ? to_float(x[c]) : 0;
-    double *const sums = static_cast<double*>(p_.partials), *const squares = sums + slices * columns;
-    for_slices(p_.rows, columns, parallel_, [&](int64_t slice, int64_t row, int64_t rows, int64_t c, int64_t count) {
-      double *const to_sum = sums + slice * columns + c, *const to_square = squares + slice * columns + c;
-      std::fill_n(to_sum, count, 0.0);
-      std::fill_n(to_square, count, 0.0);
-      add_squares(x + row * p_.x_stride + c, p_.x_stride, rows, count, shift.data() + c, to_sum, to_square);
-    });
     std::fill_n(mean, columns, 0.0);
-    for (int64_t s = 0; s < slices; ++s) {
-      fold(mean, sums + s * columns, columns);
-      fold(square, squares + s * columns, columns);
-    }
+    sum_slices(p_.rows, columns, p_.partials, mean, square, parallel_,
+               [&](int64_t begin, int64_t end, double* sum, double* squares) {
+                 add_squares(x + begin * p_.x_stride, p_.x_stride, end - begin, columns, shift.data(), sum, squares);
+               });
     for (int64_t c = 0; c < columns; ++c) {
       const double apart = mean[c] / static_cast<double>(p_.rows);
       square[c] -= mean[c] * apart;
@@ -178,21 +267,17 @@ template <class T> class Forward {
     const std::vector<M> bias = columns_of<M>(p_.bias, p_.weight_dtype, columns, 0);
     for (int64_t c = 0; c < columns; ++c) scale[c] *= rstd[c];
     parallel_(p_.rows, std::max<int64_t>(1, kGrainElems / columns), [&](int64_t begin, int64_t end) {
-      std::vector<M> v(static_cast<size_t>(columns));
-      for (int64_t r = begin; r < end; ++r) {
-        normalize_row(static_cast<const T*>(p_.x) + r * p_.x_stride, mean, scale.data(), bias.data(), v.data(),
-                      columns);
-        if (p_.residual) add_row(static_cast<const T*>(p_.residual) + r * p_.residual_stride, v.data(), columns);
+      std::vector<M> block(static_cast<size_t>(block_elems(columns)));
+      M* const v = block.data();
+      for_blocks(begin, end, columns, [&](int64_t r, int64_t rows) {
+        normalize_rows(static_cast<const T*>(p_.x) + r * p_.x_stride, p_.x_stride, rows, columns, mean, scale.data(),
+                       bias.data(), v);
+        if (p_.residual)
+          add_rows(static_cast<const T*>(p_.residual) + r * p_.residual_stride, p_.residual_stride, rows, columns, v);
         T* const y = static_cast<T*>(p_.y) + r * columns;
-        p_.relu ? store_relu(v.data(), y, columns) : store_row(v.data(), y, columns);
-        if (!p_.mask) continue;
-        uint8_t* const mask = p_.mask + r * (columns / vector);
-        for (int64_t c = 0; c < columns; c += vector) {
-          unsigned kept = 0;
-          for (int64_t k = 0; k < vector; ++k) kept |= static_cast<unsigned>(!(v[c + k] <= 0)) << k;
-          mask[c / vector] = static_cast<uint8_t>(kept);
-        }
-      }
+        p_.relu ? store_relu(v, y, rows * columns) : store_all(v, y, rows * columns);
+        if (p_.mask) pack_mask(v, p_.mask + r * (columns / vector), rows * (columns / vector), vector);
+      });
     });
   }
 
@@ -230,57 +315,40 @@ template <class T> class Backward {
   }
 
  private:
-  const T* x_at(int64_t row, int64_t column) const { return static_cast<const T*>(p_.x) + row * p_.x_stride + column; }
+  const T* x_at(int64_t row) const { return static_cast<const T*>(p_.x) + row * p_.x_stride; }
 
-  // g of a part of a row.
-  void gradient(int64_t row, int64_t first, int64_t count, M* g) const {
-    const T* dy = static_cast<const T*>(p_.dy) + row * p_.dy_stride + first;
-    if (!p_.relu) return load_row(dy, g, count);
-    if (!p_.mask) {
-      M v[kPiece];
-      normalize_row(x_at(row, first), mean_ + first, scale_.data() + first, bias_.data() + first, v, count);
-      return cut_row(dy, v, g, count);
-    }
-    load_row(dy, g, count);
-    const int64_t vector = batch_norm_vector(p_.columns, sizeof(T));
-    const uint8_t* const mask = p_.mask + (row * p_.columns + first) / vector;
-    for (int64_t c = 0; c < count; c += vector)
-      for (int64_t k = 0; k < vector; ++k)
-        if (!(mask[c / vector] >> k & 1)) g[c + k] = 0;
+  // g of a block of rows.
+  void gradient(int64_t row, int64_t rows, M* g) const {
+    const int64_t columns = p_.columns, vector = batch_norm_vector(columns, sizeof(T));
+    const T* dy = static_cast<const T*>(p_.dy) + row * p_.dy_stride;
+    if (p_.relu && !p_.mask)
+      return cut_again(dy, p_.dy_stride, x_at(row), p_.x_stride, rows, columns, mean_, scale_.data(), bias_.data(), g);
+    load_rows(dy, p_.dy_stride, rows, columns, g);
+    if (p_.mask) cut_by_mask(p_.mask + row * (columns / vector), g, rows * (columns / vector), vector);
   }
 
   void sums(double* sum, double* product) const {
-    const int64_t columns = p_.columns, slices = batch_norm_slices_cpu(p_.rows, columns);
-    double *const sums = static_cast<double*>(p_.partials), *const products = sums + slices * columns;
-    for_slices(p_.rows, columns, parallel_, [&](int64_t slice, int64_t row, int64_t rows, int64_t c, int64_t count) {
-      M g[kPiece];
-      double *const to_sum = sums + slice * columns + c, *const to_product = products + slice * columns + c;
-      std::fill_n(to_sum, count, 0.0);
-      std::fill_n(to_product, count, 0.0);
-      for (int64_t r = row; r < row + rows; ++r) {
-        gradient(r, c, count, g);
-        add_gradients(g, x_at(r, c), mean_ + c, to_sum, to_product, count);
-      }
-    });
-    for (int64_t s = 0; s < slices; ++s) {
-      fold(sum, sums + s * columns, columns);
-      fold(product, products + s * columns, columns);
-    }
+    sum_slices(p_.rows, p_.columns, p_.partials, sum, product, parallel_,
+               [&](int64_t begin, int64_t end, double* to_sum, double* to_product) {
+                 std::vector<M> g(static_cast<size_t>(block_elems(p_.columns)));
+                 for_blocks(begin, end, p_.columns, [&](int64_t r, int64_t rows) {
+                   gradient(r, rows, g.data());
+                   add_gradients(g.data(), x_at(r), p_.x_stride, rows, p_.columns, mean_, to_sum, to_product);
+                 });
+               });
   }
 
   void gradients() const {
     const int64_t columns = p_.columns;
     parallel_(p_.rows, std::max<int64_t>(1, kGrainElems / columns), [&](int64_t begin, int64_t end) {
-      M g[kPiece];
-      for (int64_t r = begin; r < end; ++r)
-        for (int64_t c = 0; c < columns; c += kPiece) {
-          const int64_t count = std::min(kPiece, columns - c), at = r * columns + c;
-          gradient(r, c, count, g);
-          if (p_.dresidual) store_row(g, static_cast<T*>(p_.dresidual) + at, count);
-          if (p_.dx)
-            gradient_row(g, x_at(r, c), mean_ + c, scale_.data() + c, mean_sum_.data() + c, mean_product_.data() + c,
-                         static_cast<T*>(p_.dx) + at, count);
-        }
+      std::vector<M> g(static_cast<size_t>(block_elems(columns)));
+      for_blocks(begin, end, columns, [&](int64_t r, int64_t rows) {
+        gradient(r, rows, g.data());
+        if (p_.dresidual) store_all(g.data(), static_cast<T*>(p_.dresidual) + r * columns, rows * columns);
+        if (p_.dx)
+          gradient_rows(g.data(), x_at(r), p_.x_stride, rows, columns, mean_, scale_.data(), mean_sum_.data(),
+                        mean_product_.data(), static_cast<T*>(p_.dx) + r * columns);
+      });
     });
   }
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import warpsmith
 from warpsmith.reference.batch_norm import batch_norm as reference
 from warpsmith.testing import BadInput, Case, OpSpec, op_tests, sim
+from warpsmith.testing.checks import kernels
 from warpsmith.testing.sim import is_loaded
 
 from tests.ops.public_calls import NO_FLOAT64_ON_CUDA, but
@@ -308,3 +309,18 @@ def test_few_multiprocessors_take_many_turns(multiprocessors):
     with sim.machine(multiprocessors=multiprocessors):
         y = warpsmith.batch_norm(x, None, None, training=True, activation="relu")
     torch.testing.assert_close(y, reference(x, None, None, training=True, activation="relu"))
+
+
+@pytest.mark.skipif(not is_loaded(), reason="no simulated kernels in this process (--sim)")
+def test_rows_far_apart():
+    """2^30 elements: offsets in 32 bits would overflow."""
+    g = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(4, 64, generator=g) for _ in range(3)]
+
+    def results(x, residual, dy):
+        x, residual = (t.detach().requires_grad_() for t in (x, residual))
+        y = warpsmith.batch_norm(x, None, None, training=True, residual=residual, activation="relu")
+        return [y, *torch.autograd.grad(y, (x, residual), dy)]
+
+    for found, expected in zip(results(*map(kernels.apart, tensors)), results(*tensors), strict=True):
+        assert torch.equal(found, expected)
