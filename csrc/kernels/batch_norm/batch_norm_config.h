@@ -46,9 +46,10 @@ constexpr BatchNormConfig choose_batch_norm(const BatchNormProblem& p, int toget
   while (c.lanes < 32 && c.lanes < vectors) c.lanes *= 2;
   c.rows_a_turn = int64_t{together} * c.rows_together();
   c.tiles = ceil_div(vectors, c.lanes);
-  const int64_t turns = ceil_div(p.rows, c.rows_a_turn),
-                most = int64_t{kBatchNormResident} * p.multiprocessors / c.tiles;
-  c.slices = std::max<int64_t>(1, std::min(turns, most));
+  // As few slices as take the same time: each writes partial sums.
+  const int64_t turns = ceil_div(p.rows, c.rows_a_turn), resident = int64_t{kBatchNormResident} * p.multiprocessors;
+  const int64_t turns_each = ceil_div(turns, std::max<int64_t>(1, resident / c.tiles));
+  c.slices = ceil_div(turns, std::max<int64_t>(1, turns_each));
   return c;
 }
 
