@@ -67,8 +67,11 @@ __device__ __forceinline__ void combine_columns(float (&mine)[N], Op op, float* 
   }
 }
 
-template <class T, class F, TileWork kWork> __global__ void __launch_bounds__(kTileThreads<T>, 1024 / kTileThreads<T>)
-    tiles(Tiles p) {
+// Of a multiprocessor. A pass that stores nothing has registers for half as many again.
+constexpr int tile_threads_in_flight(TileWork work) { return work == TileWork::amax ? 1536 : 1024; }
+
+template <class T, class F, TileWork kWork>
+__global__ void __launch_bounds__(kTileThreads<T>, tile_threads_in_flight(kWork) / kTileThreads<T>) tiles(Tiles p) {
   constexpr int kThreads = kTileThreads<T>;
   constexpr int N = 16 / sizeof(T), G = kTile / N;                        // a row is read by G threads
   constexpr int L = kThreads / G, R = kTile / L, kWarps = kThreads / 32;  // each reads R rows

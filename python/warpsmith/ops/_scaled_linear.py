@@ -190,7 +190,7 @@ def forget(weight: Tensor) -> None:
 
 def _stream(t: Tensor) -> int:
     """The current stream of a tensor's device, by the call that Triton makes: torch.cuda's takes 5 us."""
-    return torch._C._cuda_getCurrentRawStream(t.device.index) if t.is_cuda else 0  # type: ignore[attr-defined]
+    return torch._C._cuda_getCurrentRawStream(t.device.index) if t.is_cuda else 0
 
 
 def _kept_of(weight: Tensor, scaling: int, power_of_two: bool, training: bool, passed: bool) -> _Kept | None:

@@ -225,7 +225,9 @@ def scaled_linear(
     numbers = chosen.numbers(), _scaled_linear.is_emulated(SCALED, chosen, x.device, bool(emulate))
     casts = _scaled_linear.weight_cast(weight, chosen, isinstance(x, Tensor) and x.requires_grad)
     records = _scaled_linear.records()
-    known = (None,) * 4 if state is None else (state.x_scale, state.dy_scale, None, None)
+    known: tuple[Tensor | None, ...] = (None,) * 4
+    if state is not None:
+        known = state.x_scale, state.dy_scale, None, None
     watch = state is not None and records and chosen.amax == "delayed"
     shared = _scaled_linear.shared_cast(x, chosen, watch) if records and known[0] is None else ()
     if state is not None and records:
