@@ -273,6 +273,8 @@ def test_the_plan_says_who_multiplies(change, path):
         ({}, ("own", "128x256", "2x1", "store")),
         ({"residual": True}, ("own", "128x256", "2x1", "residual")),
         ({"derivative": True}, ("own", "128x256", "2x1", "derivative")),
+        ({"op": "gated_linear", "activation": "silu"}, ("own", "128x256", "2x1", "gated")),
+        ({"op": "gated_linear", "activation": "gelu_tanh", "own_product": False}, ("torch", None, None, None)),
         ({"product": "input_gradient"}, ("own", "128x256", "2x1", "store")),
         ({"product": "main_grad"}, ("own", "256x192", "2x1", "float32")),  # 66 units for 66 clusters
         ({"product": "main_grad", "out_features": 2048}, ("own", "128x256", "2x1", "float32")),
@@ -285,7 +287,7 @@ def test_the_plan_says_who_multiplies(change, path):
 )
 def test_the_plan_says_which_product_is_ours(change, found):
     problem = {"rows": 8192, "in_features": 2048, "out_features": 3072, "own_product": True}
-    plan = warpsmith.plan("linear", **{**problem, **change})
+    plan = warpsmith.plan(**{"op": "linear", **problem, **change})
     assert (plan["path"], *(plan.get(key) for key in ("tile", "cluster", "epilogue"))) == found
     assert plan["why"] and (plan["path"] == "own" or "own_product" in change or "ours needs" in plan["own"]
                             or "operands of 16 bits" in plan["own"])  # fmt: skip

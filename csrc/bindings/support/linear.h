@@ -158,6 +158,27 @@ inline void project(const char* op, const Layer& layer, const Tensor& x, const T
     multiply(out, x, weight);
 }
 
+// y = f(x @ gate^T + bias) (x @ up^T + bias) by our product, which writes both factors before f where they are wanted.
+// False where it does not run.
+inline bool project_gated(const char* op, const Layer& gate, const Layer& up, LinearActivation activation,
+                          const Tensor& x, const Tensor& y, const std::optional<Tensor>& kept_gate,
+                          const std::optional<Tensor>& kept_up) {
+  if (y.numel() == 0 || !may_be_own(y)) return false;
+  const Tensor up_weight = as_matrix(op, up.weight);
+  if (up_weight.stride(1) != 1) return false;
+  const std::optional<Tensor> bias = bias_like(op, gate, y), up_bias = bias_like(op, up, y);
+  return own_product(op, y, x, transposed(as_matrix(op, gate.weight)),
+                     {.up = up_weight.const_data_ptr(),
+                      .up_stride = up_weight.stride(0),
+                      .bias = const_at(bias),
+                      .up_bias = const_at(up_bias),
+                      .z = at(kept_gate),
+                      .up_z = at(kept_up),
+                      .z_stride = y.size(1),
+                      .epilogue = ProductEpilogue::gated,
+                      .activation = activation});
+}
+
 // y = f(z); y may be z.
 inline void activate(const char* op, LinearActivation activation, const Tensor& z, const Tensor& y, Dtype dtype) {
   if (y.numel() == 0) return;

@@ -31,7 +31,7 @@ inline bool own_product([[maybe_unused]] const char* op, [[maybe_unused]] const 
   const auto stride = [&](const Tensor& m) { return m.stride(by_rows(m) ? 0 : 1); };
   if (!by_rows(a) && !by_rows(b)) return false;
   p.layout = !by_rows(a) ? ProductLayout::tn : by_rows(b) ? ProductLayout::nn : ProductLayout::nt;
-  if (p.bias && p.layout != ProductLayout::nt) return false;
+  if ((p.bias || p.up_bias) && p.layout != ProductLayout::nt) return false;
   p.dtype = float_dtype(op, "a", a);
   if (float_dtype(op, "out", out) != p.dtype) p.epilogue = ProductEpilogue::wide;
   p.a = a.const_data_ptr();

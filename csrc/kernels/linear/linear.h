@@ -34,10 +34,12 @@ Status column_sums_cpu(const ColumnSumsParams& params, const Parallel& parallel)
 // elements apart.
 struct ProductParams {
   const void *a = nullptr, *b = nullptr;  // dtype, as the layout says
-  int64_t a_stride = 0, b_stride = 0;
-  void* out = nullptr;         // [rows, columns], contiguous; float for `wide`
-  const void* bias = nullptr;  // [columns], dtype; null: none. Layout nt alone
-  void* z = nullptr;           // [rows, columns], dtype. `activate` writes it (null: not kept); others read it
+  const void* up = nullptr;               // of `gated`: a second b
+  int64_t a_stride = 0, b_stride = 0, up_stride = 0;
+  void* out = nullptr;                             // [rows, columns], contiguous; float for `wide`
+  const void *bias = nullptr, *up_bias = nullptr;  // [columns], dtype; null: none. Layout nt alone
+  void* z = nullptr;     // [rows, columns], dtype. `activate` and `gated` write it (null: not kept); others read
+  void* up_z = nullptr;  // likewise of `gated`; null where z is
   int64_t z_stride = 0;
   float* sums = nullptr;      // [plan.sums], where sums are split
   int* flags = nullptr;       // [plan.flags], zeros, likewise

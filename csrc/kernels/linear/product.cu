@@ -39,7 +39,9 @@ bool is_aligned(const ProductParams& p) {
   };
   return rows_fit(p.a, p.a_stride, tn ? p.inner : p.rows) && rows_fit(p.b, p.b_stride, nt ? p.columns : p.inner) &&
          rows_on_16_bytes(p.out, p.columns, p.rows, p.epilogue == ProductEpilogue::wide ? Dtype::float32 : p.dtype) &&
-         rows_fit(p.z, p.z_stride, p.rows) && on_16_bytes(p.bias) && (!p.bias || p.columns % 8 == 0);
+         rows_fit(p.z, p.z_stride, p.rows) && rows_fit(p.up, p.up_stride, p.columns) &&
+         rows_fit(p.up_z, p.z_stride, p.rows) && on_16_bytes(p.bias) && on_16_bytes(p.up_bias) &&
+         ((!p.bias && !p.up_bias) || p.columns % 8 == 0);
 }
 
 }  // namespace

@@ -18,6 +18,7 @@ enum class ProductEpilogue : uint8_t {
   activate,    // z = sum + bias, kept or not; out = f(z), of the rounded z
   residual,    // out = (sum + bias) + z, of the rounded parenthesis
   derivative,  // out = sum * f'(z), of the rounded sum; column sums of it, 16 rows each, if they are wanted
+  gated,       // two sums, of b and of up: z = sum + bias and up_z likewise, kept or not; out = f(z) * up_z, rounded z
   wide,        // out = sum or out += sum, in float32
 };
 
@@ -49,7 +50,9 @@ struct ProductKernel {
   constexpr bool reads() const {
     return epilogue == ProductEpilogue::residual || epilogue == ProductEpilogue::derivative;
   }
-  constexpr bool computes() const { return reads() || epilogue == ProductEpilogue::activate; }
+  constexpr bool gated() const { return epilogue == ProductEpilogue::gated; }
+  constexpr bool computes() const { return reads() || gated() || epilogue == ProductEpilogue::activate; }
+  constexpr int columns() const { return gated() ? tile.columns / 2 : tile.columns; }  // of out in a tile
   constexpr bool takes_bias() const { return layout == ProductLayout::nt; }
   constexpr bool operator==(const ProductKernel&) const = default;
 };
@@ -62,6 +65,7 @@ constexpr ProductKernel kProducts[] = {
     {ProductLayout::nt, ProductEpilogue::store, false, kTallTile},
     {ProductLayout::nt, ProductEpilogue::activate, false, kWideTile},
     {ProductLayout::nt, ProductEpilogue::residual, false, kWideTile},
+    {ProductLayout::nt, ProductEpilogue::gated, false, kWideTile},
     {ProductLayout::nn, ProductEpilogue::store, false, kWideTile},
     {ProductLayout::nn, ProductEpilogue::derivative, false, kWideTile},
     {ProductLayout::tn, ProductEpilogue::store, false, kWideTile},

@@ -265,6 +265,10 @@ def _fake_gated(
     return y, gate, up
 
 
+def _fake_gated_inference(*inputs: Any) -> Tensor:
+    return _fake_gated(*inputs)[0]
+
+
 def _fake_gated_backward(
     dy: Tensor,
     x: Tensor,
@@ -311,6 +315,7 @@ for _name, _fake in (
     ("mlp_backward", _fake_mlp_backward),
     ("gated_linear", _fake_gated),
     ("gated_linear_forward", _fake_gated),
+    ("gated_linear_inference", _fake_gated_inference),
     ("gated_linear_backward", _fake_gated_backward),
     ("gated_linear_backward_main_grads", _fake_gated_backward_main_grads),
 ):
@@ -559,6 +564,7 @@ mlp = differentiable(
 gated_linear = differentiable(
     GATED,
     forward=raw.gated_linear_forward.default,
+    inference=raw.gated_linear_inference.default,
     rows=1,
     save=_save_gated,
     backward=_gated_gradients,

@@ -31,16 +31,18 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   static constexpr ProductTile tile = kernel.tile;
   static constexpr ProductEpilogue kEpilogue = kernel.epilogue;
   static constexpr int kBlocks = tile.rows / 128, kPanels = tile.columns / kPanelColumns;
-  static constexpr int kParts = 2 * kBlocks * kPanels;  // halves of panels in a tile
+  static constexpr int kParts = 2 * kBlocks * kPanels;                                // halves of panels in a tile
+  static constexpr int kSteps = kernel.gated() ? 3 * kBlocks * kPanels / 2 : kParts;  // in which it is stored
   static constexpr int kHalfWords = 8;
-  static constexpr int kNothing = 1 << 20;  // behind the last part of any tile
+  static constexpr int kNothing = 1 << 20;  // behind the last step of any tile
   static constexpr device::Major kA = kernel.layout == ProductLayout::tn ? device::Major::mn : device::Major::k;
   static constexpr device::Major kB = kernel.layout == ProductLayout::nt ? device::Major::k : device::Major::mn;
   static_assert(kernel.defers() || !kernel.computes());
 
   const ProductArguments& p;
   const ProductShared<kernel>& shared;
-  const TensorMap *out, *z;
+  const ProductMaps& maps;
+  const TensorMap* const out;
   const ProductPlace<kernel> place;
   const int group, lane, warp;  // warp: of the eight
   unsigned char* const staging;
@@ -53,11 +55,11 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   unsigned input_parity = 0;  // a bit a buffer
 
   __device__ __forceinline__ ProductConsumer(const ProductArguments& arguments, const ProductShared<kernel>& memory,
-                                             const TensorMap* out_map, const TensorMap* z_map, int begun, int warpgroup)
+                                             const ProductMaps& tensors, int begun, int warpgroup)
       : p(arguments),
         shared(memory),
-        out(out_map),
-        z(z_map),
+        maps(tensors),
+        out(&tensors.out),
         place(arguments, begun),
         group(warpgroup),
         lane(threadIdx.x % 32),
@@ -149,7 +151,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     if (lane == 0) {
       Mbarrier* full = shared.input + warp * kWarpBuffers + panel % kWarpBuffers;
       device::mbarrier_arrive_expect(full, kBufferBytes);
-      device::tensor_load(staging + panel % kWarpBuffers * kBufferBytes, z, full,
+      device::tensor_load(staging + panel % kWarpBuffers * kBufferBytes, &maps.z, full,
                           {at.column + panel_column(panel), at.row + panel_row(panel)});
     }
     __syncwarp(0xffffffffu);
@@ -231,10 +233,52 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
       stage(result, half, w);
       if (half == 1)
         send([&] {
-          if (p.keep) device::tensor_store(z, staging, {column, row});
+          if (p.keep) device::tensor_store(&maps.z, staging, {column, row});
           device::tensor_store(out, result, {column, row});
         });
     }
+  }
+  // `gated`: words of both sums for a part of out.
+  __device__ __forceinline__ void choose(int part, uint32_t (&gate)[kHalfWords], uint32_t (&up)[kHalfWords]) const {
+#pragma unroll
+    for (int i = 0; i < kParts / 2; ++i)
+      if (part == i) {
+#pragma unroll
+        for (int j = 0; j < kHalfWords; ++j) {
+          gate[j] = finished[i * kHalfWords + j];
+          up[j] = finished[(kParts / 2 + i) * kHalfWords + j];
+        }
+      }
+  }
+  // `gated`: a panel of out in three steps, of which the first stores both sums, and the others compute a half each.
+  __device__ __forceinline__ void gate_step(int panel, int step) {
+    const int row = before.row + panel_row(panel), column = before.column + panel_column(panel);
+    uint32_t gate[kHalfWords], up[kHalfWords];
+    if (step == 0) {
+      if (!p.keep) return;
+      wait_for_stores();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        choose(2 * panel + half, gate, up);
+        stage(staging, half, gate);
+        stage(staging + kBufferBytes, half, up);
+      }
+      send([&] {
+        device::tensor_store(&maps.z, staging, {column, row});
+        device::tensor_store(&maps.up_z, staging + kBufferBytes, {column, row});
+      });
+      return;
+    }
+    choose(2 * panel + step - 1, gate, up);
+    with_activation<T>(p.activation, [&]<class F>() {
+#pragma unroll
+      for (int i = 0; i < kHalfWords; ++i)
+        gate[i] = device::pack<T>(F(device::low_half<T>(gate[i])).value() * device::low_half<T>(up[i]),
+                                  F(device::high_half<T>(gate[i])).value() * device::high_half<T>(up[i]));
+    });
+    if (step == 1) wait_for_stores();
+    stage(staging, step - 1, gate);
+    if (step == 2) send([&] { device::tensor_store(out, staging, {column, row}); });
   }
   // A panel of an epilogue without arithmetic, in two steps, each of which ends before the products of a stage do.
   __device__ __forceinline__ void stage_panel(const uint32_t* w) {
@@ -252,9 +296,11 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
     }
     __syncwarp(0xffffffffu);
   }
-  // The part of the finished tile that is due; nothing from kParts on.
+  // The step of the finished tile that is due, a part but for `gated`; nothing from kSteps on.
   __device__ __forceinline__ void store_part(int part) {
-    if constexpr (kernel.defers()) {
+    if constexpr (kernel.gated()) {
+      if (part < kSteps) gate_step(part / 3, part % 3);
+    } else if constexpr (kernel.defers()) {
       if (part >= kParts) return;
       constexpr int kWords = kernel.computes() ? kHalfWords : 2 * kHalfWords;
       const int chosen = kernel.computes() ? part : part / 2;
@@ -287,9 +333,10 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
   }
   __device__ __forceinline__ void add_bias() {
     if constexpr (kernel.takes_bias()) {
-      if (p.bias == nullptr) return;
+      if (!p.biased<kernel>()) return;
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
+        if (kernel.gated() && (panel < kPanels / 2 ? p.bias : p.up_bias) == nullptr) continue;
         uint32_t bias[8];  // all loads before their use
         load_bias(panel, bias);
 #pragma unroll
@@ -441,7 +488,7 @@ template <class T, ProductKernel kernel> struct ProductConsumer {
         if constexpr (kernel.defers())
           if (skip == 0) store_last_tile();
       } else {
-        for (int part = blocks; skip + part < kParts; ++part) store_part(skip + part);  // of a short sum
+        for (int part = blocks; skip + part < kSteps; ++part) store_part(skip + part);  // of a short sum
       }
       if (more) {
         now = place.tile(share.unit);
