@@ -86,6 +86,9 @@ class GradientShards:
         self.used = [True] * len(params)  # after a reduction: whether any rank has a gradient of the parameter
         self.nonfinite: Tensor | None = None  # after a reduction: 1 where any rank's gradients are not finite, else 0
         self._bucket_of = {param: n for n, bucket in enumerate(buckets) for param in bucket.params}
+        self._index_of = {id(p): i for i, p in enumerate(params)}
+        self._added: set[int] = set()  # parameters whose main_grad was added to since the last step or zero_grad
+        self._late: int | None = None  # one with a gradient under no_sync() after the reduction
         self.forget()
         this = weakref.ref(self)  # a parameter must not keep its optimizer alive
 
@@ -119,6 +122,12 @@ class GradientShards:
         self._waiting = [len(bucket.params) for bucket in self.buckets]
         self._next = 0
         self._in_flight: deque[_InFlight] = deque()
+        self._added.clear()
+        self._late = None
+
+    def adds_to_main_grad(self, param: Tensor) -> None:
+        """A backward adds to it now, and gives the parameter no gradient beside; torch calls its hook all the same."""
+        self._added.add(self._index_of[id(param)])
 
     def require_reduced(self, call: str) -> None:
         """Raises unless a backward has reduced the gradients, of parameters that are as they were. Takes the part of
@@ -127,7 +136,7 @@ class GradientShards:
             self._finish(without_backward=call)
         elif (changed := self._changed()) is not None:
             raise RuntimeError(f"{_OP}: {self._describe_change(self.rank, changed)}")
-        elif (late := next((i for i, p in enumerate(self.params) if self._is_late(i, p)), None)) is not None:
+        elif (late := next((i for i, p in enumerate(self.params) if self._is_late(i, p)), self._late)) is not None:
             raise RuntimeError(
                 f"{_OP}: rank {self.rank} of {self.world_size}: the gradient of {self.names[late]} was written to "
                 f"after it was reduced, which {call} would not see: clip by the optimizer's clip_grad_norm_() or a "
@@ -142,6 +151,8 @@ class GradientShards:
 
     def _arrived(self, index: int) -> None:
         if not self.synchronizing:
+            if self.phase == REDUCED:
+                self._late = index
             return
         if self.phase == REDUCED or index in self._arrived_params:
             raise RuntimeError(
@@ -259,17 +270,22 @@ class GradientShards:
     def _gradient(self, index: int) -> Tensor | None:
         """The elements of a parameter's gradient, and of its main_grad, in the order of the parameter's memory."""
         param, gradient = self.params[index], self.params[index].grad
-        if gradient is None or _place(param) != self._places[index]:  # the end of the backward reports it
+        main_grad = getattr(param, "main_grad", None)
+        alone = gradient is None and index in self._added and isinstance(main_grad, Tensor)
+        if (gradient is None and not alone) or _place(param) != self._places[index]:  # the backward's end reports it
             return None
-        if gradient.layout != torch.strided or gradient.dtype != param.dtype or gradient.shape != param.shape:
+        if gradient is not None and (
+            gradient.layout != torch.strided or gradient.dtype != param.dtype or gradient.shape != param.shape
+        ):
             dtype = str(param.dtype).removeprefix("torch.")
             got = f"{str(gradient.dtype).removeprefix('torch.')} {tuple(gradient.shape)} {gradient.layout}"
             raise ValueError(
                 f"{_OP}: gradient of {self.names[index]}: expected a dense {dtype} {tuple(param.shape)}, got {got}"
             )
+        if isinstance(main_grad, Tensor):
+            gradient = main_grad if gradient is None else gradient.detach() + main_grad
+        assert gradient is not None
         gradient = gradient.detach()
-        if isinstance(main_grad := getattr(param, "main_grad", None), Tensor):
-            gradient = gradient + main_grad
         if not same_layout(gradient, param) or gradient.is_neg():
             gradient = torch.empty_like(param, dtype=gradient.dtype).copy_(gradient)
         return flat(gradient)
@@ -302,7 +318,8 @@ class GradientShards:
         return joined([self.sums[f] for f, _ in present], [g for _, g in present], total_elems)
 
     def _finish(self, without_backward: str = "") -> None:
-        used = [p.grad is not None or i in self._arrived_params for i, p in enumerate(self.params)]
+        arrived = self._arrived_params | self._added
+        used = [p.grad is not None or i in arrived for i, p in enumerate(self.params)]
         while self._next < len(self.buckets):
             self._send_next()
         while self._in_flight:
