@@ -300,14 +300,82 @@ def test_several_backwards_under_ddp(rank, world_size, checkpointed):
         first.backward()
         check(ddp.module, world_size, steps_of)
         reduced = [w.main_grad.clone() for w in ddp.module.weights()]
-        with pytest.raises(RuntimeError, match=rf"linear: main_grad: rank {rank}: a second backward.*no_sync\(\)"):
+        with pytest.raises(RuntimeError, match=rf"linear: main_grad: rank {rank}: a backward after .*no_sync\(\)"):
             second.backward()
         assert all(map(torch.equal, reduced, (w.main_grad for w in ddp.module.weights())))
         clear(ddp.module)
-        # Each of its own forward: reduced anew.
+        with pytest.raises(RuntimeError, match="call the DDP module"):
+            loss(ddp.module, rank, 0).backward()
+        clear(ddp.module)
+        with ddp.no_sync():
+            loss(ddp.module, rank, 0).backward()
+        loss(ddp, rank, 1).backward()
+        check(ddp.module, world_size, lambda r: [{}, {}])
+        clear(ddp.module)
         loss(ddp, rank, 0).backward()
         check(ddp.module, world_size, steps_of)
         clear(ddp.module)
         (loss(ddp, rank, 0) + loss(ddp, rank, 1)).backward()
         check(ddp.module, world_size, lambda r: [{}, {}])
         clear(ddp.module)
+
+
+class EveryOp(nn.Module):
+    """All uses of a main_grad, each of a weight of its own; one weight lies transposed, one is the embedding too."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(2)
+        self.plain, self.transposed, self.gate, self.up, self.head, self.rows = nn.ParameterList(
+            [(torch.randn(WIDTH, WIDTH) / 4).to(dtype) for _ in range(6)]
+        )
+        for p in self.parameters():
+            p.main_grad = torch.zeros(WIDTH, WIDTH)
+
+    def forward(self, tokens):
+        x = nn.functional.embedding(tokens, self.head)
+        x = warpsmith.linear(x, self.plain, main_grad=self.plain.main_grad)
+        x = warpsmith.linear(x, self.transposed.t(), activation="silu", main_grad=self.transposed.main_grad.t())
+        x = warpsmith.gated_linear(x, self.gate, self.up, main_grads=(self.gate.main_grad, self.up.main_grad))
+        losses = (
+            warpsmith.linear_cross_entropy(x, w, tokens, reduction=reduction, main_grad=w.main_grad)
+            for w, reduction in ((self.head, "mean"), (self.rows, "none"))
+        )
+        return sum(loss.mean() for loss in losses)
+
+
+@multirank(2, timeout_s=120)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_op_hands_its_gradient_over(rank, world_size, dtype, autocast):
+    def tokens(r):
+        return torch.randint(WIDTH, (8,), generator=torch.Generator().manual_seed(r))
+
+    def backward(model, r):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(tokens(r))
+        loss.backward()
+
+    parts = []
+    for r in range(world_size):
+        alone = EveryOp(dtype)
+        backward(alone, r)
+        assert not any(p.grad.any() for p in alone.parameters() if p is not alone.head)
+        parts.append([p.main_grad + p.grad for p in alone.parameters()])
+    expected = [mean(each) for each in zip(*parts, strict=True)]
+    ddp = DistributedDataParallel(EveryOp(dtype), bucket_cap_mb=BUCKET_MB)
+    ddp.register_comm_hook(None, accurate_hook)
+    for _ in range(2):
+        backward(ddp, rank)
+        for p, want in zip(ddp.module.parameters(), expected, strict=True):
+            assert torch.equal(p.main_grad, want) and not p.grad.any()
+            p.main_grad.zero_()
+    sharded = EveryOp(dtype)
+    before = [p.detach().clone().float() for p in sharded.parameters()]
+    optimizer = ShardedOptimizer(sharded.parameters(), warpsmith.optim.SGD, stage=2, lr=1.0)
+    backward(sharded, rank)
+    assert all(p.grad is None for p in sharded.parameters())
+    optimizer.step()
+    if dtype != torch.float16:  # which is sent as it is
+        for p, old, want in zip(sharded.parameters(), before, expected, strict=True):
+            assert torch.equal(p, (old - want).to(dtype))

@@ -46,11 +46,11 @@ class Destination(NamedTuple):
             for shards in (found := _shards_of(self.parameter)):
                 shards.adds_to_main_grad(self.parameter)
             wrapper = None if found else _known(self.parameter)
-            if wrapper is not None and _is_reduced.get(wrapper, False):
+            if wrapper is not None and _is_reduced.get(wrapper, False) and wrapper.require_backward_grad_sync:
                 raise RuntimeError(
-                    f"{self.op}: main_grad: rank {dist.get_rank()}: a second backward after DistributedDataParallel "
-                    "reduced the first, which it would leave as this rank's own: add the losses for one backward, or "
-                    "run forward and backward of all but the last under no_sync()"
+                    f"{self.op}: main_grad: rank {dist.get_rank()}: a backward after DistributedDataParallel reduced "
+                    "the gradients, which it would not reduce: add the losses for one backward, or run forward and "
+                    "backward of all but the last under no_sync(); call the DDP module, not its .module"
                 )
         return self.main_grad
 

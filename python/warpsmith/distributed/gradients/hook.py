@@ -58,8 +58,9 @@ def accurate_hook(  # type: ignore[misc]  # DDP reads these annotations, and wan
     Buckets of bfloat16 and float16 gradients travel in their own dtype, buckets of float64 are sent and summed in
     float64. float16 has no values above 65,504: a gradient beyond is infinite on the wire, which a loss scaler sees.
     Under ``no_sync()`` DDP calls no hook, so accumulated gradients are rounded and reduced once. Where a parameter has
-    a ``main_grad``, to which :func:`warpsmith.linear` and others add its gradient, that is averaged in place too,
-    behind its bucket.
+    a ``main_grad``, to which :func:`warpsmith.linear` and others add its gradient, that is averaged with the bucket, in
+    place of the parameter's gradient. What other ops gave the parameter is added to ``main_grad`` before, and
+    ``p.grad`` is left as zeros, or None.
 
     ``accurate_hook(keep_norm=True)`` is a hook that also sums the squares of each bucket right after its reduction.
     :func:`warpsmith.optim.clip_grad_norm_`, :func:`~warpsmith.optim.grad_norm`, :class:`warpsmith.amp.GradScaler` and
