@@ -18,10 +18,12 @@ from warpsmith._core.gradient_sums import Joined, Sums, joined, sums_of
 from warpsmith._core.main_grad import reductions
 from warpsmith._core.raw_step import rank_mean
 from warpsmith._core.tensor_list import same_layout
+from warpsmith.distributed.agreement import require_agreement
 from warpsmith.distributed.exchange import rank_and_size
 from warpsmith.distributed.gradients.hook import _all_gather, mean_in_rank_order, side_stream
 from warpsmith.distributed.gradients.peer_memory import PeerMemory, peer_memory
 from warpsmith.distributed.sharded.shards import Bucket, Fragment
+from warpsmith.ops._scaled_linear import in_fp8
 
 _OP = "ShardedOptimizer"
 IN_FLIGHT = 2  # buckets whose exchange may be under way; more would hold the memory of all gradients once more
@@ -87,6 +89,7 @@ class GradientShards:
         self.nonfinite: Tensor | None = None  # after a reduction: 1 where any rank's gradients are not finite, else 0
         self._bucket_of = {param: n for n, bucket in enumerate(buckets) for param in bucket.params}
         self._index_of = {id(p): i for i, p in enumerate(params)}
+        self._is_compared = False  # with other ranks
         self._added: set[int] = set()  # parameters whose main_grad was added to since the last step or zero_grad
         self._late: int | None = None  # one with a gradient under no_sync() after the reduction
         self.forget()
@@ -185,8 +188,21 @@ class GradientShards:
                     "would reduce and step it a second time: give each parameter to one, and delete the other"
                 )
 
+    def _compare(self) -> None:
+        """Raises on all ranks where not all multiply the same layers in 8-bit floats. A collective, once."""
+        self._is_compared = True
+        layers = [(name, in_fp8.get(p, "no FP8")) for name, p in zip(self.names, self.params, strict=True)]
+        try:
+            require_agreement(_OP, lambda: layers, "call warpsmith.amp.fp8 alike on all ranks", self.group)
+        except ValueError:
+            self.forget()
+            self._is_compared = False
+            raise
+
     @torch.no_grad()
     def _send_next(self) -> None:
+        if not self._is_compared:
+            self._compare()
         bucket = self.buckets[self._next]
         self._next += 1
         if bucket.numel == 0:
