@@ -82,15 +82,15 @@ def test_in_the_first_reduction_of_a_sharded_optimizer(rank, world_size, unlike)
 
 @multirank(2, timeout_s=120)
 @pytest.mark.parametrize("place", ["group", "ddp"])
-def test_a_rank_that_converts_nothing_is_not_waited_for_without_end(rank, world_size, place):
-    from warpsmith.amp import _fp8_ranks
+def test_a_rank_that_converts_nothing_is_not_awaited_forever(rank, world_size, place):
+    from warpsmith.amp import fp8_ranks
 
     model, began = small(), time.monotonic()
     ddp = DistributedDataParallel(model)
     dist.barrier()
     if rank == 0:
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(_fp8_ranks, "LIMIT_S", 1.0)
+            monkeypatch.setattr(fp8_ranks, "LIMIT_S", 1.0)
             group = {"group": dist.group.WORLD} if place == "group" else {}
             with pytest.raises(ValueError, match="rank 1 of 2: layer 0: expected .* as on rank 0, got no layer in FP8"):
                 fp8(model, **group)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from warpsmith._core import checks
 from warpsmith._core.library import raw
 from warpsmith._core.modules import stock
-from warpsmith.amp._fp8_ranks import group_of_forward, require_same_layers
+from warpsmith.amp.fp8_ranks import group_of_forward, require_same_layers
 from warpsmith.ops._linear import LINEAR, under_autocast
 from warpsmith.ops._scaled_linear import (
     Fp8Recipe,
@@ -113,7 +113,7 @@ class Fp8Layers:
             if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
                 del module.__dict__["forward"], module.__dict__["_fp8"]
             forget(module.weight)  # type: ignore[arg-type]
-            in_fp8.pop(module.weight, None)  # type: ignore[arg-type]
+            in_fp8.pop(module.weight, None)
 
     @torch.no_grad()
     def update(self, found_inf: Tensor | None = None) -> None:

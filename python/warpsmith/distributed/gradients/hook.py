@@ -240,7 +240,7 @@ def _average(pieces: list[Tensor], group: ProcessGroup | None, sent_as: torch.dt
     whole = ranks == 2 and sum(piece.nbytes for piece in pieces) <= _MOST_WHOLE_BYTES
     user, device = _USER_OF_WHOLE if whole else _USER, pieces[0].device
     peers = peer_memory(group, device, user) if sent_as != torch.float64 else "float64"
-    if isinstance(peers, PeerMemory):
+    if not isinstance(peers, str):
         one = pieces[0] if len(pieces) == 1 else torch.empty(count, dtype=sent_as, device=device)
         if len(pieces) > 1:
             torch._foreach_copy_(one.split(sizes), pieces)

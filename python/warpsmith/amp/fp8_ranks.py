@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import PrefixStore, ProcessGroup
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroup
 
 _OP = "fp8"
 _REMEDY = "convert the model with the same recipe and filter on all ranks that train together, before the first step"
