@@ -281,7 +281,8 @@ def test_what_a_sharded_optimizer_would_miss_is_refused(rank, world_size):
         optimizer = ShardedOptimizer(model.parameters(), warpsmith.optim.SGD, stage=stage, lr=1.0)
         loss(model, rank, 0).backward()
         with optimizer.no_sync():
-            model.layers[0](torch.ones(1, WIDTH, dtype=torch.bfloat16)).sum().backward()
+            x, weight = torch.ones(1, WIDTH, dtype=torch.bfloat16), model.layers[0].weight
+            warpsmith.linear(x, weight, main_grad=weight.main_grad).sum().backward()
         with pytest.raises(RuntimeError, match="was written to after it was reduced"):
             optimizer.step()
         optimizer.zero_grad()
