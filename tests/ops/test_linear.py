@@ -330,7 +330,9 @@ class OwnProducts:
         OPS._own_product(os.environ.get("WARPSMITH_OWN_PRODUCT", "0"))
 
 
-class TestLinearByOwnProducts(OwnProducts, op_tests(replace(LINEAR_SPEC, cases=OWN_CASES, devices=("cuda",)))):
+class TestLinearByOwnProducts(
+    OwnProducts, op_tests(replace(LINEAR_SPEC, cases=OWN_CASES, devices=("cuda",), bad_inputs=()))
+):
     @pytest.mark.parametrize("device", ["sim-"] if is_loaded() else [pytest.param("cuda", marks=ON_CUDA)])
     def test_tiles_and_rows_do_not_change_bits(self, device):
         """The order of a sum depends on its length alone."""
@@ -380,7 +382,9 @@ class TestLinearByOwnProducts(OwnProducts, op_tests(replace(LINEAR_SPEC, cases=O
 TestMlp = op_tests(MLP_SPEC)
 
 
-class TestMlpByOwnProducts(OwnProducts, op_tests(replace(MLP_SPEC, cases=OWN_MLP_CASES, devices=("cuda",)))):
+class TestMlpByOwnProducts(
+    OwnProducts, op_tests(replace(MLP_SPEC, cases=OWN_MLP_CASES, devices=("cuda",), bad_inputs=()))
+):
     pass
 
 

@@ -369,16 +369,17 @@ def _plain_gated(
     return _activated(_layer(x, gate_weight, gate_bias), activation) * _layer(x, up_weight, up_bias)
 
 
-def _value_and_derivative(z: Tensor, activation: int) -> tuple[Tensor, Tensor]:
-    """f(z) in the dtype of z, and f'(z) in float32 or wider."""
+def _value_and_derivative(z: Tensor, activation: int, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """f(z) in the dtype of z, and f'(z) in float32 or wider. ``kept`` is what the forward saved: relu's sign is read
+    there, since a z made again may round to the other side of 0."""
     wide = z.to(_real(z))
     name = ACTIVATIONS[activation]
     if name == "none":
         return z, torch.ones_like(wide)
     if name == "relu":
-        value, derivative = torch.relu(wide), (wide > 0).to(wide.dtype)
-    else:
-        value, derivative = silu(wide) if name == "silu" else gelu(wide, name == "gelu_tanh")
+        kept = kept.detach()
+        return torch.where(kept <= 0, 0.0, z), (kept > 0).to(wide.dtype)
+    value, derivative = silu(wide) if name == "silu" else gelu(wide, name == "gelu_tanh")
     return value.to(z.dtype), derivative
 
 
@@ -438,7 +439,7 @@ def _linear_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
         checks.refuse(LINEAR, "main_grad", "None where a second derivative is taken", "a tensor")
     dz, x = dy, saved.x
     if saved.activation != NONE:
-        derivative = _value_and_derivative(_layer(x, saved.weight, saved.bias), saved.activation)[1]
+        derivative = _value_and_derivative(_layer(x, saved.weight, saved.bias), saved.activation, saved.z)[1]
         dz = (dy * derivative).to(dy.dtype)
     if x is None:  # the weight has no gradient
         return {"residual": dy, "x": dz.matmul(saved.weight), "bias": _bias_gradient(dz, saved.bias)}
@@ -457,7 +458,7 @@ def _mlp_gradients(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
 
 
 def _mlp_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
-    h, derivative = _value_and_derivative(_layer(saved.x, saved.w1, saved.b1), saved.activation)
+    h, derivative = _value_and_derivative(_layer(saved.x, saved.w1, saved.b1), saved.activation, saved.h)
     dh, dw2, db2 = _of_layer(dy, h, saved.w2, saved.b2)
     dx, dw1, db1 = _of_layer((dh * derivative).to(dy.dtype), saved.x, saved.w1, saved.b1)
     return {"x": dx, "w1": dw1, "b1": db1, "w2": dw2, "b2": db2}
@@ -509,7 +510,7 @@ def _gated_twice(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     if saved.of_gate.takes(wants.gate_weight) is not None or saved.of_up.takes(wants.up_weight) is not None:
         checks.refuse(GATED, "main_grads", "None where a second derivative is taken", "two tensors")
     x, gate_weight, up_weight, gate_bias, up_bias = (getattr(saved, n) for n in _OF_GATED)
-    value, derivative = _value_and_derivative(_layer(x, gate_weight, gate_bias), saved.activation)
+    value, derivative = _value_and_derivative(_layer(x, gate_weight, gate_bias), saved.activation, saved.gate)
     dgate = (dy * _layer(x, up_weight, up_bias) * derivative).to(dy.dtype)
     dx, dgate_weight, dgate_bias = _of_layer(dgate, x, gate_weight, gate_bias)
     dx_up, dup_weight, dup_bias = _of_layer(dy * value, x, up_weight, up_bias)
