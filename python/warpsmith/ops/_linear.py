@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.nn import functional
 from warpsmith import _C
 from warpsmith._core import checks
 from warpsmith._core.library import Gradients, Saved, Wants, call_raw, differentiable, raw, register_fake
-from warpsmith._core.main_grad import PLAIN, check_main_grad
+from warpsmith._core.main_grad import PLAIN, Destination, check_main_grad
 from warpsmith.ops._activation import gelu, silu
 from warpsmith.ops.activation import geglu, reglu, swiglu
 
@@ -404,22 +404,6 @@ def _of_layer(dz: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tup
 # ---- gradients
 
 
-class _Destination(NamedTuple):
-    """Where a backward adds the weight's gradient. Kept apart from the saved tensors: the graph of one that has been
-    written to cannot be walked again."""
-
-    main_grad: Tensor | None
-
-    def takes(self, wanted: bool) -> Tensor | None:
-        """The tensor, if the weight's gradient is wanted."""
-        return self.main_grad if wanted else None
-
-
-def _nothing_for(weight: Tensor) -> Tensor:
-    """Zeros for a parameter whose gradient went to its main_grad: hooks, such as DDP's, wait for a gradient."""
-    return torch.zeros_like(weight, memory_format=torch.preserve_format)
-
-
 def _save_linear(inputs: Any, outputs: Any) -> dict[str, Any]:
     y, z = outputs
     of_relu = inputs.activation == RELU and inputs.residual is None
@@ -430,7 +414,7 @@ def _save_linear(inputs: Any, outputs: Any) -> dict[str, Any]:
         "bias": inputs.bias,
         "z": y if of_relu else z,
         "activation": inputs.activation,
-        "destination": _Destination(inputs.main_grad),
+        "destination": Destination.of(LINEAR, inputs.main_grad),
     }
 
 
@@ -447,7 +431,7 @@ def _linear_backward(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
     gradients: dict[str, Tensor | None] = {"residual": dy}
     if main_grad is not None:
         dx, dbias = call_raw(_raw_main_grad, dy, x, weight, bias, z, main_grad, activation, wants.x, wants.bias)
-        dweight = _nothing_for(weight)
+        dweight = saved.destination.nothing_for(weight)
     else:
         wide = _wide_gradient(weight) if wants.weight else None
         wanted = wants.x, wants.weight, wants.bias
@@ -505,7 +489,7 @@ def check_main_grads(main_grads: Any, **given: Tensor | None) -> tuple[Tensor, T
 
 def _save_gated(inputs: Any, outputs: Any) -> dict[str, Any]:
     _, gate, up = outputs
-    destinations = _Destination(inputs.gate_main_grad), _Destination(inputs.up_main_grad)
+    destinations = Destination.of(GATED, inputs.gate_main_grad), Destination.of(GATED, inputs.up_main_grad)
     of_inputs = {name: getattr(inputs, name) for name in (*_OF_GATED, "activation")}
     return of_inputs | {"gate": gate, "up": up, "of_gate": destinations[0], "of_up": destinations[1]}
 
@@ -519,8 +503,11 @@ def _gated_gradients(saved: Saved, wants: Wants, dy: Tensor) -> Gradients:
         return dict(zip(_OF_GATED, found, strict=True))
     others = wants.x, wants.gate_bias, wants.up_bias
     dx, *dbiases = call_raw(_raw_gated_main_grads, dy, *tensors, *main_grads, saved.activation, *others)
-    weights = saved.gate_weight, saved.up_weight
-    dweights = (None if to is None else _nothing_for(w) for to, w in zip(main_grads, weights, strict=True))
+    weights = (saved.of_gate, saved.gate_weight), (saved.of_up, saved.up_weight)
+    dweights = (
+        None if to is None else destination.nothing_for(w)
+        for to, (destination, w) in zip(main_grads, weights, strict=True)
+    )
     return dict(zip(_OF_GATED, (dx, *dweights, *dbiases), strict=True))
 
 

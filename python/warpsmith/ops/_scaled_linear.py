@@ -162,6 +162,7 @@ class _Kept:
 
 
 _kept = WeakIdKeyDictionary()  # by parameter
+in_fp8 = WeakIdKeyDictionary()  # weights of layers that amp.fp8 has converted: name and recipe, to compare over ranks
 _captured = WeakIdKeyDictionary()  # parameters that are part of a CUDA graph: its replays change them unseen
 
 

@@ -38,8 +38,8 @@ def linear(
         main_grad: a float32 tensor (float64 for float64) of the shape of ``weight``, contiguous or its transpose. The
             backward adds the weight's gradient there, in float32, and gives the parameter zeros, so that hooks that
             wait for a gradient run. Only in eager mode. Over ranks :func:`warpsmith.distributed.accurate_hook` and
-            :class:`warpsmith.distributed.ShardedOptimizer` reduce it, as ``weight.main_grad``; other ways that would
-            not are refused.
+            :class:`warpsmith.distributed.ShardedOptimizer` reduce it, as ``weight.main_grad``, and the parameter gets
+            None; other ways that would not reduce it are refused.
 
     Returns:
         A contiguous tensor of shape (..., N) and the dtype of ``x``. Under autocast ``x``, ``weight``, ``bias`` and
