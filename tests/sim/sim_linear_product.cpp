@@ -21,7 +21,7 @@ template <class T> struct Problem {
   bool a_turned, b_turned;
   ProductParams p;
   Buffer<T> a, b, bias, z, out, up, up_bias, up_z;
-  Buffer<float> wide, partials;
+  Buffer<float> wide, partials, column_sums;
 
   static int64_t stride(int64_t width, int64_t gap) { return (width + 7) / 8 * 8 + gap; }
   static size_t elements(int64_t rows, int64_t width) { return static_cast<size_t>(rows * width); }
@@ -42,7 +42,8 @@ template <class T> struct Problem {
         up_bias(elements(1, n)),
         up_z(elements(m, n)),
         wide(elements(m, n)),
-        partials(elements((m + 15) / 16, n)) {
+        partials(elements((m + 15) / 16, n)),
+        column_sums(elements(1, n)) {
     Random random(7);
     for (Buffer<T>* x : {&a, &b, &bias, &z, &up, &up_bias})
       for (size_t i = 0; i < x->size(); ++i) (*x)[i] = from_float<T>(static_cast<float>(random.bits() % 3) - 1.0f);
@@ -58,7 +59,7 @@ template <class T> struct Problem {
       if (with_bias == (gap == 0)) p.up_bias = up_bias.data();  // each bias with and without the other
       if (other) p.up_z = up_z.data();
     }
-    if (e == Epilogue::derivative && other) p.partials = partials.data();
+    if (e == Epilogue::derivative && other) p.partials = partials.data(), p.column_sums = column_sums.data();
   }
   static double rounded(double x) { return static_cast<double>(to_float(from_float<T>(static_cast<float>(x)))); }
   double at(const Buffer<T>& x, int64_t i) const { return static_cast<double>(to_float(x[static_cast<size_t>(i)])); }
@@ -76,7 +77,8 @@ template <class T> struct Problem {
   }
   void run_and_compare() {
     const Epilogue e = kernel.epilogue;
-    std::vector<double> expected(out.size()), kept(out.size()), up_kept(out.size()), sums(partials.size());
+    std::vector<double> expected(out.size()), kept(out.size()), up_kept(out.size()), sums(partials.size()),
+        totals(column_sums.size());
     for (int64_t i = 0; i < p.rows; ++i)
       for (int64_t j = 0; j < p.columns; ++j) {
         const auto here = static_cast<size_t>(i * p.columns + j);
@@ -89,10 +91,12 @@ template <class T> struct Problem {
                          : e == Epilogue::wide       ? s + (p.add ? static_cast<double>(here % 5) : 0)
                                                      : s;
         sums[static_cast<size_t>(i / 16 * p.columns + j)] += expected[here] = y;
+        totals[static_cast<size_t>(j)] += y;
       }
     under_every_seed([&] {
       out.poison();
       partials.poison();
+      column_sums.poison();
       up_z.poison();
       if (!kernel.reads()) z.poison();
       for (size_t i = 0; i < wide.size(); ++i) wide[i] = static_cast<float>(i % 5);
@@ -105,7 +109,7 @@ template <class T> struct Problem {
       e == Epilogue::wide ? expect_close("wide", wide, expected, {}) : expect_close("out", out, expected, {});
       if (!kernel.reads() && p.z) expect_close("z", z, kept, {});
       if (p.up_z) expect_close("up_z", up_z, up_kept, {});
-      if (p.partials) expect_close("partials", partials, sums, {});
+      if (p.partials) expect_close("partials", partials, sums, {}), expect_close("sums", column_sums, totals, {});
     });
   }
 };

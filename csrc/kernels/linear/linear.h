@@ -41,9 +41,11 @@ struct ProductParams {
   void* z = nullptr;     // [rows, columns], dtype. `activate` and `gated` write it (null: not kept); others read
   void* up_z = nullptr;  // likewise of `gated`; null where z is
   int64_t z_stride = 0;
-  float* sums = nullptr;      // [plan.sums], where sums are split
-  int* flags = nullptr;       // [plan.flags], zeros, likewise
-  float* partials = nullptr;  // [ceil(rows / 16), columns] of `derivative`; null: not wanted
+  float* sums = nullptr;        // [plan.sums], where sums are split
+  int* flags = nullptr;         // [plan.flags], zeros, likewise
+  float* partials = nullptr;    // [ceil(rows / 16), columns] of `derivative`: workspace of the column sums
+  void* column_sums = nullptr;  // [columns], dtype or float; null: not wanted
+  Dtype column_sums_dtype = Dtype::float32;
   int64_t rows = 0, columns = 0, inner = 0;
   ProductLayout layout = ProductLayout::nt;
   ProductEpilogue epilogue = ProductEpilogue::store;

@@ -5,9 +5,11 @@
 
 #include "common/alignment.h"
 #include "common/code_capability.h"
+#include "common/visit_dtype.h"
 #include "device/launch.h"
 #include "kernels/linear/hopper/product_sm90.h"
 #include "kernels/linear/linear.h"
+#include "tiles/sum_partials.cuh"
 
 // Chooses the kernel of a product, where the library contains the Hopper kernels (sm_90a).
 namespace warpsmith {
@@ -42,6 +44,17 @@ bool is_aligned(const ProductParams& p) {
          rows_fit(p.z, p.z_stride, p.rows) && rows_fit(p.up, p.up_stride, p.columns) &&
          rows_fit(p.up_z, p.z_stride, p.rows) && on_16_bytes(p.bias) && on_16_bytes(p.up_bias) &&
          ((!p.bias && !p.up_bias) || p.columns % 8 == 0);
+}
+
+Status multiply(const ProductParams& p, const ProductKernel& kernel, void* stream) {
+  if constexpr (kHopperProducts) {
+    switch (kernel.layout) {
+      case ProductLayout::nt: return linear::product_nt_sm90(p, kernel, stream);
+      case ProductLayout::nn: return linear::product_nn_sm90(p, kernel, stream);
+      case ProductLayout::tn: return linear::product_tn_sm90(p, kernel, stream);
+    }
+  }
+  return Status::unsupported("no Hopper kernels in this build");
 }
 
 }  // namespace
@@ -83,14 +96,11 @@ Status product_workspace_cuda(const ProductParams& p, ProductPlan* plan) {
 
 Status product_cuda(const ProductParams& p, const ProductPlan& plan, void* stream) {
   ++launched;
-  if constexpr (kHopperProducts) {
-    switch (plan.kernel->layout) {
-      case ProductLayout::nt: return linear::product_nt_sm90(p, *plan.kernel, stream);
-      case ProductLayout::nn: return linear::product_nn_sm90(p, *plan.kernel, stream);
-      case ProductLayout::tn: return linear::product_tn_sm90(p, *plan.kernel, stream);
-    }
-  }
-  return Status::unsupported("no Hopper kernels in this build");
+  WARPSMITH_RETURN_IF_FAILED(multiply(p, *plan.kernel, stream));
+  if (!p.column_sums) return {};
+  return visit_cuda_dtype(p.column_sums_dtype, [&]<class W>() {
+    return tiles::launch_sum_partials<W>(p.partials, p.column_sums, ceil_div(p.rows, 16), p.columns, stream);
+  });
 }
 
 }  // namespace warpsmith
