@@ -134,6 +134,14 @@ TEST(every_product_of_several_tiles) {
     }
 }
 
+// More stages than an epilogue has steps: z of the next tile is fetched before the sum ends.
+TEST(every_epilogue_of_a_long_sum) {
+  NEEDS_SM90_CODE;
+  const SeedsAtMost few(3);
+  for (const ProductKernel& kernel : kProducts)
+    if (kernel.computes()) on_machine(2, 90, [&] { compare(kernel, true, 600, 200, 1480, 0, true, true); });
+}
+
 // Whole units, fronts, and a pool of what they leave: every stage of every sum once, and others in the order of k.
 TEST(shares_cover_every_sum_once) {
   for (int clusters = 2; clusters < 14; ++clusters)
